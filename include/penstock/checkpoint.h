@@ -1,0 +1,63 @@
+/* penstock/checkpoint.h - tensors on disk: safetensors files in Hugging Face's directory layout.
+ *
+ * DIR/model.safetensors, or DIR/model.safetensors.index.json with model-0000i-of-0000n.safetensors. Reading takes F32, BF16
+ * and F16 and converts; a tensor may lie in any file. Files are written under a temporary name and renamed when complete,
+ * the index last: a reader never sees half a file under a final name. */
+#ifndef PENSTOCK_CHECKPOINT_H
+#define PENSTOCK_CHECKPOINT_H
+#include "model.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ps_tensor_file ps_tensor_file; /* one safetensors file, or a directory's set of them */
+
+typedef struct ps_tensor_info {
+  const char *name;       /* owned by the file object */
+  char dtype[12];         /* as in the header: "BF16" */
+  uint32_t n_dims;        /* <= 8 */
+  uint64_t shape[8];
+  uint64_t n, bytes;      /* elements; bytes in the file */
+} ps_tensor_info;
+
+/* ps_tensors_open() - open @path: a .safetensors file, or a model directory. Headers are checked whole: lengths, dtypes,
+ * shapes against byte ranges, order, holes, overlaps, duplicate names, the index against the files. Nothing of the data is
+ * read. @out owned by the caller, released by ps_tensors_close(). Errors: PS_EIO, PS_EFORMAT (file, tensor, value, limit). */
+PS_API ps_status ps_tensors_open(ps_tensor_file **out, const char *path);
+PS_API void ps_tensors_close(ps_tensor_file *f);
+PS_API uint64_t ps_tensors_count(const ps_tensor_file *f);
+PS_API ps_status ps_tensors_info(const ps_tensor_file *f, uint64_t idx, ps_tensor_info *out);
+/* ps_tensors_find() - index of a name, or UINT64_MAX. */
+PS_API uint64_t ps_tensors_find(const ps_tensor_file *f, const char *name);
+
+/* ps_tensors_read() - elements [first, first+n) of tensor @idx, converted to @dtype (round to nearest even), into @dst.
+ * Reads with pread, never maps. Errors: PS_EINVAL, PS_EIO (a truncated file: names it), PS_EFORMAT (dtype not convertible). */
+PS_API ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint64_t n, ps_dtype dtype, void *dst);
+
+typedef struct ps_tensor_writer ps_tensor_writer;
+
+/* A tensor to be written; data arrives later, in this order. */
+typedef struct ps_tensor_spec {
+  const char *name; /* borrowed for the call */
+  uint32_t dtype;   /* ps_dtype */
+  uint32_t n_dims;
+  uint64_t shape[8];
+} ps_tensor_spec;
+
+/* ps_tensors_create() - begin writing @n tensors into DIR as @stem ("model" gives model.safetensors or shards of at most
+ * @max_shard_bytes with an index; 0: one file). DIR is made when missing. Metadata {"format":"pt"} plus the @n_meta string
+ * pairs @meta[2*i], @meta[2*i+1]. @out owned by the caller, ended by ps_tensors_finish() or ps_tensors_abort(). */
+PS_API ps_status ps_tensors_create(ps_tensor_writer **out, const char *dir, const char *stem, const ps_tensor_spec *specs,
+                                   uint64_t n, uint64_t max_shard_bytes, const char *const *meta, uint32_t n_meta);
+/* ps_tensors_append() - the next @bytes of data, in the order of the specs; may be called in pieces of any size. */
+PS_API ps_status ps_tensors_append(ps_tensor_writer *w, const void *data, uint64_t bytes);
+/* ps_tensors_finish() - flush, fsync, rename; frees the writer. PS_ESTATE when data is missing. On error nothing appears
+ * under a final name (unless all did, and only bringing the names to the disk failed) and the writer is freed too. */
+PS_API ps_status ps_tensors_finish(ps_tensor_writer *w);
+PS_API void ps_tensors_abort(ps_tensor_writer *w); /* removes the temporary files; NULL is a no-op */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

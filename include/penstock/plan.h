@@ -1,0 +1,85 @@
+/* penstock/plan.h - the plan of a training step under two memory caps, made before anything is touched.
+ *
+ * A step's tokens are cut into GROUPS (one chunk that packs whole sequences, or the chunks of one long sequence) and groups
+ * into ROUNDS; in a round every chunk passes a unit before the first goes on to the next. The plan says the sizes, which
+ * units' parameters and gradients stay on the device, and the fate of each saved tensor of each (layer, chunk). From it
+ * follow the step's program, the exact memory map of both arenas, and by simulation the step time. */
+#ifndef PENSTOCK_PLAN_H
+#define PENSTOCK_PLAN_H
+#include "hardware.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ps_plan ps_plan;
+
+/* The optimizer, and what of it the plan depends on. */
+typedef struct ps_plan_config {
+  uint32_t struct_bytes;      /* sizeof(ps_plan_config) */
+  uint32_t recipe;            /* ps_recipe */
+  uint64_t device_bytes;      /* cap of the device arena, BYTES; 0: no cap */
+  uint64_t host_bytes;        /* cap of the process's resident memory, BYTES, the CPU backend's device arena apart; 0: what the machine allows */
+  uint64_t seq_len;           /* tokens a sequence */
+  uint64_t tokens_per_step;   /* rounded down to whole sequences, at least one; 0: 8 sequences */
+  uint64_t chunk_tokens;      /* 0: the planner chooses; else pinned: a multiple of seq_len, or less (slices, the last one shorter) */
+  uint64_t chunks_per_round;  /* 0: the planner chooses; else pinned; a long sequence's chunks are never split over rounds */
+  uint64_t head_slice_tokens; /* tokens a slice of the head and loss; 0: from the vocabulary alone */
+  uint32_t clip;              /* 1: exact global-norm clipping will be used (the optimizer then waits for the whole norm) */
+  uint32_t n_threads;         /* compute threads; 0: those of the hardware */
+  uint32_t trace_steps;       /* steps kept by the trace, counted as host memory */
+  uint32_t keep_grads;        /* 1: gradients come home also where the update runs on the device, for ps_trainer_read_grad() */
+  uint64_t reserve_bytes;     /* host memory of the process besides the arena; 0: from the process as it stands */
+} ps_plan_config;
+
+enum { PS_FATE_DEVICE = 0, PS_FATE_HOST = 1, PS_FATE_RECOMPUTE = 2, PS_N_FATES = 3 };
+
+/* Numbers of a plan. Shares are of saved bytes (x is always saved, the others as the plan says). */
+typedef struct ps_plan_report {
+  uint32_t struct_bytes;
+  uint32_t n_rounds, chunks_per_round, n_chunks; /* chunks a step */
+  uint64_t chunk_tokens, tokens_per_step, n_sequences, head_slice_tokens;
+  uint64_t device_bytes, host_arena_bytes;   /* exact sizes of the arenas: the memory map's peaks */
+  uint64_t host_bytes;                       /* arena + scratch + trace + reserve: held against the host cap */
+  uint64_t scratch_bytes, reserve_bytes, trace_bytes;
+  uint64_t device_cap_bytes, host_cap_bytes; /* as given; 0: none */
+  uint64_t resident_param_units, resident_grad_units, resident_update_units, n_units; /* update: optimizer state on the device too */
+  uint64_t saved_device_bytes, saved_host_bytes, saved_recompute_bytes; /* a round, all layers and chunks */
+  uint64_t h2d_bytes, d2h_bytes;             /* a step */
+  double model_flops, recompute_flops;       /* a step; recompute is every FLOP done twice */
+  double step_s;                             /* predicted, steady state */
+  double stream_busy_s[PS_MAX_STREAMS];      /* predicted, a steady step */
+  uint64_t n_ops, n_waits;
+  uint32_t n_candidates, n_feasible;         /* plans looked at */
+  uint32_t bottleneck_stream;
+  uint32_t reserved;
+} ps_plan_report;
+
+/* ps_plan_create() - search for the fastest plan under both caps. Pure but for reading the process's memory; touches no model
+ * data. Deterministic. @out on PS_OK owned by the caller, released by ps_plan_destroy(). Errors: PS_EINVAL names the field;
+ * PS_EBUDGET says what is missing and the nearest plan that fits; PS_ENOMEM. */
+PS_API ps_status ps_plan_create(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw);
+PS_API void ps_plan_destroy(ps_plan *plan); /* NULL is a no-op */
+PS_API ps_status ps_plan_get_report(const ps_plan *plan, ps_plan_report *out);
+
+/* ps_plan_smallest() - the least device memory (under cfg->host_bytes) and the least host memory (under cfg->device_bytes) for
+ * which ps_plan_create() succeeds, BYTES; 0 where none does. Exact: 1 byte less of cap is refused. */
+PS_API ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw,
+                                  uint64_t *device_bytes, uint64_t *host_bytes);
+
+/* ps_plan_text() - the plan in words and a small table, for a person; ps_plan_json() - everything, unit by unit and fate by
+ * fate, for scripts. Owned by the plan. NULL when memory ran out. */
+PS_API const char *ps_plan_text(ps_plan *plan);
+PS_API const char *ps_plan_json(ps_plan *plan);
+
+/* The compiled step, for looking at, simulating and tracing; borrowed from the plan. */
+PS_API ps_schedule *ps_plan_schedule(ps_plan *plan);
+/* Names of the schedule's streams: "compute", "h2d", "d2h", "host", "io". Static storage; NULL past the last. */
+PS_API const char *ps_plan_stream_name(uint32_t stream);
+/* ps_plan_simulate() - the predicted trace of @n_steps steps, as ps_sim_run(). */
+PS_API ps_status ps_plan_simulate(const ps_plan *plan, uint64_t n_steps, ps_trace_event *events, double *step_end_ns);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

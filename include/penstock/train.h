@@ -1,0 +1,103 @@
+/* penstock/train.h - training a model directory under a plan: the loop, its metrics, parameters, saving.
+ *
+ * The trainer owns an engine with two spaces (device, host). Parameters, gradients and optimizer state live at home in the host
+ * space; a step's program streams them. Steps overlap: submit several, then take their metrics one by one.
+ * Weights at home are valid whenever no step is in flight. */
+#ifndef PENSTOCK_TRAIN_H
+#define PENSTOCK_TRAIN_H
+#include "checkpoint.h"
+#include "data.h"
+#include "plan.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ps_trainer ps_trainer;
+
+typedef enum ps_lr_kind { PS_LR_KIND_CONSTANT = 0, PS_LR_KIND_COSINE = 1, PS_LR_KIND_LINEAR = 2, PS_LR_KIND_WSD = 3 } ps_lr_kind;
+
+/* Fills the batch of one step: n_tokens tokens and targets, sequence after sequence (seq_len each); a target of -1 is
+ * not counted. Runs on the io stream, one call at a time, possibly a step ahead. A negative return stops the run. */
+typedef ps_status (*ps_batch_fn)(void *user, uint64_t step, int32_t *tokens, int32_t *targets, uint64_t n_tokens);
+
+typedef struct ps_train_config {
+  uint32_t struct_bytes;   /* sizeof(ps_train_config) */
+  uint32_t lr_kind;        /* ps_lr_kind */
+  double lr, min_lr;       /* peak and floor */
+  uint64_t warmup_steps, total_steps, decay_steps; /* total_steps: length of the schedule */
+  double beta1, beta2, eps, weight_decay;          /* decay on matrices only */
+  double clip_norm;        /* global gradient norm limit; 0: none. Must agree with the plan's clip */
+  uint64_t seed;           /* of stochastic rounding and of the data order */
+  uint64_t first_step;     /* steps done before (schedule, bias correction, data position go on from there) */
+  int32_t document_token;  /* this token begins a new document (attention does not cross, positions restart); -1: none;
+                              the token that ENDS one, as eos, is given in document_end_token instead */
+  int32_t document_end_token; /* the token after this one begins a new document; -1: none */
+  uint32_t shuffle;        /* visit the dataset's sequences in a seeded order instead of front to back */
+  uint32_t trace_steps;    /* keep the trace of the last so many steps */
+  ps_dataset *dataset;     /* borrowed; or NULL with batch_fn */
+  ps_batch_fn batch_fn;
+  void *batch_user;
+} ps_train_config;
+
+/* ps_train_config_init() - the defaults: lr 3e-4 constant, betas 0.9/0.95, eps 1e-8, decay 0.1, clip 1.0, no documents. */
+PS_API void ps_train_config_init(ps_train_config *cfg);
+
+/* One step's figures. */
+typedef struct ps_step_metrics {
+  uint64_t step;          /* 0-based, first_step included */
+  double loss;            /* mean over valid tokens, nats */
+  uint64_t tokens, valid_tokens;
+  double grad_norm;       /* global, before clipping */
+  double lr;
+  double step_s;          /* from the end of the step before (its last parameter at home) to the end of this one */
+  double predicted_step_s;
+  double tokens_per_s;
+  double mfu, hfu;        /* of ps_hardware.peak_flops_per_s; 0 when unknown */
+  uint64_t device_peak_bytes, host_arena_peak_bytes; /* measured: highest page ever touched */
+  uint64_t host_peak_bytes; /* resident set of the process at its peak since the trainer was created (VmHWM, which is reset
+                               then), minus the CPU backend's device arena */
+} ps_step_metrics;
+
+/* ps_trainer_create() - reserve the arenas that @plan mapped and load @model_dir's weights into their home. @plan is borrowed
+ * until destroy. The model directory must have the configuration the plan was made for. Blocks while loading; @progress (may
+ * be NULL) hears of bytes done. Errors: PS_EFORMAT, PS_EIO (weights missing, wrong shape or dtype: named), PS_ENOMEM, PS_EINVAL. */
+typedef void (*ps_progress_fn)(void *user, const char *what, uint64_t done_bytes, uint64_t total_bytes);
+PS_API ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *plan, const ps_train_config *cfg,
+                                   ps_progress_fn progress, void *progress_user);
+/* ps_trainer_destroy() - waits for what is in flight. NULL is a no-op. */
+PS_API void ps_trainer_destroy(ps_trainer *t);
+
+/* ps_trainer_submit() - let @n more steps run; returns at once. ps_trainer_wait() - block until the next step not yet reported
+ * is complete and give its metrics. A step that fails leaves the ones before it whole: their metrics come first, then the error of
+ * wait, which is sticky, and weights at home are those of the last complete step, ps_trainer_steps_done(); they can be read and
+ * saved. (Without clipping, a gradient that is not finite is found unit by unit: the message says what was updated.)
+ * Errors of wait: PS_ESTATE nothing submitted; PS_ENUMERIC loss or gradient norm not finite (step and unit named); PS_ECANCELLED;
+ * what the data source returned. Errors of submit: PS_EBUSY more than 64 steps not waited for; PS_ENOMEM; the sticky error. */
+PS_API ps_status ps_trainer_submit(ps_trainer *t, uint64_t n);
+PS_API ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out);
+/* ps_trainer_cancel() - stop at the next op, for good; any thread and a signal handler may call while the trainer lives. Weights
+ * at home may then be between two steps. */
+PS_API void ps_trainer_cancel(ps_trainer *t);
+PS_API uint64_t ps_trainer_steps_done(const ps_trainer *t);
+
+/* Parameters at home, by index of ps_model_param(), as fp32 (converted where the recipe stores bf16; master weights where there
+ * are). @n elements expected. PS_ESTATE while steps are in flight. read gradient: the last step's total, divided by valid
+ * tokens, before clipping. */
+PS_API ps_status ps_trainer_read_param(ps_trainer *t, uint32_t param, float *dst, uint64_t n);
+PS_API ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src, uint64_t n);
+PS_API ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64_t n);
+
+/* ps_trainer_save() - the model as a Hugging Face directory (tokenizer files copied from the model directory, config.json with the dtype set,
+ * safetensors bf16 or fp32 as @dtype, tied head omitted). @dir is made when missing, its parent must be there; a directory that
+ * was not there appears whole or not at all, in one that was files appear whole under their names, config.json last, and a failed
+ * save leaves what was there. Errors: PS_EIO (what could not be written, and why), PS_ESTATE while steps are in flight. */
+PS_API ps_status ps_trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype);
+
+/* ps_trainer_trace() - as ps_run_trace(), of the steps kept. */
+PS_API ps_status ps_trainer_trace(const ps_trainer *t, ps_trace_event *events, uint64_t room, uint64_t *n);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
