@@ -1,0 +1,30 @@
+/* abi.c - sizes of the public structs by name, for callers in other languages. */
+#include "core.h"
+#include <penstock/checkpoint.h>
+#include <penstock/data.h>
+#include <penstock/engine.h>
+#include <penstock/hardware.h>
+#include <penstock/model.h>
+#include <penstock/plan.h>
+#include <penstock/train.h>
+#include <string.h>
+
+#define ENTRY(type) {#type, sizeof(type)}
+static const struct {
+  const char *name;
+  size_t bytes;
+} table[] = {
+    ENTRY(ps_access),        ENTRY(ps_launch),        ENTRY(ps_work),       ENTRY(ps_kernel),      ENTRY(ps_tag),
+    ENTRY(ps_op),            ENTRY(ps_wait),          ENTRY(ps_op_view),    ENTRY(ps_space_config), ENTRY(ps_stream_config),
+    ENTRY(ps_engine_config), ENTRY(ps_run_config),    ENTRY(ps_trace_event), ENTRY(ps_sim_cost),   ENTRY(ps_tensor_info),
+    ENTRY(ps_tensor_spec),   ENTRY(ps_model_config),  ENTRY(ps_param_info), ENTRY(ps_flops),
+    ENTRY(ps_hardware),      ENTRY(ps_plan_config),   ENTRY(ps_plan_report), ENTRY(ps_train_config), ENTRY(ps_step_metrics),
+};
+
+size_t ps_abi_size(const char *struct_name) {
+  if (struct_name)
+    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
+      if (strcmp(table[i].name, struct_name) == 0)
+        return table[i].bytes;
+  return 0;
+}

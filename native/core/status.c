@@ -1,0 +1,103 @@
+/* status.c - status names, the last error of each thread, the log hook, the version. */
+#include "core.h"
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+
+enum { MESSAGE_BYTES = 1024 };
+
+static _Thread_local char last_error[MESSAGE_BYTES];
+static _Thread_local bool inside_hook; /* a hook that fails inside the library must not call itself */
+
+static pthread_mutex_t hook_lock = PTHREAD_MUTEX_INITIALIZER;
+static ps_log_fn hook;
+static void *hook_user;
+static atomic_bool hook_set; /* so that logging costs one load when nobody listens */
+
+const char *ps_status_name(ps_status code) {
+  switch (code) {
+  case PS_OK: return "PS_OK";
+  case PS_EINVAL: return "PS_EINVAL";
+  case PS_EFORMAT: return "PS_EFORMAT";
+  case PS_EBUDGET: return "PS_EBUDGET";
+  case PS_ENOMEM: return "PS_ENOMEM";
+  case PS_EIO: return "PS_EIO";
+  case PS_EBUSY: return "PS_EBUSY";
+  case PS_ESTATE: return "PS_ESTATE";
+  case PS_ECANCELLED: return "PS_ECANCELLED";
+  case PS_EDEVICE: return "PS_EDEVICE";
+  case PS_ENUMERIC: return "PS_ENUMERIC";
+  case PS_EINTERNAL: return "PS_EINTERNAL";
+  }
+  return "PS_E?";
+}
+
+const char *ps_last_error(void) { return last_error; }
+void ps__clear_error(void) { last_error[0] = 0; }
+const char *ps_version(void) { return "0.1.0"; }
+
+void ps_log_set(ps_log_fn fn, void *user) {
+  pthread_mutex_lock(&hook_lock);
+  hook = fn;
+  hook_user = user;
+  atomic_store(&hook_set, fn != NULL);
+  pthread_mutex_unlock(&hook_lock);
+}
+
+static void emit(ps_log_level level, const char *message) {
+  if (inside_hook)
+    return;
+  inside_hook = true;
+  pthread_mutex_lock(&hook_lock);
+  if (hook)
+    hook(hook_user, level, message);
+  pthread_mutex_unlock(&hook_lock);
+  inside_hook = false;
+}
+
+/* Format one line: newlines and carriage returns become spaces. */
+static void format_line(char out[MESSAGE_BYTES], const char *fmt, va_list ap) {
+  vsnprintf(out, MESSAGE_BYTES, fmt, ap);
+  for (char *c = out; *c; c++)
+    if (*c == '\n' || *c == '\r')
+      *c = ' ';
+}
+
+void ps__log(ps_log_level level, const char *fmt, ...) {
+  if (!atomic_load_explicit(&hook_set, memory_order_relaxed))
+    return;
+  char line[MESSAGE_BYTES];
+  va_list ap;
+  va_start(ap, fmt);
+  format_line(line, fmt, ap);
+  va_end(ap);
+  emit(level, line);
+}
+
+ps_status ps__fail(ps_status code, const char *fmt, ...) {
+  char line[MESSAGE_BYTES]; /* apart from last_error, which may be one of the arguments */
+  va_list ap;
+  va_start(ap, fmt);
+  format_line(line, fmt, ap);
+  va_end(ap);
+  memcpy(last_error, line, strlen(line) + 1);
+  if (atomic_load_explicit(&hook_set, memory_order_relaxed))
+    emit(PS_LOG_DEBUG, line);
+  return code;
+}
+
+const char *ps__format_bytes(char buf[32], uint64_t bytes) {
+  static const char *const unit[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  if (bytes < 1024) {
+    snprintf(buf, 32, "%u B", (unsigned)bytes);
+    return buf;
+  }
+  double v = (double)bytes / 1024;
+  int i = 0;
+  while (v >= 1023.95 && i < 5) {
+    v /= 1024;
+    i++;
+  }
+  snprintf(buf, 32, "%.1f %s", v, unit[i]);
+  return buf;
+}

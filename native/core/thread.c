@@ -1,0 +1,146 @@
+/* thread.c - threads, time, and timelines: counters that only grow, on a futex. */
+#include "core.h"
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+uint64_t ps__now_ns(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* ---- threads ----------------------------------------------------------------------------------------------------- */
+
+struct ps__thread {
+  pthread_t id;
+  void (*fn)(void *);
+  void *arg;
+  char name[16];
+};
+
+static _Atomic int n_awake = 1; /* threads of the library and the caller's that do not sleep on a timeline */
+
+static void *thread_main(void *arg) {
+  ps__thread *t = arg;
+  pthread_setname_np(pthread_self(), t->name);
+  t->fn(t->arg);
+  atomic_fetch_sub_explicit(&n_awake, 1, memory_order_relaxed);
+  return NULL;
+}
+
+ps_status ps__thread_start(ps__thread **out, void (*fn)(void *), void *arg, const char *name) {
+  ps__thread *t = ps__calloc(1, sizeof *t);
+  if (!t)
+    return ps__fail(PS_ENOMEM, "thread %s: out of memory", name);
+  t->fn = fn;
+  t->arg = arg;
+  snprintf(t->name, sizeof t->name, "%s", name);
+  sigset_t all, before; /* signals are for the program's own threads */
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  atomic_fetch_add_explicit(&n_awake, 1, memory_order_relaxed);
+  int err = ps__fault_hit(PS_FAULT_THREAD) ? EAGAIN : pthread_create(&t->id, NULL, thread_main, t);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (err) {
+    atomic_fetch_sub_explicit(&n_awake, 1, memory_order_relaxed);
+    ps__free(t);
+    return ps__fail(PS_EDEVICE, "thread %s could not be started: %s", name, strerror(err));
+  }
+  ps__live_add(1);
+  *out = t;
+  return PS_OK;
+}
+
+void ps__thread_join(ps__thread *t) {
+  if (!t)
+    return;
+  pthread_join(t->id, NULL);
+  ps__live_add(-1);
+  ps__free(t);
+}
+
+bool ps__cores_idle(void) {
+  static _Atomic int n_cpus;
+  int n = atomic_load_explicit(&n_cpus, memory_order_relaxed);
+  if (n == 0) {
+    n = (int)ps__n_cpus();
+    atomic_store_explicit(&n_cpus, n, memory_order_relaxed);
+  }
+  return atomic_load_explicit(&n_awake, memory_order_relaxed) <= n;
+}
+
+/* ---- timelines ---------------------------------------------------------------------------------------------------
+ * A sleeper first lowers next_wake to what it waits for, then looks at value once more; the signaller first stores value,
+ * then looks at next_wake. All four are sequentially consistent, so that at least one of the two sees the other. The
+ * signaller withdraws next_wake before it changes wake_word: a sleeper whose wish was withdrawn with others' read the old
+ * wake_word, so it does not sleep but looks again and, where need be, wishes again. */
+
+enum { SPINS = 256 }; /* 3 to 12 us: about what sleeping and waking costs */
+
+static void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+static void futex(_Atomic uint32_t *word, int what, uint32_t value) {
+  syscall(SYS_futex, (uint32_t *)word, what | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
+}
+
+void ps__timeline_init(ps__timeline *t) {
+  atomic_init(&t->value, 0);
+  atomic_init(&t->next_wake, UINT64_MAX);
+  atomic_init(&t->wake_word, 0);
+}
+
+void ps__timeline_kick(ps__timeline *t) {
+  int saved = errno; /* a signal handler may get here by way of ps_run_cancel() */
+  atomic_fetch_add(&t->wake_word, 1);
+  futex(&t->wake_word, FUTEX_WAKE, INT_MAX);
+  errno = saved;
+}
+
+void ps__timeline_signal(ps__timeline *t, uint64_t value) {
+  atomic_store(&t->value, value);
+  if (value >= atomic_load(&t->next_wake)) {
+    atomic_store(&t->next_wake, UINT64_MAX);
+    ps__timeline_kick(t);
+  }
+}
+
+static void wish(ps__timeline *t, uint64_t value) {
+  uint64_t lowest = atomic_load(&t->next_wake);
+  while (value < lowest && !atomic_compare_exchange_weak(&t->next_wake, &lowest, value))
+    ;
+}
+
+bool ps__timeline_wait(ps__timeline *t, uint64_t value, const _Atomic uint32_t *abort_flag) {
+  if (atomic_load_explicit(&t->value, memory_order_acquire) >= value)
+    return true;
+  for (int spins = SPINS; spins > 0 && ps__cores_idle(); spins--) {
+    relax();
+    if (atomic_load_explicit(&t->value, memory_order_acquire) >= value)
+      return true;
+  }
+  for (;;) {
+    uint32_t word = atomic_load(&t->wake_word);
+    wish(t, value);
+    if (atomic_load(&t->value) >= value)
+      return true;
+    if (abort_flag && atomic_load(abort_flag) != 0)
+      return false;
+    atomic_fetch_sub_explicit(&n_awake, 1, memory_order_relaxed);
+    futex(&t->wake_word, FUTEX_WAIT, word);
+    atomic_fetch_add_explicit(&n_awake, 1, memory_order_relaxed);
+  }
+}
