@@ -1,0 +1,65 @@
+/* engine.h - engines and runs from the inside. */
+#ifndef PS_ENGINE_ENGINE_H
+#define PS_ENGINE_ENGINE_H
+#include "engine/backend.h"
+#include "engine/schedule.h"
+
+/* A thread that drives the streams of one group. */
+typedef struct ps__driver {
+  struct ps_engine *engine;
+  ps__thread *thread;
+  uint32_t group;
+  ps__timeline parked; /* the number of runs this driver has left */
+} ps__driver;
+
+struct ps_engine {
+  ps_engine_config cfg;
+  const ps__backend *backend;
+  ps__device *device;
+  ps__mapping space[PS_MAX_SPACES];
+  ps_run *run;          /* the one that lives, or NULL */
+  uint64_t n_runs;
+  ps__timeline started; /* the number of runs handed to the drivers */
+  _Atomic uint32_t stop;
+  uint32_t n_drivers;
+  ps__driver driver[PS_MAX_STREAMS];
+};
+
+/* An op as a driver sees it: everything resolved. */
+typedef struct ps__resolved {
+  ps_op_fn fn; /* NULL: a copy of bytes */
+  const void *args;
+  void *const *ptr;
+  const ps_wait *wait;
+  void *exec;
+  uint64_t op, position, bytes;
+  uint32_t n_ptr, n_wait, stream, reserved;
+} ps__resolved;
+
+/* Where a driver is, and its order to leave at the next op. */
+typedef struct ps__place {
+  _Alignas(64) _Atomic uint64_t at; /* the step */
+  _Atomic uint32_t leave;
+} ps__place;
+
+struct ps_run {
+  ps__timeline allowed;   /* steps that drivers may execute */
+  _Atomic uint64_t limit; /* steps that come to their end: from here on they stop (run.c) */
+  _Atomic uint32_t stop;  /* limit was lowered */
+  _Atomic int error;      /* the first failure's status */
+  _Atomic uint32_t told;  /* message is written, before limit is lowered */
+  char message[1024];
+  ps__place place[PS_MAX_STREAMS + 1]; /* of each driver, and of the caller */
+  ps_engine *engine;
+  ps_schedule *schedule;
+  uint64_t n_submitted, trace_steps, start_ns;
+  ps__resolved *steps;                       /* n_ops, driver after driver */
+  void **ptrs;
+  size_t driver_first[PS_MAX_STREAMS + 1];
+  ps_trace_event *events;                /* trace_steps x n_ops, absolute times; end_ns 0: never executed */
+};
+
+void ps__run_drive(ps_run *run, uint32_t driver); /* on the driver's thread: until the run stops */
+void ps__run_rest(ps_run *run); /* wait until nobody executes anything; no step can follow */
+
+#endif

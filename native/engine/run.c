@@ -1,0 +1,334 @@
+/* run.c - replay a schedule step after step. */
+#include "engine/engine.h"
+#include <sched.h>
+#include <string.h>
+
+/* ---- binding ----------------------------------------------------------------------------------------------------- */
+
+static ps_status check_binding(const ps_engine *e, const ps_schedule *s, const ps_run_config *cfg) {
+  const ps__oplist *l = &s->list;
+  if (cfg->struct_bytes != sizeof *cfg)
+    return ps__fail(PS_EINVAL, "run: struct_bytes is %u, this library's is %zu", cfg->struct_bytes, sizeof *cfg);
+  if (e->run)
+    return ps__fail(PS_EBUSY, "run: the engine has a run already");
+  if (l->n_spaces > e->cfg.n_spaces || l->n_streams > e->cfg.n_streams)
+    return ps__fail(PS_EINVAL, "run: the schedule uses %u spaces and %u streams, the engine has %u and %u", l->n_spaces,
+                    l->n_streams, e->cfg.n_spaces, e->cfg.n_streams);
+  for (uint32_t i = 0; i < l->n_spaces; i++)
+    if (l->space_bytes[i] > e->space[i].bytes)
+      return ps__fail(PS_EINVAL, "run: the schedule uses %llu bytes of space %u, the engine has %llu",
+                      (unsigned long long)l->space_bytes[i], i, (unsigned long long)e->space[i].bytes);
+  for (size_t i = 0; i < l->n_ops; i++)
+    if (l->ops[i].kernel && !l->ops[i].kernel->fn[e->backend->fn_id(&e->cfg, l->ops[i].stream)])
+      return ps__fail(PS_EINVAL, "run: kernel %s (op %zu) has no function on stream %u of backend %s", l->ops[i].kernel->name, i,
+                      l->ops[i].stream, e->backend->name);
+  return PS_OK;
+}
+
+static uint32_t driver_of(const ps_engine *e, uint32_t stream) {
+  uint32_t i = 0, group = e->backend->group(&e->cfg, stream);
+  while (e->driver[i].group != group)
+    i++;
+  return i;
+}
+
+static void resolve(ps_run *r) {
+  const ps_engine *e = r->engine;
+  const ps__oplist *l = &r->schedule->list;
+  uint32_t driver[PS_MAX_STREAMS];
+  size_t next[PS_MAX_STREAMS] = {0};
+  for (uint32_t s = 0; s < l->n_streams; s++) {
+    driver[s] = driver_of(e, s);
+    r->driver_first[driver[s] + 1] += l->stream_n_ops[s];
+  }
+  for (uint32_t d = 0; d < PS_MAX_STREAMS; d++)
+    r->driver_first[d + 1] += r->driver_first[d];
+  for (size_t i = 0; i < l->n_ops; i++) {
+    const ps__op *op = &l->ops[i];
+    void **ptr = r->ptrs + op->access;
+    for (uint32_t a = 0; a < op->n_access; a++)
+      ptr[a] = (char *)e->space[l->access[op->access + a].space].addr + l->access[op->access + a].offset;
+    uint32_t d = driver[op->stream];
+    r->steps[r->driver_first[d] + next[d]++] =
+        (ps__resolved){.fn = op->kernel ? op->kernel->fn[e->backend->fn_id(&e->cfg, op->stream)] : NULL, .args = l->args + op->args, .ptr = ptr,
+                   .wait = r->schedule->waits + op->wait, .exec = e->backend->exec(e->device, op->stream), .op = i,
+                   .position = op->position, .bytes = op->kernel ? 0 : l->access[op->access].bytes, .n_ptr = op->n_access,
+                   .n_wait = op->n_wait, .stream = op->stream};
+  }
+}
+
+static void release(ps_run *r) {
+  ps__free(r->steps);
+  ps__free(r->ptrs);
+  ps__free(r->events);
+  ps__unmap(r, sizeof *r);
+}
+
+ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule, const ps_run_config *cfg) {
+  PS_TRY(check_binding(engine, schedule, cfg));
+  const ps__oplist *l = &schedule->list;
+  void *memory; /* mapped: timelines are aligned to cache lines */
+  PS_TRY(ps__map(&memory, sizeof(ps_run), "run"));
+  ps_run *r = memory;
+  ps__timeline_init(&r->allowed);
+  atomic_init(&r->limit, UINT64_MAX);
+  r->engine = engine;
+  r->schedule = schedule;
+  r->trace_steps = cfg->trace_steps;
+  r->steps = ps__calloc(l->n_ops, sizeof *r->steps);
+  r->ptrs = ps__calloc(l->n_access, sizeof *r->ptrs);
+  if (cfg->trace_steps && l->n_ops <= SIZE_MAX / sizeof *r->events / cfg->trace_steps)
+    r->events = ps__calloc(l->n_ops * cfg->trace_steps, sizeof *r->events);
+  if (!r->steps || !r->ptrs || (cfg->trace_steps && !r->events)) {
+    release(r);
+    return ps__fail(PS_ENOMEM, "run: out of memory for %zu ops and a trace of %u steps", l->n_ops, cfg->trace_steps);
+  }
+  resolve(r);
+  ps_status st = engine->backend->prepare(engine->device, schedule, cfg->trace_steps);
+  if (st != PS_OK) {
+    release(r);
+    return st;
+  }
+  atomic_fetch_add(&schedule->n_runs, 1);
+  r->start_ns = ps__now_ns();
+  engine->run = r;
+  ps__timeline_signal(&engine->started, ++engine->n_runs);
+  *out = r;
+  return PS_OK;
+}
+
+/* ---- stopping ----------------------------------------------------------------------------------------------------
+ * An op that fails in step k stops step k and every later one; the steps before k, which never wait for those, go on to their
+ * end, so that what they have half updated becomes whole. A cancel stops all of them. Each driver (and the caller, which waits
+ * like one) says which step it is at and then looks at the limit; who stops lowers the limit and then looks where each is:
+ * at least one of the two sees the other, and nobody sleeps for an op that will not come. */
+
+/* Steps from @step on stop. Everything here may run in a signal handler. */
+static void stop(ps_run *r, uint64_t step) {
+  uint64_t limit = atomic_load(&r->limit);
+  while (step < limit && !atomic_compare_exchange_weak(&r->limit, &limit, step))
+    ;
+  atomic_store(&r->stop, 1);
+  for (uint32_t i = 0; i <= PS_MAX_STREAMS; i++)
+    if (atomic_load(&r->place[i].at) >= step)
+      atomic_store(&r->place[i].leave, 1);
+  r->engine->backend->kick(r->engine->device);
+  ps__timeline_kick(&r->allowed);
+}
+
+/* ", layer 3, round 1, chunk 2": what of it applies. */
+static void describe_tag(char *text, size_t room, const ps_tag *tag) {
+  const char *const name[3] = {"layer", "round", "chunk"};
+  const int32_t value[3] = {tag->layer, tag->round, tag->chunk};
+  size_t n = 0;
+  text[0] = 0;
+  for (int i = 0; i < 3; i++)
+    if (value[i] >= 0)
+      n += (size_t)snprintf(text + n, room - n, ", %s %d", name[i], value[i]);
+}
+
+static void fail_op(ps_run *r, const ps__resolved *s, uint64_t step, ps_status code) {
+  int none = PS_OK;
+  if (atomic_compare_exchange_strong(&r->error, &none, code)) {
+    const ps__op *op = &r->schedule->list.ops[s->op];
+    const char *why = ps_last_error();
+    char where[96];
+    describe_tag(where, sizeof where, &op->tag);
+    snprintf(r->message, sizeof r->message, "%s (op %llu, %s%s, of the run's step %llu)", why[0] ? why : ps_status_name(code),
+             (unsigned long long)s->op, ps__op_name(op), where, (unsigned long long)step);
+    atomic_store(&r->told, 1);
+  }
+  while (!atomic_load(&r->told)) /* another stream failed this very moment and is writing its message */
+    sched_yield();
+  stop(r, step);
+}
+
+/* The device itself failed, as the last error of this thread says: nothing that it has not ended will end. Which op it was is
+ * known as far as the counters tell. */
+static void fail_device(ps_run *r, ps_status code) {
+  const ps_engine *e = r->engine;
+  const ps__oplist *l = &r->schedule->list;
+  uint64_t done = ps_run_steps_done(r);
+  uint32_t stream = 0;
+  int none = PS_OK;
+  if (atomic_compare_exchange_strong(&r->error, &none, code)) {
+    while (stream + 1 < l->n_streams && (e->cfg.stream[stream].kind != PS_STREAM_COMPUTE || !l->stream_n_ops[stream]))
+      stream++;
+    uint64_t n = l->stream_n_ops[stream] ? l->stream_n_ops[stream] : 1, at = e->backend->counter(e->device, stream);
+    size_t i = 0;
+    while (i + 1 < l->n_ops && (l->ops[i].stream != stream || l->ops[i].position != at % n))
+      i++;
+    char where[96];
+    describe_tag(where, sizeof where, &l->ops[i].tag);
+    snprintf(r->message, sizeof r->message, "%s (at or after op %zu, %s%s, of the run's step %llu)", ps_last_error(), i,
+             ps__op_name(&l->ops[i]), where, (unsigned long long)(at / n));
+    atomic_store(&r->told, 1);
+  }
+  while (!atomic_load(&r->told))
+    sched_yield();
+  stop(r, done);
+}
+
+void ps_run_cancel(ps_run *r) {
+  int none = PS_OK;
+  if (atomic_compare_exchange_strong(&r->error, &none, PS_ECANCELLED))
+    atomic_store(&r->told, 1);
+  stop(r, 0);
+}
+
+static ps_status sticky(const ps_run *r) {
+  if (!atomic_load(&r->stop))
+    return PS_OK;
+  int code = atomic_load(&r->error);
+  return ps__fail((ps_status)code, "%s", code == PS_ECANCELLED && !r->message[0] ? "the run was cancelled" : r->message);
+}
+
+/* ---- driving ----------------------------------------------------------------------------------------------------- */
+
+static bool wait_all(const ps_run *r, const ps__resolved *s, uint64_t step, const _Atomic uint32_t *leave) {
+  const ps_engine *e = r->engine;
+  for (uint32_t i = 0; i < s->n_wait; i++) {
+    const ps_wait *w = &s->wait[i];
+    if (w->steps_back > step)
+      continue;
+    uint64_t value = (step - w->steps_back) * r->schedule->list.stream_n_ops[w->stream] + w->value;
+    if (!e->backend->wait(e->device, s->stream, w->stream, value, leave))
+      return false;
+  }
+  return true;
+}
+
+static ps_status launch(const ps_run *r, const ps__resolved *s, uint64_t step) {
+  const ps_engine *e = r->engine;
+  if (!s->fn)
+    return e->backend->copy(e->device, s->stream, s->ptr[1], s->ptr[0], s->bytes);
+  ps_launch l = {.args = s->args, .ptr = s->ptr, .n_ptr = s->n_ptr, .stream = s->stream, .step = step, .op = s->op,
+                 .exec = s->exec};
+  return s->fn(&l);
+}
+
+/* One op: false when the run stops. */
+static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomic uint32_t *leave) {
+  const ps_engine *e = r->engine;
+  ps_trace_event *ev = NULL;
+  if (r->trace_steps) {
+    ev = &r->events[step % r->trace_steps * r->schedule->list.n_ops + s->op];
+    ev->end_ns = 0;
+    ev->step = step;
+    ev->op = s->op;
+    ev->stream = s->stream;
+    e->backend->stamp(e->device, s->stream, PS__STAMP_QUEUED, ev);
+  }
+  if (!wait_all(r, s, step, leave)) {
+    if (!atomic_load(leave))
+      fail_device(r, e->backend->health(e->device));
+    return false;
+  }
+  if (ev)
+    e->backend->stamp(e->device, s->stream, PS__STAMP_START, ev);
+  ps_status st = launch(r, s, step);
+  if (st < 0) {
+    if (st == PS_EDEVICE && e->backend->health(e->device) != PS_OK)
+      fail_device(r, st);
+    else
+      fail_op(r, s, step, st);
+    return false;
+  }
+  if (ev)
+    e->backend->stamp(e->device, s->stream, PS__STAMP_END, ev);
+  e->backend->signal(e->device, s->stream, step * r->schedule->list.stream_n_ops[s->stream] + s->position + 1);
+  return true;
+}
+
+void ps__run_drive(ps_run *r, uint32_t driver) {
+  const ps__resolved *first = r->steps + r->driver_first[driver], *end = r->steps + r->driver_first[driver + 1];
+  ps__place *place = &r->place[driver];
+  ps__clear_error();
+  if (first == end)
+    return;
+  for (uint64_t step = 0; ps__timeline_wait(&r->allowed, step + 1, &r->stop); step++) {
+    atomic_store(&place->at, step);
+    if (atomic_load(&r->limit) <= step)
+      return;
+    for (const ps__resolved *s = first; s < end; s++)
+      if (atomic_load_explicit(&place->leave, memory_order_acquire) || !run_op(r, s, step, &place->leave))
+        return;
+  }
+}
+
+/* ---- the caller's side ------------------------------------------------------------------------------------------- */
+
+ps_status ps_run_submit(ps_run *r, uint64_t n_steps) {
+  PS_TRY(sticky(r));
+  uint64_t n_ops = r->schedule->list.n_ops ? r->schedule->list.n_ops : 1;
+  if (n_steps > UINT64_MAX / n_ops - 1 - r->n_submitted)
+    return ps__fail(PS_EINVAL, "run: %llu more steps are too many", (unsigned long long)n_steps);
+  r->n_submitted += n_steps;
+  ps__timeline_signal(&r->allowed, r->n_submitted);
+  return PS_OK;
+}
+
+static bool caller_waits(ps_run *r, uint64_t n_steps) {
+  const ps__oplist *l = &r->schedule->list;
+  const ps_engine *e = r->engine;
+  for (uint32_t s = 0; s < l->n_streams; s++)
+    if (l->stream_n_ops[s] && !e->backend->wait(e->device, PS__CALLER, s, n_steps * l->stream_n_ops[s], &r->place[PS_MAX_STREAMS].leave))
+      return false;
+  return true;
+}
+
+/* Sleep until every stream has done @n_steps, or all of the fewer steps that will be done. */
+static void wait_steps(ps_run *r, uint64_t n_steps) {
+  ps__place *me = &r->place[PS_MAX_STREAMS];
+  for (;;) {
+    uint64_t limit = atomic_load(&r->limit), n = n_steps < limit ? n_steps : limit;
+    if (n == 0)
+      return;
+    atomic_store(&me->leave, 0);
+    atomic_store(&me->at, n - 1);
+    if (atomic_load(&r->limit) < n)
+      continue;
+    if (caller_waits(r, n))
+      return;
+    if (!atomic_load(&me->leave))
+      fail_device(r, r->engine->backend->health(r->engine->device));
+  }
+}
+
+ps_status ps_run_wait(ps_run *r, uint64_t n_steps) {
+  uint64_t n = n_steps < r->n_submitted ? n_steps : r->n_submitted;
+  wait_steps(r, n);
+  if (atomic_load(&r->limit) < n_steps)
+    return sticky(r);
+  if (n_steps > r->n_submitted)
+    return ps__fail(PS_EINVAL, "run: %llu steps awaited, %llu submitted", (unsigned long long)n_steps,
+                    (unsigned long long)r->n_submitted);
+  return PS_OK;
+}
+
+uint64_t ps_run_steps_done(const ps_run *r) {
+  const ps__oplist *l = &r->schedule->list;
+  uint64_t done = atomic_load(&r->allowed.value);
+  for (uint32_t s = 0; s < l->n_streams; s++) {
+    uint64_t n = l->stream_n_ops[s] ? r->engine->backend->counter(r->engine->device, s) / l->stream_n_ops[s] : done;
+    done = n < done ? n : done;
+  }
+  return done;
+}
+
+void ps__run_rest(ps_run *r) {
+  wait_steps(r, r->n_submitted);
+  stop(r, 0);
+  for (uint32_t i = 0; i < r->engine->n_drivers; i++)
+    ps__timeline_wait(&r->engine->driver[i].parked, r->engine->n_runs, NULL);
+}
+
+void ps_run_destroy(ps_run *r) {
+  if (!r)
+    return;
+  ps__run_rest(r);
+  r->engine->backend->finish(r->engine->device);
+  r->engine->run = NULL;
+  atomic_fetch_sub(&r->schedule->n_runs, 1);
+  release(r);
+}

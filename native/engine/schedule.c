@@ -1,0 +1,237 @@
+/* schedule.c - derive the hazards of a program that is repeated step after step (docs/design.md, section 2).
+ *
+ * The program is walked twice. A TIME is a value of a stream's counter in that double walk: op i of a stream with n ops has
+ * time walk * n + i + 1. A CLOCK holds for each stream the latest time that is known to have passed; every op keeps the
+ * clock it ran under, so that who waits for an op also learns what that op had waited for.
+ *
+ * Why the second walk may be replayed for every step, the first included: all orderings point forward in program order,
+ * so that those between two ops of one step come about inside that step and are the same in both walks; and a conflict
+ * over two steps or more is covered by the stream's own order between an op and itself one step later. */
+#include "engine/schedule.h"
+#include <string.h>
+
+typedef struct compiler {
+  const ps__oplist *list;
+  unsigned rules;
+  uint32_t n_streams, slot_words;
+  ps__slots slots;
+  uint32_t *slot_state; /* n_slots x slot_words: the last writer's time and stream, then each stream's last reader since */
+  uint32_t *clocks;     /* 2 walks x n_ops x n_streams, by time: the clock of each op; stream s starts at clock_first[s] */
+  uint64_t clock_first[PS_MAX_STREAMS];
+  uint32_t now[PS_MAX_STREAMS][PS_MAX_STREAMS]; /* each stream's clock */
+  ps_schedule *out;
+  size_t waits_cap;
+} compiler;
+
+enum { WRITER_TIME = 0, WRITER_STREAM = 1, READERS = 2 };
+
+static uint32_t *clock_of(const compiler *c, uint32_t stream, uint32_t time) {
+  return c->clocks + (c->clock_first[stream] + time - 1) * c->n_streams;
+}
+
+static void later(uint32_t *at, uint32_t time) {
+  if (*at < time)
+    *at = time;
+}
+
+/* What the slots ask an access to wait for. */
+static void collect(const compiler *c, size_t access, uint32_t mode, uint32_t need[PS_MAX_STREAMS]) {
+  bool behind_writer = ((mode & PS_READ) && (c->rules & PS__RULE_RAW)) || ((mode & PS_WRITE) && (c->rules & PS__RULE_WAW));
+  bool behind_readers = (mode & PS_WRITE) && (c->rules & PS__RULE_WAR);
+  const uint32_t *slot = c->slot_state + (size_t)c->slots.first[access] * c->slot_words;
+  const uint32_t *end = c->slot_state + (size_t)c->slots.end[access] * c->slot_words;
+  for (; slot < end; slot += c->slot_words) {
+    if (behind_writer)
+      later(&need[slot[WRITER_STREAM]], slot[WRITER_TIME]);
+    if (behind_readers)
+      for (uint32_t s = 0; s < c->n_streams; s++)
+        later(&need[s], slot[READERS + s]);
+  }
+}
+
+static void mark(const compiler *c, size_t access, uint32_t mode, uint32_t stream, uint32_t time) {
+  uint32_t *slot = c->slot_state + (size_t)c->slots.first[access] * c->slot_words;
+  uint32_t *end = c->slot_state + (size_t)c->slots.end[access] * c->slot_words;
+  for (; slot < end; slot += c->slot_words) {
+    if (mode & PS_WRITE) {
+      memset(slot + READERS, 0, c->n_streams * sizeof *slot);
+      slot[WRITER_TIME] = time;
+      slot[WRITER_STREAM] = stream;
+    } else {
+      slot[READERS + stream] = time;
+    }
+  }
+}
+
+/* Drop what the stream has seen, and what another of the waits implies. Being implied is an order without cycles, so that
+ * what is left at its ends implies all that was dropped. */
+static void reduce(const compiler *c, uint32_t stream, uint32_t need[PS_MAX_STREAMS]) {
+  uint32_t live[PS_MAX_STREAMS], n = 0;
+  for (uint32_t s = 0; s < c->n_streams; s++) {
+    if (need[s] <= c->now[stream][s])
+      need[s] = 0;
+    else
+      live[n++] = s;
+  }
+  bool implied[PS_MAX_STREAMS] = {false};
+  for (uint32_t i = 0; n > 1 && i < n; i++) {
+    const uint32_t *seen = clock_of(c, live[i], need[live[i]]);
+    for (uint32_t j = 0; j < n; j++)
+      implied[j] |= j != i && seen[live[j]] >= need[live[j]];
+  }
+  for (uint32_t i = 0; i < n; i++)
+    if (implied[i])
+      need[live[i]] = 0;
+}
+
+static ps_status emit(compiler *c, size_t op, const uint32_t need[PS_MAX_STREAMS]) {
+  ps_schedule *sch = c->out;
+  sch->list.ops[op].wait = sch->n_waits;
+  for (uint32_t s = 0; s < c->n_streams; s++) {
+    if (!need[s])
+      continue;
+    uint64_t n = c->list->stream_n_ops[s];
+    bool before = need[s] <= n;
+    if (before && !(c->rules & PS__RULE_CROSS_STEP))
+      continue;
+    if (!ps__grow((void **)&sch->waits, sch->n_waits, &c->waits_cap, sizeof *sch->waits))
+      return ps__fail(PS_ENOMEM, "schedule: out of memory at wait %zu", sch->n_waits);
+    sch->waits[sch->n_waits++] = (ps_wait){.stream = s, .steps_back = before, .value = before ? need[s] : need[s] - n};
+    sch->list.ops[op].n_wait++;
+  }
+  return PS_OK;
+}
+
+static ps_status walk_op(compiler *c, size_t idx, uint32_t walk) {
+  const ps__op *op = &c->list->ops[idx];
+  uint32_t need[PS_MAX_STREAMS] = {0};
+  uint32_t *now = c->now[op->stream];
+  uint32_t time = (uint32_t)(walk * c->list->stream_n_ops[op->stream] + op->position + 1);
+  for (uint32_t i = 0; i < op->n_access; i++)
+    collect(c, op->access + i, c->list->access[op->access + i].mode, need);
+  reduce(c, op->stream, need);
+  if (walk == 1)
+    PS_TRY(emit(c, idx, need));
+  for (uint32_t s = 0; s < c->n_streams; s++) {
+    const uint32_t *seen = need[s] ? clock_of(c, s, need[s]) : NULL;
+    for (uint32_t t = 0; seen && t < c->n_streams; t++)
+      later(&now[t], seen[t]);
+  }
+  now[op->stream] = time;
+  memcpy(clock_of(c, op->stream, time), now, c->n_streams * sizeof *now);
+  for (uint32_t i = 0; i < op->n_access; i++)
+    mark(c, op->access + i, c->list->access[op->access + i].mode, op->stream, time);
+  return PS_OK;
+}
+
+static void *copy_of(const void *from, size_t bytes) {
+  void *p = ps__malloc(bytes);
+  if (p && bytes)
+    memcpy(p, from, bytes);
+  return p;
+}
+
+static ps_status compiler_init(compiler *c, const ps_program *program, unsigned rules) {
+  const ps__oplist *l = &program->list;
+  *c = (compiler){.list = l, .rules = rules, .n_streams = l->n_streams, .slot_words = READERS + l->n_streams};
+  uint64_t first = 0;
+  for (uint32_t s = 0; s < l->n_streams; s++) {
+    c->clock_first[s] = first;
+    first += 2 * l->stream_n_ops[s];
+  }
+  PS_TRY(ps__slots_cut(&c->slots, l));
+  c->slot_state = ps__calloc(c->slots.n_slots, c->slot_words * sizeof *c->slot_state);
+  c->clocks = ps__malloc(first * l->n_streams * sizeof *c->clocks);
+  ps_schedule *s = c->out = ps__calloc(1, sizeof *c->out);
+  if (s) {
+    s->list = *l;
+    s->list.ops = copy_of(l->ops, l->n_ops * sizeof *l->ops);
+    s->list.access = copy_of(l->access, l->n_access * sizeof *l->access);
+    s->list.args = copy_of(l->args, l->args_bytes);
+  }
+  if (!c->slot_state || !c->clocks || !s || !s->list.ops || !s->list.access || !s->list.args)
+    return ps__fail(PS_ENOMEM, "schedule: out of memory for %zu ops, %zu slots", l->n_ops, c->slots.n_slots);
+  return PS_OK;
+}
+
+/* Tell each awaited op who waits for it: a backend need not signal what nobody looks at. */
+static ps_status mark_waiters(ps_schedule *s) {
+  ps__oplist *l = &s->list;
+  uint64_t first[PS_MAX_STREAMS], n = 0;
+  uint32_t *at = ps__malloc(l->n_ops * sizeof *at); /* op by stream and position */
+  if (!at)
+    return ps__fail(PS_ENOMEM, "schedule: out of memory for %zu ops", l->n_ops);
+  for (uint32_t i = 0; i < l->n_streams; i++) {
+    first[i] = n;
+    n += l->stream_n_ops[i];
+  }
+  for (size_t i = 0; i < l->n_ops; i++)
+    at[first[l->ops[i].stream] + l->ops[i].position] = (uint32_t)i;
+  for (size_t i = 0; i < l->n_ops; i++)
+    for (uint32_t w = 0; w < l->ops[i].n_wait; w++) {
+      const ps_wait *wait = &s->waits[l->ops[i].wait + w];
+      l->ops[at[first[wait->stream] + wait->value - 1]].waiters |= 1u << l->ops[i].stream;
+    }
+  ps__free(at);
+  return PS_OK;
+}
+
+ps_status ps__schedule_compile_masked(ps_schedule **out, const ps_program *program, unsigned rules) {
+  compiler c;
+  ps_status st = compiler_init(&c, program, rules);
+  for (uint32_t walk = 0; walk < 2; walk++)
+    for (size_t i = 0; st == PS_OK && i < program->list.n_ops; i++)
+      st = walk_op(&c, i, walk);
+  ps__slots_free(&c.slots);
+  ps__free(c.slot_state);
+  ps__free(c.clocks);
+  if (st == PS_OK)
+    st = mark_waiters(c.out);
+  if (st == PS_OK)
+    *out = c.out;
+  else
+    ps_schedule_destroy(c.out);
+  return st;
+}
+
+ps_status ps_schedule_compile(ps_schedule **out, const ps_program *program) {
+  return ps__schedule_compile_masked(out, program, PS__RULES_ALL);
+}
+
+ps_status ps_schedule_destroy(ps_schedule *s) {
+  if (!s)
+    return PS_OK;
+  uint32_t n = atomic_load(&s->n_runs);
+  if (n)
+    return ps__fail(PS_EBUSY, "schedule: %u run(s) of it still live", n);
+  ps__free(s->list.ops);
+  ps__free(s->list.access);
+  ps__free(s->list.args);
+  ps__free(s->waits);
+  ps__free(s);
+  return PS_OK;
+}
+
+uint32_t ps_schedule_n_streams(const ps_schedule *s) { return s->list.n_streams; }
+uint32_t ps_schedule_n_spaces(const ps_schedule *s) { return s->list.n_spaces; }
+uint64_t ps_schedule_n_ops(const ps_schedule *s) { return s->list.n_ops; }
+uint64_t ps_schedule_n_waits(const ps_schedule *s) { return s->n_waits; }
+
+uint64_t ps_schedule_stream_n_ops(const ps_schedule *s, uint32_t stream) {
+  return stream < s->list.n_streams ? s->list.stream_n_ops[stream] : 0;
+}
+
+uint64_t ps_schedule_space_bytes(const ps_schedule *s, uint32_t space) {
+  return space < s->list.n_spaces ? s->list.space_bytes[space] : 0;
+}
+
+ps_status ps_schedule_op(const ps_schedule *s, uint64_t idx, ps_op_view *out) {
+  if (idx >= s->list.n_ops)
+    return ps__fail(PS_EINVAL, "schedule: op %llu is not below %zu", (unsigned long long)idx, s->list.n_ops);
+  const ps__op *op = &s->list.ops[idx];
+  *out = (ps_op_view){.kernel = op->kernel, .args = s->list.args + op->args, .access = s->list.access + op->access,
+                      .wait = op->n_wait ? s->waits + op->wait : NULL, .n_access = op->n_access, .n_wait = op->n_wait,
+                      .stream = op->stream, .args_bytes = op->args_bytes, .position = op->position, .work = op->work,
+                      .tag = op->tag};
+  return PS_OK;
+}
