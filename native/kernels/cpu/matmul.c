@@ -1,0 +1,194 @@
+/* matmul.c - matrix products by OpenBLAS, held to one thread, over tiles of C that the pool shares out. */
+#include "cpu.h"
+#include "vec.h"
+#include <cblas.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+
+#ifdef PS_BLAS_WHEEL
+#define BLAS(name) scipy_##name
+#else
+#define BLAS(name) name
+#endif
+
+/* ---- OpenBLAS ------------------------------------------------------------------------------------------------------- */
+
+static pthread_once_t blas_once = PTHREAD_ONCE_INIT;
+static void blas_one_thread(void) { BLAS(openblas_set_num_threads)(1); }
+
+void ps__cpu_sgemm(bool trans_a, bool trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b, int ldb,
+                   float beta, float *c, int ldc) {
+  BLAS(cblas_sgemm)(CblasRowMajor, trans_a ? CblasTrans : CblasNoTrans, trans_b ? CblasTrans : CblasNoTrans, m, n, k, alpha, a, lda, b,
+                    ldb, beta, c, ldc);
+}
+
+/* Every worker waits for all the others before it multiplies: so each takes one task, and OpenBLAS, which maps a buffer
+ * when all it has are in use, is asked by all at once. 160^3 is past OpenBLAS's path for small products, which uses none. */
+enum { WARM_N = 160, WARM_ROUNDS = 4 };
+typedef struct warm_job {
+  uint32_t n_workers;
+  _Atomic uint32_t arrived;
+  float in[WARM_N * WARM_N];
+} warm_job;
+
+static void warm_task(void *arg, int64_t task, uint32_t worker) {
+  warm_job *j = arg;
+  float *c = ps__malloc(sizeof j->in);
+  atomic_fetch_add(&j->arrived, 1);
+  while (atomic_load(&j->arrived) < j->n_workers) sched_yield();
+  for (int r = 0; c && r < WARM_ROUNDS; r++)
+    ps__cpu_sgemm(false, false, WARM_N, WARM_N, WARM_N, 1.0f, j->in, WARM_N, j->in, WARM_N, 0.0f, c, WARM_N);
+  ps__free(c);
+}
+
+void ps__cpu_blas_warm(ps__pool *pool) {
+  pthread_once(&blas_once, blas_one_thread);
+  warm_job *job = ps__calloc(1, sizeof *job);
+  if (!job) return; /* the first step then is a little slower */
+  job->n_workers = ps__pool_size(pool);
+  ps__pool_run(pool, job->n_workers, warm_task, job);
+  ps__free(job);
+}
+
+/* ---- tiles ---------------------------------------------------------------------------------------------------------- */
+
+/* How C is cut, by shape and dtypes only: parts_m x parts_n tiles of tile_m x tile_n, the last ones smaller. */
+typedef struct tiling {
+  uint32_t tile_m, tile_n, parts_m, parts_n;
+  uint32_t block_k; /* K is taken in blocks of this where an operand is converted from bf16; else all at once */
+  size_t a_floats, b_floats, c_floats; /* scratch of a worker, in fp32 */
+} tiling;
+
+static uint32_t part_size(uint32_t n, uint32_t parts) {
+  uint32_t size = (n + parts - 1) / parts;
+  size = (uint32_t)ps__round_up(size, 32); /* whole micro-kernels inside */
+  return size < n ? size : n;
+}
+
+/* Large products: tiles of at most 1024 a side and up to 8 of them while they stay above 2^30 flops, where packing costs
+ * OpenBLAS under 5%; small ones: two tiles as soon as that is worth waking a thread; an even number when there are few. */
+static tiling tile_product(const ps__args_gemm *a) {
+  bool convert = a->dt_a == PS_BF16 || a->dt_b == PS_BF16 || a->dt_c == PS_BF16;
+  uint32_t side = convert ? 512 : 1024, pm = (a->m + side - 1) / side, pn = (a->n + side - 1) / side;
+  double flops = 2.0 * a->m * a->n * a->k;
+  for (;;) {
+    uint32_t parts = pm * pn;
+    if (parts >= 8 || flops / parts < (parts < 2 ? 0x1p22 : 0x1p31)) break;
+    if (a->m / pm >= a->n / pn) pm *= 2;
+    else pn *= 2;
+  }
+  if ((pm * pn) % 2 && pm * pn > 1 && pm * pn < 16) { /* odd means both are odd */
+    if (a->m / pm >= a->n / pn) pm++;
+    else pn++;
+  }
+  tiling t = {.tile_m = part_size(a->m, pm), .tile_n = part_size(a->n, pn)};
+  t.parts_m = (a->m + t.tile_m - 1) / t.tile_m;
+  t.parts_n = (a->n + t.tile_n - 1) / t.tile_n;
+  t.block_k = a->dt_a == PS_F32 && a->dt_b == PS_F32 ? a->k : a->k < 512 ? a->k : 512;
+  if (a->dt_a == PS_BF16) t.a_floats = ps__round_up((size_t)t.tile_m * t.block_k, 16);
+  if (a->dt_b == PS_BF16) t.b_floats = ps__round_up((size_t)t.tile_n * t.block_k, 16);
+  if (a->dt_c == PS_BF16) t.c_floats = ps__round_up((size_t)t.tile_m * t.tile_n, 16);
+  return t;
+}
+
+size_t ps__cpu_scratch_gemm(const void *args) {
+  const ps__args_gemm *a = args;
+  if (!a->m || !a->n || !a->k) return 0; /* the launch refuses it */
+  tiling t = tile_product(a);
+  return (t.a_floats + t.b_floats + t.c_floats) * sizeof(float);
+}
+
+/* ---- one tile ------------------------------------------------------------------------------------------------------- */
+
+typedef struct gemm_job {
+  const ps__args_gemm *a;
+  const ps__cpu_exec *exec;
+  tiling t;
+  const void *pa, *pb, *bias, *residual;
+  void *pc;
+} gemm_job;
+
+typedef struct operand {
+  const float *p;
+  int ld;
+} operand;
+
+/* rows x cols of an operand from element (row, col) on, as fp32: in place, or converted into scratch. */
+static operand fetch(const void *base, uint32_t dt, uint32_t ld, uint32_t row, uint32_t col, uint32_t rows, uint32_t cols, float *scratch) {
+  const void *p = ps__celem(base, dt, (size_t)row * ld + col);
+  if (dt == PS_F32) return (operand){p, (int)ld};
+  for (uint32_t r = 0; r < rows; r++)
+    ps__convert_bf16_to_f32(scratch + (size_t)r * cols, ps__celem(p, dt, (size_t)r * ld), cols);
+  return (operand){scratch, (int)cols};
+}
+
+/* c[i] = round(v[i] + bias[i] + residual[i]) for a row of n, added in this order. */
+PS_VEC void finish_row(void *c, const float *v, const void *bias, const void *residual, size_t n, uint32_t dt) {
+  for (size_t i = 0; i < n; i += PS_LANES) {
+    ps__v x = ps__v_read(v, PS_F32, i, n, 0.0f);
+    if (bias) x += ps__v_read(bias, dt, i, n, 0.0f);
+    if (residual) x += ps__v_read(residual, dt, i, n, 0.0f);
+    ps__v_write(c, dt, i, n, x);
+  }
+}
+PS_CLONES static void gemm_finish_row(void *c, const float *v, const void *bias, const void *residual, size_t n, uint32_t dt) {
+  if (dt == PS_BF16) finish_row(c, v, bias, residual, n, PS_BF16);
+  else finish_row(c, v, bias, residual, n, PS_F32);
+}
+
+static void gemm_tile(void *arg, int64_t task, uint32_t worker) {
+  const gemm_job *j = arg;
+  const ps__args_gemm *a = j->a;
+  const tiling *t = &j->t;
+  uint32_t i0 = (uint32_t)(task / t->parts_n) * t->tile_m, j0 = (uint32_t)(task % t->parts_n) * t->tile_n;
+  uint32_t m = a->m - i0 < t->tile_m ? a->m - i0 : t->tile_m, n = a->n - j0 < t->tile_n ? a->n - j0 : t->tile_n;
+  float *sa = t->a_floats + t->b_floats + t->c_floats ? ps__scratch(j->exec, worker) : NULL;
+  float *sb = sa ? sa + t->a_floats : NULL;
+  bool narrow = a->dt_c == PS_BF16;
+  void *c_out = ps__elem(j->pc, a->dt_c, (size_t)i0 * a->ldc + j0);
+  float *c = narrow ? sb + t->b_floats : c_out;
+  uint32_t ldc = narrow ? n : a->ldc;
+  if (narrow && a->accumulate)
+    for (uint32_t r = 0; r < m; r++) ps__convert_bf16_to_f32(c + (size_t)r * n, ps__celem(c_out, PS_BF16, (size_t)r * a->ldc), n);
+  for (uint32_t k0 = 0; k0 < a->k; k0 += t->block_k) {
+    uint32_t k = a->k - k0 < t->block_k ? a->k - k0 : t->block_k;
+    operand x = a->trans_a ? fetch(j->pa, a->dt_a, a->lda, k0, i0, k, m, sa) : fetch(j->pa, a->dt_a, a->lda, i0, k0, m, k, sa);
+    operand y = a->trans_b ? fetch(j->pb, a->dt_b, a->ldb, j0, k0, n, k, sb) : fetch(j->pb, a->dt_b, a->ldb, k0, j0, k, n, sb);
+    ps__cpu_sgemm(a->trans_a, a->trans_b, (int)m, (int)n, (int)k, 1.0f, x.p, x.ld, y.p, y.ld, k0 || a->accumulate ? 1.0f : 0.0f, c, (int)ldc);
+  }
+  if (!narrow && !j->bias && !j->residual) return;
+  const void *bias = j->bias ? ps__celem(j->bias, a->dt_c, j0) : NULL;
+  for (uint32_t r = 0; r < m; r++) {
+    size_t at = (size_t)r * a->ldc;
+    const void *residual = j->residual ? ps__celem(j->residual, a->dt_c, (size_t)i0 * a->ldc + j0 + at) : NULL;
+    gemm_finish_row(ps__elem(c_out, a->dt_c, at), c + (size_t)r * ldc, bias, residual, n, a->dt_c);
+  }
+}
+
+/* gemm
+ * math    C = round(((accumulate ? C : 0) + op(A) op(B)) + bias + residual), fp32 inside, added in this order
+ * shapes  op(A) [M,K] of dt_a, op(B) [K,N] of dt_b, C and residual [M,N] and bias [N] of dt_c, all row-major with leading
+ *         dimensions in elements; C aliases nothing
+ * bytes   A*dt_a + B*dt_b + C*dt_c when tiles stay in cache; scratch only where bf16 is converted: at most
+ *         (2*512*512 + 512*512) fp32 = 3 MiB a worker
+ * determinism  bitwise: tiles and blocks of K follow from the shape, each tile is one single-threaded OpenBLAS product.
+ *         Other OpenBLAS builds, or other CPUs (it picks its kernel at load), may round differently */
+static ps_status gemm(const ps_launch *l) {
+  const ps__args_gemm *a = l->args;
+  uint32_t cols_a = a->trans_a ? a->m : a->k, cols_b = a->trans_b ? a->k : a->n;
+  if (!a->m || !a->n || !a->k || a->lda < cols_a || a->ldb < cols_b || a->ldc < a->n)
+    return ps__fail(PS_EINVAL, "gemm %ux%ux%u with leading dimensions %u, %u, %u: sizes must be positive and rows fit", a->m, a->n, a->k,
+                    a->lda, a->ldb, a->ldc);
+  pthread_once(&blas_once, blas_one_thread);
+  gemm_job job = {.a = a, .exec = l->exec, .t = tile_product(a), .pa = l->ptr[0], .pb = l->ptr[1], .pc = l->ptr[2]};
+  uint32_t next = 3;
+  if (a->has_bias) job.bias = l->ptr[next++];
+  if (a->has_residual) job.residual = l->ptr[next++];
+  int64_t n_tiles = (int64_t)job.t.parts_m * job.t.parts_n;
+  if (n_tiles == 1) gemm_tile(&job, 0, 0);
+  else ps__pool_run(job.exec->pool, n_tiles, gemm_tile, &job);
+  return PS_OK;
+}
+
+const ps_kernel ps__k_gemm = {"gemm", PS_CLASS_GEMM, {gemm, PS_CUDA_FN(gemm)}};

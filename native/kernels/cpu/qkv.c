@@ -1,0 +1,259 @@
+/* qkv.c - the fused q, k, v product split by use: optional RMSNorm over head_dim (Qwen3), RoPE, and the way back.
+ *
+ * math    y = round(x * rstd * w), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at angle a = pos * inv_freq[i]
+ *         out[i] = y[i] cos a - y[i+h] sin a,  out[i+h] = y[i+h] cos a + y[i] sin a,  h = head_dim/2.
+ *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*w, dx = rstd*(g - xh*mean(g*xh)), dw = sum over rows and heads
+ *         of dy*xh.
+ * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk [head_dim].
+ * bytes   forward reads and writes qkv once; backward reads dq, dkv (and qkv with qk_norm) and writes dqkv.
+ * determinism  a row is made by one worker; dw: partial sums of fixed groups of rows (cpu.h), added in order.
+ * reference    tests/test_qkv.py: PyTorch in fp64, transformers' LlamaRotaryEmbedding */
+#include "cpu.h"
+#include "vec.h"
+#include <math.h>
+
+enum { ROPE_ROWS = 32 }; /* rows that share one filling of the table of sines */
+
+/* Scratch of a worker. Of worker 0's, all use inv_freq and the partial sums. */
+typedef struct qkv_scratch {
+  float *inv_freq, *cos, *sin, *row, *x; /* [half], [ROPE_ROWS][half] twice, [head_dim] twice */
+  float *partial_q, *partial_k;          /* [groups][head_dim], with qk_norm in the backward pass */
+} qkv_scratch;
+
+typedef struct qkv_job {
+  ps__args_qkv a;
+  const ps__cpu_exec *exec;
+  const void *qkv, *dq, *wq, *wk;
+  const float *dkv;
+  const int32_t *pos;
+  void *q, *kv, *dqkv;
+  float *w; /* both norms' weights as fp32, [2][head_dim], in worker 0's scratch */
+} qkv_job;
+
+static size_t half_padded(const ps__args_qkv *a) { return ps__round_up(a->head_dim / 2, 16); }
+
+static size_t scratch_floats(const ps__args_qkv *a) {
+  return (1 + 2 * ROPE_ROWS) * half_padded(a) + 4 * ps__round_up(a->head_dim, 16);
+}
+
+size_t ps__cpu_scratch_qkv_split_fwd(const void *args) { return ps__round_up(scratch_floats(args) * sizeof(float), 64); }
+
+size_t ps__cpu_scratch_qkv_split_bwd(const void *args) {
+  const ps__args_qkv *a = args;
+  size_t partial = a->qk_norm ? 2 * (size_t)ps__n_row_groups(a->n_tokens) * a->head_dim : 0;
+  return ps__round_up((scratch_floats(a) + partial) * sizeof(float), 64);
+}
+
+static qkv_scratch scratch_of(const qkv_job *j, uint32_t worker) {
+  const ps__args_qkv *a = &j->a;
+  size_t h = half_padded(a), d = ps__round_up(a->head_dim, 16);
+  float *p = ps__scratch(j->exec, worker), *first = ps__scratch(j->exec, 0), *sums = first + scratch_floats(a);
+  return (qkv_scratch){.inv_freq = first, .cos = p + h, .sin = p + h + ROPE_ROWS * h, .row = p + (1 + 2 * ROPE_ROWS) * h,
+                       .x = p + (1 + 2 * ROPE_ROWS) * h + d, .partial_q = sums,
+                       .partial_k = sums + (size_t)ps__n_row_groups(a->n_tokens) * a->head_dim};
+}
+
+/* inv_freq[i] = theta^(-2i/head_dim) in the order and precision of transformers 4.57.1, modeling_rope_utils.py
+ * (_compute_default_rope_parameters, _compute_linear_scaling_rope_parameters, _compute_llama3_parameters): everything fp32,
+ * the power rounded from fp64. */
+void ps__rope_inv_freq(float *inv_freq, const ps__args_qkv *a) {
+  const float low_wavelen = (float)a->rope_original_positions / a->rope_low_freq, high_wavelen = (float)a->rope_original_positions / a->rope_high_freq;
+  for (uint32_t i = 0; i < a->head_dim / 2; i++) {
+    float f = 1.0f / (float)pow((float)a->rope_theta, (float)(2 * i) / (float)a->head_dim);
+    if (a->rope_scaling == PS_ROPE_LINEAR) f /= a->rope_factor;
+    if (a->rope_scaling == PS_ROPE_LLAMA3) {
+      float wavelen = 1.0f / f * 6.283185307179586f; /* torch divides a number by a tensor this way */
+      float smooth = (1.0f / wavelen * (float)a->rope_original_positions - a->rope_low_freq) / (a->rope_high_freq - a->rope_low_freq);
+      if (wavelen > low_wavelen) f /= a->rope_factor;
+      else if (!(wavelen < high_wavelen)) f = (1.0f - smooth) * f / a->rope_factor + smooth * f;
+    }
+    inv_freq[i] = f;
+  }
+}
+
+/* cosines and sines of pos * inv_freq[i], n a multiple of 16. The product and its reduction by multiples of pi/2 in fp64 (pi/2 in
+ * two parts, the first of 33 bits: n*hi is exact up to n = 2^20, and beyond as good as the product itself); Taylor's polynomials
+ * up to r^11 and r^10 leave (pi/4)^12/12! = 1.2e-10, far under half an ulp of fp32 (3e-8). */
+PS_CLONES static void rope_angles(float *restrict cosines, float *restrict sines, const float *inv_freq, int32_t pos, size_t n) {
+  typedef double vd __attribute__((vector_size(64)));
+  typedef int64_t vl __attribute__((vector_size(64)));
+  typedef float vf8 __attribute__((vector_size(32)));
+  const double magic = 6755399441055744.0; /* 1.5 * 2^52: adding it rounds to an integer, kept in the low bits */
+  for (size_t i = 0; i < n; i += 8) {
+    vf8 f;
+    memcpy(&f, inv_freq + i, sizeof f);
+    vd x = __builtin_convertvector(f, vd) * (double)pos;
+    vd t = x * 0.63661977236758134 + magic, k = t - magic;
+    vd r = (x - k * 1.57079632673412561417) - k * 6.07710050650619224932e-11, z = r * r;
+    vd s = z * (-1.0 / 39916800) + 1.0 / 362880;
+    s = ((((s * z - 1.0 / 5040) * z + 1.0 / 120) * z - 1.0 / 6) * z) * r + r;
+    vd c = z * (-1.0 / 3628800) + 1.0 / 40320;
+    c = (((c * z - 1.0 / 720) * z + 1.0 / 24) * z - 0.5) * z + 1.0;
+    vl quadrant = (vl)t, swap = -(quadrant & 1), si = ((vl)c & swap) | ((vl)s & ~swap), ci = ((vl)s & swap) | ((vl)c & ~swap);
+    vf8 sf = __builtin_convertvector((vd)(si ^ ((quadrant & 2) << 62)), vf8);
+    vf8 cf = __builtin_convertvector((vd)(ci ^ (((quadrant + 1) & 2) << 62)), vf8);
+    memcpy(sines + i, &sf, sizeof sf);
+    memcpy(cosines + i, &cf, sizeof cf);
+  }
+}
+
+static void fill_table(const qkv_job *j, const qkv_scratch *s, int64_t first, int64_t end) {
+  size_t h = half_padded(&j->a);
+  for (int64_t t = first; t < end; t++)
+    rope_angles(s->cos + (size_t)(t - first) * h, s->sin + (size_t)(t - first) * h, s->inv_freq, j->pos[t], h);
+}
+
+/* x of one head turned by the angles; backwards with sign -1. */
+PS_CLONES static void rotate(float *restrict x, const float *cosines, const float *sines, size_t half, float sign) {
+  float *lo = x, *hi = x + half;
+  size_t i = 0;
+  for (; i + PS_LANES <= half; i += PS_LANES) {
+    ps__v a = ps__v_load(lo + i), b = ps__v_load(hi + i), c = ps__v_load(cosines + i), s = ps__v_load(sines + i) * sign;
+    ps__v_store(lo + i, a * c - b * s);
+    ps__v_store(hi + i, b * c + a * s);
+  }
+  for (; i < half; i++) {
+    float a = lo[i], b = hi[i], c = cosines[i], s = sines[i] * sign;
+    lo[i] = a * c - b * s;
+    hi[i] = b * c + a * s;
+  }
+}
+
+/* sum of a[i]*b[i]: 16 lanes, then their tree. */
+PS_VEC float dot(const float *a, const float *b, size_t n) {
+  ps__v sum = ps__v_set(0.0f);
+  for (size_t i = 0; i < n; i += PS_LANES) sum += ps__v_read(a, PS_F32, i, n, 0.0f) * ps__v_read(b, PS_F32, i, n, 0.0f);
+  return ps__v_sum(sum);
+}
+
+PS_CLONES static void norm_row(float *restrict x, const float *w, size_t d, float eps) {
+  float rstd = 1.0f / sqrtf(dot(x, x, d) / (float)d + eps);
+  size_t i = 0;
+  for (; i + PS_LANES <= d; i += PS_LANES) ps__v_store(x + i, ps__v_load(x + i) * rstd * ps__v_load(w + i));
+  for (; i < d; i++) x[i] = x[i] * rstd * w[i];
+}
+
+/* dy becomes dx; dw += dy * xh; x becomes xh. */
+PS_CLONES static void norm_row_bwd(float *restrict dy, float *restrict x, const float *w, float *restrict dw, size_t d, float eps) {
+  float rstd = 1.0f / sqrtf(dot(x, x, d) / (float)d + eps);
+  size_t i = 0;
+  for (; i + PS_LANES <= d; i += PS_LANES) {
+    ps__v xh = ps__v_load(x + i) * rstd, g = ps__v_load(dy + i);
+    ps__v_store(x + i, xh);
+    ps__v_store(dw + i, ps__v_load(dw + i) + g * xh);
+    ps__v_store(dy + i, g * ps__v_load(w + i));
+  }
+  for (; i < d; i++) {
+    x[i] *= rstd;
+    dw[i] += dy[i] * x[i];
+    dy[i] *= w[i];
+  }
+  float mean = dot(dy, x, d) / (float)d;
+  for (i = 0; i + PS_LANES <= d; i += PS_LANES)
+    ps__v_store(dy + i, (ps__v_load(dy + i) - ps__v_load(x + i) * mean) * rstd);
+  for (; i < d; i++) dy[i] = (dy[i] - x[i] * mean) * rstd;
+}
+
+static void fwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const qkv_job *j = arg;
+  const ps__args_qkv *a = &j->a;
+  qkv_scratch s = scratch_of(j, worker);
+  size_t d = a->head_dim, h = half_padded(a), n_q = a->n_heads * d, n_k = a->n_kv_heads * d;
+  fill_table(j, &s, first, end);
+  for (int64_t t = first; t < end; t++) {
+    const float *cosines = s.cos + (size_t)(t - first) * h, *sines = s.sin + (size_t)(t - first) * h;
+    for (size_t c = 0; c < n_q + n_k; c += d) {
+      ps__load_f32(s.row, ps__celem(j->qkv, a->dt, (size_t)t * (n_q + 2 * n_k) + c), a->dt, d);
+      if (a->qk_norm) {
+        norm_row(s.row, c < n_q ? j->w : j->w + d, d, a->eps);
+        if (a->dt == PS_BF16) { /* the rounding between norm and RoPE */
+          ps__store_f32(s.x, PS_BF16, s.row, d);
+          ps__load_f32(s.row, s.x, PS_BF16, d);
+        }
+      }
+      rotate(s.row, cosines, sines, d / 2, 1.0f);
+      void *to = c < n_q ? ps__elem(j->q, a->dt, (size_t)t * n_q + c) : ps__elem(j->kv, a->dt, (size_t)t * 2 * n_k + c - n_q);
+      ps__store_f32(to, a->dt, s.row, d);
+    }
+    memcpy(ps__elem(j->kv, a->dt, (size_t)t * 2 * n_k + n_k), ps__celem(j->qkv, a->dt, (size_t)t * (n_q + 2 * n_k) + n_q + n_k),
+           n_k * ps__dt_bytes(a->dt));
+  }
+}
+
+/* dqkv of row t; the norms' partial sums are those of the row's group. */
+static void bwd_row(const qkv_job *j, const qkv_scratch *s, int64_t t, int64_t slot, float *dwq, float *dwk) {
+  const ps__args_qkv *a = &j->a;
+  size_t d = a->head_dim, h = half_padded(a), n_q = a->n_heads * d, n_k = a->n_kv_heads * d, at = (size_t)t * (n_q + 2 * n_k);
+  const float *dkv = j->dkv + (size_t)t * 2 * n_k;
+  for (size_t c = 0; c < n_q + n_k; c += d) {
+    if (c < n_q) ps__load_f32(s->row, ps__celem(j->dq, a->dt, (size_t)t * n_q + c), a->dt, d);
+    else memcpy(s->row, dkv + c - n_q, d * sizeof(float));
+    rotate(s->row, s->cos + (size_t)slot * h, s->sin + (size_t)slot * h, d / 2, -1.0f);
+    if (a->qk_norm) {
+      ps__load_f32(s->x, ps__celem(j->qkv, a->dt, at + c), a->dt, d);
+      norm_row_bwd(s->row, s->x, c < n_q ? j->w : j->w + d, c < n_q ? dwq : dwk, d, a->eps);
+    }
+    ps__store_f32(ps__elem(j->dqkv, a->dt, at + c), a->dt, s->row, d);
+  }
+  ps__store_f32(ps__elem(j->dqkv, a->dt, at + n_q + n_k), a->dt, dkv + n_k, n_k);
+}
+
+static void bwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const qkv_job *j = arg;
+  qkv_scratch s = scratch_of(j, worker);
+  size_t d = j->a.head_dim, group = (size_t)(first / ps__row_group_rows(j->a.n_tokens));
+  float *dwq = s.partial_q + group * d, *dwk = s.partial_k + group * d;
+  if (j->a.qk_norm) {
+    memset(dwq, 0, d * sizeof(float));
+    memset(dwk, 0, d * sizeof(float));
+  }
+  for (int64_t t = first; t < end; t++) {
+    int64_t slot = (t - first) % ROPE_ROWS;
+    if (slot == 0) fill_table(j, &s, t, t + ROPE_ROWS < end ? t + ROPE_ROWS : end);
+    bwd_row(j, &s, t, slot, dwq, dwk);
+  }
+}
+
+static ps_status start(qkv_job *j, const ps_launch *l, const char *name, const void *wq, const void *wk) {
+  const ps__args_qkv *a = l->args;
+  if (!a->head_dim || a->head_dim % 2 || !a->n_heads || !a->n_kv_heads || a->dt >= PS_N_DTYPES || a->rope_scaling > PS_ROPE_LLAMA3)
+    return ps__fail(PS_EINVAL, "%s: %u heads, %u kv heads, head_dim %u (must be even), dtype %u, scaling %u is no valid shape", name,
+                    a->n_heads, a->n_kv_heads, a->head_dim, a->dt, a->rope_scaling);
+  j->a = *a;
+  j->exec = l->exec;
+  qkv_scratch s = scratch_of(j, 0);
+  ps__rope_inv_freq(s.inv_freq, a);
+  for (size_t i = a->head_dim / 2; i < half_padded(a); i++) s.inv_freq[i] = 0.0f;
+  j->w = s.x + ps__round_up(a->head_dim, 16);
+  if (a->qk_norm) {
+    ps__load_f32(j->w, wq, a->dt, a->head_dim);
+    ps__load_f32(j->w + a->head_dim, wk, a->dt, a->head_dim);
+  }
+  return PS_OK;
+}
+
+static ps_status qkv_split_fwd(const ps_launch *l) {
+  const ps__args_qkv *a = l->args;
+  qkv_job j = {.qkv = l->ptr[0], .pos = l->ptr[1], .q = l->ptr[2], .kv = l->ptr[3]};
+  PS_TRY(start(&j, l, "qkv_split_fwd", a->qk_norm ? l->ptr[4] : NULL, a->qk_norm ? l->ptr[5] : NULL));
+  ps__cpu_rows(j.exec, a->n_tokens, ROPE_ROWS, fwd_rows, &j);
+  return PS_OK;
+}
+
+static ps_status qkv_split_bwd(const ps_launch *l) {
+  const ps__args_qkv *a = l->args;
+  qkv_job j = {.dq = l->ptr[0], .dkv = l->ptr[1], .pos = l->ptr[2], .dqkv = l->ptr[3]};
+  if (a->qk_norm) j.qkv = l->ptr[4];
+  PS_TRY(start(&j, l, "qkv_split_bwd", a->qk_norm ? l->ptr[5] : NULL, a->qk_norm ? l->ptr[6] : NULL));
+  ps__cpu_rows(j.exec, a->n_tokens, ps__row_group_rows(a->n_tokens), bwd_rows, &j);
+  if (a->qk_norm) {
+    qkv_scratch s = scratch_of(&j, 0);
+    int64_t groups = ps__n_row_groups(a->n_tokens);
+    ps__add_partials(j.exec, l->ptr[7], a->dt, s.partial_q, groups, a->head_dim, a->accumulate_dw);
+    ps__add_partials(j.exec, l->ptr[8], a->dt, s.partial_k, groups, a->head_dim, a->accumulate_dw);
+  }
+  return PS_OK;
+}
+
+const ps_kernel ps__k_qkv_split_fwd = {"qkv_split_fwd", PS_CLASS_ELEMENTWISE, {qkv_split_fwd, PS_CUDA_FN(qkv_split_fwd)}};
+const ps_kernel ps__k_qkv_split_bwd = {"qkv_split_bwd", PS_CLASS_ELEMENTWISE, {qkv_split_bwd, PS_CUDA_FN(qkv_split_bwd)}};

@@ -1,0 +1,199 @@
+/* reduce.c - sums: gradients into totals, columns, squares; and zero fill. */
+#include "cpu.h"
+#include "vec.h"
+
+/* ---- fill_zero ---------------------------------------------------------------------------------------------------- */
+
+static void fill_task(void *arg, int64_t first, int64_t end, uint32_t worker) { memset((char *)arg + first, 0, (size_t)(end - first)); }
+
+/* fill_zero: dst[0..bytes) = 0. */
+static ps_status fill_zero(const ps_launch *l) {
+  const ps__args_fill *a = l->args;
+  ps__cpu_rows(l->exec, (int64_t)a->bytes, 1 << 20, fill_task, l->ptr[0]);
+  return PS_OK;
+}
+
+/* ---- accumulate --------------------------------------------------------------------------------------------------- */
+
+typedef struct add_job {
+  const void *g;
+  void *total;
+  uint32_t dt;
+} add_job;
+
+PS_CLONES static void reduce_add_f32(float *total, const float *g, size_t first, size_t end) {
+  for (size_t i = first; i < end; i += PS_LANES)
+    ps__v_write(total, PS_F32, i, end, ps__v_read(total, PS_F32, i, end, 0.0f) + ps__v_read(g, PS_F32, i, end, 0.0f));
+}
+PS_CLONES static void reduce_add_bf16(uint16_t *total, const uint16_t *g, size_t first, size_t end) {
+  for (size_t i = first; i < end; i += PS_LANES)
+    ps__v_write(total, PS_BF16, i, end, ps__v_read(total, PS_BF16, i, end, 0.0f) + ps__v_read(g, PS_BF16, i, end, 0.0f));
+}
+static void add_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const add_job *j = arg;
+  if (j->dt == PS_BF16) reduce_add_bf16(j->total, j->g, (size_t)first, (size_t)end);
+  else reduce_add_f32(j->total, j->g, (size_t)first, (size_t)end);
+}
+
+/* accumulate, accumulate_host
+ * math    total[i] = round(total[i] + g[i]), the sum in fp32
+ * bytes   3*n*sizeof(dt).   determinism  bitwise: elementwise */
+static ps_status accumulate(const ps_launch *l) {
+  const ps__args_accumulate *a = l->args;
+  add_job job = {l->ptr[0], l->ptr[1], a->dt};
+  ps__cpu_rows(l->exec, (int64_t)a->n, 1 << 16, add_task, &job);
+  return PS_OK;
+}
+
+/* ---- colsum ------------------------------------------------------------------------------------------------------- */
+
+typedef struct col_job {
+  const ps__args_colsum *a;
+  const char *dy;
+  float *partial;
+} col_job;
+
+PS_VEC void col_rows(const col_job *j, int64_t first, int64_t end, float *sum, uint32_t dt) {
+  size_t cols = j->a->cols;
+  for (int64_t r = first; r < end; r++) {
+    const char *row = ps__celem(j->dy, dt, (size_t)r * j->a->ld);
+    for (size_t i = 0; i < cols; i += PS_LANES)
+      ps__v_write(sum, PS_F32, i, cols, ps__v_read(sum, PS_F32, i, cols, 0.0f) + ps__v_read(row, dt, i, cols, 0.0f));
+  }
+}
+PS_CLONES static void reduce_cols(const col_job *j, int64_t first, int64_t end, float *sum) {
+  if (j->a->dt == PS_BF16) col_rows(j, first, end, sum, PS_BF16);
+  else col_rows(j, first, end, sum, PS_F32);
+}
+static void col_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const col_job *j = arg;
+  float *sum = j->partial + (size_t)(first / ps__row_group_rows(j->a->rows)) * j->a->cols;
+  memset(sum, 0, j->a->cols * sizeof *sum);
+  reduce_cols(j, first, end, sum);
+}
+
+size_t ps__cpu_scratch_colsum(const void *args) {
+  const ps__args_colsum *a = args;
+  return ps__round_up((size_t)ps__n_row_groups(a->rows) * a->cols * sizeof(float), 64);
+}
+
+/* colsum
+ * math    db[c] (+)= sum_r dy[r,c]: rows added in order in groups cut by shape (cpu.h), then the groups in order, fp32
+ * shapes  dy [rows, ld] of dt, the first cols of each row; db [cols] of dt
+ * bytes   rows*cols*sizeof(dt); scratch: at most 64 groups * cols fp32 */
+static ps_status colsum(const ps_launch *l) {
+  const ps__args_colsum *a = l->args;
+  const ps__cpu_exec *exec = l->exec;
+  col_job job = {a, l->ptr[0], ps__scratch(exec, 0)};
+  ps__cpu_rows(exec, a->rows, ps__row_group_rows(a->rows), col_task, &job);
+  ps__add_partials(exec, l->ptr[1], a->dt, job.partial, ps__n_row_groups(a->rows), a->cols, a->accumulate);
+  return PS_OK;
+}
+
+typedef struct partials_job {
+  void *out;
+  const float *partial;
+  int64_t n_groups;
+  size_t cols;
+  uint32_t dt;
+  bool accumulate;
+} partials_job;
+
+PS_VEC void partials_cols(const partials_job *j, size_t first, size_t end, uint32_t dt) {
+  for (size_t i = first; i < end; i += PS_LANES) {
+    ps__v sum = {0};
+    for (int64_t g = 0; g < j->n_groups; g++) sum += ps__v_read(j->partial + (size_t)g * j->cols, PS_F32, i, end, 0.0f);
+    if (j->accumulate) sum = ps__v_read(j->out, dt, i, end, 0.0f) + sum;
+    ps__v_write(j->out, dt, i, end, sum);
+  }
+}
+PS_CLONES static void reduce_partials(const partials_job *j, int64_t first, int64_t end) {
+  if (j->dt == PS_BF16) partials_cols(j, (size_t)first, (size_t)end, PS_BF16);
+  else partials_cols(j, (size_t)first, (size_t)end, PS_F32);
+}
+static void partials_task(void *arg, int64_t first, int64_t end, uint32_t worker) { reduce_partials(arg, first, end); }
+
+void ps__add_partials(const ps__cpu_exec *exec, void *out, uint32_t dt, const float *partial, int64_t n_groups, uint32_t cols,
+                      uint32_t accumulate) {
+  partials_job job = {out, partial, n_groups, cols, dt, accumulate != 0};
+  ps__cpu_rows(exec, cols, 512, partials_task, &job);
+}
+
+/* ---- sumsq -------------------------------------------------------------------------------------------------------- */
+
+enum { SQ_STEP = 8 };
+typedef double vd __attribute__((vector_size(64)));
+typedef float vf __attribute__((vector_size(32)));
+typedef uint16_t vh8 __attribute__((vector_size(16)));
+typedef uint32_t vu8 __attribute__((vector_size(32)));
+
+typedef struct sq_job {
+  const void *g;
+  uint64_t n, group;
+  uint32_t dt;
+  double sum[PS_SQ_GROUPS];
+} sq_job;
+
+/* Sum of squares of elements [first, end), one group: lane[j] = those of elements j, j+1024, ... in order, then the tree. */
+PS_VEC double sq_sum(const void *g, size_t first, size_t end, uint32_t dt) {
+  double lane[PS_SQ_LANES] = {0};
+  size_t base = first;
+  for (; base + PS_SQ_LANES <= end; base += PS_SQ_LANES) {
+    for (size_t j = 0; j < PS_SQ_LANES; j += SQ_STEP) {
+      vf x;
+      vd acc;
+      if (dt == PS_BF16) {
+        vh8 h;
+        memcpy(&h, (const uint16_t *)g + base + j, sizeof h);
+        x = (vf)(__builtin_convertvector(h, vu8) << 16);
+      } else {
+        memcpy(&x, (const float *)g + base + j, sizeof x);
+      }
+      vd d = __builtin_convertvector(x, vd);
+      memcpy(&acc, lane + j, sizeof acc);
+      acc += d * d;
+      memcpy(lane + j, &acc, sizeof acc);
+    }
+  }
+  for (size_t j = 0; base + j < end; j++) {
+    double d = (double)ps__load1_f32(g, dt, base + j);
+    lane[j] += d * d;
+  }
+  for (int w = PS_SQ_LANES / 2; w > 0; w /= 2)
+    for (int j = 0; j < w; j++) lane[j] += lane[j + w];
+  return lane[0];
+}
+PS_CLONES static double reduce_squares(const void *g, size_t first, size_t end, uint32_t dt) {
+  return dt == PS_BF16 ? sq_sum(g, first, end, PS_BF16) : sq_sum(g, first, end, PS_F32);
+}
+static void sq_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  sq_job *j = arg;
+  for (int64_t k = first; k < end; k++) {
+    const uint64_t from = (uint64_t)k * j->group, left = j->n - from;
+    j->sum[k] = reduce_squares(j->g, from, from + (left < j->group ? left : j->group), j->dt);
+  }
+}
+
+/* sumsq, sumsq_host
+ * math    sum of squares in fp64: groups of ps__sumsq_group(n) elements; in each 1024 lanes, lane j adds elements j, j+1024, ... in
+ *         order, then j += j+512, 256, ... 1; then the groups in order
+ * shapes  g [n] of dt, out f64 [1]
+ * bytes   n*sizeof(dt).   determinism  bitwise: groups are cut by n only and each is one thread's; products of two fp32 are
+ *         exact in fp64, so that FMA changes nothing */
+static ps_status sumsq(const ps_launch *l) {
+  const ps__args_sumsq *a = l->args;
+  sq_job job = {.g = l->ptr[0], .n = a->n, .group = ps__sumsq_group(a->n), .dt = a->dt};
+  const int64_t n_groups = (int64_t)((a->n + job.group - 1) / job.group);
+  ps__cpu_rows(l->exec, n_groups, 1, sq_task, &job);
+  double sum = 0.0;
+  for (int64_t k = 0; k < n_groups; k++) sum += job.sum[k];
+  memcpy(l->ptr[1], &sum, sizeof sum);
+  return PS_OK;
+}
+
+const ps_kernel ps__k_fill_zero = {"fill_zero", PS_CLASS_ELEMENTWISE, {fill_zero, PS_CUDA_FN(fill_zero)}};
+const ps_kernel ps__k_accumulate = {"accumulate", PS_CLASS_ELEMENTWISE, {accumulate, PS_CUDA_FN(accumulate)}};
+const ps_kernel ps__k_accumulate_host = {"accumulate_host", PS_CLASS_OPTIMIZER, {accumulate, NULL}};
+const ps_kernel ps__k_colsum = {"colsum", PS_CLASS_ELEMENTWISE, {colsum, PS_CUDA_FN(colsum)}};
+const ps_kernel ps__k_sumsq = {"sumsq", PS_CLASS_ELEMENTWISE, {sumsq, PS_CUDA_FN(sumsq)}};
+const ps_kernel ps__k_sumsq_host = {"sumsq_host", PS_CLASS_OPTIMIZER, {sumsq, NULL}};

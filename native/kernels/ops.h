@@ -1,0 +1,130 @@
+/* ops.h - the op table: every kernel of the model with its arguments, the order of its accesses and its math.
+ *
+ * One const ps_kernel for each op; its cpu function lives in native/kernels/cpu/<family>.c. Argument blocks are plain
+ * structs of shapes; addresses arrive in ps_launch.ptr in the order listed ("ptr:"), R read, W write, RW both. T tokens
+ * (rows), D model dim, A = heads*head_dim, K = kv_heads*head_dim, F ffn dim, V vocab. All matrices row-major. dt is the
+ * storage dtype; arithmetic is fp32 inside (fp64 where said) with one rounding (to nearest even) at the store.
+ * Every kernel gives the same bits for any number of threads and any address alignment of 16 bytes.
+ * Each has ps__cpu_scratch_<op>(args): BYTES of scratch for each worker (ps__cpu_exec.scratch_bytes must be at least that). */
+#ifndef PS_KERNELS_OPS_H
+#define PS_KERNELS_OPS_H
+#include <penstock/engine.h>
+#include <penstock/model.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ps__args_fill { uint64_t bytes; } ps__args_fill;
+/* fill_zero            ptr: W dst[bytes] */
+extern const ps_kernel ps__k_fill_zero;
+
+typedef struct ps__args_accumulate { uint64_t n; uint32_t dt; } ps__args_accumulate;
+/* accumulate           total[i] = round(total[i] + g[i]).  ptr: R g[n] dt, RW total[n] dt.
+ * Runs on the device (class ELEMENTWISE) and, as accumulate_host (class OPTIMIZER), on host streams: same bits. */
+extern const ps_kernel ps__k_accumulate, ps__k_accumulate_host;
+
+typedef struct ps__args_embed { uint32_t n_tokens, vocab, dim, dt, accumulate; } ps__args_embed;
+/* embed_fwd            out[t,:] = table[id[t],:].  ptr: R id i32[T], R table[V,D], W out[T,D]. An id out of range is PS_EFORMAT. */
+extern const ps_kernel ps__k_embed_fwd;
+/* embed_bwd            dtable[v,:] (+)= sum over t with id[t]=v, in order of t, of dx[t,:] (fp32 sum, one rounding when added).
+ *                      accumulate 0 writes every row (zeros where no token).  ptr: R id[T], R dx[T,D], W|RW dtable[V,D]. */
+extern const ps_kernel ps__k_embed_bwd;
+
+typedef struct ps__args_rmsnorm { uint32_t rows, cols, dt, accumulate_dw, add_dx; float eps; } ps__args_rmsnorm;
+/* rmsnorm_fwd          y = x * rstd * w, rstd = 1/sqrt(mean(x^2)+eps).  ptr: R x[rows,cols], R w[cols], W y[rows,cols]. */
+extern const ps_kernel ps__k_rmsnorm_fwd;
+/* rmsnorm_bwd          xh = x*rstd; g = dy*w; d = rstd*(g - xh*mean(g*xh)); dx = add_dx ? dx + d : d; dw (+)= sum_rows dy*xh.
+ *                      ptr: R x, R w, R dy, W|RW dx, W|RW dw[cols] (RW with accumulate_dw). dx does not alias dy or x. */
+extern const ps_kernel ps__k_rmsnorm_bwd;
+
+/* gemm                 C[M,N] = op(A) op(B) (+ bias[N]) (+ residual[M,N], ld = ldc) (+ C when accumulate); fp32 accumulate, one
+ *                      rounding. trans_a: A is stored [K,M]; trans_b: B is stored [N,K]. ld* in elements;
+ *                      bias and residual are of dt_c. Added in this order: C, product, bias, residual.
+ *                      ptr: R A, R B, W|RW C (RW with accumulate), then R bias if has_bias, then R residual if has_residual. */
+typedef struct ps__args_gemm {
+  uint32_t m, n, k, lda, ldb, ldc;
+  uint8_t trans_a, trans_b, accumulate, has_bias, has_residual, dt_a, dt_b, dt_c;
+} ps__args_gemm;
+extern const ps_kernel ps__k_gemm;
+
+/* Frequencies come from the config; angle = position * inv_freq[i] in fp32 inv_freq, the product and its range reduction in
+ * double; Hugging Face layout: element i pairs with i + head_dim/2. */
+typedef struct ps__args_qkv {
+  uint32_t n_tokens, n_heads, n_kv_heads, head_dim, dt, qk_norm, accumulate_dw;
+  uint32_t rope_scaling, rope_original_positions;
+  float eps, rope_factor, rope_low_freq, rope_high_freq;
+  double rope_theta;
+} ps__args_qkv;
+/* inv_freq[head_dim/2] as transformers computes it; on the host, for every backend (native/kernels/cpu/qkv.c). */
+void ps__rope_inv_freq(float *inv_freq, const ps__args_qkv *a);
+/* qkv_split_fwd        qkv[T,A+2K] -> q[T,A] and kv[T,2K] (row: K heads then V heads), q and k after optional RMSNorm over head_dim
+ *                      (one rounding after norm, then RoPE, one rounding) and RoPE at pos[t].
+ *                      ptr: R qkv, R pos i32[T], W q, W kv, then with qk_norm R wq[head_dim], R wk[head_dim]. */
+extern const ps_kernel ps__k_qkv_split_fwd;
+/* qkv_split_bwd        dqkv[T,A+2K] from dq[T,A] (dt) and dkv fp32 [T,2K]: inverse RoPE, norm backward.
+ *                      ptr: R dq, R dkv f32, R pos, W dqkv, then with qk_norm R qkv (raw), R wq, R wk, W|RW dwq, W|RW dwk. */
+extern const ps_kernel ps__k_qkv_split_bwd;
+
+/* Attention over a GROUP of rows (a long sequence, or the sequences packed in a chunk): query row i of this chunk is group
+ * row row0+i and sees keys doc_start[i] .. row0+i (inclusive), doc_start[i] being the group row where its document begins.
+ * Scale 1/sqrt(head_dim). Tiles with an online softmax: no (T,T) tensor exists. */
+typedef struct ps__args_attention {
+  uint32_t n_tokens; /* query rows of this chunk */
+  uint32_t row0;     /* group row of the first of them; keys are group rows 0 .. row0+n_tokens-1 */
+  uint32_t n_heads, n_kv_heads, head_dim, dt, accumulate_dkv;
+  uint32_t one_document; /* 1: the caller knows that doc_start is 0 in every row, which some backends do faster; 0 is always right */
+} ps__args_attention;
+/* attention_fwd        ptr: R q[T,A], R kv[row0+T,2K], R doc_start i32[T], W o[T,A], W lse f32[T,n_heads]. */
+extern const ps_kernel ps__k_attention_fwd;
+/* attention_bwd        ptr: R q, R kv, R doc_start, R o, R lse, R d_o[T,A], W dq[T,A], W|RW dkv f32[row0+T,2K]: all rows are
+ *                      written (accumulate_dkv 0) or added to (1), in an order that does not depend on threads. */
+extern const ps_kernel ps__k_attention_bwd;
+
+typedef struct ps__args_swiglu { uint32_t n_tokens, ffn_dim, dt; } ps__args_swiglu;
+/* swiglu_fwd           s = silu(g)*u, gu[T,2F]: g = gu[:, :F], u = gu[:, F:].  ptr: R gu[T,2F], W s[T,F]. */
+extern const ps_kernel ps__k_swiglu_fwd;
+/* swiglu_bwd           ptr: R ds[T,F], RW gu[T,2F]: gu is replaced by its gradient. */
+extern const ps_kernel ps__k_swiglu_bwd;
+
+typedef struct ps__args_colsum { uint32_t rows, cols, ld, dt, accumulate; } ps__args_colsum;
+/* colsum               db[c] (+)= sum_r dy[r,c].  ptr: R dy[rows, ld], W|RW db[cols] (dt). Bias gradients. */
+extern const ps_kernel ps__k_colsum;
+
+typedef struct ps__args_cross_entropy { uint32_t rows, vocab, dt; } ps__args_cross_entropy;
+/* cross_entropy        loss[r] = logsumexp(z[r]) - z[r,target]; z becomes dz = (softmax - onehot)*inv_valid. target -1: loss 0,
+ *                      dz 0. inv_valid = *scale (f32, device memory).  ptr: RW z[rows,V] dt, R target i32[rows], R scale f32[1],
+ *                      W loss f32[rows]. */
+extern const ps_kernel ps__k_cross_entropy;
+
+typedef struct ps__args_sumsq { uint64_t n; uint32_t dt; } ps__args_sumsq;
+/* sumsq                sum of squares in fp64: groups of ps__sumsq_group(n) elements; in each 1024 lanes, lane j adds the group's
+ *                      elements j, j+1024, ... in order, then the lanes are added as a binary tree (j += j+512, then 256, ...);
+ *                      the groups' sums are added in order. Exact products, so FMA does not change it, and at most 256 groups,
+ *                      so that a device has all of them at work and a chain is n/2^18 additions long.
+ *                      ptr: R g[n], W out f64[1]. sumsq_host is the same on host streams (class OPTIMIZER). */
+enum { PS_SQ_LANES = 1024, PS_SQ_GROUPS = 256 };
+static inline uint64_t ps__sumsq_group(uint64_t n) {
+  const uint64_t each = (n + PS_SQ_GROUPS - 1) / PS_SQ_GROUPS, whole = (each + PS_SQ_LANES - 1) / PS_SQ_LANES * PS_SQ_LANES;
+  return whole < 65536 ? 65536 : whole;
+}
+extern const ps_kernel ps__k_sumsq, ps__k_sumsq_host;
+
+/* Bytes of scratch a worker needs, by kernel and argument block: 0 where it needs none. */
+size_t ps__cpu_scratch_bytes(const ps_kernel *kernel, const void *args);
+
+/* ---- conversions shared by kernels, optimizer and io (native/kernels/cpu/convert.c) ------------------------------------- */
+static inline float ps__bf16_to_f32(uint16_t h) { union { uint32_t u; float f; } v; v.u = (uint32_t)h << 16; return v.f; }
+/* Round to nearest even; NaN stays a quiet NaN. */
+static inline uint16_t ps__f32_to_bf16(float f) {
+  union { float f; uint32_t u; } v; v.f = f;
+  if ((v.u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((v.u >> 16) | 0x40u);
+  return (uint16_t)((v.u + 0x7fffu + ((v.u >> 16) & 1u)) >> 16);
+}
+void ps__convert_bf16_to_f32(float *dst, const uint16_t *src, size_t n);
+void ps__convert_f32_to_bf16(uint16_t *dst, const float *src, size_t n);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
