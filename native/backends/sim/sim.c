@@ -1,0 +1,162 @@
+/* sim.c - execute a schedule on a virtual clock.
+ *
+ * A fluid model: between two events every running op advances at a constant rate; an op that draws on a resource whose
+ * draws add up to D > 1 advances at 1/D of its own speed (the largest D of what it draws on counts). An event is the end of
+ * an op. After it the streams whose next op's waits are satisfied start it; rates follow. Deterministic: streams are
+ * always looked at in their order, and no clock or random number is read.
+ * Cost: O(ops x streams) for the events and O(waits) for the waits. */
+#include "engine/schedule.h"
+#include <math.h>
+#include <string.h>
+
+typedef struct sim_stream {
+  const uint32_t *ops;  /* op indices in the stream's order */
+  uint64_t n_ops, n_done;
+  const ps_sim_cost *cost; /* of the running op, NULL: none runs */
+  double left;          /* of its ns */
+  double queued, start;
+} sim_stream;
+
+typedef struct sim {
+  const ps_schedule *schedule;
+  uint64_t n_steps;
+  ps_sim_cost *cost;    /* n_ops */
+  uint32_t *order;      /* n_ops: the streams' op indices, one stream after the other */
+  ps_trace_event *events;
+  double *step_end_ns;
+  double now;
+  double drawn[PS_SIM_RESOURCES];
+  sim_stream stream[PS_MAX_STREAMS];
+} sim;
+
+static ps_status price(sim *m, ps_sim_cost_fn cost, void *user) {
+  for (uint64_t i = 0; i < m->schedule->list.n_ops; i++) {
+    ps_op_view view;
+    PS_TRY(ps_schedule_op(m->schedule, i, &view));
+    ps_sim_cost *c = &m->cost[i];
+    *c = (ps_sim_cost){0};
+    cost(user, &view, c);
+    bool ok = isfinite(c->ns) && c->ns >= 0;
+    for (int r = 0; r < PS_SIM_RESOURCES; r++)
+      ok = ok && c->demand[r] >= 0 && c->demand[r] <= 1;
+    if (!ok)
+      return ps__fail(PS_EINVAL, "sim: the cost of op %llu (%s) is not finite and positive, or a demand not in 0..1",
+                      (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]));
+  }
+  return PS_OK;
+}
+
+static void list_streams(sim *m) {
+  const ps__oplist *l = &m->schedule->list;
+  uint32_t *next[PS_MAX_STREAMS], *at = m->order;
+  for (uint32_t s = 0; s < l->n_streams; s++) {
+    m->stream[s] = (sim_stream){.ops = at, .n_ops = l->stream_n_ops[s]};
+    next[s] = at;
+    at += l->stream_n_ops[s];
+  }
+  for (size_t i = 0; i < l->n_ops; i++)
+    *next[l->ops[i].stream]++ = (uint32_t)i;
+}
+
+static bool satisfied(const sim *m, const ps__op *op, uint64_t step) {
+  for (uint32_t i = 0; i < op->n_wait; i++) {
+    const ps_wait *w = &m->schedule->waits[op->wait + i];
+    const sim_stream *s = &m->stream[w->stream];
+    if (w->steps_back <= step && s->n_done < (step - w->steps_back) * s->n_ops + w->value)
+      return false;
+  }
+  return true;
+}
+
+/* Start the next op of every idle stream that may. */
+static void start_ready(sim *m) {
+  for (uint32_t i = 0; i < m->schedule->list.n_streams; i++) {
+    sim_stream *s = &m->stream[i];
+    if (s->cost || s->n_done == s->n_ops * m->n_steps)
+      continue;
+    uint32_t idx = s->ops[s->n_done % s->n_ops];
+    if (!satisfied(m, &m->schedule->list.ops[idx], s->n_done / s->n_ops))
+      continue;
+    s->cost = &m->cost[idx];
+    s->left = s->cost->ns;
+    s->start = m->now;
+  }
+}
+
+/* How much longer than alone a running op takes now. */
+static double slowdown(const sim *m, const ps_sim_cost *c) {
+  double worst = 1;
+  for (int r = 0; r < PS_SIM_RESOURCES; r++)
+    if (c->demand[r] > 0 && m->drawn[r] > worst)
+      worst = m->drawn[r];
+  return worst;
+}
+
+static void finish(sim *m, uint32_t i) {
+  sim_stream *s = &m->stream[i];
+  const ps__oplist *l = &m->schedule->list;
+  uint64_t step = s->n_done / s->n_ops;
+  uint32_t idx = s->ops[s->n_done % s->n_ops];
+  if (m->events)
+    m->events[step * l->n_ops + idx] =
+        (ps_trace_event){.step = step, .op = idx, .queued_ns = (uint64_t)(s->queued + 0.5),
+                         .start_ns = (uint64_t)(s->start + 0.5), .end_ns = (uint64_t)(m->now + 0.5), .stream = i};
+  if (m->step_end_ns)
+    m->step_end_ns[step] = m->now;
+  s->n_done++;
+  s->cost = NULL;
+  s->queued = m->now;
+}
+
+/* Advance to the next end of an op. False when nothing runs. */
+static bool advance(sim *m) {
+  uint32_t n = m->schedule->list.n_streams;
+  double slow[PS_MAX_STREAMS], dt = INFINITY;
+  memset(m->drawn, 0, sizeof m->drawn);
+  for (uint32_t i = 0; i < n; i++)
+    for (int r = 0; m->stream[i].cost && r < PS_SIM_RESOURCES; r++)
+      m->drawn[r] += m->stream[i].cost->demand[r];
+  for (uint32_t i = 0; i < n; i++)
+    if (m->stream[i].cost) {
+      slow[i] = slowdown(m, m->stream[i].cost);
+      dt = fmin(dt, m->stream[i].left * slow[i]);
+    }
+  if (isinf(dt))
+    return false;
+  m->now += dt;
+  for (uint32_t i = 0; i < n; i++) {
+    sim_stream *s = &m->stream[i];
+    if (!s->cost)
+      continue;
+    bool ends = s->left * slow[i] <= dt * (1 + 1e-12); /* ops that end together but for rounding end together */
+    s->left -= dt / slow[i];
+    if (ends)
+      finish(m, i);
+  }
+  return true;
+}
+
+ps_status ps_sim_run(const ps_schedule *schedule, ps_sim_cost_fn cost, void *user, uint64_t n_steps, ps_trace_event *events,
+                     double *step_end_ns) {
+  sim m = {.schedule = schedule, .n_steps = n_steps, .events = events, .step_end_ns = step_end_ns};
+  size_t n_ops = schedule->list.n_ops;
+  if (!cost)
+    return ps__fail(PS_EINVAL, "sim: cost is NULL");
+  m.cost = ps__malloc(n_ops * sizeof *m.cost);
+  m.order = ps__malloc(n_ops * sizeof *m.order);
+  ps_status st = m.cost && m.order ? price(&m, cost, user) : ps__fail(PS_ENOMEM, "sim: out of memory for %zu ops", n_ops);
+  if (st == PS_OK) {
+    list_streams(&m);
+    for (uint64_t i = 0; step_end_ns && i < n_steps; i++)
+      step_end_ns[i] = 0;
+    do
+      start_ready(&m);
+    while (advance(&m));
+    for (uint32_t i = 0; i < schedule->list.n_streams; i++)
+      if (m.stream[i].n_done != m.stream[i].n_ops * n_steps)
+        st = ps__fail(PS_EINTERNAL, "sim: stream %u stands at op %llu", i, (unsigned long long)m.stream[i].n_done);
+  }
+  ps__free(m.cost);
+  ps__free(m.order);
+  return st;
+}
