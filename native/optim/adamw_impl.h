@@ -1,0 +1,38 @@
+/* adamw_impl.h - between adamw.c and its three variants: the constants of one update and the table of functions. */
+#ifndef PS_ADAMW_IMPL_H
+#define PS_ADAMW_IMPL_H
+#include "optim.h"
+
+/* splitmix64: the Weyl increment and the finalizer's two multipliers (Steele, Lea & Flood 2014). */
+#define PS__SR_GAMMA UINT64_C(0x9e3779b97f4a7c15)
+#define PS__SR_MUL1 UINT64_C(0xbf58476d1ce4e5b9)
+#define PS__SR_MUL2 UINT64_C(0x94d049bb133111eb)
+#define PS__QUIET_NAN 0x7fc00000u
+
+/* What is the same for every element of a call; each field is rounded to fp32 once, so that all variants start alike. */
+typedef struct ps__adamw_k {
+  float lr, lr_decay, beta1, beta1_rest, beta2, beta2_rest, eps, grad_scale, c1, c2;
+  uint64_t sr_key;  /* of seed and step */
+  uint64_t element; /* global index of the first element */
+} ps__adamw_k;
+
+static inline uint64_t ps__sr_mix(uint64_t z) {
+  z = (z ^ (z >> 30)) * PS__SR_MUL1;
+  z = (z ^ (z >> 27)) * PS__SR_MUL2;
+  return z ^ (z >> 31);
+}
+
+/* The words of the group of four elements that @element is in: word[0] for w, [1] for m, [2] for v; the element's 16 bits
+ * start at bit 16 * (element % 4). */
+static inline void ps__sr_words(uint64_t word[3], uint64_t key, uint64_t element) {
+  for (uint64_t a = 0; a < 3; a++) word[a] = ps__sr_mix(key + (3 * (element / 4) + a + 1) * PS__SR_GAMMA);
+}
+
+/* One contiguous piece, by recipe. w_bf16 is used by fp32-master only. */
+typedef void (*ps__adamw_fn)(uint64_t n, void *w, uint16_t *w_bf16, const void *grad, void *m, void *v, const ps__adamw_k *k);
+extern const ps__adamw_fn ps__adamw_scalar[PS_N_RECIPES];
+#if defined(__x86_64__)
+extern const ps__adamw_fn ps__adamw_avx2[PS_N_RECIPES];
+extern const ps__adamw_fn ps__adamw_avx512[PS_N_RECIPES];
+#endif
+#endif
