@@ -1,0 +1,127 @@
+/* emit.c - emitting virtual tensors and ops. Memory running out is noted once in the step and checked at the end. */
+#include "emit.h"
+#include <string.h>
+
+static uint32_t new_vt(ps__builder *b, ps__vt t) {
+  ps__step *s = b->s;
+  if (!ps__grow((void **)&s->vt, s->n_vt, &s->cap_vt, sizeof *s->vt)) {
+    s->out_of_memory = true;
+    return PS__NO_VT;
+  }
+  s->vt[s->n_vt] = t;
+  return (uint32_t)s->n_vt++;
+}
+
+uint32_t ps__vt_new(ps__builder *b, uint32_t space, uint64_t bytes) {
+  return new_vt(b, (ps__vt){.bytes = bytes, .first = (uint32_t)b->s->n_op, .last = UINT32_MAX, .space = (uint8_t)space});
+}
+
+uint32_t ps__vt_persistent(ps__builder *b, uint32_t space, uint64_t bytes) {
+  return new_vt(b, (ps__vt){.bytes = bytes, .first = 0, .last = UINT32_MAX, .space = (uint8_t)space, .persistent = true});
+}
+
+void ps__vt_free(ps__builder *b, uint32_t vt) {
+  if (vt != PS__NO_VT) b->s->vt[vt].last = (uint32_t)b->s->n_op;
+}
+
+void ps__vt_free_late(ps__builder *b, uint32_t vt, uint32_t steps) {
+  if (vt == PS__NO_VT) return;
+  if (steps == 0) {
+    ps__vt_free(b, vt);
+    return;
+  }
+  if (!ps__grow((void **)&b->late, b->n_late, &b->cap_late, sizeof *b->late)) {
+    b->s->out_of_memory = true;
+    return;
+  }
+  b->late[b->n_late++] = (ps__late_free){vt, b->clock + steps};
+}
+
+void ps__tick(ps__builder *b) {
+  size_t kept = 0;
+  b->clock++;
+  for (size_t i = 0; i < b->n_late; i++) {
+    if (b->late[i].when <= b->clock) ps__vt_free(b, b->late[i].vt);
+    else b->late[kept++] = b->late[i];
+  }
+  b->n_late = kept;
+}
+
+void ps__flush_late(ps__builder *b) {
+  for (size_t i = 0; i < b->n_late; i++) ps__vt_free(b, b->late[i].vt);
+  b->n_late = 0;
+}
+
+ps__vaccess ps__whole(const ps__builder *b, uint32_t vt, uint32_t mode) {
+  return (ps__vaccess){vt, mode, 0, vt == PS__NO_VT ? 0 : b->s->vt[vt].bytes};
+}
+
+ps__vaccess ps__part(uint32_t vt, uint32_t mode, uint64_t offset, uint64_t bytes) { return (ps__vaccess){vt, mode, offset, bytes}; }
+
+static bool push_args(ps__step *s, const void *args, uint32_t bytes) {
+  const size_t want = (bytes + 15) / 16 * 16;
+  while (s->n_args + want > s->cap_args) {
+    const size_t cap = s->cap_args ? s->cap_args * 2 : 4096;
+    char *p = ps__realloc(s->args, cap);
+    if (!p) return false;
+    s->args = p;
+    s->cap_args = cap;
+  }
+  memcpy(s->args + s->n_args, args, bytes);
+  s->n_args += want;
+  return true;
+}
+
+void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const void *args, uint32_t args_bytes,
+              const ps__vaccess *access, uint32_t n_access, ps_work work, ps_tag tag) {
+  ps__step *s = b->s;
+  ps__vop op = {.kernel = kernel, .stream = stream, .args = (uint32_t)s->n_args, .args_bytes = args_bytes,
+                .access = (uint32_t)s->n_access, .n_access = n_access, .work = work, .tag = tag};
+  if (s->out_of_memory) return;
+  if (args_bytes && !push_args(s, args, args_bytes)) goto out;
+  for (uint32_t i = 0; i < n_access; i++) {
+    if (!ps__grow((void **)&s->access, s->n_access, &s->cap_access, sizeof *s->access)) goto out;
+    s->access[s->n_access++] = access[i];
+  }
+  if (!ps__grow((void **)&s->op, s->n_op, &s->cap_op, sizeof *s->op)) goto out;
+  s->op[s->n_op++] = op;
+  s->model_flops += work.model_flops;
+  if (kernel) {
+    const size_t scratch = ps__cpu_scratch_bytes(kernel, args);
+    if (scratch > s->scratch_bytes[stream]) s->scratch_bytes[stream] = scratch;
+    if (tag.phase == PS__PHASE_RECOMPUTE) s->recompute_flops += work.flops;
+    else if (kernel->op_class == PS_CLASS_ATTENTION) s->recompute_flops += work.flops - work.model_flops;
+  }
+  return;
+out:
+  s->out_of_memory = true;
+}
+
+void ps__emit_copy(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vaccess to, ps_tag tag) {
+  const ps__vaccess access[2] = {from, to};
+  b->s->copied_bytes[stream == PS__S_D2H] += from.bytes;
+  ps__emit(b, NULL, stream, NULL, 0, access, 2, (ps_work){.bytes = (double)from.bytes}, tag);
+}
+
+/* ---- host ops: the kernel calls the hook that the plan holds and the trainer fills ---- */
+typedef struct args_hook { ps__step_hooks *hooks; uint32_t what, unit; } args_hook;
+
+static ps_status run_hook(const ps_launch *l) {
+  const args_hook *a = l->args;
+  if (!a->hooks->fn) return ps__fail(PS_ESTATE, "a plan's schedule runs under a trainer only");
+  return a->hooks->fn(a->hooks->ctx, (ps__hook)a->what, a->unit, l);
+}
+
+static const ps_kernel hook_kernel[] = {
+    [PS__HOOK_LOAD] = {"load_batch", PS_CLASS_IO, {run_hook, run_hook}},
+    [PS__HOOK_LOSS] = {"loss", PS_CLASS_OTHER, {run_hook, run_hook}},
+    [PS__HOOK_NORM] = {"grad_norm", PS_CLASS_OTHER, {run_hook, run_hook}},
+    [PS__HOOK_ADAMW] = {"adamw", PS_CLASS_OPTIMIZER, {run_hook, run_hook}},
+    [PS__HOOK_REPORT] = {"report", PS_CLASS_OTHER, {run_hook, run_hook}},
+};
+
+void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream, const ps__vaccess *access, uint32_t n_access,
+                   ps_work work, ps_tag tag) {
+  const args_hook a = {b->hooks, what, unit};
+  ps__emit(b, &hook_kernel[what], stream, &a, sizeof a, access, n_access, work, tag);
+}

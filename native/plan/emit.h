@@ -1,0 +1,73 @@
+/* emit.h - what the step builder is made of: emitting ops and tensors, parameters on the device, gradients on their way home. */
+#ifndef PS_PLAN_EMIT_H
+#define PS_PLAN_EMIT_H
+#include "step.h"
+
+/* A visit of a unit: all chunks of a round pass it before the next visit. */
+typedef enum ps__visit_kind { PS__VISIT_EMBED, PS__VISIT_BLOCK, PS__VISIT_HEAD, PS__VISIT_BLOCK_BACK, PS__VISIT_EMBED_BACK } ps__visit_kind;
+typedef struct ps__visit { uint32_t kind, round, unit; } ps__visit;
+
+typedef struct ps__unit_state {
+  uint32_t weights;       /* device tensor, PS__NO_VT while not fetched */
+  uint32_t pins;          /* visits fetched for and not over */
+  bool fetched;           /* resident: this step's copy was issued */
+  uint32_t grad;          /* device tensor of the running contribution */
+  uint32_t total;         /* device tensor of the step's total, where gradients are resident */
+  uint32_t contribution;  /* how many have ended */
+} ps__unit_state;
+
+typedef struct ps__late_free { uint32_t vt, when; } ps__late_free;
+
+typedef struct ps__builder {
+  ps__step *s;
+  ps__step_hooks *hooks;
+  ps__unit_state *unit;      /* [n_units] */
+  ps__visit *visit;
+  uint32_t n_visits, next_fetch;
+  uint32_t clock;            /* chunk steps emitted so far, for late frees */
+  uint32_t last_home;        /* weights at home that the device-to-host stream wrote last */
+  ps__late_free *late;
+  size_t n_late, cap_late;
+  /* of the running round; indexed by chunk of the round */
+  const ps__round *round;
+  uint32_t round_idx;
+  uint32_t *batch, *x, *dy;              /* device tensors [n_chunks] */
+  uint32_t *kept, *away;                 /* [n_layers][n_chunks][PS__N_TENSORS]: saved tensors on the device, at the host */
+} ps__builder;
+
+/* ---- tensors ---- */
+uint32_t ps__vt_new(ps__builder *b, uint32_t space, uint64_t bytes);        /* alive from the next op on */
+uint32_t ps__vt_persistent(ps__builder *b, uint32_t space, uint64_t bytes);
+void ps__vt_free(ps__builder *b, uint32_t vt);                              /* dead after the last op emitted; PS__NO_VT is a no-op */
+void ps__vt_free_late(ps__builder *b, uint32_t vt, uint32_t steps);         /* after so many more chunk steps */
+void ps__tick(ps__builder *b);                                              /* a chunk step is over */
+void ps__flush_late(ps__builder *b);
+
+/* ---- ops ---- */
+ps__vaccess ps__whole(const ps__builder *b, uint32_t vt, uint32_t mode);
+ps__vaccess ps__part(uint32_t vt, uint32_t mode, uint64_t offset, uint64_t bytes);
+void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const void *args, uint32_t args_bytes,
+              const ps__vaccess *access, uint32_t n_access, ps_work work, ps_tag tag);
+void ps__emit_copy(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vaccess to, ps_tag tag);
+void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream, const ps__vaccess *access, uint32_t n_access,
+                   ps_work work, ps_tag tag);
+
+/* ---- parameters and gradients (units.c) ---- */
+ps_status ps__units_init(ps__builder *b);                       /* homes, residents, visits */
+void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx);       /* issue the copies of this visit and of those ahead */
+void ps__visit_done(ps__builder *b, uint32_t visit_idx);
+void ps__grad_begin(ps__builder *b, uint32_t unit);
+void ps__grad_end(ps__builder *b, uint32_t unit);               /* the contribution is complete: on its way home */
+void ps__emit_updates(ps__builder *b);                          /* with clipping: norm, then all units in forward order; report */
+
+/* ---- blocks and ends (passes.c) ---- */
+void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
+void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
+void ps__fetch_saved(ps__builder *b, uint32_t step_idx);        /* issue the fetches of backward chunk step number step_idx */
+void ps__embed_forward(ps__builder *b, uint32_t c);
+void ps__embed_backward(ps__builder *b, uint32_t c);
+void ps__head_chunk(ps__builder *b, uint32_t c);
+void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor, uint32_t vt); /* when its fate is the host */
+const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c);
+uint32_t *ps__saved_slot(ps__builder *b, uint32_t *table, uint32_t layer, uint32_t c, uint32_t tensor);
+#endif

@@ -1,0 +1,251 @@
+/* hardware.c - rates of this machine: measured by running the kernels themselves, kept as JSON, or estimated. */
+#include "plan_impl.h"
+#include "../optim/optim.h"
+#include <stdlib.h>
+#include <string.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+static void cpu_name(char *out, size_t room) {
+  snprintf(out, room, "unknown CPU");
+  FILE *f = fopen("/proc/cpuinfo", "r");
+  char line[256];
+  while (f && fgets(line, sizeof line, f)) {
+    const char *colon = strchr(line, ':');
+    if (strncmp(line, "model name", 10) != 0 || !colon) continue;
+    snprintf(out, room, "%s", colon + 2);
+    out[strcspn(out, "\n")] = 0;
+    break;
+  }
+  if (f) fclose(f);
+}
+
+static void fill_facts(ps_hardware *hw, uint32_t n_threads) {
+  memset(hw, 0, sizeof *hw);
+  hw->struct_bytes = sizeof *hw;
+  hw->backend = PS_BACKEND_CPU;
+  hw->n_cpus = ps__n_cpus();
+  hw->n_threads = n_threads ? n_threads : hw->n_cpus;
+  hw->host_memory_bytes = ps__host_memory_limit();
+  cpu_name(hw->name, sizeof hw->name);
+}
+
+/* A core of the last ten years does some 50 GFLOP/s in fp32 GEMM; one memory channel a pair of cores some 10 GB/s. */
+ps_status ps_hardware_estimate(ps_hardware *out, uint32_t n_threads) {
+  if (!out) return ps__fail(PS_EINVAL, "ps_hardware_estimate: out is NULL");
+  ps_hardware hw;
+  fill_facts(&hw, n_threads);
+  const double t = hw.n_threads, memory = 10e9 * (1 + t / 2);
+  hw.gemm_flops_per_s[PS_F32] = hw.peak_flops_per_s = 50e9 * t;
+  hw.gemm_flops_per_s[PS_BF16] = 40e9 * t;
+  hw.attention_flops_per_s[PS_F32] = 25e9 * t;
+  hw.attention_flops_per_s[PS_BF16] = 20e9 * t;
+  hw.memory_bytes_per_s = memory;
+  hw.elementwise_bytes_per_s = hw.optimizer_bytes_per_s = 0.7 * memory;
+  hw.copy_bytes_per_s = 5e9;
+  hw.op_ns = 3000;
+  *out = hw;
+  return PS_OK;
+}
+
+/* ---- measuring ---------------------------------------------------------------------------------------------------------------- */
+
+typedef struct bench {
+  ps__cpu_exec exec;
+  char *a, *b, *c, *d; /* four buffers of BUFFER bytes */
+  double seconds;      /* for each case */
+} bench;
+
+enum { BUFFER = 48 << 20, SCRATCH = 96 << 20 };
+
+static int by_value(const void *a, const void *b) {
+  const double x = *(const double *)a, y = *(const double *)b;
+  return x < y ? -1 : x > y;
+}
+
+typedef void (*case_fn)(bench *b, int which);
+
+/* Median seconds of a call: one to warm up, then as many as fit in the time, at least three. */
+static double time_case(bench *b, case_fn fn, int which) {
+  double t[64];
+  int n = 0;
+  fn(b, which);
+  const uint64_t begin = ps__now_ns();
+  while (n < 64 && (n < 3 || (double)(ps__now_ns() - begin) < b->seconds * 1e9)) {
+    const uint64_t t0 = ps__now_ns();
+    fn(b, which);
+    t[n++] = (double)(ps__now_ns() - t0) * 1e-9;
+  }
+  qsort(t, (size_t)n, sizeof *t, by_value);
+  return t[n / 2];
+}
+
+static void launch(bench *b, const ps_kernel *k, const void *args, void *const *ptr, uint32_t n) {
+  const ps_launch l = {.args = args, .ptr = ptr, .n_ptr = n, .exec = &b->exec};
+  (void)k->fn[PS_BACKEND_CPU](&l);
+}
+
+enum { GEMM_M = 512, GEMM_N = 1536, GEMM_K = 512, ATT_T = 512, ATT_HEADS = 8, ATT_DIM = 64, EL_ROWS = 2048, EL_COLS = 1024 };
+
+static void case_gemm(bench *b, int dt) {
+  const ps__args_gemm g = ps__gemm_args(GEMM_M, GEMM_N, GEMM_K, false, true, (uint32_t)dt);
+  void *ptr[3] = {b->a, b->b, b->c};
+  launch(b, &ps__k_gemm, &g, ptr, 3);
+}
+
+static void case_attention(bench *b, int dt) {
+  const ps__args_attention a = {.n_tokens = ATT_T, .n_heads = ATT_HEADS, .n_kv_heads = ATT_HEADS / 2, .head_dim = ATT_DIM, .dt = (uint32_t)dt};
+  void *fwd[5] = {b->a, b->b, b->d, b->c, b->c + (BUFFER / 2)};
+  launch(b, &ps__k_attention_fwd, &a, fwd, 5);
+  void *bwd[8] = {b->a, b->b, b->d, b->c, b->c + (BUFFER / 2), b->a + (BUFFER / 2), b->b + (BUFFER / 2), b->d + (BUFFER / 2)};
+  launch(b, &ps__k_attention_bwd, &a, bwd, 8);
+}
+
+static void case_elementwise(bench *b, int which) {
+  (void)which;
+  const ps__args_rmsnorm a = {.rows = EL_ROWS, .cols = EL_COLS, .dt = PS_F32, .eps = 1e-5f};
+  void *ptr[3] = {b->a, b->b, b->c};
+  launch(b, &ps__k_rmsnorm_fwd, &a, ptr, 3);
+}
+
+static void case_copy(bench *b, int which) {
+  (void)which;
+  memcpy(b->c, b->a, BUFFER);
+}
+
+static void copy_slice(void *arg, int64_t task, uint32_t worker) {
+  bench *b = arg;
+  (void)worker;
+  memcpy(b->c + task * (BUFFER / 16), b->a + task * (BUFFER / 16), BUFFER / 16);
+}
+
+static void case_memory(bench *b, int which) {
+  (void)which;
+  ps__pool_run(b->exec.pool, 16, copy_slice, b);
+}
+
+static void case_optimizer(bench *b, int which) {
+  (void)which;
+  const uint64_t n = BUFFER / 4;
+  const ps__adamw_segment seg = {0, n, 0.1f};
+  const ps__adamw_scalars s = {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .grad_scale = 1, .c1 = 1, .c2 = 1, .seed = 1};
+  ps__adamw_unit(b->exec.pool, PS_RECIPE_FP32, &seg, 1, b->a, NULL, b->b, b->c, b->d, 0, &s);
+}
+
+/* Values as in a model, not zeros: N(0, 0.02)-like from a small generator. Valid in both dtypes: small fp32 numbers. */
+static void fill(char *p, uint32_t seed) {
+  float *f = (float *)(void *)p;
+  uint32_t x = seed * 2654435761u + 1;
+  for (size_t i = 0; i < BUFFER / 4; i++) {
+    x = x * 1664525u + 1013904223u;
+    f[i] = ((float)(x >> 8) / 16777216.0f - 0.5f) * 0.07f;
+  }
+}
+
+static void measure(bench *b, ps_hardware *hw) {
+  const double gemm = 2.0 * GEMM_M * GEMM_N * GEMM_K;
+  const double attention = 14.0 * 0.5 * ATT_T * ATT_T * ATT_HEADS * ATT_DIM;
+  for (int dt = 0; dt < PS_N_DTYPES; dt++) {
+    memset(b->d, 0, BUFFER / 2); /* doc_start: one document */
+    hw->gemm_flops_per_s[dt] = gemm / time_case(b, case_gemm, dt);
+    hw->attention_flops_per_s[dt] = attention / time_case(b, case_attention, dt);
+  }
+  hw->elementwise_bytes_per_s = 8.0 * EL_ROWS * EL_COLS / time_case(b, case_elementwise, 0);
+  hw->copy_bytes_per_s = (double)BUFFER / time_case(b, case_copy, 0);
+  hw->memory_bytes_per_s = 2.0 * BUFFER / time_case(b, case_memory, 0);
+  memset(b->c, 0, BUFFER); /* moments */
+  memset(b->d, 0, BUFFER);
+  hw->optimizer_bytes_per_s = 7.0 * BUFFER / time_case(b, case_optimizer, 0);
+  hw->peak_flops_per_s = hw->gemm_flops_per_s[PS_F32];
+  hw->op_ns = 3000;
+  hw->measured = 1;
+}
+
+ps_status ps_hardware_measure(ps_hardware *out, uint32_t n_threads, double seconds) {
+  if (!out || !(seconds > 0)) return ps__fail(PS_EINVAL, "ps_hardware_measure: out must be given and seconds positive");
+  ps_hardware hw;
+  fill_facts(&hw, n_threads);
+  bench b = {.seconds = seconds / 9};
+  char *buffers = NULL, *scratch = NULL;
+  const size_t scratch_bytes = (size_t)SCRATCH * hw.n_threads;
+  ps_status st = ps__pool_create(&b.exec.pool, hw.n_threads, "measure");
+  if (st == PS_OK) st = ps__map((void **)&buffers, 4ull * BUFFER, "measuring the machine");
+  if (st == PS_OK) st = ps__map((void **)&scratch, scratch_bytes, "measuring the machine");
+  if (st == PS_OK) {
+    b.a = buffers;
+    b.b = buffers + BUFFER;
+    b.c = buffers + 2ull * BUFFER;
+    b.d = buffers + 3ull * BUFFER;
+    b.exec.scratch = scratch;
+    b.exec.scratch_bytes = SCRATCH;
+    fill(b.a, 1);
+    fill(b.b, 2);
+    fill(b.d, 3);
+    measure(&b, &hw);
+    *out = hw;
+  }
+  if (scratch) ps__unmap(scratch, scratch_bytes);
+  if (buffers) ps__unmap(buffers, 4ull * BUFFER);
+  ps__pool_destroy(b.exec.pool);
+  return st;
+}
+
+/* ---- as JSON --------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct rate_field { const char *name; size_t offset; } rate_field;
+#define RATE(name, member) {name, offsetof(ps_hardware, member)}
+static const rate_field rates[] = {
+    RATE("gemm_fp32_flops_per_s", gemm_flops_per_s[PS_F32]), RATE("gemm_bf16_flops_per_s", gemm_flops_per_s[PS_BF16]),
+    RATE("attention_fp32_flops_per_s", attention_flops_per_s[PS_F32]), RATE("attention_bf16_flops_per_s", attention_flops_per_s[PS_BF16]),
+    RATE("elementwise_bytes_per_s", elementwise_bytes_per_s), RATE("copy_bytes_per_s", copy_bytes_per_s),
+    RATE("optimizer_bytes_per_s", optimizer_bytes_per_s), RATE("memory_bytes_per_s", memory_bytes_per_s), RATE("op_ns", op_ns),
+    RATE("peak_flops_per_s", peak_flops_per_s)};
+enum { N_RATES = sizeof rates / sizeof *rates };
+static double *rate_at(ps_hardware *hw, int i) { return (double *)(void *)((char *)hw + rates[i].offset); }
+
+ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t n_threads) {
+  if (!out || !path) return ps__fail(PS_EINVAL, "ps_hardware_read: out and path must be given");
+  ps__json *j = NULL;
+  PS_TRY(ps__json_read_file(&j, path, 1 << 20));
+  ps_hardware hw;
+  fill_facts(&hw, n_threads);
+  uint64_t cpus = 0, threads = 0;
+  ps_status st = PS_OK;
+  const char *name = ps__json_string(ps__json_get(j, "name"), NULL);
+  if (!name || strcmp(name, hw.name) != 0 || !ps__json_uint64(ps__json_get(j, "n_cpus"), &cpus) || cpus != hw.n_cpus ||
+      !ps__json_uint64(ps__json_get(j, "n_threads"), &threads) || threads != hw.n_threads)
+    st = ps__fail(PS_ESTATE, "%s: measured on another machine or with other threads (%s, %llu CPUs, %llu threads): run penstock profile",
+                  path, name ? name : "?", (unsigned long long)cpus, (unsigned long long)threads);
+  for (int i = 0; st == PS_OK && i < N_RATES; i++) {
+    *rate_at(&hw, i) = ps__json_number(ps__json_get(j, rates[i].name), 0);
+    if (!(*rate_at(&hw, i) > 0)) st = ps__fail(PS_EFORMAT, "%s: %s is missing or not positive: run penstock profile", path, rates[i].name);
+  }
+  hw.measured = 1;
+  ps__json_free(j);
+  if (st == PS_OK) *out = hw;
+  return st;
+}
+
+ps_status ps_hardware_write(const ps_hardware *hw, const char *path) {
+  if (!hw || !path) return ps__fail(PS_EINVAL, "ps_hardware_write: hw and path must be given");
+  ps__jsonw *w = NULL;
+  PS_TRY(ps__jsonw_create(&w));
+  ps_hardware copy = *hw;
+  ps__jsonw_object(w, NULL);
+  ps__jsonw_string(w, "name", hw->name);
+  ps__jsonw_uint(w, "n_cpus", hw->n_cpus);
+  ps__jsonw_uint(w, "n_threads", hw->n_threads);
+  for (int i = 0; i < N_RATES; i++) ps__jsonw_number(w, rates[i].name, *rate_at(&copy, i));
+  ps__jsonw_end(w);
+  size_t n;
+  const char *text = ps__jsonw_text(w, &n);
+  ps_status st = PS_OK;
+  const int fd = text ? open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644) : -1;
+  if (!text) st = ps__fail(PS_ENOMEM, "out of memory for %s", path);
+  else if (fd < 0) st = ps__fail(PS_EIO, "%s: %s", path, strerror(errno));
+  else st = ps__write_all(fd, path, text, n);
+  if (fd >= 0) close(fd);
+  ps__jsonw_free(w);
+  return st;
+}

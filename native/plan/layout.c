@@ -1,0 +1,76 @@
+/* layout.c - cutting a step's tokens. */
+#include "layout.h"
+#include <string.h>
+
+static void fill_packed(ps__layout *l, uint64_t seqs_per_chunk) {
+  for (uint32_t i = 0; i < l->n_chunks; i++) {
+    const uint64_t first = i * seqs_per_chunk, left = l->n_sequences - first;
+    const uint64_t seqs = left < seqs_per_chunk ? left : seqs_per_chunk;
+    l->chunk[i] = (ps__chunk){.first_token = first * l->seq_len, .n_tokens = (uint32_t)(seqs * l->seq_len), .group = i,
+                              .pairs = 0.5 * (double)seqs * (double)l->seq_len * (double)l->seq_len};
+    l->group[i] = (ps__group){.first_chunk = i, .n_chunks = 1, .n_rows = l->chunk[i].n_tokens};
+  }
+}
+
+static void fill_sliced(ps__layout *l, uint64_t chunks_per_seq) {
+  for (uint64_t s = 0; s < l->n_sequences; s++) {
+    l->group[s] = (ps__group){.first_chunk = (uint32_t)(s * chunks_per_seq), .n_chunks = (uint32_t)chunks_per_seq,
+                              .n_rows = (uint32_t)l->seq_len};
+    for (uint64_t j = 0; j < chunks_per_seq; j++) {
+      const uint64_t row0 = j * l->chunk_tokens, left = l->seq_len - row0, n = left < l->chunk_tokens ? left : l->chunk_tokens;
+      l->chunk[s * chunks_per_seq + j] =
+          (ps__chunk){.first_token = s * l->seq_len + row0, .n_tokens = (uint32_t)n, .row0 = (uint32_t)row0, .group = (uint32_t)s,
+                      .pairs = (double)n * (double)row0 + 0.5 * (double)n * (double)n};
+    }
+  }
+}
+
+ps_status ps__layout_init(ps__layout *l, uint64_t seq_len, uint64_t n_sequences, uint64_t chunk_tokens, uint64_t chunks_per_round) {
+  memset(l, 0, sizeof *l);
+  const bool packed = chunk_tokens >= seq_len;
+  if (seq_len == 0 || n_sequences == 0 || chunk_tokens == 0 || chunks_per_round == 0 || (packed && chunk_tokens % seq_len))
+    return ps__fail(PS_EINVAL, "chunk_tokens %llu: must be a multiple of the sequence length %llu, or less than it",
+                    (unsigned long long)chunk_tokens, (unsigned long long)seq_len);
+  if (seq_len > (1u << 30) || chunk_tokens > (1u << 30) || n_sequences > (1ull << 40) / seq_len)
+    return ps__fail(PS_EINVAL, "sequence length %llu, chunk %llu or step of %llu sequences is past the limits 2^30, 2^30 and 2^40 tokens",
+                    (unsigned long long)seq_len, (unsigned long long)chunk_tokens, (unsigned long long)n_sequences);
+  const uint64_t seqs_per_chunk = packed ? chunk_tokens / seq_len : 1;
+  const uint64_t chunks_per_seq = packed ? 1 : (seq_len + chunk_tokens - 1) / chunk_tokens;
+  const uint64_t n_groups = packed ? (n_sequences + seqs_per_chunk - 1) / seqs_per_chunk : n_sequences;
+  const uint64_t n_chunks = n_groups * chunks_per_seq;
+  if (n_chunks > 1u << 20) return ps__fail(PS_EINVAL, "a step of %llu chunks: at most 2^20", (unsigned long long)n_chunks);
+  l->seq_len = seq_len;
+  l->n_sequences = n_sequences;
+  l->n_tokens = seq_len * n_sequences;
+  l->chunk_tokens = chunk_tokens;
+  l->n_groups = (uint32_t)n_groups;
+  l->n_chunks = (uint32_t)n_chunks;
+  uint64_t groups_per_round = chunks_per_round / chunks_per_seq;
+  if (groups_per_round == 0) groups_per_round = 1;
+  if (groups_per_round > n_groups) groups_per_round = n_groups;
+  l->n_rounds = (uint32_t)((n_groups + groups_per_round - 1) / groups_per_round);
+  l->chunks_per_round = (uint32_t)(groups_per_round * chunks_per_seq);
+  l->chunk = ps__calloc(n_chunks, sizeof *l->chunk);
+  l->group = ps__calloc(n_groups, sizeof *l->group);
+  l->round = ps__calloc(l->n_rounds, sizeof *l->round);
+  if (!l->chunk || !l->group || !l->round) {
+    ps__layout_free(l);
+    return ps__fail(PS_ENOMEM, "out of memory for a step of %llu chunks", (unsigned long long)n_chunks);
+  }
+  if (packed) fill_packed(l, seqs_per_chunk);
+  else fill_sliced(l, chunks_per_seq);
+  for (uint32_t r = 0; r < l->n_rounds; r++) {
+    const uint32_t first = r * l->chunks_per_round, left = l->n_chunks - first;
+    l->round[r] = (ps__round){first, left < l->chunks_per_round ? left : l->chunks_per_round};
+  }
+  for (uint32_t i = 0; i < l->n_chunks; i++)
+    if (l->chunk[i].n_tokens > l->max_chunk_tokens) l->max_chunk_tokens = l->chunk[i].n_tokens;
+  return PS_OK;
+}
+
+void ps__layout_free(ps__layout *l) {
+  ps__free(l->chunk);
+  ps__free(l->group);
+  ps__free(l->round);
+  memset(l, 0, sizeof *l);
+}

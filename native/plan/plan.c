@@ -1,0 +1,231 @@
+/* plan.c - a plan from its configuration: defaults, search, the memory map that will be run, figures, refusal in words. */
+#include "plan_impl.h"
+#include <string.h>
+
+static const char *const stream_name[PS__N_STREAMS] = {"compute", "h2d", "d2h", "host", "io"};
+const char *ps_plan_stream_name(uint32_t stream) { return stream < PS__N_STREAMS ? stream_name[stream] : NULL; }
+
+/* Tokens whose logits take about 32 MiB, a power of two of at least 64: from the vocabulary alone, never from a cap. */
+static uint64_t default_head_slice(const ps_model_config *m, ps_dtype dt) {
+  uint64_t rows = 64;
+  while (rows < 4096 && rows * 2 * m->vocab_size * ps_dtype_bytes(dt) <= 32u << 20) rows *= 2;
+  return rows;
+}
+
+/* What the process holds besides arenas, scratch and tables, BYTES:
+ *   what it held before (interpreter, libraries), rounded up so that asking twice
+ *     gives one answer                                                                 to 8 MiB
+ *   OpenBLAS's packed panels, a compute thread: tiles of at most 1024 by 1024, blocks
+ *     of at most 512 deep, fp32: 2 panels of 1024 x 512 x 4                            4 MiB
+ *   stack and allocator of a thread; streams: compute and host with n threads, 3 more  256 KiB
+ *   loading: a piece of fp32 values (4 MiB); windows of token shards (1 MiB); code and
+ *     data of libraries that training touches first (3 MiB)                            8 MiB
+ * Measured (tests/test_budget.py holds the sum to it): 5 to 16 MiB of the 17 to 45 MiB beyond what was held before, 1 to 8 threads. */
+static uint64_t default_reserve(const ps_hardware *hw) {
+  const uint64_t panels = 2ull * 1024 * 512 * 4, thread = 256 << 10, fixed = 8 << 20, step = 8 << 20;
+  return (ps__resident_bytes() + step - 1) / step * step + hw->n_threads * panels + (2ull * hw->n_threads + 3) * thread + fixed;
+}
+
+static ps_status check_config(ps_plan *p) {
+  ps_plan_config *c = &p->cfg;
+  if (c->recipe >= PS_N_RECIPES) return ps__fail(PS_EINVAL, "recipe %u: unknown, one of fp32, fp32-master and bf16 is needed", c->recipe);
+  if (c->seq_len == 0) return ps__fail(PS_EINVAL, "the sequence length is 0: it must be at least 1 token");
+  if (p->model.max_positions && c->seq_len > p->model.max_positions)
+    return ps__fail(PS_EINVAL, "the sequence length %llu is past the model's max_position_embeddings %u",
+                    (unsigned long long)c->seq_len, p->model.max_positions);
+  if (c->tokens_per_step == 0) c->tokens_per_step = 8 * c->seq_len;
+  if (c->tokens_per_step < c->seq_len)
+    return ps__fail(PS_EINVAL, "tokens per step %llu is less than one sequence of %llu tokens", (unsigned long long)c->tokens_per_step,
+                    (unsigned long long)c->seq_len);
+  c->tokens_per_step = c->tokens_per_step / c->seq_len * c->seq_len;
+  if (c->chunk_tokens >= c->seq_len && c->chunk_tokens % c->seq_len)
+    return ps__fail(PS_EINVAL, "chunk of %llu tokens: must be a multiple of the sequence length %llu, or less than it",
+                    (unsigned long long)c->chunk_tokens, (unsigned long long)c->seq_len);
+  const ps_hardware *hw = &p->hw;
+  const ps_dtype dt = c->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
+  if (!(hw->gemm_flops_per_s[dt] > 0) || !(hw->attention_flops_per_s[dt] > 0) || !(hw->elementwise_bytes_per_s > 0) ||
+      !(hw->copy_bytes_per_s > 0) || !(hw->optimizer_bytes_per_s > 0) || hw->n_threads == 0 || hw->n_cpus == 0)
+    return ps__fail(PS_EINVAL, "the hardware description lacks a rate: fill it by ps_hardware_measure() or ps_hardware_estimate()");
+  if (c->n_threads) p->hw.n_threads = c->n_threads;
+  if (c->head_slice_tokens == 0) c->head_slice_tokens = default_head_slice(&p->model, dt);
+  if (c->reserve_bytes == 0) c->reserve_bytes = default_reserve(&p->hw);
+  return PS_OK;
+}
+
+static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw) {
+  if (!model || !cfg || !hw || model->struct_bytes != sizeof *model || cfg->struct_bytes != sizeof *cfg || hw->struct_bytes != sizeof *hw)
+    return ps__fail(PS_EINVAL, "ps_plan_create: model, cfg and hw must be given, each with struct_bytes set");
+  PS_TRY(ps_model_config_check(model, "model"));
+  ps_plan *p = ps__calloc(1, sizeof *p);
+  if (!p) return ps__fail(PS_ENOMEM, "out of memory for a plan");
+  p->model = *model;
+  p->cfg = *cfg;
+  p->hw = *hw;
+  const ps_status st = check_config(p);
+  if (st != PS_OK) {
+    ps_plan_destroy(p);
+    return st;
+  }
+  *out = p;
+  return PS_OK;
+}
+
+static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
+  char dev[32], host[32], need[32], cap[32];
+  const ps_plan_config *c = &p->cfg;
+  ps__format_bytes(dev, r->any_device);
+  ps__format_bytes(host, r->any_host);
+  if (r->smallest_device)
+    return ps__fail(PS_EBUDGET, "needs %s of device memory, %s given: raise --device-mem, or lower --chunk-tokens or --chunks-per-round "
+                    "(the smallest plan takes %llu bytes)", ps__format_bytes(need, r->smallest_device),
+                    ps__format_bytes(cap, c->device_bytes), (unsigned long long)r->smallest_device);
+  if (r->smallest_host)
+    return ps__fail(PS_EBUDGET, "needs %s of host memory, %s given: raise --host-mem, or lower --tokens-per-step "
+                    "(the smallest plan takes %llu bytes)", ps__format_bytes(need, r->smallest_host), ps__format_bytes(cap, c->host_bytes),
+                    (unsigned long long)r->smallest_host);
+  return ps__fail(PS_EBUDGET, "no plan fits: the nearest needs %s of device memory and %s of host memory, of which %s is for the process "
+                  "itself; the machine has %s in all", dev, host, ps__format_bytes(need, c->reserve_bytes),
+                  ps__format_bytes(cap, p->hw.host_memory_bytes));
+}
+
+static void fill_report(ps_plan *p, const ps__search_result *r) {
+  const ps__step *s = &p->step;
+  const ps__layout *l = &p->layout;
+  ps_plan_report *o = &p->report;
+  o->struct_bytes = sizeof *o;
+  o->n_rounds = l->n_rounds;
+  o->chunks_per_round = l->chunks_per_round;
+  o->n_chunks = l->n_chunks;
+  o->chunk_tokens = l->chunk_tokens;
+  o->tokens_per_step = l->n_tokens;
+  o->n_sequences = l->n_sequences;
+  o->head_slice_tokens = p->spec.head_slice;
+  o->device_bytes = ps__arena_round(s->space_bytes[PS__SPACE_DEVICE]);
+  o->host_arena_bytes = ps__arena_round(s->space_bytes[PS__SPACE_HOST]);
+  o->host_bytes = o->host_arena_bytes + ps__host_overhead(p, s, &o->scratch_bytes, &o->trace_bytes);
+  o->reserve_bytes = p->cfg.reserve_bytes;
+  o->device_cap_bytes = p->cfg.device_bytes;
+  o->host_cap_bytes = p->cfg.host_bytes;
+  o->n_units = p->spec.n_units;
+  for (uint32_t u = 0; u < p->spec.n_units; u++) {
+    o->resident_param_units += p->spec.param_resident[u];
+    o->resident_grad_units += p->spec.grad_resident[u];
+    o->resident_update_units += p->spec.update_resident[u];
+  }
+  o->saved_device_bytes = s->saved_bytes[PS_FATE_DEVICE];
+  o->saved_host_bytes = s->saved_bytes[PS_FATE_HOST];
+  o->saved_recompute_bytes = s->saved_bytes[PS_FATE_RECOMPUTE];
+  o->h2d_bytes = s->copied_bytes[0];
+  o->d2h_bytes = s->copied_bytes[1];
+  ps_flops f;
+  if (ps_model_flops(&p->model, p->cfg.seq_len, &f) == PS_OK) o->model_flops = f.sequence * (double)l->n_sequences;
+  o->recompute_flops = s->recompute_flops;
+  p->hfu_flops = o->model_flops + o->recompute_flops;
+  o->n_ops = ps_schedule_n_ops(p->schedule);
+  o->n_waits = ps_schedule_n_waits(p->schedule);
+  o->n_candidates = r->n_candidates;
+  o->n_feasible = r->n_feasible;
+}
+
+/* Steady state of the simulated trace: step time, and how long each stream works in a step. */
+static ps_status predict(ps_plan *p) {
+  const uint64_t n = ps_schedule_n_ops(p->schedule);
+  double end[PS__SIM_STEPS], busiest = 0;
+  ps_trace_event *events = ps__malloc(PS__SIM_STEPS * n * sizeof *events);
+  if (!events) return ps__fail(PS_ENOMEM, "out of memory for the predicted trace");
+  const ps_status st = ps_plan_simulate(p, PS__SIM_STEPS, events, end);
+  if (st == PS_OK) {
+    const ps__cost_model m = {&p->hw, p->step.dt, p->hw.n_threads};
+    p->report.step_s = ps__steady_ns(&p->step, &m, end) * 1e-9;
+    for (uint64_t i = (PS__SIM_STEPS - 1) * n; i < PS__SIM_STEPS * n; i++)
+      p->report.stream_busy_s[events[i].stream] += (double)(events[i].end_ns - events[i].start_ns) * 1e-9;
+    for (uint32_t i = 0; i < PS__N_STREAMS; i++)
+      if (p->report.stream_busy_s[i] > busiest) {
+        busiest = p->report.stream_busy_s[i];
+        p->report.bottleneck_stream = i;
+      }
+  }
+  ps__free(events);
+  return st;
+}
+
+/* From layout and spec, decided, to a plan that can run. */
+static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
+  PS_TRY(ps__step_build(&p->step, &p->model, &p->layout, &p->spec, &p->hooks));
+  ps_program *program = NULL;
+  ps_status st = ps__step_program(&p->step, &program);
+  if (st == PS_OK) st = ps_schedule_compile(&p->schedule, program);
+  ps_program_destroy(program);
+  PS_TRY(st);
+  fill_report(p, r);
+  return predict(p);
+}
+
+ps_status ps_plan_create(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw) {
+  if (!out) return ps__fail(PS_EINVAL, "ps_plan_create: out is NULL");
+  ps_plan *p = NULL;
+  ps__search_result r;
+  PS_TRY(new_plan(&p, model, cfg, hw));
+  ps_status st = ps__search(p, false, &r);
+  if (st == PS_OK && r.n_feasible == 0) {
+    st = ps__search(p, true, &r);
+    if (st == PS_OK) st = refuse(p, &r);
+  }
+  if (st == PS_OK) st = compile_plan(p, &r);
+  if (st != PS_OK) ps_plan_destroy(p);
+  else *out = p;
+  return st;
+}
+
+ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw,
+                             const ps__spec *spec) {
+  ps_plan *p = NULL;
+  const ps__search_result r = {0};
+  PS_TRY(new_plan(&p, model, cfg, hw));
+  ps_status st = ps__layout_init(&p->layout, p->cfg.seq_len, p->cfg.tokens_per_step / p->cfg.seq_len, spec->chunk_tokens,
+                                 spec->chunks_per_round);
+  if (st == PS_OK) st = ps__spec_copy(&p->spec, spec);
+  if (st == PS_OK) st = compile_plan(p, &r);
+  if (st != PS_OK) ps_plan_destroy(p);
+  else *out = p;
+  return st;
+}
+
+void ps_plan_destroy(ps_plan *p) {
+  if (!p) return;
+  (void)ps_schedule_destroy(p->schedule);
+  ps__step_free(&p->step);
+  ps__spec_free(&p->spec);
+  ps__layout_free(&p->layout);
+  ps__free(p->text);
+  ps__free(p->json);
+  ps__free(p);
+}
+
+ps_status ps_plan_get_report(const ps_plan *plan, ps_plan_report *out) {
+  if (!plan || !out) return ps__fail(PS_EINVAL, "ps_plan_get_report: plan and out must be given");
+  *out = plan->report;
+  return PS_OK;
+}
+
+ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw, uint64_t *device_bytes,
+                           uint64_t *host_bytes) {
+  if (!device_bytes || !host_bytes) return ps__fail(PS_EINVAL, "ps_plan_smallest: device_bytes and host_bytes must be given");
+  ps_plan *p = NULL;
+  ps__search_result r;
+  PS_TRY(new_plan(&p, model, cfg, hw));
+  const ps_status st = ps__search(p, true, &r);
+  ps_plan_destroy(p);
+  if (st != PS_OK) return st;
+  *device_bytes = r.smallest_device;
+  *host_bytes = r.smallest_host;
+  return PS_OK;
+}
+
+ps_schedule *ps_plan_schedule(ps_plan *plan) { return plan ? plan->schedule : NULL; }
+
+ps_status ps_plan_simulate(const ps_plan *plan, uint64_t n_steps, ps_trace_event *events, double *step_end_ns) {
+  if (!plan) return ps__fail(PS_EINVAL, "ps_plan_simulate: plan is NULL");
+  ps__cost_model m = {&plan->hw, plan->step.dt, plan->hw.n_threads};
+  return ps_sim_run(plan->schedule, ps__cost, &m, n_steps, events, step_end_ns);
+}

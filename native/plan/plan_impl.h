@@ -1,0 +1,50 @@
+/* plan_impl.h - what a plan is, for the planner and the trainer. */
+#ifndef PS_PLAN_IMPL_H
+#define PS_PLAN_IMPL_H
+#include "step.h"
+
+struct ps_plan {
+  ps_model_config model;
+  ps_plan_config cfg;      /* as given, defaults filled in */
+  ps_hardware hw;
+  ps__layout layout;
+  ps__spec spec;
+  ps__step_hooks hooks;    /* filled by the trainer */
+  ps__step step;
+  ps_schedule *schedule;
+  ps_plan_report report;
+  double hfu_flops;        /* a step: model FLOPs and all recomputation */
+  char *text, *json;
+  bool in_use;             /* a trainer has it */
+};
+
+/* ps__plan_from_spec() - the plan of decisions made elsewhere, without a search and without caps. @spec is copied; it must be made for the
+ * layout that its own chunk_tokens and chunks_per_round give. Errors: as ps_plan_create(), PS_EBUDGET aside. */
+ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw,
+                             const ps__spec *spec);
+
+/* ---- cost.c: what an op costs, for the simulator ---- */
+enum { PS__RES_CPUS = 0, PS__RES_MEMORY = 1 };
+typedef struct ps__cost_model { const ps_hardware *hw; ps_dtype dt; uint32_t n_threads; } ps__cost_model;
+void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */
+/* The same of a virtual op: ns alone on the machine. */
+double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, ps_work work);
+
+/* ---- search.c ---- */
+enum { PS__SIM_STEPS = 3 }; /* simulated steps; the last is the steady state */
+typedef struct ps__search_result {
+  uint64_t smallest_device, smallest_host; /* BYTES of caps that would do; 0 where nothing does */
+  uint64_t any_device, any_host;           /* the plan that misses the caps least */
+  uint32_t n_candidates, n_feasible;
+} ps__search_result;
+/* Find the fastest spec under the caps (sizes_only: just the smallest caps). On PS_OK with n_feasible > 0 and not sizes_only, layout and
+ * spec of the plan are set. plan->model, cfg, hw are set before. */
+ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out);
+/* ns of a step in the steady state, from when the simulated steps ended: never less than the compute stream works. */
+double ps__steady_ns(const ps__step *s, const ps__cost_model *m, const double end[PS__SIM_STEPS]);
+/* Host bytes that a step needs besides its arena. */
+uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch, uint64_t *trace);
+static inline uint64_t ps__arena_round(uint64_t bytes) { return (bytes + (2u << 20) - 1) >> 21 << 21; }
+/* Threads that a stream's ops may use. */
+uint32_t ps__stream_threads(const ps_plan *plan, uint32_t stream);
+#endif

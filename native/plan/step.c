@@ -1,0 +1,294 @@
+/* step.c - the order of a step: rounds of forward, head, backward; then updates. */
+#include "emit.h"
+#include <string.h>
+
+ps__batch_block ps__batch_block_of(uint32_t n_tokens) {
+  const uint64_t field = (4ull * n_tokens + 63) / 64 * 64;
+  return (ps__batch_block){.tokens = 0, .targets = field, .doc_start = 2 * field, .position = 3 * field, .scale = 4 * field,
+                           .bytes = 4 * field + 64};
+}
+
+uint32_t ps__unit_runs(const ps__block *b, const ps_model_config *cfg, uint32_t unit, ps__run_info out[PS__NORM_SLOTS]) {
+  uint32_t n = 0;
+  if (unit >= 1 && unit <= cfg->n_layers) {
+    for (int i = 0; i < PS__N_RUNS; i++)
+      if (b->run[i].n) out[n++] = b->run[i];
+    return n;
+  }
+  /* the embedding's parameters come first, the head's last */
+  ps_param_info p;
+  uint32_t i = 0;
+  const uint32_t n_params = ps_model_n_params(cfg);
+  if (unit)
+    for (i = n_params; i > 0 && ps_model_param(cfg, i - 1, &p) == PS_OK && p.unit == unit;) i--;
+  for (; i < n_params && n < PS__NORM_SLOTS && ps_model_param(cfg, i, &p) == PS_OK && p.unit == unit; i++)
+    out[n++] = (ps__run_info){p.offset, p.n};
+  return n;
+}
+
+/* ---- spec -------------------------------------------------------------------------------------------------------------------- */
+
+static ps_status spec_alloc(ps__spec *s) {
+  const size_t fates = (size_t)s->n_layers * s->n_chunks * PS__N_ITEMS;
+  s->param_resident = ps__calloc(s->n_units, 1);
+  s->grad_resident = ps__calloc(s->n_units, 1);
+  s->update_resident = ps__calloc(s->n_units, 1);
+  s->fate = ps__calloc(fates, 1);
+  if (s->param_resident && s->grad_resident && s->update_resident && s->fate) {
+    memset(s->fate, PS_FATE_RECOMPUTE, fates);
+    return PS_OK;
+  }
+  ps__spec_free(s);
+  return ps__fail(PS_ENOMEM, "out of memory for a plan of %u layers and %u chunks", s->n_layers, s->n_chunks);
+}
+
+ps_status ps__spec_init(ps__spec *s, const ps_model_config *m, const ps__layout *l) {
+  memset(s, 0, sizeof *s);
+  s->n_units = ps_model_n_units(m);
+  s->n_layers = m->n_layers;
+  s->n_chunks = l->chunks_per_round;
+  PS_TRY(spec_alloc(s));
+  for (uint32_t layer = 0; layer < s->n_layers; layer++)
+    for (uint32_t c = 0; c < s->n_chunks; c++) *ps__spec_fate(s, layer, c, PS__ITEM_X) = PS_FATE_DEVICE;
+  return PS_OK;
+}
+
+ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src) {
+  *dst = *src;
+  PS_TRY(spec_alloc(dst));
+  memcpy(dst->param_resident, src->param_resident, src->n_units);
+  memcpy(dst->grad_resident, src->grad_resident, src->n_units);
+  memcpy(dst->update_resident, src->update_resident, src->n_units);
+  memcpy(dst->fate, src->fate, (size_t)src->n_layers * src->n_chunks * PS__N_ITEMS);
+  return PS_OK;
+}
+
+void ps__spec_free(ps__spec *s) {
+  ps__free(s->param_resident);
+  ps__free(s->grad_resident);
+  ps__free(s->update_resident);
+  ps__free(s->fate);
+  s->param_resident = s->grad_resident = s->update_resident = s->fate = NULL;
+}
+
+/* ---- rounds ------------------------------------------------------------------------------------------------------------------- */
+
+static void make_batch(ps__builder *b) {
+  ps__step *s = b->s;
+  uint64_t at = sizeof(ps__batch_header);
+  for (uint32_t i = 0; i < s->layout->n_chunks; i++) {
+    s->batch_offset[i] = at;
+    at += ps__batch_block_of(s->layout->chunk[i].n_tokens).bytes;
+  }
+  s->batch = ps__vt_persistent(b, PS__SPACE_HOST, at);
+  s->row_loss = ps__vt_persistent(b, PS__SPACE_HOST, 4 * s->layout->n_tokens);
+  s->norms = ps__vt_persistent(b, PS__SPACE_HOST, 8ull * PS__NORM_SLOTS * ps_model_n_units(s->cfg));
+  s->stats = ps__vt_persistent(b, PS__SPACE_HOST, sizeof(ps__step_stats));
+  const ps__vaccess load = ps__whole(b, s->batch, PS_WRITE);
+  ps__emit_hook(b, PS__HOOK_LOAD, 0, PS__S_IO, &load, 1, (ps_work){.bytes = (double)at}, (ps_tag){-1, -1, -1, PS__PHASE_FORWARD});
+}
+
+static void copy_batch(ps__builder *b) {
+  for (uint32_t c = 0; c < b->round->n_chunks; c++) {
+    const uint32_t i = b->round->first_chunk + c;
+    const uint64_t bytes = ps__batch_block_of(b->s->layout->chunk[i].n_tokens).bytes;
+    b->batch[c] = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
+    ps__emit_copy(b, PS__S_H2D, ps__part(b->s->batch, PS_READ, b->s->batch_offset[i], bytes), ps__whole(b, b->batch[c], PS_WRITE),
+                  (ps_tag){-1, (int32_t)b->round_idx, (int32_t)i, PS__PHASE_FORWARD});
+  }
+}
+
+static void emit_loss(ps__builder *b) {
+  ps__step *s = b->s;
+  const ps__vaccess access[3] = {ps__part(s->batch, PS_READ, 0, sizeof(ps__batch_header)), ps__whole(b, s->row_loss, PS_READ),
+                                 ps__part(s->stats, PS_WRITE, 0, 64)};
+  ps__emit_hook(b, PS__HOOK_LOSS, 0, PS__S_HOST, access, 3, ps__bytes_work(4.0 * (double)s->layout->n_tokens),
+                (ps_tag){-1, -1, -1, PS__PHASE_HEAD});
+}
+
+static void head_visit(ps__builder *b) {
+  const ps__step *s = b->s;
+  const uint32_t n = b->round->n_chunks, unit = s->cfg->n_layers + 1;
+  for (uint32_t j = 0; j < s->spec->saved_lead; j++) ps__fetch_saved(b, j);
+  ps__grad_begin(b, unit);
+  if (s->cfg->tied_embeddings) ps__grad_begin(b, 0);
+  for (uint32_t c = n; c-- > 0;) ps__head_chunk(b, c);
+  if (b->round_idx + 1 == s->layout->n_rounds) emit_loss(b);
+  ps__grad_end(b, unit);
+  if (s->cfg->tied_embeddings) ps__grad_end(b, 0);
+}
+
+static void backward_visit(ps__builder *b, uint32_t layer) {
+  const uint32_t n = b->round->n_chunks, layers = b->s->cfg->n_layers;
+  ps__grad_begin(b, layer);
+  for (uint32_t c = n; c-- > 0;) {
+    const uint32_t j = (layers - layer) * n + (n - 1 - c);
+    for (uint32_t k = 0; k <= b->s->spec->saved_lead; k++) ps__fetch_saved(b, j + k);
+    ps__backward_chunk(b, layer, c);
+  }
+  ps__grad_end(b, layer);
+}
+
+static void run_visit(ps__builder *b, uint32_t idx) {
+  const ps__visit *v = &b->visit[idx];
+  const uint32_t n = b->round->n_chunks;
+  ps__fetch_ahead(b, idx);
+  switch (v->kind) {
+    case PS__VISIT_EMBED:
+      for (uint32_t c = 0; c < n; c++) ps__embed_forward(b, c);
+      break;
+    case PS__VISIT_BLOCK:
+      for (uint32_t c = 0; c < n; c++) ps__forward_chunk(b, v->unit, c);
+      break;
+    case PS__VISIT_HEAD: head_visit(b); break;
+    case PS__VISIT_BLOCK_BACK: backward_visit(b, v->unit); break;
+    case PS__VISIT_EMBED_BACK:
+      ps__grad_begin(b, 0);
+      for (uint32_t c = n; c-- > 0;) ps__embed_backward(b, c);
+      ps__grad_end(b, 0);
+      break;
+  }
+  ps__visit_done(b, idx);
+}
+
+static void emit_rounds(ps__builder *b) {
+  for (uint32_t i = 0; i < b->n_visits && !b->s->out_of_memory; i++) {
+    b->round_idx = b->visit[i].round;
+    b->round = &b->s->layout->round[b->round_idx];
+    if (b->visit[i].kind == PS__VISIT_EMBED) copy_batch(b);
+    run_visit(b, i);
+  }
+  ps__flush_late(b);
+  ps__emit_updates(b);
+}
+
+static void count_saved(ps__step *s) {
+  for (uint32_t layer = 0; layer < s->spec->n_layers; layer++)
+    for (uint32_t c = 0; c < s->layout->round[0].n_chunks; c++)
+      for (int item = 0; item < PS__N_ITEMS; item++)
+        if (s->block.has_item[item])
+          s->saved_bytes[*ps__spec_fate(s->spec, layer, c, item)] += s->block.item_row_bytes[item] * s->layout->chunk[c].n_tokens;
+}
+
+static bool builder_init(ps__builder *b) {
+  const ps__spec *spec = b->s->spec;
+  const size_t saved = (size_t)spec->n_layers * spec->n_chunks * PS__N_TENSORS;
+  b->batch = ps__malloc(spec->n_chunks * sizeof *b->batch);
+  b->x = ps__malloc(spec->n_chunks * sizeof *b->x);
+  b->dy = ps__malloc(spec->n_chunks * sizeof *b->dy);
+  b->kept = ps__malloc(saved * sizeof *b->kept);
+  b->away = ps__malloc(saved * sizeof *b->away);
+  b->s->batch_offset = ps__calloc(b->s->layout->n_chunks, sizeof *b->s->batch_offset);
+  if (!b->batch || !b->x || !b->dy || !b->kept || !b->away || !b->s->batch_offset) return false;
+  for (size_t i = 0; i < saved; i++) b->kept[i] = b->away[i] = PS__NO_VT;
+  return true;
+}
+
+static void builder_free(ps__builder *b) {
+  ps__free(b->batch);
+  ps__free(b->x);
+  ps__free(b->dy);
+  ps__free(b->kept);
+  ps__free(b->away);
+  ps__free(b->unit);
+  ps__free(b->visit);
+  ps__free(b->late);
+}
+
+ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layout *layout, const ps__spec *spec,
+                        ps__step_hooks *hooks) {
+  memset(s, 0, sizeof *s);
+  s->cfg = cfg;
+  s->layout = layout;
+  s->spec = spec;
+  s->dt = spec->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
+  ps__builder b = {.s = s, .hooks = hooks};
+  ps_status st = ps__block_init(&s->block, cfg, s->dt);
+  if (st == PS_OK && !builder_init(&b)) st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
+  if (st == PS_OK) st = ps__units_init(&b);
+  if (st == PS_OK) {
+    make_batch(&b);
+    emit_rounds(&b);
+    count_saved(s);
+    if (s->out_of_memory) st = ps__fail(PS_ENOMEM, "out of memory for a step of %zu ops", s->n_op);
+  }
+  builder_free(&b);
+  if (st != PS_OK) ps__step_free(s);
+  return st;
+}
+
+ps_status ps__step_map(ps__step *s) {
+  for (uint32_t space = 0; space < PS__N_SPACES; space++) {
+    s->space_bytes[space] = ps__memmap(s->vt, s->n_vt, space);
+    if (s->space_bytes[space] == UINT64_MAX) return ps__fail(PS_ENOMEM, "out of memory for the memory map of %zu tensors", s->n_vt);
+  }
+  return PS_OK;
+}
+
+ps_status ps__step_build(ps__step *s, const ps_model_config *cfg, const ps__layout *layout, const ps__spec *spec,
+                         ps__step_hooks *hooks) {
+  PS_TRY(ps__step_emit(s, cfg, layout, spec, hooks));
+  const ps_status st = ps__step_map(s);
+  if (st != PS_OK) ps__step_free(s);
+  return st;
+}
+
+void ps__step_free(ps__step *s) {
+  ps__free(s->vt);
+  ps__free(s->op);
+  ps__free(s->access);
+  ps__free(s->args);
+  ps__free(s->home);
+  ps__free(s->batch_offset);
+  memset(s, 0, sizeof *s);
+}
+
+ps_status ps__step_program(const ps__step *s, ps_program **out) {
+  ps_program *p = NULL;
+  PS_TRY(ps_program_create(&p, PS__N_SPACES, PS__N_STREAMS));
+  for (size_t i = 0; i < s->n_op; i++) {
+    const ps__vop *v = &s->op[i];
+    ps_access access[PS_MAX_ACCESSES];
+    for (uint32_t j = 0; j < v->n_access; j++) {
+      const ps__vaccess *a = &s->access[v->access + j];
+      access[j] = (ps_access){s->vt[a->vt].space, a->mode, s->vt[a->vt].offset + a->offset, a->bytes};
+    }
+    const ps_op op = {.kernel = v->kernel, .args = s->args + v->args, .args_bytes = v->args_bytes, .stream = v->stream,
+                      .access = access, .n_access = v->n_access, .work = v->work, .tag = v->tag};
+    const ps_status st = ps_program_add(p, &op, NULL);
+    if (st != PS_OK) {
+      ps_program_destroy(p);
+      return st;
+    }
+  }
+  *out = p;
+  return PS_OK;
+}
+
+static ps_status add_preamble_op(const ps__step *s, ps_program **p, const ps_kernel *kernel, uint32_t from, uint32_t to) {
+  const ps__vt *t = &s->vt[to];
+  const ps__args_fill fill = {t->bytes};
+  const ps_access write = {t->space, PS_WRITE, t->offset, t->bytes};
+  const ps_access copy[2] = {{kernel ? 0 : s->vt[from].space, PS_READ, kernel ? 0 : s->vt[from].offset, t->bytes}, write};
+  const ps_op op = {.kernel = kernel, .args = kernel ? &fill : NULL, .args_bytes = kernel ? sizeof fill : 0,
+                    .stream = kernel ? PS__S_COMPUTE : PS__S_H2D, .access = kernel ? &write : copy, .n_access = kernel ? 1 : 2,
+                    .tag = {-1, -1, -1, PS__PHASE_UPDATE}};
+  if (!*p) PS_TRY(ps_program_create(p, PS__N_SPACES, PS__N_STREAMS));
+  return ps_program_add(*p, &op, NULL);
+}
+
+ps_status ps__step_preamble(const ps__step *s, ps_program **out) {
+  ps_program *p = NULL;
+  ps_status st = PS_OK;
+  for (uint32_t u = 0; st == PS_OK && u < s->spec->n_units; u++) {
+    const ps__home *h = &s->home[u];
+    if (!s->spec->update_resident[u]) continue;
+    st = add_preamble_op(s, &p, NULL, h->weights, h->device_weights);
+    if (st == PS_OK && h->device_master != PS__NO_VT) st = add_preamble_op(s, &p, NULL, h->master, h->device_master);
+    if (st == PS_OK) st = add_preamble_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->m);
+    if (st == PS_OK) st = add_preamble_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->v);
+  }
+  if (st != PS_OK) ps_program_destroy(p);
+  else *out = p;
+  return st;
+}

@@ -1,0 +1,133 @@
+/* step.h - a training step as a program: from decisions (a spec) to ops over tensors with lifetimes, to a memory map, to a
+ * ps_program. Built once for each plan that is looked at; pure.
+ *
+ * Tensors here are virtual: a space, a size and a lifetime in program order [first op, last op). The memory map gives each an
+ * offset so that tensors alive at the same time never overlap; hazards on the shared ranges are the engine's to derive. */
+#ifndef PS_PLAN_STEP_H
+#define PS_PLAN_STEP_H
+#include "../model/block.h"
+#include "layout.h"
+#include <penstock/plan.h>
+
+enum { PS__SPACE_DEVICE = 0, PS__SPACE_HOST = 1, PS__N_SPACES = 2 };
+enum { PS__S_COMPUTE = 0, PS__S_H2D = 1, PS__S_D2H = 2, PS__S_HOST = 3, PS__S_IO = 4, PS__N_STREAMS = 5 };
+enum { PS__PHASE_FORWARD = 0, PS__PHASE_HEAD = 1, PS__PHASE_BACKWARD = 2, PS__PHASE_UPDATE = 3, PS__PHASE_RECOMPUTE = 4 };
+
+/* ---- decisions ------------------------------------------------------------------------------------------------------ */
+typedef struct ps__spec {
+  ps_recipe recipe;
+  uint64_t chunk_tokens, chunks_per_round, head_slice;
+  bool clip;
+  /* How far ahead transfers are issued, in program order: parameters by visits of a unit, saved tensors by chunk steps; and how
+   * many chunk steps (visits for gradients) memory that is on its way home stays reserved. 0 means just in time. */
+  uint32_t param_lead, saved_lead, saved_lag, grad_lag;
+  uint32_t n_units, n_layers, n_chunks; /* n_chunks: chunks of the largest round */
+  uint8_t *param_resident, *grad_resident; /* [n_units] */
+  uint8_t *update_resident;                /* [n_units]: optimizer state on the device too, and the update runs there; needs
+                                              param_resident, and grad_resident where gradients have several contributions */
+  bool keep_grads;                         /* gradients come home even where the update does not need them there */
+  uint8_t *fate;                           /* [n_layers][n_chunks][PS__N_ITEMS], PS_FATE_* */
+} ps__spec;
+static inline uint8_t *ps__spec_fate(const ps__spec *s, uint32_t layer, uint32_t chunk, int item) {
+  return &s->fate[((size_t)layer * s->n_chunks + chunk) * PS__N_ITEMS + (size_t)item];
+}
+ps_status ps__spec_init(ps__spec *s, const ps_model_config *m, const ps__layout *l); /* everything recomputed, nothing resident */
+ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src);
+void ps__spec_free(ps__spec *s);
+
+/* ---- host ops: what the trainer does inside the program ----------------------------------------------------------------- */
+/* One function serves all; ptr by what:
+ *   LOAD    W batch (whole host batch)
+ *   LOSS    R batch, R row_loss f32[step tokens], W stats.loss and valid_tokens
+ *   NORM    R norms f64[n_units][PS__NORM_SLOTS], W stats.norm and stats.clip_scale
+ *   ADAMW   RW weights (fp32-master: the master), RW m, RW v, R gradient, then fp32-master: W bf16 copy, then with clipping: R stats.norm and
+ *           clip_scale, without: R the unit's norms. On the host stream, or on compute over device memory: the same function.
+ *   REPORT  R stats, then where units are updated on the device: R the weights that come home last */
+typedef enum ps__hook { PS__HOOK_LOAD, PS__HOOK_LOSS, PS__HOOK_NORM, PS__HOOK_ADAMW, PS__HOOK_REPORT } ps__hook;
+typedef struct ps__step_hooks {
+  void *ctx;
+  ps_status (*fn)(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);
+} ps__step_hooks;
+enum { PS__NORM_SLOTS = 16 };
+/* Written by different ops, so each half has its own 64 bytes. */
+typedef struct ps__step_stats {
+  double loss;
+  uint64_t valid_tokens; /* from the batch: who reads it later must not hold back the next batch */
+  uint64_t pad0[6];
+  double norm;
+  float clip_scale;
+  uint32_t pad1;
+  uint64_t pad2[6];
+} ps__step_stats;
+
+/* The batch: a 64-byte header, then a block a chunk with tokens, targets, doc_start and position (int32[T] each, 64-byte aligned)
+ * and the scale 1/valid tokens (float in 64 bytes). The same block is copied to the device. */
+typedef struct ps__batch_header { uint64_t valid_tokens; uint64_t pad[7]; } ps__batch_header;
+typedef struct ps__batch_block { uint64_t tokens, targets, doc_start, position, scale, bytes; } ps__batch_block; /* BYTES from the block's start */
+ps__batch_block ps__batch_block_of(uint32_t n_tokens);
+
+/* ---- the step ------------------------------------------------------------------------------------------------------------- */
+typedef struct ps__vt { uint64_t bytes, offset; uint32_t first, last; uint8_t space; bool persistent; } ps__vt;
+typedef struct ps__vaccess { uint32_t vt, mode; uint64_t offset, bytes; } ps__vaccess;
+typedef struct ps__vop {
+  const ps_kernel *kernel;
+  uint32_t stream, args, args_bytes, access, n_access; /* args, access: indices into the step's pools */
+  ps_work work;
+  ps_tag tag;
+} ps__vop;
+
+enum { PS__NO_VT = UINT32_MAX };
+/* Tensors of a unit, n elements. At the host: weights, master (fp32-master only), grad; m and v where the update runs. For a unit
+ * that is updated on the device, its weights and master there; their host copies follow every step, so that home stays valid. */
+typedef struct ps__home { uint32_t weights, master, grad, m, v, device_weights, device_master; uint64_t n; } ps__home;
+
+typedef struct ps__step {
+  const ps_model_config *cfg;
+  const ps__layout *layout;
+  const ps__spec *spec;
+  ps__block block;
+  ps_dtype dt;
+  /* what was emitted */
+  ps__vt *vt;
+  ps__vop *op;
+  ps__vaccess *access;
+  char *args;
+  size_t n_vt, cap_vt, n_op, cap_op, n_access, cap_access, n_args, cap_args;
+  bool out_of_memory;
+  /* at home */
+  ps__home *home;                       /* [n_units] */
+  uint64_t *batch_offset;               /* [n_chunks] BYTES from the batch's start */
+  uint32_t batch, row_loss, norms, stats;
+  /* results */
+  uint64_t space_bytes[PS__N_SPACES];   /* memory map's peaks */
+  uint64_t saved_bytes[PS_N_FATES];     /* of the largest round */
+  uint64_t copied_bytes[2];             /* a step: to the device, to the host */
+  double model_flops, recompute_flops;
+  size_t scratch_bytes[PS__N_STREAMS];
+} ps__step;
+
+/* ps__step_emit() - emit the step of @spec, memory not mapped yet. cfg, layout, spec and hooks are borrowed as long as the step (hooks as
+ * long as schedules made from it). Errors: PS_ENOMEM, PS_EINTERNAL. Freed by ps__step_free(). */
+ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layout *layout, const ps__spec *spec,
+                        ps__step_hooks *hooks);
+/* ps__step_map() - give its tensors their offsets and fill space_bytes. Errors: PS_ENOMEM. */
+ps_status ps__step_map(ps__step *s);
+/* ps__step_build() - both; on an error nothing is left to free. */
+ps_status ps__step_build(ps__step *s, const ps_model_config *cfg, const ps__layout *layout, const ps__spec *spec,
+                         ps__step_hooks *hooks);
+void ps__step_free(ps__step *s);
+/* ps__step_program() - the same as a program of the engine, addresses in place. */
+ps_status ps__step_program(const ps__step *s, ps_program **out);
+/* ps__step_preamble() - what must run once before the first step: weights to the device and moments to zero, for units that are
+ * updated there. @out NULL when there is nothing to do. */
+ps_status ps__step_preamble(const ps__step *s, ps_program **out);
+/* ps__memmap() - give every tensor of a space its offset; returns the peak in BYTES, or UINT64_MAX when memory is out. Longest-lived
+ * first, each at the lowest offset where it overlaps nothing alive at the same time. */
+uint64_t ps__memmap(ps__vt *vt, size_t n, uint32_t space);
+/* ps__memmap_bound() - BYTES alive at once at most: no map of the space is smaller. UINT64_MAX when memory is out. */
+uint64_t ps__memmap_bound(const ps__vt *vt, size_t n, uint32_t n_ops, uint32_t space);
+/* ps__memmap_check() - no two tensors alive at the same time overlap. For tests and asserts. */
+bool ps__memmap_check(const ps__vt *vt, size_t n, uint32_t space);
+/* Parameter runs of a unit, in order: what sums of squares are taken of. At most PS__NORM_SLOTS. */
+uint32_t ps__unit_runs(const ps__block *b, const ps_model_config *cfg, uint32_t unit, ps__run_info out[PS__NORM_SLOTS]);
+#endif

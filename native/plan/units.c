@@ -1,0 +1,216 @@
+/* units.c - parameters on their way in, gradients on their way home, updates. */
+#include "emit.h"
+#include <string.h>
+
+static uint64_t unit_bytes(const ps__builder *b, uint32_t unit) { return b->s->home[unit].n * ps_dtype_bytes(b->s->dt); }
+
+static ps_tag unit_tag(const ps__builder *b, uint32_t unit, int phase) {
+  return (ps_tag){.layer = (int32_t)unit, .round = (int32_t)b->round_idx, .chunk = -1, .phase = phase};
+}
+
+/* Homes by recipe: fp32 keeps weights, moments and gradients in fp32; fp32-master adds the bf16 copy that travels; bf16 is
+ * bf16 throughout. */
+static void make_home(ps__builder *b, uint32_t unit) {
+  ps__step *s = b->s;
+  ps__home *h = &s->home[unit];
+  const uint64_t state = s->spec->recipe == PS_RECIPE_BF16 ? 2 : 4, travels = ps_dtype_bytes(s->dt);
+  h->n = ps_model_unit_elements(s->cfg, unit);
+  h->weights = ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels);
+  h->master = s->spec->recipe == PS_RECIPE_FP32_MASTER ? ps__vt_persistent(b, PS__SPACE_HOST, h->n * 4) : PS__NO_VT;
+  h->grad = ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels);
+  const bool there = s->spec->update_resident[unit];
+  h->m = ps__vt_persistent(b, there ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state);
+  h->v = ps__vt_persistent(b, there ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state);
+  h->device_weights = s->spec->param_resident[unit] ? ps__vt_persistent(b, PS__SPACE_DEVICE, h->n * travels) : PS__NO_VT;
+  h->device_master = there && h->master != PS__NO_VT ? ps__vt_persistent(b, PS__SPACE_DEVICE, h->n * 4) : PS__NO_VT;
+}
+
+static void make_visits(ps__builder *b) {
+  const uint32_t layers = b->s->cfg->n_layers;
+  ps__visit *v = b->visit;
+  for (uint32_t r = 0; r < b->s->layout->n_rounds; r++) {
+    *v++ = (ps__visit){PS__VISIT_EMBED, r, 0};
+    for (uint32_t l = 1; l <= layers; l++) *v++ = (ps__visit){PS__VISIT_BLOCK, r, l};
+    *v++ = (ps__visit){PS__VISIT_HEAD, r, layers + 1};
+    for (uint32_t l = layers; l >= 1; l--) *v++ = (ps__visit){PS__VISIT_BLOCK_BACK, r, l};
+    *v++ = (ps__visit){PS__VISIT_EMBED_BACK, r, 0};
+  }
+  b->n_visits = (uint32_t)(v - b->visit);
+}
+
+ps_status ps__units_init(ps__builder *b) {
+  ps__step *s = b->s;
+  const uint32_t n_units = ps_model_n_units(s->cfg);
+  s->home = ps__calloc(n_units, sizeof *s->home);
+  b->unit = ps__calloc(n_units, sizeof *b->unit);
+  b->visit = ps__calloc((size_t)s->layout->n_rounds * (2 * s->cfg->n_layers + 3), sizeof *b->visit);
+  if (!s->home || !b->unit || !b->visit) return ps__fail(PS_ENOMEM, "out of memory for the step's units");
+  for (uint32_t u = 0; u < n_units; u++) {
+    make_home(b, u);
+    b->unit[u] = (ps__unit_state){.weights = s->home[u].device_weights, .grad = PS__NO_VT, .total = PS__NO_VT,
+                                  .fetched = s->spec->update_resident[u]}; /* what is updated there is never fetched */
+  }
+  make_visits(b);
+  return PS_OK;
+}
+
+/* Units whose parameters a visit reads: its own, the table where it serves as lm_head, none for the embedding's backward. */
+static uint32_t visit_units(const ps__builder *b, const ps__visit *v, uint32_t out[2]) {
+  uint32_t n = 0;
+  if (v->kind == PS__VISIT_EMBED_BACK) return 0;
+  out[n++] = v->unit;
+  if (v->kind == PS__VISIT_HEAD && b->s->cfg->tied_embeddings) out[n++] = 0;
+  return n;
+}
+
+static void fetch_unit(ps__builder *b, uint32_t unit) {
+  ps__unit_state *u = &b->unit[unit];
+  const bool resident = b->s->spec->param_resident[unit];
+  u->pins++;
+  if (resident ? u->fetched : u->weights != PS__NO_VT) return;
+  u->fetched = true;
+  if (!resident) u->weights = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit));
+  ps__emit_copy(b, PS__S_H2D, ps__whole(b, b->s->home[unit].weights, PS_READ), ps__whole(b, u->weights, PS_WRITE),
+                unit_tag(b, unit, PS__PHASE_FORWARD));
+}
+
+void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx) {
+  while (b->next_fetch < b->n_visits && b->next_fetch <= visit_idx + b->s->spec->param_lead) {
+    uint32_t units[2];
+    const uint32_t n = visit_units(b, &b->visit[b->next_fetch], units);
+    for (uint32_t i = 0; i < n; i++) fetch_unit(b, units[i]);
+    b->next_fetch++;
+  }
+}
+
+void ps__visit_done(ps__builder *b, uint32_t visit_idx) {
+  uint32_t units[2];
+  const uint32_t n = visit_units(b, &b->visit[visit_idx], units);
+  for (uint32_t i = 0; i < n; i++) {
+    ps__unit_state *u = &b->unit[units[i]];
+    if (--u->pins > 0 || b->s->spec->param_resident[units[i]]) continue;
+    ps__vt_free(b, u->weights);
+    u->weights = PS__NO_VT;
+  }
+}
+
+static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
+  return b->s->layout->n_rounds * (unit == 0 && b->s->cfg->tied_embeddings ? 2 : 1);
+}
+
+void ps__grad_begin(ps__builder *b, uint32_t unit) {
+  ps__unit_state *u = &b->unit[unit];
+  u->grad = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit));
+  if (b->s->spec->grad_resident[unit] && u->contribution == 0) u->total = u->grad;
+}
+
+/* Sums of squares of the unit's runs, where the total is. Returns the device tensor that holds them (the caller frees it), or none. */
+static uint32_t emit_sumsq(ps__builder *b, uint32_t unit, uint32_t grad, bool on_device) {
+  ps__step *s = b->s;
+  ps__run_info run[PS__NORM_SLOTS];
+  const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run);
+  const uint64_t e = ps_dtype_bytes(s->dt), at = (uint64_t)unit * PS__NORM_SLOTS * 8;
+  const uint32_t out = on_device ? ps__vt_new(b, PS__SPACE_DEVICE, PS__NORM_SLOTS * 8) : s->norms;
+  for (uint32_t i = 0; i < n; i++) {
+    const ps__args_sumsq a = {.n = run[i].n, .dt = s->dt};
+    const ps__vaccess access[2] = {ps__part(grad, PS_READ, run[i].offset * e, run[i].n * e),
+                                   ps__part(out, PS_WRITE, (on_device ? 0 : at) + i * 8, 8)};
+    ps__emit(b, on_device ? &ps__k_sumsq : &ps__k_sumsq_host, on_device ? PS__S_COMPUTE : PS__S_HOST, &a, sizeof a, access, 2,
+             ps__bytes_work((double)(run[i].n * e)), unit_tag(b, unit, PS__PHASE_UPDATE));
+  }
+  if (!on_device) return PS__NO_VT;
+  ps__emit_copy(b, PS__S_D2H, ps__part(out, PS_READ, 0, n * 8), ps__part(s->norms, PS_WRITE, at, n * 8),
+                unit_tag(b, unit, PS__PHASE_UPDATE));
+  return out;
+}
+
+/* The update of a unit: on the host stream over its home, or on compute over device memory (grad, and scale: the device copy of the
+ * norm and clip scale or of the unit's norms), after which the weights go home. */
+static void emit_adamw(ps__builder *b, uint32_t unit, uint32_t grad, uint32_t scale) {
+  ps__step *s = b->s;
+  const ps__home *h = &s->home[unit];
+  const bool there = s->spec->update_resident[unit], master = h->master != PS__NO_VT;
+  const uint32_t weights = there ? h->device_weights : h->weights, fp32 = there ? h->device_master : h->master;
+  const double bytes_each = s->spec->recipe == PS_RECIPE_BF16 ? 14 : 28;
+  const ps_tag tag = unit_tag(b, unit, PS__PHASE_UPDATE);
+  const uint64_t at = (uint64_t)unit * PS__NORM_SLOTS * 8;
+  ps__vaccess access[6];
+  uint32_t n = 0;
+  access[n++] = ps__whole(b, master ? fp32 : weights, PS_READ_WRITE);
+  access[n++] = ps__whole(b, h->m, PS_READ_WRITE);
+  access[n++] = ps__whole(b, h->v, PS_READ_WRITE);
+  access[n++] = ps__whole(b, there ? grad : h->grad, PS_READ);
+  if (master) access[n++] = ps__whole(b, weights, PS_WRITE);
+  if (there) access[n++] = ps__whole(b, scale, PS_READ);
+  else if (s->spec->clip) access[n++] = ps__part(s->stats, PS_READ, 64, 64);
+  else access[n++] = ps__part(s->norms, PS_READ, at, PS__NORM_SLOTS * 8);
+  ps__emit_hook(b, PS__HOOK_ADAMW, unit, there ? PS__S_COMPUTE : PS__S_HOST, access, n, ps__bytes_work(bytes_each * (double)h->n), tag);
+  if (!there) return;
+  ps__vt_free(b, grad);
+  const uint32_t from = master ? h->device_master : h->device_weights, to = master ? h->master : h->weights;
+  ps__emit_copy(b, PS__S_D2H, ps__whole(b, from, PS_READ), ps__whole(b, to, PS_WRITE), tag);
+  b->last_home = to;
+}
+
+static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, bool first) {
+  ps__step *s = b->s;
+  const ps__home *h = &s->home[unit];
+  const ps_tag tag = unit_tag(b, unit, PS__PHASE_UPDATE);
+  const uint64_t bytes = unit_bytes(b, unit);
+  if (first) {
+    ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, h->grad, PS_WRITE), tag);
+    return;
+  }
+  const uint32_t staging = ps__vt_new(b, PS__SPACE_HOST, bytes);
+  ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, staging, PS_WRITE), tag);
+  const ps__args_accumulate a = {.n = h->n, .dt = s->dt};
+  const ps__vaccess access[2] = {ps__whole(b, staging, PS_READ), ps__whole(b, h->grad, PS_READ_WRITE)};
+  ps__emit(b, &ps__k_accumulate_host, PS__S_HOST, &a, sizeof a, access, 2, ps__bytes_work(3.0 * (double)bytes), tag);
+  ps__vt_free_late(b, staging, s->spec->grad_lag);
+}
+
+void ps__grad_end(ps__builder *b, uint32_t unit) {
+  ps__step *s = b->s;
+  ps__unit_state *u = &b->unit[unit];
+  const uint32_t n = n_contributions(b, unit), i = u->contribution++;
+  const bool resident = s->spec->grad_resident[unit], last = i + 1 == n;
+  const ps_tag tag = unit_tag(b, unit, PS__PHASE_BACKWARD);
+  if (resident && i > 0) {
+    const ps__args_accumulate a = {.n = s->home[unit].n, .dt = s->dt};
+    const ps__vaccess access[2] = {ps__whole(b, u->grad, PS_READ), ps__whole(b, u->total, PS_READ_WRITE)};
+    ps__emit(b, &ps__k_accumulate, PS__S_COMPUTE, &a, sizeof a, access, 2, ps__bytes_work(3.0 * (double)unit_bytes(b, unit)), tag);
+    ps__vt_free(b, u->grad);
+  }
+  /* The total is on the device where it is resident or this is the only contribution. */
+  const bool total_here = resident || n == 1, there = s->spec->update_resident[unit];
+  const uint32_t leaving = resident ? u->total : u->grad;
+  const uint32_t sums = last && total_here ? emit_sumsq(b, unit, leaving, true) : PS__NO_VT;
+  if ((!resident || last) && (!there || s->spec->keep_grads)) add_at_home(b, unit, leaving, resident || i == 0);
+  if (last && there) u->total = leaving; /* stays until the update */
+  else if (!resident || last) ps__vt_free_late(b, leaving, s->spec->grad_lag);
+  u->grad = PS__NO_VT;
+  if (last && !total_here) (void)emit_sumsq(b, unit, s->home[unit].grad, false);
+  if (last && !s->spec->clip) emit_adamw(b, unit, u->total, sums);
+  ps__vt_free_late(b, sums, s->spec->grad_lag);
+}
+
+void ps__emit_updates(ps__builder *b) {
+  ps__step *s = b->s;
+  const uint32_t n_units = ps_model_n_units(s->cfg);
+  const ps_tag tag = {-1, -1, -1, PS__PHASE_UPDATE};
+  const ps__vaccess half = ps__part(s->stats, PS_WRITE, 64, 64);
+  const ps__vaccess norm[2] = {ps__whole(b, s->norms, PS_READ), half};
+  ps__emit_hook(b, PS__HOOK_NORM, 0, PS__S_HOST, norm, 2, (ps_work){0}, tag);
+  bool any_there = false;
+  for (uint32_t u = 0; u < n_units; u++) any_there |= s->spec->update_resident[u];
+  if (s->spec->clip) {
+    const uint32_t scale = any_there ? ps__vt_new(b, PS__SPACE_DEVICE, 64) : PS__NO_VT;
+    if (any_there) ps__emit_copy(b, PS__S_H2D, ps__part(s->stats, PS_READ, 64, 64), ps__whole(b, scale, PS_WRITE), tag);
+    for (uint32_t u = 0; u < n_units; u++) emit_adamw(b, u, b->unit[u].total, scale);
+    ps__vt_free(b, scale);
+  }
+  /* The report is the step's end: behind the host stream's updates by order, behind the last weights on their way home by reading them. */
+  ps__vaccess report[2] = {ps__whole(b, s->stats, PS_READ)};
+  if (any_there) report[1] = ps__whole(b, b->last_home, PS_READ);
+  ps__emit_hook(b, PS__HOOK_REPORT, 0, PS__S_HOST, report, any_there ? 2 : 1, (ps_work){0}, tag);
+}
