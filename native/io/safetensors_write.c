@@ -1,0 +1,429 @@
+/* safetensors_write.c - writing safetensors files, one or sharded with an index, streaming.
+ *
+ * All headers follow from the specs, so the data is written straight behind them, piece by piece. A file carries the name
+ * ".NAME.partial" until everything is written and on the disk; then all are renamed, the index last. What an earlier save of
+ * the same stem left in the folder (an index, shards of another count) is removed, so that no reader mixes two models. */
+#include <penstock/checkpoint.h>
+
+#include "io.h"
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+enum { MAX_SHARDS = 99999 };
+
+typedef struct shard {
+  char *partial, *final; /* paths */
+  uint64_t first, n;     /* of the specs */
+  uint64_t bytes;        /* of data */
+  bool made, renamed;
+} shard;
+
+struct ps_tensor_writer {
+  char *dir, *stem;
+  bool made_dir;
+  ps_tensor_spec *specs; /* names copied */
+  uint64_t n;
+  const char *const *meta; /* borrowed: used by create only */
+  uint32_t n_meta;
+  shard *shards;
+  size_t n_shards, cap_shards;
+  char *single, *index, *index_partial; /* paths of the file without shards, and of the index */
+  bool index_renamed;
+  char *index_text; /* NULL when there is one file */
+  size_t index_bytes;
+  int fd;           /* of the shard being written */
+  size_t at;        /* that shard */
+  uint64_t written; /* of its data */
+  char **headers;
+  size_t *header_bytes;
+};
+
+static ps_status no_memory(const char *dir) { return ps__fail(PS_ENOMEM, "%s: no memory left to prepare writing", dir); }
+
+/* Our own JSON was refused when it was read back. */
+static ps_status bad_names(const char *dir) {
+  return ps__fail(PS_EINVAL, "%s: names of tensors and of metadata must be UTF-8, and each used once (%s)", dir, ps_last_error());
+}
+
+static uint64_t spec_bytes(const ps_tensor_spec *s) {
+  uint64_t n = ps_dtype_bytes((ps_dtype)s->dtype);
+  for (uint32_t i = 0; i < s->n_dims; i++) n *= s->shape[i]; /* checked by copy_specs */
+  return n;
+}
+
+/* ---- preparing ---------------------------------------------------------------------------------------------------------- */
+
+static ps_status check_spec(const char *dir, const ps_tensor_spec *s, uint64_t i) {
+  if (!s->name || !*s->name || !strcmp(s->name, "__metadata__"))
+    return ps__fail(PS_EINVAL, "%s: tensor %" PRIu64 " has no usable name", dir, i);
+  uint64_t n = ps_dtype_bytes((ps_dtype)s->dtype);
+  if (!n) return ps__fail(PS_EINVAL, "%s: tensor \"%s\": %u is no ps_dtype", dir, s->name, s->dtype);
+  if (s->n_dims > PS__MAX_DIMS)
+    return ps__fail(PS_EINVAL, "%s: tensor \"%s\": has %u dimensions, at most %d are written", dir, s->name, s->n_dims, PS__MAX_DIMS);
+  for (uint32_t k = 0; k < s->n_dims; k++)
+    if (__builtin_mul_overflow(n, s->shape[k], &n) || n > INT64_MAX)
+      return ps__fail(PS_EINVAL, "%s: tensor \"%s\": its shape has more than 2^63 bytes", dir, s->name);
+  return PS_OK;
+}
+
+static ps_status copy_specs(ps_tensor_writer *w, const ps_tensor_spec *specs, uint64_t n) {
+  uint64_t total = 0;
+  w->specs = ps__calloc(n, sizeof *w->specs);
+  if (!w->specs) return no_memory(w->dir);
+  for (uint64_t i = 0; i < n; i++) {
+    PS_TRY(check_spec(w->dir, &specs[i], i));
+    if (__builtin_add_overflow(total, spec_bytes(&specs[i]), &total) || total > INT64_MAX)
+      return ps__fail(PS_EINVAL, "%s: the tensors have more than 2^63 bytes together", w->dir);
+    w->specs[i] = specs[i];
+    w->specs[i].name = ps__strdup(specs[i].name);
+    w->n = i + 1;
+    if (!w->specs[i].name) return no_memory(w->dir);
+  }
+  return PS_OK;
+}
+
+/* Cuts the specs into shards, in order, as Hugging Face does: a tensor larger than the limit has a shard of its own. */
+static ps_status cut_shards(ps_tensor_writer *w, uint64_t max_bytes) {
+  for (uint64_t i = 0; i < w->n || w->n_shards == 0; i++) {
+    uint64_t bytes = i < w->n ? spec_bytes(&w->specs[i]) : 0;
+    shard *last = w->n_shards ? &w->shards[w->n_shards - 1] : NULL;
+    if (!last || (max_bytes && last->n && (bytes > max_bytes || last->bytes > max_bytes - bytes))) {
+      void *shards = w->shards;
+      bool grown = ps__grow(&shards, w->n_shards, &w->cap_shards, sizeof *w->shards);
+      w->shards = shards;
+      if (!grown) return no_memory(w->dir);
+      last = &w->shards[w->n_shards++];
+      *last = (shard){.first = i};
+    }
+    if (i == w->n) break; /* no tensors: one empty file */
+    if (last->bytes % ps_dtype_bytes((ps_dtype)w->specs[i].dtype))
+      return ps__fail(PS_EINVAL, "%s: tensor \"%s\" would not be aligned in its file: put fp32 tensors before bf16 ones", w->dir,
+                      w->specs[i].name);
+    last->n++;
+    last->bytes += bytes;
+  }
+  if (w->n_shards > MAX_SHARDS)
+    return ps__fail(PS_EINVAL, "%s: %zu files would be needed, at most %d are written: raise the shard size", w->dir, w->n_shards,
+                    (int)MAX_SHARDS);
+  return PS_OK;
+}
+
+static void shard_name(const ps_tensor_writer *w, size_t k, char *buf, size_t bytes) {
+  if (w->n_shards == 1) snprintf(buf, bytes, "%s.safetensors", w->stem);
+  else snprintf(buf, bytes, "%s-%05zu-of-%05zu.safetensors", w->stem, k + 1, w->n_shards);
+}
+
+static char *partial_path(const char *dir, const char *name) {
+  char buf[352];
+  snprintf(buf, sizeof buf, ".%s.partial", name);
+  return ps__path_join(dir, buf);
+}
+
+/* N, the JSON and spaces up to a multiple of 8. The JSON is read back strictly: that refuses names that are not UTF-8. */
+static ps_status make_header(ps_tensor_writer *w, size_t k) {
+  const shard *s = &w->shards[k];
+  uint64_t at = 0;
+  ps__jsonw *j = NULL;
+  PS_TRY(ps__jsonw_create(&j));
+  ps__jsonw_object(j, NULL);
+  ps__jsonw_object(j, "__metadata__");
+  ps__jsonw_string(j, "format", "pt");
+  for (uint32_t i = 0; i < w->n_meta; i++) ps__jsonw_string(j, w->meta[2 * i], w->meta[2 * i + 1]);
+  ps__jsonw_end(j);
+  for (uint64_t i = s->first; i < s->first + s->n; i++) {
+    const ps_tensor_spec *t = &w->specs[i];
+    ps__jsonw_object(j, t->name);
+    ps__jsonw_string(j, "dtype", t->dtype == PS_F32 ? "F32" : "BF16");
+    ps__jsonw_array(j, "shape");
+    for (uint32_t d = 0; d < t->n_dims; d++) ps__jsonw_uint(j, NULL, t->shape[d]);
+    ps__jsonw_end(j);
+    ps__jsonw_array(j, "data_offsets");
+    ps__jsonw_uint(j, NULL, at);
+    ps__jsonw_uint(j, NULL, at += spec_bytes(t));
+    ps__jsonw_end(j);
+    ps__jsonw_end(j);
+  }
+  ps__jsonw_end(j);
+  size_t bytes = 0;
+  const char *text = ps__jsonw_text(j, &bytes);
+  size_t padded = (bytes + 7) / 8 * 8;
+  ps__json *back = NULL;
+  ps_status st = text ? ps__json_parse(&back, text, bytes, s->final) : no_memory(w->dir);
+  ps__json_free(back);
+  if (st == PS_EFORMAT) st = bad_names(w->dir);
+  if (st == PS_OK && padded > PS__MAX_HEADER_BYTES)
+    st = ps__fail(PS_EINVAL, "%s: its header would have %zu bytes, at most %d are allowed: write more shards", s->final, padded,
+                  PS__MAX_HEADER_BYTES);
+  if (st == PS_OK && !(w->headers[k] = ps__malloc(8 + padded))) st = no_memory(w->dir);
+  if (st == PS_OK) {
+    for (int i = 0; i < 8; i++) w->headers[k][i] = (char)((uint64_t)padded >> 8 * i);
+    memcpy(w->headers[k] + 8, text, bytes);
+    memset(w->headers[k] + 8 + bytes, ' ', padded - bytes);
+    w->header_bytes[k] = 8 + padded;
+  }
+  ps__jsonw_free(j);
+  return st;
+}
+
+/* The index; made for one file too, since reading it back finds a name that is used twice. */
+static ps_status make_index(ps_tensor_writer *w) {
+  uint64_t total = 0;
+  char name[300];
+  ps__jsonw *j = NULL;
+  PS_TRY(ps__jsonw_create(&j));
+  for (size_t k = 0; k < w->n_shards; k++) total += w->shards[k].bytes;
+  ps__jsonw_object(j, NULL);
+  ps__jsonw_object(j, "metadata");
+  ps__jsonw_uint(j, "total_size", total);
+  ps__jsonw_end(j);
+  ps__jsonw_object(j, "weight_map");
+  for (size_t k = 0; k < w->n_shards; k++) {
+    shard_name(w, k, name, sizeof name);
+    for (uint64_t i = 0; i < w->shards[k].n; i++) ps__jsonw_string(j, w->specs[w->shards[k].first + i].name, name);
+  }
+  ps__jsonw_end(j);
+  ps__jsonw_end(j);
+  const char *text = ps__jsonw_text(j, &w->index_bytes);
+  ps__json *back = NULL;
+  ps_status st = text ? ps__json_parse(&back, text, w->index_bytes, w->dir) : no_memory(w->dir);
+  ps__json_free(back);
+  if (st == PS_EFORMAT) st = bad_names(w->dir);
+  if (st == PS_OK && w->n_shards > 1 && !(w->index_text = ps__strdup(text))) st = no_memory(w->dir);
+  ps__jsonw_free(j);
+  return st;
+}
+
+static ps_status plan_files(ps_tensor_writer *w) {
+  char name[300];
+  snprintf(name, sizeof name, "%s.safetensors", w->stem);
+  w->single = ps__path_join(w->dir, name);
+  snprintf(name, sizeof name, "%s.safetensors.index.json", w->stem);
+  w->index = ps__path_join(w->dir, name);
+  w->index_partial = partial_path(w->dir, name);
+  if (!w->single || !w->index || !w->index_partial) return PS_ENOMEM;
+  w->headers = ps__calloc(w->n_shards, sizeof *w->headers);
+  w->header_bytes = ps__calloc(w->n_shards, sizeof *w->header_bytes);
+  if (!w->headers || !w->header_bytes) return no_memory(w->dir);
+  for (size_t k = 0; k < w->n_shards; k++) {
+    shard_name(w, k, name, sizeof name);
+    w->shards[k].final = ps__path_join(w->dir, name);
+    w->shards[k].partial = partial_path(w->dir, name);
+    if (!w->shards[k].final || !w->shards[k].partial) return PS_ENOMEM;
+    PS_TRY(make_header(w, k));
+  }
+  return make_index(w);
+}
+
+/* The folder is there and has room. Files that will be replaced count as used: they stay until the end. */
+static ps_status prepare_dir(ps_tensor_writer *w) {
+  uint64_t need = w->index_bytes;
+  struct statvfs fs;
+  char a[32], b[32];
+  for (size_t k = 0; k < w->n_shards; k++) need += w->shards[k].bytes + w->header_bytes[k];
+  if (mkdir(w->dir, 0777) == 0) w->made_dir = true;
+  else if (errno != EEXIST) return ps__fail(PS_EIO, "%s: cannot be made: %s", w->dir, strerror(errno));
+  if (statvfs(w->dir, &fs) == 0 && fs.f_blocks > 0 && need / fs.f_frsize >= fs.f_bavail)
+    return ps__fail(PS_EIO, "%s: needs %s of disk, %s are free: free some or choose another place", w->dir,
+                    ps__format_bytes(a, need), ps__format_bytes(b, (uint64_t)fs.f_bavail * fs.f_frsize));
+  return PS_OK;
+}
+
+/* ---- writing ------------------------------------------------------------------------------------------------------------ */
+
+static ps_status open_shard(ps_tensor_writer *w) {
+  shard *s = &w->shards[w->at];
+  w->fd = open(s->partial, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (w->fd < 0) return ps__fail(PS_EIO, "%s: cannot be written: %s", s->partial, strerror(errno));
+  s->made = true;
+  w->written = 0;
+  return ps__write_all(w->fd, s->partial, w->headers[w->at], w->header_bytes[w->at]);
+}
+
+static ps_status close_shard(ps_tensor_writer *w) {
+  const char *path = w->shards[w->at].partial;
+  ps_status st = ps__sync(w->fd, path);
+  if (close(w->fd) != 0 && st == PS_OK) st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
+  w->fd = -1;
+  return st;
+}
+
+static ps_status prepare(ps_tensor_writer *w, const char *dir, const char *stem, const ps_tensor_spec *specs, uint64_t n,
+                         uint64_t max_shard_bytes) {
+  if (!(w->dir = ps__strdup(dir)) || !(w->stem = ps__strdup(stem))) return no_memory(dir);
+  PS_TRY(copy_specs(w, specs, n));
+  PS_TRY(cut_shards(w, max_shard_bytes));
+  PS_TRY(plan_files(w));
+  PS_TRY(prepare_dir(w));
+  return open_shard(w);
+}
+
+ps_status ps_tensors_create(ps_tensor_writer **out, const char *dir, const char *stem, const ps_tensor_spec *specs, uint64_t n,
+                            uint64_t max_shard_bytes, const char *const *meta, uint32_t n_meta) {
+  if (!out || !dir || !stem || (n && !specs) || (n_meta && !meta))
+    return ps__fail(PS_EINVAL, "ps_tensors_create: an argument is NULL");
+  if (!*stem || strlen(stem) > 200 || strchr(stem, '/'))
+    return ps__fail(PS_EINVAL, "%s: \"%.40s\" cannot be the stem of a file name", dir, stem);
+  ps_tensor_writer *w = ps__calloc(1, sizeof *w);
+  if (!w) return no_memory(dir);
+  w->fd = -1;
+  w->meta = meta;
+  w->n_meta = n_meta;
+  ps_status st = prepare(w, dir, stem, specs, n, max_shard_bytes);
+  if (st != PS_OK) {
+    ps_tensors_abort(w);
+    return st;
+  }
+  w->meta = NULL;
+  *out = w;
+  return PS_OK;
+}
+
+ps_status ps_tensors_append(ps_tensor_writer *w, const void *data, uint64_t bytes) {
+  const char *p = data;
+  while (bytes > 0) {
+    shard *s = &w->shards[w->at];
+    if (w->written == s->bytes) {
+      if (w->at + 1 == w->n_shards)
+        return ps__fail(PS_ESTATE, "%s: %" PRIu64 " bytes more were appended than the tensors have", w->dir, bytes);
+      if (w->fd >= 0) PS_TRY(close_shard(w));
+      w->at++;
+      PS_TRY(open_shard(w));
+      continue;
+    }
+    if (w->fd < 0) return ps__fail(PS_ESTATE, "%s: writing failed before, abort it", w->dir);
+    uint64_t m = s->bytes - w->written < bytes ? s->bytes - w->written : bytes;
+    PS_TRY(ps__write_all(w->fd, s->partial, p, m));
+    w->written += m;
+    p += m;
+    bytes -= m;
+  }
+  return PS_OK;
+}
+
+/* ---- ending ------------------------------------------------------------------------------------------------------------- */
+
+/* Whether @name is a shard of this stem with another count than ours. */
+static bool stale_shard(const ps_tensor_writer *w, const char *name) {
+  size_t k = strlen(w->stem);
+  unsigned i, n;
+  int end = 0;
+  if (strncmp(name, w->stem, k) || strlen(name) != k + 27) return false;
+  return sscanf(name + k, "-%5u-of-%5u.safetensors%n", &i, &n, &end) == 2 && end == 27 && (n != w->n_shards || n == 1);
+}
+
+static void remove_stale_shards(const ps_tensor_writer *w) {
+  DIR *d = opendir(w->dir);
+  if (!d) return;
+  for (struct dirent *e; (e = readdir(d));)
+    if (stale_shard(w, e->d_name)) unlinkat(dirfd(d), e->d_name, 0);
+  closedir(d);
+}
+
+static ps_status remove_file(const char *path) {
+  if (unlink(path) == 0 || errno == ENOENT) return PS_OK;
+  return ps__fail(PS_EIO, "%s: an earlier save's file cannot be removed: %s", path, strerror(errno));
+}
+
+static ps_status write_index(ps_tensor_writer *w) {
+  const char *path = w->index_partial;
+  int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (fd < 0) return ps__fail(PS_EIO, "%s: cannot be written: %s", path, strerror(errno));
+  ps_status st = ps__write_all(fd, path, w->index_text, w->index_bytes);
+  if (st == PS_OK) st = ps__sync(fd, path);
+  if (close(fd) != 0 && st == PS_OK) st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
+  if (st != PS_OK) unlink(path);
+  return st;
+}
+
+static ps_status rename_index(ps_tensor_writer *w) {
+  PS_TRY(ps__rename(w->index_partial, w->index));
+  w->index_renamed = true;
+  return PS_OK;
+}
+
+static ps_status rename_shards(ps_tensor_writer *w) {
+  for (size_t k = 0; k < w->n_shards; k++) {
+    PS_TRY(ps__rename(w->shards[k].partial, w->shards[k].final));
+    w->shards[k].renamed = true;
+  }
+  return PS_OK;
+}
+
+/* Everything is on the disk under temporary names. One file replaces its forerunner in one rename. Of several, the old index
+ * goes first and the new one comes last: a reader finds the old model, the new one, or for a moment none, never a mixture. */
+static ps_status publish(ps_tensor_writer *w) {
+  if (w->n_shards > 1) {
+    PS_TRY(remove_file(w->index));
+    PS_TRY(remove_file(w->single));
+    PS_TRY(rename_shards(w));
+    PS_TRY(rename_index(w));
+  } else {
+    PS_TRY(rename_shards(w));
+    PS_TRY(remove_file(w->index));
+  }
+  remove_stale_shards(w);
+  return PS_OK;
+}
+
+/* Trailing shards of empty tensors get their files here: no byte of data led to them. */
+static ps_status finish_data(ps_tensor_writer *w) {
+  for (;;) {
+    const shard *s = &w->shards[w->at];
+    if (w->fd < 0) return ps__fail(PS_ESTATE, "%s: writing failed before, abort it", w->dir);
+    if (w->written != s->bytes)
+      return ps__fail(PS_ESTATE, "%s: %" PRIu64 " of %" PRIu64 " bytes of data are still missing", s->final, s->bytes - w->written,
+                      s->bytes);
+    PS_TRY(close_shard(w));
+    if (w->at + 1 == w->n_shards) return PS_OK;
+    w->at++;
+    PS_TRY(open_shard(w));
+  }
+}
+
+ps_status ps_tensors_finish(ps_tensor_writer *w) {
+  if (!w) return ps__fail(PS_EINVAL, "ps_tensors_finish: no writer was given");
+  ps_status st = finish_data(w);
+  if (st == PS_OK && w->n_shards > 1) st = write_index(w);
+  if (st == PS_OK) st = publish(w);
+  if (st == PS_OK) { /* whole, and perhaps in an earlier save's place: stays even if its name cannot be brought to the disk */
+    w->made_dir = w->index_renamed = false;
+    for (size_t k = 0; k < w->n_shards; k++) w->shards[k].made = false;
+    st = ps__sync_dir(w->dir);
+  }
+  ps_tensors_abort(w); /* frees it; removes only what was not finished */
+  return st;
+}
+
+void ps_tensors_abort(ps_tensor_writer *w) {
+  if (!w) return;
+  if (w->fd >= 0) close(w->fd);
+  for (size_t k = 0; k < w->n_shards; k++) {
+    shard *s = &w->shards[k];
+    if (s->made) unlink(s->renamed ? s->final : s->partial);
+    ps__free(s->final);
+    ps__free(s->partial);
+    if (w->headers) ps__free(w->headers[k]);
+  }
+  if (w->index_renamed) unlink(w->index);
+  else if (w->index_partial) unlink(w->index_partial);
+  if (w->made_dir) rmdir(w->dir);
+  for (uint64_t i = 0; i < w->n; i++) ps__free((char *)w->specs[i].name);
+  ps__free(w->specs);
+  ps__free(w->shards);
+  ps__free(w->headers);
+  ps__free(w->header_bytes);
+  ps__free(w->single);
+  ps__free(w->index);
+  ps__free(w->index_partial);
+  ps__free(w->index_text);
+  ps__free(w->dir);
+  ps__free(w->stem);
+  ps__free(w);
+}
