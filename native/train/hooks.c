@@ -1,0 +1,161 @@
+/* hooks.c - the host ops of a step: its batch, its loss, the gradient norm, the updates, the report. */
+#include "trainer.h"
+#include <math.h>
+#include <string.h>
+
+/* ---- batch ---------------------------------------------------------------------------------------------------------------------- */
+
+static ps_status read_dataset(ps_trainer *t, uint64_t step) {
+  const uint64_t s = t->plan->cfg.seq_len, n = t->plan->layout.n_sequences, windows = ps_dataset_n_sequences(t->cfg.dataset, s);
+  for (uint64_t i = 0; i < n; i++) {
+    const uint64_t window = ps_dataset_order(windows, step * n + i, t->cfg.seed, (int)t->cfg.shuffle);
+    PS_TRY(ps_dataset_read(t->cfg.dataset, s, window, t->tokens + i * s, t->targets + i * s));
+  }
+  return PS_OK;
+}
+
+static ps_status check_batch(const ps_trainer *t, uint64_t step, uint64_t *valid) {
+  const uint64_t n = t->plan->layout.n_tokens, s = t->plan->cfg.seq_len;
+  const int32_t vocab = (int32_t)t->plan->model.vocab_size;
+  *valid = 0;
+  for (uint64_t i = 0; i < n; i++) {
+    if (t->tokens[i] < 0 || t->tokens[i] >= vocab || t->targets[i] >= vocab)
+      return ps__fail(PS_EFORMAT, "step %llu, sequence %llu, position %llu: token %d or target %d is past the vocabulary of %d",
+                      (unsigned long long)step, (unsigned long long)(i / s), (unsigned long long)(i % s), t->tokens[i], t->targets[i], vocab);
+    *valid += t->targets[i] >= 0;
+  }
+  if (*valid == 0) return ps__fail(PS_ENUMERIC, "step %llu has no valid target: its loss is undefined", (unsigned long long)step);
+  return PS_OK;
+}
+
+/* Where each token's document begins, in rows of its group: at its sequence's start, at a document token, or behind a document
+ * end token. */
+static void fill_block(const ps_trainer *t, const ps__chunk *k, float scale, char *block) {
+  const ps__batch_block at = ps__batch_block_of(k->n_tokens);
+  const uint64_t s = t->plan->cfg.seq_len;
+  int32_t *doc = (int32_t *)(void *)(block + at.doc_start), *pos = (int32_t *)(void *)(block + at.position);
+  memcpy(block + at.tokens, t->tokens + k->first_token, 4ull * k->n_tokens);
+  memcpy(block + at.targets, t->targets + k->first_token, 4ull * k->n_tokens);
+  memcpy(block + at.scale, &scale, sizeof scale);
+  int64_t start = k->row0;
+  for (uint64_t i = k->first_token; k->row0 && i-- > k->first_token - k->row0;) { /* a slice: the document may have begun before */
+    const bool begins = i == k->first_token - k->row0 || t->tokens[i] == t->cfg.document_token ||
+                        t->tokens[i - 1] == t->cfg.document_end_token;
+    if (!begins) continue;
+    start = (int64_t)(i - (k->first_token - k->row0));
+    break;
+  }
+  for (uint32_t i = 0; i < k->n_tokens; i++) {
+    const uint64_t g = k->first_token + i;
+    const bool sequence = g % s == 0;
+    const bool document = t->tokens[g] == t->cfg.document_token || (!sequence && t->tokens[g - 1] == t->cfg.document_end_token);
+    if (sequence || document) start = (int64_t)k->row0 + i;
+    doc[i] = (int32_t)start;
+    pos[i] = (int32_t)((int64_t)k->row0 + i - start);
+  }
+}
+
+static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
+  const uint64_t step = t->cfg.first_step + l->step;
+  const ps__layout *layout = &t->plan->layout;
+  uint64_t valid;
+  PS_TRY(t->cfg.batch_fn ? t->cfg.batch_fn(t->cfg.batch_user, step, t->tokens, t->targets, layout->n_tokens) : read_dataset(t, step));
+  PS_TRY(check_batch(t, step, &valid));
+  ((ps__batch_header *)l->ptr[0])->valid_tokens = valid;
+  for (uint32_t i = 0; i < layout->n_chunks; i++)
+    fill_block(t, &layout->chunk[i], (float)(1.0 / (double)valid), (char *)l->ptr[0] + t->plan->step.batch_offset[i]);
+  return PS_OK;
+}
+
+/* ---- loss and norm ----------------------------------------------------------------------------------------------------------------- */
+
+static ps_status sum_loss(const ps_trainer *t, const ps_launch *l) {
+  const ps__batch_header *batch = l->ptr[0];
+  const float *row = l->ptr[1];
+  double sum = 0;
+  for (uint64_t i = 0; i < t->plan->layout.n_tokens; i++) sum += row[i];
+  const double loss = sum / (double)batch->valid_tokens;
+  if (!isfinite(loss))
+    return ps__fail(PS_ENUMERIC, "step %llu: the loss is %f; nothing was updated in this step: lower --lr, or look at the data",
+                    (unsigned long long)(t->cfg.first_step + l->step), loss);
+  ps__step_stats *stats = l->ptr[2];
+  stats->loss = loss;
+  stats->valid_tokens = batch->valid_tokens;
+  return PS_OK;
+}
+
+static const char *unit_name(const ps_trainer *t, uint32_t unit, char buf[32]) {
+  if (unit == 0) return "the embedding";
+  if (unit > t->plan->model.n_layers) return "the head";
+  snprintf(buf, 32, "layer %u", unit - 1);
+  return buf;
+}
+
+static double unit_sumsq(const ps_trainer *t, const double *slots, uint32_t unit) {
+  ps__run_info run[PS__NORM_SLOTS];
+  const uint32_t n = ps__unit_runs(&t->plan->step.block, &t->plan->model, unit, run);
+  double sum = 0;
+  for (uint32_t i = 0; i < n; i++) sum += slots[i];
+  return sum;
+}
+
+static ps_status not_finite(const ps_trainer *t, const ps_launch *l, uint32_t unit) {
+  char buf[32];
+  return ps__fail(PS_ENUMERIC, "step %llu: the gradient of %s is not finite; %s: lower --lr, or look at the data",
+                  (unsigned long long)(t->cfg.first_step + l->step), unit_name(t, unit, buf),
+                  t->plan->cfg.clip ? "nothing was updated in this step" : "the units above it are updated, the others not");
+}
+
+static ps_status grad_norm(const ps_trainer *t, const ps_launch *l) {
+  const double *slots = l->ptr[0];
+  double sum = 0;
+  for (uint32_t u = 0; u < t->plan->spec.n_units; u++) sum += unit_sumsq(t, slots + (size_t)u * PS__NORM_SLOTS, u);
+  for (uint32_t u = t->plan->spec.n_units; !isfinite(sum) && u-- > 0;) /* from above, as gradients flow: where it began */
+    if (!isfinite(unit_sumsq(t, slots + (size_t)u * PS__NORM_SLOTS, u))) return not_finite(t, l, u);
+  const double norm = sqrt(sum), scale = t->cfg.clip_norm / (norm + 1e-6); /* as torch.nn.utils.clip_grad_norm_ */
+  ps__step_stats *half = (ps__step_stats *)(void *)((char *)l->ptr[1] - offsetof(ps__step_stats, norm));
+  half->norm = norm;
+  half->clip_scale = t->cfg.clip_norm > 0 && scale < 1 ? (float)scale : 1.0f;
+  return PS_OK;
+}
+
+/* ---- updates -------------------------------------------------------------------------------------------------------------------------- */
+
+static ps_status update(ps_trainer *t, uint32_t unit, const ps_launch *l) {
+  const ps__cpu_exec *exec = l->exec;
+  const uint64_t step = t->cfg.first_step + l->step;
+  const bool master = t->plan->cfg.recipe == PS_RECIPE_FP32_MASTER;
+  const void *last = l->ptr[l->n_ptr - 1];
+  float scale = 1.0f;
+  if (t->plan->cfg.clip) memcpy(&scale, (const char *)last + offsetof(ps__step_stats, clip_scale) - 64, sizeof scale);
+  else if (!isfinite(unit_sumsq(t, last, unit))) return not_finite(t, l, unit);
+  ps__adamw_scalars s = {.lr = (float)ps__lr_at(&t->lr, step), .beta1 = (float)t->cfg.beta1, .beta2 = (float)t->cfg.beta2,
+                         .eps = (float)t->cfg.eps, .grad_scale = scale, .seed = t->cfg.seed, .step = step};
+  ps__adamw_bias_correction(&s, step + 1);
+  const uint32_t first = t->first_segment[unit], n = t->first_segment[unit + 1] - first;
+  ps__adamw_unit(exec->pool, (ps_recipe)t->plan->cfg.recipe, t->segments + first, n, l->ptr[0], master ? l->ptr[4] : NULL, l->ptr[3],
+                 l->ptr[1], l->ptr[2], t->first_element[unit], &s);
+  return PS_OK;
+}
+
+static ps_status report(ps_trainer *t, const ps_launch *l) {
+  const ps__step_stats *stats = l->ptr[0];
+  ps__step_record *r = &t->ring[l->step % PS__RING];
+  r->loss = stats->loss;
+  r->norm = stats->norm;
+  r->lr = ps__lr_at(&t->lr, t->cfg.first_step + l->step);
+  r->valid_tokens = stats->valid_tokens;
+  r->end_ns = ps__now_ns();
+  return PS_OK;
+}
+
+ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch) {
+  ps_trainer *t = ctx;
+  switch (what) {
+    case PS__HOOK_LOAD: return load_batch(t, launch);
+    case PS__HOOK_LOSS: return sum_loss(t, launch);
+    case PS__HOOK_NORM: return grad_norm(t, launch);
+    case PS__HOOK_ADAMW: return update(t, unit, launch);
+    default: return report(t, launch);
+  }
+}

@@ -1,0 +1,123 @@
+/* params.c - parameters at home: loading, reading, writing. */
+#include "trainer.h"
+#include <string.h>
+
+enum { PIECE = 1 << 24 }; /* elements read at a time */
+
+void *ps__truth(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32) {
+  const ps__home *h = &t->plan->step.home[unit];
+  *fp32 = t->plan->cfg.recipe != PS_RECIPE_BF16;
+  return (char *)ps__home_at(t, h->master != PS__NO_VT ? h->master : h->weights) + offset * (*fp32 ? 4 : 2);
+}
+
+/* The bf16 copy that travels follows its master. */
+static void refresh_copy(const ps_trainer *t, const ps_param_info *p) {
+  const ps__home *h = &t->plan->step.home[p->unit];
+  if (h->master == PS__NO_VT) return;
+  ps__convert_f32_to_bf16((uint16_t *)ps__home_at(t, h->weights) + p->offset, (const float *)ps__home_at(t, h->master) + p->offset, p->n);
+}
+
+static ps_status check_param(const ps_trainer *t, uint32_t param, uint64_t n, const void *data, ps_param_info *p) {
+  if (!t || !data) return ps__fail(PS_EINVAL, "trainer and data must be given");
+  PS_TRY(ps_model_param(&t->plan->model, param, p));
+  if (n != p->n) return ps__fail(PS_EINVAL, "%s has %llu elements, %llu given", p->name, (unsigned long long)p->n, (unsigned long long)n);
+  return PS_OK;
+}
+
+ps_status ps_trainer_read_param(ps_trainer *t, uint32_t param, float *dst, uint64_t n) {
+  ps_param_info p;
+  bool fp32;
+  PS_TRY(check_param(t, param, n, dst, &p));
+  PS_TRY(ps__trainer_idle(t));
+  const void *src = ps__truth(t, p.unit, p.offset, &fp32);
+  if (fp32) memcpy(dst, src, n * 4);
+  else ps__convert_bf16_to_f32(dst, src, n);
+  return PS_OK;
+}
+
+ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src, uint64_t n) {
+  ps_param_info p;
+  bool fp32;
+  PS_TRY(check_param(t, param, n, src, &p));
+  PS_TRY(ps__trainer_idle(t));
+  if (t->n_submitted && t->plan->spec.update_resident[p.unit])
+    return ps__fail(PS_ESTATE, "%s is updated on the device: it can be written before the first step only", p.name);
+  void *dst = ps__truth(t, p.unit, p.offset, &fp32);
+  if (fp32) memcpy(dst, src, n * 4);
+  else ps__convert_f32_to_bf16(dst, src, n);
+  refresh_copy(t, &p);
+  return PS_OK;
+}
+
+ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64_t n) {
+  ps_param_info p;
+  PS_TRY(check_param(t, param, n, dst, &p));
+  PS_TRY(ps__trainer_idle(t));
+  if (t->plan->spec.update_resident[p.unit] && !t->plan->spec.keep_grads)
+    return ps__fail(PS_ESTATE, "the gradient of %s stays on the device: plan with keep_grads to read it", p.name);
+  const char *grad = ps__home_at(t, t->plan->step.home[p.unit].grad);
+  if (t->plan->step.dt == PS_F32) memcpy(dst, grad + p.offset * 4, n * 4);
+  else ps__convert_bf16_to_f32(dst, (const uint16_t *)(const void *)grad + p.offset, n);
+  return PS_OK;
+}
+
+/* ---- loading ---------------------------------------------------------------------------------------------------------------------- */
+
+static ps_status check_tensor(const ps_trainer *t, const ps_tensor_info *info, const ps_param_info *p) {
+  const bool ok = info->n_dims == p->n_dims && info->shape[0] == p->shape[0] && (p->n_dims < 2 || info->shape[1] == p->shape[1]);
+  if (ok) return PS_OK;
+  return ps__fail(PS_EFORMAT, "%s: tensor %s has %u dimensions beginning [%llu, %llu], config.json asks for [%llu%s%.0llu]", t->model_dir,
+                  p->name, info->n_dims, (unsigned long long)(info->n_dims ? info->shape[0] : 0),
+                  (unsigned long long)(info->n_dims > 1 ? info->shape[1] : 1), (unsigned long long)p->shape[0], p->n_dims > 1 ? ", " : "",
+                  (unsigned long long)(p->n_dims > 1 ? p->shape[1] : 0));
+}
+
+static ps_status load_param(ps_trainer *t, ps_tensor_file *f, const ps_param_info *p) {
+  ps_tensor_info info;
+  bool fp32;
+  const uint64_t idx = ps_tensors_find(f, p->name);
+  if (idx == UINT64_MAX) return ps__fail(PS_EFORMAT, "%s: tensor %s is missing from its safetensors", t->model_dir, p->name);
+  PS_TRY(ps_tensors_info(f, idx, &info));
+  PS_TRY(check_tensor(t, &info, p));
+  char *dst = ps__truth(t, p->unit, p->offset, &fp32);
+  for (uint64_t first = 0; first < p->n; first += PIECE) {
+    const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
+    PS_TRY(ps_tensors_read(f, idx, first, n, fp32 ? PS_F32 : PS_BF16, dst + first * (fp32 ? 4 : 2)));
+  }
+  refresh_copy(t, p);
+  return PS_OK;
+}
+
+/* A tensor that the model does not know would be left out silently and the math be another's: refused. What is derived (old
+ * rotary tables) or tied may be there. */
+static ps_status check_unknown(const ps_trainer *t, const ps_tensor_file *f) {
+  const ps_model_config *m = &t->plan->model;
+  for (uint64_t i = 0; i < ps_tensors_count(f); i++) {
+    ps_tensor_info info;
+    ps_param_info p;
+    PS_TRY(ps_tensors_info(f, i, &info));
+    bool known = strstr(info.name, "rotary_emb.inv_freq") || (m->tied_embeddings && strcmp(info.name, "lm_head.weight") == 0);
+    for (uint32_t k = 0; !known && k < ps_model_n_params(m); k++) known = ps_model_param(m, k, &p) == PS_OK && strcmp(p.name, info.name) == 0;
+    if (!known)
+      return ps__fail(PS_EFORMAT, "%s: tensor %s is not part of the model that config.json describes", t->model_dir, info.name);
+  }
+  return PS_OK;
+}
+
+ps_status ps__trainer_load(ps_trainer *t, ps_progress_fn progress, void *progress_user) {
+  const ps_model_config *m = &t->plan->model;
+  const uint64_t total = ps_model_n_elements(m) * (t->plan->cfg.recipe == PS_RECIPE_BF16 ? 2 : 4);
+  uint64_t done = 0;
+  ps_tensor_file *f = NULL;
+  PS_TRY(ps_tensors_open(&f, t->model_dir));
+  ps_status st = check_unknown(t, f);
+  for (uint32_t i = 0; st == PS_OK && i < ps_model_n_params(m); i++) {
+    ps_param_info p;
+    st = ps_model_param(m, i, &p);
+    if (st == PS_OK) st = load_param(t, f, &p);
+    done += p.n * (t->plan->cfg.recipe == PS_RECIPE_BF16 ? 2 : 4);
+    if (st == PS_OK && progress) progress(progress_user, "loading weights", done, total);
+  }
+  ps_tensors_close(f);
+  return st;
+}

@@ -1,0 +1,235 @@
+/* trainer.c - opening, stepping and closing a trainer. */
+#include "trainer.h"
+#include <math.h>
+#include <string.h>
+
+void ps_train_config_init(ps_train_config *cfg) {
+  memset(cfg, 0, sizeof *cfg);
+  cfg->struct_bytes = sizeof *cfg;
+  cfg->lr = 3e-4;
+  cfg->beta1 = 0.9;
+  cfg->beta2 = 0.95;
+  cfg->eps = 1e-8;
+  cfg->weight_decay = 0.1;
+  cfg->clip_norm = 1.0;
+  cfg->document_token = cfg->document_end_token = -1;
+}
+
+static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
+  if (c->struct_bytes != sizeof *c) return ps__fail(PS_EINVAL, "ps_train_config.struct_bytes is %u, %zu expected", c->struct_bytes, sizeof *c);
+  if (!c->dataset == !c->batch_fn) return ps__fail(PS_EINVAL, "one of dataset and batch_fn must be given");
+  if (!(c->lr >= 0) || !isfinite(c->lr) || !(c->min_lr >= 0) || c->min_lr > c->lr)
+    return ps__fail(PS_EINVAL, "learning rate %g with floor %g: both must be finite, not negative, the floor not above", c->lr, c->min_lr);
+  if (!(c->beta1 >= 0 && c->beta1 < 1) || !(c->beta2 >= 0 && c->beta2 < 1) || !(c->eps > 0))
+    return ps__fail(PS_EINVAL, "beta1 %g and beta2 %g must be in [0, 1), eps %g positive", c->beta1, c->beta2, c->eps);
+  if (!(c->weight_decay >= 0) || !isfinite(c->weight_decay))
+    return ps__fail(PS_EINVAL, "weight decay %g must be finite and not negative", c->weight_decay);
+  if (!(c->clip_norm >= 0)) return ps__fail(PS_EINVAL, "clip_norm %g must not be negative; 0 means no clipping", c->clip_norm);
+  if ((c->clip_norm > 0) != (plan->cfg.clip != 0))
+    return ps__fail(PS_EINVAL, "clip_norm %g does not agree with the plan, made for %s", c->clip_norm, plan->cfg.clip ? "clipping" : "no clipping");
+  if (c->lr_kind > PS_LR_KIND_WSD) return ps__fail(PS_EINVAL, "lr_kind %u is unknown", c->lr_kind);
+  if (c->lr_kind != PS_LR_KIND_CONSTANT && c->total_steps == 0)
+    return ps__fail(PS_EINVAL, "total_steps must be given for a schedule that decays");
+  if (c->trace_steps > plan->cfg.trace_steps)
+    return ps__fail(PS_EINVAL, "trace_steps %u is past the %u that the plan counted memory for", c->trace_steps, plan->cfg.trace_steps);
+  if (c->dataset && ps_dataset_n_sequences(c->dataset, plan->cfg.seq_len) == 0)
+    return ps__fail(PS_EINVAL, "the data is too short: no shard holds %llu tokens, one sequence and its last target",
+                    (unsigned long long)plan->cfg.seq_len + 1);
+  return PS_OK;
+}
+
+static ps_status make_segments(ps_trainer *t) {
+  const ps_model_config *m = &t->plan->model;
+  const uint32_t n_units = t->plan->spec.n_units, n_params = ps_model_n_params(m);
+  t->segments = ps__calloc(n_params, sizeof *t->segments);
+  t->first_segment = ps__calloc(n_units + 1, sizeof *t->first_segment);
+  t->first_element = ps__calloc(n_units, sizeof *t->first_element);
+  if (!t->segments || !t->first_segment || !t->first_element) return ps__fail(PS_ENOMEM, "out of memory for the optimizer's table");
+  uint32_t n = 0;
+  uint64_t element = 0;
+  for (uint32_t u = 0; u < n_units; u++) {
+    t->first_segment[u] = n;
+    t->first_element[u] = element;
+    element += ps_model_unit_elements(m, u);
+    for (uint32_t i = 0; i < n_params; i++) {
+      ps_param_info p;
+      PS_TRY(ps_model_param(m, i, &p));
+      if (p.unit == u)
+        t->segments[n++] = (ps__adamw_segment){p.offset, p.n, p.role == PS_PARAM_MATRIX ? (float)t->cfg.weight_decay : 0.0f};
+    }
+  }
+  t->first_segment[n_units] = n;
+  return PS_OK;
+}
+
+static ps_status open_engine(ps_trainer *t) {
+  const ps_plan *p = t->plan;
+  ps_engine_config e = {.struct_bytes = sizeof e, .backend = PS_BACKEND_CPU, .n_spaces = PS__N_SPACES, .n_streams = PS__N_STREAMS};
+  static const uint32_t kind[PS__N_STREAMS] = {PS_STREAM_COMPUTE, PS_STREAM_H2D, PS_STREAM_D2H, PS_STREAM_HOST, PS_STREAM_HOST};
+  e.space[PS__SPACE_DEVICE] = (ps_space_config){.bytes = p->report.device_bytes, .kind = PS_SPACE_DEVICE};
+  e.space[PS__SPACE_HOST] = (ps_space_config){.bytes = p->report.host_arena_bytes, .kind = PS_SPACE_HOST};
+  for (uint32_t i = 0; i < PS__N_STREAMS; i++) {
+    e.stream[i] = (ps_stream_config){.kind = kind[i], .n_threads = ps__stream_threads(p, i), .scratch_bytes = p->step.scratch_bytes[i]};
+    snprintf(e.stream[i].name, sizeof e.stream[i].name, "%s", ps_plan_stream_name(i));
+  }
+  PS_TRY(ps_engine_create(&t->engine, &e));
+  t->host = ps_engine_space(t->engine, PS__SPACE_HOST);
+  return PS_OK;
+}
+
+static ps_status check_model(const ps_trainer *t) {
+  ps_model_config m;
+  PS_TRY(ps_model_config_read(&m, t->model_dir));
+  if (memcmp(&m, &t->plan->model, sizeof m) != 0)
+    return ps__fail(PS_EINVAL, "%s: its config.json is not the configuration that the plan was made for", t->model_dir);
+  return PS_OK;
+}
+
+static ps_status open_trainer(ps_trainer *t, ps_progress_fn progress, void *progress_user) {
+  const ps_train_config *c = &t->cfg;
+  t->lr = (ps__lr_schedule){.kind = c->lr_kind, .warmup_steps = c->warmup_steps, .total_steps = c->total_steps,
+                            .decay_steps = c->decay_steps, .peak_lr = c->lr, .min_lr = c->min_lr};
+  t->tokens = ps__calloc(t->plan->layout.n_tokens, sizeof *t->tokens);
+  t->targets = ps__calloc(t->plan->layout.n_tokens, sizeof *t->targets);
+  if (!t->tokens || !t->targets) return ps__fail(PS_ENOMEM, "out of memory for a batch");
+  PS_TRY(check_model(t));
+  PS_TRY(make_segments(t));
+  ps__resident_peak_reset(); /* what measuring the machine and planning took does not count as this run's */
+  PS_TRY(open_engine(t));
+  return ps__trainer_load(t, progress, progress_user);
+}
+
+/* Run the preamble, if the plan has one, and open the run of steps: at the first submit, so that parameters written until then count. */
+static ps_status start_run(ps_trainer *t) {
+  ps_program *preamble = NULL;
+  ps_schedule *once = NULL;
+  ps_run *run = NULL;
+  ps_run_config cfg = {.struct_bytes = sizeof cfg};
+  PS_TRY(ps__step_preamble(&t->plan->step, &preamble));
+  ps_status st = PS_OK;
+  if (preamble) {
+    st = ps_schedule_compile(&once, preamble);
+    if (st == PS_OK) st = ps_run_create(&run, t->engine, once, &cfg);
+    if (st == PS_OK) st = ps_run_submit(run, 1);
+    if (st == PS_OK) st = ps_run_wait(run, 1);
+    ps_run_destroy(run);
+    (void)ps_schedule_destroy(once);
+    ps_program_destroy(preamble);
+  }
+  cfg.trace_steps = t->cfg.trace_steps;
+  if (st == PS_OK) st = ps_run_create(&run, t->engine, t->plan->schedule, &cfg);
+  if (st != PS_OK) return st;
+  atomic_store(&t->run, run);
+  if (atomic_load(&t->cancelled)) ps_run_cancel(run); /* the cancel came before there was a run to stop */
+  return PS_OK;
+}
+
+ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *plan, const ps_train_config *cfg,
+                            ps_progress_fn progress, void *progress_user) {
+  if (!out || !model_dir || !plan || !cfg) return ps__fail(PS_EINVAL, "ps_trainer_create: out, model_dir, plan and cfg must be given");
+  if (plan->in_use) return ps__fail(PS_EBUSY, "ps_trainer_create: another trainer runs this plan");
+  PS_TRY(check_config(plan, cfg));
+  ps_trainer *t = ps__calloc(1, sizeof *t);
+  if (!t) return ps__fail(PS_ENOMEM, "out of memory for a trainer");
+  t->plan = plan;
+  t->cfg = *cfg;
+  plan->in_use = true;
+  plan->hooks = (ps__step_hooks){t, ps__trainer_hook};
+  t->model_dir = ps__strdup(model_dir);
+  const ps_status st = t->model_dir ? open_trainer(t, progress, progress_user) : ps__fail(PS_ENOMEM, "out of memory for a trainer");
+  if (st != PS_OK) ps_trainer_destroy(t);
+  else *out = t;
+  return st;
+}
+
+void ps_trainer_destroy(ps_trainer *t) {
+  if (!t) return;
+  ps_run_destroy(t->run);
+  (void)ps_engine_close(t->engine);
+  t->plan->hooks = (ps__step_hooks){0};
+  t->plan->in_use = false;
+  ps__free(t->model_dir);
+  ps__free(t->tokens);
+  ps__free(t->targets);
+  ps__free(t->segments);
+  ps__free(t->first_segment);
+  ps__free(t->first_element);
+  ps__free(t);
+}
+
+/* ---- stepping ------------------------------------------------------------------------------------------------------------------- */
+
+static ps_status stick(ps_trainer *t, ps_status st) {
+  if (t->sticky == PS_OK) {
+    t->sticky = st;
+    snprintf(t->sticky_message, sizeof t->sticky_message, "%s", ps_last_error());
+    if (t->run) ps__run_rest(t->run); /* weights at home may be read and saved */
+  }
+  return ps__fail(t->sticky, "%s", t->sticky_message);
+}
+
+ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {
+  if (!t) return ps__fail(PS_EINVAL, "ps_trainer_submit: no trainer");
+  if (t->sticky != PS_OK) return stick(t, t->sticky);
+  if (n > PS__RING || t->n_submitted + n - t->n_reported > PS__RING)
+    return ps__fail(PS_EBUSY, "%llu steps are not waited for and %llu more submitted: at most %d may be in flight",
+                    (unsigned long long)(t->n_submitted - t->n_reported), (unsigned long long)n, PS__RING);
+  ps_status st = t->run ? PS_OK : start_run(t);
+  for (uint64_t i = 0; i < n; i++) t->ring[(t->n_submitted + i) % PS__RING].submit_ns = ps__now_ns();
+  if (st == PS_OK) st = ps_run_submit(t->run, n);
+  /* A failed step's error is given by the wait for that step, behind the metrics of those before it. */
+  if (st != PS_OK && t->n_reported == t->n_submitted) return stick(t, st);
+  t->n_submitted += n;
+  return PS_OK;
+}
+
+static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
+  const ps_plan *p = t->plan;
+  const ps__step_record *r = &t->ring[t->n_reported % PS__RING];
+  const uint64_t begin = r->submit_ns > t->last_end_ns ? r->submit_ns : t->last_end_ns;
+  *m = (ps_step_metrics){.step = t->cfg.first_step + t->n_reported, .loss = r->loss, .tokens = p->layout.n_tokens,
+                         .valid_tokens = r->valid_tokens, .grad_norm = r->norm, .lr = r->lr, .predicted_step_s = p->report.step_s};
+  m->step_s = (double)(r->end_ns - begin) * 1e-9;
+  m->tokens_per_s = (double)m->tokens / m->step_s;
+  if (p->hw.peak_flops_per_s > 0) {
+    m->mfu = p->report.model_flops / m->step_s / p->hw.peak_flops_per_s;
+    m->hfu = p->hfu_flops / m->step_s / p->hw.peak_flops_per_s;
+  }
+  (void)ps_engine_space_peak(t->engine, PS__SPACE_DEVICE, &m->device_peak_bytes);
+  (void)ps_engine_space_peak(t->engine, PS__SPACE_HOST, &m->host_arena_peak_bytes);
+  const uint64_t peak = ps__resident_peak_bytes();
+  m->host_peak_bytes = peak > m->device_peak_bytes ? peak - m->device_peak_bytes : 0;
+}
+
+ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
+  if (!t || !out) return ps__fail(PS_EINVAL, "ps_trainer_wait: trainer and out must be given");
+  if (t->sticky != PS_OK) return stick(t, t->sticky);
+  if (t->n_reported == t->n_submitted) return ps__fail(PS_ESTATE, "ps_trainer_wait: no step was submitted");
+  const ps_status st = ps_run_wait(t->run, t->n_reported + 1);
+  if (st != PS_OK) return stick(t, st);
+  fill_metrics(t, out);
+  t->last_end_ns = t->ring[t->n_reported % PS__RING].end_ns;
+  t->n_reported++;
+  return PS_OK;
+}
+
+void ps_trainer_cancel(ps_trainer *t) {
+  if (!t) return;
+  atomic_store(&t->cancelled, 1);
+  ps_run *run = atomic_load(&t->run);
+  if (run) ps_run_cancel(run);
+}
+
+uint64_t ps_trainer_steps_done(const ps_trainer *t) { return t ? t->n_reported : 0; }
+
+ps_status ps__trainer_idle(ps_trainer *t) {
+  if (t->sticky == PS_OK && t->n_reported != t->n_submitted)
+    return ps__fail(PS_ESTATE, "%llu steps are in flight: wait for them first", (unsigned long long)(t->n_submitted - t->n_reported));
+  return PS_OK;
+}
+
+ps_status ps_trainer_trace(const ps_trainer *t, ps_trace_event *events, uint64_t room, uint64_t *n) {
+  if (!t || !n) return ps__fail(PS_EINVAL, "ps_trainer_trace: trainer and n must be given");
+  if (!t->run) return ps__fail(PS_ESTATE, "no step was submitted yet");
+  return ps_run_trace(t->run, events, room, n);
+}

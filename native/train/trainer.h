@@ -1,0 +1,44 @@
+/* trainer.h - the trainer's insides, shared by its files. */
+#ifndef PS_TRAIN_TRAINER_H
+#define PS_TRAIN_TRAINER_H
+#include "../engine/engine.h"
+#include "../plan/plan_impl.h"
+#include "../optim/optim.h"
+#include <penstock/train.h>
+
+enum { PS__RING = 64 }; /* steps submitted and not yet reported, at most */
+
+typedef struct ps__step_record {
+  double loss, norm, lr;
+  uint64_t valid_tokens, submit_ns, end_ns;
+} ps__step_record;
+
+struct ps_trainer {
+  ps_plan *plan;
+  ps_train_config cfg;
+  char *model_dir;
+  ps_engine *engine;
+  _Atomic(ps_run *) run;       /* lives until destroy, also after an error brought it to rest: a cancel may come at any time */
+  _Atomic uint32_t cancelled;
+  ps_status sticky;
+  char sticky_message[512];
+  char *host;                  /* the host space */
+  int32_t *tokens, *targets;   /* a step's batch as the source fills it */
+  ps__adamw_segment *segments; /* of all units */
+  uint32_t *first_segment;     /* [n_units + 1] */
+  uint64_t *first_element;     /* [n_units]: global index of a unit's first element */
+  ps__lr_schedule lr;
+  uint64_t n_submitted, n_reported, last_end_ns;
+  ps__step_record ring[PS__RING];
+};
+
+/* What the program's host ops do (hooks.c). */
+ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);
+/* Read the model directory's tensors into their homes (params.c). */
+ps_status ps__trainer_load(ps_trainer *t, ps_progress_fn progress, void *progress_user);
+/* Element @offset of a unit's parameters in the array that holds the truth: the master where there is one (params.c). */
+void *ps__truth(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32);
+static inline void *ps__home_at(const ps_trainer *t, uint32_t vt) { return t->host + t->plan->step.vt[vt].offset; }
+/* PS_OK when no step is in flight; an error first brings the run to rest (trainer.c). */
+ps_status ps__trainer_idle(ps_trainer *t);
+#endif
