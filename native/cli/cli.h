@@ -1,0 +1,164 @@
+/* cli.h - what the files of the binary `penstock` share. It uses the public headers only.
+ *
+ * Exit codes: 0 done; 1 the machine failed (memory, device, I/O in the middle of a run, a loss that is not finite);
+ * 2 the input or the command line is wrong, and nothing was written; 130 stopped by Ctrl-C. */
+#ifndef PENSTOCK_CLI_H
+#define PENSTOCK_CLI_H
+#include <penstock/train.h>
+#include <stdbool.h>
+#include <stdio.h>
+
+enum { CLI_OK = 0, CLI_FAILED = 1, CLI_REFUSED = 2, CLI_INTERRUPTED = 130 };
+
+/* ---- messages (args.c) ------------------------------------------------------------------------------------------- */
+
+/* cli_fail() - "penstock: ..." on stderr; returns @code. cli_fail_status() - the same with ps_last_error(), and the exit
+ * code that the status stands for; @reading_input: an I/O error is the input's fault. */
+int cli_fail(int code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+int cli_fail_status(ps_status status, bool reading_input);
+const char *cli_bytes(char buf[32], uint64_t bytes);    /* "19.9 GiB" */
+const char *cli_duration(char buf[32], double seconds); /* "1h02m", "3m20s", "12s" */
+
+/* ---- command lines (args.c) ---------------------------------------------------------------------------------------- */
+
+typedef enum cli_kind {
+  CLI_FLAG,   /* bool */
+  CLI_TEXT,   /* const char * */
+  CLI_TEXTS,  /* cli_texts: one value or more, up to the next option; may be repeated */
+  CLI_COUNT,  /* uint64_t, at least .least; 1000, 2e5 */
+  CLI_ID,     /* int32_t, -1 or more */
+  CLI_BYTES,  /* uint64_t: 20GiB, 512MiB, 2e9 */
+  CLI_NUMBER, /* double, finite, at least .least */
+  CLI_CHOICE  /* uint32_t: index into .choices, which NULL ends */
+} cli_kind;
+
+typedef struct cli_texts {
+  const char **item;
+  uint32_t n;
+} cli_texts;
+
+typedef struct cli_option {
+  const char *name; /* without the dashes */
+  cli_kind kind;
+  void *out;        /* untouched when the option is not given: holds the default */
+  const char *value, *help;
+  double least;
+  const char *const *choices;
+  bool *given;      /* may be NULL */
+} cli_option;
+
+typedef struct cli_command {
+  const char *usage;   /* "train --model DIR --data SHARDS ..." */
+  const char *about;   /* what it does, in a paragraph */
+  const char *example;
+  const cli_option *options; /* ended by a NULL name; --help is added */
+  const char **positional;   /* n_positional texts, all needed */
+  uint32_t n_positional;
+} cli_command;
+
+/* cli_parse() - CLI_OK; CLI_REFUSED after a message; or -1 when --help was printed. Values point into @argv; the lists of
+ * CLI_TEXTS are the caller's, to be freed. */
+int cli_parse(const cli_command *command, int argc, char **argv);
+
+/* ---- JSON on a stream (json.c) --------------------------------------------------------------------------------------- */
+typedef struct cli_json {
+  FILE *out;
+  bool comma;
+} cli_json;
+void cli_json_open(cli_json *j, const char *key, char bracket); /* '{' or '['; key NULL inside arrays and at the root */
+void cli_json_close(cli_json *j, char bracket);
+void cli_json_text(cli_json *j, const char *key, const char *value);
+void cli_json_count(cli_json *j, const char *key, uint64_t value);
+void cli_json_number(cli_json *j, const char *key, double value); /* what is not finite becomes null */
+void cli_json_bool(cli_json *j, const char *key, bool value);
+
+/* ---- output files (outputs.c) ------------------------------------------------------------------------------------------ */
+
+/* cli_folder_check() - can a file be written into @path, made when missing? Leaves nothing behind. CLI_REFUSED after a
+ * message. cli_folder_make() - make it, parents included; 0 or an errno. */
+int cli_folder_check(const char *path, const char *option);
+int cli_folder_make(const char *path);
+int cli_folder_make_parent(const char *path); /* the folder that @path is to appear in */
+char *cli_path_join(const char *folder, const char *name); /* the caller frees it; NULL when memory ran out */
+
+/* ---- hardware (hardware.c) ---------------------------------------------------------------------------------------------- */
+
+/* cli_hardware_get() - rates from the user's cache, measured (and cached) on first use; says so on stderr unless @quiet. */
+int cli_hardware_get(ps_hardware *out, uint32_t n_threads, bool quiet);
+int cli_hardware_measure(ps_hardware *out, uint32_t n_threads, double seconds, char **cached_at);
+void cli_hardware_print(FILE *out, const ps_hardware *hw);
+void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw);
+
+/* ---- a job: what train, plan and demo have in common (job.c) -------------------------------------------------------------- */
+typedef struct cli_job {
+  const char *model, *out, *run_dir;
+  cli_texts data;
+  uint64_t device_mem, host_mem, seq_len, tokens_per_step, steps, chunk_tokens, chunks_per_round, head_slice_tokens, threads;
+  uint64_t warmup_steps, decay_steps, seed, trace_steps;
+  double lr, min_lr, weight_decay, beta1, beta2, clip_norm;
+  uint32_t recipe, lr_schedule, save_dtype;
+  int32_t document_token, document_end_token;
+  bool shuffle, json, quiet, smallest;
+  bool elsewhere; /* plan only: --host-mem may be more than this machine has */
+
+  ps_model_config config; /* filled by cli_job_check() */
+  ps_hardware hardware; /* from here on: by cli_job_prepare() and cli_job_plan() */
+  ps_plan_config plan_config;
+  ps_plan *plan;
+  ps_plan_report report;
+} cli_job;
+
+void cli_job_init(cli_job *job);
+void cli_job_free(cli_job *job);
+
+/* cli_job_options() - fill @options (room for CLI_MAX_OPTIONS) with the options that shape a plan, and with @training also those
+ * of a training run. */
+enum { CLI_MAX_OPTIONS = 40 };
+void cli_job_options(cli_job *job, cli_option *options, bool training);
+
+/* cli_job_check() - what must be given is, and the model's configuration can be read. cli_job_prepare() - get the
+ * hardware, fill the plan's configuration. cli_job_plan() - that and the search. Exit codes. */
+int cli_job_check(cli_job *job);
+int cli_job_prepare(cli_job *job);
+int cli_job_plan(cli_job *job);
+
+/* ---- training (train.c, progress.c, summary.c) ------------------------------------------------------------------------------ */
+int cli_train_job(cli_job *job); /* job parsed; everything else is done here */
+
+typedef struct cli_progress {
+  bool quiet, tty, line_open;
+  uint64_t first_step, n_steps;
+  uint64_t device_cap_bytes, host_cap_bytes;
+  double started_s, printed_s;
+} cli_progress;
+double cli_now_s(void);
+void cli_progress_begin(cli_progress *p, const cli_job *job);
+void cli_progress_load(void *progress, const char *what, uint64_t done_bytes, uint64_t total_bytes);
+void cli_progress_step(cli_progress *p, const ps_step_metrics *m, uint64_t n_done);
+void cli_progress_note(cli_progress *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+void cli_progress_end(cli_progress *p); /* closes an open line */
+
+/* What a run leaves for its report. */
+typedef struct cli_run_result {
+  uint64_t n_done, n_wanted, tokens;
+  double loss_first, loss_last, wall_s;
+  double step_s_median, predicted_step_s; /* median of the steps after the first two, or of all when there are no more */
+  uint64_t device_peak_bytes, host_peak_bytes;
+  double busy[PS_MAX_STREAMS], wait[PS_MAX_STREAMS]; /* shares of the traced time */
+  uint32_t n_streams;
+  bool interrupted, saved;
+  char *metrics_path, *plan_path, *timeline_path;
+} cli_run_result;
+void cli_stream_shares(cli_run_result *r, const ps_trace_event *events, uint64_t n);
+void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r);
+void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r);
+
+/* ---- subcommands: argv[0] is the subcommand ------------------------------------------------------------------------------------ */
+int cli_train(int argc, char **argv);
+int cli_plan(int argc, char **argv);
+int cli_info(int argc, char **argv);
+int cli_demo(int argc, char **argv);
+int cli_profile(int argc, char **argv);
+int cli_version(int argc, char **argv);
+
+#endif

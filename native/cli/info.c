@@ -1,0 +1,121 @@
+/* info.c - `penstock info`: this machine, and what a model directory and token shards hold. */
+#include "cli.h"
+#include <stdlib.h>
+
+static const char *const archs[] = {"llama", "qwen2", "qwen3"};
+
+static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_config *cfg) {
+  char bytes[32];
+  cfg->struct_bytes = sizeof *cfg;
+  ps_status st = ps_model_config_read(cfg, path);
+  ps_flops flops = {0};
+  if (st == PS_OK && seq_len)
+    st = ps_model_flops(cfg, seq_len, &flops);
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
+  uint64_t n = ps_model_n_elements(cfg);
+  if (j) {
+    cli_json_open(j, "model", '{');
+    cli_json_text(j, "architecture", archs[cfg->arch]);
+    cli_json_count(j, "parameters", n);
+    cli_json_count(j, "n_layers", cfg->n_layers);
+    cli_json_count(j, "dim", cfg->dim);
+    cli_json_count(j, "n_heads", cfg->n_heads);
+    cli_json_count(j, "n_kv_heads", cfg->n_kv_heads);
+    cli_json_count(j, "head_dim", cfg->head_dim);
+    cli_json_count(j, "ffn_dim", cfg->ffn_dim);
+    cli_json_count(j, "vocab_size", cfg->vocab_size);
+    if (seq_len)
+      cli_json_number(j, "flops_per_token", flops.sequence / (double)seq_len);
+    cli_json_close(j, '}');
+    return CLI_OK;
+  }
+  printf("%s: %s, %llu parameters (%s in bf16), %u layers, dim %u, %u/%u heads of %u, ffn %u, vocabulary %u%s%s%s\n", path, archs[cfg->arch],
+         (unsigned long long)n, cli_bytes(bytes, 2 * n), cfg->n_layers, cfg->dim, cfg->n_heads, cfg->n_kv_heads, cfg->head_dim, cfg->ffn_dim,
+         cfg->vocab_size, cfg->tied_embeddings ? ", tied embeddings" : "", cfg->qkv_bias ? ", qkv bias" : "", cfg->qk_norm ? ", qk norm" : "");
+  if (seq_len)
+    printf("  %.3f GFLOP a token at %llu tokens a sequence\n", flops.sequence / (double)seq_len / 1e9, (unsigned long long)seq_len);
+  return CLI_OK;
+}
+
+static int show_data(cli_json *j, const cli_texts *paths, uint32_t vocab_size, uint64_t seq_len) {
+  ps_dataset *ds = NULL;
+  ps_status st = ps_dataset_open(&ds, paths->item, paths->n, vocab_size);
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
+  uint64_t n_tokens = ps_dataset_n_tokens(ds), n_sequences = seq_len ? ps_dataset_n_sequences(ds, seq_len) : 0;
+  if (j) {
+    cli_json_open(j, "data", '{');
+    cli_json_count(j, "shards", ps_dataset_n_shards(ds));
+    cli_json_count(j, "tokens", n_tokens);
+    if (seq_len)
+      cli_json_count(j, "sequences", n_sequences);
+    cli_json_close(j, '}');
+  } else {
+    printf("%u shards, %llu tokens\n", ps_dataset_n_shards(ds), (unsigned long long)n_tokens);
+    if (seq_len)
+      printf("  %llu sequences of %llu tokens\n", (unsigned long long)n_sequences, (unsigned long long)seq_len);
+  }
+  ps_dataset_close(ds);
+  return CLI_OK;
+}
+
+static int show_machine(cli_json *j) {
+  ps_hardware hw = {.struct_bytes = sizeof hw};
+  int code = cli_hardware_get(&hw, 0, j != NULL);
+  if (code != CLI_OK)
+    return code;
+  if (j) {
+    cli_json_text(j, "version", ps_version());
+    cli_hardware_json(j, "hardware", &hw);
+  } else {
+    printf("penstock %s, CPU backend\n", ps_version());
+    cli_hardware_print(stdout, &hw);
+  }
+  return CLI_OK;
+}
+
+int cli_info(int argc, char **argv) {
+  const char *model = NULL;
+  cli_texts data = {0};
+  uint64_t seq_len = 0;
+  bool as_json = false;
+  const cli_option options[] = {
+      {.name = "model", .kind = CLI_TEXT, .out = &model, .value = "DIR", .help = "describe this model directory"},
+      {.name = "data", .kind = CLI_TEXTS, .out = &data, .value = "SHARDS...", .help = "describe these token shards"},
+      {.name = "seq-len", .kind = CLI_COUNT, .out = &seq_len, .value = "N", .least = 1, .help = "for FLOPs a token and sequences in the data"},
+      {.name = "json", .kind = CLI_FLAG, .out = &as_json, .help = "one JSON object on stdout"},
+      {.name = NULL},
+  };
+  const cli_command command = {
+      .usage = "info [--model DIR] [--data SHARDS...] [OPTIONS]",
+      .about = "This machine's rates and memory; what a model directory holds; how many tokens and sequences are in token shards.\n"
+               "With --model the shards' token ids are checked against its vocabulary.",
+      .example = "penstock info --model my_8B_model --data shards/ --seq-len 4096",
+      .options = options,
+  };
+  int code = cli_parse(&command, argc, argv);
+  char *text = NULL; /* the object is printed when it is whole */
+  size_t bytes = 0;
+  cli_json json = {.out = code == CLI_OK && as_json ? open_memstream(&text, &bytes) : NULL}, *j = json.out ? &json : NULL;
+  if (code == CLI_OK && as_json && !j)
+    code = cli_fail(CLI_FAILED, "out of memory");
+  if (j)
+    cli_json_open(j, NULL, '{');
+  ps_model_config cfg = {.vocab_size = UINT32_MAX};
+  if (code == CLI_OK && !model && !data.n)
+    code = show_machine(j);
+  if (code == CLI_OK && model)
+    code = show_model(j, model, seq_len, &cfg);
+  if (code == CLI_OK && data.n)
+    code = show_data(j, &data, cfg.vocab_size, seq_len);
+  if (j) {
+    cli_json_close(j, '}');
+    fclose(json.out);
+    if (code == CLI_OK)
+      puts(text);
+  }
+  free(text);
+  free(data.item);
+  return code < 0 ? CLI_OK : code;
+}

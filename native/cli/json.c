@@ -1,0 +1,62 @@
+/* json.c - JSON written straight onto a stream. */
+#include "cli.h"
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+
+static void quoted(FILE *out, const char *text) {
+  fputc('"', out);
+  for (const unsigned char *c = (const unsigned char *)text; *c; c++)
+    if (*c == '"' || *c == '\\')
+      fprintf(out, "\\%c", *c);
+    else if (*c < 0x20)
+      fprintf(out, "\\u%04x", *c);
+    else
+      fputc(*c, out);
+  fputc('"', out);
+}
+
+static void begin(cli_json *j, const char *key) {
+  if (j->comma)
+    fputs(", ", j->out);
+  j->comma = true;
+  if (key) {
+    quoted(j->out, key);
+    fputs(": ", j->out);
+  }
+}
+
+void cli_json_open(cli_json *j, const char *key, char bracket) {
+  begin(j, key);
+  fputc(bracket, j->out);
+  j->comma = false;
+}
+
+void cli_json_close(cli_json *j, char bracket) {
+  fputc(bracket, j->out);
+  j->comma = true;
+}
+
+void cli_json_text(cli_json *j, const char *key, const char *value) {
+  begin(j, key);
+  quoted(j->out, value);
+}
+
+void cli_json_count(cli_json *j, const char *key, uint64_t value) {
+  begin(j, key);
+  fprintf(j->out, "%" PRIu64, value);
+}
+
+void cli_json_number(cli_json *j, const char *key, double value) {
+  char text[32];
+  snprintf(text, sizeof text, "%.15g", value);
+  if (strtod(text, NULL) != value) /* the shorter form where it is exact */
+    snprintf(text, sizeof text, "%.17g", value);
+  begin(j, key);
+  fputs(isfinite(value) ? text : "null", j->out);
+}
+
+void cli_json_bool(cli_json *j, const char *key, bool value) {
+  begin(j, key);
+  fputs(value ? "true" : "false", j->out);
+}

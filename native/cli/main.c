@@ -1,0 +1,48 @@
+/* main.c - the binary `penstock`: finds the subcommand. */
+#include "cli.h"
+#include <string.h>
+
+static const struct {
+  const char *name;
+  int (*run)(int argc, char **argv);
+  const char *about;
+} commands[] = {
+    {"train", cli_train, "train a model directory under two memory caps"},
+    {"plan", cli_plan, "show what train would do, without training"},
+    {"demo", cli_demo, "demo HOST_GIB DEV_GIB SEQLEN MODEL_DIR: train for a few steps"},
+    {"info", cli_info, "this machine; with --model and --data: a model and token shards"},
+    {"profile", cli_profile, "measure this machine's rates and cache them"},
+    {"version", cli_version, "print the version"},
+};
+enum { N_COMMANDS = sizeof commands / sizeof commands[0] };
+
+static void print_help(FILE *out) {
+  fprintf(out, "penstock trains transformers on one device with far too little memory, by streaming.\n\n"
+               "usage: penstock COMMAND [OPTIONS]      penstock COMMAND --help teaches each\n\n");
+  for (size_t i = 0; i < N_COMMANDS; i++)
+    fprintf(out, "  %-9s %s\n", commands[i].name, commands[i].about);
+  fprintf(out, "\nexample:\n  penstock train --model my_8B_model --data shards/ --device-mem 20GiB --host-mem 80GiB --seq-len 4096\n");
+}
+
+int cli_version(int argc, char **argv) {
+  (void)argc, (void)argv;
+  printf("penstock %s\n", ps_version());
+  return CLI_OK;
+}
+
+int main(int argc, char **argv) {
+  if (argc < 2) {
+    print_help(stderr);
+    return CLI_REFUSED;
+  }
+  if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "help") == 0) {
+    print_help(stdout);
+    return CLI_OK;
+  }
+  if (strcmp(argv[1], "--version") == 0)
+    return cli_version(argc, argv);
+  for (size_t i = 0; i < N_COMMANDS; i++)
+    if (strcmp(argv[1], commands[i].name) == 0)
+      return commands[i].run(argc - 1, argv + 1);
+  return cli_fail(CLI_REFUSED, "there is no command '%s': train, plan, demo, info, profile or version (penstock --help)", argv[1]);
+}

@@ -1,0 +1,59 @@
+/* plan.c - `penstock plan`: what train would do under the given caps. */
+#include "cli.h"
+
+static int print_smallest(cli_job *job) {
+  uint64_t device, host;
+  char a[32], b[32];
+  ps_status st = ps_plan_smallest(&job->config, &job->plan_config, &job->hardware, &device, &host);
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
+  if (job->json) {
+    cli_json j = {.out = stdout};
+    cli_json_open(&j, NULL, '{');
+    cli_json_count(&j, "smallest_device_bytes", device);
+    cli_json_count(&j, "smallest_host_bytes", host);
+    cli_json_close(&j, '}');
+    putchar('\n');
+  } else {
+    printf("smallest --device-mem under this --host-mem: %llu bytes (%s)\n", (unsigned long long)device, cli_bytes(a, device));
+    printf("smallest --host-mem under this --device-mem: %llu bytes (%s)\n", (unsigned long long)host, cli_bytes(b, host));
+  }
+  return CLI_OK;
+}
+
+int cli_plan(int argc, char **argv) {
+  cli_job job;
+  cli_option options[CLI_MAX_OPTIONS];
+  cli_job_init(&job);
+  job.elsewhere = true;
+  cli_job_options(&job, options, false);
+  size_t n = 0;
+  while (options[n].name)
+    n++;
+  options[n] = (cli_option){.name = "smallest", .kind = CLI_FLAG, .out = &job.smallest, .help = "print the smallest caps that a plan fits in"};
+  options[n + 1] = (cli_option){.name = NULL};
+  const cli_command command = {
+      .usage = "plan --model DIR --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
+      .about = "Searches the fastest plan of a step under both caps and prints it: chunks and rounds, what stays on the device, what\n"
+               "travels, what is recomputed, the memory of both arenas, the predicted step time and its bottleneck. Reads the model's\n"
+               "config.json only. Caps that are too small are refused with what is missing; a --host-mem larger than this machine's\n"
+               "memory is planned for all the same.",
+      .example = "penstock plan --model my_8B_model --seq-len 8192 --device-mem 24GiB --host-mem 96GiB",
+      .options = options,
+  };
+  int code = cli_parse(&command, argc, argv);
+  if (code == CLI_OK)
+    code = cli_job_check(&job);
+  if (code == CLI_OK)
+    code = job.smallest ? cli_job_prepare(&job) : cli_job_plan(&job);
+  if (code == CLI_OK && job.smallest) {
+    code = print_smallest(&job);
+  } else if (code == CLI_OK && (job.json || !job.quiet)) {
+    const char *text = job.json ? ps_plan_json(job.plan) : ps_plan_text(job.plan);
+    code = text ? CLI_OK : cli_fail(CLI_FAILED, "out of memory");
+    if (text)
+      puts(text);
+  }
+  cli_job_free(&job);
+  return code < 0 ? CLI_OK : code;
+}

@@ -1,0 +1,40 @@
+/* profile.c - `penstock profile`: measure this machine and cache the rates that plans rest on. */
+#include "cli.h"
+#include <stdlib.h>
+
+int cli_profile(int argc, char **argv) {
+  uint64_t threads = 0;
+  double seconds = 3;
+  bool json = false;
+  const cli_option options[] = {
+      {.name = "threads", .kind = CLI_COUNT, .out = &threads, .value = "N", .least = 1, .help = "compute threads (default: all CPUs)"},
+      {.name = "seconds", .kind = CLI_NUMBER, .out = &seconds, .value = "X", .least = 0.05, .help = "how long to measure in all (default 3)"},
+      {.name = "json", .kind = CLI_FLAG, .out = &json, .help = "one JSON object on stdout"},
+      {.name = NULL},
+  };
+  const cli_command command = {
+      .usage = "profile [OPTIONS]",
+      .about = "Times a GEMM, an attention, a norm, a copy and an optimizer update on an idle machine and keeps the rates in\n"
+               "$XDG_CACHE_HOME/penstock (or ~/.cache/penstock), where plan and train find them.",
+      .example = "penstock profile --seconds 5",
+      .options = options,
+  };
+  int code = cli_parse(&command, argc, argv);
+  if (code != CLI_OK)
+    return code < 0 ? CLI_OK : code;
+  ps_hardware hw;
+  char *cached_at = NULL;
+  code = cli_hardware_measure(&hw, (uint32_t)threads, seconds, &cached_at);
+  if (code != CLI_OK)
+    return code;
+  if (json) {
+    cli_json j = {.out = stdout};
+    cli_hardware_json(&j, NULL, &hw);
+    putchar('\n');
+  } else {
+    cli_hardware_print(stdout, &hw);
+    printf("%s%s\n", cached_at ? "cached in " : "not cached: there is no writable cache folder (set XDG_CACHE_HOME)", cached_at ? cached_at : "");
+  }
+  free(cached_at);
+  return CLI_OK;
+}

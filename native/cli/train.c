@@ -1,0 +1,330 @@
+/* train.c - `penstock train`: refuse what is wrong before anything is written, then run, report and save. */
+#include "cli.h"
+#include <errno.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* ---- Ctrl-C: the first lets the steps in flight finish, the second stops at once ------------------------------------- */
+
+static _Atomic(ps_trainer *) running; /* NULL while no step is in flight */
+static atomic_bool nothing_written = true;
+static atomic_int n_interrupts;
+static const char *_Atomic first_words; /* said at the first Ctrl-C; NULL: nothing */
+
+static void on_interrupt(int signal_number) {
+  (void)signal_number;
+  if (atomic_load(&nothing_written))
+    _exit(CLI_INTERRUPTED);
+  int n = atomic_fetch_add(&n_interrupts, 1) + 1;
+  ps_trainer *t = atomic_load(&running);
+  const char *words = atomic_load(&first_words);
+  if (n == 1 && t && words && write(STDERR_FILENO, words, strlen(words)) < 0)
+    return; /* nobody reads stderr: nothing is lost */
+  if (n > 1 && t)
+    ps_trainer_cancel(t);
+}
+
+static void catch_interrupts(void) {
+  struct sigaction action = {.sa_handler = on_interrupt, .sa_flags = SA_RESTART};
+  sigemptyset(&action.sa_mask);
+  sigaction(SIGINT, &action, NULL);
+  sigaction(SIGTERM, &action, NULL);
+}
+
+/* ---- before the run ----------------------------------------------------------------------------------------------------- */
+
+static int check_outputs(const cli_job *job) {
+  struct stat in, out;
+  if (job->out && stat(job->model, &in) == 0 && stat(job->out, &out) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+    return cli_fail(CLI_REFUSED, "--out %s is the model directory itself: give another one", job->out);
+  int code = job->out ? cli_folder_check(job->out, "out") : CLI_OK;
+  return code == CLI_OK ? cli_folder_check(job->run_dir, "run-dir") : code;
+}
+
+static int open_data(const cli_job *job, ps_dataset **out) {
+  if (!job->data.n)
+    return cli_fail(CLI_REFUSED, "--data is missing: give token shards (python -m penstock.data makes them from text)");
+  ps_dataset *ds = NULL;
+  ps_status st = ps_dataset_open(&ds, job->data.item, job->data.n, job->config.vocab_size);
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
+  if (ps_dataset_n_sequences(ds, job->seq_len) == 0) {
+    int code = cli_fail(CLI_REFUSED, "the data has %llu tokens in %u shards, and one sequence of --seq-len %llu needs %llu in one shard",
+                        (unsigned long long)ps_dataset_n_tokens(ds), ps_dataset_n_shards(ds), (unsigned long long)job->seq_len,
+                        (unsigned long long)job->seq_len + 1);
+    ps_dataset_close(ds);
+    return code;
+  }
+  *out = ds;
+  return CLI_OK;
+}
+
+static ps_train_config train_config(const cli_job *job, ps_dataset *ds) {
+  ps_train_config cfg = {.struct_bytes = sizeof cfg};
+  ps_train_config_init(&cfg);
+  cfg.lr_kind = job->lr_schedule;
+  cfg.lr = job->lr;
+  cfg.min_lr = job->min_lr;
+  cfg.warmup_steps = job->warmup_steps;
+  cfg.total_steps = job->steps;
+  cfg.decay_steps = job->decay_steps;
+  cfg.beta1 = job->beta1;
+  cfg.beta2 = job->beta2;
+  cfg.weight_decay = job->weight_decay;
+  cfg.clip_norm = job->clip_norm;
+  cfg.seed = job->seed;
+  cfg.document_token = job->document_token;
+  cfg.document_end_token = job->document_end_token;
+  cfg.shuffle = job->shuffle;
+  cfg.trace_steps = (uint32_t)job->trace_steps;
+  cfg.dataset = ds;
+  return cfg;
+}
+
+/* ---- output files ----------------------------------------------------------------------------------------------------------- */
+
+/* Under a temporary name first: a disk that is full leaves what was there. */
+static int write_text(const char *path, const char *text) {
+  size_t bytes = strlen(path) + sizeof ".part";
+  char *part = text ? malloc(bytes) : NULL;
+  if (!part)
+    return cli_fail(CLI_FAILED, "out of memory");
+  snprintf(part, bytes, "%s.part", path);
+  FILE *f = fopen(part, "w");
+  bool ok = f && fputs(text, f) >= 0 && fputc('\n', f) >= 0;
+  if (f)
+    ok = fclose(f) == 0 && ok;
+  ok = ok && rename(part, path) == 0;
+  int code = ok ? CLI_OK : cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(errno));
+  if (!ok && f)
+    unlink(part);
+  free(part);
+  return code;
+}
+
+/* Folders, plan.json and an empty metrics.jsonl. */
+static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics) {
+  int failed = cli_folder_make(job->run_dir);
+  if (failed)
+    return cli_fail(CLI_FAILED, "%s cannot be made: %s", job->run_dir, strerror(failed));
+  r->metrics_path = cli_path_join(job->run_dir, "metrics.jsonl");
+  r->plan_path = cli_path_join(job->run_dir, "plan.json");
+  if (!r->metrics_path || !r->plan_path)
+    return cli_fail(CLI_FAILED, "out of memory");
+  int code = write_text(r->plan_path, ps_plan_json(job->plan));
+  if (code != CLI_OK)
+    return code;
+  *metrics = fopen(r->metrics_path, "w");
+  return *metrics ? CLI_OK : cli_fail(CLI_FAILED, "%s cannot be written: %s", r->metrics_path, strerror(errno));
+}
+
+/* One whole line, or none. */
+static int write_metrics(FILE *f, const char *path, const ps_step_metrics *m) {
+  long before = ftell(f);
+  cli_json j = {.out = f};
+  cli_json_open(&j, NULL, '{');
+  cli_json_count(&j, "step", m->step);
+  cli_json_number(&j, "loss", m->loss);
+  cli_json_count(&j, "tokens", m->tokens);
+  cli_json_count(&j, "valid_tokens", m->valid_tokens);
+  cli_json_number(&j, "step_s", m->step_s);
+  cli_json_number(&j, "predicted_step_s", m->predicted_step_s);
+  cli_json_number(&j, "tokens_per_s", m->tokens_per_s);
+  cli_json_count(&j, "device_peak_bytes", m->device_peak_bytes);
+  cli_json_count(&j, "host_peak_bytes", m->host_peak_bytes);
+  cli_json_count(&j, "host_arena_peak_bytes", m->host_arena_peak_bytes);
+  cli_json_number(&j, "grad_norm", m->grad_norm);
+  cli_json_number(&j, "lr", m->lr);
+  cli_json_number(&j, "mfu", m->mfu);
+  cli_json_number(&j, "hfu", m->hfu);
+  cli_json_close(&j, '}');
+  fputc('\n', f);
+  if (fflush(f) == 0 && !ferror(f))
+    return CLI_OK;
+  int code = cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(errno));
+  return before < 0 || ftruncate(fileno(f), before) != 0 ? CLI_FAILED : code;
+}
+
+/* ---- the run -------------------------------------------------------------------------------------------------------------------- */
+
+static int by_value(const void *a, const void *b) {
+  double x = *(const double *)a, y = *(const double *)b;
+  return (x > y) - (x < y);
+}
+
+/* Median of the steps after the first two, or of all when there are no more. */
+static double median_step(double *step_s, uint64_t n) {
+  uint64_t skip = n > 2 ? 2 : 0, left = n - skip;
+  if (!left)
+    return 0;
+  qsort(step_s + skip, left, sizeof *step_s, by_value);
+  return left % 2 ? step_s[skip + left / 2] : (step_s[skip + left / 2 - 1] + step_s[skip + left / 2]) / 2;
+}
+
+static void note_step(cli_run_result *r, const ps_step_metrics *m, double *step_s) {
+  if (r->n_done == 0)
+    r->loss_first = m->loss;
+  step_s[r->n_done++] = m->step_s;
+  r->loss_last = m->loss;
+  r->tokens += m->tokens;
+  r->predicted_step_s = m->predicted_step_s;
+  r->device_peak_bytes = m->device_peak_bytes;
+  r->host_peak_bytes = m->host_peak_bytes;
+}
+
+/* One step is kept submitted beyond the one waited for, until Ctrl-C. */
+static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics, cli_run_result *r) {
+  double *step_s = calloc(job->steps, sizeof *step_s);
+  if (!step_s)
+    return cli_fail(CLI_FAILED, "out of memory for the times of %llu steps", (unsigned long long)job->steps);
+  int code = CLI_OK;
+  uint64_t submitted = 0;
+  while (code == CLI_OK) {
+    r->interrupted = r->interrupted || atomic_load(&n_interrupts);
+    uint64_t ahead = r->interrupted ? 0 : job->steps - r->n_done < 2 ? job->steps : r->n_done + 2;
+    ps_status st = ahead > submitted ? ps_trainer_submit(t, ahead - submitted) : PS_OK;
+    submitted = ahead > submitted ? ahead : submitted;
+    if (st == PS_OK && r->n_done == submitted)
+      break;
+    ps_step_metrics m = {0};
+    if (st == PS_OK)
+      st = ps_trainer_wait(t, &m);
+    if (st != PS_OK) {
+      cli_progress_end(p);
+      r->interrupted = r->interrupted || st == PS_ECANCELLED;
+      code = st == PS_ECANCELLED ? cli_fail(CLI_INTERRUPTED, "stopped at once; nothing is saved") : cli_fail_status(st, false);
+      break;
+    }
+    note_step(r, &m, step_s);
+    cli_progress_step(p, &m, r->n_done);
+    code = write_metrics(metrics, r->metrics_path, &m);
+  }
+  cli_progress_end(p);
+  r->step_s_median = median_step(step_s, r->n_done);
+  free(step_s);
+  return code;
+}
+
+/* timeline.json and the streams' shares, from the steps that the trace kept. */
+static int report_trace(const cli_job *job, ps_trainer *t, cli_run_result *r) {
+  uint64_t n = 0;
+  const char *names[PS_MAX_STREAMS];
+  ps_schedule *schedule = ps_plan_schedule(job->plan);
+  r->n_streams = ps_schedule_n_streams(schedule);
+  for (uint32_t s = 0; s < r->n_streams; s++)
+    names[s] = ps_plan_stream_name(s);
+  ps_status st = ps_trainer_trace(t, NULL, 0, &n);
+  ps_trace_event *events = st == PS_OK && n ? malloc(n * sizeof *events) : NULL;
+  if (st == PS_OK && n && !events)
+    return cli_fail(CLI_FAILED, "out of memory for the trace of %llu ops", (unsigned long long)n);
+  if (events)
+    st = ps_trainer_trace(t, events, n, &n);
+  if (st == PS_OK && events) {
+    cli_stream_shares(r, events, n);
+    r->timeline_path = cli_path_join(job->run_dir, "timeline.json");
+    st = r->timeline_path ? ps_trace_write_json(r->timeline_path, schedule, events, n, names) : PS_OK;
+  }
+  free(events);
+  return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
+}
+
+/* Also after an error in the middle of the run: weights at home are those of the last complete step. */
+static int save(const cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
+  cli_progress_note(p, "saving %s, after %llu complete steps", job->out, (unsigned long long)r->n_done);
+  int failed = cli_folder_make_parent(job->out);
+  if (failed)
+    return cli_fail(CLI_FAILED, "%s cannot be made: %s", job->out, strerror(failed));
+  ps_status st = ps_trainer_save(t, job->out, (ps_dtype)job->save_dtype);
+  r->saved = st == PS_OK;
+  return r->saved ? CLI_OK : cli_fail_status(st, false);
+}
+
+static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
+  FILE *metrics = NULL;
+  cli_progress_note(p, "plan\n%s", ps_plan_text(job->plan));
+  if (!job->quiet)
+    atomic_store(&first_words, job->out ? "\npenstock: stopping after the steps in flight, then saving; Ctrl-C again stops at once\n"
+                                        : "\npenstock: stopping after the steps in flight; Ctrl-C again stops at once\n");
+  atomic_store(&nothing_written, false);
+  atomic_store(&running, t);
+  int code = open_outputs(job, r, &metrics);
+  if (code != CLI_OK)
+    return code;
+  double started = p->started_s = cli_now_s();
+  code = run_steps(job, t, p, metrics, r);
+  atomic_store(&running, NULL);
+  r->wall_s = cli_now_s() - started;
+  fclose(metrics);
+  if (code == CLI_OK)
+    code = report_trace(job, t, r);
+  if (job->out && r->n_done && code != CLI_INTERRUPTED) {
+    int saving = save(job, t, p, r);
+    code = code == CLI_OK ? saving : code;
+  }
+  if (code == CLI_OK && job->json)
+    cli_summary_json(stdout, job, r);
+  else if (code == CLI_OK && !job->quiet)
+    cli_summary_print(stdout, job, r);
+  return code == CLI_OK && r->interrupted ? CLI_INTERRUPTED : code;
+}
+
+int cli_train_job(cli_job *job) {
+  if (!job->run_dir)
+    job->run_dir = job->out ? job->out : ".";
+  ps_dataset *ds = NULL;
+  int code = cli_job_check(job);
+  if (code == CLI_OK)
+    code = check_outputs(job);
+  catch_interrupts();
+  if (code == CLI_OK)
+    code = open_data(job, &ds);
+  if (code == CLI_OK)
+    code = cli_job_plan(job);
+  if (code != CLI_OK) {
+    ps_dataset_close(ds);
+    return code;
+  }
+  if (!job->steps) {
+    job->steps = ps_dataset_n_sequences(ds, job->seq_len) / job->report.n_sequences;
+    job->steps += !job->steps;
+  }
+  cli_progress p;
+  cli_progress_begin(&p, job);
+  ps_trainer *t = NULL;
+  ps_train_config cfg = train_config(job, ds);
+  ps_status st = ps_trainer_create(&t, job->model, job->plan, &cfg, cli_progress_load, &p);
+  cli_progress_end(&p);
+  cli_run_result r = {.n_wanted = job->steps};
+  code = st == PS_OK ? run_and_save(job, t, &p, &r) : cli_fail_status(st, true);
+  ps_trainer_destroy(t);
+  ps_dataset_close(ds);
+  free(r.metrics_path);
+  free(r.plan_path);
+  free(r.timeline_path);
+  return code;
+}
+
+int cli_train(int argc, char **argv) {
+  cli_job job;
+  cli_option options[CLI_MAX_OPTIONS];
+  cli_job_init(&job);
+  cli_job_options(&job, options, true);
+  const cli_command command = {
+      .usage = "train --model DIR --data SHARDS... --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
+      .about = "Trains the model under both memory caps: plans the step, streams what does not fit, and writes metrics.jsonl (an object a\n"
+               "step), plan.json and timeline.json. Caps that are too small and bad input are refused before anything is written (exit\n"
+               "code 2). Ctrl-C lets the steps in flight finish and saves the model if --out is given; a second one stops at once.",
+      .example = "penstock train --model my_8B_model --data shards/ --device-mem 20GiB --host-mem 80GiB --seq-len 4096 --steps 1000 \\\n"
+                 "    --lr 2e-5 --lr-schedule cosine --warmup-steps 50 --out trained",
+      .options = options,
+  };
+  int code = cli_parse(&command, argc, argv);
+  if (code == CLI_OK)
+    code = cli_train_job(&job);
+  cli_job_free(&job);
+  return code < 0 ? CLI_OK : code;
+}
