@@ -1,0 +1,338 @@
+/* cuda.c - the CUDA backend: streams, waits, signals and failures (device.h says how). */
+#include "backends/cuda/device.h"
+#include "kernels/cuda/cublaslt.h"
+#include <ctype.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <time.h>
+
+static const uint64_t SPIN_NS = 20000, SLEEP_NS = 20000, HEALTH_NS = 16000000;
+static const uint64_t GIVEN_UP = INT64_MAX; /* at least any value, by the sign of the difference */
+static const uint32_t HOPPER = 9;
+static const size_t BLAS_BYTES = (size_t)32 << 20, BLAS_BYTES_OLD = (size_t)4 << 20;
+
+static _Atomic bool without_mem_ops;
+void ps__cuda_without_mem_ops(bool without) { atomic_store(&without_mem_ops, without); }
+
+/* ---- open and close -------------------------------------------------------------------------------------------------- */
+
+static void close_stream(ps__device *dev, ps__cuda_stream *s) {
+  ps__host_stream_close(&s->host);
+  ps__cuda_blas_destroy(s->exec.blas);
+  if (s->scratch) {
+    dev->cu->MemFree(s->scratch);
+    ps__live_add(-1);
+  }
+  if (s->stream)
+    dev->cu->StreamDestroy(s->stream);
+}
+
+static void cuda_close(ps__device *dev) {
+  CUcontext old;
+  if (!dev)
+    return;
+  if (dev->ctx) {
+    dev->cu->CtxPushCurrent(dev->ctx);
+    for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
+      close_stream(dev, &dev->stream[i]);
+    if (dev->words)
+      dev->cu->MemFreeHost(dev->words);
+    dev->cu->CtxPopCurrent(&old);
+    dev->cu->DevicePrimaryCtxRelease(dev->dev);
+  }
+  ps__unmap(dev, sizeof *dev);
+}
+
+static int attribute(const ps__device *dev, CUdevice_attribute what) {
+  int value = 0;
+  return dev->cu->DeviceGetAttribute(&value, what, dev->dev) == CUDA_SUCCESS ? value : 0;
+}
+
+static int numa_node_of(const ps__device *dev) {
+  char id[32] = "", path[96];
+  int node = -1;
+  if (dev->cu->DeviceGetPCIBusId(id, sizeof id, dev->dev) != CUDA_SUCCESS)
+    return -1;
+  for (char *c = id; *c; c++)
+    *c = (char)tolower((unsigned char)*c);
+  snprintf(path, sizeof path, "/sys/bus/pci/devices/%s/numa_node", id);
+  FILE *f = fopen(path, "re");
+  if (f && fscanf(f, "%d", &node) != 1)
+    node = -1;
+  if (f)
+    fclose(f);
+  return node;
+}
+
+static ps_status open_context(ps__device *dev) {
+  int n = 0;
+  PS_TRY(ps__cuda_driver_open(&dev->cu));
+  PS__CUDA_TRY(dev->cu, DeviceGetCount(&n));
+  if (dev->cfg.device >= (uint32_t)n)
+    return ps__fail(PS_EDEVICE, "GPU %u is asked for, %d visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES", dev->cfg.device, n);
+  PS__CUDA_TRY(dev->cu, DeviceGet(&dev->dev, (int)dev->cfg.device));
+  if (!attribute(dev, CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING))
+    return ps__fail(PS_EDEVICE, "GPU %u has no unified addresses with the host, which the cuda backend needs", dev->cfg.device);
+  dev->mem_ops = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS) && !atomic_load(&without_mem_ops);
+  dev->host_pointers = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
+  dev->numa_node = numa_node_of(dev);
+  if (!dev->mem_ops)
+    ps__log(PS_LOG_WARN, "GPU %u has no 64-bit stream memory operations: waits between host and GPU cost more", dev->cfg.device);
+  CUcontext ctx;
+  CUresult r = dev->cu->DevicePrimaryCtxRetain(&ctx, dev->dev);
+  if (r == CUDA_ERROR_OUT_OF_MEMORY)
+    return ps__fail(PS_ENOMEM, "GPU %u has no memory left for a context: end what else uses it", dev->cfg.device);
+  if (r != CUDA_SUCCESS)
+    return ps__cuda_fail(dev->cu, r, "cuDevicePrimaryCtxRetain");
+  dev->ctx = ctx;
+  return PS_OK;
+}
+
+static ps_status device_memory(ps__device *dev, CUdeviceptr *out, size_t bytes, uint32_t idx) {
+  char text[32];
+  if (ps__fault_hit(PS_FAULT_ALLOC) || dev->cu->MemAlloc(out, bytes) != CUDA_SUCCESS) {
+    *out = 0;
+    return ps__fail(PS_ENOMEM, "stream %u (%s): %s of GPU memory for scratch refused: lower --device-mem, or end what else uses this "
+                               "GPU", idx, dev->cfg.stream[idx].name, ps__format_bytes(text, bytes));
+  }
+  ps__live_add(1);
+  return PS_OK;
+}
+
+/* Scratch, and on compute streams the products' workspace behind it. */
+static ps_status open_device_stream(ps__device *dev, uint32_t idx) {
+  ps__cuda_stream *s = &dev->stream[idx];
+  const ps_stream_config *cfg = &dev->cfg.stream[idx];
+  bool compute = cfg->kind == PS_STREAM_COMPUTE;
+  size_t blas_bytes = attribute(dev, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= (int)HOPPER ? BLAS_BYTES : BLAS_BYTES_OLD;
+  s->exec = (ps__cuda_exec){.scratch_bytes = ((size_t)cfg->scratch_bytes * cfg->n_threads + 255) / 256 * 256,
+                            .device = (int)dev->cfg.device, .n_sms = attribute(dev, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+                            .deterministic = dev->cfg.deterministic != 0};
+  PS__CUDA_TRY(dev->cu, StreamCreate(&s->stream, CU_STREAM_NON_BLOCKING));
+  s->exec.stream = s->stream;
+  size_t bytes = s->exec.scratch_bytes + (compute ? blas_bytes : 0);
+  if (!bytes)
+    return PS_OK;
+  PS_TRY(device_memory(dev, &s->scratch, bytes, idx));
+  s->exec.scratch = (void *)(uintptr_t)s->scratch;
+  if (compute)
+    PS_TRY(ps__cublaslt_open());
+  return compute ? ps__cuda_blas_create(&s->exec.blas, (char *)s->exec.scratch + s->exec.scratch_bytes, blas_bytes) : PS_OK;
+}
+
+static ps_status open_streams(ps__device *dev) {
+  enum { WORD_BYTES = 64 };
+  CUdeviceptr words;
+  PS__CUDA_TRY(dev->cu, MemHostAlloc(&dev->words, PS_MAX_STREAMS * WORD_BYTES, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP));
+  PS__CUDA_TRY(dev->cu, MemHostGetDevicePointer(&words, dev->words, 0));
+  memset(dev->words, 0, PS_MAX_STREAMS * WORD_BYTES);
+  for (uint32_t i = 0; i < dev->cfg.n_streams; i++) {
+    ps__cuda_stream *s = &dev->stream[i];
+    s->word = (_Atomic uint64_t *)(void *)((char *)dev->words + i * WORD_BYTES);
+    s->word_dev = words + i * WORD_BYTES;
+    if (ps__cuda_is_host(&dev->cfg, i))
+      PS_TRY(ps__host_stream_open(&s->host, &dev->cfg.stream[i], i));
+    else
+      PS_TRY(open_device_stream(dev, i));
+  }
+  return PS_OK;
+}
+
+static ps_status cuda_open(ps__device **out, const ps_engine_config *cfg) {
+  void *memory;
+  CUcontext old;
+  PS_TRY(ps__map(&memory, sizeof(ps__device), "CUDA device"));
+  ps__device *dev = memory;
+  dev->cfg = *cfg;
+  ps_status st = open_context(dev);
+  if (st == PS_OK) {
+    dev->cu->CtxPushCurrent(dev->ctx);
+    st = open_streams(dev);
+    dev->cu->CtxPopCurrent(&old);
+  }
+  if (st == PS_OK)
+    *out = dev;
+  else
+    cuda_close(dev);
+  return st;
+}
+
+/* ---- what the engine asks -------------------------------------------------------------------------------------------- */
+
+static uint32_t cuda_fn_id(const ps_engine_config *cfg, uint32_t stream) {
+  return ps__cuda_is_host(cfg, stream) ? PS_BACKEND_CPU : PS_BACKEND_CUDA;
+}
+
+/* Device streams are one group, called by its first stream. */
+static uint32_t cuda_group(const ps_engine_config *cfg, uint32_t stream) {
+  uint32_t first = 0;
+  if (ps__cuda_is_host(cfg, stream))
+    return stream;
+  while (ps__cuda_is_host(cfg, first))
+    first++;
+  return first;
+}
+
+static void *cuda_exec(ps__device *dev, uint32_t stream) {
+  ps__cuda_stream *s = &dev->stream[stream];
+  return s->stream ? (void *)&s->exec : (void *)&s->host.exec;
+}
+
+static void cuda_enter(ps__device *dev) {
+  dev->cu->CtxSetCurrent(dev->ctx); /* a failure shows at the thread's first call */
+  prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul);
+}
+
+/* A host stream that has given up lets pass who waits for it on the device; then every device stream comes to its end, as all
+ * host streams leave with it. */
+static void cuda_leave(ps__device *dev, uint32_t group) {
+  if (!dev->stream[group].stream) {
+    atomic_store_explicit(dev->stream[group].word, GIVEN_UP, memory_order_release);
+    return;
+  }
+  for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
+    if (dev->stream[i].stream) {
+      CUresult r = dev->cu->StreamSynchronize(dev->stream[i].stream);
+      if (r != CUDA_SUCCESS)
+        ps__cuda_note_error(dev, r, "cuStreamSynchronize");
+    }
+}
+
+static uint64_t cuda_counter(ps__device *dev, uint32_t stream) {
+  ps__cuda_stream *s = &dev->stream[stream];
+  return s->stream ? atomic_load_explicit(s->word, memory_order_acquire) : atomic_load(&s->host.line.value);
+}
+
+static void cuda_kick(ps__device *dev) { /* who looks at words looks at its flag as well */
+  for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
+    ps__timeline_kick(&dev->stream[i].host.line);
+}
+
+/* ---- failures -------------------------------------------------------------------------------------------------------- */
+
+void ps__cuda_note_error(ps__device *dev, CUresult r, const char *call) {
+  int none = CUDA_SUCCESS;
+  const char *nobody = NULL;
+  atomic_compare_exchange_strong(&dev->failed_call, &nobody, call);
+  atomic_compare_exchange_strong(&dev->error, &none, (int)r);
+}
+
+/* A failed kernel or copy makes every later call fail, a query too. */
+static ps_status cuda_health(ps__device *dev) {
+  CUcontext old;
+  if (atomic_load(&dev->error) == CUDA_SUCCESS && dev->cu->CtxPushCurrent(dev->ctx) == CUDA_SUCCESS) {
+    for (uint32_t i = 0; i < dev->cfg.n_streams; i++) {
+      CUresult r = dev->stream[i].stream ? dev->cu->StreamQuery(dev->stream[i].stream) : CUDA_SUCCESS;
+      if (r != CUDA_SUCCESS && r != CUDA_ERROR_NOT_READY) {
+        ps__cuda_note_error(dev, r, "a kernel or a copy before cuStreamQuery");
+        break;
+      }
+    }
+    dev->cu->CtxPopCurrent(&old);
+  }
+  int error = atomic_load(&dev->error);
+  if (error == CUDA_SUCCESS)
+    return PS_OK;
+  (void)ps__cuda_fail(dev->cu, (CUresult)error, atomic_load(&dev->failed_call));
+  return ps__fail(PS_EDEVICE, "the GPU failed, start anew in another process: %s", ps_last_error());
+}
+
+/* ---- waits and signals ------------------------------------------------------------------------------------------------- */
+
+static void relax(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+/* Wait for a word that the device writes. */
+static bool watch(ps__device *dev, const ps__cuda_stream *s, uint64_t value, const _Atomic uint32_t *abort_flag) {
+  uint64_t begin = 0, look = 0;
+  for (;;) {
+    if (atomic_load_explicit(s->word, memory_order_acquire) >= value)
+      return true;
+    if (abort_flag && atomic_load(abort_flag) != 0)
+      return false;
+    uint64_t now = ps__now_ns();
+    if (!begin) {
+      begin = now;
+      look = now + HEALTH_NS;
+    }
+    if (now >= look) {
+      look = now + HEALTH_NS;
+      if (cuda_health(dev) != PS_OK)
+        return atomic_load_explicit(s->word, memory_order_acquire) >= value;
+    }
+    if (now - begin < SPIN_NS && ps__cores_idle()) {
+      for (int i = 0; i < 16; i++)
+        relax();
+    } else {
+      nanosleep(&(struct timespec){.tv_nsec = (long)SLEEP_NS}, NULL);
+    }
+  }
+}
+
+static bool submitted(ps__device *dev, CUresult r, const char *call) {
+  if (r != CUDA_SUCCESS)
+    ps__cuda_note_error(dev, r, call);
+  return r == CUDA_SUCCESS;
+}
+
+/* The event of the op that brings @s to @value; NULL when it has none. */
+static CUevent event_at(const ps__device *dev, const ps__cuda_stream *s, uint64_t value) {
+  uint64_t step = (value - 1) / s->n_ops, position = (value - 1) % s->n_ops;
+  uint32_t event = s->ops[position].event;
+  return event == PS__NO_EVENT ? NULL : dev->events[event + (step & 1)];
+}
+
+static bool cuda_wait(ps__device *dev, uint32_t stream, uint32_t awaited, uint64_t value, const _Atomic uint32_t *abort_flag) {
+  ps__cuda_stream *a = &dev->stream[awaited];
+  CUstream waiter = stream == PS__CALLER ? NULL : dev->stream[stream].stream;
+  if (!waiter)
+    return a->stream ? watch(dev, a, value, abort_flag) : ps__timeline_wait(&a->host.line, value, abort_flag);
+  if (a->stream)
+    return submitted(dev, dev->cu->StreamWaitEvent(waiter, event_at(dev, a, value), CU_EVENT_WAIT_DEFAULT), "cuStreamWaitEvent");
+  if (!dev->mem_ops)
+    return ps__timeline_wait(&a->host.line, value, abort_flag);
+  if (atomic_load_explicit(a->word, memory_order_acquire) >= value)
+    return true;
+  return submitted(dev, dev->cu->StreamWaitValue64(waiter, a->word_dev, value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue64");
+}
+
+static void CUDA_CB write_note(void *arg) {
+  ps__cuda_note *n = arg;
+  atomic_store_explicit(n->word, n->value, memory_order_release);
+  n->value += n->n_ops;
+}
+
+static void cuda_signal(ps__device *dev, uint32_t stream, uint64_t value) {
+  ps__cuda_stream *s = &dev->stream[stream];
+  if (!s->stream) {
+    atomic_store_explicit(s->word, value, memory_order_release); /* before the timeline: who is woken by it may give the word up */
+    ps__timeline_signal(&s->host.line, value);
+    return;
+  }
+  const ps__cuda_op *op = &s->ops[(value - 1) % s->n_ops];
+  CUevent event = event_at(dev, s, value);
+  if (event)
+    submitted(dev, dev->cu->EventRecord(event, s->stream), "cuEventRecord");
+  if (op->note == PS__NO_EVENT)
+    return;
+  if (dev->mem_ops)
+    submitted(dev, dev->cu->StreamWriteValue64(s->stream, s->word_dev, value, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue64");
+  else
+    submitted(dev, dev->cu->LaunchHostFunc(s->stream, write_note, &dev->notes[op->note]), "cuLaunchHostFunc");
+}
+
+static ps_status cuda_prepare(ps__device *dev, const ps_schedule *schedule, uint64_t trace_steps) {
+  PS_TRY(cuda_health(dev));
+  return ps__cuda_prepare(dev, schedule, trace_steps);
+}
+
+const ps__backend ps__backend_cuda = {
+    .name = "cuda", .fn_id = cuda_fn_id, .open = cuda_open, .close = cuda_close, .map = ps__cuda_map, .unmap = ps__cuda_unmap,
+    .peak = ps__cuda_peak, .group = cuda_group, .exec = cuda_exec, .copy = ps__cuda_copy, .prepare = cuda_prepare,
+    .finish = ps__cuda_finish, .enter = cuda_enter, .leave = cuda_leave, .signal = cuda_signal, .wait = cuda_wait,
+    .counter = cuda_counter, .stamp = ps__cuda_stamp, .settle = ps__cuda_settle, .health = cuda_health, .kick = cuda_kick,
+};

@@ -1,0 +1,96 @@
+/* device.h - the CUDA backend from the inside.
+ *
+ * Device streams are CUDA streams, fed in program order by one thread; host streams are the CPU backend's. Who waits how:
+ *   device for device   an event, recorded after the awaited op (events below)
+ *   device for host     the stream waits until the host stream's word, pinned, is at least the value
+ *   host for device     the stream writes its word; the thread looks at it: spins 20 us, then every 20 us, which with the
+ *                       kernel's slack gives a latency under 100 us (nothing can wake a thread from the device)
+ *   host for host       the timeline's futex
+ * A word is compared as the hardware does, by the sign of a 64-bit difference; a stream that gives up writes INT64_MAX.
+ *
+ * Without 64-bit stream memory operations (virtual GPUs of old drivers) a device stream's wait for a host stream blocks the
+ * submitting thread, which is right and late, and the words of device streams are written by cuLaunchHostFunc, 6 us idle and
+ * up to 270 us under load.
+ *
+ * Submitting cannot lock up, though a full CUDA queue blocks the submitting thread and streams may share a hardware queue: all
+ * that was submitted comes earlier in program order than what was not, and waits only point back in that order. */
+#ifndef PS_BACKENDS_CUDA_DEVICE_H
+#define PS_BACKENDS_CUDA_DEVICE_H
+#include "backends/cuda/driver.h"
+#include "backends/host/stream.h"
+#include "engine/schedule.h"
+#include "kernels/cuda/cuda_exec.h"
+
+/* What cuLaunchHostFunc gets where words are written by it: the next value, and how much is added each step. */
+typedef struct ps__cuda_note {
+  _Atomic uint64_t *word;
+  uint64_t value, n_ops;
+} ps__cuda_note;
+
+/* An op of a device stream, by position. */
+typedef struct ps__cuda_op {
+  uint32_t event; /* index of the first of its two events, or PS__NO_EVENT: no other device stream awaits it */
+  uint32_t note;  /* index of its note, or PS__NO_EVENT: neither a host stream nor the caller awaits it */
+} ps__cuda_op;
+enum { PS__NO_EVENT = UINT32_MAX };
+
+typedef struct ps__cuda_stream {
+  ps__host_stream host; /* zero on device streams */
+  CUstream stream;      /* NULL on host streams */
+  CUdeviceptr scratch;
+  ps__cuda_exec exec;
+  _Atomic uint64_t *word; /* its counter, pinned; on host streams a copy of the timeline's value for the device */
+  CUdeviceptr word_dev;
+  uint64_t n_ops;         /* of a step of the run */
+  ps__cuda_op *ops;       /* device streams, by position */
+} ps__cuda_stream;
+
+struct ps__device {
+  const ps__cuda_driver *cu;
+  ps_engine_config cfg;
+  CUdevice dev;
+  CUcontext ctx;
+  bool mem_ops, host_pointers; /* stream memory operations; kernels may use the host's addresses of pinned memory */
+  int numa_node;               /* of the GPU, or -1 */
+  _Atomic int error;           /* CUresult of the first call that failed inside a run, where no status could say so */
+  const char *_Atomic failed_call;
+  ps__mapping space[PS_MAX_SPACES];
+  void *words;
+  ps__cuda_stream stream[PS_MAX_STREAMS];
+  /* reserved by prepare() for one run */
+  CUevent *events;
+  ps__cuda_note *notes;
+  CUevent *timing; /* trace_steps x n_ops x {start, end}; NULL for ops of host streams */
+  CUevent base;    /* and where it stands on the host's clock */
+  uint64_t base_ns, n_events, n_timing, n_ops, trace_steps;
+};
+
+/* memory.c */
+ps_status ps__cuda_map(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out);
+void ps__cuda_unmap(ps__device *dev, const ps__mapping *m);
+ps_status ps__cuda_peak(ps__device *dev, const ps__mapping *m, uint64_t *out_bytes);
+ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void *src, uint64_t bytes);
+/* prepare.c */
+ps_status ps__cuda_prepare(ps__device *dev, const ps_schedule *schedule, uint64_t trace_steps);
+void ps__cuda_finish(ps__device *dev);
+/* trace.c */
+ps_status ps__cuda_trace_prepare(ps__device *dev, const ps_schedule *schedule);
+void ps__cuda_trace_finish(ps__device *dev);
+void ps__cuda_stamp(ps__device *dev, uint32_t stream, int what, ps_trace_event *ev);
+void ps__cuda_settle(ps__device *dev, ps_trace_event *events);
+/* cuda.c */
+void ps__cuda_note_error(ps__device *dev, CUresult r, const char *call); /* health() will say so */
+void ps__cuda_without_mem_ops(bool without); /* for tests: engines opened from now on do without, as if the device could not */
+
+static inline bool ps__cuda_is_host(const ps_engine_config *cfg, uint32_t stream) {
+  return cfg->stream[stream].kind == PS_STREAM_HOST;
+}
+
+#define PS__CUDA_TRY(cu, call)                                                                                                 \
+  do {                                                                                                                         \
+    CUresult r_ = (cu)->call;                                                                                                  \
+    if (r_ != CUDA_SUCCESS)                                                                                                    \
+      return ps__cuda_fail(cu, r_, #call);                                                                                     \
+  } while (0)
+
+#endif

@@ -1,0 +1,34 @@
+/* driver.h - the CUDA driver's functions that the backend uses, found at run time: the library loads on machines without one.
+ *
+ * Types and constants come from the toolkit's cuda.h, which also says, by its macros, which version of a function a name means;
+ * cuGetProcAddress() is asked for that version. */
+#ifndef PS_BACKENDS_CUDA_DRIVER_H
+#define PS_BACKENDS_CUDA_DRIVER_H
+#include "core/core.h"
+#include <cuda.h>
+
+#if CUDA_VERSION < 12040
+#error "the CUDA toolkit is older than 12.4: update it, or build with CUDA=0"
+#endif
+
+#define PS__CUDA_CALLS(X)                                                                                                      \
+  X(Init) X(DriverGetVersion) X(GetErrorName) X(GetErrorString) X(DeviceGetCount) X(DeviceGet) X(DeviceGetAttribute)           \
+  X(DeviceGetName) X(DeviceGetPCIBusId) X(DevicePrimaryCtxRetain) X(DevicePrimaryCtxRelease) X(CtxSetCurrent)                  \
+  X(CtxPushCurrent) X(CtxPopCurrent) X(MemGetInfo) X(MemAlloc) X(MemFree) X(MemsetD8) X(MemHostAlloc) X(MemFreeHost)            \
+  X(MemHostGetDevicePointer) X(MemHostRegister) X(MemHostUnregister) X(MemcpyAsync) X(StreamCreate) X(StreamDestroy)           \
+  X(StreamQuery) X(StreamSynchronize) X(StreamWaitEvent) X(StreamWriteValue64) X(StreamWaitValue64) X(LaunchHostFunc)          \
+  X(EventCreate) X(EventDestroy) X(EventRecord) X(EventSynchronize) X(EventElapsedTime)
+
+typedef struct ps__cuda_driver {
+#define PS__FIELD(name) __typeof__(&cu##name) name;
+  PS__CUDA_CALLS(PS__FIELD)
+#undef PS__FIELD
+} ps__cuda_driver;
+
+/* The driver, opened and initialised once a process; any thread. PS_EDEVICE says what is missing and what to do. */
+ps_status ps__cuda_driver_open(const ps__cuda_driver **out);
+
+/* "CUDA_ERROR_X: what it means (call)" as the last error. PS_ENOMEM when memory is out, else PS_EDEVICE. */
+ps_status ps__cuda_fail(const ps__cuda_driver *cu, CUresult r, const char *call);
+
+#endif

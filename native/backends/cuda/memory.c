@@ -1,0 +1,185 @@
+/* memory.c - spaces and copies of the CUDA backend.
+ *
+ * Device spaces: one cuMemAlloc of exactly the bytes asked for, zeroed like fresh host memory. Host spaces: an exact mmap with
+ * huge pages where the kernel has them, preferred on the GPU's NUMA node, touched by all CPUs at once and pinned in pieces. */
+#include "backends/cuda/device.h"
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static const uint64_t PIN_BYTES = (uint64_t)1 << 30;
+static const uint64_t TOUCH_BYTES = (uint64_t)64 << 20;
+
+/* ---- device spaces --------------------------------------------------------------------------------------------------- */
+
+static ps_status map_device(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out) {
+  const ps__cuda_driver *cu = dev->cu;
+  CUdeviceptr p = 0;
+  CUresult r = ps__fault_hit(PS_FAULT_ALLOC) ? CUDA_ERROR_OUT_OF_MEMORY : cu->MemAlloc(&p, bytes);
+  if (r == CUDA_ERROR_OUT_OF_MEMORY) {
+    size_t free_bytes = 0, total = 0;
+    char want[32], have[32], all[32];
+    cu->MemGetInfo(&free_bytes, &total);
+    return ps__fail(PS_ENOMEM, "space %u: %s of GPU memory refused, %s of %s are free: lower --device-mem, or end what else uses this "
+                               "GPU", space, ps__format_bytes(want, bytes), ps__format_bytes(have, free_bytes),
+                    ps__format_bytes(all, total));
+  }
+  if (r != CUDA_SUCCESS)
+    return ps__cuda_fail(cu, r, "cuMemAlloc");
+  r = cu->MemsetD8(p, 0, bytes);
+  if (r != CUDA_SUCCESS) {
+    cu->MemFree(p);
+    return ps__cuda_fail(cu, r, "cuMemsetD8");
+  }
+  ps__live_add(1);
+  *out = (ps__mapping){.addr = (void *)(uintptr_t)p, .bytes = bytes};
+  return PS_OK;
+}
+
+/* ---- host spaces ------------------------------------------------------------------------------------------------------- */
+
+typedef struct touch_job {
+  char *p;
+  uint64_t bytes, page;
+} touch_job;
+
+static void touch_task(void *arg, int64_t task, uint32_t worker) {
+  const touch_job *j = arg;
+  uint64_t at = (uint64_t)task * TOUCH_BYTES, end = at + TOUCH_BYTES < j->bytes ? at + TOUCH_BYTES : j->bytes;
+  for (; at < end; at += j->page)
+    *(volatile char *)(j->p + at) = 0;
+}
+
+/* Pages come from the GPU's node as long as it has some: a wish, like huge pages. */
+static void prefer_node(void *p, uint64_t bytes, int node) {
+  enum { MPOL_PREFERRED_ = 1, BITS = 8 * sizeof(unsigned long) };
+  if (node < 0 || node >= BITS)
+    return;
+  unsigned long mask = 1ul << node;
+  (void)syscall(SYS_mbind, p, bytes, MPOL_PREFERRED_, &mask, (unsigned long)BITS + 1, 0u);
+}
+
+static ps_status touch(void *p, uint64_t bytes) {
+  uint32_t n = ps__n_cpus();
+  touch_job j = {p, bytes, (uint64_t)sysconf(_SC_PAGESIZE)};
+  ps__pool *pool;
+  PS_TRY(ps__pool_create(&pool, n > 64 ? 64 : n, "ps-touch"));
+  ps__pool_run(pool, (int64_t)((bytes + TOUCH_BYTES - 1) / TOUCH_BYTES), touch_task, &j);
+  ps__pool_destroy(pool);
+  return PS_OK;
+}
+
+static void unpin(ps__device *dev, char *p, uint64_t bytes) {
+  for (uint64_t at = 0; at < bytes; at += PIN_BYTES)
+    dev->cu->MemHostUnregister(p + at);
+}
+
+static ps_status pin_refused(ps__device *dev, uint32_t space, uint64_t bytes, uint64_t done, CUresult r) {
+  char want[32], have[32], limit[32] = "unlimited";
+  struct rlimit rl;
+  const char *name = NULL;
+  if (getrlimit(RLIMIT_MEMLOCK, &rl) == 0 && rl.rlim_cur != RLIM_INFINITY)
+    ps__format_bytes(limit, rl.rlim_cur);
+  dev->cu->GetErrorName(r, &name);
+  return ps__fail(PS_EDEVICE, "space %u: pinning stopped at %s of %s of host memory (%s; locked memory is limited to %s): lower "
+                              "--host-mem, or raise the limit (ulimit -l, the container's memlock, or its memory)", space,
+                  ps__format_bytes(have, done), ps__format_bytes(want, bytes), name ? name : "?", limit);
+}
+
+static ps_status pin(ps__device *dev, uint32_t space, char *p, uint64_t bytes) {
+  char have[32], want[32];
+  for (uint64_t at = 0; at < bytes; at += PIN_BYTES) {
+    uint64_t n = bytes - at < PIN_BYTES ? bytes - at : PIN_BYTES;
+    CUresult r = dev->cu->MemHostRegister(p + at, n, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
+    if (r != CUDA_SUCCESS) {
+      unpin(dev, p, at);
+      return pin_refused(dev, space, bytes, at, r);
+    }
+    if ((at / PIN_BYTES + 1) % 16 == 0)
+      ps__log(PS_LOG_INFO, "pinned %s of %s of host memory", ps__format_bytes(have, at + n), ps__format_bytes(want, bytes));
+  }
+  return PS_OK;
+}
+
+static ps_status map_host(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out) {
+  char what[32];
+  void *p;
+  snprintf(what, sizeof what, "space %u", space);
+  PS_TRY(ps__map(&p, bytes, what));
+  prefer_node(p, bytes, dev->numa_node);
+  ps_status st = touch(p, bytes);
+  if (st == PS_OK)
+    st = pin(dev, space, p, bytes);
+  if (st == PS_OK)
+    *out = (ps__mapping){.addr = p, .host = p, .bytes = bytes};
+  else
+    ps__unmap(p, bytes);
+  return st;
+}
+
+ps_status ps__cuda_map(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out) {
+  ps__mapping m = {0};
+  CUcontext old;
+  if (bytes) {
+    PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
+    ps_status st = dev->cfg.space[space].kind == PS_SPACE_DEVICE ? map_device(dev, space, bytes, &m) : map_host(dev, space, bytes, &m);
+    dev->cu->CtxPopCurrent(&old);
+    PS_TRY(st);
+  }
+  dev->space[space] = *out = m;
+  return PS_OK;
+}
+
+void ps__cuda_unmap(ps__device *dev, const ps__mapping *m) {
+  CUcontext old;
+  if (!m->addr)
+    return;
+  dev->cu->CtxPushCurrent(dev->ctx);
+  if (m->host) {
+    unpin(dev, m->host, m->bytes);
+    ps__unmap(m->host, m->bytes);
+  } else {
+    dev->cu->MemFree((CUdeviceptr)(uintptr_t)m->addr);
+    ps__live_add(-1);
+  }
+  dev->cu->CtxPopCurrent(&old);
+}
+
+/* All of it: a device space is one allocation of the driver's, a host space is touched and pinned to its end. */
+ps_status ps__cuda_peak(ps__device *dev, const ps__mapping *m, uint64_t *out_bytes) {
+  *out_bytes = m->bytes;
+  return PS_OK;
+}
+
+/* ---- copies -------------------------------------------------------------------------------------------------------------- */
+
+/* BYTES from @p to the end of its pinned piece: one copy may not reach over two pieces. */
+static uint64_t left_in_piece(const ps__device *dev, const void *p, uint64_t bytes) {
+  for (uint32_t i = 0; i < dev->cfg.n_spaces; i++) {
+    const ps__mapping *m = &dev->space[i];
+    uint64_t at = (uint64_t)((uintptr_t)p - (uintptr_t)m->host);
+    if (m->host && (uintptr_t)p >= (uintptr_t)m->host && at < m->bytes) {
+      uint64_t left = PIN_BYTES - at % PIN_BYTES;
+      return left < bytes ? left : bytes;
+    }
+  }
+  return bytes;
+}
+
+/* copy: between device and pinned host memory, or inside the device, in its stream's order. bytes: 2*bytes of traffic. */
+ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void *src, uint64_t bytes) {
+  ps__cuda_stream *s = &dev->stream[stream];
+  if (!s->stream) {
+    ps__host_stream_copy(&s->host, dst, src, bytes);
+    return PS_OK;
+  }
+  for (uint64_t at = 0; at < bytes;) {
+    uint64_t n = left_in_piece(dev, (const char *)src + at, bytes - at);
+    n = left_in_piece(dev, (char *)dst + at, n);
+    PS__CUDA_TRY(dev->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst + at, (CUdeviceptr)(uintptr_t)src + at, n, s->stream));
+    at += n;
+  }
+  return PS_OK;
+}

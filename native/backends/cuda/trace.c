@@ -1,0 +1,146 @@
+/* trace.c - when device ops ran, without a synchronize: two timing events an op, read when the run is at rest.
+ *
+ * A field holds PENDING until settle() replaces it. GPU times become host times by two base events, each recorded on an idle
+ * stream between two looks at the host's clock (the best of several: a few us wide): one when the run was made, one in settle().
+ * cuEventElapsedTime() gives milliseconds as float, 24 bits: so times are taken from the earliest event of the trace, where
+ * they are short, and that one's distance to the second base places them all. A run long enough (1 s) also gives the ratio of the
+ * two clocks. queued is when the stream was free for the op and the op was submitted. */
+#include "backends/cuda/device.h"
+#include <string.h>
+
+static const uint64_t PENDING = UINT64_MAX;
+
+static CUstream any_stream(const ps__device *dev) {
+  for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
+    if (dev->stream[i].stream)
+      return dev->stream[i].stream;
+  return NULL;
+}
+
+/* Record @event on an idle stream; *at_ns is then the host's time of it. */
+static ps_status set_base(const ps__device *dev, CUevent event, uint64_t *at_ns) {
+  const ps__cuda_driver *cu = dev->cu;
+  uint64_t best = UINT64_MAX, before, after;
+  CUstream stream = any_stream(dev);
+  for (int i = 0; i < 8; i++) { /* the last one may be a poor one: go on until it is near the best */
+    before = ps__now_ns();
+    PS__CUDA_TRY(cu, EventRecord(event, stream));
+    PS__CUDA_TRY(cu, EventSynchronize(event));
+    after = ps__now_ns();
+    *at_ns = before + (after - before) / 2;
+    if (i >= 3 && after - before <= best + best / 4)
+      break;
+    best = after - before < best ? after - before : best;
+  }
+  return PS_OK;
+}
+
+ps_status ps__cuda_trace_prepare(ps__device *dev, const ps_schedule *s) {
+  dev->n_ops = s->list.n_ops;
+  if (!dev->trace_steps || !any_stream(dev) || !dev->n_ops)
+    return PS_OK;
+  dev->n_timing = dev->trace_steps <= SIZE_MAX / 32 / dev->n_ops ? 2 * dev->trace_steps * dev->n_ops : 0;
+  dev->timing = dev->n_timing ? ps__calloc(dev->n_timing, sizeof *dev->timing) : NULL;
+  if (!dev->timing)
+    return ps__fail(PS_ENOMEM, "run: out of memory for a trace of %llu steps", (unsigned long long)dev->trace_steps);
+  for (uint64_t i = 0; i < dev->n_timing; i++)
+    if (dev->stream[s->list.ops[i / 2 % dev->n_ops].stream].stream)
+      PS__CUDA_TRY(dev->cu, EventCreate(&dev->timing[i], CU_EVENT_DEFAULT));
+  PS__CUDA_TRY(dev->cu, EventCreate(&dev->base, CU_EVENT_DEFAULT));
+  return set_base(dev, dev->base, &dev->base_ns);
+}
+
+void ps__cuda_trace_finish(ps__device *dev) {
+  for (uint64_t i = 0; i < dev->n_timing && dev->timing; i++)
+    if (dev->timing[i])
+      dev->cu->EventDestroy(dev->timing[i]);
+  if (dev->base)
+    dev->cu->EventDestroy(dev->base);
+  ps__free(dev->timing);
+  dev->timing = NULL;
+  dev->base = NULL;
+  dev->n_timing = 0;
+}
+
+void ps__cuda_stamp(ps__device *dev, uint32_t stream, int what, ps_trace_event *ev) {
+  ps__cuda_stream *s = &dev->stream[stream];
+  if (!s->stream || what == PS__STAMP_QUEUED) {
+    ps__host_stamp(what, ev); /* on a device stream: when it was submitted */
+    return;
+  }
+  uint64_t slot = ev->step % dev->trace_steps * dev->n_ops + ev->op;
+  CUresult r = dev->cu->EventRecord(dev->timing[2 * slot + (what == PS__STAMP_END)], s->stream);
+  if (r != CUDA_SUCCESS)
+    ps__cuda_note_error(dev, r, "cuEventRecord");
+  else if (what == PS__STAMP_END)
+    ev->end_ns = PENDING;
+}
+
+/* ms from one event to another; false when the device failed before it recorded one of them. */
+static bool elapsed(const ps__device *dev, CUevent from, CUevent to, double *ms) {
+  float f;
+  if (dev->cu->EventElapsedTime(&f, from, to) != CUDA_SUCCESS)
+    return false;
+  *ms = (double)f;
+  return true;
+}
+
+/* The earliest start of a pending event, and its host time by @now. */
+static CUevent place(const ps__device *dev, const ps_trace_event *events, CUevent now, uint64_t now_ns, double *scale, uint64_t *first_ns) {
+  CUevent first = NULL;
+  double most = -1, ms, run_ms;
+  for (uint64_t i = 0; i < dev->n_timing / 2; i++)
+    if (events[i].end_ns == PENDING && elapsed(dev, dev->timing[2 * i], now, &ms) && ms > most) {
+      most = ms;
+      first = dev->timing[2 * i];
+    }
+  *scale = 1;
+  if (elapsed(dev, dev->base, now, &run_ms) && run_ms >= 1000)
+    *scale = (double)(now_ns - dev->base_ns) / (run_ms * 1e6);
+  *first_ns = first ? now_ns - (uint64_t)(most * 1e6 * *scale) : now_ns;
+  return first;
+}
+
+static void settle(ps__device *dev, ps_trace_event *events, CUevent now, uint64_t now_ns) {
+  uint64_t first_ns, last_end[PS_MAX_STREAMS] = {0}, oldest = UINT64_MAX;
+  double scale, from, to;
+  CUevent first = place(dev, events, now, now_ns, &scale, &first_ns);
+  for (uint64_t i = 0; i < dev->n_timing / 2; i++)
+    if (events[i].end_ns && events[i].step < oldest)
+      oldest = events[i].step;
+  for (uint64_t k = 0; oldest != UINT64_MAX && k < dev->trace_steps; k++)
+    for (uint64_t op = 0; op < dev->n_ops; op++) {
+      uint64_t slot = (oldest + k) % dev->trace_steps * dev->n_ops + op;
+      ps_trace_event *e = &events[slot];
+      if (e->end_ns == PENDING) {
+        bool known = first && elapsed(dev, first, dev->timing[2 * slot], &from) && elapsed(dev, first, dev->timing[2 * slot + 1], &to);
+        e->start_ns = known ? first_ns + (uint64_t)(from * 1e6 * scale) : 0;
+        e->end_ns = known ? first_ns + (uint64_t)(to * 1e6 * scale) : 0; /* 0: it never ran */
+        if (!known)
+          continue;
+        e->end_ns = e->end_ns < e->start_ns ? e->start_ns : e->end_ns;
+        e->queued_ns = e->queued_ns < last_end[e->stream] ? last_end[e->stream] : e->queued_ns;
+        e->queued_ns = e->queued_ns > e->start_ns ? e->start_ns : e->queued_ns;
+      }
+      if (e->end_ns)
+        last_end[e->stream] = e->end_ns;
+    }
+}
+
+void ps__cuda_settle(ps__device *dev, ps_trace_event *events) {
+  CUcontext old;
+  CUevent now = NULL;
+  uint64_t now_ns;
+  if (!dev->n_timing)
+    return;
+  dev->cu->CtxPushCurrent(dev->ctx);
+  bool ok = dev->cu->EventCreate(&now, CU_EVENT_DEFAULT) == CUDA_SUCCESS && set_base(dev, now, &now_ns) == PS_OK;
+  if (ok)
+    settle(dev, events, now, now_ns);
+  for (uint64_t i = 0; !ok && i < dev->n_timing / 2; i++) /* a failed device tells no times */
+    if (events[i].end_ns == PENDING)
+      events[i].end_ns = 0;
+  if (now)
+    dev->cu->EventDestroy(now);
+  dev->cu->CtxPopCurrent(&old);
+}
