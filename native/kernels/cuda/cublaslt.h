@@ -1,0 +1,9 @@
+/* cublaslt.h - is cuBLASLt there? */
+#ifndef PS_KERNELS_CUDA_CUBLASLT_H
+#define PS_KERNELS_CUDA_CUBLASLT_H
+#include <penstock/status.h>
+
+/* Opens cuBLASLt's library, once a process, any thread: before any product. PS_EDEVICE says why not and what to install. */
+ps_status ps__cublaslt_open(void);
+
+#endif

@@ -1,0 +1,51 @@
+/* cuda_ops.h - the CUDA functions of the op table (ops.h says what each computes); ps_launch.exec is a ps__cuda_exec.
+ *
+ * Every function queues its work on exec->stream and returns: none waits, none allocates. A negative return means that nothing
+ * or only a part was queued; ps_last_error() says why. Ids and targets are on the device, where a launch cannot look: a token id out
+ * of range gives a row of NaN forward and is left out backward, a target out of range a NaN loss and a zero gradient. */
+#ifndef PS_KERNELS_CUDA_OPS_H
+#define PS_KERNELS_CUDA_OPS_H
+#include "../ops.h"
+#include "cuda_exec.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+ps_status ps__cuda_fill_zero(const ps_launch *l);
+ps_status ps__cuda_accumulate(const ps_launch *l);
+ps_status ps__cuda_embed_fwd(const ps_launch *l);
+ps_status ps__cuda_embed_bwd(const ps_launch *l);
+ps_status ps__cuda_rmsnorm_fwd(const ps_launch *l);
+ps_status ps__cuda_rmsnorm_bwd(const ps_launch *l);
+ps_status ps__cuda_gemm(const ps_launch *l);
+ps_status ps__cuda_qkv_split_fwd(const ps_launch *l);
+ps_status ps__cuda_qkv_split_bwd(const ps_launch *l);
+ps_status ps__cuda_attention_fwd(const ps_launch *l);
+ps_status ps__cuda_attention_bwd(const ps_launch *l);
+ps_status ps__cuda_swiglu_fwd(const ps_launch *l);
+ps_status ps__cuda_swiglu_bwd(const ps_launch *l);
+ps_status ps__cuda_colsum(const ps_launch *l);
+ps_status ps__cuda_cross_entropy(const ps_launch *l);
+ps_status ps__cuda_sumsq(const ps_launch *l);
+
+/* BYTES of exec->scratch that an op needs, by kernel and argument block: 0 where it needs none. Attention: of the plans prepared for
+ * the shape, 0 before. */
+size_t ps__cuda_scratch_bytes(const ps_kernel *kernel, const void *args);
+
+/* ps__cuda_attention_prepare() - chooses the provider for attention of the shape @args and builds its plan, kept for the process's life; a
+ * launch of a shape that was not prepared with the same @deterministic is refused. Before the first step: it takes 0.1 to 0.5 s a shape. The
+ * caller has made the device's context current. @scratch_bytes (may be NULL): what ps__cuda_scratch_bytes() gives for it from now on.
+ * Threads: any, one at a time. Errors: PS_EINVAL the shape; PS_EDEVICE no provider takes it, with each one's reason; PS_ENOMEM. */
+ps_status ps__cuda_attention_prepare(const ps_kernel *kernel, const ps__args_attention *args, bool deterministic, size_t *scratch_bytes);
+
+/* ps__cuda_blas_tune() - times cuBLASLt's candidates for the shape @args on @exec's stream and keeps the fastest for later launches
+ * of that shape; the operands are device memory of the launch's sizes, filled with realistic values (c is overwritten). Before
+ * the first step only: it waits for the stream. A shape that was not tuned takes the first candidate, and so does every shape where
+ * exec->deterministic is set. Errors: PS_EINVAL as the launch; PS_EDEVICE. */
+ps_status ps__cuda_blas_tune(const ps__cuda_exec *exec, const ps__args_gemm *args, const void *a, const void *b, void *c,
+                             const void *bias, const void *residual);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,245 @@
+/* matmul.cu - matrix products by cuBLASLt: one descriptor a launch, made on the stack; one algorithm a shape, kept in a table.
+ *
+ * cuBLASLt is column-major: row-major C[M,N] = op(A) op(B) is its C'[N,M] = op(B)' op(A)', so B comes first and what is stored
+ * as op() needs it is "not transposed" there. */
+#include "cuda_common.cuh"
+#include <cublasLt.h>
+#include <cstring>
+
+extern "C" void *ps__calloc(size_t n, size_t bytes);
+extern "C" void ps__free(void *p);
+
+enum { MAX_SHAPES = 256, MAX_CANDIDATES = 16, TIMED_RUNS = 5 };
+
+/* A shape, with what else an algorithm depends on: the alignment of each operand, and whether the first candidate was asked for. */
+typedef struct shape_key {
+  ps__args_gemm args;
+  uint32_t align[5]; /* A, B, C, bias, residual: BYTES, at most 256; 0 where absent */
+  uint32_t deterministic;
+} shape_key;
+typedef struct shape_entry {
+  shape_key key;
+  cublasLtMatmulAlgo_t algo;
+} shape_entry;
+
+struct ps__cuda_blas {
+  cublasLtHandle_t lt;
+  void *workspace;
+  size_t workspace_bytes;
+  uint32_t n_shapes;
+  shape_entry shape[MAX_SHAPES];
+};
+
+extern "C" ps_status ps__cuda_blas_create(ps__cuda_blas **out, void *workspace, size_t workspace_bytes) {
+  ps__cuda_blas *b = (ps__cuda_blas *)ps__calloc(1, sizeof *b);
+  if (!b) return ps__fail(PS_ENOMEM, "no %zu bytes for the table of matrix shapes", sizeof *b);
+  const cublasStatus_t st = cublasLtCreate(&b->lt);
+  if (st != CUBLAS_STATUS_SUCCESS) {
+    ps__free(b);
+    return ps__fail(PS_EDEVICE, "cuBLASLt did not start: %s", cublasLtGetStatusString(st));
+  }
+  b->workspace = workspace;
+  b->workspace_bytes = workspace ? workspace_bytes : 0;
+  *out = b;
+  return PS_OK;
+}
+
+extern "C" void ps__cuda_blas_destroy(ps__cuda_blas *b) {
+  if (!b) return;
+  (void)cublasLtDestroy(b->lt);
+  ps__free(b);
+}
+
+/* ---- one product as cuBLASLt wants it ---------------------------------------------------------------------------------- */
+
+typedef struct product {
+  cublasLtMatmulDescOpaque_t desc;
+  cublasLtMatrixLayoutOpaque_t first, second, c; /* op(B)', op(A)', C' */
+  const void *a, *b, *addend, *bias;             /* addend: C, the residual, or C unread (beta 0) */
+  void *out;
+  float beta;
+  shape_key key;
+} product;
+
+static cudaDataType_t type_of(uint32_t dt) { return dt == PS_BF16 ? CUDA_R_16BF : CUDA_R_32F; }
+static uint32_t alignment(const void *p) {
+  const uintptr_t at = (uintptr_t)p;
+  return !at ? 0 : at % 256 == 0 ? 256 : (uint32_t)(at & (~at + 1));
+}
+
+static ps_status check_args(const ps__args_gemm *a) {
+  if (a->dt_a >= PS_N_DTYPES || a->dt_b != a->dt_a || a->dt_c >= PS_N_DTYPES || (a->dt_a == PS_F32 && a->dt_c != PS_F32))
+    return ps__fail(PS_EINVAL, "gemm: dtypes %u x %u -> %u are no product on CUDA: bf16 x bf16 -> bf16 or fp32, and fp32 alone, are", a->dt_a,
+                    a->dt_b, a->dt_c);
+  if (a->accumulate && a->has_residual) return ps__fail(PS_EINVAL, "gemm: accumulate and a residual at once are not on CUDA: one addend a product");
+  if (a->lda < (a->trans_a ? a->m : a->k) || a->ldb < (a->trans_b ? a->k : a->n) || a->ldc < a->n)
+    return ps__fail(PS_EINVAL, "gemm: leading dimensions %u, %u, %u are too small for %u x %u x %u", a->lda, a->ldb, a->ldc, a->m, a->n, a->k);
+  if (!a->k) return ps__fail(PS_EINVAL, "gemm: k is 0");
+  return PS_OK;
+}
+
+static cublasStatus_t set_desc(product *p, const ps__args_gemm *a) {
+  const cublasOperation_t n = CUBLAS_OP_N, t = CUBLAS_OP_T;
+  cublasStatus_t st = cublasLtMatmulDescInit(&p->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+  auto set = [&](cublasLtMatmulDescAttributes_t what, const void *value, size_t bytes) {
+    if (st == CUBLAS_STATUS_SUCCESS) st = cublasLtMatmulDescSetAttribute(&p->desc, what, value, bytes);
+  };
+  set(CUBLASLT_MATMUL_DESC_TRANSA, a->trans_b ? &t : &n, sizeof n);
+  set(CUBLASLT_MATMUL_DESC_TRANSB, a->trans_a ? &t : &n, sizeof n);
+  if (a->has_bias) {
+    const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+    const cudaDataType_t type = type_of(a->dt_c);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue);
+    set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, &p->bias, sizeof p->bias);
+    set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &type, sizeof type);
+  }
+  if (st == CUBLAS_STATUS_SUCCESS)
+    st = cublasLtMatrixLayoutInit(&p->first, type_of(a->dt_b), a->trans_b ? a->k : a->n, a->trans_b ? a->n : a->k, a->ldb);
+  if (st == CUBLAS_STATUS_SUCCESS)
+    st = cublasLtMatrixLayoutInit(&p->second, type_of(a->dt_a), a->trans_a ? a->m : a->k, a->trans_a ? a->k : a->m, a->lda);
+  if (st == CUBLAS_STATUS_SUCCESS) st = cublasLtMatrixLayoutInit(&p->c, type_of(a->dt_c), a->n, a->m, a->ldc);
+  return st;
+}
+
+/* The fields, not the padding. */
+static ps__args_gemm clean(const ps__args_gemm *a) {
+  ps__args_gemm c;
+  memset(&c, 0, sizeof c);
+  c.m = a->m, c.n = a->n, c.k = a->k, c.lda = a->lda, c.ldb = a->ldb, c.ldc = a->ldc;
+  c.trans_a = a->trans_a != 0, c.trans_b = a->trans_b != 0, c.accumulate = a->accumulate != 0;
+  c.has_bias = a->has_bias != 0, c.has_residual = a->has_residual != 0;
+  c.dt_a = a->dt_a, c.dt_b = a->dt_b, c.dt_c = a->dt_c;
+  return c;
+}
+
+static ps_status make_product(product *p, const ps__cuda_exec *exec, const ps__args_gemm *args, const void *a, const void *b, void *c,
+                              const void *bias, const void *residual) {
+  const ps_status st = check_args(args);
+  if (st != PS_OK) return st;
+  memset(p, 0, sizeof *p);
+  p->a = a, p->b = b, p->out = c;
+  p->bias = args->has_bias ? bias : NULL;
+  p->addend = args->has_residual ? residual : c;
+  p->beta = args->accumulate || args->has_residual ? 1.0f : 0.0f;
+  p->key.args = clean(args);
+  p->key.deterministic = exec->deterministic;
+  const void *operand[5] = {a, b, c, p->bias, args->has_residual ? residual : NULL};
+  for (int i = 0; i < 5; i++) p->key.align[i] = alignment(operand[i]);
+  const cublasStatus_t e = set_desc(p, &p->key.args);
+  return e == CUBLAS_STATUS_SUCCESS ? PS_OK : ps__fail(PS_EDEVICE, "gemm: cuBLASLt refused the description: %s", cublasLtGetStatusString(e));
+}
+
+static cublasStatus_t run(const ps__cuda_exec *exec, product *p, const cublasLtMatmulAlgo_t *algo) {
+  const float one = 1.0f;
+  return cublasLtMatmul(exec->blas->lt, &p->desc, &one, p->b, &p->first, p->a, &p->second, &p->beta, p->addend, &p->c, p->out, &p->c, algo,
+                        exec->blas->workspace, exec->blas->workspace_bytes, exec->stream);
+}
+
+/* ---- algorithms -------------------------------------------------------------------------------------------------------- */
+
+/* cuBLASLt's candidates, best guess first. Sums over split K only in fp32 in the workspace: in place their order is not fixed, and in the
+ * output's type each part would be rounded to bf16. */
+static ps_status candidates(const ps__cuda_exec *exec, product *p, int wanted, cublasLtMatmulHeuristicResult_t *found, int *n_found) {
+  cublasLtMatmulPreferenceOpaque_t pref;
+  cublasStatus_t st = cublasLtMatmulPreferenceInit(&pref);
+  auto set = [&](cublasLtMatmulPreferenceAttributes_t what, const void *value, size_t bytes) {
+    if (st == CUBLAS_STATUS_SUCCESS) st = cublasLtMatmulPreferenceSetAttribute(&pref, what, value, bytes);
+  };
+  const uint64_t workspace = exec->blas->workspace_bytes;
+  const uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, *align = p->key.align;
+  const uint32_t align_c = align[4] && align[4] < align[2] ? align[4] : align[2];
+  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace);
+  set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &schemes, sizeof schemes);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &align[1], sizeof *align);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &align[0], sizeof *align);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &align_c, sizeof *align);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align[2], sizeof *align);
+  *n_found = 0;
+  if (st == CUBLAS_STATUS_SUCCESS)
+    st = cublasLtMatmulAlgoGetHeuristic(exec->blas->lt, &p->desc, &p->first, &p->second, &p->c, &p->c, &pref, wanted, found, n_found);
+  if (st == CUBLAS_STATUS_SUCCESS && *n_found > 0) return PS_OK;
+  const ps__args_gemm *a = &p->key.args;
+  return ps__fail(PS_EDEVICE, "gemm: cuBLASLt has no algorithm for %u x %u x %u (dtypes %u -> %u, %zu bytes of workspace): %s", a->m, a->n, a->k,
+                  a->dt_a, a->dt_c, exec->blas->workspace_bytes, cublasLtGetStatusString(st));
+}
+
+static shape_entry *find(ps__cuda_blas *b, const shape_key *key) {
+  for (uint32_t i = 0; i < b->n_shapes; i++)
+    if (memcmp(&b->shape[i].key, key, sizeof *key) == 0) return &b->shape[i];
+  return NULL;
+}
+static void keep(ps__cuda_blas *b, const shape_key *key, const cublasLtMatmulAlgo_t *algo) {
+  shape_entry *e = find(b, key);
+  if (!e && b->n_shapes < MAX_SHAPES) e = &b->shape[b->n_shapes++];
+  if (!e) return; /* a shape past the table asks for its candidates at every launch */
+  e->key = *key;
+  e->algo = *algo;
+}
+
+/* Milliseconds of TIMED_RUNS runs after one that is not timed; negative when it does not run. */
+static float time_of(const ps__cuda_exec *exec, product *p, const cublasLtMatmulAlgo_t *algo, cudaEvent_t from, cudaEvent_t to) {
+  float ms = -1.0f;
+  if (run(exec, p, algo) != CUBLAS_STATUS_SUCCESS || cudaEventRecord(from, exec->stream) != cudaSuccess) return -1.0f;
+  for (int i = 0; i < TIMED_RUNS; i++)
+    if (run(exec, p, algo) != CUBLAS_STATUS_SUCCESS) return -1.0f;
+  if (cudaEventRecord(to, exec->stream) != cudaSuccess || cudaEventSynchronize(to) != cudaSuccess) return -1.0f;
+  return cudaEventElapsedTime(&ms, from, to) == cudaSuccess ? ms : -1.0f;
+}
+
+extern "C" ps_status ps__cuda_blas_tune(const ps__cuda_exec *exec, const ps__args_gemm *args, const void *a, const void *b, void *c,
+                                        const void *bias, const void *residual) {
+  cublasLtMatmulHeuristicResult_t found[MAX_CANDIDATES];
+  product p;
+  int n = 0, best = 0;
+  float best_ms = -1.0f;
+  cudaEvent_t from = NULL, to = NULL;
+  ps_status st = make_product(&p, exec, args, a, b, c, bias, residual);
+  if (st != PS_OK || !args->m || !args->n) return st;
+  st = candidates(exec, &p, exec->deterministic ? 1 : MAX_CANDIDATES, found, &n);
+  if (st != PS_OK) return st;
+  cudaError_t e = n > 1 ? cudaEventCreate(&from) : cudaSuccess;
+  if (n > 1 && e == cudaSuccess) e = cudaEventCreate(&to);
+  for (int i = 0; i < n && n > 1 && e == cudaSuccess; i++) {
+    const float ms = time_of(exec, &p, &found[i].algo, from, to);
+    /* a later candidate must be 3% faster: clocks move by that much between two timings, and the order is cuBLASLt's own guess */
+    if (ms >= 0.0f && (best_ms < 0.0f || ms < 0.97f * best_ms)) best = i, best_ms = ms;
+  }
+  if (from) (void)cudaEventDestroy(from);
+  if (to) (void)cudaEventDestroy(to);
+  st = ps_launched("gemm tuning", e);
+  if (st == PS_OK) keep(exec->blas, &p.key, &found[best].algo);
+  return st;
+}
+
+/* gemm
+ * math    C = round(op(A) op(B) + addend + bias): fp32 products and sums; addend: C when accumulate, or the residual. One rounding for
+ *         fp32 and for products alone; with an addend some of cuBLASLt's bf16 kernels round the product to bf16 before they add (seen
+ *         on an H200 with cuBLASLt 13.0, as PyTorch does when it accumulates a bf16 gradient): tests/cuda allows for that half ulp
+ * shapes  A [M,K] or [K,M] when trans_a, B [K,N] or [N,K] when trans_b, C and residual [M,N]; bias [N]; bf16 x bf16 -> bf16 or fp32,
+ *         fp32 x fp32 -> fp32 (fp32 arithmetic, not TF32)
+ * flops   2*M*N*K; bf16 at 8B shapes 690-800 TFLOP/s in a burst on an H200, 667 sustained (power)
+ * bytes   the operands once at least; scratch: the workspace given to ps__cuda_blas_create
+ * determinism  the same algorithm gives the same bits; which one is timed once a shape (ps__cuda_blas_tune), or the first candidate
+ *         where exec->deterministic is set.
+ * reference    fp64 on the host: K * 2^-24 * sum |a*b| and half an ulp of bf16 */
+extern "C" ps_status ps__cuda_gemm(const ps_launch *l) {
+  const ps__args_gemm *a = (const ps__args_gemm *)l->args;
+  const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
+  const uint32_t n_ptr = 3u + (a->has_bias != 0) + (a->has_residual != 0);
+  if (!exec->blas) return ps__fail(PS_EINVAL, "gemm: no cuBLASLt handle given");
+  if (l->n_ptr < n_ptr) return ps__fail(PS_EINVAL, "gemm: %u addresses given, %u needed", l->n_ptr, n_ptr);
+  product p;
+  ps_status st = make_product(&p, exec, a, l->ptr[0], l->ptr[1], l->ptr[2], a->has_bias ? l->ptr[3] : NULL,
+                              a->has_residual ? l->ptr[n_ptr - 1] : NULL);
+  if (st != PS_OK || !a->m || !a->n) return st;
+  const shape_entry *known = find(exec->blas, &p.key);
+  cublasLtMatmulHeuristicResult_t first;
+  if (!known) {
+    int n = 0;
+    st = candidates(exec, &p, 1, &first, &n);
+    if (st != PS_OK) return st;
+    keep(exec->blas, &p.key, &first.algo);
+  }
+  const cublasStatus_t e = run(exec, &p, known ? &known->algo : &first.algo);
+  return e == CUBLAS_STATUS_SUCCESS ? PS_OK : ps__fail(PS_EDEVICE, "gemm: %u x %u x %u failed: %s", a->m, a->n, a->k, cublasLtGetStatusString(e));
+}

@@ -1,0 +1,409 @@
+/* qkv.cu - the fused q, k, v product split by use: optional RMSNorm over head_dim (Qwen3), RoPE, and the way back.
+ *
+ * math    y = round(x * rstd * w), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at angle a = pos * inv_freq[i]
+ *         out[i] = y[i] cos a - y[i+h] sin a,  out[i+h] = y[i+h] cos a + y[i] sin a,  h = head_dim/2 (Hugging Face's layout).
+ *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*w, dx = rstd*(g - xh*mean(g*xh)), dw = sum over rows and heads
+ *         of dy*xh.
+ * angles  the frequencies are the cpu backend's fp32 numbers, made on the host; product and reduction in fp64, as there
+ * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk [head_dim]; head_dim even, at most 512
+ * bytes   forward 2*T*(A+2K)*sizeof(dt); backward (2*T*A + T*2K)*sizeof(dt) + T*2K*4, with qk_norm T*(A+K)*sizeof(dt) more;
+ *         8192 x (4096 + 2*1024) bf16 -> forward 201 MB, 42 us at 4.8 TB/s; backward 235 MB, 49 us
+ * determinism  bitwise: a head is made by fixed threads; dw: groups of rows by shape, in order, then fixed trees.
+ * reference    the cpu backend's: 1 ulp of bf16; fp32 within 4e-7 of the head's largest, 1e-5 with the norm */
+#include "cuda_common.cuh"
+
+enum { THREADS = 256, MAX_HALF = 256, PAIRS = MAX_HALF / 32 };
+
+typedef struct rope_table { float inv_freq[MAX_HALF]; } rope_table;
+
+/* What the kernels take; offsets of rows are derived. */
+template <typename T> struct qkv_job {
+  const T *qkv, *dq, *wq, *wk;
+  const float *dkv;
+  const int32_t *pos;
+  T *q, *kv, *dqkv;
+  float *partial_q, *partial_k; /* [groups][head_dim] */
+  uint32_t n_tokens, group, n_q, n_k, head_dim; /* n_q, n_k: heads */
+  float eps;
+};
+
+/* Cosine and sine of pos * f: the polynomials and the reduction of the cpu backend (qkv.c there says why they suffice). */
+__device__ __forceinline__ void angle_of(float &cosine, float &sine, float f, int32_t pos) {
+  const double x = (double)f * (double)pos, k = rint(x * 0.63661977236758134);
+  const double r = fma(-k, 6.07710050650619224932e-11, fma(-k, 1.57079632673412561417, x)), z = r * r;
+  double s = z * (-1.0 / 39916800) + 1.0 / 362880, c = z * (-1.0 / 3628800) + 1.0 / 40320;
+  s = ((((s * z - 1.0 / 5040) * z + 1.0 / 120) * z - 1.0 / 6) * z) * r + r;
+  c = (((c * z - 1.0 / 720) * z + 1.0 / 24) * z - 0.5) * z + 1.0;
+  const int64_t quadrant = (int64_t)k;
+  const float sf = (float)((quadrant & 1) ? c : s), cf = (float)((quadrant & 1) ? s : c);
+  sine = (quadrant & 2) ? -sf : sf;
+  cosine = ((quadrant + 1) & 2) ? -cf : cf;
+}
+__device__ __forceinline__ void fill_angles(float *cosines, float *sines, const rope_table &rope, int32_t pos, uint32_t half) {
+  for (uint32_t i = threadIdx.x; i < half; i += THREADS) angle_of(cosines[i], sines[i], rope.inv_freq[i], pos);
+}
+
+/* Sum over the g neighbouring lanes of a head, g a power of two, in each of them. */
+__device__ __forceinline__ float head_sum(float x, uint32_t g) {
+  for (uint32_t w = g / 2; w > 0; w /= 2) x += __shfl_xor_sync(0xffffffffu, x, w);
+  return x;
+}
+template <int V> __device__ __forceinline__ void read_f32(float (&x)[V], const float *p) {
+  if constexpr (V == 8) {
+    float a[4], b[4];
+    ps_read<float, 4>(a, p);
+    ps_read<float, 4>(b, p + 4);
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = a[i], x[i + 4] = b[i];
+  } else {
+    ps_read<float, V>(x, p);
+  }
+}
+template <typename T> __device__ __forceinline__ float rounded(float x) { return ps_to_f32(ps_from_f32<T>(x)); }
+
+/* A block a token; half/V neighbouring threads a head (a power of two up to 32 with NORM), each with V pairs. */
+template <typename T, int V, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_fwd_k(const qkv_job<T> j, const rope_table rope) {
+  __shared__ float cosines[MAX_HALF], sines[MAX_HALF];
+  const uint32_t d = j.head_dim, half = d / 2, g = half / V, items = (j.n_q + j.n_k) * g, t = blockIdx.x;
+  const T *in = j.qkv + (size_t)t * (j.n_q + 2 * j.n_k) * d;
+  T *q = j.q + (size_t)t * j.n_q * d, *kv = j.kv + (size_t)t * 2 * j.n_k * d;
+  fill_angles(cosines, sines, rope, j.pos[t], half);
+  __syncthreads();
+  for (uint32_t base = 0; base < items; base += THREADS) { /* the same turns in every thread: head_sum needs whole warps */
+    const uint32_t item = base + threadIdx.x, head = item / g, i = item % g * V;
+    float lo[V] = {}, hi[V] = {};
+    if (item < items) {
+      ps_read<T, V>(lo, in + head * d + i);
+      ps_read<T, V>(hi, in + head * d + half + i);
+    }
+    if constexpr (NORM) {
+      float ss = 0.0f, wl[V], wh[V];
+#pragma unroll
+      for (int k = 0; k < V; k++) ss += lo[k] * lo[k] + hi[k] * hi[k];
+      const float rstd = 1.0f / sqrtf(head_sum(ss, g) / (float)d + j.eps);
+      const T *w = head < j.n_q ? j.wq : j.wk;
+      ps_read<T, V>(wl, w + i);
+      ps_read<T, V>(wh, w + half + i);
+#pragma unroll
+      for (int k = 0; k < V; k++) {
+        lo[k] = rounded<T>(lo[k] * rstd * wl[k]);
+        hi[k] = rounded<T>(hi[k] * rstd * wh[k]);
+      }
+    }
+    if (item >= items) continue;
+    float a[V], b[V];
+#pragma unroll
+    for (int k = 0; k < V; k++) {
+      const float c = cosines[i + k], s = sines[i + k];
+      a[k] = lo[k] * c - hi[k] * s;
+      b[k] = hi[k] * c + lo[k] * s;
+    }
+    T *out = head < j.n_q ? q + head * d : kv + (head - j.n_q) * d;
+    ps_store<T, V>(out + i, a);
+    ps_store<T, V>(out + half + i, b);
+  }
+  for (uint32_t i = threadIdx.x * V; i < j.n_k * d; i += THREADS * V)
+    *(ps_vec<T, V> *)(kv + j.n_k * d + i) = ps_load<T, V>(in + (j.n_q + j.n_k) * d + i);
+}
+
+/* The same for any even head_dim: a warp a head, pairs lane, lane + 32, ... */
+template <typename T, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_fwd_any_k(const qkv_job<T> j, const rope_table rope) {
+  __shared__ float cosines[MAX_HALF], sines[MAX_HALF];
+  const uint32_t d = j.head_dim, half = d / 2, t = blockIdx.x, lane = threadIdx.x % 32;
+  const T *in = j.qkv + (size_t)t * (j.n_q + 2 * j.n_k) * d;
+  T *q = j.q + (size_t)t * j.n_q * d, *kv = j.kv + (size_t)t * 2 * j.n_k * d;
+  fill_angles(cosines, sines, rope, j.pos[t], half);
+  __syncthreads();
+  for (uint32_t head = threadIdx.x / 32; head < j.n_q + j.n_k; head += THREADS / 32) {
+    const T *x = in + head * d, *w = head < j.n_q ? j.wq : j.wk;
+    T *out = head < j.n_q ? q + head * d : kv + (head - j.n_q) * d;
+    float rstd = 1.0f;
+    if constexpr (NORM) {
+      float ss = 0.0f;
+      for (uint32_t i = lane; i < d; i += 32) ss += ps_to_f32(x[i]) * ps_to_f32(x[i]);
+      rstd = 1.0f / sqrtf(ps_warp_sum(ss) / (float)d + j.eps);
+    }
+    for (uint32_t i = lane; i < half; i += 32) {
+      float lo = ps_to_f32(x[i]), hi = ps_to_f32(x[half + i]);
+      if constexpr (NORM) {
+        lo = rounded<T>(lo * rstd * ps_to_f32(w[i]));
+        hi = rounded<T>(hi * rstd * ps_to_f32(w[half + i]));
+      }
+      out[i] = ps_from_f32<T>(lo * cosines[i] - hi * sines[i]);
+      out[half + i] = ps_from_f32<T>(hi * cosines[i] + lo * sines[i]);
+    }
+  }
+  for (uint32_t i = threadIdx.x; i < j.n_k * d; i += THREADS) kv[j.n_k * d + i] = in[(j.n_q + j.n_k) * d + i];
+}
+
+/* A block a group of tokens (one token without NORM). Thread and pairs as forward, so that a thread's weights are always the same
+ * ones: it keeps their dw. */
+template <typename T, int V, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_bwd_k(const qkv_job<T> j, const rope_table rope) {
+  __shared__ float cosines[MAX_HALF], sines[MAX_HALF];
+  __shared__ float sums[NORM ? THREADS * 2 * V : 1];
+  const uint32_t d = j.head_dim, half = d / 2, g = half / V, items = (j.n_q + j.n_k) * g;
+  const uint32_t first = blockIdx.x * j.group, end = min(first + j.group, j.n_tokens);
+  float dw[NORM ? 2 : 1][2 * V] = {};
+  for (uint32_t t = first; t < end; t++) {
+    const size_t at = (size_t)t * (j.n_q + 2 * j.n_k) * d;
+    const T *dq = j.dq + (size_t)t * j.n_q * d;
+    const float *dkv = j.dkv + (size_t)t * 2 * j.n_k * d;
+    T *out = j.dqkv + at;
+    __syncthreads();
+    fill_angles(cosines, sines, rope, j.pos[t], half);
+    __syncthreads();
+    for (uint32_t base = 0; base < items; base += THREADS) {
+      const uint32_t item = base + threadIdx.x, head = item / g, i = item % g * V;
+      const bool ok = item < items, is_q = head < j.n_q;
+      float a[V] = {}, b[V] = {};
+      if (ok && is_q) {
+        ps_read<T, V>(a, dq + head * d + i);
+        ps_read<T, V>(b, dq + head * d + half + i);
+      } else if (ok) {
+        read_f32<V>(a, dkv + (head - j.n_q) * d + i);
+        read_f32<V>(b, dkv + (head - j.n_q) * d + half + i);
+      }
+#pragma unroll
+      for (int k = 0; k < V; k++) {
+        const float c = cosines[i + k], s = sines[i + k], lo = a[k] * c + b[k] * s;
+        b[k] = b[k] * c - a[k] * s;
+        a[k] = lo;
+      }
+      if constexpr (NORM) {
+        float xl[V] = {}, xh[V] = {}, wl[V], wh[V], ss = 0.0f, sg = 0.0f;
+        if (ok) {
+          ps_read<T, V>(xl, j.qkv + at + head * d + i);
+          ps_read<T, V>(xh, j.qkv + at + head * d + half + i);
+        }
+        const T *w = is_q ? j.wq : j.wk;
+        ps_read<T, V>(wl, w + i);
+        ps_read<T, V>(wh, w + half + i);
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+          ss += xl[k] * xl[k] + xh[k] * xh[k];
+          sg += a[k] * wl[k] * xl[k] + b[k] * wh[k] * xh[k];
+        }
+        const float rstd = 1.0f / sqrtf(head_sum(ss, g) / (float)d + j.eps), mean = head_sum(sg, g) * rstd / (float)d;
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+          xl[k] *= rstd;
+          xh[k] *= rstd;
+          const float dl = a[k] * xl[k], dh = b[k] * xh[k];
+          dw[0][k] += is_q && ok ? dl : 0.0f;
+          dw[0][V + k] += is_q && ok ? dh : 0.0f;
+          dw[1][k] += !is_q && ok ? dl : 0.0f;
+          dw[1][V + k] += !is_q && ok ? dh : 0.0f;
+          a[k] = (a[k] * wl[k] - xl[k] * mean) * rstd;
+          b[k] = (b[k] * wh[k] - xh[k] * mean) * rstd;
+        }
+      }
+      if (!ok) continue;
+      ps_store<T, V>(out + head * d + i, a);
+      ps_store<T, V>(out + head * d + half + i, b);
+    }
+    for (uint32_t i = threadIdx.x * V; i < j.n_k * d; i += THREADS * V) {
+      float v[V];
+      read_f32<V>(v, dkv + j.n_k * d + i);
+      ps_store<T, V>(out + (j.n_q + j.n_k) * d + i, v);
+    }
+  }
+  if constexpr (NORM) {
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+      __syncthreads();
+#pragma unroll
+      for (int k = 0; k < 2 * V; k++) sums[threadIdx.x * 2 * V + k] = dw[which][k];
+      __syncthreads();
+      float *to = (which ? j.partial_k : j.partial_q) + (size_t)blockIdx.x * d;
+      for (uint32_t e = threadIdx.x; e < d; e += THREADS) {
+        const uint32_t i = e % half, at = i / V * 2 * V + i % V + (e < half ? 0 : V);
+        float sum = 0.0f;
+        for (uint32_t r = 0; r < THREADS / g; r++) sum += sums[r * g * 2 * V + at];
+        to[e] = sum;
+      }
+    }
+  }
+}
+
+template <typename T, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_bwd_any_k(const qkv_job<T> j, const rope_table rope) {
+  __shared__ float cosines[MAX_HALF], sines[MAX_HALF];
+  __shared__ float sums[NORM ? THREADS / 32 : 1][NORM ? 2 * MAX_HALF : 1];
+  const uint32_t d = j.head_dim, half = d / 2, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint32_t first = blockIdx.x * j.group, end = min(first + j.group, j.n_tokens);
+  float dw[NORM ? 2 : 1][PAIRS][2] = {};
+  for (uint32_t t = first; t < end; t++) {
+    const size_t at = (size_t)t * (j.n_q + 2 * j.n_k) * d;
+    const float *dkv = j.dkv + (size_t)t * 2 * j.n_k * d;
+    __syncthreads();
+    fill_angles(cosines, sines, rope, j.pos[t], half);
+    __syncthreads();
+    for (uint32_t head = warp; head < j.n_q + j.n_k; head += THREADS / 32) {
+      const bool is_q = head < j.n_q;
+      const T *w = is_q ? j.wq : j.wk, *x = j.qkv + at + head * d, *dq = j.dq + ((size_t)t * j.n_q + head) * d;
+      T *out = j.dqkv + at + head * d;
+      float a[PAIRS], b[PAIRS], ss = 0.0f, sg = 0.0f;
+#pragma unroll
+      for (int k = 0; k < PAIRS; k++) {
+        const uint32_t i = lane + 32 * k;
+        if (i >= half) break;
+        const float lo = is_q ? ps_to_f32(dq[i]) : dkv[(head - j.n_q) * d + i];
+        const float hi = is_q ? ps_to_f32(dq[half + i]) : dkv[(head - j.n_q) * d + half + i];
+        a[k] = lo * cosines[i] + hi * sines[i];
+        b[k] = hi * cosines[i] - lo * sines[i];
+        if constexpr (NORM) {
+          const float xl = ps_to_f32(x[i]), xh = ps_to_f32(x[half + i]);
+          ss += xl * xl + xh * xh;
+          sg += a[k] * ps_to_f32(w[i]) * xl + b[k] * ps_to_f32(w[half + i]) * xh;
+        }
+      }
+      float rstd = 1.0f, mean = 0.0f;
+      if constexpr (NORM) {
+        rstd = 1.0f / sqrtf(ps_warp_sum(ss) / (float)d + j.eps);
+        mean = ps_warp_sum(sg) * rstd / (float)d;
+      }
+#pragma unroll
+      for (int k = 0; k < PAIRS; k++) {
+        const uint32_t i = lane + 32 * k;
+        if (i >= half) break;
+        if constexpr (NORM) {
+          const float xl = ps_to_f32(x[i]) * rstd, xh = ps_to_f32(x[half + i]) * rstd;
+          dw[0][k][0] += is_q ? a[k] * xl : 0.0f;
+          dw[0][k][1] += is_q ? b[k] * xh : 0.0f;
+          dw[1][k][0] += is_q ? 0.0f : a[k] * xl;
+          dw[1][k][1] += is_q ? 0.0f : b[k] * xh;
+          a[k] = (a[k] * ps_to_f32(w[i]) - xl * mean) * rstd;
+          b[k] = (b[k] * ps_to_f32(w[half + i]) - xh * mean) * rstd;
+        }
+        out[i] = ps_from_f32<T>(a[k]);
+        out[half + i] = ps_from_f32<T>(b[k]);
+      }
+    }
+    for (uint32_t i = threadIdx.x; i < j.n_k * d; i += THREADS)
+      j.dqkv[at + (j.n_q + j.n_k) * d + i] = ps_from_f32<T>(dkv[j.n_k * d + i]);
+  }
+  if constexpr (NORM) {
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+      __syncthreads();
+#pragma unroll
+      for (int k = 0; k < PAIRS; k++) {
+        if (lane + 32 * k >= half) break;
+        sums[warp][lane + 32 * k] = dw[which][k][0];
+        sums[warp][half + lane + 32 * k] = dw[which][k][1];
+      }
+      __syncthreads();
+      float *to = (which ? j.partial_k : j.partial_q) + (size_t)blockIdx.x * d;
+      for (uint32_t e = threadIdx.x; e < d; e += THREADS) {
+        float sum = 0.0f;
+        for (int r = 0; r < THREADS / 32; r++) sum += sums[r][e];
+        to[e] = sum;
+      }
+    }
+  }
+}
+
+/* ---- launchers ------------------------------------------------------------------------------------------------------- */
+
+static ps_status check_shape(const ps_launch *l, const char *op, uint32_t n_ptr, size_t scratch) {
+  const ps__args_qkv *a = (const ps__args_qkv *)l->args;
+  if (!a->head_dim || a->head_dim % 2 || a->head_dim > 2 * MAX_HALF || !a->n_heads || !a->n_kv_heads || a->rope_scaling > PS_ROPE_LLAMA3)
+    return ps__fail(PS_EINVAL, "%s: %u heads, %u kv heads, head_dim %u (must be even and at most %d), scaling %u is no valid shape", op,
+                    a->n_heads, a->n_kv_heads, a->head_dim, 2 * MAX_HALF, a->rope_scaling);
+  return ps_check(l, op, n_ptr, a->dt, scratch);
+}
+
+/* May threads take whole vectors of pairs? With a norm, a head's threads must be a power of two inside a warp. */
+static bool vectors_fit(const ps_launch *l, const ps__args_qkv *a, uint32_t n_aligned) {
+  const uint32_t half = a->head_dim / 2, v = a->dt == PS_BF16 ? 8 : 4, g = half / v;
+  for (uint32_t i = 0; i < n_aligned; i++)
+    if (!ps_aligned(l->ptr[i])) return false;
+  return half % v == 0 && (!a->qk_norm || ((g & (g - 1)) == 0 && g <= 32));
+}
+
+template <typename T> static qkv_job<T> job_of(const ps__args_qkv *a) {
+  qkv_job<T> j = {};
+  j.n_tokens = a->n_tokens;
+  j.n_q = a->n_heads;
+  j.n_k = a->n_kv_heads;
+  j.head_dim = a->head_dim;
+  j.eps = a->eps;
+  return j;
+}
+
+template <typename T> static void launch_fwd(const ps_launch *l, const ps__args_qkv *a, const rope_table &rope) {
+  cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
+  constexpr int V = ps_full<T>;
+  qkv_job<T> j = job_of<T>(a);
+  j.qkv = (const T *)l->ptr[0];
+  j.pos = (const int32_t *)l->ptr[1];
+  j.q = (T *)l->ptr[2];
+  j.kv = (T *)l->ptr[3];
+  if (a->qk_norm) {
+    j.wq = (const T *)l->ptr[4];
+    j.wk = (const T *)l->ptr[5];
+  }
+  const bool fit = vectors_fit(l, a, a->qk_norm ? 6 : 4);
+  if (fit && a->qk_norm) qkv_fwd_k<T, V, true><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
+  else if (fit) qkv_fwd_k<T, V, false><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
+  else if (a->qk_norm) qkv_fwd_any_k<T, true><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
+  else qkv_fwd_any_k<T, false><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
+}
+
+extern "C" ps_status ps__cuda_qkv_split_fwd(const ps_launch *l) {
+  const ps__args_qkv *a = (const ps__args_qkv *)l->args;
+  const ps_status st = check_shape(l, "qkv_split_fwd", a->qk_norm ? 6 : 4, 0);
+  if (st != PS_OK || !a->n_tokens) return st;
+  rope_table rope = {};
+  ps__rope_inv_freq(rope.inv_freq, a);
+  if (a->dt == PS_BF16) launch_fwd<__nv_bfloat16>(l, a, rope);
+  else launch_fwd<float>(l, a, rope);
+  return ps_launched("qkv_split_fwd", cudaSuccess);
+}
+
+size_t ps_scratch_qkv_split_bwd(const ps__args_qkv *a) {
+  return a->qk_norm ? ps_round_up(2 * (size_t)ps_n_groups(a->n_tokens) * a->head_dim * sizeof(float), 256) : 0;
+}
+
+template <typename T> static void launch_bwd(const ps_launch *l, const ps__args_qkv *a, const rope_table &rope) {
+  const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
+  constexpr int V = ps_full<T>;
+  const uint32_t n = a->qk_norm ? ps_n_groups(a->n_tokens) : a->n_tokens;
+  qkv_job<T> j = job_of<T>(a);
+  j.group = a->qk_norm ? ps_group_rows(a->n_tokens) : 1;
+  j.dq = (const T *)l->ptr[0];
+  j.dkv = (const float *)l->ptr[1];
+  j.pos = (const int32_t *)l->ptr[2];
+  j.dqkv = (T *)l->ptr[3];
+  if (a->qk_norm) {
+    j.qkv = (const T *)l->ptr[4];
+    j.wq = (const T *)l->ptr[5];
+    j.wk = (const T *)l->ptr[6];
+    j.partial_q = (float *)exec->scratch;
+    j.partial_k = j.partial_q + (size_t)n * a->head_dim;
+  }
+  const bool fit = vectors_fit(l, a, a->qk_norm ? 7 : 4);
+  if (fit && a->qk_norm) qkv_bwd_k<T, V, true><<<n, THREADS, 0, exec->stream>>>(j, rope);
+  else if (fit) qkv_bwd_k<T, V, false><<<n, THREADS, 0, exec->stream>>>(j, rope);
+  else if (a->qk_norm) qkv_bwd_any_k<T, true><<<n, THREADS, 0, exec->stream>>>(j, rope);
+  else qkv_bwd_any_k<T, false><<<n, THREADS, 0, exec->stream>>>(j, rope);
+}
+
+extern "C" ps_status ps__cuda_qkv_split_bwd(const ps_launch *l) {
+  const ps__args_qkv *a = (const ps__args_qkv *)l->args;
+  const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
+  const ps_status st = check_shape(l, "qkv_split_bwd", a->qk_norm ? 9 : 4, ps_scratch_qkv_split_bwd(a));
+  if (st != PS_OK) return st;
+  rope_table rope = {};
+  ps__rope_inv_freq(rope.inv_freq, a);
+  if (a->n_tokens) {
+    if (a->dt == PS_BF16) launch_bwd<__nv_bfloat16>(l, a, rope);
+    else launch_bwd<float>(l, a, rope);
+  }
+  cudaError_t e = cudaSuccess;
+  for (int which = 0; which < 2 && a->qk_norm && e == cudaSuccess; which++) {
+    const uint32_t n = ps_n_groups(a->n_tokens);
+    e = ps_add_partials(exec->stream, l->ptr[7 + which], a->dt, (const float *)exec->scratch + (size_t)which * n * a->head_dim, n,
+                        a->head_dim, a->head_dim, a->accumulate_dw != 0);
+  }
+  return ps_launched("qkv_split_bwd", e);
+}
