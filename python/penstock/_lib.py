@@ -1,0 +1,151 @@
+"""The C library: where it is found, its declarations, and its errors as exceptions.
+
+The declarations (penstock.cdef) are generated from the public headers when the library is built and lie beside it, so the
+two cannot be of different versions; the size of every public struct is compared at load all the same.
+"""
+import os
+from pathlib import Path
+
+from cffi import FFI
+
+LIBRARY, DECLARATIONS = "libpenstock.so", "penstock.cdef"
+
+
+class PenstockError(Exception):
+    """A call into the library failed; the text is the library's own sentence. `code` is the ps_status."""
+    code = 0
+
+
+class InvalidError(PenstockError, ValueError):
+    """PS_EINVAL: an argument or an option is wrong."""
+
+
+class FormatError(PenstockError, ValueError):
+    """PS_EFORMAT: a file is not what it should be."""
+
+
+class BudgetError(PenstockError):
+    """PS_EBUDGET: a memory cap is too small; the text has the arithmetic and the nearest plan that fits."""
+
+
+class OutOfMemoryError(PenstockError, MemoryError):
+    """PS_ENOMEM: the machine refused memory."""
+
+
+class InputOutputError(PenstockError, OSError):
+    """PS_EIO: reading or writing failed."""
+
+
+class BusyError(PenstockError):
+    """PS_EBUSY: something that was opened from this object still lives."""
+
+
+class StateError(PenstockError):
+    """PS_ESTATE: called in the wrong order."""
+
+
+class CancelledError(PenstockError):
+    """PS_ECANCELLED: stopped on request."""
+
+
+class DeviceError(PenstockError):
+    """PS_EDEVICE: the device or a thread failed."""
+
+
+class NumericError(PenstockError, ArithmeticError):
+    """PS_ENUMERIC: a loss or a gradient is not finite."""
+
+
+class InternalError(PenstockError):
+    """PS_EINTERNAL: a defect of the library."""
+
+
+_EXCEPTIONS = {-1: InvalidError, -2: FormatError, -3: BudgetError, -4: OutOfMemoryError, -5: InputOutputError, -6: BusyError,
+               -7: StateError, -8: CancelledError, -9: DeviceError, -10: NumericError, -11: InternalError}
+
+
+def _library_path() -> Path:
+    """The library of this package, else $PENSTOCK_LIB, else that of $PENSTOCK_BUILD or of the source tree's build/."""
+    package = Path(__file__).resolve().parent
+    bundled = package / "_native" / LIBRARY
+    if bundled.exists():
+        return bundled
+    if os.environ.get("PENSTOCK_LIB"):
+        return Path(os.environ["PENSTOCK_LIB"])
+    root = package.parent.parent
+    return root / os.environ.get("PENSTOCK_BUILD", "build") / "lib" / LIBRARY
+
+
+def _load():
+    path = _library_path()
+    declarations = path.with_name(DECLARATIONS)
+    for needed in (path, declarations):
+        if not needed.exists():
+            raise ImportError(f"penstock: {needed} is missing: run `make` in the source tree, or set PENSTOCK_LIB to {LIBRARY}")
+    ffi = FFI()
+    ffi.cdef(declarations.read_text())
+    lib = ffi.dlopen(str(path))
+    for name in ffi.list_types()[0]:
+        ctype = ffi.typeof(name)
+        if ctype.kind != "struct" or not ctype.fields:
+            continue
+        size = lib.ps_abi_size(name.encode())
+        if size != ffi.sizeof(ctype):
+            raise ImportError(f"penstock: {path} has {size} bytes for {name} and {declarations.name} has {ffi.sizeof(ctype)}: "
+                              "run `make` so that both come from the same headers")
+    return ffi, lib
+
+
+ffi, lib = _load()
+
+
+def text(pointer) -> str:
+    """A borrowed C string as str."""
+    return ffi.string(pointer).decode("utf-8", "replace")
+
+
+def error(status: int) -> PenstockError:
+    """The exception for a negative status, with the calling thread's last error."""
+    exc = _EXCEPTIONS.get(status, PenstockError)(text(lib.ps_last_error()) or text(lib.ps_status_name(status)))
+    exc.code = status
+    return exc
+
+
+def check(status: int) -> None:
+    """Raise what a negative status stands for."""
+    if status < 0:
+        raise error(status)
+
+
+def encode_path(path) -> bytes:
+    """A path as the library takes it."""
+    return os.fsencode(path)
+
+
+def struct(name: str, **fields):
+    """A new public struct with struct_bytes set where it has one."""
+    value = ffi.new(f"{name} *")
+    if any(field == "struct_bytes" for field, _ in ffi.typeof(name).fields):
+        value.struct_bytes = ffi.sizeof(name)
+    for field, content in fields.items():
+        setattr(value, field, content)
+    return value
+
+
+def as_dict(value) -> dict:
+    """A struct's plain fields as Python values: char arrays as str, other arrays as lists; struct_bytes and reserved left out."""
+    value = value[0] if ffi.typeof(value).kind == "pointer" else value
+    out = {}
+    for name, field in ffi.typeof(value).fields:
+        if name in ("struct_bytes", "reserved"):
+            continue
+        content = getattr(value, name)
+        if field.type.kind == "array":
+            content = text(content) if field.type.item.cname == "char" else list(content)
+        out[name] = content
+    return out
+
+
+def version() -> str:
+    """The library's version, "0.1.0"."""
+    return text(lib.ps_version())

@@ -1,0 +1,175 @@
+"""The demo behind `make demo`: a small language model learns from real text under two memory caps that it does not fit into.
+
+Steps: text of this machine (Python's own standard library, or --text FILE...) -> a tokenizer trained on it and token shards
+(penstock.data) -> a freshly initialised model (models/init_model.py) -> caps below what everything would need -> training by the
+native binary -> loss.png, timeline.png, where the time went, and text sampled from the trained model. All of it stays in
+BUILD/demo.
+"""
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+VOCABULARY, SEQ_LEN, TOKENS_PER_STEP = 2048, 256, 1024
+TEXT_BYTES = 4 << 20
+TRAINING_SECONDS, FEWEST_STEPS, MOST_STEPS = 70, 30, 300
+SAMPLE_TOKENS, SAMPLE_LINES = 48, 4
+PROMPTS = ("def __init__(self", "import ", "    for i in range(", "class ")
+MIB = 1 << 20
+console = Console(highlight=False, soft_wrap=True)
+
+
+class DemoError(Exception):
+    """One sentence for the user."""
+
+
+def standard_library() -> list[Path]:
+    """Sources of this Python's standard library, about TEXT_BYTES of them: modules first, then packages, by name."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    modules = sorted(folder.glob("*.py"))
+    packages = sorted(p for name in ("asyncio", "collections", "concurrent", "email", "http", "importlib", "json", "logging",
+                                     "multiprocessing", "unittest", "urllib", "xml") for p in (folder / name).rglob("*.py"))
+    out, total = [], 0
+    for path in modules + packages:
+        total += path.stat().st_size
+        if total > TEXT_BYTES:
+            break
+        out.append(path)
+    if not out:
+        raise DemoError(f"{folder} has no Python sources: give your own text with make demo TEXT=\"FILE...\"")
+    return out
+
+
+def call(*command) -> str:
+    """Run a helper program; its output. What it says on failure becomes the error."""
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        raise DemoError((done.stderr.strip() or done.stdout.strip() or f"{command[0]} failed").splitlines()[-1])
+    return done.stdout
+
+
+def make_data(files: list[Path], out: Path) -> dict:
+    started = time.monotonic()
+    call(sys.executable, "-m", "penstock.data", *files, "--out", out, "--train-tokenizer", VOCABULARY, "--force", "--quiet")
+    about = json.loads((out / "dataset.json").read_text())
+    size = sum(path.stat().st_size for path in files if path.is_file())
+    console.print(f"{len(files)} files ({size / 1e6:.1f} MB) -> {about['tokens']:,} tokens of a vocabulary of {about['vocab_size']:,}, "
+                  f"in {time.monotonic() - started:.0f} s")
+    return about
+
+
+def make_model(data: Path, out: Path) -> None:
+    call(sys.executable, ROOT / "models/init_model.py", ROOT / "models/demo.json", out, "--tokenizer", data / "tokenizer.json", "--overwrite")
+
+
+def choose_caps(plan_command: list) -> tuple[int, int, dict]:
+    """A device cap a quarter of the way from the smallest that works to what everything would take, and the host cap that leaves a
+    tenth over the smallest under it. Returns both (bytes) and the capped plan."""
+    roomy = json.loads(call(*plan_command))
+    smallest = json.loads(call(*plan_command, "--smallest"))
+    least = smallest["smallest_device_bytes"]
+    device = (least + (roomy["device_bytes"] - least) // 4) // MIB * MIB
+    least_host = json.loads(call(*plan_command, "--smallest", f"--device-mem={device}"))["smallest_host_bytes"]
+    host = (least_host + least_host // 10) // MIB * MIB
+    plan = json.loads(call(*plan_command, f"--device-mem={device}", f"--host-mem={host}"))
+    console.print(f"Everything at once would take {roomy['device_bytes'] / MIB:.0f} MiB on the device; the smallest plan takes "
+                  f"{least / MIB:.0f}. Given: [bold]--device-mem {device // MIB}MiB --host-mem {host // MIB}MiB[/]")
+    return device, host, plan
+
+
+def report(out: Path, summary: dict) -> None:
+    """Predicted beside measured, where the time went, and the two pictures."""
+    from penstock import plot, trace
+
+    table = Table("", "plan", "measured", "cap", title="predicted beside measured")
+    table.add_row("step time", f"{summary['predicted_step_s']:.3f} s", f"{summary['step_s_median']:.3f} s", "")
+    for name in ("device", "host"):
+        table.add_row(f"{name} memory", *(f"{summary[f'{name}_{kind}_bytes'] / MIB:.1f} MiB" for kind in ("plan", "peak", "cap")))
+    console.print(table)
+    timeline = trace.load(out / "timeline.json")
+    trace.print_shares(timeline, console)
+    trace.plot(timeline, out / "timeline.png", "the last traced steps, by stream")
+    plot.plot_loss(plot.read_metrics(out / "metrics.jsonl"), out / "loss.png", "penstock demo")
+
+
+def sample(model: Path) -> None:
+    """A few lines from the trained model."""
+    from tokenizers import Tokenizer
+
+    from penstock.decode import Decoder, generate
+
+    tokenizer, decoder = Tokenizer.from_file(str(model / "tokenizer.json")), Decoder(model)
+    for seed, prompt in enumerate(PROMPTS):
+        ids = tokenizer.encode(prompt).ids
+        ids += generate(decoder, ids, SAMPLE_TOKENS, temperature=0.6, seed=seed, end_token=decoder.config.eos_token_id)
+        lines = [line for line in tokenizer.decode(ids).splitlines() if line.strip()]
+        console.print("\n".join(lines[:SAMPLE_LINES]), markup=False)
+        console.rule(style="dim")
+
+
+def run(args) -> None:
+    build = Path(args.build).resolve()
+    out, binary = Path(args.out).resolve() if args.out else build / "demo", build / "bin" / "penstock"
+    if not binary.exists():
+        raise DemoError(f"{binary} is missing: run make")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+
+    console.rule("1. text, tokenizer, shards")
+    about = make_data([Path(p) for p in args.text] or standard_library(), out / "data")
+    console.rule("2. a model")
+    make_model(out / "data", out / "init")
+    console.print(call(binary, "info", "--model", out / "init", "--seq-len", SEQ_LEN).strip())
+    console.rule("3. two memory caps that are too small")
+    call(binary, "profile", "--seconds", 2)  # afresh: figures cached while the machine was busy would mislead the plan
+    shape = ["--model", out / "init", "--seq-len", SEQ_LEN, "--tokens-per-step", TOKENS_PER_STEP, "--recipe", args.recipe]
+    device, host, plan = choose_caps([binary, "plan", *shape, "--json", "--quiet"])
+    console.rule("4. training")
+    steps = args.steps or max(FEWEST_STEPS, min(MOST_STEPS, int(TRAINING_SECONDS / plan["predicted_step_s"])))
+    trained = subprocess.run(
+        [str(c) for c in [binary, "train", *shape, "--data", out / "data", f"--device-mem={device}", f"--host-mem={host}", "--steps", steps,
+                          "--lr", "1e-3", "--min-lr", "1e-4", "--lr-schedule", "cosine", "--warmup-steps", min(10, steps // 5), "--shuffle",
+                          "--document-end-token", about["eos_token_id"], "--out", out / "model", "--run-dir", out, "--json"]],
+        stdout=subprocess.PIPE, text=True)
+    if trained.returncode:
+        raise SystemExit(trained.returncode)
+    summary = json.loads(trained.stdout)
+    console.rule("5. what happened")
+    console.print(f"{summary['steps']} steps, {summary['tokens']:,} tokens in {summary['wall_s']:.0f} s: loss {summary['loss_first']:.3f} -> "
+                  f"[bold]{summary['loss_last']:.3f}[/], {summary['tokens_per_s']:,.0f} tokens/s")
+    report(out, summary)
+    console.rule("6. text from the trained model")
+    sample(out / "model")
+    shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
+    console.print(f"Everything is in {shown}: " + " ".join(sorted(p.name + ("/" if p.is_dir() else "") for p in out.iterdir())))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m penstock.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--build", default="build", metavar="DIR", help="the build folder")
+    parser.add_argument("--out", metavar="DIR", help="where everything goes, replaced when it is there (default: BUILD/demo)")
+    parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="text files (default: Python's standard library)")
+    parser.add_argument("--steps", type=int, metavar="N", help=f"training steps (default: about {TRAINING_SECONDS} seconds of them)")
+    parser.add_argument("--recipe", default="fp32-master", choices=("fp32", "fp32-master", "bf16"))
+    started = time.monotonic()
+    try:
+        run(parser.parse_args())
+    except DemoError as exc:
+        print(f"penstock demo: {exc}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    console.print(f"{time.monotonic() - started:.0f} s in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

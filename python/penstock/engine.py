@@ -1,0 +1,308 @@
+"""The dataflow engine: ops with declared reads and writes, on streams, over arenas of memory.
+
+A Program lists ops in program order; nobody wires an event. compile() derives what has to wait for what and gives a
+Schedule; a Run replays it on an Engine step after step, overlapping steps as far as the hazards allow. See
+python/examples/dataflow.py, and include/penstock/engine.h for the exact rules.
+"""
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ._lib import check, encode_path, error, ffi, lib, struct, text
+
+SPACE_KINDS = {"host": 0, "device": 1}
+STREAM_KINDS = {"compute": 0, "h2d": 1, "d2h": 2, "host": 3}
+TRACE_DTYPE = np.dtype([("step", "u8"), ("op", "u8"), ("queued_ns", "u8"), ("start_ns", "u8"), ("end_ns", "u8"),
+                        ("stream", "u4"), ("reserved", "u4")])
+assert TRACE_DTYPE.itemsize == ffi.sizeof("ps_trace_event")
+
+
+@dataclass(frozen=True)
+class Space:
+    """An arena: `bytes` of memory, kind "host" or "device"."""
+    bytes: int
+    kind: str = "host"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A timeline of ops; `threads` may work on one op, each with `scratch_bytes` of scratch."""
+    name: str
+    kind: str = "compute"
+    threads: int = 1
+    scratch_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Region:
+    """A typed range of a space: `shape` elements of `dtype` from byte `offset` on."""
+    space: int
+    offset: int
+    shape: tuple
+    dtype: np.dtype
+
+    def __init__(self, space: int, offset: int, shape, dtype="f4"):
+        object.__setattr__(self, "space", space)
+        object.__setattr__(self, "offset", offset)
+        object.__setattr__(self, "shape", (shape,) if isinstance(shape, int) else tuple(shape))
+        object.__setattr__(self, "dtype", np.dtype(dtype))
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Engine:
+    """Owns the spaces' memory and the streams' threads.
+
+    Engine([Space(1 << 20, "device"), Space(1 << 24)], [Stream("compute"), Stream("h2d", "h2d")])
+
+    Raises InvalidError, OutOfMemoryError, DeviceError.
+    """
+
+    def __init__(self, spaces: list[Space], streams: list[Stream]):
+        cfg = struct("ps_engine_config", n_spaces=len(spaces), n_streams=len(streams))
+        if len(spaces) > len(cfg.space) or len(streams) > len(cfg.stream):
+            raise ValueError(f"at most {len(cfg.space)} spaces and {len(cfg.stream)} streams")
+        for slot, space in zip(cfg.space, spaces):
+            slot.bytes, slot.kind = space.bytes, SPACE_KINDS[space.kind]
+        for slot, stream in zip(cfg.stream, streams):
+            slot.kind, slot.n_threads, slot.scratch_bytes = STREAM_KINDS[stream.kind], stream.threads, stream.scratch_bytes
+            slot.name = stream.name.encode()[: len(slot.name) - 1]
+        out = ffi.new("ps_engine **")
+        check(lib.ps_engine_create(out, cfg))
+        self._ptr = ffi.gc(out[0], lib.ps_engine_close)
+        self.spaces, self.streams = list(spaces), list(streams)
+
+    def array(self, region: Region) -> np.ndarray:
+        """The region's memory as an array of its shape (no copy). Touch it while no run is in flight, or inside a host op."""
+        size = lib.ps_engine_space_bytes(self._ptr, region.space)
+        base = lib.ps_engine_space(self._ptr, region.space)
+        if base == ffi.NULL or region.offset < 0 or region.offset + region.bytes > size:
+            raise ValueError(f"{region} lies outside its space of {size} bytes")
+        return np.asarray(_Memory(self, ffi.cast("char *", base) + region.offset, region))
+
+    def space_bytes(self, space: int) -> int:
+        """Bytes of a space (rounded up to 2 MiB)."""
+        return lib.ps_engine_space_bytes(self._ptr, space)
+
+    def space_peak(self, space: int) -> int:
+        """Bytes up to the end of the highest page of the space that was ever touched, as the kernel reports it."""
+        out = ffi.new("uint64_t *")
+        check(lib.ps_engine_space_peak(self._ptr, space, out))
+        return out[0]
+
+    def close(self) -> None:
+        """Stop the threads and release the memory; arrays of its spaces must not be used afterwards. BusyError while a run lives."""
+        if self._ptr is not None:
+            check(lib.ps_engine_close(self._ptr))
+            ffi.gc(self._ptr, None)
+            self._ptr = None  # cffi refuses None where a pointer is wanted
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+
+class _Memory:
+    """A region's address for numpy; keeps the engine alive as long as an array looks at it."""
+
+    def __init__(self, engine, address, region):
+        self._engine = engine
+        self.__array_interface__ = {"data": (int(ffi.cast("uintptr_t", address)), False), "shape": region.shape,
+                                    "typestr": region.dtype.str, "version": 3}
+
+
+class Program:
+    """One step's ops in program order, over `n_spaces` spaces and `n_streams` streams."""
+
+    def __init__(self, n_spaces: int, n_streams: int):
+        out = ffi.new("ps_program **")
+        check(lib.ps_program_create(out, n_spaces, n_streams))
+        self._ptr = ffi.gc(out[0], lib.ps_program_destroy)
+        self._keep = []      # kernels and callbacks, which schedules share
+        self._failures = []  # exceptions of host ops, taken by the run that meets them
+
+    def __len__(self) -> int:
+        """Number of ops."""
+        return lib.ps_program_n_ops(self._ptr)
+
+    def copy(self, stream: int, src: Region, dst: Region, *, layer=-1, round=-1, chunk=-1, phase=0) -> int:
+        """Append a copy of src to dst, of equal bytes. Returns the op's index."""
+        return self._add(ffi.NULL, stream, [(src, lib.PS_READ), (dst, lib.PS_WRITE)], (layer, round, chunk, phase))
+
+    def call(self, stream: int, fn, *, reads=(), writes=(), updates=(), name=None, layer=-1, round=-1, chunk=-1, phase=0) -> int:
+        """Append a Python callable: fn(step, *arrays), one array for each region of reads, writes and updates in this order;
+        those of reads are not writeable. It runs on the stream's thread; an exception stops the run and is raised again by
+        Run.wait(). Returns the op's index."""
+        accesses = [(r, lib.PS_READ) for r in reads] + [(r, lib.PS_WRITE) for r in writes] + [(r, lib.PS_READ_WRITE) for r in updates]
+        return self._add(self._kernel(fn, accesses, name), stream, accesses, (layer, round, chunk, phase))
+
+    def _kernel(self, fn, accesses, name):
+        failures = self._failures
+
+        def on_error(_type, exc, _traceback):
+            failures.append(exc)
+
+        @ffi.callback("ps_op_fn", error=lib.PS_EINVAL, onerror=on_error)
+        def run(launch):
+            arrays = []
+            for i, (region, mode) in enumerate(accesses):
+                array = np.frombuffer(ffi.buffer(launch.ptr[i], region.bytes), dtype=region.dtype).reshape(region.shape)
+                array.flags.writeable = mode != lib.PS_READ
+                arrays.append(array)
+            fn(launch.step, *arrays)
+            return lib.PS_OK
+
+        label = ffi.new("char[]", (name or getattr(fn, "__name__", "call")).encode())
+        kernel = ffi.new("ps_kernel *", {"name": label, "op_class": lib.PS_CLASS_OTHER})
+        kernel.fn[lib.PS_BACKEND_CPU] = run
+        self._keep += [run, label, kernel]
+        return kernel
+
+    def _add(self, kernel, stream, accesses, tag) -> int:
+        access = ffi.new("ps_access[]", [{"space": r.space, "mode": mode, "offset": r.offset, "bytes": r.bytes} for r, mode in accesses])
+        op = ffi.new("ps_op *", {"kernel": kernel, "stream": stream, "access": access, "n_access": len(accesses),
+                                 "tag": dict(zip(("layer", "round", "chunk", "phase"), tag))})
+        idx = ffi.new("uint64_t *")
+        check(lib.ps_program_add(self._ptr, op, idx))
+        return idx[0]
+
+    def compile(self) -> "Schedule":
+        """Derive the hazards of the program repeated step after step."""
+        out = ffi.new("ps_schedule **")
+        check(lib.ps_schedule_compile(out, self._ptr))
+        return Schedule(ffi.gc(out[0], lib.ps_schedule_destroy), self)
+
+
+class Schedule:
+    """A compiled step: for each stream a list of {waits, launch, signal}. Made by Program.compile() or taken from a Plan."""
+
+    def __init__(self, ptr, owner):
+        self._ptr, self._owner = ptr, owner
+
+    @property
+    def n_ops(self) -> int:
+        return lib.ps_schedule_n_ops(self._ptr)
+
+    @property
+    def n_waits(self) -> int:
+        """Waits left after the implied ones were dropped."""
+        return lib.ps_schedule_n_waits(self._ptr)
+
+    @property
+    def n_streams(self) -> int:
+        return lib.ps_schedule_n_streams(self._ptr)
+
+    def space_bytes(self, space: int) -> int:
+        """Bytes of a space that the ops touch: the end of the highest range."""
+        return lib.ps_schedule_space_bytes(self._ptr, space)
+
+    def op(self, idx: int) -> dict:
+        """One op: name, stream, position in its stream, waits as (stream, steps_back, value), tag, work."""
+        view = ffi.new("ps_op_view *")
+        check(lib.ps_schedule_op(self._ptr, idx, view))
+        return {
+            "name": text(view.kernel.name) if view.kernel else "copy", "stream": view.stream, "position": view.position,
+            "waits": [(w.stream, w.steps_back, w.value) for w in (view.wait[i] for i in range(view.n_wait))],
+            "tag": {"layer": view.tag.layer, "round": view.tag.round, "chunk": view.tag.chunk, "phase": view.tag.phase},
+            "work": {"flops": view.work.flops, "bytes": view.work.bytes, "model_flops": view.work.model_flops},
+        }
+
+    def simulate(self, cost_ns, n_steps: int = 2):
+        """Run on a virtual clock, op idx alone taking cost_ns(op: dict) ns. Returns (trace, end of each step in ns)."""
+        failures = []
+
+        @ffi.callback("ps_sim_cost_fn", onerror=lambda _type, exc, _traceback: failures.append(exc))
+        def cost(_user, view, out):
+            name = text(view.kernel.name) if view.kernel else "copy"
+            n_bytes = sum(view.access[i].bytes for i in range(view.n_access))
+            out.ns = cost_ns({"name": name, "stream": view.stream, "position": view.position, "bytes": n_bytes})
+
+        events = np.zeros(n_steps * self.n_ops, TRACE_DTYPE)
+        ends = np.zeros(n_steps)
+        status = lib.ps_sim_run(self._ptr, cost, ffi.NULL, n_steps, ffi.from_buffer("ps_trace_event[]", events),
+                                ffi.from_buffer("double[]", ends))
+        if failures:
+            raise failures[0]
+        check(status)
+        return events, ends
+
+    def write_trace(self, path, trace: np.ndarray, stream_names: list[str]) -> None:
+        """Write a trace as Chrome / Perfetto JSON, one track a stream. InputOutputError names the file."""
+        if len(stream_names) != self.n_streams:
+            raise ValueError(f"{len(stream_names)} stream names for {self.n_streams} streams")
+        names = [ffi.new("char[]", name.encode()) for name in stream_names]
+        events = np.ascontiguousarray(trace, TRACE_DTYPE)
+        check(lib.ps_trace_write_json(encode_path(path), self._ptr, ffi.from_buffer("ps_trace_event[]", events), len(events),
+                                      ffi.new("char *[]", names)))
+
+
+class Run:
+    """Replays a schedule on an engine; one run an engine at a time. `trace_steps`: keep the trace of the last so many steps.
+
+    with Run(engine, schedule, trace_steps=1) as run:
+        run.submit(10); run.wait(); trace = run.trace()
+    """
+
+    def __init__(self, engine: Engine, schedule: Schedule, trace_steps: int = 0):
+        cfg = struct("ps_run_config", trace_steps=trace_steps)
+        out = ffi.new("ps_run **")
+        check(lib.ps_run_create(out, engine._ptr, schedule._ptr, cfg))
+        self._ptr = ffi.gc(out[0], lib.ps_run_destroy)
+        self._engine, self._schedule = engine, schedule
+        self._failures = getattr(schedule._owner, "_failures", [])
+        self._submitted = 0
+
+    def submit(self, n_steps: int = 1) -> None:
+        """Let the streams execute n_steps more steps; returns at once."""
+        self._check(lib.ps_run_submit(self._ptr, n_steps))
+        self._submitted += n_steps
+
+    def wait(self, n_steps: int | None = None) -> None:
+        """Block until n_steps steps, counted from the run's start (default: all submitted), are complete. Raises the run's
+        first error; what a Python op raised is raised as it was."""
+        self._check(lib.ps_run_wait(self._ptr, self._submitted if n_steps is None else n_steps))
+
+    def _check(self, status: int) -> None:
+        if status < 0:
+            failure = error(status)
+            if self._failures and status != lib.PS_ECANCELLED:
+                raise self._failures[0] from failure
+            raise failure
+
+    def cancel(self) -> None:
+        """Stop at the next op of every stream; wait() then raises CancelledError."""
+        lib.ps_run_cancel(self._ptr)
+
+    @property
+    def steps_done(self) -> int:
+        return lib.ps_run_steps_done(self._ptr)
+
+    def trace(self) -> np.ndarray:
+        """The kept events as a structured array of TRACE_DTYPE, times in ns since the run's start; StateError while steps
+        are in flight."""
+        n = ffi.new("uint64_t *")
+        check(lib.ps_run_trace(self._ptr, ffi.NULL, 0, n))
+        events = np.zeros(n[0], TRACE_DTYPE)
+        check(lib.ps_run_trace(self._ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), n))
+        return events
+
+    def close(self) -> None:
+        """Wait for the streams to come to rest and release the run, so that its engine can be closed."""
+        if getattr(self, "_ptr", None) is not None:
+            ffi.release(self._ptr)
+            self._ptr = None  # cffi refuses None where a pointer is wanted
+            self._failures.clear()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def __del__(self):  # before the engine and the callbacks, which steps in flight still use, can go
+        self.close()

@@ -1,0 +1,99 @@
+"""Models: their configuration, their parameters, and their tensors on disk."""
+from dataclasses import dataclass
+
+import numpy as np
+
+from ._lib import as_dict, check, encode_path, ffi, lib, struct, text
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ROLES = ("matrix", "norm", "bias")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor under its Hugging Face name: `shape`, `role` ("matrix", "norm", "bias"), the unit it belongs to (0 the
+    embedding, 1..n_layers the blocks, n_layers + 1 the head) and its offset there in elements."""
+    index: int
+    name: str
+    shape: tuple
+    role: str
+    unit: int
+    offset: int
+
+
+class ModelConfig:
+    """A model's configuration; fields as in include/penstock/model.h are attributes (vocab_size, n_layers, dim, ...)."""
+
+    def __init__(self, ptr):
+        self._ptr = ptr
+
+    @classmethod
+    def read(cls, path) -> "ModelConfig":
+        """From a model directory or its config.json. FormatError names file, field, value and limit."""
+        cfg = struct("ps_model_config")
+        check(lib.ps_model_config_read(cfg, encode_path(path)))
+        return cls(cfg)
+
+    def __getattr__(self, name: str):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return getattr(self._ptr, name)
+        except AttributeError:
+            raise AttributeError(f"ModelConfig has no field {name!r}") from None
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{k}={v}" for k, v in as_dict(self._ptr).items())
+        return f"ModelConfig({fields})"
+
+    @property
+    def architecture(self) -> str:
+        return ARCHITECTURES[self._ptr.arch]
+
+    @property
+    def n_elements(self) -> int:
+        """Parameters, tied ones counted once."""
+        return lib.ps_model_n_elements(self._ptr)
+
+    def params(self) -> list[Parameter]:
+        """Every parameter tensor, in the library's order."""
+        out, info = [], ffi.new("ps_param_info *")
+        for i in range(lib.ps_model_n_params(self._ptr)):
+            check(lib.ps_model_param(self._ptr, i, info))
+            shape = tuple(info.shape[d] for d in range(info.n_dims))
+            out.append(Parameter(i, text(info.name), shape, ROLES[info.role], info.unit, info.offset))
+        return out
+
+    def flops(self, seq_len: int) -> dict:
+        """Model FLOPs of one sequence: layer_matmul, attn_fwd, attn_bwd, head, sequence."""
+        out = struct("ps_flops")
+        check(lib.ps_model_flops(self._ptr, seq_len, out))
+        return as_dict(out)
+
+
+class TensorFile:
+    """A .safetensors file or a model directory, opened for reading: `names`, and read(name) as fp32."""
+
+    def __init__(self, path):
+        out = ffi.new("ps_tensor_file **")
+        check(lib.ps_tensors_open(out, encode_path(path)))
+        self._ptr = ffi.gc(out[0], lib.ps_tensors_close)
+        self.names = [text(self._info(i).name) for i in range(lib.ps_tensors_count(self._ptr))]
+
+    def _info(self, idx: int):
+        info = ffi.new("ps_tensor_info *")
+        check(lib.ps_tensors_info(self._ptr, idx, info))
+        return info
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor converted to float32, in its shape. KeyError for an unknown name."""
+        idx = lib.ps_tensors_find(self._ptr, name.encode())
+        if idx == 2**64 - 1:
+            raise KeyError(name)
+        info = self._info(idx)
+        array = np.empty(tuple(info.shape[d] for d in range(info.n_dims)), np.float32)
+        check(lib.ps_tensors_read(self._ptr, idx, 0, info.n, lib.PS_F32, ffi.cast("void *", array.ctypes.data)))
+        return array

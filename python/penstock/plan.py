@@ -1,0 +1,161 @@
+"""Plans: what a step does under two memory caps, and the hardware rates its predictions rest on."""
+import os
+import re
+from pathlib import Path
+
+import json
+
+import numpy as np
+
+from ._lib import StateError, InputOutputError, FormatError, as_dict, check, encode_path, ffi, lib, struct, text
+from .engine import TRACE_DTYPE, Schedule
+from .model import ModelConfig
+
+RECIPES = ("fp32", "fp32-master", "bf16")
+_UNITS = {"": 1, "b": 1, "k": 1e3, "kb": 1e3, "m": 1e6, "mb": 1e6, "g": 1e9, "gb": 1e9, "t": 1e12, "tb": 1e12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(size) -> int:
+    """Bytes of 20 * 2**30, "20GiB", "512MiB", "2e9"; None is 0, no cap."""
+    if size is None:
+        return 0
+    if not isinstance(size, str):
+        return int(size)
+    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE]\d+)?)\s*([A-Za-z]*)\s*", size)
+    if not match or match[2].lower() not in _UNITS:
+        raise ValueError(f"{size!r} is not a size: write 20GiB, 512MiB or 2e9")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+class Hardware:
+    """What this machine does; fields as in include/penstock/hardware.h are attributes."""
+
+    def __init__(self, ptr):
+        self._ptr = ptr
+
+    @classmethod
+    def estimate(cls, threads: int = 0) -> "Hardware":
+        """Rates from core count and clock alone."""
+        hw = struct("ps_hardware")
+        check(lib.ps_hardware_estimate(hw, threads))
+        return cls(hw)
+
+    @classmethod
+    def measure(cls, threads: int = 0, seconds: float = 1.0) -> "Hardware":
+        """Time a GEMM, an attention, a norm, a copy and an optimizer update: about `seconds` in all."""
+        hw = struct("ps_hardware")
+        check(lib.ps_hardware_measure(hw, threads, seconds))
+        return cls(hw)
+
+    @classmethod
+    def cached(cls, threads: int = 0) -> "Hardware":
+        """Measured once for this machine and thread count, and kept in the user's cache folder ($XDG_CACHE_HOME/penstock or
+        ~/.cache/penstock), the same file that the command line uses. Where it cannot be written it is measured again."""
+        path = cls.cache_path(threads)
+        hw = struct("ps_hardware")
+        if path:
+            try:
+                check(lib.ps_hardware_read(hw, encode_path(path), threads))
+                return cls(hw)
+            except (StateError, InputOutputError, FormatError):
+                pass
+        measured = cls.measure(threads)
+        if path:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                check(lib.ps_hardware_write(measured._ptr, encode_path(path)))
+            except OSError:
+                pass
+        return measured
+
+    @classmethod
+    def cache_path(cls, threads: int = 0) -> Path | None:
+        """Where cached() keeps the rates; None when there is neither XDG_CACHE_HOME nor HOME."""
+        base = os.environ.get("XDG_CACHE_HOME") or (os.environ.get("HOME") and os.environ["HOME"] + "/.cache")
+        if not base:
+            return None
+        hw = cls.estimate(threads)
+        machine = re.sub(r"[^A-Za-z0-9]+", "-", text(hw._ptr.name))
+        return Path(base) / "penstock" / f"hardware-{machine}-{hw.n_threads}.json"
+
+    def __getattr__(self, name: str):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return as_dict(self._ptr)[name]
+
+    def as_dict(self) -> dict:
+        return as_dict(self._ptr)
+
+
+class Plan:
+    """The fastest plan for one step of `model` under both caps.
+
+    Plan(ModelConfig.read("my_model"), seq_len=4096, device_mem="20GiB", host_mem="80GiB")
+
+    device_mem, host_mem: caps in bytes or as "20GiB"; None: none, and what the machine allows. tokens_per_step 0: 8 sequences.
+    recipe "fp32", "fp32-master" or "bf16". chunk_tokens, chunks_per_round 0: the planner chooses. clip: exact global-norm
+    clipping will be used. keep_grads: gradients come home wherever the update runs, for Trainer.grad(). Raises InvalidError, BudgetError (what is missing and the nearest plan that fits).
+    """
+
+    def __init__(self, model: ModelConfig, *, seq_len: int, device_mem=None, host_mem=None, tokens_per_step: int = 0,
+                 recipe: str = "bf16", chunk_tokens: int = 0, chunks_per_round: int = 0, head_slice_tokens: int = 0, clip: bool = True,
+                 threads: int = 0, trace_steps: int = 2, keep_grads: bool = True, hardware: Hardware | None = None):
+        self.model = model
+        self.hardware = hardware or Hardware.cached(threads)
+        self.config = self._config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round,
+                                   head_slice_tokens, clip, threads, trace_steps, keep_grads)
+        out = ffi.new("ps_plan **")
+        check(lib.ps_plan_create(out, model._ptr, self.config, self.hardware._ptr))
+        self._ptr = ffi.gc(out[0], lib.ps_plan_destroy)
+
+    @staticmethod
+    def _config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round, head_slice_tokens, clip,
+                threads, trace_steps, keep_grads):
+        which = ffi.new("ps_recipe *")
+        check(lib.ps_recipe_parse(which, recipe.encode()))
+        return struct("ps_plan_config", recipe=which[0], device_bytes=parse_bytes(device_mem), host_bytes=parse_bytes(host_mem),
+                      seq_len=seq_len, tokens_per_step=tokens_per_step, chunk_tokens=chunk_tokens, chunks_per_round=chunks_per_round,
+                      head_slice_tokens=head_slice_tokens, clip=bool(clip), n_threads=threads, trace_steps=trace_steps, keep_grads=int(keep_grads))
+
+    @classmethod
+    def smallest(cls, model: ModelConfig, *, seq_len: int, device_mem=None, host_mem=None, tokens_per_step: int = 0,
+                 recipe: str = "bf16", chunk_tokens: int = 0, chunks_per_round: int = 0, head_slice_tokens: int = 0, clip: bool = True,
+                 threads: int = 0, trace_steps: int = 2, keep_grads: bool = True, hardware: Hardware | None = None) -> tuple[int, int]:
+        """The least device memory under host_mem and the least host memory under device_mem that a plan fits in, bytes; one
+        byte less is refused. 0 where none fits."""
+        hardware = hardware or Hardware.cached(threads)
+        cfg = cls._config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round, head_slice_tokens,
+                          clip, threads, trace_steps, keep_grads)
+        device, host = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))
+        return device[0], host[0]
+
+    @property
+    def report(self) -> dict:
+        """Numbers of the plan, fields as ps_plan_report of include/penstock/plan.h (bytes, seconds, FLOPs)."""
+        out = struct("ps_plan_report")
+        check(lib.ps_plan_get_report(self._ptr, out))
+        return as_dict(out)
+
+    def __str__(self) -> str:
+        return text(lib.ps_plan_text(self._ptr))
+
+    def json(self) -> dict:
+        """Everything, unit by unit and fate by fate."""
+        return json.loads(text(lib.ps_plan_json(self._ptr)))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The compiled step."""
+        return Schedule(lib.ps_plan_schedule(self._ptr), self)
+
+    @property
+    def stream_names(self) -> list[str]:
+        return [text(lib.ps_plan_stream_name(i)) for i in range(self.schedule.n_streams)]
+
+    def simulate(self, n_steps: int = 2) -> tuple[np.ndarray, np.ndarray]:
+        """The predicted trace of n_steps steps (TRACE_DTYPE) and when each step ended (ns)."""
+        events, ends = np.zeros(n_steps * self.schedule.n_ops, TRACE_DTYPE), np.zeros(n_steps)
+        check(lib.ps_plan_simulate(self._ptr, n_steps, ffi.from_buffer("ps_trace_event[]", events), ffi.from_buffer("double[]", ends)))
+        return events, ends

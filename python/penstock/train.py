@@ -1,0 +1,209 @@
+"""Training a model directory under a plan."""
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from ._lib import StateError, check, encode_path, error, ffi, lib, struct, text
+from .dataset import Dataset
+from .engine import TRACE_DTYPE
+from .model import Parameter
+from .plan import Plan
+
+LR_SCHEDULES = {"constant": 0, "cosine": 1, "linear": 2, "wsd": 3}
+DTYPES = {"fp32": 0, "bf16": 1}
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step's figures, as ps_step_metrics: loss is the mean over valid tokens in nats, grad_norm is before clipping."""
+    step: int
+    loss: float
+    tokens: int
+    valid_tokens: int
+    grad_norm: float
+    lr: float
+    step_s: float
+    predicted_step_s: float
+    tokens_per_s: float
+    mfu: float
+    hfu: float
+    device_peak_bytes: int
+    host_arena_peak_bytes: int
+    host_peak_bytes: int
+
+
+# The callbacks hold no reference to their trainer: without a cycle the last reference to a trainer ends it at once, in the thread
+# that dropped it, and never inside the garbage collector on a stream's own thread, which would wait for itself.
+
+
+def _batch_callback(data, failures: list):
+    """A ps_batch_fn that takes data(step) -> (tokens, targets); what it raises goes to failures."""
+    def fill(_user, step, tokens, targets, n):
+        for dst, src in zip((tokens, targets), data(step)):
+            src = np.ascontiguousarray(src, np.int32).reshape(-1)
+            if src.size != n:
+                raise ValueError(f"the batch of step {step} has {src.size} tokens, {n} wanted")
+            ffi.memmove(dst, ffi.from_buffer(src), 4 * n)
+        return lib.PS_OK
+
+    return ffi.callback("ps_batch_fn", fill, error=lib.PS_EINVAL, onerror=lambda _type, exc, _traceback: failures.append(exc))
+
+
+def _progress_callback(progress, failures: list):
+    """A ps_progress_fn for progress(what, done_bytes, total_bytes)."""
+    def report(_user, what, done, total):
+        progress(text(what), done, total)
+
+    return ffi.callback("ps_progress_fn", report, onerror=lambda _type, exc, _traceback: failures.append(exc))
+
+
+class Trainer:
+    """Trains the model directory `model_dir` under `plan`, on a Dataset (or paths of shards) or on a callable.
+
+    with Trainer("my_model", plan, data="shards/", lr=3e-4, total_steps=100) as trainer:
+        for metrics in trainer.steps(100):
+            print(metrics.step, metrics.loss)
+        trainer.save("trained")
+
+    data: a Dataset, a path or list of paths, or batch(step) -> (tokens, targets), int32 arrays of tokens_per_step each, sequence
+    after sequence; a target of -1 is not counted. lr_schedule: constant, cosine, linear, wsd, over total_steps. clip_norm 0: no
+    clipping (the plan must then have clip=False). document_token begins a document, document_end_token ends one; -1: none.
+    progress(what, done_bytes, total_bytes) hears of the loading.
+    Raises FormatError, InputOutputError, OutOfMemoryError, InvalidError.
+    """
+
+    def __init__(self, model_dir, plan: Plan, data, *, lr: float = 3e-4, min_lr: float = 0.0, lr_schedule: str = "constant",
+                 warmup_steps: int = 0, total_steps: int = 0, decay_steps: int = 0, beta1: float = 0.9, beta2: float = 0.95,
+                 eps: float = 1e-8, weight_decay: float = 0.1, clip_norm: float = 1.0, seed: int = 0, first_step: int = 0,
+                 document_token: int = -1, document_end_token: int = -1, shuffle: bool = False, progress=None):
+        if lr_schedule not in LR_SCHEDULES:
+            raise ValueError(f"lr_schedule {lr_schedule!r}: one of {', '.join(LR_SCHEDULES)}")
+        cfg = struct("ps_train_config")
+        lib.ps_train_config_init(cfg)
+        for name, value in {"lr_kind": LR_SCHEDULES[lr_schedule], "lr": lr, "min_lr": min_lr, "warmup_steps": warmup_steps,
+                            "total_steps": total_steps, "decay_steps": decay_steps, "beta1": beta1, "beta2": beta2, "eps": eps,
+                            "weight_decay": weight_decay, "clip_norm": clip_norm, "seed": seed, "first_step": first_step,
+                            "document_token": document_token, "document_end_token": document_end_token, "shuffle": int(shuffle),
+                            "trace_steps": plan.config.trace_steps}.items():
+            setattr(cfg, name, value)
+        self.plan, self._failures = plan, []
+        self._bind_data(cfg, data)
+        report = _progress_callback(progress, self._failures) if progress else ffi.NULL
+        out = ffi.new("ps_trainer **")
+        check(lib.ps_trainer_create(out, encode_path(model_dir), plan._ptr, cfg, report, ffi.NULL))
+        self._ptr = ffi.gc(out[0], lib.ps_trainer_destroy)
+        if self._failures:  # progress raised
+            self.close()
+            raise self._failures[0]
+        self.params = {p.name: p for p in plan.model.params()}
+
+    def _bind_data(self, cfg, data) -> None:
+        if callable(data):
+            self._data = cfg.batch_fn = _batch_callback(data, self._failures)
+        else:
+            self._data = data if isinstance(data, Dataset) else Dataset(data, self.plan.model.vocab_size)
+            cfg.dataset = self._data._ptr
+
+    def _check(self, status: int) -> None:
+        if status < 0:
+            failure = error(status)
+            if self._failures and status != lib.PS_ECANCELLED:
+                raise self._failures[0] from failure
+            raise failure
+
+    def steps(self, n: int):
+        """Run n steps and yield the StepMetrics of each. One step is kept in flight beyond the one that is reported. Leaving the
+        loop early, by break, an exception or Ctrl-C, first lets the step in flight finish: the weights are then those after
+        steps_done steps and can be read and saved."""
+        submitted = done = 0
+        try:
+            while done < n:
+                ahead = min(n, done + 2) - submitted
+                if ahead:
+                    self._check(lib.ps_trainer_submit(self._ptr, ahead))
+                    submitted += ahead
+                metrics = self._wait()
+                done += 1
+                yield metrics
+        except (GeneratorExit, KeyboardInterrupt):
+            self.finish()
+            raise
+
+    def _wait(self) -> StepMetrics:
+        out = ffi.new("ps_step_metrics *")
+        self._check(lib.ps_trainer_wait(self._ptr, out))
+        return StepMetrics(**{f.name: getattr(out, f.name) for f in fields(StepMetrics)})
+
+    def finish(self) -> list[StepMetrics]:
+        """Wait for what is in flight; the metrics of the steps that no loop reported."""
+        rest = []
+        while self._ptr is not None:  # the library is asked, not a counter: Ctrl-C may strike between its answer and the counting
+            try:
+                rest.append(self._wait())
+            except StateError:
+                break
+        return rest
+
+    def cancel(self) -> None:
+        """Stop at the next op; the weights may then be between two steps."""
+        lib.ps_trainer_cancel(self._ptr)
+
+    @property
+    def steps_done(self) -> int:
+        return lib.ps_trainer_steps_done(self._ptr)
+
+    def _param(self, name) -> Parameter:
+        return name if isinstance(name, Parameter) else self.params[name]
+
+    def read(self, name) -> np.ndarray:
+        """A parameter as float32 in its shape (the master weights where there are). StateError while steps are in flight."""
+        return self._read(lib.ps_trainer_read_param, name)
+
+    def grad(self, name) -> np.ndarray:
+        """The last step's gradient of a parameter, divided by the valid tokens, before clipping, float32."""
+        return self._read(lib.ps_trainer_read_grad, name)
+
+    def _read(self, function, name) -> np.ndarray:
+        param = self._param(name)
+        out = np.empty(param.shape, np.float32)
+        check(function(self._ptr, param.index, ffi.from_buffer("float[]", out), out.size))
+        return out
+
+    def write(self, name, values) -> None:
+        """Set a parameter from an array of its shape."""
+        param = self._param(name)
+        values = np.ascontiguousarray(values, np.float32)
+        if values.shape != param.shape:
+            raise ValueError(f"{param.name} has shape {param.shape}, not {values.shape}")
+        check(lib.ps_trainer_write_param(self._ptr, param.index, ffi.from_buffer("float[]", values), values.size))
+
+    def save(self, directory, dtype: str = "bf16") -> None:
+        """The model as a Hugging Face directory, safetensors in "bf16" or "fp32". Complete files or none."""
+        check(lib.ps_trainer_save(self._ptr, encode_path(directory), DTYPES[dtype]))
+
+    def trace(self) -> np.ndarray:
+        """The trace of the last plan.config.trace_steps steps (engine.TRACE_DTYPE)."""
+        n = ffi.new("uint64_t *")
+        check(lib.ps_trainer_trace(self._ptr, ffi.NULL, 0, n))
+        events = np.zeros(n[0], TRACE_DTYPE)
+        check(lib.ps_trainer_trace(self._ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), n))
+        return events
+
+    def write_trace(self, path) -> None:
+        """The kept trace as Chrome / Perfetto JSON."""
+        self.plan.schedule.write_trace(path, self.trace(), self.plan.stream_names)
+
+    def close(self) -> None:
+        """Wait for what is in flight and release the memory."""
+        if getattr(self, "_ptr", None) is not None:
+            ffi.release(self._ptr)
+            self._ptr = None  # cffi refuses None where a pointer is wanted
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def __del__(self):  # before the plan and the callbacks, which steps in flight still use, can go
+        self.close()
