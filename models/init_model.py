@@ -1,0 +1,409 @@
+#!/usr/bin/env python3
+"""Write a freshly initialised model directory in Hugging Face layout, by streaming.
+
+    python models/init_model.py models/8b.json my_8B_model [--seed N] [--dtype bf16|fp32] [--tokenizer tokenizer.json]
+                                                           [--max-shard-size 5GB] [--overwrite]
+
+Needs numpy only. Memory stays below 200 MB whatever the model's size: values are made in slices of 2^20 elements.
+
+What a tensor holds depends on the seed and its name alone (Philox, keyed by both, one counter block for each slice), so the
+number of threads, the shard size and the order of tensors change nothing:
+    matrices            normal(0, initializer_range, 0.02 by default)
+    o_proj, down_proj   the same times 1/sqrt(2 * num_hidden_layers): the residual stream's variance does not grow with depth
+    norms 1, biases 0
+The directory appears under its name only when it is complete. Exit codes: 0 done, 2 bad input, 130 interrupted.
+"""
+import argparse
+import collections
+import concurrent.futures
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+SLICE = 1 << 20
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+DTYPES = {"bf16": ("BF16", 2, "bfloat16"), "fp32": ("F32", 4, "float32")}
+TOKENIZER_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+Tensor = collections.namedtuple("Tensor", "name shape kind")  # kind: "ones", "zeros", or the standard deviation
+
+
+class BadInput(Exception):
+    pass
+
+
+# ---- the config --------------------------------------------------------------------------------------------------------
+
+
+def load_json(path):
+    try:
+        with open(path, encoding="utf-8") as f:
+            value = json.load(f)
+    except OSError as e:
+        raise BadInput(f"{path}: cannot be read: {e.strerror}") from None
+    except (ValueError, RecursionError) as e:
+        raise BadInput(f"{path}: is not JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise BadInput(f"{path}: must be a JSON object")
+    return value
+
+
+def load_config(path):
+    cfg = load_json(path)
+    names = cfg.get("architectures")
+    if names is None:
+        names = [a for a, t in ARCHITECTURES.items() if t == cfg.get("model_type")]
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
+        given = cfg.get("architectures") or cfg.get("model_type")
+        raise BadInput(f"{path}: architectures is {json.dumps(given)}: one of {', '.join(ARCHITECTURES)} is needed")
+    cfg["architectures"], kind = names, ARCHITECTURES[names[0]]
+    if cfg.setdefault("model_type", kind) != kind:
+        raise BadInput(f"{path}: model_type is {json.dumps(cfg['model_type'])} but architectures says {names[0]}")
+    sizes = read_sizes(path, cfg, kind)
+    for key in ("attention_bias", "mlp_bias"):
+        if cfg.get(key) and not (kind == "qwen2" and key == "attention_bias"):
+            raise BadInput(f"{path}: {key} is {json.dumps(cfg[key])}: such biases are not supported, set it to false")
+    std = cfg.get("initializer_range", 0.02)
+    if isinstance(std, bool) or not isinstance(std, (int, float)) or not 0 < std <= 10:
+        raise BadInput(f"{path}: initializer_range is {json.dumps(std)}: a number above 0 and at most 10 is needed")
+    return cfg, sizes
+
+
+def read_sizes(path, cfg, kind):
+    def size(key, default=None, limit=1 << 24):
+        value = cfg.get(key, default)
+        value = default if value is None else value
+        if value is None:
+            raise BadInput(f"{path}: {key} is missing: the config must give it")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+            raise BadInput(f"{path}: {key} is {json.dumps(value)}: a whole number from 1 to {limit} is needed")
+        return value
+
+    s = argparse.Namespace(kind=kind)
+    s.vocab, s.dim, s.ffn = size("vocab_size"), size("hidden_size", limit=1 << 20), size("intermediate_size", limit=1 << 22)
+    s.layers, s.heads = size("num_hidden_layers", limit=4096), size("num_attention_heads", limit=1 << 14)
+    absent = 32 if kind != "llama" and "num_key_value_heads" not in cfg else s.heads  # transformers' defaults
+    s.kv_heads = size("num_key_value_heads", absent, limit=1 << 14)
+    head_dim = 128 if kind == "qwen3" and "head_dim" not in cfg else None
+    if head_dim is None and cfg.get("head_dim") is None:
+        if s.dim % s.heads:
+            raise BadInput(f"{path}: hidden_size is {s.dim}: without head_dim it must be a multiple of num_attention_heads, {s.heads}")
+        head_dim = s.dim // s.heads
+    s.head_dim = size("head_dim", head_dim, limit=4096)
+    if s.heads % s.kv_heads:
+        raise BadInput(f"{path}: num_attention_heads is {s.heads}: it must be a multiple of num_key_value_heads, {s.kv_heads}")
+    if s.head_dim % 2:
+        raise BadInput(f"{path}: head_dim is {s.head_dim}: it must be even, RoPE turns pairs")
+    s.tied = cfg.get("tie_word_embeddings", False)
+    if not isinstance(s.tied, bool):
+        raise BadInput(f"{path}: tie_word_embeddings is {json.dumps(s.tied)}: true or false is needed")
+    return s
+
+
+def list_tensors(cfg, s):
+    std = float(cfg.get("initializer_range", 0.02))
+    out = std / math.sqrt(2 * s.layers)
+    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    yield Tensor("model.embed_tokens.weight", (s.vocab, s.dim), std)
+    for i in range(s.layers):
+        p = f"model.layers.{i}."
+        yield Tensor(p + "input_layernorm.weight", (s.dim,), "ones")
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            yield Tensor(f"{p}self_attn.{name}_proj.weight", (rows, s.dim), std)
+        if s.kind == "qwen2":
+            for name, rows in (("q", q), ("k", kv), ("v", kv)):
+                yield Tensor(f"{p}self_attn.{name}_proj.bias", (rows,), "zeros")
+        if s.kind == "qwen3":
+            yield Tensor(p + "self_attn.q_norm.weight", (s.head_dim,), "ones")
+            yield Tensor(p + "self_attn.k_norm.weight", (s.head_dim,), "ones")
+        yield Tensor(p + "self_attn.o_proj.weight", (s.dim, q), out)
+        yield Tensor(p + "post_attention_layernorm.weight", (s.dim,), "ones")
+        yield Tensor(p + "mlp.gate_proj.weight", (s.ffn, s.dim), std)
+        yield Tensor(p + "mlp.up_proj.weight", (s.ffn, s.dim), std)
+        yield Tensor(p + "mlp.down_proj.weight", (s.dim, s.ffn), out)
+    yield Tensor("model.norm.weight", (s.dim,), "ones")
+    if not s.tied:
+        yield Tensor("lm_head.weight", (s.vocab, s.dim), std)
+
+
+# ---- values ------------------------------------------------------------------------------------------------------------
+
+
+def to_bf16(x):
+    """fp32 to bf16 bits, to nearest even; x is used up."""
+    bits = x.view(np.uint32)
+    odd = bits >> 16
+    odd &= 1
+    bits += odd
+    bits += 0x7FFF
+    bits >>= 16
+    return bits.astype(np.uint16)
+
+
+def make_slice(seed, tensor, k, n, dtype):
+    """Bytes of elements [k * SLICE, k * SLICE + n) of the tensor."""
+    if tensor.kind in ("ones", "zeros"):
+        x = np.full(n, tensor.kind == "ones", dtype=np.float32)
+    else:
+        digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
+        key = np.frombuffer(digest[:16], dtype="<u8").astype(np.uint64)
+        counter = np.array([0, 0, k, 0], dtype=np.uint64)
+        x = np.random.Generator(np.random.Philox(key=key, counter=counter)).standard_normal(n, dtype=np.float32)
+        x *= np.float32(tensor.kind)
+    return (to_bf16(x).astype("<u2", copy=False) if dtype == "bf16" else x.astype("<f4", copy=False)).data
+
+
+def slices(seed, tensors, dtype, workers):
+    """All bytes of the tensors in order, made by a few threads ahead of the writer."""
+    jobs = ((t, k, min(SLICE, math.prod(t.shape) - k * SLICE)) for t in tensors for k in range(-(-math.prod(t.shape) // SLICE)))
+    pending = collections.deque()
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        for t, k, n in jobs:
+            pending.append(pool.submit(make_slice, seed, t, k, n, dtype))
+            if len(pending) > workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+# ---- files -------------------------------------------------------------------------------------------------------------
+
+
+def cut_shards(tensors, element, limit):
+    shards, room = [[]], limit
+    for t in tensors:
+        size = math.prod(t.shape) * element
+        if shards[-1] and size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(t)
+        room -= size
+    return shards
+
+
+def write_shard(path, shard, seed, dtype, workers, progress):
+    name, element, _ = DTYPES[dtype]
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for t in shard:
+        end = at + math.prod(t.shape) * element
+        header[t.name] = {"dtype": name, "shape": list(t.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for piece in slices(seed, shard, dtype, workers):
+            f.write(piece)
+            progress(piece.nbytes)
+
+
+def write_model(folder, tensors, args, progress):
+    shards = cut_shards(tensors, DTYPES[args.dtype][1], args.max_shard_size)
+    workers = min(4, os.cpu_count() or 1)
+    files, weight_map = [], {}
+    for i, shard in enumerate(shards):
+        one = len(shards) == 1
+        files.append("model.safetensors" if one else f"model-{i + 1:05}-of-{len(shards):05}.safetensors")
+        write_shard(os.path.join(folder, files[-1]), shard, args.seed, args.dtype, workers, progress)
+        weight_map.update((t.name, files[-1]) for t in shard)
+    if len(shards) > 1:
+        total = sum(math.prod(t.shape) for t in tensors) * DTYPES[args.dtype][1]
+        write_json(os.path.join(folder, "model.safetensors.index.json"), {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return files
+
+
+def write_json(path, value):
+    with open(path, "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=2, ensure_ascii=False)
+        f.write("\n")
+
+
+def token_names(path, tokenizer):
+    """id -> token of a tokenizer.json, whatever its model (BPE and WordPiece: an object, Unigram: a list)."""
+    vocab = (tokenizer.get("model") or {}).get("vocab")
+    if isinstance(vocab, dict):
+        names = {i: t for t, i in vocab.items()}
+    elif isinstance(vocab, list):
+        names = {i: entry[0] for i, entry in enumerate(vocab)}
+    else:
+        raise BadInput(f"{path}: model.vocab is missing: a Hugging Face tokenizer.json is needed")
+    names.update((t["id"], t["content"]) for t in tokenizer.get("added_tokens") or [])
+    if not names or not all(isinstance(i, int) for i in names):
+        raise BadInput(f"{path}: model.vocab must map tokens to whole numbers")
+    return names
+
+
+def load_tokenizer(path, cfg):
+    """tokenizer_config.json's content for AutoTokenizer."""
+    names = token_names(path, load_json(path))
+    if max(names) >= cfg["vocab_size"]:
+        raise BadInput(f"{path}: has token id {max(names)}: the config's vocab_size is {cfg['vocab_size']}, raise it to {max(names) + 1} or more")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if cfg.get("max_position_embeddings"):
+        config["model_max_length"] = cfg["max_position_embeddings"]
+    for which in ("bos", "eos"):
+        token = cfg.get(f"{which}_token_id")
+        token = token[0] if isinstance(token, list) and token else token
+        if token in names:
+            config[f"{which}_token"] = names[token]
+    return config
+
+
+def write_tokenizer(folder, path, config):
+    shutil.copyfile(path, os.path.join(folder, "tokenizer.json"))
+    write_json(os.path.join(folder, "tokenizer_config.json"), config)
+    for name in TOKENIZER_COMPANIONS:  # what lies beside the given file knows better
+        beside = os.path.join(os.path.dirname(os.path.abspath(path)), name)
+        if os.path.isfile(beside):
+            shutil.copyfile(beside, os.path.join(folder, name))
+
+
+# ---- the command -------------------------------------------------------------------------------------------------------
+
+
+def shard_size(text):
+    m = re.fullmatch(r"([0-9.]+)\s*(|[KMGT]i?B|B)", text, re.IGNORECASE)
+    try:
+        n = int(float(m[1]) * (1024 if "I" in m[2].upper() else 1000) ** " KMGT".index((m[2].upper() + " ")[0].replace("B", " ")))
+    except (TypeError, ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 5GB, 500MB or 2GiB") from None
+    if n < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is too small: write 5GB, 500MB or 2GiB")
+    return n
+
+
+def parse_args(argv):
+    p = argparse.ArgumentParser(description="Write a freshly initialised model directory in Hugging Face layout.")
+    p.add_argument("config", help="config.json of a Llama, Qwen2 or Qwen3 model, such as models/8b.json")
+    p.add_argument("out", help="the directory to make")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--dtype", choices=sorted(DTYPES), help="default: the config's torch_dtype, bf16 when it has none")
+    p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to put into the directory")
+    p.add_argument("--max-shard-size", type=shard_size, default="5GB", metavar="SIZE", help="default: 5GB")
+    p.add_argument("--overwrite", action="store_true", help="replace the model directory that is there")
+    return p.parse_args(argv)
+
+
+def check_out(out, overwrite, need):
+    parent = os.path.dirname(os.path.abspath(out))
+    if os.path.lexists(out) and not os.path.isdir(out):
+        raise BadInput(f"{out}: is a file: choose another name")
+    if os.path.isdir(out) and os.listdir(out):
+        if not overwrite:
+            raise BadInput(f"{out}: is not empty: choose another name, or replace it with --overwrite")
+        if not os.path.isfile(os.path.join(out, "config.json")):
+            raise BadInput(f"{out}: has no config.json, so it is no model directory: it will not be overwritten")
+    try:
+        os.makedirs(parent, exist_ok=True)
+        free = shutil.disk_usage(parent).free
+    except OSError as e:
+        raise BadInput(f"{parent}: cannot be used: {e.strerror}") from None
+    if need > free:
+        raise BadInput(f"{out}: needs {need / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free: free some or choose another place")
+    return parent
+
+
+def replace(partial, out):
+    """The complete directory takes its name; an old one is moved aside first and removed last."""
+    old = None
+    if os.path.isdir(out):
+        old = tempfile.mkdtemp(prefix="." + os.path.basename(os.path.abspath(out)) + ".old-", dir=os.path.dirname(os.path.abspath(out)))
+        os.rename(out, old)
+    try:
+        os.rename(partial, out)
+    except OSError:
+        if old:
+            os.rename(old, out)
+        raise
+    if old:
+        shutil.rmtree(old)
+
+
+def progress_printer(total):
+    start, state = time.monotonic(), {"done": 0, "shown": time.monotonic()}
+    live = sys.stderr.isatty()
+
+    def progress(n):
+        state["done"] += n
+        now = time.monotonic()
+        if now - state["shown"] >= (0.2 if live else 10) or (live and state["done"] == total):
+            state["shown"] = now
+            rate = state["done"] / max(now - start, 1e-9)
+            left = (total - state["done"]) / max(rate, 1)
+            line = f"  {state['done'] / 1e9:8.3f} of {total / 1e9:.3f} GB  {rate / 1e6:6.0f} MB/s  {left:5.0f} s left"
+            print(("\r" if live else "") + line, end="" if live else "\n", file=sys.stderr, flush=True)
+
+    return progress, lambda: print(file=sys.stderr) if live else None
+
+
+def run(args):
+    cfg, sizes = load_config(args.config)
+    if args.dtype is None:
+        given = cfg.get("torch_dtype") or cfg.get("dtype")
+        args.dtype = "fp32" if given == "float32" else "bf16"
+    cfg.pop("dtype", None)
+    cfg["torch_dtype"] = DTYPES[args.dtype][2]
+    tokenizer = load_tokenizer(args.tokenizer, cfg) if args.tokenizer else None
+    tensors = list(list_tensors(cfg, sizes))
+    n = sum(math.prod(t.shape) for t in tensors)
+    total = n * DTYPES[args.dtype][1]
+    parent = check_out(args.out, args.overwrite, total)
+    try:
+        partial = tempfile.mkdtemp(prefix="." + os.path.basename(os.path.abspath(args.out)) + ".partial-", dir=parent)
+    except OSError as e:
+        raise BadInput(f"{parent}: cannot be written: {e.strerror}") from None
+    print(f"{args.out}: {cfg['architectures'][0]}, {n:,} parameters in {len(tensors)} tensors, {args.dtype}, seed {args.seed}")
+    try:
+        progress, end = progress_printer(total)
+        files = write_model(partial, tensors, args, progress)
+        end()
+        write_json(os.path.join(partial, "config.json"), cfg)
+        if args.tokenizer:
+            write_tokenizer(partial, args.tokenizer, tokenizer)
+        os.chmod(partial, 0o777 & ~current_umask())
+        size = sum(e.stat().st_size for e in os.scandir(partial))
+        replace(partial, args.out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    print(f"{args.out}: {size:,} bytes in {len(files)} safetensors file{'s' * (len(files) > 1)}{', with tokenizer' if tokenizer else ''}")
+
+
+def current_umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def interrupted(signum, frame):
+    raise KeyboardInterrupt
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    signal.signal(signal.SIGTERM, interrupted)
+    try:
+        run(args)
+    except BadInput as e:
+        print(f"init_model: {e}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        print(f"init_model: {e.filename or args.out}: {e.strerror or e}: nothing was left behind", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("init_model: interrupted: nothing was left behind", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
