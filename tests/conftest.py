@@ -1,0 +1,54 @@
+"""What every test needs: the build products, the Python package on the path, and a tiny model with data."""
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / os.environ.get("PENSTOCK_BUILD", "build")
+os.environ["PENSTOCK_BUILD"] = str(BUILD)
+sys.path.insert(0, str(ROOT / "python"))
+
+# A shell that starts the tests in the background leaves them SIGINT ignored, which programs inherit: the tests of Ctrl-C would
+# wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure():
+    missing = [str(p) for p in (BUILD / "lib/libpenstock.so", BUILD / "lib/penstock.cdef", BUILD / "bin/penstock") if not p.exists()]
+    if missing:
+        pytest.exit(f"{', '.join(missing)} missing: run `make test`, or `make all native-tests` and set PENSTOCK_BUILD", 2)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_this_run(tmp_path_factory):
+    """Hardware rates are measured once for a test run and kept out of the user's cache."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A model directory made from models/tiny-llama.json: vocabulary 512, 4 layers."""
+    out = tmp_path_factory.mktemp("tiny") / "model"
+    subprocess.run([sys.executable, ROOT / "models/init_model.py", ROOT / "models/tiny-llama.json", out, "--seed", "1"], check=True, capture_output=True)
+    return out
+
+
+def write_shard(path, tokens, n_header=None):
+    """An llm.c gpt-2 shard of uint16 tokens; n_header: what its header claims."""
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(tokens) if n_header is None else n_header
+    Path(path).write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_shard(tmp_path_factory):
+    """20,000 tokens below 200 that a model can learn: each is its predecessor plus one, restarting at random."""
+    rng = np.random.default_rng(0)
+    tokens = (np.arange(20000) + np.repeat(rng.integers(0, 200, 200), 100)) % 200
+    return write_shard(tmp_path_factory.mktemp("shards") / "a.bin", tokens)

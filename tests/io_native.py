@@ -1,0 +1,201 @@
+"""ctypes onto build/lib/libpenstock.so for the tests of files and configs."""
+import ctypes as c
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BUILD = ROOT / os.environ.get("PENSTOCK_BUILD", "build")
+u32, u64, i32, f32 = c.c_uint32, c.c_uint64, c.c_int32, c.c_float
+F32, BF16 = 0, 1
+EINVAL, EFORMAT, ENOMEM, EIO, ESTATE = -1, -2, -4, -5, -7
+NONE = 2**64 - 1
+
+
+class ModelConfig(c.Structure):
+    _fields_ = (
+        [(n, u32) for n in "struct_bytes arch vocab_size n_layers dim n_heads n_kv_heads head_dim ffn_dim max_positions".split()]
+        + [(n, u32) for n in "tied_embeddings qkv_bias qk_norm rope_scaling rope_original_positions".split()]
+        + [("bos_token_id", i32), ("eos_token_id", i32)]
+        + [(n, f32) for n in "norm_eps rope_factor rope_low_freq rope_high_freq".split()]
+        + [("rope_theta", c.c_double)]
+    )
+
+
+class ParamInfo(c.Structure):
+    _fields_ = [("name", c.c_char * 96)] + [(n, u32) for n in ("unit", "role", "n_dims", "reserved")]
+    _fields_ += [("shape", u64 * 2), ("offset", u64), ("n", u64)]
+
+
+class Flops(c.Structure):
+    _fields_ = [(n, c.c_double) for n in ("layer_matmul", "attn_fwd", "attn_bwd", "head", "sequence")]
+
+
+class TensorInfo(c.Structure):
+    _fields_ = [("name", c.c_char_p), ("dtype", c.c_char * 12), ("n_dims", u32), ("shape", u64 * 8), ("n", u64), ("bytes", u64)]
+
+
+class TensorSpec(c.Structure):
+    _fields_ = [("name", c.c_char_p), ("dtype", u32), ("n_dims", u32), ("shape", u64 * 8)]
+
+
+class Failed(Exception):
+    def __init__(self, code, message):
+        super().__init__(f"{code}: {message}")
+        self.code, self.message = code, message
+
+
+def _load():
+    lib = c.CDLL(str(BUILD / "lib" / "libpenstock.so"))
+    p, pp, s = c.c_void_p, c.POINTER(c.c_void_p), c.c_char_p
+    for name, result, args in [
+        ("ps_last_error", s, []),
+        ("ps_abi_size", c.c_size_t, [s]),
+        ("ps__live_allocations", c.c_int64, []),
+        ("ps_model_config_read", i32, [c.POINTER(ModelConfig), s]),
+        ("ps_model_config_check", i32, [c.POINTER(ModelConfig), s]),
+        ("ps_model_n_units", u32, [c.POINTER(ModelConfig)]),
+        ("ps_model_unit_elements", u64, [c.POINTER(ModelConfig), u32]),
+        ("ps_model_n_params", u32, [c.POINTER(ModelConfig)]),
+        ("ps_model_param", i32, [c.POINTER(ModelConfig), u32, c.POINTER(ParamInfo)]),
+        ("ps_model_n_elements", u64, [c.POINTER(ModelConfig)]),
+        ("ps_model_flops", i32, [c.POINTER(ModelConfig), u64, c.POINTER(Flops)]),
+        ("ps_tensors_open", i32, [pp, s]),
+        ("ps_tensors_close", None, [p]),
+        ("ps_tensors_count", u64, [p]),
+        ("ps_tensors_info", i32, [p, u64, c.POINTER(TensorInfo)]),
+        ("ps_tensors_find", u64, [p, s]),
+        ("ps_tensors_read", i32, [p, u64, u64, u64, i32, p]),
+        ("ps_tensors_create", i32, [pp, s, s, c.POINTER(TensorSpec), u64, u64, c.POINTER(s), u32]),
+        ("ps_tensors_append", i32, [p, p, u64]),
+        ("ps_tensors_finish", i32, [p]),
+        ("ps_tensors_abort", None, [p]),
+        ("ps_dataset_open", i32, [pp, c.POINTER(s), u32, u32]),
+        ("ps_dataset_close", None, [p]),
+        ("ps_dataset_n_shards", u32, [p]),
+        ("ps_dataset_n_tokens", u64, [p]),
+        ("ps_dataset_n_sequences", u64, [p, u64]),
+        ("ps_dataset_read", i32, [p, u64, u64, p, p]),
+        ("ps_dataset_order", u64, [u64, u64, u64, i32]),
+    ]:
+        f = getattr(lib, name)
+        f.restype, f.argtypes = result, args
+    assert lib.ps_abi_size(b"ps_model_config") == c.sizeof(ModelConfig)
+    assert lib.ps_abi_size(b"ps_tensor_info") == c.sizeof(TensorInfo)
+    assert lib.ps_abi_size(b"ps_tensor_spec") == c.sizeof(TensorSpec)
+    assert lib.ps_abi_size(b"ps_param_info") == c.sizeof(ParamInfo)
+    return lib
+
+
+lib = _load()
+
+
+def check(code):
+    if code != 0:
+        raise Failed(code, lib.ps_last_error().decode())
+
+
+def one_sentence(message, *parts):
+    """What every message for a person must be: a single line, not empty, naming the given parts."""
+    assert message and "\n" not in message and len(message) < 700, message
+    for part in parts:
+        assert str(part) in message, (part, message)
+
+
+def read_config(path):
+    out = ModelConfig()
+    check(lib.ps_model_config_read(c.byref(out), os.fsencode(path)))
+    return out
+
+
+class Tensors:
+    """ps_tensor_file as a context manager."""
+
+    def __init__(self, path):
+        self.p = c.c_void_p()
+        check(lib.ps_tensors_open(c.byref(self.p), os.fsencode(path)))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        lib.ps_tensors_close(self.p)
+
+    def infos(self):
+        out = []
+        for i in range(lib.ps_tensors_count(self.p)):
+            info = TensorInfo()
+            check(lib.ps_tensors_info(self.p, i, c.byref(info)))
+            out.append((info.name.decode(), info.dtype.decode(), tuple(info.shape[: info.n_dims]), info.n, info.bytes))
+        return out
+
+    def read(self, name, dtype=F32, first=0, n=None):
+        import numpy as np
+
+        i = lib.ps_tensors_find(self.p, name.encode())
+        assert i != NONE, name
+        info = TensorInfo()
+        check(lib.ps_tensors_info(self.p, i, c.byref(info)))
+        n = info.n - first if n is None else n
+        out = np.zeros(n, np.float32 if dtype == F32 else np.uint16)
+        check(lib.ps_tensors_read(self.p, i, first, n, dtype, out.ctypes.data))
+        return out
+
+
+def specs(tensors):
+    """(name, dtype, shape) to an array of ps_tensor_spec."""
+    array = (TensorSpec * max(len(tensors), 1))()
+    for spec, (name, dtype, shape) in zip(array, tensors):
+        spec.name, spec.dtype, spec.n_dims = name.encode() if isinstance(name, str) else name, dtype, len(shape)
+        spec.shape[: len(shape)] = shape
+    return array
+
+
+def create(folder, tensors, limit=0, stem="model", meta=()):
+    flat = (c.c_char_p * max(2 * len(meta), 1))(*[x.encode() for pair in meta for x in pair])
+    w = c.c_void_p()
+    check(lib.ps_tensors_create(c.byref(w), os.fsencode(folder), stem.encode(), specs(tensors), len(tensors), limit, flat, len(meta)))
+    return w
+
+
+def write(folder, tensors, limit=0, stem="model", meta=(), piece=1 << 20):
+    """tensors: (name, dtype, shape, bytes)."""
+    w = create(folder, [t[:3] for t in tensors], limit, stem, meta)
+    data = b"".join(t[3] for t in tensors)
+    for at in range(0, len(data), piece):
+        check(lib.ps_tensors_append(w, data[at : at + piece], len(data[at : at + piece])))
+    check(lib.ps_tensors_finish(w))
+
+
+class Dataset:
+    def __init__(self, *paths, vocab=65536):
+        array = (c.c_char_p * max(len(paths), 1))(*[os.fsencode(p) for p in paths])
+        self.p = c.c_void_p()
+        check(lib.ps_dataset_open(c.byref(self.p), array, len(paths), vocab))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        lib.ps_dataset_close(self.p)
+
+    def n(self, seq_len):
+        return lib.ps_dataset_n_sequences(self.p, seq_len)
+
+    def read(self, seq_len, idx):
+        import numpy as np
+
+        tokens, targets = np.zeros(max(seq_len, 1), np.int32), np.zeros(max(seq_len, 1), np.int32)
+        check(lib.ps_dataset_read(self.p, seq_len, idx, tokens.ctypes.data, targets.ctypes.data))
+        return tokens, targets
+
+
+def build_shim(source, out):
+    """A shared object of one C file and the library's archive: reaches internal functions, which libpenstock.so hides."""
+    archive = BUILD / "lib" / "libpenstock.a"
+    if not archive.exists():
+        subprocess.run(["make", "-C", ROOT, f"VENV={sys.prefix}", f"BUILD={os.path.relpath(BUILD, ROOT)}", os.path.relpath(archive, ROOT)], check=True)
+    flags = ["-shared", "-fPIC", "-D_GNU_SOURCE", f"-I{ROOT}/include", f"-I{ROOT}/native", "-pthread"]
+    subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", out, source, archive, "-lm", "-ldl"], check=True)
+    return c.CDLL(str(out))

@@ -1,0 +1,76 @@
+"""Calls a cpu kernel from Python through tests/native/ops_shim.c, and watches what it touches.
+
+Buffers lie between guard bytes; outputs start as NaN (0xff bytes) unless given; inputs must come back unchanged."""
+import ctypes
+import os
+import pathlib
+
+import numpy as np
+import torch
+
+BUILD = pathlib.Path(os.environ.get("PENSTOCK_BUILD", "build"))
+if not BUILD.is_absolute():
+    BUILD = pathlib.Path(__file__).resolve().parent.parent / BUILD
+GUARD = 64
+U = 2.0**-24  # unit roundoff of fp32
+EINVAL = -1
+F32, BF16 = 0, 1
+TORCH_DTYPE = {F32: torch.float32, BF16: torch.bfloat16}
+_lib = None
+
+
+class Buffer:
+    """Bytes of a tensor between guards, at an address that is a multiple of 64 plus `shift`."""
+
+    def __init__(self, tensor, shift=0):
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        self.memory = np.full(raw.size + 2 * GUARD + 128, 0xA5, np.uint8)
+        self.first = (-self.memory.ctypes.data) % 64 + GUARD + shift
+        self.n = raw.size
+        self.memory[self.first : self.first + self.n] = raw
+        self.before = raw.copy()
+
+    @property
+    def address(self):
+        return self.memory.ctypes.data + self.first
+
+    def guards_hold(self):
+        return (self.memory[: self.first] == 0xA5).all() and (self.memory[self.first + self.n :] == 0xA5).all()
+
+    def unchanged(self):
+        return (self.memory[self.first : self.first + self.n] == self.before).all()
+
+    def tensor(self):
+        return torch.from_numpy(self.memory[self.first : self.first + self.n].copy()).view(self.dtype).reshape(self.shape)
+
+
+def poison(shape, dtype):
+    n = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
+    return torch.full((n,), 0xFF, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def call(name, args, buffers, n_threads):
+    """The status of kernel `name` over an argument block and tensors (inputs and outputs), and the tensors after it."""
+    global _lib
+    if _lib is None:
+        _lib = ctypes.CDLL(str(BUILD / "tests" / "libops_shim.so"))
+    pointers = (ctypes.c_void_p * len(buffers))(*[b.address for b in buffers])
+    block = ctypes.create_string_buffer(args, len(args))
+    return _lib.ops_run(name.encode(), block, pointers, len(buffers), n_threads)
+
+
+def run(name, args, inputs, outputs, n_threads=2, shift=0):
+    """Run a kernel whose accesses are `inputs` (read only) and `outputs`; see `order` in the callers. Each is a list of
+    (position among the accesses, tensor). Returns the outputs."""
+    buffers = {i: Buffer(t, shift) for i, t in inputs + outputs}
+    status = call(name, args, [buffers[i] for i in range(len(buffers))], n_threads)
+    assert status == 0, f"{name} returned {status}"
+    assert all(b.guards_hold() for b in buffers.values()), f"{name} wrote outside a buffer"
+    assert all(buffers[i].unchanged() for i, _ in inputs), f"{name} changed an input"
+    return [buffers[i].tensor() for i, _ in outputs]
+
+
+def rounding(dt):
+    """Relative error of the one rounding at a store: 2^-24 for fp32, 2^-8 (8 significant bits: half an ulp) for bf16."""
+    return U if dt == F32 else 2.0**-8

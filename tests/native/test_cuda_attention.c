@@ -1,0 +1,410 @@
+/* test_cuda_attention.c - attention_fwd and attention_bwd on the GPU against the cpu backend's, on the same bf16 inputs.
+ *
+ * Tolerance, element by element. bf16 has 8 significant bits, so a rounding errs by at most u = 2^-8, relative. The GPU rounds P and dS to bf16
+ * before products whose sums are fp32, dK and dV once for each query head and once for their sum, and every bf16 output once; the cpu
+ * rounds its bf16 outputs once and nothing else. With the same formula over absolute values as B (bounds(), below), the errors are at most
+ *   o   u B + 2 u |o|        dq  u B + 2 u |dq|        dk, dv  3 u B
+ * and a quarter of u B more for fp32 arithmetic and the approximate exp2. lse: fp32 only, 1e-4 absolute. A key wrongly seen or left out
+ * among n changes B by about 1/n, so mistakes at a document's begin, where rows see few keys, are far outside. The backward pass of both
+ * starts from the cpu's o and lse.
+ * test_cuda_attention time: only the timings. */
+#include "check.h"
+#include "kernels/cpu/cpu.h"
+#include <math.h>
+#ifndef PS_CUDA
+int main(void) {
+  printf("ok skipped: built without CUDA\n");
+  return 0;
+}
+#else
+#include "kernels/cuda/cuda_ops.h"
+#include <cuda_runtime_api.h>
+
+#define CU(call) CHECK((call) == cudaSuccess)
+enum { GUARD = 4096 };
+static const float U = 0x1p-8f;
+
+typedef struct sample {
+  ps__args_attention a;
+  const int *lengths; /* of documents from group row 0, the last one repeated; NULL: one */
+  size_t nq, nkv, nlse, rows;
+  uint16_t *q, *kv, *d_o, *o, *dq; /* o, lse, dq, dkv: the cpu's */
+  int32_t *doc_start;
+  float *lse, *dkv;
+  float *bo, *bdq, *bdkv; /* bounds */
+  void *dev[8]; /* q kv doc_start o lse d_o dq dkv */
+} sample;
+
+static ps__cpu_exec cpu;
+static ps__cuda_exec gpu;
+
+static void *host(size_t bytes) {
+  void *p = calloc(bytes ? bytes : 1, 1);
+  CHECK(p);
+  return p;
+}
+static void *device(const void *from, size_t bytes) { /* from NULL: NaN */
+  void *p = NULL;
+  CU(cudaMalloc(&p, bytes));
+  CU(from ? cudaMemcpy(p, from, bytes, cudaMemcpyHostToDevice) : cudaMemset(p, 0xff, bytes));
+  return p;
+}
+
+/* About normal: the sum of 4 uniform numbers, scaled. */
+static void random_bf16(uint16_t *x, size_t n, uint64_t seed) {
+  for (size_t i = 0; i < n; i++) {
+    const uint64_t r = rnd(&seed);
+    const float s = (float)(r & 0xffff) + (float)(r >> 16 & 0xffff) + (float)(r >> 32 & 0xffff) + (float)(r >> 48);
+    x[i] = ps__f32_to_bf16((s / 65536.0f - 2.0f) * 1.7320508f);
+  }
+}
+
+static void doc_starts(int32_t *out, const ps__args_attention *a, const int *lengths) {
+  uint32_t at = 0, end = lengths ? (uint32_t)lengths[0] : UINT32_MAX;
+  for (uint32_t row = 0, i = 0; row < a->row0 + a->n_tokens; row++) {
+    if (row == end) {
+      if (lengths[i + 1]) i++;
+      at = row;
+      end += (uint32_t)lengths[i];
+    }
+    if (row >= a->row0) out[row - a->row0] = (int32_t)at;
+  }
+}
+
+static sample make(ps__args_attention a, const int *lengths, uint64_t seed) {
+  sample s = {.a = a, .lengths = lengths, .rows = (size_t)a.row0 + a.n_tokens};
+  s.a.dt = PS_BF16;
+  s.nq = (size_t)a.n_tokens * a.n_heads * a.head_dim;
+  s.nkv = s.rows * 2 * a.n_kv_heads * a.head_dim;
+  s.nlse = (size_t)a.n_tokens * a.n_heads;
+  s.q = host(2 * s.nq), s.kv = host(2 * s.nkv), s.d_o = host(2 * s.nq), s.o = host(2 * s.nq), s.dq = host(2 * s.nq);
+  s.doc_start = host(4 * (size_t)a.n_tokens), s.lse = host(4 * s.nlse), s.dkv = host(4 * s.nkv);
+  random_bf16(s.q, s.nq, seed);
+  random_bf16(s.kv, s.nkv, seed + 1);
+  random_bf16(s.d_o, s.nq, seed + 2);
+  doc_starts(s.doc_start, &s.a, lengths);
+  return s;
+}
+
+static void drop(sample *s) {
+  void *all[] = {s->q, s->kv, s->d_o, s->o, s->dq, s->doc_start, s->lse, s->dkv, s->bo, s->bdq, s->bdkv};
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+  for (int i = 0; i < 8; i++) cudaFree(s->dev[i]);
+}
+
+/* ---- the cpu's results and their bounds --------------------------------------------------------------------------------------- */
+
+static void on_cpu(const ps_kernel *k, const ps__args_attention *a, void **ptr, uint32_t n) {
+  cpu.scratch_bytes = ps__round_up(ps__cpu_scratch_bytes(k, a), 64);
+  cpu.scratch = aligned_alloc(64, cpu.scratch_bytes * ps__pool_size(cpu.pool));
+  CHECK(cpu.scratch && k->fn[PS_BACKEND_CPU](&(ps_launch){.args = a, .ptr = ptr, .n_ptr = n, .exec = &cpu}) == PS_OK);
+  free(cpu.scratch);
+}
+
+static void reference(sample *s) {
+  ps__args_attention a = s->a;
+  a.accumulate_dkv = 0;
+  on_cpu(&ps__k_attention_fwd, &a, (void *[]){s->q, s->kv, s->doc_start, s->o, s->lse}, 5);
+  on_cpu(&ps__k_attention_bwd, &a, (void *[]){s->q, s->kv, s->doc_start, s->o, s->lse, s->d_o, s->dq, s->dkv}, 8);
+}
+
+typedef struct job { sample *s; float *q, *kv, *d_o, *o; } job;
+
+static float dot(const float *x, const float *y, uint32_t d) {
+  float s[8] = {0};
+  for (uint32_t i = 0; i < d; i += 8)
+    for (int e = 0; e < 8; e++) s[e] += x[i + e] * y[i + e];
+  return ((s[0] + s[4]) + (s[1] + s[5])) + ((s[2] + s[6]) + (s[3] + s[7]));
+}
+static void add_abs(float *y, float by, const float *x, uint32_t d) {
+  for (uint32_t i = 0; i < d; i++) y[i] += by * fabsf(x[i]);
+}
+
+/* Bounds of the heads of one kv head. */
+static void bounds_of_head(void *arg, int64_t kh, uint32_t worker) {
+  const job *j = arg;
+  sample *s = j->s;
+  const ps__args_attention *a = &s->a;
+  const uint32_t d = a->head_dim, group = a->n_heads / a->n_kv_heads;
+  const float scale = 1.0f / sqrtf((float)d);
+  for (uint32_t row = 0; row < a->n_tokens; row++)
+    for (uint32_t h = (uint32_t)kh * group; h < ((uint32_t)kh + 1) * group; h++) {
+      const size_t at = ((size_t)row * a->n_heads + h) * d;
+      const float delta = dot(j->d_o + at, j->o + at, d), lse = s->lse[(size_t)row * a->n_heads + h];
+      for (uint32_t key = (uint32_t)s->doc_start[row]; key <= a->row0 + row; key++) {
+        const size_t k = ((size_t)key * 2 * a->n_kv_heads + (size_t)kh) * d, v = k + (size_t)a->n_kv_heads * d;
+        const float p = expf(dot(j->q + at, j->kv + k, d) * scale - lse);
+        const float ds = p * scale * (fabsf(dot(j->d_o + at, j->kv + v, d) - delta) + 0x1p-12f * sqrtf((float)d));
+        add_abs(s->bo + at, p, j->kv + v, d);
+        add_abs(s->bdq + at, ds, j->kv + k, d);
+        add_abs(s->bdkv + k, ds, j->q + at, d);
+        add_abs(s->bdkv + v, p, j->d_o + at, d);
+      }
+    }
+}
+
+static void bounds(sample *s) {
+  job j = {s, host(4 * s->nq), host(4 * s->nkv), host(4 * s->nq), host(4 * s->nq)};
+  ps__convert_bf16_to_f32(j.q, s->q, s->nq);
+  ps__convert_bf16_to_f32(j.kv, s->kv, s->nkv);
+  ps__convert_bf16_to_f32(j.d_o, s->d_o, s->nq);
+  ps__convert_bf16_to_f32(j.o, s->o, s->nq);
+  s->bo = host(4 * s->nq), s->bdq = host(4 * s->nq), s->bdkv = host(4 * s->nkv);
+  ps__pool_run(cpu.pool, s->a.n_kv_heads, bounds_of_head, &j);
+  free(j.q), free(j.kv), free(j.d_o), free(j.o);
+}
+
+/* The largest error over its tolerance: by*|want| + over*bound + floor. */
+static double worst(const void *got, const void *want, bool bf16, const float *bound, float over, float by, float floor_, size_t n) {
+  double most = 0;
+  for (size_t i = 0; i < n; i++) {
+    const double g = bf16 ? ps__bf16_to_f32(((const uint16_t *)got)[i]) : ((const float *)got)[i];
+    const double w = bf16 ? ps__bf16_to_f32(((const uint16_t *)want)[i]) : ((const float *)want)[i];
+    const double e = fabs(g - w) / (by * fabs(w) + over * (bound ? bound[i] : 0) + floor_);
+    if (!(e <= most)) most = isnan(e) ? INFINITY : e;
+  }
+  return most;
+}
+
+/* ---- the GPU ------------------------------------------------------------------------------------------------------------------ */
+
+/* Queues the op with exactly the scratch it asks for, full of NaN and guarded; waits; the guard is whole. */
+static ps_status on_gpu(const ps_kernel *k, const ps__args_attention *a, void **ptr, uint32_t n) {
+  size_t need = 0;
+  ps_status st = ps__cuda_attention_prepare(k, a, gpu.deterministic, &need);
+  if (st != PS_OK) return st;
+  CHECK(ps__cuda_scratch_bytes(k, a) >= need);
+  gpu.scratch = device(NULL, need + GUARD);
+  gpu.scratch_bytes = need;
+  const ps_launch l = {.args = a, .ptr = ptr, .n_ptr = n, .exec = &gpu};
+  st = k == &ps__k_attention_bwd ? ps__cuda_attention_bwd(&l) : ps__cuda_attention_fwd(&l);
+  CU(cudaStreamSynchronize(gpu.stream));
+  unsigned char guard[GUARD];
+  CU(cudaMemcpy(guard, (char *)gpu.scratch + need, GUARD, cudaMemcpyDeviceToHost));
+  for (int i = 0; i < GUARD; i++) CHECK(guard[i] == 0xff);
+  cudaFree(gpu.scratch);
+  return st;
+}
+
+static void upload(sample *s) {
+  s->dev[0] = device(s->q, 2 * s->nq), s->dev[1] = device(s->kv, 2 * s->nkv), s->dev[2] = device(s->doc_start, 4 * (size_t)s->a.n_tokens);
+  s->dev[3] = device(NULL, 2 * s->nq), s->dev[4] = device(NULL, 4 * s->nlse), s->dev[5] = device(s->d_o, 2 * s->nq);
+  s->dev[6] = device(NULL, 2 * s->nq), s->dev[7] = device(NULL, 4 * s->nkv);
+}
+static void *download(const void *p, size_t bytes) {
+  void *h = host(bytes);
+  CU(cudaMemcpy(h, p, bytes, cudaMemcpyDeviceToHost));
+  return h;
+}
+
+static bool forward_agrees(sample *s) {
+  if (on_gpu(&ps__k_attention_fwd, &s->a, s->dev, 5) != PS_OK) {
+    printf("  %s\n", ps_last_error());
+    return false;
+  }
+  uint16_t *o = download(s->dev[3], 2 * s->nq);
+  float *lse = download(s->dev[4], 4 * s->nlse);
+  const double eo = worst(o, s->o, true, s->bo, 1.25f * U, 2 * U, 1e-30f, s->nq), el = worst(lse, s->lse, false, NULL, 0, 0, 1e-4f, s->nlse);
+  free(o), free(lse);
+  if (eo > 1 || el > 1) printf("  forward: o %.2f, lse %.2f times the tolerance\n", eo, el);
+  return eo <= 1 && el <= 1;
+}
+
+/* From the cpu's o and lse; with accumulate on top of what dkv holds. */
+static bool backward_agrees(sample *s) {
+  CU(cudaMemcpy(s->dev[3], s->o, 2 * s->nq, cudaMemcpyHostToDevice));
+  CU(cudaMemcpy(s->dev[4], s->lse, 4 * s->nlse, cudaMemcpyHostToDevice));
+  if (on_gpu(&ps__k_attention_bwd, &s->a, s->dev, 8) != PS_OK) {
+    printf("  %s\n", ps_last_error());
+    return false;
+  }
+  uint16_t *dq = download(s->dev[6], 2 * s->nq);
+  float *dkv = download(s->dev[7], 4 * s->nkv);
+  const double eq = worst(dq, s->dq, true, s->bdq, 1.25f * U, 2 * U, 1e-30f, s->nq);
+  const double ek = worst(dkv, s->dkv, false, s->bdkv, 3.25f * U, 0, 1e-30f, s->nkv);
+  free(dq), free(dkv);
+  if (eq > 1 || ek > 1) printf("  backward: dq %.2f, dkv %.2f times the tolerance\n", eq, ek);
+  return eq <= 1 && ek <= 1;
+}
+
+static int failed;
+
+static void check_case(ps__args_attention a, const int *lengths) {
+  sample s = make(a, lengths, 1000u * a.n_tokens + a.row0);
+  reference(&s);
+  bounds(&s);
+  upload(&s);
+  const bool f = forward_agrees(&s), b = backward_agrees(&s);
+  printf("%s T=%u row0=%u heads %u/%u d=%u %s%s\n", f && b ? "ok" : "FAIL", a.n_tokens, a.row0, a.n_heads, a.n_kv_heads, a.head_dim,
+         a.one_document ? "one document" : "documents", lengths ? " uneven" : "");
+  fflush(stdout);
+  failed += !(f && b);
+  drop(&s);
+}
+
+static void shapes(void) {
+  static const struct { uint32_t h, kv; } heads[] = {{1, 1}, {4, 2}, {8, 1}, {6, 2}};
+  static const uint32_t rows[] = {1, 2, 17, 64, 127, 128, 129, 500, 1024, 2048}, dims[] = {64, 128, 96};
+  for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+    for (uint32_t one = 0; one < 2; one++)
+      check_case((ps__args_attention){rows[i], 0, heads[i % 4].h, heads[i % 4].kv, dims[i % 3], PS_BF16, 0, one}, NULL);
+  static const int mixed[] = {7, 100, 1, 64, 150, 33, 0}, equal[] = {64, 0}, ones[] = {1, 0}, late[] = {290, 50, 0}, longer[] = {900, 151, 700, 2, 0};
+  static const int *const lengths[] = {NULL, mixed, equal, ones, late, longer};
+  static const uint32_t row0[] = {0, 64, 1000};
+  for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+    for (size_t r = 0; r < 3; r++) check_case((ps__args_attention){201, row0[r], 4, 2, dims[(i + r) % 2], PS_BF16, 0, 0}, lengths[i]);
+  for (size_t r = 1; r < 3; r++) check_case((ps__args_attention){201, row0[r], 4, 2, 128, PS_BF16, 0, 1}, NULL);
+  check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, 0}, longer);
+  check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, 1}, NULL);
+  check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, 1}, NULL);
+  check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, 0}, late);
+}
+
+/* dkv summed over 4 chunks, last chunk first, against one pass on the cpu. */
+static void four_chunks(const int *lengths, uint32_t one) {
+  enum { N = 4, ROWS = 512 };
+  sample s = make((ps__args_attention){N * ROWS, 0, 4, 2, 64, PS_BF16, 0, one}, lengths, 7);
+  reference(&s);
+  bounds(&s);
+  upload(&s);
+  CU(cudaMemcpy(s.dev[3], s.o, 2 * s.nq, cudaMemcpyHostToDevice));
+  CU(cudaMemcpy(s.dev[4], s.lse, 4 * s.nlse, cudaMemcpyHostToDevice));
+  for (uint32_t c = N; c-- > 0;) {
+    const size_t q = (size_t)c * ROWS * 4 * 64 * 2, lse = (size_t)c * ROWS * 4 * 4, doc = (size_t)c * ROWS * 4;
+    ps__args_attention a = s.a;
+    a.n_tokens = ROWS, a.row0 = c * ROWS, a.accumulate_dkv = c != N - 1;
+    char **dev = (char **)s.dev;
+    CHECK(on_gpu(&ps__k_attention_bwd, &a, (void *[]){dev[0] + q, dev[1], dev[2] + doc, dev[3] + q, dev[4] + lse, dev[5] + q, dev[6] + q, dev[7]}, 8) == PS_OK);
+  }
+  uint16_t *dq = download(s.dev[6], 2 * s.nq);
+  float *dkv = download(s.dev[7], 4 * s.nkv);
+  const double eq = worst(dq, s.dq, true, s.bdq, 1.25f * U, 2 * U, 1e-30f, s.nq);
+  const double ek = worst(dkv, s.dkv, false, s.bdkv, 3.25f * U, 0, 1e-30f, s.nkv);
+  printf("%s four_chunks %s: dq %.2f, dkv %.2f of the tolerance\n", eq <= 1 && ek <= 1 ? "ok" : "FAIL", lengths ? "documents" : "one document", eq, ek);
+  failed += !(eq <= 1 && ek <= 1);
+  free(dq), free(dkv);
+  drop(&s);
+}
+
+/* Deterministic: the same bits twice. A library that cannot do it for packed documents refuses and says what can. */
+static void same_bits(const int *lengths, uint32_t one) {
+  sample s = make((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, one}, lengths, 9);
+  upload(&s);
+  gpu.deterministic = true;
+  CHECK(on_gpu(&ps__k_attention_fwd, &s.a, s.dev, 5) == PS_OK);
+  ps_status st = on_gpu(&ps__k_attention_bwd, &s.a, s.dev, 8);
+  if (st == PS_EDEVICE && !one) {
+    printf("ok deterministic documents are refused: %s\n", ps_last_error());
+  } else {
+    CHECK(st == PS_OK);
+    const size_t bytes[] = {2 * s.nq, 4 * s.nlse, 2 * s.nq, 4 * s.nkv}, idx[] = {3, 4, 6, 7};
+    void *first[4];
+    for (int i = 0; i < 4; i++) first[i] = download(s.dev[idx[i]], bytes[i]);
+    bool same = true;
+    for (int again = 0; again < 3; again++) {
+      for (int i = 0; i < 4; i++) CU(cudaMemset(s.dev[idx[i]], 0xff, bytes[i]));
+      CHECK(on_gpu(&ps__k_attention_fwd, &s.a, s.dev, 5) == PS_OK && on_gpu(&ps__k_attention_bwd, &s.a, s.dev, 8) == PS_OK);
+      for (int i = 0; i < 4; i++) {
+        void *now = download(s.dev[idx[i]], bytes[i]);
+        same = same && !memcmp(now, first[i], bytes[i]);
+        free(now);
+      }
+    }
+    for (int i = 0; i < 4; i++) free(first[i]);
+    printf("%s deterministic %s: the same bits four times\n", same ? "ok" : "FAIL", one ? "one document" : "documents");
+    failed += !same;
+  }
+  gpu.deterministic = false;
+  drop(&s);
+}
+
+static void refusals(void) {
+  ps__args_attention a = {64, 0, 4, 2, 64, PS_F32, 0, 0};
+  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EINVAL, "needs bf16");
+  a.dt = PS_BF16;
+  a.n_heads = 3;
+  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EINVAL, "no valid shape");
+  a = (ps__args_attention){77, 5, 4, 2, 64, PS_BF16, 0, 0};
+  CHECK_FAILS(ps__cuda_attention_fwd(&(ps_launch){.args = &a, .exec = &gpu}), PS_EINVAL, "not prepared");
+  a.head_dim = 264;
+  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EDEVICE, "FLASH_ATTN=1");
+  printf("ok refusals\n");
+}
+
+/* ---- timings -------------------------------------------------------------------------------------------------------------------- */
+
+static void time_case(const char *name, uint32_t n_tokens, uint32_t row0, const int *lengths, uint32_t one) {
+  enum { WARM = 5, TIMES = 20 };
+  sample s = make((ps__args_attention){n_tokens, row0, 32, 8, 128, PS_BF16, 0, one}, lengths, 3);
+  upload(&s);
+  double pairs = 0, ms[2];
+  size_t scratch[2];
+  for (uint32_t i = 0; i < n_tokens; i++) pairs += (double)(row0 + i + 1) - s.doc_start[i];
+  for (int b = 0; b < 2; b++) {
+    const ps_kernel *k = b ? &ps__k_attention_bwd : &ps__k_attention_fwd;
+    CHECK(ps__cuda_attention_prepare(k, &s.a, gpu.deterministic, &scratch[b]) == PS_OK);
+    gpu.scratch = device(NULL, scratch[b] + GUARD);
+    gpu.scratch_bytes = scratch[b];
+    const ps_launch l = {.args = &s.a, .ptr = s.dev, .n_ptr = b ? 8 : 5, .exec = &gpu};
+    cudaEvent_t at[2];
+    CU(cudaEventCreate(&at[0]));
+    CU(cudaEventCreate(&at[1]));
+    for (int i = 0; i < WARM + TIMES; i++) {
+      if (i == WARM) CU(cudaEventRecord(at[0], gpu.stream));
+      CHECK((b ? ps__cuda_attention_bwd(&l) : ps__cuda_attention_fwd(&l)) == PS_OK);
+    }
+    CU(cudaEventRecord(at[1], gpu.stream));
+    CU(cudaEventSynchronize(at[1]));
+    float t;
+    CU(cudaEventElapsedTime(&t, at[0], at[1]));
+    ms[b] = t / TIMES;
+    cudaFree(gpu.scratch);
+  }
+  const double f = pairs * 32 * 128 * 4;
+  printf("time %-40s fwd %7.3f ms %6.1f TFLOP/s %6.1f MiB   bwd %7.3f ms %6.1f TFLOP/s %6.1f MiB\n", name, ms[0], f / ms[0] / 1e9, (double)scratch[0] / 0x1p20,
+         ms[1], 2.5 * f / ms[1] / 1e9, (double)scratch[1] / 0x1p20);
+  fflush(stdout);
+  drop(&s);
+}
+
+static void timings(void) {
+  static const int eight[] = {1024, 0}, uneven[] = {3000, 200, 1500, 57, 900, 1900, 635, 0}, many[] = {130, 0}, tiny[] = {40, 0};
+  time_case("8192 one document", 8192, 0, NULL, 1);
+  time_case("8192 one document, found on the device", 8192, 0, NULL, 0);
+  time_case("8192 on 16384, one document", 8192, 8192, NULL, 1);
+  time_case("8192 on 16384, found on the device", 8192, 8192, NULL, 0);
+  time_case("8 documents of 1024", 8192, 0, eight, 0);
+  time_case("uneven documents in 8192", 8192, 0, uneven, 0);
+  time_case("documents of 130", 8192, 0, many, 0);
+  time_case("documents of 40 (most beyond the slots)", 8192, 0, tiny, 0);
+  time_case("2048 one document", 2048, 0, NULL, 1);
+  time_case("2048 found on the device", 2048, 0, NULL, 0);
+  gpu.deterministic = true;
+  time_case("8192 one document, deterministic", 8192, 0, NULL, 1);
+  gpu.deterministic = false;
+}
+
+int main(int argc, char **argv) {
+  int n = 0;
+  if (cudaGetDeviceCount(&n) != cudaSuccess || !n) {
+    printf("ok skipped: no GPU here\n");
+    return 0;
+  }
+  CU(cudaSetDevice(0));
+  CU(cudaDeviceGetAttribute(&gpu.n_sms, cudaDevAttrMultiProcessorCount, 0));
+  CU(cudaStreamCreateWithFlags(&gpu.stream, cudaStreamNonBlocking));
+  CHECK(ps__pool_create(&cpu.pool, 8, "attention") == PS_OK);
+  if (argc < 2) {
+    static const int documents[] = {700, 900, 55, 300, 0};
+    refusals();
+    shapes();
+    for (int i = 0; i < 3; i++) four_chunks(i == 1 ? documents : NULL, i == 2);
+    same_bits(NULL, 1);
+    same_bits(documents, 0);
+  } else {
+    timings();
+  }
+  ps__pool_destroy(cpu.pool);
+  return failed ? 1 : 0;
+}
+#endif

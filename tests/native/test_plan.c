@@ -1,0 +1,353 @@
+/* test_plan.c - plans beyond the planner's family: random decisions, executed.
+ *
+ * A spec may keep, send away or recompute every saved tensor of every (layer, chunk) by itself, keep any units' parameters and
+ * gradients on the device and issue transfers any number of steps ahead. Whatever it says, the memory map must hold together,
+ * every access must lie in its tensor's lifetime, and losses, gradient norms, weights and moments must be the bits of the plan that
+ * keeps parameters, gradients and saved tensors on the device. Memory is poisoned with NaN before the run (and between steps, where they are run one by one),
+ * so that a read of what this step did not write shows. */
+#include "tiny_model.h"
+#include "train/trainer.h"
+
+#ifdef PS_SANITIZED
+enum { SPECS_A_CASE = 1, CASE_STRIDE = 5, LEAST = 30 }; /* 5 is prime to the numbers of models, shapes and recipes: all are met */
+#else
+enum { SPECS_A_CASE = 3, CASE_STRIDE = 1, LEAST = 200 };
+#endif
+enum { N_STEPS = 3, MAX_LEAD = 4 };
+
+/* ---- models ------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct model { const char *name, *json; char dir[256]; ps_model_config cfg; } model;
+
+#define COMMON "\"vocab_size\":96,\"num_hidden_layers\":3,\"hidden_act\":\"silu\",\"max_position_embeddings\":4096,\"rms_norm_eps\":1e-5," \
+               "\"rope_theta\":10000.0,"
+static model models[] = {
+    {.name = "llama", .json = "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\"," COMMON
+     "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_value_heads\":2,\"tie_word_embeddings\":false}"},
+    {.name = "llama-tied-scaled", .json = "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\"," COMMON
+     "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_value_heads\":4,\"tie_word_embeddings\":true,"
+     "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0,\"low_freq_factor\":1.0,\"high_freq_factor\":4.0,"
+     "\"original_max_position_embeddings\":64}}"},
+    {.name = "qwen2-tied", .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
+     "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_value_heads\":1,\"tie_word_embeddings\":true,"
+     "\"use_sliding_window\":false}"},
+    {.name = "qwen2", .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
+     "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_value_heads\":2,\"tie_word_embeddings\":false,"
+     "\"use_sliding_window\":false}"},
+    {.name = "qwen3", .json = "{\"architectures\":[\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\"," COMMON
+     "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_value_heads\":2,\"head_dim\":16,"
+     "\"tie_word_embeddings\":false,\"attention_bias\":false,\"use_sliding_window\":false}"},
+    {.name = "qwen3-tied", .json = "{\"architectures\":[\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\"," COMMON
+     "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":2,\"num_key_value_heads\":2,\"head_dim\":16,"
+     "\"tie_word_embeddings\":true,\"attention_bias\":false,\"use_sliding_window\":false}"},
+};
+enum { N_MODELS = sizeof models / sizeof *models };
+
+static void make_model(model *m, const char *root) {
+  snprintf(m->dir, sizeof m->dir, "%s/%s", root, m->name);
+  tiny_model_write(m->dir, m->json, &m->cfg);
+}
+
+/* ---- one training ---------------------------------------------------------------------------------------------------------------- */
+
+typedef struct outcome {
+  double loss[N_STEPS], norm[N_STEPS];
+  uint64_t state; /* hash of weights, master weights and moments at home */
+} outcome;
+
+static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets, uint64_t n) {
+  uint64_t state = mix64(step + 1);
+  (void)user;
+  for (uint64_t i = 0; i < n; i++) {
+    tokens[i] = (int32_t)rnd_below(&state, 96);
+    targets[i] = rnd_below(&state, 9) ? (int32_t)rnd_below(&state, 96) : -1;
+  }
+  return PS_OK;
+}
+
+/* The trainer's host ops, now and then late. */
+static ps_status slow_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch) {
+  const uint64_t x = mix64(launch->op * 31 + launch->step);
+  if (x % 4 == 0) usleep((useconds_t)(x >> 32) % 300);
+  return ps__trainer_hook(ctx, what, unit, launch);
+}
+
+/* 0xff everywhere is NaN in both dtypes. Weights and moments hold state and are left alone: they come first in their space, but for what
+ * lies between them: gradients at home, and on the device the weights that each step fetches anew. */
+static void poison(ps_trainer *t, bool first) {
+  const ps__step *s = &t->plan->step;
+  uint64_t state_end[PS__N_SPACES] = {0};
+  for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
+    const ps__home *h = &s->home[u];
+    const bool there = t->plan->spec.update_resident[u];
+    const uint32_t state[6] = {h->weights, h->master, h->m, h->v, there ? h->device_weights : PS__NO_VT, h->device_master};
+    for (int i = 0; i < 6; i++)
+      if (state[i] != PS__NO_VT) {
+        const ps__vt *v = &s->vt[state[i]];
+        if (v->offset + v->bytes > state_end[v->space]) state_end[v->space] = v->offset + v->bytes;
+      }
+    memset(ps__home_at(t, h->grad), 0xff, s->vt[h->grad].bytes);
+  }
+  if (first) state_end[PS__SPACE_DEVICE] = 0; /* nothing is there yet: the preamble comes with the first step */
+  for (uint32_t space = 0; space < PS__N_SPACES; space++)
+    memset((char *)ps_engine_space(t->engine, space) + state_end[space], 0xff, ps_engine_space_bytes(t->engine, space) - state_end[space]);
+}
+
+static uint64_t hash(uint64_t h, const void *p, uint64_t bytes) {
+  const uint64_t *w = p; /* homes are whole multiples of 64 elements */
+  for (uint64_t i = 0; i < bytes / 8; i++) h = mix64(h ^ w[i]);
+  return h;
+}
+
+static uint64_t hash_state(const ps_trainer *t) {
+  const ps__step *s = &t->plan->step;
+  uint64_t h = 0;
+  for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
+    const ps__home *at = &s->home[u];
+    /* with master weights only these come home from an update on the device: what travels is there */
+    const bool there = t->plan->spec.update_resident[u] && at->master != PS__NO_VT;
+    const uint32_t kept[4] = {there ? at->device_weights : at->weights, at->master, at->m, at->v};
+    for (int i = 0; i < 4; i++)
+      if (kept[i] != PS__NO_VT) {
+        const ps__vt *v = &s->vt[kept[i]];
+        h = hash(h, (char *)ps_engine_space(t->engine, v->space) + v->offset, v->bytes);
+      }
+  }
+  return h;
+}
+
+static outcome train(const model *m, ps_plan *plan, bool one_by_one) {
+  outcome o = {.state = 0};
+  ps_train_config c = {0};
+  ps_train_config_init(&c);
+  c.lr = 1e-2;
+  c.clip_norm = plan->cfg.clip ? 0.5 : 0;
+  c.document_token = 5;
+  c.batch_fn = fill_batch;
+  ps_trainer *t;
+  CHECK(ps_trainer_create(&t, m->dir, plan, &c, NULL, NULL) == PS_OK);
+  plan->hooks.fn = slow_hook;
+  poison(t, true);
+  if (!one_by_one) CHECK(ps_trainer_submit(t, N_STEPS) == PS_OK);
+  for (int i = 0; i < N_STEPS; i++) {
+    ps_step_metrics metrics;
+    if (one_by_one) CHECK(ps_trainer_submit(t, 1) == PS_OK);
+    CHECK(ps_trainer_wait(t, &metrics) == PS_OK);
+    o.loss[i] = metrics.loss;
+    o.norm[i] = metrics.grad_norm;
+    if (one_by_one) poison(t, false);
+  }
+  o.state = hash_state(t);
+  ps_trainer_destroy(t);
+  return o;
+}
+
+/* ---- the step as built -------------------------------------------------------------------------------------------------------------- */
+
+static void check_step(const ps__step *s) {
+  for (uint32_t space = 0; space < PS__N_SPACES; space++) CHECK(ps__memmap_check(s->vt, s->n_vt, space));
+  uint64_t end[PS__N_SPACES] = {0};
+  for (size_t i = 0; i < s->n_vt; i++) {
+    const ps__vt *t = &s->vt[i];
+    CHECK(t->persistent || t->last <= s->n_op); /* nothing is left behind */
+    if (t->offset + t->bytes > end[t->space]) end[t->space] = t->offset + t->bytes;
+  }
+  for (uint32_t space = 0; space < PS__N_SPACES; space++) CHECK(end[space] <= s->space_bytes[space] && s->space_bytes[space] < end[space] + 256);
+  for (size_t i = 0; i < s->n_op; i++)
+    for (uint32_t j = 0; j < s->op[i].n_access; j++) {
+      const ps__vaccess *a = &s->access[s->op[i].access + j];
+      CHECK(a->vt < s->n_vt);
+      const ps__vt *t = &s->vt[a->vt];
+      CHECK(a->bytes > 0 && a->offset + a->bytes <= t->bytes);
+      CHECK(t->persistent || (t->first <= i && i < t->last));
+    }
+}
+
+/* Freed at the op after the last use where nothing is issued ahead or freed late: no byte is held for longer than it is needed. */
+static void check_tight(const ps__step *s) {
+  uint32_t *last = calloc(s->n_vt, sizeof *last);
+  CHECK(last);
+  for (size_t i = 0; i < s->n_op; i++)
+    for (uint32_t j = 0; j < s->op[i].n_access; j++) last[s->access[s->op[i].access + j].vt] = (uint32_t)i + 1;
+  for (size_t i = 0; i < s->n_vt; i++) CHECK(s->vt[i].persistent || last[i] > 0);
+  free(last);
+}
+
+/* ---- random cases --------------------------------------------------------------------------------------------------------------------- */
+
+/* Shapes: one sequence a chunk, packed with an uneven last chunk and round, a long sequence in even and uneven slices. */
+typedef struct shape { uint32_t seq_len, n_sequences, chunk_tokens, chunks_per_round; } shape;
+static const shape shapes[] = {
+    {24, 4, 24, 4}, {24, 5, 24, 2}, {16, 7, 32, 2}, {16, 5, 48, 1}, {64, 2, 16, 4}, {64, 3, 16, 8}, {56, 3, 24, 3}, {40, 2, 16, 6}, {32, 3, 96, 1},
+};
+enum { N_SHAPES = sizeof shapes / sizeof *shapes, N_CASES = N_MODELS * N_SHAPES * PS_N_RECIPES };
+
+static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *cfg, const ps__layout *l) {
+  CHECK(ps__spec_init(spec, &m->cfg, l) == PS_OK);
+  spec->recipe = (ps_recipe)cfg->recipe;
+  spec->chunk_tokens = cfg->chunk_tokens;
+  spec->chunks_per_round = l->chunks_per_round;
+  spec->head_slice = cfg->head_slice_tokens;
+  spec->clip = cfg->clip != 0;
+  memset(spec->param_resident, 1, spec->n_units);
+  memset(spec->grad_resident, 1, spec->n_units);
+  memset(spec->fate, PS_FATE_DEVICE, (size_t)spec->n_layers * spec->n_chunks * PS__N_ITEMS);
+}
+
+/* Every decision by itself; a bias of the draw (mostly one fate, or an even mix) reaches the corners too. */
+static void randomize(ps__spec *spec, const model *m, uint32_t n_rounds, uint64_t *state) {
+  const uint32_t favour = rnd_below(state, 4);
+  spec->keep_grads = rnd_below(state, 2) != 0;
+  spec->param_lead = rnd_below(state, MAX_LEAD);
+  spec->saved_lead = rnd_below(state, MAX_LEAD);
+  spec->saved_lag = rnd_below(state, MAX_LEAD);
+  spec->grad_lag = rnd_below(state, MAX_LEAD);
+  for (uint32_t u = 0; u < spec->n_units; u++) {
+    spec->param_resident[u] = rnd_below(state, 2) != 0;
+    spec->grad_resident[u] = rnd_below(state, 2) != 0;
+    /* an update on the device needs parameters and the gradient's total there */
+    const bool several = n_rounds > 1 || (u == 0 && m->cfg.tied_embeddings);
+    spec->update_resident[u] = spec->param_resident[u] && (spec->grad_resident[u] || !several) && rnd_below(state, 2);
+  }
+  for (uint32_t layer = 0; layer < spec->n_layers; layer++)
+    for (uint32_t c = 0; c < spec->n_chunks; c++)
+      for (int item = 0; item < PS__N_ITEMS; item++) {
+        uint32_t fate = favour < 3 && rnd_below(state, 4) ? favour : rnd_below(state, PS_N_FATES);
+        if (item == PS__ITEM_X && fate == PS_FATE_RECOMPUTE) fate = rnd_below(state, 2); /* a block's input is always kept somewhere */
+        *ps__spec_fate(spec, layer, c, item) = (uint8_t)fate;
+      }
+}
+
+static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *s, int which) {
+  printf("case: %s recipe %u clip %u seq %llu x %llu, chunk %llu, round %llu, spec %d, leads %u %u lags %u %u\n", m->name, cfg->recipe,
+         cfg->clip, (unsigned long long)cfg->seq_len, (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
+         (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which, s->param_lead, s->saved_lead,
+         s->saved_lag, s->grad_lag);
+  for (uint32_t u = 0; u < s->n_units; u++) {
+    printf("unit %u param %u grad %u update %u\n", u, s->param_resident[u], s->grad_resident[u], s->update_resident[u]);
+  }
+  for (uint32_t layer = 0; layer < s->n_layers; layer++)
+    for (uint32_t c = 0; c < s->n_chunks; c++) {
+      printf("layer %u chunk %u:", layer, c);
+      for (int item = 0; item < PS__N_ITEMS; item++) printf(" %s=%u", ps__item_name[item], *ps__spec_fate(s, layer, c, item));
+      printf("\n");
+    }
+}
+
+static bool same(const outcome *a, const outcome *b) { return memcmp(a, b, sizeof *a) == 0; }
+
+static uint32_t run_case(uint32_t idx, uint64_t *state) {
+  const model *m = &models[idx % N_MODELS];
+  const shape *sh = &shapes[idx / N_MODELS % N_SHAPES];
+  ps_hardware hw = {.struct_bytes = sizeof hw};
+  CHECK(ps_hardware_estimate(&hw, 2) == PS_OK);
+  const ps_plan_config cfg = {.struct_bytes = sizeof cfg, .recipe = idx / (N_MODELS * N_SHAPES), .seq_len = sh->seq_len,
+                              .tokens_per_step = (uint64_t)sh->seq_len * sh->n_sequences, .chunk_tokens = sh->chunk_tokens,
+                              .chunks_per_round = sh->chunks_per_round, .head_slice_tokens = 10 + rnd_below(state, 30),
+                              .clip = rnd_below(state, 2), .n_threads = 2};
+  ps__layout layout;
+  ps__spec spec;
+  ps_plan *plan;
+  CHECK(ps__layout_init(&layout, cfg.seq_len, sh->n_sequences, cfg.chunk_tokens, cfg.chunks_per_round) == PS_OK);
+  resident_spec(&spec, m, &cfg, &layout);
+  CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
+  check_step(&plan->step);
+  const outcome expected = train(m, plan, false);
+  for (int i = 0; i < N_STEPS; i++) CHECK(expected.loss[i] > 0 && expected.norm[i] > 0);
+  ps_plan_destroy(plan);
+  for (int i = 0; i < SPECS_A_CASE; i++) {
+    randomize(&spec, m, layout.n_rounds, state);
+    CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
+    check_step(&plan->step);
+    check_tight(&plan->step);
+    const outcome got = train(m, plan, i % 2 == 0);
+    if (!same(&got, &expected)) {
+      describe(m, &cfg, &spec, i);
+      for (int k = 0; k < N_STEPS; k++)
+        printf("step %d: loss %.17g, %.17g expected; norm %.17g, %.17g expected\n", k, got.loss[k], expected.loss[k], got.norm[k], expected.norm[k]);
+      CHECK(!"the same bits as with everything on the device");
+    }
+    ps_plan_destroy(plan);
+  }
+  ps__spec_free(&spec);
+  ps__layout_free(&layout);
+  return SPECS_A_CASE;
+}
+
+/* ---- the memory map against the rule, word by word -------------------------------------------------------------------------------------- */
+
+static uint64_t naive_fit(const ps__vt *vt, const uint32_t *placed, size_t n, const ps__vt *t, uint64_t base) {
+  uint64_t at = base;
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (size_t i = 0; i < n; i++) {
+      const ps__vt *o = &vt[placed[i]];
+      if (o->last <= t->first || t->last <= o->first || o->offset >= at + t->bytes || o->offset + o->bytes <= at) continue;
+      at = (o->offset + o->bytes + 255) / 256 * 256;
+      moved = true;
+    }
+  }
+  return at;
+}
+
+/* Longest-lived first, then largest, then first made; each at its lowest offset. */
+static const ps__vt *rank_of;
+static int by_rank(const void *pa, const void *pb) {
+  const uint32_t ia = *(const uint32_t *)pa, ib = *(const uint32_t *)pb;
+  const ps__vt *a = &rank_of[ia], *b = &rank_of[ib];
+  const uint32_t da = a->last - a->first, db = b->last - b->first;
+  if (da != db) return da < db ? 1 : -1;
+  if (a->bytes != b->bytes) return a->bytes < b->bytes ? 1 : -1;
+  return ia < ib ? -1 : 1;
+}
+
+static void test_memmap(void) {
+  enum { MOST = 3000 };
+  static ps__vt vt[MOST];
+  static uint32_t order[MOST];
+  uint64_t state = 3;
+  for (int round = 0; round < 12; round++) {
+    const uint32_t n = round % 3 ? 700 + rnd_below(&state, MOST - 700) : 50, n_ops = 300 + rnd_below(&state, 20000);
+    uint64_t base = 0, peak = 0;
+    for (uint32_t i = 0; i < n; i++) {
+      const uint32_t first = rnd_below(&state, n_ops), longest = rnd_below(&state, 5) ? 1 + n_ops / 50 : n_ops;
+      const uint32_t life = 1 + rnd_below(&state, longest);
+      vt[i] = (ps__vt){.bytes = 1 + rnd_below(&state, 1 << (4 + rnd_below(&state, 14))), .first = first,
+                       .last = first + life < n_ops ? first + life : n_ops, .persistent = i < 3};
+      order[i] = i;
+      if (!vt[i].persistent) continue;
+      base = (base + vt[i].bytes + 255) / 256 * 256;
+    }
+    const uint64_t got = ps__memmap(vt, n, 0);
+    CHECK(ps__memmap_check(vt, n, 0));
+    CHECK(ps__memmap_bound(vt, n, n_ops, 0) <= got);
+    rank_of = vt;
+    qsort(order + 3, n - 3, sizeof *order, by_rank);
+    for (uint32_t k = 3; k < n; k++) {
+      CHECK(vt[order[k]].offset == naive_fit(vt, order + 3, k - 3, &vt[order[k]], base));
+      const uint64_t end = vt[order[k]].offset + vt[order[k]].bytes;
+      if (end > peak) peak = end;
+    }
+    CHECK(got == peak);
+  }
+  printf("ok the memory map is the greedy one, and no smaller than what is alive at once\n");
+}
+
+int main(void) {
+  test_memmap();
+  const char *tmp = getenv("TMPDIR");
+  char root[200];
+  snprintf(root, sizeof root, "%s/penstock-test-plan-XXXXXX", tmp && *tmp ? tmp : "/tmp");
+  CHECK(mkdtemp(root));
+  for (uint32_t i = 0; i < N_MODELS; i++) make_model(&models[i], root);
+  const int64_t before = ps__live_allocations();
+  uint64_t state = 20261121;
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < N_CASES; i += CASE_STRIDE) n += run_case(i, &state);
+  CHECK(n >= LEAST);
+  CHECK(ps__live_allocations() == before);
+  printf("ok %u random plans train to the bits of the resident one\n", n);
+  for (uint32_t i = 0; i < N_MODELS; i++) remove_folder(models[i].dir);
+  CHECK(rmdir(root) == 0);
+  return 0;
+}

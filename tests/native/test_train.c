@@ -1,0 +1,443 @@
+/* test_train.c - training under failure: the Nth allocation, read, write or thread start fails, the data ends in an error in the
+ * middle of a run, the loss or a gradient is not finite, a run is cancelled at any moment. Each time an error with a message comes
+ * back, nothing leaks, and weights at home are those of the last complete step. */
+#include "tiny_model.h"
+#include <math.h>
+#include <penstock/train.h>
+#include <signal.h>
+#include <time.h>
+
+#ifdef PS_SANITIZED
+enum { STRIDE = 397, STEP = 7, N_CANCELS = 20, N_READS = 8 };
+#else
+enum { STRIDE = 97, STEP = 1, N_CANCELS = 150, N_READS = 40 };
+#endif
+enum { SEQ_LEN = 16, SEQUENCES = 4, VOCAB = 96, MAX_PARAMS = 64 };
+
+static const char config_json[] =
+    "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"vocab_size\":96,\"num_hidden_layers\":2,\"hidden_act\":\"silu\","
+    "\"max_position_embeddings\":4096,\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,\"hidden_size\":32,\"intermediate_size\":40,"
+    "\"num_attention_heads\":4,\"num_key_value_heads\":2,\"tie_word_embeddings\":false}";
+
+static char root[256], model_dir[300], shard[300], new_dir[300], old_dir[300];
+static ps_model_config model;
+static ps_hardware hw;
+
+/* ---- pieces --------------------------------------------------------------------------------------------------------------------- */
+
+static ps_plan_config plan_config(uint32_t recipe, bool clip) {
+  return (ps_plan_config){.struct_bytes = sizeof(ps_plan_config), .recipe = recipe, .seq_len = SEQ_LEN, .tokens_per_step = SEQ_LEN * SEQUENCES,
+                          .chunk_tokens = SEQ_LEN, .chunks_per_round = 2, .clip = clip, .n_threads = 2, .reserve_bytes = 1 << 20};
+}
+
+static ps_train_config train_config(ps_dataset *ds, bool clip) {
+  ps_train_config c = {0};
+  ps_train_config_init(&c);
+  c.lr = 1e-2;
+  c.clip_norm = clip ? 0.5 : 0;
+  c.dataset = ds;
+  return c;
+}
+
+/* The tightest plan (everything streams), or one without a cap (everything is resident, updates included). */
+static ps_plan *make_plan(uint32_t recipe, bool clip, bool tight) {
+  ps_plan_config cfg = plan_config(recipe, clip);
+  ps_plan *plan;
+  uint64_t host;
+  if (tight) CHECK(ps_plan_smallest(&model, &cfg, &hw, &cfg.device_bytes, &host) == PS_OK && cfg.device_bytes > 0);
+  CHECK(ps_plan_create(&plan, &model, &cfg, &hw) == PS_OK);
+  return plan;
+}
+
+static ps_dataset *open_shard(void) {
+  const char *paths[] = {shard};
+  ps_dataset *ds;
+  CHECK(ps_dataset_open(&ds, paths, 1, VOCAB) == PS_OK);
+  return ds;
+}
+
+static ps_trainer *make_trainer(ps_plan *plan, const ps_train_config *c) {
+  ps_trainer *t;
+  CHECK(ps_trainer_create(&t, model_dir, plan, c, NULL, NULL) == PS_OK);
+  return t;
+}
+
+/* Hash of all parameters at home. */
+static uint64_t weights(ps_trainer *t) {
+  uint64_t h = 0;
+  for (uint32_t i = 0; i < ps_model_n_params(&model); i++) {
+    ps_param_info p;
+    CHECK(ps_model_param(&model, i, &p) == PS_OK);
+    float *x = malloc(p.n * sizeof *x);
+    CHECK(x && ps_trainer_read_param(t, i, x, p.n) == PS_OK);
+    for (uint64_t k = 0; k < p.n; k++) {
+      uint32_t bits;
+      memcpy(&bits, &x[k], sizeof bits);
+      h = mix64(h ^ bits);
+    }
+    free(x);
+  }
+  return h;
+}
+
+static void train_steps(ps_trainer *t, uint64_t n) {
+  ps_step_metrics m;
+  CHECK(ps_trainer_submit(t, n) == PS_OK);
+  for (uint64_t i = 0; i < n; i++) CHECK(ps_trainer_wait(t, &m) == PS_OK && m.step == i && isfinite(m.loss));
+}
+
+static int open_files(void) {
+  DIR *d = opendir("/proc/self/fd");
+  int n = 0;
+  CHECK(d);
+  while (readdir(d)) n++;
+  closedir(d);
+  return n;
+}
+
+/* Entries of a folder whose name contains @part; -1: no such folder. */
+static int count_names(const char *folder, const char *part) {
+  DIR *d = opendir(folder);
+  int n = 0;
+  if (!d) return -1;
+  for (struct dirent *e; (e = readdir(d));) n += strstr(e->d_name, part) != NULL;
+  closedir(d);
+  return n;
+}
+
+/* ---- fail the Nth --------------------------------------------------------------------------------------------------------------- */
+
+typedef enum stage { PLANNING, TRAINER, STEPS, SAVE_NEW, SAVE_OVER, ALL } stage;
+static stage reached;
+static ps_plan *plan_made; /* what train_and_save() uses */
+static ps_dataset *data_opened;
+
+static ps_status train_and_save(void) {
+  ps_trainer *t = NULL;
+  const ps_train_config c = train_config(data_opened, true);
+  ps_step_metrics m;
+  reached = TRAINER;
+  PS_TRY(ps_trainer_create(&t, model_dir, plan_made, &c, NULL, NULL));
+  reached = STEPS;
+  ps_status st = ps_trainer_submit(t, 2);
+  for (int i = 0; st == PS_OK && i < 2; i++) st = ps_trainer_wait(t, &m);
+  if (st == PS_OK) {
+    reached = SAVE_NEW;
+    st = ps_trainer_save(t, new_dir, PS_F32);
+  }
+  if (st == PS_OK) {
+    reached = SAVE_OVER;
+    st = ps_trainer_save(t, old_dir, PS_BF16);
+  }
+  if (st == PS_OK) reached = ALL;
+  ps_trainer_destroy(t);
+  return st;
+}
+
+static ps_status read_and_plan(void) {
+  ps_model_config m = {.struct_bytes = sizeof m};
+  const ps_plan_config cfg = plan_config(PS_RECIPE_BF16, true);
+  const char *paths[] = {shard};
+  ps_dataset *ds = NULL;
+  ps_plan *plan = NULL;
+  reached = PLANNING;
+  PS_TRY(ps_model_config_read(&m, model_dir));
+  PS_TRY(ps_dataset_open(&ds, paths, 1, VOCAB));
+  const ps_status st = ps_plan_create(&plan, &m, &cfg, &hw);
+  ps_plan_destroy(plan);
+  ps_dataset_close(ds);
+  if (st == PS_OK) reached = ALL;
+  return st;
+}
+
+/* A model directory that is whole: it can be opened, has all tensors, and no temporary file. */
+static void check_whole(const char *dir) {
+  ps_model_config m = {.struct_bytes = sizeof m};
+  ps_tensor_file *f;
+  CHECK(count_names(dir, ".part") == 0 && count_names(dir, "safetensors") == 1);
+  CHECK(ps_model_config_read(&m, dir) == PS_OK && ps_tensors_open(&f, dir) == PS_OK);
+  CHECK(ps_tensors_count(f) == ps_model_n_params(&model));
+  ps_tensors_close(f);
+}
+
+/* The disk after a failure in stage @s: the new directory is whole or not there (it may be there when bringing its name to the
+ * disk failed last of all), the old one is whole. */
+static void check_files(stage s) {
+  const int n_new = count_names(root, "new");
+  CHECK(count_names(root, ".part") == 0 && (s < SAVE_NEW ? n_new == 0 : s == SAVE_NEW ? n_new <= 1 : n_new == 1));
+  if (n_new) check_whole(new_dir);
+  check_whole(old_dir);
+}
+
+/* Returns how many places were made to fail: the first hundred, then every @stride-th. */
+static int64_t fail_nth(int kind, ps_status (*run)(void), int64_t stride) {
+  const int64_t live = ps__live_allocations();
+  const int files = open_files();
+  int64_t places = 0;
+  for (int64_t n = 1;; n += n < 100 ? 1 : stride, places++) {
+    ps__fault_arm(kind, n);
+    const ps_status st = run();
+    const int64_t calls = ps__fault_count(kind);
+    ps__fault_arm(kind, 0);
+    if (calls < n) CHECK(st == PS_OK && reached == ALL);
+    else CHECK(st < 0 && ps_last_error()[0] && reached < ALL);
+    CHECK(ps__live_allocations() == live && open_files() == files);
+    check_files(reached == ALL && run == read_and_plan ? PLANNING : reached);
+    remove_folder(new_dir);
+    if (calls < n) return places;
+  }
+}
+
+static void test_fail_nth(void) {
+  static const char *const name[] = {[PS_FAULT_ALLOC] = "allocation", [PS_FAULT_READ] = "read", [PS_FAULT_WRITE] = "write",
+                                     [PS_FAULT_THREAD] = "thread start"};
+  data_opened = open_shard();
+  plan_made = make_plan(PS_RECIPE_BF16, true, false);
+  for (int kind = 0; kind < PS_FAULT_KINDS; kind++) { /* the planner's search does the same for each candidate: strides will do */
+    const int64_t n = fail_nth(kind, read_and_plan, STRIDE), m = fail_nth(kind, train_and_save, STEP);
+    CHECK(m > 0);
+    printf("ok fail the nth %s: %lld places of planning, %lld of training and saving\n", name[kind], (long long)n, (long long)m);
+  }
+  ps_plan_destroy(plan_made);
+  ps_dataset_close(data_opened);
+}
+
+/* ---- an error in the middle ------------------------------------------------------------------------------------------------------ */
+
+/* Sequence @n of the run cannot be read: the steps before it come to their end, and are all that home and a save know of. */
+static void read_fails(ps_plan *plan, ps_dataset *ds, bool clip, uint64_t n, const uint64_t *expected) {
+  const ps_train_config c = train_config(ds, clip);
+  ps_trainer *t = make_trainer(plan, &c);
+  ps_step_metrics m;
+  const uint64_t whole = (n - 1) / SEQUENCES;
+  ps__fault_arm(PS_FAULT_READ, (int64_t)n);
+  CHECK(ps_trainer_submit(t, 8) == PS_OK);
+  for (uint64_t i = 0; i < whole; i++) CHECK(ps_trainer_wait(t, &m) == PS_OK && m.step == i);
+  CHECK_FAILS(ps_trainer_wait(t, &m), PS_EIO, shard);
+  ps__fault_arm(PS_FAULT_READ, 0);
+  CHECK(ps_trainer_steps_done(t) == whole && ps_trainer_submit(t, 1) == PS_EIO && ps_trainer_wait(t, &m) == PS_EIO);
+  CHECK(weights(t) == expected[whole]);
+  CHECK(ps_trainer_save(t, new_dir, PS_F32) == PS_OK);
+  remove_folder(new_dir);
+  ps_trainer_destroy(t);
+}
+
+static void test_read_fails(bool clip, bool tight) {
+  enum { MOST = 6 };
+  uint64_t expected[MOST + 1];
+  ps_dataset *ds = open_shard();
+  ps_plan *plan = make_plan(PS_RECIPE_BF16, clip, tight);
+  const ps_train_config c = train_config(ds, clip);
+  for (uint64_t i = 0; i <= MOST; i++) {
+    ps_trainer *t = make_trainer(plan, &c);
+    train_steps(t, i);
+    expected[i] = weights(t);
+    CHECK(i == 0 || expected[i] != expected[i - 1]);
+    ps_trainer_destroy(t);
+  }
+  for (uint64_t i = 0; i < N_READS; i++) read_fails(plan, ds, clip, 1 + i * 7 % (MOST * SEQUENCES + SEQUENCES), expected);
+  ps_plan_destroy(plan);
+  ps_dataset_close(ds);
+}
+
+/* Tokens past the vocabulary, from a source that nobody checked before. */
+static ps_status alien_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets, uint64_t n) {
+  for (uint64_t i = 0; i < n; i++) tokens[i] = targets[i] = (int32_t)(i % VOCAB);
+  if (step == *(const uint64_t *)user) tokens[n - 1] = VOCAB;
+  return PS_OK;
+}
+
+static void test_alien_token(void) {
+  ps_plan *plan = make_plan(PS_RECIPE_FP32, true, false);
+  uint64_t when = 2;
+  ps_train_config c = train_config(NULL, true);
+  c.batch_fn = alien_batch;
+  c.batch_user = &when;
+  ps_trainer *t = make_trainer(plan, &c);
+  ps_step_metrics m;
+  CHECK(ps_trainer_submit(t, 5) == PS_OK && ps_trainer_wait(t, &m) == PS_OK && ps_trainer_wait(t, &m) == PS_OK);
+  CHECK_FAILS(ps_trainer_wait(t, &m), PS_EFORMAT, "step 2, sequence 3, position 15: token 96");
+  ps_trainer_destroy(t);
+  ps_plan_destroy(plan);
+}
+
+/* ---- not finite ------------------------------------------------------------------------------------------------------------------ */
+
+static uint32_t param_named(const char *name) {
+  for (uint32_t i = 0; i < ps_model_n_params(&model); i++) {
+    ps_param_info p;
+    if (ps_model_param(&model, i, &p) == PS_OK && strcmp(p.name, name) == 0) return i;
+  }
+  CHECK(!"a parameter of that name");
+  return 0;
+}
+
+static void fill_param(ps_trainer *t, const char *name, float value) {
+  const uint32_t idx = param_named(name);
+  ps_param_info p;
+  CHECK(ps_model_param(&model, idx, &p) == PS_OK);
+  float *x = malloc(p.n * sizeof *x);
+  CHECK(x);
+  for (uint64_t k = 0; k < p.n; k++) x[k] = k % 3 ? value : -value;
+  CHECK(ps_trainer_write_param(t, idx, x, p.n) == PS_OK);
+  free(x);
+}
+
+/* The loss becomes infinite or NaN; nothing of that step is updated. */
+static void test_bad_loss(ps_dataset *ds, uint32_t recipe, bool clip, bool tight) {
+  ps_plan *plan = make_plan(recipe, clip, tight);
+  const ps_train_config c = train_config(ds, clip);
+  ps_trainer *t = make_trainer(plan, &c);
+  ps_step_metrics m;
+  fill_param(t, "lm_head.weight", 3e38f);
+  const uint64_t before = weights(t);
+  CHECK(ps_trainer_submit(t, 4) == PS_OK);
+  CHECK(ps_trainer_wait(t, &m) == PS_ENUMERIC && strstr(ps_last_error(), "step 0") && strstr(ps_last_error(), "--lr"));
+  if (clip) CHECK(strstr(ps_last_error(), "the loss is"));
+  CHECK(weights(t) == before && ps_trainer_steps_done(t) == 0);
+  ps_trainer_destroy(t);
+  ps_plan_destroy(plan);
+}
+
+/* A learning rate that throws the weights away: the steps before stand, the one that is not finite does not count. */
+static void test_bad_rate(ps_dataset *ds, bool tight) {
+  ps_plan *plan = make_plan(PS_RECIPE_FP32, true, tight);
+  ps_train_config c = train_config(ds, true);
+  c.lr = 1e36;
+  c.weight_decay = 0;
+  ps_trainer *t = make_trainer(plan, &c);
+  ps_step_metrics m;
+  char text[16];
+  uint64_t n = 0;
+  CHECK(ps_trainer_submit(t, 20) == PS_OK);
+  ps_status st;
+  while ((st = ps_trainer_wait(t, &m)) == PS_OK) n++;
+  snprintf(text, sizeof text, "step %llu", (unsigned long long)n);
+  CHECK(st == PS_ENUMERIC && n >= 1 && strstr(ps_last_error(), text) && ps_trainer_steps_done(t) == n);
+  const uint64_t after = weights(t);
+  ps_trainer_destroy(t);
+  t = make_trainer(plan, &c);
+  train_steps(t, n);
+  CHECK(weights(t) == after);
+  ps_trainer_destroy(t);
+  ps_plan_destroy(plan);
+}
+
+/* up * down is 1e41 and the gate's output about 1e-41: the block's output is of order 1, but d loss / d gate, which has the factor
+ * up * down, leaves fp32. */
+static void test_bad_gradient(ps_dataset *ds, int layer, bool tight) {
+  ps_plan *plan = make_plan(PS_RECIPE_FP32, true, tight);
+  const ps_train_config c = train_config(ds, true);
+  ps_trainer *t = make_trainer(plan, &c);
+  ps_step_metrics m;
+  char name[64], text[64];
+  static const struct { const char *what; float value; } part[] = {{"gate", 1e-42f}, {"up", 1e36f}, {"down", 1e6f}};
+  for (int i = 0; i < 3; i++) {
+    snprintf(name, sizeof name, "model.layers.%d.mlp.%s_proj.weight", layer, part[i].what);
+    fill_param(t, name, part[i].value);
+  }
+  snprintf(text, sizeof text, "step 0: the gradient of layer %d is not finite", layer);
+  const uint64_t before = weights(t);
+  CHECK(ps_trainer_submit(t, 3) == PS_OK);
+  CHECK_FAILS(ps_trainer_wait(t, &m), PS_ENUMERIC, text);
+  CHECK(weights(t) == before && ps_trainer_steps_done(t) == 0);
+  ps_trainer_destroy(t);
+  ps_plan_destroy(plan);
+}
+
+static void test_not_finite(void) {
+  ps_dataset *ds = open_shard();
+  for (int i = 0; i < 2 * 2 * PS_N_RECIPES; i++) test_bad_loss(ds, (uint32_t)i / 4, i & 1, i & 2);
+  printf("ok a loss that is not finite stops the run before anything of its step is updated\n");
+  for (int tight = 0; tight < 2; tight++) test_bad_rate(ds, tight);
+  printf("ok after a learning rate that is too high the last complete step stands\n");
+  for (int i = 0; i < 4; i++) test_bad_gradient(ds, i & 1, i & 2);
+  printf("ok a gradient that is not finite names step and unit, and nothing is updated\n");
+  ps_dataset_close(ds);
+}
+
+/* ---- cancel ---------------------------------------------------------------------------------------------------------------------- */
+
+static ps_trainer *volatile to_cancel;
+static void on_alarm(int sig) { ps_trainer_cancel(to_cancel); }
+
+typedef struct canceller { ps_trainer *t; uint32_t after_us; } canceller;
+static void cancel_later(void *arg) {
+  const canceller *c = arg;
+  usleep(c->after_us);
+  ps_trainer_cancel(c->t);
+}
+
+/* Steps go on being submitted until the cancel is felt. */
+static void cancelled_run(ps_plan *plan, const ps_train_config *c, uint32_t after_us, bool by_signal) {
+  ps_trainer *t = make_trainer(plan, c);
+  canceller who = {t, after_us};
+  ps__thread *thread = NULL;
+  timer_t timer;
+  const uint64_t begin_ns = ps__now_ns();
+  if (by_signal) {
+    const struct itimerspec when = {.it_value = {0, (long)after_us * 1000 + 1}};
+    to_cancel = t;
+    CHECK(timer_create(CLOCK_MONOTONIC, NULL, &timer) == 0 && timer_settime(timer, 0, &when, NULL) == 0);
+  } else {
+    CHECK(ps__thread_start(&thread, cancel_later, &who, "cancel") == PS_OK);
+  }
+  ps_step_metrics m;
+  ps_status st = PS_OK;
+  for (int i = 0; st == PS_OK; i++) {
+    st = ps_trainer_submit(t, i ? 1 : 2);
+    if (st == PS_OK) st = ps_trainer_wait(t, &m);
+  }
+  CHECK(st == PS_ECANCELLED && ps_last_error()[0]);
+  CHECK(ps__now_ns() - begin_ns < 5000000000u); /* steps of a millisecond: a hang is what this is for */
+  ps_trainer_cancel(t); /* once more does no harm */
+  CHECK(ps_trainer_wait(t, &m) == PS_ECANCELLED && weights(t) != 0);
+  if (by_signal) CHECK(timer_delete(timer) == 0);
+  ps__thread_join(thread);
+  ps_trainer_destroy(t);
+}
+
+static void test_cancel(void) {
+  ps_dataset *ds = open_shard();
+  uint64_t state = 5;
+  signal(SIGALRM, on_alarm);
+  for (int tight = 0; tight < 2; tight++) {
+    ps_plan *plan = make_plan(PS_RECIPE_BF16, true, tight);
+    const ps_train_config c = train_config(ds, true);
+    for (int i = 0; i < N_CANCELS; i++) cancelled_run(plan, &c, i < 3 ? 0 : rnd_below(&state, 6000), i & 1);
+    ps_plan_destroy(plan);
+  }
+  signal(SIGALRM, SIG_DFL);
+  ps_dataset_close(ds);
+  printf("ok a run is cancelled at any moment, by a thread and by a signal handler\n");
+}
+
+int main(void) {
+  const char *tmp = getenv("TMPDIR");
+  snprintf(root, sizeof root, "%s/penstock-test-train-XXXXXX", tmp && *tmp ? tmp : "/tmp");
+  CHECK(mkdtemp(root));
+  snprintf(model_dir, sizeof model_dir, "%s/model", root);
+  snprintf(shard, sizeof shard, "%s/shard.bin", root);
+  snprintf(new_dir, sizeof new_dir, "%s/new", root);
+  snprintf(old_dir, sizeof old_dir, "%s/old", root);
+  tiny_model_write(model_dir, config_json, &model);
+  tiny_model_write(old_dir, config_json, &model);
+  tiny_shard_write(shard, 5000, VOCAB);
+  hw.struct_bytes = sizeof hw;
+  CHECK(ps_hardware_estimate(&hw, 2) == PS_OK);
+  const int64_t live = ps__live_allocations();
+
+  test_fail_nth();
+  for (int i = 0; i < 4; i++) test_read_fails(i & 1, i & 2);
+  printf("ok data that cannot be read stops the run behind the last complete step, whose weights can be saved\n");
+  test_alien_token();
+  printf("ok a token past the vocabulary in the middle of a run is named\n");
+  test_not_finite();
+  test_cancel();
+  CHECK(ps__live_allocations() == live);
+
+  remove_folder(model_dir);
+  remove_folder(old_dir);
+  CHECK(unlink(shard) == 0 && rmdir(root) == 0);
+  return 0;
+}

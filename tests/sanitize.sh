@@ -1,0 +1,39 @@
+#!/bin/sh
+# sanitize.sh - the native tests and a short training under ThreadSanitizer, then under AddressSanitizer + UBSan.
+# Called by `make test-sanitize` with VENV and BUILD set; builds into $BUILD/tsan and $BUILD/asan. A finding ends it with exit
+# code 1 and the sanitizer's report.
+set -eu
+cd "$(dirname "$0")/.."
+build=${BUILD:-build} venv=${VENV:-$build/venv}
+work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
+export XDG_CACHE_HOME="$work/cache" OMP_NUM_THREADS=1
+export TSAN_OPTIONS="halt_on_error=1 exitcode=66" UBSAN_OPTIONS="halt_on_error=1 print_stacktrace=1" ASAN_OPTIONS="detect_leaks=1"
+
+"$venv/bin/python" models/init_model.py models/tiny-llama.json "$work/model" --seed 1 >/dev/null
+"$venv/bin/python" - "$work/data.bin" <<'PY'
+import struct, sys
+tokens = [(7 * i + i // 13) % 500 for i in range(4000)]
+open(sys.argv[1], "wb").write(struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253) + struct.pack("<4000H", *tokens))
+PY
+
+check() { # NAME SAN
+  name=$1 out=$build/$1
+  echo "== $name: build"
+  make -s VENV="$venv" BUILD="$out" SAN="$2" CFLAGS="-O1 -g" all native-tests
+  for program in "$out"/tests/test_*; do
+    arguments=
+    case $program in *test_engine_hazards) arguments=500 ;; esac # random programs: each is slow here
+    echo "== $name: $(basename "$program") $arguments"
+    "$program" $arguments >"$work/log" 2>&1 || { cat "$work/log"; echo "sanitize: $program failed"; exit 1; }
+  done
+  for caps in "" "--device-mem 4MiB --chunk-tokens 64 --chunks-per-round 2"; do
+    for recipe in fp32 fp32-master bf16; do
+      echo "== $name: training, $recipe $caps"
+      "$out/bin/penstock" train --model "$work/model" --data "$work/data.bin" --seq-len 64 --tokens-per-step 256 --steps 3 --recipe $recipe $caps \
+        --run-dir "$work/run" --out "$work/out" --quiet >"$work/log" 2>&1 || { cat "$work/log"; echo "sanitize: training failed"; exit 1; }
+    done
+  done
+}
+check tsan thread
+check asan address,undefined
+echo "sanitize: no findings"

@@ -1,0 +1,277 @@
+"""The binary: what it refuses (one sentence, exit code 2, nothing written), Ctrl-C, its files and its JSON."""
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import BUILD, write_shard
+
+BINARY = BUILD / "bin/penstock"
+METRICS = {"step", "loss", "tokens", "valid_tokens", "step_s", "predicted_step_s", "tokens_per_s", "device_peak_bytes", "host_peak_bytes",
+           "host_arena_peak_bytes", "grad_norm", "lr", "mfu", "hfu"}
+
+
+def penstock(*args, cwd=None, env=None):
+    return subprocess.run([str(a) for a in (BINARY, *args)], capture_output=True, text=True, cwd=cwd, timeout=120,
+                          env={**os.environ, **(env or {})})
+
+
+@pytest.fixture
+def job(tiny_model, tiny_shard):
+    """Options of a training run that works."""
+    return {"--model": tiny_model, "--data": tiny_shard, "--seq-len": 64, "--steps": 3}
+
+
+def words(options):
+    return [w for name, value in options.items() for w in ((name,) if value is None else (name, value))]
+
+
+def refused(done, pattern, code=2):
+    """Exit code, one sentence, nothing on stdout."""
+    assert done.returncode == code, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "measuring this machine" not in line]
+    assert len(lines) == 1 and lines[0].startswith("penstock: "), done.stderr
+    assert re.search(pattern, lines[0]), lines[0]
+    assert done.stdout == ""
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change,pattern", [
+    ({"--model": "nowhere"}, "nowhere"),
+    ({"--data": "nowhere.bin"}, "nowhere.bin"),
+    ({"--seq-len": "0"}, r"--seq-len 0: a whole number of 1 or more"),
+    ({"--seq-len": "-3"}, "--seq-len -3"),
+    ({"--seq-len": "12x"}, "--seq-len 12x"),
+    ({"--seq-len": "20000"}, r"the data has 20000 tokens in 1 shards, .* needs 20001"),
+    ({"--device-mem": "64KiB"}, r"needs .* of device memory.*--device-mem"),
+    ({"--host-mem": "1MiB"}, r"needs .* of host memory.*--host-mem"),
+    ({"--device-mem": "20Gi"}, r"--device-mem 20Gi: a size such as 20GiB"),
+    ({"--host-mem": "lots"}, r"--host-mem lots: a size"),
+    ({"--device-mem": "0"}, r"--device-mem 0: a size"),
+    ({"--recipe": "fp16"}, r"--recipe fp16: fp32, fp32-master or bf16"),
+    ({"--lr-schedule": "step"}, r"--lr-schedule step: constant, cosine, linear or wsd"),
+    ({"--lr": "nan"}, "--lr nan"),
+    ({"--lr": "-1"}, "--lr -1"),
+    ({"--steps": "0"}, "--steps 0"),
+    ({"--chunk-tokens": "0"}, "--chunk-tokens 0: a whole number of 1"),
+    ({"--modle": "x"}, r"there is no option --modle: did you mean --model\?"),
+    ({"--frobnicate": "x"}, r"there is no option --frobnicate \(--help"),
+    ({"--shuffle=yes": None}, "--shuffle takes no value"),
+    ({"--out": None}, "--out needs a value"),
+    ({"--document-token": "-2"}, "--document-token -2"),
+    ({"--beta2": "1.5"}, "beta2"),
+])
+def test_a_bad_option_is_refused_in_one_sentence_and_nothing_is_written(job, tmp_path, change, pattern):
+    options = job | {"--run-dir": "run/deep"} | change
+    refused(penstock("train", *words(options), cwd=tmp_path), pattern)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["--model", "--data", "--seq-len"])
+def test_a_missing_option_is_named(job, tmp_path, missing):
+    del job[missing]
+    refused(penstock("train", *words(job), cwd=tmp_path), f"{missing} is missing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stray_words_and_unknown_commands_are_refused():
+    refused(penstock("plan", "model"), "'model' is not expected here")
+    refused(penstock("trian"), "there is no command 'trian'")
+    refused(penstock("demo", "1", "1", "64"), "3 of 4 arguments given")
+    assert penstock().returncode == 2
+
+
+def breaking(tiny_model, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    return model
+
+
+def edit_config(model, **changes):
+    config = json.loads((model / "config.json").read_text())
+    for key, value in changes.items():
+        config.pop(key, None)
+        if value is not None:
+            config[key] = value
+    (model / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("damage,pattern", [
+    (lambda m: (m / "model.safetensors").unlink(), "model.safetensors"),
+    (lambda m: os.truncate(m / "model.safetensors", (m / "model.safetensors").stat().st_size - 100), "model.safetensors"),
+    (lambda m: os.truncate(m / "model.safetensors", 4), "model.safetensors"),
+    (lambda m: (m / "config.json").write_text("{"), "config.json"),
+    (lambda m: edit_config(m, architectures=["GPT2LMHeadModel"], model_type="gpt2"), "GPT2LMHeadModel|gpt2"),
+    (lambda m: edit_config(m, hidden_size=None), "hidden_size"),
+    (lambda m: edit_config(m, num_hidden_layers=10**9), "num_hidden_layers"),
+    (lambda m: edit_config(m, intermediate_size=400), "mlp"),
+    (lambda m: edit_config(m, hidden_act="gelu"), "hidden_act"),
+], ids=["missing", "truncated", "headless", "no-json", "architecture", "field", "absurd", "shape", "activation"])
+def test_a_damaged_model_directory_is_refused(tiny_model, job, tmp_path, damage, pattern):
+    model = breaking(tiny_model, tmp_path)
+    damage(model)
+    refused(penstock("train", *words(job | {"--model": model, "--out": tmp_path / "out"}), cwd=tmp_path), pattern)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_token_past_the_vocabulary_is_refused_with_shard_and_offset(job, tmp_path):
+    tokens = np.arange(3000) % 512
+    tokens[1234] = 513
+    shard = write_shard(tmp_path / "bad.bin", tokens)
+    refused(penstock("train", *words(job | {"--data": shard, "--run-dir": tmp_path / "run"})), r"bad\.bin.*513.*1234|bad\.bin.*1234.*513")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("shard", ["empty", "short", "claims", "alien"])
+def test_a_bad_shard_is_refused(job, tmp_path, shard):
+    path = tmp_path / "x.bin"
+    if shard == "claims":
+        write_shard(path, np.arange(100), n_header=200)
+    else:
+        path.write_bytes({"empty": b"", "short": b"\0" * 100, "alien": b"\x7fELF" + b"\0" * 4000}[shard])
+    refused(penstock("train", *words(job | {"--data": path, "--run-dir": tmp_path / "run"})), r"x\.bin")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("option", ["--out", "--run-dir"])
+def test_an_unwritable_output_is_refused_before_training(job, tmp_path, option):
+    (tmp_path / "file").write_text("here")
+    refused(penstock("train", *words(job | {option: tmp_path / "file/under"}), cwd=tmp_path), rf"{option} .*file/under cannot be written: Not a directory")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_model_directory_is_no_output(tiny_model, job):
+    refused(penstock("train", *words(job | {"--out": tiny_model})), "is the model directory itself")
+
+
+def test_a_refused_run_leaves_an_earlier_ones_files_alone(job, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("kept")
+    refused(penstock("train", *words(job | {"--device-mem": "64KiB", "--run-dir": tmp_path})), "device memory")
+    assert (tmp_path / "metrics.jsonl").read_text() == "kept"
+
+
+# ---- what it writes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_metrics_plan_timeline_and_model(job, tmp_path):
+    done = penstock("train", *words(job | {"--steps": 5, "--out": tmp_path / "out", "--device-mem": "5MiB", "--json": None}))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    metrics = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == list(range(5)) and all(set(m) == METRICS for m in metrics)
+    assert metrics[-1]["loss"] < metrics[0]["loss"] and all(m["tokens"] == 512 for m in metrics)
+    assert summary["steps"] == 5 and summary["loss_last"] == metrics[-1]["loss"] and summary["interrupted"] is False
+    plan = json.loads((tmp_path / "out/plan.json").read_text())
+    assert summary["device_peak_bytes"] == plan["device_bytes"] <= 5 << 20
+    assert summary["step_s_median"] == sorted(m["step_s"] for m in metrics[2:])[1]
+    timeline = json.loads((tmp_path / "out/timeline.json").read_text())["traceEvents"]
+    steps = {e["args"]["step"] for e in timeline if e["ph"] == "X"}
+    assert steps == {3, 4}
+    assert {p.name for p in (tmp_path / "out").iterdir()} >= {"config.json", "model.safetensors", "metrics.jsonl", "plan.json", "timeline.json"}
+    assert {s["name"] for s in summary["streams"]} >= {"compute", "h2d", "d2h", "host"}
+
+
+def test_without_out_no_model_is_saved_and_quiet_says_nothing(job, tmp_path):
+    done = penstock("train", *words(job | {"--quiet": None, "--trace-steps": 0, "--run-dir": tmp_path / "run"}), cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "plan.json"]
+
+
+def test_option_forms_are_equivalent(job, tmp_path):
+    losses = []
+    for i, extra in enumerate([["--device-mem", "5MiB", "--lr", "1e-3"], ["--device-mem=5242880", "--lr=0.001"]]):
+        run = tmp_path / str(i)
+        assert penstock("train", *words(job | {"--run-dir": run}), *extra).returncode == 0
+        losses.append([json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()])
+    assert losses[0] == losses[1]
+
+
+def test_progress_names_loss_speed_eta_and_both_memories(job, tmp_path):
+    done = penstock("train", *words(job | {"--run-dir": tmp_path}))
+    assert re.search(r"^step 3/3  loss \d\.\d{4}  \d+ tok/s  ETA 0s  device [\d.]+ \wiB/[\d.]+ \wiB  host [\d.]+ \wiB/[\d.]+ \wiB$", done.stderr, re.M)
+    assert "predicted" in done.stdout and "measured" in done.stdout and re.search(r"compute +\d", done.stdout)
+
+
+def test_demo_takes_the_reference_systems_positions(tiny_model, tiny_shard, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    refused(penstock("demo", 1, 0.1, 64, model, "--run-dir", tmp_path / "run"), "no token shards: give --data SHARDS, or put them in")
+    (model / "data").mkdir()
+    shutil.copy(tiny_shard, model / "data/a.bin")
+    done = penstock("demo", 1, 0.1, 64, model, "--steps", 2, "--run-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
+    refused(penstock("demo", 0, 1, 64, model), "HOST_GIB '0'")
+    refused(penstock("demo", 1, 1, "long", model), "SEQLEN 'long'")
+
+
+def test_plan_info_profile_and_version(tiny_model, tiny_shard, tmp_path):
+    plan = json.loads(penstock("plan", "--model", tiny_model, "--seq-len", 64, "--json").stdout)
+    assert plan["predicted_step_s"] > 0 and plan["tokens_per_step"] == 512
+    smallest = json.loads(penstock("plan", "--model", tiny_model, "--seq-len", 64, "--smallest", "--json").stdout)["smallest_device_bytes"]
+    assert penstock("plan", "--model", tiny_model, "--seq-len", 64, f"--device-mem={smallest}").returncode == 0
+    refused(penstock("plan", "--model", tiny_model, "--seq-len", 64, f"--device-mem={smallest - 1}"), "device memory")
+    info = json.loads(penstock("info", "--model", tiny_model, "--data", tiny_shard, "--seq-len", 64, "--json").stdout)
+    assert info["model"]["parameters"] == 836736 and info["data"] == {"shards": 1, "tokens": 20000, "sequences": 312}
+    assert json.loads(penstock("info", "--json").stdout)["hardware"]["n_threads"] >= 1
+    assert re.fullmatch(r"penstock \d+\.\d+\.\d+\n", penstock("version").stdout)
+    cached = penstock("profile", "--seconds", 0.2, env={"XDG_CACHE_HOME": str(tmp_path)}).stdout
+    assert Path(re.search(r"cached in (.*)", cached)[1]).parent == tmp_path / "penstock"
+
+
+def test_an_unwritable_cache_does_not_stop_a_run(tiny_model, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = penstock("plan", "--model", tiny_model, "--seq-len", 64, env={"XDG_CACHE_HOME": str(tmp_path / "file")})
+    assert done.returncode == 0 and "could not be cached" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "demo", "info", "profile"])
+def test_every_commands_help_teaches_with_an_example(command):
+    done = penstock(command, "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: penstock " + command)
+    assert f"example:\n  penstock {command}" in done.stdout
+
+
+# ---- Ctrl-C ---------------------------------------------------------------------------------------------------------------
+
+
+def start(options, wait_for):
+    process = subprocess.Popen([str(BINARY), "train", *map(str, words(options))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (wait_for.exists() and wait_for.stat().st_size):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+        time.sleep(0.01)
+    return process
+
+
+def test_ctrl_c_finishes_what_is_in_flight_and_saves(job, tmp_path):
+    out = tmp_path / "out"
+    process = start(job | {"--steps": 100000, "--out": out}, out / "metrics.jsonl")
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and "stopping after the steps in flight" in stderr
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert 1 <= len(metrics) < 100000 and f"{len(metrics)} of 100000 steps" in stdout
+    assert penstock("info", "--model", out).returncode == 0 and (out / "model.safetensors").exists()
+
+
+def test_a_second_ctrl_c_stops_at_once_and_saves_nothing(job, tmp_path):
+    out = tmp_path / "out"
+    slow = job | {"--steps": 1000, "--tokens-per-step": 4096, "--out": out}  # steps of half a second, so that one is in flight
+    process = start(slow, out / "metrics.jsonl")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and "stopped at once; nothing is saved" in stderr
+    assert not (out / "model.safetensors").exists() and not (out / "config.json").exists()
+    assert all(json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())

@@ -1,0 +1,263 @@
+"""config.json: what transformers reads we read alike, what would change the math is refused by name, nothing crashes."""
+import copy
+import ctypes
+import json
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import io_native as ps
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=512, hidden_size=128, intermediate_size=352,
+             num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=2048, rms_norm_eps=1e-5,
+             rope_theta=500000.0, bos_token_id=1, eos_token_id=[2, 3])
+QWEN2 = dict(LLAMA, architectures=["Qwen2ForCausalLM"], model_type="qwen2")
+QWEN3 = dict(LLAMA, architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=32)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+def save(folder, cfg):
+    (folder / "config.json").write_text(cfg if isinstance(cfg, str) else json.dumps(cfg))
+    return folder
+
+
+def without(cfg, *keys):
+    return {k: v for k, v in cfg.items() if k not in keys}
+
+
+def refused(folder, cfg, *parts, code=ps.EFORMAT):
+    with pytest.raises(ps.Failed) as e:
+        ps.read_config(save(folder, cfg))
+    assert e.value.code == code
+    ps.one_sentence(e.value.message, folder / "config.json", *parts)
+
+
+def test_a_folder_and_the_file_itself_are_read_alike(tmp_path):
+    a, b = ps.read_config(save(tmp_path, LLAMA)), ps.read_config(tmp_path / "config.json")
+    assert bytes(a) == bytes(b)
+    assert (a.struct_bytes, a.arch, a.vocab_size, a.n_layers, a.dim, a.n_heads, a.n_kv_heads, a.head_dim, a.ffn_dim) == (96, 0, 512, 2, 128, 8, 2, 16, 352)
+    assert (a.max_positions, a.bos_token_id, a.eos_token_id, a.rope_theta, a.rope_scaling) == (2048, 1, 2, 5e5, 0)
+
+
+@pytest.mark.parametrize("cfg", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("drop", [(), ("num_key_value_heads",), ("rms_norm_eps",), ("rope_theta",), ("head_dim",), ("tie_word_embeddings",)])
+def test_defaults_are_those_of_transformers(tmp_path, cfg, drop):
+    from transformers import AutoConfig
+
+    cfg = without(dict(cfg, num_attention_heads=32, hidden_size=512), *drop)
+    theirs, c = AutoConfig.from_pretrained(save(tmp_path, cfg)), ps.read_config(tmp_path)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert (c.n_kv_heads, c.head_dim, bool(c.tied_embeddings)) == (theirs.num_key_value_heads, head_dim, theirs.tie_word_embeddings)
+    assert c.rope_theta == theirs.rope_theta and c.norm_eps == ctypes.c_float(theirs.rms_norm_eps).value
+    assert (c.qkv_bias, c.qk_norm) == (cfg["model_type"] == "qwen2", cfg["model_type"] == "qwen3")
+
+
+def test_rope_scaling_in_all_spellings(tmp_path):
+    c = ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling=LLAMA3)))
+    assert (c.rope_scaling, c.rope_factor, c.rope_low_freq, c.rope_high_freq, c.rope_original_positions) == (2, 8, 1, 4, 8192)
+    c = ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling={"type": "linear", "factor": 4})))
+    assert (c.rope_scaling, c.rope_factor) == (1, 4)
+    assert ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling={"rope_type": "default"}))).rope_scaling == 0
+    c = ps.read_config(save(tmp_path, dict(without(LLAMA, "rope_theta"), rope_parameters=dict(LLAMA3, rope_theta=7e5))))
+    assert (c.rope_scaling, c.rope_theta) == (2, 7e5)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
+@pytest.mark.parametrize("value", [..., None, 0, -1, 1.5, 2**31, 2**64, 1e300, "8", True, [], {}])
+def test_a_size_that_is_missing_or_absurd_is_named(tmp_path, key, value):
+    refused(tmp_path, without(LLAMA, key) if value is ... else dict(LLAMA, **{key: value}), key)
+
+
+@pytest.mark.parametrize(
+    "change, parts",
+    [
+        (dict(architectures=["MistralForCausalLM"]), ["architectures", "MistralForCausalLM", "LlamaForCausalLM"]),
+        (dict(architectures=["LlamaForCausalLM", "X"]), ["architectures"]),
+        (dict(architectures=[]), ["architectures"]),
+        (dict(architectures="LlamaForCausalLM"), ["architectures"]),
+        (dict(model_type="qwen2"), ["model_type", "qwen2", "LlamaForCausalLM"]),
+        (dict(architectures=None, model_type="gpt2"), ["model_type", "gpt2"]),
+        (dict(architectures=None, model_type=None), ["architectures", "model_type", "missing"]),
+        (dict(architectures=None, model_type=3), ["model_type"]),
+        (dict(num_attention_heads=9), ["hidden_size", "128", "9"]),
+        (dict(num_key_value_heads=3), ["num_attention_heads", "8", "3"]),
+        (dict(num_key_value_heads=0), ["num_key_value_heads", "0"]),
+        (dict(head_dim=15), ["head_dim", "15", "even"]),
+        (dict(head_dim=0), ["head_dim"]),
+        (dict(head_dim=4098), ["head_dim", "4098", "4096"]),
+        (dict(num_attention_heads=16384, num_key_value_heads=1, head_dim=4096), ["num_attention_heads x head_dim"]),
+        (dict(hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
+        (dict(hidden_act=1), ["hidden_act"]),
+        (dict(attention_bias=True), ["attention_bias", "o_proj"]),
+        (dict(attention_bias="no"), ["attention_bias"]),
+        (dict(mlp_bias=True), ["mlp_bias"]),
+        (dict(attention_dropout=0.1), ["attention_dropout", "0.1"]),
+        (dict(pretraining_tp=2), ["pretraining_tp", "2"]),
+        (dict(num_experts=8), ["num_experts", "8"]),
+        (dict(num_local_experts=8), ["num_local_experts"]),
+        (dict(quantization_config={"bits": 4}), ["quantization_config"]),
+        (dict(partial_rotary_factor=0.5), ["partial_rotary_factor", "0.5"]),
+        (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), ["rope_type", "yarn", "llama3"]),
+        (dict(rope_scaling={"type": "dynamic", "factor": 4.0}), ["rope_type", "dynamic"]),
+        (dict(rope_scaling={"factor": 4.0}), ["rope_type"]),
+        (dict(rope_scaling={"type": "linear"}), ["factor", "missing"]),
+        (dict(rope_scaling={"type": "linear", "factor": 0.5}), ["factor", "0.5"]),
+        (dict(rope_scaling={"type": "linear", "factor": "2"}), ["factor"]),
+        (dict(rope_scaling=3), ["rope_scaling"]),
+        (dict(rope_scaling=without(LLAMA3, "low_freq_factor")), ["low_freq_factor", "missing"]),
+        (dict(rope_scaling=without(LLAMA3, "original_max_position_embeddings")), ["original_max_position_embeddings", "missing"]),
+        (dict(rope_scaling=dict(LLAMA3, low_freq_factor=4.0)), ["low_freq_factor", "high_freq_factor", "4"]),
+        (dict(rope_scaling=dict(LLAMA3, original_max_position_embeddings=0)), ["original_max_position_embeddings", "0"]),
+        (dict(rope_scaling={"type": "default", "mrope_section": [1, 2]}), ["mrope_section"]),
+        (dict(rope_scaling=LLAMA3, rope_parameters=LLAMA3), ["rope_scaling", "rope_parameters"]),
+        (dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)), ["rope_theta", "500000", "1e+06"]),
+        (dict(rope_parameters=dict(rope_type="default", rope_theta=5e5, partial_rotary_factor=0.5)), ["partial_rotary_factor"]),
+        (dict(rope_theta=0), ["rope_theta", "0"]),
+        (dict(rope_theta=1e300), ["rope_theta"]),
+        (dict(rms_norm_eps=0), ["rms_norm_eps"]),
+        (dict(rms_norm_eps=-1e-5), ["rms_norm_eps"]),
+        (dict(rms_norm_eps=1e-60), ["rms_norm_eps"]),
+        (dict(rms_norm_eps="1e-5"), ["rms_norm_eps"]),
+        (dict(layer_types=["full_attention", "sliding_attention"]), ["layer_types[1]", "sliding_attention"]),
+        (dict(layer_types=["full_attention"]), ["layer_types", "1", "2"]),
+        (dict(tie_word_embeddings="yes"), ["tie_word_embeddings"]),
+        (dict(bos_token_id="<s>"), ["bos_token_id"]),
+        (dict(max_position_embeddings=-5), ["max_position_embeddings"]),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(tmp_path, change, parts):
+    refused(tmp_path, dict(LLAMA, **change), *parts)
+
+
+def test_sliding_windows_are_refused_only_where_they_are_in_use(tmp_path):
+    cfg = dict(QWEN2, use_sliding_window=True, sliding_window=64)
+    assert ps.read_config(save(tmp_path, dict(cfg, max_window_layers=2))).n_layers == 2
+    assert ps.read_config(save(tmp_path, dict(cfg, use_sliding_window=False, max_window_layers=1))).n_layers == 2
+    refused(tmp_path, dict(cfg, max_window_layers=1), "use_sliding_window", "layer 1 of 2")
+
+
+def test_qwen3_with_biases_is_refused_and_qwen2_has_them_anyway(tmp_path):
+    refused(tmp_path, dict(QWEN3, attention_bias=True), "attention_bias")
+    assert ps.read_config(save(tmp_path, dict(QWEN2, attention_bias=True))).qkv_bias == 1
+
+
+def test_token_ids_past_the_vocabulary_count_as_none(tmp_path):
+    c = ps.read_config(save(tmp_path, dict(LLAMA, bos_token_id=512, eos_token_id=None)))
+    assert (c.bos_token_id, c.eos_token_id) == (-1, -1)
+
+
+def test_what_is_no_config_is_refused(tmp_path):
+    refused(tmp_path, "", "line 1")
+    refused(tmp_path, "[]", "a list")
+    refused(tmp_path, '{"vocab_size": 1, "vocab_size": 2}', "vocab_size", "twice")
+    (tmp_path / "config.json").unlink()
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ps.Failed) as e:
+            ps.read_config(path)
+        assert e.value.code == ps.EIO
+        ps.one_sentence(e.value.message, path, "No such file")
+
+
+junk = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5), st.just([]), st.just({}),
+                 st.integers(0, 64), st.lists(st.text(max_size=3), max_size=2), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2))
+
+
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([dict(LLAMA, rope_scaling=LLAMA3), QWEN2, QWEN3, dict(LLAMA, use_sliding_window=False, layer_types=["full_attention"] * 2)]), st.data())
+def test_mutated_configs_are_read_or_refused_in_one_sentence(tmp_path, cfg, data):
+    cfg = copy.deepcopy(cfg)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = cfg["rope_scaling"] if isinstance(cfg.get("rope_scaling"), dict) and data.draw(st.integers(0, 3)) == 0 else cfg
+        if not at:
+            continue
+        key = data.draw(st.sampled_from(sorted(at)))
+        if data.draw(st.integers(0, 3)) == 0:
+            at.pop(key)
+        else:
+            at[key] = data.draw(junk)
+    try:
+        c = ps.read_config(save(tmp_path, cfg))
+    except ps.Failed as e:
+        assert e.code == ps.EFORMAT
+        ps.one_sentence(e.message, tmp_path / "config.json")
+        return
+    assert ps.lib.ps_model_config_check(ctypes.byref(c), b"x") == 0
+    assert ps.lib.ps_model_n_elements(ctypes.byref(c)) > 0
+
+
+# ---- parameters --------------------------------------------------------------------------------------------------------
+
+MODELS = sorted((ps.ROOT / "models").glob("*.json"))
+
+
+def params(c):
+    out = []
+    for i in range(ps.lib.ps_model_n_params(ctypes.byref(c))):
+        p = ps.ParamInfo()
+        ps.check(ps.lib.ps_model_param(ctypes.byref(c), i, ctypes.byref(p)))
+        out.append(p)
+    return out
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda p: p.stem)
+def test_units_are_laid_out_in_aligned_runs_without_overlap(path):
+    c = ps.read_config(path)
+    fused = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "up_proj.weight")
+    at, last = 0, -1
+    total = sum(p.n for p in params(c))
+    for p in params(c):
+        name = p.name.decode()
+        if p.unit != last:
+            assert p.unit == last + 1 and p.offset == 0
+            if last >= 0:
+                assert ps.lib.ps_model_unit_elements(ctypes.byref(c), last) == (at + 63) // 64 * 64
+        elif name.endswith(fused):
+            assert p.offset == at
+        else:
+            assert p.offset == (at + 63) // 64 * 64
+        assert p.n == p.shape[0] * p.shape[1] and (p.n_dims == 2 or p.shape[1] == 1)
+        assert p.role == (2 if name.endswith("bias") else 1 if "norm" in name else 0)
+        at, last = p.offset + p.n, p.unit
+    assert last == c.n_layers + 1 == ps.lib.ps_model_n_units(ctypes.byref(c)) - 1
+    assert ps.lib.ps_model_unit_elements(ctypes.byref(c), last) == (at + 63) // 64 * 64
+    assert total == ps.lib.ps_model_n_elements(ctypes.byref(c))
+    assert ps.lib.ps_model_unit_elements(ctypes.byref(c), last + 1) == 0
+
+
+@pytest.mark.parametrize("path", [p for p in MODELS if p.stem.startswith(("tiny", "demo"))], ids=lambda p: p.stem)
+def test_names_and_shapes_are_those_of_transformers(path):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    want = {k: tuple(v.shape) for k, v in model.named_parameters()}  # tied tensors once
+    assert {p.name.decode(): tuple(p.shape[: p.n_dims]) for p in params(ps.read_config(path))} == want
+
+
+@pytest.mark.parametrize("name, billions", [("1b", 1.498), ("8b", 8.030), ("15b", 15.01), ("32b", 32.76)])
+def test_shipped_sizes_are_the_published_ones(name, billions):
+    c = ps.read_config(ps.ROOT / f"models/{name}.json")
+    assert ps.lib.ps_model_n_elements(ctypes.byref(c)) / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+def test_flops_follow_the_formula_of_the_design():
+    c, f = ps.read_config(ps.ROOT / "models/8b.json"), ps.Flops()
+    ps.check(ps.lib.ps_model_flops(ctypes.byref(c), 4096, ctypes.byref(f)))
+    s, d, a, k, ffn, v, n = 4096, 4096, 4096, 1024, 14336, 128256, 32
+    matmul, fwd, bwd, head = 2 * s * (2 * d * a + 2 * d * k + 3 * d * ffn), 2 * s * s * a, 4 * s * s * a, 6 * s * d * v
+    assert (f.layer_matmul, f.attn_fwd, f.attn_bwd, f.head) == (matmul, fwd, bwd, head)
+    assert f.sequence == n * (3 * matmul + fwd + bwd) + head
+    assert ps.lib.ps_model_flops(ctypes.byref(c), 0, ctypes.byref(f)) == ps.EINVAL
+
+
+def test_an_index_past_the_parameters_is_refused():
+    c, p = ps.read_config(MODELS[0]), ps.ParamInfo()
+    assert ps.lib.ps_model_param(ctypes.byref(c), ps.lib.ps_model_n_params(ctypes.byref(c)), ctypes.byref(p)) == ps.EINVAL
+
+
+def test_nothing_leaks():
+    assert ps.lib.ps__live_allocations() == 0

@@ -1,0 +1,96 @@
+"""The layer order of docs/design.md, section 1, against the #include lines."""
+import os
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# What each layer may include besides itself, its public headers apart.
+ORDER = [["core"], ["engine"], ["kernels"], ["backends"], ["optim"], ["model"], ["plan"], ["train"], ["cli"]]
+ALLOWED = {name: {left for level in ORDER[:i] for left in level} for i, level in enumerate(ORDER) for name in level}
+ALLOWED["io"] = {"core"}
+ALLOWED["train"] |= {"io"}
+ALLOWED["cli"] = set()  # the public headers are all it needs
+
+CUDA = re.compile(r"^(cuda|cublas|cudnn|nccl|nvrtc|nvtx|nvml|nvToolsExt|driver_types|cooperative_groups)", re.I)
+BLAS = re.compile(r"blas|lapack", re.I)
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
+
+
+def breaches(root):
+    """Every #include line under root/native and root/include that the order forbids, in words."""
+    found = []
+    native = root / "native"
+    for path in sorted(p for p in native.rglob("*") if p.suffix in (".c", ".h", ".cu", ".cuh", ".cpp", ".hpp")):
+        parts = path.relative_to(native).parts
+        layer, cuda_place = parts[0], len(parts) > 2 and parts[1] == "cuda"
+        where = path.relative_to(root).as_posix()
+        if layer not in ALLOWED:
+            found.append(f"{where}: {layer} is no layer")
+            continue
+        for kind, name in INCLUDE.findall(path.read_text()):
+            if CUDA.match(name):
+                if not (layer in ("backends", "kernels") and cuda_place):
+                    found.append(f"{where}: a CUDA header, {name}")
+            elif kind == "<":
+                if BLAS.search(name) and layer != "kernels":
+                    found.append(f"{where}: {name} belongs to kernels")
+                elif name.startswith("penstock/") and not (root / "include" / name).exists():
+                    found.append(f"{where}: there is no <{name}>")
+            elif not BLAS.search(name):
+                found += check_own(root, path, layer, name, where)
+    for path in sorted((root / "include").rglob("*.h")):
+        for kind, name in INCLUDE.findall(path.read_text()):
+            if not (kind == '"' and (path.parent / name).exists() or name in ("stddef.h", "stdint.h")):
+                found.append(f"{path.relative_to(root).as_posix()}: a public header includes {name}")
+    return found
+
+
+def check_own(root, path, layer, name, where):
+    """A quoted include: beside the file, or from native/."""
+    beside, below = path.parent / name, root / "native" / name
+    target = beside if beside.exists() else below
+    if not target.exists():
+        return [f"{where}: {name} is not there"]
+    target = pathlib.Path(os.path.normpath(target))
+    if not target.is_relative_to(root / "native"):
+        return [f"{where}: {name} is outside native/ (public headers go by <penstock/...>)"]
+    other = target.relative_to(root / "native").parts[0]
+    if other != layer and other not in ALLOWED[layer]:
+        return [f"{where}: {layer} may not include {other} ({name})"]
+    return []
+
+
+def test_no_breach():
+    assert breaches(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "file, line, words",
+    [
+        ("core/a.c", '#include "engine/b.h"', "core may not include engine"),
+        ("core/a.c", "#include <cuda_runtime.h>", "a CUDA header"),
+        ("cli/a.c", '#include "core/b.h"', "cli may not include core"),
+        ("cli/a.c", '#include "../../include/penstock/status.h"', "outside native"),
+        ("plan/a.c", '# include "../train/b.h"', "plan may not include train"),
+        ("kernels/cpu/a.c", '#include "../../backends/b.h"', "kernels may not include backends"),
+        ("io/a.c", '#include "model/b.h"', "io may not include model"),
+        ("train/a.c", "#include <cblas.h>", "belongs to kernels"),
+        ("tools/a.c", "", "tools is no layer"),
+        ("kernels/cuda/a.cu", "#include <cuda_runtime.h>", None),
+        ("plan/a.c", '#include "core/b.h"\n#include <penstock/status.h>\n#include <math.h>', None),
+    ],
+)
+def test_breaches_are_seen(tmp_path, file, line, words):
+    for layer in ALLOWED:
+        (tmp_path / "native" / layer).mkdir(parents=True)
+        (tmp_path / "native" / layer / "b.h").write_text("")
+    (tmp_path / "include" / "penstock").mkdir(parents=True)
+    (tmp_path / "include" / "penstock" / "status.h").write_text("#include <stdint.h>\n")
+    path = tmp_path / "native" / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(line + "\n")
+    found = breaches(tmp_path)
+    assert (found == []) if words is None else (len(found) == 1 and words in found[0]), found

@@ -1,0 +1,34 @@
+"""Runs every native test program; builds nothing (make native-tests does)."""
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BUILD = ROOT / os.environ.get("PENSTOCK_BUILD", "build")
+PROGRAMS = sorted(p.stem for p in (ROOT / "tests" / "native").glob("test_*.c"))
+TIMEOUT_S = 300  # the longest takes 6 s on 2 idle cores; a hang is what this is for
+
+
+def test_there_are_programs():
+    assert "test_engine_hazards" in PROGRAMS
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_native(name):
+    program = BUILD / "tests" / name
+    if not program.exists():
+        pytest.fail(f"{program} is not built: make BUILD={os.environ.get('PENSTOCK_BUILD', 'build')} native-tests", pytrace=False)
+    source = ROOT / "tests" / "native" / f"{name}.c"
+    if program.stat().st_mtime < source.stat().st_mtime:
+        pytest.fail(f"{program} is older than {source}: make BUILD={os.environ.get('PENSTOCK_BUILD', 'build')} native-tests", pytrace=False)
+    try:
+        run = subprocess.run([program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as e:
+        pytest.fail(f"{name}: no end after {TIMEOUT_S} s\n{(e.stdout or b'').decode(errors='replace')}", pytrace=False)
+    text = run.stdout.decode(errors="replace")
+    print(text)
+    if run.returncode != 0:
+        pytest.fail(f"{name}: exit code {run.returncode}\n{text}", pytrace=False)
+    assert any(line.startswith("ok ") for line in text.splitlines()), f"{name} reported no test:\n{text}"

@@ -1,0 +1,475 @@
+"""The cpu kernels against fp64 references.
+
+Every case runs on 1, 2 and 3 threads, at different 16-byte alignments, and once more with the kernels compiled for the
+baseline instruction set; all must give the same bits. Outputs are filled with NaN before, bytes around every buffer and
+read-only inputs are checked after.
+
+Tolerances: u = 2^-24 is fp32's unit roundoff. A sum of n products in any order is off by at most n*u*sum|terms| (Higham,
+Accuracy and Stability, 3.1). Each test states its error bound e around the exact value r; the stored result must then lie
+between round(r - e) and round(r + e), so that for bf16 exactly one rounding at the store is allowed for.
+"""
+
+import ctypes
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BUILD = ROOT / os.environ.get("PENSTOCK_BUILD", "build")
+U = 2.0**-24
+F32, BF16 = torch.float32, torch.bfloat16
+DTYPES = pytest.mark.parametrize("dt", [F32, BF16], ids=["f32", "bf16"])
+CODE = {F32: 0, BF16: 1}
+PS_EINVAL, PS_EFORMAT = -1, -2
+
+
+def load(name):
+    path = BUILD / "tests" / name
+    if not path.exists():
+        pytest.skip(f"{path} is not built: make native-tests", allow_module_level=True)
+    lib = ctypes.CDLL(str(path))
+    lib.ops_error.restype = ctypes.c_char_p
+    lib.ops_exp1.restype = ctypes.c_float
+    lib.ops_exp1.argtypes = [ctypes.c_float]
+    lib.ops_f32_to_bf16_1.restype = ctypes.c_uint16
+    lib.ops_f32_to_bf16_1.argtypes = [ctypes.c_float]
+    lib.ops_live.restype = ctypes.c_int64
+    return lib
+
+
+LIB = load("libops_shim.so")
+BASELINE = load("libops_shim_base.so")
+
+
+def struct(name, fields):
+    kinds = {"I": ctypes.c_uint32, "Q": ctypes.c_uint64, "B": ctypes.c_uint8, "f": ctypes.c_float}
+    return type(name, (ctypes.Structure,), {"_fields_": [(f, kinds[k]) for k, names in fields for f in names.split()]})
+
+
+Fill = struct("Fill", [("Q", "bytes")])
+Accumulate = struct("Accumulate", [("Q", "n"), ("I", "dt")])
+Embed = struct("Embed", [("I", "n_tokens vocab dim dt accumulate")])
+Rmsnorm = struct("Rmsnorm", [("I", "rows cols dt accumulate_dw add_dx"), ("f", "eps")])
+Gemm = struct("Gemm", [("I", "m n k lda ldb ldc"), ("B", "trans_a trans_b accumulate has_bias has_residual dt_a dt_b dt_c")])
+Swiglu = struct("Swiglu", [("I", "n_tokens ffn_dim dt")])
+Colsum = struct("Colsum", [("I", "rows cols ld dt accumulate")])
+CrossEntropy = struct("CrossEntropy", [("I", "rows vocab dt")])
+Sumsq = struct("Sumsq", [("Q", "n"), ("I", "dt")])
+
+
+class Buffer:
+    """A copy of a tensor's bytes at 64k + 16*shift, with 256 guard bytes before and after it."""
+
+    GUARD = 256
+
+    def __init__(self, tensor, shift):
+        data = tensor.contiguous().view(torch.uint8).reshape(-1).numpy() if tensor.numel() else np.zeros(0, np.uint8)
+        self.like, self.n = tensor, data.size
+        self.raw = np.full(self.n + 2 * self.GUARD + 128, 0xA5, np.uint8)
+        self.at = self.GUARD + (-(self.raw.ctypes.data + self.GUARD)) % 64 + 16 * shift
+        self.raw[self.at : self.at + self.n] = data
+
+    @property
+    def address(self):
+        return self.raw.ctypes.data + self.at
+
+    def tensor(self):
+        return torch.from_numpy(self.raw[self.at : self.at + self.n].copy()).view(self.like.dtype).reshape(self.like.shape)
+
+    def check_guards(self, name):
+        assert (self.raw[: self.at] == 0xA5).all(), f"{name} wrote before a buffer"
+        assert (self.raw[self.at + self.n :] == 0xA5).all(), f"{name} wrote past a buffer"
+
+
+def launch(lib, name, args, tensors, threads, shift=0):
+    buffers = [Buffer(t, (shift + i * shift) % 4) for i, t in enumerate(tensors)]
+    ptrs = (ctypes.c_void_p * len(buffers))(*[b.address for b in buffers])
+    status = lib.ops_run(name.encode(), ctypes.byref(args), ptrs, len(buffers), threads)
+    for b in buffers:
+        b.check_guards(name)
+    return status, [b.tensor() for b in buffers]
+
+
+def same_bits(a, b):
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def poison(t):
+    return torch.full_like(t, float("nan")) if t.is_floating_point() else torch.full_like(t, -1)
+
+
+def run(name, args, operands):
+    """operands: (mode, tensor) in ptr order; a 'w' tensor gives shape and dtype. Returns what was written, in order."""
+    tensors = [poison(t) if mode == "w" else t for mode, t in operands]
+    results = []
+    for lib, threads, shift in [(LIB, 1, 0), (LIB, 2, 1), (LIB, 3, 2), (BASELINE, 2, 3)]:
+        status, after = launch(lib, name, args, tensors, threads, shift)
+        assert status == 0, lib.ops_error().decode()
+        for (mode, _), before, now in zip(operands, tensors, after):
+            if mode == "r":
+                assert same_bits(before, now), f"{name} wrote to an input"
+        results.append([t for (mode, _), t in zip(operands, after) if mode != "r"])
+    for other, what in zip(results[1:], ["2 threads", "3 threads", "the baseline instruction set"]):
+        for a, b in zip(results[0], other):
+            assert same_bits(a, b), f"{name} gives other bits on {what}"
+    return results[0]
+
+
+def assert_within(out, ref, err):
+    """round(ref - err) <= out <= round(ref + err) in out's dtype; err gets 2u|ref| for the references' own narrowing."""
+    err = err + 2 * U * ref.abs()
+    low, high = (ref - err).to(F32).to(out.dtype).double(), (ref + err).to(F32).to(out.dtype).double()
+    out = out.double()
+    bad = ~((low <= out) & (out <= high))
+    if bad.any():
+        i = bad.nonzero()[0].tolist()
+        at = tuple(i)
+        raise AssertionError(f"{int(bad.sum())} of {bad.numel()} out of bounds, first at {at}: {out[at].item()} not in "
+                             f"[{low[at].item()}, {high[at].item()}]")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(7)
+
+
+# ---- conversions and exp -----------------------------------------------------------------------------------------------
+
+
+def f32(array):
+    return np.ascontiguousarray(array, np.float32)
+
+
+def test_every_bf16_widens_exactly():
+    src = np.arange(65536, dtype=np.uint16)
+    dst = np.empty(65536, np.float32)
+    LIB.ops_bf16_to_f32(dst.ctypes.data_as(ctypes.c_void_p), src.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(65536))
+    assert (dst.view(np.uint32) == src.astype(np.uint32) << 16).all()
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 1 << 20])
+def test_narrowing_rounds_to_nearest_even_and_keeps_nan(n):
+    rng = np.random.default_rng(3)
+    bits = rng.integers(0, 1 << 32, n, dtype=np.uint64).astype(np.uint32)
+    bits[::5] = (bits[::5] & 0xFFFF0000) | 0x8000  # ties
+    bits[: min(n, 6)] = [0x7F800001, 0xFF800000, 0x7F7FFFFF, 0x00000001, 0x80000000, 0xFFFFFFFF][: min(n, 6)]
+    src, dst = bits.view(np.float32), np.empty(n, np.uint16)
+    for lib in (LIB, BASELINE):
+        lib.ops_f32_to_bf16(dst.ctypes.data_as(ctypes.c_void_p), src.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(n))
+        nan = np.isnan(src)
+        want = torch.from_numpy(src.copy()).to(BF16).view(torch.int16).numpy().view(np.uint16)
+        assert (dst[~nan] == want[~nan]).all()
+        assert ((dst[nan] & 0x7FC0) == 0x7FC0).all()
+        assert (dst[nan] >> 15 == bits[nan] >> 31).all()
+    for x, want in zip(src[:64], dst[:64]):
+        if not np.isnan(x):  # ctypes may quieten a NaN on the way
+            assert LIB.ops_f32_to_bf16_1(x) == want
+
+
+def exp_of(lib, src):
+    dst = np.empty_like(src)
+    lib.ops_exp(dst.ctypes.data_as(ctypes.c_void_p), src.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(src.size))
+    return dst
+
+
+def test_exp_is_within_2_ulp_over_the_whole_range():
+    src = np.arange(0, 1 << 32, 397, dtype=np.uint64).astype(np.uint32).view(np.float32)  # 10.8 million of all patterns
+    src = src[np.isfinite(src)]
+    out = exp_of(LIB, src)
+    with np.errstate(over="ignore"):
+        exact = np.exp(src.astype(np.float64))
+        inf = np.isinf(exact.astype(np.float32))
+    assert np.isinf(out[inf]).all()
+    exact, out = exact[~inf], out[~inf]
+    ulp = np.maximum(np.exp2(np.floor(np.log2(np.maximum(exact, 1e-300))) - 23), 2.0**-149)
+    assert (np.abs(out - exact) / ulp).max() <= 2.0
+
+
+def test_exp_of_special_values_and_the_inline_form():
+    src = f32([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 88.7, 88.8, -87.5, -103.9, -104.5, 1e-45, 700.0, -700.0])
+    out = exp_of(LIB, src)
+    assert np.isnan(out[0]) and out[1] == np.inf and out[2] == 0.0 and out[3] == out[4] == 1.0
+    assert out[8] == np.inf and out[9] > 0 and out[10] > 0 and out[11] == 0.0 and out[13] == np.inf and out[14] == 0.0
+    wide = f32(np.random.default_rng(1).uniform(-105, 89, 4099))
+    out = exp_of(LIB, wide)
+    assert (out.view(np.uint32) == exp_of(BASELINE, wide).view(np.uint32)).all()
+    for i in range(0, wide.size, 37):
+        assert LIB.ops_exp1(wide[i]) == out[i]
+
+
+# ---- fill, accumulate, sums ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 3, 4096, (1 << 20) + 5])
+def test_fill_zero(n):
+    (out,) = run("fill_zero", Fill(n), [("rw", torch.full((n,), 7, dtype=torch.uint8))])
+    assert not out.any()
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["accumulate", "accumulate_host"])
+@pytest.mark.parametrize("n", [1, 15, 17, 65536, 200003])
+def test_accumulate_is_one_rounding_of_the_sum(n, name, dt):
+    g, total = torch.randn(n).to(dt), (torch.randn(n) * 3).to(dt)
+    (out,) = run(name, Accumulate(n, CODE[dt]), [("r", g), ("rw", total)])
+    assert same_bits(out, (total.float() + g.float()).to(dt))
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["sumsq", "sumsq_host"])
+@pytest.mark.parametrize("n", [1, 1023, 1024, 1025, 4096, 65537, 100003, 1 << 20, (1 << 24) + 4099])
+def test_sumsq_is_the_documented_sum_bit_for_bit(n, name, dt):
+    g = (torch.randn(n) * torch.exp(2 * torch.randn(n))).to(dt)
+    (out,) = run(name, Sumsq(n, CODE[dt]), [("r", g), ("w", torch.zeros(1, dtype=torch.float64))])
+    group = max(65536, -(-(-(-n // 256)) // 1024) * 1024)
+    total = 0.0
+    for first in range(0, n, group):
+        part = g[first : first + group].double().numpy()
+        x = np.zeros(-(-len(part) // 1024) * 1024)
+        x[: len(part)] = part
+        lane = np.zeros(1024)
+        for row in x.reshape(-1, 1024):
+            lane = lane + row * row
+        width = 512
+        while width:
+            lane[:width] += lane[width : 2 * width]
+            width //= 2
+        total += lane[0]
+    assert out.item() == total
+    assert out.item() == pytest.approx((g.double() ** 2).sum().item(), rel=n * 2.0**-53)
+
+
+@DTYPES
+@pytest.mark.parametrize("accumulate", [0, 1])
+@pytest.mark.parametrize("rows,cols,ld", [(1, 1, 1), (3, 17, 20), (64, 100, 100), (65, 33, 48), (1000, 515, 515), (5000, 40, 64)])
+def test_colsum(rows, cols, ld, accumulate, dt):
+    dy, db = torch.randn(rows, ld).to(dt), torch.randn(cols).to(dt)
+    (out,) = run("colsum", Colsum(rows, cols, ld, CODE[dt], accumulate), [("r", dy), ("rw" if accumulate else "w", db)])
+    used = dy[:, :cols].double()
+    ref, size = used.sum(0), used.abs().sum(0)
+    if accumulate:
+        ref, size = ref + db.double(), size + db.double().abs()
+    depth = min(rows, 64 if rows <= 4096 else -(-rows // 64)) + 65  # rows of a group in order, then at most 64 groups, then db
+    assert_within(out, ref, depth * U * size)
+
+
+# ---- embedding -------------------------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens,vocab,dim", [(1, 1, 1), (5, 7, 19), (64, 300, 256), (1000, 5000, 130)])
+def test_embed_fwd_copies_rows(tokens, vocab, dim, dt):
+    ids, table = torch.randint(vocab, (tokens,), dtype=torch.int32), torch.randn(vocab, dim).to(dt)
+    (out,) = run("embed_fwd", Embed(tokens, vocab, dim, CODE[dt], 0), [("r", ids), ("r", table), ("w", torch.empty(tokens, dim, dtype=dt))])
+    assert same_bits(out, table[ids.long()])
+
+
+@DTYPES
+@pytest.mark.parametrize("accumulate", [0, 1])
+@pytest.mark.parametrize("tokens,vocab,dim,skew", [(1, 1, 1, 1), (5, 7, 19, 1), (64, 300, 256, 1), (999, 257, 530, 3), (3000, 70000, 24, 6)])
+def test_embed_bwd_adds_rows_in_order(tokens, vocab, dim, skew, accumulate, dt):
+    ids = (torch.rand(tokens) ** skew * vocab).to(torch.int32).clamp(max=vocab - 1)
+    dx, old = torch.randn(tokens, dim).to(dt), torch.randn(vocab, dim).to(dt)
+    (out,) = run("embed_bwd", Embed(tokens, vocab, dim, CODE[dt], accumulate), [("r", ids), ("r", dx), ("rw" if accumulate else "w", old)])
+    order = np.zeros((vocab, dim), np.float32)  # the documented sum itself: fp32, in order of t, one rounding when added
+    for t in range(tokens):
+        order[ids[t]] += dx[t].float().numpy()
+    want = torch.from_numpy(order)
+    if accumulate:
+        seen = torch.zeros(vocab, dtype=torch.bool)
+        seen[ids.long()] = True
+        want = torch.where(seen[:, None], old.float() + want, old.float())
+    assert same_bits(out + 0.0, want.to(dt) + 0.0)  # + 0.0: -0 counts as 0
+    ref = torch.zeros(vocab, dim, dtype=torch.float64).index_add_(0, ids.long(), dx.double()) + (old.double() if accumulate else 0)
+    size = torch.zeros(vocab, dim, dtype=torch.float64).index_add_(0, ids.long(), dx.double().abs()) + old.double().abs()
+    assert_within(out, ref, (int(torch.bincount(ids).max()) + 1) * U * size)
+
+
+@pytest.mark.parametrize("name,bad,token", [("embed_fwd", 50, 3), ("embed_bwd", 50, 3), ("embed_fwd", -1, 7), ("embed_bwd", -2147483648, 0)])
+def test_an_id_out_of_range_is_refused_and_nothing_is_written(name, bad, token):
+    ids = torch.zeros(8, dtype=torch.int32)
+    ids[token] = bad
+    out = torch.full((8 if name == "embed_fwd" else 50, 4), 5.0)
+    status, after = launch(LIB, name, Embed(8, 50, 4, 0, 0), [ids, torch.zeros(50, 4), out], 2)
+    assert status == PS_EFORMAT and same_bits(after[2], out)
+    assert f"id {bad} of token {token} " in LIB.ops_error().decode()
+
+
+# ---- rmsnorm ---------------------------------------------------------------------------------------------------------------
+
+NORM_SHAPES = pytest.mark.parametrize("rows,cols", [(1, 1), (1, 4096), (3, 15), (7, 64), (65, 100), (130, 1000), (4200, 48)])
+
+
+def norm_reference(x, w, eps):
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * w
+
+
+@DTYPES
+@NORM_SHAPES
+def test_rmsnorm_fwd(rows, cols, dt):
+    eps = 1e-5
+    x, w = (torch.randn(rows, cols) * torch.exp(torch.randn(rows, 1))).to(dt), torch.randn(cols).to(dt)
+    (y,) = run("rmsnorm_fwd", Rmsnorm(rows, cols, CODE[dt], 0, 0, eps), [("r", x), ("r", w), ("w", x)])
+    # sum of squares: cols/64 additions a lane, 6 levels; half of that through the root; 6 more roundings
+    assert_within(y, norm_reference(x.double(), w.double(), eps), ((cols / 64 + 7) / 2 + 6) * U * norm_reference(x.double(), w.double(), eps).abs())
+
+
+@DTYPES
+@pytest.mark.parametrize("accumulate,add", [(0, 0), (1, 1)])
+@NORM_SHAPES
+def test_rmsnorm_bwd_against_autograd(rows, cols, accumulate, add, dt):
+    eps = 1e-5
+    x, w, dy = torch.randn(rows, cols).to(dt), torch.randn(cols).to(dt), torch.randn(rows, cols).to(dt)
+    dx, dw = torch.randn(rows, cols).to(dt), torch.randn(cols).to(dt)
+    args = Rmsnorm(rows, cols, CODE[dt], accumulate, add, eps)
+    got_dx, got_dw = run("rmsnorm_bwd", args, [("r", x), ("r", w), ("r", dy), ("rw" if add else "w", dx), ("rw" if accumulate else "w", dw)])
+    X, W = x.double().requires_grad_(), w.double().requires_grad_()
+    norm_reference(X, W, eps).backward(dy.double())
+    x, w, dy = x.double(), w.double(), dy.double()
+    rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    g, xh = (dy * w).abs(), (x * rstd).abs()
+    depth = cols / 64 + 7 + 12  # the longer of the two sums, then the roundings of d
+    size = rstd * (g + xh * (g * xh).mean(-1, keepdim=True)) * 2
+    assert_within(got_dx, X.grad + (dx.double() if add else 0), depth * U * (size + (dx.double().abs() if add else 0)))
+    depth = min(rows, 64 if rows <= 4096 else -(-rows // 64)) + 65 + (cols / 64 + 7) / 2 + 5
+    size = (dy.abs() * xh).sum(0) + (dw.double().abs() if accumulate else 0)
+    assert_within(got_dw, W.grad + (dw.double() if accumulate else 0), depth * U * size)
+
+
+# ---- swiglu ----------------------------------------------------------------------------------------------------------------
+
+GLU_SHAPES = pytest.mark.parametrize("tokens,ffn", [(1, 1), (3, 15), (5, 64), (70, 100), (9, 5632), (200, 333)])
+TINY = 1e-35  # below exp(-80): where exp(-g) overflows the true value is smaller than this times the rest
+
+
+def glu_inputs(tokens, ffn, dt):
+    gu = torch.randn(tokens, 2 * ffn) * 4
+    gu[:, 0] = torch.linspace(-120, 120, tokens)  # saturated gates
+    return gu.to(dt)
+
+
+@DTYPES
+@GLU_SHAPES
+def test_swiglu_fwd(tokens, ffn, dt):
+    gu = glu_inputs(tokens, ffn, dt)
+    (s,) = run("swiglu_fwd", Swiglu(tokens, ffn, CODE[dt]), [("r", gu), ("w", torch.empty(tokens, ffn, dtype=dt))])
+    g, u = gu.double().split(ffn, 1)
+    ref = torch.nn.functional.silu(g) * u
+    assert_within(s, ref, 8 * U * ref.abs() + TINY * (1 + u.abs()))  # exp: 2 ulp = 4u; 1 + exp, division, product: 3u
+
+
+@DTYPES
+@GLU_SHAPES
+def test_swiglu_bwd_against_autograd(tokens, ffn, dt):
+    gu, ds = glu_inputs(tokens, ffn, dt), torch.randn(tokens, ffn).to(dt)
+    (got,) = run("swiglu_bwd", Swiglu(tokens, ffn, CODE[dt]), [("r", ds), ("rw", gu)])
+    G = gu.double().requires_grad_()
+    (torch.nn.functional.silu(G[:, :ffn]) * G[:, ffn:]).backward(ds.double())
+    g, u = gu.double().split(ffn, 1)
+    sig, d = torch.sigmoid(g), ds.double().abs()
+    size = torch.cat([d * u.abs() * sig * (1 + g.abs() * (1 + sig)), d * (g * sig).abs()], 1)
+    # sig is off by 6u relative, 1 - sig by 6u*sig + u absolute, times |g|; then five roundings
+    assert_within(got, G.grad, 16 * U * size + TINY * (1 + u.abs().repeat(1, 2)) * (1 + d.repeat(1, 2)))
+
+
+# ---- cross-entropy -----------------------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("rows,vocab,spread", [(1, 1, 1), (3, 15, 1), (64, 64, 5), (33, 1000, 10), (5, 50257, 3), (2, 256000, 30)])
+def test_cross_entropy_against_autograd(rows, vocab, spread, dt):
+    z, target = (torch.randn(rows, vocab) * spread).to(dt), torch.randint(vocab, (rows,), dtype=torch.int32)
+    if rows > 2:
+        target[1] = -1
+    scale = torch.tensor([1 / 37], dtype=F32)
+    dz, loss = run("cross_entropy", CrossEntropy(rows, vocab, CODE[dt]), [("rw", z), ("r", target), ("r", scale), ("w", torch.empty(rows))])
+    Z = z.double().requires_grad_()
+    ref = torch.nn.functional.cross_entropy(Z, target.long(), ignore_index=-1, reduction="none")
+    (ref.sum() * scale.double()).backward()
+    reach = (z.double().amax(1) - z.double().amin(1)).clamp(max=104)  # z - max is rounded before exp: u*reach relative
+    rel = (vocab / 64 + 7 + 8 + reach)[:, None] * U
+    assert_within(loss, ref.detach(), rel[:, 0] + U * ref.detach().abs())
+    p = torch.softmax(z.double(), 1) * scale.double()
+    hot = torch.zeros_like(p)
+    valid = target >= 0
+    hot[valid, target[valid].long()] = scale.double()
+    assert_within(dz, Z.grad, rel * (p + hot) * valid[:, None] + 1e-37)
+    assert not dz[~valid].any() and not loss[~valid].any()
+
+
+def test_cross_entropy_of_huge_and_infinite_logits():
+    z = torch.tensor([[3e38, -3e38, 0.0], [-float("inf"), 1.0, 2.0], [1.0, float("nan"), 0.0]])
+    dz, loss = run("cross_entropy", CrossEntropy(3, 3, 0), [("rw", z), ("r", torch.tensor([0, 2, 0], dtype=torch.int32)), ("r", torch.ones(1)), ("w", torch.empty(3))])
+    assert loss[0] == 0 and dz[0].tolist() == [0, 0, 0]
+    assert dz[1, 0] == 0 and loss[1].item() == pytest.approx(np.log1p(np.exp(-1)), rel=4e-7)
+    assert torch.isnan(loss[2])  # a NaN must show
+
+
+@pytest.mark.parametrize("bad", [-2, 100])
+def test_a_target_out_of_range_is_refused_and_nothing_is_written(bad):
+    z, target = torch.randn(4, 100), torch.tensor([1, -1, bad, 0], dtype=torch.int32)
+    status, after = launch(LIB, "cross_entropy", CrossEntropy(4, 100, 0), [z, target, torch.ones(1), torch.full((4,), 9.0)], 2)
+    assert status == PS_EFORMAT and same_bits(after[0], z) and (after[3] == 9).all()
+    assert f"target {bad} of token 2 " in LIB.ops_error().decode()
+
+
+# ---- gemm --------------------------------------------------------------------------------------------------------------------
+
+
+def gemm_case(m, n, k, ta=0, tb=0, acc=0, bias=0, residual=0, dts=(F32, F32, F32), pad=0):
+    dt_a, dt_b, dt_c = dts
+    a = torch.randn((k if ta else m), (m if ta else k) + pad).to(dt_a)
+    b = torch.randn((n if tb else k), (k if tb else n) + 2 * pad).to(dt_b)
+    c, add = torch.randn(m, n + 3 * pad).to(dt_c), torch.randn(m, n + 3 * pad).to(dt_c)
+    row = torch.randn(n).to(dt_c)
+    args = Gemm(m, n, k, a.shape[1], b.shape[1], c.shape[1], ta, tb, acc, bias, residual, CODE[dt_a], CODE[dt_b], CODE[dt_c])
+    operands = [("r", a), ("r", b), ("rw" if acc else "w", c)] + ([("r", row)] if bias else []) + ([("r", add)] if residual else [])
+    (out,) = run("gemm", args, operands)
+    x, y = a[:, : m if ta else k].double(), b[:, : k if tb else n].double()
+    x, y = (x.T if ta else x), (y.T if tb else y)
+    ref, size = x @ y, x.abs() @ y.abs()
+    for wanted, term in [(acc, c[:, :n]), (bias, row), (residual, add[:, :n])]:
+        if wanted:
+            ref, size = ref + term.double(), size + term.double().abs()
+    assert_within(out[:, :n], ref, (k + 3) * U * size)
+    gap = out[:, n:]
+    assert same_bits(gap, c[:, n:]) if acc else torch.isnan(gap).all(), "gemm wrote between the rows of C"
+
+
+@pytest.mark.parametrize("ta,tb", [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize("m,n,k", [(1, 1, 1), (1, 200, 77), (200, 1, 77), (17, 33, 5), (64, 96, 128), (130, 257, 31)])
+def test_gemm_transposes_and_shapes(m, n, k, ta, tb):
+    gemm_case(m, n, k, ta, tb)
+    gemm_case(m, n, k, ta, tb, pad=3)
+
+
+@pytest.mark.parametrize("dts", [(a, b, c) for a in (F32, BF16) for b in (F32, BF16) for c in (F32, BF16)],
+                         ids=lambda d: "".join("fb"[t is BF16] for t in d))
+@pytest.mark.parametrize("acc,bias,residual", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)])
+def test_gemm_dtypes_and_what_is_added(acc, bias, residual, dts):
+    gemm_case(37, 65, 50, 0, 1, acc, bias, residual, dts)
+    gemm_case(70, 90, 1030, 1, 0, acc, bias, residual, dts, pad=1)  # three blocks of K
+
+
+@pytest.mark.parametrize("dts", [(F32, F32, F32), (BF16, BF16, BF16), (BF16, BF16, F32)], ids=["f32", "bf16", "bf16-to-f32"])
+@pytest.mark.parametrize("m,n,k", [(64, 4096, 256), (1100, 1030, 70), (2100, 40, 520), (1, 20000, 300), (3000, 1, 900), (1025, 1025, 300)])
+def test_gemm_of_several_tiles(m, n, k, dts):
+    gemm_case(m, n, k, 0, 1, dts=dts, residual=1)
+    gemm_case(m, n, k, 1, 0, dts=dts, acc=1)
+
+
+def test_gemm_refuses_rows_that_do_not_fit():
+    t = torch.zeros(4, 4)
+    for args in (Gemm(4, 4, 4, 3, 4, 4), Gemm(4, 4, 4, 4, 3, 4), Gemm(4, 4, 4, 4, 4, 3), Gemm(4, 0, 4, 4, 4, 4)):
+        status, after = launch(LIB, "gemm", args, [t, t, t], 1)
+        assert status == PS_EINVAL and "gemm" in LIB.ops_error().decode() and same_bits(after[2], t)
+
+
+def test_blas_warm_up_leaves_nothing_behind():
+    before = LIB.ops_live()
+    assert LIB.ops_blas_warm(3) == 0
+    assert LIB.ops_live() == before

@@ -1,0 +1,161 @@
+"""The planner: more memory is never slower, the same question has the same answer, and its numbers add up."""
+import json
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock import BudgetError, Hardware, ModelConfig, Plan
+
+MIB = 1 << 20
+SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 256,
+         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu", "max_position_embeddings": 65536,
+         "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False}
+
+
+def config(folder, **change):
+    (folder / "config.json").write_text(json.dumps(LLAMA | change))
+    return ModelConfig.read(folder)
+
+
+def rates(**change):
+    hardware = Hardware.estimate(2)
+    for name, value in change.items():
+        setattr(hardware._ptr, name, value)
+    return hardware
+
+
+@st.composite
+def questions(draw):
+    """A model, a batch and a machine; the link from one that hides nothing to one that hides all."""
+    heads = draw(st.sampled_from([2, 4]))
+    model = {"num_hidden_layers": draw(st.integers(1, 6)), "hidden_size": 64 * draw(st.integers(1, 4)), "vocab_size": draw(st.sampled_from([256, 4096])),
+             "num_attention_heads": heads, "num_key_value_heads": draw(st.sampled_from([1, 2])), "intermediate_size": 64 * draw(st.integers(1, 8)),
+             "tie_word_embeddings": draw(st.booleans())}
+    seq_len = draw(st.sampled_from([64, 128, 512]))
+    ask = {"seq_len": seq_len, "tokens_per_step": seq_len * draw(st.integers(1, 6)), "recipe": draw(st.sampled_from(["fp32", "fp32-master", "bf16"])),
+           "clip": draw(st.booleans())}
+    return model, ask, rates(copy_bytes_per_s=draw(st.sampled_from([2e8, 5e9, 5e11])), optimizer_bytes_per_s=draw(st.sampled_from([1e9, 1e11])))
+
+
+def plan_or_none(model, hardware, ask, **caps):
+    try:
+        return Plan(model, hardware=hardware, **ask, **caps)
+    except BudgetError:
+        return None
+
+
+@settings(max_examples=8, **SLOW)
+@given(question=questions())
+def test_more_memory_is_never_slower(question, tmp_path):
+    change, ask, hardware = question
+    model = config(tmp_path, **change)
+    free = Plan(model, hardware=hardware, **ask).report
+    device = [free["device_bytes"] * i // 6 for i in range(1, 8)]
+    host = [free["reserve_bytes"] + (free["host_bytes"] * 2 - free["reserve_bytes"]) * i // 6 for i in range(1, 7)]
+    step = np.array([[p.report["step_s"] if (p := plan_or_none(model, hardware, ask, device_mem=d, host_mem=h)) else np.inf for h in host] for d in device])
+    assert (step[1:] <= step[:-1]).all(), "more device memory"
+    assert (step[:, 1:] <= step[:, :-1]).all(), "more host memory"
+    assert np.isfinite(step).any() and step.min() >= free["step_s"]
+
+
+@settings(max_examples=10, **SLOW)
+@given(question=questions(), share=st.floats(0, 1))
+def test_a_report_is_consistent_and_the_plan_the_same_when_asked_again(question, share, tmp_path):
+    change, ask, hardware = question
+    model = config(tmp_path, **change)
+    most = Plan(model, hardware=hardware, **ask).report["device_bytes"]
+    least, _ = Plan.smallest(model, hardware=hardware, **ask)
+    cap = int(least + share * (most - least))
+    plan, again = (Plan(model, hardware=hardware, device_mem=cap, **ask) for _ in range(2))
+    r = plan.report
+    assert plan.json() == again.json() and str(plan) == str(again)
+    assert r["device_bytes"] <= cap and r["device_bytes"] % (2 * MIB) == r["host_arena_bytes"] % (2 * MIB) == 0
+    assert r["host_bytes"] >= r["host_arena_bytes"] + r["scratch_bytes"] + r["trace_bytes"] + r["reserve_bytes"]
+    assert r["n_chunks"] * r["chunk_tokens"] >= r["tokens_per_step"] and r["n_rounds"] * r["chunks_per_round"] >= r["n_chunks"]
+    d = plan.json()
+    fates = [fate for layer in d["layers"] for chunk in layer for fate in chunk.values()]
+    for fate in ("device", "host", "recompute"):
+        assert (r[f"saved_{fate}_bytes"] > 0) == (fate in fates)
+    events, ends = plan.simulate(3)
+    check_trace(plan, events, ends)
+    busy = np.zeros(5)
+    steady = events[events["step"] == 2]
+    np.add.at(busy, steady["stream"], (steady["end_ns"] - steady["start_ns"]) * 1e-9)
+    assert np.allclose(busy, r["stream_busy_s"][:5], rtol=1e-9) and r["step_s"] > 0
+    assert r["bottleneck_stream"] == int(np.argmax(busy))
+
+
+def check_trace(plan, events, ends):
+    """Streams run one op at a time, in order; whoever waits starts behind whom it waits for."""
+    assert len(events) == 3 * plan.schedule.n_ops and (np.diff(ends) > 0).all()
+    assert ((events["queued_ns"] <= events["start_ns"]) & (events["start_ns"] <= events["end_ns"])).all()
+    for stream in range(plan.schedule.n_streams):
+        mine = events[events["stream"] == stream]
+        assert (mine["start_ns"][1:] >= mine["end_ns"][:-1]).all()
+    assert abs(events["end_ns"].max() - ends[-1]) <= 1
+
+
+def test_transfers_and_recomputation_are_those_counted_by_hand(tmp_path):
+    """Everything resident: parameters travel once, gradients once, batch in, losses out, norms. Nothing but scores is recomputed."""
+    model = config(tmp_path)
+    tokens, layers, heads, width, chunk = 512, 4, 4, 64, 128
+    ask = {"seq_len": 128, "tokens_per_step": tokens, "recipe": "fp32", "chunk_tokens": chunk, "chunks_per_round": 4, "clip": True}
+    hardware = rates(copy_bytes_per_s=1e7)  # so slow a link that whatever can stay, stays
+    r = Plan(model, hardware=hardware, **ask).report
+    padded = {}
+    for p in model.params():
+        padded[p.unit] = max(padded.get(p.unit, 0), p.offset + int(np.prod(p.shape)))
+    elements = sum(-(-n // 64) * 64 for n in padded.values())
+    batch = (tokens // chunk) * (4 * 4 * chunk + 64)
+    norms = 8 * (1 + layers * 6 + 2)  # a sum of squares for each run: the table; norm1, qkv, o, norm2, gate-up, down; norm, head
+    row = 4 * (64 + 64 + 2 * 32 + 64 + heads + 64 + 2 * 256)  # x, q, k and v, attention output and its log-sum-exp, h, gate and up
+    assert r["saved_device_bytes"] == layers * tokens * row and r["saved_host_bytes"] == r["saved_recompute_bytes"] == 0
+    for cap in range(2 * MIB, r["device_bytes"], 2 * MIB):
+        if p := plan_or_none(model, hardware, ask, device_mem=cap):
+            assert sum(p.report[f"saved_{fate}_bytes"] for fate in ("device", "host", "recompute")) == layers * tokens * row
+    if r["resident_update_units"]:  # weights stay; the clip scale goes in; gradients come for Trainer.grad(), and the weights follow every step
+        assert r["h2d_bytes"] == batch + 64
+        assert r["d2h_bytes"] == 2 * elements * 4 + tokens * 4 + norms
+    else:
+        assert r["h2d_bytes"] == batch + elements * 4
+        assert r["d2h_bytes"] == elements * 4 + tokens * 4 + norms
+    pairs = tokens // 128 * 128 * 128 / 2
+    assert r["recompute_flops"] == layers * pairs * width * 2  # the score product, once more in the backward pass
+    flops = model.flops(128)["sequence"] * (tokens // 128)
+    assert r["model_flops"] == pytest.approx(flops, rel=1e-12)
+
+
+def test_recomputing_a_block_costs_its_forward_products(tmp_path):
+    """Under the smallest host cap on the smallest device only x is kept: q, k, v, attention, o, gate and up run again; down does not."""
+    model = config(tmp_path)
+    tokens, layers, dim, width, kv, ffn, seq = 512, 4, 64, 64, 32, 256, 128
+    ask = {"seq_len": seq, "tokens_per_step": tokens, "recipe": "fp32", "chunk_tokens": seq, "chunks_per_round": 1, "clip": False}
+    plans, cap = [], None
+    for _ in range(40):
+        try:
+            plans.append(Plan(model, hardware=rates(copy_bytes_per_s=1e6), device_mem=Plan.smallest(model, hardware=rates(), **ask)[0], host_mem=cap, **ask))
+        except BudgetError:
+            break
+        cap = plans[-1].report["host_bytes"] - 1
+    pairs = tokens * seq / 2
+    block = 2 * tokens * (dim * (width + 2 * kv) + width * dim + dim * 2 * ffn) + 4 * pairs * width
+    scores = layers * pairs * width * 2
+    seen = {p.report["recompute_flops"] for p in plans}
+    assert max(seen) == pytest.approx(layers * block + scores, rel=1e-12)
+
+
+@pytest.mark.parametrize("name,seconds", [("8b", 60), ("32b", 120)])
+def test_large_models_are_planned_without_touching_memory(name, seconds):
+    """A plan's time is its search: 8B 5 s and 32B 13 s on two busy cores; the limits leave room for slower machines."""
+    model = ModelConfig.read(ROOT / f"models/{name}.json")
+    resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
+    before, begin = resident(), time.monotonic()
+    plan = Plan(model, seq_len=8192, device_mem="20GiB", host_mem="4000GiB", hardware=rates(host_memory_bytes=1 << 43))
+    assert time.monotonic() - begin < seconds
+    assert resident() - before < 512 * MIB < plan.report["device_bytes"]
+    assert plan.report["device_bytes"] <= 20 << 30

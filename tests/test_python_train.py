@@ -1,0 +1,207 @@
+"""The Python shell over plans and training: budgets, metrics, parameters, callables as data, leaving a loop early, saving."""
+import gc
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock import Dataset, Hardware, ModelConfig, Plan, Trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "python/examples"))
+SEQ = 64
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return ModelConfig.read(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def plan(model):
+    return Plan(model, seq_len=SEQ, recipe="fp32")
+
+
+def test_config_and_parameters_are_those_of_the_directory(model, tiny_model):
+    assert (model.architecture, model.vocab_size, model.n_layers, model.dim) == ("llama", 512, 4, 128)
+    assert sum(int(np.prod(p.shape)) for p in model.params()) == model.n_elements == 836736
+    on_disk = penstock.TensorFile(tiny_model)
+    assert {p.name for p in model.params()} == set(on_disk.names)
+    assert all(on_disk.read(p.name).shape == p.shape for p in model.params())
+    with pytest.raises(KeyError):
+        on_disk.read("no.such.tensor")
+
+
+def test_sizes_are_read_as_people_write_them():
+    from penstock.plan import parse_bytes
+    assert [parse_bytes(s) for s in (None, 7, "20GiB", "1.5 MiB", "2e9", "3MB")] == [0, 7, 20 << 30, 3 << 19, 2 * 10**9, 3 * 10**6]
+    for bad in ("20Gi", "", "GiB", "1..5GB"):
+        with pytest.raises(ValueError, match="is not a size"):
+            parse_bytes(bad)
+
+
+def test_plan_reports_fits_its_caps_and_refuses_one_byte_less_than_the_smallest(model):
+    device, host = Plan.smallest(model, seq_len=SEQ)
+    plan = Plan(model, seq_len=SEQ, device_mem=device)
+    report = plan.report
+    assert report["device_bytes"] <= device and report["tokens_per_step"] == 8 * SEQ and report["step_s"] > 0
+    assert plan.json()["device_bytes"] == report["device_bytes"] and "predicted" in str(plan)
+    with pytest.raises(penstock.BudgetError, match="device memory"):
+        Plan(model, seq_len=SEQ, device_mem=device - 1)
+    assert host > 0
+
+
+def test_simulated_trace_has_every_op_of_the_schedule(plan):
+    events, ends = plan.simulate(3)
+    assert len(events) == 3 * plan.schedule.n_ops and len(ends) == 3 and (np.diff(ends) > 0).all()
+    assert len(plan.stream_names) == plan.schedule.n_streams and plan.stream_names[0] == "compute"
+
+
+def test_hardware_is_measured_once_and_cached():
+    first, second = Hardware.cached(), Hardware.cached()
+    assert Hardware.cache_path().exists() and first.as_dict() == second.as_dict() and first.measured
+
+
+def test_losses_do_not_depend_on_the_budget_and_metrics_are_complete(model, tiny_model, tiny_shard):
+    device, _ = Plan.smallest(model, seq_len=SEQ, chunk_tokens=SEQ, chunks_per_round=2)
+    runs = []
+    for cap in (None, device):
+        plan = Plan(model, seq_len=SEQ, device_mem=cap, chunk_tokens=SEQ, chunks_per_round=2)
+        with Trainer(tiny_model, plan, tiny_shard, lr=1e-3, seed=3) as trainer:
+            metrics = list(trainer.steps(4))
+            runs.append(([m.loss for m in metrics], trainer.read(Q_PROJ)))
+            assert [m.step for m in metrics] == [0, 1, 2, 3] and trainer.steps_done == 4
+            assert all(m.device_peak_bytes == plan.report["device_bytes"] and m.tokens == 512 and m.grad_norm > 0 for m in metrics)
+    assert runs[0][0] == runs[1][0] and (runs[0][1] == runs[1][1]).all()
+
+
+def test_parameters_are_read_written_and_have_gradients(plan, tiny_model, tiny_shard):
+    with Trainer(tiny_model, plan, tiny_shard) as trainer:
+        before = trainer.read(Q_PROJ)
+        assert (before == penstock.TensorFile(tiny_model).read(Q_PROJ)).all()
+        trainer.write(Q_PROJ, before * 2)
+        assert (trainer.read(Q_PROJ) == before * 2).all()
+        with pytest.raises(ValueError, match="has shape"):
+            trainer.write(Q_PROJ, before[:1])
+        list(trainer.steps(1))
+        assert trainer.grad(Q_PROJ).shape == before.shape and np.abs(trainer.grad(Q_PROJ)).max() > 0
+        assert not (trainer.read(Q_PROJ) == before * 2).all()
+
+
+def test_a_callable_is_as_good_as_a_dataset(plan, model, tiny_model, tiny_shard):
+    data = Dataset(tiny_shard, model.vocab_size)
+
+    def batch(step):
+        windows = [data.read(SEQ, 8 * step + i) for i in range(8)]
+        return np.concatenate([w[0] for w in windows]), np.concatenate([w[1] for w in windows])
+
+    losses = []
+    for source in (data, batch):
+        with Trainer(tiny_model, plan, source, seed=1) as trainer:
+            losses.append([m.loss for m in trainer.steps(3)])
+    assert losses[0] == losses[1]
+
+
+def test_an_exception_in_the_batch_function_is_raised_by_the_loop(plan, tiny_model):
+    def batch(step):
+        if step == 1:
+            raise LookupError("no more data")
+        return np.zeros(512, np.int32), np.ones(512, np.int32)
+
+    with Trainer(tiny_model, plan, batch) as trainer, pytest.raises(LookupError, match="no more data"):
+        list(trainer.steps(3))
+
+
+def test_a_trainer_dropped_with_steps_in_flight_waits_for_them(plan, tiny_model):
+    def batch(step):
+        time.sleep(0.01)
+        return np.zeros(512, np.int32), np.ones(512, np.int32)
+
+    trainer = Trainer(tiny_model, plan, batch)
+    penstock._lib.check(penstock._lib.lib.ps_trainer_submit(trainer._ptr, 3))
+    del trainer, batch  # a callback freed under a running step would crash here
+    gc.collect()
+
+
+def test_progress_hears_of_the_loading_and_its_exception_is_raised(plan, tiny_model, tiny_shard):
+    heard = []
+    with Trainer(tiny_model, plan, tiny_shard, progress=lambda *args: heard.append(args)):
+        assert heard and heard[-1][1] == heard[-1][2] > 0
+    with pytest.raises(ZeroDivisionError):
+        Trainer(tiny_model, plan, tiny_shard, progress=lambda *args: 1 / 0)
+    Trainer(tiny_model, plan, tiny_shard).close()  # the plan is free again
+
+
+def test_leaving_the_loop_early_finishes_the_step_in_flight(plan, tiny_model, tiny_shard, tmp_path):
+    with Trainer(tiny_model, plan, tiny_shard) as trainer:
+        for metrics in trainer.steps(100):
+            if metrics.step == 2:
+                break
+        assert trainer.steps_done in (3, 4)
+        trainer.read(Q_PROJ)  # StateError if anything were in flight
+        trainer.save(tmp_path / "saved")
+        assert [m.step for m in itertools.islice(trainer.steps(2), 2)][0] == trainer.steps_done - 2
+
+
+def test_an_exception_in_the_loop_body_passes_through_and_a_closed_trainer_is_refused(plan, tiny_model, tiny_shard):
+    with pytest.raises(ZeroDivisionError), Trainer(tiny_model, plan, tiny_shard) as trainer:
+        loop = trainer.steps(5)
+        for _ in loop:
+            1 / 0
+    loop.close()  # after the trainer: nothing is left to wait for
+    with pytest.raises(TypeError):
+        trainer.read(Q_PROJ)
+
+
+def test_ctrl_c_ends_the_loop_with_a_state_that_can_be_saved(plan, tiny_model, tiny_shard, tmp_path):
+    with Trainer(tiny_model, plan, tiny_shard) as trainer:
+        with pytest.raises(KeyboardInterrupt):
+            for metrics in trainer.steps(10**6):
+                if metrics.step == 1:
+                    threading.Thread(target=lambda: (time.sleep(0.05), os.kill(os.getpid(), signal.SIGINT))).start()
+        assert 2 <= trainer.steps_done < 10**6
+        trainer.save(tmp_path / "saved", "fp32")
+        assert (penstock.TensorFile(tmp_path / "saved").read(Q_PROJ) == trainer.read(Q_PROJ)).all()
+
+
+def test_cancelling_from_another_thread_raises_cancelled(plan, tiny_model, tiny_shard):
+    with Trainer(tiny_model, plan, tiny_shard) as trainer, pytest.raises(penstock.CancelledError):
+        for metrics in trainer.steps(10**6):
+            if metrics.step == 1:
+                threading.Timer(0.05, trainer.cancel).start()
+
+
+def test_trace_of_a_training_is_written(plan, tiny_model, tiny_shard, tmp_path):
+    from penstock import trace
+    with Trainer(tiny_model, plan, tiny_shard) as trainer:
+        list(trainer.steps(3))
+        assert len(trainer.trace()) == 2 * plan.schedule.n_ops
+        trainer.write_trace(tmp_path / "timeline.json")
+    shares = {s.name: s for s in trace.shares(trace.load(tmp_path / "timeline.json"))}
+    assert shares["compute"].busy > 0.3
+
+
+@pytest.mark.parametrize("change,error", [({"lr_schedule": "step"}, "lr_schedule"), ({"clip_norm": 0.0}, "clip"), ({"beta1": 2.0}, "beta1")])
+def test_bad_training_options_are_refused(plan, tiny_model, tiny_shard, change, error):
+    with pytest.raises(ValueError, match=error):
+        Trainer(tiny_model, plan, tiny_shard, **change)
+
+
+def test_the_training_example_learns_and_saves(tiny_model, tiny_shard, tmp_path, capsys):
+    import train_model
+    losses = train_model.main(str(tiny_model), str(tiny_shard), str(tmp_path / "out"), "6")
+    assert losses[-1] < losses[0] and (tmp_path / "out/model.safetensors").exists()
+    assert "one byte less than the smallest plan is refused" in capsys.readouterr().out
+
+
+def test_generation_reads_a_trainer_as_it_reads_a_directory(plan, tiny_model, tiny_shard):
+    with Trainer(tiny_model, plan, tiny_shard) as trainer:
+        assert penstock.generate(trainer, [1, 2], 5, temperature=0) == penstock.generate(tiny_model, [1, 2], 5, temperature=0)
