@@ -1,0 +1,150 @@
+/* optimizer.c - how fast is the host AdamW, beside what a copy reaches on the same threads?
+ *
+ *   build/bench/optimizer [--params N] [--reps N] [--threads N[,N...]]
+ *
+ * For each recipe, instruction set and number of threads: parameters a second, bytes a second (the bytes that must move:
+ * bf16 14 a parameter, fp32 and fp32-master 28) and the copy's bytes a second (read plus written). Copy and update take
+ * turns, so that both see the same machine; medians after one warm-up. The copy is the better of a plain loop of vector
+ * moves (memcpy) and one with non-temporal stores. One JSON object a line. */
+#include "../native/core/core.h"
+#include "../native/optim/optim.h"
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+enum { BLOCK = 16384, MAX_REPS = 101, MAX_THREAD_COUNTS = 8 };
+
+typedef struct state {
+  uint64_t n;
+  char *w, *m, *v, *grad;
+  uint16_t *w_bf16;
+  ps__simd simd;
+  ps_recipe recipe;
+  ps__adamw_scalars s;
+  int streaming; /* copy with non-temporal stores */
+} state;
+
+static void update_task(void *arg, int64_t task, uint32_t worker) {
+  state *st = arg;
+  uint64_t first = (uint64_t)task * BLOCK, n = st->n - first < BLOCK ? st->n - first : BLOCK;
+  size_t b = st->recipe == PS_RECIPE_BF16 ? 2 : 4, gb = st->recipe == PS_RECIPE_FP32 ? 4 : 2;
+  ps__adamw_update(st->simd, st->recipe, n, st->w + first * b, st->recipe == PS_RECIPE_FP32_MASTER ? st->w_bf16 + first : NULL,
+                   st->grad + first * gb, st->m + first * b, st->v + first * b, 0.1f, first, &st->s);
+}
+
+static void copy_task(void *arg, int64_t task, uint32_t worker) {
+  state *st = arg; /* w is copied to m: 4 n bytes each */
+  size_t first = (size_t)task * BLOCK * 16, total = st->n * 4, n = total - first < BLOCK * 16 ? total - first : BLOCK * 16;
+#if defined(__x86_64__)
+  if (st->streaming) {
+    const __m128i *src = (const __m128i *)(st->w + first);
+    __m128i *dst = (__m128i *)(st->m + first);
+    for (size_t i = 0; i + 4 <= n / 16; i += 4)
+      for (size_t j = 0; j < 4; j++) _mm_stream_si128(dst + i + j, _mm_load_si128(src + i + j));
+    _mm_sfence();
+    return;
+  }
+#endif
+  memcpy(st->m + first, st->w + first, n);
+}
+
+static int ascending(const void *a, const void *b) {
+  double x = *(const double *)a, y = *(const double *)b;
+  return (x > y) - (x < y);
+}
+
+static double median(double *t, int n) {
+  qsort(t, (size_t)n, sizeof *t, ascending);
+  return n % 2 ? t[n / 2] : 0.5 * (t[n / 2 - 1] + t[n / 2]);
+}
+
+static double seconds(ps__pool *pool, int64_t tasks, ps__task_fn fn, state *st) {
+  uint64_t t0 = ps__now_ns();
+  ps__pool_run(pool, tasks, fn, st);
+  return (double)(ps__now_ns() - t0) * 1e-9;
+}
+
+static void measure(ps__pool *pool, state *st, int reps) {
+  static const char *const simd_names[] = {"scalar", "avx2", "avx512"};
+  static const char *const recipe_names[] = {"fp32", "fp32-master", "bf16"};
+  double update[MAX_REPS], copy[2][MAX_REPS];
+  int64_t copy_tasks = (int64_t)((st->n * 4 + BLOCK * 16 - 1) / (BLOCK * 16)), tasks = (int64_t)((st->n + BLOCK - 1) / BLOCK);
+  memset(st->m, 0, st->n * 4);
+  memset(st->v, 0, st->n * 4);
+  for (int r = -1; r < reps; r++) { /* -1: warm-up */
+    int slot = r < 0 ? 0 : r;
+    for (st->streaming = 0; st->streaming < 2; st->streaming++)
+      copy[st->streaming][slot] = seconds(pool, copy_tasks, copy_task, st);
+    memset(st->m, 0, st->n * 4); /* the copy wrote there */
+    st->s.step = (uint64_t)(r + 1);
+    update[slot] = seconds(pool, tasks, update_task, st);
+  }
+  double plain = median(copy[0], reps), nontemporal = median(copy[1], reps), t = median(update, reps);
+  double copy_gb_s = 8.0 * (double)st->n / (plain < nontemporal ? plain : nontemporal) * 1e-9;
+  double bytes = (st->recipe == PS_RECIPE_BF16 ? 14.0 : 28.0) * (double)st->n, gb_s = bytes / t * 1e-9;
+  printf("{\"bench\":\"optimizer\",\"recipe\":\"%s\",\"simd\":\"%s\",\"threads\":%u,\"params\":%llu,\"reps\":%d,\"gparam_s\":%.3f,"
+         "\"gb_s\":%.2f,\"copy_gb_s\":%.2f,\"of_copy\":%.3f}\n", recipe_names[st->recipe], simd_names[st->simd],
+         ps__pool_size(pool), (unsigned long long)st->n, reps, (double)st->n / t * 1e-9, gb_s, copy_gb_s, gb_s / copy_gb_s);
+  fflush(stdout);
+}
+
+static int fill(state *st) {
+  struct { void **at; const char *what; } maps[] = {{(void **)&st->w, "weights"}, {(void **)&st->m, "first moments"},
+    {(void **)&st->v, "second moments"}, {(void **)&st->grad, "gradients"}, {(void **)&st->w_bf16, "bf16 weights"}};
+  for (size_t i = 0; i < sizeof maps / sizeof *maps; i++)
+    if (ps__map(maps[i].at, st->n * 4, maps[i].what) != PS_OK) return 0;
+  for (uint64_t i = 0; i < st->n; i++) { /* finite, of order 1, in both readings (fp32, and two bf16 each) */
+    uint32_t r = (uint32_t)ps__sr_random(1, 2, i) & 0x007f007fu;
+    ((uint32_t *)st->w)[i] = 0x3f803f80u | r;
+    ((uint32_t *)st->grad)[i] = 0x3c003c00u | r;
+  }
+  memset(st->w_bf16, 0, st->n * 2);
+  return 1;
+}
+
+static int usage(void) {
+  fprintf(stderr, "usage: optimizer [--params N>=1] [--reps 1..%d] [--threads N[,N...]]\n", MAX_REPS);
+  return 2;
+}
+
+int main(int argc, char **argv) {
+  state st = {.n = 64u << 20, .s = {.lr = 1e-3f, .beta1 = 0.9f, .beta2 = 0.999f, .eps = 1e-8f, .grad_scale = 1.0f, .seed = 1}};
+  long threads[MAX_THREAD_COUNTS] = {1, 2}, reps = 7;
+  int n_threads = 2;
+  for (int i = 1; i < argc; i += 2) {
+    if (i + 1 >= argc) return usage();
+    if (!strcmp(argv[i], "--params")) st.n = strtoull(argv[i + 1], NULL, 10);
+    else if (!strcmp(argv[i], "--reps")) reps = strtol(argv[i + 1], NULL, 10);
+    else if (!strcmp(argv[i], "--threads")) {
+      n_threads = 0;
+      for (char *p = argv[i + 1]; p && n_threads < MAX_THREAD_COUNTS; p = strchr(p, ',') ? strchr(p, ',') + 1 : NULL)
+        threads[n_threads++] = strtol(p, NULL, 10);
+    } else return usage();
+  }
+  for (int i = 0; i < n_threads; i++)
+    if (threads[i] < 1 || threads[i] > 1024) return usage();
+  if (st.n < 1 || reps < 1 || reps > MAX_REPS) return usage();
+  st.n = (st.n + 15) / 16 * 16; /* whole cache lines for the copy */
+  ps__adamw_bias_correction(&st.s, 1);
+  if (!fill(&st)) {
+    fprintf(stderr, "optimizer: %s\n", ps_last_error());
+    return 1;
+  }
+  for (int t = 0; t < n_threads; t++) {
+    ps__pool *pool;
+    if (ps__pool_create(&pool, (uint32_t)threads[t], "bench") != PS_OK) {
+      fprintf(stderr, "optimizer: %s\n", ps_last_error());
+      return 1;
+    }
+    for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
+      for (int simd = 0; simd <= (int)ps__simd_best(); simd++) {
+        st.recipe = (ps_recipe)recipe;
+        st.simd = (ps__simd)simd;
+        measure(pool, &st, (int)reps);
+      }
+    ps__pool_destroy(pool);
+  }
+  return 0;
+}

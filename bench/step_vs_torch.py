@@ -1,0 +1,168 @@
+"""Is an uncapped Penstock step as fast as PyTorch eager's, and what does the tightest feasible budget cost?
+
+Both sides train the same fp32 Llama from the same weights on the same tokens with the same threads in one process: forward,
+backward, exact global-norm clipping and AdamW. They take turns in blocks of steps, the first of each block is dropped, the
+median of the rest counts. PyTorch's side is eager: F.linear, F.scaled_dot_product_attention, F.rms_norm, fused AdamW.
+
+  make && build/venv/bin/python bench/step_vs_torch.py [--config models/demo.json] [--seq-len 256] [--tokens 4096] [--blocks 5]
+
+Prints a line of JSON a side; --out appends them to a file with machine and commit.
+"""
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "python"))
+
+
+class TorchSide:
+    """The same model and update in PyTorch eager."""
+
+    def __init__(self, trainer, model, threads):
+        import torch
+        self.torch, self.m = torch, model
+        torch.set_num_threads(threads)
+        self.p = {n: torch.nn.Parameter(torch.from_numpy(trainer.read(n))) for n in trainer.params}
+        matrices = [v for v in self.p.values() if v.dim() == 2]
+        vectors = [v for v in self.p.values() if v.dim() == 1]
+        self.opt = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+                                     lr=3e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+    def rope(self, seq):
+        t, d = self.torch, self.m.head_dim
+        inv = self.m.rope_theta ** (-t.arange(0, d, 2, dtype=t.float64) / d)
+        angle = t.arange(seq, dtype=t.float64)[:, None] * inv
+        angle = t.cat([angle, angle], -1)
+        return angle.cos().float(), angle.sin().float()
+
+    def forward(self, ids):
+        t, m, p = self.torch, self.m, self.p
+        f = t.nn.functional
+        b, s = ids.shape
+        cos, sin = self.rope(s)
+
+        def rot(x):
+            half = x.shape[-1] // 2
+            return x * cos + t.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+        x = f.embedding(ids, p["model.embed_tokens.weight"])
+        for i in range(m.n_layers):
+            w = lambda name: p[f"model.layers.{i}.{name}.weight"]  # noqa: E731
+            y = f.rms_norm(x, (m.dim,), w("input_layernorm"), m.norm_eps)
+            q, k, v = (f.linear(y, w(f"self_attn.{n}_proj")).view(b, s, -1, m.head_dim).transpose(1, 2) for n in "qkv")
+            o = f.scaled_dot_product_attention(rot(q), rot(k), v, is_causal=True, enable_gqa=m.n_heads != m.n_kv_heads)
+            x = x + f.linear(o.transpose(1, 2).reshape(b, s, -1), w("self_attn.o_proj"))
+            y = f.rms_norm(x, (m.dim,), w("post_attention_layernorm"), m.norm_eps)
+            x = x + f.linear(f.silu(f.linear(y, w("mlp.gate_proj"))) * f.linear(y, w("mlp.up_proj")), w("mlp.down_proj"))
+        head = p["model.embed_tokens.weight"] if m.tied_embeddings else p["lm_head.weight"]
+        return f.linear(f.rms_norm(x, (m.dim,), p["model.norm.weight"], m.norm_eps), head)
+
+    def step(self, ids, targets, micro):
+        """One update; micro sequences at a time (gradient accumulation), as a user with this much memory would."""
+        t = self.torch
+        begin = time.perf_counter()
+        self.opt.zero_grad(set_to_none=True)
+        total = 0.0
+        for i in range(0, len(ids), micro):
+            logits = self.forward(t.from_numpy(ids[i:i + micro]).long())
+            loss = t.nn.functional.cross_entropy(logits.flatten(0, 1), t.from_numpy(targets[i:i + micro]).long().flatten(), reduction="sum")
+            (loss / targets.size).backward()
+            total += loss.item()
+        t.nn.utils.clip_grad_norm_(self.p.values(), 1.0)
+        self.opt.step()
+        return time.perf_counter() - begin, total / targets.size
+
+
+def parse():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--config", default=str(ROOT / "models/demo.json"))
+    ap.add_argument("--seq-len", type=int, default=256)
+    ap.add_argument("--tokens", type=int, default=4096)
+    ap.add_argument("--micro", type=int, default=0, help="sequences PyTorch takes at a time; 0: the fastest of 1, 4 and all")
+    ap.add_argument("--blocks", type=int, default=5)
+    ap.add_argument("--steps", type=int, default=4, help="steps a block, the first of which is dropped")
+    ap.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    ap.add_argument("--out", help="append the rows to this file")
+    return ap.parse_args()
+
+
+def batches(vocab, a):
+    """Zipf-like token ids, as text has, the same for both sides."""
+    rng = np.random.default_rng(0)
+
+    ids = np.minimum(rng.zipf(1.2, a.tokens + 1) - 1, vocab - 1).astype(np.int32)
+    return lambda _step: (ids[:-1], ids[1:])
+
+
+def main():
+    a = parse()
+    if a.out:  # before minutes of work, not after
+        Path(a.out).parent.mkdir(parents=True, exist_ok=True)
+        open(a.out, "a").close()
+    from penstock.model import ModelConfig
+    from penstock.plan import Hardware, Plan
+    from penstock.train import Trainer
+    with tempfile.TemporaryDirectory() as tmp:
+        model_dir = Path(tmp) / "model"
+        subprocess.run([sys.executable, ROOT / "models/init_model.py", a.config, model_dir, "--dtype", "fp32"], check=True, stdout=2)
+        model = ModelConfig.read(model_dir)
+        data = batches(model.vocab_size, a)
+        common = {"seq_len": a.seq_len, "tokens_per_step": a.tokens, "recipe": "fp32", "threads": a.threads,
+                  "hardware": Hardware.measure(a.threads, 2.0)}
+        free = Plan(model, **common)
+        pinned = {"chunk_tokens": free.report["chunk_tokens"], "chunks_per_round": free.report["chunks_per_round"]}
+        least, _ = Plan.smallest(model, **common)
+        least_pinned, _ = Plan.smallest(model, **common, **pinned)
+        plans = {"penstock uncapped": free, "penstock tightest, same chunks": Plan(model, device_mem=least_pinned, **common, **pinned),
+                 "penstock tightest": Plan(model, device_mem=least, **common)}
+        trainers = {name: Trainer(model_dir, plan, data) for name, plan in plans.items()}
+        torch_side = TorchSide(trainers["penstock uncapped"], model, a.threads)
+        ids, targets = (np.array(x).reshape(-1, a.seq_len) for x in data(0))
+        micros = [a.micro] if a.micro else sorted({1, 4, len(ids)} & set(range(1, len(ids) + 1)))
+        times = {**{name: [] for name in trainers}, **{f"torch eager, {m} a time": [] for m in micros}}
+        for _ in range(a.blocks):
+            for name, trainer in trainers.items():
+                times[name] += [s.step_s for s in trainer.steps(a.steps)][1:]
+            for m in micros:
+                times[f"torch eager, {m} a time"] += [torch_side.step(ids, targets, m)[0] for _ in range(a.steps)][1:]
+        report(a, times, plans, trainers)
+
+
+def report(a, times, plans, trainers):
+    median = {name: statistics.median(t) for name, t in times.items()}
+    torch_best = min(v for n, v in median.items() if n.startswith("torch"))
+    free = median["penstock uncapped"]
+    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    rows = []
+    for name, s in median.items():
+        row = {"side": name, "step_s": round(s, 4), "tokens_per_s": round(a.tokens / s), "steps": len(times[name]), "of_torch": round(s / torch_best, 3)}
+        if name in plans:
+            r = plans[name].report
+            busy = max(r["stream_busy_s"][1:]) / r["step_s"]
+            row |= {"of_uncapped": round(s / free, 3), "device_bytes": r["device_bytes"], "chunk_tokens": r["chunk_tokens"],
+                    "chunks_per_round": r["chunks_per_round"], "n_rounds": r["n_rounds"],
+                    "recompute_share": round(r["recompute_flops"] / r["model_flops"], 4), "predicted_step_s": round(r["step_s"], 4),
+                    "measured_over_predicted": round(s / r["step_s"], 3), "busiest_transfer_share": round(busy, 3)}
+        rows.append({**row, "config": Path(a.config).name, "seq_len": a.seq_len, "tokens": a.tokens, "threads": a.threads,
+                     "machine": f"{platform.machine()} {next(iter(plans.values())).hardware.name}", "commit": commit})
+    for row in rows:
+        print(json.dumps(row))
+    if a.out:
+        with open(a.out, "a") as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows)
+    for trainer in trainers.values():
+        trainer.close()
+
+
+if __name__ == "__main__":
+    main()
