@@ -1,0 +1,180 @@
+# Penstock. `make help` lists the targets. Everything that is made lies under $(BUILD).
+#   CC, CFLAGS, CPPFLAGS, LDFLAGS, LDLIBS   yours; the project's own flags are added in front
+#   BUILD   where objects, library, binary and environment go (default: build)
+#   VENV    the Python environment (default: $(BUILD)/venv)       PYTHON  the interpreter it is made from
+#   BLAS    wheel (OpenBLAS from the pinned wheel, default) or system (pkg-config openblas)
+#   BLAS_PYTHON  the interpreter that has that wheel (default: that of $(VENV), which is made when missing)
+#   CUDA    auto (where nvcc is found, default) | 1 | 0      CUDA_HOME  the toolkit, 12.4 or newer (default: that of nvcc)
+#   CUDA_ARCH  compute capabilities as "80 86 89 90 100 120" (default: of the GPUs here, else all of these that nvcc knows)
+#   CUBLAS_PYTHON  the interpreter that has NVIDIA's cuBLAS wheel, where the toolkit comes without cuBLAS (default: that of $(VENV),
+#           which gets it)
+#   NVCCFLAGS  yours, added behind the project's own
+#   SAN     thread | address,undefined: build with sanitizers (use another BUILD)
+BUILD ?= build
+VENV ?= $(BUILD)/venv
+PYTHON ?= python3
+BLAS ?= wheel
+CUDA ?= auto
+CFLAGS ?= -O2 -g
+
+ifneq ($(filter default undefined,$(origin CC)),)
+CC := $(shell command -v cc || command -v gcc || command -v clang || echo cc)
+endif
+
+PS_CPPFLAGS := -Iinclude -Inative -D_GNU_SOURCE
+PS_CFLAGS := -std=gnu11 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -pthread -Wall -Wextra -Wno-unused-parameter
+PS_LDFLAGS := -pthread
+PS_LDLIBS := -lm -ldl
+ifneq ($(SAN),)
+PS_CFLAGS += -fsanitize=$(SAN) -fno-omit-frame-pointer -DPS_SANITIZED=1
+PS_LDFLAGS += -fsanitize=$(SAN)
+endif
+
+ifeq ($(BLAS),wheel)
+BLAS_STAMP := $(BUILD)/lib/libscipy_openblas.so
+PS_CPPFLAGS += -I$(BUILD)/blas -DPS_BLAS_WHEEL=1
+PS_LDLIBS += -L$(BUILD)/lib -lscipy_openblas
+else
+BLAS_STAMP :=
+PS_CPPFLAGS += $(shell pkg-config --cflags openblas)
+PS_LDLIBS += $(shell pkg-config --libs openblas || echo -lopenblas)
+endif
+
+LIB_SRC := $(sort $(wildcard native/core/*.c native/engine/*.c native/backends/*/*.c native/kernels/cpu/*.c native/optim/*.c \
+             native/model/*.c native/plan/*.c native/train/*.c native/io/*.c))
+
+# CUDA. The driver and cuBLASLt are opened at run time, so that what is built here also loads on machines without a GPU.
+NVCC := $(firstword $(if $(CUDA_HOME),$(wildcard $(CUDA_HOME)/bin/nvcc),$(realpath $(shell command -v nvcc)) $(wildcard /usr/local/cuda/bin/nvcc)))
+ifeq ($(CUDA),auto)
+override CUDA := $(if $(NVCC),1,0)
+endif
+ifeq ($(CUDA),1)
+ifeq ($(NVCC),)
+$(error CUDA=1, but there is no nvcc: install the CUDA toolkit (12.4 or newer), or set CUDA_HOME to where it is)
+endif
+CUDA_TOOLKIT := $(realpath $(shell $(NVCC) --dryrun -x cu /dev/null 2>&1 | sed -n 's/^.. TOP=//p'))
+CUDA_MAJOR := $(shell $(NVCC) --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+CUDA_KNOWN := $(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch))
+CUDA_HERE := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -dc '0-9\n' | sort -un)
+CUDA_ARCH ?= $(or $(CUDA_HERE),$(filter $(CUDA_KNOWN),80 86 89 90 100 120))
+CUDA_LIB := $(firstword $(wildcard $(CUDA_TOOLKIT)/lib64 $(CUDA_TOOLKIT)/targets/x86_64-linux/lib $(CUDA_TOOLKIT)/lib))
+GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
+           $(foreach a,$(lastword $(CUDA_ARCH)),-gencode arch=compute_$(a),code=compute_$(a))
+PS_CPPFLAGS += -DPS_CUDA=1 -isystem $(CUDA_TOOLKIT)/include
+PS_NVCCFLAGS := -std=c++17 -O3 -lineinfo -Iinclude -Inative -DPS_CUDA=1 -D_GNU_SOURCE -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(GENCODE)
+PS_LDLIBS += -L$(CUDA_LIB) -lcudart_static -lrt -lpthread -lstdc++
+# cuBLASLt's header from the toolkit or from the wheel; its library beside ours, where our rpath finds it.
+ifneq ($(wildcard $(CUDA_TOOLKIT)/include/cublasLt.h),)
+CUBLAS_STAMP :=
+else
+CUBLAS_STAMP := $(BUILD)/cublas/cublasLt.h
+PS_CPPFLAGS += -isystem $(BUILD)/cublas
+PS_NVCCFLAGS += -isystem $(BUILD)/cublas
+endif
+CU_OBJ := $(patsubst %.cu,$(BUILD)/obj/%.o,$(sort $(wildcard native/kernels/cuda/*.cu)))
+LIB_SRC += $(sort $(wildcard native/kernels/cuda/*.c))
+else
+LIB_SRC := $(filter-out native/backends/cuda/%,$(LIB_SRC))
+endif
+CLI_SRC := $(sort $(wildcard native/cli/*.c))
+TEST_SRC := $(sort $(wildcard tests/native/test_*.c))
+BENCH_SRC := $(sort $(wildcard bench/*.c))
+LIB_OBJ := $(LIB_SRC:%.c=$(BUILD)/obj/%.o) $(CU_OBJ)
+CLI_OBJ := $(CLI_SRC:%.c=$(BUILD)/obj/%.o)
+TEST_BIN := $(TEST_SRC:tests/native/%.c=$(BUILD)/tests/%)
+BENCH_BIN := $(BENCH_SRC:bench/%.c=$(BUILD)/bench/%)
+LIB := $(BUILD)/lib/libpenstock.so
+CDEF := $(BUILD)/lib/penstock.cdef
+ARCHIVE := $(BUILD)/lib/libpenstock.a
+BIN := $(BUILD)/bin/penstock
+
+.PHONY: FORCE all lib help native-tests bench-programs venv venv-test python demo test test-sanitize clean
+.DELETE_ON_ERROR:
+
+all: $(LIB) $(BIN) $(CDEF) ## the library libpenstock and the binary penstock
+lib: $(LIB) $(CDEF) ## the library only, and its declarations for Python
+native-tests: $(TEST_BIN) $(BUILD)/tests/libops_shim.so $(BUILD)/tests/libops_shim_base.so ## build the native test programs
+bench-programs: $(BENCH_BIN) ## build the native benchmark programs
+venv: $(VENV)/.done-requirements-runtime.txt ## the Python environment the demo needs
+venv-test: $(VENV)/.done-requirements-test.txt ## the same with the tests' references
+demo: all venv ## train a small model on this Python's own sources under two memory caps (TEXT="files": on yours)
+	@PENSTOCK_BUILD="$(abspath $(BUILD))" PYTHONPATH=python $(VENV)/bin/python -m penstock.demo --build "$(BUILD)" $(if $(TEXT),--text $(TEXT)) $(DEMO_ARGS)
+test: all native-tests venv-test ## build everything, then every test (TESTS="files or options of pytest": some)
+	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV)/bin/python -m pytest -q $(or $(TESTS),tests)
+test-sanitize: venv-test ## the engine's tests and a short training under ThreadSanitizer and under AddressSanitizer + UBSan
+	@VENV="$(VENV)" BUILD="$(BUILD)" tests/sanitize.sh
+python: venv ## install the Python package into $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check ./python
+clean: ## remove objects, library and binary; keep the environment
+	rm -rf $(BUILD)/obj $(BUILD)/bin $(BUILD)/tests $(BUILD)/bench $(LIB) $(ARCHIVE) $(CDEF)
+help: ## this list
+	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
+	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
+
+$(VENV)/.done-%: python/% python/bootstrap.sh
+	@python/bootstrap.sh $(VENV) python/$* $(PYTHON)
+$(VENV)/.done-requirements-test.txt: python/requirements-runtime.txt
+
+# OpenBLAS out of the pinned wheel: it and what it needs beside our library (found by $ORIGIN), headers under $(BUILD)/blas.
+$(BUILD)/lib/libscipy_openblas.so: | $(if $(BLAS_PYTHON),,$(VENV)/.done-requirements-runtime.txt)
+	@mkdir -p $(BUILD)/lib $(BUILD)/blas
+	@$(or $(BLAS_PYTHON),$(VENV)/bin/python) -c "import scipy_openblas32 as b, shutil, glob, os; \
+	 [shutil.copy(f, '$(BUILD)/blas') for f in glob.glob(os.path.join(b.get_include_dir(), '*.h'))]; \
+	 [shutil.copy(f, '$(BUILD)/lib') for f in glob.glob(os.path.join(b.get_lib_dir(), '*.so*'))]"
+
+# cuBLAS out of the pinned wheel of the toolkit's major version.
+$(BUILD)/cublas/cublasLt.h: $(if $(CUBLAS_PYTHON),,$(VENV)/.done-requirements-cuda$(CUDA_MAJOR).txt)
+	@mkdir -p $(BUILD)/lib $(BUILD)/cublas
+	@$(or $(CUBLAS_PYTHON),$(VENV)/bin/python) -c "import nvidia, os, glob, shutil, sys; \
+	 dirs = [d for p in nvidia.__path__ for s in ('cu$(CUDA_MAJOR)', 'cublas') for d in [os.path.join(p, s)] if os.path.exists(d + '/include/cublasLt.h')]; \
+	 dirs or sys.exit('this Python has no cuBLAS for CUDA $(CUDA_MAJOR): pip install -r python/requirements-cuda$(CUDA_MAJOR).txt'); \
+	 lib = glob.glob(dirs[0] + '/lib/libcublasLt.so.*')[0]; to = '$(BUILD)/lib/' + os.path.basename(lib); \
+	 os.path.lexists(to) and os.remove(to); os.symlink(lib, to); [shutil.copy(f, '$(BUILD)/cublas') for f in glob.glob(dirs[0] + '/include/cublas*.h')]"
+	@touch $@
+
+# What an object was built for: changes when CUDA does, and only then.
+$(BUILD)/obj/.config: FORCE
+	@mkdir -p $(dir $@); echo 'CUDA=$(CUDA) $(NVCC) $(CUDA_ARCH)' | cmp -s - $@ || echo 'CUDA=$(CUDA) $(NVCC) $(CUDA_ARCH)' >$@
+FORCE:
+
+$(BUILD)/obj/%.o: %.cu $(BUILD)/obj/.config | $(CUBLAS_STAMP)
+	@mkdir -p $(dir $@)
+	$(NVCC) $(PS_NVCCFLAGS) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+$(BUILD)/obj/%.o: %.c $(BUILD)/obj/.config | $(BLAS_STAMP) $(CUBLAS_STAMP)
+	@mkdir -p $(dir $@)
+	$(CC) $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -MMD -MP -c $< -o $@
+
+$(LIB): $(LIB_OBJ)
+	@mkdir -p $(dir $@)
+	$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN' -Wl,-soname,libpenstock.so -o $@ $^ $(PS_LDLIBS) $(LDLIBS)
+# The public headers as declarations for cffi, beside the library that they belong to.
+$(CDEF): python/generate_cdef.py $(wildcard include/penstock/*.h)
+	$(PYTHON) $< include $@
+$(ARCHIVE): $(LIB_OBJ)
+	@mkdir -p $(dir $@)
+	rm -f $@ && ar rcs $@ $^
+$(BIN): $(CLI_OBJ) $(LIB)
+	@mkdir -p $(dir $@)
+	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(CLI_OBJ) -L$(BUILD)/lib -lpenstock $(PS_LDLIBS) $(LDLIBS)
+# Tests and benchmarks link the archive: they may call internal (ps__) functions, which the shared library hides.
+$(BUILD)/tests/%: $(BUILD)/obj/tests/native/%.o $(ARCHIVE)
+	@mkdir -p $(dir $@)
+	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $^ $(PS_LDLIBS) $(LDLIBS)
+ifeq ($(CUDA),1)
+$(BUILD)/tests/test_cuda_engine: $(BUILD)/obj/tests/native/cuda_mix.o # its kernels
+-include $(BUILD)/obj/tests/native/cuda_mix.d
+endif
+# What tests/test_ops.py loads: kernels by name; and the same with kernels for the baseline instruction set alone.
+$(BUILD)/tests/libops_shim.so: $(BUILD)/obj/tests/native/ops_shim.o $(ARCHIVE)
+	@mkdir -p $(dir $@)
+	$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $^ $(PS_LDLIBS) $(LDLIBS)
+OPS_BASE_SRC := tests/native/ops_shim.c $(addprefix native/kernels/cpu/,convert.c cross_entropy.c embedding.c matmul.c reduce.c rmsnorm.c swiglu.c)
+$(BUILD)/tests/libops_shim_base.so: $(OPS_BASE_SRC) $(ARCHIVE)
+	@mkdir -p $(dir $@)
+	$(CC) -shared $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -DPS_BASELINE=1 $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $^ $(PS_LDLIBS) $(LDLIBS)
+$(BUILD)/bench/%: $(BUILD)/obj/bench/%.o $(ARCHIVE)
+	@mkdir -p $(dir $@)
+	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $^ $(PS_LDLIBS) $(LDLIBS)
+
+.SECONDARY:
+-include $(LIB_OBJ:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d)
