@@ -4,6 +4,7 @@
 #ifndef PS_KERNELS_CUDA_COMMON_CUH
 #define PS_KERNELS_CUDA_COMMON_CUH
 #include "cuda_ops.h"
+#include "scratch.h"
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -67,17 +68,12 @@ template <int N> __device__ __forceinline__ void ps_block_sum(float (&x)[N], flo
   for (int i = 0; i < N; i++) x[i] = ps_warp_sum(lane < n_warps ? shared[i][lane] : 0.0f);
 }
 
-/* Groups of rows whose partial sums are added in order: at most 256 of at least 8 rows, by the number of rows only. */
-static inline uint32_t ps_group_rows(uint32_t rows) { return rows <= 8 * 256 ? 8 : (rows + 255) / 256; }
-static inline uint32_t ps_n_groups(uint32_t rows) { uint32_t g = ps_group_rows(rows); return (rows + g - 1) / g; }
-
 /* out[c] = round(sum_g partial[g*ld + c]) or, when accumulate, round(out[c] + sum): defined in reduce.cu. */
 cudaError_t ps_add_partials(cudaStream_t stream, void *out, uint32_t dt, const float *partial, uint32_t n_groups, uint32_t ld,
                             uint32_t cols, bool accumulate);
 
 /* ---- launches -------------------------------------------------------------------------------------------------------- */
 
-static inline size_t ps_round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static inline uint32_t ps_ceil_div(uint64_t n, uint64_t by) { return (uint32_t)((n + by - 1) / by); }
 static inline bool ps_aligned(const void *p) { return (uintptr_t)p % 16 == 0; }
 
@@ -112,11 +108,5 @@ static inline ps_status ps_check(const ps_launch *l, const char *op, uint32_t n_
   } while (0)
 /* Are rows of n elements of dt, at aligned addresses, made of whole vectors? */
 static inline bool ps_whole(uint32_t dt, uint64_t n) { return n % (dt == PS_BF16 ? 8 : 4) == 0; }
-
-size_t ps_scratch_embed_bwd(const ps__args_embed *a);
-size_t ps_scratch_rmsnorm_bwd(const ps__args_rmsnorm *a);
-size_t ps_scratch_qkv_split_bwd(const ps__args_qkv *a);
-size_t ps_scratch_colsum(const ps__args_colsum *a);
-size_t ps_scratch_sumsq(const ps__args_sumsq *a);
 
 #endif

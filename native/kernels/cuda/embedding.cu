@@ -128,10 +128,6 @@ __global__ void __launch_bounds__(THREADS) embed_bwd_k(const int32_t *id, const 
   }
 }
 
-size_t ps_scratch_embed_bwd(const ps__args_embed *a) {
-  return ps_round_up((2 * ((size_t)a->vocab + 1) + 2 * (size_t)a->n_tokens) * sizeof(uint32_t), 256);
-}
-
 /* embed_bwd
  * math    dtable[v,:] (+)= sum over t with id[t] = v, in order of t, of dx[t,:]; fp32 sum, one rounding when added; an id out of range
  *         adds nothing

@@ -360,10 +360,6 @@ extern "C" ps_status ps__cuda_qkv_split_fwd(const ps_launch *l) {
   return ps_launched("qkv_split_fwd", cudaSuccess);
 }
 
-size_t ps_scratch_qkv_split_bwd(const ps__args_qkv *a) {
-  return a->qk_norm ? ps_round_up(2 * (size_t)ps_n_groups(a->n_tokens) * a->head_dim * sizeof(float), 256) : 0;
-}
-
 template <typename T> static void launch_bwd(const ps_launch *l, const ps__args_qkv *a, const rope_table &rope) {
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   constexpr int V = ps_full<T>;

@@ -87,8 +87,6 @@ cudaError_t ps_add_partials(cudaStream_t stream, void *out, uint32_t dt, const f
   return cudaGetLastError();
 }
 
-size_t ps_scratch_colsum(const ps__args_colsum *a) { return ps_round_up((size_t)ps_n_groups(a->rows) * a->cols * sizeof(float), 256); }
-
 /* colsum
  * math    db[c] (+)= sum_r dy[r,c]: rows in order in groups cut by shape, then the groups in a fixed order; fp32
  * shapes  dy [rows, ld] of dt, the first cols of each row; db [cols] of dt
@@ -161,8 +159,6 @@ __global__ void __launch_bounds__(PS_SQ_GROUPS) sumsq_add_k(const double *partia
   for (uint32_t g = 0; g < n_groups; g++) sum += s[g];
   *out = sum;
 }
-
-size_t ps_scratch_sumsq(const ps__args_sumsq *) { return PS_SQ_GROUPS * sizeof(double); }
 
 /* sumsq
  * math    sum of squares in fp64 over at most 256 groups of whole multiples of 1024 elements: 1024 lanes a group, lane j adds elements

@@ -162,8 +162,6 @@ __global__ void __launch_bounds__(BWD_THREADS) rmsnorm_bwd_any_k(const T *x, con
   }
 }
 
-size_t ps_scratch_rmsnorm_bwd(const ps__args_rmsnorm *a) { return ps_round_up((size_t)ps_n_groups(a->rows) * a->cols * sizeof(float), 256); }
-
 template <typename T> static void rmsnorm_bwd_launch(const ps_launch *l, const ps__args_rmsnorm *a, bool whole, float *partial) {
   constexpr int V = ps_full<T>;
   const uint32_t group = ps_group_rows(a->rows), n = ps_n_groups(a->rows), per_thread = ps_ceil_div(a->cols, (uint64_t)BWD_THREADS * V);

@@ -1,0 +1,43 @@
+/* scratch.h - how much scratch an op needs on CUDA. Plain C without CUDA's headers: plans for a GPU are made on any machine. */
+#ifndef PS_KERNELS_CUDA_SCRATCH_H
+#define PS_KERNELS_CUDA_SCRATCH_H
+#include "../ops.h"
+#include <stdbool.h>
+
+static inline size_t ps_round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+/* Sums over rows are cut in groups of rows, by shape alone: at most 256. */
+static inline uint32_t ps_group_rows(uint32_t rows) { return rows <= 8 * 256 ? 8 : (rows + 255) / 256; }
+static inline uint32_t ps_n_groups(uint32_t rows) {
+  const uint32_t g = ps_group_rows(rows);
+  return (rows + g - 1) / g;
+}
+
+static inline size_t ps_scratch_embed_bwd(const ps__args_embed *a) {
+  return ps_round_up((2 * ((size_t)a->vocab + 1) + 2 * (size_t)a->n_tokens) * sizeof(uint32_t), 256);
+}
+static inline size_t ps_scratch_rmsnorm_bwd(const ps__args_rmsnorm *a) {
+  return ps_round_up((size_t)ps_n_groups(a->rows) * a->cols * sizeof(float), 256);
+}
+static inline size_t ps_scratch_qkv_split_bwd(const ps__args_qkv *a) {
+  return a->qk_norm ? ps_round_up(2 * (size_t)ps_n_groups(a->n_tokens) * a->head_dim * sizeof(float), 256) : 0;
+}
+static inline size_t ps_scratch_colsum(const ps__args_colsum *a) {
+  return ps_round_up((size_t)ps_n_groups(a->rows) * a->cols * sizeof(float), 256);
+}
+static inline size_t ps_scratch_sumsq(const ps__args_sumsq *a) { return (void)a, PS_SQ_GROUPS * sizeof(double); }
+
+enum { PS_CUDNN_LINEAR_DETERMINISTIC = 92500 }; /* the version from which cuDNN's deterministic backward needs linear workspace */
+
+/* What attention takes at most, before a library was asked: documents and slots, log-sum-exp transposed; backward dK and dV in bf16, and the library's
+ * own: fp32 dQ with softmax sums, dK and dV of every query head (cuDNN 9.19 and flash-attn 2.8, see ATTENTION in docs/design.md), and a score a pair where
+ * cuDNN's deterministic backward is the old one. */
+static inline size_t ps_scratch_attention_bound(const ps__args_attention *a, bool backward, bool deterministic, uint32_t cudnn_version) {
+  const size_t t = a->n_tokens, keys = (size_t)a->row0 + a->n_tokens, width = (size_t)a->n_heads * a->head_dim;
+  size_t n = ((size_t)1 << 20) + t * a->n_heads * 4;
+  if (backward) n += 4 * keys * a->n_kv_heads * a->head_dim + t * width * 4 + keys * width * 4 + 3 * (t + 128) * a->n_heads * 4;
+  if (backward && deterministic && cudnn_version < PS_CUDNN_LINEAR_DETERMINISTIC) n += t * keys * a->n_heads * 2;
+  return ps_round_up(n, 256);
+}
+
+#endif
