@@ -10,6 +10,9 @@ say() { printf 'bootstrap: %s\n' "$*" >&2; }
 command -v "$python" >/dev/null 2>&1 || { say "$python not found. Debian/Ubuntu: sudo apt-get install -y python3 python3-venv"; exit 2; }
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { say "$("$python" -V) is too old: Python 3.10 or newer is needed (make PYTHON=python3.12)"; exit 2; }
 
+mkdir -p "$(dirname "$venv")"
+exec 9>"$venv.lock"; flock 9 # make -j asks for several lists at once
+
 if ! [ -x "$venv/bin/pip" ]; then
   if ! "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
     pkg=$("$python" -c 'import sys; print("python3.%d-venv" % sys.version_info[1])')
@@ -21,7 +24,6 @@ if ! [ -x "$venv/bin/pip" ]; then
     fi
   fi
   say "making the virtual environment $venv"
-  mkdir -p "$(dirname "$venv")"
   "$python" -m venv "$venv"
 fi
 say "installing the pinned packages of $requirements (once)"
