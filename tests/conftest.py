@@ -1,4 +1,5 @@
 """What every test needs: the build products, the Python package on the path, and a tiny model with data."""
+import ctypes
 import os
 import signal
 import subprocess
@@ -18,10 +19,32 @@ sys.path.insert(0, str(ROOT / "python"))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_configure():
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a GPU and a build with CUDA; skipped where there is none (make test-gpu runs these alone)")
     missing = [str(p) for p in (BUILD / "lib/libpenstock.so", BUILD / "lib/penstock.cdef", BUILD / "bin/penstock") if not p.exists()]
     if missing:
         pytest.exit(f"{', '.join(missing)} missing: run `make test`, or `make all native-tests` and set PENSTOCK_BUILD", 2)
+
+
+def gpu_missing():
+    """Why tests of the GPU cannot run here; None where they can."""
+    if b"cuInit" not in (BUILD / "lib/libpenstock.so").read_bytes():
+        return "built without CUDA"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as e:
+        return f"no CUDA driver: {e}"
+    n = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(n)) or not n.value:
+        return "no CUDA device"
+    return None
+
+
+def pytest_collection_modifyitems(items):
+    marked = [i for i in items if i.get_closest_marker("gpu") and i.path.name != "test_native.py"]  # native programs say for themselves
+    reason = gpu_missing() if marked else None
+    for item in marked if reason else []:
+        item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)
