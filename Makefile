@@ -8,6 +8,9 @@
 #   CUDA_ARCH  compute capabilities as "80 86 89 90 100 120" (default: of the GPUs here, else all of these that nvcc knows)
 #   CUBLAS_PYTHON  the interpreter that has NVIDIA's cuBLAS wheel, where the toolkit comes without cuBLAS (default: that of $(VENV),
 #           which gets it)
+#   CUDNN   1 (with CUDA, default) | 0: build without attention on GPUs      CXX, CXXFLAGS  its C++ compiler and flags (default: -O1)
+#   CUDNN_PYTHON  the interpreter that has the wheels of python/requirements-cudnn*.txt (default: that of $(VENV), which gets them)
+#   CUDNN_HOME  a cuDNN by itself, its include/ and lib/      CUDNN_FRONTEND  the folder that has cudnn_frontend.h, where no wheel has it
 #   NVCCFLAGS  yours, added behind the project's own
 #   SAN     thread | address,undefined: build with sanitizers (use another BUILD)
 BUILD ?= build
@@ -15,14 +18,21 @@ VENV ?= $(BUILD)/venv
 PYTHON ?= python3
 BLAS ?= wheel
 CUDA ?= auto
+CUDNN ?= 1
 CFLAGS ?= -O2 -g
+CXXFLAGS ?= -O1
 
 ifneq ($(filter default undefined,$(origin CC)),)
 CC := $(shell command -v cc || command -v gcc || command -v clang || echo cc)
 endif
 
+ifneq ($(filter default undefined,$(origin CXX)),)
+CXX := $(shell command -v c++ || command -v g++ || command -v clang++ || echo c++)
+endif
+
 PS_CPPFLAGS := -Iinclude -Inative -D_GNU_SOURCE
 PS_CFLAGS := -std=gnu11 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -pthread -Wall -Wextra -Wno-unused-parameter
+PS_CXXFLAGS := -std=c++17 -fPIC -fvisibility=hidden -pthread -Wall -Wextra -Wno-unused-parameter
 PS_LDFLAGS := -pthread
 PS_LDLIBS := -lm -ldl
 ifneq ($(SAN),)
@@ -72,6 +82,13 @@ PS_CPPFLAGS += -isystem $(BUILD)/cublas
 PS_NVCCFLAGS += -isystem $(BUILD)/cublas
 endif
 CU_OBJ := $(patsubst %.cu,$(BUILD)/obj/%.o,$(sort $(wildcard native/kernels/cuda/*.cu)))
+# Attention through cuDNN: headers under $(BUILD)/cudnn/include (the frontend counts on that name), its libraries, which are opened at run time, beside ours.
+ifeq ($(CUDNN),1)
+CUDNN_STAMP := $(BUILD)/cudnn/include/cudnn_frontend.h
+PS_CPPFLAGS += -DPS_CUDNN=1
+PS_NVCCFLAGS += -DPS_CUDNN=1
+CU_OBJ += $(BUILD)/obj/native/kernels/cuda/attention_cudnn.o
+endif
 LIB_SRC += $(sort $(wildcard native/kernels/cuda/*.c))
 else
 LIB_SRC := $(filter-out native/backends/cuda/%,$(LIB_SRC))
@@ -88,7 +105,7 @@ CDEF := $(BUILD)/lib/penstock.cdef
 ARCHIVE := $(BUILD)/lib/libpenstock.a
 BIN := $(BUILD)/bin/penstock
 
-.PHONY: FORCE all lib help native-tests bench-programs venv venv-test python demo test test-sanitize clean
+.PHONY: FORCE all lib help native-tests bench-programs venv venv-test python demo test test-gpu test-sanitize clean
 .DELETE_ON_ERROR:
 
 all: $(LIB) $(BIN) $(CDEF) ## the library libpenstock and the binary penstock
@@ -101,6 +118,8 @@ demo: all venv ## train a small model on this Python's own sources under two mem
 	@PENSTOCK_BUILD="$(abspath $(BUILD))" PYTHONPATH=python $(VENV)/bin/python -m penstock.demo --build "$(BUILD)" $(if $(TEXT),--text $(TEXT)) $(DEMO_ARGS)
 test: all native-tests venv-test ## build everything, then every test (TESTS="files or options of pytest": some)
 	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV)/bin/python -m pytest -q $(or $(TESTS),tests)
+test-gpu: all native-tests venv-test ## every test that needs a GPU; without one it says why and skips
+	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV)/bin/python -m pytest -q -rs -m gpu tests/test_native.py $(wildcard tests/gpu)
 test-sanitize: venv-test ## the engine's tests and a short training under ThreadSanitizer and under AddressSanitizer + UBSan
 	@VENV="$(VENV)" BUILD="$(BUILD)" tests/sanitize.sh
 python: venv ## install the Python package into $(VENV)
@@ -132,14 +151,25 @@ $(BUILD)/cublas/cublasLt.h: $(if $(CUBLAS_PYTHON),,$(VENV)/.done-requirements-cu
 	 os.path.lexists(to) and os.remove(to); os.symlink(lib, to); [shutil.copy(f, '$(BUILD)/cublas') for f in glob.glob(dirs[0] + '/include/cublas*.h')]"
 	@touch $@
 
+# cuDNN, its frontend and nvrtc.h.
+CUDNN_FROM := $(or $(CUDNN_PYTHON),$(if $(CUDNN_HOME),$(PYTHON),$(VENV)/bin/python))
+$(BUILD)/cudnn/include/cudnn_frontend.h: python/find_cudnn.py $(if $(CUDNN_PYTHON)$(CUDNN_HOME),,$(VENV)/.done-requirements-cudnn$(CUDA_MAJOR).txt)
+	@$(CUDNN_FROM) python/find_cudnn.py $(BUILD)/cudnn/include $(BUILD)/lib $(if $(CUDNN_HOME),--home $(CUDNN_HOME)) \
+	 $(if $(CUDNN_FRONTEND),--frontend $(CUDNN_FRONTEND)) $(if $(wildcard $(CUDA_TOOLKIT)/include/nvrtc.h),--nvrtc $(CUDA_TOOLKIT)/include)
+	@touch $@
+
 # What an object was built for: changes when CUDA does, and only then.
+CONFIG := CUDA=$(CUDA) $(if $(filter 1,$(CUDA)),CUDNN=$(CUDNN)) $(NVCC) $(CUDA_ARCH)
 $(BUILD)/obj/.config: FORCE
-	@mkdir -p $(dir $@); echo 'CUDA=$(CUDA) $(NVCC) $(CUDA_ARCH)' | cmp -s - $@ || echo 'CUDA=$(CUDA) $(NVCC) $(CUDA_ARCH)' >$@
+	@mkdir -p $(dir $@); echo '$(CONFIG)' | cmp -s - $@ || echo '$(CONFIG)' >$@
 FORCE:
 
 $(BUILD)/obj/%.o: %.cu $(BUILD)/obj/.config | $(CUBLAS_STAMP)
 	@mkdir -p $(dir $@)
 	$(NVCC) $(PS_NVCCFLAGS) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+$(BUILD)/obj/%.o: %.cpp $(BUILD)/obj/.config | $(CUDNN_STAMP)
+	@mkdir -p $(dir $@)
+	$(CXX) $(PS_CPPFLAGS) -isystem $(BUILD)/cudnn/include $(CPPFLAGS) $(PS_CXXFLAGS) $(CXXFLAGS) -MMD -MP -c $< -o $@
 $(BUILD)/obj/%.o: %.c $(BUILD)/obj/.config | $(BLAS_STAMP) $(CUBLAS_STAMP)
 	@mkdir -p $(dir $@)
 	$(CC) $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -MMD -MP -c $< -o $@

@@ -387,7 +387,7 @@ static void timings(void) {
 int main(int argc, char **argv) {
   int n = 0;
   if (cudaGetDeviceCount(&n) != cudaSuccess || !n) {
-    printf("ok skipped: no GPU here\n");
+    printf("ok skipped: no CUDA device\n");
     return 0;
   }
   CU(cudaSetDevice(0));

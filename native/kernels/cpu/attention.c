@@ -83,5 +83,5 @@ static ps_status attention_bwd(const ps_launch *l) {
   return PS_OK;
 }
 
-const ps_kernel ps__k_attention_fwd = {"attention_fwd", PS_CLASS_ATTENTION, {attention_fwd, NULL}};
-const ps_kernel ps__k_attention_bwd = {"attention_bwd", PS_CLASS_ATTENTION, {attention_bwd, NULL}};
+const ps_kernel ps__k_attention_fwd = {"attention_fwd", PS_CLASS_ATTENTION, {attention_fwd, PS_CUDA_FN(attention_fwd)}};
+const ps_kernel ps__k_attention_bwd = {"attention_bwd", PS_CLASS_ATTENTION, {attention_bwd, PS_CUDA_FN(attention_bwd)}};
