@@ -224,6 +224,8 @@ static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomi
       fail_device(r, e->backend->health(e->device));
     return false;
   }
+  if (s->n_wait && atomic_load(leave)) /* awaited work may have run on only because a stream gave up: it is nothing to go by */
+    return false;
   if (ev)
     e->backend->stamp(e->device, s->stream, PS__STAMP_START, ev);
   ps_status st = launch(r, s, step);
