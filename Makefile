@@ -81,7 +81,7 @@ CUBLAS_STAMP := $(BUILD)/cublas/cublasLt.h
 PS_CPPFLAGS += -isystem $(BUILD)/cublas
 PS_NVCCFLAGS += -isystem $(BUILD)/cublas
 endif
-CU_OBJ := $(patsubst %.cu,$(BUILD)/obj/%.o,$(sort $(wildcard native/kernels/cuda/*.cu)))
+CU_OBJ := $(patsubst %.cu,$(BUILD)/obj/%.o,$(sort $(wildcard native/kernels/cuda/*.cu native/optim/cuda/*.cu)))
 # Attention through cuDNN: headers under $(BUILD)/cudnn/include (the frontend counts on that name), its libraries, which are opened at run time, beside ours.
 ifeq ($(CUDNN),1)
 CUDNN_STAMP := $(BUILD)/cudnn/include/cudnn_frontend.h

@@ -9,6 +9,7 @@
  * order: any thread may do any element. In a vector the place advances by one addition, and a word's four pieces already
  * lie where its four elements do. */
 #include "adamw_impl.h"
+#include "../core/core.h"
 #include <math.h>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -52,28 +53,43 @@ void ps__adamw_bias_correction(ps__adamw_scalars *s, uint64_t t) {
   s->c2 = (float)(1.0 / (1.0 - pow((double)s->beta2, (double)t)));
 }
 
+/* Round to nearest, denormals kept: a thread inherits its mode from its maker, and programs built with -ffast-math (or that ask
+ * for flushing) change it. Returns the mode to put back. */
+static unsigned enter_mode(void) {
+#if defined(__x86_64__)
+  const unsigned mode = _mm_getcsr();
+  _mm_setcsr(0x1f80);
+  return mode;
+#else
+  return 0;
+#endif
+}
+static void leave_mode(unsigned mode) {
+#if defined(__x86_64__)
+  _mm_setcsr(mode);
+#endif
+}
+
 /* Not inlined, so that no arithmetic moves ahead of the change of mode below. */
-__attribute__((noinline)) static void update(ps__adamw_fn fn, uint64_t n, void *w, uint16_t *w_bf16, const void *grad, void *m,
-                                             void *v, float decay, uint64_t element0, const ps__adamw_scalars *s) {
-  const ps__adamw_k k = {.lr = s->lr, .lr_decay = s->lr * decay, .beta1 = s->beta1, .beta1_rest = 1.0f - s->beta1,
-                         .beta2 = s->beta2, .beta2_rest = 1.0f - s->beta2, .eps = s->eps, .grad_scale = s->grad_scale,
-                         .c1 = s->c1, .c2 = s->c2, .sr_key = sr_key(s->seed, s->step), .element = element0};
-  fn(n, w, w_bf16, grad, m, v, &k);
+__attribute__((noinline)) static ps__adamw_k constants(const ps__adamw_scalars *s, float decay, uint64_t element0) {
+  return (ps__adamw_k){.lr = s->lr, .lr_decay = s->lr * decay, .beta1 = s->beta1, .beta1_rest = 1.0f - s->beta1, .beta2 = s->beta2,
+                       .beta2_rest = 1.0f - s->beta2, .eps = s->eps, .grad_scale = s->grad_scale, .c1 = s->c1, .c2 = s->c2,
+                       .sr_key = sr_key(s->seed, s->step), .element = element0};
+}
+
+ps__adamw_k ps__adamw_constants(const ps__adamw_scalars *s, float decay, uint64_t element0) {
+  const unsigned mode = enter_mode();
+  const ps__adamw_k k = constants(s, decay, element0);
+  leave_mode(mode);
+  return k;
 }
 
 void ps__adamw_update(ps__simd simd, ps_recipe recipe, uint64_t n, void *w, uint16_t *w_bf16, const void *grad, void *m, void *v,
                       float decay, uint64_t element0, const ps__adamw_scalars *s) {
-  ps__adamw_fn fn = variant(simd, recipe);
-#if defined(__x86_64__)
-  /* Round to nearest, denormals kept: a thread inherits its mode from its maker, and programs built with -ffast-math (or
-   * that ask for flushing) change it. */
-  unsigned mode = _mm_getcsr();
-  _mm_setcsr(0x1f80);
-  update(fn, n, w, w_bf16, grad, m, v, decay, element0, s);
-  _mm_setcsr(mode);
-#else
-  update(fn, n, w, w_bf16, grad, m, v, decay, element0, s);
-#endif
+  const unsigned mode = enter_mode();
+  const ps__adamw_k k = constants(s, decay, element0);
+  variant(simd, recipe)(n, w, w_bf16, grad, m, v, &k);
+  leave_mode(mode);
 }
 
 /* ---- a unit on a pool -------------------------------------------------------------------------------------------- */

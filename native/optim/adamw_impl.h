@@ -1,4 +1,4 @@
-/* adamw_impl.h - between adamw.c and its three variants: the constants of one update and the table of functions. */
+/* adamw_impl.h - between adamw.c and its variants (three here, one in cuda/): the constants of one update and the table of functions. */
 #ifndef PS_ADAMW_IMPL_H
 #define PS_ADAMW_IMPL_H
 #include "optim.h"
@@ -8,6 +8,14 @@
 #define PS__SR_MUL1 UINT64_C(0xbf58476d1ce4e5b9)
 #define PS__SR_MUL2 UINT64_C(0x94d049bb133111eb)
 #define PS__QUIET_NAN 0x7fc00000u
+#ifdef __CUDACC__
+#define PS__ANYWHERE __host__ __device__ /* CUDA: for the device too */
+#else
+#define PS__ANYWHERE
+#endif
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 /* What is the same for every element of a call; each field is rounded to fp32 once, so that all variants start alike. */
 typedef struct ps__adamw_k {
@@ -15,8 +23,10 @@ typedef struct ps__adamw_k {
   uint64_t sr_key;  /* of seed and step */
   uint64_t element; /* global index of the first element */
 } ps__adamw_k;
+/* The constants of elements with @decay, the first of which is @element0; whatever the calling thread's floating-point mode. */
+ps__adamw_k ps__adamw_constants(const ps__adamw_scalars *s, float decay, uint64_t element0);
 
-static inline uint64_t ps__sr_mix(uint64_t z) {
+PS__ANYWHERE static inline uint64_t ps__sr_mix(uint64_t z) {
   z = (z ^ (z >> 30)) * PS__SR_MUL1;
   z = (z ^ (z >> 27)) * PS__SR_MUL2;
   return z ^ (z >> 31);
@@ -24,7 +34,7 @@ static inline uint64_t ps__sr_mix(uint64_t z) {
 
 /* The words of the group of four elements that @element is in: word[0] for w, [1] for m, [2] for v; the element's 16 bits
  * start at bit 16 * (element % 4). */
-static inline void ps__sr_words(uint64_t word[3], uint64_t key, uint64_t element) {
+PS__ANYWHERE static inline void ps__sr_words(uint64_t word[3], uint64_t key, uint64_t element) {
   for (uint64_t a = 0; a < 3; a++) word[a] = ps__sr_mix(key + (3 * (element / 4) + a + 1) * PS__SR_GAMMA);
 }
 
@@ -34,5 +44,8 @@ extern const ps__adamw_fn ps__adamw_scalar[PS_N_RECIPES];
 #if defined(__x86_64__)
 extern const ps__adamw_fn ps__adamw_avx2[PS_N_RECIPES];
 extern const ps__adamw_fn ps__adamw_avx512[PS_N_RECIPES];
+#endif
+#ifdef __cplusplus
+}
 #endif
 #endif

@@ -1,4 +1,4 @@
-/* optim.h - the host optimizer: AdamW with decoupled decay over one unit's state, fused, by segments.
+/* optim.h - the optimizer on the host (cuda_adamw.h: on the device): AdamW with decoupled decay over one unit's state, fused, by segments.
  *
  * math (Loshchilov & Hutter 2019, arXiv 1711.05101, with bias correction), all in fp32, no FMA contraction, in this order:
  *   g  = grad * grad_scale
@@ -9,8 +9,8 @@
  * recipe fp32-master  w, m, v fp32, grad bf16; the bf16 copy of w is rounded to nearest even
  * recipe bf16         w, m, v, grad bf16; w', m', v' rounded stochastically: (bits + (r & 0xffff)) >> 16 where r is the
  *                     counter-based generator below (not applied to infinities and NaN)
- * AVX-512, AVX2 and scalar give the same bits for every input; which runs is chosen once by the CPU, and can be forced for
- * tests. Denormals are computed with, never flushed, whatever the calling thread's mode (it is set for the call and put
+ * AVX-512, AVX2, scalar and CUDA give the same bits for every input; which host variant runs is chosen once by the CPU, and
+ * can be forced for tests. Denormals are computed with, never flushed, whatever the calling thread's mode (it is set for the call and put
  * back). Infinities follow IEEE 754. A NaN is stored as the one quiet NaN 0x7fc00000 (0x7fc0 in bf16), whatever its origin.
  * A finite value beyond the largest bf16 may round to infinity.
  * generator: ps__sr_random(seed, step, element): splitmix64's finalizer over a Weyl sequence, three words for four elements
@@ -19,7 +19,11 @@
 #define PS_OPTIM_H
 #include <penstock/engine.h>
 #include <penstock/model.h>
-#include "../core/core.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ps__pool ps__pool; /* core.h, which C++ cannot read */
 
 typedef enum ps__simd { PS_SIMD_SCALAR = 0, PS_SIMD_AVX2 = 1, PS_SIMD_AVX512 = 2 } ps__simd;
 PS_API ps__simd ps__simd_best(void);          /* what this CPU runs */
@@ -59,4 +63,7 @@ typedef struct ps__lr_schedule {
 PS_API double ps__lr_at(const ps__lr_schedule *s, uint64_t step);
 
 /* Kernel of the model's optimizer op lives in native/train, which owns the scalars. */
+#ifdef __cplusplus
+}
+#endif
 #endif

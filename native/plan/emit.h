@@ -25,6 +25,7 @@ typedef struct ps__builder {
   ps__visit *visit;
   uint32_t n_visits, next_fetch;
   uint32_t clock;            /* chunk steps emitted so far, for late frees */
+  uint32_t header;           /* device copy of the batch header, which updates without clipping look at; PS__NO_VT before the first */
   uint32_t last_home;        /* weights at home that the device-to-host stream wrote last */
   ps__late_free *late;
   size_t n_late, cap_late;

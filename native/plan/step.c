@@ -202,7 +202,7 @@ ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layou
   s->layout = layout;
   s->spec = spec;
   s->dt = spec->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
-  ps__builder b = {.s = s, .hooks = hooks};
+  ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT};
   ps_status st = ps__block_init(&s->block, cfg, s->dt);
   if (st == PS_OK && !builder_init(&b)) st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
   if (st == PS_OK) st = ps__units_init(&b);

@@ -39,9 +39,11 @@ void ps__spec_free(ps__spec *s);
 /* One function serves all; ptr by what:
  *   LOAD    W batch (whole host batch)
  *   LOSS    R batch, R row_loss f32[step tokens], W stats.loss and valid_tokens
- *   NORM    R norms f64[n_units][PS__NORM_SLOTS], W stats.norm and stats.clip_scale
- *   ADAMW   RW weights (fp32-master: the master), RW m, RW v, R gradient, then fp32-master: W bf16 copy, then with clipping: R stats.norm and
- *           clip_scale, without: R the unit's norms. On the host stream, or on compute over device memory: the same function.
+ *   NORM    R norms f64[n_units][PS__NORM_SLOTS], W the second half of stats, its step last and on success only
+ *   ADAMW   RW weights (fp32-master: the master), RW m, RW v, R gradient, then fp32-master: W bf16 copy, then with clipping: R the second half
+ *           of stats, without: R the unit's norms and, on the device, R the batch header. On the host stream, or on compute over device
+ *           memory: the same function, in which on a GPU every pointer is to device memory. It touches nothing when the step in stats
+ *           (without clipping on the device: in the batch header) is not its own: the host gave its step up (engine/backend.h).
  *   REPORT  R stats, then where units are updated on the device: R the weights that come home last */
 typedef enum ps__hook { PS__HOOK_LOAD, PS__HOOK_LOSS, PS__HOOK_NORM, PS__HOOK_ADAMW, PS__HOOK_REPORT } ps__hook;
 typedef struct ps__step_hooks {
@@ -57,12 +59,17 @@ typedef struct ps__step_stats {
   double norm;
   float clip_scale;
   uint32_t pad1;
-  uint64_t pad2[6];
+  uint64_t step; /* 1 + the run's step that norm and clip_scale are of */
+  uint64_t pad2[5];
 } ps__step_stats;
 
 /* The batch: a 64-byte header, then a block a chunk with tokens, targets, doc_start and position (int32[T] each, 64-byte aligned)
  * and the scale 1/valid tokens (float in 64 bytes). The same block is copied to the device. */
-typedef struct ps__batch_header { uint64_t valid_tokens; uint64_t pad[7]; } ps__batch_header;
+typedef struct ps__batch_header {
+  uint64_t valid_tokens;
+  uint64_t step; /* 1 + the run's step that the batch is of; LOAD writes it last and on success only */
+  uint64_t pad[6];
+} ps__batch_header;
 typedef struct ps__batch_block { uint64_t tokens, targets, doc_start, position, scale, bytes; } ps__batch_block; /* BYTES from the block's start */
 ps__batch_block ps__batch_block_of(uint32_t n_tokens);
 
@@ -78,7 +85,9 @@ typedef struct ps__vop {
 
 enum { PS__NO_VT = UINT32_MAX };
 /* Tensors of a unit, n elements. At the host: weights, master (fp32-master only), grad; m and v where the update runs. For a unit
- * that is updated on the device, its weights and master there; their host copies follow every step, so that home stays valid. */
+ * that is updated on the device, its weights and master there; the home of the truth follows every step: the master where there is
+ * one, else the weights. The bf16 home beside a master does not: who reads parameters reads the master (ps__truth), and the
+ * preamble, which sends both, comes before the first update. */
 typedef struct ps__home { uint32_t weights, master, grad, m, v, device_weights, device_master; uint64_t n; } ps__home;
 
 typedef struct ps__step {

@@ -124,6 +124,16 @@ static uint32_t emit_sumsq(ps__builder *b, uint32_t unit, uint32_t grad, bool on
   return out;
 }
 
+/* What tells an update on the device without clipping whether the host gave the step up. Not sent before it is needed: it waits for the
+ * last update of the step before, and what is behind it on the stream would wait with it. */
+static uint32_t send_header(ps__builder *b, ps_tag tag) {
+  const uint64_t bytes = sizeof(ps__batch_header);
+  if (b->header != PS__NO_VT) return b->header;
+  b->header = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
+  ps__emit_copy(b, PS__S_H2D, ps__part(b->s->batch, PS_READ, 0, bytes), ps__whole(b, b->header, PS_WRITE), tag);
+  return b->header;
+}
+
 /* The update of a unit: on the host stream over its home, or on compute over device memory (grad, and scale: the device copy of the
  * norm and clip scale or of the unit's norms), after which the weights go home. */
 static void emit_adamw(ps__builder *b, uint32_t unit, uint32_t grad, uint32_t scale) {
@@ -134,7 +144,7 @@ static void emit_adamw(ps__builder *b, uint32_t unit, uint32_t grad, uint32_t sc
   const double bytes_each = s->spec->recipe == PS_RECIPE_BF16 ? 14 : 28;
   const ps_tag tag = unit_tag(b, unit, PS__PHASE_UPDATE);
   const uint64_t at = (uint64_t)unit * PS__NORM_SLOTS * 8;
-  ps__vaccess access[6];
+  ps__vaccess access[7];
   uint32_t n = 0;
   access[n++] = ps__whole(b, master ? fp32 : weights, PS_READ_WRITE);
   access[n++] = ps__whole(b, h->m, PS_READ_WRITE);
@@ -142,8 +152,9 @@ static void emit_adamw(ps__builder *b, uint32_t unit, uint32_t grad, uint32_t sc
   access[n++] = ps__whole(b, there ? grad : h->grad, PS_READ);
   if (master) access[n++] = ps__whole(b, weights, PS_WRITE);
   if (there) access[n++] = ps__whole(b, scale, PS_READ);
-  else if (s->spec->clip) access[n++] = ps__part(s->stats, PS_READ, 64, 64);
-  else access[n++] = ps__part(s->norms, PS_READ, at, PS__NORM_SLOTS * 8);
+  if (there && !s->spec->clip) access[n++] = ps__whole(b, send_header(b, tag), PS_READ);
+  if (!there && s->spec->clip) access[n++] = ps__part(s->stats, PS_READ, 64, 64);
+  if (!there && !s->spec->clip) access[n++] = ps__part(s->norms, PS_READ, at, PS__NORM_SLOTS * 8);
   ps__emit_hook(b, PS__HOOK_ADAMW, unit, there ? PS__S_COMPUTE : PS__S_HOST, access, n, ps__bytes_work(bytes_each * (double)h->n), tag);
   if (!there) return;
   ps__vt_free(b, grad);
@@ -209,6 +220,7 @@ void ps__emit_updates(ps__builder *b) {
     for (uint32_t u = 0; u < n_units; u++) emit_adamw(b, u, b->unit[u].total, scale);
     ps__vt_free(b, scale);
   }
+  ps__vt_free(b, b->header);
   /* The report is the step's end: behind the host stream's updates by order, behind the last weights on their way home by reading them. */
   ps__vaccess report[2] = {ps__whole(b, s->stats, PS_READ)};
   if (any_there) report[1] = ps__whole(b, b->last_home, PS_READ);

@@ -1,5 +1,8 @@
 /* hooks.c - the host ops of a step: its batch, its loss, the gradient norm, the updates, the report. */
 #include "trainer.h"
+#ifdef PS_CUDA
+#include "../optim/cuda_adamw.h"
+#endif
 #include <math.h>
 #include <string.h>
 
@@ -61,9 +64,9 @@ static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
   uint64_t valid;
   PS_TRY(t->cfg.batch_fn ? t->cfg.batch_fn(t->cfg.batch_user, step, t->tokens, t->targets, layout->n_tokens) : read_dataset(t, step));
   PS_TRY(check_batch(t, step, &valid));
-  ((ps__batch_header *)l->ptr[0])->valid_tokens = valid;
   for (uint32_t i = 0; i < layout->n_chunks; i++)
     fill_block(t, &layout->chunk[i], (float)(1.0 / (double)valid), (char *)l->ptr[0] + t->plan->step.batch_offset[i]);
+  *(ps__batch_header *)l->ptr[0] = (ps__batch_header){.valid_tokens = valid, .step = l->step + 1};
   return PS_OK;
 }
 
@@ -106,6 +109,9 @@ static ps_status not_finite(const ps_trainer *t, const ps_launch *l, uint32_t un
                   t->plan->cfg.clip ? "nothing was updated in this step" : "the units above it are updated, the others not");
 }
 
+/* Ops get the half of stats that they are about, at home or on the device. */
+static ps__step_stats *stats_of(void *second_half) { return (ps__step_stats *)(void *)((char *)second_half - offsetof(ps__step_stats, norm)); }
+
 static ps_status grad_norm(const ps_trainer *t, const ps_launch *l) {
   const double *slots = l->ptr[0];
   double sum = 0;
@@ -113,25 +119,56 @@ static ps_status grad_norm(const ps_trainer *t, const ps_launch *l) {
   for (uint32_t u = t->plan->spec.n_units; !isfinite(sum) && u-- > 0;) /* from above, as gradients flow: where it began */
     if (!isfinite(unit_sumsq(t, slots + (size_t)u * PS__NORM_SLOTS, u))) return not_finite(t, l, u);
   const double norm = sqrt(sum), scale = t->cfg.clip_norm / (norm + 1e-6); /* as torch.nn.utils.clip_grad_norm_ */
-  ps__step_stats *half = (ps__step_stats *)(void *)((char *)l->ptr[1] - offsetof(ps__step_stats, norm));
+  ps__step_stats *half = stats_of(l->ptr[1]);
   half->norm = norm;
   half->clip_scale = t->cfg.clip_norm > 0 && scale < 1 ? (float)scale : 1.0f;
+  half->step = l->step + 1;
   return PS_OK;
 }
 
 /* ---- updates -------------------------------------------------------------------------------------------------------------------------- */
 
+#ifdef PS_CUDA
+/* Everything is on the device, the gate too. */
+static ps_status update_on_gpu(const ps_trainer *t, uint32_t unit, const ps_launch *l, void *const *gate, const ps__adamw_scalars *s) {
+  const ps_plan *p = t->plan;
+  const uint32_t first = t->first_segment[unit], n = t->first_segment[unit + 1] - first;
+  ps__cuda_gate g = {.expected = l->step + 1};
+  if (p->cfg.clip) {
+    g.step = &stats_of(gate[0])->step;
+    g.scale = &stats_of(gate[0])->clip_scale;
+  } else {
+    ps__run_info run[PS__NORM_SLOTS];
+    g.sumsq = gate[0];
+    g.n_sumsq = ps__unit_runs(&p->step.block, &p->model, unit, run);
+    g.step = &((const ps__batch_header *)gate[1])->step;
+  }
+  return ps__cuda_adamw_unit(l->exec, (ps_recipe)p->cfg.recipe, t->segments + first, n, l->ptr[0],
+                             p->cfg.recipe == PS_RECIPE_FP32_MASTER ? l->ptr[4] : NULL, l->ptr[3], l->ptr[1], l->ptr[2],
+                             t->first_element[unit], s, &g);
+}
+#endif
+
+/* A step that the host gave up updates nothing, which counts where ops run on although one before them failed: on GPUs. Without
+ * clipping that is known from the batch: of a step that was given up later, units may be updated, as of one that fails half-way. */
 static ps_status update(ps_trainer *t, uint32_t unit, const ps_launch *l) {
   const ps__cpu_exec *exec = l->exec;
   const uint64_t step = t->cfg.first_step + l->step;
-  const bool master = t->plan->cfg.recipe == PS_RECIPE_FP32_MASTER;
-  const void *last = l->ptr[l->n_ptr - 1];
-  float scale = 1.0f;
-  if (t->plan->cfg.clip) memcpy(&scale, (const char *)last + offsetof(ps__step_stats, clip_scale) - 64, sizeof scale);
-  else if (!isfinite(unit_sumsq(t, last, unit))) return not_finite(t, l, unit);
+  const bool master = t->plan->cfg.recipe == PS_RECIPE_FP32_MASTER, there = t->plan->spec.update_resident[unit];
+  void *const *gate = l->ptr + 4 + master; /* half of stats; or the unit's norms and, on the device, the batch header */
   ps__adamw_scalars s = {.lr = (float)ps__lr_at(&t->lr, step), .beta1 = (float)t->cfg.beta1, .beta2 = (float)t->cfg.beta2,
-                         .eps = (float)t->cfg.eps, .grad_scale = scale, .seed = t->cfg.seed, .step = step};
+                         .eps = (float)t->cfg.eps, .grad_scale = 1.0f, .seed = t->cfg.seed, .step = step};
   ps__adamw_bias_correction(&s, step + 1);
+#ifdef PS_CUDA
+  if (there && t->engine->cfg.backend == PS_BACKEND_CUDA) return update_on_gpu(t, unit, l, gate, &s);
+#endif
+  if (t->plan->cfg.clip) {
+    if (stats_of(gate[0])->step != l->step + 1) return PS_OK;
+    s.grad_scale = stats_of(gate[0])->clip_scale;
+  } else {
+    if (there && ((const ps__batch_header *)gate[1])->step != l->step + 1) return PS_OK;
+    if (!isfinite(unit_sumsq(t, gate[0], unit))) return not_finite(t, l, unit);
+  }
   const uint32_t first = t->first_segment[unit], n = t->first_segment[unit + 1] - first;
   ps__adamw_unit(exec->pool, (ps_recipe)t->plan->cfg.recipe, t->segments + first, n, l->ptr[0], master ? l->ptr[4] : NULL, l->ptr[3],
                  l->ptr[1], l->ptr[2], t->first_element[unit], &s);
