@@ -1,6 +1,5 @@
 /* cuda.c - the CUDA backend: streams, waits, signals and failures (device.h says how). */
 #include "backends/cuda/device.h"
-#include "kernels/cuda/cublaslt.h"
 #include <ctype.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -116,8 +115,6 @@ static ps_status open_device_stream(ps__device *dev, uint32_t idx) {
     return PS_OK;
   PS_TRY(device_memory(dev, &s->scratch, bytes, idx));
   s->exec.scratch = (void *)(uintptr_t)s->scratch;
-  if (compute)
-    PS_TRY(ps__cublaslt_open());
   return compute ? ps__cuda_blas_create(&s->exec.blas, (char *)s->exec.scratch + s->exec.scratch_bytes, blas_bytes) : PS_OK;
 }
 

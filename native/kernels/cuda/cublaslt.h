@@ -2,8 +2,14 @@
 #ifndef PS_KERNELS_CUDA_CUBLASLT_H
 #define PS_KERNELS_CUDA_CUBLASLT_H
 #include <penstock/status.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 /* Opens cuBLASLt's library, once a process, any thread: before any product. PS_EDEVICE says why not and what to install. */
 ps_status ps__cublaslt_open(void);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -2,6 +2,7 @@
  *
  * cuBLASLt is column-major: row-major C[M,N] = op(A) op(B) is its C'[N,M] = op(B)' op(A)', so B comes first and what is stored
  * as op() needs it is "not transposed" there. */
+#include "cublaslt.h"
 #include "cuda_common.cuh"
 #include <cublasLt.h>
 #include <cstring>
@@ -31,6 +32,8 @@ struct ps__cuda_blas {
 };
 
 extern "C" ps_status ps__cuda_blas_create(ps__cuda_blas **out, void *workspace, size_t workspace_bytes) {
+  const ps_status opened = ps__cublaslt_open();
+  if (opened != PS_OK) return opened;
   ps__cuda_blas *b = (ps__cuda_blas *)ps__calloc(1, sizeof *b);
   if (!b) return ps__fail(PS_ENOMEM, "no %zu bytes for the table of matrix shapes", sizeof *b);
   const cublasStatus_t st = cublasLtCreate(&b->lt);
