@@ -11,6 +11,7 @@
 #   CUDNN   1 (with CUDA, default) | 0: build without attention on GPUs      CXX, CXXFLAGS  its C++ compiler and flags (default: -O1)
 #   CUDNN_PYTHON  the interpreter that has the wheels of python/requirements-cudnn*.txt (default: that of $(VENV), which gets them)
 #   CUDNN_HOME  a cuDNN by itself, its include/ and lib/      CUDNN_FRONTEND  the folder that has cudnn_frontend.h, where no wheel has it
+#   FLASH_ATTN  0 (default) | 1: fetch flash-attn's source and compile its kernels: attention for GPUs before 9.0 (minutes, 6 GB a job)
 #   NVCCFLAGS  yours, added behind the project's own
 #   SAN     thread | address,undefined: build with sanitizers (use another BUILD)
 BUILD ?= build
@@ -19,6 +20,7 @@ PYTHON ?= python3
 BLAS ?= wheel
 CUDA ?= auto
 CUDNN ?= 1
+FLASH_ATTN ?= 0
 CFLAGS ?= -O2 -g
 CXXFLAGS ?= -O1
 
@@ -81,13 +83,26 @@ CUBLAS_STAMP := $(BUILD)/cublas/cublasLt.h
 PS_CPPFLAGS += -isystem $(BUILD)/cublas
 PS_NVCCFLAGS += -isystem $(BUILD)/cublas
 endif
-CU_OBJ := $(patsubst %.cu,$(BUILD)/obj/%.o,$(sort $(wildcard native/kernels/cuda/*.cu native/optim/cuda/*.cu)))
+CU_SRC := $(sort $(wildcard native/kernels/cuda/*.cu native/optim/cuda/*.cu))
+ifneq ($(FLASH_ATTN),1)
+CU_SRC := $(filter-out %/attention_flash.cu,$(CU_SRC))
+endif
+CU_OBJ := $(CU_SRC:%.cu=$(BUILD)/obj/%.o)
 # Attention through cuDNN: headers under $(BUILD)/cudnn/include (the frontend counts on that name), its libraries, which are opened at run time, beside ours.
 ifeq ($(CUDNN),1)
 CUDNN_STAMP := $(BUILD)/cudnn/include/cudnn_frontend.h
 PS_CPPFLAGS += -DPS_CUDNN=1
 PS_NVCCFLAGS += -DPS_CUDNN=1
 CU_OBJ += $(BUILD)/obj/native/kernels/cuda/attention_cudnn.o
+endif
+# flash-attn's kernels, one object for each direction and head dim.
+ifeq ($(FLASH_ATTN),1)
+FLASH_STAMP := $(BUILD)/flash-attn/LICENSE
+FLASH_FLAGS := -Inative/kernels/cuda/flash/standin -isystem $(BUILD)/flash-attn/src -isystem $(BUILD)/flash-attn/cutlass \
+               --expt-relaxed-constexpr --expt-extended-lambda --use_fast_math
+PS_NVCCFLAGS += -DPS_FLASH_ATTN=1
+FLASH_OBJ := $(foreach k,fwd_64 fwd_128 bwd_64 bwd_128,$(BUILD)/obj/native/kernels/cuda/flash/$(k).o)
+CU_OBJ += $(FLASH_OBJ)
 endif
 LIB_SRC += $(sort $(wildcard native/kernels/cuda/*.c))
 else
@@ -158,8 +173,24 @@ $(BUILD)/cudnn/include/cudnn_frontend.h: python/find_cudnn.py $(if $(CUDNN_PYTHO
 	 $(if $(CUDNN_FRONTEND),--frontend $(CUDNN_FRONTEND)) $(if $(wildcard $(CUDA_TOOLKIT)/include/nvrtc.h),--nvrtc $(CUDA_TOOLKIT)/include)
 	@touch $@
 
+ifeq ($(FLASH_ATTN)$(CUDA),11)
+# flash-attn's headers and CUTLASS.
+$(BUILD)/flash-attn/LICENSE: python/fetch_flash_attn.py python/requirements-flash.txt | $(VENV)/.done-requirements-runtime.txt
+	@$(VENV)/bin/python python/fetch_flash_attn.py python/requirements-flash.txt $(BUILD)/flash-attn
+	@touch $@
+$(FLASH_OBJ): $(BUILD)/obj/.config | $(FLASH_STAMP)
+$(filter %/fwd_64.o %/fwd_128.o,$(FLASH_OBJ)): $(BUILD)/obj/native/kernels/cuda/flash/fwd_%.o: native/kernels/cuda/flash/flash_fwd.cu
+	@mkdir -p $(dir $@)
+	$(NVCC) $(PS_NVCCFLAGS) $(FLASH_FLAGS) -DPS_FLASH_DIM=$* $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+$(filter %/bwd_64.o %/bwd_128.o,$(FLASH_OBJ)): $(BUILD)/obj/native/kernels/cuda/flash/bwd_%.o: native/kernels/cuda/flash/flash_bwd.cu
+	@mkdir -p $(dir $@)
+	$(NVCC) $(PS_NVCCFLAGS) $(FLASH_FLAGS) -DPS_FLASH_DIM=$* $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+$(BUILD)/obj/native/kernels/cuda/attention_flash.o: PS_NVCCFLAGS += $(FLASH_FLAGS)
+$(BUILD)/obj/native/kernels/cuda/attention_flash.o: | $(FLASH_STAMP)
+endif
+
 # What an object was built for: changes when CUDA does, and only then.
-CONFIG := CUDA=$(CUDA) $(if $(filter 1,$(CUDA)),CUDNN=$(CUDNN)) $(NVCC) $(CUDA_ARCH)
+CONFIG := CUDA=$(CUDA) $(if $(filter 1,$(CUDA)),CUDNN=$(CUDNN) FLASH_ATTN=$(FLASH_ATTN)) $(NVCC) $(CUDA_ARCH)
 $(BUILD)/obj/.config: FORCE
 	@mkdir -p $(dir $@); echo '$(CONFIG)' | cmp -s - $@ || echo '$(CONFIG)' >$@
 FORCE:

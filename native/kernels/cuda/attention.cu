@@ -17,7 +17,7 @@ enum { FIND_THREADS = 1024 };
 /* One block. Pass over the rows in pieces of FIND_THREADS: a row begins a document where doc_start differs from the row before; its number
  * is the count of begins before it (warp ballots, then the warps' counts). Slot d's first row is kept in the q lengths until the end. */
 __global__ void __launch_bounds__(FIND_THREADS) find_documents_k(const int32_t *doc_start, int32_t *documents, uint32_t n_rows, uint32_t row0,
-                                                                 uint32_t slots, uint32_t q_width, uint32_t kv_width, uint32_t heads) {
+                                                                 uint32_t slots, uint32_t q_ld, uint32_t kv_ld, uint32_t dkv_ld, uint32_t lse_ld) {
   __shared__ uint32_t begins[32], n_docs;
   const uint32_t stride = (slots + 1 + 31) / 32 * 32, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int32_t *first = documents + PS_ATT_HEADER + PS_ATT_OFF_LSE * stride; /* row of each slot's begin; overwritten last */
@@ -55,15 +55,17 @@ __global__ void __launch_bounds__(FIND_THREADS) find_documents_k(const int32_t *
     documents[PS_ATT_HEAD_PLAIN_ROW] = q0; /* the first row beyond the slots' documents */
     documents[PS_ATT_HEAD_FIRST_KEY] = doc_start[0];
   }
-  array[PS_ATT_OFF_Q * stride] = q0 * (int32_t)q_width;
-  array[PS_ATT_OFF_KV * stride] = key0 * (int32_t)(2 * kv_width);
-  array[PS_ATT_OFF_DKV * stride] = key0 * (int32_t)kv_width;
-  array[PS_ATT_OFF_LSE * stride] = q0 * (int32_t)heads;
+  array[PS_ATT_OFF_Q * stride] = q0 * (int32_t)q_ld;
+  array[PS_ATT_OFF_KV * stride] = key0 * (int32_t)kv_ld;
+  array[PS_ATT_OFF_DKV * stride] = key0 * (int32_t)dkv_ld;
+  array[PS_ATT_OFF_LSE * stride] = q0 * (int32_t)lse_ld;
 }
 
-void ps_att_find_documents(cudaStream_t stream, const ps__args_attention *a, const int32_t *doc_start, uint32_t slots, int32_t *documents) {
-  find_documents_k<<<1, FIND_THREADS, 0, stream>>>(doc_start, documents, a->n_tokens, a->row0, slots, a->n_heads * a->head_dim,
-                                                   a->n_kv_heads * a->head_dim, a->n_heads);
+void ps_att_find_documents(cudaStream_t stream, const ps__args_attention *a, const int32_t *doc_start, uint32_t slots, bool in_rows,
+                           int32_t *documents) {
+  const uint32_t width = in_rows ? 1 : a->n_heads * a->head_dim, kv_width = in_rows ? 1 : a->n_kv_heads * a->head_dim;
+  find_documents_k<<<1, FIND_THREADS, 0, stream>>>(doc_start, documents, a->n_tokens, a->row0, slots, width, in_rows ? 1 : 2 * kv_width, kv_width,
+                                                   in_rows ? 1 : a->n_heads);
 }
 
 /* ---- log-sum-exp and dkv --------------------------------------------------------------------------------------------------- */
@@ -86,32 +88,41 @@ void ps_att_transpose(cudaStream_t stream, float *dst, const float *src, uint32_
   transpose_k<<<ps_ceil_div(rows, 32) * ps_ceil_div(cols, 32), dim3(32, 8), 0, stream>>>(dst, src, rows, cols);
 }
 
-/* A thread 8 elements of a row of dkv. bytes: 4*rows*K of bf16 in, 8*rows*K of fp32 out (twice that when accumulating). */
+/* A thread 8 elements of a row of dkv, the sum over the @group heads of dk or dv that share them. bytes: 4*rows*K*group of bf16 in, 8*rows*K of
+ * fp32 out (twice that when accumulating). */
 template <bool ACCUMULATE>
 __global__ void finish_dkv_k(const __nv_bfloat16 *dk, const __nv_bfloat16 *dv, float *dkv, const int32_t *documents, uint32_t n_rows, uint32_t row0,
-                             uint32_t width) {
+                             uint32_t width, uint32_t d, uint32_t group) {
   const uint32_t first = documents ? (uint32_t)documents[PS_ATT_HEAD_FIRST_KEY] : 0;
   const uint32_t end = documents ? row0 + (uint32_t)documents[PS_ATT_HEAD_PLAIN_ROW] : n_rows;
   const uint64_t i = ((uint64_t)blockIdx.x * blockDim.x + threadIdx.x) * 8;
   const uint32_t row = (uint32_t)(i / (2 * width)), col = (uint32_t)(i % (2 * width));
   if (row >= end || (ACCUMULATE && row < first)) return;
-  float x[8] = {}, y[4];
-  if (row >= first) ps_read<__nv_bfloat16, 8>(x, (col < width ? dk + col : dv + (col - width)) + (size_t)row * width);
+  const uint32_t within = col < width ? col : col - width; /* head * d + element, elements of a head lie together */
+  const __nv_bfloat16 *from = (col < width ? dk : dv) + (size_t)row * width * group + (within / d * group) * d + within % d;
+  float x[8] = {}, y[8];
+  for (uint32_t g = 0; g < group && row >= first; g++) {
+    ps_read<__nv_bfloat16, 8>(y, from + g * d);
+#pragma unroll
+    for (int e = 0; e < 8; e++) x[e] += y[e];
+  }
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    if (ACCUMULATE) ps_read<float, 4>(y, dkv + i + 4 * h);
+    float sum[4] = {};
+    if (ACCUMULATE) ps_read<float, 4>(sum, dkv + i + 4 * h);
 #pragma unroll
-    for (int e = 0; e < 4; e++) y[e] = ACCUMULATE ? y[e] + x[4 * h + e] : x[4 * h + e];
-    ps_store<float, 4>(dkv + i + 4 * h, y);
+    for (int e = 0; e < 4; e++) sum[e] += x[4 * h + e];
+    ps_store<float, 4>(dkv + i + 4 * h, sum);
   }
 }
 
-void ps_att_finish_dkv(cudaStream_t stream, const ps__args_attention *a, const int32_t *documents, const void *dk, const void *dv, float *dkv) {
-  const uint32_t rows = a->row0 + a->n_tokens, width = a->n_kv_heads * a->head_dim;
+void ps_att_finish_dkv(cudaStream_t stream, const ps__args_attention *a, const int32_t *documents, const void *dk, const void *dv,
+                       uint32_t heads, float *dkv) {
+  const uint32_t rows = a->row0 + a->n_tokens, width = a->n_kv_heads * a->head_dim, group = heads / a->n_kv_heads;
   const uint32_t blocks = ps_ceil_div((uint64_t)rows * 2 * width, 8 * 256);
   const __nv_bfloat16 *k = (const __nv_bfloat16 *)dk, *v = (const __nv_bfloat16 *)dv;
-  if (a->accumulate_dkv) finish_dkv_k<true><<<blocks, 256, 0, stream>>>(k, v, dkv, documents, rows, a->row0, width);
-  else finish_dkv_k<false><<<blocks, 256, 0, stream>>>(k, v, dkv, documents, rows, a->row0, width);
+  if (a->accumulate_dkv) finish_dkv_k<true><<<blocks, 256, 0, stream>>>(k, v, dkv, documents, rows, a->row0, width, a->head_dim, group);
+  else finish_dkv_k<false><<<blocks, 256, 0, stream>>>(k, v, dkv, documents, rows, a->row0, width, a->head_dim, group);
 }
 
 /* ---- plain kernels --------------------------------------------------------------------------------------------------------- */
@@ -278,12 +289,20 @@ extern const ps_att_provider ps_att_plain = {"plain", plain_refuses, plain_prepa
 
 /* ---- the op ------------------------------------------------------------------------------------------------------------------ */
 
-static const ps_att_provider *const ps_att_providers[] = {
 #ifdef PS_CUDNN
-    &ps_att_cudnn,
+static const ps_att_provider *const cudnn = &ps_att_cudnn;
+#else
+static const ps_att_provider *const cudnn = NULL;
 #endif
-    &ps_att_plain,
-};
+#ifdef PS_FLASH_ATTN
+static const ps_att_provider *const flash = &ps_att_flash;
+#else
+static const ps_att_provider *const flash = NULL;
+#endif
+enum { N_PROVIDERS = 3 };
+/* In the order of asking: from 9.0 on cuDNN is the faster one, before it has no packed documents. */
+static const ps_att_provider *const newer[N_PROVIDERS] = {cudnn, flash, &ps_att_plain}, *const ampere[N_PROVIDERS] = {flash, cudnn, &ps_att_plain};
+static const ps_att_provider *only; /* ps__cuda_attention_only() */
 
 /* Plans, one for each shape; only ever appended to, so launches read without a lock. */
 struct entry {
@@ -329,7 +348,9 @@ static ps_status check_shape(const ps__args_attention *a, const char *op) {
 /* The first provider that takes the shape; otherwise says why each did not, and what to do. */
 static ps_status choose(const ps_att_shape *s, const char *op, const ps_att_provider **out) {
   char reasons[400] = "";
-  for (const ps_att_provider *p : ps_att_providers) {
+  for (int i = 0; i < N_PROVIDERS; i++) {
+    const ps_att_provider *p = (s->sm < 90 ? ampere : newer)[i];
+    if (!p || (only && p != only && p != &ps_att_plain)) continue;
     const char *why = p->refuses(s);
     if (!why) {
       *out = p;
@@ -369,6 +390,17 @@ extern "C" ps_status ps__cuda_attention_prepare(const ps_kernel *kernel, const p
   }
   if (scratch_bytes) *scratch_bytes = known->scratch_bytes;
   return PS_OK;
+}
+
+extern "C" bool ps__cuda_attention_only(const char *provider) {
+  const std::lock_guard<std::mutex> hold(plans_lock);
+  const ps_att_provider *found = NULL;
+  for (const ps_att_provider *p : newer)
+    if (provider && p && !strcmp(p->name, provider)) found = p;
+  if (provider && !found) return false;
+  only = found;
+  n_plans.store(0, std::memory_order_release);
+  return true;
 }
 
 static ps_status launch(const ps_launch *l, bool backward) {

@@ -1,7 +1,7 @@
 /* attention_cuda.h - attention on CUDA: providers behind one op, and what they share (attention.cu). C++ of the host; no device code.
  *
  * A provider is a kept library (or our own plain kernels). Each says what it takes, builds a plan a shape before the first step, and
- * then launches without waiting or allocating. They are asked in the order of ps_att_providers[]; the first that takes a shape gets it. */
+ * then launches without waiting or allocating. They are asked in an order that depends on the GPU (attention.cu); the first that takes a shape gets it. */
 #ifndef PS_KERNELS_CUDA_ATTENTION_CUDA_H
 #define PS_KERNELS_CUDA_ATTENTION_CUDA_H
 #include "cuda_ops.h"
@@ -31,6 +31,9 @@ extern const ps_att_provider ps_att_plain;
 #ifdef PS_CUDNN
 extern const ps_att_provider ps_att_cudnn;
 #endif
+#ifdef PS_FLASH_ATTN
+extern const ps_att_provider ps_att_flash;
+#endif
 
 /* ---- documents, found on the device --------------------------------------------------------------------------------------
  * Slot d holds the d-th document of the chunk: its query rows, and its keys from the document's begin (in the prefix for the first one) to
@@ -48,14 +51,16 @@ static inline size_t ps_att_documents_bytes(uint32_t slots) { return (PS_ATT_HEA
 static inline int32_t *ps_att_array(int32_t *documents, uint32_t slots, int which) {
   return documents + PS_ATT_HEADER + (size_t)which * ps_att_slot_stride(slots);
 }
-void ps_att_find_documents(cudaStream_t stream, const ps__args_attention *a, const int32_t *doc_start, uint32_t slots, int32_t *documents);
+/* Offsets in elements of q, kv, dkv [row0+T, K] and log-sum-exp [T, heads], or with @in_rows in rows of them. */
+void ps_att_find_documents(cudaStream_t stream, const ps__args_attention *a, const int32_t *doc_start, uint32_t slots, bool in_rows, int32_t *documents);
 
 /* dst[c][r] = src[r][c], fp32: log-sum-exp as [tokens, heads] to [heads, tokens] and back. */
 void ps_att_transpose(cudaStream_t stream, float *dst, const float *src, uint32_t rows, uint32_t cols);
 
-/* dkv (+)= [dk | dv], both bf16 [rows, kv_heads*head_dim]; rows before the first document's begin count as zeros, and so does nothing from the
+/* dkv (+)= [dk | dv], both bf16 [rows, heads*head_dim], added over the heads of a group (@heads is kv_heads or n_heads); rows before the first document's begin count as zeros, and so does nothing from the
  * plain kernels' rows on (they write there themselves). documents NULL: one document, all rows. */
-void ps_att_finish_dkv(cudaStream_t stream, const ps__args_attention *a, const int32_t *documents, const void *dk, const void *dv, float *dkv);
+void ps_att_finish_dkv(cudaStream_t stream, const ps__args_attention *a, const int32_t *documents, const void *dk, const void *dv,
+                       uint32_t heads, float *dkv);
 
 /* The plain kernels over rows from documents[PS_ATT_HEAD_PLAIN_ROW] on; nothing to do costs a launch. */
 void ps_att_plain_fwd(cudaStream_t stream, const ps_launch *l, const int32_t *documents, int n_sms);

@@ -261,7 +261,7 @@ static ps_status run(const ps_launch *l, const ps_att_shape *s, plan *p) {
   int32_t *documents = p->slots ? (int32_t *)(scratch + p->documents) : NULL;
   float *lse = (float *)l->ptr[4];
   float *stats = p->slots ? lse : (float *)(scratch + p->lse);
-  if (documents) ps_att_find_documents(exec->stream, a, (const int32_t *)l->ptr[2], p->slots, documents);
+  if (documents) ps_att_find_documents(exec->stream, a, (const int32_t *)l->ptr[2], p->slots, false, documents);
   addresses at = {{l->ptr[0], l->ptr[1], (char *)l->ptr[1] + 2 * (size_t)a->n_kv_heads * a->head_dim, l->ptr[3], stats}, 5};
   if (s->backward) {
     at.add(l->ptr[5]);
@@ -280,7 +280,7 @@ static ps_status run(const ps_launch *l, const ps_att_shape *s, plan *p) {
     return PS_OK;
   }
   const ps__args_attention *now = (const ps__args_attention *)l->args; /* says whether to accumulate */
-  ps_att_finish_dkv(exec->stream, now, documents, scratch + p->dk, scratch + p->dv, (float *)l->ptr[7]);
+  ps_att_finish_dkv(exec->stream, now, documents, scratch + p->dk, scratch + p->dv, a->n_kv_heads, (float *)l->ptr[7]);
   if (documents) ps_att_plain_bwd(exec->stream, l, documents, exec->n_sms);
   return PS_OK;
 }

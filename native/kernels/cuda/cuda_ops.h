@@ -38,6 +38,10 @@ size_t ps__cuda_scratch_bytes(const ps_kernel *kernel, const void *args);
  * Threads: any, one at a time. Errors: PS_EINVAL the shape; PS_EDEVICE no provider takes it, with each one's reason; PS_ENOMEM. */
 ps_status ps__cuda_attention_prepare(const ps_kernel *kernel, const ps__args_attention *args, bool deterministic, size_t *scratch_bytes);
 
+/* ps__cuda_attention_only() - for tests: attention is prepared with no other library than @provider ("cudnn", "flash-attn"; NULL: any), and
+ * every plan made so far is forgotten. False where it is not built in; nothing changes then. */
+bool ps__cuda_attention_only(const char *provider);
+
 /* ps__cuda_blas_tune() - times cuBLASLt's candidates for the shape @args on @exec's stream and keeps the fastest for later launches
  * of that shape; the operands are device memory of the launch's sizes, filled with realistic values (c is overwritten). Before
  * the first step only: it waits for the stream. A shape that was not tuned takes the first candidate, and so does every shape where
