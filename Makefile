@@ -53,7 +53,7 @@ PS_LDLIBS += $(shell pkg-config --libs openblas || echo -lopenblas)
 endif
 
 LIB_SRC := $(sort $(wildcard native/core/*.c native/engine/*.c native/backends/*/*.c native/kernels/cpu/*.c native/optim/*.c \
-             native/model/*.c native/plan/*.c native/train/*.c native/io/*.c))
+             native/model/*.c native/plan/*.c native/train/*.c native/io/*.c) native/kernels/cuda/gemm_cache.c)
 
 # CUDA. The driver and cuBLASLt are opened at run time, so that what is built here also loads on machines without a GPU.
 NVCC := $(firstword $(if $(CUDA_HOME),$(wildcard $(CUDA_HOME)/bin/nvcc),$(realpath $(shell command -v nvcc)) $(wildcard /usr/local/cuda/bin/nvcc)))
@@ -104,7 +104,7 @@ PS_NVCCFLAGS += -DPS_FLASH_ATTN=1
 FLASH_OBJ := $(foreach k,fwd_64 fwd_128 bwd_64 bwd_128,$(BUILD)/obj/native/kernels/cuda/flash/$(k).o)
 CU_OBJ += $(FLASH_OBJ)
 endif
-LIB_SRC += $(sort $(wildcard native/kernels/cuda/*.c))
+LIB_SRC := $(sort $(LIB_SRC) $(wildcard native/kernels/cuda/*.c))
 else
 LIB_SRC := $(filter-out native/backends/cuda/%,$(LIB_SRC))
 endif

@@ -10,7 +10,8 @@
 
 #define CALLS(X)                                                                                                               \
   X(Create) X(Destroy) X(GetStatusString) X(Matmul) X(MatmulAlgoGetHeuristic) X(MatmulDescInit_internal)                       \
-  X(MatmulDescSetAttribute) X(MatmulPreferenceInit_internal) X(MatmulPreferenceSetAttribute) X(MatrixLayoutInit_internal)
+  X(MatmulDescSetAttribute) X(MatmulPreferenceInit_internal) X(MatmulPreferenceSetAttribute) X(MatrixLayoutInit_internal)       \
+  X(MatmulAlgoCheck) X(GetVersion)
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
 #define LIBRARY "libcublasLt.so." TEXT(CUBLAS_VER_MAJOR)
@@ -95,3 +96,11 @@ cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t layout, 
                                                  uint64_t cols, int64_t ld) {
   GIVE(MatrixLayoutInit_internal, layout, size, type, rows, cols, ld);
 }
+
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t la, cublasLtMatrixLayout_t lb,
+                                       cublasLtMatrixLayout_t lc, cublasLtMatrixLayout_t ld, const cublasLtMatmulAlgo_t *algo,
+                                       cublasLtMatmulHeuristicResult_t *result) {
+  GIVE(MatmulAlgoCheck, handle, desc, la, lb, lc, ld, algo, result);
+}
+
+size_t cublasLtGetVersion(void) { return lt.GetVersion ? lt.GetVersion() : 0; }

@@ -43,11 +43,23 @@ ps_status ps__cuda_attention_prepare(const ps_kernel *kernel, const ps__args_att
 bool ps__cuda_attention_only(const char *provider);
 
 /* ps__cuda_blas_tune() - times cuBLASLt's candidates for the shape @args on @exec's stream and keeps the fastest for later launches
- * of that shape; the operands are device memory of the launch's sizes, filled with realistic values (c is overwritten). Before
- * the first step only: it waits for the stream. A shape that was not tuned takes the first candidate, and so does every shape where
- * exec->deterministic is set. Errors: PS_EINVAL as the launch; PS_EDEVICE. */
+ * of that shape; the operands are device memory of the launch's sizes and alignments (up to 256 bytes), filled with realistic values (c is
+ * overwritten). A shape that is settled is not timed again. Before the first step only: it waits for the stream. A shape that was
+ * not tuned takes the first candidate, and so does every shape where exec->deterministic is set.
+ * Errors: PS_EINVAL as the launch; PS_EDEVICE; PS_ENOMEM. */
 ps_status ps__cuda_blas_tune(const ps__cuda_exec *exec, const ps__args_gemm *args, const void *a, const void *b, void *c,
                              const void *bias, const void *residual);
+
+/* ps__cuda_blas_settled() - would ps__cuda_blas_tune() have nothing to time: because the shape was tuned, or the cache has its algorithm, or
+ * exec->deterministic is set? The operands are addresses only. */
+bool ps__cuda_blas_settled(const ps__cuda_exec *exec, const ps__args_gemm *args, const void *a, const void *b, const void *c,
+                           const void *bias, const void *residual);
+
+/* ps__cuda_blas_use_cache() - tuning on @blas takes what an earlier process chose on this GPU with this cuBLASLt, and remembers what it
+ * chooses: in a file in @folder, by NULL in the user's (gemm_cache.h). The device's context is current. Errors: PS_EDEVICE; PS_ENOMEM.
+ * ps__cuda_blas_save_cache() - write the file where something new was chosen: after the last tuning. What fails is logged. */
+ps_status ps__cuda_blas_use_cache(ps__cuda_blas *blas, const char *folder);
+void ps__cuda_blas_save_cache(ps__cuda_blas *blas);
 
 #ifdef __cplusplus
 }

@@ -4,6 +4,7 @@
  * as op() needs it is "not transposed" there. */
 #include "cublaslt.h"
 #include "cuda_common.cuh"
+#include "gemm_cache.h"
 #include <cublasLt.h>
 #include <cstring>
 
@@ -12,21 +13,23 @@ extern "C" void ps__free(void *p);
 
 enum { MAX_SHAPES = 256, MAX_CANDIDATES = 16, TIMED_RUNS = 5 };
 
-/* A shape, with what else an algorithm depends on: the alignment of each operand, and whether the first candidate was asked for. */
+/* A shape, with what else an algorithm depends on, and whether the first candidate was asked for. */
 typedef struct shape_key {
-  ps__args_gemm args;
-  uint32_t align[5]; /* A, B, C, bias, residual: BYTES, at most 256; 0 where absent */
-  uint32_t deterministic;
+  ps__gemm_key gemm;
+  uint64_t deterministic;
 } shape_key;
 typedef struct shape_entry {
   shape_key key;
   cublasLtMatmulAlgo_t algo;
+  bool settled; /* was chosen by time, or is to be the first candidate: not just the one that a launch met first */
 } shape_entry;
+static_assert(sizeof(cublasLtMatmulAlgo_t) == 8 * PS_GEMM_ALGO_WORDS, "as gemm_cache.h stores it");
 
 struct ps__cuda_blas {
   cublasLtHandle_t lt;
   void *workspace;
   size_t workspace_bytes;
+  ps__gemm_cache *cache; /* NULL: none */
   uint32_t n_shapes;
   shape_entry shape[MAX_SHAPES];
 };
@@ -50,7 +53,26 @@ extern "C" ps_status ps__cuda_blas_create(ps__cuda_blas **out, void *workspace, 
 extern "C" void ps__cuda_blas_destroy(ps__cuda_blas *b) {
   if (!b) return;
   (void)cublasLtDestroy(b->lt);
+  ps__gemm_cache_close(b->cache);
   ps__free(b);
+}
+
+extern "C" ps_status ps__cuda_blas_use_cache(ps__cuda_blas *b, const char *folder) {
+  cudaDeviceProp gpu;
+  int device;
+  cudaError_t e = cudaGetDevice(&device);
+  if (e == cudaSuccess) e = cudaGetDeviceProperties(&gpu, device);
+  if (e != cudaSuccess) return ps__fail(PS_EDEVICE, "the GPU does not say its name: %s", cudaGetErrorString(e));
+  ps__gemm_cache *cache;
+  const ps_status st = ps__gemm_cache_open(&cache, folder, gpu.name, cublasLtGetVersion());
+  if (st != PS_OK) return st;
+  ps__gemm_cache_close(b->cache);
+  b->cache = cache;
+  return PS_OK;
+}
+
+extern "C" void ps__cuda_blas_save_cache(ps__cuda_blas *b) {
+  if (b->cache) ps__gemm_cache_save(b->cache);
 }
 
 /* ---- one product as cuBLASLt wants it ---------------------------------------------------------------------------------- */
@@ -124,11 +146,12 @@ static ps_status make_product(product *p, const ps__cuda_exec *exec, const ps__a
   p->bias = args->has_bias ? bias : NULL;
   p->addend = args->has_residual ? residual : c;
   p->beta = args->accumulate || args->has_residual ? 1.0f : 0.0f;
-  p->key.args = clean(args);
+  p->key.gemm.args = clean(args);
+  p->key.gemm.workspace_bytes = exec->blas->workspace_bytes;
   p->key.deterministic = exec->deterministic;
   const void *operand[5] = {a, b, c, p->bias, args->has_residual ? residual : NULL};
-  for (int i = 0; i < 5; i++) p->key.align[i] = alignment(operand[i]);
-  const cublasStatus_t e = set_desc(p, &p->key.args);
+  for (int i = 0; i < 5; i++) p->key.gemm.align[i] = alignment(operand[i]);
+  const cublasStatus_t e = set_desc(p, &p->key.gemm.args);
   return e == CUBLAS_STATUS_SUCCESS ? PS_OK : ps__fail(PS_EDEVICE, "gemm: cuBLASLt refused the description: %s", cublasLtGetStatusString(e));
 }
 
@@ -149,7 +172,7 @@ static ps_status candidates(const ps__cuda_exec *exec, product *p, int wanted, c
     if (st == CUBLAS_STATUS_SUCCESS) st = cublasLtMatmulPreferenceSetAttribute(&pref, what, value, bytes);
   };
   const uint64_t workspace = exec->blas->workspace_bytes;
-  const uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, *align = p->key.align;
+  const uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, *align = p->key.gemm.align;
   const uint32_t align_c = align[4] && align[4] < align[2] ? align[4] : align[2];
   set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace);
   set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &schemes, sizeof schemes);
@@ -161,7 +184,7 @@ static ps_status candidates(const ps__cuda_exec *exec, product *p, int wanted, c
   if (st == CUBLAS_STATUS_SUCCESS)
     st = cublasLtMatmulAlgoGetHeuristic(exec->blas->lt, &p->desc, &p->first, &p->second, &p->c, &p->c, &pref, wanted, found, n_found);
   if (st == CUBLAS_STATUS_SUCCESS && *n_found > 0) return PS_OK;
-  const ps__args_gemm *a = &p->key.args;
+  const ps__args_gemm *a = &p->key.gemm.args;
   return ps__fail(PS_EDEVICE, "gemm: cuBLASLt has no algorithm for %u x %u x %u (dtypes %u -> %u, %zu bytes of workspace): %s", a->m, a->n, a->k,
                   a->dt_a, a->dt_c, exec->blas->workspace_bytes, cublasLtGetStatusString(st));
 }
@@ -171,12 +194,30 @@ static shape_entry *find(ps__cuda_blas *b, const shape_key *key) {
     if (memcmp(&b->shape[i].key, key, sizeof *key) == 0) return &b->shape[i];
   return NULL;
 }
-static void keep(ps__cuda_blas *b, const shape_key *key, const cublasLtMatmulAlgo_t *algo) {
+static void keep(ps__cuda_blas *b, const shape_key *key, const cublasLtMatmulAlgo_t *algo, bool settled) {
   shape_entry *e = find(b, key);
   if (!e && b->n_shapes < MAX_SHAPES) e = &b->shape[b->n_shapes++];
   if (!e) return; /* a shape past the table asks for its candidates at every launch */
   e->key = *key;
   e->algo = *algo;
+  e->settled = settled;
+}
+
+/* Is the shape settled, in the table or by what the cache has for it? cuBLASLt says whether it takes what was stored. */
+static bool settled(const ps__cuda_exec *exec, product *p) {
+  ps__cuda_blas *b = exec->blas;
+  const shape_entry *e = find(b, &p->key);
+  if (e && e->settled) return true;
+  const ps__gemm_choice *c = b->cache && !exec->deterministic ? ps__gemm_cache_find(b->cache, &p->key.gemm) : NULL;
+  cublasLtMatmulHeuristicResult_t result;
+  cublasLtMatmulAlgo_t algo;
+  if (!c) return false;
+  memcpy(&algo, c->algo, sizeof algo);
+  if (cublasLtMatmulAlgoCheck(b->lt, &p->desc, &p->first, &p->second, &p->c, &p->c, &algo, &result) != CUBLAS_STATUS_SUCCESS ||
+      result.workspaceSize > b->workspace_bytes)
+    return false;
+  keep(b, &p->key, &algo, true);
+  return true;
 }
 
 /* Milliseconds of TIMED_RUNS runs after one that is not timed; negative when it does not run. */
@@ -197,7 +238,7 @@ extern "C" ps_status ps__cuda_blas_tune(const ps__cuda_exec *exec, const ps__arg
   float best_ms = -1.0f;
   cudaEvent_t from = NULL, to = NULL;
   ps_status st = make_product(&p, exec, args, a, b, c, bias, residual);
-  if (st != PS_OK || !args->m || !args->n) return st;
+  if (st != PS_OK || !args->m || !args->n || settled(exec, &p)) return st;
   st = candidates(exec, &p, exec->deterministic ? 1 : MAX_CANDIDATES, found, &n);
   if (st != PS_OK) return st;
   cudaError_t e = n > 1 ? cudaEventCreate(&from) : cudaSuccess;
@@ -210,8 +251,19 @@ extern "C" ps_status ps__cuda_blas_tune(const ps__cuda_exec *exec, const ps__arg
   if (from) (void)cudaEventDestroy(from);
   if (to) (void)cudaEventDestroy(to);
   st = ps_launched("gemm tuning", e);
-  if (st == PS_OK) keep(exec->blas, &p.key, &found[best].algo);
-  return st;
+  if (st != PS_OK) return st;
+  keep(exec->blas, &p.key, &found[best].algo, true);
+  if (exec->deterministic || !exec->blas->cache) return PS_OK;
+  ps__gemm_choice choice = {};
+  choice.key = p.key.gemm;
+  memcpy(choice.algo, &found[best].algo, sizeof choice.algo);
+  return ps__gemm_cache_add(exec->blas->cache, &choice);
+}
+
+extern "C" bool ps__cuda_blas_settled(const ps__cuda_exec *exec, const ps__args_gemm *args, const void *a, const void *b, const void *c,
+                                      const void *bias, const void *residual) {
+  product p;
+  return make_product(&p, exec, args, a, b, (void *)c, bias, residual) == PS_OK && (exec->deterministic || settled(exec, &p));
 }
 
 /* gemm
@@ -241,7 +293,7 @@ extern "C" ps_status ps__cuda_gemm(const ps_launch *l) {
     int n = 0;
     st = candidates(exec, &p, 1, &first, &n);
     if (st != PS_OK) return st;
-    keep(exec->blas, &p.key, &first.algo);
+    keep(exec->blas, &p.key, &first.algo, false);
   }
   const cublasStatus_t e = run(exec, &p, known ? &known->algo : &first.algo);
   return e == CUBLAS_STATUS_SUCCESS ? PS_OK : ps__fail(PS_EDEVICE, "gemm: %u x %u x %u failed: %s", a->m, a->n, a->k, cublasLtGetStatusString(e));
