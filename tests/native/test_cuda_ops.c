@@ -1,4 +1,5 @@
 /* test_cuda_ops.c - every CUDA op against the CPU function of the same kernel; then, with "time", its speed at 8B shapes.
+ * Usage: test_cuda_ops [short | time | speed [seed [part of a name]]]; short for a sanitizer, speed without the cases.
  *
  * Each case runs the GPU twice from the same fresh random inputs, outputs and scratch poisoned, guard bytes around every buffer; the
  * two runs must agree bit for bit, inputs must be as they were, and outputs within the tolerance of the case:
@@ -37,6 +38,8 @@ static ps__cpu_exec g_cpu;
 static char *g_arena; /* device memory for the cases, taken from the front by each */
 static size_t g_arena_bytes;
 static int g_failed, g_passed;
+static bool g_short;        /* without the largest cases and the products: for a sanitizer */
+static const char *g_part; /* in the names of what is timed, NULL: all */
 static uint64_t g_seed;
 
 static void need(cudaError_t e, const char *what) {
@@ -76,6 +79,22 @@ static buffer ints(size_t n, int64_t lo, int64_t hi, bool skewed) {
   for (size_t i = 0; i < n; i++) {
     double u = uniform();
     ((int32_t *)b.init)[i] = (int32_t)(lo + (int64_t)((skewed ? u * u * u : u) * (double)(hi - lo)));
+  }
+  return b;
+}
+
+/* Bit patterns of any size, denormals and zeros too; infinities in kind 1 and 2 of 4, NaNs in 2. */
+static buffer special(uint32_t dt, size_t n, size_t kind) {
+  buffer b = random_buf('r', dt, n, 1, exact);
+  const size_t bytes = dt_bytes(dt);
+  for (size_t i = 0; i < n; i++) {
+    const uint32_t exponent = (uint32_t)(uniform() * 255), rare = (uint32_t)(uniform() * 1000);
+    uint32_t u = (uint32_t)(uniform() * 0x1p23) | (uniform() < 0.5 ? 1u << 31 : 0) | (rare % 5 ? exponent : 0) << 23;
+    if (rare == 7) u &= 1u << 31;
+    if (kind % 4 >= 1 && kind % 4 <= 2 && rare == 8) u = 0x7f800000u | (u & 1u << 31);
+    if (kind % 4 == 2 && rare == 9) u = 0x7fc10000u;
+    if (bytes == 2) u >>= 16;
+    memcpy((char *)b.init + i * bytes, &u, bytes);
   }
   return b;
 }
@@ -213,7 +232,7 @@ static void test_swiglu(uint32_t dt) {
 }
 
 static void test_qkv(uint32_t dt) {
-  static const uint32_t shape[][4] = {{1, 1, 1, 2}, {5, 4, 2, 16}, {33, 8, 2, 64}, {130, 32, 8, 128}, {9, 3, 1, 80}, {7, 5, 5, 6}, {40, 4, 1, 256}, {3, 2, 1, 512}, {2100, 2, 1, 32}};
+  static const uint32_t shape[][4] = {{1, 1, 1, 2}, {5, 4, 2, 16}, {33, 8, 2, 64}, {130, 32, 8, 128}, {9, 3, 1, 80}, {7, 5, 5, 6}, {40, 4, 1, 256}, {3, 2, 1, 512}, {2100, 2, 1, 32}, {70, 64, 8, 128}, {9, 11, 4, 320}};
   const int before = g_failed;
   for (size_t s = 0; s < sizeof shape / sizeof *shape; s++)
     for (uint32_t flags = 0; flags < 4; flags++) {
@@ -268,8 +287,13 @@ static void test_cross_entropy(uint32_t dt) {
     snprintf(name, sizeof name, "cross_entropy dt%u %ux%u", dt, r, v);
     buffer scale = in(PS_F32, 1, 1);
     *(float *)scale.init = 1.0f / 1024;
-    CHECK(cross_entropy, cross_entropy, &a, random_buf('u', dt, (size_t)r * v, 6, grad), ints(r, r > 2 ? -1 : 0, v, false), scale,
-          random_buf('w', PS_F32, r, 1, loss));
+    buffer z = random_buf('u', dt, (size_t)r * v, 6, grad), t = ints(r, r > 2 ? -1 : 0, v, false);
+    for (size_t i = 0; s % 2 && i < (size_t)r * v; i++) { /* most of every other vector, and whole stretches, masked; the target not */
+      const bool masked = i / 8 % 2 || i % v < v / 3, own = (int64_t)(i % v) == ((int32_t *)t.init)[i / v];
+      if (masked && !own && dt == PS_BF16) ((uint16_t *)z.init)[i] = 0xff80;
+      if (masked && !own && dt == PS_F32) ((uint32_t *)z.init)[i] = 0xff800000u;
+    }
+    CHECK(cross_entropy, cross_entropy, &a, z, t, scale, random_buf('w', PS_F32, r, 1, loss));
   }
   done(dt ? "cross_entropy bf16" : "cross_entropy fp32", before);
 }
@@ -281,11 +305,13 @@ static void test_reduce(uint32_t dt) {
   char name[96];
   for (size_t s = 0; s < sizeof length / sizeof *length; s++) {
     const uint64_t n = length[s];
+    if (g_short && n > 300000) continue;
     const ps__args_sumsq q = {n, dt};
     const ps__args_accumulate c = {n, dt};
     const ps__args_fill z = {n};
     snprintf(name, sizeof name, "sumsq, accumulate, fill_zero dt%u n %llu", dt, (unsigned long long)n);
     CHECK(sumsq, sumsq, &q, in(dt, n, 3), ((buffer){'w', F64, 1, malloc(8), exact}));
+    CHECK(sumsq, sumsq, &q, special(dt, n, s), ((buffer){'w', F64, 1, malloc(8), exact}));
     CHECK(accumulate, accumulate, &c, in(dt, n, 1), random_buf('u', dt, n, 3, exact));
     if (n < 300000) CHECK(fill_zero, fill_zero, &z, random_buf('u', PS_F32, (n + 3) / 4, 1, exact));
   }
@@ -328,6 +354,39 @@ static void test_gemm(uint32_t dt) {
   done(dt ? "gemm bf16" : "gemm fp32", before);
 }
 
+/* A process that finds the algorithm in the cache times nothing and gets the bits of the one that timed it. */
+static void test_gemm_cache(void *workspace, size_t workspace_bytes) {
+  enum { M = 512, N = 384, K = 640 };
+  const ps__args_gemm a = {.m = M, .n = N, .k = K, .lda = K, .ldb = K, .ldc = N, .trans_b = 1, .dt_a = PS_BF16, .dt_b = PS_BF16, .dt_c = PS_BF16};
+  static uint16_t out[2][M * N];
+  char folder[] = "/tmp/penstock-test-cuda-XXXXXX", command[64];
+  void *ptr[3] = {g_arena, g_arena + (1 << 20), g_arena + (2 << 20)};
+  const ps_launch l = {.args = &a, .ptr = ptr, .n_ptr = 3, .exec = &g_exec};
+  ps__cuda_blas *const before = g_exec.blas;
+  buffer x = in(PS_BF16, M * K, 1), y = in(PS_BF16, N * K, 1);
+  need(cudaMemcpy(ptr[0], x.init, 2 * M * K, cudaMemcpyHostToDevice), "a");
+  need(cudaMemcpy(ptr[1], y.init, 2 * N * K, cudaMemcpyHostToDevice), "b");
+  need(cudaDeviceSynchronize(), "inputs");
+  bool ok = mkdtemp(folder) != NULL;
+  for (int turn = 0; turn < 2 && ok; turn++) {
+    ok = ps__cuda_blas_create(&g_exec.blas, workspace, workspace_bytes) == PS_OK && ps__cuda_blas_use_cache(g_exec.blas, folder) == PS_OK &&
+         ps__cuda_blas_settled(&g_exec, &a, ptr[0], ptr[1], ptr[2], NULL, NULL) == turn &&
+         ps__cuda_blas_tune(&g_exec, &a, ptr[0], ptr[1], ptr[2], NULL, NULL) == PS_OK &&
+         ps__cuda_blas_settled(&g_exec, &a, ptr[0], ptr[1], ptr[2], NULL, NULL) && ps__cuda_gemm(&l) == PS_OK;
+    need(cudaDeviceSynchronize(), "gemm");
+    need(cudaMemcpy(out[turn], ptr[2], sizeof out[0], cudaMemcpyDeviceToHost), "c");
+    ps__cuda_blas_save_cache(g_exec.blas);
+    ps__cuda_blas_destroy(g_exec.blas);
+  }
+  g_exec.blas = before;
+  ok = ok && memcmp(out[0], out[1], sizeof out[0]) == 0;
+  snprintf(command, sizeof command, "rm -r %s", folder);
+  ok = system(command) == 0 && ok;
+  printf(ok ? "ok the next process takes the chosen algorithms from the cache\n" : "FAIL gemm cache: %s\n", ps_last_error());
+  ok ? g_passed++ : g_failed++;
+  free(x.init), free(y.init);
+}
+
 /* Out of range: NaN rows and losses, nothing written elsewhere (cuda_ops.h). */
 static void test_out_of_range(void) {
   const int32_t id[4] = {1, -5, 3, 99};
@@ -367,6 +426,7 @@ static double ms_of(ps_op_fn fn, const ps_launch *l) {
 /* ptr: MiB into the arena. */
 static void speed(const char *name, ps_op_fn fn, const void *args, uint32_t n, const size_t *mib, double bytes, double flops) {
   void *ptr[MAX_BUF];
+  if (g_part && !strstr(name, g_part)) return;
   for (uint32_t i = 0; i < n; i++) ptr[i] = at_mib(mib[i]);
   const ps_launch l = {.args = args, .ptr = ptr, .n_ptr = n, .exec = &g_exec};
   const double ms = ms_of(fn, &l);
@@ -393,6 +453,7 @@ static void fill_arena(void) { /* bf16 N(0, 1) all over; ids and positions at th
 static void speeds_gemm(const char *name, ps__args_gemm a) {
   ps__cuda_exec e = g_exec;
   char line[64];
+  if (g_part && !strstr(name, g_part)) return;
   a.dt_a = a.dt_b = a.dt_c = PS_BF16;
   const double flops = 2.0 * a.m * a.n * a.k;
   snprintf(line, sizeof line, "%s first candidate", name);
@@ -441,12 +502,30 @@ static void speeds(void) {
   speed("sumsq, a layer", ps__cuda_sumsq, &(ps__args_sumsq){LAYER, PS_BF16}, AT(64, 8), 2.0 * LAYER, 0);
   speed("colsum 8192x6144", ps__cuda_colsum, &(ps__args_colsum){T, 6144, 6144, PS_BF16, 1}, AT(64, 8), 2.0 * T * 6144, 0);
   fill_arena();
-  speed("cross_entropy 2048x128256", ps__cuda_cross_entropy, &(ps__args_cross_entropy){2048, V, PS_BF16}, AT(1024, 0, 2, 8), 4.0 * 2048 * V, 0);
+  for (uint32_t rows = 64; rows <= 2048; rows *= rows < 512 ? 2 : 4) { /* from 64 to 256 rows what a run leaves in L2 helps the next, as a product does */
+    char name[64];
+    snprintf(name, sizeof name, "cross_entropy %ux128256", rows);
+    speed(name, ps__cuda_cross_entropy, &(ps__args_cross_entropy){rows, V, PS_BF16}, AT(1024, 0, 2, 8), 4.0 * rows * V, 0);
+  }
   fill_arena();
   speeds_gemm("qkv fwd", (ps__args_gemm){.m = T, .n = 6144, .k = D, .lda = D, .ldb = D, .ldc = 6144, .trans_b = 1});
   speeds_gemm("gate/up fwd", (ps__args_gemm){.m = T, .n = 2 * F, .k = D, .lda = D, .ldb = D, .ldc = 2 * F, .trans_b = 1});
   speeds_gemm("down dgrad", (ps__args_gemm){.m = T, .n = F, .k = D, .lda = D, .ldb = F, .ldc = F});
   speeds_gemm("gate/up wgrad", (ps__args_gemm){.m = 2 * F, .n = D, .k = T, .lda = 2 * F, .ldb = D, .ldc = D, .trans_a = 1, .accumulate = 1});
+}
+
+static void run_cases(void *workspace) {
+  for (uint32_t dt = 0; dt < 2; dt++) {
+    test_reduce(dt);
+    test_rmsnorm(dt);
+    test_swiglu(dt);
+    test_qkv(dt);
+    test_embedding(dt);
+    test_cross_entropy(dt);
+    if (!g_short) test_gemm(dt);
+  }
+  test_out_of_range();
+  if (!g_short) test_gemm_cache(workspace, 32u << 20);
 }
 
 int main(int argc, char **argv) {
@@ -456,6 +535,9 @@ int main(int argc, char **argv) {
     printf("ok skipped: no CUDA device: %s\n", e != cudaSuccess ? cudaGetErrorString(e) : "none found");
     return 0;
   }
+  const bool timed = argc > 1 && (strcmp(argv[1], "time") == 0 || strcmp(argv[1], "speed") == 0);
+  g_part = argc > 3 ? argv[3] : NULL;
+  g_short = argc > 1 && strcmp(argv[1], "short") == 0;
   const uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 0) : (uint64_t)time(NULL);
   g_seed = seed * 0x9e3779b97f4a7c15u | 1;
   printf("seed %llu\n", (unsigned long long)seed);
@@ -470,18 +552,9 @@ int main(int argc, char **argv) {
     printf("FAIL %s\n", ps_last_error());
     return 1;
   }
-  for (uint32_t dt = 0; dt < 2; dt++) {
-    test_reduce(dt);
-    test_rmsnorm(dt);
-    test_swiglu(dt);
-    test_qkv(dt);
-    test_embedding(dt);
-    test_cross_entropy(dt);
-    test_gemm(dt);
-  }
-  test_out_of_range();
+  if (!timed || strcmp(argv[1], "speed") != 0) run_cases(workspace);
   printf("%s %d cases passed, %d failed\n", g_failed ? "FAIL" : "ok", g_passed, g_failed);
-  if (argc > 1 && strcmp(argv[1], "time") == 0) speeds();
+  if (timed) speeds();
   ps__cuda_blas_destroy(g_exec.blas);
   ps__pool_destroy(g_cpu.pool);
   return g_failed != 0;

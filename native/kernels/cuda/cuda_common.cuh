@@ -33,17 +33,46 @@ template <typename T, int V> __device__ __forceinline__ ps_vec<T, V> ps_load(con
     return *(const ps_vec<T, V> *)p;
   }
 }
+/* One store instruction, to device memory: an assignment the compiler may take apart into words. */
+template <typename T, int V> __device__ __forceinline__ void ps_put(T *p, const ps_vec<T, V> &v) {
+  if constexpr (sizeof v == 16) {
+    union { ps_vec<T, V> v; uint4 u; } c = {v};
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(c.u.x), "r"(c.u.y), "r"(c.u.z), "r"(c.u.w) : "memory");
+  } else if constexpr (sizeof v == 8) {
+    union { ps_vec<T, V> v; uint2 u; } c = {v};
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(c.u.x), "r"(c.u.y) : "memory");
+  } else {
+    *(ps_vec<T, V> *)p = v;
+  }
+}
 template <typename T, int V> __device__ __forceinline__ void ps_store(T *p, const float (&x)[V]) {
-  ps_vec<T, V> v;
+  if constexpr (sizeof(T) == 2 && V > 1) { /* two a conversion */
+    ps_vec<__nv_bfloat162, V / 2> v;
 #pragma unroll
-  for (int i = 0; i < V; i++) v.e[i] = ps_from_f32<T>(x[i]);
-  *(ps_vec<T, V> *)p = v;
+    for (int i = 0; i < V / 2; i++) v.e[i] = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+    ps_put<__nv_bfloat162, V / 2>((__nv_bfloat162 *)p, v);
+  } else {
+    ps_vec<T, V> v;
+#pragma unroll
+    for (int i = 0; i < V; i++) v.e[i] = ps_from_f32<T>(x[i]);
+    ps_put<T, V>(p, v);
+  }
 }
 template <typename T, int V> __device__ __forceinline__ void ps_unpack(float (&x)[V], const ps_vec<T, V> &v) {
 #pragma unroll
   for (int i = 0; i < V; i++) x[i] = ps_to_f32(v.e[i]);
 }
 template <typename T, int V> __device__ __forceinline__ void ps_read(float (&x)[V], const T *p) { ps_unpack<T, V>(x, ps_load<T, V>(p)); }
+
+/* 16 bytes from device memory to shared memory in the background, or 16 zeros where not `there`; `from` is a valid address all the same.
+ * A thread that waits sees what it copied itself: without a barrier, others do not. ps_copy_wait<N>(): all but the N latest commits
+ * have landed. (Compute capability 8.0.) */
+__device__ __forceinline__ void ps_copy_async(void *shared, const void *from, bool there = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)), "l"(from),
+               "r"(there ? 16u : 0u) : "memory");
+}
+__device__ __forceinline__ void ps_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void ps_copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 /* ---- sums ------------------------------------------------------------------------------------------------------------ */
 

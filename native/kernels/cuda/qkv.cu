@@ -7,12 +7,13 @@
  * angles  the frequencies are the cpu backend's fp32 numbers, made on the host; product and reduction in fp64, as there
  * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk [head_dim]; head_dim even, at most 512
  * bytes   forward 2*T*(A+2K)*sizeof(dt); backward (2*T*A + T*2K)*sizeof(dt) + T*2K*4, with qk_norm T*(A+K)*sizeof(dt) more;
- *         8192 x (4096 + 2*1024) bf16 -> forward 201 MB, 42 us at 4.8 TB/s; backward 235 MB, 49 us
+ *         8192 x (4096 + 2*1024) bf16 -> forward 201 MB, 42 us at 4.8 TB/s; backward 235 MB, 49 us. Measured on an H200, of copy bandwidth:
+ *         forward 91%, 52 us, with qk_norm 66%, 72 us; backward 94%, 59 us, with qk_norm 68%, 109 us
  * determinism  bitwise: a head is made by fixed threads; dw: groups of rows by shape, in order, then fixed trees.
  * reference    the cpu backend's: 1 ulp of bf16; fp32 within 4e-7 of the head's largest, 1e-5 with the norm */
 #include "cuda_common.cuh"
 
-enum { THREADS = 256, MAX_HALF = 256, PAIRS = MAX_HALF / 32 };
+enum { THREADS = 256, SLICE_THREADS = 384, MAX_HALF = 256, PAIRS = MAX_HALF / 32 };
 
 typedef struct rope_table { float inv_freq[MAX_HALF]; } rope_table;
 
@@ -22,7 +23,7 @@ template <typename T> struct qkv_job {
   const float *dkv;
   const int32_t *pos;
   T *q, *kv, *dqkv;
-  float *partial_q, *partial_k; /* [groups][head_dim] */
+  float *partial_q, *partial_k; /* [groups][slices][head_dim] */
   uint32_t n_tokens, group, n_q, n_k, head_dim; /* n_q, n_k: heads */
   float eps;
 };
@@ -61,49 +62,56 @@ template <int V> __device__ __forceinline__ void read_f32(float (&x)[V], const f
 }
 template <typename T> __device__ __forceinline__ float rounded(float x) { return ps_to_f32(ps_from_f32<T>(x)); }
 
-/* A block a token; half/V neighbouring threads a head (a power of two up to 32 with NORM), each with V pairs. */
-template <typename T, int V, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_fwd_k(const qkv_job<T> j, const rope_table rope) {
-  __shared__ float cosines[MAX_HALF], sines[MAX_HALF];
-  const uint32_t d = j.head_dim, half = d / 2, g = half / V, items = (j.n_q + j.n_k) * g, t = blockIdx.x;
-  const T *in = j.qkv + (size_t)t * (j.n_q + 2 * j.n_k) * d;
-  T *q = j.q + (size_t)t * j.n_q * d, *kv = j.kv + (size_t)t * 2 * j.n_k * d;
-  fill_angles(cosines, sines, rope, j.pos[t], half);
-  __syncthreads();
-  for (uint32_t base = 0; base < items; base += THREADS) { /* the same turns in every thread: head_sum needs whole warps */
-    const uint32_t item = base + threadIdx.x, head = item / g, i = item % g * V;
-    float lo[V] = {}, hi[V] = {};
-    if (item < items) {
-      ps_read<T, V>(lo, in + head * d + i);
-      ps_read<T, V>(hi, in + head * d + half + i);
-    }
-    if constexpr (NORM) {
-      float ss = 0.0f, wl[V], wh[V];
+template <typename T, int V> __device__ __forceinline__ void unpack(float (&x)[V], const uint4 &raw) {
+  const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-      for (int k = 0; k < V; k++) ss += lo[k] * lo[k] + hi[k] * hi[k];
-      const float rstd = 1.0f / sqrtf(head_sum(ss, g) / (float)d + j.eps);
-      const T *w = head < j.n_q ? j.wq : j.wk;
-      ps_read<T, V>(wl, w + i);
-      ps_read<T, V>(wh, w + half + i);
+  for (int k = 0; k < V; k++) {
+    if constexpr (sizeof(T) == 4) x[k] = __uint_as_float(w[k]);
+    else x[k] = __uint_as_float(k % 2 ? w[k / 2] & 0xffff0000u : w[k / 2] << 16);
+  }
+}
+
+/* A block a token and a slice of `each` heads, q, k and v alike; half/V neighbouring threads a head (a power of two up to 32 with NORM), each with
+ * V pairs. The data is on its way while the angles are made. */
+template <typename T, int V, bool NORM>
+__global__ void __launch_bounds__(SLICE_THREADS) qkv_fwd_k(const qkv_job<T> j, const rope_table rope, uint32_t each) {
+  __shared__ alignas(16) float cosines[MAX_HALF], sines[MAX_HALF];
+  const uint32_t d = j.head_dim, half = d / 2, g = half / V, t = blockIdx.x, head0 = blockIdx.y * each, i = threadIdx.x % g * V;
+  const uint32_t heads = min(each, j.n_q + 2 * j.n_k - head0), head = head0 + min(threadIdx.x / g, heads - 1);
+  const bool is_q = head < j.n_q, is_v = head >= j.n_q + j.n_k;
+  const T *in = j.qkv + ((size_t)t * (j.n_q + 2 * j.n_k) + head) * d + i;
+  const uint4 raw[2] = {*(const uint4 *)in, *(const uint4 *)(in + half)};
+  float lo[V], hi[V], c[V], s[V], a[V], b[V];
+  for (uint32_t k = threadIdx.x; k < half; k += blockDim.x) angle_of(cosines[k], sines[k], rope.inv_freq[k], j.pos[t]);
+  __syncthreads();
+  unpack<T, V>(lo, raw[0]);
+  unpack<T, V>(hi, raw[1]);
+  if constexpr (NORM) {
+    float ss = 0.0f, wl[V], wh[V];
+#pragma unroll
+    for (int k = 0; k < V; k++) ss += lo[k] * lo[k] + hi[k] * hi[k];
+    const float rstd = 1.0f / sqrtf(head_sum(ss, g) / (float)d + j.eps);
+    if (!is_v) {
+      ps_read<T, V>(wl, (is_q ? j.wq : j.wk) + i);
+      ps_read<T, V>(wh, (is_q ? j.wq : j.wk) + half + i);
 #pragma unroll
       for (int k = 0; k < V; k++) {
         lo[k] = rounded<T>(lo[k] * rstd * wl[k]);
         hi[k] = rounded<T>(hi[k] * rstd * wh[k]);
       }
     }
-    if (item >= items) continue;
-    float a[V], b[V];
-#pragma unroll
-    for (int k = 0; k < V; k++) {
-      const float c = cosines[i + k], s = sines[i + k];
-      a[k] = lo[k] * c - hi[k] * s;
-      b[k] = hi[k] * c + lo[k] * s;
-    }
-    T *out = head < j.n_q ? q + head * d : kv + (head - j.n_q) * d;
-    ps_store<T, V>(out + i, a);
-    ps_store<T, V>(out + half + i, b);
   }
-  for (uint32_t i = threadIdx.x * V; i < j.n_k * d; i += THREADS * V)
-    *(ps_vec<T, V> *)(kv + j.n_k * d + i) = ps_load<T, V>(in + (j.n_q + j.n_k) * d + i);
+  read_f32<V>(c, cosines + i);
+  read_f32<V>(s, sines + i);
+#pragma unroll
+  for (int k = 0; k < V; k++) {
+    a[k] = is_v ? lo[k] : lo[k] * c[k] - hi[k] * s[k];
+    b[k] = is_v ? hi[k] : hi[k] * c[k] + lo[k] * s[k];
+  }
+  if (threadIdx.x / g >= heads) return;
+  T *out = (is_q ? j.q + ((size_t)t * j.n_q + head) * d : j.kv + ((size_t)t * 2 * j.n_k + head - j.n_q) * d) + i;
+  ps_store<T, V>(out, a);
+  ps_store<T, V>(out + half, b);
 }
 
 /* The same for any even head_dim: a warp a head, pairs lane, lane + 32, ... */
@@ -136,92 +144,164 @@ template <typename T, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_
   for (uint32_t i = threadIdx.x; i < j.n_k * d; i += THREADS) kv[j.n_k * d + i] = in[(j.n_q + j.n_k) * d + i];
 }
 
-/* A block a group of tokens (one token without NORM). Thread and pairs as forward, so that a thread's weights are always the same
- * ones: it keeps their dw. */
-template <typename T, int V, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_bwd_k(const qkv_job<T> j, const rope_table rope) {
-  __shared__ float cosines[MAX_HALF], sines[MAX_HALF];
-  __shared__ float sums[NORM ? THREADS * 2 * V : 1];
-  const uint32_t d = j.head_dim, half = d / 2, g = half / V, items = (j.n_q + j.n_k) * g;
-  const uint32_t first = blockIdx.x * j.group, end = min(first + j.group, j.n_tokens);
-  float dw[NORM ? 2 : 1][2 * V] = {};
-  for (uint32_t t = first; t < end; t++) {
-    const size_t at = (size_t)t * (j.n_q + 2 * j.n_k) * d;
-    const T *dq = j.dq + (size_t)t * j.n_q * d;
-    const float *dkv = j.dkv + (size_t)t * 2 * j.n_k * d;
-    T *out = j.dqkv + at;
-    __syncthreads();
-    fill_angles(cosines, sines, rope, j.pos[t], half);
-    __syncthreads();
-    for (uint32_t base = 0; base < items; base += THREADS) {
-      const uint32_t item = base + threadIdx.x, head = item / g, i = item % g * V;
-      const bool ok = item < items, is_q = head < j.n_q;
-      float a[V] = {}, b[V] = {};
-      if (ok && is_q) {
-        ps_read<T, V>(a, dq + head * d + i);
-        ps_read<T, V>(b, dq + head * d + half + i);
-      } else if (ok) {
-        read_f32<V>(a, dkv + (head - j.n_q) * d + i);
-        read_f32<V>(b, dkv + (head - j.n_q) * d + half + i);
+/* What a thread reads of a token, 16 bytes at a time: its V pairs of dq, or of the fp32 dkv, in v[0] to v[N_GRAD-1], first halves first; with
+ * a norm those of the raw product behind them, not of v. */
+template <int V> constexpr int n_grad = V == 8 ? 4 : 2;
+template <int V, bool NORM> constexpr int n_in = n_grad<V> + (NORM ? 2 : 0);
+template <typename T, int V, bool NORM, typename Take>
+__device__ __forceinline__ void each_vector(const qkv_job<T> &j, uint32_t t, uint32_t head, uint32_t i, Take take) {
+  const uint32_t d = j.head_dim, half = d / 2;
+  if (head < j.n_q) {
+    const T *p = j.dq + ((size_t)t * j.n_q + head) * d + i;
+    take(0, p);
+    take(1, p + half);
+  } else {
+    const float *p = j.dkv + ((size_t)t * 2 * j.n_k + head - j.n_q) * d + i;
+#pragma unroll
+    for (int k = 0; k < V / 4; k++) {
+      take(k, p + 4 * k);
+      take(V / 4 + k, p + half + 4 * k);
+    }
+  }
+  if (NORM && head < j.n_q + j.n_k) {
+    const T *p = j.qkv + ((size_t)t * (j.n_q + 2 * j.n_k) + head) * d + i;
+    take(n_grad<V>, p);
+    take(n_grad<V> + 1, p + half);
+  }
+}
+/* a and b: the first and the second half of the pairs. */
+template <typename T, int V> __device__ __forceinline__ void unpack_grads(float (&a)[V], float (&b)[V], const uint4 *in, bool is_q) {
+  if (is_q) {
+    unpack<T, V>(a, in[0]);
+    unpack<T, V>(b, in[1]);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < V / 4; k++) {
+    float lo[4], hi[4];
+    unpack<float, 4>(lo, in[k]);
+    unpack<float, 4>(hi, in[V / 4 + k]);
+#pragma unroll
+    for (int e = 0; e < 4; e++) a[4 * k + e] = lo[e], b[4 * k + e] = hi[e];
+  }
+}
+
+/* dw of one head of each kind's threads of the block, added in the order of heads. */
+template <int V> __device__ __forceinline__ void store_dw(float *to, const float *sums, uint32_t first, uint32_t end, uint32_t d) {
+  const uint32_t half = d / 2, g = half / V;
+  for (uint32_t e = threadIdx.x; e < d; e += blockDim.x) {
+    const uint32_t i = e % half;
+    float sum = 0.0f;
+    for (uint32_t h = first; h < end; h++) sum += sums[(h * g + i / V) * 2 * V + i % V + (e < half ? 0 : V)];
+    to[e] = sum;
+  }
+}
+
+/* A block a group of tokens (one token without NORM) and a slice of `each` heads, q, k and v alike; half/V neighbouring threads a head, each with
+ * V pairs, always the same, so that it keeps their dw. With NORM the next token is copied to shared memory while one is worked on, each
+ * vector by the thread that reads it, and the angles are made for as many tokens at once as there are threads. */
+template <typename T, int V, bool NORM>
+__global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3) qkv_bwd_k(const qkv_job<T> j, const rope_table rope, uint32_t each) {
+  constexpr int N = n_in<V, NORM>;
+  extern __shared__ uint4 ring[]; /* NORM: [2][N][SLICE_THREADS]; in the end the sums of dw */
+  __shared__ alignas(16) float cosines[SLICE_THREADS], sines[SLICE_THREADS], weights[NORM ? 2 : 1][NORM ? 2 * MAX_HALF : 1];
+  const uint32_t d = j.head_dim, half = d / 2, g = half / V, first = NORM ? blockIdx.x * j.group : blockIdx.x;
+  const uint32_t end = NORM ? min(first + j.group, j.n_tokens) : first + 1;
+  const uint32_t head0 = blockIdx.y * each, heads = min(each, j.n_q + 2 * j.n_k - head0), i = threadIdx.x % g * V;
+  const bool ok = threadIdx.x / g < heads;
+  const uint32_t head = ok ? head0 + threadIdx.x / g : head0;
+  const bool is_q = head < j.n_q, is_v = head >= j.n_q + j.n_k;
+  float dw[NORM ? 2 * V : 1] = {};
+  uint4 in[N];
+  auto slot = [&](uint32_t t, int k) { return &ring[((t - first) % 2 * N + k) * SLICE_THREADS + threadIdx.x]; };
+  auto fetch = [&](uint32_t t) {
+    if constexpr (NORM) {
+      if (t < end) each_vector<T, V, NORM>(j, t, head, i, [&](int k, const void *p) { ps_copy_async(slot(t, k), p); });
+      ps_copy_commit();
+    } else {
+      each_vector<T, V, NORM>(j, t, head, i, [&](int k, const void *p) { in[k] = *(const uint4 *)p; });
+    }
+  };
+  const uint32_t at_once = NORM ? max(1u, blockDim.x / half) : 1; /* tokens */
+  auto angles = [&](uint32_t t) {
+    for (uint32_t k = threadIdx.x; k < at_once * half && t + k / half < end; k += blockDim.x)
+      angle_of(cosines[k], sines[k], rope.inv_freq[k % half], j.pos[t + k / half]);
+  };
+  fetch(first);
+  if constexpr (NORM) {
+    for (uint32_t k = threadIdx.x; k < d; k += blockDim.x) {
+      weights[0][k] = ps_to_f32(j.wq[k]);
+      weights[1][k] = ps_to_f32(j.wk[k]);
+    }
+  }
+  angles(first);
+  __syncthreads();
+  for (uint32_t t = first, turn = 0; t < end; t++, turn++) {
+    float a[V], b[V];
+    if constexpr (NORM) {
+      fetch(t + 1);
+      if (turn == at_once) {
+        turn = 0;
+        __syncthreads();
+        angles(t);
+        __syncthreads();
       }
+      ps_copy_wait<1>();
+#pragma unroll
+      for (int k = 0; k < N; k++) in[k] = *slot(t, k);
+    }
+    unpack_grads<T, V>(a, b, in, is_q);
+    if (!is_v) {
+      float c[V], s[V];
+      read_f32<V>(c, cosines + turn * half + i);
+      read_f32<V>(s, sines + turn * half + i);
 #pragma unroll
       for (int k = 0; k < V; k++) {
-        const float c = cosines[i + k], s = sines[i + k], lo = a[k] * c + b[k] * s;
-        b[k] = b[k] * c - a[k] * s;
+        const float lo = a[k] * c[k] + b[k] * s[k];
+        b[k] = b[k] * c[k] - a[k] * s[k];
         a[k] = lo;
       }
-      if constexpr (NORM) {
-        float xl[V] = {}, xh[V] = {}, wl[V], wh[V], ss = 0.0f, sg = 0.0f;
-        if (ok) {
-          ps_read<T, V>(xl, j.qkv + at + head * d + i);
-          ps_read<T, V>(xh, j.qkv + at + head * d + half + i);
-        }
-        const T *w = is_q ? j.wq : j.wk;
-        ps_read<T, V>(wl, w + i);
-        ps_read<T, V>(wh, w + half + i);
+    }
+    if constexpr (NORM) {
+      float xl[V], xh[V], wl[V], wh[V], ss = 0.0f, sg = 0.0f;
+      unpack<T, V>(xl, in[n_grad<V>]);
+      unpack<T, V>(xh, in[n_grad<V> + 1]);
+      read_f32<V>(wl, weights[!is_q] + i);
+      read_f32<V>(wh, weights[!is_q] + half + i);
 #pragma unroll
-        for (int k = 0; k < V; k++) {
-          ss += xl[k] * xl[k] + xh[k] * xh[k];
-          sg += a[k] * wl[k] * xl[k] + b[k] * wh[k] * xh[k];
-        }
-        const float rstd = 1.0f / sqrtf(head_sum(ss, g) / (float)d + j.eps), mean = head_sum(sg, g) * rstd / (float)d;
+      for (int k = 0; k < V; k++) {
+        ss += xl[k] * xl[k] + xh[k] * xh[k];
+        sg += a[k] * wl[k] * xl[k] + b[k] * wh[k] * xh[k];
+      }
+      const float rstd = 1.0f / sqrtf(head_sum(ss, g) / (float)d + j.eps), mean = head_sum(sg, g) * rstd / (float)d;
+      if (!is_v) {
 #pragma unroll
         for (int k = 0; k < V; k++) {
           xl[k] *= rstd;
           xh[k] *= rstd;
-          const float dl = a[k] * xl[k], dh = b[k] * xh[k];
-          dw[0][k] += is_q && ok ? dl : 0.0f;
-          dw[0][V + k] += is_q && ok ? dh : 0.0f;
-          dw[1][k] += !is_q && ok ? dl : 0.0f;
-          dw[1][V + k] += !is_q && ok ? dh : 0.0f;
+          dw[k] += a[k] * xl[k];
+          dw[V + k] += b[k] * xh[k];
           a[k] = (a[k] * wl[k] - xl[k] * mean) * rstd;
           b[k] = (b[k] * wh[k] - xh[k] * mean) * rstd;
         }
       }
-      if (!ok) continue;
-      ps_store<T, V>(out + head * d + i, a);
-      ps_store<T, V>(out + head * d + half + i, b);
     }
-    for (uint32_t i = threadIdx.x * V; i < j.n_k * d; i += THREADS * V) {
-      float v[V];
-      read_f32<V>(v, dkv + j.n_k * d + i);
-      ps_store<T, V>(out + (j.n_q + j.n_k) * d + i, v);
+    if (ok) {
+      T *out = j.dqkv + ((size_t)t * (j.n_q + 2 * j.n_k) + head) * d + i;
+      ps_store<T, V>(out, a);
+      ps_store<T, V>(out + half, b);
     }
   }
   if constexpr (NORM) {
+    float *sums = (float *)ring;
+    const size_t at = ((size_t)blockIdx.x * gridDim.y + blockIdx.y) * d;
+    auto local = [&](uint32_t h) { return min(max(h, head0) - head0, heads); };
+    __syncthreads();
 #pragma unroll
-    for (int which = 0; which < 2; which++) {
-      __syncthreads();
-#pragma unroll
-      for (int k = 0; k < 2 * V; k++) sums[threadIdx.x * 2 * V + k] = dw[which][k];
-      __syncthreads();
-      float *to = (which ? j.partial_k : j.partial_q) + (size_t)blockIdx.x * d;
-      for (uint32_t e = threadIdx.x; e < d; e += THREADS) {
-        const uint32_t i = e % half, at = i / V * 2 * V + i % V + (e < half ? 0 : V);
-        float sum = 0.0f;
-        for (uint32_t r = 0; r < THREADS / g; r++) sum += sums[r * g * 2 * V + at];
-        to[e] = sum;
-      }
-    }
+    for (int k = 0; k < 2 * V; k++) sums[threadIdx.x * 2 * V + k] = dw[k];
+    __syncthreads();
+    store_dw<V>(j.partial_q + at, sums, 0, local(j.n_q), d);
+    store_dw<V>(j.partial_k + at, sums, local(j.n_q), local(j.n_q + j.n_k), d);
   }
 }
 
@@ -330,6 +410,9 @@ template <typename T> static qkv_job<T> job_of(const ps__args_qkv *a) {
   return j;
 }
 
+/* Threads of a slice of heads, whole warps. */
+template <int V> static uint32_t slice_threads(const ps__args_qkv *a) { return (ps_qkv_heads_each(a) * (a->head_dim / 2 / V) + 31) / 32 * 32; }
+
 template <typename T> static void launch_fwd(const ps_launch *l, const ps__args_qkv *a, const rope_table &rope) {
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
   constexpr int V = ps_full<T>;
@@ -343,8 +426,10 @@ template <typename T> static void launch_fwd(const ps_launch *l, const ps__args_
     j.wk = (const T *)l->ptr[5];
   }
   const bool fit = vectors_fit(l, a, a->qk_norm ? 6 : 4);
-  if (fit && a->qk_norm) qkv_fwd_k<T, V, true><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
-  else if (fit) qkv_fwd_k<T, V, false><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
+  const uint32_t each = ps_qkv_heads_each(a);
+  const dim3 grid(a->n_tokens, ps_qkv_slices(a));
+  if (fit && a->qk_norm) qkv_fwd_k<T, V, true><<<grid, slice_threads<V>(a), 0, stream>>>(j, rope, each);
+  else if (fit) qkv_fwd_k<T, V, false><<<grid, slice_threads<V>(a), 0, stream>>>(j, rope, each);
   else if (a->qk_norm) qkv_fwd_any_k<T, true><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
   else qkv_fwd_any_k<T, false><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
 }
@@ -360,12 +445,15 @@ extern "C" ps_status ps__cuda_qkv_split_fwd(const ps_launch *l) {
   return ps_launched("qkv_split_fwd", cudaSuccess);
 }
 
-template <typename T> static void launch_bwd(const ps_launch *l, const ps__args_qkv *a, const rope_table &rope) {
+/* The partial sums of dw that each weight gets: one a block. */
+static uint32_t n_partials(const ps__args_qkv *a, bool fit) { return ps_n_groups(a->n_tokens, PS_NORM_GROUPS) * (fit ? ps_qkv_slices(a) : 1); }
+
+template <typename T> static cudaError_t launch_bwd(const ps_launch *l, const ps__args_qkv *a, const rope_table &rope, bool fit) {
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   constexpr int V = ps_full<T>;
-  const uint32_t n = a->qk_norm ? ps_n_groups(a->n_tokens) : a->n_tokens;
+  const uint32_t n = a->qk_norm ? ps_n_groups(a->n_tokens, PS_NORM_GROUPS) : a->n_tokens;
   qkv_job<T> j = job_of<T>(a);
-  j.group = a->qk_norm ? ps_group_rows(a->n_tokens) : 1;
+  j.group = a->qk_norm ? ps_group_rows(a->n_tokens, PS_NORM_GROUPS) : 1;
   j.dq = (const T *)l->ptr[0];
   j.dkv = (const float *)l->ptr[1];
   j.pos = (const int32_t *)l->ptr[2];
@@ -375,13 +463,25 @@ template <typename T> static void launch_bwd(const ps_launch *l, const ps__args_
     j.wq = (const T *)l->ptr[5];
     j.wk = (const T *)l->ptr[6];
     j.partial_q = (float *)exec->scratch;
-    j.partial_k = j.partial_q + (size_t)n * a->head_dim;
+    j.partial_k = j.partial_q + (size_t)n_partials(a, fit) * a->head_dim;
   }
-  const bool fit = vectors_fit(l, a, a->qk_norm ? 7 : 4);
-  if (fit && a->qk_norm) qkv_bwd_k<T, V, true><<<n, THREADS, 0, exec->stream>>>(j, rope);
-  else if (fit) qkv_bwd_k<T, V, false><<<n, THREADS, 0, exec->stream>>>(j, rope);
-  else if (a->qk_norm) qkv_bwd_any_k<T, true><<<n, THREADS, 0, exec->stream>>>(j, rope);
-  else qkv_bwd_any_k<T, false><<<n, THREADS, 0, exec->stream>>>(j, rope);
+  if (fit) {
+    const uint32_t each = ps_qkv_heads_each(a), threads = slice_threads<V>(a);
+    const dim3 grid(n, ps_qkv_slices(a));
+    constexpr uint32_t bytes = 2 * n_in<V, true> * SLICE_THREADS * 16;
+    if (!a->qk_norm) {
+      qkv_bwd_k<T, V, false><<<grid, threads, 0, exec->stream>>>(j, rope, each);
+    } else {
+      const cudaError_t e = cudaFuncSetAttribute(qkv_bwd_k<T, V, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); /* of this device */
+      if (e != cudaSuccess) return e;
+      qkv_bwd_k<T, V, true><<<grid, threads, bytes, exec->stream>>>(j, rope, each);
+    }
+  } else if (a->qk_norm) {
+    qkv_bwd_any_k<T, true><<<n, THREADS, 0, exec->stream>>>(j, rope);
+  } else {
+    qkv_bwd_any_k<T, false><<<n, THREADS, 0, exec->stream>>>(j, rope);
+  }
+  return cudaGetLastError();
 }
 
 extern "C" ps_status ps__cuda_qkv_split_bwd(const ps_launch *l) {
@@ -391,13 +491,11 @@ extern "C" ps_status ps__cuda_qkv_split_bwd(const ps_launch *l) {
   if (st != PS_OK) return st;
   rope_table rope = {};
   ps__rope_inv_freq(rope.inv_freq, a);
-  if (a->n_tokens) {
-    if (a->dt == PS_BF16) launch_bwd<__nv_bfloat16>(l, a, rope);
-    else launch_bwd<float>(l, a, rope);
-  }
+  const bool fit = vectors_fit(l, a, a->qk_norm ? 7 : 4);
   cudaError_t e = cudaSuccess;
+  if (a->n_tokens) e = a->dt == PS_BF16 ? launch_bwd<__nv_bfloat16>(l, a, rope, fit) : launch_bwd<float>(l, a, rope, fit);
   for (int which = 0; which < 2 && a->qk_norm && e == cudaSuccess; which++) {
-    const uint32_t n = ps_n_groups(a->n_tokens);
+    const uint32_t n = n_partials(a, fit);
     e = ps_add_partials(exec->stream, l->ptr[7 + which], a->dt, (const float *)exec->scratch + (size_t)which * n * a->head_dim, n,
                         a->head_dim, a->head_dim, a->accumulate_dw != 0);
   }

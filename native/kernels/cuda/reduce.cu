@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(ADD_COLS *ADD_SLICES)
   const uint32_t c = blockIdx.x * ADD_COLS + threadIdx.x;
   float sum = 0.0f;
   if (c < cols)
-#pragma unroll 8
+#pragma unroll 16
     for (uint32_t g = threadIdx.y; g < n_groups; g += ADD_SLICES) sum += partial[(size_t)g * ld + c];
   slice[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
@@ -90,7 +90,7 @@ cudaError_t ps_add_partials(cudaStream_t stream, void *out, uint32_t dt, const f
 /* colsum
  * math    db[c] (+)= sum_r dy[r,c]: rows in order in groups cut by shape, then the groups in a fixed order; fp32
  * shapes  dy [rows, ld] of dt, the first cols of each row; db [cols] of dt
- * bytes   rows*cols*sizeof(dt) of HBM; 8192 x 6144 bf16 -> 101 MB, 21 us at 4.8 TB/s; scratch: at most 256 groups * cols fp32
+ * bytes   rows*cols*sizeof(dt) of HBM; 8192 x 6144 bf16 -> 101 MB, 21 us at 4.8 TB/s; scratch: at most 128 groups * cols fp32
  * determinism  bitwise.   reference  the cpu backend's, within rows * 2^-24 * sum |dy|, and 1 ulp of bf16 */
 extern "C" ps_status ps__cuda_colsum(const ps_launch *l) {
   const ps__args_colsum *a = (const ps__args_colsum *)l->args;
@@ -99,48 +99,96 @@ extern "C" ps_status ps__cuda_colsum(const ps_launch *l) {
   if (st != PS_OK || !a->cols) return st;
   if (a->ld < a->cols) return ps__fail(PS_EINVAL, "colsum: rows of %u elements are shorter than %u columns", a->ld, a->cols);
   float *partial = (float *)exec->scratch;
-  const uint32_t n = ps_n_groups(a->rows);
+  const uint32_t n = ps_n_groups(a->rows, PS_COLSUM_GROUPS);
   const bool whole = ps_whole(a->dt, a->cols) && ps_whole(a->dt, a->ld) && ps_aligned(l->ptr[0]);
   if (a->rows)
     PS_DISPATCH(a->dt, whole, colsum_k<T, V><<<dim3(ps_ceil_div(a->cols, 128 * V), n), 128, 0, exec->stream>>>(
-                                  (const T *)l->ptr[0], partial, a->rows, ps_group_rows(a->rows), a->cols, a->ld));
+                                  (const T *)l->ptr[0], partial, a->rows, ps_group_rows(a->rows, PS_COLSUM_GROUPS), a->cols, a->ld));
   return ps_launched("colsum", ps_add_partials(exec->stream, l->ptr[1], a->dt, partial, n, a->cols, a->cols, a->accumulate != 0));
 }
 
 /* ---- sumsq ----------------------------------------------------------------------------------------------------------- */
 
-template <typename T, int V> __device__ __forceinline__ void add_squares(double (&sum)[V], const ps_vec<T, V> &v) {
+/* A thread's V lanes. */
+template <typename T, int V> struct lane_sums {
+  double sum[V] = {};
+  __device__ __forceinline__ void add(const ps_vec<T, V> &v) {
 #pragma unroll
-  for (int k = 0; k < V; k++) {
-    const double d = (double)ps_to_f32(v.e[k]);
-    sum[k] += d * d;
+    for (int k = 0; k < V; k++) {
+      const double d = (double)ps_to_f32(v.e[k]);
+      sum[k] += d * d;
+    }
   }
-}
+  __device__ __forceinline__ void close() {}
+};
 
-/* A block a group; a thread owns V neighbouring lanes, so that its loads are whole vectors and its chains of additions V. */
+/* bf16 without conversions, of which an SM does 16 a clock: bits 0-14 at the place that exponent and fraction have in a double are the
+ * number times 2^-896, denormals included, as fp64 has those too; the product by 2^896 is exact. An infinity or NaN becomes some
+ * finite number: the lane's largest bits say that there was one. */
+template <> struct lane_sums<__nv_bfloat16, 4> {
+  double sum[4] = {};
+  uint32_t top[2] = {0, 0}; /* of lanes 0 and 1, of lanes 2 and 3: the largest |x| so far, as bits */
+  __device__ __forceinline__ void add_one(int k, uint32_t bits) {
+    const double d = __hiloint2double((int)bits, 0) * 0x1p896;
+    sum[k] = fma(d, d, sum[k]);
+  }
+  __device__ __forceinline__ void add(const ps_vec<__nv_bfloat16, 4> &v) {
+    union { ps_vec<__nv_bfloat16, 4> v; uint2 u; } c;
+    c.v = v;
+    const uint32_t size[2] = {c.u.x & 0x7fff7fffu, c.u.y & 0x7fff7fffu};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      top[h] = __vmaxu2(top[h], size[h]);
+      add_one(2 * h, size[h] << 13 & 0x0fffe000u);
+      add_one(2 * h + 1, size[h] >> 3 & 0x0fffe000u);
+    }
+  }
+  __device__ __forceinline__ void close() {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const uint32_t most = k % 2 ? top[k / 2] >> 16 : top[k / 2] & 0xffffu;
+      if (most >= 0x7f80u) sum[k] = most == 0x7f80u ? (double)INFINITY : (double)NAN;
+    }
+  }
+};
+
+/* A block a group; a thread owns V neighbouring lanes, so that its loads are whole vectors and its chains of additions V. DEEP loads are
+ * in flight while the DEEP before are added. */
 template <typename T, int V>
 __global__ void __launch_bounds__(PS_SQ_LANES / V) sumsq_k(const T *g, double *partial, uint64_t n, uint64_t group) {
   __shared__ double lane[PS_SQ_LANES];
+  constexpr int DEEP = 8;
   const uint64_t first = blockIdx.x * group, end = n - first < group ? n : first + group;
   const uint32_t j = threadIdx.x * V;
-  constexpr int DEEP = 8;
-  double sum[V] = {};
+  lane_sums<T, V> s;
+  ps_vec<T, V> now[DEEP], next[DEEP];
   uint64_t i = first + j;
-  for (; i + (DEEP - 1) * PS_SQ_LANES + V <= end; i += DEEP * PS_SQ_LANES) { /* DEEP loads in flight */
-    ps_vec<T, V> v[DEEP];
+  auto fits = [&] { return i + (DEEP - 1) * PS_SQ_LANES + V <= end; };
+  bool more = fits();
+  if (more)
 #pragma unroll
-    for (int u = 0; u < DEEP; u++) v[u] = ps_load<T, V>(g + i + u * PS_SQ_LANES);
+    for (int u = 0; u < DEEP; u++) now[u] = ps_load<T, V>(g + i + u * PS_SQ_LANES);
+#pragma unroll 2
+  while (more) {
+    i += DEEP * PS_SQ_LANES;
+    more = fits();
+    if (more)
 #pragma unroll
-    for (int u = 0; u < DEEP; u++) add_squares<T, V>(sum, v[u]);
+      for (int u = 0; u < DEEP; u++) next[u] = ps_load<T, V>(g + i + u * PS_SQ_LANES);
+#pragma unroll
+    for (int u = 0; u < DEEP; u++) s.add(now[u]);
+#pragma unroll
+    for (int u = 0; u < DEEP; u++) now[u] = next[u];
   }
-  for (; i + V <= end; i += PS_SQ_LANES) add_squares<T, V>(sum, ps_load<T, V>(g + i));
+  for (; i + V <= end; i += PS_SQ_LANES) s.add(ps_load<T, V>(g + i));
+  s.close();
 #pragma unroll
   for (int k = 0; k < V; k++) {
     if (i + k < end) {
       const double d = (double)ps_to_f32(g[i + k]);
-      sum[k] += d * d;
+      s.sum[k] += d * d;
     }
-    lane[j + k] = sum[k];
+    lane[j + k] = s.sum[k];
   }
   for (uint32_t w = PS_SQ_LANES / 2; w > 0; w /= 2) {
     __syncthreads();
@@ -156,6 +204,7 @@ __global__ void __launch_bounds__(PS_SQ_GROUPS) sumsq_add_k(const double *partia
   __syncthreads();
   if (threadIdx.x) return;
   double sum = 0.0;
+#pragma unroll 16
   for (uint32_t g = 0; g < n_groups; g++) sum += s[g];
   *out = sum;
 }
@@ -164,8 +213,8 @@ __global__ void __launch_bounds__(PS_SQ_GROUPS) sumsq_add_k(const double *partia
  * math    sum of squares in fp64 over at most 256 groups of whole multiples of 1024 elements: 1024 lanes a group, lane j adds elements
  *         j, j+1024, ... in order, then j += j+512, 256, ... 1, then the groups in order (ops.h)
  * shapes  g [n] of dt, out f64 [1]
- * bytes   n*sizeof(dt) of HBM; 218 M bf16 (an 8B layer) -> 436 MB, 91 us at 4.8 TB/s; fp32 to fp64 conversion, 16 a clock and SM,
- *         takes 60 us beside it; chains of n / 2^18 additions
+ * bytes   n*sizeof(dt) of HBM; 218 M bf16 (an 8B layer) -> 436 MB, 91 us at 4.8 TB/s; two fp64 operations an element take
+ *         30 us beside it; chains of n / 2^18 additions. Measured on an H200: 85 to 87% of copy bandwidth, 119 us
  * determinism  bitwise, and the bits of the cpu backend: products of two fp32 are exact in fp64, so FMA changes nothing */
 extern "C" ps_status ps__cuda_sumsq(const ps_launch *l) {
   const ps__args_sumsq *a = (const ps__args_sumsq *)l->args;

@@ -6,24 +6,38 @@
 
 static inline size_t ps_round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-/* Sums over rows are cut in groups of rows, by shape alone: at most 256. */
-static inline uint32_t ps_group_rows(uint32_t rows) { return rows <= 8 * 256 ? 8 : (rows + 255) / 256; }
-static inline uint32_t ps_n_groups(uint32_t rows) {
-  const uint32_t g = ps_group_rows(rows);
+/* Sums over rows are cut in groups of at least 8 rows, by shape alone: at most `most`. A block sums a group, and what it leaves is read
+ * again: colsum, which does little else, makes fewer. */
+enum { PS_NORM_GROUPS = 256, PS_COLSUM_GROUPS = 128 };
+static inline uint32_t ps_group_rows(uint32_t rows, uint32_t most) { return rows <= 8 * most ? 8 : (rows + most - 1) / most; }
+static inline uint32_t ps_n_groups(uint32_t rows, uint32_t most) {
+  const uint32_t g = ps_group_rows(rows, most);
   return (rows + g - 1) / g;
 }
 
+/* Heads that a block of qkv_split takes, q, k and v counted alike: at most 384 threads, of which each has 16 bytes of half a head. */
+static inline uint32_t ps_qkv_heads_each(const ps__args_qkv *a) {
+  const uint32_t v = a->dt == PS_BF16 ? 8 : 4, threads = a->head_dim / 2 < v ? 1 : a->head_dim / 2 / v, heads = a->n_heads + 2 * a->n_kv_heads;
+  const uint32_t n = (heads + 384 / threads - 1) / (384 / threads);
+  return (heads + n - 1) / n;
+}
+static inline uint32_t ps_qkv_slices(const ps__args_qkv *a) {
+  const uint32_t each = ps_qkv_heads_each(a);
+  return (a->n_heads + 2 * a->n_kv_heads + each - 1) / each;
+}
+
 static inline size_t ps_scratch_embed_bwd(const ps__args_embed *a) {
-  return ps_round_up((2 * ((size_t)a->vocab + 1) + 2 * (size_t)a->n_tokens) * sizeof(uint32_t), 256);
+  return ps_round_up((2 * (size_t)a->vocab + 2 + 4 * (size_t)a->n_tokens) * sizeof(uint32_t), 256);
 }
 static inline size_t ps_scratch_rmsnorm_bwd(const ps__args_rmsnorm *a) {
-  return ps_round_up((size_t)ps_n_groups(a->rows) * a->cols * sizeof(float), 256);
+  return ps_round_up((size_t)ps_n_groups(a->rows, PS_NORM_GROUPS) * a->cols * sizeof(float), 256);
 }
 static inline size_t ps_scratch_qkv_split_bwd(const ps__args_qkv *a) {
-  return a->qk_norm ? ps_round_up(2 * (size_t)ps_n_groups(a->n_tokens) * a->head_dim * sizeof(float), 256) : 0;
+  if (!a->qk_norm) return 0;
+  return ps_round_up(2 * (size_t)ps_n_groups(a->n_tokens, PS_NORM_GROUPS) * ps_qkv_slices(a) * a->head_dim * sizeof(float), 256);
 }
 static inline size_t ps_scratch_colsum(const ps__args_colsum *a) {
-  return ps_round_up((size_t)ps_n_groups(a->rows) * a->cols * sizeof(float), 256);
+  return ps_round_up((size_t)ps_n_groups(a->rows, PS_COLSUM_GROUPS) * a->cols * sizeof(float), 256);
 }
 static inline size_t ps_scratch_sumsq(const ps__args_sumsq *a) { return (void)a, PS_SQ_GROUPS * sizeof(double); }
 
