@@ -46,7 +46,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def hardware():
-    return Hardware.estimate(2)
+    return Hardware.estimate(2, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ from penstock import Hardware, ModelConfig, Plan, Trainer
 gone = np.ones(64 << 20, np.uint8); del gone
 held = np.ones(16 << 20, np.uint8)
 folder = sys.argv[1]
-plan = Plan(ModelConfig.read(folder), seq_len=64, tokens_per_step=512, recipe="fp32", hardware=Hardware.estimate(2), threads=2)
+plan = Plan(ModelConfig.read(folder), seq_len=64, tokens_per_step=512, recipe="fp32", hardware=Hardware.estimate(2, "cpu"), threads=2)
 rng = np.random.default_rng(0)
 with Trainer(folder, plan, lambda step: (rng.integers(0, {VOCAB}, 512), rng.integers(0, {VOCAB}, 512))) as trainer:
     last = list(trainer.steps(5))[-1]

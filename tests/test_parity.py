@@ -115,7 +115,7 @@ def lr_at(step):
 def make_plan(where, layout="one-a-chunk", recipe="fp32", **more):
     chunk, a_round, n_rounds, n_chunks = LAYOUTS[layout]
     plan = Plan(ModelConfig.read(where), seq_len=SEQ, tokens_per_step=SEQ * N_SEQ, recipe=recipe, chunk_tokens=chunk,
-                chunks_per_round=a_round, threads=2, hardware=Hardware.estimate(2), **more)
+                chunks_per_round=a_round, threads=2, hardware=Hardware.estimate(2, "cpu"), **more)
     assert (plan.report["n_rounds"], plan.report["n_chunks"]) == (n_rounds, n_chunks)
     return plan
 
@@ -125,7 +125,7 @@ def smallest_plan(where, layout):
     of 7 tokens."""
     chunk, a_round, _, _ = LAYOUTS[layout]
     least, _ = Plan.smallest(ModelConfig.read(where), seq_len=SEQ, tokens_per_step=SEQ * N_SEQ, recipe="fp32", chunk_tokens=chunk,
-                             chunks_per_round=a_round, head_slice_tokens=7, threads=2, hardware=Hardware.estimate(2))
+                             chunks_per_round=a_round, head_slice_tokens=7, threads=2, hardware=Hardware.estimate(2, "cpu"))
     plan = make_plan(where, layout, device_mem=least, head_slice_tokens=7)
     assert plan.report["resident_param_units"] < plan.report["n_units"] and plan.report["resident_update_units"] == 0
     return plan

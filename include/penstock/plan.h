@@ -18,7 +18,8 @@ typedef struct ps_plan ps_plan;
 typedef struct ps_plan_config {
   uint32_t struct_bytes;      /* sizeof(ps_plan_config) */
   uint32_t recipe;            /* ps_recipe */
-  uint64_t device_bytes;      /* cap of the device arena, BYTES; 0: no cap */
+  uint64_t device_bytes;      /* cap of device memory, BYTES: on CUDA all that the driver reports for the process (context, libraries, scratch and
+                                 arena), on the CPU backend the device arena; 0: what the device has, no cap on the CPU backend */
   uint64_t host_bytes;        /* cap of the process's resident memory, BYTES, the CPU backend's device arena apart; 0: what the machine allows */
   uint64_t seq_len;           /* tokens a sequence */
   uint64_t tokens_per_step;   /* rounded down to whole sequences, at least one; 0: 8 sequences */
@@ -28,7 +29,11 @@ typedef struct ps_plan_config {
   uint32_t clip;              /* 1: exact global-norm clipping will be used (the optimizer then waits for the whole norm) */
   uint32_t n_threads;         /* compute threads; 0: those of the hardware */
   uint32_t trace_steps;       /* steps kept by the trace, counted as host memory */
+  uint32_t deterministic;     /* CUDA: 1: the same bits in every run, at some speed; the CPU backend always is */
+  uint32_t one_document;      /* 1: every sequence is one document (the trainer then refuses document tokens); attention is faster on CUDA where a
+                                 chunk holds one sequence or a slice. 0 is always right */
   uint32_t keep_grads;        /* 1: gradients come home also where the update runs on the device, for ps_trainer_read_grad() */
+  uint32_t reserved;
   uint64_t reserve_bytes;     /* host memory of the process besides the arena; 0: from the process as it stands */
 } ps_plan_config;
 
@@ -39,7 +44,9 @@ typedef struct ps_plan_report {
   uint32_t struct_bytes;
   uint32_t n_rounds, chunks_per_round, n_chunks; /* chunks a step */
   uint64_t chunk_tokens, tokens_per_step, n_sequences, head_slice_tokens;
-  uint64_t device_bytes, host_arena_bytes;   /* exact sizes of the arenas: the memory map's peaks */
+  uint64_t device_bytes;                     /* arena + scratch + overhead: held against the device cap */
+  uint64_t device_arena_bytes, host_arena_bytes; /* exact sizes of the arenas: the memory map's peaks */
+  uint64_t device_scratch_bytes, device_overhead_bytes; /* CUDA: scratch and workspaces; context, kernels and libraries. CPU backend: 0 */
   uint64_t host_bytes;                       /* arena + scratch + trace + reserve: held against the host cap */
   uint64_t scratch_bytes, reserve_bytes, trace_bytes;
   uint64_t device_cap_bytes, host_cap_bytes; /* as given; 0: none */

@@ -35,6 +35,8 @@ typedef struct ps_train_config {
   int32_t document_end_token; /* the token after this one begins a new document; -1: none */
   uint32_t shuffle;        /* visit the dataset's sequences in a seeded order instead of front to back */
   uint32_t trace_steps;    /* keep the trace of the last so many steps */
+  uint32_t init_weights;   /* 1: draw the weights from the seed instead of reading them: the model directory needs config.json only */
+  uint32_t reserved;
   ps_dataset *dataset;     /* borrowed; or NULL with batch_fn */
   ps_batch_fn batch_fn;
   void *batch_user;
@@ -54,7 +56,8 @@ typedef struct ps_step_metrics {
   double predicted_step_s;
   double tokens_per_s;
   double mfu, hfu;        /* of ps_hardware.peak_flops_per_s; 0 when unknown */
-  uint64_t device_peak_bytes, host_arena_peak_bytes; /* measured: highest page ever touched */
+  uint64_t device_peak_bytes, host_arena_peak_bytes; /* measured: highest page ever touched; on CUDA device_peak_bytes is the most that the driver
+                                                        reported for the process */
   uint64_t host_peak_bytes; /* resident set of the process at its peak since the trainer was created (VmHWM, which is reset
                                then), minus the CPU backend's device arena */
 } ps_step_metrics;

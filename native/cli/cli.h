@@ -83,9 +83,19 @@ char *cli_path_join(const char *folder, const char *name); /* the caller frees i
 
 /* ---- hardware (hardware.c) ---------------------------------------------------------------------------------------------- */
 
-/* cli_hardware_get() - rates from the user's cache, measured (and cached) on first use; says so on stderr unless @quiet. */
-int cli_hardware_get(ps_hardware *out, uint32_t n_threads, bool quiet);
-int cli_hardware_measure(ps_hardware *out, uint32_t n_threads, double seconds, char **cached_at);
+/* Which device, by the options --backend, --gpu, --threads, --peak-tflops. */
+enum { CLI_BACKEND_AUTO = 0, CLI_BACKEND_CPU = 1, CLI_BACKEND_CUDA = 2 };
+extern const char *const cli_backends[]; /* in this order; NULL ends it */
+typedef struct cli_device {
+  uint32_t backend;
+  uint64_t gpu, threads;
+  double peak_tflops; /* 0: from the library's table */
+} cli_device;
+
+/* cli_hardware_get() - rates from the user's cache, measured (and cached) on first use; says so on stderr unless @quiet. cli_hardware_measure() -
+ * @seconds 0: as long as the device needs. */
+int cli_hardware_get(ps_hardware *out, const cli_device *device, bool quiet);
+int cli_hardware_measure(ps_hardware *out, const cli_device *device, double seconds, char **cached_at);
 void cli_hardware_print(FILE *out, const ps_hardware *hw);
 void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw);
 
@@ -93,12 +103,14 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw);
 typedef struct cli_job {
   const char *model, *out, *run_dir;
   cli_texts data;
-  uint64_t device_mem, host_mem, seq_len, tokens_per_step, steps, chunk_tokens, chunks_per_round, head_slice_tokens, threads;
+  uint64_t device_mem, host_mem, seq_len, tokens_per_step, steps, chunk_tokens, chunks_per_round, head_slice_tokens;
+  cli_device device;
   uint64_t warmup_steps, decay_steps, seed, trace_steps;
   double lr, min_lr, weight_decay, beta1, beta2, clip_norm;
   uint32_t recipe, lr_schedule, save_dtype;
   int32_t document_token, document_end_token;
-  bool shuffle, json, quiet, smallest;
+  bool shuffle, json, quiet, smallest, deterministic, init_weights;
+  const char *hardware_file; /* plan only: the machine planned for */
   bool elsewhere; /* plan only: --host-mem may be more than this machine has */
 
   ps_model_config config; /* filled by cli_job_check() */
@@ -113,7 +125,7 @@ void cli_job_free(cli_job *job);
 
 /* cli_job_options() - fill @options (room for CLI_MAX_OPTIONS) with the options that shape a plan, and with @training also those
  * of a training run. */
-enum { CLI_MAX_OPTIONS = 40 };
+enum { CLI_MAX_OPTIONS = 48 };
 void cli_job_options(cli_job *job, cli_option *options, bool training);
 
 /* cli_job_check() - what must be given is, and the model's configuration can be read. cli_job_prepare() - get the

@@ -62,14 +62,15 @@ static int show_data(cli_json *j, const cli_texts *paths, uint32_t vocab_size, u
 
 static int show_machine(cli_json *j) {
   ps_hardware hw = {.struct_bytes = sizeof hw};
-  int code = cli_hardware_get(&hw, 0, j != NULL);
+  const cli_device any = {0};
+  int code = cli_hardware_get(&hw, &any, j != NULL);
   if (code != CLI_OK)
     return code;
   if (j) {
     cli_json_text(j, "version", ps_version());
     cli_hardware_json(j, "hardware", &hw);
   } else {
-    printf("penstock %s, CPU backend\n", ps_version());
+    printf("penstock %s, %s backend\n", ps_version(), hw.backend == PS_BACKEND_CUDA ? "CUDA" : "CPU");
     cli_hardware_print(stdout, &hw);
   }
   return CLI_OK;

@@ -37,7 +37,7 @@ void cli_job_options(cli_job *j, cli_option *options, bool training) {
   const cli_option plan[] = {
       {.name = "model", .kind = CLI_TEXT, .out = &j->model, .value = "DIR", .help = "model directory in Hugging Face layout"},
       {.name = "seq-len", .kind = CLI_COUNT, .out = &j->seq_len, .value = "N", .least = 1, .help = "tokens a sequence"},
-      {.name = "device-mem", .kind = CLI_BYTES, .out = &j->device_mem, .value = "SIZE", .help = "cap of the device arena: 20GiB (default: none)"},
+      {.name = "device-mem", .kind = CLI_BYTES, .out = &j->device_mem, .value = "SIZE", .help = "cap of device memory, all of the process's: 20GiB (default: what there is)"},
       {.name = "host-mem", .kind = CLI_BYTES, .out = &j->host_mem, .value = "SIZE",
        .help = "cap of the process's memory, device arena apart (default: what the machine allows)"},
       {.name = "tokens-per-step", .kind = CLI_COUNT, .out = &j->tokens_per_step, .value = "N", .least = 1,
@@ -51,7 +51,13 @@ void cli_job_options(cli_job *j, cli_option *options, bool training) {
       {.name = "head-slice-tokens", .kind = CLI_COUNT, .out = &j->head_slice_tokens, .value = "N", .least = 1,
        .help = "tokens a slice of the head and loss (default: from the vocabulary)"},
       {.name = "clip-norm", .kind = CLI_NUMBER, .out = &j->clip_norm, .value = "X", .help = "global gradient norm limit, 0: none (default 1)"},
-      {.name = "threads", .kind = CLI_COUNT, .out = &j->threads, .value = "N", .least = 1, .help = "compute threads (default: all CPUs)"},
+      {.name = "backend", .kind = CLI_CHOICE, .out = &j->device.backend, .value = "NAME", .choices = cli_backends,
+       .help = "cuda, cpu or auto: cuda where there is a GPU (default)"},
+      {.name = "gpu", .kind = CLI_COUNT, .out = &j->device.gpu, .value = "N", .help = "which of the visible GPUs (default 0)"},
+      {.name = "threads", .kind = CLI_COUNT, .out = &j->device.threads, .value = "N", .least = 1,
+       .help = "threads of host ops, on the cpu backend of compute too (default: all CPUs, beside a GPU two less)"},
+      {.name = "deterministic", .kind = CLI_FLAG, .out = &j->deterministic, .help = "the same bits in every run on a GPU too, at some speed"},
+      {.name = "peak-tflops", .kind = CLI_NUMBER, .out = &j->device.peak_tflops, .value = "X", .help = "dense bf16 peak for MFU (default: by the GPU's name)"},
       {.name = "trace-steps", .kind = CLI_COUNT, .out = &j->trace_steps, .value = "N",
        .help = "steps kept in the trace, 0: no timeline.json (default 2)"},
       {.name = "json", .kind = CLI_FLAG, .out = &j->json, .help = "one JSON object on stdout"},
@@ -70,6 +76,8 @@ void cli_job_options(cli_job *j, cli_option *options, bool training) {
       {.name = "beta1", .kind = CLI_NUMBER, .out = &j->beta1, .value = "X", .help = "of AdamW (default 0.9)"},
       {.name = "beta2", .kind = CLI_NUMBER, .out = &j->beta2, .value = "X", .help = "of AdamW (default 0.95)"},
       {.name = "seed", .kind = CLI_COUNT, .out = &j->seed, .value = "N", .help = "of stochastic rounding and of --shuffle"},
+      {.name = "init-weights", .kind = CLI_FLAG, .out = &j->init_weights,
+       .help = "draw the weights from --seed instead of reading them: DIR needs config.json only"},
       {.name = "shuffle", .kind = CLI_FLAG, .out = &j->shuffle, .help = "visit the sequences in a seeded order"},
       {.name = "document-token", .kind = CLI_ID, .out = &j->document_token, .value = "ID",
        .help = "this token begins a document: attention does not cross, positions restart"},
@@ -103,11 +111,18 @@ int cli_job_check(cli_job *j) {
   return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 
+static int get_hardware(cli_job *j) {
+  if (!j->hardware_file)
+    return cli_hardware_get(&j->hardware, &j->device, j->quiet);
+  ps_status st = ps_hardware_describe(&j->hardware, j->hardware_file);
+  return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
+}
+
 int cli_job_prepare(cli_job *j) {
-  int code = cli_hardware_get(&j->hardware, (uint32_t)j->threads, j->quiet);
+  int code = get_hardware(j);
   if (code != CLI_OK)
     return code;
-  if (j->elsewhere && j->host_mem)
+  if (j->elsewhere && j->host_mem && !j->hardware_file)
     j->hardware.host_memory_bytes = 0; /* the machine planned for has what was given */
   j->plan_config = (ps_plan_config){
       .struct_bytes = sizeof j->plan_config,
@@ -120,7 +135,9 @@ int cli_job_prepare(cli_job *j) {
       .chunks_per_round = j->chunks_per_round,
       .head_slice_tokens = j->head_slice_tokens,
       .clip = j->clip_norm > 0,
-      .n_threads = (uint32_t)j->threads,
+      .n_threads = (uint32_t)j->device.threads,
+      .deterministic = j->deterministic,
+      .one_document = j->document_token < 0 && j->document_end_token < 0,
       .trace_steps = (uint32_t)j->trace_steps,
   };
   return CLI_OK;

@@ -31,7 +31,9 @@ int cli_plan(int argc, char **argv) {
   while (options[n].name)
     n++;
   options[n] = (cli_option){.name = "smallest", .kind = CLI_FLAG, .out = &job.smallest, .help = "print the smallest caps that a plan fits in"};
-  options[n + 1] = (cli_option){.name = NULL};
+  options[n + 1] = (cli_option){.name = "hardware", .kind = CLI_TEXT, .out = &job.hardware_file, .value = "FILE",
+                                .help = "plan for the machine that this file describes (as penstock profile keeps it in its cache)"};
+  options[n + 2] = (cli_option){.name = NULL};
   const cli_command command = {
       .usage = "plan --model DIR --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
       .about = "Searches the fastest plan of a step under both caps and prints it: chunks and rounds, what stays on the device, what\n"

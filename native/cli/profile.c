@@ -3,12 +3,16 @@
 #include <stdlib.h>
 
 int cli_profile(int argc, char **argv) {
-  uint64_t threads = 0;
-  double seconds = 3;
+  cli_device device = {0};
+  double seconds = 0;
   bool json = false;
   const cli_option options[] = {
-      {.name = "threads", .kind = CLI_COUNT, .out = &threads, .value = "N", .least = 1, .help = "compute threads (default: all CPUs)"},
-      {.name = "seconds", .kind = CLI_NUMBER, .out = &seconds, .value = "X", .least = 0.05, .help = "how long to measure in all (default 3)"},
+      {.name = "backend", .kind = CLI_CHOICE, .out = &device.backend, .value = "NAME", .choices = cli_backends,
+       .help = "cuda, cpu or auto: cuda where there is a GPU (default)"},
+      {.name = "gpu", .kind = CLI_COUNT, .out = &device.gpu, .value = "N", .help = "which of the visible GPUs (default 0)"},
+      {.name = "threads", .kind = CLI_COUNT, .out = &device.threads, .value = "N", .least = 1,
+       .help = "threads of host ops (default: all CPUs, beside a GPU two less)"},
+      {.name = "seconds", .kind = CLI_NUMBER, .out = &seconds, .value = "X", .least = 0.05, .help = "how long to measure in all (default 3, a GPU 20)"},
       {.name = "json", .kind = CLI_FLAG, .out = &json, .help = "one JSON object on stdout"},
       {.name = NULL},
   };
@@ -24,7 +28,7 @@ int cli_profile(int argc, char **argv) {
     return code < 0 ? CLI_OK : code;
   ps_hardware hw;
   char *cached_at = NULL;
-  code = cli_hardware_measure(&hw, (uint32_t)threads, seconds, &cached_at);
+  code = cli_hardware_measure(&hw, &device, seconds, &cached_at);
   if (code != CLI_OK)
     return code;
   if (json) {

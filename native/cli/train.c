@@ -81,6 +81,7 @@ static ps_train_config train_config(const cli_job *job, ps_dataset *ds) {
   cfg.document_end_token = job->document_end_token;
   cfg.shuffle = job->shuffle;
   cfg.trace_steps = (uint32_t)job->trace_steps;
+  cfg.init_weights = job->init_weights;
   cfg.dataset = ds;
   return cfg;
 }

@@ -40,6 +40,11 @@ typedef struct ps__backend {
    * nothing more. @schedule is borrowed until finish(). PS_EINVAL names an op that the backend cannot run. */
   ps_status (*prepare)(ps__device *dev, const ps_schedule *schedule, uint64_t trace_steps);
   void (*finish)(ps__device *dev); /* after each run */
+  /* Load, build and choose all that the first launches of @schedule's ops would, so that the first step is like the others. Device spaces are overwritten
+   * and left zero. NULL where there is nothing of the kind. */
+  ps_status (*warm)(ps__device *dev, const ps_schedule *schedule);
+  /* BYTES of device memory that the driver reports for this process; NULL where a device has no memory of its own. */
+  ps_status (*memory)(ps__device *dev, uint64_t *out_bytes);
   /* On a driver's thread: before its first run; and when a run gives its streams no more ops, back when they are at rest.
    * After an error or a cancel, device ops that were submitted already run although a host op before them will not: what
    * they compute belongs to steps that are given up. */

@@ -110,6 +110,17 @@ ps_status ps_engine_create(ps_engine **out, const ps_engine_config *cfg) {
   return st;
 }
 
+ps_status ps__engine_warm(ps_engine *e, const ps_schedule *schedule) {
+  if (e->run)
+    return ps__fail(PS_EBUSY, "engine: a run lives");
+  return e->backend->warm ? e->backend->warm(e->device, schedule) : PS_OK;
+}
+
+ps_status ps__engine_memory(ps_engine *e, uint64_t *out_bytes) {
+  *out_bytes = 0;
+  return e->backend->memory ? e->backend->memory(e->device, out_bytes) : PS_OK;
+}
+
 ps_status ps_engine_close(ps_engine *e) {
   if (!e)
     return PS_OK;

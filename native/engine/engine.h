@@ -59,6 +59,11 @@ struct ps_run {
   ps_trace_event *events;                /* trace_steps x n_ops, absolute times; end_ns 0: never executed */
 };
 
+/* ps__engine_warm() - backend.h's warm(), before anything is put into the device spaces. PS_EBUSY while a run lives. */
+ps_status ps__engine_warm(ps_engine *engine, const ps_schedule *schedule);
+/* ps__engine_memory() - BYTES of device memory that the driver reports for this process; 0 where a device has no memory of its own. Any time. */
+ps_status ps__engine_memory(ps_engine *engine, uint64_t *out_bytes);
+
 void ps__run_drive(ps_run *run, uint32_t driver); /* on the driver's thread: until the run stops */
 void ps__run_rest(ps_run *run); /* wait until nobody executes anything; no step can follow */
 

@@ -175,7 +175,8 @@ static uint32_t put_qkv(const ps__block *b, const ps__chunk_shape *c, void *args
 static uint32_t put_attention(const ps__block *b, const ps__chunk_shape *c, void *args, ps_work *work, bool backward) {
   const ps_model_config *m = &b->cfg;
   const ps__args_attention a = {.n_tokens = c->n_tokens, .row0 = c->row0, .n_heads = m->n_heads, .n_kv_heads = m->n_kv_heads,
-                                .head_dim = m->head_dim, .dt = b->dt, .accumulate_dkv = backward && !c->first_dkv};
+                                .head_dim = m->head_dim, .dt = b->dt, .accumulate_dkv = backward && !c->first_dkv,
+                                .one_document = c->one_document};
   const double width = (double)m->n_heads * m->head_dim;
   /* forward 2 products of 2 FLOP a pair and element; backward 5, of which the score recompute is not model work */
   work->flops = c->pairs * width * (backward ? 10.0 : 4.0);

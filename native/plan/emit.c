@@ -1,5 +1,6 @@
 /* emit.c - emitting virtual tensors and ops. Memory running out is noted once in the step and checked at the end. */
 #include "emit.h"
+#include "../kernels/cuda/scratch.h"
 #include <string.h>
 
 static uint32_t new_vt(ps__builder *b, ps__vt t) {
@@ -72,6 +73,19 @@ static bool push_args(ps__step *s, const void *args, uint32_t bytes) {
   return true;
 }
 
+/* On CUDA the device streams' is device memory, and attention's an upper bound: what a library really takes is asked when the run is opened. */
+static size_t scratch_bytes(const ps__spec *spec, const ps_kernel *kernel, uint32_t stream, const void *args) {
+  if (spec->backend != PS_BACKEND_CUDA || ps__stream_on_host(stream)) return ps__cpu_scratch_bytes(kernel, args);
+  if (kernel == &ps__k_embed_bwd) return ps_scratch_embed_bwd(args);
+  if (kernel == &ps__k_rmsnorm_bwd) return ps_scratch_rmsnorm_bwd(args);
+  if (kernel == &ps__k_qkv_split_bwd) return ps_scratch_qkv_split_bwd(args);
+  if (kernel == &ps__k_colsum) return ps_scratch_colsum(args);
+  if (kernel == &ps__k_sumsq) return ps_scratch_sumsq(args);
+  if (kernel == &ps__k_attention_fwd || kernel == &ps__k_attention_bwd)
+    return ps_scratch_attention_bound(args, kernel == &ps__k_attention_bwd, spec->deterministic, spec->cudnn_version);
+  return 0;
+}
+
 void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const void *args, uint32_t args_bytes,
               const ps__vaccess *access, uint32_t n_access, ps_work work, ps_tag tag) {
   ps__step *s = b->s;
@@ -87,7 +101,7 @@ void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const vo
   s->op[s->n_op++] = op;
   s->model_flops += work.model_flops;
   if (kernel) {
-    const size_t scratch = ps__cpu_scratch_bytes(kernel, args);
+    const size_t scratch = scratch_bytes(s->spec, kernel, stream, args);
     if (scratch > s->scratch_bytes[stream]) s->scratch_bytes[stream] = scratch;
     if (tag.phase == PS__PHASE_RECOMPUTE) s->recompute_flops += work.flops;
     else if (kernel->op_class == PS_CLASS_ATTENTION) s->recompute_flops += work.flops - work.model_flops;

@@ -1,11 +1,16 @@
 /* hardware.c - rates of this machine: measured by running the kernels themselves, kept as JSON, or estimated. */
 #include "plan_impl.h"
 #include "../optim/optim.h"
+#ifdef PS_CUDA
+#include "../backends/cuda/probe.h"
+#endif
 #include <stdlib.h>
 #include <string.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <unistd.h>
+
+#define PS__NO_CUDA "this library was built without CUDA: install the CUDA toolkit (12.4 or newer) and run make CUDA=1, or use the cpu backend"
 
 static void cpu_name(char *out, size_t room) {
   snprintf(out, room, "unknown CPU");
@@ -21,30 +26,81 @@ static void cpu_name(char *out, size_t room) {
   if (f) fclose(f);
 }
 
-static void fill_facts(ps_hardware *hw, uint32_t n_threads) {
+static ps_status fill_facts(ps_hardware *hw, uint32_t backend, uint32_t device, uint32_t n_threads) {
   memset(hw, 0, sizeof *hw);
   hw->struct_bytes = sizeof *hw;
-  hw->backend = PS_BACKEND_CPU;
+  hw->backend = backend;
+  hw->device = device;
   hw->n_cpus = ps__n_cpus();
-  hw->n_threads = n_threads ? n_threads : hw->n_cpus;
+  hw->n_threads = n_threads ? n_threads : backend == PS_BACKEND_CUDA && hw->n_cpus >= 4 ? hw->n_cpus - 2 : hw->n_cpus;
   hw->host_memory_bytes = ps__host_memory_limit();
   cpu_name(hw->name, sizeof hw->name);
+  if (backend == PS_BACKEND_CPU) return PS_OK;
+  if (backend != PS_BACKEND_CUDA) return ps__fail(PS_EINVAL, "backend %u is unknown", backend);
+#ifdef PS_CUDA
+  PS_TRY(ps__cuda_facts(hw));
+  hw->peak_flops_per_s = ps_hardware_peak(hw->device_name);
+  return PS_OK;
+#else
+  return ps__fail(PS_EDEVICE, PS__NO_CUDA);
+#endif
+}
+
+uint32_t ps_hardware_n_gpus(void) {
+#ifdef PS_CUDA
+  return ps__cuda_n_devices();
+#else
+  (void)ps__fail(PS_EDEVICE, PS__NO_CUDA);
+  return 0;
+#endif
+}
+
+/* Dense bf16 with fp32 accumulation, TFLOP/s, from NVIDIA's data sheets and architecture white papers (H100 and H200 SXM, H100 PCIe and NVL, A100, L40S, RTX 6000
+ * Ada; GeForce: the white papers of Blackwell, Ada and Ampere). The first entry whose words are all in the name counts. */
+double ps_hardware_peak(const char *device_name) {
+  static const struct { const char *a, *b; double tflops; } table[] = {
+      {"H200", "", 989},      {"GH200", "", 989},     {"H100", "PCIe", 756},     {"H100", "NVL", 835},    {"H100", "", 989},
+      {"A100", "", 312},      {"L40S", "", 362},      {"RTX 6000 Ada", "", 364}, {"RTX 5090", "", 209.5}, {"RTX 4090", "", 165.2},
+      {"RTX 3090 Ti", "", 80}, {"RTX 3090", "", 71.2}};
+  for (size_t i = 0; device_name && i < sizeof table / sizeof *table; i++)
+    if (strstr(device_name, table[i].a) && strstr(device_name, table[i].b)) return table[i].tflops * 1e12;
+  return 0;
 }
 
 /* A core of the last ten years does some 50 GFLOP/s in fp32 GEMM; one memory channel a pair of cores some 10 GB/s. */
-ps_status ps_hardware_estimate(ps_hardware *out, uint32_t n_threads) {
+static void estimate_cpu(ps_hardware *hw) {
+  const double t = hw->n_threads;
+  hw->gemm_flops_per_s[PS_F32] = hw->peak_flops_per_s = 50e9 * t;
+  hw->gemm_flops_per_s[PS_BF16] = 40e9 * t;
+  hw->attention_flops_per_s[PS_F32] = hw->attention_bwd_flops_per_s[PS_F32] = 25e9 * t;
+  hw->attention_flops_per_s[PS_BF16] = hw->attention_bwd_flops_per_s[PS_BF16] = 20e9 * t;
+  hw->elementwise_bytes_per_s = 0.7 * hw->memory_bytes_per_s;
+  hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s = 5e9;
+  hw->op_ns = 3000;
+}
+
+/* Shares of the peak that a power-bound H100 or H200 reaches (bench/results); where the peak is unknown, 4096 FLOP a cycle and SM at 1.5 GHz. */
+static void estimate_cuda(ps_hardware *hw) {
+  const double peak = hw->peak_flops_per_s > 0 ? hw->peak_flops_per_s : 4096 * 1.5e9 * hw->n_sms;
+  hw->gemm_flops_per_s[PS_BF16] = 0.66 * peak;
+  hw->gemm_flops_per_s[PS_F32] = 0.04 * peak;
+  hw->attention_flops_per_s[PS_BF16] = hw->attention_flops_per_s[PS_F32] = 0.55 * peak;
+  hw->attention_bwd_flops_per_s[PS_BF16] = hw->attention_bwd_flops_per_s[PS_F32] = 0.45 * peak;
+  hw->elementwise_bytes_per_s = 8e9 * hw->n_sms * (hw->compute_capability == 90 ? 3 : 1);
+  hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->compute_capability >= 90 ? 50e9 : 24e9;
+  hw->duplex_bytes_per_s = 0.9 * hw->h2d_bytes_per_s;
+  hw->op_ns = 4000;
+  hw->device_overhead_bytes = 1ull << 30;
+}
+
+ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads) {
   if (!out) return ps__fail(PS_EINVAL, "ps_hardware_estimate: out is NULL");
   ps_hardware hw;
-  fill_facts(&hw, n_threads);
-  const double t = hw.n_threads, memory = 10e9 * (1 + t / 2);
-  hw.gemm_flops_per_s[PS_F32] = hw.peak_flops_per_s = 50e9 * t;
-  hw.gemm_flops_per_s[PS_BF16] = 40e9 * t;
-  hw.attention_flops_per_s[PS_F32] = 25e9 * t;
-  hw.attention_flops_per_s[PS_BF16] = 20e9 * t;
-  hw.memory_bytes_per_s = memory;
-  hw.elementwise_bytes_per_s = hw.optimizer_bytes_per_s = 0.7 * memory;
-  hw.copy_bytes_per_s = 5e9;
-  hw.op_ns = 3000;
+  PS_TRY(fill_facts(&hw, backend, device, n_threads));
+  hw.memory_bytes_per_s = 10e9 * (1 + hw.n_threads / 2.0);
+  hw.optimizer_bytes_per_s = 0.7 * hw.memory_bytes_per_s;
+  if (backend == PS_BACKEND_CUDA) estimate_cuda(&hw);
+  else estimate_cpu(&hw);
   *out = hw;
   return PS_OK;
 }
@@ -143,29 +199,41 @@ static void fill(char *p, uint32_t seed) {
   }
 }
 
-static void measure(bench *b, ps_hardware *hw) {
+static void measure_cpu(bench *b, ps_hardware *hw) {
   const double gemm = 2.0 * GEMM_M * GEMM_N * GEMM_K;
   const double attention = 14.0 * 0.5 * ATT_T * ATT_T * ATT_HEADS * ATT_DIM;
   for (int dt = 0; dt < PS_N_DTYPES; dt++) {
     memset(b->d, 0, BUFFER / 2); /* doc_start: one document */
     hw->gemm_flops_per_s[dt] = gemm / time_case(b, case_gemm, dt);
-    hw->attention_flops_per_s[dt] = attention / time_case(b, case_attention, dt);
+    hw->attention_flops_per_s[dt] = hw->attention_bwd_flops_per_s[dt] = attention / time_case(b, case_attention, dt);
   }
   hw->elementwise_bytes_per_s = 8.0 * EL_ROWS * EL_COLS / time_case(b, case_elementwise, 0);
-  hw->copy_bytes_per_s = (double)BUFFER / time_case(b, case_copy, 0);
+  hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s = (double)BUFFER / time_case(b, case_copy, 0);
+  hw->peak_flops_per_s = hw->gemm_flops_per_s[PS_F32];
+  hw->op_ns = 3000;
+}
+
+static void measure_host(bench *b, ps_hardware *hw) {
   hw->memory_bytes_per_s = 2.0 * BUFFER / time_case(b, case_memory, 0);
   memset(b->c, 0, BUFFER); /* moments */
   memset(b->d, 0, BUFFER);
   hw->optimizer_bytes_per_s = 7.0 * BUFFER / time_case(b, case_optimizer, 0);
-  hw->peak_flops_per_s = hw->gemm_flops_per_s[PS_F32];
-  hw->op_ns = 3000;
-  hw->measured = 1;
 }
 
-ps_status ps_hardware_measure(ps_hardware *out, uint32_t n_threads, double seconds) {
+static ps_status measure(bench *b, ps_hardware *hw) {
+  if (hw->backend == PS_BACKEND_CPU) measure_cpu(b, hw);
+  measure_host(b, hw);
+#ifdef PS_CUDA
+  if (hw->backend == PS_BACKEND_CUDA) PS_TRY(ps__cuda_measure(hw, 6 * b->seconds));
+#endif
+  hw->measured = 1;
+  return PS_OK;
+}
+
+ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds) {
   if (!out || !(seconds > 0)) return ps__fail(PS_EINVAL, "ps_hardware_measure: out must be given and seconds positive");
   ps_hardware hw;
-  fill_facts(&hw, n_threads);
+  PS_TRY(fill_facts(&hw, backend, device, n_threads));
   bench b = {.seconds = seconds / 9};
   char *buffers = NULL, *scratch = NULL;
   const size_t scratch_bytes = (size_t)SCRATCH * hw.n_threads;
@@ -182,9 +250,9 @@ ps_status ps_hardware_measure(ps_hardware *out, uint32_t n_threads, double secon
     fill(b.a, 1);
     fill(b.b, 2);
     fill(b.d, 3);
-    measure(&b, &hw);
-    *out = hw;
+    st = measure(&b, &hw);
   }
+  if (st == PS_OK) *out = hw;
   if (scratch) ps__unmap(scratch, scratch_bytes);
   if (buffers) ps__unmap(buffers, 4ull * BUFFER);
   ps__pool_destroy(b.exec.pool);
@@ -198,29 +266,85 @@ typedef struct rate_field { const char *name; size_t offset; } rate_field;
 static const rate_field rates[] = {
     RATE("gemm_fp32_flops_per_s", gemm_flops_per_s[PS_F32]), RATE("gemm_bf16_flops_per_s", gemm_flops_per_s[PS_BF16]),
     RATE("attention_fp32_flops_per_s", attention_flops_per_s[PS_F32]), RATE("attention_bf16_flops_per_s", attention_flops_per_s[PS_BF16]),
-    RATE("elementwise_bytes_per_s", elementwise_bytes_per_s), RATE("copy_bytes_per_s", copy_bytes_per_s),
-    RATE("optimizer_bytes_per_s", optimizer_bytes_per_s), RATE("memory_bytes_per_s", memory_bytes_per_s), RATE("op_ns", op_ns),
-    RATE("peak_flops_per_s", peak_flops_per_s)};
+    RATE("attention_bwd_fp32_flops_per_s", attention_bwd_flops_per_s[PS_F32]), RATE("attention_bwd_bf16_flops_per_s", attention_bwd_flops_per_s[PS_BF16]),
+    RATE("elementwise_bytes_per_s", elementwise_bytes_per_s), RATE("h2d_bytes_per_s", h2d_bytes_per_s), RATE("d2h_bytes_per_s", d2h_bytes_per_s),
+    RATE("duplex_bytes_per_s", duplex_bytes_per_s),
+    RATE("optimizer_bytes_per_s", optimizer_bytes_per_s), RATE("memory_bytes_per_s", memory_bytes_per_s), RATE("op_ns", op_ns)};
 enum { N_RATES = sizeof rates / sizeof *rates };
 static double *rate_at(ps_hardware *hw, int i) { return (double *)(void *)((char *)hw + rates[i].offset); }
 
-ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t n_threads) {
+/* Facts that fill_facts() finds on this machine, for one that is only described. */
+typedef struct fact_field { const char *name; size_t offset, bytes; } fact_field;
+#define FACT(member) {#member, offsetof(ps_hardware, member), sizeof ((ps_hardware *)0)->member}
+static const fact_field facts[] = {FACT(backend), FACT(n_threads), FACT(n_cpus), FACT(compute_capability), FACT(n_sms), FACT(cudnn_version),
+                                   FACT(host_memory_bytes), FACT(device_memory_bytes), FACT(device_overhead_bytes)};
+enum { N_FACTS = sizeof facts / sizeof *facts };
+
+static uint64_t fact(const ps_hardware *hw, int i) {
+  const char *at = (const char *)hw + facts[i].offset;
+  uint32_t small;
+  uint64_t large;
+  memcpy(&small, at, sizeof small);
+  if (facts[i].bytes == sizeof small) return small;
+  memcpy(&large, at, sizeof large);
+  return large;
+}
+
+static void set_fact(ps_hardware *hw, int i, uint64_t value) {
+  const uint32_t small = (uint32_t)value;
+  memcpy((char *)hw + facts[i].offset, facts[i].bytes == sizeof small ? (const void *)&small : (const void *)&value, facts[i].bytes);
+}
+
+static ps_status read_rates(ps_hardware *hw, const ps__json *j, const char *path) {
+  for (int i = 0; i < N_RATES; i++) {
+    *rate_at(hw, i) = ps__json_number(ps__json_get(j, rates[i].name), 0);
+    if (!(*rate_at(hw, i) > 0)) return ps__fail(PS_EFORMAT, "%s: %s is missing or not positive: run penstock profile", path, rates[i].name);
+  }
+  return PS_OK;
+}
+
+ps_status ps_hardware_describe(ps_hardware *out, const char *path) {
+  if (!out || !path) return ps__fail(PS_EINVAL, "ps_hardware_describe: out and path must be given");
+  ps__json *j = NULL;
+  PS_TRY(ps__json_read_file(&j, path, 1 << 20));
+  ps_hardware hw = {.struct_bytes = sizeof hw, .measured = 1};
+  ps_status st = read_rates(&hw, j, path);
+  for (int i = 0; st == PS_OK && i < N_FACTS; i++) {
+    uint64_t value = 0;
+    if (!ps__json_uint64(ps__json_get(j, facts[i].name), &value)) st = ps__fail(PS_EFORMAT, "%s: %s is missing or no whole number", path, facts[i].name);
+    set_fact(&hw, i, value);
+  }
+  const char *name = ps__json_string(ps__json_get(j, "name"), NULL), *device = ps__json_string(ps__json_get(j, "device_name"), NULL);
+  snprintf(hw.name, sizeof hw.name, "%s", name ? name : "");
+  snprintf(hw.device_name, sizeof hw.device_name, "%s", device ? device : "");
+  hw.peak_flops_per_s = ps__json_number(ps__json_get(j, "peak_flops_per_s"), 0);
+  if (st == PS_OK && hw.backend >= PS_N_BACKENDS) st = ps__fail(PS_EFORMAT, "%s: backend %u is unknown", path, hw.backend);
+  ps__json_free(j);
+  if (st == PS_OK) *out = hw;
+  return st;
+}
+
+/* The machine that a file's rates are of is this one. */
+static bool same_machine(const ps__json *j, const ps_hardware *hw) {
+  uint64_t cpus = 0, threads = 0;
+  const char *name = ps__json_string(ps__json_get(j, "name"), NULL), *device = ps__json_string(ps__json_get(j, "device_name"), NULL);
+  return name && strcmp(name, hw->name) == 0 && device && strcmp(device, hw->device_name) == 0 &&
+         ps__json_uint64(ps__json_get(j, "n_cpus"), &cpus) && cpus == hw->n_cpus &&
+         ps__json_uint64(ps__json_get(j, "n_threads"), &threads) && threads == hw->n_threads;
+}
+
+ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t backend, uint32_t device, uint32_t n_threads) {
   if (!out || !path) return ps__fail(PS_EINVAL, "ps_hardware_read: out and path must be given");
   ps__json *j = NULL;
   PS_TRY(ps__json_read_file(&j, path, 1 << 20));
   ps_hardware hw;
-  fill_facts(&hw, n_threads);
-  uint64_t cpus = 0, threads = 0;
-  ps_status st = PS_OK;
-  const char *name = ps__json_string(ps__json_get(j, "name"), NULL);
-  if (!name || strcmp(name, hw.name) != 0 || !ps__json_uint64(ps__json_get(j, "n_cpus"), &cpus) || cpus != hw.n_cpus ||
-      !ps__json_uint64(ps__json_get(j, "n_threads"), &threads) || threads != hw.n_threads)
-    st = ps__fail(PS_ESTATE, "%s: measured on another machine or with other threads (%s, %llu CPUs, %llu threads): run penstock profile",
-                  path, name ? name : "?", (unsigned long long)cpus, (unsigned long long)threads);
-  for (int i = 0; st == PS_OK && i < N_RATES; i++) {
-    *rate_at(&hw, i) = ps__json_number(ps__json_get(j, rates[i].name), 0);
-    if (!(*rate_at(&hw, i) > 0)) st = ps__fail(PS_EFORMAT, "%s: %s is missing or not positive: run penstock profile", path, rates[i].name);
-  }
+  ps_status st = fill_facts(&hw, backend, device, n_threads);
+  if (st == PS_OK && !same_machine(j, &hw))
+    st = ps__fail(PS_ESTATE, "%s: measured on another machine or with other threads: run penstock profile", path);
+  if (st == PS_OK) st = read_rates(&hw, j, path);
+  if (st == PS_OK && backend == PS_BACKEND_CPU) hw.peak_flops_per_s = hw.gemm_flops_per_s[PS_F32];
+  if (st == PS_OK && backend == PS_BACKEND_CUDA && !ps__json_uint64(ps__json_get(j, "device_overhead_bytes"), &hw.device_overhead_bytes))
+    st = ps__fail(PS_EFORMAT, "%s: device_overhead_bytes is missing: run penstock profile", path);
   hw.measured = 1;
   ps__json_free(j);
   if (st == PS_OK) *out = hw;
@@ -234,8 +358,9 @@ ps_status ps_hardware_write(const ps_hardware *hw, const char *path) {
   ps_hardware copy = *hw;
   ps__jsonw_object(w, NULL);
   ps__jsonw_string(w, "name", hw->name);
-  ps__jsonw_uint(w, "n_cpus", hw->n_cpus);
-  ps__jsonw_uint(w, "n_threads", hw->n_threads);
+  ps__jsonw_string(w, "device_name", hw->device_name);
+  for (int i = 0; i < N_FACTS; i++) ps__jsonw_uint(w, facts[i].name, fact(hw, i));
+  ps__jsonw_number(w, "peak_flops_per_s", hw->peak_flops_per_s);
   for (int i = 0; i < N_RATES; i++) ps__jsonw_number(w, rates[i].name, *rate_at(&copy, i));
   ps__jsonw_end(w);
   size_t n;

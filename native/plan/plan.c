@@ -5,10 +5,12 @@
 static const char *const stream_name[PS__N_STREAMS] = {"compute", "h2d", "d2h", "host", "io"};
 const char *ps_plan_stream_name(uint32_t stream) { return stream < PS__N_STREAMS ? stream_name[stream] : NULL; }
 
-/* Tokens whose logits take about 32 MiB, a power of two of at least 64: from the vocabulary alone, never from a cap. */
-static uint64_t default_head_slice(const ps_model_config *m, ps_dtype dt) {
+/* Tokens whose logits take about 32 MiB, on a GPU 512: a power of two of at least 64, from the vocabulary alone, never from a cap. A slice reads the lm_head
+ * twice and its gradient's sum once, so on a GPU it must have a few hundred FLOP a byte of them. */
+static uint64_t default_head_slice(const ps_model_config *m, ps_dtype dt, uint32_t backend) {
+  const uint64_t bytes = backend == PS_BACKEND_CUDA ? 512u << 20 : 32u << 20;
   uint64_t rows = 64;
-  while (rows < 4096 && rows * 2 * m->vocab_size * ps_dtype_bytes(dt) <= 32u << 20) rows *= 2;
+  while (rows < 4096 && rows * 2 * m->vocab_size * ps_dtype_bytes(dt) <= bytes) rows *= 2;
   return rows;
 }
 
@@ -20,10 +22,12 @@ static uint64_t default_head_slice(const ps_model_config *m, ps_dtype dt) {
  *   stack and allocator of a thread; streams: compute and host with n threads, 3 more  256 KiB
  *   loading: a piece of fp32 values (4 MiB); windows of token shards (1 MiB); code and
  *     data of libraries that training touches first (3 MiB)                            8 MiB
- * Measured (tests/test_budget.py holds the sum to it): 5 to 16 MiB of the 17 to 45 MiB beyond what was held before, 1 to 8 threads. */
+ * Measured (tests/test_budget.py holds the sum to it): 5 to 16 MiB of the 17 to 45 MiB beyond what was held before, 1 to 8 threads.
+ * On CUDA the driver and libraries keep host memory of their own, the more of it once kernels are loaded:              1 GiB */
 static uint64_t default_reserve(const ps_hardware *hw) {
   const uint64_t panels = 2ull * 1024 * 512 * 4, thread = 256 << 10, fixed = 8 << 20, step = 8 << 20;
-  return (ps__resident_bytes() + step - 1) / step * step + hw->n_threads * panels + (2ull * hw->n_threads + 3) * thread + fixed;
+  const uint64_t driver = hw->backend == PS_BACKEND_CUDA ? 1ull << 30 : 0;
+  return (ps__resident_bytes() + step - 1) / step * step + driver + hw->n_threads * panels + (2ull * hw->n_threads + 3) * thread + fixed;
 }
 
 static ps_status check_config(ps_plan *p) {
@@ -43,11 +47,12 @@ static ps_status check_config(ps_plan *p) {
                     (unsigned long long)c->chunk_tokens, (unsigned long long)c->seq_len);
   const ps_hardware *hw = &p->hw;
   const ps_dtype dt = c->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
-  if (!(hw->gemm_flops_per_s[dt] > 0) || !(hw->attention_flops_per_s[dt] > 0) || !(hw->elementwise_bytes_per_s > 0) ||
-      !(hw->copy_bytes_per_s > 0) || !(hw->optimizer_bytes_per_s > 0) || hw->n_threads == 0 || hw->n_cpus == 0)
+  if (!(hw->gemm_flops_per_s[dt] > 0) || !(hw->attention_flops_per_s[dt] > 0) || !(hw->attention_bwd_flops_per_s[dt] > 0) ||
+      !(hw->elementwise_bytes_per_s > 0) || !(hw->h2d_bytes_per_s > 0) || !(hw->d2h_bytes_per_s > 0) || !(hw->duplex_bytes_per_s > 0) ||
+      !(hw->optimizer_bytes_per_s > 0) || hw->n_threads == 0 || hw->n_cpus == 0)
     return ps__fail(PS_EINVAL, "the hardware description lacks a rate: fill it by ps_hardware_measure() or ps_hardware_estimate()");
   if (c->n_threads) p->hw.n_threads = c->n_threads;
-  if (c->head_slice_tokens == 0) c->head_slice_tokens = default_head_slice(&p->model, dt);
+  if (c->head_slice_tokens == 0) c->head_slice_tokens = default_head_slice(&p->model, dt, hw->backend);
   if (c->reserve_bytes == 0) c->reserve_bytes = default_reserve(&p->hw);
   return PS_OK;
 }
@@ -100,7 +105,9 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->tokens_per_step = l->n_tokens;
   o->n_sequences = l->n_sequences;
   o->head_slice_tokens = p->spec.head_slice;
-  o->device_bytes = ps__arena_round(s->space_bytes[PS__SPACE_DEVICE]);
+  o->device_arena_bytes = ps__arena_round(s->space_bytes[PS__SPACE_DEVICE]);
+  o->device_bytes = o->device_arena_bytes + ps__device_overhead(p, s, &o->device_scratch_bytes);
+  o->device_overhead_bytes = o->device_bytes - o->device_arena_bytes - o->device_scratch_bytes;
   o->host_arena_bytes = ps__arena_round(s->space_bytes[PS__SPACE_HOST]);
   o->host_bytes = o->host_arena_bytes + ps__host_overhead(p, s, &o->scratch_bytes, &o->trace_bytes);
   o->reserve_bytes = p->cfg.reserve_bytes;

@@ -24,11 +24,11 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
                              const ps__spec *spec);
 
 /* ---- cost.c: what an op costs, for the simulator ---- */
-enum { PS__RES_CPUS = 0, PS__RES_MEMORY = 1 };
+enum { PS__RES_CPUS = 0, PS__RES_MEMORY = 1, PS__RES_LINK = 2 };
 typedef struct ps__cost_model { const ps_hardware *hw; ps_dtype dt; uint32_t n_threads; } ps__cost_model;
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */
 /* The same of a virtual op: ns alone on the machine. */
-double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, ps_work work);
+double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream, ps_work work);
 
 /* ---- search.c ---- */
 enum { PS__SIM_STEPS = 3 }; /* simulated steps; the last is the steady state */
@@ -44,6 +44,8 @@ ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out);
 double ps__steady_ns(const ps__step *s, const ps__cost_model *m, const double end[PS__SIM_STEPS]);
 /* Host bytes that a step needs besides its arena. */
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch, uint64_t *trace);
+/* Device bytes that a step needs besides its arena: CUDA's scratch with the products' workspace, and its overhead. */
+uint64_t ps__device_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch);
 static inline uint64_t ps__arena_round(uint64_t bytes) { return (bytes + (2u << 20) - 1) >> 21 << 21; }
 /* Threads that a stream's ops may use. */
 uint32_t ps__stream_threads(const ps_plan *plan, uint32_t stream);

@@ -28,8 +28,12 @@ __attribute__((format(printf, 2, 3))) static void say(text *t, const char *fmt, 
 
 static void say_memory(text *t, const ps_plan_report *r) {
   char a[32], b[32], c[32], d[32], e[32];
-  if (r->device_cap_bytes) say(t, "device memory    %s of %s\n", ps__format_bytes(a, r->device_bytes), ps__format_bytes(b, r->device_cap_bytes));
-  else say(t, "device memory    %s (no cap)\n", ps__format_bytes(a, r->device_bytes));
+  if (r->device_cap_bytes) say(t, "device memory    %s of %s", ps__format_bytes(a, r->device_bytes), ps__format_bytes(b, r->device_cap_bytes));
+  else say(t, "device memory    %s (no cap)", ps__format_bytes(a, r->device_bytes));
+  if (r->device_overhead_bytes)
+    say(t, ": arena %s, scratch %s, context and libraries %s", ps__format_bytes(a, r->device_arena_bytes), ps__format_bytes(b, r->device_scratch_bytes),
+        ps__format_bytes(c, r->device_overhead_bytes));
+  say(t, "\n");
   ps__format_bytes(a, r->host_bytes);
   ps__format_bytes(c, r->host_arena_bytes);
   ps__format_bytes(d, r->scratch_bytes + r->trace_bytes);
@@ -83,7 +87,8 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
   const struct { const char *name; uint64_t value; } field[] = {
       {"seq_len", p->cfg.seq_len}, {"tokens_per_step", r->tokens_per_step}, {"n_sequences", r->n_sequences}, {"n_rounds", r->n_rounds},
       {"chunks_per_round", r->chunks_per_round}, {"n_chunks", r->n_chunks}, {"chunk_tokens", r->chunk_tokens},
-      {"head_slice_tokens", r->head_slice_tokens}, {"device_bytes", r->device_bytes}, {"device_cap_bytes", r->device_cap_bytes},
+      {"head_slice_tokens", r->head_slice_tokens}, {"device_bytes", r->device_bytes}, {"device_arena_bytes", r->device_arena_bytes},
+      {"device_scratch_bytes", r->device_scratch_bytes}, {"device_overhead_bytes", r->device_overhead_bytes}, {"device_cap_bytes", r->device_cap_bytes},
       {"host_bytes", r->host_bytes}, {"host_cap_bytes", r->host_cap_bytes}, {"host_arena_bytes", r->host_arena_bytes},
       {"scratch_bytes", r->scratch_bytes}, {"trace_bytes", r->trace_bytes}, {"reserve_bytes", r->reserve_bytes},
       {"resident_param_units", r->resident_param_units}, {"resident_grad_units", r->resident_grad_units},
@@ -141,6 +146,7 @@ const char *ps_plan_json(ps_plan *plan) {
   json_sizes(w, plan);
   ps__jsonw_object(w, "hardware");
   ps__jsonw_string(w, "name", plan->hw.name);
+  ps__jsonw_string(w, "device_name", plan->hw.device_name);
   ps__jsonw_uint(w, "n_threads", plan->hw.n_threads);
   ps__jsonw_bool(w, "measured", plan->hw.measured != 0);
   ps__jsonw_end(w);

@@ -5,6 +5,7 @@
  * resident ones, or resident with their optimizer state x transfers just in time or issued ahead. Each member has an exact memory map; those that fit are
  * simulated and the fastest wins. A larger cap only admits more members, so more memory never gives a slower plan. */
 #include "plan_impl.h"
+#include "../kernels/cuda/scratch.h"
 #include <string.h>
 
 enum { N_RUNGS = 4, MAX_SIZES = 6, LARGE_STEP_OPS = 20000 };
@@ -26,17 +27,29 @@ typedef struct search {
   ps__search_result *out;
   ps__layout layout;
   double best_ns;
-  uint64_t device_cap, host_cap, machine;
+  uint64_t device_cap, host_cap, machine; /* machine: host memory in all */
   uint64_t best_miss;
 } search;
 
 uint32_t ps__stream_threads(const ps_plan *plan, uint32_t stream) {
-  return stream == PS__S_COMPUTE || stream == PS__S_HOST ? plan->hw.n_threads : 1;
+  return stream == PS__S_HOST || (stream == PS__S_COMPUTE && plan->hw.backend == PS_BACKEND_CPU) ? plan->hw.n_threads : 1;
+}
+
+/* The scratch of a stream and the products' workspace are one allocation (native/backends/cuda/cuda.c), in the driver's units of 2 MiB. */
+uint64_t ps__device_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch) {
+  *scratch = 0;
+  if (plan->hw.backend != PS_BACKEND_CUDA) return 0;
+  for (uint32_t i = 0; i < PS__N_STREAMS; i++) {
+    const uint64_t blas = i == PS__S_COMPUTE ? ps__cuda_workspace_bytes(plan->hw.compute_capability) : 0;
+    if (!ps__stream_on_host(i)) *scratch += ps__arena_round(s->scratch_bytes[i] + blas);
+  }
+  return *scratch + plan->hw.device_overhead_bytes;
 }
 
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch, uint64_t *trace) {
   *scratch = 0;
-  for (uint32_t i = 0; i < PS__N_STREAMS; i++) *scratch += (uint64_t)s->scratch_bytes[i] * ps__stream_threads(plan, i);
+  for (uint32_t i = 0; i < PS__N_STREAMS; i++)
+    if (plan->hw.backend == PS_BACKEND_CPU || ps__stream_on_host(i)) *scratch += (uint64_t)s->scratch_bytes[i] * ps__stream_threads(plan, i);
   /* the trace, and what the program, the schedule and the run keep for each op */
   *trace = s->n_op * ((uint64_t)plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
   /* tokens and targets of a batch as the source fills them */
@@ -55,6 +68,10 @@ static ps_status make_spec(const search *s, const candidate *c, ps__spec *spec) 
   const ps_plan *plan = s->plan;
   PS_TRY(ps__spec_init(spec, &plan->model, &s->layout));
   spec->recipe = (ps_recipe)plan->cfg.recipe;
+  spec->backend = plan->hw.backend;
+  spec->cudnn_version = plan->hw.cudnn_version;
+  spec->deterministic = plan->cfg.deterministic != 0;
+  spec->one_document = plan->cfg.one_document != 0;
   spec->chunk_tokens = c->chunk_tokens;
   spec->chunks_per_round = s->layout.chunks_per_round;
   spec->head_slice = plan->cfg.head_slice_tokens;
@@ -79,7 +96,7 @@ static ps_status make_spec(const search *s, const candidate *c, ps__spec *spec) 
 static double compute_busy_ns(const ps__step *s, const ps__cost_model *m) {
   double ns = 0;
   for (size_t i = 0; i < s->n_op; i++)
-    if (s->op[i].stream == PS__S_COMPUTE) ns += ps__cost_ns(m, s->op[i].kernel, s->op[i].work);
+    if (s->op[i].stream == PS__S_COMPUTE) ns += ps__cost_ns(m, s->op[i].kernel, PS__S_COMPUTE, s->op[i].work);
   return ns;
 }
 
@@ -101,13 +118,18 @@ static ps_status simulate(const ps__step *step, ps__cost_model *m, double *step_
   return st;
 }
 
+/* On the CPU backend the device's arena is host memory too. */
+static uint64_t host_taken(const search *s, uint64_t device, uint64_t host) {
+  return host + (s->plan->hw.backend == PS_BACKEND_CPU ? device : 0);
+}
+
 static uint64_t miss(const search *s, uint64_t device, uint64_t host) {
   return (device > s->device_cap ? device - s->device_cap : 0) + (host > s->host_cap ? host - s->host_cap : 0);
 }
 
 static void note_sizes(search *s, uint64_t device, uint64_t host) {
   ps__search_result *r = s->out;
-  const bool machine = device + host <= s->machine;
+  const bool machine = host_taken(s, device, host) <= s->machine;
   if (machine && host <= s->host_cap && (r->smallest_device == 0 || device < r->smallest_device)) r->smallest_device = device;
   if (machine && device <= s->device_cap && (r->smallest_host == 0 || host < r->smallest_host)) r->smallest_host = host;
   if (r->any_device == 0 || miss(s, device, host) < s->best_miss) {
@@ -136,7 +158,7 @@ static ps_status keep_best(search *s, const candidate *c, const ps__spec *spec, 
 }
 
 static bool fits(const search *s, uint64_t device, uint64_t host) {
-  return device <= s->device_cap && host <= s->host_cap && device + host <= s->machine;
+  return device <= s->device_cap && host <= s->host_cap && host_taken(s, device, host) <= s->machine;
 }
 
 /* Whether a member with these sizes, or larger ones, could matter: as a plan, or as the smallest one. */
@@ -153,19 +175,20 @@ static ps_status look_at(search *s, const candidate *c, ps__spec *spec, ps__step
   ps_plan *plan = s->plan;
   ps__cost_model m = {&plan->hw, (ps_dtype)step->dt, plan->hw.n_threads};
   uint64_t size[PS__N_SPACES], scratch, trace;
-  const uint64_t overhead = ps__host_overhead(plan, step, &scratch, &trace);
+  const uint64_t overhead[PS__N_SPACES] = {[PS__SPACE_DEVICE] = ps__device_overhead(plan, step, &scratch),
+                                           [PS__SPACE_HOST] = ps__host_overhead(plan, step, &scratch, &trace)};
   const double busy = s->sizes_only ? 0 : compute_busy_ns(step, &m);
   s->out->n_candidates++;
   if (!s->sizes_only && s->best_ns > 0 && busy >= s->best_ns) return PS_OK;
   for (uint32_t i = 0; i < PS__N_SPACES; i++) {
     size[i] = ps__memmap_bound(step->vt, step->n_vt, (uint32_t)step->n_op, i);
     if (size[i] == UINT64_MAX) return ps__fail(PS_ENOMEM, "out of memory for a plan's size");
-    size[i] = ps__arena_round(size[i]) + (i == PS__SPACE_HOST ? overhead : 0);
+    size[i] = ps__arena_round(size[i]) + overhead[i];
   }
   if (!worth_mapping(s, size[PS__SPACE_DEVICE], size[PS__SPACE_HOST], busy)) return PS_OK;
   PS_TRY(ps__step_map(step));
-  const uint64_t device = ps__arena_round(step->space_bytes[PS__SPACE_DEVICE]);
-  const uint64_t host = ps__arena_round(step->space_bytes[PS__SPACE_HOST]) + overhead;
+  const uint64_t device = ps__arena_round(step->space_bytes[PS__SPACE_DEVICE]) + overhead[PS__SPACE_DEVICE];
+  const uint64_t host = ps__arena_round(step->space_bytes[PS__SPACE_HOST]) + overhead[PS__SPACE_HOST];
   note_sizes(s, device, host);
   if (!fits(s, device, host)) return PS_OK;
   s->out->n_feasible++;
@@ -201,7 +224,7 @@ static ps_status look_at_sizes(search *s, uint64_t chunk_tokens, uint64_t chunks
     const uint32_t rests = c.rung == N_RUNGS ? 1 : N_RESTS; /* nothing is left over on the last rung */
     if (large && c.rung % 2) continue;
     for (uint32_t r = rests; st == PS_OK && r-- > 0;)
-      for (c.resident = STREAMED; st == PS_OK && c.resident < N_RESIDENCIES; c.resident++)
+      for (c.resident = STREAMED; st == PS_OK && c.resident < (s->plan->hw.backend == PS_BACKEND_CUDA ? WITH_STATE : N_RESIDENCIES); c.resident++)
         for (c.ahead = 0; st == PS_OK && c.ahead < 2; c.ahead++) {
           c.rest = r;
           st = look_at_member(s, &c);
@@ -272,6 +295,8 @@ ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out) {
               .device_cap = plan->cfg.device_bytes ? plan->cfg.device_bytes : UINT64_MAX,
               .host_cap = plan->cfg.host_bytes ? plan->cfg.host_bytes : UINT64_MAX,
               .machine = plan->hw.host_memory_bytes ? plan->hw.host_memory_bytes : UINT64_MAX};
+  if (plan->hw.backend == PS_BACKEND_CUDA && plan->hw.device_memory_bytes && plan->hw.device_memory_bytes < s.device_cap)
+    s.device_cap = plan->hw.device_memory_bytes;
   uint64_t chunks[MAX_SIZES], rounds[MAX_SIZES];
   uint32_t n_chunks;
   PS_TRY(chunk_sizes(plan, chunks, &n_chunks));

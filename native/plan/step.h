@@ -11,11 +11,14 @@
 
 enum { PS__SPACE_DEVICE = 0, PS__SPACE_HOST = 1, PS__N_SPACES = 2 };
 enum { PS__S_COMPUTE = 0, PS__S_H2D = 1, PS__S_D2H = 2, PS__S_HOST = 3, PS__S_IO = 4, PS__N_STREAMS = 5 };
+static inline bool ps__stream_on_host(uint32_t stream) { return stream >= PS__S_HOST; }
 enum { PS__PHASE_FORWARD = 0, PS__PHASE_HEAD = 1, PS__PHASE_BACKWARD = 2, PS__PHASE_UPDATE = 3, PS__PHASE_RECOMPUTE = 4 };
 
 /* ---- decisions ------------------------------------------------------------------------------------------------------ */
 typedef struct ps__spec {
   ps_recipe recipe;
+  uint32_t backend, cudnn_version; /* who runs the device streams: for scratch */
+  bool deterministic, one_document; /* one_document: every sequence is one document */
   uint64_t chunk_tokens, chunks_per_round, head_slice;
   bool clip;
   /* How far ahead transfers are issued, in program order: parameters by visits of a unit, saved tensors by chunk steps; and how

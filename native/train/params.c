@@ -11,7 +11,7 @@ void *ps__truth(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32)
 }
 
 /* The bf16 copy that travels follows its master. */
-static void refresh_copy(const ps_trainer *t, const ps_param_info *p) {
+void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p) {
   const ps__home *h = &t->plan->step.home[p->unit];
   if (h->master == PS__NO_VT) return;
   ps__convert_f32_to_bf16((uint16_t *)ps__home_at(t, h->weights) + p->offset, (const float *)ps__home_at(t, h->master) + p->offset, p->n);
@@ -45,7 +45,7 @@ ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src
   void *dst = ps__truth(t, p.unit, p.offset, &fp32);
   if (fp32) memcpy(dst, src, n * 4);
   else ps__convert_f32_to_bf16(dst, src, n);
-  refresh_copy(t, &p);
+  ps__trainer_refresh_copy(t, &p);
   return PS_OK;
 }
 
@@ -84,7 +84,7 @@ static ps_status load_param(ps_trainer *t, ps_tensor_file *f, const ps_param_inf
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
     PS_TRY(ps_tensors_read(f, idx, first, n, fp32 ? PS_F32 : PS_BF16, dst + first * (fp32 ? 4 : 2)));
   }
-  refresh_copy(t, p);
+  ps__trainer_refresh_copy(t, p);
   return PS_OK;
 }
 

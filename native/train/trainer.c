@@ -32,6 +32,8 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
     return ps__fail(PS_EINVAL, "total_steps must be given for a schedule that decays");
   if (c->trace_steps > plan->cfg.trace_steps)
     return ps__fail(PS_EINVAL, "trace_steps %u is past the %u that the plan counted memory for", c->trace_steps, plan->cfg.trace_steps);
+  if (plan->cfg.one_document && (c->document_token >= 0 || c->document_end_token >= 0))
+    return ps__fail(PS_EINVAL, "the plan promises one document a sequence, and a document token is given: plan without one_document");
   if (c->dataset && ps_dataset_n_sequences(c->dataset, plan->cfg.seq_len) == 0)
     return ps__fail(PS_EINVAL, "the data is too short: no shard holds %llu tokens, one sequence and its last target",
                     (unsigned long long)plan->cfg.seq_len + 1);
@@ -64,9 +66,10 @@ static ps_status make_segments(ps_trainer *t) {
 
 static ps_status open_engine(ps_trainer *t) {
   const ps_plan *p = t->plan;
-  ps_engine_config e = {.struct_bytes = sizeof e, .backend = PS_BACKEND_CPU, .n_spaces = PS__N_SPACES, .n_streams = PS__N_STREAMS};
+  ps_engine_config e = {.struct_bytes = sizeof e, .backend = p->hw.backend, .device = p->hw.device, .deterministic = p->cfg.deterministic,
+                        .n_spaces = PS__N_SPACES, .n_streams = PS__N_STREAMS};
   static const uint32_t kind[PS__N_STREAMS] = {PS_STREAM_COMPUTE, PS_STREAM_H2D, PS_STREAM_D2H, PS_STREAM_HOST, PS_STREAM_HOST};
-  e.space[PS__SPACE_DEVICE] = (ps_space_config){.bytes = p->report.device_bytes, .kind = PS_SPACE_DEVICE};
+  e.space[PS__SPACE_DEVICE] = (ps_space_config){.bytes = p->report.device_arena_bytes, .kind = PS_SPACE_DEVICE};
   e.space[PS__SPACE_HOST] = (ps_space_config){.bytes = p->report.host_arena_bytes, .kind = PS_SPACE_HOST};
   for (uint32_t i = 0; i < PS__N_STREAMS; i++) {
     e.stream[i] = (ps_stream_config){.kind = kind[i], .n_threads = ps__stream_threads(p, i), .scratch_bytes = p->step.scratch_bytes[i]};
@@ -74,6 +77,25 @@ static ps_status open_engine(ps_trainer *t) {
   }
   PS_TRY(ps_engine_create(&t->engine, &e));
   t->host = ps_engine_space(t->engine, PS__SPACE_HOST);
+  return PS_OK;
+}
+
+/* What the driver reports for the process, held against the cap: kernels and libraries take what they take. */
+static ps_status note_memory(ps_trainer *t, bool opening) {
+  char used[32], cap[32], planned[32];
+  uint64_t now = 0;
+  const uint64_t given = t->plan->cfg.device_bytes;
+  PS_TRY(ps__engine_memory(t->engine, &now));
+  if (now > t->device_peak) t->device_peak = now;
+  if (!given || t->device_peak <= given || t->warned) return PS_OK;
+  ps__format_bytes(used, t->device_peak);
+  ps__format_bytes(cap, given);
+  ps__format_bytes(planned, t->plan->report.device_bytes);
+  if (opening)
+    return ps__fail(PS_EBUDGET, "the driver reports %s of device memory for this process before the first step, %s were planned and %s given: run penstock "
+                    "profile, so that plans know what context and libraries take here, or raise --device-mem", used, planned, cap);
+  t->warned = true;
+  ps__log(PS_LOG_WARN, "the driver reports %s of device memory for this process, %s were given and %s planned", used, cap, planned);
   return PS_OK;
 }
 
@@ -96,7 +118,9 @@ static ps_status open_trainer(ps_trainer *t, ps_progress_fn progress, void *prog
   PS_TRY(make_segments(t));
   ps__resident_peak_reset(); /* what measuring the machine and planning took does not count as this run's */
   PS_TRY(open_engine(t));
-  return ps__trainer_load(t, progress, progress_user);
+  PS_TRY(ps__engine_warm(t->engine, t->plan->schedule));
+  PS_TRY(note_memory(t, true));
+  return c->init_weights ? ps__trainer_init(t, progress, progress_user) : ps__trainer_load(t, progress, progress_user);
 }
 
 /* Run the preamble, if the plan has one, and open the run of steps: at the first submit, so that parameters written until then count. */
@@ -195,10 +219,12 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
     m->mfu = p->report.model_flops / m->step_s / p->hw.peak_flops_per_s;
     m->hfu = p->hfu_flops / m->step_s / p->hw.peak_flops_per_s;
   }
+  (void)note_memory(t, false);
   (void)ps_engine_space_peak(t->engine, PS__SPACE_DEVICE, &m->device_peak_bytes);
   (void)ps_engine_space_peak(t->engine, PS__SPACE_HOST, &m->host_arena_peak_bytes);
-  const uint64_t peak = ps__resident_peak_bytes();
-  m->host_peak_bytes = peak > m->device_peak_bytes ? peak - m->device_peak_bytes : 0;
+  const uint64_t peak = ps__resident_peak_bytes(), arena = p->hw.backend == PS_BACKEND_CPU ? m->device_peak_bytes : 0;
+  m->host_peak_bytes = peak > arena ? peak - arena : 0;
+  if (t->device_peak) m->device_peak_bytes = t->device_peak;
 }
 
 ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {

@@ -23,6 +23,8 @@ struct ps_trainer {
   ps_status sticky;
   char sticky_message[512];
   char *host;                  /* the host space */
+  uint64_t device_peak;        /* BYTES of device memory that the driver reported at most; 0 on the CPU backend */
+  bool warned;                 /* that it is past the cap */
   int32_t *tokens, *targets;   /* a step's batch as the source fills it */
   ps__adamw_segment *segments; /* of all units */
   uint32_t *first_segment;     /* [n_units + 1] */
@@ -36,6 +38,10 @@ struct ps_trainer {
 ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);
 /* Read the model directory's tensors into their homes (params.c). */
 ps_status ps__trainer_load(ps_trainer *t, ps_progress_fn progress, void *progress_user);
+/* Or draw them (init.c). */
+ps_status ps__trainer_init(ps_trainer *t, ps_progress_fn progress, void *progress_user);
+/* The bf16 copy that travels follows its master, where there is one (params.c). */
+void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p);
 /* Element @offset of a unit's parameters in the array that holds the truth: the master where there is one (params.c). */
 void *ps__truth(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32);
 static inline void *ps__home_at(const ps_trainer *t, uint32_t vt) { return t->host + t->plan->step.vt[vt].offset; }

@@ -28,6 +28,13 @@ def parse_bytes(size) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def _backend(name: str) -> int:
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"backend {name!r}: one of auto, cpu and cuda is needed")
+    gpu = name == "cuda" or (name == "auto" and lib.ps_hardware_n_gpus() > 0)
+    return lib.PS_BACKEND_CUDA if gpu else lib.PS_BACKEND_CPU
+
+
 class Hardware:
     """What this machine does; fields as in include/penstock/hardware.h are attributes."""
 
@@ -35,32 +42,40 @@ class Hardware:
         self._ptr = ptr
 
     @classmethod
-    def estimate(cls, threads: int = 0) -> "Hardware":
-        """Rates from core count and clock alone."""
+    def estimate(cls, threads: int = 0, backend: str = "auto", gpu: int = 0) -> "Hardware":
+        """Rates from core counts and clocks alone. backend "auto" is "cuda" where there is a GPU, else "cpu"."""
         hw = struct("ps_hardware")
-        check(lib.ps_hardware_estimate(hw, threads))
+        check(lib.ps_hardware_estimate(hw, _backend(backend), gpu, threads))
         return cls(hw)
 
     @classmethod
-    def measure(cls, threads: int = 0, seconds: float = 1.0) -> "Hardware":
-        """Time a GEMM, an attention, a norm, a copy and an optimizer update: about `seconds` in all."""
-        hw = struct("ps_hardware")
-        check(lib.ps_hardware_measure(hw, threads, seconds))
+    def measure(cls, threads: int = 0, seconds: float = 0.0, backend: str = "auto", gpu: int = 0) -> "Hardware":
+        """Time a GEMM, attention, a norm, copies and an optimizer update: about `seconds` in all (0: 1, on a GPU 8, whose clock falls
+        under load)."""
+        hw, which = struct("ps_hardware"), _backend(backend)
+        check(lib.ps_hardware_measure(hw, which, gpu, threads, seconds or (8.0 if which == lib.PS_BACKEND_CUDA else 1.0)))
         return cls(hw)
 
     @classmethod
-    def cached(cls, threads: int = 0) -> "Hardware":
+    def read(cls, path) -> "Hardware":
+        """A machine as a file that the command line or cached() wrote describes it, whatever this one is: to plan for it."""
+        hw = struct("ps_hardware")
+        check(lib.ps_hardware_describe(hw, encode_path(path)))
+        return cls(hw)
+
+    @classmethod
+    def cached(cls, threads: int = 0, backend: str = "auto", gpu: int = 0) -> "Hardware":
         """Measured once for this machine and thread count, and kept in the user's cache folder ($XDG_CACHE_HOME/penstock or
         ~/.cache/penstock), the same file that the command line uses. Where it cannot be written it is measured again."""
-        path = cls.cache_path(threads)
+        path = cls.cache_path(threads, backend, gpu)
         hw = struct("ps_hardware")
         if path:
             try:
-                check(lib.ps_hardware_read(hw, encode_path(path), threads))
+                check(lib.ps_hardware_read(hw, encode_path(path), _backend(backend), gpu, threads))
                 return cls(hw)
             except (StateError, InputOutputError, FormatError):
                 pass
-        measured = cls.measure(threads)
+        measured = cls.measure(threads, 0.0, backend, gpu)
         if path:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,13 +85,13 @@ class Hardware:
         return measured
 
     @classmethod
-    def cache_path(cls, threads: int = 0) -> Path | None:
+    def cache_path(cls, threads: int = 0, backend: str = "auto", gpu: int = 0) -> Path | None:
         """Where cached() keeps the rates; None when there is neither XDG_CACHE_HOME nor HOME."""
         base = os.environ.get("XDG_CACHE_HOME") or (os.environ.get("HOME") and os.environ["HOME"] + "/.cache")
         if not base:
             return None
-        hw = cls.estimate(threads)
-        machine = re.sub(r"[^A-Za-z0-9]+", "-", text(hw._ptr.name))
+        hw = cls.estimate(threads, backend, gpu)
+        machine = re.sub(r"[^A-Za-z0-9]+", "-", " ".join(filter(None, (text(hw._ptr.name), text(hw._ptr.device_name)))))
         return Path(base) / "penstock" / f"hardware-{machine}-{hw.n_threads}.json"
 
     def __getattr__(self, name: str):
@@ -95,38 +110,43 @@ class Plan:
 
     device_mem, host_mem: caps in bytes or as "20GiB"; None: none, and what the machine allows. tokens_per_step 0: 8 sequences.
     recipe "fp32", "fp32-master" or "bf16". chunk_tokens, chunks_per_round 0: the planner chooses. clip: exact global-norm
-    clipping will be used. keep_grads: gradients come home wherever the update runs, for Trainer.grad(). Raises InvalidError, BudgetError (what is missing and the nearest plan that fits).
+    clipping will be used. one_document: every sequence is one document (faster attention on a GPU; the trainer then refuses document tokens).
+    deterministic: the same bits in every run on a GPU too. reserve: host
+    memory of the process besides what the plan places, bytes or "1GiB" (None: from the process as it stands). keep_grads: gradients come home wherever the update runs, for Trainer.grad(). Raises InvalidError, BudgetError (what is missing and the nearest plan that fits).
     """
 
     def __init__(self, model: ModelConfig, *, seq_len: int, device_mem=None, host_mem=None, tokens_per_step: int = 0,
                  recipe: str = "bf16", chunk_tokens: int = 0, chunks_per_round: int = 0, head_slice_tokens: int = 0, clip: bool = True,
-                 threads: int = 0, trace_steps: int = 2, keep_grads: bool = True, hardware: Hardware | None = None):
+                 threads: int = 0, trace_steps: int = 2, keep_grads: bool = True, one_document: bool = False,
+                 deterministic: bool = False, reserve=None, hardware: Hardware | None = None):
         self.model = model
         self.hardware = hardware or Hardware.cached(threads)
         self.config = self._config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round,
-                                   head_slice_tokens, clip, threads, trace_steps, keep_grads)
+                                   head_slice_tokens, clip, threads, trace_steps, keep_grads, one_document, deterministic, reserve)
         out = ffi.new("ps_plan **")
         check(lib.ps_plan_create(out, model._ptr, self.config, self.hardware._ptr))
         self._ptr = ffi.gc(out[0], lib.ps_plan_destroy)
 
     @staticmethod
     def _config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round, head_slice_tokens, clip,
-                threads, trace_steps, keep_grads):
+                threads, trace_steps, keep_grads, one_document, deterministic, reserve):
         which = ffi.new("ps_recipe *")
         check(lib.ps_recipe_parse(which, recipe.encode()))
         return struct("ps_plan_config", recipe=which[0], device_bytes=parse_bytes(device_mem), host_bytes=parse_bytes(host_mem),
                       seq_len=seq_len, tokens_per_step=tokens_per_step, chunk_tokens=chunk_tokens, chunks_per_round=chunks_per_round,
-                      head_slice_tokens=head_slice_tokens, clip=bool(clip), n_threads=threads, trace_steps=trace_steps, keep_grads=int(keep_grads))
+                      head_slice_tokens=head_slice_tokens, clip=bool(clip), n_threads=threads, trace_steps=trace_steps, keep_grads=int(keep_grads),
+                      one_document=int(one_document), deterministic=int(deterministic), reserve_bytes=parse_bytes(reserve))
 
     @classmethod
     def smallest(cls, model: ModelConfig, *, seq_len: int, device_mem=None, host_mem=None, tokens_per_step: int = 0,
                  recipe: str = "bf16", chunk_tokens: int = 0, chunks_per_round: int = 0, head_slice_tokens: int = 0, clip: bool = True,
-                 threads: int = 0, trace_steps: int = 2, keep_grads: bool = True, hardware: Hardware | None = None) -> tuple[int, int]:
+                 threads: int = 0, trace_steps: int = 2, keep_grads: bool = True, one_document: bool = False, deterministic: bool = False,
+                 reserve=None, hardware: Hardware | None = None) -> tuple[int, int]:
         """The least device memory under host_mem and the least host memory under device_mem that a plan fits in, bytes; one
         byte less is refused. 0 where none fits."""
         hardware = hardware or Hardware.cached(threads)
         cfg = cls._config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round, head_slice_tokens,
-                          clip, threads, trace_steps, keep_grads)
+                          clip, threads, trace_steps, keep_grads, one_document, deterministic, reserve)
         device, host = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))
         return device[0], host[0]

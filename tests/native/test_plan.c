@@ -240,7 +240,7 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
   const model *m = &models[idx % N_MODELS];
   const shape *sh = &shapes[idx / N_MODELS % N_SHAPES];
   ps_hardware hw = {.struct_bytes = sizeof hw};
-  CHECK(ps_hardware_estimate(&hw, 2) == PS_OK);
+  CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
   const ps_plan_config cfg = {.struct_bytes = sizeof cfg, .recipe = idx / (N_MODELS * N_SHAPES), .seq_len = sh->seq_len,
                               .tokens_per_step = (uint64_t)sh->seq_len * sh->n_sequences, .chunk_tokens = sh->chunk_tokens,
                               .chunks_per_round = sh->chunks_per_round, .head_slice_tokens = 10 + rnd_below(state, 30),

@@ -424,7 +424,7 @@ int main(void) {
   tiny_model_write(old_dir, config_json, &model);
   tiny_shard_write(shard, 5000, VOCAB);
   hw.struct_bytes = sizeof hw;
-  CHECK(ps_hardware_estimate(&hw, 2) == PS_OK);
+  CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
   const int64_t live = ps__live_allocations();
 
   test_fail_nth();

@@ -1,5 +1,7 @@
 /* cuda.c - the CUDA backend: streams, waits, signals and failures (device.h says how). */
 #include "backends/cuda/device.h"
+#include "backends/cuda/probe.h"
+#include "kernels/cuda/scratch.h"
 #include <ctype.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -8,8 +10,6 @@
 
 static const uint64_t SPIN_NS = 20000, SLEEP_NS = 20000, HEALTH_NS = 16000000;
 static const uint64_t GIVEN_UP = INT64_MAX; /* at least any value, by the sign of the difference */
-static const uint32_t HOPPER = 9;
-static const size_t BLAS_BYTES = (size_t)32 << 20, BLAS_BYTES_OLD = (size_t)4 << 20;
 
 static _Atomic bool without_mem_ops;
 void ps__cuda_without_mem_ops(bool without) { atomic_store(&without_mem_ops, without); }
@@ -79,6 +79,8 @@ static ps_status open_context(ps__device *dev) {
   if (!dev->mem_ops)
     ps__log(PS_LOG_WARN, "GPU %u has no 64-bit stream memory operations: waits between host and GPU cost more", dev->cfg.device);
   CUcontext ctx;
+  uint64_t others;
+  ps__cuda_usage_begin(dev->cu, dev->cfg.device, &others);
   CUresult r = dev->cu->DevicePrimaryCtxRetain(&ctx, dev->dev);
   if (r == CUDA_ERROR_OUT_OF_MEMORY)
     return ps__fail(PS_ENOMEM, "GPU %u has no memory left for a context: end what else uses it", dev->cfg.device);
@@ -104,7 +106,7 @@ static ps_status open_device_stream(ps__device *dev, uint32_t idx) {
   ps__cuda_stream *s = &dev->stream[idx];
   const ps_stream_config *cfg = &dev->cfg.stream[idx];
   bool compute = cfg->kind == PS_STREAM_COMPUTE;
-  size_t blas_bytes = attribute(dev, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= (int)HOPPER ? BLAS_BYTES : BLAS_BYTES_OLD;
+  size_t blas_bytes = ps__cuda_workspace_bytes(10u * (uint32_t)attribute(dev, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR));
   s->exec = (ps__cuda_exec){.scratch_bytes = ((size_t)cfg->scratch_bytes * cfg->n_threads + 255) / 256 * 256,
                             .device = (int)dev->cfg.device, .n_sms = attribute(dev, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
                             .deterministic = dev->cfg.deterministic != 0};
@@ -322,6 +324,14 @@ static void cuda_signal(ps__device *dev, uint32_t stream, uint64_t value) {
     submitted(dev, dev->cu->LaunchHostFunc(s->stream, write_note, &dev->notes[op->note]), "cuLaunchHostFunc");
 }
 
+static ps_status cuda_memory(ps__device *dev, uint64_t *out_bytes) {
+  CUcontext old;
+  PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
+  const ps_status st = ps__cuda_memory_used(dev->cfg.device, out_bytes);
+  dev->cu->CtxPopCurrent(&old);
+  return st;
+}
+
 static ps_status cuda_prepare(ps__device *dev, const ps_schedule *schedule, uint64_t trace_steps) {
   PS_TRY(cuda_health(dev));
   return ps__cuda_prepare(dev, schedule, trace_steps);
@@ -330,6 +340,6 @@ static ps_status cuda_prepare(ps__device *dev, const ps_schedule *schedule, uint
 const ps__backend ps__backend_cuda = {
     .name = "cuda", .fn_id = cuda_fn_id, .open = cuda_open, .close = cuda_close, .map = ps__cuda_map, .unmap = ps__cuda_unmap,
     .peak = ps__cuda_peak, .group = cuda_group, .exec = cuda_exec, .copy = ps__cuda_copy, .prepare = cuda_prepare,
-    .finish = ps__cuda_finish, .enter = cuda_enter, .leave = cuda_leave, .signal = cuda_signal, .wait = cuda_wait,
+    .finish = ps__cuda_finish, .warm = ps__cuda_warm, .memory = cuda_memory, .enter = cuda_enter, .leave = cuda_leave, .signal = cuda_signal, .wait = cuda_wait,
     .counter = cuda_counter, .stamp = ps__cuda_stamp, .settle = ps__cuda_settle, .health = cuda_health, .kick = cuda_kick,
 };

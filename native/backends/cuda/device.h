@@ -73,6 +73,9 @@ ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void 
 /* prepare.c */
 ps_status ps__cuda_prepare(ps__device *dev, const ps_schedule *schedule, uint64_t trace_steps);
 void ps__cuda_finish(ps__device *dev);
+/* warm.c */
+ps_status ps__cuda_prepare_attention(ps__device *dev, const ps_schedule *schedule); /* the context is current */
+ps_status ps__cuda_warm(ps__device *dev, const ps_schedule *schedule);
 /* trace.c */
 ps_status ps__cuda_trace_prepare(ps__device *dev, const ps_schedule *schedule);
 void ps__cuda_trace_finish(ps__device *dev);

@@ -13,7 +13,7 @@
 
 #define PS__CUDA_CALLS(X)                                                                                                      \
   X(Init) X(DriverGetVersion) X(GetErrorName) X(GetErrorString) X(DeviceGetCount) X(DeviceGet) X(DeviceGetAttribute)           \
-  X(DeviceGetName) X(DeviceGetPCIBusId) X(DevicePrimaryCtxRetain) X(DevicePrimaryCtxRelease) X(CtxSetCurrent)                  \
+  X(DeviceGetName) X(DeviceTotalMem) X(DeviceGetPCIBusId) X(DevicePrimaryCtxRetain) X(DevicePrimaryCtxRelease) X(CtxSetCurrent)                  \
   X(CtxPushCurrent) X(CtxPopCurrent) X(MemGetInfo) X(MemAlloc) X(MemFree) X(MemsetD8) X(MemHostAlloc) X(MemFreeHost)            \
   X(MemHostGetDevicePointer) X(MemHostRegister) X(MemHostUnregister) X(MemcpyAsync) X(StreamCreate) X(StreamDestroy)           \
   X(StreamQuery) X(StreamSynchronize) X(StreamWaitEvent) X(StreamWriteValue64) X(StreamWaitValue64) X(LaunchHostFunc)          \
@@ -27,6 +27,9 @@ typedef struct ps__cuda_driver {
 
 /* The driver, opened and initialised once a process; any thread. PS_EDEVICE says what is missing and what to do. */
 ps_status ps__cuda_driver_open(const ps__cuda_driver **out);
+
+/* What other processes hold of GPU @device, BYTES, as it was when the GPU was first looked at: to be called before its context is made (usage.c). */
+void ps__cuda_usage_begin(const ps__cuda_driver *cu, uint32_t device, uint64_t *others);
 
 /* "CUDA_ERROR_X: what it means (call)" as the last error. PS_ENOMEM when memory is out, else PS_EDEVICE. */
 ps_status ps__cuda_fail(const ps__cuda_driver *cu, CUresult r, const char *call);

@@ -403,6 +403,14 @@ extern "C" bool ps__cuda_attention_only(const char *provider) {
   return true;
 }
 
+extern "C" uint32_t ps__cuda_cudnn_version(void) {
+#ifdef PS_CUDNN
+  return ps_att_cudnn_version();
+#else
+  return 0;
+#endif
+}
+
 static ps_status launch(const ps_launch *l, bool backward) {
   const char *op = backward ? "attention_bwd" : "attention_fwd";
   const ps__args_attention *a = (const ps__args_attention *)l->args;

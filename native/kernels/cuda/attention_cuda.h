@@ -30,6 +30,7 @@ typedef struct ps_att_provider {
 extern const ps_att_provider ps_att_plain;
 #ifdef PS_CUDNN
 extern const ps_att_provider ps_att_cudnn;
+uint32_t ps_att_cudnn_version(void); /* 0: none that serves */
 #endif
 #ifdef PS_FLASH_ATTN
 extern const ps_att_provider ps_att_flash;

@@ -293,4 +293,6 @@ static ps_status launch(const ps_launch *l, const ps_att_shape *s, void *p) {
   }
 }
 
+uint32_t ps_att_cudnn_version(void) { return open_cudnn() ? 0 : (uint32_t)fe::detail::get_backend_version(); }
+
 extern const ps_att_provider ps_att_cudnn = {"cudnn", refuses, prepare, launch};

@@ -32,6 +32,9 @@ ps_status ps__cuda_sumsq(const ps_launch *l);
  * the shape, 0 before. */
 size_t ps__cuda_scratch_bytes(const ps_kernel *kernel, const void *args);
 
+/* cuDNN's version as cudnnGetVersion() gives it; 0 when there is none that serves. Opens the library. */
+uint32_t ps__cuda_cudnn_version(void);
+
 /* ps__cuda_attention_prepare() - chooses the provider for attention of the shape @args and builds its plan, kept for the process's life; a
  * launch of a shape that was not prepared with the same @deterministic is refused. Before the first step: it takes 0.1 to 0.5 s a shape. The
  * caller has made the device's context current. @scratch_bytes (may be NULL): what ps__cuda_scratch_bytes() gives for it from now on.

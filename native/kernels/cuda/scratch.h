@@ -26,6 +26,9 @@ static inline uint32_t ps_qkv_slices(const ps__args_qkv *a) {
   return (a->n_heads + 2 * a->n_kv_heads + each - 1) / each;
 }
 
+/* The products' workspace: what cuBLASLt's kernels for Hopper and later like, and those for others. */
+static inline size_t ps__cuda_workspace_bytes(uint32_t compute_capability) { return (size_t)(compute_capability >= 90 ? 32 : 4) << 20; }
+
 static inline size_t ps_scratch_embed_bwd(const ps__args_embed *a) {
   return ps_round_up((2 * (size_t)a->vocab + 2 + 4 * (size_t)a->n_tokens) * sizeof(uint32_t), 256);
 }

@@ -1,0 +1,22 @@
+/* probe.h - what a GPU is and what it does: facts from the driver, rates by running the kernels, memory as the driver reports it. */
+#ifndef PS_BACKENDS_CUDA_PROBE_H
+#define PS_BACKENDS_CUDA_PROBE_H
+#include <penstock/hardware.h>
+
+/* GPUs that the driver shows; 0 when there is none, and the last error says why. */
+uint32_t ps__cuda_n_devices(void);
+
+/* ps__cuda_facts() - name, capability, SMs, memory less what others hold, cuDNN's version of GPU hw->device into @hw. Makes no context.
+ * Errors: PS_EDEVICE no driver, no such GPU. */
+ps_status ps__cuda_facts(ps_hardware *hw);
+
+/* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw, in about @seconds: most of them under a GEMM, since a large GPU is bound by its power and
+ * its clock falls only after some seconds. Takes 1.4 GiB of device memory and 256 MiB of pinned memory for the time. fp32 attention does not exist on
+ * CUDA: its rate is bf16's. Errors: PS_EDEVICE, PS_ENOMEM. */
+ps_status ps__cuda_measure(ps_hardware *hw, double seconds);
+
+/* ps__cuda_memory_used() - BYTES of GPU @device that the driver reports for this process: its entry in the driver's list of processes or, where the
+ * list does not show it (containers), what is used now less what was used before the first context. */
+ps_status ps__cuda_memory_used(uint32_t device, uint64_t *out_bytes);
+
+#endif

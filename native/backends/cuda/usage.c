@@ -1,0 +1,90 @@
+/* usage.c - device memory as the driver reports it, by NVML, which comes with the driver and is opened at run time. */
+#include "backends/cuda/driver.h"
+#include "backends/cuda/probe.h"
+#include <dlfcn.h>
+#include <pthread.h>
+#include <unistd.h>
+
+enum { MAX_DEVICES = 64, MAX_PROCESSES = 256 };
+
+/* As NVML's interface defines them (nvmlMemory_t, nvmlProcessInfo_t of the functions' third version). */
+typedef struct memory_info { unsigned long long total, free, used; } memory_info;
+typedef struct process_info { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } process_info;
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static struct {
+  int (*Init_v2)(void);
+  int (*DeviceGetHandleByPciBusId_v2)(const char *, void **);
+  int (*DeviceGetMemoryInfo)(void *, memory_info *);
+  int (*DeviceGetComputeRunningProcesses_v3)(void *, unsigned *, process_info *);
+} nvml; /* written once */
+static bool there;
+static uint64_t before[MAX_DEVICES]; /* used when the GPU was first looked at, which is before its context */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void open_once(void) {
+  void *lib = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (!lib) return;
+  *(void **)&nvml.Init_v2 = dlsym(lib, "nvmlInit_v2");
+  *(void **)&nvml.DeviceGetHandleByPciBusId_v2 = dlsym(lib, "nvmlDeviceGetHandleByPciBusId_v2");
+  *(void **)&nvml.DeviceGetMemoryInfo = dlsym(lib, "nvmlDeviceGetMemoryInfo");
+  *(void **)&nvml.DeviceGetComputeRunningProcesses_v3 = dlsym(lib, "nvmlDeviceGetComputeRunningProcesses_v3");
+  there = nvml.Init_v2 && nvml.DeviceGetHandleByPciBusId_v2 && nvml.DeviceGetMemoryInfo && nvml.Init_v2() == 0;
+}
+
+static bool open_device(const ps__cuda_driver *cu, uint32_t device, void **handle) {
+  CUdevice dev;
+  char id[32] = "";
+  pthread_once(&once, open_once);
+  return there && cu->DeviceGet(&dev, (int)device) == CUDA_SUCCESS && cu->DeviceGetPCIBusId(id, sizeof id, dev) == CUDA_SUCCESS &&
+         nvml.DeviceGetHandleByPciBusId_v2(id, handle) == 0;
+}
+
+/* This process's entry in the list; false where the list does not show it. */
+static bool own_entry(void *handle, uint64_t *out) {
+  process_info list[MAX_PROCESSES];
+  unsigned n = MAX_PROCESSES;
+  if (!nvml.DeviceGetComputeRunningProcesses_v3 || nvml.DeviceGetComputeRunningProcesses_v3(handle, &n, list) != 0) return false;
+  for (unsigned i = 0; i < n && i < MAX_PROCESSES; i++)
+    if (list[i].pid == (unsigned)getpid() && list[i].used != ~0ull) {
+      *out = list[i].used;
+      return true;
+    }
+  return false;
+}
+
+/* In bytes: what the whole GPU has in use, by NVML; without it by the driver's figure for the current context. */
+static ps_status used_in_all(const ps__cuda_driver *cu, uint32_t device, uint64_t *out) {
+  void *handle;
+  memory_info m;
+  size_t free_bytes, total;
+  if (open_device(cu, device, &handle) && nvml.DeviceGetMemoryInfo(handle, &m) == 0) {
+    *out = m.used;
+    return PS_OK;
+  }
+  PS_TRY(cu->MemGetInfo(&free_bytes, &total) == CUDA_SUCCESS ? PS_OK : ps__fail(PS_EDEVICE, "the driver does not say how much GPU memory is used"));
+  *out = total - free_bytes;
+  return PS_OK;
+}
+
+void ps__cuda_usage_begin(const ps__cuda_driver *cu, uint32_t device, uint64_t *others) {
+  void *handle;
+  memory_info m;
+  pthread_mutex_lock(&lock);
+  if (device < MAX_DEVICES && !before[device] && open_device(cu, device, &handle) && nvml.DeviceGetMemoryInfo(handle, &m) == 0)
+    before[device] = m.used;
+  *others = device < MAX_DEVICES ? before[device] : 0;
+  pthread_mutex_unlock(&lock);
+}
+
+ps_status ps__cuda_memory_used(uint32_t device, uint64_t *out_bytes) {
+  const ps__cuda_driver *cu;
+  void *handle;
+  uint64_t others, all;
+  PS_TRY(ps__cuda_driver_open(&cu));
+  if (open_device(cu, device, &handle) && own_entry(handle, out_bytes)) return PS_OK;
+  ps__cuda_usage_begin(cu, device, &others);
+  PS_TRY(used_in_all(cu, device, &all));
+  *out_bytes = all > others ? all - others : 0;
+  return PS_OK;
+}
