@@ -64,7 +64,7 @@ typedef struct ps_step_metrics {
 
 /* ps_trainer_create() - reserve the arenas that @plan mapped and load @model_dir's weights into their home. @plan is borrowed
  * until destroy. The model directory must have the configuration the plan was made for. Blocks while loading; @progress (may
- * be NULL) hears of bytes done. Errors: PS_EFORMAT, PS_EIO (weights missing, wrong shape or dtype: named), PS_ENOMEM, PS_EINVAL. */
+ * be NULL) hears of bytes done, stage by stage: each stage's first call has another @what. Errors: PS_EFORMAT, PS_EIO (weights missing, wrong shape or dtype: named), PS_ENOMEM, PS_EINVAL. */
 typedef void (*ps_progress_fn)(void *user, const char *what, uint64_t done_bytes, uint64_t total_bytes);
 PS_API ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *plan, const ps_train_config *cfg,
                                    ps_progress_fn progress, void *progress_user);

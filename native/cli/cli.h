@@ -142,6 +142,7 @@ typedef struct cli_progress {
   uint64_t first_step, n_steps;
   uint64_t device_cap_bytes, host_cap_bytes;
   double started_s, printed_s;
+  const char *loading; /* the stage of loading that was printed last */
 } cli_progress;
 double cli_now_s(void);
 void cli_progress_begin(cli_progress *p, const cli_job *job);

@@ -46,9 +46,11 @@ static void end_line(const cli_progress *p) {
 void cli_progress_load(void *progress, const char *what, uint64_t done_bytes, uint64_t total_bytes) {
   cli_progress *p = progress;
   char done[32], total[32];
-  if (!due(p, false))
+  bool first = p->loading != what; /* of its stage: the strings are the library's own */
+  p->loading = what;
+  if (!due(p, first))
     return;
-  fprintf(stderr, "%s: %s of %s", what, cli_bytes(done, done_bytes), cli_bytes(total, total_bytes));
+  fprintf(stderr, "%5.1f s  %s: %s of %s", cli_now_s() - p->started_s, what, cli_bytes(done, done_bytes), cli_bytes(total, total_bytes));
   end_line(p);
 }
 

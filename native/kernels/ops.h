@@ -1,7 +1,7 @@
 /* ops.h - the op table: every kernel of the model with its arguments, the order of its accesses and its math.
  *
  * One const ps_kernel for each op; its cpu function lives in native/kernels/cpu/<family>.c. Argument blocks are plain
- * structs of shapes; addresses arrive in ps_launch.ptr in the order listed ("ptr:"), R read, W write, RW both. T tokens
+ * structs of shapes without padding, so that equal ops have equal bytes; addresses arrive in ps_launch.ptr in the order listed ("ptr:"), R read, W write, RW both. T tokens
  * (rows), D model dim, A = heads*head_dim, K = kv_heads*head_dim, F ffn dim, V vocab. All matrices row-major. dt is the
  * storage dtype; arithmetic is fp32 inside (fp64 where said) with one rounding (to nearest even) at the store.
  * Every kernel gives the same bits for any number of threads and any address alignment of 16 bytes.
@@ -19,7 +19,7 @@ typedef struct ps__args_fill { uint64_t bytes; } ps__args_fill;
 /* fill_zero            ptr: W dst[bytes] */
 extern const ps_kernel ps__k_fill_zero;
 
-typedef struct ps__args_accumulate { uint64_t n; uint32_t dt; } ps__args_accumulate;
+typedef struct ps__args_accumulate { uint64_t n; uint32_t dt, reserved; } ps__args_accumulate;
 /* accumulate           total[i] = round(total[i] + g[i]).  ptr: R g[n] dt, RW total[n] dt.
  * Runs on the device (class ELEMENTWISE) and, as accumulate_host (class OPTIMIZER), on host streams: same bits. */
 extern const ps_kernel ps__k_accumulate, ps__k_accumulate_host;
@@ -54,6 +54,7 @@ typedef struct ps__args_qkv {
   uint32_t n_tokens, n_heads, n_kv_heads, head_dim, dt, qk_norm, accumulate_dw;
   uint32_t rope_scaling, rope_original_positions;
   float eps, rope_factor, rope_low_freq, rope_high_freq;
+  uint32_t reserved;
   double rope_theta;
 } ps__args_qkv;
 /* inv_freq[head_dim/2] as transformers computes it; on the host, for every backend (native/kernels/cpu/qkv.c). */
@@ -97,7 +98,7 @@ typedef struct ps__args_cross_entropy { uint32_t rows, vocab, dt; } ps__args_cro
  *                      W loss f32[rows]. */
 extern const ps_kernel ps__k_cross_entropy;
 
-typedef struct ps__args_sumsq { uint64_t n; uint32_t dt; } ps__args_sumsq;
+typedef struct ps__args_sumsq { uint64_t n; uint32_t dt, reserved; } ps__args_sumsq;
 /* sumsq                sum of squares in fp64: groups of ps__sumsq_group(n) elements; in each 1024 lanes, lane j adds the group's
  *                      elements j, j+1024, ... in order, then the lanes are added as a binary tree (j += j+512, then 256, ...);
  *                      the groups' sums are added in order. Exact products, so FMA does not change it, and at most 256 groups,

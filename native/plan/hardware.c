@@ -190,13 +190,13 @@ static void case_optimizer(bench *b, int recipe) {
   ps__adamw_unit(b->exec.pool, (ps_recipe)recipe, &seg, 1, b->a, NULL, b->b, b->c, b->d, 0, &s);
 }
 
-/* Values as in a model, not zeros: N(0, 0.02)-like from a small generator. Valid in both dtypes: small fp32 numbers. */
+/* Values as in a model, not zeros: N(0, 0.02)-like from a small generator. A 32-bit word is a small number in fp32 and two of them in bf16: its halves are
+ * the same. */
 static void fill(char *p, uint64_t bytes, uint32_t seed) {
-  float *f = (float *)(void *)p;
-  uint32_t x = seed * 2654435761u + 1;
+  uint32_t *word = (uint32_t *)(void *)p, x = seed * 2654435761u + 1;
   for (size_t i = 0; i < bytes / 4; i++) {
     x = x * 1664525u + 1013904223u;
-    f[i] = ((float)(x >> 8) / 16777216.0f - 0.5f) * 0.07f;
+    word[i] = 0x10001u * ps__f32_to_bf16(((float)(x >> 8) / 16777216.0f - 0.5f) * 0.07f);
   }
 }
 

@@ -117,7 +117,10 @@ static ps_status open_trainer(ps_trainer *t, ps_progress_fn progress, void *prog
   PS_TRY(check_model(t));
   PS_TRY(make_segments(t));
   ps__resident_peak_reset(); /* what measuring the machine and planning took does not count as this run's */
+  const uint64_t bytes = t->plan->report.device_arena_bytes + t->plan->report.host_arena_bytes;
+  if (progress) progress(progress_user, "reserving memory", 0, bytes);
   PS_TRY(open_engine(t));
+  if (progress) progress(progress_user, "preparing kernels", bytes, bytes);
   PS_TRY(ps__engine_warm(t->engine, t->plan->schedule));
   PS_TRY(note_memory(t, true));
   return c->init_weights ? ps__trainer_init(t, progress, progress_user) : ps__trainer_load(t, progress, progress_user);
