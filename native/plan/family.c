@@ -1,0 +1,400 @@
+/* family.c - members, their decisions and their bounds. */
+#include "family.h"
+#include <string.h>
+
+enum { LARGE_STEP_OPS = 60000, OPS_A_CELL = 30 };
+
+const ps__residency ps__residencies[PS__N_RESIDENCIES] = {{0, 0, false}, {1, 0, false}, {2, 0, false}, {4, 0, false}, {1, 1, false},
+                                                          {2, 2, false}, {4, 2, false}, {4, 4, false}, {4, 4, true}};
+
+/* ---- decisions ---------------------------------------------------------------------------------------------------------------- */
+
+/* @quarters of four, spread evenly. */
+static bool among(uint32_t unit, uint32_t quarters) { return (unit + 1) * quarters / 4 != unit * quarters / 4; }
+
+/* Items in the order in which they are worth their bytes: x has to be somewhere; attention costs the most time a byte to do again; of the others, whose products
+ * cost about the same a byte, the early ones first. q and kv come from one product: one without the other saves nothing. */
+static const uint8_t order[][2] = {{PS__ITEM_X, PS__N_ITEMS}, {PS__ITEM_O, PS__N_ITEMS}, {PS__ITEM_QKV, PS__N_ITEMS}, {PS__ITEM_Q, PS__ITEM_KV},
+                                   {PS__ITEM_H, PS__N_ITEMS}, {PS__ITEM_GU, PS__N_ITEMS}};
+enum { N_ORDER = sizeof order / sizeof *order };
+
+/* Deals a round's cells their fates in forward order: what goes home first, then what stays, each as soon as its share of the bytes seen so far allows, so that
+ * both are spread evenly over the pass and the link is kept busy from the first layer to the last. */
+typedef struct dealer { double device, host, device_share, host_share; } dealer;
+
+static uint64_t group_bytes(const ps__block *b, int i, uint32_t n_tokens) {
+  uint64_t bytes = 0;
+  for (int k = 0; k < 2; k++)
+    if (order[i][k] < PS__N_ITEMS && b->has_item[order[i][k]]) bytes += b->item_row_bytes[order[i][k]] * n_tokens;
+  return bytes;
+}
+
+static void deal_cell(dealer *d, const ps__block *b, uint32_t n_tokens, uint8_t fate[PS__N_ITEMS]) {
+  memset(fate, PS_FATE_RECOMPUTE, PS__N_ITEMS);
+  for (int i = 0; i < N_ORDER; i++) {
+    const double bytes = (double)group_bytes(b, i, n_tokens);
+    d->device += d->device_share * bytes;
+    d->host += d->host_share * bytes;
+  }
+  for (int i = 0; i < N_ORDER; i++) {
+    const double bytes = (double)group_bytes(b, i, n_tokens);
+    uint8_t to = PS_FATE_RECOMPUTE;
+    if (bytes == 0) continue;
+    if (d->host_share > 0 && d->host >= bytes / 2) to = PS_FATE_HOST;
+    else if (i == 0 || d->device_share >= 1 || (d->device_share > 0 && d->device >= bytes / 2)) to = PS_FATE_DEVICE;
+    if (to == PS_FATE_HOST) d->host -= bytes;
+    if (to == PS_FATE_DEVICE) d->device -= bytes;
+    for (int k = 0; k < 2; k++)
+      if (order[i][k] < PS__N_ITEMS) fate[order[i][k]] = to;
+  }
+}
+
+/* A large step's grids are coarser: half the shares. */
+static dealer dealer_of(const ps__member *m) {
+  return (dealer){.device_share = (double)m->device / PS__DEVICE_SHARES, .host_share = (double)m->host / PS__HOST_SHARES};
+}
+
+static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps__member *m, ps__spec *spec) {
+  const ps_plan *plan = f->plan;
+  const ps__residency *r = &ps__residencies[m->residency];
+  PS_TRY(ps__spec_init(spec, &plan->model, layout));
+  spec->recipe = (ps_recipe)plan->cfg.recipe;
+  spec->backend = plan->hw.backend;
+  spec->cudnn_version = plan->hw.cudnn_version;
+  spec->deterministic = plan->cfg.deterministic != 0;
+  spec->one_document = plan->cfg.one_document != 0;
+  spec->chunk_tokens = layout->chunk_tokens;
+  spec->chunks_per_round = layout->chunks_per_round;
+  spec->head_slice = plan->cfg.head_slice_tokens;
+  spec->clip = plan->cfg.clip != 0;
+  spec->param_lead = spec->saved_lead = spec->saved_lag = spec->grad_lag = m->ahead;
+  spec->keep_grads = plan->cfg.keep_grads != 0;
+  for (uint32_t u = 0; u < spec->n_units; u++) {
+    const bool several = layout->n_rounds > 1 || (u == 0 && plan->model.tied_embeddings);
+    spec->param_resident[u] = among(u, r->params);
+    spec->grad_resident[u] = among(u, r->grads) && several;
+    spec->update_resident[u] = r->state;
+  }
+  dealer d = dealer_of(m);
+  for (uint32_t l = 0; l < spec->n_layers; l++)
+    for (uint32_t c = 0; c < spec->n_chunks; c++) deal_cell(&d, &f->block, layout->chunk[c].n_tokens, ps__spec_fate(spec, l, c, 0));
+  return PS_OK;
+}
+
+ps_status ps__family_spec(const ps__family *f, const ps__member *m, ps__spec *out) { return spec_of(f, &f->size[m->size].layout, m, out); }
+
+/* ---- what a size costs in any case --------------------------------------------------------------------------------------------- */
+
+static uint64_t unit_bytes(const ps__family *f, uint32_t unit) {
+  return ps_model_unit_elements(&f->plan->model, unit) * ps_dtype_bytes((ps_dtype)f->block.dt);
+}
+
+/* Most bytes alive on the device between the head and the end of the first backward chunk step, beside all saved tensors, the head's and the last layer's units:
+ * while every saved tensor of the round is alive, so much more is. */
+static uint64_t turn_bytes(const ps__family *f, const ps__step *s, uint64_t saved) {
+  const uint32_t layers = f->plan->model.n_layers;
+  uint64_t alive = 0, most = 0;
+  int64_t *change = ps__calloc(s->n_op + 1, sizeof *change);
+  if (!change) return 0; /* a looser bound */
+  for (size_t i = 0; i < s->n_vt; i++) {
+    const ps__vt *t = &s->vt[i];
+    if (t->space != PS__SPACE_DEVICE || t->persistent) continue;
+    change[t->first] += (int64_t)t->bytes;
+    change[t->last] -= (int64_t)t->bytes;
+  }
+  for (size_t i = 0; i < s->n_op; i++) {
+    const ps__vop *op = &s->op[i];
+    alive += (uint64_t)change[i];
+    if (op->tag.phase == PS__PHASE_HEAD && op->tag.round == 0 && op->stream == PS__S_COMPUTE && alive > most) most = alive;
+  }
+  ps__free(change);
+  const uint64_t apart = saved + 2 * (unit_bytes(f, layers + 1) + unit_bytes(f, layers)) + (f->plan->model.tied_embeddings ? 2 * unit_bytes(f, 0) : 0);
+  return most > apart ? most - apart : 0;
+}
+
+static ps_status measure_size(ps__family *f, ps__size *z, ps__step_hooks *hooks) {
+  const ps__member all = {.device = PS__DEVICE_SHARES};
+  ps__spec spec;
+  ps__step s;
+  uint64_t scratch, trace;
+  PS_TRY(spec_of(f, &z->layout, &all, &spec));
+  ps_status st = ps__step_emit(&s, &f->plan->model, &z->layout, &spec, hooks);
+  if (st == PS_OK) {
+    for (size_t i = 0; i < s.n_op; i++) {
+      const ps__vop *op = &s.op[i];
+      const double ns = ps__cost_ns(&f->cost, op->kernel, op->stream, op->work);
+      if (op->stream == PS__S_COMPUTE) z->compute_ns += ns;
+      if (op->stream == PS__S_H2D && op->tag.chunk >= 0 && op->tag.layer < 0) z->batch_bytes += (uint64_t)op->work.bytes;
+    }
+    z->saved_bytes = s.saved_bytes[PS_FATE_DEVICE];
+    z->device_bytes = ps__device_overhead(f->plan, &s, &scratch) + turn_bytes(f, &s, z->saved_bytes);
+    z->host_bytes = ps__host_overhead(f->plan, &s, &scratch, &trace);
+    z->large = s.n_op > LARGE_STEP_OPS;
+    ps__step_free(&s);
+  }
+  ps__spec_free(&spec);
+  return st;
+}
+
+/* ---- recomputation ---------------------------------------------------------------------------------------------------------------- */
+
+enum { N_MASKS = 1 << N_ORDER };
+typedef struct again_table { double ns[N_MASKS]; } again_table; /* by which groups of order[] are at hand */
+
+static uint32_t tensors_of(const ps__block *b, uint32_t mask) {
+  uint32_t have = 0;
+  for (int t = 0; t < PS__N_TENSORS; t++)
+    for (int i = 0; i < N_ORDER; i++)
+      if ((mask >> i & 1) && b->tensor[t].item >= 0 && (b->tensor[t].item == order[i][0] || b->tensor[t].item == order[i][1])) have |= 1u << t;
+  return have;
+}
+
+static void fill_again(const ps__family *f, const ps__chunk *k, bool one_document, again_table *out) {
+  const ps__block *b = &f->block;
+  const ps__chunk_shape shape = {.n_tokens = k->n_tokens, .row0 = k->row0, .pairs = k->pairs, .one_document = one_document};
+  double op_ns[PS__MAX_FWD];
+  for (uint32_t i = 0; i < b->n_fwd; i++) {
+    _Alignas(16) char args[PS__ARGS_BYTES];
+    ps_work work;
+    (void)ps__block_op_args(b, &b->fwd[i], &shape, args, &work);
+    op_ns[i] = ps__cost_ns(&f->cost, b->fwd[i].kernel, PS__S_COMPUTE, work);
+  }
+  const uint32_t x = 1u << PS__T_X, needs = ps__block_backward_needs(b), always = ps__block_recompute(b, needs, tensors_of(b, N_MASKS - 1) | x);
+  for (uint32_t mask = 0; mask < N_MASKS; mask++) {
+    const uint32_t ops = ps__block_recompute(b, needs, tensors_of(b, mask) | x);
+    out->ns[mask] = 0;
+    for (uint32_t i = 0; i < b->n_fwd; i++)
+      if ((ops >> i & 1) && !(always >> i & 1)) out->ns[mask] += op_ns[i]; /* norms and the like are done again in any case: counted already */
+  }
+}
+
+/* Chunks of one shape share a table: there are as many shapes as slices of a sequence. */
+static bool same_shape(const ps__chunk *a, const ps__chunk *b) { return a->n_tokens == b->n_tokens && a->row0 == b->row0 && a->pairs == b->pairs; }
+
+static ps_status again_tables(const ps__family *f, const ps__size *z, again_table **table, uint32_t **of_chunk) {
+  const ps__layout *l = &z->layout;
+  uint32_t n = 0;
+  *table = ps__malloc(l->n_chunks * sizeof **table);
+  *of_chunk = ps__malloc(l->n_chunks * sizeof **of_chunk);
+  if (!*table || !*of_chunk) return ps__fail(PS_ENOMEM, "out of memory for %u chunks", l->n_chunks);
+  for (uint32_t c = 0; c < l->n_chunks; c++) {
+    uint32_t same = 0;
+    while (same < c && !same_shape(&l->chunk[same], &l->chunk[c])) same++;
+    (*of_chunk)[c] = same < c ? (*of_chunk)[same] : n;
+    if (same < c) continue;
+    fill_again(f, &l->chunk[c], f->plan->cfg.one_document && l->chunk[c].n_tokens <= l->seq_len, &(*table)[n++]);
+  }
+  return PS_OK;
+}
+
+/* The rounds after the first deal the same fates to their chunks by position, which is how ps__spec holds them. */
+static void add_shares(const ps__family *f, const ps__size *z, const ps__member *m, const again_table *table, const uint32_t *of_chunk, ps__shares *out) {
+  const ps__layout *l = &z->layout;
+  dealer d = dealer_of(m);
+  *out = (ps__shares){0};
+  for (uint32_t layer = 0; layer < f->plan->model.n_layers; layer++)
+    for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
+      uint8_t fate[PS__N_ITEMS];
+      uint32_t mask = 0;
+      uint64_t home = 0;
+      deal_cell(&d, &f->block, l->chunk[c].n_tokens, fate);
+      for (int i = 0; i < N_ORDER; i++) {
+        const uint64_t bytes = group_bytes(&f->block, i, l->chunk[c].n_tokens);
+        const uint8_t to = fate[order[i][0]];
+        if (to != PS_FATE_RECOMPUTE) mask |= 1u << i;
+        if (to == PS_FATE_DEVICE) out->device_bytes += bytes;
+        if (to == PS_FATE_HOST) home += bytes;
+      }
+      out->host_bytes += home;
+      for (uint32_t r = 0; r < l->n_rounds; r++) {
+        if (c >= l->round[r].n_chunks) continue;
+        const uint32_t i = l->round[r].first_chunk + c;
+        out->recompute_ns += table[of_chunk[i]].ns[mask];
+        out->home_bytes += (double)home * l->chunk[i].n_tokens / l->chunk[c].n_tokens;
+      }
+    }
+}
+
+/* ---- bounds ------------------------------------------------------------------------------------------------------------------------- */
+
+static double larger(double a, double b) { return a > b ? a : b; }
+
+/* Bytes of a step on the link and in host and device memory that follow from where units are. */
+typedef struct traffic { double to_device, to_host, host_ops, device_ops; } traffic;
+
+static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__residency *r) {
+  const ps_model_config *m = &f->plan->model;
+  const double update = f->plan->cfg.recipe == PS_RECIPE_BF16 ? 14 : 28, e = ps_dtype_bytes((ps_dtype)f->block.dt);
+  const uint32_t n_units = ps_model_n_units(m);
+  traffic t = {0};
+  for (uint32_t u = 0; u < n_units; u++) {
+    const bool several = l->n_rounds > 1 || (u == 0 && m->tied_embeddings), grads = among(u, r->grads) && several;
+    const double bytes = (double)unit_bytes(f, u), visits = u == 0 || u + 2 >= n_units ? 1 : 2; /* at least */
+    const double contributions = l->n_rounds * (u == 0 && m->tied_embeddings ? 2 : 1);
+    t.to_device += r->state ? 0 : among(u, r->params) ? bytes : visits * bytes * l->n_rounds;
+    t.to_host += r->state ? bytes : grads ? bytes : contributions * bytes;
+    if (grads) t.device_ops += 3 * bytes * (contributions - 1);
+    else if (!r->state) t.host_ops += 3 * bytes * (contributions - 1);
+    if (r->state) t.device_ops += update * bytes / e;
+    else t.host_ops += update * bytes / e;
+  }
+  return t;
+}
+
+/* No stream works less than this, and no shared resource is drawn on less: the simulator, which the member is judged by, keeps to both. */
+static double bound_of(const ps__family *f, const ps__size *z, const ps__shares *s, const traffic *t) {
+  const ps_hardware *hw = f->cost.hw;
+  const double h2d_bytes = t->to_device + s->home_bytes + (double)z->batch_bytes, d2h_bytes = t->to_host + s->home_bytes;
+  const double device_rate = hw->backend == PS_BACKEND_CPU ? hw->optimizer_bytes_per_s : hw->elementwise_bytes_per_s;
+  const double compute = z->compute_ns + s->recompute_ns + t->device_ops / device_rate * 1e9;
+  const double h2d = h2d_bytes / hw->h2d_bytes_per_s * 1e9, d2h = d2h_bytes / hw->d2h_bytes_per_s * 1e9;
+  const double host = t->host_ops / hw->optimizer_bytes_per_s * 1e9;
+  double bound = larger(larger(compute, host), larger(h2d, d2h));
+  if (hw->backend == PS_BACKEND_CPU) {
+    const double all = f->cost.n_threads < hw->n_cpus ? (double)f->cost.n_threads / hw->n_cpus : 1, one = 1.0 / hw->n_cpus;
+    bound = larger(bound, (compute + host) * all + (h2d + d2h) * one);
+  } else {
+    bound = larger(bound, (h2d_bytes + d2h_bytes) / (2 * hw->duplex_bytes_per_s) * 1e9);
+  }
+  return bound;
+}
+
+static uint64_t resident_bytes(const ps__family *f, const ps__layout *l, const ps__residency *r) {
+  const uint64_t state = f->plan->cfg.recipe == PS_RECIPE_BF16 ? 4 : f->plan->cfg.recipe == PS_RECIPE_FP32 ? 8 : 12;
+  const uint64_t e = ps_dtype_bytes((ps_dtype)f->block.dt);
+  uint64_t bytes = 0;
+  for (uint32_t u = 0; u < ps_model_n_units(&f->plan->model); u++) {
+    const bool several = l->n_rounds > 1 || (u == 0 && f->plan->model.tied_embeddings);
+    if (among(u, r->params)) bytes += unit_bytes(f, u);
+    if (r->state) bytes += unit_bytes(f, u) / e * state;
+    if (among(u, r->grads) && several && l->n_rounds > 1) bytes += unit_bytes(f, u);
+  }
+  return bytes;
+}
+
+static uint64_t home_bytes(const ps__family *f, bool state) {
+  static const uint64_t each[PS_N_RECIPES][2] = {[PS_RECIPE_FP32] = {16, 8}, [PS_RECIPE_FP32_MASTER] = {16, 8}, [PS_RECIPE_BF16] = {8, 4}};
+  return ps_model_n_elements(&f->plan->model) * each[f->plan->cfg.recipe][state];
+}
+
+void ps__family_memory(const ps__family *f, const ps__member *m, uint64_t out[PS__N_SPACES]) {
+  const ps__size *z = &f->size[m->size];
+  const ps__layout *l = &z->layout;
+  dealer d = dealer_of(m);
+  uint64_t sum[PS_N_FATES] = {0};
+  for (uint32_t layer = 0; layer < f->plan->model.n_layers; layer++)
+    for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
+      uint8_t fate[PS__N_ITEMS];
+      deal_cell(&d, &f->block, l->chunk[c].n_tokens, fate);
+      for (int i = 0; i < PS__N_ITEMS; i++)
+        if (f->block.has_item[i]) sum[fate[i]] += f->block.item_row_bytes[i] * l->chunk[c].n_tokens;
+    }
+  const ps__residency *r = &ps__residencies[m->residency];
+  out[PS__SPACE_DEVICE] = z->device_bytes + sum[PS_FATE_DEVICE] + resident_bytes(f, l, r);
+  out[PS__SPACE_HOST] = z->host_bytes + sum[PS_FATE_HOST] + home_bytes(f, r->state);
+}
+
+/* ---- members ------------------------------------------------------------------------------------------------------------------------- */
+
+static ps_status add_members(ps__family *f, uint32_t idx) {
+  ps__size *z = &f->size[idx];
+  again_table *table = NULL;
+  uint32_t *of_chunk = NULL;
+  const uint32_t step = z->large ? 3 : 1;
+  ps_status st = again_tables(f, z, &table, &of_chunk);
+  traffic t[PS__N_RESIDENCIES];
+  for (uint32_t r = 0; r < PS__N_RESIDENCIES; r++) t[r] = unit_traffic(f, &z->layout, &ps__residencies[r]);
+  for (uint32_t d = 0; st == PS_OK && d <= PS__DEVICE_SHARES; d += step)
+    for (uint32_t h = 0; st == PS_OK && d * PS__HOST_SHARES + h * PS__DEVICE_SHARES <= PS__DEVICE_SHARES * PS__HOST_SHARES; h += step) {
+      ps__member m = {.size = (uint8_t)idx, .device = (uint8_t)d, .host = (uint8_t)h};
+      ps__shares s;
+      add_shares(f, z, &m, table, of_chunk, &s);
+      for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {
+        m.residency = (uint8_t)(i / PS__N_AHEADS);
+        m.ahead = (uint8_t)(i % PS__N_AHEADS);
+        m.bound_ns = bound_of(f, z, &s, &t[m.residency]);
+        if (!ps__grow((void **)&f->member, f->n_members, &f->cap_members, sizeof *f->member)) st = ps__fail(PS_ENOMEM, "out of memory for the family of plans");
+        else f->member[f->n_members++] = m;
+      }
+    }
+  ps__free(table);
+  ps__free(of_chunk);
+  return st;
+}
+
+/* A chunk whose tensors, all of them at once, take less than an eighth of the largest unit's parameters saves next to no memory over the next size and costs many
+ * times the ops. */
+static bool needlessly_small(const ps__family *f, uint64_t chunk_tokens) {
+  uint64_t row = 0, unit = 0;
+  for (int t = 0; t < PS__N_TENSORS; t++) row += f->block.tensor[t].row_bytes;
+  for (uint32_t u = 0; u < ps_model_n_units(&f->plan->model); u++)
+    if (unit_bytes(f, u) > unit) unit = unit_bytes(f, u);
+  return chunk_tokens * row < unit / 8;
+}
+
+static uint32_t add_number(uint64_t *list, uint32_t n, uint64_t value) {
+  for (uint32_t i = 0; i < n; i++)
+    if (list[i] == value) return n;
+  list[n] = value;
+  return n + 1;
+}
+
+enum { MAX_CHUNKS = 8, MAX_ROUNDS = 8 };
+
+/* Whole sequences where one fits, slices of one where not. */
+static uint32_t chunk_sizes(const ps__family *f, uint64_t list[MAX_CHUNKS]) {
+  static const uint64_t target[] = {256, 1024, 4096, 8192, 16384};
+  const ps_plan_config *cfg = &f->plan->cfg;
+  const uint32_t n_targets = sizeof target / sizeof *target;
+  uint32_t n = 0;
+  if (cfg->chunk_tokens) return add_number(list, 0, cfg->chunk_tokens);
+  for (uint32_t i = 0; i < n_targets; i++) {
+    uint64_t size = target[i] < cfg->seq_len ? target[i] : target[i] / cfg->seq_len * cfg->seq_len;
+    if (size > cfg->tokens_per_step) size = cfg->tokens_per_step;
+    if (target[i] == 8192 && f->plan->hw.backend == PS_BACKEND_CPU) continue; /* what a step too small for a GPU costs, a CPU does not pay */
+    if (needlessly_small(f, size) && size < cfg->tokens_per_step && i + 1 < n_targets) continue;
+    n = add_number(list, n, size);
+  }
+  return n;
+}
+
+/* Chunks a round, in whole groups: one, some, all. */
+static uint32_t round_sizes(const ps__family *f, uint64_t chunk_tokens, uint64_t list[MAX_ROUNDS]) {
+  static const uint64_t groups[] = {1, 2, 3, 4, 6, 8};
+  const ps_plan_config *cfg = &f->plan->cfg;
+  if (cfg->chunks_per_round) return add_number(list, 0, cfg->chunks_per_round);
+  const uint64_t per_seq = chunk_tokens >= cfg->seq_len ? 1 : (cfg->seq_len + chunk_tokens - 1) / chunk_tokens;
+  const uint64_t all = chunk_tokens >= cfg->seq_len ? (cfg->tokens_per_step + chunk_tokens - 1) / chunk_tokens
+                                                     : cfg->tokens_per_step / cfg->seq_len * per_seq;
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < sizeof groups / sizeof *groups; i++)
+    if (groups[i] * per_seq < all && (groups[i] == 1 || groups[i] == 4 || f->plan->hw.backend == PS_BACKEND_CUDA)) n = add_number(list, n, groups[i] * per_seq);
+  return add_number(list, n, all);
+}
+
+ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *hooks) {
+  const ps_plan_config *cfg = &plan->cfg;
+  const ps_dtype dt = cfg->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
+  uint64_t chunks[MAX_CHUNKS], rounds[MAX_ROUNDS];
+  memset(f, 0, sizeof *f);
+  f->plan = plan;
+  f->cost = (ps__cost_model){&plan->hw, dt, plan->hw.n_threads};
+  PS_TRY(ps__block_init(&f->block, &plan->model, dt));
+  const uint32_t n_chunks = chunk_sizes(f, chunks);
+  for (uint32_t i = 0; i < n_chunks; i++) {
+    const uint32_t n_rounds = round_sizes(f, chunks[i], rounds);
+    for (uint32_t j = 0; j < n_rounds && f->n_sizes < PS__MAX_SIZES; j++) {
+      ps__size *z = &f->size[f->n_sizes];
+      PS_TRY(ps__layout_init(&z->layout, cfg->seq_len, cfg->tokens_per_step / cfg->seq_len, chunks[i], rounds[j]));
+      f->n_sizes++;
+      PS_TRY(measure_size(f, z, hooks));
+      PS_TRY(add_members(f, f->n_sizes - 1));
+    }
+  }
+  return PS_OK;
+}
+
+void ps__family_free(ps__family *f) {
+  for (uint32_t i = 0; i < f->n_sizes; i++) ps__layout_free(&f->size[i].layout);
+  ps__free(f->member);
+}

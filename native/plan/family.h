@@ -1,0 +1,58 @@
+/* family.h - the plans that the search looks at: a fixed family, whatever the caps are.
+ *
+ * A member is a size (tokens a chunk, chunks a round), the shares of the saved bytes that stay on the device and that go home, which units stay on the
+ * device, and how far ahead transfers are issued. For every member there are bounds that cost microseconds: it cannot take less time or memory. */
+#ifndef PS_PLAN_FAMILY_H
+#define PS_PLAN_FAMILY_H
+#include "plan_impl.h"
+
+enum { PS__DEVICE_SHARES = 24, PS__HOST_SHARES = 12 };  /* grids of both shares: k of so many parts of the saved bytes */
+enum { PS__MAX_SIZES = 48, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 9 };
+
+/* How many quarters of the units have their parameters and gradients on the device, spread evenly over the model; and whether all have their optimizer state
+ * there too. */
+typedef struct ps__residency { uint8_t params, grads; bool state; } ps__residency;
+extern const ps__residency ps__residencies[PS__N_RESIDENCIES];
+
+typedef struct ps__member {
+  double bound_ns;
+  uint8_t size, device, host, residency, ahead;
+} ps__member;
+
+/* What all members of a size have in common, from its member that keeps everything on the device. */
+typedef struct ps__size {
+  ps__layout layout;
+  double compute_ns;       /* of the compute stream without recomputation */
+  double cpu_ns;           /* CPU backend: ns of all CPUs that its ops take */
+  uint64_t batch_bytes;    /* copied to the device in a step */
+  uint64_t device_bytes, host_bytes; /* that no member goes without, saved tensors and units apart */
+  uint64_t saved_bytes;    /* of a round: all items */
+  bool large;              /* so many ops that only coarse shares are looked at */
+} ps__size;
+
+/* Sums over the cells of a round for a pair of shares. */
+typedef struct ps__shares {
+  double recompute_ns;     /* of a step, at least */
+  uint64_t device_bytes, host_bytes; /* of the largest round */
+  double home_bytes;       /* sent home, and fetched again, in a step */
+} ps__shares;
+
+typedef struct ps__family {
+  const ps_plan *plan;
+  ps__cost_model cost;
+  ps__block block;
+  uint32_t n_sizes;
+  ps__size size[PS__MAX_SIZES];
+  ps__member *member;
+  size_t n_members, cap_members;
+} ps__family;
+
+/* ps__family_init() - all members with their time bounds, in no order. plan->model, cfg and hw are set; @hooks as for ps__step_emit(). Errors: PS_ENOMEM,
+ * PS_EINVAL. Freed by ps__family_free(), also after an error. */
+ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *hooks);
+void ps__family_free(ps__family *f);
+/* ps__family_spec() - the decisions of a member; freed by ps__spec_free(). */
+ps_status ps__family_spec(const ps__family *f, const ps__member *m, ps__spec *out);
+/* ps__family_memory() - BYTES that a member takes at least in each space, all of what the caps count. */
+void ps__family_memory(const ps__family *f, const ps__member *m, uint64_t out[PS__N_SPACES]);
+#endif
