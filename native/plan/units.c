@@ -74,8 +74,15 @@ static void fetch_unit(ps__builder *b, uint32_t unit) {
                 unit_tag(b, unit, PS__PHASE_FORWARD));
 }
 
+/* How far ahead of visit @now the fetches of visit @next may be issued. Towards the end of a round its saved tensors are gone, so the next round's first units, the large
+ * embedding among them, come earlier. */
+static uint32_t lead_of(const ps__builder *b, uint32_t now, uint32_t next) {
+  const uint32_t lead = b->s->spec->param_lead;
+  return b->visit[next].round > b->visit[now].round ? 4 * lead : lead;
+}
+
 void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx) {
-  while (b->next_fetch < b->n_visits && b->next_fetch <= visit_idx + b->s->spec->param_lead) {
+  while (b->next_fetch < b->n_visits && b->next_fetch <= visit_idx + lead_of(b, visit_idx, b->next_fetch)) {
     uint32_t units[2];
     const uint32_t n = visit_units(b, &b->visit[b->next_fetch], units);
     for (uint32_t i = 0; i < n; i++) fetch_unit(b, units[i]);
