@@ -90,9 +90,9 @@ static void fill_arena(void) {
 
 static void bench_elementwise(uint32_t dt) {
   size_t e = ps__dt_bytes(dt), t = 2048, d = 1024, f = 2816, v = 8192, big = 16 << 20;
-  ps__args_accumulate add = {big, dt};
+  ps__args_accumulate add = {.n = big, .dt = dt};
   elementwise(&ps__k_accumulate, &add, "16M", dt, 3.0 * (double)(big * e), (size_t[]){big * e, big * e}, 2);
-  ps__args_sumsq sq = {big, dt};
+  ps__args_sumsq sq = {.n = big, .dt = dt};
   elementwise(&ps__k_sumsq, &sq, "16M", dt, (double)(big * e), (size_t[]){big * e, 8}, 2);
   ps__args_rmsnorm norm = {.rows = (uint32_t)t * 4, .cols = (uint32_t)d, .dt = dt, .add_dx = 1, .eps = 1e-5f};
   size_t rows = 4 * t * d * e;

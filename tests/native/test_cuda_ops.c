@@ -306,8 +306,8 @@ static void test_reduce(uint32_t dt) {
   for (size_t s = 0; s < sizeof length / sizeof *length; s++) {
     const uint64_t n = length[s];
     if (g_short && n > 300000) continue;
-    const ps__args_sumsq q = {n, dt};
-    const ps__args_accumulate c = {n, dt};
+    const ps__args_sumsq q = {.n = n, .dt = dt};
+    const ps__args_accumulate c = {.n = n, .dt = dt};
     const ps__args_fill z = {n};
     snprintf(name, sizeof name, "sumsq, accumulate, fill_zero dt%u n %llu", dt, (unsigned long long)n);
     CHECK(sumsq, sumsq, &q, in(dt, n, 3), ((buffer){'w', F64, 1, malloc(8), exact}));
@@ -498,8 +498,8 @@ static void speeds(void) {
   speed("embed_fwd", ps__cuda_embed_fwd, &(ps__args_embed){T, V, D, PS_BF16, 0}, AT(0, 1024, 64), 2 * x, 0);
   speed("embed_bwd, all rows", ps__cuda_embed_bwd, &(ps__args_embed){T, V, D, PS_BF16, 0}, AT(0, 64, 1024), x + 2.0 * V * D, 0);
   speed("embed_bwd, accumulate", ps__cuda_embed_bwd, &(ps__args_embed){T, V, D, PS_BF16, 1}, AT(0, 64, 1024), 3 * x, 0);
-  speed("accumulate, a layer", ps__cuda_accumulate, &(ps__args_accumulate){LAYER, PS_BF16}, AT(64, 1024), 6.0 * LAYER, 0);
-  speed("sumsq, a layer", ps__cuda_sumsq, &(ps__args_sumsq){LAYER, PS_BF16}, AT(64, 8), 2.0 * LAYER, 0);
+  speed("accumulate, a layer", ps__cuda_accumulate, &(ps__args_accumulate){.n = LAYER, .dt = PS_BF16}, AT(64, 1024), 6.0 * LAYER, 0);
+  speed("sumsq, a layer", ps__cuda_sumsq, &(ps__args_sumsq){.n = LAYER, .dt = PS_BF16}, AT(64, 8), 2.0 * LAYER, 0);
   speed("colsum 8192x6144", ps__cuda_colsum, &(ps__args_colsum){T, 6144, 6144, PS_BF16, 1}, AT(64, 8), 2.0 * T * 6144, 0);
   fill_arena();
   for (uint32_t rows = 64; rows <= 2048; rows *= rows < 512 ? 2 : 4) { /* from 64 to 256 rows what a run leaves in L2 helps the next, as a product does */
