@@ -145,8 +145,7 @@ def test_every_budget_gives_the_same_bits(case, model_dir, hardware):
 def make_plan(model, hardware, reserve, **kw):
     """A plan with the process's own memory given, so that a cap can be exact."""
     cfg = Plan._config(kw["seq_len"], kw.get("device_mem"), kw.get("host_mem"), kw["tokens_per_step"], kw["recipe"], kw["chunk_tokens"],
-                       kw["chunks_per_round"], 0, True, 2, 2, True)
-    cfg.reserve_bytes = reserve
+                       kw["chunks_per_round"], 0, True, 2, 2, True, reserve=reserve)
     out, device, host = ffi.new("ps_plan **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
     check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))
     check(lib.ps_plan_create(out, model._ptr, cfg, hardware._ptr))

@@ -46,7 +46,7 @@ static void end_line(const cli_progress *p) {
 void cli_progress_load(void *progress, const char *what, uint64_t done_bytes, uint64_t total_bytes) {
   cli_progress *p = progress;
   char done[32], total[32];
-  bool first = p->loading != what; /* of its stage: the strings are the library's own */
+  bool first = p->loading != what && cli_now_s() - p->started_s > 0.5; /* of its stage (the strings are the library's own), in a run that takes its time */
   p->loading = what;
   if (!due(p, first))
     return;

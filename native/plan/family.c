@@ -2,7 +2,7 @@
 #include "family.h"
 #include <string.h>
 
-enum { LARGE_STEP_OPS = 60000, OPS_A_CELL = 30 };
+enum { LARGE_STEP_OPS = 60000 };
 
 const ps__residency ps__residencies[PS__N_RESIDENCIES] = {{0, 0, false}, {1, 0, false}, {2, 0, false}, {4, 0, false}, {1, 1, false},
                                                           {2, 2, false}, {4, 2, false}, {4, 4, false}, {4, 4, true}};
@@ -49,7 +49,6 @@ static void deal_cell(dealer *d, const ps__block *b, uint32_t n_tokens, uint8_t 
   }
 }
 
-/* A large step's grids are coarser: half the shares. */
 static dealer dealer_of(const ps__member *m) {
   return (dealer){.device_share = (double)m->device / PS__DEVICE_SHARES, .host_share = (double)m->host / PS__HOST_SHARES};
 }
@@ -91,11 +90,11 @@ static uint64_t unit_bytes(const ps__family *f, uint32_t unit) {
 
 /* Most bytes alive on the device between the head and the end of the first backward chunk step, beside all saved tensors, the head's and the last layer's units:
  * while every saved tensor of the round is alive, so much more is. */
-static uint64_t turn_bytes(const ps__family *f, const ps__step *s, uint64_t saved) {
+static ps_status turn_bytes(const ps__family *f, const ps__step *s, uint64_t saved, uint64_t *out) {
   const uint32_t layers = f->plan->model.n_layers;
   uint64_t alive = 0, most = 0;
   int64_t *change = ps__calloc(s->n_op + 1, sizeof *change);
-  if (!change) return 0; /* a looser bound */
+  if (!change) return ps__fail(PS_ENOMEM, "out of memory for a plan's size");
   for (size_t i = 0; i < s->n_vt; i++) {
     const ps__vt *t = &s->vt[i];
     if (t->space != PS__SPACE_DEVICE || t->persistent) continue;
@@ -109,27 +108,33 @@ static uint64_t turn_bytes(const ps__family *f, const ps__step *s, uint64_t save
   }
   ps__free(change);
   const uint64_t apart = saved + 2 * (unit_bytes(f, layers + 1) + unit_bytes(f, layers)) + (f->plan->model.tied_embeddings ? 2 * unit_bytes(f, 0) : 0);
-  return most > apart ? most - apart : 0;
+  *out = most > apart ? most - apart : 0;
+  return PS_OK;
 }
 
 static ps_status measure_size(ps__family *f, ps__size *z, ps__step_hooks *hooks) {
   const ps__member all = {.device = PS__DEVICE_SHARES};
   ps__spec spec;
   ps__step s;
-  uint64_t scratch, trace;
+  uint64_t scratch, trace, turn = 0;
   PS_TRY(spec_of(f, &z->layout, &all, &spec));
   ps_status st = ps__step_emit(&s, &f->plan->model, &z->layout, &spec, hooks);
   if (st == PS_OK) {
+    size_t n_compute = 0;
     for (size_t i = 0; i < s.n_op; i++) {
       const ps__vop *op = &s.op[i];
       const double ns = ps__cost_ns(&f->cost, op->kernel, op->stream, op->work);
+      n_compute += op->stream == PS__S_COMPUTE;
       if (op->stream == PS__S_COMPUTE) z->compute_ns += ns;
+      if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD) z->forward_ns[0] += ns;
+      if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD && op->tag.round == 0) z->forward_ns[1] += ns;
       if (op->stream == PS__S_H2D && op->tag.chunk >= 0 && op->tag.layer < 0) z->batch_bytes += (uint64_t)op->work.bytes;
     }
     z->saved_bytes = s.saved_bytes[PS_FATE_DEVICE];
-    z->device_bytes = ps__device_overhead(f->plan, &s, &scratch) + turn_bytes(f, &s, z->saved_bytes);
+    st = turn_bytes(f, &s, z->saved_bytes, &turn);
+    z->device_bytes = ps__device_overhead(f->plan, &s, &scratch) + turn;
     z->host_bytes = ps__host_overhead(f->plan, &s, &scratch, &trace);
-    z->large = s.n_op > LARGE_STEP_OPS;
+    z->coarse = s.n_op > LARGE_STEP_OPS || (double)n_compute * f->plan->hw.op_ns > z->compute_ns / 4;
     ps__step_free(&s);
   }
   ps__spec_free(&spec);
@@ -219,8 +224,8 @@ static void add_shares(const ps__family *f, const ps__size *z, const ps__member 
 
 static double larger(double a, double b) { return a > b ? a : b; }
 
-/* Bytes of a step on the link and in host and device memory that follow from where units are. */
-typedef struct traffic { double to_device, to_host, host_ops, device_ops; } traffic;
+/* Bytes of a step on the link and in host and device memory that follow from where units are; half of what is fetched in each round is for its forward pass. */
+typedef struct traffic { double to_device, to_host, host_ops, device_ops, updates; } traffic;
 
 static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__residency *r) {
   const ps_model_config *m = &f->plan->model;
@@ -236,8 +241,9 @@ static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__
     if (grads) t.device_ops += 3 * bytes * (contributions - 1);
     else if (!r->state) t.host_ops += 3 * bytes * (contributions - 1);
     if (r->state) t.device_ops += update * bytes / e;
-    else t.host_ops += update * bytes / e;
+    else t.updates += update * bytes / e;
   }
+  t.host_ops += t.updates;
   return t;
 }
 
@@ -259,6 +265,24 @@ static double bound_of(const ps__family *f, const ps__size *z, const ps__shares 
   return bound;
 }
 
+/* What the step will take about: the passes of all rounds as fluids, each as long as the slowest of compute, link and host memory, and of the updates what the first forward
+ * pass (with clipping; without it, the last backward pass) does not hide. Transfers that are not issued ahead hide behind nothing. */
+static double estimate_of(const ps__family *f, const ps__size *z, const ps__shares *s, const traffic *t, uint32_t ahead) {
+  const ps_hardware *hw = f->cost.hw;
+  const double ns = 1e9, fetched = t->to_device / 2, home = s->home_bytes, sums = t->host_ops - t->updates;
+  const double forward = z->forward_ns[0], backward = z->compute_ns - forward + s->recompute_ns;
+  const double f_h2d = fetched / hw->h2d_bytes_per_s * ns, f_d2h = home / hw->d2h_bytes_per_s * ns;
+  const double b_h2d = (fetched + home) / hw->h2d_bytes_per_s * ns, b_d2h = t->to_host / hw->d2h_bytes_per_s * ns;
+  const double f_both = (fetched + home) / (2 * hw->duplex_bytes_per_s) * ns, b_both = (fetched + home + t->to_host) / (2 * hw->duplex_bytes_per_s) * ns;
+  const double b_memory = (fetched + home + t->to_host + sums) / hw->memory_bytes_per_s * ns, b_sums = sums / hw->optimizer_bytes_per_s * ns;
+  const double updates = t->updates / hw->optimizer_bytes_per_s * ns, share = forward > 0 ? z->forward_ns[1] / forward : 1;
+  double passes = larger(larger(forward, f_both), larger(f_h2d, f_d2h)) +
+                  larger(larger(larger(backward, b_both), larger(b_h2d, b_d2h)), larger(b_memory, b_sums));
+  if (ahead == 0) passes = forward + backward + f_h2d + f_d2h + b_h2d + b_d2h;
+  const double hidden = f->plan->cfg.clip ? z->forward_ns[1] : backward * share;
+  return passes + (updates > hidden ? updates - hidden : 0);
+}
+
 static uint64_t resident_bytes(const ps__family *f, const ps__layout *l, const ps__residency *r) {
   const uint64_t state = f->plan->cfg.recipe == PS_RECIPE_BF16 ? 4 : f->plan->cfg.recipe == PS_RECIPE_FP32 ? 8 : 12;
   const uint64_t e = ps_dtype_bytes((ps_dtype)f->block.dt);
@@ -277,33 +301,21 @@ static uint64_t home_bytes(const ps__family *f, bool state) {
   return ps_model_n_elements(&f->plan->model) * each[f->plan->cfg.recipe][state];
 }
 
-void ps__family_memory(const ps__family *f, const ps__member *m, uint64_t out[PS__N_SPACES]) {
-  const ps__size *z = &f->size[m->size];
-  const ps__layout *l = &z->layout;
-  dealer d = dealer_of(m);
-  uint64_t sum[PS_N_FATES] = {0};
-  for (uint32_t layer = 0; layer < f->plan->model.n_layers; layer++)
-    for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
-      uint8_t fate[PS__N_ITEMS];
-      deal_cell(&d, &f->block, l->chunk[c].n_tokens, fate);
-      for (int i = 0; i < PS__N_ITEMS; i++)
-        if (f->block.has_item[i]) sum[fate[i]] += f->block.item_row_bytes[i] * l->chunk[c].n_tokens;
-    }
-  const ps__residency *r = &ps__residencies[m->residency];
-  out[PS__SPACE_DEVICE] = z->device_bytes + sum[PS_FATE_DEVICE] + resident_bytes(f, l, r);
-  out[PS__SPACE_HOST] = z->host_bytes + sum[PS_FATE_HOST] + home_bytes(f, r->state);
-}
-
 /* ---- members ------------------------------------------------------------------------------------------------------------------------- */
 
 static ps_status add_members(ps__family *f, uint32_t idx) {
   ps__size *z = &f->size[idx];
   again_table *table = NULL;
   uint32_t *of_chunk = NULL;
-  const uint32_t step = z->large ? 3 : 1;
+  const uint32_t step = z->coarse ? 3 : 1;
   ps_status st = again_tables(f, z, &table, &of_chunk);
   traffic t[PS__N_RESIDENCIES];
-  for (uint32_t r = 0; r < PS__N_RESIDENCIES; r++) t[r] = unit_traffic(f, &z->layout, &ps__residencies[r]);
+  uint64_t device[PS__N_RESIDENCIES], host[PS__N_RESIDENCIES];
+  for (uint32_t r = 0; r < PS__N_RESIDENCIES; r++) {
+    t[r] = unit_traffic(f, &z->layout, &ps__residencies[r]);
+    device[r] = z->device_bytes + resident_bytes(f, &z->layout, &ps__residencies[r]);
+    host[r] = z->host_bytes + home_bytes(f, ps__residencies[r].state);
+  }
   for (uint32_t d = 0; st == PS_OK && d <= PS__DEVICE_SHARES; d += step)
     for (uint32_t h = 0; st == PS_OK && d * PS__HOST_SHARES + h * PS__DEVICE_SHARES <= PS__DEVICE_SHARES * PS__HOST_SHARES; h += step) {
       ps__member m = {.size = (uint8_t)idx, .device = (uint8_t)d, .host = (uint8_t)h};
@@ -313,6 +325,9 @@ static ps_status add_members(ps__family *f, uint32_t idx) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
         m.bound_ns = bound_of(f, z, &s, &t[m.residency]);
+        m.estimate_ns = larger(m.bound_ns, estimate_of(f, z, &s, &t[m.residency], m.ahead));
+        m.bytes[PS__SPACE_DEVICE] = device[m.residency] + s.device_bytes;
+        m.bytes[PS__SPACE_HOST] = host[m.residency] + s.host_bytes;
         if (!ps__grow((void **)&f->member, f->n_members, &f->cap_members, sizeof *f->member)) st = ps__fail(PS_ENOMEM, "out of memory for the family of plans");
         else f->member[f->n_members++] = m;
       }

@@ -1,7 +1,8 @@
 /* family.h - the plans that the search looks at: a fixed family, whatever the caps are.
  *
  * A member is a size (tokens a chunk, chunks a round), the shares of the saved bytes that stay on the device and that go home, which units stay on the
- * device, and how far ahead transfers are issued. For every member there are bounds that cost microseconds: it cannot take less time or memory. */
+ * device, and how far ahead transfers are issued. For every member there are bounds that cost microseconds (it cannot take less time or memory) and an estimate of its
+ * time, by which the search goes. */
 #ifndef PS_PLAN_FAMILY_H
 #define PS_PLAN_FAMILY_H
 #include "plan_impl.h"
@@ -15,7 +16,8 @@ typedef struct ps__residency { uint8_t params, grads; bool state; } ps__residenc
 extern const ps__residency ps__residencies[PS__N_RESIDENCIES];
 
 typedef struct ps__member {
-  double bound_ns;
+  double bound_ns, estimate_ns;
+  uint64_t bytes[PS__N_SPACES]; /* that it takes at least, all of what the caps count */
   uint8_t size, device, host, residency, ahead;
 } ps__member;
 
@@ -23,11 +25,11 @@ typedef struct ps__member {
 typedef struct ps__size {
   ps__layout layout;
   double compute_ns;       /* of the compute stream without recomputation */
-  double cpu_ns;           /* CPU backend: ns of all CPUs that its ops take */
+  double forward_ns[2];    /* of its forward passes, of a step and of the first round */
   uint64_t batch_bytes;    /* copied to the device in a step */
   uint64_t device_bytes, host_bytes; /* that no member goes without, saved tensors and units apart */
   uint64_t saved_bytes;    /* of a round: all items */
-  bool large;              /* so many ops that only coarse shares are looked at */
+  bool coarse;             /* only every third share is looked at: the step has very many ops, or its ops so little work that their fixed cost decides */
 } ps__size;
 
 /* Sums over the cells of a round for a pair of shares. */
@@ -53,6 +55,4 @@ ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *ho
 void ps__family_free(ps__family *f);
 /* ps__family_spec() - the decisions of a member; freed by ps__spec_free(). */
 ps_status ps__family_spec(const ps__family *f, const ps__member *m, ps__spec *out);
-/* ps__family_memory() - BYTES that a member takes at least in each space, all of what the caps count. */
-void ps__family_memory(const ps__family *f, const ps__member *m, uint64_t out[PS__N_SPACES]);
 #endif

@@ -297,7 +297,7 @@ void ps__embed_backward(ps__builder *b, uint32_t c) {
                                  ps__whole(b, b->dy[c], PS_READ),
                                  ps__part(b->unit[0].grad, first ? PS_WRITE : PS_READ_WRITE, 0, table)};
   ps__emit(b, &ps__k_embed_bwd, PS__S_COMPUTE, &a, sizeof a, access, 3,
-           ps__bytes_work(3.0 * (double)b->s->vt[b->dy[c]].bytes + (first ? (double)table : 0)), chunk_tag(b, 0, c, PS__PHASE_BACKWARD));
+           ps__bytes_work(3.0 * (double)k->n_tokens * s->cfg->dim * (double)e + (first ? (double)table : 0)), chunk_tag(b, 0, c, PS__PHASE_BACKWARD));
   ps__vt_free(b, b->dy[c]);
   ps__vt_free(b, b->batch[c]);
   ps__tick(b);
@@ -322,7 +322,8 @@ static void head_slice(ps__builder *b, uint32_t c, uint32_t row, uint32_t rows, 
   const uint64_t e = ps_dtype_bytes(s->dt), norm_at = (uint64_t)row * d * e, norm_bytes = (uint64_t)rows * d * e;
   const head_place h = find_head(b);
   const ps_tag tag = chunk_tag(b, s->cfg->n_layers + 1, c, PS__PHASE_HEAD);
-  const uint32_t z = ps__vt_new(b, PS__SPACE_DEVICE, (uint64_t)rows * v * e);
+  const uint64_t z_bytes = (uint64_t)rows * v * e;
+  const uint32_t z = ps__vt_new(b, PS__SPACE_DEVICE, z_bytes);
 
   ps__args_gemm g = ps__gemm_args(rows, v, d, false, true, s->dt);
   const ps__vaccess logits[3] = {ps__part(n1, PS_READ, norm_at, norm_bytes), ps__part(h.weights, PS_READ, h.offset, h.bytes),
@@ -332,7 +333,7 @@ static void head_slice(ps__builder *b, uint32_t c, uint32_t row, uint32_t rows, 
   const ps__args_cross_entropy ce = {.rows = rows, .vocab = v, .dt = s->dt};
   const ps__vaccess loss[4] = {ps__whole(b, z, PS_READ_WRITE), ps__part(b->batch[c], PS_READ, block.targets + 4ull * row, 4ull * rows),
                                ps__part(b->batch[c], PS_READ, block.scale, 4), ps__part(row_loss, PS_WRITE, 4ull * row, 4ull * rows)};
-  ps__emit(b, &ps__k_cross_entropy, PS__S_COMPUTE, &ce, sizeof ce, loss, 4, ps__bytes_work(3.0 * (double)s->vt[z].bytes), tag);
+  ps__emit(b, &ps__k_cross_entropy, PS__S_COMPUTE, &ce, sizeof ce, loss, 4, ps__bytes_work(3.0 * (double)z_bytes), tag);
 
   g = ps__gemm_args(v, d, rows, true, false, s->dt);
   g.accumulate = !first;

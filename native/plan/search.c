@@ -1,8 +1,8 @@
 /* search.c - the fastest plan under both caps, among a fixed family of plans (family.h).
  *
- * The family does not depend on the caps, so a larger cap only admits more members: more memory never gives a slower plan. Members are looked at best bound
+ * The family does not depend on the caps, so a larger cap only admits more members: more memory never gives a slower plan. Members are looked at best estimate
  * first; looking is work that grows from one stage to the next, each ruling members out before the next: the bounds, emission, the bytes alive at once, the
- * memory map, the simulation. When the next bound is no better than the best simulated plan, nothing that is left can win. */
+ * memory map, the simulation. Where a bound is no better than the best simulated plan, the member is passed over. */
 #include "family.h"
 #include "../kernels/cuda/scratch.h"
 #include <stdlib.h>
@@ -128,9 +128,9 @@ static ps_status map(search *s, sized *z) {
 
 /* ---- the fastest ------------------------------------------------------------------------------------------------------------------ */
 
-static int by_bound(const void *pa, const void *pb) {
+static int by_estimate(const void *pa, const void *pb) {
   const ps__member *a = pa, *b = pb;
-  if (a->bound_ns != b->bound_ns) return a->bound_ns < b->bound_ns ? -1 : 1;
+  if (a->estimate_ns != b->estimate_ns) return a->estimate_ns < b->estimate_ns ? -1 : 1;
   if (a->size != b->size) return a->size < b->size ? -1 : 1;
   if (a->residency != b->residency) return a->residency < b->residency ? -1 : 1;
   if (a->ahead != b->ahead) return a->ahead > b->ahead ? -1 : 1;
@@ -140,16 +140,14 @@ static int by_bound(const void *pa, const void *pb) {
 
 /* The bound, and what members that differ in their shares alone were seen to take beyond theirs: within a few percent the same for all. */
 static bool cannot_fit(const search *s, const ps__member *m) {
-  uint64_t bytes[PS__N_SPACES];
-  ps__family_memory(&s->family, m, bytes);
+  uint64_t bytes[PS__N_SPACES] = {m->bytes[0], m->bytes[1]};
   if (!fits(s, bytes)) return true;
   for (uint32_t i = 0; s->prune && i < PS__N_SPACES; i++) bytes[i] += s->slack[m->size][m->residency][m->ahead][i] / 20 * 19;
   return !fits(s, bytes);
 }
 
 static void note_slack(search *s, const ps__member *m, const sized *z) {
-  uint64_t bytes[PS__N_SPACES];
-  ps__family_memory(&s->family, m, bytes);
+  const uint64_t *bytes = m->bytes;
   for (uint32_t i = 0; i < PS__N_SPACES; i++) {
     uint64_t *slack = &s->slack[m->size][m->residency][m->ahead][i], now = z->bytes[i] > bytes[i] ? z->bytes[i] - bytes[i] : 0;
     if (*slack == 0 || now < *slack) *slack = now;
@@ -178,7 +176,8 @@ static ps_status find_fastest(search *s) {
   s->n_ops = 0;
   for (size_t i = 0; i < s->family.n_members; i++) {
     const ps__member *m = &s->family.member[i];
-    if (s->best_ns > 0 && (m->bound_ns >= s->best_ns || s->n_ops > MAX_OPS)) break;
+    if (s->best_ns > 0 && s->n_ops > MAX_OPS) break;
+    if (s->best_ns > 0 && m->bound_ns >= s->best_ns) continue;
     if (!cannot_fit(s, m)) PS_TRY(look_at(s, m));
   }
   return PS_OK;
@@ -230,9 +229,7 @@ static int by_key(const void *pa, const void *pb) {
 
 static ps_status size_up(search *s, const ps__member *m) {
   sized z;
-  uint64_t bound[PS__N_SPACES];
-  ps__family_memory(&s->family, m, bound);
-  if (!could_be_smallest(s, bound)) return PS_OK;
+  if (!could_be_smallest(s, m->bytes)) return PS_OK;
   PS_TRY(emit(s, m, &z));
   ps_status st = could_be_smallest(s, z.bytes) ? map(s, &z) : PS_OK;
   if (st == PS_OK && z.mapped) note_sizes(s, z.bytes);
@@ -246,11 +243,7 @@ static ps_status find_smallest(search *s) {
   small *order = ps__malloc((n + 1) * sizeof *order);
   ps_status st = order ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the smallest plan");
   for (uint32_t space = 0; st == PS_OK && space < PS__N_SPACES; space++) {
-    for (size_t i = 0; i < n; i++) {
-      uint64_t bytes[PS__N_SPACES];
-      ps__family_memory(&s->family, &s->family.member[i], bytes);
-      order[i] = (small){bytes[space], (uint32_t)i};
-    }
+    for (size_t i = 0; i < n; i++) order[i] = (small){s->family.member[i].bytes[space], (uint32_t)i};
     qsort(order, n, sizeof *order, by_key);
     for (size_t i = 0; st == PS_OK && i < n; i++) st = size_up(s, &s->family.member[order[i].idx]);
   }
@@ -271,7 +264,7 @@ ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out) {
   if (hw->backend == PS_BACKEND_CUDA && hw->device_memory_bytes && hw->device_memory_bytes < s->device_cap) s->device_cap = hw->device_memory_bytes;
   ps_status st = ps__family_init(&s->family, plan, &plan->hooks);
   out->n_candidates = (uint32_t)s->family.n_members;
-  if (st == PS_OK) qsort(s->family.member, s->family.n_members, sizeof *s->family.member, by_bound);
+  if (st == PS_OK) qsort(s->family.member, s->family.n_members, sizeof *s->family.member, by_estimate);
   if (st == PS_OK && sizes_only) st = find_smallest(s);
   for (int pass = 0; st == PS_OK && !sizes_only && pass < 2 && s->best_ns == 0; pass++) {
     s->prune = pass == 0; /* what fits by a hair is found by the second */

@@ -129,7 +129,7 @@ class Plan:
 
     @staticmethod
     def _config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round, head_slice_tokens, clip,
-                threads, trace_steps, keep_grads, one_document, deterministic, reserve):
+                threads, trace_steps, keep_grads, one_document=False, deterministic=False, reserve=None):
         which = ffi.new("ps_recipe *")
         check(lib.ps_recipe_parse(which, recipe.encode()))
         return struct("ps_plan_config", recipe=which[0], device_bytes=parse_bytes(device_mem), host_bytes=parse_bytes(host_mem),
