@@ -225,7 +225,7 @@ static void add_shares(const ps__family *f, const ps__size *z, const ps__member 
 static double larger(double a, double b) { return a > b ? a : b; }
 
 /* Bytes of a step on the link and in host and device memory that follow from where units are; half of what is fetched in each round is for its forward pass. */
-typedef struct traffic { double to_device, to_host, host_ops, device_ops, updates; } traffic;
+typedef struct traffic { double to_device, to_host, host_ops, device_sums, device_updates, updates; } traffic;
 
 static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__residency *r) {
   const ps_model_config *m = &f->plan->model;
@@ -238,9 +238,9 @@ static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__
     const double contributions = l->n_rounds * (u == 0 && m->tied_embeddings ? 2 : 1);
     t.to_device += r->state ? 0 : among(u, r->params) ? bytes : visits * bytes * l->n_rounds;
     t.to_host += r->state ? bytes : grads ? bytes : contributions * bytes;
-    if (grads) t.device_ops += 3 * bytes * (contributions - 1);
+    if (grads) t.device_sums += 3 * bytes * (contributions - 1);
     else if (!r->state) t.host_ops += 3 * bytes * (contributions - 1);
-    if (r->state) t.device_ops += update * bytes / e;
+    if (r->state) t.device_updates += update * bytes / e;
     else t.updates += update * bytes / e;
   }
   t.host_ops += t.updates;
@@ -252,7 +252,7 @@ static double bound_of(const ps__family *f, const ps__size *z, const ps__shares 
   const ps_hardware *hw = f->cost.hw;
   const double h2d_bytes = t->to_device + s->home_bytes + (double)z->batch_bytes, d2h_bytes = t->to_host + s->home_bytes;
   const double device_rate = hw->backend == PS_BACKEND_CPU ? hw->optimizer_bytes_per_s : hw->elementwise_bytes_per_s;
-  const double compute = z->compute_ns + s->recompute_ns + t->device_ops / device_rate * 1e9;
+  const double compute = z->compute_ns + s->recompute_ns + (t->device_sums / hw->elementwise_bytes_per_s + t->device_updates / device_rate) * 1e9;
   const double h2d = h2d_bytes / hw->h2d_bytes_per_s * 1e9, d2h = d2h_bytes / hw->d2h_bytes_per_s * 1e9;
   const double host = t->host_ops / hw->optimizer_bytes_per_s * 1e9;
   double bound = larger(larger(compute, host), larger(h2d, d2h));

@@ -142,7 +142,7 @@ static ps_status predict(ps_plan *p) {
   if (!events) return ps__fail(PS_ENOMEM, "out of memory for the predicted trace");
   const ps_status st = ps_plan_simulate(p, PS__SIM_STEPS, events, end);
   if (st == PS_OK) {
-    const ps__cost_model m = {&p->hw, p->step.dt, p->hw.n_threads};
+    ps__cost_model m = {&p->hw, p->step.dt, p->hw.n_threads};
     p->report.step_s = ps__steady_ns(&p->step, &m, end) * 1e-9;
     for (uint64_t i = (PS__SIM_STEPS - 1) * n; i < PS__SIM_STEPS * n; i++)
       p->report.stream_busy_s[events[i].stream] += (double)(events[i].end_ns - events[i].start_ns) * 1e-9;

@@ -40,8 +40,9 @@ typedef struct ps__search_result {
 /* Find the fastest spec under the caps (sizes_only: just the smallest caps). On PS_OK with n_feasible > 0 and not sizes_only, layout and
  * spec of the plan are set. plan->model, cfg, hw are set before. */
 ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out);
-/* ns of a step in the steady state, from when the simulated steps ended: never less than the compute stream works. */
-double ps__steady_ns(const ps__step *s, const ps__cost_model *m, const double end[PS__SIM_STEPS]);
+/* ns of a step in the steady state, from when the simulated steps ended: never less than any stream works, or than a shared resource is drawn on, since what the
+ * first steps put off does not count there. */
+double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]);
 /* Host bytes that a step needs besides its arena. */
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch, uint64_t *trace);
 /* Device bytes that a step needs besides its arena: CUDA's scratch with the products' workspace, and its overhead. */

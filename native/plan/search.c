@@ -49,16 +49,20 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
   return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens;
 }
 
-static double compute_busy_ns(const ps__step *s, const ps__cost_model *m) {
-  double ns = 0;
-  for (size_t i = 0; i < s->n_op; i++)
-    if (s->op[i].stream == PS__S_COMPUTE) ns += ps__cost_ns(m, s->op[i].kernel, PS__S_COMPUTE, s->op[i].work);
-  return ns;
-}
-
-double ps__steady_ns(const ps__step *s, const ps__cost_model *m, const double end[PS__SIM_STEPS]) {
-  const double last = end[PS__SIM_STEPS - 1] - end[PS__SIM_STEPS - 2], busy = compute_busy_ns(s, m);
-  return last > busy ? last : busy;
+double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]) {
+  double stream[PS__N_STREAMS] = {0}, resource[PS_SIM_RESOURCES] = {0}, most = end[PS__SIM_STEPS - 1] - end[PS__SIM_STEPS - 2];
+  for (size_t i = 0; i < s->n_op; i++) {
+    const ps_op_view view = {.kernel = s->op[i].kernel, .stream = s->op[i].stream, .work = s->op[i].work};
+    ps_sim_cost cost;
+    ps__cost(m, &view, &cost);
+    stream[view.stream] += cost.ns;
+    for (int r = 0; r < PS_SIM_RESOURCES; r++) resource[r] += cost.ns * cost.demand[r];
+  }
+  for (int i = 0; i < PS__N_STREAMS; i++)
+    if (stream[i] > most) most = stream[i];
+  for (int r = 0; r < PS_SIM_RESOURCES; r++)
+    if (resource[r] > most) most = resource[r];
+  return most;
 }
 
 /* On the CPU backend the device's arena is host memory too. */
