@@ -11,6 +11,8 @@
 /* Ops emitted at most in one search, over all plans looked at: some seconds. A family that needs more (long steps of deep models on a machine where nothing is
  * hidden) gives the best of those looked at. */
 static const uint64_t MAX_OPS = 4000000;
+/* From here on members are passed over that will not fit by what was seen of their like. */
+static const uint64_t PRUNE_OPS = 400000;
 
 typedef struct search {
   ps_plan *plan;
@@ -146,7 +148,7 @@ static int by_estimate(const void *pa, const void *pb) {
 static bool cannot_fit(const search *s, const ps__member *m) {
   uint64_t bytes[PS__N_SPACES] = {m->bytes[0], m->bytes[1]};
   if (!fits(s, bytes)) return true;
-  for (uint32_t i = 0; s->prune && i < PS__N_SPACES; i++) bytes[i] += s->slack[m->size][m->residency][m->ahead][i] / 20 * 19;
+  for (uint32_t i = 0; s->prune && s->n_ops > PRUNE_OPS && i < PS__N_SPACES; i++) bytes[i] += s->slack[m->size][m->residency][m->ahead][i] / 20 * 19;
   return !fits(s, bytes);
 }
 
