@@ -72,7 +72,7 @@ CUDA_ARCH ?= $(or $(CUDA_HERE),$(filter $(CUDA_KNOWN),80 86 89 90 100 120))
 CUDA_LIB := $(firstword $(wildcard $(CUDA_TOOLKIT)/lib64 $(CUDA_TOOLKIT)/targets/x86_64-linux/lib $(CUDA_TOOLKIT)/lib))
 GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
            $(foreach a,$(lastword $(CUDA_ARCH)),-gencode arch=compute_$(a),code=compute_$(a))
-PS_CPPFLAGS += -DPS_CUDA=1 -isystem $(CUDA_TOOLKIT)/include
+PS_CPPFLAGS += -DPS_CUDA=1 -DPS_CUDA_ARCH='"$(strip $(CUDA_ARCH))"' -isystem $(CUDA_TOOLKIT)/include
 PS_NVCCFLAGS := -std=c++17 -O3 -lineinfo -Iinclude -Inative -DPS_CUDA=1 -D_GNU_SOURCE -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(GENCODE)
 PS_LDLIBS += -L$(CUDA_LIB) -lcudart_static -lrt -lpthread -lstdc++
 # cuBLASLt's header from the toolkit or from the wheel; its library beside ours, where our rpath finds it.

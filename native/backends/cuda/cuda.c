@@ -71,6 +71,7 @@ static ps_status open_context(ps__device *dev) {
   if (dev->cfg.device >= (uint32_t)n)
     return ps__fail(PS_EDEVICE, "GPU %u is asked for, %d visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES", dev->cfg.device, n);
   PS__CUDA_TRY(dev->cu, DeviceGet(&dev->dev, (int)dev->cfg.device));
+  PS_TRY(ps__cuda_supported(dev->cu, dev->dev, dev->cfg.device));
   if (!attribute(dev, CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING))
     return ps__fail(PS_EDEVICE, "GPU %u has no unified addresses with the host, which the cuda backend needs", dev->cfg.device);
   dev->mem_ops = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS) && !atomic_load(&without_mem_ops);

@@ -89,11 +89,4 @@ static inline bool ps__cuda_is_host(const ps_engine_config *cfg, uint32_t stream
   return cfg->stream[stream].kind == PS_STREAM_HOST;
 }
 
-#define PS__CUDA_TRY(cu, call)                                                                                                 \
-  do {                                                                                                                         \
-    CUresult r_ = (cu)->call;                                                                                                  \
-    if (r_ != CUDA_SUCCESS)                                                                                                    \
-      return ps__cuda_fail(cu, r_, #call);                                                                                     \
-  } while (0)
-
 #endif

@@ -2,6 +2,8 @@
 #include "backends/cuda/driver.h"
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static ps__cuda_driver driver; /* functions only; written once */
@@ -66,10 +68,39 @@ ps_status ps__cuda_driver_open(const ps__cuda_driver **out) {
   return PS_OK;
 }
 
+/* PS_CUDA_ARCH: the words of CUDA_ARCH that this library was built with, "80 90". */
+static bool has_code(int capability) {
+  int built = 0;
+  for (const char *p = PS_CUDA_ARCH; *p;) {
+    char *end;
+    built = (int)strtol(p, &end, 10);
+    if (end == p)
+      break;
+    if (built / 10 == capability / 10 && built <= capability)
+      return true;
+    p = end + strspn(end, "abcdefghijklmnopqrstuvwxyz ");
+  }
+  return built <= capability; /* the last one is PTX as well */
+}
+
+ps_status ps__cuda_supported(const ps__cuda_driver *cu, CUdevice device, uint32_t idx) {
+  int major = 0, minor = 0;
+  PS__CUDA_TRY(cu, DeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device));
+  PS__CUDA_TRY(cu, DeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device));
+  if (major < 8)
+    return ps__fail(PS_EDEVICE, "GPU %u has compute capability %d.%d, bf16 needs 8.0 or newer: take another GPU (--gpu), or the cpu backend", idx,
+                    major, minor);
+  if (!has_code(10 * major + minor))
+    return ps__fail(PS_EDEVICE, "GPU %u has compute capability %d.%d, this library was built for CUDA_ARCH=\"%s\": build it with make "
+                                "CUDA_ARCH=%d%d", idx, major, minor, PS_CUDA_ARCH, major, minor);
+  return PS_OK;
+}
+
 ps_status ps__cuda_fail(const ps__cuda_driver *cu, CUresult r, const char *call) {
   const char *name = NULL, *text = NULL;
   cu->GetErrorName(r, &name);
   cu->GetErrorString(r, &text);
-  return ps__fail(r == CUDA_ERROR_OUT_OF_MEMORY ? PS_ENOMEM : PS_EDEVICE, "%s: %s (%s)", name ? name : "an unknown CUDA error",
-                  text ? text : "?", call);
+  const bool memory = r == CUDA_ERROR_OUT_OF_MEMORY;
+  return ps__fail(memory ? PS_ENOMEM : PS_EDEVICE, "%s: %s (%s)%s", name ? name : "an unknown CUDA error", text ? text : "?", call,
+                  memory ? ": end what else uses this GPU, or lower --device-mem" : "");
 }

@@ -28,10 +28,22 @@ typedef struct ps__cuda_driver {
 /* The driver, opened and initialised once a process; any thread. PS_EDEVICE says what is missing and what to do. */
 ps_status ps__cuda_driver_open(const ps__cuda_driver **out);
 
+/* Whether the library's kernels run on GPU @device (number @idx in messages): bf16 needs compute capability 8.0, and machine code is for its
+ * own major version from its minor version on, which is what CUDA_ARCH chose; the last of CUDA_ARCH is there as PTX too, for all newer GPUs.
+ * PS_EDEVICE names what to build. */
+ps_status ps__cuda_supported(const ps__cuda_driver *cu, CUdevice device, uint32_t idx);
+
 /* What other processes hold of GPU @device, BYTES, as it was when the GPU was first looked at: to be called before its context is made (usage.c). */
 void ps__cuda_usage_begin(const ps__cuda_driver *cu, uint32_t device, uint64_t *others);
 
-/* "CUDA_ERROR_X: what it means (call)" as the last error. PS_ENOMEM when memory is out, else PS_EDEVICE. */
+/* "CUDA_ERROR_X: what it means (call)" as the last error. PS_ENOMEM, with what to do, when memory is out, else PS_EDEVICE. */
 ps_status ps__cuda_fail(const ps__cuda_driver *cu, CUresult r, const char *call);
+
+#define PS__CUDA_TRY(cu, call)                                                                                                 \
+  do {                                                                                                                         \
+    CUresult r_ = (cu)->call;                                                                                                  \
+    if (r_ != CUDA_SUCCESS)                                                                                                    \
+      return ps__cuda_fail(cu, r_, #call);                                                                                     \
+  } while (0)
 
 #endif

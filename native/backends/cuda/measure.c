@@ -38,6 +38,7 @@ ps_status ps__cuda_facts(ps_hardware *hw) {
   if (r == CUDA_SUCCESS) r = cu->DeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, dev);
   if (r == CUDA_SUCCESS) r = cu->DeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, dev);
   if (r != CUDA_SUCCESS) return ps__cuda_fail(cu, r, "cuDeviceGetAttribute");
+  PS_TRY(ps__cuda_supported(cu, dev, hw->device));
   ps__cuda_usage_begin(cu, hw->device, &others);
   hw->compute_capability = (uint32_t)(10 * major + minor);
   hw->n_sms = (uint32_t)sms;
