@@ -19,8 +19,9 @@ int cli_fail(int code, const char *fmt, ...) {
   return code;
 }
 
-int cli_fail_status(ps_status status, bool reading_input) {
-  bool refused = status == PS_EINVAL || status == PS_EFORMAT || status == PS_EBUDGET || (status == PS_EIO && reading_input);
+int cli_fail_status(ps_status status, bool starting) {
+  bool refused = status == PS_EINVAL || status == PS_EFORMAT || status == PS_EBUDGET ||
+                 (starting && (status == PS_EIO || status == PS_EDEVICE || status == PS_ENOMEM));
   const char *message = ps_last_error();
   return cli_fail(refused ? CLI_REFUSED : CLI_FAILED, "%s", message[0] ? message : ps_status_name(status));
 }

@@ -13,9 +13,10 @@ enum { CLI_OK = 0, CLI_FAILED = 1, CLI_REFUSED = 2, CLI_INTERRUPTED = 130 };
 /* ---- messages (args.c) ------------------------------------------------------------------------------------------- */
 
 /* cli_fail() - "penstock: ..." on stderr; returns @code. cli_fail_status() - the same with ps_last_error(), and the exit
- * code that the status stands for; @reading_input: an I/O error is the input's fault. */
+ * code that the status stands for; @starting: nothing has run yet, so that what cannot be read and what
+ * the machine does not give are refused like bad input. */
 int cli_fail(int code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
-int cli_fail_status(ps_status status, bool reading_input);
+int cli_fail_status(ps_status status, bool starting);
 const char *cli_bytes(char buf[32], uint64_t bytes);    /* "19.9 GiB" */
 const char *cli_duration(char buf[32], double seconds); /* "1h02m", "3m20s", "12s" */
 
