@@ -80,6 +80,11 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
   const ps_plan_config *c = &p->cfg;
   ps__format_bytes(dev, r->any_device);
   ps__format_bytes(host, r->any_host);
+  const uint64_t there = p->hw.backend == PS_BACKEND_CUDA ? p->hw.device_memory_bytes : 0;
+  if (r->smallest_device && there && (!c->device_bytes || there < c->device_bytes))
+    return ps__fail(PS_EBUDGET, "needs %s of device memory, this GPU has %s that nothing else uses: end what else uses it, or lower --chunk-tokens "
+                    "or --chunks-per-round (the smallest plan takes %llu bytes)", ps__format_bytes(need, r->smallest_device),
+                    ps__format_bytes(cap, there), (unsigned long long)r->smallest_device);
   if (r->smallest_device)
     return ps__fail(PS_EBUDGET, "needs %s of device memory, %s given: raise --device-mem, or lower --chunk-tokens or --chunks-per-round "
                     "(the smallest plan takes %llu bytes)", ps__format_bytes(need, r->smallest_device),
