@@ -134,7 +134,8 @@ demo: all venv ## train a small model on this Python's own sources under two mem
 test: all native-tests venv-test ## build everything, then every test (TESTS="files or options of pytest": some)
 	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV)/bin/python -m pytest -q $(or $(TESTS),tests)
 test-gpu: all native-tests venv-test ## every test that needs a GPU; without one it says why and skips
-	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV)/bin/python -m pytest -q -rs -m gpu tests/test_native.py $(wildcard tests/gpu)
+	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV)/bin/python -m pytest -q -rs -m gpu tests/test_native.py tests/test_cuda_bad_input.py tests/gpu
+	@PENSTOCK_BUILD="$(BUILD)" PYTHON="$(VENV)/bin/python" tests/gpu/run.sh sanitizers || [ $$? = 77 ]
 test-sanitize: venv-test ## the engine's tests and a short training under ThreadSanitizer and under AddressSanitizer + UBSan
 	@VENV="$(VENV)" BUILD="$(BUILD)" tests/sanitize.sh
 python: venv ## install the Python package into $(VENV)
