@@ -22,7 +22,9 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "python"))
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "bench")]
+
+import torch_llama  # noqa: E402
 
 
 class TorchSide:
@@ -30,42 +32,14 @@ class TorchSide:
 
     def __init__(self, trainer, model, threads):
         import torch
-        self.torch, self.m = torch, model
+        self.torch = torch
         torch.set_num_threads(threads)
         self.p = {n: torch.nn.Parameter(torch.from_numpy(trainer.read(n))) for n in trainer.params}
         matrices = [v for v in self.p.values() if v.dim() == 2]
         vectors = [v for v in self.p.values() if v.dim() == 1]
         self.opt = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
                                      lr=3e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
-
-    def rope(self, seq):
-        t, d = self.torch, self.m.head_dim
-        inv = self.m.rope_theta ** (-t.arange(0, d, 2, dtype=t.float64) / d)
-        angle = t.arange(seq, dtype=t.float64)[:, None] * inv
-        angle = t.cat([angle, angle], -1)
-        return angle.cos().float(), angle.sin().float()
-
-    def forward(self, ids):
-        t, m, p = self.torch, self.m, self.p
-        f = t.nn.functional
-        b, s = ids.shape
-        cos, sin = self.rope(s)
-
-        def rot(x):
-            half = x.shape[-1] // 2
-            return x * cos + t.cat([-x[..., half:], x[..., :half]], -1) * sin
-
-        x = f.embedding(ids, p["model.embed_tokens.weight"])
-        for i in range(m.n_layers):
-            w = lambda name: p[f"model.layers.{i}.{name}.weight"]  # noqa: E731
-            y = f.rms_norm(x, (m.dim,), w("input_layernorm"), m.norm_eps)
-            q, k, v = (f.linear(y, w(f"self_attn.{n}_proj")).view(b, s, -1, m.head_dim).transpose(1, 2) for n in "qkv")
-            o = f.scaled_dot_product_attention(rot(q), rot(k), v, is_causal=True, enable_gqa=m.n_heads != m.n_kv_heads)
-            x = x + f.linear(o.transpose(1, 2).reshape(b, s, -1), w("self_attn.o_proj"))
-            y = f.rms_norm(x, (m.dim,), w("post_attention_layernorm"), m.norm_eps)
-            x = x + f.linear(f.silu(f.linear(y, w("mlp.gate_proj"))) * f.linear(y, w("mlp.up_proj")), w("mlp.down_proj"))
-        head = p["model.embed_tokens.weight"] if m.tied_embeddings else p["lm_head.weight"]
-        return f.linear(f.rms_norm(x, (m.dim,), p["model.norm.weight"], m.norm_eps), head)
+        self.model = torch_llama.Llama(model, self.p)
 
     def step(self, ids, targets, micro):
         """One update; micro sequences at a time (gradient accumulation), as a user with this much memory would."""
@@ -74,7 +48,7 @@ class TorchSide:
         self.opt.zero_grad(set_to_none=True)
         total = 0.0
         for i in range(0, len(ids), micro):
-            logits = self.forward(t.from_numpy(ids[i:i + micro]).long())
+            logits = self.model(t.from_numpy(ids[i:i + micro]).long())
             loss = t.nn.functional.cross_entropy(logits.flatten(0, 1), t.from_numpy(targets[i:i + micro]).long().flatten(), reduction="sum")
             (loss / targets.size).backward()
             total += loss.item()
