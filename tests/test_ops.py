@@ -53,6 +53,7 @@ def struct(name, fields):
 Fill = struct("Fill", [("Q", "bytes")])
 Accumulate = struct("Accumulate", [("Q", "n"), ("I", "dt")])
 Embed = struct("Embed", [("I", "n_tokens vocab dim dt accumulate")])
+EmbedHost = struct("EmbedHost", [("I", "n_tokens vocab dim dt accumulate chunk_tokens short_tokens group_tokens")])
 Rmsnorm = struct("Rmsnorm", [("I", "rows cols dt accumulate_dw add_dx"), ("f", "eps")])
 Gemm = struct("Gemm", [("I", "m n k lda ldb ldc"), ("B", "trans_a trans_b accumulate has_bias has_residual dt_a dt_b dt_c")])
 Swiglu = struct("Swiglu", [("I", "n_tokens ffn_dim dt")])
@@ -289,12 +290,35 @@ def test_embed_bwd_adds_rows_in_order(tokens, vocab, dim, skew, accumulate, dt):
     assert_within(out, ref, (int(torch.bincount(ids).max()) + 1) * U * size)
 
 
-@pytest.mark.parametrize("name,bad,token", [("embed_fwd", 50, 3), ("embed_bwd", 50, 3), ("embed_fwd", -1, 7), ("embed_bwd", -2147483648, 0)])
+@DTYPES
+@pytest.mark.parametrize("accumulate", [0, 1])
+@pytest.mark.parametrize("vocab,dim,groups,short,chunk,n_full,skew", [
+    (7, 19, 1, 5, 1, 0, 1), (300, 256, 1, 40, 64, 3, 1), (257, 530, 3, 30, 50, 4, 3), (70000, 24, 2, 500, 500, 2, 6), (12, 300, 4, 64, 64, 1, 1)])
+def test_embed_bwd_host_leaves_the_bits_of_a_round_on_the_device(vocab, dim, groups, short, chunk, n_full, skew, accumulate, dt):
+    """Chunk by chunk into a table, and the table added to the total."""
+    sizes = ([short] + n_full * [chunk]) * groups
+    tokens = sum(sizes)
+    ids = (torch.rand(tokens) ** skew * vocab).to(torch.int32).clamp(max=vocab - 1)
+    dx, total = torch.randn(tokens, dim).to(dt), torch.randn(vocab, dim).to(dt)
+    args = EmbedHost(tokens, vocab, dim, CODE[dt], accumulate, chunk, short, tokens // groups)
+    (out,) = run("embed_bwd_host", args, [("r", ids), ("r", dx), ("rw" if accumulate else "w", total)])
+    table, at = torch.empty(vocab, dim, dtype=dt), 0
+    for i, n in enumerate(sizes):
+        (table,) = run("embed_bwd", Embed(n, vocab, dim, CODE[dt], i > 0), [("r", ids[at : at + n]), ("r", dx[at : at + n]), ("rw" if i else "w", table)])
+        at += n
+    if accumulate:
+        (table,) = run("accumulate", Accumulate(vocab * dim, CODE[dt]), [("r", table), ("rw", total)])
+    assert same_bits(out, table)
+
+
+@pytest.mark.parametrize("name,bad,token", [("embed_fwd", 50, 3), ("embed_bwd", 50, 3), ("embed_fwd", -1, 7), ("embed_bwd", -2147483648, 0),
+                                            ("embed_bwd_host", 50, 5)])
 def test_an_id_out_of_range_is_refused_and_nothing_is_written(name, bad, token):
     ids = torch.zeros(8, dtype=torch.int32)
     ids[token] = bad
     out = torch.full((8 if name == "embed_fwd" else 50, 4), 5.0)
-    status, after = launch(LIB, name, Embed(8, 50, 4, 0, 0), [ids, torch.zeros(50, 4), out], 2)
+    args = EmbedHost(8, 50, 4, 0, 0, 8, 8, 8) if name == "embed_bwd_host" else Embed(8, 50, 4, 0, 0)
+    status, after = launch(LIB, name, args, [ids, torch.zeros(50, 4), out], 2)
     assert status == PS_EFORMAT and same_bits(after[2], out)
     assert f"id {bad} of token {token} " in LIB.ops_error().decode()
 

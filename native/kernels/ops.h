@@ -30,6 +30,15 @@ extern const ps_kernel ps__k_embed_fwd;
 /* embed_bwd            dtable[v,:] (+)= sum over t with id[t]=v, in order of t, of dx[t,:] (fp32 sum, one rounding when added).
  *                      accumulate 0 writes every row (zeros where no token).  ptr: R id[T], R dx[T,D], W|RW dtable[V,D]. */
 extern const ps_kernel ps__k_embed_bwd;
+/* embed_bwd_host       What embed_bwd over a round's chunks, into a table that then is written (rows.accumulate 0) or added (1) to the total, leaves in
+ *                      the total: for each v with a token, contribution[v,:] = round(chunk's sum), then round(contribution + sum) for each further
+ *                      chunk; total[v,:] = contribution, or round(total + contribution). A row without a token becomes zero (0), or is not
+ *                      touched (1): of the same bits, since x + 0 = x; but -0, which a sum of embed_bwd is only when it underflows in bf16, stays -0.
+ *                      The T tokens (rows.n_tokens) lie chunk by chunk in the order in which their backward passes come: groups of
+ *                      group_tokens, in each a chunk of short_tokens (the sequence's last slice), then chunks of chunk_tokens.
+ *                      For host streams alone (class OPTIMIZER).  ptr: R id[T], R dx[T,D], W|RW total[V,D]. */
+typedef struct ps__args_embed_host { ps__args_embed rows; uint32_t chunk_tokens, short_tokens, group_tokens; } ps__args_embed_host;
+extern const ps_kernel ps__k_embed_bwd_host;
 
 typedef struct ps__args_rmsnorm { uint32_t rows, cols, dt, accumulate_dw, add_dx; float eps; } ps__args_rmsnorm;
 /* rmsnorm_fwd          y = x * rstd * w, rstd = 1/sqrt(mean(x^2)+eps).  ptr: R x[rows,cols], R w[cols], W y[rows,cols]. */

@@ -4,6 +4,7 @@
 
 typedef struct emb_job {
   const ps__args_embed *a;
+  const ps__args_embed_host *host; /* embed_bwd_host's, else NULL */
   const int32_t *id;
   const char *in; /* forward: table; backward: dx */
   char *out;      /* forward: out; backward: dtable */
@@ -57,10 +58,10 @@ static uint32_t *emb_sort(const int32_t *id, uint32_t n, uint32_t vocab, uint32_
   return order;
 }
 
-enum { EMB_ROWS = 256, EMB_COLS = 256 }; /* of dtable, a task */
+enum { EMB_ROWS = 64, EMB_COLS = 2048, EMB_SUM = 256 }; /* rows and columns of dtable, a task: zeros in whole pages; columns that are summed at a time */
 
 PS_VEC void emb_add_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, size_t c0, size_t n, uint32_t dt) {
-  float sum[EMB_COLS] = {0};
+  float sum[EMB_SUM] = {0};
   size_t dim = j->a->dim;
   char *out = ps__elem(j->out, dt, v * dim + c0);
   for (uint32_t i = lo; i < hi; i++) {
@@ -77,6 +78,43 @@ PS_VEC void emb_add_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, si
 PS_CLONES static void embed_add_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, size_t c0, size_t n) {
   if (j->a->dt == PS_BF16) emb_add_row(j, lo, hi, v, c0, n, PS_BF16);
   else emb_add_row(j, lo, hi, v, c0, n, PS_F32);
+}
+
+/* Where the chunk of token t ends. */
+static uint32_t emb_chunk_end(const ps__args_embed_host *a, uint32_t t) {
+  const uint32_t group = t / a->group_tokens * a->group_tokens, at = t - group;
+  return group + a->short_tokens + (at < a->short_tokens ? 0 : ((at - a->short_tokens) / a->chunk_tokens + 1) * a->chunk_tokens);
+}
+
+/* Each chunk's tokens are summed and rounded into the contribution, and that into the total. */
+PS_VEC void emb_total_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, size_t c0, size_t n, uint32_t dt) {
+  float sum[EMB_SUM], contribution[EMB_SUM]; /* of dt */
+  const size_t dim = j->a->dim;
+  char *out = ps__elem(j->out, dt, v * dim + c0);
+  for (uint32_t i = lo; i < hi;) {
+    const uint32_t end = emb_chunk_end(j->host, j->order[i]);
+    const bool first = i == lo;
+    memset(sum, 0, sizeof sum);
+    for (; i < hi && j->order[i] < end; i++) {
+      const char *dx = ps__celem(j->in, dt, (size_t)j->order[i] * dim + c0);
+      for (size_t c = 0; c < n; c += PS_LANES)
+        ps__v_write(sum, PS_F32, c, n, ps__v_read(sum, PS_F32, c, n, 0.0f) + ps__v_read(dx, dt, c, n, 0.0f));
+    }
+    for (size_t c = 0; c < n; c += PS_LANES) {
+      ps__v s = ps__v_read(sum, PS_F32, c, n, 0.0f);
+      if (!first) s = ps__v_read(contribution, dt, c, n, 0.0f) + s;
+      ps__v_write(contribution, dt, c, n, s);
+    }
+  }
+  for (size_t c = 0; c < n; c += PS_LANES) {
+    ps__v s = ps__v_read(contribution, dt, c, n, 0.0f);
+    if (j->a->accumulate) s = ps__v_read(out, dt, c, n, 0.0f) + s;
+    ps__v_write(out, dt, c, n, s);
+  }
+}
+PS_CLONES static void embed_total_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, size_t c0, size_t n) {
+  if (j->a->dt == PS_BF16) emb_total_row(j, lo, hi, v, c0, n, PS_BF16);
+  else emb_total_row(j, lo, hi, v, c0, n, PS_F32);
 }
 
 /* First place in the sorted order whose id is >= v. */
@@ -103,7 +141,8 @@ static void emb_bwd_task(void *arg, int64_t task, uint32_t worker) {
       for (uint32_t r = v; r < next; r++) memset(ps__elem(j->out, dt, (size_t)r * dim + c0), 0, n * ps__dt_bytes(dt));
     if (next == v_end) return;
     while (hi < j->a->n_tokens && (uint32_t)j->id[j->order[hi]] == next) hi++;
-    embed_add_row(j, lo, hi, next, c0, n);
+    for (uint32_t c = 0; c < n; c += EMB_SUM)
+      (j->host ? embed_total_row : embed_add_row)(j, lo, hi, next, c0 + c, n - c < EMB_SUM ? n - c : EMB_SUM);
     lo = hi;
     v = next + 1;
   }
@@ -114,22 +153,36 @@ size_t ps__cpu_scratch_embed_bwd(const void *args) {
   return ps__round_up((2 * (size_t)a->n_tokens + 2048) * sizeof(uint32_t), 64);
 }
 
-/* embed_bwd
- * math    dtable[v,:] (+)= sum over t with id[t] = v, in order of t, of dx[t,:]; fp32 sum, one rounding when added
- * shapes  id i32 [T], dx [T,D], dtable [V,D] of dt
- * bytes   (T*D + V*D)*sizeof(dt), or (1 to 3)*T*D*sizeof(dt) when accumulating: rows without a token are not touched then
- * determinism  bitwise: tokens are sorted (stable) and each element is summed by one thread
- * errors  PS_EFORMAT: an id out of range, with its token; nothing is written then */
-static ps_status embed_bwd(const ps_launch *l) {
-  const ps__args_embed *a = l->args;
+static ps_status emb_add(const ps_launch *l, const ps__args_embed *a, const ps__args_embed_host *host) {
   const ps__cpu_exec *exec = l->exec;
   PS_TRY(emb_check(a, l->ptr[0]));
-  emb_job job = {.a = a, .id = l->ptr[0], .in = l->ptr[1], .out = l->ptr[2], .col_blocks = (a->dim + EMB_COLS - 1) / EMB_COLS};
+  emb_job job = {.a = a, .host = host, .id = l->ptr[0], .in = l->ptr[1], .out = l->ptr[2], .col_blocks = (a->dim + EMB_COLS - 1) / EMB_COLS};
   uint32_t *scratch = ps__scratch(exec, 0);
   job.order = emb_sort(job.id, a->n_tokens, a->vocab, scratch, scratch + a->n_tokens, scratch + 2 * (size_t)a->n_tokens);
   ps__pool_run(exec->pool, ((int64_t)a->vocab + EMB_ROWS - 1) / EMB_ROWS * job.col_blocks, emb_bwd_task, &job);
   return PS_OK;
 }
 
+/* embed_bwd
+ * math    dtable[v,:] (+)= sum over t with id[t] = v, in order of t, of dx[t,:]; fp32 sum, one rounding when added
+ * shapes  id i32 [T], dx [T,D], dtable [V,D] of dt
+ * bytes   (T*D + V*D)*sizeof(dt), or (1 to 3)*T*D*sizeof(dt) when accumulating: rows without a token are not touched then
+ * determinism  bitwise: tokens are sorted (stable) and each element is summed by one thread
+ * errors  PS_EFORMAT: an id out of range, with its token; nothing is written then */
+static ps_status embed_bwd(const ps_launch *l) { return emb_add(l, l->args, NULL); }
+
+/* embed_bwd_host
+ * math    each row with a token: contribution = the chunks' fp32 sums in order of t, chunk after chunk, rounded after each; total = contribution or
+ *         round(total + contribution)
+ * shapes  id i32 [T], dx [T,D], total [V,D] of dt
+ * bytes   (2 to 3)*T*D*sizeof(dt), and V*D*sizeof(dt) where rows without a token are zeroed: the first round of a step
+ * determinism  bitwise: as embed_bwd.   reference  embed_bwd and accumulate, the same bits (tests/test_ops.py)
+ * errors  PS_EFORMAT: an id out of range, with its token; nothing is written then */
+static ps_status embed_bwd_host(const ps_launch *l) {
+  const ps__args_embed_host *host = l->args;
+  return emb_add(l, &host->rows, host);
+}
+
 const ps_kernel ps__k_embed_fwd = {"embed_fwd", PS_CLASS_ELEMENTWISE, {embed_fwd, PS_CUDA_FN(embed_fwd)}};
 const ps_kernel ps__k_embed_bwd = {"embed_bwd", PS_CLASS_ELEMENTWISE, {embed_bwd, PS_CUDA_FN(embed_bwd)}};
+const ps_kernel ps__k_embed_bwd_host = {"embed_bwd_host", PS_CLASS_OPTIMIZER, {embed_bwd_host, NULL}};

@@ -12,6 +12,7 @@ static const struct entry {
   {&ps__k_accumulate_host, NULL},
   {&ps__k_embed_fwd, NULL},
   {&ps__k_embed_bwd, ps__cpu_scratch_embed_bwd},
+  {&ps__k_embed_bwd_host, ps__cpu_scratch_embed_bwd},
   {&ps__k_rmsnorm_fwd, NULL},
   {&ps__k_rmsnorm_bwd, ps__cpu_scratch_rmsnorm_bwd},
   {&ps__k_gemm, ps__cpu_scratch_gemm},
