@@ -105,12 +105,13 @@ def check_trace(plan, events, ends):
 
 
 def test_transfers_and_recomputation_are_those_counted_by_hand(tmp_path):
-    """Everything resident: parameters travel once, gradients once, batch in, losses out, norms. Nothing but scores is recomputed."""
+    """Everything resident: parameters travel once, gradients once (of an embedding at home its rows, and ids), batch in, losses out, norms. Nothing but scores is recomputed."""
     model = config(tmp_path)
     tokens, layers, heads, width, chunk = 512, 4, 4, 64, 128
     ask = {"seq_len": 128, "tokens_per_step": tokens, "recipe": "fp32", "chunk_tokens": chunk, "chunks_per_round": 4, "clip": True}
     hardware = rates(copy=1e7)  # so slow a link that whatever can stay, stays
-    r = Plan(model, hardware=hardware, **ask).report
+    plan = Plan(model, hardware=hardware, **ask)
+    r, at_home = plan.report, plan.json()["embed_at_home"]
     padded = {}
     for p in model.params():
         padded[p.unit] = max(padded.get(p.unit, 0), p.offset + int(np.prod(p.shape)))
@@ -126,12 +127,38 @@ def test_transfers_and_recomputation_are_those_counted_by_hand(tmp_path):
         assert r["h2d_bytes"] == batch + 64
         assert r["d2h_bytes"] == 2 * elements * 4 + tokens * 4 + norms
     else:
-        assert r["h2d_bytes"] == batch + elements * 4
-        assert r["d2h_bytes"] == elements * 4 + tokens * 4 + norms
+        table, rows = 4 * padded[0], 4 * width * tokens
+        assert r["h2d_bytes"] == batch + elements * 4 - at_home * (table - rows)
+        assert r["d2h_bytes"] == elements * 4 + tokens * 4 + norms - at_home * (table + 8 - rows - tokens * 4)
     pairs = tokens // 128 * 128 * 128 / 2
     assert r["recompute_flops"] == layers * pairs * width * 2  # the score product, once more in the backward pass
     flops = model.flops(128)["sequence"] * (tokens // 128)
     assert r["model_flops"] == pytest.approx(flops, rel=1e-12)
+
+
+def test_an_embedding_at_home_costs_its_rows_on_the_link(tmp_path):
+    """Where tokens are few and the vocabulary is large: rows to the device, their gradients and ids to the host, whatever else the plan decides."""
+    model = config(tmp_path, vocab_size=16384)
+    tokens, width, chunk = 512, 64, 128
+    ask = {"seq_len": chunk, "tokens_per_step": tokens, "recipe": "fp32", "chunk_tokens": chunk, "chunks_per_round": 1, "clip": True}
+    hardware = rates(copy=1e7)
+    least, _ = Plan.smallest(model, hardware=hardware, **ask)
+    plan = Plan(model, hardware=hardware, device_mem=least, **ask)
+    r, d = plan.report, plan.json()
+    assert d["embed_at_home"] and d["units"][0]["parameters"] == d["units"][0]["gradients"] == "at home" and "gathered at home" in str(plan)
+    table, logits = 4 * 16384 * width, 4 * chunk * 16384
+    assert least < 2 * table + logits + table  # the head and its gradient, and no room for another table
+    rounds, row, n_last = tokens // chunk, 4 * width, len(d["units"]) - 1
+    home = [sum(c["x"] == "host" for c in layer) for layer in d["layers"]]
+    assert r["saved_host_bytes"] == sum(home) * chunk * row  # nothing but block inputs is worth a copy on this link
+    to_device = rounds * (4 * 4 * chunk + 64) + tokens * row + rounds * sum(home) * chunk * row
+    to_host = tokens * (row + 4) + tokens * 4 + rounds * sum(home[1:]) * chunk * row  # the first block's input is at home already
+    for i, u in enumerate(d["units"][1:], 1):
+        to_device += 4 * u["elements"] * (1 if u["parameters"] == "resident" else rounds if i == n_last else 2 * rounds)
+        to_host += 4 * u["elements"] * (1 if u["gradients"] == "resident" else rounds) + (8 * 6 if u["gradients"] == "resident" else 0)
+    assert r["d2h_bytes"] == to_host
+    at_the_turn = rounds * 4 * sum(u["elements"] for u in d["units"][1:-1])  # blocks still there from their forward visits: at most this is not fetched twice
+    assert to_device - at_the_turn <= r["h2d_bytes"] <= to_device and at_the_turn < table * rounds
 
 
 def test_recomputing_costs_the_products_of_what_is_not_saved(tmp_path):

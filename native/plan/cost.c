@@ -17,6 +17,10 @@ static double device_ns(const ps__cost_model *m, const ps_kernel *kernel, ps_wor
   }
 }
 
+/* Bytes/s that one thread of the io stream moves, read and written: a core's share, but no more than a core keeps in flight. Rows of 8 KiB gathered: 21 GB/s on a
+ * Xeon of 2023, alone. */
+static double io_rate(const ps_hardware *hw) { return hw->memory_bytes_per_s / 4 < 16e9 ? hw->memory_bytes_per_s / 4 : 16e9; }
+
 double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream, ps_work work) {
   const ps_hardware *hw = m->hw;
   switch (stream) {
@@ -27,7 +31,7 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
     case PS__S_H2D: return hw->op_ns + rate_ns(work.bytes, hw->h2d_bytes_per_s);
     case PS__S_D2H: return hw->op_ns + rate_ns(work.bytes, hw->d2h_bytes_per_s);
     case PS__S_HOST: return hw->op_ns + rate_ns(work.bytes, hw->optimizer_bytes_per_s);
-    default: return hw->op_ns + rate_ns(work.bytes, hw->memory_bytes_per_s / 4);
+    default: return hw->op_ns + rate_ns(work.bytes, io_rate(hw));
   }
 }
 
@@ -54,5 +58,6 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
   } else {
     out->demand[PS__RES_CPUS] = class == PS_CLASS_OPTIMIZER ? all : one;
     if (class == PS_CLASS_OPTIMIZER) out->demand[PS__RES_MEMORY] = share(hw->optimizer_bytes_per_s, hw->memory_bytes_per_s);
+    if (op->stream == PS__S_IO) out->demand[PS__RES_MEMORY] = share(io_rate(hw), hw->memory_bytes_per_s);
   }
 }

@@ -16,6 +16,9 @@ typedef struct ps__unit_state {
   uint32_t contribution;  /* how many have ended */
 } ps__unit_state;
 
+/* A chunk's embedding rows, where they are gathered at home: on the device; at home, where they stay as the first block's saved input. */
+typedef struct ps__gathered { uint32_t x, home; } ps__gathered;
+
 typedef struct ps__late_free { uint32_t vt, when; } ps__late_free;
 
 typedef struct ps__builder {
@@ -29,6 +32,8 @@ typedef struct ps__builder {
   uint32_t last_home;        /* weights at home that the device-to-host stream wrote last */
   ps__late_free *late;
   size_t n_late, cap_late;
+  ps__gathered *gathered;    /* [n_chunks of the step] */
+  uint32_t rows_home;        /* of the running round's embedding backward: token ids and gradient rows at home */
   /* of the running round; indexed by chunk of the round */
   const ps__round *round;
   uint32_t round_idx;
@@ -59,14 +64,18 @@ void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx);       /* issue the cop
 void ps__visit_done(ps__builder *b, uint32_t visit_idx);
 void ps__grad_begin(ps__builder *b, uint32_t unit);
 void ps__grad_end(ps__builder *b, uint32_t unit);               /* the contribution is complete: on its way home */
+void ps__total_at_home(ps__builder *b, uint32_t unit);          /* the step's gradient is complete at home: sums of squares and, without clipping, the update */
 void ps__emit_updates(ps__builder *b);                          /* with clipping: norm, then all units in forward order; report */
 
-/* ---- blocks and ends (passes.c) ---- */
+/* ---- the embedding (embed.c) ---- */
+void ps__gather_round(ps__builder *b, uint32_t round);          /* embed_at_home: the round's rows, gathered and on their way to the device */
+void ps__embed_forward(ps__builder *b, uint32_t c);
+void ps__embed_backward(ps__builder *b, uint32_t c);
+
+/* ---- blocks and head (passes.c) ---- */
 void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
 void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
 void ps__fetch_saved(ps__builder *b, uint32_t step_idx);        /* issue the fetches of backward chunk step number step_idx */
-void ps__embed_forward(ps__builder *b, uint32_t c);
-void ps__embed_backward(ps__builder *b, uint32_t c);
 void ps__head_chunk(ps__builder *b, uint32_t c);
 void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor, uint32_t vt); /* when its fate is the host */
 const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c);

@@ -53,7 +53,17 @@ static dealer dealer_of(const ps__member *m) {
   return (dealer){.device_share = (double)m->device / PS__DEVICE_SHARES, .host_share = (double)m->host / PS__HOST_SHARES};
 }
 
-static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps__member *m, ps__spec *spec) {
+/* Bytes of all rows of the embedding that a step looks up; of its table. */
+static double lookup_bytes(const ps__family *f, const ps__layout *l) { return (double)l->n_tokens * f->plan->model.dim * ps_dtype_bytes((ps_dtype)f->block.dt); }
+static double table_bytes(const ps__family *f) { return (double)f->plan->model.vocab_size * f->plan->model.dim * ps_dtype_bytes((ps_dtype)f->block.dt); }
+
+/* The embedding is at home where its rows, once to the device and once back, are fewer bytes than the visits of its table. */
+static bool embeds_at_home(const ps__family *f, const ps__layout *l, const ps__residency *r) {
+  const double to_device = among(0, r->params) ? 1 : l->n_rounds, to_host = among(0, r->grads) ? 1 : l->n_rounds;
+  return !f->plan->model.tied_embeddings && !r->state && 2 * lookup_bytes(f, l) < (to_device + to_host) * table_bytes(f);
+}
+
+static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps__member *m, bool embed_at_home, ps__spec *spec) {
   const ps_plan *plan = f->plan;
   const ps__residency *r = &ps__residencies[m->residency];
   PS_TRY(ps__spec_init(spec, &plan->model, layout));
@@ -68,10 +78,11 @@ static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps
   spec->clip = plan->cfg.clip != 0;
   spec->param_lead = spec->saved_lead = spec->saved_lag = spec->grad_lag = m->ahead;
   spec->keep_grads = plan->cfg.keep_grads != 0;
+  spec->embed_at_home = embed_at_home;
   for (uint32_t u = 0; u < spec->n_units; u++) {
-    const bool several = layout->n_rounds > 1 || (u == 0 && plan->model.tied_embeddings);
-    spec->param_resident[u] = among(u, r->params);
-    spec->grad_resident[u] = among(u, r->grads) && several;
+    const bool several = layout->n_rounds > 1 || (u == 0 && plan->model.tied_embeddings), home = u == 0 && embed_at_home;
+    spec->param_resident[u] = among(u, r->params) && !home;
+    spec->grad_resident[u] = among(u, r->grads) && several && !home;
     spec->update_resident[u] = r->state;
   }
   dealer d = dealer_of(m);
@@ -80,7 +91,10 @@ static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps
   return PS_OK;
 }
 
-ps_status ps__family_spec(const ps__family *f, const ps__member *m, ps__spec *out) { return spec_of(f, &f->size[m->size].layout, m, out); }
+ps_status ps__family_spec(const ps__family *f, const ps__member *m, ps__spec *out) {
+  const ps__layout *l = &f->size[m->size].layout;
+  return spec_of(f, l, m, embeds_at_home(f, l, &ps__residencies[m->residency]), out);
+}
 
 /* ---- what a size costs in any case --------------------------------------------------------------------------------------------- */
 
@@ -112,12 +126,14 @@ static ps_status turn_bytes(const ps__family *f, const ps__step *s, uint64_t sav
   return PS_OK;
 }
 
-static ps_status measure_size(ps__family *f, ps__size *z, ps__step_hooks *hooks) {
+static ps_status measure_size(ps__family *f, ps__size *z, bool embed_at_home, ps__step_hooks *hooks) {
   const ps__member all = {.device = PS__DEVICE_SHARES};
+  ps__base *base = &z->base[embed_at_home];
   ps__spec spec;
   ps__step s;
   uint64_t scratch, trace, turn = 0;
-  PS_TRY(spec_of(f, &z->layout, &all, &spec));
+  *base = (ps__base){0};
+  PS_TRY(spec_of(f, &z->layout, &all, embed_at_home, &spec));
   ps_status st = ps__step_emit(&s, &f->plan->model, &z->layout, &spec, hooks);
   if (st == PS_OK) {
     size_t n_compute = 0;
@@ -125,16 +141,16 @@ static ps_status measure_size(ps__family *f, ps__size *z, ps__step_hooks *hooks)
       const ps__vop *op = &s.op[i];
       const double ns = ps__cost_ns(&f->cost, op->kernel, op->stream, op->work);
       n_compute += op->stream == PS__S_COMPUTE;
-      if (op->stream == PS__S_COMPUTE) z->compute_ns += ns;
-      if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD) z->forward_ns[0] += ns;
-      if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD && op->tag.round == 0) z->forward_ns[1] += ns;
-      if (op->stream == PS__S_H2D && op->tag.chunk >= 0 && op->tag.layer < 0) z->batch_bytes += (uint64_t)op->work.bytes;
+      if (op->stream == PS__S_COMPUTE) base->compute_ns += ns;
+      if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD) base->forward_ns[0] += ns;
+      if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD && op->tag.round == 0) base->forward_ns[1] += ns;
+      if (op->stream == PS__S_H2D && op->tag.chunk >= 0 && op->tag.layer < 0) base->batch_bytes += (uint64_t)op->work.bytes;
     }
     z->saved_bytes = s.saved_bytes[PS_FATE_DEVICE];
     st = turn_bytes(f, &s, z->saved_bytes, &turn);
-    z->device_bytes = ps__device_overhead(f->plan, &s, &scratch) + turn;
-    z->host_bytes = ps__host_overhead(f->plan, &s, &scratch, &trace);
-    z->coarse = s.n_op > LARGE_STEP_OPS || (double)n_compute * f->plan->hw.op_ns > z->compute_ns / 4;
+    base->device_bytes = ps__device_overhead(f->plan, &s, &scratch) + turn;
+    base->host_bytes = ps__host_overhead(f->plan, &s, &scratch, &trace);
+    z->coarse |= s.n_op > LARGE_STEP_OPS || (double)n_compute * f->plan->hw.op_ns > base->compute_ns / 4;
     ps__step_free(&s);
   }
   ps__spec_free(&spec);
@@ -231,8 +247,15 @@ static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__
   const ps_model_config *m = &f->plan->model;
   const double update = f->plan->cfg.recipe == PS_RECIPE_BF16 ? 14 : 28, e = ps_dtype_bytes((ps_dtype)f->block.dt);
   const uint32_t n_units = ps_model_n_units(m);
+  const bool home = embeds_at_home(f, l, r);
   traffic t = {0};
-  for (uint32_t u = 0; u < n_units; u++) {
+  if (home) { /* its rows' gradients go home; but the first block's inputs do not, which are counted with the saved tensors */
+    t.to_device = lookup_bytes(f, l);
+    t.to_host = 4.0 * (double)l->n_tokens;
+    t.host_ops = 3 * lookup_bytes(f, l) + table_bytes(f);
+    t.updates = update * (double)unit_bytes(f, 0) / e;
+  }
+  for (uint32_t u = home; u < n_units; u++) {
     const bool several = l->n_rounds > 1 || (u == 0 && m->tied_embeddings), grads = among(u, r->grads) && several;
     const double bytes = (double)unit_bytes(f, u), visits = u == 0 || u + 2 >= n_units ? 1 : 2; /* at least */
     const double contributions = l->n_rounds * (u == 0 && m->tied_embeddings ? 2 : 1);
@@ -248,7 +271,7 @@ static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__
 }
 
 /* No stream works less than this, and no shared resource is drawn on less: the simulator, which the member is judged by, keeps to both. */
-static double bound_of(const ps__family *f, const ps__size *z, const ps__shares *s, const traffic *t) {
+static double bound_of(const ps__family *f, const ps__base *z, const ps__shares *s, const traffic *t) {
   const ps_hardware *hw = f->cost.hw;
   const double h2d_bytes = t->to_device + s->home_bytes + (double)z->batch_bytes, d2h_bytes = t->to_host + s->home_bytes;
   const double device_rate = hw->backend == PS_BACKEND_CPU ? hw->optimizer_bytes_per_s : hw->elementwise_bytes_per_s;
@@ -267,7 +290,7 @@ static double bound_of(const ps__family *f, const ps__size *z, const ps__shares 
 
 /* What the step will take about: the passes of all rounds as fluids, each as long as the slowest of compute, link and host memory, and of the updates what the first forward
  * pass (with clipping; without it, the last backward pass) does not hide. Transfers that are not issued ahead hide behind nothing. */
-static double estimate_of(const ps__family *f, const ps__size *z, const ps__shares *s, const traffic *t, uint32_t ahead) {
+static double estimate_of(const ps__family *f, const ps__base *z, const ps__shares *s, const traffic *t, uint32_t ahead) {
   const ps_hardware *hw = f->cost.hw;
   const double ns = 1e9, fetched = t->to_device / 2, home = s->home_bytes, sums = t->host_ops - t->updates;
   const double forward = z->forward_ns[0], backward = z->compute_ns - forward + s->recompute_ns;
@@ -287,7 +310,7 @@ static uint64_t resident_bytes(const ps__family *f, const ps__layout *l, const p
   const uint64_t state = f->plan->cfg.recipe == PS_RECIPE_BF16 ? 4 : f->plan->cfg.recipe == PS_RECIPE_FP32 ? 8 : 12;
   const uint64_t e = ps_dtype_bytes((ps_dtype)f->block.dt);
   uint64_t bytes = 0;
-  for (uint32_t u = 0; u < ps_model_n_units(&f->plan->model); u++) {
+  for (uint32_t u = embeds_at_home(f, l, r); u < ps_model_n_units(&f->plan->model); u++) {
     const bool several = l->n_rounds > 1 || (u == 0 && f->plan->model.tied_embeddings);
     if (among(u, r->params)) bytes += unit_bytes(f, u);
     if (r->state) bytes += unit_bytes(f, u) / e * state;
@@ -310,11 +333,13 @@ static ps_status add_members(ps__family *f, uint32_t idx) {
   const uint32_t step = z->coarse ? 3 : 1;
   ps_status st = again_tables(f, z, &table, &of_chunk);
   traffic t[PS__N_RESIDENCIES];
+  const ps__base *base[PS__N_RESIDENCIES];
   uint64_t device[PS__N_RESIDENCIES], host[PS__N_RESIDENCIES];
   for (uint32_t r = 0; r < PS__N_RESIDENCIES; r++) {
     t[r] = unit_traffic(f, &z->layout, &ps__residencies[r]);
-    device[r] = z->device_bytes + resident_bytes(f, &z->layout, &ps__residencies[r]);
-    host[r] = z->host_bytes + home_bytes(f, ps__residencies[r].state);
+    base[r] = &z->base[embeds_at_home(f, &z->layout, &ps__residencies[r])];
+    device[r] = base[r]->device_bytes + resident_bytes(f, &z->layout, &ps__residencies[r]);
+    host[r] = base[r]->host_bytes + home_bytes(f, ps__residencies[r].state);
   }
   for (uint32_t d = 0; st == PS_OK && d <= PS__DEVICE_SHARES; d += step)
     for (uint32_t h = 0; st == PS_OK && d * PS__HOST_SHARES + h * PS__DEVICE_SHARES <= PS__DEVICE_SHARES * PS__HOST_SHARES; h += step) {
@@ -324,8 +349,8 @@ static ps_status add_members(ps__family *f, uint32_t idx) {
       for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
-        m.bound_ns = bound_of(f, z, &s, &t[m.residency]);
-        m.estimate_ns = larger(m.bound_ns, estimate_of(f, z, &s, &t[m.residency], m.ahead));
+        m.bound_ns = bound_of(f, base[m.residency], &s, &t[m.residency]);
+        m.estimate_ns = larger(m.bound_ns, estimate_of(f, base[m.residency], &s, &t[m.residency], m.ahead));
         m.bytes[PS__SPACE_DEVICE] = device[m.residency] + s.device_bytes;
         m.bytes[PS__SPACE_HOST] = host[m.residency] + s.host_bytes;
         if (!ps__grow((void **)&f->member, f->n_members, &f->cap_members, sizeof *f->member)) st = ps__fail(PS_ENOMEM, "out of memory for the family of plans");
@@ -402,7 +427,7 @@ ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *ho
       ps__size *z = &f->size[f->n_sizes];
       PS_TRY(ps__layout_init(&z->layout, cfg->seq_len, cfg->tokens_per_step / cfg->seq_len, chunks[i], rounds[j]));
       f->n_sizes++;
-      PS_TRY(measure_size(f, z, hooks));
+      for (uint32_t home = 0; home <= !plan->model.tied_embeddings; home++) PS_TRY(measure_size(f, z, home, hooks));
       PS_TRY(add_members(f, f->n_sizes - 1));
     }
   }

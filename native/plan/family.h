@@ -1,7 +1,7 @@
 /* family.h - the plans that the search looks at: a fixed family, whatever the caps are.
  *
  * A member is a size (tokens a chunk, chunks a round), the shares of the saved bytes that stay on the device and that go home, which units stay on the
- * device, and how far ahead transfers are issued. For every member there are bounds that cost microseconds (it cannot take less time or memory) and an estimate of its
+ * device, and how far ahead transfers are issued. Whether the embedding is at home follows from size and residency: where that is less traffic. For every member there are bounds that cost microseconds (it cannot take less time or memory) and an estimate of its
  * time, by which the search goes. */
 #ifndef PS_PLAN_FAMILY_H
 #define PS_PLAN_FAMILY_H
@@ -21,13 +21,18 @@ typedef struct ps__member {
   uint8_t size, device, host, residency, ahead;
 } ps__member;
 
-/* What all members of a size have in common, from its member that keeps everything on the device. */
-typedef struct ps__size {
-  ps__layout layout;
+/* What all members of a size that have the embedding on the device, or all that have it at home, have in common: from the one that keeps every saved tensor on the
+ * device. */
+typedef struct ps__base {
   double compute_ns;       /* of the compute stream without recomputation */
   double forward_ns[2];    /* of its forward passes, of a step and of the first round */
   uint64_t batch_bytes;    /* copied to the device in a step */
   uint64_t device_bytes, host_bytes; /* that no member goes without, saved tensors and units apart */
+} ps__base;
+
+typedef struct ps__size {
+  ps__layout layout;
+  ps__base base[2];        /* [the embedding is at home]: of untied models both */
   uint64_t saved_bytes;    /* of a round: all items */
   bool coarse;             /* only every third share is looked at: the step has very many ops, or its ops so little work that their fixed cost decides */
 } ps__size;

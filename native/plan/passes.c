@@ -1,4 +1,4 @@
-/* passes.c - one chunk through one unit: embedding, block forward and backward with recomputation, head and loss. */
+/* passes.c - one chunk through one unit: block forward and backward with recomputation, head and loss. */
 #include "emit.h"
 #include <string.h>
 
@@ -270,38 +270,7 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   ps__tick(b);
 }
 
-/* ---- ends ------------------------------------------------------------------------------------------------------------------------ */
-
-void ps__embed_forward(ps__builder *b, uint32_t c) {
-  ps__step *s = b->s;
-  const ps__chunk *k = ps__chunk_of(b, c);
-  const uint64_t e = ps_dtype_bytes(s->dt), out_bytes = (uint64_t)k->n_tokens * s->cfg->dim * e;
-  const ps__args_embed a = {.n_tokens = k->n_tokens, .vocab = s->cfg->vocab_size, .dim = s->cfg->dim, .dt = s->dt};
-  b->x[c] = ps__vt_new(b, PS__SPACE_DEVICE, out_bytes);
-  const ps__vaccess access[3] = {ps__part(b->batch[c], PS_READ, ps__batch_block_of(k->n_tokens).tokens, 4ull * k->n_tokens),
-                                 ps__part(b->unit[0].weights, PS_READ, 0, (uint64_t)a.vocab * a.dim * e),
-                                 ps__whole(b, b->x[c], PS_WRITE)};
-  ps__emit(b, &ps__k_embed_fwd, PS__S_COMPUTE, &a, sizeof a, access, 3, ps__bytes_work(2.0 * (double)out_bytes),
-           chunk_tag(b, 0, c, PS__PHASE_FORWARD));
-  ps__send_saved(b, 1, c, PS__T_X, b->x[c]);
-  ps__tick(b);
-}
-
-void ps__embed_backward(ps__builder *b, uint32_t c) {
-  ps__step *s = b->s;
-  const ps__chunk *k = ps__chunk_of(b, c);
-  const uint64_t e = ps_dtype_bytes(s->dt), table = (uint64_t)s->cfg->vocab_size * s->cfg->dim * e;
-  const bool first = c + 1 == b->round->n_chunks;
-  const ps__args_embed a = {.n_tokens = k->n_tokens, .vocab = s->cfg->vocab_size, .dim = s->cfg->dim, .dt = s->dt, .accumulate = !first};
-  const ps__vaccess access[3] = {ps__part(b->batch[c], PS_READ, ps__batch_block_of(k->n_tokens).tokens, 4ull * k->n_tokens),
-                                 ps__whole(b, b->dy[c], PS_READ),
-                                 ps__part(b->unit[0].grad, first ? PS_WRITE : PS_READ_WRITE, 0, table)};
-  ps__emit(b, &ps__k_embed_bwd, PS__S_COMPUTE, &a, sizeof a, access, 3,
-           ps__bytes_work(3.0 * (double)k->n_tokens * s->cfg->dim * (double)e + (first ? (double)table : 0)), chunk_tag(b, 0, c, PS__PHASE_BACKWARD));
-  ps__vt_free(b, b->dy[c]);
-  ps__vt_free(b, b->batch[c]);
-  ps__tick(b);
-}
+/* ---- head ------------------------------------------------------------------------------------------------------------------------ */
 
 /* Where the lm_head and its gradient are: in the head's unit behind the norm, or the embedding's table. */
 typedef struct head_place { uint32_t weights, grad; uint64_t offset, bytes; } head_place;

@@ -55,6 +55,7 @@ static void write_text(text *t, const ps_plan *p) {
       where(r->resident_param_units, r->n_units), (unsigned long long)r->resident_param_units, (unsigned long long)r->n_units,
       where(r->resident_grad_units, r->n_units), r->resident_update_units ? "on the device" : "at the host",
       ps_recipe_name((ps_recipe)p->cfg.recipe));
+  if (p->spec.embed_at_home) say(t, "embedding        gathered at home, its gradient added there\n");
   say(t, "saved tensors    a round: %s on the device, %s sent to the host, %s recomputed\n", ps__format_bytes(a, r->saved_device_bytes),
       ps__format_bytes(b, r->saved_host_bytes), ps__format_bytes(c, r->saved_recompute_bytes));
   say(t, "traffic          a step: %s to the device, %s to the host\n", ps__format_bytes(a, r->h2d_bytes), ps__format_bytes(b, r->d2h_bytes));
@@ -99,6 +100,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
   for (size_t i = 0; i < sizeof field / sizeof *field; i++) ps__jsonw_uint(w, field[i].name, field[i].value);
   ps__jsonw_string(w, "recipe", ps_recipe_name((ps_recipe)p->cfg.recipe));
   ps__jsonw_bool(w, "clip", p->cfg.clip != 0);
+  ps__jsonw_bool(w, "embed_at_home", p->spec.embed_at_home);
   ps__jsonw_number(w, "model_flops", r->model_flops);
   ps__jsonw_number(w, "recompute_flops", r->recompute_flops);
   ps__jsonw_number(w, "predicted_step_s", r->step_s);
@@ -130,8 +132,9 @@ static void json_units(ps__jsonw *w, const ps_plan *p) {
   for (uint32_t u = 0; u < p->spec.n_units; u++) {
     ps__jsonw_object(w, NULL);
     ps__jsonw_uint(w, "elements", p->step.home[u].n);
-    ps__jsonw_string(w, "parameters", p->spec.param_resident[u] ? "resident" : "streamed");
-    ps__jsonw_string(w, "gradients", p->spec.grad_resident[u] ? "resident" : "streamed");
+    const char *const streamed = u == 0 && p->spec.embed_at_home ? "at home" : "streamed";
+    ps__jsonw_string(w, "parameters", p->spec.param_resident[u] ? "resident" : streamed);
+    ps__jsonw_string(w, "gradients", p->spec.grad_resident[u] ? "resident" : streamed);
     ps__jsonw_string(w, "optimizer_state", p->spec.update_resident[u] ? "device" : "host");
     ps__jsonw_end(w);
   }

@@ -143,9 +143,9 @@ static void run_visit(ps__builder *b, uint32_t idx) {
     case PS__VISIT_HEAD: head_visit(b); break;
     case PS__VISIT_BLOCK_BACK: backward_visit(b, v->unit); break;
     case PS__VISIT_EMBED_BACK:
-      ps__grad_begin(b, 0);
+      if (!b->s->spec->embed_at_home) ps__grad_begin(b, 0);
       for (uint32_t c = n; c-- > 0;) ps__embed_backward(b, c);
-      ps__grad_end(b, 0);
+      if (!b->s->spec->embed_at_home) ps__grad_end(b, 0);
       break;
   }
   ps__visit_done(b, idx);
@@ -176,10 +176,11 @@ static bool builder_init(ps__builder *b) {
   b->batch = ps__malloc(spec->n_chunks * sizeof *b->batch);
   b->x = ps__malloc(spec->n_chunks * sizeof *b->x);
   b->dy = ps__malloc(spec->n_chunks * sizeof *b->dy);
+  b->gathered = ps__calloc(b->s->layout->n_chunks, sizeof *b->gathered);
   b->kept = ps__malloc(saved * sizeof *b->kept);
   b->away = ps__malloc(saved * sizeof *b->away);
   b->s->batch_offset = ps__calloc(b->s->layout->n_chunks, sizeof *b->s->batch_offset);
-  if (!b->batch || !b->x || !b->dy || !b->kept || !b->away || !b->s->batch_offset) return false;
+  if (!b->batch || !b->x || !b->dy || !b->gathered || !b->kept || !b->away || !b->s->batch_offset) return false;
   for (size_t i = 0; i < saved; i++) b->kept[i] = b->away[i] = PS__NO_VT;
   return true;
 }
@@ -188,6 +189,7 @@ static void builder_free(ps__builder *b) {
   ps__free(b->batch);
   ps__free(b->x);
   ps__free(b->dy);
+  ps__free(b->gathered);
   ps__free(b->kept);
   ps__free(b->away);
   ps__free(b->unit);
@@ -202,7 +204,9 @@ ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layou
   s->layout = layout;
   s->spec = spec;
   s->dt = spec->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
-  ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT};
+  if (spec->embed_at_home && (cfg->tied_embeddings || spec->param_resident[0] || spec->grad_resident[0] || spec->update_resident[0]))
+    return ps__fail(PS_EINTERNAL, "the embedding cannot be at home and on the device");
+  ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT, .rows_home = PS__NO_VT};
   ps_status st = ps__block_init(&s->block, cfg, s->dt);
   if (st == PS_OK && !builder_init(&b)) st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
   if (st == PS_OK) st = ps__units_init(&b);

@@ -28,6 +28,8 @@ typedef struct ps__spec {
   uint8_t *param_resident, *grad_resident; /* [n_units] */
   uint8_t *update_resident;                /* [n_units]: optimizer state on the device too, and the update runs there; needs
                                               param_resident, and grad_resident where gradients have several contributions */
+  bool embed_at_home;                      /* the table never needs the device: its rows are gathered at home, and their gradients added there. Untied models only,
+                                              with unit 0 resident in no way */
   bool keep_grads;                         /* gradients come home even where the update does not need them there */
   uint8_t *fate;                           /* [n_layers][n_chunks][PS__N_ITEMS], PS_FATE_* */
 } ps__spec;

@@ -54,10 +54,10 @@ ps_status ps__units_init(ps__builder *b) {
   return PS_OK;
 }
 
-/* Units whose parameters a visit reads: its own, the table where it serves as lm_head, none for the embedding's backward. */
+/* Units whose parameters a visit reads: its own, the table where it serves as lm_head, none for the embedding's backward and an embedding at home. */
 static uint32_t visit_units(const ps__builder *b, const ps__visit *v, uint32_t out[2]) {
   uint32_t n = 0;
-  if (v->kind == PS__VISIT_EMBED_BACK) return 0;
+  if (v->kind == PS__VISIT_EMBED_BACK || (v->kind == PS__VISIT_EMBED && b->s->spec->embed_at_home)) return 0;
   out[n++] = v->unit;
   if (v->kind == PS__VISIT_HEAD && b->s->cfg->tied_embeddings) out[n++] = 0;
   return n;
@@ -84,8 +84,10 @@ static uint32_t lead_of(const ps__builder *b, uint32_t now, uint32_t next) {
 void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx) {
   while (b->next_fetch < b->n_visits && b->next_fetch <= visit_idx + lead_of(b, visit_idx, b->next_fetch)) {
     uint32_t units[2];
-    const uint32_t n = visit_units(b, &b->visit[b->next_fetch], units);
+    const ps__visit *v = &b->visit[b->next_fetch];
+    const uint32_t n = visit_units(b, v, units);
     for (uint32_t i = 0; i < n; i++) fetch_unit(b, units[i]);
+    if (v->kind == PS__VISIT_EMBED && b->s->spec->embed_at_home) ps__gather_round(b, v->round);
     b->next_fetch++;
   }
 }
@@ -185,6 +187,11 @@ static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, boo
   const ps__vaccess access[2] = {ps__whole(b, staging, PS_READ), ps__whole(b, h->grad, PS_READ_WRITE)};
   ps__emit(b, &ps__k_accumulate_host, PS__S_HOST, &a, sizeof a, access, 2, ps__bytes_work(3.0 * (double)bytes), tag);
   ps__vt_free_late(b, staging, s->spec->grad_lag);
+}
+
+void ps__total_at_home(ps__builder *b, uint32_t unit) {
+  (void)emit_sumsq(b, unit, b->s->home[unit].grad, false);
+  if (!b->s->spec->clip) emit_adamw(b, unit, PS__NO_VT, PS__NO_VT);
 }
 
 void ps__grad_end(ps__builder *b, uint32_t unit) {

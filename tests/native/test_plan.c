@@ -209,6 +209,8 @@ static void randomize(ps__spec *spec, const model *m, uint32_t n_rounds, uint64_
     const bool several = n_rounds > 1 || (u == 0 && m->cfg.tied_embeddings);
     spec->update_resident[u] = spec->param_resident[u] && (spec->grad_resident[u] || !several) && rnd_below(state, 2);
   }
+  spec->embed_at_home = !m->cfg.tied_embeddings && rnd_below(state, 2);
+  if (spec->embed_at_home) spec->param_resident[0] = spec->grad_resident[0] = spec->update_resident[0] = 0;
   for (uint32_t layer = 0; layer < spec->n_layers; layer++)
     for (uint32_t c = 0; c < spec->n_chunks; c++)
       for (int item = 0; item < PS__N_ITEMS; item++) {
@@ -223,6 +225,7 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
          cfg->clip, (unsigned long long)cfg->seq_len, (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
          (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which, s->param_lead, s->saved_lead,
          s->saved_lag, s->grad_lag);
+  if (s->embed_at_home) printf("embedding at home\n");
   for (uint32_t u = 0; u < s->n_units; u++) {
     printf("unit %u param %u grad %u update %u\n", u, s->param_resident[u], s->grad_resident[u], s->update_resident[u]);
   }
