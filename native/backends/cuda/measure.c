@@ -4,6 +4,8 @@
 #include "kernels/cuda/cublaslt.h"
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/scratch.h"
+#include <sched.h>
+#include <stdatomic.h>
 #include <string.h>
 
 /* One chunk of an 8B model: what a long step is made of. */
@@ -153,6 +155,36 @@ static ps_status fill(bench *b) {
   return settle(b);
 }
 
+/* The load in a loop on a thread of its own, until told to stop. */
+typedef struct loader {
+  const ps__host_load *load;
+  _Atomic uint32_t stop;
+  _Atomic uint64_t n;
+} loader;
+
+static void load_main(void *arg) {
+  loader *l = arg;
+  while (!atomic_load(&l->stop)) {
+    l->load->run(l->load->arg);
+    atomic_fetch_add(&l->n, 1);
+  }
+}
+
+static ps_status measure_memory(bench *b, double seconds, const ps__host_load *load) {
+  loader l = {.load = load};
+  ps__thread *thread;
+  double s = 0;
+  PS_TRY(ps__thread_start(&thread, load_main, &l, "ps-load"));
+  while (!atomic_load(&l.n)) sched_yield(); /* until its threads are at work */
+  const uint64_t n0 = atomic_load(&l.n), t0 = ps__now_ns();
+  const ps_status st = time_case(b, case_both, seconds, &s);
+  const double taken = (double)(ps__now_ns() - t0) * 1e-9, done = (double)(atomic_load(&l.n) - n0) * load->bytes;
+  atomic_store(&l.stop, 1);
+  ps__thread_join(thread);
+  if (st == PS_OK) b->hw->memory_bytes_per_s = done / taken + (double)PINNED / s;
+  return st;
+}
+
 static ps_status measure(bench *b, double seconds) {
   ps_hardware *hw = b->hw;
   const double pairs = 0.5 * TOKENS * TOKENS * HEADS * HEAD_DIM;
@@ -160,10 +192,10 @@ static ps_status measure(bench *b, double seconds) {
   PS_TRY(fill(b));
   PS_TRY(time_case(b, case_gemm_bf16, 0.4 * seconds, &s));
   hw->gemm_flops_per_s[PS_BF16] = 2.0 * TOKENS * FFN * DIM / s;
-  PS_TRY(time_case(b, case_attention_bwd, 0.15 * seconds, &s));
-  hw->attention_bwd_flops_per_s[PS_BF16] = hw->attention_bwd_flops_per_s[PS_F32] = 10 * pairs / s;
   PS_TRY(time_case(b, case_attention, 0.1 * seconds, &s));
   hw->attention_flops_per_s[PS_BF16] = hw->attention_flops_per_s[PS_F32] = 4 * pairs / s;
+  PS_TRY(time_case(b, case_attention_bwd, 0.15 * seconds, &s)); /* on the forward pass's output and log-sum-exp */
+  hw->attention_bwd_flops_per_s[PS_BF16] = hw->attention_bwd_flops_per_s[PS_F32] = 10 * pairs / s;
   PS_TRY(time_case(b, case_norm, 0.05 * seconds, &s));
   hw->elementwise_bytes_per_s = 4.0 * TOKENS * DIM / s;
   PS_TRY(time_case(b, case_small, 0.02 * seconds, &s));
@@ -210,7 +242,7 @@ static void release(bench *b) {
   if (b->memory) b->cu->MemFree(b->memory);
 }
 
-ps_status ps__cuda_measure(ps_hardware *hw, double seconds) {
+ps_status ps__cuda_measure(ps_hardware *hw, double seconds, const ps__host_load *load) {
   bench b = {.hw = hw};
   CUdevice dev;
   CUcontext ctx, old;
@@ -221,7 +253,8 @@ ps_status ps__cuda_measure(ps_hardware *hw, double seconds) {
   if (r == CUDA_SUCCESS) r = b.cu->CtxPushCurrent(ctx);
   if (r != CUDA_SUCCESS) return ps__cuda_fail(b.cu, r, "cuDevicePrimaryCtxRetain");
   ps_status st = reserve(&b, &bytes);
-  if (st == PS_OK) st = measure(&b, seconds);
+  if (st == PS_OK) st = measure(&b, 0.9 * seconds);
+  if (st == PS_OK) st = measure_memory(&b, 0.1 * seconds, load);
   if (st == PS_OK) st = ps__cuda_memory_used(hw->device, &used);
   if (st == PS_OK) hw->device_overhead_bytes = ps_round_up((used > bytes ? used - bytes : 0) + MARGIN, 2u << 20);
   release(&b);

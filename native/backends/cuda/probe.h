@@ -10,10 +10,18 @@ uint32_t ps__cuda_n_devices(void);
  * Errors: PS_EDEVICE no driver, no such GPU. */
 ps_status ps__cuda_facts(ps_hardware *hw);
 
+/* Work of the host to have beside copies: run() does @bytes of reads and writes on all the threads that host ops will have. */
+typedef struct ps__host_load {
+  void (*run)(void *arg);
+  void *arg;
+  double bytes;
+} ps__host_load;
+
 /* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw, in about @seconds: most of them under a GEMM, since a large GPU is bound by its power and
  * its clock falls only after some seconds. Takes 1.4 GiB of device memory and 256 MiB of pinned memory for the time. fp32 attention does not exist on
- * CUDA: its rate is bf16's. Errors: PS_EDEVICE, PS_ENOMEM. */
-ps_status ps__cuda_measure(ps_hardware *hw, double seconds);
+ * CUDA: its rate is bf16's. memory_bytes_per_s is what both directions of copies and @load move together: the host's memory is what they share. Errors: PS_EDEVICE,
+ * PS_ENOMEM. */
+ps_status ps__cuda_measure(ps_hardware *hw, double seconds, const ps__host_load *load);
 
 /* ps__cuda_memory_used() - BYTES of GPU @device that the driver reports for this process: its entry in the driver's list of processes or, where the
  * list does not show it (containers), what is used now less what was used before the first context. */

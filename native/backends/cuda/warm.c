@@ -2,7 +2,8 @@
  * modules, the fastest algorithm of each product's shape. So the first step is like the others, and the driver's figure of memory is final.
  *
  * Each distinct op (kernel and arguments) runs once, at the addresses of its first occurrence: on zeros, which are valid ids, positions and documents; then
- * products are timed on values as in a model, since zeros flatter; then the device spaces are zeroed again. */
+ * products whose algorithm was never chosen on this GPU are timed on values as in a model, since zeros flatter, and the choices kept on disk; then the device
+ * spaces are zeroed again. */
 #include "backends/cuda/device.h"
 #include "kernels/cuda/cuda_ops.h"
 #include <string.h>
@@ -115,12 +116,37 @@ static ps_status fill_spaces(ps__device *dev) {
 
 static ps_status tune(ps__device *dev, const ps_schedule *s, const distinct *d) {
   for (uint32_t i = 0; i < d->n; i++) {
-    if (s->list.ops[d->op[i]].kernel != &ps__k_gemm) continue;
     void *ptr[PS_MAX_ACCESSES];
     const ps_launch l = launch_of(dev, s, d->op[i], ptr);
     const ps__args_gemm *g = l.args;
     PS_TRY(ps__cuda_blas_tune(l.exec, g, ptr[0], ptr[1], ptr[2], g->has_bias ? ptr[3] : NULL, g->has_residual ? ptr[l.n_ptr - 1] : NULL));
   }
+  return PS_OK;
+}
+
+/* The products among the distinct ops that tuning would time: the number of them, and their indices. */
+static uint32_t unsettled(ps__device *dev, const ps_schedule *s, distinct *d) {
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < d->n; i++) {
+    if (s->list.ops[d->op[i]].kernel != &ps__k_gemm) continue;
+    void *ptr[PS_MAX_ACCESSES];
+    const ps_launch l = launch_of(dev, s, d->op[i], ptr);
+    const ps__args_gemm *g = l.args;
+    if (!ps__cuda_blas_settled(l.exec, g, ptr[0], ptr[1], ptr[2], g->has_bias ? ptr[3] : NULL, g->has_residual ? ptr[l.n_ptr - 1] : NULL))
+      d->op[n++] = d->op[i];
+  }
+  return d->n = n;
+}
+
+static ps_status choose_products(ps__device *dev, const ps_schedule *s, distinct *d) {
+  for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
+    if (dev->stream[i].exec.blas) PS_TRY(ps__cuda_blas_use_cache(dev->stream[i].exec.blas, NULL));
+  if (dev->cfg.deterministic || !unsettled(dev, s, d)) return PS_OK;
+  PS_TRY(fill_spaces(dev));
+  PS_TRY(tune(dev, s, d));
+  PS_TRY(settle(dev));
+  for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
+    if (dev->stream[i].exec.blas) ps__cuda_blas_save_cache(dev->stream[i].exec.blas);
   return PS_OK;
 }
 
@@ -147,9 +173,7 @@ ps_status ps__cuda_warm(ps__device *dev, const ps_schedule *s) {
   if (st == PS_OK) st = find_distinct(dev, s, &d);
   if (st == PS_OK) st = zero_spaces(dev);
   if (st == PS_OK) st = run_once(dev, s, &d);
-  if (st == PS_OK && !dev->cfg.deterministic) st = fill_spaces(dev);
-  if (st == PS_OK && !dev->cfg.deterministic) st = tune(dev, s, &d);
-  if (st == PS_OK) st = settle(dev);
+  if (st == PS_OK) st = choose_products(dev, s, &d);
   if (st == PS_OK) st = zero_spaces(dev);
   dev->cu->CtxPopCurrent(&old);
   ps__free(d.op);
