@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -43,8 +42,10 @@ def parse(case):
 def command_of(case, args, folder, run_dir):
     model, seq_len, device, host, tokens, options = parse(case)
     folder.mkdir(parents=True)
-    shutil.copy(ROOT / f"models/{model}.json", folder / "config.json")
-    options = {"steps": "5", "clip-norm": "1", "lr": "1e-5", "trace-steps": "1", **options}
+    config = json.loads((ROOT / f"models/{model}.json").read_text())
+    config["max_position_embeddings"] = max(seq_len, config["max_position_embeddings"])  # a shape is timed, not a model that knows such lengths
+    (folder / "config.json").write_text(json.dumps(config))
+    options = {"steps": "5", "clip-norm": "1", "lr": "1e-5", "warmup-steps": "100", "trace-steps": "1", **options}
     command = [str(args.binary), "train", "--model", str(folder), "--init-weights", "--data", *args.data, "--seq-len", str(seq_len),
                "--tokens-per-step", str(tokens), "--run-dir", str(run_dir), "--json"]
     if device:
