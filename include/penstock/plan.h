@@ -25,6 +25,7 @@ typedef struct ps_plan_config {
   uint64_t tokens_per_step;   /* rounded down to whole sequences, at least one; 0: 8 sequences */
   uint64_t chunk_tokens;      /* 0: the planner chooses; else pinned: a multiple of seq_len, or less (slices, the last one shorter) */
   uint64_t chunks_per_round;  /* 0: the planner chooses; else pinned; a long sequence's chunks are never split over rounds */
+  uint64_t first_round_chunks; /* chunks of the first round; 0: as chunks_per_round where that is pinned, else the planner chooses */
   uint64_t head_slice_tokens; /* tokens a slice of the head and loss; 0: from the vocabulary alone */
   uint32_t clip;              /* 1: exact global-norm clipping will be used (the optimizer then waits for the whole norm) */
   uint32_t n_threads;         /* compute threads; 0: those of the hardware */
@@ -42,7 +43,8 @@ enum { PS_FATE_DEVICE = 0, PS_FATE_HOST = 1, PS_FATE_RECOMPUTE = 2, PS_N_FATES =
 /* Numbers of a plan. Shares are of saved bytes (x is always saved, the others as the plan says). */
 typedef struct ps_plan_report {
   uint32_t struct_bytes;
-  uint32_t n_rounds, chunks_per_round, n_chunks; /* chunks a step */
+  uint32_t n_rounds, chunks_per_round, n_chunks; /* n_chunks: a step */
+  uint32_t first_round_chunks;                   /* the first round may be larger: under its forward pass run the last step's updates */
   uint64_t chunk_tokens, tokens_per_step, n_sequences, head_slice_tokens;
   uint64_t device_bytes;                     /* arena + scratch + overhead: held against the device cap */
   uint64_t device_arena_bytes, host_arena_bytes; /* exact sizes of the arenas: the memory map's peaks */
@@ -59,7 +61,6 @@ typedef struct ps_plan_report {
   uint64_t n_ops, n_waits;
   uint32_t n_candidates, n_feasible;         /* plans looked at */
   uint32_t bottleneck_stream;
-  uint32_t reserved;
 } ps_plan_report;
 
 /* ps_plan_create() - search for the fastest plan under both caps. Pure but for reading the process's memory; touches no model

@@ -104,7 +104,7 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw);
 typedef struct cli_job {
   const char *model, *out, *run_dir;
   cli_texts data;
-  uint64_t device_mem, host_mem, seq_len, tokens_per_step, steps, chunk_tokens, chunks_per_round, head_slice_tokens;
+  uint64_t device_mem, host_mem, seq_len, tokens_per_step, steps, chunk_tokens, chunks_per_round, first_round_chunks, head_slice_tokens;
   cli_device device;
   uint64_t warmup_steps, decay_steps, seed, trace_steps;
   double lr, min_lr, weight_decay, beta1, beta2, clip_norm;

@@ -2,7 +2,7 @@
 #include "family.h"
 #include <string.h>
 
-enum { LARGE_STEP_OPS = 60000 };
+enum { LARGE_STEP_OPS = 60000, MOST_STEP_OPS = 250000, OPS_A_CELL = 30 };
 
 const ps__residency ps__residencies[PS__N_RESIDENCIES] = {{0, 0, false}, {1, 0, false}, {2, 0, false}, {4, 0, false}, {1, 1, false},
                                                           {2, 2, false}, {4, 2, false}, {4, 4, false}, {4, 4, true}};
@@ -29,8 +29,14 @@ static uint64_t group_bytes(const ps__block *b, int i, uint32_t n_tokens) {
   return bytes;
 }
 
-static void deal_cell(dealer *d, const ps__block *b, uint32_t n_tokens, uint8_t fate[PS__N_ITEMS]) {
+/* @extra: a chunk that the first round has more than the others. Its x goes home and the rest is done again: the memory and the link are dealt out to what every round
+ * has. */
+static void deal_cell(dealer *d, const ps__block *b, uint32_t n_tokens, bool extra, uint8_t fate[PS__N_ITEMS]) {
   memset(fate, PS_FATE_RECOMPUTE, PS__N_ITEMS);
+  if (extra && d->device_share < 1) {
+    fate[PS__ITEM_X] = d->host_share > 0 ? PS_FATE_HOST : PS_FATE_DEVICE;
+    return;
+  }
   for (int i = 0; i < N_ORDER; i++) {
     const double bytes = (double)group_bytes(b, i, n_tokens);
     d->device += d->device_share * bytes;
@@ -74,6 +80,7 @@ static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps
   spec->one_document = plan->cfg.one_document != 0;
   spec->chunk_tokens = layout->chunk_tokens;
   spec->chunks_per_round = layout->chunks_per_round;
+  spec->first_round_chunks = layout->first_round_chunks;
   spec->head_slice = plan->cfg.head_slice_tokens;
   spec->clip = plan->cfg.clip != 0;
   spec->param_lead = spec->saved_lead = spec->saved_lag = spec->grad_lag = m->ahead;
@@ -87,7 +94,8 @@ static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps
   }
   dealer d = dealer_of(m);
   for (uint32_t l = 0; l < spec->n_layers; l++)
-    for (uint32_t c = 0; c < spec->n_chunks; c++) deal_cell(&d, &f->block, layout->chunk[c].n_tokens, ps__spec_fate(spec, l, c, 0));
+    for (uint32_t c = 0; c < spec->n_chunks; c++)
+      deal_cell(&d, &f->block, layout->chunk[c].n_tokens, c >= layout->chunks_per_round, ps__spec_fate(spec, l, c, 0));
   return PS_OK;
 }
 
@@ -218,7 +226,7 @@ static void add_shares(const ps__family *f, const ps__size *z, const ps__member 
       uint8_t fate[PS__N_ITEMS];
       uint32_t mask = 0;
       uint64_t home = 0;
-      deal_cell(&d, &f->block, l->chunk[c].n_tokens, fate);
+      deal_cell(&d, &f->block, l->chunk[c].n_tokens, c >= l->chunks_per_round, fate);
       for (int i = 0; i < N_ORDER; i++) {
         const uint64_t bytes = group_bytes(&f->block, i, l->chunk[c].n_tokens);
         const uint8_t to = fate[order[i][0]];
@@ -392,7 +400,8 @@ static uint32_t chunk_sizes(const ps__family *f, uint64_t list[MAX_CHUNKS]) {
     uint64_t size = target[i] < cfg->seq_len ? target[i] : target[i] / cfg->seq_len * cfg->seq_len;
     if (size > cfg->tokens_per_step) size = cfg->tokens_per_step;
     if (target[i] == 8192 && f->plan->hw.backend == PS_BACKEND_CPU) continue; /* what a step too small for a GPU costs, a CPU does not pay */
-    if (needlessly_small(f, size) && size < cfg->tokens_per_step && i + 1 < n_targets) continue;
+    const bool many = cfg->tokens_per_step / size * f->plan->model.n_layers * OPS_A_CELL > MOST_STEP_OPS; /* so many ops that a plan of them takes minutes to find */
+    if ((many || needlessly_small(f, size)) && size < cfg->tokens_per_step && i + 1 < n_targets) continue;
     n = add_number(list, n, size);
   }
   return n;
@@ -412,6 +421,29 @@ static uint32_t round_sizes(const ps__family *f, uint64_t chunk_tokens, uint64_t
   return add_number(list, n, all);
 }
 
+enum { MAX_FIRSTS = 3 };
+
+/* Chunks of the first round: like the others, or two or three times as many where the updates of the step before run under its forward pass, which on a CPU would not
+ * hide them. */
+static uint32_t first_sizes(const ps__family *f, uint64_t chunk_tokens, uint64_t a_round, uint64_t list[MAX_FIRSTS]) {
+  const ps_plan_config *cfg = &f->plan->cfg;
+  const uint64_t all = (cfg->tokens_per_step + chunk_tokens - 1) / chunk_tokens;
+  uint32_t n = 0;
+  if (cfg->first_round_chunks || cfg->chunks_per_round) return add_number(list, 0, cfg->first_round_chunks);
+  for (uint64_t times = 1; times <= MAX_FIRSTS; times++)
+    if (times == 1 || (f->plan->hw.backend == PS_BACKEND_CUDA && cfg->clip && times * a_round < all)) n = add_number(list, n, times * a_round);
+  return n;
+}
+
+static ps_status add_size(ps__family *f, uint64_t chunk_tokens, uint64_t a_round, uint64_t first, ps__step_hooks *hooks) {
+  const ps_plan_config *cfg = &f->plan->cfg;
+  ps__size *z = &f->size[f->n_sizes];
+  PS_TRY(ps__layout_init(&z->layout, cfg->seq_len, cfg->tokens_per_step / cfg->seq_len, chunk_tokens, a_round, first));
+  f->n_sizes++;
+  for (uint32_t home = 0; home <= !f->plan->model.tied_embeddings; home++) PS_TRY(measure_size(f, z, home, hooks));
+  return add_members(f, f->n_sizes - 1);
+}
+
 ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *hooks) {
   const ps_plan_config *cfg = &plan->cfg;
   const ps_dtype dt = cfg->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
@@ -423,12 +455,10 @@ ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *ho
   const uint32_t n_chunks = chunk_sizes(f, chunks);
   for (uint32_t i = 0; i < n_chunks; i++) {
     const uint32_t n_rounds = round_sizes(f, chunks[i], rounds);
-    for (uint32_t j = 0; j < n_rounds && f->n_sizes < PS__MAX_SIZES; j++) {
-      ps__size *z = &f->size[f->n_sizes];
-      PS_TRY(ps__layout_init(&z->layout, cfg->seq_len, cfg->tokens_per_step / cfg->seq_len, chunks[i], rounds[j]));
-      f->n_sizes++;
-      for (uint32_t home = 0; home <= !plan->model.tied_embeddings; home++) PS_TRY(measure_size(f, z, home, hooks));
-      PS_TRY(add_members(f, f->n_sizes - 1));
+    for (uint32_t j = 0; j < n_rounds; j++) {
+      uint64_t first[MAX_FIRSTS];
+      const uint32_t n_firsts = first_sizes(f, chunks[i], rounds[j], first);
+      for (uint32_t k = 0; k < n_firsts && f->n_sizes < PS__MAX_SIZES; k++) PS_TRY(add_size(f, chunks[i], rounds[j], first[k], hooks));
     }
   }
   return PS_OK;

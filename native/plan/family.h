@@ -8,7 +8,7 @@
 #include "plan_impl.h"
 
 enum { PS__DEVICE_SHARES = 24, PS__HOST_SHARES = 12 };  /* grids of both shares: k of so many parts of the saved bytes */
-enum { PS__MAX_SIZES = 48, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 9 };
+enum { PS__MAX_SIZES = 96, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 9 };
 
 /* How many quarters of the units have their parameters and gradients on the device, spread evenly over the model; and whether all have their optimizer state
  * there too. */
@@ -19,6 +19,7 @@ typedef struct ps__member {
   double bound_ns, estimate_ns;
   uint64_t bytes[PS__N_SPACES]; /* that it takes at least, all of what the caps count */
   uint8_t size, device, host, residency, ahead;
+  bool seen;                    /* the search looked at it */
 } ps__member;
 
 /* What all members of a size that have the embedding on the device, or all that have it at home, have in common: from the one that keeps every saved tensor on the

@@ -25,7 +25,8 @@ static void fill_sliced(ps__layout *l, uint64_t chunks_per_seq) {
   }
 }
 
-ps_status ps__layout_init(ps__layout *l, uint64_t seq_len, uint64_t n_sequences, uint64_t chunk_tokens, uint64_t chunks_per_round) {
+ps_status ps__layout_init(ps__layout *l, uint64_t seq_len, uint64_t n_sequences, uint64_t chunk_tokens, uint64_t chunks_per_round,
+                          uint64_t first_round_chunks) {
   memset(l, 0, sizeof *l);
   const bool packed = chunk_tokens >= seq_len;
   if (seq_len == 0 || n_sequences == 0 || chunk_tokens == 0 || chunks_per_round == 0 || (packed && chunk_tokens % seq_len))
@@ -48,8 +49,12 @@ ps_status ps__layout_init(ps__layout *l, uint64_t seq_len, uint64_t n_sequences,
   uint64_t groups_per_round = chunks_per_round / chunks_per_seq;
   if (groups_per_round == 0) groups_per_round = 1;
   if (groups_per_round > n_groups) groups_per_round = n_groups;
-  l->n_rounds = (uint32_t)((n_groups + groups_per_round - 1) / groups_per_round);
+  uint64_t first_groups = first_round_chunks / chunks_per_seq;
+  if (first_groups < groups_per_round) first_groups = groups_per_round;
+  if (first_groups > n_groups) first_groups = n_groups;
+  l->n_rounds = (uint32_t)(1 + (n_groups - first_groups + groups_per_round - 1) / groups_per_round);
   l->chunks_per_round = (uint32_t)(groups_per_round * chunks_per_seq);
+  l->first_round_chunks = l->max_round_chunks = (uint32_t)(first_groups * chunks_per_seq);
   l->chunk = ps__calloc(n_chunks, sizeof *l->chunk);
   l->group = ps__calloc(n_groups, sizeof *l->group);
   l->round = ps__calloc(l->n_rounds, sizeof *l->round);
@@ -59,9 +64,9 @@ ps_status ps__layout_init(ps__layout *l, uint64_t seq_len, uint64_t n_sequences,
   }
   if (packed) fill_packed(l, seqs_per_chunk);
   else fill_sliced(l, chunks_per_seq);
-  for (uint32_t r = 0; r < l->n_rounds; r++) {
-    const uint32_t first = r * l->chunks_per_round, left = l->n_chunks - first;
-    l->round[r] = (ps__round){first, left < l->chunks_per_round ? left : l->chunks_per_round};
+  for (uint32_t r = 0, first = 0; r < l->n_rounds; first += l->round[r++].n_chunks) {
+    const uint32_t left = l->n_chunks - first, size = r ? l->chunks_per_round : l->first_round_chunks;
+    l->round[r] = (ps__round){first, left < size ? left : size};
   }
   for (uint32_t i = 0; i < l->n_chunks; i++)
     if (l->chunk[i].n_tokens > l->max_chunk_tokens) l->max_chunk_tokens = l->chunk[i].n_tokens;

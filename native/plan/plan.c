@@ -105,6 +105,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->struct_bytes = sizeof *o;
   o->n_rounds = l->n_rounds;
   o->chunks_per_round = l->chunks_per_round;
+  o->first_round_chunks = l->first_round_chunks;
   o->n_chunks = l->n_chunks;
   o->chunk_tokens = l->chunk_tokens;
   o->tokens_per_step = l->n_tokens;
@@ -195,7 +196,7 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
   const ps__search_result r = {0};
   PS_TRY(new_plan(&p, model, cfg, hw));
   ps_status st = ps__layout_init(&p->layout, p->cfg.seq_len, p->cfg.tokens_per_step / p->cfg.seq_len, spec->chunk_tokens,
-                                 spec->chunks_per_round);
+                                 spec->chunks_per_round, spec->first_round_chunks);
   if (st == PS_OK) st = ps__spec_copy(&p->spec, spec);
   if (st == PS_OK) st = compile_plan(p, &r);
   if (st != PS_OK) ps_plan_destroy(p);

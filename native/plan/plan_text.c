@@ -47,9 +47,10 @@ static const char *where(uint64_t some, uint64_t all) { return some == all ? "re
 static void write_text(text *t, const ps_plan *p) {
   const ps_plan_report *r = &p->report;
   char a[32], b[32], c[32];
-  say(t, "step             %llu tokens: %u round%s of %u chunk%s of %llu tokens; head and loss in slices of %llu\n",
-      (unsigned long long)r->tokens_per_step, r->n_rounds, r->n_rounds == 1 ? "" : "s", r->chunks_per_round,
-      r->chunks_per_round == 1 ? "" : "s", (unsigned long long)r->chunk_tokens, (unsigned long long)r->head_slice_tokens);
+  say(t, "step             %llu tokens: %u round%s of %u chunk%s of %llu tokens", (unsigned long long)r->tokens_per_step, r->n_rounds,
+      r->n_rounds == 1 ? "" : "s", r->chunks_per_round, r->chunks_per_round == 1 ? "" : "s", (unsigned long long)r->chunk_tokens);
+  if (r->first_round_chunks > r->chunks_per_round) say(t, ", the first of %u", r->first_round_chunks);
+  say(t, "; head and loss in slices of %llu\n", (unsigned long long)r->head_slice_tokens);
   say_memory(t, r);
   say(t, "parameters       %s (%llu of %llu units), gradients %s, optimizer state %s (%s)\n",
       where(r->resident_param_units, r->n_units), (unsigned long long)r->resident_param_units, (unsigned long long)r->n_units,
@@ -87,7 +88,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
   const ps_plan_report *r = &p->report;
   const struct { const char *name; uint64_t value; } field[] = {
       {"seq_len", p->cfg.seq_len}, {"tokens_per_step", r->tokens_per_step}, {"n_sequences", r->n_sequences}, {"n_rounds", r->n_rounds},
-      {"chunks_per_round", r->chunks_per_round}, {"n_chunks", r->n_chunks}, {"chunk_tokens", r->chunk_tokens},
+      {"chunks_per_round", r->chunks_per_round}, {"first_round_chunks", r->first_round_chunks}, {"n_chunks", r->n_chunks}, {"chunk_tokens", r->chunk_tokens},
       {"head_slice_tokens", r->head_slice_tokens}, {"device_bytes", r->device_bytes}, {"device_arena_bytes", r->device_arena_bytes},
       {"device_scratch_bytes", r->device_scratch_bytes}, {"device_overhead_bytes", r->device_overhead_bytes}, {"device_cap_bytes", r->device_cap_bytes},
       {"host_bytes", r->host_bytes}, {"host_cap_bytes", r->host_cap_bytes}, {"host_arena_bytes", r->host_arena_bytes},

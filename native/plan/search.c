@@ -1,18 +1,19 @@
 /* search.c - the fastest plan under both caps, among a fixed family of plans (family.h).
  *
  * The family does not depend on the caps, so a larger cap only admits more members: more memory never gives a slower plan. Members are looked at best estimate
- * first; looking is work that grows from one stage to the next, each ruling members out before the next: the bounds, emission, the bytes alive at once, the
+ * first, after one of each size has told how far off its size's estimates are; looking is work that grows from one stage to the next, each ruling members out before the next: the bounds, emission, the bytes alive at once, the
  * memory map, the simulation. Where a bound is no better than the best simulated plan, the member is passed over. */
 #include "family.h"
 #include "../kernels/cuda/scratch.h"
 #include <stdlib.h>
 #include <string.h>
 
-/* Ops emitted at most in one search, over all plans looked at: some seconds. A family that needs more (long steps of deep models on a machine where nothing is
+/* Ops emitted and simulated at most in one search, over all plans looked at: some seconds. A family that needs more (long steps of deep models on a machine where nothing is
  * hidden) gives the best of those looked at. */
-static const uint64_t MAX_OPS = 4000000;
+static const uint64_t MAX_OPS = 6000000;
 /* From here on members are passed over that will not fit by what was seen of their like. */
 static const uint64_t PRUNE_OPS = 400000;
+enum { TRIES = 6 }; /* members of a size looked at for one that fits */
 
 typedef struct search {
   ps_plan *plan;
@@ -22,7 +23,8 @@ typedef struct search {
   double best_ns;                         /* 0: none yet */
   uint64_t device_cap, host_cap, machine; /* machine: host memory in all */
   uint64_t best_miss, n_ops;
-  bool prune;                             /* by slack below */
+  bool prune;                             /* by slack below, and never look twice */
+  double factor[PS__MAX_SIZES];           /* by which a size's estimates are off */
   uint64_t slack[PS__MAX_SIZES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_SPACES]; /* least seen of what a member takes beyond its bound; 0: none seen */
 } search;
 
@@ -144,11 +146,22 @@ static int by_estimate(const void *pa, const void *pb) {
   return a->host < b->host ? -1 : a->host > b->host;
 }
 
-/* The bound, and what members that differ in their shares alone were seen to take beyond theirs: within a few percent the same for all. */
+typedef struct ranked { double ns; uint32_t idx; } ranked;
+static int by_rank(const void *pa, const void *pb) {
+  const ranked *a = pa, *b = pb;
+  if (a->ns != b->ns) return a->ns < b->ns ? -1 : 1;
+  return a->idx < b->idx ? -1 : a->idx > b->idx;
+}
+
+/* What members that differ in their shares alone were seen to take beyond their bounds, within a few percent the same for all, to a bound. */
+static void add_slack(const search *s, const ps__member *m, uint64_t bytes[PS__N_SPACES]) {
+  for (uint32_t i = 0; s->prune && s->n_ops > PRUNE_OPS && i < PS__N_SPACES; i++) bytes[i] += s->slack[m->size][m->residency][m->ahead][i] / 20 * 19;
+}
+
 static bool cannot_fit(const search *s, const ps__member *m) {
   uint64_t bytes[PS__N_SPACES] = {m->bytes[0], m->bytes[1]};
   if (!fits(s, bytes)) return true;
-  for (uint32_t i = 0; s->prune && s->n_ops > PRUNE_OPS && i < PS__N_SPACES; i++) bytes[i] += s->slack[m->size][m->residency][m->ahead][i] / 20 * 19;
+  add_slack(s, m, bytes);
   return !fits(s, bytes);
 }
 
@@ -160,14 +173,17 @@ static void note_slack(search *s, const ps__member *m, const sized *z) {
   }
 }
 
-static ps_status look_at(search *s, const ps__member *m) {
+/* @out_ns: what its step takes by simulation; 0 where it does not fit. */
+static ps_status look_at(search *s, ps__member *m, double *out_ns) {
   sized z;
   double ns = 0;
+  m->seen = true;
   PS_TRY(emit(s, m, &z));
   note_slack(s, m, &z);
   ps_status st = fits(s, z.bytes) ? map(s, &z) : PS_OK;
   if (st == PS_OK && z.mapped && fits(s, z.bytes)) {
     s->out->n_feasible++;
+    s->n_ops += z.step.n_op;
     st = simulate(&z.step, &s->family.cost, &ns);
     if (st == PS_OK && (s->best_ns == 0 || ns < s->best_ns)) {
       s->best_ns = ns;
@@ -175,24 +191,70 @@ static ps_status look_at(search *s, const ps__member *m) {
     }
   }
   sized_free(&z);
+  *out_ns = ns;
   return st;
 }
 
-static ps_status find_fastest(search *s) {
-  s->n_ops = 0;
-  for (size_t i = 0; i < s->family.n_members; i++) {
-    const ps__member *m = &s->family.member[i];
-    if (s->best_ns > 0 && s->n_ops > MAX_OPS) break;
-    if (s->best_ns > 0 && m->bound_ns >= s->best_ns) continue;
-    if (!cannot_fit(s, m)) PS_TRY(look_at(s, m));
+/* Of each size the member of the best estimate that fits: it tells how far off the estimates of its size are. */
+static ps_status look_at_sizes(search *s) {
+  double factor[PS__MAX_SIZES] = {0}, worst = 1;
+  uint32_t tries[PS__MAX_SIZES] = {0};
+  for (size_t i = 0; i < s->family.n_members && s->n_ops < MAX_OPS / 2; i++) {
+    ps__member *m = &s->family.member[i];
+    double ns = 0;
+    if (factor[m->size] > 0 || tries[m->size] == TRIES || cannot_fit(s, m)) continue;
+    tries[m->size]++;
+    PS_TRY(look_at(s, m, &ns));
+    if (ns > 0) factor[m->size] = ns / m->estimate_ns;
+    if (factor[m->size] > worst) worst = factor[m->size];
   }
+  for (uint32_t i = 0; i < PS__MAX_SIZES; i++) s->factor[i] = factor[i] > 0 ? factor[i] : worst;
   return PS_OK;
+}
+
+/* The next member in an order that is worth a look; NULL: none is left. */
+static ps__member *next_of(const search *s, const ranked *order, size_t *at) {
+  const ps__family *f = &s->family;
+  while (*at < f->n_members) {
+    ps__member *m = &f->member[order[(*at)++].idx];
+    if ((m->seen && s->prune) || (s->best_ns > 0 && m->bound_ns >= s->best_ns) || cannot_fit(s, m)) continue;
+    return m;
+  }
+  return NULL;
+}
+
+/* By the estimates and, in turn, by those corrected for what their size was seen to take: where one is wrong the other may not be. */
+static ps_status find_fastest(search *s) {
+  ps__family *f = &s->family;
+  ranked *order[2];
+  size_t at[2] = {0};
+  s->n_ops = 0;
+  qsort(f->member, f->n_members, sizeof *f->member, by_estimate);
+  PS_TRY(look_at_sizes(s));
+  order[0] = ps__malloc(2 * (f->n_members + 1) * sizeof *order[0]);
+  if (!order[0]) return ps__fail(PS_ENOMEM, "out of memory for the order of %zu plans", f->n_members);
+  order[1] = order[0] + f->n_members;
+  for (size_t i = 0; i < f->n_members; i++) {
+    order[0][i] = (ranked){f->member[i].estimate_ns * s->factor[f->member[i].size], (uint32_t)i};
+    order[1][i] = (ranked){f->member[i].estimate_ns, (uint32_t)i};
+  }
+  qsort(order[0], f->n_members, sizeof *order[0], by_rank);
+  ps_status st = PS_OK;
+  for (uint32_t turn = 0, idle = 0; st == PS_OK && idle < 2 && s->n_ops <= (s->best_ns > 0 ? MAX_OPS : 4 * MAX_OPS); turn ^= 1) {
+    ps__member *m = next_of(s, order[turn], &at[turn]);
+    double ns;
+    idle = m ? 0 : idle + 1;
+    if (m) st = look_at(s, m, &ns);
+  }
+  ps__free(order[0]);
+  return st;
 }
 
 static ps_status keep_best(search *s) {
   ps_plan *plan = s->plan;
   const ps__layout *l = &s->family.size[s->best.size].layout;
-  PS_TRY(ps__layout_init(&plan->layout, plan->cfg.seq_len, plan->cfg.tokens_per_step / plan->cfg.seq_len, l->chunk_tokens, l->chunks_per_round));
+  PS_TRY(ps__layout_init(&plan->layout, plan->cfg.seq_len, plan->cfg.tokens_per_step / plan->cfg.seq_len, l->chunk_tokens, l->chunks_per_round,
+                         l->first_round_chunks));
   return ps__family_spec(&s->family, &s->best, &plan->spec);
 }
 
@@ -235,8 +297,11 @@ static int by_key(const void *pa, const void *pb) {
 
 static ps_status size_up(search *s, const ps__member *m) {
   sized z;
-  if (!could_be_smallest(s, m->bytes)) return PS_OK;
+  uint64_t bytes[PS__N_SPACES] = {m->bytes[0], m->bytes[1]};
+  add_slack(s, m, bytes);
+  if (!could_be_smallest(s, bytes)) return PS_OK;
   PS_TRY(emit(s, m, &z));
+  note_slack(s, m, &z);
   ps_status st = could_be_smallest(s, z.bytes) ? map(s, &z) : PS_OK;
   if (st == PS_OK && z.mapped) note_sizes(s, z.bytes);
   sized_free(&z);
@@ -251,7 +316,7 @@ static ps_status find_smallest(search *s) {
   for (uint32_t space = 0; st == PS_OK && space < PS__N_SPACES; space++) {
     for (size_t i = 0; i < n; i++) order[i] = (small){s->family.member[i].bytes[space], (uint32_t)i};
     qsort(order, n, sizeof *order, by_key);
-    for (size_t i = 0; st == PS_OK && i < n; i++) st = size_up(s, &s->family.member[order[i].idx]);
+    for (size_t i = 0; st == PS_OK && i < n && s->n_ops <= 4 * MAX_OPS; i++) st = size_up(s, &s->family.member[order[i].idx]);
   }
   ps__free(order);
   return st;
@@ -270,7 +335,7 @@ ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out) {
   if (hw->backend == PS_BACKEND_CUDA && hw->device_memory_bytes && hw->device_memory_bytes < s->device_cap) s->device_cap = hw->device_memory_bytes;
   ps_status st = ps__family_init(&s->family, plan, &plan->hooks);
   out->n_candidates = (uint32_t)s->family.n_members;
-  if (st == PS_OK) qsort(s->family.member, s->family.n_members, sizeof *s->family.member, by_estimate);
+  s->prune = true;
   if (st == PS_OK && sizes_only) st = find_smallest(s);
   for (int pass = 0; st == PS_OK && !sizes_only && pass < 2 && s->best_ns == 0; pass++) {
     s->prune = pass == 0; /* what fits by a hair is found by the second */

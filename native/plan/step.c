@@ -46,7 +46,7 @@ ps_status ps__spec_init(ps__spec *s, const ps_model_config *m, const ps__layout 
   memset(s, 0, sizeof *s);
   s->n_units = ps_model_n_units(m);
   s->n_layers = m->n_layers;
-  s->n_chunks = l->chunks_per_round;
+  s->n_chunks = l->max_round_chunks;
   PS_TRY(spec_alloc(s));
   for (uint32_t layer = 0; layer < s->n_layers; layer++)
     for (uint32_t c = 0; c < s->n_chunks; c++) *ps__spec_fate(s, layer, c, PS__ITEM_X) = PS_FATE_DEVICE;

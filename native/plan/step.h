@@ -19,7 +19,7 @@ typedef struct ps__spec {
   ps_recipe recipe;
   uint32_t backend, cudnn_version; /* who runs the device streams: for scratch */
   bool deterministic, one_document; /* one_document: every sequence is one document */
-  uint64_t chunk_tokens, chunks_per_round, head_slice;
+  uint64_t chunk_tokens, chunks_per_round, first_round_chunks, head_slice;
   bool clip;
   /* How far ahead transfers are issued, in program order: parameters by visits of a unit, saved tensors by chunk steps; and how
    * many chunk steps (visits for gradients) memory that is on its way home stays reserved. 0 means just in time. */

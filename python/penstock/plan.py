@@ -109,44 +109,44 @@ class Plan:
     Plan(ModelConfig.read("my_model"), seq_len=4096, device_mem="20GiB", host_mem="80GiB")
 
     device_mem, host_mem: caps in bytes or as "20GiB"; None: none, and what the machine allows. tokens_per_step 0: 8 sequences.
-    recipe "fp32", "fp32-master" or "bf16". chunk_tokens, chunks_per_round 0: the planner chooses. clip: exact global-norm
+    recipe "fp32", "fp32-master" or "bf16". chunk_tokens, chunks_per_round, first_round_chunks 0: the planner chooses. clip: exact global-norm
     clipping will be used. one_document: every sequence is one document (faster attention on a GPU; the trainer then refuses document tokens).
     deterministic: the same bits in every run on a GPU too. reserve: host
     memory of the process besides what the plan places, bytes or "1GiB" (None: from the process as it stands). keep_grads: gradients come home wherever the update runs, for Trainer.grad(). Raises InvalidError, BudgetError (what is missing and the nearest plan that fits).
     """
 
     def __init__(self, model: ModelConfig, *, seq_len: int, device_mem=None, host_mem=None, tokens_per_step: int = 0,
-                 recipe: str = "bf16", chunk_tokens: int = 0, chunks_per_round: int = 0, head_slice_tokens: int = 0, clip: bool = True,
+                 recipe: str = "bf16", chunk_tokens: int = 0, chunks_per_round: int = 0, first_round_chunks: int = 0, head_slice_tokens: int = 0, clip: bool = True,
                  threads: int = 0, trace_steps: int = 2, keep_grads: bool = True, one_document: bool = False,
                  deterministic: bool = False, reserve=None, hardware: Hardware | None = None):
         self.model = model
         self.hardware = hardware or Hardware.cached(threads)
         self.config = self._config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round,
-                                   head_slice_tokens, clip, threads, trace_steps, keep_grads, one_document, deterministic, reserve)
+                                   head_slice_tokens, clip, threads, trace_steps, keep_grads, one_document, deterministic, reserve, first_round_chunks)
         out = ffi.new("ps_plan **")
         check(lib.ps_plan_create(out, model._ptr, self.config, self.hardware._ptr))
         self._ptr = ffi.gc(out[0], lib.ps_plan_destroy)
 
     @staticmethod
     def _config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round, head_slice_tokens, clip,
-                threads, trace_steps, keep_grads, one_document=False, deterministic=False, reserve=None):
+                threads, trace_steps, keep_grads, one_document=False, deterministic=False, reserve=None, first_round_chunks=0):
         which = ffi.new("ps_recipe *")
         check(lib.ps_recipe_parse(which, recipe.encode()))
         return struct("ps_plan_config", recipe=which[0], device_bytes=parse_bytes(device_mem), host_bytes=parse_bytes(host_mem),
                       seq_len=seq_len, tokens_per_step=tokens_per_step, chunk_tokens=chunk_tokens, chunks_per_round=chunks_per_round,
                       head_slice_tokens=head_slice_tokens, clip=bool(clip), n_threads=threads, trace_steps=trace_steps, keep_grads=int(keep_grads),
-                      one_document=int(one_document), deterministic=int(deterministic), reserve_bytes=parse_bytes(reserve))
+                      one_document=int(one_document), deterministic=int(deterministic), reserve_bytes=parse_bytes(reserve), first_round_chunks=first_round_chunks)
 
     @classmethod
     def smallest(cls, model: ModelConfig, *, seq_len: int, device_mem=None, host_mem=None, tokens_per_step: int = 0,
-                 recipe: str = "bf16", chunk_tokens: int = 0, chunks_per_round: int = 0, head_slice_tokens: int = 0, clip: bool = True,
+                 recipe: str = "bf16", chunk_tokens: int = 0, chunks_per_round: int = 0, first_round_chunks: int = 0, head_slice_tokens: int = 0, clip: bool = True,
                  threads: int = 0, trace_steps: int = 2, keep_grads: bool = True, one_document: bool = False, deterministic: bool = False,
                  reserve=None, hardware: Hardware | None = None) -> tuple[int, int]:
         """The least device memory under host_mem and the least host memory under device_mem that a plan fits in, bytes; one
         byte less is refused. 0 where none fits."""
         hardware = hardware or Hardware.cached(threads)
         cfg = cls._config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round, head_slice_tokens,
-                          clip, threads, trace_steps, keep_grads, one_document, deterministic, reserve)
+                          clip, threads, trace_steps, keep_grads, one_document, deterministic, reserve, first_round_chunks)
         device, host = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))
         return device[0], host[0]

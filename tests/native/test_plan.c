@@ -176,9 +176,10 @@ static void check_tight(const ps__step *s) {
 /* ---- random cases --------------------------------------------------------------------------------------------------------------------- */
 
 /* Shapes: one sequence a chunk, packed with an uneven last chunk and round, a long sequence in even and uneven slices. */
-typedef struct shape { uint32_t seq_len, n_sequences, chunk_tokens, chunks_per_round; } shape;
+typedef struct shape { uint32_t seq_len, n_sequences, chunk_tokens, chunks_per_round, first_round_chunks; } shape;
 static const shape shapes[] = {
-    {24, 4, 24, 4}, {24, 5, 24, 2}, {16, 7, 32, 2}, {16, 5, 48, 1}, {64, 2, 16, 4}, {64, 3, 16, 8}, {56, 3, 24, 3}, {40, 2, 16, 6}, {32, 3, 96, 1},
+    {24, 4, 24, 4, 0}, {24, 5, 24, 2, 3}, {16, 7, 32, 2, 0}, {16, 5, 48, 1, 0}, {64, 2, 16, 4, 0},
+    {64, 3, 16, 4, 8}, {56, 3, 24, 3, 0}, {40, 2, 16, 6, 0}, {32, 3, 96, 1, 0},
 };
 enum { N_SHAPES = sizeof shapes / sizeof *shapes, N_CASES = N_MODELS * N_SHAPES * PS_N_RECIPES };
 
@@ -187,6 +188,7 @@ static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *
   spec->recipe = (ps_recipe)cfg->recipe;
   spec->chunk_tokens = cfg->chunk_tokens;
   spec->chunks_per_round = l->chunks_per_round;
+  spec->first_round_chunks = l->first_round_chunks;
   spec->head_slice = cfg->head_slice_tokens;
   spec->clip = cfg->clip != 0;
   memset(spec->param_resident, 1, spec->n_units);
@@ -251,7 +253,7 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
   ps__layout layout;
   ps__spec spec;
   ps_plan *plan;
-  CHECK(ps__layout_init(&layout, cfg.seq_len, sh->n_sequences, cfg.chunk_tokens, cfg.chunks_per_round) == PS_OK);
+  CHECK(ps__layout_init(&layout, cfg.seq_len, sh->n_sequences, cfg.chunk_tokens, cfg.chunks_per_round, sh->first_round_chunks) == PS_OK);
   resident_spec(&spec, m, &cfg, &layout);
   CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
   check_step(&plan->step);
