@@ -8,7 +8,7 @@ from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock import BudgetError, Hardware, ModelConfig, Plan
+from penstock import BudgetError, Hardware, InvalidError, ModelConfig, Plan
 
 MIB = 1 << 20
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
@@ -159,6 +159,22 @@ def test_an_embedding_at_home_costs_its_rows_on_the_link(tmp_path):
     assert r["d2h_bytes"] == to_host
     at_the_turn = rounds * 4 * sum(u["elements"] for u in d["units"][1:-1])  # blocks still there from their forward visits: at most this is not fetched twice
     assert to_device - at_the_turn <= r["h2d_bytes"] <= to_device and at_the_turn < table * rounds
+
+
+def test_stalls_are_the_gaps_of_each_stream(tmp_path):
+    """Over a slow link compute waits for parameters above all; what the stalls of a stream add up to is what lies between its ops."""
+    plan = Plan(config(tmp_path), hardware=rates(copy=5e7), device_mem=Plan.smallest(config(tmp_path), hardware=rates(), seq_len=128, tokens_per_step=512)[0],
+                seq_len=128, tokens_per_step=512)
+    events, _ = plan.simulate(3)
+    stalls = plan.stalls(events)
+    for stream in range(5):
+        own = np.sort(events[events["stream"] == stream], order=["step", "op"])
+        gaps = np.maximum(own["start_ns"][1:].astype(np.int64) - np.maximum.accumulate(own["end_ns"][:-1]).astype(np.int64), 0).sum()
+        assert sum(s["seconds"] for s in stalls if s["stream"] == stream) == pytest.approx(gaps / 3 * 1e-9, rel=1e-9, abs=1e-12)
+    compute = [s for s in stalls if s["stream"] == 0]
+    assert compute[0]["what"] == "parameters" and compute == sorted(compute, key=lambda s: -s["seconds"])
+    with pytest.raises(InvalidError):
+        plan.stalls(events[:-1])
 
 
 def test_recomputing_costs_the_products_of_what_is_not_saved(tmp_path):

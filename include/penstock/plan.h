@@ -87,6 +87,18 @@ PS_API const char *ps_plan_stream_name(uint32_t stream);
 /* ps_plan_simulate() - the predicted trace of @n_steps steps, as ps_sim_run(). */
 PS_API ps_status ps_plan_simulate(const ps_plan *plan, uint64_t n_steps, ps_trace_event *events, double *step_end_ns);
 
+/* What a stream waited for. */
+typedef struct ps_stall {
+  uint32_t stream, awaited_stream; /* the same: launch and signals */
+  double seconds;                  /* a step */
+  char what[40];                   /* "parameters", "saved tensors", "the optimizer", ... */
+} ps_stall;
+
+/* ps_plan_stalls() - from a trace of the plan's schedule, of a run (ps_trainer_trace) or simulated (ps_plan_simulate): how long each stream waited for what
+ * between two of its ops, a step. @events: @n of them, whole steps, steps in order and program order inside a step. Sorted by stream, the longest first. With @room too
+ * small the first are written; @n_stalls is how many there are. Errors: PS_EINVAL; PS_ENOMEM. */
+PS_API ps_status ps_plan_stalls(const ps_plan *plan, const ps_trace_event *events, uint64_t n, ps_stall *stalls, uint64_t room, uint64_t *n_stalls);
+
 #ifdef __cplusplus
 }
 #endif

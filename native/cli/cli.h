@@ -153,6 +153,7 @@ void cli_progress_note(cli_progress *p, const char *fmt, ...) __attribute__((for
 void cli_progress_end(cli_progress *p); /* closes an open line */
 
 /* What a run leaves for its report. */
+enum { CLI_MAX_STALLS = 64 };
 typedef struct cli_run_result {
   uint64_t n_done, n_wanted, tokens;
   double loss_first, loss_last, wall_s;
@@ -160,10 +161,13 @@ typedef struct cli_run_result {
   uint64_t device_peak_bytes, host_peak_bytes;
   double busy[PS_MAX_STREAMS], wait[PS_MAX_STREAMS]; /* shares of the traced time */
   uint32_t n_streams;
+  ps_stall stall[CLI_MAX_STALLS], planned_stall[CLI_MAX_STALLS]; /* what streams waited for, of the trace and of the plan; the longest first in each stream */
+  uint64_t n_stalls, n_planned_stalls;
   bool interrupted, saved;
   char *metrics_path, *plan_path, *timeline_path;
 } cli_run_result;
 void cli_stream_shares(cli_run_result *r, const ps_trace_event *events, uint64_t n);
+int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events, uint64_t n); /* fills both lists of stalls; exit code */
 void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r);
 void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r);
 

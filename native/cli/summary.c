@@ -1,6 +1,8 @@
 /* summary.c - what a run says when it ends: predicted beside measured, where the time went, memory against the plan. */
 #include "cli.h"
 #include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
 
 void cli_stream_shares(cli_run_result *r, const ps_trace_event *events, uint64_t n) {
   uint64_t first = UINT64_MAX, last = 0;
@@ -22,6 +24,59 @@ void cli_stream_shares(cli_run_result *r, const ps_trace_event *events, uint64_t
   }
 }
 
+/* The plan's are those of its last two simulated steps of three, as if it had run for long. */
+int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events, uint64_t n) {
+  enum { SIMULATED = 3 };
+  uint64_t n_ops = ps_schedule_n_ops(ps_plan_schedule((ps_plan *)plan));
+  ps_trace_event *planned = malloc(SIMULATED * n_ops * sizeof *planned);
+  if (!planned)
+    return cli_fail(CLI_FAILED, "out of memory for the plan's trace of %" PRIu64 " ops", SIMULATED * n_ops);
+  ps_status st = ps_plan_stalls(plan, events, n, r->stall, CLI_MAX_STALLS, &r->n_stalls);
+  if (st == PS_OK)
+    st = ps_plan_simulate(plan, SIMULATED, planned, NULL);
+  if (st == PS_OK)
+    st = ps_plan_stalls(plan, planned + n_ops, (SIMULATED - 1) * n_ops, r->planned_stall, CLI_MAX_STALLS, &r->n_planned_stalls);
+  r->n_stalls = r->n_stalls < CLI_MAX_STALLS ? r->n_stalls : CLI_MAX_STALLS;
+  r->n_planned_stalls = r->n_planned_stalls < CLI_MAX_STALLS ? r->n_planned_stalls : CLI_MAX_STALLS;
+  free(planned);
+  return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
+}
+
+static double planned_of(const cli_run_result *r, const ps_stall *s) {
+  double seconds = 0;
+  for (uint64_t i = 0; i < r->n_planned_stalls; i++)
+    if (r->planned_stall[i].stream == s->stream && strcmp(r->planned_stall[i].what, s->what) == 0)
+      seconds += r->planned_stall[i].seconds;
+  return seconds;
+}
+
+/* "compute waited 0.431 s a step: 0.201 s for parameters (planned 0.180), ...": the three largest reasons. */
+static void print_stalls(FILE *out, const cli_run_result *r, uint32_t stream) {
+  double sum = 0;
+  uint32_t n = 0;
+  for (uint64_t i = 0; i < r->n_stalls; i++)
+    sum += r->stall[i].stream == stream ? r->stall[i].seconds : 0;
+  fprintf(out, "%s waited %.3f s a step%s", ps_plan_stream_name(stream), sum, sum > 0 ? ": " : "");
+  for (uint64_t i = 0; i < r->n_stalls && n < 3; i++)
+    if (r->stall[i].stream == stream)
+      fprintf(out, "%s%.3f s for %s (planned %.3f)", n++ ? ", " : "", r->stall[i].seconds, r->stall[i].what, planned_of(r, &r->stall[i]));
+  fputc('\n', out);
+}
+
+static void stalls_json(cli_json *j, const cli_run_result *r) {
+  cli_json_open(j, "stalls", '[');
+  for (uint64_t i = 0; i < r->n_stalls; i++) {
+    cli_json_open(j, NULL, '{');
+    cli_json_text(j, "stream", ps_plan_stream_name(r->stall[i].stream));
+    cli_json_text(j, "for", r->stall[i].what);
+    cli_json_text(j, "from", ps_plan_stream_name(r->stall[i].awaited_stream));
+    cli_json_number(j, "seconds", r->stall[i].seconds);
+    cli_json_number(j, "planned_seconds", planned_of(r, &r->stall[i]));
+    cli_json_close(j, '}');
+  }
+  cli_json_close(j, ']');
+}
+
 void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
   char a[32], b[32], c[32];
   const ps_plan_report *plan = &job->report;
@@ -37,6 +92,7 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
     fprintf(out, "stream        busy   waiting\n");
     for (uint32_t s = 0; s < r->n_streams; s++)
       fprintf(out, "  %-10s %5.1f%%   %5.1f%%\n", ps_plan_stream_name(s), 100 * r->busy[s], 100 * r->wait[s]);
+    print_stalls(out, r, 0);
   }
   fprintf(out, "metrics %s, plan %s%s%s\n", r->metrics_path, r->plan_path, r->timeline_path ? ", timeline " : "",
           r->timeline_path ? r->timeline_path : "");
@@ -72,6 +128,7 @@ void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r) {
     cli_json_close(&j, '}');
   }
   cli_json_close(&j, ']');
+  stalls_json(&j, r);
   cli_json_text(&j, "metrics", r->metrics_path);
   cli_json_text(&j, "plan", r->plan_path);
   if (r->timeline_path)

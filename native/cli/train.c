@@ -226,6 +226,10 @@ static int report_trace(const cli_job *job, ps_trainer *t, cli_run_result *r) {
     st = ps_trainer_trace(t, events, n, &n);
   if (st == PS_OK && events) {
     cli_stream_shares(r, events, n);
+    if (cli_stalls(r, job->plan, events, n) != CLI_OK) {
+      free(events);
+      return CLI_FAILED;
+    }
     r->timeline_path = cli_path_join(job->run_dir, "timeline.json");
     st = r->timeline_path ? ps_trace_write_json(r->timeline_path, schedule, events, n, names) : PS_OK;
   }

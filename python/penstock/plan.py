@@ -174,6 +174,14 @@ class Plan:
     def stream_names(self) -> list[str]:
         return [text(lib.ps_plan_stream_name(i)) for i in range(self.schedule.n_streams)]
 
+    def stalls(self, trace: np.ndarray) -> list[dict]:
+        """What each stream waited for between two of its ops, seconds a step, from a trace of whole steps (Trainer.trace(), simulate()): dicts of stream, what,
+        awaited_stream, seconds; by stream, the longest first."""
+        room, n = 128, ffi.new("uint64_t *")
+        out = ffi.new("ps_stall[]", room)
+        check(lib.ps_plan_stalls(self._ptr, ffi.from_buffer("ps_trace_event[]", trace), len(trace), out, room, n))
+        return [{"stream": s.stream, "what": text(s.what), "awaited_stream": s.awaited_stream, "seconds": s.seconds} for s in out[0:n[0]]]
+
     def simulate(self, n_steps: int = 2) -> tuple[np.ndarray, np.ndarray]:
         """The predicted trace of n_steps steps (TRACE_DTYPE) and when each step ended (ns)."""
         events, ends = np.zeros(n_steps * self.schedule.n_ops, TRACE_DTYPE), np.zeros(n_steps)
