@@ -47,6 +47,8 @@ static const char *where(uint64_t some, uint64_t all) { return some == all ? "re
 static void write_text(text *t, const ps_plan *p) {
   const ps_plan_report *r = &p->report;
   char a[32], b[32], c[32];
+  if (p->hw.backend == PS_BACKEND_CUDA) say(t, "machine          %s; host: %s, %u threads\n", p->hw.device_name, p->hw.name, p->hw.n_threads);
+  else say(t, "machine          %s, %u threads; no GPU is used\n", p->hw.name, p->hw.n_threads);
   say(t, "step             %llu tokens: %u round%s of %u chunk%s of %llu tokens", (unsigned long long)r->tokens_per_step, r->n_rounds,
       r->n_rounds == 1 ? "" : "s", r->chunks_per_round, r->chunks_per_round == 1 ? "" : "s", (unsigned long long)r->chunk_tokens);
   if (r->first_round_chunks > r->chunks_per_round) say(t, ", the first of %u", r->first_round_chunks);
