@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -275,3 +276,19 @@ def test_a_second_ctrl_c_stops_at_once_and_saves_nothing(job, tmp_path):
     assert process.returncode == 130 and "stopped at once; nothing is saved" in stderr
     assert not (out / "model.safetensors").exists() and not (out / "config.json").exists()
     assert all(json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
+
+
+def test_a_grid_of_caps_is_predicted_and_drawn(tiny_model, tmp_path):
+    ask = ("plan", "--model", tiny_model, "--seq-len", 64, "--tokens-per-step", 512)
+    sizes = ("--grid-device", "1KiB", "4MiB", "64MiB", "--grid-host", "1MiB", "4GiB")
+    grid = json.loads(penstock(*ask, *sizes, "--json").stdout)
+    (none, too), (small, fits, large) = grid["tokens_per_s"][0][:2], grid["tokens_per_s"][1]
+    assert grid["device_bytes"] == [1024, 4 << 20, 64 << 20] and none == too == small == 0 and 0 < fits <= large
+    (tmp_path / "grid.json").write_text(json.dumps(grid))
+    subprocess.run([sys.executable, "-m", "penstock.plot", tmp_path / "grid.json", tmp_path / "grid.png"], check=True)
+    assert (tmp_path / "grid.png").stat().st_size > 1000
+    table = penstock(*ask, *sizes).stdout
+    assert table.count("\n") == 4 and "-" in table and "4.0 GiB" in table
+    for wrong in (sizes[:4], ("--grid-device", "many", "--grid-host", "1GiB")):
+        done = penstock(*ask, *wrong)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "grid" in done.stderr

@@ -58,7 +58,7 @@ static bool parse_number(const char *text, double *out, const char **end) {
 }
 
 /* 20GiB, 512MiB, 1.5GiB, 2e9, 100MB. */
-static bool parse_bytes(const char *text, uint64_t *out) {
+bool cli_parse_bytes(const char *text, uint64_t *out) {
   static const struct {
     const char *name;
     double bytes;
@@ -121,7 +121,7 @@ static int set_value(const cli_option *o, const char *text) {
     *(int32_t *)o->out = (int32_t)value;
     return CLI_OK;
   case CLI_BYTES:
-    if (!parse_bytes(text, o->out) || *(uint64_t *)o->out == 0)
+    if (!cli_parse_bytes(text, o->out) || *(uint64_t *)o->out == 0)
       return refuse_value(o, text, "a size such as 20GiB, 512MiB or 2e9");
     return CLI_OK;
   case CLI_NUMBER:

@@ -38,6 +38,8 @@ typedef struct cli_texts {
   uint32_t n;
 } cli_texts;
 
+bool cli_parse_bytes(const char *text, uint64_t *out); /* "20GiB", "2e9"; false when it is no size */
+
 typedef struct cli_option {
   const char *name; /* without the dashes */
   cli_kind kind;
@@ -134,6 +136,9 @@ void cli_job_options(cli_job *job, cli_option *options, bool training);
 int cli_job_check(cli_job *job);
 int cli_job_prepare(cli_job *job);
 int cli_job_plan(cli_job *job);
+
+/* cli_plan_grid() - for a prepared job: predicted tokens per second under each pair of caps, as a table or JSON (grid.c). */
+int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts);
 
 /* ---- training (train.c, progress.c, summary.c) ------------------------------------------------------------------------------ */
 int cli_train_job(cli_job *job); /* job parsed; everything else is done here */

@@ -1,5 +1,6 @@
 /* plan.c - `penstock plan`: what train would do under the given caps. */
 #include "cli.h"
+#include <stdlib.h>
 
 static int print_smallest(cli_job *job) {
   uint64_t device, host;
@@ -33,7 +34,11 @@ int cli_plan(int argc, char **argv) {
   options[n] = (cli_option){.name = "smallest", .kind = CLI_FLAG, .out = &job.smallest, .help = "print the smallest caps that a plan fits in"};
   options[n + 1] = (cli_option){.name = "hardware", .kind = CLI_TEXT, .out = &job.hardware_file, .value = "FILE",
                                 .help = "plan for the machine that this file describes (as penstock profile keeps it in its cache)"};
-  options[n + 2] = (cli_option){.name = NULL};
+  cli_texts devices = {0}, hosts = {0};
+  options[n + 2] = (cli_option){.name = "grid-device", .kind = CLI_TEXTS, .out = &devices, .value = "SIZE...",
+                                .help = "with --grid-host: a table of predicted tokens/s over these caps"};
+  options[n + 3] = (cli_option){.name = "grid-host", .kind = CLI_TEXTS, .out = &hosts, .value = "SIZE...", .help = "its rows"};
+  options[n + 4] = (cli_option){.name = NULL};
   const cli_command command = {
       .usage = "plan --model DIR --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
       .about = "Searches the fastest plan of a step under both caps and prints it: chunks and rounds, what stays on the device, what\n"
@@ -47,8 +52,10 @@ int cli_plan(int argc, char **argv) {
   if (code == CLI_OK)
     code = cli_job_check(&job);
   if (code == CLI_OK)
-    code = job.smallest ? cli_job_prepare(&job) : cli_job_plan(&job);
-  if (code == CLI_OK && job.smallest) {
+    code = job.smallest || devices.n || hosts.n ? cli_job_prepare(&job) : cli_job_plan(&job);
+  if (code == CLI_OK && (devices.n || hosts.n)) {
+    code = cli_plan_grid(&job, &devices, &hosts);
+  } else if (code == CLI_OK && job.smallest) {
     code = print_smallest(&job);
   } else if (code == CLI_OK && (job.json || !job.quiet)) {
     const char *text = job.json ? ps_plan_json(job.plan) : ps_plan_text(job.plan);
@@ -57,5 +64,7 @@ int cli_plan(int argc, char **argv) {
       puts(text);
   }
   cli_job_free(&job);
+  free(devices.item);
+  free(hosts.item);
   return code < 0 ? CLI_OK : code;
 }
