@@ -87,6 +87,8 @@ CU_SRC := $(sort $(wildcard native/kernels/cuda/*.cu native/optim/cuda/*.cu))
 ifneq ($(FLASH_ATTN),1)
 CU_SRC := $(filter-out %/attention_flash.cu,$(CU_SRC))
 endif
+# An installed package lies beside NVIDIA's wheels: site-packages/penstock/_native and site-packages/nvidia.
+NVIDIA_WHEELS := :$$ORIGIN/../../nvidia/cu$(CUDA_MAJOR)/lib:$$ORIGIN/../../nvidia/cublas/lib:$$ORIGIN/../../nvidia/cudnn/lib
 CU_OBJ := $(CU_SRC:%.cu=$(BUILD)/obj/%.o)
 # Attention through cuDNN: headers under $(BUILD)/cudnn/include (the frontend counts on that name), its libraries, which are opened at run time, beside ours.
 ifeq ($(CUDNN),1)
@@ -208,7 +210,7 @@ $(BUILD)/obj/%.o: %.c $(BUILD)/obj/.config | $(BLAS_STAMP) $(CUBLAS_STAMP)
 
 $(LIB): $(LIB_OBJ)
 	@mkdir -p $(dir $@)
-	$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN' -Wl,-soname,libpenstock.so -o $@ $^ $(PS_LDLIBS) $(LDLIBS)
+	$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN$(NVIDIA_WHEELS)' -Wl,-soname,libpenstock.so -o $@ $^ $(PS_LDLIBS) $(LDLIBS)
 # The public headers as declarations for cffi, beside the library that they belong to.
 $(CDEF): python/generate_cdef.py $(wildcard include/penstock/*.h)
 	$(PYTHON) $< include $@

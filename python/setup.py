@@ -2,7 +2,8 @@
 
 `make lib` runs in the folder above with its objects in PENSTOCK_INSTALL_BUILD (default: build/install of the source tree) and
 the OpenBLAS wheel of pip's build environment (pyproject.toml asks for it; without build isolation: the caller's). The
-library, the OpenBLAS libraries and the declarations generated from the headers become penstock/_native/.
+library, the OpenBLAS libraries and the declarations generated from the headers become penstock/_native/. NVIDIA's libraries do not: what
+was built with CUDA finds those of the wheels nvidia-cublas and nvidia-cudnn in the environment that it is installed into.
 """
 import os
 import shutil
@@ -32,7 +33,7 @@ class BuildWithLibrary(build_py):
             target = Path(self.build_lib) / "penstock" / "_native"
             target.mkdir(parents=True, exist_ok=True)
             for path in sorted((BUILD / "lib").iterdir()):
-                if path.suffix != ".a":
+                if path.suffix != ".a" and not path.is_symlink():  # links lead to NVIDIA's libraries
                     shutil.copy2(path, target / path.name)
 
 
