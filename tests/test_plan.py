@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock import BudgetError, Hardware, InvalidError, ModelConfig, Plan
+from penstock._lib import lib
 
 MIB = 1 << 20
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
@@ -210,3 +211,10 @@ def test_large_models_are_planned_without_touching_memory(name, seconds):
     assert time.monotonic() - begin < seconds
     assert resident() - before < 512 * MIB < plan.report["device_bytes"]
     assert plan.report["device_bytes"] <= 20 << 30
+
+
+@pytest.mark.parametrize("name,tflops", [("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989),
+                                         ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA RTX A1000", 0), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GeForce RTX 4090 D", 0),
+                                         ("NVIDIA GeForce RTX 4090 Laptop GPU", 0), ("NVIDIA GeForce RTX 3090 Ti", 80), ("NVIDIA GeForce RTX 3090", 71.2), ("some GPU", 0)])
+def test_the_peak_is_that_of_the_whole_name(name, tflops):
+    assert lib.ps_hardware_peak(name.encode()) == pytest.approx(tflops * 1e12)

@@ -63,7 +63,7 @@ typedef struct ps_plan_report {
   uint32_t bottleneck_stream;
 } ps_plan_report;
 
-/* ps_plan_create() - search for the fastest plan under both caps. Pure but for reading the process's memory; touches no model
+/* ps_plan_create() - search for the fastest plan under both caps: of all in the family or, for large models and steps, of those looked at in some seconds. Pure but for reading the process's memory; touches no model
  * data. Deterministic. @out on PS_OK owned by the caller, released by ps_plan_destroy(). Errors: PS_EINVAL names the field;
  * PS_EBUDGET says what is missing and the nearest plan that fits; PS_ENOMEM. */
 PS_API ps_status ps_plan_create(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw);
@@ -71,7 +71,8 @@ PS_API void ps_plan_destroy(ps_plan *plan); /* NULL is a no-op */
 PS_API ps_status ps_plan_get_report(const ps_plan *plan, ps_plan_report *out);
 
 /* ps_plan_smallest() - the least device memory (under cfg->host_bytes) and the least host memory (under cfg->device_bytes) for
- * which ps_plan_create() succeeds, BYTES; 0 where none does. Exact: 1 byte less of cap is refused. */
+ * which ps_plan_create() succeeds, BYTES; 0 where none does. Exact (1 byte less of cap is refused) where all plans of the family can be looked at; of large models and
+ * steps the least of those looked at in some seconds. */
 PS_API ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw,
                                   uint64_t *device_bytes, uint64_t *host_bytes);
 

@@ -154,8 +154,7 @@ static ps_status measure_size(ps__family *f, ps__size *z, bool embed_at_home, ps
       if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD && op->tag.round == 0) base->forward_ns[1] += ns;
       if (op->stream == PS__S_H2D && op->tag.chunk >= 0 && op->tag.layer < 0) base->batch_bytes += (uint64_t)op->work.bytes;
     }
-    z->saved_bytes = s.saved_bytes[PS_FATE_DEVICE];
-    st = turn_bytes(f, &s, z->saved_bytes, &turn);
+    st = turn_bytes(f, &s, s.saved_bytes[PS_FATE_DEVICE], &turn);
     base->device_bytes = ps__device_overhead(f->plan, &s, &scratch) + turn;
     base->host_bytes = ps__host_overhead(f->plan, &s, &scratch, &trace);
     z->coarse |= s.n_op > LARGE_STEP_OPS || (double)n_compute * f->plan->hw.op_ns > base->compute_ns / 4;
@@ -399,7 +398,7 @@ static uint32_t chunk_sizes(const ps__family *f, uint64_t list[MAX_CHUNKS]) {
   for (uint32_t i = 0; i < n_targets; i++) {
     uint64_t size = target[i] < cfg->seq_len ? target[i] : target[i] / cfg->seq_len * cfg->seq_len;
     if (size > cfg->tokens_per_step) size = cfg->tokens_per_step;
-    if (target[i] == 8192 && f->plan->hw.backend == PS_BACKEND_CPU) continue; /* what a step too small for a GPU costs, a CPU does not pay */
+    if (target[i] == 8192 && f->plan->hw.backend == PS_BACKEND_CPU) continue; /* between 4096 and 16384 only memory of a GPU makes a difference */
     const bool many = cfg->tokens_per_step / size * f->plan->model.n_layers * OPS_A_CELL > MOST_STEP_OPS; /* so many ops that a plan of them takes minutes to find */
     if ((many || needlessly_small(f, size)) && size < cfg->tokens_per_step && i + 1 < n_targets) continue;
     n = add_number(list, n, size);

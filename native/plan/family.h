@@ -1,8 +1,8 @@
 /* family.h - the plans that the search looks at: a fixed family, whatever the caps are.
  *
  * A member is a size (tokens a chunk, chunks a round), the shares of the saved bytes that stay on the device and that go home, which units stay on the
- * device, and how far ahead transfers are issued. Whether the embedding is at home follows from size and residency: where that is less traffic. For every member there are bounds that cost microseconds (it cannot take less time or memory) and an estimate of its
- * time, by which the search goes. */
+ * device, and how far ahead transfers are issued. Whether the embedding is at home follows from size and residency: where that is less traffic. For every member
+ * there are bounds that cost microseconds (it cannot take less time or memory) and an estimate of its time, by which the search goes. */
 #ifndef PS_PLAN_FAMILY_H
 #define PS_PLAN_FAMILY_H
 #include "plan_impl.h"
@@ -34,7 +34,6 @@ typedef struct ps__base {
 typedef struct ps__size {
   ps__layout layout;
   ps__base base[2];        /* [the embedding is at home]: of untied models both */
-  uint64_t saved_bytes;    /* of a round: all items */
   bool coarse;             /* only every third share is looked at: the step has very many ops, or its ops so little work that their fixed cost decides */
 } ps__size;
 

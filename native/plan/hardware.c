@@ -4,6 +4,7 @@
 #ifdef PS_CUDA
 #include "../backends/cuda/probe.h"
 #endif
+#include <ctype.h>
 #include <stdlib.h>
 #include <string.h>
 #include <errno.h>
@@ -55,15 +56,25 @@ uint32_t ps_hardware_n_gpus(void) {
 #endif
 }
 
+/* Whole words: "A100" is not in "RTX A1000". */
+static bool has_words(const char *name, const char *words) {
+  const size_t n = strlen(words);
+  for (const char *at = strstr(name, words); at; at = *at ? strstr(at + 1, words) : NULL)
+    if (n == 0 || ((at == name || !isalnum((unsigned char)at[-1])) && !isalnum((unsigned char)at[n]))) return true;
+  return false;
+}
+
 /* Dense bf16 with fp32 accumulation, TFLOP/s, from NVIDIA's data sheets and architecture white papers (H100 and H200 SXM, H100 PCIe and NVL, A100, L40S, RTX 6000
- * Ada; GeForce: the white papers of Blackwell, Ada and Ampere). The first entry whose words are all in the name counts. */
+ * Ada; GeForce: the white papers of Blackwell, Ada and Ampere). The first entry whose words are all in the name counts; what shares a name with another chip is
+ * there as unknown. */
 double ps_hardware_peak(const char *device_name) {
   static const struct { const char *a, *b; double tflops; } table[] = {
-      {"H200", "", 989},      {"GH200", "", 989},     {"H100", "PCIe", 756},     {"H100", "NVL", 835},    {"H100", "", 989},
-      {"A100", "", 312},      {"L40S", "", 362},      {"RTX 6000 Ada", "", 364}, {"RTX 5090", "", 209.5}, {"RTX 4090", "", 165.2},
-      {"RTX 3090 Ti", "", 80}, {"RTX 3090", "", 71.2}};
+      {"Laptop", "", 0},      {"H200", "NVL", 835},   {"H200", "", 989},         {"GH200", "", 989},       {"H100", "PCIe", 756},
+      {"H100", "NVL", 835},   {"H100", "", 989},      {"A100", "", 312},         {"L40S", "", 362},        {"RTX 6000 Ada", "", 364},
+      {"RTX 5090 D", "", 0},  {"RTX 5090", "", 209.5}, {"RTX 4090 D", "", 0},    {"RTX 4090", "", 165.2},  {"RTX 3090 Ti", "", 80},
+      {"RTX 3090", "", 71.2}};
   for (size_t i = 0; device_name && i < sizeof table / sizeof *table; i++)
-    if (strstr(device_name, table[i].a) && strstr(device_name, table[i].b)) return table[i].tflops * 1e12;
+    if (has_words(device_name, table[i].a) && has_words(device_name, table[i].b)) return table[i].tflops * 1e12;
   return 0;
 }
 
@@ -79,7 +90,7 @@ static void estimate_cpu(ps_hardware *hw) {
   hw->op_ns = 3000;
 }
 
-/* Shares of the peak that a power-bound H100 or H200 reaches (bench/results); where the peak is unknown, 4096 FLOP a cycle and SM at 1.5 GHz. */
+/* Shares of the peak that a power-bound H200 reaches (bench/LOG.md); where the peak is unknown, 4096 FLOP a cycle and SM at 1.5 GHz. */
 static void estimate_cuda(ps_hardware *hw) {
   const double peak = hw->peak_flops_per_s > 0 ? hw->peak_flops_per_s : 4096 * 1.5e9 * hw->n_sms;
   hw->gemm_flops_per_s[PS_BF16] = 0.66 * peak;

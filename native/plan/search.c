@@ -1,8 +1,9 @@
 /* search.c - the fastest plan under both caps, among a fixed family of plans (family.h).
  *
- * The family does not depend on the caps, so a larger cap only admits more members: more memory never gives a slower plan. Members are looked at best estimate
- * first, after one of each size has told how far off its size's estimates are; looking is work that grows from one stage to the next, each ruling members out before the next: the bounds, emission, the bytes alive at once, the
- * memory map, the simulation. Where a bound is no better than the best simulated plan, the member is passed over. */
+ * The family does not depend on the caps, so a larger cap only admits more members: where all of them are looked at, more memory never gives a slower plan. Members are
+ * looked at best estimate first, after one of each size has told how far off its size's estimates are; looking is work that grows from one stage to the next, each ruling
+ * members out before the next: the bounds, emission, the bytes alive at once, the memory map, the simulation. Where a bound is no better than the best simulated plan, the
+ * member is passed over. Large families are looked at within a budget (MAX_OPS). */
 #include "family.h"
 #include "../kernels/cuda/scratch.h"
 #include <stdlib.h>
@@ -316,7 +317,7 @@ static ps_status find_smallest(search *s) {
   for (uint32_t space = 0; st == PS_OK && space < PS__N_SPACES; space++) {
     for (size_t i = 0; i < n; i++) order[i] = (small){s->family.member[i].bytes[space], (uint32_t)i};
     qsort(order, n, sizeof *order, by_key);
-    for (size_t i = 0; st == PS_OK && i < n && s->n_ops <= 4 * MAX_OPS; i++) st = size_up(s, &s->family.member[order[i].idx]);
+    for (size_t i = 0; st == PS_OK && i < n && s->n_ops <= (space + 1) * 2 * MAX_OPS; i++) st = size_up(s, &s->family.member[order[i].idx]);
   }
   ps__free(order);
   return st;

@@ -19,7 +19,8 @@ static struct {
   int (*DeviceGetComputeRunningProcesses_v3)(void *, unsigned *, process_info *);
 } nvml; /* written once */
 static bool there;
-static uint64_t before[MAX_DEVICES]; /* used when the GPU was first looked at, which is before its context */
+static bool looked[MAX_DEVICES];
+static uint64_t before[MAX_DEVICES]; /* used when the GPU was first looked at, which is before its context; 0 is a figure too */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void open_once(void) {
@@ -71,8 +72,10 @@ void ps__cuda_usage_begin(const ps__cuda_driver *cu, uint32_t device, uint64_t *
   void *handle;
   memory_info m;
   pthread_mutex_lock(&lock);
-  if (device < MAX_DEVICES && !before[device] && open_device(cu, device, &handle) && nvml.DeviceGetMemoryInfo(handle, &m) == 0)
+  if (device < MAX_DEVICES && !looked[device] && open_device(cu, device, &handle) && nvml.DeviceGetMemoryInfo(handle, &m) == 0) {
+    looked[device] = true;
     before[device] = m.used;
+  }
   *others = device < MAX_DEVICES ? before[device] : 0;
   pthread_mutex_unlock(&lock);
 }
