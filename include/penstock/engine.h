@@ -236,6 +236,11 @@ PS_API ps_status ps_run_wait(ps_run *run, uint64_t n_steps);
 PS_API void ps_run_cancel(ps_run *run);
 PS_API uint64_t ps_run_steps_done(const ps_run *run); /* any thread */
 
+/* ps_run_where() - where each stream stands, in words: a line a stream with the op behind the last one known to have ended, and what that op still waits for. To
+ * find out why nothing moves. @text gets at most @bytes, terminator included. Any thread while the run lives. On CUDA a device stream tells its
+ * place only where somebody awaits it, so it may be further. */
+PS_API void ps_run_where(const ps_run *run, char *text, uint64_t bytes);
+
 /* ps_run_destroy() - waits for the streams to come to rest (after an error or a cancel they stop at the next op). */
 PS_API void ps_run_destroy(ps_run *run);
 

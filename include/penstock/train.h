@@ -83,6 +83,8 @@ PS_API ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out);
  * at home may then be between two steps. */
 PS_API void ps_trainer_cancel(ps_trainer *t);
 PS_API uint64_t ps_trainer_steps_done(const ps_trainer *t);
+/* ps_trainer_where() - as ps_run_where(): where each stream stands, in words; nothing before the first step. Any thread. */
+PS_API void ps_trainer_where(const ps_trainer *t, char *text, uint64_t bytes);
 
 /* Parameters at home, by index of ps_model_param(), as fp32 (converted where the recipe stores bf16; master weights where there
  * are). @n elements expected. PS_ESTATE while steps are in flight. read gradient: the last step's total, divided by valid

@@ -1,11 +1,13 @@
 /* train.c - `penstock train`: refuse what is wrong before anything is written, then run, report and save. */
 #include "cli.h"
 #include <errno.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 /* ---- Ctrl-C: the first lets the steps in flight finish, the second stops at once ------------------------------------- */
@@ -177,6 +179,45 @@ static void note_step(cli_run_result *r, const ps_step_metrics *m, double *step_
   r->host_peak_bytes = m->host_peak_bytes;
 }
 
+/* Says once where each stream stands when steps stay away ten times as long as the plan foresees, and at least 30 s. */
+typedef struct watchdog {
+  ps_trainer *t;
+  double patience_s;
+  _Atomic uint64_t n_done;
+  _Atomic bool over;
+  pthread_t thread;
+} watchdog;
+
+static void *watch_steps(void *arg) {
+  watchdog *w = arg;
+  uint64_t n = 0;
+  double since = cli_now_s();
+  while (!atomic_load(&w->over)) {
+    char text[2048];
+    nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
+    if (atomic_load(&w->n_done) != n) {
+      n = atomic_load(&w->n_done);
+      since = cli_now_s();
+    }
+    if (cli_now_s() - since < w->patience_s) continue;
+    ps_trainer_where(w->t, text, sizeof text);
+    fprintf(stderr, "penstock: no step has ended for %.0f s; the streams:\n%s\n", w->patience_s, text);
+    break;
+  }
+  return NULL;
+}
+
+static bool watch_begin(watchdog *w, ps_trainer *t, const cli_job *job) {
+  const double s = 10 * job->report.step_s;
+  *w = (watchdog){.t = t, .patience_s = s < 30 ? 30 : s};
+  return pthread_create(&w->thread, NULL, watch_steps, w) == 0;
+}
+
+static void watch_end(watchdog *w) {
+  atomic_store(&w->over, true);
+  pthread_join(w->thread, NULL);
+}
+
 /* One step is kept submitted beyond the one waited for, until Ctrl-C. */
 static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics, cli_run_result *r) {
   double *step_s = calloc(job->steps, sizeof *step_s);
@@ -184,6 +225,8 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
     return cli_fail(CLI_FAILED, "out of memory for the times of %llu steps", (unsigned long long)job->steps);
   int code = CLI_OK;
   uint64_t submitted = 0;
+  watchdog dog;
+  const bool watched = watch_begin(&dog, t, job);
   while (code == CLI_OK) {
     r->interrupted = r->interrupted || atomic_load(&n_interrupts);
     uint64_t ahead = r->interrupted ? 0 : job->steps - r->n_done < 2 ? job->steps : r->n_done + 2;
@@ -201,9 +244,11 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
       break;
     }
     note_step(r, &m, step_s);
+    atomic_fetch_add(&dog.n_done, 1);
     cli_progress_step(p, &m, r->n_done);
     code = write_metrics(metrics, r->metrics_path, &m);
   }
+  if (watched) watch_end(&dog);
   cli_progress_end(p);
   r->step_s_median = median_step(step_s, r->n_done);
   free(step_s);

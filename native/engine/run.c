@@ -318,6 +318,37 @@ uint64_t ps_run_steps_done(const ps_run *r) {
   return done;
 }
 
+static const ps__op *op_at(const ps__oplist *l, uint32_t stream, uint64_t position) {
+  size_t i = 0;
+  while (i < l->n_ops && (l->ops[i].stream != stream || l->ops[i].position != position)) i++;
+  return i < l->n_ops ? &l->ops[i] : NULL;
+}
+
+void ps_run_where(const ps_run *r, char *text, uint64_t bytes) {
+  const ps_engine *e = r->engine;
+  const ps__oplist *l = &r->schedule->list;
+  uint64_t done[PS_MAX_STREAMS], at = 0;
+  char where[96];
+#define SAY(...) at += at < bytes ? (uint64_t)snprintf(text + at, bytes - at, __VA_ARGS__) : 0
+  if (bytes) text[0] = 0;
+  for (uint32_t s = 0; s < l->n_streams; s++) done[s] = e->backend->counter(e->device, s);
+  for (uint32_t s = 0; s < l->n_streams; s++) {
+    const uint64_t n = l->stream_n_ops[s], step = n ? done[s] / n : 0;
+    const ps__op *op = n ? op_at(l, s, done[s] % n) : NULL;
+    if (!op) continue;
+    describe_tag(where, sizeof where, &op->tag);
+    SAY("%s%s: step %llu, %llu of %llu ops ended, then %s%s", at ? "\n" : "", e->cfg.stream[s].name, (unsigned long long)step, (unsigned long long)(done[s] % n),
+        (unsigned long long)n, ps__op_name(op), where);
+    for (uint32_t i = 0; i < op->n_wait; i++) {
+      const ps_wait *w = &r->schedule->waits[op->wait + i];
+      if (w->steps_back > step) continue;
+      const uint64_t value = (step - w->steps_back) * l->stream_n_ops[w->stream] + w->value;
+      if (done[w->stream] < value) SAY("; waits for %s to end %llu more", e->cfg.stream[w->stream].name, (unsigned long long)(value - done[w->stream]));
+    }
+  }
+#undef SAY
+}
+
 void ps__run_rest(ps_run *r) {
   wait_steps(r, r->n_submitted);
   stop(r, 0);

@@ -251,6 +251,12 @@ void ps_trainer_cancel(ps_trainer *t) {
 
 uint64_t ps_trainer_steps_done(const ps_trainer *t) { return t ? t->n_reported : 0; }
 
+void ps_trainer_where(const ps_trainer *t, char *text, uint64_t bytes) {
+  ps_run *run = t ? atomic_load(&t->run) : NULL;
+  if (run) ps_run_where(run, text, bytes);
+  else if (bytes) text[0] = 0;
+}
+
 ps_status ps__trainer_idle(ps_trainer *t) {
   if (t->sticky == PS_OK && t->n_reported != t->n_submitted)
     return ps__fail(PS_ESTATE, "%llu steps are in flight: wait for them first", (unsigned long long)(t->n_submitted - t->n_reported));

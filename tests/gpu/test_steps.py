@@ -299,7 +299,7 @@ def penstock(*words):
 def test_the_driver_reports_no_more_than_was_planned(tmp_path):
     """In processes of their own, each after `profile`, as a user's would be: under the least device memory, some more, and no cap."""
     wide = config("llama", 128) | {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4,
-                                   "num_hidden_layers": 8, "vocab_size": 32000}
+                                   "num_hidden_layers": 8, "vocab_size": 32000, "max_position_embeddings": 1024}
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(wide))
     shard = write_shard(tmp_path / "a.bin", np.random.default_rng(5).integers(0, 32000, 50000))

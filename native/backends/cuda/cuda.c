@@ -238,6 +238,29 @@ static ps_status cuda_health(ps__device *dev) {
   return ps__fail(PS_EDEVICE, "the GPU failed, start anew in another process: %s", ps_last_error());
 }
 
+static void monitor_main(void *arg) {
+  ps__device *dev = arg;
+  while (!atomic_load(&dev->run_over) && cuda_health(dev) == PS_OK)
+    nanosleep(&(struct timespec){.tv_nsec = (long)HEALTH_NS}, NULL);
+}
+
+static void cuda_finish(ps__device *dev) {
+  atomic_store(&dev->run_over, true);
+  ps__thread_join(dev->monitor);
+  dev->monitor = NULL;
+  ps__cuda_finish(dev);
+}
+
+static ps_status cuda_prepare(ps__device *dev, const ps_schedule *schedule, uint64_t trace_steps) {
+  PS_TRY(cuda_health(dev));
+  PS_TRY(ps__cuda_prepare(dev, schedule, trace_steps));
+  atomic_store(&dev->run_over, false);
+  const ps_status st = ps__thread_start(&dev->monitor, monitor_main, dev, "gpu-health");
+  if (st != PS_OK)
+    ps__cuda_finish(dev);
+  return st;
+}
+
 /* ---- waits and signals ------------------------------------------------------------------------------------------------- */
 
 static void relax(void) {
@@ -246,24 +269,19 @@ static void relax(void) {
 #endif
 }
 
-/* Wait for a word that the device writes. */
+/* Wait for a word that the device writes. No call of the driver in here (device.h). */
 static bool watch(ps__device *dev, const ps__cuda_stream *s, uint64_t value, const _Atomic uint32_t *abort_flag) {
-  uint64_t begin = 0, look = 0;
+  uint64_t begin = 0;
   for (;;) {
     if (atomic_load_explicit(s->word, memory_order_acquire) >= value)
       return true;
     if (abort_flag && atomic_load(abort_flag) != 0)
       return false;
+    if (atomic_load(&dev->error) != CUDA_SUCCESS)
+      return atomic_load_explicit(s->word, memory_order_acquire) >= value;
     uint64_t now = ps__now_ns();
-    if (!begin) {
+    if (!begin)
       begin = now;
-      look = now + HEALTH_NS;
-    }
-    if (now >= look) {
-      look = now + HEALTH_NS;
-      if (cuda_health(dev) != PS_OK)
-        return atomic_load_explicit(s->word, memory_order_acquire) >= value;
-    }
     if (now - begin < SPIN_NS && ps__cores_idle()) {
       for (int i = 0; i < 16; i++)
         relax();
@@ -333,14 +351,9 @@ static ps_status cuda_memory(ps__device *dev, uint64_t *out_bytes) {
   return st;
 }
 
-static ps_status cuda_prepare(ps__device *dev, const ps_schedule *schedule, uint64_t trace_steps) {
-  PS_TRY(cuda_health(dev));
-  return ps__cuda_prepare(dev, schedule, trace_steps);
-}
-
 const ps__backend ps__backend_cuda = {
     .name = "cuda", .fn_id = cuda_fn_id, .open = cuda_open, .close = cuda_close, .map = ps__cuda_map, .unmap = ps__cuda_unmap,
     .peak = ps__cuda_peak, .group = cuda_group, .exec = cuda_exec, .copy = ps__cuda_copy, .prepare = cuda_prepare,
-    .finish = ps__cuda_finish, .warm = ps__cuda_warm, .memory = cuda_memory, .enter = cuda_enter, .leave = cuda_leave, .signal = cuda_signal, .wait = cuda_wait,
+    .finish = cuda_finish, .warm = ps__cuda_warm, .memory = cuda_memory, .enter = cuda_enter, .leave = cuda_leave, .signal = cuda_signal, .wait = cuda_wait,
     .counter = cuda_counter, .stamp = ps__cuda_stamp, .settle = ps__cuda_settle, .health = cuda_health, .kick = cuda_kick,
 };

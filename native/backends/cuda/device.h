@@ -13,7 +13,9 @@
  * up to 270 us under load.
  *
  * Submitting cannot lock up, though a full CUDA queue blocks the submitting thread and streams may share a hardware queue: all
- * that was submitted comes earlier in program order than what was not, and waits only point back in that order. */
+ * that was submitted comes earlier in program order than what was not, and waits only point back in that order. But while it blocks,
+ * the submitting thread holds the driver's lock: whoever the GPU waits for - a host stream's thread - must not call the driver, or neither
+ * ever goes on. So host streams only look at words, and a thread of its own asks for the device's health. */
 #ifndef PS_BACKENDS_CUDA_DEVICE_H
 #define PS_BACKENDS_CUDA_DEVICE_H
 #include "backends/cuda/driver.h"
@@ -54,6 +56,8 @@ struct ps__device {
   int numa_node;               /* of the GPU, or -1 */
   _Atomic int error;           /* CUresult of the first call that failed inside a run, where no status could say so */
   const char *_Atomic failed_call;
+  ps__thread *monitor;      /* while a run lives: asks the driver every few ms whether the device has failed */
+  _Atomic bool run_over;
   ps__mapping space[PS_MAX_SPACES];
   void *words;
   ps__cuda_stream stream[PS_MAX_STREAMS];
