@@ -245,6 +245,16 @@ def test_sumsq_is_the_documented_sum_bit_for_bit(n, name, dt):
 
 
 @DTYPES
+@pytest.mark.parametrize("n", [1, 1025, 16 * 1024, 65537 + 17 * 1024, (1 << 24) + 4099])
+def test_accumulate_sumsq_leaves_the_bits_of_both(n, dt):
+    g, total = torch.randn(n).to(dt), (torch.randn(n) * 3).to(dt)
+    added, squares = run("accumulate_sumsq_host", Sumsq(n, CODE[dt]), [("r", g), ("rw", total), ("w", torch.zeros(1, dtype=torch.float64))])
+    (expected,) = run("accumulate_host", Accumulate(n, CODE[dt]), [("r", g), ("rw", total)])
+    (sums,) = run("sumsq_host", Sumsq(n, CODE[dt]), [("r", expected), ("w", torch.zeros(1, dtype=torch.float64))])
+    assert same_bits(added, expected) and squares.item() == sums.item()
+
+
+@DTYPES
 @pytest.mark.parametrize("accumulate", [0, 1])
 @pytest.mark.parametrize("rows,cols,ld", [(1, 1, 1), (3, 17, 20), (64, 100, 100), (65, 33, 48), (1000, 515, 515), (5000, 40, 64)])
 def test_colsum(rows, cols, ld, accumulate, dt):

@@ -112,13 +112,15 @@ typedef struct ps__args_sumsq { uint64_t n; uint32_t dt, reserved; } ps__args_su
  *                      elements j, j+1024, ... in order, then the lanes are added as a binary tree (j += j+512, then 256, ...);
  *                      the groups' sums are added in order. Exact products, so FMA does not change it, and at most 256 groups,
  *                      so that a device has all of them at work and a chain is n/2^18 additions long.
- *                      ptr: R g[n], W out f64[1]. sumsq_host is the same on host streams (class OPTIMIZER). */
+ *                      ptr: R g[n], W out f64[1]. sumsq_host is the same on host streams (class OPTIMIZER).
+ * accumulate_sumsq_host  accumulate_host, then sumsq_host of the total, in one pass and with their bits.
+ *                      ptr: R g[n], RW total[n], W out f64[1]. */
 enum { PS_SQ_LANES = 1024, PS_SQ_GROUPS = 256 };
 static inline uint64_t ps__sumsq_group(uint64_t n) {
   const uint64_t each = (n + PS_SQ_GROUPS - 1) / PS_SQ_GROUPS, whole = (each + PS_SQ_LANES - 1) / PS_SQ_LANES * PS_SQ_LANES;
   return whole < 65536 ? 65536 : whole;
 }
-extern const ps_kernel ps__k_sumsq, ps__k_sumsq_host;
+extern const ps_kernel ps__k_sumsq, ps__k_sumsq_host, ps__k_accumulate_sumsq_host;
 
 /* Bytes of scratch a worker needs, by kernel and argument block: 0 where it needs none. */
 size_t ps__cpu_scratch_bytes(const ps_kernel *kernel, const void *args);

@@ -113,24 +113,41 @@ void ps__grad_begin(ps__builder *b, uint32_t unit) {
   if (b->s->spec->grad_resident[unit] && u->contribution == 0) u->total = u->grad;
 }
 
-/* Sums of squares of the unit's runs, where the total is. Returns the device tensor that holds them (the caller frees it), or none. */
-static uint32_t emit_sumsq(ps__builder *b, uint32_t unit, uint32_t grad, bool on_device) {
+/* Sums of squares of the unit's runs. On the device: returns the tensor that holds them (the caller frees it). */
+static uint32_t emit_sumsq_there(ps__builder *b, uint32_t unit, uint32_t grad) {
   ps__step *s = b->s;
   ps__run_info run[PS__NORM_SLOTS];
-  const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run);
-  const uint64_t e = ps_dtype_bytes(s->dt), at = (uint64_t)unit * PS__NORM_SLOTS * 8;
-  const uint32_t out = on_device ? ps__vt_new(b, PS__SPACE_DEVICE, PS__NORM_SLOTS * 8) : s->norms;
+  const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run), out = ps__vt_new(b, PS__SPACE_DEVICE, PS__NORM_SLOTS * 8);
+  const uint64_t e = ps_dtype_bytes(s->dt);
+  const ps_tag tag = unit_tag(b, unit, PS__PHASE_UPDATE);
   for (uint32_t i = 0; i < n; i++) {
     const ps__args_sumsq a = {.n = run[i].n, .dt = s->dt};
-    const ps__vaccess access[2] = {ps__part(grad, PS_READ, run[i].offset * e, run[i].n * e),
-                                   ps__part(out, PS_WRITE, (on_device ? 0 : at) + i * 8, 8)};
-    ps__emit(b, on_device ? &ps__k_sumsq : &ps__k_sumsq_host, on_device ? PS__S_COMPUTE : PS__S_HOST, &a, sizeof a, access, 2,
-             ps__bytes_work((double)(run[i].n * e)), unit_tag(b, unit, PS__PHASE_UPDATE));
+    const ps__vaccess access[2] = {ps__part(grad, PS_READ, run[i].offset * e, run[i].n * e), ps__part(out, PS_WRITE, i * 8, 8)};
+    ps__emit(b, &ps__k_sumsq, PS__S_COMPUTE, &a, sizeof a, access, 2, ps__bytes_work((double)(run[i].n * e)), tag);
   }
-  if (!on_device) return PS__NO_VT;
-  ps__emit_copy(b, PS__S_D2H, ps__part(out, PS_READ, 0, n * 8), ps__part(s->norms, PS_WRITE, at, n * 8),
-                unit_tag(b, unit, PS__PHASE_UPDATE));
+  ps__emit_copy(b, PS__S_D2H, ps__part(out, PS_READ, 0, n * 8), ps__part(s->norms, PS_WRITE, (uint64_t)unit * PS__NORM_SLOTS * 8, n * 8), tag);
   return out;
+}
+
+/* At home, of the total; @staging is added to it first, in the same pass, unless it is none; padding between runs is
+ * nobody's. */
+static void emit_sumsq_home(ps__builder *b, uint32_t unit, uint32_t staging) {
+  ps__step *s = b->s;
+  ps__run_info run[PS__NORM_SLOTS];
+  const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run), grad = s->home[unit].grad;
+  const uint64_t e = ps_dtype_bytes(s->dt), at = (uint64_t)unit * PS__NORM_SLOTS * 8;
+  const bool add = staging != PS__NO_VT;
+  for (uint32_t i = 0; i < n; i++) {
+    const ps__args_sumsq a = {.n = run[i].n, .dt = s->dt};
+    const uint64_t offset = run[i].offset * e, bytes = run[i].n * e;
+    ps__vaccess access[3];
+    uint32_t k = 0;
+    if (add) access[k++] = ps__part(staging, PS_READ, offset, bytes);
+    access[k++] = ps__part(grad, add ? PS_READ_WRITE : PS_READ, offset, bytes);
+    access[k++] = ps__part(s->norms, PS_WRITE, at + i * 8, 8);
+    ps__emit(b, add ? &ps__k_accumulate_sumsq_host : &ps__k_sumsq_host, PS__S_HOST, &a, sizeof a, access, k,
+             ps__bytes_work((add ? 3.0 : 1.0) * (double)bytes), unit_tag(b, unit, PS__PHASE_UPDATE));
+  }
 }
 
 /* What tells an update on the device without clipping whether the host gave the step up. Not sent before it is needed: it waits for the
@@ -172,25 +189,26 @@ static void emit_adamw(ps__builder *b, uint32_t unit, uint32_t grad, uint32_t sc
   b->last_home = to;
 }
 
-static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, bool first) {
+/* A contribution to the total at home: the first is written there, others are added; with the last (@total) come the sums of squares. */
+static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, bool first, bool total) {
   ps__step *s = b->s;
   const ps__home *h = &s->home[unit];
   const ps_tag tag = unit_tag(b, unit, PS__PHASE_UPDATE);
   const uint64_t bytes = unit_bytes(b, unit);
-  if (first) {
-    ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, h->grad, PS_WRITE), tag);
-    return;
+  const uint32_t to = first ? h->grad : ps__vt_new(b, PS__SPACE_HOST, bytes);
+  ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, to, PS_WRITE), tag);
+  if (first) return;
+  if (total) emit_sumsq_home(b, unit, to);
+  else {
+    const ps__args_accumulate a = {.n = h->n, .dt = s->dt};
+    const ps__vaccess access[2] = {ps__whole(b, to, PS_READ), ps__whole(b, h->grad, PS_READ_WRITE)};
+    ps__emit(b, &ps__k_accumulate_host, PS__S_HOST, &a, sizeof a, access, 2, ps__bytes_work(3.0 * (double)bytes), tag);
   }
-  const uint32_t staging = ps__vt_new(b, PS__SPACE_HOST, bytes);
-  ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, staging, PS_WRITE), tag);
-  const ps__args_accumulate a = {.n = h->n, .dt = s->dt};
-  const ps__vaccess access[2] = {ps__whole(b, staging, PS_READ), ps__whole(b, h->grad, PS_READ_WRITE)};
-  ps__emit(b, &ps__k_accumulate_host, PS__S_HOST, &a, sizeof a, access, 2, ps__bytes_work(3.0 * (double)bytes), tag);
-  ps__vt_free_late(b, staging, s->spec->grad_lag);
+  ps__vt_free_late(b, to, s->spec->grad_lag);
 }
 
 void ps__total_at_home(ps__builder *b, uint32_t unit) {
-  (void)emit_sumsq(b, unit, b->s->home[unit].grad, false);
+  emit_sumsq_home(b, unit, PS__NO_VT);
   if (!b->s->spec->clip) emit_adamw(b, unit, PS__NO_VT, PS__NO_VT);
 }
 
@@ -209,12 +227,11 @@ void ps__grad_end(ps__builder *b, uint32_t unit) {
   /* The total is on the device where it is resident or this is the only contribution. */
   const bool total_here = resident || n == 1, there = s->spec->update_resident[unit];
   const uint32_t leaving = resident ? u->total : u->grad;
-  const uint32_t sums = last && total_here ? emit_sumsq(b, unit, leaving, true) : PS__NO_VT;
-  if ((!resident || last) && (!there || s->spec->keep_grads)) add_at_home(b, unit, leaving, resident || i == 0);
+  const uint32_t sums = last && total_here ? emit_sumsq_there(b, unit, leaving) : PS__NO_VT;
+  if ((!resident || last) && (!there || s->spec->keep_grads)) add_at_home(b, unit, leaving, resident || i == 0, last);
   if (last && there) u->total = leaving; /* stays until the update */
   else if (!resident || last) ps__vt_free_late(b, leaving, s->spec->grad_lag);
   u->grad = PS__NO_VT;
-  if (last && !total_here) (void)emit_sumsq(b, unit, s->home[unit].grad, false);
   if (last && !s->spec->clip) emit_adamw(b, unit, u->total, sums);
   ps__vt_free_late(b, sums, s->spec->grad_lag);
 }
