@@ -184,11 +184,18 @@ static void cuda_enter(ps__device *dev) {
   prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul);
 }
 
-/* A host stream that has given up lets pass who waits for it on the device; then every device stream comes to its end, as all
- * host streams leave with it. */
+/* The last host stream to give up lets pass who waits for any of them on the device; then every device stream comes to its end. Not before the last: an order between two
+ * device ops may hold only by way of a host op (schedule.c drops what is implied), and what the steps before send home must be there before the step
+ * that is given up reads it and sends it again. No host stream waits for that step. */
 static void cuda_leave(ps__device *dev, uint32_t group) {
+  uint32_t n_host = 0;
+  for (uint32_t i = 0; i < dev->cfg.n_streams; i++) n_host += !dev->stream[i].stream;
   if (!dev->stream[group].stream) {
-    atomic_store_explicit(dev->stream[group].word, GIVEN_UP, memory_order_release);
+    if (atomic_fetch_add(&dev->n_left, 1) + 1 < n_host)
+      return;
+    for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
+      if (!dev->stream[i].stream)
+        atomic_store_explicit(dev->stream[i].word, GIVEN_UP, memory_order_release);
     return;
   }
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)

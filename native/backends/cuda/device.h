@@ -6,7 +6,7 @@
  *   host for device     the stream writes its word; the thread looks at it: spins 20 us, then every 20 us, which with the
  *                       kernel's slack gives a latency under 100 us (nothing can wake a thread from the device)
  *   host for host       the timeline's futex
- * A word is compared as the hardware does, by the sign of a 64-bit difference; a stream that gives up writes INT64_MAX.
+ * A word is compared as the hardware does, by the sign of a 64-bit difference; when all host streams have given up, their words are INT64_MAX.
  *
  * Without 64-bit stream memory operations (virtual GPUs of old drivers) a device stream's wait for a host stream blocks the
  * submitting thread, which is right and late, and the words of device streams are written by cuLaunchHostFunc, 6 us idle and
@@ -58,6 +58,7 @@ struct ps__device {
   const char *_Atomic failed_call;
   ps__thread *monitor;      /* while a run lives: asks the driver every few ms whether the device has failed */
   _Atomic bool run_over;
+  _Atomic uint32_t n_left;  /* host streams that have given up the run */
   ps__mapping space[PS_MAX_SPACES];
   void *words;
   ps__cuda_stream stream[PS_MAX_STREAMS];

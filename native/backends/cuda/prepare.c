@@ -106,6 +106,7 @@ ps_status ps__cuda_prepare(ps__device *dev, const ps_schedule *s, uint64_t trace
     ps__timeline_init(&dev->stream[i].host.line);
     atomic_store(dev->stream[i].word, 0);
   }
+  atomic_store(&dev->n_left, 0);
   dev->trace_steps = trace_steps;
   PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
   ps_status st = prepare(dev, s);
