@@ -7,17 +7,25 @@
 typedef enum ps__visit_kind { PS__VISIT_EMBED, PS__VISIT_BLOCK, PS__VISIT_HEAD, PS__VISIT_BLOCK_BACK, PS__VISIT_EMBED_BACK } ps__visit_kind;
 typedef struct ps__visit { uint32_t kind, round, unit; } ps__visit;
 
+/* What an update works on. */
+typedef struct ps__state { uint32_t weights, master, m, v; } ps__state;
+
 typedef struct ps__unit_state {
   uint32_t weights;       /* device tensor, PS__NO_VT while not fetched */
   uint32_t pins;          /* visits fetched for and not over */
   bool fetched;           /* resident: this step's copy was issued */
   uint32_t grad;          /* device tensor of the running contribution */
-  uint32_t total;         /* device tensor of the step's total, where gradients are resident */
+  uint32_t total;         /* device tensor of the step's total, where gradients are resident or the update runs there */
+  uint32_t sums;          /* device tensor of its sums of squares, until an update there without clipping */
+  ps__state there;        /* where the update runs on the device: PS__NO_VT until it is there */
   uint32_t contribution;  /* how many have ended */
 } ps__unit_state;
 
 /* A chunk's embedding rows, where they are gathered at home: on the device; at home, where they stay as the first block's saved input. */
 typedef struct ps__gathered { uint32_t x, home; } ps__gathered;
+
+/* A streamed unit whose moments come in, and the chunk step from which on it is updated. */
+typedef struct ps__coming { uint32_t unit, when; } ps__coming;
 
 typedef struct ps__late_free { uint32_t vt, when; } ps__late_free;
 
@@ -29,7 +37,9 @@ typedef struct ps__builder {
   uint32_t n_visits, next_fetch;
   uint32_t clock;            /* chunk steps emitted so far, for late frees */
   uint32_t header;           /* device copy of the batch header, which updates without clipping look at; PS__NO_VT before the first */
-  uint32_t last_home;        /* weights at home that the device-to-host stream wrote last */
+  uint32_t last_home;        /* weights or moments at home that the device-to-host stream wrote last */
+  ps__coming *coming;        /* [n_units], without clipping: in the order in which their totals were ready */
+  uint32_t n_coming, n_updated;
   ps__late_free *late;
   size_t n_late, cap_late;
   ps__gathered *gathered;    /* [n_chunks of the step] */
@@ -59,12 +69,17 @@ void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream
                    ps_work work, ps_tag tag);
 
 /* ---- parameters and gradients (units.c) ---- */
+ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase);
 ps_status ps__units_init(ps__builder *b);                       /* homes, residents, visits */
 void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx);       /* issue the copies of this visit and of those ahead */
 void ps__visit_done(ps__builder *b, uint32_t visit_idx);
 void ps__grad_begin(ps__builder *b, uint32_t unit);
 void ps__grad_end(ps__builder *b, uint32_t unit);               /* the contribution is complete: on its way home */
 void ps__total_at_home(ps__builder *b, uint32_t unit);          /* the step's gradient is complete at home: sums of squares and, without clipping, the update */
+
+/* ---- updates (updates.c) ---- */
+uint32_t ps__bring(ps__builder *b, uint32_t home, ps_tag tag);  /* a device tensor and the copy of @home to it */
+void ps__total_ready(ps__builder *b, uint32_t unit);            /* the unit's total and its sums of squares are there: moments come in; without clipping, the update */
 void ps__emit_updates(ps__builder *b);                          /* with clipping: norm, then all units in forward order; report */
 
 /* ---- the embedding (embed.c) ---- */

@@ -58,6 +58,8 @@ static void write_text(text *t, const ps_plan *p) {
       where(r->resident_param_units, r->n_units), (unsigned long long)r->resident_param_units, (unsigned long long)r->n_units,
       where(r->resident_grad_units, r->n_units), r->resident_update_units ? "on the device" : "at the host",
       ps_recipe_name((ps_recipe)p->cfg.recipe));
+  if (r->streamed_update_units)
+    say(t, "updates          %llu units on the device, their moments coming from the host and going back\n", (unsigned long long)r->streamed_update_units);
   if (p->spec.embed_at_home) say(t, "embedding        gathered at home, its gradient added there\n");
   say(t, "saved tensors    a round: %s on the device, %s sent to the host, %s recomputed\n", ps__format_bytes(a, r->saved_device_bytes),
       ps__format_bytes(b, r->saved_host_bytes), ps__format_bytes(c, r->saved_recompute_bytes));
@@ -96,7 +98,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
       {"host_bytes", r->host_bytes}, {"host_cap_bytes", r->host_cap_bytes}, {"host_arena_bytes", r->host_arena_bytes},
       {"scratch_bytes", r->scratch_bytes}, {"trace_bytes", r->trace_bytes}, {"reserve_bytes", r->reserve_bytes},
       {"resident_param_units", r->resident_param_units}, {"resident_grad_units", r->resident_grad_units},
-      {"resident_update_units", r->resident_update_units}, {"n_units", r->n_units},
+      {"resident_update_units", r->resident_update_units}, {"streamed_update_units", r->streamed_update_units}, {"n_units", r->n_units},
       {"saved_device_bytes", r->saved_device_bytes}, {"saved_host_bytes", r->saved_host_bytes},
       {"saved_recompute_bytes", r->saved_recompute_bytes}, {"h2d_bytes", r->h2d_bytes}, {"d2h_bytes", r->d2h_bytes},
       {"n_ops", r->n_ops}, {"n_waits", r->n_waits}, {"n_candidates", r->n_candidates}, {"n_feasible", r->n_feasible}};
@@ -139,6 +141,7 @@ static void json_units(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_string(w, "parameters", p->spec.param_resident[u] ? "resident" : streamed);
     ps__jsonw_string(w, "gradients", p->spec.grad_resident[u] ? "resident" : streamed);
     ps__jsonw_string(w, "optimizer_state", p->spec.update_resident[u] ? "device" : "host");
+    ps__jsonw_string(w, "update", ps__updated_there(&p->spec, u) ? "device" : "host");
     ps__jsonw_end(w);
   }
   ps__jsonw_end(w);

@@ -23,7 +23,7 @@ static void add(totals *t, uint32_t stream, uint32_t awaited, const char *what, 
 
 static const char *label(const ps__vop *op) {
   switch (op->stream) {
-    case PS__S_H2D: return op->tag.chunk < 0 ? (op->tag.layer < 0 ? "the clip scale" : "parameters") : op->tag.layer < 0 ? "the batch" : op->tag.phase == PS__PHASE_FORWARD ? "embedding rows" : "saved tensors";
+    case PS__S_H2D: return op->tag.chunk < 0 ? (op->tag.layer < 0 ? "the clip scale" : op->tag.phase == PS__PHASE_UPDATE ? "moments" : "parameters") : op->tag.layer < 0 ? "the batch" : op->tag.phase == PS__PHASE_FORWARD ? "embedding rows" : "saved tensors";
     case PS__S_D2H: return op->tag.phase == PS__PHASE_FORWARD ? "saved tensors to leave" : op->tag.chunk < 0 ? "gradients to leave" : "losses or rows to leave";
     case PS__S_HOST: return op->tag.phase != PS__PHASE_UPDATE ? "the loss" : strcmp(op->kernel->name, "adamw") == 0 ? "the optimizer" : strcmp(op->kernel->name, "grad_norm") == 0 ? "the gradient norm" : "sums of gradients at home";
     case PS__S_IO: return op->tag.layer < 0 ? "the next batch" : "embedding rows gathered";

@@ -33,8 +33,9 @@ static ps_status spec_alloc(ps__spec *s) {
   s->param_resident = ps__calloc(s->n_units, 1);
   s->grad_resident = ps__calloc(s->n_units, 1);
   s->update_resident = ps__calloc(s->n_units, 1);
+  s->update_streamed = ps__calloc(s->n_units, 1);
   s->fate = ps__calloc(fates, 1);
-  if (s->param_resident && s->grad_resident && s->update_resident && s->fate) {
+  if (s->param_resident && s->grad_resident && s->update_resident && s->update_streamed && s->fate) {
     memset(s->fate, PS_FATE_RECOMPUTE, fates);
     return PS_OK;
   }
@@ -59,6 +60,7 @@ ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src) {
   memcpy(dst->param_resident, src->param_resident, src->n_units);
   memcpy(dst->grad_resident, src->grad_resident, src->n_units);
   memcpy(dst->update_resident, src->update_resident, src->n_units);
+  memcpy(dst->update_streamed, src->update_streamed, src->n_units);
   memcpy(dst->fate, src->fate, (size_t)src->n_layers * src->n_chunks * PS__N_ITEMS);
   return PS_OK;
 }
@@ -67,8 +69,9 @@ void ps__spec_free(ps__spec *s) {
   ps__free(s->param_resident);
   ps__free(s->grad_resident);
   ps__free(s->update_resident);
+  ps__free(s->update_streamed);
   ps__free(s->fate);
-  s->param_resident = s->grad_resident = s->update_resident = s->fate = NULL;
+  s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->fate = NULL;
 }
 
 /* ---- rounds ------------------------------------------------------------------------------------------------------------------- */
@@ -195,6 +198,15 @@ static void builder_free(ps__builder *b) {
   ps__free(b->unit);
   ps__free(b->visit);
   ps__free(b->late);
+  ps__free(b->coming);
+}
+
+static ps_status check_spec(const ps_model_config *cfg, const ps__spec *spec) {
+  if (spec->embed_at_home && (cfg->tied_embeddings || spec->param_resident[0] || spec->grad_resident[0] || ps__updated_there(spec, 0)))
+    return ps__fail(PS_EINTERNAL, "the embedding cannot be at home and on the device");
+  for (uint32_t u = 0; u < spec->n_units; u++)
+    if (spec->update_resident[u] && spec->update_streamed[u]) return ps__fail(PS_EINTERNAL, "unit %u: its moments are on the device and come to it", u);
+  return PS_OK;
 }
 
 ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layout *layout, const ps__spec *spec,
@@ -204,8 +216,7 @@ ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layou
   s->layout = layout;
   s->spec = spec;
   s->dt = spec->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
-  if (spec->embed_at_home && (cfg->tied_embeddings || spec->param_resident[0] || spec->grad_resident[0] || spec->update_resident[0]))
-    return ps__fail(PS_EINTERNAL, "the embedding cannot be at home and on the device");
+  PS_TRY(check_spec(cfg, spec));
   ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT, .rows_home = PS__NO_VT};
   ps_status st = ps__block_init(&s->block, cfg, s->dt);
   if (st == PS_OK && !builder_init(&b)) st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
@@ -286,8 +297,9 @@ ps_status ps__step_preamble(const ps__step *s, ps_program **out) {
   ps_status st = PS_OK;
   for (uint32_t u = 0; st == PS_OK && u < s->spec->n_units; u++) {
     const ps__home *h = &s->home[u];
-    if (!s->spec->update_resident[u]) continue;
+    if (!ps__weights_stay(s->spec, u)) continue;
     st = add_preamble_op(s, &p, NULL, h->weights, h->device_weights);
+    if (!s->spec->update_resident[u]) continue;
     if (st == PS_OK && h->device_master != PS__NO_VT) st = add_preamble_op(s, &p, NULL, h->master, h->device_master);
     if (st == PS_OK) st = add_preamble_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->m);
     if (st == PS_OK) st = add_preamble_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->v);

@@ -28,14 +28,20 @@ typedef struct ps__spec {
   uint8_t *param_resident, *grad_resident; /* [n_units] */
   uint8_t *update_resident;                /* [n_units]: optimizer state on the device too, and the update runs there; needs
                                               param_resident, and grad_resident where gradients have several contributions */
+  uint8_t *update_streamed;                /* [n_units]: optimizer state at home, the update on the device: the moments (and a master) come in for it and go home after
+                                              it. They come as soon as the step's gradient is complete where param_lead is not 0, else right before the update;
+                                              the gradient stays on the device from its last contribution on. Not with update_resident */
   bool embed_at_home;                      /* the table never needs the device: its rows are gathered at home, and their gradients added there. Untied models only,
-                                              with unit 0 resident in no way */
+                                              with unit 0 resident in no way and updated at home */
   bool keep_grads;                         /* gradients come home even where the update does not need them there */
   uint8_t *fate;                           /* [n_layers][n_chunks][PS__N_ITEMS], PS_FATE_* */
 } ps__spec;
 static inline uint8_t *ps__spec_fate(const ps__spec *s, uint32_t layer, uint32_t chunk, int item) {
   return &s->fate[((size_t)layer * s->n_chunks + chunk) * PS__N_ITEMS + (size_t)item];
 }
+static inline bool ps__updated_there(const ps__spec *s, uint32_t unit) { return s->update_resident[unit] || s->update_streamed[unit]; }
+/* Resident parameters that are updated in place are never fetched: they are on the device from the preamble on. */
+static inline bool ps__weights_stay(const ps__spec *s, uint32_t unit) { return s->param_resident[unit] && ps__updated_there(s, unit); }
 ps_status ps__spec_init(ps__spec *s, const ps_model_config *m, const ps__layout *l); /* everything recomputed, nothing resident */
 ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src);
 void ps__spec_free(ps__spec *s);
@@ -49,7 +55,7 @@ void ps__spec_free(ps__spec *s);
  *           of stats, without: R the unit's norms and, on the device, R the batch header. On the host stream, or on compute over device
  *           memory: the same function, in which on a GPU every pointer is to device memory. It touches nothing when the step in stats
  *           (without clipping on the device: in the batch header) is not its own: the host gave its step up (engine/backend.h).
- *   REPORT  R stats, then where units are updated on the device: R the weights that come home last */
+ *   REPORT  R stats, then where units are updated on the device: R what comes home last */
 typedef enum ps__hook { PS__HOOK_LOAD, PS__HOOK_LOSS, PS__HOOK_NORM, PS__HOOK_ADAMW, PS__HOOK_REPORT } ps__hook;
 typedef struct ps__step_hooks {
   void *ctx;
@@ -89,10 +95,10 @@ typedef struct ps__vop {
 } ps__vop;
 
 enum { PS__NO_VT = UINT32_MAX };
-/* Tensors of a unit, n elements. At the host: weights, master (fp32-master only), grad; m and v where the update runs. For a unit
- * that is updated on the device, its weights and master there; the home of the truth follows every step: the master where there is
- * one, else the weights. The bf16 home beside a master does not: who reads parameters reads the master (ps__truth), and the
- * preamble, which sends both, comes before the first update. */
+/* Tensors of a unit, n elements. At the host: weights, master (fp32-master only), grad, and m and v unless all state is on the device. device_weights: where parameters
+ * are resident; device_master: where all state is. After every step home has the truth: the master where there is one, else the weights, and m and v that are there.
+ * The bf16 home beside a master does not follow where the device's weights stay (ps__weights_stay): who reads parameters reads the master (ps__truth), and the
+ * preamble, which sends the bf16 home, comes before the first update. */
 typedef struct ps__home { uint32_t weights, master, grad, m, v, device_weights, device_master; uint64_t n; } ps__home;
 
 typedef struct ps__step {
@@ -132,8 +138,8 @@ ps_status ps__step_build(ps__step *s, const ps_model_config *cfg, const ps__layo
 void ps__step_free(ps__step *s);
 /* ps__step_program() - the same as a program of the engine, addresses in place. */
 ps_status ps__step_program(const ps__step *s, ps_program **out);
-/* ps__step_preamble() - what must run once before the first step: weights to the device and moments to zero, for units that are
- * updated there. @out NULL when there is nothing to do. */
+/* ps__step_preamble() - what must run once before the first step: weights to the device where they stay; master too and moments to zero where all state is there.
+ * @out NULL when there is nothing to do. */
 ps_status ps__step_preamble(const ps__step *s, ps_program **out);
 /* ps__memmap() - give every tensor of a space its offset; returns the peak in BYTES, or UINT64_MAX when memory is out. Longest-lived
  * first, each at the lowest offset where it overlaps nothing alive at the same time. */

@@ -1,10 +1,10 @@
-/* units.c - parameters on their way in, gradients on their way home, updates. */
+/* units.c - parameters on their way in, gradients on their way home. */
 #include "emit.h"
 #include <string.h>
 
 static uint64_t unit_bytes(const ps__builder *b, uint32_t unit) { return b->s->home[unit].n * ps_dtype_bytes(b->s->dt); }
 
-static ps_tag unit_tag(const ps__builder *b, uint32_t unit, int phase) {
+ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase) {
   return (ps_tag){.layer = (int32_t)unit, .round = (int32_t)b->round_idx, .chunk = -1, .phase = phase};
 }
 
@@ -44,11 +44,12 @@ ps_status ps__units_init(ps__builder *b) {
   s->home = ps__calloc(n_units, sizeof *s->home);
   b->unit = ps__calloc(n_units, sizeof *b->unit);
   b->visit = ps__calloc((size_t)s->layout->n_rounds * (2 * s->cfg->n_layers + 3), sizeof *b->visit);
-  if (!s->home || !b->unit || !b->visit) return ps__fail(PS_ENOMEM, "out of memory for the step's units");
+  b->coming = ps__calloc(n_units, sizeof *b->coming);
+  if (!s->home || !b->unit || !b->visit || !b->coming) return ps__fail(PS_ENOMEM, "out of memory for the step's units");
   for (uint32_t u = 0; u < n_units; u++) {
     make_home(b, u);
-    b->unit[u] = (ps__unit_state){.weights = s->home[u].device_weights, .grad = PS__NO_VT, .total = PS__NO_VT,
-                                  .fetched = s->spec->update_resident[u]}; /* what is updated there is never fetched */
+    b->unit[u] = (ps__unit_state){.weights = s->home[u].device_weights, .grad = PS__NO_VT, .total = PS__NO_VT, .sums = PS__NO_VT,
+                                  .there = {PS__NO_VT, PS__NO_VT, PS__NO_VT, PS__NO_VT}, .fetched = ps__weights_stay(s->spec, u)};
   }
   make_visits(b);
   return PS_OK;
@@ -71,7 +72,7 @@ static void fetch_unit(ps__builder *b, uint32_t unit) {
   u->fetched = true;
   if (!resident) u->weights = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit));
   ps__emit_copy(b, PS__S_H2D, ps__whole(b, b->s->home[unit].weights, PS_READ), ps__whole(b, u->weights, PS_WRITE),
-                unit_tag(b, unit, PS__PHASE_FORWARD));
+                ps__unit_tag(b, unit, PS__PHASE_FORWARD));
 }
 
 /* How far ahead of visit @now the fetches of visit @next may be issued. Towards the end of a round its saved tensors are gone, so the next round's first units, the large
@@ -107,10 +108,18 @@ static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
   return b->s->layout->n_rounds * (unit == 0 && b->s->cfg->tied_embeddings ? 2 : 1);
 }
 
+/* The running contribution is the last to a total that was summed at home so far, of a unit that is updated on the device: what is there comes in and the rest is
+ * done here. The same additions in the same order, and neither the norm nor the update waits for the host's. */
+static bool ends_there(const ps__builder *b, uint32_t unit) {
+  const uint32_t i = b->unit[unit].contribution;
+  return b->s->spec->update_streamed[unit] && !b->s->spec->grad_resident[unit] && i > 0 && i + 1 == n_contributions(b, unit);
+}
+
 void ps__grad_begin(ps__builder *b, uint32_t unit) {
   ps__unit_state *u = &b->unit[unit];
   u->grad = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit));
   if (b->s->spec->grad_resident[unit] && u->contribution == 0) u->total = u->grad;
+  if (ends_there(b, unit)) u->total = ps__bring(b, b->s->home[unit].grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
 }
 
 /* Sums of squares of the unit's runs. On the device: returns the tensor that holds them (the caller frees it). */
@@ -119,7 +128,7 @@ static uint32_t emit_sumsq_there(ps__builder *b, uint32_t unit, uint32_t grad) {
   ps__run_info run[PS__NORM_SLOTS];
   const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run), out = ps__vt_new(b, PS__SPACE_DEVICE, PS__NORM_SLOTS * 8);
   const uint64_t e = ps_dtype_bytes(s->dt);
-  const ps_tag tag = unit_tag(b, unit, PS__PHASE_UPDATE);
+  const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   for (uint32_t i = 0; i < n; i++) {
     const ps__args_sumsq a = {.n = run[i].n, .dt = s->dt};
     const ps__vaccess access[2] = {ps__part(grad, PS_READ, run[i].offset * e, run[i].n * e), ps__part(out, PS_WRITE, i * 8, 8)};
@@ -146,54 +155,15 @@ static void emit_sumsq_home(ps__builder *b, uint32_t unit, uint32_t staging) {
     access[k++] = ps__part(grad, add ? PS_READ_WRITE : PS_READ, offset, bytes);
     access[k++] = ps__part(s->norms, PS_WRITE, at + i * 8, 8);
     ps__emit(b, add ? &ps__k_accumulate_sumsq_host : &ps__k_sumsq_host, PS__S_HOST, &a, sizeof a, access, k,
-             ps__bytes_work((add ? 3.0 : 1.0) * (double)bytes), unit_tag(b, unit, PS__PHASE_UPDATE));
+             ps__bytes_work((add ? 3.0 : 1.0) * (double)bytes), ps__unit_tag(b, unit, PS__PHASE_UPDATE));
   }
-}
-
-/* What tells an update on the device without clipping whether the host gave the step up. Not sent before it is needed: it waits for the
- * last update of the step before, and what is behind it on the stream would wait with it. */
-static uint32_t send_header(ps__builder *b, ps_tag tag) {
-  const uint64_t bytes = sizeof(ps__batch_header);
-  if (b->header != PS__NO_VT) return b->header;
-  b->header = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
-  ps__emit_copy(b, PS__S_H2D, ps__part(b->s->batch, PS_READ, 0, bytes), ps__whole(b, b->header, PS_WRITE), tag);
-  return b->header;
-}
-
-/* The update of a unit: on the host stream over its home, or on compute over device memory (grad, and scale: the device copy of the
- * norm and clip scale or of the unit's norms), after which the weights go home. */
-static void emit_adamw(ps__builder *b, uint32_t unit, uint32_t grad, uint32_t scale) {
-  ps__step *s = b->s;
-  const ps__home *h = &s->home[unit];
-  const bool there = s->spec->update_resident[unit], master = h->master != PS__NO_VT;
-  const uint32_t weights = there ? h->device_weights : h->weights, fp32 = there ? h->device_master : h->master;
-  const double bytes_each = s->spec->recipe == PS_RECIPE_BF16 ? 14 : 28;
-  const ps_tag tag = unit_tag(b, unit, PS__PHASE_UPDATE);
-  const uint64_t at = (uint64_t)unit * PS__NORM_SLOTS * 8;
-  ps__vaccess access[7];
-  uint32_t n = 0;
-  access[n++] = ps__whole(b, master ? fp32 : weights, PS_READ_WRITE);
-  access[n++] = ps__whole(b, h->m, PS_READ_WRITE);
-  access[n++] = ps__whole(b, h->v, PS_READ_WRITE);
-  access[n++] = ps__whole(b, there ? grad : h->grad, PS_READ);
-  if (master) access[n++] = ps__whole(b, weights, PS_WRITE);
-  if (there) access[n++] = ps__whole(b, scale, PS_READ);
-  if (there && !s->spec->clip) access[n++] = ps__whole(b, send_header(b, tag), PS_READ);
-  if (!there && s->spec->clip) access[n++] = ps__part(s->stats, PS_READ, 64, 64);
-  if (!there && !s->spec->clip) access[n++] = ps__part(s->norms, PS_READ, at, PS__NORM_SLOTS * 8);
-  ps__emit_hook(b, PS__HOOK_ADAMW, unit, there ? PS__S_COMPUTE : PS__S_HOST, access, n, ps__bytes_work(bytes_each * (double)h->n), tag);
-  if (!there) return;
-  ps__vt_free(b, grad);
-  const uint32_t from = master ? h->device_master : h->device_weights, to = master ? h->master : h->weights;
-  ps__emit_copy(b, PS__S_D2H, ps__whole(b, from, PS_READ), ps__whole(b, to, PS_WRITE), tag);
-  b->last_home = to;
 }
 
 /* A contribution to the total at home: the first is written there, others are added; with the last (@total) come the sums of squares. */
 static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, bool first, bool total) {
   ps__step *s = b->s;
   const ps__home *h = &s->home[unit];
-  const ps_tag tag = unit_tag(b, unit, PS__PHASE_UPDATE);
+  const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   const uint64_t bytes = unit_bytes(b, unit);
   const uint32_t to = first ? h->grad : ps__vt_new(b, PS__SPACE_HOST, bytes);
   ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, to, PS_WRITE), tag);
@@ -209,51 +179,31 @@ static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, boo
 
 void ps__total_at_home(ps__builder *b, uint32_t unit) {
   emit_sumsq_home(b, unit, PS__NO_VT);
-  if (!b->s->spec->clip) emit_adamw(b, unit, PS__NO_VT, PS__NO_VT);
+  ps__total_ready(b, unit);
 }
 
 void ps__grad_end(ps__builder *b, uint32_t unit) {
   ps__step *s = b->s;
   ps__unit_state *u = &b->unit[unit];
+  const bool resident = s->spec->grad_resident[unit], there = ps__updated_there(s->spec, unit), ends = ends_there(b, unit);
   const uint32_t n = n_contributions(b, unit), i = u->contribution++;
-  const bool resident = s->spec->grad_resident[unit], last = i + 1 == n;
-  const ps_tag tag = unit_tag(b, unit, PS__PHASE_BACKWARD);
-  if (resident && i > 0) {
+  const bool last = i + 1 == n;
+  const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_BACKWARD);
+  if (ends || (resident && i > 0)) {
     const ps__args_accumulate a = {.n = s->home[unit].n, .dt = s->dt};
     const ps__vaccess access[2] = {ps__whole(b, u->grad, PS_READ), ps__whole(b, u->total, PS_READ_WRITE)};
     ps__emit(b, &ps__k_accumulate, PS__S_COMPUTE, &a, sizeof a, access, 2, ps__bytes_work(3.0 * (double)unit_bytes(b, unit)), tag);
     ps__vt_free(b, u->grad);
   }
-  /* The total is on the device where it is resident or this is the only contribution. */
-  const bool total_here = resident || n == 1, there = s->spec->update_resident[unit];
-  const uint32_t leaving = resident ? u->total : u->grad;
+  /* The total is on the device where it is resident, ends there, or this is the only contribution. */
+  const bool total_here = resident || ends || n == 1;
+  const uint32_t leaving = resident || ends ? u->total : u->grad;
   const uint32_t sums = last && total_here ? emit_sumsq_there(b, unit, leaving) : PS__NO_VT;
-  if ((!resident || last) && (!there || s->spec->keep_grads)) add_at_home(b, unit, leaving, resident || i == 0, last);
+  if (last ? !there || s->spec->keep_grads : !resident) add_at_home(b, unit, leaving, resident || ends || i == 0, last);
   if (last && there) u->total = leaving; /* stays until the update */
   else if (!resident || last) ps__vt_free_late(b, leaving, s->spec->grad_lag);
   u->grad = PS__NO_VT;
-  if (last && !s->spec->clip) emit_adamw(b, unit, u->total, sums);
-  ps__vt_free_late(b, sums, s->spec->grad_lag);
-}
-
-void ps__emit_updates(ps__builder *b) {
-  ps__step *s = b->s;
-  const uint32_t n_units = ps_model_n_units(s->cfg);
-  const ps_tag tag = {-1, -1, -1, PS__PHASE_UPDATE};
-  const ps__vaccess half = ps__part(s->stats, PS_WRITE, 64, 64);
-  const ps__vaccess norm[2] = {ps__whole(b, s->norms, PS_READ), half};
-  ps__emit_hook(b, PS__HOOK_NORM, 0, PS__S_HOST, norm, 2, (ps_work){0}, tag);
-  bool any_there = false;
-  for (uint32_t u = 0; u < n_units; u++) any_there |= s->spec->update_resident[u];
-  if (s->spec->clip) {
-    const uint32_t scale = any_there ? ps__vt_new(b, PS__SPACE_DEVICE, 64) : PS__NO_VT;
-    if (any_there) ps__emit_copy(b, PS__S_H2D, ps__part(s->stats, PS_READ, 64, 64), ps__whole(b, scale, PS_WRITE), tag);
-    for (uint32_t u = 0; u < n_units; u++) emit_adamw(b, u, b->unit[u].total, scale);
-    ps__vt_free(b, scale);
-  }
-  ps__vt_free(b, b->header);
-  /* The report is the step's end: behind the host stream's updates by order, behind the last weights on their way home by reading them. */
-  ps__vaccess report[2] = {ps__whole(b, s->stats, PS_READ)};
-  if (any_there) report[1] = ps__whole(b, b->last_home, PS_READ);
-  ps__emit_hook(b, PS__HOOK_REPORT, 0, PS__S_HOST, report, any_there ? 2 : 1, (ps_work){0}, tag);
+  if (there && !s->spec->clip) u->sums = sums; /* these too */
+  else ps__vt_free_late(b, sums, s->spec->grad_lag);
+  if (last) ps__total_ready(b, unit);
 }

@@ -154,7 +154,7 @@ static ps_status update_on_gpu(const ps_trainer *t, uint32_t unit, const ps_laun
 static ps_status update(ps_trainer *t, uint32_t unit, const ps_launch *l) {
   const ps__cpu_exec *exec = l->exec;
   const uint64_t step = t->cfg.first_step + l->step;
-  const bool master = t->plan->cfg.recipe == PS_RECIPE_FP32_MASTER, there = t->plan->spec.update_resident[unit];
+  const bool master = t->plan->cfg.recipe == PS_RECIPE_FP32_MASTER, there = ps__updated_there(&t->plan->spec, unit);
   void *const *gate = l->ptr + 4 + master; /* half of stats; or the unit's norms and, on the device, the batch header */
   ps__adamw_scalars s = {.lr = (float)ps__lr_at(&t->lr, step), .beta1 = (float)t->cfg.beta1, .beta2 = (float)t->cfg.beta2,
                          .eps = (float)t->cfg.eps, .grad_scale = 1.0f, .seed = t->cfg.seed, .step = step};

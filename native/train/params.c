@@ -40,8 +40,8 @@ ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src
   bool fp32;
   PS_TRY(check_param(t, param, n, src, &p));
   PS_TRY(ps__trainer_idle(t));
-  if (t->n_submitted && t->plan->spec.update_resident[p.unit])
-    return ps__fail(PS_ESTATE, "%s is updated on the device: it can be written before the first step only", p.name);
+  if (t->n_submitted && ps__weights_stay(&t->plan->spec, p.unit))
+    return ps__fail(PS_ESTATE, "%s stays on the device: it can be written before the first step only", p.name);
   void *dst = ps__truth(t, p.unit, p.offset, &fp32);
   if (fp32) memcpy(dst, src, n * 4);
   else ps__convert_f32_to_bf16(dst, src, n);
@@ -53,7 +53,7 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
   ps_param_info p;
   PS_TRY(check_param(t, param, n, dst, &p));
   PS_TRY(ps__trainer_idle(t));
-  if (t->plan->spec.update_resident[p.unit] && !t->plan->spec.keep_grads)
+  if (ps__updated_there(&t->plan->spec, p.unit) && !t->plan->spec.keep_grads)
     return ps__fail(PS_ESTATE, "the gradient of %s stays on the device: plan with keep_grads to read it", p.name);
   const char *grad = ps__home_at(t, t->plan->step.home[p.unit].grad);
   if (t->plan->step.dt == PS_F32) memcpy(dst, grad + p.offset * 4, n * 4);

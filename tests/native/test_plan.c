@@ -79,8 +79,8 @@ static void poison(ps_trainer *t, bool first) {
   uint64_t state_end[PS__N_SPACES] = {0};
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
     const ps__home *h = &s->home[u];
-    const bool there = t->plan->spec.update_resident[u];
-    const uint32_t state[6] = {h->weights, h->master, h->m, h->v, there ? h->device_weights : PS__NO_VT, h->device_master};
+    const bool stay = ps__weights_stay(&t->plan->spec, u);
+    const uint32_t state[6] = {h->weights, h->master, h->m, h->v, stay ? h->device_weights : PS__NO_VT, h->device_master};
     for (int i = 0; i < 6; i++)
       if (state[i] != PS__NO_VT) {
         const ps__vt *v = &s->vt[state[i]];
@@ -104,9 +104,9 @@ static uint64_t hash_state(const ps_trainer *t) {
   uint64_t h = 0;
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
     const ps__home *at = &s->home[u];
-    /* with master weights only these come home from an update on the device: what travels is there */
-    const bool there = t->plan->spec.update_resident[u] && at->master != PS__NO_VT;
-    const uint32_t kept[4] = {there ? at->device_weights : at->weights, at->master, at->m, at->v};
+    /* with master weights only these come home from weights that stay on the device: what travels is there */
+    const bool stay = ps__weights_stay(&t->plan->spec, u) && at->master != PS__NO_VT;
+    const uint32_t kept[4] = {stay ? at->device_weights : at->weights, at->master, at->m, at->v};
     for (int i = 0; i < 4; i++)
       if (kept[i] != PS__NO_VT) {
         const ps__vt *v = &s->vt[kept[i]];
@@ -163,6 +163,20 @@ static void check_step(const ps__step *s) {
     }
 }
 
+/* The step ends with the report, which awaits the last of what the device-to-host stream brings home for good. */
+static void check_report(const ps__step *s) {
+  const ps__vop *report = &s->op[s->n_op - 1];
+  uint32_t last = PS__NO_VT;
+  for (size_t i = 0; i < s->n_op; i++)
+    for (uint32_t u = 0; s->op[i].stream == PS__S_D2H && u < s->spec->n_units; u++) {
+      const uint32_t to = s->access[s->op[i].access + 1].vt;
+      const ps__home *h = &s->home[u];
+      if (to == h->weights || to == h->master || to == h->m || to == h->v) last = to;
+    }
+  CHECK(strcmp(report->kernel->name, "report") == 0 && report->n_access == (last == PS__NO_VT ? 1 : 2));
+  CHECK(last == PS__NO_VT || s->access[report->access + 1].vt == last);
+}
+
 /* Freed at the op after the last use where nothing is issued ahead or freed late: no byte is held for longer than it is needed. */
 static void check_tight(const ps__step *s) {
   uint32_t *last = calloc(s->n_vt, sizeof *last);
@@ -210,9 +224,10 @@ static void randomize(ps__spec *spec, const model *m, uint32_t n_rounds, uint64_
     /* an update on the device needs parameters and the gradient's total there */
     const bool several = n_rounds > 1 || (u == 0 && m->cfg.tied_embeddings);
     spec->update_resident[u] = spec->param_resident[u] && (spec->grad_resident[u] || !several) && rnd_below(state, 2);
+    spec->update_streamed[u] = !spec->update_resident[u] && rnd_below(state, 2);
   }
   spec->embed_at_home = !m->cfg.tied_embeddings && rnd_below(state, 2);
-  if (spec->embed_at_home) spec->param_resident[0] = spec->grad_resident[0] = spec->update_resident[0] = 0;
+  if (spec->embed_at_home) spec->param_resident[0] = spec->grad_resident[0] = spec->update_resident[0] = spec->update_streamed[0] = 0;
   for (uint32_t layer = 0; layer < spec->n_layers; layer++)
     for (uint32_t c = 0; c < spec->n_chunks; c++)
       for (int item = 0; item < PS__N_ITEMS; item++) {
@@ -229,7 +244,7 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
          s->saved_lag, s->grad_lag);
   if (s->embed_at_home) printf("embedding at home\n");
   for (uint32_t u = 0; u < s->n_units; u++) {
-    printf("unit %u param %u grad %u update %u\n", u, s->param_resident[u], s->grad_resident[u], s->update_resident[u]);
+    printf("unit %u param %u grad %u update %u streamed %u\n", u, s->param_resident[u], s->grad_resident[u], s->update_resident[u], s->update_streamed[u]);
   }
   for (uint32_t layer = 0; layer < s->n_layers; layer++)
     for (uint32_t c = 0; c < s->n_chunks; c++) {
@@ -265,6 +280,7 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
     CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
     check_step(&plan->step);
     check_tight(&plan->step);
+    check_report(&plan->step);
     const outcome got = train(m, plan, i % 2 == 0);
     if (!same(&got, &expected)) {
       describe(m, &cfg, &spec, i);

@@ -2,6 +2,7 @@
  * middle of a run, the loss or a gradient is not finite, a run is cancelled at any moment. Each time an error with a message comes
  * back, nothing leaks, and weights at home are those of the last complete step. */
 #include "tiny_model.h"
+#include "plan/plan_impl.h"
 #include <math.h>
 #include <penstock/train.h>
 #include <signal.h>
@@ -39,12 +40,36 @@ static ps_train_config train_config(ps_dataset *ds, bool clip) {
   return c;
 }
 
-/* The tightest plan (everything streams), or one without a cap (everything is resident, updates included). */
-static ps_plan *make_plan(uint32_t recipe, bool clip, bool tight) {
+/* The plan without a cap (everything is resident, updates included), the tightest (everything streams, updates at home), or one that streams everything and
+ * updates on the device all the same. */
+typedef enum placement { RESIDENT, TIGHT, STREAMED, N_PLACEMENTS } placement;
+
+static ps_plan *make_streamed_plan(const ps_plan_config *cfg) {
+  ps_plan *plan;
+  ps__layout layout;
+  ps__spec spec;
+  CHECK(ps__layout_init(&layout, cfg->seq_len, SEQUENCES, cfg->chunk_tokens, cfg->chunks_per_round, 0) == PS_OK);
+  CHECK(ps__spec_init(&spec, &model, &layout) == PS_OK);
+  spec.recipe = (ps_recipe)cfg->recipe;
+  spec.chunk_tokens = layout.chunk_tokens;
+  spec.chunks_per_round = layout.chunks_per_round;
+  spec.first_round_chunks = layout.first_round_chunks;
+  spec.head_slice = SEQ_LEN;
+  spec.clip = cfg->clip != 0;
+  spec.param_lead = spec.saved_lead = spec.saved_lag = spec.grad_lag = 1;
+  memset(spec.update_streamed, 1, spec.n_units);
+  CHECK(ps__plan_from_spec(&plan, &model, cfg, &hw, &spec) == PS_OK);
+  ps__spec_free(&spec);
+  ps__layout_free(&layout);
+  return plan;
+}
+
+static ps_plan *make_plan(uint32_t recipe, bool clip, placement where) {
   ps_plan_config cfg = plan_config(recipe, clip);
   ps_plan *plan;
   uint64_t host;
-  if (tight) CHECK(ps_plan_smallest(&model, &cfg, &hw, &cfg.device_bytes, &host) == PS_OK && cfg.device_bytes > 0);
+  if (where == STREAMED) return make_streamed_plan(&cfg);
+  if (where == TIGHT) CHECK(ps_plan_smallest(&model, &cfg, &hw, &cfg.device_bytes, &host) == PS_OK && cfg.device_bytes > 0);
   CHECK(ps_plan_create(&plan, &model, &cfg, &hw) == PS_OK);
   return plan;
 }
@@ -192,7 +217,7 @@ static void test_fail_nth(void) {
   static const char *const name[] = {[PS_FAULT_ALLOC] = "allocation", [PS_FAULT_READ] = "read", [PS_FAULT_WRITE] = "write",
                                      [PS_FAULT_THREAD] = "thread start"};
   data_opened = open_shard();
-  plan_made = make_plan(PS_RECIPE_BF16, true, false);
+  plan_made = make_plan(PS_RECIPE_BF16, true, RESIDENT);
   for (int kind = 0; kind < PS_FAULT_KINDS; kind++) { /* the planner's search does the same for each candidate: strides will do */
     const int64_t n = fail_nth(kind, read_and_plan, STRIDE), m = fail_nth(kind, train_and_save, STEP);
     CHECK(m > 0);
@@ -222,11 +247,11 @@ static void read_fails(ps_plan *plan, ps_dataset *ds, bool clip, uint64_t n, con
   ps_trainer_destroy(t);
 }
 
-static void test_read_fails(bool clip, bool tight) {
+static void test_read_fails(bool clip, placement where) {
   enum { MOST = 6 };
   uint64_t expected[MOST + 1];
   ps_dataset *ds = open_shard();
-  ps_plan *plan = make_plan(PS_RECIPE_BF16, clip, tight);
+  ps_plan *plan = make_plan(PS_RECIPE_BF16, clip, where);
   const ps_train_config c = train_config(ds, clip);
   for (uint64_t i = 0; i <= MOST; i++) {
     ps_trainer *t = make_trainer(plan, &c);
@@ -248,7 +273,7 @@ static ps_status alien_batch(void *user, uint64_t step, int32_t *tokens, int32_t
 }
 
 static void test_alien_token(void) {
-  ps_plan *plan = make_plan(PS_RECIPE_FP32, true, false);
+  ps_plan *plan = make_plan(PS_RECIPE_FP32, true, RESIDENT);
   uint64_t when = 2;
   ps_train_config c = train_config(NULL, true);
   c.batch_fn = alien_batch;
@@ -284,8 +309,8 @@ static void fill_param(ps_trainer *t, const char *name, float value) {
 }
 
 /* The loss becomes infinite or NaN; nothing of that step is updated. */
-static void test_bad_loss(ps_dataset *ds, uint32_t recipe, bool clip, bool tight) {
-  ps_plan *plan = make_plan(recipe, clip, tight);
+static void test_bad_loss(ps_dataset *ds, uint32_t recipe, bool clip, placement where) {
+  ps_plan *plan = make_plan(recipe, clip, where);
   const ps_train_config c = train_config(ds, clip);
   ps_trainer *t = make_trainer(plan, &c);
   ps_step_metrics m;
@@ -300,8 +325,8 @@ static void test_bad_loss(ps_dataset *ds, uint32_t recipe, bool clip, bool tight
 }
 
 /* A learning rate that throws the weights away: the steps before stand, the one that is not finite does not count. */
-static void test_bad_rate(ps_dataset *ds, bool tight) {
-  ps_plan *plan = make_plan(PS_RECIPE_FP32, true, tight);
+static void test_bad_rate(ps_dataset *ds, placement where) {
+  ps_plan *plan = make_plan(PS_RECIPE_FP32, true, where);
   ps_train_config c = train_config(ds, true);
   c.lr = 1e36;
   c.weight_decay = 0;
@@ -325,8 +350,8 @@ static void test_bad_rate(ps_dataset *ds, bool tight) {
 
 /* up * down is 1e41 and the gate's output about 1e-41: the block's output is of order 1, but d loss / d gate, which has the factor
  * up * down, leaves fp32. */
-static void test_bad_gradient(ps_dataset *ds, int layer, bool tight) {
-  ps_plan *plan = make_plan(PS_RECIPE_FP32, true, tight);
+static void test_bad_gradient(ps_dataset *ds, int layer, placement where) {
+  ps_plan *plan = make_plan(PS_RECIPE_FP32, true, where);
   const ps_train_config c = train_config(ds, true);
   ps_trainer *t = make_trainer(plan, &c);
   ps_step_metrics m;
@@ -347,11 +372,11 @@ static void test_bad_gradient(ps_dataset *ds, int layer, bool tight) {
 
 static void test_not_finite(void) {
   ps_dataset *ds = open_shard();
-  for (int i = 0; i < 2 * 2 * PS_N_RECIPES; i++) test_bad_loss(ds, (uint32_t)i / 4, i & 1, i & 2);
+  for (int i = 0; i < 2 * N_PLACEMENTS * PS_N_RECIPES; i++) test_bad_loss(ds, (uint32_t)i / 2 % PS_N_RECIPES, i & 1, (placement)(i / 2 / PS_N_RECIPES));
   printf("ok a loss that is not finite stops the run before anything of its step is updated\n");
-  for (int tight = 0; tight < 2; tight++) test_bad_rate(ds, tight);
+  for (placement where = 0; where < N_PLACEMENTS; where++) test_bad_rate(ds, where);
   printf("ok after a learning rate that is too high the last complete step stands\n");
-  for (int i = 0; i < 4; i++) test_bad_gradient(ds, i & 1, i & 2);
+  for (int i = 0; i < 2 * N_PLACEMENTS; i++) test_bad_gradient(ds, i & 1, (placement)(i / 2));
   printf("ok a gradient that is not finite names step and unit, and nothing is updated\n");
   ps_dataset_close(ds);
 }
@@ -401,8 +426,8 @@ static void test_cancel(void) {
   ps_dataset *ds = open_shard();
   uint64_t state = 5;
   signal(SIGALRM, on_alarm);
-  for (int tight = 0; tight < 2; tight++) {
-    ps_plan *plan = make_plan(PS_RECIPE_BF16, true, tight);
+  for (placement where = 0; where < N_PLACEMENTS; where++) {
+    ps_plan *plan = make_plan(PS_RECIPE_BF16, true, where);
     const ps_train_config c = train_config(ds, true);
     for (int i = 0; i < N_CANCELS; i++) cancelled_run(plan, &c, i < 3 ? 0 : rnd_below(&state, 6000), i & 1);
     ps_plan_destroy(plan);
@@ -428,7 +453,7 @@ int main(void) {
   const int64_t live = ps__live_allocations();
 
   test_fail_nth();
-  for (int i = 0; i < 4; i++) test_read_fails(i & 1, i & 2);
+  for (int i = 0; i < 2 * N_PLACEMENTS; i++) test_read_fails(i & 1, (placement)(i / 2));
   printf("ok data that cannot be read stops the run behind the last complete step, whose weights can be saved\n");
   test_alien_token();
   printf("ok a token past the vocabulary in the middle of a run is named\n");

@@ -1,0 +1,138 @@
+/* updates.c - the optimizer of each unit: at home; on the device where all its state is; or on the device with moments that come in for the update and go home after
+ * it. With clipping behind the whole norm, without it behind the unit's total. */
+#include "emit.h"
+
+uint32_t ps__bring(ps__builder *b, uint32_t home, ps_tag tag) {
+  const ps__vaccess from = ps__whole(b, home, PS_READ);
+  const uint32_t vt = ps__vt_new(b, PS__SPACE_DEVICE, from.bytes);
+  ps__emit_copy(b, PS__S_H2D, from, ps__whole(b, vt, PS_WRITE), tag);
+  return vt;
+}
+
+static void send_home(ps__builder *b, uint32_t from, uint32_t home, ps_tag tag) {
+  ps__emit_copy(b, PS__S_D2H, ps__whole(b, from, PS_READ), ps__whole(b, home, PS_WRITE), tag);
+  b->last_home = home;
+}
+
+/* What tells an update on the device without clipping whether the host gave the step up. Not sent before it is needed: it waits for the
+ * last update of the step before, and what is behind it on the stream would wait with it. */
+static uint32_t send_header(ps__builder *b, ps_tag tag) {
+  const uint64_t bytes = sizeof(ps__batch_header);
+  if (b->header != PS__NO_VT) return b->header;
+  b->header = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
+  ps__emit_copy(b, PS__S_H2D, ps__part(b->s->batch, PS_READ, 0, bytes), ps__whole(b, b->header, PS_WRITE), tag);
+  return b->header;
+}
+
+/* A streamed unit's moments, master and weights on their way in; weights that its last visit fetched are there and stay. */
+static void stream_in(ps__builder *b, uint32_t unit) {
+  const ps__home *h = &b->s->home[unit];
+  ps__unit_state *u = &b->unit[unit];
+  ps__state *at = &u->there;
+  const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
+  at->weights = u->weights != PS__NO_VT ? u->weights : ps__bring(b, h->weights, tag);
+  if (!b->s->spec->param_resident[unit]) u->weights = PS__NO_VT;
+  if (h->master != PS__NO_VT) at->master = ps__bring(b, h->master, tag);
+  at->m = ps__bring(b, h->m, tag);
+  at->v = ps__bring(b, h->v, tag);
+}
+
+/* Weights first: the next step's forward pass waits for them. */
+static void stream_out(ps__builder *b, uint32_t unit) {
+  const ps__home *h = &b->s->home[unit];
+  const ps__state *at = &b->unit[unit].there;
+  const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
+  const bool resident = b->s->spec->param_resident[unit], master = h->master != PS__NO_VT;
+  const uint32_t lag = b->s->spec->grad_lag;
+  if (!resident || !master) send_home(b, at->weights, h->weights, tag);
+  if (master) send_home(b, at->master, h->master, tag);
+  send_home(b, at->m, h->m, tag);
+  send_home(b, at->v, h->v, tag);
+  if (!resident) ps__vt_free_late(b, at->weights, lag);
+  ps__vt_free_late(b, at->master, lag);
+  ps__vt_free_late(b, at->m, lag);
+  ps__vt_free_late(b, at->v, lag);
+}
+
+/* The op itself: on the host stream over home, or on compute over device memory, where @scale is the norm's half of stats or, without clipping, the unit's sums of
+ * squares. */
+static void emit_adamw(ps__builder *b, uint32_t unit, const ps__state *at, uint32_t grad, uint32_t scale) {
+  const ps__step *s = b->s;
+  const bool there = ps__updated_there(s->spec, unit), master = at->master != PS__NO_VT;
+  const double bytes_each = s->spec->recipe == PS_RECIPE_BF16 ? 14 : 28;
+  const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
+  ps__vaccess access[7];
+  uint32_t n = 0;
+  access[n++] = ps__whole(b, master ? at->master : at->weights, PS_READ_WRITE);
+  access[n++] = ps__whole(b, at->m, PS_READ_WRITE);
+  access[n++] = ps__whole(b, at->v, PS_READ_WRITE);
+  access[n++] = ps__whole(b, grad, PS_READ);
+  if (master) access[n++] = ps__whole(b, at->weights, PS_WRITE);
+  if (there) access[n++] = ps__whole(b, scale, PS_READ);
+  else if (s->spec->clip) access[n++] = ps__part(s->stats, PS_READ, 64, 64);
+  else access[n++] = ps__part(s->norms, PS_READ, (uint64_t)unit * PS__NORM_SLOTS * 8, PS__NORM_SLOTS * 8);
+  if (there && !s->spec->clip) access[n++] = ps__whole(b, send_header(b, tag), PS_READ);
+  ps__emit_hook(b, PS__HOOK_ADAMW, unit, there ? PS__S_COMPUTE : PS__S_HOST, access, n, ps__bytes_work(bytes_each * (double)s->home[unit].n), tag);
+}
+
+/* @clip_scale: the norm's half of stats on the device; none without clipping, or where no unit is updated there. */
+static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
+  const ps__step *s = b->s;
+  const ps__home *h = &s->home[unit];
+  ps__unit_state *u = &b->unit[unit];
+  const ps__state home = {h->weights, h->master, h->m, h->v};
+  if (!ps__updated_there(s->spec, unit)) {
+    emit_adamw(b, unit, &home, h->grad, PS__NO_VT);
+    return;
+  }
+  if (s->spec->update_resident[unit]) u->there = (ps__state){h->device_weights, h->device_master, h->m, h->v};
+  else if (u->there.m == PS__NO_VT) stream_in(b, unit);
+  emit_adamw(b, unit, &u->there, u->total, s->spec->clip ? clip_scale : u->sums);
+  ps__vt_free(b, u->total);
+  ps__vt_free(b, u->sums);
+  if (s->spec->update_streamed[unit]) stream_out(b, unit);
+  else if (h->master != PS__NO_VT) send_home(b, h->device_master, h->master, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  else send_home(b, h->device_weights, h->weights, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+}
+
+/* Without clipping: streamed units whose moments have had their time to come in. */
+static void update_arrived(ps__builder *b, bool all) {
+  for (; b->n_updated < b->n_coming && (all || b->coming[b->n_updated].when <= b->clock); b->n_updated++)
+    update(b, b->coming[b->n_updated].unit, PS__NO_VT);
+}
+
+void ps__total_ready(ps__builder *b, uint32_t unit) {
+  const ps__spec *spec = b->s->spec;
+  const bool streamed = spec->update_streamed[unit];
+  if (streamed && spec->param_lead) stream_in(b, unit);
+  if (streamed && !spec->clip) b->coming[b->n_coming++] = (ps__coming){unit, b->clock + spec->param_lead * b->round->n_chunks};
+  else if (!spec->clip) update(b, unit, PS__NO_VT);
+  update_arrived(b, false);
+}
+
+void ps__emit_updates(ps__builder *b) {
+  ps__step *s = b->s;
+  const uint32_t n_units = ps_model_n_units(s->cfg);
+  const ps_tag tag = {-1, -1, -1, PS__PHASE_UPDATE};
+  const ps__vaccess half = ps__part(s->stats, PS_WRITE, 64, 64);
+  const ps__vaccess norm[2] = {ps__whole(b, s->norms, PS_READ), half};
+  bool any_there = false;
+  for (uint32_t u = 0; u < n_units; u++) any_there |= ps__updated_there(s->spec, u);
+  update_arrived(b, true);
+  ps__emit_hook(b, PS__HOOK_NORM, 0, PS__S_HOST, norm, 2, (ps_work){0}, tag);
+  if (s->spec->clip) {
+    const uint32_t scale = any_there ? ps__vt_new(b, PS__SPACE_DEVICE, 64) : PS__NO_VT;
+    if (any_there) ps__emit_copy(b, PS__S_H2D, ps__part(s->stats, PS_READ, 64, 64), ps__whole(b, scale, PS_WRITE), tag);
+    for (uint32_t u = 0; u < n_units; u++) {
+      update(b, u, scale);
+      ps__tick(b);
+    }
+    ps__vt_free(b, scale);
+  }
+  ps__vt_free(b, b->header);
+  /* The report is the step's end: behind the host stream's updates by order, behind the last state on its way home by reading it, as that stream is in order. */
+  ps__vaccess report[2] = {ps__whole(b, s->stats, PS_READ)};
+  if (any_there) report[1] = ps__whole(b, b->last_home, PS_READ);
+  ps__emit_hook(b, PS__HOOK_REPORT, 0, PS__S_HOST, report, any_there ? 2 : 1, (ps_work){0}, tag);
+  ps__flush_late(b);
+}
