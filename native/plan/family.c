@@ -4,13 +4,17 @@
 
 enum { LARGE_STEP_OPS = 60000, MOST_STEP_OPS = 250000, OPS_A_CELL = 30 };
 
-const ps__residency ps__residencies[PS__N_RESIDENCIES] = {{0, 0, false}, {1, 0, false}, {2, 0, false}, {4, 0, false}, {1, 1, false},
-                                                          {2, 2, false}, {4, 2, false}, {4, 4, false}, {4, 4, true}};
+const ps__residency ps__residencies[PS__N_RESIDENCIES] = {{0, 0, 0, 0}, {0, 0, 1, 0}, {8, 0, 1, 0}, {16, 0, 1, 0}, {32, 0, 1, 0},
+                                                          {8, 8, 1, 0}, {16, 16, 1, 0}, {32, 16, 1, 0}, {32, 32, 1, 0}, {32, 32, 1, 1}};
 
 /* ---- decisions ---------------------------------------------------------------------------------------------------------------- */
 
-/* @quarters of four, spread evenly. */
-static bool among(uint32_t unit, uint32_t quarters) { return (unit + 1) * quarters / 4 != unit * quarters / 4; }
+/* @parts of PS__UNIT_PARTS, spread evenly. */
+static bool among(uint32_t unit, uint32_t parts) { return (unit + 1) * parts / PS__UNIT_PARTS != unit * parts / PS__UNIT_PARTS; }
+
+static bool params_stay(const ps__family *f, const ps__residency *r, uint32_t unit) {
+  return among(unit, r->params) || (r->head && unit == f->plan->model.n_layers + 1);
+}
 
 /* Items in the order in which they are worth their bytes: x has to be somewhere; attention costs the most time a byte to do again; of the others, whose products
  * cost about the same a byte, the early ones first. q and kv come from one product: one without the other saves nothing. */
@@ -20,7 +24,7 @@ enum { N_ORDER = sizeof order / sizeof *order };
 
 /* Deals a round's cells their fates in forward order: what goes home first, then what stays, each as soon as its share of the bytes seen so far allows, so that
  * both are spread evenly over the pass and the link is kept busy from the first layer to the last. */
-typedef struct dealer { double device, host, device_share, host_share; } dealer;
+typedef struct dealer { double device, host, extra, device_share, host_share, extra_share; } dealer;
 
 static uint64_t group_bytes(const ps__block *b, int i, uint32_t n_tokens) {
   uint64_t bytes = 0;
@@ -29,12 +33,28 @@ static uint64_t group_bytes(const ps__block *b, int i, uint32_t n_tokens) {
   return bytes;
 }
 
-/* @extra: a chunk that the first round has more than the others. Its x goes home and the rest is done again: the memory and the link are dealt out to what every round
- * has. */
+static void set_fate(const ps__block *b, int i, uint8_t to, uint8_t fate[PS__N_ITEMS]) {
+  for (int k = 0; k < 2; k++)
+    if (order[i][k] < PS__N_ITEMS && b->has_item[order[i][k]]) fate[order[i][k]] = to;
+}
+
+/* A chunk that the first round has more than the others: the memory is dealt out to what every round has, so that its x goes home, more of it by its own share, and
+ * the rest is done again. */
+static void deal_extra(dealer *d, const ps__block *b, uint32_t n_tokens, uint8_t fate[PS__N_ITEMS]) {
+  fate[PS__ITEM_X] = d->host_share > 0 || d->extra_share > 0 ? PS_FATE_HOST : PS_FATE_DEVICE;
+  for (int i = 1; i < N_ORDER; i++) d->extra += d->extra_share * (double)group_bytes(b, i, n_tokens);
+  for (int i = 1; i < N_ORDER && d->extra_share > 0; i++) {
+    const double bytes = (double)group_bytes(b, i, n_tokens);
+    if (bytes == 0 || d->extra < bytes / 2) continue;
+    d->extra -= bytes;
+    set_fate(b, i, PS_FATE_HOST, fate);
+  }
+}
+
 static void deal_cell(dealer *d, const ps__block *b, uint32_t n_tokens, bool extra, uint8_t fate[PS__N_ITEMS]) {
   memset(fate, PS_FATE_RECOMPUTE, PS__N_ITEMS);
   if (extra && d->device_share < 1) {
-    fate[PS__ITEM_X] = d->host_share > 0 ? PS_FATE_HOST : PS_FATE_DEVICE;
+    deal_extra(d, b, n_tokens, fate);
     return;
   }
   for (int i = 0; i < N_ORDER; i++) {
@@ -50,13 +70,13 @@ static void deal_cell(dealer *d, const ps__block *b, uint32_t n_tokens, bool ext
     else if (i == 0 || d->device_share >= 1 || (d->device_share > 0 && d->device >= bytes / 2)) to = PS_FATE_DEVICE;
     if (to == PS_FATE_HOST) d->host -= bytes;
     if (to == PS_FATE_DEVICE) d->device -= bytes;
-    for (int k = 0; k < 2; k++)
-      if (order[i][k] < PS__N_ITEMS) fate[order[i][k]] = to;
+    set_fate(b, i, to, fate);
   }
 }
 
 static dealer dealer_of(const ps__member *m) {
-  return (dealer){.device_share = (double)m->device / PS__DEVICE_SHARES, .host_share = (double)m->host / PS__HOST_SHARES};
+  return (dealer){.device_share = (double)m->device / PS__SHARES, .host_share = (double)m->host / PS__SHARES,
+                  .extra_share = (double)m->extra / PS__SHARES};
 }
 
 /* Bytes of all rows of the embedding that a step looks up; of its table. */
@@ -65,13 +85,13 @@ static double table_bytes(const ps__family *f) { return (double)f->plan->model.v
 
 /* The embedding is at home where its rows, once to the device and once back, are fewer bytes than the visits of its table. */
 static bool embeds_at_home(const ps__family *f, const ps__layout *l, const ps__residency *r) {
-  const double to_device = among(0, r->params) ? 1 : l->n_rounds, to_host = among(0, r->grads) ? 1 : l->n_rounds;
+  const double to_device = params_stay(f, r, 0) ? 1 : l->n_rounds, to_host = among(0, r->grads) ? 1 : l->n_rounds;
   return !f->plan->model.tied_embeddings && !r->state && 2 * lookup_bytes(f, l) < (to_device + to_host) * table_bytes(f);
 }
 
 static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps__member *m, bool embed_at_home, ps__spec *spec) {
   const ps_plan *plan = f->plan;
-  const ps__residency *r = &ps__residencies[m->residency];
+  const ps__residency *r = &m->keep;
   PS_TRY(ps__spec_init(spec, &plan->model, layout));
   spec->recipe = (ps_recipe)plan->cfg.recipe;
   spec->backend = plan->hw.backend;
@@ -88,7 +108,7 @@ static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps
   spec->embed_at_home = embed_at_home;
   for (uint32_t u = 0; u < spec->n_units; u++) {
     const bool several = layout->n_rounds > 1 || (u == 0 && plan->model.tied_embeddings), home = u == 0 && embed_at_home;
-    spec->param_resident[u] = among(u, r->params) && !home;
+    spec->param_resident[u] = params_stay(f, r, u) && !home;
     spec->grad_resident[u] = among(u, r->grads) && several && !home;
     spec->update_resident[u] = r->state;
   }
@@ -101,7 +121,21 @@ static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps
 
 ps_status ps__family_spec(const ps__family *f, const ps__member *m, ps__spec *out) {
   const ps__layout *l = &f->size[m->size].layout;
-  return spec_of(f, l, m, embeds_at_home(f, l, &ps__residencies[m->residency]), out);
+  return spec_of(f, l, m, embeds_at_home(f, l, &m->keep), out);
+}
+
+double ps__family_share_bytes(const ps__family *f, const ps__member *m) {
+  const ps__layout *l = &f->size[m->size].layout;
+  double bytes = 0;
+  for (uint32_t c = 0; c < l->round[0].n_chunks && c < l->chunks_per_round; c++)
+    for (int i = 0; i < N_ORDER; i++) bytes += (double)group_bytes(&f->block, i, l->chunk[c].n_tokens);
+  return bytes * f->plan->model.n_layers / PS__SHARES;
+}
+
+double ps__family_unit_part_bytes(const ps__family *f) {
+  double bytes = 0;
+  for (uint32_t u = 0; u < ps_model_n_units(&f->plan->model); u++) bytes += (double)(ps_model_unit_elements(&f->plan->model, u) * ps_dtype_bytes((ps_dtype)f->block.dt));
+  return bytes / PS__UNIT_PARTS;
 }
 
 /* ---- what a size costs in any case --------------------------------------------------------------------------------------------- */
@@ -135,7 +169,7 @@ static ps_status turn_bytes(const ps__family *f, const ps__step *s, uint64_t sav
 }
 
 static ps_status measure_size(ps__family *f, ps__size *z, bool embed_at_home, ps__step_hooks *hooks) {
-  const ps__member all = {.device = PS__DEVICE_SHARES};
+  const ps__member all = {.device = PS__SHARES};
   ps__base *base = &z->base[embed_at_home];
   ps__spec spec;
   ps__step s;
@@ -266,7 +300,7 @@ static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__
     const bool several = l->n_rounds > 1 || (u == 0 && m->tied_embeddings), grads = among(u, r->grads) && several;
     const double bytes = (double)unit_bytes(f, u), visits = u == 0 || u + 2 >= n_units ? 1 : 2; /* at least */
     const double contributions = l->n_rounds * (u == 0 && m->tied_embeddings ? 2 : 1);
-    t.to_device += r->state ? 0 : among(u, r->params) ? bytes : visits * bytes * l->n_rounds;
+    t.to_device += r->state ? 0 : params_stay(f, r, u) ? bytes : visits * bytes * l->n_rounds;
     t.to_host += r->state ? bytes : grads ? bytes : contributions * bytes;
     if (grads) t.device_sums += 3 * bytes * (contributions - 1);
     else if (!r->state) t.host_ops += 3 * bytes * (contributions - 1);
@@ -319,7 +353,7 @@ static uint64_t resident_bytes(const ps__family *f, const ps__layout *l, const p
   uint64_t bytes = 0;
   for (uint32_t u = embeds_at_home(f, l, r); u < ps_model_n_units(&f->plan->model); u++) {
     const bool several = l->n_rounds > 1 || (u == 0 && f->plan->model.tied_embeddings);
-    if (among(u, r->params)) bytes += unit_bytes(f, u);
+    if (params_stay(f, r, u)) bytes += unit_bytes(f, u);
     if (r->state) bytes += unit_bytes(f, u) / e * state;
     if (among(u, r->grads) && several && l->n_rounds > 1) bytes += unit_bytes(f, u);
   }
@@ -348,13 +382,14 @@ static ps_status add_members(ps__family *f, uint32_t idx) {
     device[r] = base[r]->device_bytes + resident_bytes(f, &z->layout, &ps__residencies[r]);
     host[r] = base[r]->host_bytes + home_bytes(f, ps__residencies[r].state);
   }
-  for (uint32_t d = 0; st == PS_OK && d <= PS__DEVICE_SHARES; d += step)
-    for (uint32_t h = 0; st == PS_OK && d * PS__HOST_SHARES + h * PS__DEVICE_SHARES <= PS__DEVICE_SHARES * PS__HOST_SHARES; h += step) {
+  for (uint32_t d = 0; st == PS_OK && d <= PS__SHARES; d += PS__DEVICE_GRID * step)
+    for (uint32_t h = 0; st == PS_OK && d + h <= PS__SHARES; h += PS__HOST_GRID * step) {
       ps__member m = {.size = (uint8_t)idx, .device = (uint8_t)d, .host = (uint8_t)h};
       ps__shares s;
       add_shares(f, z, &m, table, of_chunk, &s);
       for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
+        m.keep = ps__residencies[m.residency];
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
         m.bound_ns = bound_of(f, base[m.residency], &s, &t[m.residency]);
         m.estimate_ns = larger(m.bound_ns, estimate_of(f, base[m.residency], &s, &t[m.residency], m.ahead));

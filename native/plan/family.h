@@ -7,18 +7,23 @@
 #define PS_PLAN_FAMILY_H
 #include "plan_impl.h"
 
-enum { PS__DEVICE_SHARES = 24, PS__HOST_SHARES = 12 };  /* grids of both shares: k of so many parts of the saved bytes */
-enum { PS__MAX_SIZES = 96, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 9 };
+enum { PS__SHARES = 96, PS__UNIT_PARTS = 32 };           /* shares are so many parts of the saved bytes; residency is so many parts of the units */
+enum { PS__DEVICE_GRID = 4, PS__HOST_GRID = 8 };         /* the family's grids of both shares: every so many parts. Between them the search refines */
+enum { PS__MAX_SIZES = 96, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 10 };
 
-/* How many quarters of the units have their parameters and gradients on the device, spread evenly over the model; and whether all have their optimizer state
- * there too. */
-typedef struct ps__residency { uint8_t params, grads; bool state; } ps__residency;
-extern const ps__residency ps__residencies[PS__N_RESIDENCIES];
+/* How many parts of the units have their parameters and gradients on the device, spread evenly over the model; whether the head's parameters are there in any case: where
+ * a plan takes the most memory, at the turn from forward to backward, they are there anyway, so that it often costs nothing; and whether all units have their optimizer
+ * state there too. */
+typedef struct ps__residency { uint8_t params, grads, head, state; } ps__residency;
+extern const ps__residency ps__residencies[PS__N_RESIDENCIES]; /* the family's */
 
 typedef struct ps__member {
   double bound_ns, estimate_ns;
   uint64_t bytes[PS__N_SPACES]; /* that it takes at least, all of what the caps count */
-  uint8_t size, device, host, residency, ahead;
+  ps__residency keep;
+  uint8_t size, device, host, ahead;
+  uint8_t extra;                /* share that goes home of what the chunks save that the first round has more than the others; 0: their block inputs alone */
+  uint8_t residency;            /* of the family's, what keep is, or is refined from */
   bool seen;                    /* the search looked at it */
 } ps__member;
 
@@ -58,6 +63,9 @@ typedef struct ps__family {
  * PS_EINVAL. Freed by ps__family_free(), also after an error. */
 ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *hooks);
 void ps__family_free(ps__family *f);
-/* ps__family_spec() - the decisions of a member; freed by ps__spec_free(). */
+/* ps__family_spec() - the decisions of a member, of the family or refined from one; freed by ps__spec_free(). */
 ps_status ps__family_spec(const ps__family *f, const ps__member *m, ps__spec *out);
+/* ps__family_share_bytes(), _unit_part_bytes() - BYTES of device memory of one part of the shares, and of one of the units' parameters. */
+double ps__family_share_bytes(const ps__family *f, const ps__member *m);
+double ps__family_unit_part_bytes(const ps__family *f);
 #endif

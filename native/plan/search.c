@@ -11,10 +11,14 @@
 
 /* Ops emitted and simulated at most in one search, over all plans looked at: some seconds. A family that needs more (long steps of deep models on a machine where nothing is
  * hidden) gives the best of those looked at. */
-static const uint64_t MAX_OPS = 6000000;
+static const uint64_t MAX_OPS = 3500000;
+/* Beside it, for what lies between the members: only where the family was not looked at to the end. */
+static const uint64_t REFINE_OPS = 3500000;
 /* From here on members are passed over that will not fit by what was seen of their like. */
 static const uint64_t PRUNE_OPS = 400000;
 enum { TRIES = 6 }; /* members of a size looked at for one that fits */
+
+typedef struct fastest { double ns; ps__member member; } fastest;
 
 typedef struct search {
   ps_plan *plan;
@@ -26,6 +30,7 @@ typedef struct search {
   uint64_t best_miss, n_ops;
   bool prune;                             /* by slack below, and never look twice */
   double factor[PS__MAX_SIZES];           /* by which a size's estimates are off */
+  fastest fastest[PS__MAX_SIZES];         /* of each size; ns 0: none yet */
   uint64_t slack[PS__MAX_SIZES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_SPACES]; /* least seen of what a member takes beyond its bound; 0: none seen */
 } search;
 
@@ -175,24 +180,28 @@ static void note_slack(search *s, const ps__member *m, const sized *z) {
 }
 
 /* @out_ns: what its step takes by simulation; 0 where it does not fit. */
+static ps_status time_of(search *s, const ps__member *m, sized *z, double *out_ns) {
+  *out_ns = 0;
+  ps_status st = fits(s, z->bytes) ? map(s, z) : PS_OK;
+  if (st != PS_OK || !z->mapped || !fits(s, z->bytes)) return st;
+  s->out->n_feasible++;
+  s->n_ops += z->step.n_op;
+  st = simulate(&z->step, &s->family.cost, out_ns);
+  if (st == PS_OK && (s->best_ns == 0 || *out_ns < s->best_ns)) {
+    s->best_ns = *out_ns;
+    s->best = *m;
+  }
+  return st;
+}
+
 static ps_status look_at(search *s, ps__member *m, double *out_ns) {
   sized z;
-  double ns = 0;
   m->seen = true;
   PS_TRY(emit(s, m, &z));
   note_slack(s, m, &z);
-  ps_status st = fits(s, z.bytes) ? map(s, &z) : PS_OK;
-  if (st == PS_OK && z.mapped && fits(s, z.bytes)) {
-    s->out->n_feasible++;
-    s->n_ops += z.step.n_op;
-    st = simulate(&z.step, &s->family.cost, &ns);
-    if (st == PS_OK && (s->best_ns == 0 || ns < s->best_ns)) {
-      s->best_ns = ns;
-      s->best = *m;
-    }
-  }
+  const ps_status st = time_of(s, m, &z, out_ns);
   sized_free(&z);
-  *out_ns = ns;
+  if (*out_ns > 0 && (s->fastest[m->size].ns == 0 || *out_ns < s->fastest[m->size].ns)) s->fastest[m->size] = (fastest){*out_ns, *m};
   return st;
 }
 
@@ -249,6 +258,87 @@ static ps_status find_fastest(search *s) {
   }
   ps__free(order[0]);
   return st;
+}
+
+/* ---- between the members ------------------------------------------------------------------------------------------------------------ */
+
+/* What refining changes, a part at a time: see ps__member. The share on the device follows: it takes what the cap leaves. */
+enum { MOVE_HOST, MOVE_PARAMS, MOVE_GRADS, MOVE_EXTRA, MOVE_HEAD, MOVE_AHEAD, N_MOVES };
+
+static bool moved(const search *s, ps__member *m, int what, int by) {
+  const bool extras = s->family.size[m->size].layout.first_round_chunks > s->family.size[m->size].layout.chunks_per_round;
+  uint8_t *const field[N_MOVES] = {&m->host, &m->keep.params, &m->keep.grads, &m->extra, &m->keep.head, &m->ahead};
+  const int most[N_MOVES] = {PS__SHARES, PS__UNIT_PARTS, m->keep.params, extras ? PS__SHARES : 0, 1, PS__N_AHEADS - 1};
+  const int to = *field[what] + by;
+  if (m->keep.state && what != MOVE_HOST && what != MOVE_AHEAD) return false;
+  if (to < 0 || to > most[what]) return false;
+  *field[what] = (uint8_t)to;
+  if (m->keep.grads > m->keep.params) m->keep.grads = m->keep.params;
+  return true;
+}
+
+/* Gives @m the largest share on the device that fits, as far as a few looks tell, beginning from one that should by what @z, a step like it, took. */
+static ps_status fill_device(search *s, ps__member *m, uint64_t taken, double *out_ns, uint64_t *out_taken) {
+  const double part = ps__family_share_bytes(&s->family, m);
+  const uint64_t cap = s->device_cap;
+  int room = cap == UINT64_MAX ? PS__SHARES : (int)(((double)cap - (double)taken) / part), share = m->device + room;
+  *out_ns = 0;
+  for (int tries = 0; tries < 4; tries++, share--) {
+    sized z;
+    if (share > PS__SHARES - m->host) share = PS__SHARES - m->host;
+    if (share < 0) return PS_OK;
+    m->device = (uint8_t)share;
+    PS_TRY(emit(s, m, &z));
+    const ps_status st = time_of(s, m, &z, out_ns);
+    *out_taken = z.bytes[PS__SPACE_DEVICE];
+    const bool host = z.bytes[PS__SPACE_HOST] <= s->host_cap;
+    sized_free(&z);
+    if (st != PS_OK || *out_ns > 0 || !host) return st;
+  }
+  return PS_OK;
+}
+
+/* From a size's fastest member on, to the next better plan near it, as long as there is one: each decision by larger and then smaller steps, up and down. */
+static ps_status refine(search *s, fastest at, uint64_t max_ops) {
+  static const int step[] = {6, 2, 1};
+  const uint64_t end = s->n_ops + max_ops;
+  uint64_t taken = 0;
+  double ns;
+  ps__member m = at.member;
+  PS_TRY(fill_device(s, &m, s->device_cap, &ns, &taken)); /* as it is, for what it takes */
+  if (taken == 0) return PS_OK;
+  for (uint32_t i = 0; i < sizeof step / sizeof *step; i++)
+    for (bool better = true; better && s->n_ops < end;) {
+      better = false;
+      for (int move = 0; move < 2 * N_MOVES && s->n_ops < end; move++) {
+        const int what = move / 2, by = (move % 2 ? -1 : 1) * (what >= MOVE_HEAD ? 1 : step[i]);
+        ps__member next = at.member;
+        uint64_t now = 0;
+        if ((what >= MOVE_HEAD && i > 0) || !moved(s, &next, what, by)) continue;
+        const double units = (next.keep.params + next.keep.grads - at.member.keep.params - at.member.keep.grads) * ps__family_unit_part_bytes(&s->family);
+        PS_TRY(fill_device(s, &next, (uint64_t)((double)taken + units), &ns, &now));
+        if (ns <= 0 || ns >= at.ns) continue;
+        at = (fastest){ns, next};
+        taken = now;
+        better = true;
+      }
+    }
+  return PS_OK;
+}
+
+static int by_ns(const void *pa, const void *pb) {
+  const fastest *a = pa, *b = pb;
+  if ((a->ns > 0) != (b->ns > 0)) return a->ns > 0 ? -1 : 1;
+  if (a->ns != b->ns) return a->ns < b->ns ? -1 : 1;
+  return a->member.size < b->member.size ? -1 : a->member.size > b->member.size;
+}
+
+/* The fastest two sizes; the second is given up where it was slower by more than refining is likely to gain. */
+static ps_status refine_fastest(search *s) {
+  fastest *f = s->fastest;
+  qsort(f, PS__MAX_SIZES, sizeof *f, by_ns);
+  PS_TRY(refine(s, f[0], REFINE_OPS / 2));
+  return f[1].ns > 0 && f[1].ns < 1.05 * s->best_ns ? refine(s, f[1], REFINE_OPS / 2) : PS_OK;
 }
 
 static ps_status keep_best(search *s) {
@@ -342,6 +432,7 @@ ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out) {
     s->prune = pass == 0; /* what fits by a hair is found by the second */
     st = find_fastest(s);
   }
+  if (st == PS_OK && s->best_ns > 0 && s->n_ops > MAX_OPS) st = refine_fastest(s);
   if (st == PS_OK && s->best_ns > 0) st = keep_best(s);
   ps__family_free(&s->family);
   ps__free(s);
