@@ -87,16 +87,29 @@ PY
       --chunk-tokens 64 --chunks-per-round 4 --steps 2 --quiet --run-dir "$work/$dir" --device-mem
     least=$("$build/bin/penstock" plan --backend cuda --model "$work/model" --seq-len 128 --tokens-per-step 512 --chunk-tokens 64 --chunks-per-round 4 \
       --device-mem 1MiB 2>&1 | sed -n 's/.*smallest plan takes \([0-9]*\) bytes.*/\1/p')
-    run "$dir" 60 "$@" "${least:-0}"
+    run "$dir" 90 "$@" "${least:-0}"
+  }
+  # What is reported inside NVIDIA's libraries' kernels (cuDNN's attention has reports of racecheck and initcheck) is counted and is no failure of ours.
+  libraries='cudnn|cublas|cutlass|nvjet|xmma' skip=
+  if compute-sanitizer --help 2>&1 | grep -q -e '--kernel-regex-exclude'; then skip="--kernel-regex-exclude kns=$libraries"; fi
+  sanitized() { # NAME: as tell, where reports in libraries' kernels alone are no failure
+    read -r code seconds <"$logs/$1.result"
+    places=$(grep -cE '^=========  +(at|Address|and (Read|Write) access at) |access at ' "$logs/$1.log")
+    ours=$(grep -E '^=========  +at |access at ' "$logs/$1.log" | grep -cvE "$libraries")
+    if [ "$code" = 9 ] && [ "$ours" = 0 ] && [ "$places" != 0 ]; then
+      echo "0 $seconds" >"$logs/$1.result"
+      echo "no report in a kernel of ours; $places lines on libraries' kernels" >>"$logs/$1.log"
+    fi
+    tell "$1"
   }
   train bare # what is tuned once a shape is cached for those that follow
   tell bare
   for tool in memcheck racecheck initcheck; do
-    train "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 &
+    train "$tool" compute-sanitizer --tool "$tool" $skip --error-exitcode 9 --print-limit 200 &
   done
   wait
   for tool in memcheck racecheck initcheck; do
-    tell "$tool"
+    sanitized "$tool"
   done
 fi
 echo "all   $(($(date +%s) - started)) s, $([ "$failed" = 0 ] && echo passed || echo FAILED)"
