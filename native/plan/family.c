@@ -111,6 +111,7 @@ static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps
     spec->param_resident[u] = params_stay(f, r, u) && !home;
     spec->grad_resident[u] = among(u, r->grads) && several && !home;
     spec->update_resident[u] = r->state;
+    spec->update_streamed[u] = !r->state && u > 0 && u <= m->streamed;
   }
   dealer d = dealer_of(m);
   for (uint32_t l = 0; l < spec->n_layers; l++)

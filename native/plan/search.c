@@ -5,6 +5,7 @@
  * members out before the next: the bounds, emission, the bytes alive at once, the memory map, the simulation. Where a bound is no better than the best simulated plan, the
  * member is passed over. Large families are looked at within a budget (MAX_OPS). */
 #include "family.h"
+#include "../core/core.h"
 #include "../kernels/cuda/scratch.h"
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +14,8 @@
  * hidden) gives the best of those looked at. */
 static const uint64_t MAX_OPS = 3500000;
 /* Beside it, for what lies between the members: only where the family was not looked at to the end. */
-static const uint64_t REFINE_OPS = 3500000;
+static const uint64_t REFINE_OPS = 6000000;
+enum { N_REFINED = 4 }; /* sizes that share them, side by side where there are CPUs */
 /* From here on members are passed over that will not fit by what was seen of their like. */
 static const uint64_t PRUNE_OPS = 400000;
 enum { TRIES = 6 }; /* members of a size looked at for one that fits */
@@ -263,12 +265,14 @@ static ps_status find_fastest(search *s) {
 /* ---- between the members ------------------------------------------------------------------------------------------------------------ */
 
 /* What refining changes, a part at a time: see ps__member. The share on the device follows: it takes what the cap leaves. */
-enum { MOVE_HOST, MOVE_PARAMS, MOVE_GRADS, MOVE_EXTRA, MOVE_HEAD, MOVE_AHEAD, N_MOVES };
+enum { MOVE_HOST, MOVE_PARAMS, MOVE_GRADS, MOVE_EXTRA, MOVE_STREAMED, MOVE_HEAD, MOVE_AHEAD, N_MOVES };
 
 static bool moved(const search *s, ps__member *m, int what, int by) {
+  const bool cuda = s->plan->hw.backend == PS_BACKEND_CUDA; /* elsewhere the "device" has no processor of its own */
+  const int layers = s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255;
   const bool extras = s->family.size[m->size].layout.first_round_chunks > s->family.size[m->size].layout.chunks_per_round;
-  uint8_t *const field[N_MOVES] = {&m->host, &m->keep.params, &m->keep.grads, &m->extra, &m->keep.head, &m->ahead};
-  const int most[N_MOVES] = {PS__SHARES, PS__UNIT_PARTS, m->keep.params, extras ? PS__SHARES : 0, 1, PS__N_AHEADS - 1};
+  uint8_t *const field[N_MOVES] = {&m->host, &m->keep.params, &m->keep.grads, &m->extra, &m->streamed, &m->keep.head, &m->ahead};
+  const int most[N_MOVES] = {PS__SHARES, PS__UNIT_PARTS, m->keep.params, extras ? PS__SHARES : 0, cuda ? layers : 0, 1, PS__N_AHEADS - 1};
   const int to = *field[what] + by;
   if (m->keep.state && what != MOVE_HOST && what != MOVE_AHEAD) return false;
   if (to < 0 || to > most[what]) return false;
@@ -333,12 +337,56 @@ static int by_ns(const void *pa, const void *pb) {
   return a->member.size < b->member.size ? -1 : a->member.size > b->member.size;
 }
 
-/* The fastest two sizes; the second is given up where it was slower by more than refining is likely to gain. */
+/* One size's refinement: a search of its own from there, so that sizes may be refined side by side and how many are at work changes nothing. */
+typedef struct branch {
+  search *s;
+  ps__search_result out;
+  ps_status status;
+  char why[256];
+} branch;
+
+static void refine_branch(void *arg, int64_t task, uint32_t worker) {
+  branch *b = (branch *)arg + task;
+  (void)worker;
+  b->status = refine(b->s, b->s->fastest[task], REFINE_OPS / N_REFINED);
+  if (b->status != PS_OK) snprintf(b->why, sizeof b->why, "%s", ps_last_error());
+}
+
+static ps_status refine_all(search *s, branch *b, uint32_t n) {
+  ps__pool *pool;
+  const uint32_t n_cpus = ps__n_cpus();
+  PS_TRY(ps__pool_create(&pool, n_cpus < n ? n_cpus : n, "search"));
+  ps__pool_run(pool, n, refine_branch, b);
+  ps__pool_destroy(pool);
+  for (uint32_t i = 0; i < n; i++) {
+    if (b[i].status != PS_OK) return ps__fail(b[i].status, "%s", b[i].why);
+    s->out->n_feasible += b[i].out.n_feasible;
+    if (b[i].s->best_ns >= s->best_ns) continue;
+    s->best_ns = b[i].s->best_ns;
+    s->best = b[i].s->best;
+  }
+  return PS_OK;
+}
+
+/* The fastest sizes, as far as they are not slower by more than refining is likely to gain. */
 static ps_status refine_fastest(search *s) {
-  fastest *f = s->fastest;
-  qsort(f, PS__MAX_SIZES, sizeof *f, by_ns);
-  PS_TRY(refine(s, f[0], REFINE_OPS / 2));
-  return f[1].ns > 0 && f[1].ns < 1.05 * s->best_ns ? refine(s, f[1], REFINE_OPS / 2) : PS_OK;
+  branch b[N_REFINED] = {0};
+  uint32_t n = 0;
+  ps_status st = PS_OK;
+  qsort(s->fastest, PS__MAX_SIZES, sizeof *s->fastest, by_ns);
+  for (; n < N_REFINED && s->fastest[n].ns > 0 && s->fastest[n].ns < 1.06 * s->best_ns; n++) {
+    b[n].s = ps__malloc(sizeof *s);
+    if (!b[n].s) {
+      st = ps__fail(PS_ENOMEM, "out of memory for the search");
+      break;
+    }
+    *b[n].s = *s; /* the family is shared and not written to */
+    b[n].s->out = &b[n].out;
+    b[n].s->n_ops = 0;
+  }
+  if (st == PS_OK) st = refine_all(s, b, n);
+  for (uint32_t i = 0; i < n; i++) ps__free(b[i].s);
+  return st;
 }
 
 static ps_status keep_best(search *s) {
