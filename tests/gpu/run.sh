@@ -50,7 +50,7 @@ if wanted native; then
     name=$(basename "$program") arguments=
     case $name in
       test_cuda_engine) arguments=300 ;; # random programs instead of 2000
-      test_cuda_adamw) arguments=short ;;
+      test_cuda_adamw | test_cuda_updates) arguments=short ;;
     esac
     run "$name" 60 "$program" $arguments
     tell "$name"
