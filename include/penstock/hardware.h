@@ -8,53 +8,106 @@
 extern "C" {
 #endif
 
+enum { PS_MAX_GEMM_RATES = 6, PS_MAX_ATTENTION_RATES = 12, PS_MAX_THREAD_RATES = 6 };
+
+/* Products of a chunk of @rows rows (tokens) with a model's weights in bf16; rows 0 ends a table. Between two entries a rate is linear in
+ * log rows; before the first and behind the last it is theirs. */
+typedef struct ps_gemm_rate {
+  uint32_t rows, reserved;
+  double forward_flops_per_s; /* Y = X W^T */
+  double dgrad_flops_per_s;   /* dX = dY W */
+  double wgrad_flops_per_s;   /* dW = dY^T X: the rows are what is summed over */
+} ps_gemm_rate;
+
+/* Attention of a chunk in bf16: 4*head_dim FLOP a visible pair forward, 10*head_dim backward; rows 0 ends a table. Three kinds of entries:
+ *   whole    kv_rows = rows, packed 1: one sequence, known to be one document
+ *   packed   kv_rows = rows, packed 2 or more sequences of rows / packed each, as documents that the kernel finds: also for one sequence that may
+ *            hold several documents
+ *   slice    kv_rows > rows: the last rows of a sequence, on the keys of all before them
+ * The rate of other lengths of a sequence is linear in its logarithm between whole (packed) entries, and that of the nearest outside them. A
+ * slice's is that of a sequence of its rows times a factor, which is linear in log(kv_rows / rows) from 1 at 1 through the slice entries' (an
+ * entry's rate over that of a whole sequence of its rows). So every entry is met exactly, and between two entries rates lie between theirs. */
+typedef struct ps_attention_rate {
+  uint32_t rows, kv_rows, packed, reserved;
+  double forward_flops_per_s, backward_flops_per_s;
+} ps_attention_rate;
+
+typedef struct ps_thread_rate {
+  uint32_t threads, reserved; /* threads 0 ends a table */
+  double bytes_per_s;
+} ps_thread_rate;
+
 /* Rates of each unit running alone, unless said; bytes are those of one direction of a copy, reads plus writes elsewhere. Zero means
- * unknown and is refused by the planner. On the CPU backend the host's n_threads compute and a "device" copy is a copy in host memory. */
+ * unknown and is refused by the planner, but for what is filled from other rates: the tables from gemm_flops_per_s and attention's of bf16,
+ * accumulate and sumsq from the optimizer's, both in one pass from accumulate's, gather from the memory's. On the CPU backend the host's n_threads compute and a "device" copy is a
+ * copy in host memory. */
 typedef struct ps_hardware {
   uint32_t struct_bytes; /* sizeof(ps_hardware) */
   uint32_t backend;      /* PS_BACKEND_* that runs the compute stream */
   uint32_t n_threads;    /* threads of host ops (CPU backend: of compute too) that these rates are for */
   uint32_t n_cpus;       /* CPUs the process may use: affinity and cgroup quota */
-  uint32_t measured;     /* 1: by ps_hardware_measure(); 0: a built-in estimate */
+  uint32_t measured;     /* 1: by ps_hardware_measure() or ps_hardware_profile(); 0: estimates */
   uint32_t device;       /* CUDA: which of the visible GPUs */
   uint32_t compute_capability; /* CUDA: 10 * major + minor */
   uint32_t n_sms;              /* CUDA */
   uint32_t cudnn_version;      /* CUDA: as cudnnGetVersion(), 91900 for 9.19; 0: none was found */
+  uint32_t driver_version;     /* CUDA: as cuDriverGetVersion(), 13000 for 13.0 */
+  uint32_t cublaslt_version;   /* CUDA: as cublasLtGetVersion(); 0: none was found */
   uint32_t reserved;
   char name[64];                            /* CPU model as the system reports it */
   char device_name[64];                     /* GPU model as the driver reports it; empty on the CPU backend */
-  double gemm_flops_per_s[PS_N_DTYPES];     /* large GEMM under sustained load, by storage dtype */
-  double attention_flops_per_s[PS_N_DTYPES];     /* forward, 4*head_dim FLOP a visible pair */
-  double attention_bwd_flops_per_s[PS_N_DTYPES]; /* backward, 10*head_dim FLOP a visible pair */
+  double gemm_flops_per_s[PS_N_DTYPES];     /* by storage dtype, a large product: in fp32 of all products, in bf16 the table's where there is none */
+  double attention_flops_per_s[PS_N_DTYPES];     /* forward, one whole sequence; fp32 and bf16 as above */
+  double attention_bwd_flops_per_s[PS_N_DTYPES]; /* backward */
+  ps_gemm_rate gemm[PS_MAX_GEMM_RATES];
+  ps_attention_rate attention[PS_MAX_ATTENTION_RATES];
   double elementwise_bytes_per_s;           /* norms and the like, of device memory */
   double h2d_bytes_per_s, d2h_bytes_per_s;  /* a copy to the device, to the host */
   double duplex_bytes_per_s;                /* each of the two while both run */
-  double optimizer_bytes_per_s;             /* host optimizer and gradient sums */
+  double optimizer_bytes_per_s;             /* AdamW on the host, all threads */
+  double accumulate_bytes_per_s;            /* gradient sums on the host */
+  double accumulate_sumsq_bytes_per_s;      /* both in one pass: the last contribution's */
+  double sumsq_bytes_per_s;                 /* sums of squares on the host */
+  double gather_bytes_per_s;                /* rows of the embedding gathered by one thread, and all else of the io stream */
   double memory_bytes_per_s;                /* host memory bandwidth that copies and host ops share */
   double op_ns;                             /* fixed cost of an op on the compute stream */
   double peak_flops_per_s;                  /* for MFU: dense peak of the GPU, by a sourced table; measured GEMM rate on a CPU; 0: unknown */
   uint64_t host_memory_bytes;               /* physical memory, cgroup and SLURM limits: the smallest */
   uint64_t device_memory_bytes;             /* CUDA: of the GPU, less what other processes hold now */
   uint64_t device_overhead_bytes;           /* CUDA: what context, kernels and libraries take of it, as the driver reports it */
+  /* Ceilings as the driver tells them; 0: unknown. */
+  double device_peak_bytes_per_s;           /* CUDA: device memory's clock times its width */
+  double link_peak_bytes_per_s;             /* CUDA: of the PCIe link, each way, encoding taken off */
+  /* For people, by ps_hardware_profile() alone; 0: not measured. */
+  ps_thread_rate optimizer_by_threads[PS_MAX_THREAD_RATES];
+  double first_touch_bytes_per_s;           /* fresh host memory, by all CPUs */
+  double pin_bytes_per_s;                   /* CUDA: touched host memory pinned for the GPU */
+  double pageable_h2d_bytes_per_s, pageable_d2h_bytes_per_s; /* CUDA: from and to host memory that is not pinned */
+  double loaded_h2d_bytes_per_s, loaded_d2h_bytes_per_s;     /* CUDA: both at once beside products */
+  double loaded_gemm_flops_per_s;           /* CUDA: those products */
 } ps_hardware;
 
 /* ps_hardware_estimate() - facts as the system and the driver report them, and rates from core counts and clocks alone.
  * Errors: PS_EINVAL; on CUDA PS_EDEVICE when there is no such device. */
 PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads);
 
-/* ps_hardware_measure() - the same facts, and rates timed with the kernels themselves on realistic values: GEMM, attention both ways, a
- * norm, copies both ways, an optimizer update; about @seconds in all. On CUDA the context is made and the libraries are loaded, and
- * device_overhead_bytes is what that took. n_threads 0: all CPUs (CUDA: two less, which feed the GPU and its copies, where there are
- * four). Blocks. Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE. */
+/* ps_hardware_measure() - the same facts, and every rate that plans rest on timed with the kernels themselves on realistic values, for about
+ * @seconds in all (0: 1 on the CPU backend; on CUDA 12, whose clock falls under load) besides a few seconds of preparation. On CUDA the context
+ * is made, the libraries are loaded, products' algorithms are chosen as a run chooses them, and device_overhead_bytes is what that took; 3.5 GiB
+ * of device memory and 4.3 of the host's are taken for the time. n_threads 0: all CPUs (CUDA: two less, which feed the GPU and its copies, where
+ * there are four). Blocks. Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE. */
 PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
 
+/* ps_hardware_profile() - the same at length (@seconds 0: 5; on CUDA 70, which is 2.5 s a case), and what the struct has for people. */
+PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
+
 /* ps_hardware_read() / _write() - rates as JSON; facts are taken anew from the machine. A file of another machine (CPU, GPU, CPU count or
- * thread count differ) is PS_ESTATE. */
+ * thread count differ), of other libraries (driver, cuDNN, cuBLASLt) or of another layout is PS_ESTATE: to be measured anew. */
 PS_API ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t backend, uint32_t device, uint32_t n_threads);
 PS_API ps_status ps_hardware_write(const ps_hardware *hw, const char *path);
 
-/* ps_hardware_describe() - a machine as a file of ps_hardware_write() describes it, facts and rates, whatever this one is: to plan for it. Errors: PS_EIO,
- * PS_EFORMAT names the field. */
+/* ps_hardware_describe() - a machine as a file of ps_hardware_write() describes it, facts and rates, whatever this one is: to plan for it. The file may
+ * be written by hand (docs/hardware-rtx4090.json) and lack what is filled from other rates or is for people; "measured": 0 marks estimates. Errors: PS_EIO, PS_EFORMAT names the field. */
 PS_API ps_status ps_hardware_describe(ps_hardware *out, const char *path);
 
 /* ps_hardware_n_gpus() - GPUs that the CUDA backend can use: 0 without CUDA in this build, a driver or a GPU (ps_last_error() says which). */

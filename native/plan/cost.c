@@ -1,37 +1,105 @@
 /* cost.c - time of an op from its work: a fixed cost plus work over the measured rate, and its share of CPUs, host memory and link. */
 #include "plan_impl.h"
+#include <math.h>
 
 static double rate_ns(double work, double per_s) { return per_s > 0 ? work / per_s * 1e9 : 0; }
 static double larger(double a, double b) { return a > b ? a : b; }
 
 static uint32_t class_of(const ps_kernel *kernel) { return kernel ? kernel->op_class : PS_CLASS_COPY; }
 
-/* A product takes its FLOPs' time or, where it has few rows, that of its operands on their way through memory. */
-static double device_ns(const ps__cost_model *m, const ps_kernel *kernel, ps_work work) {
-  const ps_hardware *hw = m->hw;
-  const bool backward = kernel == &ps__k_attention_bwd;
-  switch (class_of(kernel)) {
-    case PS_CLASS_GEMM: return larger(rate_ns(work.flops, hw->gemm_flops_per_s[m->dt]), rate_ns(work.bytes, hw->elementwise_bytes_per_s));
-    case PS_CLASS_ATTENTION: return rate_ns(work.flops, (backward ? hw->attention_bwd_flops_per_s : hw->attention_flops_per_s)[m->dt]);
-    default: return rate_ns(work.bytes, hw->elementwise_bytes_per_s);
+/* ---- rates by shape (penstock/hardware.h says how they are read) --------------------------------------------------------------- */
+
+typedef struct node { double x, rate; } node;
+
+/* At x: linear in log x between the nodes around it, in whatever order they come; outside them the nearest one's. */
+static double rate_at(const node *n, uint32_t count, double x) {
+  const node *below = NULL, *above = NULL;
+  for (uint32_t i = 0; i < count; i++) {
+    if (n[i].x <= x && (!below || n[i].x > below->x)) below = &n[i];
+    if (n[i].x >= x && (!above || n[i].x < above->x)) above = &n[i];
   }
+  if (!below || !above) return below ? below->rate : above ? above->rate : 0;
+  if (below->x == above->x) return below->rate;
+  return below->rate + log(x / below->x) / log(above->x / below->x) * (above->rate - below->rate);
 }
 
-/* Bytes/s that one thread of the io stream moves, read and written: a core's share, but no more than a core keeps in flight. Rows of 8 KiB gathered: 21 GB/s on a
- * Xeon of 2023, alone. */
-static double io_rate(const ps_hardware *hw) { return hw->memory_bytes_per_s / 4 < 16e9 ? hw->memory_bytes_per_s / 4 : 16e9; }
+static double gemm_rate(const ps_hardware *hw, const ps__args_gemm *g) {
+  node n[PS_MAX_GEMM_RATES];
+  uint32_t count = 0;
+  if (g->dt_a != PS_BF16) return hw->gemm_flops_per_s[g->dt_a];
+  for (const ps_gemm_rate *r = hw->gemm; count < PS_MAX_GEMM_RATES && r->rows; r++)
+    n[count++] = (node){r->rows, g->trans_a ? r->wgrad_flops_per_s : g->trans_b ? r->forward_flops_per_s : r->dgrad_flops_per_s};
+  return rate_at(n, count, g->trans_a ? g->k : g->m);
+}
 
-double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream, ps_work work) {
+static bool is_slice(const ps_attention_rate *r) { return r->kv_rows > r->rows; }
+static double rate_of(const ps_attention_rate *r, bool backward) { return backward ? r->backward_flops_per_s : r->forward_flops_per_s; }
+
+/* Sequences of @length without a prefix; where the table has none of the kind, those of the other. */
+static double sequence_rate(const ps_hardware *hw, double length, bool packed, bool backward) {
+  for (int attempt = 0; attempt < 2; attempt++, packed = !packed) {
+    node n[PS_MAX_ATTENTION_RATES];
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
+      const ps_attention_rate *r = &hw->attention[i];
+      if (!is_slice(r) && (r->packed > 1) == packed) n[count++] = (node){(double)r->rows / r->packed, rate_of(r, backward)};
+    }
+    if (count) return rate_at(n, count, length);
+  }
+  return 0;
+}
+
+static double slice_factor(const ps_hardware *hw, double ratio, bool backward) {
+  node n[PS_MAX_ATTENTION_RATES + 1] = {{1, 1}};
+  uint32_t count = 1;
+  for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
+    const ps_attention_rate *r = &hw->attention[i];
+    if (is_slice(r)) n[count++] = (node){(double)r->kv_rows / r->rows, rate_of(r, backward) / sequence_rate(hw, r->rows, false, backward)};
+  }
+  return rate_at(n, count, ratio);
+}
+
+/* @pairs tell how long the sequences of a chunk are: n of length L have n L^2/2. */
+static double attention_rate(const ps_hardware *hw, const ps__args_attention *a, double pairs, bool backward) {
+  const double rows = a->n_tokens;
+  if (a->dt != PS_BF16) return (backward ? hw->attention_bwd_flops_per_s : hw->attention_flops_per_s)[a->dt];
+  if (a->row0 == 0) return sequence_rate(hw, 2 * pairs / rows, !a->one_document, backward);
+  return sequence_rate(hw, rows, !a->one_document, backward) * slice_factor(hw, (a->row0 + rows) / rows, backward);
+}
+
+/* ---- ops ------------------------------------------------------------------------------------------------------------------------- */
+
+/* A product takes its FLOPs' time or, where it has few rows, that of its operands on their way through memory. */
+static double device_ns(const ps_hardware *hw, const ps_kernel *kernel, const void *args, ps_work work) {
+  const double bytes_ns = rate_ns(work.bytes, hw->elementwise_bytes_per_s);
+  if (kernel == &ps__k_gemm) return larger(rate_ns(work.flops, gemm_rate(hw, args)), bytes_ns);
+  if (kernel == &ps__k_attention_fwd || kernel == &ps__k_attention_bwd) {
+    const ps__args_attention *a = args;
+    const bool backward = kernel == &ps__k_attention_bwd;
+    const double pairs = work.flops / ((backward ? 10.0 : 4.0) * a->n_heads * a->head_dim);
+    return rate_ns(work.flops, attention_rate(hw, a, pairs, backward));
+  }
+  return bytes_ns;
+}
+
+static double host_rate(const ps_hardware *hw, const ps_kernel *kernel) {
+  if (kernel == &ps__k_sumsq_host) return hw->sumsq_bytes_per_s;
+  if (kernel == &ps__k_accumulate_sumsq_host) return hw->accumulate_sumsq_bytes_per_s;
+  if (kernel == &ps__k_accumulate_host || kernel == &ps__k_embed_bwd_host) return hw->accumulate_bytes_per_s;
+  return hw->optimizer_bytes_per_s;
+}
+
+double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream, const void *args, ps_work work) {
   const ps_hardware *hw = m->hw;
   switch (stream) {
     case PS__S_COMPUTE:
       /* on the CPU backend the optimizer's rate is also that of updates on the "device" */
       if (class_of(kernel) == PS_CLASS_OPTIMIZER && hw->backend == PS_BACKEND_CPU) return hw->op_ns + rate_ns(work.bytes, hw->optimizer_bytes_per_s);
-      return hw->op_ns + device_ns(m, kernel, work);
+      return hw->op_ns + device_ns(hw, kernel, args, work);
     case PS__S_H2D: return hw->op_ns + rate_ns(work.bytes, hw->h2d_bytes_per_s);
     case PS__S_D2H: return hw->op_ns + rate_ns(work.bytes, hw->d2h_bytes_per_s);
-    case PS__S_HOST: return hw->op_ns + rate_ns(work.bytes, hw->optimizer_bytes_per_s);
-    default: return hw->op_ns + rate_ns(work.bytes, io_rate(hw));
+    case PS__S_HOST: return hw->op_ns + rate_ns(work.bytes, host_rate(hw, kernel));
+    default: return hw->op_ns + rate_ns(work.bytes, hw->gather_bytes_per_s);
   }
 }
 
@@ -43,7 +111,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
   const ps_hardware *hw = m->hw;
   const bool cpu = hw->backend == PS_BACKEND_CPU;
   const double all = share(m->n_threads, hw->n_cpus), one = share(1, hw->n_cpus);
-  *out = (ps_sim_cost){.ns = ps__cost_ns(m, op->kernel, op->stream, op->work)};
+  *out = (ps_sim_cost){.ns = ps__cost_ns(m, op->kernel, op->stream, op->args, op->work)};
   const uint32_t class = class_of(op->kernel);
   if (op->stream == PS__S_H2D || op->stream == PS__S_D2H) {
     const double rate = op->stream == PS__S_H2D ? hw->h2d_bytes_per_s : hw->d2h_bytes_per_s;
@@ -57,7 +125,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
     if (class == PS_CLASS_OPTIMIZER) out->demand[PS__RES_MEMORY] = share(hw->optimizer_bytes_per_s, hw->memory_bytes_per_s);
   } else {
     out->demand[PS__RES_CPUS] = class == PS_CLASS_OPTIMIZER ? all : one;
-    if (class == PS_CLASS_OPTIMIZER) out->demand[PS__RES_MEMORY] = share(hw->optimizer_bytes_per_s, hw->memory_bytes_per_s);
-    if (op->stream == PS__S_IO) out->demand[PS__RES_MEMORY] = share(io_rate(hw), hw->memory_bytes_per_s);
+    if (class == PS_CLASS_OPTIMIZER) out->demand[PS__RES_MEMORY] = share(host_rate(hw, op->kernel), hw->memory_bytes_per_s);
+    if (op->stream == PS__S_IO) out->demand[PS__RES_MEMORY] = share(hw->gather_bytes_per_s, hw->memory_bytes_per_s);
   }
 }

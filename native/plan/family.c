@@ -182,7 +182,7 @@ static ps_status measure_size(ps__family *f, ps__size *z, bool embed_at_home, ps
     size_t n_compute = 0;
     for (size_t i = 0; i < s.n_op; i++) {
       const ps__vop *op = &s.op[i];
-      const double ns = ps__cost_ns(&f->cost, op->kernel, op->stream, op->work);
+      const double ns = ps__cost_ns(&f->cost, op->kernel, op->stream, s.args + op->args, op->work);
       n_compute += op->stream == PS__S_COMPUTE;
       if (op->stream == PS__S_COMPUTE) base->compute_ns += ns;
       if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD) base->forward_ns[0] += ns;
@@ -220,7 +220,7 @@ static void fill_again(const ps__family *f, const ps__chunk *k, bool one_documen
     _Alignas(16) char args[PS__ARGS_BYTES];
     ps_work work;
     (void)ps__block_op_args(b, &b->fwd[i], &shape, args, &work);
-    op_ns[i] = ps__cost_ns(&f->cost, b->fwd[i].kernel, PS__S_COMPUTE, work);
+    op_ns[i] = ps__cost_ns(&f->cost, b->fwd[i].kernel, PS__S_COMPUTE, args, work);
   }
   const uint32_t x = 1u << PS__T_X, needs = ps__block_backward_needs(b), always = ps__block_recompute(b, needs, tensors_of(b, N_MASKS - 1) | x);
   for (uint32_t mask = 0; mask < N_MASKS; mask++) {
@@ -319,7 +319,8 @@ static double bound_of(const ps__family *f, const ps__base *z, const ps__shares 
   const double device_rate = hw->backend == PS_BACKEND_CPU ? hw->optimizer_bytes_per_s : hw->elementwise_bytes_per_s;
   const double compute = z->compute_ns + s->recompute_ns + (t->device_sums / hw->elementwise_bytes_per_s + t->device_updates / device_rate) * 1e9;
   const double h2d = h2d_bytes / hw->h2d_bytes_per_s * 1e9, d2h = d2h_bytes / hw->d2h_bytes_per_s * 1e9;
-  const double host = t->host_ops / hw->optimizer_bytes_per_s * 1e9;
+  const double sums_rate = larger(hw->accumulate_bytes_per_s, hw->accumulate_sumsq_bytes_per_s);
+  const double host = (t->updates / hw->optimizer_bytes_per_s + (t->host_ops - t->updates) / sums_rate) * 1e9;
   double bound = larger(larger(compute, host), larger(h2d, d2h));
   if (hw->backend == PS_BACKEND_CPU) {
     const double all = f->cost.n_threads < hw->n_cpus ? (double)f->cost.n_threads / hw->n_cpus : 1, one = 1.0 / hw->n_cpus;
@@ -339,7 +340,7 @@ static double estimate_of(const ps__family *f, const ps__base *z, const ps__shar
   const double f_h2d = fetched / hw->h2d_bytes_per_s * ns, f_d2h = home / hw->d2h_bytes_per_s * ns;
   const double b_h2d = (fetched + home) / hw->h2d_bytes_per_s * ns, b_d2h = t->to_host / hw->d2h_bytes_per_s * ns;
   const double f_both = (fetched + home) / (2 * hw->duplex_bytes_per_s) * ns, b_both = (fetched + home + t->to_host) / (2 * hw->duplex_bytes_per_s) * ns;
-  const double b_memory = (fetched + home + t->to_host + sums) / hw->memory_bytes_per_s * ns, b_sums = sums / hw->optimizer_bytes_per_s * ns;
+  const double b_memory = (fetched + home + t->to_host + sums) / hw->memory_bytes_per_s * ns, b_sums = sums / hw->accumulate_bytes_per_s * ns;
   const double updates = t->updates / hw->optimizer_bytes_per_s * ns, share = forward > 0 ? z->forward_ns[1] / forward : 1;
   double passes = larger(larger(forward, f_both), larger(f_h2d, f_d2h)) +
                   larger(larger(larger(backward, b_both), larger(b_h2d, b_d2h)), larger(b_memory, b_sums));

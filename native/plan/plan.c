@@ -1,5 +1,6 @@
 /* plan.c - a plan from its configuration: defaults, search, the memory map that will be run, figures, refusal in words. */
 #include "plan_impl.h"
+#include "hardware_impl.h"
 #include <string.h>
 
 static const char *const stream_name[PS__N_STREAMS] = {"compute", "h2d", "d2h", "host", "io"};
@@ -66,6 +67,7 @@ static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_
   p->model = *model;
   p->cfg = *cfg;
   p->hw = *hw;
+  ps__hardware_complete(&p->hw);
   const ps_status st = check_config(p);
   if (st != PS_OK) {
     ps_plan_destroy(p);

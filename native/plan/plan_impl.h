@@ -27,8 +27,8 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
 enum { PS__RES_CPUS = 0, PS__RES_MEMORY = 1, PS__RES_LINK = 2 };
 typedef struct ps__cost_model { const ps_hardware *hw; ps_dtype dt; uint32_t n_threads; } ps__cost_model;
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */
-/* The same of a virtual op: ns alone on the machine. */
-double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream, ps_work work);
+/* The same of a virtual op: ns alone on the machine. @args: as the kernel takes them, read for products and attention. */
+double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream, const void *args, ps_work work);
 
 /* ---- search.c ---- */
 enum { PS__SIM_STEPS = 3 }; /* simulated steps; the last is the steady state */

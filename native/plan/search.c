@@ -64,7 +64,7 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
 double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]) {
   double stream[PS__N_STREAMS] = {0}, resource[PS_SIM_RESOURCES] = {0}, most = end[PS__SIM_STEPS - 1] - end[PS__SIM_STEPS - 2];
   for (size_t i = 0; i < s->n_op; i++) {
-    const ps_op_view view = {.kernel = s->op[i].kernel, .stream = s->op[i].stream, .work = s->op[i].work};
+    const ps_op_view view = {.kernel = s->op[i].kernel, .args = s->args + s->op[i].args, .stream = s->op[i].stream, .work = s->op[i].work};
     ps_sim_cost cost;
     ps__cost(m, &view, &cost);
     stream[view.stream] += cost.ns;

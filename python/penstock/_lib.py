@@ -133,7 +133,7 @@ def struct(name: str, **fields):
 
 
 def as_dict(value) -> dict:
-    """A struct's plain fields as Python values: char arrays as str, other arrays as lists; struct_bytes and reserved left out."""
+    """A struct's fields as Python values: char arrays as str, other arrays as lists, structs as dicts; struct_bytes and reserved left out."""
     value = value[0] if ffi.typeof(value).kind == "pointer" else value
     out = {}
     for name, field in ffi.typeof(value).fields:
@@ -141,7 +141,8 @@ def as_dict(value) -> dict:
             continue
         content = getattr(value, name)
         if field.type.kind == "array":
-            content = text(content) if field.type.item.cname == "char" else list(content)
+            item = field.type.item
+            content = text(content) if item.cname == "char" else [as_dict(c) for c in content] if item.kind == "struct" else list(content)
         out[name] = content
     return out
 

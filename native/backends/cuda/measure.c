@@ -1,4 +1,4 @@
-/* measure.c - facts of a GPU, and its rates by running the kernels on realistic values. */
+/* measure.c - a GPU's rates by running the kernels on realistic values, in the shapes of an 8B model's chunks. */
 #include "backends/cuda/driver.h"
 #include "backends/cuda/probe.h"
 #include "kernels/cuda/cublaslt.h"
@@ -8,60 +8,37 @@
 #include <stdatomic.h>
 #include <string.h>
 
-/* One chunk of an 8B model: what a long step is made of. */
-enum { TOKENS = 8192, DIM = 4096, FFN = 14336, HEADS = 32, KV_HEADS = 8, HEAD_DIM = 128 };
-enum { N_BUFFERS = 4 };
-static const uint64_t BUFFER = 256ull << 20, PINNED = 256ull << 20, MARGIN = 64ull << 20;
+enum { TOKENS = 8192, DIM = 4096, HEADS = 32, KV_HEADS = 8, HEAD_DIM = 128 };
 
-uint32_t ps__cuda_n_devices(void) {
-  const ps__cuda_driver *cu;
-  int n = 0;
-  if (ps__cuda_driver_open(&cu) != PS_OK) return 0;
-  if (cu->DeviceGetCount(&n) != CUDA_SUCCESS || n <= 0) {
-    (void)ps__fail(PS_EDEVICE, "the CUDA driver shows no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use the cpu backend");
-    return 0;
-  }
-  return (uint32_t)n;
-}
+/* Products of a block as [out, in] weights: q with k and v, attention's output, gate (up is alike), down. */
+static const struct { uint32_t out, in; } products[] = {{6144, DIM}, {DIM, DIM}, {14336, DIM}, {DIM, 14336}};
+static const uint32_t gemm_rows[] = {256, 1024, 4096, 16384};
+static const ps_attention_rate attention_shapes[] = {{2048, 2048, 1, 0, 0, 0},   {8192, 8192, 1, 0, 0, 0},  {32768, 32768, 1, 0, 0, 0},
+                                                     {16384, 16384, 2, 0, 0, 0}, {8192, 8192, 8, 0, 0, 0},  {8192, 8192, 16, 0, 0, 0},
+                                                     {8192, 16384, 1, 0, 0, 0},  {8192, 32768, 1, 0, 0, 0}, {8192, 65536, 1, 0, 0, 0}};
+enum { N_PRODUCTS = sizeof products / sizeof *products, N_GEMM = sizeof gemm_rows / sizeof *gemm_rows,
+       N_ATTENTION = sizeof attention_shapes / sizeof *attention_shapes, ATTENTION_USUAL = 1, GEMM_USUAL = 2 };
+enum { FORWARD, DGRAD, WGRAD, MAX_PARTS };
 
-ps_status ps__cuda_facts(ps_hardware *hw) {
-  const ps__cuda_driver *cu;
-  CUdevice dev;
-  int n = 0, major = 0, minor = 0, sms = 0;
-  size_t total = 0;
-  uint64_t others = 0;
-  PS_TRY(ps__cuda_driver_open(&cu));
-  if (cu->DeviceGetCount(&n) != CUDA_SUCCESS || hw->device >= (uint32_t)n)
-    return ps__fail(PS_EDEVICE, "GPU %u is asked for, %d visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES", hw->device, n);
-  CUresult r = cu->DeviceGet(&dev, (int)hw->device);
-  if (r == CUDA_SUCCESS) r = cu->DeviceGetName(hw->device_name, sizeof hw->device_name, dev);
-  if (r == CUDA_SUCCESS) r = cu->DeviceTotalMem(&total, dev);
-  if (r == CUDA_SUCCESS) r = cu->DeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, dev);
-  if (r == CUDA_SUCCESS) r = cu->DeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, dev);
-  if (r == CUDA_SUCCESS) r = cu->DeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, dev);
-  if (r != CUDA_SUCCESS) return ps__cuda_fail(cu, r, "cuDeviceGetAttribute");
-  PS_TRY(ps__cuda_supported(cu, dev, hw->device));
-  ps__cuda_usage_begin(cu, hw->device, &others);
-  hw->compute_capability = (uint32_t)(10 * major + minor);
-  hw->n_sms = (uint32_t)sms;
-  hw->device_memory_bytes = total > others ? total - others : 0;
-  hw->cudnn_version = ps__cuda_cudnn_version();
-  return PS_OK;
-}
-
-/* ---- rates ------------------------------------------------------------------------------------------------------------------ */
+/* Device memory: VALUES of bf16, what is read and what is written where nothing reads it as an operand; SUMS of fp32 results and ids. */
+static const uint64_t MIB = 1u << 20, VALUES = 1536ull << 20, SUMS = 544ull << 20, PINNED = 256ull << 20, MARGIN = 64ull << 20;
+enum { X = 0, W = 448, Y = 560, OUT = 1008 };                 /* MiB into VALUES: operands of up to 16384 rows, and the result */
+enum { Q = 0, KV = 256, O = 512, D_O = 768, DQ = 1024 };      /* of up to 32768 rows, of 65536 keys */
+enum { DKV = 0, LSE = 512, DOC_START = 528 };                 /* MiB into SUMS */
 
 typedef struct bench {
   const ps__cuda_driver *cu;
   ps_hardware *hw;
-  CUstream copy;             /* a second stream; exec.stream is the first */
-  CUdeviceptr memory;        /* buffers, scratch, workspace */
-  char *buffer[N_BUFFERS];   /* BUFFER bytes of device memory each */
+  CUstream in, out;          /* of copies; exec.stream computes */
+  CUevent event[2][MAX_PARTS + 1];
+  CUdeviceptr memory;        /* values, sums, scratch, workspace */
+  char *values, *sums;
   void *pinned[2];           /* PINNED / 2 bytes each */
   ps__cuda_exec exec;
 } bench;
 
-typedef ps_status (*case_fn)(bench *b);
+static void *value(const bench *b, int at_mib) { return b->values + (uint64_t)at_mib * MIB; }
+static void *sum(const bench *b, int at_mib) { return b->sums + (uint64_t)at_mib * MIB; }
 
 static ps_status launch(bench *b, const ps_kernel *k, const void *args, void *const *ptr, uint32_t n) {
   const ps_launch l = {.args = args, .ptr = ptr, .n_ptr = n, .exec = &b->exec};
@@ -70,89 +47,235 @@ static ps_status launch(bench *b, const ps_kernel *k, const void *args, void *co
 
 static ps_status settle(bench *b) {
   CUresult r = b->cu->StreamSynchronize(b->exec.stream);
-  if (r == CUDA_SUCCESS) r = b->cu->StreamSynchronize(b->copy);
+  if (r == CUDA_SUCCESS) r = b->cu->StreamSynchronize(b->in);
+  if (r == CUDA_SUCCESS) r = b->cu->StreamSynchronize(b->out);
   return r == CUDA_SUCCESS ? PS_OK : ps__cuda_fail(b->cu, r, "cuStreamSynchronize");
 }
 
-/* Seconds of a call, over the second half of the time: a few calls in flight, so that the GPU never waits for the host. */
+static double seconds_since(uint64_t t) { return (double)(ps__now_ns() - t) * 1e-9; }
+
+/* ---- timing ------------------------------------------------------------------------------------------------------------------ */
+
+typedef ps_status (*case_fn)(bench *b);
+
+/* Seconds of a call by the host's clock, over the second half of the time: a few calls in flight, so that the GPU never waits for the host. */
 static ps_status time_case(bench *b, case_fn fn, double seconds, double *out) {
   uint64_t n = 0, half = 0;
   PS_TRY(fn(b));
   PS_TRY(settle(b));
   const uint64_t begin = ps__now_ns();
-  uint64_t at_half = begin, now = begin;
-  while (n - half < 4 || (double)(now - begin) < seconds * 1e9) {
+  uint64_t at_half = begin;
+  while (n - half < 4 || seconds_since(begin) < seconds) {
     for (int i = 0; i < 4; i++, n++) PS_TRY(fn(b));
     PS_TRY(settle(b));
-    now = ps__now_ns();
-    if (!half && (double)(now - begin) >= seconds * 0.5e9) {
+    if (!half && seconds_since(begin) >= seconds / 2) {
       half = n;
-      at_half = now;
+      at_half = ps__now_ns();
     }
   }
-  *out = (double)(now - at_half) * 1e-9 / (double)(n - half);
+  *out = seconds_since(at_half) / (double)(n - half);
   return PS_OK;
 }
 
-static ps_status run_gemm(bench *b, uint32_t dt) {
-  const ps__args_gemm g = {.m = TOKENS, .n = dt == PS_BF16 ? FFN : DIM, .k = DIM, .lda = DIM, .ldb = DIM, .ldc = dt == PS_BF16 ? FFN : DIM,
-                           .trans_b = 1, .dt_a = (uint8_t)dt, .dt_b = (uint8_t)dt, .dt_c = (uint8_t)dt};
-  void *ptr[3] = {b->buffer[0], b->buffer[1], b->buffer[2]};
+/* Part @part of a case, on exec.stream. */
+typedef ps_status (*part_fn)(bench *b, const void *arg, uint32_t part);
+
+/* A turn: each part, repeated until it is long beside an event. */
+static ps_status submit_turn(bench *b, part_fn fn, const void *arg, uint32_t n_parts, const uint32_t *repeats, const CUevent *event) {
+  PS__CUDA_TRY(b->cu, EventRecord(event[0], b->exec.stream));
+  for (uint32_t p = 0; p < n_parts; p++) {
+    for (uint32_t i = 0; i < repeats[p]; i++) PS_TRY(fn(b, arg, p));
+    PS__CUDA_TRY(b->cu, EventRecord(event[p + 1], b->exec.stream));
+  }
+  return PS_OK;
+}
+
+static ps_status add_elapsed(const bench *b, CUevent from, CUevent to, double *seconds) {
+  float ms = 0;
+  PS__CUDA_TRY(b->cu, EventElapsedTime(&ms, from, to));
+  *seconds += ms * 1e-3;
+  return PS_OK;
+}
+
+static ps_status choose_repeats(bench *b, part_fn fn, const void *arg, uint32_t n_parts, uint32_t *repeats) {
+  static const double least = 2e-3;
+  for (uint32_t p = 0; p < n_parts; p++) {
+    PS_TRY(fn(b, arg, p)); /* loads what it needs */
+    PS_TRY(settle(b));
+    const uint64_t t0 = ps__now_ns();
+    PS_TRY(fn(b, arg, p));
+    PS_TRY(settle(b));
+    const double s = seconds_since(t0);
+    repeats[p] = s < least ? (uint32_t)(least / (s > 1e-5 ? s : 1e-5)) + 1 : 1;
+  }
+  return PS_OK;
+}
+
+/* Seconds of each part, over the second half of the time. While a turn runs the next is queued: the GPU never rests. */
+static ps_status time_parts(bench *b, part_fn fn, const void *arg, uint32_t n_parts, double seconds, double out[MAX_PARTS]) {
+  uint32_t repeats[MAX_PARTS], counted = 0;
+  double total[MAX_PARTS] = {0};
+  PS_TRY(choose_repeats(b, fn, arg, n_parts, repeats));
+  const uint64_t begin = ps__now_ns();
+  PS_TRY(submit_turn(b, fn, arg, n_parts, repeats, b->event[0]));
+  for (uint64_t n = 1; counted < 2 || seconds_since(begin) < seconds; n++) {
+    const CUevent *last = b->event[(n - 1) & 1];
+    PS_TRY(submit_turn(b, fn, arg, n_parts, repeats, b->event[n & 1]));
+    PS__CUDA_TRY(b->cu, EventSynchronize(last[n_parts]));
+    if (seconds_since(begin) < seconds / 2) continue;
+    for (uint32_t p = 0; p < n_parts; p++) PS_TRY(add_elapsed(b, last[p], last[p + 1], &total[p]));
+    counted++;
+  }
+  for (uint32_t p = 0; p < n_parts; p++) out[p] = total[p] / counted / repeats[p];
+  return settle(b);
+}
+
+/* ---- products ------------------------------------------------------------------------------------------------------------------ */
+
+/* Y = X W^T, dX = dY W or dW = dY^T X of product @i over @rows rows; operands of it. */
+static ps__args_gemm product_args(bench *b, int i, uint32_t rows, uint32_t part, void *ptr[3]) {
+  const uint32_t out = products[i].out, in = products[i].in;
+  const bool ta = part == WGRAD, tb = part == FORWARD;
+  const uint32_t m = ta ? out : rows, n = tb ? out : in, k = ta ? rows : tb ? in : out;
+  ptr[0] = value(b, tb ? X : Y);
+  ptr[1] = value(b, ta ? X : W);
+  ptr[2] = value(b, OUT);
+  return (ps__args_gemm){.m = m, .n = n, .k = k, .lda = ta ? m : k, .ldb = tb ? k : n, .ldc = n, .trans_a = ta, .trans_b = tb,
+                         .dt_a = PS_BF16, .dt_b = PS_BF16, .dt_c = PS_BF16};
+}
+
+static ps_status run_products(bench *b, const void *rows, uint32_t part) {
+  for (int i = 0; i < N_PRODUCTS; i++) {
+    void *ptr[3];
+    const ps__args_gemm g = product_args(b, i, *(const uint32_t *)rows, part, ptr);
+    PS_TRY(launch(b, &ps__k_gemm, &g, ptr, 3));
+  }
+  return PS_OK;
+}
+
+static double product_flops(uint32_t rows) {
+  double n = 0;
+  for (int i = 0; i < N_PRODUCTS; i++) n += 2.0 * products[i].out * products[i].in;
+  return n * rows;
+}
+
+/* As a run does it before its first step: each shape's fastest algorithm, kept on disk. */
+static ps_status tune_products(bench *b) {
+  PS_TRY(ps__cuda_blas_use_cache(b->exec.blas, NULL));
+  for (int r = 0; r < N_GEMM; r++)
+    for (uint32_t part = FORWARD; part < MAX_PARTS; part++)
+      for (int i = 0; i < N_PRODUCTS; i++) {
+        void *ptr[3];
+        const ps__args_gemm g = product_args(b, i, gemm_rows[r], part, ptr);
+        PS_TRY(ps__cuda_blas_tune(&b->exec, &g, ptr[0], ptr[1], ptr[2], NULL, NULL));
+      }
+  PS_TRY(settle(b));
+  ps__cuda_blas_save_cache(b->exec.blas);
+  return PS_OK;
+}
+
+static ps_status run_fp32(bench *b, const void *arg, uint32_t part) {
+  const ps__args_gemm g = {.m = TOKENS, .n = DIM, .k = DIM, .lda = DIM, .ldb = DIM, .ldc = DIM, .trans_b = 1, .dt_a = PS_F32, .dt_b = PS_F32, .dt_c = PS_F32};
+  void *ptr[3] = {value(b, X), value(b, W), sum(b, DKV)};
   return launch(b, &ps__k_gemm, &g, ptr, 3);
 }
-static ps_status case_gemm_bf16(bench *b) { return run_gemm(b, PS_BF16); }
-static ps_status case_gemm_f32(bench *b) { return run_gemm(b, PS_F32); }
 
-static const ps__args_attention attention = {.n_tokens = TOKENS, .n_heads = HEADS, .n_kv_heads = KV_HEADS, .head_dim = HEAD_DIM, .dt = PS_BF16,
-                                             .one_document = 1};
-enum { ATT_BYTES = TOKENS * HEADS * HEAD_DIM * 2 }; /* q, o, d_o, dq each; kv half of it, dkv as much */
-
-static ps_status case_attention(bench *b) {
-  void *ptr[5] = {b->buffer[0], b->buffer[1], b->buffer[3], b->buffer[2], b->buffer[2] + ATT_BYTES};
-  return launch(b, &ps__k_attention_fwd, &attention, ptr, 5);
+static ps_status measure_products(bench *b, double seconds) {
+  ps_hardware *hw = b->hw;
+  double s[MAX_PARTS];
+  PS_TRY(tune_products(b));
+  PS_TRY(time_parts(b, run_products, &gemm_rows[GEMM_USUAL], MAX_PARTS, 2 * seconds, s)); /* not counted: the clock falls */
+  for (int i = 0; i < N_GEMM; i++) {
+    const double flops = product_flops(gemm_rows[i]);
+    PS_TRY(time_parts(b, run_products, &gemm_rows[i], MAX_PARTS, seconds, s));
+    hw->gemm[i] = (ps_gemm_rate){gemm_rows[i], 0, flops / s[FORWARD], flops / s[DGRAD], flops / s[WGRAD]};
+  }
+  hw->gemm_flops_per_s[PS_BF16] = hw->gemm[N_GEMM - 1].forward_flops_per_s;
+  PS_TRY(time_parts(b, run_fp32, NULL, 1, seconds / 2, s));
+  hw->gemm_flops_per_s[PS_F32] = 2.0 * TOKENS * DIM * DIM / s[0];
+  return PS_OK;
 }
-static ps_status case_attention_bwd(bench *b) {
-  void *ptr[8] = {b->buffer[0], b->buffer[1], b->buffer[3], b->buffer[2], b->buffer[2] + ATT_BYTES, b->buffer[0] + ATT_BYTES,
-                  b->buffer[1] + ATT_BYTES, b->buffer[1] + 2 * ATT_BYTES};
-  return launch(b, &ps__k_attention_bwd, &attention, ptr, 8);
+
+/* ---- attention ------------------------------------------------------------------------------------------------------------------ */
+
+static ps__args_attention attention_args(const ps_attention_rate *r) {
+  return (ps__args_attention){.n_tokens = r->rows, .row0 = r->kv_rows - r->rows, .n_heads = HEADS, .n_kv_heads = KV_HEADS, .head_dim = HEAD_DIM, .dt = PS_BF16,
+                              .one_document = r->packed == 1};
 }
 
-static ps_status case_norm(bench *b) {
+/* Part 0 forward, part 1 backward on its output and log-sum-exp. */
+static ps_status run_attention(bench *b, const void *args, uint32_t part) {
+  void *q = value(b, Q), *kv = value(b, KV), *doc = sum(b, DOC_START), *o = value(b, O), *lse = sum(b, LSE);
+  void *fwd[5] = {q, kv, doc, o, lse}, *bwd[8] = {q, kv, doc, o, lse, value(b, D_O), value(b, DQ), sum(b, DKV)};
+  return part == 0 ? launch(b, &ps__k_attention_fwd, args, fwd, 5) : launch(b, &ps__k_attention_bwd, args, bwd, 8);
+}
+
+static ps_status set_documents(bench *b, const ps_attention_rate *r) {
+  int32_t *doc_start = b->pinned[1];
+  const uint32_t length = r->rows / r->packed;
+  for (uint32_t i = 0; i < r->rows; i++) doc_start[i] = (int32_t)(i / length * length);
+  PS__CUDA_TRY(b->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)sum(b, DOC_START), (CUdeviceptr)(uintptr_t)doc_start, 4ull * r->rows, b->exec.stream));
+  return settle(b);
+}
+
+static ps_status measure_attention(bench *b, int i, double seconds) {
+  ps_attention_rate *r = &b->hw->attention[i];
+  *r = attention_shapes[i];
+  const ps__args_attention a = attention_args(r);
+  const double pairs = (double)r->rows * (0.5 * r->rows / r->packed + a.row0) * HEADS * HEAD_DIM;
+  double s[MAX_PARTS];
+  for (int backward = 0; backward < 2; backward++) {
+    size_t scratch = 0;
+    PS_TRY(ps__cuda_attention_prepare(backward ? &ps__k_attention_bwd : &ps__k_attention_fwd, &a, false, &scratch));
+    if (scratch > b->exec.scratch_bytes)
+      return ps__fail(PS_EINTERNAL, "attention of %u rows on %u needs %zu bytes of scratch, %zu were foreseen", r->rows, r->kv_rows, scratch, b->exec.scratch_bytes);
+  }
+  PS_TRY(set_documents(b, r));
+  PS_TRY(time_parts(b, run_attention, &a, 2, seconds, s));
+  r->forward_flops_per_s = 4 * pairs / s[0];
+  r->backward_flops_per_s = 10 * pairs / s[1];
+  return PS_OK;
+}
+
+/* ---- memory and link --------------------------------------------------------------------------------------------------------------- */
+
+static ps_status run_norm(bench *b, const void *arg, uint32_t part) {
   const ps__args_rmsnorm a = {.rows = TOKENS, .cols = DIM, .dt = PS_BF16, .eps = 1e-5f};
-  void *ptr[3] = {b->buffer[0], b->buffer[1], b->buffer[2]};
+  void *ptr[3] = {value(b, X), value(b, W), value(b, OUT)};
   return launch(b, &ps__k_rmsnorm_fwd, &a, ptr, 3);
 }
 static ps_status case_small(bench *b) {
   const ps__args_rmsnorm a = {.rows = 1, .cols = 1024, .dt = PS_BF16, .eps = 1e-5f};
-  void *ptr[3] = {b->buffer[0], b->buffer[1], b->buffer[2]};
+  void *ptr[3] = {value(b, X), value(b, W), value(b, OUT)};
   for (int i = 0; i < 100; i++) PS_TRY(launch(b, &ps__k_rmsnorm_fwd, &a, ptr, 3));
   return PS_OK;
 }
 
 static ps_status copy(bench *b, CUstream stream, void *dst, const void *src) {
-  const CUresult r = b->cu->MemcpyAsync((CUdeviceptr)(uintptr_t)dst, (CUdeviceptr)(uintptr_t)src, PINNED / 2, stream);
-  return r == CUDA_SUCCESS ? PS_OK : ps__cuda_fail(b->cu, r, "cuMemcpyAsync");
+  PS__CUDA_TRY(b->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst, (CUdeviceptr)(uintptr_t)src, PINNED / 2, stream));
+  return PS_OK;
 }
-static ps_status case_h2d(bench *b) { return copy(b, b->exec.stream, b->buffer[2], b->pinned[0]); }
-static ps_status case_d2h(bench *b) { return copy(b, b->copy, b->pinned[1], b->buffer[3]); }
+static ps_status case_h2d(bench *b) { return copy(b, b->in, value(b, OUT), b->pinned[0]); }
+static ps_status case_d2h(bench *b) { return copy(b, b->out, b->pinned[1], value(b, Y)); }
 static ps_status case_both(bench *b) {
   PS_TRY(case_h2d(b));
   return case_d2h(b);
 }
 
-/* Values as in a model: about N(0, 0.02) in bf16, from the sum of four uniform numbers. In buffer 3 zeros, which are doc_start too. */
-static ps_status fill(bench *b) {
-  uint16_t *p = b->pinned[0];
-  uint64_t x = 88172645463325252ull;
-  for (uint64_t i = 0; i < PINNED / 4; i++) {
-    x ^= x << 13, x ^= x >> 7, x ^= x << 17;
-    const float sum = (float)((x & 0xffff) + (x >> 16 & 0xffff) + (x >> 32 & 0xffff) + (x >> 48)) / 65536.0f - 2.0f;
-    p[i] = ps__f32_to_bf16(0.035f * sum);
-  }
-  memset(b->pinned[1], 0, PINNED / 2);
-  for (int i = 0; i < N_BUFFERS; i++)
-    for (uint64_t at = 0; at < BUFFER; at += PINNED / 2) PS_TRY(copy(b, b->exec.stream, b->buffer[i] + at, b->pinned[i == 3]));
-  return settle(b);
+static ps_status measure_bandwidths(bench *b, double seconds) {
+  ps_hardware *hw = b->hw;
+  double s[MAX_PARTS];
+  PS_TRY(time_parts(b, run_norm, NULL, 1, seconds, s));
+  hw->elementwise_bytes_per_s = 4.0 * TOKENS * DIM / s[0];
+  PS_TRY(time_case(b, case_small, seconds / 2, s));
+  hw->op_ns = s[0] * 1e7;
+  PS_TRY(time_case(b, case_h2d, seconds, s));
+  hw->h2d_bytes_per_s = (double)(PINNED / 2) / s[0];
+  PS_TRY(time_case(b, case_d2h, seconds, s));
+  hw->d2h_bytes_per_s = (double)(PINNED / 2) / s[0];
+  PS_TRY(time_case(b, case_both, seconds, s));
+  hw->duplex_bytes_per_s = (double)(PINNED / 2) / s[0];
+  return PS_OK;
 }
 
 /* The load in a loop on a thread of its own, until told to stop. */
@@ -178,85 +301,170 @@ static ps_status measure_memory(bench *b, double seconds, const ps__host_load *l
   while (!atomic_load(&l.n)) sched_yield(); /* until its threads are at work */
   const uint64_t n0 = atomic_load(&l.n), t0 = ps__now_ns();
   const ps_status st = time_case(b, case_both, seconds, &s);
-  const double taken = (double)(ps__now_ns() - t0) * 1e-9, done = (double)(atomic_load(&l.n) - n0) * load->bytes;
+  const double taken = seconds_since(t0), done = (double)(atomic_load(&l.n) - n0) * load->bytes;
   atomic_store(&l.stop, 1);
   ps__thread_join(thread);
   if (st == PS_OK) b->hw->memory_bytes_per_s = done / taken + (double)PINNED / s;
   return st;
 }
 
-static ps_status measure(bench *b, double seconds) {
+/* ---- for people ---------------------------------------------------------------------------------------------------------------------- */
+
+/* Products and copies both ways, as many as take equally long by the rates of each alone; each stream by its own events. */
+static ps_status loaded_turn(bench *b, uint32_t n_products, uint32_t n_copies, double total[3]) {
+  CUevent *compute = b->event[0], *in = b->event[0] + 2, *out = b->event[1];
+  PS__CUDA_TRY(b->cu, EventRecord(compute[0], b->exec.stream));
+  PS__CUDA_TRY(b->cu, EventRecord(in[0], b->in));
+  PS__CUDA_TRY(b->cu, EventRecord(out[0], b->out));
+  for (uint32_t i = 0; i < n_products; i++) PS_TRY(run_products(b, &gemm_rows[GEMM_USUAL], FORWARD));
+  for (uint32_t i = 0; i < n_copies; i++) PS_TRY(case_both(b));
+  PS__CUDA_TRY(b->cu, EventRecord(compute[1], b->exec.stream));
+  PS__CUDA_TRY(b->cu, EventRecord(in[1], b->in));
+  PS__CUDA_TRY(b->cu, EventRecord(out[1], b->out));
+  PS_TRY(settle(b));
+  PS_TRY(add_elapsed(b, compute[0], compute[1], &total[0]));
+  PS_TRY(add_elapsed(b, in[0], in[1], &total[1]));
+  return add_elapsed(b, out[0], out[1], &total[2]);
+}
+
+static ps_status measure_loaded(bench *b, double seconds) {
   ps_hardware *hw = b->hw;
-  const double pairs = 0.5 * TOKENS * TOKENS * HEADS * HEAD_DIM;
-  double s;
-  PS_TRY(fill(b));
-  PS_TRY(time_case(b, case_gemm_bf16, 0.4 * seconds, &s));
-  hw->gemm_flops_per_s[PS_BF16] = 2.0 * TOKENS * FFN * DIM / s;
-  PS_TRY(time_case(b, case_attention, 0.1 * seconds, &s));
-  hw->attention_flops_per_s[PS_BF16] = hw->attention_flops_per_s[PS_F32] = 4 * pairs / s;
-  PS_TRY(time_case(b, case_attention_bwd, 0.15 * seconds, &s)); /* on the forward pass's output and log-sum-exp */
-  hw->attention_bwd_flops_per_s[PS_BF16] = hw->attention_bwd_flops_per_s[PS_F32] = 10 * pairs / s;
-  PS_TRY(time_case(b, case_norm, 0.05 * seconds, &s));
-  hw->elementwise_bytes_per_s = 4.0 * TOKENS * DIM / s;
-  PS_TRY(time_case(b, case_small, 0.02 * seconds, &s));
-  hw->op_ns = s * 1e7;
-  PS_TRY(time_case(b, case_h2d, 0.06 * seconds, &s));
-  hw->h2d_bytes_per_s = (double)(PINNED / 2) / s;
-  PS_TRY(time_case(b, case_d2h, 0.06 * seconds, &s));
-  hw->d2h_bytes_per_s = (double)(PINNED / 2) / s;
-  PS_TRY(time_case(b, case_both, 0.06 * seconds, &s));
-  hw->duplex_bytes_per_s = (double)(PINNED / 2) / s;
-  PS_TRY(time_case(b, case_gemm_f32, 0.1 * seconds, &s));
-  hw->gemm_flops_per_s[PS_F32] = 2.0 * TOKENS * DIM * DIM / s;
+  const double flops = product_flops(gemm_rows[GEMM_USUAL]), bytes = (double)(PINNED / 2);
+  const uint32_t n_products = 16, n_copies = 1 + (uint32_t)(n_products * flops / hw->gemm[GEMM_USUAL].forward_flops_per_s * hw->duplex_bytes_per_s / bytes);
+  double total[3] = {0};
+  uint32_t n = 0;
+  PS_TRY(loaded_turn(b, n_products, n_copies, total));
+  memset(total, 0, sizeof total);
+  for (const uint64_t begin = ps__now_ns(); n < 2 || seconds_since(begin) < seconds; n++) PS_TRY(loaded_turn(b, n_products, n_copies, total));
+  hw->loaded_gemm_flops_per_s = n * n_products * flops / total[0];
+  hw->loaded_h2d_bytes_per_s = n * n_copies * bytes / total[1];
+  hw->loaded_d2h_bytes_per_s = n * n_copies * bytes / total[2];
   return PS_OK;
+}
+
+/* Memory that is not pinned, 1 GiB as the engine asks for it: copies by the driver's staging, then how long pinning takes. Where pinning is refused it stays 0. */
+static ps_status measure_pageable(bench *b, double seconds) {
+  static const uint64_t bytes = 1ull << 30;
+  ps_hardware *hw = b->hw;
+  void *p = NULL;
+  double s[2] = {0};
+  uint32_t n = 0;
+  PS_TRY(ps__map(&p, bytes, "measuring the machine"));
+  memset(p, 1, bytes);
+  ps_status st = PS_OK;
+  for (const uint64_t begin = ps__now_ns(); st == PS_OK && (n < 2 || seconds_since(begin) < seconds); n++) {
+    char *part = (char *)p + n % 8 * (PINNED / 2);
+    for (int home = 0; st == PS_OK && home < 2; home++) {
+      const uint64_t t0 = ps__now_ns();
+      st = home ? copy(b, b->out, part, value(b, Y)) : copy(b, b->in, value(b, OUT), part);
+      if (st == PS_OK) st = settle(b);
+      s[home] += seconds_since(t0);
+    }
+  }
+  if (st == PS_OK) {
+    hw->pageable_h2d_bytes_per_s = n * (double)(PINNED / 2) / s[0];
+    hw->pageable_d2h_bytes_per_s = n * (double)(PINNED / 2) / s[1];
+    const uint64_t t0 = ps__now_ns();
+    if (b->cu->MemHostRegister(p, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP) == CUDA_SUCCESS) {
+      hw->pin_bytes_per_s = (double)bytes / seconds_since(t0);
+      b->cu->MemHostUnregister(p);
+    }
+  }
+  ps__unmap(p, bytes);
+  return st;
+}
+
+/* ---- all of it ------------------------------------------------------------------------------------------------------------------------- */
+
+/* Values as in a model: about N(0, 0.02) in bf16, from the sum of four uniform numbers. */
+static ps_status fill(bench *b) {
+  uint16_t *p = b->pinned[0];
+  uint64_t x = 88172645463325252ull;
+  for (uint64_t i = 0; i < PINNED / 4; i++) {
+    x ^= x << 13, x ^= x >> 7, x ^= x << 17;
+    const float four = (float)((x & 0xffff) + (x >> 16 & 0xffff) + (x >> 32 & 0xffff) + (x >> 48)) / 65536.0f - 2.0f;
+    p[i] = ps__f32_to_bf16(0.035f * four);
+  }
+  for (uint64_t at = 0; at < VALUES; at += PINNED / 2) PS_TRY(copy(b, b->exec.stream, b->values + at, p));
+  return settle(b);
+}
+
+/* The ops of a usual step come first: what they make the driver take is device_overhead_bytes. */
+static ps_status measure(bench *b, double seconds, bool at_length, const ps__host_load *load, uint64_t bytes) {
+  uint64_t used = 0;
+  PS_TRY(fill(b));
+  PS_TRY(measure_products(b, seconds));
+  PS_TRY(measure_bandwidths(b, seconds));
+  if (at_length) PS_TRY(measure_loaded(b, seconds));
+  PS_TRY(measure_attention(b, ATTENTION_USUAL, seconds));
+  PS_TRY(ps__cuda_memory_used(b->hw->device, &used));
+  b->hw->device_overhead_bytes = ps_round_up((used > bytes ? used - bytes : 0) + MARGIN, 2u << 20);
+  for (int i = 0; i < N_ATTENTION; i++)
+    if (i != ATTENTION_USUAL) PS_TRY(measure_attention(b, i, seconds));
+  const ps_attention_rate *usual = &b->hw->attention[ATTENTION_USUAL];
+  for (int dt = 0; dt < PS_N_DTYPES; dt++) {
+    b->hw->attention_flops_per_s[dt] = usual->forward_flops_per_s;
+    b->hw->attention_bwd_flops_per_s[dt] = usual->backward_flops_per_s;
+  }
+  PS_TRY(measure_memory(b, seconds, load));
+  return at_length ? measure_pageable(b, seconds) : PS_OK;
+}
+
+static uint64_t scratch_needed(const ps_hardware *hw) {
+  uint64_t most = 0;
+  for (int i = 0; i < 2 * N_ATTENTION; i++) {
+    const ps__args_attention a = attention_args(&attention_shapes[i / 2]);
+    const uint64_t n = ps_scratch_attention_bound(&a, i % 2, false, hw->cudnn_version);
+    if (n > most) most = n;
+  }
+  return most;
 }
 
 static ps_status reserve(bench *b, uint64_t *bytes) {
   const size_t workspace = ps__cuda_workspace_bytes(b->hw->compute_capability);
-  size_t forward = 0, backward = 0;
-  PS_TRY(ps__cuda_attention_prepare(&ps__k_attention_fwd, &attention, false, &forward));
-  PS_TRY(ps__cuda_attention_prepare(&ps__k_attention_bwd, &attention, false, &backward));
-  const uint64_t scratch = ps_round_up(forward > backward ? forward : backward, 256);
-  *bytes = ps_round_up(N_BUFFERS * BUFFER + scratch + workspace, 2u << 20);
+  const uint64_t scratch = scratch_needed(b->hw);
+  *bytes = ps_round_up(VALUES + SUMS + scratch + workspace, 2u << 20);
   CUresult r = b->cu->MemAlloc(&b->memory, *bytes);
   for (int i = 0; r == CUDA_SUCCESS && i < 2; i++) r = b->cu->MemHostAlloc(&b->pinned[i], PINNED / 2, 0);
   if (r == CUDA_SUCCESS) r = b->cu->StreamCreate(&b->exec.stream, CU_STREAM_NON_BLOCKING);
-  if (r == CUDA_SUCCESS) r = b->cu->StreamCreate(&b->copy, CU_STREAM_NON_BLOCKING);
+  if (r == CUDA_SUCCESS) r = b->cu->StreamCreate(&b->in, CU_STREAM_NON_BLOCKING);
+  if (r == CUDA_SUCCESS) r = b->cu->StreamCreate(&b->out, CU_STREAM_NON_BLOCKING);
+  for (int i = 0; r == CUDA_SUCCESS && i < 2 * (MAX_PARTS + 1); i++) r = b->cu->EventCreate(&b->event[0][0] + i, CU_EVENT_DEFAULT);
   if (r != CUDA_SUCCESS) return ps__cuda_fail(b->cu, r, "measuring the GPU");
-  char *p = (char *)(uintptr_t)b->memory;
-  for (int i = 0; i < N_BUFFERS; i++) b->buffer[i] = p + (uint64_t)i * BUFFER;
-  b->exec.scratch = p + N_BUFFERS * BUFFER;
+  b->values = (char *)(uintptr_t)b->memory;
+  b->sums = b->values + VALUES;
+  b->exec.scratch = b->sums + SUMS;
   b->exec.scratch_bytes = scratch;
   b->exec.device = (int)b->hw->device;
   b->exec.n_sms = (int)b->hw->n_sms;
   PS_TRY(ps__cublaslt_open());
-  return ps__cuda_blas_create(&b->exec.blas, p + N_BUFFERS * BUFFER + scratch, workspace);
+  return ps__cuda_blas_create(&b->exec.blas, b->sums + SUMS + scratch, workspace);
 }
 
 static void release(bench *b) {
   ps__cuda_blas_destroy(b->exec.blas);
+  for (int i = 0; i < 2 * (MAX_PARTS + 1); i++)
+    if ((&b->event[0][0])[i]) b->cu->EventDestroy((&b->event[0][0])[i]);
   if (b->exec.stream) b->cu->StreamDestroy(b->exec.stream);
-  if (b->copy) b->cu->StreamDestroy(b->copy);
+  if (b->in) b->cu->StreamDestroy(b->in);
+  if (b->out) b->cu->StreamDestroy(b->out);
   for (int i = 0; i < 2; i++)
     if (b->pinned[i]) b->cu->MemFreeHost(b->pinned[i]);
   if (b->memory) b->cu->MemFree(b->memory);
 }
 
-ps_status ps__cuda_measure(ps_hardware *hw, double seconds, const ps__host_load *load) {
+ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool at_length, const ps__host_load *load) {
   bench b = {.hw = hw};
   CUdevice dev;
   CUcontext ctx, old;
-  uint64_t bytes = 0, used = 0;
+  uint64_t bytes = 0;
   PS_TRY(ps__cuda_driver_open(&b.cu));
   CUresult r = b.cu->DeviceGet(&dev, (int)hw->device);
   if (r == CUDA_SUCCESS) r = b.cu->DevicePrimaryCtxRetain(&ctx, dev); /* kept: a context that is made again would load its kernels again */
   if (r == CUDA_SUCCESS) r = b.cu->CtxPushCurrent(ctx);
   if (r != CUDA_SUCCESS) return ps__cuda_fail(b.cu, r, "cuDevicePrimaryCtxRetain");
   ps_status st = reserve(&b, &bytes);
-  if (st == PS_OK) st = measure(&b, 0.9 * seconds);
-  if (st == PS_OK) st = measure_memory(&b, 0.1 * seconds, load);
-  if (st == PS_OK) st = ps__cuda_memory_used(hw->device, &used);
-  if (st == PS_OK) hw->device_overhead_bytes = ps_round_up((used > bytes ? used - bytes : 0) + MARGIN, 2u << 20);
+  if (st == PS_OK) st = measure(&b, seconds, at_length, load, bytes);
   release(&b);
   b.cu->CtxPopCurrent(&old);
   return st;

@@ -2,12 +2,13 @@
 #ifndef PS_BACKENDS_CUDA_PROBE_H
 #define PS_BACKENDS_CUDA_PROBE_H
 #include <penstock/hardware.h>
+#include <stdbool.h>
 
 /* GPUs that the driver shows; 0 when there is none, and the last error says why. */
 uint32_t ps__cuda_n_devices(void);
 
-/* ps__cuda_facts() - name, capability, SMs, memory less what others hold, cuDNN's version of GPU hw->device into @hw. Makes no context.
- * Errors: PS_EDEVICE no driver, no such GPU. */
+/* ps__cuda_facts() - name, capability, SMs, memory less what others hold, ceilings, the driver's and the libraries' versions of GPU hw->device into @hw.
+ * Makes no context. Errors: PS_EDEVICE no driver, no such GPU. */
 ps_status ps__cuda_facts(ps_hardware *hw);
 
 /* Work of the host to have beside copies: run() does @bytes of reads and writes on all the threads that host ops will have. */
@@ -17,11 +18,13 @@ typedef struct ps__host_load {
   double bytes;
 } ps__host_load;
 
-/* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw, in about @seconds: most of them under a GEMM, since a large GPU is bound by its power and
- * its clock falls only after some seconds. Takes 1.4 GiB of device memory and 256 MiB of pinned memory for the time. fp32 attention does not exist on
- * CUDA: its rate is bf16's. memory_bytes_per_s is what both directions of copies and @load move together: the host's memory is what they share. Errors: PS_EDEVICE,
- * PS_ENOMEM. */
-ps_status ps__cuda_measure(ps_hardware *hw, double seconds, const ps__host_load *load);
+/* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw; with @at_length also its figures for people. @seconds is for each of PS__CUDA_CASES
+ * (PS__CUDA_MORE_CASES more at length), the first two being a load of products by itself, since a large GPU is bound by its power and its clock falls only
+ * after some seconds; of each case the second half counts. Takes 3.5 GiB of device memory and 256 MiB of pinned memory for the time, 1 GiB more of the
+ * host's at length. fp32 attention does not exist on CUDA: its rate is bf16's. memory_bytes_per_s is what both directions of copies and @load move
+ * together: the host's memory is what they share. Errors: PS_EDEVICE, PS_ENOMEM. */
+enum { PS__CUDA_CASES = 21, PS__CUDA_MORE_CASES = 2 };
+ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool at_length, const ps__host_load *load);
 
 /* ps__cuda_memory_used() - BYTES of GPU @device that the driver reports for this process: its entry in the driver's list of processes or, where the
  * list does not show it (containers), what is used now less what was used before the first context. */

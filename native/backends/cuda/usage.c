@@ -1,4 +1,4 @@
-/* usage.c - device memory as the driver reports it, by NVML, which comes with the driver and is opened at run time. */
+/* usage.c - device memory as the driver reports it, and the link, by NVML, which comes with the driver and is opened at run time. */
 #include "backends/cuda/driver.h"
 #include "backends/cuda/probe.h"
 #include <dlfcn.h>
@@ -17,6 +17,8 @@ static struct {
   int (*DeviceGetHandleByPciBusId_v2)(const char *, void **);
   int (*DeviceGetMemoryInfo)(void *, memory_info *);
   int (*DeviceGetComputeRunningProcesses_v3)(void *, unsigned *, process_info *);
+  int (*DeviceGetMaxPcieLinkGeneration)(void *, unsigned *);
+  int (*DeviceGetMaxPcieLinkWidth)(void *, unsigned *);
 } nvml; /* written once */
 static bool there;
 static bool looked[MAX_DEVICES];
@@ -30,6 +32,8 @@ static void open_once(void) {
   *(void **)&nvml.DeviceGetHandleByPciBusId_v2 = dlsym(lib, "nvmlDeviceGetHandleByPciBusId_v2");
   *(void **)&nvml.DeviceGetMemoryInfo = dlsym(lib, "nvmlDeviceGetMemoryInfo");
   *(void **)&nvml.DeviceGetComputeRunningProcesses_v3 = dlsym(lib, "nvmlDeviceGetComputeRunningProcesses_v3");
+  *(void **)&nvml.DeviceGetMaxPcieLinkGeneration = dlsym(lib, "nvmlDeviceGetMaxPcieLinkGeneration");
+  *(void **)&nvml.DeviceGetMaxPcieLinkWidth = dlsym(lib, "nvmlDeviceGetMaxPcieLinkWidth");
   there = nvml.Init_v2 && nvml.DeviceGetHandleByPciBusId_v2 && nvml.DeviceGetMemoryInfo && nvml.Init_v2() == 0;
 }
 
@@ -90,4 +94,16 @@ ps_status ps__cuda_memory_used(uint32_t device, uint64_t *out_bytes) {
   PS_TRY(used_in_all(cu, device, &all));
   *out_bytes = all > others ? all - others : 0;
   return PS_OK;
+}
+
+double ps__cuda_link_bytes_per_s(const ps__cuda_driver *cu, uint32_t device) {
+  /* a lane of generation 1 to 6: transfers of a bit a second times the share that its encoding leaves, by the PCI Express specifications */
+  static const double lane[] = {0, 2.5e9 * 8 / 10, 5e9 * 8 / 10, 8e9 * 128 / 130, 16e9 * 128 / 130, 32e9 * 128 / 130, 64e9 * 236 / 256};
+  void *handle;
+  unsigned generation = 0, width = 0;
+  if (!open_device(cu, device, &handle) || !nvml.DeviceGetMaxPcieLinkGeneration || !nvml.DeviceGetMaxPcieLinkWidth ||
+      nvml.DeviceGetMaxPcieLinkGeneration(handle, &generation) != 0 || nvml.DeviceGetMaxPcieLinkWidth(handle, &width) != 0 ||
+      generation >= sizeof lane / sizeof *lane)
+    return 0;
+  return lane[generation] * width / 8;
 }

@@ -52,6 +52,11 @@ ps_status ps__cublaslt_open(void) {
   return PS_OK;
 }
 
+uint32_t ps__cublaslt_version(void) {
+  pthread_once(&once, open_once);
+  return (uint32_t)cublasLtGetVersion();
+}
+
 #define GIVE(name, ...) return lt.name ? lt.name(__VA_ARGS__) : CUBLAS_STATUS_NOT_INITIALIZED
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t *handle) { GIVE(Create, handle); }

@@ -1,0 +1,308 @@
+/* measure.c - the host's rates by running the kernels themselves on realistic values; the GPU's come from native/backends/cuda/measure.c. */
+#include "hardware_impl.h"
+#include "../kernels/ops.h"
+#include "../optim/optim.h"
+#ifdef PS_CUDA
+#include "../backends/cuda/probe.h"
+#endif
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct bench {
+  ps__cpu_exec exec;
+  ps__pool *one;       /* a thread by itself, as the io stream is */
+  char *a, *b, *c, *d; /* four buffers */
+  uint64_t bytes;      /* of each */
+  double seconds;      /* for each case */
+  bool beside_gpu;
+} bench;
+
+/* Beside a GPU the host's ops are measured on buffers that no cache holds; on the CPU backend a profile is quick. */
+enum { BUFFER = 48 << 20, LARGE_BUFFER = 1 << 30, SCRATCH = 96 << 20 };
+
+static int by_value(const void *a, const void *b) {
+  const double x = *(const double *)a, y = *(const double *)b;
+  return x < y ? -1 : x > y;
+}
+
+typedef void (*case_fn)(bench *b, const void *args);
+
+/* Median seconds of a call: one to warm up, then as many as fit in the time, at least three. */
+static double time_case(bench *b, case_fn fn, const void *args) {
+  double t[64];
+  int n = 0;
+  fn(b, args);
+  const uint64_t begin = ps__now_ns();
+  while (n < 64 && (n < 3 || (double)(ps__now_ns() - begin) < b->seconds * 1e9)) {
+    const uint64_t t0 = ps__now_ns();
+    fn(b, args);
+    t[n++] = (double)(ps__now_ns() - t0) * 1e-9;
+  }
+  qsort(t, (size_t)n, sizeof *t, by_value);
+  return t[n / 2];
+}
+
+static void launch(const ps__cpu_exec *exec, const ps_kernel *k, const void *args, void *const *ptr, uint32_t n) {
+  const ps_launch l = {.args = args, .ptr = ptr, .n_ptr = n, .exec = (void *)exec};
+  (void)k->fn[PS_BACKEND_CPU](&l);
+}
+
+/* ---- the CPU backend's compute ------------------------------------------------------------------------------------------------------- */
+
+enum { OUT = 1536, IN = 512, HEADS = 4, KV_HEADS = 2, HEAD_DIM = 64, NORM_ROWS = 2048, NORM_COLS = 1024 };
+static const uint32_t gemm_rows[] = {32, 128, 512, 1024};
+static const ps_attention_rate attention_shapes[] = {{128, 128, 1, 0, 0, 0},   {512, 512, 1, 0, 0, 0},   {2048, 2048, 1, 0, 0, 0},
+                                                     {1024, 1024, 2, 0, 0, 0}, {1024, 1024, 8, 0, 0, 0}, {1024, 1024, 16, 0, 0, 0},
+                                                     {512, 1024, 1, 0, 0, 0},  {512, 2048, 1, 0, 0, 0},  {512, 4096, 1, 0, 0, 0}};
+enum { N_GEMM = sizeof gemm_rows / sizeof *gemm_rows, N_ATTENTION = sizeof attention_shapes / sizeof *attention_shapes };
+
+static void case_gemm(bench *b, const void *args) {
+  void *ptr[3] = {b->a, b->b, b->c};
+  launch(&b->exec, &ps__k_gemm, args, ptr, 3);
+}
+
+static double gemm_rate(bench *b, uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b, uint32_t dt) {
+  const ps__args_gemm g = {.m = m, .n = n, .k = k, .lda = trans_a ? m : k, .ldb = trans_b ? k : n, .ldc = n, .trans_a = trans_a, .trans_b = trans_b,
+                           .dt_a = (uint8_t)dt, .dt_b = (uint8_t)dt, .dt_c = (uint8_t)dt};
+  return 2.0 * m * n * k / time_case(b, case_gemm, &g);
+}
+
+/* q in a, kv in b, documents and d_o in d, o and its log-sum-exp in c; gradients in the second halves of a and b. */
+static void case_attention_fwd(bench *b, const void *args) {
+  void *ptr[5] = {b->a, b->b, b->d, b->c, b->c + BUFFER / 2};
+  launch(&b->exec, &ps__k_attention_fwd, args, ptr, 5);
+}
+static void case_attention_bwd(bench *b, const void *args) {
+  void *ptr[8] = {b->a, b->b, b->d, b->c, b->c + BUFFER / 2, b->d + BUFFER / 2, b->a + BUFFER / 2, b->b + BUFFER / 2};
+  launch(&b->exec, &ps__k_attention_bwd, args, ptr, 8);
+}
+
+static void measure_attention(bench *b, ps_attention_rate *r, uint32_t dt) {
+  const ps__args_attention a = {.n_tokens = r->rows, .row0 = r->kv_rows - r->rows, .n_heads = HEADS, .n_kv_heads = KV_HEADS, .head_dim = HEAD_DIM, .dt = dt,
+                                .one_document = r->packed == 1};
+  const double length = (double)r->rows / r->packed, pairs = r->rows * (length / 2 + a.row0);
+  int32_t *doc_start = (int32_t *)(void *)b->d;
+  for (uint32_t i = 0; i < r->rows; i++) doc_start[i] = (int32_t)(i / (r->rows / r->packed) * (r->rows / r->packed));
+  r->forward_flops_per_s = 4.0 * HEADS * HEAD_DIM * pairs / time_case(b, case_attention_fwd, &a);
+  r->backward_flops_per_s = 10.0 * HEADS * HEAD_DIM * pairs / time_case(b, case_attention_bwd, &a);
+}
+
+static void case_elementwise(bench *b, const void *args) {
+  void *ptr[3] = {b->a, b->b, b->c};
+  launch(&b->exec, &ps__k_rmsnorm_fwd, args, ptr, 3);
+}
+
+static void case_copy(bench *b, const void *args) { memcpy(b->c, b->a, BUFFER); }
+
+static void measure_compute(bench *b, ps_hardware *hw) {
+  const ps__args_rmsnorm norm = {.rows = NORM_ROWS, .cols = NORM_COLS, .dt = PS_F32, .eps = 1e-5f};
+  for (uint32_t i = 0; i < N_GEMM; i++) {
+    const uint32_t rows = gemm_rows[i];
+    hw->gemm[i] = (ps_gemm_rate){rows, 0, gemm_rate(b, rows, OUT, IN, false, true, PS_BF16), gemm_rate(b, rows, IN, OUT, false, false, PS_BF16),
+                                 gemm_rate(b, OUT, IN, rows, true, false, PS_BF16)};
+  }
+  hw->gemm_flops_per_s[PS_BF16] = hw->gemm[N_GEMM - 1].forward_flops_per_s;
+  hw->gemm_flops_per_s[PS_F32] = hw->peak_flops_per_s = gemm_rate(b, 512, OUT, IN, false, true, PS_F32);
+  for (uint32_t i = 0; i < N_ATTENTION; i++) {
+    hw->attention[i] = attention_shapes[i];
+    measure_attention(b, &hw->attention[i], PS_BF16);
+  }
+  ps_attention_rate fp32 = {512, 512, 1, 0, 0, 0};
+  measure_attention(b, &fp32, PS_F32);
+  hw->attention_flops_per_s[PS_F32] = fp32.forward_flops_per_s;
+  hw->attention_bwd_flops_per_s[PS_F32] = fp32.backward_flops_per_s;
+  hw->attention_flops_per_s[PS_BF16] = hw->attention[1].forward_flops_per_s;
+  hw->attention_bwd_flops_per_s[PS_BF16] = hw->attention[1].backward_flops_per_s;
+  hw->elementwise_bytes_per_s = 8.0 * NORM_ROWS * NORM_COLS / time_case(b, case_elementwise, &norm);
+  hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s = (double)BUFFER / time_case(b, case_copy, NULL);
+  hw->op_ns = 3000;
+}
+
+/* ---- host ops, beside a GPU too ------------------------------------------------------------------------------------------------------ */
+
+static void copy_slice(void *arg, int64_t task, uint32_t worker) {
+  const bench *b = arg;
+  memcpy(b->c + (uint64_t)task * (b->bytes / 64), b->a + (uint64_t)task * (b->bytes / 64), b->bytes / 64);
+}
+static void case_memory(bench *b, const void *args) { ps__pool_run(b->exec.pool, 64, copy_slice, b); }
+
+/* 7 bytes move for each byte of weights, in bf16 and in fp32: w, m and v read and written, the gradient read. */
+static void case_optimizer(bench *b, const void *args) {
+  const ps_recipe recipe = b->beside_gpu ? PS_RECIPE_BF16 : PS_RECIPE_FP32;
+  const ps__adamw_segment seg = {0, b->bytes / (b->beside_gpu ? 2 : 4), 0.1f};
+  const ps__adamw_scalars s = {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .grad_scale = 1, .c1 = 1, .c2 = 1, .seed = 1};
+  ps__adamw_unit(b->exec.pool, recipe, &seg, 1, b->a, NULL, b->b, b->c, b->d, 0, &s);
+}
+static double optimizer_rate(bench *b) { return 7.0 * (double)b->bytes / time_case(b, case_optimizer, NULL); }
+
+static void case_accumulate(bench *b, const void *args) {
+  void *ptr[2] = {b->b, b->a};
+  launch(&b->exec, &ps__k_accumulate_host, args, ptr, 2);
+}
+static void case_accumulate_sumsq(bench *b, const void *args) {
+  void *ptr[3] = {b->b, b->a, b->c};
+  launch(&b->exec, &ps__k_accumulate_sumsq_host, args, ptr, 3);
+}
+static void case_sumsq(bench *b, const void *args) {
+  void *ptr[2] = {b->b, b->c};
+  launch(&b->exec, &ps__k_sumsq_host, args, ptr, 2);
+}
+static void case_gather(bench *b, const void *args) {
+  const ps__cpu_exec exec = {.pool = b->one};
+  void *ptr[3] = {b->d, b->a, b->c};
+  launch(&exec, &ps__k_embed_fwd, args, ptr, 3);
+}
+
+/* Random rows of a table that fills a buffer. */
+static double gather_rate(bench *b) {
+  const uint32_t dim = b->beside_gpu ? 4096 : 512, dt = b->beside_gpu ? PS_BF16 : PS_F32;
+  const uint64_t row = dim * ps_dtype_bytes((ps_dtype)dt);
+  const ps__args_embed a = {.n_tokens = b->beside_gpu ? 8192 : 4096, .vocab = (uint32_t)(b->bytes / row), .dim = dim, .dt = dt};
+  int32_t *id = (int32_t *)(void *)b->d;
+  uint64_t x = 1;
+  for (uint32_t i = 0; i < a.n_tokens; i++) {
+    x = x * 6364136223846793005ull + 1442695040888963407ull;
+    id[i] = (int32_t)((x >> 33) % a.vocab);
+  }
+  return 2.0 * a.n_tokens * (double)row / time_case(b, case_gather, &a);
+}
+
+static void measure_host(bench *b, ps_hardware *hw) {
+  const uint32_t dt = b->beside_gpu ? PS_BF16 : PS_F32;
+  const uint64_t n = b->bytes / ps_dtype_bytes((ps_dtype)dt);
+  const ps__args_accumulate sum = {.n = n, .dt = dt};
+  const ps__args_sumsq squares = {.n = n, .dt = dt};
+  if (!b->beside_gpu) hw->memory_bytes_per_s = 2.0 * (double)b->bytes / time_case(b, case_memory, NULL);
+  hw->gather_bytes_per_s = gather_rate(b);
+  hw->sumsq_bytes_per_s = (double)b->bytes / time_case(b, case_sumsq, &squares);
+  hw->accumulate_bytes_per_s = 3.0 * (double)b->bytes / time_case(b, case_accumulate, &sum);
+  hw->accumulate_sumsq_bytes_per_s = 3.0 * (double)b->bytes / time_case(b, case_accumulate_sumsq, &squares);
+  memset(b->c, 0, b->bytes); /* moments */
+  memset(b->d, 0, b->bytes);
+  hw->optimizer_bytes_per_s = optimizer_rate(b);
+}
+
+/* ---- for people ------------------------------------------------------------------------------------------------------------------------ */
+
+static ps_status measure_threads(const bench *b, ps_hardware *hw) {
+  const uint32_t counts[] = {1, 2, 4, hw->n_threads / 2, hw->n_threads};
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+    if (counts[i] == 0 || counts[i] > hw->n_threads || (n && counts[i] <= hw->optimizer_by_threads[n - 1].threads)) continue;
+    bench some = *b;
+    some.seconds /= PS_MAX_THREAD_RATES;
+    PS_TRY(ps__pool_create(&some.exec.pool, counts[i], "measure"));
+    hw->optimizer_by_threads[n++] = (ps_thread_rate){counts[i], 0, optimizer_rate(&some)};
+    ps__pool_destroy(some.exec.pool);
+  }
+  return PS_OK;
+}
+
+enum { TOUCH_BYTES = 1 << 28, TOUCH_TASKS = 64 };
+
+static void touch_task(void *arg, int64_t task, uint32_t worker) {
+  char *p = (char *)arg + task * (TOUCH_BYTES / TOUCH_TASKS);
+  for (uint32_t at = 0; at < TOUCH_BYTES / TOUCH_TASKS; at += 4096) *(volatile char *)(p + at) = 0;
+}
+
+/* Pages are asked for and touched as the engine does it: huge ones where the kernel has them, by all CPUs. */
+static ps_status measure_touch(ps_hardware *hw) {
+  void *p = NULL;
+  ps__pool *pool;
+  PS_TRY(ps__pool_create(&pool, hw->n_cpus > TOUCH_TASKS ? TOUCH_TASKS : hw->n_cpus, "measure"));
+  const ps_status st = ps__map(&p, TOUCH_BYTES, "measuring the machine");
+  if (st == PS_OK) {
+    const uint64_t t0 = ps__now_ns();
+    ps__pool_run(pool, TOUCH_TASKS, touch_task, p);
+    hw->first_touch_bytes_per_s = TOUCH_BYTES / ((double)(ps__now_ns() - t0) * 1e-9);
+    ps__unmap(p, TOUCH_BYTES);
+  }
+  ps__pool_destroy(pool);
+  return st;
+}
+
+/* ---- all of it -------------------------------------------------------------------------------------------------------------------------- */
+
+/* Values as in a model, not zeros: N(0, 0.02)-like from a small generator. A 32-bit word is a small number in fp32 and two of them in bf16: its halves are
+ * the same. */
+static void fill(char *p, uint64_t bytes, uint32_t seed) {
+  uint32_t *word = (uint32_t *)(void *)p, x = seed * 2654435761u + 1;
+  for (size_t i = 0; i < bytes / 4; i++) {
+    x = x * 1664525u + 1013904223u;
+    word[i] = 0x10001u * ps__f32_to_bf16(((float)(x >> 8) / 16777216.0f - 0.5f) * 0.07f);
+  }
+}
+
+#ifdef PS_CUDA
+/* A sixteenth of the bf16 optimizer's case: long enough to keep all threads busy, short enough to be counted. */
+static void load_optimizer(void *arg) {
+  bench part = *(bench *)arg;
+  part.bytes /= 16;
+  case_optimizer(&part, NULL);
+}
+#endif
+
+/* Cases that share the time: the host's and, on the CPU backend, its compute's; with CUDA the GPU's. Those for people by numbers of threads are one together. */
+enum { HOST_CASES = 5, COMPUTE_CASES = 3 * N_GEMM + 1 + 2 * N_ATTENTION + 2 + 3 };
+
+static ps_status measure(bench *b, ps_hardware *hw, bool at_length) {
+  if (!b->beside_gpu) measure_compute(b, hw);
+  measure_host(b, hw);
+  if (at_length) PS_TRY(measure_threads(b, hw));
+  if (at_length) PS_TRY(measure_touch(hw));
+#ifdef PS_CUDA
+  const ps__host_load load = {load_optimizer, b, 7.0 * (double)b->bytes / 16};
+  if (b->beside_gpu) PS_TRY(ps__cuda_measure(hw, b->seconds, at_length, &load));
+#endif
+  hw->measured = 1;
+  return PS_OK;
+}
+
+static double seconds_a_case(double seconds, bool beside_gpu, bool at_length) {
+  double cases = HOST_CASES + at_length;
+#ifdef PS_CUDA
+  if (beside_gpu) cases += PS__CUDA_CASES + (at_length ? PS__CUDA_MORE_CASES : 0);
+#endif
+  return seconds / (beside_gpu ? cases : cases + COMPUTE_CASES);
+}
+
+static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds, bool at_length) {
+  if (!out || !(seconds >= 0)) return ps__fail(PS_EINVAL, "measuring a machine: out must be given and seconds not negative");
+  ps_hardware hw;
+  PS_TRY(ps__hardware_facts(&hw, backend, device, n_threads));
+  bench b = {.bytes = backend == PS_BACKEND_CUDA ? LARGE_BUFFER : BUFFER, .beside_gpu = backend == PS_BACKEND_CUDA};
+  if (seconds == 0) seconds = b.beside_gpu ? (at_length ? 70 : 12) : at_length ? 5 : 1;
+  b.seconds = seconds_a_case(seconds, b.beside_gpu, at_length);
+  char *buffers = NULL, *scratch = NULL;
+  const size_t scratch_bytes = (size_t)SCRATCH * hw.n_threads;
+  ps_status st = ps__pool_create(&b.exec.pool, hw.n_threads, "measure");
+  if (st == PS_OK) st = ps__pool_create(&b.one, 1, "measure");
+  if (st == PS_OK) st = ps__map((void **)&buffers, 4 * b.bytes, "measuring the machine");
+  if (st == PS_OK) st = ps__map((void **)&scratch, scratch_bytes, "measuring the machine");
+  if (st == PS_OK) {
+    b.a = buffers;
+    b.b = buffers + b.bytes;
+    b.c = buffers + 2 * b.bytes;
+    b.d = buffers + 3 * b.bytes;
+    b.exec.scratch = scratch;
+    b.exec.scratch_bytes = SCRATCH;
+    fill(b.a, b.bytes, 1);
+    fill(b.b, b.bytes, 2);
+    fill(b.d, BUFFER, 3);
+    st = measure(&b, &hw, at_length);
+  }
+  if (st == PS_OK) *out = hw;
+  if (scratch) ps__unmap(scratch, scratch_bytes);
+  if (buffers) ps__unmap(buffers, 4 * b.bytes);
+  ps__pool_destroy(b.one);
+  ps__pool_destroy(b.exec.pool);
+  return st;
+}
+
+ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds) {
+  return run(out, backend, device, n_threads, seconds, false);
+}
+
+ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds) {
+  return run(out, backend, device, n_threads, seconds, true);
+}

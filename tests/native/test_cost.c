@@ -1,0 +1,150 @@
+/* test_cost.c - rates by shape: the tables' entries exactly, between two entries from one to the other, outside them the nearest; each host op its own rate. */
+#include "check.h"
+#include "plan/hardware_impl.h"
+#include "plan/plan_impl.h"
+#include <math.h>
+
+enum { HEADS = 4, HEAD_DIM = 64, ROWS = 8192 };
+static const ps_attention_rate shapes[] = {{2048, 2048, 1, 0, 0, 0}, {8192, 8192, 1, 0, 0, 0},   {32768, 32768, 1, 0, 0, 0}, {16384, 16384, 2, 0, 0, 0},
+                                           {8192, 8192, 8, 0, 0, 0}, {8192, 16384, 1, 0, 0, 0}, {8192, 65536, 1, 0, 0, 0}};
+enum { N_SHAPES = sizeof shapes / sizeof *shapes };
+static uint64_t state = 7;
+
+static double random_rate(void) { return 1e12 * (1 + rnd_below(&state, 1000)); }
+
+/* Rates in no order, so that nothing is monotone by luck. */
+static ps_hardware random_machine(void) {
+  ps_hardware hw = {.struct_bytes = sizeof hw, .n_threads = 2, .n_cpus = 2, .optimizer_bytes_per_s = 1e9, .accumulate_bytes_per_s = 2e9, .sumsq_bytes_per_s = 3e9,
+                    .accumulate_sumsq_bytes_per_s = 5e9,
+                    .gather_bytes_per_s = 4e9, .elementwise_bytes_per_s = 1e30, .memory_bytes_per_s = 8e9};
+  const uint32_t rows[] = {4096, 256, 1024};
+  for (int i = 0; i < 3; i++) hw.gemm[i] = (ps_gemm_rate){rows[i], 0, random_rate(), random_rate(), random_rate()};
+  for (int i = 0; i < N_SHAPES; i++) {
+    hw.attention[i] = shapes[(i + 3) % N_SHAPES];
+    hw.attention[i].forward_flops_per_s = random_rate();
+    hw.attention[i].backward_flops_per_s = random_rate();
+  }
+  hw.gemm_flops_per_s[PS_F32] = 5e12;
+  hw.attention_flops_per_s[PS_F32] = 6e12;
+  hw.attention_bwd_flops_per_s[PS_F32] = 7e12;
+  return hw;
+}
+
+static double rate_of(const ps_hardware *hw, const ps_kernel *kernel, uint32_t stream, const void *args, ps_work work) {
+  const ps__cost_model m = {hw, PS_BF16, 2};
+  return (work.flops > 0 ? work.flops : work.bytes) / ps__cost_ns(&m, kernel, stream, args, work) * 1e9;
+}
+
+static double attention(const ps_hardware *hw, uint32_t rows, uint32_t kv_rows, double length, bool one_document, bool backward, uint32_t dt) {
+  const ps__args_attention a = {.n_tokens = rows, .row0 = kv_rows - rows, .n_heads = HEADS, .n_kv_heads = HEADS, .head_dim = HEAD_DIM, .dt = dt,
+                                .one_document = one_document};
+  const double pairs = rows * (a.row0 + length / 2);
+  return rate_of(hw, backward ? &ps__k_attention_bwd : &ps__k_attention_fwd, PS__S_COMPUTE, &a,
+                 (ps_work){.flops = pairs * HEADS * HEAD_DIM * (backward ? 10 : 4)});
+}
+
+static double gemm(const ps_hardware *hw, uint32_t rows, bool ta, bool tb, uint8_t dt) {
+  const ps__args_gemm g = {.m = ta ? 512 : rows, .n = 512, .k = ta ? rows : 512, .trans_a = ta, .trans_b = tb, .dt_a = dt, .dt_b = dt, .dt_c = dt};
+  return rate_of(hw, &ps__k_gemm, PS__S_COMPUTE, &g, (ps_work){.flops = 2.0 * g.m * g.n * g.k});
+}
+
+static bool same(double a, double b) { return fabs(a - b) <= 1e-12 * fabs(b); } /* a few roundings */
+static const ps_attention_rate *entry(const ps_hardware *hw, uint32_t rows, uint32_t kv_rows, uint32_t packed) {
+  const ps_attention_rate *r = hw->attention;
+  while (r->rows != rows || r->kv_rows != kv_rows || r->packed != packed) r++;
+  return r;
+}
+static double of(const ps_attention_rate *r, bool backward) { return backward ? r->backward_flops_per_s : r->forward_flops_per_s; }
+
+static void entries_are_met(const ps_hardware *hw) {
+  for (int i = 0; i < N_SHAPES; i++)
+    for (int backward = 0; backward < 2; backward++) {
+      const ps_attention_rate *r = &hw->attention[i];
+      CHECK(same(attention(hw, r->rows, r->kv_rows, (double)r->rows / r->packed, r->packed == 1, backward, PS_BF16), of(r, backward)));
+    }
+  for (int i = 0; i < 3; i++) {
+    const ps_gemm_rate *r = &hw->gemm[i];
+    CHECK(same(gemm(hw, r->rows, false, true, PS_BF16), r->forward_flops_per_s));
+    CHECK(same(gemm(hw, r->rows, false, false, PS_BF16), r->dgrad_flops_per_s));
+    CHECK(same(gemm(hw, r->rows, true, false, PS_BF16), r->wgrad_flops_per_s));
+  }
+}
+
+/* @rate over x0 .. x1 goes from y0 to y1 without turning. */
+static void goes(double (*rate)(const ps_hardware *, uint32_t, bool), const ps_hardware *hw, bool backward, uint32_t x0, uint32_t x1, double y0, double y1) {
+  double last = y0;
+  for (uint32_t i = 0; i <= 64; i++) {
+    const double y = rate(hw, x0 + (uint32_t)((double)(x1 - x0) * i / 64), backward);
+    CHECK((y - last) * (y1 - y0) >= -1e-12 * (y0 * y0 + y1 * y1)); /* a few roundings */
+    last = y;
+  }
+  CHECK(same(rate(hw, x0, backward), y0) && same(last, y1));
+}
+static double by_length(const ps_hardware *hw, uint32_t x, bool backward) { return attention(hw, x, x, x, true, backward, PS_BF16); }
+static double by_keys(const ps_hardware *hw, uint32_t x, bool backward) { return attention(hw, ROWS, x, ROWS, true, backward, PS_BF16); }
+static double by_packed_length(const ps_hardware *hw, uint32_t x, bool backward) { return attention(hw, 8 * x, 8 * x, x, false, backward, PS_BF16); }
+
+static void between_entries_rates_go_from_one_to_the_other(const ps_hardware *hw) {
+  for (int b = 0; b < 2; b++) {
+    const double whole = of(entry(hw, 8192, 8192, 1), b), slice = of(entry(hw, 8192, 16384, 1), b), far = of(entry(hw, 8192, 65536, 1), b);
+    goes(by_length, hw, b, 2048, 8192, of(entry(hw, 2048, 2048, 1), b), whole);
+    goes(by_length, hw, b, 8192, 32768, whole, of(entry(hw, 32768, 32768, 1), b));
+    goes(by_keys, hw, b, 8192, 16384, whole, slice);
+    goes(by_keys, hw, b, 16384, 65536, slice, far);
+    goes(by_packed_length, hw, b, 1024, 8192, of(entry(hw, 8192, 8192, 8), b), of(entry(hw, 16384, 16384, 2), b));
+  }
+}
+
+static void outside_entries_the_nearest_counts(const ps_hardware *hw) {
+  for (int b = 0; b < 2; b++) {
+    CHECK(same(by_length(hw, 16, b), of(entry(hw, 2048, 2048, 1), b)) && same(by_length(hw, 1 << 20, b), of(entry(hw, 32768, 32768, 1), b)));
+    CHECK(same(by_keys(hw, 1 << 20, b), of(entry(hw, 8192, 65536, 1), b)));
+    /* a shorter slice: that of a sequence of its rows, times the factor of as many keys a row */
+    const double factor = of(entry(hw, 8192, 16384, 1), b) / of(entry(hw, 8192, 8192, 1), b);
+    CHECK(same(attention(hw, 2048, 4096, 2048, true, b, PS_BF16), factor * of(entry(hw, 2048, 2048, 1), b)));
+  }
+  CHECK(same(gemm(hw, 1, false, true, PS_BF16), gemm(hw, 256, false, true, PS_BF16)));
+  CHECK(same(gemm(hw, 1 << 20, true, false, PS_BF16), gemm(hw, 4096, true, false, PS_BF16)));
+}
+
+static void fp32_has_one_rate(const ps_hardware *hw) {
+  CHECK(same(gemm(hw, 300, true, false, PS_F32), 5e12) && same(attention(hw, 100, 100, 100, true, false, PS_F32), 6e12));
+  CHECK(same(attention(hw, 100, 4000, 100, false, true, PS_F32), 7e12));
+}
+
+static void host_ops_have_their_own_rates(const ps_hardware *hw) {
+  const ps_work work = {.bytes = 1e6};
+  const ps_kernel adamw = {"adamw", PS_CLASS_OPTIMIZER, {NULL, NULL}};
+  CHECK(same(rate_of(hw, &adamw, PS__S_HOST, NULL, work), 1e9) && same(rate_of(hw, &ps__k_accumulate_host, PS__S_HOST, NULL, work), 2e9));
+  CHECK(same(rate_of(hw, &ps__k_embed_bwd_host, PS__S_HOST, NULL, work), 2e9) && same(rate_of(hw, &ps__k_sumsq_host, PS__S_HOST, NULL, work), 3e9));
+  CHECK(same(rate_of(hw, &ps__k_accumulate_sumsq_host, PS__S_HOST, NULL, work), 5e9));
+  CHECK(same(rate_of(hw, &ps__k_embed_fwd, PS__S_IO, NULL, work), 4e9));
+  ps__cost_model m = {hw, PS_BF16, 2};
+  ps_sim_cost cost;
+  ps__cost(&m, &(ps_op_view){.kernel = &ps__k_sumsq_host, .stream = PS__S_HOST, .work = work}, &cost);
+  CHECK(cost.demand[PS__RES_MEMORY] == 3.0 / 8);
+}
+
+static void single_rates_fill_what_is_absent(void) {
+  ps_hardware hw = {.struct_bytes = sizeof hw, .optimizer_bytes_per_s = 1e9, .memory_bytes_per_s = 8e9, .elementwise_bytes_per_s = 1e30};
+  hw.gemm_flops_per_s[PS_BF16] = 2e12;
+  hw.attention_flops_per_s[PS_BF16] = 3e12;
+  hw.attention_bwd_flops_per_s[PS_BF16] = 4e12;
+  ps__hardware_complete(&hw);
+  CHECK(same(gemm(&hw, 100, true, false, PS_BF16), 2e12) && same(by_keys(&hw, 30000, false), 3e12) && same(by_packed_length(&hw, 100, true), 4e12));
+  CHECK(hw.accumulate_bytes_per_s == 1e9 && hw.accumulate_sumsq_bytes_per_s == 1e9 && hw.sumsq_bytes_per_s == 1e9 && hw.gather_bytes_per_s == 2e9);
+}
+
+int main(void) {
+  for (int i = 0; i < 200; i++) {
+    const ps_hardware hw = random_machine();
+    entries_are_met(&hw);
+    between_entries_rates_go_from_one_to_the_other(&hw);
+    outside_entries_the_nearest_counts(&hw);
+    fp32_has_one_rate(&hw);
+    host_ops_have_their_own_rates(&hw);
+  }
+  single_rates_fill_what_is_absent();
+  printf("ok rates by shape: 200 machines\n");
+  return 0;
+}
