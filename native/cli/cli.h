@@ -84,7 +84,7 @@ int cli_folder_make(const char *path);
 int cli_folder_make_parent(const char *path); /* the folder that @path is to appear in */
 char *cli_path_join(const char *folder, const char *name); /* the caller frees it; NULL when memory ran out */
 
-/* ---- hardware (hardware.c) ---------------------------------------------------------------------------------------------- */
+/* ---- hardware (hardware.c, rates.c) ---------------------------------------------------------------------------------------------- */
 
 /* Which device, by the options --backend, --gpu, --threads, --peak-tflops. */
 enum { CLI_BACKEND_AUTO = 0, CLI_BACKEND_CPU = 1, CLI_BACKEND_CUDA = 2 };
@@ -96,10 +96,11 @@ typedef struct cli_device {
 } cli_device;
 
 /* cli_hardware_get() - rates from the user's cache, measured (and cached) on first use; says so on stderr unless @quiet. cli_hardware_measure() -
- * @seconds 0: as long as the device needs. */
+ * measured now, by ps_hardware_profile() where @at_length; @seconds 0: as long as the device needs. */
 int cli_hardware_get(ps_hardware *out, const cli_device *device, bool quiet);
-int cli_hardware_measure(ps_hardware *out, const cli_device *device, double seconds, char **cached_at);
-void cli_hardware_print(FILE *out, const ps_hardware *hw);
+int cli_hardware_measure(ps_hardware *out, const cli_device *device, bool at_length, double seconds, char **cached_at);
+void cli_hardware_print(FILE *out, const ps_hardware *hw); /* a few lines */
+void cli_hardware_table(FILE *out, const ps_hardware *hw); /* every case with its share of the ceiling */
 void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw);
 
 /* ---- a job: what train, plan and demo have in common (job.c) -------------------------------------------------------------- */

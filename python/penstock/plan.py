@@ -50,15 +50,26 @@ class Hardware:
 
     @classmethod
     def measure(cls, threads: int = 0, seconds: float = 0.0, backend: str = "auto", gpu: int = 0) -> "Hardware":
-        """Time a GEMM, attention, a norm, copies and an optimizer update: about `seconds` in all (0: 1, on a GPU 8, whose clock falls
+        """Time products, attention, a norm, copies and the host's ops: about `seconds` in all (0: 1, on a GPU 12, whose clock falls
         under load)."""
-        hw, which = struct("ps_hardware"), _backend(backend)
-        check(lib.ps_hardware_measure(hw, which, gpu, threads, seconds or (8.0 if which == lib.PS_BACKEND_CUDA else 1.0)))
+        hw = struct("ps_hardware")
+        check(lib.ps_hardware_measure(hw, _backend(backend), gpu, threads, seconds))
         return cls(hw)
 
     @classmethod
+    def profile(cls, threads: int = 0, seconds: float = 0.0, backend: str = "auto", gpu: int = 0) -> "Hardware":
+        """The same at length (0: 5 seconds, on a GPU 70), and the figures that only people look at: `penstock profile`."""
+        hw = struct("ps_hardware")
+        check(lib.ps_hardware_profile(hw, _backend(backend), gpu, threads, seconds))
+        return cls(hw)
+
+    def write(self, path) -> None:
+        """As a file that read() takes."""
+        check(lib.ps_hardware_write(self._ptr, encode_path(path)))
+
+    @classmethod
     def read(cls, path) -> "Hardware":
-        """A machine as a file that the command line or cached() wrote describes it, whatever this one is: to plan for it."""
+        """A machine as a file that the command line, write() or cached() wrote describes it, whatever this one is: to plan for it."""
         hw = struct("ps_hardware")
         check(lib.ps_hardware_describe(hw, encode_path(path)))
         return cls(hw)
@@ -79,7 +90,7 @@ class Hardware:
         if path:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                check(lib.ps_hardware_write(measured._ptr, encode_path(path)))
+                measured.write(path)
             except OSError:
                 pass
         return measured

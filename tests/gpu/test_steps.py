@@ -303,7 +303,7 @@ def test_the_driver_reports_no_more_than_was_planned(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(wide))
     shard = write_shard(tmp_path / "a.bin", np.random.default_rng(5).integers(0, 32000, 50000))
-    done = penstock("profile", "--backend", "cuda", "--seconds", 2)
+    done = penstock("profile", "--backend", "cuda", "--quick", "--seconds", 2)
     assert done.returncode == 0, done.stderr
     train = ["train", "--model", tmp_path / "model", "--init-weights", "--data", shard, "--seq-len", 1024, "--tokens-per-step", 8192, "--steps", 3,
              "--backend", "cuda", "--quiet", "--run-dir"]

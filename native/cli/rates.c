@@ -1,0 +1,188 @@
+/* rates.c - a machine's rates on a stream: in short, as the table of a profile, as JSON. */
+#include "cli.h"
+
+static void print_machine(FILE *out, const ps_hardware *hw) {
+  char memory[32], overhead[32];
+  if (hw->backend == PS_BACKEND_CUDA)
+    fprintf(out, "%s, compute capability %u.%u, %u SMs, %s of memory, of which context and libraries take %s; %s\n", hw->device_name,
+            hw->compute_capability / 10, hw->compute_capability % 10, hw->n_sms, cli_bytes(memory, hw->device_memory_bytes),
+            cli_bytes(overhead, hw->device_overhead_bytes), hw->cudnn_version ? "with cuDNN" : "no cuDNN was found");
+  fprintf(out, "%s, %u threads of %u CPUs, %s of memory (%s)\n", hw->name, hw->n_threads, hw->n_cpus,
+          cli_bytes(memory, hw->host_memory_bytes), hw->measured ? "rates measured" : "rates estimated");
+}
+
+void cli_hardware_print(FILE *out, const ps_hardware *hw) {
+  const bool gpu = hw->backend == PS_BACKEND_CUDA;
+  print_machine(out, hw);
+  fprintf(out, "  GEMM          %8.1f GFLOP/s fp32  %8.1f bf16\n", hw->gemm_flops_per_s[PS_F32] / 1e9, hw->gemm_flops_per_s[PS_BF16] / 1e9);
+  fprintf(out, "  attention     %8.1f GFLOP/s forward, %8.1f backward in bf16\n", hw->attention_flops_per_s[PS_BF16] / 1e9,
+          hw->attention_bwd_flops_per_s[PS_BF16] / 1e9);
+  fprintf(out, "  elementwise   %8.1f GB/s\n  copies        %8.1f GB/s to the device, %.1f to the host, %.1f each way at once\n",
+          hw->elementwise_bytes_per_s / 1e9, hw->h2d_bytes_per_s / 1e9, hw->d2h_bytes_per_s / 1e9, hw->duplex_bytes_per_s / 1e9);
+  fprintf(out, "  optimizer     %8.1f GB/s\n  memory        %8.1f GB/s of the host, shared by copies and host ops\n", hw->optimizer_bytes_per_s / 1e9,
+          hw->memory_bytes_per_s / 1e9);
+  fprintf(out, "  cost of an op %8.1f us\n", hw->op_ns / 1e3);
+  if (gpu && hw->peak_flops_per_s > 0)
+    fprintf(out, "  peak          %8.1f TFLOP/s dense bf16, for MFU\n", hw->peak_flops_per_s / 1e12);
+  else if (gpu)
+    fprintf(out, "  peak          unknown for this GPU: MFU is not reported (--peak-tflops gives it)\n");
+}
+
+/* ---- the table of a profile -------------------------------------------------------------------------------------------------- */
+
+/* A line: what, its rate and unit, and where the ceiling is known and not passed (then it is not this one's), the share of it. */
+static void line(FILE *out, const char *what, double rate, double unit, const char *unit_name, double ceiling) {
+  if (!(rate > 0))
+    return;
+  fprintf(out, "  %-44s %9.1f %-8s", what, rate / unit, unit_name);
+  if (ceiling > 0 && rate <= ceiling)
+    fprintf(out, " %5.1f%%", 100 * rate / ceiling);
+  fputc('\n', out);
+}
+
+static void products_lines(FILE *out, const ps_hardware *hw, double peak) {
+  char what[64];
+  for (uint32_t i = 0; i < PS_MAX_GEMM_RATES && hw->gemm[i].rows; i++) {
+    const ps_gemm_rate *r = &hw->gemm[i];
+    snprintf(what, sizeof what, "products, %u rows, forward", r->rows);
+    line(out, what, r->forward_flops_per_s, 1e9, "GFLOP/s", peak);
+    line(out, "    gradient of inputs", r->dgrad_flops_per_s, 1e9, "GFLOP/s", peak);
+    line(out, "    gradient of weights", r->wgrad_flops_per_s, 1e9, "GFLOP/s", peak);
+  }
+  line(out, "products in fp32", hw->gemm_flops_per_s[PS_F32], 1e9, "GFLOP/s", 0);
+}
+
+static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
+  char what[64];
+  for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
+    const ps_attention_rate *r = &hw->attention[i];
+    if (r->kv_rows > r->rows)
+      snprintf(what, sizeof what, "attention, %u rows behind %u, forward", r->rows, r->kv_rows - r->rows);
+    else if (r->packed > 1)
+      snprintf(what, sizeof what, "attention, %u sequences of %u, forward", r->packed, r->rows / r->packed);
+    else
+      snprintf(what, sizeof what, "attention, a sequence of %u, forward", r->rows);
+    line(out, what, r->forward_flops_per_s, 1e9, "GFLOP/s", peak);
+    line(out, "    backward", r->backward_flops_per_s, 1e9, "GFLOP/s", peak);
+  }
+}
+
+void cli_hardware_table(FILE *out, const ps_hardware *hw) {
+  const bool gpu = hw->backend == PS_BACKEND_CUDA;
+  const double peak = gpu ? hw->peak_flops_per_s : 0, link = hw->link_peak_bytes_per_s, gb = 1e9;
+  print_machine(out, hw);
+  fprintf(out, "  %-44s %9s %-8s %6s\n", "case (bf16, one unit alone unless said)", "rate", "", "of peak");
+  products_lines(out, hw, peak);
+  attention_lines(out, hw, peak);
+  line(out, "norm, read and written", hw->elementwise_bytes_per_s, gb, "GB/s", hw->device_peak_bytes_per_s);
+  line(out, "copy to the device", hw->h2d_bytes_per_s, gb, "GB/s", link);
+  line(out, "copy to the host", hw->d2h_bytes_per_s, gb, "GB/s", link);
+  line(out, "copies both ways at once, each", hw->duplex_bytes_per_s, gb, "GB/s", link);
+  line(out, "    to the device, beside products", hw->loaded_h2d_bytes_per_s, gb, "GB/s", link);
+  line(out, "    to the host, beside products", hw->loaded_d2h_bytes_per_s, gb, "GB/s", link);
+  line(out, "    the products beside them", hw->loaded_gemm_flops_per_s, 1e9, "GFLOP/s", peak);
+  line(out, "copy to the device, not pinned", hw->pageable_h2d_bytes_per_s, gb, "GB/s", link);
+  line(out, "copy to the host, not pinned", hw->pageable_d2h_bytes_per_s, gb, "GB/s", link);
+  line(out, gpu ? "host memory, copies beside the optimizer" : "host memory, copied by all threads", hw->memory_bytes_per_s, gb, "GB/s", 0);
+  for (uint32_t i = 0; i < PS_MAX_THREAD_RATES && hw->optimizer_by_threads[i].threads; i++) {
+    char what[64];
+    snprintf(what, sizeof what, "AdamW on %u thread%s", hw->optimizer_by_threads[i].threads, hw->optimizer_by_threads[i].threads > 1 ? "s" : "");
+    line(out, what, hw->optimizer_by_threads[i].bytes_per_s, gb, "GB/s", 0);
+  }
+  if (!hw->optimizer_by_threads[0].threads)
+    line(out, "AdamW", hw->optimizer_bytes_per_s, gb, "GB/s", 0);
+  line(out, "sum of gradients", hw->accumulate_bytes_per_s, gb, "GB/s", 0);
+  line(out, "    with that of squares", hw->accumulate_sumsq_bytes_per_s, gb, "GB/s", 0);
+  line(out, "sum of squares", hw->sumsq_bytes_per_s, gb, "GB/s", 0);
+  line(out, "rows of the embedding, one thread", hw->gather_bytes_per_s, gb, "GB/s", 0);
+  line(out, "first touch of host memory", hw->first_touch_bytes_per_s, gb, "GB/s", 0);
+  line(out, "pinning", hw->pin_bytes_per_s, 1 << 30, "GiB/s", 0);
+  line(out, "an op's fixed cost", hw->op_ns, 1e3, "us", 0);
+  if (gpu && !(peak > 0))
+    fprintf(out, "  the peak of this GPU is unknown: no share of it, and no MFU (--peak-tflops of train gives it)\n");
+}
+
+/* ---- as JSON --------------------------------------------------------------------------------------------------------------------- */
+
+static void tables_json(cli_json *j, const ps_hardware *hw) {
+  cli_json_open(j, "gemm_bf16", '[');
+  for (uint32_t i = 0; i < PS_MAX_GEMM_RATES && hw->gemm[i].rows; i++) {
+    cli_json_open(j, NULL, '{');
+    cli_json_count(j, "rows", hw->gemm[i].rows);
+    cli_json_number(j, "forward_flops_per_s", hw->gemm[i].forward_flops_per_s);
+    cli_json_number(j, "dgrad_flops_per_s", hw->gemm[i].dgrad_flops_per_s);
+    cli_json_number(j, "wgrad_flops_per_s", hw->gemm[i].wgrad_flops_per_s);
+    cli_json_close(j, '}');
+  }
+  cli_json_close(j, ']');
+  cli_json_open(j, "attention_bf16", '[');
+  for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
+    cli_json_open(j, NULL, '{');
+    cli_json_count(j, "rows", hw->attention[i].rows);
+    cli_json_count(j, "kv_rows", hw->attention[i].kv_rows);
+    cli_json_count(j, "packed", hw->attention[i].packed);
+    cli_json_number(j, "forward_flops_per_s", hw->attention[i].forward_flops_per_s);
+    cli_json_number(j, "backward_flops_per_s", hw->attention[i].backward_flops_per_s);
+    cli_json_close(j, '}');
+  }
+  cli_json_close(j, ']');
+}
+
+static void for_people_json(cli_json *j, const ps_hardware *hw) {
+  cli_json_open(j, "optimizer_by_threads", '[');
+  for (uint32_t i = 0; i < PS_MAX_THREAD_RATES && hw->optimizer_by_threads[i].threads; i++) {
+    cli_json_open(j, NULL, '{');
+    cli_json_count(j, "threads", hw->optimizer_by_threads[i].threads);
+    cli_json_number(j, "bytes_per_s", hw->optimizer_by_threads[i].bytes_per_s);
+    cli_json_close(j, '}');
+  }
+  cli_json_close(j, ']');
+  cli_json_number(j, "first_touch_bytes_per_s", hw->first_touch_bytes_per_s);
+  cli_json_number(j, "pin_bytes_per_s", hw->pin_bytes_per_s);
+  cli_json_number(j, "pageable_h2d_bytes_per_s", hw->pageable_h2d_bytes_per_s);
+  cli_json_number(j, "pageable_d2h_bytes_per_s", hw->pageable_d2h_bytes_per_s);
+  cli_json_number(j, "loaded_h2d_bytes_per_s", hw->loaded_h2d_bytes_per_s);
+  cli_json_number(j, "loaded_d2h_bytes_per_s", hw->loaded_d2h_bytes_per_s);
+  cli_json_number(j, "loaded_gemm_flops_per_s", hw->loaded_gemm_flops_per_s);
+}
+
+void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
+  cli_json_open(j, key, '{');
+  cli_json_text(j, "backend", hw->backend == PS_BACKEND_CUDA ? "cuda" : "cpu");
+  cli_json_text(j, "name", hw->name);
+  cli_json_text(j, "device_name", hw->device_name);
+  cli_json_count(j, "n_threads", hw->n_threads);
+  cli_json_count(j, "n_cpus", hw->n_cpus);
+  cli_json_bool(j, "measured", hw->measured != 0);
+  cli_json_count(j, "host_memory_bytes", hw->host_memory_bytes);
+  cli_json_count(j, "device_memory_bytes", hw->device_memory_bytes);
+  cli_json_count(j, "device_overhead_bytes", hw->device_overhead_bytes);
+  cli_json_count(j, "compute_capability", hw->compute_capability);
+  cli_json_count(j, "n_sms", hw->n_sms);
+  cli_json_count(j, "cudnn_version", hw->cudnn_version);
+  cli_json_count(j, "driver_version", hw->driver_version);
+  cli_json_count(j, "cublaslt_version", hw->cublaslt_version);
+  cli_json_number(j, "gemm_fp32_flops_per_s", hw->gemm_flops_per_s[PS_F32]);
+  cli_json_number(j, "gemm_bf16_flops_per_s", hw->gemm_flops_per_s[PS_BF16]);
+  cli_json_number(j, "attention_fp32_flops_per_s", hw->attention_flops_per_s[PS_F32]);
+  cli_json_number(j, "attention_bf16_flops_per_s", hw->attention_flops_per_s[PS_BF16]);
+  cli_json_number(j, "attention_bwd_fp32_flops_per_s", hw->attention_bwd_flops_per_s[PS_F32]);
+  cli_json_number(j, "attention_bwd_bf16_flops_per_s", hw->attention_bwd_flops_per_s[PS_BF16]);
+  tables_json(j, hw);
+  cli_json_number(j, "elementwise_bytes_per_s", hw->elementwise_bytes_per_s);
+  cli_json_number(j, "h2d_bytes_per_s", hw->h2d_bytes_per_s);
+  cli_json_number(j, "d2h_bytes_per_s", hw->d2h_bytes_per_s);
+  cli_json_number(j, "duplex_bytes_per_s", hw->duplex_bytes_per_s);
+  cli_json_number(j, "optimizer_bytes_per_s", hw->optimizer_bytes_per_s);
+  cli_json_number(j, "accumulate_bytes_per_s", hw->accumulate_bytes_per_s);
+  cli_json_number(j, "accumulate_sumsq_bytes_per_s", hw->accumulate_sumsq_bytes_per_s);
+  cli_json_number(j, "sumsq_bytes_per_s", hw->sumsq_bytes_per_s);
+  cli_json_number(j, "gather_bytes_per_s", hw->gather_bytes_per_s);
+  cli_json_number(j, "memory_bytes_per_s", hw->memory_bytes_per_s);
+  cli_json_number(j, "op_ns", hw->op_ns);
+  cli_json_number(j, "peak_flops_per_s", hw->peak_flops_per_s);
+  cli_json_number(j, "device_peak_bytes_per_s", hw->device_peak_bytes_per_s);
+  cli_json_number(j, "link_peak_bytes_per_s", hw->link_peak_bytes_per_s);
+  for_people_json(j, hw);
+  cli_json_close(j, '}');
+}

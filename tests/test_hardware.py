@@ -1,0 +1,149 @@
+"""Rates of a machine: measured in full, kept as JSON, read back, refused when they are not this machine's, and what plans make of them."""
+import json
+import os
+import subprocess
+
+import pytest
+from conftest import BUILD, ROOT
+from test_plan import config, rates
+
+from penstock import FormatError, Hardware, ModelConfig, Plan
+from penstock._lib import StateError, check, encode_path, lib, struct
+
+BINARY = BUILD / "bin/penstock"
+PEOPLES = {"first_touch_bytes_per_s", "optimizer_by_threads"}
+GPUS = {"pin_bytes_per_s", "pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s", "loaded_h2d_bytes_per_s", "loaded_d2h_bytes_per_s",
+        "loaded_gemm_flops_per_s", "device_peak_bytes_per_s", "link_peak_bytes_per_s"}
+
+
+@pytest.fixture(scope="module")
+def profiled():
+    return Hardware.profile(2, 0.3, "cpu")
+
+
+def read(path):
+    hw = struct("ps_hardware")
+    check(lib.ps_hardware_read(hw, encode_path(path), lib.PS_BACKEND_CPU, 0, 2))
+    return Hardware(hw)
+
+
+def changed(profiled, path, **change):
+    """The profile's file with other members; None: without."""
+    profiled.write(path)
+    members = {k: v for k, v in (json.loads(path.read_text()) | change).items() if v is not None}
+    path.write_text(json.dumps(members))
+    return path
+
+
+def entries(table):
+    return [e for e in table if next(iter(e.values()))]
+
+
+def test_a_profile_on_the_cpu_backend_fills_everything(profiled):
+    d = profiled.as_dict()
+    for name, value in d.items():
+        if name.endswith("_per_s") and name not in GPUS:
+            assert min(value if isinstance(value, list) else [value]) > 0, name
+    assert [e["rows"] for e in entries(d["gemm"])] == [32, 128, 512, 1024]
+    kinds = [("slice" if e["kv_rows"] > e["rows"] else "packed" if e["packed"] > 1 else "whole") for e in entries(d["attention"])]
+    assert [kinds.count(k) for k in ("whole", "packed", "slice")] == [3, 3, 3]
+    for e in entries(d["gemm"]) + entries(d["attention"]):
+        assert all(v > 1e6 for k, v in e.items() if k.endswith("flops_per_s"))
+    assert [e["threads"] for e in entries(d["optimizer_by_threads"])] == [1, 2]
+
+
+def test_measuring_in_short_leaves_out_what_only_people_look_at():
+    d = Hardware.measure(2, 0.1, "cpu").as_dict()
+    assert d["first_touch_bytes_per_s"] == 0 and not entries(d["optimizer_by_threads"])
+    assert all(d[name] > 0 for name in ("sumsq_bytes_per_s", "accumulate_bytes_per_s", "gather_bytes_per_s")) and len(entries(d["attention"])) == 9
+
+
+def test_a_file_gives_back_what_was_written(profiled, tmp_path):
+    profiled.write(tmp_path / "a.json")
+    assert Hardware.read(tmp_path / "a.json").as_dict() == read(tmp_path / "a.json").as_dict() == profiled.as_dict()
+
+
+@pytest.mark.parametrize("change", [{"layout": None}, {"layout": 1}, {"cudnn_version": 91900}, {"driver_version": 13000}, {"cublaslt_version": 1}, {"n_threads": 3}])
+def test_rates_of_another_layout_machine_or_library_are_measured_anew(profiled, tmp_path, change):
+    with pytest.raises(StateError, match="run penstock profile"):
+        read(changed(profiled, tmp_path / "a.json", **change))
+
+
+def test_an_old_file_in_the_cache_is_replaced(profiled, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = Hardware.cache_path(2, "cpu")
+    path.parent.mkdir()
+    old = {"gemm_bf16": None, "attention_bf16": None, "layout": None, "sumsq_bytes_per_s": None, "gemm_bf16_flops_per_s": 12345.0}
+    command = [BINARY, "plan", "--backend", "cpu", "--threads", "2", "--model", tiny_model, "--seq-len", "64"]
+    for again in (True, False):
+        if again:
+            changed(profiled, path, **old)
+        done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
+        assert ("measuring this machine" in done.stderr) == again
+    assert json.loads(path.read_text())["gemm_bf16_flops_per_s"] != 12345.0
+    changed(profiled, path, **old)
+    assert Hardware.cached(2, "cpu").gemm_flops_per_s[1] != 12345.0
+
+
+def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
+    gone = {name: None for name in json.loads(changed(profiled, tmp_path / "a.json").read_text())
+            if name in PEOPLES | GPUS | {"layout", "measured", "gemm_bf16", "attention_bf16", "accumulate_bytes_per_s", "accumulate_sumsq_bytes_per_s",
+                                         "sumsq_bytes_per_s", "gather_bytes_per_s", "driver_version", "cublaslt_version"}}
+    d = Hardware.read(changed(profiled, tmp_path / "a.json", **gone, attention_bf16_flops_per_s=5e12, attention_bwd_bf16_flops_per_s=4e12,
+                              gemm_bf16_flops_per_s=9e12, optimizer_bytes_per_s=3e9, memory_bytes_per_s=2e10)).as_dict()
+    (attention,), (gemm,) = entries(d["attention"]), entries(d["gemm"])
+    assert (attention["forward_flops_per_s"], attention["backward_flops_per_s"], attention["packed"]) == (5e12, 4e12, 1)
+    assert {gemm[k] for k in gemm if k.endswith("per_s")} == {9e12}
+    assert d["measured"] and d["accumulate_bytes_per_s"] == d["sumsq_bytes_per_s"] == 3e9 and d["gather_bytes_per_s"] == 5e9
+
+
+WHOLE = {"rows": 64, "kv_rows": 64, "packed": 1, "forward_flops_per_s": 1e12, "backward_flops_per_s": 1e12}
+
+
+@pytest.mark.parametrize("change,says", [
+    ({"attention_bf16": [WHOLE, WHOLE | {"packed": 0}]}, r"attention_bf16\[1\]\.packed is missing or no positive"),
+    ({"attention_bf16": [WHOLE | {"backward_flops_per_s": 0}]}, r"attention_bf16\[0\]\.backward_flops_per_s is missing or not positive"),
+    ({"attention_bf16": [WHOLE | {"kv_rows": 32}]}, r"32 kv_rows for 64 rows, packed 1: none of whole, packed and slice"),
+    ({"attention_bf16": [WHOLE, WHOLE | {"packed": 2, "kv_rows": 128}]}, r"attention_bf16\[1\]: 128 kv_rows for 64 rows, packed 2"),
+    ({"attention_bf16": [WHOLE | {"packed": 2}]}, r"needs an entry of a whole sequence"),
+    ({"attention_bf16": [WHOLE] * 13}, r"a list of at most 12 entries"),
+    ({"gemm_bf16": {"rows": 1}}, r"gemm_bf16 must be a list"),
+    ({"gemm_bf16": [{"rows": 1}]}, r"gemm_bf16\[0\]\.forward_flops_per_s is missing"),
+    ({"sumsq_bytes_per_s": -1}, r"sumsq_bytes_per_s is missing or not positive"),
+    ({"h2d_bytes_per_s": None}, r"h2d_bytes_per_s is missing or not positive"),
+])
+def test_a_wrong_description_is_refused_by_the_fields_name(profiled, tmp_path, change, says):
+    with pytest.raises(FormatError, match=says):
+        Hardware.read(changed(profiled, tmp_path / "a.json", **change))
+
+
+@pytest.mark.parametrize("name", ["rtx4090", "rtx5090"])
+def test_the_described_machines_are_planned_for_as_estimates(name):
+    hardware = Hardware.read(ROOT / f"docs/hardware-{name}.json")
+    assert hardware.peak_flops_per_s == lib.ps_hardware_peak(hardware.device_name.encode()) > 0
+    plan = Plan(ModelConfig.read(ROOT / "models/1b.json"), hardware=hardware, seq_len=4096, tokens_per_step=32768)
+    assert "(estimated rates)" in str(plan) and plan.report["step_s"] > 0
+
+
+def test_where_packed_attention_is_slow_chunks_hold_one_sequence(tmp_path):
+    """An op costs so much that fewer, larger chunks win, unless attention of packed sequences takes a hundred times as long."""
+    model = config(tmp_path)
+    for packed, chunk in ((1e11, 4096), (1e9, 1024)):
+        hardware = rates(op_ns=2e5)
+        hardware._ptr.attention[0] = {"rows": 1024, "kv_rows": 1024, "packed": 1, "forward_flops_per_s": 1e11, "backward_flops_per_s": 1e11}
+        hardware._ptr.attention[1] = {"rows": 4096, "kv_rows": 4096, "packed": 4, "forward_flops_per_s": packed, "backward_flops_per_s": packed}
+        plan = Plan(model, hardware=hardware, seq_len=1024, tokens_per_step=4096, one_document=True)
+        assert plan.report["chunk_tokens"] == chunk
+
+
+def test_the_profile_is_printed_as_a_table_or_json(tmp_path):
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [BINARY, "profile", "--backend", "cpu", "--threads", "2", "--seconds", "0.2"]
+    table = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    for what in ("products, 1024 rows, forward", "gradient of weights", "attention, 8 sequences of 128, forward", "attention, 512 rows behind 3584, forward",
+                 "AdamW on 2 threads", "sum of squares", "rows of the embedding, one thread", "first touch of host memory"):
+        assert what in table
+    d = json.loads(subprocess.run([*command, "--json"], env=env, capture_output=True, text=True, check=True).stdout)
+    assert len(d["gemm_bf16"]) == 4 and len(d["attention_bf16"]) == 9 and d["optimizer_by_threads"][-1]["threads"] == 2 and d["first_touch_bytes_per_s"] > 0
+    quick = json.loads(subprocess.run([*command, "--json", "--quick"], env=env, capture_output=True, text=True, check=True).stdout)
+    assert quick["optimizer_by_threads"] == [] and quick["sumsq_bytes_per_s"] > 0
