@@ -82,7 +82,7 @@ int cli_hardware_get(ps_hardware *out, const cli_device *d, bool quiet) {
   int code = CLI_OK;
   if (!known) {
     if (!quiet)
-      fprintf(stderr, "penstock: measuring this machine, once, for %s; penstock profile does it at length\n", backend == PS_BACKEND_CUDA ? "some 15 s" : "a second or two");
+      fprintf(stderr, "penstock: measuring this machine, once, for %s; penstock profile does it at length\n", backend == PS_BACKEND_CUDA ? "some 20 s" : "a second or two");
     code = measure_quietly(out, d, quiet);
   }
   if (d->peak_tflops > 0)

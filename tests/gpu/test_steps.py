@@ -295,16 +295,35 @@ def penstock(*words):
     return subprocess.run([str(w) for w in (BUILD / "bin/penstock", *words)], capture_output=True, text=True)
 
 
+@pytest.fixture(scope="module")
+def profile():
+    done = penstock("profile", "--backend", "cuda", "--quick", "--seconds", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.gpu
-def test_the_driver_reports_no_more_than_was_planned(tmp_path):
+def test_measured_rates_are_below_their_ceilings(profile):
+    """Every case has a rate, and where a ceiling is known none passes it."""
+    peak = profile["peak_flops_per_s"] or math.inf
+    assert len(profile["gemm_bf16"]) == 4 and len(profile["attention_bf16"]) == 9
+    for case in profile["gemm_bf16"] + profile["attention_bf16"]:
+        assert all(1e10 < rate < peak for name, rate in case.items() if name.endswith("flops_per_s")), case
+    assert 1e10 < profile["elementwise_bytes_per_s"] < (profile["device_peak_bytes_per_s"] or math.inf)
+    for name in ("h2d", "d2h", "duplex"):
+        assert 1e8 < profile[f"{name}_bytes_per_s"] < (profile["link_peak_bytes_per_s"] or math.inf)
+    for name in ("optimizer", "accumulate", "accumulate_sumsq", "sumsq", "gather", "memory"):
+        assert profile[f"{name}_bytes_per_s"] > 1e8
+
+
+@pytest.mark.gpu
+def test_the_driver_reports_no_more_than_was_planned(profile, tmp_path):
     """In processes of their own, each after `profile`, as a user's would be: under the least device memory, some more, and no cap."""
     wide = config("llama", 128) | {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4,
                                    "num_hidden_layers": 8, "vocab_size": 32000, "max_position_embeddings": 1024}
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(wide))
     shard = write_shard(tmp_path / "a.bin", np.random.default_rng(5).integers(0, 32000, 50000))
-    done = penstock("profile", "--backend", "cuda", "--quick", "--seconds", 2)
-    assert done.returncode == 0, done.stderr
     train = ["train", "--model", tmp_path / "model", "--init-weights", "--data", shard, "--seq-len", 1024, "--tokens-per-step", 8192, "--steps", 3,
              "--backend", "cuda", "--quiet", "--run-dir"]
     done = penstock(*train, tmp_path / "none", "--device-mem", "1MiB")

@@ -13,18 +13,19 @@ enum { TOKENS = 8192, DIM = 4096, HEADS = 32, KV_HEADS = 8, HEAD_DIM = 128 };
 /* Products of a block as [out, in] weights: q with k and v, attention's output, gate (up is alike), down. */
 static const struct { uint32_t out, in; } products[] = {{6144, DIM}, {DIM, DIM}, {14336, DIM}, {DIM, 14336}};
 static const uint32_t gemm_rows[] = {256, 1024, 4096, 16384};
-static const ps_attention_rate attention_shapes[] = {{2048, 2048, 1, 0, 0, 0},   {8192, 8192, 1, 0, 0, 0},  {32768, 32768, 1, 0, 0, 0},
+static const ps_attention_rate attention_shapes[] = {{8192, 8192, 1, 0, 0, 0},   {2048, 2048, 1, 0, 0, 0},  {32768, 32768, 1, 0, 0, 0},
                                                      {16384, 16384, 2, 0, 0, 0}, {8192, 8192, 8, 0, 0, 0},  {8192, 8192, 16, 0, 0, 0},
                                                      {8192, 16384, 1, 0, 0, 0},  {8192, 32768, 1, 0, 0, 0}, {8192, 65536, 1, 0, 0, 0}};
 enum { N_PRODUCTS = sizeof products / sizeof *products, N_GEMM = sizeof gemm_rows / sizeof *gemm_rows,
-       N_ATTENTION = sizeof attention_shapes / sizeof *attention_shapes, ATTENTION_USUAL = 1, GEMM_USUAL = 2 };
+       N_ATTENTION = sizeof attention_shapes / sizeof *attention_shapes, ATTENTION_USUAL = 0, GEMM_USUAL = 2 };
 enum { FORWARD, DGRAD, WGRAD, MAX_PARTS };
+static const double PRODUCTS_SHARE = 1.5, ATTENTION_SHARE = 0.6; /* of the other's time: about a block's at a sequence of 8192 */
 
-/* Device memory: VALUES of bf16, what is read and what is written where nothing reads it as an operand; SUMS of fp32 results and ids. */
+/* Device memory: VALUES of bf16, of which what lies before OUT is only read; SUMS of fp32 results and ids. Places in MiB. */
 static const uint64_t MIB = 1u << 20, VALUES = 1536ull << 20, SUMS = 544ull << 20, PINNED = 256ull << 20, MARGIN = 64ull << 20;
-enum { X = 0, W = 448, Y = 560, OUT = 1008 };                 /* MiB into VALUES: operands of up to 16384 rows, and the result */
-enum { Q = 0, KV = 256, O = 512, D_O = 768, DQ = 1024 };      /* of up to 32768 rows, of 65536 keys */
-enum { DKV = 0, LSE = 512, DOC_START = 528 };                 /* MiB into SUMS */
+enum { X = 0, W = 448, Y = 560, OUT = 1008 };                 /* operands of up to 16384 rows, and the result */
+enum { Q = 0, KV = 256, D_O = 560, O = 1008, DQ = 1264 };     /* of up to 32768 rows and 65536 keys */
+enum { DKV = 0, LSE = 512, DOC_START = 528 };                 /* in SUMS */
 
 typedef struct bench {
   const ps__cuda_driver *cu;
@@ -77,16 +78,25 @@ static ps_status time_case(bench *b, case_fn fn, double seconds, double *out) {
   return PS_OK;
 }
 
-/* Part @part of a case, on exec.stream. */
-typedef ps_status (*part_fn)(bench *b, const void *arg, uint32_t part);
+/* A case of one part or more, timed by events on exec.stream. After each turn of the parts runs, untimed, @between for about @share of a turn's time: a GPU that is
+ * bound by its power sets its clock by what ran in the last tenths of a second, and in a step products and attention take turns. */
+typedef struct timed {
+  ps_status (*part)(bench *b, const void *arg, uint32_t part);
+  const void *arg;
+  uint32_t n_parts;
+  case_fn between; /* NULL: nothing */
+  double share;
+} timed;
 
-/* A turn: each part, repeated until it is long beside an event. */
-static ps_status submit_turn(bench *b, part_fn fn, const void *arg, uint32_t n_parts, const uint32_t *repeats, const CUevent *event) {
+typedef struct counts { uint32_t part[MAX_PARTS], between; } counts;
+
+static ps_status submit_turn(bench *b, const timed *t, const counts *n, const CUevent *event) {
   PS__CUDA_TRY(b->cu, EventRecord(event[0], b->exec.stream));
-  for (uint32_t p = 0; p < n_parts; p++) {
-    for (uint32_t i = 0; i < repeats[p]; i++) PS_TRY(fn(b, arg, p));
+  for (uint32_t p = 0; p < t->n_parts; p++) {
+    for (uint32_t i = 0; i < n->part[p]; i++) PS_TRY(t->part(b, t->arg, p));
     PS__CUDA_TRY(b->cu, EventRecord(event[p + 1], b->exec.stream));
   }
+  for (uint32_t i = 0; i < n->between; i++) PS_TRY(t->between(b));
   return PS_OK;
 }
 
@@ -97,36 +107,45 @@ static ps_status add_elapsed(const bench *b, CUevent from, CUevent to, double *s
   return PS_OK;
 }
 
-static ps_status choose_repeats(bench *b, part_fn fn, const void *arg, uint32_t n_parts, uint32_t *repeats) {
-  static const double least = 2e-3;
-  for (uint32_t p = 0; p < n_parts; p++) {
-    PS_TRY(fn(b, arg, p)); /* loads what it needs */
-    PS_TRY(settle(b));
-    const uint64_t t0 = ps__now_ns();
-    PS_TRY(fn(b, arg, p));
-    PS_TRY(settle(b));
-    const double s = seconds_since(t0);
-    repeats[p] = s < least ? (uint32_t)(least / (s > 1e-5 ? s : 1e-5)) + 1 : 1;
+/* How often a turn repeats each part, so that it is long beside an event, and what runs between. The first call of each loads what it needs. */
+static ps_status choose_counts(bench *b, const timed *t, counts *n) {
+  static const double least = 5e-3, shortest = 1e-5;
+  double turn = 0, s = 0;
+  *n = (counts){0};
+  for (uint32_t p = 0; p < t->n_parts + (t->between != NULL); p++) {
+    for (int i = 0; i < 2; i++) {
+      const uint64_t t0 = ps__now_ns();
+      PS_TRY(p < t->n_parts ? t->part(b, t->arg, p) : t->between(b));
+      PS_TRY(settle(b));
+      s = seconds_since(t0) > shortest ? seconds_since(t0) : shortest;
+    }
+    if (p == t->n_parts) {
+      n->between = (uint32_t)(t->share * turn / s + 0.5) + (t->share * turn < s / 2);
+    } else {
+      n->part[p] = s < least ? (uint32_t)(least / s) + 1 : 1;
+      turn += n->part[p] * s;
+    }
   }
   return PS_OK;
 }
 
 /* Seconds of each part, over the second half of the time. While a turn runs the next is queued: the GPU never rests. */
-static ps_status time_parts(bench *b, part_fn fn, const void *arg, uint32_t n_parts, double seconds, double out[MAX_PARTS]) {
-  uint32_t repeats[MAX_PARTS], counted = 0;
+static ps_status time_parts(bench *b, const timed *t, double seconds, double out[MAX_PARTS]) {
   double total[MAX_PARTS] = {0};
-  PS_TRY(choose_repeats(b, fn, arg, n_parts, repeats));
+  uint32_t counted = 0;
+  counts c;
+  PS_TRY(choose_counts(b, t, &c));
   const uint64_t begin = ps__now_ns();
-  PS_TRY(submit_turn(b, fn, arg, n_parts, repeats, b->event[0]));
+  PS_TRY(submit_turn(b, t, &c, b->event[0]));
   for (uint64_t n = 1; counted < 2 || seconds_since(begin) < seconds; n++) {
     const CUevent *last = b->event[(n - 1) & 1];
-    PS_TRY(submit_turn(b, fn, arg, n_parts, repeats, b->event[n & 1]));
-    PS__CUDA_TRY(b->cu, EventSynchronize(last[n_parts]));
+    PS_TRY(submit_turn(b, t, &c, b->event[n & 1]));
+    PS__CUDA_TRY(b->cu, EventSynchronize(last[t->n_parts]));
     if (seconds_since(begin) < seconds / 2) continue;
-    for (uint32_t p = 0; p < n_parts; p++) PS_TRY(add_elapsed(b, last[p], last[p + 1], &total[p]));
+    for (uint32_t p = 0; p < t->n_parts; p++) PS_TRY(add_elapsed(b, last[p], last[p + 1], &total[p]));
     counted++;
   }
-  for (uint32_t p = 0; p < n_parts; p++) out[p] = total[p] / counted / repeats[p];
+  for (uint32_t p = 0; p < t->n_parts; p++) out[p] = total[p] / counted / c.part[p];
   return settle(b);
 }
 
@@ -180,19 +199,8 @@ static ps_status run_fp32(bench *b, const void *arg, uint32_t part) {
   return launch(b, &ps__k_gemm, &g, ptr, 3);
 }
 
-static ps_status measure_products(bench *b, double seconds) {
-  ps_hardware *hw = b->hw;
-  double s[MAX_PARTS];
-  PS_TRY(tune_products(b));
-  PS_TRY(time_parts(b, run_products, &gemm_rows[GEMM_USUAL], MAX_PARTS, 2 * seconds, s)); /* not counted: the clock falls */
-  for (int i = 0; i < N_GEMM; i++) {
-    const double flops = product_flops(gemm_rows[i]);
-    PS_TRY(time_parts(b, run_products, &gemm_rows[i], MAX_PARTS, seconds, s));
-    hw->gemm[i] = (ps_gemm_rate){gemm_rows[i], 0, flops / s[FORWARD], flops / s[DGRAD], flops / s[WGRAD]};
-  }
-  hw->gemm_flops_per_s[PS_BF16] = hw->gemm[N_GEMM - 1].forward_flops_per_s;
-  PS_TRY(time_parts(b, run_fp32, NULL, 1, seconds / 2, s));
-  hw->gemm_flops_per_s[PS_F32] = 2.0 * TOKENS * DIM * DIM / s[0];
+static ps_status usual_products(bench *b) {
+  for (uint32_t part = FORWARD; part < MAX_PARTS; part++) PS_TRY(run_products(b, &gemm_rows[GEMM_USUAL], part));
   return PS_OK;
 }
 
@@ -210,39 +218,78 @@ static ps_status run_attention(bench *b, const void *args, uint32_t part) {
   return part == 0 ? launch(b, &ps__k_attention_fwd, args, fwd, 5) : launch(b, &ps__k_attention_bwd, args, bwd, 8);
 }
 
-static ps_status set_documents(bench *b, const ps_attention_rate *r) {
+static ps_status usual_attention(bench *b) {
+  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL]);
+  PS_TRY(run_attention(b, &a, 0));
+  return run_attention(b, &a, 1);
+}
+
+/* Plans for the shape, and its documents on the device. @fits: its scratch is no more than was foreseen. */
+static ps_status prepare_attention(bench *b, const ps_attention_rate *r, bool *fits) {
+  const ps__args_attention a = attention_args(r);
   int32_t *doc_start = b->pinned[1];
   const uint32_t length = r->rows / r->packed;
+  size_t scratch[2] = {0};
+  PS_TRY(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, &scratch[0]));
+  PS_TRY(ps__cuda_attention_prepare(&ps__k_attention_bwd, &a, false, &scratch[1]));
+  *fits = scratch[0] <= b->exec.scratch_bytes && scratch[1] <= b->exec.scratch_bytes;
   for (uint32_t i = 0; i < r->rows; i++) doc_start[i] = (int32_t)(i / length * length);
   PS__CUDA_TRY(b->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)sum(b, DOC_START), (CUdeviceptr)(uintptr_t)doc_start, 4ull * r->rows, b->exec.stream));
   return settle(b);
 }
 
-static ps_status measure_attention(bench *b, int i, double seconds) {
-  ps_attention_rate *r = &b->hw->attention[i];
-  *r = attention_shapes[i];
-  const ps__args_attention a = attention_args(r);
-  const double pairs = (double)r->rows * (0.5 * r->rows / r->packed + a.row0) * HEADS * HEAD_DIM;
+/* Into the next free entry of the table. A shape that takes more scratch than plans foresee is left out: they do not have it either. */
+static ps_status measure_attention(bench *b, ps_attention_rate r, double seconds) {
+  const ps__args_attention a = attention_args(&r);
+  const timed t = {run_attention, &a, 2, usual_products, PRODUCTS_SHARE};
+  const double pairs = (double)r.rows * (0.5 * r.rows / r.packed + a.row0) * HEADS * HEAD_DIM;
   double s[MAX_PARTS];
-  for (int backward = 0; backward < 2; backward++) {
-    size_t scratch = 0;
-    PS_TRY(ps__cuda_attention_prepare(backward ? &ps__k_attention_bwd : &ps__k_attention_fwd, &a, false, &scratch));
-    if (scratch > b->exec.scratch_bytes)
-      return ps__fail(PS_EINTERNAL, "attention of %u rows on %u needs %zu bytes of scratch, %zu were foreseen", r->rows, r->kv_rows, scratch, b->exec.scratch_bytes);
+  bool fits;
+  uint32_t i = 0;
+  PS_TRY(prepare_attention(b, &r, &fits));
+  if (!fits) {
+    ps__log(PS_LOG_WARN, "attention of %u rows on %u keys, %u packed, takes more scratch than foreseen: not measured", r.rows, r.kv_rows, r.packed);
+    return PS_OK;
   }
-  PS_TRY(set_documents(b, r));
-  PS_TRY(time_parts(b, run_attention, &a, 2, seconds, s));
-  r->forward_flops_per_s = 4 * pairs / s[0];
-  r->backward_flops_per_s = 10 * pairs / s[1];
+  PS_TRY(time_parts(b, &t, seconds, s));
+  r.forward_flops_per_s = 4 * pairs / s[0];
+  r.backward_flops_per_s = 10 * pairs / s[1];
+  while (b->hw->attention[i].rows) i++;
+  b->hw->attention[i] = r;
+  return PS_OK;
+}
+
+/* ---- products between attention ------------------------------------------------------------------------------------------------------ */
+
+static ps_status measure_products(bench *b, double seconds) {
+  ps_hardware *hw = b->hw;
+  double s[MAX_PARTS];
+  timed t = {run_products, &gemm_rows[GEMM_USUAL], MAX_PARTS, usual_attention, ATTENTION_SHARE};
+  PS_TRY(tune_products(b));
+  PS_TRY(time_parts(b, &t, 2 * seconds, s)); /* not counted: the clock falls */
+  for (int i = 0; i < N_GEMM; i++) {
+    const double flops = product_flops(gemm_rows[i]);
+    t.arg = &gemm_rows[i];
+    PS_TRY(time_parts(b, &t, seconds, s));
+    hw->gemm[i] = (ps_gemm_rate){gemm_rows[i], 0, flops / s[FORWARD], flops / s[DGRAD], flops / s[WGRAD]};
+  }
+  hw->gemm_flops_per_s[PS_BF16] = hw->gemm[N_GEMM - 1].forward_flops_per_s;
+  PS_TRY(time_parts(b, &(timed){.part = run_fp32, .n_parts = 1}, seconds / 2, s));
+  hw->gemm_flops_per_s[PS_F32] = 2.0 * TOKENS * DIM * DIM / s[0];
   return PS_OK;
 }
 
 /* ---- memory and link --------------------------------------------------------------------------------------------------------------- */
 
-static ps_status run_norm(bench *b, const void *arg, uint32_t part) {
+/* One place after another, so that no cache of the GPU holds what is read next. */
+enum { N_NORMS = 3 };
+static ps_status run_norms(bench *b, const void *arg, uint32_t part) {
   const ps__args_rmsnorm a = {.rows = TOKENS, .cols = DIM, .dt = PS_BF16, .eps = 1e-5f};
-  void *ptr[3] = {value(b, X), value(b, W), value(b, OUT)};
-  return launch(b, &ps__k_rmsnorm_fwd, &a, ptr, 3);
+  for (int i = 0; i < N_NORMS; i++) {
+    void *ptr[3] = {value(b, X + 128 * i), value(b, W), value(b, OUT + 128 * i)};
+    PS_TRY(launch(b, &ps__k_rmsnorm_fwd, &a, ptr, 3));
+  }
+  return PS_OK;
 }
 static ps_status case_small(bench *b) {
   const ps__args_rmsnorm a = {.rows = 1, .cols = 1024, .dt = PS_BF16, .eps = 1e-5f};
@@ -265,8 +312,8 @@ static ps_status case_both(bench *b) {
 static ps_status measure_bandwidths(bench *b, double seconds) {
   ps_hardware *hw = b->hw;
   double s[MAX_PARTS];
-  PS_TRY(time_parts(b, run_norm, NULL, 1, seconds, s));
-  hw->elementwise_bytes_per_s = 4.0 * TOKENS * DIM / s[0];
+  PS_TRY(time_parts(b, &(timed){.part = run_norms, .n_parts = 1}, seconds, s));
+  hw->elementwise_bytes_per_s = N_NORMS * 4.0 * TOKENS * DIM / s[0];
   PS_TRY(time_case(b, case_small, seconds / 2, s));
   hw->op_ns = s[0] * 1e7;
   PS_TRY(time_case(b, case_h2d, seconds, s));
@@ -391,17 +438,19 @@ static ps_status fill(bench *b) {
 
 /* The ops of a usual step come first: what they make the driver take is device_overhead_bytes. */
 static ps_status measure(bench *b, double seconds, bool at_length, const ps__host_load *load, uint64_t bytes) {
+  const ps_attention_rate *usual = b->hw->attention; /* the first that is measured */
   uint64_t used = 0;
+  bool fits;
   PS_TRY(fill(b));
+  PS_TRY(prepare_attention(b, &attention_shapes[ATTENTION_USUAL], &fits));
+  if (!fits) return ps__fail(PS_EINTERNAL, "attention of %d rows takes more scratch than foreseen", TOKENS);
   PS_TRY(measure_products(b, seconds));
   PS_TRY(measure_bandwidths(b, seconds));
   if (at_length) PS_TRY(measure_loaded(b, seconds));
-  PS_TRY(measure_attention(b, ATTENTION_USUAL, seconds));
+  PS_TRY(measure_attention(b, attention_shapes[ATTENTION_USUAL], seconds));
   PS_TRY(ps__cuda_memory_used(b->hw->device, &used));
   b->hw->device_overhead_bytes = ps_round_up((used > bytes ? used - bytes : 0) + MARGIN, 2u << 20);
-  for (int i = 0; i < N_ATTENTION; i++)
-    if (i != ATTENTION_USUAL) PS_TRY(measure_attention(b, i, seconds));
-  const ps_attention_rate *usual = &b->hw->attention[ATTENTION_USUAL];
+  for (int i = ATTENTION_USUAL + 1; i < N_ATTENTION; i++) PS_TRY(measure_attention(b, attention_shapes[i], seconds));
   for (int dt = 0; dt < PS_N_DTYPES; dt++) {
     b->hw->attention_flops_per_s[dt] = usual->forward_flops_per_s;
     b->hw->attention_bwd_flops_per_s[dt] = usual->backward_flops_per_s;
