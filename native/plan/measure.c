@@ -5,6 +5,8 @@
 #ifdef PS_CUDA
 #include "../backends/cuda/probe.h"
 #endif
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -147,39 +149,95 @@ static void case_sumsq(bench *b, const void *args) {
   void *ptr[2] = {b->b, b->c};
   launch(&b->exec, &ps__k_sumsq_host, args, ptr, 2);
 }
+/* ---- the optimizer as a load -------------------------------------------------------------------------------------------------------- */
+
+/* In a loop on a thread of its own, on a sixteenth of the buffers from their middle on: long enough to keep all threads busy, short enough to be counted. */
+typedef struct load {
+  bench part;
+  ps__thread *thread;
+  _Atomic uint32_t stop;
+  _Atomic uint64_t n;
+} load;
+
+static void load_main(void *arg) {
+  load *l = arg;
+  while (!atomic_load(&l->stop)) {
+    case_optimizer(&l->part, NULL);
+    atomic_fetch_add(&l->n, 1);
+  }
+}
+
+static void load_init(load *l, const bench *b) {
+  const uint64_t half = b->bytes / 2;
+  *l = (load){.part = *b};
+  l->part.a += half, l->part.b += half, l->part.c += half, l->part.d += half;
+  l->part.bytes /= 16;
+}
+
+static ps_status load_start(void *arg) {
+  load *l = arg;
+  atomic_store(&l->stop, 0);
+  atomic_store(&l->n, 0);
+  PS_TRY(ps__thread_start(&l->thread, load_main, l, "ps-load"));
+  while (!atomic_load(&l->n)) sched_yield(); /* until its threads are at work */
+  return PS_OK;
+}
+
+static void load_stop(void *arg) {
+  load *l = arg;
+  atomic_store(&l->stop, 1);
+  ps__thread_join(l->thread);
+}
+
+#ifdef PS_CUDA
+static double load_bytes(void *arg) {
+  load *l = arg;
+  return 7.0 * (double)l->part.bytes * (double)atomic_load(&l->n);
+}
+#endif
+
+/* ---- rows gathered ------------------------------------------------------------------------------------------------------------------------ */
+
 static void case_gather(bench *b, const void *args) {
   const ps__cpu_exec exec = {.pool = b->one};
   void *ptr[3] = {b->d, b->a, b->c};
   launch(&exec, &ps__k_embed_fwd, args, ptr, 3);
 }
 
-/* Random rows of a table that fills a buffer. */
-static double gather_rate(bench *b) {
+/* Random rows of a table that fills half a buffer. Beside a GPU the optimizer runs meanwhile, as it does when the next step's rows are gathered; on the CPU backend
+ * the simulator divides the CPUs. */
+static ps_status measure_gather(bench *b, ps_hardware *hw) {
   const uint32_t dim = b->beside_gpu ? 4096 : 512, dt = b->beside_gpu ? PS_BF16 : PS_F32;
   const uint64_t row = dim * ps_dtype_bytes((ps_dtype)dt);
-  const ps__args_embed a = {.n_tokens = b->beside_gpu ? 8192 : 4096, .vocab = (uint32_t)(b->bytes / row), .dim = dim, .dt = dt};
+  const ps__args_embed a = {.n_tokens = b->beside_gpu ? 8192 : 4096, .vocab = (uint32_t)(b->bytes / 2 / row), .dim = dim, .dt = dt};
   int32_t *id = (int32_t *)(void *)b->d;
   uint64_t x = 1;
   for (uint32_t i = 0; i < a.n_tokens; i++) {
     x = x * 6364136223846793005ull + 1442695040888963407ull;
     id[i] = (int32_t)((x >> 33) % a.vocab);
   }
-  return 2.0 * a.n_tokens * (double)row / time_case(b, case_gather, &a);
+  load l;
+  load_init(&l, b);
+  if (b->beside_gpu) PS_TRY(load_start(&l));
+  hw->gather_bytes_per_s = 2.0 * a.n_tokens * (double)row / time_case(b, case_gather, &a);
+  if (b->beside_gpu) load_stop(&l);
+  return PS_OK;
 }
 
-static void measure_host(bench *b, ps_hardware *hw) {
+static ps_status measure_host(bench *b, ps_hardware *hw) {
   const uint32_t dt = b->beside_gpu ? PS_BF16 : PS_F32;
   const uint64_t n = b->bytes / ps_dtype_bytes((ps_dtype)dt);
   const ps__args_accumulate sum = {.n = n, .dt = dt};
   const ps__args_sumsq squares = {.n = n, .dt = dt};
   if (!b->beside_gpu) hw->memory_bytes_per_s = 2.0 * (double)b->bytes / time_case(b, case_memory, NULL);
-  hw->gather_bytes_per_s = gather_rate(b);
+  PS_TRY(measure_gather(b, hw));
   hw->sumsq_bytes_per_s = (double)b->bytes / time_case(b, case_sumsq, &squares);
   hw->accumulate_bytes_per_s = 3.0 * (double)b->bytes / time_case(b, case_accumulate, &sum);
   hw->accumulate_sumsq_bytes_per_s = 3.0 * (double)b->bytes / time_case(b, case_accumulate_sumsq, &squares);
   memset(b->c, 0, b->bytes); /* moments */
   memset(b->d, 0, b->bytes);
   hw->optimizer_bytes_per_s = optimizer_rate(b);
+  return PS_OK;
 }
 
 /* ---- for people ------------------------------------------------------------------------------------------------------------------------ */
@@ -233,26 +291,18 @@ static void fill(char *p, uint64_t bytes, uint32_t seed) {
   }
 }
 
-#ifdef PS_CUDA
-/* A sixteenth of the bf16 optimizer's case: long enough to keep all threads busy, short enough to be counted. */
-static void load_optimizer(void *arg) {
-  bench part = *(bench *)arg;
-  part.bytes /= 16;
-  case_optimizer(&part, NULL);
-}
-#endif
-
 /* Cases that share the time: the host's and, on the CPU backend, its compute's; with CUDA the GPU's. Those for people by numbers of threads are one together. */
 enum { HOST_CASES = 5, COMPUTE_CASES = 3 * N_GEMM + 1 + 2 * N_ATTENTION + 2 + 3 };
 
 static ps_status measure(bench *b, ps_hardware *hw, bool at_length) {
   if (!b->beside_gpu) measure_compute(b, hw);
-  measure_host(b, hw);
+  PS_TRY(measure_host(b, hw));
   if (at_length) PS_TRY(measure_threads(b, hw));
   if (at_length) PS_TRY(measure_touch(hw));
 #ifdef PS_CUDA
-  const ps__host_load load = {load_optimizer, b, 7.0 * (double)b->bytes / 16};
-  if (b->beside_gpu) PS_TRY(ps__cuda_measure(hw, b->seconds, at_length, &load));
+  load l;
+  load_init(&l, b);
+  if (b->beside_gpu) PS_TRY(ps__cuda_measure(hw, b->seconds, at_length, &(ps__host_load){&l, load_start, load_bytes, load_stop}));
 #endif
   hw->measured = 1;
   return PS_OK;

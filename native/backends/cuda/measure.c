@@ -4,8 +4,6 @@
 #include "kernels/cuda/cublaslt.h"
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/scratch.h"
-#include <sched.h>
-#include <stdatomic.h>
 #include <string.h>
 
 enum { TOKENS = 8192, DIM = 4096, HEADS = 32, KV_HEADS = 8, HEAD_DIM = 128 };
@@ -325,33 +323,15 @@ static ps_status measure_bandwidths(bench *b, double seconds) {
   return PS_OK;
 }
 
-/* The load in a loop on a thread of its own, until told to stop. */
-typedef struct loader {
-  const ps__host_load *load;
-  _Atomic uint32_t stop;
-  _Atomic uint64_t n;
-} loader;
-
-static void load_main(void *arg) {
-  loader *l = arg;
-  while (!atomic_load(&l->stop)) {
-    l->load->run(l->load->arg);
-    atomic_fetch_add(&l->n, 1);
-  }
-}
-
 static ps_status measure_memory(bench *b, double seconds, const ps__host_load *load) {
-  loader l = {.load = load};
-  ps__thread *thread;
   double s = 0;
-  PS_TRY(ps__thread_start(&thread, load_main, &l, "ps-load"));
-  while (!atomic_load(&l.n)) sched_yield(); /* until its threads are at work */
-  const uint64_t n0 = atomic_load(&l.n), t0 = ps__now_ns();
+  PS_TRY(load->start(load->arg));
+  const double before = load->bytes(load->arg);
+  const uint64_t t0 = ps__now_ns();
   const ps_status st = time_case(b, case_both, seconds, &s);
-  const double taken = seconds_since(t0), done = (double)(atomic_load(&l.n) - n0) * load->bytes;
-  atomic_store(&l.stop, 1);
-  ps__thread_join(thread);
-  if (st == PS_OK) b->hw->memory_bytes_per_s = done / taken + (double)PINNED / s;
+  const double rate = (load->bytes(load->arg) - before) / seconds_since(t0);
+  load->stop(load->arg);
+  if (st == PS_OK) b->hw->memory_bytes_per_s = rate + (double)PINNED / s;
   return st;
 }
 

@@ -11,11 +11,12 @@ uint32_t ps__cuda_n_devices(void);
  * Makes no context. Errors: PS_EDEVICE no driver, no such GPU. */
 ps_status ps__cuda_facts(ps_hardware *hw);
 
-/* Work of the host to have beside copies: run() does @bytes of reads and writes on all the threads that host ops will have. */
+/* Work of the host to have beside copies, on all the threads that host ops will have. */
 typedef struct ps__host_load {
-  void (*run)(void *arg);
   void *arg;
-  double bytes;
+  ps_status (*start)(void *arg); /* returns when it is at work */
+  double (*bytes)(void *arg);    /* read and written since */
+  void (*stop)(void *arg);
 } ps__host_load;
 
 /* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw; with @at_length also its figures for people. @seconds is for each of PS__CUDA_CASES
