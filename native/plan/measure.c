@@ -329,6 +329,9 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
   if (st == PS_OK) st = ps__pool_create(&b.one, 1, "measure");
   if (st == PS_OK) st = ps__map((void **)&buffers, 4 * b.bytes, "measuring the machine");
   if (st == PS_OK) st = ps__map((void **)&scratch, scratch_bytes, "measuring the machine");
+#ifdef PS_CUDA
+  if (st == PS_OK && b.beside_gpu) ps__cuda_place(device, buffers, 4 * b.bytes);
+#endif
   if (st == PS_OK) {
     b.a = buffers;
     b.b = buffers + b.bytes;

@@ -2,7 +2,6 @@
 #include "backends/cuda/device.h"
 #include "backends/cuda/probe.h"
 #include "kernels/cuda/scratch.h"
-#include <ctype.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/prctl.h>
@@ -48,22 +47,6 @@ static int attribute(const ps__device *dev, CUdevice_attribute what) {
   return dev->cu->DeviceGetAttribute(&value, what, dev->dev) == CUDA_SUCCESS ? value : 0;
 }
 
-static int numa_node_of(const ps__device *dev) {
-  char id[32] = "", path[96];
-  int node = -1;
-  if (dev->cu->DeviceGetPCIBusId(id, sizeof id, dev->dev) != CUDA_SUCCESS)
-    return -1;
-  for (char *c = id; *c; c++)
-    *c = (char)tolower((unsigned char)*c);
-  snprintf(path, sizeof path, "/sys/bus/pci/devices/%s/numa_node", id);
-  FILE *f = fopen(path, "re");
-  if (f && fscanf(f, "%d", &node) != 1)
-    node = -1;
-  if (f)
-    fclose(f);
-  return node;
-}
-
 static ps_status open_context(ps__device *dev) {
   int n = 0;
   PS_TRY(ps__cuda_driver_open(&dev->cu));
@@ -76,7 +59,7 @@ static ps_status open_context(ps__device *dev) {
     return ps__fail(PS_EDEVICE, "GPU %u has no unified addresses with the host, which the cuda backend needs", dev->cfg.device);
   dev->mem_ops = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS) && !atomic_load(&without_mem_ops);
   dev->host_pointers = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
-  dev->numa_node = numa_node_of(dev);
+  dev->numa_node = ps__cuda_numa_node(dev->cu, dev->dev);
   if (!dev->mem_ops)
     ps__log(PS_LOG_WARN, "GPU %u has no 64-bit stream memory operations: waits between host and GPU cost more", dev->cfg.device);
   CUcontext ctx;

@@ -36,6 +36,9 @@ ps_status ps__cuda_supported(const ps__cuda_driver *cu, CUdevice device, uint32_
 /* What other processes hold of GPU @device, BYTES, as it was when the GPU was first looked at: to be called before its context is made (usage.c). */
 void ps__cuda_usage_begin(const ps__cuda_driver *cu, uint32_t device, uint64_t *others);
 
+/* The NUMA node that the GPU hangs on, -1 where the system does not say (facts.c). */
+int ps__cuda_numa_node(const ps__cuda_driver *cu, CUdevice dev);
+
 /* Bytes/s each way of GPU @device's PCIe link at the best that GPU and slot do, 0 where NVML does not say (usage.c). */
 double ps__cuda_link_bytes_per_s(const ps__cuda_driver *cu, uint32_t device);
 

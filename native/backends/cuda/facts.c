@@ -3,6 +3,7 @@
 #include "backends/cuda/probe.h"
 #include "kernels/cuda/cublaslt.h"
 #include "kernels/cuda/cuda_ops.h"
+#include <ctype.h>
 
 uint32_t ps__cuda_n_devices(void) {
   const ps__cuda_driver *cu;
@@ -22,6 +23,18 @@ static double memory_peak(const ps__cuda_driver *cu, CUdevice dev) {
       cu->DeviceGetAttribute(&bits, CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, dev) != CUDA_SUCCESS || bits < 8)
     return 0;
   return 2e3 * khz * bits / 8;
+}
+
+int ps__cuda_numa_node(const ps__cuda_driver *cu, CUdevice dev) {
+  char id[32] = "", path[96];
+  int node = -1;
+  if (cu->DeviceGetPCIBusId(id, sizeof id, dev) != CUDA_SUCCESS) return -1;
+  for (char *c = id; *c; c++) *c = (char)tolower((unsigned char)*c);
+  snprintf(path, sizeof path, "/sys/bus/pci/devices/%s/numa_node", id);
+  FILE *f = fopen(path, "re");
+  if (f && fscanf(f, "%d", &node) != 1) node = -1;
+  if (f) fclose(f);
+  return node;
 }
 
 ps_status ps__cuda_facts(ps_hardware *hw) {

@@ -377,6 +377,7 @@ static ps_status measure_pageable(bench *b, double seconds) {
   double s[2] = {0};
   uint32_t n = 0;
   PS_TRY(ps__map(&p, bytes, "measuring the machine"));
+  ps__cuda_place(hw->device, p, bytes);
   memset(p, 1, bytes);
   ps_status st = PS_OK;
   for (const uint64_t begin = ps__now_ns(); st == PS_OK && (n < 2 || seconds_since(begin) < seconds); n++) {

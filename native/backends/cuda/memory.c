@@ -3,6 +3,7 @@
  * Device spaces: one cuMemAlloc of exactly the bytes asked for, zeroed like fresh host memory. Host spaces: an exact mmap with
  * huge pages where the kernel has them, preferred on the GPU's NUMA node, touched by all CPUs at once and pinned in pieces. */
 #include "backends/cuda/device.h"
+#include "backends/cuda/probe.h"
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -59,6 +60,13 @@ static void prefer_node(void *p, uint64_t bytes, int node) {
     return;
   unsigned long mask = 1ul << node;
   (void)syscall(SYS_mbind, p, bytes, MPOL_PREFERRED_, &mask, (unsigned long)BITS + 1, 0u);
+}
+
+void ps__cuda_place(uint32_t device, void *p, uint64_t bytes) {
+  const ps__cuda_driver *cu;
+  CUdevice dev;
+  if (ps__cuda_driver_open(&cu) == PS_OK && cu->DeviceGet(&dev, (int)device) == CUDA_SUCCESS)
+    prefer_node(p, bytes, ps__cuda_numa_node(cu, dev));
 }
 
 static ps_status touch(void *p, uint64_t bytes) {

@@ -11,6 +11,9 @@ uint32_t ps__cuda_n_devices(void);
  * Makes no context. Errors: PS_EDEVICE no driver, no such GPU. */
 ps_status ps__cuda_facts(ps_hardware *hw);
 
+/* ps__cuda_place() - pages of @p that are touched from now on come from the GPU's NUMA node as long as it has some, as the engine's host spaces do: a wish. */
+void ps__cuda_place(uint32_t device, void *p, uint64_t bytes);
+
 /* Work of the host to have beside copies, on all the threads that host ops will have. */
 typedef struct ps__host_load {
   void *arg;
