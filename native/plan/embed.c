@@ -62,7 +62,7 @@ static void add_rows_at_home(ps__builder *b, const round_rows *r) {
   ps__emit(b, &ps__k_embed_bwd_host, PS__S_HOST, &a, sizeof a, access, 3,
            ps__bytes_work(3.0 * (double)(r->n_tokens * row_bytes(b)) + (add ? 0 : (double)table_bytes(b))),
            embed_tag(b->round_idx, b->round->first_chunk, PS__PHASE_UPDATE));
-  ps__vt_free_late(b, b->rows_home, s->spec->grad_lag);
+  ps__vt_free_late(b, b->rows_home, s->spec->sum_lag);
   if (b->round_idx + 1 == s->layout->n_rounds) ps__total_at_home(b, 0);
 }
 

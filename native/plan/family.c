@@ -104,6 +104,7 @@ static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps
   spec->head_slice = plan->cfg.head_slice_tokens;
   spec->clip = plan->cfg.clip != 0;
   spec->param_lead = spec->saved_lead = spec->saved_lag = spec->grad_lag = m->ahead;
+  spec->sum_lag = m->ahead + m->sums;
   spec->keep_grads = plan->cfg.keep_grads != 0;
   spec->embed_at_home = embed_at_home;
   for (uint32_t u = 0; u < spec->n_units; u++) {

@@ -265,14 +265,14 @@ static ps_status find_fastest(search *s) {
 /* ---- between the members ------------------------------------------------------------------------------------------------------------ */
 
 /* What refining changes, a part at a time: see ps__member. The share on the device follows: it takes what the cap leaves. */
-enum { MOVE_HOST, MOVE_PARAMS, MOVE_GRADS, MOVE_EXTRA, MOVE_STREAMED, MOVE_HEAD, MOVE_AHEAD, N_MOVES };
+enum { MOVE_HOST, MOVE_PARAMS, MOVE_GRADS, MOVE_EXTRA, MOVE_STREAMED, MOVE_SUMS, MOVE_HEAD, MOVE_AHEAD, N_MOVES };
 
 static bool moved(const search *s, ps__member *m, int what, int by) {
   const bool cuda = s->plan->hw.backend == PS_BACKEND_CUDA; /* elsewhere the "device" has no processor of its own */
   const int layers = s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255;
   const bool extras = s->family.size[m->size].layout.first_round_chunks > s->family.size[m->size].layout.chunks_per_round;
-  uint8_t *const field[N_MOVES] = {&m->host, &m->keep.params, &m->keep.grads, &m->extra, &m->streamed, &m->keep.head, &m->ahead};
-  const int most[N_MOVES] = {PS__SHARES, PS__UNIT_PARTS, m->keep.params, extras ? PS__SHARES : 0, cuda ? layers : 0, 1, PS__N_AHEADS - 1};
+  uint8_t *const field[N_MOVES] = {&m->host, &m->keep.params, &m->keep.grads, &m->extra, &m->streamed, &m->sums, &m->keep.head, &m->ahead};
+  const int most[N_MOVES] = {PS__SHARES, PS__UNIT_PARTS, m->keep.params, extras ? PS__SHARES : 0, cuda ? layers : 0, layers, 1, PS__N_AHEADS - 1};
   const int to = *field[what] + by;
   if (m->keep.state && what != MOVE_HOST && what != MOVE_AHEAD) return false;
   if (to < 0 || to > most[what]) return false;

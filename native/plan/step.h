@@ -24,6 +24,8 @@ typedef struct ps__spec {
   /* How far ahead transfers are issued, in program order: parameters by visits of a unit, saved tensors by chunk steps; and how
    * many chunk steps (visits for gradients) memory that is on its way home stays reserved. 0 means just in time. */
   uint32_t param_lead, saved_lead, saved_lag, grad_lag;
+  uint32_t sum_lag;           /* as grad_lag, at home: memory of contributions that are to be added, so that the host stream may fall behind in a backward pass and catch up
+                                 in the next forward pass */
   uint32_t n_units, n_layers, n_chunks; /* n_chunks: chunks of the largest round */
   uint8_t *param_resident, *grad_resident; /* [n_units] */
   uint8_t *update_resident;                /* [n_units]: optimizer state on the device too, and the update runs there; needs

@@ -174,7 +174,7 @@ static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, boo
     const ps__vaccess access[2] = {ps__whole(b, to, PS_READ), ps__whole(b, h->grad, PS_READ_WRITE)};
     ps__emit(b, &ps__k_accumulate_host, PS__S_HOST, &a, sizeof a, access, 2, ps__bytes_work(3.0 * (double)bytes), tag);
   }
-  ps__vt_free_late(b, to, s->spec->grad_lag);
+  ps__vt_free_late(b, to, s->spec->sum_lag);
 }
 
 void ps__total_at_home(ps__builder *b, uint32_t unit) {

@@ -23,7 +23,7 @@ static const char *const variant_name[] = {"at home", "resident", "streamed, jus
 
 static void decide(ps__spec *s, variant which) {
   const bool streamed = which == JUST_IN_TIME || which == AHEAD || which == PARAMETERS_STAY;
-  s->param_lead = s->saved_lead = s->saved_lag = s->grad_lag = which == JUST_IN_TIME ? 0 : 2;
+  s->param_lead = s->saved_lead = s->saved_lag = s->grad_lag = s->sum_lag = which == JUST_IN_TIME ? 0 : 2;
   memset(s->param_resident, which == RESIDENT || which == PARAMETERS_STAY, s->n_units);
   memset(s->grad_resident, which == RESIDENT || which == PARAMETERS_STAY, s->n_units);
   memset(s->update_resident, which == RESIDENT, s->n_units);

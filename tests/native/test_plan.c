@@ -218,6 +218,7 @@ static void randomize(ps__spec *spec, const model *m, uint32_t n_rounds, uint64_
   spec->saved_lead = rnd_below(state, MAX_LEAD);
   spec->saved_lag = rnd_below(state, MAX_LEAD);
   spec->grad_lag = rnd_below(state, MAX_LEAD);
+  spec->sum_lag = rnd_below(state, 3 * MAX_LEAD);
   for (uint32_t u = 0; u < spec->n_units; u++) {
     spec->param_resident[u] = rnd_below(state, 2) != 0;
     spec->grad_resident[u] = rnd_below(state, 2) != 0;

@@ -56,7 +56,7 @@ static ps_plan *make_streamed_plan(const ps_plan_config *cfg) {
   spec.first_round_chunks = layout.first_round_chunks;
   spec.head_slice = SEQ_LEN;
   spec.clip = cfg->clip != 0;
-  spec.param_lead = spec.saved_lead = spec.saved_lag = spec.grad_lag = 1;
+  spec.param_lead = spec.saved_lead = spec.saved_lag = spec.grad_lag = spec.sum_lag = 1;
   memset(spec.update_streamed, 1, spec.n_units);
   CHECK(ps__plan_from_spec(&plan, &model, cfg, &hw, &spec) == PS_OK);
   ps__spec_free(&spec);
