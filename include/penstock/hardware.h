@@ -39,8 +39,8 @@ typedef struct ps_thread_rate {
 
 /* Rates of each unit running alone, unless said; bytes are those of one direction of a copy, reads plus writes elsewhere. Zero means
  * unknown and is refused by the planner, but for what is filled from other rates: the tables from gemm_flops_per_s and attention's of bf16,
- * accumulate and sumsq from the optimizer's, both in one pass from accumulate's, gather from the memory's. On the CPU backend the host's n_threads compute and a "device" copy is a
- * copy in host memory. */
+ * accumulate and sumsq from the optimizer's, both in one pass from accumulate's, gather from the memory's. On the CPU backend the host's
+ * n_threads compute and a "device" copy is a copy in host memory. */
 typedef struct ps_hardware {
   uint32_t struct_bytes; /* sizeof(ps_hardware) */
   uint32_t backend;      /* PS_BACKEND_* that runs the compute stream */
@@ -61,7 +61,7 @@ typedef struct ps_hardware {
   double attention_bwd_flops_per_s[PS_N_DTYPES]; /* backward */
   ps_gemm_rate gemm[PS_MAX_GEMM_RATES];
   ps_attention_rate attention[PS_MAX_ATTENTION_RATES];
-  double elementwise_bytes_per_s;           /* norms and the like, of device memory */
+  double elementwise_bytes_per_s;           /* norms and the like, through device memory */
   double h2d_bytes_per_s, d2h_bytes_per_s;  /* a copy to the device, to the host */
   double duplex_bytes_per_s;                /* each of the two while both run */
   double optimizer_bytes_per_s;             /* AdamW on the host, all threads */
@@ -94,11 +94,12 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
 /* ps_hardware_measure() - the same facts, and every rate that plans rest on timed with the kernels themselves on realistic values, for about
  * @seconds in all (0: 1 on the CPU backend; on CUDA 12, whose clock falls under load) besides a few seconds of preparation. On CUDA the context
  * is made, the libraries are loaded, products' algorithms are chosen as a run chooses them, and device_overhead_bytes is what that took; 3.5 GiB
- * of device memory and 4.3 of the host's are taken for the time. n_threads 0: all CPUs (CUDA: two less, which feed the GPU and its copies, where
- * there are four). Blocks. Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE. */
+ * of device memory and 4.3 of the host's are taken for the time; attention that takes more scratch than plans foresee is left out of the table.
+ * n_threads 0: all CPUs (CUDA: two less, which feed the GPU and its copies, where there are four). Blocks.
+ * Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE. */
 PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
 
-/* ps_hardware_profile() - the same at length (@seconds 0: 5; on CUDA 70, which is 2.5 s a case), and what the struct has for people. */
+/* ps_hardware_profile() - the same at length (@seconds 0: 5; on CUDA 75, which is 2.5 s a case), and what the struct has for people. */
 PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
 
 /* ps_hardware_read() / _write() - rates as JSON; facts are taken anew from the machine. A file of another machine (CPU, GPU, CPU count or
@@ -107,7 +108,8 @@ PS_API ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t b
 PS_API ps_status ps_hardware_write(const ps_hardware *hw, const char *path);
 
 /* ps_hardware_describe() - a machine as a file of ps_hardware_write() describes it, facts and rates, whatever this one is: to plan for it. The file may
- * be written by hand (docs/hardware-rtx4090.json) and lack what is filled from other rates or is for people; "measured": 0 marks estimates. Errors: PS_EIO, PS_EFORMAT names the field. */
+ * be written by hand (docs/hardware-rtx4090.json) and lack what is filled from other rates or is for people; "measured": 0 marks estimates.
+ * Errors: PS_EIO, PS_EFORMAT names the field. */
 PS_API ps_status ps_hardware_describe(ps_hardware *out, const char *path);
 
 /* ps_hardware_n_gpus() - GPUs that the CUDA backend can use: 0 without CUDA in this build, a driver or a GPU (ps_last_error() says which). */

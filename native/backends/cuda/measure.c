@@ -11,11 +11,11 @@ enum { TOKENS = 8192, DIM = 4096, HEADS = 32, KV_HEADS = 8, HEAD_DIM = 128 };
 /* Products of a block as [out, in] weights: q with k and v, attention's output, gate (up is alike), down. */
 static const struct { uint32_t out, in; } products[] = {{6144, DIM}, {DIM, DIM}, {14336, DIM}, {DIM, 14336}};
 static const uint32_t gemm_rows[] = {256, 1024, 4096, 16384};
-static const ps_attention_rate attention_shapes[] = {{8192, 8192, 1, 0, 0, 0},   {2048, 2048, 1, 0, 0, 0},  {32768, 32768, 1, 0, 0, 0},
+static const ps_attention_rate attention_shapes[] = {{2048, 2048, 1, 0, 0, 0},   {8192, 8192, 1, 0, 0, 0},  {32768, 32768, 1, 0, 0, 0},
                                                      {16384, 16384, 2, 0, 0, 0}, {8192, 8192, 8, 0, 0, 0},  {8192, 8192, 16, 0, 0, 0},
                                                      {8192, 16384, 1, 0, 0, 0},  {8192, 32768, 1, 0, 0, 0}, {8192, 65536, 1, 0, 0, 0}};
 enum { N_PRODUCTS = sizeof products / sizeof *products, N_GEMM = sizeof gemm_rows / sizeof *gemm_rows,
-       N_ATTENTION = sizeof attention_shapes / sizeof *attention_shapes, ATTENTION_USUAL = 0, GEMM_USUAL = 2 };
+       N_ATTENTION = sizeof attention_shapes / sizeof *attention_shapes, ATTENTION_USUAL = 1, GEMM_USUAL = 2 };
 enum { FORWARD, DGRAD, WGRAD, MAX_PARTS };
 static const double PRODUCTS_SHARE = 1.5, ATTENTION_SHARE = 0.6; /* of the other's time: about a block's at a sequence of 8192 */
 
@@ -237,7 +237,9 @@ static ps_status prepare_attention(bench *b, const ps_attention_rate *r, bool *f
 }
 
 /* Into the next free entry of the table. A shape that takes more scratch than plans foresee is left out: they do not have it either. */
-static ps_status measure_attention(bench *b, ps_attention_rate r, double seconds) {
+static ps_status measure_attention(bench *b, int which, double seconds) {
+  ps_hardware *hw = b->hw;
+  ps_attention_rate r = attention_shapes[which];
   const ps__args_attention a = attention_args(&r);
   const timed t = {run_attention, &a, 2, usual_products, PRODUCTS_SHARE};
   const double pairs = (double)r.rows * (0.5 * r.rows / r.packed + a.row0) * HEADS * HEAD_DIM;
@@ -252,8 +254,12 @@ static ps_status measure_attention(bench *b, ps_attention_rate r, double seconds
   PS_TRY(time_parts(b, &t, seconds, s));
   r.forward_flops_per_s = 4 * pairs / s[0];
   r.backward_flops_per_s = 10 * pairs / s[1];
-  while (b->hw->attention[i].rows) i++;
-  b->hw->attention[i] = r;
+  while (hw->attention[i].rows) i++;
+  hw->attention[i] = r;
+  for (int dt = 0; which == ATTENTION_USUAL && dt < PS_N_DTYPES; dt++) {
+    hw->attention_flops_per_s[dt] = r.forward_flops_per_s;
+    hw->attention_bwd_flops_per_s[dt] = r.backward_flops_per_s;
+  }
   return PS_OK;
 }
 
@@ -417,9 +423,8 @@ static ps_status fill(bench *b) {
   return settle(b);
 }
 
-/* The ops of a usual step come first: what they make the driver take is device_overhead_bytes. */
+/* The ops of a usual step come first, attention between products: what they make the driver take is device_overhead_bytes. */
 static ps_status measure(bench *b, double seconds, bool at_length, const ps__host_load *load, uint64_t bytes) {
-  const ps_attention_rate *usual = b->hw->attention; /* the first that is measured */
   uint64_t used = 0;
   bool fits;
   PS_TRY(fill(b));
@@ -428,14 +433,9 @@ static ps_status measure(bench *b, double seconds, bool at_length, const ps__hos
   PS_TRY(measure_products(b, seconds));
   PS_TRY(measure_bandwidths(b, seconds));
   if (at_length) PS_TRY(measure_loaded(b, seconds));
-  PS_TRY(measure_attention(b, attention_shapes[ATTENTION_USUAL], seconds));
   PS_TRY(ps__cuda_memory_used(b->hw->device, &used));
   b->hw->device_overhead_bytes = ps_round_up((used > bytes ? used - bytes : 0) + MARGIN, 2u << 20);
-  for (int i = ATTENTION_USUAL + 1; i < N_ATTENTION; i++) PS_TRY(measure_attention(b, attention_shapes[i], seconds));
-  for (int dt = 0; dt < PS_N_DTYPES; dt++) {
-    b->hw->attention_flops_per_s[dt] = usual->forward_flops_per_s;
-    b->hw->attention_bwd_flops_per_s[dt] = usual->backward_flops_per_s;
-  }
+  for (int i = 0; i < N_ATTENTION; i++) PS_TRY(measure_attention(b, i, seconds));
   PS_TRY(measure_memory(b, seconds, load));
   return at_length ? measure_pageable(b, seconds) : PS_OK;
 }
