@@ -428,9 +428,9 @@ enum { MAX_CHUNKS = 8, MAX_ROUNDS = 8 };
 
 /* Whole sequences where one fits, slices of one where not. */
 static uint32_t chunk_sizes(const ps__family *f, uint64_t list[MAX_CHUNKS]) {
-  static const uint64_t target[] = {256, 1024, 4096, 8192, 16384};
+  static const uint64_t target[] = {256, 1024, 4096, 8192, 16384, 32768, 65536};
   const ps_plan_config *cfg = &f->plan->cfg;
-  const uint32_t n_targets = sizeof target / sizeof *target;
+  const uint32_t n_targets = cfg->seq_len > 32768 ? 7 : cfg->seq_len > 16384 ? 6 : 5; /* the largest for long sequences alone: attention is faster on longer slices */
   uint32_t n = 0;
   if (cfg->chunk_tokens) return add_number(list, 0, cfg->chunk_tokens);
   for (uint32_t i = 0; i < n_targets; i++) {

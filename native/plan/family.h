@@ -9,7 +9,7 @@
 
 enum { PS__SHARES = 96, PS__UNIT_PARTS = 32 };           /* shares are so many parts of the saved bytes; residency is so many parts of the units */
 enum { PS__DEVICE_GRID = 4, PS__HOST_GRID = 8 };         /* the family's grids of both shares: every so many parts. Between them the search refines */
-enum { PS__MAX_SIZES = 96, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 10 };
+enum { PS__MAX_SIZES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 10 };
 
 /* How many parts of the units have their parameters and gradients on the device, spread evenly over the model; whether the head's parameters are there in any case: where
  * a plan takes the most memory, at the turn from forward to backward, they are there anyway, so that it often costs nothing; and whether all units have their optimizer
