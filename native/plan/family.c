@@ -121,9 +121,23 @@ static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps
   return PS_OK;
 }
 
-ps_status ps__family_spec(const ps__family *f, const ps__member *m, ps__spec *out) {
-  const ps__layout *l = &f->size[m->size].layout;
-  return spec_of(f, l, m, embeds_at_home(f, l, &m->keep), out);
+ps_status ps__family_spec(const ps__family *f, const ps__member *m, const ps__layout *l, ps__spec *out) {
+  return spec_of(f, l, m, embeds_at_home(f, &f->size[m->size].layout, &m->keep), out);
+}
+
+ps_status ps__family_shorten(ps__family *f) {
+  for (uint32_t i = 0; i < f->n_sizes; i++) {
+    ps__size *z = &f->size[i];
+    const ps__layout *l = &z->layout;
+    if (l->n_rounds <= PS__ROUNDS_LOOKED_AT) continue;
+    const uint32_t left_out = l->n_rounds - PS__ROUNDS_LOOKED_AT;
+    uint64_t tokens = 0;
+    for (uint32_t c = 0; c < l->round[1].n_chunks; c++) tokens += l->chunk[l->round[1].first_chunk + c].n_tokens;
+    PS_TRY(ps__layout_init(&z->shorter, l->seq_len, l->n_sequences - left_out * (tokens / l->seq_len), l->chunk_tokens, l->chunks_per_round,
+                           l->first_round_chunks));
+    z->n_left_out = left_out;
+  }
+  return PS_OK;
 }
 
 double ps__family_share_bytes(const ps__family *f, const ps__member *m) {
@@ -193,6 +207,7 @@ static ps_status measure_size(ps__family *f, ps__size *z, bool embed_at_home, ps
     st = turn_bytes(f, &s, s.saved_bytes[PS_FATE_DEVICE], &turn);
     base->device_bytes = ps__device_overhead(f->plan, &s, &scratch) + turn;
     base->host_bytes = ps__host_overhead(f->plan, &s, &scratch, &trace);
+    z->n_ops = s.n_op;
     z->coarse |= s.n_op > LARGE_STEP_OPS || (double)n_compute * f->plan->hw.op_ns > base->compute_ns / 4;
     ps__step_free(&s);
   }
@@ -502,6 +517,9 @@ ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *ho
 }
 
 void ps__family_free(ps__family *f) {
-  for (uint32_t i = 0; i < f->n_sizes; i++) ps__layout_free(&f->size[i].layout);
+  for (uint32_t i = 0; i < f->n_sizes; i++) {
+    ps__layout_free(&f->size[i].layout);
+    ps__layout_free(&f->size[i].shorter);
+  }
   ps__free(f->member);
 }

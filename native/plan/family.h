@@ -41,6 +41,9 @@ typedef struct ps__base {
 
 typedef struct ps__size {
   ps__layout layout;
+  ps__layout shorter;      /* what ps__family_shorten() made of it: n_left_out of its rounds, all alike, are missing; empty where none is */
+  uint32_t n_left_out;
+  size_t n_ops;            /* of a step, about */
   ps__base base[2];        /* [the embedding is at home]: of untied models both */
   bool coarse;             /* only every third share is looked at: the step has very many ops, or its ops so little work that their fixed cost decides */
 } ps__size;
@@ -66,8 +69,13 @@ typedef struct ps__family {
  * PS_EINVAL. Freed by ps__family_free(), also after an error. */
 ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *hooks);
 void ps__family_free(ps__family *f);
-/* ps__family_spec() - the decisions of a member, of the family or refined from one; freed by ps__spec_free(). */
-ps_status ps__family_spec(const ps__family *f, const ps__member *m, ps__spec *out);
+/* ps__family_shorten() - a layout with at most PS__ROUNDS_LOOKED_AT rounds for each size that has more: the first, the last and some of those between, whose time
+ * the others take too. Errors: PS_ENOMEM. */
+enum { PS__ROUNDS_LOOKED_AT = 5 };
+ps_status ps__family_shorten(ps__family *f);
+static inline const ps__layout *ps__size_layout(const ps__size *z) { return z->n_left_out ? &z->shorter : &z->layout; }
+/* ps__family_spec() - the decisions of a member, of the family or refined from one, for its size's layout or the shorter one; freed by ps__spec_free(). */
+ps_status ps__family_spec(const ps__family *f, const ps__member *m, const ps__layout *l, ps__spec *out);
 /* ps__family_share_bytes(), _unit_part_bytes() - BYTES of device memory of one part of the shares, and of one of the units' parameters. */
 double ps__family_share_bytes(const ps__family *f, const ps__member *m);
 double ps__family_unit_part_bytes(const ps__family *f);

@@ -1,9 +1,9 @@
-/* search.c - the fastest plan under both caps, among a fixed family of plans (family.h).
+/* search.c - the fastest plan under both caps, among a fixed family of plans (family.h) and, where that is large, near its fastest members.
  *
  * The family does not depend on the caps, so a larger cap only admits more members: where all of them are looked at, more memory never gives a slower plan. Members are
  * looked at best estimate first, after one of each size has told how far off its size's estimates are; looking is work that grows from one stage to the next, each ruling
  * members out before the next: the bounds, emission, the bytes alive at once, the memory map, the simulation. Where a bound is no better than the best simulated plan, the
- * member is passed over. Large families are looked at within a budget (MAX_OPS). */
+ * member is passed over. Large families are looked at within a budget (MAX_OPS) and with fewer rounds a step, refined, and the fastest few looked at whole. */
 #include "family.h"
 #include "../core/core.h"
 #include "../kernels/cuda/scratch.h"
@@ -12,24 +12,27 @@
 
 /* Ops emitted and simulated at most in one search, over all plans looked at: some seconds. A family that needs more (long steps of deep models on a machine where nothing is
  * hidden) gives the best of those looked at. */
-static const uint64_t MAX_OPS = 3500000;
-/* Beside it, for what lies between the members: only where the family was not looked at to the end. */
-static const uint64_t REFINE_OPS = 6000000;
+static const uint64_t MAX_OPS = 2500000;
+/* From so many ops in all members' steps on, steps are looked at with fewer of their rounds, and what lies between the members is looked at too. */
+static const double LARGE_FAMILY_OPS = 2e8;
+/* Beside MAX_OPS, for what lies between the members. */
+static const uint64_t REFINE_OPS = 4000000;
 enum { N_REFINED = 4 }; /* sizes that share them, side by side where there are CPUs */
 /* From here on members are passed over that will not fit by what was seen of their like. */
 static const uint64_t PRUNE_OPS = 400000;
 enum { TRIES = 6 }; /* members of a size looked at for one that fits */
 
+enum { N_BEST = 8 };
 typedef struct fastest { double ns; ps__member member; } fastest;
 
 typedef struct search {
   ps_plan *plan;
   ps__search_result *out;
   ps__family family;
-  ps__member best;
-  double best_ns;                         /* 0: none yet */
+  fastest best[N_BEST];                   /* ns 0: none yet */
   uint64_t device_cap, host_cap, machine; /* machine: host memory in all */
   uint64_t best_miss, n_ops;
+  bool whole;                             /* look at steps with all their rounds, though shorter ones tell nearly the same */
   bool prune;                             /* by slack below, and never look twice */
   double factor[PS__MAX_SIZES];           /* by which a size's estimates are off */
   fastest fastest[PS__MAX_SIZES];         /* of each size; ns 0: none yet */
@@ -86,14 +89,28 @@ static bool fits(const search *s, const uint64_t bytes[PS__N_SPACES]) {
   return bytes[PS__SPACE_DEVICE] <= s->device_cap && bytes[PS__SPACE_HOST] <= s->host_cap && host_taken(s, bytes) <= s->machine;
 }
 
-static ps_status simulate(const ps__step *step, ps__cost_model *m, double *step_ns) {
+/* From one round's first op on the compute stream to the next one's, of the last two rounds before the last, in the last of the simulated steps. */
+static double round_ns(const ps__step *step, const ps_trace_event *events) {
+  const int32_t from = (int32_t)step->layout->n_rounds - 3;
+  double start[2] = {0};
+  for (size_t i = step->n_op; i-- > 0;) {
+    const int32_t k = step->op[i].tag.round - from;
+    if (step->op[i].stream == PS__S_COMPUTE && (k == 0 || k == 1)) start[k] = (double)events[(PS__SIM_STEPS - 1) * step->n_op + i].start_ns;
+  }
+  return start[1] - start[0];
+}
+
+/* @n_left_out: rounds that the step is shorter by than the one whose time is asked for. */
+static ps_status simulate(const ps__step *step, uint32_t n_left_out, ps__cost_model *m, double *step_ns) {
   ps_program *program = NULL;
   ps_schedule *schedule = NULL;
   double end[PS__SIM_STEPS];
-  ps_status st = ps__step_program(step, &program);
+  ps_trace_event *events = n_left_out ? ps__malloc(PS__SIM_STEPS * step->n_op * sizeof *events) : NULL;
+  ps_status st = n_left_out && !events ? ps__fail(PS_ENOMEM, "out of memory for a simulation") : ps__step_program(step, &program);
   if (st == PS_OK) st = ps_schedule_compile(&schedule, program);
-  if (st == PS_OK) st = ps_sim_run(schedule, ps__cost, m, PS__SIM_STEPS, NULL, end);
-  if (st == PS_OK) *step_ns = ps__steady_ns(step, m, end);
+  if (st == PS_OK) st = ps_sim_run(schedule, ps__cost, m, PS__SIM_STEPS, events, end);
+  if (st == PS_OK) *step_ns = ps__steady_ns(step, m, end) + (n_left_out ? n_left_out * round_ns(step, events) : 0);
+  ps__free(events);
   ps_program_destroy(program);
   (void)ps_schedule_destroy(schedule);
   return st;
@@ -101,24 +118,35 @@ static ps_status simulate(const ps__step *step, ps__cost_model *m, double *step_
 
 /* ---- a member's exact size ------------------------------------------------------------------------------------------------------ */
 
-typedef struct sized { ps__spec spec; ps__step step; uint64_t bytes[PS__N_SPACES]; bool mapped; } sized;
+typedef struct sized { ps__spec spec; ps__step step; uint64_t bytes[PS__N_SPACES], missing; uint32_t n_left_out; bool mapped; } sized;
 
 static void sized_free(sized *z) {
   ps__step_free(&z->step);
   ps__spec_free(&z->spec);
 }
 
+/* Host memory that a shorter step takes less: of the batch and for ops. */
+static uint64_t missing_bytes(const search *s, const ps__size *size, const ps__layout *l, const ps__step *step) {
+  const uint64_t tokens = size->layout.n_tokens - l->n_tokens, a_token = 8 + 16 + 4; /* as the source fills them, as the device gets them, losses */
+  const double ops = (double)step->n_op * ((double)size->layout.n_chunks / l->n_chunks - 1);
+  return tokens * a_token + (uint64_t)ops * ((uint64_t)s->plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
+}
+
 /* Emission, and in bytes what no map goes below. */
 static ps_status emit(search *s, const ps__member *m, sized *z) {
   const ps_plan *plan = s->plan;
   uint64_t scratch, trace;
-  PS_TRY(ps__family_spec(&s->family, m, &z->spec));
-  const ps_status st = ps__step_emit(&z->step, &plan->model, &s->family.size[m->size].layout, &z->spec, &s->plan->hooks);
+  const ps__size *size = &s->family.size[m->size];
+  const ps__layout *l = s->whole ? &size->layout : ps__size_layout(size);
+  PS_TRY(ps__family_spec(&s->family, m, l, &z->spec));
+  const ps_status st = ps__step_emit(&z->step, &plan->model, l, &z->spec, &s->plan->hooks);
   if (st != PS_OK) {
     ps__spec_free(&z->spec);
     return st;
   }
   s->n_ops += z->step.n_op;
+  z->n_left_out = l == &size->shorter ? size->n_left_out : 0;
+  z->missing = missing_bytes(s, size, l, &z->step);
   const uint64_t overhead[PS__N_SPACES] = {[PS__SPACE_DEVICE] = ps__device_overhead(plan, &z->step, &scratch),
                                            [PS__SPACE_HOST] = ps__host_overhead(plan, &z->step, &scratch, &trace)};
   for (uint32_t i = 0; i < PS__N_SPACES; i++) {
@@ -127,7 +155,7 @@ static ps_status emit(search *s, const ps__member *m, sized *z) {
       sized_free(z);
       return ps__fail(PS_ENOMEM, "out of memory for a plan's size");
     }
-    z->bytes[i] = ps__arena_round(alive) + overhead[i];
+    z->bytes[i] = ps__arena_round(alive) + overhead[i] + (i == PS__SPACE_HOST ? z->missing : 0);
   }
   z->mapped = false;
   return PS_OK;
@@ -137,7 +165,7 @@ static ps_status map(search *s, sized *z) {
   uint64_t scratch, trace;
   PS_TRY(ps__step_map(&z->step));
   z->bytes[PS__SPACE_DEVICE] = ps__arena_round(z->step.space_bytes[PS__SPACE_DEVICE]) + ps__device_overhead(s->plan, &z->step, &scratch);
-  z->bytes[PS__SPACE_HOST] = ps__arena_round(z->step.space_bytes[PS__SPACE_HOST]) + ps__host_overhead(s->plan, &z->step, &scratch, &trace);
+  z->bytes[PS__SPACE_HOST] = ps__arena_round(z->step.space_bytes[PS__SPACE_HOST]) + ps__host_overhead(s->plan, &z->step, &scratch, &trace) + z->missing;
   z->mapped = true;
   return PS_OK;
 }
@@ -181,6 +209,17 @@ static void note_slack(search *s, const ps__member *m, const sized *z) {
   }
 }
 
+/* The fastest few, fastest first. */
+static void note_best(search *s, double ns, const ps__member *m) {
+  uint32_t i = N_BEST;
+  for (uint32_t k = 0; k < N_BEST; k++)
+    if (s->best[k].ns == ns && s->best[k].member.size == m->size) return; /* the same once more */
+  while (i > 0 && (s->best[i - 1].ns == 0 || ns < s->best[i - 1].ns)) i--;
+  if (i == N_BEST) return;
+  memmove(&s->best[i + 1], &s->best[i], (N_BEST - 1 - i) * sizeof *s->best);
+  s->best[i] = (fastest){ns, *m};
+}
+
 /* @out_ns: what its step takes by simulation; 0 where it does not fit. */
 static ps_status time_of(search *s, const ps__member *m, sized *z, double *out_ns) {
   *out_ns = 0;
@@ -188,11 +227,8 @@ static ps_status time_of(search *s, const ps__member *m, sized *z, double *out_n
   if (st != PS_OK || !z->mapped || !fits(s, z->bytes)) return st;
   s->out->n_feasible++;
   s->n_ops += z->step.n_op;
-  st = simulate(&z->step, &s->family.cost, out_ns);
-  if (st == PS_OK && (s->best_ns == 0 || *out_ns < s->best_ns)) {
-    s->best_ns = *out_ns;
-    s->best = *m;
-  }
+  st = simulate(&z->step, z->n_left_out, &s->family.cost, out_ns);
+  if (st == PS_OK && *out_ns > 0) note_best(s, *out_ns, m);
   return st;
 }
 
@@ -229,7 +265,7 @@ static ps__member *next_of(const search *s, const ranked *order, size_t *at) {
   const ps__family *f = &s->family;
   while (*at < f->n_members) {
     ps__member *m = &f->member[order[(*at)++].idx];
-    if ((m->seen && s->prune) || (s->best_ns > 0 && m->bound_ns >= s->best_ns) || cannot_fit(s, m)) continue;
+    if ((m->seen && s->prune) || (s->best[0].ns > 0 && m->bound_ns >= s->best[0].ns) || cannot_fit(s, m)) continue;
     return m;
   }
   return NULL;
@@ -252,7 +288,7 @@ static ps_status find_fastest(search *s) {
   }
   qsort(order[0], f->n_members, sizeof *order[0], by_rank);
   ps_status st = PS_OK;
-  for (uint32_t turn = 0, idle = 0; st == PS_OK && idle < 2 && s->n_ops <= (s->best_ns > 0 ? MAX_OPS : 4 * MAX_OPS); turn ^= 1) {
+  for (uint32_t turn = 0, idle = 0; st == PS_OK && idle < 2 && s->n_ops <= (s->best[0].ns > 0 ? MAX_OPS : 4 * MAX_OPS); turn ^= 1) {
     ps__member *m = next_of(s, order[turn], &at[turn]);
     double ns;
     idle = m ? 0 : idle + 1;
@@ -361,9 +397,8 @@ static ps_status refine_all(search *s, branch *b, uint32_t n) {
   for (uint32_t i = 0; i < n; i++) {
     if (b[i].status != PS_OK) return ps__fail(b[i].status, "%s", b[i].why);
     s->out->n_feasible += b[i].out.n_feasible;
-    if (b[i].s->best_ns >= s->best_ns) continue;
-    s->best_ns = b[i].s->best_ns;
-    s->best = b[i].s->best;
+    for (uint32_t k = 0; k < N_BEST && b[i].s->best[k].ns > 0; k++)
+      if (b[i].s->best[k].ns < s->best[0].ns) note_best(s, b[i].s->best[k].ns, &b[i].s->best[k].member);
   }
   return PS_OK;
 }
@@ -374,7 +409,7 @@ static ps_status refine_fastest(search *s) {
   uint32_t n = 0;
   ps_status st = PS_OK;
   qsort(s->fastest, PS__MAX_SIZES, sizeof *s->fastest, by_ns);
-  for (; n < N_REFINED && s->fastest[n].ns > 0 && s->fastest[n].ns < 1.06 * s->best_ns; n++) {
+  for (; n < N_REFINED && s->fastest[n].ns > 0 && s->fastest[n].ns < 1.06 * s->best[0].ns; n++) {
     b[n].s = ps__malloc(sizeof *s);
     if (!b[n].s) {
       st = ps__fail(PS_ENOMEM, "out of memory for the search");
@@ -389,12 +424,30 @@ static ps_status refine_fastest(search *s) {
   return st;
 }
 
+/* The fastest that holds with all its rounds: what shorter steps tell of time and memory is nearly so, and the fastest of them may not fit by a hair. */
+static ps_status hold_best(search *s) {
+  fastest few[N_BEST];
+  memcpy(few, s->best, sizeof few);
+  memset(s->best, 0, sizeof s->best);
+  s->whole = true;
+  for (uint32_t i = 0, n_held = 0; i < N_BEST && few[i].ns > 0 && n_held < 2; i++) {
+    sized z;
+    double ns;
+    PS_TRY(emit(s, &few[i].member, &z));
+    const ps_status st = time_of(s, &few[i].member, &z, &ns);
+    sized_free(&z);
+    if (st != PS_OK) return st;
+    n_held += ns > 0;
+  }
+  return PS_OK;
+}
+
 static ps_status keep_best(search *s) {
   ps_plan *plan = s->plan;
-  const ps__layout *l = &s->family.size[s->best.size].layout;
+  const ps__layout *l = &s->family.size[s->best[0].member.size].layout;
   PS_TRY(ps__layout_init(&plan->layout, plan->cfg.seq_len, plan->cfg.tokens_per_step / plan->cfg.seq_len, l->chunk_tokens, l->chunks_per_round,
                          l->first_round_chunks));
-  return ps__family_spec(&s->family, &s->best, &plan->spec);
+  return ps__family_spec(&s->family, &s->best[0].member, &plan->layout, &plan->spec);
 }
 
 /* ---- the smallest ----------------------------------------------------------------------------------------------------------------- */
@@ -461,6 +514,26 @@ static ps_status find_smallest(search *s) {
   return st;
 }
 
+/* Whether looking at all members is out of the question. */
+static bool is_large(const search *s) {
+  double ops = 0;
+  for (size_t i = 0; i < s->family.n_members; i++) ops += (double)s->family.size[s->family.member[i].size].n_ops;
+  return ops > LARGE_FAMILY_OPS;
+}
+
+static ps_status find(search *s) {
+  const bool large = is_large(s);
+  if (large) PS_TRY(ps__family_shorten(&s->family));
+  for (int pass = 0; pass < 2 && s->best[0].ns == 0; pass++) {
+    s->prune = pass == 0; /* what fits by a hair is found by the second */
+    PS_TRY(find_fastest(s));
+  }
+  if (s->best[0].ns == 0 || !large) return PS_OK;
+  PS_TRY(refine_fastest(s));
+  PS_TRY(hold_best(s));
+  return s->best[0].ns > 0 ? PS_OK : find_fastest(s); /* with all their rounds from here on */
+}
+
 ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out) {
   memset(out, 0, sizeof *out);
   search *s = ps__calloc(1, sizeof *s);
@@ -475,13 +548,8 @@ ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out) {
   ps_status st = ps__family_init(&s->family, plan, &plan->hooks);
   out->n_candidates = (uint32_t)s->family.n_members;
   s->prune = true;
-  if (st == PS_OK && sizes_only) st = find_smallest(s);
-  for (int pass = 0; st == PS_OK && !sizes_only && pass < 2 && s->best_ns == 0; pass++) {
-    s->prune = pass == 0; /* what fits by a hair is found by the second */
-    st = find_fastest(s);
-  }
-  if (st == PS_OK && s->best_ns > 0 && s->n_ops > MAX_OPS) st = refine_fastest(s);
-  if (st == PS_OK && s->best_ns > 0) st = keep_best(s);
+  if (st == PS_OK) st = sizes_only ? find_smallest(s) : find(s);
+  if (st == PS_OK && s->best[0].ns > 0) st = keep_best(s);
   ps__family_free(&s->family);
   ps__free(s);
   return st;
