@@ -125,7 +125,7 @@ def test_every_budget_gives_the_same_bits(case, model_dir, hardware):
     plans = different_plans(model, hardware, kw)
     reports = [p.report for p in plans]
     assert len(plans) >= 6 and reports[0]["resident_param_units"] + plans[0].json()["embed_at_home"] == reports[0]["n_units"]
-    assert any(r["resident_param_units"] == 0 for r in reports) and any(r["saved_host_bytes"] for r in reports)
+    assert any(r["resident_param_units"] <= 1 for r in reports) and any(r["saved_host_bytes"] for r in reports)  # at most the head is there to stay
     assert any(r["saved_recompute_bytes"] for r in reports)
     expected = None
     for i in sorted({round(i * (len(plans) - 1) / 6) for i in range(7)}):  # seven of them, both ends among them
