@@ -149,11 +149,16 @@ static void case_sumsq(bench *b, const void *args) {
   void *ptr[2] = {b->b, b->c};
   launch(&b->exec, &ps__k_sumsq_host, args, ptr, 2);
 }
-/* ---- the optimizer as a load -------------------------------------------------------------------------------------------------------- */
+/* ---- a load ---------------------------------------------------------------------------------------------------------------------------- */
 
-/* In a loop on a thread of its own, on a sixteenth of the buffers from their middle on: long enough to keep all threads busy, short enough to be counted. */
+/* The optimizer, or sums of gradients, in a loop on a thread of its own: a sixteenth of a buffer at a time, long enough to keep all threads busy, short enough to be
+ * counted, and one after the other in the buffers' second half, so that no cache has seen it lately. */
+enum { LOAD_PARTS = 16, LOAD_TURNS = LOAD_PARTS / 2 };
 typedef struct load {
-  bench part;
+  bench whole;
+  case_fn run;
+  const void *args;
+  double bytes_a_run;
   ps__thread *thread;
   _Atomic uint32_t stop;
   _Atomic uint64_t n;
@@ -161,17 +166,14 @@ typedef struct load {
 
 static void load_main(void *arg) {
   load *l = arg;
-  while (!atomic_load(&l->stop)) {
-    case_optimizer(&l->part, NULL);
+  for (uint64_t n = 0; !atomic_load(&l->stop); n++) {
+    bench part = l->whole;
+    const uint64_t at = part.bytes / 2 + n % LOAD_TURNS * (part.bytes / LOAD_PARTS);
+    part.a += at, part.b += at, part.c += at, part.d += at;
+    part.bytes /= LOAD_PARTS;
+    l->run(&part, l->args);
     atomic_fetch_add(&l->n, 1);
   }
-}
-
-static void load_init(load *l, const bench *b) {
-  const uint64_t half = b->bytes / 2;
-  *l = (load){.part = *b};
-  l->part.a += half, l->part.b += half, l->part.c += half, l->part.d += half;
-  l->part.bytes /= 16;
 }
 
 static ps_status load_start(void *arg) {
@@ -192,7 +194,7 @@ static void load_stop(void *arg) {
 #ifdef PS_CUDA
 static double load_bytes(void *arg) {
   load *l = arg;
-  return 7.0 * (double)l->part.bytes * (double)atomic_load(&l->n);
+  return l->bytes_a_run * (double)atomic_load(&l->n);
 }
 #endif
 
@@ -216,8 +218,7 @@ static ps_status measure_gather(bench *b, ps_hardware *hw) {
     x = x * 6364136223846793005ull + 1442695040888963407ull;
     id[i] = (int32_t)((x >> 33) % a.vocab);
   }
-  load l;
-  load_init(&l, b);
+  load l = {.whole = *b, .run = case_optimizer};
   if (b->beside_gpu) PS_TRY(load_start(&l));
   hw->gather_bytes_per_s = 2.0 * a.n_tokens * (double)row / time_case(b, case_gather, &a);
   if (b->beside_gpu) load_stop(&l);
@@ -300,8 +301,9 @@ static ps_status measure(bench *b, ps_hardware *hw, bool at_length) {
   if (at_length) PS_TRY(measure_threads(b, hw));
   if (at_length) PS_TRY(measure_touch(hw));
 #ifdef PS_CUDA
-  load l;
-  load_init(&l, b);
+  /* sums, of all that the host does beside copies, are the most bytes of a step, and get the least of the memory */
+  const ps__args_accumulate sum = {.n = b->bytes / LOAD_PARTS / 2, .dt = PS_BF16};
+  load l = {.whole = *b, .run = case_accumulate, .args = &sum, .bytes_a_run = 3.0 * (double)b->bytes / LOAD_PARTS};
   if (b->beside_gpu) PS_TRY(ps__cuda_measure(hw, b->seconds, at_length, &(ps__host_load){&l, load_start, load_bytes, load_stop}));
 #endif
   hw->measured = 1;
