@@ -1,4 +1,5 @@
 """The Python shell over the engine: programs with Python ops, errors inside them, traces, the simulator, declarations."""
+import threading
 import gc
 import re
 import subprocess
@@ -91,6 +92,27 @@ def test_an_exception_in_a_python_op_is_raised_again_and_stops_the_run():
         run_once_ok.call(0, lambda step, x: x.fill(7), writes=[Region(0, 0, 4)])
         run_once(run_once_ok, engine)  # the engine is free again
         assert (engine.array(Region(0, 0, 4)) == 7).all()
+
+
+def test_where_says_what_each_stream_waits_for():
+    begun, go = threading.Event(), threading.Event()
+
+    def hold(step, x):
+        begun.set()
+        assert go.wait(60)
+
+    program = Program(1, 2)
+    program.call(0, hold, writes=[Region(0, 0, 4)], name="slow", layer=3)
+    program.call(1, lambda step, x: None, reads=[Region(0, 0, 4)], name="patient")
+    with one_space() as engine, Run(engine, program.compile()) as run:
+        run.submit()
+        assert begun.wait(60)
+        first, second = run.where().splitlines()
+        assert "0 of 1 ops ended, then slow, layer 3" in first and "waits" not in first
+        assert "0 of 1 ops ended, then patient; waits for" in second and "to end 1 more" in second
+        go.set()
+        run.wait()
+        assert all("step 1" in line for line in run.where().splitlines())
 
 
 def test_callbacks_live_as_long_as_the_schedule_needs_them():

@@ -282,6 +282,12 @@ class Run:
     def steps_done(self) -> int:
         return lib.ps_run_steps_done(self._ptr)
 
+    def where(self) -> str:
+        """Where each stream stands and what its next op waits for, a line a stream: to find out why nothing moves."""
+        room = ffi.new("char[]", 4096)
+        lib.ps_run_where(self._ptr, room, len(room))
+        return ffi.string(room).decode()
+
     def trace(self) -> np.ndarray:
         """The kept events as a structured array of TRACE_DTYPE, times in ns since the run's start; StateError while steps
         are in flight."""

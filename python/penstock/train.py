@@ -152,6 +152,12 @@ class Trainer:
     def steps_done(self) -> int:
         return lib.ps_trainer_steps_done(self._ptr)
 
+    def where(self) -> str:
+        """Where each stream stands, a line a stream; "" before the first step."""
+        room = ffi.new("char[]", 4096)
+        lib.ps_trainer_where(self._ptr, room, len(room))
+        return ffi.string(room).decode()
+
     def _param(self, name) -> Parameter:
         return name if isinstance(name, Parameter) else self.params[name]
 
