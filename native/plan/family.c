@@ -1,4 +1,4 @@
-/* family.c - members, their decisions and their bounds. */
+/* family.c - members, what they cost at least and about. */
 #include "family.h"
 #include <string.h>
 
@@ -7,122 +7,10 @@ enum { LARGE_STEP_OPS = 60000, MOST_STEP_OPS = 250000, OPS_A_CELL = 30 };
 const ps__residency ps__residencies[PS__N_RESIDENCIES] = {{0, 0, 0, 0}, {0, 0, 1, 0}, {8, 0, 1, 0}, {16, 0, 1, 0}, {32, 0, 1, 0},
                                                           {8, 8, 1, 0}, {16, 16, 1, 0}, {32, 16, 1, 0}, {32, 32, 1, 0}, {32, 32, 1, 1}};
 
-/* ---- decisions ---------------------------------------------------------------------------------------------------------------- */
-
-/* @parts of PS__UNIT_PARTS, spread evenly. */
-static bool among(uint32_t unit, uint32_t parts) { return (unit + 1) * parts / PS__UNIT_PARTS != unit * parts / PS__UNIT_PARTS; }
-
-static bool params_stay(const ps__family *f, const ps__residency *r, uint32_t unit) {
-  return among(unit, r->params) || (r->head && unit == f->plan->model.n_layers + 1);
-}
-
-/* Items in the order in which they are worth their bytes: x has to be somewhere; attention costs the most time a byte to do again; of the others, whose products
- * cost about the same a byte, the early ones first. q and kv come from one product: one without the other saves nothing. */
-static const uint8_t order[][2] = {{PS__ITEM_X, PS__N_ITEMS}, {PS__ITEM_O, PS__N_ITEMS}, {PS__ITEM_QKV, PS__N_ITEMS}, {PS__ITEM_Q, PS__ITEM_KV},
-                                   {PS__ITEM_H, PS__N_ITEMS}, {PS__ITEM_GU, PS__N_ITEMS}};
-enum { N_ORDER = sizeof order / sizeof *order };
-
-/* Deals a round's cells their fates in forward order: what goes home first, then what stays, each as soon as its share of the bytes seen so far allows, so that
- * both are spread evenly over the pass and the link is kept busy from the first layer to the last. */
-typedef struct dealer { double device, host, extra, device_share, host_share, extra_share; } dealer;
-
-static uint64_t group_bytes(const ps__block *b, int i, uint32_t n_tokens) {
-  uint64_t bytes = 0;
-  for (int k = 0; k < 2; k++)
-    if (order[i][k] < PS__N_ITEMS && b->has_item[order[i][k]]) bytes += b->item_row_bytes[order[i][k]] * n_tokens;
-  return bytes;
-}
-
-static void set_fate(const ps__block *b, int i, uint8_t to, uint8_t fate[PS__N_ITEMS]) {
-  for (int k = 0; k < 2; k++)
-    if (order[i][k] < PS__N_ITEMS && b->has_item[order[i][k]]) fate[order[i][k]] = to;
-}
-
-/* A chunk that the first round has more than the others: the memory is dealt out to what every round has, so that its x goes home, more of it by its own share, and
- * the rest is done again. */
-static void deal_extra(dealer *d, const ps__block *b, uint32_t n_tokens, uint8_t fate[PS__N_ITEMS]) {
-  fate[PS__ITEM_X] = d->host_share > 0 || d->extra_share > 0 ? PS_FATE_HOST : PS_FATE_DEVICE;
-  for (int i = 1; i < N_ORDER; i++) d->extra += d->extra_share * (double)group_bytes(b, i, n_tokens);
-  for (int i = 1; i < N_ORDER && d->extra_share > 0; i++) {
-    const double bytes = (double)group_bytes(b, i, n_tokens);
-    if (bytes == 0 || d->extra < bytes / 2) continue;
-    d->extra -= bytes;
-    set_fate(b, i, PS_FATE_HOST, fate);
-  }
-}
-
-static void deal_cell(dealer *d, const ps__block *b, uint32_t n_tokens, bool extra, uint8_t fate[PS__N_ITEMS]) {
-  memset(fate, PS_FATE_RECOMPUTE, PS__N_ITEMS);
-  if (extra && d->device_share < 1) {
-    deal_extra(d, b, n_tokens, fate);
-    return;
-  }
-  for (int i = 0; i < N_ORDER; i++) {
-    const double bytes = (double)group_bytes(b, i, n_tokens);
-    d->device += d->device_share * bytes;
-    d->host += d->host_share * bytes;
-  }
-  for (int i = 0; i < N_ORDER; i++) {
-    const double bytes = (double)group_bytes(b, i, n_tokens);
-    uint8_t to = PS_FATE_RECOMPUTE;
-    if (bytes == 0) continue;
-    if (d->host_share > 0 && d->host >= bytes / 2) to = PS_FATE_HOST;
-    else if (i == 0 || d->device_share >= 1 || (d->device_share > 0 && d->device >= bytes / 2)) to = PS_FATE_DEVICE;
-    if (to == PS_FATE_HOST) d->host -= bytes;
-    if (to == PS_FATE_DEVICE) d->device -= bytes;
-    set_fate(b, i, to, fate);
-  }
-}
-
-static dealer dealer_of(const ps__member *m) {
-  return (dealer){.device_share = (double)m->device / PS__SHARES, .host_share = (double)m->host / PS__SHARES,
-                  .extra_share = (double)m->extra / PS__SHARES};
-}
-
-/* Bytes of all rows of the embedding that a step looks up; of its table. */
-static double lookup_bytes(const ps__family *f, const ps__layout *l) { return (double)l->n_tokens * f->plan->model.dim * ps_dtype_bytes((ps_dtype)f->block.dt); }
-static double table_bytes(const ps__family *f) { return (double)f->plan->model.vocab_size * f->plan->model.dim * ps_dtype_bytes((ps_dtype)f->block.dt); }
-
-/* The embedding is at home where its rows, once to the device and once back, are fewer bytes than the visits of its table. */
-static bool embeds_at_home(const ps__family *f, const ps__layout *l, const ps__residency *r) {
-  const double to_device = params_stay(f, r, 0) ? 1 : l->n_rounds, to_host = among(0, r->grads) ? 1 : l->n_rounds;
-  return !f->plan->model.tied_embeddings && !r->state && 2 * lookup_bytes(f, l) < (to_device + to_host) * table_bytes(f);
-}
-
-static ps_status spec_of(const ps__family *f, const ps__layout *layout, const ps__member *m, bool embed_at_home, ps__spec *spec) {
-  const ps_plan *plan = f->plan;
-  const ps__residency *r = &m->keep;
-  PS_TRY(ps__spec_init(spec, &plan->model, layout));
-  spec->recipe = (ps_recipe)plan->cfg.recipe;
-  spec->backend = plan->hw.backend;
-  spec->cudnn_version = plan->hw.cudnn_version;
-  spec->deterministic = plan->cfg.deterministic != 0;
-  spec->one_document = plan->cfg.one_document != 0;
-  spec->chunk_tokens = layout->chunk_tokens;
-  spec->chunks_per_round = layout->chunks_per_round;
-  spec->first_round_chunks = layout->first_round_chunks;
-  spec->head_slice = plan->cfg.head_slice_tokens;
-  spec->clip = plan->cfg.clip != 0;
-  spec->param_lead = spec->saved_lead = spec->saved_lag = spec->grad_lag = m->ahead;
-  spec->sum_lag = m->ahead + m->sums;
-  spec->keep_grads = plan->cfg.keep_grads != 0;
-  spec->embed_at_home = embed_at_home;
-  for (uint32_t u = 0; u < spec->n_units; u++) {
-    const bool several = layout->n_rounds > 1 || (u == 0 && plan->model.tied_embeddings), home = u == 0 && embed_at_home;
-    spec->param_resident[u] = params_stay(f, r, u) && !home;
-    spec->grad_resident[u] = among(u, r->grads) && several && !home;
-    spec->update_resident[u] = r->state;
-    spec->update_streamed[u] = !r->state && u > 0 && u <= m->streamed;
-  }
-  dealer d = dealer_of(m);
-  for (uint32_t l = 0; l < spec->n_layers; l++)
-    for (uint32_t c = 0; c < spec->n_chunks; c++)
-      deal_cell(&d, &f->block, layout->chunk[c].n_tokens, c >= layout->chunks_per_round, ps__spec_fate(spec, l, c, 0));
-  return PS_OK;
-}
+/* ---- a member ----------------------------------------------------------------------------------------------------------------------- */
 
 ps_status ps__family_spec(const ps__family *f, const ps__member *m, const ps__layout *l, ps__spec *out) {
-  return spec_of(f, l, m, embeds_at_home(f, &f->size[m->size].layout, &m->keep), out);
+  return ps__decide(f, l, m, ps__embeds_at_home(f, &f->size[m->size].layout, &m->keep), out);
 }
 
 ps_status ps__family_shorten(ps__family *f) {
@@ -144,7 +32,7 @@ double ps__family_share_bytes(const ps__family *f, const ps__member *m) {
   const ps__layout *l = &f->size[m->size].layout;
   double bytes = 0;
   for (uint32_t c = 0; c < l->round[0].n_chunks && c < l->chunks_per_round; c++)
-    for (int i = 0; i < N_ORDER; i++) bytes += (double)group_bytes(&f->block, i, l->chunk[c].n_tokens);
+    for (int i = 0; i < PS__N_GROUPS; i++) bytes += (double)ps__group_bytes(&f->block, i, l->chunk[c].n_tokens);
   return bytes * f->plan->model.n_layers / PS__SHARES;
 }
 
@@ -191,7 +79,7 @@ static ps_status measure_size(ps__family *f, ps__size *z, bool embed_at_home, ps
   ps__step s;
   uint64_t scratch, trace, turn = 0;
   *base = (ps__base){0};
-  PS_TRY(spec_of(f, &z->layout, &all, embed_at_home, &spec));
+  PS_TRY(ps__decide(f, &z->layout, &all, embed_at_home, &spec));
   ps_status st = ps__step_emit(&s, &f->plan->model, &z->layout, &spec, hooks);
   if (st == PS_OK) {
     size_t n_compute = 0;
@@ -217,14 +105,14 @@ static ps_status measure_size(ps__family *f, ps__size *z, bool embed_at_home, ps
 
 /* ---- recomputation ---------------------------------------------------------------------------------------------------------------- */
 
-enum { N_MASKS = 1 << N_ORDER };
-typedef struct again_table { double ns[N_MASKS]; } again_table; /* by which groups of order[] are at hand */
+enum { N_MASKS = 1 << PS__N_GROUPS };
+typedef struct again_table { double ns[N_MASKS]; } again_table; /* by which groups of ps__item_group[] are at hand */
 
 static uint32_t tensors_of(const ps__block *b, uint32_t mask) {
   uint32_t have = 0;
   for (int t = 0; t < PS__N_TENSORS; t++)
-    for (int i = 0; i < N_ORDER; i++)
-      if ((mask >> i & 1) && b->tensor[t].item >= 0 && (b->tensor[t].item == order[i][0] || b->tensor[t].item == order[i][1])) have |= 1u << t;
+    for (int i = 0; i < PS__N_GROUPS; i++)
+      if ((mask >> i & 1) && b->tensor[t].item >= 0 && (b->tensor[t].item == ps__item_group[i][0] || b->tensor[t].item == ps__item_group[i][1])) have |= 1u << t;
   return have;
 }
 
@@ -269,17 +157,17 @@ static ps_status again_tables(const ps__family *f, const ps__size *z, again_tabl
 /* The rounds after the first deal the same fates to their chunks by position, which is how ps__spec holds them. */
 static void add_shares(const ps__family *f, const ps__size *z, const ps__member *m, const again_table *table, const uint32_t *of_chunk, ps__shares *out) {
   const ps__layout *l = &z->layout;
-  dealer d = dealer_of(m);
+  ps__dealer d = ps__dealer_of(m);
   *out = (ps__shares){0};
   for (uint32_t layer = 0; layer < f->plan->model.n_layers; layer++)
     for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
       uint8_t fate[PS__N_ITEMS];
       uint32_t mask = 0;
       uint64_t home = 0;
-      deal_cell(&d, &f->block, l->chunk[c].n_tokens, c >= l->chunks_per_round, fate);
-      for (int i = 0; i < N_ORDER; i++) {
-        const uint64_t bytes = group_bytes(&f->block, i, l->chunk[c].n_tokens);
-        const uint8_t to = fate[order[i][0]];
+      ps__deal(&d, &f->block, l->chunk[c].n_tokens, c >= l->chunks_per_round, fate);
+      for (int i = 0; i < PS__N_GROUPS; i++) {
+        const uint64_t bytes = ps__group_bytes(&f->block, i, l->chunk[c].n_tokens);
+        const uint8_t to = fate[ps__item_group[i][0]];
         if (to != PS_FATE_RECOMPUTE) mask |= 1u << i;
         if (to == PS_FATE_DEVICE) out->device_bytes += bytes;
         if (to == PS_FATE_HOST) home += bytes;
@@ -305,19 +193,19 @@ static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__
   const ps_model_config *m = &f->plan->model;
   const double update = f->plan->cfg.recipe == PS_RECIPE_BF16 ? 14 : 28, e = ps_dtype_bytes((ps_dtype)f->block.dt);
   const uint32_t n_units = ps_model_n_units(m);
-  const bool home = embeds_at_home(f, l, r);
+  const bool home = ps__embeds_at_home(f, l, r);
   traffic t = {0};
   if (home) { /* its rows' gradients go home; but the first block's inputs do not, which are counted with the saved tensors */
-    t.to_device = lookup_bytes(f, l);
+    t.to_device = ps__lookup_bytes(f, l);
     t.to_host = 4.0 * (double)l->n_tokens;
-    t.host_ops = 3 * lookup_bytes(f, l) + table_bytes(f);
+    t.host_ops = 3 * ps__lookup_bytes(f, l) + ps__table_bytes(f);
     t.updates = update * (double)unit_bytes(f, 0) / e;
   }
   for (uint32_t u = home; u < n_units; u++) {
-    const bool several = l->n_rounds > 1 || (u == 0 && m->tied_embeddings), grads = among(u, r->grads) && several;
+    const bool several = l->n_rounds > 1 || (u == 0 && m->tied_embeddings), grads = ps__among(u, r->grads) && several;
     const double bytes = (double)unit_bytes(f, u), visits = u == 0 || u + 2 >= n_units ? 1 : 2; /* at least */
     const double contributions = l->n_rounds * (u == 0 && m->tied_embeddings ? 2 : 1);
-    t.to_device += r->state ? 0 : params_stay(f, r, u) ? bytes : visits * bytes * l->n_rounds;
+    t.to_device += r->state ? 0 : ps__params_stay(f, r, u) ? bytes : visits * bytes * l->n_rounds;
     t.to_host += r->state ? bytes : grads ? bytes : contributions * bytes;
     if (grads) t.device_sums += 3 * bytes * (contributions - 1);
     else if (!r->state) t.host_ops += 3 * bytes * (contributions - 1);
@@ -369,11 +257,11 @@ static uint64_t resident_bytes(const ps__family *f, const ps__layout *l, const p
   const uint64_t state = f->plan->cfg.recipe == PS_RECIPE_BF16 ? 4 : f->plan->cfg.recipe == PS_RECIPE_FP32 ? 8 : 12;
   const uint64_t e = ps_dtype_bytes((ps_dtype)f->block.dt);
   uint64_t bytes = 0;
-  for (uint32_t u = embeds_at_home(f, l, r); u < ps_model_n_units(&f->plan->model); u++) {
+  for (uint32_t u = ps__embeds_at_home(f, l, r); u < ps_model_n_units(&f->plan->model); u++) {
     const bool several = l->n_rounds > 1 || (u == 0 && f->plan->model.tied_embeddings);
-    if (params_stay(f, r, u)) bytes += unit_bytes(f, u);
+    if (ps__params_stay(f, r, u)) bytes += unit_bytes(f, u);
     if (r->state) bytes += unit_bytes(f, u) / e * state;
-    if (among(u, r->grads) && several && l->n_rounds > 1) bytes += unit_bytes(f, u);
+    if (ps__among(u, r->grads) && several && l->n_rounds > 1) bytes += unit_bytes(f, u);
   }
   return bytes;
 }
@@ -396,7 +284,7 @@ static ps_status add_members(ps__family *f, uint32_t idx) {
   uint64_t device[PS__N_RESIDENCIES], host[PS__N_RESIDENCIES];
   for (uint32_t r = 0; r < PS__N_RESIDENCIES; r++) {
     t[r] = unit_traffic(f, &z->layout, &ps__residencies[r]);
-    base[r] = &z->base[embeds_at_home(f, &z->layout, &ps__residencies[r])];
+    base[r] = &z->base[ps__embeds_at_home(f, &z->layout, &ps__residencies[r])];
     device[r] = base[r]->device_bytes + resident_bytes(f, &z->layout, &ps__residencies[r]);
     host[r] = base[r]->host_bytes + home_bytes(f, ps__residencies[r].state);
   }

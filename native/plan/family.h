@@ -79,4 +79,24 @@ ps_status ps__family_spec(const ps__family *f, const ps__member *m, const ps__la
 /* ps__family_share_bytes(), _unit_part_bytes() - BYTES of device memory of one part of the shares, and of one of the units' parameters. */
 double ps__family_share_bytes(const ps__family *f, const ps__member *m);
 double ps__family_unit_part_bytes(const ps__family *f);
+
+/* ---- decisions (decide.c) ---- */
+/* Saved items in the order in which they are worth their bytes, two where one without the other saves nothing (else PS__N_ITEMS). */
+enum { PS__N_GROUPS = 6 };
+extern const uint8_t ps__item_group[PS__N_GROUPS][2];
+uint64_t ps__group_bytes(const ps__block *b, int group, uint32_t n_tokens); /* in a cell of so many tokens */
+/* Deals a round's cells their fates in forward order: what goes home first, then what stays, each as soon as its share of the bytes seen so far allows, so that
+ * both are spread evenly over the pass and the link is kept busy from the first layer to the last. @extra: a chunk that the first round has more than the others. */
+typedef struct ps__dealer { double device, host, extra, device_share, host_share, extra_share; } ps__dealer;
+ps__dealer ps__dealer_of(const ps__member *m);
+void ps__deal(ps__dealer *d, const ps__block *b, uint32_t n_tokens, bool extra, uint8_t fate[PS__N_ITEMS]);
+bool ps__among(uint32_t unit, uint32_t parts); /* @parts of PS__UNIT_PARTS, spread evenly */
+bool ps__params_stay(const ps__family *f, const ps__residency *r, uint32_t unit);
+/* Bytes of all rows of the embedding that a step looks up; of its table; and whether it is at home: where its rows, once to the device and once back, are fewer bytes than
+ * the visits of its table. */
+double ps__lookup_bytes(const ps__family *f, const ps__layout *l);
+double ps__table_bytes(const ps__family *f);
+bool ps__embeds_at_home(const ps__family *f, const ps__layout *l, const ps__residency *r);
+/* All of a member's decisions for a layout; @out freed by ps__spec_free(). */
+ps_status ps__decide(const ps__family *f, const ps__layout *layout, const ps__member *m, bool embed_at_home, ps__spec *out);
 #endif
