@@ -1,5 +1,6 @@
 """The planner: more memory is never slower, the same question has the same answer, and its numbers add up."""
 import json
+import os
 import time
 
 import numpy as np
@@ -211,6 +212,24 @@ def test_large_models_are_planned_without_touching_memory(name, seconds):
     assert time.monotonic() - begin < seconds
     assert resident() - before < 512 * MIB < plan.report["device_bytes"]
     assert plan.report["device_bytes"] <= 20 << 30
+
+
+def test_a_large_search_is_the_same_on_one_cpu_as_on_all():
+    """Its refinement runs side by side where there are CPUs. The plan keeps to both caps."""
+    def plan():
+        return Plan(ModelConfig.read(ROOT / "models/8b.json"), seq_len=4096, tokens_per_step=131072, device_mem="22GiB", host_mem="90GiB", one_document=True,
+                    hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"), reserve=1 << 30)
+
+    cpus, everywhere = os.sched_getaffinity(0), plan()
+    try:
+        os.sched_setaffinity(0, {min(cpus)})
+        alone = plan()
+    finally:
+        os.sched_setaffinity(0, cpus)
+    assert alone.json() == everywhere.json()
+    report = alone.report
+    assert report["device_bytes"] <= 22 << 30 and report["host_bytes"] <= 90 << 30
+    assert report["n_candidates"] > 100000 and report["n_rounds"] > 5  # looked at with fewer rounds, refined
 
 
 @pytest.mark.parametrize("name,tflops", [("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989),
