@@ -103,6 +103,19 @@ def test_one_thing_is_wrong(standin, tiny_model, tiny_shard, tmp_path, case):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_cpu_is_not_taken_in_silence(standin, tiny_model):
+    """Where there is a driver that cannot be used, --backend auto says so; asked for, the cpu needs no word."""
+    plan = [BUILD / "bin/penstock", "plan", "--model", tiny_model, "--seq-len", "64", "--threads", "2"]
+    env = environment(*standin, STANDIN_VERSION=11080)
+    said, silent = (subprocess.run([*plan, *more], capture_output=True, text=True, env=env, timeout=120) for more in ([], ["--backend", "cpu"]))
+    assert said.returncode == silent.returncode == 0
+    assert re.search(r"^penstock: no GPU is used .*driver here supports CUDA 11\.8", said.stderr, re.M) and "no GPU" not in silent.stderr
+    code = "import warnings; warnings.simplefilter('error'); from penstock import Hardware; Hardware.estimate(2, %r)"
+    for backend, word in (("auto", "no GPU is used: the CUDA driver here supports CUDA 11.8"), ("cpu", "")):
+        done = subprocess.run([sys.executable, "-c", code % backend], capture_output=True, text=True, env=env | {"PYTHONPATH": str(ROOT / "python")})
+        assert word in done.stderr and (done.returncode == 0) == (not word), done.stderr
+
+
 def test_a_gpu_that_the_library_has_no_code_for(standin, tiny_model, tiny_shard, tmp_path):
     done = train(tiny_model, tiny_shard, tmp_path, environment(*standin, STANDIN_CAPABILITY=80, STANDIN_PIN=2))
     if "pinning" in done.stderr:  # nothing is wrong before that

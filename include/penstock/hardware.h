@@ -115,6 +115,10 @@ PS_API ps_status ps_hardware_describe(ps_hardware *out, const char *path);
 /* ps_hardware_n_gpus() - GPUs that the CUDA backend can use: 0 without CUDA in this build, a driver or a GPU (ps_last_error() says which). */
 PS_API uint32_t ps_hardware_n_gpus(void);
 
+/* ps_hardware_gpu_unused() - why a GPU that there seems to be (a driver is installed) cannot be used: too old a driver, none visible, CUDA not in this build. Lasts until
+ * the thread's next error. NULL where one can be used, or nothing speaks for one. */
+PS_API const char *ps_hardware_gpu_unused(void);
+
 /* ps_hardware_peak() - dense bf16 peak in FLOP/s of a GPU by its name, from a table of NVIDIA's figures; 0 when it is not in it. */
 PS_API double ps_hardware_peak(const char *device_name);
 

@@ -45,15 +45,19 @@ static char *keep(const ps_hardware *hw) {
 
 const char *const cli_backends[] = {"auto", "cpu", "cuda", NULL};
 
-static uint32_t backend_of(const cli_device *d) {
-  if (d->backend == CLI_BACKEND_AUTO)
+static uint32_t backend_of(const cli_device *d, bool quiet) {
+  if (d->backend == CLI_BACKEND_AUTO) {
+    const char *why = ps_hardware_gpu_unused();
+    if (why && !quiet)
+      fprintf(stderr, "penstock: no GPU is used (--backend cpu says the same without this line): %s\n", why);
     return ps_hardware_n_gpus() ? PS_BACKEND_CUDA : PS_BACKEND_CPU;
+  }
   return d->backend == CLI_BACKEND_CUDA ? PS_BACKEND_CUDA : PS_BACKEND_CPU;
 }
 
-int cli_hardware_measure(ps_hardware *out, const cli_device *d, bool at_length, double seconds, char **cached_at) {
+static int measure(ps_hardware *out, const cli_device *d, uint32_t backend, bool at_length, double seconds, char **cached_at) {
   out->struct_bytes = sizeof *out;
-  const uint32_t backend = backend_of(d), gpu = (uint32_t)d->gpu, threads = (uint32_t)d->threads;
+  const uint32_t gpu = (uint32_t)d->gpu, threads = (uint32_t)d->threads;
   const ps_status st = at_length ? ps_hardware_profile(out, backend, gpu, threads, seconds) : ps_hardware_measure(out, backend, gpu, threads, seconds);
   if (st != PS_OK)
     return cli_fail_status(st, true);
@@ -61,9 +65,13 @@ int cli_hardware_measure(ps_hardware *out, const cli_device *d, bool at_length, 
   return CLI_OK;
 }
 
-static int measure_quietly(ps_hardware *out, const cli_device *d, bool quiet) {
+int cli_hardware_measure(ps_hardware *out, const cli_device *d, bool at_length, double seconds, char **cached_at) {
+  return measure(out, d, backend_of(d, false), at_length, seconds, cached_at);
+}
+
+static int measure_quietly(ps_hardware *out, const cli_device *d, uint32_t backend, bool quiet) {
   char *cached_at = NULL;
-  int code = cli_hardware_measure(out, d, false, 0, &cached_at);
+  int code = measure(out, d, backend, false, 0, &cached_at);
   if (code == CLI_OK && !cached_at && !quiet)
     fprintf(stderr, "penstock: the figures could not be cached (set XDG_CACHE_HOME to a writable folder)\n");
   free(cached_at);
@@ -72,7 +80,7 @@ static int measure_quietly(ps_hardware *out, const cli_device *d, bool quiet) {
 
 int cli_hardware_get(ps_hardware *out, const cli_device *d, bool quiet) {
   out->struct_bytes = sizeof *out;
-  uint32_t backend = backend_of(d);
+  uint32_t backend = backend_of(d, quiet);
   ps_status st = ps_hardware_estimate(out, backend, (uint32_t)d->gpu, (uint32_t)d->threads); /* names the machine */
   if (st != PS_OK)
     return cli_fail_status(st, true);
@@ -83,7 +91,7 @@ int cli_hardware_get(ps_hardware *out, const cli_device *d, bool quiet) {
   if (!known) {
     if (!quiet)
       fprintf(stderr, "penstock: measuring this machine, once, for %s; penstock profile does it at length\n", backend == PS_BACKEND_CUDA ? "some 20 s" : "a second or two");
-    code = measure_quietly(out, d, quiet);
+    code = measure_quietly(out, d, backend, quiet);
   }
   if (d->peak_tflops > 0)
     out->peak_flops_per_s = d->peak_tflops * 1e12;

@@ -5,6 +5,7 @@
 #endif
 #include <ctype.h>
 #include <string.h>
+#include <unistd.h>
 
 #define PS__NO_CUDA "this library was built without CUDA: install the CUDA toolkit (12.4 or newer) and run make CUDA=1, or use the cpu backend"
 
@@ -49,6 +50,14 @@ uint32_t ps_hardware_n_gpus(void) {
   (void)ps__fail(PS_EDEVICE, PS__NO_CUDA);
   return 0;
 #endif
+}
+
+const char *ps_hardware_gpu_unused(void) {
+  bool driver = access("/proc/driver/nvidia/version", F_OK) == 0;
+#ifdef PS_CUDA
+  driver |= ps__cuda_driver_there();
+#endif
+  return driver && ps_hardware_n_gpus() == 0 ? ps_last_error() : NULL;
 }
 
 /* Whole words: "A100" is not in "RTX A1000". */

@@ -1,6 +1,7 @@
 """Plans: what a step does under two memory caps, and the hardware rates its predictions rest on."""
 import os
 import re
+import warnings
 from pathlib import Path
 
 import json
@@ -31,6 +32,9 @@ def parse_bytes(size) -> int:
 def _backend(name: str) -> int:
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"backend {name!r}: one of auto, cpu and cuda is needed")
+    unused = lib.ps_hardware_gpu_unused() if name == "auto" else ffi.NULL
+    if unused != ffi.NULL:
+        warnings.warn(f"no GPU is used: {text(unused)}", stacklevel=3)
     gpu = name == "cuda" or (name == "auto" and lib.ps_hardware_n_gpus() > 0)
     return lib.PS_BACKEND_CUDA if gpu else lib.PS_BACKEND_CPU
 

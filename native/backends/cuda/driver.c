@@ -8,6 +8,7 @@
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static ps__cuda_driver driver; /* functions only; written once */
 static ps_status opened;
+static bool there; /* the driver's library, whatever it can do */
 static char why[256];
 
 typedef CUresult (*find_fn)(const char *, void **, int, cuuint64_t, CUdriverProcAddressQueryResult *);
@@ -27,6 +28,7 @@ static void open_once(void) {
     refuse("no CUDA driver here (%s): install NVIDIA's driver, or use the cpu backend", dlerror());
     return;
   }
+  there = true;
   void *symbol = dlsym(lib, "cuGetProcAddress_v2");
   find_fn find;
   *(void **)&find = symbol;
@@ -58,6 +60,11 @@ static void open_once(void) {
   driver.GetErrorString(r, &text);
   refuse("the CUDA driver found no usable GPU (%s: %s): look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use the cpu backend",
          name ? name : "?", text ? text : "?");
+}
+
+bool ps__cuda_driver_there(void) {
+  pthread_once(&once, open_once);
+  return there;
 }
 
 ps_status ps__cuda_driver_open(const ps__cuda_driver **out) {

@@ -22,6 +22,9 @@ typedef struct ps__host_load {
   void (*stop)(void *arg);
 } ps__host_load;
 
+/* ps__cuda_driver_there() - whether there is a driver, usable or not. */
+bool ps__cuda_driver_there(void);
+
 /* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw; with @at_length also its figures for people. @seconds is for each of PS__CUDA_CASES
  * (PS__CUDA_MORE_CASES more at length), the first two being load that is not counted, since a large GPU is bound by its power and its clock falls only after some
  * seconds; of each case the second half counts. Products are measured with attention between them and attention with products between, as in a step. Takes 3.5 GiB of device memory and 256 MiB of pinned memory for the time, 1 GiB more of the
