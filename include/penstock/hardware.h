@@ -69,6 +69,8 @@ typedef struct ps_hardware {
   double accumulate_sumsq_bytes_per_s;      /* both in one pass: the last contribution's */
   double sumsq_bytes_per_s;                 /* sums of squares on the host */
   double gather_bytes_per_s;                /* rows of the embedding gathered by one thread, beside a GPU while the optimizer runs; all else of the io stream */
+  double idle_gain;                         /* CUDA, 0..1: products and attention run faster by this times the share of the time that the GPU idles: it is bound by its power,
+                                               and what it saves while it rests it spends on its clock. 0: it is not, or unknown */
   double memory_bytes_per_s;                /* host memory bandwidth that copies and host ops share */
   double op_ns;                             /* fixed cost of an op on the compute stream */
   double peak_flops_per_s;                  /* for MFU: dense peak of the GPU, by a sourced table; measured GEMM rate on a CPU; 0: unknown */

@@ -83,7 +83,7 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   line(out, "    the products beside them", hw->loaded_gemm_flops_per_s, 1e9, "GFLOP/s", peak);
   line(out, "copy to the device, not pinned", hw->pageable_h2d_bytes_per_s, gb, "GB/s", link);
   line(out, "copy to the host, not pinned", hw->pageable_d2h_bytes_per_s, gb, "GB/s", link);
-  line(out, gpu ? "host memory, copies beside the optimizer" : "host memory, copied by all threads", hw->memory_bytes_per_s, gb, "GB/s", 0);
+  line(out, gpu ? "host memory, copies beside sums" : "host memory, copied by all threads", hw->memory_bytes_per_s, gb, "GB/s", 0);
   for (uint32_t i = 0; i < PS_MAX_THREAD_RATES && hw->optimizer_by_threads[i].threads; i++) {
     char what[64];
     snprintf(what, sizeof what, "AdamW on %u thread%s", hw->optimizer_by_threads[i].threads, hw->optimizer_by_threads[i].threads > 1 ? "s" : "");
@@ -98,6 +98,8 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   line(out, "first touch of host memory", hw->first_touch_bytes_per_s, gb, "GB/s", 0);
   line(out, "pinning", hw->pin_bytes_per_s, 1 << 30, "GiB/s", 0);
   line(out, "an op's fixed cost", hw->op_ns, 1e3, "us", 0);
+  if (hw->idle_gain > 0)
+    line(out, "faster where the GPU idles 10%, by", 0.1 * hw->idle_gain, 0.01, "%", 0);
   if (gpu && !(peak > 0))
     fprintf(out, "  the peak of this GPU is unknown: no share of it, and no MFU (--peak-tflops of train gives it)\n");
 }
@@ -178,6 +180,7 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_number(j, "accumulate_sumsq_bytes_per_s", hw->accumulate_sumsq_bytes_per_s);
   cli_json_number(j, "sumsq_bytes_per_s", hw->sumsq_bytes_per_s);
   cli_json_number(j, "gather_bytes_per_s", hw->gather_bytes_per_s);
+  cli_json_number(j, "idle_gain", hw->idle_gain);
   cli_json_number(j, "memory_bytes_per_s", hw->memory_bytes_per_s);
   cli_json_number(j, "op_ns", hw->op_ns);
   cli_json_number(j, "peak_flops_per_s", hw->peak_flops_per_s);

@@ -119,6 +119,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
     if (cpu) out->demand[PS__RES_CPUS] = one;
     else out->demand[PS__RES_LINK] = share(rate, 2 * hw->duplex_bytes_per_s);
   } else if (op->stream == PS__S_COMPUTE) {
+    if (!cpu && (class == PS_CLASS_GEMM || class == PS_CLASS_ATTENTION)) out->idle_gain = hw->idle_gain < 1 ? hw->idle_gain : 1;
     if (!cpu) return;
     out->demand[PS__RES_CPUS] = class == PS_CLASS_COPY || class == PS_CLASS_OTHER ? one : all;
     if (class == PS_CLASS_ELEMENTWISE) out->demand[PS__RES_MEMORY] = share(hw->elementwise_bytes_per_s, hw->memory_bytes_per_s);

@@ -5,6 +5,7 @@
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/scratch.h"
 #include <string.h>
+#include <time.h>
 
 enum { TOKENS = 8192, DIM = 4096, HEADS = 32, KV_HEADS = 8, HEAD_DIM = 128 };
 
@@ -265,7 +266,8 @@ static ps_status measure_attention(bench *b, int which, double seconds) {
 
 /* ---- products between attention ------------------------------------------------------------------------------------------------------ */
 
-static ps_status measure_products(bench *b, double seconds) {
+/* @full: seconds of the usual products, the three of them. */
+static ps_status measure_products(bench *b, double seconds, double *full) {
   ps_hardware *hw = b->hw;
   double s[MAX_PARTS];
   timed t = {run_products, &gemm_rows[GEMM_USUAL], MAX_PARTS, usual_attention, ATTENTION_SHARE};
@@ -278,9 +280,45 @@ static ps_status measure_products(bench *b, double seconds) {
     hw->gemm[i] = (ps_gemm_rate){gemm_rows[i], 0, flops / s[FORWARD], flops / s[DGRAD], flops / s[WGRAD]};
   }
   hw->gemm_flops_per_s[PS_BF16] = hw->gemm[N_GEMM - 1].forward_flops_per_s;
+  *full = product_flops(gemm_rows[GEMM_USUAL]) * (1 / hw->gemm[GEMM_USUAL].forward_flops_per_s + 1 / hw->gemm[GEMM_USUAL].dgrad_flops_per_s +
+                                                  1 / hw->gemm[GEMM_USUAL].wgrad_flops_per_s);
   PS_TRY(time_parts(b, &(timed){.part = run_fp32, .n_parts = 1}, seconds / 2, s));
   hw->gemm_flops_per_s[PS_F32] = 2.0 * TOKENS * DIM * DIM / s[0];
   return PS_OK;
+}
+
+/* ---- idle time -------------------------------------------------------------------------------------------------------------------------- */
+
+/* Products of the usual rows and then attention, and after each such turn a pause of a sixth of its time: by how much the products are faster than @full seconds, which
+ * they take where the GPU never rests, over the share of time that it rested. Over the second half of the time. */
+static ps_status measure_idle(bench *b, double seconds, double full) {
+  const CUevent *e = b->event[0];
+  const uint64_t begin = ps__now_ns();
+  uint64_t counted_from = 0;
+  double products = 0, busy = 0, last = 0;
+  uint32_t n = 0;
+  while (n < 2 || seconds_since(begin) < seconds) {
+    double turn = 0, of_products = 0;
+    PS__CUDA_TRY(b->cu, EventRecord(e[0], b->exec.stream));
+    PS_TRY(usual_products(b));
+    PS__CUDA_TRY(b->cu, EventRecord(e[1], b->exec.stream));
+    PS_TRY(usual_attention(b));
+    PS__CUDA_TRY(b->cu, EventRecord(e[2], b->exec.stream));
+    PS__CUDA_TRY(b->cu, EventSynchronize(e[2]));
+    PS_TRY(add_elapsed(b, e[0], e[1], &of_products));
+    PS_TRY(add_elapsed(b, e[0], e[2], &turn));
+    nanosleep(&(struct timespec){.tv_nsec = (long)(turn / 6 * 1e9)}, NULL);
+    if (!counted_from && seconds_since(begin) >= seconds / 2) counted_from = ps__now_ns();
+    else if (counted_from) {
+      products += of_products;
+      busy += turn;
+      n++;
+      last = seconds_since(counted_from);
+    }
+  }
+  const double rested = 1 - busy / last, gain = rested > 0 ? (full / (products / n) - 1) / rested : 0;
+  b->hw->idle_gain = gain < 0 ? 0 : gain < 1 ? gain : 1;
+  return settle(b);
 }
 
 /* ---- memory and link --------------------------------------------------------------------------------------------------------------- */
@@ -426,11 +464,13 @@ static ps_status fill(bench *b) {
 /* The ops of a usual step come first, attention between products: what they make the driver take is device_overhead_bytes. */
 static ps_status measure(bench *b, double seconds, bool at_length, const ps__host_load *load, uint64_t bytes) {
   uint64_t used = 0;
+  double full;
   bool fits;
   PS_TRY(fill(b));
   PS_TRY(prepare_attention(b, &attention_shapes[ATTENTION_USUAL], &fits));
   if (!fits) return ps__fail(PS_EINTERNAL, "attention of %d rows takes more scratch than foreseen", TOKENS);
-  PS_TRY(measure_products(b, seconds));
+  PS_TRY(measure_products(b, seconds, &full));
+  PS_TRY(measure_idle(b, seconds, full));
   PS_TRY(measure_bandwidths(b, seconds));
   if (at_length) PS_TRY(measure_loaded(b, seconds));
   PS_TRY(ps__cuda_memory_used(b->hw->device, &used));

@@ -2,7 +2,7 @@
  *
  * A fluid model: between two events every running op advances at a constant rate; an op that draws on a resource whose
  * draws add up to D > 1 advances at 1/D of its own speed (the largest D of what it draws on counts). An event is the end of
- * an op. After it the streams whose next op's waits are satisfied start it; rates follow. Deterministic: streams are
+ * an op. After it the streams whose next op's waits are satisfied start it, shortened by its idle_gain; rates follow. Deterministic: streams are
  * always looked at in their order, and no clock or random number is read.
  * Cost: O(ops x streams) for the events and O(waits) for the waits. */
 #include "engine/schedule.h"
@@ -15,6 +15,7 @@ typedef struct sim_stream {
   const ps_sim_cost *cost; /* of the running op, NULL: none runs */
   double left;          /* of its ns */
   double queued, start;
+  double idle, idle_at; /* share of time without an op, older time counting less; when it was worked out, a point at which an op ended or began */
 } sim_stream;
 
 typedef struct sim {
@@ -36,11 +37,11 @@ static ps_status price(sim *m, ps_sim_cost_fn cost, void *user) {
     ps_sim_cost *c = &m->cost[i];
     *c = (ps_sim_cost){0};
     cost(user, &view, c);
-    bool ok = isfinite(c->ns) && c->ns >= 0;
+    bool ok = isfinite(c->ns) && c->ns >= 0 && c->idle_gain >= 0 && c->idle_gain <= 1;
     for (int r = 0; r < PS_SIM_RESOURCES; r++)
       ok = ok && c->demand[r] >= 0 && c->demand[r] <= 1;
     if (!ok)
-      return ps__fail(PS_EINVAL, "sim: the cost of op %llu (%s) is not finite and positive, or a demand not in 0..1",
+      return ps__fail(PS_EINVAL, "sim: the cost of op %llu (%s) is not finite and positive, or a demand or gain not in 0..1",
                       (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]));
   }
   return PS_OK;
@@ -68,6 +69,13 @@ static bool satisfied(const sim *m, const ps__op *op, uint64_t step) {
   return true;
 }
 
+/* Brings a stream's share of idle time up to now, @idle: whether it had no op since it was worked out. */
+static void note_idle(const sim *m, sim_stream *s, bool idle) {
+  const double keep = exp((s->idle_at - m->now) / PS_SIM_IDLE_NS);
+  s->idle = s->idle * keep + (idle ? 1 - keep : 0);
+  s->idle_at = m->now;
+}
+
 /* Start the next op of every idle stream that may. */
 static void start_ready(sim *m) {
   for (uint32_t i = 0; i < m->schedule->list.n_streams; i++) {
@@ -78,7 +86,8 @@ static void start_ready(sim *m) {
     if (!satisfied(m, &m->schedule->list.ops[idx], s->n_done / s->n_ops))
       continue;
     s->cost = &m->cost[idx];
-    s->left = s->cost->ns;
+    note_idle(m, s, true);
+    s->left = s->cost->ns / (1 + s->cost->idle_gain * s->idle);
     s->start = m->now;
   }
 }
@@ -103,6 +112,7 @@ static void finish(sim *m, uint32_t i) {
                          .start_ns = (uint64_t)(s->start + 0.5), .end_ns = (uint64_t)(m->now + 0.5), .stream = i};
   if (m->step_end_ns)
     m->step_end_ns[step] = m->now;
+  note_idle(m, s, false);
   s->n_done++;
   s->cost = NULL;
   s->queued = m->now;
