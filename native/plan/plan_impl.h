@@ -40,8 +40,9 @@ typedef struct ps__search_result {
 /* Find the fastest spec under the caps (sizes_only: just the smallest caps). On PS_OK with n_feasible > 0 and not sizes_only, layout and
  * spec of the plan are set. plan->model, cfg, hw are set before. */
 ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out);
+/* ---- look.c ---- */
 /* ns of a step in the steady state, from when the simulated steps ended: never less than any stream works, or than a shared resource is drawn on, since what the
- * first steps put off does not count there. */
+ * first steps put off does not count there. (Ops that an idle_gain shortens count in full: it is at most 1, so that idle time costs more than it gains.) */
 double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]);
 /* Host bytes that a step needs besides its arena. */
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch, uint64_t *trace);

@@ -21,11 +21,28 @@ static void add(totals *t, uint32_t stream, uint32_t awaited, const char *what, 
   t->stall[i].seconds += ns * 1e-9;
 }
 
+static const char *incoming(const ps_tag *t) {
+  if (t->chunk < 0) return t->layer < 0 ? "the clip scale" : t->phase == PS__PHASE_UPDATE ? "moments" : "parameters";
+  return t->layer < 0 ? "the batch" : t->phase == PS__PHASE_FORWARD ? "embedding rows" : "saved tensors";
+}
+
+static const char *outgoing(const ps_tag *t) {
+  if (t->phase == PS__PHASE_FORWARD) return "saved tensors to leave";
+  if (t->chunk >= 0) return "losses or rows to leave";
+  return t->phase == PS__PHASE_UPDATE ? "new weights and moments to leave" : "gradients to leave";
+}
+
+static const char *on_host(const ps__vop *op) {
+  if (op->tag.phase != PS__PHASE_UPDATE) return "the loss";
+  if (strcmp(op->kernel->name, "adamw") == 0) return "the optimizer";
+  return strcmp(op->kernel->name, "grad_norm") == 0 ? "the gradient norm" : "sums of gradients at home";
+}
+
 static const char *label(const ps__vop *op) {
   switch (op->stream) {
-    case PS__S_H2D: return op->tag.chunk < 0 ? (op->tag.layer < 0 ? "the clip scale" : op->tag.phase == PS__PHASE_UPDATE ? "moments" : "parameters") : op->tag.layer < 0 ? "the batch" : op->tag.phase == PS__PHASE_FORWARD ? "embedding rows" : "saved tensors";
-    case PS__S_D2H: return op->tag.phase == PS__PHASE_FORWARD ? "saved tensors to leave" : op->tag.chunk < 0 ? "gradients to leave" : "losses or rows to leave";
-    case PS__S_HOST: return op->tag.phase != PS__PHASE_UPDATE ? "the loss" : strcmp(op->kernel->name, "adamw") == 0 ? "the optimizer" : strcmp(op->kernel->name, "grad_norm") == 0 ? "the gradient norm" : "sums of gradients at home";
+    case PS__S_H2D: return incoming(&op->tag);
+    case PS__S_D2H: return outgoing(&op->tag);
+    case PS__S_HOST: return on_host(op);
     case PS__S_IO: return op->tag.layer < 0 ? "the next batch" : "embedding rows gathered";
     default: return "computation";
   }

@@ -134,7 +134,8 @@ static uint32_t emit_sumsq_there(ps__builder *b, uint32_t unit, uint32_t grad) {
     const ps__vaccess access[2] = {ps__part(grad, PS_READ, run[i].offset * e, run[i].n * e), ps__part(out, PS_WRITE, i * 8, 8)};
     ps__emit(b, &ps__k_sumsq, PS__S_COMPUTE, &a, sizeof a, access, 2, ps__bytes_work((double)(run[i].n * e)), tag);
   }
-  ps__emit_copy(b, PS__S_D2H, ps__part(out, PS_READ, 0, n * 8), ps__part(s->norms, PS_WRITE, (uint64_t)unit * PS__NORM_SLOTS * 8, n * 8), tag);
+  ps__emit_copy(b, PS__S_D2H, ps__part(out, PS_READ, 0, n * 8), ps__part(s->norms, PS_WRITE, (uint64_t)unit * PS__NORM_SLOTS * 8, n * 8),
+                ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
   return out;
 }
 
@@ -166,7 +167,7 @@ static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, boo
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   const uint64_t bytes = unit_bytes(b, unit);
   const uint32_t to = first ? h->grad : ps__vt_new(b, PS__SPACE_HOST, bytes);
-  ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, to, PS_WRITE), tag);
+  ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, to, PS_WRITE), ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
   if (first) return;
   if (total) emit_sumsq_home(b, unit, to);
   else {

@@ -125,6 +125,26 @@ static void host_ops_have_their_own_rates(const ps_hardware *hw) {
   CHECK(cost.demand[PS__RES_MEMORY] == 3.0 / 8);
 }
 
+/* Products and attention on a GPU gain where it idles; norms, which the memory bounds, copies and host ops do not, nor does a CPU. */
+static void idle_time_shortens_what_takes_power(const ps_hardware *hw) {
+  const struct { const ps_kernel *kernel; uint32_t stream; double gain; } op[] = {{&ps__k_gemm, PS__S_COMPUTE, 0.5}, {&ps__k_attention_bwd, PS__S_COMPUTE, 0.5},
+    {&ps__k_rmsnorm_fwd, PS__S_COMPUTE, 0}, {NULL, PS__S_H2D, 0}, {&ps__k_sumsq_host, PS__S_HOST, 0}};
+  const ps__args_gemm g = {.m = 256, .n = 64, .k = 64, .dt_a = PS_BF16, .dt_b = PS_BF16, .dt_c = PS_BF16};
+  const ps__args_attention a = {.n_tokens = 256, .n_heads = 4, .n_kv_heads = 2, .head_dim = 64, .dt = PS_BF16, .one_document = 1};
+  for (uint32_t backend = PS_BACKEND_CPU; backend <= PS_BACKEND_CUDA; backend++) {
+    ps_hardware some = *hw;
+    some.backend = backend;
+    some.idle_gain = 0.5;
+    ps__cost_model m = {&some, PS_BF16, 2};
+    for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
+      ps_sim_cost cost;
+      const void *args = i == 0 ? (const void *)&g : i == 1 ? (const void *)&a : NULL;
+      ps__cost(&m, &(ps_op_view){.kernel = op[i].kernel, .stream = op[i].stream, .args = args, .work = {.flops = 1e9, .bytes = 1e6}}, &cost);
+      CHECK(cost.idle_gain == (backend == PS_BACKEND_CUDA ? op[i].gain : 0));
+    }
+  }
+}
+
 static void single_rates_fill_what_is_absent(void) {
   ps_hardware hw = {.struct_bytes = sizeof hw, .optimizer_bytes_per_s = 1e9, .memory_bytes_per_s = 8e9, .elementwise_bytes_per_s = 1e30};
   hw.gemm_flops_per_s[PS_BF16] = 2e12;
@@ -143,6 +163,7 @@ int main(void) {
     outside_entries_the_nearest_counts(&hw);
     fp32_has_one_rate(&hw);
     host_ops_have_their_own_rates(&hw);
+    idle_time_shortens_what_takes_power(&hw);
   }
   single_rates_fill_what_is_absent();
   printf("ok rates by shape: 200 machines\n");

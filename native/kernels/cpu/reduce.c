@@ -24,18 +24,17 @@ typedef struct add_job {
   uint32_t dt;
 } add_job;
 
-PS_CLONES static void reduce_add_f32(float *total, const float *g, size_t first, size_t end) {
+PS_VEC void add_range(void *total, const void *g, size_t first, size_t end, uint32_t dt) {
   for (size_t i = first; i < end; i += PS_LANES)
-    ps__v_write(total, PS_F32, i, end, ps__v_read(total, PS_F32, i, end, 0.0f) + ps__v_read(g, PS_F32, i, end, 0.0f));
+    ps__v_write(total, dt, i, end, ps__v_read(total, dt, i, end, 0.0f) + ps__v_read(g, dt, i, end, 0.0f));
 }
-PS_CLONES static void reduce_add_bf16(uint16_t *total, const uint16_t *g, size_t first, size_t end) {
-  for (size_t i = first; i < end; i += PS_LANES)
-    ps__v_write(total, PS_BF16, i, end, ps__v_read(total, PS_BF16, i, end, 0.0f) + ps__v_read(g, PS_BF16, i, end, 0.0f));
+PS_CLONES static void reduce_add(void *total, const void *g, size_t first, size_t end, uint32_t dt) {
+  if (dt == PS_BF16) add_range(total, g, first, end, PS_BF16);
+  else add_range(total, g, first, end, PS_F32);
 }
 static void add_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const add_job *j = arg;
-  if (j->dt == PS_BF16) reduce_add_bf16(j->total, j->g, (size_t)first, (size_t)end);
-  else reduce_add_f32(j->total, j->g, (size_t)first, (size_t)end);
+  reduce_add(j->total, j->g, (size_t)first, (size_t)end, j->dt);
 }
 
 /* accumulate, accumulate_host
@@ -199,11 +198,6 @@ PS_VEC void sq_order(double lane[PS_SQ_LANES]) {
   }
 }
 
-PS_VEC void sq_add(const sq_job *j, size_t first, size_t end, uint32_t dt) {
-  for (size_t i = first; i < end; i += PS_LANES)
-    ps__v_write(j->total, dt, i, end, ps__v_read(j->total, dt, i, end, 0.0f) + ps__v_read(j->g, dt, i, end, 0.0f));
-}
-
 /* Sum of squares of elements [first, end), one group: lane[j] = those of elements j, j+1024, ... in order, then the tree. */
 PS_VEC double sq_group(const sq_job *j, size_t first, size_t end, uint32_t dt) {
   double lane[PS_SQ_LANES] = {0};
@@ -212,14 +206,14 @@ PS_VEC double sq_group(const sq_job *j, size_t first, size_t end, uint32_t dt) {
   for (size_t r = 0; r < whole; r += SQ_ROWS) {
     const size_t n_rows = whole - r < SQ_ROWS ? whole - r : SQ_ROWS, base = first + r * PS_SQ_LANES;
     const char *tile = (const char *)j->total + base * ps__dt_bytes(dt), *past = (const char *)j->total + end * ps__dt_bytes(dt);
-    if (j->g) sq_add(j, base, base + n_rows * PS_SQ_LANES, dt);
+    if (j->g) add_range(j->total, j->g, base, base + n_rows * PS_SQ_LANES, dt);
     else /* the turns of the lanes come to a tile in strides, which no prefetcher follows */
       for (const char *next = tile; next < tile + SQ_ROWS * PS_SQ_LANES * ps__dt_bytes(dt) && next < past; next += 64) __builtin_prefetch(next);
     rows(j->total, base, n_rows, lane, dt);
   }
   if (dt == PS_BF16) sq_order(lane);
   const size_t rest = first + whole * PS_SQ_LANES;
-  if (j->g) sq_add(j, rest, end, dt);
+  if (j->g) add_range(j->total, j->g, rest, end, dt);
   for (size_t i = rest; i < end; i++) {
     const double d = (double)ps__load1_f32(j->total, dt, i);
     lane[i - rest] += d * d;
