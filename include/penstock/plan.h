@@ -31,8 +31,8 @@ typedef struct ps_plan_config {
   uint32_t n_threads;         /* compute threads; 0: those of the hardware */
   uint32_t trace_steps;       /* steps kept by the trace, counted as host memory */
   uint32_t deterministic;     /* CUDA: 1: the same bits in every run, at some speed; the CPU backend always is */
-  uint32_t one_document;      /* 1: every sequence is one document (the trainer then refuses document tokens); attention is faster on CUDA where a
-                                 chunk holds one sequence or a slice. 0 is always right */
+  uint32_t one_document;      /* 1: every sequence is one document (the trainer then refuses document tokens); attention on CUDA is then
+                                 faster, and there on GPUs on which no library finds documents. 0 is always right */
   uint32_t keep_grads;        /* 1: gradients come home also where the update runs on the device, for ps_trainer_read_grad() */
   uint32_t reserved;
   uint64_t reserve_bytes;     /* host memory of the process besides the arena; 0: from the process as it stands */

@@ -83,8 +83,15 @@ typedef struct ps__args_attention {
   uint32_t n_tokens; /* query rows of this chunk */
   uint32_t row0;     /* group row of the first of them; keys are group rows 0 .. row0+n_tokens-1 */
   uint32_t n_heads, n_kv_heads, head_dim, dt, accumulate_dkv;
-  uint32_t one_document; /* 1: the caller knows that doc_start is 0 in every row, which some backends do faster; 0 is always right */
+  uint32_t document_rows; /* d > 0: the caller knows that every document has d rows: doc_start[i] = (row0+i)/d*d. Either d >= row0+n_tokens, or row0 is 0
+                             and n_tokens a multiple of d; other values say nothing, as 0 does, which is always right. Some backends are faster by it */
 } ps__args_attention;
+/* What document_rows says: documents of n_tokens / n rows each that the rows of the chunk are in (with n > 1, row0 is 0); 0: doc_start alone says it. */
+static inline uint32_t ps__attention_documents(const ps__args_attention *a) {
+  const uint32_t d = a->document_rows;
+  if (d >= (uint64_t)a->row0 + a->n_tokens) return 1;
+  return !d || a->row0 || a->n_tokens % d ? 0 : a->n_tokens / d;
+}
 /* attention_fwd        ptr: R q[T,A], R kv[row0+T,2K], R doc_start i32[T], W o[T,A], W lse f32[T,n_heads]. */
 extern const ps_kernel ps__k_attention_fwd;
 /* attention_bwd        ptr: R q, R kv, R doc_start, R o, R lse, R d_o[T,A], W dq[T,A], W|RW dkv f32[row0+T,2K]: all rows are

@@ -176,7 +176,7 @@ static uint32_t put_attention(const ps__block *b, const ps__chunk_shape *c, void
   const ps_model_config *m = &b->cfg;
   const ps__args_attention a = {.n_tokens = c->n_tokens, .row0 = c->row0, .n_heads = m->n_heads, .n_kv_heads = m->n_kv_heads,
                                 .head_dim = m->head_dim, .dt = b->dt, .accumulate_dkv = backward && !c->first_dkv,
-                                .one_document = c->one_document};
+                                .document_rows = c->document_rows};
   const double width = (double)m->n_heads * m->head_dim;
   /* forward 2 products of 2 FLOP a pair and element; backward 5, of which the score recompute is not model work */
   work->flops = c->pairs * width * (backward ? 10.0 : 4.0);

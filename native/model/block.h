@@ -86,7 +86,7 @@ typedef struct ps__chunk_shape {
   double pairs;            /* (query, key) pairs of this chunk under the causal mask, documents not counted */
   bool first_grad;         /* first chunk of the round to touch the unit's gradient */
   bool first_dkv;          /* first chunk of the group in backward order */
-  bool one_document;       /* the chunk's rows and all before them in the group belong to one document */
+  uint32_t document_rows;  /* as in ps__args_attention */
 } ps__chunk_shape;
 
 /* ps__block_init() - the block of @cfg with storage dtype @dt. PS_EINTERNAL when the parameter names are not as expected. */

@@ -63,8 +63,8 @@ static double slice_factor(const ps_hardware *hw, double ratio, bool backward) {
 static double attention_rate(const ps_hardware *hw, const ps__args_attention *a, double pairs, bool backward) {
   const double rows = a->n_tokens;
   if (a->dt != PS_BF16) return (backward ? hw->attention_bwd_flops_per_s : hw->attention_flops_per_s)[a->dt];
-  if (a->row0 == 0) return sequence_rate(hw, 2 * pairs / rows, !a->one_document, backward);
-  return sequence_rate(hw, rows, !a->one_document, backward) * slice_factor(hw, (a->row0 + rows) / rows, backward);
+  if (a->row0 == 0) return sequence_rate(hw, 2 * pairs / rows, ps__attention_documents(a) != 1, backward);
+  return sequence_rate(hw, rows, ps__attention_documents(a) != 1, backward) * slice_factor(hw, (a->row0 + rows) / rows, backward);
 }
 
 /* ---- ops ------------------------------------------------------------------------------------------------------------------------- */

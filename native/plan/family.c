@@ -116,9 +116,9 @@ static uint32_t tensors_of(const ps__block *b, uint32_t mask) {
   return have;
 }
 
-static void fill_again(const ps__family *f, const ps__chunk *k, bool one_document, again_table *out) {
+static void fill_again(const ps__family *f, const ps__chunk *k, uint32_t document_rows, again_table *out) {
   const ps__block *b = &f->block;
-  const ps__chunk_shape shape = {.n_tokens = k->n_tokens, .row0 = k->row0, .pairs = k->pairs, .one_document = one_document};
+  const ps__chunk_shape shape = {.n_tokens = k->n_tokens, .row0 = k->row0, .pairs = k->pairs, .document_rows = document_rows};
   double op_ns[PS__MAX_FWD];
   for (uint32_t i = 0; i < b->n_fwd; i++) {
     _Alignas(16) char args[PS__ARGS_BYTES];
@@ -149,7 +149,7 @@ static ps_status again_tables(const ps__family *f, const ps__size *z, again_tabl
     while (same < c && !same_shape(&l->chunk[same], &l->chunk[c])) same++;
     (*of_chunk)[c] = same < c ? (*of_chunk)[same] : n;
     if (same < c) continue;
-    fill_again(f, &l->chunk[c], f->plan->cfg.one_document && l->chunk[c].n_tokens <= l->seq_len, &(*table)[n++]);
+    fill_again(f, &l->chunk[c], f->plan->cfg.one_document ? (uint32_t)l->seq_len : 0, &(*table)[n++]);
   }
   return PS_OK;
 }

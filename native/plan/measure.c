@@ -81,7 +81,7 @@ static void case_attention_bwd(bench *b, const void *args) {
 
 static void measure_attention(bench *b, ps_attention_rate *r, uint32_t dt) {
   const ps__args_attention a = {.n_tokens = r->rows, .row0 = r->kv_rows - r->rows, .n_heads = HEADS, .n_kv_heads = KV_HEADS, .head_dim = HEAD_DIM, .dt = dt,
-                                .one_document = r->packed == 1};
+                                .document_rows = r->packed == 1 ? r->kv_rows : 0};
   const double length = (double)r->rows / r->packed, pairs = r->rows * (length / 2 + a.row0);
   int32_t *doc_start = (int32_t *)(void *)b->d;
   for (uint32_t i = 0; i < r->rows; i++) doc_start[i] = (int32_t)(i / (r->rows / r->packed) * (r->rows / r->packed));

@@ -120,7 +120,7 @@ static pass begin_pass(ps__builder *b, uint32_t layer, uint32_t c) {
   p.shape = (ps__chunk_shape){.n_tokens = k->n_tokens, .row0 = k->row0, .pairs = k->pairs,
                               .first_grad = c + 1 == b->round->n_chunks,
                               .first_dkv = k - b->s->layout->chunk == g->first_chunk + g->n_chunks - 1,
-                              .one_document = b->s->spec->one_document && k->n_tokens <= b->s->layout->seq_len};
+                              .document_rows = b->s->spec->one_document ? (uint32_t)b->s->layout->seq_len : 0};
   for (int t = 0; t < PS__N_TENSORS; t++) p.bound[t] = PS__NO_VT;
   return p;
 }

@@ -37,7 +37,7 @@ static double rate_of(const ps_hardware *hw, const ps_kernel *kernel, uint32_t s
 
 static double attention(const ps_hardware *hw, uint32_t rows, uint32_t kv_rows, double length, bool one_document, bool backward, uint32_t dt) {
   const ps__args_attention a = {.n_tokens = rows, .row0 = kv_rows - rows, .n_heads = HEADS, .n_kv_heads = HEADS, .head_dim = HEAD_DIM, .dt = dt,
-                                .one_document = one_document};
+                                .document_rows = one_document ? kv_rows : 0};
   const double pairs = rows * (a.row0 + length / 2);
   return rate_of(hw, backward ? &ps__k_attention_bwd : &ps__k_attention_fwd, PS__S_COMPUTE, &a,
                  (ps_work){.flops = pairs * HEADS * HEAD_DIM * (backward ? 10 : 4)});
@@ -130,7 +130,7 @@ static void idle_time_shortens_what_takes_power(const ps_hardware *hw) {
   const struct { const ps_kernel *kernel; uint32_t stream; double gain; } op[] = {{&ps__k_gemm, PS__S_COMPUTE, 0.5}, {&ps__k_attention_bwd, PS__S_COMPUTE, 0.5},
     {&ps__k_rmsnorm_fwd, PS__S_COMPUTE, 0}, {NULL, PS__S_H2D, 0}, {&ps__k_sumsq_host, PS__S_HOST, 0}};
   const ps__args_gemm g = {.m = 256, .n = 64, .k = 64, .dt_a = PS_BF16, .dt_b = PS_BF16, .dt_c = PS_BF16};
-  const ps__args_attention a = {.n_tokens = 256, .n_heads = 4, .n_kv_heads = 2, .head_dim = 64, .dt = PS_BF16, .one_document = 1};
+  const ps__args_attention a = {.n_tokens = 256, .n_heads = 4, .n_kv_heads = 2, .head_dim = 64, .dt = PS_BF16, .document_rows = 256};
   for (uint32_t backend = PS_BACKEND_CPU; backend <= PS_BACKEND_CUDA; backend++) {
     ps_hardware some = *hw;
     some.backend = backend;
@@ -155,6 +155,13 @@ static void single_rates_fill_what_is_absent(void) {
   CHECK(hw.accumulate_bytes_per_s == 1e9 && hw.accumulate_sumsq_bytes_per_s == 1e9 && hw.sumsq_bytes_per_s == 1e9 && hw.gather_bytes_per_s == 2e9);
 }
 
+static void document_rows_count_where_they_divide_the_chunk(void) {
+  const struct { uint32_t n_tokens, row0, document_rows, documents; } is[] = {{100, 0, 0, 0}, {100, 0, 100, 1}, {100, 0, 101, 1}, {100, 0, 50, 2}, {100, 0, 1, 100},
+    {100, 0, 40, 0}, {100, 50, 150, 1}, {100, 50, 1u << 30, 1}, {100, 50, 50, 0}, {100, 50, 149, 0}, {1, UINT32_MAX, UINT32_MAX, 0}};
+  for (size_t i = 0; i < sizeof is / sizeof *is; i++)
+    CHECK(ps__attention_documents(&(ps__args_attention){.n_tokens = is[i].n_tokens, .row0 = is[i].row0, .document_rows = is[i].document_rows}) == is[i].documents);
+}
+
 int main(void) {
   for (int i = 0; i < 200; i++) {
     const ps_hardware hw = random_machine();
@@ -166,6 +173,7 @@ int main(void) {
     idle_time_shortens_what_takes_power(&hw);
   }
   single_rates_fill_what_is_absent();
+  document_rows_count_where_they_divide_the_chunk();
   printf("ok rates by shape: 200 machines\n");
   return 0;
 }

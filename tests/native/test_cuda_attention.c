@@ -22,12 +22,12 @@ int main(void) {
 #include <cuda_runtime_api.h>
 
 #define CU(call) CHECK((call) == cudaSuccess)
-enum { GUARD = 4096 };
+enum { GUARD = 4096, ONE = 1 << 30, FOUND = 0 }; /* document_rows: a document is longer than any group here; documents are found on the device */
 static const float U = 0x1p-8f;
 
 typedef struct sample {
   ps__args_attention a;
-  const int *lengths; /* of documents from group row 0, the last one repeated; NULL: one */
+  const int *lengths; /* of documents from group row 0, the last one repeated; NULL: as document_rows says, or one */
   size_t nq, nkv, nlse, rows;
   uint16_t *q, *kv, *d_o, *o, *dq; /* o, lse, dq, dkv: the cpu's */
   int32_t *doc_start;
@@ -63,12 +63,13 @@ static void random_bf16(uint16_t *x, size_t n, uint64_t seed) {
 }
 
 static void doc_starts(int32_t *out, const ps__args_attention *a, const int *lengths) {
-  uint32_t at = 0, end = lengths ? (uint32_t)lengths[0] : UINT32_MAX;
+  const uint32_t rows = a->document_rows ? a->document_rows : ONE;
+  uint32_t at = 0, end = lengths ? (uint32_t)lengths[0] : rows;
   for (uint32_t row = 0, i = 0; row < a->row0 + a->n_tokens; row++) {
     if (row == end) {
-      if (lengths[i + 1]) i++;
+      if (lengths && lengths[i + 1]) i++;
       at = row;
-      end += (uint32_t)lengths[i];
+      end += lengths ? (uint32_t)lengths[i] : rows;
     }
     if (row >= a->row0) out[row - a->row0] = (int32_t)at;
   }
@@ -241,6 +242,15 @@ static bool too_much(const ps__args_attention *a) {
   return !strcmp(library, "flash-attn") && a->head_dim != 64 && a->head_dim != 128 && a->n_tokens > 16;
 }
 
+static const char *label(const ps__args_attention *a) {
+  static char text[64];
+  const uint32_t n = ps__attention_documents(a);
+  const char *how = gpu.deterministic ? ", deterministic" : "";
+  if (n > 1) snprintf(text, sizeof text, "%u documents%s", n, how);
+  else snprintf(text, sizeof text, "%s%s", n ? "one document" : "documents found", how);
+  return text;
+}
+
 static void check_case(ps__args_attention a, const int *lengths) {
   if (too_much(&a)) {
     CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EDEVICE, "head_dim is not 64 or 128");
@@ -252,7 +262,7 @@ static void check_case(ps__args_attention a, const int *lengths) {
   upload(&s);
   const bool f = forward_agrees(&s), b = backward_agrees(&s);
   printf("%s %s T=%u row0=%u heads %u/%u d=%u %s%s\n", f && b ? "ok" : "FAIL", library, a.n_tokens, a.row0, a.n_heads, a.n_kv_heads, a.head_dim,
-         a.one_document ? "one document" : "documents", lengths ? " uneven" : "");
+         label(&a), lengths ? " uneven" : "");
   fflush(stdout);
   failed += !(f && b);
   drop(&s);
@@ -262,24 +272,61 @@ static void shapes(void) {
   static const struct { uint32_t h, kv; } heads[] = {{1, 1}, {4, 2}, {8, 1}, {6, 2}};
   static const uint32_t rows[] = {1, 2, 17, 64, 127, 128, 129, 500, 1024, 2048}, dims[] = {64, 128, 96};
   for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-    for (uint32_t one = 0; one < 2; one++)
-      check_case((ps__args_attention){rows[i], 0, heads[i % 4].h, heads[i % 4].kv, dims[i % 3], PS_BF16, 0, one}, NULL);
+    for (int one = 0; one < 2; one++)
+      check_case((ps__args_attention){rows[i], 0, heads[i % 4].h, heads[i % 4].kv, dims[i % 3], PS_BF16, 0, one ? ONE : FOUND}, NULL);
   static const int mixed[] = {7, 100, 1, 64, 150, 33, 0}, equal[] = {64, 0}, ones[] = {1, 0}, late[] = {290, 50, 0}, longer[] = {900, 151, 700, 2, 0};
   static const int *const lengths[] = {NULL, mixed, equal, ones, late, longer};
   static const uint32_t row0[] = {0, 64, 1000};
   for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
-    for (size_t r = 0; r < 3; r++) check_case((ps__args_attention){201, row0[r], 4, 2, dims[(i + r) % 2], PS_BF16, 0, 0}, lengths[i]);
-  for (size_t r = 1; r < 3; r++) check_case((ps__args_attention){201, row0[r], 4, 2, 128, PS_BF16, 0, 1}, NULL);
-  check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, 0}, longer);
-  check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, 1}, NULL);
-  check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, 1}, NULL);
-  check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, 0}, late);
+    for (size_t r = 0; r < 3; r++) check_case((ps__args_attention){201, row0[r], 4, 2, dims[(i + r) % 2], PS_BF16, 0, FOUND}, lengths[i]);
+  for (size_t r = 1; r < 3; r++) check_case((ps__args_attention){201, row0[r], 4, 2, 128, PS_BF16, 0, ONE}, NULL);
+  check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, FOUND}, longer);
+  check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, ONE}, NULL);
+  check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, ONE}, NULL);
+  check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, FOUND}, late);
+}
+
+/* n documents of d rows, known: forward and backward, and dkv added to what the first backward left (twice the cpu's, at twice the tolerance). */
+static void known_documents(uint32_t d, uint32_t n, uint32_t heads, uint32_t kv_heads, uint32_t head_dim) {
+  ps__args_attention a = {n * d, 0, heads, kv_heads, head_dim, PS_BF16, 0, d};
+  CHECK(ps__attention_documents(&a) == n);
+  sample s = make(a, NULL, 31 * d + n);
+  reference(&s);
+  bounds(&s);
+  upload(&s);
+  const bool f = forward_agrees(&s), b = backward_agrees(&s);
+  double again = INFINITY;
+  s.a.accumulate_dkv = 1;
+  if (b && on_gpu(&ps__k_attention_bwd, &s.a, s.dev, 8) == PS_OK) {
+    float *dkv = download(s.dev[7], 4 * s.nkv);
+    for (size_t i = 0; i < s.nkv; i++) dkv[i] /= 2;
+    again = worst(dkv, s.dkv, false, s.bdkv, 3.25f * U, 0, 1e-30f, s.nkv);
+    free(dkv);
+  }
+  printf("%s %s %s of %u rows, heads %u/%u d=%u: accumulated %.2f of the tolerance\n", f && b && again <= 1 ? "ok" : "FAIL", library, label(&a), d, heads, kv_heads,
+         head_dim, again);
+  fflush(stdout);
+  failed += !(f && b && again <= 1);
+  drop(&s);
+}
+
+static void all_known_documents(void) {
+  static const struct { uint32_t d, n; } cut[] = {{256, 2}, {129, 3}, {64, 8}, {129, 8}, {2, 40}, {1000, 2}, {128, 70}};
+  for (size_t i = 0; i < sizeof cut / sizeof *cut; i++)
+    for (uint32_t dim = 64; dim <= 128; dim += 64)
+      for (int deterministic = 0; deterministic < 2; deterministic++) {
+        gpu.deterministic = deterministic;
+        known_documents(cut[i].d, cut[i].n, 4, i % 2 ? 4 : 2, dim);
+      }
+  gpu.deterministic = false;
+  known_documents(1, 24, 4, 2, 128); /* a batch of single rows: found */
+  check_case((ps__args_attention){201, 0, 4, 2, 64, PS_BF16, 0, 100}, (const int[]){7, 100, 1, 0}); /* document_rows says nothing */
 }
 
 /* dkv summed over 4 chunks, last chunk first, against one pass on the cpu. */
-static void four_chunks(const int *lengths, uint32_t one) {
+static void four_chunks(const int *lengths, uint32_t document_rows) {
   enum { N = 4, ROWS = 512 };
-  sample s = make((ps__args_attention){N * ROWS, 0, 4, 2, 64, PS_BF16, 0, one}, lengths, 7);
+  sample s = make((ps__args_attention){N * ROWS, 0, 4, 2, 64, PS_BF16, 0, document_rows}, lengths, 7);
   reference(&s);
   bounds(&s);
   upload(&s);
@@ -296,20 +343,20 @@ static void four_chunks(const int *lengths, uint32_t one) {
   float *dkv = download(s.dev[7], 4 * s.nkv);
   const double eq = worst(dq, s.dq, true, s.bdq, 1.25f * U, 2 * U, 1e-30f, s.nq);
   const double ek = worst(dkv, s.dkv, false, s.bdkv, 3.25f * U, 0, 1e-30f, s.nkv);
-  printf("%s four_chunks %s: dq %.2f, dkv %.2f of the tolerance\n", eq <= 1 && ek <= 1 ? "ok" : "FAIL", lengths ? "documents" : "one document", eq, ek);
+  printf("%s four_chunks %s: dq %.2f, dkv %.2f of the tolerance\n", eq <= 1 && ek <= 1 ? "ok" : "FAIL", label(&s.a), eq, ek);
   failed += !(eq <= 1 && ek <= 1);
   free(dq), free(dkv);
   drop(&s);
 }
 
 /* Deterministic: the same bits twice. A library that cannot do it for packed documents refuses and says what can. */
-static void same_bits(const int *lengths, uint32_t one) {
-  sample s = make((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, one}, lengths, 9);
+static void same_bits(uint32_t row0, const int *lengths, uint32_t document_rows) {
+  sample s = make((ps__args_attention){2048, row0, 8, 2, 128, PS_BF16, 0, document_rows}, lengths, 9);
   upload(&s);
   gpu.deterministic = true;
   CHECK(on_gpu(&ps__k_attention_fwd, &s.a, s.dev, 5) == PS_OK);
   ps_status st = on_gpu(&ps__k_attention_bwd, &s.a, s.dev, 8);
-  if (st == PS_EDEVICE && !one && !strcmp(library, "cudnn")) {
+  if (st == PS_EDEVICE && document_rows == FOUND && !strcmp(library, "cudnn")) {
     printf("ok deterministic documents are refused: %s\n", ps_last_error());
   } else {
     CHECK(st == PS_OK);
@@ -327,7 +374,7 @@ static void same_bits(const int *lengths, uint32_t one) {
       }
     }
     for (int i = 0; i < 4; i++) free(first[i]);
-    printf("%s deterministic %s: the same bits four times\n", same ? "ok" : "FAIL", one ? "one document" : "documents");
+    printf("%s %s: the same bits four times\n", same ? "ok" : "FAIL", label(&s.a));
     failed += !same;
   }
   gpu.deterministic = false;
@@ -349,9 +396,9 @@ static void refusals(void) {
 
 /* ---- timings -------------------------------------------------------------------------------------------------------------------- */
 
-static void time_case(const char *name, uint32_t n_tokens, uint32_t row0, const int *lengths, uint32_t one) {
+static void time_case(const char *name, uint32_t n_tokens, uint32_t row0, const int *lengths, uint32_t document_rows) {
   enum { WARM = 5, TIMES = 20 };
-  sample s = make((ps__args_attention){n_tokens, row0, 32, 8, 128, PS_BF16, 0, one}, lengths, 3);
+  sample s = make((ps__args_attention){n_tokens, row0, 32, 8, 128, PS_BF16, 0, document_rows}, lengths, 3);
   upload(&s);
   double pairs = 0, ms[2];
   size_t scratch[2];
@@ -384,20 +431,27 @@ static void time_case(const char *name, uint32_t n_tokens, uint32_t row0, const 
 }
 
 static void timings(void) {
-  static const int eight[] = {1024, 0}, uneven[] = {3000, 200, 1500, 57, 900, 1900, 635, 0}, many[] = {130, 0}, tiny[] = {40, 0};
-  time_case("8192 one document", 8192, 0, NULL, 1);
-  time_case("8192 one document, found on the device", 8192, 0, NULL, 0);
-  time_case("8192 on 16384, one document", 8192, 8192, NULL, 1);
-  time_case("8192 on 16384, found on the device", 8192, 8192, NULL, 0);
-  time_case("8 documents of 1024", 8192, 0, eight, 0);
-  time_case("uneven documents in 8192", 8192, 0, uneven, 0);
-  time_case("documents of 130", 8192, 0, many, 0);
-  time_case("documents of 40 (most beyond the slots)", 8192, 0, tiny, 0);
-  time_case("2048 one document", 2048, 0, NULL, 1);
-  time_case("2048 found on the device", 2048, 0, NULL, 0);
+  static const int uneven[] = {3000, 200, 1500, 57, 900, 1900, 635, 0}, many[] = {130, 0}, tiny[] = {40, 0};
+  static const struct { uint32_t n, d; const char *known, *found; } packed[] = {{2, 8192, "2 documents of 8192", "2 documents of 8192, found"},
+                                                                                {8, 1024, "8 documents of 1024", "8 documents of 1024, found"},
+                                                                                {16, 512, "16 documents of 512", "16 documents of 512, found"}};
+  time_case("8192 one document", 8192, 0, NULL, ONE);
+  time_case("8192 one document, found on the device", 8192, 0, NULL, FOUND);
+  time_case("8192 on 16384, one document", 8192, 8192, NULL, ONE);
+  time_case("8192 on 16384, found on the device", 8192, 8192, NULL, FOUND);
+  for (size_t i = 0; i < sizeof packed / sizeof *packed; i++) {
+    time_case(packed[i].known, packed[i].n * packed[i].d, 0, NULL, packed[i].d);
+    time_case(packed[i].found, packed[i].n * packed[i].d, 0, (const int[]){(int)packed[i].d, 0}, FOUND);
+  }
+  time_case("uneven documents in 8192", 8192, 0, uneven, FOUND);
+  time_case("documents of 130", 8192, 0, many, FOUND);
+  time_case("documents of 40 (most beyond the slots)", 8192, 0, tiny, FOUND);
+  time_case("2048 one document", 2048, 0, NULL, ONE);
+  time_case("2048 found on the device", 2048, 0, NULL, FOUND);
   gpu.deterministic = true;
-  time_case("8192 one document, deterministic", 8192, 0, NULL, 1);
-  if (strcmp(library, "cudnn") != 0) time_case("8192 found, deterministic", 8192, 0, NULL, 0);
+  time_case("8192 one document, deterministic", 8192, 0, NULL, ONE);
+  time_case("8 documents of 1024, deterministic", 8192, 0, NULL, 1024);
+  if (strcmp(library, "cudnn") != 0) time_case("8192 found, deterministic", 8192, 0, NULL, FOUND);
   gpu.deterministic = false;
 }
 
@@ -405,9 +459,11 @@ static void everything(void) {
   static const int documents[] = {700, 900, 55, 300, 0};
   refusals();
   shapes();
-  for (int i = 0; i < 3; i++) four_chunks(i == 1 ? documents : NULL, i == 2);
-  same_bits(NULL, 1);
-  same_bits(documents, 0);
+  all_known_documents();
+  for (int i = 0; i < 3; i++) four_chunks(i == 1 ? documents : NULL, i == 2 ? ONE : FOUND);
+  same_bits(1000, NULL, ONE);
+  same_bits(1000, documents, FOUND);
+  same_bits(0, NULL, 512);
 }
 
 int main(int argc, char **argv) {

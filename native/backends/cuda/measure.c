@@ -207,7 +207,7 @@ static ps_status usual_products(bench *b) {
 
 static ps__args_attention attention_args(const ps_attention_rate *r) {
   return (ps__args_attention){.n_tokens = r->rows, .row0 = r->kv_rows - r->rows, .n_heads = HEADS, .n_kv_heads = KV_HEADS, .head_dim = HEAD_DIM, .dt = PS_BF16,
-                              .one_document = r->packed == 1};
+                              .document_rows = r->packed == 1 ? r->kv_rows : 0};
 }
 
 /* Part 0 forward, part 1 backward on its output and log-sum-exp. */

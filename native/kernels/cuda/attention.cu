@@ -70,10 +70,13 @@ void ps_att_find_documents(cudaStream_t stream, const ps__args_attention *a, con
 
 /* ---- log-sum-exp and dkv --------------------------------------------------------------------------------------------------- */
 
-/* A block a tile of 32 by 32 through shared memory; tiles are numbered along a row of the source. */
+/* A block a tile of 32 by 32 through shared memory; tiles are numbered along a row of the source, matrix after matrix. */
 __global__ void transpose_k(float *dst, const float *src, uint32_t rows, uint32_t cols) {
   __shared__ float tile[32][33];
-  const uint32_t across = (cols + 31) / 32, r0 = blockIdx.x / across * 32, c0 = blockIdx.x % across * 32;
+  const uint32_t across = (cols + 31) / 32, tiles = (rows + 31) / 32 * across, i = blockIdx.x % tiles, r0 = i / across * 32, c0 = i % across * 32;
+  const size_t matrix = (size_t)(blockIdx.x / tiles) * rows * cols;
+  src += matrix;
+  dst += matrix;
   uint32_t r = r0 + threadIdx.y, c = c0 + threadIdx.x;
   for (uint32_t k = 0; k < 32; k += 8)
     if (r + k < rows && c < cols) tile[threadIdx.y + k][threadIdx.x] = src[(size_t)(r + k) * cols + c];
@@ -84,8 +87,8 @@ __global__ void transpose_k(float *dst, const float *src, uint32_t rows, uint32_
     if (r < rows && c + k < cols) dst[(size_t)(c + k) * rows + r] = tile[threadIdx.x][threadIdx.y + k];
 }
 
-void ps_att_transpose(cudaStream_t stream, float *dst, const float *src, uint32_t rows, uint32_t cols) {
-  transpose_k<<<ps_ceil_div(rows, 32) * ps_ceil_div(cols, 32), dim3(32, 8), 0, stream>>>(dst, src, rows, cols);
+void ps_att_transpose(cudaStream_t stream, float *dst, const float *src, uint32_t n, uint32_t rows, uint32_t cols) {
+  transpose_k<<<n * ps_ceil_div(rows, 32) * ps_ceil_div(cols, 32), dim3(32, 8), 0, stream>>>(dst, src, rows, cols);
 }
 
 /* A thread 8 elements of a row of dkv, the sum over the @group heads of dk or dv that share them. bytes: 4*rows*K*group of bf16 in, 8*rows*K of
@@ -318,7 +321,7 @@ static std::mutex plans_lock;
 
 static bool same_shape(const ps__args_attention *a, const ps__args_attention *b) {
   return a->n_tokens == b->n_tokens && a->row0 == b->row0 && a->n_heads == b->n_heads && a->n_kv_heads == b->n_kv_heads &&
-         a->head_dim == b->head_dim && !a->one_document == !b->one_document;
+         a->head_dim == b->head_dim && ps__attention_documents(a) == ps__attention_documents(b);
 }
 
 static const entry *find(const ps__args_attention *a, bool backward, bool deterministic, int device) {

@@ -55,11 +55,11 @@ static inline int32_t *ps_att_array(int32_t *documents, uint32_t slots, int whic
 /* Offsets in elements of q, kv, dkv [row0+T, K] and log-sum-exp [T, heads], or with @in_rows in rows of them. */
 void ps_att_find_documents(cudaStream_t stream, const ps__args_attention *a, const int32_t *doc_start, uint32_t slots, bool in_rows, int32_t *documents);
 
-/* dst[c][r] = src[r][c], fp32: log-sum-exp as [tokens, heads] to [heads, tokens] and back. */
-void ps_att_transpose(cudaStream_t stream, float *dst, const float *src, uint32_t rows, uint32_t cols);
+/* dst[i][c][r] = src[i][r][c] for @n matrices, fp32: a document's log-sum-exp as [tokens, heads] to [heads, tokens] and back. */
+void ps_att_transpose(cudaStream_t stream, float *dst, const float *src, uint32_t n, uint32_t rows, uint32_t cols);
 
 /* dkv (+)= [dk | dv], both bf16 [rows, heads*head_dim], added over the heads of a group (@heads is kv_heads or n_heads); rows before the first document's begin count as zeros, and so does nothing from the
- * plain kernels' rows on (they write there themselves). documents NULL: one document, all rows. */
+ * plain kernels' rows on (they write there themselves). documents NULL: all rows. */
 void ps_att_finish_dkv(cudaStream_t stream, const ps__args_attention *a, const int32_t *documents, const void *dk, const void *dv,
                        uint32_t heads, float *dkv);
 

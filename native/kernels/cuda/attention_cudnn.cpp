@@ -3,14 +3,15 @@
  *
  * math    as in ops.h; bf16 in and out, fp32 softmax; dK and dV leave cuDNN in bf16 (one rounding) and are added to fp32 dkv by us.
  * shapes  K and V are strided views of the interleaved kv rows, nothing is gathered. Two graphs:
- *         one document   batch 1, [1, heads, T, d] on [1, kv_heads, row0+T, d], causal (aligned at the bottom right); log-sum-exp is
- *                        [heads, T] there and transposed by us (before 9.26 the backward pass reads no other layout);
- *         documents      ragged ("THD"): a batch of slots, one for each document, lengths and offsets found on the device from
+ *         known          n documents of as many rows each, a batch: [n, heads, T/n, d] on [n, kv_heads, T/n, d] (with n = 1: row0+T keys), causal
+ *                        (aligned at the bottom right); log-sum-exp is [n, heads, T/n] there and transposed by us (before 9.26 the backward
+ *                        pass reads no other layout);
+ *         found          ragged ("THD"): a batch of slots, one for each document, lengths and offsets found on the device from
  *                        doc_start (ps_att_find_documents); log-sum-exp is written and read as [T, heads] in place.
  * scratch documents, dK and dV in bf16 (4*(row0+T)*kv_heads*d bytes), transposed log-sum-exp, cuDNN's own workspace (fp32 dQ, and
  *         dK and dV of every query head): linear in T; cuDNN's deterministic backward needs T*(row0+T)*heads*2 bytes before 9.25.
  * time    H200, cuDNN 9.19, 32/8 heads of 128, T = 8192, TFLOP/s forward / backward: one document 616 / 507 (deterministic 445), found on the
- *         device 560 / 459, behind a prefix of 8192 652 / 395, 8 documents of 1024 352 / 241 (test_cuda_attention time).
+ *         device 560 / 459, behind a prefix of 8192 652 / 395, 8 documents of 1024 found 352 / 241 (test_cuda_attention time).
  * determinism  forward always; backward with exec->deterministic, else dQ is added with atomics.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
 #include "attention_cuda.h"
@@ -62,7 +63,8 @@ static cudnnHandle_t handles[MAX_DEVICES];
 struct plan {
   fe::graph::Graph graph;
   cudnnHandle_t handle;
-  uint32_t slots; /* 0: one document */
+  uint32_t known; /* documents; 0: they are found */
+  uint32_t slots; /* for documents that are found */
   size_t documents, lse, dk, dv, workspace; /* offsets in scratch */
 };
 
@@ -80,6 +82,12 @@ static const char *open_cudnn(void) {
   return NULL;
 }
 
+/* A batch of single rows is left to the other graph. */
+static uint32_t known_documents(const ps__args_attention *a) {
+  const uint32_t n = ps__attention_documents(a);
+  return n == a->n_tokens ? 0 : n;
+}
+
 static const char *refuses(const ps_att_shape *s) {
   const ps__args_attention *a = &s->args;
   const uint64_t width = (uint64_t)a->head_dim * (a->n_heads > 2 * a->n_kv_heads ? a->n_heads : 2 * a->n_kv_heads);
@@ -88,11 +96,11 @@ static const char *refuses(const ps_att_shape *s) {
   if (s->device >= MAX_DEVICES) return "the device's number is too high";
   if (a->n_tokens < 2) return "one row is left to the plain kernels";
   if (a->head_dim % 8 || a->head_dim > (s->sm / 10 == 9 ? 256u : 128u)) return "head_dim is no multiple of 8, or too large for this GPU";
-  if (a->one_document) return NULL;
-  if (s->sm / 10 != 9 && s->sm / 10 != 10) return "packed documents need compute capability 9.0 or 10.0";
+  if (known_documents(a)) return NULL;
+  if (s->sm / 10 != 9 && s->sm / 10 != 10) return "documents that are found on the device need compute capability 9.0 or 10.0 (or set one document a sequence)";
   if ((a->row0 + a->n_tokens) * width > INT32_MAX) return "the group has too many elements for offsets of 32 bits";
   if (s->backward && s->deterministic && s->sm / 10 == 9 && fe::detail::get_backend_version() < LINEAR_DETERMINISTIC)
-    return "deterministic packed documents need cuDNN 9.25 or newer (or set one document a sequence)";
+    return "deterministic, documents that are found on the device need cuDNN 9.25 or newer (or set one document a sequence)";
   return NULL;
 }
 
@@ -123,7 +131,7 @@ struct operands {
     t->set_output(true).set_uid(id);
     shape(t, h, n, ld, off);
   }
-  void stats(tensor t) const { /* [T, heads] for documents, else [heads, T] */
+  void stats(tensor t) const { /* [T, heads] of documents that are found, else [heads, rows] of each */
     t->set_dim({batch, heads, rows, 1}).set_data_type(fe::DataType_t::FLOAT);
     if (off_lse) t->set_stride({rows * heads, 1, heads, 1}).set_ragged_offset(off_lse);
     else t->set_stride({rows * heads, rows, 1, 1});
@@ -133,9 +141,9 @@ struct operands {
 static operands describe(plan *p, const ps_att_shape *s) {
   const ps__args_attention *a = &s->args;
   operands x{};
-  x.batch = p->slots ? p->slots : 1;
-  x.rows = a->n_tokens;
-  x.keys = (int64_t)a->row0 + a->n_tokens;
+  x.batch = p->known ? p->known : p->slots;
+  x.rows = p->known ? a->n_tokens / p->known : a->n_tokens;
+  x.keys = a->row0 + x.rows;
   x.d = a->head_dim;
   x.square = a->row0 == 0;
   x.heads = a->n_heads;
@@ -193,7 +201,7 @@ static void lay_out(plan *p, const ps_att_shape *s, size_t *bytes) {
   p->documents = at;
   if (p->slots) at += ps_att_round(ps_att_documents_bytes(p->slots));
   p->lse = at;
-  if (!p->slots) at += ps_att_round((size_t)a->n_tokens * a->n_heads * 4);
+  if (p->known) at += ps_att_round((size_t)a->n_tokens * a->n_heads * 4);
   p->dk = at;
   p->dv = at + one;
   if (s->backward) at += 2 * one;
@@ -206,7 +214,8 @@ static ps_status build(const ps_att_shape *s, plan *p, size_t *scratch_bytes) {
   if (!handles[s->device] && fe::detail::create_handle(&handles[s->device]) != CUDNN_STATUS_SUCCESS)
     return ps__fail(PS_EDEVICE, "%s: cuDNN %zu did not start on device %d", op, fe::detail::get_backend_version(), s->device);
   p->handle = handles[s->device];
-  p->slots = s->args.one_document ? 0 : ps_att_slots(s->args.n_tokens);
+  p->known = known_documents(&s->args);
+  p->slots = p->known ? 0 : ps_att_slots(s->args.n_tokens);
   p->graph.set_io_data_type(fe::DataType_t::BFLOAT16).set_intermediate_data_type(fe::DataType_t::FLOAT).set_compute_data_type(fe::DataType_t::FLOAT);
   const operands x = describe(p, s);
   if (s->backward) build_backward(p, x, s->deterministic);
@@ -268,7 +277,7 @@ static ps_status run(const ps_launch *l, const ps_att_shape *s, plan *p) {
     at.add(l->ptr[6]);
     at.add(scratch + p->dk);
     at.add(scratch + p->dv);
-    if (!documents) ps_att_transpose(exec->stream, stats, lse, a->n_tokens, a->n_heads);
+    if (!documents) ps_att_transpose(exec->stream, stats, lse, p->known, a->n_tokens / p->known, a->n_heads);
   }
   if (documents) bind_documents(&at, p, documents, s->backward);
   if (fe::detail::set_stream(p->handle, exec->stream) != CUDNN_STATUS_SUCCESS) return ps__fail(PS_EDEVICE, "attention: cuDNN refused the stream");
@@ -276,7 +285,7 @@ static ps_status run(const ps_launch *l, const ps_att_shape *s, plan *p) {
   if (e.is_bad()) return ps__fail(PS_EDEVICE, "attention: the cuDNN launch failed: %.300s", e.err_msg.c_str());
   if (!s->backward) {
     if (documents) ps_att_plain_fwd(exec->stream, l, documents, exec->n_sms);
-    else ps_att_transpose(exec->stream, lse, stats, a->n_heads, a->n_tokens);
+    else ps_att_transpose(exec->stream, lse, stats, p->known, a->n_heads, a->n_tokens / p->known);
     return PS_OK;
   }
   const ps__args_attention *now = (const ps__args_attention *)l->args; /* says whether to accumulate */

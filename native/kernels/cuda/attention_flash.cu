@@ -19,7 +19,7 @@
 namespace {
 
 struct plan {
-  uint32_t slots; /* 0: one document */
+  uint32_t slots; /* 0: one document; several are found, known or not */
   int splits;
   bool narrow;
   size_t documents, lse, sums, accum, accum_bytes, dk, dv; /* offsets in scratch */
@@ -67,7 +67,7 @@ ps_status prepare(const ps_att_shape *s, void **out, size_t *scratch_bytes) {
   if (e != cudaSuccess) return ps__fail(PS_EDEVICE, "attention: device %d: %s", s->device, cudaGetErrorString(e));
   plan *p = new (std::nothrow) plan();
   if (!p) return ps__fail(PS_ENOMEM, "attention: no memory for a plan");
-  p->slots = s->args.one_document ? 0 : ps_att_slots(s->args.n_tokens);
+  p->slots = ps__attention_documents(&s->args) == 1 ? 0 : ps_att_slots(s->args.n_tokens);
   p->splits = s->backward && s->deterministic ? splits_of(&s->args, n_sms) : 1;
   p->narrow = shared < 144 * 1024;
   lay_out(p, s, scratch_bytes);
@@ -112,7 +112,7 @@ ps_status forward(const ps_launch *l, const ps_att_shape *s, const plan *p, int3
   describe(&f, l, s, p, documents, lse);
   const cudaError_t e = f.d == 64 ? ps_flash_fwd<64>(f, p->narrow, exec->stream) : ps_flash_fwd<128>(f, p->narrow, exec->stream);
   if (e != cudaSuccess) return ps__fail(PS_EDEVICE, "attention_fwd: flash-attn: %s", cudaGetErrorString(e));
-  ps_att_transpose(exec->stream, (float *)l->ptr[4], lse, s->args.n_heads, s->args.n_tokens);
+  ps_att_transpose(exec->stream, (float *)l->ptr[4], lse, 1, s->args.n_heads, s->args.n_tokens);
   if (documents) ps_att_plain_fwd(exec->stream, l, documents, exec->n_sms);
   return PS_OK;
 }
@@ -132,7 +132,7 @@ ps_status backward(const ps_launch *l, const ps_att_shape *s, const plan *p, int
   f.dq_accum_ptr = scratch + p->accum;
   f.deterministic = s->deterministic;
   f.dq_accum_split_stride = s->deterministic ? (int64_t)padded_rows(&s->args, p) * f.h * f.d : 0;
-  ps_att_transpose(exec->stream, lse, (const float *)l->ptr[4], s->args.n_tokens, s->args.n_heads);
+  ps_att_transpose(exec->stream, lse, (const float *)l->ptr[4], 1, s->args.n_tokens, s->args.n_heads);
   cudaError_t e = s->deterministic ? cudaMemsetAsync(f.dq_accum_ptr, 0, p->accum_bytes, exec->stream) : cudaSuccess;
   if (e == cudaSuccess)
     e = f.d == 64 ? ps_flash_bwd<64>(f, p->splits, p->narrow, exec->stream) : ps_flash_bwd<128>(f, p->splits, p->narrow, exec->stream);

@@ -47,15 +47,17 @@ static inline size_t ps_scratch_sumsq(const ps__args_sumsq *a) { return (void)a,
 enum { PS_CUDNN_LINEAR_DETERMINISTIC = 92500 }; /* the version from which cuDNN's deterministic backward needs linear workspace */
 
 /* What attention takes at most, before a library was asked: documents and slots, log-sum-exp transposed; backward dK and dV in bf16, and the library's
- * own: fp32 dQ with softmax sums, dK and dV of every query head, and for documents dQ's padding (flash-attn 2.8) or dK and dV once more (cuDNN 9.19);
- * a score a pair where cuDNN's deterministic backward is the old one. flash-attn's deterministic backward may take more. Checked by
+ * own: fp32 dQ with softmax sums, dK and dV of every query head, and for documents that are found dQ's padding (flash-attn 2.8) or dK and dV once more (cuDNN 9.19), for several that are
+ * known the rows of their last tiles; a score a pair where cuDNN's deterministic backward is the old one. flash-attn's deterministic backward may take more. Checked by
  * tests/native/test_cuda_attention.c. */
 static inline size_t ps_scratch_attention_bound(const ps__args_attention *a, bool backward, bool deterministic, uint32_t cudnn_version) {
   const size_t t = a->n_tokens, keys = (size_t)a->row0 + a->n_tokens, width = (size_t)a->n_heads * a->head_dim;
+  const uint32_t documents = ps__attention_documents(a);
+  const size_t pad = documents > 1 ? documents * ps_round_up(t / documents, 128) - t : 0;
   size_t n = ((size_t)1 << 20) + t * a->n_heads * 4;
-  if (backward) n += 4 * keys * a->n_kv_heads * a->head_dim + (t + 128) * width * 4 + keys * width * 4 + 3 * (t + 128) * a->n_heads * 4;
-  if (backward && !a->one_document) n += (keys > 1024 ? keys : 1024) * width * 4;
-  if (backward && deterministic && cudnn_version < PS_CUDNN_LINEAR_DETERMINISTIC) n += t * keys * a->n_heads * 2;
+  if (backward) n += 4 * keys * a->n_kv_heads * a->head_dim + (t + pad + 128) * width * 4 + (keys + pad) * width * 4 + 3 * (t + pad + 128) * a->n_heads * 4;
+  if (backward && documents != 1) n += (keys > 1024 ? keys : 1024) * width * 4;
+  if (backward && deterministic && cudnn_version < PS_CUDNN_LINEAR_DETERMINISTIC) n += (t + pad) * (documents > 1 ? (t + pad) / documents : keys) * a->n_heads * 2;
   return ps_round_up(n, 256);
 }
 
