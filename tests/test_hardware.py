@@ -88,7 +88,7 @@ def test_an_old_file_in_the_cache_is_replaced(profiled, tiny_model, tmp_path, mo
 def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
     gone = {name: None for name in json.loads(changed(profiled, tmp_path / "a.json").read_text())
             if name in PEOPLES | GPUS | {"layout", "measured", "gemm_bf16", "attention_bf16", "accumulate_bytes_per_s", "accumulate_sumsq_bytes_per_s",
-                                         "sumsq_bytes_per_s", "gather_bytes_per_s", "idle_gain", "driver_version", "cublaslt_version"}}
+                                         "sumsq_bytes_per_s", "gather_bytes_per_s", "idle_gain", "idle_most", "driver_version", "cublaslt_version"}}
     d = Hardware.read(changed(profiled, tmp_path / "a.json", **gone, attention_bf16_flops_per_s=5e12, attention_bwd_bf16_flops_per_s=4e12,
                               gemm_bf16_flops_per_s=9e12, optimizer_bytes_per_s=3e9, memory_bytes_per_s=2e10)).as_dict()
     (attention,), (gemm,) = entries(d["attention"]), entries(d["gemm"])

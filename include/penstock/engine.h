@@ -273,10 +273,11 @@ enum { PS_SIM_RESOURCES = 4 };
 typedef struct ps_sim_cost {
   double ns;
   double demand[PS_SIM_RESOURCES];
-  double idle_gain; /* 0..1: the op takes ns / (1 + idle_gain * the share of the last PS_SIM_IDLE_NS that its stream idled, older time counting less and less): a GPU
-                       bound by its power runs the faster the more it rests */
+  double idle_gain; /* 0..1: the op takes ns / (1 + the smaller of idle_most and idle_gain * the share of the last PS_SIM_IDLE_NS that its stream idled, older time
+                       counting less and less): a GPU bound by its power runs the faster the more it rests, up to its highest clock */
+  double idle_most; /* 0..1 */
 } ps_sim_cost;
-enum { PS_SIM_IDLE_NS = 500000000 };
+enum { PS_SIM_IDLE_NS = 100000000 };
 typedef void (*ps_sim_cost_fn)(void *user, const ps_op_view *op, ps_sim_cost *out);
 
 /* ps_sim_run() - execute @n_steps steps of @schedule on a virtual clock. Pure and deterministic. @events (may be NULL; room

@@ -71,6 +71,7 @@ typedef struct ps_hardware {
   double gather_bytes_per_s;                /* rows of the embedding gathered by one thread, beside a GPU while the optimizer runs; all else of the io stream */
   double idle_gain;                         /* CUDA, 0..1: products and attention run faster by this times the share of the time that the GPU idles: it is bound by its power,
                                                and what it saves while it rests it spends on its clock. 0: it is not, or unknown */
+  double idle_most;                         /* CUDA, 0..1: but by no more than this: the clock has a highest value */
   double memory_bytes_per_s;                /* host memory bandwidth that copies and host ops share */
   double op_ns;                             /* fixed cost of an op on the compute stream */
   double peak_flops_per_s;                  /* for MFU: dense peak of the GPU, by a sourced table; measured GEMM rate on a CPU; 0: unknown */
@@ -95,7 +96,7 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
 
 /* ps_hardware_measure() - the same facts, and every rate that plans rest on timed with the kernels themselves on realistic values, for about
  * @seconds in all (0: 1 on the CPU backend; on CUDA 12, whose clock falls under load) besides a few seconds of preparation. On CUDA the context
- * is made, the libraries are loaded, products' algorithms are chosen as a run chooses them, and device_overhead_bytes is what that took; 3.5 GiB
+ * is made, the libraries are loaded, products' algorithms are chosen as a run chooses them, and device_overhead_bytes is what that took; 3.6 GiB
  * of device memory and 4.3 of the host's are taken for the time; attention that takes more scratch than plans foresee is left out of the table.
  * n_threads 0: all CPUs (CUDA: two less, which feed the GPU and its copies, where there are four). Blocks.
  * Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE. */

@@ -100,6 +100,8 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   line(out, "an op's fixed cost", hw->op_ns, 1e3, "us", 0);
   if (hw->idle_gain > 0)
     line(out, "faster where the GPU idles 10%, by", 0.1 * hw->idle_gain, 0.01, "%", 0);
+  if (hw->idle_most > 0)
+    line(out, "    at most, by", hw->idle_most, 0.01, "%", 0);
   if (gpu && !(peak > 0))
     fprintf(out, "  the peak of this GPU is unknown: no share of it, and no MFU (--peak-tflops of train gives it)\n");
 }
@@ -181,6 +183,7 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_number(j, "sumsq_bytes_per_s", hw->sumsq_bytes_per_s);
   cli_json_number(j, "gather_bytes_per_s", hw->gather_bytes_per_s);
   cli_json_number(j, "idle_gain", hw->idle_gain);
+  cli_json_number(j, "idle_most", hw->idle_most);
   cli_json_number(j, "memory_bytes_per_s", hw->memory_bytes_per_s);
   cli_json_number(j, "op_ns", hw->op_ns);
   cli_json_number(j, "peak_flops_per_s", hw->peak_flops_per_s);

@@ -4,6 +4,7 @@
 
 static double rate_ns(double work, double per_s) { return per_s > 0 ? work / per_s * 1e9 : 0; }
 static double larger(double a, double b) { return a > b ? a : b; }
+static double smaller(double a, double b) { return a < b ? a : b; }
 
 static uint32_t class_of(const ps_kernel *kernel) { return kernel ? kernel->op_class : PS_CLASS_COPY; }
 
@@ -119,7 +120,10 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
     if (cpu) out->demand[PS__RES_CPUS] = one;
     else out->demand[PS__RES_LINK] = share(rate, 2 * hw->duplex_bytes_per_s);
   } else if (op->stream == PS__S_COMPUTE) {
-    if (!cpu && (class == PS_CLASS_GEMM || class == PS_CLASS_ATTENTION)) out->idle_gain = hw->idle_gain < 1 ? hw->idle_gain : 1;
+    if (!cpu && (class == PS_CLASS_GEMM || class == PS_CLASS_ATTENTION)) {
+      out->idle_gain = smaller(hw->idle_gain, 1);
+      out->idle_most = smaller(hw->idle_most, 1);
+    }
     if (!cpu) return;
     out->demand[PS__RES_CPUS] = class == PS_CLASS_COPY || class == PS_CLASS_OTHER ? one : all;
     if (class == PS_CLASS_ELEMENTWISE) out->demand[PS__RES_MEMORY] = share(hw->elementwise_bytes_per_s, hw->memory_bytes_per_s);

@@ -309,7 +309,7 @@ def test_measured_rates_are_below_their_ceilings(profile):
     assert len(profile["gemm_bf16"]) == 4 and len(profile["attention_bf16"]) == 9
     for case in profile["gemm_bf16"] + profile["attention_bf16"]:
         assert all(1e10 < rate < peak for name, rate in case.items() if name.endswith("flops_per_s")), case
-    assert 0 <= profile["idle_gain"] <= 1
+    assert 0 <= profile["idle_gain"] <= 1 and 0 <= profile["idle_most"] <= 1
     assert 1e10 < profile["elementwise_bytes_per_s"] < (profile["device_peak_bytes_per_s"] or math.inf)
     for name in ("h2d", "d2h", "duplex"):
         assert 1e8 < profile[f"{name}_bytes_per_s"] < (profile["link_peak_bytes_per_s"] or math.inf)

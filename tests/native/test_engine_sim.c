@@ -93,26 +93,29 @@ static void test_pipeline(void) {
   printf("ok a pipeline fills, runs and stalls as by hand\n");
 }
 
-/* A stream that idled for the first 1e9 ns has idled 1 - e^-2 of the time, by weights that fall by e every 5e8: with a gain of a half its op of 3e8 ns takes
- * 3e8 / (1 + (1 - e^-2) / 2). At the end of that the share is e^-0.6 (and so on) of it, and the next op starts at once. */
+/* A stream that idled for the first 2e8 ns has idled 1 - e^-2 of the time, by weights that fall by e every 1e8: with a gain of a half its op of 6e7 ns takes
+ * 6e7 / (1 + (1 - e^-2) / 2). At the end of that the share is e^-0.6 (and so on) of it, and the next op starts at once. Where the gain ends at a fifth, the first takes
+ * 6e7 / 1.2. */
 static void gaining_price(void *user, const ps_op_view *op, ps_sim_cost *out) {
   out->ns = op->work.flops;
-  out->idle_gain = op->stream == 0 ? *(double *)user : 0;
+  out->idle_gain = op->stream == 0 ? ((double *)user)[0] : 0;
+  out->idle_most = ((double *)user)[1];
 }
 static void test_idle_gain(void) {
   ps_program *p;
   ps_trace_event ev[3];
-  double gain = 0.5, bad = 1.5;
+  double gain[2] = {0.5, 1}, ends[2] = {0.5, 0.2}, bad[2][2] = {{1.5, 1}, {0.5, 1.5}};
   CHECK(ps_program_create(&p, 1, 2) == PS_OK);
-  add(p, 1, 1e9, 0, 1, (ps_access[]){slot(PS_WRITE, 0)});
-  add(p, 0, 3e8, 0, 1, (ps_access[]){slot(PS_READ, 0)});
-  add(p, 0, 3e8, 0, 1, (ps_access[]){slot(PS_READ, 0)});
+  add(p, 1, 2e8, 0, 1, (ps_access[]){slot(PS_WRITE, 0)});
+  add(p, 0, 6e7, 0, 1, (ps_access[]){slot(PS_READ, 0)});
+  add(p, 0, 6e7, 0, 1, (ps_access[]){slot(PS_READ, 0)});
   ps_schedule *s = compile(p);
-  CHECK(ps_sim_run(s, gaining_price, &gain, 1, ev, NULL) == PS_OK);
-  const double idle = 1 - exp(-2), first = 3e8 / (1 + gain * idle), left = idle * exp(-first / 5e8), second = 3e8 / (1 + gain * left);
-  CHECK(ev[0].end_ns == 1000000000 && ev[1].start_ns == ev[0].end_ns && ev[2].start_ns == ev[1].end_ns);
+  CHECK(ps_sim_run(s, gaining_price, gain, 1, ev, NULL) == PS_OK);
+  const double idle = 1 - exp(-2), first = 6e7 / (1 + 0.5 * idle), left = idle * exp(-first / 1e8), second = 6e7 / (1 + 0.5 * left);
+  CHECK(ev[0].end_ns == 200000000 && ev[1].start_ns == ev[0].end_ns && ev[2].start_ns == ev[1].end_ns);
   CHECK(fabs((double)(ev[1].end_ns - ev[1].start_ns) - first) < 2 && fabs((double)(ev[2].end_ns - ev[2].start_ns) - second) < 2);
-  CHECK(ps_sim_run(s, gaining_price, &bad, 1, ev, NULL) == PS_EINVAL);
+  CHECK(ps_sim_run(s, gaining_price, ends, 1, ev, NULL) == PS_OK && ev[1].end_ns - ev[1].start_ns == 50000000);
+  CHECK(ps_sim_run(s, gaining_price, bad[0], 1, ev, NULL) == PS_EINVAL && ps_sim_run(s, gaining_price, bad[1], 1, ev, NULL) == PS_EINVAL);
   CHECK(ps_schedule_destroy(s) == PS_OK);
   printf("ok a stream that rested runs faster by its ops' gain\n");
 }

@@ -19,10 +19,11 @@ enum { N_PRODUCTS = sizeof products / sizeof *products, N_GEMM = sizeof gemm_row
        N_ATTENTION = sizeof attention_shapes / sizeof *attention_shapes, ATTENTION_USUAL = 1, GEMM_USUAL = 2 };
 enum { FORWARD, DGRAD, WGRAD, MAX_PARTS };
 static const double PRODUCTS_SHARE = 1.5, ATTENTION_SHARE = 0.6; /* of the other's time: about a block's at a sequence of 8192 */
+static const double COPIES_SHARE = 0.5;                          /* of the time: about a streamed step's */
 
 /* Device memory: VALUES of bf16, of which what lies before OUT is only read; SUMS of fp32 results and ids. Places in MiB. */
-static const uint64_t MIB = 1u << 20, VALUES = 1536ull << 20, SUMS = 544ull << 20, PINNED = 256ull << 20, MARGIN = 64ull << 20;
-enum { X = 0, W = 448, Y = 560, OUT = 1008 };                 /* operands of up to 16384 rows, and the result */
+static const uint64_t MIB = 1u << 20, VALUES = 1664ull << 20, SUMS = 544ull << 20, PINNED = 256ull << 20, MARGIN = 64ull << 20;
+enum { X = 0, W = 448, Y = 560, OUT = 1008, COPIED = 1536 };  /* operands of up to 16384 rows, the result, what copies bring */
 enum { Q = 0, KV = 256, D_O = 560, O = 1008, DQ = 1264 };     /* of up to 32768 rows and 65536 keys */
 enum { DKV = 0, LSE = 512, DOC_START = 528 };                 /* in SUMS */
 
@@ -34,6 +35,7 @@ typedef struct bench {
   CUdeviceptr memory;        /* values, sums, scratch, workspace */
   char *values, *sums;
   void *pinned[2];           /* PINNED / 2 bytes each */
+  uint32_t n_products;       /* that ran */
   ps__cuda_exec exec;
 } bench;
 
@@ -77,8 +79,11 @@ static ps_status time_case(bench *b, case_fn fn, double seconds, double *out) {
   return PS_OK;
 }
 
+static ps_status case_both(bench *b);
+
 /* A case of one part or more, timed by events on exec.stream. After each turn of the parts runs, untimed, @between for about @share of a turn's time: a GPU that is
- * bound by its power sets its clock by what ran in the last tenths of a second, and in a step products and attention take turns. */
+ * bound by its power sets its clock by what ran in the last tenths of a second, and in a step products and attention take turns. Where there is a @between, copies run both
+ * ways meanwhile, for COPIES_SHARE of the time. */
 typedef struct timed {
   ps_status (*part)(bench *b, const void *arg, uint32_t part);
   const void *arg;
@@ -87,9 +92,10 @@ typedef struct timed {
   double share;
 } timed;
 
-typedef struct counts { uint32_t part[MAX_PARTS], between; } counts;
+typedef struct counts { uint32_t part[MAX_PARTS], between, copies; } counts;
 
 static ps_status submit_turn(bench *b, const timed *t, const counts *n, const CUevent *event) {
+  for (uint32_t i = 0; i < n->copies; i++) PS_TRY(case_both(b));
   PS__CUDA_TRY(b->cu, EventRecord(event[0], b->exec.stream));
   for (uint32_t p = 0; p < t->n_parts; p++) {
     for (uint32_t i = 0; i < n->part[p]; i++) PS_TRY(t->part(b, t->arg, p));
@@ -111,18 +117,21 @@ static ps_status choose_counts(bench *b, const timed *t, counts *n) {
   static const double least = 5e-3, shortest = 1e-5;
   double turn = 0, s = 0;
   *n = (counts){0};
-  for (uint32_t p = 0; p < t->n_parts + (t->between != NULL); p++) {
+  for (uint32_t p = 0; p < t->n_parts + 2u * (t->between != NULL); p++) {
     for (int i = 0; i < 2; i++) {
       const uint64_t t0 = ps__now_ns();
-      PS_TRY(p < t->n_parts ? t->part(b, t->arg, p) : t->between(b));
+      PS_TRY(p < t->n_parts ? t->part(b, t->arg, p) : p == t->n_parts ? t->between(b) : case_both(b));
       PS_TRY(settle(b));
       s = seconds_since(t0) > shortest ? seconds_since(t0) : shortest;
     }
-    if (p == t->n_parts) {
-      n->between = (uint32_t)(t->share * turn / s + 0.5) + (t->share * turn < s / 2);
-    } else {
+    if (p < t->n_parts) {
       n->part[p] = s < least ? (uint32_t)(least / s) + 1 : 1;
       turn += n->part[p] * s;
+    } else if (p == t->n_parts) {
+      n->between = (uint32_t)(t->share * turn / s + 0.5) + (t->share * turn < s / 2);
+      turn += n->between * s;
+    } else {
+      n->copies = (uint32_t)(COPIES_SHARE * turn / s + 0.5);
     }
   }
   return PS_OK;
@@ -150,23 +159,33 @@ static ps_status time_parts(bench *b, const timed *t, double seconds, double out
 
 /* ---- products ------------------------------------------------------------------------------------------------------------------ */
 
-/* Y = X W^T, dX = dY W or dW = dY^T X of product @i over @rows rows; operands of it. */
-static ps__args_gemm product_args(bench *b, int i, uint32_t rows, uint32_t part, void *ptr[3]) {
+/* A place for @bytes between two others in MiB, another one each time: a step's operands come from memory, not from the GPU's cache. */
+static void *next_place(bench *b, uint64_t from, uint64_t to, uint64_t bytes) {
+  const uint64_t room = ((to - from) * MIB - bytes) / MIB, at = room ? b->n_products * 97ull % (room + 1) : 0;
+  return b->values + (from + at) * MIB;
+}
+
+/* Y = X W^T (attention's and down's with the residual added), dX = dY W or dW = dY^T X of product @i over @rows rows; addresses of the operands, and how many they are. */
+static ps__args_gemm product_args(bench *b, int i, uint32_t rows, uint32_t part, void *ptr[4], uint32_t *n_ptr) {
   const uint32_t out = products[i].out, in = products[i].in;
-  const bool ta = part == WGRAD, tb = part == FORWARD;
+  const bool ta = part == WGRAD, tb = part == FORWARD, residual = tb && i % 2 == 1;
   const uint32_t m = ta ? out : rows, n = tb ? out : in, k = ta ? rows : tb ? in : out;
-  ptr[0] = value(b, tb ? X : Y);
-  ptr[1] = value(b, ta ? X : W);
-  ptr[2] = value(b, OUT);
-  return (ps__args_gemm){.m = m, .n = n, .k = k, .lda = ta ? m : k, .ldb = tb ? k : n, .ldc = n, .trans_a = ta, .trans_b = tb,
+  ptr[0] = next_place(b, X, OUT, 2ull * m * k);
+  ptr[1] = next_place(b, X, OUT, 2ull * n * k);
+  ptr[2] = next_place(b, OUT, COPIED, 2ull * m * n);
+  ptr[3] = next_place(b, X, OUT, 2ull * m * n);
+  b->n_products++;
+  *n_ptr = 3 + residual;
+  return (ps__args_gemm){.m = m, .n = n, .k = k, .lda = ta ? m : k, .ldb = tb ? k : n, .ldc = n, .trans_a = ta, .trans_b = tb, .has_residual = residual,
                          .dt_a = PS_BF16, .dt_b = PS_BF16, .dt_c = PS_BF16};
 }
 
 static ps_status run_products(bench *b, const void *rows, uint32_t part) {
   for (int i = 0; i < N_PRODUCTS; i++) {
-    void *ptr[3];
-    const ps__args_gemm g = product_args(b, i, *(const uint32_t *)rows, part, ptr);
-    PS_TRY(launch(b, &ps__k_gemm, &g, ptr, 3));
+    void *ptr[4];
+    uint32_t n;
+    const ps__args_gemm g = product_args(b, i, *(const uint32_t *)rows, part, ptr, &n);
+    PS_TRY(launch(b, &ps__k_gemm, &g, ptr, n));
   }
   return PS_OK;
 }
@@ -183,9 +202,10 @@ static ps_status tune_products(bench *b) {
   for (int r = 0; r < N_GEMM; r++)
     for (uint32_t part = FORWARD; part < MAX_PARTS; part++)
       for (int i = 0; i < N_PRODUCTS; i++) {
-        void *ptr[3];
-        const ps__args_gemm g = product_args(b, i, gemm_rows[r], part, ptr);
-        PS_TRY(ps__cuda_blas_tune(&b->exec, &g, ptr[0], ptr[1], ptr[2], NULL, NULL));
+        void *ptr[4];
+        uint32_t n;
+        const ps__args_gemm g = product_args(b, i, gemm_rows[r], part, ptr, &n);
+        PS_TRY(ps__cuda_blas_tune(&b->exec, &g, ptr[0], ptr[1], ptr[2], NULL, n > 3 ? ptr[3] : NULL));
       }
   PS_TRY(settle(b));
   ps__cuda_blas_save_cache(b->exec.blas);
@@ -289,16 +309,20 @@ static ps_status measure_products(bench *b, double seconds, double *full) {
 
 /* ---- idle time -------------------------------------------------------------------------------------------------------------------------- */
 
-/* Products of the usual rows and then attention, and after each such turn a pause of a sixth of its time: by how much the products are faster than @full seconds, which
- * they take where the GPU never rests, over the share of time that it rested. Over the second half of the time. */
-static ps_status measure_idle(bench *b, double seconds, double full) {
+/* Products of the usual rows and then attention, copies beside them as ever, and after each such turn a pause of @pause of its time: by how much the products are faster than @full seconds, which
+ * they take where the GPU never rests, and the share of time that it rested. Over the second half of the time. */
+static ps_status rest(bench *b, double seconds, double full, double pause, double *gain, double *rested) {
   const CUevent *e = b->event[0];
-  const uint64_t begin = ps__now_ns();
-  uint64_t counted_from = 0;
-  double products = 0, busy = 0, last = 0;
+  uint64_t begin = ps__now_ns(), counted_from = 0;
+  double products = 0, busy = 0, last = 0, copies = 0;
   uint32_t n = 0;
+  PS_TRY(case_both(b));
+  PS_TRY(settle(b));
+  const double copy_s = seconds_since(begin);
+  begin = ps__now_ns();
   while (n < 2 || seconds_since(begin) < seconds) {
     double turn = 0, of_products = 0;
+    for (; copies * copy_s < COPIES_SHARE * seconds_since(begin); copies++) PS_TRY(case_both(b));
     PS__CUDA_TRY(b->cu, EventRecord(e[0], b->exec.stream));
     PS_TRY(usual_products(b));
     PS__CUDA_TRY(b->cu, EventRecord(e[1], b->exec.stream));
@@ -307,7 +331,7 @@ static ps_status measure_idle(bench *b, double seconds, double full) {
     PS__CUDA_TRY(b->cu, EventSynchronize(e[2]));
     PS_TRY(add_elapsed(b, e[0], e[1], &of_products));
     PS_TRY(add_elapsed(b, e[0], e[2], &turn));
-    nanosleep(&(struct timespec){.tv_nsec = (long)(turn / 6 * 1e9)}, NULL);
+    nanosleep(&(struct timespec){.tv_nsec = (long)(pause * turn * 1e9)}, NULL);
     if (!counted_from && seconds_since(begin) >= seconds / 2) counted_from = ps__now_ns();
     else if (counted_from) {
       products += of_products;
@@ -316,9 +340,21 @@ static ps_status measure_idle(bench *b, double seconds, double full) {
       last = seconds_since(counted_from);
     }
   }
-  const double rested = 1 - busy / last, gain = rested > 0 ? (full / (products / n) - 1) / rested : 0;
-  b->hw->idle_gain = gain < 0 ? 0 : gain < 1 ? gain : 1;
+  *rested = 1 - busy / last;
+  *gain = full / (products / n) - 1;
   return settle(b);
+}
+
+static double within_1(double x) { return x < 0 ? 0 : x < 1 ? x : 1; }
+
+/* With short pauses the gain goes with them; with pauses as long as the work the clock is at its highest. */
+static ps_status measure_idle(bench *b, double seconds, double full) {
+  double gain, rested;
+  PS_TRY(rest(b, seconds, full, 1.0 / 12, &gain, &rested));
+  b->hw->idle_gain = rested > 0 ? within_1(gain / rested) : 0;
+  PS_TRY(rest(b, seconds, full, 1, &gain, &rested));
+  b->hw->idle_most = within_1(gain);
+  return PS_OK;
 }
 
 /* ---- memory and link --------------------------------------------------------------------------------------------------------------- */
@@ -344,7 +380,7 @@ static ps_status copy(bench *b, CUstream stream, void *dst, const void *src) {
   PS__CUDA_TRY(b->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst, (CUdeviceptr)(uintptr_t)src, PINNED / 2, stream));
   return PS_OK;
 }
-static ps_status case_h2d(bench *b) { return copy(b, b->in, value(b, OUT), b->pinned[0]); }
+static ps_status case_h2d(bench *b) { return copy(b, b->in, value(b, COPIED), b->pinned[0]); }
 static ps_status case_d2h(bench *b) { return copy(b, b->out, b->pinned[1], value(b, Y)); }
 static ps_status case_both(bench *b) {
   PS_TRY(case_h2d(b));

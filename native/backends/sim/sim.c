@@ -37,7 +37,7 @@ static ps_status price(sim *m, ps_sim_cost_fn cost, void *user) {
     ps_sim_cost *c = &m->cost[i];
     *c = (ps_sim_cost){0};
     cost(user, &view, c);
-    bool ok = isfinite(c->ns) && c->ns >= 0 && c->idle_gain >= 0 && c->idle_gain <= 1;
+    bool ok = isfinite(c->ns) && c->ns >= 0 && c->idle_gain >= 0 && c->idle_gain <= 1 && c->idle_most >= 0 && c->idle_most <= 1;
     for (int r = 0; r < PS_SIM_RESOURCES; r++)
       ok = ok && c->demand[r] >= 0 && c->demand[r] <= 1;
     if (!ok)
@@ -87,7 +87,7 @@ static void start_ready(sim *m) {
       continue;
     s->cost = &m->cost[idx];
     note_idle(m, s, true);
-    s->left = s->cost->ns / (1 + s->cost->idle_gain * s->idle);
+    s->left = s->cost->ns / (1 + fmin(s->cost->idle_most, s->cost->idle_gain * s->idle));
     s->start = m->now;
   }
 }
