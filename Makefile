@@ -12,6 +12,8 @@
 #   CUDNN_PYTHON  the interpreter that has the wheels of python/requirements-cudnn*.txt (default: that of $(VENV), which gets them)
 #   CUDNN_HOME  a cuDNN by itself, its include/ and lib/      CUDNN_FRONTEND  the folder that has cudnn_frontend.h, where no wheel has it
 #   FLASH_ATTN  0 (default) | 1: fetch flash-attn's source and compile its kernels: attention for GPUs before 9.0 (minutes, 6 GB a job)
+#           | 4: fetch flash-attn-4 and NVIDIA's compiler for it: faster attention for GPUs of 9.0 (2 minutes; CUDA 12.8 or newer, x86-64)
+#           | "1 4": both
 #   NVCCFLAGS  yours, added behind the project's own
 #   SAN     thread | address,undefined: build with sanitizers (use another BUILD)
 BUILD ?= build
@@ -84,9 +86,12 @@ PS_CPPFLAGS += -isystem $(BUILD)/cublas
 PS_NVCCFLAGS += -isystem $(BUILD)/cublas
 endif
 CU_SRC := $(sort $(wildcard native/kernels/cuda/*.cu native/optim/cuda/*.cu))
-ifneq ($(FLASH_ATTN),1)
-CU_SRC := $(filter-out %/attention_flash.cu,$(CU_SRC))
+ifneq ($(filter-out 0 1 4,$(FLASH_ATTN)),)
+$(error FLASH_ATTN="$(FLASH_ATTN)": it is 0, 1, 4 or "1 4")
 endif
+FLASH_ATTN_1 := $(filter 1,$(FLASH_ATTN))
+FLASH_ATTN_4 := $(filter 4,$(FLASH_ATTN))
+CU_SRC := $(filter-out $(if $(FLASH_ATTN_1),,%/attention_flash.cu) $(if $(FLASH_ATTN_4),,%/attention_flash4.cu),$(CU_SRC))
 # An installed package lies beside NVIDIA's wheels: site-packages/penstock/_native and site-packages/nvidia.
 NVIDIA_WHEELS := :$$ORIGIN/../../nvidia/cu$(CUDA_MAJOR)/lib:$$ORIGIN/../../nvidia/cublas/lib:$$ORIGIN/../../nvidia/cudnn/lib
 CU_OBJ := $(CU_SRC:%.cu=$(BUILD)/obj/%.o)
@@ -98,13 +103,26 @@ PS_NVCCFLAGS += -DPS_CUDNN=1
 CU_OBJ += $(BUILD)/obj/native/kernels/cuda/attention_cudnn.o
 endif
 # flash-attn's kernels, one object for each direction and head dim.
-ifeq ($(FLASH_ATTN),1)
+ifneq ($(FLASH_ATTN_1),)
 FLASH_STAMP := $(BUILD)/flash-attn/LICENSE
 FLASH_FLAGS := -Inative/kernels/cuda/flash/standin -isystem $(BUILD)/flash-attn/src -isystem $(BUILD)/flash-attn/cutlass \
                --expt-relaxed-constexpr --expt-extended-lambda --use_fast_math
 PS_NVCCFLAGS += -DPS_FLASH_ATTN=1
 FLASH_OBJ := $(foreach k,fwd_64 fwd_128 bwd_64 bwd_128,$(BUILD)/obj/native/kernels/cuda/flash/$(k).o)
 CU_OBJ += $(FLASH_OBJ)
+endif
+# flash-attn-4's, a static library with its runtime, which cudart_static (behind it) completes.
+ifneq ($(FLASH_ATTN_4),)
+ifeq ($(filter 90,$(CUDA_ARCH)),)
+$(error FLASH_ATTN=4 is for GPUs of compute capability 9.0, which CUDA_ARCH="$(strip $(CUDA_ARCH))" leaves out)
+endif
+ifeq ($(shell grep -l cudaLibraryLoadData $(CUDA_TOOLKIT)/include/cuda_runtime_api.h 2>/dev/null),)
+$(error FLASH_ATTN=4 needs a CUDA toolkit of 12.8 or newer: $(CUDA_TOOLKIT) is older)
+endif
+FLASH4 := $(BUILD)/flash4
+PS_NVCCFLAGS += -DPS_FLASH4=1
+FLASH4_LIBS := $(FLASH4)/libflash4.a $(FLASH4)/libcuda_dialect_runtime_static.a
+PS_LDLIBS := -Wl,--exclude-libs,libflash4.a:libcuda_dialect_runtime_static.a $(FLASH4_LIBS) $(PS_LDLIBS)
 endif
 LIB_SRC := $(sort $(LIB_SRC) $(wildcard native/kernels/cuda/*.c))
 else
@@ -176,7 +194,7 @@ $(BUILD)/cudnn/include/cudnn_frontend.h: python/find_cudnn.py $(if $(CUDNN_PYTHO
 	 $(if $(CUDNN_FRONTEND),--frontend $(CUDNN_FRONTEND)) $(if $(wildcard $(CUDA_TOOLKIT)/include/nvrtc.h),--nvrtc $(CUDA_TOOLKIT)/include)
 	@touch $@
 
-ifeq ($(FLASH_ATTN)$(CUDA),11)
+ifneq ($(FLASH_ATTN_1),)
 # flash-attn's headers and CUTLASS.
 $(BUILD)/flash-attn/LICENSE: python/fetch_flash_attn.py python/requirements-flash.txt | $(VENV)/.done-requirements-runtime.txt
 	@$(VENV)/bin/python python/fetch_flash_attn.py python/requirements-flash.txt $(BUILD)/flash-attn
@@ -190,6 +208,16 @@ $(filter %/bwd_64.o %/bwd_128.o,$(FLASH_OBJ)): $(BUILD)/obj/native/kernels/cuda/
 	$(NVCC) $(PS_NVCCFLAGS) $(FLASH_FLAGS) -DPS_FLASH_DIM=$* $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 $(BUILD)/obj/native/kernels/cuda/attention_flash.o: PS_NVCCFLAGS += $(FLASH_FLAGS)
 $(BUILD)/obj/native/kernels/cuda/attention_flash.o: | $(FLASH_STAMP)
+endif
+
+ifneq ($(FLASH_ATTN_4),)
+# flash-attn-4's kernels, compiled by NVIDIA's wheels in an environment of their own.
+$(FLASH4)/venv/.done-%: python/% python/requirements-flash4.txt python/bootstrap.sh
+	@PIP_NO_DEPS=1 python/bootstrap.sh $(FLASH4)/venv $< $(PYTHON)
+$(FLASH4)/flash4_table.h: native/kernels/cuda/flash4/generate.py $(FLASH4)/venv/.done-requirements-flash4-cuda$(CUDA_MAJOR).txt
+	@$(FLASH4)/venv/bin/python $< $(FLASH4)
+$(BUILD)/obj/native/kernels/cuda/attention_flash4.o: PS_NVCCFLAGS += -I$(FLASH4)
+$(BUILD)/obj/native/kernels/cuda/attention_flash4.o: $(FLASH4)/flash4_table.h
 endif
 
 # What an object was built for: changes when CUDA does, and only then.

@@ -38,8 +38,19 @@ typedef struct sample {
 
 static ps__cpu_exec cpu;
 static ps__cuda_exec gpu;
+enum { N_LIBRARIES = 3 };
+static const char *const libraries[N_LIBRARIES] = {"cudnn", "flash-attn-4", "flash-attn"};
 static const char *library; /* the one under test */
 static int failed;
+
+/* Makes it the one under test, where it is built in and for this GPU. */
+static bool use(const char *name) {
+  int major = 0, minor = 0;
+  CU(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  CU(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
+  library = name;
+  return (strcmp(name, "flash-attn-4") != 0 || 10 * major + minor == 90) && ps__cuda_attention_only(name);
+}
 
 static void *host(size_t bytes) {
   void *p = calloc(bytes ? bytes : 1, 1);
@@ -158,16 +169,46 @@ static void bounds(sample *s) {
   free(j.q), free(j.kv), free(j.d_o), free(j.o);
 }
 
-/* The largest error over its tolerance: by*|want| + over*bound + floor. */
-static double worst(const void *got, const void *want, bool bf16, const float *bound, float over, float by, float floor_, size_t n) {
+/* Rows of a tensor, of @heads of @d elements, with their tolerance: by*|want| + over*bound + least. */
+typedef struct tensor {
+  const char *name;
+  bool bf16;
+  size_t rows;
+  uint32_t heads, d;
+  const void *want;
+  const float *bound;
+  float over, by, least;
+} tensor;
+
+static double value(const tensor *t, const void *x, size_t i) { return t->bf16 ? ps__bf16_to_f32(((const uint16_t *)x)[i]) : ((const float *)x)[i]; }
+
+/* The largest error over its tolerance; where that is above 1 it is said. */
+static double worst(const tensor *t, const void *got) {
+  const size_t width = (size_t)t->heads * t->d;
   double most = 0;
-  for (size_t i = 0; i < n; i++) {
-    const double g = bf16 ? ps__bf16_to_f32(((const uint16_t *)got)[i]) : ((const float *)got)[i];
-    const double w = bf16 ? ps__bf16_to_f32(((const uint16_t *)want)[i]) : ((const float *)want)[i];
-    const double e = fabs(g - w) / (by * fabs(w) + over * (bound ? bound[i] : 0) + floor_);
-    if (!(e <= most)) most = isnan(e) ? INFINITY : e;
+  size_t at = 0, n_wrong = 0;
+  for (size_t i = 0; i < t->rows * width; i++) {
+    const double w = value(t, t->want, i), e = fabs(value(t, got, i) - w) / (t->by * fabs(w) + t->over * (t->bound ? t->bound[i] : 0) + t->least);
+    n_wrong += !(e <= 1);
+    if (!(e <= most)) most = isnan(e) ? INFINITY : e, at = i;
   }
+  if (most > 1)
+    printf("  %s of %s: %.2f times the tolerance at row %zu, head %zu of %u, element %zu: %g, the cpu has %g; %zu of %zu are wrong\n", t->name, library, most,
+           at / width, at % width / t->d, t->heads, at % t->d, value(t, got, at), value(t, t->want, at), n_wrong, t->rows * width);
   return most;
+}
+
+static double worst_o(const sample *s, const void *got) {
+  return worst(&(tensor){"o", true, s->a.n_tokens, s->a.n_heads, s->a.head_dim, s->o, s->bo, 1.25f * U, 2 * U, 1e-30f}, got);
+}
+static double worst_lse(const sample *s, const void *got) {
+  return worst(&(tensor){"lse", false, s->a.n_tokens, s->a.n_heads, 1, s->lse, NULL, 0, 0, 1e-4f}, got);
+}
+static double worst_dq(const sample *s, const void *got) {
+  return worst(&(tensor){"dq", true, s->a.n_tokens, s->a.n_heads, s->a.head_dim, s->dq, s->bdq, 1.25f * U, 2 * U, 1e-30f}, got);
+}
+static double worst_dkv(const sample *s, const void *got) { /* heads of dk, then of dv */
+  return worst(&(tensor){"dkv", false, s->rows, 2 * s->a.n_kv_heads, s->a.head_dim, s->dkv, s->bdkv, 3.25f * U, 0, 1e-30f}, got);
 }
 
 /* ---- the GPU ------------------------------------------------------------------------------------------------------------------ */
@@ -214,9 +255,8 @@ static bool forward_agrees(sample *s) {
   }
   uint16_t *o = download(s->dev[3], 2 * s->nq);
   float *lse = download(s->dev[4], 4 * s->nlse);
-  const double eo = worst(o, s->o, true, s->bo, 1.25f * U, 2 * U, 1e-30f, s->nq), el = worst(lse, s->lse, false, NULL, 0, 0, 1e-4f, s->nlse);
+  const double eo = worst_o(s, o), el = worst_lse(s, lse);
   free(o), free(lse);
-  if (eo > 1 || el > 1) printf("  forward: o %.2f, lse %.2f times the tolerance\n", eo, el);
   return eo <= 1 && el <= 1;
 }
 
@@ -230,16 +270,26 @@ static bool backward_agrees(sample *s) {
   }
   uint16_t *dq = download(s->dev[6], 2 * s->nq);
   float *dkv = download(s->dev[7], 4 * s->nkv);
-  const double eq = worst(dq, s->dq, true, s->bdq, 1.25f * U, 2 * U, 1e-30f, s->nq);
-  const double ek = worst(dkv, s->dkv, false, s->bdkv, 3.25f * U, 0, 1e-30f, s->nkv);
+  const double eq = worst_dq(s, dq), ek = worst_dkv(s, dkv);
   free(dq), free(dkv);
-  if (eq > 1 || ek > 1) printf("  backward: dq %.2f, dkv %.2f times the tolerance\n", eq, ek);
   return eq <= 1 && ek <= 1;
 }
 
-/* flash-attn is built for two head dims; only a few rows of another one are taken, by the plain kernels. */
-static bool too_much(const ps__args_attention *a) {
-  return !strcmp(library, "flash-attn") && a->head_dim != 64 && a->head_dim != 128 && a->n_tokens > 16;
+/* Why the library takes no such shape; NULL: it does, or the plain kernels take the few rows. */
+static const char *refused(const ps__args_attention *a) {
+  const uint32_t n = ps__attention_documents(a), group = a->n_heads / a->n_kv_heads;
+  if (!strcmp(library, "cudnn") || a->n_tokens <= 16) return NULL;
+  if (a->head_dim != 64 && a->head_dim != 128) return "head_dim is not 64 or 128";
+  if (!strcmp(library, "flash-attn")) return NULL;
+  if (group > 8 && group != 16) return "not built for that many query heads a kv head";
+  if (!n) return "documents must be of known, equal length";
+  return n > 1 && a->document_rows < 128 ? "documents are shorter than a tile" : NULL;
+}
+
+static bool is_refused(const ps__args_attention *a) {
+  if (!refused(a)) return false;
+  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, a, gpu.deterministic, NULL), PS_EDEVICE, refused(a));
+  return true;
 }
 
 static const char *label(const ps__args_attention *a) {
@@ -252,10 +302,7 @@ static const char *label(const ps__args_attention *a) {
 }
 
 static void check_case(ps__args_attention a, const int *lengths) {
-  if (too_much(&a)) {
-    CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EDEVICE, "head_dim is not 64 or 128");
-    return;
-  }
+  if (is_refused(&a)) return;
   sample s = make(a, lengths, 1000u * a.n_tokens + a.row0);
   reference(&s);
   bounds(&s);
@@ -263,7 +310,6 @@ static void check_case(ps__args_attention a, const int *lengths) {
   const bool f = forward_agrees(&s), b = backward_agrees(&s);
   printf("%s %s T=%u row0=%u heads %u/%u d=%u %s%s\n", f && b ? "ok" : "FAIL", library, a.n_tokens, a.row0, a.n_heads, a.n_kv_heads, a.head_dim,
          label(&a), lengths ? " uneven" : "");
-  fflush(stdout);
   failed += !(f && b);
   drop(&s);
 }
@@ -286,10 +332,23 @@ static void shapes(void) {
   check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, FOUND}, late);
 }
 
+/* Every number of query heads a kv head, behind a prefix and as documents: which kernel runs depends on it. */
+static void groups(bool deterministic) {
+  static const uint32_t group[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16};
+  gpu.deterministic = deterministic;
+  for (size_t i = 0; i < sizeof group / sizeof *group; i++)
+    for (uint32_t dim = 64; dim <= 128; dim += 64) {
+      check_case((ps__args_attention){201, 77, 2 * group[i], 2, dim, PS_BF16, 0, ONE}, NULL);
+      check_case((ps__args_attention){300, 0, 2 * group[i], 2, dim, PS_BF16, 0, 150}, NULL);
+    }
+  gpu.deterministic = false;
+}
+
 /* n documents of d rows, known: forward and backward, and dkv added to what the first backward left (twice the cpu's, at twice the tolerance). */
 static void known_documents(uint32_t d, uint32_t n, uint32_t heads, uint32_t kv_heads, uint32_t head_dim) {
   ps__args_attention a = {n * d, 0, heads, kv_heads, head_dim, PS_BF16, 0, d};
   CHECK(ps__attention_documents(&a) == n);
+  if (is_refused(&a)) return;
   sample s = make(a, NULL, 31 * d + n);
   reference(&s);
   bounds(&s);
@@ -300,12 +359,11 @@ static void known_documents(uint32_t d, uint32_t n, uint32_t heads, uint32_t kv_
   if (b && on_gpu(&ps__k_attention_bwd, &s.a, s.dev, 8) == PS_OK) {
     float *dkv = download(s.dev[7], 4 * s.nkv);
     for (size_t i = 0; i < s.nkv; i++) dkv[i] /= 2;
-    again = worst(dkv, s.dkv, false, s.bdkv, 3.25f * U, 0, 1e-30f, s.nkv);
+    again = worst_dkv(&s, dkv);
     free(dkv);
   }
   printf("%s %s %s of %u rows, heads %u/%u d=%u: accumulated %.2f of the tolerance\n", f && b && again <= 1 ? "ok" : "FAIL", library, label(&a), d, heads, kv_heads,
          head_dim, again);
-  fflush(stdout);
   failed += !(f && b && again <= 1);
   drop(&s);
 }
@@ -324,16 +382,18 @@ static void all_known_documents(void) {
 }
 
 /* dkv summed over 4 chunks, last chunk first, against one pass on the cpu. */
-static void four_chunks(const int *lengths, uint32_t document_rows) {
+static void four_chunks(const int *lengths, uint32_t document_rows, uint32_t head_dim) {
   enum { N = 4, ROWS = 512 };
-  sample s = make((ps__args_attention){N * ROWS, 0, 4, 2, 64, PS_BF16, 0, document_rows}, lengths, 7);
+  const ps__args_attention whole = {N * ROWS, 0, 4, 2, head_dim, PS_BF16, 0, document_rows};
+  if (is_refused(&whole)) return;
+  sample s = make(whole, lengths, 7);
   reference(&s);
   bounds(&s);
   upload(&s);
   CU(cudaMemcpy(s.dev[3], s.o, 2 * s.nq, cudaMemcpyHostToDevice));
   CU(cudaMemcpy(s.dev[4], s.lse, 4 * s.nlse, cudaMemcpyHostToDevice));
   for (uint32_t c = N; c-- > 0;) {
-    const size_t q = (size_t)c * ROWS * 4 * 64 * 2, lse = (size_t)c * ROWS * 4 * 4, doc = (size_t)c * ROWS * 4;
+    const size_t q = (size_t)c * ROWS * 4 * head_dim * 2, lse = (size_t)c * ROWS * 4 * 4, doc = (size_t)c * ROWS * 4;
     ps__args_attention a = s.a;
     a.n_tokens = ROWS, a.row0 = c * ROWS, a.accumulate_dkv = c != N - 1;
     char **dev = (char **)s.dev;
@@ -341,9 +401,8 @@ static void four_chunks(const int *lengths, uint32_t document_rows) {
   }
   uint16_t *dq = download(s.dev[6], 2 * s.nq);
   float *dkv = download(s.dev[7], 4 * s.nkv);
-  const double eq = worst(dq, s.dq, true, s.bdq, 1.25f * U, 2 * U, 1e-30f, s.nq);
-  const double ek = worst(dkv, s.dkv, false, s.bdkv, 3.25f * U, 0, 1e-30f, s.nkv);
-  printf("%s four_chunks %s: dq %.2f, dkv %.2f of the tolerance\n", eq <= 1 && ek <= 1 ? "ok" : "FAIL", label(&s.a), eq, ek);
+  const double eq = worst_dq(&s, dq), ek = worst_dkv(&s, dkv);
+  printf("%s %s four_chunks %s d=%u: dq %.2f, dkv %.2f of the tolerance\n", eq <= 1 && ek <= 1 ? "ok" : "FAIL", library, label(&s.a), head_dim, eq, ek);
   failed += !(eq <= 1 && ek <= 1);
   free(dq), free(dkv);
   drop(&s);
@@ -351,7 +410,9 @@ static void four_chunks(const int *lengths, uint32_t document_rows) {
 
 /* Deterministic: the same bits twice. A library that cannot do it for packed documents refuses and says what can. */
 static void same_bits(uint32_t row0, const int *lengths, uint32_t document_rows) {
-  sample s = make((ps__args_attention){2048, row0, 8, 2, 128, PS_BF16, 0, document_rows}, lengths, 9);
+  const ps__args_attention a = {2048, row0, 8, 2, 128, PS_BF16, 0, document_rows};
+  if (is_refused(&a)) return;
+  sample s = make(a, lengths, 9);
   upload(&s);
   gpu.deterministic = true;
   CHECK(on_gpu(&ps__k_attention_fwd, &s.a, s.dev, 5) == PS_OK);
@@ -374,7 +435,7 @@ static void same_bits(uint32_t row0, const int *lengths, uint32_t document_rows)
       }
     }
     for (int i = 0; i < 4; i++) free(first[i]);
-    printf("%s %s: the same bits four times\n", same ? "ok" : "FAIL", label(&s.a));
+    printf("%s %s %s: the same bits four times\n", same ? "ok" : "FAIL", library, label(&s.a));
     failed += !same;
   }
   gpu.deterministic = false;
@@ -396,19 +457,16 @@ static void refusals(void) {
 
 /* ---- timings -------------------------------------------------------------------------------------------------------------------- */
 
-static void time_case(const char *name, uint32_t n_tokens, uint32_t row0, const int *lengths, uint32_t document_rows) {
+static void time_library(const char *name, sample *s, double pairs) {
   enum { WARM = 5, TIMES = 20 };
-  sample s = make((ps__args_attention){n_tokens, row0, 32, 8, 128, PS_BF16, 0, document_rows}, lengths, 3);
-  upload(&s);
-  double pairs = 0, ms[2];
+  double ms[2];
   size_t scratch[2];
-  for (uint32_t i = 0; i < n_tokens; i++) pairs += (double)(row0 + i + 1) - s.doc_start[i];
   for (int b = 0; b < 2; b++) {
     const ps_kernel *k = b ? &ps__k_attention_bwd : &ps__k_attention_fwd;
-    CHECK(ps__cuda_attention_prepare(k, &s.a, gpu.deterministic, &scratch[b]) == PS_OK);
+    if (ps__cuda_attention_prepare(k, &s->a, gpu.deterministic, &scratch[b]) != PS_OK) return; /* not for this library */
     gpu.scratch = device(NULL, scratch[b] + GUARD);
     gpu.scratch_bytes = scratch[b];
-    const ps_launch l = {.args = &s.a, .ptr = s.dev, .n_ptr = b ? 8 : 5, .exec = &gpu};
+    const ps_launch l = {.args = &s->a, .ptr = s->dev, .n_ptr = b ? 8 : 5, .exec = &gpu};
     cudaEvent_t at[2];
     CU(cudaEventCreate(&at[0]));
     CU(cudaEventCreate(&at[1]));
@@ -424,9 +482,18 @@ static void time_case(const char *name, uint32_t n_tokens, uint32_t row0, const 
     cudaFree(gpu.scratch);
   }
   const double f = pairs * 32 * 128 * 4;
-  printf("time %-10s %-40s fwd %7.3f ms %6.1f TFLOP/s %6.1f MiB   bwd %7.3f ms %6.1f TFLOP/s %6.1f MiB\n", library, name, ms[0], f / ms[0] / 1e9, (double)scratch[0] / 0x1p20,
+  printf("time %-12s %-40s fwd %7.3f ms %6.1f TFLOP/s %6.1f MiB   bwd %7.3f ms %6.1f TFLOP/s %6.1f MiB\n", library, name, ms[0], f / ms[0] / 1e9, (double)scratch[0] / 0x1p20,
          ms[1], 2.5 * f / ms[1] / 1e9, (double)scratch[1] / 0x1p20);
-  fflush(stdout);
+}
+
+/* Library after library, so that they meet the same clock. */
+static void time_case(const char *name, uint32_t n_tokens, uint32_t row0, const int *lengths, uint32_t document_rows) {
+  sample s = make((ps__args_attention){n_tokens, row0, 32, 8, 128, PS_BF16, 0, document_rows}, lengths, 3);
+  upload(&s);
+  double pairs = 0;
+  for (uint32_t i = 0; i < n_tokens; i++) pairs += (double)(row0 + i + 1) - s.doc_start[i];
+  for (size_t i = 0; i < N_LIBRARIES; i++)
+    if (use(libraries[i])) time_library(name, &s, pairs);
   drop(&s);
 }
 
@@ -439,6 +506,9 @@ static void timings(void) {
   time_case("8192 one document, found on the device", 8192, 0, NULL, FOUND);
   time_case("8192 on 16384, one document", 8192, 8192, NULL, ONE);
   time_case("8192 on 16384, found on the device", 8192, 8192, NULL, FOUND);
+  time_case("8192 on 32768, one document", 8192, 24576, NULL, ONE);
+  time_case("8192 on 65536, one document", 8192, 57344, NULL, ONE);
+  time_case("16384 one document", 16384, 0, NULL, ONE);
   for (size_t i = 0; i < sizeof packed / sizeof *packed; i++) {
     time_case(packed[i].known, packed[i].n * packed[i].d, 0, NULL, packed[i].d);
     time_case(packed[i].found, packed[i].n * packed[i].d, 0, (const int[]){(int)packed[i].d, 0}, FOUND);
@@ -451,7 +521,7 @@ static void timings(void) {
   gpu.deterministic = true;
   time_case("8192 one document, deterministic", 8192, 0, NULL, ONE);
   time_case("8 documents of 1024, deterministic", 8192, 0, NULL, 1024);
-  if (strcmp(library, "cudnn") != 0) time_case("8192 found, deterministic", 8192, 0, NULL, FOUND);
+  time_case("8192 found, deterministic", 8192, 0, NULL, FOUND);
   gpu.deterministic = false;
 }
 
@@ -459,8 +529,10 @@ static void everything(void) {
   static const int documents[] = {700, 900, 55, 300, 0};
   refusals();
   shapes();
+  groups(false);
   all_known_documents();
-  for (int i = 0; i < 3; i++) four_chunks(i == 1 ? documents : NULL, i == 2 ? ONE : FOUND);
+  for (int i = 0; i < 4; i++) four_chunks(i == 1 ? documents : NULL, i > 1 ? ONE : FOUND, i == 3 ? 128 : 64);
+  groups(true);
   same_bits(1000, NULL, ONE);
   same_bits(1000, documents, FOUND);
   same_bits(0, NULL, 512);
@@ -476,16 +548,15 @@ int main(int argc, char **argv) {
   CU(cudaDeviceGetAttribute(&gpu.n_sms, cudaDevAttrMultiProcessorCount, 0));
   CU(cudaStreamCreateWithFlags(&gpu.stream, cudaStreamNonBlocking));
   CHECK(ps__pool_create(&cpu.pool, 8, "attention") == PS_OK);
-  static const char *const libraries[] = {"cudnn", "flash-attn"};
-  int n_built = 0;
-  for (int i = 0; i < 2; i++) {
-    library = libraries[i];
-    if (!ps__cuda_attention_only(library)) continue;
-    n_built++;
+  setvbuf(stdout, NULL, _IOLBF, 0);
+  int n_used = 0;
+  for (size_t i = 0; i < N_LIBRARIES; i++) {
+    if (!use(libraries[i])) continue;
+    n_used++;
     if (argc < 2) everything();
-    else timings();
   }
-  if (!n_built) printf("ok skipped: built without cuDNN and without flash-attn\n");
+  if (!n_used) printf("ok skipped: built without a library for this GPU\n");
+  else if (argc > 1) timings();
   ps__pool_destroy(cpu.pool);
   return failed ? 1 : 0;
 }

@@ -302,9 +302,14 @@ static const ps_att_provider *const flash = &ps_att_flash;
 #else
 static const ps_att_provider *const flash = NULL;
 #endif
-enum { N_PROVIDERS = 3 };
-/* In the order of asking: from 9.0 on cuDNN is the faster one, before it has no packed documents. */
-static const ps_att_provider *const newer[N_PROVIDERS] = {cudnn, flash, &ps_att_plain}, *const ampere[N_PROVIDERS] = {flash, cudnn, &ps_att_plain};
+#ifdef PS_FLASH4
+static const ps_att_provider *const flash4 = &ps_att_flash4;
+#else
+static const ps_att_provider *const flash4 = NULL;
+#endif
+enum { N_PROVIDERS = 4 };
+/* In the order of asking: on 9.0 flash-attn-4 is the fastest; from there on cuDNN is faster than flash-attn, before it has no packed documents. */
+static const ps_att_provider *const newer[N_PROVIDERS] = {flash4, cudnn, flash, &ps_att_plain}, *const ampere[N_PROVIDERS] = {flash, cudnn, &ps_att_plain, NULL};
 static const ps_att_provider *only; /* ps__cuda_attention_only() */
 
 /* Plans, one for each shape; only ever appended to, so launches read without a lock. */
@@ -409,6 +414,14 @@ extern "C" bool ps__cuda_attention_only(const char *provider) {
 extern "C" uint32_t ps__cuda_cudnn_version(void) {
 #ifdef PS_CUDNN
   return ps_att_cudnn_version();
+#else
+  return 0;
+#endif
+}
+
+extern "C" uint32_t ps__cuda_flash4_version(void) {
+#ifdef PS_FLASH4
+  return ps_att_flash4_version();
 #else
   return 0;
 #endif

@@ -35,6 +35,10 @@ uint32_t ps_att_cudnn_version(void); /* 0: none that serves */
 #ifdef PS_FLASH_ATTN
 extern const ps_att_provider ps_att_flash;
 #endif
+#ifdef PS_FLASH4
+extern const ps_att_provider ps_att_flash4;
+uint32_t ps_att_flash4_version(void);
+#endif
 
 /* ---- documents, found on the device --------------------------------------------------------------------------------------
  * Slot d holds the d-th document of the chunk: its query rows, and its keys from the document's begin (in the prefix for the first one) to

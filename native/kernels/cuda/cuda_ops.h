@@ -35,13 +35,16 @@ size_t ps__cuda_scratch_bytes(const ps_kernel *kernel, const void *args);
 /* cuDNN's version as cudnnGetVersion() gives it; 0 when there is none that serves. Opens the library. */
 uint32_t ps__cuda_cudnn_version(void);
 
+/* flash-attn-4's version, 40000036 for 4.0.0b36; 0 where it is not built in. */
+uint32_t ps__cuda_flash4_version(void);
+
 /* ps__cuda_attention_prepare() - chooses the provider for attention of the shape @args and builds its plan, kept for the process's life; a
  * launch of a shape that was not prepared with the same @deterministic is refused. Before the first step: it takes 0.1 to 0.5 s a shape. The
  * caller has made the device's context current. @scratch_bytes (may be NULL): what ps__cuda_scratch_bytes() gives for it from now on.
  * Threads: any, one at a time. Errors: PS_EINVAL the shape; PS_EDEVICE no provider takes it, with each one's reason; PS_ENOMEM. */
 ps_status ps__cuda_attention_prepare(const ps_kernel *kernel, const ps__args_attention *args, bool deterministic, size_t *scratch_bytes);
 
-/* ps__cuda_attention_only() - for tests: attention is prepared with no other library than @provider ("cudnn", "flash-attn"; NULL: any), and
+/* ps__cuda_attention_only() - for tests: attention is prepared with no other library than @provider ("flash-attn-4", "cudnn", "flash-attn"; NULL: any), and
  * every plan made so far is forgotten. False where it is not built in; nothing changes then. */
 bool ps__cuda_attention_only(const char *provider);
 

@@ -55,7 +55,7 @@ static inline size_t ps_scratch_attention_bound(const ps__args_attention *a, boo
   const uint32_t documents = ps__attention_documents(a);
   const size_t pad = documents > 1 ? documents * ps_round_up(t / documents, 128) - t : 0;
   size_t n = ((size_t)1 << 20) + t * a->n_heads * 4;
-  if (backward) n += 4 * keys * a->n_kv_heads * a->head_dim + (t + pad + 128) * width * 4 + (keys + pad) * width * 4 + 3 * (t + pad + 128) * a->n_heads * 4;
+  if (backward) n += 4 * keys * a->n_kv_heads * a->head_dim + (t + pad + 128) * width * 4 + (keys + pad + 128) * width * 4 + 3 * (t + pad + 128) * a->n_heads * 4;
   if (backward && documents != 1) n += (keys > 1024 ? keys : 1024) * width * 4;
   if (backward && deterministic && cudnn_version < PS_CUDNN_LINEAR_DETERMINISTIC) n += (t + pad) * (documents > 1 ? (t + pad) / documents : keys) * a->n_heads * 2;
   return ps_round_up(n, 256);
