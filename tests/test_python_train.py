@@ -1,8 +1,10 @@
 """The Python shell over plans and training: budgets, metrics, parameters, callables as data, leaving a loop early, saving."""
 import gc
 import itertools
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -205,3 +207,31 @@ def test_the_training_example_learns_and_saves(tiny_model, tiny_shard, tmp_path,
 def test_generation_reads_a_trainer_as_it_reads_a_directory(plan, tiny_model, tiny_shard):
     with Trainer(tiny_model, plan, tiny_shard) as trainer:
         assert penstock.generate(trainer, [1, 2], 5, temperature=0) == penstock.generate(tiny_model, [1, 2], 5, temperature=0)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp32-master", "bf16"])
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+def test_an_embedding_at_home_is_updated_to_the_same_bits(recipe, clip_norm, tmp_path):
+    """Its rows are updated by whoever needs them first, the next step's gathers on the io stream or the host stream: beside a plan that keeps the table on the device."""
+    vocab, seq, steps = 1024, 256, 12
+    config = json.loads((ROOT / "models/tiny-llama.json").read_text()) | {"vocab_size": vocab, "num_hidden_layers": 1}
+    (tmp_path / "shape.json").write_text(json.dumps(config))
+    folder = tmp_path / "model"
+    subprocess.run([sys.executable, ROOT / "models/init_model.py", tmp_path / "shape.json", folder, "--seed", "5"], check=True, capture_output=True)
+    model = ModelConfig.read(folder)
+    hardware = Hardware.estimate(8, "cpu")  # so that two threads gather
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, vocab, (steps, 8 * seq), np.int32) // rng.integers(1, 50, (steps, 8 * seq), np.int32)  # small ones often
+
+    ask = {"seq_len": seq, "tokens_per_step": 8 * seq, "recipe": recipe, "chunk_tokens": seq, "chunks_per_round": 1, "clip": clip_norm > 0}
+
+    def run(device_mem):
+        plan = Plan(model, hardware=hardware, device_mem=device_mem, **ask)
+        with Trainer(folder, plan, lambda step: (tokens[step], np.roll(tokens[step], -1)), lr=0.01, seed=2, clip_norm=clip_norm) as trainer:
+            losses = [m.loss for m in trainer.steps(steps)]
+            return plan.json()["embed_at_home"], losses, trainer.read("model.embed_tokens.weight"), trainer.read("lm_head.weight")
+
+    least, _ = Plan.smallest(model, hardware=hardware, **ask)
+    home, there = run(least), run(None)
+    assert (home[0], there[0]) == (True, False)
+    assert home[1] == there[1] and (home[2] == there[2]).all() and (home[3] == there[3]).all()

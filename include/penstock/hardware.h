@@ -68,7 +68,7 @@ typedef struct ps_hardware {
   double accumulate_bytes_per_s;            /* gradient sums on the host */
   double accumulate_sumsq_bytes_per_s;      /* both in one pass: the last contribution's */
   double sumsq_bytes_per_s;                 /* sums of squares on the host */
-  double gather_bytes_per_s;                /* rows of the embedding gathered by one thread, beside a GPU while the optimizer runs; all else of the io stream */
+  double gather_bytes_per_s;                /* rows of the embedding gathered by the io stream's threads (a quarter of n_threads, 1 to 4), beside a GPU while the optimizer runs; all else of the io stream */
   double idle_gain;                         /* CUDA, 0..1: products and attention run faster by this times the share of the time that the GPU idles: it is bound by its power,
                                                and what it saves while it rests it spends on its clock. 0: it is not, or unknown */
   double idle_most;                         /* CUDA, 0..1: but by no more than this: the clock has a highest value */

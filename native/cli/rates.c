@@ -94,7 +94,7 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   line(out, "sum of gradients", hw->accumulate_bytes_per_s, gb, "GB/s", 0);
   line(out, "    with that of squares", hw->accumulate_sumsq_bytes_per_s, gb, "GB/s", 0);
   line(out, "sum of squares", hw->sumsq_bytes_per_s, gb, "GB/s", 0);
-  line(out, "rows of the embedding, one thread", hw->gather_bytes_per_s, gb, "GB/s", 0);
+  line(out, "rows of the embedding", hw->gather_bytes_per_s, gb, "GB/s", 0);
   line(out, "first touch of host memory", hw->first_touch_bytes_per_s, gb, "GB/s", 0);
   line(out, "pinning", hw->pin_bytes_per_s, 1 << 30, "GiB/s", 0);
   line(out, "an op's fixed cost", hw->op_ns, 1e3, "us", 0);

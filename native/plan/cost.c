@@ -1,4 +1,5 @@
 /* cost.c - time of an op from its work: a fixed cost plus work over the measured rate, and its share of CPUs, host memory and link. */
+#include "hardware_impl.h"
 #include "plan_impl.h"
 #include <math.h>
 
@@ -129,7 +130,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
     if (class == PS_CLASS_ELEMENTWISE) out->demand[PS__RES_MEMORY] = share(hw->elementwise_bytes_per_s, hw->memory_bytes_per_s);
     if (class == PS_CLASS_OPTIMIZER) out->demand[PS__RES_MEMORY] = share(hw->optimizer_bytes_per_s, hw->memory_bytes_per_s);
   } else {
-    out->demand[PS__RES_CPUS] = class == PS_CLASS_OPTIMIZER ? all : one;
+    out->demand[PS__RES_CPUS] = class == PS_CLASS_OPTIMIZER ? all : op->stream == PS__S_IO ? share(ps__io_threads(m->n_threads), hw->n_cpus) : one;
     if (class == PS_CLASS_OPTIMIZER) out->demand[PS__RES_MEMORY] = share(host_rate(hw, op->kernel), hw->memory_bytes_per_s);
     if (op->stream == PS__S_IO) out->demand[PS__RES_MEMORY] = share(hw->gather_bytes_per_s, hw->memory_bytes_per_s);
   }

@@ -14,6 +14,17 @@ static ps_tag embed_tag(uint32_t round, uint32_t chunk, int phase) { return (ps_
 
 /* ---- at home -------------------------------------------------------------------------------------------------------------------- */
 
+/* The first round's rows come beside the table's update, which takes as long as three blocks' and would hold back the step: what is gathered is updated first. Half of
+ * the tokens are taken to be of rows that no token before them had. */
+static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__vaccess *token, uint32_t rows, ps_tag tag) {
+  const ps__step *s = b->s;
+  const double state = s->spec->recipe == PS_RECIPE_BF16 ? 14 : 28;
+  const ps__vaccess access[3] = {*token,
+                                 s->spec->clip ? ps__part(s->stats, PS_READ, 64, 64) : ps__part(s->norms, PS_READ, 0, PS__NORM_SLOTS * 8),
+                                 ps__whole(b, rows, PS_WRITE)};
+  ps__emit_hook(b, PS__HOOK_GATHER, chunk, PS__S_IO, access, 3, ps__bytes_work(2.0 * (double)(n * row_bytes(b)) + 0.5 * state * n * s->cfg->dim), tag);
+}
+
 /* On the io stream, which has nothing else to do once the batch is there: on the host stream the next step's rows would queue behind all updates, and a round's
  * behind the sums of gradients. Two chunks are on their way at a time: one is gathered while the other crosses the link. */
 void ps__gather_round(ps__builder *b, uint32_t round) {
@@ -27,7 +38,8 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
     const uint32_t rows = ps__vt_new(b, PS__SPACE_HOST, n * row_bytes(b));
     const ps__vaccess access[3] = {ps__part(s->batch, PS_READ, s->batch_offset[i] + ps__batch_block_of(n).tokens, 4ull * n),
                                    ps__part(s->home[0].weights, PS_READ, 0, table_bytes(b)), ps__whole(b, rows, PS_WRITE)};
-    ps__emit(b, &ps__k_embed_fwd, PS__S_IO, &a, sizeof a, access, 3, ps__bytes_work(2.0 * (double)(n * row_bytes(b))), tag);
+    if (round == 0) gather_first(b, i, n, &access[0], rows, tag);
+    else ps__emit(b, &ps__k_embed_fwd, PS__S_IO, &a, sizeof a, access, 3, ps__bytes_work(2.0 * (double)(n * row_bytes(b))), tag);
     b->gathered[i].x = ps__vt_new(b, PS__SPACE_DEVICE, n * row_bytes(b));
     ps__emit_copy(b, PS__S_H2D, ps__whole(b, rows, PS_READ), ps__whole(b, b->gathered[i].x, PS_WRITE), tag);
     const bool stays = *ps__spec_fate(s->spec, 0, c, PS__ITEM_X) == PS_FATE_HOST; /* where the first block's input is kept in any case */

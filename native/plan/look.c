@@ -1,9 +1,11 @@
 /* look.c - a member's ops, memory and time; what a step takes beside its arenas. */
+#include "hardware_impl.h"
 #include "look.h"
 #include "../kernels/cuda/scratch.h"
 #include <string.h>
 
 uint32_t ps__stream_threads(const ps_plan *plan, uint32_t stream) {
+  if (stream == PS__S_IO) return ps__io_threads(plan->hw.n_threads);
   return stream == PS__S_HOST || (stream == PS__S_COMPUTE && plan->hw.backend == PS_BACKEND_CPU) ? plan->hw.n_threads : 1;
 }
 
@@ -24,8 +26,9 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
     if (plan->hw.backend == PS_BACKEND_CPU || ps__stream_on_host(i)) *scratch += (uint64_t)s->scratch_bytes[i] * ps__stream_threads(plan, i);
   /* the trace, and what the program, the schedule and the run keep for each op */
   *trace = s->n_op * ((uint64_t)plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
-  /* tokens and targets of a batch as the source fills them */
-  return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens;
+  /* tokens and targets of a batch as the source fills them; which rows of an embedding at home are updated */
+  const uint64_t rows = s->spec->embed_at_home ? 4ull * plan->model.vocab_size : 0;
+  return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows;
 }
 
 double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]) {

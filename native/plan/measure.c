@@ -12,7 +12,7 @@
 
 typedef struct bench {
   ps__cpu_exec exec;
-  ps__pool *one;       /* a thread by itself, as the io stream is */
+  ps__pool *io;        /* the io stream's threads */
   char *a, *b, *c, *d; /* four buffers */
   uint64_t bytes;      /* of each */
   double seconds;      /* for each case */
@@ -201,7 +201,7 @@ static double load_bytes(void *arg) {
 /* ---- rows gathered ------------------------------------------------------------------------------------------------------------------------ */
 
 static void case_gather(bench *b, const void *args) {
-  const ps__cpu_exec exec = {.pool = b->one};
+  const ps__cpu_exec exec = {.pool = b->io};
   void *ptr[3] = {b->d, b->a, b->c};
   launch(&exec, &ps__k_embed_fwd, args, ptr, 3);
 }
@@ -328,7 +328,7 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
   char *buffers = NULL, *scratch = NULL;
   const size_t scratch_bytes = (size_t)SCRATCH * hw.n_threads;
   ps_status st = ps__pool_create(&b.exec.pool, hw.n_threads, "measure");
-  if (st == PS_OK) st = ps__pool_create(&b.one, 1, "measure");
+  if (st == PS_OK) st = ps__pool_create(&b.io, ps__io_threads(hw.n_threads), "measure");
   if (st == PS_OK) st = ps__map((void **)&buffers, 4 * b.bytes, "measuring the machine");
   if (st == PS_OK) st = ps__map((void **)&scratch, scratch_bytes, "measuring the machine");
 #ifdef PS_CUDA
@@ -349,7 +349,7 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
   if (st == PS_OK) *out = hw;
   if (scratch) ps__unmap(scratch, scratch_bytes);
   if (buffers) ps__unmap(buffers, 4 * b.bytes);
-  ps__pool_destroy(b.one);
+  ps__pool_destroy(b.io);
   ps__pool_destroy(b.exec.pool);
   return st;
 }

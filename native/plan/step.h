@@ -57,8 +57,11 @@ void ps__spec_free(ps__spec *s);
  *           of stats, without: R the unit's norms and, on the device, R the batch header. On the host stream, or on compute over device
  *           memory: the same function, in which on a GPU every pointer is to device memory. It touches nothing when the step in stats
  *           (without clipping on the device: in the batch header) is not its own: the host gave its step up (engine/backend.h).
+ *   GATHER  R token ids of a chunk, R the second half of stats (without clipping: the embedding's norms), W the tokens' rows of the table. Unit: the step's chunk.
+ *           Runs beside the ADAMW of the step before on an embedding at home, and is ordered with it row by row by the trainer (train/rows.c), not by accesses to the
+ *           table: that ADAMW has ended before the step's next op on the table or its gradient, which are behind the chunk's backward pass
  *   REPORT  R stats, then where units are updated on the device: R what comes home last */
-typedef enum ps__hook { PS__HOOK_LOAD, PS__HOOK_LOSS, PS__HOOK_NORM, PS__HOOK_ADAMW, PS__HOOK_REPORT } ps__hook;
+typedef enum ps__hook { PS__HOOK_LOAD, PS__HOOK_LOSS, PS__HOOK_NORM, PS__HOOK_ADAMW, PS__HOOK_GATHER, PS__HOOK_REPORT } ps__hook;
 typedef struct ps__step_hooks {
   void *ctx;
   ps_status (*fn)(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);

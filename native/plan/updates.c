@@ -123,8 +123,8 @@ void ps__emit_updates(ps__builder *b) {
   if (s->spec->clip) {
     const uint32_t scale = any_there ? ps__vt_new(b, PS__SPACE_DEVICE, 64) : PS__NO_VT;
     if (any_there) ps__emit_copy(b, PS__S_H2D, ps__part(s->stats, PS_READ, 64, 64), ps__whole(b, scale, PS_WRITE), tag);
-    for (uint32_t u = 0; u < n_units; u++) {
-      update(b, u, scale);
+    for (uint32_t i = 0; i < n_units; i++) { /* as the forward pass needs them; but nothing waits for an embedding at home: see ps__gather_round() */
+      update(b, s->spec->embed_at_home ? (i + 1) % n_units : i, scale);
       ps__tick(b);
     }
     ps__vt_free(b, scale);

@@ -149,6 +149,27 @@ static ps_status update_on_gpu(const ps_trainer *t, uint32_t unit, const ps_laun
 }
 #endif
 
+static ps__adamw_scalars scalars_of(const ps_trainer *t, uint64_t step) {
+  ps__adamw_scalars s = {.lr = (float)ps__lr_at(&t->lr, step), .beta1 = (float)t->cfg.beta1, .beta2 = (float)t->cfg.beta2,
+                         .eps = (float)t->cfg.eps, .grad_scale = 1.0f, .seed = t->cfg.seed, .step = step};
+  ps__adamw_bias_correction(&s, step + 1);
+  return s;
+}
+
+/* Rows of a chunk's tokens, with the update of the step before, if there was one and the host did not give it up. */
+static ps_status gather(const ps_trainer *t, uint32_t chunk, const ps_launch *l) {
+  const ps__cpu_exec *exec = l->exec;
+  const bool clip = t->plan->cfg.clip != 0;
+  bool updated = l->step > 0;
+  if (updated && clip) updated = stats_of(l->ptr[1])->step == l->step;
+  else if (updated) updated = isfinite(unit_sumsq(t, l->ptr[1], 0));
+  ps__adamw_scalars s = {0};
+  if (updated) s = scalars_of(t, t->cfg.first_step + l->step - 1);
+  if (updated && clip) s.grad_scale = stats_of(l->ptr[1])->clip_scale;
+  ps__rows_gather(t, exec->pool, updated ? (uint32_t)l->step : 0, &s, l->ptr[0], t->plan->layout.chunk[chunk].n_tokens, l->ptr[2]);
+  return PS_OK;
+}
+
 /* A step that the host gave up updates nothing, which counts where ops run on although one before them failed: on GPUs. Without
  * clipping that is known from the batch: of a step that was given up later, units may be updated, as of one that fails half-way. */
 static ps_status update(ps_trainer *t, uint32_t unit, const ps_launch *l) {
@@ -156,9 +177,7 @@ static ps_status update(ps_trainer *t, uint32_t unit, const ps_launch *l) {
   const uint64_t step = t->cfg.first_step + l->step;
   const bool master = t->plan->cfg.recipe == PS_RECIPE_FP32_MASTER, there = ps__updated_there(&t->plan->spec, unit);
   void *const *gate = l->ptr + 4 + master; /* half of stats; or the unit's norms and, on the device, the batch header */
-  ps__adamw_scalars s = {.lr = (float)ps__lr_at(&t->lr, step), .beta1 = (float)t->cfg.beta1, .beta2 = (float)t->cfg.beta2,
-                         .eps = (float)t->cfg.eps, .grad_scale = 1.0f, .seed = t->cfg.seed, .step = step};
-  ps__adamw_bias_correction(&s, step + 1);
+  ps__adamw_scalars s = scalars_of(t, step);
 #ifdef PS_CUDA
   if (there && t->engine->cfg.backend == PS_BACKEND_CUDA) return update_on_gpu(t, unit, l, gate, &s);
 #endif
@@ -168,6 +187,10 @@ static ps_status update(ps_trainer *t, uint32_t unit, const ps_launch *l) {
   } else {
     if (there && ((const ps__batch_header *)gate[1])->step != l->step + 1) return PS_OK;
     if (!isfinite(unit_sumsq(t, gate[0], unit))) return not_finite(t, l, unit);
+  }
+  if (unit == 0 && t->rows) {
+    ps__rows_update(t, exec->pool, (uint32_t)l->step + 1, &s);
+    return PS_OK;
   }
   const uint32_t first = t->first_segment[unit], n = t->first_segment[unit + 1] - first;
   ps__adamw_unit(exec->pool, (ps_recipe)t->plan->cfg.recipe, t->segments + first, n, l->ptr[0], master ? l->ptr[4] : NULL, l->ptr[3],
@@ -193,6 +216,7 @@ ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_lau
     case PS__HOOK_LOSS: return sum_loss(t, launch);
     case PS__HOOK_NORM: return grad_norm(t, launch);
     case PS__HOOK_ADAMW: return update(t, unit, launch);
+    case PS__HOOK_GATHER: return gather(t, unit, launch);
     default: return report(t, launch);
   }
 }

@@ -61,7 +61,7 @@ static ps_status make_segments(ps_trainer *t) {
     }
   }
   t->first_segment[n_units] = n;
-  return PS_OK;
+  return t->plan->spec.embed_at_home ? ps__rows_create(&t->rows, m->vocab_size, m->dim) : PS_OK;
 }
 
 static ps_status open_engine(ps_trainer *t) {
@@ -181,6 +181,7 @@ void ps_trainer_destroy(ps_trainer *t) {
   ps__free(t->segments);
   ps__free(t->first_segment);
   ps__free(t->first_element);
+  ps__rows_destroy(t->rows);
   ps__free(t);
 }
 

@@ -13,6 +13,8 @@ typedef struct ps__step_record {
   uint64_t valid_tokens, submit_ns, end_ns;
 } ps__step_record;
 
+typedef struct ps__rows ps__rows;
+
 struct ps_trainer {
   ps_plan *plan;
   ps_train_config cfg;
@@ -29,6 +31,7 @@ struct ps_trainer {
   ps__adamw_segment *segments; /* of all units */
   uint32_t *first_segment;     /* [n_units + 1] */
   uint64_t *first_element;     /* [n_units]: global index of a unit's first element */
+  ps__rows *rows;              /* of an embedding at home, else NULL */
   ps__lr_schedule lr;
   uint64_t n_submitted, n_reported, last_end_ns;
   ps__step_record ring[PS__RING];
@@ -45,6 +48,13 @@ void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p);
 /* Element @offset of a unit's parameters in the array that holds the truth: the master where there is one (params.c). */
 void *ps__truth(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32);
 static inline void *ps__home_at(const ps_trainer *t, uint32_t vt) { return t->host + t->plan->step.vt[vt].offset; }
+/* An embedding at home by rows (rows.c): which of them have which step's update. @id: 1 + the run's step whose update @s is; to gather 0, as no update is to be made.
+ * Update and gather may run at once, of the same id; what an id asks for has ended before the next id comes. Errors of create: PS_ENOMEM. */
+ps_status ps__rows_create(ps__rows **out, uint64_t n_rows, uint64_t dim);
+void ps__rows_destroy(ps__rows *r); /* NULL is a no-op */
+void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s);
+/* Rows of token[n_tokens] into @out, each with its update. */
+void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s, const int32_t *token, uint64_t n_tokens, void *out);
 /* PS_OK when no step is in flight; an error first brings the run to rest (trainer.c). */
 ps_status ps__trainer_idle(ps_trainer *t);
 #endif
