@@ -35,6 +35,13 @@ def changed(profiled, path, **change):
     return path
 
 
+def with_found(profiled, path):
+    """The profile's file with an entry more, as a GPU's has it."""
+    profiled.write(path)
+    table = json.loads(path.read_text())["attention_bf16"]
+    return changed(profiled, path, attention_bf16=[*table, table[3] | {"found": 1}])
+
+
 def entries(table):
     return [e for e in table if next(iter(e.values()))]
 
@@ -59,6 +66,9 @@ def test_measuring_in_short_leaves_out_what_only_people_look_at():
 
 
 def test_a_file_gives_back_what_was_written(profiled, tmp_path):
+    assert any(e["found"] for e in read(with_found(profiled, tmp_path / "a.json")).as_dict()["attention"])
+    read(tmp_path / "a.json").write(tmp_path / "b.json")
+    assert json.loads((tmp_path / "a.json").read_text()) == json.loads((tmp_path / "b.json").read_text())
     profiled.write(tmp_path / "a.json")
     assert Hardware.read(tmp_path / "a.json").as_dict() == read(tmp_path / "a.json").as_dict() == profiled.as_dict()
 
@@ -103,8 +113,11 @@ WHOLE = {"rows": 64, "kv_rows": 64, "packed": 1, "forward_flops_per_s": 1e12, "b
 @pytest.mark.parametrize("change,says", [
     ({"attention_bf16": [WHOLE, WHOLE | {"packed": 0}]}, r"attention_bf16\[1\]\.packed is missing or no positive"),
     ({"attention_bf16": [WHOLE | {"backward_flops_per_s": 0}]}, r"attention_bf16\[0\]\.backward_flops_per_s is missing or not positive"),
-    ({"attention_bf16": [WHOLE | {"kv_rows": 32}]}, r"32 kv_rows for 64 rows, packed 1: none of whole, packed and slice"),
+    ({"attention_bf16": [WHOLE | {"kv_rows": 32}]}, r"32 kv_rows for 64 rows, packed 1, found 0: none of whole, packed, found and slice"),
     ({"attention_bf16": [WHOLE, WHOLE | {"packed": 2, "kv_rows": 128}]}, r"attention_bf16\[1\]: 128 kv_rows for 64 rows, packed 2"),
+    ({"attention_bf16": [WHOLE, WHOLE | {"found": 1, "kv_rows": 128}]}, r"attention_bf16\[1\]: 128 kv_rows for 64 rows, packed 1, found 1"),
+    ({"attention_bf16": [WHOLE, WHOLE | {"found": 2}]}, r"attention_bf16\[1\]\.found is neither 0 nor 1"),
+    ({"attention_bf16": [WHOLE | {"found": 1}]}, r"needs an entry of a whole sequence"),
     ({"attention_bf16": [WHOLE | {"packed": 2}]}, r"needs an entry of a whole sequence"),
     ({"attention_bf16": [WHOLE] * 13}, r"a list of at most 12 entries"),
     ({"gemm_bf16": {"rows": 1}}, r"gemm_bf16 must be a list"),
@@ -126,12 +139,14 @@ def test_the_described_machines_are_planned_for_as_estimates(name):
 
 
 def test_where_packed_attention_is_slow_chunks_hold_one_sequence(tmp_path):
-    """An op costs so much that fewer, larger chunks win, unless attention of packed sequences takes a hundred times as long."""
+    """An op costs so much that fewer, larger chunks win, unless attention of packed sequences takes a hundred times as long: of those whose
+    documents are known only if it is theirs that is slow."""
     model = config(tmp_path)
-    for packed, chunk in ((1e11, 4096), (1e9, 1024)):
+    for packed, found, chunk in ((1e11, 1e9, 4096), (1e9, 1e11, 1024)):
         hardware = rates(op_ns=2e5)
         hardware._ptr.attention[0] = {"rows": 1024, "kv_rows": 1024, "packed": 1, "forward_flops_per_s": 1e11, "backward_flops_per_s": 1e11}
         hardware._ptr.attention[1] = {"rows": 4096, "kv_rows": 4096, "packed": 4, "forward_flops_per_s": packed, "backward_flops_per_s": packed}
+        hardware._ptr.attention[2] = {"rows": 4096, "kv_rows": 4096, "packed": 4, "found": 1, "forward_flops_per_s": found, "backward_flops_per_s": found}
         plan = Plan(model, hardware=hardware, seq_len=1024, tokens_per_step=4096, one_document=True)
         assert plan.report["chunk_tokens"] == chunk
 

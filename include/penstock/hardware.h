@@ -19,16 +19,17 @@ typedef struct ps_gemm_rate {
   double wgrad_flops_per_s;   /* dW = dY^T X: the rows are what is summed over */
 } ps_gemm_rate;
 
-/* Attention of a chunk in bf16: 4*head_dim FLOP a visible pair forward, 10*head_dim backward; rows 0 ends a table. Three kinds of entries:
+/* Attention of a chunk in bf16: 4*head_dim FLOP a visible pair forward, 10*head_dim backward; rows 0 ends a table. Four kinds of entries:
  *   whole    kv_rows = rows, packed 1: one sequence, known to be one document
- *   packed   kv_rows = rows, packed 2 or more sequences of rows / packed each, as documents that the kernel finds: also for one sequence that may
- *            hold several documents
+ *   packed   kv_rows = rows, packed 2 or more sequences of rows / packed each, known to be a document each
+ *   found    kv_rows = rows, found 1: packed documents of rows / packed each that the kernel finds: for a run whose sequences may hold several. On the
+ *            CPU backend that is as packed
  *   slice    kv_rows > rows: the last rows of a sequence, on the keys of all before them
- * The rate of other lengths of a sequence is linear in its logarithm between whole (packed) entries, and that of the nearest outside them. A
- * slice's is that of a sequence of its rows times a factor, which is linear in log(kv_rows / rows) from 1 at 1 through the slice entries' (an
+ * Where there is no entry of found the packed ones count for it, and where there is none of these the whole ones. The rate of other lengths of a
+ * sequence is linear in its logarithm between entries of a kind, and that of the nearest outside them. A slice's is that of a sequence of its rows times a factor, which is linear in log(kv_rows / rows) from 1 at 1 through the slice entries' (an
  * entry's rate over that of a whole sequence of its rows). So every entry is met exactly, and between two entries rates lie between theirs. */
 typedef struct ps_attention_rate {
-  uint32_t rows, kv_rows, packed, reserved;
+  uint32_t rows, kv_rows, packed, found;
   double forward_flops_per_s, backward_flops_per_s;
 } ps_attention_rate;
 
@@ -97,12 +98,13 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
 /* ps_hardware_measure() - the same facts, and every rate that plans rest on timed with the kernels themselves on realistic values, for about
  * @seconds in all (0: 1 on the CPU backend; on CUDA 12, whose clock falls under load) besides a few seconds of preparation. On CUDA the context
  * is made, the libraries are loaded, products' algorithms are chosen as a run chooses them, and device_overhead_bytes is what that took; 3.6 GiB
- * of device memory and 4.3 of the host's are taken for the time; attention that takes more scratch than plans foresee is left out of the table.
+ * of device memory and 4.3 of the host's are taken for the time; attention that takes more scratch than plans foresee, or finding
+ * documents where no library does it, is left out of the table.
  * n_threads 0: all CPUs (CUDA: two less, which feed the GPU and its copies, where there are four). Blocks.
  * Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE. */
 PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
 
-/* ps_hardware_profile() - the same at length (@seconds 0: 5; on CUDA 75, which is 2.5 s a case), and what the struct has for people. */
+/* ps_hardware_profile() - the same at length (@seconds 0: 5; on CUDA 80, which is 2.4 s a case), and what the struct has for people. */
 PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
 
 /* ps_hardware_read() / _write() - rates as JSON; facts are taken anew from the machine. A file of another machine (CPU, GPU, CPU count or

@@ -58,6 +58,8 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
     const ps_attention_rate *r = &hw->attention[i];
     if (r->kv_rows > r->rows)
       snprintf(what, sizeof what, "attention, %u rows behind %u, forward", r->rows, r->kv_rows - r->rows);
+    else if (r->found)
+      snprintf(what, sizeof what, "attention, finding %u of %u, forward", r->packed, r->rows / r->packed);
     else if (r->packed > 1)
       snprintf(what, sizeof what, "attention, %u sequences of %u, forward", r->packed, r->rows / r->packed);
     else
@@ -125,6 +127,7 @@ static void tables_json(cli_json *j, const ps_hardware *hw) {
     cli_json_count(j, "rows", hw->attention[i].rows);
     cli_json_count(j, "kv_rows", hw->attention[i].kv_rows);
     cli_json_count(j, "packed", hw->attention[i].packed);
+    cli_json_count(j, "found", hw->attention[i].found);
     cli_json_number(j, "forward_flops_per_s", hw->attention[i].forward_flops_per_s);
     cli_json_number(j, "backward_flops_per_s", hw->attention[i].backward_flops_per_s);
     cli_json_close(j, '}');

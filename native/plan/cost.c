@@ -37,14 +37,22 @@ static double gemm_rate(const ps_hardware *hw, const ps__args_gemm *g) {
 static bool is_slice(const ps_attention_rate *r) { return r->kv_rows > r->rows; }
 static double rate_of(const ps_attention_rate *r, bool backward) { return backward ? r->backward_flops_per_s : r->forward_flops_per_s; }
 
-/* Sequences of @length without a prefix; where the table has none of the kind, those of the other. */
-static double sequence_rate(const ps_hardware *hw, double length, bool packed, bool backward) {
-  for (int attempt = 0; attempt < 2; attempt++, packed = !packed) {
+/* Entries without a prefix: what is known of the documents. */
+typedef enum kind { WHOLE, PACKED, FOUND } kind;
+static kind kind_of(const ps_attention_rate *r) { return r->found ? FOUND : r->packed > 1 ? PACKED : WHOLE; }
+static kind kind_of_args(const ps__args_attention *a) {
+  const uint32_t documents = ps__attention_documents(a);
+  return !documents ? FOUND : documents > 1 ? PACKED : WHOLE;
+}
+
+/* Sequences of @length without a prefix; where the table has none of the kind, those of the one before it. */
+static double sequence_rate(const ps_hardware *hw, double length, kind want, bool backward) {
+  for (int k = want; k >= WHOLE; k--) {
     node n[PS_MAX_ATTENTION_RATES];
     uint32_t count = 0;
     for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
       const ps_attention_rate *r = &hw->attention[i];
-      if (!is_slice(r) && (r->packed > 1) == packed) n[count++] = (node){(double)r->rows / r->packed, rate_of(r, backward)};
+      if (!is_slice(r) && (int)kind_of(r) == k) n[count++] = (node){(double)r->rows / r->packed, rate_of(r, backward)};
     }
     if (count) return rate_at(n, count, length);
   }
@@ -56,7 +64,7 @@ static double slice_factor(const ps_hardware *hw, double ratio, bool backward) {
   uint32_t count = 1;
   for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
     const ps_attention_rate *r = &hw->attention[i];
-    if (is_slice(r)) n[count++] = (node){(double)r->kv_rows / r->rows, rate_of(r, backward) / sequence_rate(hw, r->rows, false, backward)};
+    if (is_slice(r)) n[count++] = (node){(double)r->kv_rows / r->rows, rate_of(r, backward) / sequence_rate(hw, r->rows, WHOLE, backward)};
   }
   return rate_at(n, count, ratio);
 }
@@ -65,8 +73,8 @@ static double slice_factor(const ps_hardware *hw, double ratio, bool backward) {
 static double attention_rate(const ps_hardware *hw, const ps__args_attention *a, double pairs, bool backward) {
   const double rows = a->n_tokens;
   if (a->dt != PS_BF16) return (backward ? hw->attention_bwd_flops_per_s : hw->attention_flops_per_s)[a->dt];
-  if (a->row0 == 0) return sequence_rate(hw, 2 * pairs / rows, ps__attention_documents(a) != 1, backward);
-  return sequence_rate(hw, rows, ps__attention_documents(a) != 1, backward) * slice_factor(hw, (a->row0 + rows) / rows, backward);
+  if (a->row0 == 0) return sequence_rate(hw, 2 * pairs / rows, kind_of_args(a), backward);
+  return sequence_rate(hw, rows, kind_of_args(a), backward) * slice_factor(hw, (a->row0 + rows) / rows, backward);
 }
 
 /* ---- ops ------------------------------------------------------------------------------------------------------------------------- */

@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 /* Of a file that was measured; one that is older lacks rates or measured them otherwise. */
-enum { LAYOUT = 4 };
+enum { LAYOUT = 5 };
 
 typedef struct rate_field { const char *name; size_t offset; bool optional; } rate_field;
 #define RATE(name, member) {name, offsetof(ps_hardware, member), false}
@@ -56,16 +56,17 @@ typedef struct table {
   size_t offset, entry_bytes;
   uint32_t max;
   const char *count[4]; /* uint32_t in front, NULL after the last; the first is 0 behind the last entry */
-  const char *rate[4];  /* double behind them */
+  const char *flag;     /* uint32_t behind them, 0 or 1, left out where it is 0; NULL: none */
+  const char *rate[4];  /* double behind all these */
   size_t rates_offset;  /* in the entry */
 } table;
 static const table tables[] = {
-    {"gemm_bf16", offsetof(ps_hardware, gemm), sizeof(ps_gemm_rate), PS_MAX_GEMM_RATES, {"rows"},
+    {"gemm_bf16", offsetof(ps_hardware, gemm), sizeof(ps_gemm_rate), PS_MAX_GEMM_RATES, {"rows"}, NULL,
      {"forward_flops_per_s", "dgrad_flops_per_s", "wgrad_flops_per_s"}, offsetof(ps_gemm_rate, forward_flops_per_s)},
-    {"attention_bf16", offsetof(ps_hardware, attention), sizeof(ps_attention_rate), PS_MAX_ATTENTION_RATES, {"rows", "kv_rows", "packed"},
+    {"attention_bf16", offsetof(ps_hardware, attention), sizeof(ps_attention_rate), PS_MAX_ATTENTION_RATES, {"rows", "kv_rows", "packed"}, "found",
      {"forward_flops_per_s", "backward_flops_per_s"}, offsetof(ps_attention_rate, forward_flops_per_s)},
-    {"optimizer_by_threads", offsetof(ps_hardware, optimizer_by_threads), sizeof(ps_thread_rate), PS_MAX_THREAD_RATES, {"threads"}, {"bytes_per_s"},
-     offsetof(ps_thread_rate, bytes_per_s)}};
+    {"optimizer_by_threads", offsetof(ps_hardware, optimizer_by_threads), sizeof(ps_thread_rate), PS_MAX_THREAD_RATES, {"threads"}, NULL,
+     {"bytes_per_s"}, offsetof(ps_thread_rate, bytes_per_s)}};
 enum { N_TABLES = sizeof tables / sizeof *tables };
 
 static uint32_t *counts_of(ps_hardware *hw, const table *t, size_t i) { return (uint32_t *)(void *)((char *)hw + t->offset + i * t->entry_bytes); }
@@ -74,13 +75,17 @@ static double *rates_of(ps_hardware *hw, const table *t, size_t i) {
 }
 
 static ps_status read_entry(ps_hardware *hw, const table *t, size_t i, const ps__json *j, const char *path) {
-  for (int k = 0; t->count[k]; k++) {
-    uint64_t value = 0;
+  int k = 0;
+  uint64_t value = 0;
+  for (; t->count[k]; k++) {
     if (!ps__json_uint64(ps__json_get(j, t->count[k]), &value) || value == 0 || value > UINT32_MAX)
       return ps__fail(PS_EFORMAT, "%s: %s[%zu].%s is missing or no positive whole number", path, t->name, i, t->count[k]);
     counts_of(hw, t, i)[k] = (uint32_t)value;
   }
-  for (int k = 0; t->rate[k]; k++) {
+  const ps__json *flag = t->flag ? ps__json_get(j, t->flag) : NULL;
+  if (flag && (!ps__json_uint64(flag, &value) || value > 1)) return ps__fail(PS_EFORMAT, "%s: %s[%zu].%s is neither 0 nor 1", path, t->name, i, t->flag);
+  if (flag) counts_of(hw, t, i)[k] = (uint32_t)value;
+  for (k = 0; t->rate[k]; k++) {
     double *rate = &rates_of(hw, t, i)[k];
     *rate = ps__json_number(ps__json_get(j, t->rate[k]), 0);
     if (!(*rate > 0)) return ps__fail(PS_EFORMAT, "%s: %s[%zu].%s is missing or not positive", path, t->name, i, t->rate[k]);
@@ -98,10 +103,10 @@ static ps_status read_tables(ps_hardware *hw, const ps__json *j, const char *pat
   }
   bool whole = !hw->attention[0].rows;
   for (const ps_attention_rate *r = hw->attention; r < hw->attention + PS_MAX_ATTENTION_RATES && r->rows; r++) {
-    if (r->kv_rows < r->rows || (r->packed > 1 && r->kv_rows > r->rows))
-      return ps__fail(PS_EFORMAT, "%s: attention_bf16[%zu]: %u kv_rows for %u rows, packed %u: none of whole, packed and slice", path,
-                      (size_t)(r - hw->attention), r->kv_rows, r->rows, r->packed);
-    whole |= r->kv_rows == r->rows && r->packed == 1;
+    if (r->kv_rows < r->rows || ((r->packed > 1 || r->found) && r->kv_rows > r->rows))
+      return ps__fail(PS_EFORMAT, "%s: attention_bf16[%zu]: %u kv_rows for %u rows, packed %u, found %u: none of whole, packed, found and slice", path,
+                      (size_t)(r - hw->attention), r->kv_rows, r->rows, r->packed, r->found);
+    whole |= r->kv_rows == r->rows && r->packed == 1 && !r->found;
   }
   return whole ? PS_OK : ps__fail(PS_EFORMAT, "%s: attention_bf16 needs an entry of a whole sequence (kv_rows as rows, packed 1)", path);
 }
@@ -110,8 +115,10 @@ static void write_table(ps__jsonw *w, ps_hardware *hw, const table *t) {
   ps__jsonw_array(w, t->name);
   for (size_t i = 0; i < t->max && counts_of(hw, t, i)[0]; i++) {
     ps__jsonw_object(w, NULL);
-    for (int k = 0; t->count[k]; k++) ps__jsonw_uint(w, t->count[k], counts_of(hw, t, i)[k]);
-    for (int k = 0; t->rate[k]; k++) ps__jsonw_number(w, t->rate[k], rates_of(hw, t, i)[k]);
+    int k = 0;
+    for (; t->count[k]; k++) ps__jsonw_uint(w, t->count[k], counts_of(hw, t, i)[k]);
+    if (t->flag && counts_of(hw, t, i)[k]) ps__jsonw_uint(w, t->flag, 1);
+    for (k = 0; t->rate[k]; k++) ps__jsonw_number(w, t->rate[k], rates_of(hw, t, i)[k]);
     ps__jsonw_end(w);
   }
   ps__jsonw_end(w);

@@ -81,7 +81,7 @@ static void case_attention_bwd(bench *b, const void *args) {
 
 static void measure_attention(bench *b, ps_attention_rate *r, uint32_t dt) {
   const ps__args_attention a = {.n_tokens = r->rows, .row0 = r->kv_rows - r->rows, .n_heads = HEADS, .n_kv_heads = KV_HEADS, .head_dim = HEAD_DIM, .dt = dt,
-                                .document_rows = r->packed == 1 ? r->kv_rows : 0};
+                                .document_rows = r->kv_rows / r->packed};
   const double length = (double)r->rows / r->packed, pairs = r->rows * (length / 2 + a.row0);
   int32_t *doc_start = (int32_t *)(void *)b->d;
   for (uint32_t i = 0; i < r->rows; i++) doc_start[i] = (int32_t)(i / (r->rows / r->packed) * (r->rows / r->packed));
@@ -323,7 +323,7 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
   ps_hardware hw;
   PS_TRY(ps__hardware_facts(&hw, backend, device, n_threads));
   bench b = {.bytes = backend == PS_BACKEND_CUDA ? LARGE_BUFFER : BUFFER, .beside_gpu = backend == PS_BACKEND_CUDA};
-  if (seconds == 0) seconds = b.beside_gpu ? (at_length ? 75 : 12) : at_length ? 5 : 1;
+  if (seconds == 0) seconds = b.beside_gpu ? (at_length ? 80 : 12) : at_length ? 5 : 1;
   b.seconds = seconds_a_case(seconds, b.beside_gpu, at_length);
   char *buffers = NULL, *scratch = NULL;
   const size_t scratch_bytes = (size_t)SCRATCH * hw.n_threads;

@@ -62,7 +62,7 @@ class Hardware:
 
     @classmethod
     def profile(cls, threads: int = 0, seconds: float = 0.0, backend: str = "auto", gpu: int = 0) -> "Hardware":
-        """The same at length (0: 5 seconds, on a GPU 75), and the figures that only people look at: `penstock profile`."""
+        """The same at length (0: 5 seconds, on a GPU 80), and the figures that only people look at: `penstock profile`."""
         hw = struct("ps_hardware")
         check(lib.ps_hardware_profile(hw, _backend(backend), gpu, threads, seconds))
         return cls(hw)

@@ -163,22 +163,23 @@ def test_a_sequence_over_four_chunks_is_as_one_chunk(directory, backend, family,
 
 
 DOCUMENT = SEQ // 4
-# sequence length, layout, whether the data says where documents begin
-PACKINGS = {"documents-in-a-sequence": (SEQ, WHOLE, True), "documents-in-slices": (SEQ, (2 * DOCUMENT, 4), True),
-            "documents-over-slices": (SEQ, (10, 20), True), "packed-sequences": (DOCUMENT, (SEQ, 2), False)}
+# sequence length, layout, whether the data says where documents begin, whether the plan promises one a sequence
+PACKINGS = {"documents-in-a-sequence": (SEQ, WHOLE, True, False), "documents-in-slices": (SEQ, (2 * DOCUMENT, 4), True, False),
+            "documents-over-slices": (SEQ, (10, 20), True, False), "packed-sequences": (DOCUMENT, (SEQ, 2), False, True),
+            "packed-sequences-found": (DOCUMENT, (SEQ, 2), False, False)}
 
 
 @pytest.mark.cpu_too
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_packed_documents_are_as_separate_sequences(directory, backend, packing):
-    seq, layout, begins = PACKINGS[packing]
+    seq, layout, begins, known = PACKINGS[packing]
     recipe = "fp32" if backend == "cpu" else "bf16"  # attention on a GPU is in bf16
     where, expected = directory("llama", 64), exact("llama", 64, recipe != "fp32", DOCUMENT)
 
     def data(step):
         return batch(step, DOCUMENT)
 
-    packed = first_step(where, make_plan(where, backend, recipe, layout, seq), data, document_token=BEGIN if begins else -1)
+    packed = first_step(where, make_plan(where, backend, recipe, layout, seq, one_document=known), data, document_token=BEGIN if begins else -1)
     separate = first_step(where, make_plan(where, backend, recipe, (DOCUMENT, 4), DOCUMENT, **ONE_DOCUMENT), data)
     assert packed.n_valid == separate.n_valid
     deltas = [bound(backend, recipe, f.n_chunks) for f in (packed, separate)]
@@ -306,7 +307,7 @@ def profile():
 def test_measured_rates_are_below_their_ceilings(profile):
     """Every case has a rate, and where a ceiling is known none passes it."""
     peak = profile["peak_flops_per_s"] or math.inf
-    assert len(profile["gemm_bf16"]) == 4 and len(profile["attention_bf16"]) == 9
+    assert len(profile["gemm_bf16"]) == 4 and len(profile["attention_bf16"]) in (9, 11)  # without the two of found documents where no library takes them
     for case in profile["gemm_bf16"] + profile["attention_bf16"]:
         assert all(1e10 < rate < peak for name, rate in case.items() if name.endswith("flops_per_s")), case
     assert 0 <= profile["idle_gain"] <= 1 and 0 <= profile["idle_most"] <= 1

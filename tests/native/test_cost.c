@@ -6,7 +6,8 @@
 
 enum { HEADS = 4, HEAD_DIM = 64, ROWS = 8192 };
 static const ps_attention_rate shapes[] = {{2048, 2048, 1, 0, 0, 0}, {8192, 8192, 1, 0, 0, 0},   {32768, 32768, 1, 0, 0, 0}, {16384, 16384, 2, 0, 0, 0},
-                                           {8192, 8192, 8, 0, 0, 0}, {8192, 16384, 1, 0, 0, 0}, {8192, 65536, 1, 0, 0, 0}};
+                                           {8192, 8192, 8, 0, 0, 0}, {8192, 16384, 1, 0, 0, 0}, {8192, 65536, 1, 0, 0, 0},
+                                           {16384, 16384, 2, 1, 0, 0}, {8192, 8192, 8, 1, 0, 0}};
 enum { N_SHAPES = sizeof shapes / sizeof *shapes };
 static uint64_t state = 7;
 
@@ -35,9 +36,9 @@ static double rate_of(const ps_hardware *hw, const ps_kernel *kernel, uint32_t s
   return (work.flops > 0 ? work.flops : work.bytes) / ps__cost_ns(&m, kernel, stream, args, work) * 1e9;
 }
 
-static double attention(const ps_hardware *hw, uint32_t rows, uint32_t kv_rows, double length, bool one_document, bool backward, uint32_t dt) {
+static double attention(const ps_hardware *hw, uint32_t rows, uint32_t kv_rows, double length, bool known, bool backward, uint32_t dt) {
   const ps__args_attention a = {.n_tokens = rows, .row0 = kv_rows - rows, .n_heads = HEADS, .n_kv_heads = HEADS, .head_dim = HEAD_DIM, .dt = dt,
-                                .document_rows = one_document ? kv_rows : 0};
+                                .document_rows = !known ? 0 : kv_rows > rows ? kv_rows : (uint32_t)length};
   const double pairs = rows * (a.row0 + length / 2);
   return rate_of(hw, backward ? &ps__k_attention_bwd : &ps__k_attention_fwd, PS__S_COMPUTE, &a,
                  (ps_work){.flops = pairs * HEADS * HEAD_DIM * (backward ? 10 : 4)});
@@ -49,9 +50,9 @@ static double gemm(const ps_hardware *hw, uint32_t rows, bool ta, bool tb, uint8
 }
 
 static bool same(double a, double b) { return fabs(a - b) <= 1e-12 * fabs(b); } /* a few roundings */
-static const ps_attention_rate *entry(const ps_hardware *hw, uint32_t rows, uint32_t kv_rows, uint32_t packed) {
+static const ps_attention_rate *entry(const ps_hardware *hw, uint32_t rows, uint32_t kv_rows, uint32_t packed, uint32_t found) {
   const ps_attention_rate *r = hw->attention;
-  while (r->rows != rows || r->kv_rows != kv_rows || r->packed != packed) r++;
+  while (r->rows != rows || r->kv_rows != kv_rows || r->packed != packed || r->found != found) r++;
   return r;
 }
 static double of(const ps_attention_rate *r, bool backward) { return backward ? r->backward_flops_per_s : r->forward_flops_per_s; }
@@ -60,7 +61,7 @@ static void entries_are_met(const ps_hardware *hw) {
   for (int i = 0; i < N_SHAPES; i++)
     for (int backward = 0; backward < 2; backward++) {
       const ps_attention_rate *r = &hw->attention[i];
-      CHECK(same(attention(hw, r->rows, r->kv_rows, (double)r->rows / r->packed, r->packed == 1, backward, PS_BF16), of(r, backward)));
+      CHECK(same(attention(hw, r->rows, r->kv_rows, (double)r->rows / r->packed, !r->found, backward, PS_BF16), of(r, backward)));
     }
   for (int i = 0; i < 3; i++) {
     const ps_gemm_rate *r = &hw->gemm[i];
@@ -82,26 +83,49 @@ static void goes(double (*rate)(const ps_hardware *, uint32_t, bool), const ps_h
 }
 static double by_length(const ps_hardware *hw, uint32_t x, bool backward) { return attention(hw, x, x, x, true, backward, PS_BF16); }
 static double by_keys(const ps_hardware *hw, uint32_t x, bool backward) { return attention(hw, ROWS, x, ROWS, true, backward, PS_BF16); }
-static double by_packed_length(const ps_hardware *hw, uint32_t x, bool backward) { return attention(hw, 8 * x, 8 * x, x, false, backward, PS_BF16); }
+static double by_packed_length(const ps_hardware *hw, uint32_t x, bool backward) { return attention(hw, 8 * x, 8 * x, x, true, backward, PS_BF16); }
+static double by_found_length(const ps_hardware *hw, uint32_t x, bool backward) { return attention(hw, 8 * x, 8 * x, x, false, backward, PS_BF16); }
 
 static void between_entries_rates_go_from_one_to_the_other(const ps_hardware *hw) {
   for (int b = 0; b < 2; b++) {
-    const double whole = of(entry(hw, 8192, 8192, 1), b), slice = of(entry(hw, 8192, 16384, 1), b), far = of(entry(hw, 8192, 65536, 1), b);
-    goes(by_length, hw, b, 2048, 8192, of(entry(hw, 2048, 2048, 1), b), whole);
-    goes(by_length, hw, b, 8192, 32768, whole, of(entry(hw, 32768, 32768, 1), b));
+    const double whole = of(entry(hw, 8192, 8192, 1, 0), b), slice = of(entry(hw, 8192, 16384, 1, 0), b), far = of(entry(hw, 8192, 65536, 1, 0), b);
+    goes(by_length, hw, b, 2048, 8192, of(entry(hw, 2048, 2048, 1, 0), b), whole);
+    goes(by_length, hw, b, 8192, 32768, whole, of(entry(hw, 32768, 32768, 1, 0), b));
     goes(by_keys, hw, b, 8192, 16384, whole, slice);
     goes(by_keys, hw, b, 16384, 65536, slice, far);
-    goes(by_packed_length, hw, b, 1024, 8192, of(entry(hw, 8192, 8192, 8), b), of(entry(hw, 16384, 16384, 2), b));
+    goes(by_packed_length, hw, b, 1024, 8192, of(entry(hw, 8192, 8192, 8, 0), b), of(entry(hw, 16384, 16384, 2, 0), b));
+    goes(by_found_length, hw, b, 1024, 8192, of(entry(hw, 8192, 8192, 8, 1), b), of(entry(hw, 16384, 16384, 2, 1), b));
   }
+}
+
+/* A sequence alone and a slice count as found ones where their documents are not known. */
+static void a_kind_without_entries_has_those_of_the_kind_before(const ps_hardware *hw) {
+  ps_hardware some = *hw;
+  for (int b = 0; b < 2; b++) {
+    CHECK(same(attention(hw, 8192, 8192, 8192, false, b, PS_BF16), of(entry(hw, 16384, 16384, 2, 1), b)));
+    const double factor = of(entry(hw, 8192, 16384, 1, 0), b) / of(entry(hw, 8192, 8192, 1, 0), b);
+    CHECK(same(attention(hw, 8192, 16384, 8192, false, b, PS_BF16), factor * of(entry(hw, 16384, 16384, 2, 1), b)));
+  }
+  uint32_t n = 0;
+  for (int i = 0; i < N_SHAPES; i++)
+    if (!hw->attention[i].found) some.attention[n++] = hw->attention[i];
+  some.attention[n].rows = 0;
+  for (int b = 0; b < 2; b++) CHECK(same(by_found_length(&some, 1024, b), of(entry(hw, 8192, 8192, 8, 0), b)));
+  n = 0;
+  for (int i = 0; i < N_SHAPES; i++)
+    if (!hw->attention[i].found && hw->attention[i].packed == 1) some.attention[n++] = hw->attention[i];
+  some.attention[n].rows = 0;
+  for (int b = 0; b < 2; b++)
+    CHECK(same(by_found_length(&some, 2048, b), of(entry(hw, 2048, 2048, 1, 0), b)) && same(by_packed_length(&some, 2048, b), of(entry(hw, 2048, 2048, 1, 0), b)));
 }
 
 static void outside_entries_the_nearest_counts(const ps_hardware *hw) {
   for (int b = 0; b < 2; b++) {
-    CHECK(same(by_length(hw, 16, b), of(entry(hw, 2048, 2048, 1), b)) && same(by_length(hw, 1 << 20, b), of(entry(hw, 32768, 32768, 1), b)));
-    CHECK(same(by_keys(hw, 1 << 20, b), of(entry(hw, 8192, 65536, 1), b)));
+    CHECK(same(by_length(hw, 16, b), of(entry(hw, 2048, 2048, 1, 0), b)) && same(by_length(hw, 1 << 20, b), of(entry(hw, 32768, 32768, 1, 0), b)));
+    CHECK(same(by_keys(hw, 1 << 20, b), of(entry(hw, 8192, 65536, 1, 0), b)));
     /* a shorter slice: that of a sequence of its rows, times the factor of as many keys a row */
-    const double factor = of(entry(hw, 8192, 16384, 1), b) / of(entry(hw, 8192, 8192, 1), b);
-    CHECK(same(attention(hw, 2048, 4096, 2048, true, b, PS_BF16), factor * of(entry(hw, 2048, 2048, 1), b)));
+    const double factor = of(entry(hw, 8192, 16384, 1, 0), b) / of(entry(hw, 8192, 8192, 1, 0), b);
+    CHECK(same(attention(hw, 2048, 4096, 2048, true, b, PS_BF16), factor * of(entry(hw, 2048, 2048, 1, 0), b)));
   }
   CHECK(same(gemm(hw, 1, false, true, PS_BF16), gemm(hw, 256, false, true, PS_BF16)));
   CHECK(same(gemm(hw, 1 << 20, true, false, PS_BF16), gemm(hw, 4096, true, false, PS_BF16)));
@@ -151,7 +175,7 @@ static void single_rates_fill_what_is_absent(void) {
   hw.attention_flops_per_s[PS_BF16] = 3e12;
   hw.attention_bwd_flops_per_s[PS_BF16] = 4e12;
   ps__hardware_complete(&hw);
-  CHECK(same(gemm(&hw, 100, true, false, PS_BF16), 2e12) && same(by_keys(&hw, 30000, false), 3e12) && same(by_packed_length(&hw, 100, true), 4e12));
+  CHECK(same(gemm(&hw, 100, true, false, PS_BF16), 2e12) && same(by_keys(&hw, 30000, false), 3e12) && same(by_packed_length(&hw, 100, true), 4e12) && same(by_found_length(&hw, 100, true), 4e12));
   CHECK(hw.accumulate_bytes_per_s == 1e9 && hw.accumulate_sumsq_bytes_per_s == 1e9 && hw.sumsq_bytes_per_s == 1e9 && hw.gather_bytes_per_s == 2e9);
 }
 
@@ -167,6 +191,7 @@ int main(void) {
     const ps_hardware hw = random_machine();
     entries_are_met(&hw);
     between_entries_rates_go_from_one_to_the_other(&hw);
+    a_kind_without_entries_has_those_of_the_kind_before(&hw);
     outside_entries_the_nearest_counts(&hw);
     fp32_has_one_rate(&hw);
     host_ops_have_their_own_rates(&hw);

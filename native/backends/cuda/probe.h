@@ -30,7 +30,7 @@ bool ps__cuda_driver_there(void);
  * seconds; of each case the second half counts. Products are measured with attention between them and attention with products between, as in a step. Takes 3.6 GiB of device memory and 256 MiB of pinned memory for the time, 1 GiB more of the
  * host's at length. fp32 attention does not exist on CUDA: its rate is bf16's. memory_bytes_per_s is what both directions of copies and @load move
  * together: the host's memory is what they share. Errors: PS_EDEVICE, PS_ENOMEM. */
-enum { PS__CUDA_CASES = 23, PS__CUDA_MORE_CASES = 2 };
+enum { PS__CUDA_CASES = 25, PS__CUDA_MORE_CASES = 2 };
 ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool at_length, const ps__host_load *load);
 
 /* ps__cuda_memory_used() - BYTES of GPU @device that the driver reports for this process: its entry in the driver's list of processes or, where the
