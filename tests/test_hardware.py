@@ -73,7 +73,7 @@ def test_a_file_gives_back_what_was_written(profiled, tmp_path):
     assert Hardware.read(tmp_path / "a.json").as_dict() == read(tmp_path / "a.json").as_dict() == profiled.as_dict()
 
 
-@pytest.mark.parametrize("change", [{"layout": None}, {"layout": 1}, {"cudnn_version": 91900}, {"driver_version": 13000}, {"cublaslt_version": 1}, {"n_threads": 3}])
+@pytest.mark.parametrize("change", [{"layout": None}, {"layout": 1}, {"cudnn_version": 91900}, {"driver_version": 13000}, {"cublaslt_version": 1}, {"flash4_version": 1}, {"n_threads": 3}])
 def test_rates_of_another_layout_machine_or_library_are_measured_anew(profiled, tmp_path, change):
     with pytest.raises(StateError, match="run penstock profile"):
         read(changed(profiled, tmp_path / "a.json", **change))
@@ -98,7 +98,7 @@ def test_an_old_file_in_the_cache_is_replaced(profiled, tiny_model, tmp_path, mo
 def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
     gone = {name: None for name in json.loads(changed(profiled, tmp_path / "a.json").read_text())
             if name in PEOPLES | GPUS | {"layout", "measured", "gemm_bf16", "attention_bf16", "accumulate_bytes_per_s", "accumulate_sumsq_bytes_per_s",
-                                         "sumsq_bytes_per_s", "gather_bytes_per_s", "idle_gain", "idle_most", "driver_version", "cublaslt_version"}}
+                                         "sumsq_bytes_per_s", "gather_bytes_per_s", "idle_gain", "idle_most", "driver_version", "cublaslt_version", "flash4_version"}}
     d = Hardware.read(changed(profiled, tmp_path / "a.json", **gone, attention_bf16_flops_per_s=5e12, attention_bwd_bf16_flops_per_s=4e12,
                               gemm_bf16_flops_per_s=9e12, optimizer_bytes_per_s=3e9, memory_bytes_per_s=2e10)).as_dict()
     (attention,), (gemm,) = entries(d["attention"]), entries(d["gemm"])

@@ -54,7 +54,7 @@ typedef struct ps_hardware {
   uint32_t cudnn_version;      /* CUDA: as cudnnGetVersion(), 91900 for 9.19; 0: none was found */
   uint32_t driver_version;     /* CUDA: as cuDriverGetVersion(), 13000 for 13.0 */
   uint32_t cublaslt_version;   /* CUDA: as cublasLtGetVersion(); 0: none was found */
-  uint32_t reserved;
+  uint32_t flash4_version;     /* CUDA: of the flash-attn-4 that is built in, 40000036 for 4.0.0b36; 0: none is */
   char name[64];                            /* CPU model as the system reports it */
   char device_name[64];                     /* GPU model as the driver reports it; empty on the CPU backend */
   double gemm_flops_per_s[PS_N_DTYPES];     /* by storage dtype, a large product: in fp32 of all products, in bf16 the table's where there is none */

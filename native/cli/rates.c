@@ -4,9 +4,9 @@
 static void print_machine(FILE *out, const ps_hardware *hw) {
   char memory[32], overhead[32];
   if (hw->backend == PS_BACKEND_CUDA)
-    fprintf(out, "%s, compute capability %u.%u, %u SMs, %s of memory, of which context and libraries take %s; %s\n", hw->device_name,
+    fprintf(out, "%s, compute capability %u.%u, %u SMs, %s of memory, of which context and libraries take %s; %s%s\n", hw->device_name,
             hw->compute_capability / 10, hw->compute_capability % 10, hw->n_sms, cli_bytes(memory, hw->device_memory_bytes),
-            cli_bytes(overhead, hw->device_overhead_bytes), hw->cudnn_version ? "with cuDNN" : "no cuDNN was found");
+            cli_bytes(overhead, hw->device_overhead_bytes), hw->flash4_version ? "with flash-attn-4, " : "", hw->cudnn_version ? "with cuDNN" : "no cuDNN was found");
   fprintf(out, "%s, %u threads of %u CPUs, %s of memory (%s)\n", hw->name, hw->n_threads, hw->n_cpus,
           cli_bytes(memory, hw->host_memory_bytes), hw->measured ? "rates measured" : "rates estimated");
 }
@@ -169,6 +169,7 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_count(j, "cudnn_version", hw->cudnn_version);
   cli_json_count(j, "driver_version", hw->driver_version);
   cli_json_count(j, "cublaslt_version", hw->cublaslt_version);
+  cli_json_count(j, "flash4_version", hw->flash4_version);
   cli_json_number(j, "gemm_fp32_flops_per_s", hw->gemm_flops_per_s[PS_F32]);
   cli_json_number(j, "gemm_bf16_flops_per_s", hw->gemm_flops_per_s[PS_BF16]);
   cli_json_number(j, "attention_fp32_flops_per_s", hw->attention_flops_per_s[PS_F32]);

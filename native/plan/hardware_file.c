@@ -30,7 +30,7 @@ static double *rate_at(ps_hardware *hw, int i) { return (double *)(void *)((char
 typedef struct fact_field { const char *name; size_t offset, bytes; bool optional; } fact_field;
 #define FACT(member, optional) {#member, offsetof(ps_hardware, member), sizeof ((ps_hardware *)0)->member, optional}
 static const fact_field facts[] = {FACT(backend, false), FACT(n_threads, false), FACT(n_cpus, false), FACT(compute_capability, false), FACT(n_sms, false),
-                                   FACT(cudnn_version, false), FACT(driver_version, true), FACT(cublaslt_version, true), FACT(measured, true), FACT(host_memory_bytes, false),
+                                   FACT(cudnn_version, false), FACT(driver_version, true), FACT(cublaslt_version, true), FACT(flash4_version, true), FACT(measured, true), FACT(host_memory_bytes, false),
                                    FACT(device_memory_bytes, false), FACT(device_overhead_bytes, false)};
 enum { N_FACTS = sizeof facts / sizeof *facts };
 
@@ -173,7 +173,8 @@ static bool same_machine(const ps__json *j, const ps_hardware *hw) {
   const char *name = ps__json_string(ps__json_get(j, "name"), NULL), *device = ps__json_string(ps__json_get(j, "device_name"), NULL);
   return name && strcmp(name, hw->name) == 0 && device && strcmp(device, hw->device_name) == 0 && same_number(j, "n_cpus", hw->n_cpus) &&
          same_number(j, "n_threads", hw->n_threads) && same_number(j, "driver_version", hw->driver_version) &&
-         same_number(j, "cudnn_version", hw->cudnn_version) && same_number(j, "cublaslt_version", hw->cublaslt_version);
+         same_number(j, "cudnn_version", hw->cudnn_version) && same_number(j, "cublaslt_version", hw->cublaslt_version) &&
+         ps__json_number(ps__json_get(j, "flash4_version"), 0) == hw->flash4_version;
 }
 
 ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t backend, uint32_t device, uint32_t n_threads) {

@@ -61,6 +61,7 @@ ps_status ps__cuda_facts(ps_hardware *hw) {
   hw->driver_version = (uint32_t)version;
   hw->device_memory_bytes = total > others ? total - others : 0;
   hw->cudnn_version = ps__cuda_cudnn_version();
+  hw->flash4_version = ps__cuda_flash4_version();
   hw->cublaslt_version = ps__cublaslt_version();
   hw->device_peak_bytes_per_s = memory_peak(cu, dev);
   hw->link_peak_bytes_per_s = ps__cuda_link_bytes_per_s(cu, hw->device);
