@@ -156,7 +156,7 @@ def test_the_profile_is_printed_as_a_table_or_json(tmp_path):
     command = [BINARY, "profile", "--backend", "cpu", "--threads", "2", "--seconds", "0.2"]
     table = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
     for what in ("products, 1024 rows, forward", "gradient of weights", "attention, 8 sequences of 128, forward", "attention, 512 rows behind 3584, forward",
-                 "AdamW on 2 threads", "sum of squares", "rows of the embedding, one thread", "first touch of host memory"):
+                 "AdamW on 2 threads", "sum of squares", "rows of the embedding", "first touch of host memory"):
         assert what in table
     d = json.loads(subprocess.run([*command, "--json"], env=env, capture_output=True, text=True, check=True).stdout)
     assert len(d["gemm_bf16"]) == 4 and len(d["attention_bf16"]) == 9 and d["optimizer_by_threads"][-1]["threads"] == 2 and d["first_touch_bytes_per_s"] > 0
