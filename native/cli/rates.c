@@ -76,7 +76,7 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   fprintf(out, "  %-44s %9s %-8s %6s\n", "case (bf16, one unit alone unless said)", "rate", "", "of peak");
   products_lines(out, hw, peak);
   attention_lines(out, hw, peak);
-  line(out, "norm, read and written", hw->elementwise_bytes_per_s, gb, "GB/s", hw->device_peak_bytes_per_s);
+  line(out, "norms and SwiGLU, read and written", hw->elementwise_bytes_per_s, gb, "GB/s", hw->device_peak_bytes_per_s);
   line(out, "copy to the device", hw->h2d_bytes_per_s, gb, "GB/s", link);
   line(out, "copy to the host", hw->d2h_bytes_per_s, gb, "GB/s", link);
   line(out, "copies both ways at once, each", hw->duplex_bytes_per_s, gb, "GB/s", link);

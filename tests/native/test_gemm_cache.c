@@ -95,7 +95,7 @@ static void test_damage(void) {
     write_bytes(file, other, n);
     ps__gemm_cache_close(open_cache(folder, "NVIDIA H200", 130100));
   }
-  static const char foreign[] = "{\"format\":1,\"gpu\":\"NVIDIA H200\",\"cublaslt\":130099,\"algorithms\":[]}";
+  static const char foreign[] = "{\"format\":2,\"gpu\":\"NVIDIA H200\",\"cublaslt\":130099,\"algorithms\":[]}";
   write_bytes(file, foreign, sizeof foreign - 1);
   n_logged = 0;
   CHECK(!all_there(folder) && n_logged == 1 && strstr(logged, "was not written for NVIDIA H200 with cuBLASLt 130100"));

@@ -365,14 +365,16 @@ static ps_status measure_idle(bench *b, double seconds, double full) {
 /* ---- memory and link --------------------------------------------------------------------------------------------------------------- */
 
 /* One place after another, so that no cache of the GPU holds what is read next. */
-enum { N_NORMS = 3 };
+enum { N_NORMS = 3, FFN_DIM = 14336 };
+static const double NORMS_BYTES = N_NORMS * 4.0 * TOKENS * DIM + 6.0 * TOKENS * FFN_DIM;
 static ps_status run_norms(bench *b, const void *arg, uint32_t part) {
   const ps__args_rmsnorm a = {.rows = TOKENS, .cols = DIM, .dt = PS_BF16, .eps = 1e-5f};
+  const ps__args_swiglu g = {.n_tokens = TOKENS, .ffn_dim = FFN_DIM, .dt = PS_BF16};
   for (int i = 0; i < N_NORMS; i++) {
     void *ptr[3] = {value(b, X + 128 * i), value(b, W), value(b, OUT + 128 * i)};
     PS_TRY(launch(b, &ps__k_rmsnorm_fwd, &a, ptr, 3));
   }
-  return PS_OK;
+  return launch(b, &ps__k_swiglu_fwd, &g, (void *[]){value(b, X), value(b, OUT)}, 2);
 }
 static ps_status case_small(bench *b) {
   const ps__args_rmsnorm a = {.rows = 1, .cols = 1024, .dt = PS_BF16, .eps = 1e-5f};
@@ -396,7 +398,7 @@ static ps_status measure_bandwidths(bench *b, double seconds) {
   ps_hardware *hw = b->hw;
   double s[MAX_PARTS];
   PS_TRY(time_parts(b, &(timed){.part = run_norms, .n_parts = 1}, seconds, s));
-  hw->elementwise_bytes_per_s = N_NORMS * 4.0 * TOKENS * DIM / s[0];
+  hw->elementwise_bytes_per_s = NORMS_BYTES / s[0];
   PS_TRY(time_case(b, case_small, seconds / 2, s));
   hw->op_ns = s[0] * 1e7;
   PS_TRY(time_case(b, case_h2d, seconds, s));

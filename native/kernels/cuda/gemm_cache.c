@@ -9,7 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { FORMAT = 1, MAX_PATH = 4096, MAX_FILE = 16 << 20, GPU_BYTES = 256 };
+enum { FORMAT = 2, MAX_PATH = 4096, MAX_FILE = 16 << 20, GPU_BYTES = 256 };
 
 struct ps__gemm_cache {
   char path[MAX_PATH]; /* "" where there is no folder */
