@@ -111,7 +111,6 @@ void ps__embed_forward(ps__builder *b, uint32_t c) {
     b->x[c] = g->x;
     *ps__saved_slot(b, b->away, 1, c, PS__T_X) = g->home;
   } else look_up(b, c);
-  ps__tick(b);
 }
 
 static void add_rows(ps__builder *b, uint32_t c) {
@@ -132,5 +131,4 @@ void ps__embed_backward(ps__builder *b, uint32_t c) {
   else add_rows(b, c);
   ps__vt_free_late(b, b->dy[c], lag);
   ps__vt_free_late(b, b->batch[c], lag);
-  ps__tick(b);
 }

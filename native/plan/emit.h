@@ -43,11 +43,12 @@ typedef struct ps__builder {
   ps__late_free *late;
   size_t n_late, cap_late;
   ps__gathered *gathered;    /* [n_chunks of the step] */
+  uint32_t *step_batch;      /* the same: blocks of the batch, device tensors */
   uint32_t rows_home;        /* of the running round's embedding backward: token ids and gradient rows at home */
   /* of the running round; indexed by chunk of the round */
   const ps__round *round;
   uint32_t round_idx;
-  uint32_t *batch, *x, *dy;              /* device tensors [n_chunks] */
+  uint32_t *batch, *x, *dy;              /* device tensors [n_chunks]; batch is a place in step_batch */
   uint32_t *kept, *away;                 /* [n_layers][n_chunks][PS__N_TENSORS]: saved tensors on the device, at the host */
 } ps__builder;
 
@@ -84,6 +85,7 @@ void ps__emit_updates(ps__builder *b);                          /* with clipping
 
 /* ---- the embedding (embed.c) ---- */
 void ps__gather_round(ps__builder *b, uint32_t round);          /* embed_at_home: the round's rows, gathered and on their way to the device */
+void ps__copy_batch(ps__builder *b, uint32_t round);              /* its blocks of the batch on their way to the device (step.c) */
 void ps__embed_forward(ps__builder *b, uint32_t c);
 void ps__embed_backward(ps__builder *b, uint32_t c);
 

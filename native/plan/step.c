@@ -91,13 +91,13 @@ static void make_batch(ps__builder *b) {
   ps__emit_hook(b, PS__HOOK_LOAD, 0, PS__S_IO, &load, 1, (ps_work){.bytes = (double)at}, (ps_tag){-1, -1, -1, PS__PHASE_FORWARD});
 }
 
-static void copy_batch(ps__builder *b) {
-  for (uint32_t c = 0; c < b->round->n_chunks; c++) {
-    const uint32_t i = b->round->first_chunk + c;
+void ps__copy_batch(ps__builder *b, uint32_t round) {
+  const ps__round *r = &b->s->layout->round[round];
+  for (uint32_t i = r->first_chunk; i < r->first_chunk + r->n_chunks; i++) {
     const uint64_t bytes = ps__batch_block_of(b->s->layout->chunk[i].n_tokens).bytes;
-    b->batch[c] = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
-    ps__emit_copy(b, PS__S_H2D, ps__part(b->s->batch, PS_READ, b->s->batch_offset[i], bytes), ps__whole(b, b->batch[c], PS_WRITE),
-                  (ps_tag){-1, (int32_t)b->round_idx, (int32_t)i, PS__PHASE_FORWARD});
+    b->step_batch[i] = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
+    ps__emit_copy(b, PS__S_H2D, ps__part(b->s->batch, PS_READ, b->s->batch_offset[i], bytes), ps__whole(b, b->step_batch[i], PS_WRITE),
+                  (ps_tag){-1, (int32_t)round, (int32_t)i, PS__PHASE_FORWARD});
   }
 }
 
@@ -158,7 +158,7 @@ static void emit_rounds(ps__builder *b) {
   for (uint32_t i = 0; i < b->n_visits && !b->s->out_of_memory; i++) {
     b->round_idx = b->visit[i].round;
     b->round = &b->s->layout->round[b->round_idx];
-    if (b->visit[i].kind == PS__VISIT_EMBED) copy_batch(b);
+    b->batch = b->step_batch + b->round->first_chunk;
     run_visit(b, i);
   }
   ps__flush_late(b);
@@ -176,20 +176,20 @@ static void count_saved(ps__step *s) {
 static bool builder_init(ps__builder *b) {
   const ps__spec *spec = b->s->spec;
   const size_t saved = (size_t)spec->n_layers * spec->n_chunks * PS__N_TENSORS;
-  b->batch = ps__malloc(spec->n_chunks * sizeof *b->batch);
+  b->step_batch = ps__malloc(b->s->layout->n_chunks * sizeof *b->step_batch);
   b->x = ps__malloc(spec->n_chunks * sizeof *b->x);
   b->dy = ps__malloc(spec->n_chunks * sizeof *b->dy);
   b->gathered = ps__calloc(b->s->layout->n_chunks, sizeof *b->gathered);
   b->kept = ps__malloc(saved * sizeof *b->kept);
   b->away = ps__malloc(saved * sizeof *b->away);
   b->s->batch_offset = ps__calloc(b->s->layout->n_chunks, sizeof *b->s->batch_offset);
-  if (!b->batch || !b->x || !b->dy || !b->gathered || !b->kept || !b->away || !b->s->batch_offset) return false;
+  if (!b->step_batch || !b->x || !b->dy || !b->gathered || !b->kept || !b->away || !b->s->batch_offset) return false;
   for (size_t i = 0; i < saved; i++) b->kept[i] = b->away[i] = PS__NO_VT;
   return true;
 }
 
 static void builder_free(ps__builder *b) {
-  ps__free(b->batch);
+  ps__free(b->step_batch);
   ps__free(b->x);
   ps__free(b->dy);
   ps__free(b->gathered);

@@ -88,6 +88,7 @@ void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx) {
     const ps__visit *v = &b->visit[b->next_fetch];
     const uint32_t n = visit_units(b, v, units);
     for (uint32_t i = 0; i < n; i++) fetch_unit(b, units[i]);
+    if (v->kind == PS__VISIT_EMBED) ps__copy_batch(b, v->round);
     if (v->kind == PS__VISIT_EMBED && b->s->spec->embed_at_home) ps__gather_round(b, v->round);
     b->next_fetch++;
   }

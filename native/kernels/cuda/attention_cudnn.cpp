@@ -10,8 +10,9 @@
  *                        doc_start (ps_att_find_documents); log-sum-exp is written and read as [T, heads] in place.
  * scratch documents, dK and dV in bf16 (4*(row0+T)*kv_heads*d bytes), transposed log-sum-exp, cuDNN's own workspace (fp32 dQ, and
  *         dK and dV of every query head): linear in T; cuDNN's deterministic backward needs T*(row0+T)*heads*2 bytes before 9.25.
- * time    H200, cuDNN 9.19, 32/8 heads of 128, T = 8192, TFLOP/s forward / backward: one document 616 / 507 (deterministic 445), found on the
- *         device 560 / 459, behind a prefix of 8192 652 / 395, 8 documents of 1024 found 352 / 241 (test_cuda_attention time).
+ * time    H200, cuDNN 9.19, 32/8 heads of 128, TFLOP/s forward / backward: 8192 rows 618 / 502 (deterministic 617 / 445), found on the device
+ *         563 / 466, behind a prefix of 8192 627 / 392, 2 x 8192 632 / 500 (found 594 / 461), 8 x 1024 448 / 278 (found 355 / 240)
+ *         (test_cuda_attention time).
  * determinism  forward always; backward with exec->deterministic, else dQ is added with atomics.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
 #include "attention_cuda.h"

@@ -7,7 +7,8 @@
  *         row0+T keys), causal (aligned at the bottom right). Q, K, V, O and log-sum-exp are strided views of the op's tensors, nothing is gathered.
  * scratch backward: rows rounded up to tiles, 4*heads*(d+2) bytes each for dQ and the rows' sums; keys rounded up to 128, 8*kv_heads*d bytes each for dK
  *         and dV (4*kv_heads*d, not rounded up, with one query head a kv head); deterministic: an int for each tile of dQ, and two of dK and dV.
- * time    test_cuda_attention time, beside cuDNN's.
+ * time    H200, 32/8 heads of 128, TFLOP/s forward / backward: 8192 rows 686 / 525 (deterministic 500), 2 x 8192 667 / 546, 8192 behind 8192
+ *         702 / 586, behind 57344 659 / 590 (test_cuda_attention time, beside cuDNN's).
  * determinism  forward always; backward with exec->deterministic: blocks take turns in adding to dQ, dK and dV. Else they add as they come.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
 #include "attention_cuda.h"
