@@ -96,7 +96,8 @@ typedef struct ps_hardware {
 PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads);
 
 /* ps_hardware_measure() - the same facts, and every rate that plans rest on timed with the kernels themselves on realistic values, for about
- * @seconds in all (0: 1 on the CPU backend; on CUDA 12, whose clock falls under load) besides a few seconds of preparation. On CUDA the context
+ * @seconds in all (0: 1 on the CPU backend; on CUDA 12, whose clock falls under load) besides preparation: a few seconds; on a GPU
+ * whose products were never timed half a minute, for that is done under load. On CUDA the context
  * is made, the libraries are loaded, products' algorithms are chosen as a run chooses them, and device_overhead_bytes is what that took; 3.6 GiB
  * of device memory and 4.3 of the host's are taken for the time; attention that takes more scratch than plans foresee, or finding
  * documents where no library does it, is left out of the table.
