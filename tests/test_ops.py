@@ -400,7 +400,9 @@ def test_swiglu_fwd(tokens, ffn, dt):
 @GLU_SHAPES
 def test_swiglu_bwd_against_autograd(tokens, ffn, dt):
     gu, ds = glu_inputs(tokens, ffn, dt), torch.randn(tokens, ffn).to(dt)
-    (got,) = run("swiglu_bwd", Swiglu(tokens, ffn, CODE[dt]), [("r", ds), ("rw", gu)])
+    s, got = run("swiglu_bwd", Swiglu(tokens, ffn, CODE[dt]), [("rw", ds), ("rw", gu)])
+    (forward,) = run("swiglu_fwd", Swiglu(tokens, ffn, CODE[dt]), [("r", gu), ("w", torch.empty(tokens, ffn, dtype=dt))])
+    assert (s == forward).all()  # in ds's place, to the bit
     G = gu.double().requires_grad_()
     (torch.nn.functional.silu(G[:, :ffn]) * G[:, ffn:]).backward(ds.double())
     g, u = gu.double().split(ffn, 1)

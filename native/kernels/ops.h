@@ -101,7 +101,7 @@ extern const ps_kernel ps__k_attention_bwd;
 typedef struct ps__args_swiglu { uint32_t n_tokens, ffn_dim, dt; } ps__args_swiglu;
 /* swiglu_fwd           s = silu(g)*u, gu[T,2F]: g = gu[:, :F], u = gu[:, F:].  ptr: R gu[T,2F], W s[T,F]. */
 extern const ps_kernel ps__k_swiglu_fwd;
-/* swiglu_bwd           ptr: R ds[T,F], RW gu[T,2F]: gu is replaced by its gradient. */
+/* swiglu_bwd           ptr: RW ds[T,F], RW gu[T,2F]: gu is replaced by its gradient, and then ds by s. */
 extern const ps_kernel ps__k_swiglu_bwd;
 
 typedef struct ps__args_colsum { uint32_t rows, cols, ld, dt, accumulate; } ps__args_colsum;

@@ -46,14 +46,14 @@ static void build_forward(ps__block *b) {
   OP(f, n, ps__k_gemm, F_DOWN, T_R(S), P(WDOWN), T_W(Y), T_R(H));
 }
 
-/* The norm outputs and S appear here as reads: the step builder finds the forward op that makes them and puts it in front of
+/* The norm outputs appear here as reads: the step builder finds the forward op that makes them and puts it in front of
  * their first use, as for any tensor that is not at hand. */
 static void build_backward(ps__block *b) {
   ps__block_op *o = b->bwd;
   uint32_t *n = &b->n_bwd;
-  OP(o, n, ps__k_gemm, B_DWDOWN, T_R(DY), T_R(S), G(WDOWN));
   OP(o, n, ps__k_gemm, B_DS, T_R(DY), P(WDOWN), T_W(DS));
-  OP(o, n, ps__k_swiglu_bwd, B_SWIGLU, T_R(DS), T_RW(GU));
+  OP(o, n, ps__k_swiglu_bwd, B_SWIGLU, T_RW(DS), T_RW(GU)); /* leaves s in ds */
+  OP(o, n, ps__k_gemm, B_DWDOWN, T_R(DY), T_R(DS), G(WDOWN));
   OP(o, n, ps__k_gemm, B_DWGU, T_R(GU), T_R(N2), G(WGU));
   OP(o, n, ps__k_gemm, B_DN2, T_R(GU), P(WGU), T_W(DN2));
   OP(o, n, ps__k_rmsnorm_bwd, B_NORM2, T_R(H), P(NORM2), T_R(DN2), T_RW(DY), G(NORM2));
@@ -196,7 +196,7 @@ static uint32_t put_norm(const ps__block *b, const ps__chunk_shape *c, void *arg
 
 static uint32_t put_swiglu(const ps__block *b, const ps__chunk_shape *c, void *args, ps_work *work, bool backward) {
   const ps__args_swiglu a = {.n_tokens = c->n_tokens, .ffn_dim = b->cfg.ffn_dim, .dt = b->dt};
-  *work = ps__bytes_work((double)c->n_tokens * b->tensor[PS__T_S].row_bytes * (backward ? 5.0 : 3.0));
+  *work = ps__bytes_work((double)c->n_tokens * b->tensor[PS__T_S].row_bytes * (backward ? 6.0 : 3.0));
   memcpy(args, &a, sizeof a);
   return sizeof a;
 }

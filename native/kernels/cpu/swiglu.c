@@ -5,9 +5,8 @@
 typedef struct glu_job {
   size_t ffn;
   uint32_t dt;
-  char *gu;       /* [T,2F] */
-  const char *ds; /* [T,F], backward */
-  char *s;        /* [T,F], forward */
+  char *gu; /* [T,2F] */
+  char *s;  /* [T,F]; backward: ds, then s */
 } glu_job;
 
 PS_VEC void glu_fwd_rows(const glu_job *j, int64_t first, int64_t end, uint32_t dt) {
@@ -26,10 +25,11 @@ PS_VEC void glu_bwd_rows(const glu_job *j, int64_t first, int64_t end, uint32_t 
   size_t f = j->ffn, bytes = f * ps__dt_bytes(dt);
   for (int64_t r = first; r < end; r++) {
     char *g = j->gu + 2 * (size_t)r * bytes, *u = g + bytes;
-    const char *ds = j->ds + (size_t)r * bytes;
+    char *s = j->s + (size_t)r * bytes;
     for (size_t i = 0; i < f; i += PS_LANES) {
-      ps__v x = ps__v_read(g, dt, i, f, 0.0f), d = ps__v_read(ds, dt, i, f, 0.0f), up = ps__v_read(u, dt, i, f, 0.0f);
-      ps__v sig = 1.0f / (1.0f + ps__v_exp(-x));
+      ps__v x = ps__v_read(g, dt, i, f, 0.0f), d = ps__v_read(s, dt, i, f, 0.0f), up = ps__v_read(u, dt, i, f, 0.0f);
+      ps__v below = 1.0f + ps__v_exp(-x), sig = 1.0f / below;
+      ps__v_write(s, dt, i, f, x / below * up);
       ps__v_write(g, dt, i, f, d * up * sig * (1.0f + x * (1.0f - sig)));
       ps__v_write(u, dt, i, f, d * (x * sig));
     }
@@ -61,12 +61,13 @@ static ps_status swiglu_fwd(const ps_launch *l) {
 }
 
 /* swiglu_bwd
- * math    sig = 1/(1 + exp(-g)); dg = ds * u * sig * (1 + g*(1 - sig)); du = ds * g * sig; both over gu, in place
+ * math    sig = 1/(1 + exp(-g)); dg = ds * u * sig * (1 + g*(1 - sig)); du = ds * g * sig; both over gu, in place; s, to the bits of
+ *         swiglu_fwd's, over ds
  * shapes  ds [T,F], gu [T,2F] of dt
- * bytes   5*T*F*sizeof(dt).   determinism  bitwise: elementwise */
+ * bytes   6*T*F*sizeof(dt).   determinism  bitwise: elementwise */
 static ps_status swiglu_bwd(const ps_launch *l) {
   const ps__args_swiglu *a = l->args;
-  glu_job job = {.ffn = a->ffn_dim, .dt = a->dt, .ds = l->ptr[0], .gu = l->ptr[1]};
+  glu_job job = {.ffn = a->ffn_dim, .dt = a->dt, .s = l->ptr[0], .gu = l->ptr[1]};
   ps__cpu_rows(l->exec, a->n_tokens, ps__block_rows(2 * (size_t)a->ffn_dim), glu_bwd_task, &job);
   return PS_OK;
 }
