@@ -126,6 +126,9 @@ PS_LDLIBS := -Wl,--exclude-libs,libflash4.a:libcuda_dialect_runtime_static.a $(F
 endif
 LIB_SRC := $(sort $(LIB_SRC) $(wildcard native/kernels/cuda/*.c))
 else
+ifneq ($(filter-out 0,$(FLASH_ATTN)),)
+$(error FLASH_ATTN=$(FLASH_ATTN) is attention on GPUs, and this is a build without CUDA: install the CUDA toolkit, or leave FLASH_ATTN out)
+endif
 LIB_SRC := $(filter-out native/backends/cuda/%,$(LIB_SRC))
 endif
 CLI_SRC := $(sort $(wildcard native/cli/*.c))

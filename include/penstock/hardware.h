@@ -26,8 +26,9 @@ typedef struct ps_gemm_rate {
  *            CPU backend that is as packed
  *   slice    kv_rows > rows: the last rows of a sequence, on the keys of all before them
  * Where there is no entry of found the packed ones count for it, and where there is none of these the whole ones. The rate of other lengths of a
- * sequence is linear in its logarithm between entries of a kind, and that of the nearest outside them. A slice's is that of a sequence of its rows times a factor, which is linear in log(kv_rows / rows) from 1 at 1 through the slice entries' (an
- * entry's rate over that of a whole sequence of its rows). So every entry is met exactly, and between two entries rates lie between theirs. */
+ * sequence is linear in its logarithm between entries of a kind, and that of the nearest outside them. A slice's is that of a sequence of its
+ * rows times a factor, which is linear in log(kv_rows / rows) from 1 at 1 through the slice entries' (an entry's rate
+ * over that of a whole sequence of its rows). So every entry is met exactly, and between two entries rates lie between theirs. */
 typedef struct ps_attention_rate {
   uint32_t rows, kv_rows, packed, found;
   double forward_flops_per_s, backward_flops_per_s;
@@ -69,7 +70,8 @@ typedef struct ps_hardware {
   double accumulate_bytes_per_s;            /* gradient sums on the host */
   double accumulate_sumsq_bytes_per_s;      /* both in one pass: the last contribution's */
   double sumsq_bytes_per_s;                 /* sums of squares on the host */
-  double gather_bytes_per_s;                /* rows of the embedding gathered by the io stream's threads (a quarter of n_threads, 1 to 4), beside a GPU while the optimizer runs; all else of the io stream */
+  double gather_bytes_per_s;                /* rows of the embedding gathered by the io stream's threads (a quarter of n_threads, 1 to 4), beside a GPU while the
+                                               optimizer runs; all else of the io stream */
   double idle_gain;                         /* CUDA, 0..1: products and attention run faster by this times the share of the time that the GPU idles: it is bound by its power,
                                                and what it saves while it rests it spends on its clock. 0: it is not, or unknown */
   double idle_most;                         /* CUDA, 0..1: but by no more than this: the clock has a highest value */

@@ -23,7 +23,7 @@ typedef enum ps__tensor {
   PS__T_S,    /* [T,F]      SwiGLU product */
   PS__T_Y,    /* [T,D]      block output */
   PS__T_DY,   /* [T,D]      gradient of the residual stream, updated in place from dY to dX */
-  PS__T_DS,   /* [T,F] */
+  PS__T_DS,   /* [T,F]      gradient of the SwiGLU product, then that product once more, in place */
   PS__T_DN2,  /* [T,D] */
   PS__T_DO,   /* [T,A] */
   PS__T_DQ,   /* [T,A] */

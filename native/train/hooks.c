@@ -156,16 +156,19 @@ static ps__adamw_scalars scalars_of(const ps_trainer *t, uint64_t step) {
   return s;
 }
 
+/* Is the update of the run's step @id - 1 to be made at home, by what @gate says: half of stats, or without clipping the unit's norms? Sets how gradients are scaled. */
+static bool to_update(const ps_trainer *t, uint32_t unit, void *gate, uint64_t id, ps__adamw_scalars *s) {
+  if (!t->plan->cfg.clip) return isfinite(unit_sumsq(t, gate, unit));
+  s->grad_scale = stats_of(gate)->clip_scale;
+  return stats_of(gate)->step == id;
+}
+
 /* Rows of a chunk's tokens, with the update of the step before, if there was one and the host did not give it up. */
 static ps_status gather(const ps_trainer *t, uint32_t chunk, const ps_launch *l) {
   const ps__cpu_exec *exec = l->exec;
-  const bool clip = t->plan->cfg.clip != 0;
-  bool updated = l->step > 0;
-  if (updated && clip) updated = stats_of(l->ptr[1])->step == l->step;
-  else if (updated) updated = isfinite(unit_sumsq(t, l->ptr[1], 0));
   ps__adamw_scalars s = {0};
-  if (updated) s = scalars_of(t, t->cfg.first_step + l->step - 1);
-  if (updated && clip) s.grad_scale = stats_of(l->ptr[1])->clip_scale;
+  if (l->step) s = scalars_of(t, t->cfg.first_step + l->step - 1);
+  const bool updated = l->step && to_update(t, 0, l->ptr[1], l->step, &s);
   ps__rows_gather(t, exec->pool, updated ? (uint32_t)l->step : 0, &s, l->ptr[0], t->plan->layout.chunk[chunk].n_tokens, l->ptr[2]);
   return PS_OK;
 }
@@ -181,13 +184,9 @@ static ps_status update(ps_trainer *t, uint32_t unit, const ps_launch *l) {
 #ifdef PS_CUDA
   if (there && t->engine->cfg.backend == PS_BACKEND_CUDA) return update_on_gpu(t, unit, l, gate, &s);
 #endif
-  if (t->plan->cfg.clip) {
-    if (stats_of(gate[0])->step != l->step + 1) return PS_OK;
-    s.grad_scale = stats_of(gate[0])->clip_scale;
-  } else {
-    if (there && ((const ps__batch_header *)gate[1])->step != l->step + 1) return PS_OK;
-    if (!isfinite(unit_sumsq(t, gate[0], unit))) return not_finite(t, l, unit);
-  }
+  const bool clip = t->plan->cfg.clip != 0;
+  if (there && !clip && ((const ps__batch_header *)gate[1])->step != l->step + 1) return PS_OK;
+  if (!to_update(t, unit, gate[0], l->step + 1, &s)) return clip ? PS_OK : not_finite(t, l, unit);
   if (unit == 0 && t->rows) {
     ps__rows_update(t, exec->pool, (uint32_t)l->step + 1, &s);
     return PS_OK;

@@ -24,7 +24,7 @@ static const double COPIES_SHARE = 0.5;                          /* of the time:
 
 /* Device memory: VALUES of bf16, of which what lies before OUT is only read; SUMS of fp32 results and ids. Places in MiB. */
 static const uint64_t MIB = 1u << 20, VALUES = 1664ull << 20, SUMS = 544ull << 20, PINNED = 256ull << 20, MARGIN = 64ull << 20;
-enum { X = 0, W = 448, Y = 560, OUT = 1008, COPIED = 1536 };  /* operands of up to 16384 rows, the result, what copies bring */
+enum { X = 0, W = 448, Y = 560, OUT = 1008, COPIED = 1536 };  /* operands before OUT, of up to 16384 rows; results; what copies bring */
 enum { Q = 0, KV = 256, D_O = 560, O = 1008, DQ = 1264 };     /* of up to 32768 rows and 65536 keys */
 enum { DKV = 0, LSE = 512, DOC_START = 528 };                 /* in SUMS */
 
@@ -314,8 +314,8 @@ static ps_status measure_products(bench *b, double seconds, double *full) {
 
 /* ---- idle time -------------------------------------------------------------------------------------------------------------------------- */
 
-/* Products of the usual rows and then attention, copies beside them as ever, and after each such turn a pause of @pause of its time: by how much the products are faster than @full seconds, which
- * they take where the GPU never rests, and the share of time that it rested. Over the second half of the time. */
+/* Products of the usual rows and then attention, copies beside them as ever, and after each such turn a pause of @pause of its time: by how much the
+ * products are faster than @full seconds, which they take where the GPU never rests, and the share of time that it rested. Over the second half of the time. */
 static ps_status rest(bench *b, double seconds, double full, double pause, double *gain, double *rested) {
   const CUevent *e = b->event[0];
   uint64_t begin = ps__now_ns(), counted_from = 0;

@@ -49,8 +49,8 @@ ps_status ps__cuda_attention_prepare(const ps_kernel *kernel, const ps__args_att
 bool ps__cuda_attention_only(const char *provider);
 
 /* ps__cuda_blas_tune() - times cuBLASLt's candidates for the shape @args on @exec's stream and keeps the fastest for later launches
- * of that shape, for a long one (0.2 ms) the fastest under load, which takes a second; the operands are device memory of the launch's sizes and alignments (up to 256 bytes), filled with realistic values (c is
- * overwritten). A shape that is settled is not timed again. Before the first step only: it waits for the stream. A shape that was
+ * of that shape, for a long one (0.2 ms) the fastest under load, which takes a second; the operands are device memory of the launch's
+ * sizes and alignments (up to 256 bytes), filled with realistic values (c is overwritten). A shape that is settled is not timed again. Before the first step only: it waits for the stream. A shape that was
  * not tuned takes the first candidate, and so does every shape where exec->deterministic is set.
  * Errors: PS_EINVAL as the launch; PS_EDEVICE; PS_ENOMEM. */
 ps_status ps__cuda_blas_tune(const ps__cuda_exec *exec, const ps__args_gemm *args, const void *a, const void *b, void *c,
