@@ -273,6 +273,8 @@ enum { PS_SIM_RESOURCES = 4 };
 typedef struct ps_sim_cost {
   double ns;
   double demand[PS_SIM_RESOURCES];
+  double firm[PS_SIM_RESOURCES]; /* at most 1: where the draws on a resource add up to D > 1, the op takes 1 + (1 - firm) (D - 1) times as long: at 0, D times; it gives
+                                    way more below that, less above, and at 1 not at all */
   double idle_gain; /* 0..1: the op takes ns / (1 + the smaller of idle_most and idle_gain * the share of the last PS_SIM_IDLE_NS that its stream idled, older time
                        counting less and less): a GPU bound by its power runs the faster the more it rests, up to its highest clock */
   double idle_most; /* 0..1 */

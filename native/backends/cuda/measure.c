@@ -418,7 +418,8 @@ static ps_status measure_memory(bench *b, double seconds, const ps__host_load *l
   const ps_status st = time_case(b, case_both, seconds, &s);
   const double rate = (load->bytes(load->arg) - before) / seconds_since(t0);
   load->stop(load->arg);
-  if (st == PS_OK) b->hw->memory_bytes_per_s = rate + (double)PINNED / s;
+  if (st == PS_OK) b->hw->memory_copies_bytes_per_s = (double)PINNED / s;
+  if (st == PS_OK) b->hw->memory_bytes_per_s = rate + b->hw->memory_copies_bytes_per_s;
   return st;
 }
 
