@@ -11,10 +11,11 @@ typedef struct ps__search_state {
   ps__search_result *out;
   ps__family family;
   ps__fastest best[PS__N_BEST];             /* of all looked at, fastest first */
-  ps__fastest fastest[PS__MAX_SIZES];       /* of each size's members of the family */
+  ps__fastest fastest[2 * PS__MAX_SIZES];   /* of each size's members of the family that stream all blocks' parameters, and that keep some on the device: far apart */
   uint64_t device_cap, host_cap, machine;   /* machine: host memory in all */
   uint64_t best_miss, n_ops;                /* n_ops: emitted and simulated so far */
   bool whole;                               /* look at steps with all their rounds, though shorter ones tell nearly the same */
+  bool large;                               /* not all of the family can be looked at */
   bool prune;                               /* by slack below, and never look twice */
   double factor[PS__MAX_SIZES];             /* by which a size's estimates are off */
   uint64_t slack[PS__MAX_SIZES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_SPACES]; /* least seen of what a member takes beyond its bound; 0: none seen */

@@ -10,11 +10,12 @@
 
 /* Ops emitted and simulated at most in one search, over all plans looked at: some seconds. A family that needs more (long steps of deep models on a machine where nothing is
  * hidden) gives the best of those looked at. */
-static const uint64_t MAX_OPS = 2500000;
+static const uint64_t MAX_OPS = 1200000;
 /* From so many ops in all members' steps on, steps are looked at with fewer of their rounds, and what lies between the members is looked at too. */
 static const double LARGE_FAMILY_OPS = 2e8;
 /* From here on members are passed over that will not fit by what was seen of their like. */
 static const uint64_t PRUNE_OPS = 400000;
+static const double SPARE_LOSS = 1e-3; /* of a step's time, that a plan may cost which is less easily upset */
 enum { TRIES = 6 }; /* members of a size looked at for one that fits */
 
 /* ---- the fastest ------------------------------------------------------------------------------------------------------------------ */
@@ -38,7 +39,7 @@ static int by_rank(const void *pa, const void *pb) {
 
 /* What members that differ in their shares alone were seen to take beyond their bounds, within a few percent the same for all, to a bound. */
 static void add_slack(const ps__search_state *s, const ps__member *m, uint64_t bytes[PS__N_SPACES]) {
-  for (uint32_t i = 0; s->prune && s->n_ops > PRUNE_OPS && i < PS__N_SPACES; i++) bytes[i] += s->slack[m->size][m->residency][m->ahead][i] / 20 * 19;
+  for (uint32_t i = 0; s->prune && (s->large || s->n_ops > PRUNE_OPS) && i < PS__N_SPACES; i++) bytes[i] += s->slack[m->size][m->residency][m->ahead][i] / 20 * 19;
 }
 
 static bool cannot_fit(const ps__search_state *s, const ps__member *m) {
@@ -63,7 +64,8 @@ static ps_status look_at(ps__search_state *s, ps__member *m, double *out_ns) {
   note_slack(s, m, &z);
   const ps_status st = ps__look_time(s, m, &z, out_ns);
   ps__look_free(&z);
-  if (*out_ns > 0 && (s->fastest[m->size].ns == 0 || *out_ns < s->fastest[m->size].ns)) s->fastest[m->size] = (ps__fastest){*out_ns, *m};
+  ps__fastest *fastest = &s->fastest[2 * m->size + (m->keep.params > 0)];
+  if (*out_ns > 0 && (fastest->ns == 0 || *out_ns < fastest->ns)) *fastest = (ps__fastest){*out_ns, *m};
   return st;
 }
 
@@ -136,6 +138,26 @@ static ps_status hold_best(ps__search_state *s) {
     ps__look_free(&z);
     if (st != PS_OK) return st;
     n_held += ns > 0;
+  }
+  return PS_OK;
+}
+
+/* Host memory that is left lets contributions wait longer to be added: in the simulation that may gain nothing, but a host stream that is slower than foreseen then falls behind
+ * without holding anything back. */
+static ps_status spend_host(ps__search_state *s) {
+  const int layers = s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255;
+  for (int by = 16; by > 0 && s->best[0].ns > 0; by /= 2) {
+    const ps__fastest before = s->best[0];
+    ps__member m = before.member;
+    ps__look z;
+    double ns;
+    if (m.sums + by > layers || s->family.size[m.size].layout.n_rounds == 1) continue;
+    m.sums = (uint8_t)(m.sums + by);
+    PS_TRY(ps__look_emit(s, &m, &z));
+    const ps_status st = ps__look_time(s, &m, &z, &ns);
+    ps__look_free(&z);
+    if (st != PS_OK) return st;
+    s->best[0] = ns > 0 && ns <= before.ns * (1 + SPARE_LOSS) ? (ps__fastest){ns, m} : before;
   }
   return PS_OK;
 }
@@ -220,7 +242,7 @@ static bool is_large(const ps__search_state *s) {
 }
 
 static ps_status find(ps__search_state *s) {
-  const bool large = is_large(s);
+  const bool large = s->large = is_large(s);
   if (large) PS_TRY(ps__family_shorten(&s->family));
   for (int pass = 0; pass < 2 && s->best[0].ns == 0; pass++) {
     s->prune = pass == 0; /* what fits by a hair is found by the second */
@@ -229,6 +251,7 @@ static ps_status find(ps__search_state *s) {
   if (s->best[0].ns == 0 || !large) return PS_OK;
   PS_TRY(ps__refine(s));
   PS_TRY(hold_best(s));
+  PS_TRY(spend_host(s));
   return s->best[0].ns > 0 ? PS_OK : find_fastest(s); /* with all their rounds from here on */
 }
 
