@@ -38,8 +38,12 @@ static void deal_extra(ps__dealer *d, const ps__block *b, uint32_t n_tokens, uin
   }
 }
 
-void ps__deal(ps__dealer *d, const ps__block *b, uint32_t n_tokens, bool extra, uint8_t fate[PS__N_ITEMS]) {
+void ps__deal(ps__dealer *d, const ps__block *b, uint32_t n_tokens, bool extra, bool turn, uint8_t fate[PS__N_ITEMS]) {
   memset(fate, PS_FATE_RECOMPUTE, PS__N_ITEMS);
+  if (turn && d->device_share > 0) {
+    for (int i = 0; i < PS__N_GROUPS; i++) set_fate(b, i, PS_FATE_DEVICE, fate);
+    return;
+  }
   if (extra && d->device_share < 1) {
     deal_extra(d, b, n_tokens, fate);
     return;
@@ -74,6 +78,25 @@ bool ps__embeds_at_home(const ps__family *f, const ps__layout *l, const ps__resi
   return !f->plan->model.tied_embeddings && !r->state && 2 * ps__lookup_bytes(f, l) < (to_device + to_host) * ps__table_bytes(f);
 }
 
+bool ps__at_turn(const ps__family *f, const ps__layout *l, uint32_t layer, uint32_t c) {
+  return layer + 1 == f->plan->model.n_layers && (c + 1 == l->chunks_per_round || c + 1 == l->max_round_chunks);
+}
+
+/* As many blocks as there is room for at the lower turn: below a block the saved tensors of the blocks above it are gone, and parameters take their place. */
+static uint32_t turn_blocks(const ps__family *f, const ps__layout *layout, const ps__spec *s) {
+  const uint64_t e = ps_dtype_bytes((ps_dtype)f->block.dt);
+  uint64_t room = 0, kept = 0;
+  for (uint32_t l = 0; l < s->n_layers; l++)
+    for (uint32_t c = 0; c < layout->chunks_per_round; c++)
+      for (int i = 0; i < PS__N_ITEMS; i++)
+        if (f->block.has_item[i] && *ps__spec_fate(s, l, c, i) == PS_FATE_DEVICE) room += f->block.item_row_bytes[i] * layout->chunk[c].n_tokens;
+  for (uint32_t u = 1; u <= s->n_layers; u++) {
+    if (!s->param_resident[u]) kept += ps_model_unit_elements(&f->plan->model, u) * e;
+    if (kept > room) return u - 1;
+  }
+  return s->n_layers;
+}
+
 ps_status ps__decide(const ps__family *f, const ps__layout *layout, const ps__member *m, bool embed_at_home, ps__spec *spec) {
   const ps_plan *plan = f->plan;
   const ps__residency *r = &m->keep;
@@ -102,6 +125,7 @@ ps_status ps__decide(const ps__family *f, const ps__layout *layout, const ps__me
   ps__dealer d = ps__dealer_of(m);
   for (uint32_t l = 0; l < spec->n_layers; l++)
     for (uint32_t c = 0; c < spec->n_chunks; c++)
-      ps__deal(&d, &f->block, layout->chunk[c].n_tokens, c >= layout->chunks_per_round, ps__spec_fate(spec, l, c, 0));
+      ps__deal(&d, &f->block, layout->chunk[c].n_tokens, c >= layout->chunks_per_round, ps__at_turn(f, layout, l, c), ps__spec_fate(spec, l, c, 0));
+  spec->turn_blocks = turn_blocks(f, layout, spec);
   return PS_OK;
 }

@@ -21,6 +21,10 @@ uint32_t ps__vt_persistent(ps__builder *b, uint32_t space, uint64_t bytes) {
   return new_vt(b, (ps__vt){.bytes = bytes, .first = 0, .last = UINT32_MAX, .space = (uint8_t)space, .persistent = true});
 }
 
+uint32_t ps__vt_lent(ps__builder *b, uint32_t by, uint64_t offset, uint64_t bytes) {
+  return new_vt(b, (ps__vt){.bytes = bytes, .offset = offset, .first = (uint32_t)b->s->n_op, .last = UINT32_MAX, .lent_by = by + 1, .space = b->s->vt[by].space});
+}
+
 void ps__vt_free(ps__builder *b, uint32_t vt) {
   if (vt != PS__NO_VT) b->s->vt[vt].last = (uint32_t)b->s->n_op;
 }

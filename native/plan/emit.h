@@ -19,6 +19,7 @@ typedef struct ps__unit_state {
   uint32_t sums;          /* device tensor of its sums of squares, until an update there without clipping */
   ps__state there;        /* where the update runs on the device: PS__NO_VT until it is there */
   uint32_t contribution;  /* how many have ended */
+  uint64_t lent;          /* BYTES of its gradient's home that the first round's saved tensors have */
 } ps__unit_state;
 
 /* A chunk's embedding rows, where they are gathered at home: on the device; at home, where they stay as the first block's saved input. */
@@ -55,6 +56,7 @@ typedef struct ps__builder {
 /* ---- tensors ---- */
 uint32_t ps__vt_new(ps__builder *b, uint32_t space, uint64_t bytes);        /* alive from the next op on */
 uint32_t ps__vt_persistent(ps__builder *b, uint32_t space, uint64_t bytes);
+uint32_t ps__vt_lent(ps__builder *b, uint32_t by, uint64_t offset, uint64_t bytes); /* a part of another's memory, while its own contents are not needed */
 void ps__vt_free(ps__builder *b, uint32_t vt);                              /* dead after the last op emitted; PS__NO_VT is a no-op */
 void ps__vt_free_late(ps__builder *b, uint32_t vt, uint32_t steps);         /* after so many more chunk steps */
 void ps__tick(ps__builder *b);                                              /* a chunk step is over */

@@ -158,13 +158,14 @@ static ps_status again_tables(const ps__family *f, const ps__size *z, again_tabl
 static void add_shares(const ps__family *f, const ps__size *z, const ps__member *m, const again_table *table, const uint32_t *of_chunk, ps__shares *out) {
   const ps__layout *l = &z->layout;
   ps__dealer d = ps__dealer_of(m);
+  uint64_t first = 0, other = 0; /* sent home in the first round; in another */
   *out = (ps__shares){0};
   for (uint32_t layer = 0; layer < f->plan->model.n_layers; layer++)
     for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
       uint8_t fate[PS__N_ITEMS];
       uint32_t mask = 0;
       uint64_t home = 0;
-      ps__deal(&d, &f->block, l->chunk[c].n_tokens, c >= l->chunks_per_round, fate);
+      ps__deal(&d, &f->block, l->chunk[c].n_tokens, c >= l->chunks_per_round, ps__at_turn(f, l, layer, c), fate);
       for (int i = 0; i < PS__N_GROUPS; i++) {
         const uint64_t bytes = ps__group_bytes(&f->block, i, l->chunk[c].n_tokens);
         const uint8_t to = fate[ps__item_group[i][0]];
@@ -172,7 +173,8 @@ static void add_shares(const ps__family *f, const ps__size *z, const ps__member 
         if (to == PS_FATE_DEVICE) out->device_bytes += bytes;
         if (to == PS_FATE_HOST) home += bytes;
       }
-      out->host_bytes += home;
+      first += home;
+      if (c < l->chunks_per_round) other += home;
       for (uint32_t r = 0; r < l->n_rounds; r++) {
         if (c >= l->round[r].n_chunks) continue;
         const uint32_t i = l->round[r].first_chunk + c;
@@ -180,6 +182,10 @@ static void add_shares(const ps__family *f, const ps__size *z, const ps__member 
         out->home_bytes += (double)home * l->chunk[i].n_tokens / l->chunk[c].n_tokens;
       }
     }
+  /* the first round's has the blocks' gradients' homes (ps__send_saved) */
+  const uint64_t lent = unit_bytes(f, 1) * f->plan->model.n_layers;
+  out->host_bytes = first > lent ? first - lent : 0;
+  if (l->n_rounds > 1 && other > out->host_bytes) out->host_bytes = other;
 }
 
 /* ---- bounds ------------------------------------------------------------------------------------------------------------------------- */
@@ -187,7 +193,10 @@ static void add_shares(const ps__family *f, const ps__size *z, const ps__member 
 static double larger(double a, double b) { return a > b ? a : b; }
 
 /* Bytes of a step on the link and in host and device memory that follow from where units are; half of what is fetched in each round is for its forward pass. */
-typedef struct traffic { double to_device, to_host, host_ops, device_sums, device_updates, updates; } traffic;
+typedef struct traffic {
+  double to_device, to_host, host_ops, device_sums, device_updates, updates;
+  double blocks; /* parameters of the streamed blocks, once */
+} traffic;
 
 static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__residency *r) {
   const ps_model_config *m = &f->plan->model;
@@ -206,6 +215,7 @@ static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__
     const double bytes = (double)unit_bytes(f, u), visits = u == 0 || u + 2 >= n_units ? 1 : 2; /* at least */
     const double contributions = l->n_rounds * (u == 0 && m->tied_embeddings ? 2 : 1);
     t.to_device += r->state ? 0 : ps__params_stay(f, r, u) ? bytes : visits * bytes * l->n_rounds;
+    if (!r->state && !ps__params_stay(f, r, u) && u > 0 && u + 1 < n_units) t.blocks += bytes;
     t.to_host += r->state ? bytes : grads ? bytes : contributions * bytes;
     if (grads) t.device_sums += 3 * bytes * (contributions - 1);
     else if (!r->state) t.host_ops += 3 * bytes * (contributions - 1);
@@ -213,6 +223,14 @@ static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__
     else t.updates += update * bytes / e;
   }
   t.host_ops += t.updates;
+  return t;
+}
+
+/* As unit_traffic() with what ps__spec.turn_blocks spares: as many bytes between two rounds as saved tensors leave room for. */
+static traffic with_turns(const traffic *of, const ps__layout *l, const ps__shares *s) {
+  traffic t = *of;
+  const double room = (double)s->device_bytes;
+  t.to_device -= (l->n_rounds - 1) * (room < t.blocks ? room : t.blocks);
   return t;
 }
 
@@ -297,8 +315,9 @@ static ps_status add_members(ps__family *f, uint32_t idx) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
         m.keep = ps__residencies[m.residency];
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
-        m.bound_ns = bound_of(f, base[m.residency], &s, &t[m.residency]);
-        m.estimate_ns = larger(m.bound_ns, estimate_of(f, base[m.residency], &s, &t[m.residency], m.ahead));
+        const traffic now = with_turns(&t[m.residency], &z->layout, &s);
+        m.bound_ns = bound_of(f, base[m.residency], &s, &now);
+        m.estimate_ns = larger(m.bound_ns, estimate_of(f, base[m.residency], &s, &now, m.ahead));
         m.bytes[PS__SPACE_DEVICE] = device[m.residency] + s.device_bytes;
         m.bytes[PS__SPACE_HOST] = host[m.residency] + s.host_bytes;
         if (!ps__grow((void **)&f->member, f->n_members, &f->cap_members, sizeof *f->member)) st = ps__fail(PS_ENOMEM, "out of memory for the family of plans");

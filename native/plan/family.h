@@ -51,7 +51,7 @@ typedef struct ps__size {
 /* Sums over the cells of a round for a pair of shares. */
 typedef struct ps__shares {
   double recompute_ns;     /* of a step, at least */
-  uint64_t device_bytes, host_bytes; /* of the largest round */
+  uint64_t device_bytes, host_bytes; /* of the round that takes the most; at the host at least */
   double home_bytes;       /* sent home, and fetched again, in a step */
 } ps__shares;
 
@@ -86,10 +86,12 @@ enum { PS__N_GROUPS = 6 };
 extern const uint8_t ps__item_group[PS__N_GROUPS][2];
 uint64_t ps__group_bytes(const ps__block *b, int group, uint32_t n_tokens); /* in a cell of so many tokens */
 /* Deals a round's cells their fates in forward order: what goes home first, then what stays, each as soon as its share of the bytes seen so far allows, so that
- * both are spread evenly over the pass and the link is kept busy from the first layer to the last. @extra: a chunk that the first round has more than the others. */
+ * both are spread evenly over the pass and the link is kept busy from the first layer to the last. @extra: a chunk that the first round has more than the others. @turn: the
+ * cell that the backward pass comes to first: what it saved is on the device then in any case, and stays there. */
 typedef struct ps__dealer { double device, host, extra, device_share, host_share, extra_share; } ps__dealer;
 ps__dealer ps__dealer_of(const ps__member *m);
-void ps__deal(ps__dealer *d, const ps__block *b, uint32_t n_tokens, bool extra, uint8_t fate[PS__N_ITEMS]);
+void ps__deal(ps__dealer *d, const ps__block *b, uint32_t n_tokens, bool extra, bool turn, uint8_t fate[PS__N_ITEMS]);
+bool ps__at_turn(const ps__family *f, const ps__layout *l, uint32_t layer, uint32_t c); /* of a round as large as most, or of the first; layer from 0 */
 bool ps__among(uint32_t unit, uint32_t parts); /* @parts of PS__UNIT_PARTS, spread evenly */
 bool ps__params_stay(const ps__family *f, const ps__residency *r, uint32_t unit);
 /* Bytes of all rows of the embedding that a step looks up; of its table; and whether it is at home: where its rows, once to the device and once back, are fewer bytes than

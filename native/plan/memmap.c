@@ -1,4 +1,4 @@
-/* memmap.c - offsets for tensors with lifetimes: greedy, longest-lived first, lowest fitting offset. */
+/* memmap.c - offsets for tensors with lifetimes: greedy, longest-lived first, lowest fitting offset, or highest for those that say so. */
 #include "step.h"
 #include <stdlib.h>
 #include <string.h>
@@ -23,6 +23,16 @@ static uint64_t lowest_fit(const placed *p, size_t n, const ps__vt *t, uint64_t 
     if (p[i].begin >= at + t->bytes) break;
     if (p[i].last <= t->first || t->last <= p[i].first) continue;
     if (p[i].end > at) at = align_up(p[i].end);
+  }
+  return at;
+}
+
+/* Highest offset <= at where it does; UINT64_MAX: there is none from base on. */
+static uint64_t highest_fit(const placed *p, size_t n, const ps__vt *t, uint64_t at, uint64_t base) {
+  for (size_t i = n; i-- > 0;) {
+    if (p[i].begin >= at + t->bytes || p[i].end <= at || p[i].last <= t->first || t->last <= p[i].first) continue;
+    if (p[i].begin < base + t->bytes) return UINT64_MAX;
+    at = (p[i].begin - t->bytes) / ALIGN * ALIGN;
   }
   return at;
 }
@@ -98,29 +108,44 @@ static uint64_t windows_fit(const windows *s, const ps__vt *t, uint64_t base) {
   }
 }
 
+static uint64_t windows_highest(const windows *s, const ps__vt *t, uint64_t at, uint64_t base) {
+  const uint32_t begin = window_of(s, t->first), end = window_of(s, t->last - 1) + 1;
+  for (uint64_t before;;) {
+    before = at;
+    for (uint32_t k = begin; at != UINT64_MAX && k < end; k++) {
+      at = highest_fit(s->w[k].whole.p, s->w[k].whole.n, t, at, base);
+      if (at != UINT64_MAX) at = highest_fit(s->w[k].part.p, s->w[k].part.n, t, at, base);
+    }
+    if (at == before || at == UINT64_MAX) return at;
+  }
+}
+
 static bool windows_insert(windows *s, placed e) {
   bool ok = true;
   for (uint32_t k = window_of(s, e.first); ok && k <= window_of(s, e.last - 1); k++) ok = insert(&s->w[k].part, e);
   return ok;
 }
 
-enum { WINDOWS = 128, SPAN = 4, FEW = 512 };
+enum { WINDOWS = 128, SPAN = 4, FEW = 512, CEILING_SLACK = 64 };
 
 /* The same offsets whichever lists are searched: while tensors are longer than a few windows, one list of all; for the shorter ones
  * (most of them) the lists of the windows they touch. */
-static uint64_t place_all(ps__vt *vt, const keyed *order, size_t m, uint64_t base, bool *ok) {
+static uint64_t place_all(ps__vt *vt, const keyed *order, size_t m, uint32_t n_ops, uint64_t base, uint64_t ceiling, bool *ok) {
   placed_list all = {0};
   windows w = {0};
   uint64_t peak = base;
-  uint32_t n_ops = 0;
-  for (size_t k = 0; k < m; k++)
-    if (vt[order[k].id].last > n_ops) n_ops = vt[order[k].id].last;
   const uint32_t ops = n_ops / WINDOWS + 1;
   for (size_t k = 0; *ok && k < m; k++) {
     ps__vt *t = &vt[order[k].id];
     if (!w.w && m > FEW && order[k].duration <= (uint64_t)SPAN * ops) *ok = windows_init(&w, &all, n_ops, ops);
     if (!*ok || t->last == t->first) continue; /* alive for no op: anywhere will do */
-    t->offset = w.w ? windows_fit(&w, t, base) : lowest_fit(all.p, all.n, t, base);
+    uint64_t at = UINT64_MAX;
+    if (t->high && base + t->bytes <= ceiling) {
+      const uint64_t top = (ceiling - t->bytes) / ALIGN * ALIGN;
+      at = w.w ? windows_highest(&w, t, top, base) : highest_fit(all.p, all.n, t, top, base);
+    }
+    if (at == UINT64_MAX) at = w.w ? windows_fit(&w, t, base) : lowest_fit(all.p, all.n, t, base);
+    t->offset = at;
     const placed e = {t->offset, t->offset + t->bytes, t->first, t->last};
     *ok = w.w ? windows_insert(&w, e) : insert(&all, e);
     if (e.end > peak) peak = e.end;
@@ -132,19 +157,24 @@ static uint64_t place_all(ps__vt *vt, const keyed *order, size_t m, uint64_t bas
 
 uint64_t ps__memmap(ps__vt *vt, size_t n, uint32_t space) {
   keyed *order = ps__malloc((n + 1) * sizeof *order);
-  uint64_t base = 0;
+  uint64_t base = 0, ceiling = 0;
+  uint32_t n_ops = 0;
   size_t m = 0;
+  bool high = false;
   if (!order) return UINT64_MAX;
   for (size_t i = 0; i < n; i++) {
-    if (vt[i].space != space || vt[i].bytes == 0) continue;
+    if (vt[i].space != space || vt[i].bytes == 0 || vt[i].lent_by) continue;
+    if (!vt[i].persistent && vt[i].last > n_ops) n_ops = vt[i].last;
+    high |= vt[i].high;
     if (vt[i].persistent) {
       vt[i].offset = base;
       base = align_up(base + vt[i].bytes);
     } else order[m++] = (keyed){vt[i].last - vt[i].first, vt[i].bytes, (uint32_t)i};
   }
   qsort(order, m, sizeof *order, by_duration);
-  bool ok = true;
-  const uint64_t peak = place_all(vt, order, m, base, &ok);
+  if (high) ceiling = ps__memmap_bound(vt, n, n_ops, space);
+  bool ok = ceiling != UINT64_MAX;
+  const uint64_t peak = ok ? place_all(vt, order, m, n_ops, base, ceiling + ceiling / CEILING_SLACK, &ok) : 0;
   ps__free(order);
   return ok ? peak : UINT64_MAX;
 }
@@ -154,7 +184,7 @@ uint64_t ps__memmap_bound(const ps__vt *vt, size_t n, uint32_t n_ops, uint32_t s
   uint64_t base = 0, alive = 0, peak = 0;
   if (!change) return UINT64_MAX;
   for (size_t i = 0; i < n; i++) {
-    if (vt[i].space != space) continue;
+    if (vt[i].space != space || vt[i].lent_by) continue;
     if (vt[i].persistent) base += vt[i].bytes;
     else {
       change[vt[i].first] += (int64_t)vt[i].bytes;
@@ -173,7 +203,7 @@ bool ps__memmap_check(const ps__vt *vt, size_t n, uint32_t space) {
   for (size_t i = 0; i < n; i++)
     for (size_t j = i + 1; j < n; j++) {
       const ps__vt *a = &vt[i], *b = &vt[j];
-      if (a->space != space || b->space != space || a->bytes == 0 || b->bytes == 0) continue;
+      if (a->space != space || b->space != space || a->bytes == 0 || b->bytes == 0 || a->lent_by || b->lent_by) continue;
       const bool together = a->persistent || b->persistent || (a->first < b->last && b->first < a->last);
       if (together && a->offset < b->offset + b->bytes && b->offset < a->offset + a->bytes) return false;
     }

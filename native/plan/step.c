@@ -237,6 +237,8 @@ ps_status ps__step_map(ps__step *s) {
     s->space_bytes[space] = ps__memmap(s->vt, s->n_vt, space);
     if (s->space_bytes[space] == UINT64_MAX) return ps__fail(PS_ENOMEM, "out of memory for the memory map of %zu tensors", s->n_vt);
   }
+  for (size_t i = 0; i < s->n_vt; i++)
+    if (s->vt[i].lent_by) s->vt[i].offset += s->vt[s->vt[i].lent_by - 1].offset;
   return PS_OK;
 }
 

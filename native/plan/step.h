@@ -26,6 +26,8 @@ typedef struct ps__spec {
   uint32_t param_lead, saved_lead, saved_lag, grad_lag;
   uint32_t sum_lag;           /* as grad_lag, at home: memory of contributions that are to be added, so that the host stream may fall behind in a backward pass and catch up
                                  in the next forward pass */
+  uint32_t turn_blocks;       /* the first so many blocks, as far as they are streamed, keep their parameters from a round's backward visit to the next round's forward visit:
+                                 the passes are a zigzag, and at its lower turn the memory of the saved tensors is free */
   uint32_t n_units, n_layers, n_chunks; /* n_chunks: chunks of the largest round */
   uint8_t *param_resident, *grad_resident; /* [n_units] */
   uint8_t *update_resident;                /* [n_units]: optimizer state on the device too, and the update runs there; needs
@@ -90,7 +92,8 @@ typedef struct ps__batch_block { uint64_t tokens, targets, doc_start, position, 
 ps__batch_block ps__batch_block_of(uint32_t n_tokens);
 
 /* ---- the step ------------------------------------------------------------------------------------------------------------- */
-typedef struct ps__vt { uint64_t bytes, offset; uint32_t first, last; uint8_t space; bool persistent; } ps__vt;
+/* high: see ps__memmap(). lent_by: where it is not 0, the tensor lies in vt[lent_by - 1], from @offset on until ps__step_map() adds that one's own; the memory map passes it over. */
+typedef struct ps__vt { uint64_t bytes, offset; uint32_t first, last, lent_by; uint8_t space; bool persistent, high; } ps__vt;
 typedef struct ps__vaccess { uint32_t vt, mode; uint64_t offset, bytes; } ps__vaccess;
 typedef struct ps__vop {
   const ps_kernel *kernel;
@@ -147,7 +150,8 @@ ps_status ps__step_program(const ps__step *s, ps_program **out);
  * @out NULL when there is nothing to do. */
 ps_status ps__step_preamble(const ps__step *s, ps_program **out);
 /* ps__memmap() - give every tensor of a space its offset; returns the peak in BYTES, or UINT64_MAX when memory is out. Longest-lived
- * first, each at the lowest offset where it overlaps nothing alive at the same time. */
+ * first, each at the lowest offset where it overlaps nothing alive at the same time; those marked high at the highest below what the map will need about. Parameters are: their
+ * lifetimes are nested around the lower turn between two rounds and the saved tensors' around the upper one, so that two stacks share the memory from its two ends. */
 uint64_t ps__memmap(ps__vt *vt, size_t n, uint32_t space);
 /* ps__memmap_bound() - BYTES alive at once at most: no map of the space is smaller. UINT64_MAX when memory is out. */
 uint64_t ps__memmap_bound(const ps__vt *vt, size_t n, uint32_t n_ops, uint32_t space);

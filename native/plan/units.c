@@ -64,13 +64,37 @@ static uint32_t visit_units(const ps__builder *b, const ps__visit *v, uint32_t o
   return n;
 }
 
-static void fetch_unit(ps__builder *b, uint32_t unit) {
+static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
+  return b->s->layout->n_rounds * (unit == 0 && b->s->cfg->tied_embeddings ? 2 : 1);
+}
+
+/* The running contribution is the last to a total that was summed at home so far, of a unit that is updated on the device: what is there comes in and the rest is
+ * done here. The same additions in the same order, and neither the norm nor the update waits for the host's. */
+static bool ends_there(const ps__builder *b, uint32_t unit) {
+  const uint32_t i = b->unit[unit].contribution;
+  return b->s->spec->update_streamed[unit] && !b->s->spec->grad_resident[unit] && i > 0 && i + 1 == n_contributions(b, unit);
+}
+
+static void fetch_total(ps__builder *b, uint32_t unit) {
+  ps__unit_state *u = &b->unit[unit];
+  if (u->total == PS__NO_VT && ends_there(b, unit)) u->total = ps__bring(b, b->s->home[unit].grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+}
+
+/* Whether parameters that visit @v reads stay for the next round's forward visit. */
+static bool stays_over_turn(const ps__builder *b, const ps__visit *v) {
+  return v->kind == PS__VISIT_BLOCK_BACK && v->round + 1 < b->s->layout->n_rounds && v->unit <= b->s->spec->turn_blocks;
+}
+
+static void fetch_unit(ps__builder *b, const ps__visit *v, uint32_t unit) {
   ps__unit_state *u = &b->unit[unit];
   const bool resident = b->s->spec->param_resident[unit];
   u->pins++;
   if (resident ? u->fetched : u->weights != PS__NO_VT) return;
   u->fetched = true;
-  if (!resident) u->weights = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit));
+  if (!resident) {
+    u->weights = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit));
+    if (u->weights != PS__NO_VT) b->s->vt[u->weights].high = stays_over_turn(b, v);
+  }
   ps__emit_copy(b, PS__S_H2D, ps__whole(b, b->s->home[unit].weights, PS_READ), ps__whole(b, u->weights, PS_WRITE),
                 ps__unit_tag(b, unit, PS__PHASE_FORWARD));
 }
@@ -87,7 +111,8 @@ void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx) {
     uint32_t units[2];
     const ps__visit *v = &b->visit[b->next_fetch];
     const uint32_t n = visit_units(b, v, units);
-    for (uint32_t i = 0; i < n; i++) fetch_unit(b, units[i]);
+    for (uint32_t i = 0; i < n; i++) fetch_unit(b, v, units[i]);
+    if (v->kind == PS__VISIT_BLOCK_BACK && v->round + 1 == b->s->layout->n_rounds) fetch_total(b, v->unit);
     if (v->kind == PS__VISIT_EMBED) ps__copy_batch(b, v->round);
     if (v->kind == PS__VISIT_EMBED && b->s->spec->embed_at_home) ps__gather_round(b, v->round);
     b->next_fetch++;
@@ -96,31 +121,21 @@ void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx) {
 
 void ps__visit_done(ps__builder *b, uint32_t visit_idx) {
   uint32_t units[2];
-  const uint32_t n = visit_units(b, &b->visit[visit_idx], units);
+  const ps__visit *v = &b->visit[visit_idx];
+  const uint32_t n = visit_units(b, v, units);
   for (uint32_t i = 0; i < n; i++) {
     ps__unit_state *u = &b->unit[units[i]];
-    if (--u->pins > 0 || b->s->spec->param_resident[units[i]]) continue;
+    if (--u->pins > 0 || b->s->spec->param_resident[units[i]] || stays_over_turn(b, v)) continue;
     ps__vt_free(b, u->weights);
     u->weights = PS__NO_VT;
   }
-}
-
-static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
-  return b->s->layout->n_rounds * (unit == 0 && b->s->cfg->tied_embeddings ? 2 : 1);
-}
-
-/* The running contribution is the last to a total that was summed at home so far, of a unit that is updated on the device: what is there comes in and the rest is
- * done here. The same additions in the same order, and neither the norm nor the update waits for the host's. */
-static bool ends_there(const ps__builder *b, uint32_t unit) {
-  const uint32_t i = b->unit[unit].contribution;
-  return b->s->spec->update_streamed[unit] && !b->s->spec->grad_resident[unit] && i > 0 && i + 1 == n_contributions(b, unit);
 }
 
 void ps__grad_begin(ps__builder *b, uint32_t unit) {
   ps__unit_state *u = &b->unit[unit];
   u->grad = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit));
   if (b->s->spec->grad_resident[unit] && u->contribution == 0) u->total = u->grad;
-  if (ends_there(b, unit)) u->total = ps__bring(b, b->s->home[unit].grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  fetch_total(b, unit);
 }
 
 /* Sums of squares of the unit's runs. On the device: returns the tensor that holds them (the caller frees it). */

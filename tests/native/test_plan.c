@@ -219,6 +219,7 @@ static void randomize(ps__spec *spec, const model *m, uint32_t n_rounds, uint64_
   spec->saved_lag = rnd_below(state, MAX_LEAD);
   spec->grad_lag = rnd_below(state, MAX_LEAD);
   spec->sum_lag = rnd_below(state, 3 * MAX_LEAD);
+  spec->turn_blocks = rnd_below(state, spec->n_layers + 1);
   for (uint32_t u = 0; u < spec->n_units; u++) {
     spec->param_resident[u] = rnd_below(state, 2) != 0;
     spec->grad_resident[u] = rnd_below(state, 2) != 0;
@@ -243,7 +244,7 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
          cfg->clip, (unsigned long long)cfg->seq_len, (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
          (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which, s->param_lead, s->saved_lead,
          s->saved_lag, s->grad_lag);
-  if (s->embed_at_home) printf("embedding at home\n");
+  printf("%u blocks kept at the turns%s\n", s->turn_blocks, s->embed_at_home ? ", embedding at home" : "");
   for (uint32_t u = 0; u < s->n_units; u++) {
     printf("unit %u param %u grad %u update %u streamed %u\n", u, s->param_resident[u], s->grad_resident[u], s->update_resident[u], s->update_streamed[u]);
   }
