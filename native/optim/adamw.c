@@ -3,7 +3,8 @@
  * The generator of the stochastic rounding. With G the Weyl increment 0x9e3779b97f4a7c15 and mix the finalizer of
  * splitmix64 (adamw_impl.h), all modulo 2^64:
  *   key              = mix(mix(seed + G) + (step + 1) * G)
- *   word[group, a]   = mix(key + (3 * group + a + 1) * G),  group = element / 4,  a = 0 for w, 1 for m, 2 for v
+ *   word[group, a]   = mix(key + (2 * group + a + 1) * G),  group = element / 4,  a = 0 for w, 1 for m
+ *   word[group, 2]   = word[group, 0] ^ word[group, 1] for v: uniform, and independent of either of the two
  *   16 bits for x[a] = word[group, a] >> 16 * (element % 4)
  * so that one step reads a run of the splitmix64 sequence from a place that seed and step choose. It needs no state and no
  * order: any thread may do any element. In a vector the place advances by one addition, and a word's four pieces already

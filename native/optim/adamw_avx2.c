@@ -77,6 +77,7 @@ TARGET static void update_fp32(uint64_t n, void *w_, uint16_t *w_bf16, const voi
   const consts c = broadcast(k);
   uint64_t i = 0;
   for (; i + 8 <= n; i += 8) {
+    ps__adamw_prefetch(w + i, m + i, v + i, grad + i);
     __m256 w1 = _mm256_loadu_ps(w + i), m1 = _mm256_loadu_ps(m + i), v1 = _mm256_loadu_ps(v + i);
     step(&c, _mm256_loadu_ps(grad + i), &w1, &m1, &v1);
     canonical3(&w1, &m1, &v1);
@@ -94,6 +95,7 @@ TARGET static void update_master(uint64_t n, void *w_, uint16_t *w_bf16, const v
   const consts c = broadcast(k);
   uint64_t i = 0;
   for (; i + 8 <= n; i += 8) {
+    ps__adamw_prefetch(w + i, m + i, v + i, grad + i);
     __m256 w1 = _mm256_loadu_ps(w + i), m1 = _mm256_loadu_ps(m + i), v1 = _mm256_loadu_ps(v + i);
     step(&c, load_bf16(grad + i), &w1, &m1, &v1);
     canonical3(&w1, &m1, &v1);
@@ -130,12 +132,13 @@ TARGET static void update_bf16(uint64_t n, void *w_, uint16_t *w_bf16, const voi
   uint16_t *w = w_, *m = m_, *v = v_;
   const uint16_t *grad = grad_;
   const consts c = broadcast(k);
-  const __m256i gamma = _mm256_set1_epi64x((long long)PS__SR_GAMMA), next = _mm256_set1_epi64x((long long)(10 * PS__SR_GAMMA));
-  const __m256i word0 = _mm256_set1_epi64x((long long)(k->sr_key + (3 * ((k->element + head) / 4) + 1) * PS__SR_GAMMA));
-  __m256i sr = _mm256_add_epi64(word0, mul64(_mm256_set_epi64x(9, 6, 3, 0), PS__SR_GAMMA));
+  const __m256i gamma = _mm256_set1_epi64x((long long)PS__SR_GAMMA), next = _mm256_set1_epi64x((long long)(8 * PS__SR_GAMMA));
+  const __m256i word0 = _mm256_set1_epi64x((long long)(k->sr_key + (2 * ((k->element + head) / 4) + 1) * PS__SR_GAMMA));
+  __m256i sr = _mm256_add_epi64(word0, mul64(_mm256_set_epi64x(6, 4, 2, 0), PS__SR_GAMMA));
   if (head) ps__adamw_scalar[PS_RECIPE_BF16](head, w, NULL, grad, m, v, k);
   uint64_t i = head;
   for (; i + 16 <= n; i += 16) {
+    ps__adamw_prefetch(w + i, m + i, v + i, grad + i);
     pair w1 = load_pair(w + i), m1 = load_pair(m + i), v1 = load_pair(v + i), g1 = load_pair(grad + i);
     step(&c, g1.even, &w1.even, &m1.even, &v1.even);
     step(&c, g1.odd, &w1.odd, &m1.odd, &v1.odd);
@@ -143,12 +146,11 @@ TARGET static void update_bf16(uint64_t n, void *w_, uint16_t *w_bf16, const voi
       canonical3(&w1.even, &m1.even, &v1.even);
       canonical3(&w1.odd, &m1.odd, &v1.odd);
     }
-    store_pair(w + i, w1, mix(sr));
-    sr = _mm256_add_epi64(sr, gamma);
-    store_pair(m + i, m1, mix(sr));
-    sr = _mm256_add_epi64(sr, gamma);
-    store_pair(v + i, v1, mix(sr));
-    sr = _mm256_add_epi64(sr, next); /* 4 groups of 3 words on, less the 2 already made */
+    const __m256i for_w = mix(sr), for_m = mix(_mm256_add_epi64(sr, gamma));
+    store_pair(w + i, w1, for_w);
+    store_pair(m + i, m1, for_m);
+    store_pair(v + i, v1, _mm256_xor_si256(for_w, for_m));
+    sr = _mm256_add_epi64(sr, next); /* 4 groups of 2 words on */
   }
   ps__adamw_k tail = *k;
   tail.element += i;

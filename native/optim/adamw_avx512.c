@@ -73,6 +73,7 @@ TARGET static void update_fp32(uint64_t n, void *w_, uint16_t *w_bf16, const voi
   const consts c = broadcast(k);
   uint64_t i = 0;
   for (; i + 16 <= n; i += 16) {
+    ps__adamw_prefetch(w + i, m + i, v + i, grad + i);
     __m512 w1 = _mm512_loadu_ps(w + i), m1 = _mm512_loadu_ps(m + i), v1 = _mm512_loadu_ps(v + i);
     step(&c, _mm512_loadu_ps(grad + i), &w1, &m1, &v1);
     canonical3(&w1, &m1, &v1);
@@ -90,6 +91,7 @@ TARGET static void update_master(uint64_t n, void *w_, uint16_t *w_bf16, const v
   const consts c = broadcast(k);
   uint64_t i = 0;
   for (; i + 16 <= n; i += 16) {
+    ps__adamw_prefetch(w + i, m + i, v + i, grad + i);
     __m512 w1 = _mm512_loadu_ps(w + i), m1 = _mm512_loadu_ps(m + i), v1 = _mm512_loadu_ps(v + i);
     step(&c, load_bf16(grad + i), &w1, &m1, &v1);
     canonical3(&w1, &m1, &v1);
@@ -126,12 +128,13 @@ TARGET static void update_bf16(uint64_t n, void *w_, uint16_t *w_bf16, const voi
   uint16_t *w = w_, *m = m_, *v = v_;
   const uint16_t *grad = grad_;
   const consts c = broadcast(k);
-  const __m512i gamma = _mm512_set1_epi64((long long)PS__SR_GAMMA), next = _mm512_set1_epi64((long long)(22 * PS__SR_GAMMA));
-  const __m512i word0 = _mm512_set1_epi64((long long)(k->sr_key + (3 * ((k->element + head) / 4) + 1) * PS__SR_GAMMA));
-  __m512i sr = _mm512_add_epi64(word0, _mm512_mullo_epi64(gamma, _mm512_set_epi64(21, 18, 15, 12, 9, 6, 3, 0)));
+  const __m512i gamma = _mm512_set1_epi64((long long)PS__SR_GAMMA), next = _mm512_set1_epi64((long long)(16 * PS__SR_GAMMA));
+  const __m512i word0 = _mm512_set1_epi64((long long)(k->sr_key + (2 * ((k->element + head) / 4) + 1) * PS__SR_GAMMA));
+  __m512i sr = _mm512_add_epi64(word0, _mm512_mullo_epi64(gamma, _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0)));
   if (head) ps__adamw_scalar[PS_RECIPE_BF16](head, w, NULL, grad, m, v, k);
   uint64_t i = head;
   for (; i + 32 <= n; i += 32) {
+    ps__adamw_prefetch(w + i, m + i, v + i, grad + i);
     pair w1 = load_pair(w + i), m1 = load_pair(m + i), v1 = load_pair(v + i), g1 = load_pair(grad + i);
     step(&c, g1.even, &w1.even, &m1.even, &v1.even);
     step(&c, g1.odd, &w1.odd, &m1.odd, &v1.odd);
@@ -139,12 +142,11 @@ TARGET static void update_bf16(uint64_t n, void *w_, uint16_t *w_bf16, const voi
       canonical3(&w1.even, &m1.even, &v1.even);
       canonical3(&w1.odd, &m1.odd, &v1.odd);
     }
-    store_pair(w + i, w1, mix(sr));
-    sr = _mm512_add_epi64(sr, gamma);
-    store_pair(m + i, m1, mix(sr));
-    sr = _mm512_add_epi64(sr, gamma);
-    store_pair(v + i, v1, mix(sr));
-    sr = _mm512_add_epi64(sr, next); /* 8 groups of 3 words on, less the 2 already made */
+    const __m512i for_w = mix(sr), for_m = mix(_mm512_add_epi64(sr, gamma));
+    store_pair(w + i, w1, for_w);
+    store_pair(m + i, m1, for_m);
+    store_pair(v + i, v1, _mm512_xor_si512(for_w, for_m));
+    sr = _mm512_add_epi64(sr, next); /* 8 groups of 2 words on */
   }
   ps__adamw_k tail = *k;
   tail.element += i;

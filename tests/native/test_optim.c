@@ -106,7 +106,8 @@ static uint64_t mix(uint64_t z) {
   return z ^ (z >> 31);
 }
 static uint16_t expect_bits(float x, uint64_t key, uint64_t element, uint64_t a) {
-  uint64_t word = mix(key + (3 * (element / 4) + a + 1) * 0x9e3779b97f4a7c15ull);
+  const uint64_t golden = 0x9e3779b97f4a7c15ull, first = mix(key + (2 * (element / 4) + 1) * golden), second = mix(key + (2 * (element / 4) + 2) * golden);
+  const uint64_t word = a == 0 ? first : a == 1 ? second : first ^ second;
   return (uint16_t)((bits_of(x) + (uint32_t)(word >> (element % 4 * 16) & 0xffff)) >> 16);
 }
 static void test_formula_bf16(void) {

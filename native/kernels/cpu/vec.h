@@ -30,11 +30,17 @@ PS_VEC void ps__v_get_to(ps__v *v, const void *base, uint32_t dt, size_t i) {
     memcpy(v, (const float *)base + i, sizeof *v);
   }
 }
+/* The 16 bits of a lane as bf16, zeros above them. */
+PS_VEC void ps__v_bf16_of(ps__vu *bits, const ps__v *v) {
+  ps__vu u = (ps__vu)*v, nan = (ps__vu)((ps__vi)(u & 0x7fffffffu) > 0x7f800000);
+  ps__vu r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, q = (u >> 16) | 0x40u;
+  *bits = (nan & q) | (~nan & r);
+}
 PS_VEC void ps__v_put_from(void *base, uint32_t dt, size_t i, const ps__v *v) {
   if (dt == PS_BF16) {
-    ps__vu u = (ps__vu)*v, nan = (ps__vu)((ps__vi)(u & 0x7fffffffu) > 0x7f800000);
-    ps__vu r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, q = (u >> 16) | 0x40u;
-    ps__vh h = __builtin_convertvector((nan & q) | (~nan & r), ps__vh);
+    ps__vu bits;
+    ps__v_bf16_of(&bits, v);
+    ps__vh h = __builtin_convertvector(bits, ps__vh);
     memcpy((uint16_t *)base + i, &h, sizeof h);
   } else {
     memcpy((float *)base + i, v, sizeof *v);

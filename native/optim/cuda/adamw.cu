@@ -66,7 +66,11 @@ template <int V> __device__ __forceinline__ void store_state(__nv_bfloat16 *p, c
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const uint32_t at = V == 1 ? (uint32_t)element % 4 : i % 4;
-    if (V == 1 || i % 4 == 0) word = ps__sr_mix(key + (3 * ((element + i) / 4) + a + 1) * PS__SR_GAMMA);
+    if (V == 1 || i % 4 == 0) {
+      uint64_t words[3];
+      ps__sr_words(words, key, element + i);
+      word = words[a];
+    }
     out[i] = __float_as_uint(x[i]) + ((uint32_t)(word >> (16 * at)) & 0xffffu);
   }
   store_upper<V>(p, out);
