@@ -32,7 +32,7 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
 }
 
 double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]) {
-  double stream[PS__N_STREAMS] = {0}, resource[PS_SIM_RESOURCES] = {0}, most = end[PS__SIM_STEPS - 1] - end[PS__SIM_STEPS - 2];
+  double stream[PS__N_STREAMS] = {0}, resource[PS_SIM_RESOURCES] = {0}, most = end[PS__SIM_STEADY] - end[PS__SIM_STEADY - 1];
   for (size_t i = 0; i < s->n_op; i++) {
     const ps_op_view view = {.kernel = s->op[i].kernel, .args = s->args + s->op[i].args, .stream = s->op[i].stream, .work = s->op[i].work};
     ps_sim_cost cost;
@@ -56,13 +56,13 @@ bool ps__fits(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) {
   return bytes[PS__SPACE_DEVICE] <= s->device_cap && bytes[PS__SPACE_HOST] <= s->host_cap && ps__host_taken(s, bytes) <= s->machine;
 }
 
-/* From one round's first op on the compute stream to the next one's, of the last two rounds before the last, in the last of the simulated steps. */
+/* From one round's first op on the compute stream to the next one's, of the last two rounds before the last, in the steady step. */
 static double round_ns(const ps__step *step, const ps_trace_event *events) {
   const int32_t from = (int32_t)step->layout->n_rounds - 3;
   double start[2] = {0};
   for (size_t i = step->n_op; i-- > 0;) {
     const int32_t k = step->op[i].tag.round - from;
-    if (step->op[i].stream == PS__S_COMPUTE && (k == 0 || k == 1)) start[k] = (double)events[(PS__SIM_STEPS - 1) * step->n_op + i].start_ns;
+    if (step->op[i].stream == PS__S_COMPUTE && (k == 0 || k == 1)) start[k] = (double)events[PS__SIM_STEADY * step->n_op + i].start_ns;
   }
   return start[1] - start[0];
 }

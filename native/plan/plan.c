@@ -153,7 +153,7 @@ static ps_status predict(ps_plan *p) {
   if (st == PS_OK) {
     ps__cost_model m = {&p->hw, p->step.dt, p->hw.n_threads};
     p->report.step_s = ps__steady_ns(&p->step, &m, end) * 1e-9;
-    for (uint64_t i = (PS__SIM_STEPS - 1) * n; i < PS__SIM_STEPS * n; i++)
+    for (uint64_t i = PS__SIM_STEADY * n; i < (PS__SIM_STEADY + 1) * n; i++)
       p->report.stream_busy_s[events[i].stream] += (double)(events[i].end_ns - events[i].start_ns) * 1e-9;
     for (uint32_t i = 0; i < PS__N_STREAMS; i++)
       if (p->report.stream_busy_s[i] > busiest) {

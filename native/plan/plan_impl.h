@@ -31,7 +31,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_
 double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream, const void *args, ps_work work);
 
 /* ---- search.c ---- */
-enum { PS__SIM_STEPS = 3 }; /* simulated steps; the last is the steady state */
+enum { PS__SIM_STEPS = 3, PS__SIM_STEADY = 1 }; /* simulated steps; the one with a step before and behind it is the steady state: the updates of the last run beside nothing */
 typedef struct ps__search_result {
   uint64_t smallest_device, smallest_host; /* BYTES of caps that would do; 0 where nothing does */
   uint64_t any_device, any_host;           /* the plan that misses the caps least */

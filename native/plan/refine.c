@@ -4,7 +4,7 @@
 #include <string.h>
 
 /* Ops emitted and simulated at most, over all starts. */
-static const uint64_t REFINE_OPS = 9000000;
+static const uint64_t REFINE_OPS = 7000000;
 enum { N_REFINED = 6, N_FINISHED = 2 }; /* starts that share the first half of them, with fewer rounds a step; the best of them, the second, with all. Side by side where there are CPUs */
 
 /* What refining changes, a part at a time: see ps__member. The share on the device follows: it takes what the cap leaves. */

@@ -52,7 +52,7 @@ if wanted native; then
       test_cuda_engine) arguments=300 ;; # random programs instead of 2000
       test_cuda_adamw | test_cuda_updates) arguments=short ;;
     esac
-    run "$name" 60 "$program" $arguments
+    run "$name" 150 "$program" $arguments
     tell "$name"
   done
 fi
