@@ -90,7 +90,7 @@ def test_a_report_is_consistent_and_the_plan_the_same_when_asked_again(question,
     events, ends = plan.simulate(3)
     check_trace(plan, events, ends)
     busy = np.zeros(5)
-    steady = events[events["step"] == 2]
+    steady = events[events["step"] == 1]
     np.add.at(busy, steady["stream"], (steady["end_ns"] - steady["start_ns"]) * 1e-9)
     assert np.allclose(busy, r["stream_busy_s"][:5], rtol=1e-9) and r["step_s"] > 0
     assert r["bottleneck_stream"] == int(np.argmax(busy))

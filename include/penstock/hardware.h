@@ -76,7 +76,8 @@ typedef struct ps_hardware {
                                                and what it saves while it rests it spends on its clock. 0: it is not, or unknown */
   double idle_most;                         /* CUDA, 0..1: but by no more than this: the clock has a highest value */
   double memory_bytes_per_s;                /* host memory bandwidth that copies and host ops share */
-  double memory_copies_bytes_per_s;         /* CUDA: what copies both ways, added up, get of it beside sums: more than an equal share. 0: unknown, shares are equal */
+  double memory_h2d_bytes_per_s, memory_d2h_bytes_per_s; /* CUDA: what of it copies to the device and to the host get, both at once beside sums, which get the rest: shares
+                                               are not equal. 0: unknown, they are */
   double op_ns;                             /* fixed cost of an op on the compute stream */
   double peak_flops_per_s;                  /* for MFU: dense peak of the GPU, by a sourced table; measured GEMM rate on a CPU; 0: unknown */
   uint64_t host_memory_bytes;               /* physical memory, cgroup and SLURM limits: the smallest */

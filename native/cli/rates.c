@@ -86,7 +86,8 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   line(out, "copy to the device, not pinned", hw->pageable_h2d_bytes_per_s, gb, "GB/s", link);
   line(out, "copy to the host, not pinned", hw->pageable_d2h_bytes_per_s, gb, "GB/s", link);
   line(out, gpu ? "host memory, copies beside sums" : "host memory, copied by all threads", hw->memory_bytes_per_s, gb, "GB/s", 0);
-  line(out, "    of which the copies", hw->memory_copies_bytes_per_s, gb, "GB/s", 0);
+  line(out, "    of which to the device", hw->memory_h2d_bytes_per_s, gb, "GB/s", 0);
+  line(out, "    and to the host", hw->memory_d2h_bytes_per_s, gb, "GB/s", 0);
   for (uint32_t i = 0; i < PS_MAX_THREAD_RATES && hw->optimizer_by_threads[i].threads; i++) {
     char what[64];
     snprintf(what, sizeof what, "AdamW on %u thread%s", hw->optimizer_by_threads[i].threads, hw->optimizer_by_threads[i].threads > 1 ? "s" : "");
@@ -190,7 +191,8 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_number(j, "idle_gain", hw->idle_gain);
   cli_json_number(j, "idle_most", hw->idle_most);
   cli_json_number(j, "memory_bytes_per_s", hw->memory_bytes_per_s);
-  cli_json_number(j, "memory_copies_bytes_per_s", hw->memory_copies_bytes_per_s);
+  cli_json_number(j, "memory_h2d_bytes_per_s", hw->memory_h2d_bytes_per_s);
+  cli_json_number(j, "memory_d2h_bytes_per_s", hw->memory_d2h_bytes_per_s);
   cli_json_number(j, "op_ns", hw->op_ns);
   cli_json_number(j, "peak_flops_per_s", hw->peak_flops_per_s);
   cli_json_number(j, "device_peak_bytes_per_s", hw->device_peak_bytes_per_s);

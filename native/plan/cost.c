@@ -113,13 +113,12 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
   }
 }
 
-/* Copies and sums measured alone and together tell how much each gives way: a device that copies asks for more at a time than a core that waits for its loads. */
-static double firmness(const ps_hardware *hw, bool copy) {
-  const double copies = hw->memory_copies_bytes_per_s, sums = hw->memory_bytes_per_s - copies, both = 2 * hw->duplex_bytes_per_s;
-  const double drawn = (both + hw->accumulate_bytes_per_s) / hw->memory_bytes_per_s;
-  const double slower = copy ? both / copies : hw->accumulate_bytes_per_s / sums;
-  if (!(copies > 0 && sums > 0 && drawn > 1.02)) return 0;
-  return smaller(1, 1 - (slower - 1) / (drawn - 1));
+/* Copies and sums measured alone and together tell how much each gives way: a device that copies asks for more at a time than a core that waits for its loads, and its writes
+ * wait for nothing. @now: what an op that gets @alone got there. */
+static double firmness(const ps_hardware *hw, double alone, double now) {
+  const double drawn = (2 * hw->duplex_bytes_per_s + hw->accumulate_bytes_per_s) / hw->memory_bytes_per_s;
+  if (!(hw->memory_h2d_bytes_per_s > 0 && hw->memory_d2h_bytes_per_s > 0 && now > 0 && drawn > 1.02)) return 0;
+  return smaller(1, 1 - (alone / now - 1) / (drawn - 1));
 }
 
 static double share(double part, double whole) { return whole > 0 && part < whole ? part / whole : 1.0; }
@@ -135,7 +134,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
   if (op->stream == PS__S_H2D || op->stream == PS__S_D2H) {
     const double rate = op->stream == PS__S_H2D ? hw->h2d_bytes_per_s : hw->d2h_bytes_per_s;
     out->demand[PS__RES_MEMORY] = share((cpu ? 2 : 1) * rate, hw->memory_bytes_per_s);
-    out->firm[PS__RES_MEMORY] = firmness(hw, true);
+    out->firm[PS__RES_MEMORY] = firmness(hw, hw->duplex_bytes_per_s, op->stream == PS__S_H2D ? hw->memory_h2d_bytes_per_s : hw->memory_d2h_bytes_per_s);
     if (cpu) out->demand[PS__RES_CPUS] = one;
     else out->demand[PS__RES_LINK] = share(rate, 2 * hw->duplex_bytes_per_s);
   } else if (op->stream == PS__S_COMPUTE) {
@@ -149,7 +148,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
     if (class == PS_CLASS_OPTIMIZER) out->demand[PS__RES_MEMORY] = share(hw->optimizer_bytes_per_s, hw->memory_bytes_per_s);
   } else {
     out->demand[PS__RES_CPUS] = class == PS_CLASS_OPTIMIZER ? all : op->stream == PS__S_IO ? share(ps__io_threads(m->n_threads), hw->n_cpus) : one;
-    out->firm[PS__RES_MEMORY] = firmness(hw, false);
+    out->firm[PS__RES_MEMORY] = firmness(hw, hw->accumulate_bytes_per_s, hw->memory_bytes_per_s - hw->memory_h2d_bytes_per_s - hw->memory_d2h_bytes_per_s);
     if (class == PS_CLASS_OPTIMIZER) out->demand[PS__RES_MEMORY] = share(host_rate(hw, op->kernel), hw->memory_bytes_per_s);
     if (op->stream == PS__S_IO) out->demand[PS__RES_MEMORY] = share(hw->gather_bytes_per_s, hw->memory_bytes_per_s);
   }

@@ -18,7 +18,7 @@ static const rate_field rates[] = {
     RATE("attention_bwd_fp32_flops_per_s", attention_bwd_flops_per_s[PS_F32]), RATE("attention_bwd_bf16_flops_per_s", attention_bwd_flops_per_s[PS_BF16]),
     RATE("elementwise_bytes_per_s", elementwise_bytes_per_s), RATE("h2d_bytes_per_s", h2d_bytes_per_s), RATE("d2h_bytes_per_s", d2h_bytes_per_s),
     RATE("duplex_bytes_per_s", duplex_bytes_per_s), RATE("optimizer_bytes_per_s", optimizer_bytes_per_s),
-    RATE("memory_bytes_per_s", memory_bytes_per_s), OPTIONAL(memory_copies_bytes_per_s), RATE("op_ns", op_ns),
+    RATE("memory_bytes_per_s", memory_bytes_per_s), OPTIONAL(memory_h2d_bytes_per_s), OPTIONAL(memory_d2h_bytes_per_s), RATE("op_ns", op_ns),
     OPTIONAL(accumulate_bytes_per_s), OPTIONAL(accumulate_sumsq_bytes_per_s), OPTIONAL(sumsq_bytes_per_s), OPTIONAL(gather_bytes_per_s), OPTIONAL(idle_gain), OPTIONAL(idle_most),
     OPTIONAL(first_touch_bytes_per_s), OPTIONAL(pin_bytes_per_s),
     OPTIONAL(pageable_h2d_bytes_per_s), OPTIONAL(pageable_d2h_bytes_per_s), OPTIONAL(loaded_h2d_bytes_per_s), OPTIONAL(loaded_d2h_bytes_per_s),

@@ -17,7 +17,7 @@
   X(CtxPushCurrent) X(CtxPopCurrent) X(MemGetInfo) X(MemAlloc) X(MemFree) X(MemsetD8) X(MemHostAlloc) X(MemFreeHost)            \
   X(MemHostGetDevicePointer) X(MemHostRegister) X(MemHostUnregister) X(MemcpyAsync) X(StreamCreate) X(StreamDestroy)           \
   X(StreamQuery) X(StreamSynchronize) X(StreamWaitEvent) X(StreamWriteValue64) X(StreamWaitValue64) X(LaunchHostFunc)          \
-  X(EventCreate) X(EventDestroy) X(EventRecord) X(EventSynchronize) X(EventElapsedTime)
+  X(EventCreate) X(EventDestroy) X(EventRecord) X(EventSynchronize) X(EventQuery) X(EventElapsedTime)
 
 typedef struct ps__cuda_driver {
 #define PS__FIELD(name) __typeof__(&cu##name) name;
