@@ -35,11 +35,22 @@ static ps__vaccess own_rows(const ps__builder *b, uint32_t c, uint32_t tensor, u
   return ps__part(vt, mode, t->group ? t->row_bytes * k->row0 : 0, t->row_bytes * k->n_tokens);
 }
 
+/* Home for a saved tensor that block @from made. In the first round the block's own gradient has no contribution yet, and the update that read the last step's came before
+ * the block's forward pass: its home is free until the block's backward pass, which is when the tensor is fetched for the last time. */
+static uint32_t home_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
+  const uint32_t grad = b->s->home[from].grad;
+  ps__unit_state *u = &b->unit[from];
+  if (b->round_idx > 0 || from == 0 || u->lent + bytes > b->s->vt[grad].bytes) return ps__vt_new(b, PS__SPACE_HOST, bytes);
+  const uint64_t at = u->lent;
+  u->lent += (bytes + 255) / 256 * 256;
+  return ps__vt_lent(b, grad, at, bytes);
+}
+
 void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor, uint32_t vt) {
   if (fate_of(b, layer, c, tensor) != PS_FATE_HOST) return;
   const bool group = b->s->block.tensor[tensor].group;
   uint32_t *away = ps__saved_slot(b, b->away, layer, group ? group_home(b, c) : c, tensor);
-  if (*away == PS__NO_VT) *away = ps__vt_new(b, PS__SPACE_HOST, tensor_bytes(b, c, tensor));
+  if (*away == PS__NO_VT) *away = home_of_saved(b, tensor == PS__T_X ? layer - 1 : layer, tensor_bytes(b, c, tensor));
   ps__emit_copy(b, PS__S_D2H, own_rows(b, c, tensor, vt, PS_READ), own_rows(b, c, tensor, *away, PS_WRITE),
                 chunk_tag(b, layer, c, PS__PHASE_FORWARD));
 }
