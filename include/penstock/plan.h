@@ -54,6 +54,7 @@ typedef struct ps_plan_report {
   uint64_t device_cap_bytes, host_cap_bytes; /* as given; 0: none */
   uint64_t resident_param_units, resident_grad_units, resident_update_units, n_units; /* update: optimizer state on the device too */
   uint64_t streamed_update_units;            /* updated on the device, moments coming from home for it and going back */
+  uint64_t turn_units;                       /* streamed, but kept from a round's backward pass to the next round's forward pass */
   uint64_t saved_device_bytes, saved_host_bytes, saved_recompute_bytes; /* a round, all layers and chunks */
   uint64_t h2d_bytes, d2h_bytes;             /* a step */
   double model_flops, recompute_flops;       /* a step; recompute is every FLOP done twice */

@@ -54,8 +54,10 @@ static void write_text(text *t, const ps_plan *p) {
   if (r->first_round_chunks > r->chunks_per_round) say(t, ", the first of %u", r->first_round_chunks);
   say(t, "; head and loss in slices of %llu\n", (unsigned long long)r->head_slice_tokens);
   say_memory(t, r);
-  say(t, "parameters       %s (%llu of %llu units), gradients %s, optimizer state %s (%s)\n",
-      where(r->resident_param_units, r->n_units), (unsigned long long)r->resident_param_units, (unsigned long long)r->n_units,
+  char turn[64] = "";
+  if (r->turn_units) snprintf(turn, sizeof turn, ", %llu more kept from a round to the next", (unsigned long long)r->turn_units);
+  say(t, "parameters       %s (%llu of %llu units%s), gradients %s, optimizer state %s (%s)\n",
+      where(r->resident_param_units, r->n_units), (unsigned long long)r->resident_param_units, (unsigned long long)r->n_units, turn,
       where(r->resident_grad_units, r->n_units), r->resident_update_units ? "on the device" : "at the host",
       ps_recipe_name((ps_recipe)p->cfg.recipe));
   if (r->streamed_update_units)
@@ -98,7 +100,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
       {"host_bytes", r->host_bytes}, {"host_cap_bytes", r->host_cap_bytes}, {"host_arena_bytes", r->host_arena_bytes},
       {"scratch_bytes", r->scratch_bytes}, {"trace_bytes", r->trace_bytes}, {"reserve_bytes", r->reserve_bytes},
       {"resident_param_units", r->resident_param_units}, {"resident_grad_units", r->resident_grad_units},
-      {"resident_update_units", r->resident_update_units}, {"streamed_update_units", r->streamed_update_units}, {"n_units", r->n_units},
+      {"resident_update_units", r->resident_update_units}, {"streamed_update_units", r->streamed_update_units}, {"turn_units", r->turn_units}, {"n_units", r->n_units},
       {"saved_device_bytes", r->saved_device_bytes}, {"saved_host_bytes", r->saved_host_bytes},
       {"saved_recompute_bytes", r->saved_recompute_bytes}, {"h2d_bytes", r->h2d_bytes}, {"d2h_bytes", r->d2h_bytes},
       {"n_ops", r->n_ops}, {"n_waits", r->n_waits}, {"n_candidates", r->n_candidates}, {"n_feasible", r->n_feasible}};

@@ -313,7 +313,24 @@ static uint64_t naive_fit(const ps__vt *vt, const uint32_t *placed, size_t n, co
   return at;
 }
 
-/* Longest-lived first, then largest, then first made; each at its lowest offset. */
+/* The highest place from @base to @ceiling; the lowest of all where there is none. */
+static uint64_t naive_high(const ps__vt *vt, const uint32_t *placed, size_t n, const ps__vt *t, uint64_t base, uint64_t ceiling) {
+  if (base + t->bytes > ceiling) return naive_fit(vt, placed, n, t, base);
+  uint64_t at = (ceiling - t->bytes) / 256 * 256;
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (size_t i = 0; i < n; i++) {
+      const ps__vt *o = &vt[placed[i]];
+      if (o->last <= t->first || t->last <= o->first || o->offset >= at + t->bytes || o->offset + o->bytes <= at) continue;
+      if (o->offset < base + t->bytes) return naive_fit(vt, placed, n, t, base);
+      at = (o->offset - t->bytes) / 256 * 256;
+      moved = true;
+    }
+  }
+  return at;
+}
+
+/* Longest-lived first, then largest, then first made; each at its lowest offset, or its highest. */
 static const ps__vt *rank_of;
 static int by_rank(const void *pa, const void *pb) {
   const uint32_t ia = *(const uint32_t *)pa, ib = *(const uint32_t *)pb;
@@ -336,18 +353,20 @@ static void test_memmap(void) {
       const uint32_t first = rnd_below(&state, n_ops), longest = rnd_below(&state, 5) ? 1 + n_ops / 50 : n_ops;
       const uint32_t life = 1 + rnd_below(&state, longest);
       vt[i] = (ps__vt){.bytes = 1 + rnd_below(&state, 1 << (4 + rnd_below(&state, 14))), .first = first,
-                       .last = first + life < n_ops ? first + life : n_ops, .persistent = i < 3};
+                       .last = first + life < n_ops ? first + life : n_ops, .persistent = i < 3, .high = round % 2 && i >= 3 && rnd_below(&state, 4) == 0};
       order[i] = i;
       if (!vt[i].persistent) continue;
       base = (base + vt[i].bytes + 255) / 256 * 256;
     }
     const uint64_t got = ps__memmap(vt, n, 0);
     CHECK(ps__memmap_check(vt, n, 0));
-    CHECK(ps__memmap_bound(vt, n, n_ops, 0) <= got);
+    const uint64_t bound = ps__memmap_bound(vt, n, n_ops, 0), ceiling = bound + bound / 64;
+    CHECK(bound <= got);
     rank_of = vt;
     qsort(order + 3, n - 3, sizeof *order, by_rank);
     for (uint32_t k = 3; k < n; k++) {
-      CHECK(vt[order[k]].offset == naive_fit(vt, order + 3, k - 3, &vt[order[k]], base));
+      const ps__vt *t = &vt[order[k]];
+      CHECK(t->offset == (t->high ? naive_high(vt, order + 3, k - 3, t, base, ceiling) : naive_fit(vt, order + 3, k - 3, t, base)));
       const uint64_t end = vt[order[k]].offset + vt[order[k]].bytes;
       if (end > peak) peak = end;
     }
