@@ -13,8 +13,8 @@
  * can be forced for tests. Denormals are computed with, never flushed, whatever the calling thread's mode (it is set for the call and put
  * back). Infinities follow IEEE 754. A NaN is stored as the one quiet NaN 0x7fc00000 (0x7fc0 in bf16), whatever its origin.
  * A finite value beyond the largest bf16 may round to infinity.
- * generator: ps__sr_random(seed, step, element): splitmix64's finalizer over a Weyl sequence, three words for four elements
- * (formula in adamw.c); bits 0-15 for w, 16-31 for m, 32-47 for v. element is the global element index: unit_base + offset. */
+ * generator: ps__sr_random(seed, step, element): splitmix64's finalizer over a Weyl sequence, two words for four elements
+ * and their exclusive or (formula in adamw.c); bits 0-15 for w, 16-31 for m, 32-47 for v. element is the global element index: unit_base + offset. */
 #ifndef PS_OPTIM_H
 #define PS_OPTIM_H
 #include <penstock/engine.h>
