@@ -36,15 +36,11 @@ PS_VEC void add_words(uint16_t *total, const uint16_t *g, size_t i) {
   memcpy(total + i, &t, sizeof t);
 }
 
-/* Memory is asked for AHEAD bytes before it is needed: on 14 threads of a Xeon 146 GB/s instead of 115 (bench/LOG.md). */
-enum { AHEAD = 4096 };
+/* Nothing is asked for ahead, though sums alone would be faster by a quarter: copies to the device, which backward passes wait for, then get 25 to 31 GB/s of the host's memory
+ * beside them instead of 43 to 46 (bench/LOG.md, 2026-11-22). */
 PS_VEC void add_range(void *total, const void *g, size_t first, size_t end, uint32_t dt) {
   size_t i = first;
   for (; i + 2 * PS_LANES <= end; i += 2 * PS_LANES) {
-    for (size_t line = 0; line < 2 * PS_LANES * ps__dt_bytes(dt); line += 64) {
-      __builtin_prefetch((const char *)total + i * ps__dt_bytes(dt) + line + AHEAD);
-      __builtin_prefetch((const char *)g + i * ps__dt_bytes(dt) + line + AHEAD);
-    }
     if (dt == PS_BF16) add_words(total, g, i);
     else
       for (size_t j = i; j < i + 2 * PS_LANES; j += PS_LANES) ps__v_put(total, dt, j, ps__v_get(total, dt, j) + ps__v_get(g, dt, j));
