@@ -83,6 +83,7 @@ def test_a_report_is_consistent_and_the_plan_the_same_when_asked_again(question,
     assert r["device_bytes"] <= cap and r["device_bytes"] % (2 * MIB) == r["host_arena_bytes"] % (2 * MIB) == 0
     assert r["host_bytes"] >= r["host_arena_bytes"] + r["scratch_bytes"] + r["trace_bytes"] + r["reserve_bytes"]
     assert r["n_chunks"] * r["chunk_tokens"] >= r["tokens_per_step"] and r["n_rounds"] * r["chunks_per_round"] >= r["n_chunks"]
+    assert r["resident_param_units"] + r["turn_units"] <= r["n_units"] and (r["n_rounds"] > 1 or not r["turn_units"])
     d = plan.json()
     fates = [fate for layer in d["layers"] for chunk in layer for fate in chunk.values()]
     for fate in ("device", "host", "recompute"):
@@ -237,3 +238,10 @@ def test_a_large_search_is_the_same_on_one_cpu_as_on_all():
                                          ("NVIDIA GeForce RTX 4090 Laptop GPU", 0), ("NVIDIA GeForce RTX 3090 Ti", 80), ("NVIDIA GeForce RTX 3090", 71.2), ("some GPU", 0)])
 def test_the_peak_is_that_of_the_whole_name(name, tflops):
     assert lib.ps_hardware_peak(name.encode()) == pytest.approx(tflops * 1e12)
+
+
+def test_a_host_cap_beyond_the_machine_is_said_to_be_one():
+    """The least device memory is then what holds the optimizer state too, which alone would say nothing of why."""
+    with pytest.raises(BudgetError, match=r"400.0 GiB of host memory given, the machine has 96.0 GiB, with which .* of device memory are needed"):
+        Plan(ModelConfig.read(ROOT / "models/15b.json"), seq_len=4096, tokens_per_step=4096, recipe="bf16", device_mem="24GiB", host_mem="400GiB",
+             hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"), reserve=1 << 30)

@@ -114,7 +114,7 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
 }
 
 /* Copies and sums measured alone and together tell how much each gives way: a device that copies asks for more at a time than a core that waits for its loads, and its writes
- * wait for nothing. @now: what an op that gets @alone got there. */
+ * wait for nothing. @now: what an op that gets @alone got there. Where together they want hardly more than there is, a small error of a rate would decide: equal shares. */
 static double firmness(const ps_hardware *hw, double alone, double now) {
   const double drawn = (2 * hw->duplex_bytes_per_s + hw->accumulate_bytes_per_s) / hw->memory_bytes_per_s;
   if (!(hw->memory_h2d_bytes_per_s > 0 && hw->memory_d2h_bytes_per_s > 0 && now > 0 && drawn > 1.02)) return 0;

@@ -182,7 +182,7 @@ static void add_shares(const ps__family *f, const ps__size *z, const ps__member 
         out->home_bytes += (double)home * l->chunk[i].n_tokens / l->chunk[c].n_tokens;
       }
     }
-  /* the first round's has the blocks' gradients' homes (ps__send_saved) */
+  /* the first round's has the blocks' gradients' homes (home_of_saved() in passes.c) */
   const uint64_t lent = unit_bytes(f, 1) * f->plan->model.n_layers;
   out->host_bytes = first > lent ? first - lent : 0;
   if (l->n_rounds > 1 && other > out->host_bytes) out->host_bytes = other;
@@ -226,11 +226,12 @@ static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__
   return t;
 }
 
-/* As unit_traffic() with what ps__spec.turn_blocks spares: as many bytes between two rounds as saved tensors leave room for. */
-static traffic with_turns(const traffic *of, const ps__layout *l, const ps__shares *s) {
+/* As unit_traffic() with what is not fetched again between two rounds: as many bytes as saved tensors leave room for (ps__spec.turn_blocks), and the first blocks, whose
+ * next visit is fetched for before the last one is over, as many as @ahead. */
+static traffic with_turns(const ps__family *f, const traffic *of, const ps__layout *l, const ps__shares *s, uint32_t ahead) {
   traffic t = *of;
-  const double room = (double)s->device_bytes;
-  t.to_device -= (l->n_rounds - 1) * (room < t.blocks ? room : t.blocks);
+  const double kept = larger((double)s->device_bytes, (double)(ahead * unit_bytes(f, 1)));
+  t.to_device -= (l->n_rounds - 1) * (kept < t.blocks ? kept : t.blocks);
   return t;
 }
 
@@ -315,7 +316,7 @@ static ps_status add_members(ps__family *f, uint32_t idx) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
         m.keep = ps__residencies[m.residency];
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
-        const traffic now = with_turns(&t[m.residency], &z->layout, &s);
+        const traffic now = with_turns(f, &t[m.residency], &z->layout, &s, m.ahead);
         m.bound_ns = bound_of(f, base[m.residency], &s, &now);
         m.estimate_ns = larger(m.bound_ns, estimate_of(f, base[m.residency], &s, &now, m.ahead));
         m.bytes[PS__SPACE_DEVICE] = device[m.residency] + s.device_bytes;

@@ -126,7 +126,8 @@ static bool windows_insert(windows *s, placed e) {
   return ok;
 }
 
-enum { WINDOWS = 128, SPAN = 4, FEW = 512, CEILING_SLACK = 64 };
+enum { WINDOWS = 128, SPAN = 4, FEW = 512 };
+enum { CEILING_SLACK = 64 }; /* what is high is placed below what is alive at once at most and a 64th of it: about what holes cost the 8B plans of bench/LOG.md */
 
 /* The same offsets whichever lists are searched: while tensors are longer than a few windows, one list of all; for the shorter ones
  * (most of them) the lists of the windows they touch. */

@@ -87,6 +87,10 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
     return ps__fail(PS_EBUDGET, "needs %s of device memory, this GPU has %s that nothing else uses: end what else uses it, or lower --chunk-tokens "
                     "or --chunks-per-round (the smallest plan takes %llu bytes)", ps__format_bytes(need, r->smallest_device),
                     ps__format_bytes(cap, there), (unsigned long long)r->smallest_device);
+  if (r->smallest_device && p->hw.host_memory_bytes && c->host_bytes > p->hw.host_memory_bytes)
+    return ps__fail(PS_EBUDGET, "%s of host memory given, the machine has %s, with which %s of device memory are needed: take a machine with more host memory, or raise "
+                    "--device-mem (the smallest plan takes %llu bytes)", ps__format_bytes(host, c->host_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
+                    ps__format_bytes(need, r->smallest_device), (unsigned long long)r->smallest_device);
   if (r->smallest_device)
     return ps__fail(PS_EBUDGET, "needs %s of device memory, %s given: raise --device-mem, or lower --chunk-tokens or --chunks-per-round "
                     "(the smallest plan takes %llu bytes)", ps__format_bytes(need, r->smallest_device),

@@ -143,10 +143,11 @@ static ps_status hold_best(ps__search_state *s) {
 }
 
 /* Host memory that is left lets contributions wait longer to be added: in the simulation that may gain nothing, but a host stream that is slower than foreseen then falls behind
- * without holding anything back. */
+ * without holding anything back. Only of a cap that was given: who gave none did not ask for all that the machine has. */
 static ps_status spend_host(ps__search_state *s) {
+  const double most_ns = s->best[0].ns * (1 + SPARE_LOSS);
   const int layers = s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255;
-  for (int by = 16; by > 0 && s->best[0].ns > 0; by /= 2) {
+  for (int by = 16; by > 0 && s->best[0].ns > 0 && s->host_cap != UINT64_MAX; by /= 2) {
     const ps__fastest before = s->best[0];
     ps__member m = before.member;
     ps__look z;
@@ -157,7 +158,7 @@ static ps_status spend_host(ps__search_state *s) {
     const ps_status st = ps__look_time(s, &m, &z, &ns);
     ps__look_free(&z);
     if (st != PS_OK) return st;
-    s->best[0] = ns > 0 && ns <= before.ns * (1 + SPARE_LOSS) ? (ps__fastest){ns, m} : before;
+    s->best[0] = ns > 0 && ns <= most_ns ? (ps__fastest){ns, m} : before;
   }
   return PS_OK;
 }

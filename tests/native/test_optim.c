@@ -189,7 +189,7 @@ static void chi_square(const uint32_t *count, size_t bins, double total, const c
 }
 
 static void test_generator_uniform(void) {
-  static uint32_t lane[3][65536], pair[4][65536];
+  static uint32_t lane[3][65536], pair[5][65536];
   const uint64_t n = 1u << 21;
   for (int along = 0; along < 3; along++) { /* along elements, steps, seeds */
     memset(lane, 0, sizeof lane);
@@ -203,10 +203,11 @@ static void test_generator_uniform(void) {
       pair[1][(r >> 24 & 0xff) << 8 | (r >> 40 & 0xff)]++;     /* m with v */
       pair[2][(r >> 8 & 0xff) << 8 | (before >> 8 & 0xff)]++;  /* w with the w before */
       pair[3][(r >> 40 & 0xff) << 8 | (before >> 8 & 0xff)]++; /* v with the w before */
+      pair[4][(r >> 8 & 0xff) << 8 | (r >> 40 & 0xff)]++;      /* w with v */
       before = r;
     }
     for (int a = 0; a < 3; a++) chi_square(lane[a], 65536, (double)n, "lane");
-    for (int a = 0; a < 4; a++) chi_square(pair[a], 65536, (double)n, "pair");
+    for (int a = 0; a < 5; a++) chi_square(pair[a], 65536, (double)n, "pair");
   }
   printf("ok generator_uniform\n");
 }
