@@ -40,11 +40,7 @@ PS_VEC void add_words(uint16_t *total, const uint16_t *g, size_t i) {
  * beside them instead of 43 to 46 (bench/LOG.md, 2026-11-22). */
 PS_VEC void add_range(void *total, const void *g, size_t first, size_t end, uint32_t dt) {
   size_t i = first;
-  for (; i + 2 * PS_LANES <= end; i += 2 * PS_LANES) {
-    if (dt == PS_BF16) add_words(total, g, i);
-    else
-      for (size_t j = i; j < i + 2 * PS_LANES; j += PS_LANES) ps__v_put(total, dt, j, ps__v_get(total, dt, j) + ps__v_get(g, dt, j));
-  }
+  for (; dt == PS_BF16 && i + 2 * PS_LANES <= end; i += 2 * PS_LANES) add_words(total, g, i);
   for (; i < end; i += PS_LANES)
     ps__v_write(total, dt, i, end, ps__v_read(total, dt, i, end, 0.0f) + ps__v_read(g, dt, i, end, 0.0f));
 }
