@@ -12,7 +12,7 @@ from penstock._lib import StateError, check, encode_path, lib, struct
 
 BINARY = BUILD / "bin/penstock"
 PEOPLES = {"first_touch_bytes_per_s", "optimizer_by_threads"}
-GPUS = {"memory_h2d_bytes_per_s", "memory_d2h_bytes_per_s", "pin_bytes_per_s", "pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s", "loaded_h2d_bytes_per_s", "loaded_d2h_bytes_per_s",
+GPUS = {"pin_bytes_per_s", "pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s", "loaded_h2d_bytes_per_s", "loaded_d2h_bytes_per_s",
         "loaded_gemm_flops_per_s", "device_peak_bytes_per_s", "link_peak_bytes_per_s"}
 
 

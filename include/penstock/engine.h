@@ -269,12 +269,13 @@ PS_API ps_status ps_trace_write_json(const char *path, const ps_schedule *schedu
 
 /* Resources that running ops share, for the simulator: each op alone takes cost.ns and draws demand[r] of resource r (0..1
  * of the whole). Where running ops together draw more than 1 of a resource, all that draw on it slow down in proportion. */
-enum { PS_SIM_RESOURCES = 4 };
+enum { PS_SIM_RESOURCES = 4, PS_SIM_KINDS = 4 };
 typedef struct ps_sim_cost {
   double ns;
   double demand[PS_SIM_RESOURCES];
-  double firm[PS_SIM_RESOURCES]; /* at most 1: where the draws on a resource add up to D > 1, the op takes 1 + (1 - firm) (D - 1) times as long: at 0, D times; it gives
-                                    way more below that, less above, and at 1 not at all */
+  uint32_t kind;        /* one bit of PS_SIM_KINDS, or 0: what the op counts as for others while it runs */
+  const double *slower; /* [1 << PS_SIM_KINDS], at least 1: how many times as long the op takes while ops of these kinds run, its own among them. Borrowed until the
+                           simulation ends; NULL: none slows it */
   double idle_gain; /* 0..1: the op takes ns / (1 + the smaller of idle_most and idle_gain * the share of the last PS_SIM_IDLE_NS that its stream idled, older time
                        counting less and less): a GPU bound by its power runs the faster the more it rests, up to its highest clock */
   double idle_most; /* 0..1 */

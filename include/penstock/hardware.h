@@ -43,6 +43,13 @@ typedef struct ps_thread_rate {
  * unknown and is refused by the planner, but for what is filled from other rates: the tables from gemm_flops_per_s and attention's of bf16,
  * accumulate and sumsq from the optimizer's, both in one pass from accumulate's, gather from the memory's. On the CPU backend the host's
  * n_threads compute and a "device" copy is a copy in host memory. */
+/* What copies and a host op get of the host's memory at the same time. */
+enum { PS_SHARE_H2D = 1, PS_SHARE_D2H = 2, PS_SHARE_SUMS = 4, PS_SHARE_OPTIMIZER = 8, PS_MAX_MEMORY_SHARES = 6 };
+typedef struct ps_memory_share {
+  uint32_t kinds, reserved; /* which of these run: at least one copy, and sums or the optimizer; 0 behind the last entry */
+  double h2d_bytes_per_s, d2h_bytes_per_s, host_bytes_per_s; /* a copy that is not among them: alone */
+} ps_memory_share;
+
 typedef struct ps_hardware {
   uint32_t struct_bytes; /* sizeof(ps_hardware) */
   uint32_t backend;      /* PS_BACKEND_* that runs the compute stream */
@@ -76,8 +83,7 @@ typedef struct ps_hardware {
                                                and what it saves while it rests it spends on its clock. 0: it is not, or unknown */
   double idle_most;                         /* CUDA, 0..1: but by no more than this: the clock has a highest value */
   double memory_bytes_per_s;                /* host memory bandwidth that copies and host ops share */
-  double memory_h2d_bytes_per_s, memory_d2h_bytes_per_s; /* CUDA: what of it copies to the device and to the host get, both at once beside sums, which get the rest: shares
-                                               are not equal. 0: unknown, they are */
+  ps_memory_share memory_shares[PS_MAX_MEMORY_SHARES]; /* CUDA: how they divide it, as measured; empty: unknown, in proportion to what each asks for */
   double op_ns;                             /* fixed cost of an op on the compute stream */
   double peak_flops_per_s;                  /* for MFU: dense peak of the GPU, by a sourced table; measured GEMM rate on a CPU; 0: unknown */
   uint64_t host_memory_bytes;               /* physical memory, cgroup and SLURM limits: the smallest */

@@ -69,6 +69,20 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
   }
 }
 
+/* What copies and a host op get of the host's memory at once; what is alone in an entry is in the table anyway. */
+static void shares_lines(FILE *out, const ps_hardware *hw) {
+  char what[64];
+  for (const ps_memory_share *s = hw->memory_shares; s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++) {
+    const bool in = s->kinds & PS_SHARE_H2D, home = s->kinds & PS_SHARE_D2H;
+    snprintf(what, sizeof what, "%s beside copies %s", s->kinds & PS_SHARE_SUMS ? "sums" : "AdamW", in && home ? "both ways" : in ? "to the device" : "to the host");
+    line(out, what, s->host_bytes_per_s, 1e9, "GB/s", 0);
+    if (in)
+      line(out, "    copies to the device", s->h2d_bytes_per_s, 1e9, "GB/s", hw->link_peak_bytes_per_s);
+    if (home)
+      line(out, "    copies to the host", s->d2h_bytes_per_s, 1e9, "GB/s", hw->link_peak_bytes_per_s);
+  }
+}
+
 void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   const bool gpu = hw->backend == PS_BACKEND_CUDA;
   const double peak = gpu ? hw->peak_flops_per_s : 0, link = hw->link_peak_bytes_per_s, gb = 1e9;
@@ -86,8 +100,7 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   line(out, "copy to the device, not pinned", hw->pageable_h2d_bytes_per_s, gb, "GB/s", link);
   line(out, "copy to the host, not pinned", hw->pageable_d2h_bytes_per_s, gb, "GB/s", link);
   line(out, gpu ? "host memory, copies beside sums" : "host memory, copied by all threads", hw->memory_bytes_per_s, gb, "GB/s", 0);
-  line(out, "    of which to the device", hw->memory_h2d_bytes_per_s, gb, "GB/s", 0);
-  line(out, "    and to the host", hw->memory_d2h_bytes_per_s, gb, "GB/s", 0);
+  shares_lines(out, hw);
   for (uint32_t i = 0; i < PS_MAX_THREAD_RATES && hw->optimizer_by_threads[i].threads; i++) {
     char what[64];
     snprintf(what, sizeof what, "AdamW on %u thread%s", hw->optimizer_by_threads[i].threads, hw->optimizer_by_threads[i].threads > 1 ? "s" : "");
@@ -132,6 +145,19 @@ static void tables_json(cli_json *j, const ps_hardware *hw) {
     cli_json_count(j, "found", hw->attention[i].found);
     cli_json_number(j, "forward_flops_per_s", hw->attention[i].forward_flops_per_s);
     cli_json_number(j, "backward_flops_per_s", hw->attention[i].backward_flops_per_s);
+    cli_json_close(j, '}');
+  }
+  cli_json_close(j, ']');
+}
+
+static void shares_json(cli_json *j, const ps_hardware *hw) {
+  cli_json_open(j, "memory_shares", '[');
+  for (uint32_t i = 0; i < PS_MAX_MEMORY_SHARES && hw->memory_shares[i].kinds; i++) {
+    cli_json_open(j, NULL, '{');
+    cli_json_count(j, "kinds", hw->memory_shares[i].kinds);
+    cli_json_number(j, "h2d_bytes_per_s", hw->memory_shares[i].h2d_bytes_per_s);
+    cli_json_number(j, "d2h_bytes_per_s", hw->memory_shares[i].d2h_bytes_per_s);
+    cli_json_number(j, "host_bytes_per_s", hw->memory_shares[i].host_bytes_per_s);
     cli_json_close(j, '}');
   }
   cli_json_close(j, ']');
@@ -191,8 +217,7 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_number(j, "idle_gain", hw->idle_gain);
   cli_json_number(j, "idle_most", hw->idle_most);
   cli_json_number(j, "memory_bytes_per_s", hw->memory_bytes_per_s);
-  cli_json_number(j, "memory_h2d_bytes_per_s", hw->memory_h2d_bytes_per_s);
-  cli_json_number(j, "memory_d2h_bytes_per_s", hw->memory_d2h_bytes_per_s);
+  shares_json(j, hw);
   cli_json_number(j, "op_ns", hw->op_ns);
   cli_json_number(j, "peak_flops_per_s", hw->peak_flops_per_s);
   cli_json_number(j, "device_peak_bytes_per_s", hw->device_peak_bytes_per_s);

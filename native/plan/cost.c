@@ -113,15 +113,35 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
   }
 }
 
-/* Copies and sums measured alone and together tell how much each gives way: a device that copies asks for more at a time than a core that waits for its loads, and its writes
- * wait for nothing. @now: what an op that gets @alone got there. Where together they want hardly more than there is, a small error of a rate would decide: equal shares. */
-static double firmness(const ps_hardware *hw, double alone, double now) {
-  const double drawn = (2 * hw->duplex_bytes_per_s + hw->accumulate_bytes_per_s) / hw->memory_bytes_per_s;
-  if (!(hw->memory_h2d_bytes_per_s > 0 && hw->memory_d2h_bytes_per_s > 0 && now > 0 && drawn > 1.02)) return 0;
-  return smaller(1, 1 - (alone / now - 1) / (drawn - 1));
+static double share(double part, double whole) { return whole > 0 && part < whole ? part / whole : 1.0; }
+
+/* ---- what shares the host's memory ------------------------------------------------------------------------------------------------ */
+
+static double alone(const ps_hardware *hw, int kind) {
+  const double rate[PS_SIM_KINDS] = {hw->h2d_bytes_per_s, hw->d2h_bytes_per_s, hw->accumulate_bytes_per_s, hw->optimizer_bytes_per_s};
+  return rate[kind];
 }
 
-static double share(double part, double whole) { return whole > 0 && part < whole ? part / whole : 1.0; }
+ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_threads) {
+  ps__cost_model m = {.hw = hw, .dt = dt, .n_threads = n_threads};
+  for (int kind = 0; kind < PS_SIM_KINDS; kind++)
+    for (uint32_t kinds = 0; kinds < 1u << PS_SIM_KINDS; kinds++) {
+      m.slower[kind][kinds] = 1;
+      for (const ps_memory_share *s = hw->memory_shares; s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++)
+        if (s->kinds == kinds && (kinds >> kind & 1))
+          m.slower[kind][kinds] = larger(1, alone(hw, kind) / (kind == 0 ? s->h2d_bytes_per_s : kind == 1 ? s->d2h_bytes_per_s : s->host_bytes_per_s));
+    }
+  return m;
+}
+
+/* By measured shares where there are some; else in proportion to what each would take. */
+static void draw_on_memory(const ps__cost_model *m, int kind, double rate, ps_sim_cost *out) {
+  if (m->hw->memory_shares[0].kinds) {
+    out->kind = 1u << kind;
+    out->slower = m->slower[kind];
+  } else out->demand[PS__RES_MEMORY] = share(rate, m->hw->memory_bytes_per_s);
+}
+
 
 /* Copies draw on host memory as they read or write it: once on CUDA, twice (the device is there too) on the CPU backend. */
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
@@ -133,8 +153,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
   const uint32_t class = class_of(op->kernel);
   if (op->stream == PS__S_H2D || op->stream == PS__S_D2H) {
     const double rate = op->stream == PS__S_H2D ? hw->h2d_bytes_per_s : hw->d2h_bytes_per_s;
-    out->demand[PS__RES_MEMORY] = share((cpu ? 2 : 1) * rate, hw->memory_bytes_per_s);
-    out->firm[PS__RES_MEMORY] = firmness(hw, hw->duplex_bytes_per_s, op->stream == PS__S_H2D ? hw->memory_h2d_bytes_per_s : hw->memory_d2h_bytes_per_s);
+    draw_on_memory(m, op->stream == PS__S_D2H, (cpu ? 2 : 1) * rate, out);
     if (cpu) out->demand[PS__RES_CPUS] = one;
     else out->demand[PS__RES_LINK] = share(rate, 2 * hw->duplex_bytes_per_s);
   } else if (op->stream == PS__S_COMPUTE) {
@@ -148,8 +167,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
     if (class == PS_CLASS_OPTIMIZER) out->demand[PS__RES_MEMORY] = share(hw->optimizer_bytes_per_s, hw->memory_bytes_per_s);
   } else {
     out->demand[PS__RES_CPUS] = class == PS_CLASS_OPTIMIZER ? all : op->stream == PS__S_IO ? share(ps__io_threads(m->n_threads), hw->n_cpus) : one;
-    out->firm[PS__RES_MEMORY] = firmness(hw, hw->accumulate_bytes_per_s, hw->memory_bytes_per_s - hw->memory_h2d_bytes_per_s - hw->memory_d2h_bytes_per_s);
-    if (class == PS_CLASS_OPTIMIZER) out->demand[PS__RES_MEMORY] = share(host_rate(hw, op->kernel), hw->memory_bytes_per_s);
-    if (op->stream == PS__S_IO) out->demand[PS__RES_MEMORY] = share(hw->gather_bytes_per_s, hw->memory_bytes_per_s);
+    if (class == PS_CLASS_OPTIMIZER) draw_on_memory(m, host_rate(hw, op->kernel) == hw->optimizer_bytes_per_s ? 3 : 2, host_rate(hw, op->kernel), out);
+    if (op->stream == PS__S_IO && !hw->memory_shares[0].kinds) out->demand[PS__RES_MEMORY] = share(hw->gather_bytes_per_s, hw->memory_bytes_per_s);
   }
 }

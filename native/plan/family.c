@@ -410,7 +410,7 @@ ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *ho
   uint64_t chunks[MAX_CHUNKS], rounds[MAX_ROUNDS];
   memset(f, 0, sizeof *f);
   f->plan = plan;
-  f->cost = (ps__cost_model){&plan->hw, dt, plan->hw.n_threads};
+  f->cost = ps__cost_model_of(&plan->hw, dt, plan->hw.n_threads);
   PS_TRY(ps__block_init(&f->block, &plan->model, dt));
   const uint32_t n_chunks = chunk_sizes(f, chunks);
   for (uint32_t i = 0; i < n_chunks; i++) {

@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 /* Of a file that was measured; one that is older lacks rates or measured them otherwise. */
-enum { LAYOUT = 6 };
+enum { LAYOUT = 7 };
 
 typedef struct rate_field { const char *name; size_t offset; bool optional; } rate_field;
 #define RATE(name, member) {name, offsetof(ps_hardware, member), false}
@@ -18,7 +18,7 @@ static const rate_field rates[] = {
     RATE("attention_bwd_fp32_flops_per_s", attention_bwd_flops_per_s[PS_F32]), RATE("attention_bwd_bf16_flops_per_s", attention_bwd_flops_per_s[PS_BF16]),
     RATE("elementwise_bytes_per_s", elementwise_bytes_per_s), RATE("h2d_bytes_per_s", h2d_bytes_per_s), RATE("d2h_bytes_per_s", d2h_bytes_per_s),
     RATE("duplex_bytes_per_s", duplex_bytes_per_s), RATE("optimizer_bytes_per_s", optimizer_bytes_per_s),
-    RATE("memory_bytes_per_s", memory_bytes_per_s), OPTIONAL(memory_h2d_bytes_per_s), OPTIONAL(memory_d2h_bytes_per_s), RATE("op_ns", op_ns),
+    RATE("memory_bytes_per_s", memory_bytes_per_s), RATE("op_ns", op_ns),
     OPTIONAL(accumulate_bytes_per_s), OPTIONAL(accumulate_sumsq_bytes_per_s), OPTIONAL(sumsq_bytes_per_s), OPTIONAL(gather_bytes_per_s), OPTIONAL(idle_gain), OPTIONAL(idle_most),
     OPTIONAL(first_touch_bytes_per_s), OPTIONAL(pin_bytes_per_s),
     OPTIONAL(pageable_h2d_bytes_per_s), OPTIONAL(pageable_d2h_bytes_per_s), OPTIONAL(loaded_h2d_bytes_per_s), OPTIONAL(loaded_d2h_bytes_per_s),
@@ -65,6 +65,8 @@ static const table tables[] = {
      {"forward_flops_per_s", "dgrad_flops_per_s", "wgrad_flops_per_s"}, offsetof(ps_gemm_rate, forward_flops_per_s)},
     {"attention_bf16", offsetof(ps_hardware, attention), sizeof(ps_attention_rate), PS_MAX_ATTENTION_RATES, {"rows", "kv_rows", "packed"}, "found",
      {"forward_flops_per_s", "backward_flops_per_s"}, offsetof(ps_attention_rate, forward_flops_per_s)},
+    {"memory_shares", offsetof(ps_hardware, memory_shares), sizeof(ps_memory_share), PS_MAX_MEMORY_SHARES, {"kinds"}, NULL,
+     {"h2d_bytes_per_s", "d2h_bytes_per_s", "host_bytes_per_s"}, offsetof(ps_memory_share, h2d_bytes_per_s)},
     {"optimizer_by_threads", offsetof(ps_hardware, optimizer_by_threads), sizeof(ps_thread_rate), PS_MAX_THREAD_RATES, {"threads"}, NULL,
      {"bytes_per_s"}, offsetof(ps_thread_rate, bytes_per_s)}};
 enum { N_TABLES = sizeof tables / sizeof *tables };

@@ -301,10 +301,11 @@ static ps_status measure(bench *b, ps_hardware *hw, bool at_length) {
   if (at_length) PS_TRY(measure_threads(b, hw));
   if (at_length) PS_TRY(measure_touch(hw));
 #ifdef PS_CUDA
-  /* sums, of all that the host does beside copies, are the most bytes of a step, and get the least of the memory */
   const ps__args_accumulate sum = {.n = b->bytes / LOAD_PARTS / 2, .dt = PS_BF16};
-  load l = {.whole = *b, .run = case_accumulate, .args = &sum, .bytes_a_run = 3.0 * (double)b->bytes / LOAD_PARTS};
-  if (b->beside_gpu) PS_TRY(ps__cuda_measure(hw, b->seconds, at_length, &(ps__host_load){&l, load_start, load_bytes, load_stop}));
+  load sums = {.whole = *b, .run = case_accumulate, .args = &sum, .bytes_a_run = 3.0 * (double)b->bytes / LOAD_PARTS};
+  load updates = {.whole = *b, .run = case_optimizer, .bytes_a_run = 7.0 * (double)b->bytes / LOAD_PARTS};
+  const ps__host_load beside[2] = {{&sums, load_start, load_bytes, load_stop}, {&updates, load_start, load_bytes, load_stop}};
+  if (b->beside_gpu) PS_TRY(ps__cuda_measure(hw, b->seconds, at_length, beside));
 #endif
   hw->measured = 1;
   return PS_OK;

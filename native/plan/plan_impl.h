@@ -25,7 +25,13 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
 
 /* ---- cost.c: what an op costs, for the simulator ---- */
 enum { PS__RES_CPUS = 0, PS__RES_MEMORY = 1, PS__RES_LINK = 2 };
-typedef struct ps__cost_model { const ps_hardware *hw; ps_dtype dt; uint32_t n_threads; } ps__cost_model;
+typedef struct ps__cost_model {
+  const ps_hardware *hw;
+  ps_dtype dt;
+  uint32_t n_threads;
+  double slower[PS_SIM_KINDS][1 << PS_SIM_KINDS]; /* ps_sim_cost.slower of copies to the device, to the host, sums and the optimizer */
+} ps__cost_model;
+ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_threads);
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */
 /* The same of a virtual op: ns alone on the machine. @args: as the kernel takes them, read for products and attention. */
 double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream, const void *args, ps_work work);

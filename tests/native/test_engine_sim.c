@@ -120,26 +120,28 @@ static void test_idle_gain(void) {
   printf("ok a stream that rested runs faster by its ops' gain\n");
 }
 
-/* Two ops that each want all of a resource: @user says how firmly each holds it. */
-static void firm_price(void *user, const ps_op_view *op, ps_sim_cost *out) {
+/* Two ops of two kinds, the first slowed by the second as @user says. */
+static void slowing_price(void *user, const ps_op_view *op, ps_sim_cost *out) {
+  static double table[2][1 << PS_SIM_KINDS];
+  for (int k = 0; k < 1 << PS_SIM_KINDS; k++) table[0][k] = table[1][k] = 1;
+  table[0][3] = *(double *)user;
   out->ns = op->work.flops;
-  out->demand[1] = 1;
-  out->firm[1] = ((double *)user)[op->stream];
+  out->kind = 1u << op->stream;
+  out->slower = table[op->stream];
 }
-static void test_firmness(void) {
+static void test_slowdown(void) {
   ps_program *p;
   ps_trace_event ev[2];
-  double alike[2] = {0, 0}, one[2] = {1, -1}, bad[2] = {1.5, 0};
+  double three = 3, bad = 0.5;
   CHECK(ps_program_create(&p, 1, 2) == PS_OK);
   add(p, 0, 300, 0, 1, (ps_access[]){slot(PS_WRITE, 0)});
   add(p, 1, 300, 0, 1, (ps_access[]){slot(PS_WRITE, 1)});
   ps_schedule *s = compile(p);
-  CHECK(ps_sim_run(s, firm_price, alike, 1, ev, NULL) == PS_OK && ev[0].end_ns == 600 && ev[1].end_ns == 600);
-  /* the first runs as if alone; the second does a third of its work meanwhile, and the rest alone */
-  CHECK(ps_sim_run(s, firm_price, one, 1, ev, NULL) == PS_OK && ev[0].end_ns == 300 && ev[1].end_ns == 500);
-  CHECK(ps_sim_run(s, firm_price, bad, 1, ev, NULL) == PS_EINVAL);
+  /* the second runs as if alone; the first does a third of its work meanwhile, and the rest alone */
+  CHECK(ps_sim_run(s, slowing_price, &three, 1, ev, NULL) == PS_OK && ev[0].end_ns == 500 && ev[1].end_ns == 300);
+  CHECK(ps_sim_run(s, slowing_price, &bad, 1, ev, NULL) == PS_EINVAL);
   CHECK(ps_schedule_destroy(s) == PS_OK);
-  printf("ok ops share a resource as firmly as they hold it\n");
+  printf("ok ops of a kind slow those of another\n");
 }
 
 static void bad_price(void *user, const ps_op_view *op, ps_sim_cost *out) { out->ns = *(double *)user; }
@@ -255,7 +257,7 @@ int main(int argc, char **argv) {
   int64_t before = ps__live_allocations();
   test_shared_resource();
   test_idle_gain();
-  test_firmness();
+  test_slowdown();
   test_pipeline();
   test_refusals();
   test_traces(argc > 1 ? strtoull(argv[1], NULL, 10) : 300);

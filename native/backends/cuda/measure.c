@@ -428,30 +428,47 @@ static ps_status keep_flowing(bench *b, flow *f) {
   return PS_OK;
 }
 
-/* What copies to the device, copies to the host and sums get of the host's memory while all of them want it. Each flows at its own rate, which is counted over the second half
- * of the time. */
-static ps_status measure_memory(bench *b, double seconds, const ps__host_load *load) {
-  flow in = {.stream = b->in, .event = b->event[0], .copy = case_h2d}, out = {.stream = b->out, .event = b->event[1], .copy = case_d2h};
-  ps_hardware *hw = b->hw;
-  double sums = 0;
-  uint64_t n_in = 0, n_out = 0, half = 0;
+/* What copies and a host op get of the host's memory while all of @kinds want it. Each flows at its own rate, which is counted over the second half of the time. */
+static ps_status measure_share(bench *b, double seconds, const ps__host_load *load, uint32_t kinds, ps_memory_share *out) {
+  flow flows[2] = {{.stream = b->in, .event = b->event[0], .copy = case_h2d}, {.stream = b->out, .event = b->event[1], .copy = case_d2h}};
+  const uint32_t wanted[2] = {kinds & PS_SHARE_H2D, kinds & PS_SHARE_D2H};
+  uint64_t at_half[2] = {0}, half = 0;
+  double host = 0;
   ps_status st = PS_OK;
   PS_TRY(load->start(load->arg));
-  for (const uint64_t begin = ps__now_ns(); st == PS_OK && (!half || in.n_done < n_in + 8 || out.n_done < n_out + 8 || seconds_since(begin) < seconds);) {
-    st = keep_flowing(b, &in);
-    if (st == PS_OK) st = keep_flowing(b, &out);
+  for (const uint64_t begin = ps__now_ns(); st == PS_OK;) {
+    bool enough = half && seconds_since(begin) >= seconds;
+    for (int i = 0; st == PS_OK && i < 2; i++) {
+      if (!wanted[i]) continue;
+      st = keep_flowing(b, &flows[i]);
+      enough &= flows[i].n_done >= at_half[i] + 8;
+    }
+    if (enough) break;
     if (half || seconds_since(begin) < seconds / 2) continue;
     half = ps__now_ns();
-    sums = load->bytes(load->arg), n_in = in.n_done, n_out = out.n_done;
+    host = load->bytes(load->arg);
+    for (int i = 0; i < 2; i++) at_half[i] = flows[i].n_done;
   }
   const double s = seconds_since(half);
-  sums = load->bytes(load->arg) - sums;
+  host = load->bytes(load->arg) - host;
   load->stop(load->arg);
   PS_TRY(st);
   PS_TRY(settle(b));
-  hw->memory_h2d_bytes_per_s = (double)((in.n_done - n_in) * (PINNED / 2)) / s;
-  hw->memory_d2h_bytes_per_s = (double)((out.n_done - n_out) * (PINNED / 2)) / s;
-  hw->memory_bytes_per_s = hw->memory_h2d_bytes_per_s + hw->memory_d2h_bytes_per_s + sums / s;
+  double rate[2] = {b->hw->h2d_bytes_per_s, b->hw->d2h_bytes_per_s};
+  for (int i = 0; i < 2; i++)
+    if (wanted[i]) rate[i] = (double)((flows[i].n_done - at_half[i]) * (PINNED / 2)) / s;
+  *out = (ps_memory_share){.kinds = kinds, .h2d_bytes_per_s = rate[0], .d2h_bytes_per_s = rate[1], .host_bytes_per_s = host / s};
+  return PS_OK;
+}
+
+/* Every set of copies, beside sums and beside the optimizer. */
+static ps_status measure_memory(bench *b, double seconds, const ps__host_load load[2]) {
+  static const uint32_t copies[] = {PS_SHARE_H2D, PS_SHARE_D2H, PS_SHARE_H2D | PS_SHARE_D2H}, kind[2] = {PS_SHARE_SUMS, PS_SHARE_OPTIMIZER};
+  ps_memory_share *s = b->hw->memory_shares;
+  for (int i = 0; i < 2; i++)
+    for (int k = 0; k < 3; k++) PS_TRY(measure_share(b, seconds, &load[i], copies[k] | kind[i], s++));
+  const ps_memory_share *all = &b->hw->memory_shares[2];
+  b->hw->memory_bytes_per_s = all->h2d_bytes_per_s + all->d2h_bytes_per_s + all->host_bytes_per_s;
   return PS_OK;
 }
 
@@ -538,7 +555,7 @@ static ps_status fill(bench *b) {
 }
 
 /* The ops of a usual step come first, attention between products: what they make the driver take is device_overhead_bytes. */
-static ps_status measure(bench *b, double seconds, bool at_length, const ps__host_load *load, uint64_t bytes) {
+static ps_status measure(bench *b, double seconds, bool at_length, const ps__host_load load[2], uint64_t bytes) {
   uint64_t used = 0;
   double full;
   bool fits;
@@ -599,7 +616,7 @@ static void release(bench *b) {
   if (b->memory) b->cu->MemFree(b->memory);
 }
 
-ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool at_length, const ps__host_load *load) {
+ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool at_length, const ps__host_load load[2]) {
   bench b = {.hw = hw};
   CUdevice dev;
   CUcontext ctx, old;

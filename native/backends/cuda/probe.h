@@ -28,10 +28,10 @@ bool ps__cuda_driver_there(void);
 /* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw; with @at_length also its figures for people. @seconds is for each of PS__CUDA_CASES
  * (PS__CUDA_MORE_CASES more at length), the first two being load that is not counted, since a large GPU is bound by its power and its clock falls only after some
  * seconds; of each case the second half counts. Products are measured with attention between them and attention with products between, as in a step. Takes 3.6 GiB of device memory and 256 MiB of pinned memory for the time, 1 GiB more of the
- * host's at length. fp32 attention does not exist on CUDA: its rate is bf16's. memory_bytes_per_s is what both directions of copies and @load move
- * together: the host's memory is what they share. Errors: PS_EDEVICE, PS_ENOMEM. */
-enum { PS__CUDA_CASES = 25, PS__CUDA_MORE_CASES = 2 };
-ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool at_length, const ps__host_load *load);
+ * host's at length. fp32 attention does not exist on CUDA: its rate is bf16's. @load: sums of gradients and the optimizer,
+ * for what they and copies get of the host's memory at once (memory_shares; memory_bytes_per_s is all of it beside sums). Errors: PS_EDEVICE, PS_ENOMEM. */
+enum { PS__CUDA_CASES = 30, PS__CUDA_MORE_CASES = 2 };
+ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool at_length, const ps__host_load load[2]);
 
 /* ps__cuda_memory_used() - BYTES of GPU @device that the driver reports for this process: its entry in the driver's list of processes or, where the
  * list does not show it (containers), what is used now less what was used before the first context. */

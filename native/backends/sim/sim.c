@@ -1,7 +1,7 @@
 /* sim.c - execute a schedule on a virtual clock.
  *
  * A fluid model: between two events every running op advances at a constant rate; an op that draws on a resource whose
- * draws add up to D > 1 advances at 1/D of its own speed, or as its firmness says (the slowest of what it draws on counts). An event is the end of
+ * draws add up to D > 1 advances at 1/D of its own speed, and one that ops of other kinds slow at what its table says (the slowest of all counts). An event is the end of
  * an op. After it the streams whose next op's waits are satisfied start it, shortened by its idle_gain; rates follow. Deterministic: streams are
  * always looked at in their order, and no clock or random number is read.
  * Cost: O(ops x streams) for the events and O(waits) for the waits. */
@@ -27,6 +27,7 @@ typedef struct sim {
   double *step_end_ns;
   double now;
   double drawn[PS_SIM_RESOURCES];
+  uint32_t kinds;       /* of the running ops */
   sim_stream stream[PS_MAX_STREAMS];
 } sim;
 
@@ -39,9 +40,12 @@ static ps_status price(sim *m, ps_sim_cost_fn cost, void *user) {
     cost(user, &view, c);
     bool ok = isfinite(c->ns) && c->ns >= 0 && c->idle_gain >= 0 && c->idle_gain <= 1 && c->idle_most >= 0 && c->idle_most <= 1;
     for (int r = 0; r < PS_SIM_RESOURCES; r++)
-      ok = ok && c->demand[r] >= 0 && c->demand[r] <= 1 && isfinite(c->firm[r]) && c->firm[r] <= 1;
+      ok = ok && c->demand[r] >= 0 && c->demand[r] <= 1;
+    for (int k = 0; c->slower && k < 1 << PS_SIM_KINDS; k++)
+      ok = ok && c->slower[k] >= 1 && isfinite(c->slower[k]);
+    ok = ok && c->kind < 1 << PS_SIM_KINDS;
     if (!ok)
-      return ps__fail(PS_EINVAL, "sim: the cost of op %llu (%s) is not finite and positive, a demand or gain not in 0..1 or a firmness above 1",
+      return ps__fail(PS_EINVAL, "sim: the cost of op %llu (%s) is not finite and positive, a demand or gain not in 0..1 or a slowdown below 1",
                       (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]));
   }
   return PS_OK;
@@ -96,8 +100,10 @@ static void start_ready(sim *m) {
 static double slowdown(const sim *m, const ps_sim_cost *c) {
   double worst = 1;
   for (int r = 0; r < PS_SIM_RESOURCES; r++)
-    if (c->demand[r] > 0 && m->drawn[r] > 1)
-      worst = fmax(worst, 1 + (1 - c->firm[r]) * (m->drawn[r] - 1));
+    if (c->demand[r] > 0 && m->drawn[r] > worst)
+      worst = m->drawn[r];
+  if (c->slower && c->slower[m->kinds] > worst)
+    worst = c->slower[m->kinds];
   return worst;
 }
 
@@ -123,6 +129,10 @@ static bool advance(sim *m) {
   uint32_t n = m->schedule->list.n_streams;
   double slow[PS_MAX_STREAMS], dt = INFINITY;
   memset(m->drawn, 0, sizeof m->drawn);
+  m->kinds = 0;
+  for (uint32_t i = 0; i < n; i++)
+    if (m->stream[i].cost)
+      m->kinds |= m->stream[i].cost->kind;
   for (uint32_t i = 0; i < n; i++)
     for (int r = 0; m->stream[i].cost && r < PS_SIM_RESOURCES; r++)
       m->drawn[r] += m->stream[i].cost->demand[r];
