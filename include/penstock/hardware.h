@@ -43,10 +43,11 @@ typedef struct ps_thread_rate {
  * unknown and is refused by the planner, but for what is filled from other rates: the tables from gemm_flops_per_s and attention's of bf16,
  * accumulate and sumsq from the optimizer's, both in one pass from accumulate's, gather from the memory's. On the CPU backend the host's
  * n_threads compute and a "device" copy is a copy in host memory. */
-/* What copies and a host op get of the host's memory at the same time. */
-enum { PS_SHARE_H2D = 1, PS_SHARE_D2H = 2, PS_SHARE_SUMS = 4, PS_SHARE_OPTIMIZER = 8, PS_MAX_MEMORY_SHARES = 6 };
+/* What a host op and copies get of the host's memory at the same time. */
+enum { PS_SHARE_H2D = 1, PS_SHARE_D2H = 2, PS_SHARE_SUMS = 4, PS_SHARE_OPTIMIZER = 8, PS_MAX_MEMORY_SHARES = 16 };
 typedef struct ps_memory_share {
-  uint32_t kinds, reserved; /* which of these run: at least one copy, and sums or the optimizer; 0 behind the last entry */
+  uint32_t kinds;   /* which of these run: sums or the optimizer, alone or beside copies; 0 behind the last entry */
+  uint32_t threads; /* that the sums or the optimizer run on */
   double h2d_bytes_per_s, d2h_bytes_per_s, host_bytes_per_s; /* a copy that is not among them: alone */
 } ps_memory_share;
 
@@ -83,7 +84,8 @@ typedef struct ps_hardware {
                                                and what it saves while it rests it spends on its clock. 0: it is not, or unknown */
   double idle_most;                         /* CUDA, 0..1: but by no more than this: the clock has a highest value */
   double memory_bytes_per_s;                /* host memory bandwidth that copies and host ops share */
-  ps_memory_share memory_shares[PS_MAX_MEMORY_SHARES]; /* CUDA: how they divide it, as measured; empty: unknown, in proportion to what each asks for */
+  ps_memory_share memory_shares[PS_MAX_MEMORY_SHARES]; /* CUDA: how they divide it, as measured, sums on several numbers of threads, of which the planner chooses one; empty: unknown,
+                                               in proportion to what each asks for */
   double op_ns;                             /* fixed cost of an op on the compute stream */
   double peak_flops_per_s;                  /* for MFU: dense peak of the GPU, by a sourced table; measured GEMM rate on a CPU; 0: unknown */
   uint64_t host_memory_bytes;               /* physical memory, cgroup and SLURM limits: the smallest */
@@ -115,7 +117,7 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  * Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE. */
 PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
 
-/* ps_hardware_profile() - the same at length (@seconds 0: 5; on CUDA 80, which is 2.4 s a case), and what the struct has for people. */
+/* ps_hardware_profile() - the same at length (@seconds 0: 5; on CUDA 110, which is 2.5 s a case, the host's in half of the memory that is free), and what the struct has for people. */
 PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
 
 /* ps_hardware_read() / _write() - rates as JSON; facts are taken anew from the machine. A file of another machine (CPU, GPU, CPU count or

@@ -69,12 +69,13 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
   }
 }
 
-/* What copies and a host op get of the host's memory at once; what is alone in an entry is in the table anyway. */
+/* What copies and a host op get of the host's memory at once. */
 static void shares_lines(FILE *out, const ps_hardware *hw) {
   char what[64];
   for (const ps_memory_share *s = hw->memory_shares; s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++) {
     const bool in = s->kinds & PS_SHARE_H2D, home = s->kinds & PS_SHARE_D2H;
-    snprintf(what, sizeof what, "%s beside copies %s", s->kinds & PS_SHARE_SUMS ? "sums" : "AdamW", in && home ? "both ways" : in ? "to the device" : "to the host");
+    snprintf(what, sizeof what, "%s on %u threads%s", s->kinds & PS_SHARE_SUMS ? "sums" : "AdamW", s->threads,
+             in && home ? ", copies both ways" : in ? ", copies to the device" : home ? ", copies to the host" : "");
     line(out, what, s->host_bytes_per_s, 1e9, "GB/s", 0);
     if (in)
       line(out, "    copies to the device", s->h2d_bytes_per_s, 1e9, "GB/s", hw->link_peak_bytes_per_s);
@@ -155,6 +156,7 @@ static void shares_json(cli_json *j, const ps_hardware *hw) {
   for (uint32_t i = 0; i < PS_MAX_MEMORY_SHARES && hw->memory_shares[i].kinds; i++) {
     cli_json_open(j, NULL, '{');
     cli_json_count(j, "kinds", hw->memory_shares[i].kinds);
+    cli_json_count(j, "threads", hw->memory_shares[i].threads);
     cli_json_number(j, "h2d_bytes_per_s", hw->memory_shares[i].h2d_bytes_per_s);
     cli_json_number(j, "d2h_bytes_per_s", hw->memory_shares[i].d2h_bytes_per_s);
     cli_json_number(j, "host_bytes_per_s", hw->memory_shares[i].host_bytes_per_s);

@@ -70,6 +70,7 @@ void ps__pool_destroy(ps__pool *p);
 uint32_t ps__pool_size(const ps__pool *p);
 typedef void (*ps__task_fn)(void *arg, int64_t task, uint32_t worker);
 void ps__pool_run(ps__pool *p, int64_t n_tasks, ps__task_fn fn, void *arg);
+void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__task_fn fn, void *arg); /* on at most so many of its threads, >= 1 */
 
 /* What a CPU kernel runs with: a pool, and scratch for each worker (64-byte aligned, reserved before the first step).
  * worker w's scratch is scratch + w * scratch_bytes. */
@@ -77,11 +78,13 @@ typedef struct ps__cpu_exec {
   ps__pool *pool;
   char *scratch;
   size_t scratch_bytes; /* for each worker */
+  uint32_t n_threads;   /* at most so many of the pool's; 0: all */
 } ps__cpu_exec;
 
 /* ---- machine facts ---------------------------------------------------------------------------------------------------- */
 uint32_t ps__n_cpus(void);               /* CPUs this process may use: affinity mask and cgroup quota */
 uint64_t ps__host_memory_limit(void);    /* BYTES: min of physical memory, cgroup v1/v2 limit, SLURM_MEM_PER_NODE */
+uint64_t ps__host_memory_free(void);     /* BYTES that can be had without swapping, as the system tells; within that limit less what this process holds */
 uint64_t ps__resident_bytes(void);       /* VmRSS of this process now */
 uint64_t ps__resident_peak_bytes(void);  /* VmHWM */
 /* The peak is counted from now on; free memory of the allocator goes back first. (Of the whole process: ru_maxrss follows.) */

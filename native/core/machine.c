@@ -140,9 +140,9 @@ uint64_t ps__host_memory_limit(void) {
   return limit;
 }
 
-/* A field of /proc/self/status, "VmRSS:   1234 kB". */
-static uint64_t status_bytes(const char *field) {
-  FILE *f = fopen("/proc/self/status", "re");
+/* A field of /proc/self/status or /proc/meminfo, "VmRSS:   1234 kB". */
+static uint64_t field_bytes(const char *path, const char *field) {
+  FILE *f = fopen(path, "re");
   char line[256];
   uint64_t bytes = 0;
   size_t n = strlen(field);
@@ -156,8 +156,14 @@ static uint64_t status_bytes(const char *field) {
   return bytes;
 }
 
-uint64_t ps__resident_bytes(void) { return status_bytes("VmRSS:"); }
-uint64_t ps__resident_peak_bytes(void) { return status_bytes("VmHWM:"); }
+uint64_t ps__resident_bytes(void) { return field_bytes("/proc/self/status", "VmRSS:"); }
+uint64_t ps__resident_peak_bytes(void) { return field_bytes("/proc/self/status", "VmHWM:"); }
+
+uint64_t ps__host_memory_free(void) {
+  const uint64_t limit = ps__host_memory_limit(), held = ps__resident_bytes(), system = field_bytes("/proc/meminfo", "MemAvailable:");
+  const uint64_t within = limit > held ? limit - held : 0;
+  return system < within ? system : within;
+}
 
 void ps__resident_peak_reset(void) {
 #ifdef __GLIBC__

@@ -21,6 +21,7 @@ struct ps__pool {
   int64_t n_tasks;
   uint64_t job;
   _Atomic uint32_t stop;
+  _Atomic uint32_t limit; /* workers from it on leave the job to the others: one that is late may see another job's, which costs nothing but speed */
   uint32_t n_threads;
   worker workers[]; /* n_threads - 1 */
 };
@@ -49,7 +50,7 @@ static void worker_main(void *arg) {
     if (!ps__timeline_wait(&p->start, seen + 1, &p->stop) || atomic_load(&p->stop))
       return;
     seen = atomic_load(&p->start.value);
-    if (work(p, w->idx, &job))
+    if (w->idx < atomic_load_explicit(&p->limit, memory_order_relaxed) && work(p, w->idx, &job))
       ps__timeline_signal(&p->done, job);
   }
 }
@@ -88,8 +89,10 @@ void ps__pool_destroy(ps__pool *p) {
 
 uint32_t ps__pool_size(const ps__pool *p) { return p->n_threads; }
 
-void ps__pool_run(ps__pool *p, int64_t n_tasks, ps__task_fn fn, void *arg) {
-  if (n_tasks <= 1 || p->n_threads == 1) {
+void ps__pool_run(ps__pool *p, int64_t n_tasks, ps__task_fn fn, void *arg) { ps__pool_run_some(p, p->n_threads, n_tasks, fn, arg); }
+
+void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__task_fn fn, void *arg) {
+  if (n_tasks <= 1 || p->n_threads == 1 || n_threads == 1) {
     for (int64_t i = 0; i < n_tasks; i++)
       fn(arg, i, 0);
     return;
@@ -98,6 +101,7 @@ void ps__pool_run(ps__pool *p, int64_t n_tasks, ps__task_fn fn, void *arg) {
   p->arg = arg;
   p->n_tasks = n_tasks;
   uint64_t job = ++p->job, last_job;
+  atomic_store_explicit(&p->limit, n_threads, memory_order_relaxed);
   atomic_store_explicit(&p->n_finished, 0, memory_order_relaxed);
   atomic_store_explicit(&p->n_left, n_tasks, memory_order_release);
   ps__timeline_signal(&p->start, job);

@@ -19,9 +19,10 @@ typedef struct ps__args_fill { uint64_t bytes; } ps__args_fill;
 /* fill_zero            ptr: W dst[bytes] */
 extern const ps_kernel ps__k_fill_zero;
 
-typedef struct ps__args_accumulate { uint64_t n; uint32_t dt, reserved; } ps__args_accumulate;
+typedef struct ps__args_accumulate { uint64_t n; uint32_t dt, n_threads; } ps__args_accumulate;
 /* accumulate           total[i] = round(total[i] + g[i]).  ptr: R g[n] dt, RW total[n] dt.
- * Runs on the device (class ELEMENTWISE) and, as accumulate_host (class OPTIMIZER), on host streams: same bits. */
+ * Runs on the device (class ELEMENTWISE) and, as accumulate_host (class OPTIMIZER), on host streams: same bits. n_threads: at most so many of a host stream's, so that
+ * copies get more of the memory; 0: all. */
 extern const ps_kernel ps__k_accumulate, ps__k_accumulate_host;
 
 typedef struct ps__args_embed { uint32_t n_tokens, vocab, dim, dt, accumulate; } ps__args_embed;
@@ -114,7 +115,7 @@ typedef struct ps__args_cross_entropy { uint32_t rows, vocab, dt; } ps__args_cro
  *                      W loss f32[rows]. */
 extern const ps_kernel ps__k_cross_entropy;
 
-typedef struct ps__args_sumsq { uint64_t n; uint32_t dt, reserved; } ps__args_sumsq;
+typedef struct ps__args_sumsq { uint64_t n; uint32_t dt, n_threads; } ps__args_sumsq; /* n_threads: as accumulate's */
 /* sumsq                sum of squares in fp64: groups of ps__sumsq_group(n) elements; in each 1024 lanes, lane j adds the group's
  *                      elements j, j+1024, ... in order, then the lanes are added as a binary tree (j += j+512, then 256, ...);
  *                      the groups' sums are added in order. Exact products, so FMA does not change it, and at most 256 groups,

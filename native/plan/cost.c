@@ -99,6 +99,10 @@ static double host_rate(const ps_hardware *hw, const ps_kernel *kernel) {
   return hw->optimizer_bytes_per_s;
 }
 
+static bool is_sum(const ps_kernel *kernel) {
+  return kernel == &ps__k_sumsq_host || kernel == &ps__k_accumulate_sumsq_host || kernel == &ps__k_accumulate_host || kernel == &ps__k_embed_bwd_host;
+}
+
 double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream, const void *args, ps_work work) {
   const ps_hardware *hw = m->hw;
   switch (stream) {
@@ -108,7 +112,7 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
       return hw->op_ns + device_ns(hw, kernel, args, work);
     case PS__S_H2D: return hw->op_ns + rate_ns(work.bytes, hw->h2d_bytes_per_s);
     case PS__S_D2H: return hw->op_ns + rate_ns(work.bytes, hw->d2h_bytes_per_s);
-    case PS__S_HOST: return hw->op_ns + rate_ns(work.bytes, host_rate(hw, kernel));
+    case PS__S_HOST: return hw->op_ns + rate_ns(work.bytes, host_rate(hw, kernel) * (is_sum(kernel) ? m->sum_speed : 1));
     default: return hw->op_ns + rate_ns(work.bytes, hw->gather_bytes_per_s);
   }
 }
@@ -117,20 +121,40 @@ static double share(double part, double whole) { return whole > 0 && part < whol
 
 /* ---- what shares the host's memory ------------------------------------------------------------------------------------------------ */
 
-static double alone(const ps_hardware *hw, int kind) {
-  const double rate[PS_SIM_KINDS] = {hw->h2d_bytes_per_s, hw->d2h_bytes_per_s, hw->accumulate_bytes_per_s, hw->optimizer_bytes_per_s};
-  return rate[kind];
+enum { H2D, D2H, SUMS, OPTIMIZER }; /* places of the bits of ps_memory_share.kinds */
+
+/* The entry of these kinds with sums on @sum_threads, 0: on as many as the first entry of sums; NULL: none. */
+static const ps_memory_share *share_of(const ps_hardware *hw, uint32_t kinds, uint32_t sum_threads) {
+  const ps_memory_share *end = hw->memory_shares + PS_MAX_MEMORY_SHARES;
+  for (const ps_memory_share *s = hw->memory_shares; s < end && s->kinds; s++)
+    if (s->kinds == kinds && (!(kinds & PS_SHARE_SUMS) || !sum_threads || s->threads == sum_threads)) return s;
+  return NULL;
 }
 
-ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_threads) {
-  ps__cost_model m = {.hw = hw, .dt = dt, .n_threads = n_threads};
+uint32_t ps__sum_threads(const ps_hardware *hw, uint32_t i) {
+  for (const ps_memory_share *s = hw->memory_shares; s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++)
+    if (s->kinds == PS_SHARE_SUMS && i-- == 0) return s->threads;
+  return 0;
+}
+
+double ps__sum_speed(const ps_hardware *hw, uint32_t threads) {
+  const ps_memory_share *all = share_of(hw, PS_SHARE_SUMS, 0), *some = share_of(hw, PS_SHARE_SUMS, threads);
+  return all && some ? some->host_bytes_per_s / all->host_bytes_per_s : 1;
+}
+
+static double rate_in(const ps_memory_share *s, int kind) { return kind == H2D ? s->h2d_bytes_per_s : kind == D2H ? s->d2h_bytes_per_s : s->host_bytes_per_s; }
+
+/* A copy alone has the link's rate, a host op alone its entry's. */
+static double slowdown(const ps_hardware *hw, int kind, uint32_t kinds, uint32_t sum_threads) {
+  const ps_memory_share *beside = share_of(hw, kinds, sum_threads), *alone = kind >= SUMS ? share_of(hw, 1u << kind, sum_threads) : NULL;
+  if (!(kinds >> kind & 1) || !beside || (kind >= SUMS && !alone)) return 1;
+  return larger(1, (kind == H2D ? hw->h2d_bytes_per_s : kind == D2H ? hw->d2h_bytes_per_s : alone->host_bytes_per_s) / rate_in(beside, kind));
+}
+
+ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_threads, uint32_t sum_threads) {
+  ps__cost_model m = {.hw = hw, .dt = dt, .n_threads = n_threads, .sum_speed = ps__sum_speed(hw, sum_threads)};
   for (int kind = 0; kind < PS_SIM_KINDS; kind++)
-    for (uint32_t kinds = 0; kinds < 1u << PS_SIM_KINDS; kinds++) {
-      m.slower[kind][kinds] = 1;
-      for (const ps_memory_share *s = hw->memory_shares; s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++)
-        if (s->kinds == kinds && (kinds >> kind & 1))
-          m.slower[kind][kinds] = larger(1, alone(hw, kind) / (kind == 0 ? s->h2d_bytes_per_s : kind == 1 ? s->d2h_bytes_per_s : s->host_bytes_per_s));
-    }
+    for (uint32_t kinds = 0; kinds < 1u << PS_SIM_KINDS; kinds++) m.slower[kind][kinds] = slowdown(hw, kind, kinds, sum_threads);
   return m;
 }
 
@@ -142,7 +166,6 @@ static void draw_on_memory(const ps__cost_model *m, int kind, double rate, ps_si
   } else out->demand[PS__RES_MEMORY] = share(rate, m->hw->memory_bytes_per_s);
 }
 
-
 /* Copies draw on host memory as they read or write it: once on CUDA, twice (the device is there too) on the CPU backend. */
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
   const ps__cost_model *m = model;
@@ -153,7 +176,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
   const uint32_t class = class_of(op->kernel);
   if (op->stream == PS__S_H2D || op->stream == PS__S_D2H) {
     const double rate = op->stream == PS__S_H2D ? hw->h2d_bytes_per_s : hw->d2h_bytes_per_s;
-    draw_on_memory(m, op->stream == PS__S_D2H, (cpu ? 2 : 1) * rate, out);
+    draw_on_memory(m, op->stream == PS__S_D2H ? D2H : H2D, (cpu ? 2 : 1) * rate, out);
     if (cpu) out->demand[PS__RES_CPUS] = one;
     else out->demand[PS__RES_LINK] = share(rate, 2 * hw->duplex_bytes_per_s);
   } else if (op->stream == PS__S_COMPUTE) {
@@ -167,7 +190,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
     if (class == PS_CLASS_OPTIMIZER) out->demand[PS__RES_MEMORY] = share(hw->optimizer_bytes_per_s, hw->memory_bytes_per_s);
   } else {
     out->demand[PS__RES_CPUS] = class == PS_CLASS_OPTIMIZER ? all : op->stream == PS__S_IO ? share(ps__io_threads(m->n_threads), hw->n_cpus) : one;
-    if (class == PS_CLASS_OPTIMIZER) draw_on_memory(m, host_rate(hw, op->kernel) == hw->optimizer_bytes_per_s ? 3 : 2, host_rate(hw, op->kernel), out);
+    if (class == PS_CLASS_OPTIMIZER) draw_on_memory(m, is_sum(op->kernel) ? SUMS : OPTIMIZER, host_rate(hw, op->kernel), out);
     if (op->stream == PS__S_IO && !hw->memory_shares[0].kinds) out->demand[PS__RES_MEMORY] = share(hw->gather_bytes_per_s, hw->memory_bytes_per_s);
   }
 }

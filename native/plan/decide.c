@@ -113,6 +113,7 @@ ps_status ps__decide(const ps__family *f, const ps__layout *layout, const ps__me
   spec->clip = plan->cfg.clip != 0;
   spec->param_lead = spec->saved_lead = spec->saved_lag = spec->grad_lag = m->ahead;
   spec->sum_lag = m->ahead + m->sums;
+  spec->sum_threads = ps__sum_threads(&plan->hw, m->threads);
   spec->keep_grads = plan->cfg.keep_grads != 0;
   spec->embed_at_home = embed_at_home;
   for (uint32_t u = 0; u < spec->n_units; u++) {

@@ -72,7 +72,7 @@ static ps_status turn_bytes(const ps__family *f, const ps__step *s, uint64_t sav
   return PS_OK;
 }
 
-static ps_status measure_size(ps__family *f, ps__size *z, bool embed_at_home, ps__step_hooks *hooks) {
+static ps_status measure_base(const ps__family *f, ps__size *z, bool embed_at_home, ps__step_hooks *hooks) {
   const ps__member all = {.device = PS__SHARES};
   ps__base *base = &z->base[embed_at_home];
   ps__spec spec;
@@ -101,6 +101,11 @@ static ps_status measure_size(ps__family *f, ps__size *z, bool embed_at_home, ps
   }
   ps__spec_free(&spec);
   return st;
+}
+
+static ps_status measure_size(const ps__family *f, ps__size *z, ps__step_hooks *hooks) {
+  for (uint32_t home = 0; home <= !f->plan->model.tied_embeddings; home++) PS_TRY(measure_base(f, z, home, hooks));
+  return PS_OK;
 }
 
 /* ---- recomputation ---------------------------------------------------------------------------------------------------------------- */
@@ -242,7 +247,8 @@ static double bound_of(const ps__family *f, const ps__base *z, const ps__shares 
   const double device_rate = hw->backend == PS_BACKEND_CPU ? hw->optimizer_bytes_per_s : hw->elementwise_bytes_per_s;
   const double compute = z->compute_ns + s->recompute_ns + (t->device_sums / hw->elementwise_bytes_per_s + t->device_updates / device_rate) * 1e9;
   const double h2d = h2d_bytes / hw->h2d_bytes_per_s * 1e9, d2h = d2h_bytes / hw->d2h_bytes_per_s * 1e9;
-  const double sums_rate = larger(hw->accumulate_bytes_per_s, hw->accumulate_sumsq_bytes_per_s);
+  double sums_rate = larger(hw->accumulate_bytes_per_s, hw->accumulate_sumsq_bytes_per_s);
+  for (uint32_t i = 1; ps__sum_threads(hw, i); i++) sums_rate = larger(sums_rate, sums_rate * ps__sum_speed(hw, ps__sum_threads(hw, i)));
   const double host = (t->updates / hw->optimizer_bytes_per_s + (t->host_ops - t->updates) / sums_rate) * 1e9;
   double bound = larger(larger(compute, host), larger(h2d, d2h));
   if (hw->backend == PS_BACKEND_CPU) {
@@ -395,13 +401,39 @@ static uint32_t first_sizes(const ps__family *f, uint64_t chunk_tokens, uint64_t
   return n;
 }
 
-static ps_status add_size(ps__family *f, uint64_t chunk_tokens, uint64_t a_round, uint64_t first, ps__step_hooks *hooks) {
+static ps_status add_size(ps__family *f, uint64_t chunk_tokens, uint64_t a_round, uint64_t first) {
   const ps_plan_config *cfg = &f->plan->cfg;
-  ps__size *z = &f->size[f->n_sizes];
-  PS_TRY(ps__layout_init(&z->layout, cfg->seq_len, cfg->tokens_per_step / cfg->seq_len, chunk_tokens, a_round, first));
+  PS_TRY(ps__layout_init(&f->size[f->n_sizes].layout, cfg->seq_len, cfg->tokens_per_step / cfg->seq_len, chunk_tokens, a_round, first));
   f->n_sizes++;
-  for (uint32_t home = 0; home <= !f->plan->model.tied_embeddings; home++) PS_TRY(measure_size(f, z, home, hooks));
-  return add_members(f, f->n_sizes - 1);
+  return PS_OK;
+}
+
+typedef struct measuring {
+  ps__family *f;
+  ps__step_hooks *hooks;
+  ps_status status[PS__MAX_SIZES];
+} measuring;
+
+static void measure_task(void *arg, int64_t i, uint32_t worker) {
+  measuring *m = arg;
+  (void)worker;
+  m->status[i] = measure_size(m->f, &m->f->size[i], m->hooks);
+}
+
+/* All sizes side by side; the members follow in their order. */
+static ps_status measure_sizes(ps__family *f, ps__step_hooks *hooks) {
+  measuring m = {.f = f, .hooks = hooks};
+  ps__pool *pool;
+  const uint32_t n_cpus = ps__n_cpus();
+  if (f->n_sizes == 0) return PS_OK;
+  PS_TRY(ps__pool_create(&pool, n_cpus < f->n_sizes ? n_cpus : f->n_sizes, "search"));
+  ps__pool_run(pool, f->n_sizes, measure_task, &m);
+  ps__pool_destroy(pool);
+  for (uint32_t i = 0; i < f->n_sizes; i++) {
+    if (m.status[i] != PS_OK) PS_TRY(measure_size(f, &f->size[i], hooks)); /* here, where its message is read */
+    PS_TRY(add_members(f, i));
+  }
+  return PS_OK;
 }
 
 ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *hooks) {
@@ -410,7 +442,7 @@ ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *ho
   uint64_t chunks[MAX_CHUNKS], rounds[MAX_ROUNDS];
   memset(f, 0, sizeof *f);
   f->plan = plan;
-  f->cost = ps__cost_model_of(&plan->hw, dt, plan->hw.n_threads);
+  f->cost = ps__cost_model_of(&plan->hw, dt, plan->hw.n_threads, 0);
   PS_TRY(ps__block_init(&f->block, &plan->model, dt));
   const uint32_t n_chunks = chunk_sizes(f, chunks);
   for (uint32_t i = 0; i < n_chunks; i++) {
@@ -418,10 +450,10 @@ ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *ho
     for (uint32_t j = 0; j < n_rounds; j++) {
       uint64_t first[MAX_FIRSTS];
       const uint32_t n_firsts = first_sizes(f, chunks[i], rounds[j], first);
-      for (uint32_t k = 0; k < n_firsts && f->n_sizes < PS__MAX_SIZES; k++) PS_TRY(add_size(f, chunks[i], rounds[j], first[k], hooks));
+      for (uint32_t k = 0; k < n_firsts && f->n_sizes < PS__MAX_SIZES; k++) PS_TRY(add_size(f, chunks[i], rounds[j], first[k]));
     }
   }
-  return PS_OK;
+  return measure_sizes(f, hooks);
 }
 
 void ps__family_free(ps__family *f) {

@@ -26,6 +26,8 @@ typedef struct ps__member {
   uint8_t streamed;             /* so many blocks from the first on are updated on the device, their moments streamed: the next forward pass needs them first, and the host's
                                    updates of the others get a start; 0 in the family */
   uint8_t sums;                 /* chunk steps beyond ahead for which contributions may wait at home to be added; 0 in the family */
+  uint8_t threads;              /* which of the numbers of threads sums run on (ps__sum_threads()): on fewer, copies get more of the host's memory. Set where a step's
+                                   time is looked at, which is all that it changes */
   uint8_t residency;            /* of the family's, what keep is, or is refined from */
   bool seen;                    /* the search looked at it */
 } ps__member;

@@ -65,7 +65,7 @@ static const table tables[] = {
      {"forward_flops_per_s", "dgrad_flops_per_s", "wgrad_flops_per_s"}, offsetof(ps_gemm_rate, forward_flops_per_s)},
     {"attention_bf16", offsetof(ps_hardware, attention), sizeof(ps_attention_rate), PS_MAX_ATTENTION_RATES, {"rows", "kv_rows", "packed"}, "found",
      {"forward_flops_per_s", "backward_flops_per_s"}, offsetof(ps_attention_rate, forward_flops_per_s)},
-    {"memory_shares", offsetof(ps_hardware, memory_shares), sizeof(ps_memory_share), PS_MAX_MEMORY_SHARES, {"kinds"}, NULL,
+    {"memory_shares", offsetof(ps_hardware, memory_shares), sizeof(ps_memory_share), PS_MAX_MEMORY_SHARES, {"kinds", "threads"}, NULL,
      {"h2d_bytes_per_s", "d2h_bytes_per_s", "host_bytes_per_s"}, offsetof(ps_memory_share, h2d_bytes_per_s)},
     {"optimizer_by_threads", offsetof(ps_hardware, optimizer_by_threads), sizeof(ps_thread_rate), PS_MAX_THREAD_RATES, {"threads"}, NULL,
      {"bytes_per_s"}, offsetof(ps_thread_rate, bytes_per_s)}};

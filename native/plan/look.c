@@ -68,15 +68,28 @@ static double round_ns(const ps__step *step, const ps_trace_event *events) {
 }
 
 /* @n_left_out: rounds that the step is shorter by than the one whose time is asked for. */
-static ps_status simulate(const ps__step *step, uint32_t n_left_out, ps__cost_model *m, double *step_ns) {
+static ps_status simulate(const ps__step *step, const ps_schedule *schedule, uint32_t n_left_out, ps__cost_model *m, ps_trace_event *events, double *step_ns) {
+  double end[PS__SIM_STEPS];
+  PS_TRY(ps_sim_run(schedule, ps__cost, m, PS__SIM_STEPS, events, end));
+  *step_ns = ps__steady_ns(step, m, end) + (n_left_out ? n_left_out * round_ns(step, events) : 0);
+  return PS_OK;
+}
+
+/* With the number of threads for sums that is best: @out its place (ps__sum_threads()). It changes what ops cost and nothing else. */
+static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint32_t n_left_out, uint8_t *out, double *out_ns) {
   ps_program *program = NULL;
   ps_schedule *schedule = NULL;
-  double end[PS__SIM_STEPS];
   ps_trace_event *events = n_left_out ? ps__malloc(PS__SIM_STEPS * step->n_op * sizeof *events) : NULL;
   ps_status st = n_left_out && !events ? ps__fail(PS_ENOMEM, "out of memory for a simulation") : ps__step_program(step, &program);
   if (st == PS_OK) st = ps_schedule_compile(&schedule, program);
-  if (st == PS_OK) st = ps_sim_run(schedule, ps__cost, m, PS__SIM_STEPS, events, end);
-  if (st == PS_OK) *step_ns = ps__steady_ns(step, m, end) + (n_left_out ? n_left_out * round_ns(step, events) : 0);
+  for (uint32_t i = 0; st == PS_OK && (i == 0 || ps__sum_threads(hw, i)); i++) {
+    double ns;
+    ps__cost_model m = ps__cost_model_of(hw, step->dt, hw->n_threads, ps__sum_threads(hw, i));
+    st = simulate(step, schedule, n_left_out, &m, events, &ns);
+    if (st != PS_OK || (i > 0 && ns >= *out_ns)) continue;
+    *out_ns = ns;
+    *out = (uint8_t)i;
+  }
   ps__free(events);
   ps_program_destroy(program);
   (void)ps_schedule_destroy(schedule);
@@ -146,13 +159,13 @@ void ps__note_best(ps__search_state *s, double ns, const ps__member *m) {
 }
 
 /* @out_ns: what its step takes by simulation; 0 where it does not fit. */
-ps_status ps__look_time(ps__search_state *s, const ps__member *m, ps__look *z, double *out_ns) {
+ps_status ps__look_time(ps__search_state *s, ps__member *m, ps__look *z, double *out_ns) {
   *out_ns = 0;
   ps_status st = ps__fits(s, z->bytes) ? ps__look_map(s, z) : PS_OK;
   if (st != PS_OK || !z->mapped || !ps__fits(s, z->bytes)) return st;
   s->out->n_feasible++;
   s->n_ops += z->step.n_op;
-  st = simulate(&z->step, z->n_left_out, &s->family.cost, out_ns);
+  st = best_threads(&s->plan->hw, &z->step, z->n_left_out, &m->threads, out_ns);
   if (st == PS_OK && *out_ns > 0) ps__note_best(s, *out_ns, m);
   return st;
 }

@@ -37,8 +37,9 @@ uint64_t ps__host_taken(const ps__search_state *s, const uint64_t bytes[PS__N_SP
 ps_status ps__look_emit(ps__search_state *s, const ps__member *m, ps__look *z);
 ps_status ps__look_map(ps__search_state *s, ps__look *z);
 void ps__look_free(ps__look *z);
-/* ps__look_time() - maps it where it may fit, simulates it where it does, and notes it among the best. @out_ns: what its step takes; 0 where it does not fit. */
-ps_status ps__look_time(ps__search_state *s, const ps__member *m, ps__look *z, double *out_ns);
+/* ps__look_time() - maps it where it may fit, simulates it where it does, with each number of threads for sums, of which it sets the best, and notes it among the best.
+ * @out_ns: what its step takes; 0 where it does not fit. */
+ps_status ps__look_time(ps__search_state *s, ps__member *m, ps__look *z, double *out_ns);
 void ps__note_best(ps__search_state *s, double ns, const ps__member *m);
 
 /* refine.c: ps__refine() - from the fastest members of the fastest sizes to what lies between the members, into best. Errors: PS_ENOMEM, PS_EDEVICE (threads). */

@@ -13,14 +13,26 @@
 typedef struct bench {
   ps__cpu_exec exec;
   ps__pool *io;        /* the io stream's threads */
-  char *a, *b, *c, *d; /* four buffers */
+  char *a, *b, *c, *d; /* four buffers: those of one of the sets */
   uint64_t bytes;      /* of each */
+  char *memory;        /* n_sets times four buffers and, beside a GPU, what copies go from and to */
+  uint64_t set_bytes;
+  uint32_t n_sets;
+  const int32_t *ids;
   double seconds;      /* for each case */
   bool beside_gpu;
 } bench;
 
-/* Beside a GPU the host's ops are measured on buffers that no cache holds; on the CPU backend a profile is quick. */
+/* Beside a GPU the host's ops are measured on buffers that no cache holds and, at length, on many sets of them in turn, since a machine's memory is not equally fast
+ * everywhere and a run takes most of it; on the CPU backend a profile is quick. */
 enum { BUFFER = 48 << 20, LARGE_BUFFER = 1 << 30, SCRATCH = 96 << 20 };
+
+static void use_set(bench *b, uint64_t i) {
+  b->a = b->memory + i % b->n_sets * b->set_bytes;
+  b->b = b->a + b->bytes;
+  b->c = b->b + b->bytes;
+  b->d = b->c + b->bytes;
+}
 
 static int by_value(const void *a, const void *b) {
   const double x = *(const double *)a, y = *(const double *)b;
@@ -29,19 +41,23 @@ static int by_value(const void *a, const void *b) {
 
 typedef void (*case_fn)(bench *b, const void *args);
 
-/* Median seconds of a call: one to warm up, then as many as fit in the time, at least three. */
+/* Seconds of a call, one set after the other: one to warm up, then as many as fit in the time, at least three and each set's as often. The median; of several sets, whose
+ * memory may differ, the mean. */
 static double time_case(bench *b, case_fn fn, const void *args) {
-  double t[64];
-  int n = 0;
+  double t[64], sum = 0;
+  uint32_t n = 0;
   fn(b, args);
   const uint64_t begin = ps__now_ns();
-  while (n < 64 && (n < 3 || (double)(ps__now_ns() - begin) < b->seconds * 1e9)) {
+  while (n < 64 && (n < 3 || n % b->n_sets || (double)(ps__now_ns() - begin) < b->seconds * 1e9)) {
+    use_set(b, n);
     const uint64_t t0 = ps__now_ns();
     fn(b, args);
-    t[n++] = (double)(ps__now_ns() - t0) * 1e-9;
+    t[n] = (double)(ps__now_ns() - t0) * 1e-9;
+    sum += t[n++];
   }
-  qsort(t, (size_t)n, sizeof *t, by_value);
-  return t[n / 2];
+  use_set(b, 0);
+  qsort(t, n, sizeof *t, by_value);
+  return b->n_sets > 1 ? sum / n : t[n / 2];
 }
 
 static void launch(const ps__cpu_exec *exec, const ps_kernel *k, const void *args, void *const *ptr, uint32_t n) {
@@ -152,7 +168,7 @@ static void case_sumsq(bench *b, const void *args) {
 /* ---- a load ---------------------------------------------------------------------------------------------------------------------------- */
 
 /* The optimizer, or sums of gradients, in a loop on a thread of its own: a sixteenth of a buffer at a time, long enough to keep all threads busy, short enough to be
- * counted, and one after the other in the buffers' second half, so that no cache has seen it lately. */
+ * counted, and one after the other in the buffers' second half, in all sets in turn, so that no cache has seen it lately. */
 enum { LOAD_PARTS = 16, LOAD_TURNS = LOAD_PARTS / 2 };
 typedef struct load {
   bench whole;
@@ -168,7 +184,8 @@ static void load_main(void *arg) {
   load *l = arg;
   for (uint64_t n = 0; !atomic_load(&l->stop); n++) {
     bench part = l->whole;
-    const uint64_t at = part.bytes / 2 + n % LOAD_TURNS * (part.bytes / LOAD_PARTS);
+    const uint64_t at = part.bytes / 2 + n / part.n_sets % LOAD_TURNS * (part.bytes / LOAD_PARTS);
+    use_set(&part, n);
     part.a += at, part.b += at, part.c += at, part.d += at;
     part.bytes /= LOAD_PARTS;
     l->run(&part, l->args);
@@ -202,7 +219,7 @@ static double load_bytes(void *arg) {
 
 static void case_gather(bench *b, const void *args) {
   const ps__cpu_exec exec = {.pool = b->io};
-  void *ptr[3] = {b->d, b->a, b->c};
+  void *ptr[3] = {(void *)(uintptr_t)b->ids, b->a, b->c};
   launch(&exec, &ps__k_embed_fwd, args, ptr, 3);
 }
 
@@ -218,6 +235,7 @@ static ps_status measure_gather(bench *b, ps_hardware *hw) {
     x = x * 6364136223846793005ull + 1442695040888963407ull;
     id[i] = (int32_t)((x >> 33) % a.vocab);
   }
+  b->ids = id;
   load l = {.whole = *b, .run = case_optimizer};
   if (b->beside_gpu) PS_TRY(load_start(&l));
   hw->gather_bytes_per_s = 2.0 * a.n_tokens * (double)row / time_case(b, case_gather, &a);
@@ -250,6 +268,7 @@ static ps_status measure_threads(const bench *b, ps_hardware *hw) {
     if (counts[i] == 0 || counts[i] > hw->n_threads || (n && counts[i] <= hw->optimizer_by_threads[n - 1].threads)) continue;
     bench some = *b;
     some.seconds /= PS_MAX_THREAD_RATES;
+    some.n_sets = 1; /* a thread would take long for all of them */
     PS_TRY(ps__pool_create(&some.exec.pool, counts[i], "measure"));
     hw->optimizer_by_threads[n++] = (ps_thread_rate){counts[i], 0, optimizer_rate(&some)};
     ps__pool_destroy(some.exec.pool);
@@ -295,17 +314,42 @@ static void fill(char *p, uint64_t bytes, uint32_t seed) {
 /* Cases that share the time: the host's and, on the CPU backend, its compute's; with CUDA the GPU's. Those for people by numbers of threads are one together. */
 enum { HOST_CASES = 5, COMPUTE_CASES = 3 * N_GEMM + 1 + 2 * N_ATTENTION + 2 + 3 };
 
+enum { SUM_THREADS = 3 }; /* numbers of threads that sums are measured on beside copies: all, a half, a quarter */
+
+#ifdef PS_CUDA
+/* The GPU's rates, and what copies get of the host's memory beside sums on several numbers of threads and beside the optimizer. */
+static ps_status measure_gpu(bench *b, ps_hardware *hw, bool at_length) {
+  const ps__args_accumulate sum = {.n = b->bytes / LOAD_PARTS / 2, .dt = PS_BF16};
+  load at_work[SUM_THREADS + 1];
+  ps__host_load loads[SUM_THREADS + 1];
+  ps__pool *pool[SUM_THREADS] = {b->exec.pool};
+  uint32_t n = 0;
+  ps_status st = PS_OK;
+  for (uint32_t i = 0; st == PS_OK && i < SUM_THREADS; i++) {
+    const uint32_t threads = (hw->n_threads + (1u << i) - 1) >> i;
+    if (n && threads == loads[n - 1].threads) break;
+    if (i) st = ps__pool_create(&pool[i], threads, "measure");
+    at_work[n] = (load){.whole = *b, .run = case_accumulate, .args = &sum, .bytes_a_run = 3.0 * (double)b->bytes / LOAD_PARTS};
+    at_work[n].whole.exec.pool = pool[i];
+    loads[n] = (ps__host_load){&at_work[n], PS_SHARE_SUMS, threads, load_start, load_bytes, load_stop};
+    n++;
+  }
+  at_work[n] = (load){.whole = *b, .run = case_optimizer, .bytes_a_run = 7.0 * (double)b->bytes / LOAD_PARTS};
+  loads[n] = (ps__host_load){&at_work[n], PS_SHARE_OPTIMIZER, hw->n_threads, load_start, load_bytes, load_stop};
+  const ps__host_work work = {{b->memory + 4 * b->bytes, b->set_bytes, b->n_sets}, loads, n + 1};
+  if (st == PS_OK) st = ps__cuda_measure(hw, b->seconds, at_length, &work);
+  for (uint32_t i = 1; i < SUM_THREADS; i++) ps__pool_destroy(pool[i]);
+  return st;
+}
+#endif
+
 static ps_status measure(bench *b, ps_hardware *hw, bool at_length) {
   if (!b->beside_gpu) measure_compute(b, hw);
   PS_TRY(measure_host(b, hw));
   if (at_length) PS_TRY(measure_threads(b, hw));
   if (at_length) PS_TRY(measure_touch(hw));
 #ifdef PS_CUDA
-  const ps__args_accumulate sum = {.n = b->bytes / LOAD_PARTS / 2, .dt = PS_BF16};
-  load sums = {.whole = *b, .run = case_accumulate, .args = &sum, .bytes_a_run = 3.0 * (double)b->bytes / LOAD_PARTS};
-  load updates = {.whole = *b, .run = case_optimizer, .bytes_a_run = 7.0 * (double)b->bytes / LOAD_PARTS};
-  const ps__host_load beside[2] = {{&sums, load_start, load_bytes, load_stop}, {&updates, load_start, load_bytes, load_stop}};
-  if (b->beside_gpu) PS_TRY(ps__cuda_measure(hw, b->seconds, at_length, beside));
+  if (b->beside_gpu) PS_TRY(measure_gpu(b, hw, at_length));
 #endif
   hw->measured = 1;
   return PS_OK;
@@ -314,9 +358,50 @@ static ps_status measure(bench *b, ps_hardware *hw, bool at_length) {
 static double seconds_a_case(double seconds, bool beside_gpu, bool at_length) {
   double cases = HOST_CASES + at_length;
 #ifdef PS_CUDA
-  if (beside_gpu) cases += PS__CUDA_CASES + (at_length ? PS__CUDA_MORE_CASES : 0);
+  if (beside_gpu) cases += PS__CUDA_CASES + PS__CUDA_CASES_A_LOAD * (SUM_THREADS + 1) + (at_length ? PS__CUDA_MORE_CASES : 0);
 #endif
   return seconds / (beside_gpu ? cases : cases + COMPUTE_CASES);
+}
+
+/* ---- memory to measure in -------------------------------------------------------------------------------------------------------------- */
+
+enum { SET_PARTS = 64 };
+
+/* A part of the sets behind the first: values as there, moments zero. */
+static void fill_part(void *arg, int64_t task, uint32_t worker) {
+  const bench *b = arg;
+  const uint64_t part = 2 * b->bytes / SET_PARTS, at = (uint64_t)task % SET_PARTS * part;
+  char *set = b->memory + (1 + (uint64_t)task / SET_PARTS) * b->set_bytes;
+  (void)worker;
+  memcpy(set + at, b->memory + at, part);
+  memset(set + 2 * b->bytes + at, 0, part);
+}
+
+/* Half of the memory that is free now, at length beside a GPU; a set otherwise. */
+static uint32_t sets_of(const bench *b, bool at_length) {
+  if (!b->beside_gpu || !at_length) return 1;
+  const uint64_t n = ps__host_memory_free() / 2 / b->set_bytes;
+  return n < 1 ? 1 : n > 63 ? 63 : (uint32_t)n; /* time_case() keeps 64 times */
+}
+
+static ps_status map_sets(bench *b, uint32_t device, bool at_length) {
+  b->set_bytes = 4 * b->bytes;
+#ifdef PS_CUDA
+  if (b->beside_gpu) b->set_bytes += 2ull * PS__COPY_BYTES;
+#endif
+  b->n_sets = sets_of(b, at_length);
+  PS_TRY(ps__map((void **)&b->memory, b->n_sets * b->set_bytes, "measuring the machine"));
+#ifdef PS_CUDA
+  if (b->beside_gpu) ps__cuda_place(device, b->memory, b->n_sets * b->set_bytes);
+#else
+  (void)device;
+#endif
+  use_set(b, 0);
+  fill(b->a, b->bytes, 1);
+  fill(b->b, b->bytes, 2);
+  fill(b->d, BUFFER, 3);
+  ps__pool_run(b->exec.pool, (int64_t)(b->n_sets - 1) * SET_PARTS, fill_part, b);
+  return PS_OK;
 }
 
 static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds, bool at_length) {
@@ -324,32 +409,20 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
   ps_hardware hw;
   PS_TRY(ps__hardware_facts(&hw, backend, device, n_threads));
   bench b = {.bytes = backend == PS_BACKEND_CUDA ? LARGE_BUFFER : BUFFER, .beside_gpu = backend == PS_BACKEND_CUDA};
-  if (seconds == 0) seconds = b.beside_gpu ? (at_length ? 80 : 12) : at_length ? 5 : 1;
+  if (seconds == 0) seconds = b.beside_gpu ? (at_length ? 110 : 16) : at_length ? 5 : 1;
   b.seconds = seconds_a_case(seconds, b.beside_gpu, at_length);
-  char *buffers = NULL, *scratch = NULL;
+  char *scratch = NULL;
   const size_t scratch_bytes = (size_t)SCRATCH * hw.n_threads;
   ps_status st = ps__pool_create(&b.exec.pool, hw.n_threads, "measure");
   if (st == PS_OK) st = ps__pool_create(&b.io, ps__io_threads(hw.n_threads), "measure");
-  if (st == PS_OK) st = ps__map((void **)&buffers, 4 * b.bytes, "measuring the machine");
   if (st == PS_OK) st = ps__map((void **)&scratch, scratch_bytes, "measuring the machine");
-#ifdef PS_CUDA
-  if (st == PS_OK && b.beside_gpu) ps__cuda_place(device, buffers, 4 * b.bytes);
-#endif
-  if (st == PS_OK) {
-    b.a = buffers;
-    b.b = buffers + b.bytes;
-    b.c = buffers + 2 * b.bytes;
-    b.d = buffers + 3 * b.bytes;
-    b.exec.scratch = scratch;
-    b.exec.scratch_bytes = SCRATCH;
-    fill(b.a, b.bytes, 1);
-    fill(b.b, b.bytes, 2);
-    fill(b.d, BUFFER, 3);
-    st = measure(&b, &hw, at_length);
-  }
+  b.exec.scratch = scratch;
+  b.exec.scratch_bytes = SCRATCH;
+  if (st == PS_OK) st = map_sets(&b, device, at_length);
+  if (st == PS_OK) st = measure(&b, &hw, at_length);
   if (st == PS_OK) *out = hw;
   if (scratch) ps__unmap(scratch, scratch_bytes);
-  if (buffers) ps__unmap(buffers, 4 * b.bytes);
+  if (b.memory) ps__unmap(b.memory, b.n_sets * b.set_bytes);
   ps__pool_destroy(b.io);
   ps__pool_destroy(b.exec.pool);
   return st;

@@ -29,9 +29,14 @@ typedef struct ps__cost_model {
   const ps_hardware *hw;
   ps_dtype dt;
   uint32_t n_threads;
+  double sum_speed;                               /* of sums at home on the plan's threads for them: times that of those on all */
   double slower[PS_SIM_KINDS][1 << PS_SIM_KINDS]; /* ps_sim_cost.slower of copies to the device, to the host, sums and the optimizer */
 } ps__cost_model;
-ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_threads);
+ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_threads, uint32_t sum_threads);
+/* ps__sum_threads() - the @i-th number of threads that sums were measured on, all of the host stream's first; 0: none. ps__sum_speed() - how fast they are on so many
+ * alone: times as fast as on all. */
+uint32_t ps__sum_threads(const ps_hardware *hw, uint32_t i);
+double ps__sum_speed(const ps_hardware *hw, uint32_t threads);
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */
 /* The same of a virtual op: ns alone on the machine. @args: as the kernel takes them, read for products and attention. */
 double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream, const void *args, ps_work work);

@@ -60,6 +60,8 @@ static void write_text(text *t, const ps_plan *p) {
       where(r->resident_param_units, r->n_units), (unsigned long long)r->resident_param_units, (unsigned long long)r->n_units, turn,
       where(r->resident_grad_units, r->n_units), r->resident_update_units ? "on the device" : "at the host",
       ps_recipe_name((ps_recipe)p->cfg.recipe));
+  if (p->spec.sum_threads && p->spec.sum_threads < p->hw.n_threads && p->layout.n_rounds > 1)
+    say(t, "gradients        added at home by %u of %u threads: copies get more of the host's memory\n", p->spec.sum_threads, p->hw.n_threads);
   if (r->streamed_update_units)
     say(t, "updates          %llu units on the device, their moments coming from the host and going back\n", (unsigned long long)r->streamed_update_units);
   if (p->spec.embed_at_home) say(t, "embedding        gathered at home, its gradient added there\n");
@@ -103,7 +105,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
       {"resident_update_units", r->resident_update_units}, {"streamed_update_units", r->streamed_update_units}, {"turn_units", r->turn_units}, {"n_units", r->n_units},
       {"saved_device_bytes", r->saved_device_bytes}, {"saved_host_bytes", r->saved_host_bytes},
       {"saved_recompute_bytes", r->saved_recompute_bytes}, {"h2d_bytes", r->h2d_bytes}, {"d2h_bytes", r->d2h_bytes},
-      {"n_ops", r->n_ops}, {"n_waits", r->n_waits}, {"n_candidates", r->n_candidates}, {"n_feasible", r->n_feasible}};
+      {"sum_threads", p->spec.sum_threads}, {"n_ops", r->n_ops}, {"n_waits", r->n_waits}, {"n_candidates", r->n_candidates}, {"n_feasible", r->n_feasible}};
   for (size_t i = 0; i < sizeof field / sizeof *field; i++) ps__jsonw_uint(w, field[i].name, field[i].value);
   ps__jsonw_string(w, "recipe", ps_recipe_name((ps_recipe)p->cfg.recipe));
   ps__jsonw_bool(w, "clip", p->cfg.clip != 0);

@@ -26,6 +26,7 @@ typedef struct ps__spec {
   uint32_t param_lead, saved_lead, saved_lag, grad_lag;
   uint32_t sum_lag;           /* as grad_lag, at home: memory of contributions that are to be added, so that the host stream may fall behind in a backward pass and catch up
                                  in the next forward pass */
+  uint32_t sum_threads;       /* that sums of gradients at home run on; 0: all of the host stream's */
   uint32_t turn_blocks;       /* the first so many blocks, as far as they are streamed, keep their parameters from a round's backward visit to the next round's forward visit:
                                  the passes are a zigzag, and at its lower turn the memory of the saved tensors is free */
   uint32_t n_units, n_layers, n_chunks; /* n_chunks: chunks of the largest round */

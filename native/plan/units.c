@@ -164,7 +164,7 @@ static void emit_sumsq_home(ps__builder *b, uint32_t unit, uint32_t staging) {
   const uint64_t e = ps_dtype_bytes(s->dt), at = (uint64_t)unit * PS__NORM_SLOTS * 8;
   const bool add = staging != PS__NO_VT;
   for (uint32_t i = 0; i < n; i++) {
-    const ps__args_sumsq a = {.n = run[i].n, .dt = s->dt};
+    const ps__args_sumsq a = {.n = run[i].n, .dt = s->dt, .n_threads = s->spec->sum_threads};
     const uint64_t offset = run[i].offset * e, bytes = run[i].n * e;
     ps__vaccess access[3];
     uint32_t k = 0;
@@ -187,7 +187,7 @@ static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, boo
   if (first) return;
   if (total) emit_sumsq_home(b, unit, to);
   else {
-    const ps__args_accumulate a = {.n = h->n, .dt = s->dt};
+    const ps__args_accumulate a = {.n = h->n, .dt = s->dt, .n_threads = s->spec->sum_threads};
     const ps__vaccess access[2] = {ps__whole(b, to, PS_READ), ps__whole(b, h->grad, PS_READ_WRITE)};
     ps__emit(b, &ps__k_accumulate_host, PS__S_HOST, &a, sizeof a, access, 2, ps__bytes_work(3.0 * (double)bytes), tag);
   }

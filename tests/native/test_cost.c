@@ -32,7 +32,7 @@ static ps_hardware random_machine(void) {
 }
 
 static double rate_of(const ps_hardware *hw, const ps_kernel *kernel, uint32_t stream, const void *args, ps_work work) {
-  const ps__cost_model m = ps__cost_model_of(hw, PS_BF16, 2);
+  const ps__cost_model m = ps__cost_model_of(hw, PS_BF16, 2, 0);
   return (work.flops > 0 ? work.flops : work.bytes) / ps__cost_ns(&m, kernel, stream, args, work) * 1e9;
 }
 
@@ -143,7 +143,7 @@ static void host_ops_have_their_own_rates(const ps_hardware *hw) {
   CHECK(same(rate_of(hw, &ps__k_embed_bwd_host, PS__S_HOST, NULL, work), 2e9) && same(rate_of(hw, &ps__k_sumsq_host, PS__S_HOST, NULL, work), 3e9));
   CHECK(same(rate_of(hw, &ps__k_accumulate_sumsq_host, PS__S_HOST, NULL, work), 5e9));
   CHECK(same(rate_of(hw, &ps__k_embed_fwd, PS__S_IO, NULL, work), 4e9));
-  ps__cost_model m = {hw, PS_BF16, 2};
+  ps__cost_model m = ps__cost_model_of(hw, PS_BF16, 2, 0);
   ps_sim_cost cost;
   ps__cost(&m, &(ps_op_view){.kernel = &ps__k_sumsq_host, .stream = PS__S_HOST, .work = work}, &cost);
   CHECK(cost.demand[PS__RES_MEMORY] == 3.0 / 8);
@@ -159,7 +159,7 @@ static void idle_time_shortens_what_takes_power(const ps_hardware *hw) {
     ps_hardware some = *hw;
     some.backend = backend;
     some.idle_gain = 0.5;
-    ps__cost_model m = ps__cost_model_of(&some, PS_BF16, 2);
+    ps__cost_model m = ps__cost_model_of(&some, PS_BF16, 2, 0);
     for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
       ps_sim_cost cost;
       const void *args = i == 0 ? (const void *)&g : i == 1 ? (const void *)&a : NULL;

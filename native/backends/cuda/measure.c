@@ -23,7 +23,7 @@ static const double PRODUCTS_SHARE = 1.5, ATTENTION_SHARE = 0.6; /* of the other
 static const double COPIES_SHARE = 0.5;                          /* of the time: about a streamed step's */
 
 /* Device memory: VALUES of bf16, of which what lies before OUT is only read; SUMS of fp32 results and ids. Places in MiB. */
-static const uint64_t MIB = 1u << 20, VALUES = 1664ull << 20, SUMS = 544ull << 20, PINNED = 256ull << 20, MARGIN = 64ull << 20;
+static const uint64_t MIB = 1u << 20, VALUES = 1664ull << 20, SUMS = 544ull << 20, COPY = PS__COPY_BYTES, MARGIN = 64ull << 20;
 enum { X = 0, W = 448, Y = 560, OUT = 1008, COPIED = 1536 };  /* operands before OUT, of up to 16384 rows; results; what copies bring */
 enum { Q = 0, KV = 256, D_O = 560, O = 1008, DQ = 1264 };     /* of up to 32768 rows and 65536 keys */
 enum { DKV = 0, LSE = 512, DOC_START = 528 };                 /* in SUMS */
@@ -35,13 +35,16 @@ typedef struct bench {
   CUevent event[2][MAX_PARTS + 1];
   CUdeviceptr memory;        /* values, sums, scratch, workspace */
   char *values, *sums;
-  void *pinned[2];           /* PINNED / 2 bytes each */
+  const ps__host_work *host;
+  uint32_t n_pinned;         /* of its places */
+  uint32_t n_copied[2];      /* to the device, to the host */
   uint32_t n_products;       /* that ran */
   ps__cuda_exec exec;
 } bench;
 
 static void *value(const bench *b, int at_mib) { return b->values + (uint64_t)at_mib * MIB; }
 static void *sum(const bench *b, int at_mib) { return b->sums + (uint64_t)at_mib * MIB; }
+static char *place(const bench *b, uint32_t i) { return b->host->places.first + i % b->host->places.n * b->host->places.stride; }
 
 static ps_status launch(bench *b, const ps_kernel *k, const void *args, void *const *ptr, uint32_t n) {
   const ps_launch l = {.args = args, .ptr = ptr, .n_ptr = n, .exec = &b->exec};
@@ -247,7 +250,7 @@ static ps_status usual_attention(bench *b) {
 /* Plans for the shape, and its documents on the device. @fits: its scratch is no more than was foreseen, and where documents are to be found a library finds them. */
 static ps_status prepare_attention(bench *b, const ps_attention_rate *r, bool *fits) {
   const ps__args_attention a = attention_args(r);
-  int32_t *doc_start = b->pinned[1];
+  int32_t *doc_start = (int32_t *)(void *)(place(b, 0) + COPY);
   const uint32_t length = r->rows / r->packed;
   size_t scratch[2] = {0};
   ps_status st = ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, &scratch[0]);
@@ -384,11 +387,11 @@ static ps_status case_small(bench *b) {
 }
 
 static ps_status copy(bench *b, CUstream stream, void *dst, const void *src) {
-  PS__CUDA_TRY(b->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst, (CUdeviceptr)(uintptr_t)src, PINNED / 2, stream));
+  PS__CUDA_TRY(b->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst, (CUdeviceptr)(uintptr_t)src, COPY, stream));
   return PS_OK;
 }
-static ps_status case_h2d(bench *b) { return copy(b, b->in, value(b, COPIED), b->pinned[0]); }
-static ps_status case_d2h(bench *b) { return copy(b, b->out, b->pinned[1], value(b, Y)); }
+static ps_status case_h2d(bench *b) { return copy(b, b->in, value(b, COPIED), place(b, b->n_copied[0]++)); }
+static ps_status case_d2h(bench *b) { return copy(b, b->out, place(b, b->n_copied[1]++) + COPY, value(b, Y)); }
 static ps_status case_both(bench *b) {
   PS_TRY(case_h2d(b));
   return case_d2h(b);
@@ -402,11 +405,11 @@ static ps_status measure_bandwidths(bench *b, double seconds) {
   PS_TRY(time_case(b, case_small, seconds / 2, s));
   hw->op_ns = s[0] * 1e7;
   PS_TRY(time_case(b, case_h2d, seconds, s));
-  hw->h2d_bytes_per_s = (double)(PINNED / 2) / s[0];
+  hw->h2d_bytes_per_s = (double)COPY / s[0];
   PS_TRY(time_case(b, case_d2h, seconds, s));
-  hw->d2h_bytes_per_s = (double)(PINNED / 2) / s[0];
+  hw->d2h_bytes_per_s = (double)COPY / s[0];
   PS_TRY(time_case(b, case_both, seconds, s));
-  hw->duplex_bytes_per_s = (double)(PINNED / 2) / s[0];
+  hw->duplex_bytes_per_s = (double)COPY / s[0];
   return PS_OK;
 }
 
@@ -428,10 +431,10 @@ static ps_status keep_flowing(bench *b, flow *f) {
   return PS_OK;
 }
 
-/* What copies and a host op get of the host's memory while all of @kinds want it. Each flows at its own rate, which is counted over the second half of the time. */
-static ps_status measure_share(bench *b, double seconds, const ps__host_load *load, uint32_t kinds, ps_memory_share *out) {
+/* What a host op and @copies get of the host's memory while all of them want it. Each flows at its own rate, which is counted over the second half of the time. */
+static ps_status measure_share(bench *b, double seconds, const ps__host_load *load, uint32_t copies, ps_memory_share *out) {
   flow flows[2] = {{.stream = b->in, .event = b->event[0], .copy = case_h2d}, {.stream = b->out, .event = b->event[1], .copy = case_d2h}};
-  const uint32_t wanted[2] = {kinds & PS_SHARE_H2D, kinds & PS_SHARE_D2H};
+  const uint32_t wanted[2] = {copies & PS_SHARE_H2D, copies & PS_SHARE_D2H};
   uint64_t at_half[2] = {0}, half = 0;
   double host = 0;
   ps_status st = PS_OK;
@@ -456,18 +459,18 @@ static ps_status measure_share(bench *b, double seconds, const ps__host_load *lo
   PS_TRY(settle(b));
   double rate[2] = {b->hw->h2d_bytes_per_s, b->hw->d2h_bytes_per_s};
   for (int i = 0; i < 2; i++)
-    if (wanted[i]) rate[i] = (double)((flows[i].n_done - at_half[i]) * (PINNED / 2)) / s;
-  *out = (ps_memory_share){.kinds = kinds, .h2d_bytes_per_s = rate[0], .d2h_bytes_per_s = rate[1], .host_bytes_per_s = host / s};
+    if (wanted[i]) rate[i] = (double)((flows[i].n_done - at_half[i]) * COPY) / s;
+  *out = (ps_memory_share){.kinds = copies | load->kind, .threads = load->threads, .h2d_bytes_per_s = rate[0], .d2h_bytes_per_s = rate[1], .host_bytes_per_s = host / s};
   return PS_OK;
 }
 
-/* Every set of copies, beside sums and beside the optimizer. */
-static ps_status measure_memory(bench *b, double seconds, const ps__host_load load[2]) {
-  static const uint32_t copies[] = {PS_SHARE_H2D, PS_SHARE_D2H, PS_SHARE_H2D | PS_SHARE_D2H}, kind[2] = {PS_SHARE_SUMS, PS_SHARE_OPTIMIZER};
+/* Each load alone and beside every set of copies. */
+static ps_status measure_memory(bench *b, double seconds) {
+  static const uint32_t copies[PS__CUDA_CASES_A_LOAD] = {0, PS_SHARE_H2D, PS_SHARE_D2H, PS_SHARE_H2D | PS_SHARE_D2H};
   ps_memory_share *s = b->hw->memory_shares;
-  for (int i = 0; i < 2; i++)
-    for (int k = 0; k < 3; k++) PS_TRY(measure_share(b, seconds, &load[i], copies[k] | kind[i], s++));
-  const ps_memory_share *all = &b->hw->memory_shares[2];
+  for (uint32_t i = 0; i < b->host->n_loads && (i + 1) * PS__CUDA_CASES_A_LOAD <= PS_MAX_MEMORY_SHARES; i++)
+    for (int k = 0; k < PS__CUDA_CASES_A_LOAD; k++) PS_TRY(measure_share(b, seconds, &b->host->load[i], copies[k], s++));
+  const ps_memory_share *all = &b->hw->memory_shares[PS__CUDA_CASES_A_LOAD - 1];
   b->hw->memory_bytes_per_s = all->h2d_bytes_per_s + all->d2h_bytes_per_s + all->host_bytes_per_s;
   return PS_OK;
 }
@@ -493,7 +496,7 @@ static ps_status loaded_turn(bench *b, uint32_t n_products, uint32_t n_copies, d
 
 static ps_status measure_loaded(bench *b, double seconds) {
   ps_hardware *hw = b->hw;
-  const double flops = product_flops(gemm_rows[GEMM_USUAL]), bytes = (double)(PINNED / 2);
+  const double flops = product_flops(gemm_rows[GEMM_USUAL]), bytes = (double)COPY;
   const uint32_t n_products = 16, n_copies = 1 + (uint32_t)(n_products * flops / hw->gemm[GEMM_USUAL].forward_flops_per_s * hw->duplex_bytes_per_s / bytes);
   double total[3] = {0};
   uint32_t n = 0;
@@ -518,7 +521,7 @@ static ps_status measure_pageable(bench *b, double seconds) {
   memset(p, 1, bytes);
   ps_status st = PS_OK;
   for (const uint64_t begin = ps__now_ns(); st == PS_OK && (n < 2 || seconds_since(begin) < seconds); n++) {
-    char *part = (char *)p + n % 8 * (PINNED / 2);
+    char *part = (char *)p + n % 8 * COPY;
     for (int home = 0; st == PS_OK && home < 2; home++) {
       const uint64_t t0 = ps__now_ns();
       st = home ? copy(b, b->out, part, value(b, Y)) : copy(b, b->in, value(b, OUT), part);
@@ -527,8 +530,8 @@ static ps_status measure_pageable(bench *b, double seconds) {
     }
   }
   if (st == PS_OK) {
-    hw->pageable_h2d_bytes_per_s = n * (double)(PINNED / 2) / s[0];
-    hw->pageable_d2h_bytes_per_s = n * (double)(PINNED / 2) / s[1];
+    hw->pageable_h2d_bytes_per_s = n * (double)COPY / s[0];
+    hw->pageable_d2h_bytes_per_s = n * (double)COPY / s[1];
     const uint64_t t0 = ps__now_ns();
     if (b->cu->MemHostRegister(p, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP) == CUDA_SUCCESS) {
       hw->pin_bytes_per_s = (double)bytes / seconds_since(t0);
@@ -543,19 +546,20 @@ static ps_status measure_pageable(bench *b, double seconds) {
 
 /* Values as in a model: about N(0, 0.02) in bf16, from the sum of four uniform numbers. */
 static ps_status fill(bench *b) {
-  uint16_t *p = b->pinned[0];
+  uint16_t *p = (uint16_t *)(void *)place(b, 0);
   uint64_t x = 88172645463325252ull;
-  for (uint64_t i = 0; i < PINNED / 4; i++) {
+  for (uint64_t i = 0; i < COPY / 2; i++) {
     x ^= x << 13, x ^= x >> 7, x ^= x << 17;
     const float four = (float)((x & 0xffff) + (x >> 16 & 0xffff) + (x >> 32 & 0xffff) + (x >> 48)) / 65536.0f - 2.0f;
     p[i] = ps__f32_to_bf16(0.035f * four);
   }
-  for (uint64_t at = 0; at < VALUES; at += PINNED / 2) PS_TRY(copy(b, b->exec.stream, b->values + at, p));
+  for (uint32_t i = 1; i < b->host->places.n; i++) memcpy(place(b, i), p, COPY);
+  for (uint64_t at = 0; at < VALUES; at += COPY) PS_TRY(copy(b, b->exec.stream, b->values + at, p));
   return settle(b);
 }
 
 /* The ops of a usual step come first, attention between products: what they make the driver take is device_overhead_bytes. */
-static ps_status measure(bench *b, double seconds, bool at_length, const ps__host_load load[2], uint64_t bytes) {
+static ps_status measure(bench *b, double seconds, bool at_length, uint64_t bytes) {
   uint64_t used = 0;
   double full;
   bool fits;
@@ -569,7 +573,7 @@ static ps_status measure(bench *b, double seconds, bool at_length, const ps__hos
   PS_TRY(ps__cuda_memory_used(b->hw->device, &used));
   b->hw->device_overhead_bytes = ps_round_up((used > bytes ? used - bytes : 0) + MARGIN, 2u << 20);
   for (int i = 0; i < N_ATTENTION; i++) PS_TRY(measure_attention(b, i, seconds));
-  PS_TRY(measure_memory(b, seconds, load));
+  PS_TRY(measure_memory(b, seconds));
   return at_length ? measure_pageable(b, seconds) : PS_OK;
 }
 
@@ -588,7 +592,8 @@ static ps_status reserve(bench *b, uint64_t *bytes) {
   const uint64_t scratch = scratch_needed(b->hw);
   *bytes = ps_round_up(VALUES + SUMS + scratch + workspace, 2u << 20);
   CUresult r = b->cu->MemAlloc(&b->memory, *bytes);
-  for (int i = 0; r == CUDA_SUCCESS && i < 2; i++) r = b->cu->MemHostAlloc(&b->pinned[i], PINNED / 2, 0);
+  for (; r == CUDA_SUCCESS && b->n_pinned < b->host->places.n; b->n_pinned += r == CUDA_SUCCESS)
+    r = b->cu->MemHostRegister(place(b, b->n_pinned), 2 * COPY, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
   if (r == CUDA_SUCCESS) r = b->cu->StreamCreate(&b->exec.stream, CU_STREAM_NON_BLOCKING);
   if (r == CUDA_SUCCESS) r = b->cu->StreamCreate(&b->in, CU_STREAM_NON_BLOCKING);
   if (r == CUDA_SUCCESS) r = b->cu->StreamCreate(&b->out, CU_STREAM_NON_BLOCKING);
@@ -611,13 +616,12 @@ static void release(bench *b) {
   if (b->exec.stream) b->cu->StreamDestroy(b->exec.stream);
   if (b->in) b->cu->StreamDestroy(b->in);
   if (b->out) b->cu->StreamDestroy(b->out);
-  for (int i = 0; i < 2; i++)
-    if (b->pinned[i]) b->cu->MemFreeHost(b->pinned[i]);
+  for (uint32_t i = 0; i < b->n_pinned; i++) b->cu->MemHostUnregister(place(b, i));
   if (b->memory) b->cu->MemFree(b->memory);
 }
 
-ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool at_length, const ps__host_load load[2]) {
-  bench b = {.hw = hw};
+ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool at_length, const ps__host_work *host) {
+  bench b = {.hw = hw, .host = host};
   CUdevice dev;
   CUcontext ctx, old;
   uint64_t bytes = 0;
@@ -627,7 +631,7 @@ ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool at_length, cons
   if (r == CUDA_SUCCESS) r = b.cu->CtxPushCurrent(ctx);
   if (r != CUDA_SUCCESS) return ps__cuda_fail(b.cu, r, "cuDevicePrimaryCtxRetain");
   ps_status st = reserve(&b, &bytes);
-  if (st == PS_OK) st = measure(&b, seconds, at_length, load, bytes);
+  if (st == PS_OK) st = measure(&b, seconds, at_length, bytes);
   release(&b);
   b.cu->CtxPopCurrent(&old);
   return st;

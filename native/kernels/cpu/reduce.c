@@ -53,13 +53,20 @@ static void add_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   reduce_add(j->total, j->g, (size_t)first, (size_t)end, j->dt);
 }
 
+static ps__cpu_exec with_threads(const ps__cpu_exec *exec, uint32_t n_threads) {
+  ps__cpu_exec e = *exec;
+  e.n_threads = n_threads;
+  return e;
+}
+
 /* accumulate, accumulate_host
  * math    total[i] = round(total[i] + g[i]), the sum in fp32
  * bytes   3*n*sizeof(dt).   determinism  bitwise: elementwise */
 static ps_status accumulate(const ps_launch *l) {
   const ps__args_accumulate *a = l->args;
+  const ps__cpu_exec exec = with_threads(l->exec, a->n_threads);
   add_job job = {l->ptr[0], l->ptr[1], a->dt};
-  ps__cpu_rows(l->exec, (int64_t)a->n, 1 << 16, add_task, &job);
+  ps__cpu_rows(&exec, (int64_t)a->n, 1 << 16, add_task, &job);
   return PS_OK;
 }
 
@@ -254,7 +261,8 @@ static void sum_squares(const ps_launch *l, const void *g, void *total, double *
   const ps__args_sumsq *a = l->args;
   sq_job job = {.g = g, .total = total, .n = a->n, .group = ps__sumsq_group(a->n), .dt = a->dt};
   const int64_t n_groups = (int64_t)((a->n + job.group - 1) / job.group);
-  ps__cpu_rows(l->exec, n_groups, 1, sq_task, &job);
+  const ps__cpu_exec exec = with_threads(l->exec, a->n_threads);
+  ps__cpu_rows(&exec, n_groups, 1, sq_task, &job);
   double sum = 0.0;
   for (int64_t k = 0; k < n_groups; k++) sum += job.sum[k];
   memcpy(out, &sum, sizeof sum);

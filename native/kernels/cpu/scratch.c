@@ -61,5 +61,5 @@ void ps__cpu_rows(const ps__cpu_exec *exec, int64_t n, int64_t block, ps__rows_f
     return;
   }
   rows_job job = {fn, arg, n, block};
-  ps__pool_run(exec->pool, (n + block - 1) / block, rows_task, &job);
+  ps__pool_run_some(exec->pool, exec->n_threads ? exec->n_threads : ps__pool_size(exec->pool), (n + block - 1) / block, rows_task, &job);
 }
