@@ -4,8 +4,11 @@
 #include <string.h>
 
 /* Ops emitted and simulated at most, over all starts. */
-static const uint64_t REFINE_OPS = 7000000;
-enum { N_REFINED = 6, N_FINISHED = 2 }; /* starts that share the first half of them, with fewer rounds a step; the best of them, the second, with all. Side by side where there are CPUs */
+static const uint64_t REFINE_OPS = 6500000;
+static const double MOST_SLOWER = 1.15; /* than the fastest, before refining */
+/* Starts, of a number of tokens a round at most A_ROUND, that share the first quarter of them; the better ones share the second; the best, with all rounds of a step, the rest.
+ * Side by side where there are CPUs. */
+enum { A_ROUND = 2, N_REFINED = 8, N_BETTER = 4, N_FINISHED = 2 };
 
 /* What refining changes, a part at a time: see ps__member. The share on the device follows: it takes what the cap leaves. */
 enum { MOVE_HOST, MOVE_PARAMS, MOVE_GRADS, MOVE_EXTRA, MOVE_STREAMED, MOVE_SUMS, MOVE_HEAD, MOVE_AHEAD, N_MOVES };
@@ -23,13 +26,14 @@ static bool moved(const ps__search_state *s, ps__member *m, int what, int by) {
   return true;
 }
 
-/* Gives @m the largest share on the device that fits, as far as a few looks tell, beginning from one that should where a step like it took @taken bytes. */
+/* Gives @m the largest share on the device that fits, as far as a few looks tell, beginning from one that should where a step like it took @taken bytes; what it takes too much
+ * of the host it pays with its share there. */
 static ps_status fill_device(ps__search_state *s, ps__member *m, uint64_t taken, double *out_ns, uint64_t *out_taken) {
   const double part = ps__family_share_bytes(&s->family, m);
   const uint64_t cap = s->device_cap;
   int room = cap == UINT64_MAX ? PS__SHARES : (int)(((double)cap - (double)taken) / part), share = m->device + room;
   *out_ns = 0;
-  for (int tries = 0; tries < 4; tries++, share--) {
+  for (int tries = 0; tries < 4; tries++) {
     ps__look z;
     if (share > PS__SHARES - m->host) share = PS__SHARES - m->host;
     if (share < 0) return PS_OK;
@@ -37,48 +41,107 @@ static ps_status fill_device(ps__search_state *s, ps__member *m, uint64_t taken,
     PS_TRY(ps__look_emit(s, m, &z));
     const ps_status st = ps__look_time(s, m, &z, out_ns);
     *out_taken = z.bytes[PS__SPACE_DEVICE];
-    const bool host = z.bytes[PS__SPACE_HOST] <= s->host_cap;
+    const uint64_t host = z.bytes[PS__SPACE_HOST];
     ps__look_free(&z);
-    if (st != PS_OK || *out_ns > 0 || !host) return st;
+    if (st != PS_OK || *out_ns > 0) return st;
+    if (host > s->host_cap) {
+      const double over = (double)(host - s->host_cap) / part + 1;
+      if (over > m->host) return PS_OK;
+      m->host -= (uint8_t)over;
+    } else share--;
   }
   return PS_OK;
 }
 
-/* Where a size's refinement is: its best plan so far, the device memory that takes, and the next move to try: by step[@level], @failed of them in a row led nowhere. */
-typedef struct walk { ps__fastest at; uint64_t taken; uint32_t level, move, failed; bool begun; } walk;
+/* Where a start's refinement is: the plan it is at, the device memory that takes, and the next move to try: by step[@level], @failed of them in a row led nowhere; of the kicks
+ * @kicked led nowhere since the last better plan. */
+typedef struct walk { ps__fastest at; uint64_t taken; uint32_t level, move, failed, kicked; bool begun; } walk;
 
 static const int step[] = {6, 2, 1};
-enum { N_LEVELS = 3 };
+/* From where no step leads on: decisions that are good together are passed by one step at a time, such as contributions that wait while sums run on fewer threads. */
+static const struct { int what, by; } kicks[] = {{MOVE_SUMS, 14}, {MOVE_EXTRA, 24}, {MOVE_PARAMS, 8}, {MOVE_HOST, -10}, {MOVE_STREAMED, 8}, {MOVE_SUMS, -14}};
+enum { N_LEVELS = 3, N_KICKS = sizeof kicks / sizeof *kicks };
 
-/* On from there, to the next better plan near it, as long as there is one and @max_ops are not used up: each decision by larger and then smaller steps, up and down, and further
- * the same way where that was better. */
+/* To @m, where it fits. */
+static ps_status try_member(ps__search_state *s, const walk *w, ps__member m, walk *out) {
+  const ps__member *from = &w->at.member;
+  const double units = (m.keep.params + m.keep.grads - from->keep.params - from->keep.grads) * ps__family_unit_part_bytes(&s->family);
+  *out = *w;
+  PS_TRY(fill_device(s, &m, (uint64_t)((double)w->taken + units), &out->at.ns, &out->taken));
+  out->at.member = m;
+  return PS_OK;
+}
+
+/* To the next better plan near it, as long as there is one: each decision by larger and then smaller steps, up and down, and further the same way where that was better. */
+static ps_status take_step(ps__search_state *s, walk *w) {
+  const int what = (int)w->move / 2, by = (w->move % 2 ? -1 : 1) * (what >= MOVE_HEAD ? 1 : step[w->level]);
+  walk next = {0};
+  ps__member m = w->at.member;
+  if (!(what >= MOVE_HEAD && w->level > 0) && moved(s, &m, what, by)) PS_TRY(try_member(s, w, m, &next));
+  if (next.at.ns > 0 && (w->at.ns == 0 || next.at.ns < w->at.ns)) {
+    *w = next;
+    w->failed = 0;
+    return PS_OK;
+  }
+  w->move = (w->move + 1) % (2 * N_MOVES);
+  if (++w->failed < 2 * N_MOVES) return PS_OK;
+  w->level++;
+  w->failed = 0;
+  return PS_OK;
+}
+
+static ps_status take_kick(ps__search_state *s, walk *w) {
+  walk next = {0};
+  ps__member m = w->at.member;
+  const uint32_t k = w->kicked++;
+  if (moved(s, &m, kicks[k].what, kicks[k].by)) PS_TRY(try_member(s, w, m, &next));
+  if (next.at.ns == 0) return PS_OK;
+  next.kicked = w->kicked;
+  next.level = next.failed = 0;
+  *w = next;
+  return PS_OK;
+}
+
+/* As it is or, with all its rounds, a little less where that is too much; and, where nothing was refined yet, with what refined plans usually have, if that is better. */
+static ps_status begin(ps__search_state *s, walk *w) {
+  walk usual = {0};
+  ps__member m = w->at.member;
+  const ps__layout *l = &s->family.size[m.size].layout;
+  w->begun = true;
+  PS_TRY(fill_device(s, &w->at.member, s->device_cap, &w->at.ns, &w->taken));
+  if (w->taken == 0 || s->whole || m.keep.state || s->plan->hw.backend != PS_BACKEND_CUDA) return PS_OK;
+  m = w->at.member;
+  m.streamed = (uint8_t)(s->plan->model.n_layers / 6 < 255 ? s->plan->model.n_layers / 6 : 255);
+  m.sums = l->n_rounds > 1 ? 6 : 0;
+  m.extra = l->first_round_chunks > l->chunks_per_round ? PS__SHARES / 2 : 0;
+  PS_TRY(try_member(s, w, m, &usual));
+  if (usual.at.ns > 0 && (w->at.ns == 0 || usual.at.ns < w->at.ns)) *w = usual;
+  return PS_OK;
+}
+
+/* On from there until no kick leads to a better plan or @max_ops are used up. */
 static ps_status refine(ps__search_state *s, walk *w, uint64_t max_ops) {
   const uint64_t end = s->n_ops + max_ops;
-  if (!w->begun) {
-    w->begun = true;
-    PS_TRY(fill_device(s, &w->at.member, s->device_cap, &w->at.ns, &w->taken)); /* as it is or, with all its rounds, a little less where that is too much */
-    if (w->taken == 0) w->level = N_LEVELS;
-  }
-  while (w->level < N_LEVELS && s->n_ops < end) {
-    const int what = (int)w->move / 2, by = (w->move % 2 ? -1 : 1) * (what >= MOVE_HEAD ? 1 : step[w->level]);
-    ps__member next = w->at.member;
-    uint64_t now = 0;
-    double ns = 0;
-    if (!(what >= MOVE_HEAD && w->level > 0) && moved(s, &next, what, by)) {
-      const double units = (next.keep.params + next.keep.grads - w->at.member.keep.params - w->at.member.keep.grads) * ps__family_unit_part_bytes(&s->family);
-      PS_TRY(fill_device(s, &next, (uint64_t)((double)w->taken + units), &ns, &now));
-    }
-    if (ns > 0 && (w->at.ns == 0 || ns < w->at.ns)) {
-      w->at = (ps__fastest){ns, next};
-      w->taken = now;
-      w->failed = 0;
+  if (!w->begun) PS_TRY(begin(s, w));
+  walk best = *w;
+  while (w->taken && s->n_ops < end) {
+    if (w->level == N_LEVELS) {
+      const uint32_t kicked = w->kicked;
+      if (kicked == N_KICKS) break;
+      *w = best;
+      w->level = N_LEVELS;
+      w->kicked = kicked;
+      PS_TRY(take_kick(s, w));
       continue;
     }
-    w->move = (w->move + 1) % (2 * N_MOVES);
-    if (++w->failed < 2 * N_MOVES) continue;
-    w->level++;
-    w->failed = 0;
+    PS_TRY(take_step(s, w));
+    if (w->at.ns == 0 || (best.at.ns > 0 && w->at.ns >= best.at.ns)) continue;
+    w->kicked = 0;
+    best = *w;
   }
+  const uint32_t kicked = w->kicked;
+  if (w->at.ns != best.at.ns || w->at.ns == 0) *w = best;
+  w->kicked = kicked;
   return PS_OK;
 }
 
@@ -114,7 +177,7 @@ static void with_all_rounds(branch *b) {
   b->s->whole = true;
   memset(b->s->best, 0, sizeof b->s->best);
   b->at.begun = false;
-  b->at.level = b->at.failed = 0;
+  b->at.level = b->at.failed = b->at.kicked = 0;
   b->max_ops = REFINE_OPS / 2 / N_FINISHED;
 }
 
@@ -125,10 +188,14 @@ static ps_status refine_all(ps__search_state *s, branch *b, uint32_t n) {
   PS_TRY(ps__pool_create(&pool, n_cpus < n ? n_cpus : n, "search"));
   for (uint32_t i = 0; i < n; i++) {
     order[i] = &b[i];
-    b[i].max_ops = REFINE_OPS / 2 / N_REFINED;
+    b[i].max_ops = REFINE_OPS / 4 / N_REFINED;
   }
   ps__pool_run(pool, n, refine_branch, order);
   qsort(order, n, sizeof *order, by_branch);
+  const uint32_t better = n < N_BETTER ? n : N_BETTER;
+  for (uint32_t i = 0; i < better; i++) order[i]->max_ops = REFINE_OPS / 4 / N_BETTER;
+  ps__pool_run(pool, better, refine_branch, order);
+  qsort(order, better, sizeof *order, by_branch);
   for (uint32_t i = 0; i < few; i++) with_all_rounds(order[i]);
   ps__pool_run(pool, few, refine_branch, order);
   ps__pool_destroy(pool);
@@ -145,20 +212,35 @@ static ps_status refine_all(ps__search_state *s, branch *b, uint32_t n) {
   return PS_OK;
 }
 
-/* From the fastest members on, as far as they are not slower by more than refining is likely to gain. */
+/* The fastest members, but of each number of tokens a round A_ROUND at most: what refining gains differs most between these, since small rounds add up the most gradients, and
+ * before it none has its contributions wait or its updates elsewhere. */
+static uint32_t starts(const ps__search_state *s, const ps__fastest *out[N_REFINED]) {
+  uint64_t tokens[N_REFINED];
+  uint32_t n = 0;
+  for (const ps__fastest *f = s->fastest; f < s->fastest + 2 * PS__MAX_SIZES && f->ns > 0 && f->ns < MOST_SLOWER * s->best[0].ns && n < N_REFINED; f++) {
+    const ps__layout *l = &s->family.size[f->member.size].layout;
+    uint32_t like = 0;
+    tokens[n] = l->chunk_tokens * l->chunks_per_round;
+    for (uint32_t i = 0; i < n; i++) like += tokens[i] == tokens[n];
+    if (like < A_ROUND) out[n++] = f;
+  }
+  return n;
+}
+
 ps_status ps__refine(ps__search_state *s) {
   branch b[N_REFINED] = {0};
-  uint32_t n = 0;
+  const ps__fastest *from[N_REFINED];
   ps_status st = PS_OK;
   qsort(s->fastest, sizeof s->fastest / sizeof *s->fastest, sizeof *s->fastest, by_ns);
-  for (; n < N_REFINED && s->fastest[n].ns > 0 && s->fastest[n].ns < 1.06 * s->best[0].ns; n++) {
+  uint32_t n = 0;
+  for (const uint32_t most = starts(s, from); n < most; n++) {
     b[n].s = ps__malloc(sizeof *s);
     if (!b[n].s) {
       st = ps__fail(PS_ENOMEM, "out of memory for the search");
       break;
     }
     *b[n].s = *s; /* the family is shared and not written to */
-    b[n].at.at = s->fastest[n];
+    b[n].at.at = *from[n];
     b[n].s->out = &b[n].out;
     b[n].s->n_ops = 0;
   }
@@ -166,4 +248,3 @@ ps_status ps__refine(ps__search_state *s) {
   for (uint32_t i = 0; i < n; i++) ps__free(b[i].s);
   return st;
 }
-
