@@ -107,6 +107,7 @@ def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
     assert d["measured"] and d["accumulate_bytes_per_s"] == d["sumsq_bytes_per_s"] == 3e9 and d["gather_bytes_per_s"] == 5e9
 
 
+SHARE = {"kinds": 7, "threads": 2, "h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9, "host_bytes_per_s": 1e9}
 WHOLE = {"rows": 64, "kv_rows": 64, "packed": 1, "forward_flops_per_s": 1e12, "backward_flops_per_s": 1e12}
 
 
@@ -119,6 +120,9 @@ WHOLE = {"rows": 64, "kv_rows": 64, "packed": 1, "forward_flops_per_s": 1e12, "b
     ({"attention_bf16": [WHOLE, WHOLE | {"found": 2}]}, r"attention_bf16\[1\]\.found is neither 0 nor 1"),
     ({"attention_bf16": [WHOLE | {"found": 1}]}, r"needs an entry of a whole sequence"),
     ({"attention_bf16": [WHOLE | {"packed": 2}]}, r"needs an entry of a whole sequence"),
+    ({"memory_shares": [SHARE, SHARE | {"kinds": 3}]}, r"memory_shares\[1\]\.kinds 3: neither sums"),
+    ({"memory_shares": [SHARE | {"kinds": 12}]}, r"memory_shares\[0\]\.kinds 12: neither sums"),
+    ({"memory_shares": [SHARE | {"threads": 0}]}, r"memory_shares\[0\]\.threads is missing or no positive"),
     ({"attention_bf16": [WHOLE] * 13}, r"a list of at most 12 entries"),
     ({"gemm_bf16": {"rows": 1}}, r"gemm_bf16 must be a list"),
     ({"gemm_bf16": [{"rows": 1}]}, r"gemm_bf16\[0\]\.forward_flops_per_s is missing"),

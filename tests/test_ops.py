@@ -51,7 +51,7 @@ def struct(name, fields):
 
 
 Fill = struct("Fill", [("Q", "bytes")])
-Accumulate = struct("Accumulate", [("Q", "n"), ("I", "dt")])
+Accumulate = struct("Accumulate", [("Q", "n"), ("I", "dt n_threads")])
 Embed = struct("Embed", [("I", "n_tokens vocab dim dt accumulate")])
 EmbedHost = struct("EmbedHost", [("I", "n_tokens vocab dim dt accumulate chunk_tokens short_tokens group_tokens")])
 Rmsnorm = struct("Rmsnorm", [("I", "rows cols dt accumulate_dw add_dx"), ("f", "eps")])
@@ -59,7 +59,7 @@ Gemm = struct("Gemm", [("I", "m n k lda ldb ldc"), ("B", "trans_a trans_b accumu
 Swiglu = struct("Swiglu", [("I", "n_tokens ffn_dim dt")])
 Colsum = struct("Colsum", [("I", "rows cols ld dt accumulate")])
 CrossEntropy = struct("CrossEntropy", [("I", "rows vocab dt")])
-Sumsq = struct("Sumsq", [("Q", "n"), ("I", "dt")])
+Sumsq = struct("Sumsq", [("Q", "n"), ("I", "dt n_threads")])
 
 
 class Buffer:
@@ -252,6 +252,10 @@ def test_accumulate_sumsq_leaves_the_bits_of_both(n, dt):
     (expected,) = run("accumulate_host", Accumulate(n, CODE[dt]), [("r", g), ("rw", total)])
     (sums,) = run("sumsq_host", Sumsq(n, CODE[dt]), [("r", expected), ("w", torch.zeros(1, dtype=torch.float64))])
     assert same_bits(added, expected) and squares.item() == sums.item()
+    for n_threads in (1, 2, 100):
+        again, as_before = run("accumulate_sumsq_host", Sumsq(n, CODE[dt], n_threads), [("r", g), ("rw", total), ("w", torch.zeros(1, dtype=torch.float64))])
+        (alone,) = run("accumulate_host", Accumulate(n, CODE[dt], n_threads), [("r", g), ("rw", total)])
+        assert same_bits(again, expected) and same_bits(alone, expected) and as_before.item() == squares.item()
 
 
 @DTYPES

@@ -117,7 +117,7 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  * Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE. */
 PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
 
-/* ps_hardware_profile() - the same at length (@seconds 0: 5; on CUDA 110, which is 2.5 s a case, the host's in half of the memory that is free), and what the struct has for people. */
+/* ps_hardware_profile() - the same at length (@seconds 0: 5; on CUDA 110, which is 2.5 s a case, the host's in three quarters of the memory that is free), and what the struct has for people. */
 PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
 
 /* ps_hardware_read() / _write() - rates as JSON; facts are taken anew from the machine. A file of another machine (CPU, GPU, CPU count or

@@ -70,7 +70,8 @@ void ps__pool_destroy(ps__pool *p);
 uint32_t ps__pool_size(const ps__pool *p);
 typedef void (*ps__task_fn)(void *arg, int64_t task, uint32_t worker);
 void ps__pool_run(ps__pool *p, int64_t n_tasks, ps__task_fn fn, void *arg);
-void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__task_fn fn, void *arg); /* on at most so many of its threads, >= 1 */
+void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__task_fn fn, void *arg); /* on so many of its threads, >= 1; one that
+                                                                                                            is late from the run before may help. On one: the caller's */
 
 /* What a CPU kernel runs with: a pool, and scratch for each worker (64-byte aligned, reserved before the first step).
  * worker w's scratch is scratch + w * scratch_bytes. */

@@ -103,6 +103,10 @@ static ps_status read_tables(ps_hardware *hw, const ps__json *j, const char *pat
       return ps__fail(PS_EFORMAT, "%s: %s must be a list of at most %u entries", path, t->name, t->max);
     for (size_t i = 0; i < ps__json_length(list); i++) PS_TRY(read_entry(hw, t, i, ps__json_at(list, i), path));
   }
+  for (const ps_memory_share *s = hw->memory_shares; s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++)
+    if (s->kinds < PS_SHARE_SUMS || s->kinds >= PS_SHARE_OPTIMIZER + PS_SHARE_SUMS)
+      return ps__fail(PS_EFORMAT, "%s: memory_shares[%zu].kinds %u: neither sums (4) nor the optimizer (8) with copies to the device (1), to the host (2) or both", path,
+                      (size_t)(s - hw->memory_shares), s->kinds);
   bool whole = !hw->attention[0].rows;
   for (const ps_attention_rate *r = hw->attention; r < hw->attention + PS_MAX_ATTENTION_RATES && r->rows; r++) {
     if (r->kv_rows < r->rows || ((r->packed > 1 || r->found) && r->kv_rows > r->rows))

@@ -377,10 +377,10 @@ static void fill_part(void *arg, int64_t task, uint32_t worker) {
   memset(set + 2 * b->bytes + at, 0, part);
 }
 
-/* Half of the memory that is free now, at length beside a GPU; a set otherwise. */
+/* Three quarters of the memory that is free now, at length beside a GPU; a set otherwise. */
 static uint32_t sets_of(const bench *b, bool at_length) {
   if (!b->beside_gpu || !at_length) return 1;
-  const uint64_t n = ps__host_memory_free() / 2 / b->set_bytes;
+  const uint64_t n = ps__host_memory_free() / 4 * 3 / b->set_bytes;
   return n < 1 ? 1 : n > 63 ? 63 : (uint32_t)n; /* time_case() keeps 64 times */
 }
 

@@ -4,7 +4,7 @@
 #include <string.h>
 
 /* Ops emitted and simulated at most, over all starts. */
-static const uint64_t REFINE_OPS = 6500000;
+static const uint64_t REFINE_OPS = 5500000;
 static const double MOST_SLOWER = 1.15; /* than the fastest, before refining */
 /* Starts, of a number of tokens a round at most A_ROUND, that share the first quarter of them; the better ones share the second; the best, with all rounds of a step, the rest.
  * Side by side where there are CPUs. */

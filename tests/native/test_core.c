@@ -115,6 +115,11 @@ static void sum_task(void *arg, int64_t task, uint32_t worker) {
   atomic_fetch_add(&s->total, task);
 }
 
+static void own_task(void *arg, int64_t task, uint32_t worker) {
+  CHECK(worker == 0);
+  sum_task(arg, task, worker);
+}
+
 static void test_pools(int rounds) {
   int64_t before = ps__live_allocations();
   for (uint32_t n_threads = 1; n_threads <= 5; n_threads++) {
@@ -123,7 +128,9 @@ static void test_pools(int rounds) {
     for (int r = 0; r < rounds; r++) {
       int64_t n = (r * 7) % 40, seen[40] = {0};
       sums s = {seen, 0, n_threads};
-      ps__pool_run(p, n, sum_task, &s);
+      const uint32_t some = 1 + (uint32_t)r % (n_threads + 1);
+      if (some > n_threads) ps__pool_run(p, n, sum_task, &s);
+      else ps__pool_run_some(p, some, n, some == 1 ? own_task : sum_task, &s);
       CHECK(s.total == n * (n - 1) / 2);
       for (int64_t i = 0; i < 40; i++)
         CHECK(seen[i] == (i < n));

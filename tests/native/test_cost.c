@@ -149,6 +149,40 @@ static void host_ops_have_their_own_rates(const ps_hardware *hw) {
   CHECK(cost.demand[PS__RES_MEMORY] == 3.0 / 8);
 }
 
+/* Sums alone, beside copies to the device, and beside copies both ways, on four threads and on two; AdamW beside copies both ways. */
+static void memory_is_divided_as_measured(const ps_hardware *of) {
+  ps_hardware hw = *of;
+  const uint32_t in = PS_SHARE_H2D, home = PS_SHARE_D2H, sums = PS_SHARE_SUMS, adamw = PS_SHARE_OPTIMIZER;
+  const ps_memory_share is[] = {{sums, 4, 50e9, 50e9, 100e9}, {sums | in, 4, 40e9, 50e9, 80e9}, {sums | in | home, 4, 20e9, 40e9, 50e9},
+    {sums, 2, 50e9, 50e9, 60e9}, {sums | in | home, 2, 45e9, 48e9, 40e9}, {adamw, 4, 50e9, 50e9, 90e9}, {adamw | in | home, 4, 25e9, 60e9, 30e9}};
+  memcpy(hw.memory_shares, is, sizeof is);
+  hw.backend = PS_BACKEND_CUDA;
+  hw.h2d_bytes_per_s = hw.d2h_bytes_per_s = 50e9;
+  CHECK(ps__sum_threads(&hw, 0) == 4 && ps__sum_threads(&hw, 1) == 2 && ps__sum_threads(&hw, 2) == 0 && ps__sum_threads(of, 0) == 0);
+  CHECK(same(ps__sum_speed(&hw, 4), 1) && same(ps__sum_speed(&hw, 2), 0.6) && same(ps__sum_speed(of, 2), 1));
+  const ps_work work = {.bytes = 1e6};
+  for (uint32_t threads = 2; threads <= 4; threads += 2) {
+    ps__cost_model m = ps__cost_model_of(&hw, PS_BF16, 4, threads);
+    const struct { const ps_kernel *kernel; uint32_t stream, kind; double beside_sums_and_in, beside_sums, beside_adamw; } op[] = {
+      {NULL, PS__S_H2D, in, threads == 4 ? 50.0 / 40 : 1, threads == 4 ? 50.0 / 20 : 50.0 / 45, 2},
+      {NULL, PS__S_D2H, home, 1, threads == 4 ? 50.0 / 40 : 50.0 / 48, 1}, /* never faster than alone */
+      {&ps__k_accumulate_host, PS__S_HOST, sums, threads == 4 ? 100.0 / 80 : 1, threads == 4 ? 2 : 60.0 / 40, 1}};
+    for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
+      ps_sim_cost c;
+      ps__cost(&m, &(ps_op_view){.kernel = op[i].kernel, .stream = op[i].stream, .work = work}, &c);
+      CHECK(c.kind == op[i].kind && c.slower[c.kind] == 1 && c.slower[in | home] == 1 && c.demand[PS__RES_MEMORY] == 0);
+      CHECK(same(c.slower[sums | in], op[i].beside_sums_and_in) && same(c.slower[sums | in | home], op[i].beside_sums));
+      CHECK(same(c.slower[adamw | in | home], op[i].beside_adamw));
+    }
+    const ps_kernel update = {"adamw", PS_CLASS_OPTIMIZER, {NULL, NULL}};
+    ps_sim_cost c;
+    ps__cost(&m, &(ps_op_view){.kernel = &update, .stream = PS__S_HOST, .work = work}, &c);
+    CHECK(c.kind == adamw && same(c.slower[adamw | in | home], 3) && same(c.ns, 1e6 + hw.op_ns));
+    ps__cost(&m, &(ps_op_view){.kernel = &ps__k_accumulate_host, .stream = PS__S_HOST, .work = work}, &c);
+    CHECK(same(c.ns - hw.op_ns, 0.5e6 / (threads == 4 ? 1 : 0.6)));
+  }
+}
+
 /* Products and attention on a GPU gain where it idles; norms, which the memory bounds, copies and host ops do not, nor does a CPU. */
 static void idle_time_shortens_what_takes_power(const ps_hardware *hw) {
   const struct { const ps_kernel *kernel; uint32_t stream; double gain; } op[] = {{&ps__k_gemm, PS__S_COMPUTE, 0.5}, {&ps__k_attention_bwd, PS__S_COMPUTE, 0.5},
@@ -195,6 +229,7 @@ int main(void) {
     outside_entries_the_nearest_counts(&hw);
     fp32_has_one_rate(&hw);
     host_ops_have_their_own_rates(&hw);
+    memory_is_divided_as_measured(&hw);
     idle_time_shortens_what_takes_power(&hw);
   }
   single_rates_fill_what_is_absent();

@@ -219,6 +219,7 @@ static void randomize(ps__spec *spec, const model *m, uint32_t n_rounds, uint64_
   spec->saved_lag = rnd_below(state, MAX_LEAD);
   spec->grad_lag = rnd_below(state, MAX_LEAD);
   spec->sum_lag = rnd_below(state, 3 * MAX_LEAD);
+  spec->sum_threads = rnd_below(state, 3);
   spec->turn_blocks = rnd_below(state, spec->n_layers + 1);
   for (uint32_t u = 0; u < spec->n_units; u++) {
     spec->param_resident[u] = rnd_below(state, 2) != 0;
