@@ -233,6 +233,45 @@ def test_a_large_search_is_the_same_on_one_cpu_as_on_all():
     assert report["n_candidates"] > 100000 and report["n_rounds"] > 5  # looked at with fewer rounds, refined
 
 
+def on_a_4090(tokens_per_step=131072, host_mem="90GiB", hardware=None, **kw):
+    return dict(seq_len=4096, tokens_per_step=tokens_per_step, host_mem=host_mem, one_document=True, reserve=1 << 30,
+                hardware=hardware or Hardware.read(ROOT / "docs/hardware-rtx4090.json"), **kw)
+
+
+def test_the_smallest_caps_of_a_large_family_have_a_plan():
+    """Of some hundred thousand members a handful fits there."""
+    model = ModelConfig.read(ROOT / "models/8b.json")
+    least, _ = Plan.smallest(model, **on_a_4090())
+    for device in (least, least + least // 50):
+        assert Plan(model, device_mem=device, **on_a_4090()).report["device_bytes"] <= device
+    with pytest.raises(BudgetError, match=f"smallest plan takes {least} bytes"):
+        Plan(model, device_mem=least - 1, **on_a_4090())
+
+
+def test_sums_run_on_fewer_threads_where_copies_are_what_a_step_waits_for(tmp_path):
+    """Sums on all threads leave copies to the device a quarter of the link, on a half of them all of it."""
+    model, facts = ModelConfig.read(ROOT / "models/1b.json"), json.loads((ROOT / "docs/hardware-rtx4090.json").read_text())
+    link, sums = facts["h2d_bytes_per_s"], facts["optimizer_bytes_per_s"]
+
+    def share(kinds, threads, host, h2d=1.0):
+        return {"kinds": kinds, "threads": threads, "h2d_bytes_per_s": h2d * link, "d2h_bytes_per_s": link, "host_bytes_per_s": host * sums}
+
+    def plan(shares):
+        path = tmp_path / "machine.json"
+        path.write_text(json.dumps(facts | {"memory_shares": shares}))
+        return Plan(model, device_mem="4GiB", **on_a_4090(hardware=Hardware.read(path)))
+
+    threads = facts["n_threads"]
+    adamw = [share(k, threads, 1) for k in (8, 9, 10, 11)]
+    all_threads = [share(4, threads, 1), share(5, threads, 1, 0.25), share(6, threads, 1), share(7, threads, 1, 0.25)]
+    half = [share(k, threads // 2, 0.6) for k in (4, 5, 6, 7)]
+    one, both = plan(all_threads + adamw), plan(all_threads + half + adamw)
+    assert one.json()["sum_threads"] == threads and both.json()["sum_threads"] == threads // 2
+    assert both.report["step_s"] < one.report["step_s"] and f"by {threads // 2} of {threads} threads" in str(both)
+    slower = plan(all_threads + [s | {"h2d_bytes_per_s": 0.25 * link} for s in half] + adamw)  # the same, and nothing gained
+    assert slower.json()["sum_threads"] == threads and slower.report["step_s"] == one.report["step_s"]
+
+
 @pytest.mark.parametrize("name,tflops", [("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989),
                                          ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA RTX A1000", 0), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GeForce RTX 4090 D", 0),
                                          ("NVIDIA GeForce RTX 4090 Laptop GPU", 0), ("NVIDIA GeForce RTX 3090 Ti", 80), ("NVIDIA GeForce RTX 3090", 71.2), ("some GPU", 0)])

@@ -124,6 +124,31 @@ static ps_status find_fastest(ps__search_state *s) {
   return st;
 }
 
+typedef struct small { uint64_t key; uint32_t idx; } small;
+static int by_key(const void *pa, const void *pb) {
+  const small *a = pa, *b = pb;
+  if (a->key != b->key) return a->key < b->key ? -1 : 1;
+  return a->idx < b->idx ? -1 : a->idx > b->idx;
+}
+
+/* Where nothing of what was looked at fits: members that take the least of the device, until one does. */
+static ps_status find_small(ps__search_state *s) {
+  const size_t n = s->family.n_members;
+  small *order = ps__malloc((n + 1) * sizeof *order);
+  ps_status st = order ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the order of %zu plans", n);
+  for (size_t i = 0; st == PS_OK && i < n; i++) order[i] = (small){s->family.member[i].bytes[PS__SPACE_DEVICE], (uint32_t)i};
+  if (st == PS_OK) qsort(order, n, sizeof *order, by_key);
+  s->n_ops = 0;
+  s->prune = true;
+  for (size_t i = 0; st == PS_OK && i < n && s->best[0].ns == 0 && s->n_ops <= 4 * MAX_OPS; i++) {
+    ps__member *m = &s->family.member[order[i].idx];
+    double ns;
+    if (!cannot_fit(s, m)) st = look_at(s, m, &ns);
+  }
+  ps__free(order);
+  return st;
+}
+
 /* The fastest that holds with all its rounds: what shorter steps tell of time and memory is nearly so, and the fastest of them may not fit by a hair. */
 static ps_status hold_best(ps__search_state *s) {
   ps__fastest few[PS__N_BEST];
@@ -201,13 +226,6 @@ static bool could_be_smallest(const ps__search_state *s, const uint64_t bytes[PS
          (!r->smallest_device && !r->smallest_host && beyond(s, bytes) < s->best_miss);
 }
 
-typedef struct small { uint64_t key; uint32_t idx; } small;
-static int by_key(const void *pa, const void *pb) {
-  const small *a = pa, *b = pb;
-  if (a->key != b->key) return a->key < b->key ? -1 : 1;
-  return a->idx < b->idx ? -1 : a->idx > b->idx;
-}
-
 static ps_status size_up(ps__search_state *s, const ps__member *m) {
   ps__look z;
   uint64_t bytes[PS__N_SPACES] = {m->bytes[0], m->bytes[1]};
@@ -249,6 +267,7 @@ static ps_status find(ps__search_state *s) {
     s->prune = pass == 0; /* what fits by a hair is found by the second */
     PS_TRY(find_fastest(s));
   }
+  if (s->best[0].ns == 0) PS_TRY(find_small(s));
   if (s->best[0].ns == 0 || !large) return PS_OK;
   PS_TRY(ps__refine(s));
   PS_TRY(hold_best(s));
