@@ -108,7 +108,7 @@ typedef struct ps_hardware {
 PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads);
 
 /* ps_hardware_measure() - the same facts, and every rate that plans rest on timed with the kernels themselves on realistic values, for about
- * @seconds in all (0: 1 on the CPU backend; on CUDA 12, whose clock falls under load) besides preparation: a few seconds; on a GPU
+ * @seconds in all (0: 1 on the CPU backend; on CUDA 16, whose clock falls under load) besides preparation: a few seconds; on a GPU
  * whose products were never timed half a minute, for that is done under load. On CUDA the context
  * is made, the libraries are loaded, products' algorithms are chosen as a run chooses them, and device_overhead_bytes is what that took; 3.6 GiB
  * of device memory and 4.3 of the host's are taken for the time; attention that takes more scratch than plans foresee, or finding
@@ -117,7 +117,7 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  * Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE. */
 PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
 
-/* ps_hardware_profile() - the same at length (@seconds 0: 5; on CUDA 110, which is 2.5 s a case, the host's in three quarters of the memory that is free), and what the struct has for people. */
+/* ps_hardware_profile() - the same at length (@seconds 0: 5; on CUDA 125, which is 2.6 s a case, the host's in three quarters of the memory that is free), and what the struct has for people. */
 PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
 
 /* ps_hardware_read() / _write() - rates as JSON; facts are taken anew from the machine. A file of another machine (CPU, GPU, CPU count or

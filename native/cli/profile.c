@@ -12,7 +12,7 @@ int cli_profile(int argc, char **argv) {
       {.name = "gpu", .kind = CLI_COUNT, .out = &device.gpu, .value = "N", .help = "which of the visible GPUs (default 0)"},
       {.name = "threads", .kind = CLI_COUNT, .out = &device.threads, .value = "N", .least = 1,
        .help = "threads of host ops (default: all CPUs, beside a GPU two less)"},
-      {.name = "seconds", .kind = CLI_NUMBER, .out = &seconds, .value = "X", .least = 0.05, .help = "how long to measure in all (default 5, a GPU 110: 2.5 s a case; quick: 1, a GPU 16)"},
+      {.name = "seconds", .kind = CLI_NUMBER, .out = &seconds, .value = "X", .least = 0.05, .help = "how long to measure in all (default 5, a GPU 125: 2.6 s a case; quick: 1, a GPU 16)"},
       {.name = "quick", .kind = CLI_FLAG, .out = &quick, .help = "only what plans rest on, in short: what train does on first use"},
       {.name = "json", .kind = CLI_FLAG, .out = &json, .help = "one JSON object on stdout"},
       {.name = NULL},

@@ -409,7 +409,7 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
   ps_hardware hw;
   PS_TRY(ps__hardware_facts(&hw, backend, device, n_threads));
   bench b = {.bytes = backend == PS_BACKEND_CUDA ? LARGE_BUFFER : BUFFER, .beside_gpu = backend == PS_BACKEND_CUDA};
-  if (seconds == 0) seconds = b.beside_gpu ? (at_length ? 110 : 16) : at_length ? 5 : 1;
+  if (seconds == 0) seconds = b.beside_gpu ? (at_length ? 125 : 16) : at_length ? 5 : 1;
   b.seconds = seconds_a_case(seconds, b.beside_gpu, at_length);
   char *scratch = NULL;
   const size_t scratch_bytes = (size_t)SCRATCH * hw.n_threads;

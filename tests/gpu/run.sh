@@ -106,7 +106,7 @@ PY
   tell bare
   for tool in memcheck racecheck initcheck; do
     operations=1
-    if [ "$tool" = racecheck ]; then operations=0; fi # under it the GPU waits for ever for a word that the host writes
+    if [ "$tool" = racecheck ]; then operations=0; fi # under it the GPU never sees a word that the host writes while it waits
     (export PENSTOCK_STREAM_MEMORY_OPS=$operations; train "$tool" compute-sanitizer --tool "$tool" $skip --error-exitcode 9 --print-limit 2000) &
   done
   wait
