@@ -181,6 +181,18 @@ def test_cancelling_from_another_thread_raises_cancelled(plan, tiny_model, tiny_
                 threading.Timer(0.05, trainer.cancel).start()
 
 
+def test_cancelling_may_meet_closing(plan, tiny_model, tiny_shard):
+    for i in range(12):
+        with Trainer(tiny_model, plan, tiny_shard) as trainer:
+            next(trainer.steps(1))
+            threads = [threading.Thread(target=trainer.cancel) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+        for thread in threads:
+            thread.join()
+        trainer.cancel()  # nothing is left to stop
+
+
 def test_trace_of_a_training_is_written(plan, tiny_model, tiny_shard, tmp_path):
     from penstock import trace
     with Trainer(tiny_model, plan, tiny_shard) as trainer:

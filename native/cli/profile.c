@@ -22,7 +22,8 @@ int cli_profile(int argc, char **argv) {
       .about = "Measures an idle machine under load: products and attention in the shapes of chunks, forward and backward, memory, copies\n"
                "each way, together and beside products, the optimizer by threads, host memory. Prints them with their share of what the\n"
                "device could do at most, and keeps them in $XDG_CACHE_HOME/penstock (or ~/.cache/penstock), where plan and train find them\n"
-               "as long as the machine, the driver and the libraries are the same.",
+               "as long as the machine, the driver and the libraries are the same. Beside a GPU it takes three quarters of the free host\n"
+               "memory for the time, since memory is not equally fast everywhere; --quick takes 4 GiB.",
       .example = "penstock profile --seconds 20",
       .options = options,
   };

@@ -1,5 +1,6 @@
 /* family.c - members, what they cost at least and about. */
 #include "family.h"
+#include <stdio.h>
 #include <string.h>
 
 enum { LARGE_STEP_OPS = 60000, MOST_STEP_OPS = 250000, OPS_A_CELL = 30 };
@@ -412,12 +413,14 @@ typedef struct measuring {
   ps__family *f;
   ps__step_hooks *hooks;
   ps_status status[PS__MAX_SIZES];
+  char why[PS__MAX_SIZES][128]; /* the last error is a thread's own */
 } measuring;
 
 static void measure_task(void *arg, int64_t i, uint32_t worker) {
   measuring *m = arg;
   (void)worker;
   m->status[i] = measure_size(m->f, &m->f->size[i], m->hooks);
+  if (m->status[i] != PS_OK) snprintf(m->why[i], sizeof m->why[i], "%s", ps_last_error());
 }
 
 /* All sizes side by side; the members follow in their order. */
@@ -430,7 +433,7 @@ static ps_status measure_sizes(ps__family *f, ps__step_hooks *hooks) {
   ps__pool_run(pool, f->n_sizes, measure_task, &m);
   ps__pool_destroy(pool);
   for (uint32_t i = 0; i < f->n_sizes; i++) {
-    if (m.status[i] != PS_OK) PS_TRY(measure_size(f, &f->size[i], hooks)); /* here, where its message is read */
+    if (m.status[i] != PS_OK) return ps__fail(m.status[i], "%s", m.why[i]);
     PS_TRY(add_members(f, i));
   }
   return PS_OK;

@@ -112,7 +112,7 @@ static ps_status begin(ps__search_state *s, walk *w) {
   if (w->taken == 0 || s->whole || m.keep.state || s->plan->hw.backend != PS_BACKEND_CUDA) return PS_OK;
   m = w->at.member;
   m.streamed = (uint8_t)(s->plan->model.n_layers / 6 < 255 ? s->plan->model.n_layers / 6 : 255);
-  m.sums = l->n_rounds > 1 ? 6 : 0;
+  m.sums = (uint8_t)(l->n_rounds == 1 ? 0 : s->plan->model.n_layers < 6 ? s->plan->model.n_layers : 6);
   m.extra = l->first_round_chunks > l->chunks_per_round ? PS__SHARES / 2 : 0;
   PS_TRY(try_member(s, w, m, &usual));
   if (usual.at.ns > 0 && (w->at.ns == 0 || usual.at.ns < w->at.ns)) *w = usual;

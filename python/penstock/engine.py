@@ -4,6 +4,7 @@ A Program lists ops in program order; nobody wires an event. compile() derives w
 Schedule; a Run replays it on an Engine step after step, overlapping steps as far as the hazards allow. See
 python/examples/dataflow.py, and include/penstock/engine.h for the exact rules.
 """
+import threading
 from dataclasses import dataclass
 from math import prod
 
@@ -252,6 +253,7 @@ class Run:
         cfg = struct("ps_run_config", trace_steps=trace_steps)
         out = ffi.new("ps_run **")
         check(lib.ps_run_create(out, engine._ptr, schedule._ptr, cfg))
+        self._cancelling = threading.RLock()  # again in a signal handler that strikes inside cancel()
         self._ptr = ffi.gc(out[0], lib.ps_run_destroy)
         self._engine, self._schedule = engine, schedule
         self._failures = getattr(schedule._owner, "_failures", [])
@@ -275,8 +277,10 @@ class Run:
             raise failure
 
     def cancel(self) -> None:
-        """Stop at the next op of every stream; wait() then raises CancelledError."""
-        lib.ps_run_cancel(self._ptr)
+        """Stop at the next op of every stream; wait() then raises CancelledError. From any thread; nothing once the run is closed."""
+        with self._cancelling:
+            if self._ptr is not None:
+                lib.ps_run_cancel(self._ptr)
 
     @property
     def steps_done(self) -> int:
@@ -300,8 +304,9 @@ class Run:
     def close(self) -> None:
         """Wait for the streams to come to rest and release the run, so that its engine can be closed."""
         if getattr(self, "_ptr", None) is not None:
-            ffi.release(self._ptr)
-            self._ptr = None  # cffi refuses None where a pointer is wanted
+            with self._cancelling:  # what is still in cancel() in another thread
+                run, self._ptr = self._ptr, None  # cffi refuses None where a pointer is wanted
+            ffi.release(run)
             self._failures.clear()
 
     def __enter__(self):

@@ -1,4 +1,5 @@
 """Training a model directory under a plan."""
+import threading
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -91,6 +92,7 @@ class Trainer:
         report = _progress_callback(progress, self._failures) if progress else ffi.NULL
         out = ffi.new("ps_trainer **")
         check(lib.ps_trainer_create(out, encode_path(model_dir), plan._ptr, cfg, report, ffi.NULL))
+        self._cancelling = threading.RLock()  # again in a signal handler that strikes inside cancel()
         self._ptr = ffi.gc(out[0], lib.ps_trainer_destroy)
         if self._failures:  # progress raised
             self.close()
@@ -145,8 +147,10 @@ class Trainer:
         return rest
 
     def cancel(self) -> None:
-        """Stop at the next op; the weights may then be between two steps."""
-        lib.ps_trainer_cancel(self._ptr)
+        """Stop at the next op; the weights may then be between two steps. From any thread; nothing once the trainer is closed."""
+        with self._cancelling:
+            if self._ptr is not None:
+                lib.ps_trainer_cancel(self._ptr)
 
     @property
     def steps_done(self) -> int:
@@ -202,8 +206,9 @@ class Trainer:
     def close(self) -> None:
         """Wait for what is in flight and release the memory."""
         if getattr(self, "_ptr", None) is not None:
-            ffi.release(self._ptr)
-            self._ptr = None  # cffi refuses None where a pointer is wanted
+            with self._cancelling:  # what is still in cancel() in another thread
+                trainer, self._ptr = self._ptr, None  # cffi refuses None where a pointer is wanted
+            ffi.release(trainer)
 
     def __enter__(self):
         return self
