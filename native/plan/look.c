@@ -52,6 +52,11 @@ uint64_t ps__host_taken(const ps__search_state *s, const uint64_t bytes[PS__N_SP
   return bytes[PS__SPACE_HOST] + (s->plan->hw.backend == PS_BACKEND_CPU ? bytes[PS__SPACE_DEVICE] : 0);
 }
 
+uint64_t ps__budget(const ps__search_state *s, uint64_t ops) {
+  const uint32_t layers = s->plan->model.n_layers;
+  return layers > 32 ? ops * layers / 32 : ops;
+}
+
 bool ps__fits(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) {
   return bytes[PS__SPACE_DEVICE] <= s->device_cap && bytes[PS__SPACE_HOST] <= s->host_cap && ps__host_taken(s, bytes) <= s->machine;
 }

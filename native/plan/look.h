@@ -30,6 +30,8 @@ typedef struct ps__look {
   bool mapped;
 } ps__look;
 
+/* ps__budget() - @ops is the work to spend on a model of up to 32 layers; on a deeper one more in proportion, as each look at it costs. */
+uint64_t ps__budget(const ps__search_state *s, uint64_t ops);
 /* Whether so many bytes are within both caps and the machine's memory; what of it is host memory. */
 bool ps__fits(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]);
 uint64_t ps__host_taken(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]);

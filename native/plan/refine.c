@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Ops emitted and simulated at most, over all starts. */
+/* Ops emitted and simulated at most, over all starts (ps__budget() for deep models). */
 static const uint64_t REFINE_OPS = 5500000;
 static const double MOST_SLOWER = 1.15; /* than the fastest, before refining */
 /* Starts, of a number of tokens a round at most A_ROUND, that share the first quarter of them; the better ones share the second; the best, with all rounds of a step, the rest.
@@ -178,7 +178,7 @@ static void with_all_rounds(branch *b) {
   memset(b->s->best, 0, sizeof b->s->best);
   b->at.begun = false;
   b->at.level = b->at.failed = b->at.kicked = 0;
-  b->max_ops = REFINE_OPS / 2 / N_FINISHED;
+  b->max_ops = ps__budget(b->s, REFINE_OPS / 2 / N_FINISHED);
 }
 
 static ps_status refine_all(ps__search_state *s, branch *b, uint32_t n) {
@@ -188,12 +188,12 @@ static ps_status refine_all(ps__search_state *s, branch *b, uint32_t n) {
   PS_TRY(ps__pool_create(&pool, n_cpus < n ? n_cpus : n, "search"));
   for (uint32_t i = 0; i < n; i++) {
     order[i] = &b[i];
-    b[i].max_ops = REFINE_OPS / 4 / N_REFINED;
+    b[i].max_ops = ps__budget(s, REFINE_OPS / 4 / N_REFINED);
   }
   ps__pool_run(pool, n, refine_branch, order);
   qsort(order, n, sizeof *order, by_branch);
   const uint32_t better = n < N_BETTER ? n : N_BETTER;
-  for (uint32_t i = 0; i < better; i++) order[i]->max_ops = REFINE_OPS / 4 / N_BETTER;
+  for (uint32_t i = 0; i < better; i++) order[i]->max_ops = ps__budget(s, REFINE_OPS / 4 / N_BETTER);
   ps__pool_run(pool, better, refine_branch, order);
   qsort(order, better, sizeof *order, by_branch);
   for (uint32_t i = 0; i < few; i++) with_all_rounds(order[i]);

@@ -3,12 +3,12 @@
  * The family does not depend on the caps, so a larger cap only admits more members: where all of them are looked at, more memory never gives a slower plan. Members are
  * looked at best estimate first, after one of each size has told how far off its size's estimates are; looking is work that grows from one stage to the next, each ruling
  * members out before the next: the bounds, emission, the bytes alive at once, the memory map, the simulation. Where a bound is no better than the best simulated plan, the
- * member is passed over. Large families are looked at within a budget (MAX_OPS) and with fewer rounds a step, refined, and the fastest few looked at whole. */
+ * member is passed over. Large families are looked at within a budget (MAX_OPS for 32 layers) and with fewer rounds a step, refined, and the fastest few looked at whole. */
 #include "look.h"
 #include <stdlib.h>
 #include <string.h>
 
-/* Ops emitted and simulated at most in one search, over all plans looked at: some seconds. A family that needs more (long steps of deep models on a machine where nothing is
+/* Ops emitted and simulated at most in one search, over all plans looked at: some seconds; ps__budget() for deep models. A family that needs more (long steps of deep models on a machine where nothing is
  * hidden) gives the best of those looked at. */
 static const uint64_t MAX_OPS = 1200000;
 /* From so many ops in all members' steps on, steps are looked at with fewer of their rounds, and what lies between the members is looked at too. */
@@ -73,7 +73,7 @@ static ps_status look_at(ps__search_state *s, ps__member *m, double *out_ns) {
 static ps_status look_at_sizes(ps__search_state *s) {
   double factor[PS__MAX_SIZES] = {0}, worst = 1;
   uint32_t tries[PS__MAX_SIZES] = {0};
-  for (size_t i = 0; i < s->family.n_members && s->n_ops < MAX_OPS / 2; i++) {
+  for (size_t i = 0; i < s->family.n_members && s->n_ops < ps__budget(s, MAX_OPS / 2); i++) {
     ps__member *m = &s->family.member[i];
     double ns = 0;
     if (factor[m->size] > 0 || tries[m->size] == TRIES || cannot_fit(s, m)) continue;
@@ -114,7 +114,7 @@ static ps_status find_fastest(ps__search_state *s) {
   }
   qsort(order[0], f->n_members, sizeof *order[0], by_rank);
   ps_status st = PS_OK;
-  for (uint32_t turn = 0, idle = 0; st == PS_OK && idle < 2 && s->n_ops <= (s->best[0].ns > 0 ? MAX_OPS : 4 * MAX_OPS); turn ^= 1) {
+  for (uint32_t turn = 0, idle = 0; st == PS_OK && idle < 2 && s->n_ops <= ps__budget(s, s->best[0].ns > 0 ? MAX_OPS : 4 * MAX_OPS); turn ^= 1) {
     ps__member *m = next_of(s, order[turn], &at[turn]);
     double ns;
     idle = m ? 0 : idle + 1;
@@ -140,7 +140,7 @@ static ps_status find_small(ps__search_state *s) {
   if (st == PS_OK) qsort(order, n, sizeof *order, by_key);
   s->n_ops = 0;
   s->prune = true;
-  for (size_t i = 0; st == PS_OK && i < n && s->best[0].ns == 0 && s->n_ops <= 4 * MAX_OPS; i++) {
+  for (size_t i = 0; st == PS_OK && i < n && s->best[0].ns == 0 && s->n_ops <= ps__budget(s, 4 * MAX_OPS); i++) {
     ps__member *m = &s->family.member[order[i].idx];
     double ns;
     if (!cannot_fit(s, m)) st = look_at(s, m, &ns);
@@ -247,7 +247,7 @@ static ps_status find_smallest(ps__search_state *s) {
   for (uint32_t space = 0; st == PS_OK && space < PS__N_SPACES; space++) {
     for (size_t i = 0; i < n; i++) order[i] = (small){s->family.member[i].bytes[space], (uint32_t)i};
     qsort(order, n, sizeof *order, by_key);
-    for (size_t i = 0; st == PS_OK && i < n && s->n_ops <= (space + 1) * 2 * MAX_OPS; i++) st = size_up(s, &s->family.member[order[i].idx]);
+    for (size_t i = 0; st == PS_OK && i < n && s->n_ops <= ps__budget(s, (space + 1) * 2 * MAX_OPS); i++) st = size_up(s, &s->family.member[order[i].idx]);
   }
   ps__free(order);
   return st;
