@@ -146,10 +146,6 @@ void ps__add_partials(const ps__cpu_exec *exec, void *out, uint32_t dt, const fl
 
 /* ---- sumsq -------------------------------------------------------------------------------------------------------- */
 
-typedef double vd4 __attribute__((vector_size(32)));
-typedef float vf4 __attribute__((vector_size(16)));
-typedef uint32_t vu8 __attribute__((vector_size(32)));
-
 typedef struct sq_job {
   const void *g; /* added to total first; NULL: total is only read */
   void *total;
@@ -158,68 +154,58 @@ typedef struct sq_job {
   double sum[PS_SQ_GROUPS];
 } sq_job;
 
-/* Rows of 1024 elements that are added up at a time: 32 or 64 KiB, which the cache holds while the lanes take turns in registers. */
-enum { SQ_ROWS = 16, SQ_TURN = 16 };
-
-/* 16 elements from x on as four times four. Those of bf16 stand two in a word: first the even ones, then the odd ones. */
-PS_VEC void sq_load(vf4 out[4], const void *x, size_t i, uint32_t dt) {
-  if (dt == PS_BF16) {
-    vu8 words;
-    memcpy(&words, (const uint16_t *)x + i, sizeof words);
-    const vu8 even = words << 16, odd = words & 0xffff0000u;
-    memcpy(out, &even, sizeof even);
-    memcpy(out + 2, &odd, sizeof odd);
-  } else {
-    memcpy(out, (const float *)x + i, 4 * sizeof *out);
+/* lane[j] += the squares of elements j, j + 1024, ... of n_rows rows, in order. A register of doubles takes N of them; of bf16, which stands two in a word, each 2N elements' even
+ * ones and then the odd ones, so that nothing is shuffled. A row is read from its beginning to its end, as prefetchers like it; the lanes stay in the first cache. */
+typedef struct sq_rows { void (*add)(const void *x, size_t n_rows, double *lane); size_t n; } sq_rows;
+#define SQ_ROWS(NAME, TARGET, DT, N, WIDEN, ADD_SQUARE)                                                                                    \
+  TARGET static void NAME(const void *x, size_t n_rows, double *lane) {                                                                    \
+    typedef double vd __attribute__((vector_size(8 * N)));                                                                                 \
+    typedef float vf __attribute__((vector_size(4 * N)));                                                                                  \
+    typedef uint32_t vu __attribute__((vector_size(4 * N)));                                                                               \
+    const char *at = x;                                                                                                                    \
+    for (size_t r = 0; r < n_rows; r++)                                                                                                    \
+      for (size_t j = 0; j < PS_SQ_LANES; j += 2 * N, at += 2 * N * ps__dt_bytes(DT)) {                                                    \
+        vf f0, f1;                                                                                                                         \
+        vd acc0, acc1, d;                                                                                                                  \
+        memcpy(&f0, at, sizeof f0), memcpy(&f1, at + (DT == PS_BF16 ? 0 : sizeof f0), sizeof f1);                                          \
+        if (DT == PS_BF16) f0 = (vf)((vu)f0 << 16), f1 = (vf)((vu)f1 & 0xffff0000u);                                                       \
+        memcpy(&acc0, lane + j, sizeof d), memcpy(&acc1, lane + j + N, sizeof d);                                                          \
+        d = WIDEN(f0), acc0 = ADD_SQUARE(d, acc0);                                                                                         \
+        d = WIDEN(f1), acc1 = ADD_SQUARE(d, acc1);                                                                                         \
+        memcpy(lane + j, &acc0, sizeof d), memcpy(lane + j + N, &acc1, sizeof d);                                                          \
+      }                                                                                                                                    \
   }
+/* gcc 12 widens by two instructions and a shuffle what one instruction does */
+#define SQ_WIDEN(f) __builtin_convertvector(f, vd)
+#define SQ_ADD(d, acc) ((acc) + (d) * (d)) /* a product is exact, so that FMA changes nothing */
+SQ_ROWS(sq_rows_bf16, , PS_BF16, 4, SQ_WIDEN, SQ_ADD)
+SQ_ROWS(sq_rows_f32, , PS_F32, 4, SQ_WIDEN, SQ_ADD)
+#if defined(__x86_64__) && !defined(PS_BASELINE)
+#define SQ_AVX2 __attribute__((target("avx2,fma")))
+#define SQ_AVX512 __attribute__((target("avx512f")))
+#define SQ_WIDEN_AVX2(f) ((vd)_mm256_cvtps_pd((__m128)(f)))
+#define SQ_WIDEN_AVX512(f) ((vd)_mm512_cvtps_pd((__m256)(f)))
+#define SQ_ADD_AVX2(d, acc) ((vd)_mm256_fmadd_pd((__m256d)(d), (__m256d)(d), (__m256d)(acc)))
+#define SQ_ADD_AVX512(d, acc) ((vd)_mm512_fmadd_pd((__m512d)(d), (__m512d)(d), (__m512d)(acc)))
+SQ_ROWS(sq_rows_bf16_avx2, SQ_AVX2, PS_BF16, 4, SQ_WIDEN_AVX2, SQ_ADD_AVX2)
+SQ_ROWS(sq_rows_f32_avx2, SQ_AVX2, PS_F32, 4, SQ_WIDEN_AVX2, SQ_ADD_AVX2)
+SQ_ROWS(sq_rows_bf16_avx512, SQ_AVX512, PS_BF16, 8, SQ_WIDEN_AVX512, SQ_ADD_AVX512)
+SQ_ROWS(sq_rows_f32_avx512, SQ_AVX512, PS_F32, 8, SQ_WIDEN_AVX512, SQ_ADD_AVX512)
+#endif
+static sq_rows sq_rows_of(uint32_t dt) {
+#if defined(__x86_64__) && !defined(PS_BASELINE)
+  if (__builtin_cpu_supports("avx512f")) return (sq_rows){dt == PS_BF16 ? sq_rows_bf16_avx512 : sq_rows_f32_avx512, 8};
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return (sq_rows){dt == PS_BF16 ? sq_rows_bf16_avx2 : sq_rows_f32_avx2, 4};
+#endif
+  return (sq_rows){dt == PS_BF16 ? sq_rows_bf16 : sq_rows_f32, 4};
 }
 
-/* lane[j] += the squares of elements base + j, base + j + 1024, ... of n_rows rows, in order; the lanes of each 16 as sq_load orders them. WIDEN makes four
- * doubles of four floats: gcc 12 has two instructions and a shuffle for it, the machine one. @next: a tile that will be read next, NULL: none. */
-#define SQ_ROWS_BODY(WIDEN)                                                                                                                \
-  for (size_t j = 0; j < PS_SQ_LANES; j += SQ_TURN) {                                                                                      \
-    for (size_t line = 0; next && line < SQ_ROWS * SQ_TURN * ps__dt_bytes(dt); line += 64)                                                 \
-      __builtin_prefetch(next + j * SQ_ROWS * ps__dt_bytes(dt) + line);                                                                    \
-    vd4 acc0, acc1, acc2, acc3, d;                                                                                                         \
-    vf4 v[4];                                                                                                                              \
-    memcpy(&acc0, lane + j, sizeof d), memcpy(&acc1, lane + j + 4, sizeof d);                                                              \
-    memcpy(&acc2, lane + j + 8, sizeof d), memcpy(&acc3, lane + j + 12, sizeof d);                                                         \
-    for (size_t r = 0; r < n_rows; r++) {                                                                                                  \
-      sq_load(v, x, base + r * PS_SQ_LANES + j, dt);                                                                                       \
-      d = WIDEN(v[0]), acc0 += d * d, d = WIDEN(v[1]), acc1 += d * d;                                                                      \
-      d = WIDEN(v[2]), acc2 += d * d, d = WIDEN(v[3]), acc3 += d * d;                                                                      \
-    }                                                                                                                                      \
-    memcpy(lane + j, &acc0, sizeof d), memcpy(lane + j + 4, &acc1, sizeof d);                                                              \
-    memcpy(lane + j + 8, &acc2, sizeof d), memcpy(lane + j + 12, &acc3, sizeof d);                                                         \
-  }
-#define SQ_WIDEN(v) __builtin_convertvector(v, vd4)
-typedef void (*sq_rows_fn)(const void *x, size_t base, size_t n_rows, double *lane, uint32_t dt, const char *next);
-static void sq_rows_bf16(const void *x, size_t base, size_t n_rows, double *lane, uint32_t dt, const char *next) { dt = PS_BF16; SQ_ROWS_BODY(SQ_WIDEN) }
-static void sq_rows_f32(const void *x, size_t base, size_t n_rows, double *lane, uint32_t dt, const char *next) { dt = PS_F32; SQ_ROWS_BODY(SQ_WIDEN) }
-#if defined(__x86_64__) && !defined(PS_BASELINE)
-#define SQ_WIDEN_AVX2(v) ((vd4)_mm256_cvtps_pd((__m128)(v)))
-__attribute__((target("avx2"))) static void sq_rows_bf16_avx2(const void *x, size_t base, size_t n_rows, double *lane, uint32_t dt, const char *next) {
-  dt = PS_BF16;
-  SQ_ROWS_BODY(SQ_WIDEN_AVX2)
-}
-__attribute__((target("avx2"))) static void sq_rows_f32_avx2(const void *x, size_t base, size_t n_rows, double *lane, uint32_t dt, const char *next) {
-  dt = PS_F32;
-  SQ_ROWS_BODY(SQ_WIDEN_AVX2)
-}
-#endif
-static sq_rows_fn sq_rows_of(uint32_t dt) {
-#if defined(__x86_64__) && !defined(PS_BASELINE)
-  if (__builtin_cpu_supports("avx2")) return dt == PS_BF16 ? sq_rows_bf16_avx2 : sq_rows_f32_avx2;
-#endif
-  return dt == PS_BF16 ? sq_rows_bf16 : sq_rows_f32;
-}
-
-/* The lanes of each 16 in the elements' order again. */
-PS_VEC void sq_order(double lane[PS_SQ_LANES]) {
-  for (size_t j = 0; j < PS_SQ_LANES; j += SQ_TURN) {
-    double was[SQ_TURN];
-    memcpy(was, lane + j, sizeof was);
-    for (size_t i = 0; i < SQ_TURN; i++) lane[j + i] = was[i / 2 + i % 2 * (SQ_TURN / 2)];
+/* The lanes of bf16 in the elements' order again. */
+PS_VEC void sq_order(double lane[PS_SQ_LANES], size_t n) {
+  for (size_t j = 0; j < PS_SQ_LANES; j += 2 * n) {
+    double was[16];
+    memcpy(was, lane + j, 2 * n * sizeof *was);
+    for (size_t i = 0; i < 2 * n; i++) lane[j + i] = was[i / 2 + i % 2 * n];
   }
 }
 
@@ -227,15 +213,14 @@ PS_VEC void sq_order(double lane[PS_SQ_LANES]) {
 PS_VEC double sq_group(const sq_job *j, size_t first, size_t end, uint32_t dt) {
   double lane[PS_SQ_LANES] = {0};
   const size_t whole = (end - first) / PS_SQ_LANES;
-  const sq_rows_fn rows = sq_rows_of(dt);
-  for (size_t r = 0; r < whole; r += SQ_ROWS) {
-    const size_t n_rows = whole - r < SQ_ROWS ? whole - r : SQ_ROWS, base = first + r * PS_SQ_LANES;
-    /* the turns of the lanes come to a tile in strides, which no prefetcher follows: each brings a part of the next tile */
-    const char *next = !j->g && base + 2 * SQ_ROWS * PS_SQ_LANES <= end ? (const char *)j->total + (base + SQ_ROWS * PS_SQ_LANES) * ps__dt_bytes(dt) : NULL;
-    if (j->g) add_range(j->total, j->g, base, base + n_rows * PS_SQ_LANES, dt);
-    rows(j->total, base, n_rows, lane, dt, next);
+  const sq_rows rows = sq_rows_of(dt);
+  if (!j->g) rows.add(ps__celem(j->total, dt, first), whole, lane);
+  for (size_t r = 0; j->g && r < whole; r++) { /* what was added is still in the first cache */
+    const size_t base = first + r * PS_SQ_LANES;
+    add_range(j->total, j->g, base, base + PS_SQ_LANES, dt);
+    rows.add(ps__celem(j->total, dt, base), 1, lane);
   }
-  if (dt == PS_BF16) sq_order(lane);
+  if (dt == PS_BF16) sq_order(lane, rows.n);
   const size_t rest = first + whole * PS_SQ_LANES;
   if (j->g) add_range(j->total, j->g, rest, end, dt);
   for (size_t i = rest; i < end; i++) {
