@@ -106,16 +106,21 @@ static uint32_t lead_of(const ps__builder *b, uint32_t now, uint32_t next) {
   return b->visit[next].round > b->visit[now].round ? 4 * lead : lead;
 }
 
+static void fetch_visit(ps__builder *b, const ps__visit *v) {
+  uint32_t units[2];
+  const uint32_t n = visit_units(b, v, units);
+  for (uint32_t i = 0; i < n; i++) fetch_unit(b, v, units[i]);
+  if (v->kind == PS__VISIT_BLOCK_BACK && v->round + 1 == b->s->layout->n_rounds) fetch_total(b, v->unit);
+}
+
 void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx) {
   while (b->next_fetch < b->n_visits && b->next_fetch <= visit_idx + lead_of(b, visit_idx, b->next_fetch)) {
-    uint32_t units[2];
-    const ps__visit *v = &b->visit[b->next_fetch];
-    const uint32_t n = visit_units(b, v, units);
-    for (uint32_t i = 0; i < n; i++) fetch_unit(b, v, units[i]);
-    if (v->kind == PS__VISIT_BLOCK_BACK && v->round + 1 == b->s->layout->n_rounds) fetch_total(b, v->unit);
+    const ps__visit *v = &b->visit[b->next_fetch++];
+    const bool gathers = v->kind == PS__VISIT_EMBED && b->s->spec->embed_at_home;
     if (v->kind == PS__VISIT_EMBED) ps__copy_batch(b, v->round);
-    if (v->kind == PS__VISIT_EMBED && b->s->spec->embed_at_home) ps__gather_round(b, v->round);
-    b->next_fetch++;
+    if (gathers) fetch_visit(b, &b->visit[b->next_fetch++]); /* the first block's: gathering takes longer, and neither is of use alone */
+    else fetch_visit(b, v);
+    if (gathers) ps__gather_round(b, v->round);
   }
 }
 
