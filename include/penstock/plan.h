@@ -38,7 +38,8 @@ typedef struct ps_plan_config {
   uint64_t reserve_bytes;     /* host memory of the process besides the arena; 0: from the process as it stands */
 } ps_plan_config;
 
-enum { PS_FATE_DEVICE = 0, PS_FATE_HOST = 1, PS_FATE_RECOMPUTE = 2, PS_N_FATES = 3 };
+/* Of a saved tensor. FIRST: sent home in a step's first round, where it may lie in the home of a gradient that has no contribution yet; recomputed in the others. */
+enum { PS_FATE_DEVICE = 0, PS_FATE_HOST = 1, PS_FATE_RECOMPUTE = 2, PS_FATE_FIRST = 3, PS_N_FATES = 4 };
 
 /* Numbers of a plan. Shares are of saved bytes (x is always saved, the others as the plan says). */
 typedef struct ps_plan_report {
@@ -55,7 +56,7 @@ typedef struct ps_plan_report {
   uint64_t resident_param_units, resident_grad_units, resident_update_units, n_units; /* update: optimizer state on the device too */
   uint64_t streamed_update_units;            /* updated on the device, moments coming from home for it and going back */
   uint64_t turn_units;                       /* streamed, but kept from a round's backward pass to the next round's forward pass */
-  uint64_t saved_device_bytes, saved_host_bytes, saved_recompute_bytes; /* a round, all layers and chunks */
+  uint64_t saved_device_bytes, saved_host_bytes, saved_recompute_bytes; /* the first round, which may be larger; all layers and chunks */
   uint64_t h2d_bytes, d2h_bytes;             /* a step */
   double model_flops, recompute_flops;       /* a step; recompute is every FLOP done twice */
   double step_s;                             /* predicted, steady state */

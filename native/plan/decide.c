@@ -61,12 +61,19 @@ void ps__deal(ps__dealer *d, const ps__block *b, uint32_t n_tokens, bool extra, 
     else if (i == 0 || d->device_share >= 1 || (d->device_share > 0 && d->device >= bytes / 2)) to = PS_FATE_DEVICE;
     if (to == PS_FATE_HOST) d->host -= bytes;
     if (to == PS_FATE_DEVICE) d->device -= bytes;
+    if (to == PS_FATE_RECOMPUTE && !d->extras) {
+      d->extra += d->extra_share * bytes;
+      if (d->extra >= bytes / 2 && d->extra_share > 0) {
+        d->extra -= bytes;
+        to = PS_FATE_FIRST;
+      }
+    }
     set_fate(b, i, to, fate);
   }
 }
 
-ps__dealer ps__dealer_of(const ps__member *m) {
-  return (ps__dealer){.device_share = (double)m->device / PS__SHARES, .host_share = (double)m->host / PS__SHARES,
+ps__dealer ps__dealer_of(const ps__layout *l, const ps__member *m) {
+  return (ps__dealer){.extras = l->first_round_chunks > l->chunks_per_round, .device_share = (double)m->device / PS__SHARES, .host_share = (double)m->host / PS__SHARES,
                   .extra_share = (double)m->extra / PS__SHARES};
 }
 
@@ -123,7 +130,7 @@ ps_status ps__decide(const ps__family *f, const ps__layout *layout, const ps__me
     spec->update_resident[u] = r->state;
     spec->update_streamed[u] = !r->state && u > 0 && u <= m->streamed;
   }
-  ps__dealer d = ps__dealer_of(m);
+  ps__dealer d = ps__dealer_of(layout, m);
   for (uint32_t l = 0; l < spec->n_layers; l++)
     for (uint32_t c = 0; c < spec->n_chunks; c++)
       ps__deal(&d, &f->block, layout->chunk[c].n_tokens, c >= layout->chunks_per_round, ps__at_turn(f, layout, l, c), ps__spec_fate(spec, l, c, 0));

@@ -163,7 +163,7 @@ static ps_status again_tables(const ps__family *f, const ps__size *z, again_tabl
 /* The rounds after the first deal the same fates to their chunks by position, which is how ps__spec holds them. */
 static void add_shares(const ps__family *f, const ps__size *z, const ps__member *m, const again_table *table, const uint32_t *of_chunk, ps__shares *out) {
   const ps__layout *l = &z->layout;
-  ps__dealer d = ps__dealer_of(m);
+  ps__dealer d = ps__dealer_of(l, m);
   uint64_t first = 0, other = 0; /* sent home in the first round; in another */
   *out = (ps__shares){0};
   for (uint32_t layer = 0; layer < f->plan->model.n_layers; layer++)

@@ -22,7 +22,8 @@ typedef struct ps__member {
   uint64_t bytes[PS__N_SPACES]; /* that it takes at least, all of what the caps count */
   ps__residency keep;
   uint8_t size, device, host, ahead;
-  uint8_t extra;                /* share that goes home of what the chunks save that the first round has more than the others; 0: their block inputs alone */
+  uint8_t extra;                /* share that goes home in the first round beyond what does in each: of what its additional chunks save (0: their block inputs alone) or,
+                                   where it has none, of what the other rounds do again */
   uint8_t streamed;             /* so many blocks from the first on are updated on the device, their moments streamed: the next forward pass needs them first, and the host's
                                    updates of the others get a start; 0 in the family */
   uint8_t sums;                 /* chunk steps beyond ahead for which contributions may wait at home to be added; 0 in the family */
@@ -90,8 +91,8 @@ uint64_t ps__group_bytes(const ps__block *b, int group, uint32_t n_tokens); /* i
 /* Deals a round's cells their fates in forward order: what goes home first, then what stays, each as soon as its share of the bytes seen so far allows, so that
  * both are spread evenly over the pass and the link is kept busy from the first layer to the last. @extra: a chunk that the first round has more than the others. @turn: the
  * cell that the backward pass comes to first: what it saved is on the device then in any case, and stays there. */
-typedef struct ps__dealer { double device, host, extra, device_share, host_share, extra_share; } ps__dealer;
-ps__dealer ps__dealer_of(const ps__member *m);
+typedef struct ps__dealer { double device, host, extra, device_share, host_share, extra_share; bool extras; } ps__dealer; /* extras: the first round has additional chunks */
+ps__dealer ps__dealer_of(const ps__layout *l, const ps__member *m);
 void ps__deal(ps__dealer *d, const ps__block *b, uint32_t n_tokens, bool extra, bool turn, uint8_t fate[PS__N_ITEMS]);
 bool ps__at_turn(const ps__family *f, const ps__layout *l, uint32_t layer, uint32_t c); /* of a round as large as most, or of the first; layer from 0 */
 bool ps__among(uint32_t unit, uint32_t parts); /* @parts of PS__UNIT_PARTS, spread evenly */

@@ -20,7 +20,8 @@ static ps_tag chunk_tag(const ps__builder *b, uint32_t unit, uint32_t c, int pha
 static int fate_of(const ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor) {
   const ps__tensor_info *t = &b->s->block.tensor[tensor];
   if (t->item < 0) return PS_FATE_RECOMPUTE;
-  return *ps__spec_fate(b->s->spec, layer - 1, t->group ? group_home(b, c) : c, t->item);
+  const int fate = *ps__spec_fate(b->s->spec, layer - 1, t->group ? group_home(b, c) : c, t->item);
+  return fate != PS_FATE_FIRST ? fate : b->round_idx == 0 ? PS_FATE_HOST : PS_FATE_RECOMPUTE;
 }
 
 static uint64_t tensor_bytes(const ps__builder *b, uint32_t c, uint32_t tensor) {

@@ -65,7 +65,7 @@ static void write_text(text *t, const ps_plan *p) {
   if (r->streamed_update_units)
     say(t, "updates          %llu units on the device, their moments coming from the host and going back\n", (unsigned long long)r->streamed_update_units);
   if (p->spec.embed_at_home) say(t, "embedding        gathered at home, its gradient added there\n");
-  say(t, "saved tensors    a round: %s on the device, %s sent to the host, %s recomputed\n", ps__format_bytes(a, r->saved_device_bytes),
+  say(t, "saved tensors    first round: %s on the device, %s sent to the host, %s recomputed\n", ps__format_bytes(a, r->saved_device_bytes),
       ps__format_bytes(b, r->saved_host_bytes), ps__format_bytes(c, r->saved_recompute_bytes));
   say(t, "traffic          a step: %s to the device, %s to the host\n", ps__format_bytes(a, r->h2d_bytes), ps__format_bytes(b, r->d2h_bytes));
   say(t, "work             %.3g model FLOPs a step, %.1f%% more recomputed\n", r->model_flops,
@@ -121,7 +121,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
 }
 
 static void json_fates(ps__jsonw *w, const ps_plan *p) {
-  static const char *const fate_name[PS_N_FATES] = {"device", "host", "recompute"};
+  static const char *const fate_name[PS_N_FATES] = {"device", "host", "recompute", "host in the first round"};
   ps__jsonw_array(w, "layers");
   for (uint32_t layer = 0; layer < p->spec.n_layers; layer++) {
     ps__jsonw_array(w, NULL);

@@ -16,9 +16,8 @@ enum { MOVE_HOST, MOVE_PARAMS, MOVE_GRADS, MOVE_EXTRA, MOVE_STREAMED, MOVE_SUMS,
 static bool moved(const ps__search_state *s, ps__member *m, int what, int by) {
   const bool cuda = s->plan->hw.backend == PS_BACKEND_CUDA; /* elsewhere the "device" has no processor of its own */
   const int layers = s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255;
-  const bool extras = s->family.size[m->size].layout.first_round_chunks > s->family.size[m->size].layout.chunks_per_round;
   uint8_t *const field[N_MOVES] = {&m->host, &m->keep.params, &m->keep.grads, &m->extra, &m->streamed, &m->sums, &m->keep.head, &m->ahead};
-  const int most[N_MOVES] = {PS__SHARES, PS__UNIT_PARTS, PS__UNIT_PARTS, extras ? PS__SHARES : 0, cuda ? layers : 0, layers, 1, PS__N_AHEADS - 1};
+  const int most[N_MOVES] = {PS__SHARES, PS__UNIT_PARTS, PS__UNIT_PARTS, s->family.size[m->size].layout.n_rounds > 1 ? PS__SHARES : 0, cuda ? layers : 0, layers, 1, PS__N_AHEADS - 1};
   const int to = *field[what] + by;
   if (m->keep.state && what != MOVE_HOST && what != MOVE_AHEAD) return false;
   if (to < 0 || to > most[what]) return false;

@@ -235,7 +235,7 @@ static void randomize(ps__spec *spec, const model *m, uint32_t n_rounds, uint64_
     for (uint32_t c = 0; c < spec->n_chunks; c++)
       for (int item = 0; item < PS__N_ITEMS; item++) {
         uint32_t fate = favour < 3 && rnd_below(state, 4) ? favour : rnd_below(state, PS_N_FATES);
-        if (item == PS__ITEM_X && fate == PS_FATE_RECOMPUTE) fate = rnd_below(state, 2); /* a block's input is always kept somewhere */
+        if (item == PS__ITEM_X && fate >= PS_FATE_RECOMPUTE) fate = rnd_below(state, 2); /* a block's input is always kept somewhere */
         *ps__spec_fate(spec, layer, c, item) = (uint8_t)fate;
       }
 }
