@@ -155,10 +155,11 @@ typedef struct sq_job {
 } sq_job;
 
 /* lane[j] += the squares of elements j, j + 1024, ... of n_rows rows, in order. A register of doubles takes N of them; of bf16, which stands two in a word, each 2N elements' even
- * ones and then the odd ones, so that nothing is shuffled. A row is read from its beginning to its end, as prefetchers like it; the lanes stay in the first cache. */
-typedef struct sq_rows { void (*add)(const void *x, size_t n_rows, double *lane); size_t n; } sq_rows;
+ * ones and then the odd ones, so that nothing is shuffled. Rows are read from end to end, memory @ahead bytes on is asked for; the lanes stay in the first cache. */
+typedef struct sq_rows { void (*add)(const void *x, size_t n_rows, double *lane, size_t ahead); size_t n; } sq_rows;
+enum { SQ_AHEAD = 4096 };
 #define SQ_ROWS(NAME, TARGET, DT, N, WIDEN, ADD_SQUARE)                                                                                    \
-  TARGET static void NAME(const void *x, size_t n_rows, double *lane) {                                                                    \
+  TARGET static void NAME(const void *x, size_t n_rows, double *lane, size_t ahead) {                                                      \
     typedef double vd __attribute__((vector_size(8 * N)));                                                                                 \
     typedef float vf __attribute__((vector_size(4 * N)));                                                                                  \
     typedef uint32_t vu __attribute__((vector_size(4 * N)));                                                                               \
@@ -167,6 +168,7 @@ typedef struct sq_rows { void (*add)(const void *x, size_t n_rows, double *lane)
       for (size_t j = 0; j < PS_SQ_LANES; j += 2 * N, at += 2 * N * ps__dt_bytes(DT)) {                                                    \
         vf f0, f1;                                                                                                                         \
         vd acc0, acc1, d;                                                                                                                  \
+        __builtin_prefetch(at + ahead);                                                                                                    \
         memcpy(&f0, at, sizeof f0), memcpy(&f1, at + (DT == PS_BF16 ? 0 : sizeof f0), sizeof f1);                                          \
         if (DT == PS_BF16) f0 = (vf)((vu)f0 << 16), f1 = (vf)((vu)f1 & 0xffff0000u);                                                       \
         memcpy(&acc0, lane + j, sizeof d), memcpy(&acc1, lane + j + N, sizeof d);                                                          \
@@ -214,11 +216,11 @@ PS_VEC double sq_group(const sq_job *j, size_t first, size_t end, uint32_t dt) {
   double lane[PS_SQ_LANES] = {0};
   const size_t whole = (end - first) / PS_SQ_LANES;
   const sq_rows rows = sq_rows_of(dt);
-  if (!j->g) rows.add(ps__celem(j->total, dt, first), whole, lane);
+  if (!j->g) rows.add(ps__celem(j->total, dt, first), whole, lane, SQ_AHEAD);
   for (size_t r = 0; j->g && r < whole; r++) { /* what was added is still in the first cache */
     const size_t base = first + r * PS_SQ_LANES;
     add_range(j->total, j->g, base, base + PS_SQ_LANES, dt);
-    rows.add(ps__celem(j->total, dt, base), 1, lane);
+    rows.add(ps__celem(j->total, dt, base), 1, lane, 0); /* copies would get less of the memory: see add_range() */
   }
   if (dt == PS_BF16) sq_order(lane, rows.n);
   const size_t rest = first + whole * PS_SQ_LANES;
