@@ -3,7 +3,7 @@
     python3 bench/rows.py --data SHARDS --out bench/results/h200-8b.jsonl 8b:8192:24:70:180224 8b:8192:90:70:180224
 
 A case is MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS_PER_STEP[:more options, as recipe=fp32-master,steps=6]; MODEL names a file of models/. DEVICE_GIB 0: no
-cap. Every step includes the optimizer and clipping; the first two are left out of the median. Nothing but Python's standard library is needed.
+cap. Every step includes the optimizer and clipping; the first two (warm-up=N: N) are left out of the median. Nothing but Python's standard library is needed.
 """
 import argparse
 import json
@@ -29,18 +29,18 @@ def text_of(command):
 
 def machine():
     cpu = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
-    gpu = text_of(["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"])
-    return f"{gpu}; {cpu}, {os.cpu_count()} CPUs"
+    gpus = text_of(["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]).splitlines() or [""]
+    return f"{gpus[0]}{f' (one of {len(gpus)})' if len(gpus) > 1 else ''}; {cpu}, {os.cpu_count()} CPUs"
 
 
 def parse(case):
     model, seq_len, device, host, tokens, *more = case.split(":", 5)
     options = dict(o.split("=", 1) for o in more[0].split(",")) if more else {}
-    return model, int(seq_len), float(device), float(host), int(tokens), options
+    return model, int(seq_len), float(device), float(host), int(tokens), int(options.pop("warm-up", WARM_UP)), options
 
 
 def command_of(case, args, folder, run_dir):
-    model, seq_len, device, host, tokens, options = parse(case)
+    model, seq_len, device, host, tokens, _, options = parse(case)
     folder.mkdir(parents=True)
     config = json.loads((ROOT / f"models/{model}.json").read_text())
     config["max_position_embeddings"] = max(seq_len, config["max_position_embeddings"])  # a shape is timed, not a model that knows such lengths
@@ -56,7 +56,7 @@ def command_of(case, args, folder, run_dir):
 
 
 def row_of(case, metrics, plan, seconds):
-    timed = metrics[WARM_UP:] or metrics
+    timed = metrics[parse(case)[5]:] or metrics
     step_s = statistics.median(m["step_s"] for m in timed)
     last = metrics[-1]
     return {"case": case, "tokens_per_s": last["tokens"] / step_s, "step_s": step_s, "predicted_step_s": last["predicted_step_s"],
