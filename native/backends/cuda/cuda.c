@@ -3,7 +3,6 @@
 #include "backends/cuda/probe.h"
 #include "kernels/cuda/scratch.h"
 #include <stdatomic.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
 #include <time.h>
@@ -13,12 +12,6 @@ static const uint64_t GIVEN_UP = INT64_MAX; /* at least any value, by the sign o
 
 static _Atomic bool without_mem_ops;
 void ps__cuda_without_mem_ops(bool without) { atomic_store(&without_mem_ops, without); }
-
-/* PENSTOCK_STREAM_MEMORY_OPS=0: compute-sanitizer's racecheck never ends a wait for a word that the host has yet to write. */
-static bool may_use_mem_ops(void) {
-  const char *v = getenv("PENSTOCK_STREAM_MEMORY_OPS");
-  return !atomic_load(&without_mem_ops) && !(v && strcmp(v, "0") == 0);
-}
 
 /* ---- open and close -------------------------------------------------------------------------------------------------- */
 
@@ -64,11 +57,11 @@ static ps_status open_context(ps__device *dev) {
   PS_TRY(ps__cuda_supported(dev->cu, dev->dev, dev->cfg.device));
   if (!attribute(dev, CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING))
     return ps__fail(PS_EDEVICE, "GPU %u has no unified addresses with the host, which the cuda backend needs", dev->cfg.device);
-  dev->mem_ops = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS) && may_use_mem_ops();
+  dev->mem_ops = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS) && !atomic_load(&without_mem_ops);
   dev->host_pointers = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
   dev->numa_node = ps__cuda_numa_node(dev->cu, dev->dev);
   if (!dev->mem_ops)
-    ps__log(PS_LOG_WARN, "GPU %u has no 64-bit stream memory operations, or PENSTOCK_STREAM_MEMORY_OPS=0 forbids them: waits between host and GPU cost more", dev->cfg.device);
+    ps__log(PS_LOG_WARN, "GPU %u has no 64-bit stream memory operations: waits between host and GPU cost more", dev->cfg.device);
   CUcontext ctx;
   uint64_t others;
   ps__cuda_usage_begin(dev->cu, dev->cfg.device, &others);
