@@ -111,8 +111,9 @@ PY
   # hazards in a block's shared memory, lies within kernels.
   run racecheck_ops 120 compute-sanitizer --tool racecheck --error-exitcode 9 "$build/tests/test_cuda_ops" short &
   run racecheck_adamw 120 compute-sanitizer --tool racecheck --error-exitcode 9 "$build/tests/test_cuda_adamw" short &
+  run racecheck_attention 120 compute-sanitizer --tool racecheck --error-exitcode 9 "$build/tests/test_cuda_attention" short &
   wait
-  for tool in memcheck initcheck racecheck_ops racecheck_adamw; do
+  for tool in memcheck initcheck racecheck_ops racecheck_adamw racecheck_attention; do
     sanitized "$tool"
   done
 fi

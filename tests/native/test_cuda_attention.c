@@ -7,7 +7,7 @@
  * and a quarter of u B more for fp32 arithmetic and the approximate exp2. lse: fp32 only, 1e-4 absolute. A key wrongly seen or left out
  * among n changes B by about 1/n, so mistakes at a document's begin, where rows see few keys, are far outside. The backward pass of both
  * starts from the cpu's o and lse. All of it with each library that is built in.
- * test_cuda_attention time: only the timings. */
+ * test_cuda_attention time: only the timings; short: only our own kernels that use shared memory, for a sanitizer. */
 #include "check.h"
 #include "kernels/cpu/cpu.h"
 #include <math.h>
@@ -17,7 +17,7 @@ int main(void) {
   return 0;
 }
 #else
-#include "kernels/cuda/cuda_ops.h"
+#include "kernels/cuda/attention_cuda.h"
 #include "kernels/cuda/scratch.h"
 #include <cuda_runtime_api.h>
 
@@ -525,6 +525,70 @@ static void timings(void) {
   gpu.deterministic = false;
 }
 
+/* ---- our own kernels, counted by hand ------------------------------------------------------------------------------------------ */
+
+/* Slots as attention_cuda.h says they are, in rows: of each document its query rows and its keys, from its begin to its last row. */
+static void found_documents(uint32_t n_tokens, uint32_t row0, const int *lengths) {
+  const ps__args_attention a = {.n_tokens = n_tokens, .row0 = row0, .n_heads = 4, .n_kv_heads = 2, .head_dim = 64};
+  const uint32_t slots = ps_att_slots(n_tokens);
+  const size_t bytes = ps_att_documents_bytes(slots);
+  int32_t *starts = host(4 * (size_t)n_tokens), *got = host(bytes);
+  doc_starts(starts, &a, lengths);
+  int32_t *dev_starts = device(starts, 4 * (size_t)n_tokens), *documents = device(NULL, bytes);
+  CU(cudaDeviceSynchronize());
+  ps_att_find_documents(gpu.stream, &a, dev_starts, slots, true, documents);
+  CU(cudaStreamSynchronize(gpu.stream));
+  CU(cudaMemcpy(got, documents, bytes, cudaMemcpyDeviceToHost));
+  CHECK(got[PS_ATT_HEAD_FIRST_KEY] == starts[0]);
+  uint32_t row = 0;
+  for (uint32_t d = 0; d < slots; d++) {
+    uint32_t end = row;
+    while (end < n_tokens && starts[end] == starts[row]) end++;
+    const int32_t key = row < n_tokens ? starts[row] : (int32_t)(row0 + row);
+    CHECK(ps_att_array(got, slots, PS_ATT_LEN_Q)[d] == (int32_t)(end - row) && ps_att_array(got, slots, PS_ATT_OFF_Q)[d] == (int32_t)row);
+    CHECK(ps_att_array(got, slots, PS_ATT_LEN_KV)[d] == (end > row ? (int32_t)(row0 + end) - key : 0));
+    CHECK(ps_att_array(got, slots, PS_ATT_OFF_KV)[d] == key && ps_att_array(got, slots, PS_ATT_OFF_LSE)[d] == (int32_t)row);
+    row = end;
+  }
+  CHECK(got[PS_ATT_HEAD_PLAIN_ROW] == (int32_t)row);
+  cudaFree(dev_starts);
+  cudaFree(documents);
+  free(starts);
+  free(got);
+}
+
+static void transposed(uint32_t n, uint32_t rows, uint32_t cols) {
+  const size_t each = (size_t)rows * cols;
+  float *src = host(4 * n * each), *got = host(4 * n * each);
+  for (size_t i = 0; i < n * each; i++) src[i] = (float)i;
+  float *from = device(src, 4 * n * each), *to = device(NULL, 4 * n * each);
+  CU(cudaDeviceSynchronize());
+  ps_att_transpose(gpu.stream, to, from, n, rows, cols);
+  CU(cudaStreamSynchronize(gpu.stream));
+  CU(cudaMemcpy(got, to, 4 * n * each, cudaMemcpyDeviceToHost));
+  for (size_t i = 0; i < n; i++)
+    for (size_t r = 0; r < rows; r++)
+      for (size_t c = 0; c < cols; c++) CHECK(got[i * each + c * rows + r] == src[i * each + r * cols + c]);
+  cudaFree(from);
+  cudaFree(to);
+  free(src);
+  free(got);
+}
+
+static void our_kernels(void) {
+  static const int several[] = {700, 900, 55, 300, 0}, many[] = {1, 2, 3, 0}, one[] = {1 << 20, 0};
+  for (uint32_t row0 = 0; row0 <= 1500; row0 += 500) {
+    found_documents(1, row0, one);
+    found_documents(1023, row0, several);
+    found_documents(2500, row0, several);
+    found_documents(1025, row0, many); /* more documents than slots */
+  }
+  transposed(1, 1, 1);
+  transposed(3, 70, 33);
+  transposed(2, 1000, 32);
+  printf("ok documents as counted by hand, transposed log-sum-exp\n");
+}
+
 static void everything(void) {
   static const int documents[] = {700, 900, 55, 300, 0};
   refusals();
@@ -550,13 +614,14 @@ int main(int argc, char **argv) {
   CHECK(ps__pool_create(&cpu.pool, 8, "attention") == PS_OK);
   setvbuf(stdout, NULL, _IOLBF, 0);
   int n_used = 0;
+  if (argc < 2 || strcmp(argv[1], "short") == 0) our_kernels();
   for (size_t i = 0; i < N_LIBRARIES; i++) {
     if (!use(libraries[i])) continue;
     n_used++;
     if (argc < 2) everything();
   }
   if (!n_used) printf("ok skipped: built without a library for this GPU\n");
-  else if (argc > 1) timings();
+  else if (argc > 1 && strcmp(argv[1], "short") != 0) timings();
   ps__pool_destroy(cpu.pool);
   return failed ? 1 : 0;
 }

@@ -1,4 +1,4 @@
-/* attention_cuda.h - attention on CUDA: providers behind one op, and what they share (attention.cu). C++ of the host; no device code.
+/* attention_cuda.h - attention on CUDA: providers behind one op, and what they share (attention.cu). Of the host, C and C++; no device code.
  *
  * A provider is a kept library (or our own plain kernels). Each says what it takes, builds a plan a shape before the first step, and
  * then launches without waiting or allocating. They are asked in an order that depends on the GPU (attention.cu); the first that takes a shape gets it. */
@@ -6,9 +6,13 @@
 #define PS_KERNELS_CUDA_ATTENTION_CUDA_H
 #include "cuda_ops.h"
 #include <cuda_runtime_api.h>
+#include <stdbool.h>
 #include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
 
-extern "C" ps_status ps__fail(ps_status code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+ps_status ps__fail(ps_status code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
 /* A shape to plan: accumulate_dkv of args does not matter. */
 typedef struct ps_att_shape {
@@ -74,4 +78,7 @@ void ps_att_plain_bwd(cudaStream_t stream, const ps_launch *l, const int32_t *do
 static inline size_t ps_att_round(size_t n) { return (n + 255) / 256 * 256; }
 size_t ps_scratch_attention(const ps__args_attention *a, bool backward);
 
+#ifdef __cplusplus
+}
+#endif
 #endif
