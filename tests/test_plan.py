@@ -287,6 +287,14 @@ def test_no_pinned_round_of_a_deep_model_is_faster_than_the_plan_that_was_found(
     assert found["step_s"] <= min(r["step_s"] for r in pinned) and found["host_bytes"] <= 330 << 30
 
 
+def test_to_pin_the_rounds_that_were_found_costs_nothing(tmp_path):
+    """A pinned round's members are few, and what refining between them gains is as much as anywhere."""
+    model, ask = ModelConfig.read(ROOT / "models/8b.json"), on_an_h200(tmp_path, 128, seq_len=8192, host_mem="84GiB") | {"device_mem": "24GiB"}
+    found = Plan(model, **ask).report
+    pinned = Plan(model, chunk_tokens=found["chunk_tokens"], chunks_per_round=found["chunks_per_round"], first_round_chunks=found["first_round_chunks"], **ask).report
+    assert pinned["n_candidates"] < found["n_candidates"] / 10 and pinned["step_s"] < 1.01 * found["step_s"]
+
+
 def test_more_goes_home_in_the_first_round_where_gradients_leave_their_homes_to_it(tmp_path):
     config = json.loads((ROOT / "models/8b.json").read_text()) | {"max_position_embeddings": 65536}
     (tmp_path / "config.json").write_text(json.dumps(config))

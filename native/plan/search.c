@@ -13,6 +13,8 @@
 static const uint64_t MAX_OPS = 1200000;
 /* From so many ops in all members' steps on, steps are looked at with fewer of their rounds, and what lies between the members is looked at too. */
 static const double LARGE_FAMILY_OPS = 2e8;
+/* The same beside a GPU where a step has so many ops, however few the members are (a pinned round's): what refining gains is up to a tenth of such a step. */
+static const double LONG_STEP_OPS = 6000;
 /* From here on members are passed over that will not fit by what was seen of their like. */
 static const uint64_t PRUNE_OPS = 400000;
 static const double SPARE_LOSS = 1e-3; /* of a step's time, that a plan may cost which is less easily upset */
@@ -253,11 +255,12 @@ static ps_status find_smallest(ps__search_state *s) {
   return st;
 }
 
-/* Whether looking at all members is out of the question. */
+/* Whether looking at all members is out of the question, or not enough. */
 static bool is_large(const ps__search_state *s) {
+  const size_t n = s->family.n_members;
   double ops = 0;
-  for (size_t i = 0; i < s->family.n_members; i++) ops += (double)s->family.size[s->family.member[i].size].n_ops;
-  return ops > LARGE_FAMILY_OPS;
+  for (size_t i = 0; i < n; i++) ops += (double)s->family.size[s->family.member[i].size].n_ops;
+  return ops > LARGE_FAMILY_OPS || (s->plan->hw.backend == PS_BACKEND_CUDA && ops > LONG_STEP_OPS * (double)n);
 }
 
 static ps_status find(ps__search_state *s) {
