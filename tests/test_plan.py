@@ -85,7 +85,7 @@ def test_a_report_is_consistent_and_the_plan_the_same_when_asked_again(question,
     assert r["n_chunks"] * r["chunk_tokens"] >= r["tokens_per_step"] and r["n_rounds"] * r["chunks_per_round"] >= r["n_chunks"]
     assert r["resident_param_units"] + r["turn_units"] <= r["n_units"] and (r["n_rounds"] > 1 or not r["turn_units"])
     d = plan.json()
-    fates = [fate for layer in d["layers"] for chunk in layer for fate in chunk.values()]
+    fates = [fate.split()[0] for layer in d["layers"] for chunk in layer for fate in chunk.values()]  # host in the first round: host
     for fate in ("device", "host", "recompute"):
         assert (r[f"saved_{fate}_bytes"] > 0) == (fate in fates)
     events, ends = plan.simulate(3)
@@ -205,7 +205,7 @@ def test_recomputing_costs_the_products_of_what_is_not_saved(tmp_path):
 
 @pytest.mark.parametrize("name,seconds", [("8b", 60), ("32b", 120)])
 def test_large_models_are_planned_without_touching_memory(name, seconds):
-    """A plan's time is its search: 8B 4 s and 32B 5 s on two busy cores; the limits leave room for slower machines."""
+    """A plan's time is its search: 8B 4 s and 32B 9 s on two cores; the limits leave room for slower machines."""
     model = ModelConfig.read(ROOT / f"models/{name}.json")
     resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
     before, begin = resident(), time.monotonic()
@@ -280,7 +280,7 @@ def on_an_h200(tmp_path, host_gib, **kw):
 
 
 def test_no_pinned_round_of_a_deep_model_is_faster_than_the_plan_that_was_found(tmp_path):
-    """Looks at a plan of 64 layers cost twice those of 32, and few of them fit. Where a round is pinned, the family is small enough to be looked at to its end."""
+    """Looks at a plan of 64 layers cost twice those of 32, and few of them fit; where a round is pinned all that is spent goes to it."""
     model, ask = ModelConfig.read(ROOT / "models/32b.json"), on_an_h200(tmp_path, 512, seq_len=8192, host_mem="330GiB")
     found = Plan(model, **ask).report
     pinned = [Plan(model, chunk_tokens=tokens, chunks_per_round=chunks, **ask).report for tokens, chunks in ((8192, 1), (8192, 2), (16384, 1))]

@@ -74,14 +74,15 @@ PS_API void ps_trainer_destroy(ps_trainer *t);
 /* ps_trainer_submit() - let @n more steps run; returns at once. ps_trainer_wait() - block until the next step not yet reported
  * is complete and give its metrics. A step that fails leaves the ones before it whole: their metrics come first, then the error of
  * wait, which is sticky, and weights at home are those of the last complete step, ps_trainer_steps_done(); they can be read and
- * saved. (Without clipping, a gradient that is not finite is found unit by unit: the message says what was updated. Where the device fails or a cancel comes amid a step's updates,
- * units at home may be of that step and the one before; the message says so, and where it does not they are of one.)
+ * saved. (Without clipping, a gradient that is not finite is found unit by unit: the message says what was updated. Where the
+ * device fails or a cancel comes amid a step's updates, units at home may be of that step and the one before; the message says
+ * so, and where it does not they are of one; without clipping, when updates run while the step goes on, it mostly does.)
  * Errors of wait: PS_ESTATE nothing submitted; PS_ENUMERIC loss or gradient norm not finite (step and unit named); PS_ECANCELLED;
  * what the data source returned. Errors of submit: PS_EBUSY more than 64 steps not waited for; PS_ENOMEM; the sticky error. */
 PS_API ps_status ps_trainer_submit(ps_trainer *t, uint64_t n);
 PS_API ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out);
 /* ps_trainer_cancel() - stop at the next op, for good; any thread and a signal handler may call while the trainer lives. Weights
- * at home may then be between two steps: the error of wait says so. */
+ * at home may then be of two steps: the error of wait says so. */
 PS_API void ps_trainer_cancel(ps_trainer *t);
 PS_API uint64_t ps_trainer_steps_done(const ps_trainer *t);
 /* ps_trainer_where() - as ps_run_where(): where each stream stands, in words; nothing before the first step. Any thread. */

@@ -89,7 +89,7 @@ enum { PS__N_GROUPS = 6 };
 extern const uint8_t ps__item_group[PS__N_GROUPS][2];
 uint64_t ps__group_bytes(const ps__block *b, int group, uint32_t n_tokens); /* in a cell of so many tokens */
 /* Deals a round's cells their fates in forward order: what goes home first, then what stays, each as soon as its share of the bytes seen so far allows, so that
- * both are spread evenly over the pass and the link is kept busy from the first layer to the last. @extra: a chunk that the first round has more than the others. @turn: the
+ * both are spread evenly over the pass and the link is kept busy from the first layer to the last; of the rest what goes home in the first round alone. @extra: a chunk that the first round has more than the others. @turn: the
  * cell that the backward pass comes to first: what it saved is on the device then in any case, and stays there. */
 typedef struct ps__dealer { double device, host, extra, device_share, host_share, extra_share; bool extras; } ps__dealer; /* extras: the first round has additional chunks */
 ps__dealer ps__dealer_of(const ps__layout *l, const ps__member *m);

@@ -8,8 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Ops emitted and simulated at most in one search, over all plans looked at: some seconds; ps__budget() for deep models. A family that needs more (long steps of deep models on a machine where nothing is
- * hidden) gives the best of those looked at. */
+/* Ops emitted and simulated at most in one search, over all plans looked at: some seconds; ps__budget() for deep models. A family that needs more (long steps of deep
+ * models on a machine where nothing is hidden) gives the best of those looked at. */
 static const uint64_t MAX_OPS = 1200000;
 /* From so many ops in all members' steps on, steps are looked at with fewer of their rounds, and what lies between the members is looked at too. */
 static const double LARGE_FAMILY_OPS = 2e8;

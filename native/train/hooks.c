@@ -58,13 +58,6 @@ static void fill_block(const ps_trainer *t, const ps__chunk *k, float scale, cha
   }
 }
 
-/* Without clipping units that are updated on the device are it while the step goes on. */
-static bool updates_unseen(const ps_trainer *t) {
-  bool there = false;
-  for (uint32_t u = 0; u < t->plan->spec.n_units; u++) there |= ps__updated_there(&t->plan->spec, u);
-  return there && !t->plan->cfg.clip;
-}
-
 static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
   const uint64_t step = t->cfg.first_step + l->step;
   const ps__layout *layout = &t->plan->layout;
@@ -74,7 +67,7 @@ static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
   for (uint32_t i = 0; i < layout->n_chunks; i++)
     fill_block(t, &layout->chunk[i], (float)(1.0 / (double)valid), (char *)l->ptr[0] + t->plan->step.batch_offset[i]);
   *(ps__batch_header *)l->ptr[0] = (ps__batch_header){.valid_tokens = valid, .step = l->step + 1};
-  if (updates_unseen(t)) atomic_store(&t->updating, l->step + 1);
+  if (!t->plan->cfg.clip) atomic_store(&t->updating, l->step + 1); /* units are updated while the step goes on */
   return PS_OK;
 }
 
@@ -196,7 +189,6 @@ static ps_status update(ps_trainer *t, uint32_t unit, const ps_launch *l) {
   const bool clip = t->plan->cfg.clip != 0;
   if (there && !clip && ((const ps__batch_header *)gate[1])->step != l->step + 1) return PS_OK;
   if (!to_update(t, unit, gate[0], l->step + 1, &s)) return clip ? PS_OK : not_finite(t, l, unit);
-  if (!clip && atomic_load(&t->updating) <= l->step) atomic_store(&t->updating, l->step + 1);
   if (unit == 0 && t->rows) {
     ps__rows_update(t, exec->pool, (uint32_t)l->step + 1, &s);
     return PS_OK;

@@ -190,11 +190,12 @@ void ps_trainer_destroy(ps_trainer *t) {
 static ps_status stick(ps_trainer *t, ps_status st) {
   if (t->sticky == PS_OK) {
     t->sticky = st;
-    snprintf(t->sticky_message, sizeof t->sticky_message, "%s", ps_last_error());
+    char *why = t->sticky_message;
+    const size_t all = sizeof t->sticky_message, amid = 160; /* for what is said behind the reason */
+    snprintf(why, all - amid, "%s", ps_last_error());
     if (t->run) ps__run_rest(t->run); /* weights at home may be read and saved */
-    const size_t n = strlen(t->sticky_message);
     if ((st == PS_EDEVICE || st == PS_ECANCELLED) && atomic_load(&t->updating) > atomic_load(&t->ended))
-      snprintf(t->sticky_message + n, sizeof t->sticky_message - n, "; it came amid a step's updates: weights at home may be of two steps");
+      snprintf(why + strlen(why), amid, "; it came amid a step's updates: weights in host memory, and a model saved from them now, may be of two steps");
   }
   return ps__fail(t->sticky, "%s", t->sticky_message);
 }

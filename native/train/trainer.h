@@ -22,9 +22,10 @@ struct ps_trainer {
   ps_engine *engine;
   _Atomic(ps_run *) run;       /* lives until destroy, also after an error brought it to rest: a cancel may come at any time */
   _Atomic uint32_t cancelled;
-  _Atomic uint64_t updating, ended; /* 1 + the run's last step whose updates may have begun, and whose report ran: where these differ, weights at home may be of two steps */
+  _Atomic uint64_t updating, ended; /* 1 + the run's last step whose updates may have begun, and whose report ran: where these differ, weights at home may
+                                       be of two steps */
   ps_status sticky;
-  char sticky_message[512];
+  char sticky_message[1024];
   char *host;                  /* the host space */
   uint64_t device_peak;        /* BYTES of device memory that the driver reported at most; 0 on the CPU backend */
   bool warned;                 /* that it is past the cap */

@@ -147,7 +147,7 @@ class Trainer:
         return rest
 
     def cancel(self) -> None:
-        """Stop at the next op; the weights may then be between two steps. From any thread; nothing once the trainer is closed."""
+        """Stop at the next op; the weights may then be of two steps, as the error says. From any thread; nothing once the trainer is closed."""
         with self._cancelling:
             if self._ptr is not None:
                 lib.ps_trainer_cancel(self._ptr)

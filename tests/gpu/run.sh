@@ -107,8 +107,8 @@ PY
   for tool in memcheck initcheck; do
     train "$tool" compute-sanitizer --tool "$tool" $skip --error-exitcode 9 --print-limit 2000 &
   done
-  # cuBLAS's products for Hopper do not run under racecheck (CUDA 13.0: they never end, and left alone they fault), so it takes our kernels, one by one: what it looks for,
-  # hazards in a block's shared memory, lies within kernels.
+  # Training does not run under racecheck on Hopper (CUDA 13.0): with cuBLAS's products checked the step stands, and with them left alone they fault. So it takes our kernels,
+  # one by one: what it looks for, hazards in a block's shared memory, lies within kernels.
   run racecheck_ops 120 compute-sanitizer --tool racecheck --error-exitcode 9 "$build/tests/test_cuda_ops" short &
   run racecheck_adamw 120 compute-sanitizer --tool racecheck --error-exitcode 9 "$build/tests/test_cuda_adamw" short &
   run racecheck_attention 120 compute-sanitizer --tool racecheck --error-exitcode 9 "$build/tests/test_cuda_attention" short &
