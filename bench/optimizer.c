@@ -2,8 +2,8 @@
  *
  *   build/bench/optimizer [--params N] [--reps N] [--threads N[,N...]]
  *
- * For each recipe, instruction set and number of threads: parameters a second, bytes a second (the bytes that must move:
- * bf16 14 a parameter, fp32 and fp32-master 28) and the copy's bytes a second (read plus written). Copy and update take
+ * For each recipe, instruction set, number of threads and part of the update (the whole; weights; moments): parameters a second, bytes a second (the
+ * bytes that must move: ps__adamw_bytes()) and the copy's bytes a second (read plus written). Copy and update take
  * turns, so that both see the same machine; medians after one warm-up. The copy is the better of a plain loop of vector
  * moves (memcpy) and one with non-temporal stores. One JSON object a line. */
 #include "../native/core/core.h"
@@ -22,6 +22,7 @@ typedef struct state {
   uint16_t *w_bf16;
   ps__simd simd;
   ps_recipe recipe;
+  ps__adamw_part part;
   ps__adamw_scalars s;
   int streaming; /* copy with non-temporal stores */
 } state;
@@ -30,7 +31,7 @@ static void update_task(void *arg, int64_t task, uint32_t worker) {
   state *st = arg;
   uint64_t first = (uint64_t)task * BLOCK, n = st->n - first < BLOCK ? st->n - first : BLOCK;
   size_t b = st->recipe == PS_RECIPE_BF16 ? 2 : 4, gb = st->recipe == PS_RECIPE_FP32 ? 4 : 2;
-  ps__adamw_update(st->simd, st->recipe, n, st->w + first * b, st->recipe == PS_RECIPE_FP32_MASTER ? st->w_bf16 + first : NULL,
+  ps__adamw_update(st->simd, st->recipe, st->part, n, st->w + first * b, st->recipe == PS_RECIPE_FP32_MASTER ? st->w_bf16 + first : NULL,
                    st->grad + first * gb, st->m + first * b, st->v + first * b, 0.1f, first, &st->s);
 }
 
@@ -69,6 +70,7 @@ static double seconds(ps__pool *pool, int64_t tasks, ps__task_fn fn, state *st) 
 static void measure(ps__pool *pool, state *st, int reps) {
   static const char *const simd_names[] = {"scalar", "avx2", "avx512"};
   static const char *const recipe_names[] = {"fp32", "fp32-master", "bf16"};
+  static const char *const part_names[] = {"whole", "weights", "moments"};
   double update[MAX_REPS], copy[2][MAX_REPS];
   int64_t copy_tasks = (int64_t)((st->n * 4 + BLOCK * 16 - 1) / (BLOCK * 16)), tasks = (int64_t)((st->n + BLOCK - 1) / BLOCK);
   memset(st->m, 0, st->n * 4);
@@ -83,9 +85,9 @@ static void measure(ps__pool *pool, state *st, int reps) {
   }
   double plain = median(copy[0], reps), nontemporal = median(copy[1], reps), t = median(update, reps);
   double copy_gb_s = 8.0 * (double)st->n / (plain < nontemporal ? plain : nontemporal) * 1e-9;
-  double bytes = (st->recipe == PS_RECIPE_BF16 ? 14.0 : 28.0) * (double)st->n, gb_s = bytes / t * 1e-9;
-  printf("{\"bench\":\"optimizer\",\"recipe\":\"%s\",\"simd\":\"%s\",\"threads\":%u,\"params\":%llu,\"reps\":%d,\"gparam_s\":%.3f,"
-         "\"gb_s\":%.2f,\"copy_gb_s\":%.2f,\"of_copy\":%.3f}\n", recipe_names[st->recipe], simd_names[st->simd],
+  double bytes = ps__adamw_bytes(st->recipe, st->part) * (double)st->n, gb_s = bytes / t * 1e-9;
+  printf("{\"bench\":\"optimizer\",\"recipe\":\"%s\",\"simd\":\"%s\",\"part\":\"%s\",\"threads\":%u,\"params\":%llu,\"reps\":%d,\"gparam_s\":%.3f,"
+         "\"gb_s\":%.2f,\"copy_gb_s\":%.2f,\"of_copy\":%.3f}\n", recipe_names[st->recipe], simd_names[st->simd], part_names[st->part],
          ps__pool_size(pool), (unsigned long long)st->n, reps, (double)st->n / t * 1e-9, gb_s, copy_gb_s, gb_s / copy_gb_s);
   fflush(stdout);
 }
@@ -142,7 +144,10 @@ int main(int argc, char **argv) {
       for (int simd = 0; simd <= (int)ps__simd_best(); simd++) {
         st.recipe = (ps_recipe)recipe;
         st.simd = (ps__simd)simd;
-        measure(pool, &st, (int)reps);
+        for (int part = 0; part < PS_N_ADAMW_PARTS; part++) {
+          st.part = (ps__adamw_part)part;
+          measure(pool, &st, (int)reps);
+        }
       }
     ps__pool_destroy(pool);
   }

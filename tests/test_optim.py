@@ -10,6 +10,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FP32, MASTER, BF16 = 0, 1, 2
+WHOLE = 0  # both parts in one pass
 SIMD = {"scalar": 0, "avx2": 1, "avx512": 2}
 EPS32 = 2.0**-24  # half an ulp, relative: the error of one rounding
 
@@ -28,7 +29,7 @@ def lib():
     path = ROOT / os.environ.get("PENSTOCK_BUILD", "build") / "lib" / "libpenstock.so"
     lib = c.CDLL(str(path))
     p = c.c_void_p
-    lib.ps__adamw_update.argtypes = [c.c_int, c.c_int, c.c_uint64, p, p, p, p, p, c.c_float, c.c_uint64, c.POINTER(Scalars)]
+    lib.ps__adamw_update.argtypes = [c.c_int, c.c_int, c.c_int, c.c_uint64, p, p, p, p, p, c.c_float, c.c_uint64, c.POINTER(Scalars)]
     lib.ps__adamw_update.restype = None
     lib.ps__adamw_bias_correction.argtypes = [c.POINTER(Scalars), c.c_uint64]
     lib.ps__adamw_bias_correction.restype = None
@@ -75,7 +76,7 @@ def test_ten_steps_follow_torch_adamw_in_fp64(lib, simd, recipe, decay):
         stored = bf16_bits(g) if recipe == MASTER else g
         exact = from_bf16(stored) if recipe == MASTER else g
         lib.ps__adamw_bias_correction(c.byref(s), t)
-        lib.ps__adamw_update(SIMD[simd], recipe, n, at(w), at(copy) if recipe == MASTER else None, at(stored), at(m), at(v), decay, 0, c.byref(s))
+        lib.ps__adamw_update(SIMD[simd], recipe, WHOLE, n, at(w), at(copy) if recipe == MASTER else None, at(stored), at(m), at(v), decay, 0, c.byref(s))
         ref.grad = torch.from_numpy(exact.astype(np.float64) * 0.5)
         adamw.step()
     size = np.maximum(np.abs(w), np.abs(ref.detach().numpy())) + steps * lr * 1.02
@@ -95,7 +96,7 @@ def test_bf16_copy_rounds_to_nearest_even(lib):
     zeros, grad, s = np.zeros_like(w), np.zeros(len(w), np.uint16), Scalars(beta1=0.9, beta2=0.95, eps=1e-8, c1=1, c2=1)
     for simd in SIMD.values():
         got, copy, m, v = w.copy(), np.zeros(len(w), np.uint16), zeros.copy(), zeros.copy()
-        lib.ps__adamw_update(simd, MASTER, len(w), at(got), at(copy), at(grad), at(m), at(v), 0.0, 0, c.byref(s))
+        lib.ps__adamw_update(simd, MASTER, WHOLE, len(w), at(got), at(copy), at(grad), at(m), at(v), 0.0, 0, c.byref(s))
         finite = np.isfinite(w)
         assert (got[finite] == w[finite]).all() and (copy[finite] == bf16_bits(got[finite])).all()
         assert (copy[~finite] == 0x7FC0).all() and (got.view(np.uint32)[~finite] == 0x7FC00000).all()
@@ -112,8 +113,8 @@ def test_bf16_recipe_rounds_to_a_neighbour_and_follows_fp32_on_average(lib, simd
     s = Scalars(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, grad_scale=1, c1=1.7, c2=1.3, seed=9, step=4)
     exact = [from_bf16(a) for a in (w, m, v)]
     g32 = from_bf16(g)
-    lib.ps__adamw_update(0, FP32, n, at(exact[0]), None, at(g32), at(exact[1]), at(exact[2]), 0.1, 0, c.byref(s))
-    lib.ps__adamw_update(SIMD[simd], BF16, n, at(w), None, at(g), at(m), at(v), 0.1, 123, c.byref(s))
+    lib.ps__adamw_update(0, FP32, WHOLE, n, at(exact[0]), None, at(g32), at(exact[1]), at(exact[2]), 0.1, 0, c.byref(s))
+    lib.ps__adamw_update(SIMD[simd], BF16, WHOLE, n, at(w), None, at(g), at(m), at(v), 0.1, 123, c.byref(s))
     for got, e in zip((w, m, v), exact):
         below = (e.view(np.uint32) >> 16).astype(np.uint16)
         assert ((got == below) | (got == below + 1)).all() and (got[(e.view(np.uint32) & 0xFFFF) == 0] == below[(e.view(np.uint32) & 0xFFFF) == 0]).all()

@@ -295,6 +295,17 @@ def test_to_pin_the_rounds_that_were_found_costs_nothing(tmp_path):
     assert pinned["n_candidates"] < found["n_candidates"] / 10 and pinned["step_s"] < 1.01 * found["step_s"]
 
 
+def test_what_the_next_forward_pass_waits_for_is_shortened_where_it_waits(tmp_path):
+    """AdamW at home of 8B at 24 GiB takes longer than the first forward pass, so weights go first; without clipping updates run behind the backward pass, and nothing is split."""
+    model, ask = ModelConfig.read(ROOT / "models/8b.json"), on_an_h200(tmp_path, 128, seq_len=8192, host_mem="84GiB") | {"device_mem": "24GiB"}
+    plan, free = Plan(model, clip=True, **ask), Plan(model, clip=False, **ask)
+    r = plan.report
+    home = r["n_units"] - r["resident_update_units"] - r["streamed_update_units"]
+    assert home > r["split_update_units"] > home / 2 and "in two parts" in str(plan)  # the embedding at home is not
+    assert free.report["split_update_units"] == 0 and "in two parts" not in str(free)
+    assert sum(unit["update"] == "host, weights first" for unit in plan.json()["units"]) == r["split_update_units"]
+
+
 def test_more_goes_home_in_the_first_round_where_gradients_leave_their_homes_to_it(tmp_path):
     config = json.loads((ROOT / "models/8b.json").read_text()) | {"max_position_embeddings": 65536}
     (tmp_path / "config.json").write_text(json.dumps(config))

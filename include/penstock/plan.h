@@ -55,6 +55,7 @@ typedef struct ps_plan_report {
   uint64_t device_cap_bytes, host_cap_bytes; /* as given; 0: none */
   uint64_t resident_param_units, resident_grad_units, resident_update_units, n_units; /* update: optimizer state on the device too */
   uint64_t streamed_update_units;            /* updated on the device, moments coming from home for it and going back */
+  uint64_t split_update_units;               /* updated at home in two parts: weights first, moments behind all weights */
   uint64_t turn_units;                       /* streamed, but kept from a round's backward pass to the next round's forward pass */
   uint64_t saved_device_bytes, saved_host_bytes, saved_recompute_bytes; /* the first round, which may be larger; all layers and chunks */
   uint64_t h2d_bytes, d2h_bytes;             /* a step */

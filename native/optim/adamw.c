@@ -28,14 +28,14 @@ ps__simd ps__simd_best(void) {
   return PS_SIMD_SCALAR;
 }
 
-static ps__adamw_fn variant(ps__simd simd, ps_recipe recipe) {
+static ps__adamw_fn variant(ps__simd simd, ps_recipe recipe, ps__adamw_part part) {
 #if defined(__x86_64__)
   ps__simd best = ps__simd_best();
   if (simd > best) simd = best; /* a wish for more than the CPU has gets what it has: the bits are the same */
-  if (simd == PS_SIMD_AVX512) return ps__adamw_avx512[recipe];
-  if (simd == PS_SIMD_AVX2) return ps__adamw_avx2[recipe];
+  if (simd == PS_SIMD_AVX512) return ps__adamw_avx512[recipe][part];
+  if (simd == PS_SIMD_AVX2) return ps__adamw_avx2[recipe][part];
 #endif
-  return ps__adamw_scalar[recipe];
+  return ps__adamw_scalar[recipe][part];
 }
 
 static uint64_t sr_key(uint64_t seed, uint64_t step) {
@@ -85,11 +85,18 @@ ps__adamw_k ps__adamw_constants(const ps__adamw_scalars *s, float decay, uint64_
   return k;
 }
 
-void ps__adamw_update(ps__simd simd, ps_recipe recipe, uint64_t n, void *w, uint16_t *w_bf16, const void *grad, void *m, void *v,
+double ps__adamw_bytes(ps_recipe recipe, ps__adamw_part part) {
+  static const double bytes[PS_N_RECIPES][PS_N_ADAMW_PARTS] = {
+    [PS_RECIPE_FP32] = {28, 20, 20}, [PS_RECIPE_FP32_MASTER] = {28, 20, 18}, [PS_RECIPE_BF16] = {14, 10, 10}};
+  return bytes[recipe][part];
+}
+
+void ps__adamw_update(ps__simd simd, ps_recipe recipe, ps__adamw_part part, uint64_t n, void *w, uint16_t *w_bf16, const void *grad, void *m, void *v,
                       float decay, uint64_t element0, const ps__adamw_scalars *s) {
   const unsigned mode = enter_mode();
   const ps__adamw_k k = constants(s, decay, element0);
-  variant(simd, recipe)(n, w, w_bf16, grad, m, v, &k);
+  if (part == PS_ADAMW_MOMENTS) w = w_bf16 = m; /* not touched: something to count from */
+  variant(simd, recipe, part)(n, w, w_bf16, grad, m, v, &k);
   leave_mode(mode);
 }
 
@@ -98,6 +105,7 @@ void ps__adamw_update(ps__simd simd, ps_recipe recipe, uint64_t n, void *w, uint
 typedef struct unit_job {
   ps__simd simd;
   ps_recipe recipe;
+  ps__adamw_part part;
   const ps__adamw_segment *segments;
   char *w, *m, *v;
   const char *grad;
@@ -115,13 +123,13 @@ static void unit_task(void *arg, int64_t task, uint32_t worker) {
   while (block >= n_blocks(s)) block -= n_blocks(s++);
   uint64_t first = s->first + block * BLOCK, left = s->n - block * BLOCK, n = left < BLOCK ? left : BLOCK;
   size_t state = j->recipe == PS_RECIPE_BF16 ? 2 : 4, grad = j->recipe == PS_RECIPE_FP32 ? 4 : 2;
-  ps__adamw_update(j->simd, j->recipe, n, j->w + first * state, j->w_bf16 ? j->w_bf16 + first : NULL, j->grad + first * grad,
+  ps__adamw_update(j->simd, j->recipe, j->part, n, j->w ? j->w + first * state : NULL, j->w_bf16 ? j->w_bf16 + first : NULL, j->grad + first * grad,
                    j->m + first * state, j->v + first * state, s->decay, j->element0 + first, j->s);
 }
 
-void ps__adamw_unit(ps__pool *pool, ps_recipe recipe, const ps__adamw_segment *segments, uint32_t n_segments, void *w,
+void ps__adamw_unit(ps__pool *pool, ps_recipe recipe, ps__adamw_part part, const ps__adamw_segment *segments, uint32_t n_segments, void *w,
                     uint16_t *w_bf16, const void *grad, void *m, void *v, uint64_t unit_element0, const ps__adamw_scalars *s) {
-  unit_job job = {.simd = ps__simd_best(), .recipe = recipe, .segments = segments, .w = w, .m = m, .v = v, .grad = grad,
+  unit_job job = {.simd = ps__simd_best(), .recipe = recipe, .part = part, .segments = segments, .w = w, .m = m, .v = v, .grad = grad,
                   .w_bf16 = recipe == PS_RECIPE_FP32_MASTER ? w_bf16 : NULL, .element0 = unit_element0, .s = s};
   uint64_t tasks = 0;
   for (uint32_t i = 0; i < n_segments; i++) tasks += n_blocks(&segments[i]);

@@ -34,9 +34,10 @@ TARGET static inline void step(const consts *c, __m256 grad, __m256 *w, __m256 *
   *v = v1;
 }
 
-/* A NaN anywhere in a step ends in w, so that looking at w is enough. */
-TARGET static inline void canonical3(__m256 *w, __m256 *m, __m256 *v) {
-  if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(*w, *w, _CMP_UNORD_Q)) == 0, 1)) return;
+/* A NaN anywhere in a step ends in w, so that looking at w is enough; without w, at both others. */
+TARGET PS__ADAMW_INLINE void canonical3(ps__adamw_part part, __m256 *w, __m256 *m, __m256 *v) {
+  const __m256 one = part == PS_ADAMW_MOMENTS ? *m : *w, other = part == PS_ADAMW_MOMENTS ? *v : *w;
+  if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(one, other, _CMP_UNORD_Q)) == 0, 1)) return;
   *w = canonical(*w);
   *m = canonical(*m);
   *v = canonical(*v);
@@ -70,41 +71,43 @@ TARGET static inline __m256i mix(__m256i z) {
   return _mm256_xor_si256(z, _mm256_srli_epi64(z, 31));
 }
 
-TARGET static void update_fp32(uint64_t n, void *w_, uint16_t *w_bf16, const void *grad_, void *m_, void *v_,
-                               const ps__adamw_k *k) {
+TARGET PS__ADAMW_INLINE void update_fp32(uint64_t n, void *w_, uint16_t *w_bf16, const void *grad_, void *m_, void *v_, const ps__adamw_k *k, ps__adamw_part part) {
   float *w = w_, *m = m_, *v = v_;
   const float *grad = grad_;
   const consts c = broadcast(k);
   uint64_t i = 0;
   for (; i + 8 <= n; i += 8) {
-    ps__adamw_prefetch(w + i, m + i, v + i, grad + i);
-    __m256 w1 = _mm256_loadu_ps(w + i), m1 = _mm256_loadu_ps(m + i), v1 = _mm256_loadu_ps(v + i);
+    ps__adamw_prefetch(part, w + i, m + i, v + i, grad + i);
+    __m256 w1 = part == PS_ADAMW_MOMENTS ? _mm256_setzero_ps() : _mm256_loadu_ps(w + i), m1 = _mm256_loadu_ps(m + i), v1 = _mm256_loadu_ps(v + i);
     step(&c, _mm256_loadu_ps(grad + i), &w1, &m1, &v1);
-    canonical3(&w1, &m1, &v1);
-    _mm256_storeu_ps(w + i, w1);
+    canonical3(part, &w1, &m1, &v1);
+    if (part != PS_ADAMW_MOMENTS) _mm256_storeu_ps(w + i, w1);
+    if (part == PS_ADAMW_WEIGHTS) continue;
     _mm256_storeu_ps(m + i, m1);
     _mm256_storeu_ps(v + i, v1);
   }
-  ps__adamw_scalar[PS_RECIPE_FP32](n - i, w + i, NULL, grad + i, m + i, v + i, k);
+  ps__adamw_scalar[PS_RECIPE_FP32][part](n - i, w + i, NULL, grad + i, m + i, v + i, k);
 }
 
-TARGET static void update_master(uint64_t n, void *w_, uint16_t *w_bf16, const void *grad_, void *m_, void *v_,
-                                 const ps__adamw_k *k) {
+TARGET PS__ADAMW_INLINE void update_master(uint64_t n, void *w_, uint16_t *w_bf16, const void *grad_, void *m_, void *v_, const ps__adamw_k *k, ps__adamw_part part) {
   float *w = w_, *m = m_, *v = v_;
   const uint16_t *grad = grad_;
   const consts c = broadcast(k);
   uint64_t i = 0;
   for (; i + 8 <= n; i += 8) {
-    ps__adamw_prefetch(w + i, m + i, v + i, grad + i);
-    __m256 w1 = _mm256_loadu_ps(w + i), m1 = _mm256_loadu_ps(m + i), v1 = _mm256_loadu_ps(v + i);
+    ps__adamw_prefetch(part, w + i, m + i, v + i, grad + i);
+    __m256 w1 = part == PS_ADAMW_MOMENTS ? _mm256_setzero_ps() : _mm256_loadu_ps(w + i), m1 = _mm256_loadu_ps(m + i), v1 = _mm256_loadu_ps(v + i);
     step(&c, load_bf16(grad + i), &w1, &m1, &v1);
-    canonical3(&w1, &m1, &v1);
-    _mm256_storeu_ps(w + i, w1);
+    canonical3(part, &w1, &m1, &v1);
+    if (part != PS_ADAMW_MOMENTS) {
+      _mm256_storeu_ps(w + i, w1);
+      store_upper(w_bf16 + i, w1, nearest_even(w1));
+    }
+    if (part == PS_ADAMW_WEIGHTS) continue;
     _mm256_storeu_ps(m + i, m1);
     _mm256_storeu_ps(v + i, v1);
-    store_upper(w_bf16 + i, w1, nearest_even(w1));
   }
-  ps__adamw_scalar[PS_RECIPE_FP32_MASTER](n - i, w + i, w_bf16 + i, grad + i, m + i, v + i, k);
+  ps__adamw_scalar[PS_RECIPE_FP32_MASTER][part](n - i, w + i, w_bf16 + i, grad + i, m + i, v + i, k);
 }
 
 /* bf16, 16 elements at a time, as two vectors of 8: the even ones and the odd ones. So a load is one shift and one AND, and a
@@ -126,8 +129,7 @@ TARGET static inline void store_pair(uint16_t *p, pair x, __m256i r) {
   _mm256_storeu_si256((__m256i *)p, _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa));
 }
 
-TARGET static void update_bf16(uint64_t n, void *w_, uint16_t *w_bf16, const void *grad_, void *m_, void *v_,
-                               const ps__adamw_k *k) {
+TARGET PS__ADAMW_INLINE void update_bf16(uint64_t n, void *w_, uint16_t *w_bf16, const void *grad_, void *m_, void *v_, const ps__adamw_k *k, ps__adamw_part part) {
   const uint64_t to_group = (0 - k->element) % 4, head = to_group < n ? to_group : n; /* vectors begin at a group of four */
   uint16_t *w = w_, *m = m_, *v = v_;
   const uint16_t *grad = grad_;
@@ -135,30 +137,38 @@ TARGET static void update_bf16(uint64_t n, void *w_, uint16_t *w_bf16, const voi
   const __m256i gamma = _mm256_set1_epi64x((long long)PS__SR_GAMMA), next = _mm256_set1_epi64x((long long)(8 * PS__SR_GAMMA));
   const __m256i word0 = _mm256_set1_epi64x((long long)(k->sr_key + (2 * ((k->element + head) / 4) + 1) * PS__SR_GAMMA));
   __m256i sr = _mm256_add_epi64(word0, mul64(_mm256_set_epi64x(6, 4, 2, 0), PS__SR_GAMMA));
-  if (head) ps__adamw_scalar[PS_RECIPE_BF16](head, w, NULL, grad, m, v, k);
+  if (head) ps__adamw_scalar[PS_RECIPE_BF16][part](head, w, NULL, grad, m, v, k);
   uint64_t i = head;
   for (; i + 16 <= n; i += 16) {
-    ps__adamw_prefetch(w + i, m + i, v + i, grad + i);
-    pair w1 = load_pair(w + i), m1 = load_pair(m + i), v1 = load_pair(v + i), g1 = load_pair(grad + i);
+    ps__adamw_prefetch(part, w + i, m + i, v + i, grad + i);
+    pair m1 = load_pair(m + i), v1 = load_pair(v + i), g1 = load_pair(grad + i);
+    pair w1 = part == PS_ADAMW_MOMENTS ? m1 : load_pair(w + i);
     step(&c, g1.even, &w1.even, &m1.even, &v1.even);
     step(&c, g1.odd, &w1.odd, &m1.odd, &v1.odd);
-    if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(w1.even, w1.odd, _CMP_UNORD_Q)) != 0, 0)) {
-      canonical3(&w1.even, &m1.even, &v1.even);
-      canonical3(&w1.odd, &m1.odd, &v1.odd);
+    const int nan = part == PS_ADAMW_MOMENTS ? _mm256_movemask_ps(_mm256_cmp_ps(m1.even, m1.odd, _CMP_UNORD_Q)) | _mm256_movemask_ps(_mm256_cmp_ps(v1.even, v1.odd, _CMP_UNORD_Q)) : _mm256_movemask_ps(_mm256_cmp_ps(w1.even, w1.odd, _CMP_UNORD_Q));
+    if (__builtin_expect(nan != 0, 0)) {
+      canonical3(part, &w1.even, &m1.even, &v1.even);
+      canonical3(part, &w1.odd, &m1.odd, &v1.odd);
     }
-    const __m256i for_w = mix(sr), for_m = mix(_mm256_add_epi64(sr, gamma));
-    store_pair(w + i, w1, for_w);
-    store_pair(m + i, m1, for_m);
-    store_pair(v + i, v1, _mm256_xor_si256(for_w, for_m));
+    const __m256i for_w = mix(sr);
+    if (part != PS_ADAMW_MOMENTS) store_pair(w + i, w1, for_w);
+    if (part != PS_ADAMW_WEIGHTS) {
+      const __m256i for_m = mix(_mm256_add_epi64(sr, gamma));
+      store_pair(m + i, m1, for_m);
+      store_pair(v + i, v1, _mm256_xor_si256(for_w, for_m));
+    }
     sr = _mm256_add_epi64(sr, next); /* 4 groups of 2 words on */
   }
   ps__adamw_k tail = *k;
   tail.element += i;
-  ps__adamw_scalar[PS_RECIPE_BF16](n - i, w + i, NULL, grad + i, m + i, v + i, &tail);
+  ps__adamw_scalar[PS_RECIPE_BF16][part](n - i, w + i, NULL, grad + i, m + i, v + i, &tail);
 }
 
-const ps__adamw_fn ps__adamw_avx2[PS_N_RECIPES] = {
-  [PS_RECIPE_FP32] = update_fp32, [PS_RECIPE_FP32_MASTER] = update_master, [PS_RECIPE_BF16] = update_bf16};
+PS__ADAMW_PARTS(TARGET, update_fp32)
+PS__ADAMW_PARTS(TARGET, update_master)
+PS__ADAMW_PARTS(TARGET, update_bf16)
+const ps__adamw_fn ps__adamw_avx2[PS_N_RECIPES][PS_N_ADAMW_PARTS] = {
+  [PS_RECIPE_FP32] = PS__ADAMW_ROW(update_fp32), [PS_RECIPE_FP32_MASTER] = PS__ADAMW_ROW(update_master), [PS_RECIPE_BF16] = PS__ADAMW_ROW(update_bf16)};
 #else
 typedef int ps__adamw_avx2_is_for_x86_64; /* an empty file is not C */
 #endif

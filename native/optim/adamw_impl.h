@@ -42,21 +42,33 @@ PS__ANYWHERE static inline void ps__sr_words(uint64_t word[3], uint64_t key, uin
 /* What the vector variants will read a little later: the processor's own prefetching follows four arrays at once less far than its memory allows. On 14 threads of a Xeon
  * the update of bf16 went from 125 to 139 GB/s with it, and with a word less to mix to 154 (bench/LOG.md). */
 enum { PS__ADAMW_AHEAD = 1024 }; /* BYTES */
-static inline void ps__adamw_prefetch(const void *w, const void *m, const void *v, const void *grad) {
+static inline void ps__adamw_prefetch(ps__adamw_part part, const void *w, const void *m, const void *v, const void *grad) {
 #if defined(__x86_64__) && !defined(__CUDACC__)
-  __builtin_prefetch((const char *)w + PS__ADAMW_AHEAD);
+  if (part != PS_ADAMW_MOMENTS) __builtin_prefetch((const char *)w + PS__ADAMW_AHEAD);
   __builtin_prefetch((const char *)m + PS__ADAMW_AHEAD);
   __builtin_prefetch((const char *)v + PS__ADAMW_AHEAD);
   __builtin_prefetch((const char *)grad + PS__ADAMW_AHEAD);
 #endif
 }
 
-/* One contiguous piece, by recipe. w_bf16 is used by fp32-master only. */
+/* A function for each part from one that has the part as its last argument: inlined, so that what a part does not need is not computed. */
+#define PS__ADAMW_INLINE static inline __attribute__((always_inline))
+#define PS__ADAMW_PART(attributes, name, suffix, part)                                                                                                   \
+  attributes static void name##_##suffix(uint64_t n, void *w, uint16_t *w_bf16, const void *grad, void *m, void *v, const ps__adamw_k *k) {                \
+    name(n, w, w_bf16, grad, m, v, k, part);                                                                                                              \
+  }
+#define PS__ADAMW_PARTS(attributes, name)                                                                                                                 \
+  PS__ADAMW_PART(attributes, name, whole, PS_ADAMW_WHOLE)                                                                                                 \
+  PS__ADAMW_PART(attributes, name, weights, PS_ADAMW_WEIGHTS)                                                                                             \
+  PS__ADAMW_PART(attributes, name, moments, PS_ADAMW_MOMENTS)
+#define PS__ADAMW_ROW(name) {name##_whole, name##_weights, name##_moments}
+
+/* One contiguous piece, by recipe and part. w_bf16 is used by fp32-master only. */
 typedef void (*ps__adamw_fn)(uint64_t n, void *w, uint16_t *w_bf16, const void *grad, void *m, void *v, const ps__adamw_k *k);
-extern const ps__adamw_fn ps__adamw_scalar[PS_N_RECIPES];
+extern const ps__adamw_fn ps__adamw_scalar[PS_N_RECIPES][PS_N_ADAMW_PARTS];
 #if defined(__x86_64__)
-extern const ps__adamw_fn ps__adamw_avx2[PS_N_RECIPES];
-extern const ps__adamw_fn ps__adamw_avx512[PS_N_RECIPES];
+extern const ps__adamw_fn ps__adamw_avx2[PS_N_RECIPES][PS_N_ADAMW_PARTS];
+extern const ps__adamw_fn ps__adamw_avx512[PS_N_RECIPES][PS_N_ADAMW_PARTS];
 #endif
 #ifdef __cplusplus
 }

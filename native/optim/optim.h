@@ -41,15 +41,25 @@ typedef struct ps__adamw_scalars {
 /* Bias corrections at step t (1 for the first): fills c1 and c2 from beta1 and beta2. */
 PS_API void ps__adamw_bias_correction(ps__adamw_scalars *s, uint64_t t);
 
+/* What of an update is made: w (and its bf16 copy), m and v in one pass; or w alone, which is what a forward pass waits for, and m and v later from the same gradient.
+ * Both parts, w's first, leave the bits of the whole: m' and v' do not depend on w, and the random bits are a function of the element. */
+typedef enum ps__adamw_part { PS_ADAMW_WHOLE = 0, PS_ADAMW_WEIGHTS = 1, PS_ADAMW_MOMENTS = 2, PS_N_ADAMW_PARTS = 3 } ps__adamw_part;
+/* BYTES of memory that an element takes, read and written:   whole  weights  moments
+ *   fp32         w, m, v, grad of 4                             28       20       20
+ *   fp32-master  w, m, v of 4, grad and the copy of 2           28       20       18
+ *   bf16         w, m, v, grad of 2                             14       10       10 */
+PS_API double ps__adamw_bytes(ps_recipe recipe, ps__adamw_part part);
+
 /* Update elements [0, n) of arrays already offset to the segment's first element, whose global index is element0.
  * decay is this segment's weight decay. w_bf16 only for fp32-master (else NULL). Types by recipe as above. n any; arrays
- * aligned to 4 bytes (2 for bf16). Single-threaded: callers split. */
-PS_API void ps__adamw_update(ps__simd simd, ps_recipe recipe, uint64_t n, void *w, uint16_t *w_bf16, const void *grad, void *m,
+ * aligned to 4 bytes (2 for bf16). PS_ADAMW_WEIGHTS only reads m and v; PS_ADAMW_MOMENTS touches neither w nor w_bf16, which may be NULL.
+ * Single-threaded: callers split. */
+PS_API void ps__adamw_update(ps__simd simd, ps_recipe recipe, ps__adamw_part part, uint64_t n, void *w, uint16_t *w_bf16, const void *grad, void *m,
                              void *v, float decay, uint64_t element0, const ps__adamw_scalars *s);
 
 /* The same over a unit on a pool: segments[i] = {first, n, decay}; work is cut in blocks of 16384 elements. */
 typedef struct ps__adamw_segment { uint64_t first, n; float decay; } ps__adamw_segment;
-PS_API void ps__adamw_unit(ps__pool *pool, ps_recipe recipe, const ps__adamw_segment *segments, uint32_t n_segments, void *w,
+PS_API void ps__adamw_unit(ps__pool *pool, ps_recipe recipe, ps__adamw_part part, const ps__adamw_segment *segments, uint32_t n_segments, void *w,
                            uint16_t *w_bf16, const void *grad, void *m, void *v, uint64_t unit_element0,
                            const ps__adamw_scalars *s);
 

@@ -129,6 +129,8 @@ ps_status ps__decide(const ps__family *f, const ps__layout *layout, const ps__me
     spec->grad_resident[u] = ps__among(u, r->grads) && several && !home;
     spec->update_resident[u] = r->state;
     spec->update_streamed[u] = !r->state && u > 0 && u <= m->streamed;
+    const bool among = u == spec->n_layers + 1 ? m->split > 0 : u > m->streamed && u < (uint32_t)m->streamed + m->split;
+    spec->update_split[u] = !r->state && spec->clip && u > 0 && among;
   }
   ps__dealer d = ps__dealer_of(layout, m);
   for (uint32_t l = 0; l < spec->n_layers; l++)

@@ -135,6 +135,7 @@ static const ps_kernel hook_kernel[] = {
     [PS__HOOK_LOSS] = {"loss", PS_CLASS_OTHER, {run_hook, run_hook}},
     [PS__HOOK_NORM] = {"grad_norm", PS_CLASS_OTHER, {run_hook, run_hook}},
     [PS__HOOK_ADAMW] = {"adamw", PS_CLASS_OPTIMIZER, {run_hook, run_hook}},
+    [PS__HOOK_MOMENTS] = {"adamw_moments", PS_CLASS_OPTIMIZER, {run_hook, run_hook}},
     [PS__HOOK_GATHER] = {"embed_gather", PS_CLASS_IO, {run_hook, run_hook}},
     [PS__HOOK_REPORT] = {"report", PS_CLASS_OTHER, {run_hook, run_hook}},
 };

@@ -1,5 +1,6 @@
 /* family.c - members, what they cost at least and about. */
 #include "family.h"
+#include "../optim/optim.h"
 #include <stdio.h>
 #include <string.h>
 
@@ -206,7 +207,7 @@ typedef struct traffic {
 
 static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__residency *r) {
   const ps_model_config *m = &f->plan->model;
-  const double update = f->plan->cfg.recipe == PS_RECIPE_BF16 ? 14 : 28, e = ps_dtype_bytes((ps_dtype)f->block.dt);
+  const double update = ps__adamw_bytes((ps_recipe)f->plan->cfg.recipe, PS_ADAMW_WHOLE), e = ps_dtype_bytes((ps_dtype)f->block.dt);
   const uint32_t n_units = ps_model_n_units(m);
   const bool home = ps__embeds_at_home(f, l, r);
   traffic t = {0};

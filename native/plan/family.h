@@ -26,6 +26,7 @@ typedef struct ps__member {
                                    where it has none, of what the other rounds do again */
   uint8_t streamed;             /* so many blocks from the first on are updated on the device, their moments streamed: the next forward pass needs them first, and the host's
                                    updates of the others get a start; 0 in the family */
+  uint8_t split;                /* so many units, the head and the first blocks behind those, have their update split (ps__spec.update_split); 0 in the family */
   uint8_t sums;                 /* chunk steps beyond ahead for which contributions may wait at home to be added; 0 in the family */
   uint8_t threads;              /* which of the numbers of threads sums run on (ps__sum_threads()): on fewer, copies get more of the host's memory. Set where a step's
                                    time is looked at, which is all that it changes */

@@ -36,12 +36,12 @@ static ps__vaccess own_rows(const ps__builder *b, uint32_t c, uint32_t tensor, u
   return ps__part(vt, mode, t->group ? t->row_bytes * k->row0 : 0, t->row_bytes * k->n_tokens);
 }
 
-/* Home for a saved tensor that block @from made. In the first round the block's own gradient has no contribution yet, and the update that read the last step's came before
- * the block's forward pass: its home is free until the block's backward pass, which is when the tensor is fetched for the last time. */
+/* Home for a saved tensor that block @from made. In the first round the block's own gradient has no contribution yet, and the update that read the last step's, where it was
+ * not split, came before the block's forward pass: its home is free until the block's backward pass, which is when the tensor is fetched for the last time. */
 static uint32_t home_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
   const uint32_t grad = b->s->home[from].grad;
   ps__unit_state *u = &b->unit[from];
-  if (b->round_idx > 0 || from == 0 || u->lent + bytes > b->s->vt[grad].bytes) return ps__vt_new(b, PS__SPACE_HOST, bytes);
+  if (b->round_idx > 0 || from == 0 || b->s->spec->update_split[from] || u->lent + bytes > b->s->vt[grad].bytes) return ps__vt_new(b, PS__SPACE_HOST, bytes);
   const uint64_t at = u->lent;
   u->lent += (bytes + 255) / 256 * 256;
   return ps__vt_lent(b, grad, at, bytes);

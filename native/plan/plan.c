@@ -131,6 +131,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
     o->resident_grad_units += p->spec.grad_resident[u];
     o->resident_update_units += p->spec.update_resident[u];
     o->streamed_update_units += p->spec.update_streamed[u];
+    o->split_update_units += p->spec.update_split[u];
     o->turn_units += p->layout.n_rounds > 1 && u > 0 && u <= p->spec.turn_blocks && !p->spec.param_resident[u];
   }
   o->saved_device_bytes = s->saved_bytes[PS_FATE_DEVICE];

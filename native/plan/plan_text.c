@@ -64,6 +64,9 @@ static void write_text(text *t, const ps_plan *p) {
     say(t, "gradients        added at home by %u of %u threads: copies get more of the host's memory\n", p->spec.sum_threads, p->hw.n_threads);
   if (r->streamed_update_units)
     say(t, "updates          %llu units on the device, their moments coming from the host and going back\n", (unsigned long long)r->streamed_update_units);
+  if (r->split_update_units)
+    say(t, "%s %llu units at home in two parts: their weights first, their moments behind all weights\n", r->streamed_update_units ? "                " : "updates         ",
+        (unsigned long long)r->split_update_units);
   if (p->spec.embed_at_home) say(t, "embedding        gathered at home, its gradient added there\n");
   say(t, "saved tensors    first round: %s on the device, %s sent to the host, %s recomputed\n", ps__format_bytes(a, r->saved_device_bytes),
       ps__format_bytes(b, r->saved_host_bytes), ps__format_bytes(c, r->saved_recompute_bytes));
@@ -102,7 +105,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
       {"host_bytes", r->host_bytes}, {"host_cap_bytes", r->host_cap_bytes}, {"host_arena_bytes", r->host_arena_bytes},
       {"scratch_bytes", r->scratch_bytes}, {"trace_bytes", r->trace_bytes}, {"reserve_bytes", r->reserve_bytes},
       {"resident_param_units", r->resident_param_units}, {"resident_grad_units", r->resident_grad_units},
-      {"resident_update_units", r->resident_update_units}, {"streamed_update_units", r->streamed_update_units}, {"turn_units", r->turn_units}, {"n_units", r->n_units},
+      {"resident_update_units", r->resident_update_units}, {"streamed_update_units", r->streamed_update_units}, {"split_update_units", r->split_update_units}, {"turn_units", r->turn_units}, {"n_units", r->n_units},
       {"saved_device_bytes", r->saved_device_bytes}, {"saved_host_bytes", r->saved_host_bytes},
       {"saved_recompute_bytes", r->saved_recompute_bytes}, {"h2d_bytes", r->h2d_bytes}, {"d2h_bytes", r->d2h_bytes},
       {"sum_threads", p->spec.sum_threads}, {"n_ops", r->n_ops}, {"n_waits", r->n_waits}, {"n_candidates", r->n_candidates}, {"n_feasible", r->n_feasible}};
@@ -145,7 +148,7 @@ static void json_units(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_string(w, "parameters", p->spec.param_resident[u] ? "resident" : streamed);
     ps__jsonw_string(w, "gradients", p->spec.grad_resident[u] ? "resident" : streamed);
     ps__jsonw_string(w, "optimizer_state", p->spec.update_resident[u] ? "device" : "host");
-    ps__jsonw_string(w, "update", ps__updated_there(&p->spec, u) ? "device" : "host");
+    ps__jsonw_string(w, "update", ps__updated_there(&p->spec, u) ? "device" : p->spec.update_split[u] ? "host, weights first" : "host");
     ps__jsonw_end(w);
   }
   ps__jsonw_end(w);

@@ -4,20 +4,22 @@
 #include <string.h>
 
 /* Ops emitted and simulated at most, over all starts (ps__budget() for deep models). */
-static const uint64_t REFINE_OPS = 5500000;
+static const uint64_t REFINE_OPS = 8000000;
 static const double MOST_SLOWER = 1.15; /* than the fastest, before refining */
 /* Starts, of a number of tokens a round at most A_ROUND, that share the first quarter of them; the better ones share the second; the best, with all rounds of a step, the rest.
  * Side by side where there are CPUs. */
 enum { A_ROUND = 2, N_REFINED = 8, N_BETTER = 4, N_FINISHED = 2 };
 
 /* What refining changes, a part at a time: see ps__member. The share on the device follows: it takes what the cap leaves. */
-enum { MOVE_HOST, MOVE_PARAMS, MOVE_GRADS, MOVE_EXTRA, MOVE_STREAMED, MOVE_SUMS, MOVE_HEAD, MOVE_AHEAD, N_MOVES };
+enum { MOVE_HOST, MOVE_PARAMS, MOVE_GRADS, MOVE_EXTRA, MOVE_STREAMED, MOVE_SPLIT, MOVE_SUMS, MOVE_HEAD, MOVE_AHEAD, N_MOVES };
+
+static int n_layers(const ps__search_state *s) { return s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255; }
 
 static bool moved(const ps__search_state *s, ps__member *m, int what, int by) {
   const bool cuda = s->plan->hw.backend == PS_BACKEND_CUDA; /* elsewhere the "device" has no processor of its own */
-  const int layers = s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255;
-  uint8_t *const field[N_MOVES] = {&m->host, &m->keep.params, &m->keep.grads, &m->extra, &m->streamed, &m->sums, &m->keep.head, &m->ahead};
-  const int most[N_MOVES] = {PS__SHARES, PS__UNIT_PARTS, PS__UNIT_PARTS, s->family.size[m->size].layout.n_rounds > 1 ? PS__SHARES : 0, cuda ? layers : 0, layers, 1, PS__N_AHEADS - 1};
+  const int layers = n_layers(s);
+  uint8_t *const field[N_MOVES] = {&m->host, &m->keep.params, &m->keep.grads, &m->extra, &m->streamed, &m->split, &m->sums, &m->keep.head, &m->ahead};
+  const int most[N_MOVES] = {PS__SHARES, PS__UNIT_PARTS, PS__UNIT_PARTS, s->family.size[m->size].layout.n_rounds > 1 ? PS__SHARES : 0, cuda ? layers : 0, cuda && s->plan->cfg.clip ? layers : 0, layers, 1, PS__N_AHEADS - 1};
   const int to = *field[what] + by;
   if (m->keep.state && what != MOVE_HOST && what != MOVE_AHEAD) return false;
   if (to < 0 || to > most[what]) return false;
@@ -101,8 +103,9 @@ static ps_status take_kick(ps__search_state *s, walk *w) {
   return PS_OK;
 }
 
-/* As it is or, with all its rounds, a little less where that is too much; and, where nothing was refined yet, with what refined plans usually have, if that is better. */
+/* As it is or, with all its rounds, a little less where that is too much; and, where nothing was refined yet, with what refined plans usually have, updates whole or split, if that is better. */
 static ps_status begin(ps__search_state *s, walk *w) {
+  const int layers = n_layers(s);
   walk usual = {0};
   ps__member m = w->at.member;
   const ps__layout *l = &s->family.size[m.size].layout;
@@ -110,9 +113,13 @@ static ps_status begin(ps__search_state *s, walk *w) {
   PS_TRY(fill_device(s, &w->at.member, s->device_cap, &w->at.ns, &w->taken));
   if (w->taken == 0 || s->whole || m.keep.state || s->plan->hw.backend != PS_BACKEND_CUDA) return PS_OK;
   m = w->at.member;
-  m.streamed = (uint8_t)(s->plan->model.n_layers / 6 < 255 ? s->plan->model.n_layers / 6 : 255);
-  m.sums = (uint8_t)(l->n_rounds == 1 ? 0 : s->plan->model.n_layers < 6 ? s->plan->model.n_layers : 6);
+  m.streamed = (uint8_t)(layers / 6);
+  m.sums = (uint8_t)(l->n_rounds == 1 ? 0 : layers < 6 ? layers : 6);
   m.extra = l->first_round_chunks > l->chunks_per_round ? PS__SHARES / 2 : 0;
+  PS_TRY(try_member(s, w, m, &usual));
+  if (usual.at.ns > 0 && (w->at.ns == 0 || usual.at.ns < w->at.ns)) *w = usual;
+  if (!s->plan->cfg.clip) return PS_OK;
+  m.split = (uint8_t)layers;
   PS_TRY(try_member(s, w, m, &usual));
   if (usual.at.ns > 0 && (w->at.ns == 0 || usual.at.ns < w->at.ns)) *w = usual;
   return PS_OK;

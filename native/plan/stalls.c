@@ -34,7 +34,7 @@ static const char *outgoing(const ps_tag *t) {
 
 static const char *on_host(const ps__vop *op) {
   if (op->tag.phase != PS__PHASE_UPDATE) return "the loss";
-  if (strcmp(op->kernel->name, "adamw") == 0) return "the optimizer";
+  if (strncmp(op->kernel->name, "adamw", 5) == 0) return "the optimizer";
   return strcmp(op->kernel->name, "grad_norm") == 0 ? "the gradient norm" : "sums of gradients at home";
 }
 

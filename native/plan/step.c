@@ -34,8 +34,9 @@ static ps_status spec_alloc(ps__spec *s) {
   s->grad_resident = ps__calloc(s->n_units, 1);
   s->update_resident = ps__calloc(s->n_units, 1);
   s->update_streamed = ps__calloc(s->n_units, 1);
+  s->update_split = ps__calloc(s->n_units, 1);
   s->fate = ps__calloc(fates, 1);
-  if (s->param_resident && s->grad_resident && s->update_resident && s->update_streamed && s->fate) {
+  if (s->param_resident && s->grad_resident && s->update_resident && s->update_streamed && s->update_split && s->fate) {
     memset(s->fate, PS_FATE_RECOMPUTE, fates);
     return PS_OK;
   }
@@ -61,6 +62,7 @@ ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src) {
   memcpy(dst->grad_resident, src->grad_resident, src->n_units);
   memcpy(dst->update_resident, src->update_resident, src->n_units);
   memcpy(dst->update_streamed, src->update_streamed, src->n_units);
+  memcpy(dst->update_split, src->update_split, src->n_units);
   memcpy(dst->fate, src->fate, (size_t)src->n_layers * src->n_chunks * PS__N_ITEMS);
   return PS_OK;
 }
@@ -70,8 +72,9 @@ void ps__spec_free(ps__spec *s) {
   ps__free(s->grad_resident);
   ps__free(s->update_resident);
   ps__free(s->update_streamed);
+  ps__free(s->update_split);
   ps__free(s->fate);
-  s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->fate = NULL;
+  s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->update_split = s->fate = NULL;
 }
 
 /* ---- rounds ------------------------------------------------------------------------------------------------------------------- */
@@ -204,8 +207,11 @@ static void builder_free(ps__builder *b) {
 static ps_status check_spec(const ps_model_config *cfg, const ps__spec *spec) {
   if (spec->embed_at_home && (cfg->tied_embeddings || spec->param_resident[0] || spec->grad_resident[0] || ps__updated_there(spec, 0)))
     return ps__fail(PS_EINTERNAL, "the embedding cannot be at home and on the device");
-  for (uint32_t u = 0; u < spec->n_units; u++)
+  for (uint32_t u = 0; u < spec->n_units; u++) {
     if (spec->update_resident[u] && spec->update_streamed[u]) return ps__fail(PS_EINTERNAL, "unit %u: its moments are on the device and come to it", u);
+    if (spec->update_split[u] && (!spec->clip || ps__updated_there(spec, u) || (u == 0 && spec->embed_at_home)))
+      return ps__fail(PS_EINTERNAL, "unit %u: its update cannot be split", u);
+  }
   return PS_OK;
 }
 

@@ -36,6 +36,10 @@ typedef struct ps__spec {
   uint8_t *update_streamed;                /* [n_units]: optimizer state at home, the update on the device: the moments (and a master) come in for it and go home after
                                               it. They come as soon as the step's gradient is complete where param_lead is not 0, else right before the update;
                                               the gradient stays on the device from its last contribution on. Not with update_resident */
+  uint8_t *update_split;                   /* [n_units]: the update at home is made in two parts: the weights', in forward order among the other updates, and the moments'
+                                              behind all of these, from the last unit to the first: the next step's first forward pass waits for less. Meanwhile the unit's
+                                              gradient stays, and its home is not lent to saved tensors. With clipping only, with updates at home, and not of an
+                                              embedding at home */
   bool embed_at_home;                      /* the table never needs the device: its rows are gathered at home, and their gradients added there. Untied models only,
                                               with unit 0 resident in no way and updated at home */
   bool keep_grads;                         /* gradients come home even where the update does not need them there */
@@ -60,11 +64,13 @@ void ps__spec_free(ps__spec *s);
  *           of stats, without: R the unit's norms and, on the device, R the batch header. On the host stream, or on compute over device
  *           memory: the same function, in which on a GPU every pointer is to device memory. It touches nothing when the step in stats
  *           (without clipping on the device: in the batch header) is not its own: the host gave its step up (engine/backend.h).
+ *           A unit whose update is split: RW weights, R m, R v, and the rest alike; MOMENTS does the others
+ *   MOMENTS RW m, RW v, R gradient, R the second half of stats. On the host stream; touches nothing when the step in stats is not its own
  *   GATHER  R token ids of a chunk, R the second half of stats (without clipping: the embedding's norms), W the tokens' rows of the table. Unit: the step's chunk.
  *           Runs beside the ADAMW of the step before on an embedding at home, and is ordered with it row by row by the trainer (train/rows.c), not by accesses to the
  *           table: that ADAMW has ended before the step's next op on the table or its gradient, which are behind the chunk's backward pass
  *   REPORT  R stats, then where units are updated on the device: R what comes home last */
-typedef enum ps__hook { PS__HOOK_LOAD, PS__HOOK_LOSS, PS__HOOK_NORM, PS__HOOK_ADAMW, PS__HOOK_GATHER, PS__HOOK_REPORT } ps__hook;
+typedef enum ps__hook { PS__HOOK_LOAD, PS__HOOK_LOSS, PS__HOOK_NORM, PS__HOOK_ADAMW, PS__HOOK_MOMENTS, PS__HOOK_GATHER, PS__HOOK_REPORT } ps__hook;
 typedef struct ps__step_hooks {
   void *ctx;
   ps_status (*fn)(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);

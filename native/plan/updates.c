@@ -1,6 +1,7 @@
 /* updates.c - the optimizer of each unit: at home; on the device where all its state is; or on the device with moments that come in for the update and go home after
- * it. With clipping behind the whole norm, without it behind the unit's total. */
+ * it. With clipping behind the whole norm, without it behind the unit's total. At home it may be made in two parts: what the next forward pass waits for, and the rest. */
 #include "emit.h"
+#include "../optim/optim.h"
 
 uint32_t ps__bring(ps__builder *b, uint32_t home, ps_tag tag) {
   const ps__vaccess from = ps__whole(b, home, PS_READ);
@@ -58,14 +59,15 @@ static void stream_out(ps__builder *b, uint32_t unit) {
  * squares. */
 static void emit_adamw(ps__builder *b, uint32_t unit, const ps__state *at, uint32_t grad, uint32_t scale) {
   const ps__step *s = b->s;
-  const bool there = ps__updated_there(s->spec, unit), master = at->master != PS__NO_VT;
-  const double bytes_each = s->spec->recipe == PS_RECIPE_BF16 ? 14 : 28;
+  const bool there = ps__updated_there(s->spec, unit), master = at->master != PS__NO_VT, split = s->spec->update_split[unit];
+  const double bytes_each = ps__adamw_bytes(s->spec->recipe, split ? PS_ADAMW_WEIGHTS : PS_ADAMW_WHOLE);
+  const uint32_t moments = split ? PS_READ : PS_READ_WRITE;
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   ps__vaccess access[7];
   uint32_t n = 0;
   access[n++] = ps__whole(b, master ? at->master : at->weights, PS_READ_WRITE);
-  access[n++] = ps__whole(b, at->m, PS_READ_WRITE);
-  access[n++] = ps__whole(b, at->v, PS_READ_WRITE);
+  access[n++] = ps__whole(b, at->m, moments);
+  access[n++] = ps__whole(b, at->v, moments);
   access[n++] = ps__whole(b, grad, PS_READ);
   if (master) access[n++] = ps__whole(b, at->weights, PS_WRITE);
   if (there) access[n++] = ps__whole(b, scale, PS_READ);
@@ -73,6 +75,14 @@ static void emit_adamw(ps__builder *b, uint32_t unit, const ps__state *at, uint3
   else access[n++] = ps__part(s->norms, PS_READ, (uint64_t)unit * PS__NORM_SLOTS * 8, PS__NORM_SLOTS * 8);
   if (there && !s->spec->clip) access[n++] = ps__whole(b, send_header(b, tag), PS_READ);
   ps__emit_hook(b, PS__HOOK_ADAMW, unit, there ? PS__S_COMPUTE : PS__S_HOST, access, n, ps__bytes_work(bytes_each * (double)s->home[unit].n), tag);
+}
+
+static void emit_moments(ps__builder *b, uint32_t unit) {
+  const ps__step *s = b->s;
+  const ps__home *h = &s->home[unit];
+  const ps__vaccess access[4] = {ps__whole(b, h->m, PS_READ_WRITE), ps__whole(b, h->v, PS_READ_WRITE), ps__whole(b, h->grad, PS_READ), ps__part(s->stats, PS_READ, 64, 64)};
+  ps__emit_hook(b, PS__HOOK_MOMENTS, unit, PS__S_HOST, access, 4, ps__bytes_work(ps__adamw_bytes(s->spec->recipe, PS_ADAMW_MOMENTS) * (double)h->n),
+                ps__unit_tag(b, unit, PS__PHASE_UPDATE));
 }
 
 /* @clip_scale: the norm's half of stats on the device; none without clipping, or where no unit is updated there. */
@@ -130,9 +140,11 @@ void ps__emit_updates(ps__builder *b) {
     ps__vt_free(b, scale);
   }
   ps__vt_free(b, b->header);
-  /* The report is the step's end: behind the host stream's updates by order, behind the last state on its way home by reading it, as that stream is in order. */
+  /* The report is the end of a step's weights: behind the host stream's updates by order, behind the last state on its way home by reading it, as that stream is in order. */
   ps__vaccess report[2] = {ps__whole(b, s->stats, PS_READ)};
   if (any_there) report[1] = ps__whole(b, b->last_home, PS_READ);
   ps__emit_hook(b, PS__HOOK_REPORT, 0, PS__S_HOST, report, any_there ? 2 : 1, (ps_work){0}, tag);
+  for (uint32_t u = n_units; u-- > 0;) /* as the next step's first backward pass needs the gradients' homes */
+    if (s->spec->update_split[u]) emit_moments(b, u);
   ps__flush_late(b);
 }

@@ -194,8 +194,19 @@ static ps_status update(ps_trainer *t, uint32_t unit, const ps_launch *l) {
     return PS_OK;
   }
   const uint32_t first = t->first_segment[unit], n = t->first_segment[unit + 1] - first;
-  ps__adamw_unit(exec->pool, (ps_recipe)t->plan->cfg.recipe, t->segments + first, n, l->ptr[0], master ? l->ptr[4] : NULL, l->ptr[3],
+  const ps__adamw_part part = t->plan->spec.update_split[unit] ? PS_ADAMW_WEIGHTS : PS_ADAMW_WHOLE;
+  ps__adamw_unit(exec->pool, (ps_recipe)t->plan->cfg.recipe, part, t->segments + first, n, l->ptr[0], master ? l->ptr[4] : NULL, l->ptr[3],
                  l->ptr[1], l->ptr[2], t->first_element[unit], &s);
+  return PS_OK;
+}
+
+/* What a split update left to do. */
+static ps_status update_moments(const ps_trainer *t, uint32_t unit, const ps_launch *l) {
+  const ps__cpu_exec *exec = l->exec;
+  const uint32_t first = t->first_segment[unit], n = t->first_segment[unit + 1] - first;
+  ps__adamw_scalars s = scalars_of(t, t->cfg.first_step + l->step);
+  if (!to_update(t, unit, l->ptr[3], l->step + 1, &s)) return PS_OK;
+  ps__adamw_unit(exec->pool, (ps_recipe)t->plan->cfg.recipe, PS_ADAMW_MOMENTS, t->segments + first, n, NULL, NULL, l->ptr[2], l->ptr[0], l->ptr[1], t->first_element[unit], &s);
   return PS_OK;
 }
 
@@ -218,6 +229,7 @@ ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_lau
     case PS__HOOK_LOSS: return sum_loss(t, launch);
     case PS__HOOK_NORM: return grad_norm(t, launch);
     case PS__HOOK_ADAMW: return update(t, unit, launch);
+    case PS__HOOK_MOMENTS: return update_moments(t, unit, launch);
     case PS__HOOK_GATHER: return gather(t, unit, launch);
     default: return report(t, launch);
   }

@@ -60,7 +60,7 @@ static rows_job job_of(const ps_trainer *t, uint32_t id, const ps__adamw_scalars
 static void update_row(const rows_job *j, uint64_t row) {
   const uint64_t n = j->rows->dim, first = row * n;
   const size_t state = j->recipe == PS_RECIPE_BF16 ? 2 : 4, grad = j->recipe == PS_RECIPE_FP32 ? 4 : 2;
-  ps__adamw_update(j->simd, j->recipe, n, j->w + first * state, j->copy ? j->copy + first : NULL, j->grad + first * grad, j->m + first * state,
+  ps__adamw_update(j->simd, j->recipe, PS_ADAMW_WHOLE, n, j->w + first * state, j->copy ? j->copy + first : NULL, j->grad + first * grad, j->m + first * state,
                    j->v + first * state, j->decay, j->element0 + first, &j->s);
 }
 

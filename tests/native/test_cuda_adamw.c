@@ -64,7 +64,7 @@ typedef struct update {
 static void on_host(const update *u, state *x) {
   void *p[N_ARRAYS];
   for (int a = 0; a < N_ARRAYS; a++) p[a] = x->a[a] + u->shift[a] * bytes_of(u->recipe, a);
-  ps__adamw_unit(pool, u->recipe, u->segments, u->n_segments, p[W], p[COPY], p[GRAD], p[M], p[V], u->element0, &u->s);
+  ps__adamw_unit(pool, u->recipe, PS_ADAMW_WHOLE, u->segments, u->n_segments, p[W], p[COPY], p[GRAD], p[M], p[V], u->element0, &u->s);
 }
 static ps_status on_device(const update *u, const ps__cuda_gate *g) {
   void *p[N_ARRAYS];

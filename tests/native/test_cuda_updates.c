@@ -17,11 +17,12 @@ static ps_hardware hw;
 
 /* ---- where updates run ------------------------------------------------------------------------------------------------------------- */
 
-typedef enum variant { AT_HOME, RESIDENT, JUST_IN_TIME, AHEAD, PARAMETERS_STAY, MIXED, N_VARIANTS } variant;
-static const char *const variant_name[] = {"at home", "resident", "streamed, just in time", "streamed, ahead", "streamed, parameters stay",
-                                           "every other streamed, embedding at home"};
+typedef enum variant { AT_HOME, IN_PARTS, RESIDENT, JUST_IN_TIME, AHEAD, PARAMETERS_STAY, MIXED, N_VARIANTS } variant;
+static const char *const variant_name[] = {"at home", "at home in parts", "resident", "streamed, just in time", "streamed, ahead", "streamed, parameters stay",
+                                           "every other streamed and the others in parts, embedding at home"};
 
 static void decide(ps__spec *s, variant which) {
+  if (which == IN_PARTS && s->clip) memset(s->update_split, 1, s->n_units);
   const bool streamed = which == JUST_IN_TIME || which == AHEAD || which == PARAMETERS_STAY;
   s->param_lead = s->saved_lead = s->saved_lag = s->grad_lag = s->sum_lag = which == JUST_IN_TIME ? 0 : 2;
   memset(s->param_resident, which == RESIDENT || which == PARAMETERS_STAY, s->n_units);
@@ -30,7 +31,10 @@ static void decide(ps__spec *s, variant which) {
   memset(s->update_streamed, streamed, s->n_units);
   if (which != MIXED) return;
   s->embed_at_home = true;
-  for (uint32_t u = 1; u < s->n_units; u++) s->update_streamed[u] = u % 2;
+  for (uint32_t u = 1; u < s->n_units; u++) {
+    s->update_streamed[u] = u % 2;
+    s->update_split[u] = s->clip && u % 2 == 0;
+  }
 }
 
 static ps_plan *make_plan(uint32_t recipe, bool clip, variant which) {

@@ -53,10 +53,14 @@ static void fill(ps_recipe recipe, uint32_t odd) {
   memset(start.copy, 0xa5, sizeof start.copy);
 }
 
-static void update(arrays *a, ps__simd simd, ps_recipe recipe, uint64_t first, uint64_t n, float decay, uint64_t element0) {
+static void update_part(arrays *a, ps__simd simd, ps_recipe recipe, ps__adamw_part part, uint64_t first, uint64_t n, float decay, uint64_t element0) {
   size_t state = recipe == PS_RECIPE_BF16 ? 2 : 4, grad = recipe == PS_RECIPE_FP32 ? 4 : 2;
-  ps__adamw_update(simd, recipe, n, a->w + first * state, recipe == PS_RECIPE_FP32_MASTER ? a->copy + first : NULL,
+  ps__adamw_update(simd, recipe, part, n, a->w + first * state, recipe == PS_RECIPE_FP32_MASTER ? a->copy + first : NULL,
                    a->grad + first * grad, a->m + first * state, a->v + first * state, decay, element0, &base);
+}
+
+static void update(arrays *a, ps__simd simd, ps_recipe recipe, uint64_t first, uint64_t n, float decay, uint64_t element0) {
+  update_part(a, simd, recipe, PS_ADAMW_WHOLE, first, n, decay, element0);
 }
 
 static void test_simd_same_bits(void) {
@@ -74,6 +78,28 @@ static void test_simd_same_bits(void) {
         }
       }
   printf("ok simd_same_bits (best %d)\n", (int)ps__simd_best());
+}
+
+/* The weights' part leaves the whole's weights and touches no moment; the moments' part behind it leaves the whole's bits, and touches no weight. */
+static void test_parts_leave_the_same_bits(void) {
+  for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
+    for (int simd = 0; simd <= (int)ps__simd_best(); simd++)
+      for (uint64_t n = 0; n < 200; n = n < 70 ? n + 1 : n + 43)
+        for (uint64_t at = 0; at < 5; at++) {
+          const uint64_t element0 = rng() * 3ull + at, first = ROOM + at;
+          fill((ps_recipe)recipe, at % 2 ? 3 : 0);
+          want = start;
+          update(&want, (ps__simd)simd, (ps_recipe)recipe, first, n, 0.1f, element0);
+          got = start;
+          update_part(&got, (ps__simd)simd, (ps_recipe)recipe, PS_ADAMW_WEIGHTS, first, n, 0.1f, element0);
+          CHECK(!memcmp(got.w, want.w, sizeof got.w) && !memcmp(got.copy, want.copy, sizeof got.copy), "weights: recipe %d simd %d n %d offset %d", recipe, simd, (int)n, (int)at);
+          CHECK(!memcmp(got.m, start.m, sizeof got.m) && !memcmp(got.v, start.v, sizeof got.v), "weights touched moments: recipe %d simd %d n %d", recipe, simd, (int)n);
+          const size_t state = recipe == PS_RECIPE_BF16 ? 2 : 4, grad = recipe == PS_RECIPE_FP32 ? 4 : 2;
+          ps__adamw_update((ps__simd)simd, (ps_recipe)recipe, PS_ADAMW_MOMENTS, n, NULL, NULL, got.grad + first * grad, got.m + first * state, got.v + first * state, 0.1f, element0,
+                           &base);
+          CHECK(!memcmp(&got, &want, sizeof got), "moments: recipe %d simd %d n %d offset %d", recipe, simd, (int)n, (int)at);
+        }
+  printf("ok parts_leave_the_same_bits\n");
 }
 
 /* Every NaN of the result is the one NaN, in each of w, m, v and the copy, whatever went in. */
@@ -151,10 +177,14 @@ static void test_threads_and_cuts(void) {
       ps__pool *pool = NULL;
       CHECK(ps__pool_create(&pool, threads, "test") == PS_OK, "%s", ps_last_error());
       got = start;
-      ps__adamw_unit(pool, (ps_recipe)recipe, segments, 4, got.w, recipe == PS_RECIPE_FP32_MASTER ? got.copy : NULL, got.grad,
+      ps__adamw_unit(pool, (ps_recipe)recipe, PS_ADAMW_WHOLE, segments, 4, got.w, recipe == PS_RECIPE_FP32_MASTER ? got.copy : NULL, got.grad,
                      got.m, got.v, unit0, &base);
-      ps__pool_destroy(pool);
       CHECK(!memcmp(&got, &want, sizeof got), "recipe %d threads %u", recipe, threads);
+      got = start;
+      ps__adamw_unit(pool, (ps_recipe)recipe, PS_ADAMW_WEIGHTS, segments, 4, got.w, recipe == PS_RECIPE_FP32_MASTER ? got.copy : NULL, got.grad, got.m, got.v, unit0, &base);
+      ps__adamw_unit(pool, (ps_recipe)recipe, PS_ADAMW_MOMENTS, segments, 4, NULL, NULL, got.grad, got.m, got.v, unit0, &base);
+      ps__pool_destroy(pool);
+      CHECK(!memcmp(&got, &want, sizeof got), "in two parts: recipe %d threads %u", recipe, threads);
     }
   }
   printf("ok threads_and_cuts\n");
@@ -219,14 +249,14 @@ static void test_rounding_is_unbiased(void) {
   ps__adamw_scalars s = {.lr = 0, .beta1 = 0.9f, .beta2 = 0.999f, .eps = 1e-8f, .grad_scale = 1, .c1 = 1, .c2 = 1, .seed = 11};
   CHECK(ps__f32_to_bf16(0.999f) == ps__f32_to_bf16(1.0f), "nearest would move");
   for (int i = 0; i < N; i++) v[i] = ps__f32_to_bf16(1.0f);
-  ps__adamw_update(ps__simd_best(), PS_RECIPE_BF16, N, w, NULL, grad, m, v, 0, 0, &s);
+  ps__adamw_update(ps__simd_best(), PS_RECIPE_BF16, PS_ADAMW_WHOLE, N, w, NULL, grad, m, v, 0, 0, &s);
   double mean = 0;
   for (int i = 0; i < N; i++) mean += ps__bf16_to_f32(v[i]) / (double)N;
   /* one rounding between neighbours 2^-8 apart: variance at most 2^-18 an element; 6 sigma of the mean, plus the generator's
    * grain (the probability of rounding up is exact to 2^-16 of the spacing) */
   CHECK(fabs(mean - 0.999) < 6 * ldexp(1, -9) / sqrt(N) + ldexp(1, -24), "mean %.6f", mean);
   for (s.step = 1; s.step < STEPS; s.step++)
-    ps__adamw_update(ps__simd_best(), PS_RECIPE_BF16, N, w, NULL, grad, m, v, 0, 0, &s);
+    ps__adamw_update(ps__simd_best(), PS_RECIPE_BF16, PS_ADAMW_WHOLE, N, w, NULL, grad, m, v, 0, 0, &s);
   mean = 0;
   for (int i = 0; i < N; i++) mean += ps__bf16_to_f32(v[i]) / (double)N;
   /* a martingale around 0.999^t: each step adds a variance of at most 2^-18, so at the end sigma of the mean is at most
@@ -238,6 +268,7 @@ static void test_rounding_is_unbiased(void) {
 
 int main(void) {
   test_simd_same_bits();
+  test_parts_leave_the_same_bits();
   test_nan_is_canonical();
   test_formula_bf16();
   test_threads_and_cuts();

@@ -163,9 +163,13 @@ static void check_step(const ps__step *s) {
     }
 }
 
-/* The step ends with the report, which awaits the last of what the device-to-host stream brings home for good. */
+/* The step ends with the report, which awaits the last of what the device-to-host stream brings home for good, and the moments of the units whose updates are split, from the
+ * last one back. */
 static void check_report(const ps__step *s) {
-  const ps__vop *report = &s->op[s->n_op - 1];
+  size_t end = s->n_op;
+  for (uint32_t u = 0; u < s->spec->n_units; u++)
+    if (s->spec->update_split[u]) CHECK(strcmp(s->op[--end].kernel->name, "adamw_moments") == 0 && s->op[end].tag.layer == (int32_t)u);
+  const ps__vop *report = &s->op[end - 1];
   uint32_t last = PS__NO_VT;
   for (size_t i = 0; i < s->n_op; i++)
     for (uint32_t u = 0; s->op[i].stream == PS__S_D2H && u < s->spec->n_units; u++) {
@@ -228,9 +232,10 @@ static void randomize(ps__spec *spec, const model *m, uint32_t n_rounds, uint64_
     const bool several = n_rounds > 1 || (u == 0 && m->cfg.tied_embeddings);
     spec->update_resident[u] = spec->param_resident[u] && (spec->grad_resident[u] || !several) && rnd_below(state, 2);
     spec->update_streamed[u] = !spec->update_resident[u] && rnd_below(state, 2);
+    spec->update_split[u] = spec->clip && !ps__updated_there(spec, u) && rnd_below(state, 2);
   }
   spec->embed_at_home = !m->cfg.tied_embeddings && rnd_below(state, 2);
-  if (spec->embed_at_home) spec->param_resident[0] = spec->grad_resident[0] = spec->update_resident[0] = spec->update_streamed[0] = 0;
+  if (spec->embed_at_home) spec->param_resident[0] = spec->grad_resident[0] = spec->update_resident[0] = spec->update_streamed[0] = spec->update_split[0] = 0;
   for (uint32_t layer = 0; layer < spec->n_layers; layer++)
     for (uint32_t c = 0; c < spec->n_chunks; c++)
       for (int item = 0; item < PS__N_ITEMS; item++) {
@@ -247,7 +252,7 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
          s->saved_lag, s->grad_lag);
   printf("%u blocks kept at the turns%s\n", s->turn_blocks, s->embed_at_home ? ", embedding at home" : "");
   for (uint32_t u = 0; u < s->n_units; u++) {
-    printf("unit %u param %u grad %u update %u streamed %u\n", u, s->param_resident[u], s->grad_resident[u], s->update_resident[u], s->update_streamed[u]);
+    printf("unit %u param %u grad %u update %u streamed %u split %u\n", u, s->param_resident[u], s->grad_resident[u], s->update_resident[u], s->update_streamed[u], s->update_split[u]);
   }
   for (uint32_t layer = 0; layer < s->n_layers; layer++)
     for (uint32_t c = 0; c < s->n_chunks; c++) {
