@@ -40,8 +40,8 @@ PS__ANYWHERE static inline void ps__sr_words(uint64_t word[3], uint64_t key, uin
 }
 
 /* What the vector variants will read a little later: the processor's own prefetching follows four arrays at once less far than its memory allows. On 14 threads of a Xeon
- * the update of bf16 went from 125 to 139 GB/s with it, and with a word less to mix to 154 (bench/LOG.md). */
-enum { PS__ADAMW_AHEAD = 1024 }; /* BYTES */
+ * the update of bf16 went from 125 to 139 GB/s with it, and with a word less to mix to 154; the weights' part from 125 to 147 at twice the distance (bench/LOG.md). */
+enum { PS__ADAMW_AHEAD = 2048 }; /* BYTES */
 static inline void ps__adamw_prefetch(ps__adamw_part part, const void *w, const void *m, const void *v, const void *grad) {
 #if defined(__x86_64__) && !defined(__CUDACC__)
   if (part != PS_ADAMW_MOMENTS) __builtin_prefetch((const char *)w + PS__ADAMW_AHEAD);
