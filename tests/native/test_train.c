@@ -40,11 +40,11 @@ static ps_train_config train_config(ps_dataset *ds, bool clip) {
   return c;
 }
 
-/* The plan without a cap (everything is resident, updates included), the tightest (everything streams, updates at home), or one that streams everything and
- * updates on the device all the same. */
-typedef enum placement { RESIDENT, TIGHT, STREAMED, N_PLACEMENTS } placement;
+/* The plan without a cap (everything is resident, updates included), the tightest (everything streams, updates at home), one that streams everything and
+ * updates on the device all the same, or one that streams everything and updates at home, with clipping in two parts. */
+typedef enum placement { RESIDENT, TIGHT, STREAMED, IN_PARTS, N_PLACEMENTS } placement;
 
-static ps_plan *make_streamed_plan(const ps_plan_config *cfg) {
+static ps_plan *make_streamed_plan(const ps_plan_config *cfg, bool there) {
   ps_plan *plan;
   ps__layout layout;
   ps__spec spec;
@@ -57,7 +57,8 @@ static ps_plan *make_streamed_plan(const ps_plan_config *cfg) {
   spec.head_slice = SEQ_LEN;
   spec.clip = cfg->clip != 0;
   spec.param_lead = spec.saved_lead = spec.saved_lag = spec.grad_lag = spec.sum_lag = 1;
-  memset(spec.update_streamed, 1, spec.n_units);
+  memset(spec.update_streamed, there, spec.n_units);
+  memset(spec.update_split, !there && spec.clip, spec.n_units);
   CHECK(ps__plan_from_spec(&plan, &model, cfg, &hw, &spec) == PS_OK);
   ps__spec_free(&spec);
   ps__layout_free(&layout);
@@ -68,7 +69,7 @@ static ps_plan *make_plan(uint32_t recipe, bool clip, placement where) {
   ps_plan_config cfg = plan_config(recipe, clip);
   ps_plan *plan;
   uint64_t host;
-  if (where == STREAMED) return make_streamed_plan(&cfg);
+  if (where >= STREAMED) return make_streamed_plan(&cfg, where == STREAMED);
   if (where == TIGHT) CHECK(ps_plan_smallest(&model, &cfg, &hw, &cfg.device_bytes, &host) == PS_OK && cfg.device_bytes > 0);
   CHECK(ps_plan_create(&plan, &model, &cfg, &hw) == PS_OK);
   return plan;
@@ -406,13 +407,10 @@ static void know_steps(ps_plan *plan, const ps_train_config *c) {
   ps_trainer_destroy(t);
 }
 
-/* Weights are of one step, or the error says that they may be of two. */
+/* Weights are of the last step that is done, or the error says that they may be of two. */
 static bool said_if_of_two(ps_trainer *t, const char *error) {
   if (strstr(error, "may be of two steps")) return true;
-  const uint64_t now = weights(t);
-  for (int i = 0; i < N_KNOWN; i++)
-    if (known[i] == now) return false;
-  CHECK(!"weights of no step, and the error does not say so");
+  CHECK(ps_trainer_steps_done(t) < N_KNOWN && weights(t) == known[ps_trainer_steps_done(t)]);
   return false;
 }
 
