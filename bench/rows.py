@@ -3,7 +3,8 @@
     python3 bench/rows.py --data SHARDS --out bench/results/h200-8b.jsonl 8b:8192:24:70:180224 8b:8192:90:70:180224
 
 A case is MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS_PER_STEP[:more options, as recipe=fp32-master,steps=6]; MODEL names a file of models/. DEVICE_GIB 0: no
-cap. Every step includes the optimizer and clipping; the first two (warm-up=N: N) are left out of the median. Nothing but Python's standard library is needed.
+cap. Every step includes the optimizer and clipping; the first two (warm-up=N: N) are left out of the median. waits: what the compute stream waited for the longest, seconds
+of the traced step, measured and planned. Nothing but Python's standard library is needed.
 """
 import argparse
 import json
@@ -77,8 +78,10 @@ def run(case, args, work, note):
     if not metrics:
         return {"case": case, "failed": done.returncode, **note}
     plan = json.loads((run_dir / "plan.json").read_text())
+    summary = json.loads(done.stdout) if done.returncode == 0 else {}
+    waits = [{k: w[k] for k in ("for", "seconds", "planned_seconds")} for w in summary.get("stalls", []) if w["stream"] == "compute"][:4]
     shown = " ".join(command).replace(str(work) + "/", "").replace(str(ROOT) + "/", "")
-    return {**row_of(case, metrics, plan, time.time() - began), "exit": done.returncode, "command": shown, **note}
+    return {**row_of(case, metrics, plan, time.time() - began), "exit": done.returncode, "waits": waits, "command": shown, **note}
 
 
 def main():
