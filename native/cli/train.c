@@ -250,6 +250,8 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
   }
   if (watched) watch_end(&dog);
   cli_progress_end(p);
+  if (code == CLI_OK && atomic_load(&n_interrupts) > 1) /* behind the last step's weights: it counts as done, but whoever asked twice does not wait for what follows */
+    code = cli_fail(CLI_INTERRUPTED, "stopped at once; nothing is saved");
   r->step_s_median = median_step(step_s, r->n_done);
   free(step_s);
   return code;
