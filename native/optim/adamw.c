@@ -16,7 +16,7 @@
 #include <xmmintrin.h>
 #endif
 
-enum { BLOCK = 16384 }; /* elements a task: at 14 to 28 bytes each, 224 to 448 KiB, some 20 to 50 us */
+enum { BLOCK = 16384 }; /* elements a task: at 10 to 28 bytes each, 160 to 448 KiB, some 15 to 50 us */
 
 ps__simd ps__simd_best(void) {
 #if defined(__x86_64__)

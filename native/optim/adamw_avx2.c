@@ -3,6 +3,7 @@
 #if defined(__x86_64__)
 #include "adamw_impl.h"
 #include <immintrin.h>
+#include <stdbool.h>
 
 #define TARGET __attribute__((target("avx2")))
 
@@ -34,10 +35,13 @@ TARGET static inline void step(const consts *c, __m256 grad, __m256 *w, __m256 *
   *v = v1;
 }
 
+/* Whether a lane of either is a NaN. */
+TARGET static inline bool any_nan(__m256 a, __m256 b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)) != 0; }
+
 /* A NaN anywhere in a step ends in w, so that looking at w is enough; without w, at both others. */
 TARGET PS__ADAMW_INLINE void canonical3(ps__adamw_part part, __m256 *w, __m256 *m, __m256 *v) {
-  const __m256 one = part == PS_ADAMW_MOMENTS ? *m : *w, other = part == PS_ADAMW_MOMENTS ? *v : *w;
-  if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(one, other, _CMP_UNORD_Q)) == 0, 1)) return;
+  const bool nan = part == PS_ADAMW_MOMENTS ? any_nan(*m, *v) : any_nan(*w, *w);
+  if (__builtin_expect(!nan, 1)) return;
   *w = canonical(*w);
   *m = canonical(*m);
   *v = canonical(*v);
@@ -145,8 +149,8 @@ TARGET PS__ADAMW_INLINE void update_bf16(uint64_t n, void *w_, uint16_t *w_bf16,
     pair w1 = part == PS_ADAMW_MOMENTS ? m1 : load_pair(w + i);
     step(&c, g1.even, &w1.even, &m1.even, &v1.even);
     step(&c, g1.odd, &w1.odd, &m1.odd, &v1.odd);
-    const int nan = part == PS_ADAMW_MOMENTS ? _mm256_movemask_ps(_mm256_cmp_ps(m1.even, m1.odd, _CMP_UNORD_Q)) | _mm256_movemask_ps(_mm256_cmp_ps(v1.even, v1.odd, _CMP_UNORD_Q)) : _mm256_movemask_ps(_mm256_cmp_ps(w1.even, w1.odd, _CMP_UNORD_Q));
-    if (__builtin_expect(nan != 0, 0)) {
+    const bool nan = part == PS_ADAMW_MOMENTS ? any_nan(m1.even, m1.odd) || any_nan(v1.even, v1.odd) : any_nan(w1.even, w1.odd);
+    if (__builtin_expect(nan, 0)) {
       canonical3(part, &w1.even, &m1.even, &v1.even);
       canonical3(part, &w1.odd, &m1.odd, &v1.odd);
     }

@@ -4,6 +4,7 @@
 #if defined(__x86_64__)
 #include "adamw_impl.h"
 #include <immintrin.h>
+#include <stdbool.h>
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 
@@ -35,10 +36,13 @@ TARGET static inline void step(const consts *c, __m512 grad, __m512 *w, __m512 *
   *v = v1;
 }
 
+/* Whether a lane of either is a NaN. */
+TARGET static inline bool any_nan(__m512 a, __m512 b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0; }
+
 /* A NaN anywhere in a step ends in w, so that looking at w is enough; without w, at both others. */
 TARGET PS__ADAMW_INLINE void canonical3(ps__adamw_part part, __m512 *w, __m512 *m, __m512 *v) {
-  const __m512 one = part == PS_ADAMW_MOMENTS ? *m : *w, other = part == PS_ADAMW_MOMENTS ? *v : *w;
-  if (__builtin_expect(_mm512_cmp_ps_mask(one, other, _CMP_UNORD_Q) == 0, 1)) return;
+  const bool nan = part == PS_ADAMW_MOMENTS ? any_nan(*m, *v) : any_nan(*w, *w);
+  if (__builtin_expect(!nan, 1)) return;
   *w = canonical(*w);
   *m = canonical(*m);
   *v = canonical(*v);
@@ -141,8 +145,8 @@ TARGET PS__ADAMW_INLINE void update_bf16(uint64_t n, void *w_, uint16_t *w_bf16,
     pair w1 = part == PS_ADAMW_MOMENTS ? m1 : load_pair(w + i);
     step(&c, g1.even, &w1.even, &m1.even, &v1.even);
     step(&c, g1.odd, &w1.odd, &m1.odd, &v1.odd);
-    const int nan = part == PS_ADAMW_MOMENTS ? _mm512_cmp_ps_mask(m1.even, m1.odd, _CMP_UNORD_Q) | _mm512_cmp_ps_mask(v1.even, v1.odd, _CMP_UNORD_Q) : _mm512_cmp_ps_mask(w1.even, w1.odd, _CMP_UNORD_Q);
-    if (__builtin_expect(nan != 0, 0)) {
+    const bool nan = part == PS_ADAMW_MOMENTS ? any_nan(m1.even, m1.odd) || any_nan(v1.even, v1.odd) : any_nan(w1.even, w1.odd);
+    if (__builtin_expect(nan, 0)) {
       canonical3(part, &w1.even, &m1.even, &v1.even);
       canonical3(part, &w1.odd, &m1.odd, &v1.odd);
     }

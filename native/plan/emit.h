@@ -83,7 +83,7 @@ void ps__total_at_home(ps__builder *b, uint32_t unit);          /* the step's gr
 /* ---- updates (updates.c) ---- */
 uint32_t ps__bring(ps__builder *b, uint32_t home, ps_tag tag);  /* a device tensor and the copy of @home to it */
 void ps__total_ready(ps__builder *b, uint32_t unit);            /* the unit's total and its sums of squares are there: moments come in; without clipping, the update */
-void ps__emit_updates(ps__builder *b);                          /* with clipping: norm, then all units in forward order; report */
+void ps__emit_updates(ps__builder *b);                          /* with clipping: norm, then all units in forward order; report; the moments of split updates */
 
 /* ---- the embedding (embed.c) ---- */
 void ps__gather_round(ps__builder *b, uint32_t round);          /* embed_at_home: the round's rows, gathered and on their way to the device */

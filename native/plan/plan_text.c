@@ -105,7 +105,8 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
       {"host_bytes", r->host_bytes}, {"host_cap_bytes", r->host_cap_bytes}, {"host_arena_bytes", r->host_arena_bytes},
       {"scratch_bytes", r->scratch_bytes}, {"trace_bytes", r->trace_bytes}, {"reserve_bytes", r->reserve_bytes},
       {"resident_param_units", r->resident_param_units}, {"resident_grad_units", r->resident_grad_units},
-      {"resident_update_units", r->resident_update_units}, {"streamed_update_units", r->streamed_update_units}, {"split_update_units", r->split_update_units}, {"turn_units", r->turn_units}, {"n_units", r->n_units},
+      {"resident_update_units", r->resident_update_units}, {"streamed_update_units", r->streamed_update_units},
+      {"split_update_units", r->split_update_units}, {"turn_units", r->turn_units}, {"n_units", r->n_units},
       {"saved_device_bytes", r->saved_device_bytes}, {"saved_host_bytes", r->saved_host_bytes},
       {"saved_recompute_bytes", r->saved_recompute_bytes}, {"h2d_bytes", r->h2d_bytes}, {"d2h_bytes", r->d2h_bytes},
       {"sum_threads", p->spec.sum_threads}, {"n_ops", r->n_ops}, {"n_waits", r->n_waits}, {"n_candidates", r->n_candidates}, {"n_feasible", r->n_feasible}};

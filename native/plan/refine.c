@@ -19,7 +19,9 @@ static bool moved(const ps__search_state *s, ps__member *m, int what, int by) {
   const bool cuda = s->plan->hw.backend == PS_BACKEND_CUDA; /* elsewhere the "device" has no processor of its own */
   const int layers = n_layers(s);
   uint8_t *const field[N_MOVES] = {&m->host, &m->keep.params, &m->keep.grads, &m->extra, &m->streamed, &m->split, &m->sums, &m->keep.head, &m->ahead};
-  const int most[N_MOVES] = {PS__SHARES, PS__UNIT_PARTS, PS__UNIT_PARTS, s->family.size[m->size].layout.n_rounds > 1 ? PS__SHARES : 0, cuda ? layers : 0, cuda && s->plan->cfg.clip ? layers : 0, layers, 1, PS__N_AHEADS - 1};
+  const int split = layers < 255 ? layers + 1 : 255; /* the head too */
+  const int most[N_MOVES] = {PS__SHARES, PS__UNIT_PARTS, PS__UNIT_PARTS, s->family.size[m->size].layout.n_rounds > 1 ? PS__SHARES : 0,
+                             cuda ? layers : 0, cuda && s->plan->cfg.clip ? split : 0, layers, 1, PS__N_AHEADS - 1};
   const int to = *field[what] + by;
   if (m->keep.state && what != MOVE_HOST && what != MOVE_AHEAD) return false;
   if (to < 0 || to > most[what]) return false;
@@ -117,7 +119,10 @@ static ps_status begin(ps__search_state *s, walk *w) {
   m.sums = (uint8_t)(l->n_rounds == 1 ? 0 : layers < 6 ? layers : 6);
   m.extra = l->first_round_chunks > l->chunks_per_round ? PS__SHARES / 2 : 0;
   PS_TRY(try_member(s, w, m, &usual));
-  if (usual.at.ns > 0 && (w->at.ns == 0 || usual.at.ns < w->at.ns)) *w = usual;
+  if (usual.at.ns > 0 && (w->at.ns == 0 || usual.at.ns < w->at.ns)) {
+    *w = usual;
+    m = w->at.member;
+  }
   if (!s->plan->cfg.clip) return PS_OK;
   m.split = (uint8_t)layers;
   PS_TRY(try_member(s, w, m, &usual));
