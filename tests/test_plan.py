@@ -205,7 +205,7 @@ def test_recomputing_costs_the_products_of_what_is_not_saved(tmp_path):
 
 @pytest.mark.parametrize("name,seconds", [("8b", 60), ("32b", 120)])
 def test_large_models_are_planned_without_touching_memory(name, seconds):
-    """A plan's time is its search: 8B 4 s and 32B 9 s on two cores; the limits leave room for slower machines."""
+    """A plan's time is its search: 8B 4 s and 32B 10 s on two cores; the limits leave room for slower machines."""
     model = ModelConfig.read(ROOT / f"models/{name}.json")
     resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
     before, begin = resident(), time.monotonic()

@@ -76,7 +76,8 @@ PS_API void ps_trainer_destroy(ps_trainer *t);
  * wait, which is sticky, and weights at home are those of the last complete step, ps_trainer_steps_done(); they can be read and
  * saved. (Without clipping, a gradient that is not finite is found unit by unit: the message says what was updated. Where the
  * device fails or a cancel comes amid a step's updates, units at home may be of that step and the one before; the message says
- * so, and where it does not they are of one; without clipping, when updates run while the step goes on, it mostly does.)
+ * so, and where it does not they are of one; without clipping, when updates run while the step goes on, it mostly does. A step whose
+ * weights are all home when a cancel comes is complete, whatever of it was left.)
  * Errors of wait: PS_ESTATE nothing submitted; PS_ENUMERIC loss or gradient norm not finite (step and unit named); PS_ECANCELLED;
  * what the data source returned. Errors of submit: PS_EBUSY more than 64 steps not waited for; PS_ENOMEM; the sticky error. */
 PS_API ps_status ps_trainer_submit(ps_trainer *t, uint64_t n);

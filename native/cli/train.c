@@ -240,7 +240,7 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
     if (st != PS_OK) {
       cli_progress_end(p);
       r->interrupted = r->interrupted || st == PS_ECANCELLED;
-      code = st == PS_ECANCELLED ? cli_fail(CLI_INTERRUPTED, "stopped at once; nothing is saved") : cli_fail_status(st, false);
+      code = st == PS_ECANCELLED ? CLI_INTERRUPTED : cli_fail_status(st, false);
       break;
     }
     note_step(r, &m, step_s);
@@ -250,7 +250,8 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
   }
   if (watched) watch_end(&dog);
   cli_progress_end(p);
-  if (code == CLI_OK && atomic_load(&n_interrupts) > 1) /* behind the last step's weights: it counts as done, but whoever asked twice does not wait for what follows */
+  /* Also where the second Ctrl-C came behind the last step's weights: that step is done, but whoever asked twice does not wait for what follows. */
+  if (code == CLI_INTERRUPTED || (code == CLI_OK && atomic_load(&n_interrupts) > 1))
     code = cli_fail(CLI_INTERRUPTED, "stopped at once; nothing is saved");
   r->step_s_median = median_step(step_s, r->n_done);
   free(step_s);

@@ -1,174 +1,47 @@
-/* adamw_avx512.c - AdamW, 16 elements at a time. Same bits as adamw_scalar.c: every operation is the same IEEE operation in
- * the same order (divide and square root are exact), no FMA. What is left over goes to the scalar variant.
- * bytes  fp32 28 n; fp32-master 28 n; bf16 14 n (reads and writes of w, m, v; read of grad; write of the bf16 copy). */
+/* adamw_avx512.c - AdamW, 16 elements at a time, bf16 32: adamw_vector.h in AVX-512. */
 #if defined(__x86_64__)
 #include "adamw_impl.h"
 #include <immintrin.h>
 #include <stdbool.h>
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-
-typedef struct consts {
-  __m512 lr, lr_decay, beta1, beta1_rest, beta2, beta2_rest, eps, grad_scale, c1, c2;
-} consts;
-
-TARGET static inline consts broadcast(const ps__adamw_k *k) {
-  consts c = {_mm512_set1_ps(k->lr), _mm512_set1_ps(k->lr_decay), _mm512_set1_ps(k->beta1), _mm512_set1_ps(k->beta1_rest),
-              _mm512_set1_ps(k->beta2), _mm512_set1_ps(k->beta2_rest), _mm512_set1_ps(k->eps), _mm512_set1_ps(k->grad_scale),
-              _mm512_set1_ps(k->c1), _mm512_set1_ps(k->c2)};
-  return c;
-}
+#define VEC __m512
+#define VECI __m512i
+#define V(name) _mm512_##name
+#define BITS(x) _mm512_castps_si512(x)
+#define FLOATS(x) _mm512_castsi512_ps(x)
+#define XOR(a, b) _mm512_xor_si512(a, b)
+#define AND(a, b) _mm512_and_si512(a, b)
+#define SET64(x) _mm512_set1_epi64((long long)(x))
+#define FIRST_WORDS _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0)
+#define TABLE ps__adamw_avx512
+enum { LANES = 16 };
 
 TARGET static inline __m512 canonical(__m512 x) {
-  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  return _mm512_castsi512_ps(_mm512_mask_mov_epi32(_mm512_castps_si512(x), nan, _mm512_set1_epi32((int)PS__QUIET_NAN)));
-}
-
-TARGET static inline void step(const consts *c, __m512 grad, __m512 *w, __m512 *m, __m512 *v) {
-  __m512 g = _mm512_mul_ps(grad, c->grad_scale);
-  __m512 m1 = _mm512_add_ps(_mm512_mul_ps(c->beta1, *m), _mm512_mul_ps(c->beta1_rest, g));
-  __m512 v1 = _mm512_add_ps(_mm512_mul_ps(c->beta2, *v), _mm512_mul_ps(c->beta2_rest, _mm512_mul_ps(g, g)));
-  __m512 root = _mm512_add_ps(_mm512_sqrt_ps(_mm512_mul_ps(v1, c->c2)), c->eps);
-  __m512 d = _mm512_div_ps(_mm512_mul_ps(m1, c->c1), root);
-  __m512 w1 = _mm512_sub_ps(_mm512_sub_ps(*w, _mm512_mul_ps(c->lr_decay, *w)), _mm512_mul_ps(c->lr, d));
-  *w = w1;
-  *m = m1;
-  *v = v1;
+  return FLOATS(_mm512_mask_mov_epi32(BITS(x), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32((int)PS__QUIET_NAN)));
 }
 
 /* Whether a lane of either is a NaN. */
 TARGET static inline bool any_nan(__m512 a, __m512 b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0; }
 
-/* A NaN anywhere in a step ends in w, so that looking at w is enough; without w, at both others. */
-TARGET PS__ADAMW_INLINE void canonical3(ps__adamw_part part, __m512 *w, __m512 *m, __m512 *v) {
-  const bool nan = part == PS_ADAMW_MOMENTS ? any_nan(*m, *v) : any_nan(*w, *w);
-  if (__builtin_expect(!nan, 1)) return;
-  *w = canonical(*w);
-  *m = canonical(*m);
-  *v = canonical(*v);
-}
-
 TARGET static inline __m512 load_bf16(const uint16_t *p) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+  return FLOATS(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
 
 /* The upper halves of bits + add. */
 TARGET static inline void store_upper(uint16_t *p, __m512 x, __m512i add) {
-  __m512i bits = _mm512_add_epi32(_mm512_castps_si512(x), add);
-  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(BITS(x), add), 16)));
 }
 
-TARGET static inline __m512i nearest_even(__m512 x) { /* what to add to round to nearest even */
-  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(_mm512_castps_si512(x), 16), _mm512_set1_epi32(1));
-  return _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-}
+TARGET static inline __m512i load_bits(const uint16_t *p) { return _mm512_loadu_si512(p); }
+TARGET static inline void store_bits(uint16_t *p, __m512i x) { _mm512_storeu_si512(p, x); }
 
-TARGET static inline __m512i mix(__m512i z) {
-  z = _mm512_xor_si512(z, _mm512_srli_epi64(z, 30));
-  z = _mm512_mullo_epi64(z, _mm512_set1_epi64((long long)PS__SR_MUL1));
-  z = _mm512_xor_si512(z, _mm512_srli_epi64(z, 27));
-  z = _mm512_mullo_epi64(z, _mm512_set1_epi64((long long)PS__SR_MUL2));
-  return _mm512_xor_si512(z, _mm512_srli_epi64(z, 31));
-}
+/* The odd 16-bit pieces of @odd, the even ones of @even. */
+TARGET static inline __m512i odd_halves(__m512i even, __m512i odd) { return _mm512_mask_mov_epi16(even, 0xaaaaaaaau, odd); }
 
-TARGET PS__ADAMW_INLINE void update_fp32(uint64_t n, void *w_, uint16_t *w_bf16, const void *grad_, void *m_, void *v_, const ps__adamw_k *k, ps__adamw_part part) {
-  float *w = w_, *m = m_, *v = v_;
-  const float *grad = grad_;
-  const consts c = broadcast(k);
-  uint64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    ps__adamw_prefetch(part, w + i, m + i, v + i, grad + i);
-    __m512 w1 = part == PS_ADAMW_MOMENTS ? _mm512_setzero_ps() : _mm512_loadu_ps(w + i), m1 = _mm512_loadu_ps(m + i), v1 = _mm512_loadu_ps(v + i);
-    step(&c, _mm512_loadu_ps(grad + i), &w1, &m1, &v1);
-    canonical3(part, &w1, &m1, &v1);
-    if (part != PS_ADAMW_MOMENTS) _mm512_storeu_ps(w + i, w1);
-    if (part == PS_ADAMW_WEIGHTS) continue;
-    _mm512_storeu_ps(m + i, m1);
-    _mm512_storeu_ps(v + i, v1);
-  }
-  ps__adamw_scalar[PS_RECIPE_FP32][part](n - i, w + i, NULL, grad + i, m + i, v + i, k);
-}
+TARGET static inline __m512i mul64(__m512i a, uint64_t b) { return _mm512_mullo_epi64(a, SET64(b)); }
 
-TARGET PS__ADAMW_INLINE void update_master(uint64_t n, void *w_, uint16_t *w_bf16, const void *grad_, void *m_, void *v_, const ps__adamw_k *k, ps__adamw_part part) {
-  float *w = w_, *m = m_, *v = v_;
-  const uint16_t *grad = grad_;
-  const consts c = broadcast(k);
-  uint64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    ps__adamw_prefetch(part, w + i, m + i, v + i, grad + i);
-    __m512 w1 = part == PS_ADAMW_MOMENTS ? _mm512_setzero_ps() : _mm512_loadu_ps(w + i), m1 = _mm512_loadu_ps(m + i), v1 = _mm512_loadu_ps(v + i);
-    step(&c, load_bf16(grad + i), &w1, &m1, &v1);
-    canonical3(part, &w1, &m1, &v1);
-    if (part != PS_ADAMW_MOMENTS) {
-      _mm512_storeu_ps(w + i, w1);
-      store_upper(w_bf16 + i, w1, nearest_even(w1));
-    }
-    if (part == PS_ADAMW_WEIGHTS) continue;
-    _mm512_storeu_ps(m + i, m1);
-    _mm512_storeu_ps(v + i, v1);
-  }
-  ps__adamw_scalar[PS_RECIPE_FP32_MASTER][part](n - i, w + i, w_bf16 + i, grad + i, m + i, v + i, k);
-}
-
-/* bf16, 32 elements at a time, as two vectors of 16: the even ones and the odd ones. So a load is one shift and one AND, and a
- * store one shift and one merge, without a shuffle; a word's four 16-bit pieces are in place for its four elements. */
-typedef struct pair {
-  __m512 even, odd;
-} pair;
-
-TARGET static inline pair load_pair(const uint16_t *p) {
-  __m512i x = _mm512_loadu_si512(p);
-  pair r = {_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)),
-            _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000u)))};
-  return r;
-}
-
-TARGET static inline void store_pair(uint16_t *p, pair x, __m512i r) {
-  __m512i even = _mm512_add_epi32(_mm512_castps_si512(x.even), _mm512_and_si512(r, _mm512_set1_epi32(0xffff)));
-  __m512i odd = _mm512_add_epi32(_mm512_castps_si512(x.odd), _mm512_srli_epi32(r, 16));
-  _mm512_storeu_si512(p, _mm512_mask_mov_epi16(_mm512_srli_epi32(even, 16), 0xaaaaaaaau, odd));
-}
-
-TARGET PS__ADAMW_INLINE void update_bf16(uint64_t n, void *w_, uint16_t *w_bf16, const void *grad_, void *m_, void *v_, const ps__adamw_k *k, ps__adamw_part part) {
-  const uint64_t to_group = (0 - k->element) % 4, head = to_group < n ? to_group : n; /* vectors begin at a group of four */
-  uint16_t *w = w_, *m = m_, *v = v_;
-  const uint16_t *grad = grad_;
-  const consts c = broadcast(k);
-  const __m512i gamma = _mm512_set1_epi64((long long)PS__SR_GAMMA), next = _mm512_set1_epi64((long long)(16 * PS__SR_GAMMA));
-  const __m512i word0 = _mm512_set1_epi64((long long)(k->sr_key + (2 * ((k->element + head) / 4) + 1) * PS__SR_GAMMA));
-  __m512i sr = _mm512_add_epi64(word0, _mm512_mullo_epi64(gamma, _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0)));
-  if (head) ps__adamw_scalar[PS_RECIPE_BF16][part](head, w, NULL, grad, m, v, k);
-  uint64_t i = head;
-  for (; i + 32 <= n; i += 32) {
-    ps__adamw_prefetch(part, w + i, m + i, v + i, grad + i);
-    pair m1 = load_pair(m + i), v1 = load_pair(v + i), g1 = load_pair(grad + i);
-    pair w1 = part == PS_ADAMW_MOMENTS ? m1 : load_pair(w + i);
-    step(&c, g1.even, &w1.even, &m1.even, &v1.even);
-    step(&c, g1.odd, &w1.odd, &m1.odd, &v1.odd);
-    const bool nan = part == PS_ADAMW_MOMENTS ? any_nan(m1.even, m1.odd) || any_nan(v1.even, v1.odd) : any_nan(w1.even, w1.odd);
-    if (__builtin_expect(nan, 0)) {
-      canonical3(part, &w1.even, &m1.even, &v1.even);
-      canonical3(part, &w1.odd, &m1.odd, &v1.odd);
-    }
-    const __m512i for_w = mix(sr);
-    if (part != PS_ADAMW_MOMENTS) store_pair(w + i, w1, for_w);
-    if (part != PS_ADAMW_WEIGHTS) {
-      const __m512i for_m = mix(_mm512_add_epi64(sr, gamma));
-      store_pair(m + i, m1, for_m);
-      store_pair(v + i, v1, _mm512_xor_si512(for_w, for_m));
-    }
-    sr = _mm512_add_epi64(sr, next); /* 8 groups of 2 words on */
-  }
-  ps__adamw_k tail = *k;
-  tail.element += i;
-  ps__adamw_scalar[PS_RECIPE_BF16][part](n - i, w + i, NULL, grad + i, m + i, v + i, &tail);
-}
-
-PS__ADAMW_PARTS(TARGET, update_fp32)
-PS__ADAMW_PARTS(TARGET, update_master)
-PS__ADAMW_PARTS(TARGET, update_bf16)
-const ps__adamw_fn ps__adamw_avx512[PS_N_RECIPES][PS_N_ADAMW_PARTS] = {
-  [PS_RECIPE_FP32] = PS__ADAMW_ROW(update_fp32), [PS_RECIPE_FP32_MASTER] = PS__ADAMW_ROW(update_master), [PS_RECIPE_BF16] = PS__ADAMW_ROW(update_bf16)};
+#include "adamw_vector.h"
 #else
 typedef int ps__adamw_avx512_is_for_x86_64; /* an empty file is not C */
 #endif

@@ -240,7 +240,7 @@ ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
   if (t->sticky != PS_OK) return stick(t, t->sticky);
   if (t->n_reported == t->n_submitted) return ps__fail(PS_ESTATE, "ps_trainer_wait: no step was submitted");
   const ps_status st = ps_run_wait(t->run, t->n_reported + 1);
-  if (st != PS_OK) ps__run_rest(t->run); /* the ops that were under way have ended */
+  if (st != PS_OK) ps__run_rest(t->run); /* what was under way has ended: it may be the report */
   /* Where its report ran a step's weights are home, whatever stopped the rest: moments, and copies that nobody reads any more. */
   if (st != PS_OK && atomic_load(&t->ended) <= t->n_reported) return stick(t, st);
   fill_metrics(t, out);
