@@ -143,7 +143,7 @@ CDEF := $(BUILD)/lib/penstock.cdef
 ARCHIVE := $(BUILD)/lib/libpenstock.a
 BIN := $(BUILD)/bin/penstock
 
-.PHONY: FORCE all lib help native-tests bench-programs venv venv-test python demo test test-gpu test-sanitize clean
+.PHONY: FORCE all lib help native-tests bench-programs venv venv-test python demo test test-long test-gpu test-sanitize clean
 .DELETE_ON_ERROR:
 
 all: $(LIB) $(BIN) $(CDEF) ## the library libpenstock and the binary penstock
@@ -154,10 +154,12 @@ venv: $(VENV)/.done-requirements-runtime.txt ## the Python environment the demo 
 venv-test: $(VENV)/.done-requirements-test.txt ## the same with the tests' references
 demo: all venv ## train a small model on this Python's own sources under two memory caps (TEXT="files": on yours)
 	@PENSTOCK_BUILD="$(abspath $(BUILD))" PYTHONPATH=python $(VENV)/bin/python -m penstock.demo --build "$(BUILD)" $(if $(TEXT),--text $(TEXT)) $(DEMO_ARGS)
-test: all native-tests venv-test ## build everything, then every test (TESTS="files or options of pytest": some)
+test: all native-tests venv-test ## build everything, then every test but the long ones (TESTS="files or options of pytest": some)
 	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV)/bin/python -m pytest -q $(or $(TESTS),tests)
+test-long: all native-tests venv-test ## the tests that take minutes, which make test leaves out (TESTS="...": some)
+	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV)/bin/python -m pytest -q -m long $(or $(TESTS),tests)
 test-gpu: all native-tests venv-test ## every test that needs a GPU; without one it says why and skips
-	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV)/bin/python -m pytest -q -rs -m gpu tests/test_native.py tests/test_cuda_bad_input.py tests/gpu
+	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV)/bin/python -m pytest -q -rs -m "gpu and not long" tests/test_native.py tests/test_cuda_bad_input.py tests/gpu
 	@PENSTOCK_BUILD="$(BUILD)" PYTHON="$(VENV)/bin/python" tests/gpu/run.sh sanitizers || [ $$? = 77 ]
 test-sanitize: venv-test ## the engine's tests and a short training under ThreadSanitizer and under AddressSanitizer + UBSan
 	@VENV="$(VENV)" BUILD="$(BUILD)" tests/sanitize.sh

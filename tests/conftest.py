@@ -24,8 +24,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a GPU and a build with CUDA; skipped where there is none (make test-gpu runs these alone)")
-    config.addinivalue_line("markers", "cpu_too: of tests/gpu, runs on the CPU backend as well (with --cpu-steps they all do)")
     missing = [str(p) for p in (BUILD / "lib/libpenstock.so", BUILD / "lib/penstock.cdef", BUILD / "bin/penstock") if not p.exists()]
     if missing:
         pytest.exit(f"{', '.join(missing)} missing: run `make test`, or `make all native-tests` and set PENSTOCK_BUILD", 2)

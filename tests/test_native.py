@@ -17,6 +17,16 @@ def test_there_are_programs():
 
 @pytest.mark.parametrize("name", [pytest.param(p, marks=pytest.mark.gpu if "cuda" in p else ()) for p in PROGRAMS])
 def test_native(name):
+    run_program(name)
+
+
+@pytest.mark.long
+def test_many_random_programs():
+    """Twenty times the random programs that `make test` runs."""
+    run_program("test_engine_hazards", "200000")
+
+
+def run_program(name, *arguments):
     program = BUILD / "tests" / name
     if not program.exists():
         pytest.fail(f"{program} is not built: make BUILD={os.environ.get('PENSTOCK_BUILD', 'build')} native-tests", pytrace=False)
@@ -24,7 +34,7 @@ def test_native(name):
     if program.stat().st_mtime < source.stat().st_mtime:
         pytest.fail(f"{program} is older than {source}: make BUILD={os.environ.get('PENSTOCK_BUILD', 'build')} native-tests", pytrace=False)
     try:
-        run = subprocess.run([program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S)
+        run = subprocess.run([program, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired as e:
         pytest.fail(f"{name}: no end after {TIMEOUT_S} s\n{(e.stdout or b'').decode(errors='replace')}", pytrace=False)
     text = run.stdout.decode(errors="replace")
