@@ -174,7 +174,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
                        ((*train, tmp_path / "half.jsonl"), "surrogate"), ((*train, "--field", "id", corpus), "field 'id'"),
                        ((*train, "--val-fraction", 1, corpus), "fraction"), ((*train, "--shard-tokens", 1, corpus), "1 tokens a shard"),
                        ((*train, "--val-fraction", 0.5, tmp_path / "short.txt"), "too short"),
-                       ((*train, "--eos", "<none>", corpus), "<none>"), (("--tokenizer", tmp_path / "gone", corpus), "no such file"),
+                       ((*train, "--eos", "<none>", corpus), "<none>"), (("--tokenizer", tmp_path / "gone", corpus), "No such file"),
                        (("--tokenizer", tmp_path / "notok.json", corpus), "not a tokenizer")]:
         assert says in run("--out", out, *args, code=2).stderr
         assert not out.exists() or not list(out.iterdir())

@@ -37,6 +37,10 @@ void ps__live_add(int64_t n);                  /* who makes such a thing outside
 bool ps__fault_hit(ps__fault kind);           /* call sites outside core (reads, writes) ask this first */
 
 /* ---- files: whole reads and writes at an offset, errno in words, the file named ------------------------------------- */
+struct stat;
+/* Open an input file; the only way in which one is opened. Never waits: what is not a regular file (a pipe nobody writes
+ * to, a device) is refused by what it is. @sb what fstat says of it. On PS_OK the caller closes *fd. PS_EIO. */
+ps_status ps__open_input(int *fd, struct stat *sb, const char *path);
 ps_status ps__pread_all(int fd, const char *path, void *dst, size_t bytes, uint64_t offset);
 ps_status ps__write_all(int fd, const char *path, const void *src, size_t bytes);
 

@@ -5,8 +5,6 @@
  * looked up in O(log n), which matters for checkpoints of 10^5 tensors.
  * Stricter than some: NaN, Infinity, a byte order mark, lone surrogates and NUL in a key are refused. */
 #include "core.h"
-#include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <locale.h>
 #include <stdlib.h>
@@ -348,13 +346,9 @@ ps_status ps__json_parse(ps__json **out, const char *text, size_t bytes, const c
   return PS_OK;
 }
 
-static ps_status read_whole(int fd, const char *path, size_t max_bytes, char **text, size_t *bytes) {
-  struct stat st;
-  if (fstat(fd, &st) != 0) return ps__fail(PS_EIO, "%s: cannot look at it: %s", path, strerror(errno));
-  if (!S_ISREG(st.st_mode)) return ps__fail(PS_EIO, "%s: is not a regular file", path);
-  if ((uint64_t)st.st_size > max_bytes)
-    return ps__fail(PS_EFORMAT, "%s: has %" PRIu64 " bytes, at most %zu are read", path, (uint64_t)st.st_size, max_bytes);
-  size_t n = (size_t)st.st_size;
+static ps_status read_whole(int fd, uint64_t file_bytes, const char *path, size_t max_bytes, char **text, size_t *bytes) {
+  if (file_bytes > max_bytes) return ps__fail(PS_EFORMAT, "%s: has %" PRIu64 " bytes, at most %zu are read", path, file_bytes, max_bytes);
+  size_t n = (size_t)file_bytes;
   char *p = ps__malloc(n + 1);
   if (!p) return ps__fail(PS_ENOMEM, "%s: no memory left to read its %zu bytes", path, n);
   ps_status r = ps__pread_all(fd, path, p, n, 0);
@@ -368,11 +362,12 @@ static ps_status read_whole(int fd, const char *path, size_t max_bytes, char **t
 }
 
 ps_status ps__json_read_file(ps__json **out, const char *path, size_t max_bytes) {
-  int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
+  int fd;
+  struct stat sb;
+  PS_TRY(ps__open_input(&fd, &sb, path));
   char *text = NULL;
   size_t bytes = 0;
-  ps_status st = read_whole(fd, path, max_bytes, &text, &bytes);
+  ps_status st = read_whole(fd, (uint64_t)sb.st_size, path, max_bytes, &text, &bytes);
   close(fd);
   if (st != PS_OK) return st;
   st = ps__json_parse(out, text, bytes, path);

@@ -8,7 +8,6 @@
 
 #include "io.h"
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -201,10 +200,9 @@ static ps_status add_file(ps_tensor_file *f, char *path) {
     return st;
   }
   data_file *d = &f->files[f->n_files++];
-  *d = (data_file){.path = path, .fd = open(path, O_RDONLY | O_CLOEXEC)};
+  *d = (data_file){.path = path, .fd = -1};
   struct stat sb;
-  if (d->fd < 0 || fstat(d->fd, &sb) != 0) return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
-  if (!S_ISREG(sb.st_mode)) return ps__fail(PS_EIO, "%s: is not a regular file", path);
+  PS_TRY(ps__open_input(&d->fd, &sb, path));
   char *text = NULL;
   size_t bytes = 0;
   PS_TRY(read_header(d, (uint64_t)sb.st_size, &text, &bytes));

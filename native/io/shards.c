@@ -9,7 +9,6 @@
 #include "io.h"
 #include <dirent.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -137,15 +136,12 @@ static ps_status check_start(const ps_dataset *ds, const token_shard *s) {
   return st;
 }
 
-static ps_status map_shard(token_shard *s, int fd) {
+static ps_status map_shard(token_shard *s, int fd, const struct stat *sb) {
   unsigned char raw[HEADER_BYTES];
-  struct stat sb;
   bool masks;
-  if (fstat(fd, &sb) != 0) return ps__fail(PS_EIO, "%s: cannot be looked at: %s", s->path, strerror(errno));
-  if (!S_ISREG(sb.st_mode)) return ps__fail(PS_EIO, "%s: is not a regular file", s->path);
-  s->file_bytes = (uint64_t)sb.st_size;
-  s->device = sb.st_dev;
-  s->inode = sb.st_ino;
+  s->file_bytes = (uint64_t)sb->st_size;
+  s->device = sb->st_dev;
+  s->inode = sb->st_ino;
   if (s->file_bytes < HEADER_BYTES)
     return ps__fail(PS_EFORMAT, "%s: has %" PRIu64 " bytes: a token shard starts with a header of %d", s->path, s->file_bytes, HEADER_BYTES);
   PS_TRY(ps__pread_all(fd, s->path, raw, sizeof raw, 0));
@@ -171,9 +167,10 @@ static ps_status add_shard(ps_dataset *ds, char *path) {
   }
   token_shard *s = &ds->shards[ds->n++];
   *s = (token_shard){.path = path};
-  int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
-  ps_status st = map_shard(s, fd);
+  int fd;
+  struct stat sb;
+  PS_TRY(ps__open_input(&fd, &sb, path));
+  ps_status st = map_shard(s, fd, &sb);
   close(fd);
   if (st == PS_OK) st = check_start(ds, s);
   ds->n_tokens += s->n_tokens;

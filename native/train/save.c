@@ -140,9 +140,10 @@ static ps_status copy_small(const char *from_dir, const char *to_dir, uint32_t i
   char from[MAX_PATH], to[MAX_PATH];
   PS_TRY(small_path(from, from_dir, i, false));
   PS_TRY(small_path(to, to_dir, i, true));
-  const int in = open(from, O_RDONLY | O_CLOEXEC);
-  if (in < 0 && errno == ENOENT && i + 1 < N_SMALL) return PS_OK;
-  if (in < 0) return ps__fail(PS_EIO, "%s: cannot be opened: %s", from, strerror(errno));
+  int in;
+  struct stat sb;
+  if (i + 1 < N_SMALL && access(from, F_OK) != 0 && errno == ENOENT) return PS_OK;
+  PS_TRY(ps__open_input(&in, &sb, from));
   const int out = open(to, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   *made = out >= 0;
   ps_status st = out < 0 ? ps__fail(PS_EIO, "%s: cannot be written: %s", to, strerror(errno))

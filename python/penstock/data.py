@@ -33,6 +33,8 @@ from pathlib import Path
 
 import numpy as np
 
+from .files import open_input
+
 HEADER_BYTES = 1024
 PIECE_CHARS = 64 << 10      # a piece is cut once the text at hand is this long
 PIECE_MAX_CHARS = 1 << 20   # and anywhere at this length, when it has no line end to cut at
@@ -90,7 +92,7 @@ def pack_header(format: str, n_tokens: int, vocab_size: int) -> bytes:
 def read_header(path: str | os.PathLike) -> ShardHeader:
     """The header of a shard of any of the four formats; DataError when it is none, or the file's size does not fit."""
     try:
-        with open(path, "rb") as f:
+        with open_input(path) as f:
             raw = f.read(HEADER_BYTES)
             size = os.fstat(f.fileno()).st_size
     except OSError as e:
@@ -330,10 +332,13 @@ def load_tokenizer(path: str | os.PathLike):
     from tokenizers import Tokenizer
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise DataError(f"{file}: no such file; --tokenizer takes a Hugging Face tokenizer.json or the folder that has it")
     try:
-        return Tokenizer.from_file(str(file))
+        with open_input(file) as f:
+            text = f.read()
+    except OSError as e:
+        raise DataError(f"{file}: {e.strerror}; --tokenizer takes a Hugging Face tokenizer.json or the folder that has it") from e
+    try:
+        return Tokenizer.from_buffer(text)
     except Exception as e:  # the library raises plain Exception
         raise DataError(f"{file}: not a tokenizer that can be read ({e})") from e
 
@@ -342,7 +347,8 @@ def _named_eos(tokenizer_path: Path) -> str | None:
     """eos_token of the tokenizer_config.json beside a tokenizer."""
     folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
     try:
-        token = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+        with open_input(folder / "tokenizer_config.json", "r", encoding="utf-8") as f:
+            token = json.load(f).get("eos_token")
     except (OSError, ValueError, AttributeError):
         return None
     return token.get("content") if isinstance(token, dict) else token

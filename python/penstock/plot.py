@@ -3,11 +3,13 @@ python -m penstock.plot metrics.jsonl loss.png;  python -m penstock.plot grid.js
 import json
 import sys
 
+from .files import open_input
+
 
 def read_metrics(path) -> list[dict]:
     """The objects of a metrics.jsonl. ValueError names the line that is none."""
     out = []
-    with open(path, encoding="utf-8") as file:
+    with open_input(path, "r", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 out.append(json.loads(line))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .files import open_input
+
 EVENT_DTYPE = np.dtype([("step", "i8"), ("stream", "i4"), ("op_class", "U12"), ("name", "U32"), ("layer", "i4"), ("round", "i4"),
                         ("chunk", "i4"), ("start_s", "f8"), ("end_s", "f8"), ("wait_s", "f8")])
 
@@ -38,7 +40,7 @@ class StreamShare:
 def load(path) -> Timeline:
     """A trace that penstock wrote. ValueError when the file is none."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open_input(path, "r", encoding="utf-8") as file:
             records = json.load(file)["traceEvents"]
         names = {r["tid"]: r["args"]["name"] for r in records if r["ph"] == "M" and r["name"] == "thread_name"}
         rows = [(r["args"]["step"], r["tid"], r["cat"], r["name"], r["args"]["layer"], r["args"]["round"], r["args"]["chunk"],
