@@ -192,6 +192,7 @@ def test_read_shard_knows_every_variant(tmp_path):
     bintok = [int.from_bytes(b"BIN.", "little"), int.from_bytes(b"TOK\n", "little")]
     variants = [(header([20240520, 1, 10]), "<u2", b"", "llmc-gpt2"), (header([20240801, 7, 10]), "<u4", b"", "llmc-llama3"),
                 (header(bintok + [1, 4, 10, 0, 0]), "<i4", b"", "bin.tok"), (header(bintok + [2, 4, 10, 50000, 1]), "<i4", b"\xff\x03", "bin.tok"),
+                (header(bintok + [1, 4, 10, 0, 0x2A2A2A2A]), "<i4", b"", "bin.tok"), (header(bintok + [1, 4, 10, 0, 0x2A2A2A2A]), "<i4", b"\xff\x03", "bin.tok"),
                 (header([20261121, 1, 2, 0, 10, 0, 9001]), "<u2", b"", "penstock"), (header([20261121, 1, 4, 0, 10, 0, 9001]), "<u4", b"", "penstock")]
     for raw, dtype, masks, name in variants:
         (tmp_path / "s.bin").write_bytes(raw + ids.astype(dtype).tobytes() + masks)

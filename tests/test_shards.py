@@ -33,10 +33,12 @@ def penstock(ids, width=2, vocab=512):
     return header(h0=20261121, h1=1, h2=width, h4=n & 0xFFFFFFFF, h5=n >> 32, h6=vocab) + np.asarray(ids, f"<u{width}").tobytes()
 
 
-def bintok(ids, version=2, mask=None):
+def bintok(ids, version=2, mask=None, fill=False):
     pad = bytearray(b"*" * 1023 + b"\n")
     pad[:8] = b"BIN.TOK\n"
     pad[8:28] = np.array([version, 4, len(ids), 512, mask is not None], "<u4").tobytes()
+    if fill:
+        pad[24:28] = b"****"
     bits = b"" if mask is None else np.packbits(np.asarray(mask, bool), bitorder="little").tobytes()
     return bytes(pad) + np.asarray(ids, "<i4").tobytes() + bits
 
@@ -49,6 +51,8 @@ VARIANTS = {
     "bintok v1": lambda ids: bintok(ids, 1),
     "bintok v2": bintok,
     "bintok masks": lambda ids: bintok(ids, 2, np.ones(len(ids))),
+    "bintok of llmq's first writer": lambda ids: bintok(ids, 2, None, True),
+    "with masks": lambda ids: bintok(ids, 2, np.ones(len(ids)), True),
 }
 
 
@@ -119,7 +123,8 @@ BAD = {
     "penstock width": (header(h0=20261121, h1=1, h2=3), ["3", "2 or 4"]),
     "bintok version": (bintok([1], 3), ["version 3"]),
     "bintok width": (bintok([1])[:12] + b"\2\0\0\0" + bintok([1])[16:], ["word 3", "2"]),
-    "bintok masks": (bintok([1])[:24] + b"\7\0\0\0" + bintok([1])[28:], ["word 6", "7"]),
+    "bintok that has masks and says no": (bintok([1]) + b"\1", ["1028 bytes", "1029"]),
+    "bintok of no length": (bintok([1, 2], fill=True) + b"12", ["2 tokens", "1032 bytes", "with masks 1033", "1034"]),
     "negative count": (header(h0=20240520, h1=1, h2=2**32 - 1), ["4294967295", "2^31"]),
     "truncated": (gpt2([1, 2, 3])[:-1], ["3 tokens", "1030", "1029", "truncated"]),
     "too long": (gpt2([1, 2, 3]) + b"x", ["1030", "1031"]),
@@ -167,7 +172,7 @@ def test_a_token_past_the_vocabulary_names_shard_and_offset(tmp_path, make, bad)
     ids = np.zeros(100, np.int64)
     ids[37] = bad
     (tmp_path / "x.bin").write_bytes(make(ids))
-    refused([tmp_path / "x.bin"], tmp_path / "x.bin", "token 37", bad % 2**32, "512")
+    refused([tmp_path / "x.bin"], tmp_path / "x.bin", "token 37", *([-1, "not negative"] if bad < 0 else [bad, "512"]))
 
 
 def test_a_bad_token_behind_the_first_ones_is_found_when_read(tmp_path):
@@ -182,15 +187,16 @@ def test_a_bad_token_behind_the_first_ones_is_found_when_read(tmp_path):
         ps.one_sentence(e.value.message, tmp_path / "x.bin", "token 1048581", "600", "512")
 
 
+# Resident memory is that of mapped files too: VmRSS is the sum of RssAnon, RssFile and RssShmem. The windows come in a shuffled order.
 RESIDENT = """
 import sys; sys.path.insert(0, sys.argv[1])
 import io_native as ps
 def rss(): return int(open("/proc/self/statm").read().split()[1]) * 4096
 with ps.Dataset(sys.argv[2], vocab=65536) as ds:
     ds.read(4096, 0)
-    before, worst = rss(), 0
-    for i in range(ds.n(4096)):
-        ds.read(4096, i)
+    before, worst, n = rss(), 0, ds.n(4096)
+    for i in range(n):
+        ds.read(4096, ps.lib.ps_dataset_order(n, i, 1, 1))
         worst = max(worst, rss())
 print(worst - before)
 """
@@ -198,8 +204,45 @@ print(worst - before)
 
 def test_resident_memory_does_not_grow_with_the_data(tmp_path):
     (tmp_path / "x.bin").write_bytes(gpt2(np.zeros(32 << 20, np.uint16)))  # 64 MiB
+    with open(tmp_path / "x.bin", "rb") as f:  # read anew from its first byte on: the page cache gets it in large folios
+        os.fsync(f.fileno())
+        os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while f.read(1 << 20):
+            pass
     out = subprocess.run([sys.executable, "-c", RESIDENT, os.path.dirname(__file__), tmp_path / "x.bin"], capture_output=True, text=True, check=True)
-    assert int(out.stdout) < 4 << 20
+    assert int(out.stdout) < 1 << 20
+
+
+def test_more_shards_than_may_be_open_are_read(tmp_path):
+    for i in range(300):
+        (tmp_path / f"{i:03}.bin").write_bytes(gpt2([i, i + 1, i + 2]))
+    with ps.Dataset(tmp_path, vocab=512) as ds:
+        assert len(os.listdir("/proc/self/fd")) < 300
+        assert [ds.read(2, i)[1].tolist() for i in (0, 255, 256, 299)] == [[i + 1, i + 2] for i in (0, 255, 256, 299)]
+        (tmp_path / "new").write_bytes(gpt2([7, 7, 7]))
+        os.replace(tmp_path / "new", tmp_path / "299.bin")
+        with pytest.raises(ps.Failed) as e:
+            ds.read(2, 299)
+        assert e.value.code == ps.EIO
+        ps.one_sentence(e.value.message, tmp_path / "299.bin", "not the file")
+        os.truncate(tmp_path / "000.bin", 1026)
+        with pytest.raises(ps.Failed) as e:
+            ds.read(2, 0)
+        ps.one_sentence(e.value.message, tmp_path / "000.bin", "cut from 1030 to 1026 bytes")
+
+
+def test_windows_and_masks_longer_than_a_piece(tmp_path):
+    rng = np.random.default_rng(0)
+    n = 700_001
+    ids, mask = rng.integers(0, 512, n), rng.integers(0, 2, n)
+    (tmp_path / "m.bin").write_bytes(bintok(ids, 2, mask))
+    (tmp_path / "p.bin").write_bytes(penstock(ids))
+    with ps.Dataset(tmp_path / "m.bin", vocab=512) as m, ps.Dataset(tmp_path / "p.bin", vocab=512) as p:
+        for seq_len in (n - 1, 300_003, 16383, 16384, 16385):
+            for i in range(m.n(seq_len)):
+                want, targets = expected(ids, seq_len, i), expected(np.where(mask, ids, -1), seq_len, i)[1]
+                np.testing.assert_array_equal(np.stack(p.read(seq_len, i)), np.stack(want))
+                np.testing.assert_array_equal(np.stack(m.read(seq_len, i)), np.stack([want[0], targets]))
 
 
 # ---- order -------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-/* shards.c - token shards of several producers, mapped and read window by window.
+/* shards.c - token shards of several producers, read window by window.
  *
- * The pages behind a window are dropped from the mapping once it has been copied out (they stay in the system's page cache),
- * so that a data set of any size costs next to no resident memory. A page of a mapped file that another process has cut off would
- * end this process with SIGBUS: each window looks at the file's length first (a system call of a microsecond), which leaves only
- * a file that is cut off while a window is being copied. */
+ * Windows are read with pread() in small pieces through the stack: a data set of any size costs no memory, in whatever order it is
+ * visited. (A mapping cannot promise that: one fault maps as much as the kernel likes, whole folios of the page cache.) A shard that is
+ * cut off while it is in use is an error of the window that is missing. */
 #include <penstock/data.h>
 
 #include "io.h"
@@ -12,20 +11,25 @@
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { HEADER_BYTES = 1024, CHECK_TOKENS = 1 << 20, DROP_BYTES = 1 << 16 /* what one fault may map around itself */ };
+enum {
+  HEADER_BYTES = 1024,
+  CHECK_TOKENS = 1 << 20,
+  PIECE_BYTES = 1 << 15,
+  KEPT_OPEN = 256 /* shards whose descriptor stays open: a process may have 1,024; the others are opened for each window */
+};
 
 typedef struct token_shard {
   char *path;
-  char *map; /* the whole file */
+  int fd;                  /* -1: opened for each window */
   uint64_t file_bytes, n_tokens;
-  dev_t device;            /* with the inode: whether the path still names the file that is mapped */
+  dev_t device;            /* with the inode: whether the path still names this file */
   ino_t inode;
   uint32_t token_bytes;    /* 2 or 4 */
-  const uint8_t *mask;     /* one bit a token, 0: no target; NULL when there is none */
+  bool signed_ids;         /* for messages: the format's tokens are int32 */
+  uint64_t mask_at;        /* byte of the file: one bit a token, 0: no target; 0 when there are none */
 } token_shard;
 
 struct ps_dataset {
@@ -40,19 +44,6 @@ static ps_status no_memory(const char *path) { return ps__fail(PS_ENOMEM, "%s: n
 static uint32_t le32(const void *p) {
   const uint8_t *b = p;
   return b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24;
-}
-
-static uint32_t token_at(const token_shard *s, uint64_t i) {
-  const uint8_t *p = (const uint8_t *)s->map + HEADER_BYTES + i * s->token_bytes;
-  return s->token_bytes == 2 ? p[0] | (uint32_t)p[1] << 8 : le32(p);
-}
-
-/* Pages [begin, end) of the file leave this process. */
-static void drop_pages(const token_shard *s, uint64_t begin, uint64_t end) {
-  begin = begin / DROP_BYTES * DROP_BYTES;
-  end = (end + DROP_BYTES - 1) / DROP_BYTES * DROP_BYTES;
-  if (end > s->file_bytes) end = s->file_bytes;
-  madvise(s->map + begin, end - begin, MADV_DONTNEED); /* a read-only file mapping: nothing is lost */
 }
 
 /* ---- headers ------------------------------------------------------------------------------------------------------------ */
@@ -71,22 +62,25 @@ static ps_status parse_penstock(token_shard *s, const uint32_t h[16]) {
   return PS_OK;
 }
 
-static ps_status parse_bintok(token_shard *s, const uint32_t h[16], bool *masks) {
+/* What word 6 of a BIN.TOK header says of masks: llmq's first writer left its fill there. */
+typedef enum masks { MASKS_NONE = 0, MASKS = 1, MASKS_UNSAID = 2 } masks;
+
+static ps_status parse_bintok(token_shard *s, const uint32_t h[16], masks *m) {
   PS_TRY(expect_version(s->path, "BIN.TOK", h[2], 1, 2));
   if (h[3] != 4) return ps__fail(PS_EFORMAT, "%s: header word 3 is %u: a BIN.TOK token has 4 bytes", s->path, h[3]);
-  if (h[6] > 1) return ps__fail(PS_EFORMAT, "%s: header word 6 is %u: it says whether there are masks, 0 or 1", s->path, h[6]);
   s->token_bytes = 4;
+  s->signed_ids = true;
   s->n_tokens = h[4];
-  *masks = h[6];
+  *m = h[6] < MASKS_UNSAID ? (masks)h[6] : MASKS_UNSAID;
   return PS_OK;
 }
 
-static ps_status parse_header(token_shard *s, const unsigned char raw[HEADER_BYTES], bool *masks) {
+static ps_status parse_header(token_shard *s, const unsigned char raw[HEADER_BYTES], masks *m) {
   uint32_t h[16];
   for (int i = 0; i < 16; i++) h[i] = le32(raw + 4 * i);
-  *masks = false;
+  *m = MASKS_NONE;
   if (!memcmp(raw, "BIN.TOK\n", 8)) {
-    PS_TRY(parse_bintok(s, h, masks));
+    PS_TRY(parse_bintok(s, h, m));
   } else if (h[0] == 20261121) {
     return parse_penstock(s, h);
   } else if (h[0] == 20240520) {
@@ -108,51 +102,82 @@ static ps_status parse_header(token_shard *s, const unsigned char raw[HEADER_BYT
   return PS_OK;
 }
 
-/* The file's length must be what the header says. */
-static ps_status check_length(token_shard *s, bool masks) {
-  uint64_t need;
-  if (__builtin_mul_overflow(s->n_tokens, (uint64_t)s->token_bytes, &need) ||
-      __builtin_add_overflow(need, HEADER_BYTES + (masks ? (s->n_tokens + 7) / 8 : 0), &need))
-    need = UINT64_MAX;
-  if (need == s->file_bytes) return PS_OK;
+/* The file's length must be what the header says; where the header does not say whether there are masks, the length does. */
+static ps_status check_length(token_shard *s, masks m) {
+  uint64_t plain, masked;
+  if (__builtin_mul_overflow(s->n_tokens, (uint64_t)s->token_bytes, &plain) || __builtin_add_overflow(plain, HEADER_BYTES, &plain) ||
+      __builtin_add_overflow(plain, s->n_tokens / 8 + (s->n_tokens % 8 != 0), &masked))
+    plain = masked = UINT64_MAX;
+  if (m != MASKS && s->file_bytes == plain) return PS_OK;
+  if (m != MASKS_NONE && s->file_bytes == masked) {
+    s->mask_at = plain;
+    return PS_OK;
+  }
+  if (m == MASKS_UNSAID)
+    return ps__fail(PS_EFORMAT, "%s: its header claims %" PRIu64 " tokens of %u bytes, which makes %" PRIu64 " bytes, with masks %" PRIu64
+                    ", but the file has %" PRIu64 ": write it again", s->path, s->n_tokens, s->token_bytes, plain, masked, s->file_bytes);
+  const uint64_t need = m == MASKS ? masked : plain;
   return ps__fail(PS_EFORMAT, "%s: its header claims %" PRIu64 " tokens of %u bytes%s, which makes %" PRIu64 " bytes, but the file has %" PRIu64
-                  ": %s, write it again", s->path, s->n_tokens, s->token_bytes, masks ? " and masks" : "", need,
+                  ": %s, write it again", s->path, s->n_tokens, s->token_bytes, m == MASKS ? " and masks" : "", need,
                   s->file_bytes, s->file_bytes < need ? "it may be truncated" : "something was appended to it");
+}
+
+/* ---- tokens ------------------------------------------------------------------------------------------------------------- */
+
+static ps_status past_vocabulary(const ps_dataset *ds, const token_shard *s, uint64_t i, uint32_t id) {
+  if (s->signed_ids && id > INT32_MAX)
+    return ps__fail(PS_EFORMAT, "%s: token %" PRIu64 " of the shard is %d: a token id is not negative (tokens that are no targets are masked)",
+                    s->path, i, (int32_t)id);
+  return ps__fail(PS_EFORMAT, "%s: token %" PRIu64 " of the shard is %u: the model's vocabulary has %u; use the tokenizer of this model",
+                  s->path, i, id, ds->vocab_size);
+}
+
+/* Tokens [first, first + n), each checked before it is used: the i-th of them is @tokens[i], and for i > 0 @targets[i - 1]. Both are
+ * NULL, or have room for n - 1. */
+static ps_status read_tokens(const ps_dataset *ds, const token_shard *s, int fd, uint64_t first, uint64_t n, int32_t *tokens, int32_t *targets) {
+  uint8_t piece[PIECE_BYTES];
+  const uint32_t width = s->token_bytes, whole = PIECE_BYTES / width;
+  for (uint64_t done = 0; done < n;) {
+    const uint64_t m = n - done < whole ? n - done : whole;
+    PS_TRY(ps__pread_all(fd, s->path, piece, m * width, HEADER_BYTES + (first + done) * width));
+    for (uint64_t i = 0; i < m; i++) {
+      const uint8_t *p = piece + i * width;
+      const uint32_t id = width == 2 ? p[0] | (uint32_t)p[1] << 8 : le32(p);
+      if (id >= ds->vocab_size) return past_vocabulary(ds, s, first + done + i, id);
+      if (tokens && done + i + 1 < n) tokens[done + i] = (int32_t)id;
+      if (targets && done + i) targets[done + i - 1] = (int32_t)id;
+    }
+    done += m;
+  }
+  return PS_OK;
+}
+
+/* -1 for each of tokens [first, first + n) that the masks make no target. */
+static ps_status read_masks(const token_shard *s, int fd, uint64_t first, uint64_t n, int32_t *targets) {
+  uint8_t piece[PIECE_BYTES];
+  for (uint64_t done = 0; done < n;) {
+    const uint64_t byte = (first + done) / 8, end = (first + n - 1) / 8 + 1, m = end - byte < PIECE_BYTES ? end - byte : PIECE_BYTES;
+    PS_TRY(ps__pread_all(fd, s->path, piece, m, s->mask_at + byte));
+    for (; done < n && (first + done) / 8 < byte + m; done++)
+      if (!(piece[(first + done) / 8 - byte] >> (first + done) % 8 & 1)) targets[done] = -1;
+  }
+  return PS_OK;
 }
 
 /* ---- opening ------------------------------------------------------------------------------------------------------------ */
 
-static ps_status past_vocabulary(const ps_dataset *ds, const token_shard *s, uint64_t i) {
-  return ps__fail(PS_EFORMAT, "%s: token %" PRIu64 " of the shard is %u: the model's vocabulary has %u; use the tokenizer of this model",
-                  s->path, i, token_at(s, i), ds->vocab_size);
-}
-
-static ps_status check_start(const ps_dataset *ds, const token_shard *s) {
-  uint64_t n = s->n_tokens < CHECK_TOKENS ? s->n_tokens : CHECK_TOKENS;
-  ps_status st = PS_OK;
-  for (uint64_t i = 0; i < n && st == PS_OK; i++)
-    if (token_at(s, i) >= ds->vocab_size) st = past_vocabulary(ds, s, i);
-  drop_pages(s, 0, HEADER_BYTES + n * s->token_bytes);
-  return st;
-}
-
-static ps_status map_shard(token_shard *s, int fd, const struct stat *sb) {
+static ps_status check_shard(const ps_dataset *ds, token_shard *s, const struct stat *sb) {
   unsigned char raw[HEADER_BYTES];
-  bool masks;
+  masks m;
   s->file_bytes = (uint64_t)sb->st_size;
   s->device = sb->st_dev;
   s->inode = sb->st_ino;
   if (s->file_bytes < HEADER_BYTES)
     return ps__fail(PS_EFORMAT, "%s: has %" PRIu64 " bytes: a token shard starts with a header of %d", s->path, s->file_bytes, HEADER_BYTES);
-  PS_TRY(ps__pread_all(fd, s->path, raw, sizeof raw, 0));
-  PS_TRY(parse_header(s, raw, &masks));
-  PS_TRY(check_length(s, masks));
-  errno = EIO;
-  void *p = ps__fault_hit(PS_FAULT_READ) ? MAP_FAILED : mmap(NULL, s->file_bytes, PROT_READ, MAP_SHARED, fd, 0);
-  if (p == MAP_FAILED) return ps__fail(PS_EIO, "%s: cannot be mapped into memory: %s", s->path, strerror(errno));
-  s->map = p;
-  if (masks) s->mask = (const uint8_t *)s->map + HEADER_BYTES + s->n_tokens * s->token_bytes;
-  return PS_OK;
+  PS_TRY(ps__pread_all(s->fd, s->path, raw, sizeof raw, 0));
+  PS_TRY(parse_header(s, raw, &m));
+  PS_TRY(check_length(s, m));
+  return read_tokens(ds, s, s->fd, 0, s->n_tokens < CHECK_TOKENS ? s->n_tokens : CHECK_TOKENS, NULL, NULL);
 }
 
 /* Takes @path over, also on failure. */
@@ -166,15 +191,16 @@ static ps_status add_shard(ps_dataset *ds, char *path) {
     return st;
   }
   token_shard *s = &ds->shards[ds->n++];
-  *s = (token_shard){.path = path};
-  int fd;
+  *s = (token_shard){.path = path, .fd = -1};
   struct stat sb;
-  PS_TRY(ps__open_input(&fd, &sb, path));
-  ps_status st = map_shard(s, fd, &sb);
-  close(fd);
-  if (st == PS_OK) st = check_start(ds, s);
+  PS_TRY(ps__open_input(&s->fd, &sb, path));
+  PS_TRY(check_shard(ds, s, &sb));
   ds->n_tokens += s->n_tokens;
-  return st;
+  if (ds->n > KEPT_OPEN) {
+    close(s->fd);
+    s->fd = -1;
+  }
+  return PS_OK;
 }
 
 static int by_text(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
@@ -238,7 +264,7 @@ ps_status ps_dataset_open(ps_dataset **out, const char *const *paths, uint32_t n
 void ps_dataset_close(ps_dataset *ds) {
   if (!ds) return;
   for (size_t i = 0; i < ds->n; i++) {
-    if (ds->shards[i].map) munmap(ds->shards[i].map, ds->shards[i].file_bytes);
+    if (ds->shards[i].fd >= 0) close(ds->shards[i].fd);
     ps__free(ds->shards[i].path);
   }
   ps__free(ds->shards);
@@ -258,23 +284,22 @@ uint64_t ps_dataset_n_sequences(const ps_dataset *ds, uint64_t seq_len) {
   return sum;
 }
 
-/* Tokens [first, first + seq_len] of the shard: each is checked before it is used. */
-static ps_status copy_window(const ps_dataset *ds, const token_shard *s, uint64_t first, uint64_t seq_len, int32_t *tokens,
-                             int32_t *targets) {
-  for (uint64_t i = 0; i <= seq_len; i++) {
-    uint64_t at = first + i;
-    uint32_t id = token_at(s, at);
-    if (id >= ds->vocab_size) return past_vocabulary(ds, s, at);
-    if (i < seq_len) tokens[i] = (int32_t)id;
-    if (i > 0) targets[i - 1] = s->mask && !(s->mask[at / 8] >> at % 8 & 1) ? -1 : (int32_t)id;
-  }
-  return PS_OK;
+/* The shard's descriptor; one that is opened for the call must be of the file that was checked. */
+static ps_status take_fd(const token_shard *s, int *fd) {
+  struct stat sb;
+  *fd = s->fd;
+  if (s->fd >= 0) return PS_OK;
+  PS_TRY(ps__open_input(fd, &sb, s->path));
+  if (sb.st_dev == s->device && sb.st_ino == s->inode && (uint64_t)sb.st_size == s->file_bytes) return PS_OK;
+  close(*fd);
+  return ps__fail(PS_EIO, "%s: is not the file of %" PRIu64 " bytes any more that was opened: leave shards as they are while a run reads them",
+                  s->path, s->file_bytes);
 }
 
-/* A file that was replaced by another of its name is still mapped whole: only the mapped one may not shrink. */
-static ps_status check_not_cut(const token_shard *s) {
+/* A read that failed, with a better reason where there is one. */
+static ps_status why_not_read(const token_shard *s, int fd, ps_status st) {
   struct stat sb;
-  if (stat(s->path, &sb) != 0 || sb.st_dev != s->device || sb.st_ino != s->inode || (uint64_t)sb.st_size >= s->file_bytes) return PS_OK;
+  if (st != PS_EIO || fstat(fd, &sb) != 0 || (uint64_t)sb.st_size >= s->file_bytes) return st;
   return ps__fail(PS_EIO, "%s: was cut from %" PRIu64 " to %" PRIu64 " bytes while it was in use: write it again", s->path, s->file_bytes,
                   (uint64_t)sb.st_size);
 }
@@ -288,14 +313,11 @@ ps_status ps_dataset_read(ps_dataset *ds, uint64_t seq_len, uint64_t idx, int32_
     return ps__fail(PS_EINVAL, "sequence %" PRIu64 " was asked for: the data has %" PRIu64 " of %" PRIu64 " tokens", idx,
                     ps_dataset_n_sequences(ds, seq_len), seq_len);
   const token_shard *s = &ds->shards[k];
-  if (ps__fault_hit(PS_FAULT_READ)) return ps__fail(PS_EIO, "%s: reading sequence %" PRIu64 " failed", s->path, idx);
-  PS_TRY(check_not_cut(s));
-  uint64_t first = left * seq_len, begin = HEADER_BYTES + first * s->token_bytes;
-  ps_status st = copy_window(ds, s, first, seq_len, tokens, targets);
-  drop_pages(s, begin, begin + (seq_len + 1) * s->token_bytes);
-  if (s->mask) {
-    uint64_t mask = (uint64_t)(s->mask - (const uint8_t *)s->map);
-    drop_pages(s, mask + first / 8, mask + (first + seq_len) / 8 + 1);
-  }
+  int fd;
+  PS_TRY(take_fd(s, &fd));
+  ps_status st = read_tokens(ds, s, fd, left * seq_len, seq_len + 1, tokens, targets);
+  if (st == PS_OK && s->mask_at) st = read_masks(s, fd, left * seq_len + 1, seq_len, targets);
+  st = why_not_read(s, fd, st);
+  if (fd != s->fd) close(fd);
   return st;
 }

@@ -1,7 +1,7 @@
 """Token shards from text: `python -m penstock.data --out DIR (--tokenizer FILE | --train-tokenizer SIZE) FILE...`
 
 Reads text (.txt, .md, .py and whatever file is named) and .jsonl, encodes it with a Hugging Face tokenizer.json (or
-trains a byte-level BPE one on the same text first) and writes the shards that `penstock train --data DIR` maps:
+trains a byte-level BPE one on the same text first) and writes the shards that `penstock train --data DIR` reads:
 
   DIR/train-00000.bin ...      training tokens: DIR itself is what --data takes
   DIR/val/val-00000.bin ...    validation tokens, with --val-fraction
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import dataclasses
 import glob
 import json
 import os
@@ -104,7 +105,10 @@ def read_header(path: str | os.PathLike) -> ShardHeader:
     if raw[:8] == b"BIN.TOK\n":
         if h[2] not in (1, 2) or h[3] != 4:
             raise DataError(f"{path}: BIN.TOK version {h[2]} with {h[3]} bytes a token is not known (1 or 2, with 4)")
-        header = ShardHeader("bin.tok", h[4], i4, h[5] if h[2] == 2 else 0, bool(h[6]))
+        header = ShardHeader("bin.tok", h[4], i4, h[5] if h[2] == 2 else 0, h[6] == 1)
+        masked = dataclasses.replace(header, has_masks=True)
+        if h[6] > 1 and size == masked.file_bytes:  # llmq's first writer left the header's fill there: the length says it
+            header = masked
     elif h[:2] == [20240520, 1]:
         header = ShardHeader("llmc-gpt2", h[2], u2, 0)
     elif h[:2] == [20240801, 7]:
