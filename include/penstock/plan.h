@@ -14,6 +14,15 @@ extern "C" {
 
 typedef struct ps_plan ps_plan;
 
+/* What a plan's configuration may ask for; what is past these limits is PS_EINVAL. */
+enum {
+  PS_MAX_ROWS = 1073741824,    /* tokens of a sequence, a chunk, a slice of the head */
+  PS_MAX_CHUNKS = 1048576,     /* a step, a round */
+  PS_MAX_TRACE_STEPS = 1000000,
+  PS_MAX_THREADS = 4096
+};
+#define PS_MAX_STEP_TOKENS (1ull << 40)
+
 /* The optimizer, and what of it the plan depends on. */
 typedef struct ps_plan_config {
   uint32_t struct_bytes;      /* sizeof(ps_plan_config) */

@@ -21,6 +21,8 @@ typedef enum ps_lr_kind { PS_LR_KIND_CONSTANT = 0, PS_LR_KIND_COSINE = 1, PS_LR_
  * not counted. Runs on the io stream, one call at a time, possibly a step ahead. A negative return stops the run. */
 typedef ps_status (*ps_batch_fn)(void *user, uint64_t step, int32_t *tokens, int32_t *targets, uint64_t n_tokens);
 
+enum { PS_MAX_STEPS = 1000000000 }; /* of a run, a schedule, a warmup; more is PS_EINVAL */
+
 typedef struct ps_train_config {
   uint32_t struct_bytes;   /* sizeof(ps_train_config) */
   uint32_t lr_kind;        /* ps_lr_kind */
@@ -44,6 +46,10 @@ typedef struct ps_train_config {
 
 /* ps_train_config_init() - the defaults: lr 3e-4 constant, betas 0.9/0.95, eps 1e-8, decay 0.1, clip 1.0, no documents. */
 PS_API void ps_train_config_init(ps_train_config *cfg);
+
+/* ps_train_config_check() - what is wrong with @cfg for a model, whatever the plan and the data: ranges, schedules, document tokens. ps_trainer_create() asks it too.
+ * A warmup that is longer than total_steps is said by ps_log_fn as a warning. PS_EINVAL names the field. */
+PS_API ps_status ps_train_config_check(const ps_train_config *cfg, const ps_model_config *model);
 
 /* One step's figures. */
 typedef struct ps_step_metrics {

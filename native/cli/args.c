@@ -77,10 +77,10 @@ bool cli_parse_bytes(const char *text, uint64_t *out) {
   return false;
 }
 
-/* An integer, also as 2e5; exact up to 2^53. */
-static bool parse_integer(const char *text, double *out) {
+/* A number of the option's range; @whole: an integer, also as 2e5. */
+static bool in_range(const char *text, double least, double most, bool whole, double *out) {
   const char *end;
-  return parse_number(text, out, &end) && *end == 0 && *out == floor(*out) && fabs(*out) <= 9007199254740992.0;
+  return parse_number(text, out, &end) && *end == 0 && *out >= least && *out <= most && (!whole || *out == floor(*out));
 }
 
 static int refuse_value(const cli_option *o, const char *text, const char *wanted) {
@@ -88,8 +88,9 @@ static int refuse_value(const cli_option *o, const char *text, const char *wante
 }
 
 static int set_value(const cli_option *o, const char *text) {
+  const bool whole = o->kind == CLI_COUNT;
+  const double most = o->most > 0 ? o->most : whole ? 9007199254740992.0 : 1e30;
   double value;
-  const char *end;
   char wanted[96];
   switch (o->kind) {
   case CLI_FLAG:
@@ -110,13 +111,13 @@ static int set_value(const cli_option *o, const char *text) {
     return CLI_OK;
   }
   case CLI_COUNT:
-    snprintf(wanted, sizeof wanted, "a whole number of %.0f or more", o->least);
-    if (!parse_integer(text, &value) || value < o->least || value < 0)
+    snprintf(wanted, sizeof wanted, "a whole number from %.0f to %.0f", o->least, most);
+    if (!in_range(text, o->least, most, whole, &value))
       return refuse_value(o, text, wanted);
     *(uint64_t *)o->out = (uint64_t)value;
     return CLI_OK;
   case CLI_ID:
-    if (!parse_integer(text, &value) || value < -1 || value > INT32_MAX)
+    if (!in_range(text, -1, INT32_MAX, true, &value))
       return refuse_value(o, text, "a token id, or -1 for none,");
     *(int32_t *)o->out = (int32_t)value;
     return CLI_OK;
@@ -125,8 +126,8 @@ static int set_value(const cli_option *o, const char *text) {
       return refuse_value(o, text, "a size such as 20GiB, 512MiB or 2e9");
     return CLI_OK;
   case CLI_NUMBER:
-    snprintf(wanted, sizeof wanted, "a number of %g or more", o->least);
-    if (!parse_number(text, &value, &end) || *end || value < o->least)
+    snprintf(wanted, sizeof wanted, "a number from %g to %g", o->least, most);
+    if (!in_range(text, o->least, most, whole, &value))
       return refuse_value(o, text, wanted);
     *(double *)o->out = value;
     return CLI_OK;

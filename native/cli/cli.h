@@ -26,10 +26,10 @@ typedef enum cli_kind {
   CLI_FLAG,   /* bool */
   CLI_TEXT,   /* const char * */
   CLI_TEXTS,  /* cli_texts: one value or more, up to the next option; may be repeated */
-  CLI_COUNT,  /* uint64_t, at least .least; 1000, 2e5 */
+  CLI_COUNT,  /* uint64_t, from .least to .most; 1000, 2e5 */
   CLI_ID,     /* int32_t, -1 or more */
   CLI_BYTES,  /* uint64_t: 20GiB, 512MiB, 2e9 */
-  CLI_NUMBER, /* double, finite, at least .least */
+  CLI_NUMBER, /* double, from .least to .most */
   CLI_CHOICE  /* uint32_t: index into .choices, which NULL ends */
 } cli_kind;
 
@@ -45,7 +45,7 @@ typedef struct cli_option {
   cli_kind kind;
   void *out;        /* untouched when the option is not given: holds the default */
   const char *value, *help;
-  double least;
+  double least, most; /* of numbers; .most 0: 2^53 for a CLI_COUNT, 1e30 for a CLI_NUMBER, so that neither a double nor fp32 alters it */
   const char *const *choices;
   bool *given;      /* may be NULL */
 } cli_option;
@@ -89,16 +89,20 @@ char *cli_path_join(const char *folder, const char *name); /* the caller frees i
 /* Which device, by the options --backend, --gpu, --threads, --peak-tflops. */
 enum { CLI_BACKEND_AUTO = 0, CLI_BACKEND_CPU = 1, CLI_BACKEND_CUDA = 2 };
 extern const char *const cli_backends[]; /* in this order; NULL ends it */
+enum { CLI_MAX_GPU = 1023 };
 typedef struct cli_device {
   uint32_t backend;
+  bool gpu_given;
   uint64_t gpu, threads;
   double peak_tflops; /* 0: from the library's table */
 } cli_device;
 
 /* cli_hardware_get() - rates from the user's cache, measured (and cached) on first use; says so on stderr unless @quiet. cli_hardware_measure() -
- * measured now, by ps_hardware_profile() where @at_length; @seconds 0: as long as the device needs. */
-int cli_hardware_get(ps_hardware *out, const cli_device *device, bool quiet);
-int cli_hardware_measure(ps_hardware *out, const cli_device *device, bool at_length, double seconds, char **cached_at);
+ * measured now, by ps_hardware_profile() where @at_length; @seconds 0: as long as the device needs. Both lower device->threads to the CPUs there are, and say so;
+ * cli_bound_threads() is that, for @n_cpus. */
+int cli_hardware_get(ps_hardware *out, cli_device *device, bool quiet);
+int cli_hardware_measure(ps_hardware *out, cli_device *device, bool at_length, double seconds, char **cached_at);
+void cli_bound_threads(cli_device *device, uint32_t n_cpus, bool quiet);
 void cli_hardware_print(FILE *out, const ps_hardware *hw); /* a few lines */
 void cli_hardware_table(FILE *out, const ps_hardware *hw); /* every case with its share of the ceiling */
 void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw);

@@ -18,9 +18,9 @@ static int parse_gib(const char *text, const char *what, uint64_t *out) {
 
 static int parse_seq_len(const char *text, uint64_t *out) {
   char *end;
-  unsigned long long value = strtoull(text, &end, 10);
-  if (end == text || *end || text[0] == '-' || !value)
-    return cli_fail(CLI_REFUSED, "SEQLEN '%s': a whole number of 1 or more is wanted", text);
+  unsigned long long value = strtoull(text, &end, 10); /* ULLONG_MAX where it is larger */
+  if (end == text || *end || text[0] == '-' || !value || value > PS_MAX_ROWS)
+    return cli_fail(CLI_REFUSED, "SEQLEN '%s': a whole number from 1 to %d is wanted", text, PS_MAX_ROWS);
   *out = value;
   return CLI_OK;
 }

@@ -55,6 +55,30 @@ static uint32_t backend_of(const cli_device *d, bool quiet) {
   return d->backend == CLI_BACKEND_CUDA ? PS_BACKEND_CUDA : PS_BACKEND_CPU;
 }
 
+void cli_bound_threads(cli_device *d, uint32_t n_cpus, bool quiet) {
+  if (d->threads <= n_cpus)
+    return;
+  if (!quiet)
+    fprintf(stderr, "penstock: --threads %llu is more than the %u CPUs of this machine: %u are used\n", (unsigned long long)d->threads, n_cpus, n_cpus);
+  d->threads = n_cpus;
+}
+
+/* The machine's facts and rates by estimate, the device's options held against them. */
+static int find_machine(ps_hardware *out, cli_device *d, bool quiet, uint32_t *backend) {
+  out->struct_bytes = sizeof *out;
+  *backend = backend_of(d, quiet);
+  if (d->gpu_given && *backend == PS_BACKEND_CPU)
+    return cli_fail(CLI_REFUSED, d->backend == CLI_BACKEND_CPU ? "--gpu %llu and --backend cpu exclude each other: leave one of them out"
+                                                               : "--gpu %llu: there is no GPU that can be used here (%s): leave it out to train on the CPU",
+                    (unsigned long long)d->gpu, ps_hardware_n_gpus() ? "" : ps_last_error());
+  ps_status st = ps_hardware_estimate(out, *backend, (uint32_t)d->gpu, 0);
+  if (st == PS_OK && d->threads) {
+    cli_bound_threads(d, out->n_cpus, quiet);
+    st = ps_hardware_estimate(out, *backend, (uint32_t)d->gpu, (uint32_t)d->threads);
+  }
+  return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
+}
+
 static int measure(ps_hardware *out, const cli_device *d, uint32_t backend, bool at_length, double seconds, char **cached_at) {
   out->struct_bytes = sizeof *out;
   const uint32_t gpu = (uint32_t)d->gpu, threads = (uint32_t)d->threads;
@@ -65,8 +89,10 @@ static int measure(ps_hardware *out, const cli_device *d, uint32_t backend, bool
   return CLI_OK;
 }
 
-int cli_hardware_measure(ps_hardware *out, const cli_device *d, bool at_length, double seconds, char **cached_at) {
-  return measure(out, d, backend_of(d, false), at_length, seconds, cached_at);
+int cli_hardware_measure(ps_hardware *out, cli_device *d, bool at_length, double seconds, char **cached_at) {
+  uint32_t backend;
+  int code = find_machine(out, d, false, &backend);
+  return code == CLI_OK ? measure(out, d, backend, at_length, seconds, cached_at) : code;
 }
 
 static int measure_quietly(ps_hardware *out, const cli_device *d, uint32_t backend, bool quiet) {
@@ -78,16 +104,14 @@ static int measure_quietly(ps_hardware *out, const cli_device *d, uint32_t backe
   return code;
 }
 
-int cli_hardware_get(ps_hardware *out, const cli_device *d, bool quiet) {
-  out->struct_bytes = sizeof *out;
-  uint32_t backend = backend_of(d, quiet);
-  ps_status st = ps_hardware_estimate(out, backend, (uint32_t)d->gpu, (uint32_t)d->threads); /* names the machine */
-  if (st != PS_OK)
-    return cli_fail_status(st, true);
+int cli_hardware_get(ps_hardware *out, cli_device *d, bool quiet) {
+  uint32_t backend;
+  int code = find_machine(out, d, quiet, &backend);
+  if (code != CLI_OK)
+    return code;
   char *path = cache_file(out);
   bool known = path && ps_hardware_read(out, path, backend, (uint32_t)d->gpu, (uint32_t)d->threads) == PS_OK;
   free(path);
-  int code = CLI_OK;
   if (!known) {
     if (!quiet)
       fprintf(stderr, "penstock: measuring this machine, once, for %s; penstock profile does it at length\n", backend == PS_BACKEND_CUDA ? "some 20 s" : "a second or two");

@@ -62,7 +62,7 @@ static int show_data(cli_json *j, const cli_texts *paths, uint32_t vocab_size, u
 
 static int show_machine(cli_json *j) {
   ps_hardware hw = {.struct_bytes = sizeof hw};
-  const cli_device any = {0};
+  cli_device any = {0};
   int code = cli_hardware_get(&hw, &any, j != NULL);
   if (code != CLI_OK)
     return code;
@@ -84,7 +84,7 @@ int cli_info(int argc, char **argv) {
   const cli_option options[] = {
       {.name = "model", .kind = CLI_TEXT, .out = &model, .value = "DIR", .help = "describe this model directory"},
       {.name = "data", .kind = CLI_TEXTS, .out = &data, .value = "SHARDS...", .help = "describe these token shards"},
-      {.name = "seq-len", .kind = CLI_COUNT, .out = &seq_len, .value = "N", .least = 1, .help = "for FLOPs a token and sequences in the data"},
+      {.name = "seq-len", .kind = CLI_COUNT, .out = &seq_len, .value = "N", .least = 1, .most = PS_MAX_ROWS, .help = "for FLOPs a token and sequences in the data"},
       {.name = "json", .kind = CLI_FLAG, .out = &as_json, .help = "one JSON object on stdout"},
       {.name = NULL},
   };
@@ -103,7 +103,7 @@ int cli_info(int argc, char **argv) {
     code = cli_fail(CLI_FAILED, "out of memory");
   if (j)
     cli_json_open(j, NULL, '{');
-  ps_model_config cfg = {.vocab_size = UINT32_MAX};
+  ps_model_config cfg = {.vocab_size = INT32_MAX}; /* without a model: any token */
   if (code == CLI_OK && !model && !data.n)
     code = show_machine(j);
   if (code == CLI_OK && model)

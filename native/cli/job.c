@@ -36,44 +36,44 @@ void cli_job_free(cli_job *job) {
 void cli_job_options(cli_job *j, cli_option *options, bool training) {
   const cli_option plan[] = {
       {.name = "model", .kind = CLI_TEXT, .out = &j->model, .value = "DIR", .help = "model directory in Hugging Face layout"},
-      {.name = "seq-len", .kind = CLI_COUNT, .out = &j->seq_len, .value = "N", .least = 1, .help = "tokens a sequence"},
+      {.name = "seq-len", .kind = CLI_COUNT, .out = &j->seq_len, .value = "N", .least = 1, .most = PS_MAX_ROWS, .help = "tokens a sequence"},
       {.name = "device-mem", .kind = CLI_BYTES, .out = &j->device_mem, .value = "SIZE", .help = "cap of device memory, all of the process's: 20GiB (default: what there is)"},
       {.name = "host-mem", .kind = CLI_BYTES, .out = &j->host_mem, .value = "SIZE",
        .help = "cap of the process's memory, device arena apart (default: what the machine allows)"},
-      {.name = "tokens-per-step", .kind = CLI_COUNT, .out = &j->tokens_per_step, .value = "N", .least = 1,
+      {.name = "tokens-per-step", .kind = CLI_COUNT, .out = &j->tokens_per_step, .value = "N", .least = 1, .most = PS_MAX_STEP_TOKENS,
        .help = "batch, rounded down to whole sequences (default: 8 sequences)"},
       {.name = "recipe", .kind = CLI_CHOICE, .out = &j->recipe, .value = "NAME", .choices = recipes,
        .help = "fp32, fp32-master (16 bytes a parameter at home) or bf16 (8; default)"},
-      {.name = "chunk-tokens", .kind = CLI_COUNT, .out = &j->chunk_tokens, .value = "N", .least = 1,
+      {.name = "chunk-tokens", .kind = CLI_COUNT, .out = &j->chunk_tokens, .value = "N", .least = 1, .most = PS_MAX_ROWS,
        .help = "pin the chunk: a multiple of --seq-len, or less than it (default: planned)"},
-      {.name = "chunks-per-round", .kind = CLI_COUNT, .out = &j->chunks_per_round, .value = "N", .least = 1,
+      {.name = "chunks-per-round", .kind = CLI_COUNT, .out = &j->chunks_per_round, .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
        .help = "pin the round (default: planned)"},
-      {.name = "first-round-chunks", .kind = CLI_COUNT, .out = &j->first_round_chunks, .value = "N", .least = 1,
+      {.name = "first-round-chunks", .kind = CLI_COUNT, .out = &j->first_round_chunks, .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
        .help = "pin the first round, which may be larger (default: planned; like the others where those are pinned)"},
-      {.name = "head-slice-tokens", .kind = CLI_COUNT, .out = &j->head_slice_tokens, .value = "N", .least = 1,
+      {.name = "head-slice-tokens", .kind = CLI_COUNT, .out = &j->head_slice_tokens, .value = "N", .least = 1, .most = PS_MAX_ROWS,
        .help = "tokens a slice of the head and loss (default: from the vocabulary)"},
       {.name = "clip-norm", .kind = CLI_NUMBER, .out = &j->clip_norm, .value = "X", .help = "global gradient norm limit, 0: none (default 1)"},
       {.name = "backend", .kind = CLI_CHOICE, .out = &j->device.backend, .value = "NAME", .choices = cli_backends,
        .help = "cuda, cpu or auto: cuda where there is a GPU (default)"},
-      {.name = "gpu", .kind = CLI_COUNT, .out = &j->device.gpu, .value = "N", .help = "which of the visible GPUs (default 0)"},
-      {.name = "threads", .kind = CLI_COUNT, .out = &j->device.threads, .value = "N", .least = 1,
+      {.name = "gpu", .kind = CLI_COUNT, .out = &j->device.gpu, .given = &j->device.gpu_given, .value = "N", .most = CLI_MAX_GPU, .help = "which of the visible GPUs (default 0)"},
+      {.name = "threads", .kind = CLI_COUNT, .out = &j->device.threads, .value = "N", .least = 1, .most = PS_MAX_THREADS,
        .help = "threads of host ops, on the cpu backend of compute too (default: all CPUs, beside a GPU two less)"},
       {.name = "deterministic", .kind = CLI_FLAG, .out = &j->deterministic, .help = "the same bits in every run on a GPU too, at some speed"},
       {.name = "peak-tflops", .kind = CLI_NUMBER, .out = &j->device.peak_tflops, .value = "X", .help = "dense bf16 peak for MFU (default: by the GPU's name)"},
-      {.name = "trace-steps", .kind = CLI_COUNT, .out = &j->trace_steps, .value = "N",
+      {.name = "trace-steps", .kind = CLI_COUNT, .out = &j->trace_steps, .value = "N", .most = PS_MAX_TRACE_STEPS,
        .help = "steps kept in the trace, 0: no timeline.json (default 2)"},
       {.name = "json", .kind = CLI_FLAG, .out = &j->json, .help = "one JSON object on stdout"},
       {.name = "quiet", .kind = CLI_FLAG, .out = &j->quiet, .help = "no progress and no summary, errors only"},
   };
   const cli_option train[] = {
       {.name = "data", .kind = CLI_TEXTS, .out = &j->data, .value = "SHARDS...", .help = "token shards: .bin files, or folders of them"},
-      {.name = "steps", .kind = CLI_COUNT, .out = &j->steps, .value = "N", .least = 1, .help = "steps to train (default: once through the data)"},
+      {.name = "steps", .kind = CLI_COUNT, .out = &j->steps, .value = "N", .least = 1, .most = PS_MAX_STEPS, .help = "steps to train (default: once through the data)"},
       {.name = "lr", .kind = CLI_NUMBER, .out = &j->lr, .value = "X", .help = "peak learning rate (default 3e-4)"},
       {.name = "min-lr", .kind = CLI_NUMBER, .out = &j->min_lr, .value = "X", .help = "its floor (default 0)"},
       {.name = "lr-schedule", .kind = CLI_CHOICE, .out = &j->lr_schedule, .value = "NAME", .choices = lr_schedules,
        .help = "constant (default), cosine, linear or wsd"},
-      {.name = "warmup-steps", .kind = CLI_COUNT, .out = &j->warmup_steps, .value = "N", .help = "linear warmup (default 0)"},
-      {.name = "decay-steps", .kind = CLI_COUNT, .out = &j->decay_steps, .value = "N", .help = "steps of wsd's decay at the end"},
+      {.name = "warmup-steps", .kind = CLI_COUNT, .out = &j->warmup_steps, .value = "N", .most = PS_MAX_STEPS, .help = "linear warmup (default 0)"},
+      {.name = "decay-steps", .kind = CLI_COUNT, .out = &j->decay_steps, .value = "N", .most = PS_MAX_STEPS, .help = "steps of wsd's decay at the end"},
       {.name = "weight-decay", .kind = CLI_NUMBER, .out = &j->weight_decay, .value = "X", .help = "on matrices only (default 0.1)"},
       {.name = "beta1", .kind = CLI_NUMBER, .out = &j->beta1, .value = "X", .help = "of AdamW (default 0.9)"},
       {.name = "beta2", .kind = CLI_NUMBER, .out = &j->beta2, .value = "X", .help = "of AdamW (default 0.95)"},
@@ -116,8 +116,13 @@ int cli_job_check(cli_job *j) {
 static int get_hardware(cli_job *j) {
   if (!j->hardware_file)
     return cli_hardware_get(&j->hardware, &j->device, j->quiet);
+  if (j->device.gpu_given || j->device.backend != CLI_BACKEND_AUTO)
+    return cli_fail(CLI_REFUSED, "--%s is of this machine, and --hardware describes another: leave one of them out", j->device.gpu_given ? "gpu" : "backend");
   ps_status st = ps_hardware_describe(&j->hardware, j->hardware_file);
-  return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
+  cli_bound_threads(&j->device, j->hardware.n_cpus, j->quiet);
+  return CLI_OK;
 }
 
 int cli_job_prepare(cli_job *j) {

@@ -9,10 +9,10 @@ int cli_profile(int argc, char **argv) {
   const cli_option options[] = {
       {.name = "backend", .kind = CLI_CHOICE, .out = &device.backend, .value = "NAME", .choices = cli_backends,
        .help = "cuda, cpu or auto: cuda where there is a GPU (default)"},
-      {.name = "gpu", .kind = CLI_COUNT, .out = &device.gpu, .value = "N", .help = "which of the visible GPUs (default 0)"},
-      {.name = "threads", .kind = CLI_COUNT, .out = &device.threads, .value = "N", .least = 1,
+      {.name = "gpu", .kind = CLI_COUNT, .out = &device.gpu, .given = &device.gpu_given, .value = "N", .most = CLI_MAX_GPU, .help = "which of the visible GPUs (default 0)"},
+      {.name = "threads", .kind = CLI_COUNT, .out = &device.threads, .value = "N", .least = 1, .most = PS_MAX_THREADS,
        .help = "threads of host ops (default: all CPUs, beside a GPU two less)"},
-      {.name = "seconds", .kind = CLI_NUMBER, .out = &seconds, .value = "X", .least = 0.05, .help = "how long to measure in all (default 5, a GPU 125: 2.6 s a case; quick: 1, a GPU 16)"},
+      {.name = "seconds", .kind = CLI_NUMBER, .out = &seconds, .value = "X", .least = 0.05, .most = 86400, .help = "how long to measure in all (default 5, a GPU 125: 2.6 s a case; quick: 1, a GPU 16)"},
       {.name = "quick", .kind = CLI_FLAG, .out = &quick, .help = "only what plans rest on, in short: what train does on first use"},
       {.name = "json", .kind = CLI_FLAG, .out = &json, .help = "one JSON object on stdout"},
       {.name = NULL},

@@ -37,6 +37,13 @@ static void catch_interrupts(void) {
   sigaction(SIGTERM, &action, NULL);
 }
 
+/* What the library warns of. */
+static void print_warning(void *user, ps_log_level level, const char *message) {
+  (void)user;
+  if (level >= PS_LOG_WARN)
+    fprintf(stderr, "penstock: %s\n", message);
+}
+
 /* ---- before the run ----------------------------------------------------------------------------------------------------- */
 
 static int check_outputs(const cli_job *job) {
@@ -329,12 +336,16 @@ int cli_train_job(cli_job *job) {
   if (!job->run_dir)
     job->run_dir = job->out ? job->out : ".";
   ps_dataset *ds = NULL;
+  ps_status st;
   int code = cli_job_check(job);
   if (code == CLI_OK)
     code = check_outputs(job);
   catch_interrupts();
   if (code == CLI_OK)
     code = open_data(job, &ds);
+  ps_train_config cfg = train_config(job, ds);
+  if (code == CLI_OK && (st = ps_train_config_check(&cfg, &job->config)) != PS_OK) /* before the search for a plan */
+    code = cli_fail_status(st, true);
   if (code == CLI_OK)
     code = cli_job_plan(job);
   if (code != CLI_OK) {
@@ -348,8 +359,10 @@ int cli_train_job(cli_job *job) {
   cli_progress p;
   cli_progress_begin(&p, job);
   ps_trainer *t = NULL;
-  ps_train_config cfg = train_config(job, ds);
-  ps_status st = ps_trainer_create(&t, job->model, job->plan, &cfg, cli_progress_load, &p);
+  cfg.total_steps = job->steps;
+  if (!job->quiet)
+    ps_log_set(print_warning, NULL);
+  st = ps_trainer_create(&t, job->model, job->plan, &cfg, cli_progress_load, &p);
   cli_progress_end(&p);
   cli_run_result r = {.n_wanted = job->steps};
   code = st == PS_OK ? run_and_save(job, t, &p, &r) : cli_fail_status(st, true);

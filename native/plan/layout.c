@@ -32,14 +32,14 @@ ps_status ps__layout_init(ps__layout *l, uint64_t seq_len, uint64_t n_sequences,
   if (seq_len == 0 || n_sequences == 0 || chunk_tokens == 0 || chunks_per_round == 0 || (packed && chunk_tokens % seq_len))
     return ps__fail(PS_EINVAL, "chunk_tokens %llu: must be a multiple of the sequence length %llu, or less than it",
                     (unsigned long long)chunk_tokens, (unsigned long long)seq_len);
-  if (seq_len > (1u << 30) || chunk_tokens > (1u << 30) || n_sequences > (1ull << 40) / seq_len)
+  if (seq_len > PS_MAX_ROWS || chunk_tokens > PS_MAX_ROWS || n_sequences > PS_MAX_STEP_TOKENS / seq_len)
     return ps__fail(PS_EINVAL, "sequence length %llu, chunk %llu or step of %llu sequences is past the limits 2^30, 2^30 and 2^40 tokens",
                     (unsigned long long)seq_len, (unsigned long long)chunk_tokens, (unsigned long long)n_sequences);
   const uint64_t seqs_per_chunk = packed ? chunk_tokens / seq_len : 1;
   const uint64_t chunks_per_seq = packed ? 1 : (seq_len + chunk_tokens - 1) / chunk_tokens;
   const uint64_t n_groups = packed ? (n_sequences + seqs_per_chunk - 1) / seqs_per_chunk : n_sequences;
   const uint64_t n_chunks = n_groups * chunks_per_seq;
-  if (n_chunks > 1u << 20) return ps__fail(PS_EINVAL, "a step of %llu chunks: at most 2^20", (unsigned long long)n_chunks);
+  if (n_chunks > PS_MAX_CHUNKS) return ps__fail(PS_EINVAL, "a step of %llu chunks: at most 2^20", (unsigned long long)n_chunks);
   l->seq_len = seq_len;
   l->n_sequences = n_sequences;
   l->n_tokens = seq_len * n_sequences;

@@ -2,6 +2,7 @@
 #ifndef PS_PLAN_LAYOUT_H
 #define PS_PLAN_LAYOUT_H
 #include "../core/core.h"
+#include <penstock/plan.h>
 
 typedef struct ps__chunk {
   uint64_t first_token; /* in the step's tokens, sequence after sequence */

@@ -31,8 +31,21 @@ static uint64_t default_reserve(const ps_hardware *hw) {
   return (ps__resident_bytes() + step - 1) / step * step + driver + hw->n_threads * panels + (2ull * hw->n_threads + 3) * thread + fixed;
 }
 
+/* Nothing that is kept in 32 bits from here on can wrap. */
+static ps_status check_ranges(const ps_plan_config *c) {
+  const struct { const char *name; uint64_t value, most; } field[] = {
+      {"seq_len", c->seq_len, PS_MAX_ROWS}, {"tokens_per_step", c->tokens_per_step, PS_MAX_STEP_TOKENS}, {"chunk_tokens", c->chunk_tokens, PS_MAX_ROWS},
+      {"chunks_per_round", c->chunks_per_round, PS_MAX_CHUNKS}, {"first_round_chunks", c->first_round_chunks, PS_MAX_CHUNKS},
+      {"head_slice_tokens", c->head_slice_tokens, PS_MAX_ROWS}, {"n_threads", c->n_threads, PS_MAX_THREADS}, {"trace_steps", c->trace_steps, PS_MAX_TRACE_STEPS}};
+  for (size_t i = 0; i < sizeof field / sizeof *field; i++)
+    if (field[i].value > field[i].most)
+      return ps__fail(PS_EINVAL, "%s is %llu: at most %llu is possible", field[i].name, (unsigned long long)field[i].value, (unsigned long long)field[i].most);
+  return PS_OK;
+}
+
 static ps_status check_config(ps_plan *p) {
   ps_plan_config *c = &p->cfg;
+  PS_TRY(check_ranges(c));
   if (c->recipe >= PS_N_RECIPES) return ps__fail(PS_EINVAL, "recipe %u: unknown, one of fp32, fp32-master and bf16 is needed", c->recipe);
   if (c->seq_len == 0) return ps__fail(PS_EINVAL, "the sequence length is 0: it must be at least 1 token");
   if (p->model.max_positions && c->seq_len > p->model.max_positions)

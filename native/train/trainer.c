@@ -15,9 +15,41 @@ void ps_train_config_init(ps_train_config *cfg) {
   cfg->document_token = cfg->document_end_token = -1;
 }
 
-static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
+static ps_status check_schedule(const ps_train_config *c) {
+  const struct { const char *name; uint64_t value; } field[] = {
+      {"total_steps", c->total_steps}, {"warmup_steps", c->warmup_steps}, {"decay_steps", c->decay_steps}, {"first_step", c->first_step}};
+  for (size_t i = 0; i < sizeof field / sizeof *field; i++)
+    if (field[i].value > PS_MAX_STEPS)
+      return ps__fail(PS_EINVAL, "%s is %llu: at most %d is possible", field[i].name, (unsigned long long)field[i].value, PS_MAX_STEPS);
+  if (c->lr_kind > PS_LR_KIND_WSD) return ps__fail(PS_EINVAL, "lr_kind %u is unknown", c->lr_kind);
+  if (c->lr_kind == PS_LR_KIND_WSD && c->decay_steps == 0)
+    return ps__fail(PS_EINVAL, "--lr-schedule wsd needs --decay-steps: how many of the last steps lower the learning rate");
+  if (c->lr_kind != PS_LR_KIND_WSD && c->decay_steps)
+    return ps__fail(PS_EINVAL, "--decay-steps %llu is of --lr-schedule wsd alone: leave it out, or choose wsd", (unsigned long long)c->decay_steps);
+  if (c->lr_kind == PS_LR_KIND_CONSTANT && c->min_lr > 0)
+    return ps__fail(PS_EINVAL, "--min-lr %g is never reached by --lr-schedule constant: leave it out, or choose another schedule", c->min_lr);
+  if (c->total_steps && c->decay_steps > c->total_steps)
+    return ps__fail(PS_EINVAL, "--decay-steps %llu is longer than the run of %llu steps", (unsigned long long)c->decay_steps, (unsigned long long)c->total_steps);
+  if (c->total_steps && c->warmup_steps > c->total_steps)
+    ps__log(PS_LOG_WARN, "--warmup-steps %llu is longer than the run of %llu steps: the learning rate ends at %g of --lr", (unsigned long long)c->warmup_steps,
+            (unsigned long long)c->total_steps, (double)c->total_steps / (double)(c->warmup_steps + 1));
+  return PS_OK;
+}
+
+static ps_status check_documents(const ps_train_config *c, uint32_t vocab_size) {
+  const int32_t larger = c->document_token > c->document_end_token ? c->document_token : c->document_end_token;
+  if (c->document_token >= 0 && c->document_end_token >= 0)
+    return ps__fail(PS_EINVAL, "--document-token %d and --document-end-token %d exclude each other: give the first where a token begins documents, the second where one ends them",
+                    c->document_token, c->document_end_token);
+  if (larger >= 0 && (uint32_t)larger >= vocab_size)
+    return ps__fail(PS_EINVAL, "--document-%s %d is past the model's vocabulary of %u: give the id that its tokenizer has for it",
+                    c->document_token >= 0 ? "token" : "end-token", larger, vocab_size);
+  return PS_OK;
+}
+
+ps_status ps_train_config_check(const ps_train_config *c, const ps_model_config *model) {
+  if (!c || !model) return ps__fail(PS_EINVAL, "ps_train_config_check: cfg and model must be given");
   if (c->struct_bytes != sizeof *c) return ps__fail(PS_EINVAL, "ps_train_config.struct_bytes is %u, %zu expected", c->struct_bytes, sizeof *c);
-  if (!c->dataset == !c->batch_fn) return ps__fail(PS_EINVAL, "one of dataset and batch_fn must be given");
   if (!(c->lr >= 0) || !isfinite(c->lr) || !(c->min_lr >= 0) || c->min_lr > c->lr)
     return ps__fail(PS_EINVAL, "learning rate %g with floor %g: both must be finite, not negative, the floor not above", c->lr, c->min_lr);
   if (!(c->beta1 >= 0 && c->beta1 < 1) || !(c->beta2 >= 0 && c->beta2 < 1) || !(c->eps > 0))
@@ -25,9 +57,15 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   if (!(c->weight_decay >= 0) || !isfinite(c->weight_decay))
     return ps__fail(PS_EINVAL, "weight decay %g must be finite and not negative", c->weight_decay);
   if (!(c->clip_norm >= 0)) return ps__fail(PS_EINVAL, "clip_norm %g must not be negative; 0 means no clipping", c->clip_norm);
+  PS_TRY(check_schedule(c));
+  return check_documents(c, model->vocab_size);
+}
+
+static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
+  PS_TRY(ps_train_config_check(c, &plan->model));
+  if (!c->dataset == !c->batch_fn) return ps__fail(PS_EINVAL, "one of dataset and batch_fn must be given");
   if ((c->clip_norm > 0) != (plan->cfg.clip != 0))
     return ps__fail(PS_EINVAL, "clip_norm %g does not agree with the plan, made for %s", c->clip_norm, plan->cfg.clip ? "clipping" : "no clipping");
-  if (c->lr_kind > PS_LR_KIND_WSD) return ps__fail(PS_EINVAL, "lr_kind %u is unknown", c->lr_kind);
   if (c->lr_kind != PS_LR_KIND_CONSTANT && c->total_steps == 0)
     return ps__fail(PS_EINVAL, "total_steps must be given for a schedule that decays");
   if (c->trace_steps > plan->cfg.trace_steps)

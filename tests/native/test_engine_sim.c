@@ -154,6 +154,11 @@ static void test_refusals(void) {
   double bad[] = {-1, NAN, INFINITY}, end = 7;
   for (int i = 0; i < 3; i++)
     CHECK_FAILS(ps_sim_run(s, bad_price, &bad[i], 1, NULL, &end), PS_EINVAL, "op 0");
+  double aeon = 1e20, year = 3.2e16; /* ns; a trace's clock ends after 584 years */
+  ps_trace_event event[300];
+  CHECK_FAILS(ps_sim_run(s, bad_price, &aeon, 1, event, &end), PS_EINVAL, "op 0");
+  CHECK_FAILS(ps_sim_run(s, bad_price, &year, 300, event, NULL), PS_EINVAL, "300 steps");
+  CHECK(ps_sim_run(s, bad_price, &year, 200, event, NULL) == PS_OK && event[199].end_ns == 6400000000000000000u);
   CHECK_FAILS(ps_sim_run(s, NULL, NULL, 1, NULL, NULL), PS_EINVAL, "cost");
   for (int64_t nth = 1; nth <= 2; nth++) {
     ps__fault_arm(PS_FAULT_ALLOC, nth);

@@ -31,7 +31,16 @@ typedef struct sim {
   sim_stream stream[PS_MAX_STREAMS];
 } sim;
 
+/* How many times longer than alone an op may take: a resource is drawn on by at most one op a stream. */
+static double worst_slowdown(const sim *m, const ps_sim_cost *c) {
+  double worst = m->schedule->list.n_streams;
+  for (int k = 0; c->slower && k < 1 << PS_SIM_KINDS; k++)
+    worst = fmax(worst, c->slower[k]);
+  return worst;
+}
+
 static ps_status price(sim *m, ps_sim_cost_fn cost, void *user) {
+  double longest = 0; /* all ops one after the other, each at its slowest: an op runs at every moment, so the virtual clock stays below */
   for (uint64_t i = 0; i < m->schedule->list.n_ops; i++) {
     ps_op_view view;
     PS_TRY(ps_schedule_op(m->schedule, i, &view));
@@ -47,6 +56,10 @@ static ps_status price(sim *m, ps_sim_cost_fn cost, void *user) {
     if (!ok)
       return ps__fail(PS_EINVAL, "sim: the cost of op %llu (%s) is not finite and positive, a demand or gain not in 0..1 or a slowdown below 1",
                       (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]));
+    longest += c->ns * worst_slowdown(m, c) * (double)m->n_steps;
+    if (longest > 9e18) /* of 2^64 that a trace's clock has */
+      return ps__fail(PS_EINVAL, "sim: op %llu (%s) takes %g s, and %llu steps more than the 285 years of the clock: a rate of the hardware description is too low",
+                      (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]), c->ns * 1e-9, (unsigned long long)m->n_steps);
   }
   return PS_OK;
 }

@@ -1,0 +1,106 @@
+"""Options of the binary that would wrap, be passed over or mislead: each is refused or named in one sentence, and the C API refuses the same."""
+import os
+import subprocess
+
+import pytest
+
+import penstock as ps
+from conftest import ROOT
+from penstock import Hardware, ModelConfig, Plan, Trainer
+from test_cli import job, penstock, refused, words  # noqa: F401 (job is a fixture)
+
+
+# ---- numbers that would wrap -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option,most", [
+    ("--seq-len", 2**30), ("--tokens-per-step", 2**40), ("--chunk-tokens", 2**30), ("--chunks-per-round", 2**20), ("--first-round-chunks", 2**20),
+    ("--head-slice-tokens", 2**30), ("--threads", 4096), ("--trace-steps", 10**6), ("--gpu", 1023), ("--steps", 10**9), ("--warmup-steps", 10**9),
+    ("--decay-steps", 10**9), ("--seed", 2**53)])
+def test_a_number_past_its_options_limit_is_refused_with_both_limits(job, tmp_path, option, most):
+    for value in {most + 1 if most < 2**53 else 2**54, 2**64, 2**64 + 1}:
+        refused(penstock("train", *words(job | {option: value, "--run-dir": "run"}), cwd=tmp_path), rf"{option} {value}: a whole number from [01] to {most} is wanted")
+    refused(penstock("train", *words(job | {option: -1})), rf"{option} -1: a whole number from [01] to")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option,value", [("--lr", "1e31"), ("--weight-decay", "1e300"), ("--beta1", "-0.1"), ("--clip-norm", "inf"), ("--peak-tflops", "1e999")])
+def test_a_number_past_what_fp32_holds_is_refused(job, option, value):
+    refused(penstock("train", *words(job | {option: value})), rf"{option} {value}: a number from 0 to 1e\+30 is wanted")
+
+
+def test_numbers_that_wrapped_are_numbers(job, tmp_path):
+    """4294967296 in 32 bits is 0: a slice of no tokens never ended, a trace of no steps was none; 4294967297 threads were one."""
+    for option, value in (("--head-slice-tokens", 2**32), ("--threads", 2**32 + 1), ("--trace-steps", 2**32)):
+        refused(penstock("train", *words(job | {option: value, "--run-dir": tmp_path})), option)
+    for command in (("demo", 1, 1, 2**32, "model"), ("demo", 1, 1, 2**64 + 64, "model")):
+        refused(penstock(*command), "SEQLEN '.*': a whole number from 1 to 1073741824 is wanted")
+
+
+@pytest.mark.parametrize("field,value", [("head_slice_tokens", 2**32), ("threads", 4097), ("trace_steps", 10**6 + 1), ("chunk_tokens", 2**32 + 64),
+                                         ("chunks_per_round", 2**32), ("first_round_chunks", 2**32), ("tokens_per_step", 2**41), ("seq_len", 2**32)])
+def test_the_api_refuses_what_the_command_refuses(tiny_model, field, value):
+    with pytest.raises(ps.InvalidError, match=rf"(n_)?{field} is {value}: at most \d+ is possible"):
+        Plan(ModelConfig.read(tiny_model), **({"seq_len": 64, "hardware": Hardware.estimate(2, "cpu")} | {field: value}))
+
+
+@pytest.fixture(scope="module")
+def plan(tiny_model):
+    return Plan(ModelConfig.read(tiny_model), seq_len=64, hardware=Hardware.estimate(2, "cpu"))
+
+
+# ---- options that were passed over ----------------------------------------------------------------------------------------
+
+
+PASSED_OVER = [
+    ({"document_token": 512}, r"--document-token 512 is past the model's vocabulary of 512"),
+    ({"document_end_token": 70000}, r"--document-end-token 70000 is past the model's vocabulary of 512"),
+    ({"document_token": 1, "document_end_token": 0}, r"--document-token 1 and --document-end-token 0 exclude each other"),
+    ({"lr_schedule": "wsd"}, r"--lr-schedule wsd needs --decay-steps"),
+    ({"decay_steps": 2}, r"--decay-steps 2 is of --lr-schedule wsd alone"),
+    ({"lr_schedule": "cosine", "decay_steps": 2}, r"--decay-steps 2 is of --lr-schedule wsd alone"),
+    ({"lr_schedule": "wsd", "decay_steps": 4}, r"--decay-steps 4 is longer than the run of 3 steps"),
+    ({"min_lr": 1e-5}, r"--min-lr 1e-05 is never reached by --lr-schedule constant"),
+]
+
+
+@pytest.mark.parametrize("options,pattern", PASSED_OVER)
+def test_an_option_that_would_be_passed_over_is_refused_by_the_command_and_by_the_api(job, plan, tiny_model, tiny_shard, tmp_path, options, pattern):
+    given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    refused(penstock("train", *words(job | given | {"--run-dir": "run"}), cwd=tmp_path), pattern)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ps.InvalidError, match=pattern):
+        Trainer(tiny_model, plan, str(tiny_shard), **({"total_steps": 3} | options))
+
+
+def test_the_last_token_of_the_vocabulary_may_end_documents(job, tmp_path):
+    assert penstock("train", *words(job | {"--document-end-token": 511, "--run-dir": tmp_path})).returncode == 0
+
+
+def test_a_warmup_longer_than_the_run_is_said_once(job, tmp_path):
+    done = penstock("train", *words(job | {"--warmup-steps": 20, "--run-dir": tmp_path}))
+    assert done.returncode == 0 and done.stderr.count("--warmup-steps 20 is longer than the run of 3 steps: the learning rate ends at 0.142857 of --lr") == 1
+    assert penstock("train", *words(job | {"--warmup-steps": 20, "--run-dir": tmp_path, "--quiet": None})).stderr == ""
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "profile"])
+def test_gpu_is_refused_where_none_is_used(job, command):
+    options = {"train": words(job), "plan": ["--model", job["--model"], "--seq-len", "64"], "profile": []}[command]
+    refused(penstock(command, *options, "--backend", "cpu", "--gpu", 0), "--gpu 0 and --backend cpu exclude each other")
+    done = penstock(command, *options, "--gpu", 1, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2 and "--gpu 1: there is no GPU that can be used here" in done.stderr
+
+
+def test_more_threads_than_cpus_are_lowered_to_them_in_a_sentence(job, tmp_path):
+    cpus = len(os.sched_getaffinity(0))
+    done = penstock("train", *words(job | {"--backend": "cpu", "--threads": 1000, "--run-dir": tmp_path}))
+    assert done.returncode == 0 and f"--threads 1000 is more than the {cpus} CPUs of this machine: {cpus} are used" in done.stderr
+    assert f", {cpus} threads; no GPU" in done.stderr
+    described = ROOT / "docs/hardware-rtx4090.json"
+    done = penstock("plan", "--model", job["--model"], "--seq-len", 64, "--hardware", described, "--threads", 1000)
+    assert done.returncode == 0 and "--threads 1000 is more than the" in done.stderr
+
+
+def test_info_counts_tokens_without_a_model(tiny_shard):
+    done = penstock("info", "--data", tiny_shard, "--seq-len", 64)
+    assert (done.returncode, done.stdout) == (0, "1 shards, 20000 tokens\n  312 sequences of 64 tokens\n")
