@@ -191,7 +191,7 @@ static ps_status refuse_foreign(const reader *r, uint32_t arch) {
   static const char *const objects[] = {"quantization_config", "compression_config"};
   static const char *const counts[] = {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"};
   uint32_t n, bias, mlp_bias;
-  double x;
+  double x = 0;
   for (size_t i = 0; i < 2; i++)
     if (field(r->j, objects[i]))
       return ps__fail(PS_EFORMAT, "%s: %s is set: quantized weights cannot be trained, use the unquantized model", r->path, objects[i]);
@@ -267,7 +267,7 @@ static ps_status read_sizes(const reader *r, ps_model_config *c) {
 }
 
 static ps_status read_scaling(const reader *r, const ps__json *s, ps_model_config *c) {
-  double factor, low, high, partial;
+  double factor = 0, low = 0, high = 0, partial = 0;
   const ps__json *t = field(s, "rope_type");
   if (!t) t = field(s, "type");
   const char *type = ps__json_string(t, NULL);
@@ -299,7 +299,7 @@ static ps_status read_scaling(const reader *r, const ps__json *s, ps_model_confi
 static ps_status read_rope(const reader *r, ps_model_config *c) {
   const ps__json *scaling = field(r->j, "rope_scaling"), *parameters = field(r->j, "rope_parameters");
   const ps__json *s = parameters ? parameters : scaling;
-  double partial, inner;
+  double partial = 0, inner = 0;
   if (scaling && parameters)
     return ps__fail(PS_EFORMAT, "%s: rope_scaling and rope_parameters are both set: keep one of them", r->path);
   if (s && ps__json_type(s) != PS_JSON_OBJECT)
@@ -317,7 +317,7 @@ static ps_status read_rope(const reader *r, ps_model_config *c) {
 
 static ps_status read_config(const reader *r, ps_model_config *out) {
   ps_model_config c = {.struct_bytes = sizeof c};
-  double eps;
+  double eps = 0;
   if (ps__json_type(r->j) != PS_JSON_OBJECT)
     return ps__fail(PS_EFORMAT, "%s: is %s: a model config must be an object", r->path, kind_name(r->j));
   PS_TRY(read_arch(r, &c.arch));

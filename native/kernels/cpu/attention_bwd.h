@@ -70,8 +70,8 @@ ATT_FN void bwd_queries(bwd_tile *t, uint32_t head) {
 ATT_FN void bwd_scores(bwd_tile *t, int64_t r) {
   const ps__att_job *j = t->j;
   int64_t v0 = t->v0[r / ATT_ROWS], v1 = t->v1[r / ATT_ROWS], d = j->a.head_dim, at = r * ATT_TILE + v0 * VL;
-  mul_n((int)(v1 - v0), d, t->q + (size_t)r * j->hp, j->hp, t->k_t + v0 * VL, ATT_TILE, t->p + at, ATT_TILE, ATT_ZERO);
-  mul_n((int)(v1 - v0), d, t->d_o + (size_t)r * j->hp, j->hp, t->v_t + v0 * VL, ATT_TILE, t->ds + at, ATT_TILE, ATT_ZERO);
+  mul_n((int)(v1 - v0), d, t->q + (size_t)r * j->hp, j->hp, t->k_t + v0 * VL, ATT_TILE, t->p + at, ATT_TILE, NULL);
+  mul_n((int)(v1 - v0), d, t->d_o + (size_t)r * j->hp, j->hp, t->v_t + v0 * VL, ATT_TILE, t->ds + at, ATT_TILE, NULL);
   vi lane;
   for (int i = 0; i < VL; i++) lane[i] = i;
   const vf scale = v_set(j->scale);
@@ -91,7 +91,7 @@ ATT_FN void bwd_scores(bwd_tile *t, int64_t r) {
 }
 
 /* dK and dV of the key tile (+)= this head's part. */
-ATT_FN void bwd_dkv(bwd_tile *t, att_start start) {
+ATT_FN void bwd_dkv(bwd_tile *t, bool add) {
   size_t hp = t->j->hp;
   int nv = (int)(hp / VL);
   int64_t n_blocks = (t->nq + ATT_ROWS - 1) / ATT_ROWS, b0 = 0, b1 = 0; /* blocks of queries that see the keys: both ends grow */
@@ -99,16 +99,16 @@ ATT_FN void bwd_dkv(bwd_tile *t, att_start start) {
     while (b0 < n_blocks && t->v1[b0] <= k / VL) b0++;
     while (b1 < n_blocks && t->v0[b1] <= k / VL) b1++;
     int64_t q = b0 * ATT_ROWS, n = att_max(b1 - b0, 0) * ATT_ROWS;
-    mul_t(nv, n, t->p + q * ATT_TILE + k, ATT_TILE, t->d_o + (size_t)q * hp, hp, t->dv + (size_t)k * hp, hp, start, NULL);
-    mul_t(nv, n, t->ds + q * ATT_TILE + k, ATT_TILE, t->q + (size_t)q * hp, hp, t->dk + (size_t)k * hp, hp, start, NULL);
+    mul_t(nv, n, t->p + q * ATT_TILE + k, ATT_TILE, t->d_o + (size_t)q * hp, hp, t->dv + (size_t)k * hp, hp, att_keep(add));
+    mul_t(nv, n, t->ds + q * ATT_TILE + k, ATT_TILE, t->q + (size_t)q * hp, hp, t->dk + (size_t)k * hp, hp, att_keep(add));
   }
 }
 
-ATT_FN void bwd_dq_rows(bwd_tile *t, att_start start) {
+ATT_FN void bwd_dq_rows(bwd_tile *t, bool add) {
   size_t hp = t->j->hp;
   for (int64_t r = 0; r < t->nq; r += ATT_ROWS) {
     int64_t k = t->v0[r / ATT_ROWS] * VL, n = t->v1[r / ATT_ROWS] * VL - k;
-    mul_n((int)(hp / VL), n, t->ds + r * ATT_TILE + k, ATT_TILE, t->k + (size_t)k * hp, hp, t->dq + (size_t)r * hp, hp, start);
+    mul_n((int)(hp / VL), n, t->ds + r * ATT_TILE + k, ATT_TILE, t->k + (size_t)k * hp, hp, t->dq + (size_t)r * hp, hp, att_keep(add));
   }
 }
 
@@ -133,9 +133,9 @@ ATT_FN void bwd_task(void *arg, int64_t task, uint32_t worker) {
     uint32_t head = kv_head * group + h;
     bwd_queries(&t, head);
     for (int64_t r = 0; r < t.nq; r += ATT_ROWS) bwd_scores(&t, r);
-    bwd_dkv(&t, h == 0 ? ATT_ZERO : ATT_ADD);
+    bwd_dkv(&t, h > 0);
     if (!j->want_dq) continue;
-    bwd_dq_rows(&t, ATT_ZERO);
+    bwd_dq_rows(&t, false);
     for (int64_t r = 0; r < t.nq; r++)
       put_row((float *)j->out + (size_t)(t.q0 + r) * j->ldq + head * d, t.dq + (size_t)r * j->hp, d, j->phase > 0);
   }
@@ -159,7 +159,7 @@ ATT_FN void bwd_dq_task(void *arg, int64_t task, uint32_t worker) {
   bwd_queries(&t, head);
   for (int64_t phase = 0; bwd_keys(&t, head / (a->n_heads / a->n_kv_heads), phase); phase++) {
     for (int64_t r = 0; r < t.nq; r += ATT_ROWS) bwd_scores(&t, r);
-    bwd_dq_rows(&t, phase == 0 ? ATT_ZERO : ATT_ADD);
+    bwd_dq_rows(&t, phase > 0);
   }
   for (int64_t r = 0; r < t.nq; r++)
     ps__store_f32(ps__elem(j->out, a->dt, (size_t)(t.q0 + r) * j->ldq + (size_t)head * a->head_dim), a->dt, t.dq + (size_t)r * j->hp, a->head_dim);

@@ -27,7 +27,7 @@ ATT_FN void fwd_scores(fwd_tile *t, int64_t n_vec) {
     while (v1 < n_vec && a[v1] < k + ATT_ROWS) v1++;
     if (v1 > v0)
       mul_n((int)(v1 - v0), d, t->k + (size_t)k * t->j->hp, t->j->hp, t->q_t + v0 * VL, ATT_TILE, t->s + k * ATT_TILE + v0 * VL, ATT_TILE,
-            ATT_ZERO);
+            NULL);
   }
 }
 
@@ -85,8 +85,8 @@ ATT_FN void fwd_task(void *arg, int64_t task, uint32_t worker) {
   int64_t nq = att_min(ATT_TILE, (int64_t)a->n_tokens - q0), n_vec = (nq + VL - 1) / VL, diagonal = a->row0 + q0, end = diagonal + nq;
   fwd_tile t;
   fwd_begin(&t, ps__scratch(j->exec, worker), j, q0, nq, head);
-  att_start start = ATT_ZERO;
-  for (t.key0 = t.start[0]; t.key0 < end; t.key0 = t.key1, start = ATT_SCALE) {
+  const float *shrink = NULL; /* of what earlier key tiles left in o */
+  for (t.key0 = t.start[0]; t.key0 < end; t.key0 = t.key1, shrink = t.shrink) {
     t.key1 = t.key0 < diagonal ? diagonal - (diagonal - t.key0 - 1) / ATT_TILE * ATT_TILE : end;
     load_tile(t.k, j, j->kv, j->ldkv, (size_t)kv_head * a->head_dim, t.key0, t.key1);
     load_tile(t.v, j, j->kv, j->ldkv, (size_t)(a->n_kv_heads + kv_head) * a->head_dim, t.key0, t.key1);
@@ -95,7 +95,7 @@ ATT_FN void fwd_task(void *arg, int64_t task, uint32_t worker) {
     for (int64_t r = 0, k0, k1; r < nq; r += ATT_ROWS) {
       fwd_range(&t, r, ATT_ROWS, &k0, &k1);
       mul_t((int)(j->hp / VL), att_max(k1 - k0, 0), t.s + k0 * ATT_TILE + r, ATT_TILE, t.v + (size_t)k0 * j->hp, j->hp, t.o + (size_t)r * j->hp,
-            j->hp, start, t.shrink + r);
+            j->hp, shrink ? shrink + r : NULL);
     }
   }
   for (int64_t r = 0; r < nq; r++) {

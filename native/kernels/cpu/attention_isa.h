@@ -76,20 +76,19 @@ ATT_INLINE vf v_exp2(vf x) {
   return p * (vf)((e + 127) << 23);
 }
 
-/* Rows c..c+3 of a product, nv <= NV vectors wide: C[m,:] = start + sum over k of a[m*am + k*ak] * B[k,:].
- * start: nothing (row_scale and add NULL/false), C itself (add), or row_scale[m] * C[m,:]. */
-typedef enum att_start { ATT_ZERO, ATT_ADD, ATT_SCALE } att_start;
+/* Rows c..c+3 of a product, nv <= NV vectors wide: C[m,:] = row_scale[m] * C[m,:] + sum over k of a[m*am + k*ak] * B[k,:].
+ * A row_scale of NULL stands for zeros, without reading C. */
 ATT_INLINE void rows4(const int nv, int64_t n_k, const float *a, size_t am, size_t ak, const float *b, size_t ldb, float *c, size_t ldc,
-                      att_start start, const float *row_scale) {
+                      const float *row_scale) {
   vf acc[ATT_ROWS][NV];
 #pragma GCC unroll 4
   for (int m = 0; m < ATT_ROWS; m++)
 #pragma GCC unroll 4
     for (int n = 0; n < nv; n++) acc[m][n] = v_set(0.0f);
-  if (start != ATT_ZERO) {
+  if (row_scale) {
 #pragma GCC unroll 4
     for (int m = 0; m < ATT_ROWS; m++) {
-      vf s = v_set(start == ATT_SCALE ? row_scale[m] : 1.0f);
+      vf s = v_set(row_scale[m]);
 #pragma GCC unroll 4
       for (int n = 0; n < nv; n++) acc[m][n] = v_load(c + (size_t)m * ldc + n * VL) * s;
     }
@@ -113,29 +112,32 @@ ATT_INLINE void rows4(const int nv, int64_t n_k, const float *a, size_t am, size
 
 /* The same for rows of any number of vectors. */
 ATT_INLINE void rows4_wide(int nv, int64_t n_k, const float *a, size_t am, size_t ak, const float *b, size_t ldb, float *c, size_t ldc,
-                           att_start start, const float *row_scale) {
+                           const float *row_scale) {
   for (int n; nv > 0; nv -= n, b += n * VL, c += n * VL) {
     n = nv < NV ? nv : NV;
     switch (n) {
-    case 1: rows4(1, n_k, a, am, ak, b, ldb, c, ldc, start, row_scale); break;
-    case 2: rows4(2, n_k, a, am, ak, b, ldb, c, ldc, start, row_scale); break;
+    case 1: rows4(1, n_k, a, am, ak, b, ldb, c, ldc, row_scale); break;
+    case 2: rows4(2, n_k, a, am, ak, b, ldb, c, ldc, row_scale); break;
 #if ATT_ISA
-    case 3: rows4(3, n_k, a, am, ak, b, ldb, c, ldc, start, row_scale); break;
+    case 3: rows4(3, n_k, a, am, ak, b, ldb, c, ldc, row_scale); break;
 #endif
 #if ATT_ISA == 512
-    case 4: rows4(4, n_k, a, am, ak, b, ldb, c, ldc, start, row_scale); break;
+    case 4: rows4(4, n_k, a, am, ak, b, ldb, c, ldc, row_scale); break;
 #endif
     }
   }
 }
+/* C = or (add) += the product. */
+static const float att_ones[ATT_ROWS] = {1.0f, 1.0f, 1.0f, 1.0f};
+#define att_keep(add) ((add) ? att_ones : NULL)
 /* A row-major (a row for each m), or A transposed (a row for each k). */
 static ATT_TARGET __attribute__((noinline)) void mul_n(int nv, int64_t n_k, const float *a, size_t lda, const float *b, size_t ldb,
-                                                       float *c, size_t ldc, att_start start) {
-  rows4_wide(nv, n_k, a, lda, 1, b, ldb, c, ldc, start, NULL);
+                                                       float *c, size_t ldc, const float *row_scale) {
+  rows4_wide(nv, n_k, a, lda, 1, b, ldb, c, ldc, row_scale);
 }
 static ATT_TARGET __attribute__((noinline)) void mul_t(int nv, int64_t n_k, const float *a, size_t lda, const float *b, size_t ldb,
-                                                       float *c, size_t ldc, att_start start, const float *row_scale) {
-  rows4_wide(nv, n_k, a, 1, lda, b, ldb, c, ldc, start, row_scale);
+                                                       float *c, size_t ldc, const float *row_scale) {
+  rows4_wide(nv, n_k, a, 1, lda, b, ldb, c, ldc, row_scale);
 }
 
 /* dst[c][r] = src[r][c] * scale for ATT_TILE rows and n_cols (a multiple of 4) columns; dst has ATT_TILE columns. */
