@@ -2,10 +2,12 @@
 #   CC, CFLAGS, CPPFLAGS, LDFLAGS, LDLIBS   yours; the project's own flags are added in front
 #   BUILD   where objects, library, binary and environment go (default: build)
 #   VENV    the Python environment (default: $(BUILD)/venv)       PYTHON  the interpreter it is made from
+#   VENV_TEST  the environment of the tests and their references (default: $(VENV)-test), apart from what was built against $(VENV)
 #   BLAS    wheel (OpenBLAS from the pinned wheel, default) or system (pkg-config openblas)
 #   BLAS_PYTHON  the interpreter that has that wheel (default: that of $(VENV), which is made when missing)
 #   CUDA    auto (where nvcc is found, default) | 1 | 0      CUDA_HOME  the toolkit, 12.4 or newer (default: that of nvcc)
-#   CUDA_ARCH  compute capabilities as "80 86 89 90 100 120" (default: of the GPUs here, else all of these that nvcc knows)
+#   CUDA_ARCH  compute capabilities as "80 86 89 90 100 120" or all (default: of the GPUs here, else 80, which
+#           newer GPUs translate at first use)
 #   CUBLAS_PYTHON  the interpreter that has NVIDIA's cuBLAS wheel, where the toolkit comes without cuBLAS (default: that of $(VENV),
 #           which gets it)
 #   CUDNN   1 (with CUDA, default) | 0: build without attention on GPUs      CXX, CXXFLAGS  its C++ compiler and flags (default: -O1)
@@ -16,8 +18,10 @@
 #           | "1 4": both
 #   NVCCFLAGS  yours, added behind the project's own
 #   SAN     thread | address,undefined: build with sanitizers (use another BUILD)
+# What was built with other settings in the same BUILD is built again.
 BUILD ?= build
 VENV ?= $(BUILD)/venv
+VENV_TEST ?= $(VENV)-test
 PYTHON ?= python3
 BLAS ?= wheel
 CUDA ?= auto
@@ -25,6 +29,9 @@ CUDNN ?= 1
 FLASH_ATTN ?= 0
 CFLAGS ?= -O2 -g
 CXXFLAGS ?= -O1
+
+# The folder of the checkout may have spaces in its path: nothing here needs it.
+$(foreach v,BUILD VENV VENV_TEST CUDA_HOME,$(if $(word 2,$($v)),$(error $v="$($v)" has a space in it, which make cannot handle: choose another $v)))
 
 ifneq ($(filter default undefined,$(origin CC)),)
 CC := $(shell command -v cc || command -v gcc || command -v clang || echo cc)
@@ -70,7 +77,13 @@ CUDA_TOOLKIT := $(realpath $(shell $(NVCC) --dryrun -x cu /dev/null 2>&1 | sed -
 CUDA_MAJOR := $(shell $(NVCC) --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
 CUDA_KNOWN := $(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch))
 CUDA_HERE := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -dc '0-9\n' | sort -un)
-CUDA_ARCH ?= $(or $(CUDA_HERE),$(filter $(CUDA_KNOWN),80 86 89 90 100 120))
+ifeq ($(origin CUDA_ARCH),undefined)
+CUDA_ARCH := $(or $(CUDA_HERE),80)
+CUDA_ARCH_NOTE := $(if $(CUDA_HERE),,no GPU here: building for compute capability 8.0, which newer GPUs translate at first use (CUDA_ARCH="90 120" or CUDA_ARCH=all: for others))
+endif
+ifeq ($(CUDA_ARCH),all)
+override CUDA_ARCH := $(filter $(CUDA_KNOWN),80 86 89 90 100 120)
+endif
 CUDA_LIB := $(firstword $(wildcard $(CUDA_TOOLKIT)/lib64 $(CUDA_TOOLKIT)/targets/x86_64-linux/lib $(CUDA_TOOLKIT)/lib))
 GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
            $(foreach a,$(lastword $(CUDA_ARCH)),-gencode arch=compute_$(a),code=compute_$(a))
@@ -143,6 +156,22 @@ CDEF := $(BUILD)/lib/penstock.cdef
 ARCHIVE := $(BUILD)/lib/libpenstock.a
 BIN := $(BUILD)/bin/penstock
 
+# What was built with which command: each compiler and the linker has a stamp with the sum of its command in its name. Another command is
+# another stamp, which takes the place of the old one and is newer than what that command made.
+CONFIG_c := $(CC) $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS)
+CONFIG_cxx := $(CXX) $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CXXFLAGS) $(CXXFLAGS)
+CONFIG_cu := $(NVCC) $(PS_NVCCFLAGS) $(FLASH_FLAGS) $(NVCCFLAGS)
+CONFIG_link := $(CC) $(PS_LDFLAGS) $(LDFLAGS) $(PS_LDLIBS) $(LDLIBS) $(LIB_OBJ)
+QUOTE := '
+stamp = $(BUILD)/obj/.config-$1.$(firstword $(shell printf '%s' '$(subst $(QUOTE),$(QUOTE)\$(QUOTE)$(QUOTE),$(CONFIG_$1))' | cksum))
+STAMP_c := $(call stamp,c)
+STAMP_cxx := $(call stamp,cxx)
+STAMP_cu := $(call stamp,cu)
+STAMP_link := $(call stamp,link)
+
+# Links beside our library to others that are gone (upgraded, removed): what made them is made again.
+DANGLING := $(shell find -L '$(BUILD)/lib' -maxdepth 1 -type l 2>/dev/null)
+
 .PHONY: FORCE all lib help native-tests bench-programs venv venv-test python demo test test-long test-gpu test-sanitize clean
 .DELETE_ON_ERROR:
 
@@ -151,17 +180,17 @@ lib: $(LIB) $(CDEF) ## the library only, and its declarations for Python
 native-tests: $(TEST_BIN) $(BUILD)/tests/libops_shim.so $(BUILD)/tests/libops_shim_base.so ## build the native test programs
 bench-programs: $(BENCH_BIN) ## build the native benchmark programs
 venv: $(VENV)/.done-requirements-runtime.txt ## the Python environment the demo needs
-venv-test: $(VENV)/.done-requirements-test.txt ## the same with the tests' references
+venv-test: $(VENV_TEST)/.done-requirements-test.txt ## another one with the tests' references
 demo: all venv ## train a small model on this Python's own sources under two memory caps (TEXT="files": on yours)
 	@PENSTOCK_BUILD="$(abspath $(BUILD))" PYTHONPATH=python $(VENV)/bin/python -m penstock.demo --build "$(BUILD)" $(if $(TEXT),--text $(TEXT)) $(DEMO_ARGS)
 test: all native-tests venv-test ## build everything, then every test but the long ones (TESTS="files or options of pytest": some)
-	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV)/bin/python -m pytest -q $(or $(TESTS),tests)
+	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q $(or $(TESTS),tests)
 test-long: all native-tests venv-test ## the tests that take minutes, which make test leaves out (TESTS="...": some)
-	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV)/bin/python -m pytest -q -m long $(or $(TESTS),tests)
+	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q -m long $(or $(TESTS),tests)
 test-gpu: all native-tests venv-test ## every test that needs a GPU; without one it says why and skips
-	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV)/bin/python -m pytest -q -rs -m "gpu and not long" tests/test_native.py tests/test_cuda_bad_input.py tests/gpu
-	@PENSTOCK_BUILD="$(BUILD)" PYTHON="$(VENV)/bin/python" tests/gpu/run.sh sanitizers || [ $$? = 77 ]
-test-sanitize: venv-test ## the engine's tests and a short training under ThreadSanitizer and under AddressSanitizer + UBSan
+	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q -rs -m "gpu and not long" tests/test_native.py tests/test_cuda_bad_input.py tests/gpu
+	@PENSTOCK_BUILD="$(BUILD)" PYTHON="$(VENV_TEST)/bin/python" tests/gpu/run.sh sanitizers || [ $$? = 77 ]
+test-sanitize: venv ## the engine's tests and a short training under ThreadSanitizer and under AddressSanitizer + UBSan
 	@VENV="$(VENV)" BUILD="$(BUILD)" tests/sanitize.sh
 python: venv ## install the Python package into $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check ./python
@@ -172,20 +201,25 @@ help: ## this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
 
 $(VENV)/.done-%: python/% python/bootstrap.sh
-	@python/bootstrap.sh $(VENV) python/$* $(PYTHON)
-$(VENV)/.done-requirements-test.txt: python/requirements-runtime.txt
+	@python/bootstrap.sh $(VENV) python/$* "$(PYTHON)"
+$(VENV_TEST)/.done-%: python/% python/bootstrap.sh
+	@python/bootstrap.sh $(VENV_TEST) python/$* "$(PYTHON)"
+$(VENV_TEST)/.done-requirements-test.txt: python/requirements-runtime.txt
+ifneq ($(DANGLING),)
+$(CUBLAS_STAMP) $(CUDNN_STAMP) $(VENV)/.done-requirements-cuda$(CUDA_MAJOR).txt $(VENV)/.done-requirements-cudnn$(CUDA_MAJOR).txt: FORCE
+endif
 
 # OpenBLAS out of the pinned wheel: it and what it needs beside our library (found by $ORIGIN), headers under $(BUILD)/blas.
-$(BUILD)/lib/libscipy_openblas.so: | $(if $(BLAS_PYTHON),,$(VENV)/.done-requirements-runtime.txt)
+$(BUILD)/lib/libscipy_openblas.so: $(if $(BLAS_PYTHON),,$(VENV)/.done-requirements-runtime.txt)
 	@mkdir -p $(BUILD)/lib $(BUILD)/blas
-	@$(or $(BLAS_PYTHON),$(VENV)/bin/python) -c "import scipy_openblas32 as b, shutil, glob, os; \
+	@"$(or $(BLAS_PYTHON),$(VENV)/bin/python)" -c "import scipy_openblas32 as b, shutil, glob, os; \
 	 [shutil.copy(f, '$(BUILD)/blas') for f in glob.glob(os.path.join(b.get_include_dir(), '*.h'))]; \
 	 [shutil.copy(f, '$(BUILD)/lib') for f in glob.glob(os.path.join(b.get_lib_dir(), '*.so*'))]"
 
 # cuBLAS out of the pinned wheel of the toolkit's major version.
 $(BUILD)/cublas/cublasLt.h: $(if $(CUBLAS_PYTHON),,$(VENV)/.done-requirements-cuda$(CUDA_MAJOR).txt)
-	@mkdir -p $(BUILD)/lib $(BUILD)/cublas
-	@$(or $(CUBLAS_PYTHON),$(VENV)/bin/python) -c "import nvidia, os, glob, shutil, sys; \
+	@mkdir -p $(BUILD)/lib $(BUILD)/cublas; rm -f $(DANGLING)
+	@"$(or $(CUBLAS_PYTHON),$(VENV)/bin/python)" -c "import nvidia, os, glob, shutil, sys; \
 	 dirs = [d for p in nvidia.__path__ for s in ('cu$(CUDA_MAJOR)', 'cublas') for d in [os.path.join(p, s)] if os.path.exists(d + '/include/cublasLt.h')]; \
 	 dirs or sys.exit('this Python has no cuBLAS for CUDA $(CUDA_MAJOR): pip install -r python/requirements-cuda$(CUDA_MAJOR).txt'); \
 	 lib = glob.glob(dirs[0] + '/lib/libcublasLt.so.*')[0]; to = '$(BUILD)/lib/' + os.path.basename(lib); \
@@ -195,7 +229,8 @@ $(BUILD)/cublas/cublasLt.h: $(if $(CUBLAS_PYTHON),,$(VENV)/.done-requirements-cu
 # cuDNN, its frontend and nvrtc.h.
 CUDNN_FROM := $(or $(CUDNN_PYTHON),$(if $(CUDNN_HOME),$(PYTHON),$(VENV)/bin/python))
 $(BUILD)/cudnn/include/cudnn_frontend.h: python/find_cudnn.py $(if $(CUDNN_PYTHON)$(CUDNN_HOME),,$(VENV)/.done-requirements-cudnn$(CUDA_MAJOR).txt)
-	@$(CUDNN_FROM) python/find_cudnn.py $(BUILD)/cudnn/include $(BUILD)/lib $(if $(CUDNN_HOME),--home $(CUDNN_HOME)) \
+	@rm -f $(DANGLING)
+	@"$(CUDNN_FROM)" python/find_cudnn.py $(BUILD)/cudnn/include $(BUILD)/lib $(if $(CUDNN_HOME),--home $(CUDNN_HOME)) \
 	 $(if $(CUDNN_FRONTEND),--frontend $(CUDNN_FRONTEND)) $(if $(wildcard $(CUDA_TOOLKIT)/include/nvrtc.h),--nvrtc $(CUDA_TOOLKIT)/include)
 	@touch $@
 
@@ -204,7 +239,7 @@ ifneq ($(FLASH_ATTN_1),)
 $(BUILD)/flash-attn/LICENSE: python/fetch_flash_attn.py python/requirements-flash.txt | $(VENV)/.done-requirements-runtime.txt
 	@$(VENV)/bin/python python/fetch_flash_attn.py python/requirements-flash.txt $(BUILD)/flash-attn
 	@touch $@
-$(FLASH_OBJ): $(BUILD)/obj/.config | $(FLASH_STAMP)
+$(FLASH_OBJ): $(STAMP_cu) | $(FLASH_STAMP)
 $(filter %/fwd_64.o %/fwd_128.o,$(FLASH_OBJ)): $(BUILD)/obj/native/kernels/cuda/flash/fwd_%.o: native/kernels/cuda/flash/flash_fwd.cu
 	@mkdir -p $(dir $@)
 	$(NVCC) $(PS_NVCCFLAGS) $(FLASH_FLAGS) -DPS_FLASH_DIM=$* $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
@@ -218,60 +253,58 @@ endif
 ifneq ($(FLASH_ATTN_4),)
 # flash-attn-4's kernels, compiled by NVIDIA's wheels in an environment of their own.
 $(FLASH4)/venv/.done-%: python/% python/requirements-flash4.txt python/bootstrap.sh
-	@PIP_NO_DEPS=1 python/bootstrap.sh $(FLASH4)/venv $< $(PYTHON)
+	@PIP_NO_DEPS=1 python/bootstrap.sh $(FLASH4)/venv $< "$(PYTHON)"
 $(FLASH4)/flash4_table.h: native/kernels/cuda/flash4/generate.py $(FLASH4)/venv/.done-requirements-flash4-cuda$(CUDA_MAJOR).txt
 	@$(FLASH4)/venv/bin/python $< $(FLASH4)
 $(BUILD)/obj/native/kernels/cuda/attention_flash4.o: PS_NVCCFLAGS += -I$(FLASH4)
 $(BUILD)/obj/native/kernels/cuda/attention_flash4.o: $(FLASH4)/flash4_table.h
 endif
 
-# What an object was built for: changes when CUDA does, and only then.
-CONFIG := CUDA=$(CUDA) $(if $(filter 1,$(CUDA)),CUDNN=$(CUDNN) FLASH_ATTN=$(FLASH_ATTN)) $(NVCC) $(CUDA_ARCH)
-$(BUILD)/obj/.config: FORCE
-	@mkdir -p $(dir $@); echo '$(CONFIG)' | cmp -s - $@ || echo '$(CONFIG)' >$@
+$(STAMP_c) $(STAMP_cxx) $(STAMP_cu) $(STAMP_link):
+	@mkdir -p $(dir $@); rm -f $(basename $@).*; touch $@
+	@$(if $(filter $(STAMP_cu),$@),$(if $(CUDA_ARCH_NOTE),echo '$(CUDA_ARCH_NOTE)'))
 FORCE:
 
-$(BUILD)/obj/%.o: %.cu $(BUILD)/obj/.config | $(CUBLAS_STAMP)
+$(BUILD)/obj/%.o: %.cu $(STAMP_cu) | $(CUBLAS_STAMP)
 	@mkdir -p $(dir $@)
 	$(NVCC) $(PS_NVCCFLAGS) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
-$(BUILD)/obj/%.o: %.cpp $(BUILD)/obj/.config | $(CUDNN_STAMP)
+$(BUILD)/obj/%.o: %.cpp $(STAMP_cxx) | $(CUDNN_STAMP)
 	@mkdir -p $(dir $@)
 	$(CXX) $(PS_CPPFLAGS) -isystem $(BUILD)/cudnn/include $(CPPFLAGS) $(PS_CXXFLAGS) $(CXXFLAGS) -MMD -MP -c $< -o $@
-$(BUILD)/obj/%.o: %.c $(BUILD)/obj/.config | $(BLAS_STAMP) $(CUBLAS_STAMP)
+$(BUILD)/obj/%.o: %.c $(STAMP_c) | $(BLAS_STAMP) $(CUBLAS_STAMP)
 	@mkdir -p $(dir $@)
 	$(CC) $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -MMD -MP -c $< -o $@
 
-$(LIB): $(LIB_OBJ)
+$(LIB): $(LIB_OBJ) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN$(NVIDIA_WHEELS)' -Wl,-soname,libpenstock.so -o $@ $^ $(PS_LDLIBS) $(LDLIBS)
+	$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN$(NVIDIA_WHEELS)' -Wl,-soname,libpenstock.so -o $@ $(LIB_OBJ) $(PS_LDLIBS) $(LDLIBS)
 # The public headers as declarations for cffi, beside the library that they belong to.
 $(CDEF): python/generate_cdef.py $(wildcard include/penstock/*.h)
-	$(PYTHON) $< include $@
-$(ARCHIVE): $(LIB_OBJ)
+	"$(PYTHON)" $< include $@
+$(ARCHIVE): $(LIB_OBJ) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	rm -f $@ && ar rcs $@ $^
-$(BIN): $(CLI_OBJ) $(LIB)
+	rm -f $@ && ar rcs $@ $(LIB_OBJ)
+$(BIN): $(CLI_OBJ) $(LIB) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(CLI_OBJ) -L$(BUILD)/lib -lpenstock $(PS_LDLIBS) $(LDLIBS)
 # Tests and benchmarks link the archive: they may call internal (ps__) functions, which the shared library hides.
-$(BUILD)/tests/%: $(BUILD)/obj/tests/native/%.o $(ARCHIVE)
+$(TEST_BIN): $(BUILD)/tests/%: $(BUILD)/obj/tests/native/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $^ $(PS_LDLIBS) $(LDLIBS)
+	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
 ifeq ($(CUDA),1)
 $(BUILD)/tests/test_cuda_engine: $(BUILD)/obj/tests/native/cuda_mix.o # its kernels
 -include $(BUILD)/obj/tests/native/cuda_mix.d
 endif
 # What tests/test_ops.py loads: kernels by name; and the same with kernels for the baseline instruction set alone.
-$(BUILD)/tests/libops_shim.so: $(BUILD)/obj/tests/native/ops_shim.o $(ARCHIVE)
+$(BUILD)/tests/libops_shim.so: $(BUILD)/obj/tests/native/ops_shim.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $^ $(PS_LDLIBS) $(LDLIBS)
+	$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
 OPS_BASE_SRC := tests/native/ops_shim.c $(addprefix native/kernels/cpu/,convert.c cross_entropy.c embedding.c matmul.c reduce.c rmsnorm.c swiglu.c)
-$(BUILD)/tests/libops_shim_base.so: $(OPS_BASE_SRC) $(ARCHIVE)
+$(BUILD)/tests/libops_shim_base.so: $(OPS_BASE_SRC) $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) -shared $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -DPS_BASELINE=1 $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $^ $(PS_LDLIBS) $(LDLIBS)
-$(BUILD)/bench/%: $(BUILD)/obj/bench/%.o $(ARCHIVE)
+	$(CC) -shared $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -DPS_BASELINE=1 $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
+$(BENCH_BIN): $(BUILD)/bench/%: $(BUILD)/obj/bench/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $^ $(PS_LDLIBS) $(LDLIBS)
+	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
 
-.SECONDARY:
 -include $(LIB_OBJ:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d)
