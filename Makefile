@@ -49,16 +49,19 @@ PS_LDLIBS := -lm -ldl
 ifneq ($(SAN),)
 PS_CFLAGS += -fsanitize=$(SAN) -fno-omit-frame-pointer -DPS_SANITIZED=1
 PS_LDFLAGS += -fsanitize=$(SAN)
+else
+PS_CFLAGS += -Wframe-larger-than=40960
 endif
 
+# OpenBLAS is opened at run time (kernels/cpu/matmul.c); only the benchmark that compares with its threads links it.
 ifeq ($(BLAS),wheel)
 BLAS_STAMP := $(BUILD)/lib/libscipy_openblas.so
 PS_CPPFLAGS += -I$(BUILD)/blas -DPS_BLAS_WHEEL=1
-PS_LDLIBS += -L$(BUILD)/lib -lscipy_openblas
+BENCH_LDLIBS := -L$(BUILD)/lib -lscipy_openblas
 else
 BLAS_STAMP :=
 PS_CPPFLAGS += $(shell pkg-config --cflags openblas)
-PS_LDLIBS += $(shell pkg-config --libs openblas || echo -lopenblas)
+BENCH_LDLIBS := $(shell pkg-config --libs openblas || echo -lopenblas)
 endif
 
 LIB_SRC := $(sort $(wildcard native/core/*.c native/engine/*.c native/backends/*/*.c native/kernels/cpu/*.c native/optim/*.c \
@@ -305,6 +308,6 @@ $(BUILD)/tests/libops_shim_base.so: $(OPS_BASE_SRC) $(ARCHIVE) $(STAMP_link)
 	$(CC) -shared $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -DPS_BASELINE=1 $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
 $(BENCH_BIN): $(BUILD)/bench/%: $(BUILD)/obj/bench/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
+	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(BENCH_LDLIBS) $(LDLIBS)
 
 -include $(LIB_OBJ:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d)

@@ -150,14 +150,13 @@ int main(int argc, char **argv) {
   n_threads = argc > 1 ? (uint32_t)atoi(argv[1]) : ps__n_cpus();
   exec.scratch_bytes = 16 << 20;
   if (n_threads < 1 || n_threads > 1024 || ps__map(&p, ARENA_BYTES, "operands") || ps__map(&s, exec.scratch_bytes * n_threads, "scratch") ||
-      ps__pool_create(&exec.pool, n_threads, "bench")) {
+      ps__pool_create(&exec.pool, n_threads, "bench") || ps__cpu_blas_ready(n_threads)) {
     fprintf(stderr, "kernels: %s\nusage: kernels [threads [gemm | elementwise]]\n", ps_last_error());
     return 2;
   }
   arena = p;
   exec.scratch = s;
   fill_arena();
-  ps__cpu_blas_warm(exec.pool);
   int64_t half = 128 << 20;
   copy_gb_s = 2.0 * (double)half / best_ms(copy_run, &half) * 1e-6;
   printf("{\"kernel\": \"memcpy\", \"shape\": \"128 MiB\", \"threads\": %u, \"rate\": %.2f, \"unit\": \"GB/s\"}\n", n_threads, copy_gb_s);

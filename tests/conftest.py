@@ -78,3 +78,8 @@ def tiny_shard(tmp_path_factory):
     rng = np.random.default_rng(0)
     tokens = (np.arange(20000) + np.repeat(rng.integers(0, 200, 200), 100)) % 200
     return write_shard(tmp_path_factory.mktemp("shards") / "a.bin", tokens)
+
+
+def words_of_training(model, data, *more):
+    """`penstock train` on them, quietly: the words behind the binary's name."""
+    return [str(w) for w in ("train", "--model", model, "--data", data, "--seq-len", 64, "--quiet", *more)]

@@ -44,8 +44,12 @@ def test_the_installed_package_runs_from_another_folder(environment):
 def test_the_bundled_library_needs_nothing_outside_the_package(environment):
     native = environment[1] / "penstock/_native"
     assert {"libpenstock.so", "libscipy_openblas.so", "penstock.cdef"} <= {p.name for p in native.iterdir()}
-    loaded = subprocess.run(["ldd", native / "libpenstock.so"], capture_output=True, text=True, check=True).stdout
-    assert "not found" not in loaded and f"{native}/" in loaded
+    loaded = {name: subprocess.run(["ldd", native / name], capture_output=True, text=True, check=True).stdout
+              for name in ("libpenstock.so", "libscipy_openblas.so")}  # the one opens the other at its first product
+    assert "not found" not in "".join(loaded.values()) and f"{native}/" in loaded["libscipy_openblas.so"]
+    done = subprocess.run([environment[0], "-c", "from penstock import Hardware; Hardware.measure(seconds=0.2)"], env=environment[2], cwd=environment[3],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_installing_leaves_nothing_generated_in_the_source_tree(environment):

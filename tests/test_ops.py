@@ -509,7 +509,14 @@ def test_gemm_refuses_rows_that_do_not_fit():
         assert status == PS_EINVAL and "gemm" in LIB.ops_error().decode() and same_bits(after[2], t)
 
 
-def test_blas_warm_up_leaves_nothing_behind():
-    before = LIB.ops_live()
-    assert LIB.ops_blas_warm(3) == 0
+def mapped_bytes():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_products_of_as_many_threads_as_were_announced_map_nothing():
+    before, held = LIB.ops_live(), mapped_bytes()
+    assert LIB.ops_blas_ready(6) == 0
     assert LIB.ops_live() == before
+    ready = mapped_bytes()
+    assert ready - held <= 6 * (33 << 20) + (96 << 20)  # what matmul.c asks for before OpenBLAS does
+    assert LIB.ops_blas_ready(6) == 0 and mapped_bytes() == ready

@@ -36,6 +36,22 @@ static void *thread_main(void *arg) {
   return NULL;
 }
 
+/* The system's usual size (that of ulimit -s), which kernels and their libraries need a part of: where it is tiny, more. */
+enum { LEAST_STACK_BYTES = 1 << 20 };
+static int start(ps__thread *t) {
+  pthread_attr_t attr;
+  size_t bytes;
+  int err = pthread_attr_init(&attr);
+  if (err)
+    return err;
+  if (pthread_attr_getstacksize(&attr, &bytes) == 0 && bytes < LEAST_STACK_BYTES)
+    err = pthread_attr_setstacksize(&attr, LEAST_STACK_BYTES);
+  if (!err)
+    err = pthread_create(&t->id, &attr, thread_main, t);
+  pthread_attr_destroy(&attr);
+  return err;
+}
+
 ps_status ps__thread_start(ps__thread **out, void (*fn)(void *), void *arg, const char *name) {
   ps__thread *t = ps__calloc(1, sizeof *t);
   if (!t)
@@ -47,7 +63,7 @@ ps_status ps__thread_start(ps__thread **out, void (*fn)(void *), void *arg, cons
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   atomic_fetch_add_explicit(&n_awake, 1, memory_order_relaxed);
-  int err = ps__fault_hit(PS_FAULT_THREAD) ? EAGAIN : pthread_create(&t->id, NULL, thread_main, t);
+  int err = ps__fault_hit(PS_FAULT_THREAD) ? EAGAIN : start(t);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   if (err) {
     atomic_fetch_sub_explicit(&n_awake, 1, memory_order_relaxed);

@@ -416,7 +416,7 @@ ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint6
   uint64_t at = t->begin + first * from;
   if ((kind == KIND_F32 && dtype == PS_F32) || (kind == KIND_BF16 && dtype == PS_BF16))
     return ps__pread_all(d->fd, d->path, dst, n * from, at);
-  _Alignas(64) char piece[32768];
+  _Alignas(64) char piece[16384];
   for (uint64_t done = 0; done < n;) {
     uint64_t m = n - done < sizeof piece / from ? n - done : sizeof piece / from;
     PS_TRY(ps__pread_all(d->fd, d->path, piece, m * from, at + done * from));

@@ -1,6 +1,6 @@
 /* measure.c - the host's rates by running the kernels themselves on realistic values; the GPU's come from native/backends/cuda/measure.c. */
 #include "hardware_impl.h"
-#include "../kernels/ops.h"
+#include "../kernels/cpu/cpu.h"
 #include "../optim/optim.h"
 #ifdef PS_CUDA
 #include "../backends/cuda/probe.h"
@@ -418,6 +418,7 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
   if (st == PS_OK) st = ps__map((void **)&scratch, scratch_bytes, "measuring the machine");
   b.exec.scratch = scratch;
   b.exec.scratch_bytes = SCRATCH;
+  if (st == PS_OK && !b.beside_gpu) st = ps__cpu_blas_ready(hw.n_threads);
   if (st == PS_OK) st = map_sets(&b, device, at_length);
   if (st == PS_OK) st = measure(&b, &hw, at_length);
   if (st == PS_OK) *out = hw;

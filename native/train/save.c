@@ -70,7 +70,7 @@ static ps_status small_path(char path[MAX_PATH], const char *dir, uint32_t i, bo
 }
 
 static ps_status copy_bytes(int in, const char *from, int out, const char *to) {
-  char buffer[65536];
+  char buffer[16384];
   struct stat sb;
   if (fstat(in, &sb) != 0) return ps__fail(PS_EIO, "%s: cannot be looked at: %s", from, strerror(errno));
   for (uint64_t at = 0, size = (uint64_t)sb.st_size; at < size;) {

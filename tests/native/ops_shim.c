@@ -39,11 +39,4 @@ PS_API uint16_t ops_f32_to_bf16_1(float x) { return ps__f32_to_bf16(x); }
 PS_API void ops_bf16_to_f32(float *dst, const uint16_t *src, size_t n) { ps__convert_bf16_to_f32(dst, src, n); }
 PS_API int64_t ops_live(void) { return ps__live_allocations(); }
 
-/* Warms OpenBLAS up on a pool of n threads: PS_OK, or why the pool could not be made. */
-PS_API int ops_blas_warm(int n_threads) {
-  ps__pool *pool;
-  PS_TRY(ps__pool_create(&pool, (uint32_t)n_threads, "ops"));
-  ps__cpu_blas_warm(pool);
-  ps__pool_destroy(pool);
-  return PS_OK;
-}
+PS_API int ops_blas_ready(int n_threads) { return ps__cpu_blas_ready((uint32_t)n_threads); }

@@ -1,6 +1,8 @@
 /* cpu.c - the CPU backend: every stream is a thread with a pool of its own, device memory is an arena apart, copies are
  * real copies. It is complete, and the oracle for every other backend. */
 #include "backends/host/stream.h"
+#include "engine/schedule.h"
+#include "kernels/cpu/cpu.h"
 #include <errno.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -100,13 +102,20 @@ static ps_status cpu_prepare(ps__device *dev, const ps_schedule *schedule, uint6
   return PS_OK;
 }
 
+/* What products need is had, or refused, before the first step. */
+static ps_status cpu_warm(ps__device *dev, const ps_schedule *schedule) {
+  for (size_t i = 0; i < schedule->list.n_ops; i++)
+    if (schedule->list.ops[i].kernel == &ps__k_gemm) PS_TRY(ps__cpu_blas_ready(ps__pool_size(dev->stream[schedule->list.ops[i].stream].exec.pool)));
+  return PS_OK;
+}
+
 static void cpu_finish(ps__device *dev) {}
 static void cpu_enter(ps__device *dev) {}
 static void cpu_leave(ps__device *dev, uint32_t group) {}
 
 const ps__backend ps__backend_cpu = {
     .name = "cpu", .fn_id = cpu_fn_id, .open = cpu_open, .close = cpu_close, .map = cpu_map, .unmap = cpu_unmap,
-    .peak = cpu_peak, .group = cpu_group, .exec = cpu_exec, .copy = cpu_copy, .prepare = cpu_prepare, .finish = cpu_finish,
+    .peak = cpu_peak, .group = cpu_group, .exec = cpu_exec, .copy = cpu_copy, .prepare = cpu_prepare, .warm = cpu_warm, .finish = cpu_finish,
     .enter = cpu_enter, .leave = cpu_leave, .signal = cpu_signal, .wait = cpu_wait, .counter = cpu_counter, .stamp = cpu_stamp,
     .settle = cpu_settle, .health = cpu_health, .kick = cpu_kick,
 };

@@ -72,8 +72,9 @@ void ps__add_partials(const ps__cpu_exec *exec, void *out, uint32_t dt, const fl
 /* One single-threaded product on the calling thread, C = op(A) op(B) + beta*C, row-major fp32. OpenBLAS is held to one thread. */
 void ps__cpu_sgemm(bool trans_a, bool trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b, int ldb,
                    float beta, float *c, int ldc);
-/* Sets OpenBLAS to one thread and has every worker of @pool run a product, so that its buffers exist before the first step.
- * ps__cpu_sgemm may be called only after this (the gemm kernel sees to it itself). */
-void ps__cpu_blas_warm(ps__pool *pool);
+/* Opens OpenBLAS, sets it to one thread and makes the buffers that @n_threads threads in products hold, so that no product asks the system
+ * for memory. Costs nothing where all that was done. ps__cpu_sgemm may be called only after this (the gemm kernel sees to it itself).
+ * Errors: PS_ENOMEM, PS_EDEVICE where there is no OpenBLAS. */
+ps_status ps__cpu_blas_ready(uint32_t n_threads);
 
 #endif

@@ -2,53 +2,99 @@
 #include "cpu.h"
 #include "vec.h"
 #include <cblas.h>
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 
 #ifdef PS_BLAS_WHEEL
 #define BLAS(name) scipy_##name
+#define BLAS_LIBRARY "libscipy_openblas.so" /* beside our library */
 #else
 #define BLAS(name) name
+#define BLAS_LIBRARY "libopenblas.so.0"
 #endif
+#define NAME_OF_(name) #name
+#define NAME_OF(name) NAME_OF_(name)
 
-/* ---- OpenBLAS ------------------------------------------------------------------------------------------------------- */
+/* ---- OpenBLAS -------------------------------------------------------------------------------------------------------
+ * It maps memory when it is loaded and whenever a product finds all its buffers in use, and where the system refuses, it tries again for
+ * ever. So it is opened at first use and not linked (what needs no product never meets it), and before each time that it will map memory
+ * as much is mapped and given back: refusal is then an error like any other. */
+enum { BLAS_BUFFER_BYTES = 33 << 20 /* what a thread in a product holds: 32 MiB and its rim */, BLAS_OPEN_BYTES = 96 << 20 };
 
-static pthread_once_t blas_once = PTHREAD_ONCE_INIT;
-static void blas_one_thread(void) { BLAS(openblas_set_num_threads)(1); }
+static __typeof__(BLAS(cblas_sgemm)) *sgemm;
+static void *(*buffer_alloc)(int);
+static void (*buffer_free)(void *);
+static pthread_mutex_t blas_lock = PTHREAD_MUTEX_INITIALIZER;
+static _Atomic uint32_t n_buffers; /* as many threads may multiply at once and each find one */
+
+static ps_status try_memory(size_t bytes, const char *what) {
+  void *p;
+  if (ps__map(&p, bytes, what) != PS_OK)
+    return ps__fail(PS_ENOMEM, "%s: raise the limit (ulimit -v, ulimit -d), or give fewer --threads", ps_last_error());
+  ps__unmap(p, bytes);
+  return PS_OK;
+}
+
+/* On one CPU for the time: OpenBLAS starts a thread for every other that it sees, and ours are all that are wanted. */
+static void *open_on_one_cpu(void) {
+  cpu_set_t all[8]; /* 8,192 CPUs */
+  const int cpu = sched_getcpu();
+  bool bound = false;
+  if (cpu >= 0 && (size_t)cpu < 8 * sizeof all && sched_getaffinity(0, sizeof all, all) == 0) {
+    cpu_set_t one[8];
+    CPU_ZERO_S(sizeof one, one);
+    CPU_SET_S((size_t)cpu, sizeof one, one);
+    bound = sched_setaffinity(0, sizeof one, one) == 0;
+  }
+  void *library = dlopen(BLAS_LIBRARY, RTLD_NOW | RTLD_LOCAL);
+  if (bound) sched_setaffinity(0, sizeof all, all);
+  return library;
+}
+
+static ps_status blas_open(void) {
+  PS_TRY(try_memory(BLAS_OPEN_BYTES, "opening OpenBLAS"));
+  void *library = open_on_one_cpu(); /* stays open for the life of the process */
+  if (!library) return ps__fail(PS_EDEVICE, "OpenBLAS could not be opened: %s", dlerror());
+  __typeof__(BLAS(openblas_set_num_threads)) *set_threads = dlsym(library, NAME_OF(BLAS(openblas_set_num_threads)));
+  __typeof__(sgemm) product = dlsym(library, NAME_OF(BLAS(cblas_sgemm)));
+  buffer_alloc = dlsym(library, "blas_memory_alloc");
+  buffer_free = dlsym(library, "blas_memory_free");
+  if (!set_threads || !product || !buffer_alloc || !buffer_free) return ps__fail(PS_EDEVICE, "%s is no OpenBLAS: %s", BLAS_LIBRARY, dlerror());
+  set_threads(1);
+  sgemm = product;
+  return PS_OK;
+}
 
 void ps__cpu_sgemm(bool trans_a, bool trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b, int ldb,
                    float beta, float *c, int ldc) {
-  BLAS(cblas_sgemm)(CblasRowMajor, trans_a ? CblasTrans : CblasNoTrans, trans_b ? CblasTrans : CblasNoTrans, m, n, k, alpha, a, lda, b,
-                    ldb, beta, c, ldc);
+  sgemm(CblasRowMajor, trans_a ? CblasTrans : CblasNoTrans, trans_b ? CblasTrans : CblasNoTrans, m, n, k, alpha, a, lda, b, ldb, beta, c,
+        ldc);
 }
 
-/* Every worker waits for all the others before it multiplies: so each takes one task, and OpenBLAS, which maps a buffer
- * when all it has are in use, is asked by all at once. 160^3 is past OpenBLAS's path for small products, which uses none. */
-enum { WARM_N = 160, WARM_ROUNDS = 4 };
-typedef struct warm_job {
-  uint32_t n_workers;
-  _Atomic uint32_t arrived;
-  float in[WARM_N * WARM_N];
-} warm_job;
-
-static void warm_task(void *arg, int64_t task, uint32_t worker) {
-  warm_job *j = arg;
-  float *c = ps__malloc(sizeof j->in);
-  atomic_fetch_add(&j->arrived, 1);
-  while (atomic_load(&j->arrived) < j->n_workers) sched_yield();
-  for (int r = 0; c && r < WARM_ROUNDS; r++)
-    ps__cpu_sgemm(false, false, WARM_N, WARM_N, WARM_N, 1.0f, j->in, WARM_N, j->in, WARM_N, 0.0f, c, WARM_N);
-  ps__free(c);
+/* As many at a time as threads will multiply: a buffer that is given back stays mapped and serves whichever product is next. */
+static ps_status make_buffers(uint32_t n) {
+  if (n_buffers >= n) return PS_OK;
+  if (!sgemm) PS_TRY(blas_open());
+  PS_TRY(try_memory((size_t)BLAS_BUFFER_BYTES * n, "OpenBLAS's buffers"));
+  void **held = ps__calloc(n, sizeof *held);
+  if (!held) return ps__fail(PS_ENOMEM, "out of memory for OpenBLAS's buffers");
+  uint32_t got = 0;
+  while (got < n && (held[got] = buffer_alloc(0))) got++;
+  for (uint32_t i = 0; i < got; i++) buffer_free(held[i]);
+  ps__free(held);
+  if (got < n) return ps__fail(PS_ENOMEM, "OpenBLAS has buffers for %u threads, %u are wanted: give fewer --threads", got, n);
+  atomic_store(&n_buffers, n);
+  return PS_OK;
 }
 
-void ps__cpu_blas_warm(ps__pool *pool) {
-  pthread_once(&blas_once, blas_one_thread);
-  warm_job *job = ps__calloc(1, sizeof *job);
-  if (!job) return; /* the first step then is a little slower */
-  job->n_workers = ps__pool_size(pool);
-  ps__pool_run(pool, job->n_workers, warm_task, job);
-  ps__free(job);
+ps_status ps__cpu_blas_ready(uint32_t n_threads) {
+  if (atomic_load(&n_buffers) >= n_threads) return PS_OK;
+  pthread_mutex_lock(&blas_lock);
+  const ps_status st = make_buffers(n_threads);
+  pthread_mutex_unlock(&blas_lock);
+  return st;
 }
 
 /* ---- tiles ---------------------------------------------------------------------------------------------------------- */
@@ -180,7 +226,7 @@ static ps_status gemm(const ps_launch *l) {
   if (!a->m || !a->n || !a->k || a->lda < cols_a || a->ldb < cols_b || a->ldc < a->n)
     return ps__fail(PS_EINVAL, "gemm %ux%ux%u with leading dimensions %u, %u, %u: sizes must be positive and rows fit", a->m, a->n, a->k,
                     a->lda, a->ldb, a->ldc);
-  pthread_once(&blas_once, blas_one_thread);
+  PS_TRY(ps__cpu_blas_ready(ps__pool_size(((const ps__cpu_exec *)l->exec)->pool)));
   gemm_job job = {.a = a, .exec = l->exec, .t = tile_product(a), .pa = l->ptr[0], .pb = l->ptr[1], .pc = l->ptr[2]};
   uint32_t next = 3;
   if (a->has_bias) job.bias = l->ptr[next++];
