@@ -134,6 +134,19 @@ def test_a_wrong_description_is_refused_by_the_fields_name(profiled, tmp_path, c
         Hardware.read(changed(profiled, tmp_path / "a.json", **change))
 
 
+def test_a_described_machine_is_planned_for_with_the_host_memory_that_is_given(profiled, tmp_path):
+    """--host-mem is what the machine planned for has, however little FILE says; without it FILE's memory is the limit."""
+    config(tmp_path, vocab_size=32768, hidden_size=512)  # 300 MB at home
+    command = [BINARY, "plan", "--model", tmp_path, "--seq-len", "64", "--json", "--hardware", changed(profiled, tmp_path / "a.json", host_memory_bytes=100 << 20)]
+    planned = subprocess.run([*command, "--host-mem", "2GiB"], capture_output=True, text=True, check=True)
+    plan = json.loads(planned.stdout)
+    assert 100 << 20 < plan["host_bytes"] <= plan["host_cap_bytes"] == 2 << 30
+    grid = subprocess.run([*command, "--grid-device", "1TiB", "--grid-host", "2GiB"], capture_output=True, text=True, check=True)
+    assert json.loads(grid.stdout)["tokens_per_s"][0][0] > 0
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 2 and "the machine has 100.0 MiB" in refused.stderr
+
+
 @pytest.mark.parametrize("name", ["rtx4090", "rtx5090"])
 def test_the_described_machines_are_planned_for_as_estimates(name):
     hardware = Hardware.read(ROOT / f"docs/hardware-{name}.json")

@@ -16,11 +16,13 @@ static int parse_side(const cli_texts *texts, const char *option, uint64_t out[M
 /* Tokens per second of the fastest plan under both caps; 0 where none fits. */
 static int predict(const cli_job *job, uint64_t device, uint64_t host, double *out) {
   ps_plan_config cfg = job->plan_config;
+  ps_hardware hardware = job->hardware;
   ps_plan_report report = {.struct_bytes = sizeof report};
   ps_plan *plan = NULL;
   cfg.device_bytes = device;
   cfg.host_bytes = host;
-  ps_status st = ps_plan_create(&plan, &job->config, &cfg, &job->hardware);
+  hardware.host_memory_bytes = 0; /* as for --host-mem: the machine planned for has what was given */
+  ps_status st = ps_plan_create(&plan, &job->config, &cfg, &hardware);
   *out = 0;
   if (st == PS_EBUDGET)
     return CLI_OK;

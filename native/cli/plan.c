@@ -43,8 +43,8 @@ int cli_plan(int argc, char **argv) {
       .usage = "plan --model DIR --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
       .about = "Searches the fastest plan of a step under both caps and prints it: chunks and rounds, what stays on the device, what\n"
                "travels, what is recomputed, the memory of both arenas, the predicted step time and its bottleneck. Reads the model's\n"
-               "config.json only. Caps that are too small are refused with what is missing; a --host-mem larger than this machine's\n"
-               "memory is planned for all the same.",
+               "config.json only. Caps that are too small are refused with what is missing; a --host-mem larger than the\n"
+               "machine's memory, this one's or --hardware's, is planned for all the same.",
       .example = "penstock plan --model my_8B_model --seq-len 8192 --device-mem 24GiB --host-mem 96GiB",
       .options = options,
   };
