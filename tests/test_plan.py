@@ -164,6 +164,13 @@ def test_an_embedding_at_home_costs_its_rows_on_the_link(tmp_path):
     assert to_device - at_the_turn <= r["h2d_bytes"] <= to_device and at_the_turn < table * rounds
 
 
+def test_a_plan_does_not_depend_on_what_the_process_did_since_the_first(tmp_path):
+    model, ask = config(tmp_path), {"seq_len": 64, "hardware": rates()}
+    first = Plan(model, host_mem="400MiB", **ask)
+    held = np.ones(64 * MIB // 8)
+    assert Plan(model, host_mem="400MiB", **ask).json() == first.json() and held.all()
+
+
 def test_stalls_are_the_gaps_of_each_stream(tmp_path):
     """Over a slow link compute waits for parameters above all; what the stalls of a stream add up to is what lies between its ops."""
     plan = Plan(config(tmp_path), hardware=rates(copy=5e7), device_mem=Plan.smallest(config(tmp_path), hardware=rates(), seq_len=128, tokens_per_step=512)[0],

@@ -44,7 +44,8 @@ typedef struct ps_plan_config {
                                  faster, and there on GPUs on which no library finds documents. 0 is always right */
   uint32_t keep_grads;        /* 1: gradients come home also where the update runs on the device, for ps_trainer_read_grad() */
   uint32_t reserved;
-  uint64_t reserve_bytes;     /* host memory of the process besides the arena; 0: from the process as it stands */
+  uint64_t reserve_bytes;     /* host memory of the process besides the arena; 0: from what the process held when it first asked
+                                 for a hardware description or a plan, so that no plan depends on those before it */
 } ps_plan_config;
 
 /* Of a saved tensor. FIRST: sent home in a step's first round, where it may lie in the home of a gradient that has no contribution yet; recomputed in the others. */

@@ -91,6 +91,7 @@ uint32_t ps__n_cpus(void);               /* CPUs this process may use: affinity 
 uint64_t ps__host_memory_limit(void);    /* BYTES: min of physical memory, cgroup v1/v2 limit, SLURM_MEM_PER_NODE */
 uint64_t ps__host_memory_free(void);     /* BYTES that can be had without swapping, as the system tells; within that limit less what this process holds */
 uint64_t ps__resident_bytes(void);       /* VmRSS of this process now */
+uint64_t ps__process_bytes(void);        /* the same when this was first called; any thread */
 uint64_t ps__resident_peak_bytes(void);  /* VmHWM */
 /* The peak is counted from now on; free memory of the allocator goes back first. (Of the whole process: ru_maxrss follows.) */
 void ps__resident_peak_reset(void);

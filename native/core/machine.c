@@ -2,6 +2,7 @@
 #include "core.h"
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -157,6 +158,16 @@ static uint64_t field_bytes(const char *path, const char *field) {
 }
 
 uint64_t ps__resident_bytes(void) { return field_bytes("/proc/self/status", "VmRSS:"); }
+
+static uint64_t process_bytes;
+static void read_process(void) { process_bytes = ps__resident_bytes(); }
+
+uint64_t ps__process_bytes(void) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, read_process);
+  return process_bytes;
+}
+
 uint64_t ps__resident_peak_bytes(void) { return field_bytes("/proc/self/status", "VmHWM:"); }
 
 uint64_t ps__host_memory_free(void) {

@@ -25,6 +25,7 @@ static void cpu_name(char *out, size_t room) {
 
 ps_status ps__hardware_facts(ps_hardware *hw, uint32_t backend, uint32_t device, uint32_t n_threads) {
   memset(hw, 0, sizeof *hw);
+  (void)ps__process_bytes(); /* before a driver and measuring add to it */
   hw->struct_bytes = sizeof *hw;
   hw->backend = backend;
   hw->device = device;

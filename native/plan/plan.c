@@ -16,8 +16,8 @@ static uint64_t default_head_slice(const ps_model_config *m, ps_dtype dt, uint32
 }
 
 /* What the process holds besides arenas, scratch and tables, BYTES:
- *   what it held before (interpreter, libraries), rounded up so that asking twice
- *     gives one answer                                                                 to 8 MiB
+ *   what it held before (interpreter, libraries): read once, so that no plan depends
+ *     on those before it, and rounded up, so that the next process has the same answer to 8 MiB
  *   OpenBLAS's packed panels, a compute thread: tiles of at most 1024 by 1024, blocks
  *     of at most 512 deep, fp32: 2 panels of 1024 x 512 x 4                            4 MiB
  *   stack and allocator of a thread; streams: compute and host with n threads, 3 more  256 KiB
@@ -28,7 +28,7 @@ static uint64_t default_head_slice(const ps_model_config *m, ps_dtype dt, uint32
 static uint64_t default_reserve(const ps_hardware *hw) {
   const uint64_t panels = 2ull * 1024 * 512 * 4, thread = 256 << 10, fixed = 8 << 20, step = 8 << 20;
   const uint64_t driver = hw->backend == PS_BACKEND_CUDA ? 1ull << 30 : 0;
-  return (ps__resident_bytes() + step - 1) / step * step + driver + hw->n_threads * panels + (2ull * hw->n_threads + 3) * thread + fixed;
+  return (ps__process_bytes() + step - 1) / step * step + driver + hw->n_threads * panels + (2ull * hw->n_threads + 3) * thread + fixed;
 }
 
 /* Nothing that is kept in 32 bits from here on can wrap. */
@@ -112,9 +112,10 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
     return ps__fail(PS_EBUDGET, "needs %s of host memory, %s given: raise --host-mem, or lower --tokens-per-step "
                     "(the smallest plan takes %llu bytes)", ps__format_bytes(need, r->smallest_host), ps__format_bytes(cap, c->host_bytes),
                     (unsigned long long)r->smallest_host);
+  const bool machine = p->hw.host_memory_bytes != 0;
   return ps__fail(PS_EBUDGET, "no plan fits: the nearest needs %s of device memory and %s of host memory, of which %s is for the process "
-                  "itself; the machine has %s in all", dev, host, ps__format_bytes(need, c->reserve_bytes),
-                  ps__format_bytes(cap, p->hw.host_memory_bytes));
+                  "itself%s%s%s", dev, host, ps__format_bytes(need, c->reserve_bytes), machine ? "; the machine has " : "",
+                  machine ? ps__format_bytes(cap, p->hw.host_memory_bytes) : "", machine ? " in all" : "");
 }
 
 static void fill_report(ps_plan *p, const ps__search_result *r) {

@@ -1,5 +1,6 @@
 /* refine.c - from the fastest members of a large family on: what lies between the members. */
 #include "look.h"
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -34,7 +35,8 @@ static bool moved(const ps__search_state *s, ps__member *m, int what, int by) {
 static ps_status fill_device(ps__search_state *s, ps__member *m, uint64_t taken, double *out_ns, uint64_t *out_taken) {
   const double part = ps__family_share_bytes(&s->family, m);
   const uint64_t cap = s->device_cap;
-  int room = cap == UINT64_MAX ? PS__SHARES : (int)(((double)cap - (double)taken) / part), share = m->device + room;
+  const double room = cap == UINT64_MAX ? PS__SHARES : trunc(((double)cap - (double)taken) / part); /* a tiny part: more than an int holds */
+  int share = room > PS__SHARES ? PS__SHARES : room < -PS__SHARES ? -1 : m->device + (int)room;
   *out_ns = 0;
   for (int tries = 0; tries < 4; tries++) {
     ps__look z;

@@ -127,7 +127,7 @@ class Plan:
     recipe "fp32", "fp32-master" or "bf16". chunk_tokens, chunks_per_round, first_round_chunks 0: the planner chooses. clip: exact global-norm
     clipping will be used. one_document: every sequence is one document (faster attention on a GPU; the trainer then refuses document tokens).
     deterministic: the same bits in every run on a GPU too. reserve: host
-    memory of the process besides what the plan places, bytes or "1GiB" (None: from the process as it stands). keep_grads: gradients come home wherever the update runs, for Trainer.grad(). Raises InvalidError, BudgetError (what is missing and the nearest plan that fits).
+    memory of the process besides what the plan places, bytes or "1GiB" (None: from what the process held when it first asked for a Hardware or a Plan). keep_grads: gradients come home wherever the update runs, for Trainer.grad(). Raises InvalidError, BudgetError (what is missing and the nearest plan that fits).
     """
 
     def __init__(self, model: ModelConfig, *, seq_len: int, device_mem=None, host_mem=None, tokens_per_step: int = 0,
