@@ -157,8 +157,9 @@ typedef struct cli_progress {
 } cli_progress;
 double cli_now_s(void);
 void cli_progress_begin(cli_progress *p, const cli_job *job);
-void cli_progress_load(void *progress, const char *what, uint64_t done_bytes, uint64_t total_bytes);
+void cli_progress_load(cli_progress *p, const char *what, uint64_t done_bytes, uint64_t total_bytes);
 void cli_progress_step(cli_progress *p, const ps_step_metrics *m, uint64_t n_done);
+void cli_progress_count(cli_progress *p, const char *what, uint64_t done, uint64_t total); /* "plan 3 of 12, 8 s" */
 void cli_progress_note(cli_progress *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 void cli_progress_end(cli_progress *p); /* closes an open line */
 

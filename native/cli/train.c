@@ -305,7 +305,6 @@ static int save(const cli_job *job, ps_trainer *t, cli_progress *p, cli_run_resu
 
 static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
   FILE *metrics = NULL;
-  cli_progress_note(p, "plan\n%s", ps_plan_text(job->plan));
   if (!job->quiet)
     atomic_store(&first_words, job->out ? "\npenstock: stopping after the steps in flight, then saving; Ctrl-C again stops at once\n"
                                         : "\npenstock: stopping after the steps in flight; Ctrl-C again stops at once\n");
@@ -330,6 +329,29 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   else if (code == CLI_OK && !job->quiet)
     cli_summary_print(stdout, job, r);
   return code == CLI_OK && r->interrupted ? CLI_INTERRUPTED : code;
+}
+
+/* What will happen, before the minutes that reserving memory and loading may take. */
+static void show_plan(const cli_job *job, cli_progress *p) {
+  const double long_s = 180;
+  char time[32];
+  cli_progress_note(p, "plan\n%s", ps_plan_text(job->plan));
+  if (job->report.step_s > long_s)
+    cli_progress_note(p, "the first step is predicted to take %s: lower --%s (%llu now), or take a smaller model or a faster device", cli_duration(time, job->report.step_s),
+                      job->report.n_sequences > 1 ? "tokens-per-step" : "seq-len", (unsigned long long)job->report.tokens_per_step);
+}
+
+typedef struct opening {
+  const cli_job *job;
+  cli_progress *p;
+} opening;
+
+/* The trainer's first word says that the model directory is as it should be. */
+static void on_progress(void *user, const char *what, uint64_t done_bytes, uint64_t total_bytes) {
+  opening *o = user;
+  if (!o->p->loading)
+    show_plan(o->job, o->p);
+  cli_progress_load(o->p, what, done_bytes, total_bytes);
 }
 
 int cli_train_job(cli_job *job) {
@@ -362,7 +384,7 @@ int cli_train_job(cli_job *job) {
   cfg.total_steps = job->steps;
   if (!job->quiet)
     ps_log_set(print_warning, NULL);
-  st = ps_trainer_create(&t, job->model, job->plan, &cfg, cli_progress_load, &p);
+  st = ps_trainer_create(&t, job->model, job->plan, &cfg, on_progress, &(opening){job, &p});
   cli_progress_end(&p);
   cli_run_result r = {.n_wanted = job->steps};
   code = st == PS_OK ? run_and_save(job, t, &p, &r) : cli_fail_status(st, true);

@@ -73,12 +73,8 @@ static ps_status check_tensor(const ps_trainer *t, const ps_tensor_info *info, c
 }
 
 static ps_status load_param(ps_trainer *t, ps_tensor_file *f, const ps_param_info *p) {
-  ps_tensor_info info;
   bool fp32;
   const uint64_t idx = ps_tensors_find(f, p->name);
-  if (idx == UINT64_MAX) return ps__fail(PS_EFORMAT, "%s: tensor %s is missing from its safetensors", t->model_dir, p->name);
-  PS_TRY(ps_tensors_info(f, idx, &info));
-  PS_TRY(check_tensor(t, &info, p));
   char *dst = ps__truth(t, p->unit, p->offset, &fp32);
   for (uint64_t first = 0; first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
@@ -104,20 +100,58 @@ static ps_status check_unknown(const ps_trainer *t, const ps_tensor_file *f) {
   return PS_OK;
 }
 
-ps_status ps__trainer_load(ps_trainer *t, ps_progress_fn progress, void *progress_user) {
+static ps_status check_known(const ps_trainer *t, const ps_tensor_file *f) {
+  for (uint32_t i = 0; i < ps_model_n_params(&t->plan->model); i++) {
+    ps_tensor_info info;
+    ps_param_info p;
+    PS_TRY(ps_model_param(&t->plan->model, i, &p));
+    const uint64_t idx = ps_tensors_find(f, p.name);
+    if (idx == UINT64_MAX) return ps__fail(PS_EFORMAT, "%s: tensor %s is missing from its safetensors", t->model_dir, p.name);
+    PS_TRY(ps_tensors_info(f, idx, &info));
+    PS_TRY(check_tensor(t, &info, &p));
+  }
+  return PS_OK;
+}
+
+ps_status ps__trainer_open_weights(const ps_trainer *t, ps_tensor_file **out) {
+  PS_TRY(ps_tensors_open(out, t->model_dir));
+  ps_status st = check_unknown(t, *out);
+  if (st == PS_OK) st = check_known(t, *out);
+  if (st != PS_OK) ps_tensors_close(*out);
+  return st;
+}
+
+ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress, void *progress_user) {
   const ps_model_config *m = &t->plan->model;
   const uint64_t total = ps_model_n_elements(m) * (t->plan->cfg.recipe == PS_RECIPE_BF16 ? 2 : 4);
   uint64_t done = 0;
-  ps_tensor_file *f = NULL;
-  PS_TRY(ps_tensors_open(&f, t->model_dir));
-  ps_status st = check_unknown(t, f);
-  for (uint32_t i = 0; st == PS_OK && i < ps_model_n_params(m); i++) {
+  for (uint32_t i = 0; i < ps_model_n_params(m); i++) {
     ps_param_info p;
-    st = ps_model_param(m, i, &p);
-    if (st == PS_OK) st = load_param(t, f, &p);
+    PS_TRY(ps_model_param(m, i, &p));
+    PS_TRY(load_param(t, f, &p));
     done += p.n * (t->plan->cfg.recipe == PS_RECIPE_BF16 ? 2 : 4);
-    if (st == PS_OK && progress) progress(progress_user, "loading weights", done, total);
+    if (progress) progress(progress_user, "loading weights", done, total);
   }
-  ps_tensors_close(f);
-  return st;
+  return PS_OK;
+}
+
+/* ---- looking for what is not finite ------------------------------------------------------------------------------------------------ */
+
+/* A float is not finite where all bits of its exponent are set; bf16 is the upper half of one. */
+static bool all_finite(const void *values, uint64_t n, bool fp32) {
+  const uint32_t *single = values;
+  const uint16_t *half = values;
+  bool ok = true;
+  for (uint64_t i = 0; i < n; i++) ok &= ((fp32 ? single[i] : (uint32_t)half[i] << 16) & 0x7f800000u) != 0x7f800000u;
+  return ok;
+}
+
+bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out) {
+  for (uint32_t i = 0; i < ps_model_n_params(&t->plan->model); i++) {
+    bool fp32;
+    if (ps_model_param(&t->plan->model, i, out) != PS_OK) return false;
+    const void *values = ps__truth(t, out->unit, out->offset, &fp32);
+    if (!all_finite(values, out->n, fp32)) return true;
+  }
+  return false;
 }

@@ -145,6 +145,19 @@ static ps_status check_model(const ps_trainer *t) {
   return PS_OK;
 }
 
+/* @weights: NULL where they are drawn. */
+static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_progress_fn progress, void *progress_user) {
+  ps__resident_peak_reset(); /* what measuring the machine and planning took does not count as this run's */
+  const uint64_t bytes = t->plan->report.device_arena_bytes + t->plan->report.host_arena_bytes;
+  if (progress) progress(progress_user, "reserving memory", 0, bytes);
+  PS_TRY(open_engine(t));
+  if (progress) progress(progress_user, "preparing kernels", bytes, bytes);
+  PS_TRY(ps__engine_warm(t->engine, t->plan->schedule));
+  PS_TRY(note_memory(t, true));
+  return weights ? ps__trainer_load(t, weights, progress, progress_user) : ps__trainer_init(t, progress, progress_user);
+}
+
+/* What is wrong with the model directory is found before anything is reserved. */
 static ps_status open_trainer(ps_trainer *t, ps_progress_fn progress, void *progress_user) {
   const ps_train_config *c = &t->cfg;
   t->lr = (ps__lr_schedule){.kind = c->lr_kind, .warmup_steps = c->warmup_steps, .total_steps = c->total_steps,
@@ -154,14 +167,11 @@ static ps_status open_trainer(ps_trainer *t, ps_progress_fn progress, void *prog
   if (!t->tokens || !t->targets) return ps__fail(PS_ENOMEM, "out of memory for a batch");
   PS_TRY(check_model(t));
   PS_TRY(make_segments(t));
-  ps__resident_peak_reset(); /* what measuring the machine and planning took does not count as this run's */
-  const uint64_t bytes = t->plan->report.device_arena_bytes + t->plan->report.host_arena_bytes;
-  if (progress) progress(progress_user, "reserving memory", 0, bytes);
-  PS_TRY(open_engine(t));
-  if (progress) progress(progress_user, "preparing kernels", bytes, bytes);
-  PS_TRY(ps__engine_warm(t->engine, t->plan->schedule));
-  PS_TRY(note_memory(t, true));
-  return c->init_weights ? ps__trainer_init(t, progress, progress_user) : ps__trainer_load(t, progress, progress_user);
+  ps_tensor_file *weights = NULL;
+  if (!c->init_weights) PS_TRY(ps__trainer_open_weights(t, &weights));
+  const ps_status st = reserve_and_load(t, weights, progress, progress_user);
+  ps_tensors_close(weights);
+  return st;
 }
 
 /* Run the preamble, if the plan has one, and open the run of steps: at the first submit, so that parameters written until then count. */
@@ -234,6 +244,11 @@ static ps_status stick(ps_trainer *t, ps_status st) {
     if (t->run) ps__run_rest(t->run); /* weights at home may be read and saved */
     if ((st == PS_EDEVICE || st == PS_ECANCELLED) && atomic_load(&t->updating) > atomic_load(&t->ended))
       snprintf(why + strlen(why), amid, "; it came amid a step's updates: weights in host memory, and a model saved from them now, may be of two steps");
+    ps_param_info p;
+    if (st == PS_ENUMERIC && ps__trainer_find_nonfinite(t, &p))
+      snprintf(why, all, t->n_reported ? "step %llu: %s has weights that are not finite since the step before: lower --lr, or add --warmup-steps"
+                                       : "step %llu: %s has weights that are not finite before anything was trained: take another model, this one is damaged",
+               (unsigned long long)(t->cfg.first_step + t->n_reported), p.name);
   }
   return ps__fail(t->sticky, "%s", t->sticky_message);
 }

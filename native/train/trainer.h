@@ -41,8 +41,11 @@ struct ps_trainer {
 
 /* What the program's host ops do (hooks.c). */
 ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);
-/* Read the model directory's tensors into their homes (params.c). */
-ps_status ps__trainer_load(ps_trainer *t, ps_progress_fn progress, void *progress_user);
+/* Open the model directory's tensors, all that the model has and no others, in its shapes; then read them into their homes (params.c). @out is the caller's. */
+ps_status ps__trainer_open_weights(const ps_trainer *t, ps_tensor_file **out);
+ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress, void *progress_user);
+/* The first parameter at home with a value that is not finite; false where there is none (params.c). */
+bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out);
 /* Or draw them (init.c). */
 ps_status ps__trainer_init(ps_trainer *t, ps_progress_fn progress, void *progress_user);
 /* The bf16 copy that travels follows its master, where there is one (params.c). */

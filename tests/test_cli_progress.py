@@ -1,0 +1,102 @@
+"""What the binary says while it works and when it is done: a progress line that fits the terminal, the plan before the weights, a slow step, the summary."""
+import fcntl
+import json
+import os
+import pty
+import re
+import shutil
+import struct
+import subprocess
+import termios
+
+import numpy as np
+import pytest
+
+from conftest import ROOT
+from test_cli import BINARY, edit_config, job, penstock, refused, words  # noqa: F401 (job is a fixture)
+
+
+def on_terminal(columns, *args, env=None):
+    """Run with stderr on a terminal of so many columns; what came there."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    process = subprocess.Popen([str(a) for a in (BINARY, *args)], stderr=theirs, stdout=subprocess.DEVNULL, env={**os.environ, **(env or {})})
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # the terminal's other end is closed
+            break
+        seen += piece
+    os.close(ours)
+    assert process.wait() == 0, seen
+    return seen.decode()
+
+
+# ---- the progress line ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns,says", [
+    (200, r"step 40/40  loss [\d.]+  \d+ tok/s  ETA 0s  device [\d.]+ \wiB/[\d.]+ \wiB  host [\d.]+ \wiB/[\d.]+ \wiB"),
+    (80, r"step 40/40  loss [\d.]+  \d+ tok/s  ETA 0s  device \d+%  host \d+%"),
+    (40, r"step 40/40  loss [\d.]+  ETA 0s"),
+    (12, r"step 40/40"),
+])
+def test_the_progress_line_fits_the_terminal_and_is_redrawn_in_place(job, tmp_path, columns, says):
+    seen = on_terminal(columns, "train", *words(job | {"--steps": 40, "--run-dir": tmp_path}))
+    drawn = re.findall(r"\r\x1b\[K([^\r]*)", seen)
+    steps = [text for text in drawn if text.startswith("step ")]
+    assert len(steps) > 1 and re.fullmatch(says, steps[-1].strip("\n")), steps
+    assert all(len(text.strip("\r\n")) < columns for text in drawn)
+    assert not any("\n" in text for text in steps[:-1])
+
+
+# ---- before the first step ---------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_is_shown_before_anything_is_reserved_or_loaded(job, tmp_path):
+    """A machine that refuses the arenas is told after the plan: a limit of address space stands for it."""
+    penstock("plan", "--model", job["--model"], "--seq-len", 64)  # rates are measured
+    limited = ["bash", "-c", 'ulimit -v $((1 << 20)); exec "$@"', "_", BINARY, "train", *words(job | {"--tokens-per-step": 64 * 2048, "--chunk-tokens": 64 * 2048,
+               "--device-mem": "100GiB", "--host-mem": "1GiB", "--run-dir": tmp_path})]
+    done = subprocess.run([str(w) for w in limited], capture_output=True, text=True, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+    assert done.returncode == 2 and re.match(r"penstock: plan\n.*GiB of memory refused", done.stderr, re.S), done.stderr
+
+
+def test_a_tensor_of_another_shape_is_refused_before_the_plan_is_shown(job, tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    edit_config(tmp_path / "model", intermediate_size=400)
+    refused(penstock("train", *words(job | {"--model": tmp_path / "model"}), cwd=tmp_path), "mlp")
+
+
+def test_a_step_of_minutes_is_said_before_it_begins(job, tiny_model, tmp_path):
+    """Rates a millionth of this machine's foretell a step of minutes, which then takes none."""
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    penstock("plan", "--model", tiny_model, "--seq-len", 64, env=cache)
+    (file,) = (tmp_path / "cache/penstock").iterdir()
+    rates = json.loads(file.read_text(), parse_float=lambda number: float(number) * (1e-6 if float(number) > 1e8 else 1))
+    file.write_text(json.dumps(rates))
+    done = penstock("train", *words(job | {"--run-dir": tmp_path / "run"}), env=cache)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"penstock: the first step is predicted to take \d+[mh]\d\d[sm]: lower --tokens-per-step \(512 now\), or take a smaller model or a faster device",
+                     done.stderr), done.stderr
+    assert "predicted to take" not in penstock("train", *words(job | {"--run-dir": tmp_path / "run"})).stderr
+
+
+# ---- weights that are not finite ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.2.mlp.up_proj.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(job, tiny_model, tmp_path, name, value):
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(tiny_model, tmp_path / "model")
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    tensors[name] = np.array(tensors[name])
+    tensors[name].reshape(-1)[3] = value
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    done = penstock("train", *words(job | {"--model": tmp_path / "model", "--recipe": "fp32", "--run-dir": tmp_path}))
+    assert done.returncode == 1 and f"step 0: {name} has weights that are not finite before anything was trained" in done.stderr, done.stderr
+    assert "--lr" not in done.stderr
