@@ -96,8 +96,32 @@ uint64_t ps__resident_peak_bytes(void);  /* VmHWM */
 /* The peak is counted from now on; free memory of the allocator goes back first. (Of the whole process: ru_maxrss follows.) */
 void ps__resident_peak_reset(void);
 
-/* ---- JSON: a small strict reader (RFC 8259; duplicate keys refused; depth <= 64) and a writer ------------------------- */
+/* ---- JSON: a small strict reader (RFC 8259; depth <= 64): as events, or as a tree; and a writer ------------------------- */
 typedef enum ps__json_kind { PS_JSON_NULL, PS_JSON_BOOL, PS_JSON_NUMBER, PS_JSON_STRING, PS_JSON_ARRAY, PS_JSON_OBJECT } ps__json_kind;
+
+/* A document's values in order, in the memory of the longest key and value. Duplicate keys are not looked for. */
+typedef struct ps__json_scan ps__json_scan;
+typedef struct ps__json_event {
+  ps__json_kind kind;     /* of a value; an array or object begins here */
+  bool end;               /* no value: the innermost array or object ends here, or outside of all the document */
+  bool truth;             /* a bool's value */
+  const char *key;        /* of a member of an object, NUL-terminated; as @text until the next call */
+  size_t key_bytes;
+  const char *text;       /* a string, or a number as it is written; NUL-terminated */
+  size_t bytes;
+} ps__json_event;
+/* @bytes of a file from @offset on, read in pieces of 64 KiB; a key and its value have at most @max_text bytes. @fd and @name are
+ * borrowed until the scan is closed. */
+ps_status ps__json_scan_file(ps__json_scan **out, int fd, uint64_t offset, uint64_t bytes, size_t max_text, const char *name);
+ps_status ps__json_scan_text(ps__json_scan **out, const char *text, size_t bytes, const char *name); /* both borrowed */
+ps_status ps__json_scan_next(ps__json_scan *s, ps__json_event *e);
+ps_status ps__json_scan_skip(ps__json_scan *s, const ps__json_event *begin); /* past what began with the last event */
+ps_status ps__json_scan_fail(const ps__json_scan *s, const char *what);      /* PS_EFORMAT with the name and the line */
+void ps__json_scan_close(ps__json_scan *s);
+bool ps__json_text_uint64(const char *text, size_t bytes, uint64_t *out);    /* as ps__json_uint64() */
+
+/* A tree. Duplicate keys are refused. */
+enum { PS__MAX_CONFIG_BYTES = 1 << 20 };                                /* of a config.json */
 typedef struct ps__json ps__json; /* a node; the tree is freed as a whole through its root */
 /* Parse @bytes of UTF-8. @name is used in messages ("config.json: line 3: ..."). PS_EFORMAT, PS_ENOMEM. */
 ps_status ps__json_parse(ps__json **out, const char *text, size_t bytes, const char *name);
@@ -110,6 +134,7 @@ const char *ps__json_key(const ps__json *j, size_t i);                  /* i-th 
 const ps__json *ps__json_get(const ps__json *j, const char *key);       /* NULL when absent or not an object */
 const char *ps__json_string(const ps__json *j, size_t *bytes);          /* NULL unless a string; NUL-terminated too */
 double ps__json_number(const ps__json *j, double fallback);
+const char *ps__json_number_text(const ps__json *j);                    /* as it is written; NULL unless a number */
 bool ps__json_uint64(const ps__json *j, uint64_t *out);                 /* true when an exact non-negative integer */
 bool ps__json_bool(const ps__json *j, bool fallback);
 
