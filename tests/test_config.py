@@ -61,6 +61,7 @@ def test_rope_scaling_in_all_spellings(tmp_path):
     c = ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling={"type": "linear", "factor": 4})))
     assert (c.rope_scaling, c.rope_factor) == (1, 4)
     assert ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling={"rope_type": "default"}))).rope_scaling == 0
+    assert ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling={"rope_type": "linear", "type": "linear", "factor": 4}))).rope_scaling == 1
     c = ps.read_config(save(tmp_path, dict(without(LLAMA, "rope_theta"), rope_parameters=dict(LLAMA3, rope_theta=7e5))))
     assert (c.rope_scaling, c.rope_theta) == (2, 7e5)
 
@@ -103,6 +104,9 @@ def test_a_size_that_is_missing_or_absurd_is_named(tmp_path, key, value):
         (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), ["rope_type", "yarn", "llama3"]),
         (dict(rope_scaling={"type": "dynamic", "factor": 4.0}), ["rope_type", "dynamic"]),
         (dict(rope_scaling={"factor": 4.0}), ["rope_type"]),
+        (dict(rope_scaling={"rope_type": "linear", "type": "default", "factor": 4.0}), ['rope_type is "linear"', 'type is "default"', "agree"]),
+        (dict(rope_scaling={"rope_type": "linear", "type": 3, "factor": 4.0}), ['rope_type is "linear"', "type is a number"]),
+        (dict(rope_parameters=dict(LLAMA3, type="yarn")), ['rope_type is "llama3"', 'type is "yarn"']),
         (dict(rope_scaling={"type": "linear"}), ["factor", "missing"]),
         (dict(rope_scaling={"type": "linear", "factor": 0.5}), ["factor", "0.5"]),
         (dict(rope_scaling={"type": "linear", "factor": "2"}), ["factor"]),
@@ -115,6 +119,9 @@ def test_a_size_that_is_missing_or_absurd_is_named(tmp_path, key, value):
         (dict(rope_scaling=LLAMA3, rope_parameters=LLAMA3), ["rope_scaling", "rope_parameters"]),
         (dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)), ["rope_theta", "500000", "1e+06"]),
         (dict(rope_parameters=dict(rope_type="default", rope_theta=5e5, partial_rotary_factor=0.5)), ["partial_rotary_factor"]),
+        (dict(vocab_size=257.0), ["vocab_size is 257.0:", "point"]),
+        (dict(hidden_size=1e30), ["hidden_size is 1e+30:"]),
+        (dict(note="x" * 2**20), ["bytes", "at most 1048576"]),
         (dict(rope_theta=0), ["rope_theta", "0"]),
         (dict(rope_theta=1e300), ["rope_theta"]),
         (dict(rms_norm_eps=0), ["rms_norm_eps"]),

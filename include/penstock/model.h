@@ -48,7 +48,8 @@ typedef struct ps_model_config {
 
 /* ps_model_config_read() - from DIR/config.json or a config file itself; architectures LlamaForCausalLM, Qwen2ForCausalLM
  * and Qwen3ForCausalLM (dense). A feature that would change the math and is not supported (sliding window in use, other
- * activations, other rope types, quantized weights) is refused by name. Errors: PS_EIO; PS_EFORMAT names file, field, value, limit. */
+ * activations, other rope types, quantized weights) is refused by name, and
+ * so is a file of more than 1 MiB. Errors: PS_EIO; PS_EFORMAT names file, field, value, limit. */
 PS_API ps_status ps_model_config_read(ps_model_config *out, const char *path);
 PS_API ps_status ps_model_config_check(const ps_model_config *cfg, const char *name_for_messages);
 

@@ -17,8 +17,8 @@ typedef struct ps_trainer ps_trainer;
 
 typedef enum ps_lr_kind { PS_LR_KIND_CONSTANT = 0, PS_LR_KIND_COSINE = 1, PS_LR_KIND_LINEAR = 2, PS_LR_KIND_WSD = 3 } ps_lr_kind;
 
-/* Fills the batch of one step: n_tokens tokens and targets, sequence after sequence (seq_len each); a target of -1 is
- * not counted. Runs on the io stream, one call at a time, possibly a step ahead. A negative return stops the run. */
+/* Fills the batch of one step: n_tokens tokens and targets, sequence after sequence (seq_len each); a target of -1 or
+ * -100 is not counted, another one that is no token id is PS_EFORMAT. Runs on the io stream, one call at a time, possibly a step ahead. A negative return stops the run. */
 typedef ps_status (*ps_batch_fn)(void *user, uint64_t step, int32_t *tokens, int32_t *targets, uint64_t n_tokens);
 
 enum { PS_MAX_STEPS = 1000000000 }; /* of a run, a schedule, a warmup; more is PS_EINVAL */

@@ -20,8 +20,7 @@ enum {
   MAX_HEADS = 1 << 14,
   MAX_HEAD_DIM = 1 << 12,
   MAX_FFN = 1 << 22,
-  MAX_POSITIONS = 1 << 30,
-  MAX_CONFIG_BYTES = 16 << 20
+  MAX_POSITIONS = 1 << 30
 };
 
 size_t ps_dtype_bytes(ps_dtype dtype) { return dtype == PS_F32 ? 4 : dtype == PS_BF16 ? 2 : 0; }
@@ -132,8 +131,8 @@ static ps_status get_uint(const reader *r, const ps__json *from, const char *key
   if (ps__json_type(v) != PS_JSON_NUMBER)
     return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be a whole number", r->path, key, kind_name(v));
   if (!ps__json_uint64(v, &u) || u >= UINT32_MAX)
-    return ps__fail(PS_EFORMAT, "%s: %s is %.17g: it must be a whole number, not negative and below 2^32", r->path, key,
-                    ps__json_number(v, 0));
+    return ps__fail(PS_EFORMAT, "%s: %s is %.40s: it must be a whole number (without a point or an exponent), not negative and below 2^32",
+                    r->path, key, ps__json_number_text(v));
   *out = (uint32_t)u;
   return PS_OK;
 }
@@ -266,13 +265,23 @@ static ps_status read_sizes(const reader *r, ps_model_config *c) {
   return PS_OK;
 }
 
-static ps_status read_scaling(const reader *r, const ps__json *s, ps_model_config *c) {
-  double factor = 0, low = 0, high = 0, partial = 0;
-  const ps__json *t = field(s, "rope_type");
-  if (!t) t = field(s, "type");
-  const char *type = ps__json_string(t, NULL);
+/* The type under its two names; where both are there, transformers goes by the older one. */
+static ps_status read_rope_type(const reader *r, const ps__json *s, const char **out) {
+  const ps__json *t = field(s, "rope_type"), *old = field(s, "type");
+  const char *type = ps__json_string(t ? t : old, NULL), *old_type = ps__json_string(old, NULL);
   if (!type) return ps__fail(PS_EFORMAT, "%s: the RoPE parameters have no rope_type: \"default\", \"linear\" or \"llama3\" is "
                              "needed", r->path);
+  if (old && (!old_type || strcmp(type, old_type)))
+    return ps__fail(PS_EFORMAT, "%s: the RoPE parameters' rope_type is \"%.60s\", but their type is %s%.60s%s: they must agree", r->path,
+                    type, old_type ? "\"" : "", old_type ? old_type : kind_name(old), old_type ? "\"" : "");
+  *out = type;
+  return PS_OK;
+}
+
+static ps_status read_scaling(const reader *r, const ps__json *s, ps_model_config *c) {
+  double factor = 0, low = 0, high = 0, partial = 0;
+  const char *type = NULL;
+  PS_TRY(read_rope_type(r, s, &type));
   PS_TRY(get_number(r, s, "partial_rotary_factor", 1, &partial));
   if (partial != 1) return ps__fail(PS_EFORMAT, "%s: partial_rotary_factor is %g: only 1 is supported", r->path, partial);
   if (field(s, "mrope_section")) return ps__fail(PS_EFORMAT, "%s: mrope_section is set: multimodal RoPE is not supported", r->path);
@@ -348,7 +357,7 @@ ps_status ps_model_config_read(ps_model_config *out, const char *path) {
   memcpy(file, path, n);
   memcpy(file + n, tail, k + 1);
   ps__json *j = NULL;
-  ps_status r = ps__json_read_file(&j, file, MAX_CONFIG_BYTES);
+  ps_status r = ps__json_read_file(&j, file, PS__MAX_CONFIG_BYTES);
   if (r == PS_OK) r = read_config(&(reader){.j = j, .path = file}, out);
   ps__json_free(j);
   ps__free(file);

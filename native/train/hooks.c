@@ -17,15 +17,23 @@ static ps_status read_dataset(ps_trainer *t, uint64_t step) {
   return PS_OK;
 }
 
+enum { NOT_COUNTED = -1, TORCH_NOT_COUNTED = -100 /* ignore_index of torch.nn.CrossEntropyLoss */ };
+
+/* Checks tokens and targets, and brings the targets that are not counted to the one value that kernels know. */
 static ps_status check_batch(const ps_trainer *t, uint64_t step, uint64_t *valid) {
   const uint64_t n = t->plan->layout.n_tokens, s = t->plan->cfg.seq_len;
   const int32_t vocab = (int32_t)t->plan->model.vocab_size;
   *valid = 0;
   for (uint64_t i = 0; i < n; i++) {
-    if (t->tokens[i] < 0 || t->tokens[i] >= vocab || t->targets[i] >= vocab)
-      return ps__fail(PS_EFORMAT, "step %llu, sequence %llu, position %llu: token %d or target %d is past the vocabulary of %d",
-                      (unsigned long long)step, (unsigned long long)(i / s), (unsigned long long)(i % s), t->tokens[i], t->targets[i], vocab);
-    *valid += t->targets[i] >= 0;
+    const int32_t token = t->tokens[i], target = t->targets[i] == TORCH_NOT_COUNTED ? NOT_COUNTED : t->targets[i];
+    if (token < 0 || token >= vocab)
+      return ps__fail(PS_EFORMAT, "step %llu, sequence %llu, position %llu: token %d is no id of the vocabulary of %d",
+                      (unsigned long long)step, (unsigned long long)(i / s), (unsigned long long)(i % s), token, vocab);
+    if (target < NOT_COUNTED || target >= vocab)
+      return ps__fail(PS_EFORMAT, "step %llu, sequence %llu, position %llu: target %d is no id of the vocabulary of %d: -1 or -100 says "
+                      "that a target is not counted", (unsigned long long)step, (unsigned long long)(i / s), (unsigned long long)(i % s), target, vocab);
+    t->targets[i] = target;
+    *valid += target >= 0;
   }
   if (*valid == 0) return ps__fail(PS_ENUMERIC, "step %llu has no valid target: its loss is undefined", (unsigned long long)step);
   return PS_OK;
@@ -80,8 +88,8 @@ static ps_status sum_loss(const ps_trainer *t, const ps_launch *l) {
   for (uint64_t i = 0; i < t->plan->layout.n_tokens; i++) sum += row[i];
   const double loss = sum / (double)batch->valid_tokens;
   if (!isfinite(loss))
-    return ps__fail(PS_ENUMERIC, "step %llu: the loss is %f; nothing was updated in this step: lower --lr, or look at the data",
-                    (unsigned long long)(t->cfg.first_step + l->step), loss);
+    return ps__fail(PS_ENUMERIC, "step %llu: the loss is %s; nothing was updated in this step: lower --lr, or look at the data",
+                    (unsigned long long)(t->cfg.first_step + l->step), isnan(loss) ? "not a number" : loss > 0 ? "infinite" : "minus infinity");
   ps__step_stats *stats = l->ptr[2];
   stats->loss = loss;
   stats->valid_tokens = batch->valid_tokens;

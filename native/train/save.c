@@ -113,7 +113,7 @@ static ps_status write_config(const char *from, int out, const char *to, ps_dtyp
   ps__jsonw *w = NULL;
   const char *const name = dtype == PS_BF16 ? "bfloat16" : "float32";
   bool named = false;
-  PS_TRY(ps__json_read_file(&config, from, 1 << 24));
+  PS_TRY(ps__json_read_file(&config, from, PS__MAX_CONFIG_BYTES));
   ps_status st = ps__jsonw_create(&w);
   if (st == PS_OK) {
     ps__jsonw_object(w, NULL);

@@ -120,7 +120,8 @@ def read_header(path: str | os.PathLike) -> ShardHeader:
     else:
         raise DataError(f"{path}: not a token shard that is known (first words {h[0]}, {h[1]})")
     if size != header.file_bytes:
-        raise DataError(f"{path}: {size} bytes, but its header of {header.n_tokens} tokens asks for {header.file_bytes}")
+        either = f", with masks {masked.file_bytes}" if header.format == "bin.tok" and h[6] > 1 else ""
+        raise DataError(f"{path}: {size} bytes, but its header of {header.n_tokens} tokens asks for {header.file_bytes}{either}")
     return header
 
 
