@@ -2,6 +2,8 @@
 import json
 import os
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -98,6 +100,65 @@ def test_reading_past_a_tensor_or_an_unconvertible_one_is_refused(tmp_path):
         ps.one_sentence(e.value.message, tmp_path / "x.safetensors", "ends at byte")
 
 
+# ---- memory ------------------------------------------------------------------------------------------------------------
+
+PEAK = """
+import sys; sys.path.insert(0, sys.argv[1])
+import io_native as ps
+def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
+before = peak()
+try:
+    ps.Tensors(sys.argv[2])
+    message = ""
+except ps.Failed as e:
+    message = e.message
+print(peak() - before, message)
+"""
+
+
+def opened(path):
+    """Bytes by which opening the file raised the peak of a process's resident memory, and the message if it was refused."""
+    done = subprocess.run([sys.executable, "-c", PEAK, os.path.dirname(__file__), path], capture_output=True, text=True, check=True)
+    peak, _, message = done.stdout.strip().partition(" ")
+    return int(peak), message
+
+
+EMPTY = b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},'
+LARGE = {  # 50 to 80 MB each
+    "spaces": lambda: (b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' + b" " * 55_000_000, ""),
+    "metadata": lambda: (b'{"__metadata__":{' + b",".join(b'"%d":"%s"' % (i, b"x" * 999_000) for i in range(60)) + b"}}", ""),
+    "numbers nobody reads": lambda: (b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0],"b":[' + b"1," * 40_000_000 + b"1]}}", ""),
+    "dimensions": lambda: (b'{"a":{"dtype":"F32","data_offsets":[0,0],"shape":[' + b"1," * 40_000_000 + b"1]}}", "40000001 dimensions"),
+    "a name": lambda: (b'{"' + b"a" * 60_000_000 + b'":{}}', "longer than 1048576 bytes"),
+    "tensors": lambda: (b"{" + b"".join(EMPTY % i for i in range(1_000_000))[:-1] + b"}", '"131072" is one more than the 131072 that are read'),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_header_takes_little_memory(tmp_path, name):
+    header, says = LARGE[name]()
+    (tmp_path / "x.safetensors").write_bytes(raw(header))
+    peak, message = opened(tmp_path / "x.safetensors")
+    assert peak < 34 << 20 and (says in message if says else not message), (peak, message)
+
+
+def test_a_large_index_takes_little_memory(tmp_path):
+    safetensors.torch.save_file({"a": torch.ones(4)}, tmp_path / "1.safetensors")
+    for text, says in [('{"weight_map":{"a":"1.safetensors"},"metadata":[%s0]}' % ("0," * 40_000_000), ""),
+                       ('{"weight_map":{%s"a":"1.safetensors"}}' % "".join(f'"{i}":"1.safetensors",' for i in range(2_000_000)), 'tensor "0"')]:
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        peak, message = opened(tmp_path)
+        assert peak < 8 << 20 and (says in message if says else not message), (peak, message)
+
+
+def test_an_index_that_names_things_twice_is_refused(tmp_path):
+    safetensors.torch.save_file({"a": torch.ones(4)}, tmp_path / "1.safetensors")
+    one = '"weight_map":{"a":"1.safetensors"}'
+    for text, says in [('{"weight_map":{"a":"1.safetensors","a":"1.safetensors"}}', '"a" appears twice'), ("{%s,%s}" % (one, one), "weight_map appears twice")]:
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        refused(tmp_path, tmp_path / "model.safetensors.index.json", says)
+
+
 # ---- refusing headers that lie -----------------------------------------------------------------------------------------
 
 F = "F32"
@@ -136,7 +197,11 @@ BAD = {
     "half a byte": (raw({"a": entry("F4", [1], 0, 0)}), ['"a"', "whole bytes"]),
     "metadata no object": (raw({"__metadata__": 3}), ["__metadata__"]),
     "metadata no string": (raw({"__metadata__": {"k": 1}}), ["__metadata__", '"k"']),
-    "nested deep": (raw(b'{"a":' + b"[" * 100 + b"]" * 100 + b"}"), ["64 deep"]),
+    "nested deep": (raw(b'{"a":{"b":' + b"[" * 100 + b"]" * 100 + b"}}"), ["64 deep"]),
+    "dtype twice": (raw(b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"1234"), ['"a"', "dtype", "twice"]),
+    "metadata too long": (raw({"__metadata__": {"k": "x" * 2**20}}), ["longer than 1048576 bytes"]),
+    "no end": (raw(b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'), ["comma or }"]),
+    "more behind the end": (raw(b'{} 0'), ["something follows"]),
 }
 
 

@@ -23,7 +23,8 @@ typedef struct ps_tensor_info {
 
 /* ps_tensors_open() - open @path: a .safetensors file, or a model directory. Headers are checked whole: lengths, dtypes,
  * shapes against byte ranges, order, holes, overlaps, duplicate names, the index against the files. Nothing of the data is
- * read. @out owned by the caller, released by ps_tensors_close(). Errors: PS_EIO, PS_EFORMAT (file, tensor, value, limit). */
+ * read. At most 131,072 tensors, headers of 100,000,000 bytes and metadata values of 1 MiB are read, in some 200 bytes of memory a
+ * tensor. @out owned by the caller, released by ps_tensors_close(). Errors: PS_EIO, PS_EFORMAT (file, tensor, value, limit). */
 PS_API ps_status ps_tensors_open(ps_tensor_file **out, const char *path);
 PS_API void ps_tensors_close(ps_tensor_file *f);
 PS_API uint64_t ps_tensors_count(const ps_tensor_file *f);

@@ -2,8 +2,9 @@
  *
  * A file: u64 little-endian N, N bytes of JSON, then the data to the end of the file. Checked whole before anything is
  * read: N against the file, each tensor's shape times dtype against its byte range, and that the ranges in order cover the
- * data from its first byte to its last without a hole or an overlap.
- * Stricter than the safetensors library: duplicate keys are refused, shapes have at most 8 dimensions. */
+ * data from its first byte to its last without a hole or an overlap. Headers and indexes are read as events, in pieces: what stays
+ * of them is a table of the tensors, some 200 bytes each.
+ * Stricter than the safetensors library: duplicate tensors are refused, shapes have at most 8 dimensions, and the limits below. */
 #include <penstock/checkpoint.h>
 
 #include "io.h"
@@ -13,6 +14,12 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+enum {
+  MAX_TENSORS = 1 << 17, /* of a set: 26 MB of memory. The largest model that a config may describe has 49,155 */
+  MAX_TEXT = 1 << 20,    /* bytes of a name, or of a value of the metadata */
+  MAX_FILES = 1 << 16
+};
 
 typedef struct data_file {
   char *path;
@@ -25,6 +32,7 @@ typedef struct tensor {
   ps_tensor_info info;
   uint64_t begin; /* byte in the file */
   uint32_t file;
+  bool mapped;    /* the index has named it */
 } tensor;
 
 struct ps_tensor_file {
@@ -53,65 +61,121 @@ static ps_status no_memory(const char *path) { return ps__fail(PS_ENOMEM, "%s: n
 
 /* ---- one tensor of a header --------------------------------------------------------------------------------------------- */
 
-static ps_status parse_shape(const char *path, const char *name, const ps__json *shape, ps_tensor_info *info) {
-  if (!shape || ps__json_type(shape) != PS_JSON_ARRAY)
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape is missing or not a list", path, name);
-  if (ps__json_length(shape) > PS__MAX_DIMS)
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape has %zu dimensions, at most %d are read", path, name,
-                    ps__json_length(shape), PS__MAX_DIMS);
-  info->n_dims = (uint32_t)ps__json_length(shape);
-  info->n = 1;
-  for (uint32_t i = 0; i < info->n_dims; i++) {
-    if (!ps__json_uint64(ps__json_at(shape, i), &info->shape[i]))
-      return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape[%u] is not a whole number below 2^64", path, name, i);
-    if (__builtin_mul_overflow(info->n, info->shape[i], &info->n))
-      return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": its shape has more than 2^64 elements", path, name);
+/* A tensor's entry as it is read, before it is judged. */
+typedef struct entry {
+  const char *path, *name;
+  bool has_dtype, has_shape, has_offsets;
+  char dtype[48];
+  uint64_t shape[PS__MAX_DIMS], offset[2];
+  size_t n_dims, n_offsets;
+} entry;
+
+/* The array that began with @e: at most @room whole numbers are kept, *n counts them all; false where one is something else. */
+static ps_status read_numbers(ps__json_scan *s, uint64_t *out, size_t room, size_t *n, bool *whole) {
+  ps__json_event e;
+  *whole = true;
+  for (*n = 0;; ++*n) {
+    uint64_t value = 0;
+    PS_TRY(ps__json_scan_next(s, &e));
+    if (e.end) return PS_OK;
+    *whole = e.kind == PS_JSON_NUMBER && ps__json_text_uint64(e.text, e.bytes, &value);
+    if (!*whole) return PS_OK;
+    if (*n < room) out[*n] = value;
   }
+}
+
+static ps_status read_shape(ps__json_scan *s, const ps__json_event *e, entry *t) {
+  bool whole;
+  if (e->kind != PS_JSON_ARRAY) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape is missing or not a list", t->path, t->name);
+  PS_TRY(read_numbers(s, t->shape, PS__MAX_DIMS, &t->n_dims, &whole));
+  if (!whole) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape[%zu] is not a whole number below 2^64", t->path, t->name, t->n_dims);
+  if (t->n_dims > PS__MAX_DIMS)
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape has %zu dimensions, at most %d are read", t->path, t->name, t->n_dims, PS__MAX_DIMS);
+  t->has_shape = true;
   return PS_OK;
 }
 
-static ps_status parse_dtype(const char *path, const char *name, const ps__json *v, ps_tensor_info *info) {
-  const char *dtype = ps__json_string(v, NULL);
-  if (!dtype) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": dtype is missing or not a string", path, name);
-  uint32_t bits = dtype_bits(dtype);
+static ps_status bad_offsets(const entry *t) {
+  return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": data_offsets is missing or not two whole numbers below 2^64", t->path, t->name);
+}
+
+static ps_status read_offsets(ps__json_scan *s, const ps__json_event *e, entry *t) {
+  bool whole = false;
+  if (e->kind == PS_JSON_ARRAY) PS_TRY(read_numbers(s, t->offset, 2, &t->n_offsets, &whole));
+  if (!whole || t->n_offsets != 2) return bad_offsets(t);
+  t->has_offsets = true;
+  return PS_OK;
+}
+
+static ps_status read_dtype(const ps__json_event *e, entry *t) {
+  if (e->kind != PS_JSON_STRING) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": dtype is missing or not a string", t->path, t->name);
+  snprintf(t->dtype, sizeof t->dtype, "%s", e->text);
+  t->has_dtype = true;
+  return PS_OK;
+}
+
+static ps_status read_entry(ps__json_scan *s, entry *t) {
+  for (;;) {
+    ps__json_event e;
+    PS_TRY(ps__json_scan_next(s, &e));
+    if (e.end) return PS_OK;
+    const bool shape = !strcmp(e.key, "shape"), dtype = !strcmp(e.key, "dtype"), offsets = !strcmp(e.key, "data_offsets");
+    if ((shape && t->has_shape) || (dtype && t->has_dtype) || (offsets && t->has_offsets))
+      return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": %s appears twice", t->path, t->name, e.key);
+    if (shape) PS_TRY(read_shape(s, &e, t));
+    else if (dtype) PS_TRY(read_dtype(&e, t));
+    else if (offsets) PS_TRY(read_offsets(s, &e, t));
+    else PS_TRY(ps__json_scan_skip(s, &e));
+  }
+}
+
+static ps_status check_shape_and_dtype(const entry *t, ps_tensor_info *info) {
+  const uint32_t bits = dtype_bits(t->dtype);
   uint64_t total;
-  if (!bits) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": dtype \"%.40s\" is unknown", path, name, dtype);
+  if (!t->has_shape) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape is missing or not a list", t->path, t->name);
+  if (!t->has_dtype) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": dtype is missing or not a string", t->path, t->name);
+  info->n_dims = (uint32_t)t->n_dims;
+  info->n = 1;
+  for (uint32_t i = 0; i < info->n_dims; i++) {
+    info->shape[i] = t->shape[i];
+    if (__builtin_mul_overflow(info->n, t->shape[i], &info->n))
+      return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": its shape has more than 2^64 elements", t->path, t->name);
+  }
+  if (!bits) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": dtype \"%.40s\" is unknown", t->path, t->name, t->dtype);
   if (__builtin_mul_overflow(info->n, (uint64_t)bits, &total))
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": its shape has more than 2^64 bits", path, name);
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": its shape has more than 2^64 bits", t->path, t->name);
   if (total % 8)
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": %" PRIu64 " elements of %s are not whole bytes", path, name, info->n, dtype);
-  snprintf(info->dtype, sizeof info->dtype, "%s", dtype);
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": %" PRIu64 " elements of %s are not whole bytes", t->path, t->name, info->n, t->dtype);
+  snprintf(info->dtype, sizeof info->dtype, "%.11s", t->dtype);
   info->bytes = total / 8;
   return PS_OK;
 }
 
-/* Fills everything of *t but its name; begin relative to the data. */
-static ps_status parse_tensor(const char *path, const char *name, const ps__json *v, uint64_t data_bytes, tensor *t) {
-  uint64_t end;
-  if (ps__json_type(v) != PS_JSON_OBJECT) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": its entry is not an object", path, name);
-  PS_TRY(parse_shape(path, name, ps__json_get(v, "shape"), &t->info));
-  PS_TRY(parse_dtype(path, name, ps__json_get(v, "dtype"), &t->info));
-  const ps__json *o = ps__json_get(v, "data_offsets");
-  if (!o || ps__json_type(o) != PS_JSON_ARRAY || ps__json_length(o) != 2 || !ps__json_uint64(ps__json_at(o, 0), &t->begin) ||
-      !ps__json_uint64(ps__json_at(o, 1), &end))
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": data_offsets is missing or not two whole numbers below 2^64", path, name);
-  if (t->begin > end)
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": data_offsets are %" PRIu64 " to %" PRIu64 ": they run backwards", path, name, t->begin, end);
+/* Fills everything of *out but its name; begin relative to the data. */
+static ps_status check_entry(const entry *t, uint64_t data_bytes, tensor *out) {
+  const uint64_t begin = t->offset[0], end = t->offset[1];
+  PS_TRY(check_shape_and_dtype(t, &out->info));
+  if (!t->has_offsets) return bad_offsets(t);
+  if (begin > end)
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": data_offsets are %" PRIu64 " to %" PRIu64 ": they run backwards", t->path, t->name, begin, end);
   if (end > data_bytes)
     return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": data_offsets are %" PRIu64 " to %" PRIu64 ", the file has %" PRIu64
-                    " bytes of data: it may be truncated, fetch it again", path, name, t->begin, end, data_bytes);
-  if (end - t->begin != t->info.bytes)
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": data_offsets span %" PRIu64 " bytes, its shape and dtype need %" PRIu64, path,
-                    name, end - t->begin, t->info.bytes);
+                    " bytes of data: it may be truncated, fetch it again", t->path, t->name, begin, end, data_bytes);
+  if (end - begin != out->info.bytes)
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": data_offsets span %" PRIu64 " bytes, its shape and dtype need %" PRIu64, t->path,
+                    t->name, end - begin, out->info.bytes);
+  out->begin = begin;
   return PS_OK;
 }
 
-static ps_status check_metadata(const char *path, const ps__json *v) {
-  if (ps__json_type(v) != PS_JSON_OBJECT) return ps__fail(PS_EFORMAT, "%s: __metadata__ is not an object", path);
-  for (size_t i = 0; i < ps__json_length(v); i++)
-    if (!ps__json_string(ps__json_at(v, i), NULL))
-      return ps__fail(PS_EFORMAT, "%s: __metadata__: \"%.60s\" is not a string", path, ps__json_key(v, i));
-  return PS_OK;
+static ps_status check_metadata(ps__json_scan *s, const ps__json_event *begin, const char *path) {
+  if (begin->kind != PS_JSON_OBJECT) return ps__fail(PS_EFORMAT, "%s: __metadata__ is not an object", path);
+  for (;;) {
+    ps__json_event e;
+    PS_TRY(ps__json_scan_next(s, &e));
+    if (e.end) return PS_OK;
+    if (e.kind != PS_JSON_STRING) return ps__fail(PS_EFORMAT, "%s: __metadata__: \"%.60s\" is not a string", path, e.key);
+  }
 }
 
 /* ---- one file ----------------------------------------------------------------------------------------------------------- */
@@ -136,34 +200,52 @@ static ps_status check_coverage(const char *path, const tensor *t, size_t n, uin
   return PS_OK;
 }
 
-static ps_status add_tensors(ps_tensor_file *f, const char *path, const ps__json *header, uint64_t data_bytes) {
-  size_t first = f->n;
-  uint64_t data_start = f->files[f->n_files - 1].data_start;
-  for (size_t i = 0; i < ps__json_length(header); i++) {
-    const char *name = ps__json_key(header, i);
-    if (!strcmp(name, "__metadata__")) {
-      PS_TRY(check_metadata(path, ps__json_at(header, i)));
-      continue;
-    }
-    tensor t = {.file = (uint32_t)(f->n_files - 1)};
-    PS_TRY(parse_tensor(path, name, ps__json_at(header, i), data_bytes, &t));
-    void *tensors = f->tensors;
-    bool grown = ps__grow(&tensors, f->n, &f->cap, sizeof *f->tensors);
-    f->tensors = tensors;
-    t.name = grown ? ps__strdup(name) : NULL;
-    if (!t.name) return no_memory(path);
-    t.info.name = t.name;
-    f->tensors[f->n++] = t;
+static ps_status add_tensor(ps_tensor_file *f, ps__json_scan *s, const ps__json_event *e, uint64_t data_bytes) {
+  const char *path = f->files[f->n_files - 1].path;
+  if (f->n == MAX_TENSORS)
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%.100s\" is one more than the %d that are read: it may not be a model's file", path, e->key, MAX_TENSORS);
+  void *tensors = f->tensors;
+  const bool grown = ps__grow(&tensors, f->n, &f->cap, sizeof *f->tensors);
+  f->tensors = tensors;
+  char *name = grown ? ps__strdup(e->key) : NULL;
+  if (!name) return no_memory(path);
+  tensor *t = &f->tensors[f->n++];
+  *t = (tensor){.name = name, .file = (uint32_t)(f->n_files - 1), .info = {.name = name}};
+  if (e->kind != PS_JSON_OBJECT) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": its entry is not an object", path, name);
+  entry read = {.path = path, .name = name};
+  PS_TRY(read_entry(s, &read));
+  return check_entry(&read, data_bytes, t);
+}
+
+static int compare_tensor_names(const void *a, const void *b) { return strcmp(((const tensor *)a)->name, ((const tensor *)b)->name); }
+
+static ps_status add_tensors(ps_tensor_file *f, ps__json_scan *s, uint64_t data_bytes) {
+  const size_t first = f->n;
+  const data_file *d = &f->files[f->n_files - 1];
+  ps__json_event e;
+  PS_TRY(ps__json_scan_next(s, &e)); /* the object: the header begins with { */
+  for (;;) {
+    PS_TRY(ps__json_scan_next(s, &e));
+    if (e.end) break;
+    if (!strcmp(e.key, "__metadata__")) PS_TRY(check_metadata(s, &e, d->path));
+    else PS_TRY(add_tensor(f, s, &e, data_bytes));
   }
-  if (f->n > first) qsort(f->tensors + first, f->n - first, sizeof *f->tensors, by_range);
-  PS_TRY(check_coverage(path, f->tensors + first, f->n - first, data_bytes));
-  for (size_t i = first; i < f->n; i++) f->tensors[i].begin += data_start;
+  PS_TRY(ps__json_scan_next(s, &e)); /* the document's end */
+  tensor *t = f->tensors + first;
+  const size_t n = f->n - first;
+  if (n) qsort(t, n, sizeof *t, compare_tensor_names);
+  for (size_t i = 1; i < n; i++)
+    if (!strcmp(t[i].name, t[i - 1].name)) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\" appears twice in its header", d->path, t[i].name);
+  if (n) qsort(t, n, sizeof *t, by_range);
+  PS_TRY(check_coverage(d->path, t, n, data_bytes));
+  for (size_t i = 0; i < n; i++) t[i].begin += d->data_start;
   return PS_OK;
 }
 
-/* The header's text, freed by the caller. */
-static ps_status read_header(data_file *d, uint64_t file_bytes, char **text, size_t *bytes) {
+/* Finds where the data starts. */
+static ps_status check_header(data_file *d, uint64_t file_bytes) {
   unsigned char raw[8];
+  char brace = 0;
   uint64_t n = 0;
   if (file_bytes < 8)
     return ps__fail(PS_EFORMAT, "%s: has %" PRIu64 " bytes, a safetensors file has at least 8: it may be truncated", d->path, file_bytes);
@@ -175,17 +257,9 @@ static ps_status read_header(data_file *d, uint64_t file_bytes, char **text, siz
   if (n > file_bytes - 8)
     return ps__fail(PS_EFORMAT, "%s: its header claims %" PRIu64 " bytes, the file has %" PRIu64 ": it may be truncated, fetch it again",
                     d->path, n, file_bytes);
-  char *p = ps__malloc((size_t)n);
-  if (!p) return no_memory(d->path);
-  ps_status st = ps__pread_all(d->fd, d->path, p, (size_t)n, 8);
-  if (st == PS_OK && (n == 0 || p[0] != '{')) st = ps__fail(PS_EFORMAT, "%s: its header does not start with {", d->path);
-  if (st != PS_OK) {
-    ps__free(p);
-    return st;
-  }
+  if (n) PS_TRY(ps__pread_all(d->fd, d->path, &brace, 1, 8));
+  if (brace != '{') return ps__fail(PS_EFORMAT, "%s: its header does not start with {", d->path);
   d->data_start = 8 + n;
-  *text = p;
-  *bytes = (size_t)n;
   return PS_OK;
 }
 
@@ -203,14 +277,11 @@ static ps_status add_file(ps_tensor_file *f, char *path) {
   *d = (data_file){.path = path, .fd = -1};
   struct stat sb;
   PS_TRY(ps__open_input(&d->fd, &sb, path));
-  char *text = NULL;
-  size_t bytes = 0;
-  PS_TRY(read_header(d, (uint64_t)sb.st_size, &text, &bytes));
-  ps__json *header = NULL;
-  ps_status st = ps__json_parse(&header, text, bytes, path);
-  ps__free(text);
-  if (st == PS_OK) st = add_tensors(f, path, header, (uint64_t)sb.st_size - d->data_start);
-  ps__json_free(header);
+  PS_TRY(check_header(d, (uint64_t)sb.st_size));
+  ps__json_scan *scan = NULL;
+  PS_TRY(ps__json_scan_file(&scan, d->fd, 8, d->data_start - 8, MAX_TEXT, path));
+  const ps_status st = add_tensors(f, scan, (uint64_t)sb.st_size - d->data_start);
+  ps__json_scan_close(scan);
   return st;
 }
 
@@ -239,46 +310,112 @@ static const char *base_name(const char *path) {
   return slash ? slash + 1 : path;
 }
 
+/* ---- an index: read twice, first for the files that it names, then for what it says of each tensor -------------------------- */
+
+typedef struct weight_index {
+  const char *path;
+  int fd;
+  uint64_t bytes;
+} weight_index;
+
+typedef struct names {
+  char **item;
+  size_t n, cap;
+} names;
+
 static int compare_text(const void *a, const void *b) { return strcmp(*(const char *const *)a, *(const char *const *)b); }
 
-/* Opens each file that the map names once. */
-static ps_status open_mapped(ps_tensor_file *f, const char *dir, const char *index, const ps__json *map) {
-  size_t n = ps__json_length(map);
-  const char **names = ps__malloc((n ? n : 1) * sizeof *names);
-  if (!names) return no_memory(index);
-  ps_status st = PS_OK;
-  for (size_t i = 0; i < n && st == PS_OK; i++) {
-    size_t bytes = 0;
-    names[i] = ps__json_string(ps__json_at(map, i), &bytes);
-    if (!names[i] || !bytes || strlen(names[i]) != bytes || strchr(names[i], '/'))
-      st = ps__fail(PS_EFORMAT, "%s: weight_map: \"%.90s\" must name a file of the same folder", index, ps__json_key(map, i));
+/* Adds the name if it is new. Maps name the same file many times over. */
+static ps_status add_name(names *list, const char *name, const char *path) {
+  for (size_t i = list->n; i-- > 0;)
+    if (!strcmp(list->item[i], name)) return PS_OK;
+  if (list->n == MAX_FILES) return ps__fail(PS_EFORMAT, "%s: weight_map names more than %d files", path, MAX_FILES);
+  void *items = list->item;
+  const bool grown = ps__grow(&items, list->n, &list->cap, sizeof *list->item);
+  list->item = items;
+  char *copy = grown ? ps__strdup(name) : NULL;
+  if (!copy) return no_memory(path);
+  list->item[list->n++] = copy;
+  return PS_OK;
+}
+
+static ps_status take_name(names *list, const ps__json_event *e, const weight_index *x) {
+  if (e->kind != PS_JSON_STRING || !e->bytes || strlen(e->text) != e->bytes || strchr(e->text, '/'))
+    return ps__fail(PS_EFORMAT, "%s: weight_map: \"%.90s\" must name a file of the same folder", x->path, e->key);
+  return add_name(list, e->text, x->path);
+}
+
+static ps_status check_mapped(ps_tensor_file *f, const ps__json_event *e, const weight_index *x) {
+  const uint64_t idx = ps_tensors_find(f, e->key);
+  tensor *t = idx == UINT64_MAX ? NULL : &f->tensors[idx];
+  if (!t || strcmp(base_name(f->files[t->file].path), e->text))
+    return ps__fail(PS_EFORMAT, "%s: weight_map puts tensor \"%.100s\" into %.100s, which does not have it", x->path, e->key, e->text);
+  if (t->mapped) return ps__fail(PS_EFORMAT, "%s: weight_map: tensor \"%.100s\" appears twice", x->path, e->key);
+  t->mapped = true;
+  return PS_OK;
+}
+
+/* Every entry of the map goes into @list, or where that is NULL is checked against the tensors of @f. */
+static ps_status scan_map(ps__json_scan *s, ps_tensor_file *f, names *list, const weight_index *x) {
+  ps__json_event e;
+  size_t n = 0;
+  bool found = false;
+  PS_TRY(ps__json_scan_next(s, &e));
+  const bool object = e.kind == PS_JSON_OBJECT;
+  while (object) {
+    PS_TRY(ps__json_scan_next(s, &e));
+    if (e.end) break;
+    if (strcmp(e.key, "weight_map")) {
+      PS_TRY(ps__json_scan_skip(s, &e));
+      continue;
+    }
+    if (found) return ps__fail(PS_EFORMAT, "%s: weight_map appears twice", x->path);
+    found = true;
+    if (e.kind != PS_JSON_OBJECT) break;
+    for (;; n++) {
+      PS_TRY(ps__json_scan_next(s, &e));
+      if (e.end) break;
+      PS_TRY(list ? take_name(list, &e, x) : check_mapped(f, &e, x));
+    }
   }
-  if (st == PS_OK) qsort(names, n, sizeof *names, compare_text);
-  for (size_t i = 0; i < n && st == PS_OK; i++) {
-    if (i && !strcmp(names[i], names[i - 1])) continue;
-    char *path = ps__path_join(dir, names[i]);
+  if (n == 0) return ps__fail(PS_EFORMAT, "%s: weight_map is missing, empty or not an object", x->path);
+  return ps__json_scan_next(s, &e); /* the document's end */
+}
+
+static ps_status scan_index(ps_tensor_file *f, names *list, const weight_index *x) {
+  ps__json_scan *s = NULL;
+  PS_TRY(ps__json_scan_file(&s, x->fd, 0, x->bytes, MAX_TEXT, x->path));
+  const ps_status st = scan_map(s, f, list, x);
+  ps__json_scan_close(s);
+  return st;
+}
+
+/* Opens each file that the map names. */
+static ps_status open_mapped(ps_tensor_file *f, const char *dir, const weight_index *x) {
+  names list = {0};
+  ps_status st = scan_index(f, &list, x);
+  if (st == PS_OK) qsort(list.item, list.n, sizeof *list.item, compare_text);
+  for (size_t i = 0; i < list.n && st == PS_OK; i++) {
+    char *path = ps__path_join(dir, list.item[i]);
     st = path ? add_file(f, path) : PS_ENOMEM;
   }
-  ps__free(names);
+  for (size_t i = 0; i < list.n; i++) ps__free(list.item[i]);
+  ps__free(list.item);
   return st;
 }
 
 static ps_status open_index(ps_tensor_file *f, const char *dir, const char *index) {
-  ps__json *j = NULL;
-  PS_TRY(ps__json_read_file(&j, index, PS__MAX_HEADER_BYTES));
-  const ps__json *map = ps__json_get(j, "weight_map");
+  weight_index x = {.path = index};
+  struct stat sb;
+  PS_TRY(ps__open_input(&x.fd, &sb, index));
+  x.bytes = (uint64_t)sb.st_size;
   ps_status st = PS_OK;
-  if (!map || ps__json_type(map) != PS_JSON_OBJECT || ps__json_length(map) == 0)
-    st = ps__fail(PS_EFORMAT, "%s: weight_map is missing, empty or not an object", index);
-  if (st == PS_OK) st = open_mapped(f, dir, index, map);
+  if (x.bytes > PS__MAX_HEADER_BYTES)
+    st = ps__fail(PS_EFORMAT, "%s: has %" PRIu64 " bytes, at most %d are read", index, x.bytes, PS__MAX_HEADER_BYTES);
+  if (st == PS_OK) st = open_mapped(f, dir, &x);
   if (st == PS_OK) st = make_index(f, index);
-  for (size_t i = 0; st == PS_OK && i < ps__json_length(map); i++) {
-    const char *name = ps__json_key(map, i), *file = ps__json_string(ps__json_at(map, i), NULL);
-    uint64_t idx = ps_tensors_find(f, name);
-    if (idx == UINT64_MAX || strcmp(base_name(f->files[f->tensors[idx].file].path), file))
-      st = ps__fail(PS_EFORMAT, "%s: weight_map puts tensor \"%s\" into %s, which does not have it", index, name, file);
-  }
-  ps__json_free(j);
+  if (st == PS_OK) st = scan_index(f, NULL, &x);
+  close(x.fd);
   return st;
 }
 
