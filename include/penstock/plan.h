@@ -110,7 +110,8 @@ typedef struct ps_stall {
 } ps_stall;
 
 /* ps_plan_stalls() - from a trace of the plan's schedule, of a run (ps_trainer_trace) or simulated (ps_plan_simulate): how long each stream waited for what
- * between two of its ops, a step. @events: @n of them, whole steps, steps in order and program order inside a step. Sorted by stream, the longest first. With @room too
+ * between two of its ops, a step. @events: @n of them, whole steps, steps in order and program order inside a step; of several the first does not count, as what
+ * it awaited of the step before is not there. Sorted by stream, the longest first. With @room too
  * small the first are written; @n_stalls is how many there are. Errors: PS_EINVAL; PS_ENOMEM. */
 PS_API ps_status ps_plan_stalls(const ps_plan *plan, const ps_trace_event *events, uint64_t n, ps_stall *stalls, uint64_t room, uint64_t *n_stalls);
 

@@ -162,15 +162,16 @@ void cli_progress_step(cli_progress *p, const ps_step_metrics *m, uint64_t n_don
 void cli_progress_count(cli_progress *p, const char *what, uint64_t done, uint64_t total); /* "plan 3 of 12, 8 s" */
 void cli_progress_note(cli_progress *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 void cli_progress_end(cli_progress *p); /* closes an open line */
+void cli_progress_clear(cli_progress *p); /* takes it away */
 
 /* What a run leaves for its report. */
-enum { CLI_MAX_STALLS = 64 };
+enum { CLI_MAX_STALLS = 64, CLI_RECENT_LOSSES = 50 };
 typedef struct cli_run_result {
   uint64_t n_done, n_wanted, tokens;
-  double loss_first, loss_last, wall_s;
+  double loss_first, loss_recent[CLI_RECENT_LOSSES], wall_s; /* recent: step i at i modulo the room */
   double step_s_median, predicted_step_s; /* median of the steps after the first two, or of all when there are no more */
   uint64_t device_peak_bytes, host_peak_bytes;
-  double busy[PS_MAX_STREAMS], wait[PS_MAX_STREAMS]; /* shares of the traced time */
+  double busy[PS_MAX_STREAMS], wait[PS_MAX_STREAMS]; /* shares of the time that cli_stream_shares() counts */
   uint32_t n_streams;
   ps_stall stall[CLI_MAX_STALLS], planned_stall[CLI_MAX_STALLS]; /* what streams waited for, of the trace and of the plan; the longest first in each stream */
   uint64_t n_stalls, n_planned_stalls;
@@ -178,6 +179,7 @@ typedef struct cli_run_result {
   char *metrics_path, *plan_path, *timeline_path;
 } cli_run_result;
 void cli_stream_shares(cli_run_result *r, const ps_trace_event *events, uint64_t n);
+void cli_note_loss(cli_run_result *r, double loss);
 int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events, uint64_t n); /* fills both lists of stalls; exit code */
 void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r);
 void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r);

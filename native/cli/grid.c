@@ -1,6 +1,7 @@
 /* grid.c - `penstock plan --grid-device ... --grid-host ...`: predicted tokens per second over caps of device and host memory. */
 #include "cli.h"
 #include <stdlib.h>
+#include <string.h>
 
 enum { MAX_SIDE = 16 };
 
@@ -35,9 +36,22 @@ static int predict(const cli_job *job, uint64_t device, uint64_t host, double *o
   return CLI_OK;
 }
 
-static void print_json(const double *rate, const uint64_t *device, uint32_t n_device, const uint64_t *host, uint32_t n_host) {
+/* What the figures are of, for who sees the picture alone. */
+static void subject_json(cli_json *j, const cli_job *job) {
+  char model[256];
+  snprintf(model, sizeof model, "%s", job->model);
+  for (size_t n = strlen(model); n > 1 && model[n - 1] == '/'; n--)
+    model[n - 1] = 0;
+  const char *slash = strrchr(model, '/');
+  cli_json_text(j, "model", slash && slash[1] ? slash + 1 : model);
+  cli_json_text(j, "machine", job->hardware.device_name[0] ? job->hardware.device_name : job->hardware.name);
+  cli_json_count(j, "seq_len", job->seq_len);
+}
+
+static void print_json(const cli_job *job, const double *rate, const uint64_t *device, uint32_t n_device, const uint64_t *host, uint32_t n_host) {
   cli_json j = {.out = stdout};
   cli_json_open(&j, NULL, '{');
+  subject_json(&j, job);
   cli_json_open(&j, "device_bytes", '[');
   for (uint32_t d = 0; d < n_device; d++)
     cli_json_count(&j, NULL, device[d]);
@@ -78,6 +92,8 @@ int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts
   int code = parse_side(devices, "grid-device", device);
   if (code == CLI_OK)
     code = parse_side(hosts, "grid-host", host);
+  cli_progress p;
+  cli_progress_begin(&p, job);
   if (code == CLI_OK && !job->json) {
     printf("predicted tokens/s (columns: --device-mem, rows: --host-mem)\n%14s", "");
     for (uint32_t d = 0; d < devices->n; d++)
@@ -85,12 +101,15 @@ int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts
     putchar('\n');
   }
   for (uint32_t h = 0; code == CLI_OK && h < hosts->n; h++) {
-    for (uint32_t d = 0; code == CLI_OK && d < devices->n; d++)
+    for (uint32_t d = 0; code == CLI_OK && d < devices->n; d++) {
+      cli_progress_count(&p, "plan", h * devices->n + d + 1, devices->n * hosts->n);
       code = predict(job, device[d], host[h], &rate[h * devices->n + d]);
+    }
+    cli_progress_clear(&p);
     if (code == CLI_OK && !job->json)
       print_row(cli_bytes(text, host[h]), devices->n, &rate[h * devices->n]);
   }
   if (code == CLI_OK && job->json)
-    print_json(rate, device, devices->n, host, hosts->n);
+    print_json(job, rate, device, devices->n, host, hosts->n);
   return code;
 }

@@ -121,6 +121,12 @@ void cli_progress_count(cli_progress *p, const char *what, uint64_t done, uint64
   put_line(p, parts, 1);
 }
 
+void cli_progress_clear(cli_progress *p) {
+  if (p->line_open)
+    fputs("\r\033[K", stderr);
+  p->line_open = false;
+}
+
 void cli_progress_end(cli_progress *p) {
   if (p->line_open)
     fputc('\n', stderr);

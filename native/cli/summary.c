@@ -4,19 +4,38 @@
 #include <stdlib.h>
 #include <string.h>
 
-void cli_stream_shares(cli_run_result *r, const ps_trace_event *events, uint64_t n) {
-  uint64_t first = UINT64_MAX, last = 0;
-  double busy[PS_MAX_STREAMS] = {0}, wait[PS_MAX_STREAMS] = {0};
+/* A step's borders are where compute ends the step before and the step itself: ops of several steps run at once, and those of steps that the trace does not have
+ * are not in it. So the time that counts goes from the end of compute's first step kept, or where no other is kept from its start, to the end of its last. */
+static void borders(const ps_trace_event *events, uint64_t n, uint64_t *first, uint64_t *last) {
+  const uint64_t step = n ? events[0].step : 0;
+  uint64_t start = UINT64_MAX, end = 0;
+  *last = 0;
   for (uint64_t i = 0; i < n; i++) {
     const ps_trace_event *e = &events[i];
-    first = e->start_ns < first ? e->start_ns : first;
-    last = e->end_ns > last ? e->end_ns : last;
+    if (e->stream != 0)
+      continue;
+    start = e->start_ns < start ? e->start_ns : start;
+    end = e->step == step && e->end_ns > end ? e->end_ns : end;
+    *last = e->end_ns > *last ? e->end_ns : *last;
   }
-  for (uint64_t i = 0; i < n; i++) { /* waiting counts inside the window only */
+  *first = end < *last ? end : start;
+}
+
+/* ns of [from, to] that lie between two borders. */
+static double inside(uint64_t from, uint64_t to, uint64_t first, uint64_t last) {
+  from = from > first ? from : first;
+  to = to < last ? to : last;
+  return to > from ? (double)(to - from) : 0;
+}
+
+void cli_stream_shares(cli_run_result *r, const ps_trace_event *events, uint64_t n) {
+  uint64_t first, last;
+  double busy[PS_MAX_STREAMS] = {0}, wait[PS_MAX_STREAMS] = {0};
+  borders(events, n, &first, &last);
+  for (uint64_t i = 0; i < n; i++) {
     const ps_trace_event *e = &events[i];
-    uint64_t from = e->queued_ns > first ? e->queued_ns : first;
-    busy[e->stream] += (double)(e->end_ns - e->start_ns);
-    wait[e->stream] += e->start_ns > from ? (double)(e->start_ns - from) : 0;
+    busy[e->stream] += inside(e->start_ns, e->end_ns, first, last);
+    wait[e->stream] += inside(e->queued_ns, e->start_ns, first, last);
   }
   for (uint32_t s = 0; s < r->n_streams && last > first; s++) {
     r->busy[s] = busy[s] / (double)(last - first);
@@ -77,11 +96,30 @@ static void stalls_json(cli_json *j, const cli_run_result *r) {
   cli_json_close(j, ']');
 }
 
+void cli_note_loss(cli_run_result *r, double loss) {
+  if (r->n_done == 0)
+    r->loss_first = loss;
+  r->loss_recent[r->n_done % CLI_RECENT_LOSSES] = loss;
+}
+
+/* The mean of the last tenth of the steps, and of how many: one batch's loss says little. */
+static double mean_loss(const cli_run_result *r, uint64_t *n) {
+  double sum = 0;
+  *n = r->n_done / 10 < CLI_RECENT_LOSSES ? r->n_done / 10 : CLI_RECENT_LOSSES;
+  *n += !*n;
+  for (uint64_t i = 0; i < *n && i < r->n_done; i++)
+    sum += r->loss_recent[(r->n_done - 1 - i) % CLI_RECENT_LOSSES];
+  return sum / (double)*n;
+}
+
 void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
   char a[32], b[32], c[32];
+  uint64_t n;
   const ps_plan_report *plan = &job->report;
-  fprintf(out, "%" PRIu64 " of %" PRIu64 " steps, %" PRIu64 " tokens in %s: loss %.4f -> %.4f, %.0f tok/s\n", r->n_done, r->n_wanted, r->tokens,
-          cli_duration(a, r->wall_s), r->loss_first, r->loss_last, r->wall_s > 0 ? (double)r->tokens / r->wall_s : 0);
+  const double loss = mean_loss(r, &n);
+  fprintf(out, "%" PRIu64 " of %" PRIu64 " steps, %" PRIu64 " tokens in %s: %.0f tok/s\n", r->n_done, r->n_wanted, r->tokens, cli_duration(a, r->wall_s),
+          r->wall_s > 0 ? (double)r->tokens / r->wall_s : 0);
+  fprintf(out, "loss            %.4f in the first step, %.4f in the last %" PRIu64 " (mean)\n", r->loss_first, loss, n);
   fprintf(out, "step time       predicted %.3f s  measured %.3f s (median)  ratio %.2f\n", r->predicted_step_s, r->step_s_median,
           r->predicted_step_s > 0 ? r->step_s_median / r->predicted_step_s : 0);
   fprintf(out, "device memory   plan %s  measured %s  cap %s\n", cli_bytes(a, plan->device_bytes), cli_bytes(b, r->device_peak_bytes),
@@ -109,7 +147,11 @@ void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r) {
   cli_json_count(&j, "tokens", r->tokens);
   cli_json_number(&j, "wall_s", r->wall_s);
   cli_json_number(&j, "loss_first", r->loss_first);
-  cli_json_number(&j, "loss_last", r->loss_last);
+  cli_json_number(&j, "loss_last", r->n_done ? r->loss_recent[(r->n_done - 1) % CLI_RECENT_LOSSES] : 0);
+  uint64_t n;
+  const double mean = mean_loss(r, &n);
+  cli_json_number(&j, "loss_mean_last", mean);
+  cli_json_count(&j, "loss_mean_steps", n);
   cli_json_number(&j, "step_s_median", r->step_s_median);
   cli_json_number(&j, "predicted_step_s", r->predicted_step_s);
   cli_json_number(&j, "tokens_per_s", r->wall_s > 0 ? (double)r->tokens / r->wall_s : 0);

@@ -176,10 +176,8 @@ static double median_step(double *step_s, uint64_t n) {
 }
 
 static void note_step(cli_run_result *r, const ps_step_metrics *m, double *step_s) {
-  if (r->n_done == 0)
-    r->loss_first = m->loss;
+  cli_note_loss(r, m->loss);
   step_s[r->n_done++] = m->step_s;
-  r->loss_last = m->loss;
   r->tokens += m->tokens;
   r->predicted_step_s = m->predicted_step_s;
   r->device_peak_bytes = m->device_peak_bytes;

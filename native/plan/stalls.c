@@ -1,7 +1,8 @@
 /* stalls.c - what each stream waited for, from a trace of the plan's schedule: measured or simulated.
  *
  * A stream stalls between the end of one op and the start of its next. The stall is put down to the last of the ops that the next one awaits, if that ended in
- * the meantime; what is left behind that op's end, and stalls where nothing was awaited that long, count as launch and signals. */
+ * the meantime; what is left behind that op's end, and stalls where nothing was awaited that long, count as launch and signals. What the first step of a trace
+ * awaited of the step before is not known: where the trace has others, they alone count. */
 #include "plan_impl.h"
 #include <stdlib.h>
 #include <string.h>
@@ -78,7 +79,7 @@ static const ps_trace_event *last_awaited(const lists *l, const ps_op_view *view
 }
 
 static ps_status stalls_of_stream(const ps_plan *p, const lists *l, const ps_trace_event *events, uint64_t n_steps, uint32_t s, totals *t) {
-  const uint64_t n_ops = p->step.n_op;
+  const uint64_t n_ops = p->step.n_op, first = n_steps > 1;
   uint64_t before = 0;
   for (uint64_t k = 0; k < n_steps; k++)
     for (uint32_t i = 0; i < l->n[s]; i++) {
@@ -86,7 +87,7 @@ static ps_status stalls_of_stream(const ps_plan *p, const lists *l, const ps_tra
       ps_op_view view;
       PS_TRY(ps_schedule_op(p->schedule, l->op[s][i], &view));
       const ps_trace_event *awaited = last_awaited(l, &view, events, n_ops, k);
-      if ((k || i) && e->start_ns > before) {
+      if (k >= first && (k || i) && e->start_ns > before) {
         const bool blamed = awaited && awaited->end_ns > before;
         const uint64_t until = blamed ? (awaited->end_ns < e->start_ns ? awaited->end_ns : e->start_ns) : before;
         if (blamed) add(t, s, awaited->stream, label(&p->step.op[awaited->op]), (double)(until - before));
@@ -115,7 +116,7 @@ ps_status ps_plan_stalls(const ps_plan *plan, const ps_trace_event *events, uint
   ps__free(l.memory);
   if (st != PS_OK) return st;
   qsort(t.stall, t.n, sizeof *t.stall, by_stream_and_time);
-  for (uint32_t i = 0; i < t.n; i++) t.stall[i].seconds /= (double)n_steps;
+  for (uint32_t i = 0; i < t.n; i++) t.stall[i].seconds /= (double)(n_steps > 1 ? n_steps - 1 : 1);
   for (uint32_t i = 0; i < t.n && i < room; i++) stalls[i] = t.stall[i];
   *n_stalls = t.n;
   return PS_OK;

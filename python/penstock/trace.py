@@ -25,7 +25,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class StreamShare:
-    """Of the traced time: busy (an op runs), waiting (for another stream), idle (nothing to do)."""
+    """Of the time between the borders that count(): busy (an op runs), waiting (for another stream), idle (nothing to do)."""
     name: str
     n_ops: int
     busy_s: float
@@ -50,19 +50,35 @@ def load(path) -> Timeline:
     return Timeline(np.array(rows, EVENT_DTYPE), [names[i] for i in sorted(names)])
 
 
+def borders(timeline: Timeline) -> np.ndarray:
+    """Where the kept steps begin and end, in seconds: when the first stream, which computes, starts the first of them and ends each. Ops of several steps run at
+    once, and those of steps that are not kept are not in the trace."""
+    mine = timeline.events[timeline.events["stream"] == 0]
+    if not len(mine):
+        return np.zeros(0)
+    return np.array([mine["start_s"].min()] + [mine["end_s"][mine["step"] == step].max() for step in np.unique(mine["step"])])
+
+
+def count(timeline: Timeline) -> tuple[float, float]:
+    """From when to when shares() counts: without the first kept step where there are others, as what ran beside it of the step before is not in the trace."""
+    at = borders(timeline)
+    return (at[min(1, len(at) - 2)], at[-1]) if len(at) else (0.0, 0.0)
+
+
 def shares(timeline: Timeline) -> list[StreamShare]:
-    """Each stream's share of the time between the first start and the last end."""
+    """Each stream's share of the time that count() gives; ops are cut at its ends."""
     events = timeline.events
-    if not len(events):
-        return [StreamShare(name, 0, 0.0, 0.0, 0.0) for name in timeline.streams]
-    first, last = events["start_s"].min(), events["end_s"].max()
+    first, last = count(timeline)
     window = max(last - first, 1e-12)
+
+    def inside(start, end):
+        return np.maximum(np.minimum(end, last) - np.maximum(start, first), 0)
+
     out = []
     for i, name in enumerate(timeline.streams):
         mine = events[events["stream"] == i]
-        busy = (mine["end_s"] - mine["start_s"]).sum()
-        waited = (mine["start_s"] - np.maximum(mine["start_s"] - mine["wait_s"], first)).sum()
-        out.append(StreamShare(name, len(mine), busy, busy / window, waited / window))
+        busy, waited = inside(mine["start_s"], mine["end_s"]), inside(mine["start_s"] - mine["wait_s"], mine["start_s"])
+        out.append(StreamShare(name, int((busy > 0).sum()), busy.sum(), busy.sum() / window, waited.sum() / window))
     return out
 
 
@@ -84,34 +100,52 @@ def print_shares(timeline: Timeline, console=None) -> None:
     table = Table("stream", "ops", "busy", "waiting", "idle", title="where the time went")
     for column in table.columns[1:]:
         column.justify = "right"
+    first, last = count(timeline)
+    table.caption = f"of {last - first:.3f} s between the borders of steps"
     for s in shares(timeline):
         table.add_row(s.name, str(s.n_ops), f"{100 * s.busy:.1f}%", f"{100 * s.waiting:.1f}%", f"{100 * s.idle:.1f}%")
     (console or Console()).print(table)
 
 
 def plot(timeline: Timeline, path, title: str = "") -> None:
-    """The timeline as a picture: a row a stream, coloured by kind of op."""
+    """The timeline as a picture: a row a stream, coloured by kind of op, from the border before the first kept step on; grey where a stream was still with steps
+    that the trace does not have. ValueError where it has no op."""
+    if not len(timeline.events):
+        raise ValueError("the trace has no op: there is nothing to draw")
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     colours = {"gemm": "tab:blue", "attention": "tab:cyan", "elementwise": "tab:green", "copy": "tab:orange", "optimizer": "tab:red",
                "io": "tab:purple", "other": "tab:gray"}
-    events = timeline.events
-    first = events["start_s"].min() if len(events) else 0.0
-    figure, axes = plt.subplots(figsize=(14, 1.2 + 0.6 * len(timeline.streams)), constrained_layout=True)
-    for op_class, colour in colours.items():
-        for i in range(len(timeline.streams)):
-            mine = events[(events["stream"] == i) & (events["op_class"] == op_class)]
-            if len(mine):
-                axes.broken_barh(list(zip(mine["start_s"] - first, mine["end_s"] - mine["start_s"])), (i - 0.4, 0.8), facecolors=colour)
+    events, at = timeline.events, borders(timeline)
+    first = at[0] if len(at) else events["start_s"].min()
+    last = events["end_s"].max() - first
+    figure, axes = plt.subplots(figsize=(14, 1.6 + 0.6 * len(timeline.streams)), constrained_layout=True)
+    earlier = None
+    for i in range(len(timeline.streams)):
+        on_stream = events[events["stream"] == i]
+        for op_class, colour in colours.items():
+            mine = on_stream[(on_stream["op_class"] == op_class) & (on_stream["end_s"] > first)]
+            start = np.maximum(mine["start_s"], first) - first
+            axes.broken_barh(list(zip(start, mine["end_s"] - first - start)), (i - 0.4, 0.8), facecolors=colour)
+        before = (on_stream["start_s"] - on_stream["wait_s"]).min() - first if len(on_stream) else 0.0  # the stream turned to its first kept op
+        if before > 0:
+            earlier = axes.broken_barh([(0, before)], (i - 0.4, 0.8), facecolors="0.92", hatch="//", edgecolor="0.8")
+    for border in at - first:
+        axes.axvline(border, color="black", linewidth=1, linestyle="--")
+    for step, begin, end in zip(np.unique(events["step"]), at - first, at[1:] - first):
+        axes.text((begin + end) / 2, -0.5, f"step {step}", ha="center", va="bottom", fontsize=9)
     present = [c for c in colours if (events["op_class"] == c).any()]
-    figure.legend(handles=[plt.Rectangle((0, 0), 1, 1, color=colours[c]) for c in present], labels=present, loc="outside upper right",
-                  ncols=max(1, len(present)), frameon=False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colours[c]) for c in present] + ([earlier] if earlier else [])
+    figure.legend(handles=handles, labels=present + ["of earlier steps, not kept"] * (earlier is not None), loc="outside lower center", ncols=max(1, len(handles)),
+                  frameon=False)
+    axes.set_xlim(0, last)
+    axes.set_ylim(-0.5, len(timeline.streams) - 0.5)
     axes.set_yticks(range(len(timeline.streams)), timeline.streams)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    axes.set_title(title, loc="left")
+    axes.set_title(title, loc="left", pad=18)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -123,14 +157,14 @@ def main() -> int:
     args = parser.parse_args()
     try:
         timeline = load(args.timeline)
+        if args.png:
+            plot(timeline, args.png, args.timeline)
     except (OSError, ValueError) as exc:
         print(f"penstock.trace: {exc}", file=sys.stderr)
         return 2
     print_shares(timeline)
     for stream, name, seconds in largest_ops(timeline):
         print(f"{stream:10} {name:28} {seconds:8.3f} s")
-    if args.png:
-        plot(timeline, args.png, args.timeline)
     return 0
 
 
