@@ -1,13 +1,16 @@
 """Rates of a machine: measured in full, kept as JSON, read back, refused when they are not this machine's, and what plans make of them."""
 import json
 import os
+import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from conftest import BUILD, ROOT
 from test_plan import config, rates
 
-from penstock import FormatError, Hardware, ModelConfig, Plan
+from penstock import BudgetError, FormatError, Hardware, ModelConfig, Plan
 from penstock._lib import StateError, check, encode_path, lib, struct
 
 BINARY = BUILD / "bin/penstock"
@@ -179,3 +182,89 @@ def test_the_profile_is_printed_as_a_table_or_json(tmp_path):
     assert len(d["gemm_bf16"]) == 4 and len(d["attention_bf16"]) == 9 and d["optimizer_by_threads"][-1]["threads"] == 2 and d["first_touch_bytes_per_s"] > 0
     quick = json.loads(subprocess.run([*command, "--json", "--quick"], env=env, capture_output=True, text=True, check=True).stdout)
     assert quick["optimizer_by_threads"] == [] and quick["sumsq_bytes_per_s"] > 0
+
+
+# ---- memory to measure in ------------------------------------------------------------------------------------------------
+
+# Runs a command and prints its exit status and the peak of its resident memory. Small itself: a child's peak begins with its parent's.
+LAUNCH = "import os, sys; p = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ); _, s, r = os.wait4(p, 0); print(os.waitstatus_to_exitcode(s), r.ru_maxrss)"
+
+
+def plan_in(cache, *options, group=None):
+    """Exit status, peak of resident memory in bytes, stderr of `penstock plan` with this cache folder, in this cgroup."""
+    command = [BINARY, "plan", "--backend", "cpu", "--threads", "2", "--seq-len", "64", *options]
+    enter = f"open({str(group)!r} + '/cgroup.procs', 'w').write(str(os.getpid())); " if group else ""
+    done = subprocess.run([sys.executable, "-c", LAUNCH.replace("; ", "; " + enter, 1), *map(str, command)], capture_output=True, text=True,
+                          env=os.environ | {"XDG_CACHE_HOME": str(cache)})
+    status, peak = done.stdout.split()[-2:]
+    return int(status), int(peak) * 1024, done.stderr
+
+
+@pytest.fixture
+def small_model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((ROOT / "models/tiny-llama.json").read_bytes())
+    return folder
+
+
+def rates_in(cache):
+    return json.loads(next((cache / "penstock").iterdir()).read_text())
+
+
+def test_measuring_keeps_within_the_cap_and_is_repeated_where_there_is_more(small_model, tmp_path):
+    capped = "--host-mem", "64MiB", "--model", small_model
+    status, peak, says = plan_in(tmp_path / "c", *capped)
+    assert status == 0 and "measuring this machine" in says and peak < 64 << 20, (peak, says)
+    assert rates_in(tmp_path / "c")["measured"] == 2
+    assert "measuring" not in plan_in(tmp_path / "c", *capped)[2]
+    status, peak, says = plan_in(tmp_path / "c", "--model", small_model)
+    assert status == 0 and "measuring this machine" in says and peak > 192 << 20
+    kept = rates_in(tmp_path / "c")
+    assert kept["measured"] == 1
+    assert "measuring" not in plan_in(tmp_path / "c", *capped)[2] and rates_in(tmp_path / "c") == kept
+
+
+def test_a_cap_that_leaves_no_room_to_measure_in_is_planned_with_estimates(small_model, tmp_path):
+    status, peak, says = plan_in(tmp_path / "c", "--host-mem", "40MiB", "--model", small_model)
+    assert status == 0 and "takes 46.0 MiB of host memory at least" in says and "rates are estimated" in says and peak < 40 << 20, (status, peak, says)
+    with pytest.raises(BudgetError, match="measuring this machine takes 46.0 MiB"):
+        Hardware.measure(2, 0.1, "cpu", host_mem="1MiB")
+
+
+@pytest.fixture
+def group_of_64_mib():
+    """A memory cgroup, version 1 or 2, with a limit of 64 MiB."""
+    for root, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+        group = root / f"penstock-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / limit).write_text(str(64 << 20))
+            yield group
+            return
+        except OSError:
+            continue
+        finally:
+            group.rmdir()
+    pytest.skip("no memory cgroup can be made here")
+
+
+def test_measuring_in_a_cgroup_is_not_killed(small_model, tmp_path, group_of_64_mib):
+    status, _, says = plan_in(tmp_path / "c", "--model", small_model, group=group_of_64_mib)
+    assert status == 0 and "measuring this machine" in says, (status, says)
+
+
+def test_rates_that_cannot_be_kept_are_told_of_once_with_the_file(small_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
+    path = Hardware.cache_path(2, "cpu")
+    path.mkdir(parents=True)
+    status, _, says = plan_in(tmp_path / "c", "--model", small_model)
+    assert status == 0 and says.count(str(path)) == 1 and "not kept" in says, says
+    with pytest.warns(UserWarning, match=re.escape(str(path))):
+        Hardware.cached(2, "cpu")
+    (tmp_path / "file").touch()
+    status, _, says = plan_in(tmp_path / "file", "--model", small_model)
+    assert status == 0 and says.count(str(tmp_path / "file")) == 1 and "not kept" in says, says

@@ -51,12 +51,15 @@ typedef struct ps_memory_share {
   double h2d_bytes_per_s, d2h_bytes_per_s, host_bytes_per_s; /* a copy that is not among them: alone */
 } ps_memory_share;
 
+/* Where rates come from. PS_MEASURED_TIGHT: from ps_hardware_measure() in less memory than it takes in full. */
+typedef enum ps_measured { PS_ESTIMATED = 0, PS_MEASURED = 1, PS_MEASURED_TIGHT = 2 } ps_measured;
+
 typedef struct ps_hardware {
   uint32_t struct_bytes; /* sizeof(ps_hardware) */
   uint32_t backend;      /* PS_BACKEND_* that runs the compute stream */
   uint32_t n_threads;    /* threads of host ops (CPU backend: of compute too) that these rates are for */
   uint32_t n_cpus;       /* CPUs the process may use: affinity and cgroup quota */
-  uint32_t measured;     /* 1: by ps_hardware_measure() or ps_hardware_profile(); 0: estimates */
+  uint32_t measured;     /* ps_measured */
   uint32_t device;       /* CUDA: which of the visible GPUs */
   uint32_t compute_capability; /* CUDA: 10 * major + minor */
   uint32_t n_sms;              /* CUDA */
@@ -114,11 +117,17 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  * of device memory and 4.3 of the host's are taken for the time; attention that takes more scratch than plans foresee, or finding
  * documents where no library does it, is left out of the table.
  * n_threads 0: all CPUs (CUDA: two less, which feed the GPU and its copies, where there are four). Blocks.
- * Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE. */
-PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
+ * @host_bytes: cap of the process's host memory, 0: none. On the CPU backend 206 MB + 5 MB a thread are taken for the time; where the cap or the
+ * system (a cgroup) leaves less, smaller buffers, and the rates are PS_MEASURED_TIGHT: those of memory may then be a cache's.
+ * Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE; PS_EBUDGET less than 38 MB + 5 MB a thread are left (on CUDA 1.6 GiB). */
+PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, uint64_t host_bytes, double seconds);
+
+/* ps_hardware_ample() - 1 where ps_hardware_measure() with these @host_bytes has the memory that it takes in full, on the machine of @hw; for rates
+ * that are PS_MEASURED_TIGHT, which may then be measured anew. */
+PS_API int ps_hardware_ample(const ps_hardware *hw, uint64_t host_bytes);
 
 /* ps_hardware_profile() - the same at length (@seconds 0: 5; on CUDA 125, which is 2.6 s a case, the host's in three quarters of the memory that is free), and what the struct has for people. */
-PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds);
+PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, uint64_t host_bytes, double seconds);
 
 /* ps_hardware_read() / _write() - rates as JSON; facts are taken anew from the machine. A file of another machine (CPU, GPU, CPU count or
  * thread count differ), of other libraries (driver, cuDNN, cuBLASLt) or of another layout is PS_ESTATE: to be measured anew. */

@@ -100,7 +100,7 @@ typedef struct cli_device {
 /* cli_hardware_get() - rates from the user's cache, measured (and cached) on first use; says so on stderr unless @quiet. cli_hardware_measure() -
  * measured now, by ps_hardware_profile() where @at_length; @seconds 0: as long as the device needs. Both lower device->threads to the CPUs there are, and say so;
  * cli_bound_threads() is that, for @n_cpus. */
-int cli_hardware_get(ps_hardware *out, cli_device *device, bool quiet);
+int cli_hardware_get(ps_hardware *out, cli_device *device, uint64_t host_bytes, bool quiet);
 int cli_hardware_measure(ps_hardware *out, cli_device *device, bool at_length, double seconds, char **cached_at);
 void cli_bound_threads(cli_device *device, uint32_t n_cpus, bool quiet);
 void cli_hardware_print(FILE *out, const ps_hardware *hw); /* a few lines */

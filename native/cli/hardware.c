@@ -28,14 +28,19 @@ static char *cache_file(const ps_hardware *hw) {
   return path;
 }
 
-/* Write @hw to the cache; where that fails the run goes on without. */
+/* Write @hw to the cache. Where that fails the run goes on without, and a line says which file it is. */
 static char *keep(const ps_hardware *hw) {
   char *path = cache_file(hw), *folder = path ? strdup(path) : NULL;
-  bool kept = false;
-  if (folder) {
+  if (folder)
     *strrchr(folder, '/') = 0;
-    kept = cli_folder_make(folder) == 0 && ps_hardware_write(hw, path) == PS_OK;
-  }
+  const int failed = folder ? cli_folder_make(folder) : 0;
+  const bool kept = folder && !failed && ps_hardware_write(hw, path) == PS_OK;
+  if (!path)
+    fprintf(stderr, "penstock: the machine's rates are not kept: set XDG_CACHE_HOME to a folder for them\n");
+  else if (failed)
+    fprintf(stderr, "penstock: %s: %s; the machine's rates are not kept: set XDG_CACHE_HOME to a folder that can be written\n", folder, strerror(failed));
+  else if (!kept)
+    fprintf(stderr, "penstock: %s; the machine's rates are not kept: set XDG_CACHE_HOME to a folder that can be written\n", folder ? ps_last_error() : "out of memory");
   free(folder);
   if (kept)
     return path;
@@ -79,43 +84,51 @@ static int find_machine(ps_hardware *out, cli_device *d, bool quiet, uint32_t *b
   return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 
-static int measure(ps_hardware *out, const cli_device *d, uint32_t backend, bool at_length, double seconds, char **cached_at) {
+static ps_status measure(ps_hardware *out, const cli_device *d, uint32_t backend, uint64_t host_bytes, bool at_length, double seconds, char **cached_at) {
   out->struct_bytes = sizeof *out;
   const uint32_t gpu = (uint32_t)d->gpu, threads = (uint32_t)d->threads;
-  const ps_status st = at_length ? ps_hardware_profile(out, backend, gpu, threads, seconds) : ps_hardware_measure(out, backend, gpu, threads, seconds);
-  if (st != PS_OK)
-    return cli_fail_status(st, true);
-  *cached_at = keep(out);
-  return CLI_OK;
+  const ps_status st = at_length ? ps_hardware_profile(out, backend, gpu, threads, host_bytes, seconds) : ps_hardware_measure(out, backend, gpu, threads, host_bytes, seconds);
+  if (st == PS_OK)
+    *cached_at = keep(out);
+  return st;
 }
 
 int cli_hardware_measure(ps_hardware *out, cli_device *d, bool at_length, double seconds, char **cached_at) {
   uint32_t backend;
   int code = find_machine(out, d, false, &backend);
-  return code == CLI_OK ? measure(out, d, backend, at_length, seconds, cached_at) : code;
+  if (code != CLI_OK)
+    return code;
+  const ps_status st = measure(out, d, backend, 0, at_length, seconds, cached_at);
+  return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 
-static int measure_quietly(ps_hardware *out, const cli_device *d, uint32_t backend, bool quiet) {
-  char *cached_at = NULL;
-  int code = measure(out, d, backend, false, 0, &cached_at);
-  if (code == CLI_OK && !cached_at && !quiet)
-    fprintf(stderr, "penstock: the figures could not be cached (set XDG_CACHE_HOME to a writable folder)\n");
-  free(cached_at);
-  return code;
+/* Rates from the cache, if they are this machine's, and of smaller buffers only where there is no more memory now. */
+static bool known(ps_hardware *out, const cli_device *d, uint32_t backend, uint64_t host_bytes) {
+  char *path = cache_file(out);
+  ps_hardware hw = {.struct_bytes = sizeof hw};
+  const bool ok = path && ps_hardware_read(&hw, path, backend, (uint32_t)d->gpu, (uint32_t)d->threads) == PS_OK &&
+                  (hw.measured != PS_MEASURED_TIGHT || !ps_hardware_ample(&hw, host_bytes));
+  if (ok)
+    *out = hw;
+  free(path);
+  return ok;
 }
 
-int cli_hardware_get(ps_hardware *out, cli_device *d, bool quiet) {
+int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool quiet) {
   uint32_t backend;
   int code = find_machine(out, d, quiet, &backend);
   if (code != CLI_OK)
     return code;
-  char *path = cache_file(out);
-  bool known = path && ps_hardware_read(out, path, backend, (uint32_t)d->gpu, (uint32_t)d->threads) == PS_OK;
-  free(path);
-  if (!known) {
+  if (!known(out, d, backend, host_bytes)) {
+    char *cached_at = NULL;
     if (!quiet)
       fprintf(stderr, "penstock: measuring this machine, once, for %s; penstock profile does it at length\n", backend == PS_BACKEND_CUDA ? "some 20 s" : "a second or two");
-    code = measure_quietly(out, d, backend, quiet);
+    const ps_status st = measure(out, d, backend, host_bytes, false, 0, &cached_at);
+    free(cached_at);
+    if (st == PS_EBUDGET && !quiet) /* the estimate stands */
+      fprintf(stderr, "penstock: %s: rates are estimated; penstock profile measures them without a cap\n", ps_last_error());
+    if (st != PS_OK && st != PS_EBUDGET)
+      return cli_fail_status(st, true);
   }
   if (d->peak_tflops > 0)
     out->peak_flops_per_s = d->peak_tflops * 1e12;

@@ -115,7 +115,7 @@ int cli_job_check(cli_job *j) {
 
 static int get_hardware(cli_job *j) {
   if (!j->hardware_file)
-    return cli_hardware_get(&j->hardware, &j->device, j->quiet);
+    return cli_hardware_get(&j->hardware, &j->device, j->host_mem, j->quiet);
   if (j->device.gpu_given || j->device.backend != CLI_BACKEND_AUTO)
     return cli_fail(CLI_REFUSED, "--%s is of this machine, and --hardware describes another: leave one of them out", j->device.gpu_given ? "gpu" : "backend");
   ps_status st = ps_hardware_describe(&j->hardware, j->hardware_file);

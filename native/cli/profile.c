@@ -41,7 +41,8 @@ int cli_profile(int argc, char **argv) {
     putchar('\n');
   } else {
     cli_hardware_table(stdout, &hw);
-    printf("%s%s\n", cached_at ? "cached in " : "not cached: there is no writable cache folder (set XDG_CACHE_HOME)", cached_at ? cached_at : "");
+    if (cached_at)
+      printf("cached in %s\n", cached_at);
   }
   free(cached_at);
   return CLI_OK;

@@ -197,7 +197,7 @@ ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t backend,
   if (st == PS_OK && backend == PS_BACKEND_CPU) hw.peak_flops_per_s = hw.gemm_flops_per_s[PS_F32];
   if (st == PS_OK && backend == PS_BACKEND_CUDA && !ps__json_uint64(ps__json_get(j, "device_overhead_bytes"), &hw.device_overhead_bytes))
     st = ps__fail(PS_EFORMAT, "%s: device_overhead_bytes is missing: run penstock profile", path);
-  hw.measured = 1;
+  hw.measured = same_number(j, "measured", PS_MEASURED_TIGHT) ? PS_MEASURED_TIGHT : PS_MEASURED;
   ps__json_free(j);
   if (st == PS_OK) *out = hw;
   return st;
@@ -230,7 +230,7 @@ ps_status ps_hardware_write(const ps_hardware *hw, const char *path) {
   if (!text) st = ps__fail(PS_ENOMEM, "out of memory for %s", path);
   else if (fd < 0) st = ps__fail(PS_EIO, "%s: %s", path, strerror(errno));
   else st = ps__write_all(fd, path, text, n);
-  if (fd >= 0) close(fd);
+  if (fd >= 0 && close(fd) != 0 && st == PS_OK) st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
   ps__jsonw_free(w);
   return st;
 }

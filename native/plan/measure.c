@@ -26,6 +26,10 @@ typedef struct bench {
 /* Beside a GPU the host's ops are measured on buffers that no cache holds and, at length, on many sets of them in turn, since a machine's memory is not equally fast
  * everywhere and a run takes most of it; on the CPU backend a profile is quick. */
 enum { BUFFER = 48 << 20, LARGE_BUFFER = 1 << 30, SCRATCH = 96 << 20 };
+/* Where memory is short, buffers are smaller. The least hold every case: rows gathered, and the fp32 gradients of 4,096 rows of keys and values in a half. */
+enum { LEAST_BUFFER = 8 << 20, LEAST_LARGE_BUFFER = 256 << 20 };
+
+static uint64_t full_bytes(bool beside_gpu) { return beside_gpu ? LARGE_BUFFER : BUFFER; }
 
 static void use_set(bench *b, uint64_t i) {
   b->a = b->memory + i % b->n_sets * b->set_bytes;
@@ -87,11 +91,11 @@ static double gemm_rate(bench *b, uint32_t m, uint32_t n, uint32_t k, bool trans
 
 /* q in a, kv in b, documents and d_o in d, o and its log-sum-exp in c; gradients in the second halves of a and b. */
 static void case_attention_fwd(bench *b, const void *args) {
-  void *ptr[5] = {b->a, b->b, b->d, b->c, b->c + BUFFER / 2};
+  void *ptr[5] = {b->a, b->b, b->d, b->c, b->c + b->bytes / 2};
   launch(&b->exec, &ps__k_attention_fwd, args, ptr, 5);
 }
 static void case_attention_bwd(bench *b, const void *args) {
-  void *ptr[8] = {b->a, b->b, b->d, b->c, b->c + BUFFER / 2, b->d + BUFFER / 2, b->a + BUFFER / 2, b->b + BUFFER / 2};
+  void *ptr[8] = {b->a, b->b, b->d, b->c, b->c + b->bytes / 2, b->d + b->bytes / 2, b->a + b->bytes / 2, b->b + b->bytes / 2};
   launch(&b->exec, &ps__k_attention_bwd, args, ptr, 8);
 }
 
@@ -110,7 +114,7 @@ static void case_elementwise(bench *b, const void *args) {
   launch(&b->exec, &ps__k_rmsnorm_fwd, args, ptr, 3);
 }
 
-static void case_copy(bench *b, const void *args) { memcpy(b->c, b->a, BUFFER); }
+static void case_copy(bench *b, const void *args) { memcpy(b->c, b->a, b->bytes); }
 
 static void measure_compute(bench *b, ps_hardware *hw) {
   const ps__args_rmsnorm norm = {.rows = NORM_ROWS, .cols = NORM_COLS, .dt = PS_F32, .eps = 1e-5f};
@@ -132,7 +136,7 @@ static void measure_compute(bench *b, ps_hardware *hw) {
   hw->attention_flops_per_s[PS_BF16] = hw->attention[1].forward_flops_per_s;
   hw->attention_bwd_flops_per_s[PS_BF16] = hw->attention[1].backward_flops_per_s;
   hw->elementwise_bytes_per_s = 8.0 * NORM_ROWS * NORM_COLS / time_case(b, case_elementwise, &norm);
-  hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s = (double)BUFFER / time_case(b, case_copy, NULL);
+  hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s = (double)b->bytes / time_case(b, case_copy, NULL);
   hw->op_ns = 3000;
 }
 
@@ -278,22 +282,28 @@ static ps_status measure_threads(const bench *b, ps_hardware *hw) {
 
 enum { TOUCH_BYTES = 1 << 28, TOUCH_TASKS = 64 };
 
+typedef struct touch {
+  char *p;
+  uint64_t bytes;
+} touch;
+
 static void touch_task(void *arg, int64_t task, uint32_t worker) {
-  char *p = (char *)arg + task * (TOUCH_BYTES / TOUCH_TASKS);
-  for (uint32_t at = 0; at < TOUCH_BYTES / TOUCH_TASKS; at += 4096) *(volatile char *)(p + at) = 0;
+  const touch *t = arg;
+  char *p = t->p + (uint64_t)task * (t->bytes / TOUCH_TASKS);
+  for (uint64_t at = 0; at < t->bytes / TOUCH_TASKS; at += 4096) *(volatile char *)(p + at) = 0;
 }
 
 /* Pages are asked for and touched as the engine does it: huge ones where the kernel has them, by all CPUs. */
-static ps_status measure_touch(ps_hardware *hw) {
+static ps_status measure_touch(uint64_t bytes, ps_hardware *hw) {
   void *p = NULL;
   ps__pool *pool;
   PS_TRY(ps__pool_create(&pool, hw->n_cpus > TOUCH_TASKS ? TOUCH_TASKS : hw->n_cpus, "measure"));
-  const ps_status st = ps__map(&p, TOUCH_BYTES, "measuring the machine");
+  const ps_status st = ps__map(&p, bytes, "measuring the machine");
   if (st == PS_OK) {
     const uint64_t t0 = ps__now_ns();
-    ps__pool_run(pool, TOUCH_TASKS, touch_task, p);
-    hw->first_touch_bytes_per_s = TOUCH_BYTES / ((double)(ps__now_ns() - t0) * 1e-9);
-    ps__unmap(p, TOUCH_BYTES);
+    ps__pool_run(pool, TOUCH_TASKS, touch_task, &(touch){p, bytes});
+    hw->first_touch_bytes_per_s = (double)bytes / ((double)(ps__now_ns() - t0) * 1e-9);
+    ps__unmap(p, bytes);
   }
   ps__pool_destroy(pool);
   return st;
@@ -347,11 +357,11 @@ static ps_status measure(bench *b, ps_hardware *hw, bool at_length) {
   if (!b->beside_gpu) measure_compute(b, hw);
   PS_TRY(measure_host(b, hw));
   if (at_length) PS_TRY(measure_threads(b, hw));
-  if (at_length) PS_TRY(measure_touch(hw));
+  if (at_length) PS_TRY(measure_touch(b->bytes < full_bytes(b->beside_gpu) ? b->bytes : TOUCH_BYTES, hw));
 #ifdef PS_CUDA
   if (b->beside_gpu) PS_TRY(measure_gpu(b, hw, at_length));
 #endif
-  hw->measured = 1;
+  hw->measured = b->bytes < full_bytes(b->beside_gpu) ? PS_MEASURED_TIGHT : PS_MEASURED;
   return PS_OK;
 }
 
@@ -399,16 +409,56 @@ static ps_status map_sets(bench *b, uint32_t device, bool at_length) {
   use_set(b, 0);
   fill(b->a, b->bytes, 1);
   fill(b->b, b->bytes, 2);
-  fill(b->d, BUFFER, 3);
+  fill(b->d, b->bytes < BUFFER ? b->bytes : BUFFER, 3);
   ps__pool_run(b->exec.pool, (int64_t)(b->n_sets - 1) * SET_PARTS, fill_part, b);
   return PS_OK;
 }
 
-static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds, bool at_length) {
+/* What measuring takes for @n buffers of @bytes each, and beside them: packed panels and the stack of each compute thread, code that is
+ * touched first (7, 12 and 38 MB on 1, 2 and 8 threads). */
+static uint64_t taken(const ps_hardware *hw, uint32_t n, uint64_t bytes) {
+  uint64_t sum = n * bytes + (4 << 20) + hw->n_threads * (5ull << 20);
+#ifdef PS_CUDA
+  if (hw->backend == PS_BACKEND_CUDA) sum += 2ull * PS__COPY_BYTES;
+#endif
+  return sum;
+}
+
+static uint64_t in_full(const ps_hardware *hw, bool at_length) {
+  return taken(hw, 4, full_bytes(hw->backend == PS_BACKEND_CUDA)) + (at_length ? TOUCH_BYTES : 0);
+}
+
+/* Memory that measuring may take of @host_bytes for the whole process (0: no cap) and of what the system has. */
+static uint64_t room(uint64_t host_bytes) {
+  const uint64_t held = ps__resident_bytes(), free = ps__host_memory_free(), within = host_bytes > held ? host_bytes - held : 0;
+  return host_bytes && within < free ? within : free;
+}
+
+int ps_hardware_ample(const ps_hardware *hw, uint64_t host_bytes) { return hw && in_full(hw, false) <= room(host_bytes); }
+
+/* The full size where there is room, else what there is room for. */
+static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool at_length, uint64_t host_bytes) {
+  const bool gpu = hw->backend == PS_BACKEND_CUDA;
+  const uint64_t have = room(host_bytes), mib = 1 << 20, least = gpu ? LEAST_LARGE_BUFFER : LEAST_BUFFER;
+  const uint32_t n = at_length ? 5 : 4; /* one more to touch first */
+  char need[32], there[32];
+  *bytes = full_bytes(gpu);
+  if (in_full(hw, at_length) <= have) return PS_OK;
+  if (taken(hw, n, least) > have)
+    return ps__fail(PS_EBUDGET, "measuring this machine takes %s of host memory at least, %s are left of what is given or free", ps__format_bytes(need, taken(hw, n, least)),
+                    ps__format_bytes(there, have));
+  const uint64_t fits = (have - taken(hw, n, 0)) / n / mib * mib;
+  if (fits < *bytes) *bytes = fits;
+  if (*bytes == full_bytes(gpu)) *bytes -= mib; /* there is no room for what is beside the buffers in full */
+  return PS_OK;
+}
+
+static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, uint64_t host_bytes, double seconds, bool at_length) {
   if (!out || !(seconds >= 0)) return ps__fail(PS_EINVAL, "measuring a machine: out must be given and seconds not negative");
   ps_hardware hw;
   PS_TRY(ps__hardware_facts(&hw, backend, device, n_threads));
-  bench b = {.bytes = backend == PS_BACKEND_CUDA ? LARGE_BUFFER : BUFFER, .beside_gpu = backend == PS_BACKEND_CUDA};
+  bench b = {.beside_gpu = backend == PS_BACKEND_CUDA};
+  PS_TRY(choose_buffer(&b.bytes, &hw, at_length, host_bytes));
   if (seconds == 0) seconds = b.beside_gpu ? (at_length ? 125 : 16) : at_length ? 5 : 1;
   b.seconds = seconds_a_case(seconds, b.beside_gpu, at_length);
   char *scratch = NULL;
@@ -429,10 +479,10 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
   return st;
 }
 
-ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds) {
-  return run(out, backend, device, n_threads, seconds, false);
+ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, uint64_t host_bytes, double seconds) {
+  return run(out, backend, device, n_threads, host_bytes, seconds, false);
 }
 
-ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, double seconds) {
-  return run(out, backend, device, n_threads, seconds, true);
+ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, uint64_t host_bytes, double seconds) {
+  return run(out, backend, device, n_threads, host_bytes, seconds, true);
 }

@@ -8,7 +8,7 @@ import json
 
 import numpy as np
 
-from ._lib import StateError, InputOutputError, FormatError, as_dict, check, encode_path, ffi, lib, struct, text
+from ._lib import BudgetError, StateError, InputOutputError, FormatError, as_dict, check, encode_path, ffi, lib, struct, text
 from .engine import TRACE_DTYPE, Schedule
 from .model import ModelConfig
 
@@ -53,18 +53,18 @@ class Hardware:
         return cls(hw)
 
     @classmethod
-    def measure(cls, threads: int = 0, seconds: float = 0.0, backend: str = "auto", gpu: int = 0) -> "Hardware":
+    def measure(cls, threads: int = 0, seconds: float = 0.0, backend: str = "auto", gpu: int = 0, host_mem=None) -> "Hardware":
         """Time products, attention, a norm, copies and the host's ops: about `seconds` in all (0: 1, on a GPU 12, whose clock falls
-        under load)."""
+        under load). host_mem: cap of the process's memory meanwhile; BudgetError where it is too low."""
         hw = struct("ps_hardware")
-        check(lib.ps_hardware_measure(hw, _backend(backend), gpu, threads, seconds))
+        check(lib.ps_hardware_measure(hw, _backend(backend), gpu, threads, parse_bytes(host_mem), seconds))
         return cls(hw)
 
     @classmethod
     def profile(cls, threads: int = 0, seconds: float = 0.0, backend: str = "auto", gpu: int = 0) -> "Hardware":
         """The same at length (0: 5 seconds, on a GPU 80), and the figures that only people look at: `penstock profile`."""
         hw = struct("ps_hardware")
-        check(lib.ps_hardware_profile(hw, _backend(backend), gpu, threads, seconds))
+        check(lib.ps_hardware_profile(hw, _backend(backend), gpu, threads, 0, seconds))
         return cls(hw)
 
     def write(self, path) -> None:
@@ -79,24 +79,30 @@ class Hardware:
         return cls(hw)
 
     @classmethod
-    def cached(cls, threads: int = 0, backend: str = "auto", gpu: int = 0) -> "Hardware":
+    def cached(cls, threads: int = 0, backend: str = "auto", gpu: int = 0, host_mem=None) -> "Hardware":
         """Measured once for this machine and thread count, and kept in the user's cache folder ($XDG_CACHE_HOME/penstock or
-        ~/.cache/penstock), the same file that the command line uses. Where it cannot be written it is measured again."""
+        ~/.cache/penstock), the same file that the command line uses. Where it cannot be written a warning says so, and it is measured
+        again. Under a host_mem that leaves no room to measure in, rates are estimated, with a warning."""
         path = cls.cache_path(threads, backend, gpu)
         hw = struct("ps_hardware")
         if path:
             try:
                 check(lib.ps_hardware_read(hw, encode_path(path), _backend(backend), gpu, threads))
-                return cls(hw)
+                if hw.measured != lib.PS_MEASURED_TIGHT or not lib.ps_hardware_ample(hw, parse_bytes(host_mem)):
+                    return cls(hw)
             except (StateError, InputOutputError, FormatError):
                 pass
-        measured = cls.measure(threads, 0.0, backend, gpu)
+        try:
+            measured = cls.measure(threads, 0.0, backend, gpu, host_mem)
+        except BudgetError as exc:
+            warnings.warn(f"{exc}: rates are estimated", stacklevel=2)
+            return cls.estimate(threads, backend, gpu)
         if path:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 measured.write(path)
-            except OSError:
-                pass
+            except OSError as exc:
+                warnings.warn(f"the machine's rates are not kept: {exc if str(path) in str(exc) else f'{path}: {exc}'}", stacklevel=2)
         return measured
 
     @classmethod
@@ -135,7 +141,7 @@ class Plan:
                  threads: int = 0, trace_steps: int = 2, keep_grads: bool = True, one_document: bool = False,
                  deterministic: bool = False, reserve=None, hardware: Hardware | None = None):
         self.model = model
-        self.hardware = hardware or Hardware.cached(threads)
+        self.hardware = hardware or Hardware.cached(threads, host_mem=host_mem if reserve is None else None)
         self.config = self._config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round,
                                    head_slice_tokens, clip, threads, trace_steps, keep_grads, one_document, deterministic, reserve, first_round_chunks)
         out = ffi.new("ps_plan **")
@@ -159,7 +165,7 @@ class Plan:
                  reserve=None, hardware: Hardware | None = None) -> tuple[int, int]:
         """The least device memory under host_mem and the least host memory under device_mem that a plan fits in, bytes; one
         byte less is refused. 0 where none fits."""
-        hardware = hardware or Hardware.cached(threads)
+        hardware = hardware or Hardware.cached(threads, host_mem=host_mem if reserve is None else None)
         cfg = cls._config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round, head_slice_tokens,
                           clip, threads, trace_steps, keep_grads, one_document, deterministic, reserve, first_round_chunks)
         device, host = ffi.new("uint64_t *"), ffi.new("uint64_t *")
