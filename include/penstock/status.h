@@ -42,6 +42,10 @@ PS_API const char *ps_status_name(ps_status code);
  * Owned by the library, valid until the next failing call on this thread; "" when nothing failed yet. */
 PS_API const char *ps_last_error(void);
 
+/* ps_printable() - copy @src to @dst as a terminal may have it: control characters and what is no UTF-8 become "\x1b" and the like.
+ * @room is BYTES of @dst, the ending NUL among them; what does not fit is left out. Returns @dst. Messages of the library went through it. */
+PS_API char *ps_printable(char *dst, uint64_t room, const char *src);
+
 typedef enum ps_log_level { PS_LOG_DEBUG = 0, PS_LOG_INFO = 1, PS_LOG_WARN = 2 } ps_log_level;
 typedef void (*ps_log_fn)(void *user, ps_log_level level, const char *message);
 

@@ -10,18 +10,18 @@
 /* ---- messages ------------------------------------------------------------------------------------------------------- */
 
 int cli_fail(int code, const char *fmt, ...) {
+  char text[4096], shown[8192];
   va_list ap;
   va_start(ap, fmt);
-  fputs("penstock: ", stderr);
-  vfprintf(stderr, fmt, ap);
-  fputc('\n', stderr);
+  vsnprintf(text, sizeof text, fmt, ap);
   va_end(ap);
+  fprintf(stderr, "penstock: %s\n", ps_printable(shown, sizeof shown, text));
   return code;
 }
 
 int cli_fail_status(ps_status status, bool starting) {
-  bool refused = status == PS_EINVAL || status == PS_EFORMAT || status == PS_EBUDGET ||
-                 (starting && (status == PS_EIO || status == PS_EDEVICE || status == PS_ENOMEM));
+  bool refused = starting && (status == PS_EINVAL || status == PS_EFORMAT || status == PS_EBUDGET || status == PS_EIO || status == PS_EDEVICE ||
+                              status == PS_ENOMEM);
   const char *message = ps_last_error();
   return cli_fail(refused ? CLI_REFUSED : CLI_FAILED, "%s", message[0] ? message : ps_status_name(status));
 }

@@ -1,7 +1,7 @@
 /* cli.h - what the files of the binary `penstock` share. It uses the public headers only.
  *
- * Exit codes: 0 done; 1 the machine failed (memory, device, I/O in the middle of a run, a loss that is not finite);
- * 2 the input or the command line is wrong, and nothing was written; 130 stopped by Ctrl-C. */
+ * Exit codes: 0 done; 1 the machine failed (memory, device, I/O), or something in a run did (a loss that is not finite, a bad token deep in a
+ * shard); 2 the input or the command line is wrong, and nothing was written; 130 stopped by Ctrl-C. */
 #ifndef PENSTOCK_CLI_H
 #define PENSTOCK_CLI_H
 #include <penstock/train.h>
@@ -13,8 +13,8 @@ enum { CLI_OK = 0, CLI_FAILED = 1, CLI_REFUSED = 2, CLI_INTERRUPTED = 130 };
 /* ---- messages (args.c) ------------------------------------------------------------------------------------------- */
 
 /* cli_fail() - "penstock: ..." on stderr; returns @code. cli_fail_status() - the same with ps_last_error(), and the exit
- * code that the status stands for; @starting: nothing has run yet, so that what cannot be read and what
- * the machine does not give are refused like bad input. */
+ * code that the status stands for; @starting: nothing was written yet, so that what is wrong, what cannot be read and what
+ * the machine does not give are refused. */
 int cli_fail(int code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 int cli_fail_status(ps_status status, bool starting);
 const char *cli_bytes(char buf[32], uint64_t bytes);    /* "19.9 GiB" */
@@ -82,6 +82,11 @@ void cli_json_bool(cli_json *j, const char *key, bool value);
 int cli_folder_check(const char *path, const char *option);
 int cli_folder_make(const char *path);
 int cli_folder_make_parent(const char *path); /* the folder that @path is to appear in */
+
+/* cli_run_lock() - this run directory is ours until cli_run_unlock(): *fd, -1 at first, is of the file .penstock.lock in it, which has our
+ * process id; still -1 where there is none and not @make. CLI_REFUSED after a message where another run has it. Where the file system knows no locks it says so. */
+int cli_run_lock(const char *run_dir, bool make, int *fd);
+void cli_run_unlock(const char *run_dir, int fd); /* -1 is a no-op */
 char *cli_path_join(const char *folder, const char *name); /* the caller frees it; NULL when memory ran out */
 
 /* ---- hardware (hardware.c, rates.c) ---------------------------------------------------------------------------------------------- */
@@ -117,7 +122,8 @@ typedef struct cli_job {
   double lr, min_lr, weight_decay, beta1, beta2, clip_norm;
   uint32_t recipe, lr_schedule, save_dtype;
   int32_t document_token, document_end_token;
-  bool shuffle, json, quiet, smallest, deterministic, init_weights;
+  double save_wait; /* seconds that a save which fails is tried again for */
+  bool force, shuffle, json, quiet, smallest, deterministic, init_weights;
   const char *hardware_file; /* plan only: the machine planned for */
   bool elsewhere; /* plan only: --host-mem may be more than this machine has */
 
@@ -128,6 +134,7 @@ typedef struct cli_job {
   ps_plan_report report;
 } cli_job;
 
+int cli_out_check(const cli_job *job, const char *path); /* may a model be saved there: no other is replaced unasked, and there is room; exit code */
 void cli_job_init(cli_job *job);
 void cli_job_free(cli_job *job);
 
@@ -147,6 +154,7 @@ int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts
 
 /* ---- training (train.c, progress.c, summary.c) ------------------------------------------------------------------------------ */
 int cli_train_job(cli_job *job); /* job parsed; everything else is done here */
+int cli_interrupts(void); /* how often this run was asked to stop */
 
 typedef struct cli_progress {
   bool quiet, tty, line_open;
@@ -177,7 +185,11 @@ typedef struct cli_run_result {
   uint64_t n_stalls, n_planned_stalls;
   bool interrupted, saved;
   char *metrics_path, *plan_path, *timeline_path;
+  char *other_out; /* where the model was saved instead of --out */
 } cli_run_result;
+/* cli_save() - the model into job->out. Where that cannot be written another place may be named at a terminal; without one it is tried again for
+ * job->save_wait seconds (keep.c). Exit code. */
+int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r);
 void cli_stream_shares(cli_run_result *r, const ps_trace_event *events, uint64_t n);
 void cli_note_loss(cli_run_result *r, double loss);
 int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events, uint64_t n); /* fills both lists of stalls; exit code */

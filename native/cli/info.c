@@ -5,7 +5,7 @@
 static const char *const archs[] = {"llama", "qwen2", "qwen3"};
 
 static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_config *cfg) {
-  char bytes[32];
+  char bytes[32], shown[8192];
   cfg->struct_bytes = sizeof *cfg;
   ps_status st = ps_model_config_read(cfg, path);
   ps_flops flops = {0};
@@ -30,7 +30,7 @@ static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_
     cli_json_close(j, '}');
     return CLI_OK;
   }
-  printf("%s: %s, %llu parameters (%s in bf16), %u layers, dim %u, %u/%u heads of %u, ffn %u, vocabulary %u%s%s%s\n", path, archs[cfg->arch],
+  printf("%s: %s, %llu parameters (%s in bf16), %u layers, dim %u, %u/%u heads of %u, ffn %u, vocabulary %u%s%s%s\n", ps_printable(shown, sizeof shown, path), archs[cfg->arch],
          (unsigned long long)n, cli_bytes(bytes, 2 * n), cfg->n_layers, cfg->dim, cfg->n_heads, cfg->n_kv_heads, cfg->head_dim, cfg->ffn_dim,
          cfg->vocab_size, cfg->tied_embeddings ? ", tied embeddings" : "", cfg->qkv_bias ? ", qkv bias" : "", cfg->qk_norm ? ", qk norm" : "");
   if (seq_len)

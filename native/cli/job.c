@@ -25,6 +25,7 @@ void cli_job_init(cli_job *job) {
       .document_token = -1,
       .document_end_token = -1,
       .trace_steps = 2,
+      .save_wait = 600,
   };
 }
 
@@ -85,6 +86,9 @@ void cli_job_options(cli_job *j, cli_option *options, bool training) {
        .help = "this token begins a document: attention does not cross, positions restart"},
       {.name = "document-end-token", .kind = CLI_ID, .out = &j->document_end_token, .value = "ID", .help = "the token after this one begins a document"},
       {.name = "out", .kind = CLI_TEXT, .out = &j->out, .value = "DIR", .help = "save the trained model here (default: it is not saved)"},
+      {.name = "force", .kind = CLI_FLAG, .out = &j->force, .help = "replace the model that --out has"},
+      {.name = "save-wait", .kind = CLI_NUMBER, .out = &j->save_wait, .value = "SECONDS", .most = 1e6,
+       .help = "how long a failing save is repeated where no terminal can be asked (default 600)"},
       {.name = "save-dtype", .kind = CLI_CHOICE, .out = &j->save_dtype, .value = "NAME", .choices = dtypes, .help = "bf16 (default) or fp32"},
       {.name = "run-dir", .kind = CLI_TEXT, .out = &j->run_dir, .value = "DIR",
        .help = "metrics.jsonl, plan.json, timeline.json (default: --out, else .)"},

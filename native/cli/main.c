@@ -1,6 +1,10 @@
 /* main.c - the binary `penstock`: finds the subcommand. */
 #include "cli.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
 #include <string.h>
+#include <unistd.h>
 
 static const struct {
   const char *name;
@@ -30,7 +34,29 @@ int cli_version(int argc, char **argv) {
   return CLI_OK;
 }
 
-int main(int argc, char **argv) {
+/* Files that are opened must not become stdin, stdout or stderr; a reader that went away and a file at its limit are errors of write(). */
+static void prepare_process(void) {
+  while (true) {
+    int fd = open("/dev/null", O_RDWR);
+    if (fd > STDERR_FILENO)
+      close(fd);
+    if (fd < 0 || fd > STDERR_FILENO)
+      break;
+  }
+  signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);
+}
+
+/* What was printed is an answer: it has arrived, or the command failed. */
+static int finish(int code) {
+  errno = 0;
+  const bool failed = ferror(stdout) || fflush(stdout) != 0;
+  if (failed)
+    cli_fail(CLI_FAILED, "stdout cannot be written%s%s", errno ? ": " : "", errno ? strerror(errno) : "");
+  return failed && code == CLI_OK ? CLI_FAILED : code;
+}
+
+static int run(int argc, char **argv) {
   if (argc < 2) {
     print_help(stderr);
     return CLI_REFUSED;
@@ -45,4 +71,9 @@ int main(int argc, char **argv) {
     if (strcmp(argv[1], commands[i].name) == 0)
       return commands[i].run(argc - 1, argv + 1);
   return cli_fail(CLI_REFUSED, "there is no command '%s': train, plan, demo, info, profile or version (penstock --help)", argv[1]);
+}
+
+int main(int argc, char **argv) {
+  prepare_process();
+  return finish(run(argc, argv));
 }

@@ -1,8 +1,10 @@
-/* outputs.c - folders for output: checked before anything runs, made when there is something to write. */
+/* outputs.c - folders for output: checked before anything runs, made when there is something to write; the run directory is locked. */
 #include "cli.h"
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -99,4 +101,63 @@ int cli_folder_check(const char *path, const char *option) {
   free(probe);
   free(copy);
   return failed ? cli_fail(CLI_REFUSED, "--%s %s cannot be written: %s", option, path, strerror(failed)) : CLI_OK;
+}
+
+/* ---- the run directory's lock: who removes the file holds it, so whoever locked a file that has lost its name looks again ------------- */
+
+static int open_lock(const char *path, bool make) {
+  struct stat by_fd, by_name;
+  for (;;) {
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | (make ? O_CREAT : 0), 0666);
+    if (fd < 0)
+      return -1;
+    const int err = flock(fd, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
+    if (err || (fstat(fd, &by_fd) == 0 && stat(path, &by_name) == 0 && by_fd.st_ino == by_name.st_ino && by_fd.st_dev == by_name.st_dev)) {
+      errno = err;
+      return fd;
+    }
+    close(fd);
+  }
+}
+
+static int refuse_locked(const char *run_dir, int fd) {
+  char text[32] = {0};
+  const long pid = pread(fd, text, sizeof text - 1, 0) > 0 ? strtol(text, NULL, 10) : 0;
+  close(fd);
+  if (pid <= 0)
+    return cli_fail(CLI_REFUSED, "--run-dir %s is in use by another run: give another one", run_dir);
+  return cli_fail(CLI_REFUSED, "--run-dir %s is in use by the run with process id %ld: give another one, or wait for its end", run_dir, pid);
+}
+
+int cli_run_lock(const char *run_dir, bool make, int *fd) {
+  char text[32], *path = cli_path_join(run_dir, ".penstock.lock");
+  if (!path)
+    return cli_fail(CLI_FAILED, "out of memory");
+  errno = 0;
+  if (*fd < 0)
+    *fd = open_lock(path, make);
+  const int err = errno;
+  free(path);
+  if (*fd < 0)
+    return !make && (err == ENOENT || err == ENOTDIR) ? CLI_OK : cli_fail(make ? CLI_FAILED : CLI_REFUSED, "--run-dir %s cannot be locked: %s", run_dir, strerror(err));
+  if (err == EWOULDBLOCK) {
+    const int held = *fd;
+    *fd = -1;
+    return refuse_locked(run_dir, held);
+  }
+  if (err)
+    fprintf(stderr, "penstock: --run-dir %s is not locked against a second run: %s\n", run_dir, strerror(err));
+  const int n = snprintf(text, sizeof text, "%ld\n", (long)getpid());
+  if (make && (ftruncate(*fd, 0) != 0 || pwrite(*fd, text, (size_t)n, 0) != n))
+    return cli_fail(CLI_FAILED, "--run-dir %s: its lock cannot be written: %s", run_dir, strerror(errno));
+  return CLI_OK;
+}
+
+void cli_run_unlock(const char *run_dir, int fd) {
+  char *path = fd >= 0 ? cli_path_join(run_dir, ".penstock.lock") : NULL;
+  if (path)
+    unlink(path);
+  if (fd >= 0)
+    close(fd);
+  free(path);
 }

@@ -30,7 +30,7 @@ void cli_progress_begin(cli_progress *p, const cli_job *job) {
 /* Whether a line is due; a terminal's line is redrawn in place at most ten times a second. */
 static bool due(cli_progress *p, bool last) {
   double now = cli_now_s();
-  if (p->quiet || (!last && now - p->printed_s < (p->tty ? 0.1 : every_s)))
+  if (p->quiet || ferror(stderr) || (!last && now - p->printed_s < (p->tty ? 0.1 : every_s)))
     return false;
   p->printed_s = now;
   if (p->tty)
@@ -137,10 +137,10 @@ void cli_progress_note(cli_progress *p, const char *fmt, ...) {
   if (p->quiet)
     return;
   cli_progress_end(p);
+  char text[8192], shown[8192];
   va_list ap;
   va_start(ap, fmt);
-  fputs("penstock: ", stderr);
-  vfprintf(stderr, fmt, ap);
-  fputc('\n', stderr);
+  vsnprintf(text, sizeof text, fmt, ap);
   va_end(ap);
+  fprintf(stderr, "penstock: %s\n", ps_printable(shown, sizeof shown, text));
 }

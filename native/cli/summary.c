@@ -113,7 +113,7 @@ static double mean_loss(const cli_run_result *r, uint64_t *n) {
 }
 
 void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
-  char a[32], b[32], c[32];
+  char a[32], b[32], c[32], path[8192];
   uint64_t n;
   const ps_plan_report *plan = &job->report;
   const double loss = mean_loss(r, &n);
@@ -132,10 +132,15 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
       fprintf(out, "  %-10s %5.1f%%   %5.1f%%\n", ps_plan_stream_name(s), 100 * r->busy[s], 100 * r->wait[s]);
     print_stalls(out, r, 0);
   }
-  fprintf(out, "metrics %s, plan %s%s%s\n", r->metrics_path, r->plan_path, r->timeline_path ? ", timeline " : "",
-          r->timeline_path ? r->timeline_path : "");
+  fprintf(out, "metrics %s", ps_printable(path, sizeof path, r->metrics_path));
+  fprintf(out, ", plan %s", ps_printable(path, sizeof path, r->plan_path));
+  if (r->timeline_path)
+    fprintf(out, ", timeline %s", ps_printable(path, sizeof path, r->timeline_path));
+  fputc('\n', out);
   if (r->saved)
-    fprintf(out, "model saved in %s\n", job->out);
+    fprintf(out, "model saved in %s\n", ps_printable(path, sizeof path, job->out));
+  if (ferror(stderr))
+    fprintf(out, "progress ended early: stderr could not be written\n");
 }
 
 void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r) {

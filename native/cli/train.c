@@ -10,17 +10,21 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ---- Ctrl-C: the first lets the steps in flight finish, the second stops at once ------------------------------------- */
+/* ---- Ctrl-C: the first lets the steps in flight finish, the second stops at once. SIGTERM is the same; SIGHUP, which a closed terminal may
+ * send more than once, never stops at once. ------------------------------------------------------------------------------ */
 
 static _Atomic(ps_trainer *) running; /* NULL while no step is in flight */
 static atomic_bool nothing_written = true;
 static atomic_int n_interrupts;
 static const char *_Atomic first_words; /* said at the first Ctrl-C; NULL: nothing */
 
+int cli_interrupts(void) { return atomic_load(&n_interrupts); }
+
 static void on_interrupt(int signal_number) {
-  (void)signal_number;
   if (atomic_load(&nothing_written))
     _exit(CLI_INTERRUPTED);
+  if (signal_number == SIGHUP && atomic_load(&n_interrupts))
+    return;
   int n = atomic_fetch_add(&n_interrupts, 1) + 1;
   ps_trainer *t = atomic_load(&running);
   const char *words = atomic_load(&first_words);
@@ -35,6 +39,9 @@ static void catch_interrupts(void) {
   sigemptyset(&action.sa_mask);
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
+  struct sigaction before;
+  if (sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler != SIG_IGN) /* nohup */
+    sigaction(SIGHUP, &action, NULL);
 }
 
 /* What the library warns of. */
@@ -50,7 +57,7 @@ static int check_outputs(const cli_job *job) {
   struct stat in, out;
   if (job->out && stat(job->model, &in) == 0 && stat(job->out, &out) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
     return cli_fail(CLI_REFUSED, "--out %s is the model directory itself: give another one", job->out);
-  int code = job->out ? cli_folder_check(job->out, "out") : CLI_OK;
+  int code = job->out ? cli_out_check(job, job->out) : CLI_OK;
   return code == CLI_OK ? cli_folder_check(job->run_dir, "run-dir") : code;
 }
 
@@ -116,16 +123,19 @@ static int write_text(const char *path, const char *text) {
   return code;
 }
 
-/* Folders, plan.json and an empty metrics.jsonl. */
-static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics) {
+/* Folders, the lock, plan.json and an empty metrics.jsonl. */
+static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics, int *lock) {
   int failed = cli_folder_make(job->run_dir);
   if (failed)
     return cli_fail(CLI_FAILED, "%s cannot be made: %s", job->run_dir, strerror(failed));
+  int code = cli_run_lock(job->run_dir, true, lock);
+  if (code != CLI_OK)
+    return code;
   r->metrics_path = cli_path_join(job->run_dir, "metrics.jsonl");
   r->plan_path = cli_path_join(job->run_dir, "plan.json");
   if (!r->metrics_path || !r->plan_path)
     return cli_fail(CLI_FAILED, "out of memory");
-  int code = write_text(r->plan_path, ps_plan_json(job->plan));
+  code = write_text(r->plan_path, ps_plan_json(job->plan));
   if (code != CLI_OK)
     return code;
   *metrics = fopen(r->metrics_path, "w");
@@ -223,7 +233,8 @@ static void watch_end(watchdog *w) {
   pthread_join(w->thread, NULL);
 }
 
-/* One step is kept submitted beyond the one waited for, until Ctrl-C. */
+/* One step is kept submitted beyond the one waited for, until Ctrl-C, or until metrics cannot be written: steps in flight are waited for, so that
+ * the model can be saved. */
 static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics, cli_run_result *r) {
   double *step_s = calloc(job->steps, sizeof *step_s);
   if (!step_s)
@@ -232,9 +243,9 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
   uint64_t submitted = 0;
   watchdog dog;
   const bool watched = watch_begin(&dog, t, job);
-  while (code == CLI_OK) {
+  for (;;) {
     r->interrupted = r->interrupted || atomic_load(&n_interrupts);
-    uint64_t ahead = r->interrupted ? 0 : job->steps - r->n_done < 2 ? job->steps : r->n_done + 2;
+    uint64_t ahead = r->interrupted || code != CLI_OK ? 0 : job->steps - r->n_done < 2 ? job->steps : r->n_done + 2;
     ps_status st = ahead > submitted ? ps_trainer_submit(t, ahead - submitted) : PS_OK;
     submitted = ahead > submitted ? ahead : submitted;
     if (st == PS_OK && r->n_done == submitted)
@@ -251,7 +262,8 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
     note_step(r, &m, step_s);
     atomic_fetch_add(&dog.n_done, 1);
     cli_progress_step(p, &m, r->n_done);
-    code = write_metrics(metrics, r->metrics_path, &m);
+    if (code == CLI_OK)
+      code = write_metrics(metrics, r->metrics_path, &m);
   }
   if (watched) watch_end(&dog);
   cli_progress_end(p);
@@ -290,36 +302,28 @@ static int report_trace(const cli_job *job, ps_trainer *t, cli_run_result *r) {
   return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
 }
 
-/* Also after an error in the middle of the run: weights at home are those of the last complete step. */
-static int save(const cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
-  cli_progress_note(p, "saving %s, after %llu complete steps", job->out, (unsigned long long)r->n_done);
-  int failed = cli_folder_make_parent(job->out);
-  if (failed)
-    return cli_fail(CLI_FAILED, "%s cannot be made: %s", job->out, strerror(failed));
-  ps_status st = ps_trainer_save(t, job->out, (ps_dtype)job->save_dtype);
-  r->saved = st == PS_OK;
-  return r->saved ? CLI_OK : cli_fail_status(st, false);
-}
-
-static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
+static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r, int *lock) {
   FILE *metrics = NULL;
+  if (!job->out)
+    cli_progress_note(p, "without --out the trained model is not kept");
   if (!job->quiet)
     atomic_store(&first_words, job->out ? "\npenstock: stopping after the steps in flight, then saving; Ctrl-C again stops at once\n"
                                         : "\npenstock: stopping after the steps in flight; Ctrl-C again stops at once\n");
   atomic_store(&nothing_written, false);
   atomic_store(&running, t);
-  int code = open_outputs(job, r, &metrics);
+  int code = open_outputs(job, r, &metrics, lock);
   if (code != CLI_OK)
     return code;
   double started = p->started_s = cli_now_s();
   code = run_steps(job, t, p, metrics, r);
   atomic_store(&running, NULL);
   r->wall_s = cli_now_s() - started;
-  fclose(metrics);
+  if (fclose(metrics) != 0 && code == CLI_OK)
+    code = cli_fail(CLI_FAILED, "%s cannot be written: %s", r->metrics_path, strerror(errno));
   if (code == CLI_OK)
     code = report_trace(job, t, r);
   if (job->out && r->n_done && code != CLI_INTERRUPTED) {
-    int saving = save(job, t, p, r);
+    int saving = cli_save(job, t, p, r); /* also after an error in the middle of the run: weights at home are those of the last complete step */
     code = code == CLI_OK ? saving : code;
   }
   if (code == CLI_OK && job->json)
@@ -333,7 +337,9 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
 static void show_plan(const cli_job *job, cli_progress *p) {
   const double long_s = 180;
   char time[32];
-  cli_progress_note(p, "plan\n%s", ps_plan_text(job->plan));
+  cli_progress_note(p, "plan");
+  if (!p->quiet)
+    fprintf(stderr, "%s\n", ps_plan_text(job->plan));
   if (job->report.step_s > long_s)
     cli_progress_note(p, "the first step is predicted to take %s: lower --%s (%llu now), or take a smaller model or a faster device", cli_duration(time, job->report.step_s),
                       job->report.n_sequences > 1 ? "tokens-per-step" : "seq-len", (unsigned long long)job->report.tokens_per_step);
@@ -352,14 +358,14 @@ static void on_progress(void *user, const char *what, uint64_t done_bytes, uint6
   cli_progress_load(o->p, what, done_bytes, total_bytes);
 }
 
-int cli_train_job(cli_job *job) {
-  if (!job->run_dir)
-    job->run_dir = job->out ? job->out : ".";
+static int train(cli_job *job, int *lock) {
   ps_dataset *ds = NULL;
   ps_status st;
   int code = cli_job_check(job);
   if (code == CLI_OK)
     code = check_outputs(job);
+  if (code == CLI_OK)
+    code = cli_run_lock(job->run_dir, false, lock);
   catch_interrupts();
   if (code == CLI_OK)
     code = open_data(job, &ds);
@@ -385,12 +391,21 @@ int cli_train_job(cli_job *job) {
   st = ps_trainer_create(&t, job->model, job->plan, &cfg, on_progress, &(opening){job, &p});
   cli_progress_end(&p);
   cli_run_result r = {.n_wanted = job->steps};
-  code = st == PS_OK ? run_and_save(job, t, &p, &r) : cli_fail_status(st, true);
+  code = st == PS_OK ? run_and_save(job, t, &p, &r, lock) : cli_fail_status(st, true);
   ps_trainer_destroy(t);
   ps_dataset_close(ds);
   free(r.metrics_path);
   free(r.plan_path);
   free(r.timeline_path);
+  free(r.other_out);
+  return code;
+}
+
+int cli_train_job(cli_job *job) {
+  int lock = -1;
+  const char *run_dir = job->run_dir = job->run_dir ? job->run_dir : job->out ? job->out : ".";
+  const int code = train(job, &lock);
+  cli_run_unlock(run_dir, lock);
   return code;
 }
 
@@ -403,7 +418,9 @@ int cli_train(int argc, char **argv) {
       .usage = "train --model DIR --data SHARDS... --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
       .about = "Trains the model under both memory caps: plans the step, streams what does not fit, and writes metrics.jsonl (an object a\n"
                "step), plan.json and timeline.json. Caps that are too small and bad input are refused before anything is written (exit\n"
-               "code 2). Ctrl-C lets the steps in flight finish and saves the model if --out is given; a second one stops at once.",
+               "code 2). Ctrl-C lets the steps in flight finish and saves the model if --out is given; a second one stops at once. SIGTERM does\n"
+               "the same, SIGHUP only the first. Where the model cannot be saved at the end, another directory may be named at the\n"
+               "terminal; without one the save is tried again for --save-wait seconds. Output that fails never stops a run.",
       .example = "penstock train --model my_8B_model --data shards/ --device-mem 20GiB --host-mem 80GiB --seq-len 4096 --steps 1000 \\\n"
                  "    --lr 2e-5 --lr-schedule cosine --warmup-steps 50 --out trained",
       .options = options,

@@ -55,12 +55,43 @@ static void emit(ps_log_level level, const char *message) {
   inside_hook = false;
 }
 
-/* Format one line: newlines and carriage returns become spaces. */
+/* Bytes of the UTF-8 character at @c; 0 where there is none, and for the control characters, U+0080 to U+009F among them. */
+static size_t printable_bytes(const unsigned char *c) {
+  if (*c < 0x80)
+    return *c >= 0x20 && *c != 0x7f;
+  size_t n = *c >= 0xc2 && *c <= 0xdf ? 2 : *c >= 0xe0 && *c <= 0xef ? 3 : *c >= 0xf0 && *c <= 0xf4 ? 4 : 0;
+  for (size_t i = 1; i < n; i++)
+    if ((c[i] & 0xc0) != 0x80)
+      return 0;
+  return *c == 0xc2 && c[1] < 0xa0 ? 0 : n;
+}
+
+char *ps_printable(char *dst, uint64_t room, const char *src) {
+  uint64_t used = 0;
+  for (const unsigned char *c = (const unsigned char *)src; *c;) {
+    char escape[8];
+    size_t n = printable_bytes(c), taken = n ? n : 1;
+    if (!n)
+      n = (size_t)snprintf(escape, sizeof escape, "\\x%02x", *c);
+    if (used + n >= room)
+      break;
+    memcpy(dst + used, taken == n ? (const char *)c : escape, n);
+    used += n;
+    c += taken;
+  }
+  if (room)
+    dst[used] = 0;
+  return dst;
+}
+
+/* Format one line: newlines and carriage returns become spaces, and what names from files may do to a terminal becomes readable. */
 static void format_line(char out[MESSAGE_BYTES], const char *fmt, va_list ap) {
-  vsnprintf(out, MESSAGE_BYTES, fmt, ap);
-  for (char *c = out; *c; c++)
+  char line[MESSAGE_BYTES];
+  vsnprintf(line, MESSAGE_BYTES, fmt, ap);
+  for (char *c = line; *c; c++)
     if (*c == '\n' || *c == '\r')
       *c = ' ';
+  ps_printable(out, MESSAGE_BYTES, line);
 }
 
 void ps__log(ps_log_level level, const char *fmt, ...) {

@@ -118,8 +118,11 @@ def check(status: int) -> None:
 
 
 def encode_path(path) -> bytes:
-    """A path as the library takes it."""
-    return os.fsencode(path)
+    """A path as the library takes it; ValueError where it has a NUL, at which C would end it."""
+    encoded = os.fsencode(path)
+    if b"\0" in encoded:
+        raise ValueError(f"{path!r}: a path has no NUL in it")
+    return encoded
 
 
 def struct(name: str, **fields):

@@ -137,7 +137,7 @@ def run(args) -> None:
     trained = subprocess.run(
         [str(c) for c in [binary, "train", *shape, "--data", out / "data", f"--device-mem={device}", f"--host-mem={host}", "--steps", steps,
                           "--lr", "1e-3", "--min-lr", "1e-4", "--lr-schedule", "cosine", "--warmup-steps", min(10, steps // 5), "--shuffle",
-                          "--document-end-token", about["eos_token_id"], "--out", out / "model", "--run-dir", out, "--json"]],
+                          "--document-end-token", about["eos_token_id"], "--out", out / "model", "--force", "--run-dir", out, "--json"]],
         stdout=subprocess.PIPE, text=True)
     if trained.returncode:
         raise SystemExit(trained.returncode)

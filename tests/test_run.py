@@ -1,0 +1,295 @@
+"""What must not cost anybody a trained model: a second run in the same place, a full disk, output that nobody reads, a closed terminal."""
+import ctypes
+import json
+import os
+import pty
+import re
+import resource
+import select
+import signal
+import subprocess
+import time
+
+import pytest
+
+from conftest import BUILD, words_of_training
+from penstock import ModelConfig
+
+BINARY = BUILD / "bin/penstock"
+ENDLESS = 10**6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def profiled(cache_of_this_run):
+    subprocess.run([BINARY, "profile", "--backend", "cpu", "--seconds", "0.2"], check=True, capture_output=True)
+
+
+@pytest.fixture
+def words(tiny_model, tiny_shard):
+    return lambda *more: [str(BINARY), *words_of_training(tiny_model, tiny_shard, "--run-dir", "run", *more)]
+
+
+def loud(command):
+    return [w for w in command if w != "--quiet"]
+
+
+def call(command, cwd, **more):
+    return subprocess.run(command, **{"capture_output": True, "text": True, "cwd": cwd, "timeout": 60, **more})
+
+
+def wait_for(happened, process=None):
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline and (process is None or process.poll() is None)
+        time.sleep(0.01)
+
+
+def started(command, cwd, **more):
+    """The run behind @command, once it has made steps."""
+    metrics = cwd / "run/metrics.jsonl"
+    process = subprocess.Popen(command, cwd=cwd, **{"stderr": subprocess.PIPE, "text": True, **more})
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 1000, process)
+    return process
+
+
+def ended(process, code):
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code, (process.returncode, stderr)
+    return stderr
+
+
+def limit_files(n_bytes):
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, resource.RLIM_INFINITY))
+
+
+def unlimited(process):
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def saved(folder):
+    return (folder / "config.json").exists() and (folder / "model.safetensors").stat().st_size > 1_600_000
+
+
+def one_sentence(done, code, pattern):
+    assert done.returncode == code and re.fullmatch(rf"penstock: .*{pattern}.*\n", done.stderr), (done.returncode, done.stderr)
+
+
+# ---- one run in a directory -----------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_the_same_directory_is_refused_with_the_firsts_process_id(words, tmp_path):
+    first = started(words("--steps", ENDLESS), tmp_path)
+    one_sentence(call(words("--steps", 2), tmp_path), 2, f"--run-dir run is in use by the run with process id {first.pid}: ")
+    first.send_signal(signal.SIGINT)
+    ended(first, 130)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "plan.json", "timeline.json"}
+
+
+def test_the_lock_of_a_run_that_was_killed_holds_nobody_up(words, tmp_path):
+    first = started(words("--steps", ENDLESS), tmp_path)
+    first.kill()
+    ended(first, -signal.SIGKILL)
+    assert (tmp_path / "run/.penstock.lock").read_text() == f"{first.pid}\n"
+    assert call(words("--steps", 2), tmp_path).returncode == 0
+    assert not (tmp_path / "run/.penstock.lock").exists()
+
+
+# ---- --out before the run ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_there_is_replaced_with_force_only(words, tmp_path):
+    assert call(words("--steps", 1, "--out", "out"), tmp_path).returncode == 0
+    before = (tmp_path / "out/model.safetensors").read_bytes()
+    one_sentence(call(words("--steps", 2, "--out", "out"), tmp_path), 2, r"--out out has a model already \(.*\): .* replace it with --force")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == before
+    assert call(words("--steps", 2, "--out", "out", "--force"), tmp_path).returncode == 0
+    assert (tmp_path / "out/model.safetensors").read_bytes() != before
+
+
+def test_a_model_that_the_disk_has_no_room_for_is_refused_first(words, tiny_model, tmp_path):
+    config = json.loads((tiny_model / "config.json").read_text())
+    config |= {"hidden_size": 65536, "intermediate_size": 1 << 20, "num_hidden_layers": 1000, "head_dim": 128, "num_attention_heads": 512,
+               "num_key_value_heads": 512}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    command = words("--init-weights", "--out", "out/deep")
+    command[command.index("--model") + 1] = "model"
+    one_sentence(call(command, tmp_path), 2, r"--out out/deep: the model takes \d+\.\d TiB and there are [\d.]+ .iB free on that disk")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_without_out_the_first_line_says_that_nothing_is_kept(words, tmp_path):
+    text = "without --out the trained model is not kept"
+    assert text in call(loud(words("--steps", 1)), tmp_path).stderr
+    assert text not in call(loud(words("--steps", 1, "--out", "out")), tmp_path).stderr
+
+
+# ---- files that cannot be written ----------------------------------------------------------------------------------------------
+
+
+def test_metrics_that_cannot_be_written_end_the_run_with_the_model_saved(words, tmp_path):
+    process = started(words("--steps", ENDLESS, "--out", "out", "--trace-steps", 0), tmp_path)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, ((tmp_path / "run/metrics.jsonl").stat().st_size + 4000, resource.RLIM_INFINITY))
+    wait_for(lambda: "penstock: run/metrics.jsonl cannot be written: File too large" in process.stderr.readline())
+    unlimited(process)
+    ended(process, 1)
+    assert saved(tmp_path / "out")
+
+
+def test_a_save_that_fails_is_tried_again(words, tmp_path):
+    process = subprocess.Popen(words("--steps", 2, "--out", "out", "--save-wait", 40), cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=limit_files(200_000), stdin=subprocess.DEVNULL)
+    assert "File too large" in process.stderr.readline()
+    assert "kept in memory, and saving is tried again for 40 s" in process.stderr.readline()
+    assert not (tmp_path / "out").exists()
+    unlimited(process)
+    ended(process, 0)
+    assert saved(tmp_path / "out")
+
+
+def test_a_save_is_given_up_in_the_end(words, tmp_path):
+    done = call(words("--steps", 2, "--out", "out", "--save-wait", 0.5), tmp_path, preexec_fn=limit_files(200_000), stdin=subprocess.DEVNULL)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == "penstock: the model was not saved" and not (tmp_path / "out").exists()
+
+
+def at_terminal(command, cwd, answer):
+    """Runs with a terminal as stdin and stderr; @answer(text so far, process) gives what is typed, None for nothing yet."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        limit_files(200_000)()
+        os.execv(command[0], command)
+    text, deadline = "", time.monotonic() + 60
+    while True:
+        assert select.select([terminal], [], [], deadline - time.monotonic())[0], text
+        try:
+            text += os.read(terminal, 4096).decode()
+        except OSError:  # the other end is closed
+            break
+        typed = answer(text, pid)
+        if typed is not None:
+            os.write(terminal, typed)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), text
+
+
+QUESTION = "q gives the model up: "
+
+
+def test_at_a_terminal_another_directory_can_be_named(words, tmp_path):
+    replies = [b"\n", b"/proc/no\n", b"other\n"]
+
+    def answer(text, pid):
+        if text.endswith(QUESTION) and replies:
+            if len(replies) == 1:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            return replies.pop(0)
+
+    code, text = at_terminal(words("--steps", 2, "--out", "out"), tmp_path, answer)
+    assert code == 0 and text.count(QUESTION) == 3 and text.count("File too large") == 2 and "/proc/no cannot be written" in text, text
+    assert saved(tmp_path / "other") and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("reply", [b"q\n", b"\x03"], ids=["q", "Ctrl-C"])
+def test_at_a_terminal_the_model_can_be_given_up(words, tmp_path, reply):
+    code, text = at_terminal(words("--steps", 2, "--out", "out"), tmp_path, lambda text, pid: reply if text.endswith(QUESTION) else None)
+    assert code == 1 and not (tmp_path / "out").exists(), (code, text)
+
+
+# ---- signals and pipes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_terminal_saves_whatever_often_it_says_so(words, tmp_path):
+    process = started(words("--steps", ENDLESS, "--tokens-per-step", 4096, "--out", "out"), tmp_path)
+    for _ in range(3):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.02)
+    ended(process, 130)
+    assert saved(tmp_path / "out")
+
+
+def test_nohup_is_respected(words, tmp_path):
+    process = started(words("--steps", ENDLESS), tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process.send_signal(signal.SIGHUP)
+    metrics = tmp_path / "run/metrics.jsonl"
+    size = metrics.stat().st_size
+    wait_for(lambda: metrics.stat().st_size > size + 4000, process)
+    process.send_signal(signal.SIGTERM)
+    ended(process, 130)
+
+
+def test_readers_that_go_away_stop_no_training(words, tmp_path):
+    process = started(loud(words("--steps", ENDLESS, "--out", "out")), tmp_path, stdout=subprocess.PIPE)
+    process.stdout.close()
+    process.stderr.close()
+    metrics = tmp_path / "run/metrics.jsonl"
+    size = metrics.stat().st_size
+    time.sleep(5.2)  # past a line of progress
+    wait_for(lambda: metrics.stat().st_size > size, process)
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=60)
+    assert process.returncode == 130 and saved(tmp_path / "out")
+
+
+def test_progress_that_nobody_could_read_is_noted_once(words, tmp_path):
+    done = call(loud(words("--steps", 2)), tmp_path, stderr=open("/dev/full", "w"), capture_output=False, stdout=subprocess.PIPE)
+    assert done.returncode == 0 and done.stdout.count("progress ended early: stderr could not be written") == 1
+
+
+@pytest.mark.parametrize("closed", [(0, 1, 2), (2,), (1,)])
+def test_files_do_not_take_the_place_of_closed_outputs(words, tmp_path, closed):
+    def close():
+        for fd in closed:
+            os.close(fd)
+
+    done = call(loud(words("--steps", 3)), tmp_path, preexec_fn=close)
+    assert done.returncode == 0
+    assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
+
+
+def test_an_answer_that_does_not_arrive_is_an_error(tiny_model, words, tmp_path):
+    plan = ["plan", "--model", tiny_model, "--seq-len", 64]
+    for command in (plan, [*plan, "--json"], ["info", "--model", tiny_model], ["version"], ["train", "--help"]):
+        done = call([BINARY, *map(str, command)], tmp_path, stdout=open("/dev/full", "w"), capture_output=False, stderr=subprocess.PIPE)
+        one_sentence(done, 1, "stdout cannot be written: No space left on device")
+    done = call(words("--steps", 2, "--json", "--out", "out"), tmp_path, stdout=open("/dev/full", "w"), capture_output=False, stderr=subprocess.PIPE)
+    one_sentence(done, 1, "stdout cannot be written")
+    assert saved(tmp_path / "out")
+
+
+# ---- names -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_names_from_files_cannot_write_to_a_terminal(tiny_model, words, tmp_path):
+    config = tmp_path / "model"
+    config.mkdir()
+    (config / "config.json").write_text((tiny_model / "config.json").read_text())
+    header = json.dumps({"a\x1b]0;b\x07\x9b2J": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}, ensure_ascii=False).encode()
+    (config / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
+    command = words("--steps", 1)
+    command[command.index("--model") + 1] = "model"
+    done = call(command, tmp_path)
+    one_sentence(done, 2, r"a\\x1b\]0;b\\x07\\xc2\\x9b2J")
+    done = call([BINARY, "info", "--data", "x\x1b[2J\n\u00e9"], tmp_path)
+    one_sentence(done, 2, r"x\\x1b\[2J.*\u00e9")
+
+
+def test_text_is_made_printable_within_its_room():
+    lib = ctypes.CDLL(str(BUILD / "lib/libpenstock.so"))
+    lib.ps_printable.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_char_p]
+
+    def printable(text, room=100):
+        buffer = ctypes.create_string_buffer(b"\xee" * room, room)
+        lib.ps_printable(buffer, room, text)
+        return buffer.value
+
+    assert printable("Größe 木 😀\\n".encode()) == "Größe 木 😀\\n".encode()
+    assert printable(b"\x01\n\x7f\x9b\xc2\x9b\xff\xe6\x9c") == rb"\x01\x0a\x7f\x9b\xc2\x9b\xff\xe6\x9c"
+    assert printable("aé".encode(), 3) == b"a" and printable(b"a\x1b", 5) == b"a" and printable(b"a\x1b", 6) == rb"a\x1b" and printable(b"a", 1) == b""
+
+
+def test_a_path_with_nul_is_refused(tiny_model):
+    with pytest.raises(ValueError, match="has no NUL"):
+        ModelConfig.read(f"{tiny_model}\0.old")
