@@ -175,7 +175,7 @@ STAMP_link := $(call stamp,link)
 # Links beside our library to others that are gone (upgraded, removed): what made them is made again.
 DANGLING := $(shell find -L '$(BUILD)/lib' -maxdepth 1 -type l 2>/dev/null)
 
-.PHONY: FORCE all lib help native-tests bench-programs venv venv-test python demo test test-long test-gpu test-sanitize clean
+.PHONY: FORCE all lib help native-tests bench-programs venv venv-test python wheel lock demo test test-long test-gpu test-sanitize clean
 .DELETE_ON_ERROR:
 
 all: $(LIB) $(BIN) $(CDEF) ## the library libpenstock and the binary penstock
@@ -183,7 +183,7 @@ lib: $(LIB) $(CDEF) ## the library only, and its declarations for Python
 native-tests: $(TEST_BIN) $(BUILD)/tests/libops_shim.so $(BUILD)/tests/libops_shim_base.so ## build the native test programs
 bench-programs: $(BENCH_BIN) ## build the native benchmark programs
 venv: $(VENV)/.done-requirements-runtime.txt ## the Python environment the demo needs
-venv-test: $(VENV_TEST)/.done-requirements-test.txt ## another one with the tests' references
+venv-test: $(VENV_TEST)/.done-references ## another one with the tests' references
 demo: all venv ## train a small model on this Python's own sources under two memory caps (TEXT="files": on yours)
 	@PENSTOCK_BUILD="$(abspath $(BUILD))" PYTHONPATH=python $(VENV)/bin/python -m penstock.demo --build "$(BUILD)" $(if $(TEXT),--text $(TEXT)) $(DEMO_ARGS)
 test: all native-tests venv-test ## build everything, then every test but the long ones (TESTS="files or options of pytest": some)
@@ -195,8 +195,17 @@ test-gpu: all native-tests venv-test ## every test that needs a GPU; without one
 	@PENSTOCK_BUILD="$(BUILD)" PYTHON="$(VENV_TEST)/bin/python" tests/gpu/run.sh sanitizers || [ $$? = 77 ]
 test-sanitize: venv ## the engine's tests and a short training under ThreadSanitizer and under AddressSanitizer + UBSan
 	@VENV="$(VENV)" BUILD="$(BUILD)" tests/sanitize.sh
-python: venv ## install the Python package into $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check ./python
+PACKAGE := PENSTOCK_INSTALL_BUILD="$(BUILD)" $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
+python: all venv-package ## install the Python package into $(VENV)
+	$(PACKAGE) install --no-build-isolation --no-deps --force-reinstall ./python
+wheel: all venv-package ## the Python package with library and program as a wheel in $(BUILD)/dist (CUDA_ARCH=all for GPUs other than those here)
+	@rm -rf $(BUILD)/dist $(BUILD)/wheel/dist; mkdir -p $(BUILD)/dist
+	$(PACKAGE) wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel/dist ./python
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python -m auditwheel -q repair -w $(BUILD)/dist $(BUILD)/wheel/dist/*.whl
+	@$(VENV)/bin/python -c "import sys; print(*sys.argv[1:])" $(BUILD)/dist/*.whl
+venv-package: venv $(VENV)/.done-requirements-wheel.txt
+lock: $(BUILD)/venv-lock/.done-requirements-lock.txt ## write python/requirements-*.txt anew from the .in files (LOCK_ARGS="--upgrade")
+	@PATH="$(abspath $(BUILD))/venv-lock/bin:$$PATH" $(BUILD)/venv-lock/bin/python python/lock.py $(LOCK_ARGS)
 clean: ## remove objects, library and binary; keep the environment
 	rm -rf $(BUILD)/obj $(BUILD)/bin $(BUILD)/tests $(BUILD)/bench $(LIB) $(ARCHIVE) $(CDEF)
 help: ## this list
@@ -205,9 +214,15 @@ help: ## this list
 
 $(VENV)/.done-%: python/% python/bootstrap.sh
 	@python/bootstrap.sh $(VENV) python/$* "$(PYTHON)"
+$(BUILD)/venv-lock/.done-%: python/% python/bootstrap.sh
+	@python/bootstrap.sh $(BUILD)/venv-lock python/$* "$(PYTHON)"
 $(VENV_TEST)/.done-%: python/% python/bootstrap.sh
 	@python/bootstrap.sh $(VENV_TEST) python/$* "$(PYTHON)"
-$(VENV_TEST)/.done-requirements-test.txt: python/requirements-runtime.txt
+# torch comes without its libraries for CUDA; a build of torch that needs them (not every one does) gets them.
+$(VENV_TEST)/.done-references: $(VENV_TEST)/.done-requirements-test.txt python/requirements-torch.txt
+	@! $(VENV_TEST)/bin/python -c "import importlib.metadata as m, sys; sys.exit('nvidia' not in str(m.requires('torch')))" || \
+	 python/bootstrap.sh $(VENV_TEST) python/requirements-torch.txt "$(PYTHON)"
+	@touch $@
 ifneq ($(DANGLING),)
 $(CUBLAS_STAMP) $(CUDNN_STAMP) $(VENV)/.done-requirements-cuda$(CUDA_MAJOR).txt $(VENV)/.done-requirements-cudnn$(CUDA_MAJOR).txt: FORCE
 endif
@@ -256,7 +271,7 @@ endif
 ifneq ($(FLASH_ATTN_4),)
 # flash-attn-4's kernels, compiled by NVIDIA's wheels in an environment of their own.
 $(FLASH4)/venv/.done-%: python/% python/requirements-flash4.txt python/bootstrap.sh
-	@PIP_NO_DEPS=1 python/bootstrap.sh $(FLASH4)/venv $< "$(PYTHON)"
+	@python/bootstrap.sh $(FLASH4)/venv $< "$(PYTHON)"
 $(FLASH4)/flash4_table.h: native/kernels/cuda/flash4/generate.py $(FLASH4)/venv/.done-requirements-flash4-cuda$(CUDA_MAJOR).txt
 	@$(FLASH4)/venv/bin/python $< $(FLASH4)
 $(BUILD)/obj/native/kernels/cuda/attention_flash4.o: PS_NVCCFLAGS += -I$(FLASH4)
@@ -289,7 +304,7 @@ $(ARCHIVE): $(LIB_OBJ) $(STAMP_link)
 	rm -f $@ && ar rcs $@ $(LIB_OBJ)
 $(BIN): $(CLI_OBJ) $(LIB) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(CLI_OBJ) -L$(BUILD)/lib -lpenstock $(PS_LDLIBS) $(LDLIBS)
+	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib:$$ORIGIN' -o $@ $(CLI_OBJ) -L$(BUILD)/lib -lpenstock $(PS_LDLIBS) $(LDLIBS)
 # Tests and benchmarks link the archive: they may call internal (ps__) functions, which the shared library hides.
 $(TEST_BIN): $(BUILD)/tests/%: $(BUILD)/obj/tests/native/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # bootstrap.sh VENV REQUIREMENTS [PYTHON] - make the virtual environment VENV and install REQUIREMENTS into it.
-# Called by the Makefile. Leaves VENV/.done-<name of REQUIREMENTS> behind, so that it runs once for each list of pins.
+# Called by the Makefile. REQUIREMENTS lists every package with its hashes: pip looks for no other. Leaves VENV/.done-<name of REQUIREMENTS> behind, so that it runs once for each list of pins.
 # Where Debian's python3 comes without the venv module, it is installed when this runs as root; otherwise the exact
 # command is printed and nothing is changed.
 set -eu
@@ -27,6 +27,6 @@ if ! [ -x "$venv/bin/pip" ]; then
   "$python" -m venv "$venv"
 fi
 say "installing the pinned packages of $requirements (once)"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements" || {
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r "$requirements" || {
   say "pip could not install $requirements; its message is above. Check the network, then run make again."; exit 2; }
 touch "$venv/.done-$(basename "$requirements")"
