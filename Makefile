@@ -153,6 +153,7 @@ BENCH_SRC := $(sort $(wildcard bench/*.c))
 LIB_OBJ := $(LIB_SRC:%.c=$(BUILD)/obj/%.o) $(CU_OBJ)
 CLI_OBJ := $(CLI_SRC:%.c=$(BUILD)/obj/%.o)
 TEST_BIN := $(TEST_SRC:tests/native/%.c=$(BUILD)/tests/%)
+FUZZ_BIN := $(patsubst tests/fuzz/%.c,$(BUILD)/fuzz/%,$(sort $(wildcard tests/fuzz/fuzz_*.c)))
 BENCH_BIN := $(BENCH_SRC:bench/%.c=$(BUILD)/bench/%)
 LIB := $(BUILD)/lib/libpenstock.so
 CDEF := $(BUILD)/lib/penstock.cdef
@@ -175,12 +176,13 @@ STAMP_link := $(call stamp,link)
 # Links beside our library to others that are gone (upgraded, removed): what made them is made again.
 DANGLING := $(shell find -L '$(BUILD)/lib' -maxdepth 1 -type l 2>/dev/null)
 
-.PHONY: FORCE all lib help native-tests bench-programs venv venv-test python wheel lock demo test test-long test-gpu test-sanitize clean
+.PHONY: FORCE all lib help native-tests fuzz-programs bench-programs venv venv-test python wheel lock demo test test-long test-gpu test-sanitize clean
 .DELETE_ON_ERROR:
 
 all: $(LIB) $(BIN) $(CDEF) ## the library libpenstock and the binary penstock
 lib: $(LIB) $(CDEF) ## the library only, and its declarations for Python
 native-tests: $(TEST_BIN) $(BUILD)/tests/libops_shim.so $(BUILD)/tests/libops_shim_base.so ## build the native test programs
+fuzz-programs: $(FUZZ_BIN) ## build the fuzz targets (tests/fuzz/driver.c says how to run them at length)
 bench-programs: $(BENCH_BIN) ## build the native benchmark programs
 venv: $(VENV)/.done-requirements-runtime.txt ## the Python environment the demo needs
 venv-test: $(VENV_TEST)/.done-references ## another one with the tests' references
@@ -201,13 +203,14 @@ python: all venv-package ## install the Python package into $(VENV)
 wheel: all venv-package ## the Python package with library and program as a wheel in $(BUILD)/dist (CUDA_ARCH=all for GPUs other than those here)
 	@rm -rf $(BUILD)/dist $(BUILD)/wheel/dist; mkdir -p $(BUILD)/dist
 	$(PACKAGE) wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel/dist ./python
-	@PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python -m auditwheel -q repair -w $(BUILD)/dist $(BUILD)/wheel/dist/*.whl
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python -m auditwheel repair -w $(BUILD)/dist $(BUILD)/wheel/dist/*.whl >$(BUILD)/wheel/log 2>&1 || \
+	 { cat $(BUILD)/wheel/log; exit 1; }
 	@$(VENV)/bin/python -c "import sys; print(*sys.argv[1:])" $(BUILD)/dist/*.whl
 venv-package: venv $(VENV)/.done-requirements-wheel.txt
 lock: $(BUILD)/venv-lock/.done-requirements-lock.txt ## write python/requirements-*.txt anew from the .in files (LOCK_ARGS="--upgrade")
 	@PATH="$(abspath $(BUILD))/venv-lock/bin:$$PATH" $(BUILD)/venv-lock/bin/python python/lock.py $(LOCK_ARGS)
 clean: ## remove objects, library and binary; keep the environment
-	rm -rf $(BUILD)/obj $(BUILD)/bin $(BUILD)/tests $(BUILD)/bench $(LIB) $(ARCHIVE) $(CDEF)
+	rm -rf $(BUILD)/obj $(BUILD)/bin $(BUILD)/tests $(BUILD)/fuzz $(BUILD)/bench $(LIB) $(ARCHIVE) $(CDEF)
 help: ## this list
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -321,8 +324,11 @@ OPS_BASE_SRC := tests/native/ops_shim.c $(addprefix native/kernels/cpu/,convert.
 $(BUILD)/tests/libops_shim_base.so: $(OPS_BASE_SRC) $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(CC) -shared $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -DPS_BASELINE=1 $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
+$(FUZZ_BIN): $(BUILD)/fuzz/%: $(BUILD)/obj/tests/fuzz/%.o $(BUILD)/obj/tests/fuzz/driver.o $(ARCHIVE) $(STAMP_link)
+	@mkdir -p $(dir $@)
+	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
 $(BENCH_BIN): $(BUILD)/bench/%: $(BUILD)/obj/bench/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(BENCH_LDLIBS) $(LDLIBS)
 
--include $(LIB_OBJ:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d)
+-include $(LIB_OBJ:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d) $(FUZZ_BIN:$(BUILD)/%=$(BUILD)/obj/tests/%.d)

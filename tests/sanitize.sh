@@ -1,5 +1,6 @@
 #!/bin/sh
-# sanitize.sh - the native tests and a short training under ThreadSanitizer, then under AddressSanitizer + UBSan.
+# sanitize.sh - the native tests and a short training under ThreadSanitizer, then under AddressSanitizer + UBSan; fuzz targets and the
+# Python package under the latter.
 # Called by `make test-sanitize` with VENV and BUILD set; builds into $BUILD/tsan and $BUILD/asan. A finding ends it with exit
 # code 1 and the sanitizer's report.
 set -eu
@@ -19,7 +20,9 @@ PY
 check() { # NAME SAN
   name=$1 out=$build/$1
   echo "== $name: build"
-  make -s VENV="$venv" BUILD="$out" SAN="$2" CUDNN=0 CFLAGS="-O1 -g" all native-tests
+  make -s VENV="$venv" BUILD="$out" SAN="$2" CUDNN=0 CFLAGS="-O1 -g" all native-tests fuzz-programs
+  LD_LIBRARY_PATH="$(cd "$out/lib" && pwd)" # a sanitizer's dlopen does not look where our library's own would
+  export LD_LIBRARY_PATH
   for program in "$out"/tests/test_*; do
     arguments=
     case $program in *test_engine_hazards) arguments=500 ;; esac # random programs: each is slow here
@@ -36,4 +39,22 @@ check() { # NAME SAN
 }
 check tsan thread
 check asan address,undefined
+
+# Loaders and planner with broken input; FUZZ_SECONDS and FUZZ_SEED for more than a look.
+"$venv/bin/python" tests/fuzz/corpus.py "$work/corpus"
+for program in "$build"/asan/fuzz/fuzz_*; do
+  name=$(basename "$program")
+  echo "== asan: $name"
+  "$program" "$work/corpus/${name#fuzz_}" "${FUZZ_SECONDS:-5}" "${FUZZ_SEED:-1}" >"$work/log" 2>&1 || {
+    cat "$work/log"; echo "sanitize: $name failed; its input is in fuzz-crash or fuzz-slow"; exit 1; }
+  tail -1 "$work/log"
+done
+
+# The Python package: the interpreter itself leaks, which is not our finding.
+echo "== asan: the Python package"
+for example in "dataflow.py" "train_model.py $work/model $work/data.bin $work/saved"; do
+  # shellcheck disable=SC2086 # two words
+  LD_PRELOAD="$(${CC:-cc} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 PENSTOCK_BUILD="$build/asan" PYTHONPATH=python \
+    "$venv/bin/python" python/examples/$example >"$work/log" 2>&1 || { cat "$work/log"; echo "sanitize: $example failed"; exit 1; }
+done
 echo "sanitize: no findings"
