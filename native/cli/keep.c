@@ -10,10 +10,10 @@
 
 /* ---- before the run ----------------------------------------------------------------------------------------------------- */
 
-/* Is @name one of those that a model directory has? */
+/* Is @name one of those that a model directory has? A save that was cut off may have left .penstock-new, which is a model too. */
 static bool is_models(const char *name) {
   size_t n = strlen(name);
-  return strcmp(name, "config.json") == 0 || strstr(name, ".safetensors.index.json") ||
+  return strcmp(name, "config.json") == 0 || strcmp(name, ".penstock-new") == 0 || strstr(name, ".safetensors.index.json") ||
          (n > strlen(".safetensors") && strcmp(name + n - strlen(".safetensors"), ".safetensors") == 0);
 }
 
@@ -30,13 +30,16 @@ static int check_empty(const char *path) {
 
 /* Of the file system that @path is on, or will be. */
 static int check_space(const cli_job *job, const char *path) {
-  struct statvfs fs;
+  struct statvfs fs = {0};
   char a[32], b[32], *place = strdup(path);
   if (!place)
     return cli_fail(CLI_FAILED, "out of memory");
   while (statvfs(place, &fs) != 0 && (errno == ENOENT || errno == ENOTDIR)) {
     char *slash = strrchr(place, '/');
-    strcpy(slash && slash != place ? slash : place, slash == place ? "/" : slash ? "" : ".");
+    if (slash > place)
+      *slash = 0;
+    else
+      strcpy(place, slash ? "/" : ".");
   }
   free(place);
   const uint64_t need = ps_model_n_elements(&job->config) * ps_dtype_bytes((ps_dtype)job->save_dtype), room = (uint64_t)fs.f_bavail * fs.f_frsize;
