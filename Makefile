@@ -181,7 +181,7 @@ DANGLING := $(shell find -L '$(BUILD)/lib' -maxdepth 1 -type l 2>/dev/null)
 
 all: $(LIB) $(BIN) $(CDEF) ## the library libpenstock and the binary penstock
 lib: $(LIB) $(CDEF) ## the library only, and its declarations for Python
-native-tests: $(TEST_BIN) $(BUILD)/tests/libops_shim.so $(BUILD)/tests/libops_shim_base.so ## build the native test programs
+native-tests: $(TEST_BIN) $(BUILD)/tests/libops_shim.so $(BUILD)/tests/libops_shim_base.so $(BUILD)/tests/libdisk_shim.so ## build the native test programs
 fuzz-programs: $(FUZZ_BIN) ## build the fuzz targets (tests/fuzz/driver.c says how to run them at length)
 bench-programs: $(BENCH_BIN) ## build the native benchmark programs
 venv: $(VENV)/.done-requirements-runtime.txt ## the Python environment the demo needs
@@ -327,6 +327,10 @@ $(BUILD)/tests/libops_shim_base.so: $(OPS_BASE_SRC) $(ARCHIVE) $(STAMP_link)
 $(FUZZ_BIN): $(BUILD)/fuzz/%: $(BUILD)/obj/tests/fuzz/%.o $(BUILD)/obj/tests/fuzz/driver.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
+# What tests/save_sweep.py preloads.
+$(BUILD)/tests/libdisk_shim.so: tests/native/disk_shim.c
+	@mkdir -p $(dir $@)
+	$(CC) -shared -D_GNU_SOURCE -std=gnu11 -fPIC -Wall -Wextra -O1 -o $@ $< -ldl
 $(BENCH_BIN): $(BUILD)/bench/%: $(BUILD)/obj/bench/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(BENCH_LDLIBS) $(LDLIBS)

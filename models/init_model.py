@@ -11,22 +11,25 @@ number of threads, the shard size and the order of tensors change nothing:
     matrices            normal(0, initializer_range, 0.02 by default)
     o_proj, down_proj   the same times 1/sqrt(2 * num_hidden_layers): the residual stream's variance does not grow with depth
     norms 1, biases 0
-The directory appears under its name only when it is complete. Exit codes: 0 done, 2 bad input, 130 interrupted.
+The directory appears under its name only when it is complete, and a model that is there is replaced as a whole or not at all;
+other files in its directory stay. Exit codes: 0 done, 1 the disk failed at the end, 2 bad input, 130 interrupted.
 """
 import argparse
 import collections
 import concurrent.futures
+import ctypes
 import errno
+import fcntl
 import hashlib
 import json
 import math
 import os
 import re
+import secrets
 import shutil
 import signal
 import stat
 import sys
-import tempfile
 import time
 
 import numpy as np
@@ -41,6 +44,10 @@ Tensor = collections.namedtuple("Tensor", "name shape kind")  # kind: "ones", "z
 
 class BadInput(Exception):
     pass
+
+
+class Halfway(Exception):
+    """The new model counts, but not all that belongs to replacing the old one is done."""
 
 
 # ---- the config --------------------------------------------------------------------------------------------------------
@@ -210,7 +217,7 @@ def write_shard(path, shard, seed, dtype, workers, progress):
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as f:
+    with open(path, "xb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for piece in slices(seed, shard, dtype, workers):
             f.write(piece)
@@ -233,7 +240,7 @@ def write_model(folder, tensors, args, progress):
 
 
 def write_json(path, value):
-    with open(path, "w", encoding="utf-8") as f:
+    with open(path, "x", encoding="utf-8") as f:
         json.dump(value, f, indent=2, ensure_ascii=False)
         f.write("\n")
 
@@ -278,6 +285,305 @@ def write_tokenizer(folder, path, config):
             shutil.copyfile(beside, os.path.join(folder, name))
 
 
+# ---- a directory's model, replaced as a whole: native/io/stage.c says how, and uses the same names ---------------------------
+
+OURS, SAVE, OLD, PENDING, REPLACING = ".penstock-", ".penstock-save-", ".penstock-old-", ".penstock-new", ".replacing"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model",
+             "added_tokens.json", "chat_template.jinja")
+WEIGHTS = re.compile(r"(.+?)(?:-[0-9]{5}-of-[0-9]{5}\.safetensors|\.safetensors(?:\.index\.json)?)", re.DOTALL)
+DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+REFUSED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EBUSY, errno.EPERM, errno.EACCES, errno.EROFS)
+
+
+def in_model(name):
+    return name in ("config.json", "generation_config.json") or name in TOKENIZER or bool(WEIGHTS.fullmatch(name))
+
+
+def there(path):
+    try:
+        return os.lstat(path)
+    except FileNotFoundError:
+        return None
+
+
+def superseded(folder, name):
+    """Whether the whole model in the folder replaces an old one's file: weights of one stem are a set, and so is a tokenizer."""
+    m = WEIGHTS.fullmatch(name)
+    names = [name, *(TOKENIZER if name in TOKENIZER else ()), *((f"{m[1]}.safetensors", f"{m[1]}.safetensors.index.json") if m else ())]
+    return in_model(name) and any(there(os.path.join(folder, n)) for n in names)
+
+
+def is_at(fd, path):
+    found = there(path)
+    return found is not None and os.path.samestat(os.fstat(fd), found)
+
+
+def lock(fd, how):
+    """Whether it is locked; None where the file system has no locks."""
+    try:
+        fcntl.flock(fd, how)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+
+
+def sync(path):
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno != errno.EINVAL:  # this file system has no such thing for directories
+            raise
+    finally:
+        os.close(fd)
+
+
+def copy_facts(source, target):
+    st, now = os.stat(source), os.stat(target)
+    if (st.st_uid, st.st_gid) != (now.st_uid, now.st_gid):
+        os.chown(target, st.st_uid, st.st_gid)
+    for name in os.listxattr(source):
+        try:
+            os.setxattr(target, name, os.getxattr(source, name))
+        except OSError:
+            if not name.startswith(("security.", "trusted.")):  # the system's, which it gives by itself
+                raise
+    os.chmod(target, stat.S_IMODE(st.st_mode))
+    os.utime(target, ns=(st.st_atime_ns, st.st_mtime_ns))
+
+
+def carry(source, target):
+    """A link to a file; of a folder a copy that has links."""
+    st = there(source)
+    if st is None:
+        return
+    if st.st_dev != os.stat(os.path.dirname(source)).st_dev:
+        raise OSError(errno.EXDEV, "a mount stays where it is", source)
+    if not stat.S_ISDIR(st.st_mode):
+        os.link(source, target, follow_symlinks=False)
+        return
+    os.mkdir(target, 0o700)
+    for name in os.listdir(source):
+        carry(os.path.join(source, name), os.path.join(target, name))
+    copy_facts(source, target)
+    sync(target)
+
+
+def remove_tree(path):
+    if stat.S_ISDIR(os.lstat(path).st_mode):
+        os.chmod(path, 0o700)
+        for name in os.listdir(path):
+            remove_tree(os.path.join(path, name))
+        os.rmdir(path)
+    else:
+        os.unlink(path)
+
+
+def retire(source, target, top, fresh):
+    """Empties the directory that the target has taken the place of; what the target does not know goes there. Fresh: just now."""
+    os.chmod(source, 0o700)
+    for name in os.listdir(source):
+        a, b = os.path.join(source, name), os.path.join(target, name)
+        old, new = os.lstat(a), there(b)
+        if top and (name == PENDING or (superseded(target, name) if fresh else in_model(name))):
+            remove_tree(a)
+        elif new is None:
+            os.rename(a, b)
+        elif stat.S_ISDIR(old.st_mode):
+            retire(a, b, False, fresh)
+        elif fresh and not os.path.samestat(old, new):
+            os.rename(a, b)
+        else:
+            os.unlink(a)
+    os.rmdir(source)
+
+
+def move_pending(out):
+    """What is in out/.penstock-new takes its places; safe to be done again from wherever it ended."""
+    pending = os.path.join(out, PENDING)
+    try:
+        if there(os.path.join(pending, REPLACING)):
+            old = [n for n in os.listdir(out) if superseded(pending, n)]
+            for name in sorted(old, key=lambda n: n != "config.json"):
+                os.unlink(os.path.join(out, name))
+            sync(out)
+            os.unlink(os.path.join(pending, REPLACING))
+            sync(pending)
+        for name in sorted(os.listdir(pending), key=lambda n: (n == "config.json", n.endswith(".index.json"))):
+            os.rename(os.path.join(pending, name), os.path.join(out, name))
+        sync(out)
+        os.rmdir(pending)
+    except OSError as e:
+        raise Halfway(f"{out}: the new model is whole in {pending}, which counts as its place, but moving it up failed: {e.filename or ''} "
+                      f"{e.strerror}; the next save into {out} tries again") from None
+
+
+def settle(out):
+    """A move that was cut off goes on; one that goes on beside us is waited for."""
+    pending = os.path.join(out, PENDING)
+    while there(pending):
+        fd = os.open(pending, DIR_FLAGS)
+        try:
+            lock(fd, fcntl.LOCK_EX)
+            if is_at(fd, pending):
+                move_pending(out)
+        finally:
+            os.close(fd)
+
+
+def exchange(a, b):
+    """Whether the two directories have changed places; False: they cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0:  # AT_FDCWD, RENAME_EXCHANGE
+        return True
+    if ctypes.get_errno() in REFUSED:
+        return False
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), b)
+
+
+class Stage:
+    """The directory that the new model is written into: path."""
+
+    def __init__(self, out):
+        self.target = os.path.realpath(out)
+        self.parent, self.base = os.path.split(self.target)
+        self.fd = None
+        over = os.path.isdir(self.target)
+        if over:
+            settle(self.target)
+        self.clear(over)
+        self.make(self.target if over else self.parent, "" if over else "." + self.base)
+        cwd = os.path.join(os.getcwd(), "")
+        self.beside = not over
+        if over and self.base and not cwd.startswith(os.path.join(self.target, "")):
+            try:
+                self.rename(SAVE)
+                self.beside = True
+            except OSError:
+                pass  # it stays in the directory itself
+
+    def make(self, folder, prefix):
+        while True:
+            self.path = os.path.join(folder, prefix + SAVE + secrets.token_hex(8))
+            os.mkdir(self.path)
+            try:
+                self.fd = os.open(self.path, DIR_FLAGS)
+            except FileNotFoundError:
+                continue  # taken for a leftover before it was locked
+            except OSError:
+                os.rmdir(self.path)
+                raise
+            if lock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB) is not False and is_at(self.fd, self.path):
+                break
+            os.close(self.fd)
+        self.mode = stat.S_IMODE(os.fstat(self.fd).st_mode)
+        os.fchmod(self.fd, 0o700)
+
+    def rename(self, kind):
+        path = os.path.join(self.parent, "." + self.base + kind + secrets.token_hex(8))
+        os.rename(self.path, path)
+        self.path = path
+
+    def clear(self, over):
+        """What saves that were cut off left goes."""
+        inside = [os.path.join(self.target, n) for n in os.listdir(self.target) if n.startswith(SAVE)] if over else []
+        stem = "." + self.base
+        for path in inside + [os.path.join(self.parent, n) for n in os.listdir(self.parent) if n.startswith((stem + SAVE, stem + OLD))]:
+            try:
+                self.clear_one(path, over)
+            except OSError as e:
+                print(f"init_model: {path}, which a save that was cut off left, cannot be removed: {e.strerror}", file=sys.stderr)
+
+    def clear_one(self, path, over):
+        fd = os.open(path, DIR_FLAGS)
+        try:
+            trusted = {os.geteuid(), *([os.stat(self.target).st_uid] if over else [])}
+            if os.fstat(fd).st_uid in trusted and lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and is_at(fd, path):
+                if OLD not in os.path.basename(path):
+                    remove_tree(path)
+                elif over:
+                    retire(path, self.target, True, False)
+        finally:
+            os.close(fd)
+
+    def abort(self):
+        if self.fd is not None:
+            if is_at(self.fd, self.path):  # else it has changed places
+                remove_tree(self.path)
+            os.close(self.fd)
+            self.fd = None
+
+    def commit(self):
+        for name in os.listdir(self.path):
+            sync(os.path.join(self.path, name))
+        sync(self.path)
+        if not os.path.isdir(self.target):
+            os.fchmod(self.fd, self.mode)
+            os.rename(self.path, self.target)
+            self.sync_parent()
+        elif not (self.beside and self.change_places()):
+            self.move_in()
+
+    def sync_parent(self):
+        try:
+            sync(self.parent)
+        except OSError as e:
+            raise Halfway(f"{self.target}: has the new model, but whether that outlasts a power cut is not known: {e.strerror}") from None
+
+    def change_places(self):
+        kept = [n for n in os.listdir(self.target) if not n.startswith(OURS) and not superseded(self.path, n)]
+        done = False
+        try:
+            for name in kept:
+                carry(os.path.join(self.target, name), os.path.join(self.path, name))
+            copy_facts(self.target, self.path)
+            ready = True
+        except OSError:
+            ready = False  # something can have no second link
+        if ready:
+            sync(self.path)
+            self.rename(OLD)
+            done = exchange(self.path, self.target)
+            if not done:
+                self.rename(SAVE)
+        if not done:
+            for name in kept:
+                if there(os.path.join(self.path, name)):
+                    remove_tree(os.path.join(self.path, name))
+            return False
+        self.sync_parent()  # until then the old directory must stay whole
+        try:
+            retire(self.path, self.target, True, True)
+        except OSError as e:
+            print(f"init_model: {self.target}: what it was before could not be removed and is in {self.path}: {e.strerror}; the next save into "
+                  "it tries again", file=sys.stderr)
+        return True
+
+    def move_in(self):
+        with open(os.path.join(self.path, REPLACING), "xb"):
+            pass
+        os.fchmod(self.fd, stat.S_IMODE(os.stat(self.target).st_mode) & 0o777)
+        sync(self.path)
+        pending = os.path.join(self.target, PENDING)
+        while True:
+            settle(self.target)
+            try:
+                os.rename(self.path, pending)
+                break
+            except OSError as e:
+                if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        try:
+            sync(self.target)
+        except OSError as e:
+            raise Halfway(f"{self.target}: has the new model, but whether that outlasts a power cut is not known: {e.strerror}") from None
+        move_pending(self.target)
+
+
 # ---- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -308,10 +614,10 @@ def check_out(out, overwrite, need):
     parent = os.path.dirname(os.path.abspath(out))
     if os.path.lexists(out) and not os.path.isdir(out):
         raise BadInput(f"{out}: is a file: choose another name")
-    if os.path.isdir(out) and os.listdir(out):
+    if os.path.isdir(out) and any(not n.startswith(SAVE) for n in os.listdir(out)):
         if not overwrite:
             raise BadInput(f"{out}: is not empty: choose another name, or replace it with --overwrite")
-        if not os.path.isfile(os.path.join(out, "config.json")):
+        if not any(os.path.isfile(os.path.join(out, p)) for p in ("config.json", os.path.join(PENDING, "config.json"))):
             raise BadInput(f"{out}: has no config.json, so it is no model directory: it will not be overwritten")
     try:
         os.makedirs(parent, exist_ok=True)
@@ -320,23 +626,6 @@ def check_out(out, overwrite, need):
         raise BadInput(f"{parent}: cannot be used: {e.strerror}") from None
     if need > free:
         raise BadInput(f"{out}: needs {need / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free: free some or choose another place")
-    return parent
-
-
-def replace(partial, out):
-    """The complete directory takes its name; an old one is moved aside first and removed last."""
-    old = None
-    if os.path.isdir(out):
-        old = tempfile.mkdtemp(prefix="." + os.path.basename(os.path.abspath(out)) + ".old-", dir=os.path.dirname(os.path.abspath(out)))
-        os.rename(out, old)
-    try:
-        os.rename(partial, out)
-    except OSError:
-        if old:
-            os.rename(old, out)
-        raise
-    if old:
-        shutil.rmtree(old)
 
 
 def progress_printer(total):
@@ -367,32 +656,29 @@ def run(args):
     tensors = list(list_tensors(cfg, sizes))
     n = sum(math.prod(t.shape) for t in tensors)
     total = n * DTYPES[args.dtype][1]
-    parent = check_out(args.out, args.overwrite, total)
+    check_out(args.out, args.overwrite, total)
     try:
-        partial = tempfile.mkdtemp(prefix="." + os.path.basename(os.path.abspath(args.out)) + ".partial-", dir=parent)
+        stage = Stage(args.out)
     except OSError as e:
-        raise BadInput(f"{parent}: cannot be written: {e.strerror}") from None
+        raise BadInput(f"{args.out}: cannot be written: {e.strerror}") from None
     print(f"{args.out}: {cfg['architectures'][0]}, {n:,} parameters in {len(tensors)} tensors, {args.dtype}, seed {args.seed}")
     try:
         progress, end = progress_printer(total)
-        files = write_model(partial, tensors, args, progress)
+        files = write_model(stage.path, tensors, args, progress)
         end()
-        write_json(os.path.join(partial, "config.json"), cfg)
+        write_json(os.path.join(stage.path, "config.json"), cfg)
         if args.tokenizer:
-            write_tokenizer(partial, args.tokenizer, tokenizer)
-        os.chmod(partial, 0o777 & ~current_umask())
-        size = sum(e.stat().st_size for e in os.scandir(partial))
-        replace(partial, args.out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+            write_tokenizer(stage.path, args.tokenizer, tokenizer)
+        size = sum(e.stat().st_size for e in os.scandir(stage.path))
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # from here on it is one short act
+        stage.commit()
+    finally:
+        stage.abort()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     print(f"{args.out}: {size:,} bytes in {len(files)} safetensors file{'s' * (len(files) > 1)}{', with tokenizer' if tokenizer else ''}")
 
 
-def current_umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def interrupted(signum, frame):
@@ -407,6 +693,9 @@ def main(argv=None):
     except BadInput as e:
         print(f"init_model: {e}", file=sys.stderr)
         return 2
+    except Halfway as e:
+        print(f"init_model: {e}", file=sys.stderr)
+        return 1
     except OSError as e:
         print(f"init_model: {e.filename or args.out}: {e.strerror or e}: nothing was left behind", file=sys.stderr)
         return 2

@@ -32,7 +32,7 @@ def config(name):
 
 
 def digest(folder):
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir()) if p.is_file()}
 
 
 def load(folder):
@@ -204,6 +204,11 @@ def test_a_directory_is_replaced_only_when_asked_and_only_a_model(tmp_path):
     refused(tmp_path, [config("tiny-llama"), out], "not empty", "--overwrite")
     init(config("tiny-llama"), out, "--overwrite", "--seed", 5, "--max-shard-size", "1MB")
     assert digest(out) != first and not (out / "model.safetensors").exists() and [p.name for p in tmp_path.iterdir()] == ["m"]
+    (out / "README.md").write_text("mine")
+    (out / "data").mkdir()
+    (out / "data" / "x.bin").write_text("tokens")
+    init(config("tiny-llama"), out, "--overwrite")
+    assert digest(out / "data") and (out / "README.md").read_text() == "mine" and (out / "model.safetensors").exists()
     other = tmp_path / "photos"
     other.mkdir()
     (other / "x.jpg").write_text("")
@@ -216,7 +221,7 @@ def test_a_directory_is_replaced_only_when_asked_and_only_a_model(tmp_path):
 def test_interrupted_it_leaves_nothing_behind(tmp_path, how):
     p = subprocess.Popen([sys.executable, SCRIPT, config("1b"), tmp_path / "m"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 30
-    while time.monotonic() < end and not list(tmp_path.glob(".m.partial-*/*.safetensors")):
+    while time.monotonic() < end and not list(tmp_path.glob(".m.penstock-save-*/*.safetensors")):
         time.sleep(0.01)
     p.send_signal(how)
     _, err = p.communicate(timeout=30)

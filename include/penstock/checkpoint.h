@@ -1,8 +1,14 @@
 /* penstock/checkpoint.h - tensors on disk: safetensors files in Hugging Face's directory layout.
  *
  * DIR/model.safetensors, or DIR/model.safetensors.index.json with model-0000i-of-0000n.safetensors. Reading takes F32, BF16
- * and F16 and converts; a tensor may lie in any file. Files are written under a temporary name and renamed when complete,
- * the index last: a reader never sees half a file under a final name. */
+ * and F16 and converts; a tensor may lie in any file.
+ *
+ * A model in a directory is replaced as a whole, whatever ends a save. The new one is written into a directory of its own beside DIR,
+ * brought to the disk, and changes places with DIR in one call. Where that cannot be (no RENAME_EXCHANGE on this file system, DIR is a
+ * mount point or the working directory, its parent cannot be written), the new one becomes DIR/.penstock-new in one call, and its files
+ * then move up, config.json last. While that folder is there, it counts: each file is looked for there before DIR. All of Penstock
+ * reads so; other programs find a whole model, or for a moment no config.json, and the next save completes what was cut off.
+ * Leftovers of a save that was killed are called .DIR.penstock-* or DIR/.penstock-*; the next save into DIR removes them. */
 #ifndef PENSTOCK_CHECKPOINT_H
 #define PENSTOCK_CHECKPOINT_H
 #include "model.h"
@@ -47,16 +53,17 @@ typedef struct ps_tensor_spec {
 } ps_tensor_spec;
 
 /* ps_tensors_create() - begin writing @n tensors into DIR as @stem ("model" gives model.safetensors or shards of at most
- * @max_shard_bytes with an index; 0: one file). DIR is made when missing. Metadata {"format":"pt"} plus the @n_meta string
+ * @max_shard_bytes with an index; 0: one file). DIR, which is made when missing, stays as it is until ps_tensors_finish(). Metadata {"format":"pt"} plus the @n_meta string
  * pairs @meta[2*i], @meta[2*i+1]. @out owned by the caller, ended by ps_tensors_finish() or ps_tensors_abort(). */
 PS_API ps_status ps_tensors_create(ps_tensor_writer **out, const char *dir, const char *stem, const ps_tensor_spec *specs,
                                    uint64_t n, uint64_t max_shard_bytes, const char *const *meta, uint32_t n_meta);
 /* ps_tensors_append() - the next @bytes of data, in the order of the specs; may be called in pieces of any size. */
 PS_API ps_status ps_tensors_append(ps_tensor_writer *w, const void *data, uint64_t bytes);
-/* ps_tensors_finish() - flush, fsync, rename; frees the writer. PS_ESTATE when data is missing. On error nothing appears
- * under a final name (unless all did, and only bringing the names to the disk failed) and the writer is freed too. */
+/* ps_tensors_finish() - what was written takes the place of an earlier save's files of the same stem, all at once; other files in DIR
+ * stay. Frees the writer. PS_ESTATE when data is missing. On an error DIR is as it was, unless the message says that the new tensors
+ * count. */
 PS_API ps_status ps_tensors_finish(ps_tensor_writer *w);
-PS_API void ps_tensors_abort(ps_tensor_writer *w); /* removes the temporary files; NULL is a no-op */
+PS_API void ps_tensors_abort(ps_tensor_writer *w); /* removes what was written, and nothing else; NULL is a no-op */
 
 #ifdef __cplusplus
 }

@@ -103,9 +103,13 @@ PS_API ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const flo
 PS_API ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64_t n);
 
 /* ps_trainer_save() - the model as a Hugging Face directory (tokenizer files copied from the model directory, config.json with the dtype set,
- * safetensors bf16 or fp32 as @dtype, tied head omitted). @dir is made when missing, its parent must be there; a directory that
- * was not there appears whole or not at all, in one that was files appear whole under their names, config.json last, and a failed
- * save leaves what was there. Errors: PS_EIO (what could not be written, and why), PS_ESTATE while steps are in flight. */
+ * safetensors bf16 or fp32 as @dtype, tied head omitted). @dir is made when missing, its parent must be there.
+ * Whatever ends a save (a kill, a power cut, a full disk, any call that fails), @dir holds the whole old model, or nothing where there
+ * was none, or the whole new one: penstock/checkpoint.h says how. What else is in @dir stays, also its tokenizer where the model directory
+ * has none; so do @dir's mode and owner. @dir may be the model directory. Until the end the disk holds both models. Several saves into
+ * one @dir at a time are each whole; the last to end counts.
+ * On PS_OK the new model is on the disk. Errors: PS_EIO (what could not be written, and why; the new model counts only where the message
+ * says so), PS_ENOMEM, PS_ESTATE while steps are in flight. */
 PS_API ps_status ps_trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype);
 
 /* ps_trainer_trace() - as ps_run_trace(), of the steps kept. */

@@ -43,6 +43,14 @@ struct stat;
 ps_status ps__open_input(int *fd, struct stat *sb, const char *path);
 ps_status ps__pread_all(int fd, const char *path, void *dst, size_t bytes, uint64_t offset);
 ps_status ps__write_all(int fd, const char *path, const void *src, size_t bytes);
+/* Where file @name of model directory @dir is: what a save had no time to move to its place (io/stage.c) counts first. To be
+ * freed; NULL when memory is out. */
+#define PS__MODEL_PENDING ".penstock-new"
+char *ps__model_path(const char *dir, const char *name);
+/* A file that replaces @path whole: made under a random name beside it, which follows no link. ps__replace_end() closes it and
+ * gives it the name, or, when @st is an error, removes it; it returns @st, or what failed. @path may be a regular file or nothing. */
+ps_status ps__replace_begin(int *fd, char **temporary, const char *path);
+ps_status ps__replace_end(int fd, char *temporary, const char *path, ps_status st);
 
 /* ---- time ----------------------------------------------------------------------------------------------------------- */
 uint64_t ps__now_ns(void); /* CLOCK_MONOTONIC */

@@ -1,8 +1,9 @@
-/* file.c - whole reads and writes. */
+/* file.c - whole reads and writes; files replaced whole. */
 #include "core.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -78,4 +79,43 @@ ps_status ps__write_all(int fd, const char *path, const void *src, size_t bytes)
     left -= (size_t)n;
   }
   return PS_OK;
+}
+
+char *ps__model_path(const char *dir, const char *name) {
+  const size_t n = strlen(dir), bytes = n + strlen(name) + sizeof "//" PS__MODEL_PENDING;
+  const char *slash = n && dir[n - 1] == '/' ? "" : "/";
+  char *path = ps__malloc(bytes);
+  if (!path) return NULL;
+  snprintf(path, bytes, "%s%s" PS__MODEL_PENDING "/%s", dir, slash, name);
+  if (access(path, F_OK) != 0) snprintf(path, bytes, "%s%s%s", dir, slash, name);
+  return path;
+}
+
+ps_status ps__replace_begin(int *fd, char **temporary, const char *path) {
+  const size_t bytes = strlen(path) + 32;
+  uint64_t x;
+  struct stat sb;
+  if (lstat(path, &sb) == 0 && !S_ISREG(sb.st_mode))
+    return ps__fail(PS_EIO, "%s: is there and no regular file: it is not replaced, choose another name", path);
+  if (getrandom(&x, sizeof x, 0) != sizeof x) return ps__fail(PS_EIO, "%s: no random number for a temporary name: %s", path, strerror(errno));
+  char *name = ps__malloc(bytes);
+  if (!name) return ps__fail(PS_ENOMEM, "%s: no memory left to write it", path);
+  snprintf(name, bytes, "%s.%016llx.part", path, (unsigned long long)x);
+  const int f = ps__fault_hit(PS_FAULT_WRITE) ? (errno = EIO, -1) : open(name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+  if (f < 0) {
+    const ps_status st = ps__fail(PS_EIO, "%s: cannot be written: %s", path, strerror(errno));
+    ps__free(name);
+    return st;
+  }
+  *fd = f;
+  *temporary = name;
+  return PS_OK;
+}
+
+ps_status ps__replace_end(int fd, char *temporary, const char *path, ps_status st) {
+  if (close(fd) != 0 && st == PS_OK) st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
+  if (st == PS_OK && rename(temporary, path) != 0) st = ps__fail(PS_EIO, "%s: cannot be replaced: %s", path, strerror(errno));
+  if (st != PS_OK) (void)unlink(temporary);
+  ps__free(temporary);
+  return st;
 }

@@ -34,11 +34,15 @@ ps_status ps__rename(const char *from, const char *to) {
   return ps__fail(PS_EIO, "%s: cannot be renamed to its final name: %s", to, strerror(errno));
 }
 
+ps_status ps__sync_open_dir(int fd, const char *dir) {
+  if (!injected() && (fsync(fd) == 0 || errno == EINVAL)) return PS_OK; /* EINVAL: this file system has no such thing */
+  return ps__fail(PS_EIO, "%s: bringing it to the disk failed: %s", dir, strerror(errno));
+}
+
 ps_status ps__sync_dir(const char *dir) {
   int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (fd < 0) return ps__fail(PS_EIO, "%s: cannot be opened: %s", dir, strerror(errno));
-  bool done = !injected() && (fsync(fd) == 0 || errno == EINVAL); /* EINVAL: this file system has no such thing */
-  int why = errno;
+  const ps_status st = ps__sync_open_dir(fd, dir);
   close(fd);
-  return done ? PS_OK : ps__fail(PS_EIO, "%s: bringing it to the disk failed: %s", dir, strerror(why));
+  return st;
 }

@@ -396,8 +396,8 @@ static ps_status open_mapped(ps_tensor_file *f, const char *dir, const weight_in
   ps_status st = scan_index(f, &list, x);
   if (st == PS_OK) qsort(list.item, list.n, sizeof *list.item, compare_text);
   for (size_t i = 0; i < list.n && st == PS_OK; i++) {
-    char *path = ps__path_join(dir, list.item[i]);
-    st = path ? add_file(f, path) : PS_ENOMEM;
+    char *path = ps__model_path(dir, list.item[i]);
+    st = path ? add_file(f, path) : no_memory(dir);
   }
   for (size_t i = 0; i < list.n; i++) ps__free(list.item[i]);
   ps__free(list.item);
@@ -419,22 +419,25 @@ static ps_status open_index(ps_tensor_file *f, const char *dir, const char *inde
   return st;
 }
 
-/* As transformers: model.safetensors when it is there, else the index. */
+/* As transformers: model.safetensors when it is there, else the index; before them what has not moved to its place (ps__model_path). */
 static ps_status open_dir(ps_tensor_file *f, const char *dir) {
-  char *single = ps__path_join(dir, "model.safetensors"), *index = NULL;
-  if (!single) return PS_ENOMEM;
-  if (access(single, F_OK) == 0) {
-    PS_TRY(add_file(f, single));
-    return make_index(f, dir);
+  static const char *const entries[] = {PS__MODEL_PENDING "/model.safetensors", PS__MODEL_PENDING "/model.safetensors.index.json",
+                                        "model.safetensors", "model.safetensors.index.json"};
+  for (int i = 0; i < 4; i++) {
+    char *path = ps__path_join(dir, entries[i]);
+    if (!path) return PS_ENOMEM;
+    if (access(path, F_OK) != 0) {
+      ps__free(path);
+    } else if (i % 2) {
+      const ps_status st = open_index(f, dir, path);
+      ps__free(path);
+      return st;
+    } else {
+      PS_TRY(add_file(f, path));
+      return make_index(f, dir);
+    }
   }
-  ps__free(single);
-  index = ps__path_join(dir, "model.safetensors.index.json");
-  if (!index) return PS_ENOMEM;
-  ps_status st = PS_OK;
-  if (access(index, F_OK) == 0) st = open_index(f, dir, index);
-  else st = ps__fail(PS_EIO, "%s: has neither model.safetensors nor model.safetensors.index.json: is it a model directory?", dir);
-  ps__free(index);
-  return st;
+  return ps__fail(PS_EIO, "%s: has neither model.safetensors nor model.safetensors.index.json: is it a model directory?", dir);
 }
 
 ps_status ps_tensors_open(ps_tensor_file **out, const char *path) {

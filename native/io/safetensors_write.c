@@ -1,12 +1,10 @@
 /* safetensors_write.c - writing safetensors files, one or sharded with an index, streaming.
  *
- * All headers follow from the specs, so the data is written straight behind them, piece by piece. A file carries the name
- * ".NAME.partial" until everything is written and on the disk; then all are renamed, the index last. What an earlier save of
- * the same stem left in the folder (an index, shards of another count) is removed, so that no reader mixes two models. */
+ * All headers follow from the specs, so the data is written straight behind them, piece by piece, into a stage (stage.c), whose
+ * files replace an earlier save's together. */
 #include <penstock/checkpoint.h>
 
 #include "io.h"
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -19,23 +17,21 @@
 enum { MAX_SHARDS = 99999 };
 
 typedef struct shard {
-  char *partial, *final; /* paths */
-  uint64_t first, n;     /* of the specs */
-  uint64_t bytes;        /* of data */
-  bool made, renamed;
+  char *path;        /* that it will have: for messages */
+  uint64_t first, n; /* of the specs */
+  uint64_t bytes;    /* of data */
 } shard;
 
 struct ps_tensor_writer {
   char *dir, *stem;
-  bool made_dir;
+  ps__stage *stage;
+  bool own_stage;
   ps_tensor_spec *specs; /* names copied */
   uint64_t n;
   const char *const *meta; /* borrowed: used by create only */
   uint32_t n_meta;
   shard *shards;
   size_t n_shards, cap_shards;
-  char *single, *index, *index_partial; /* paths of the file without shards, and of the index */
-  bool index_renamed;
   char *index_text; /* NULL when there is one file */
   size_t index_bytes;
   int fd;           /* of the shard being written */
@@ -120,12 +116,6 @@ static void shard_name(const ps_tensor_writer *w, size_t k, char *buf, size_t by
   else snprintf(buf, bytes, "%s-%05zu-of-%05zu.safetensors", w->stem, k + 1, w->n_shards);
 }
 
-static char *partial_path(const char *dir, const char *name) {
-  char buf[352];
-  snprintf(buf, sizeof buf, ".%s.partial", name);
-  return ps__path_join(dir, buf);
-}
-
 /* N, the JSON and spaces up to a multiple of 8. The JSON is read back strictly: that refuses names that are not UTF-8. */
 static ps_status make_header(ps_tensor_writer *w, size_t k) {
   const shard *s = &w->shards[k];
@@ -155,11 +145,11 @@ static ps_status make_header(ps_tensor_writer *w, size_t k) {
   const char *text = ps__jsonw_text(j, &bytes);
   size_t padded = (bytes + 7) / 8 * 8;
   ps__json *back = NULL;
-  ps_status st = text ? ps__json_parse(&back, text, bytes, s->final) : no_memory(w->dir);
+  ps_status st = text ? ps__json_parse(&back, text, bytes, s->path) : no_memory(w->dir);
   ps__json_free(back);
   if (st == PS_EFORMAT) st = bad_names(w->dir);
   if (st == PS_OK && padded > PS__MAX_HEADER_BYTES)
-    st = ps__fail(PS_EINVAL, "%s: its header would have %zu bytes, at most %d are allowed: write more shards", s->final, padded,
+    st = ps__fail(PS_EINVAL, "%s: its header would have %zu bytes, at most %d are allowed: write more shards", s->path, padded,
                   PS__MAX_HEADER_BYTES);
   if (st == PS_OK && !(w->headers[k] = ps__malloc(8 + padded))) st = no_memory(w->dir);
   if (st == PS_OK) {
@@ -202,34 +192,27 @@ static ps_status make_index(ps_tensor_writer *w) {
 
 static ps_status plan_files(ps_tensor_writer *w) {
   char name[300];
-  snprintf(name, sizeof name, "%s.safetensors", w->stem);
-  w->single = ps__path_join(w->dir, name);
-  snprintf(name, sizeof name, "%s.safetensors.index.json", w->stem);
-  w->index = ps__path_join(w->dir, name);
-  w->index_partial = partial_path(w->dir, name);
-  if (!w->single || !w->index || !w->index_partial) return PS_ENOMEM;
   w->headers = ps__calloc(w->n_shards, sizeof *w->headers);
   w->header_bytes = ps__calloc(w->n_shards, sizeof *w->header_bytes);
   if (!w->headers || !w->header_bytes) return no_memory(w->dir);
   for (size_t k = 0; k < w->n_shards; k++) {
     shard_name(w, k, name, sizeof name);
-    w->shards[k].final = ps__path_join(w->dir, name);
-    w->shards[k].partial = partial_path(w->dir, name);
-    if (!w->shards[k].final || !w->shards[k].partial) return PS_ENOMEM;
+    w->shards[k].path = ps__path_join(w->dir, name);
+    if (!w->shards[k].path) return PS_ENOMEM;
     PS_TRY(make_header(w, k));
   }
   return make_index(w);
 }
 
-/* The folder is there and has room. Files that will be replaced count as used: they stay until the end. */
-static ps_status prepare_dir(ps_tensor_writer *w) {
+/* There is a stage, and room for all. Files that will be replaced count as used: they stay until the end. */
+static ps_status prepare_place(ps_tensor_writer *w) {
   uint64_t need = w->index_bytes;
   struct statvfs fs;
   char a[32], b[32];
   for (size_t k = 0; k < w->n_shards; k++) need += w->shards[k].bytes + w->header_bytes[k];
-  if (mkdir(w->dir, 0777) == 0) w->made_dir = true;
-  else if (errno != EEXIST) return ps__fail(PS_EIO, "%s: cannot be made: %s", w->dir, strerror(errno));
-  if (statvfs(w->dir, &fs) == 0 && fs.f_blocks > 0 && need / fs.f_frsize >= fs.f_bavail)
+  w->own_stage = !w->stage;
+  if (w->own_stage) PS_TRY(ps__stage_open(&w->stage, w->dir));
+  if (statvfs(ps__stage_path(w->stage), &fs) == 0 && fs.f_blocks > 0 && need / fs.f_frsize >= fs.f_bavail)
     return ps__fail(PS_EIO, "%s: needs %s of disk, %s are free: free some or choose another place", w->dir,
                     ps__format_bytes(a, need), ps__format_bytes(b, (uint64_t)fs.f_bavail * fs.f_frsize));
   return PS_OK;
@@ -238,20 +221,22 @@ static ps_status prepare_dir(ps_tensor_writer *w) {
 /* ---- writing ------------------------------------------------------------------------------------------------------------ */
 
 static ps_status open_shard(ps_tensor_writer *w) {
-  shard *s = &w->shards[w->at];
-  w->fd = open(s->partial, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (w->fd < 0) return ps__fail(PS_EIO, "%s: cannot be written: %s", s->partial, strerror(errno));
-  s->made = true;
+  const char *path = w->shards[w->at].path;
+  PS_TRY(ps__stage_create(&w->fd, w->stage, strrchr(path, '/') + 1, path));
   w->written = 0;
-  return ps__write_all(w->fd, s->partial, w->headers[w->at], w->header_bytes[w->at]);
+  return ps__write_all(w->fd, path, w->headers[w->at], w->header_bytes[w->at]);
+}
+
+static ps_status close_file(int fd, const char *path, ps_status st) {
+  if (st == PS_OK) st = ps__sync(fd, path);
+  if (close(fd) != 0 && st == PS_OK) st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
+  return st;
 }
 
 static ps_status close_shard(ps_tensor_writer *w) {
-  const char *path = w->shards[w->at].partial;
-  ps_status st = ps__sync(w->fd, path);
-  if (close(w->fd) != 0 && st == PS_OK) st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
+  const int fd = w->fd;
   w->fd = -1;
-  return st;
+  return close_file(fd, w->shards[w->at].path, PS_OK);
 }
 
 static ps_status prepare(ps_tensor_writer *w, const char *dir, const char *stem, const ps_tensor_spec *specs, uint64_t n,
@@ -260,19 +245,20 @@ static ps_status prepare(ps_tensor_writer *w, const char *dir, const char *stem,
   PS_TRY(copy_specs(w, specs, n));
   PS_TRY(cut_shards(w, max_shard_bytes));
   PS_TRY(plan_files(w));
-  PS_TRY(prepare_dir(w));
+  PS_TRY(prepare_place(w));
   return open_shard(w);
 }
 
-ps_status ps_tensors_create(ps_tensor_writer **out, const char *dir, const char *stem, const ps_tensor_spec *specs, uint64_t n,
-                            uint64_t max_shard_bytes, const char *const *meta, uint32_t n_meta) {
-  if (!out || !dir || !stem || (n && !specs) || (n_meta && !meta))
-    return ps__fail(PS_EINVAL, "ps_tensors_create: an argument is NULL");
+ps_status ps__tensors_create(ps_tensor_writer **out, ps__stage *stage, const char *dir, const char *stem, const ps_tensor_spec *specs, uint64_t n,
+                             uint64_t max_shard_bytes, const char *const *meta, uint32_t n_meta) {
+  if (!out || !dir || !*dir || !stem || (n && !specs) || (n_meta && !meta))
+    return ps__fail(PS_EINVAL, "ps_tensors_create: an argument is NULL or empty");
   if (!*stem || strlen(stem) > 200 || strchr(stem, '/'))
     return ps__fail(PS_EINVAL, "%s: \"%.40s\" cannot be the stem of a file name", dir, stem);
   ps_tensor_writer *w = ps__calloc(1, sizeof *w);
   if (!w) return no_memory(dir);
   w->fd = -1;
+  w->stage = stage;
   w->meta = meta;
   w->n_meta = n_meta;
   ps_status st = prepare(w, dir, stem, specs, n, max_shard_bytes);
@@ -283,6 +269,11 @@ ps_status ps_tensors_create(ps_tensor_writer **out, const char *dir, const char 
   w->meta = NULL;
   *out = w;
   return PS_OK;
+}
+
+ps_status ps_tensors_create(ps_tensor_writer **out, const char *dir, const char *stem, const ps_tensor_spec *specs, uint64_t n,
+                            uint64_t max_shard_bytes, const char *const *meta, uint32_t n_meta) {
+  return ps__tensors_create(out, NULL, dir, stem, specs, n, max_shard_bytes, meta, n_meta);
 }
 
 ps_status ps_tensors_append(ps_tensor_writer *w, const void *data, uint64_t bytes) {
@@ -299,7 +290,7 @@ ps_status ps_tensors_append(ps_tensor_writer *w, const void *data, uint64_t byte
     }
     if (w->fd < 0) return ps__fail(PS_ESTATE, "%s: writing failed before, abort it", w->dir);
     uint64_t m = s->bytes - w->written < bytes ? s->bytes - w->written : bytes;
-    PS_TRY(ps__write_all(w->fd, s->partial, p, m));
+    PS_TRY(ps__write_all(w->fd, s->path, p, m));
     w->written += m;
     p += m;
     bytes -= m;
@@ -309,67 +300,13 @@ ps_status ps_tensors_append(ps_tensor_writer *w, const void *data, uint64_t byte
 
 /* ---- ending ------------------------------------------------------------------------------------------------------------- */
 
-/* Whether @name is a shard of this stem with another count than ours. */
-static bool stale_shard(const ps_tensor_writer *w, const char *name) {
-  size_t k = strlen(w->stem);
-  unsigned i, n;
-  int end = 0;
-  if (strncmp(name, w->stem, k) || strlen(name) != k + 27) return false;
-  return sscanf(name + k, "-%5u-of-%5u.safetensors%n", &i, &n, &end) == 2 && end == 27 && (n != w->n_shards || n == 1);
-}
-
-static void remove_stale_shards(const ps_tensor_writer *w) {
-  DIR *d = opendir(w->dir);
-  if (!d) return;
-  for (struct dirent *e; (e = readdir(d));)
-    if (stale_shard(w, e->d_name)) unlinkat(dirfd(d), e->d_name, 0);
-  closedir(d);
-}
-
-static ps_status remove_file(const char *path) {
-  if (unlink(path) == 0 || errno == ENOENT) return PS_OK;
-  return ps__fail(PS_EIO, "%s: an earlier save's file cannot be removed: %s", path, strerror(errno));
-}
-
 static ps_status write_index(ps_tensor_writer *w) {
-  const char *path = w->index_partial;
-  int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (fd < 0) return ps__fail(PS_EIO, "%s: cannot be written: %s", path, strerror(errno));
-  ps_status st = ps__write_all(fd, path, w->index_text, w->index_bytes);
-  if (st == PS_OK) st = ps__sync(fd, path);
-  if (close(fd) != 0 && st == PS_OK) st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
-  if (st != PS_OK) unlink(path);
-  return st;
-}
-
-static ps_status rename_index(ps_tensor_writer *w) {
-  PS_TRY(ps__rename(w->index_partial, w->index));
-  w->index_renamed = true;
-  return PS_OK;
-}
-
-static ps_status rename_shards(ps_tensor_writer *w) {
-  for (size_t k = 0; k < w->n_shards; k++) {
-    PS_TRY(ps__rename(w->shards[k].partial, w->shards[k].final));
-    w->shards[k].renamed = true;
-  }
-  return PS_OK;
-}
-
-/* Everything is on the disk under temporary names. One file replaces its forerunner in one rename. Of several, the old index
- * goes first and the new one comes last: a reader finds the old model, the new one, or for a moment none, never a mixture. */
-static ps_status publish(ps_tensor_writer *w) {
-  if (w->n_shards > 1) {
-    PS_TRY(remove_file(w->index));
-    PS_TRY(remove_file(w->single));
-    PS_TRY(rename_shards(w));
-    PS_TRY(rename_index(w));
-  } else {
-    PS_TRY(rename_shards(w));
-    PS_TRY(remove_file(w->index));
-  }
-  remove_stale_shards(w);
-  return PS_OK;
+  char name[300], path[600];
+  int fd;
+  snprintf(name, sizeof name, "%s.safetensors.index.json", w->stem);
+  snprintf(path, sizeof path, "%.250s/%s", w->dir, name);
+  PS_TRY(ps__stage_create(&fd, w->stage, name, path));
+  return close_file(fd, path, ps__write_all(fd, path, w->index_text, w->index_bytes));
 }
 
 /* Trailing shards of empty tensors get their files here: no byte of data led to them. */
@@ -378,7 +315,7 @@ static ps_status finish_data(ps_tensor_writer *w) {
     const shard *s = &w->shards[w->at];
     if (w->fd < 0) return ps__fail(PS_ESTATE, "%s: writing failed before, abort it", w->dir);
     if (w->written != s->bytes)
-      return ps__fail(PS_ESTATE, "%s: %" PRIu64 " of %" PRIu64 " bytes of data are still missing", s->final, s->bytes - w->written,
+      return ps__fail(PS_ESTATE, "%s: %" PRIu64 " of %" PRIu64 " bytes of data are still missing", s->path, s->bytes - w->written,
                       s->bytes);
     PS_TRY(close_shard(w));
     if (w->at + 1 == w->n_shards) return PS_OK;
@@ -391,37 +328,27 @@ ps_status ps_tensors_finish(ps_tensor_writer *w) {
   if (!w) return ps__fail(PS_EINVAL, "ps_tensors_finish: no writer was given");
   ps_status st = finish_data(w);
   if (st == PS_OK && w->n_shards > 1) st = write_index(w);
-  if (st == PS_OK) st = publish(w);
-  if (st == PS_OK) { /* whole, and perhaps in an earlier save's place: stays even if its name cannot be brought to the disk */
-    w->made_dir = w->index_renamed = false;
-    for (size_t k = 0; k < w->n_shards; k++) w->shards[k].made = false;
-    st = ps__sync_dir(w->dir);
+  if (st == PS_OK && w->own_stage) {
+    st = ps__stage_commit(w->stage);
+    w->stage = NULL;
   }
-  ps_tensors_abort(w); /* frees it; removes only what was not finished */
+  ps_tensors_abort(w); /* frees it */
   return st;
 }
 
 void ps_tensors_abort(ps_tensor_writer *w) {
   if (!w) return;
   if (w->fd >= 0) close(w->fd);
+  if (w->own_stage) ps__stage_abort(w->stage);
   for (size_t k = 0; k < w->n_shards; k++) {
-    shard *s = &w->shards[k];
-    if (s->made) unlink(s->renamed ? s->final : s->partial);
-    ps__free(s->final);
-    ps__free(s->partial);
+    ps__free(w->shards[k].path);
     if (w->headers) ps__free(w->headers[k]);
   }
-  if (w->index_renamed) unlink(w->index);
-  else if (w->index_partial) unlink(w->index_partial);
-  if (w->made_dir) rmdir(w->dir);
   for (uint64_t i = 0; i < w->n; i++) ps__free((char *)w->specs[i].name);
   ps__free(w->specs);
   ps__free(w->shards);
   ps__free(w->headers);
   ps__free(w->header_bytes);
-  ps__free(w->single);
-  ps__free(w->index);
-  ps__free(w->index_partial);
   ps__free(w->index_text);
   ps__free(w->dir);
   ps__free(w->stem);

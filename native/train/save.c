@@ -1,26 +1,14 @@
-/* save.c - the model as a Hugging Face directory: all of it, or nothing.
- *
- * A directory that does not exist yet is written under a temporary name beside it and renamed when complete. Into one that
- * exists (a run's own folder, an earlier save) every file is first written whole under a temporary name; then the tensors take
- * their final names (ps_tensors_finish: the old model, the new one, or for a moment none, never a mixture), then the small
- * files, config.json last. config.json says the dtype that the tensors have: a reader that trusts it would round them otherwise. */
+/* save.c - the model as a Hugging Face directory: all of it at once, or nothing (io/stage.c). config.json says the dtype that the
+ * tensors have: a reader that trusts it would round them otherwise. */
 #include "trainer.h"
 #include "io/io.h"
-#include <dirent.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { PIECE = 1 << 20 /* elements converted at a time */, MAX_PATH = 4096 };
-
-/* What goes along from the model directory where it is there; config.json must be. */
-static const char *const small_file[] = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-                                         "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "chat_template.jinja",
-                                         "config.json"};
-enum { N_SMALL = sizeof small_file / sizeof *small_file };
+enum { PIECE = 1 << 20 /* elements converted at a time */ };
 
 /* ---- tensors -------------------------------------------------------------------------------------------------------------------- */
 
@@ -37,7 +25,7 @@ static ps_status append_param(ps_trainer *t, ps_tensor_writer *w, const ps_param
   return PS_OK;
 }
 
-static ps_status save_tensors(ps_trainer *t, const char *dir, ps_dtype dtype) {
+static ps_status save_tensors(ps_trainer *t, ps__stage *stage, const char *dir, ps_dtype dtype, uint64_t max_shard_bytes) {
   const ps_model_config *m = &t->plan->model;
   const uint32_t n = ps_model_n_params(m);
   ps_param_info *params = ps__calloc(n, sizeof *params);
@@ -50,7 +38,7 @@ static ps_status save_tensors(ps_trainer *t, const char *dir, ps_dtype dtype) {
     specs[i] = (ps_tensor_spec){.name = params[i].name, .dtype = dtype, .n_dims = params[i].n_dims,
                                 .shape = {params[i].shape[0], params[i].shape[1]}};
   }
-  if (st == PS_OK) st = ps_tensors_create(&w, dir, "model", specs, n, 5000000000ull, NULL, 0);
+  if (st == PS_OK) st = ps__tensors_create(&w, stage, dir, "model", specs, n, max_shard_bytes, NULL, 0);
   if (st == PS_OK) {
     for (uint32_t i = 0; st == PS_OK && i < n; i++) st = append_param(t, w, &params[i], dtype, buffer);
     if (st == PS_OK) st = ps_tensors_finish(w);
@@ -64,16 +52,9 @@ static ps_status save_tensors(ps_trainer *t, const char *dir, ps_dtype dtype) {
 
 /* ---- small files ---------------------------------------------------------------------------------------------------------------- */
 
-static ps_status small_path(char path[MAX_PATH], const char *dir, uint32_t i, bool partial) {
-  const int n = snprintf(path, MAX_PATH, partial ? "%s/.%s.part" : "%s/%s", dir, small_file[i]);
-  return n < MAX_PATH ? PS_OK : ps__fail(PS_EINVAL, "%.200s...: the path is too long", dir);
-}
-
-static ps_status copy_bytes(int in, const char *from, int out, const char *to) {
+static ps_status copy_bytes(int in, uint64_t size, const char *from, int out, const char *to) {
   char buffer[16384];
-  struct stat sb;
-  if (fstat(in, &sb) != 0) return ps__fail(PS_EIO, "%s: cannot be looked at: %s", from, strerror(errno));
-  for (uint64_t at = 0, size = (uint64_t)sb.st_size; at < size;) {
+  for (uint64_t at = 0; at < size;) {
     const uint64_t n = size - at < sizeof buffer ? size - at : sizeof buffer;
     PS_TRY(ps__pread_all(in, from, buffer, n, at));
     PS_TRY(ps__write_all(out, to, buffer, n));
@@ -135,97 +116,40 @@ static ps_status write_config(const char *from, int out, const char *to, ps_dtyp
   return st;
 }
 
-/* Copy small file @i under its temporary name; *made says whether there is such a file now. */
-static ps_status copy_small(const char *from_dir, const char *to_dir, uint32_t i, ps_dtype dtype, bool *made) {
-  char from[MAX_PATH], to[MAX_PATH];
-  PS_TRY(small_path(from, from_dir, i, false));
-  PS_TRY(small_path(to, to_dir, i, true));
-  int in;
+/* Copies the model directory's @name, config.json with @dtype; what is not there is left out, unless it is config.json. */
+static ps_status copy_small(ps_trainer *t, ps__stage *stage, const char *dir, const char *name, ps_dtype dtype) {
+  const bool config = strcmp(name, "config.json") == 0;
+  char *from = ps__model_path(t->model_dir, name), *to = ps__path_join(dir, name);
+  ps_status st = from && to ? PS_OK : ps__fail(PS_ENOMEM, "%s: no memory left to copy %s", dir, name);
   struct stat sb;
-  if (i + 1 < N_SMALL && access(from, F_OK) != 0 && errno == ENOENT) return PS_OK;
-  PS_TRY(ps__open_input(&in, &sb, from));
-  const int out = open(to, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  *made = out >= 0;
-  ps_status st = out < 0 ? ps__fail(PS_EIO, "%s: cannot be written: %s", to, strerror(errno))
-                 : i + 1 < N_SMALL ? copy_bytes(in, from, out, to) : write_config(from, out, to, dtype);
+  int in = -1, out = -1;
+  if (st == PS_OK && (config || access(from, F_OK) == 0 || errno != ENOENT)) st = ps__open_input(&in, &sb, from);
+  if (in >= 0) st = ps__stage_create(&out, stage, name, to);
+  if (out >= 0) st = config ? write_config(from, out, to, dtype) : copy_bytes(in, (uint64_t)sb.st_size, from, out, to);
   if (out >= 0 && close(out) != 0 && st == PS_OK) st = ps__fail(PS_EIO, "%s: closing it failed: %s", to, strerror(errno));
-  close(in);
+  if (in >= 0) close(in);
+  ps__free(from);
+  ps__free(to);
   return st;
 }
 
-/* The temporary file @i takes its final name, or goes. */
-static ps_status end_small(const char *dir, uint32_t i, bool keep) {
-  char part[MAX_PATH], final[MAX_PATH];
-  PS_TRY(small_path(part, dir, i, true));
-  PS_TRY(small_path(final, dir, i, false));
-  const ps_status st = keep ? ps__rename(part, final) : PS_OK;
-  if (!keep || st != PS_OK) unlink(part);
-  return st;
+static ps_status write_model(ps_trainer *t, ps__stage *stage, const char *dir, ps_dtype dtype, uint64_t max_shard_bytes) {
+  for (const char *const *name = ps__tokenizer_files; *name; name++) PS_TRY(copy_small(t, stage, dir, *name, dtype));
+  PS_TRY(copy_small(t, stage, dir, "generation_config.json", dtype));
+  PS_TRY(copy_small(t, stage, dir, "config.json", dtype));
+  return save_tensors(t, stage, dir, dtype, max_shard_bytes);
 }
 
-/* ---- directories ---------------------------------------------------------------------------------------------------------------- */
-
-static bool same_dir(const char *a, const char *b) {
-  struct stat x, y;
-  return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
-}
-
-static ps_status save_into(ps_trainer *t, const char *dir, ps_dtype dtype) {
-  bool made[N_SMALL] = {false};
-  ps_status st = PS_OK;
-  const uint32_t first = same_dir(dir, t->model_dir) ? N_SMALL - 1 : 0; /* the others are there already */
-  for (uint32_t i = first; st == PS_OK && i < N_SMALL; i++) st = copy_small(t->model_dir, dir, i, dtype, &made[i]);
-  if (st == PS_OK) st = save_tensors(t, dir, dtype);
-  for (uint32_t i = 0; i < N_SMALL; i++) {
-    const ps_status end = made[i] ? end_small(dir, i, st == PS_OK) : PS_OK;
-    if (st == PS_OK) st = end;
-  }
-  return st == PS_OK ? ps__sync_dir(dir) : st;
-}
-
-static void remove_stage(const char *dir) {
-  DIR *d = opendir(dir);
-  if (!d) return;
-  for (struct dirent *e; (e = readdir(d));) unlinkat(dirfd(d), e->d_name, 0); /* fails for . and .. */
-  closedir(d);
-  rmdir(dir);
-}
-
-/* The temporary directory beside @dir: one that was not there, since a save that was cut off may have left its own. */
-static ps_status make_stage(char stage[MAX_PATH], const char *dir) {
-  for (int i = 0; i < 1000; i++) {
-    if (snprintf(stage, MAX_PATH, "%s.part%d", dir, i) >= MAX_PATH) return ps__fail(PS_EINVAL, "%.200s...: the path is too long", dir);
-    if (mkdir(stage, 0777) == 0) return PS_OK;
-    if (errno != EEXIST) break;
-  }
-  return ps__fail(PS_EIO, "%s: cannot be made: %s", dir, strerror(errno));
-}
-
-static ps_status save_new(ps_trainer *t, const char *dir, ps_dtype dtype) {
-  char stage[MAX_PATH];
-  PS_TRY(make_stage(stage, dir));
-  ps_status st = save_into(t, stage, dtype);
-  if (st == PS_OK) st = ps__rename(stage, dir);
-  if (st != PS_OK) {
-    remove_stage(stage);
-    return st;
-  }
-  char *slash = strrchr(stage, '/'); /* the directory that the name is in */
-  if (slash) slash[slash == stage] = 0;
-  return ps__sync_dir(slash ? stage : ".");
-}
-
-ps_status ps_trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype) {
-  char plain[MAX_PATH];
-  struct stat sb;
+ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype, uint64_t max_shard_bytes) {
+  ps__stage *stage;
   if (!t || !dir || !*dir || ps_dtype_bytes(dtype) == 0)
     return ps__fail(PS_EINVAL, "ps_trainer_save: trainer, dir and a known dtype must be given");
   PS_TRY(ps__trainer_idle(t));
-  size_t n = strlen(dir);
-  if (n >= sizeof plain) return ps__fail(PS_EINVAL, "%.200s...: the path is too long", dir);
-  memcpy(plain, dir, n + 1);
-  while (n > 1 && plain[n - 1] == '/') plain[--n] = 0;
-  if (stat(plain, &sb) != 0) return errno == ENOENT ? save_new(t, plain, dtype) : ps__fail(PS_EIO, "%s: %s", plain, strerror(errno));
-  if (!S_ISDIR(sb.st_mode)) return ps__fail(PS_EIO, "%s: is a file: a model is saved into a directory", plain);
-  return save_into(t, plain, dtype);
+  PS_TRY(ps__stage_open(&stage, dir));
+  const ps_status st = write_model(t, stage, dir, dtype, max_shard_bytes);
+  if (st == PS_OK) return ps__stage_commit(stage);
+  ps__stage_abort(stage);
+  return st;
 }
+
+ps_status ps_trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype) { return ps__trainer_save(t, dir, dtype, 5000000000ull); }

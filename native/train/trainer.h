@@ -62,4 +62,5 @@ void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps_
 void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s, const int32_t *token, uint64_t n_tokens, void *out);
 /* PS_OK when no step is in flight; an error first brings the run to rest (trainer.c). */
 ps_status ps__trainer_idle(ps_trainer *t);
+PS_API ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype, uint64_t max_shard_bytes); /* exported for tests */
 #endif

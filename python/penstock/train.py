@@ -188,7 +188,8 @@ class Trainer:
         check(lib.ps_trainer_write_param(self._ptr, param.index, ffi.from_buffer("float[]", values), values.size))
 
     def save(self, directory, dtype: str = "bf16") -> None:
-        """The model as a Hugging Face directory, safetensors in "bf16" or "fp32". Complete files or none."""
+        """The model as a Hugging Face directory, safetensors in "bf16" or "fp32". Whatever ends it, the directory
+        holds the whole old model or the whole new one, and what else was in it."""
         check(lib.ps_trainer_save(self._ptr, encode_path(directory), DTYPES[dtype]))
 
     def trace(self) -> np.ndarray:
