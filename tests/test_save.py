@@ -1,12 +1,15 @@
 """Saving: whatever ends a save, the directory holds the whole old model or the whole new one, and what else was in it."""
 import contextlib
 import itertools
+import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 
@@ -213,3 +216,61 @@ def save_on_mounts(folder):
     ps.write(beside, [X], 0)  # the directory could change places, the mount in it cannot
     assert os.path.ismount(beside / "data") or (beside / "data" / "x").exists()
     assert tensors(beside) == {"x": X[3]} and clean(beside)
+
+
+# ---- names that somebody else put there -----------------------------------------------------------------------------------------
+
+
+def test_links_in_the_way_are_not_followed(tiny_model, tiny_shard, tmp_path):
+    out, victim, cache = tmp_path / "out", tmp_path / "victim", tmp_path / "cache"
+    out.mkdir()
+    victim.write_text("precious")
+    train = [BUILD / "bin/penstock", "train", "--model", tiny_model, "--data", tiny_shard, "--seq-len", "64", "--steps", "2", "--trace-steps", "1"]
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    shutil.copytree(os.environ["XDG_CACHE_HOME"], cache, dirs_exist_ok=True)
+    rates = list(cache.glob("penstock/hardware-*.json"))
+    for path in [out / n for n in (".model.safetensors.partial", ".config.json.part", ".tokenizer.json.part", "metrics.jsonl", "plan.json",
+                                   "plan.json.part", "timeline.json.tmp", "model.safetensors", "config.json")] + rates:
+        path.unlink(missing_ok=True)
+        path.symlink_to(victim)
+    done = subprocess.run([*train, "--out", out, *(["--force"] if "--force" in helped() else [])], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert victim.read_text() == "precious"
+    assert json.loads((out / "plan.json").read_text()) and len((out / "metrics.jsonl").read_text().splitlines()) == 2
+    assert not any((out / n).is_symlink() for n in ("metrics.jsonl", "plan.json", "model.safetensors", "config.json"))
+    hardware = penstock.Hardware.estimate(threads=1)
+    with pytest.raises(penstock.InputOutputError, match="no regular file"):
+        (tmp_path / "rates.json").symlink_to(victim)
+        hardware.write(tmp_path / "rates.json")
+    assert victim.read_text() == "precious"
+
+
+def helped():
+    return subprocess.run([BUILD / "bin/penstock", "train", "--help"], capture_output=True, text=True).stdout
+
+
+# ---- Ctrl-C while saving ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_while_saving_is_heard_and_saves_all_or_nothing(trainer, tiny_model, tiny_shard, tmp_path, times):
+    out = tmp_path / "out"
+    env = {**os.environ, "LD_PRELOAD": str(SHIM), "DISK_SHIM_FSYNC_MS": "700"}
+    run = subprocess.Popen([BUILD / "bin/penstock", "train", "--model", tiny_model, "--data", tiny_shard, "--seq-len", "64", "--steps", "1",
+                            "--out", out], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not list(tmp_path.glob(".out.penstock-save-*/*")):
+        time.sleep(0.01)
+    for _ in range(times):
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130 and "the model is being saved" in err, err
+    assert ("stopped at once" in err) == (times == 2)
+    assert (out / "config.json").exists() == (out / "model.safetensors").exists() == (times == 1)
+    if times == 1:
+        assert set(tensors(out)) == set(tensors(tiny_model)) and clean(out)
+    else:
+        with trainer(tiny_model) as t:
+            t.save(out)
+        assert set(tensors(out)) == set(tensors(tiny_model)) and clean(out)

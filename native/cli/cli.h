@@ -80,6 +80,9 @@ void cli_json_bool(cli_json *j, const char *key, bool value);
 /* cli_folder_check() - can a file be written into @path, made when missing? Leaves nothing behind. CLI_REFUSED after a
  * message. cli_folder_make() - make it, parents included; 0 or an errno. */
 int cli_folder_check(const char *path, const char *option);
+/* cli_file_replace() - @path gets @text and a line end, NULL: nothing, in one step: made under a random name, so that no link that
+ * somebody put there is followed, and renamed. @stays_open (or NULL) gets the file, to be written on. CLI_FAILED after a message. */
+int cli_file_replace(const char *path, const char *text, FILE **stays_open);
 int cli_folder_make(const char *path);
 int cli_folder_make_parent(const char *path); /* the folder that @path is to appear in */
 
@@ -155,6 +158,7 @@ int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts
 /* ---- training (train.c, progress.c, summary.c) ------------------------------------------------------------------------------ */
 int cli_train_job(cli_job *job); /* job parsed; everything else is done here */
 int cli_interrupts(void); /* how often this run was asked to stop */
+void cli_saving(bool now); /* while the model is written the first Ctrl-C lets it finish, the second ends the process */
 
 typedef struct cli_progress {
   bool quiet, tty, line_open;

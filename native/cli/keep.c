@@ -115,7 +115,9 @@ static answer ask(cli_job *job, cli_run_result *r) {
 /* Says why when it fails and @aloud. */
 static ps_status save_once(const cli_job *job, ps_trainer *t, bool aloud) {
   const int failed = cli_folder_make_parent(job->out);
+  cli_saving(true);
   const ps_status st = failed ? PS_EIO : ps_trainer_save(t, job->out, (ps_dtype)job->save_dtype);
+  cli_saving(false);
   if (failed && aloud)
     cli_fail(CLI_FAILED, "%s cannot be made: %s", job->out, strerror(failed));
   else if (st != PS_OK && aloud)
@@ -126,6 +128,8 @@ static ps_status save_once(const cli_job *job, ps_trainer *t, bool aloud) {
 int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
   double until = 0, pause = 1;
   bool asking = at_terminal();
+  if (cli_interrupts() > 1)
+    return cli_fail(CLI_INTERRUPTED, "stopped at once; nothing is saved");
   cli_progress_note(p, "saving %s, after %llu complete steps", job->out, (unsigned long long)r->n_done);
   for (;;) {
     const ps_status st = save_once(job, t, asking || !until);

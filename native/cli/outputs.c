@@ -1,10 +1,11 @@
-/* outputs.c - folders for output: checked before anything runs, made when there is something to write; the run directory is locked. */
+/* outputs.c - folders for output: checked before anything runs, made when there is something to write; files in them; the run directory is locked. */
 #include "cli.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -89,18 +90,44 @@ int cli_folder_check(const char *path, const char *option) {
   unsigned n_made = 0;
   int failed = copy ? make_all(copy, &n_made) : ENOMEM;
   if (!failed) {
-    probe = cli_path_join(copy, ".penstock-XXXXXX");
-    int fd = probe ? mkstemp(probe) : -1;
-    failed = fd < 0 ? (probe ? errno : ENOMEM) : 0;
-    if (fd >= 0) {
-      close(fd);
-      unlink(probe);
+    int fd = open(copy, O_TMPFILE | O_WRONLY | O_CLOEXEC, 0600); /* it has no name: nothing stays, whatever ends us */
+    if (fd < 0 && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL)) {
+      probe = cli_path_join(copy, ".penstock-XXXXXX");
+      fd = probe ? mkstemp(probe) : -1;
+      if (fd >= 0)
+        unlink(probe);
     }
+    failed = fd < 0 ? (errno ? errno : ENOMEM) : 0;
+    if (fd >= 0)
+      close(fd);
     unmake(copy, n_made);
   }
   free(probe);
   free(copy);
   return failed ? cli_fail(CLI_REFUSED, "--%s %s cannot be written: %s", option, path, strerror(failed)) : CLI_OK;
+}
+
+int cli_file_replace(const char *path, const char *text, FILE **stays_open) {
+  const size_t bytes = strlen(path) + 32;
+  unsigned long long x;
+  char *part = malloc(bytes);
+  if (!part)
+    return cli_fail(CLI_FAILED, "out of memory");
+  bool ok = getrandom(&x, sizeof x, 0) == sizeof x;
+  snprintf(part, bytes, "%s.%016llx.part", path, x);
+  const int fd = ok ? open(part, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666) : -1;
+  FILE *f = fd >= 0 ? fdopen(fd, "w") : NULL;
+  ok = f && (!text || (fputs(text, f) >= 0 && fputc('\n', f) >= 0)) && fflush(f) == 0;
+  if (f && !(ok && stays_open))
+    ok = fclose(f) == 0 && ok;
+  ok = ok && rename(part, path) == 0;
+  const int code = ok ? CLI_OK : cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(errno));
+  if (!ok && fd >= 0)
+    unlink(part);
+  if (ok && stays_open)
+    *stays_open = f;
+  free(part);
+  return code;
 }
 
 /* ---- the run directory's lock: who removes the file holds it, so whoever locked a file that has lost its name looks again ------------- */

@@ -10,15 +10,17 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ---- Ctrl-C: the first lets the steps in flight finish, the second stops at once. SIGTERM is the same; SIGHUP, which a closed terminal may
+/* ---- Ctrl-C: the first lets the steps in flight or the save finish, the second stops at once. SIGTERM is the same; SIGHUP, which a closed terminal may
  * send more than once, never stops at once. ------------------------------------------------------------------------------ */
 
 static _Atomic(ps_trainer *) running; /* NULL while no step is in flight */
 static atomic_bool nothing_written = true;
 static atomic_int n_interrupts;
+static atomic_bool saving; /* a save is whole or has not been, wherever it ends (penstock/train.h) */
 static const char *_Atomic first_words; /* said at the first Ctrl-C; NULL: nothing */
 
 int cli_interrupts(void) { return atomic_load(&n_interrupts); }
+void cli_saving(bool now) { atomic_store(&saving, now); }
 
 static void on_interrupt(int signal_number) {
   if (atomic_load(&nothing_written))
@@ -26,6 +28,15 @@ static void on_interrupt(int signal_number) {
   if (signal_number == SIGHUP && atomic_load(&n_interrupts))
     return;
   int n = atomic_fetch_add(&n_interrupts, 1) + 1;
+  if (atomic_load(&saving)) {
+    static const char *const said[] = {"\npenstock: the model is being saved; Ctrl-C again stops at once\n",
+                                       "\npenstock: stopped at once; --out is as it was, or has the whole new model\n"};
+    const ssize_t heard = write(STDERR_FILENO, said[n > 1], strlen(said[n > 1]));
+    (void)heard; /* nobody reads stderr: nothing is lost */
+    if (n > 1)
+      _exit(CLI_INTERRUPTED);
+    return;
+  }
   ps_trainer *t = atomic_load(&running);
   const char *words = atomic_load(&first_words);
   if (n == 1 && t && words && write(STDERR_FILENO, words, strlen(words)) < 0)
@@ -104,25 +115,6 @@ static ps_train_config train_config(const cli_job *job, ps_dataset *ds) {
 
 /* ---- output files ----------------------------------------------------------------------------------------------------------- */
 
-/* Under a temporary name first: a disk that is full leaves what was there. */
-static int write_text(const char *path, const char *text) {
-  size_t bytes = strlen(path) + sizeof ".part";
-  char *part = text ? malloc(bytes) : NULL;
-  if (!part)
-    return cli_fail(CLI_FAILED, "out of memory");
-  snprintf(part, bytes, "%s.part", path);
-  FILE *f = fopen(part, "w");
-  bool ok = f && fputs(text, f) >= 0 && fputc('\n', f) >= 0;
-  if (f)
-    ok = fclose(f) == 0 && ok;
-  ok = ok && rename(part, path) == 0;
-  int code = ok ? CLI_OK : cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(errno));
-  if (!ok && f)
-    unlink(part);
-  free(part);
-  return code;
-}
-
 /* Folders, the lock, plan.json and an empty metrics.jsonl. */
 static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics, int *lock) {
   int failed = cli_folder_make(job->run_dir);
@@ -135,11 +127,8 @@ static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics, i
   r->plan_path = cli_path_join(job->run_dir, "plan.json");
   if (!r->metrics_path || !r->plan_path)
     return cli_fail(CLI_FAILED, "out of memory");
-  code = write_text(r->plan_path, ps_plan_json(job->plan));
-  if (code != CLI_OK)
-    return code;
-  *metrics = fopen(r->metrics_path, "w");
-  return *metrics ? CLI_OK : cli_fail(CLI_FAILED, "%s cannot be written: %s", r->metrics_path, strerror(errno));
+  code = cli_file_replace(r->plan_path, ps_plan_json(job->plan), NULL);
+  return code == CLI_OK ? cli_file_replace(r->metrics_path, NULL, metrics) : code;
 }
 
 /* One whole line, or none. */
@@ -323,8 +312,9 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   if (code == CLI_OK)
     code = report_trace(job, t, r);
   if (job->out && r->n_done && code != CLI_INTERRUPTED) {
-    int saving = cli_save(job, t, p, r); /* also after an error in the middle of the run: weights at home are those of the last complete step */
-    code = code == CLI_OK ? saving : code;
+    int kept = cli_save(job, t, p, r); /* also after an error in the middle of the run: weights at home are those of the last complete step */
+    code = code == CLI_OK ? kept : code;
+    r->interrupted = r->interrupted || cli_interrupts();
   }
   if (code == CLI_OK && job->json)
     cli_summary_json(stdout, job, r);

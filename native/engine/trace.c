@@ -95,14 +95,13 @@ static ps_status check_events(const ps_schedule *s, const ps_trace_event *events
 ps_status ps_trace_write_json(const char *path, const ps_schedule *s, const ps_trace_event *events, uint64_t n,
                               const char *const *stream_names) {
   PS_TRY(check_events(s, events, n));
-  size_t bytes = strlen(path) + 5;
-  char *temporary = ps__malloc(bytes);
-  if (!temporary)
-    return ps__fail(PS_ENOMEM, "trace: out of memory");
-  snprintf(temporary, bytes, "%s.tmp", path);
-  FILE *f = fopen(temporary, "we");
+  char *temporary;
+  int fd, why;
+  PS_TRY(ps__replace_begin(&fd, &temporary, path));
+  const int copy = dup(fd); /* closed with the stream */
+  FILE *f = copy >= 0 ? fdopen(copy, "w") : NULL;
   bool ok = f != NULL;
-  int why = errno;
+  why = errno;
   if (f) {
     fputs("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n"
           "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"penstock\"}}", f);
@@ -116,11 +115,9 @@ ps_status ps_trace_write_json(const char *path, const ps_schedule *s, const ps_t
     fputs("\n]}\n", f);
     ok = !ferror(f);
     ok = fclose(f) == 0 && ok;
-    ok = ok && rename(temporary, path) == 0;
     why = errno;
-    if (!ok)
-      unlink(temporary);
+  } else if (copy >= 0) {
+    close(copy);
   }
-  ps__free(temporary);
-  return ok ? PS_OK : ps__fail(PS_EIO, "%s: writing the trace failed: %s", path, strerror(why));
+  return ps__replace_end(fd, temporary, path, ok ? PS_OK : ps__fail(PS_EIO, "%s: writing the trace failed: %s", path, strerror(why)));
 }

@@ -225,12 +225,10 @@ ps_status ps_hardware_write(const ps_hardware *hw, const char *path) {
   write_members(w, &copy);
   size_t n;
   const char *text = ps__jsonw_text(w, &n);
-  ps_status st = PS_OK;
-  const int fd = text ? open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644) : -1;
-  if (!text) st = ps__fail(PS_ENOMEM, "out of memory for %s", path);
-  else if (fd < 0) st = ps__fail(PS_EIO, "%s: %s", path, strerror(errno));
-  else st = ps__write_all(fd, path, text, n);
-  if (fd >= 0 && close(fd) != 0 && st == PS_OK) st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
+  char *temporary;
+  int fd;
+  ps_status st = text ? ps__replace_begin(&fd, &temporary, path) : ps__fail(PS_ENOMEM, "out of memory for %s", path);
+  if (st == PS_OK) st = ps__replace_end(fd, temporary, path, ps__write_all(fd, path, text, n));
   ps__jsonw_free(w);
   return st;
 }

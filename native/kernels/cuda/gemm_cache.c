@@ -172,16 +172,11 @@ ps_status ps__gemm_cache_add(ps__gemm_cache *c, const ps__gemm_choice *choice) {
 }
 
 static ps_status write_file(const ps__gemm_cache *c, const char *text, size_t bytes) {
-  char part[MAX_PATH + 32];
-  snprintf(part, sizeof part, "%s.%ld", c->path, (long)getpid());
+  char *temporary;
+  int fd;
   make_folders(c->path);
-  const int fd = open(part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (fd < 0) return ps__fail(PS_EIO, "%s: cannot be written: %s", part, strerror(errno));
-  ps_status st = ps__write_all(fd, part, text, bytes);
-  if (close(fd) != 0 && st == PS_OK) st = ps__fail(PS_EIO, "%s: closing it failed: %s", part, strerror(errno));
-  if (st == PS_OK && rename(part, c->path) != 0) st = ps__fail(PS_EIO, "%s: cannot be renamed to %s: %s", part, c->path, strerror(errno));
-  if (st != PS_OK) (void)unlink(part);
-  return st;
+  PS_TRY(ps__replace_begin(&fd, &temporary, c->path));
+  return ps__replace_end(fd, temporary, c->path, ps__write_all(fd, c->path, text, bytes));
 }
 
 void ps__gemm_cache_save(ps__gemm_cache *c) {
