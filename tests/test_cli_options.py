@@ -1,6 +1,7 @@
 """Options of the binary that would wrap, be passed over or mislead: each is refused or named in one sentence, and the C API refuses the same."""
+import json
 import os
-import subprocess
+import re
 
 import pytest
 
@@ -104,3 +105,13 @@ def test_more_threads_than_cpus_are_lowered_to_them_in_a_sentence(job, tmp_path)
 def test_info_counts_tokens_without_a_model(tiny_shard):
     done = penstock("info", "--data", tiny_shard, "--seq-len", 64)
     assert (done.returncode, done.stdout) == (0, "1 shards, 20000 tokens\n  312 sequences of 64 tokens\n")
+
+
+def test_what_is_needed_and_what_is_given_read_differently(tiny_model):
+    """One byte less than the smallest caps: both figures were "2.0 MiB"."""
+    ask = ("plan", "--model", tiny_model, "--seq-len", 64, "--chunk-tokens", 64)
+    smallest = json.loads(penstock(*ask, "--smallest", "--json").stdout)
+    for name in ("device", "host"):
+        done = penstock(*ask, f"--{name}-mem", smallest[f"smallest_{name}_bytes"] - 1)
+        needs, given = re.search(rf"needs (\S+ \S+) of {name} memory, (\S+ \S+) given", done.stderr).groups()
+        assert done.returncode == 2 and needs != given, done.stderr

@@ -15,6 +15,8 @@ void ps__log(ps_log_level level, const char *fmt, ...) __attribute__((format(pri
 
 /* "27.4 GiB", "512.0 MiB", "3 B": for messages. Writes into buf and returns it. */
 const char *ps__format_bytes(char buf[32], uint64_t bytes);
+/* Two sizes that are compared: as many digits as tell them apart. */
+void ps__format_bytes_apart(char a[32], uint64_t x, char b[32], uint64_t y);
 
 /* ---- memory: the library allocates through these only, so that tests can count and fail them ---------------------- */
 void *ps__malloc(size_t bytes);              /* NULL on failure (or an injected one); free with ps__free */

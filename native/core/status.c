@@ -117,7 +117,7 @@ ps_status ps__fail(ps_status code, const char *fmt, ...) {
   return code;
 }
 
-const char *ps__format_bytes(char buf[32], uint64_t bytes) {
+static const char *format_digits(char buf[32], uint64_t bytes, int digits) {
   static const char *const unit[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   if (bytes < 1024) {
     snprintf(buf, 32, "%u B", (unsigned)bytes);
@@ -129,6 +129,16 @@ const char *ps__format_bytes(char buf[32], uint64_t bytes) {
     v /= 1024;
     i++;
   }
-  snprintf(buf, 32, "%.1f %s", v, unit[i]);
+  snprintf(buf, 32, "%.*f %s", digits, v, unit[i]);
   return buf;
+}
+
+const char *ps__format_bytes(char buf[32], uint64_t bytes) { return format_digits(buf, bytes, 1); }
+
+void ps__format_bytes_apart(char a[32], uint64_t x, char b[32], uint64_t y) {
+  for (int digits = 1; digits <= 4; digits++)
+    if (strcmp(format_digits(a, x, digits), format_digits(b, y, digits)) != 0 || x == y)
+      return;
+  snprintf(a, 32, "%llu B", (unsigned long long)x);
+  snprintf(b, 32, "%llu B", (unsigned long long)y);
 }

@@ -96,22 +96,22 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
   ps__format_bytes(dev, r->any_device);
   ps__format_bytes(host, r->any_host);
   const uint64_t there = p->hw.backend == PS_BACKEND_CUDA ? p->hw.device_memory_bytes : 0;
-  if (r->smallest_device && there && (!c->device_bytes || there < c->device_bytes))
+  const bool gpu = there && (!c->device_bytes || there < c->device_bytes);
+  if (r->smallest_device) ps__format_bytes_apart(need, r->smallest_device, cap, gpu ? there : c->device_bytes);
+  else if (r->smallest_host) ps__format_bytes_apart(need, r->smallest_host, cap, c->host_bytes);
+  if (r->smallest_device && gpu)
     return ps__fail(PS_EBUDGET, "needs %s of device memory, this GPU has %s that nothing else uses: end what else uses it, or lower --chunk-tokens "
-                    "or --chunks-per-round (the smallest plan takes %llu bytes)", ps__format_bytes(need, r->smallest_device),
-                    ps__format_bytes(cap, there), (unsigned long long)r->smallest_device);
+                    "or --chunks-per-round (the smallest plan takes %llu bytes)", need, cap, (unsigned long long)r->smallest_device);
   if (r->smallest_device && p->hw.host_memory_bytes && c->host_bytes > p->hw.host_memory_bytes)
     return ps__fail(PS_EBUDGET, "%s of host memory given, the machine has %s, with which %s of device memory are needed: take a machine with more host memory, or raise "
                     "--device-mem (the smallest plan takes %llu bytes)", ps__format_bytes(host, c->host_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
                     ps__format_bytes(need, r->smallest_device), (unsigned long long)r->smallest_device);
   if (r->smallest_device)
     return ps__fail(PS_EBUDGET, "needs %s of device memory, %s given: raise --device-mem, or lower --chunk-tokens or --chunks-per-round "
-                    "(the smallest plan takes %llu bytes)", ps__format_bytes(need, r->smallest_device),
-                    ps__format_bytes(cap, c->device_bytes), (unsigned long long)r->smallest_device);
+                    "(the smallest plan takes %llu bytes)", need, cap, (unsigned long long)r->smallest_device);
   if (r->smallest_host)
     return ps__fail(PS_EBUDGET, "needs %s of host memory, %s given: raise --host-mem, or lower --tokens-per-step "
-                    "(the smallest plan takes %llu bytes)", ps__format_bytes(need, r->smallest_host), ps__format_bytes(cap, c->host_bytes),
-                    (unsigned long long)r->smallest_host);
+                    "(the smallest plan takes %llu bytes)", need, cap, (unsigned long long)r->smallest_host);
   const bool machine = p->hw.host_memory_bytes != 0;
   return ps__fail(PS_EBUDGET, "no plan fits: the nearest needs %s of device memory and %s of host memory, of which %s is for the process "
                   "itself%s%s%s", dev, host, ps__format_bytes(need, c->reserve_bytes), machine ? "; the machine has " : "",

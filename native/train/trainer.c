@@ -126,8 +126,7 @@ static ps_status note_memory(ps_trainer *t, bool opening) {
   PS_TRY(ps__engine_memory(t->engine, &now));
   if (now > t->device_peak) t->device_peak = now;
   if (!given || t->device_peak <= given || t->warned) return PS_OK;
-  ps__format_bytes(used, t->device_peak);
-  ps__format_bytes(cap, given);
+  ps__format_bytes_apart(used, t->device_peak, cap, given);
   ps__format_bytes(planned, t->plan->report.device_bytes);
   if (opening)
     return ps__fail(PS_EBUDGET, "the driver reports %s of device memory for this process before the first step, %s were planned and %s given: run penstock "

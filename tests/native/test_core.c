@@ -28,6 +28,14 @@ static void test_status(void) {
   CHECK(strcmp(ps__format_bytes(buf, 3), "3 B") == 0);
   CHECK(strcmp(ps__format_bytes(buf, (uint64_t)512 << 20), "512.0 MiB") == 0);
   CHECK(strcmp(ps__format_bytes(buf, UINT64_MAX), "16.0 EiB") == 0);
+  const struct { uint64_t x, y; const char *a, *b; } apart[] = {
+      {3 << 20, 2 << 20, "3.0 MiB", "2.0 MiB"}, {2097152, 2097152 - 4096, "2.000 MiB", "1.996 MiB"}, {2097152, 2097151, "2097152 B", "2097151 B"},
+      {100, 99, "100 B", "99 B"}, {7 << 20, 7 << 20, "7.0 MiB", "7.0 MiB"}};
+  for (size_t i = 0; i < sizeof apart / sizeof *apart; i++) {
+    char other[32];
+    ps__format_bytes_apart(buf, apart[i].x, other, apart[i].y);
+    CHECK(strcmp(buf, apart[i].a) == 0 && strcmp(other, apart[i].b) == 0);
+  }
   CHECK(ps_abi_size("ps_op") > 0 && ps_abi_size("nothing") == 0 && ps_abi_size(NULL) == 0);
   printf("ok status\n");
 }
