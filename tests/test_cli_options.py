@@ -2,6 +2,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -115,3 +117,18 @@ def test_what_is_needed_and_what_is_given_read_differently(tiny_model):
         done = penstock(*ask, f"--{name}-mem", smallest[f"smallest_{name}_bytes"] - 1)
         needs, given = re.search(rf"needs (\S+ \S+) of {name} memory, (\S+ \S+) given", done.stderr).groups()
         assert done.returncode == 2 and needs != given, done.stderr
+
+
+def test_profile_says_when_other_work_takes_the_machine(tiny_model, tmp_path):
+    """One busy loop a CPU beside it: rates come out at about half."""
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        done = penstock("profile", "--backend", "cpu", "--seconds", 1, env={"XDG_CACHE_HOME": str(tmp_path)})
+        quiet = penstock("plan", "--quiet", "--model", tiny_model, "--seq-len", 64, env={"XDG_CACHE_HOME": str(tmp_path / "2")})
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+    others, cpus = re.search(r"while measuring this machine other work took ([\d.]+) of its (\d+) CPUs: rates are too low", done.stderr).groups()
+    assert done.returncode == 0 and int(cpus) == len(hogs) and 0.1 * len(hogs) < float(others) <= len(hogs)
+    assert quiet.stderr == ""

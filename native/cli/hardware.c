@@ -1,8 +1,11 @@
 /* hardware.c - this machine's rates: measured once, kept in the user's cache folder. */
 #include "cli.h"
 #include <ctype.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 /* $XDG_CACHE_HOME/penstock or ~/.cache/penstock; NULL when there is neither. */
 static char *cache_folder(void) {
@@ -84,10 +87,55 @@ static int find_machine(ps_hardware *out, cli_device *d, bool quiet, uint32_t *b
   return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 
-static ps_status measure(ps_hardware *out, const cli_device *d, uint32_t backend, uint64_t host_bytes, bool at_length, double seconds, char **cached_at) {
+/* ---- is the machine idle? ---------------------------------------------------------------------------------------------------- */
+
+typedef struct cpu_use {
+  double all_s, own_s, at_s; /* CPU seconds of the CPUs that this process may use, by anybody, and of this process; when */
+  uint32_t n_cpus;           /* 0: the kernel does not say */
+} cpu_use;
+
+static cpu_use read_cpu_use(void) {
+  cpu_use u = {.at_s = cli_now_s()};
+  FILE *f = fopen("/proc/stat", "re");
+  cpu_set_t mine;
+  const bool known = sched_getaffinity(0, sizeof mine, &mine) == 0;
+  unsigned cpu;
+  unsigned long long t[8]; /* user, nice, system, idle, iowait, irq, softirq, steal: ticks */
+  char line[512];
+  while (f && fgets(line, sizeof line, f)) {
+    if (sscanf(line, "cpu%u %llu %llu %llu %llu %llu %llu %llu %llu", &cpu, &t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7]) != 9 ||
+        (known && !CPU_ISSET(cpu, &mine)))
+      continue;
+    u.all_s += (double)(t[0] + t[1] + t[2] + t[5] + t[6] + t[7]) / (double)sysconf(_SC_CLK_TCK);
+    u.n_cpus++;
+  }
+  if (f)
+    fclose(f);
+  struct rusage own;
+  getrusage(RUSAGE_SELF, &own);
+  u.own_s = (double)(own.ru_utime.tv_sec + own.ru_stime.tv_sec) + (double)(own.ru_utime.tv_usec + own.ru_stime.tv_usec) * 1e-6;
+  return u;
+}
+
+/* Rates measured beside other work are too low: predictions are then too long, and on a CPU, whose peak is measured too, MFU comes out too high. */
+static void warn_if_busy(const cpu_use *before) {
+  const double tolerated = 0.1; /* of the CPUs */
+  const cpu_use now = read_cpu_use();
+  const double others = (now.all_s - before->all_s - (now.own_s - before->own_s)) / (now.at_s - before->at_s);
+  if (now.n_cpus && others > tolerated * now.n_cpus)
+    fprintf(stderr, "penstock: while measuring this machine other work took %.1f of its %u CPUs: rates are too low, run penstock profile when it is idle\n", others,
+            now.n_cpus);
+}
+
+/* ---- measuring ------------------------------------------------------------------------------------------------------------------ */
+
+static ps_status measure(ps_hardware *out, const cli_device *d, uint32_t backend, uint64_t host_bytes, bool at_length, double seconds, bool quiet, char **cached_at) {
   out->struct_bytes = sizeof *out;
   const uint32_t gpu = (uint32_t)d->gpu, threads = (uint32_t)d->threads;
+  const cpu_use before = read_cpu_use();
   const ps_status st = at_length ? ps_hardware_profile(out, backend, gpu, threads, host_bytes, seconds) : ps_hardware_measure(out, backend, gpu, threads, host_bytes, seconds);
+  if (st == PS_OK && !quiet)
+    warn_if_busy(&before);
   if (st == PS_OK)
     *cached_at = keep(out);
   return st;
@@ -98,7 +146,7 @@ int cli_hardware_measure(ps_hardware *out, cli_device *d, bool at_length, double
   int code = find_machine(out, d, false, &backend);
   if (code != CLI_OK)
     return code;
-  const ps_status st = measure(out, d, backend, 0, at_length, seconds, cached_at);
+  const ps_status st = measure(out, d, backend, 0, at_length, seconds, false, cached_at);
   return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 
@@ -123,7 +171,7 @@ int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool 
     char *cached_at = NULL;
     if (!quiet)
       fprintf(stderr, "penstock: measuring this machine, once, for %s; penstock profile does it at length\n", backend == PS_BACKEND_CUDA ? "some 20 s" : "a second or two");
-    const ps_status st = measure(out, d, backend, host_bytes, false, 0, &cached_at);
+    const ps_status st = measure(out, d, backend, host_bytes, false, 0, quiet, &cached_at);
     free(cached_at);
     if (st == PS_EBUDGET && !quiet) /* the estimate stands */
       fprintf(stderr, "penstock: %s: rates are estimated; penstock profile measures them without a cap\n", ps_last_error());
