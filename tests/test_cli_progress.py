@@ -52,6 +52,12 @@ def test_the_progress_line_fits_the_terminal_and_is_redrawn_in_place(job, tmp_pa
     assert not any("\n" in text for text in steps[:-1])
 
 
+def test_a_grid_shows_which_plan_it_is_at_and_leaves_no_line_behind(tiny_model):
+    seen = on_terminal(80, "plan", "--model", tiny_model, "--seq-len", 64, "--grid-device", "4MiB", "64MiB", "--grid-host", "1GiB", "4GiB")
+    drawn = re.findall(r"\r\x1b\[K([^\r]*)", seen)
+    assert any(re.fullmatch(r"plan [1-4] of 4, \d s", text) for text in drawn) and drawn[-1] == "", seen
+
+
 # ---- before the first step ---------------------------------------------------------------------------------------------------
 
 

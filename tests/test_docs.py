@@ -60,8 +60,8 @@ def test_the_readmes_engine_example_runs_as_it_stands(capsys):
 
 
 def test_the_readmes_training_example_runs(tiny_model, tiny_shard, tmp_path, capsys):
-    small = PYTHON[0].replace("4096", "64").replace("100", "4")  # before the paths go in: pytest-100/ is a path too
-    exec(small.replace("my_1B_model", str(tiny_model)).replace("my_shards", str(tiny_shard)).replace("my_trained", str(tmp_path / "out")), {})
+    small = PYTHON[0].replace("256", "64").replace("100", "4")  # before the paths go in: pytest-100/ is a path too
+    exec(small.replace("my_model", str(tiny_model)).replace("my_shards", str(tiny_shard)).replace("my_trained", str(tmp_path / "out")), {})
     assert (tmp_path / "out/model.safetensors").exists() and "3 " in capsys.readouterr().out
 
 

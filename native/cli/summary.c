@@ -119,7 +119,8 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
   const double loss = mean_loss(r, &n);
   fprintf(out, "%" PRIu64 " of %" PRIu64 " steps, %" PRIu64 " tokens in %s: %.0f tok/s\n", r->n_done, r->n_wanted, r->tokens, cli_duration(a, r->wall_s),
           r->wall_s > 0 ? (double)r->tokens / r->wall_s : 0);
-  fprintf(out, "loss            %.4f in the first step, %.4f in the last %" PRIu64 " (mean)\n", r->loss_first, loss, n);
+  fprintf(out, "loss            %.4f in the first step, %.4f in the last ", r->loss_first, loss);
+  fprintf(out, n > 1 ? "%" PRIu64 " (mean)\n" : "step\n", n);
   fprintf(out, "step time       predicted %.3f s  measured %.3f s (median)  ratio %.2f\n", r->predicted_step_s, r->step_s_median,
           r->predicted_step_s > 0 ? r->step_s_median / r->predicted_step_s : 0);
   fprintf(out, "device memory   plan %s  measured %s  cap %s\n", cli_bytes(a, plan->device_bytes), cli_bytes(b, r->device_peak_bytes),

@@ -2,8 +2,8 @@
 
 Steps: text of this machine (Python's own standard library, or --text FILE...) -> a tokenizer trained on it and token shards
 (penstock.data) -> a freshly initialised model (models/init_model.py) -> caps below what everything would need -> training by the
-native binary -> loss.png, timeline.png, where the time went, and text sampled from the trained model. All of it stays in
-BUILD/demo.
+native binary -> report.txt (predicted beside measured, where the time went), loss.png, timeline.png, and samples.txt from the
+trained model. All of it stays in BUILD/demo.
 """
 import argparse
 import json
@@ -85,34 +85,44 @@ def choose_caps(plan_command: list) -> tuple[int, int, dict]:
     return device, host, plan
 
 
+def keep(path: Path, *parts) -> None:
+    """Print the parts, texts and tables, and write them as plain text too."""
+    with path.open("w", encoding="utf-8") as file:
+        for target in (console, Console(file=file, width=100, highlight=False)):
+            for part in parts:
+                target.print(part, **({"markup": False} if isinstance(part, str) else {}))
+
+
 def report(out: Path, summary: dict) -> None:
-    """Predicted beside measured, where the time went, and the two pictures."""
+    """Predicted beside measured and where the time went, in report.txt; and the two pictures."""
     from penstock import plot, trace
 
     table = Table("", "plan", "measured", "cap", title="predicted beside measured")
     table.add_row("step time", f"{summary['predicted_step_s']:.3f} s", f"{summary['step_s_median']:.3f} s", "")
     for name in ("device", "host"):
         table.add_row(f"{name} memory", *(f"{summary[f'{name}_{kind}_bytes'] / MIB:.1f} MiB" for kind in ("plan", "peak", "cap")))
-    console.print(table)
     timeline = trace.load(out / "timeline.json")
-    trace.print_shares(timeline, console)
+    n = summary["loss_mean_steps"]
+    keep(out / "report.txt", f"{summary['steps']} steps, {summary['tokens']:,} tokens in {summary['wall_s']:.0f} s, {summary['tokens_per_s']:,.0f} tokens/s; loss "
+         f"{summary['loss_first']:.3f} in the first step, {summary['loss_mean_last']:.3f} in the last{f' {n} (mean)' if n > 1 else ' step'}",
+         table, trace.shares_table(timeline))
     trace.plot(timeline, out / "timeline.png", "the last traced steps, by stream")
     plot.plot_loss(plot.read_metrics(out / "metrics.jsonl"), out / "loss.png", "penstock demo")
 
 
-def sample(model: Path) -> None:
-    """A few lines from the trained model."""
+def sample(model: Path, out: Path) -> None:
+    """A few lines from the trained model, in samples.txt."""
     from tokenizers import Tokenizer
 
     from penstock.decode import Decoder, generate
 
-    tokenizer, decoder = Tokenizer.from_file(str(model / "tokenizer.json")), Decoder(model)
+    tokenizer, decoder, samples = Tokenizer.from_file(str(model / "tokenizer.json")), Decoder(model), []
     for seed, prompt in enumerate(PROMPTS):
         ids = tokenizer.encode(prompt).ids
         ids += generate(decoder, ids, SAMPLE_TOKENS, temperature=0.6, seed=seed, end_token=decoder.config.eos_token_id)
         lines = [line for line in tokenizer.decode(ids).splitlines() if line.strip()]
-        console.print("\n".join(lines[:SAMPLE_LINES]), markup=False)
-        console.rule(style="dim")
+        samples.append("\n".join(lines[:SAMPLE_LINES]))
+    keep(out, ("\n" + "-" * 40 + "\n").join(samples))
 
 
 def run(args) -> None:
@@ -143,11 +153,9 @@ def run(args) -> None:
         raise SystemExit(trained.returncode)
     summary = json.loads(trained.stdout)
     console.rule("5. what happened")
-    console.print(f"{summary['steps']} steps, {summary['tokens']:,} tokens in {summary['wall_s']:.0f} s: loss {summary['loss_first']:.3f} -> "
-                  f"[bold]{summary['loss_last']:.3f}[/], {summary['tokens_per_s']:,.0f} tokens/s")
     report(out, summary)
     console.rule("6. text from the trained model")
-    sample(out / "model")
+    sample(out / "model", out / "samples.txt")
     shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
     console.print(f"Everything is in {shown}: " + " ".join(sorted(p.name + ("/" if p.is_dir() else "") for p in out.iterdir())))
 

@@ -92,9 +92,8 @@ def largest_ops(timeline: Timeline, n: int = 8) -> list[tuple[str, str, float]]:
     return [(stream, name, float(seconds)) for (stream, name), seconds in ranked]
 
 
-def print_shares(timeline: Timeline, console=None) -> None:
-    """A table of the streams' time."""
-    from rich.console import Console
+def shares_table(timeline: Timeline):
+    """shares() as a table of rich."""
     from rich.table import Table
 
     table = Table("stream", "ops", "busy", "waiting", "idle", title="where the time went")
@@ -104,7 +103,7 @@ def print_shares(timeline: Timeline, console=None) -> None:
     table.caption = f"of {last - first:.3f} s between the borders of steps"
     for s in shares(timeline):
         table.add_row(s.name, str(s.n_ops), f"{100 * s.busy:.1f}%", f"{100 * s.waiting:.1f}%", f"{100 * s.idle:.1f}%")
-    (console or Console()).print(table)
+    return table
 
 
 def plot(timeline: Timeline, path, title: str = "") -> None:
@@ -162,7 +161,9 @@ def main() -> int:
     except (OSError, ValueError) as exc:
         print(f"penstock.trace: {exc}", file=sys.stderr)
         return 2
-    print_shares(timeline)
+    from rich.console import Console
+
+    Console().print(shares_table(timeline))
     for stream, name, seconds in largest_ops(timeline):
         print(f"{stream:10} {name:28} {seconds:8.3f} s")
     return 0
