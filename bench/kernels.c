@@ -94,7 +94,7 @@ static void bench_elementwise(uint32_t dt) {
   elementwise(&ps__k_accumulate, &add, "16M", dt, 3.0 * (double)(big * e), (size_t[]){big * e, big * e}, 2);
   ps__args_sumsq sq = {.n = big, .dt = dt};
   elementwise(&ps__k_sumsq, &sq, "16M", dt, (double)(big * e), (size_t[]){big * e, 8}, 2);
-  elementwise(&ps__k_accumulate_sumsq_host, &sq, "16M", dt, 3.0 * (double)(big * e), (size_t[]){big * e, big * e, 8}, 3);
+  elementwise(&ps__k_accumulate_sumsq_host, &add, "16M", dt, 3.0 * (double)(big * e), (size_t[]){big * e, big * e, 8}, 3);
   ps__args_rmsnorm norm = {.rows = (uint32_t)t * 4, .cols = (uint32_t)d, .dt = dt, .add_dx = 1, .eps = 1e-5f};
   size_t rows = 4 * t * d * e;
   elementwise(&ps__k_rmsnorm_fwd, &norm, "8192x1024", dt, 2.0 * (double)rows, (size_t[]){rows, d * e, rows}, 3);

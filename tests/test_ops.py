@@ -10,6 +10,7 @@ between round(r - e) and round(r + e), so that for bf16 exactly one rounding at 
 """
 
 import ctypes
+import math
 import os
 import pathlib
 
@@ -51,9 +52,9 @@ def struct(name, fields):
 
 
 Fill = struct("Fill", [("Q", "bytes")])
-Accumulate = struct("Accumulate", [("Q", "n"), ("I", "dt n_threads")])
+Accumulate = struct("Accumulate", [("Q", "n first"), ("I", "dt n_threads mode index")])
 Embed = struct("Embed", [("I", "n_tokens vocab dim dt accumulate")])
-EmbedHost = struct("EmbedHost", [("I", "n_tokens vocab dim dt accumulate chunk_tokens short_tokens group_tokens")])
+EmbedHost = struct("EmbedHost", [("I", "n_tokens vocab dim dt accumulate chunk_tokens short_tokens group_tokens skip_tokens mode index")])
 Rmsnorm = struct("Rmsnorm", [("I", "rows cols dt accumulate_dw add_dx"), ("f", "eps")])
 Gemm = struct("Gemm", [("I", "m n k lda ldb ldc"), ("B", "trans_a trans_b accumulate has_bias has_residual dt_a dt_b dt_c")])
 Swiglu = struct("Swiglu", [("I", "n_tokens ffn_dim dt")])
@@ -216,7 +217,7 @@ def test_fill_zero(n):
 @pytest.mark.parametrize("n", [1, 15, 17, 65536, 200003])
 def test_accumulate_is_one_rounding_of_the_sum(n, name, dt):
     g, total = torch.randn(n).to(dt), (torch.randn(n) * 3).to(dt)
-    (out,) = run(name, Accumulate(n, CODE[dt]), [("r", g), ("rw", total)])
+    (out,) = run(name, Accumulate(n, 0, CODE[dt]), [("r", g), ("rw", total)])
     assert same_bits(out, (total.float() + g.float()).to(dt))
 
 
@@ -248,14 +249,87 @@ def test_sumsq_is_the_documented_sum_bit_for_bit(n, name, dt):
 @pytest.mark.parametrize("n", [1, 1025, 16 * 1024, 65537 + 17 * 1024, (1 << 24) + 4099])
 def test_accumulate_sumsq_leaves_the_bits_of_both(n, dt):
     g, total = torch.randn(n).to(dt), (torch.randn(n) * 3).to(dt)
-    added, squares = run("accumulate_sumsq_host", Sumsq(n, CODE[dt]), [("r", g), ("rw", total), ("w", torch.zeros(1, dtype=torch.float64))])
-    (expected,) = run("accumulate_host", Accumulate(n, CODE[dt]), [("r", g), ("rw", total)])
+    added, squares = run("accumulate_sumsq_host", Accumulate(n, 0, CODE[dt]), [("r", g), ("rw", total), ("w", torch.zeros(1, dtype=torch.float64))])
+    (expected,) = run("accumulate_host", Accumulate(n, 0, CODE[dt]), [("r", g), ("rw", total)])
     (sums,) = run("sumsq_host", Sumsq(n, CODE[dt]), [("r", expected), ("w", torch.zeros(1, dtype=torch.float64))])
     assert same_bits(added, expected) and squares.item() == sums.item()
     for n_threads in (1, 2, 100):
-        again, as_before = run("accumulate_sumsq_host", Sumsq(n, CODE[dt], n_threads), [("r", g), ("rw", total), ("w", torch.zeros(1, dtype=torch.float64))])
-        (alone,) = run("accumulate_host", Accumulate(n, CODE[dt], n_threads), [("r", g), ("rw", total)])
+        again, as_before = run("accumulate_sumsq_host", Accumulate(n, 0, CODE[dt], n_threads), [("r", g), ("rw", total), ("w", torch.zeros(1, dtype=torch.float64))])
+        (alone,) = run("accumulate_host", Accumulate(n, 0, CODE[dt], n_threads), [("r", g), ("rw", total)])
         assert same_bits(again, expected) and same_bits(alone, expected) and as_before.item() == squares.item()
+
+
+LOW_READ, LOW_WRITE, DITHER = 1, 2, 4
+
+
+def bits_of(x):
+    return x.float().numpy().view(np.uint32).astype(np.uint64)
+
+
+def low_sum(total, low, g, first, index, mode):
+    """What ops.h says of dithers and low bytes, in integers: (total, low) after the addition."""
+    before = bits_of(total) | (low.numpy().astype(np.uint64) << 8 if mode & LOW_READ else 0)
+    f = before.astype(np.uint32).view(np.float32) + g.float().numpy()
+    dither = ((first + np.arange(len(f), dtype=np.uint64)) * 37345 + index * 40503) & 0xFFFF
+    bits = f.view(np.uint32).astype(np.uint64)
+    after = (((bits + dither) & 0xFFFF0000) if mode == DITHER else ((bits + (dither >> 8)) & 0xFFFFFF00)).astype(np.uint32)
+    if mode & LOW_WRITE:
+        return torch.from_numpy((after >> 16).astype(np.uint16).view(np.int16)).view(BF16), torch.from_numpy((after >> 8 & 255).astype(np.uint8))
+    return torch.from_numpy(after.view(np.float32)).to(BF16), low
+
+
+def low_total(n):
+    """A total with low bytes, and what is added."""
+    exact = torch.randn(n) * 3
+    bits = torch.from_numpy((bits_of(exact) >> 16 << 16).astype(np.uint32).view(np.float32))
+    return bits.to(BF16), torch.randint(256, (n,), dtype=torch.uint8), torch.randn(n).to(BF16)
+
+
+@pytest.mark.parametrize("mode", [LOW_READ, LOW_WRITE, LOW_READ | LOW_WRITE, DITHER])
+@pytest.mark.parametrize("name", ["accumulate", "accumulate_host"])
+@pytest.mark.parametrize("n, first", [(1, 0), (31, 5), (65, 2**32 + 7), (200003, 1)])
+def test_accumulate_dithered_or_with_low_bytes(n, first, name, mode):
+    total, low, g = low_total(n)
+    expected, expected_low = low_sum(total, low, g, first, 9, mode)
+    buffers = [("r", g), ("rw", total)] + ([] if mode == DITHER else [("rw" if mode & LOW_WRITE else "r", low)])
+    out, *rest = run(name, Accumulate(n, first, CODE[BF16], 0, mode, 9), buffers)
+    assert same_bits(out, expected)
+    assert not rest or same_bits(rest[0], expected_low)
+
+
+@pytest.mark.parametrize("n, first", [(1, 3), (1025, 0), (65537 + 17 * 1024, 77)])
+def test_the_last_addition_to_a_total_with_low_bytes_and_its_squares(n, first):
+    total, low, g = low_total(n)
+    zero = torch.zeros(1, dtype=torch.float64)
+    expected, _ = low_sum(total, low, g, first, 4, LOW_READ)
+    added, squares = run("accumulate_sumsq_host", Accumulate(n, first, CODE[BF16], 0, LOW_READ, 4), [("r", g), ("rw", total), ("w", zero), ("r", low)])
+    (sums,) = run("sumsq_host", Sumsq(n, CODE[BF16]), [("r", expected), ("w", zero)])
+    assert same_bits(added, expected) and squares.item() == sums.item()
+    # and where all additions were made before (an embedding at home): rounded alone, to the same bits
+    upper, lower = low_sum(total, low, g, first, 4, LOW_READ | LOW_WRITE)
+    rounded, squares = run("round_sumsq_host", Accumulate(n, 0, CODE[BF16], 0, LOW_READ), [("rw", upper), ("w", zero), ("r", lower)])
+    assert same_bits(rounded, expected) and squares.item() == sums.item()
+
+
+@pytest.mark.parametrize("additions", [64, 256, 1024, 4096])
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "random"])
+def test_the_error_of_a_total_does_not_grow_with_additions(additions, equal):
+    """A total of 24 bits: 16 of significand. Each addition's error is at most 2^-15 of the total (an ulp of 16 bits); with dithers that cancel over
+    consecutive additions equal terms leave a few ulps in all, random ones (independent errors, variance ulp^2/6) 2^-15 sqrt(additions / 6).
+    The rounding to bf16 at the end, in the mean at most an ulp (2^-7) / sqrt(12), is what remains."""
+    n = 4096
+    total, low = torch.zeros(n, dtype=BF16), torch.zeros(n, dtype=torch.uint8)
+    term, exact, size = torch.randn(n).to(BF16), torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    for k in range(1, additions + 1):
+        g = term if equal else torch.randn(n).to(BF16)
+        exact += g.double()
+        size = torch.maximum(size, exact.abs())
+        mode = LOW_READ | LOW_WRITE if k < additions else LOW_READ
+        status, (_, total, low) = launch(LIB, "accumulate_host", Accumulate(n, 0, CODE[BF16], 2, mode, k), [g, total, low], 2)
+        assert status == 0
+    error = (total.double() - exact).norm() / exact.norm()
+    of_24_bits = 8 * 2.0**-15 if equal else 2.0**-15 * math.sqrt(additions / 6) * (size.norm() / exact.norm()).item()
+    assert error < math.hypot(2.0**-7 / math.sqrt(12), of_24_bits)
 
 
 @DTYPES
@@ -309,20 +383,36 @@ def test_embed_bwd_adds_rows_in_order(tokens, vocab, dim, skew, accumulate, dt):
 @pytest.mark.parametrize("vocab,dim,groups,short,chunk,n_full,skew", [
     (7, 19, 1, 5, 1, 0, 1), (300, 256, 1, 40, 64, 3, 1), (257, 530, 3, 30, 50, 4, 3), (70000, 24, 2, 500, 500, 2, 6), (12, 300, 4, 64, 64, 1, 1)])
 def test_embed_bwd_host_leaves_the_bits_of_a_round_on_the_device(vocab, dim, groups, short, chunk, n_full, skew, accumulate, dt):
-    """Chunk by chunk into a table, and the table added to the total."""
+    """Chunk by chunk into a table, and the table added to the total; of the whole round, and of what is left of it behind its first chunk."""
+    check_embed_host(vocab, dim, groups, short, chunk, n_full, skew, accumulate, dt, 0)
+    if groups * (n_full + 1) > 1:
+        check_embed_host(vocab, dim, groups, short, chunk, n_full, skew, accumulate, dt, short)
+
+
+@pytest.mark.parametrize("mode", [LOW_WRITE, LOW_READ | LOW_WRITE, DITHER])
+def test_embed_bwd_host_dithered_or_with_low_bytes(mode):
+    check_embed_host(300, 270, 1, 40, 64, 3, 1, 1, BF16, 40, mode)
+
+
+def check_embed_host(vocab, dim, groups, short, chunk, n_full, skew, accumulate, dt, skip, mode=0):
     sizes = ([short] + n_full * [chunk]) * groups
+    a_group = sum(sizes) // groups
+    sizes = sizes[1 if skip else 0 :]
     tokens = sum(sizes)
     ids = (torch.rand(tokens) ** skew * vocab).to(torch.int32).clamp(max=vocab - 1)
     dx, total = torch.randn(tokens, dim).to(dt), torch.randn(vocab, dim).to(dt)
-    args = EmbedHost(tokens, vocab, dim, CODE[dt], accumulate, chunk, short, tokens // groups)
-    (out,) = run("embed_bwd_host", args, [("r", ids), ("r", dx), ("rw" if accumulate else "w", total)])
+    args = EmbedHost(tokens, vocab, dim, CODE[dt], accumulate, chunk, short, a_group, skip, mode, 6)
+    bytes_ = torch.randint(256, (vocab, dim), dtype=torch.uint8)
+    of_low = [("rw" if mode & LOW_READ else "w", bytes_)] if mode & (LOW_READ | LOW_WRITE) else []
+    out = run("embed_bwd_host", args, [("r", ids), ("r", dx), ("rw" if accumulate else "w", total), *of_low])
     table, at = torch.empty(vocab, dim, dtype=dt), 0
     for i, n in enumerate(sizes):
         (table,) = run("embed_bwd", Embed(n, vocab, dim, CODE[dt], i > 0), [("r", ids[at : at + n]), ("r", dx[at : at + n]), ("rw" if i else "w", table)])
         at += n
+    table = [table]
     if accumulate:
-        (table,) = run("accumulate", Accumulate(vocab * dim, CODE[dt]), [("r", table), ("rw", total)])
-    assert same_bits(out, table)
+        table = run("accumulate", Accumulate(vocab * dim, 0, CODE[dt], 0, mode, 6), [("r", table[0]), ("rw", total), *of_low])
+    assert all(same_bits(a, b) for a, b in zip(out, table, strict=True))
 
 
 @pytest.mark.parametrize("name,bad,token", [("embed_fwd", 50, 3), ("embed_bwd", 50, 3), ("embed_fwd", -1, 7), ("embed_bwd", -2147483648, 0),
@@ -331,7 +421,7 @@ def test_an_id_out_of_range_is_refused_and_nothing_is_written(name, bad, token):
     ids = torch.zeros(8, dtype=torch.int32)
     ids[token] = bad
     out = torch.full((8 if name == "embed_fwd" else 50, 4), 5.0)
-    args = EmbedHost(8, 50, 4, 0, 0, 8, 8, 8) if name == "embed_bwd_host" else Embed(8, 50, 4, 0, 0)
+    args = EmbedHost(8, 50, 4, 0, 0, 8, 8, 8, 0, 0, 0) if name == "embed_bwd_host" else Embed(8, 50, 4, 0, 0)
     status, after = launch(LIB, name, args, [ids, torch.zeros(50, 4), out], 2)
     assert status == PS_EFORMAT and same_bits(after[2], out)
     assert f"id {bad} of token {token} " in LIB.ops_error().decode()

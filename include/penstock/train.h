@@ -31,7 +31,8 @@ typedef struct ps_train_config {
   double beta1, beta2, eps, weight_decay;          /* decay on matrices only */
   double clip_norm;        /* global gradient norm limit; 0: none. Must agree with the plan's clip */
   uint64_t seed;           /* of stochastic rounding and of the data order */
-  uint64_t first_step;     /* steps done before (schedule, bias correction, data position go on from there) */
+  uint64_t first_step;     /* steps done before: schedule, data position and the random bits of rounding go on from there. Moments are zero at first, and the
+                              correction of their bias counts updates since then */
   int32_t document_token;  /* this token begins a new document (attention does not cross, positions restart); -1: none;
                               the token that ENDS one, as eos, is given in document_end_token instead */
   int32_t document_end_token; /* the token after this one begins a new document; -1: none */

@@ -19,10 +19,26 @@ typedef struct ps__args_fill { uint64_t bytes; } ps__args_fill;
 /* fill_zero            ptr: W dst[bytes] */
 extern const ps_kernel ps__k_fill_zero;
 
-typedef struct ps__args_accumulate { uint64_t n; uint32_t dt, n_threads; } ps__args_accumulate;
-/* accumulate           total[i] = round(total[i] + g[i]).  ptr: R g[n] dt, RW total[n] dt.
- * Runs on the device (class ELEMENTWISE) and, as accumulate_host (class OPTIMIZER), on host streams: same bits. n_threads: at most so many of a host stream's, so that
- * copies get more of the memory; 0: all. */
+/* How a contribution is added to a total, total[i] += g[i]. A bf16 total that gets many additions, each rounded to nearest, would stall: what is under half an ulp
+ * of it vanishes. So with f = total + g in fp32 and a dither of 16 bits, (37345 (first + i) + 40503 index) mod 2^16:
+ *   0            total[i] = f rounded to nearest even
+ *   PS_DITHER    total[i] = the upper 16 bits of (bits of f + dither): unbiased, and since 40503/2^16 is the golden ratio the dithers of consecutive
+ *                additions cancel: equal terms leave about an ulp, however many there are, others the square root of their number
+ *   PS_LOW_*     the total is an fp32 number cut to 24 bits (16 of significand), the upper 16 in total[], the next 8 in low[]:
+ *                bits = (bits of f + dither / 2^8) & ~255.  PS_LOW_READ: low[] is read, else it counts as 0; PS_LOW_WRITE: bits are stored in total[] and
+ *                low[], without it they are rounded to bf16 in total[]: the last addition
+ * All but 0 for bf16 alone. */
+enum { PS_LOW_READ = 1, PS_LOW_WRITE = 2, PS_DITHER = 4 };
+enum { PS_DITHER_ELEMENT = 37345, PS_DITHER_INDEX = 40503 };
+static inline uint32_t ps__dither(uint64_t element, uint32_t index) { return ((uint32_t)element * PS_DITHER_ELEMENT + index * PS_DITHER_INDEX) & 0xffff; }
+
+typedef struct ps__args_accumulate {
+  uint64_t n, first;       /* first: of element 0 in its unit, for the dither */
+  uint32_t dt, n_threads;  /* n_threads: at most so many of a host stream's, so that copies get more of the memory; 0: all */
+  uint32_t mode, index;    /* mode: as above; index: 1 for the first addition to the total, and so on */
+} ps__args_accumulate;
+/* accumulate           as above.  ptr: R g[n] dt, RW total[n] dt, then with PS_LOW_*: R|W|RW low u8[n].
+ * Runs on the device (class ELEMENTWISE) and, as accumulate_host (class OPTIMIZER), on host streams: same bits. */
 extern const ps_kernel ps__k_accumulate, ps__k_accumulate_host;
 
 typedef struct ps__args_embed { uint32_t n_tokens, vocab, dim, dt, accumulate; } ps__args_embed;
@@ -31,14 +47,16 @@ extern const ps_kernel ps__k_embed_fwd;
 /* embed_bwd            dtable[v,:] (+)= sum over t with id[t]=v, in order of t, of dx[t,:] (fp32 sum, one rounding when added).
  *                      accumulate 0 writes every row (zeros where no token).  ptr: R id[T], R dx[T,D], W|RW dtable[V,D]. */
 extern const ps_kernel ps__k_embed_bwd;
-/* embed_bwd_host       What embed_bwd over a round's chunks, into a table that then is written (rows.accumulate 0) or added (1) to the total, leaves in
+/* embed_bwd_host       What embed_bwd over some chunks of a round, into a table that then is written (rows.accumulate 0) or added (1) to the total, leaves in
  *                      the total: for each v with a token, contribution[v,:] = round(chunk's sum), then round(contribution + sum) for each further
- *                      chunk; total[v,:] = contribution, or round(total + contribution). A row without a token becomes zero (0), or is not
- *                      touched (1): of the same bits, since x + 0 = x; but -0, which a sum of embed_bwd is only when it underflows in bf16, stays -0.
+ *                      chunk; total[v,:] = contribution, or as accumulate adds it (mode, index: as there). A row without a token becomes zero (0), or is not
+ *                      touched (1; where low[] is written but not read, its row becomes zero): of the same bits, since x + 0 = x; but -0, which a sum of
+ *                      embed_bwd is only when it underflows in bf16, stays -0.
  *                      The T tokens (rows.n_tokens) lie chunk by chunk in the order in which their backward passes come: groups of
- *                      group_tokens, in each a chunk of short_tokens (the sequence's last slice), then chunks of chunk_tokens.
- *                      For host streams alone (class OPTIMIZER).  ptr: R id[T], R dx[T,D], W|RW total[V,D]. */
-typedef struct ps__args_embed_host { ps__args_embed rows; uint32_t chunk_tokens, short_tokens, group_tokens; } ps__args_embed_host;
+ *                      group_tokens, in each a chunk of short_tokens (the sequence's last slice), then chunks of chunk_tokens. skip_tokens: of whole
+ *                      chunks of the round that came before these.
+ *                      For host streams alone (class OPTIMIZER).  ptr: R id[T], R dx[T,D], W|RW total[V,D], then with PS_LOW_*: W|RW low u8[V,D]. */
+typedef struct ps__args_embed_host { ps__args_embed rows; uint32_t chunk_tokens, short_tokens, group_tokens, skip_tokens, mode, index; } ps__args_embed_host;
 extern const ps_kernel ps__k_embed_bwd_host;
 
 typedef struct ps__args_rmsnorm { uint32_t rows, cols, dt, accumulate_dw, add_dx; float eps; } ps__args_rmsnorm;
@@ -121,14 +139,16 @@ typedef struct ps__args_sumsq { uint64_t n; uint32_t dt, n_threads; } ps__args_s
  *                      the groups' sums are added in order. Exact products, so FMA does not change it, and at most 256 groups,
  *                      so that a device has all of them at work and a chain is n/2^18 additions long.
  *                      ptr: R g[n], W out f64[1]. sumsq_host is the same on host streams (class OPTIMIZER).
- * accumulate_sumsq_host  accumulate_host, then sumsq_host of the total, in one pass and with their bits.
- *                      ptr: R g[n], RW total[n], W out f64[1]. */
+ * accumulate_sumsq_host  accumulate_host, then sumsq_host of the total, in one pass and with their bits; args: ps__args_accumulate without PS_LOW_WRITE.
+ *                      ptr: R g[n], RW total[n], W out f64[1], then with PS_LOW_READ: R low u8[n].
+ * round_sumsq_host     a total with low bytes rounded to bf16, then sumsq_host of it; args: ps__args_accumulate, mode PS_LOW_READ.
+ *                      ptr: RW total[n], W out f64[1], R low u8[n]. */
 enum { PS_SQ_LANES = 1024, PS_SQ_GROUPS = 256 };
 static inline uint64_t ps__sumsq_group(uint64_t n) {
   const uint64_t each = (n + PS_SQ_GROUPS - 1) / PS_SQ_GROUPS, whole = (each + PS_SQ_LANES - 1) / PS_SQ_LANES * PS_SQ_LANES;
   return whole < 65536 ? 65536 : whole;
 }
-extern const ps_kernel ps__k_sumsq, ps__k_sumsq_host, ps__k_accumulate_sumsq_host;
+extern const ps_kernel ps__k_sumsq, ps__k_sumsq_host, ps__k_accumulate_sumsq_host, ps__k_round_sumsq_host;
 
 /* Bytes of scratch a worker needs, by kernel and argument block: 0 where it needs none. */
 size_t ps__cpu_scratch_bytes(const ps_kernel *kernel, const void *args);

@@ -93,14 +93,14 @@ static double device_ns(const ps_hardware *hw, const ps_kernel *kernel, const vo
 }
 
 static double host_rate(const ps_hardware *hw, const ps_kernel *kernel) {
-  if (kernel == &ps__k_sumsq_host) return hw->sumsq_bytes_per_s;
+  if (kernel == &ps__k_sumsq_host || kernel == &ps__k_round_sumsq_host) return hw->sumsq_bytes_per_s;
   if (kernel == &ps__k_accumulate_sumsq_host) return hw->accumulate_sumsq_bytes_per_s;
   if (kernel == &ps__k_accumulate_host || kernel == &ps__k_embed_bwd_host) return hw->accumulate_bytes_per_s;
   return hw->optimizer_bytes_per_s;
 }
 
 static bool is_sum(const ps_kernel *kernel) {
-  return kernel == &ps__k_sumsq_host || kernel == &ps__k_accumulate_sumsq_host || kernel == &ps__k_accumulate_host || kernel == &ps__k_embed_bwd_host;
+  return kernel == &ps__k_sumsq_host || kernel == &ps__k_round_sumsq_host || kernel == &ps__k_accumulate_sumsq_host || kernel == &ps__k_accumulate_host || kernel == &ps__k_embed_bwd_host;
 }
 
 double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream, const void *args, ps_work work) {

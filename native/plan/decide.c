@@ -123,8 +123,9 @@ ps_status ps__decide(const ps__family *f, const ps__layout *layout, const ps__me
   spec->sum_threads = ps__sum_threads(&plan->hw, m->threads);
   spec->keep_grads = plan->cfg.keep_grads != 0;
   spec->embed_at_home = embed_at_home;
+  const ps__contributions sums = ps__contributions_of(layout, spec->head_slice, (ps_dtype)f->block.dt, false);
   for (uint32_t u = 0; u < spec->n_units; u++) {
-    const bool several = layout->n_rounds > 1 || (u == 0 && plan->model.tied_embeddings), home = u == 0 && embed_at_home;
+    const bool several = ps__unit_contributions(&plan->model, &sums, u) > 1, home = u == 0 && embed_at_home;
     spec->param_resident[u] = ps__params_stay(f, r, u) && !home;
     spec->grad_resident[u] = ps__among(u, r->grads) && several && !home;
     spec->update_resident[u] = r->state;

@@ -50,46 +50,60 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
   ps__vt_free(b, before);
 }
 
-/* The round's rows as ps__k_embed_bwd_host takes them: ids, then gradients, in the order in which chunks pass backwards. */
-typedef struct round_rows { uint32_t n_tokens; uint64_t ids_bytes, bytes; } round_rows;
+/* The rows of the contribution that chunk c is in as ps__k_embed_bwd_host takes them: ids, then gradients, in the order in which chunks pass backwards. */
+typedef struct contribution_rows { uint32_t n_tokens, skip_tokens, end_token; uint64_t ids_bytes, bytes; } contribution_rows; /* tokens of the round; from end_token down */
 
-static round_rows rows_of(const ps__builder *b) {
-  const ps__chunk *first = ps__chunk_of(b, 0), *last = ps__chunk_of(b, b->round->n_chunks - 1);
-  round_rows r = {.n_tokens = (uint32_t)(last->first_token + last->n_tokens - first->first_token)};
+static contribution_rows rows_of(const ps__builder *b, uint32_t c) {
+  const uint64_t round = ps__chunk_of(b, 0)->first_token;
+  uint32_t from = c, to = c;
+  while (!ps__contribution_begins(b, from)) from++;
+  while (!ps__contribution_ends(b, to)) to--;
+  const ps__chunk *last = ps__chunk_of(b, b->round->n_chunks - 1), *begins = ps__chunk_of(b, from);
+  contribution_rows r = {.end_token = (uint32_t)(begins->first_token + begins->n_tokens - round)};
+  r.n_tokens = r.end_token - (uint32_t)(ps__chunk_of(b, to)->first_token - round);
+  r.skip_tokens = (uint32_t)(last->first_token + last->n_tokens - round) - r.end_token;
   r.ids_bytes = (4ull * r.n_tokens + 63) / 64 * 64;
   r.bytes = r.ids_bytes + r.n_tokens * row_bytes(b);
   return r;
 }
 
-static void add_rows_at_home(ps__builder *b, const round_rows *r) {
-  const ps__step *s = b->s;
+static void add_rows_at_home(ps__builder *b, const contribution_rows *r) {
+  ps__step *s = b->s;
+  ps__unit_state *u = &b->unit[0];
   const ps__chunk *first = ps__chunk_of(b, 0), *last = ps__chunk_of(b, b->round->n_chunks - 1);
   const ps__group *g = &s->layout->group[last->group];
-  const bool add = b->round_idx > 0;
-  const ps__args_embed_host a = {.rows = embed_args(b, r->n_tokens, add), .chunk_tokens = first->n_tokens, .short_tokens = last->n_tokens,
-                                 .group_tokens = g->n_chunks > 1 ? g->n_rows : r->n_tokens};
-  const ps__vaccess access[3] = {ps__part(b->rows_home, PS_READ, 0, 4ull * r->n_tokens),
-                                 ps__part(b->rows_home, PS_READ, r->ids_bytes, r->bytes - r->ids_bytes),
-                                 ps__part(s->home[0].grad, add ? PS_READ_WRITE : PS_WRITE, 0, table_bytes(b))};
-  ps__emit(b, &ps__k_embed_bwd_host, PS__S_HOST, &a, sizeof a, access, 3,
-           ps__bytes_work(3.0 * (double)(r->n_tokens * row_bytes(b)) + (add ? 0 : (double)table_bytes(b))),
+  const uint32_t n = ps__unit_contributions(s->cfg, &s->sums, 0), i = u->contribution++;
+  uint32_t mode = i ? ps__sum_mode_of(b, 0, i) : 0;
+  if (mode == PS_LOW_READ) mode |= PS_LOW_WRITE; /* rows without a token are not visited: all are rounded with the sums of squares */
+  if (mode == PS_LOW_WRITE) u->low = ps__vt_new(b, PS__SPACE_HOST, s->home[0].n);
+  const bool low = u->low != PS__NO_VT;
+  const ps__args_embed_host a = {.rows = embed_args(b, r->n_tokens, i > 0), .chunk_tokens = first->n_tokens, .short_tokens = last->n_tokens,
+                                 .group_tokens = g->n_chunks > 1 ? g->n_rows : (uint32_t)(last->first_token + last->n_tokens - first->first_token),
+                                 .skip_tokens = r->skip_tokens, .mode = mode, .index = i};
+  ps__vaccess access[4] = {ps__part(b->rows_home, PS_READ, 0, 4ull * r->n_tokens),
+                           ps__part(b->rows_home, PS_READ, r->ids_bytes, r->bytes - r->ids_bytes),
+                           ps__part(s->home[0].grad, i ? PS_READ_WRITE : PS_WRITE, 0, table_bytes(b))};
+  if (low) access[3] = ps__whole(b, u->low, mode & PS_LOW_READ ? PS_READ_WRITE : PS_WRITE);
+  const double once = i == 0 ? (double)table_bytes(b) : mode == PS_LOW_WRITE ? (double)s->home[0].n : 0; /* rows without a token, too */
+  ps__emit(b, &ps__k_embed_bwd_host, PS__S_HOST, &a, sizeof a, access, low ? 4 : 3,
+           ps__bytes_work(3.0 * (double)(r->n_tokens * row_bytes(b)) + (low ? 2.0 * r->n_tokens * s->cfg->dim : 0) + once),
            embed_tag(b->round_idx, b->round->first_chunk, PS__PHASE_UPDATE));
   ps__vt_free_late(b, b->rows_home, s->spec->sum_lag);
-  if (b->round_idx + 1 == s->layout->n_rounds) ps__total_at_home(b, 0);
+  if (i + 1 == n) ps__total_at_home(b, 0);
 }
 
 /* The ids come back from the device's copy of the batch: read at home, they would hold back the next batch until the host stream has come so far. */
 static void send_rows(ps__builder *b, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
-  const round_rows r = rows_of(b);
+  const contribution_rows r = rows_of(b, c);
   const ps_tag tag = embed_tag(b->round_idx, b->round->first_chunk + c, PS__PHASE_BACKWARD);
-  const uint64_t behind = k->first_token + k->n_tokens - ps__chunk_of(b, 0)->first_token, at = r.n_tokens - behind; /* chunks behind it came before */
-  if (c + 1 == b->round->n_chunks) b->rows_home = ps__vt_new(b, PS__SPACE_HOST, r.bytes);
+  const uint64_t at = r.end_token - (k->first_token + k->n_tokens - ps__chunk_of(b, 0)->first_token); /* later chunks came before */
+  if (ps__contribution_begins(b, c)) b->rows_home = ps__vt_new(b, PS__SPACE_HOST, r.bytes);
   ps__emit_copy(b, PS__S_D2H, ps__part(b->batch[c], PS_READ, ps__batch_block_of(k->n_tokens).tokens, 4ull * k->n_tokens),
                 ps__part(b->rows_home, PS_WRITE, 4 * at, 4ull * k->n_tokens), tag);
   ps__emit_copy(b, PS__S_D2H, ps__whole(b, b->dy[c], PS_READ),
                 ps__part(b->rows_home, PS_WRITE, r.ids_bytes + at * row_bytes(b), k->n_tokens * row_bytes(b)), tag);
-  if (c == 0) add_rows_at_home(b, &r);
+  if (ps__contribution_ends(b, c)) add_rows_at_home(b, &r);
 }
 
 /* ---- both ------------------------------------------------------------------------------------------------------------------------- */
@@ -115,7 +129,7 @@ void ps__embed_forward(ps__builder *b, uint32_t c) {
 
 static void add_rows(ps__builder *b, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
-  const bool first = c + 1 == b->round->n_chunks;
+  const bool first = ps__contribution_begins(b, c);
   const ps__args_embed a = embed_args(b, k->n_tokens, !first);
   const ps__vaccess access[3] = {ps__part(b->batch[c], PS_READ, ps__batch_block_of(k->n_tokens).tokens, 4ull * k->n_tokens),
                                  ps__whole(b, b->dy[c], PS_READ),

@@ -16,6 +16,7 @@ typedef struct ps__unit_state {
   bool fetched;           /* resident: this step's copy was issued */
   uint32_t grad;          /* device tensor of the running contribution */
   uint32_t total;         /* device tensor of the step's total, where gradients are resident or the update runs there */
+  uint32_t low;           /* its low bytes, wherever the total is; PS__NO_VT where it has none */
   uint32_t sums;          /* device tensor of its sums of squares, until an update there without clipping */
   ps__state there;        /* where the update runs on the device: PS__NO_VT until it is there */
   uint32_t contribution;  /* how many have ended */
@@ -45,7 +46,9 @@ typedef struct ps__builder {
   size_t n_late, cap_late;
   ps__gathered *gathered;    /* [n_chunks of the step] */
   uint32_t *step_batch;      /* the same: blocks of the batch, device tensors */
-  uint32_t rows_home;        /* of the running round's embedding backward: token ids and gradient rows at home */
+  uint64_t head_slices;      /* of the running round so far */
+  bool head_norm;            /* the final norm's gradient is in the running contribution of the head's unit */
+  uint32_t rows_home;        /* of the embedding's running contribution: token ids and gradient rows at home */
   /* of the running round; indexed by chunk of the round */
   const ps__round *round;
   uint32_t round_idx;
@@ -76,6 +79,10 @@ ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase);
 ps_status ps__units_init(ps__builder *b);                       /* homes, residents, visits */
 void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx);       /* issue the copies of this visit and of those ahead */
 void ps__visit_done(ps__builder *b, uint32_t visit_idx);
+/* Chunks pass backwards, c from the round's last one down to 0. Is chunk c the first of a contribution, the last of one? */
+bool ps__contribution_begins(const ps__builder *b, uint32_t c);
+bool ps__contribution_ends(const ps__builder *b, uint32_t c);
+uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i); /* how the unit's contribution i, from 1 on, is added to its total: ps__sum_mode() */
 void ps__grad_begin(ps__builder *b, uint32_t unit);
 void ps__grad_end(ps__builder *b, uint32_t unit);               /* the contribution is complete: on its way home */
 void ps__total_at_home(ps__builder *b, uint32_t unit);          /* the step's gradient is complete at home: sums of squares and, without clipping, the update */

@@ -25,7 +25,7 @@ ps_status ps__family_shorten(ps__family *f) {
     for (uint32_t c = 0; c < l->round[1].n_chunks; c++) tokens += l->chunk[l->round[1].first_chunk + c].n_tokens;
     PS_TRY(ps__layout_init(&z->shorter, l->seq_len, l->n_sequences - left_out * (tokens / l->seq_len), l->chunk_tokens, l->chunks_per_round,
                            l->first_round_chunks));
-    z->n_left_out = left_out;
+    z->n_left_out = z->shorter.n_left_out = left_out;
   }
   return PS_OK;
 }
@@ -210,6 +210,7 @@ static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__
   const double update = ps__adamw_bytes((ps_recipe)f->plan->cfg.recipe, PS_ADAMW_WHOLE), e = ps_dtype_bytes((ps_dtype)f->block.dt);
   const uint32_t n_units = ps_model_n_units(m);
   const bool home = ps__embeds_at_home(f, l, r);
+  const ps__contributions sums = ps__contributions_of(l, f->plan->cfg.head_slice_tokens, (ps_dtype)f->block.dt, false);
   traffic t = {0};
   if (home) { /* its rows' gradients go home; but the first block's inputs do not, which are counted with the saved tensors */
     t.to_device = ps__lookup_bytes(f, l);
@@ -218,14 +219,15 @@ static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__
     t.updates = update * (double)unit_bytes(f, 0) / e;
   }
   for (uint32_t u = home; u < n_units; u++) {
-    const bool several = l->n_rounds > 1 || (u == 0 && m->tied_embeddings), grads = ps__among(u, r->grads) && several;
     const double bytes = (double)unit_bytes(f, u), visits = u == 0 || u + 2 >= n_units ? 1 : 2; /* at least */
-    const double contributions = l->n_rounds * (u == 0 && m->tied_embeddings ? 2 : 1);
+    const uint32_t contributions = ps__unit_contributions(m, &sums, u);
+    const bool grads = ps__among(u, r->grads) && contributions > 1;
+    const double added = ps__sum_bytes(bytes / e, contributions, contributions, (ps_dtype)f->block.dt);
     t.to_device += r->state ? 0 : ps__params_stay(f, r, u) ? bytes : visits * bytes * l->n_rounds;
     if (!r->state && !ps__params_stay(f, r, u) && u > 0 && u + 1 < n_units) t.blocks += bytes;
     t.to_host += r->state ? bytes : grads ? bytes : contributions * bytes;
-    if (grads) t.device_sums += 3 * bytes * (contributions - 1);
-    else if (!r->state) t.host_ops += 3 * bytes * (contributions - 1);
+    if (grads) t.device_sums += added;
+    else if (!r->state) t.host_ops += added;
     if (r->state) t.device_updates += update * bytes / e;
     else t.updates += update * bytes / e;
   }
@@ -283,9 +285,10 @@ static double estimate_of(const ps__family *f, const ps__base *z, const ps__shar
 static uint64_t resident_bytes(const ps__family *f, const ps__layout *l, const ps__residency *r) {
   const uint64_t state = f->plan->cfg.recipe == PS_RECIPE_BF16 ? 4 : f->plan->cfg.recipe == PS_RECIPE_FP32 ? 8 : 12;
   const uint64_t e = ps_dtype_bytes((ps_dtype)f->block.dt);
+  const ps__contributions sums = ps__contributions_of(l, f->plan->cfg.head_slice_tokens, (ps_dtype)f->block.dt, false);
   uint64_t bytes = 0;
   for (uint32_t u = ps__embeds_at_home(f, l, r); u < ps_model_n_units(&f->plan->model); u++) {
-    const bool several = l->n_rounds > 1 || (u == 0 && f->plan->model.tied_embeddings);
+    const bool several = ps__unit_contributions(&f->plan->model, &sums, u) > 1;
     if (ps__params_stay(f, r, u)) bytes += unit_bytes(f, u);
     if (r->state) bytes += unit_bytes(f, u) / e * state;
     if (ps__among(u, r->grads) && several && l->n_rounds > 1) bytes += unit_bytes(f, u);
@@ -294,8 +297,9 @@ static uint64_t resident_bytes(const ps__family *f, const ps__layout *l, const p
 }
 
 static uint64_t home_bytes(const ps__family *f, bool state) {
-  static const uint64_t each[PS_N_RECIPES][2] = {[PS_RECIPE_FP32] = {16, 8}, [PS_RECIPE_FP32_MASTER] = {16, 8}, [PS_RECIPE_BF16] = {8, 4}};
-  return ps_model_n_elements(&f->plan->model) * each[f->plan->cfg.recipe][state];
+  static const uint64_t each[PS_N_RECIPES][2] = {[PS_RECIPE_FP32] = {16, 4}, [PS_RECIPE_FP32_MASTER] = {16, 6}, [PS_RECIPE_BF16] = {8, 2}};
+  const uint64_t grads = state && f->plan->cfg.keep_grads ? ps_dtype_bytes((ps_dtype)f->block.dt) : 0;
+  return ps_model_n_elements(&f->plan->model) * (each[f->plan->cfg.recipe][state] + grads);
 }
 
 /* ---- members ------------------------------------------------------------------------------------------------------------------------- */

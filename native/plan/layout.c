@@ -1,5 +1,6 @@
 /* layout.c - cutting a step's tokens. */
 #include "layout.h"
+#include "../kernels/ops.h"
 #include <string.h>
 
 static void fill_packed(ps__layout *l, uint64_t seqs_per_chunk) {
@@ -78,4 +79,31 @@ void ps__layout_free(ps__layout *l) {
   ps__free(l->group);
   ps__free(l->round);
   memset(l, 0, sizeof *l);
+}
+
+static uint32_t parts(uint64_t n, uint32_t of) { return (uint32_t)(n / of + (n % of != 0)); }
+
+ps__contributions ps__contributions_of(const ps__layout *l, uint64_t head_slice, ps_dtype dt, bool left_out) {
+  ps__contributions c = {.additions = dt == PS_BF16 ? PS__MOST_ADDITIONS : UINT32_MAX};
+  for (uint32_t r = 0; r < l->n_rounds; r++) {
+    const ps__chunk *k = l->chunk + l->round[r].first_chunk;
+    const uint32_t n = l->round[r].n_chunks, rounds = left_out && r == 1 ? 1 + l->n_left_out : 1;
+    uint64_t slices = 0;
+    for (uint32_t i = 0; i < n; i++) slices += (k[i].n_tokens + head_slice - 1) / head_slice;
+    c.by_chunk += rounds * parts(n, c.additions);
+    c.by_slice += rounds * parts(slices, c.additions);
+  }
+  return c;
+}
+
+uint32_t ps__sum_mode(uint32_t i, uint32_t n, uint32_t of_step, ps_dtype dt) {
+  if (dt != PS_BF16 || of_step <= PS__MOST_NEAREST) return 0;
+  if (of_step <= PS__MOST_DITHERED || n < 3) return PS_DITHER;
+  return (i > 1 ? PS_LOW_READ : 0) | (i + 1 < n ? PS_LOW_WRITE : 0);
+}
+
+double ps__sum_bytes(double elements, uint32_t n, uint32_t of_step, ps_dtype dt) {
+  const double plain = 3.0 * (double)ps_dtype_bytes(dt) * (n - 1.0);
+  const bool low = n > 2 && ps__sum_mode(1, n, of_step, dt) == PS_LOW_WRITE;
+  return elements * (plain + (low ? 2.0 * (n - 2.0) : 0)); /* the first addition writes low bytes, the last reads them, those between do both */
 }

@@ -256,7 +256,7 @@ static ps_status measure_host(bench *b, ps_hardware *hw) {
   PS_TRY(measure_gather(b, hw));
   hw->sumsq_bytes_per_s = (double)b->bytes / time_case(b, case_sumsq, &squares);
   hw->accumulate_bytes_per_s = 3.0 * (double)b->bytes / time_case(b, case_accumulate, &sum);
-  hw->accumulate_sumsq_bytes_per_s = 3.0 * (double)b->bytes / time_case(b, case_accumulate_sumsq, &squares);
+  hw->accumulate_sumsq_bytes_per_s = 3.0 * (double)b->bytes / time_case(b, case_accumulate_sumsq, &sum);
   memset(b->c, 0, b->bytes); /* moments */
   memset(b->d, 0, b->bytes);
   hw->optimizer_bytes_per_s = optimizer_rate(b);

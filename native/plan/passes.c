@@ -37,11 +37,13 @@ static ps__vaccess own_rows(const ps__builder *b, uint32_t c, uint32_t tensor, u
 }
 
 /* Home for a saved tensor that block @from made. In the first round the block's own gradient has no contribution yet, and the update that read the last step's, where it was
- * not split, came before the block's forward pass: its home is free until the block's backward pass, which is when the tensor is fetched for the last time. */
+ * not split, came before the block's forward pass: its home is free until the block's backward pass, which is when the tensor is fetched for the last time. With several contributions in the round the first comes
+ * home amid the backward pass. */
 static uint32_t home_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
   const uint32_t grad = b->s->home[from].grad;
   ps__unit_state *u = &b->unit[from];
-  if (b->round_idx > 0 || from == 0 || b->s->spec->update_split[from] || u->lent + bytes > b->s->vt[grad].bytes) return ps__vt_new(b, PS__SPACE_HOST, bytes);
+  const bool free = b->round_idx == 0 && b->round->n_chunks <= b->s->sums.additions && from > 0 && grad != PS__NO_VT && !b->s->spec->update_split[from];
+  if (!free || u->lent + bytes > b->s->vt[grad].bytes) return ps__vt_new(b, PS__SPACE_HOST, bytes);
   const uint64_t at = u->lent;
   u->lent += (bytes + 255) / 256 * 256;
   return ps__vt_lent(b, grad, at, bytes);
@@ -130,7 +132,7 @@ static pass begin_pass(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__group *g = group_of(b, c);
   pass p = {.layer = layer, .c = c};
   p.shape = (ps__chunk_shape){.n_tokens = k->n_tokens, .row0 = k->row0, .pairs = k->pairs,
-                              .first_grad = c + 1 == b->round->n_chunks,
+                              .first_grad = ps__contribution_begins(b, c),
                               .first_dkv = k - b->s->layout->chunk == g->first_chunk + g->n_chunks - 1,
                               .document_rows = b->s->spec->one_document ? (uint32_t)b->s->layout->seq_len : 0};
   for (int t = 0; t < PS__N_TENSORS; t++) p.bound[t] = PS__NO_VT;
@@ -287,17 +289,36 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
 /* Where the lm_head and its gradient are: in the head's unit behind the norm, or the embedding's table. */
 typedef struct head_place { uint32_t weights, grad; uint64_t offset, bytes; } head_place;
 
+static uint32_t head_unit(const ps__builder *b) { return b->s->cfg->tied_embeddings ? 0 : b->s->cfg->n_layers + 1; }
+
 static head_place find_head(const ps__builder *b) {
   const ps__step *s = b->s;
-  const uint32_t unit = s->cfg->tied_embeddings ? 0 : s->cfg->n_layers + 1;
+  const uint32_t unit = head_unit(b);
   ps__run_info run[PS__NORM_SLOTS];
   const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run);
   const uint64_t e = ps_dtype_bytes(s->dt);
   return (head_place){b->unit[unit].weights, b->unit[unit].grad, run[n - 1].offset * e, run[n - 1].n * e};
 }
 
-static void head_slice(ps__builder *b, uint32_t c, uint32_t row, uint32_t rows, uint32_t n1, uint32_t row_loss, bool first) {
+/* Slices of a contribution are counted over the round, so that one may end amid a chunk, before the chunk has a gradient of the final norm. */
+static void end_full_contribution(ps__builder *b) {
+  const uint32_t unit = head_unit(b);
+  const uint64_t norm_bytes = b->s->cfg->dim * ps_dtype_bytes(b->s->dt);
+  if (b->head_slices == 0 || b->head_slices % b->s->sums.additions) return;
+  if (unit > 0 && !b->head_norm) {
+    const ps__args_fill fill = {norm_bytes};
+    const ps__vaccess zero = ps__part(b->unit[unit].grad, PS_WRITE, 0, norm_bytes);
+    ps__emit(b, &ps__k_fill_zero, PS__S_COMPUTE, &fill, sizeof fill, &zero, 1, ps__bytes_work((double)norm_bytes), ps__unit_tag(b, unit, PS__PHASE_HEAD));
+  }
+  ps__grad_end(b, unit);
+  ps__grad_begin(b, unit);
+  if (unit > 0) b->head_norm = false;
+}
+
+static void head_slice(ps__builder *b, uint32_t c, uint32_t row, uint32_t rows, uint32_t n1, uint32_t row_loss) {
   ps__step *s = b->s;
+  end_full_contribution(b);
+  const bool first = b->head_slices++ % s->sums.additions == 0;
   const ps__batch_block block = ps__batch_block_of(ps__chunk_of(b, c)->n_tokens);
   const uint32_t d = s->cfg->dim, v = s->cfg->vocab_size;
   const uint64_t e = ps_dtype_bytes(s->dt), norm_at = (uint64_t)row * d * e, norm_bytes = (uint64_t)rows * d * e;
@@ -335,7 +356,6 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
   const uint32_t unit = s->cfg->n_layers + 1, t = k->n_tokens, d = s->cfg->dim;
   const uint64_t e = ps_dtype_bytes(s->dt), bytes = (uint64_t)t * d * e;
-  const bool first = c + 1 == b->round->n_chunks;
   const ps_tag tag = chunk_tag(b, unit, c, PS__PHASE_HEAD);
   const ps__args_rmsnorm fwd = {.rows = t, .cols = d, .dt = s->dt, .eps = s->cfg->norm_eps};
   const uint32_t n1 = ps__vt_new(b, PS__SPACE_DEVICE, bytes), row_loss = ps__vt_new(b, PS__SPACE_DEVICE, 4ull * t);
@@ -344,16 +364,22 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
   ps__emit(b, &ps__k_rmsnorm_fwd, PS__S_COMPUTE, &fwd, sizeof fwd, norm, 3, ps__bytes_work(2.0 * (double)bytes), tag);
   for (uint32_t row = 0; row < t; row += (uint32_t)s->spec->head_slice) {
     const uint32_t rows = t - row < s->spec->head_slice ? t - row : (uint32_t)s->spec->head_slice;
-    head_slice(b, c, row, rows, n1, row_loss, first && row == 0);
+    head_slice(b, c, row, rows, n1, row_loss);
   }
   ps__args_rmsnorm bwd = fwd;
-  bwd.accumulate_dw = !first;
+  bwd.accumulate_dw = b->head_norm;
   b->dy[c] = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
   const ps__vaccess back[5] = {ps__whole(b, b->x[c], PS_READ), ps__part(b->unit[unit].weights, PS_READ, 0, d * e),
                                ps__whole(b, n1, PS_READ), ps__whole(b, b->dy[c], PS_WRITE),
-                               ps__part(b->unit[unit].grad, first ? PS_WRITE : PS_READ_WRITE, 0, d * e)};
+                               ps__part(b->unit[unit].grad, b->head_norm ? PS_READ_WRITE : PS_WRITE, 0, d * e)};
   ps__emit(b, &ps__k_rmsnorm_bwd, PS__S_COMPUTE, &bwd, sizeof bwd, back, 5, ps__bytes_work(4.0 * (double)bytes), tag);
   ps__emit_copy(b, PS__S_D2H, ps__whole(b, row_loss, PS_READ), ps__part(s->row_loss, PS_WRITE, 4ull * k->first_token, 4ull * t), tag);
+  b->head_norm = true;
+  if (s->cfg->tied_embeddings && c && ps__contribution_ends(b, c)) { /* the unit has the norm alone, which every chunk adds to */
+    ps__grad_end(b, unit);
+    ps__grad_begin(b, unit);
+    b->head_norm = false;
+  }
   ps__vt_free(b, n1);
   ps__vt_free(b, b->x[c]);
   ps__vt_free_late(b, row_loss, s->spec->saved_lag);

@@ -118,6 +118,8 @@ static void head_visit(ps__builder *b) {
   for (uint32_t j = 0; j < s->spec->saved_lead; j++) ps__fetch_saved(b, j);
   ps__grad_begin(b, unit);
   if (s->cfg->tied_embeddings) ps__grad_begin(b, 0);
+  b->head_slices = 0;
+  b->head_norm = false;
   for (uint32_t c = n; c-- > 0;) ps__head_chunk(b, c);
   if (b->round_idx + 1 == s->layout->n_rounds) emit_loss(b);
   ps__grad_end(b, unit);
@@ -131,8 +133,10 @@ static void backward_visit(ps__builder *b, uint32_t layer) {
     const uint32_t j = (layers - layer) * n + (n - 1 - c);
     for (uint32_t k = 0; k <= b->s->spec->saved_lead; k++) ps__fetch_saved(b, j + k);
     ps__backward_chunk(b, layer, c);
+    if (!ps__contribution_ends(b, c)) continue;
+    ps__grad_end(b, layer);
+    if (c) ps__grad_begin(b, layer);
   }
-  ps__grad_end(b, layer);
 }
 
 static void run_visit(ps__builder *b, uint32_t idx) {
@@ -149,9 +153,11 @@ static void run_visit(ps__builder *b, uint32_t idx) {
     case PS__VISIT_HEAD: head_visit(b); break;
     case PS__VISIT_BLOCK_BACK: backward_visit(b, v->unit); break;
     case PS__VISIT_EMBED_BACK:
-      if (!b->s->spec->embed_at_home) ps__grad_begin(b, 0);
-      for (uint32_t c = n; c-- > 0;) ps__embed_backward(b, c);
-      if (!b->s->spec->embed_at_home) ps__grad_end(b, 0);
+      for (uint32_t c = n; c-- > 0;) {
+        if (!b->s->spec->embed_at_home && ps__contribution_begins(b, c)) ps__grad_begin(b, 0);
+        ps__embed_backward(b, c);
+        if (!b->s->spec->embed_at_home && ps__contribution_ends(b, c)) ps__grad_end(b, 0);
+      }
       break;
   }
   ps__visit_done(b, idx);
@@ -223,6 +229,8 @@ ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layou
   s->spec = spec;
   s->dt = spec->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
   PS_TRY(check_spec(cfg, spec));
+  s->sums = ps__contributions_of(layout, spec->head_slice, s->dt, false);
+  s->of_step = ps__contributions_of(layout, spec->head_slice, s->dt, true);
   ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT, .rows_home = PS__NO_VT};
   ps_status st = ps__block_init(&s->block, cfg, s->dt);
   if (st == PS_OK && !builder_init(&b)) st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");

@@ -110,7 +110,7 @@ typedef struct ps__vop {
 } ps__vop;
 
 enum { PS__NO_VT = UINT32_MAX };
-/* Tensors of a unit, n elements. At the host: weights, master (fp32-master only), grad, and m and v unless all state is on the device. device_weights: where parameters
+/* Tensors of a unit, n elements. At the host: weights, master (fp32-master only), grad, and m and v unless all state is on the device; grad is PS__NO_VT where no gradient comes home. device_weights: where parameters
  * are resident; device_master: where all state is. After every step home has the truth: the master where there is one, else the weights, and m and v that are there.
  * The bf16 home beside a master does not follow where the device's weights stay (ps__weights_stay): who reads parameters reads the master (ps__truth), and the
  * preamble, which sends the bf16 home, comes before the first update. */
@@ -129,6 +129,7 @@ typedef struct ps__step {
   char *args;
   size_t n_vt, cap_vt, n_op, cap_op, n_access, cap_access, n_args, cap_args;
   bool out_of_memory;
+  ps__contributions sums, of_step;      /* of the layout; of the step that it stands for */
   /* at home */
   ps__home *home;                       /* [n_units] */
   uint64_t *batch_offset;               /* [n_chunks] BYTES from the batch's start */

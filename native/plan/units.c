@@ -8,6 +8,14 @@ ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase) {
   return (ps_tag){.layer = (int32_t)unit, .round = (int32_t)b->round_idx, .chunk = -1, .phase = phase};
 }
 
+static uint32_t n_contributions(const ps__builder *b, uint32_t unit) { return ps__unit_contributions(b->s->cfg, &b->s->sums, unit); }
+
+/* Whether anything of the unit's gradient comes home. */
+static bool grad_comes_home(const ps__builder *b, uint32_t unit) {
+  const ps__spec *spec = b->s->spec;
+  return !ps__updated_there(spec, unit) || spec->keep_grads || (!spec->grad_resident[unit] && n_contributions(b, unit) > 1);
+}
+
 /* Homes by recipe: fp32 keeps weights, moments and gradients in fp32; fp32-master adds the bf16 copy that travels; bf16 is
  * bf16 throughout. */
 static void make_home(ps__builder *b, uint32_t unit) {
@@ -17,7 +25,7 @@ static void make_home(ps__builder *b, uint32_t unit) {
   h->n = ps_model_unit_elements(s->cfg, unit);
   h->weights = ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels);
   h->master = s->spec->recipe == PS_RECIPE_FP32_MASTER ? ps__vt_persistent(b, PS__SPACE_HOST, h->n * 4) : PS__NO_VT;
-  h->grad = ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels);
+  h->grad = grad_comes_home(b, unit) ? ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels) : PS__NO_VT;
   const bool there = s->spec->update_resident[unit];
   h->m = ps__vt_persistent(b, there ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state);
   h->v = ps__vt_persistent(b, there ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state);
@@ -48,7 +56,7 @@ ps_status ps__units_init(ps__builder *b) {
   if (!s->home || !b->unit || !b->visit || !b->coming) return ps__fail(PS_ENOMEM, "out of memory for the step's units");
   for (uint32_t u = 0; u < n_units; u++) {
     make_home(b, u);
-    b->unit[u] = (ps__unit_state){.weights = s->home[u].device_weights, .grad = PS__NO_VT, .total = PS__NO_VT, .sums = PS__NO_VT,
+    b->unit[u] = (ps__unit_state){.weights = s->home[u].device_weights, .grad = PS__NO_VT, .total = PS__NO_VT, .low = PS__NO_VT, .sums = PS__NO_VT,
                                   .there = {PS__NO_VT, PS__NO_VT, PS__NO_VT, PS__NO_VT}, .fetched = ps__weights_stay(s->spec, u)};
   }
   make_visits(b);
@@ -64,9 +72,12 @@ static uint32_t visit_units(const ps__builder *b, const ps__visit *v, uint32_t o
   return n;
 }
 
-static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
-  return b->s->layout->n_rounds * (unit == 0 && b->s->cfg->tied_embeddings ? 2 : 1);
+uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i) {
+  return ps__sum_mode(i, n_contributions(b, unit), ps__unit_contributions(b->s->cfg, &b->s->of_step, unit), b->s->dt);
 }
+
+bool ps__contribution_begins(const ps__builder *b, uint32_t c) { return (b->round->n_chunks - 1 - c) % b->s->sums.additions == 0; }
+bool ps__contribution_ends(const ps__builder *b, uint32_t c) { return c == 0 || ps__contribution_begins(b, c - 1); }
 
 /* The running contribution is the last to a total that was summed at home so far, of a unit that is updated on the device: what is there comes in and the rest is
  * done here. The same additions in the same order, and neither the norm nor the update waits for the host's. */
@@ -77,7 +88,12 @@ static bool ends_there(const ps__builder *b, uint32_t unit) {
 
 static void fetch_total(ps__builder *b, uint32_t unit) {
   ps__unit_state *u = &b->unit[unit];
-  if (u->total == PS__NO_VT && ends_there(b, unit)) u->total = ps__bring(b, b->s->home[unit].grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  const uint32_t low = u->low;
+  if (u->total != PS__NO_VT || !ends_there(b, unit)) return;
+  u->total = ps__bring(b, b->s->home[unit].grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  if (low == PS__NO_VT) return;
+  u->low = ps__bring(b, low, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  ps__vt_free(b, low);
 }
 
 /* Whether parameters that visit @v reads stay for the next round's forward visit. */
@@ -160,47 +176,83 @@ static uint32_t emit_sumsq_there(ps__builder *b, uint32_t unit, uint32_t grad) {
   return out;
 }
 
-/* At home, of the total; @staging is added to it first, in the same pass, unless it is none; padding between runs is
- * nobody's. */
-static void emit_sumsq_home(ps__builder *b, uint32_t unit, uint32_t staging) {
+/* The addition of contribution i, for accumulate and its like; elements [first, first + n) of the unit. The low bytes are made with the first addition that has
+ * some (i = 1), in @space. */
+static ps__args_accumulate addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t space) {
+  ps__unit_state *u = &b->unit[unit];
+  const uint64_t n = b->s->home[unit].n;
+  const uint32_t mode = ps__sum_mode_of(b, unit, i);
+  if ((mode & PS_LOW_WRITE) && u->low == PS__NO_VT) u->low = ps__vt_new(b, space, n);
+  return (ps__args_accumulate){.n = n, .dt = b->s->dt, .n_threads = space == PS__SPACE_HOST ? b->s->spec->sum_threads : 0, .mode = mode, .index = i};
+}
+
+static uint32_t low_access(uint32_t mode) { return (mode & PS_LOW_READ ? PS_READ : 0) | (mode & PS_LOW_WRITE ? PS_WRITE : 0); }
+
+static ps_work addition_work(const ps__args_accumulate *a) {
+  return ps__bytes_work((3.0 * (double)ps_dtype_bytes((ps_dtype)a->dt) + (a->mode & PS_LOW_READ ? 1 : 0) + (a->mode & PS_LOW_WRITE ? 1 : 0)) * (double)a->n);
+}
+
+static void low_used(ps__builder *b, uint32_t unit, uint32_t mode) {
+  if (mode & PS_LOW_WRITE) return;
+  ps__vt_free(b, b->unit[unit].low);
+  b->unit[unit].low = PS__NO_VT;
+}
+
+/* total += grad, both in @space; the caller frees @grad. */
+static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t space, uint32_t grad, uint32_t total, ps_tag tag) {
+  const bool home = space == PS__SPACE_HOST;
+  const ps__args_accumulate a = addition(b, unit, i, space);
+  ps__vaccess access[3] = {ps__whole(b, grad, PS_READ), ps__whole(b, total, PS_READ_WRITE)};
+  const bool low = b->unit[unit].low != PS__NO_VT;
+  if (low) access[2] = ps__whole(b, b->unit[unit].low, low_access(a.mode));
+  ps__emit(b, home ? &ps__k_accumulate_host : &ps__k_accumulate, home ? PS__S_HOST : PS__S_COMPUTE, &a, sizeof a, access, low ? 3 : 2, addition_work(&a), tag);
+  low_used(b, unit, a.mode);
+}
+
+/* At home, of the total; @staging is added to it first, in the same pass, unless it is none (an embedding at home: its low bytes, where it has some, are rounded
+ * away); padding between runs is nobody's. */
+static void emit_sumsq_home(ps__builder *b, uint32_t unit, uint32_t i, uint32_t staging) {
   ps__step *s = b->s;
   ps__run_info run[PS__NORM_SLOTS];
   const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run), grad = s->home[unit].grad;
   const uint64_t e = ps_dtype_bytes(s->dt), at = (uint64_t)unit * PS__NORM_SLOTS * 8;
   const bool add = staging != PS__NO_VT;
-  for (uint32_t i = 0; i < n; i++) {
-    const ps__args_sumsq a = {.n = run[i].n, .dt = s->dt, .n_threads = s->spec->sum_threads};
-    const uint64_t offset = run[i].offset * e, bytes = run[i].n * e;
-    ps__vaccess access[3];
-    uint32_t k = 0;
-    if (add) access[k++] = ps__part(staging, PS_READ, offset, bytes);
-    access[k++] = ps__part(grad, add ? PS_READ_WRITE : PS_READ, offset, bytes);
-    access[k++] = ps__part(s->norms, PS_WRITE, at + i * 8, 8);
-    ps__emit(b, add ? &ps__k_accumulate_sumsq_host : &ps__k_sumsq_host, PS__S_HOST, &a, sizeof a, access, k,
-             ps__bytes_work((add ? 3.0 : 1.0) * (double)bytes), ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  ps__args_accumulate whole = {.dt = s->dt, .n_threads = s->spec->sum_threads, .mode = PS_LOW_READ};
+  if (add) whole = addition(b, unit, i, PS__SPACE_HOST);
+  const bool low = b->unit[unit].low != PS__NO_VT;
+  const ps_kernel *kernel = add ? &ps__k_accumulate_sumsq_host : low ? &ps__k_round_sumsq_host : &ps__k_sumsq_host;
+  for (uint32_t k = 0; k < n; k++) {
+    ps__args_accumulate part = whole;
+    const ps__args_sumsq squares = {.n = run[k].n, .dt = s->dt, .n_threads = s->spec->sum_threads};
+    const uint64_t offset = run[k].offset * e, bytes = run[k].n * e;
+    ps__vaccess access[4];
+    uint32_t m = 0;
+    part.n = run[k].n;
+    part.first = run[k].offset;
+    if (add) access[m++] = ps__part(staging, PS_READ, offset, bytes);
+    access[m++] = ps__part(grad, add || low ? PS_READ_WRITE : PS_READ, offset, bytes);
+    access[m++] = ps__part(s->norms, PS_WRITE, at + k * 8, 8);
+    if (low) access[m++] = ps__part(b->unit[unit].low, PS_READ, run[k].offset, run[k].n);
+    const double each = (add ? 3.0 : low ? 2.0 : 1.0) * (double)e + (low ? 1 : 0);
+    ps__emit(b, kernel, PS__S_HOST, add || low ? (const void *)&part : &squares, add || low ? sizeof part : sizeof squares, access, m,
+             ps__bytes_work(each * (double)run[k].n), ps__unit_tag(b, unit, PS__PHASE_UPDATE));
   }
+  low_used(b, unit, 0);
 }
 
-/* A contribution to the total at home: the first is written there, others are added; with the last (@total) come the sums of squares. */
-static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, bool first, bool total) {
-  ps__step *s = b->s;
-  const ps__home *h = &s->home[unit];
-  const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
-  const uint64_t bytes = unit_bytes(b, unit);
-  const uint32_t to = first ? h->grad : ps__vt_new(b, PS__SPACE_HOST, bytes);
+/* Contribution i to the total at home: the first is written there, others are added; with the last (@total) come the sums of squares. */
+static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, uint32_t i, bool total) {
+  const ps__home *h = &b->s->home[unit];
+  const uint32_t to = i == 0 ? h->grad : ps__vt_new(b, PS__SPACE_HOST, unit_bytes(b, unit));
   ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, to, PS_WRITE), ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
-  if (first) return;
-  if (total) emit_sumsq_home(b, unit, to);
-  else {
-    const ps__args_accumulate a = {.n = h->n, .dt = s->dt, .n_threads = s->spec->sum_threads};
-    const ps__vaccess access[2] = {ps__whole(b, to, PS_READ), ps__whole(b, h->grad, PS_READ_WRITE)};
-    ps__emit(b, &ps__k_accumulate_host, PS__S_HOST, &a, sizeof a, access, 2, ps__bytes_work(3.0 * (double)bytes), tag);
-  }
-  ps__vt_free_late(b, to, s->spec->sum_lag);
+  if (i == 0) return;
+  if (total) emit_sumsq_home(b, unit, i, to);
+  else emit_addition(b, unit, i, PS__SPACE_HOST, to, h->grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  ps__vt_free_late(b, to, b->s->spec->sum_lag);
 }
 
 void ps__total_at_home(ps__builder *b, uint32_t unit) {
-  emit_sumsq_home(b, unit, PS__NO_VT);
+  emit_sumsq_home(b, unit, 0, PS__NO_VT);
   ps__total_ready(b, unit);
 }
 
@@ -210,18 +262,15 @@ void ps__grad_end(ps__builder *b, uint32_t unit) {
   const bool resident = s->spec->grad_resident[unit], there = ps__updated_there(s->spec, unit), ends = ends_there(b, unit);
   const uint32_t n = n_contributions(b, unit), i = u->contribution++;
   const bool last = i + 1 == n;
-  const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_BACKWARD);
   if (ends || (resident && i > 0)) {
-    const ps__args_accumulate a = {.n = s->home[unit].n, .dt = s->dt};
-    const ps__vaccess access[2] = {ps__whole(b, u->grad, PS_READ), ps__whole(b, u->total, PS_READ_WRITE)};
-    ps__emit(b, &ps__k_accumulate, PS__S_COMPUTE, &a, sizeof a, access, 2, ps__bytes_work(3.0 * (double)unit_bytes(b, unit)), tag);
+    emit_addition(b, unit, i, PS__SPACE_DEVICE, u->grad, u->total, ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
     ps__vt_free(b, u->grad);
   }
   /* The total is on the device where it is resident, ends there, or this is the only contribution. */
   const bool total_here = resident || ends || n == 1;
   const uint32_t leaving = resident || ends ? u->total : u->grad;
   const uint32_t sums = last && total_here ? emit_sumsq_there(b, unit, leaving) : PS__NO_VT;
-  if (last ? !there || s->spec->keep_grads : !resident) add_at_home(b, unit, leaving, resident || ends || i == 0, last);
+  if (last ? !there || s->spec->keep_grads : !resident) add_at_home(b, unit, leaving, resident || ends ? 0 : i, last);
   if (last && there) u->total = leaving; /* stays until the update */
   else if (!resident || last) ps__vt_free_late(b, leaving, s->spec->grad_lag);
   u->grad = PS__NO_VT;

@@ -159,10 +159,12 @@ static ps_status update_on_gpu(const ps_trainer *t, uint32_t unit, const ps_laun
 }
 #endif
 
-static ps__adamw_scalars scalars_of(const ps_trainer *t, uint64_t step) {
+/* Of the run's step @run_step. Moments begin at zero with the run, whatever steps came before it, and so does the correction of their bias. */
+static ps__adamw_scalars scalars_of(const ps_trainer *t, uint64_t run_step) {
+  const uint64_t step = t->cfg.first_step + run_step;
   ps__adamw_scalars s = {.lr = (float)ps__lr_at(&t->lr, step), .beta1 = (float)t->cfg.beta1, .beta2 = (float)t->cfg.beta2,
                          .eps = (float)t->cfg.eps, .grad_scale = 1.0f, .seed = t->cfg.seed, .step = step};
-  ps__adamw_bias_correction(&s, step + 1);
+  ps__adamw_bias_correction(&s, run_step + 1);
   return s;
 }
 
@@ -177,7 +179,7 @@ static bool to_update(const ps_trainer *t, uint32_t unit, void *gate, uint64_t i
 static ps_status gather(const ps_trainer *t, uint32_t chunk, const ps_launch *l) {
   const ps__cpu_exec *exec = l->exec;
   ps__adamw_scalars s = {0};
-  if (l->step) s = scalars_of(t, t->cfg.first_step + l->step - 1);
+  if (l->step) s = scalars_of(t, l->step - 1);
   const bool updated = l->step && to_update(t, 0, l->ptr[1], l->step, &s);
   ps__rows_gather(t, exec->pool, updated ? (uint32_t)l->step : 0, &s, l->ptr[0], t->plan->layout.chunk[chunk].n_tokens, l->ptr[2]);
   return PS_OK;
@@ -187,10 +189,9 @@ static ps_status gather(const ps_trainer *t, uint32_t chunk, const ps_launch *l)
  * clipping that is known from the batch: of a step that was given up later, units may be updated, as of one that fails half-way. */
 static ps_status update(ps_trainer *t, uint32_t unit, const ps_launch *l) {
   const ps__cpu_exec *exec = l->exec;
-  const uint64_t step = t->cfg.first_step + l->step;
   const bool master = t->plan->cfg.recipe == PS_RECIPE_FP32_MASTER, there = ps__updated_there(&t->plan->spec, unit);
   void *const *gate = l->ptr + 4 + master; /* half of stats; or the unit's norms and, on the device, the batch header */
-  ps__adamw_scalars s = scalars_of(t, step);
+  ps__adamw_scalars s = scalars_of(t, l->step);
 #ifdef PS_CUDA
   if (there && t->engine->cfg.backend == PS_BACKEND_CUDA) return update_on_gpu(t, unit, l, gate, &s);
 #endif
@@ -212,7 +213,7 @@ static ps_status update(ps_trainer *t, uint32_t unit, const ps_launch *l) {
 static ps_status update_moments(const ps_trainer *t, uint32_t unit, const ps_launch *l) {
   const ps__cpu_exec *exec = l->exec;
   const uint32_t first = t->first_segment[unit], n = t->first_segment[unit + 1] - first;
-  ps__adamw_scalars s = scalars_of(t, t->cfg.first_step + l->step);
+  ps__adamw_scalars s = scalars_of(t, l->step);
   if (!to_update(t, unit, l->ptr[3], l->step + 1, &s)) return PS_OK;
   ps__adamw_unit(exec->pool, (ps_recipe)t->plan->cfg.recipe, PS_ADAMW_MOMENTS, t->segments + first, n, NULL, NULL, l->ptr[2], l->ptr[0], l->ptr[1], t->first_element[unit], &s);
   return PS_OK;

@@ -313,6 +313,12 @@ static void test_reduce(uint32_t dt) {
     CHECK(sumsq, sumsq, &q, in(dt, n, 3), ((buffer){'w', F64, 1, malloc(8), exact}));
     CHECK(sumsq, sumsq, &q, special(dt, n, s), ((buffer){'w', F64, 1, malloc(8), exact}));
     CHECK(accumulate, accumulate, &c, in(dt, n, 1), random_buf('u', dt, n, 3, exact));
+    for (uint32_t low = PS_LOW_READ; dt == PS_BF16 && low <= PS_DITHER; low++) {
+      const ps__args_accumulate k = {.n = n, .first = 1000003 * s, .dt = dt, .mode = low, .index = 5 + low};
+      buffer bytes = random_buf(low & PS_LOW_WRITE ? 'u' : 'r', PS_F32, (n + 3) / 4, 1, exact);
+      for (uint64_t i = 0; i < (n + 3) / 4 * 4; i++) ((uint8_t *)bytes.init)[i] = (uint8_t)(i * 2654435761u >> 13);
+      CHECK(accumulate, accumulate, &k, in(dt, n, 1), random_buf('u', dt, n, 3, exact), bytes);
+    }
     if (n < 300000) CHECK(fill_zero, fill_zero, &z, random_buf('u', PS_F32, (n + 3) / 4, 1, exact));
   }
   done(dt ? "sumsq, accumulate bf16, the cpu's bits" : "sumsq, accumulate fp32, the cpu's bits", before);
@@ -499,6 +505,7 @@ static void speeds(void) {
   speed("embed_bwd, all rows", ps__cuda_embed_bwd, &(ps__args_embed){T, V, D, PS_BF16, 0}, AT(0, 64, 1024), x + 2.0 * V * D, 0);
   speed("embed_bwd, accumulate", ps__cuda_embed_bwd, &(ps__args_embed){T, V, D, PS_BF16, 1}, AT(0, 64, 1024), 3 * x, 0);
   speed("accumulate, a layer", ps__cuda_accumulate, &(ps__args_accumulate){.n = LAYER, .dt = PS_BF16}, AT(64, 1024), 6.0 * LAYER, 0);
+  speed("accumulate, low bytes", ps__cuda_accumulate, &(ps__args_accumulate){.n = LAYER, .dt = PS_BF16, .mode = PS_LOW_READ | PS_LOW_WRITE}, AT(64, 1024, 2048), 8.0 * LAYER, 0);
   speed("sumsq, a layer", ps__cuda_sumsq, &(ps__args_sumsq){.n = LAYER, .dt = PS_BF16}, AT(64, 8), 2.0 * LAYER, 0);
   speed("colsum 8192x6144", ps__cuda_colsum, &(ps__args_colsum){T, 6144, 6144, PS_BF16, 1}, AT(64, 8), 2.0 * T * 6144, 0);
   fill_arena();

@@ -86,7 +86,7 @@ static void poison(ps_trainer *t, bool first) {
         const ps__vt *v = &s->vt[state[i]];
         if (v->offset + v->bytes > state_end[v->space]) state_end[v->space] = v->offset + v->bytes;
       }
-    memset(ps__home_at(t, h->grad), 0xff, s->vt[h->grad].bytes);
+    if (h->grad != PS__NO_VT) memset(ps__home_at(t, h->grad), 0xff, s->vt[h->grad].bytes);
   }
   if (first) state_end[PS__SPACE_DEVICE] = 0; /* nothing is there yet: the preamble comes with the first step */
   for (uint32_t space = 0; space < PS__N_SPACES; space++)
@@ -193,11 +193,13 @@ static void check_tight(const ps__step *s) {
 
 /* ---- random cases --------------------------------------------------------------------------------------------------------------------- */
 
-/* Shapes: one sequence a chunk, packed with an uneven last chunk and round, a long sequence in even and uneven slices. */
+/* Shapes: one sequence a chunk, packed with an uneven last chunk and round, a long sequence in even and uneven slices; then totals that are dithered or have low bytes: more
+ * rounds than PS__MOST_NEAREST and PS__MOST_DITHERED, rounds of more chunks than PS__MOST_ADDITIONS, both. */
 typedef struct shape { uint32_t seq_len, n_sequences, chunk_tokens, chunks_per_round, first_round_chunks; } shape;
 static const shape shapes[] = {
     {24, 4, 24, 4, 0}, {24, 5, 24, 2, 3}, {16, 7, 32, 2, 0}, {16, 5, 48, 1, 0}, {64, 2, 16, 4, 0},
     {64, 3, 16, 4, 8}, {56, 3, 24, 3, 0}, {40, 2, 16, 6, 0}, {32, 3, 96, 1, 0},
+    {8, 6, 8, 1, 2}, {4, 20, 4, 10, 0}, {36, 5, 4, 9, 0}, {38, 3, 4, 10, 20}, {4, 18, 4, 1, 0}, {4, 40, 4, 10, 20}, {4, 170, 4, 10, 0},
 };
 enum { N_SHAPES = sizeof shapes / sizeof *shapes, N_CASES = N_MODELS * N_SHAPES * PS_N_RECIPES };
 
@@ -215,7 +217,8 @@ static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *
 }
 
 /* Every decision by itself; a bias of the draw (mostly one fate, or an even mix) reaches the corners too. */
-static void randomize(ps__spec *spec, const model *m, uint32_t n_rounds, uint64_t *state) {
+static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint64_t *state) {
+  const ps__contributions sums = ps__contributions_of(l, spec->head_slice, spec->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16, false);
   const uint32_t favour = rnd_below(state, 4);
   spec->keep_grads = rnd_below(state, 2) != 0;
   spec->param_lead = rnd_below(state, MAX_LEAD);
@@ -229,7 +232,7 @@ static void randomize(ps__spec *spec, const model *m, uint32_t n_rounds, uint64_
     spec->param_resident[u] = rnd_below(state, 2) != 0;
     spec->grad_resident[u] = rnd_below(state, 2) != 0;
     /* an update on the device needs parameters and the gradient's total there */
-    const bool several = n_rounds > 1 || (u == 0 && m->cfg.tied_embeddings);
+    const bool several = ps__unit_contributions(&m->cfg, &sums, u) > 1;
     spec->update_resident[u] = spec->param_resident[u] && (spec->grad_resident[u] || !several) && rnd_below(state, 2);
     spec->update_streamed[u] = !spec->update_resident[u] && rnd_below(state, 2);
     spec->update_split[u] = spec->clip && !ps__updated_there(spec, u) && rnd_below(state, 2);
@@ -271,7 +274,7 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
   const ps_plan_config cfg = {.struct_bytes = sizeof cfg, .recipe = idx / (N_MODELS * N_SHAPES), .seq_len = sh->seq_len,
                               .tokens_per_step = (uint64_t)sh->seq_len * sh->n_sequences, .chunk_tokens = sh->chunk_tokens,
-                              .chunks_per_round = sh->chunks_per_round, .head_slice_tokens = 10 + rnd_below(state, 30),
+                              .chunks_per_round = sh->chunks_per_round, .head_slice_tokens = rnd_below(state, 4) ? 10 + rnd_below(state, 30) : 1 + rnd_below(state, 3),
                               .clip = rnd_below(state, 2), .n_threads = 2};
   ps__layout layout;
   ps__spec spec;
@@ -284,7 +287,7 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
   for (int i = 0; i < N_STEPS; i++) CHECK(expected.loss[i] > 0 && expected.norm[i] > 0);
   ps_plan_destroy(plan);
   for (int i = 0; i < SPECS_A_CASE; i++) {
-    randomize(&spec, m, layout.n_rounds, state);
+    randomize(&spec, m, &layout, state);
     CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
     check_step(&plan->step);
     check_tight(&plan->step);

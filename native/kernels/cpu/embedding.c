@@ -1,6 +1,5 @@
 /* embedding.c - rows of the table by token, and their gradient. */
-#include "cpu.h"
-#include "vec.h"
+#include "total.h"
 
 typedef struct emb_job {
   const ps__args_embed *a;
@@ -8,6 +7,7 @@ typedef struct emb_job {
   const int32_t *id;
   const char *in; /* forward: table; backward: dx */
   char *out;      /* forward: out; backward: dtable */
+  uint8_t *low;   /* embed_bwd_host's, of the total; NULL: none */
   const uint32_t *order; /* backward: tokens sorted by id, in order of t where ids are equal */
   int64_t col_blocks;
 } emb_job;
@@ -82,15 +82,14 @@ PS_CLONES static void embed_add_row(const emb_job *j, uint32_t lo, uint32_t hi, 
 
 /* Where the chunk of token t ends. */
 static uint32_t emb_chunk_end(const ps__args_embed_host *a, uint32_t t) {
-  const uint32_t group = t / a->group_tokens * a->group_tokens, at = t - group;
-  return group + a->short_tokens + (at < a->short_tokens ? 0 : ((at - a->short_tokens) / a->chunk_tokens + 1) * a->chunk_tokens);
+  const uint32_t of_round = t + a->skip_tokens, group = of_round / a->group_tokens * a->group_tokens, at = of_round - group;
+  return group + a->short_tokens + (at < a->short_tokens ? 0 : ((at - a->short_tokens) / a->chunk_tokens + 1) * a->chunk_tokens) - a->skip_tokens;
 }
 
-/* Each chunk's tokens are summed and rounded into the contribution, and that into the total. */
-PS_VEC void emb_total_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, size_t c0, size_t n, uint32_t dt) {
-  float sum[EMB_SUM], contribution[EMB_SUM]; /* of dt */
+/* Each chunk's tokens are summed and rounded into the contribution. */
+PS_VEC void emb_contribution(const emb_job *j, uint32_t lo, uint32_t hi, size_t c0, size_t n, void *contribution, uint32_t dt) {
+  float sum[EMB_SUM];
   const size_t dim = j->a->dim;
-  char *out = ps__elem(j->out, dt, v * dim + c0);
   for (uint32_t i = lo; i < hi;) {
     const uint32_t end = emb_chunk_end(j->host, j->order[i]);
     const bool first = i == lo;
@@ -106,15 +105,23 @@ PS_VEC void emb_total_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, 
       ps__v_write(contribution, dt, c, n, s);
     }
   }
-  for (size_t c = 0; c < n; c += PS_LANES) {
-    ps__v s = ps__v_read(contribution, dt, c, n, 0.0f);
-    if (j->a->accumulate) s = ps__v_read(out, dt, c, n, 0.0f) + s;
-    ps__v_write(out, dt, c, n, s);
-  }
 }
-PS_CLONES static void embed_total_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, size_t c0, size_t n) {
-  if (j->a->dt == PS_BF16) emb_total_row(j, lo, hi, v, c0, n, PS_BF16);
-  else emb_total_row(j, lo, hi, v, c0, n, PS_F32);
+PS_CLONES static void embed_contribution(const emb_job *j, uint32_t lo, uint32_t hi, size_t c0, size_t n, void *contribution) {
+  if (j->a->dt == PS_BF16) emb_contribution(j, lo, hi, c0, n, contribution, PS_BF16);
+  else emb_contribution(j, lo, hi, c0, n, contribution, PS_F32);
+}
+
+static void embed_total_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, size_t c0, size_t n) {
+  float contribution[EMB_SUM]; /* of dt */
+  const uint64_t at = (uint64_t)v * j->a->dim + c0;
+  void *out = ps__elem(j->out, j->a->dt, at);
+  embed_contribution(j, lo, hi, c0, n, contribution);
+  if (!j->a->accumulate) {
+    memcpy(out, contribution, n * ps__dt_bytes(j->a->dt));
+    return;
+  }
+  const ps__total t = {.g = contribution, .total = out, .low = j->low ? j->low + at : NULL, .first = at, .dt = j->a->dt, .mode = j->host->mode, .index = j->host->index};
+  ps__total_add(&t, 0, n);
 }
 
 /* First place in the sorted order whose id is >= v. */
@@ -139,6 +146,8 @@ static void emb_bwd_task(void *arg, int64_t task, uint32_t worker) {
     if (lo < j->a->n_tokens && (uint32_t)j->id[j->order[lo]] < v_end) next = (uint32_t)j->id[j->order[lo]];
     if (!j->a->accumulate)
       for (uint32_t r = v; r < next; r++) memset(ps__elem(j->out, dt, (size_t)r * dim + c0), 0, n * ps__dt_bytes(dt));
+    if (j->low && !(j->host->mode & PS_LOW_READ))
+      for (uint32_t r = v; r < next; r++) memset(j->low + (size_t)r * dim + c0, 0, n);
     if (next == v_end) return;
     while (hi < j->a->n_tokens && (uint32_t)j->id[j->order[hi]] == next) hi++;
     for (uint32_t c = 0; c < n; c += EMB_SUM)
@@ -156,7 +165,8 @@ size_t ps__cpu_scratch_embed_bwd(const void *args) {
 static ps_status emb_add(const ps_launch *l, const ps__args_embed *a, const ps__args_embed_host *host) {
   const ps__cpu_exec *exec = l->exec;
   PS_TRY(emb_check(a, l->ptr[0]));
-  emb_job job = {.a = a, .host = host, .id = l->ptr[0], .in = l->ptr[1], .out = l->ptr[2], .col_blocks = (a->dim + EMB_COLS - 1) / EMB_COLS};
+  emb_job job = {.a = a, .host = host, .id = l->ptr[0], .in = l->ptr[1], .out = l->ptr[2], .low = l->n_ptr > 3 ? l->ptr[3] : NULL,
+                 .col_blocks = (a->dim + EMB_COLS - 1) / EMB_COLS};
   uint32_t *scratch = ps__scratch(exec, 0);
   job.order = emb_sort(job.id, a->n_tokens, a->vocab, scratch, scratch + a->n_tokens, scratch + 2 * (size_t)a->n_tokens);
   ps__pool_run(exec->pool, ((int64_t)a->vocab + EMB_ROWS - 1) / EMB_ROWS * job.col_blocks, emb_bwd_task, &job);
@@ -173,9 +183,10 @@ static ps_status embed_bwd(const ps_launch *l) { return emb_add(l, l->args, NULL
 
 /* embed_bwd_host
  * math    each row with a token: contribution = the chunks' fp32 sums in order of t, chunk after chunk, rounded after each; total = contribution or
- *         round(total + contribution)
- * shapes  id i32 [T], dx [T,D], total [V,D] of dt
- * bytes   (2 to 3)*T*D*sizeof(dt), and V*D*sizeof(dt) where rows without a token are zeroed: the first round of a step
+ *         accumulate's of total and contribution
+ * shapes  id i32 [T], dx [T,D], total [V,D] of dt, low u8 [V,D]
+ * bytes   (2 to 3)*T*D*sizeof(dt), V*D*sizeof(dt) where rows without a token are zeroed (the first contribution of a step), V*D where their low bytes are (the
+ *         second); rows with a token may have (1 to 2)*T*D of low bytes
  * determinism  bitwise: as embed_bwd.   reference  embed_bwd and accumulate, the same bits (tests/test_ops.py)
  * errors  PS_EFORMAT: an id out of range, with its token; nothing is written then */
 static ps_status embed_bwd_host(const ps_launch *l) {

@@ -1,6 +1,5 @@
 /* reduce.c - sums: gradients into totals, columns, squares; and zero fill. */
-#include "cpu.h"
-#include "vec.h"
+#include "total.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -18,40 +17,9 @@ static ps_status fill_zero(const ps_launch *l) {
 
 /* ---- accumulate --------------------------------------------------------------------------------------------------- */
 
-typedef struct add_job {
-  const void *g;
-  void *total;
-  uint32_t dt;
-} add_job;
-
-/* 32 elements of bf16 from i on, those at even places and those at odd ones: a word holds one of each, so that nothing is shuffled. */
-PS_VEC void add_words(uint16_t *total, const uint16_t *g, size_t i) {
-  ps__vu t, x, even_bits, odd_bits;
-  memcpy(&t, total + i, sizeof t);
-  memcpy(&x, g + i, sizeof x);
-  const ps__v even = (ps__v)(t << 16) + (ps__v)(x << 16), odd = (ps__v)(t & 0xffff0000u) + (ps__v)(x & 0xffff0000u);
-  ps__v_bf16_of(&even_bits, &even);
-  ps__v_bf16_of(&odd_bits, &odd);
-  t = even_bits | odd_bits << 16;
-  memcpy(total + i, &t, sizeof t);
-}
-
-/* Nothing is asked for ahead, though sums alone would be faster by a quarter: copies to the device, which backward passes wait for, then get 25 to 31 GB/s of the host's memory
- * beside them instead of 43 to 46 (bench/LOG.md, 2026-11-22). */
-PS_VEC void add_range(void *total, const void *g, size_t first, size_t end, uint32_t dt) {
-  size_t i = first;
-  for (; dt == PS_BF16 && i + 2 * PS_LANES <= end; i += 2 * PS_LANES) add_words(total, g, i);
-  for (; i < end; i += PS_LANES)
-    ps__v_write(total, dt, i, end, ps__v_read(total, dt, i, end, 0.0f) + ps__v_read(g, dt, i, end, 0.0f));
-}
-PS_CLONES static void reduce_add(void *total, const void *g, size_t first, size_t end, uint32_t dt) {
-  if (dt == PS_BF16) add_range(total, g, first, end, PS_BF16);
-  else add_range(total, g, first, end, PS_F32);
-}
-static void add_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
-  const add_job *j = arg;
-  reduce_add(j->total, j->g, (size_t)first, (size_t)end, j->dt);
-}
+PS_CLONES static void reduce_add(const ps__total *t, size_t first, size_t end) { ps__total_range(t, first, end); }
+void ps__total_add(const ps__total *t, size_t first, size_t end) { reduce_add(t, first, end); }
+static void add_task(void *arg, int64_t first, int64_t end, uint32_t worker) { reduce_add(arg, (size_t)first, (size_t)end); }
 
 static ps__cpu_exec with_threads(const ps__cpu_exec *exec, uint32_t n_threads) {
   ps__cpu_exec e = *exec;
@@ -60,13 +28,13 @@ static ps__cpu_exec with_threads(const ps__cpu_exec *exec, uint32_t n_threads) {
 }
 
 /* accumulate, accumulate_host
- * math    total[i] = round(total[i] + g[i]), the sum in fp32
- * bytes   3*n*sizeof(dt).   determinism  bitwise: elementwise */
+ * math    total[i] = round(total[i] + g[i]), the sum in fp32; dithered or with low bytes as ops.h says
+ * bytes   3*n*sizeof(dt), and n for each of reading and writing low.   determinism  bitwise: elementwise */
 static ps_status accumulate(const ps_launch *l) {
   const ps__args_accumulate *a = l->args;
   const ps__cpu_exec exec = with_threads(l->exec, a->n_threads);
-  add_job job = {l->ptr[0], l->ptr[1], a->dt};
-  ps__cpu_rows(&exec, (int64_t)a->n, 1 << 16, add_task, &job);
+  ps__total t = ps__total_of(a, l->ptr[0], l->ptr[1], l->n_ptr > 2 ? l->ptr[2] : NULL);
+  ps__cpu_rows(&exec, (int64_t)a->n, 1 << 16, add_task, &t);
   return PS_OK;
 }
 
@@ -147,10 +115,9 @@ void ps__add_partials(const ps__cpu_exec *exec, void *out, uint32_t dt, const fl
 /* ---- sumsq -------------------------------------------------------------------------------------------------------- */
 
 typedef struct sq_job {
-  const void *g; /* added to total first; NULL: total is only read */
-  void *total;
+  ps__total t; /* added, or rounded, first where @changes */
+  bool changes;
   uint64_t n, group;
-  uint32_t dt;
   double sum[PS_SQ_GROUPS];
 } sq_job;
 
@@ -216,17 +183,17 @@ PS_VEC double sq_group(const sq_job *j, size_t first, size_t end, uint32_t dt) {
   double lane[PS_SQ_LANES] = {0};
   const size_t whole = (end - first) / PS_SQ_LANES;
   const sq_rows rows = sq_rows_of(dt);
-  if (!j->g) rows.add(ps__celem(j->total, dt, first), whole, lane, SQ_AHEAD);
-  for (size_t r = 0; j->g && r < whole; r++) { /* what was added is still in the first cache */
+  if (!j->changes) rows.add(ps__celem(j->t.total, dt, first), whole, lane, SQ_AHEAD);
+  for (size_t r = 0; j->changes && r < whole; r++) { /* what was added is still in the first cache */
     const size_t base = first + r * PS_SQ_LANES;
-    add_range(j->total, j->g, base, base + PS_SQ_LANES, dt);
-    rows.add(ps__celem(j->total, dt, base), 1, lane, 0); /* copies would get less of the memory: see add_range() */
+    ps__total_range(&j->t, base, base + PS_SQ_LANES);
+    rows.add(ps__celem(j->t.total, dt, base), 1, lane, 0); /* copies would get less of the memory: see ps__total_range() */
   }
   if (dt == PS_BF16) sq_order(lane, rows.n);
   const size_t rest = first + whole * PS_SQ_LANES;
-  if (j->g) add_range(j->total, j->g, rest, end, dt);
+  if (j->changes) ps__total_range(&j->t, rest, end);
   for (size_t i = rest; i < end; i++) {
-    const double d = (double)ps__load1_f32(j->total, dt, i);
+    const double d = (double)ps__load1_f32(j->t.total, dt, i);
     lane[i - rest] += d * d;
   }
   for (int w = PS_SQ_LANES / 2; w > 0; w /= 2)
@@ -234,7 +201,7 @@ PS_VEC double sq_group(const sq_job *j, size_t first, size_t end, uint32_t dt) {
   return lane[0];
 }
 PS_CLONES static double reduce_squares(const sq_job *j, size_t first, size_t end) {
-  return j->dt == PS_BF16 ? sq_group(j, first, end, PS_BF16) : sq_group(j, first, end, PS_F32);
+  return j->t.dt == PS_BF16 ? sq_group(j, first, end, PS_BF16) : sq_group(j, first, end, PS_F32);
 }
 static void sq_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   sq_job *j = arg;
@@ -244,15 +211,15 @@ static void sq_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   }
 }
 
-static void sum_squares(const ps_launch *l, const void *g, void *total, double *out) {
-  const ps__args_sumsq *a = l->args;
-  sq_job job = {.g = g, .total = total, .n = a->n, .group = ps__sumsq_group(a->n), .dt = a->dt};
-  const int64_t n_groups = (int64_t)((a->n + job.group - 1) / job.group);
-  const ps__cpu_exec exec = with_threads(l->exec, a->n_threads);
+static ps_status sum_squares(const ps_launch *l, const ps__total *t, bool changes, uint64_t n, uint32_t n_threads, double *out) {
+  sq_job job = {.t = *t, .changes = changes, .n = n, .group = ps__sumsq_group(n)};
+  const int64_t n_groups = (int64_t)((n + job.group - 1) / job.group);
+  const ps__cpu_exec exec = with_threads(l->exec, n_threads);
   ps__cpu_rows(&exec, n_groups, 1, sq_task, &job);
   double sum = 0.0;
   for (int64_t k = 0; k < n_groups; k++) sum += job.sum[k];
   memcpy(out, &sum, sizeof sum);
+  return PS_OK;
 }
 
 /* sumsq, sumsq_host
@@ -262,17 +229,27 @@ static void sum_squares(const ps_launch *l, const void *g, void *total, double *
  * bytes   n*sizeof(dt).   determinism  bitwise: groups are cut by n only and each is one thread's; products of two fp32 are
  *         exact in fp64, so that FMA changes nothing */
 static ps_status sumsq(const ps_launch *l) {
-  sum_squares(l, NULL, l->ptr[0], l->ptr[1]);
-  return PS_OK;
+  const ps__args_sumsq *a = l->args;
+  return sum_squares(l, &(ps__total){.total = l->ptr[0], .dt = a->dt}, false, a->n, a->n_threads, l->ptr[1]);
 }
 
 /* accumulate_sumsq_host
  * math    accumulate, then sumsq of the total: the same bits as one after the other
- * shapes  g, total [n] of dt, out f64 [1]
- * bytes   3*n*sizeof(dt): what was added is squared while it is in the cache.   determinism  bitwise: as the two */
+ * shapes  g, total [n] of dt, out f64 [1], low u8 [n]
+ * bytes   3*n*sizeof(dt), and n with low: what was added is squared while it is in the cache.   determinism  bitwise: as the two */
 static ps_status accumulate_sumsq(const ps_launch *l) {
-  sum_squares(l, l->ptr[0], l->ptr[1], l->ptr[2]);
-  return PS_OK;
+  const ps__args_accumulate *a = l->args;
+  const ps__total t = ps__total_of(a, l->ptr[0], l->ptr[1], l->n_ptr > 3 ? l->ptr[3] : NULL);
+  return sum_squares(l, &t, true, a->n, a->n_threads, l->ptr[2]);
+}
+
+/* round_sumsq_host
+ * math    total[i] = round(the number that total[i] and low[i] are), then sumsq of it
+ * shapes  total bf16 [n], out f64 [1], low u8 [n].   bytes  5*n.   determinism  bitwise: as sumsq */
+static ps_status round_sumsq(const ps_launch *l) {
+  const ps__args_accumulate *a = l->args;
+  const ps__total t = ps__total_of(a, NULL, l->ptr[0], l->ptr[2]);
+  return sum_squares(l, &t, true, a->n, a->n_threads, l->ptr[1]);
 }
 
 const ps_kernel ps__k_fill_zero = {"fill_zero", PS_CLASS_ELEMENTWISE, {fill_zero, PS_CUDA_FN(fill_zero)}};
@@ -282,3 +259,4 @@ const ps_kernel ps__k_colsum = {"colsum", PS_CLASS_ELEMENTWISE, {colsum, PS_CUDA
 const ps_kernel ps__k_sumsq = {"sumsq", PS_CLASS_ELEMENTWISE, {sumsq, PS_CUDA_FN(sumsq)}};
 const ps_kernel ps__k_sumsq_host = {"sumsq_host", PS_CLASS_OPTIMIZER, {sumsq, NULL}};
 const ps_kernel ps__k_accumulate_sumsq_host = {"accumulate_sumsq_host", PS_CLASS_OPTIMIZER, {accumulate_sumsq, NULL}};
+const ps_kernel ps__k_round_sumsq_host = {"round_sumsq_host", PS_CLASS_OPTIMIZER, {round_sumsq, NULL}};

@@ -27,6 +27,7 @@ static const struct entry {
   {&ps__k_sumsq, NULL},
   {&ps__k_sumsq_host, NULL},
   {&ps__k_accumulate_sumsq_host, NULL},
+  {&ps__k_round_sumsq_host, NULL},
 };
 enum { N_ENTRIES = sizeof entries / sizeof entries[0] };
 

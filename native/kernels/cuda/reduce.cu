@@ -27,15 +27,70 @@ template <typename T, int V> __global__ void __launch_bounds__(THREADS) accumula
   }
 }
 
+/* One addition to a bf16 total, dithered or with low bytes (kernels/ops.h). NaN's bits as a GPU makes them, 0x7fffffff, would carry into the sign. */
+template <int MODE> __device__ __forceinline__ void add_to_total(uint16_t &total, uint8_t &low, uint16_t g, uint32_t dither) {
+  const float f = __uint_as_float((uint32_t)total << 16 | (MODE & PS_LOW_READ ? (uint32_t)low << 8 : 0)) + __uint_as_float((uint32_t)g << 16);
+  const uint32_t bits = isnan(f) ? 0x7fc00000u : __float_as_uint(f) + (MODE == PS_DITHER ? dither : dither >> 8);
+  if constexpr (MODE == PS_LOW_READ) {
+    total = __bfloat16_as_ushort(__float2bfloat16_rn(__uint_as_float(bits & ~255u)));
+  } else {
+    total = (uint16_t)(bits >> 16);
+    if constexpr (MODE & PS_LOW_WRITE) low = (uint8_t)(bits >> 8);
+  }
+}
+
+template <int MODE, int V>
+__global__ void __launch_bounds__(THREADS) accumulate_total_k(const uint16_t *g, uint16_t *total, uint8_t *low, uint64_t n, uint32_t dither0) {
+  const uint64_t i = ((uint64_t)blockIdx.x * THREADS + threadIdx.x) * V;
+  auto dither = [&](uint64_t k) { return (dither0 + (uint32_t)k * PS_DITHER_ELEMENT) & 0xffffu; };
+  if (i + V <= n) {
+    ps_vec<uint16_t, V> a = ps_load<uint16_t, V>(g + i), t = ps_load<uint16_t, V>(total + i);
+    ps_vec<uint8_t, V> l = {};
+    if constexpr (MODE & PS_LOW_READ) l = *(const ps_vec<uint8_t, V> *)(low + i);
+#pragma unroll
+    for (int k = 0; k < V; k++) add_to_total<MODE>(t.e[k], l.e[k], a.e[k], dither(i + k));
+    ps_put<uint16_t, V>(total + i, t);
+    if constexpr (MODE & PS_LOW_WRITE) ps_put<uint8_t, V>(low + i, l);
+  } else {
+    uint8_t none = 0;
+    for (uint64_t k = i; k < n; k++) add_to_total<MODE>(total[k], MODE == PS_DITHER ? none : low[k], g[k], dither(k));
+  }
+}
+
+template <int MODE> static void launch_total(cudaStream_t stream, const ps__args_accumulate *a, void *const *ptr) {
+  const uint16_t *g = (const uint16_t *)ptr[0];
+  uint16_t *total = (uint16_t *)ptr[1];
+  uint8_t *low = MODE == PS_DITHER ? NULL : (uint8_t *)ptr[2];
+  const uint32_t dither0 = ps__dither(a->first, a->index);
+  if (ps_aligned(g) && ps_aligned(total) && (uintptr_t)low % 8 == 0)
+    accumulate_total_k<MODE, 8><<<ps_ceil_div(a->n, THREADS * 8), THREADS, 0, stream>>>(g, total, low, a->n, dither0);
+  else
+    accumulate_total_k<MODE, 1><<<ps_ceil_div(a->n, THREADS), THREADS, 0, stream>>>(g, total, low, a->n, dither0);
+}
+
+static ps_status accumulate_total(const ps_launch *l) {
+  const ps__args_accumulate *a = (const ps__args_accumulate *)l->args;
+  cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
+  if (a->dt != PS_BF16) return ps__fail(PS_EINVAL, "accumulate: dithers and low bytes belong to bf16 totals, not to dtype %u", a->dt);
+  if (a->mode != PS_DITHER && (l->n_ptr < 3 || !l->ptr[2])) return ps__fail(PS_EINVAL, "accumulate: no address of the low bytes given");
+  if (a->mode == PS_DITHER) launch_total<PS_DITHER>(stream, a, l->ptr);
+  else if (a->mode == PS_LOW_READ) launch_total<PS_LOW_READ>(stream, a, l->ptr);
+  else if (a->mode == PS_LOW_WRITE) launch_total<PS_LOW_WRITE>(stream, a, l->ptr);
+  else launch_total<PS_LOW_READ | PS_LOW_WRITE>(stream, a, l->ptr);
+  return ps_launched("accumulate", cudaSuccess);
+}
+
 /* accumulate
- * math    total[i] = round(total[i] + g[i]), the sum in fp32
- * shapes  g, total [n] of dt
- * bytes   3*n*sizeof(dt) of HBM; 218 M bf16 (an 8B layer) -> 1.31 GB, 272 us at 4.8 TB/s
+ * math    total[i] = round(total[i] + g[i]), the sum in fp32; dithered or with low bytes as kernels/ops.h says
+ * shapes  g, total [n] of dt; low u8 [n]
+ * bytes   3*n*sizeof(dt) of HBM, and n for each of reading and writing low; 218 M bf16 (an 8B layer) -> 1.31 GB, 272 us at 4.8 TB/s, with low bytes read and
+ *         written 1.75 GB, 363 us
  * determinism  bitwise: elementwise.   reference  the cpu backend's, the same bits */
 extern "C" ps_status ps__cuda_accumulate(const ps_launch *l) {
   const ps__args_accumulate *a = (const ps__args_accumulate *)l->args;
   const ps_status st = ps_check(l, "accumulate", 2, a->dt, 0);
   if (st != PS_OK || !a->n) return st;
+  if (a->mode) return accumulate_total(l);
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
   const bool whole = ps_aligned(l->ptr[0]) && ps_aligned(l->ptr[1]);
   PS_DISPATCH(a->dt, whole, accumulate_k<T, V><<<ps_ceil_div(a->n, (uint64_t)THREADS * V), THREADS, 0, stream>>>((const T *)l->ptr[0],
