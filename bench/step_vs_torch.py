@@ -4,7 +4,7 @@ Both sides train the same fp32 Llama from the same weights on the same tokens wi
 backward, exact global-norm clipping and AdamW. They take turns in blocks of steps, the first of each block is dropped, the
 median of the rest counts. PyTorch's side is eager: F.linear, F.scaled_dot_product_attention, F.rms_norm, fused AdamW.
 
-  make && build/venv/bin/python bench/step_vs_torch.py [--config models/demo.json] [--seq-len 256] [--tokens 4096] [--blocks 5]
+  make all venv-test && build/venv-test/bin/python bench/step_vs_torch.py [--config models/demo.json] [--seq-len 256] [--tokens 4096] [--blocks 5]
 
 Prints a line of JSON a side; --out appends them to a file with machine and commit.
 """

@@ -155,7 +155,7 @@ def test_a_new_environment_installs_the_wheel_and_trains(wheel, pins, tiny_model
     train(tmp_path / "venv/bin/penstock", tiny_model, tiny_shard, tmp_path, env)
     (tmp_path / "text.txt").write_text("One line of text.\n" * 2000)
     run(python, "-m", "penstock.data", tmp_path / "text.txt", "--train-tokenizer", 300, "--out", tmp_path / "data", env=env)
-    run(python, "-m", "penstock.plot", tmp_path / "run", env=env)
+    run(python, "-m", "penstock.plot", tmp_path / "run/metrics.jsonl", tmp_path / "loss.png", env=env)
     run(python, ROOT / "python/examples/dataflow.py", env=env)
     if pins == ["transformers"]:
         run(python, "-c", "import transformers, penstock; from transformers import AutoTokenizer", env=env)
