@@ -221,6 +221,9 @@ $(BUILD)/venv-lock/.done-%: python/% python/bootstrap.sh
 	@python/bootstrap.sh $(BUILD)/venv-lock python/$* "$(PYTHON)"
 $(VENV_TEST)/.done-%: python/% python/bootstrap.sh
 	@python/bootstrap.sh $(VENV_TEST) python/$* "$(PYTHON)"
+$(VENV_TEST)/.done-requirements-test.txt: python/requirements-test.txt python/requirements-torch-cpu.txt python/bootstrap.sh
+	@PIP_NO_INDEX=1 python/bootstrap.sh $(VENV_TEST) python/requirements-torch-cpu.txt "$(PYTHON)" >/dev/null 2>&1 || true # only if it is there
+	@python/bootstrap.sh $(VENV_TEST) python/requirements-test.txt "$(PYTHON)"
 # torch comes without its libraries for CUDA; a build of torch that needs them (not every one does) gets them.
 $(VENV_TEST)/.done-references: $(VENV_TEST)/.done-requirements-test.txt python/requirements-torch.txt
 	@! $(VENV_TEST)/bin/python -c "import importlib.metadata as m, sys; sys.exit('nvidia' not in str(m.requires('torch')))" || \

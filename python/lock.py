@@ -24,8 +24,6 @@ INTERPRETER = re.compile(r"-(py3|py2\.py3|cp3[\w.]*-abi3|cp31[0-4]-cp31[0-4]|cp3
 ALONE = {"cuda12", "cuda13", "cudnn12", "cudnn13"}
 # What torch needs, but not in its builds without CUDA: a list of its own, which the Makefile installs after a look at the torch that came.
 TORCH_CUDA = re.compile(r"(nvidia|cuda|triton)\b")
-# torch 2.13.0+cpu, CPython 3.11, x86-64: the build without CUDA, which is on another index. pip prefers it where it is shown one.
-OTHER_HASHES = {("torch", "2.13.0"): ["6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"]}
 
 
 def resolve(source, name, options):
@@ -50,7 +48,6 @@ def lines(package):
     hashes = {h for name, h in wheels.items() if PLATFORM.search(name) and INTERPRETER.search(name)}
     if not hashes:
         sys.exit(f"lock: {package['name']} {package['version']} has no wheel for the platforms that are locked")
-    hashes |= set(OTHER_HASHES.get((package["name"], package["version"]), []))
     marker = f" ; {package['marker']}" if "marker" in package else ""
     return " \\\n".join([f"{package['name']}=={package['version']}{marker}", *(f"    --hash=sha256:{h}" for h in sorted(hashes))])
 
