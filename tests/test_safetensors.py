@@ -1,4 +1,5 @@
 """safetensors files: read and written as the safetensors library does, and refused with one sentence where a header lies."""
+import gc
 import json
 import os
 import struct
@@ -98,6 +99,19 @@ def test_reading_past_a_tensor_or_an_unconvertible_one_is_refused(tmp_path):
             f.read("x")
         assert e.value.code == ps.EIO
         ps.one_sentence(e.value.message, tmp_path / "x.safetensors", "ends at byte")
+
+
+def test_a_header_is_read_alike_wherever_its_pieces_end(tmp_path):
+    """Headers are read in pieces of 64 KiB: a piece ends in front of every byte of escapes, UTF-8, numbers, words and brackets."""
+    tricky = ('"x\\n\\u00e9\\ud83d\\ude00\u00e9\u20ac\U0001f600":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8],"more":[-1.5e+10,true,false,null,{"":[]}]}}').encode()
+    for at in range(len(tricky)):
+        front = b"{" + b" " * (65536 - 1 - at)
+        (tmp_path / "x.safetensors").write_bytes(raw(front + tricky, b"12345678"))
+        with ps.Tensors(tmp_path / "x.safetensors") as f:
+            assert f.infos() == [("x\n\u00e9\U0001f600\u00e9\u20ac\U0001f600", "F32", (1, 2), 2, 8)]
+        for cut in (b"", b"\xff", b"\x1f"):  # the text ends here, or goes wrong
+            (tmp_path / "x.safetensors").write_bytes(raw(front + tricky[:at] + cut, b"12345678"))
+            refused(tmp_path / "x.safetensors", tmp_path / "x.safetensors")
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------------
@@ -397,4 +411,5 @@ def test_an_unwritable_place_is_named(tmp_path):
 
 
 def test_nothing_leaks():
+    gc.collect()  # what other files' tests left to the collector
     assert ps.lib.ps__live_allocations() == 0

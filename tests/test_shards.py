@@ -1,4 +1,5 @@
 """Token shards of every producer, read window by window, and the order in which windows are visited."""
+import gc
 import os
 import subprocess
 import sys
@@ -296,4 +297,5 @@ def test_mixing_is_even(n):
 
 
 def test_nothing_leaks():
+    gc.collect()  # what other files' tests left to the collector
     assert ps.lib.ps__live_allocations() == 0

@@ -33,7 +33,7 @@ PS_API uint64_t ps_dataset_n_tokens(const ps_dataset *ds);
 PS_API uint64_t ps_dataset_n_sequences(const ps_dataset *ds, uint64_t seq_len);
 
 /* ps_dataset_read() - window number @idx (modulo nothing: idx < n_sequences): @tokens[i] and @targets[i], seq_len int32
- * each; a target that is not counted (a masked one) is -1. Reads with pread through 64 KiB of stack, and takes no other memory. Thread-safe.
+ * each; a target that is not counted (a masked one) is -1. Reads with pread through 16 KiB of stack, and takes no other memory. Thread-safe.
  * Errors: PS_EINVAL; PS_EFORMAT a token past the vocabulary, with shard and offset; PS_EIO reading failed, also where the shard
  * was cut off after it was opened (past the 256th shard: or replaced). */
 PS_API ps_status ps_dataset_read(ps_dataset *ds, uint64_t seq_len, uint64_t idx, int32_t *tokens, int32_t *targets);

@@ -17,7 +17,7 @@
 enum {
   HEADER_BYTES = 1024,
   CHECK_TOKENS = 1 << 20,
-  PIECE_BYTES = 1 << 15,
+  PIECE_BYTES = 1 << 14, /* of stack */
   KEPT_OPEN = 256 /* shards whose descriptor stays open: a process may have 1,024; the others are opened for each window */
 };
 
