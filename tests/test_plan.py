@@ -1,11 +1,12 @@
 """The planner: more memory is never slower, the same question has the same answer, and its numbers add up."""
 import json
 import os
+import subprocess
 import time
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import BUILD, ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -255,6 +256,37 @@ def test_the_smallest_caps_of_a_large_family_have_a_plan():
         assert Plan(model, device_mem=device, **on_a_4090()).report["device_bytes"] <= device
     with pytest.raises(BudgetError, match=f"smallest plan takes {least} bytes"):
         Plan(model, device_mem=least - 1, **on_a_4090())
+
+
+def test_a_plan_for_less_memory_is_a_plan_for_more():
+    """Under 70 GiB of host memory a search under 8 GiB of the device alone finds a slower plan than one under 6."""
+    model, ask = ModelConfig.read(ROOT / "models/8b.json"), on_a_4090(32768, "70GiB", keep_grads=False) | {"reserve": 1157365760}
+    small, large = (Plan(model, device_mem=f"{device}GiB", **ask).report for device in (6, 8))
+    assert large["step_s"] <= small["step_s"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name,machine,tokens,device,host", [
+    ("8b", "rtx4090", 32768, (6, 8, 12, 16, 24), (70, 84, 128)), ("8b", "h200", 131072, (12, 24, 96), (84, 128)),
+    ("1b", "rtx5090", 131072, (4, 8, 16), (16, 32)), ("15b", "rtx4090", 65536, (12, 24), (160, 256))])
+def test_a_grid_never_falls_and_is_what_its_cells_are_alone(name, machine, tokens, device, host, tmp_path):
+    (tmp_path / "config.json").write_text((ROOT / f"models/{name}.json").read_text())
+    command = [BUILD / "bin/penstock", "plan", "--model", tmp_path, "--seq-len", "4096", "--tokens-per-step", str(tokens), "--json",
+               "--hardware", ROOT / f"docs/hardware-{machine}.json"]
+    ask = lambda *more: json.loads(subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout)
+    sizes = lambda caps: [f"{cap}GiB" for cap in caps]
+    rate = np.array(ask("--grid-device", *sizes(device), "--grid-host", *sizes(host))["tokens_per_s"])
+    assert (np.diff(rate, axis=0) >= 0).all() and (np.diff(rate, axis=1) >= 0).all(), rate
+    for h, d in ((0, 0), (-1, -1), (0, -1)):
+        alone = ask("--device-mem", f"{device[d]}GiB", "--host-mem", f"{host[h]}GiB")["predicted_tokens_per_s"]
+        assert alone == pytest.approx(rate[h, d], rel=1e-12)
+
+
+def test_a_step_of_too_many_ops_is_refused_before_it_is_emitted(tmp_path):
+    begin = time.process_time()
+    with pytest.raises(InvalidError, match="has about .* million ops, at most 1.05 are planned: lower --tokens-per-step, or raise --chunk-tokens"):
+        Plan(config(tmp_path), seq_len=512, tokens_per_step=1 << 20, chunk_tokens=1, hardware=rates())
+    assert time.process_time() - begin < 1
 
 
 def test_sums_run_on_fewer_threads_where_copies_are_what_a_step_waits_for(tmp_path):

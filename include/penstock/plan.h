@@ -77,8 +77,9 @@ typedef struct ps_plan_report {
   uint32_t bottleneck_stream;
 } ps_plan_report;
 
-/* ps_plan_create() - search for the fastest plan under both caps: of all in the family or, for large models and steps, of those looked at in some seconds. Pure but for reading the process's memory; touches no model
- * data. Deterministic. @out on PS_OK owned by the caller, released by ps_plan_destroy(). Errors: PS_EINVAL names the field;
+/* ps_plan_create() - search for the fastest plan under both caps: of all in the family or, for large models and steps, of those looked at within a budget of ops, which is the same on every machine. Pure but for
+ * reading the process's memory once; touches no model data. Deterministic. Time: a few seconds for 8B on two cores, where memory gains a step little up to three times that; steps of more than 2^20 ops
+ * are refused (PS_EINVAL). Memory: 1.3 KB an op of the step and thread, 2 GB at most. @out on PS_OK owned by the caller, released by ps_plan_destroy(). Errors: PS_EINVAL names the field;
  * PS_EBUDGET says what is missing and the nearest plan that fits; PS_ENOMEM. */
 PS_API ps_status ps_plan_create(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw);
 PS_API void ps_plan_destroy(ps_plan *plan); /* NULL is a no-op */

@@ -1,6 +1,7 @@
 /* family.c - members, what they cost at least and about. */
 #include "family.h"
 #include "../optim/optim.h"
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -42,6 +43,18 @@ double ps__family_unit_part_bytes(const ps__family *f) {
   double bytes = 0;
   for (uint32_t u = 0; u < ps_model_n_units(&f->plan->model); u++) bytes += (double)(ps_model_unit_elements(&f->plan->model, u) * ps_dtype_bytes((ps_dtype)f->block.dt));
   return bytes / PS__UNIT_PARTS;
+}
+
+enum { OPS_BESIDE = 1 << 20 }; /* of steps that are looked at side by side, about 1.3 KB each */
+
+uint32_t ps__family_workers(const ps__family *f, uint32_t n) {
+  const uint32_t n_cpus = ps__n_cpus();
+  size_t most = 1;
+  for (uint32_t i = 0; i < f->n_sizes; i++)
+    if (f->size[i].n_ops > most) most = f->size[i].n_ops;
+  const size_t beside = OPS_BESIDE / most > 0 ? OPS_BESIDE / most : 1;
+  if (n > n_cpus) n = n_cpus;
+  return n < beside ? n : (uint32_t)beside;
 }
 
 /* ---- what a size costs in any case --------------------------------------------------------------------------------------------- */
@@ -145,6 +158,12 @@ static void fill_again(const ps__family *f, const ps__chunk *k, uint32_t documen
 /* Chunks of one shape share a table: there are as many shapes as slices of a sequence. */
 static bool same_shape(const ps__chunk *a, const ps__chunk *b) { return a->n_tokens == b->n_tokens && a->row0 == b->row0 && a->pairs == b->pairs; }
 
+/* The chunk of the first group at the same place; its own where only the last one is shorter. */
+static uint32_t like_chunk(const ps__layout *l, uint32_t c) {
+  const uint32_t same = c % l->group[0].n_chunks;
+  return same_shape(&l->chunk[same], &l->chunk[c]) ? same : c;
+}
+
 static ps_status again_tables(const ps__family *f, const ps__size *z, again_table **table, uint32_t **of_chunk) {
   const ps__layout *l = &z->layout;
   uint32_t n = 0;
@@ -152,8 +171,7 @@ static ps_status again_tables(const ps__family *f, const ps__size *z, again_tabl
   *of_chunk = ps__malloc(l->n_chunks * sizeof **of_chunk);
   if (!*table || !*of_chunk) return ps__fail(PS_ENOMEM, "out of memory for %u chunks", l->n_chunks);
   for (uint32_t c = 0; c < l->n_chunks; c++) {
-    uint32_t same = 0;
-    while (same < c && !same_shape(&l->chunk[same], &l->chunk[c])) same++;
+    const uint32_t same = like_chunk(l, c);
     (*of_chunk)[c] = same < c ? (*of_chunk)[same] : n;
     if (same < c) continue;
     fill_again(f, &l->chunk[c], f->plan->cfg.one_document ? (uint32_t)l->seq_len : 0, &(*table)[n++]);
@@ -361,6 +379,15 @@ static uint32_t add_number(uint64_t *list, uint32_t n, uint64_t value) {
 
 enum { MAX_CHUNKS = 8, MAX_ROUNDS = 8 };
 
+/* About how many ops a step of such chunks has: 36 a block and chunk, 8 a slice of the head. */
+static double step_ops(const ps__family *f, uint64_t chunk_tokens) {
+  const ps_plan_config *cfg = &f->plan->cfg;
+  const uint64_t slices = (chunk_tokens + cfg->head_slice_tokens - 1) / cfg->head_slice_tokens;
+  const double sequences = (double)(cfg->tokens_per_step / cfg->seq_len), a_chunk = (double)(chunk_tokens / cfg->seq_len);
+  const double chunks = a_chunk >= 1 ? ceil(sequences / a_chunk) : sequences * (double)((cfg->seq_len + chunk_tokens - 1) / chunk_tokens);
+  return chunks * (36.0 * f->plan->model.n_layers + 8.0 * (double)slices);
+}
+
 /* Whole sequences where one fits, slices of one where not. */
 static uint32_t chunk_sizes(const ps__family *f, uint64_t list[MAX_CHUNKS]) {
   static const uint64_t target[] = {256, 1024, 4096, 8192, 16384, 32768, 65536};
@@ -407,10 +434,30 @@ static uint32_t first_sizes(const ps__family *f, uint64_t chunk_tokens, uint64_t
   return n;
 }
 
+/* What emitting all the sizes may take: of the chunk sizes the largest, whose steps have the fewest ops, as many as do not exceed it; and what a step may have at all, which
+ * takes 1.3 KB an op and seconds to look at. */
+static const double MEASURE_OPS = 1.6e7, MOST_OPS = 1 << 20;
+
+/* The first of the ascending chunk sizes that is taken. */
+static ps_status first_size(const ps__family *f, const uint64_t *chunk, uint32_t n, uint32_t *out) {
+  const ps_plan_config *cfg = &f->plan->cfg;
+  double ops = 0;
+  for (*out = n; *out > 0; --*out) {
+    const double a_step = step_ops(f, chunk[*out - 1]);
+    uint64_t rounds[MAX_ROUNDS];
+    ops += a_step * MAX_FIRSTS * round_sizes(f, chunk[*out - 1], rounds);
+    if (a_step > MOST_OPS || (*out < n && ops > MEASURE_OPS)) break;
+  }
+  if (*out < n) return PS_OK;
+  return ps__fail(PS_EINVAL, "a step of %llu tokens in chunks of %llu has about %.3g million ops, at most %.3g are planned: lower --tokens-per-step, or raise --chunk-tokens "
+                  "(or --head-slice-tokens, %llu)", (unsigned long long)cfg->tokens_per_step, (unsigned long long)chunk[n - 1], step_ops(f, chunk[n - 1]) * 1e-6,
+                  MOST_OPS * 1e-6, (unsigned long long)cfg->head_slice_tokens);
+}
+
 static ps_status add_size(ps__family *f, uint64_t chunk_tokens, uint64_t a_round, uint64_t first) {
   const ps_plan_config *cfg = &f->plan->cfg;
   PS_TRY(ps__layout_init(&f->size[f->n_sizes].layout, cfg->seq_len, cfg->tokens_per_step / cfg->seq_len, chunk_tokens, a_round, first));
-  f->n_sizes++;
+  f->size[f->n_sizes++].n_ops = (size_t)step_ops(f, chunk_tokens);
   return PS_OK;
 }
 
@@ -432,9 +479,8 @@ static void measure_task(void *arg, int64_t i, uint32_t worker) {
 static ps_status measure_sizes(ps__family *f, ps__step_hooks *hooks) {
   measuring m = {.f = f, .hooks = hooks};
   ps__pool *pool;
-  const uint32_t n_cpus = ps__n_cpus();
   if (f->n_sizes == 0) return PS_OK;
-  PS_TRY(ps__pool_create(&pool, n_cpus < f->n_sizes ? n_cpus : f->n_sizes, "search"));
+  PS_TRY(ps__pool_create(&pool, ps__family_workers(f, f->n_sizes), "search"));
   ps__pool_run(pool, f->n_sizes, measure_task, &m);
   ps__pool_destroy(pool);
   for (uint32_t i = 0; i < f->n_sizes; i++) {
@@ -453,7 +499,9 @@ ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *ho
   f->cost = ps__cost_model_of(&plan->hw, dt, plan->hw.n_threads, 0);
   PS_TRY(ps__block_init(&f->block, &plan->model, dt));
   const uint32_t n_chunks = chunk_sizes(f, chunks);
-  for (uint32_t i = 0; i < n_chunks; i++) {
+  uint32_t begin;
+  PS_TRY(first_size(f, chunks, n_chunks, &begin));
+  for (uint32_t i = begin; i < n_chunks; i++) {
     const uint32_t n_rounds = round_sizes(f, chunks[i], rounds);
     for (uint32_t j = 0; j < n_rounds; j++) {
       uint64_t first[MAX_FIRSTS];

@@ -31,7 +31,6 @@ typedef struct ps__member {
   uint8_t threads;              /* which of the numbers of threads sums run on (ps__sum_threads()): on fewer, copies get more of the host's memory. Set where a step's
                                    time is looked at, which is all that it changes */
   uint8_t residency;            /* of the family's, what keep is, or is refined from */
-  bool seen;                    /* the search looked at it */
 } ps__member;
 
 /* What all members of a size that have the embedding on the device, or all that have it at home, have in common: from the one that keeps every saved tensor on the
@@ -73,6 +72,8 @@ typedef struct ps__family {
  * PS_EINVAL. Freed by ps__family_free(), also after an error. */
 ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *hooks);
 void ps__family_free(ps__family *f);
+/* ps__family_workers() - how many of @n steps to look at side by side: one a CPU, fewer where steps have so many ops that their memory adds up. */
+uint32_t ps__family_workers(const ps__family *f, uint32_t n);
 /* ps__family_shorten() - a layout with at most PS__ROUNDS_LOOKED_AT rounds for each size that has more: the first, the last and some of those between, whose time
  * the others take too. Errors: PS_ENOMEM. */
 enum { PS__ROUNDS_LOOKED_AT = 5 };

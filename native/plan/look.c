@@ -53,13 +53,15 @@ uint64_t ps__host_taken(const ps__search_state *s, const uint64_t bytes[PS__N_SP
 }
 
 uint64_t ps__budget(const ps__search_state *s, uint64_t ops) {
-  const uint32_t layers = s->plan->model.n_layers;
+  const uint32_t layers = s->plan->model.n_layers < PS__BUDGET_LAYERS ? s->plan->model.n_layers : PS__BUDGET_LAYERS;
   return layers > 32 ? ops * layers / 32 : ops;
 }
 
-bool ps__fits(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) {
-  return bytes[PS__SPACE_DEVICE] <= s->device_cap && bytes[PS__SPACE_HOST] <= s->host_cap && ps__host_taken(s, bytes) <= s->machine;
+bool ps__fits_under(const ps__search_state *s, uint64_t device_cap, uint64_t host_cap, const uint64_t bytes[PS__N_SPACES]) {
+  return bytes[PS__SPACE_DEVICE] <= device_cap && bytes[PS__SPACE_HOST] <= host_cap && ps__host_taken(s, bytes) <= s->machine;
 }
+
+bool ps__fits(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) { return ps__fits_under(s, s->device_cap, s->host_cap, bytes); }
 
 /* From one round's first op on the compute stream to the next one's, of the last two rounds before the last, in the steady step. */
 static double round_ns(const ps__step *step, const ps_trace_event *events) {

@@ -14,6 +14,7 @@ typedef struct ps__search_state {
   ps__fastest fastest[2 * PS__MAX_SIZES];   /* of each size's members of the family that stream all blocks' parameters, and that keep some on the device: far apart */
   uint64_t device_cap, host_cap, machine;   /* machine: host memory in all */
   uint64_t best_miss, n_ops;                /* n_ops: emitted and simulated so far */
+  uint8_t *seen;                            /* [family.n_members] 1: looked at */
   bool whole;                               /* look at steps with all their rounds, though shorter ones tell nearly the same */
   bool large;                               /* not all of the family can be looked at */
   bool prune;                               /* by slack below, and never look twice */
@@ -30,10 +31,12 @@ typedef struct ps__look {
   bool mapped;
 } ps__look;
 
-/* ps__budget() - @ops is the work to spend on a model of up to 32 layers; on a deeper one more in proportion, as each look at it costs. */
+/* ps__budget() - @ops is the work to spend on a model of up to 32 layers; on a deeper one more in proportion, as each look at it costs, but no more than for so many. */
+enum { PS__BUDGET_LAYERS = 64 };
 uint64_t ps__budget(const ps__search_state *s, uint64_t ops);
 /* Whether so many bytes are within both caps and the machine's memory; what of it is host memory. */
 bool ps__fits(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]);
+bool ps__fits_under(const ps__search_state *s, uint64_t device_cap, uint64_t host_cap, const uint64_t bytes[PS__N_SPACES]);
 uint64_t ps__host_taken(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]);
 /* ps__look_emit() - the member's ops, and in bytes what no map goes below. ps__look_map() - the bytes exactly. Errors: PS_ENOMEM. Freed by ps__look_free(). */
 ps_status ps__look_emit(ps__search_state *s, const ps__member *m, ps__look *z);

@@ -197,8 +197,8 @@ static void with_all_rounds(branch *b) {
 static ps_status refine_all(ps__search_state *s, branch *b, uint32_t n) {
   ps__pool *pool;
   branch *order[N_REFINED];
-  const uint32_t n_cpus = ps__n_cpus(), few = n < N_FINISHED ? n : N_FINISHED;
-  PS_TRY(ps__pool_create(&pool, n_cpus < n ? n_cpus : n, "search"));
+  const uint32_t few = n < N_FINISHED ? n : N_FINISHED;
+  PS_TRY(ps__pool_create(&pool, ps__family_workers(&s->family, n), "search"));
   for (uint32_t i = 0; i < n; i++) {
     order[i] = &b[i];
     b[i].max_ops = ps__budget(s, REFINE_OPS / 4 / N_REFINED);

@@ -5,6 +5,7 @@
  * members out before the next: the bounds, emission, the bytes alive at once, the memory map, the simulation. Where a bound is no better than the best simulated plan, the
  * member is passed over. Large families are looked at within a budget (MAX_OPS for 32 layers) and with fewer rounds a step, refined, and the fastest few looked at whole. */
 #include "look.h"
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,7 +18,6 @@ static const double LARGE_FAMILY_OPS = 2e8;
 static const double LONG_STEP_OPS = 6000;
 /* From here on members are passed over that will not fit by what was seen of their like. */
 static const uint64_t PRUNE_OPS = 400000;
-static const double SPARE_LOSS = 1e-3; /* of a step's time, that a plan may cost which is less easily upset */
 enum { TRIES = 6 }; /* members of a size looked at for one that fits */
 
 /* ---- the fastest ------------------------------------------------------------------------------------------------------------------ */
@@ -59,9 +59,10 @@ static void note_slack(ps__search_state *s, const ps__member *m, const ps__look 
   }
 }
 
-static ps_status look_at(ps__search_state *s, ps__member *m, double *out_ns) {
+static ps_status look_at(ps__search_state *s, const ps__member *from, double *out_ns) {
   ps__look z;
-  m->seen = true;
+  ps__member own = *from, *m = &own; /* searches side by side share the family */
+  s->seen[from - s->family.member] = 1;
   PS_TRY(ps__look_emit(s, m, &z));
   note_slack(s, m, &z);
   const ps_status st = ps__look_time(s, m, &z, out_ns);
@@ -93,7 +94,7 @@ static ps__member *next_of(const ps__search_state *s, const ranked *order, size_
   const ps__family *f = &s->family;
   while (*at < f->n_members) {
     ps__member *m = &f->member[order[(*at)++].idx];
-    if ((m->seen && s->prune) || (s->best[0].ns > 0 && m->bound_ns >= s->best[0].ns) || cannot_fit(s, m)) continue;
+    if ((s->seen[m - f->member] && s->prune) || (s->best[0].ns > 0 && m->bound_ns >= s->best[0].ns) || cannot_fit(s, m)) continue;
     return m;
   }
   return NULL;
@@ -105,7 +106,6 @@ static ps_status find_fastest(ps__search_state *s) {
   ranked *order[2];
   size_t at[2] = {0};
   s->n_ops = 0;
-  qsort(f->member, f->n_members, sizeof *f->member, by_estimate);
   PS_TRY(look_at_sizes(s));
   order[0] = ps__malloc(2 * (f->n_members + 1) * sizeof *order[0]);
   if (!order[0]) return ps__fail(PS_ENOMEM, "out of memory for the order of %zu plans", f->n_members);
@@ -170,9 +170,10 @@ static ps_status hold_best(ps__search_state *s) {
 }
 
 /* Host memory that is left lets contributions wait longer to be added: in the simulation that may gain nothing, but a host stream that is slower than foreseen then falls behind
- * without holding anything back. Only of a cap that was given: who gave none did not ask for all that the machine has. */
+ * without holding anything back. Not at the cost of time, which would be more than a plan for less memory takes. Only of a cap that was given: who gave none did not ask for
+ * all that the machine has. */
 static ps_status spend_host(ps__search_state *s) {
-  const double most_ns = s->best[0].ns * (1 + SPARE_LOSS);
+  const double most_ns = s->best[0].ns;
   const int layers = s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255;
   for (int by = 16; by > 0 && s->best[0].ns > 0 && s->host_cap != UINT64_MAX; by /= 2) {
     const ps__fastest before = s->best[0];
@@ -263,19 +264,95 @@ static bool is_large(const ps__search_state *s) {
   return ops > LARGE_FAMILY_OPS || (s->plan->hw.backend == PS_BACKEND_CUDA && ops > LONG_STEP_OPS * (double)n);
 }
 
+/* The fastest under the caps that @s has, in best. */
 static ps_status find(ps__search_state *s) {
-  const bool large = s->large = is_large(s);
-  if (large) PS_TRY(ps__family_shorten(&s->family));
   for (int pass = 0; pass < 2 && s->best[0].ns == 0; pass++) {
     s->prune = pass == 0; /* what fits by a hair is found by the second */
     PS_TRY(find_fastest(s));
   }
   if (s->best[0].ns == 0) PS_TRY(find_small(s));
-  if (s->best[0].ns == 0 || !large) return PS_OK;
+  if (s->best[0].ns == 0 || !s->large) return PS_OK;
   PS_TRY(ps__refine(s));
   PS_TRY(hold_best(s));
   PS_TRY(spend_host(s));
   return s->best[0].ns > 0 ? PS_OK : find_fastest(s); /* with all their rounds from here on */
+}
+
+/* ---- a plan for less is a plan for more ------------------------------------------------------------------------------------------------ */
+
+/* The rungs of a ladder of caps that is the same for all plans: 2^k and 3 * 2^k bytes. The largest below @cap; 0: none. */
+static uint64_t rung_below(uint64_t cap) {
+  for (uint32_t k = 62; k-- > 0 && cap != UINT64_MAX;) {
+    if (3ull << k < cap) return 3ull << k;
+    if (2ull << k < cap) return 2ull << k;
+  }
+  return 0;
+}
+
+/* A search under caps of its own: side by side with others, so that what it writes is its own. */
+typedef struct rung {
+  ps__search_state *s;
+  ps__search_result out;
+  ps_status status;
+  char why[256];
+} rung;
+
+static ps_status rung_init(rung *r, const ps__search_state *s, uint64_t device, uint64_t host) {
+  *r = (rung){.s = ps__malloc(sizeof *s)};
+  if (!r->s) return ps__fail(PS_ENOMEM, "out of memory for the search");
+  *r->s = *s;
+  r->s->device_cap = device;
+  r->s->host_cap = host;
+  r->s->out = &r->out;
+  r->s->seen = ps__calloc(s->family.n_members + 1, sizeof *r->s->seen);
+  return r->s->seen ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the search");
+}
+
+static void rung_task(void *arg, int64_t i, uint32_t worker) {
+  rung *r = (rung *)arg + i;
+  (void)worker;
+  r->status = find(r->s);
+  if (r->status != PS_OK) snprintf(r->why, sizeof r->why, "%s", ps_last_error());
+}
+
+/* The estimate of the best member that fits under the caps; 0: none fits. */
+static double least_estimate(const ps__search_state *s, uint64_t device, uint64_t host) {
+  for (size_t i = 0; i < s->family.n_members; i++) /* sorted */
+    if (ps__fits_under(s, device, host, s->family.member[i].bytes)) return s->family.member[i].estimate_ns;
+  return 0;
+}
+
+enum { MAX_RUNGS = 3, MOST_BUDGETS = 3 }; /* of a model of 32 layers, for all searches of a plan */
+static const double RUNG_WORTH = 1.02; /* a rung is searched where by the estimates it costs no more */
+
+static ps_status add_rung(const ps__search_state *s, rung r[MAX_RUNGS], uint32_t *n, uint64_t device, uint64_t host) {
+  const double most = RUNG_WORTH * least_estimate(s, s->device_cap, s->host_cap), here = device && host ? least_estimate(s, device, host) : 0;
+  if (*n == MAX_RUNGS || ps__budget(s, *n + 1) > MOST_BUDGETS || here == 0 || here > most) return PS_OK;
+  return rung_init(&r[(*n)++], s, device, host);
+}
+
+/* The fastest found under both caps, under the next rung below the device's and under that below the host's: which way a search goes depends on its caps, and where a step gains
+ * little by more memory the search under less may find the faster plan. That fits here too. */
+static ps_status find_on_ladder(ps__search_state *s) {
+  rung r[MAX_RUNGS] = {0};
+  ps__pool *pool;
+  uint32_t n = 1;
+  ps_status st = rung_init(&r[0], s, s->device_cap, s->host_cap);
+  if (st == PS_OK && s->large) st = add_rung(s, r, &n, rung_below(s->device_cap), s->host_cap);
+  if (st == PS_OK && s->large) st = add_rung(s, r, &n, s->device_cap, rung_below(s->host_cap));
+  if (st == PS_OK) st = ps__pool_create(&pool, ps__family_workers(&s->family, n), "ladder");
+  if (st == PS_OK) {
+    ps__pool_run(pool, n, rung_task, r);
+    ps__pool_destroy(pool);
+  }
+  for (uint32_t i = 0; i < n; i++) {
+    if (st == PS_OK && r[i].status != PS_OK) st = ps__fail(r[i].status, "%s", r[i].why);
+    if (st == PS_OK && r[i].s->best[0].ns > 0 && (s->best[0].ns == 0 || r[i].s->best[0].ns < s->best[0].ns)) s->best[0] = r[i].s->best[0];
+    s->out->n_feasible += r[i].out.n_feasible;
+    if (r[i].s) ps__free(r[i].s->seen);
+    ps__free(r[i].s);
+  }
+  return st;
 }
 
 ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out) {
@@ -292,7 +369,12 @@ ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out) {
   ps_status st = ps__family_init(&s->family, plan, &plan->hooks);
   out->n_candidates = (uint32_t)s->family.n_members;
   s->prune = true;
-  if (st == PS_OK) st = sizes_only ? find_smallest(s) : find(s);
+  if (st == PS_OK && !sizes_only) {
+    qsort(s->family.member, s->family.n_members, sizeof *s->family.member, by_estimate);
+    s->large = is_large(s);
+  }
+  if (st == PS_OK && s->large) st = ps__family_shorten(&s->family);
+  if (st == PS_OK) st = sizes_only ? find_smallest(s) : find_on_ladder(s);
   if (st == PS_OK && s->best[0].ns > 0) st = keep_best(s);
   ps__family_free(&s->family);
   ps__free(s);

@@ -1,0 +1,98 @@
+/* The planner's search for random configurations, most of them odd: it ends within a bounded time and memory, and what it plans keeps to its caps. Under UBSan: no number wraps.
+ * PENSTOCK_SEARCHES=N: so many instead of 3, from PENSTOCK_SEED on. */
+#include "check.h"
+#include <penstock/plan.h>
+#include <stdio.h>
+#include <sys/resource.h>
+#include <time.h>
+
+#ifdef PS_SANITIZED
+enum { SLOWER = 20 };
+#else
+enum { SLOWER = 1 };
+#endif
+static const double MOST_CPU_S = 120; /* plan.h says 50 s on the slowest core that was tried; others share this one's caches */
+static const uint64_t MOST_BYTES = 3ull << 30;
+
+static uint32_t one_of(uint64_t *state, uint32_t n, const uint32_t *of) { return of[rnd_below(state, n)]; }
+#define ONE_OF(...) one_of(state, sizeof((uint32_t[]){__VA_ARGS__}) / 4, (uint32_t[]){__VA_ARGS__})
+
+static ps_model_config random_model(uint64_t *state) {
+  const uint32_t kv = ONE_OF(1, 2, 4);
+  return (ps_model_config){.struct_bytes = sizeof(ps_model_config), .vocab_size = ONE_OF(64, 257, 4096, 151936), .n_layers = ONE_OF(1, 2, 3, 7, 16), .dim = 16 * ONE_OF(1, 2, 7, 16),
+                           .n_kv_heads = kv, .n_heads = kv * ONE_OF(1, 2), .head_dim = 16 * ONE_OF(1, 2, 4), .ffn_dim = 16 * ONE_OF(1, 3, 8, 172), .max_positions = 1 << 20,
+                           .tied_embeddings = rnd_below(state, 2), .bos_token_id = -1, .eos_token_id = -1, .norm_eps = 1e-5f, .rope_factor = 1, .rope_low_freq = 1,
+                           .rope_high_freq = 1, .rope_theta = 1e4};
+}
+
+static ps_plan_config random_config(uint64_t *state) {
+  const uint64_t seq = ONE_OF(1, 3, 17, 64, 127, 512, 1025, 4096, 8191, 33000, 100001);
+  ps_plan_config c = {.struct_bytes = sizeof c, .recipe = rnd_below(state, 3), .seq_len = seq, .clip = rnd_below(state, 2), .one_document = rnd_below(state, 2),
+                      .trace_steps = 2, .reserve_bytes = 1 << 28};
+  c.tokens_per_step = seq * ONE_OF(1, 3, 8, 33, 64, 512, 4097);
+  if (c.tokens_per_step > 1 << 22) c.tokens_per_step = seq;
+  if (rnd_below(state, 3) == 0) c.chunk_tokens = rnd_below(state, 2) ? seq * ONE_OF(1, 2, 3) : 1 + seq / ONE_OF(2, 3, 7, 100);
+  if (c.chunk_tokens > seq) c.chunk_tokens = c.chunk_tokens / seq * seq;
+  if (rnd_below(state, 4) == 0) c.chunks_per_round = ONE_OF(1, 2, 5, 100);
+  if (rnd_below(state, 8) == 0) c.head_slice_tokens = ONE_OF(1, 64, 1000000);
+  return c;
+}
+
+static double cpu_s(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+  return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* Without caps and, where that can be planned, under some a little above the least. */
+static void plan_one(uint64_t *state, uint64_t seed, const ps_hardware *cpu) {
+  const ps_model_config model = random_model(state);
+  ps_plan_config cfg = random_config(state);
+  ps_hardware hw = *cpu;
+  hw.backend = rnd_below(state, 4) ? PS_BACKEND_CUDA : PS_BACKEND_CPU;
+  hw.op_ns = 3500;
+  hw.host_memory_bytes = 0;
+  for (int capped = 0; capped < 2; capped++) {
+    const double begin = cpu_s();
+    ps_plan *plan = NULL;
+    ps_plan_report r = {.struct_bytes = sizeof r};
+    if (capped) {
+      uint64_t device, host;
+      CHECK(ps_plan_smallest(&model, &cfg, &hw, &device, &host) == PS_OK);
+      if (rnd_below(state, 2)) cfg.device_bytes = device + device / ONE_OF(1, 8, 64);
+      else cfg.host_bytes = host + host / ONE_OF(1, 8, 64);
+    }
+    const ps_status st = ps_plan_create(&plan, &model, &cfg, &hw);
+    if (st == PS_OK) {
+      CHECK(ps_plan_get_report(plan, &r) == PS_OK);
+      CHECK(!cfg.device_bytes || r.device_bytes <= cfg.device_bytes);
+      CHECK(!cfg.host_bytes || r.host_bytes <= cfg.host_bytes);
+      CHECK(r.step_s > 0);
+    } else CHECK(st == PS_EBUDGET || (st == PS_EINVAL && strstr(ps_last_error(), "lower --tokens-per-step")));
+    ps_plan_destroy(plan);
+    printf("seed %llu%s: %.1f s\n", (unsigned long long)seed, capped ? " under a cap" : "", cpu_s() - begin);
+    fflush(stdout);
+    CHECK(cpu_s() - begin < MOST_CPU_S * SLOWER);
+    if (st != PS_OK) return;
+  }
+}
+
+static uint64_t number(const char *name, uint64_t otherwise) {
+  const char *text = getenv(name);
+  return text && *text ? strtoull(text, NULL, 10) : otherwise;
+}
+
+int main(void) {
+  const uint64_t first = number("PENSTOCK_SEED", 1), n = number("PENSTOCK_SEARCHES", SLOWER > 1 ? 2 : 3);
+  ps_hardware hw = {.struct_bytes = sizeof hw};
+  CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
+  const int64_t before = ps__live_allocations();
+  for (uint64_t seed = first; seed < first + n; seed++) {
+    uint64_t state = mix64(seed);
+    plan_one(&state, seed, &hw);
+  }
+  CHECK(ps__live_allocations() == before);
+  CHECK(SLOWER > 1 || ps__resident_peak_bytes() < MOST_BYTES);
+  printf("ok %llu random searches end in time, within their caps, the largest in %llu MiB\n", (unsigned long long)n, (unsigned long long)(ps__resident_peak_bytes() >> 20));
+  return 0;
+}
