@@ -38,7 +38,7 @@ check() { # NAME SAN
   done
 }
 check tsan thread
-check asan address,undefined
+check asan address,undefined,float-cast-overflow
 
 # Loaders and planner with broken input; FUZZ_SECONDS and FUZZ_SEED for more than a look.
 "$venv/bin/python" tests/fuzz/corpus.py "$work/corpus"

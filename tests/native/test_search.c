@@ -77,6 +77,27 @@ static void plan_one(uint64_t *state, uint64_t seed, const ps_hardware *cpu) {
   }
 }
 
+/* More of a share than an int can count would fit: the same plan as without a cap. */
+static void test_a_cap_far_beyond(const ps_hardware *cpu) {
+  const ps_model_config model = {.struct_bytes = sizeof model, .vocab_size = 64, .n_layers = 8, .dim = 16, .n_kv_heads = 1, .n_heads = 1, .head_dim = 16, .ffn_dim = 16, .max_positions = 64,
+                                 .bos_token_id = -1, .eos_token_id = -1, .norm_eps = 1e-5f, .rope_factor = 1, .rope_low_freq = 1, .rope_high_freq = 1, .rope_theta = 1e4};
+  ps_plan_config cfg = {.struct_bytes = sizeof cfg, .recipe = PS_RECIPE_BF16, .seq_len = 1, .tokens_per_step = 64, .chunk_tokens = 1, .chunks_per_round = 4, .clip = 1,
+                        .reserve_bytes = 1 << 28};
+  ps_hardware hw = *cpu;
+  ps_plan_report r[2];
+  hw.backend = PS_BACKEND_CUDA;
+  hw.host_memory_bytes = 0;
+  for (int i = 0; i < 2; i++) {
+    ps_plan *plan;
+    CHECK(ps_plan_create(&plan, &model, &cfg, &hw) == PS_OK);
+    CHECK(ps_plan_get_report(plan, &r[i]) == PS_OK);
+    ps_plan_destroy(plan);
+    cfg.device_bytes = 1ull << 50;
+  }
+  CHECK(r[0].step_s == r[1].step_s);
+  printf("ok a cap of 2^50 bytes is as none\n");
+}
+
 static uint64_t number(const char *name, uint64_t otherwise) {
   const char *text = getenv(name);
   return text && *text ? strtoull(text, NULL, 10) : otherwise;
@@ -87,6 +108,7 @@ int main(void) {
   ps_hardware hw = {.struct_bytes = sizeof hw};
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
   const int64_t before = ps__live_allocations();
+  test_a_cap_far_beyond(&hw);
   for (uint64_t seed = first; seed < first + n; seed++) {
     uint64_t state = mix64(seed);
     plan_one(&state, seed, &hw);
