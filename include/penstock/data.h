@@ -24,7 +24,8 @@ typedef struct ps_dataset ps_dataset;
  * by the caller, released by ps_dataset_close(). Errors: PS_EIO; PS_EFORMAT names the shard and what is wrong with it
  * (a token past the vocabulary: with its offset in tokens); PS_EINVAL no shard found. */
 PS_API ps_status ps_dataset_open(ps_dataset **out, const char *const *paths, uint32_t n_paths, uint32_t vocab_size);
-PS_API void ps_dataset_close(ps_dataset *ds);
+/* ps_dataset_close() - unmap the shards. NULL is a no-op. PS_EBUSY while a trainer reads it: it then stays open. */
+PS_API ps_status ps_dataset_close(ps_dataset *ds);
 PS_API uint32_t ps_dataset_n_shards(const ps_dataset *ds);
 PS_API uint64_t ps_dataset_n_tokens(const ps_dataset *ds);
 

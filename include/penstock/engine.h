@@ -13,7 +13,10 @@
  *   The same schedule also runs on a virtual clock (ps_sim_run), which is what the planner minimises.
  *
  * Spaces and streams are numbered, not named: what a space is (host, device) and what a stream runs on is configuration.
- * Threads: distinct objects are independent; one object is used by one thread at a time, except where said. */
+ * Threads: distinct objects are independent; one object is used by one thread at a time, except where said. Nobody may be
+ * inside a call of an object that is being destroyed.
+ * Processes: engines, runs and trainers have threads and belong to the process that made them. The child of a fork() may not
+ * call anything on them. */
 #ifndef PENSTOCK_ENGINE_H
 #define PENSTOCK_ENGINE_H
 #include "status.h"
@@ -73,6 +76,10 @@ typedef enum ps_op_class {
   PS_CLASS_IO = 6,
   PS_N_CLASSES = 7
 } ps_op_class;
+
+/* ps_op_engine() - the engine whose op the calling thread runs, NULL outside ops. Inside one, to wait for another thread's call on
+ * the same run or trainer can be to wait for that very op. */
+PS_API ps_engine *ps_op_engine(void);
 
 /* A kernel: one const object for each, shared by every op that runs it. fn[b] is its function on backend b, NULL where
  * the backend lacks it (compiling for that backend fails and names it). A NULL kernel in ps_op means a copy:
@@ -227,7 +234,7 @@ PS_API ps_status ps_run_submit(ps_run *run, uint64_t n_steps);
 
 /* ps_run_wait() - block until @n_steps steps, counted from the run's start, are complete on every stream. When an op of step k
  * fails, steps from k on stop at their next op and the ones before k are completed: waiting for no more than k steps succeeds.
- * Errors: PS_EINVAL (more than were submitted); the sticky error: the first failing op's status, with a message that says
+ * Errors: PS_EINVAL (more than were submitted); PS_ESTATE inside an op of the run; the sticky error: the first failing op's status, with a message that says
  * why and names the op, its layer and chunk. */
 PS_API ps_status ps_run_wait(ps_run *run, uint64_t n_steps);
 
@@ -235,14 +242,16 @@ PS_API ps_status ps_run_wait(ps_run *run, uint64_t n_steps);
  * call. The run's sticky error becomes PS_ECANCELLED, unless an op failed before. */
 PS_API void ps_run_cancel(ps_run *run);
 PS_API uint64_t ps_run_steps_done(const ps_run *run); /* any thread */
+PS_API int ps_run_at_rest(const ps_run *run);         /* 1: no op runs or will: ps_run_destroy() then waits for none */
 
 /* ps_run_where() - where each stream stands, in words: a line a stream with the op behind the last one known to have ended, and what that op still waits for. To
  * find out why nothing moves. @text gets at most @bytes, terminator included. Any thread while the run lives. On CUDA a device stream tells its
  * place only where somebody awaits it, so it may be further. */
 PS_API void ps_run_where(const ps_run *run, char *text, uint64_t bytes);
 
-/* ps_run_destroy() - waits for the streams to come to rest (after an error or a cancel they stop at the next op). */
-PS_API void ps_run_destroy(ps_run *run);
+/* ps_run_destroy() - waits for the streams to come to rest (after an error or a cancel they stop at the next op). NULL is a
+ * no-op. PS_ESTATE inside an op of the run, which then lives on. */
+PS_API ps_status ps_run_destroy(ps_run *run);
 
 /* ---- trace ----------------------------------------------------------------------------------------------------- */
 

@@ -82,7 +82,8 @@ typedef struct ps_plan_report {
  * are refused (PS_EINVAL). Memory: 1.3 KB an op of the step and thread, 2 GB at most. @out on PS_OK owned by the caller, released by ps_plan_destroy(). Errors: PS_EINVAL names the field;
  * PS_EBUDGET says what is missing and the nearest plan that fits; PS_ENOMEM. */
 PS_API ps_status ps_plan_create(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw);
-PS_API void ps_plan_destroy(ps_plan *plan); /* NULL is a no-op */
+/* ps_plan_destroy() - NULL is a no-op. PS_EBUSY while a trainer, or a run of its schedule, lives: the plan then lives on. */
+PS_API ps_status ps_plan_destroy(ps_plan *plan);
 PS_API ps_status ps_plan_get_report(const ps_plan *plan, ps_plan_report *out);
 
 /* ps_plan_smallest() - the least device memory (under cfg->host_bytes) and the least host memory (under cfg->device_bytes) for
@@ -113,7 +114,7 @@ typedef struct ps_stall {
 /* ps_plan_stalls() - from a trace of the plan's schedule, of a run (ps_trainer_trace) or simulated (ps_plan_simulate): how long each stream waited for what
  * between two of its ops, a step. @events: @n of them, whole steps, steps in order and program order inside a step; of several the first does not count, as what
  * it awaited of the step before is not there. Sorted by stream, the longest first. With @room too
- * small the first are written; @n_stalls is how many there are. Errors: PS_EINVAL; PS_ENOMEM. */
+ * small the first are written; @n_stalls is how many there are. Errors: PS_EINVAL names the event that is not the plan's; PS_ENOMEM. */
 PS_API ps_status ps_plan_stalls(const ps_plan *plan, const ps_trace_event *events, uint64_t n, ps_stall *stalls, uint64_t room, uint64_t *n_stalls);
 
 #ifdef __cplusplus

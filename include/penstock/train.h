@@ -40,7 +40,7 @@ typedef struct ps_train_config {
   uint32_t trace_steps;    /* keep the trace of the last so many steps */
   uint32_t init_weights;   /* 1: draw the weights from the seed instead of reading them: the model directory needs config.json only */
   uint32_t reserved;
-  ps_dataset *dataset;     /* borrowed; or NULL with batch_fn */
+  ps_dataset *dataset;     /* borrowed until destroy; or NULL with batch_fn */
   ps_batch_fn batch_fn;
   void *batch_user;
 } ps_train_config;
@@ -71,12 +71,14 @@ typedef struct ps_step_metrics {
 
 /* ps_trainer_create() - reserve the arenas that @plan mapped and load @model_dir's weights into their home. @plan is borrowed
  * until destroy. The model directory must have the configuration the plan was made for. Blocks while loading; @progress (may
- * be NULL) hears of bytes done, stage by stage: each stage's first call has another @what. Errors: PS_EFORMAT, PS_EIO (weights missing, wrong shape or dtype: named), PS_ENOMEM, PS_EINVAL. */
+ * be NULL) hears of bytes done, stage by stage: each stage's first call has another @what. Errors: PS_EFORMAT, PS_EIO (weights missing, wrong shape or dtype: named), PS_ENOMEM, PS_EINVAL;
+ * PS_EBUSY another trainer runs @plan. */
 typedef void (*ps_progress_fn)(void *user, const char *what, uint64_t done_bytes, uint64_t total_bytes);
 PS_API ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *plan, const ps_train_config *cfg,
                                    ps_progress_fn progress, void *progress_user);
-/* ps_trainer_destroy() - waits for what is in flight. NULL is a no-op. */
-PS_API void ps_trainer_destroy(ps_trainer *t);
+/* ps_trainer_destroy() - waits for what is in flight; plan and dataset may be destroyed afterwards. NULL is a no-op. PS_ESTATE
+ * inside its own batch function: the trainer then lives on. */
+PS_API ps_status ps_trainer_destroy(ps_trainer *t);
 
 /* ps_trainer_submit() - let @n more steps run; returns at once. ps_trainer_wait() - block until the next step not yet reported
  * is complete and give its metrics. A step that fails leaves the ones before it whole: their metrics come first, then the error of
@@ -86,13 +88,14 @@ PS_API void ps_trainer_destroy(ps_trainer *t);
  * so, and where it does not they are of one; without clipping, when updates run while the step goes on, it mostly does. A step whose
  * weights are all home when a cancel comes is complete, whatever of it was left.)
  * Errors of wait: PS_ESTATE nothing submitted; PS_ENUMERIC loss or gradient norm not finite (step and unit named); PS_ECANCELLED;
- * what the data source returned. Errors of submit: PS_EBUSY more than 64 steps not waited for; PS_ENOMEM; the sticky error. */
+ * what the data source returned. Errors of both: PS_ESTATE inside the trainer's own batch function. Errors of submit: PS_EBUSY more than 64 steps not waited for; PS_ENOMEM; the sticky error. */
 PS_API ps_status ps_trainer_submit(ps_trainer *t, uint64_t n);
 PS_API ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out);
 /* ps_trainer_cancel() - stop at the next op, for good; any thread and a signal handler may call while the trainer lives. Weights
  * at home may then be of two steps: the error of wait says so. */
 PS_API void ps_trainer_cancel(ps_trainer *t);
-PS_API uint64_t ps_trainer_steps_done(const ps_trainer *t);
+PS_API uint64_t ps_trainer_steps_done(const ps_trainer *t); /* any thread */
+PS_API int ps_trainer_at_rest(const ps_trainer *t);         /* 1: nothing is in flight: ps_trainer_destroy() then waits for no op */
 /* ps_trainer_where() - as ps_run_where(): where each stream stands, in words; nothing before the first step. Any thread. */
 PS_API void ps_trainer_where(const ps_trainer *t, char *text, uint64_t bytes);
 

@@ -46,9 +46,17 @@ static ps_status check_config(const ps_engine_config *cfg) {
   return PS_OK;
 }
 
+/* The engine whose driver this thread is. */
+static _Thread_local ps_engine *driven;
+
+bool ps__engine_drives(const ps_engine *e) { return e && driven == e; }
+
+ps_engine *ps_op_engine(void) { return driven; }
+
 static void driver_main(void *arg) {
   ps__driver *d = arg;
   ps_engine *e = d->engine;
+  driven = e;
   e->backend->enter(e->device);
   for (uint64_t n = 1; ps__timeline_wait(&e->started, n, &e->stop); n++) {
     ps__run_drive(e->run, (uint32_t)(d - e->driver));

@@ -298,6 +298,8 @@ static void wait_steps(ps_run *r, uint64_t n_steps) {
 }
 
 ps_status ps_run_wait(ps_run *r, uint64_t n_steps) {
+  if (ps__engine_drives(r->engine))
+    return ps__fail(PS_ESTATE, "run: an op of it cannot wait for it, which would be for itself: wait on another thread");
   uint64_t n = n_steps < r->n_submitted ? n_steps : r->n_submitted;
   wait_steps(r, n);
   if (atomic_load(&r->limit) < n_steps)
@@ -316,6 +318,16 @@ uint64_t ps_run_steps_done(const ps_run *r) {
     done = n < done ? n : done;
   }
   return done;
+}
+
+int ps_run_at_rest(const ps_run *r) {
+  const ps_engine *e = r->engine;
+  if (!atomic_load(&r->stop))
+    return ps_run_steps_done(r) >= r->n_submitted;
+  for (uint32_t i = 0; i < e->n_drivers; i++)
+    if (atomic_load(&e->driver[i].parked.value) < e->n_runs)
+      return 0;
+  return 1;
 }
 
 static const ps__op *op_at(const ps__oplist *l, uint32_t stream, uint64_t position) {
@@ -356,12 +368,15 @@ void ps__run_rest(ps_run *r) {
     ps__timeline_wait(&r->engine->driver[i].parked, r->engine->n_runs, NULL);
 }
 
-void ps_run_destroy(ps_run *r) {
+ps_status ps_run_destroy(ps_run *r) {
   if (!r)
-    return;
+    return PS_OK;
+  if (ps__engine_drives(r->engine))
+    return ps__fail(PS_ESTATE, "run: an op of it cannot close it, which would wait for that op: close it on another thread");
   ps__run_rest(r);
   r->engine->backend->finish(r->engine->device);
   r->engine->run = NULL;
   atomic_fetch_sub(&r->schedule->n_runs, 1);
   release(r);
+  return PS_OK;
 }

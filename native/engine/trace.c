@@ -4,20 +4,10 @@
 #include <string.h>
 #include <unistd.h>
 
-static bool at_rest(const ps_run *r) {
-  const ps_engine *e = r->engine;
-  if (!atomic_load(&r->stop))
-    return ps_run_steps_done(r) >= r->n_submitted;
-  for (uint32_t i = 0; i < e->n_drivers; i++)
-    if (atomic_load(&e->driver[i].parked.value) < e->n_runs)
-      return false;
-  return true;
-}
-
 static uint64_t after_start(const ps_run *r, uint64_t ns) { return ns > r->start_ns ? ns - r->start_ns : 0; }
 
 ps_status ps_run_trace(const ps_run *r, ps_trace_event *events, uint64_t room, uint64_t *n) {
-  if (!at_rest(r))
+  if (!ps_run_at_rest(r))
     return ps__fail(PS_ESTATE, "trace: steps are in flight");
   if (r->trace_steps)
     r->engine->backend->settle(r->engine->device, r->events);

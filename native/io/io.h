@@ -3,6 +3,7 @@
 #define PS_IO_H
 #include "core/core.h"
 #include <penstock/checkpoint.h>
+#include <penstock/data.h>
 
 enum { PS__MAX_HEADER_BYTES = 100000000, PS__MAX_DIMS = 8 };
 
@@ -33,5 +34,9 @@ extern const char *const ps__tokenizer_files[]; /* the names of a tokenizer's fi
 /* ps_tensors_create() into a stage, which stays the caller's; ps_tensors_finish() then commits nothing. */
 ps_status ps__tensors_create(ps_tensor_writer **out, ps__stage *stage, const char *dir, const char *stem, const ps_tensor_spec *specs, uint64_t n,
                              uint64_t max_shard_bytes, const char *const *meta, uint32_t n_meta);
+
+/* A trainer reads @ds from use to leave; closing it meanwhile is PS_EBUSY. NULL is a no-op. */
+void ps__dataset_use(ps_dataset *ds);
+void ps__dataset_leave(ps_dataset *ds);
 
 #endif

@@ -9,6 +9,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <inttypes.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -37,6 +38,7 @@ struct ps_dataset {
   size_t n, cap;
   uint64_t n_tokens;
   uint32_t vocab_size;
+  _Atomic uint32_t n_users; /* trainers that read it */
 };
 
 static ps_status no_memory(const char *path) { return ps__fail(PS_ENOMEM, "%s: no memory left to open it", path); }
@@ -261,14 +263,25 @@ ps_status ps_dataset_open(ps_dataset **out, const char *const *paths, uint32_t n
   return PS_OK;
 }
 
-void ps_dataset_close(ps_dataset *ds) {
-  if (!ds) return;
+void ps__dataset_use(ps_dataset *ds) {
+  if (ds) atomic_fetch_add(&ds->n_users, 1);
+}
+
+void ps__dataset_leave(ps_dataset *ds) {
+  if (ds) atomic_fetch_sub(&ds->n_users, 1);
+}
+
+ps_status ps_dataset_close(ps_dataset *ds) {
+  if (!ds) return PS_OK;
+  const uint32_t n = atomic_load(&ds->n_users);
+  if (n) return ps__fail(PS_EBUSY, "dataset: %" PRIu32 " trainer(s) still read it: destroy them first", n);
   for (size_t i = 0; i < ds->n; i++) {
     if (ds->shards[i].fd >= 0) close(ds->shards[i].fd);
     ps__free(ds->shards[i].path);
   }
   ps__free(ds->shards);
   ps__free(ds);
+  return PS_OK;
 }
 
 /* ---- reading ------------------------------------------------------------------------------------------------------------ */

@@ -227,15 +227,17 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
   return st;
 }
 
-void ps_plan_destroy(ps_plan *p) {
-  if (!p) return;
-  (void)ps_schedule_destroy(p->schedule);
+ps_status ps_plan_destroy(ps_plan *p) {
+  if (!p) return PS_OK;
+  if (atomic_load(&p->in_use)) return ps__fail(PS_EBUSY, "plan: a trainer still uses it: destroy the trainer first");
+  PS_TRY(ps_schedule_destroy(p->schedule));
   ps__step_free(&p->step);
   ps__spec_free(&p->spec);
   ps__layout_free(&p->layout);
   ps__free(p->text);
   ps__free(p->json);
   ps__free(p);
+  return PS_OK;
 }
 
 ps_status ps_plan_get_report(const ps_plan *plan, ps_plan_report *out) {

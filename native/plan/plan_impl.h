@@ -2,6 +2,7 @@
 #ifndef PS_PLAN_IMPL_H
 #define PS_PLAN_IMPL_H
 #include "step.h"
+#include <stdatomic.h>
 
 struct ps_plan {
   ps_model_config model;
@@ -15,7 +16,7 @@ struct ps_plan {
   ps_plan_report report;
   double hfu_flops;        /* a step: model FLOPs and all recomputation */
   char *text, *json;
-  bool in_use;             /* a trainer has it */
+  _Atomic uint32_t in_use; /* 1: a trainer has it */
 };
 
 /* ps__plan_from_spec() - the plan of decisions made elsewhere, without a search and without caps. @spec is copied; it must be made for the

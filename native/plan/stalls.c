@@ -104,9 +104,23 @@ static int by_stream_and_time(const void *pa, const void *pb) {
   return a->seconds > b->seconds ? -1 : a->seconds < b->seconds;
 }
 
+/* Each event in its place, of the step after the one before it: the ops that it names are looked up unchecked from here on. */
+static ps_status check_events(const ps_plan *p, const ps_trace_event *events, uint64_t n) {
+  const uint64_t n_ops = p->step.n_op;
+  for (uint64_t i = 0; i < n; i++) {
+    const ps_trace_event *e = &events[i];
+    if (e->op != i % n_ops || e->step != events[0].step + i / n_ops || e->stream != p->step.op[e->op].stream || e->queued_ns > e->start_ns ||
+        e->start_ns > e->end_ns)
+      return ps__fail(PS_EINVAL, "event %llu is not this plan's op %llu of step %llu: give a trace of this plan, as it was made", (unsigned long long)i,
+                      (unsigned long long)(i % n_ops), (unsigned long long)(events[0].step + i / n_ops));
+  }
+  return PS_OK;
+}
+
 ps_status ps_plan_stalls(const ps_plan *plan, const ps_trace_event *events, uint64_t n, ps_stall *stalls, uint64_t room, uint64_t *n_stalls) {
   if (!plan || !events || !n_stalls || (!stalls && room)) return ps__fail(PS_EINVAL, "ps_plan_stalls: plan, events, stalls and n_stalls must be given");
   if (n == 0 || n % plan->step.n_op) return ps__fail(PS_EINVAL, "%llu events are no whole steps of %zu ops", (unsigned long long)n, plan->step.n_op);
+  PS_TRY(check_events(plan, events, n));
   const uint64_t n_steps = n / plan->step.n_op;
   lists l;
   totals t = {.n = 0};

@@ -1,5 +1,6 @@
 /* trainer.c - opening, stepping and closing a trainer. */
 #include "trainer.h"
+#include "io/io.h"
 #include <math.h>
 #include <string.h>
 
@@ -201,13 +202,17 @@ static ps_status start_run(ps_trainer *t) {
 ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *plan, const ps_train_config *cfg,
                             ps_progress_fn progress, void *progress_user) {
   if (!out || !model_dir || !plan || !cfg) return ps__fail(PS_EINVAL, "ps_trainer_create: out, model_dir, plan and cfg must be given");
-  if (plan->in_use) return ps__fail(PS_EBUSY, "ps_trainer_create: another trainer runs this plan");
   PS_TRY(check_config(plan, cfg));
   ps_trainer *t = ps__calloc(1, sizeof *t);
   if (!t) return ps__fail(PS_ENOMEM, "out of memory for a trainer");
+  uint32_t free_plan = 0;
+  if (!atomic_compare_exchange_strong(&plan->in_use, &free_plan, 1)) {
+    ps__free(t);
+    return ps__fail(PS_EBUSY, "ps_trainer_create: another trainer runs this plan: destroy that first, or make another plan");
+  }
   t->plan = plan;
   t->cfg = *cfg;
-  plan->in_use = true;
+  ps__dataset_use(cfg->dataset);
   plan->hooks = (ps__step_hooks){t, ps__trainer_hook};
   t->model_dir = ps__strdup(model_dir);
   const ps_status st = t->model_dir ? open_trainer(t, progress, progress_user) : ps__fail(PS_ENOMEM, "out of memory for a trainer");
@@ -216,12 +221,13 @@ ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *pl
   return st;
 }
 
-void ps_trainer_destroy(ps_trainer *t) {
-  if (!t) return;
-  ps_run_destroy(t->run);
+ps_status ps_trainer_destroy(ps_trainer *t) {
+  if (!t) return PS_OK;
+  PS_TRY(ps_run_destroy(t->run));
   (void)ps_engine_close(t->engine);
   t->plan->hooks = (ps__step_hooks){0};
-  t->plan->in_use = false;
+  atomic_store(&t->plan->in_use, 0);
+  ps__dataset_leave(t->cfg.dataset);
   ps__free(t->model_dir);
   ps__free(t->tokens);
   ps__free(t->targets);
@@ -230,6 +236,7 @@ void ps_trainer_destroy(ps_trainer *t) {
   ps__free(t->first_element);
   ps__rows_destroy(t->rows);
   ps__free(t);
+  return PS_OK;
 }
 
 /* ---- stepping ------------------------------------------------------------------------------------------------------------------- */
@@ -252,8 +259,14 @@ static ps_status stick(ps_trainer *t, ps_status st) {
   return ps__fail(t->sticky, "%s", t->sticky_message);
 }
 
+/* A batch function that steps its own trainer would wait for itself. */
+static ps_status outside_ops(const ps_trainer *t) {
+  return ps__engine_drives(t->engine) ? ps__fail(PS_ESTATE, "a batch function cannot step its own trainer, which waits for that batch: step it on another thread") : PS_OK;
+}
+
 ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {
   if (!t) return ps__fail(PS_EINVAL, "ps_trainer_submit: no trainer");
+  PS_TRY(outside_ops(t));
   if (t->sticky != PS_OK) return stick(t, t->sticky);
   if (n > PS__RING || t->n_submitted + n - t->n_reported > PS__RING)
     return ps__fail(PS_EBUSY, "%llu steps are not waited for and %llu more submitted: at most %d may be in flight",
@@ -289,6 +302,7 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
 
 ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
   if (!t || !out) return ps__fail(PS_EINVAL, "ps_trainer_wait: trainer and out must be given");
+  PS_TRY(outside_ops(t));
   if (t->sticky != PS_OK) return stick(t, t->sticky);
   if (t->n_reported == t->n_submitted) return ps__fail(PS_ESTATE, "ps_trainer_wait: no step was submitted");
   const ps_status st = ps_run_wait(t->run, t->n_reported + 1);
@@ -309,6 +323,11 @@ void ps_trainer_cancel(ps_trainer *t) {
 }
 
 uint64_t ps_trainer_steps_done(const ps_trainer *t) { return t ? t->n_reported : 0; }
+
+int ps_trainer_at_rest(const ps_trainer *t) {
+  ps_run *run = t ? atomic_load(&t->run) : NULL;
+  return !run || ps_run_at_rest(run);
+}
 
 void ps_trainer_where(const ps_trainer *t, char *text, uint64_t bytes) {
   ps_run *run = t ? atomic_load(&t->run) : NULL;

@@ -35,7 +35,8 @@ struct ps_trainer {
   uint64_t *first_element;     /* [n_units]: global index of a unit's first element */
   ps__rows *rows;              /* of an embedding at home, else NULL */
   ps__lr_schedule lr;
-  uint64_t n_submitted, n_reported, last_end_ns;
+  uint64_t n_submitted, last_end_ns;
+  _Atomic uint64_t n_reported;
   ps__step_record ring[PS__RING];
 };
 

@@ -367,6 +367,52 @@ static void test_no_allocation(void) {
   printf("ok nothing is allocated while a run runs\n");
 }
 
+/* ---- life cycle -------------------------------------------------------------------------------------------------- */
+
+static ps_run *lived;
+static ps_engine *lived_on;
+static _Atomic uint32_t asking;
+
+static ps_status misuse(const ps_launch *l) {
+  CHECK_FAILS(ps_run_wait(lived, 1), PS_ESTATE, "an op of it cannot wait for it");
+  CHECK_FAILS(ps_run_destroy(lived), PS_ESTATE, "an op of it cannot close it");
+  CHECK_FAILS(ps_engine_close(lived_on), PS_EBUSY, "run");
+  CHECK(ps_op_engine() == lived_on && !ps_run_at_rest(lived));
+  return PS_OK;
+}
+
+static void ask(void *arg) {
+  char text[512];
+  for (uint64_t done = 0; atomic_load(&asking);) {
+    const uint64_t now = ps_run_steps_done(lived);
+    CHECK(now >= done);
+    done = now;
+    ps_run_where(lived, text, sizeof text);
+    CHECK(strstr(text, "then misuse"));
+  }
+}
+
+static void test_life(void) {
+  static const ps_kernel k_misuse = {"misuse", PS_CLASS_OTHER, {misuse}};
+  ps_program *p;
+  ps_schedule *s;
+  ps_run_config rc = run_config(0);
+  ps__thread *thread;
+  lived_on = open_engine(2);
+  CHECK(ps_program_create(&p, 2, 2) == PS_OK);
+  for (uint32_t i = 0; i < 2; i++) add(p, &k_misuse, i, NULL, 0, at(0, PS_WRITE, 8 * i));
+  CHECK(ps_schedule_compile(&s, p) == PS_OK && ps_run_create(&lived, lived_on, s, &rc) == PS_OK);
+  CHECK(!ps_op_engine() && ps_run_at_rest(lived));
+  atomic_store(&asking, 1);
+  CHECK(ps__thread_start(&thread, ask, NULL, "ask") == PS_OK);
+  for (uint64_t n = 1; n <= 200; n++) CHECK(ps_run_submit(lived, 1) == PS_OK && (n % 20 || ps_run_wait(lived, n) == PS_OK));
+  atomic_store(&asking, 0);
+  ps__thread_join(thread);
+  CHECK(ps_run_at_rest(lived) && ps_run_destroy(lived) == PS_OK && ps_run_destroy(NULL) == PS_OK);
+  CHECK(ps_schedule_destroy(s) == PS_OK && ps_engine_close(lived_on) == PS_OK);
+  ps_program_destroy(p);
+}
+
 int main(void) {
   int64_t before = ps__live_allocations();
   test_program_checks();
@@ -390,6 +436,8 @@ int main(void) {
   test_fail_nth(PS_FAULT_ALLOC, PS_ENOMEM);
   test_fail_nth(PS_FAULT_THREAD, PS_EDEVICE);
   test_no_allocation();
+  test_life();
+  printf("ok an op neither waits for its run nor closes it; where() and steps_done() beside submit() and wait()\n");
   CHECK(ps__live_allocations() == before);
   return 0;
 }

@@ -1,6 +1,7 @@
 /* test_train.c - training under failure: the Nth allocation, read, write or thread start fails, the data ends in an error in the
  * middle of a run, the loss or a gradient is not finite, a run is cancelled at any moment. Each time an error with a message comes
- * back, nothing leaks, and weights at home are those of the last complete step. */
+ * back, nothing leaks, and weights at home are those of the last complete step. And who may end what when: plans and data outlive
+ * their trainer, a batch function does not wait for itself. */
 #include "tiny_model.h"
 #include "plan/plan_impl.h"
 #include "train/trainer.h"
@@ -539,6 +540,80 @@ static void test_cancel(void) {
   printf("ok a run is cancelled at any moment, by a thread and by a signal handler\n");
 }
 
+/* ---- life cycle ------------------------------------------------------------------------------------------------------------------ */
+
+static ps_trainer *stepped;
+static _Atomic uint32_t n_created, asking;
+
+/* A batch function steps and ends its own trainer, while the caller waits for the batch. */
+static ps_status misusing_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets, uint64_t n) {
+  ps_step_metrics m;
+  CHECK_FAILS(ps_trainer_wait(stepped, &m), PS_ESTATE, "a batch function cannot step its own trainer");
+  CHECK_FAILS(ps_trainer_submit(stepped, 1), PS_ESTATE, "a batch function cannot step its own trainer");
+  CHECK_FAILS(ps_trainer_destroy(stepped), PS_ESTATE, "an op of it cannot close it");
+  CHECK(!ps_trainer_at_rest(stepped) && ps_op_engine());
+  for (uint64_t i = 0; i < n; i++) tokens[i] = targets[i] = (int32_t)(i % VOCAB);
+  return PS_OK;
+}
+
+static void test_own_batch(void) {
+  ps_plan *plan = make_plan(PS_RECIPE_FP32, true, RESIDENT);
+  ps_train_config c = train_config(NULL, true);
+  c.batch_fn = misusing_batch;
+  stepped = make_trainer(plan, &c);
+  CHECK(ps_trainer_at_rest(stepped) && !ps_op_engine());
+  train_steps(stepped, 3);
+  CHECK(ps_trainer_at_rest(stepped) && ps_trainer_destroy(stepped) == PS_OK && ps_plan_destroy(plan) == PS_OK);
+}
+
+typedef struct owned { ps_plan *plan; ps_dataset *ds; ps_trainer *t; } owned;
+
+static void create_one(void *arg) {
+  owned *o = arg;
+  const ps_train_config c = train_config(o->ds, true);
+  if (ps_trainer_create(&o->t, model_dir, o->plan, &c, NULL, NULL) == PS_OK) atomic_fetch_add(&n_created, 1);
+  else CHECK(strstr(ps_last_error(), "another trainer runs this plan"));
+}
+
+static void ask(void *arg) {
+  const owned *o = arg;
+  char text[1024];
+  for (uint64_t done = 0; atomic_load(&asking);) {
+    const uint64_t now = ps_trainer_steps_done(o->t);
+    CHECK(now >= done);
+    done = now;
+    ps_trainer_where(o->t, text, sizeof text);
+    CHECK_FAILS(ps_plan_destroy(o->plan), PS_EBUSY, "a trainer still uses it");
+    CHECK_FAILS(ps_dataset_close(o->ds), PS_EBUSY, "1 trainer(s) still read it");
+  }
+}
+
+static void end_when_free(void *arg) {
+  owned *o = arg;
+  while (ps_plan_destroy(o->plan) == PS_EBUSY) usleep(10);
+  while (ps_dataset_close(o->ds) == PS_EBUSY) usleep(10);
+}
+
+static void test_life(void) {
+  owned o[2] = {{.plan = make_plan(PS_RECIPE_FP32, true, TIGHT), .ds = open_shard()}};
+  ps__thread *thread[2];
+  o[1] = o[0];
+  atomic_store(&n_created, 0);
+  for (int i = 0; i < 2; i++) CHECK(ps__thread_start(&thread[i], create_one, &o[i], "create") == PS_OK);
+  for (int i = 0; i < 2; i++) ps__thread_join(thread[i]);
+  CHECK(atomic_load(&n_created) == 1);
+  if (!o[0].t) o[0].t = o[1].t;
+  atomic_store(&asking, 1);
+  CHECK(ps__thread_start(&thread[0], ask, &o[0], "ask") == PS_OK);
+  train_steps(o[0].t, 20);
+  atomic_store(&asking, 0);
+  ps__thread_join(thread[0]);
+  CHECK(ps_trainer_submit(o[0].t, 2) == PS_OK);
+  CHECK(ps__thread_start(&thread[0], end_when_free, &o[0], "end") == PS_OK);
+  CHECK(ps_trainer_destroy(o[0].t) == PS_OK);
+  ps__thread_join(thread[0]);
+}
+
 int main(void) {
   const char *tmp = getenv("TMPDIR");
   snprintf(root, sizeof root, "%s/penstock-test-train-XXXXXX", tmp && *tmp ? tmp : "/tmp");
@@ -563,6 +638,9 @@ int main(void) {
   printf("ok a token past the vocabulary in the middle of a run is named\n");
   test_not_finite();
   test_cancel();
+  test_own_batch();
+  for (int i = 0; i < 5; i++) test_life();
+  printf("ok plan and data are busy while a trainer uses them, a batch function does not wait for itself\n");
   CHECK(ps__live_allocations() == live);
 
   remove_folder(model_dir);
