@@ -50,11 +50,14 @@ for program in "$build"/asan/fuzz/fuzz_*; do
   tail -1 "$work/log"
 done
 
-# The Python package: the interpreter itself leaks, which is not our finding.
-echo "== asan: the Python package"
-for example in "dataflow.py" "train_model.py $work/model $work/data.bin $work/saved"; do
-  # shellcheck disable=SC2086 # two words
-  LD_PRELOAD="$(${CC:-cc} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 PENSTOCK_BUILD="$build/asan" PYTHONPATH=python \
-    "$venv/bin/python" python/examples/$example >"$work/log" 2>&1 || { cat "$work/log"; echo "sanitize: $example failed"; exit 1; }
-done
+# The Python package: its examples, and its misuse. The interpreter itself leaks, which is not our finding.
+python_with_asan() {
+  echo "== asan: $*"
+  LD_PRELOAD="$(${CC:-cc} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0:handle_segv=0 LD_LIBRARY_PATH="$(realpath "$build/asan/lib")" \
+    PYTHONMALLOC=malloc PENSTOCK_BUILD="$build/asan" PYTHONPATH=python "$venv/bin/python" "$@" >"$work/log" 2>&1 || {
+      cat "$work/log"; echo "sanitize: $* failed"; exit 1; }
+}
+python_with_asan python/examples/dataflow.py
+python_with_asan python/examples/train_model.py "$work/model" "$work/data.bin" "$work/saved"
+python_with_asan -m pytest -q tests/test_python_misuse.py
 echo "sanitize: no findings"

@@ -122,13 +122,42 @@ def test_an_exception_in_the_batch_function_is_raised_by_the_loop(plan, tiny_mod
         list(trainer.steps(3))
 
 
+TOKENS, TARGETS = np.zeros(512, np.int64), np.ones(512, np.int64)
+
+
+@pytest.mark.parametrize("batch,error", [
+    (TOKENS, "the batch of step 0 is a ndarray of 512: return \\(tokens, targets\\), 512 integers each"),
+    ((TOKENS,), "the batch of step 0 is a tuple of 1: return"),
+    (TOKENS[None], "the batch of step 0 is a ndarray of 1: return"),
+    ({"tokens": TOKENS, "targets": TARGETS}, "is a dict of 2: return"),
+    (None, "is a NoneType: return"),
+    ((TOKENS, TARGETS + 2**32), "the targets of step 0: 4294967297 at position 0 is past int32"),
+    ((TOKENS - 2**31 - 1, TARGETS), "the tokens of step 0: -2147483649 at position 0 is past int32"),
+    (([0] * 511 + [2**70], TARGETS), "the tokens of step 0 are of dtype object, the first of them 0: give integers"),
+    ((TOKENS + 1.5, TARGETS), "the tokens of step 0 are of dtype float64, the first of them 1.5: give integers"),
+    ((TOKENS, TARGETS > 0), "the targets of step 0 are of dtype bool, the first of them True: give integers"),
+    ((TOKENS, TARGETS[1:]), "the targets of step 0 are 511, 512 wanted"),
+])
+def test_a_batch_that_is_none_is_refused_with_what_it_has(plan, tiny_model, batch, error):
+    with Trainer(tiny_model, plan, lambda step: batch) as trainer, pytest.raises(ValueError, match=error):
+        list(trainer.steps(1))
+
+
+def test_integers_of_any_width_and_lists_are_batches(plan, tiny_model):
+    losses = []
+    for tokens, targets in ((TOKENS, TARGETS), (TOKENS.astype(np.uint8), TARGETS.tolist()), (TOKENS.reshape(8, 64), np.ones((8, 64), np.int16)[:, ::-1])):
+        with Trainer(tiny_model, plan, lambda step: (tokens, targets)) as trainer:
+            losses.append([m.loss for m in trainer.steps(2)])
+    assert losses[0] == losses[1] == losses[2]
+
+
 def test_a_trainer_dropped_with_steps_in_flight_waits_for_them(plan, tiny_model):
     def batch(step):
         time.sleep(0.01)
         return np.zeros(512, np.int32), np.ones(512, np.int32)
 
     trainer = Trainer(tiny_model, plan, batch)
-    penstock._lib.check(penstock._lib.lib.ps_trainer_submit(trainer._ptr, 3))
+    penstock._lib.check(penstock._lib.lib.ps_trainer_submit(trainer._handle.ptr, 3))
     del trainer, batch  # a callback freed under a running step would crash here
     gc.collect()
 
@@ -159,8 +188,9 @@ def test_an_exception_in_the_loop_body_passes_through_and_a_closed_trainer_is_re
         for _ in loop:
             1 / 0
     loop.close()  # after the trainer: nothing is left to wait for
-    with pytest.raises(TypeError):
-        trainer.read(Q_PROJ)
+    for use in (lambda: trainer.read(Q_PROJ), lambda: trainer.save("nowhere"), lambda: trainer.where(), lambda: trainer.steps_done):
+        with pytest.raises(penstock.StateError, match=r"the trainer is closed: use it before close\(\)"):
+            use()
 
 
 def test_ctrl_c_ends_the_loop_with_a_state_that_can_be_saved(plan, tiny_model, tiny_shard, tmp_path):

@@ -62,6 +62,8 @@ class InternalError(PenstockError):
 
 _EXCEPTIONS = {-1: InvalidError, -2: FormatError, -3: BudgetError, -4: OutOfMemoryError, -5: InputOutputError, -6: BusyError,
                -7: StateError, -8: CancelledError, -9: DeviceError, -10: NumericError, -11: InternalError}
+for _code, _exception in _EXCEPTIONS.items():
+    _exception.code = _code
 
 
 def _library_path() -> Path:
@@ -106,9 +108,7 @@ def text(pointer) -> str:
 
 def error(status: int) -> PenstockError:
     """The exception for a negative status, with the calling thread's last error."""
-    exc = _EXCEPTIONS.get(status, PenstockError)(text(lib.ps_last_error()) or text(lib.ps_status_name(status)))
-    exc.code = status
-    return exc
+    return _EXCEPTIONS[status](text(lib.ps_last_error()) or text(lib.ps_status_name(status)))
 
 
 def check(status: int) -> None:

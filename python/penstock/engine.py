@@ -4,12 +4,13 @@ A Program lists ops in program order; nobody wires an event. compile() derives w
 Schedule; a Run replays it on an Engine step after step, overlapping steps as far as the hazards allow. See
 python/examples/dataflow.py, and include/penstock/engine.h for the exact rules.
 """
-import threading
+import weakref
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
+from ._handle import ActiveHandle, Handle, Owner
 from ._lib import check, encode_path, error, ffi, lib, struct, text
 
 SPACE_KINDS = {"host": 0, "device": 1}
@@ -48,13 +49,15 @@ class Region:
         object.__setattr__(self, "offset", offset)
         object.__setattr__(self, "shape", (shape,) if isinstance(shape, int) else tuple(shape))
         object.__setattr__(self, "dtype", np.dtype(dtype))
+        if self.dtype.hasobject:
+            raise ValueError(f"dtype {self.dtype} holds Python objects: a region holds numbers")
 
     @property
     def bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
 
-class Engine:
+class Engine(Owner):
     """Owns the spaces' memory and the streams' threads.
 
     Engine([Space(1 << 20, "device"), Space(1 << 24)], [Stream("compute"), Stream("h2d", "h2d")])
@@ -73,33 +76,33 @@ class Engine:
             slot.name = stream.name.encode()[: len(slot.name) - 1]
         out = ffi.new("ps_engine **")
         check(lib.ps_engine_create(out, cfg))
-        self._ptr = ffi.gc(out[0], lib.ps_engine_close)
+        self._handle = _EngineHandle(out[0])
         self.spaces, self.streams = list(spaces), list(streams)
 
     def array(self, region: Region) -> np.ndarray:
         """The region's memory as an array of its shape (no copy). Touch it while no run is in flight, or inside a host op."""
-        size = lib.ps_engine_space_bytes(self._ptr, region.space)
-        base = lib.ps_engine_space(self._ptr, region.space)
-        if base == ffi.NULL or region.offset < 0 or region.offset + region.bytes > size:
-            raise ValueError(f"{region} lies outside its space of {size} bytes")
-        return np.asarray(_Memory(self, ffi.cast("char *", base) + region.offset, region))
+        with self._handle.beside():
+            size = lib.ps_engine_space_bytes(self._handle.ptr, region.space)
+            base = _address(lib.ps_engine_space(self._handle.ptr, region.space))
+            if base == 0 or region.offset < 0 or region.offset + region.bytes > size:
+                raise ValueError(f"{region} lies outside its space of {size} bytes")
+            return np.asarray(_Memory(self._handle, base + region.offset, region))
 
     def space_bytes(self, space: int) -> int:
         """Bytes of a space (rounded up to 2 MiB)."""
-        return lib.ps_engine_space_bytes(self._ptr, space)
+        with self._handle.beside():
+            return lib.ps_engine_space_bytes(self._handle.ptr, space)
 
     def space_peak(self, space: int) -> int:
         """Bytes up to the end of the highest page of the space that was ever touched, as the kernel reports it."""
         out = ffi.new("uint64_t *")
-        check(lib.ps_engine_space_peak(self._ptr, space, out))
+        with self._handle.beside():
+            check(lib.ps_engine_space_peak(self._handle.ptr, space, out))
         return out[0]
 
     def close(self) -> None:
-        """Stop the threads and release the memory; arrays of its spaces must not be used afterwards. BusyError while a run lives."""
-        if self._ptr is not None:
-            check(lib.ps_engine_close(self._ptr))
-            ffi.gc(self._ptr, None)
-            self._ptr = None  # cffi refuses None where a pointer is wanted
+        """Release the memory and stop the threads, once the last array of its spaces is gone. BusyError while a run lives."""
+        self._handle.close()
 
     def __enter__(self):
         return self
@@ -109,27 +112,61 @@ class Engine:
 
 
 class _Memory:
-    """A region's address for numpy; keeps the engine alive as long as an array looks at it."""
+    """A region's address for numpy; keeps the engine's memory as long as an array looks at it, also one that left an op."""
+    kind = "array"
 
-    def __init__(self, engine, address, region):
+    def __init__(self, engine: Handle, address: int, region: Region, read_only: bool = False):
         self._engine = engine
-        self.__array_interface__ = {"data": (int(ffi.cast("uintptr_t", address)), False), "shape": region.shape,
-                                    "typestr": region.dtype.str, "version": 3}
+        self.__array_interface__ = {"data": (address, read_only), "shape": region.shape, "typestr": region.dtype.str,
+                                    "descr": region.dtype.descr, "version": 3}
+        engine.hold(self)
+
+    def __del__(self):
+        self._engine.release(self)
 
 
-class Program:
+def _address(pointer) -> int:
+    return int(ffi.cast("uintptr_t", pointer))
+
+
+class _EngineHandle(ActiveHandle):
+    """What ops know of their engine."""
+    of = {}  # address -> handle; it holds nothing of the user's, so that engines in garbage cycles are found to be garbage
+
+    def __init__(self, ptr):
+        super().__init__("engine", ptr, self._close)
+        self.run = None  # a weak reference to its run's handle
+        self.of[_address(ptr)] = self
+
+    @classmethod
+    def _close(cls, ptr) -> int:
+        del cls.of[_address(ptr)]
+        return lib.ps_engine_close(ptr)
+
+    @classmethod
+    def of_this_op(cls) -> "_EngineHandle":
+        return cls.of[_address(lib.ps_op_engine())]
+
+
+class _RunHandle(ActiveHandle):
+    def __init__(self, ptr, engine: _EngineHandle, schedule: Handle, keep):
+        super().__init__("run", ptr, lib.ps_run_destroy, (engine, schedule), lib.ps_run_cancel, lib.ps_run_at_rest, keep)
+        self.failures = []  # exceptions of its Python ops
+        engine.run = weakref.ref(self)
+
+
+class Program(Owner):
     """One step's ops in program order, over `n_spaces` spaces and `n_streams` streams."""
 
     def __init__(self, n_spaces: int, n_streams: int):
         out = ffi.new("ps_program **")
         check(lib.ps_program_create(out, n_spaces, n_streams))
-        self._ptr = ffi.gc(out[0], lib.ps_program_destroy)
-        self._keep = []      # kernels and callbacks, which schedules share
-        self._failures = []  # exceptions of host ops, taken by the run that meets them
+        self._handle = Handle("program", out[0], lib.ps_program_destroy)
+        self._keep = []  # kernels and callbacks, which schedules share
 
     def __len__(self) -> int:
         """Number of ops."""
-        return lib.ps_program_n_ops(self._ptr)
+        return lib.ps_program_n_ops(self._handle.ptr)
 
     def copy(self, stream: int, src: Region, dst: Region, *, layer=-1, round=-1, chunk=-1, phase=0) -> int:
         """Append a copy of src to dst, of equal bytes. Returns the op's index."""
@@ -143,19 +180,16 @@ class Program:
         return self._add(self._kernel(fn, accesses, name), stream, accesses, (layer, round, chunk, phase))
 
     def _kernel(self, fn, accesses, name):
-        failures = self._failures
-
         def on_error(_type, exc, _traceback):
-            failures.append(exc)
+            run = _EngineHandle.of_this_op().run()
+            if run is not None:  # else it is garbage, and nobody will ask
+                run.failures.append(exc)
 
         @ffi.callback("ps_op_fn", error=lib.PS_EINVAL, onerror=on_error)
         def run(launch):
-            arrays = []
-            for i, (region, mode) in enumerate(accesses):
-                array = np.frombuffer(ffi.buffer(launch.ptr[i], region.bytes), dtype=region.dtype).reshape(region.shape)
-                array.flags.writeable = mode != lib.PS_READ
-                arrays.append(array)
-            fn(launch.step, *arrays)
+            engine = _EngineHandle.of_this_op()
+            fn(launch.step, *(np.asarray(_Memory(engine, _address(launch.ptr[i]), region, read_only=mode == lib.PS_READ))
+                              for i, (region, mode) in enumerate(accesses)))
             return lib.PS_OK
 
         label = ffi.new("char[]", (name or getattr(fn, "__name__", "call")).encode())
@@ -169,43 +203,43 @@ class Program:
         op = ffi.new("ps_op *", {"kernel": kernel, "stream": stream, "access": access, "n_access": len(accesses),
                                  "tag": dict(zip(("layer", "round", "chunk", "phase"), tag))})
         idx = ffi.new("uint64_t *")
-        check(lib.ps_program_add(self._ptr, op, idx))
+        check(lib.ps_program_add(self._handle.ptr, op, idx))
         return idx[0]
 
     def compile(self) -> "Schedule":
         """Derive the hazards of the program repeated step after step."""
         out = ffi.new("ps_schedule **")
-        check(lib.ps_schedule_compile(out, self._ptr))
-        return Schedule(ffi.gc(out[0], lib.ps_schedule_destroy), self)
+        check(lib.ps_schedule_compile(out, self._handle.ptr))
+        return Schedule(Handle("schedule", out[0], lib.ps_schedule_destroy), self._keep)
 
 
-class Schedule:
+class Schedule(Owner):
     """A compiled step: for each stream a list of {waits, launch, signal}. Made by Program.compile() or taken from a Plan."""
 
-    def __init__(self, ptr, owner):
-        self._ptr, self._owner = ptr, owner
+    def __init__(self, handle: Handle, keep=()):
+        self._handle, self._keep = handle, keep
 
     @property
     def n_ops(self) -> int:
-        return lib.ps_schedule_n_ops(self._ptr)
+        return lib.ps_schedule_n_ops(self._handle.ptr)
 
     @property
     def n_waits(self) -> int:
         """Waits left after the implied ones were dropped."""
-        return lib.ps_schedule_n_waits(self._ptr)
+        return lib.ps_schedule_n_waits(self._handle.ptr)
 
     @property
     def n_streams(self) -> int:
-        return lib.ps_schedule_n_streams(self._ptr)
+        return lib.ps_schedule_n_streams(self._handle.ptr)
 
     def space_bytes(self, space: int) -> int:
         """Bytes of a space that the ops touch: the end of the highest range."""
-        return lib.ps_schedule_space_bytes(self._ptr, space)
+        return lib.ps_schedule_space_bytes(self._handle.ptr, space)
 
     def op(self, idx: int) -> dict:
         """One op: name, stream, position in its stream, waits as (stream, steps_back, value), tag, work."""
         view = ffi.new("ps_op_view *")
-        check(lib.ps_schedule_op(self._ptr, idx, view))
+        check(lib.ps_schedule_op(self._handle.ptr, idx, view))
         return {
             "name": text(view.kernel.name) if view.kernel else "copy", "stream": view.stream, "position": view.position,
             "waits": [(w.stream, w.steps_back, w.value) for w in (view.wait[i] for i in range(view.n_wait))],
@@ -225,7 +259,7 @@ class Schedule:
 
         events = np.zeros(n_steps * self.n_ops, TRACE_DTYPE)
         ends = np.zeros(n_steps)
-        status = lib.ps_sim_run(self._ptr, cost, ffi.NULL, n_steps, ffi.from_buffer("ps_trace_event[]", events),
+        status = lib.ps_sim_run(self._handle.ptr, cost, ffi.NULL, n_steps, ffi.from_buffer("ps_trace_event[]", events),
                                 ffi.from_buffer("double[]", ends))
         if failures:
             raise failures[0]
@@ -238,82 +272,79 @@ class Schedule:
             raise ValueError(f"{len(stream_names)} stream names for {self.n_streams} streams")
         names = [ffi.new("char[]", name.encode()) for name in stream_names]
         events = np.ascontiguousarray(trace, TRACE_DTYPE)
-        check(lib.ps_trace_write_json(encode_path(path), self._ptr, ffi.from_buffer("ps_trace_event[]", events), len(events),
+        check(lib.ps_trace_write_json(encode_path(path), self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events),
                                       ffi.new("char *[]", names)))
 
 
-class Run:
+class Run(Owner):
     """Replays a schedule on an engine; one run an engine at a time. `trace_steps`: keep the trace of the last so many steps.
 
     with Run(engine, schedule, trace_steps=1) as run:
         run.submit(10); run.wait(); trace = run.trace()
+
+    Calls of several threads take turns; cancel(), where() and steps_done may be called beside them, and inside an op. A run that is
+    not closed ends when it is dropped and its steps are done; at the interpreter's exit what still runs is cancelled.
     """
 
     def __init__(self, engine: Engine, schedule: Schedule, trace_steps: int = 0):
         cfg = struct("ps_run_config", trace_steps=trace_steps)
         out = ffi.new("ps_run **")
-        check(lib.ps_run_create(out, engine._ptr, schedule._ptr, cfg))
-        self._cancelling = threading.RLock()  # again in a signal handler that strikes inside cancel()
-        self._ptr = ffi.gc(out[0], lib.ps_run_destroy)
-        self._engine, self._schedule = engine, schedule
-        self._failures = getattr(schedule._owner, "_failures", [])
+        engine._handle.wait_for_dropped()
+        with engine._handle.beside():
+            check(lib.ps_run_create(out, engine._handle.ptr, schedule._handle.ptr, cfg))
+            self._handle = _RunHandle(out[0], engine._handle, schedule._handle, schedule._keep)
         self._submitted = 0
 
     def submit(self, n_steps: int = 1) -> None:
         """Let the streams execute n_steps more steps; returns at once."""
-        self._check(lib.ps_run_submit(self._ptr, n_steps))
-        self._submitted += n_steps
+        with self._handle.turn():
+            self._check(lib.ps_run_submit(self._handle.ptr, n_steps))
+            self._submitted += n_steps
 
     def wait(self, n_steps: int | None = None) -> None:
         """Block until n_steps steps, counted from the run's start (default: all submitted), are complete. Raises the run's
-        first error; what a Python op raised is raised as it was."""
-        self._check(lib.ps_run_wait(self._ptr, self._submitted if n_steps is None else n_steps))
+        first error; what a Python op raised is raised as it was. StateError inside an op."""
+        with self._handle.turn():
+            self._check(lib.ps_run_wait(self._handle.ptr, self._submitted if n_steps is None else n_steps))
 
     def _check(self, status: int) -> None:
-        if status < 0:
-            failure = error(status)
-            if self._failures and status != lib.PS_ECANCELLED:
-                raise self._failures[0] from failure
-            raise failure
+        if status < 0 and status not in (lib.PS_ECANCELLED, lib.PS_ESTATE) and self._handle.failures:
+            raise self._handle.failures[0] from error(status)
+        check(status)
 
     def cancel(self) -> None:
         """Stop at the next op of every stream; wait() then raises CancelledError. From any thread; nothing once the run is closed."""
-        with self._cancelling:
-            if self._ptr is not None:
-                lib.ps_run_cancel(self._ptr)
+        self._handle.cancel()
 
     @property
     def steps_done(self) -> int:
-        return lib.ps_run_steps_done(self._ptr)
+        with self._handle.beside():
+            return lib.ps_run_steps_done(self._handle.ptr)
 
     def where(self) -> str:
         """Where each stream stands and what its next op waits for, a line a stream: to find out why nothing moves."""
         room = ffi.new("char[]", 4096)
-        lib.ps_run_where(self._ptr, room, len(room))
+        with self._handle.beside():
+            lib.ps_run_where(self._handle.ptr, room, len(room))
         return ffi.string(room).decode()
 
     def trace(self) -> np.ndarray:
         """The kept events as a structured array of TRACE_DTYPE, times in ns since the run's start; StateError while steps
         are in flight."""
         n = ffi.new("uint64_t *")
-        check(lib.ps_run_trace(self._ptr, ffi.NULL, 0, n))
-        events = np.zeros(n[0], TRACE_DTYPE)
-        check(lib.ps_run_trace(self._ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), n))
+        with self._handle.turn():
+            check(lib.ps_run_trace(self._handle.ptr, ffi.NULL, 0, n))
+            events = np.zeros(n[0], TRACE_DTYPE)
+            check(lib.ps_run_trace(self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), n))
         return events
 
     def close(self) -> None:
-        """Wait for the streams to come to rest and release the run, so that its engine can be closed."""
-        if getattr(self, "_ptr", None) is not None:
-            with self._cancelling:  # what is still in cancel() in another thread
-                run, self._ptr = self._ptr, None  # cffi refuses None where a pointer is wanted
-            ffi.release(run)
-            self._failures.clear()
+        """Wait for the streams to come to rest and release the run, so that its engine can be closed. StateError inside an op of it."""
+        self._handle.close()
+        self._handle.failures.clear()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exc):
-        self.close()
-
-    def __del__(self):  # before the engine and the callbacks, which steps in flight still use, can go
         self.close()

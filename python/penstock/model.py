@@ -3,6 +3,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ._handle import Handle, Owner
 from ._lib import as_dict, check, encode_path, ffi, lib, struct, text
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -57,6 +58,7 @@ class ModelConfig:
 
     def params(self) -> list[Parameter]:
         """Every parameter tensor, in the library's order."""
+        check(lib.ps_model_config_check(self._ptr, b"model"))
         out, info = [], ffi.new("ps_param_info *")
         for i in range(lib.ps_model_n_params(self._ptr)):
             check(lib.ps_model_param(self._ptr, i, info))
@@ -71,18 +73,18 @@ class ModelConfig:
         return as_dict(out)
 
 
-class TensorFile:
+class TensorFile(Owner):
     """A .safetensors file or a model directory, opened for reading: `names`, and read(name) as fp32."""
 
     def __init__(self, path):
         out = ffi.new("ps_tensor_file **")
         check(lib.ps_tensors_open(out, encode_path(path)))
-        self._ptr = ffi.gc(out[0], lib.ps_tensors_close)
-        self.names = [text(self._info(i).name) for i in range(lib.ps_tensors_count(self._ptr))]
+        self._handle = Handle("tensor file", out[0], lib.ps_tensors_close)
+        self.names = [text(self._info(i).name) for i in range(lib.ps_tensors_count(self._handle.ptr))]
 
     def _info(self, idx: int):
         info = ffi.new("ps_tensor_info *")
-        check(lib.ps_tensors_info(self._ptr, idx, info))
+        check(lib.ps_tensors_info(self._handle.ptr, idx, info))
         return info
 
     def __contains__(self, name: str) -> bool:
@@ -90,10 +92,10 @@ class TensorFile:
 
     def read(self, name: str) -> np.ndarray:
         """The tensor converted to float32, in its shape. KeyError for an unknown name."""
-        idx = lib.ps_tensors_find(self._ptr, name.encode())
+        idx = lib.ps_tensors_find(self._handle.ptr, name.encode())
         if idx == 2**64 - 1:
             raise KeyError(name)
         info = self._info(idx)
         array = np.empty(tuple(info.shape[d] for d in range(info.n_dims)), np.float32)
-        check(lib.ps_tensors_read(self._ptr, idx, 0, info.n, lib.PS_F32, ffi.cast("void *", array.ctypes.data)))
+        check(lib.ps_tensors_read(self._handle.ptr, idx, 0, info.n, lib.PS_F32, ffi.cast("void *", array.ctypes.data)))
         return array

@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 
+from ._handle import Handle, Owner
 from ._lib import BudgetError, StateError, InputOutputError, FormatError, as_dict, check, encode_path, ffi, lib, struct, text
 from .engine import TRACE_DTYPE, Schedule
 from .model import ModelConfig
@@ -124,7 +125,7 @@ class Hardware:
         return as_dict(self._ptr)
 
 
-class Plan:
+class Plan(Owner):
     """The fastest plan for one step of `model` under both caps.
 
     Plan(ModelConfig.read("my_model"), seq_len=4096, device_mem="20GiB", host_mem="80GiB")
@@ -146,7 +147,7 @@ class Plan:
                                    head_slice_tokens, clip, threads, trace_steps, keep_grads, one_document, deterministic, reserve, first_round_chunks)
         out = ffi.new("ps_plan **")
         check(lib.ps_plan_create(out, model._ptr, self.config, self.hardware._ptr))
-        self._ptr = ffi.gc(out[0], lib.ps_plan_destroy)
+        self._handle = Handle("plan", out[0], lib.ps_plan_destroy)
 
     @staticmethod
     def _config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round, head_slice_tokens, clip,
@@ -176,20 +177,21 @@ class Plan:
     def report(self) -> dict:
         """Numbers of the plan, fields as ps_plan_report of include/penstock/plan.h (bytes, seconds, FLOPs)."""
         out = struct("ps_plan_report")
-        check(lib.ps_plan_get_report(self._ptr, out))
+        check(lib.ps_plan_get_report(self._handle.ptr, out))
         return as_dict(out)
 
     def __str__(self) -> str:
-        return text(lib.ps_plan_text(self._ptr))
+        return text(lib.ps_plan_text(self._handle.ptr))
 
     def json(self) -> dict:
         """Everything, unit by unit and fate by fate."""
-        return json.loads(text(lib.ps_plan_json(self._ptr)))
+        return json.loads(text(lib.ps_plan_json(self._handle.ptr)))
 
     @property
     def schedule(self) -> Schedule:
         """The compiled step."""
-        return Schedule(lib.ps_plan_schedule(self._ptr), self)
+        borrowed = lib.ps_plan_schedule(self._handle.ptr)
+        return Schedule(Handle("schedule", borrowed, lambda _ptr: None, (self._handle,)))
 
     @property
     def stream_names(self) -> list[str]:
@@ -200,11 +202,16 @@ class Plan:
         awaited_stream, seconds; by stream, the longest first."""
         room, n = 128, ffi.new("uint64_t *")
         out = ffi.new("ps_stall[]", room)
-        check(lib.ps_plan_stalls(self._ptr, ffi.from_buffer("ps_trace_event[]", trace), len(trace), out, room, n))
-        return [{"stream": s.stream, "what": text(s.what), "awaited_stream": s.awaited_stream, "seconds": s.seconds} for s in out[0:n[0]]]
+        if getattr(trace, "dtype", None) != TRACE_DTYPE:
+            raise ValueError("stalls() takes a trace as Trainer.trace() and simulate() give it, an array of engine.TRACE_DTYPE")
+        events = np.ascontiguousarray(trace)
+        check(lib.ps_plan_stalls(self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), out, room, n))
+        return [{"stream": s.stream, "what": text(s.what), "awaited_stream": s.awaited_stream, "seconds": s.seconds}
+                for s in out[0:min(n[0], room)]]
 
     def simulate(self, n_steps: int = 2) -> tuple[np.ndarray, np.ndarray]:
         """The predicted trace of n_steps steps (TRACE_DTYPE) and when each step ended (ns)."""
         events, ends = np.zeros(n_steps * self.schedule.n_ops, TRACE_DTYPE), np.zeros(n_steps)
-        check(lib.ps_plan_simulate(self._ptr, n_steps, ffi.from_buffer("ps_trace_event[]", events), ffi.from_buffer("double[]", ends)))
+        check(lib.ps_plan_simulate(self._handle.ptr, n_steps, ffi.from_buffer("ps_trace_event[]", events),
+                                   ffi.from_buffer("double[]", ends)))
         return events, ends

@@ -1,9 +1,9 @@
 """Training a model directory under a plan."""
-import threading
 from dataclasses import dataclass, fields
 
 import numpy as np
 
+from ._handle import ActiveHandle, Owner
 from ._lib import StateError, check, encode_path, error, ffi, lib, struct, text
 from .dataset import Dataset
 from .engine import TRACE_DTYPE
@@ -33,18 +33,32 @@ class StepMetrics:
     host_peak_bytes: int
 
 
-# The callbacks hold no reference to their trainer: without a cycle the last reference to a trainer ends it at once, in the thread
-# that dropped it, and never inside the garbage collector on a stream's own thread, which would wait for itself.
+def _as_int32(values, what: str, n: int) -> np.ndarray:
+    """values as n int32; ValueError names the first that is none."""
+    array = np.asarray(values).reshape(-1)
+    if array.size != n:
+        raise ValueError(f"{what} are {array.size}, {n} wanted")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{what} are of dtype {array.dtype}, the first of them {array[0]}: give integers")
+    bounds = np.iinfo(np.int32)
+    past = np.flatnonzero((array < bounds.min) | (array > bounds.max))
+    if past.size:
+        raise ValueError(f"{what}: {array[past[0]]} at position {past[0]} is past int32: token ids are below the vocabulary, -1 is not counted")
+    return np.ascontiguousarray(array, np.int32)
+
+
+# The callbacks hold no reference to their trainer: without a cycle the last reference to a trainer ends it at once.
 
 
 def _batch_callback(data, failures: list):
     """A ps_batch_fn that takes data(step) -> (tokens, targets); what it raises goes to failures."""
     def fill(_user, step, tokens, targets, n):
-        for dst, src in zip((tokens, targets), data(step)):
-            src = np.ascontiguousarray(src, np.int32).reshape(-1)
-            if src.size != n:
-                raise ValueError(f"the batch of step {step} has {src.size} tokens, {n} wanted")
-            ffi.memmove(dst, ffi.from_buffer(src), 4 * n)
+        batch = data(step)
+        if not isinstance(batch, (tuple, list, np.ndarray)) or len(batch) != 2:
+            got = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+            raise ValueError(f"the batch of step {step} is a {got}: return (tokens, targets), {n} integers each")
+        for dst, values, what in zip((tokens, targets), batch, ("tokens", "targets")):
+            ffi.memmove(dst, ffi.from_buffer(_as_int32(values, f"the {what} of step {step}", n)), 4 * n)
         return lib.PS_OK
 
     return ffi.callback("ps_batch_fn", fill, error=lib.PS_EINVAL, onerror=lambda _type, exc, _traceback: failures.append(exc))
@@ -58,7 +72,7 @@ def _progress_callback(progress, failures: list):
     return ffi.callback("ps_progress_fn", report, onerror=lambda _type, exc, _traceback: failures.append(exc))
 
 
-class Trainer:
+class Trainer(Owner):
     """Trains the model directory `model_dir` under `plan`, on a Dataset (or paths of shards) or on a callable.
 
     with Trainer("my_model", plan, data="shards/", lr=3e-4, total_steps=100) as trainer:
@@ -66,10 +80,12 @@ class Trainer:
             print(metrics.step, metrics.loss)
         trainer.save("trained")
 
-    data: a Dataset, a path or list of paths, or batch(step) -> (tokens, targets), int32 arrays of tokens_per_step each, sequence
+    data: a Dataset, a path or list of paths, or batch(step) -> (tokens, targets), integer arrays of tokens_per_step each, sequence
     after sequence; a target of -1 is not counted. lr_schedule: constant, cosine, linear, wsd, over total_steps. clip_norm 0: no
     clipping (the plan must then have clip=False). document_token begins a document, document_end_token ends one; -1: none.
     progress(what, done_bytes, total_bytes) hears of the loading.
+    Calls of several threads take turns; cancel(), where() and steps_done may be called beside them, and inside batch(). A trainer
+    that is not closed ends when it is dropped and its steps are done; at the interpreter's exit one that still runs is cancelled.
     Raises FormatError, InputOutputError, OutOfMemoryError, InvalidError.
     """
 
@@ -88,30 +104,30 @@ class Trainer:
                             "trace_steps": plan.config.trace_steps}.items():
             setattr(cfg, name, value)
         self.plan, self._failures = plan, []
-        self._bind_data(cfg, data)
+        self.params = {p.name: p for p in plan.model.params()}
+        uses, source = self._bind_data(cfg, data)
         report = _progress_callback(progress, self._failures) if progress else ffi.NULL
         out = ffi.new("ps_trainer **")
-        check(lib.ps_trainer_create(out, encode_path(model_dir), plan._ptr, cfg, report, ffi.NULL))
-        self._cancelling = threading.RLock()  # again in a signal handler that strikes inside cancel()
-        self._ptr = ffi.gc(out[0], lib.ps_trainer_destroy)
+        plan._handle.wait_for_dropped()
+        check(lib.ps_trainer_create(out, encode_path(model_dir), plan._handle.ptr, cfg, report, ffi.NULL))
+        self._handle = ActiveHandle("trainer", out[0], lib.ps_trainer_destroy, uses, lib.ps_trainer_cancel, lib.ps_trainer_at_rest, source)
         if self._failures:  # progress raised
             self.close()
             raise self._failures[0]
-        self.params = {p.name: p for p in plan.model.params()}
 
-    def _bind_data(self, cfg, data) -> None:
+    def _bind_data(self, cfg, data) -> tuple:
+        """The handles that a trainer with this data uses, and the source."""
         if callable(data):
-            self._data = cfg.batch_fn = _batch_callback(data, self._failures)
-        else:
-            self._data = data if isinstance(data, Dataset) else Dataset(data, self.plan.model.vocab_size)
-            cfg.dataset = self._data._ptr
+            source = cfg.batch_fn = _batch_callback(data, self._failures)
+            return (self.plan._handle,), source
+        source = data if isinstance(data, Dataset) else Dataset(data, self.plan.model.vocab_size)
+        cfg.dataset = source._handle.ptr
+        return (self.plan._handle, source._handle), source
 
     def _check(self, status: int) -> None:
-        if status < 0:
-            failure = error(status)
-            if self._failures and status != lib.PS_ECANCELLED:
-                raise self._failures[0] from failure
-            raise failure
+        if status < 0 and status not in (lib.PS_ECANCELLED, lib.PS_ESTATE) and self._failures:
+            raise self._failures[0] from error(status)
+        check(status)
 
     def steps(self, n: int):
         """Run n steps and yield the StepMetrics of each. One step is kept in flight beyond the one that is reported. Leaving the
@@ -122,7 +138,8 @@ class Trainer:
             while done < n:
                 ahead = min(n, done + 2) - submitted
                 if ahead:
-                    self._check(lib.ps_trainer_submit(self._ptr, ahead))
+                    with self._handle.turn():
+                        self._check(lib.ps_trainer_submit(self._handle.ptr, ahead))
                     submitted += ahead
                 metrics = self._wait()
                 done += 1
@@ -133,13 +150,14 @@ class Trainer:
 
     def _wait(self) -> StepMetrics:
         out = ffi.new("ps_step_metrics *")
-        self._check(lib.ps_trainer_wait(self._ptr, out))
+        with self._handle.turn():
+            self._check(lib.ps_trainer_wait(self._handle.ptr, out))
         return StepMetrics(**{f.name: getattr(out, f.name) for f in fields(StepMetrics)})
 
     def finish(self) -> list[StepMetrics]:
         """Wait for what is in flight; the metrics of the steps that no loop reported."""
         rest = []
-        while self._ptr is not None:  # the library is asked, not a counter: Ctrl-C may strike between its answer and the counting
+        while True:  # the library is asked, not a counter: Ctrl-C may strike between its answer and the counting
             try:
                 rest.append(self._wait())
             except StateError:
@@ -148,18 +166,18 @@ class Trainer:
 
     def cancel(self) -> None:
         """Stop at the next op; the weights may then be of two steps, as the error says. From any thread; nothing once the trainer is closed."""
-        with self._cancelling:
-            if self._ptr is not None:
-                lib.ps_trainer_cancel(self._ptr)
+        self._handle.cancel()
 
     @property
     def steps_done(self) -> int:
-        return lib.ps_trainer_steps_done(self._ptr)
+        with self._handle.beside():
+            return lib.ps_trainer_steps_done(self._handle.ptr)
 
     def where(self) -> str:
         """Where each stream stands, a line a stream; "" before the first step."""
         room = ffi.new("char[]", 4096)
-        lib.ps_trainer_where(self._ptr, room, len(room))
+        with self._handle.beside():
+            lib.ps_trainer_where(self._handle.ptr, room, len(room))
         return ffi.string(room).decode()
 
     def _param(self, name) -> Parameter:
@@ -176,7 +194,8 @@ class Trainer:
     def _read(self, function, name) -> np.ndarray:
         param = self._param(name)
         out = np.empty(param.shape, np.float32)
-        check(function(self._ptr, param.index, ffi.from_buffer("float[]", out), out.size))
+        with self._handle.turn():
+            check(function(self._handle.ptr, param.index, ffi.from_buffer("float[]", out), out.size))
         return out
 
     def write(self, name, values) -> None:
@@ -185,19 +204,22 @@ class Trainer:
         values = np.ascontiguousarray(values, np.float32)
         if values.shape != param.shape:
             raise ValueError(f"{param.name} has shape {param.shape}, not {values.shape}")
-        check(lib.ps_trainer_write_param(self._ptr, param.index, ffi.from_buffer("float[]", values), values.size))
+        with self._handle.turn():
+            check(lib.ps_trainer_write_param(self._handle.ptr, param.index, ffi.from_buffer("float[]", values), values.size))
 
     def save(self, directory, dtype: str = "bf16") -> None:
         """The model as a Hugging Face directory, safetensors in "bf16" or "fp32". Whatever ends it, the directory
         holds the whole old model or the whole new one, and what else was in it."""
-        check(lib.ps_trainer_save(self._ptr, encode_path(directory), DTYPES[dtype]))
+        with self._handle.turn():
+            check(lib.ps_trainer_save(self._handle.ptr, encode_path(directory), DTYPES[dtype]))
 
     def trace(self) -> np.ndarray:
         """The trace of the last plan.config.trace_steps steps (engine.TRACE_DTYPE)."""
         n = ffi.new("uint64_t *")
-        check(lib.ps_trainer_trace(self._ptr, ffi.NULL, 0, n))
-        events = np.zeros(n[0], TRACE_DTYPE)
-        check(lib.ps_trainer_trace(self._ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), n))
+        with self._handle.turn():
+            check(lib.ps_trainer_trace(self._handle.ptr, ffi.NULL, 0, n))
+            events = np.zeros(n[0], TRACE_DTYPE)
+            check(lib.ps_trainer_trace(self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), n))
         return events
 
     def write_trace(self, path) -> None:
@@ -205,17 +227,11 @@ class Trainer:
         self.plan.schedule.write_trace(path, self.trace(), self.plan.stream_names)
 
     def close(self) -> None:
-        """Wait for what is in flight and release the memory."""
-        if getattr(self, "_ptr", None) is not None:
-            with self._cancelling:  # what is still in cancel() in another thread
-                trainer, self._ptr = self._ptr, None  # cffi refuses None where a pointer is wanted
-            ffi.release(trainer)
+        """Wait for what is in flight and release the memory. StateError inside batch()."""
+        self._handle.close()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exc):
-        self.close()
-
-    def __del__(self):  # before the plan and the callbacks, which steps in flight still use, can go
         self.close()
