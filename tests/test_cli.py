@@ -289,6 +289,13 @@ def test_a_grid_of_caps_is_predicted_and_drawn(tiny_model, tmp_path):
     assert (tmp_path / "grid.png").stat().st_size > 1000
     table = penstock(*ask, *sizes).stdout
     assert table.count("\n") == 4 and "-" in table and "4.0 GiB" in table
+    assert grid["found_under"] == [[None] * 3, [None] + [{"device_bytes": d, "host_bytes": 4 << 30} for d in (4 << 20, 64 << 20)]]  # all plans were looked at
+    turned = ("--grid-device", "64MiB", "1KiB", "4MiB", "--grid-host", "4GiB", "1MiB")
+    other = json.loads(penstock(*ask, *turned, "--json").stdout)
+    for key in ("tokens_per_s", "found_under"):
+        assert other[key] == [[row[2], row[0], row[1]] for row in reversed(grid[key])]
+    head, columns, large_row, small_row = penstock(*ask, *turned).stdout.splitlines()
+    assert large_row.split()[:2] == ["4.0", "GiB"] and small_row.split() == ["1.0", "MiB", "-", "-", "-"] and columns.split()[0] == "64.0"
     for wrong in (sizes[:4], ("--grid-device", "many", "--grid-host", "1GiB")):
         done = penstock(*ask, *wrong)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and "grid" in done.stderr

@@ -155,6 +155,16 @@ int cli_job_plan(cli_job *job);
 /* cli_plan_grid() - for a prepared job: predicted tokens per second under each pair of caps, as a table or JSON (grid.c). */
 int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts);
 
+typedef struct cli_cell {
+  uint64_t device_bytes, host_bytes; /* caps */
+  double searched;   /* tokens per second of the plan found under these caps; 0: none fits, or not searched yet */
+  uint32_t idx_from; /* the cell whose plan this one shows */
+} cli_cell;
+
+/* cli_cells_share() - let each of @n cells show the fastest plan found under its caps or under a cell's that are no larger in
+ * either: its own where no other is faster. What is shown thus never falls where both caps grow (cells.c). */
+void cli_cells_share(cli_cell *cell, uint32_t n);
+
 /* ---- training (train.c, progress.c, summary.c) ------------------------------------------------------------------------------ */
 int cli_train_job(cli_job *job); /* job parsed; everything else is done here */
 int cli_interrupts(void); /* how often this run was asked to stop */

@@ -1,9 +1,18 @@
 /* grid.c - `penstock plan --grid-device ... --grid-host ...`: predicted tokens per second over caps of device and host memory. */
 #include "cli.h"
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { MAX_SIDE = 16 };
+
+typedef struct grid {
+  uint64_t device[MAX_SIDE], host[MAX_SIDE]; /* as given */
+  uint32_t n_device, n_host;
+  cli_cell cell[MAX_SIDE * MAX_SIDE]; /* a row for each of host */
+} grid;
+
+static const cli_cell *shown(const grid *g, uint32_t h, uint32_t d) { return &g->cell[g->cell[h * g->n_device + d].idx_from]; }
 
 static int parse_side(const cli_texts *texts, const char *option, uint64_t out[MAX_SIDE]) {
   if (texts->n > MAX_SIDE)
@@ -14,17 +23,16 @@ static int parse_side(const cli_texts *texts, const char *option, uint64_t out[M
   return CLI_OK;
 }
 
-/* Tokens per second of the fastest plan under both caps; 0 where none fits. */
-static int predict(const cli_job *job, uint64_t device, uint64_t host, double *out) {
+/* Searches a plan under a cell's caps. */
+static int search(const cli_job *job, cli_cell *cell) {
   ps_plan_config cfg = job->plan_config;
   ps_hardware hardware = job->hardware;
   ps_plan_report report = {.struct_bytes = sizeof report};
   ps_plan *plan = NULL;
-  cfg.device_bytes = device;
-  cfg.host_bytes = host;
+  cfg.device_bytes = cell->device_bytes;
+  cfg.host_bytes = cell->host_bytes;
   hardware.host_memory_bytes = 0; /* as for --host-mem: the machine planned for has what was given */
   ps_status st = ps_plan_create(&plan, &job->config, &cfg, &hardware);
-  *out = 0;
   if (st == PS_EBUDGET)
     return CLI_OK;
   if (st == PS_OK)
@@ -32,7 +40,7 @@ static int predict(const cli_job *job, uint64_t device, uint64_t host, double *o
   ps_plan_destroy(plan);
   if (st != PS_OK)
     return cli_fail_status(st, true);
-  *out = report.step_s > 0 ? (double)report.tokens_per_step / report.step_s : 0;
+  cell->searched = report.step_s > 0 ? (double)report.tokens_per_step / report.step_s : 0;
   return CLI_OK;
 }
 
@@ -48,23 +56,42 @@ static void subject_json(cli_json *j, const cli_job *job) {
   cli_json_count(j, "seq_len", job->seq_len);
 }
 
-static void print_json(const cli_job *job, const double *rate, const uint64_t *device, uint32_t n_device, const uint64_t *host, uint32_t n_host) {
+static void found_under_json(cli_json *j, const cli_cell *cell) {
+  if (cell->searched <= 0) {
+    cli_json_number(j, NULL, NAN); /* null */
+    return;
+  }
+  cli_json_open(j, NULL, '{');
+  cli_json_count(j, "device_bytes", cell->device_bytes);
+  cli_json_count(j, "host_bytes", cell->host_bytes);
+  cli_json_close(j, '}');
+}
+
+static void print_json(const cli_job *job, const grid *g) {
   cli_json j = {.out = stdout};
   cli_json_open(&j, NULL, '{');
   subject_json(&j, job);
   cli_json_open(&j, "device_bytes", '[');
-  for (uint32_t d = 0; d < n_device; d++)
-    cli_json_count(&j, NULL, device[d]);
+  for (uint32_t d = 0; d < g->n_device; d++)
+    cli_json_count(&j, NULL, g->device[d]);
   cli_json_close(&j, ']');
   cli_json_open(&j, "host_bytes", '[');
-  for (uint32_t h = 0; h < n_host; h++)
-    cli_json_count(&j, NULL, host[h]);
+  for (uint32_t h = 0; h < g->n_host; h++)
+    cli_json_count(&j, NULL, g->host[h]);
   cli_json_close(&j, ']');
   cli_json_open(&j, "tokens_per_s", '['); /* a row for each of host_bytes; 0: no plan fits */
-  for (uint32_t h = 0; h < n_host; h++) {
+  for (uint32_t h = 0; h < g->n_host; h++) {
     cli_json_open(&j, NULL, '[');
-    for (uint32_t d = 0; d < n_device; d++)
-      cli_json_number(&j, NULL, rate[h * n_device + d]);
+    for (uint32_t d = 0; d < g->n_device; d++)
+      cli_json_number(&j, NULL, shown(g, h, d)->searched);
+    cli_json_close(&j, ']');
+  }
+  cli_json_close(&j, ']');
+  cli_json_open(&j, "found_under", '['); /* the caps with which `penstock plan` makes that plan again */
+  for (uint32_t h = 0; h < g->n_host; h++) {
+    cli_json_open(&j, NULL, '[');
+    for (uint32_t d = 0; d < g->n_device; d++)
+      found_under_json(&j, shown(g, h, d));
     cli_json_close(&j, ']');
   }
   cli_json_close(&j, ']');
@@ -72,44 +99,66 @@ static void print_json(const cli_job *job, const double *rate, const uint64_t *d
   putchar('\n');
 }
 
-static void print_row(const char *head, uint32_t n_device, const double *rate) {
-  printf("%14s", head);
-  for (uint32_t d = 0; d < n_device; d++)
-    if (rate[d] > 0)
-      printf("%12.0f", rate[d]);
+static void print_head(const grid *g) {
+  char text[32];
+  printf("predicted tokens/s (columns: --device-mem, rows: --host-mem)\n%14s", "");
+  for (uint32_t d = 0; d < g->n_device; d++)
+    printf("%12s", cli_bytes(text, g->device[d]));
+  putchar('\n');
+}
+
+static void print_row(const grid *g, uint32_t h) {
+  char text[32];
+  printf("%14s", cli_bytes(text, g->host[h]));
+  for (uint32_t d = 0; d < g->n_device; d++)
+    if (shown(g, h, d)->searched > 0)
+      printf("%12.0f", shown(g, h, d)->searched);
     else
       printf("%12s", "-");
   putchar('\n');
   fflush(stdout);
 }
 
+/* Rows from the least host memory to the most: what a row shows is then known once it is searched. */
+static void order_rows(const grid *g, uint32_t row[MAX_SIDE]) {
+  for (uint32_t h = 0; h < g->n_host; h++) {
+    uint32_t at = h;
+    for (; at > 0 && g->host[row[at - 1]] > g->host[h]; at--)
+      row[at] = row[at - 1];
+    row[at] = h;
+  }
+}
+
 int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts) {
-  uint64_t device[MAX_SIDE], host[MAX_SIDE];
-  double rate[MAX_SIDE * MAX_SIDE];
-  char text[32];
+  grid g = {.n_device = devices->n, .n_host = hosts->n};
+  uint32_t row[MAX_SIDE], n_printed = 0;
+  bool done[MAX_SIDE] = {false};
   if (!devices->n || !hosts->n)
     return cli_fail(CLI_REFUSED, "--grid-device and --grid-host go together: give the sizes of both");
-  int code = parse_side(devices, "grid-device", device);
+  int code = parse_side(devices, "grid-device", g.device);
   if (code == CLI_OK)
-    code = parse_side(hosts, "grid-host", host);
+    code = parse_side(hosts, "grid-host", g.host);
+  if (code != CLI_OK)
+    return code;
+  for (uint32_t i = 0; i < g.n_host * g.n_device; i++)
+    g.cell[i] = (cli_cell){.device_bytes = g.device[i % g.n_device], .host_bytes = g.host[i / g.n_device]};
+  order_rows(&g, row);
   cli_progress p;
   cli_progress_begin(&p, job);
-  if (code == CLI_OK && !job->json) {
-    printf("predicted tokens/s (columns: --device-mem, rows: --host-mem)\n%14s", "");
-    for (uint32_t d = 0; d < devices->n; d++)
-      printf("%12s", cli_bytes(text, device[d]));
-    putchar('\n');
-  }
-  for (uint32_t h = 0; code == CLI_OK && h < hosts->n; h++) {
-    for (uint32_t d = 0; code == CLI_OK && d < devices->n; d++) {
-      cli_progress_count(&p, "plan", h * devices->n + d + 1, devices->n * hosts->n);
-      code = predict(job, device[d], host[h], &rate[h * devices->n + d]);
+  if (!job->json)
+    print_head(&g);
+  for (uint32_t i = 0; code == CLI_OK && i < g.n_host; i++) {
+    for (uint32_t d = 0; code == CLI_OK && d < g.n_device; d++) {
+      cli_progress_count(&p, "plan", i * g.n_device + d + 1, g.n_device * g.n_host);
+      code = search(job, &g.cell[row[i] * g.n_device + d]);
     }
     cli_progress_clear(&p);
-    if (code == CLI_OK && !job->json)
-      print_row(cli_bytes(text, host[h]), devices->n, &rate[h * devices->n]);
+    cli_cells_share(g.cell, g.n_host * g.n_device);
+    done[row[i]] = code == CLI_OK;
+    for (; !job->json && n_printed < g.n_host && done[n_printed]; n_printed++)
+      print_row(&g, n_printed);
   }
   if (code == CLI_OK && job->json)
-    print_json(job, rate, device, devices->n, host, hosts->n);
+    print_json(job, &g);
   return code;
 }

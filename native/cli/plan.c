@@ -36,7 +36,8 @@ int cli_plan(int argc, char **argv) {
                                 .help = "plan for the machine that this file describes (as penstock profile keeps it in its cache)"};
   cli_texts devices = {0}, hosts = {0};
   options[n + 2] = (cli_option){.name = "grid-device", .kind = CLI_TEXTS, .out = &devices, .value = "SIZE...",
-                                .help = "with --grid-host: a table of predicted tokens/s over these caps"};
+                                .help = "with --grid-host: a table of predicted tokens/s over these caps; a cell shows the fastest plan found under its "
+                                        "caps or smaller ones of the table (--json: found_under)"};
   options[n + 3] = (cli_option){.name = "grid-host", .kind = CLI_TEXTS, .out = &hosts, .value = "SIZE...", .help = "its rows"};
   options[n + 4] = (cli_option){.name = NULL};
   const cli_command command = {
