@@ -35,7 +35,7 @@ typedef struct ps_plan_config {
   uint64_t chunk_tokens;      /* 0: the planner chooses; else pinned: a multiple of seq_len, or less (slices, the last one shorter) */
   uint64_t chunks_per_round;  /* 0: the planner chooses; else pinned; a long sequence's chunks are never split over rounds */
   uint64_t first_round_chunks; /* chunks of the first round; 0: as chunks_per_round where that is pinned, else the planner chooses */
-  uint64_t head_slice_tokens; /* tokens a slice of the head and loss; 0: from the vocabulary alone */
+  uint64_t head_slice_tokens; /* tokens a slice of the head and loss; 0: from the vocabulary and, on a GPU, the chunk */
   uint32_t clip;              /* 1: exact global-norm clipping will be used (the optimizer then waits for the whole norm) */
   uint32_t n_threads;         /* compute threads; 0: those of the hardware */
   uint32_t trace_steps;       /* steps kept by the trace, counted as host memory */

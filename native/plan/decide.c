@@ -116,7 +116,7 @@ ps_status ps__decide(const ps__family *f, const ps__layout *layout, const ps__me
   spec->chunk_tokens = layout->chunk_tokens;
   spec->chunks_per_round = layout->chunks_per_round;
   spec->first_round_chunks = layout->first_round_chunks;
-  spec->head_slice = plan->cfg.head_slice_tokens;
+  spec->head_slice = ps__head_slice(plan, layout->chunk_tokens);
   spec->clip = plan->cfg.clip != 0;
   spec->param_lead = spec->saved_lead = spec->saved_lag = spec->grad_lag = m->ahead;
   spec->sum_lag = m->ahead + m->sums;

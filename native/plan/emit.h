@@ -84,7 +84,8 @@ bool ps__contribution_begins(const ps__builder *b, uint32_t c);
 bool ps__contribution_ends(const ps__builder *b, uint32_t c);
 uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i); /* how the unit's contribution i, from 1 on, is added to its total: ps__sum_mode() */
 void ps__grad_begin(ps__builder *b, uint32_t unit);
-void ps__grad_end(ps__builder *b, uint32_t unit);               /* the contribution is complete: on its way home */
+/* ps__grad_end() - the contribution is complete: on its way home. @more: another one of the same round follows at once, and reuses its memory. */
+void ps__grad_end(ps__builder *b, uint32_t unit, bool more);
 void ps__total_at_home(ps__builder *b, uint32_t unit);          /* the step's gradient is complete at home: sums of squares and, without clipping, the update */
 
 /* ---- updates (updates.c) ---- */

@@ -228,7 +228,7 @@ static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__
   const double update = ps__adamw_bytes((ps_recipe)f->plan->cfg.recipe, PS_ADAMW_WHOLE), e = ps_dtype_bytes((ps_dtype)f->block.dt);
   const uint32_t n_units = ps_model_n_units(m);
   const bool home = ps__embeds_at_home(f, l, r);
-  const ps__contributions sums = ps__contributions_of(l, f->plan->cfg.head_slice_tokens, (ps_dtype)f->block.dt, false);
+  const ps__contributions sums = ps__contributions_of(l, ps__head_slice(f->plan, l->chunk_tokens), (ps_dtype)f->block.dt, false);
   traffic t = {0};
   if (home) { /* its rows' gradients go home; but the first block's inputs do not, which are counted with the saved tensors */
     t.to_device = ps__lookup_bytes(f, l);
@@ -303,7 +303,7 @@ static double estimate_of(const ps__family *f, const ps__base *z, const ps__shar
 static uint64_t resident_bytes(const ps__family *f, const ps__layout *l, const ps__residency *r) {
   const uint64_t state = f->plan->cfg.recipe == PS_RECIPE_BF16 ? 4 : f->plan->cfg.recipe == PS_RECIPE_FP32 ? 8 : 12;
   const uint64_t e = ps_dtype_bytes((ps_dtype)f->block.dt);
-  const ps__contributions sums = ps__contributions_of(l, f->plan->cfg.head_slice_tokens, (ps_dtype)f->block.dt, false);
+  const ps__contributions sums = ps__contributions_of(l, ps__head_slice(f->plan, l->chunk_tokens), (ps_dtype)f->block.dt, false);
   uint64_t bytes = 0;
   for (uint32_t u = ps__embeds_at_home(f, l, r); u < ps_model_n_units(&f->plan->model); u++) {
     const bool several = ps__unit_contributions(&f->plan->model, &sums, u) > 1;

@@ -310,7 +310,7 @@ static void end_full_contribution(ps__builder *b) {
     const ps__vaccess zero = ps__part(b->unit[unit].grad, PS_WRITE, 0, norm_bytes);
     ps__emit(b, &ps__k_fill_zero, PS__S_COMPUTE, &fill, sizeof fill, &zero, 1, ps__bytes_work((double)norm_bytes), ps__unit_tag(b, unit, PS__PHASE_HEAD));
   }
-  ps__grad_end(b, unit);
+  ps__grad_end(b, unit, true);
   ps__grad_begin(b, unit);
   if (unit > 0) b->head_norm = false;
 }
@@ -376,7 +376,7 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
   ps__emit_copy(b, PS__S_D2H, ps__whole(b, row_loss, PS_READ), ps__part(s->row_loss, PS_WRITE, 4ull * k->first_token, 4ull * t), tag);
   b->head_norm = true;
   if (s->cfg->tied_embeddings && c && ps__contribution_ends(b, c)) { /* the unit has the norm alone, which every chunk adds to */
-    ps__grad_end(b, unit);
+    ps__grad_end(b, unit, true);
     ps__grad_begin(b, unit);
     b->head_norm = false;
   }

@@ -15,6 +15,13 @@ static uint64_t default_head_slice(const ps_model_config *m, ps_dtype dt, uint32
   return rows;
 }
 
+uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens) {
+  uint64_t rows = plan->cfg.head_slice_tokens;
+  if (plan->head_slice_given || plan->hw.backend != PS_BACKEND_CUDA) return rows;
+  while (rows < 4096 && rows * PS__MOST_ADDITIONS < chunk_tokens) rows *= 2;
+  return rows;
+}
+
 /* What the process holds besides arenas, scratch and tables, BYTES:
  *   what it held before (interpreter, libraries): read once, so that no plan depends
  *     on those before it, and rounded up, so that the next process has the same answer to 8 MiB
@@ -66,7 +73,8 @@ static ps_status check_config(ps_plan *p) {
       !(hw->optimizer_bytes_per_s > 0) || hw->n_threads == 0 || hw->n_cpus == 0)
     return ps__fail(PS_EINVAL, "the hardware description lacks a rate: fill it by ps_hardware_measure() or ps_hardware_estimate()");
   if (c->n_threads) p->hw.n_threads = c->n_threads;
-  if (c->head_slice_tokens == 0) c->head_slice_tokens = default_head_slice(&p->model, dt, hw->backend);
+  p->head_slice_given = c->head_slice_tokens != 0;
+  if (!p->head_slice_given) c->head_slice_tokens = default_head_slice(&p->model, dt, hw->backend);
   if (c->reserve_bytes == 0) c->reserve_bytes = default_reserve(&p->hw);
   return PS_OK;
 }

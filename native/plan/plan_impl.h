@@ -7,6 +7,7 @@
 struct ps_plan {
   ps_model_config model;
   ps_plan_config cfg;      /* as given, defaults filled in */
+  bool head_slice_given;   /* else cfg's is the least: see ps__head_slice() */
   ps_hardware hw;
   ps__layout layout;
   ps__spec spec;
@@ -49,6 +50,9 @@ typedef struct ps__search_result {
   uint64_t any_device, any_host;           /* the plan that misses the caps least */
   uint32_t n_candidates, n_feasible;
 } ps__search_result;
+/* Tokens of a slice of the head and loss where chunks have so many: as given; by default, on a GPU, as many as make a chunk at most PS__MOST_ADDITIONS slices (up to
+ * 4096 tokens), so that the lm_head's gradient leaves the device no more often than the blocks'. */
+uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens);
 /* Find the fastest spec under the caps (sizes_only: just the smallest caps). On PS_OK with n_feasible > 0 and not sizes_only, layout and
  * spec of the plan are set. plan->model, cfg, hw are set before. */
 ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out);

@@ -122,8 +122,8 @@ static void head_visit(ps__builder *b) {
   b->head_norm = false;
   for (uint32_t c = n; c-- > 0;) ps__head_chunk(b, c);
   if (b->round_idx + 1 == s->layout->n_rounds) emit_loss(b);
-  ps__grad_end(b, unit);
-  if (s->cfg->tied_embeddings) ps__grad_end(b, 0);
+  ps__grad_end(b, unit, false);
+  if (s->cfg->tied_embeddings) ps__grad_end(b, 0, false);
 }
 
 static void backward_visit(ps__builder *b, uint32_t layer) {
@@ -134,7 +134,7 @@ static void backward_visit(ps__builder *b, uint32_t layer) {
     for (uint32_t k = 0; k <= b->s->spec->saved_lead; k++) ps__fetch_saved(b, j + k);
     ps__backward_chunk(b, layer, c);
     if (!ps__contribution_ends(b, c)) continue;
-    ps__grad_end(b, layer);
+    ps__grad_end(b, layer, c > 0);
     if (c) ps__grad_begin(b, layer);
   }
 }
@@ -156,7 +156,7 @@ static void run_visit(ps__builder *b, uint32_t idx) {
       for (uint32_t c = n; c-- > 0;) {
         if (!b->s->spec->embed_at_home && ps__contribution_begins(b, c)) ps__grad_begin(b, 0);
         ps__embed_backward(b, c);
-        if (!b->s->spec->embed_at_home && ps__contribution_ends(b, c)) ps__grad_end(b, 0);
+        if (!b->s->spec->embed_at_home && ps__contribution_ends(b, c)) ps__grad_end(b, 0, c > 0);
       }
       break;
   }

@@ -241,14 +241,14 @@ static void emit_sumsq_home(ps__builder *b, uint32_t unit, uint32_t i, uint32_t 
 }
 
 /* Contribution i to the total at home: the first is written there, others are added; with the last (@total) come the sums of squares. */
-static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, uint32_t i, bool total) {
+static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, uint32_t i, bool total, uint32_t lag) {
   const ps__home *h = &b->s->home[unit];
   const uint32_t to = i == 0 ? h->grad : ps__vt_new(b, PS__SPACE_HOST, unit_bytes(b, unit));
   ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, to, PS_WRITE), ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
   if (i == 0) return;
   if (total) emit_sumsq_home(b, unit, i, to);
   else emit_addition(b, unit, i, PS__SPACE_HOST, to, h->grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
-  ps__vt_free_late(b, to, b->s->spec->sum_lag);
+  ps__vt_free_late(b, to, lag);
 }
 
 void ps__total_at_home(ps__builder *b, uint32_t unit) {
@@ -256,7 +256,7 @@ void ps__total_at_home(ps__builder *b, uint32_t unit) {
   ps__total_ready(b, unit);
 }
 
-void ps__grad_end(ps__builder *b, uint32_t unit) {
+void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
   ps__step *s = b->s;
   ps__unit_state *u = &b->unit[unit];
   const bool resident = s->spec->grad_resident[unit], there = ps__updated_there(s->spec, unit), ends = ends_there(b, unit);
@@ -270,7 +270,7 @@ void ps__grad_end(ps__builder *b, uint32_t unit) {
   const bool total_here = resident || ends || n == 1;
   const uint32_t leaving = resident || ends ? u->total : u->grad;
   const uint32_t sums = last && total_here ? emit_sumsq_there(b, unit, leaving) : PS__NO_VT;
-  if (last ? !there || s->spec->keep_grads : !resident) add_at_home(b, unit, leaving, resident || ends ? 0 : i, last);
+  if (last ? !there || s->spec->keep_grads : !resident) add_at_home(b, unit, leaving, resident || ends ? 0 : i, last, more ? 0 : s->spec->sum_lag);
   if (last && there) u->total = leaving; /* stays until the update */
   else if (!resident || last) ps__vt_free_late(b, leaving, s->spec->grad_lag);
   u->grad = PS__NO_VT;
