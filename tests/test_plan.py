@@ -267,9 +267,9 @@ def test_a_plan_for_less_memory_is_a_plan_for_more():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name,machine,tokens,device,host", [
-    ("8b", "rtx4090", 32768, (6, 8, 12, 16, 24), (70, 84, 128)), ("8b", "h200", 131072, (12, 24, 96), (84, 128)),
-    ("1b", "rtx5090", 131072, (4, 8, 16), (16, 32)), ("15b", "rtx4090", 65536, (12, 24), (160, 256))])
-def test_a_grid_never_falls_and_is_what_its_cells_are_alone(name, machine, tokens, device, host, tmp_path):
+    ("8b", "rtx4090", 32768, (6, 12, 16, 24), (70, 128)), ("8b", "h200", 131072, (12, 96), (84, 128)),
+    ("1b", "rtx5090", 131072, (4, 16), (16, 32)), ("15b", "rtx4090", 65536, (12, 24), (160, 256))])
+def test_a_grid_never_falls_and_is_what_plans_under_its_caps_are_alone(name, machine, tokens, device, host, tmp_path):
     (tmp_path / "config.json").write_text((ROOT / f"models/{name}.json").read_text())
     command = [BUILD / "bin/penstock", "plan", "--model", tmp_path, "--seq-len", "4096", "--tokens-per-step", str(tokens), "--json",
                "--hardware", ROOT / f"docs/hardware-{machine}.json"]
@@ -278,7 +278,7 @@ def test_a_grid_never_falls_and_is_what_its_cells_are_alone(name, machine, token
     grid = ask("--grid-device", *sizes(device), "--grid-host", *sizes(host))
     rate = np.array(grid["tokens_per_s"])
     assert (np.diff(rate, axis=0) >= 0).all() and (np.diff(rate, axis=1) >= 0).all(), rate
-    for h, d in ((0, 0), (-1, -1), (0, -1)):
+    for h, d in ((0, 0), (-1, -1)):
         found = grid["found_under"][h][d]
         assert found["device_bytes"] <= device[d] << 30 and found["host_bytes"] <= host[h] << 30
         alone = ask("--device-mem", str(found["device_bytes"]), "--host-mem", str(found["host_bytes"]))["predicted_tokens_per_s"]
