@@ -331,7 +331,7 @@ $(BUILD)/tests/libops_shim_base.so: $(OPS_BASE_SRC) $(ARCHIVE) $(STAMP_link)
 $(FUZZ_BIN): $(BUILD)/fuzz/%: $(BUILD)/obj/tests/fuzz/%.o $(BUILD)/obj/tests/fuzz/driver.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
-# What tests/save_sweep.py preloads.
+# What tests/save_sweep.py and tests/test_faults.py preload.
 $(BUILD)/tests/libdisk_shim.so: tests/native/disk_shim.c
 	@mkdir -p $(dir $@)
 	$(CC) -shared -D_GNU_SOURCE -std=gnu11 -fPIC -Wall -Wextra -O1 -o $@ $< -ldl

@@ -54,10 +54,10 @@ class Saver:
         (model / "tokenizer.json").write_text('"new"')
         plan = penstock.Plan(penstock.ModelConfig.read(model), seq_len=16, recipe="fp32", threads=1, chunk_tokens=16, chunks_per_round=1)
         self.trainer = penstock.Trainer(model, plan, lambda step: (np.zeros(16, np.int32), np.zeros(16, np.int32)))
+        self.pointer = ctypes.c_void_p(int(ffi.cast("uintptr_t", self.trainer._handle.ptr)))  # a child may not ask for it
 
     def __call__(self, folder):
-        pointer = ctypes.c_void_p(int(ffi.cast("uintptr_t", self.trainer._ptr)))
-        return native.ps__trainer_save(pointer, os.fsencode(folder), 0, ctypes.c_uint64(self.shard))
+        return native.ps__trainer_save(self.pointer, os.fsencode(folder), 0, ctypes.c_uint64(self.shard))
 
 
 class Maker:

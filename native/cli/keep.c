@@ -19,13 +19,21 @@ static bool is_models(const char *name) {
 
 static int check_empty(const char *path) {
   DIR *d = opendir(path);
-  int code = CLI_OK;
-  for (struct dirent *e; d && code == CLI_OK && (e = readdir(d));)
+  if (!d && (errno == ENOENT || errno == ENOTDIR)) /* cli_folder_check() says what is wrong with a file */
+    return CLI_OK;
+  int failed = d ? 0 : errno, code = CLI_OK;
+  while (d && code == CLI_OK) {
+    errno = 0;
+    const struct dirent *e = readdir(d);
+    failed = e ? 0 : errno;
+    if (!e)
+      break;
     if (is_models(e->d_name))
       code = cli_fail(CLI_REFUSED, "--out %s has a model already (%s): choose another directory, or replace it with --force", path, e->d_name);
+  }
   if (d)
     closedir(d);
-  return code;
+  return failed ? cli_fail(CLI_REFUSED, "--out %s: whether it has a model cannot be seen: %s", path, strerror(failed)) : code;
 }
 
 /* Of the file system that @path is on, or will be. */

@@ -139,11 +139,17 @@ static int open_lock(const char *path, bool make) {
     if (fd < 0)
       return -1;
     const int err = flock(fd, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
-    if (err || (fstat(fd, &by_fd) == 0 && stat(path, &by_name) == 0 && by_fd.st_ino == by_name.st_ino && by_fd.st_dev == by_name.st_dev)) {
+    const bool seen = err || (fstat(fd, &by_fd) == 0 && stat(path, &by_name) == 0);
+    const int unseen = seen ? 0 : errno;
+    if (err || (seen && by_fd.st_ino == by_name.st_ino && by_fd.st_dev == by_name.st_dev)) {
       errno = err;
       return fd;
     }
     close(fd);
+    if (unseen && unseen != ENOENT) { /* a disk that does not say now may never: no endless loop */
+      errno = unseen;
+      return -1;
+    }
   }
 }
 

@@ -66,7 +66,12 @@ static void print_warning(void *user, ps_log_level level, const char *message) {
 
 static int check_outputs(const cli_job *job) {
   struct stat in, out;
-  if (job->out && stat(job->model, &in) == 0 && stat(job->out, &out) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+  if (job->out && stat(job->model, &in) != 0)
+    return cli_fail(CLI_REFUSED, "--model %s cannot be looked at: %s", job->model, strerror(errno));
+  const bool there = job->out && stat(job->out, &out) == 0;
+  if (job->out && !there && errno != ENOENT && errno != ENOTDIR)
+    return cli_fail(CLI_REFUSED, "--out %s cannot be looked at: %s", job->out, strerror(errno));
+  if (there && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
     return cli_fail(CLI_REFUSED, "--out %s is the model directory itself: give another one", job->out);
   int code = job->out ? cli_out_check(job, job->out) : CLI_OK;
   return code == CLI_OK ? cli_folder_check(job->run_dir, "run-dir") : code;

@@ -45,10 +45,12 @@ struct stat;
 ps_status ps__open_input(int *fd, struct stat *sb, const char *path);
 ps_status ps__pread_all(int fd, const char *path, void *dst, size_t bytes, uint64_t offset);
 ps_status ps__write_all(int fd, const char *path, const void *src, size_t bytes);
-/* Where file @name of model directory @dir is: what a save had no time to move to its place (io/stage.c) counts first. To be
- * freed; NULL when memory is out. */
+/* Whether @path names something. A disk that does not say is PS_EIO: what cannot be looked at is not taken for missing. */
+ps_status ps__path_exists(const char *path, bool *exists);
+/* Where file @name of model directory @dir is: what a save had no time to move to its place (io/stage.c) counts first. @out is
+ * to be freed. PS_EIO, PS_ENOMEM. */
 #define PS__MODEL_PENDING ".penstock-new"
-char *ps__model_path(const char *dir, const char *name);
+ps_status ps__model_path(char **out, const char *dir, const char *name);
 /* A file that replaces @path whole: made under a random name beside it, which follows no link. ps__replace_end() closes it and
  * gives it the name, or, when @st is an error, removes it; it returns @st, or what failed. @path may be a regular file or nothing. */
 ps_status ps__replace_begin(int *fd, char **temporary, const char *path);

@@ -81,14 +81,29 @@ ps_status ps__write_all(int fd, const char *path, const void *src, size_t bytes)
   return PS_OK;
 }
 
-char *ps__model_path(const char *dir, const char *name) {
+ps_status ps__path_exists(const char *path, bool *exists) {
+  const bool found = access(path, F_OK) == 0;
+  if (!found && errno != ENOENT && errno != ENOTDIR && errno != ENAMETOOLONG)
+    return ps__fail(PS_EIO, "%s: cannot be looked at: %s", path, strerror(errno));
+  *exists = found;
+  return PS_OK;
+}
+
+ps_status ps__model_path(char **out, const char *dir, const char *name) {
   const size_t n = strlen(dir), bytes = n + strlen(name) + sizeof "//" PS__MODEL_PENDING;
   const char *slash = n && dir[n - 1] == '/' ? "" : "/";
   char *path = ps__malloc(bytes);
-  if (!path) return NULL;
+  bool pending = false;
+  if (!path) return ps__fail(PS_ENOMEM, "%s: no memory left for a path", dir);
   snprintf(path, bytes, "%s%s" PS__MODEL_PENDING "/%s", dir, slash, name);
-  if (access(path, F_OK) != 0) snprintf(path, bytes, "%s%s%s", dir, slash, name);
-  return path;
+  const ps_status st = ps__path_exists(path, &pending);
+  if (st != PS_OK) {
+    ps__free(path);
+    return st;
+  }
+  if (!pending) snprintf(path, bytes, "%s%s%s", dir, slash, name);
+  *out = path;
+  return PS_OK;
 }
 
 ps_status ps__replace_begin(int *fd, char **temporary, const char *path) {

@@ -396,8 +396,9 @@ static ps_status open_mapped(ps_tensor_file *f, const char *dir, const weight_in
   ps_status st = scan_index(f, &list, x);
   if (st == PS_OK) qsort(list.item, list.n, sizeof *list.item, compare_text);
   for (size_t i = 0; i < list.n && st == PS_OK; i++) {
-    char *path = ps__model_path(dir, list.item[i]);
-    st = path ? add_file(f, path) : no_memory(dir);
+    char *path;
+    st = ps__model_path(&path, dir, list.item[i]);
+    if (st == PS_OK) st = add_file(f, path);
   }
   for (size_t i = 0; i < list.n; i++) ps__free(list.item[i]);
   ps__free(list.item);
@@ -425,17 +426,16 @@ static ps_status open_dir(ps_tensor_file *f, const char *dir) {
                                         "model.safetensors", "model.safetensors.index.json"};
   for (int i = 0; i < 4; i++) {
     char *path = ps__path_join(dir, entries[i]);
+    bool there = false;
     if (!path) return PS_ENOMEM;
-    if (access(path, F_OK) != 0) {
-      ps__free(path);
-    } else if (i % 2) {
-      const ps_status st = open_index(f, dir, path);
-      ps__free(path);
-      return st;
-    } else {
-      PS_TRY(add_file(f, path));
+    ps_status st = ps__path_exists(path, &there);
+    if (st == PS_OK && there && i % 2 == 0) {
+      PS_TRY(add_file(f, path)); /* takes the path over */
       return make_index(f, dir);
     }
+    if (st == PS_OK && there) st = open_index(f, dir, path);
+    ps__free(path);
+    if (st != PS_OK || there) return st;
   }
   return ps__fail(PS_EIO, "%s: has neither model.safetensors nor model.safetensors.index.json: is it a model directory?", dir);
 }

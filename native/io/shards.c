@@ -213,7 +213,11 @@ static ps_status list_folder(const char *folder, char ***names, size_t *n) {
   DIR *d = opendir(folder);
   if (!d) return ps__fail(PS_EIO, "%s: cannot be opened: %s", folder, strerror(errno));
   ps_status st = PS_OK;
-  for (struct dirent *e; st == PS_OK && (e = readdir(d));) {
+  while (st == PS_OK) {
+    errno = 0;
+    const struct dirent *e = readdir(d);
+    if (!e && errno) st = ps__fail(PS_EIO, "%s: listing it failed: %s", folder, strerror(errno));
+    if (!e) break;
     size_t k = strlen(e->d_name);
     if (k <= 4 || strcmp(e->d_name + k - 4, ".bin") || e->d_name[0] == '.') continue;
     void *items = *names;

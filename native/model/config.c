@@ -350,8 +350,9 @@ ps_status ps_model_config_read(ps_model_config *out, const char *path) {
   if (!out || !path) return ps__fail(PS_EINVAL, "ps_model_config_read: no path or no place for the result was given");
   struct stat st;
   if (stat(path, &st) != 0) return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
-  char *file = S_ISDIR(st.st_mode) ? ps__model_path(path, "config.json") : ps__strdup(path);
-  if (!file) return ps__fail(PS_ENOMEM, "%s: no memory left to read the config", path);
+  char *file = NULL;
+  if (S_ISDIR(st.st_mode)) PS_TRY(ps__model_path(&file, path, "config.json"));
+  else if (!(file = ps__strdup(path))) return ps__fail(PS_ENOMEM, "%s: no memory left to read the config", path);
   ps__json *j = NULL;
   ps_status r = ps__json_read_file(&j, file, PS__MAX_CONFIG_BYTES);
   if (r == PS_OK) r = read_config(&(reader){.j = j, .path = file}, out);

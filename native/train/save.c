@@ -119,11 +119,13 @@ static ps_status write_config(const char *from, int out, const char *to, ps_dtyp
 /* Copies the model directory's @name, config.json with @dtype; what is not there is left out, unless it is config.json. */
 static ps_status copy_small(ps_trainer *t, ps__stage *stage, const char *dir, const char *name, ps_dtype dtype) {
   const bool config = strcmp(name, "config.json") == 0;
-  char *from = ps__model_path(t->model_dir, name), *to = ps__path_join(dir, name);
-  ps_status st = from && to ? PS_OK : ps__fail(PS_ENOMEM, "%s: no memory left to copy %s", dir, name);
+  char *from = NULL, *to = ps__path_join(dir, name);
+  ps_status st = to ? ps__model_path(&from, t->model_dir, name) : PS_ENOMEM;
+  bool there = config;
+  if (st == PS_OK && !config) st = ps__path_exists(from, &there);
   struct stat sb;
   int in = -1, out = -1;
-  if (st == PS_OK && (config || access(from, F_OK) == 0 || errno != ENOENT)) st = ps__open_input(&in, &sb, from);
+  if (st == PS_OK && there) st = ps__open_input(&in, &sb, from);
   if (in >= 0) st = ps__stage_create(&out, stage, name, to);
   if (out >= 0) st = config ? write_config(from, out, to, dtype) : copy_bytes(in, (uint64_t)sb.st_size, from, out, to);
   if (out >= 0 && close(out) != 0 && st == PS_OK) st = ps__fail(PS_EIO, "%s: closing it failed: %s", to, strerror(errno));
