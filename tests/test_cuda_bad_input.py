@@ -88,7 +88,7 @@ WRONG = {
     "no-gpu": ({"STANDIN_GPUS": 0}, [], r"GPU 0 is asked for, 0 visible: look at nvidia-smi"),
     "no-such-gpu": ({}, ["--gpu", 3], r"GPU 3 is asked for, 1 visible: look at nvidia-smi"),
     "before-ampere": ({"STANDIN_CAPABILITY": 75}, [], r"compute capability 7\.5, bf16 needs 8\.0 or newer: take another GPU \(--gpu\), or the cpu backend$"),
-    "memory-used-by-others": ({"STANDIN_USED_GIB": 79}, [], r"needs .* of device memory, this GPU has 1\.0 GiB that nothing else uses: end what else uses it"),
+    "memory-used-by-others": ({"STANDIN_USED_GIB": 79}, [], r"needs .* of device memory, this GPU has 1\.0+ GiB that nothing else uses: end what else uses it"),
     "no-memory-for-a-context": ({"STANDIN_CONTEXT": 2}, [], r"GPU 0 has no memory left for a context: end what else uses it$"),
     "memory-taken-meanwhile": ({"STANDIN_ALLOC": 2}, [], r"of GPU memory .*refused.*: lower --device-mem, or end what else uses this GPU$"),
     "pinning-refused": ({"STANDIN_PIN": 2}, [], r"pinning stopped at 0 B of .* of host memory \(CUDA_ERROR_OUT_OF_MEMORY; locked memory is limited to .*\): "

@@ -22,6 +22,7 @@ TRAIN = ("train --model model --data data --out out --run-dir run --steps 3 --sa
 PLAN = ["plan", "--model", "model", "--json", *SHAPE]
 INFO = ["info", "--model", "model", "--data", "data", "--seq-len", "32", "--json"]
 REMOVES = ("unlink", "unlinkat", "rmdir")  # what could not be removed stays
+LOOKS = ("stat", "fstat", "fstatat", "lstat")  # so does a lock or a stage that could not be looked at, for it may be another's; the next run clears it
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +92,17 @@ def check_words(run):
     assert all(line.startswith("penstock: ") for line in said), run
 
 
+def leftovers(run):
+    return [name for name in tree(run.place) if ".penstock" in name or name.endswith(".part")]
+
+
 def check_files(run):
     """Nothing half-made stays; where the run was refused, nothing at all but the rates that were measured."""
     now = tree(run.place)
+    blind = run.failed[0] in LOOKS and ".penstock" in run.failed[1]
     if run.failed[0] not in REMOVES:
-        assert not [name for name in now if ".penstock" in name or name.endswith(".part")], run
-        if run.code == 2:
+        assert blind or not leftovers(run), run
+        if run.code == 2 and not blind:
             assert without_rates(now) == without_rates(run.before), run
     for name in [n for n in now if n.split("/")[0] in ("run", "cache") and n.endswith(".json")]:
         json.loads(now[name])
@@ -169,7 +175,7 @@ def sweep(work, name, stride, errors):
             shutil.rmtree(run.place / "out", ignore_errors=True)
             prepare(run.place)
             run.end()
-            assert run.code == code, run
+            assert run.code == code and (run.failed[0] not in LOOKS or not leftovers(run)), run
         shutil.rmtree(run.place)
 
     tests = [(nth, errors[i % len(errors)]) for i, nth in enumerate(range(1, len(good.calls) + 1, stride))] if stride > 1 else \

@@ -47,7 +47,7 @@ def test_a_pipe_in_the_place_of_an_input_is_refused_at_once(model, tiny_shard, t
 
 def test_a_pipe_in_the_place_of_a_machine_is_refused_at_once(model, tmp_path):
     os.mkfifo(tmp_path / "machine.json")
-    refused([*commands(model, "", "")["plan"], "--hardware", tmp_path / "machine.json"], tmp_path / "machine.json", "named pipe")
+    refused([PENSTOCK, "plan", "--model", model, "--seq-len", "64", "--hardware", tmp_path / "machine.json"], tmp_path / "machine.json", "named pipe")
 
 
 def test_a_directory_or_a_device_in_the_place_of_a_file_is_named(model, tmp_path):
