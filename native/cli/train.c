@@ -300,9 +300,13 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   FILE *metrics = NULL;
   if (!job->out)
     cli_progress_note(p, "without --out the trained model is not kept");
-  if (!job->quiet)
-    atomic_store(&first_words, job->out ? "\npenstock: stopping after the steps in flight, then saving; Ctrl-C again stops at once\n"
-                                        : "\npenstock: stopping after the steps in flight; Ctrl-C again stops at once\n");
+  if (!job->quiet) {
+    static char words[160]; /* the handler's as long as the process lives */
+    char step[32];
+    snprintf(words, sizeof words, "\npenstock: stopping after the steps in flight (%s a step predicted)%s; Ctrl-C again stops at once\n",
+             cli_duration(step, job->report.step_s), job->out ? ", then saving" : "");
+    atomic_store(&first_words, words);
+  }
   atomic_store(&nothing_written, false);
   atomic_store(&running, t);
   int code = open_outputs(job, r, &metrics, lock);
