@@ -33,7 +33,7 @@ check() { # NAME SAN
     for recipe in fp32 fp32-master bf16; do
       echo "== $name: training, $recipe $caps"
       "$out/bin/penstock" train --model "$work/model" --data "$work/data.bin" --seq-len 64 --tokens-per-step 256 --steps 3 --recipe $recipe $caps \
-        --run-dir "$work/run" --out "$work/out" --quiet >"$work/log" 2>&1 || { cat "$work/log"; echo "sanitize: training failed"; exit 1; }
+        --run-dir "$work/run" --out "$work/out" --force --quiet >"$work/log" 2>&1 || { cat "$work/log"; echo "sanitize: training failed"; exit 1; }
     done
   done
 }
