@@ -195,8 +195,8 @@ test-long: all native-tests venv-test ## the tests that take minutes, which make
 test-gpu: all native-tests venv-test ## every test that needs a GPU; without one it says why and skips
 	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q -rs -m "gpu and not long" tests/test_native.py tests/test_cuda_bad_input.py tests/gpu
 	@PENSTOCK_BUILD="$(BUILD)" PYTHON="$(VENV_TEST)/bin/python" tests/gpu/run.sh sanitizers || [ $$? = 77 ]
-test-sanitize: venv ## the engine's tests and a short training under ThreadSanitizer and under AddressSanitizer + UBSan
-	@VENV="$(VENV)" BUILD="$(BUILD)" tests/sanitize.sh
+test-sanitize: venv venv-test ## the engine's tests and a short training under ThreadSanitizer and under AddressSanitizer + UBSan
+	@VENV="$(VENV)" VENV_TEST="$(VENV_TEST)" BUILD="$(BUILD)" tests/sanitize.sh
 PACKAGE := PENSTOCK_INSTALL_BUILD="$(BUILD)" $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 python: all venv-package ## install the Python package into $(VENV)
 	$(PACKAGE) install --no-build-isolation --no-deps --force-reinstall ./python

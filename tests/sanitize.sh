@@ -1,11 +1,11 @@
 #!/bin/sh
 # sanitize.sh - the native tests and a short training under ThreadSanitizer, then under AddressSanitizer + UBSan; fuzz targets and the
 # Python package under the latter.
-# Called by `make test-sanitize` with VENV and BUILD set; builds into $BUILD/tsan and $BUILD/asan. A finding ends it with exit
+# Called by `make test-sanitize` with VENV, VENV_TEST and BUILD set; builds into $BUILD/tsan and $BUILD/asan. A finding ends it with exit
 # code 1 and the sanitizer's report.
 set -eu
 cd "$(dirname "$0")/.."
-build=${BUILD:-build} venv=${VENV:-$build/venv}
+build=${BUILD:-build} venv=${VENV:-$build/venv}; venv_test=${VENV_TEST:-$venv-test}
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 export XDG_CACHE_HOME="$work/cache" OMP_NUM_THREADS=1
 export TSAN_OPTIONS="halt_on_error=1 exitcode=66" UBSAN_OPTIONS="halt_on_error=1 print_stacktrace=1" ASAN_OPTIONS="detect_leaks=1"
@@ -54,7 +54,7 @@ done
 python_with_asan() {
   echo "== asan: $*"
   LD_PRELOAD="$(${CC:-cc} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0:handle_segv=0 LD_LIBRARY_PATH="$(realpath "$build/asan/lib")" \
-    PYTHONMALLOC=malloc PENSTOCK_BUILD="$build/asan" PYTHONPATH=python "$venv/bin/python" "$@" >"$work/log" 2>&1 || {
+    PYTHONMALLOC=malloc PENSTOCK_BUILD="$build/asan" PYTHONPATH=python "$venv_test/bin/python" "$@" >"$work/log" 2>&1 || {
       cat "$work/log"; echo "sanitize: $* failed"; exit 1; }
 }
 python_with_asan python/examples/dataflow.py
