@@ -43,9 +43,10 @@ void ps__layout_free(ps__layout *l);
  *   up to PS__MOST_NEAREST      each sum rounded to nearest
  *   up to PS__MOST_DITHERED     each sum dithered: no more memory or traffic
  *   more                        low bytes: 3 bytes an element instead of 2, 8 instead of 6 to add
- * So the error of a total, relative to it, does not grow with the tokens of a step. In units of r, what one rounding to bf16 leaves in the mean (0.16%): 1.8 to 3.2 of a
- * contribution's additions (equal terms are the worst), at most 2.6 of the nearest, 3 of the dithered and 1 of totals with low bytes. A gradient has 3 to 10 r and
- * more from bf16 forward and backward passes. tests/test_totals.py measures all. Everything follows from chunks, rounds and slices, nothing from a cap. */
+ * So the error of a total, relative to it, does not grow with the tokens of a step. In units of r, what one rounding to bf16 leaves in
+ * the mean (0.16%), independent roundings of a sum of n equal terms leave r sqrt(sum of (k/n)^2, k = 2..n) to nearest, 1.8 r for 8 and
+ * 1.3 r for 4, and dithered r sqrt(2n/3), 3.3 r for 16; the rounding of a total with low bytes r. tests/test_totals.py measures what all
+ * of it adds to the error of bf16 forward and backward passes. Everything follows from chunks, rounds and slices, nothing from a cap. */
 enum { PS__MOST_ADDITIONS = 8, PS__MOST_NEAREST = 4, PS__MOST_DITHERED = 16 };
 typedef struct ps__contributions {
   uint32_t additions;          /* chunks or slices of a contribution at most */

@@ -176,8 +176,7 @@ static uint32_t emit_sumsq_there(ps__builder *b, uint32_t unit, uint32_t grad) {
   return out;
 }
 
-/* The addition of contribution i, for accumulate and its like; elements [first, first + n) of the unit. The low bytes are made with the first addition that has
- * some (i = 1), in @space. */
+/* How contribution i is added to the unit's total in @space, as accumulate takes it. The first addition of a total with low bytes makes them. */
 static ps__args_accumulate addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t space) {
   ps__unit_state *u = &b->unit[unit];
   const uint64_t n = b->s->home[unit].n;
