@@ -43,7 +43,7 @@ typedef struct ps__place {
 } ps__place;
 
 struct ps_run {
-  ps__timeline allowed;   /* steps that drivers may execute */
+  ps__timeline allowed;   /* steps submitted, which drivers may execute */
   _Atomic uint64_t limit; /* steps that come to their end: from here on they stop (run.c) */
   _Atomic uint32_t stop;  /* limit was lowered */
   _Atomic int error;      /* the first failure's status */
@@ -52,7 +52,7 @@ struct ps_run {
   ps__place place[PS_MAX_STREAMS + 1]; /* of each driver, and of the caller */
   ps_engine *engine;
   ps_schedule *schedule;
-  uint64_t n_submitted, trace_steps, start_ns;
+  uint64_t trace_steps, start_ns;
   ps__resolved *steps;                       /* n_ops, driver after driver */
   void **ptrs;
   size_t driver_first[PS_MAX_STREAMS + 1];

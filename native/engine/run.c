@@ -260,13 +260,14 @@ void ps__run_drive(ps_run *r, uint32_t driver) {
 
 /* ---- the caller's side ------------------------------------------------------------------------------------------- */
 
+static uint64_t submitted(const ps_run *r) { return atomic_load(&r->allowed.value); }
+
 ps_status ps_run_submit(ps_run *r, uint64_t n_steps) {
   PS_TRY(sticky(r));
-  uint64_t n_ops = r->schedule->list.n_ops ? r->schedule->list.n_ops : 1;
-  if (n_steps > UINT64_MAX / n_ops - 1 - r->n_submitted)
+  const uint64_t n_ops = r->schedule->list.n_ops ? r->schedule->list.n_ops : 1, before = submitted(r);
+  if (n_steps > UINT64_MAX / n_ops - 1 - before)
     return ps__fail(PS_EINVAL, "run: %llu more steps are too many", (unsigned long long)n_steps);
-  r->n_submitted += n_steps;
-  ps__timeline_signal(&r->allowed, r->n_submitted);
+  ps__timeline_signal(&r->allowed, before + n_steps);
   return PS_OK;
 }
 
@@ -300,19 +301,18 @@ static void wait_steps(ps_run *r, uint64_t n_steps) {
 ps_status ps_run_wait(ps_run *r, uint64_t n_steps) {
   if (ps__engine_drives(r->engine))
     return ps__fail(PS_ESTATE, "run: an op of it cannot wait for it, which would be for itself: wait on another thread");
-  uint64_t n = n_steps < r->n_submitted ? n_steps : r->n_submitted;
+  const uint64_t allowed = submitted(r), n = n_steps < allowed ? n_steps : allowed;
   wait_steps(r, n);
   if (atomic_load(&r->limit) < n_steps)
     return sticky(r);
-  if (n_steps > r->n_submitted)
-    return ps__fail(PS_EINVAL, "run: %llu steps awaited, %llu submitted", (unsigned long long)n_steps,
-                    (unsigned long long)r->n_submitted);
+  if (n_steps > allowed)
+    return ps__fail(PS_EINVAL, "run: %llu steps awaited, %llu submitted", (unsigned long long)n_steps, (unsigned long long)allowed);
   return PS_OK;
 }
 
 uint64_t ps_run_steps_done(const ps_run *r) {
   const ps__oplist *l = &r->schedule->list;
-  uint64_t done = atomic_load(&r->allowed.value);
+  uint64_t done = submitted(r);
   for (uint32_t s = 0; s < l->n_streams; s++) {
     uint64_t n = l->stream_n_ops[s] ? r->engine->backend->counter(r->engine->device, s) / l->stream_n_ops[s] : done;
     done = n < done ? n : done;
@@ -323,7 +323,7 @@ uint64_t ps_run_steps_done(const ps_run *r) {
 int ps_run_at_rest(const ps_run *r) {
   const ps_engine *e = r->engine;
   if (!atomic_load(&r->stop))
-    return ps_run_steps_done(r) >= r->n_submitted;
+    return ps_run_steps_done(r) >= submitted(r);
   for (uint32_t i = 0; i < e->n_drivers; i++)
     if (atomic_load(&e->driver[i].parked.value) < e->n_runs)
       return 0;
@@ -362,7 +362,7 @@ void ps_run_where(const ps_run *r, char *text, uint64_t bytes) {
 }
 
 void ps__run_rest(ps_run *r) {
-  wait_steps(r, r->n_submitted);
+  wait_steps(r, submitted(r));
   stop(r, 0);
   for (uint32_t i = 0; i < r->engine->n_drivers; i++)
     ps__timeline_wait(&r->engine->driver[i].parked, r->engine->n_runs, NULL);
