@@ -57,6 +57,8 @@ def refused(done, pattern, code=2):
     ({"--host-mem": "1MiB"}, r"needs .* of host memory.*--host-mem"),
     ({"--device-mem": "20Gi"}, r"--device-mem 20Gi: a size such as 20GiB"),
     ({"--host-mem": "lots"}, r"--host-mem lots: a size"),
+    ({"--device-mem": "24"}, r"--device-mem 24 is 24 bytes: write 24GiB$"),
+    ({"--host-mem": "8e3"}, r"--host-mem 8e3 is 8000 bytes: write 8e3MiB$"),
     ({"--device-mem": "0"}, r"--device-mem 0: a size"),
     ({"--recipe": "fp16"}, r"--recipe fp16: fp32, fp32-master or bf16"),
     ({"--lr-schedule": "step"}, r"--lr-schedule step: constant, cosine, linear or wsd"),

@@ -3,6 +3,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,10 +45,18 @@ def test_config_and_parameters_are_those_of_the_directory(model, tiny_model):
 
 def test_sizes_are_read_as_people_write_them():
     from penstock.plan import parse_bytes
-    assert [parse_bytes(s) for s in (None, 7, "20GiB", "1.5 MiB", "2e9", "3MB")] == [0, 7, 20 << 30, 3 << 19, 2 * 10**9, 3 * 10**6]
-    for bad in ("20Gi", "", "GiB", "1..5GB"):
-        with pytest.raises(ValueError, match="is not a size"):
-            parse_bytes(bad)
+    read = {None: 0, 0: 0, 1 << 20: 1 << 20, "20GiB": 20 << 30, "1.5 MiB": 3 << 19, "2e9": 2 * 10**9, 2e18: 2 * 10**18, "3MB": 3 * 10**6, "7B": 7}
+    assert {size: parse_bytes(size, "device_mem") for size in read} == read
+    for bad in ("20Gi", "", "GiB", "1..5GB", -5, float("inf")):
+        with pytest.raises(ValueError, match="device_mem=.* is not a size"):
+            parse_bytes(bad, "device_mem")
+
+
+@pytest.mark.parametrize("size,says", [(24, 'device_mem=24 is 24 bytes: write "24GiB"'), ("24", 'device_mem=\'24\' is 24 bytes: write "24GiB"'),
+                                       (1.5, 'device_mem=1.5 is 1 byte: write "1.5GiB"'), (1 << 19, 'device_mem=524288 is 524288 bytes: write "524288MiB"')])
+def test_a_size_that_lacks_its_unit_is_refused(model, size, says):
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        Plan(model, seq_len=SEQ, device_mem=size)
 
 
 def test_plan_reports_fits_its_caps_and_refuses_one_byte_less_than_the_smallest(model):

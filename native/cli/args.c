@@ -1,6 +1,7 @@
 /* args.c - the command line: --option VALUE and --option=VALUE, sizes, suggestions, help; messages. */
 #include "cli.h"
 #include <errno.h>
+#include <inttypes.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -58,7 +59,7 @@ static bool parse_number(const char *text, double *out, const char **end) {
 }
 
 /* 20GiB, 512MiB, 1.5GiB, 2e9, 100MB. */
-bool cli_parse_bytes(const char *text, uint64_t *out) {
+static bool parse_bytes(const char *text, uint64_t *out, bool *has_unit) {
   static const struct {
     const char *name;
     double bytes;
@@ -72,9 +73,21 @@ bool cli_parse_bytes(const char *text, uint64_t *out) {
   for (size_t i = 0; i < sizeof units / sizeof units[0]; i++)
     if (strcasecmp(unit, units[i].name) == 0 && value * units[i].bytes < 1e18) {
       *out = (uint64_t)(value * units[i].bytes);
+      *has_unit = *unit != 0;
       return true;
     }
   return false;
+}
+
+int cli_parse_size(const char *option, const char *text, uint64_t *out) {
+  uint64_t bytes;
+  bool has_unit;
+  if (!parse_bytes(text, &bytes, &has_unit) || bytes == 0)
+    return cli_fail(CLI_REFUSED, "--%s %s: a size such as 20GiB, 512MiB or 2e9 is wanted", option, text);
+  if (!has_unit && bytes < CLI_LEAST_SIZE)
+    return cli_fail(CLI_REFUSED, "--%s %s is %" PRIu64 " byte%s: write %s%s", option, text, bytes, bytes == 1 ? "" : "s", text, bytes < 1024 ? "GiB" : "MiB");
+  *out = bytes;
+  return CLI_OK;
 }
 
 /* A number of the option's range; @whole: an integer, also as 2e5. */
@@ -122,9 +135,7 @@ static int set_value(const cli_option *o, const char *text) {
     *(int32_t *)o->out = (int32_t)value;
     return CLI_OK;
   case CLI_BYTES:
-    if (!cli_parse_bytes(text, o->out) || *(uint64_t *)o->out == 0)
-      return refuse_value(o, text, "a size such as 20GiB, 512MiB or 2e9");
-    return CLI_OK;
+    return cli_parse_size(o->name, text, o->out);
   case CLI_NUMBER:
     snprintf(wanted, sizeof wanted, "a number from %g to %g", o->least, most);
     if (!in_range(text, o->least, most, whole, &value))

@@ -38,7 +38,10 @@ typedef struct cli_texts {
   uint32_t n;
 } cli_texts;
 
-bool cli_parse_bytes(const char *text, uint64_t *out); /* "20GiB", "2e9"; false when it is no size */
+/* cli_parse_size() - a memory cap such as "20GiB" or "2e9", in BYTES. CLI_REFUSED after a message where
+ * @text is no size, or has no unit and is below CLI_LEAST_SIZE: whoever wrote it forgot the unit. */
+enum { CLI_LEAST_SIZE = 1 << 20 };
+int cli_parse_size(const char *option, const char *text, uint64_t *out);
 
 typedef struct cli_option {
   const char *name; /* without the dashes */

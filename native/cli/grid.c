@@ -17,10 +17,10 @@ static const cli_cell *shown(const grid *g, uint32_t h, uint32_t d) { return &g-
 static int parse_side(const cli_texts *texts, const char *option, uint64_t out[MAX_SIDE]) {
   if (texts->n > MAX_SIDE)
     return cli_fail(CLI_REFUSED, "--%s: %u sizes given, at most %d are taken", option, texts->n, MAX_SIDE);
-  for (uint32_t i = 0; i < texts->n; i++)
-    if (!cli_parse_bytes(texts->item[i], &out[i]) || out[i] == 0)
-      return cli_fail(CLI_REFUSED, "--%s '%s' is no size: write 20GiB, 512MiB or 2e9", option, texts->item[i]);
-  return CLI_OK;
+  int code = CLI_OK;
+  for (uint32_t i = 0; i < texts->n && code == CLI_OK; i++)
+    code = cli_parse_size(option, texts->item[i], &out[i]);
+  return code;
 }
 
 /* Searches a plan under a cell's caps. */

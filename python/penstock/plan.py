@@ -16,18 +16,22 @@ from .model import ModelConfig
 RECIPES = ("fp32", "fp32-master", "bf16")
 _UNITS = {"": 1, "b": 1, "k": 1e3, "kb": 1e3, "m": 1e6, "mb": 1e6, "g": 1e9, "gb": 1e9, "t": 1e12, "tb": 1e12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_LEAST_WITHOUT_UNIT = 2**20
 
 
-def parse_bytes(size) -> int:
-    """Bytes of 20 * 2**30, "20GiB", "512MiB", "2e9"; None is 0, no cap."""
+def parse_bytes(size, name: str) -> int:
+    """Bytes of 20 * 2**30, "20GiB", "512MiB", "2e9"; None and 0 are 0, no cap. `name` is the argument's.
+
+    A number below 1 MiB without a unit is refused: whoever wrote it forgot the unit."""
     if size is None:
         return 0
-    if not isinstance(size, str):
-        return int(size)
-    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE]\d+)?)\s*([A-Za-z]*)\s*", size)
+    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if not match or match[2].lower() not in _UNITS:
-        raise ValueError(f"{size!r} is not a size: write 20GiB, 512MiB or 2e9")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+        raise ValueError(f"{name}={size!r} is not a size: write 20GiB, 512MiB or 2e9")
+    size_bytes = int(float(match[1]) * _UNITS[match[2].lower()]) if isinstance(size, str) else int(size)
+    if not match[2] and 0 < size_bytes < _LEAST_WITHOUT_UNIT:
+        raise ValueError(f"{name}={size!r} is {size_bytes} byte{'s' * (size_bytes != 1)}: write \"{match[1]}{'GiB' if size_bytes < 1024 else 'MiB'}\"")
+    return size_bytes
 
 
 def _backend(name: str) -> int:
@@ -58,7 +62,7 @@ class Hardware:
         """Time products, attention, a norm, copies and the host's ops: about `seconds` in all (0: 1, on a GPU 12, whose clock falls
         under load). host_mem: cap of the process's memory meanwhile; BudgetError where it is too low."""
         hw = struct("ps_hardware")
-        check(lib.ps_hardware_measure(hw, _backend(backend), gpu, threads, parse_bytes(host_mem), seconds))
+        check(lib.ps_hardware_measure(hw, _backend(backend), gpu, threads, parse_bytes(host_mem, "host_mem"), seconds))
         return cls(hw)
 
     @classmethod
@@ -89,7 +93,7 @@ class Hardware:
         if path:
             try:
                 check(lib.ps_hardware_read(hw, encode_path(path), _backend(backend), gpu, threads))
-                if hw.measured != lib.PS_MEASURED_TIGHT or not lib.ps_hardware_ample(hw, parse_bytes(host_mem)):
+                if hw.measured != lib.PS_MEASURED_TIGHT or not lib.ps_hardware_ample(hw, parse_bytes(host_mem, "host_mem")):
                     return cls(hw)
             except (StateError, InputOutputError, FormatError):
                 pass
@@ -154,10 +158,10 @@ class Plan(Owner):
                 threads, trace_steps, keep_grads, one_document=False, deterministic=False, reserve=None, first_round_chunks=0):
         which = ffi.new("ps_recipe *")
         check(lib.ps_recipe_parse(which, recipe.encode()))
-        return struct("ps_plan_config", recipe=which[0], device_bytes=parse_bytes(device_mem), host_bytes=parse_bytes(host_mem),
+        return struct("ps_plan_config", recipe=which[0], device_bytes=parse_bytes(device_mem, "device_mem"), host_bytes=parse_bytes(host_mem, "host_mem"),
                       seq_len=seq_len, tokens_per_step=tokens_per_step, chunk_tokens=chunk_tokens, chunks_per_round=chunks_per_round,
                       head_slice_tokens=head_slice_tokens, clip=bool(clip), n_threads=threads, trace_steps=trace_steps, keep_grads=int(keep_grads),
-                      one_document=int(one_document), deterministic=int(deterministic), reserve_bytes=parse_bytes(reserve), first_round_chunks=first_round_chunks)
+                      one_document=int(one_document), deterministic=int(deterministic), reserve_bytes=parse_bytes(reserve, "reserve"), first_round_chunks=first_round_chunks)
 
     @classmethod
     def smallest(cls, model: ModelConfig, *, seq_len: int, device_mem=None, host_mem=None, tokens_per_step: int = 0,
