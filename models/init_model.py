@@ -611,7 +611,7 @@ def parse_args(argv):
 
 
 def check_out(out, overwrite, need):
-    parent = os.path.dirname(os.path.abspath(out))
+    parent = there = os.path.dirname(os.path.abspath(out))
     if os.path.lexists(out) and not os.path.isdir(out):
         raise BadInput(f"{out}: is a file: choose another name")
     if os.path.isdir(out) and any(not n.startswith(SAVE) for n in os.listdir(out)):
@@ -619,13 +619,17 @@ def check_out(out, overwrite, need):
             raise BadInput(f"{out}: is not empty: choose another name, or replace it with --overwrite")
         if not any(os.path.isfile(os.path.join(out, p)) for p in ("config.json", os.path.join(PENDING, "config.json"))):
             raise BadInput(f"{out}: has no config.json, so it is no model directory: it will not be overwritten")
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
     try:
+        free = shutil.disk_usage(there).free
+        if need > free:
+            raise BadInput(f"{out}: needs {need / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free: free some or choose another place")
         os.makedirs(parent, exist_ok=True)
-        free = shutil.disk_usage(parent).free
     except OSError as e:
         raise BadInput(f"{parent}: cannot be used: {e.strerror}") from None
-    if need > free:
-        raise BadInput(f"{out}: needs {need / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free: free some or choose another place")
+    if there != parent:
+        print(f"init_model: {out}: its parent {parent} was not there and is made", file=sys.stderr)
 
 
 def progress_printer(total):

@@ -50,9 +50,17 @@ def test_a_file_is_no_model_directory(tiny_model, tiny_shard, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_parents_of_out_are_made(tiny_model, tiny_shard, tmp_path):
-    done = train(tiny_model, tiny_shard, "--steps", 1, "--run-dir", "run", "--out", "a/b/c/", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_parents_of_out_and_of_the_run_directory_are_made_and_named(tiny_model, tiny_shard, tmp_path):
+    """A slip in a long path is seen before the first step; a directory whose parent is there is made without a word."""
+    ask = [BINARY, "train", "--model", tiny_model, "--data", tiny_shard, "--seq-len", "64", "--steps", "1"]
+    for places, notes in ((["--run-dir", "run", "--out", "a/b/c/"], ["--out a/b/c/: its parent a/b is"]),
+                          (["--run-dir", "x/run", "--out", "out"], ["--run-dir x/run: its parent x is"]),
+                          (["--out", "d/out"], ["--out d/out: its parent d is"]), (["--out", tmp_path / "e"], [])):
+        done = subprocess.run([*ask, *places], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        said = [line for line in done.stderr.splitlines() if "its parent" in line]
+        assert said == [f"penstock: {note} not there and will be made" for note in notes]
+        assert done.stderr.find("its parent") < done.stderr.find("step 1/1")
     assert whole_model(tmp_path / "a/b/c") and [p.name for p in (tmp_path / "a/b").iterdir()] == ["c"]
 
 

@@ -217,6 +217,15 @@ def test_a_directory_is_replaced_only_when_asked_and_only_a_model(tmp_path):
     init(config("tiny-llama"), tmp_path / "empty")
 
 
+def test_a_parent_is_made_and_named_and_not_where_the_model_is_refused(tmp_path):
+    assert init(config("tiny-llama"), tmp_path / "m").stderr.count("its parent") == 0
+    run = init(config("tiny-llama"), tmp_path / "a/b/m")
+    assert f"init_model: {tmp_path}/a/b/m: its parent {tmp_path}/a/b was not there and is made\n" in run.stderr
+    (tmp_path / "c.json").write_text(json.dumps(dict(json.loads(config("32b").read_text()), num_hidden_layers=4096)))
+    refused(tmp_path, [tmp_path / "c.json", tmp_path / "c/d/m"], "GB of disk")
+    assert not (tmp_path / "c").exists()
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_nothing_behind(tmp_path, how):
     p = subprocess.Popen([sys.executable, SCRIPT, config("1b"), tmp_path / "m"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -80,9 +80,12 @@ void cli_json_bool(cli_json *j, const char *key, bool value);
 
 /* ---- output files (outputs.c) ------------------------------------------------------------------------------------------ */
 
+typedef struct cli_progress cli_progress;
 /* cli_folder_check() - can a file be written into @path, made when missing? Leaves nothing behind. CLI_REFUSED after a
- * message. cli_folder_make() - make it, parents included; 0 or an errno. */
+ * message. cli_folder_make() - make it, parents included; 0 or an errno. cli_folder_note() - say so where a parent will
+ * be made: the path may have a slip in it. */
 int cli_folder_check(const char *path, const char *option);
+void cli_folder_note(cli_progress *p, const char *path, const char *option);
 /* cli_file_replace() - @path gets @text and a line end, NULL: nothing, in one step: made under a random name, so that no link that
  * somebody put there is followed, and renamed. @stays_open (or NULL) gets the file, to be written on. CLI_FAILED after a message. */
 int cli_file_replace(const char *path, const char *text, FILE **stays_open);
@@ -173,13 +176,13 @@ int cli_train_job(cli_job *job); /* job parsed; everything else is done here */
 int cli_interrupts(void); /* how often this run was asked to stop */
 void cli_saving(bool now); /* while the model is written the first Ctrl-C lets it finish, the second ends the process */
 
-typedef struct cli_progress {
+struct cli_progress {
   bool quiet, tty, line_open;
   uint64_t first_step, n_steps;
   uint64_t device_cap_bytes, host_cap_bytes;
   double started_s, printed_s;
   const char *loading; /* the stage of loading that was printed last */
-} cli_progress;
+};
 double cli_now_s(void);
 void cli_progress_begin(cli_progress *p, const cli_job *job);
 void cli_progress_load(cli_progress *p, const char *what, uint64_t done_bytes, uint64_t total_bytes);

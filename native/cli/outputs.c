@@ -73,16 +73,28 @@ int cli_folder_make(const char *path) {
   return failed;
 }
 
-int cli_folder_make_parent(const char *path) {
+/* A copy of what comes before the last component: "" for one in the working directory or in the root. */
+static char *parent_of(const char *path) {
   char *copy = plain(path), *slash = copy ? strrchr(copy, '/') : NULL;
+  if (copy)
+    *(slash ? slash : copy) = 0;
+  return copy;
+}
+
+int cli_folder_make_parent(const char *path) {
+  char *parent = parent_of(path);
   unsigned n_made;
-  int failed = copy ? 0 : ENOMEM;
-  if (slash && slash != copy) {
-    *slash = 0;
-    failed = make_all(copy, &n_made);
-  }
-  free(copy);
+  const int failed = !parent ? ENOMEM : parent[0] ? make_all(parent, &n_made) : 0;
+  free(parent);
   return failed;
+}
+
+void cli_folder_note(cli_progress *p, const char *path, const char *option) {
+  struct stat st;
+  char *parent = parent_of(path);
+  if (parent && parent[0] && stat(parent, &st) != 0 && errno == ENOENT)
+    cli_progress_note(p, "--%s %s: its parent %s is not there and will be made", option, path, parent);
+  free(parent);
 }
 
 int cli_folder_check(const char *path, const char *option) {

@@ -342,6 +342,10 @@ static void show_plan(const cli_job *job, cli_progress *p) {
   if (job->report.step_s > long_s)
     cli_progress_note(p, "the first step is predicted to take %s: lower --%s (%llu now), or take a smaller model or a faster device", cli_duration(time, job->report.step_s),
                       job->report.n_sequences > 1 ? "tokens-per-step" : "seq-len", (unsigned long long)job->report.tokens_per_step);
+  if (job->out)
+    cli_folder_note(p, job->out, "out");
+  if (!job->out || strcmp(job->out, job->run_dir) != 0)
+    cli_folder_note(p, job->run_dir, "run-dir");
 }
 
 typedef struct opening {
