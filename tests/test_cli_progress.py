@@ -91,6 +91,25 @@ def test_a_step_of_minutes_is_said_before_it_begins(job, tiny_model, tmp_path):
     assert "predicted to take" not in penstock("train", *words(job | {"--run-dir": tmp_path / "run"})).stderr
 
 
+@pytest.mark.parametrize("factor,how", [(1e-6, "less"), (1e3, "longer")])
+def test_a_prediction_far_off_points_to_profile(job, tiny_model, tmp_path, factor, how):
+    """Rates that are not this machine's: only a run longer than its warm-up tells."""
+    cache, threads = {"XDG_CACHE_HOME": str(tmp_path / "cache")}, ("--backend", "cpu", "--threads", 1)
+    penstock("plan", "--model", tiny_model, "--seq-len", 64, *threads, env=cache)
+    (file,) = (tmp_path / "cache/penstock").iterdir()
+    file.write_text(json.dumps(json.loads(file.read_text(), parse_float=lambda number: float(number) * (factor if float(number) > 1e8 else 1))))
+    for steps in (2, 3):
+        done = penstock("train", *words(job | {"--run-dir": tmp_path / "run", "--steps": steps}), *threads, env=cache)
+        points = re.search(rf"a step took \d+% {how} than predicted: .*\n +penstock profile --backend cpu --threads 1\n", done.stdout)
+        assert done.returncode == 0 and (points is not None) == (steps == 3), done.stdout
+
+
+def test_a_prediction_that_is_met_points_nowhere(job, tmp_path):
+    done = penstock("train", *words(job | {"--run-dir": tmp_path / "run", "--steps": 6}))
+    ratio = float(re.search(r"ratio ([\d.]+)", done.stdout)[1])
+    assert ("penstock profile" in done.stdout) == (abs(ratio - 1) > 0.15) or abs(abs(ratio - 1) - 0.15) < 0.011, done.stdout
+
+
 # ---- weights that are not finite ---------------------------------------------------------------------------------------------
 
 

@@ -193,11 +193,11 @@ void cli_progress_end(cli_progress *p); /* closes an open line */
 void cli_progress_clear(cli_progress *p); /* takes it away */
 
 /* What a run leaves for its report. */
-enum { CLI_MAX_STALLS = 64, CLI_RECENT_LOSSES = 50 };
+enum { CLI_MAX_STALLS = 64, CLI_RECENT_LOSSES = 50, CLI_WARMUP_STEPS = 2 }; /* warm-up: no step's time counts */
 typedef struct cli_run_result {
   uint64_t n_done, n_wanted, tokens;
   double loss_first, loss_recent[CLI_RECENT_LOSSES], wall_s; /* recent: step i at i modulo the room */
-  double step_s_median, predicted_step_s; /* median of the steps after the first two, or of all when there are no more */
+  double step_s_median, predicted_step_s; /* median of the steps after the warm-up, or of all when there are no more */
   uint64_t device_peak_bytes, host_peak_bytes;
   double busy[PS_MAX_STREAMS], wait[PS_MAX_STREAMS]; /* shares of the time that cli_stream_shares() counts */
   uint32_t n_streams;

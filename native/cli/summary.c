@@ -1,6 +1,7 @@
 /* summary.c - what a run says when it ends: predicted beside measured, where the time went, memory against the plan. */
 #include "cli.h"
 #include <inttypes.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -112,6 +113,24 @@ static double mean_loss(const cli_run_result *r, uint64_t *n) {
   return sum / (double)*n;
 }
 
+/* Points to new rates where the median of enough steps is far from the prediction. */
+static void print_deviation(FILE *out, const cli_job *job, const cli_run_result *r) {
+  const double tolerated = 0.15, ratio = r->predicted_step_s > 0 ? r->step_s_median / r->predicted_step_s : 1;
+  const cli_device *d = &job->device;
+  if (r->n_done <= CLI_WARMUP_STEPS || fabs(ratio - 1) <= tolerated)
+    return;
+  fprintf(out, "                a step took %.0f%% %s than predicted: unless other work ran beside it, measure this idle machine anew with\n"
+               "                penstock profile",
+          100 * fabs(ratio - 1), ratio > 1 ? "longer" : "less");
+  if (d->backend != CLI_BACKEND_AUTO)
+    fprintf(out, " --backend %s", cli_backends[d->backend]);
+  if (d->gpu_given)
+    fprintf(out, " --gpu %" PRIu64, d->gpu);
+  if (d->threads)
+    fprintf(out, " --threads %" PRIu64, d->threads);
+  fputc('\n', out);
+}
+
 void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
   char a[32], b[32], c[32], path[8192];
   uint64_t n;
@@ -123,6 +142,7 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
   fprintf(out, n > 1 ? "%" PRIu64 " (mean)\n" : "step\n", n);
   fprintf(out, "step time       predicted %.3f s  measured %.3f s (median)  ratio %.2f\n", r->predicted_step_s, r->step_s_median,
           r->predicted_step_s > 0 ? r->step_s_median / r->predicted_step_s : 0);
+  print_deviation(out, job, r);
   fprintf(out, "device memory   plan %s  measured %s  cap %s\n", cli_bytes(a, plan->device_bytes), cli_bytes(b, r->device_peak_bytes),
           plan->device_cap_bytes ? cli_bytes(c, plan->device_cap_bytes) : "none");
   fprintf(out, "host memory     plan %s  measured %s  cap %s\n", cli_bytes(a, plan->host_bytes), cli_bytes(b, r->host_peak_bytes),

@@ -170,9 +170,9 @@ static int by_value(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 
-/* Median of the steps after the first two, or of all when there are no more. */
+/* Median of the steps after the warm-up, or of all when there are no more. */
 static double median_step(double *step_s, uint64_t n) {
-  uint64_t skip = n > 2 ? 2 : 0, left = n - skip;
+  uint64_t skip = n > CLI_WARMUP_STEPS ? CLI_WARMUP_STEPS : 0, left = n - skip;
   if (!left)
     return 0;
   qsort(step_s + skip, left, sizeof *step_s, by_value);
