@@ -223,6 +223,10 @@ def test_plan_info_profile_and_version(tiny_model, tiny_shard, tmp_path):
     smallest = json.loads(penstock("plan", "--model", tiny_model, "--seq-len", 64, "--smallest", "--json").stdout)["smallest_device_bytes"]
     assert penstock("plan", "--model", tiny_model, "--seq-len", 64, f"--device-mem={smallest}").returncode == 0
     refused(penstock("plan", "--model", tiny_model, "--seq-len", 64, f"--device-mem={smallest - 1}"), "device memory")
+    said = [penstock("plan", "--model", tiny_model, "--seq-len", 64, "--smallest", "--device-mem", cap).stdout.splitlines() for cap in ("1MiB", "3MiB")]
+    assert said[0] == [f"least --device-mem without --host-mem: {smallest} bytes (2.0 MiB)",
+                       "least --host-mem under --device-mem 1.0 MiB: no plan fits, whatever --host-mem is"]
+    assert said[1][0] == said[0][0] and re.fullmatch(r"least --host-mem under --device-mem 3.0 MiB: \d{8} bytes \(\d\d.\d MiB\)", said[1][1])
     info = json.loads(penstock("info", "--model", tiny_model, "--data", tiny_shard, "--seq-len", 64, "--json").stdout)
     assert info["model"]["parameters"] == 836736 and info["data"] == {"shards": 1, "tokens": 20000, "sequences": 312}
     assert json.loads(penstock("info", "--json").stdout)["hardware"]["n_threads"] >= 1

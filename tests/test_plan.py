@@ -1,6 +1,7 @@
 """The planner: more memory is never slower, the same question has the same answer, and its numbers add up."""
 import json
 import os
+import re
 import subprocess
 import time
 
@@ -369,6 +370,22 @@ def test_more_goes_home_in_the_first_round_where_gradients_leave_their_homes_to_
                                          ("NVIDIA GeForce RTX 4090 Laptop GPU", 0), ("NVIDIA GeForce RTX 3090 Ti", 80), ("NVIDIA GeForce RTX 3090", 71.2), ("some GPU", 0)])
 def test_the_peak_is_that_of_the_whole_name(name, tflops):
     assert lib.ps_hardware_peak(name.encode()) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize("ask,advice", [
+    ({"device_mem": "1MiB"}, "raise --device-mem, or lower --seq-len ("),
+    ({"device_mem": "1MiB", "chunk_tokens": 64}, "raise --device-mem, or lower --chunk-tokens ("),
+    ({"device_mem": "1MiB", "chunks_per_round": 2, "head_slice_tokens": 64}, "raise --device-mem, or lower --chunks-per-round or --head-slice-tokens ("),
+    ({"host_mem": "4MiB"}, "raise --host-mem, or lower --tokens-per-step ("),
+    ({"host_mem": "4MiB", "chunk_tokens": 64, "tokens_per_step": 64}, "raise --host-mem, or lower --seq-len ("),
+    ({"device_mem": "1MiB", "host_mem": "4MiB"}, "for the process itself: raise --device-mem and --host-mem to that, or lower --tokens-per-step"),
+    ({"machine": 4 << 20}, "; the machine has 4.0 MiB in all: take a machine with more host memory, or lower --tokens-per-step"),
+])
+def test_what_is_advised_lowers_what_the_plan_needs(tmp_path, ask, advice):
+    """An option is named where it was given, or has a default that can be lowered."""
+    hardware = rates(host_memory_bytes=ask.pop("machine", 1 << 33))
+    with pytest.raises(BudgetError, match=re.escape(advice)):
+        Plan(config(tmp_path), seq_len=64, hardware=hardware, **ask)
 
 
 def test_a_host_cap_beyond_the_machine_is_said_to_be_one():

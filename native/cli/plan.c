@@ -1,10 +1,23 @@
 /* plan.c - `penstock plan`: what train would do under the given caps. */
 #include "cli.h"
+#include <inttypes.h>
 #include <stdlib.h>
+
+/* "least --device-mem under --host-mem 20GiB: ..."; 0 bytes: none is. */
+static void print_least(const char *option, uint64_t bytes, const char *other, uint64_t cap) {
+  char size[32], under[64];
+  if (cap)
+    snprintf(under, sizeof under, "under %s %s", other, cli_bytes(size, cap));
+  else
+    snprintf(under, sizeof under, "without %s", other);
+  if (bytes)
+    printf("least %s %s: %" PRIu64 " bytes (%s)\n", option, under, bytes, cli_bytes(size, bytes));
+  else
+    printf("least %s %s: no plan fits, whatever %s is\n", option, under, option);
+}
 
 static int print_smallest(cli_job *job) {
   uint64_t device, host;
-  char a[32], b[32];
   ps_status st = ps_plan_smallest(&job->config, &job->plan_config, &job->hardware, &device, &host);
   if (st != PS_OK)
     return cli_fail_status(st, true);
@@ -16,8 +29,8 @@ static int print_smallest(cli_job *job) {
     cli_json_close(&j, '}');
     putchar('\n');
   } else {
-    printf("smallest --device-mem under this --host-mem: %llu bytes (%s)\n", (unsigned long long)device, cli_bytes(a, device));
-    printf("smallest --host-mem under this --device-mem: %llu bytes (%s)\n", (unsigned long long)host, cli_bytes(b, host));
+    print_least("--device-mem", device, "--host-mem", job->host_mem);
+    print_least("--host-mem", host, "--device-mem", job->device_mem);
   }
   return CLI_OK;
 }
@@ -31,7 +44,7 @@ int cli_plan(int argc, char **argv) {
   size_t n = 0;
   while (options[n].name)
     n++;
-  options[n] = (cli_option){.name = "smallest", .kind = CLI_FLAG, .out = &job.smallest, .help = "print the smallest caps that a plan fits in"};
+  options[n] = (cli_option){.name = "smallest", .kind = CLI_FLAG, .out = &job.smallest, .help = "print the least --device-mem under --host-mem, and the least --host-mem under --device-mem, that a plan fits in"};
   options[n + 1] = (cli_option){.name = "hardware", .kind = CLI_TEXT, .out = &job.hardware_file, .value = "FILE",
                                 .help = "plan for the machine that this file describes (as penstock profile keeps it in its cache)"};
   cli_texts devices = {0}, hosts = {0};

@@ -98,32 +98,54 @@ static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_
   return PS_OK;
 }
 
-static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
-  char dev[32], host[32], need[32], cap[32];
+/* Options whose lower value makes the smallest plan smaller: of device memory those that the user pinned, else the sequence. */
+static const char *what_to_lower(char buf[128], const ps_plan *p, bool of_device) {
   const ps_plan_config *c = &p->cfg;
-  ps__format_bytes(dev, r->any_device);
-  ps__format_bytes(host, r->any_host);
+  const struct { bool given; const char *name; } pinned[] = {{c->chunk_tokens != 0, "--chunk-tokens"},
+                                                             {c->chunks_per_round != 0, "--chunks-per-round"},
+                                                             {c->first_round_chunks != 0, "--first-round-chunks"},
+                                                             {p->head_slice_given, "--head-slice-tokens"}};
+  size_t n = 0;
+  for (size_t i = 0; of_device && i < sizeof pinned / sizeof *pinned; i++)
+    if (pinned[i].given) n += (size_t)snprintf(buf + n, 128 - n, "%s%s", n ? " or " : "", pinned[i].name);
+  if (!n) snprintf(buf, 128, "%s", of_device || c->tokens_per_step == c->seq_len ? "--seq-len" : "--tokens-per-step");
+  return buf;
+}
+
+/* No cap alone would do. */
+static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
+  char dev[32], host[32], reserve[32], there[48] = "", has[32], lower[128];
+  const uint64_t machine = p->hw.host_memory_bytes;
+  const uint64_t taken = r->any_host + (p->hw.backend == PS_BACKEND_CPU ? r->any_device : 0);
+  const bool too_small = machine && taken > machine;
+  if (machine) snprintf(there, sizeof there, "; the machine has %s in all", ps__format_bytes(has, machine));
+  return ps__fail(PS_EBUDGET, "no plan fits: the nearest needs %s of device memory and %s of host memory, of which %s is for the process itself%s: %s, or lower %s",
+                  ps__format_bytes(dev, r->any_device), ps__format_bytes(host, r->any_host), ps__format_bytes(reserve, p->cfg.reserve_bytes), there,
+                  too_small ? "take a machine with more host memory" : "raise --device-mem and --host-mem to that", what_to_lower(lower, p, false));
+}
+
+static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
+  char host[32], need[32], cap[32], lower[128];
+  const ps_plan_config *c = &p->cfg;
   const uint64_t there = p->hw.backend == PS_BACKEND_CUDA ? p->hw.device_memory_bytes : 0;
   const bool gpu = there && (!c->device_bytes || there < c->device_bytes);
+  what_to_lower(lower, p, r->smallest_device != 0);
   if (r->smallest_device) ps__format_bytes_apart(need, r->smallest_device, cap, gpu ? there : c->device_bytes);
   else if (r->smallest_host) ps__format_bytes_apart(need, r->smallest_host, cap, c->host_bytes);
   if (r->smallest_device && gpu)
-    return ps__fail(PS_EBUDGET, "needs %s of device memory, this GPU has %s that nothing else uses: end what else uses it, or lower --chunk-tokens "
-                    "or --chunks-per-round (the smallest plan takes %llu bytes)", need, cap, (unsigned long long)r->smallest_device);
+    return ps__fail(PS_EBUDGET, "needs %s of device memory, this GPU has %s that nothing else uses: end what else uses it, or lower %s "
+                    "(the smallest plan takes %llu bytes)", need, cap, lower, (unsigned long long)r->smallest_device);
   if (r->smallest_device && p->hw.host_memory_bytes && c->host_bytes > p->hw.host_memory_bytes)
     return ps__fail(PS_EBUDGET, "%s of host memory given, the machine has %s, with which %s of device memory are needed: take a machine with more host memory, or raise "
                     "--device-mem (the smallest plan takes %llu bytes)", ps__format_bytes(host, c->host_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
                     ps__format_bytes(need, r->smallest_device), (unsigned long long)r->smallest_device);
   if (r->smallest_device)
-    return ps__fail(PS_EBUDGET, "needs %s of device memory, %s given: raise --device-mem, or lower --chunk-tokens or --chunks-per-round "
-                    "(the smallest plan takes %llu bytes)", need, cap, (unsigned long long)r->smallest_device);
+    return ps__fail(PS_EBUDGET, "needs %s of device memory, %s given: raise --device-mem, or lower %s (the smallest plan takes %llu bytes)", need, cap,
+                    lower, (unsigned long long)r->smallest_device);
   if (r->smallest_host)
-    return ps__fail(PS_EBUDGET, "needs %s of host memory, %s given: raise --host-mem, or lower --tokens-per-step "
-                    "(the smallest plan takes %llu bytes)", need, cap, (unsigned long long)r->smallest_host);
-  const bool machine = p->hw.host_memory_bytes != 0;
-  return ps__fail(PS_EBUDGET, "no plan fits: the nearest needs %s of device memory and %s of host memory, of which %s is for the process "
-                  "itself%s%s%s", dev, host, ps__format_bytes(need, c->reserve_bytes), machine ? "; the machine has " : "",
-                  machine ? ps__format_bytes(cap, p->hw.host_memory_bytes) : "", machine ? " in all" : "");
+    return ps__fail(PS_EBUDGET, "needs %s of host memory, %s given: raise --host-mem, or lower %s (the smallest plan takes %llu bytes)", need, cap,
+                    lower, (unsigned long long)r->smallest_host);
+  return refuse_both(p, r);
 }
 
 static void fill_report(ps_plan *p, const ps__search_result *r) {
