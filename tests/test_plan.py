@@ -378,7 +378,7 @@ def test_the_peak_is_that_of_the_whole_name(name, tflops):
     ({"device_mem": "1MiB", "chunks_per_round": 2, "head_slice_tokens": 64}, "raise --device-mem, or lower --chunks-per-round or --head-slice-tokens ("),
     ({"host_mem": "4MiB"}, "raise --host-mem, or lower --tokens-per-step ("),
     ({"host_mem": "4MiB", "chunk_tokens": 64, "tokens_per_step": 64}, "raise --host-mem, or lower --seq-len ("),
-    ({"device_mem": "1MiB", "host_mem": "4MiB"}, "for the process itself: raise --device-mem and --host-mem to that, or lower --tokens-per-step"),
+    ({"device_mem": "1MiB", "host_mem": "4MiB"}, "; the machine has 8.0 GiB in all: raise --device-mem and --host-mem to that, or lower --tokens-per-step"),
     ({"machine": 4 << 20}, "; the machine has 4.0 MiB in all: take a machine with more host memory, or lower --tokens-per-step"),
 ])
 def test_what_is_advised_lowers_what_the_plan_needs(tmp_path, ask, advice):
