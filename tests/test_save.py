@@ -105,6 +105,35 @@ for i in range(30):
     assert sorted(p.name for p in folder.iterdir()) == ["README.md", "model.safetensors"] and clean(folder)
 
 
+def killed_before_the_exchange(folder):
+    """What a save with a tokenizer leaves that is killed just before its directory changes places with @folder."""
+    left = folder.parent / f".{folder.name}.penstock-old-0123456789abcdef"
+    left.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (left / name).write_text("{}")
+    for mine in folder.iterdir():
+        os.link(mine, left / mine.name)
+
+
+def test_the_model_of_a_save_that_never_took_its_place_is_nobodys(tmp_path):
+    """Neither in a directory without a model, where nothing replaces its files."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "README.md").write_text("mine")
+    killed_before_the_exchange(folder)
+    ps.write(folder, [X], 0)
+    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "model.safetensors"] and clean(folder)
+    assert tensors(folder) == {"x": X[3]}
+
+
+def test_the_model_of_an_initialisation_that_never_took_its_place_is_nobodys(tmp_path):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    killed_before_the_exchange(folder)
+    subprocess.run([sys.executable, ROOT / "models/init_model.py", ROOT / "models/tiny-llama.json", folder], check=True, capture_output=True)
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"] and clean(folder)
+
+
 # ---- directories of all kinds ------------------------------------------------------------------------------------------------
 
 
