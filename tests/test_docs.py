@@ -54,6 +54,16 @@ def test_every_file_the_readme_names_exists():
     assert len(names) > 6 and not [n for n in names if not (ROOT / n.split()[0]).exists()]
 
 
+def test_every_link_of_the_bench_log_opens_and_every_entry_is_indexed():
+    index, entries = ROOT / "bench/LOG.md", sorted((ROOT / "bench/log").glob("*.md"))
+    target = re.compile(r"(?:\]\(|^\[[\w-]+\]: )([\w./-]+\.md)", re.M)
+    links = {f: {(f.parent / to).resolve() for to in target.findall(f.read_text())} for f in [index, *entries]}
+    assert entries and not [(f.name, p.name) for f, to in links.items() for p in to if not p.exists()]
+    assert not [f.name for f in entries if f.resolve() not in links[index]]
+    names = set(re.findall(r"^\[([\w-]+)\]: ", index.read_text(), re.M))
+    assert names == set(re.findall(r"\| \[([\w-]+)\] \|$", index.read_text(), re.M))
+
+
 def test_the_readmes_engine_example_runs_as_it_stands(capsys):
     exec(PYTHON[1], {})
     assert capsys.readouterr().out.startswith("10.0 ")
