@@ -44,11 +44,20 @@ typedef struct ps_plan_config {
                                  faster, and there on GPUs on which no library finds documents. 0 is always right */
   uint32_t keep_grads;        /* 1: gradients come home also where the update runs on the device, for ps_trainer_read_grad() */
   uint32_t reserved;
-  uint64_t reserve_bytes;     /* host memory of the process besides the arena; 0: from what the process held when it first asked
-                                 for a hardware description or a plan, so that no plan depends on those before it */
+  /* Host memory that the process takes besides arena, scratch and trace, BYTES: program and
+   * libraries, stacks, buffers of OpenBLAS and of loading, on CUDA the driver. It counts against
+   * host_bytes. 0: computed from the resident set that the process had when it first asked for a
+   * hardware description or a plan; what the process allocates later changes no plan. */
+  uint64_t reserve_bytes;
 } ps_plan_config;
 
-/* Of a saved tensor. FIRST: sent home in a step's first round, where it may lie in the home of a gradient that has no contribution yet; recomputed in the others. */
+/* The fate of a saved activation between the forward and the backward pass of its chunk:
+ *   PS_FATE_DEVICE     it stays in device memory.
+ *   PS_FATE_HOST       it is copied to host memory and back.
+ *   PS_FATE_RECOMPUTE  it is dropped, and the backward pass computes it again.
+ *   PS_FATE_FIRST      in a step's first round as PS_FATE_HOST, in the other rounds as
+ *                      PS_FATE_RECOMPUTE. In the first round no gradient has come home yet, and
+ *                      the copy may use the gradients' host memory. */
 enum { PS_FATE_DEVICE = 0, PS_FATE_HOST = 1, PS_FATE_RECOMPUTE = 2, PS_FATE_FIRST = 3, PS_N_FATES = 4 };
 
 /* Numbers of a plan. Shares are of saved bytes (x is always saved, the others as the plan says). */

@@ -80,23 +80,47 @@ PS_API ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_p
  * inside its own batch function: the trainer then lives on. */
 PS_API ps_status ps_trainer_destroy(ps_trainer *t);
 
-/* ps_trainer_submit() - let @n more steps run; returns at once. ps_trainer_wait() - block until the next step not yet reported
- * is complete and give its metrics. A step that fails leaves the ones before it whole: their metrics come first, then the error of
- * wait, which is sticky, and weights at home are those of the last complete step, ps_trainer_steps_done(); they can be read and
- * saved. (Without clipping, a gradient that is not finite is found unit by unit: the message says what was updated. Where the
- * device fails or a cancel comes amid a step's updates, units at home may be of that step and the one before; the message says
- * so, and where it does not they are of one; without clipping, when updates run while the step goes on, it mostly does. A step whose
- * weights are all home when a cancel comes is complete, whatever of it was left.)
- * Errors of wait: PS_ESTATE nothing submitted; PS_ENUMERIC loss or gradient norm not finite (step and unit named); PS_ECANCELLED;
- * what the data source returned. Errors of both: PS_ESTATE inside the trainer's own batch function. Errors of submit: PS_EBUSY more than 64 steps not waited for; PS_ENOMEM; the sticky error. */
+/* Threads: one thread at a time calls the functions of a trainer. Any thread may call
+ * ps_trainer_cancel(), steps_done(), at_rest() and where(), at any time from create to destroy. */
+
+/* ps_trainer_submit() - queue @n more steps. They run in order on the engine's threads, and the
+ * end of one overlaps with the beginning of the next.
+ * Blocks: the first call, until what stays on the device is there; later calls never.
+ * Errors: PS_EBUSY: more than 64 steps would be submitted and not reported: wait for some first.
+ *         PS_ESTATE: the call is made inside the trainer's own batch function.
+ *         PS_ENOMEM, PS_EDEVICE: the run cannot start (the first call alone).
+ *         After an error that stops the trainer (see wait) that same error.
+ *         On an error no step is queued. */
 PS_API ps_status ps_trainer_submit(ps_trainer *t, uint64_t n);
+/* ps_trainer_wait() - wait for the oldest step that is not reported yet, and report it.
+ * @out  on PS_OK the step's metrics; untouched on error.
+ * Blocks: until all weights of that step are in host memory.
+ * Errors that stop the trainer:
+ *         PS_ENUMERIC: the loss or a gradient is not finite; the message names step and layer.
+ *         PS_ECANCELLED: see ps_trainer_cancel(). PS_EDEVICE: the device failed.
+ *         What the dataset or the batch function returned.
+ * Errors that do not: PS_ESTATE: every submitted step is reported, or the call is made inside the
+ *         trainer's own batch function.
+ * When a step fails, the steps before it are completed, and wait reports them first. The next wait
+ * returns the error, and so does every later submit and wait. Nothing is in flight then: weights
+ * can be read and saved. They are those after ps_trainer_steps_done() steps, with two exceptions,
+ * which the message states:
+ *   - The device failed, or a cancel came, while the optimizer ran. Some weights may then be one
+ *     step ahead of the others.
+ *   - clip_norm is 0 and a gradient is not finite. Layers above the one named are one step ahead. */
 PS_API ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out);
-/* ps_trainer_cancel() - stop at the next op, for good; any thread and a signal handler may call while the trainer lives. Weights
- * at home may then be of two steps: the error of wait says so. */
+/* ps_trainer_cancel() - stop every step that is not complete, for good: no further op starts. The
+ * wait for the first of these steps returns PS_ECANCELLED. A step is complete once all its weights
+ * are in host memory. NULL is a no-op.
+ * Threads: any, and signal handlers. Blocks: no; ops that run are not awaited. */
 PS_API void ps_trainer_cancel(ps_trainer *t);
-PS_API uint64_t ps_trainer_steps_done(const ps_trainer *t); /* any thread */
-PS_API int ps_trainer_at_rest(const ps_trainer *t);         /* 1: nothing is in flight: ps_trainer_destroy() then waits for no op */
-/* ps_trainer_where() - as ps_run_where(): where each stream stands, in words; nothing before the first step. Any thread. */
+/* ps_trainer_steps_done() - how many steps wait has reported; first_step is not counted. */
+PS_API uint64_t ps_trainer_steps_done(const ps_trainer *t);
+/* ps_trainer_at_rest() - 1: no op runs or will run, and ps_trainer_destroy() waits for none. */
+PS_API int ps_trainer_at_rest(const ps_trainer *t);
+/* ps_trainer_where() - what each stream has done and what it waits for, a line a stream, for a
+ * person who asks why nothing moves (see ps_run_where()). @text gets at most @bytes, the terminator
+ * included; "" before the first submit. */
 PS_API void ps_trainer_where(const ps_trainer *t, char *text, uint64_t bytes);
 
 /* Parameters at home, by index of ps_model_param(), as fp32 (converted where the recipe stores bf16; master weights where there
