@@ -148,7 +148,7 @@ endif
 LIB_SRC := $(filter-out native/backends/cuda/%,$(LIB_SRC))
 endif
 CLI_SRC := $(sort $(wildcard native/cli/*.c))
-TEST_SRC := $(sort $(wildcard tests/native/test_*.c))
+TEST_SRC := $(sort $(wildcard tests/native/test_*.c)) tests/native/golden.c
 BENCH_SRC := $(sort $(wildcard bench/*.c))
 LIB_OBJ := $(LIB_SRC:%.c=$(BUILD)/obj/%.o) $(CU_OBJ)
 CLI_OBJ := $(CLI_SRC:%.c=$(BUILD)/obj/%.o)
@@ -176,7 +176,7 @@ STAMP_link := $(call stamp,link)
 # Links beside our library to others that are gone (upgraded, removed): what made them is made again.
 DANGLING := $(shell find -L '$(BUILD)/lib' -maxdepth 1 -type l 2>/dev/null)
 
-.PHONY: FORCE all lib help native-tests fuzz-programs bench-programs venv venv-test python wheel lock demo test test-long test-gpu test-sanitize clean
+.PHONY: FORCE all lib help native-tests fuzz-programs bench-programs venv venv-test python wheel lock demo test test-long golden test-gpu test-sanitize clean
 .DELETE_ON_ERROR:
 
 all: $(LIB) $(BIN) $(CDEF) ## the library libpenstock and the binary penstock
@@ -192,6 +192,8 @@ test: all native-tests venv-test ## build everything, then every test but the lo
 	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q $(or $(TESTS),tests)
 test-long: all native-tests venv-test ## the tests that take minutes, which make test leaves out (TESTS="...": some)
 	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q -m long $(or $(TESTS),tests)
+golden: all native-tests venv-test ## write the files of tests/golden anew: a change of them is a commit of its own that says why
+	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q -m "long or not long" --write-golden tests/test_golden.py
 test-gpu: all native-tests venv-test ## every test that needs a GPU; without one it says why and skips
 	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q -rs -m "gpu and not long" tests/test_native.py tests/test_cuda_bad_input.py tests/gpu
 	@PENSTOCK_BUILD="$(BUILD)" PYTHON="$(VENV_TEST)/bin/python" tests/gpu/run.sh sanitizers || [ $$? = 77 ]

@@ -22,6 +22,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's, alike
 
 def pytest_addoption(parser):
     parser.addoption("--cpu-steps", action="store_true", help="the tests of whole steps of tests/gpu on the CPU backend, too")
+    parser.addoption("--write-golden", action="store_true", help="test_golden.py writes the files of tests/golden instead of comparing with them")
 
 
 def pytest_configure(config):

@@ -122,10 +122,8 @@ void ps__emit_copy(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vacces
 }
 
 /* ---- host ops: the kernel calls the hook that the plan holds and the trainer fills ---- */
-typedef struct args_hook { ps__step_hooks *hooks; uint32_t what, unit; } args_hook;
-
 static ps_status run_hook(const ps_launch *l) {
-  const args_hook *a = l->args;
+  const ps__args_hook *a = l->args;
   if (!a->hooks->fn) return ps__fail(PS_ESTATE, "a plan's schedule runs under a trainer only");
   return a->hooks->fn(a->hooks->ctx, (ps__hook)a->what, a->unit, l);
 }
@@ -142,6 +140,6 @@ static const ps_kernel hook_kernel[] = {
 
 void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream, const ps__vaccess *access, uint32_t n_access,
                    ps_work work, ps_tag tag) {
-  const args_hook a = {b->hooks, what, unit};
+  const ps__args_hook a = {b->hooks, what, unit};
   ps__emit(b, &hook_kernel[what], stream, &a, sizeof a, access, n_access, work, tag);
 }

@@ -75,6 +75,7 @@ typedef struct ps__step_hooks {
   void *ctx;
   ps_status (*fn)(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);
 } ps__step_hooks;
+typedef struct ps__args_hook { ps__step_hooks *hooks; uint32_t what, unit; } ps__args_hook; /* of a host op; what: ps__hook */
 enum { PS__NORM_SLOTS = 16 };
 /* Written by different ops, so each half has its own 64 bytes. */
 typedef struct ps__step_stats {
