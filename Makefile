@@ -17,6 +17,7 @@
 #           | 4: fetch flash-attn-4 and NVIDIA's compiler for it: faster attention for GPUs of 9.0 (2 minutes; CUDA 12.8 or newer, x86-64)
 #           | "1 4": both
 #   NVCCFLAGS  yours, added behind the project's own
+#   V       0: a short line a file (default) | 1: the commands
 #   SAN     thread | address,undefined: build with sanitizers (use another BUILD)
 # What was built with other settings in the same BUILD is built again.
 BUILD ?= build
@@ -27,6 +28,7 @@ BLAS ?= wheel
 CUDA ?= auto
 CUDNN ?= 1
 FLASH_ATTN ?= 0
+V ?= 0
 CFLAGS ?= -O2 -g
 CXXFLAGS ?= -O1
 
@@ -40,6 +42,10 @@ endif
 ifneq ($(filter default undefined,$(origin CXX)),)
 CXX := $(shell command -v c++ || command -v g++ || command -v clang++ || echo c++)
 endif
+
+# $(call run,WHAT,FILE) in front of a command prints a short line in its place, or with V=1 the command.
+quiet := $(findstring s,$(firstword -$(MAKEFLAGS)))
+run = $(if $(filter 1,$(V)),,@$(if $(quiet),,printf '  %-5s %s\n' $1 '$2';) )
 
 PS_CPPFLAGS := -Iinclude -Inative -D_GNU_SOURCE
 PS_CFLAGS := -std=gnu11 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -pthread -Wall -Wextra -Wno-unused-parameter
@@ -176,7 +182,7 @@ STAMP_link := $(call stamp,link)
 # Links beside our library to others that are gone (upgraded, removed): what made them is made again.
 DANGLING := $(shell find -L '$(BUILD)/lib' -maxdepth 1 -type l 2>/dev/null)
 
-.PHONY: FORCE all lib help native-tests fuzz-programs bench-programs venv venv-test python wheel lock demo test test-long golden test-gpu test-sanitize clean
+.PHONY: FORCE all lib help format native-tests fuzz-programs bench-programs venv venv-test python wheel lock demo test test-long golden test-gpu test-sanitize clean
 .DELETE_ON_ERROR:
 
 all: $(LIB) $(BIN) $(CDEF) ## the library libpenstock and the binary penstock
@@ -209,6 +215,10 @@ wheel: all venv-package ## the Python package with library and program as a whee
 	 { cat $(BUILD)/wheel/log; exit 1; }
 	@$(VENV)/bin/python -c "import sys; print(*sys.argv[1:])" $(BUILD)/dist/*.whl
 venv-package: venv $(VENV)/.done-requirements-wheel.txt
+CLANG_FILES = $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh' '*.cpp')
+format: venv-test ## lay out all C, CUDA, C++ and Python sources as .clang-format and .ruff.toml say
+	@$(VENV_TEST)/bin/clang-format -i $(CLANG_FILES)
+	@$(VENV_TEST)/bin/ruff check --quiet --fix . ; $(VENV_TEST)/bin/ruff format --quiet .
 lock: $(BUILD)/venv-lock/.done-requirements-lock.txt ## write python/requirements-*.txt anew from the .in files (LOCK_ARGS="--upgrade")
 	@PATH="$(abspath $(BUILD))/venv-lock/bin:$$PATH" $(BUILD)/venv-lock/bin/python python/lock.py $(LOCK_ARGS)
 clean: ## remove objects, library and binary; keep the environment
@@ -268,10 +278,10 @@ $(BUILD)/flash-attn/LICENSE: python/fetch_flash_attn.py python/requirements-flas
 $(FLASH_OBJ): $(STAMP_cu) | $(FLASH_STAMP)
 $(filter %/fwd_64.o %/fwd_128.o,$(FLASH_OBJ)): $(BUILD)/obj/native/kernels/cuda/flash/fwd_%.o: native/kernels/cuda/flash/flash_fwd.cu
 	@mkdir -p $(dir $@)
-	$(NVCC) $(PS_NVCCFLAGS) $(FLASH_FLAGS) -DPS_FLASH_DIM=$* $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+	$(call run,NVCC,$<)$(NVCC) $(PS_NVCCFLAGS) $(FLASH_FLAGS) -DPS_FLASH_DIM=$* $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 $(filter %/bwd_64.o %/bwd_128.o,$(FLASH_OBJ)): $(BUILD)/obj/native/kernels/cuda/flash/bwd_%.o: native/kernels/cuda/flash/flash_bwd.cu
 	@mkdir -p $(dir $@)
-	$(NVCC) $(PS_NVCCFLAGS) $(FLASH_FLAGS) -DPS_FLASH_DIM=$* $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+	$(call run,NVCC,$<)$(NVCC) $(PS_NVCCFLAGS) $(FLASH_FLAGS) -DPS_FLASH_DIM=$* $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 $(BUILD)/obj/native/kernels/cuda/attention_flash.o: PS_NVCCFLAGS += $(FLASH_FLAGS)
 $(BUILD)/obj/native/kernels/cuda/attention_flash.o: | $(FLASH_STAMP)
 endif
@@ -293,30 +303,30 @@ FORCE:
 
 $(BUILD)/obj/%.o: %.cu $(STAMP_cu) | $(CUBLAS_STAMP)
 	@mkdir -p $(dir $@)
-	$(NVCC) $(PS_NVCCFLAGS) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+	$(call run,NVCC,$<)$(NVCC) $(PS_NVCCFLAGS) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 $(BUILD)/obj/%.o: %.cpp $(STAMP_cxx) | $(CUDNN_STAMP)
 	@mkdir -p $(dir $@)
-	$(CXX) $(PS_CPPFLAGS) -isystem $(BUILD)/cudnn/include $(CPPFLAGS) $(PS_CXXFLAGS) $(CXXFLAGS) -MMD -MP -c $< -o $@
+	$(call run,CXX,$<)$(CXX) $(PS_CPPFLAGS) -isystem $(BUILD)/cudnn/include $(CPPFLAGS) $(PS_CXXFLAGS) $(CXXFLAGS) -MMD -MP -c $< -o $@
 $(BUILD)/obj/%.o: %.c $(STAMP_c) | $(BLAS_STAMP) $(CUBLAS_STAMP)
 	@mkdir -p $(dir $@)
-	$(CC) $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -MMD -MP -c $< -o $@
+	$(call run,CC,$<)$(CC) $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -MMD -MP -c $< -o $@
 
 $(LIB): $(LIB_OBJ) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN$(NVIDIA_WHEELS)' -Wl,-soname,libpenstock.so -o $@ $(LIB_OBJ) $(PS_LDLIBS) $(LDLIBS)
+	$(call run,LINK,$@)$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN$(NVIDIA_WHEELS)' -Wl,-soname,libpenstock.so -o $@ $(LIB_OBJ) $(PS_LDLIBS) $(LDLIBS)
 # The public headers as declarations for cffi, beside the library that they belong to.
 $(CDEF): python/generate_cdef.py $(wildcard include/penstock/*.h)
-	"$(PYTHON)" $< include $@
+	$(call run,GEN,$@)"$(PYTHON)" $< include $@
 $(ARCHIVE): $(LIB_OBJ) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	rm -f $@ && ar rcs $@ $(LIB_OBJ)
+	$(call run,AR,$@)rm -f $@ && ar rcs $@ $(LIB_OBJ)
 $(BIN): $(CLI_OBJ) $(LIB) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib:$$ORIGIN' -o $@ $(CLI_OBJ) -L$(BUILD)/lib -lpenstock $(PS_LDLIBS) $(LDLIBS)
+	$(call run,LINK,$@)$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib:$$ORIGIN' -o $@ $(CLI_OBJ) -L$(BUILD)/lib -lpenstock $(PS_LDLIBS) $(LDLIBS)
 # Tests and benchmarks link the archive: they may call internal (ps__) functions, which the shared library hides.
 $(TEST_BIN): $(BUILD)/tests/%: $(BUILD)/obj/tests/native/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
+	$(call run,LINK,$@)$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
 ifeq ($(CUDA),1)
 $(BUILD)/tests/test_cuda_engine: $(BUILD)/obj/tests/native/cuda_mix.o # its kernels
 -include $(BUILD)/obj/tests/native/cuda_mix.d
@@ -325,20 +335,20 @@ $(BUILD)/tests/test_grid: $(BUILD)/obj/native/cli/cells.o # the command line's, 
 # What tests/test_ops.py loads: kernels by name; and the same with kernels for the baseline instruction set alone.
 $(BUILD)/tests/libops_shim.so: $(BUILD)/obj/tests/native/ops_shim.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
+	$(call run,LINK,$@)$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
 OPS_BASE_SRC := tests/native/ops_shim.c $(addprefix native/kernels/cpu/,convert.c cross_entropy.c embedding.c matmul.c reduce.c rmsnorm.c swiglu.c)
 $(BUILD)/tests/libops_shim_base.so: $(OPS_BASE_SRC) $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) -shared $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -DPS_BASELINE=1 $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
+	$(call run,LINK,$@)$(CC) -shared $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -DPS_BASELINE=1 $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
 $(FUZZ_BIN): $(BUILD)/fuzz/%: $(BUILD)/obj/tests/fuzz/%.o $(BUILD)/obj/tests/fuzz/driver.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
+	$(call run,LINK,$@)$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
 # What tests/save_sweep.py and tests/test_faults.py preload.
 $(BUILD)/tests/libdisk_shim.so: tests/native/disk_shim.c
 	@mkdir -p $(dir $@)
-	$(CC) -shared -D_GNU_SOURCE -std=gnu11 -fPIC -Wall -Wextra -O1 -o $@ $< -ldl
+	$(call run,LINK,$@)$(CC) -shared -D_GNU_SOURCE -std=gnu11 -fPIC -Wall -Wextra -O1 -o $@ $< -ldl
 $(BENCH_BIN): $(BUILD)/bench/%: $(BUILD)/obj/bench/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(BENCH_LDLIBS) $(LDLIBS)
+	$(call run,LINK,$@)$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(BENCH_LDLIBS) $(LDLIBS)
 
 -include $(LIB_OBJ:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d) $(FUZZ_BIN:$(BUILD)/%=$(BUILD)/obj/tests/%.d)

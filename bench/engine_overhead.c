@@ -1,6 +1,7 @@
-/* engine_overhead.c - what the engine costs an op: empty ops on one stream; a step shaped like training on five streams;
- * compiling 100,000 ops with three accesses each over as many different ranges.
- * Usage: engine_overhead [steps]. Prints one JSON object a line: the best, the median and the worst of 9 runs. */
+/* engine_overhead.c - what the engine costs an op: empty ops on one stream; a step shaped like
+ * training on five streams; compiling 100,000 ops with three accesses each over as many
+ * different ranges. Usage: engine_overhead [steps]. Prints one JSON object a line: the best, the
+ * median and the worst of 9 runs. */
 #include "core/core.h"
 #include <penstock/engine.h>
 #include <stdlib.h>
@@ -22,10 +23,13 @@ static void must(ps_status st) {
 enum { COMPUTE, H2D, D2H, OPTIMIZER, DATA, N_STREAMS, SLOT = 4096 };
 
 static void add(ps_program *p, uint32_t stream, const ps_access *a, uint32_t n) {
-  must(ps_program_add(p, &(ps_op){.kernel = &k_empty, .stream = stream, .access = a, .n_access = n}, NULL));
+  must(ps_program_add(p, &(ps_op){.kernel = &k_empty, .stream = stream, .access = a, .n_access = n},
+                      NULL));
 }
 
-static ps_access at(uint32_t space, uint32_t mode, uint64_t slot) { return (ps_access){space, mode, slot * SLOT, SLOT}; }
+static ps_access at(uint32_t space, uint32_t mode, uint64_t slot) {
+  return (ps_access){space, mode, slot * SLOT, SLOT};
+}
 
 static ps_program *one_stream(void) {
   ps_program *p;
@@ -35,11 +39,26 @@ static ps_program *one_stream(void) {
   return p;
 }
 
-/* Forward and backward over layers and chunks. Each layer's weights come from home (space 1) into one of two device slots,
- * its gradient goes home from one of two, an activation a chunk goes out and comes back, the optimizer updates the layer,
- * the data stream delivers tokens. 12 and 20 compute ops a layer and chunk, as a block has. */
+/* Forward and backward over layers and chunks. Each layer's weights come from home (space 1)
+ * into one of two device slots, its gradient goes home from one of two, an activation a chunk
+ * goes out and comes back, the optimizer updates the layer, the data stream delivers tokens. 12
+ * and 20 compute ops a layer and chunk, as a block has. */
 static ps_program *training(void) {
-  enum { L = 16, C = 4, FWD = 12, BWD = 20, W = 0, G = 2, ACT = 4, X = 8, OUT = 16, HOME_W = 0, HOME_G = 32, HOME_A = 64, TOK = 400 };
+  enum {
+    L = 16,
+    C = 4,
+    FWD = 12,
+    BWD = 20,
+    W = 0,
+    G = 2,
+    ACT = 4,
+    X = 8,
+    OUT = 16,
+    HOME_W = 0,
+    HOME_G = 32,
+    HOME_A = 64,
+    TOK = 400
+  };
   ps_program *p;
   must(ps_program_create(&p, 2, N_STREAMS));
   add(p, DATA, (ps_access[]){at(1, PS_WRITE, TOK)}, 1);
@@ -48,7 +67,10 @@ static ps_program *training(void) {
     add(p, H2D, (ps_access[]){at(1, PS_READ, HOME_W + l), at(0, PS_WRITE, W + l % 2)}, 2);
     for (uint64_t c = 0; c < C; c++) {
       for (int i = 0; i < FWD; i++)
-        add(p, COMPUTE, (ps_access[]){at(0, PS_READ, W + l % 2), at(0, PS_READ_WRITE, X + c), at(0, PS_WRITE, ACT + c)}, 3);
+        add(p, COMPUTE,
+            (ps_access[]){at(0, PS_READ, W + l % 2), at(0, PS_READ_WRITE, X + c),
+                          at(0, PS_WRITE, ACT + c)},
+            3);
       add(p, D2H, (ps_access[]){at(0, PS_READ, ACT + c), at(1, PS_WRITE, HOME_A + l * C + c)}, 2);
     }
   }
@@ -57,10 +79,14 @@ static ps_program *training(void) {
     for (uint64_t c = C; c-- > 0;) {
       add(p, H2D, (ps_access[]){at(1, PS_READ, HOME_A + l * C + c), at(0, PS_WRITE, ACT + c)}, 2);
       for (int i = 0; i < BWD; i++)
-        add(p, COMPUTE, (ps_access[]){at(0, PS_READ, W + l % 2), at(0, PS_READ, ACT + c), at(0, PS_READ_WRITE, G + l % 2)}, 3);
+        add(p, COMPUTE,
+            (ps_access[]){at(0, PS_READ, W + l % 2), at(0, PS_READ, ACT + c),
+                          at(0, PS_READ_WRITE, G + l % 2)},
+            3);
     }
     add(p, D2H, (ps_access[]){at(0, PS_READ, G + l % 2), at(1, PS_WRITE, HOME_G + l)}, 2);
-    add(p, OPTIMIZER, (ps_access[]){at(1, PS_READ, HOME_G + l), at(1, PS_READ_WRITE, HOME_W + l)}, 2);
+    add(p, OPTIMIZER, (ps_access[]){at(1, PS_READ, HOME_G + l), at(1, PS_READ_WRITE, HOME_W + l)},
+        2);
   }
   return p;
 }
@@ -71,7 +97,8 @@ static int ascending(const void *a, const void *b) {
 }
 
 static void measure(const char *name, ps_program *p, uint32_t trace_steps, uint64_t n_steps) {
-  ps_engine_config cfg = {.struct_bytes = sizeof cfg, .backend = PS_BACKEND_CPU, .n_spaces = 2, .n_streams = N_STREAMS};
+  ps_engine_config cfg = {
+      .struct_bytes = sizeof cfg, .backend = PS_BACKEND_CPU, .n_spaces = 2, .n_streams = N_STREAMS};
   cfg.space[0].bytes = cfg.space[1].bytes = 4 << 20;
   for (uint32_t i = 0; i < N_STREAMS; i++)
     cfg.stream[i].n_threads = 1;
@@ -84,7 +111,9 @@ static void measure(const char *name, ps_program *p, uint32_t trace_steps, uint6
   double ns[9];
   uint64_t n_ops = ps_schedule_n_ops(s);
   ps_run *r;
-  must(ps_run_create(&r, e, s, &(ps_run_config){.struct_bytes = sizeof(ps_run_config), .trace_steps = trace_steps}));
+  must(ps_run_create(
+      &r, e, s,
+      &(ps_run_config){.struct_bytes = sizeof(ps_run_config), .trace_steps = trace_steps}));
   for (uint64_t i = 0; i < 9; i++) {
     t0 = ps__now_ns();
     must(ps_run_submit(r, n_steps));
@@ -93,10 +122,12 @@ static void measure(const char *name, ps_program *p, uint32_t trace_steps, uint6
   }
   ps_run_destroy(r);
   qsort(ns, 9, sizeof *ns, ascending);
-  printf("{\"bench\": \"engine_overhead\", \"program\": \"%s\", \"traced\": %u, \"ops\": %llu, \"waits\": %llu, \"cpus\": %u, "
-         "\"compile_ns_per_op\": %.0f, \"ns_per_op_best\": %.0f, \"ns_per_op_median\": %.0f, \"ns_per_op_worst\": %.0f}\n",
-         name, trace_steps, (unsigned long long)n_ops, (unsigned long long)ps_schedule_n_waits(s), ps__n_cpus(),
-         (double)compile_ns / (double)n_ops, ns[0], ns[4], ns[8]);
+  printf("{\"bench\": \"engine_overhead\", \"program\": \"%s\", \"traced\": %u, \"ops\": %llu, "
+         "\"waits\": %llu, \"cpus\": %u, "
+         "\"compile_ns_per_op\": %.0f, \"ns_per_op_best\": %.0f, \"ns_per_op_median\": %.0f, "
+         "\"ns_per_op_worst\": %.0f}\n",
+         name, trace_steps, (unsigned long long)n_ops, (unsigned long long)ps_schedule_n_waits(s),
+         ps__n_cpus(), (double)compile_ns / (double)n_ops, ns[0], ns[4], ns[8]);
   must(ps_schedule_destroy(s));
   must(ps_engine_close(e));
 }
@@ -109,12 +140,16 @@ static void measure_compile(void) {
   uint64_t t0 = ps__now_ns();
   for (uint64_t i = 0; i < N_OPS; i++)
     add(p, (uint32_t)(i % 7 % N_STREAMS),
-        (ps_access[]){at(0, PS_READ, i * 31 % 9973), at(1, PS_READ_WRITE, i), at(0, PS_WRITE, 10000 + i * 17 % 20011)}, 3);
+        (ps_access[]){at(0, PS_READ, i * 31 % 9973), at(1, PS_READ_WRITE, i),
+                      at(0, PS_WRITE, 10000 + i * 17 % 20011)},
+        3);
   uint64_t t1 = ps__now_ns();
   must(ps_schedule_compile(&s, p));
   uint64_t t2 = ps__now_ns();
-  printf("{\"bench\": \"engine_compile\", \"ops\": %d, \"accesses\": %d, \"waits\": %llu, \"add_ms\": %.1f, \"compile_ms\": %.1f}\n",
-         N_OPS, 3 * N_OPS, (unsigned long long)ps_schedule_n_waits(s), (double)(t1 - t0) / 1e6, (double)(t2 - t1) / 1e6);
+  printf("{\"bench\": \"engine_compile\", \"ops\": %d, \"accesses\": %d, \"waits\": %llu, "
+         "\"add_ms\": %.1f, \"compile_ms\": %.1f}\n",
+         N_OPS, 3 * N_OPS, (unsigned long long)ps_schedule_n_waits(s), (double)(t1 - t0) / 1e6,
+         (double)(t2 - t1) / 1e6);
   must(ps_schedule_destroy(s));
   ps_program_destroy(p);
 }

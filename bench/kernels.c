@@ -1,17 +1,18 @@
 /* kernels.c - how fast is each cpu kernel against this machine's ceilings?
  *
- * usage: kernels [threads [gemm | elementwise]]     (default: the CPUs this process may use, both)
- * One JSON line a kernel and shape: ms (best of repeats), rate, its unit and its share of the ceiling. Ceilings are measured
- * in the same run: memcpy on the same threads (reads plus writes), and OpenBLAS's own threading on the same product. */
+ * usage: kernels [threads [gemm | elementwise]]     (default: the CPUs this process may use,
+ * both) One JSON line a kernel and shape: ms (best of repeats), rate, its unit and its share of
+ * the ceiling. Ceilings are measured in the same run: memcpy on the same threads (reads plus
+ * writes), and OpenBLAS's own threading on the same product. */
 #include "kernels/cpu/cpu.h"
 #include <cblas.h>
 #include <stdlib.h>
 #include <string.h>
 
 #ifdef PS_BLAS_WHEEL
-#define BLAS(name) scipy_##name
+#  define BLAS(name) scipy_##name
 #else
-#define BLAS(name) name
+#  define BLAS(name) name
 #endif
 
 enum { REPEATS = 15, ARENA_BYTES = 640 << 20 };
@@ -30,7 +31,8 @@ static double best_ms(void (*fn)(void *), void *arg) {
     uint64_t t0 = ps__now_ns();
     fn(arg);
     double ms = (double)(ps__now_ns() - t0) * 1e-6;
-    if (r >= 2 && ms < best) best = ms;
+    if (r >= 2 && ms < best)
+      best = ms;
   }
   return best;
 }
@@ -70,11 +72,14 @@ static call prepare(const ps_kernel *kernel, const void *args, const size_t *byt
 }
 
 /* A bandwidth-bound kernel: moved is the bytes its comment states. */
-static void elementwise(const ps_kernel *kernel, const void *args, const char *shape, uint32_t dt, double moved, const size_t *bytes, uint32_t n) {
+static void elementwise(const ps_kernel *kernel, const void *args, const char *shape, uint32_t dt,
+                        double moved, const size_t *bytes, uint32_t n) {
   call c = prepare(kernel, args, bytes, n);
   double ms = best_ms(call_run, &c), rate = moved / ms * 1e-6;
-  printf("{\"kernel\": \"%s\", \"shape\": \"%s\", \"dtype\": \"%s\", \"threads\": %u, \"ms\": %.4f, \"rate\": %.2f, \"unit\": \"GB/s\", \"of_copy\": %.3f}\n",
-         kernel->name, shape, dt == PS_BF16 ? "bf16" : "f32", n_threads, ms, rate, rate / copy_gb_s);
+  printf("{\"kernel\": \"%s\", \"shape\": \"%s\", \"dtype\": \"%s\", \"threads\": %u, \"ms\": "
+         "%.4f, \"rate\": %.2f, \"unit\": \"GB/s\", \"of_copy\": %.3f}\n",
+         kernel->name, shape, dt == PS_BF16 ? "bf16" : "f32", n_threads, ms, rate,
+         rate / copy_gb_s);
   fflush(stdout);
 }
 
@@ -91,42 +96,64 @@ static void fill_arena(void) {
 static void bench_elementwise(uint32_t dt) {
   size_t e = ps__dt_bytes(dt), t = 2048, d = 1024, f = 2816, v = 8192, big = 16 << 20;
   ps__args_accumulate add = {.n = big, .dt = dt};
-  elementwise(&ps__k_accumulate, &add, "16M", dt, 3.0 * (double)(big * e), (size_t[]){big * e, big * e}, 2);
+  elementwise(&ps__k_accumulate, &add, "16M", dt, 3.0 * (double)(big * e),
+              (size_t[]){big * e, big * e}, 2);
   ps__args_sumsq sq = {.n = big, .dt = dt};
   elementwise(&ps__k_sumsq, &sq, "16M", dt, (double)(big * e), (size_t[]){big * e, 8}, 2);
-  elementwise(&ps__k_accumulate_sumsq_host, &add, "16M", dt, 3.0 * (double)(big * e), (size_t[]){big * e, big * e, 8}, 3);
-  ps__args_rmsnorm norm = {.rows = (uint32_t)t * 4, .cols = (uint32_t)d, .dt = dt, .add_dx = 1, .eps = 1e-5f};
+  elementwise(&ps__k_accumulate_sumsq_host, &add, "16M", dt, 3.0 * (double)(big * e),
+              (size_t[]){big * e, big * e, 8}, 3);
+  ps__args_rmsnorm norm = {
+      .rows = (uint32_t)t * 4, .cols = (uint32_t)d, .dt = dt, .add_dx = 1, .eps = 1e-5f};
   size_t rows = 4 * t * d * e;
-  elementwise(&ps__k_rmsnorm_fwd, &norm, "8192x1024", dt, 2.0 * (double)rows, (size_t[]){rows, d * e, rows}, 3);
-  elementwise(&ps__k_rmsnorm_bwd, &norm, "8192x1024", dt, 4.0 * (double)rows, (size_t[]){rows, d * e, rows, rows, d * e}, 5);
+  elementwise(&ps__k_rmsnorm_fwd, &norm, "8192x1024", dt, 2.0 * (double)rows,
+              (size_t[]){rows, d * e, rows}, 3);
+  elementwise(&ps__k_rmsnorm_bwd, &norm, "8192x1024", dt, 4.0 * (double)rows,
+              (size_t[]){rows, d * e, rows, rows, d * e}, 5);
   ps__args_swiglu glu = {(uint32_t)t, (uint32_t)f, dt};
-  elementwise(&ps__k_swiglu_fwd, &glu, "2048x2816", dt, 3.0 * (double)(t * f * e), (size_t[]){2 * t * f * e, t * f * e}, 2);
-  elementwise(&ps__k_swiglu_bwd, &glu, "2048x2816", dt, 6.0 * (double)(t * f * e), (size_t[]){t * f * e, 2 * t * f * e}, 2);
+  elementwise(&ps__k_swiglu_fwd, &glu, "2048x2816", dt, 3.0 * (double)(t * f * e),
+              (size_t[]){2 * t * f * e, t * f * e}, 2);
+  elementwise(&ps__k_swiglu_bwd, &glu, "2048x2816", dt, 6.0 * (double)(t * f * e),
+              (size_t[]){t * f * e, 2 * t * f * e}, 2);
   ps__args_colsum col = {.rows = (uint32_t)t * 4, .cols = (uint32_t)d, .ld = (uint32_t)d, .dt = dt};
   elementwise(&ps__k_colsum, &col, "8192x1024", dt, (double)rows, (size_t[]){rows, d * e}, 2);
   int32_t *id = (int32_t *)arena; /* ptr 0 of both embedding kernels */
-  for (size_t i = 0; i < t; i++) id[i] = (int32_t)(i * 7919 % v);
+  for (size_t i = 0; i < t; i++)
+    id[i] = (int32_t)(i * 7919 % v);
   ps__args_embed emb = {(uint32_t)t, (uint32_t)v, (uint32_t)d, dt, 0};
-  elementwise(&ps__k_embed_fwd, &emb, "2048 of 8192x1024", dt, 2.0 * (double)(t * d * e), (size_t[]){4 * t, v * d * e, t * d * e}, 3);
-  elementwise(&ps__k_embed_bwd, &emb, "2048 of 8192x1024", dt, (double)((t + v) * d * e), (size_t[]){4 * t, t * d * e, v * d * e}, 3);
+  elementwise(&ps__k_embed_fwd, &emb, "2048 of 8192x1024", dt, 2.0 * (double)(t * d * e),
+              (size_t[]){4 * t, v * d * e, t * d * e}, 3);
+  elementwise(&ps__k_embed_bwd, &emb, "2048 of 8192x1024", dt, (double)((t + v) * d * e),
+              (size_t[]){4 * t, t * d * e, v * d * e}, 3);
   ps__args_cross_entropy ce = {(uint32_t)t, (uint32_t)v, dt};
   int32_t *target = (int32_t *)(arena + ps__round_up(t * v * e, 4096));
-  for (size_t i = 0; i < t; i++) target[i] = (int32_t)(i * 7919 % v);
-  elementwise(&ps__k_cross_entropy, &ce, "2048x8192", dt, 2.0 * (double)(t * v * e), (size_t[]){t * v * e, 4 * t, 4, 4 * t}, 4);
+  for (size_t i = 0; i < t; i++)
+    target[i] = (int32_t)(i * 7919 % v);
+  elementwise(&ps__k_cross_entropy, &ce, "2048x8192", dt, 2.0 * (double)(t * v * e),
+              (size_t[]){t * v * e, 4 * t, 4, 4 * t}, 4);
   fill_arena();
 }
 
 static void blas_run(void *arg) {
   const call *c = arg;
   const ps__args_gemm *a = c->args;
-  ps__cpu_sgemm(a->trans_a, a->trans_b, (int)a->m, (int)a->n, (int)a->k, 1.0f, c->ptr[0], (int)a->lda, c->ptr[1], (int)a->ldb, 0.0f,
-                c->ptr[2], (int)a->ldc);
+  ps__cpu_sgemm(a->trans_a, a->trans_b, (int)a->m, (int)a->n, (int)a->k, 1.0f, c->ptr[0],
+                (int)a->lda, c->ptr[1], (int)a->ldb, 0.0f, c->ptr[2], (int)a->ldc);
 }
 
-/* Ours, then OpenBLAS's own threading, in blocks: after a threaded product OpenBLAS's workers spin for a while, and in turns of one run
- * each they would take the cores from ours. */
+/* Ours, then OpenBLAS's own threading, in blocks: after a threaded product OpenBLAS's workers
+ * spin for a while, and in turns of one run each they would take the cores from ours. */
 static void bench_gemm(uint32_t m, uint32_t n, uint32_t k, uint8_t ta, uint8_t tb, uint8_t dt) {
-  ps__args_gemm a = {.m = m, .n = n, .k = k, .lda = ta ? m : k, .ldb = tb ? k : n, .ldc = n, .trans_a = ta, .trans_b = tb, .dt_a = dt, .dt_b = dt, .dt_c = dt};
+  ps__args_gemm a = {.m = m,
+                     .n = n,
+                     .k = k,
+                     .lda = ta ? m : k,
+                     .ldb = tb ? k : n,
+                     .ldc = n,
+                     .trans_a = ta,
+                     .trans_b = tb,
+                     .dt_a = dt,
+                     .dt_b = dt,
+                     .dt_c = dt};
   size_t e = 4; /* room for OpenBLAS's fp32 product too */
   call c = prepare(&ps__k_gemm, &a, (size_t[]){e * m * k, e * k * n, e * m * n}, 3);
   double ours = 1e30, blas = 1e30, flops = 2.0 * m * n * k;
@@ -137,11 +164,15 @@ static void bench_gemm(uint32_t m, uint32_t n, uint32_t k, uint8_t ta, uint8_t t
     uint64_t t0 = ps__now_ns();
     theirs ? blas_run(&c) : call_run(&c);
     double ns = (double)(ps__now_ns() - t0);
-    if (!warm && ns < *best) *best = ns;
+    if (!warm && ns < *best)
+      *best = ns;
   }
   BLAS(openblas_set_num_threads)(1);
-  printf("{\"kernel\": \"gemm\", \"shape\": \"%ux%ux%u%s%s\", \"dtype\": \"%s\", \"threads\": %u, \"ms\": %.4f, \"rate\": %.2f, \"unit\": \"GFLOP/s\", \"openblas_f32\": %.2f, \"of_openblas\": %.3f}\n",
-         m, n, k, ta ? " ta" : "", tb ? " tb" : "", dt == PS_BF16 ? "bf16" : "f32", n_threads, ours * 1e-6, flops / ours, flops / blas, blas / ours);
+  printf("{\"kernel\": \"gemm\", \"shape\": \"%ux%ux%u%s%s\", \"dtype\": \"%s\", \"threads\": %u, "
+         "\"ms\": %.4f, \"rate\": %.2f, \"unit\": \"GFLOP/s\", \"openblas_f32\": %.2f, "
+         "\"of_openblas\": %.3f}\n",
+         m, n, k, ta ? " ta" : "", tb ? " tb" : "", dt == PS_BF16 ? "bf16" : "f32", n_threads,
+         ours * 1e-6, flops / ours, flops / blas, blas / ours);
   fflush(stdout);
 }
 
@@ -149,9 +180,11 @@ int main(int argc, char **argv) {
   void *p = NULL, *s = NULL;
   n_threads = argc > 1 ? (uint32_t)atoi(argv[1]) : ps__n_cpus();
   exec.scratch_bytes = 16 << 20;
-  if (n_threads < 1 || n_threads > 1024 || ps__map(&p, ARENA_BYTES, "operands") || ps__map(&s, exec.scratch_bytes * n_threads, "scratch") ||
+  if (n_threads < 1 || n_threads > 1024 || ps__map(&p, ARENA_BYTES, "operands") ||
+      ps__map(&s, exec.scratch_bytes * n_threads, "scratch") ||
       ps__pool_create(&exec.pool, n_threads, "bench") || ps__cpu_blas_ready(n_threads)) {
-    fprintf(stderr, "kernels: %s\nusage: kernels [threads [gemm | elementwise]]\n", ps_last_error());
+    fprintf(stderr, "kernels: %s\nusage: kernels [threads [gemm | elementwise]]\n",
+            ps_last_error());
     return 2;
   }
   arena = p;
@@ -159,18 +192,24 @@ int main(int argc, char **argv) {
   fill_arena();
   int64_t half = 128 << 20;
   copy_gb_s = 2.0 * (double)half / best_ms(copy_run, &half) * 1e-6;
-  printf("{\"kernel\": \"memcpy\", \"shape\": \"128 MiB\", \"threads\": %u, \"rate\": %.2f, \"unit\": \"GB/s\"}\n", n_threads, copy_gb_s);
+  printf("{\"kernel\": \"memcpy\", \"shape\": \"128 MiB\", \"threads\": %u, \"rate\": %.2f, "
+         "\"unit\": \"GB/s\"}\n",
+         n_threads, copy_gb_s);
   fill_arena();
-  static const uint32_t shapes[][3] = {{2048, 2048, 512}, {2048, 1024, 1024}, {2048, 5632, 1024}, {1024, 2816, 2048}, {256, 1024, 384}, {64, 512, 512}};
+  static const uint32_t shapes[][3] = {{2048, 2048, 512},  {2048, 1024, 1024}, {2048, 5632, 1024},
+                                       {1024, 2816, 2048}, {256, 1024, 384},   {64, 512, 512}};
   const char *only = argc > 2 ? argv[2] : "";
   for (uint8_t dt = PS_F32; dt <= PS_BF16 && strcmp(only, "elementwise"); dt++)
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
       bench_gemm(shapes[i][0], shapes[i][1], shapes[i][2], 0, 1, dt);
-      if (i == 1 || i == 3) bench_gemm(shapes[i][0], shapes[i][1], shapes[i][2], 0, 0, dt);
-      if (i == 1 || i == 3) bench_gemm(shapes[i][0], shapes[i][1], shapes[i][2], 1, 0, dt);
+      if (i == 1 || i == 3)
+        bench_gemm(shapes[i][0], shapes[i][1], shapes[i][2], 0, 0, dt);
+      if (i == 1 || i == 3)
+        bench_gemm(shapes[i][0], shapes[i][1], shapes[i][2], 1, 0, dt);
     }
   fill_arena();
-  for (uint32_t dt = PS_F32; dt <= PS_BF16 && strcmp(only, "gemm"); dt++) bench_elementwise(dt);
+  for (uint32_t dt = PS_F32; dt <= PS_BF16 && strcmp(only, "gemm"); dt++)
+    bench_elementwise(dt);
   ps__pool_destroy(exec.pool);
   ps__unmap(s, exec.scratch_bytes * n_threads);
   ps__unmap(p, ARENA_BYTES);

@@ -2,16 +2,18 @@
  *
  *   build/bench/optimizer [--params N] [--reps N] [--threads N[,N...]]
  *
- * For each recipe, instruction set, number of threads and part of the update (the whole; weights; moments): parameters a second, bytes a second (the
- * bytes that must move: ps__adamw_bytes()) and the copy's bytes a second (read plus written). Copy and update take
- * turns, so that both see the same machine; medians after one warm-up. The copy is the better of a plain loop of vector
- * moves (memcpy) and one with non-temporal stores. One JSON object a line. */
+ * For each recipe, instruction set, number of threads and part of the update (the whole;
+ * weights; moments): parameters a second, bytes a second (the bytes that must move:
+ * ps__adamw_bytes()) and the copy's bytes a second (read plus written). Copy and update take
+ * turns, so that both see the same machine; medians after one warm-up. The copy is the better of
+ * a plain loop of vector moves (memcpy) and one with non-temporal stores. One JSON object a
+ * line. */
 #include "../native/core/core.h"
 #include "../native/optim/optim.h"
 #include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#  include <emmintrin.h>
 #endif
 
 enum { BLOCK = 16384, MAX_REPS = 101, MAX_THREAD_COUNTS = 8 };
@@ -31,19 +33,23 @@ static void update_task(void *arg, int64_t task, uint32_t worker) {
   state *st = arg;
   uint64_t first = (uint64_t)task * BLOCK, n = st->n - first < BLOCK ? st->n - first : BLOCK;
   size_t b = st->recipe == PS_RECIPE_BF16 ? 2 : 4, gb = st->recipe == PS_RECIPE_FP32 ? 4 : 2;
-  ps__adamw_update(st->simd, st->recipe, st->part, n, st->w + first * b, st->recipe == PS_RECIPE_FP32_MASTER ? st->w_bf16 + first : NULL,
-                   st->grad + first * gb, st->m + first * b, st->v + first * b, 0.1f, first, &st->s);
+  ps__adamw_update(st->simd, st->recipe, st->part, n, st->w + first * b,
+                   st->recipe == PS_RECIPE_FP32_MASTER ? st->w_bf16 + first : NULL,
+                   st->grad + first * gb, st->m + first * b, st->v + first * b, 0.1f, first,
+                   &st->s);
 }
 
 static void copy_task(void *arg, int64_t task, uint32_t worker) {
   state *st = arg; /* w is copied to m: 4 n bytes each */
-  size_t first = (size_t)task * BLOCK * 16, total = st->n * 4, n = total - first < BLOCK * 16 ? total - first : BLOCK * 16;
+  size_t first = (size_t)task * BLOCK * 16, total = st->n * 4,
+         n = total - first < BLOCK * 16 ? total - first : BLOCK * 16;
 #if defined(__x86_64__)
   if (st->streaming) {
     const __m128i *src = (const __m128i *)(st->w + first);
     __m128i *dst = (__m128i *)(st->m + first);
     for (size_t i = 0; i + 4 <= n / 16; i += 4)
-      for (size_t j = 0; j < 4; j++) _mm_stream_si128(dst + i + j, _mm_load_si128(src + i + j));
+      for (size_t j = 0; j < 4; j++)
+        _mm_stream_si128(dst + i + j, _mm_load_si128(src + i + j));
     _mm_sfence();
     return;
   }
@@ -72,7 +78,8 @@ static void measure(ps__pool *pool, state *st, int reps) {
   static const char *const recipe_names[] = {"fp32", "fp32-master", "bf16"};
   static const char *const part_names[] = {"whole", "weights", "moments"};
   double update[MAX_REPS], copy[2][MAX_REPS];
-  int64_t copy_tasks = (int64_t)((st->n * 4 + BLOCK * 16 - 1) / (BLOCK * 16)), tasks = (int64_t)((st->n + BLOCK - 1) / BLOCK);
+  int64_t copy_tasks = (int64_t)((st->n * 4 + BLOCK * 16 - 1) / (BLOCK * 16)),
+          tasks = (int64_t)((st->n + BLOCK - 1) / BLOCK);
   memset(st->m, 0, st->n * 4);
   memset(st->v, 0, st->n * 4);
   for (int r = -1; r < reps; r++) { /* -1: warm-up */
@@ -83,21 +90,33 @@ static void measure(ps__pool *pool, state *st, int reps) {
     st->s.step = (uint64_t)(r + 1);
     update[slot] = seconds(pool, tasks, update_task, st);
   }
-  double plain = median(copy[0], reps), nontemporal = median(copy[1], reps), t = median(update, reps);
+  double plain = median(copy[0], reps), nontemporal = median(copy[1], reps),
+         t = median(update, reps);
   double copy_gb_s = 8.0 * (double)st->n / (plain < nontemporal ? plain : nontemporal) * 1e-9;
   double bytes = ps__adamw_bytes(st->recipe, st->part) * (double)st->n, gb_s = bytes / t * 1e-9;
-  printf("{\"bench\":\"optimizer\",\"recipe\":\"%s\",\"simd\":\"%s\",\"part\":\"%s\",\"threads\":%u,\"params\":%llu,\"reps\":%d,\"gparam_s\":%.3f,"
-         "\"gb_s\":%.2f,\"copy_gb_s\":%.2f,\"of_copy\":%.3f}\n", recipe_names[st->recipe], simd_names[st->simd], part_names[st->part],
-         ps__pool_size(pool), (unsigned long long)st->n, reps, (double)st->n / t * 1e-9, gb_s, copy_gb_s, gb_s / copy_gb_s);
+  printf("{\"bench\":\"optimizer\",\"recipe\":\"%s\",\"simd\":\"%s\",\"part\":\"%s\",\"threads\":%"
+         "u,\"params\":%llu,\"reps\":%d,\"gparam_s\":%.3f,"
+         "\"gb_s\":%.2f,\"copy_gb_s\":%.2f,\"of_copy\":%.3f}\n",
+         recipe_names[st->recipe], simd_names[st->simd], part_names[st->part], ps__pool_size(pool),
+         (unsigned long long)st->n, reps, (double)st->n / t * 1e-9, gb_s, copy_gb_s,
+         gb_s / copy_gb_s);
   fflush(stdout);
 }
 
 static int fill(state *st) {
-  struct { void **at; const char *what; } maps[] = {{(void **)&st->w, "weights"}, {(void **)&st->m, "first moments"},
-    {(void **)&st->v, "second moments"}, {(void **)&st->grad, "gradients"}, {(void **)&st->w_bf16, "bf16 weights"}};
+  struct {
+    void **at;
+    const char *what;
+  } maps[] = {{(void **)&st->w, "weights"},
+              {(void **)&st->m, "first moments"},
+              {(void **)&st->v, "second moments"},
+              {(void **)&st->grad, "gradients"},
+              {(void **)&st->w_bf16, "bf16 weights"}};
   for (size_t i = 0; i < sizeof maps / sizeof *maps; i++)
-    if (ps__map(maps[i].at, st->n * 4, maps[i].what) != PS_OK) return 0;
-  for (uint64_t i = 0; i < st->n; i++) { /* finite, of order 1, in both readings (fp32, and two bf16 each) */
+    if (ps__map(maps[i].at, st->n * 4, maps[i].what) != PS_OK)
+      return 0;
+  /* finite, of order 1, in both readings (fp32, and two bf16 each) */
+  for (uint64_t i = 0; i < st->n; i++) {
     uint32_t r = (uint32_t)ps__sr_random(1, 2, i) & 0x007f007fu;
     ((uint32_t *)st->w)[i] = 0x3f803f80u | r;
     ((uint32_t *)st->grad)[i] = 0x3c003c00u | r;
@@ -107,27 +126,41 @@ static int fill(state *st) {
 }
 
 static int usage(void) {
-  fprintf(stderr, "usage: optimizer [--params N>=1] [--reps 1..%d] [--threads N[,N...]]\n", MAX_REPS);
+  fprintf(stderr, "usage: optimizer [--params N>=1] [--reps 1..%d] [--threads N[,N...]]\n",
+          MAX_REPS);
   return 2;
 }
 
 int main(int argc, char **argv) {
-  state st = {.n = 64u << 20, .s = {.lr = 1e-3f, .beta1 = 0.9f, .beta2 = 0.999f, .eps = 1e-8f, .grad_scale = 1.0f, .seed = 1}};
+  state st = {.n = 64u << 20,
+              .s = {.lr = 1e-3f,
+                    .beta1 = 0.9f,
+                    .beta2 = 0.999f,
+                    .eps = 1e-8f,
+                    .grad_scale = 1.0f,
+                    .seed = 1}};
   long threads[MAX_THREAD_COUNTS] = {1, 2}, reps = 7;
   int n_threads = 2;
   for (int i = 1; i < argc; i += 2) {
-    if (i + 1 >= argc) return usage();
-    if (!strcmp(argv[i], "--params")) st.n = strtoull(argv[i + 1], NULL, 10);
-    else if (!strcmp(argv[i], "--reps")) reps = strtol(argv[i + 1], NULL, 10);
+    if (i + 1 >= argc)
+      return usage();
+    if (!strcmp(argv[i], "--params"))
+      st.n = strtoull(argv[i + 1], NULL, 10);
+    else if (!strcmp(argv[i], "--reps"))
+      reps = strtol(argv[i + 1], NULL, 10);
     else if (!strcmp(argv[i], "--threads")) {
       n_threads = 0;
-      for (char *p = argv[i + 1]; p && n_threads < MAX_THREAD_COUNTS; p = strchr(p, ',') ? strchr(p, ',') + 1 : NULL)
+      for (char *p = argv[i + 1]; p && n_threads < MAX_THREAD_COUNTS;
+           p = strchr(p, ',') ? strchr(p, ',') + 1 : NULL)
         threads[n_threads++] = strtol(p, NULL, 10);
-    } else return usage();
+    } else
+      return usage();
   }
   for (int i = 0; i < n_threads; i++)
-    if (threads[i] < 1 || threads[i] > 1024) return usage();
-  if (st.n < 1 || reps < 1 || reps > MAX_REPS) return usage();
+    if (threads[i] < 1 || threads[i] > 1024)
+      return usage();
+  if (st.n < 1 || reps < 1 || reps > MAX_REPS)
+    return usage();
   st.n = (st.n + 15) / 16 * 16; /* whole cache lines for the copy */
   ps__adamw_bias_correction(&st.s, 1);
   if (!fill(&st)) {

@@ -1,10 +1,13 @@
-"""A Llama in PyTorch eager, for the programs that stand Penstock beside it: F.linear, F.scaled_dot_product_attention, F.rms_norm."""
+"""A Llama in PyTorch eager, for the programs that stand Penstock beside it: F.linear,
+F.scaled_dot_product_attention, F.rms_norm."""
+
 import torch
 from torch.nn import functional as f
 
 
 class Llama:
-    """Logits of token ids [n, S] from `params` {name: tensor} of Penstock's ModelConfig `m`, in the parameters' dtype; angles in fp32."""
+    """Logits of token ids [n, S] from `params` {name: tensor} of Penstock's ModelConfig `m`, in the
+    parameters' dtype; angles in fp32."""
 
     def __init__(self, m, params):
         self.m, self.p = m, params
@@ -27,12 +30,20 @@ class Llama:
 
         x = f.embedding(ids, p["model.embed_tokens.weight"])
         for i in range(m.n_layers):
-            w = lambda name: p[f"model.layers.{i}.{name}.weight"]  # noqa: E731
+            w = lambda name, i=i: p[f"model.layers.{i}.{name}.weight"]
             y = f.rms_norm(x, (m.dim,), w("input_layernorm"), m.norm_eps)
-            q, k, v = (f.linear(y, w(f"self_attn.{c}_proj")).view(n, s, -1, m.head_dim).transpose(1, 2) for c in "qkv")
-            o = f.scaled_dot_product_attention(rot(q), rot(k), v, is_causal=True, enable_gqa=m.n_heads != m.n_kv_heads)
+            q, k, v = (
+                f.linear(y, w(f"self_attn.{c}_proj")).view(n, s, -1, m.head_dim).transpose(1, 2)
+                for c in "qkv"
+            )
+            o = f.scaled_dot_product_attention(
+                rot(q), rot(k), v, is_causal=True, enable_gqa=m.n_heads != m.n_kv_heads
+            )
             x = x + f.linear(o.transpose(1, 2).reshape(n, s, -1), w("self_attn.o_proj"))
             y = f.rms_norm(x, (m.dim,), w("post_attention_layernorm"), m.norm_eps)
-            x = x + f.linear(f.silu(f.linear(y, w("mlp.gate_proj"))) * f.linear(y, w("mlp.up_proj")), w("mlp.down_proj"))
+            x = x + f.linear(
+                f.silu(f.linear(y, w("mlp.gate_proj"))) * f.linear(y, w("mlp.up_proj")),
+                w("mlp.down_proj"),
+            )
         head = p["model.embed_tokens.weight"] if m.tied_embeddings else p["lm_head.weight"]
         return f.linear(f.rms_norm(x, (m.dim,), p["model.norm.weight"], m.norm_eps), head)

@@ -1,19 +1,23 @@
 #!/usr/bin/env python3
 """Write a freshly initialised model directory in Hugging Face layout, by streaming.
 
-    python models/init_model.py models/8b.json my_8B_model [--seed N] [--dtype bf16|fp32] [--tokenizer tokenizer.json]
+    python models/init_model.py models/8b.json my_8B_model [--seed N] [--dtype bf16|fp32]
+    [--tokenizer tokenizer.json]
                                                            [--max-shard-size 5GB] [--overwrite]
 
-Needs numpy only. Memory stays below 200 MB whatever the model's size: values are made in slices of 2^20 elements.
+Needs numpy only. Memory stays below 200 MB whatever the model's size: values are made in slices of
+2^20 elements.
 
-What a tensor holds depends on the seed and its name alone (Philox, keyed by both, one counter block for each slice), so the
-number of threads, the shard size and the order of tensors change nothing:
-    matrices            normal(0, initializer_range, 0.02 by default)
-    o_proj, down_proj   the same times 1/sqrt(2 * num_hidden_layers): the residual stream's variance does not grow with depth
+What a tensor holds depends on the seed and its name alone (Philox, keyed by both, one counter block
+for each slice), so the number of threads, the shard size and the order of tensors change nothing:
+    matrices            normal(0, initializer_range, 0.02 by default) o_proj, down_proj   the same
+    times 1/sqrt(2 * num_hidden_layers): the residual stream's variance does not grow with depth
     norms 1, biases 0
-The directory appears under its name only when it is complete, and a model that is there is replaced as a whole or not at all;
-other files in its directory stay. Exit codes: 0 done, 1 the disk failed at the end, 2 bad input, 130 interrupted.
+The directory appears under its name only when it is complete, and a model that is there is replaced
+as a whole or not at all; other files in its directory stay. Exit codes: 0 done, 1 the disk failed
+at the end, 2 bad input, 130 interrupted.
 """
+
 import argparse
 import collections
 import concurrent.futures
@@ -35,11 +39,17 @@ import time
 import numpy as np
 
 SLICE = 1 << 20
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 DTYPES = {"bf16": ("BF16", 2, "bfloat16"), "fp32": ("F32", 4, "float32")}
 TOKENIZER_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
-Tensor = collections.namedtuple("Tensor", "name shape kind")  # kind: "ones", "zeros", or the standard deviation
+Tensor = collections.namedtuple(
+    "Tensor", "name shape kind"
+)  # kind: "ones", "zeros", or the standard deviation
 
 
 class BadInput(Exception):
@@ -50,11 +60,12 @@ class Halfway(Exception):
     """The new model counts, but not all that belongs to replacing the old one is done."""
 
 
-# ---- the config --------------------------------------------------------------------------------------------------------
+# ---- the config ----------------------------------------------------------------------------------
 
 
 def regular(path, flags):
-    """An opener that never waits, for a pipe say; this script stands alone, without penstock.files."""
+    """An opener that never waits, for a pipe say; this script stands alone, without
+    penstock.files."""
     fd = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
@@ -82,17 +93,25 @@ def load_config(path):
         names = [a for a, t in ARCHITECTURES.items() if t == cfg.get("model_type")]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
         given = cfg.get("architectures") or cfg.get("model_type")
-        raise BadInput(f"{path}: architectures is {json.dumps(given)}: one of {', '.join(ARCHITECTURES)} is needed")
+        raise BadInput(
+            f"{path}: architectures is {json.dumps(given)}: one of {', '.join(ARCHITECTURES)} is needed"
+        )
     cfg["architectures"], kind = names, ARCHITECTURES[names[0]]
     if cfg.setdefault("model_type", kind) != kind:
-        raise BadInput(f"{path}: model_type is {json.dumps(cfg['model_type'])} but architectures says {names[0]}")
+        raise BadInput(
+            f"{path}: model_type is {json.dumps(cfg['model_type'])} but architectures says {names[0]}"
+        )
     sizes = read_sizes(path, cfg, kind)
     for key in ("attention_bias", "mlp_bias"):
         if cfg.get(key) and not (kind == "qwen2" and key == "attention_bias"):
-            raise BadInput(f"{path}: {key} is {json.dumps(cfg[key])}: such biases are not supported, set it to false")
+            raise BadInput(
+                f"{path}: {key} is {json.dumps(cfg[key])}: such biases are not supported, set it to false"
+            )
     std = cfg.get("initializer_range", 0.02)
     if isinstance(std, bool) or not isinstance(std, (int, float)) or not 0 < std <= 10:
-        raise BadInput(f"{path}: initializer_range is {json.dumps(std)}: a number above 0 and at most 10 is needed")
+        raise BadInput(
+            f"{path}: initializer_range is {json.dumps(std)}: a number above 0 and at most 10 is needed"
+        )
     return cfg, sizes
 
 
@@ -103,27 +122,44 @@ def read_sizes(path, cfg, kind):
         if value is None:
             raise BadInput(f"{path}: {key} is missing: the config must give it")
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-            raise BadInput(f"{path}: {key} is {json.dumps(value)}: a whole number from 1 to {limit} is needed")
+            raise BadInput(
+                f"{path}: {key} is {json.dumps(value)}: a whole number from 1 to {limit} is needed"
+            )
         return value
 
     s = argparse.Namespace(kind=kind)
-    s.vocab, s.dim, s.ffn = size("vocab_size"), size("hidden_size", limit=1 << 20), size("intermediate_size", limit=1 << 22)
-    s.layers, s.heads = size("num_hidden_layers", limit=4096), size("num_attention_heads", limit=1 << 14)
-    absent = 32 if kind != "llama" and "num_key_value_heads" not in cfg else s.heads  # transformers' defaults
+    s.vocab, s.dim, s.ffn = (
+        size("vocab_size"),
+        size("hidden_size", limit=1 << 20),
+        size("intermediate_size", limit=1 << 22),
+    )
+    s.layers, s.heads = (
+        size("num_hidden_layers", limit=4096),
+        size("num_attention_heads", limit=1 << 14),
+    )
+    absent = (
+        32 if kind != "llama" and "num_key_value_heads" not in cfg else s.heads
+    )  # transformers' defaults
     s.kv_heads = size("num_key_value_heads", absent, limit=1 << 14)
     head_dim = 128 if kind == "qwen3" and "head_dim" not in cfg else None
     if head_dim is None and cfg.get("head_dim") is None:
         if s.dim % s.heads:
-            raise BadInput(f"{path}: hidden_size is {s.dim}: without head_dim it must be a multiple of num_attention_heads, {s.heads}")
+            raise BadInput(
+                f"{path}: hidden_size is {s.dim}: without head_dim it must be a multiple of num_attention_heads, {s.heads}"
+            )
         head_dim = s.dim // s.heads
     s.head_dim = size("head_dim", head_dim, limit=4096)
     if s.heads % s.kv_heads:
-        raise BadInput(f"{path}: num_attention_heads is {s.heads}: it must be a multiple of num_key_value_heads, {s.kv_heads}")
+        raise BadInput(
+            f"{path}: num_attention_heads is {s.heads}: it must be a multiple of num_key_value_heads, {s.kv_heads}"
+        )
     if s.head_dim % 2:
         raise BadInput(f"{path}: head_dim is {s.head_dim}: it must be even, RoPE turns pairs")
     s.tied = cfg.get("tie_word_embeddings", False)
     if not isinstance(s.tied, bool):
-        raise BadInput(f"{path}: tie_word_embeddings is {json.dumps(s.tied)}: true or false is needed")
+        raise BadInput(
+            f"{path}: tie_word_embeddings is {json.dumps(s.tied)}: true or false is needed"
+        )
     return s
 
 
@@ -153,7 +189,7 @@ def list_tensors(cfg, s):
         yield Tensor("lm_head.weight", (s.vocab, s.dim), std)
 
 
-# ---- values ------------------------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 def to_bf16(x):
@@ -175,14 +211,22 @@ def make_slice(seed, tensor, k, n, dtype):
         digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
         key = np.frombuffer(digest[:16], dtype="<u8").astype(np.uint64)
         counter = np.array([0, 0, k, 0], dtype=np.uint64)
-        x = np.random.Generator(np.random.Philox(key=key, counter=counter)).standard_normal(n, dtype=np.float32)
+        x = np.random.Generator(np.random.Philox(key=key, counter=counter)).standard_normal(
+            n, dtype=np.float32
+        )
         x *= np.float32(tensor.kind)
-    return (to_bf16(x).astype("<u2", copy=False) if dtype == "bf16" else x.astype("<f4", copy=False)).data
+    return (
+        to_bf16(x).astype("<u2", copy=False) if dtype == "bf16" else x.astype("<f4", copy=False)
+    ).data
 
 
 def slices(seed, tensors, dtype, workers):
     """All bytes of the tensors in order, made by a few threads ahead of the writer."""
-    jobs = ((t, k, min(SLICE, math.prod(t.shape) - k * SLICE)) for t in tensors for k in range(-(-math.prod(t.shape) // SLICE)))
+    jobs = (
+        (t, k, min(SLICE, math.prod(t.shape) - k * SLICE))
+        for t in tensors
+        for k in range(-(-math.prod(t.shape) // SLICE))
+    )
     pending = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         for t, k, n in jobs:
@@ -193,7 +237,7 @@ def slices(seed, tensors, dtype, workers):
             yield pending.popleft().result()
 
 
-# ---- files -------------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def cut_shards(tensors, element, limit):
@@ -230,12 +274,19 @@ def write_model(folder, tensors, args, progress):
     files, weight_map = [], {}
     for i, shard in enumerate(shards):
         one = len(shards) == 1
-        files.append("model.safetensors" if one else f"model-{i + 1:05}-of-{len(shards):05}.safetensors")
-        write_shard(os.path.join(folder, files[-1]), shard, args.seed, args.dtype, workers, progress)
+        files.append(
+            "model.safetensors" if one else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        )
+        write_shard(
+            os.path.join(folder, files[-1]), shard, args.seed, args.dtype, workers, progress
+        )
         weight_map.update((t.name, files[-1]) for t in shard)
     if len(shards) > 1:
         total = sum(math.prod(t.shape) for t in tensors) * DTYPES[args.dtype][1]
-        write_json(os.path.join(folder, "model.safetensors.index.json"), {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(
+            os.path.join(folder, "model.safetensors.index.json"),
+            {"metadata": {"total_size": total}, "weight_map": weight_map},
+        )
     return files
 
 
@@ -246,7 +297,8 @@ def write_json(path, value):
 
 
 def token_names(path, tokenizer):
-    """id -> token of a tokenizer.json, whatever its model (BPE and WordPiece: an object, Unigram: a list)."""
+    """id -> token of a tokenizer.json, whatever its model (BPE and WordPiece: an object, Unigram: a
+    list)."""
     vocab = (tokenizer.get("model") or {}).get("vocab")
     if isinstance(vocab, dict):
         names = {i: t for t, i in vocab.items()}
@@ -264,7 +316,9 @@ def load_tokenizer(path, cfg):
     """tokenizer_config.json's content for AutoTokenizer."""
     names = token_names(path, load_json(path))
     if max(names) >= cfg["vocab_size"]:
-        raise BadInput(f"{path}: has token id {max(names)}: the config's vocab_size is {cfg['vocab_size']}, raise it to {max(names) + 1} or more")
+        raise BadInput(
+            f"{path}: has token id {max(names)}: the config's vocab_size is {cfg['vocab_size']}, raise it to {max(names) + 1} or more"
+        )
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if cfg.get("max_position_embeddings"):
         config["model_max_length"] = cfg["max_position_embeddings"]
@@ -285,18 +339,48 @@ def write_tokenizer(folder, path, config):
             shutil.copyfile(beside, os.path.join(folder, name))
 
 
-# ---- a directory's model, replaced as a whole: native/io/stage.c says how, and uses the same names ---------------------------
+# ---- a directory's model, replaced as a whole: native/io/stage.c says how, and uses the same names
+# ----
 
-OURS, SAVE, OLD, PENDING, REPLACING = ".penstock-", ".penstock-save-", ".penstock-old-", ".penstock-new", ".replacing"
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model",
-             "added_tokens.json", "chat_template.jinja")
-WEIGHTS = re.compile(r"(.+?)(?:-[0-9]{5}-of-[0-9]{5}\.safetensors|\.safetensors(?:\.index\.json)?)", re.DOTALL)
+OURS, SAVE, OLD, PENDING, REPLACING = (
+    ".penstock-",
+    ".penstock-save-",
+    ".penstock-old-",
+    ".penstock-new",
+    ".replacing",
+)
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+WEIGHTS = re.compile(
+    r"(.+?)(?:-[0-9]{5}-of-[0-9]{5}\.safetensors|\.safetensors(?:\.index\.json)?)", re.DOTALL
+)
 DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-REFUSED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EBUSY, errno.EPERM, errno.EACCES, errno.EROFS)
+REFUSED = (
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EXDEV,
+    errno.EBUSY,
+    errno.EPERM,
+    errno.EACCES,
+    errno.EROFS,
+)
 
 
 def in_model(name):
-    return name in ("config.json", "generation_config.json") or name in TOKENIZER or bool(WEIGHTS.fullmatch(name))
+    return (
+        name in ("config.json", "generation_config.json")
+        or name in TOKENIZER
+        or bool(WEIGHTS.fullmatch(name))
+    )
 
 
 def there(path):
@@ -307,9 +391,14 @@ def there(path):
 
 
 def superseded(folder, name):
-    """Whether the whole model in the folder replaces an old one's file: weights of one stem are a set, and so is a tokenizer."""
+    """Whether the whole model in the folder replaces an old one's file: weights of one stem are a
+    set, and so is a tokenizer."""
     m = WEIGHTS.fullmatch(name)
-    names = [name, *(TOKENIZER if name in TOKENIZER else ()), *((f"{m[1]}.safetensors", f"{m[1]}.safetensors.index.json") if m else ())]
+    names = [
+        name,
+        *(TOKENIZER if name in TOKENIZER else ()),
+        *((f"{m[1]}.safetensors", f"{m[1]}.safetensors.index.json") if m else ()),
+    ]
     return in_model(name) and any(there(os.path.join(folder, n)) for n in names)
 
 
@@ -348,7 +437,9 @@ def copy_facts(source, target):
         try:
             os.setxattr(target, name, os.getxattr(source, name))
         except OSError:
-            if not name.startswith(("security.", "trusted.")):  # the system's, which it gives by itself
+            if not name.startswith(
+                ("security.", "trusted.")
+            ):  # the system's, which it gives by itself
                 raise
     os.chmod(target, stat.S_IMODE(st.st_mode))
     os.utime(target, ns=(st.st_atime_ns, st.st_mtime_ns))
@@ -382,7 +473,8 @@ def remove_tree(path):
 
 
 def retire(source, target, top, fresh):
-    """Empties the directory that the target has taken the place of; what the target does not know goes there. Fresh: just now."""
+    """Empties the directory that the target has taken the place of; what the target does not know
+    goes there. Fresh: just now."""
     os.chmod(source, 0o700)
     for name in os.listdir(source):
         a, b = os.path.join(source, name), os.path.join(target, name)
@@ -401,7 +493,8 @@ def retire(source, target, top, fresh):
 
 
 def move_pending(out):
-    """What is in out/.penstock-new takes its places; safe to be done again from wherever it ended."""
+    """What is in out/.penstock-new takes its places; safe to be done again from wherever it
+    ended."""
     pending = os.path.join(out, PENDING)
     try:
         if there(os.path.join(pending, REPLACING)):
@@ -411,13 +504,17 @@ def move_pending(out):
             sync(out)
             os.unlink(os.path.join(pending, REPLACING))
             sync(pending)
-        for name in sorted(os.listdir(pending), key=lambda n: (n == "config.json", n.endswith(".index.json"))):
+        for name in sorted(
+            os.listdir(pending), key=lambda n: (n == "config.json", n.endswith(".index.json"))
+        ):
             os.rename(os.path.join(pending, name), os.path.join(out, name))
         sync(out)
         os.rmdir(pending)
     except OSError as e:
-        raise Halfway(f"{out}: the new model is whole in {pending}, which counts as its place, but moving it up failed: {e.filename or ''} "
-                      f"{e.strerror}; the next save into {out} tries again") from None
+        raise Halfway(
+            f"{out}: the new model is whole in {pending}, which counts as its place, but moving it up failed: {e.filename or ''} "
+            f"{e.strerror}; the next save into {out} tries again"
+        ) from None
 
 
 def settle(out):
@@ -438,7 +535,9 @@ def exchange(a, b):
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
-    if libc.renameat2(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0:  # AT_FDCWD, RENAME_EXCHANGE
+    if (
+        libc.renameat2(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0
+    ):  # AT_FDCWD, RENAME_EXCHANGE
         return True
     if ctypes.get_errno() in REFUSED:
         return False
@@ -477,7 +576,9 @@ class Stage:
             except OSError:
                 os.rmdir(self.path)
                 raise
-            if lock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB) is not False and is_at(self.fd, self.path):
+            if lock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB) is not False and is_at(
+                self.fd, self.path
+            ):
                 break
             os.close(self.fd)
         self.mode = stat.S_IMODE(os.fstat(self.fd).st_mode)
@@ -490,19 +591,34 @@ class Stage:
 
     def clear(self, over):
         """What saves that were cut off left goes."""
-        inside = [os.path.join(self.target, n) for n in os.listdir(self.target) if n.startswith(SAVE)] if over else []
+        inside = (
+            [os.path.join(self.target, n) for n in os.listdir(self.target) if n.startswith(SAVE)]
+            if over
+            else []
+        )
         stem = "." + self.base
-        for path in inside + [os.path.join(self.parent, n) for n in os.listdir(self.parent) if n.startswith((stem + SAVE, stem + OLD))]:
+        for path in inside + [
+            os.path.join(self.parent, n)
+            for n in os.listdir(self.parent)
+            if n.startswith((stem + SAVE, stem + OLD))
+        ]:
             try:
                 self.clear_one(path, over)
             except OSError as e:
-                print(f"init_model: {path}, which a save that was cut off left, cannot be removed: {e.strerror}", file=sys.stderr)
+                print(
+                    f"init_model: {path}, which a save that was cut off left, cannot be removed: {e.strerror}",
+                    file=sys.stderr,
+                )
 
     def clear_one(self, path, over):
         fd = os.open(path, DIR_FLAGS)
         try:
             trusted = {os.geteuid(), *([os.stat(self.target).st_uid] if over else [])}
-            if os.fstat(fd).st_uid in trusted and lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and is_at(fd, path):
+            if (
+                os.fstat(fd).st_uid in trusted
+                and lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                and is_at(fd, path)
+            ):
                 if OLD not in os.path.basename(path):
                     remove_tree(path)
                 elif over:
@@ -532,10 +648,16 @@ class Stage:
         try:
             sync(self.parent)
         except OSError as e:
-            raise Halfway(f"{self.target}: has the new model, but whether that outlasts a power cut is not known: {e.strerror}") from None
+            raise Halfway(
+                f"{self.target}: has the new model, but whether that outlasts a power cut is not known: {e.strerror}"
+            ) from None
 
     def change_places(self):
-        kept = [n for n in os.listdir(self.target) if not n.startswith(OURS) and not superseded(self.path, n)]
+        kept = [
+            n
+            for n in os.listdir(self.target)
+            if not n.startswith(OURS) and not superseded(self.path, n)
+        ]
         done = False
         try:
             for name in kept:
@@ -559,8 +681,11 @@ class Stage:
         try:
             retire(self.path, self.target, True, True)
         except OSError as e:
-            print(f"init_model: {self.target}: what it was before could not be removed and is in {self.path}: {e.strerror}; the next save into "
-                  "it tries again", file=sys.stderr)
+            print(
+                f"init_model: {self.target}: what it was before could not be removed and is in {self.path}: {e.strerror}; the next save into "
+                "it tries again",
+                file=sys.stderr,
+            )
         return True
 
     def move_in(self):
@@ -580,17 +705,23 @@ class Stage:
         try:
             sync(self.target)
         except OSError as e:
-            raise Halfway(f"{self.target}: has the new model, but whether that outlasts a power cut is not known: {e.strerror}") from None
+            raise Halfway(
+                f"{self.target}: has the new model, but whether that outlasts a power cut is not known: {e.strerror}"
+            ) from None
         move_pending(self.target)
 
 
-# ---- the command -------------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def shard_size(text):
     m = re.fullmatch(r"([0-9.]+)\s*(|[KMGT]i?B|B)", text, re.IGNORECASE)
     try:
-        n = int(float(m[1]) * (1024 if "I" in m[2].upper() else 1000) ** " KMGT".index((m[2].upper() + " ")[0].replace("B", " ")))
+        n = int(
+            float(m[1])
+            * (1024 if "I" in m[2].upper() else 1000)
+            ** " KMGT".index((m[2].upper() + " ")[0].replace("B", " "))
+        )
     except (TypeError, ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write 5GB, 500MB or 2GiB") from None
     if n < 1:
@@ -599,14 +730,26 @@ def shard_size(text):
 
 
 def parse_args(argv):
-    p = argparse.ArgumentParser(description="Write a freshly initialised model directory in Hugging Face layout.")
-    p.add_argument("config", help="config.json of a Llama, Qwen2 or Qwen3 model, such as models/8b.json")
+    p = argparse.ArgumentParser(
+        description="Write a freshly initialised model directory in Hugging Face layout."
+    )
+    p.add_argument(
+        "config", help="config.json of a Llama, Qwen2 or Qwen3 model, such as models/8b.json"
+    )
     p.add_argument("out", help="the directory to make")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--dtype", choices=sorted(DTYPES), help="default: the config's torch_dtype, bf16 when it has none")
+    p.add_argument(
+        "--dtype",
+        choices=sorted(DTYPES),
+        help="default: the config's torch_dtype, bf16 when it has none",
+    )
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to put into the directory")
-    p.add_argument("--max-shard-size", type=shard_size, default="5GB", metavar="SIZE", help="default: 5GB")
-    p.add_argument("--overwrite", action="store_true", help="replace the model directory that is there")
+    p.add_argument(
+        "--max-shard-size", type=shard_size, default="5GB", metavar="SIZE", help="default: 5GB"
+    )
+    p.add_argument(
+        "--overwrite", action="store_true", help="replace the model directory that is there"
+    )
     return p.parse_args(argv)
 
 
@@ -616,15 +759,24 @@ def check_out(out, overwrite, need):
         raise BadInput(f"{out}: is a file: choose another name")
     if os.path.isdir(out) and any(not n.startswith(SAVE) for n in os.listdir(out)):
         if not overwrite:
-            raise BadInput(f"{out}: is not empty: choose another name, or replace it with --overwrite")
-        if not any(os.path.isfile(os.path.join(out, p)) for p in ("config.json", os.path.join(PENDING, "config.json"))):
-            raise BadInput(f"{out}: has no config.json, so it is no model directory: it will not be overwritten")
+            raise BadInput(
+                f"{out}: is not empty: choose another name, or replace it with --overwrite"
+            )
+        if not any(
+            os.path.isfile(os.path.join(out, p))
+            for p in ("config.json", os.path.join(PENDING, "config.json"))
+        ):
+            raise BadInput(
+                f"{out}: has no config.json, so it is no model directory: it will not be overwritten"
+            )
     while not os.path.lexists(there):
         there = os.path.dirname(there)
     try:
         free = shutil.disk_usage(there).free
         if need > free:
-            raise BadInput(f"{out}: needs {need / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free: free some or choose another place")
+            raise BadInput(
+                f"{out}: needs {need / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free: free some or choose another place"
+            )
         os.makedirs(parent, exist_ok=True)
     except OSError as e:
         raise BadInput(f"{parent}: cannot be used: {e.strerror}") from None
@@ -644,7 +796,9 @@ def progress_printer(total):
             rate = state["done"] / max(now - start, 1e-9)
             left = (total - state["done"]) / max(rate, 1)
             line = f"  {state['done'] / 1e9:8.3f} of {total / 1e9:.3f} GB  {rate / 1e6:6.0f} MB/s  {left:5.0f} s left"
-            print(("\r" if live else "") + line, end="" if live else "\n", file=sys.stderr, flush=True)
+            print(
+                ("\r" if live else "") + line, end="" if live else "\n", file=sys.stderr, flush=True
+            )
 
     return progress, lambda: print(file=sys.stderr) if live else None
 
@@ -665,7 +819,9 @@ def run(args):
         stage = Stage(args.out)
     except OSError as e:
         raise BadInput(f"{args.out}: cannot be written: {e.strerror}") from None
-    print(f"{args.out}: {cfg['architectures'][0]}, {n:,} parameters in {len(tensors)} tensors, {args.dtype}, seed {args.seed}")
+    print(
+        f"{args.out}: {cfg['architectures'][0]}, {n:,} parameters in {len(tensors)} tensors, {args.dtype}, seed {args.seed}"
+    )
     try:
         progress, end = progress_printer(total)
         files = write_model(stage.path, tensors, args, progress)
@@ -679,7 +835,9 @@ def run(args):
     finally:
         stage.abort()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    print(f"{args.out}: {size:,} bytes in {len(files)} safetensors file{'s' * (len(files) > 1)}{', with tokenizer' if tokenizer else ''}")
+    print(
+        f"{args.out}: {size:,} bytes in {len(files)} safetensors file{'s' * (len(files) > 1)}{', with tokenizer' if tokenizer else ''}"
+    )
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -701,7 +859,10 @@ def main(argv=None):
         print(f"init_model: {e}", file=sys.stderr)
         return 1
     except OSError as e:
-        print(f"init_model: {e.filename or args.out}: {e.strerror or e}: nothing was left behind", file=sys.stderr)
+        print(
+            f"init_model: {e.filename or args.out}: {e.strerror or e}: nothing was left behind",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print("init_model: interrupted: nothing was left behind", file=sys.stderr)

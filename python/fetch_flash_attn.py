@@ -1,8 +1,11 @@
-"""Downloads flash-attn's source package and unpacks the headers of its kernels and of CUTLASS: fetch_flash_attn.py REQUIREMENTS OUT
+"""Downloads flash-attn's source package and unpacks the headers of its kernels and of CUTLASS:
+fetch_flash_attn.py REQUIREMENTS OUT
 
-pip checks the hash that REQUIREMENTS names. It would also run the package's setup.py, only to learn its name and version, which fails
-where there is no PyTorch; so it is given a build backend of ours that answers that question and builds nothing.
+pip checks the hash that REQUIREMENTS names. It would also run the package's setup.py, only to learn
+its name and version, which fails where there is no PyTorch; so it is given a build backend of ours
+that answers that question and builds nothing.
 """
+
 import os
 import re
 import shutil
@@ -31,10 +34,30 @@ def download(requirements, work):
     backend = work / "backend" / "setuptools"
     backend.mkdir(parents=True)
     (backend / "__init__.py").touch()
-    (backend / "build_meta.py").write_text(BACKEND.format(name=name, version=version, file=f"{name.replace('-', '_')}-{version}"))
-    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary", ":all:",
-                    "--no-build-isolation", "--use-pep517", "--dest", work, "-r", requirements],
-                   env={**os.environ, "PYTHONPATH": str(backend.parent)}, check=True)
+    (backend / "build_meta.py").write_text(
+        BACKEND.format(name=name, version=version, file=f"{name.replace('-', '_')}-{version}")
+    )
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            "--no-build-isolation",
+            "--use-pep517",
+            "--dest",
+            work,
+            "-r",
+            requirements,
+        ],
+        env={**os.environ, "PYTHONPATH": str(backend.parent)},
+        check=True,
+    )
     return next(work.glob("*.tar.gz"))
 
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """generate_cdef.py INCLUDE_DIR OUT - the public headers as declarations that cffi can parse.
 
-Comments, preprocessor lines, PS_API and extern "C" go; enums, typedefs, structs and prototypes stay, in the order the
-headers include each other. Enum constants in array sizes become numbers. Run by the Makefile: the result lies beside the
-library it was made for (lib/penstock.cdef) and is never committed.
+Comments, preprocessor lines, PS_API and extern "C" go; enums, typedefs, structs and prototypes
+stay, in the order the headers include each other. Enum constants in array sizes become numbers. Run
+by the Makefile: the result lies beside the library it was made for (lib/penstock.cdef) and is never
+committed.
 """
+
 import re
 import sys
 from pathlib import Path

@@ -1,28 +1,35 @@
-"""Writes python/requirements-*.txt from the .in files of the same names: every package that they lead to, each version pinned and
-with the hashes of its wheels (glibc Linux, x86-64 and aarch64, CPython 3.10 to 3.14; no source packages).
+"""Writes python/requirements-*.txt from the .in files of the same names: every package that they
+lead to, each version pinned and with the hashes of its wheels (glibc Linux, x86-64 and aarch64,
+CPython 3.10 to 3.14; no source packages).
 
     make lock
 
-uv resolves; what was locked before stays, unless a .in file or an argument (--upgrade, --upgrade-package NAME) says otherwise.
+uv resolves; what was locked before stays, unless a .in file or an argument (--upgrade,
+--upgrade-package NAME) says otherwise.
 """
+
 import itertools
 import re
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 
+import tomllib
 from packaging.markers import Marker
 
 HERE = Path(__file__).resolve().parent
 OLDEST = "3.10.2"
 PYTHONS, MACHINES = ["3.10.2", "3.11.0", "3.12.0", "3.13.0", "3.14.0"], ["x86_64", "aarch64"]
 PLATFORM = re.compile(r"-(any|[\w.]*manylinux[\w.]*_(x86_64|aarch64))\.whl$")
-INTERPRETER = re.compile(r"-(py3|py2\.py3|cp3[\w.]*-abi3|cp31[0-4]-cp31[0-4]|cp3\d*-none|py3[\w.]*)-")
-# Lists of direct requirements alone: of these wheels we take headers and libraries, and they would bring compilers and more.
+INTERPRETER = re.compile(
+    r"-(py3|py2\.py3|cp3[\w.]*-abi3|cp31[0-4]-cp31[0-4]|cp3\d*-none|py3[\w.]*)-"
+)
+# Lists of direct requirements alone: of these wheels we take headers and libraries, and they would
+# bring compilers and more.
 ALONE = {"cuda12", "cuda13", "cudnn12", "cudnn13"}
-# What torch needs, but not in its builds without CUDA: a list of its own, which the Makefile installs after a look at the torch that came.
+# What torch needs, but not in its builds without CUDA: a list of its own, which the Makefile
+# installs after a look at the torch that came.
 TORCH_CUDA = re.compile(r"(nvidia|cuda|triton)\b")
 
 
@@ -30,16 +37,45 @@ def resolve(source, name, options):
     """What uv finds for the .in file, as pylock.toml lists it."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / f"pylock.{name}.toml"
-        kept = HERE / f"requirements-{'test' if name == 'runtime' else name}.txt"  # one version of a package in both
-        subprocess.run(["uv", "pip", "compile", "--quiet", "--universal", "--python-version", OLDEST, "--constraints", kept,
-                        *(["--no-deps"] if name in ALONE else []), *options, "-o", out, source], check=True)
+        kept = (
+            HERE / f"requirements-{'test' if name == 'runtime' else name}.txt"
+        )  # one version of a package in both
+        subprocess.run(
+            [
+                "uv",
+                "pip",
+                "compile",
+                "--quiet",
+                "--universal",
+                "--python-version",
+                OLDEST,
+                "--constraints",
+                kept,
+                *(["--no-deps"] if name in ALONE else []),
+                *options,
+                "-o",
+                out,
+                source,
+            ],
+            check=True,
+        )
         return tomllib.loads(out.read_text())["packages"]
 
 
 def applies(marker):
-    environments = ({"python_version": p.rpartition(".")[0], "python_full_version": p, "platform_machine": m, "sys_platform": "linux",
-                     "platform_system": "Linux", "os_name": "posix", "implementation_name": "cpython", "platform_python_implementation": "CPython"}
-                    for p, m in itertools.product(PYTHONS, MACHINES))
+    environments = (
+        {
+            "python_version": p.rpartition(".")[0],
+            "python_full_version": p,
+            "platform_machine": m,
+            "sys_platform": "linux",
+            "platform_system": "Linux",
+            "os_name": "posix",
+            "implementation_name": "cpython",
+            "platform_python_implementation": "CPython",
+        }
+        for p, m in itertools.product(PYTHONS, MACHINES)
+    )
     return not marker or any(Marker(marker).evaluate(e) for e in environments)
 
 
@@ -47,9 +83,16 @@ def lines(package):
     wheels = {w["url"].rpartition("/")[2]: w["hashes"]["sha256"] for w in package.get("wheels", [])}
     hashes = {h for name, h in wheels.items() if PLATFORM.search(name) and INTERPRETER.search(name)}
     if not hashes:
-        sys.exit(f"lock: {package['name']} {package['version']} has no wheel for the platforms that are locked")
+        sys.exit(
+            f"lock: {package['name']} {package['version']} has no wheel for the platforms that are locked"
+        )
     marker = f" ; {package['marker']}" if "marker" in package else ""
-    return " \\\n".join([f"{package['name']}=={package['version']}{marker}", *(f"    --hash=sha256:{h}" for h in sorted(hashes))])
+    return " \\\n".join(
+        [
+            f"{package['name']}=={package['version']}{marker}",
+            *(f"    --hash=sha256:{h}" for h in sorted(hashes)),
+        ]
+    )
 
 
 def write(name, source, packages):
@@ -58,7 +101,9 @@ def write(name, source, packages):
 
 
 def main():
-    for source in sorted(HERE.glob("requirements-*.in"), key=lambda p: p.stem != "requirements-test"):
+    for source in sorted(
+        HERE.glob("requirements-*.in"), key=lambda p: p.stem != "requirements-test"
+    ):
         name = source.stem.removeprefix("requirements-")
         (HERE / f"requirements-{name}.txt").touch()
         packages = [p for p in resolve(source, name, sys.argv[1:]) if applies(p.get("marker"))]

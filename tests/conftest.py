@@ -1,4 +1,6 @@
-"""What every test needs: the build products, the Python package on the path, and a tiny model with data."""
+"""What every test needs: the build products, the Python package on the path, and a tiny model with
+data."""
+
 import ctypes
 import os
 import signal
@@ -14,21 +16,37 @@ BUILD = ROOT / os.environ.get("PENSTOCK_BUILD", "build")
 os.environ["PENSTOCK_BUILD"] = str(BUILD)
 sys.path.insert(0, str(ROOT / "python"))
 
-# A shell that starts the tests in the background leaves them SIGINT ignored, which programs inherit: the tests of Ctrl-C would
+# A shell that starts the tests in the background leaves them SIGINT ignored, which programs
+# inherit: the tests of Ctrl-C would
 # wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's, alike
 
 
 def pytest_addoption(parser):
-    parser.addoption("--cpu-steps", action="store_true", help="the tests of whole steps of tests/gpu on the CPU backend, too")
-    parser.addoption("--write-golden", action="store_true", help="test_golden.py writes the files of tests/golden instead of comparing with them")
+    parser.addoption(
+        "--cpu-steps",
+        action="store_true",
+        help="the tests of whole steps of tests/gpu on the CPU backend, too",
+    )
+    parser.addoption(
+        "--write-golden",
+        action="store_true",
+        help="test_golden.py writes the files of tests/golden instead of comparing with them",
+    )
 
 
 def pytest_configure(config):
-    missing = [str(p) for p in (BUILD / "lib/libpenstock.so", BUILD / "lib/penstock.cdef", BUILD / "bin/penstock") if not p.exists()]
+    missing = [
+        str(p)
+        for p in (BUILD / "lib/libpenstock.so", BUILD / "lib/penstock.cdef", BUILD / "bin/penstock")
+        if not p.exists()
+    ]
     if missing:
-        pytest.exit(f"{', '.join(missing)} missing: run `make test`, or `make all native-tests` and set PENSTOCK_BUILD", 2)
+        pytest.exit(
+            f"{', '.join(missing)} missing: run `make test`, or `make all native-tests` and set PENSTOCK_BUILD",
+            2,
+        )
 
 
 def gpu_missing():
@@ -46,7 +64,9 @@ def gpu_missing():
 
 
 def pytest_collection_modifyitems(items):
-    marked = [i for i in items if i.get_closest_marker("gpu") and i.path.name != "test_native.py"]  # native programs say for themselves
+    marked = [
+        i for i in items if i.get_closest_marker("gpu") and i.path.name != "test_native.py"
+    ]  # native programs say for themselves
     reason = gpu_missing() if marked else None
     for item in marked if reason else []:
         item.add_marker(pytest.mark.skip(reason=reason))
@@ -62,7 +82,18 @@ def cache_of_this_run(tmp_path_factory):
 def tiny_model(tmp_path_factory):
     """A model directory made from models/tiny-llama.json: vocabulary 512, 4 layers."""
     out = tmp_path_factory.mktemp("tiny") / "model"
-    subprocess.run([sys.executable, ROOT / "models/init_model.py", ROOT / "models/tiny-llama.json", out, "--seed", "1"], check=True, capture_output=True)
+    subprocess.run(
+        [
+            sys.executable,
+            ROOT / "models/init_model.py",
+            ROOT / "models/tiny-llama.json",
+            out,
+            "--seed",
+            "1",
+        ],
+        check=True,
+        capture_output=True,
+    )
     return out
 
 
@@ -76,7 +107,8 @@ def write_shard(path, tokens, n_header=None):
 
 @pytest.fixture(scope="session")
 def tiny_shard(tmp_path_factory):
-    """20,000 tokens below 200 that a model can learn: each is its predecessor plus one, restarting at random."""
+    """20,000 tokens below 200 that a model can learn: each is its predecessor plus one, restarting
+    at random."""
     rng = np.random.default_rng(0)
     tokens = (np.arange(20000) + np.repeat(rng.integers(0, 200, 200), 100)) % 200
     return write_shard(tmp_path_factory.mktemp("shards") / "a.bin", tokens)
@@ -84,4 +116,7 @@ def tiny_shard(tmp_path_factory):
 
 def words_of_training(model, data, *more):
     """`penstock train` on them, quietly: the words behind the binary's name."""
-    return [str(w) for w in ("train", "--model", model, "--data", data, "--seq-len", 64, "--quiet", *more)]
+    return [
+        str(w)
+        for w in ("train", "--model", model, "--data", data, "--seq-len", 64, "--quiet", *more)
+    ]

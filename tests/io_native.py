@@ -1,4 +1,5 @@
 """ctypes onto build/lib/libpenstock.so for the tests of files and configs."""
+
 import ctypes as c
 import os
 import pathlib
@@ -15,8 +16,14 @@ NONE = 2**64 - 1
 
 class ModelConfig(c.Structure):
     _fields_ = (
-        [(n, u32) for n in "struct_bytes arch vocab_size n_layers dim n_heads n_kv_heads head_dim ffn_dim max_positions".split()]
-        + [(n, u32) for n in "tied_embeddings qkv_bias qk_norm rope_scaling rope_original_positions".split()]
+        [
+            (n, u32)
+            for n in "struct_bytes arch vocab_size n_layers dim n_heads n_kv_heads head_dim ffn_dim max_positions".split()
+        ]
+        + [
+            (n, u32)
+            for n in "tied_embeddings qkv_bias qk_norm rope_scaling rope_original_positions".split()
+        ]
         + [("bos_token_id", i32), ("eos_token_id", i32)]
         + [(n, f32) for n in "norm_eps rope_factor rope_low_freq rope_high_freq".split()]
         + [("rope_theta", c.c_double)]
@@ -24,16 +31,27 @@ class ModelConfig(c.Structure):
 
 
 class ParamInfo(c.Structure):
-    _fields_ = [("name", c.c_char * 96)] + [(n, u32) for n in ("unit", "role", "n_dims", "reserved")]
+    _fields_ = [("name", c.c_char * 96)] + [
+        (n, u32) for n in ("unit", "role", "n_dims", "reserved")
+    ]
     _fields_ += [("shape", u64 * 2), ("offset", u64), ("n", u64)]
 
 
 class Flops(c.Structure):
-    _fields_ = [(n, c.c_double) for n in ("layer_matmul", "attn_fwd", "attn_bwd", "head", "sequence")]
+    _fields_ = [
+        (n, c.c_double) for n in ("layer_matmul", "attn_fwd", "attn_bwd", "head", "sequence")
+    ]
 
 
 class TensorInfo(c.Structure):
-    _fields_ = [("name", c.c_char_p), ("dtype", c.c_char * 12), ("n_dims", u32), ("shape", u64 * 8), ("n", u64), ("bytes", u64)]
+    _fields_ = [
+        ("name", c.c_char_p),
+        ("dtype", c.c_char * 12),
+        ("n_dims", u32),
+        ("shape", u64 * 8),
+        ("n", u64),
+        ("bytes", u64),
+    ]
 
 
 class TensorSpec(c.Structure):
@@ -127,7 +145,15 @@ class Tensors:
         for i in range(lib.ps_tensors_count(self.p)):
             info = TensorInfo()
             check(lib.ps_tensors_info(self.p, i, c.byref(info)))
-            out.append((info.name.decode(), info.dtype.decode(), tuple(info.shape[: info.n_dims]), info.n, info.bytes))
+            out.append(
+                (
+                    info.name.decode(),
+                    info.dtype.decode(),
+                    tuple(info.shape[: info.n_dims]),
+                    info.n,
+                    info.bytes,
+                )
+            )
         return out
 
     def read(self, name, dtype=F32, first=0, n=None):
@@ -147,7 +173,11 @@ def specs(tensors):
     """(name, dtype, shape) to an array of ps_tensor_spec."""
     array = (TensorSpec * max(len(tensors), 1))()
     for spec, (name, dtype, shape) in zip(array, tensors):
-        spec.name, spec.dtype, spec.n_dims = name.encode() if isinstance(name, str) else name, dtype, len(shape)
+        spec.name, spec.dtype, spec.n_dims = (
+            name.encode() if isinstance(name, str) else name,
+            dtype,
+            len(shape),
+        )
         spec.shape[: len(shape)] = shape
     return array
 
@@ -155,7 +185,18 @@ def specs(tensors):
 def create(folder, tensors, limit=0, stem="model", meta=()):
     flat = (c.c_char_p * max(2 * len(meta), 1))(*[x.encode() for pair in meta for x in pair])
     w = c.c_void_p()
-    check(lib.ps_tensors_create(c.byref(w), os.fsencode(folder), stem.encode(), specs(tensors), len(tensors), limit, flat, len(meta)))
+    check(
+        lib.ps_tensors_create(
+            c.byref(w),
+            os.fsencode(folder),
+            stem.encode(),
+            specs(tensors),
+            len(tensors),
+            limit,
+            flat,
+            len(meta),
+        )
+    )
     return w
 
 
@@ -192,10 +233,30 @@ class Dataset:
 
 
 def build_shim(source, out):
-    """A shared object of one C file and the library's archive: reaches internal functions, which libpenstock.so hides."""
+    """A shared object of one C file and the library's archive: reaches internal functions, which
+    libpenstock.so hides."""
     archive = BUILD / "lib" / "libpenstock.a"
     if not archive.exists():
-        subprocess.run(["make", "-C", ROOT, f"VENV={sys.prefix}", f"BUILD={os.path.relpath(BUILD, ROOT)}", os.path.relpath(archive, ROOT)], check=True)
-    flags = ["-shared", "-fPIC", "-D_GNU_SOURCE", f"-I{ROOT}/include", f"-I{ROOT}/native", "-pthread"]
-    subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", out, source, archive, "-lm", "-ldl"], check=True)
+        subprocess.run(
+            [
+                "make",
+                "-C",
+                ROOT,
+                f"VENV={sys.prefix}",
+                f"BUILD={os.path.relpath(BUILD, ROOT)}",
+                os.path.relpath(archive, ROOT),
+            ],
+            check=True,
+        )
+    flags = [
+        "-shared",
+        "-fPIC",
+        "-D_GNU_SOURCE",
+        f"-I{ROOT}/include",
+        f"-I{ROOT}/native",
+        "-pthread",
+    ]
+    subprocess.run(
+        [os.environ.get("CC", "cc"), *flags, "-o", out, source, archive, "-lm", "-ldl"], check=True
+    )
     return c.CDLL(str(out))

@@ -1,6 +1,8 @@
 """Calls a cpu kernel from Python through tests/native/ops_shim.c, and watches what it touches.
 
-Buffers lie between guard bytes; outputs start as NaN (0xff bytes) unless given; inputs must come back unchanged."""
+Buffers lie between guard bytes; outputs start as NaN (0xff bytes) unless given; inputs must come
+back unchanged."""
+
 import ctypes
 import os
 import pathlib
@@ -36,13 +38,19 @@ class Buffer:
         return self.memory.ctypes.data + self.first
 
     def guards_hold(self):
-        return (self.memory[: self.first] == 0xA5).all() and (self.memory[self.first + self.n :] == 0xA5).all()
+        return (self.memory[: self.first] == 0xA5).all() and (
+            self.memory[self.first + self.n :] == 0xA5
+        ).all()
 
     def unchanged(self):
         return (self.memory[self.first : self.first + self.n] == self.before).all()
 
     def tensor(self):
-        return torch.from_numpy(self.memory[self.first : self.first + self.n].copy()).view(self.dtype).reshape(self.shape)
+        return (
+            torch.from_numpy(self.memory[self.first : self.first + self.n].copy())
+            .view(self.dtype)
+            .reshape(self.shape)
+        )
 
 
 def poison(shape, dtype):
@@ -51,7 +59,8 @@ def poison(shape, dtype):
 
 
 def call(name, args, buffers, n_threads):
-    """The status of kernel `name` over an argument block and tensors (inputs and outputs), and the tensors after it."""
+    """The status of kernel `name` over an argument block and tensors (inputs and outputs), and the
+    tensors after it."""
     global _lib
     if _lib is None:
         _lib = ctypes.CDLL(str(BUILD / "tests" / "libops_shim.so"))
@@ -61,8 +70,8 @@ def call(name, args, buffers, n_threads):
 
 
 def run(name, args, inputs, outputs, n_threads=2, shift=0):
-    """Run a kernel whose accesses are `inputs` (read only) and `outputs`; see `order` in the callers. Each is a list of
-    (position among the accesses, tensor). Returns the outputs."""
+    """Run a kernel whose accesses are `inputs` (read only) and `outputs`; see `order` in the
+    callers. Each is a list of (position among the accesses, tensor). Returns the outputs."""
     buffers = {i: Buffer(t, shift) for i, t in inputs + outputs}
     status = call(name, args, [buffers[i] for i in range(len(buffers))], n_threads)
     assert status == 0, f"{name} returned {status}"
@@ -72,5 +81,6 @@ def run(name, args, inputs, outputs, n_threads=2, shift=0):
 
 
 def rounding(dt):
-    """Relative error of the one rounding at a store: 2^-24 for fp32, 2^-8 (8 significant bits: half an ulp) for bf16."""
+    """Relative error of the one rounding at a store: 2^-24 for fp32, 2^-8 (8 significant bits: half
+    an ulp) for bf16."""
     return U if dt == F32 else 2.0**-8

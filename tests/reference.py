@@ -1,10 +1,13 @@
-"""The oracle of test_parity.py: a transformer, its loss and its training in plain PyTorch, in fp64 by default. Nothing of
-Penstock is imported; what a model is comes from its config.json and safetensors files.
+"""The oracle of test_parity.py: a transformer, its loss and its training in plain PyTorch, in fp64
+by default. Nothing of Penstock is imported; what a model is comes from its config.json and
+safetensors files.
 
-Beside each gradient the oracle gives the SPREAD of its terms: a gradient is a sum over tokens, g = sum_t a_t, and its spread is
-sqrt(sum_t |a_t|^2), the size that g would have if the terms were independent. Where they cancel, g is far smaller than its
-spread, and rounding errors, which belong to the terms, are to be measured against the spread.
+Beside each gradient the oracle gives the SPREAD of its terms: a gradient is a sum over tokens, g =
+sum_t a_t, and its spread is sqrt(sum_t |a_t|^2), the size that g would have if the terms were
+independent. Where they cancel, g is far smaller than its spread, and rounding errors, which belong
+to the terms, are to be measured against the spread.
 """
+
 import json
 import math
 import pathlib
@@ -20,7 +23,9 @@ def read_directory(directory, dtype=torch.float64):
     weights = {}
     for path in sorted(directory.glob("*.safetensors")):
         weights.update(safetensors.torch.load_file(path))
-    return json.loads((directory / "config.json").read_text()), {k: v.to(dtype) for k, v in weights.items()}
+    return json.loads((directory / "config.json").read_text()), {
+        k: v.to(dtype) for k, v in weights.items()
+    }
 
 
 def shapes(cfg):
@@ -47,8 +52,8 @@ def shapes(cfg):
 
 
 def random_weights(cfg, seed):
-    """fp32 weights that use every part: products of unit size, so that attention is far from uniform, norm weights unlike
-    each other, biases not zero."""
+    """fp32 weights that use every part: products of unit size, so that attention is far from
+    uniform, norm weights unlike each other, biases not zero."""
     g = torch.Generator().manual_seed(seed)
     out = {}
     for name, shape in sorted(shapes(cfg).items()):
@@ -83,7 +88,11 @@ def inverse_frequencies(cfg):
     if scaling["rope_type"] == "linear":
         return [f / factor for f in freq]
     assert scaling["rope_type"] == "llama3"
-    low, high, original = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
+    low, high, original = (
+        scaling["low_freq_factor"],
+        scaling["high_freq_factor"],
+        scaling["original_max_position_embeddings"],
+    )
     out = []
     for f in freq:
         turns = original * f / (2 * math.pi)  # of this pair within the original context
@@ -93,13 +102,17 @@ def inverse_frequencies(cfg):
 
 
 class Reference:
-    """Loss and gradients of a batch of sequences: tokens and targets [n, S], target -1 not counted."""
+    """Loss and gradients of a batch of sequences: tokens and targets [n, S], target -1 not
+    counted."""
 
-    def __init__(self, cfg, weights, document_token=None, document_end_token=None, dtype=torch.float64):
+    def __init__(
+        self, cfg, weights, document_token=None, document_end_token=None, dtype=torch.float64
+    ):
         self.cfg, self.dtype = cfg, dtype
         self.document_token, self.document_end_token = document_token, document_end_token
         self.w = {k: v.detach().to(dtype, copy=True).requires_grad_() for k, v in weights.items()}
-        self.terms = []  # (parameter, rows of its input or None, output): the spread is made of them
+        # (parameter, rows of its input or None, output): the spread is made of them
+        self.terms = []
 
     def documents(self, tokens):
         """Which document each position belongs to, and its position there."""
@@ -133,7 +146,10 @@ class Reference:
     def attention(self, x, p, cos, sin, allowed):
         n, s, _ = x.shape
         heads, kv_heads = self.cfg["num_attention_heads"], self.cfg["num_key_value_heads"]
-        q, k, v = (self.linear(x, f"{p}{c}_proj").view(n, s, h, -1) for c, h in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
+        q, k, v = (
+            self.linear(x, f"{p}{c}_proj").view(n, s, h, -1)
+            for c, h in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
         if p + "q_norm.weight" in self.w:
             q, k = self.norm(q, p + "q_norm.weight"), self.norm(k, p + "k_norm.weight")
 
@@ -145,20 +161,30 @@ class Reference:
         k, v = (a.repeat_interleave(heads // kv_heads, dim=2) for a in (k, v))
         scores = torch.einsum("nihd,njhd->nhij", q, k) / math.sqrt(q.shape[-1])
         weights = scores.masked_fill(~allowed[:, None], -math.inf).softmax(-1)
-        return self.linear(torch.einsum("nhij,njhd->nihd", weights, v).reshape(n, s, -1), p + "o_proj")
+        return self.linear(
+            torch.einsum("nhij,njhd->nihd", weights, v).reshape(n, s, -1), p + "o_proj"
+        )
 
     def loss(self, tokens, targets):
         self.terms = []
         tokens, targets = (torch.as_tensor(np.asarray(a)).long() for a in (tokens, targets))
         document, position = self.documents(tokens)
         s = tokens.shape[1]
-        allowed = (document[:, :, None] == document[:, None, :]) & torch.ones(s, s, dtype=torch.bool).tril()
-        angle = position[..., None].to(self.dtype) * torch.tensor(inverse_frequencies(self.cfg), dtype=self.dtype)
+        allowed = (document[:, :, None] == document[:, None, :]) & torch.ones(
+            s, s, dtype=torch.bool
+        ).tril()
+        angle = position[..., None].to(self.dtype) * torch.tensor(
+            inverse_frequencies(self.cfg), dtype=self.dtype
+        )
         cos, sin = angle.cos()[:, :, None], angle.sin()[:, :, None]
-        x = self.note("model.embed_tokens.weight", None, self.w["model.embed_tokens.weight"][tokens])
+        x = self.note(
+            "model.embed_tokens.weight", None, self.w["model.embed_tokens.weight"][tokens]
+        )
         for i in range(self.cfg["num_hidden_layers"]):
             p = f"model.layers.{i}."
-            x = x + self.attention(self.norm(x, p + "input_layernorm.weight"), p + "self_attn.", cos, sin, allowed)
+            x = x + self.attention(
+                self.norm(x, p + "input_layernorm.weight"), p + "self_attn.", cos, sin, allowed
+            )
             y = self.norm(x, p + "post_attention_layernorm.weight")
             gate, up = self.linear(y, p + "mlp.gate_proj"), self.linear(y, p + "mlp.up_proj")
             x = x + self.linear(gate * torch.sigmoid(gate) * up, p + "mlp.down_proj")
@@ -185,13 +211,21 @@ class Reference:
                 square = (out.grad.square().sum(-1) * rows.square().sum(-1)).sum()
             spread[name] += square.item()
         self.terms = []
-        return loss.item(), {k: w.grad.clone() for k, w in self.w.items()}, {k: math.sqrt(v) for k, v in spread.items()}
+        return (
+            loss.item(),
+            {k: w.grad.clone() for k, w in self.w.items()},
+            {k: math.sqrt(v) for k, v in spread.items()},
+        )
 
     def train(self, batch, steps, lr_at, clip_norm, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8):
-        """AdamW with clipping for so many steps: [(loss, gradient norm before clipping, learning rate)]."""
+        """AdamW with clipping for so many steps: [(loss, gradient norm before clipping, learning
+        rate)]."""
         decayed = [w for w in self.w.values() if w.dim() == 2]
         others = [w for w in self.w.values() if w.dim() == 1]
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": decayed, "weight_decay": weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps)
         figures = []
         for step in range(steps):

@@ -1,12 +1,16 @@
-"""Run by tests/test_save.py with build/tests/libdisk_shim.so preloaded: one way of saving, ended at each of its disk calls.
+"""Run by tests/test_save.py with build/tests/libdisk_shim.so preloaded: one way of saving, ended at
+each of its disk calls.
 
     python tests/save_sweep.py FOLDER SCENARIO [STRIDE]
 
-SCENARIO is WHO-BEFORE-AFTER-HOW: trainer or init; fresh, single or sharded; single or sharded; beside, refused (no
-RENAME_EXCHANGE) or inside (the working directory). STRIDE: of the calls that fail only every so manyth does.
-Each time a child process saves and is killed at the Nth call that changes something, or has the Nth of all fail, or writes half; then the directory must be the old
-model or the new one, byte for byte, to penstock and to safetensors, with the user's own files; and a save that nothing disturbs
-must leave the new model and nothing else. Prints how many calls there were."""
+SCENARIO is WHO-BEFORE-AFTER-HOW: trainer or init; fresh, single or sharded; single or sharded;
+beside, refused (no RENAME_EXCHANGE) or inside (the working directory). STRIDE: of the calls that
+fail only every so manyth does. Each time a child process saves and is killed at the Nth call that
+changes something, or has the Nth of all fail, or writes half; then the directory must be the old
+model or the new one, byte for byte, to penstock and to safetensors, with the user's own files; and
+a save that nothing disturbs must leave the new model and nothing else. Prints how many calls there
+were."""
+
 import ctypes
 import errno
 import importlib.util
@@ -28,7 +32,12 @@ COUNT, KILL, FAIL, SHORT = range(4)
 PENDING = ".penstock-new"
 CONFIG = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 32,
 "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": %d}"""
-USER = {"README.md": b"mine", "data/x.bin": b"tokens", "data/deep/y": b"", "other.safetensors": b"mine too"}
+USER = {
+    "README.md": b"mine",
+    "data/x.bin": b"tokens",
+    "data/deep/y": b"",
+    "other.safetensors": b"mine too",
+}
 
 WORK = pathlib.Path(sys.argv[1])
 shim = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -40,7 +49,17 @@ spec.loader.exec_module(init_model)
 
 def make(folder, seed, positions, shard, tokenizer=None):
     """A model by init_model, into @folder."""
-    argv = [str(WORK / f"config-{positions}.json"), str(folder), "--seed", str(seed), "--dtype", "fp32", "--max-shard-size", shard, "--overwrite"]
+    argv = [
+        str(WORK / f"config-{positions}.json"),
+        str(folder),
+        "--seed",
+        str(seed),
+        "--dtype",
+        "fp32",
+        "--max-shard-size",
+        shard,
+        "--overwrite",
+    ]
     return init_model.main(argv + (["--tokenizer", str(tokenizer)] if tokenizer else []))
 
 
@@ -52,12 +71,25 @@ class Saver:
         model = work / "source"
         assert make(model, 2, 64, "1MB") == 0
         (model / "tokenizer.json").write_text('"new"')
-        plan = penstock.Plan(penstock.ModelConfig.read(model), seq_len=16, recipe="fp32", threads=1, chunk_tokens=16, chunks_per_round=1)
-        self.trainer = penstock.Trainer(model, plan, lambda step: (np.zeros(16, np.int32), np.zeros(16, np.int32)))
-        self.pointer = ctypes.c_void_p(int(ffi.cast("uintptr_t", self.trainer._handle.ptr)))  # a child may not ask for it
+        plan = penstock.Plan(
+            penstock.ModelConfig.read(model),
+            seq_len=16,
+            recipe="fp32",
+            threads=1,
+            chunk_tokens=16,
+            chunks_per_round=1,
+        )
+        self.trainer = penstock.Trainer(
+            model, plan, lambda step: (np.zeros(16, np.int32), np.zeros(16, np.int32))
+        )
+        self.pointer = ctypes.c_void_p(
+            int(ffi.cast("uintptr_t", self.trainer._handle.ptr))
+        )  # a child may not ask for it
 
     def __call__(self, folder):
-        return native.ps__trainer_save(self.pointer, os.fsencode(folder), 0, ctypes.c_uint64(self.shard))
+        return native.ps__trainer_save(
+            self.pointer, os.fsencode(folder), 0, ctypes.c_uint64(self.shard)
+        )
 
 
 class Maker:
@@ -66,7 +98,9 @@ class Maker:
     def __init__(self, work, shard):
         self.shard, self.tokenizer = shard, work / "tokenizer.json"
         self.tokenizer.write_text('{"model": {"vocab": {"a": 1}}}')
-        assert make(work / "first", 2, 64, shard, self.tokenizer) == 0  # loads what is loaded on first use
+        assert (
+            make(work / "first", 2, 64, shard, self.tokenizer) == 0
+        )  # loads what is loaded on first use
 
     def __call__(self, folder):
         return make(pathlib.Path(folder), 2, 64, self.shard, self.tokenizer)
@@ -74,21 +108,33 @@ class Maker:
 
 def files(folder):
     """What is in @folder at any depth, but for what saves leave."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and ".penstock-" not in str(p.relative_to(folder))}
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file() and ".penstock-" not in str(p.relative_to(folder))
+    }
 
 
 def leftovers(folder):
-    return [p for p in [*folder.parent.iterdir(), *(folder.iterdir() if folder.exists() else [])] if ".penstock-" in p.name]
+    return [
+        p
+        for p in [*folder.parent.iterdir(), *(folder.iterdir() if folder.exists() else [])]
+        if ".penstock-" in p.name
+    ]
 
 
 def penstock_reads(folder):
     """Config and tensors as penstock sees them."""
     f = penstock.TensorFile(folder)
-    return penstock.ModelConfig.read(folder).max_positions, {n: f.read(n).tobytes() for n in f.names}
+    return penstock.ModelConfig.read(folder).max_positions, {
+        n: f.read(n).tobytes() for n in f.names
+    }
 
 
 def safetensors_reads(folder):
-    return {n: t.tobytes() for p in folder.glob("model*.safetensors") for n, t in load_file(p).items()}
+    return {
+        n: t.tobytes() for p in folder.glob("model*.safetensors") for n, t in load_file(p).items()
+    }
 
 
 class Sweep:
@@ -121,7 +167,9 @@ class Sweep:
             self.states.append(self.state())
             self.check_kept()
             assert self.states[0] != self.states[1]
-            assert "vocab.json" in self.states[1][0] and "vocab.json" not in self.states[0][0]  # a tokenizer is replaced as a whole
+            assert (
+                "vocab.json" in self.states[1][0] and "vocab.json" not in self.states[0][0]
+            )  # a tokenizer is replaced as a whole
 
     def reset(self):
         shutil.rmtree(self.work / "place", ignore_errors=True)
@@ -178,7 +226,9 @@ class Sweep:
                     load_file(p)
         else:
             whole = new if seen == new[1] else old
-            assert files(self.folder) == whole[0] and safetensors_reads(self.folder) == whole[2], where
+            assert files(self.folder) == whole[0] and safetensors_reads(self.folder) == whole[2], (
+                where
+            )
 
     def each(self, what, stride):
         n, calls = 1, 0
@@ -193,10 +243,18 @@ class Sweep:
                     left = [p for p in leftovers(self.folder) if p.name != PENDING]
                     assert len(left) <= 1, where
                 again = self.run(COUNT, 0)
-                assert again == 0 and not leftovers(self.folder), (where, again, leftovers(self.folder))
+                assert again == 0 and not leftovers(self.folder), (
+                    where,
+                    again,
+                    leftovers(self.folder),
+                )
                 self.check(where + ", saved again", 0)
             except BaseException:
-                print(where, sorted(str(p.relative_to(self.work)) for p in (self.work / "place").rglob("*")), file=sys.stderr)
+                print(
+                    where,
+                    sorted(str(p.relative_to(self.work)) for p in (self.work / "place").rglob("*")),
+                    file=sys.stderr,
+                )
                 raise
             calls += 1
             if n > self.total(what):
@@ -214,7 +272,16 @@ class Sweep:
 def main():
     sweep = Sweep(WORK, sys.argv[2])
     stride = int(sys.argv[3]) if len(sys.argv) > 3 else 1
-    print({name: sweep.each(what, step) for name, what, step in (("killed", KILL, 1), ("failed", FAIL, stride), ("short", SHORT, stride))})
+    print(
+        {
+            name: sweep.each(what, step)
+            for name, what, step in (
+                ("killed", KILL, 1),
+                ("failed", FAIL, stride),
+                ("short", SHORT, stride),
+            )
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -1,25 +1,28 @@
 """attention_fwd and attention_bwd against naive attention in fp64 with an explicit mask.
 
-Tolerance. Inputs are exact (rounded to the storage dtype before the oracle sees them), so errors are fp32 arithmetic and the one
-rounding at the store. With u = 2^-24 a dot product of n terms errs by about sqrt(n) u times the sum of absolute terms (random
-signs of the roundings; 4 such sigmas are allowed). A score errs by sqrt(head_dim) u A, A = max over pairs of
-sum |q k| / sqrt(head_dim), and that is the relative error of P. So every output errs by at most
-4 u (sqrt(head_dim) max(1, A) + sqrt(n_keys) + 4) B, B being the same formula with absolute values of all terms, element by
-element. One wrongly seen key among n changes a result by about 1/n of B: 100 times the tolerance at n = 1000."""
+Tolerance. Inputs are exact (rounded to the storage dtype before the oracle sees them), so errors
+are fp32 arithmetic and the one rounding at the store. With u = 2^-24 a dot product of n terms errs
+by about sqrt(n) u times the sum of absolute terms (random signs of the roundings; 4 such sigmas are
+allowed). A score errs by sqrt(head_dim) u A, A = max over pairs of sum |q k| / sqrt(head_dim), and
+that is the relative error of P. So every output errs by at most 4 u (sqrt(head_dim) max(1, A) +
+sqrt(n_keys) + 4) B, B being the same formula with absolute values of all terms, element by element.
+One wrongly seen key among n changes a result by about 1/n of B: 100 times the tolerance at n =
+1000."""
+
 import math
 import struct
 
 import pytest
 import torch
-
-from kernel_calls import BF16, EINVAL, F32, TORCH_DTYPE, U, Buffer, call, poison, rounding, run
+from kernel_calls import BF16, EINVAL, F32, TORCH_DTYPE, Buffer, U, call, poison, rounding, run
 
 FLOOR = 2.0**-100  # probabilities under 2^-126 count as zero: far below what any sum here can show
 HEADS = [(1, 1), (4, 2), (8, 1), (6, 2)]
 
 
 def doc_starts(n_tokens, row0, lengths):
-    """doc_start of rows row0.. when documents of the given lengths (the last one repeated) follow each other from group row 0."""
+    """doc_start of rows row0.. when documents of the given lengths (the last one repeated) follow
+    each other from group row 0."""
     starts, at, i = [], 0, 0
     while len(starts) < row0 + n_tokens:
         n = lengths[min(i, len(lengths) - 1)] if lengths else row0 + n_tokens
@@ -31,7 +34,13 @@ def doc_starts(n_tokens, row0, lengths):
 class Case:
     def __init__(self, n_tokens, head_dim, heads, row0, dt, lengths, gain=1.0, seed=0):
         g = torch.Generator().manual_seed(seed)
-        self.t, self.d, self.row0, self.dt, (self.h, self.kv_h) = n_tokens, head_dim, row0, dt, heads
+        self.t, self.d, self.row0, self.dt, (self.h, self.kv_h) = (
+            n_tokens,
+            head_dim,
+            row0,
+            dt,
+            heads,
+        )
         normal = lambda *shape: torch.randn(*shape, generator=g)
         self.q = (normal(n_tokens, self.h * head_dim) * gain).to(TORCH_DTYPE[dt])
         self.kv = normal(row0 + n_tokens, 2 * self.kv_h * head_dim).to(TORCH_DTYPE[dt])
@@ -39,23 +48,46 @@ class Case:
         self.doc_start = doc_starts(n_tokens, row0, lengths)
 
     def args(self, accumulate=0):
-        return struct.pack("8I", self.t, self.row0, self.h, self.kv_h, self.d, self.dt, accumulate, 0)
+        return struct.pack(
+            "8I", self.t, self.row0, self.h, self.kv_h, self.d, self.dt, accumulate, 0
+        )
 
     def forward(self, **kw):
-        out = [(3, poison(self.q.shape, self.q.dtype)), (4, poison((self.t, self.h), torch.float32))]
-        return run("attention_fwd", self.args(), [(0, self.q), (1, self.kv), (2, self.doc_start)], out, **kw)
+        out = [
+            (3, poison(self.q.shape, self.q.dtype)),
+            (4, poison((self.t, self.h), torch.float32)),
+        ]
+        return run(
+            "attention_fwd",
+            self.args(),
+            [(0, self.q), (1, self.kv), (2, self.doc_start)],
+            out,
+            **kw,
+        )
 
     def backward(self, o, lse, dkv=None, **kw):
         accumulate = dkv is not None
         dkv = dkv if accumulate else poison(self.kv.shape, torch.float32)
         inputs = list(enumerate([self.q, self.kv, self.doc_start, o, lse, self.d_o]))
-        return run("attention_bwd", self.args(int(accumulate)), inputs, [(6, poison(self.q.shape, self.q.dtype)), (7, dkv)], **kw)
+        return run(
+            "attention_bwd",
+            self.args(int(accumulate)),
+            inputs,
+            [(6, poison(self.q.shape, self.q.dtype)), (7, dkv)],
+            **kw,
+        )
 
-    # ---- the oracle, fp64 ----------------------------------------------------------------------------------------------
+    # ---- the oracle, fp64
+    # ----------------------------------------------------------------------------------------------
     def split(self):
         """q [H,T,d], k and v [H,rows,d] (expanded), mask [T,rows]."""
         q = self.q.double().view(self.t, self.h, self.d).transpose(0, 1)
-        k, v = self.kv.double().view(-1, 2, self.kv_h, self.d).permute(1, 2, 0, 3).repeat_interleave(self.h // self.kv_h, dim=1)
+        k, v = (
+            self.kv.double()
+            .view(-1, 2, self.kv_h, self.d)
+            .permute(1, 2, 0, 3)
+            .repeat_interleave(self.h // self.kv_h, dim=1)
+        )
         row, key = torch.arange(self.t) + self.row0, torch.arange(self.row0 + self.t)
         return q, k, v, (key[None] <= row[:, None]) & (key[None] >= self.doc_start[:, None])
 
@@ -68,20 +100,33 @@ class Case:
         return torch.cat([self.heads_last(add(dk)), self.heads_last(add(dv))], 1)
 
     def oracle(self, o_given):
-        """(value, bound B) of o, lse, dq, dkv. D is taken from the o that the kernel is given, which in bf16 is rounded."""
+        """(value, bound B) of o, lse, dq, dkv. D is taken from the o that the kernel is given,
+        which in bf16 is rounded."""
         q, k, v, mask = self.split()
         c, g = 1 / math.sqrt(self.d), self.d_o.double().view(self.t, self.h, self.d).transpose(0, 1)
         s = (q @ k.mT * c).masked_fill(~mask, -math.inf)
         lse = s.logsumexp(-1)
         p, absolute = (s - lse[..., None]).exp(), q.abs() @ k.abs().mT * c
         o = p @ v
-        self.amplify = 4 * U * (math.sqrt(self.d) * max(1.0, (absolute * mask).max().item()) + math.sqrt(self.row0 + self.t) + 4)
+        self.amplify = (
+            4
+            * U
+            * (
+                math.sqrt(self.d) * max(1.0, (absolute * mask).max().item())
+                + math.sqrt(self.row0 + self.t)
+                + 4
+            )
+        )
         used = o_given.double().view(self.t, self.h, self.d).transpose(0, 1)
         ds = p * (g @ v.mT - (g * used).sum(-1, keepdim=True)) * c
         ds_abs = p * (g.abs() @ v.abs().mT + (g * used).abs().sum(-1, keepdim=True)) * c
         value = [self.heads_last(o), lse.T, self.heads_last(ds @ k), self.fold(ds.mT @ q, p.mT @ g)]
-        bound = [self.heads_last(p @ v.abs()), torch.ones_like(lse.T), self.heads_last(ds_abs @ k.abs()),
-                 self.fold(ds_abs.mT @ q.abs(), p.mT @ g.abs())]
+        bound = [
+            self.heads_last(p @ v.abs()),
+            torch.ones_like(lse.T),
+            self.heads_last(ds_abs @ k.abs()),
+            self.fold(ds_abs.mT @ q.abs(), p.mT @ g.abs()),
+        ]
         return list(zip(value, bound))
 
     def check(self, name, got, value, bound, stored):
@@ -95,7 +140,9 @@ def check_all(case, **kw):
     o, lse = case.forward(**kw)
     oracle = case.oracle(o)
     dq, dkv = case.backward(o, lse, **kw)
-    for name, got, (value, bound), stored in zip(("o", "lse", "dq", "dkv"), (o, lse, dq, dkv), oracle, (case.dt, F32, case.dt, F32)):
+    for name, got, (value, bound), stored in zip(
+        ("o", "lse", "dq", "dkv"), (o, lse, dq, dkv), oracle, (case.dt, F32, case.dt, F32)
+    ):
         case.check(name, got, value, bound, stored)
     return o, lse, dq, dkv
 
@@ -138,14 +185,18 @@ def test_threads_and_addresses_do_not_change_bits(dt):
     o, lse = case.forward(n_threads=1)
     first = [o, lse, *case.backward(o, lse, n_threads=1)]
     for n_threads, shift in ((2, 0), (3, 16), (2, 48)):
-        again = [*case.forward(n_threads=n_threads, shift=shift), *case.backward(o, lse, n_threads=n_threads, shift=shift)]
+        again = [
+            *case.forward(n_threads=n_threads, shift=shift),
+            *case.backward(o, lse, n_threads=n_threads, shift=shift),
+        ]
         assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
 @pytest.mark.parametrize("dt", [F32, BF16])
 @pytest.mark.parametrize("lengths", [None, [130, 300, 55]])
 def test_four_chunks_equal_one_pass(lengths, dt):
-    """dK and dV add up over the chunks, last chunk first; the sums' order differs, so up to the tolerance."""
+    """dK and dV add up over the chunks, last chunk first; the sums' order differs, so up to the
+    tolerance."""
     n, rows = 4, 150
     whole = Case(n * rows, 48, (4, 2), 0, dt, lengths)
     o, lse = whole.forward()
@@ -157,21 +208,28 @@ def test_four_chunks_equal_one_pass(lengths, dt):
         part.q, part.d_o, part.kv = whole.q[at], whole.d_o[at], whole.kv[: (c + 1) * rows]
         part_o, part_lse = part.forward()
         whole.check("o", part_o, oracle[0][0][at], oracle[0][1][at], dt)
-        dq, dkv[: (c + 1) * rows] = part.backward(part_o, part_lse, None if c == n - 1 else dkv[: (c + 1) * rows])
+        dq, dkv[: (c + 1) * rows] = part.backward(
+            part_o, part_lse, None if c == n - 1 else dkv[: (c + 1) * rows]
+        )
         if dt == F32:
             whole.check("dq", dq, oracle[2][0][at], oracle[2][1][at], dt)
     whole.check("dkv", dkv, *oracle[3], F32)
 
 
 def test_accumulate_adds_to_every_row():
-    case = Case(129, 64, (4, 2), 300, F32, [310, 60, 59])  # most of the prefix is seen by the first document only
+    case = Case(
+        129, 64, (4, 2), 300, F32, [310, 60, 59]
+    )  # most of the prefix is seen by the first document only
     o, lse = case.forward()
     dq, dkv = case.backward(o, lse)
     base = torch.randn(dkv.shape, generator=torch.Generator().manual_seed(1))
     dq2, total = case.backward(o, lse, base)
     assert torch.equal(dq, dq2)
     case.oracle(o)
-    assert ((total.double() - base.double() - dkv.double()).abs() <= 8 * U * (base.abs() + total.abs() + dkv.abs())).all()
+    assert (
+        (total.double() - base.double() - dkv.double()).abs()
+        <= 8 * U * (base.abs() + total.abs() + dkv.abs())
+    ).all()
 
 
 def test_rows_that_nobody_sees_get_zeros():
@@ -193,7 +251,11 @@ def test_nan_stays_in_the_rows_that_see_it():
     o, lse = case.forward()
     bad = torch.zeros(100, dtype=torch.bool)
     bad[50:] = True
-    assert torch.equal(o.isnan().all(1), bad) and torch.equal(o.isnan().any(1), bad) and torch.equal(lse.isnan().all(1), bad)
+    assert (
+        torch.equal(o.isnan().all(1), bad)
+        and torch.equal(o.isnan().any(1), bad)
+        and torch.equal(lse.isnan().all(1), bad)
+    )
 
 
 @pytest.mark.parametrize("row, value", [(5, 6), (7, -1), (20, 3)])
@@ -201,5 +263,13 @@ def test_bad_doc_start_is_refused_and_nothing_written(row, value):
     case = Case(30, 16, (2, 1), 0, F32, [4, 26])
     case.doc_start[row] = value
     out = [Buffer(poison(case.q.shape, case.q.dtype)), Buffer(poison((30, 2), torch.float32))]
-    assert call("attention_fwd", case.args(), [Buffer(case.q), Buffer(case.kv), Buffer(case.doc_start), *out], 2) == EINVAL
+    assert (
+        call(
+            "attention_fwd",
+            case.args(),
+            [Buffer(case.q), Buffer(case.kv), Buffer(case.doc_start), *out],
+            2,
+        )
+        == EINVAL
+    )
     assert all(b.unchanged() for b in out)

@@ -1,4 +1,6 @@
-"""What goes wrong in the middle of a run of the binary: one sentence, an exit code, whole files or none."""
+"""What goes wrong in the middle of a run of the binary: one sentence, an exit code, whole files or
+none."""
+
 import json
 import os
 import re
@@ -8,7 +10,6 @@ import time
 
 import numpy as np
 import pytest
-
 from conftest import BUILD, write_shard
 
 BINARY = BUILD / "bin/penstock"
@@ -19,14 +20,36 @@ def train(model, data, *more, cwd, file_limit=None):
     def limit():  # writes past the limit then fail with EFBIG, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
 
-    words = [str(w) for w in (BINARY, "train", "--model", model, "--data", data, "--seq-len", 64, "--quiet", *more)]
-    return subprocess.run(words, capture_output=True, text=True, cwd=cwd, timeout=120,
-                          preexec_fn=limit if file_limit else None)
+    words = [
+        str(w)
+        for w in (
+            BINARY,
+            "train",
+            "--model",
+            model,
+            "--data",
+            data,
+            "--seq-len",
+            64,
+            "--quiet",
+            *more,
+        )
+    ]
+    return subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=120,
+        preexec_fn=limit if file_limit else None,
+    )
 
 
 def one_sentence(done, code, pattern):
     lines = done.stderr.splitlines()
-    assert done.returncode == code and len(lines) == 1 and lines[0].startswith("penstock: "), done.stderr
+    assert done.returncode == code and len(lines) == 1 and lines[0].startswith("penstock: "), (
+        done.stderr
+    )
     assert re.search(pattern, lines[0]), lines[0]
 
 
@@ -40,55 +63,127 @@ def profiled(cache_of_this_run):
 
 
 def whole_model(path):
-    return sorted(p.name for p in path.iterdir() if p.suffix != ".jsonl" and p.name not in ("plan.json", "timeline.json")) == [
-        "config.json", "model.safetensors"]
+    return sorted(
+        p.name
+        for p in path.iterdir()
+        if p.suffix != ".jsonl" and p.name not in ("plan.json", "timeline.json")
+    ) == ["config.json", "model.safetensors"]
 
 
 def test_a_file_is_no_model_directory(tiny_model, tiny_shard, tmp_path):
     for path in (tiny_shard, tiny_model / "config.json", tiny_model / "model.safetensors"):
-        one_sentence(train(path, tiny_shard, "--run-dir", "run", cwd=tmp_path), 2, "is a file: give the model's directory")
+        one_sentence(
+            train(path, tiny_shard, "--run-dir", "run", cwd=tmp_path),
+            2,
+            "is a file: give the model's directory",
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_parents_of_out_and_of_the_run_directory_are_made_and_named(tiny_model, tiny_shard, tmp_path):
-    """A slip in a long path is seen before the first step; a directory whose parent is there is made without a word."""
-    ask = [BINARY, "train", "--model", tiny_model, "--data", tiny_shard, "--seq-len", "64", "--steps", "1"]
-    for places, notes in ((["--run-dir", "run", "--out", "a/b/c/"], ["--out a/b/c/: its parent a/b is"]),
-                          (["--run-dir", "x/run", "--out", "out"], ["--run-dir x/run: its parent x is"]),
-                          (["--out", "d/out"], ["--out d/out: its parent d is"]), (["--out", tmp_path / "e"], [])):
+def test_parents_of_out_and_of_the_run_directory_are_made_and_named(
+    tiny_model, tiny_shard, tmp_path
+):
+    """A slip in a long path is seen before the first step; a directory whose parent is there is
+    made without a word."""
+    ask = [
+        BINARY,
+        "train",
+        "--model",
+        tiny_model,
+        "--data",
+        tiny_shard,
+        "--seq-len",
+        "64",
+        "--steps",
+        "1",
+    ]
+    for places, notes in (
+        (["--run-dir", "run", "--out", "a/b/c/"], ["--out a/b/c/: its parent a/b is"]),
+        (["--run-dir", "x/run", "--out", "out"], ["--run-dir x/run: its parent x is"]),
+        (["--out", "d/out"], ["--out d/out: its parent d is"]),
+        (["--out", tmp_path / "e"], []),
+    ):
         done = subprocess.run([*ask, *places], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         said = [line for line in done.stderr.splitlines() if "its parent" in line]
         assert said == [f"penstock: {note} not there and will be made" for note in notes]
         assert done.stderr.find("its parent") < done.stderr.find("step 1/1")
-    assert whole_model(tmp_path / "a/b/c") and [p.name for p in (tmp_path / "a/b").iterdir()] == ["c"]
+    assert whole_model(tmp_path / "a/b/c") and [p.name for p in (tmp_path / "a/b").iterdir()] == [
+        "c"
+    ]
 
 
-def test_a_token_past_the_vocabulary_deep_in_a_shard_ends_the_run_and_the_complete_steps_are_saved(tiny_model, tmp_path):
+def test_a_token_past_the_vocabulary_deep_in_a_shard_ends_the_run_and_the_complete_steps_are_saved(
+    tiny_model, tmp_path
+):
     tokens = np.arange(CHECKED_AT_OPEN + 100_000) % 500
     tokens[CHECKED_AT_OPEN:] = 513  # a tenth of the sequences, met soon in a shuffled order
     shard = write_shard(tmp_path / "late.bin", tokens)
-    done = train(tiny_model, shard, "--shuffle", "--seed", 3, "--tokens-per-step", 64, "--steps", 500, "--run-dir", "run", "--out", "out", cwd=tmp_path)
-    one_sentence(done, 1, r"late\.bin: token 1\d{6} of the shard is 513: the model's vocabulary has 512")
+    done = train(
+        tiny_model,
+        shard,
+        "--shuffle",
+        "--seed",
+        3,
+        "--tokens-per-step",
+        64,
+        "--steps",
+        500,
+        "--run-dir",
+        "run",
+        "--out",
+        "out",
+        cwd=tmp_path,
+    )
+    one_sentence(
+        done, 1, r"late\.bin: token 1\d{6} of the shard is 513: the model's vocabulary has 512"
+    )
     n = len(metrics(tmp_path / "run"))
-    assert 1 <= n < 200 and [m["step"] for m in metrics(tmp_path / "run")] == list(range(n)) and whole_model(tmp_path / "out")
+    assert (
+        1 <= n < 200
+        and [m["step"] for m in metrics(tmp_path / "run")] == list(range(n))
+        and whole_model(tmp_path / "out")
+    )
 
 
 def test_a_shard_that_is_cut_off_during_the_run_is_named(tiny_model, tmp_path):
     shard = write_shard(tmp_path / "cut.bin", np.arange(200_000) % 500)
-    process = subprocess.Popen([BINARY, "train", "--model", tiny_model, "--data", shard, "--seq-len", "64", "--quiet", "--run-dir", tmp_path / "run",
-                                "--steps", "1000000"], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [
+            BINARY,
+            "train",
+            "--model",
+            tiny_model,
+            "--data",
+            shard,
+            "--seq-len",
+            "64",
+            "--quiet",
+            "--run-dir",
+            tmp_path / "run",
+            "--steps",
+            "1000000",
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     deadline = time.monotonic() + 60
     while not ((tmp_path / "run/metrics.jsonl").exists() and metrics(tmp_path / "run")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     os.truncate(shard, 2000)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1 and re.fullmatch(r"penstock: .*cut\.bin: was cut from 401024 to 2000 bytes while it was in use.*\n", stderr), stderr
+    assert process.returncode == 1 and re.fullmatch(
+        r"penstock: .*cut\.bin: was cut from 401024 to 2000 bytes while it was in use.*\n", stderr
+    ), stderr
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_advice(tiny_model, tiny_shard, tmp_path):
-    done = train(tiny_model, tiny_shard, "--lr", "1e30", "--steps", 50, "--run-dir", "run", cwd=tmp_path)
+def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_advice(
+    tiny_model, tiny_shard, tmp_path
+):
+    done = train(
+        tiny_model, tiny_shard, "--lr", "1e30", "--steps", 50, "--run-dir", "run", cwd=tmp_path
+    )
     steps = len(metrics(tmp_path / "run"))
     one_sentence(done, 1, rf"step {steps}: the .* lower --lr, or look at the data")
 
@@ -96,20 +191,63 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_advice(tiny_model,
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_full_disk_leaves_no_half_written_model(tiny_model, tiny_shard, tmp_path, existing):
     if existing:
-        assert train(tiny_model, tiny_shard, "--steps", 1, "--run-dir", "run", "--out", "out", cwd=tmp_path).returncode == 0
+        assert (
+            train(
+                tiny_model,
+                tiny_shard,
+                "--steps",
+                1,
+                "--run-dir",
+                "run",
+                "--out",
+                "out",
+                cwd=tmp_path,
+            ).returncode
+            == 0
+        )
         before = (tmp_path / "out/model.safetensors").read_bytes()
-    done = train(tiny_model, tiny_shard, "--steps", 2, "--run-dir", "run", "--out", "out", "--force", "--save-wait", 0, cwd=tmp_path, file_limit=200_000)
+    done = train(
+        tiny_model,
+        tiny_shard,
+        "--steps",
+        2,
+        "--run-dir",
+        "run",
+        "--out",
+        "out",
+        "--force",
+        "--save-wait",
+        0,
+        cwd=tmp_path,
+        file_limit=200_000,
+    )
     one_sentence(done, 1, "out.*model.safetensors.*writing .* bytes failed: File too large")
     assert sorted(p.name for p in tmp_path.iterdir()) == (["out", "run"] if existing else ["run"])
     if existing:
-        assert whole_model(tmp_path / "out") and (tmp_path / "out/model.safetensors").read_bytes() == before
+        assert (
+            whole_model(tmp_path / "out")
+            and (tmp_path / "out/model.safetensors").read_bytes() == before
+        )
 
 
 def test_a_full_disk_cuts_no_line_of_metrics_and_no_plan(tiny_model, tiny_shard, tmp_path):
-    done = train(tiny_model, tiny_shard, "--steps", 50, "--trace-steps", 0, "--run-dir", "run", cwd=tmp_path, file_limit=4000)
+    done = train(
+        tiny_model,
+        tiny_shard,
+        "--steps",
+        50,
+        "--trace-steps",
+        0,
+        "--run-dir",
+        "run",
+        cwd=tmp_path,
+        file_limit=4000,
+    )
     one_sentence(done, 1, "metrics.jsonl cannot be written: File too large")
     text = (tmp_path / "run/metrics.jsonl").read_text()
     assert text.endswith("}\n") and len(metrics(tmp_path / "run")) > 3
-    done = train(tiny_model, tiny_shard, "--steps", 2, "--run-dir", "other", cwd=tmp_path, file_limit=1000)
+    done = train(
+        tiny_model, tiny_shard, "--steps", 2, "--run-dir", "other", cwd=tmp_path, file_limit=1000
+    )
     one_sentence(done, 1, "plan.json cannot be written: File too large")
     assert list((tmp_path / "other").iterdir()) == []

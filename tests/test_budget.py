@@ -1,7 +1,9 @@
 """The budget never changes the math, and never is exceeded.
 
-With chunk and round size pinned, every budget from all-resident down to the smallest feasible must give the same bits: the sums
-are the same sums in the same order, wherever their terms were kept. What is measured of memory must be what was planned."""
+With chunk and round size pinned, every budget from all-resident down to the smallest feasible must
+give the same bits: the sums are the same sums in the same order, wherever their terms were kept.
+What is measured of memory must be what was planned."""
+
 import json
 import os
 import re
@@ -12,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import BUILD, ROOT, write_shard
-
 from penstock import BudgetError, Hardware, ModelConfig, Plan, Trainer
 from penstock._lib import check, ffi, lib
 
@@ -20,24 +21,69 @@ MIB = 1 << 20
 UNIT = 2 * MIB  # arenas are whole units
 STEPS = 20
 VOCAB = 1536
-COMMON = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "hidden_act": "silu", "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-          "initializer_range": 0.05}
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "initializer_range": 0.05,
+}
 MODELS = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False},
-    "qwen2-tied": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True, "use_sliding_window": False},
-    "qwen3-tied": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 48,
-                   "attention_bias": False, "use_sliding_window": False},
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+    },
+    "qwen2-tied": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+    },
+    "qwen3-tied": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+        "head_dim": 48,
+        "attention_bias": False,
+        "use_sliding_window": False,
+    },
 }
 ONE = {"seq_len": 128, "tokens_per_step": 512, "chunk_tokens": 128, "chunks_per_round": 4}
-PACKED_ROUNDS = {"seq_len": 64, "tokens_per_step": 640, "chunk_tokens": 128, "chunks_per_round": 2}  # five chunks: an uneven last round
-LONG = {"seq_len": 256, "tokens_per_step": 512, "chunk_tokens": 64, "chunks_per_round": 8}            # a sequence is four chunks
+PACKED_ROUNDS = {
+    "seq_len": 64,
+    "tokens_per_step": 640,
+    "chunk_tokens": 128,
+    "chunks_per_round": 2,
+}  # five chunks: an uneven last round
+LONG = {
+    "seq_len": 256,
+    "tokens_per_step": 512,
+    "chunk_tokens": 64,
+    "chunks_per_round": 8,
+}  # a sequence is four chunks
 LONG_ROUNDS = LONG | {"chunks_per_round": 4}
 CASES = {
     "llama-fp32-clip-packed-rounds": ("llama", "fp32", True, PACKED_ROUNDS),
     "llama-bf16-one-round": ("llama", "bf16", False, ONE),
-    "llama-fp32-master-long-rounds": ("llama", "fp32-master", False, LONG_ROUNDS | {"seq_len": 512, "tokens_per_step": 1024, "chunk_tokens": 128}),
-    "qwen2-fp32-master-clip-packed-rounds": ("qwen2-tied", "fp32-master", True, PACKED_ROUNDS | {"tokens_per_step": 1280, "chunk_tokens": 256}),
+    "llama-fp32-master-long-rounds": (
+        "llama",
+        "fp32-master",
+        False,
+        LONG_ROUNDS | {"seq_len": 512, "tokens_per_step": 1024, "chunk_tokens": 128},
+    ),
+    "qwen2-fp32-master-clip-packed-rounds": (
+        "qwen2-tied",
+        "fp32-master",
+        True,
+        PACKED_ROUNDS | {"tokens_per_step": 1280, "chunk_tokens": 256},
+    ),
     "qwen2-fp32-long": ("qwen2-tied", "fp32", False, LONG),
     "qwen3-bf16-clip-long-rounds": ("qwen3-tied", "bf16", True, LONG_ROUNDS),
     "qwen3-fp32-clip-one-round": ("qwen3-tied", "fp32", True, ONE),
@@ -57,10 +103,21 @@ def model_dir(tmp_path_factory):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             (folder / "in.json").write_text(json.dumps(COMMON | MODELS[name]))
-            subprocess.run([sys.executable, ROOT / "models/init_model.py", folder / "in.json", folder / "model", "--seed", "3"], check=True,
-                           capture_output=True)
+            subprocess.run(
+                [
+                    sys.executable,
+                    ROOT / "models/init_model.py",
+                    folder / "in.json",
+                    folder / "model",
+                    "--seed",
+                    "3",
+                ],
+                check=True,
+                capture_output=True,
+            )
             made[name] = folder / "model"
         return made[name]
+
     return make
 
 
@@ -72,11 +129,20 @@ def batch_of(plan):
         targets = rng.integers(0, VOCAB, n)
         targets[rng.random(n) < 0.1] = -1
         return rng.integers(0, VOCAB, n), targets
+
     return batch
 
 
 def run(folder, plan, clip, steps=STEPS):
-    with Trainer(folder, plan, batch_of(plan), lr=3e-3, clip_norm=1.0 if clip else 0.0, seed=11, document_token=7) as trainer:
+    with Trainer(
+        folder,
+        plan,
+        batch_of(plan),
+        lr=3e-3,
+        clip_norm=1.0 if clip else 0.0,
+        seed=11,
+        document_token=7,
+    ) as trainer:
         metrics = list(trainer.steps(steps))
         weights = {name: trainer.read(name).tobytes() for name in trainer.params}
     return metrics, weights
@@ -93,8 +159,9 @@ def decisions(plan):
 
 
 def different_plans(model, hardware, kw):
-    """Under caps of device memory from all that a plan can use down to the smallest feasible, twelve of them evenly spaced; then under ever
-    smaller caps of host memory, so that less is sent there and more is recomputed. One plan for each set of decisions."""
+    """Under caps of device memory from all that a plan can use down to the smallest feasible,
+    twelve of them evenly spaced; then under ever smaller caps of host memory, so that less is sent
+    there and more is recomputed. One plan for each set of decisions."""
     most = Plan(model, hardware=hardware, **kw).report["device_bytes"]
     least, _ = Plan.smallest(model, hardware=hardware, **kw)
     plans = {}
@@ -124,11 +191,19 @@ def test_every_budget_gives_the_same_bits(case, model_dir, hardware):
     kw = {"recipe": recipe, "clip": clip, "threads": 2} | cut
     plans = different_plans(model, hardware, kw)
     reports = [p.report for p in plans]
-    assert len(plans) >= 6 and reports[0]["resident_param_units"] + plans[0].json()["embed_at_home"] == reports[0]["n_units"]
-    assert any(r["resident_param_units"] <= 1 for r in reports) and any(r["saved_host_bytes"] for r in reports)  # at most the head is there to stay
+    assert (
+        len(plans) >= 6
+        and reports[0]["resident_param_units"] + plans[0].json()["embed_at_home"]
+        == reports[0]["n_units"]
+    )
+    assert any(r["resident_param_units"] <= 1 for r in reports) and any(
+        r["saved_host_bytes"] for r in reports
+    )  # at most the head is there to stay
     assert any(r["saved_recompute_bytes"] for r in reports)
     expected = None
-    for i in sorted({round(i * (len(plans) - 1) / 6) for i in range(7)}):  # seven of them, both ends among them
+    for i in sorted(
+        {round(i * (len(plans) - 1) / 6) for i in range(7)}
+    ):  # seven of them, both ends among them
         plan = plans[i]
         metrics, weights = run(folder, plan, clip)
         seen = [(m.loss, m.grad_norm) for m in metrics], weights
@@ -144,8 +219,21 @@ def test_every_budget_gives_the_same_bits(case, model_dir, hardware):
 
 def make_plan(model, hardware, reserve, **kw):
     """A plan with the process's own memory given, so that a cap can be exact."""
-    cfg = Plan._config(kw["seq_len"], kw.get("device_mem"), kw.get("host_mem"), kw["tokens_per_step"], kw["recipe"], kw["chunk_tokens"],
-                       kw["chunks_per_round"], 0, True, 2, 2, True, reserve=reserve)
+    cfg = Plan._config(
+        kw["seq_len"],
+        kw.get("device_mem"),
+        kw.get("host_mem"),
+        kw["tokens_per_step"],
+        kw["recipe"],
+        kw["chunk_tokens"],
+        kw["chunks_per_round"],
+        0,
+        True,
+        2,
+        2,
+        True,
+        reserve=reserve,
+    )
     out, device, host = ffi.new("ps_plan **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
     check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))
     check(lib.ps_plan_create(out, model._ptr, cfg, hardware._ptr))
@@ -158,9 +246,13 @@ def virtual_bytes():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_unit_less_than_the_smallest_is_refused_before_anything_is_mapped(case, tmp_path, hardware):
+def test_a_unit_less_than_the_smallest_is_refused_before_anything_is_mapped(
+    case, tmp_path, hardware
+):
     name, recipe, _, cut = CASES[case]
-    (tmp_path / "config.json").write_text(json.dumps(COMMON | MODELS[name] | {"vocab_size": 16384}))  # a plan needs no weights
+    (tmp_path / "config.json").write_text(
+        json.dumps(COMMON | MODELS[name] | {"vocab_size": 16384})
+    )  # a plan needs no weights
     model = ModelConfig.read(tmp_path)
     kw = {"recipe": recipe} | cut
     reserve = 64 * MIB
@@ -168,8 +260,12 @@ def test_a_unit_less_than_the_smallest_is_refused_before_anything_is_mapped(case
     assert device > 2 * UNIT
     make_plan(model, hardware, reserve, device_mem=device, **kw)
     make_plan(model, hardware, reserve, host_mem=host, **kw)
-    for cap, what in (({"device_mem": device - UNIT}, "device"), ({"device_mem": device - 1}, "device"),
-                      ({"host_mem": host - UNIT}, "host"), ({"host_mem": host - 1}, "host")):
+    for cap, what in (
+        ({"device_mem": device - UNIT}, "device"),
+        ({"device_mem": device - 1}, "device"),
+        ({"host_mem": host - UNIT}, "host"),
+        ({"host_mem": host - 1}, "host"),
+    ):
         before = virtual_bytes()
         with pytest.raises(BudgetError) as refusal:
             make_plan(model, hardware, reserve, **cap, **kw)
@@ -187,11 +283,37 @@ sys.stdout.write(json.dumps([done.returncode, done.stderr, resource.getrusage(re
 
 
 def native_run(folder, shard, run_dir, cache, threads, *options):
-    """Train by the native binary; its plan, the last step's metrics, and the peak of its memory as the kernel tells its parent."""
-    command = [BUILD / "bin/penstock", "train", "--model", folder, "--data", shard, "--seq-len", "64", "--tokens-per-step", "512", "--steps", "5",
-               "--recipe", "fp32", "--threads", str(threads), "--run-dir", run_dir, "--quiet", *options]
-    out = subprocess.run([sys.executable, "-c", HELD, *map(str, command)], capture_output=True, text=True, check=True,
-                         env=os.environ | {"XDG_CACHE_HOME": str(cache)})
+    """Train by the native binary; its plan, the last step's metrics, and the peak of its memory as
+    the kernel tells its parent."""
+    command = [
+        BUILD / "bin/penstock",
+        "train",
+        "--model",
+        folder,
+        "--data",
+        shard,
+        "--seq-len",
+        "64",
+        "--tokens-per-step",
+        "512",
+        "--steps",
+        "5",
+        "--recipe",
+        "fp32",
+        "--threads",
+        str(threads),
+        "--run-dir",
+        run_dir,
+        "--quiet",
+        *options,
+    ]
+    out = subprocess.run(
+        [sys.executable, "-c", HELD, *map(str, command)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)},
+    )
     code, err, peak = json.loads(out.stdout)
     if code:
         return code, err, None, None
@@ -202,23 +324,37 @@ def native_run(folder, shard, run_dir, cache, threads, *options):
 def find(tree, key):
     """The first value under a key, at any depth."""
     if isinstance(tree, dict):
-        return tree[key] if key in tree else next((v for v in (find(t, key) for t in tree.values()) if v is not None), None)
+        return (
+            tree[key]
+            if key in tree
+            else next((v for v in (find(t, key) for t in tree.values()) if v is not None), None)
+        )
     return None
 
 
-@pytest.mark.parametrize("threads", [n for n in (1, 2, 4) if n <= max(2, len(os.sched_getaffinity(0)))])
+@pytest.mark.parametrize(
+    "threads", [n for n in (1, 2, 4) if n <= max(2, len(os.sched_getaffinity(0)))]
+)
 def test_the_process_stays_under_its_host_cap(threads, model_dir, tmp_path):
     folder, cache = model_dir("llama"), tmp_path / "cache"
     shard = write_shard(tmp_path / "a.bin", np.random.default_rng(5).integers(0, VOCAB, 40000))
     # rates are cached first: measuring them takes memory of its own, once, before a run
-    subprocess.run([BUILD / "bin/penstock", "profile", "--threads", str(threads)], check=True, capture_output=True,
-                   env=os.environ | {"XDG_CACHE_HOME": str(cache)})
-    code, err, _, _ = native_run(folder, shard, tmp_path / "none", cache, threads, "--host-mem", "1MiB")
+    subprocess.run(
+        [BUILD / "bin/penstock", "profile", "--threads", str(threads)],
+        check=True,
+        capture_output=True,
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)},
+    )
+    code, err, _, _ = native_run(
+        folder, shard, tmp_path / "none", cache, threads, "--host-mem", "1MiB"
+    )
     assert code == 2 and "host memory" in err and not (tmp_path / "none").exists()
     smallest = int(re.search(r"smallest plan takes (\d+) bytes", err)[1])
     for i, cap in enumerate((smallest + 8 * MIB, smallest + 32 * MIB, 0)):
         options = ["--host-mem", str(cap)] if cap else []
-        code, peak, plan, last = native_run(folder, shard, tmp_path / str(i), cache, threads, *options)
+        code, peak, plan, last = native_run(
+            folder, shard, tmp_path / str(i), cache, threads, *options
+        )
         assert code == 0, peak
         planned = find(plan, "host_bytes")
         assert planned <= cap or not cap
@@ -232,7 +368,8 @@ def test_the_process_stays_under_its_host_cap(threads, model_dir, tmp_path):
 
 
 def test_a_python_process_stays_under_its_host_cap_whatever_it_did_before(model_dir):
-    """A great allocation before the training, given back, is not this run's peak; what is held all along is."""
+    """A great allocation before the training, given back, is not this run's peak; what is held all
+    along is."""
     script = f"""
 import sys, json
 sys.path.insert(0, {str(ROOT / "python")!r})
@@ -247,6 +384,11 @@ with Trainer(folder, plan, lambda step: (rng.integers(0, {VOCAB}, 512), rng.inte
     last = list(trainer.steps(5))[-1]
 print(json.dumps([last.host_peak_bytes, plan.report["host_bytes"], plan.report["host_arena_bytes"]]))
 """
-    out = subprocess.run([sys.executable, "-c", script, str(model_dir("llama"))], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", script, str(model_dir("llama"))],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     peak, planned, arena = json.loads(out.stdout)
     assert arena + 16 * MIB < peak <= planned <= peak + 32 * MIB

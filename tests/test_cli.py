@@ -1,4 +1,6 @@
-"""The binary: what it refuses (one sentence, exit code 2, nothing written), Ctrl-C, its files and its JSON."""
+"""The binary: what it refuses (one sentence, exit code 2, nothing written), Ctrl-C, its files and
+its JSON."""
+
 import json
 import os
 import re
@@ -11,17 +13,36 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from conftest import BUILD, write_shard
 
 BINARY = BUILD / "bin/penstock"
-METRICS = {"step", "loss", "tokens", "valid_tokens", "step_s", "predicted_step_s", "tokens_per_s", "device_peak_bytes", "host_peak_bytes",
-           "host_arena_peak_bytes", "grad_norm", "lr", "mfu", "hfu"}
+METRICS = {
+    "step",
+    "loss",
+    "tokens",
+    "valid_tokens",
+    "step_s",
+    "predicted_step_s",
+    "tokens_per_s",
+    "device_peak_bytes",
+    "host_peak_bytes",
+    "host_arena_peak_bytes",
+    "grad_norm",
+    "lr",
+    "mfu",
+    "hfu",
+}
 
 
 def penstock(*args, cwd=None, env=None):
-    return subprocess.run([str(a) for a in (BINARY, *args)], capture_output=True, text=True, cwd=cwd, timeout=120,
-                          env={**os.environ, **(env or {})})
+    return subprocess.run(
+        [str(a) for a in (BINARY, *args)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=120,
+        env={**os.environ, **(env or {})},
+    )
 
 
 @pytest.fixture
@@ -31,7 +52,9 @@ def job(tiny_model, tiny_shard):
 
 
 def words(options):
-    return [w for name, value in options.items() for w in ((name,) if value is None else (name, value))]
+    return [
+        w for name, value in options.items() for w in ((name,) if value is None else (name, value))
+    ]
 
 
 def refused(done, pattern, code=2):
@@ -43,37 +66,42 @@ def refused(done, pattern, code=2):
     assert done.stdout == ""
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change,pattern", [
-    ({"--model": "nowhere"}, "nowhere"),
-    ({"--data": "nowhere.bin"}, "nowhere.bin"),
-    ({"--seq-len": "0"}, r"--seq-len 0: a whole number from 1 to"),
-    ({"--seq-len": "-3"}, "--seq-len -3"),
-    ({"--seq-len": "12x"}, "--seq-len 12x"),
-    ({"--seq-len": "20000"}, r"the data has 20000 tokens in 1 shards, .* needs 20001"),
-    ({"--device-mem": "64KiB"}, r"needs .* of device memory.*--device-mem"),
-    ({"--host-mem": "1MiB"}, r"needs .* of host memory.*--host-mem"),
-    ({"--device-mem": "20Gi"}, r"--device-mem 20Gi: a size such as 20GiB"),
-    ({"--host-mem": "lots"}, r"--host-mem lots: a size"),
-    ({"--device-mem": "24"}, r"--device-mem 24 is 24 bytes: write 24GiB$"),
-    ({"--host-mem": "8e3"}, r"--host-mem 8e3 is 8000 bytes: write 8e3MiB$"),
-    ({"--device-mem": "0"}, r"--device-mem 0: a size"),
-    ({"--recipe": "fp16"}, r"--recipe fp16: fp32, fp32-master or bf16"),
-    ({"--lr-schedule": "step"}, r"--lr-schedule step: constant, cosine, linear or wsd"),
-    ({"--lr": "nan"}, "--lr nan"),
-    ({"--lr": "-1"}, "--lr -1"),
-    ({"--steps": "0"}, "--steps 0"),
-    ({"--chunk-tokens": "0"}, "--chunk-tokens 0: a whole number from 1"),
-    ({"--modle": "x"}, r"there is no option --modle: did you mean --model\?"),
-    ({"--frobnicate": "x"}, r"there is no option --frobnicate \(--help"),
-    ({"--shuffle=yes": None}, "--shuffle takes no value"),
-    ({"--out": None}, "--out needs a value"),
-    ({"--document-token": "-2"}, "--document-token -2"),
-    ({"--beta2": "1.5"}, "beta2"),
-])
-def test_a_bad_option_is_refused_in_one_sentence_and_nothing_is_written(job, tmp_path, change, pattern):
+@pytest.mark.parametrize(
+    "change,pattern",
+    [
+        ({"--model": "nowhere"}, "nowhere"),
+        ({"--data": "nowhere.bin"}, "nowhere.bin"),
+        ({"--seq-len": "0"}, r"--seq-len 0: a whole number from 1 to"),
+        ({"--seq-len": "-3"}, "--seq-len -3"),
+        ({"--seq-len": "12x"}, "--seq-len 12x"),
+        ({"--seq-len": "20000"}, r"the data has 20000 tokens in 1 shards, .* needs 20001"),
+        ({"--device-mem": "64KiB"}, r"needs .* of device memory.*--device-mem"),
+        ({"--host-mem": "1MiB"}, r"needs .* of host memory.*--host-mem"),
+        ({"--device-mem": "20Gi"}, r"--device-mem 20Gi: a size such as 20GiB"),
+        ({"--host-mem": "lots"}, r"--host-mem lots: a size"),
+        ({"--device-mem": "24"}, r"--device-mem 24 is 24 bytes: write 24GiB$"),
+        ({"--host-mem": "8e3"}, r"--host-mem 8e3 is 8000 bytes: write 8e3MiB$"),
+        ({"--device-mem": "0"}, r"--device-mem 0: a size"),
+        ({"--recipe": "fp16"}, r"--recipe fp16: fp32, fp32-master or bf16"),
+        ({"--lr-schedule": "step"}, r"--lr-schedule step: constant, cosine, linear or wsd"),
+        ({"--lr": "nan"}, "--lr nan"),
+        ({"--lr": "-1"}, "--lr -1"),
+        ({"--steps": "0"}, "--steps 0"),
+        ({"--chunk-tokens": "0"}, "--chunk-tokens 0: a whole number from 1"),
+        ({"--modle": "x"}, r"there is no option --modle: did you mean --model\?"),
+        ({"--frobnicate": "x"}, r"there is no option --frobnicate \(--help"),
+        ({"--shuffle=yes": None}, "--shuffle takes no value"),
+        ({"--out": None}, "--out needs a value"),
+        ({"--document-token": "-2"}, "--document-token -2"),
+        ({"--beta2": "1.5"}, "beta2"),
+    ],
+)
+def test_a_bad_option_is_refused_in_one_sentence_and_nothing_is_written(
+    job, tmp_path, change, pattern
+):
     options = job | {"--run-dir": "run/deep"} | change
     refused(penstock("train", *words(options), cwd=tmp_path), pattern)
     assert list(tmp_path.iterdir()) == []
@@ -108,21 +136,48 @@ def edit_config(model, **changes):
     (model / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("damage,pattern", [
-    (lambda m: (m / "model.safetensors").unlink(), "model.safetensors"),
-    (lambda m: os.truncate(m / "model.safetensors", (m / "model.safetensors").stat().st_size - 100), "model.safetensors"),
-    (lambda m: os.truncate(m / "model.safetensors", 4), "model.safetensors"),
-    (lambda m: (m / "config.json").write_text("{"), "config.json"),
-    (lambda m: edit_config(m, architectures=["GPT2LMHeadModel"], model_type="gpt2"), "GPT2LMHeadModel|gpt2"),
-    (lambda m: edit_config(m, hidden_size=None), "hidden_size"),
-    (lambda m: edit_config(m, num_hidden_layers=10**9), "num_hidden_layers"),
-    (lambda m: edit_config(m, intermediate_size=400), "mlp"),
-    (lambda m: edit_config(m, hidden_act="gelu"), "hidden_act"),
-], ids=["missing", "truncated", "headless", "no-json", "architecture", "field", "absurd", "shape", "activation"])
+@pytest.mark.parametrize(
+    "damage,pattern",
+    [
+        (lambda m: (m / "model.safetensors").unlink(), "model.safetensors"),
+        (
+            lambda m: os.truncate(
+                m / "model.safetensors", (m / "model.safetensors").stat().st_size - 100
+            ),
+            "model.safetensors",
+        ),
+        (lambda m: os.truncate(m / "model.safetensors", 4), "model.safetensors"),
+        (lambda m: (m / "config.json").write_text("{"), "config.json"),
+        (
+            lambda m: edit_config(m, architectures=["GPT2LMHeadModel"], model_type="gpt2"),
+            "GPT2LMHeadModel|gpt2",
+        ),
+        (lambda m: edit_config(m, hidden_size=None), "hidden_size"),
+        (lambda m: edit_config(m, num_hidden_layers=10**9), "num_hidden_layers"),
+        (lambda m: edit_config(m, intermediate_size=400), "mlp"),
+        (lambda m: edit_config(m, hidden_act="gelu"), "hidden_act"),
+    ],
+    ids=[
+        "missing",
+        "truncated",
+        "headless",
+        "no-json",
+        "architecture",
+        "field",
+        "absurd",
+        "shape",
+        "activation",
+    ],
+)
 def test_a_damaged_model_directory_is_refused(tiny_model, job, tmp_path, damage, pattern):
     model = breaking(tiny_model, tmp_path)
     damage(model)
-    refused(penstock("train", *words(job | {"--model": model, "--out": tmp_path / "out"}), cwd=tmp_path), pattern)
+    refused(
+        penstock(
+            "train", *words(job | {"--model": model, "--out": tmp_path / "out"}), cwd=tmp_path
+        ),
+        pattern,
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
@@ -130,7 +185,10 @@ def test_a_token_past_the_vocabulary_is_refused_with_shard_and_offset(job, tmp_p
     tokens = np.arange(3000) % 512
     tokens[1234] = 513
     shard = write_shard(tmp_path / "bad.bin", tokens)
-    refused(penstock("train", *words(job | {"--data": shard, "--run-dir": tmp_path / "run"})), r"bad\.bin.*513.*1234|bad\.bin.*1234.*513")
+    refused(
+        penstock("train", *words(job | {"--data": shard, "--run-dir": tmp_path / "run"})),
+        r"bad\.bin.*513.*1234|bad\.bin.*1234.*513",
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -140,15 +198,22 @@ def test_a_bad_shard_is_refused(job, tmp_path, shard):
     if shard == "claims":
         write_shard(path, np.arange(100), n_header=200)
     else:
-        path.write_bytes({"empty": b"", "short": b"\0" * 100, "alien": b"\x7fELF" + b"\0" * 4000}[shard])
-    refused(penstock("train", *words(job | {"--data": path, "--run-dir": tmp_path / "run"})), r"x\.bin")
+        path.write_bytes(
+            {"empty": b"", "short": b"\0" * 100, "alien": b"\x7fELF" + b"\0" * 4000}[shard]
+        )
+    refused(
+        penstock("train", *words(job | {"--data": path, "--run-dir": tmp_path / "run"})), r"x\.bin"
+    )
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("option", ["--out", "--run-dir"])
 def test_an_unwritable_output_is_refused_before_training(job, tmp_path, option):
     (tmp_path / "file").write_text("here")
-    refused(penstock("train", *words(job | {option: tmp_path / "file/under"}), cwd=tmp_path), rf"{option} .*file/under cannot be written: Not a directory")
+    refused(
+        penstock("train", *words(job | {option: tmp_path / "file/under"}), cwd=tmp_path),
+        rf"{option} .*file/under cannot be written: Not a directory",
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
@@ -158,56 +223,97 @@ def test_the_model_directory_is_no_output(tiny_model, job):
 
 def test_a_refused_run_leaves_an_earlier_ones_files_alone(job, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("kept")
-    refused(penstock("train", *words(job | {"--device-mem": "64KiB", "--run-dir": tmp_path})), "device memory")
+    refused(
+        penstock("train", *words(job | {"--device-mem": "64KiB", "--run-dir": tmp_path})),
+        "device memory",
+    )
     assert (tmp_path / "metrics.jsonl").read_text() == "kept"
 
 
-# ---- what it writes -------------------------------------------------------------------------------------------------------
+# ---- what it writes ------------------------------------------------------------------------------
 
 
 def test_a_run_writes_metrics_plan_timeline_and_model(job, tmp_path):
-    done = penstock("train", *words(job | {"--steps": 5, "--out": tmp_path / "out", "--device-mem": "5MiB", "--json": None}))
+    done = penstock(
+        "train",
+        *words(
+            job | {"--steps": 5, "--out": tmp_path / "out", "--device-mem": "5MiB", "--json": None}
+        ),
+    )
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
-    metrics = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in metrics] == list(range(5)) and all(set(m) == METRICS for m in metrics)
+    metrics = [
+        json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+    ]
+    assert [m["step"] for m in metrics] == list(range(5)) and all(
+        set(m) == METRICS for m in metrics
+    )
     assert metrics[-1]["loss"] < metrics[0]["loss"] and all(m["tokens"] == 512 for m in metrics)
-    assert summary["steps"] == 5 and summary["loss_last"] == metrics[-1]["loss"] and summary["interrupted"] is False
+    assert (
+        summary["steps"] == 5
+        and summary["loss_last"] == metrics[-1]["loss"]
+        and summary["interrupted"] is False
+    )
     plan = json.loads((tmp_path / "out/plan.json").read_text())
     assert summary["device_peak_bytes"] == plan["device_bytes"] <= 5 << 20
     assert summary["step_s_median"] == sorted(m["step_s"] for m in metrics[2:])[1]
     timeline = json.loads((tmp_path / "out/timeline.json").read_text())["traceEvents"]
     steps = {e["args"]["step"] for e in timeline if e["ph"] == "X"}
     assert steps == {3, 4}
-    assert {p.name for p in (tmp_path / "out").iterdir()} >= {"config.json", "model.safetensors", "metrics.jsonl", "plan.json", "timeline.json"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "metrics.jsonl",
+        "plan.json",
+        "timeline.json",
+    }
     assert {s["name"] for s in summary["streams"]} >= {"compute", "h2d", "d2h", "host"}
 
 
 def test_without_out_no_model_is_saved_and_quiet_says_nothing(job, tmp_path):
-    done = penstock("train", *words(job | {"--quiet": None, "--trace-steps": 0, "--run-dir": tmp_path / "run"}), cwd=tmp_path)
+    done = penstock(
+        "train",
+        *words(job | {"--quiet": None, "--trace-steps": 0, "--run-dir": tmp_path / "run"}),
+        cwd=tmp_path,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "plan.json"]
 
 
 def test_option_forms_are_equivalent(job, tmp_path):
     losses = []
-    for i, extra in enumerate([["--device-mem", "5MiB", "--lr", "1e-3"], ["--device-mem=5242880", "--lr=0.001"]]):
+    for i, extra in enumerate(
+        [["--device-mem", "5MiB", "--lr", "1e-3"], ["--device-mem=5242880", "--lr=0.001"]]
+    ):
         run = tmp_path / str(i)
         assert penstock("train", *words(job | {"--run-dir": run}), *extra).returncode == 0
-        losses.append([json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()])
+        losses.append(
+            [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        )
     assert losses[0] == losses[1]
 
 
 def test_progress_names_loss_speed_eta_and_both_memories(job, tmp_path):
     done = penstock("train", *words(job | {"--run-dir": tmp_path}))
-    assert re.search(r"^step 3/3  loss \d\.\d{4}  \d+ tok/s  ETA 0s  device [\d.]+ \wiB/[\d.]+ \wiB  host [\d.]+ \wiB/[\d.]+ \wiB$", done.stderr, re.M)
-    assert "predicted" in done.stdout and "measured" in done.stdout and re.search(r"compute +\d", done.stdout)
+    assert re.search(
+        r"^step 3/3  loss \d\.\d{4}  \d+ tok/s  ETA 0s  device [\d.]+ \wiB/[\d.]+ \wiB  host [\d.]+ \wiB/[\d.]+ \wiB$",
+        done.stderr,
+        re.M,
+    )
+    assert (
+        "predicted" in done.stdout
+        and "measured" in done.stdout
+        and re.search(r"compute +\d", done.stdout)
+    )
 
 
 def test_demo_takes_the_reference_systems_positions(tiny_model, tiny_shard, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
-    refused(penstock("demo", 1, 0.1, 64, model, "--run-dir", tmp_path / "run"), "no token shards: give --data SHARDS, or put them in")
+    refused(
+        penstock("demo", 1, 0.1, 64, model, "--run-dir", tmp_path / "run"),
+        "no token shards: give --data SHARDS, or put them in",
+    )
     (model / "data").mkdir()
     shutil.copy(tiny_shard, model / "data/a.bin")
     done = penstock("demo", 1, 0.1, 64, model, "--steps", 2, "--run-dir", tmp_path / "run")
@@ -220,15 +326,42 @@ def test_demo_takes_the_reference_systems_positions(tiny_model, tiny_shard, tmp_
 def test_plan_info_profile_and_version(tiny_model, tiny_shard, tmp_path):
     plan = json.loads(penstock("plan", "--model", tiny_model, "--seq-len", 64, "--json").stdout)
     assert plan["predicted_step_s"] > 0 and plan["tokens_per_step"] == 512
-    smallest = json.loads(penstock("plan", "--model", tiny_model, "--seq-len", 64, "--smallest", "--json").stdout)["smallest_device_bytes"]
-    assert penstock("plan", "--model", tiny_model, "--seq-len", 64, f"--device-mem={smallest}").returncode == 0
-    refused(penstock("plan", "--model", tiny_model, "--seq-len", 64, f"--device-mem={smallest - 1}"), "device memory")
-    said = [penstock("plan", "--model", tiny_model, "--seq-len", 64, "--smallest", "--device-mem", cap).stdout.splitlines() for cap in ("1MiB", "3MiB")]
-    assert said[0] == [f"least --device-mem without --host-mem: {smallest} bytes (2.0 MiB)",
-                       "least --host-mem under --device-mem 1.0 MiB: no plan fits, whatever --host-mem is"]
-    assert said[1][0] == said[0][0] and re.fullmatch(r"least --host-mem under --device-mem 3.0 MiB: \d{8} bytes \(\d\d.\d MiB\)", said[1][1])
-    info = json.loads(penstock("info", "--model", tiny_model, "--data", tiny_shard, "--seq-len", 64, "--json").stdout)
-    assert info["model"]["parameters"] == 836736 and info["data"] == {"shards": 1, "tokens": 20000, "sequences": 312}
+    smallest = json.loads(
+        penstock("plan", "--model", tiny_model, "--seq-len", 64, "--smallest", "--json").stdout
+    )["smallest_device_bytes"]
+    assert (
+        penstock(
+            "plan", "--model", tiny_model, "--seq-len", 64, f"--device-mem={smallest}"
+        ).returncode
+        == 0
+    )
+    refused(
+        penstock("plan", "--model", tiny_model, "--seq-len", 64, f"--device-mem={smallest - 1}"),
+        "device memory",
+    )
+    said = [
+        penstock(
+            "plan", "--model", tiny_model, "--seq-len", 64, "--smallest", "--device-mem", cap
+        ).stdout.splitlines()
+        for cap in ("1MiB", "3MiB")
+    ]
+    assert said[0] == [
+        f"least --device-mem without --host-mem: {smallest} bytes (2.0 MiB)",
+        "least --host-mem under --device-mem 1.0 MiB: no plan fits, whatever --host-mem is",
+    ]
+    assert said[1][0] == said[0][0] and re.fullmatch(
+        r"least --host-mem under --device-mem 3.0 MiB: \d{8} bytes \(\d\d.\d MiB\)", said[1][1]
+    )
+    info = json.loads(
+        penstock(
+            "info", "--model", tiny_model, "--data", tiny_shard, "--seq-len", 64, "--json"
+        ).stdout
+    )
+    assert info["model"]["parameters"] == 836736 and info["data"] == {
+        "shards": 1,
+        "tokens": 20000,
+        "sequences": 312,
+    }
     assert json.loads(penstock("info", "--json").stdout)["hardware"]["n_threads"] >= 1
     assert re.fullmatch(r"penstock \d+\.\d+\.\d+\n", penstock("version").stdout)
     cached = penstock("profile", "--seconds", 0.2, env={"XDG_CACHE_HOME": str(tmp_path)}).stdout
@@ -237,7 +370,14 @@ def test_plan_info_profile_and_version(tiny_model, tiny_shard, tmp_path):
 
 def test_an_unwritable_cache_does_not_stop_a_run(tiny_model, tmp_path):
     (tmp_path / "file").write_text("")
-    done = penstock("plan", "--model", tiny_model, "--seq-len", 64, env={"XDG_CACHE_HOME": str(tmp_path / "file")})
+    done = penstock(
+        "plan",
+        "--model",
+        tiny_model,
+        "--seq-len",
+        64,
+        env={"XDG_CACHE_HOME": str(tmp_path / "file")},
+    )
     assert done.returncode == 0 and "not kept" in done.stderr
 
 
@@ -248,11 +388,16 @@ def test_every_commands_help_teaches_with_an_example(command):
     assert f"example:\n  penstock {command}" in done.stdout
 
 
-# ---- Ctrl-C ---------------------------------------------------------------------------------------------------------------
+# ---- Ctrl-C --------------------------------------------------------------------------------------
 
 
 def start(options, wait_for):
-    process = subprocess.Popen([str(BINARY), "train", *map(str, words(options))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [str(BINARY), "train", *map(str, words(options))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     deadline = time.monotonic() + 60
     while not (wait_for.exists() and wait_for.stat().st_size):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
@@ -273,7 +418,11 @@ def test_ctrl_c_finishes_what_is_in_flight_and_saves(job, tmp_path):
 
 def test_a_second_ctrl_c_stops_at_once_and_saves_nothing(job, tmp_path):
     out = tmp_path / "out"
-    slow = job | {"--steps": 1000, "--tokens-per-step": 4096, "--out": out}  # steps of half a second, so that one is in flight
+    slow = job | {
+        "--steps": 1000,
+        "--tokens-per-step": 4096,
+        "--out": out,
+    }  # steps of half a second, so that one is in flight
     process = start(slow, out / "metrics.jsonl")
     process.send_signal(signal.SIGINT)
     time.sleep(0.05)
@@ -289,19 +438,33 @@ def test_a_grid_of_caps_is_predicted_and_drawn(tiny_model, tmp_path):
     sizes = ("--grid-device", "1KiB", "4MiB", "64MiB", "--grid-host", "1MiB", "4GiB")
     grid = json.loads(penstock(*ask, *sizes, "--json").stdout)
     (none, too), (small, fits, large) = grid["tokens_per_s"][0][:2], grid["tokens_per_s"][1]
-    assert grid["device_bytes"] == [1024, 4 << 20, 64 << 20] and none == too == small == 0 and 0 < fits <= large
+    assert (
+        grid["device_bytes"] == [1024, 4 << 20, 64 << 20]
+        and none == too == small == 0
+        and 0 < fits <= large
+    )
     (tmp_path / "grid.json").write_text(json.dumps(grid))
-    subprocess.run([sys.executable, "-m", "penstock.plot", tmp_path / "grid.json", tmp_path / "grid.png"], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "penstock.plot", tmp_path / "grid.json", tmp_path / "grid.png"],
+        check=True,
+    )
     assert (tmp_path / "grid.png").stat().st_size > 1000
     table = penstock(*ask, *sizes).stdout
     assert table.count("\n") == 4 and "-" in table and "4.0 GiB" in table
-    assert grid["found_under"] == [[None] * 3, [None] + [{"device_bytes": d, "host_bytes": 4 << 30} for d in (4 << 20, 64 << 20)]]  # all plans were looked at
+    assert grid["found_under"] == [
+        [None] * 3,
+        [None] + [{"device_bytes": d, "host_bytes": 4 << 30} for d in (4 << 20, 64 << 20)],
+    ]  # all plans were looked at
     turned = ("--grid-device", "64MiB", "1KiB", "4MiB", "--grid-host", "4GiB", "1MiB")
     other = json.loads(penstock(*ask, *turned, "--json").stdout)
     for key in ("tokens_per_s", "found_under"):
         assert other[key] == [[row[2], row[0], row[1]] for row in reversed(grid[key])]
     head, columns, large_row, small_row = penstock(*ask, *turned).stdout.splitlines()
-    assert large_row.split()[:2] == ["4.0", "GiB"] and small_row.split() == ["1.0", "MiB", "-", "-", "-"] and columns.split()[0] == "64.0"
+    assert (
+        large_row.split()[:2] == ["4.0", "GiB"]
+        and small_row.split() == ["1.0", "MiB", "-", "-", "-"]
+        and columns.split()[0] == "64.0"
+    )
     for wrong in (sizes[:4], ("--grid-device", "many", "--grid-host", "1GiB")):
         done = penstock(*ask, *wrong)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and "grid" in done.stderr

@@ -1,50 +1,100 @@
-"""Options of the binary that would wrap, be passed over or mislead: each is refused or named in one sentence, and the C API refuses the same."""
+"""Options of the binary that would wrap, be passed over or mislead: each is refused or named in one
+sentence, and the C API refuses the same."""
+
 import json
 import os
 import re
 import subprocess
 import sys
 
-import pytest
-
 import penstock as ps
+import pytest
 from conftest import ROOT
 from penstock import Hardware, ModelConfig, Plan, Trainer
 from test_cli import job, penstock, refused, words  # noqa: F401 (job is a fixture)
 
+# ---- numbers that would wrap ---------------------------------------------------------------------
 
-# ---- numbers that would wrap -------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("option,most", [
-    ("--seq-len", 2**30), ("--tokens-per-step", 2**40), ("--chunk-tokens", 2**30), ("--chunks-per-round", 2**20), ("--first-round-chunks", 2**20),
-    ("--head-slice-tokens", 2**30), ("--threads", 4096), ("--trace-steps", 10**6), ("--gpu", 1023), ("--steps", 10**9), ("--warmup-steps", 10**9),
-    ("--decay-steps", 10**9), ("--seed", 2**53)])
+@pytest.mark.parametrize(
+    "option,most",
+    [
+        ("--seq-len", 2**30),
+        ("--tokens-per-step", 2**40),
+        ("--chunk-tokens", 2**30),
+        ("--chunks-per-round", 2**20),
+        ("--first-round-chunks", 2**20),
+        ("--head-slice-tokens", 2**30),
+        ("--threads", 4096),
+        ("--trace-steps", 10**6),
+        ("--gpu", 1023),
+        ("--steps", 10**9),
+        ("--warmup-steps", 10**9),
+        ("--decay-steps", 10**9),
+        ("--seed", 2**53),
+    ],
+)
 def test_a_number_past_its_options_limit_is_refused_with_both_limits(job, tmp_path, option, most):
     for value in {most + 1 if most < 2**53 else 2**54, 2**64, 2**64 + 1}:
-        refused(penstock("train", *words(job | {option: value, "--run-dir": "run"}), cwd=tmp_path), rf"{option} {value}: a whole number from [01] to {most} is wanted")
-    refused(penstock("train", *words(job | {option: -1})), rf"{option} -1: a whole number from [01] to")
+        refused(
+            penstock("train", *words(job | {option: value, "--run-dir": "run"}), cwd=tmp_path),
+            rf"{option} {value}: a whole number from [01] to {most} is wanted",
+        )
+    refused(
+        penstock("train", *words(job | {option: -1})), rf"{option} -1: a whole number from [01] to"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option,value", [("--lr", "1e31"), ("--weight-decay", "1e300"), ("--beta1", "-0.1"), ("--clip-norm", "inf"), ("--peak-tflops", "1e999")])
+@pytest.mark.parametrize(
+    "option,value",
+    [
+        ("--lr", "1e31"),
+        ("--weight-decay", "1e300"),
+        ("--beta1", "-0.1"),
+        ("--clip-norm", "inf"),
+        ("--peak-tflops", "1e999"),
+    ],
+)
 def test_a_number_past_what_fp32_holds_is_refused(job, option, value):
-    refused(penstock("train", *words(job | {option: value})), rf"{option} {value}: a number from 0 to 1e\+30 is wanted")
+    refused(
+        penstock("train", *words(job | {option: value})),
+        rf"{option} {value}: a number from 0 to 1e\+30 is wanted",
+    )
 
 
 def test_numbers_that_wrapped_are_numbers(job, tmp_path):
-    """4294967296 in 32 bits is 0: a slice of no tokens never ended, a trace of no steps was none; 4294967297 threads were one."""
-    for option, value in (("--head-slice-tokens", 2**32), ("--threads", 2**32 + 1), ("--trace-steps", 2**32)):
+    """4294967296 in 32 bits is 0: a slice of no tokens never ended, a trace of no steps was none;
+    4294967297 threads were one."""
+    for option, value in (
+        ("--head-slice-tokens", 2**32),
+        ("--threads", 2**32 + 1),
+        ("--trace-steps", 2**32),
+    ):
         refused(penstock("train", *words(job | {option: value, "--run-dir": tmp_path})), option)
     for command in (("demo", 1, 1, 2**32, "model"), ("demo", 1, 1, 2**64 + 64, "model")):
         refused(penstock(*command), "SEQLEN '.*': a whole number from 1 to 1073741824 is wanted")
 
 
-@pytest.mark.parametrize("field,value", [("head_slice_tokens", 2**32), ("threads", 4097), ("trace_steps", 10**6 + 1), ("chunk_tokens", 2**32 + 64),
-                                         ("chunks_per_round", 2**32), ("first_round_chunks", 2**32), ("tokens_per_step", 2**41), ("seq_len", 2**32)])
+@pytest.mark.parametrize(
+    "field,value",
+    [
+        ("head_slice_tokens", 2**32),
+        ("threads", 4097),
+        ("trace_steps", 10**6 + 1),
+        ("chunk_tokens", 2**32 + 64),
+        ("chunks_per_round", 2**32),
+        ("first_round_chunks", 2**32),
+        ("tokens_per_step", 2**41),
+        ("seq_len", 2**32),
+    ],
+)
 def test_the_api_refuses_what_the_command_refuses(tiny_model, field, value):
     with pytest.raises(ps.InvalidError, match=rf"(n_)?{field} is {value}: at most \d+ is possible"):
-        Plan(ModelConfig.read(tiny_model), **({"seq_len": 64, "hardware": Hardware.estimate(2, "cpu")} | {field: value}))
+        Plan(
+            ModelConfig.read(tiny_model),
+            **({"seq_len": 64, "hardware": Hardware.estimate(2, "cpu")} | {field: value}),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -52,23 +102,34 @@ def plan(tiny_model):
     return Plan(ModelConfig.read(tiny_model), seq_len=64, hardware=Hardware.estimate(2, "cpu"))
 
 
-# ---- options that were passed over ----------------------------------------------------------------------------------------
+# ---- options that were passed over ---------------------------------------------------------------
 
 
 PASSED_OVER = [
     ({"document_token": 512}, r"--document-token 512 is past the model's vocabulary of 512"),
-    ({"document_end_token": 70000}, r"--document-end-token 70000 is past the model's vocabulary of 512"),
-    ({"document_token": 1, "document_end_token": 0}, r"--document-token 1 and --document-end-token 0 exclude each other"),
+    (
+        {"document_end_token": 70000},
+        r"--document-end-token 70000 is past the model's vocabulary of 512",
+    ),
+    (
+        {"document_token": 1, "document_end_token": 0},
+        r"--document-token 1 and --document-end-token 0 exclude each other",
+    ),
     ({"lr_schedule": "wsd"}, r"--lr-schedule wsd needs --decay-steps"),
     ({"decay_steps": 2}, r"--decay-steps 2 is of --lr-schedule wsd alone"),
     ({"lr_schedule": "cosine", "decay_steps": 2}, r"--decay-steps 2 is of --lr-schedule wsd alone"),
-    ({"lr_schedule": "wsd", "decay_steps": 4}, r"--decay-steps 4 is longer than the run of 3 steps"),
+    (
+        {"lr_schedule": "wsd", "decay_steps": 4},
+        r"--decay-steps 4 is longer than the run of 3 steps",
+    ),
     ({"min_lr": 1e-5}, r"--min-lr 1e-05 is never reached by --lr-schedule constant"),
 ]
 
 
 @pytest.mark.parametrize("options,pattern", PASSED_OVER)
-def test_an_option_that_would_be_passed_over_is_refused_by_the_command_and_by_the_api(job, plan, tiny_model, tiny_shard, tmp_path, options, pattern):
+def test_an_option_that_would_be_passed_over_is_refused_by_the_command_and_by_the_api(
+    job, plan, tiny_model, tiny_shard, tmp_path, options, pattern
+):
     given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
     refused(penstock("train", *words(job | given | {"--run-dir": "run"}), cwd=tmp_path), pattern)
     assert list(tmp_path.iterdir()) == []
@@ -77,36 +138,78 @@ def test_an_option_that_would_be_passed_over_is_refused_by_the_command_and_by_th
 
 
 def test_the_last_token_of_the_vocabulary_may_end_documents(job, tmp_path):
-    assert penstock("train", *words(job | {"--document-end-token": 511, "--run-dir": tmp_path})).returncode == 0
+    assert (
+        penstock(
+            "train", *words(job | {"--document-end-token": 511, "--run-dir": tmp_path})
+        ).returncode
+        == 0
+    )
 
 
 def test_a_warmup_longer_than_the_run_is_said_once(job, tmp_path):
     done = penstock("train", *words(job | {"--warmup-steps": 20, "--run-dir": tmp_path}))
-    assert done.returncode == 0 and done.stderr.count("--warmup-steps 20 is longer than the run of 3 steps: the learning rate ends at 0.142857 of --lr") == 1
-    assert penstock("train", *words(job | {"--warmup-steps": 20, "--run-dir": tmp_path, "--quiet": None})).stderr == ""
+    assert (
+        done.returncode == 0
+        and done.stderr.count(
+            "--warmup-steps 20 is longer than the run of 3 steps: the learning rate ends at 0.142857 of --lr"
+        )
+        == 1
+    )
+    assert (
+        penstock(
+            "train", *words(job | {"--warmup-steps": 20, "--run-dir": tmp_path, "--quiet": None})
+        ).stderr
+        == ""
+    )
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "profile"])
 def test_gpu_is_refused_where_none_is_used(job, command):
-    options = {"train": words(job), "plan": ["--model", job["--model"], "--seq-len", "64"], "profile": []}[command]
-    refused(penstock(command, *options, "--backend", "cpu", "--gpu", 0), "--gpu 0 and --backend cpu exclude each other")
+    options = {
+        "train": words(job),
+        "plan": ["--model", job["--model"], "--seq-len", "64"],
+        "profile": [],
+    }[command]
+    refused(
+        penstock(command, *options, "--backend", "cpu", "--gpu", 0),
+        "--gpu 0 and --backend cpu exclude each other",
+    )
     done = penstock(command, *options, "--gpu", 1, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 2 and "--gpu 1: there is no GPU that can be used here" in done.stderr
 
 
 def test_more_threads_than_cpus_are_lowered_to_them_in_a_sentence(job, tmp_path):
     cpus = len(os.sched_getaffinity(0))
-    done = penstock("train", *words(job | {"--backend": "cpu", "--threads": 1000, "--run-dir": tmp_path}))
-    assert done.returncode == 0 and f"--threads 1000 is more than the {cpus} CPUs of this machine: {cpus} are used" in done.stderr
+    done = penstock(
+        "train", *words(job | {"--backend": "cpu", "--threads": 1000, "--run-dir": tmp_path})
+    )
+    assert (
+        done.returncode == 0
+        and f"--threads 1000 is more than the {cpus} CPUs of this machine: {cpus} are used"
+        in done.stderr
+    )
     assert f", {cpus} threads; no GPU" in done.stderr
     described = ROOT / "docs/hardware-rtx4090.json"
-    done = penstock("plan", "--model", job["--model"], "--seq-len", 64, "--hardware", described, "--threads", 1000)
+    done = penstock(
+        "plan",
+        "--model",
+        job["--model"],
+        "--seq-len",
+        64,
+        "--hardware",
+        described,
+        "--threads",
+        1000,
+    )
     assert done.returncode == 0 and "--threads 1000 is more than the" in done.stderr
 
 
 def test_info_counts_tokens_without_a_model(tiny_shard):
     done = penstock("info", "--data", tiny_shard, "--seq-len", 64)
-    assert (done.returncode, done.stdout) == (0, "1 shards, 20000 tokens\n  312 sequences of 64 tokens\n")
+    assert (done.returncode, done.stdout) == (
+        0,
+        "1 shards, 20000 tokens\n  312 sequences of 64 tokens\n",
+    )
 
 
 def test_what_is_needed_and_what_is_given_read_differently(tiny_model):
@@ -115,20 +218,42 @@ def test_what_is_needed_and_what_is_given_read_differently(tiny_model):
     smallest = json.loads(penstock(*ask, "--smallest", "--json").stdout)
     for name in ("device", "host"):
         done = penstock(*ask, f"--{name}-mem", smallest[f"smallest_{name}_bytes"] - 1)
-        needs, given = re.search(rf"needs (\S+ \S+) of {name} memory, (\S+ \S+) given", done.stderr).groups()
+        needs, given = re.search(
+            rf"needs (\S+ \S+) of {name} memory, (\S+ \S+) given", done.stderr
+        ).groups()
         assert done.returncode == 2 and needs != given, done.stderr
 
 
 def test_profile_says_when_other_work_takes_the_machine(tiny_model, tmp_path):
     """One busy loop a CPU beside it: rates come out at about half."""
-    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    hogs = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in os.sched_getaffinity(0)
+    ]
     try:
-        done = penstock("profile", "--backend", "cpu", "--seconds", 1, env={"XDG_CACHE_HOME": str(tmp_path)})
-        quiet = penstock("plan", "--quiet", "--model", tiny_model, "--seq-len", 64, env={"XDG_CACHE_HOME": str(tmp_path / "2")})
+        done = penstock(
+            "profile", "--backend", "cpu", "--seconds", 1, env={"XDG_CACHE_HOME": str(tmp_path)}
+        )
+        quiet = penstock(
+            "plan",
+            "--quiet",
+            "--model",
+            tiny_model,
+            "--seq-len",
+            64,
+            env={"XDG_CACHE_HOME": str(tmp_path / "2")},
+        )
     finally:
         for hog in hogs:
             hog.kill()
             hog.wait()
-    others, cpus = re.search(r"while measuring this machine other work took ([\d.]+) of its (\d+) CPUs: rates are too low", done.stderr).groups()
-    assert done.returncode == 0 and int(cpus) == len(hogs) and 0.1 * len(hogs) < float(others) <= len(hogs)
+    others, cpus = re.search(
+        r"while measuring this machine other work took ([\d.]+) of its (\d+) CPUs: rates are too low",
+        done.stderr,
+    ).groups()
+    assert (
+        done.returncode == 0
+        and int(cpus) == len(hogs)
+        and 0.1 * len(hogs) < float(others) <= len(hogs)
+    )
     assert quiet.stderr == ""

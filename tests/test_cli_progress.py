@@ -1,4 +1,6 @@
-"""What the binary says while it works and when it is done: a progress line that fits the terminal, the plan before the weights, a slow step, the summary."""
+"""What the binary says while it works and when it is done: a progress line that fits the terminal,
+the plan before the weights, a slow step, the summary."""
+
 import fcntl
 import json
 import os
@@ -11,8 +13,6 @@ import termios
 
 import numpy as np
 import pytest
-
-from conftest import ROOT
 from test_cli import BINARY, edit_config, job, penstock, refused, words  # noqa: F401 (job is a fixture)
 
 
@@ -20,7 +20,12 @@ def on_terminal(columns, *args, env=None):
     """Run with stderr on a terminal of so many columns; what came there."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen([str(a) for a in (BINARY, *args)], stderr=theirs, stdout=subprocess.DEVNULL, env={**os.environ, **(env or {})})
+    process = subprocess.Popen(
+        [str(a) for a in (BINARY, *args)],
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, **(env or {})},
+    )
     os.close(theirs)
     seen = b""
     while True:
@@ -34,15 +39,21 @@ def on_terminal(columns, *args, env=None):
     return seen.decode()
 
 
-# ---- the progress line ----------------------------------------------------------------------------------------------------
+# ---- the progress line ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("columns,says", [
-    (200, r"step 40/40  loss [\d.]+  \d+ tok/s  ETA 0s  device [\d.]+ \wiB/[\d.]+ \wiB  host [\d.]+ \wiB/[\d.]+ \wiB"),
-    (80, r"step 40/40  loss [\d.]+  \d+ tok/s  ETA 0s  device \d+%  host \d+%"),
-    (40, r"step 40/40  loss [\d.]+  ETA 0s"),
-    (12, r"step 40/40"),
-])
+@pytest.mark.parametrize(
+    "columns,says",
+    [
+        (
+            200,
+            r"step 40/40  loss [\d.]+  \d+ tok/s  ETA 0s  device [\d.]+ \wiB/[\d.]+ \wiB  host [\d.]+ \wiB/[\d.]+ \wiB",
+        ),
+        (80, r"step 40/40  loss [\d.]+  \d+ tok/s  ETA 0s  device \d+%  host \d+%"),
+        (40, r"step 40/40  loss [\d.]+  ETA 0s"),
+        (12, r"step 40/40"),
+    ],
+)
 def test_the_progress_line_fits_the_terminal_and_is_redrawn_in_place(job, tmp_path, columns, says):
     seen = on_terminal(columns, "train", *words(job | {"--steps": 40, "--run-dir": tmp_path}))
     drawn = re.findall(r"\r\x1b\[K([^\r]*)", seen)
@@ -53,22 +64,62 @@ def test_the_progress_line_fits_the_terminal_and_is_redrawn_in_place(job, tmp_pa
 
 
 def test_a_grid_shows_which_plan_it_is_at_and_leaves_no_line_behind(tiny_model):
-    devices, hosts = [f"{4 * i}MiB" for i in range(1, 9)], [f"{i}GiB" for i in range(1, 5)]  # a line is drawn after 0.1 s: four plans may be done before
-    seen = on_terminal(80, "plan", "--model", tiny_model, "--seq-len", 64, "--grid-device", *devices, "--grid-host", *hosts)
+    devices, hosts = (
+        [f"{4 * i}MiB" for i in range(1, 9)],
+        [f"{i}GiB" for i in range(1, 5)],
+    )  # a line is drawn after 0.1 s: four plans may be done before
+    seen = on_terminal(
+        80,
+        "plan",
+        "--model",
+        tiny_model,
+        "--seq-len",
+        64,
+        "--grid-device",
+        *devices,
+        "--grid-host",
+        *hosts,
+    )
     drawn = re.findall(r"\r\x1b\[K([^\r]*)", seen)
-    assert any(re.fullmatch(r"plan \d+ of 32, \d s", text) for text in drawn) and drawn[-1] == "", seen
+    assert any(re.fullmatch(r"plan \d+ of 32, \d s", text) for text in drawn) and drawn[-1] == "", (
+        seen
+    )
 
 
-# ---- before the first step ---------------------------------------------------------------------------------------------------
+# ---- before the first step -----------------------------------------------------------------------
 
 
 def test_the_plan_is_shown_before_anything_is_reserved_or_loaded(job, tmp_path):
-    """A machine that refuses the arenas is told after the plan: a limit of address space stands for it."""
+    """A machine that refuses the arenas is told after the plan: a limit of address space stands for
+    it."""
     penstock("plan", "--model", job["--model"], "--seq-len", 64)  # rates are measured
-    limited = ["bash", "-c", 'ulimit -v $((1 << 20)); exec "$@"', "_", BINARY, "train", *words(job | {"--tokens-per-step": 64 * 2048, "--chunk-tokens": 64 * 2048,
-               "--device-mem": "100GiB", "--host-mem": "1GiB", "--run-dir": tmp_path})]
-    done = subprocess.run([str(w) for w in limited], capture_output=True, text=True, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
-    assert done.returncode == 2 and re.match(r"penstock: plan\n.*GiB of memory refused", done.stderr, re.S), done.stderr
+    limited = [
+        "bash",
+        "-c",
+        'ulimit -v $((1 << 20)); exec "$@"',
+        "_",
+        BINARY,
+        "train",
+        *words(
+            job
+            | {
+                "--tokens-per-step": 64 * 2048,
+                "--chunk-tokens": 64 * 2048,
+                "--device-mem": "100GiB",
+                "--host-mem": "1GiB",
+                "--run-dir": tmp_path,
+            }
+        ),
+    ]
+    done = subprocess.run(
+        [str(w) for w in limited],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 2 and re.match(
+        r"penstock: plan\n.*GiB of memory refused", done.stderr, re.S
+    ), done.stderr
 
 
 def test_a_tensor_of_another_shape_is_refused_before_the_plan_is_shown(job, tiny_model, tmp_path):
@@ -82,35 +133,63 @@ def test_a_step_of_minutes_is_said_before_it_begins(job, tiny_model, tmp_path):
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     penstock("plan", "--model", tiny_model, "--seq-len", 64, env=cache)
     (file,) = (tmp_path / "cache/penstock").iterdir()
-    rates = json.loads(file.read_text(), parse_float=lambda number: float(number) * (1e-6 if float(number) > 1e8 else 1))
+    rates = json.loads(
+        file.read_text(),
+        parse_float=lambda number: float(number) * (1e-6 if float(number) > 1e8 else 1),
+    )
     file.write_text(json.dumps(rates))
     done = penstock("train", *words(job | {"--run-dir": tmp_path / "run"}), env=cache)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"penstock: the first step is predicted to take \d+[mh]\d\d[sm]: lower --tokens-per-step \(512 now\), or take a smaller model or a faster device",
-                     done.stderr), done.stderr
-    assert "predicted to take" not in penstock("train", *words(job | {"--run-dir": tmp_path / "run"})).stderr
+    assert re.search(
+        r"penstock: the first step is predicted to take \d+[mh]\d\d[sm]: lower --tokens-per-step \(512 now\), or take a smaller model or a faster device",
+        done.stderr,
+    ), done.stderr
+    assert (
+        "predicted to take"
+        not in penstock("train", *words(job | {"--run-dir": tmp_path / "run"})).stderr
+    )
 
 
 @pytest.mark.parametrize("factor,how", [(1e-6, "less"), (1e3, "longer")])
 def test_a_prediction_far_off_points_to_profile(job, tiny_model, tmp_path, factor, how):
     """Rates that are not this machine's: only a run longer than its warm-up tells."""
-    cache, threads = {"XDG_CACHE_HOME": str(tmp_path / "cache")}, ("--backend", "cpu", "--threads", 1)
+    cache, threads = (
+        {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+        ("--backend", "cpu", "--threads", 1),
+    )
     penstock("plan", "--model", tiny_model, "--seq-len", 64, *threads, env=cache)
     (file,) = (tmp_path / "cache/penstock").iterdir()
-    file.write_text(json.dumps(json.loads(file.read_text(), parse_float=lambda number: float(number) * (factor if float(number) > 1e8 else 1))))
+    file.write_text(
+        json.dumps(
+            json.loads(
+                file.read_text(),
+                parse_float=lambda number: float(number) * (factor if float(number) > 1e8 else 1),
+            )
+        )
+    )
     for steps in (2, 3):
-        done = penstock("train", *words(job | {"--run-dir": tmp_path / "run", "--steps": steps}), *threads, env=cache)
-        points = re.search(rf"a step took \d+% {how} than predicted: .*\n +penstock profile --backend cpu --threads 1\n", done.stdout)
+        done = penstock(
+            "train",
+            *words(job | {"--run-dir": tmp_path / "run", "--steps": steps}),
+            *threads,
+            env=cache,
+        )
+        points = re.search(
+            rf"a step took \d+% {how} than predicted: .*\n +penstock profile --backend cpu --threads 1\n",
+            done.stdout,
+        )
         assert done.returncode == 0 and (points is not None) == (steps == 3), done.stdout
 
 
 def test_a_prediction_that_is_met_points_nowhere(job, tmp_path):
     done = penstock("train", *words(job | {"--run-dir": tmp_path / "run", "--steps": 6}))
     ratio = float(re.search(r"ratio ([\d.]+)", done.stdout)[1])
-    assert ("penstock profile" in done.stdout) == (abs(ratio - 1) > 0.15) or abs(abs(ratio - 1) - 0.15) < 0.011, done.stdout
+    assert ("penstock profile" in done.stdout) == (abs(ratio - 1) > 0.15) or abs(
+        abs(ratio - 1) - 0.15
+    ) < 0.011, done.stdout
 
 
-# ---- weights that are not finite ---------------------------------------------------------------------------------------------
+# ---- weights that are not finite -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.2.mlp.up_proj.weight"])
@@ -123,6 +202,13 @@ def test_weights_that_are_not_finite_are_named(job, tiny_model, tmp_path, name, 
     tensors[name] = np.array(tensors[name])
     tensors[name].reshape(-1)[3] = value
     save_file(tensors, tmp_path / "model/model.safetensors")
-    done = penstock("train", *words(job | {"--model": tmp_path / "model", "--recipe": "fp32", "--run-dir": tmp_path}))
-    assert done.returncode == 1 and f"step 0: {name} has weights that are not finite before anything was trained" in done.stderr, done.stderr
+    done = penstock(
+        "train",
+        *words(job | {"--model": tmp_path / "model", "--recipe": "fp32", "--run-dir": tmp_path}),
+    )
+    assert (
+        done.returncode == 1
+        and f"step 0: {name} has weights that are not finite before anything was trained"
+        in done.stderr
+    ), done.stderr
     assert "--lr" not in done.stderr

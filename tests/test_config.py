@@ -1,22 +1,41 @@
-"""config.json: what transformers reads we read alike, what would change the math is refused by name, nothing crashes."""
+"""config.json: what transformers reads we read alike, what would change the math is refused by
+name, nothing crashes."""
+
 import copy
 import ctypes
 import json
 import os
 
+import io_native as ps
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import io_native as ps
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=512, hidden_size=128, intermediate_size=352,
-             num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=2048, rms_norm_eps=1e-5,
-             rope_theta=500000.0, bos_token_id=1, eos_token_id=[2, 3])
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=352,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    bos_token_id=1,
+    eos_token_id=[2, 3],
+)
 QWEN2 = dict(LLAMA, architectures=["Qwen2ForCausalLM"], model_type="qwen2")
 QWEN3 = dict(LLAMA, architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=32)
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
 
 
 def save(folder, cfg):
@@ -38,35 +57,95 @@ def refused(folder, cfg, *parts, code=ps.EFORMAT):
 def test_a_folder_and_the_file_itself_are_read_alike(tmp_path):
     a, b = ps.read_config(save(tmp_path, LLAMA)), ps.read_config(tmp_path / "config.json")
     assert bytes(a) == bytes(b)
-    assert (a.struct_bytes, a.arch, a.vocab_size, a.n_layers, a.dim, a.n_heads, a.n_kv_heads, a.head_dim, a.ffn_dim) == (96, 0, 512, 2, 128, 8, 2, 16, 352)
-    assert (a.max_positions, a.bos_token_id, a.eos_token_id, a.rope_theta, a.rope_scaling) == (2048, 1, 2, 5e5, 0)
+    assert (
+        a.struct_bytes,
+        a.arch,
+        a.vocab_size,
+        a.n_layers,
+        a.dim,
+        a.n_heads,
+        a.n_kv_heads,
+        a.head_dim,
+        a.ffn_dim,
+    ) == (96, 0, 512, 2, 128, 8, 2, 16, 352)
+    assert (a.max_positions, a.bos_token_id, a.eos_token_id, a.rope_theta, a.rope_scaling) == (
+        2048,
+        1,
+        2,
+        5e5,
+        0,
+    )
 
 
 @pytest.mark.parametrize("cfg", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("drop", [(), ("num_key_value_heads",), ("rms_norm_eps",), ("rope_theta",), ("head_dim",), ("tie_word_embeddings",)])
+@pytest.mark.parametrize(
+    "drop",
+    [
+        (),
+        ("num_key_value_heads",),
+        ("rms_norm_eps",),
+        ("rope_theta",),
+        ("head_dim",),
+        ("tie_word_embeddings",),
+    ],
+)
 def test_defaults_are_those_of_transformers(tmp_path, cfg, drop):
     from transformers import AutoConfig
 
     cfg = without(dict(cfg, num_attention_heads=32, hidden_size=512), *drop)
     theirs, c = AutoConfig.from_pretrained(save(tmp_path, cfg)), ps.read_config(tmp_path)
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    assert (c.n_kv_heads, c.head_dim, bool(c.tied_embeddings)) == (theirs.num_key_value_heads, head_dim, theirs.tie_word_embeddings)
-    assert c.rope_theta == theirs.rope_theta and c.norm_eps == ctypes.c_float(theirs.rms_norm_eps).value
+    assert (c.n_kv_heads, c.head_dim, bool(c.tied_embeddings)) == (
+        theirs.num_key_value_heads,
+        head_dim,
+        theirs.tie_word_embeddings,
+    )
+    assert (
+        c.rope_theta == theirs.rope_theta
+        and c.norm_eps == ctypes.c_float(theirs.rms_norm_eps).value
+    )
     assert (c.qkv_bias, c.qk_norm) == (cfg["model_type"] == "qwen2", cfg["model_type"] == "qwen3")
 
 
 def test_rope_scaling_in_all_spellings(tmp_path):
     c = ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling=LLAMA3)))
-    assert (c.rope_scaling, c.rope_factor, c.rope_low_freq, c.rope_high_freq, c.rope_original_positions) == (2, 8, 1, 4, 8192)
+    assert (
+        c.rope_scaling,
+        c.rope_factor,
+        c.rope_low_freq,
+        c.rope_high_freq,
+        c.rope_original_positions,
+    ) == (2, 8, 1, 4, 8192)
     c = ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling={"type": "linear", "factor": 4})))
     assert (c.rope_scaling, c.rope_factor) == (1, 4)
-    assert ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling={"rope_type": "default"}))).rope_scaling == 0
-    assert ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling={"rope_type": "linear", "type": "linear", "factor": 4}))).rope_scaling == 1
-    c = ps.read_config(save(tmp_path, dict(without(LLAMA, "rope_theta"), rope_parameters=dict(LLAMA3, rope_theta=7e5))))
+    assert (
+        ps.read_config(
+            save(tmp_path, dict(LLAMA, rope_scaling={"rope_type": "default"}))
+        ).rope_scaling
+        == 0
+    )
+    assert (
+        ps.read_config(
+            save(
+                tmp_path,
+                dict(LLAMA, rope_scaling={"rope_type": "linear", "type": "linear", "factor": 4}),
+            )
+        ).rope_scaling
+        == 1
+    )
+    c = ps.read_config(
+        save(
+            tmp_path,
+            dict(without(LLAMA, "rope_theta"), rope_parameters=dict(LLAMA3, rope_theta=7e5)),
+        )
+    )
     assert (c.rope_scaling, c.rope_theta) == (2, 7e5)
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
+@pytest.mark.parametrize(
+    "key",
+    ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"],
+)
 @pytest.mark.parametrize("value", [..., None, 0, -1, 1.5, 2**31, 2**64, 1e300, "8", True, [], {}])
 def test_a_size_that_is_missing_or_absurd_is_named(tmp_path, key, value):
     refused(tmp_path, without(LLAMA, key) if value is ... else dict(LLAMA, **{key: value}), key)
@@ -75,7 +154,10 @@ def test_a_size_that_is_missing_or_absurd_is_named(tmp_path, key, value):
 @pytest.mark.parametrize(
     "change, parts",
     [
-        (dict(architectures=["MistralForCausalLM"]), ["architectures", "MistralForCausalLM", "LlamaForCausalLM"]),
+        (
+            dict(architectures=["MistralForCausalLM"]),
+            ["architectures", "MistralForCausalLM", "LlamaForCausalLM"],
+        ),
         (dict(architectures=["LlamaForCausalLM", "X"]), ["architectures"]),
         (dict(architectures=[]), ["architectures"]),
         (dict(architectures="LlamaForCausalLM"), ["architectures"]),
@@ -89,7 +171,10 @@ def test_a_size_that_is_missing_or_absurd_is_named(tmp_path, key, value):
         (dict(head_dim=15), ["head_dim", "15", "even"]),
         (dict(head_dim=0), ["head_dim"]),
         (dict(head_dim=4098), ["head_dim", "4098", "4096"]),
-        (dict(num_attention_heads=16384, num_key_value_heads=1, head_dim=4096), ["num_attention_heads x head_dim"]),
+        (
+            dict(num_attention_heads=16384, num_key_value_heads=1, head_dim=4096),
+            ["num_attention_heads x head_dim"],
+        ),
         (dict(hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
         (dict(hidden_act=1), ["hidden_act"]),
         (dict(attention_bias=True), ["attention_bias", "o_proj"]),
@@ -104,21 +189,47 @@ def test_a_size_that_is_missing_or_absurd_is_named(tmp_path, key, value):
         (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), ["rope_type", "yarn", "llama3"]),
         (dict(rope_scaling={"type": "dynamic", "factor": 4.0}), ["rope_type", "dynamic"]),
         (dict(rope_scaling={"factor": 4.0}), ["rope_type"]),
-        (dict(rope_scaling={"rope_type": "linear", "type": "default", "factor": 4.0}), ['rope_type is "linear"', 'type is "default"', "agree"]),
-        (dict(rope_scaling={"rope_type": "linear", "type": 3, "factor": 4.0}), ['rope_type is "linear"', "type is a number"]),
-        (dict(rope_parameters=dict(LLAMA3, type="yarn")), ['rope_type is "llama3"', 'type is "yarn"']),
+        (
+            dict(rope_scaling={"rope_type": "linear", "type": "default", "factor": 4.0}),
+            ['rope_type is "linear"', 'type is "default"', "agree"],
+        ),
+        (
+            dict(rope_scaling={"rope_type": "linear", "type": 3, "factor": 4.0}),
+            ['rope_type is "linear"', "type is a number"],
+        ),
+        (
+            dict(rope_parameters=dict(LLAMA3, type="yarn")),
+            ['rope_type is "llama3"', 'type is "yarn"'],
+        ),
         (dict(rope_scaling={"type": "linear"}), ["factor", "missing"]),
         (dict(rope_scaling={"type": "linear", "factor": 0.5}), ["factor", "0.5"]),
         (dict(rope_scaling={"type": "linear", "factor": "2"}), ["factor"]),
         (dict(rope_scaling=3), ["rope_scaling"]),
         (dict(rope_scaling=without(LLAMA3, "low_freq_factor")), ["low_freq_factor", "missing"]),
-        (dict(rope_scaling=without(LLAMA3, "original_max_position_embeddings")), ["original_max_position_embeddings", "missing"]),
-        (dict(rope_scaling=dict(LLAMA3, low_freq_factor=4.0)), ["low_freq_factor", "high_freq_factor", "4"]),
-        (dict(rope_scaling=dict(LLAMA3, original_max_position_embeddings=0)), ["original_max_position_embeddings", "0"]),
+        (
+            dict(rope_scaling=without(LLAMA3, "original_max_position_embeddings")),
+            ["original_max_position_embeddings", "missing"],
+        ),
+        (
+            dict(rope_scaling=dict(LLAMA3, low_freq_factor=4.0)),
+            ["low_freq_factor", "high_freq_factor", "4"],
+        ),
+        (
+            dict(rope_scaling=dict(LLAMA3, original_max_position_embeddings=0)),
+            ["original_max_position_embeddings", "0"],
+        ),
         (dict(rope_scaling={"type": "default", "mrope_section": [1, 2]}), ["mrope_section"]),
         (dict(rope_scaling=LLAMA3, rope_parameters=LLAMA3), ["rope_scaling", "rope_parameters"]),
-        (dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)), ["rope_theta", "500000", "1e+06"]),
-        (dict(rope_parameters=dict(rope_type="default", rope_theta=5e5, partial_rotary_factor=0.5)), ["partial_rotary_factor"]),
+        (
+            dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+            ["rope_theta", "500000", "1e+06"],
+        ),
+        (
+            dict(
+                rope_parameters=dict(rope_type="default", rope_theta=5e5, partial_rotary_factor=0.5)
+            ),
+            ["partial_rotary_factor"],
+        ),
         (dict(vocab_size=257.0), ["vocab_size is 257.0:", "point"]),
         (dict(hidden_size=1e30), ["hidden_size is 1e+30:"]),
         (dict(note="x" * 2**20), ["bytes", "at most 1048576"]),
@@ -128,7 +239,10 @@ def test_a_size_that_is_missing_or_absurd_is_named(tmp_path, key, value):
         (dict(rms_norm_eps=-1e-5), ["rms_norm_eps"]),
         (dict(rms_norm_eps=1e-60), ["rms_norm_eps"]),
         (dict(rms_norm_eps="1e-5"), ["rms_norm_eps"]),
-        (dict(layer_types=["full_attention", "sliding_attention"]), ["layer_types[1]", "sliding_attention"]),
+        (
+            dict(layer_types=["full_attention", "sliding_attention"]),
+            ["layer_types[1]", "sliding_attention"],
+        ),
         (dict(layer_types=["full_attention"]), ["layer_types", "1", "2"]),
         (dict(tie_word_embeddings="yes"), ["tie_word_embeddings"]),
         (dict(bos_token_id="<s>"), ["bos_token_id"]),
@@ -142,7 +256,12 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, change, parts):
 def test_sliding_windows_are_refused_only_where_they_are_in_use(tmp_path):
     cfg = dict(QWEN2, use_sliding_window=True, sliding_window=64)
     assert ps.read_config(save(tmp_path, dict(cfg, max_window_layers=2))).n_layers == 2
-    assert ps.read_config(save(tmp_path, dict(cfg, use_sliding_window=False, max_window_layers=1))).n_layers == 2
+    assert (
+        ps.read_config(
+            save(tmp_path, dict(cfg, use_sliding_window=False, max_window_layers=1))
+        ).n_layers
+        == 2
+    )
     refused(tmp_path, dict(cfg, max_window_layers=1), "use_sliding_window", "layer 1 of 2")
 
 
@@ -168,16 +287,42 @@ def test_what_is_no_config_is_refused(tmp_path):
         ps.one_sentence(e.value.message, path, "No such file")
 
 
-junk = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5), st.just([]), st.just({}),
-                 st.integers(0, 64), st.lists(st.text(max_size=3), max_size=2), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2))
+junk = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=5),
+    st.just([]),
+    st.just({}),
+    st.integers(0, 64),
+    st.lists(st.text(max_size=3), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from([dict(LLAMA, rope_scaling=LLAMA3), QWEN2, QWEN3, dict(LLAMA, use_sliding_window=False, layer_types=["full_attention"] * 2)]), st.data())
+@settings(
+    max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(
+        [
+            dict(LLAMA, rope_scaling=LLAMA3),
+            QWEN2,
+            QWEN3,
+            dict(LLAMA, use_sliding_window=False, layer_types=["full_attention"] * 2),
+        ]
+    ),
+    st.data(),
+)
 def test_mutated_configs_are_read_or_refused_in_one_sentence(tmp_path, cfg, data):
     cfg = copy.deepcopy(cfg)
     for _ in range(data.draw(st.integers(1, 3))):
-        at = cfg["rope_scaling"] if isinstance(cfg.get("rope_scaling"), dict) and data.draw(st.integers(0, 3)) == 0 else cfg
+        at = (
+            cfg["rope_scaling"]
+            if isinstance(cfg.get("rope_scaling"), dict) and data.draw(st.integers(0, 3)) == 0
+            else cfg
+        )
         if not at:
             continue
         key = data.draw(st.sampled_from(sorted(at)))
@@ -195,7 +340,7 @@ def test_mutated_configs_are_read_or_refused_in_one_sentence(tmp_path, cfg, data
     assert ps.lib.ps_model_n_elements(ctypes.byref(c)) > 0
 
 
-# ---- parameters --------------------------------------------------------------------------------------------------------
+# ---- parameters ----------------------------------------------------------------------------------
 
 MODELS = sorted((ps.ROOT / "models").glob("*.json"))
 
@@ -234,7 +379,9 @@ def test_units_are_laid_out_in_aligned_runs_without_overlap(path):
     assert ps.lib.ps_model_unit_elements(ctypes.byref(c), last + 1) == 0
 
 
-@pytest.mark.parametrize("path", [p for p in MODELS if p.stem.startswith(("tiny", "demo"))], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in MODELS if p.stem.startswith(("tiny", "demo"))], ids=lambda p: p.stem
+)
 def test_names_and_shapes_are_those_of_transformers(path):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -242,10 +389,14 @@ def test_names_and_shapes_are_those_of_transformers(path):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     want = {k: tuple(v.shape) for k, v in model.named_parameters()}  # tied tensors once
-    assert {p.name.decode(): tuple(p.shape[: p.n_dims]) for p in params(ps.read_config(path))} == want
+    assert {
+        p.name.decode(): tuple(p.shape[: p.n_dims]) for p in params(ps.read_config(path))
+    } == want
 
 
-@pytest.mark.parametrize("name, billions", [("1b", 1.498), ("8b", 8.030), ("15b", 15.01), ("32b", 32.76)])
+@pytest.mark.parametrize(
+    "name, billions", [("1b", 1.498), ("8b", 8.030), ("15b", 15.01), ("32b", 32.76)]
+)
 def test_shipped_sizes_are_the_published_ones(name, billions):
     c = ps.read_config(ps.ROOT / f"models/{name}.json")
     assert ps.lib.ps_model_n_elements(ctypes.byref(c)) / 1e9 == pytest.approx(billions, abs=0.005)
@@ -255,7 +406,12 @@ def test_flops_follow_the_formula_of_the_design():
     c, f = ps.read_config(ps.ROOT / "models/8b.json"), ps.Flops()
     ps.check(ps.lib.ps_model_flops(ctypes.byref(c), 4096, ctypes.byref(f)))
     s, d, a, k, ffn, v, n = 4096, 4096, 4096, 1024, 14336, 128256, 32
-    matmul, fwd, bwd, head = 2 * s * (2 * d * a + 2 * d * k + 3 * d * ffn), 2 * s * s * a, 4 * s * s * a, 6 * s * d * v
+    matmul, fwd, bwd, head = (
+        2 * s * (2 * d * a + 2 * d * k + 3 * d * ffn),
+        2 * s * s * a,
+        4 * s * s * a,
+        6 * s * d * v,
+    )
     assert (f.layer_matmul, f.attn_fwd, f.attn_bwd, f.head) == (matmul, fwd, bwd, head)
     assert f.sequence == n * (3 * matmul + fwd + bwd) + head
     assert ps.lib.ps_model_flops(ctypes.byref(c), 0, ctypes.byref(f)) == ps.EINVAL
@@ -263,7 +419,12 @@ def test_flops_follow_the_formula_of_the_design():
 
 def test_an_index_past_the_parameters_is_refused():
     c, p = ps.read_config(MODELS[0]), ps.ParamInfo()
-    assert ps.lib.ps_model_param(ctypes.byref(c), ps.lib.ps_model_n_params(ctypes.byref(c)), ctypes.byref(p)) == ps.EINVAL
+    assert (
+        ps.lib.ps_model_param(
+            ctypes.byref(c), ps.lib.ps_model_n_params(ctypes.byref(c)), ctypes.byref(p)
+        )
+        == ps.EINVAL
+    )
 
 
 def test_nothing_leaks():

@@ -1,4 +1,5 @@
 """penstock.data: text to shards and back, every option, every refusal. Needs no native library."""
+
 import json
 import os
 import subprocess
@@ -17,7 +18,12 @@ UNICODE = "Grüße, 世界! 🚀\n\ttabs  and   spaces \r\nnaïve — Ελλην
 
 def run(*args, code=0):
     env = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
-    r = subprocess.run([sys.executable, "-m", "penstock.data", *map(str, args)], capture_output=True, text=True, env=env)
+    r = subprocess.run(
+        [sys.executable, "-m", "penstock.data", *map(str, args)],
+        capture_output=True,
+        text=True,
+        env=env,
+    )
     assert r.returncode == code, r.stderr
     if code == 2:
         assert r.stderr.count("\n") == 1 and "Traceback" not in r.stderr, r.stderr
@@ -28,10 +34,16 @@ def run(*args, code=0):
 def corpus(tmp_path_factory):
     """Three documents, the first longer than a piece."""
     folder = tmp_path_factory.mktemp("corpus")
-    lines = [f"line {i}: the quick brown fox{' ' * (i % 4)} jumps\n" + ("\n    indented\n" if i % 7 == 0 else "") for i in range(6000)]
+    lines = [
+        f"line {i}: the quick brown fox{' ' * (i % 4)} jumps\n"
+        + ("\n    indented\n" if i % 7 == 0 else "")
+        for i in range(6000)
+    ]
     (folder / "a.txt").write_bytes(("".join(lines) + UNICODE).encode())
     (folder / "b.md").write_bytes(("# title\n\n" + UNICODE * 3).encode())
-    (folder / "c.jsonl").write_text(json.dumps({"text": UNICODE + "no newline at the end", "id": 1}) + "\n\n")
+    (folder / "c.jsonl").write_text(
+        json.dumps({"text": UNICODE + "no newline at the end", "id": 1}) + "\n\n"
+    )
     return folder
 
 
@@ -41,8 +53,11 @@ def tokenizer(corpus):
 
 
 def texts(corpus):
-    return [(corpus / "a.txt").read_bytes().decode(), (corpus / "b.md").read_bytes().decode(),
-            json.loads((corpus / "c.jsonl").read_text())["text"]]
+    return [
+        (corpus / "a.txt").read_bytes().decode(),
+        (corpus / "b.md").read_bytes().decode(),
+        json.loads((corpus / "c.jsonl").read_text())["text"],
+    ]
 
 
 def documents(tokenizer, ids, eos=0):
@@ -64,13 +79,16 @@ def test_round_trip_over_several_shards(corpus, tokenizer, tmp_path, format):
     s = data.write_shards([corpus], tmp_path / "o", tokenizer, format=format, shard_tokens=10_000)
     parts = shards(s, tmp_path / "o")
     assert len(parts) > 3 and all(len(p) == 10_000 for p in parts[:-1])
-    assert [len(p) for p in parts] == [x["tokens"] for x in s["train"]["shards"]] and sum(map(len, parts)) == s["tokens"]
+    assert [len(p) for p in parts] == [x["tokens"] for x in s["train"]["shards"]] and sum(
+        map(len, parts)
+    ) == s["tokens"]
     assert documents(tokenizer, np.concatenate(parts)) == texts(corpus)
     assert s["documents"] == 3
     h = data.read_header(tmp_path / "o" / "train-00000.bin")
     assert (h.format, h.dtype.itemsize) == (format, 4 if format == "llmc-llama3" else 2)
     assert sorted(p.name for p in (tmp_path / "o").iterdir()) == sorted(
-        [x["file"] for x in s["train"]["shards"]] + ["dataset.json", "tokenizer.json"])
+        [x["file"] for x in s["train"]["shards"]] + ["dataset.json", "tokenizer.json"]
+    )
 
 
 def test_pieces_do_not_change_the_tokens(corpus, tokenizer, tmp_path):
@@ -83,15 +101,18 @@ def test_pieces_do_not_change_the_tokens(corpus, tokenizer, tmp_path):
     assert list(shards(s, tmp_path / "o")[0]) == expected + [0]
 
 
-@pytest.mark.parametrize("text", ["", "x", "a\n" * 200_000, "y" * 2_500_000, "word " * 400_000, "\n" * 300_000])
+@pytest.mark.parametrize(
+    "text", ["", "x", "a\n" * 200_000, "y" * 2_500_000, "word " * 400_000, "\n" * 300_000]
+)
 @pytest.mark.parametrize("step", [1 << 20, 70_001])
 def test_pieces_lose_nothing_and_are_bounded(text, step):
-    pieces = list(data._cut_pieces(text[i:i + step] for i in range(0, len(text), step)))
+    pieces = list(data._cut_pieces(text[i : i + step] for i in range(0, len(text), step)))
     assert "".join(pieces) == text and all(0 < len(p) <= data.PIECE_MAX_CHARS for p in pieces)
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
+
     vocab = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000}
     t = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
     t.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -108,9 +129,15 @@ def test_validation_is_disjoint_and_near_its_fraction(tokenizer, tmp_path):
     with open(tmp_path / "d.jsonl", "w") as f:
         for i in range(500):
             f.write(json.dumps({"body": f"document {i} of many"}) + "\n")
-    s = data.write_shards([tmp_path / "d.jsonl"], tmp_path / "o", tokenizer, field="body", val_fraction=0.1)
-    train, val = (documents(tokenizer, np.concatenate(shards(s, tmp_path / "o", p))) for p in ("train", "val"))
-    assert not set(train) & set(val) and sorted(train + val) == sorted(f"document {i} of many" for i in range(500))
+    s = data.write_shards(
+        [tmp_path / "d.jsonl"], tmp_path / "o", tokenizer, field="body", val_fraction=0.1
+    )
+    train, val = (
+        documents(tokenizer, np.concatenate(shards(s, tmp_path / "o", p))) for p in ("train", "val")
+    )
+    assert not set(train) & set(val) and sorted(train + val) == sorted(
+        f"document {i} of many" for i in range(500)
+    )
     # greedy: the share is at most one document above the fraction, and never more than one below it
     longest = max(len(tokenizer.encode(d).ids) for d in train + val) + 1
     assert abs(s["val"]["tokens"] - 0.1 * s["tokens"]) <= longest
@@ -118,21 +145,45 @@ def test_validation_is_disjoint_and_near_its_fraction(tokenizer, tmp_path):
 
 def test_validation_of_one_long_document(corpus, tokenizer, tmp_path):
     s = data.write_shards([corpus / "a.txt"], tmp_path / "o", tokenizer, val_fraction=0.2)
-    train, val = (documents(tokenizer, np.concatenate(shards(s, tmp_path / "o", p))) for p in ("train", "val"))
+    train, val = (
+        documents(tokenizer, np.concatenate(shards(s, tmp_path / "o", p))) for p in ("train", "val")
+    )
     assert len(val) >= 1 and sum(map(len, train + val)) == len(texts(corpus)[0])
     assert sorted("".join(train + val)) == sorted(texts(corpus)[0]) and not set(train) & set(val)
 
 
 def test_cli_is_reproducible_and_complete(corpus, tmp_path):
     for name in ("one", "two"):
-        r = run("--out", tmp_path / name, "--train-tokenizer", 500, "--val-fraction", 0.1, "--shard-tokens", 20000, corpus)
+        r = run(
+            "--out",
+            tmp_path / name,
+            "--train-tokenizer",
+            500,
+            "--val-fraction",
+            0.1,
+            "--shard-tokens",
+            20000,
+            corpus,
+        )
         assert "3 documents" in r.stdout
-    files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*") if p.is_file())
+    files = sorted(
+        p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*") if p.is_file()
+    )
     assert Path("val/val-00000.bin") in files and Path("tokenizer_config.json") in files
     for f in files:
         assert (tmp_path / "one" / f).read_bytes() == (tmp_path / "two" / f).read_bytes(), f
     # its tokenizer is taken again, from the folder, and gives the same shards
-    run("--out", tmp_path / "three", "--tokenizer", tmp_path / "one", "--val-fraction", 0.1, "--shard-tokens", 20000, corpus)
+    run(
+        "--out",
+        tmp_path / "three",
+        "--tokenizer",
+        tmp_path / "one",
+        "--val-fraction",
+        0.1,
+        "--shard-tokens",
+        20000,
+        corpus,
+    )
     for f in files:
         assert (tmp_path / "one" / f).read_bytes() == (tmp_path / "three" / f).read_bytes(), f
 
@@ -143,20 +194,36 @@ def test_force_replaces_all_shards(corpus, tokenizer, tmp_path):
         data.write_shards([corpus], tmp_path, tokenizer)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     (tmp_path / "x.jsonl").write_text("not json\n")
-    with pytest.raises(data.DataError, match="line 1 is not JSON"):  # what was there survives a failure
+    with pytest.raises(
+        data.DataError, match="line 1 is not JSON"
+    ):  # what was there survives a failure
         data.write_shards([corpus, tmp_path / "x.jsonl"], tmp_path, tokenizer, force=True)
-    assert all(p.read_bytes() == b for p, b in before.items()) and not list(tmp_path.glob(".penstock*"))
+    assert all(p.read_bytes() == b for p, b in before.items()) and not list(
+        tmp_path.glob(".penstock*")
+    )
     data.write_shards([corpus], tmp_path, tokenizer, force=True)
     assert sorted(p.name for p in tmp_path.rglob("*.bin")) == ["train-00000.bin"]
 
 
 def test_patterns_folders_and_files_that_are_not_utf8(tmp_path, tokenizer):
-    for name, raw in {"a.txt": b"one", "sub/b.txt": b"two", "sub/bad.txt": b"caf\xe9", "c.bin": b"no"}.items():
+    for name, raw in {
+        "a.txt": b"one",
+        "sub/b.txt": b"two",
+        "sub/bad.txt": b"caf\xe9",
+        "c.bin": b"no",
+    }.items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_bytes(raw)
     s = data.write_shards([tmp_path / "in"], tmp_path / "o", tokenizer)
-    assert documents(tokenizer, shards(s, tmp_path / "o")[0]) == ["one", "two"] and len(s["skipped"]) == 1
-    s = data.write_shards([str(tmp_path / "in" / "**" / "b*.txt"), tmp_path / "in" / "sub" / "b.txt"], tmp_path / "p", tokenizer)
+    assert (
+        documents(tokenizer, shards(s, tmp_path / "o")[0]) == ["one", "two"]
+        and len(s["skipped"]) == 1
+    )
+    s = data.write_shards(
+        [str(tmp_path / "in" / "**" / "b*.txt"), tmp_path / "in" / "sub" / "b.txt"],
+        tmp_path / "p",
+        tokenizer,
+    )
     assert documents(tokenizer, shards(s, tmp_path / "p")[0]) == ["two"]
     with pytest.raises(data.DataError, match="not UTF-8"):
         data.write_shards([tmp_path / "in" / "sub" / "bad.txt"], tmp_path / "q", tokenizer)
@@ -169,13 +236,20 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
     (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
     (tmp_path / "notok.json").write_text("{}")
     out, train = tmp_path / "out", ("--train-tokenizer", 300)
-    for args, says in [((*train, tmp_path / "empty.txt"), "no text"), ((*train, tmp_path / "gone.txt"), "no such file"),
-                       (("--train-tokenizer", 256, corpus), "at least 257"), ((*train, tmp_path / "bad.jsonl"), "line 1"),
-                       ((*train, tmp_path / "half.jsonl"), "surrogate"), ((*train, "--field", "id", corpus), "field 'id'"),
-                       ((*train, "--val-fraction", 1, corpus), "fraction"), ((*train, "--shard-tokens", 1, corpus), "1 tokens a shard"),
-                       ((*train, "--val-fraction", 0.5, tmp_path / "short.txt"), "too short"),
-                       ((*train, "--eos", "<none>", corpus), "<none>"), (("--tokenizer", tmp_path / "gone", corpus), "No such file"),
-                       (("--tokenizer", tmp_path / "notok.json", corpus), "not a tokenizer")]:
+    for args, says in [
+        ((*train, tmp_path / "empty.txt"), "no text"),
+        ((*train, tmp_path / "gone.txt"), "no such file"),
+        (("--train-tokenizer", 256, corpus), "at least 257"),
+        ((*train, tmp_path / "bad.jsonl"), "line 1"),
+        ((*train, tmp_path / "half.jsonl"), "surrogate"),
+        ((*train, "--field", "id", corpus), "field 'id'"),
+        ((*train, "--val-fraction", 1, corpus), "fraction"),
+        ((*train, "--shard-tokens", 1, corpus), "1 tokens a shard"),
+        ((*train, "--val-fraction", 0.5, tmp_path / "short.txt"), "too short"),
+        ((*train, "--eos", "<none>", corpus), "<none>"),
+        (("--tokenizer", tmp_path / "gone", corpus), "No such file"),
+        (("--tokenizer", tmp_path / "notok.json", corpus), "not a tokenizer"),
+    ]:
         assert says in run("--out", out, *args, code=2).stderr
         assert not out.exists() or not list(out.iterdir())
     assert "takes a folder" in run("--out", tmp_path / "short.txt", *train, corpus, code=2).stderr
@@ -183,24 +257,37 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
 
 def header(words):
     h = np.zeros(256, dtype="<u4")
-    h[:len(words)] = words
+    h[: len(words)] = words
     return h.tobytes()
 
 
 def test_read_shard_knows_every_variant(tmp_path):
     ids = np.arange(10) * 1000
     bintok = [int.from_bytes(b"BIN.", "little"), int.from_bytes(b"TOK\n", "little")]
-    variants = [(header([20240520, 1, 10]), "<u2", b"", "llmc-gpt2"), (header([20240801, 7, 10]), "<u4", b"", "llmc-llama3"),
-                (header(bintok + [1, 4, 10, 0, 0]), "<i4", b"", "bin.tok"), (header(bintok + [2, 4, 10, 50000, 1]), "<i4", b"\xff\x03", "bin.tok"),
-                (header(bintok + [1, 4, 10, 0, 0x2A2A2A2A]), "<i4", b"", "bin.tok"), (header(bintok + [1, 4, 10, 0, 0x2A2A2A2A]), "<i4", b"\xff\x03", "bin.tok"),
-                (header([20261121, 1, 2, 0, 10, 0, 9001]), "<u2", b"", "penstock"), (header([20261121, 1, 4, 0, 10, 0, 9001]), "<u4", b"", "penstock")]
+    variants = [
+        (header([20240520, 1, 10]), "<u2", b"", "llmc-gpt2"),
+        (header([20240801, 7, 10]), "<u4", b"", "llmc-llama3"),
+        (header(bintok + [1, 4, 10, 0, 0]), "<i4", b"", "bin.tok"),
+        (header(bintok + [2, 4, 10, 50000, 1]), "<i4", b"\xff\x03", "bin.tok"),
+        (header(bintok + [1, 4, 10, 0, 0x2A2A2A2A]), "<i4", b"", "bin.tok"),
+        (header(bintok + [1, 4, 10, 0, 0x2A2A2A2A]), "<i4", b"\xff\x03", "bin.tok"),
+        (header([20261121, 1, 2, 0, 10, 0, 9001]), "<u2", b"", "penstock"),
+        (header([20261121, 1, 4, 0, 10, 0, 9001]), "<u4", b"", "penstock"),
+    ]
     for raw, dtype, masks, name in variants:
         (tmp_path / "s.bin").write_bytes(raw + ids.astype(dtype).tobytes() + masks)
-        assert list(data.read_shard(tmp_path / "s.bin")) == list(ids) and data.read_header(tmp_path / "s.bin").format == name
+        assert (
+            list(data.read_shard(tmp_path / "s.bin")) == list(ids)
+            and data.read_header(tmp_path / "s.bin").format == name
+        )
         (tmp_path / "s.bin").write_bytes((raw + ids.astype(dtype).tobytes() + masks)[:-1])
         with pytest.raises(data.DataError, match="asks for"):
             data.read_shard(tmp_path / "s.bin")
-    for raw, says in [(b"abc", "too short"), (header([1, 2]), "not a token shard"), (header([20261121, 1, 3]), "bytes a token")]:
+    for raw, says in [
+        (b"abc", "too short"),
+        (header([1, 2]), "not a token shard"),
+        (header([20261121, 1, 3]), "bytes a token"),
+    ]:
         (tmp_path / "s.bin").write_bytes(raw)
         with pytest.raises(data.DataError, match=says):
             data.read_shard(tmp_path / "s.bin")
@@ -208,4 +295,9 @@ def test_read_shard_knows_every_variant(tmp_path):
 
 def test_module_does_not_load_the_native_library():
     code = "import sys, penstock.data; sys.exit(any(m.startswith(('penstock._', 'cffi')) for m in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT / "python")}).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT / "python")}
+        ).returncode
+        == 0
+    )

@@ -1,39 +1,84 @@
-"""The demo on a little text and few steps: every file it promises, and its one-sentence refusals."""
+"""The demo on a little text and few steps: every file it promises, and its one-sentence
+refusals."""
+
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-
 from conftest import BUILD, ROOT
 
 
 def demo(tmp_path, *args):
-    return subprocess.run([sys.executable, "-m", "penstock.demo", "--build", BUILD, "--out", tmp_path / "demo", *map(str, args)], text=True,
-                          capture_output=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": "python", "PENSTOCK_BUILD": str(BUILD)})
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "penstock.demo",
+            "--build",
+            BUILD,
+            "--out",
+            tmp_path / "demo",
+            *map(str, args),
+        ],
+        text=True,
+        capture_output=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "python", "PENSTOCK_BUILD": str(BUILD)},
+    )
 
 
 def test_a_short_demo_leaves_everything_it_promises(tmp_path):
     done = demo(tmp_path, "--steps", 4, "--text", ROOT / "docs/design.md", ROOT / "README.md")
     assert done.returncode == 0, done.stdout + done.stderr
     out = tmp_path / "demo"
-    assert {p.name for p in out.iterdir()} == {"data", "init", "model", "metrics.jsonl", "plan.json", "loss.png", "timeline.json", "timeline.png", "report.txt",
-                                               "samples.txt"}
+    assert {p.name for p in out.iterdir()} == {
+        "data",
+        "init",
+        "model",
+        "metrics.jsonl",
+        "plan.json",
+        "loss.png",
+        "timeline.json",
+        "timeline.png",
+        "report.txt",
+        "samples.txt",
+    }
     assert all((out / name).read_bytes()[:4] == b"\x89PNG" for name in ("loss.png", "timeline.png"))
     losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 4 and losses[-1] < losses[0]
     plan = json.loads((out / "plan.json").read_text())
-    assert plan["device_bytes"] <= plan["device_cap_bytes"] and 0 < plan["host_bytes"] <= plan["host_cap_bytes"]
+    assert (
+        plan["device_bytes"] <= plan["device_cap_bytes"]
+        and 0 < plan["host_bytes"] <= plan["host_cap_bytes"]
+    )
     assert plan["resident_param_units"] < plan["n_units"]  # the caps force streaming
     report, samples = ((out / name).read_text() for name in ("report.txt", "samples.txt"))
-    assert "predicted beside measured" in report and "where the time went" in report and f"loss {losses[0]:.3f} in the first step, {losses[-1]:.3f} in the last" in report
-    assert all(words in done.stdout.replace("\n", "") for words in report.splitlines()[0].split("; ")) and "\x1b" not in report + samples
-    assert samples.count("-" * 40) == 3 and samples.startswith("def __init__(self") and samples.splitlines()[0] in done.stdout
-    assert "where the time went" in done.stdout and "def __init__(self" in done.stdout and "step 4/4" in done.stderr
+    assert (
+        "predicted beside measured" in report
+        and "where the time went" in report
+        and f"loss {losses[0]:.3f} in the first step, {losses[-1]:.3f} in the last" in report
+    )
+    assert (
+        all(words in done.stdout.replace("\n", "") for words in report.splitlines()[0].split("; "))
+        and "\x1b" not in report + samples
+    )
+    assert (
+        samples.count("-" * 40) == 3
+        and samples.startswith("def __init__(self")
+        and samples.splitlines()[0] in done.stdout
+    )
+    assert (
+        "where the time went" in done.stdout
+        and "def __init__(self" in done.stdout
+        and "step 4/4" in done.stderr
+    )
 
 
-@pytest.mark.parametrize("text,pattern", [(["nowhere.txt"], "nowhere.txt"), (["LICENSE/none"], "LICENSE/none")])
+@pytest.mark.parametrize(
+    "text,pattern", [(["nowhere.txt"], "nowhere.txt"), (["LICENSE/none"], "LICENSE/none")]
+)
 def test_text_that_is_not_there_is_refused_in_one_sentence(tmp_path, text, pattern):
     done = demo(tmp_path, "--text", *text)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and pattern in done.stderr

@@ -1,17 +1,21 @@
-"""The README against the Makefile, the binary's --help and the package; no path of one machine in any tracked file."""
+"""The README against the Makefile, the binary's --help and the package; no path of one machine in
+any tracked file."""
+
 import re
 import shlex
 import subprocess
-from pathlib import Path
-
-import pytest
 
 import penstock
+import pytest
 from conftest import BUILD, ROOT
 
 README = (ROOT / "README.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
-SHELL = [line.split("#")[0] for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
+SHELL = [
+    line.split("#")[0]
+    for block in re.findall(r"```sh\n(.*?)```", README, re.S)
+    for line in block.splitlines()
+]
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
@@ -24,14 +28,22 @@ def tracked():
 
 def test_every_make_target_the_readme_names_exists():
     targets = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.M))
-    named = set(re.findall(r"`make ([a-z][a-z-]*)", README)) | {w for line in SHELL for w in re.findall(r"^make ([a-z-]+)", line)}
+    named = set(re.findall(r"`make ([a-z][a-z-]*)", README)) | {
+        w for line in SHELL for w in re.findall(r"^make ([a-z-]+)", line)
+    }
     assert {"demo", "test"} <= named <= targets
 
 
 def test_every_option_the_readme_names_is_in_a_help_text():
-    texts = "".join(subprocess.run([BUILD / "bin/penstock", c, "--help"], capture_output=True, text=True, check=True).stdout
-                    for c in ("train", "plan", "demo", "info", "profile"))
-    texts += "".join((ROOT / f).read_text() for f in ("python/penstock/data.py", "python/penstock/trace.py"))
+    texts = "".join(
+        subprocess.run(
+            [BUILD / "bin/penstock", c, "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        for c in ("train", "plan", "demo", "info", "profile")
+    )
+    texts += "".join(
+        (ROOT / f).read_text() for f in ("python/penstock/data.py", "python/penstock/trace.py")
+    )
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", README))
     assert named and not {o for o in named if f"--{o}" not in texts}
 
@@ -42,10 +54,17 @@ def test_every_command_of_the_readme_exists():
         if not words or words[0] == "make":
             continue
         if words[0].endswith("bin/penstock"):
-            assert subprocess.run([BUILD / "bin/penstock", words[1], "--help"], capture_output=True).returncode == 0, line
+            assert (
+                subprocess.run(
+                    [BUILD / "bin/penstock", words[1], "--help"], capture_output=True
+                ).returncode
+                == 0
+            ), line
         else:
             assert words[0].endswith("bin/python"), line
-            script = words[1] if words[1] != "-m" else "python/" + words[2].replace(".", "/") + ".py"
+            script = (
+                words[1] if words[1] != "-m" else "python/" + words[2].replace(".", "/") + ".py"
+            )
             assert (ROOT / script).exists(), line
 
 
@@ -57,8 +76,13 @@ def test_every_file_the_readme_names_exists():
 def test_every_link_of_the_bench_log_opens_and_every_entry_is_indexed():
     index, entries = ROOT / "bench/LOG.md", sorted((ROOT / "bench/log").glob("*.md"))
     target = re.compile(r"(?:\]\(|^\[[\w-]+\]: )([\w./-]+\.md)", re.M)
-    links = {f: {(f.parent / to).resolve() for to in target.findall(f.read_text())} for f in [index, *entries]}
-    assert entries and not [(f.name, p.name) for f, to in links.items() for p in to if not p.exists()]
+    links = {
+        f: {(f.parent / to).resolve() for to in target.findall(f.read_text())}
+        for f in [index, *entries]
+    }
+    assert entries and not [
+        (f.name, p.name) for f, to in links.items() for p in to if not p.exists()
+    ]
     assert not [f.name for f in entries if f.resolve() not in links[index]]
     names = set(re.findall(r"^\[([\w-]+)\]: ", index.read_text(), re.M))
     assert names == set(re.findall(r"\| \[([\w-]+)\] \|$", index.read_text(), re.M))
@@ -70,8 +94,15 @@ def test_the_readmes_engine_example_runs_as_it_stands(capsys):
 
 
 def test_the_readmes_training_example_runs(tiny_model, tiny_shard, tmp_path, capsys):
-    small = PYTHON[0].replace("256", "64").replace("100", "4")  # before the paths go in: pytest-100/ is a path too
-    exec(small.replace("my_model", str(tiny_model)).replace("my_shards", str(tiny_shard)).replace("my_trained", str(tmp_path / "out")), {})
+    small = (
+        PYTHON[0].replace("256", "64").replace("100", "4")
+    )  # before the paths go in: pytest-100/ is a path too
+    exec(
+        small.replace("my_model", str(tiny_model))
+        .replace("my_shards", str(tiny_shard))
+        .replace("my_trained", str(tmp_path / "out")),
+        {},
+    )
     assert (tmp_path / "out/model.safetensors").exists() and "3 " in capsys.readouterr().out
 
 

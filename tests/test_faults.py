@@ -1,4 +1,6 @@
-"""Whole runs of the binary in which one disk call fails, once: it ends by itself, in one sentence, and loses no model."""
+"""Whole runs of the binary in which one disk call fails, once: it ends by itself, in one sentence,
+and loses no model."""
+
 import concurrent.futures
 import errno
 import json
@@ -10,25 +12,37 @@ import tempfile
 
 import numpy as np
 import pytest
+from conftest import BUILD, ROOT, write_shard
 from safetensors.numpy import load_file
 
-from conftest import BUILD, ROOT, write_shard
-
 SHIM = BUILD / "tests/libdisk_shim.so"
-SHAPE = ("--seq-len 32 --threads 1 --recipe fp32 --chunk-tokens 64 --chunks-per-round 1 "
-         "--tokens-per-step 64").split()
-TRAIN = ("train --model model --data data --out out --run-dir run --steps 3 --save-dtype fp32 "
-         "--init-weights --quiet").split() + SHAPE
+SHAPE = (
+    "--seq-len 32 --threads 1 --recipe fp32 --chunk-tokens 64 --chunks-per-round 1 "
+    "--tokens-per-step 64"
+).split()
+TRAIN = (
+    "train --model model --data data --out out --run-dir run --steps 3 --save-dtype fp32 "
+    "--init-weights --quiet"
+).split() + SHAPE
 PLAN = ["plan", "--model", "model", "--json", *SHAPE]
 INFO = ["info", "--model", "model", "--data", "data", "--seq-len", "32", "--json"]
 REMOVES = ("unlink", "unlinkat", "rmdir")  # what could not be removed stays
-LOOKS = ("stat", "fstat", "fstatat", "lstat")  # so does a lock or a stage that could not be looked at, for it may be another's; the next run clears it
+LOOKS = (
+    "stat",
+    "fstat",
+    "fstatat",
+    "lstat",
+    # so does a lock or a stage that could not be looked at, for it may be another's; the next run
+    # clears it
+)
 
 
 @pytest.fixture(scope="module")
 def inputs():
     """A model, two shards and this machine's rates, in memory where there is a disk in it."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    ) as folder:
         work = pathlib.Path(folder)
         for name in ("model", "data", "cache"):
             (work / "inputs" / name).mkdir(parents=True)
@@ -36,13 +50,21 @@ def inputs():
         (work / "inputs/model/tokenizer.json").write_text('{"model": {"vocab": {"a": 1}}}')
         for name, n in (("a.bin", 100), ("b.bin", 300)):  # a step and a bit in the first
             write_shard(work / "inputs/data" / name, np.arange(n) % 200)
-        subprocess.run([BUILD / "bin/penstock", *PLAN], cwd=work / "inputs", check=True, capture_output=True,
-                       env={**os.environ, "XDG_CACHE_HOME": str(work / "inputs/cache")})
+        subprocess.run(
+            [BUILD / "bin/penstock", *PLAN],
+            cwd=work / "inputs",
+            check=True,
+            capture_output=True,
+            env={**os.environ, "XDG_CACHE_HOME": str(work / "inputs/cache")},
+        )
         yield work
 
 
 def tree(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
+        for p in folder.rglob("*")
+    }
 
 
 def without_rates(files):
@@ -50,7 +72,8 @@ def without_rates(files):
 
 
 class Run:
-    """Of the command in a folder of its own, in which the @nth disk call fails with @error (0: the call's own)."""
+    """Of the command in a folder of its own, in which the @nth disk call fails with @error (0: the
+    call's own)."""
 
     def __init__(self, work, command, prepare, nth, error):
         self.place = pathlib.Path(tempfile.mkdtemp(dir=work))
@@ -58,22 +81,45 @@ class Run:
         prepare(self.place)
         self.command, self.before = command, tree(self.place)
         log = self.place.with_suffix(".log")
-        self.end({"LD_PRELOAD": str(SHIM), "DISK_SHIM_FAIL": str(nth), "DISK_SHIM_ERRNO": str(error), "DISK_SHIM_LOG": str(log),
-                  "DISK_SHIM_UNDER": f"{self.place}/"})
-        self.calls = [line.split(" ", 1) for line in log.read_text().splitlines()] if log.exists() else []
+        self.end(
+            {
+                "LD_PRELOAD": str(SHIM),
+                "DISK_SHIM_FAIL": str(nth),
+                "DISK_SHIM_ERRNO": str(error),
+                "DISK_SHIM_LOG": str(log),
+                "DISK_SHIM_UNDER": f"{self.place}/",
+            }
+        )
+        self.calls = (
+            [line.split(" ", 1) for line in log.read_text().splitlines()] if log.exists() else []
+        )
         self.failed = self.calls[nth - 1] if 0 < nth <= len(self.calls) else ["", ""]
         self.nth, self.error = nth, error
 
     def end(self, more=None):
-        words = [str(self.place / w) if w in ("model", "data", "out", "run") else w for w in self.command]
+        words = [
+            str(self.place / w) if w in ("model", "data", "out", "run") else w for w in self.command
+        ]
         env = {**os.environ, "XDG_CACHE_HOME": str(self.place / "cache"), **(more or {})}
-        done = subprocess.run([BUILD / "bin/penstock", *words], cwd=self.place, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [BUILD / "bin/penstock", *words],
+            cwd=self.place,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         self.code, self.answer, self.said = done.returncode, done.stdout, done.stderr.splitlines()
 
     def __repr__(self):
-        error, new = errno.errorcode.get(self.error, "its own"), sorted(set(tree(self.place)) - set(self.before))
-        return (f"{self.command[0]}: call {self.nth}, {' '.join(self.failed)}, failed with {error}: "
-                f"exit {self.code}, {self.said}, {new}")
+        error, new = (
+            errno.errorcode.get(self.error, "its own"),
+            sorted(set(tree(self.place)) - set(self.before)),
+        )
+        return (
+            f"{self.command[0]}: call {self.nth}, {' '.join(self.failed)}, failed with {error}: "
+            f"exit {self.code}, {self.said}, {new}"
+        )
 
     def model(self):
         if not (self.place / "out").exists():
@@ -81,7 +127,10 @@ class Run:
         return {n: t.tobytes() for n, t in load_file(self.place / "out/model.safetensors").items()}
 
     def losses(self):
-        return [json.loads(line)["loss"] for line in (self.place / "run/metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)["loss"]
+            for line in (self.place / "run/metrics.jsonl").read_text().splitlines()
+        ]
 
 
 def check_words(run):
@@ -97,7 +146,8 @@ def leftovers(run):
 
 
 def check_files(run):
-    """Nothing half-made stays; where the run was refused, nothing at all but the rates that were measured."""
+    """Nothing half-made stays; where the run was refused, nothing at all but the rates that were
+    measured."""
     now = tree(run.place)
     blind = run.failed[0] in LOOKS and ".penstock" in run.failed[1]
     if run.failed[0] not in REMOVES:
@@ -109,18 +159,26 @@ def check_files(run):
 
 
 def check_trained(run, good):
-    stepped = [i for i, call in enumerate(run.calls, 1) if call[0] == "fflush" and call[1].endswith("/metrics.jsonl")][:1]
+    stepped = [
+        i
+        for i, call in enumerate(run.calls, 1)
+        if call[0] == "fflush" and call[1].endswith("/metrics.jsonl")
+    ][:1]
     model = run.model()
     assert run.code != 2 or model is None, run
     assert not stepped or run.nth < stepped[0] or model, run
     if model:
         assert model.keys() == good.model().keys() and (run.place / "out/config.json").exists(), run
-        assert (run.place / "out/tokenizer.json").read_bytes() == run.before["model/tokenizer.json"], run
+        assert (run.place / "out/tokenizer.json").read_bytes() == run.before[
+            "model/tokenizer.json"
+        ], run
     if run.code == 0:
         assert model == good.model() and run.losses() == good.losses(), run
-        assert {"plan.json", "timeline.json"} <= {p.name for p in (run.place / "run").iterdir()}, run
+        assert {"plan.json", "timeline.json"} <= {p.name for p in (run.place / "run").iterdir()}, (
+            run
+        )
     elif (run.place / "run/metrics.jsonl").exists():
-        assert run.losses() == good.losses()[:len(run.losses())], run
+        assert run.losses() == good.losses()[: len(run.losses())], run
 
 
 def check_refused(run, good):
@@ -144,14 +202,17 @@ def nothing(place):
 def a_model_there(place):
     subprocess.run(["cp", "-r", place / "model", place / "out"], check=True)
     header = b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    (place / "out/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    (place / "out/model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + b"\0" * 4
+    )
 
 
 def no_rates(place):
     shutil.rmtree(place / "cache")
 
 
-# name: the command, what is done before it, what must hold, its code when nothing fails; of how many calls one fails by default
+# name: the command, what is done before it, what must hold, its code when nothing fails; of how
+# many calls one fails by default
 RUNS = {
     "train": (TRAIN, nothing, check_trained, 0, 13),
     "train where a model is": (TRAIN, a_model_there, check_refused, 2, 5),
@@ -178,8 +239,14 @@ def sweep(work, name, stride, errors):
             assert run.code == code and (run.failed[0] not in LOOKS or not leftovers(run)), run
         shutil.rmtree(run.place)
 
-    tests = [(nth, errors[i % len(errors)]) for i, nth in enumerate(range(1, len(good.calls) + 1, stride))] if stride > 1 else \
-            [(nth, error) for nth in range(1, len(good.calls) + 1) for error in errors]
+    tests = (
+        [
+            (nth, errors[i % len(errors)])
+            for i, nth in enumerate(range(1, len(good.calls) + 1, stride))
+        ]
+        if stride > 1
+        else [(nth, error) for nth in range(1, len(good.calls) + 1) for error in errors]
+    )
     assert len(tests) > 1
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         wrong = [str(e) for e in pool.map(lambda t: catch(fail, *t), tests) if e]

@@ -1,11 +1,15 @@
-"""What no refactoring may change: plans, compiled schedules, and the bits of trained weights, against the files of tests/golden.
+"""What no refactoring may change: plans, compiled schedules, and the bits of trained weights,
+against the files of tests/golden.
 
-CASE.plan.json is the whole of plan.json: decisions, the exact predicted step time, and how many plans the search looked at. CASE.schedule.json has SHA-256 sums of
-the compiled step, column by column (tests/native/golden.c prints them): all ops in program order, preamble first. CASE.weights.json has losses, gradient norms
-and the SHA-256 of all weights after three steps on the CPU backend.
+CASE.plan.json is the whole of plan.json: decisions, the exact predicted step time, and how many
+plans the search looked at. CASE.schedule.json has SHA-256 sums of the compiled step, column by
+column (tests/native/golden.c prints them): all ops in program order, preamble first.
+CASE.weights.json has losses, gradient norms and the SHA-256 of all weights after three steps on the
+CPU backend.
 
 `make golden` writes them anew. A change of them is a commit of its own that says why.
 """
+
 import functools
 import hashlib
 import json
@@ -20,39 +24,217 @@ from conftest import BUILD, ROOT
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 MIB, GIB = 1 << 20, 1 << 30
-CPU, H200, RTX4090, RTX5090 = GOLDEN / "hardware-cpu.json", *(ROOT / f"docs/hardware-{name}.json" for name in ("h200", "rtx4090", "rtx5090"))
+CPU, H200, RTX4090, RTX5090 = (
+    GOLDEN / "hardware-cpu.json",
+    *(ROOT / f"docs/hardware-{name}.json" for name in ("h200", "rtx4090", "rtx5090")),
+)
 
 # name: (hardware, config.json of models/, what is changed in it, fields of ps_plan_config)
-DEEP = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32000}
-QWEN2_500M = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}
-QWEN3_LONG = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-              "vocab_size": 151936, "max_position_embeddings": 40960}
+DEEP = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+}
+QWEN2_500M = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+}
+QWEN3_LONG = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
 PLANS = {
-    "cpu-2-layers-fp32": (CPU, "tiny-llama", {"num_hidden_layers": 2}, dict(recipe="fp32", seq_len=64, clip=0)),
-    "cpu-tied-bias-bf16": (CPU, "tiny-qwen2", {}, dict(recipe="bf16", seq_len=128, tokens_per_step=2048, device_bytes=4 * MIB, clip=1)),
-    "cpu-qk-norm-slices-master": (CPU, "tiny-qwen3", {}, dict(recipe="fp32-master", seq_len=2048, tokens_per_step=4096, chunk_tokens=500,
-                                                               device_bytes=16 * MIB, clip=1)),
-    "cpu-host-cap-bf16": (CPU, "demo", {}, dict(recipe="bf16", seq_len=256, device_bytes=48 * MIB, host_bytes=380 * MIB, clip=1)),
-    "h200-1b-uncapped-bf16": (H200, "1b", {}, dict(recipe="bf16", seq_len=4096, tokens_per_step=16384, clip=1)),
-    "h200-1b-deterministic-fp32": (H200, "1b", {}, dict(recipe="fp32", seq_len=4096, tokens_per_step=16384, chunk_tokens=4096, device_bytes=20 * GIB,
-                                                         host_bytes=60 * GIB, clip=1, deterministic=1, keep_grads=1)),
-    "h200-8b-rounds-bf16": (H200, "8b", {}, dict(recipe="bf16", seq_len=8192, tokens_per_step=32768, chunk_tokens=8192, chunks_per_round=2,
-                                                  device_bytes=24 * GIB, host_bytes=84 * GIB, clip=1, one_document=1)),
-    "rtx4090-tied-bias-24-layers-master": (RTX4090, "tiny-qwen2", QWEN2_500M, dict(recipe="fp32-master", seq_len=2048, tokens_per_step=16384,
-                                                                                     chunk_tokens=4096, device_bytes=6 * GIB, host_bytes=24 * GIB, clip=0)),
-    "rtx4090-1b-no-clip-bf16": (RTX4090, "1b", {}, dict(recipe="bf16", seq_len=2048, tokens_per_step=16384, device_bytes=6 * GIB, host_bytes=16 * GIB, clip=0)),
-    "rtx4090-qk-norm-long-bf16": (RTX4090, "tiny-qwen3", QWEN3_LONG, dict(recipe="bf16", seq_len=32768, tokens_per_step=65536, chunk_tokens=8192,
-                                                                           device_bytes=4 * GIB, host_bytes=16 * GIB, clip=1)),
-    "rtx5090-64-layers-rounds-master": (RTX5090, "32b", DEEP, dict(recipe="fp32-master", seq_len=4096, tokens_per_step=16384, chunk_tokens=8192,
-                                                                    chunks_per_round=1, device_bytes=4 * GIB, host_bytes=40 * GIB, clip=1)),
-    "rtx5090-64-layers-split-master": (RTX5090, "32b", DEEP, dict(recipe="fp32-master", seq_len=4096, tokens_per_step=8192, device_bytes=6 * GIB,
-                                                                   host_bytes=40 * GIB, clip=1)),
+    "cpu-2-layers-fp32": (
+        CPU,
+        "tiny-llama",
+        {"num_hidden_layers": 2},
+        dict(recipe="fp32", seq_len=64, clip=0),
+    ),
+    "cpu-tied-bias-bf16": (
+        CPU,
+        "tiny-qwen2",
+        {},
+        dict(recipe="bf16", seq_len=128, tokens_per_step=2048, device_bytes=4 * MIB, clip=1),
+    ),
+    "cpu-qk-norm-slices-master": (
+        CPU,
+        "tiny-qwen3",
+        {},
+        dict(
+            recipe="fp32-master",
+            seq_len=2048,
+            tokens_per_step=4096,
+            chunk_tokens=500,
+            device_bytes=16 * MIB,
+            clip=1,
+        ),
+    ),
+    "cpu-host-cap-bf16": (
+        CPU,
+        "demo",
+        {},
+        dict(recipe="bf16", seq_len=256, device_bytes=48 * MIB, host_bytes=380 * MIB, clip=1),
+    ),
+    "h200-1b-uncapped-bf16": (
+        H200,
+        "1b",
+        {},
+        dict(recipe="bf16", seq_len=4096, tokens_per_step=16384, clip=1),
+    ),
+    "h200-1b-deterministic-fp32": (
+        H200,
+        "1b",
+        {},
+        dict(
+            recipe="fp32",
+            seq_len=4096,
+            tokens_per_step=16384,
+            chunk_tokens=4096,
+            device_bytes=20 * GIB,
+            host_bytes=60 * GIB,
+            clip=1,
+            deterministic=1,
+            keep_grads=1,
+        ),
+    ),
+    "h200-8b-rounds-bf16": (
+        H200,
+        "8b",
+        {},
+        dict(
+            recipe="bf16",
+            seq_len=8192,
+            tokens_per_step=32768,
+            chunk_tokens=8192,
+            chunks_per_round=2,
+            device_bytes=24 * GIB,
+            host_bytes=84 * GIB,
+            clip=1,
+            one_document=1,
+        ),
+    ),
+    "rtx4090-tied-bias-24-layers-master": (
+        RTX4090,
+        "tiny-qwen2",
+        QWEN2_500M,
+        dict(
+            recipe="fp32-master",
+            seq_len=2048,
+            tokens_per_step=16384,
+            chunk_tokens=4096,
+            device_bytes=6 * GIB,
+            host_bytes=24 * GIB,
+            clip=0,
+        ),
+    ),
+    "rtx4090-1b-no-clip-bf16": (
+        RTX4090,
+        "1b",
+        {},
+        dict(
+            recipe="bf16",
+            seq_len=2048,
+            tokens_per_step=16384,
+            device_bytes=6 * GIB,
+            host_bytes=16 * GIB,
+            clip=0,
+        ),
+    ),
+    "rtx4090-qk-norm-long-bf16": (
+        RTX4090,
+        "tiny-qwen3",
+        QWEN3_LONG,
+        dict(
+            recipe="bf16",
+            seq_len=32768,
+            tokens_per_step=65536,
+            chunk_tokens=8192,
+            device_bytes=4 * GIB,
+            host_bytes=16 * GIB,
+            clip=1,
+        ),
+    ),
+    "rtx5090-64-layers-rounds-master": (
+        RTX5090,
+        "32b",
+        DEEP,
+        dict(
+            recipe="fp32-master",
+            seq_len=4096,
+            tokens_per_step=16384,
+            chunk_tokens=8192,
+            chunks_per_round=1,
+            device_bytes=4 * GIB,
+            host_bytes=40 * GIB,
+            clip=1,
+        ),
+    ),
+    "rtx5090-64-layers-split-master": (
+        RTX5090,
+        "32b",
+        DEEP,
+        dict(
+            recipe="fp32-master",
+            seq_len=4096,
+            tokens_per_step=8192,
+            device_bytes=6 * GIB,
+            host_bytes=40 * GIB,
+            clip=1,
+        ),
+    ),
 }
 LONG_PLANS = {
-    "h200-8b-24-84-bf16": (H200, "8b", {}, dict(recipe="bf16", seq_len=8192, tokens_per_step=65536, device_bytes=24 * GIB, host_bytes=84 * GIB, clip=1)),
-    "h200-8b-90-84-bf16": (H200, "8b", {}, dict(recipe="bf16", seq_len=8192, tokens_per_step=65536, device_bytes=90 * GIB, host_bytes=84 * GIB, clip=1)),
-    "rtx5090-64-layers-master": (RTX5090, "32b", DEEP, dict(recipe="fp32-master", seq_len=4096, tokens_per_step=16384, device_bytes=6 * GIB,
-                                                             host_bytes=40 * GIB, clip=1)),
+    "h200-8b-24-84-bf16": (
+        H200,
+        "8b",
+        {},
+        dict(
+            recipe="bf16",
+            seq_len=8192,
+            tokens_per_step=65536,
+            device_bytes=24 * GIB,
+            host_bytes=84 * GIB,
+            clip=1,
+        ),
+    ),
+    "h200-8b-90-84-bf16": (
+        H200,
+        "8b",
+        {},
+        dict(
+            recipe="bf16",
+            seq_len=8192,
+            tokens_per_step=65536,
+            device_bytes=90 * GIB,
+            host_bytes=84 * GIB,
+            clip=1,
+        ),
+    ),
+    "rtx5090-64-layers-master": (
+        RTX5090,
+        "32b",
+        DEEP,
+        dict(
+            recipe="fp32-master",
+            seq_len=4096,
+            tokens_per_step=16384,
+            device_bytes=6 * GIB,
+            host_bytes=40 * GIB,
+            clip=1,
+        ),
+    ),
 }
 
 # name: (config.json of models/, what is changed in it, arguments of Plan)
@@ -62,18 +244,55 @@ WEIGHTS = {
     "train-master": ("tiny-llama", {}, dict(recipe="fp32-master", seq_len=64, clip=True)),
     "train-bf16-no-clip": ("tiny-llama", {}, dict(recipe="bf16", seq_len=64, clip=False)),
     "train-tied-bias-bf16": ("tiny-qwen2", {}, dict(recipe="bf16", seq_len=64, clip=True)),
-    "train-tied-qk-norm-master": ("tiny-qwen3", {"tie_word_embeddings": True}, dict(recipe="fp32-master", seq_len=64, clip=True)),
-    "train-rounds-of-slices-fp32": ("tiny-qwen3", {"tie_word_embeddings": False},
-                                    dict(recipe="fp32", seq_len=160, tokens_per_step=640, chunk_tokens=64, chunks_per_round=3, device_mem=4 * MIB, clip=True)),
-    "train-embedding-at-home-master": ("tiny-llama", LARGE_VOCABULARY, dict(recipe="fp32-master", seq_len=64, tokens_per_step=512, chunk_tokens=64,
-                                                                            chunks_per_round=2, device_mem=6 * MIB, clip=True)),
-    "train-embedding-at-home-bf16": ("tiny-qwen3", LARGE_VOCABULARY | {"tie_word_embeddings": False},
-                                     dict(recipe="bf16", seq_len=256, tokens_per_step=1024, chunk_tokens=64, chunks_per_round=4, device_mem=6 * MIB, clip=True)),
+    "train-tied-qk-norm-master": (
+        "tiny-qwen3",
+        {"tie_word_embeddings": True},
+        dict(recipe="fp32-master", seq_len=64, clip=True),
+    ),
+    "train-rounds-of-slices-fp32": (
+        "tiny-qwen3",
+        {"tie_word_embeddings": False},
+        dict(
+            recipe="fp32",
+            seq_len=160,
+            tokens_per_step=640,
+            chunk_tokens=64,
+            chunks_per_round=3,
+            device_mem=4 * MIB,
+            clip=True,
+        ),
+    ),
+    "train-embedding-at-home-master": (
+        "tiny-llama",
+        LARGE_VOCABULARY,
+        dict(
+            recipe="fp32-master",
+            seq_len=64,
+            tokens_per_step=512,
+            chunk_tokens=64,
+            chunks_per_round=2,
+            device_mem=6 * MIB,
+            clip=True,
+        ),
+    ),
+    "train-embedding-at-home-bf16": (
+        "tiny-qwen3",
+        LARGE_VOCABULARY | {"tie_word_embeddings": False},
+        dict(
+            recipe="bf16",
+            seq_len=256,
+            tokens_per_step=1024,
+            chunk_tokens=64,
+            chunks_per_round=4,
+            device_mem=6 * MIB,
+            clip=True,
+        ),
+    ),
 }
 RESERVE = 256 * MIB  # else it is the process's own
 
 
-# ---- comparing ------------------------------------------------------------------------------------------------------------------------
+# ---- comparing -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -84,24 +303,50 @@ def writing(request):
 def layout(value, indent=0):
     """JSON, indented; a short object of plain values, as a unit or a chunk's fates, on one line."""
     inside = "\n" + " " * (indent + 1)
-    if isinstance(value, dict) and (indent == 0 or len(json.dumps(value)) > 200 or any(isinstance(v, (dict, list)) for v in value.values())):
-        return "{" + ",".join(f"{inside}{json.dumps(k)}: {layout(v, indent + 1)}" for k, v in value.items()) + "\n" + " " * indent + "}"
+    if isinstance(value, dict) and (
+        indent == 0
+        or len(json.dumps(value)) > 200
+        or any(isinstance(v, (dict, list)) for v in value.values())
+    ):
+        return (
+            "{"
+            + ",".join(
+                f"{inside}{json.dumps(k)}: {layout(v, indent + 1)}" for k, v in value.items()
+            )
+            + "\n"
+            + " " * indent
+            + "}"
+        )
     if isinstance(value, list) and value:
-        return "[" + ",".join(inside + layout(v, indent + 1) for v in value) + "\n" + " " * indent + "]"
+        return (
+            "["
+            + ",".join(inside + layout(v, indent + 1) for v in value)
+            + "\n"
+            + " " * indent
+            + "]"
+        )
     return json.dumps(value)
 
 
 def differences(golden, now, path=""):
     """["key: golden -> now"] of all that differs."""
     if type(golden) is type(now) and isinstance(golden, (dict, list)):
-        keys = list(dict.fromkeys([*golden, *now])) if isinstance(golden, dict) else range(max(len(golden), len(now)))
+        keys = (
+            list(dict.fromkeys([*golden, *now]))
+            if isinstance(golden, dict)
+            else range(max(len(golden), len(now)))
+        )
         has = (lambda v, k: k in v) if isinstance(golden, dict) else (lambda v, k: k < len(v))
         found = []
         for k in keys:
             name = f"{path}[{k}]" if isinstance(golden, list) else f"{path}.{k}" if path else k
             found += differences(*(v[k] if has(v, k) else "(missing)" for v in (golden, now)), name)
         return found
-    return [] if golden == now and type(golden) is type(now) else [f"{path}: {json.dumps(golden)} -> {json.dumps(now)}"]
+    return (
+        []
+        if golden == now and type(golden) is type(now)
+        else [f"{path}: {json.dumps(golden)} -> {json.dumps(now)}"]
+    )
 
 
 def compare(name, now, writing, hint=""):
@@ -113,15 +358,21 @@ def compare(name, now, writing, hint=""):
         pytest.fail(f"tests/golden/{name} is missing: `make golden` writes it", pytrace=False)
     elif found := differences(json.loads(path.read_text()), now):
         more = f"\n  and {len(found) - 20} more" if len(found) > 20 else ""
-        pytest.fail(f"tests/golden/{name} differs in {len(found)} keys (golden -> now):\n  " + "\n  ".join(found[:20]) + more + hint +
-                    "\nIf this is meant, `make golden` writes the files anew: commit them by themselves, and say why.", pytrace=False)
+        pytest.fail(
+            f"tests/golden/{name} differs in {len(found)} keys (golden -> now):\n  "
+            + "\n  ".join(found[:20])
+            + more
+            + hint
+            + "\nIf this is meant, `make golden` writes the files anew: commit them by themselves, and say why.",
+            pytrace=False,
+        )
 
 
 def config(base, changes):
     return json.loads((ROOT / f"models/{base}.json").read_text()) | changes
 
 
-# ---- plans and schedules --------------------------------------------------------------------------------------------------------------
+# ---- plans and schedules -------------------------------------------------------------------------
 
 COLUMNS = ("kernels", "streams", "labels", "arguments", "ranges", "work", "waits")
 
@@ -130,23 +381,41 @@ def summary(lines):
     """SHA-256 sums of the ops' columns, and of all; how many ops of each stream and kernel."""
     ops = [line.split("\t") for line in lines]
     assert all(len(op) == len(COLUMNS) for op in ops)
-    of = {name: hashlib.sha256("\n".join(op[i] for op in ops).encode()).hexdigest() for i, name in enumerate(COLUMNS)}
+    of = {
+        name: hashlib.sha256("\n".join(op[i] for op in ops).encode()).hexdigest()
+        for i, name in enumerate(COLUMNS)
+    }
     count = lambda i: dict(sorted(Counter(op[i] for op in ops).items()))
-    return {"n_ops": len(ops), "sha256": hashlib.sha256("\n".join(lines).encode()).hexdigest(), "sha256_of_columns": of,
-            "ops_of_stream": count(1), "ops_of_kernel": count(0)}
+    return {
+        "n_ops": len(ops),
+        "sha256": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
+        "sha256_of_columns": of,
+        "ops_of_stream": count(1),
+        "ops_of_kernel": count(0),
+    }
 
 
 def check_plan(case, tmp_path, writing):
     hardware, base, changes, fields = {**PLANS, **LONG_PLANS}[case]
     (tmp_path / "config.json").write_text(json.dumps(config(base, changes)))
-    words = [BUILD / "tests/golden", tmp_path / "config.json", hardware, *(f"{k}={v}" for k, v in (fields | {"reserve_bytes": RESERVE, "trace_steps": 2}).items())]
+    words = [
+        BUILD / "tests/golden",
+        tmp_path / "config.json",
+        hardware,
+        *(f"{k}={v}" for k, v in (fields | {"reserve_bytes": RESERVE, "trace_steps": 2}).items()),
+    ]
     done = subprocess.run([str(w) for w in words], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr + done.stdout[-1000:]
     plan, *ops = done.stdout.splitlines()
     (tmp_path / "ops.txt").write_text("\n".join(ops) + "\n")
     compare(f"{case}.plan.json", json.loads(plan), writing)
     command = " ".join(str(w) for w in words)
-    compare(f"{case}.schedule.json", summary(ops), writing, f"\nThe ops are in {tmp_path}/ops.txt; to see which, compare them with those of the commit before:\n  {command}")
+    compare(
+        f"{case}.schedule.json",
+        summary(ops),
+        writing,
+        f"\nThe ops are in {tmp_path}/ops.txt; to see which, compare them with those of the commit before:\n  {command}",
+    )
 
 
 @pytest.mark.parametrize("case", PLANS)
@@ -160,13 +429,20 @@ def test_a_large_plan_and_its_schedule_are_as_ever(case, tmp_path, writing):
     check_plan(case, tmp_path, writing)
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 @functools.cache
 def why_no_weights():
     """Why this machine's bits may be others; None where they may not."""
-    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "").split()
+    flags = next(
+        (
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("flags")
+        ),
+        "",
+    ).split()
     if not {"avx2", "fma"} <= set(flags):
         return "OpenBLAS's kernels for Haswell, which the golden weights are of, need a CPU with AVX2 and FMA"
     if not (BUILD / "lib/libscipy_openblas.so").exists():
@@ -176,14 +452,27 @@ def why_no_weights():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """{case: results} of golden_train.py; on the kernels of one kind of CPU, whatever this one is."""
+    """{case: results} of golden_train.py; on the kernels of one kind of CPU, whatever this one
+    is."""
     if why_no_weights():
         pytest.skip(why_no_weights())
-    cases = {name: {"config": config(base, changes), "hardware": str(CPU), "ask": ask | {"threads": 2, "reserve": RESERVE}}
-             for name, (base, changes, ask) in WEIGHTS.items()}
+    cases = {
+        name: {
+            "config": config(base, changes),
+            "hardware": str(CPU),
+            "ask": ask | {"threads": 2, "reserve": RESERVE},
+        }
+        for name, (base, changes, ask) in WEIGHTS.items()
+    }
     env = os.environ | {"OPENBLAS_CORETYPE": "Haswell", "PYTHONPATH": str(ROOT / "python")}
-    done = subprocess.run([sys.executable, ROOT / "tests/golden_train.py", tmp_path_factory.mktemp("golden")], input=json.dumps(cases), env=env,
-                          capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/golden_train.py", tmp_path_factory.mktemp("golden")],
+        input=json.dumps(cases),
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -194,12 +483,20 @@ def test_trained_weights_are_the_same_bits_as_ever(case, trained, writing):
 
 
 def test_there_is_no_golden_file_without_a_case():
-    wanted = {f"{case}.{what}.json" for case in [*PLANS, *LONG_PLANS] for what in ("plan", "schedule")} | {f"{case}.weights.json" for case in WEIGHTS}
+    wanted = {
+        f"{case}.{what}.json" for case in [*PLANS, *LONG_PLANS] for what in ("plan", "schedule")
+    } | {f"{case}.weights.json" for case in WEIGHTS}
     assert {p.name for p in GOLDEN.iterdir()} == wanted | {CPU.name}
 
 
 def test_a_difference_is_told_by_case_and_key():
     golden = {"a": 1, "units": [{"update": "host"}, {"update": "host"}], "gone": 0}
     now = {"a": 1, "units": [{"update": "host"}, {"update": "device"}], "new": [1]}
-    assert differences(golden, now) == ['units[1].update: "host" -> "device"', 'gone: 0 -> "(missing)"', 'new: "(missing)" -> [1]']
-    assert differences(golden, json.loads(layout(golden))) == [] and differences({"a": 1}, {"a": 1.0}) == ["a: 1 -> 1.0"]
+    assert differences(golden, now) == [
+        'units[1].update: "host" -> "device"',
+        'gone: 0 -> "(missing)"',
+        'new: "(missing)" -> [1]',
+    ]
+    assert differences(golden, json.loads(layout(golden))) == [] and differences(
+        {"a": 1}, {"a": 1.0}
+    ) == ["a: 1 -> 1.0"]

@@ -1,4 +1,6 @@
-"""Rates of a machine: measured in full, kept as JSON, read back, refused when they are not this machine's, and what plans make of them."""
+"""Rates of a machine: measured in full, kept as JSON, read back, refused when they are not this
+machine's, and what plans make of them."""
+
 import json
 import os
 import re
@@ -8,15 +10,22 @@ from pathlib import Path
 
 import pytest
 from conftest import BUILD, ROOT
-from test_plan import config, rates
-
 from penstock import BudgetError, FormatError, Hardware, ModelConfig, Plan
 from penstock._lib import StateError, check, encode_path, lib, struct
+from test_plan import config, rates
 
 BINARY = BUILD / "bin/penstock"
 PEOPLES = {"first_touch_bytes_per_s", "optimizer_by_threads"}
-GPUS = {"pin_bytes_per_s", "pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s", "loaded_h2d_bytes_per_s", "loaded_d2h_bytes_per_s",
-        "loaded_gemm_flops_per_s", "device_peak_bytes_per_s", "link_peak_bytes_per_s"}
+GPUS = {
+    "pin_bytes_per_s",
+    "pageable_h2d_bytes_per_s",
+    "pageable_d2h_bytes_per_s",
+    "loaded_h2d_bytes_per_s",
+    "loaded_d2h_bytes_per_s",
+    "loaded_gemm_flops_per_s",
+    "device_peak_bytes_per_s",
+    "link_peak_bytes_per_s",
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +64,10 @@ def test_a_profile_on_the_cpu_backend_fills_everything(profiled):
         if name.endswith("_per_s") and name not in GPUS:
             assert min(value if isinstance(value, list) else [value]) > 0, name
     assert [e["rows"] for e in entries(d["gemm"])] == [32, 128, 512, 1024]
-    kinds = [("slice" if e["kv_rows"] > e["rows"] else "packed" if e["packed"] > 1 else "whole") for e in entries(d["attention"])]
+    kinds = [
+        ("slice" if e["kv_rows"] > e["rows"] else "packed" if e["packed"] > 1 else "whole")
+        for e in entries(d["attention"])
+    ]
     assert [kinds.count(k) for k in ("whole", "packed", "slice")] == [3, 3, 3]
     for e in entries(d["gemm"]) + entries(d["attention"]):
         assert all(v > 1e6 for k, v in e.items() if k.endswith("flops_per_s"))
@@ -65,18 +77,43 @@ def test_a_profile_on_the_cpu_backend_fills_everything(profiled):
 def test_measuring_in_short_leaves_out_what_only_people_look_at():
     d = Hardware.measure(2, 0.1, "cpu").as_dict()
     assert d["first_touch_bytes_per_s"] == 0 and not entries(d["optimizer_by_threads"])
-    assert all(d[name] > 0 for name in ("sumsq_bytes_per_s", "accumulate_bytes_per_s", "gather_bytes_per_s")) and len(entries(d["attention"])) == 9
+    assert (
+        all(
+            d[name] > 0
+            for name in ("sumsq_bytes_per_s", "accumulate_bytes_per_s", "gather_bytes_per_s")
+        )
+        and len(entries(d["attention"])) == 9
+    )
 
 
 def test_a_file_gives_back_what_was_written(profiled, tmp_path):
-    assert any(e["found"] for e in read(with_found(profiled, tmp_path / "a.json")).as_dict()["attention"])
+    assert any(
+        e["found"] for e in read(with_found(profiled, tmp_path / "a.json")).as_dict()["attention"]
+    )
     read(tmp_path / "a.json").write(tmp_path / "b.json")
-    assert json.loads((tmp_path / "a.json").read_text()) == json.loads((tmp_path / "b.json").read_text())
+    assert json.loads((tmp_path / "a.json").read_text()) == json.loads(
+        (tmp_path / "b.json").read_text()
+    )
     profiled.write(tmp_path / "a.json")
-    assert Hardware.read(tmp_path / "a.json").as_dict() == read(tmp_path / "a.json").as_dict() == profiled.as_dict()
+    assert (
+        Hardware.read(tmp_path / "a.json").as_dict()
+        == read(tmp_path / "a.json").as_dict()
+        == profiled.as_dict()
+    )
 
 
-@pytest.mark.parametrize("change", [{"layout": None}, {"layout": 1}, {"cudnn_version": 91900}, {"driver_version": 13000}, {"cublaslt_version": 1}, {"flash4_version": 1}, {"n_threads": 3}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layout": None},
+        {"layout": 1},
+        {"cudnn_version": 91900},
+        {"driver_version": 13000},
+        {"cublaslt_version": 1},
+        {"flash4_version": 1},
+        {"n_threads": 3},
+    ],
+)
 def test_rates_of_another_layout_machine_or_library_are_measured_anew(profiled, tmp_path, change):
     with pytest.raises(StateError, match="run penstock profile"):
         read(changed(profiled, tmp_path / "a.json", **change))
@@ -86,8 +123,25 @@ def test_an_old_file_in_the_cache_is_replaced(profiled, tiny_model, tmp_path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = Hardware.cache_path(2, "cpu")
     path.parent.mkdir()
-    old = {"gemm_bf16": None, "attention_bf16": None, "layout": None, "sumsq_bytes_per_s": None, "gemm_bf16_flops_per_s": 12345.0}
-    command = [BINARY, "plan", "--backend", "cpu", "--threads", "2", "--model", tiny_model, "--seq-len", "64"]
+    old = {
+        "gemm_bf16": None,
+        "attention_bf16": None,
+        "layout": None,
+        "sumsq_bytes_per_s": None,
+        "gemm_bf16_flops_per_s": 12345.0,
+    }
+    command = [
+        BINARY,
+        "plan",
+        "--backend",
+        "cpu",
+        "--threads",
+        "2",
+        "--model",
+        tiny_model,
+        "--seq-len",
+        "64",
+    ]
     for again in (True, False):
         if again:
             changed(profiled, path, **old)
@@ -99,52 +153,146 @@ def test_an_old_file_in_the_cache_is_replaced(profiled, tiny_model, tmp_path, mo
 
 
 def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
-    gone = {name: None for name in json.loads(changed(profiled, tmp_path / "a.json").read_text())
-            if name in PEOPLES | GPUS | {"layout", "measured", "gemm_bf16", "attention_bf16", "accumulate_bytes_per_s", "accumulate_sumsq_bytes_per_s",
-                                         "sumsq_bytes_per_s", "gather_bytes_per_s", "idle_gain", "idle_most", "driver_version", "cublaslt_version", "flash4_version"}}
-    d = Hardware.read(changed(profiled, tmp_path / "a.json", **gone, attention_bf16_flops_per_s=5e12, attention_bwd_bf16_flops_per_s=4e12,
-                              gemm_bf16_flops_per_s=9e12, optimizer_bytes_per_s=3e9, memory_bytes_per_s=2e10)).as_dict()
+    gone = {
+        name: None
+        for name in json.loads(changed(profiled, tmp_path / "a.json").read_text())
+        if name
+        in PEOPLES
+        | GPUS
+        | {
+            "layout",
+            "measured",
+            "gemm_bf16",
+            "attention_bf16",
+            "accumulate_bytes_per_s",
+            "accumulate_sumsq_bytes_per_s",
+            "sumsq_bytes_per_s",
+            "gather_bytes_per_s",
+            "idle_gain",
+            "idle_most",
+            "driver_version",
+            "cublaslt_version",
+            "flash4_version",
+        }
+    }
+    d = Hardware.read(
+        changed(
+            profiled,
+            tmp_path / "a.json",
+            **gone,
+            attention_bf16_flops_per_s=5e12,
+            attention_bwd_bf16_flops_per_s=4e12,
+            gemm_bf16_flops_per_s=9e12,
+            optimizer_bytes_per_s=3e9,
+            memory_bytes_per_s=2e10,
+        )
+    ).as_dict()
     (attention,), (gemm,) = entries(d["attention"]), entries(d["gemm"])
-    assert (attention["forward_flops_per_s"], attention["backward_flops_per_s"], attention["packed"]) == (5e12, 4e12, 1)
+    assert (
+        attention["forward_flops_per_s"],
+        attention["backward_flops_per_s"],
+        attention["packed"],
+    ) == (5e12, 4e12, 1)
     assert {gemm[k] for k in gemm if k.endswith("per_s")} == {9e12}
-    assert d["measured"] and d["accumulate_bytes_per_s"] == d["sumsq_bytes_per_s"] == 3e9 and d["gather_bytes_per_s"] == 5e9
+    assert (
+        d["measured"]
+        and d["accumulate_bytes_per_s"] == d["sumsq_bytes_per_s"] == 3e9
+        and d["gather_bytes_per_s"] == 5e9
+    )
 
 
-SHARE = {"kinds": 7, "threads": 2, "h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9, "host_bytes_per_s": 1e9}
-WHOLE = {"rows": 64, "kv_rows": 64, "packed": 1, "forward_flops_per_s": 1e12, "backward_flops_per_s": 1e12}
+SHARE = {
+    "kinds": 7,
+    "threads": 2,
+    "h2d_bytes_per_s": 1e9,
+    "d2h_bytes_per_s": 1e9,
+    "host_bytes_per_s": 1e9,
+}
+WHOLE = {
+    "rows": 64,
+    "kv_rows": 64,
+    "packed": 1,
+    "forward_flops_per_s": 1e12,
+    "backward_flops_per_s": 1e12,
+}
 
 
-@pytest.mark.parametrize("change,says", [
-    ({"attention_bf16": [WHOLE, WHOLE | {"packed": 0}]}, r"attention_bf16\[1\]\.packed is missing or no positive"),
-    ({"attention_bf16": [WHOLE | {"backward_flops_per_s": 0}]}, r"attention_bf16\[0\]\.backward_flops_per_s is missing or not positive"),
-    ({"attention_bf16": [WHOLE | {"kv_rows": 32}]}, r"32 kv_rows for 64 rows, packed 1, found 0: none of whole, packed, found and slice"),
-    ({"attention_bf16": [WHOLE, WHOLE | {"packed": 2, "kv_rows": 128}]}, r"attention_bf16\[1\]: 128 kv_rows for 64 rows, packed 2"),
-    ({"attention_bf16": [WHOLE, WHOLE | {"found": 1, "kv_rows": 128}]}, r"attention_bf16\[1\]: 128 kv_rows for 64 rows, packed 1, found 1"),
-    ({"attention_bf16": [WHOLE, WHOLE | {"found": 2}]}, r"attention_bf16\[1\]\.found is neither 0 nor 1"),
-    ({"attention_bf16": [WHOLE | {"found": 1}]}, r"needs an entry of a whole sequence"),
-    ({"attention_bf16": [WHOLE | {"packed": 2}]}, r"needs an entry of a whole sequence"),
-    ({"memory_shares": [SHARE, SHARE | {"kinds": 3}]}, r"memory_shares\[1\]\.kinds 3: neither sums"),
-    ({"memory_shares": [SHARE | {"kinds": 12}]}, r"memory_shares\[0\]\.kinds 12: neither sums"),
-    ({"memory_shares": [SHARE | {"threads": 0}]}, r"memory_shares\[0\]\.threads is missing or no positive"),
-    ({"attention_bf16": [WHOLE] * 13}, r"a list of at most 12 entries"),
-    ({"gemm_bf16": {"rows": 1}}, r"gemm_bf16 must be a list"),
-    ({"gemm_bf16": [{"rows": 1}]}, r"gemm_bf16\[0\]\.forward_flops_per_s is missing"),
-    ({"sumsq_bytes_per_s": -1}, r"sumsq_bytes_per_s is missing or not positive"),
-    ({"h2d_bytes_per_s": None}, r"h2d_bytes_per_s is missing or not positive"),
-])
+@pytest.mark.parametrize(
+    "change,says",
+    [
+        (
+            {"attention_bf16": [WHOLE, WHOLE | {"packed": 0}]},
+            r"attention_bf16\[1\]\.packed is missing or no positive",
+        ),
+        (
+            {"attention_bf16": [WHOLE | {"backward_flops_per_s": 0}]},
+            r"attention_bf16\[0\]\.backward_flops_per_s is missing or not positive",
+        ),
+        (
+            {"attention_bf16": [WHOLE | {"kv_rows": 32}]},
+            r"32 kv_rows for 64 rows, packed 1, found 0: none of whole, packed, found and slice",
+        ),
+        (
+            {"attention_bf16": [WHOLE, WHOLE | {"packed": 2, "kv_rows": 128}]},
+            r"attention_bf16\[1\]: 128 kv_rows for 64 rows, packed 2",
+        ),
+        (
+            {"attention_bf16": [WHOLE, WHOLE | {"found": 1, "kv_rows": 128}]},
+            r"attention_bf16\[1\]: 128 kv_rows for 64 rows, packed 1, found 1",
+        ),
+        (
+            {"attention_bf16": [WHOLE, WHOLE | {"found": 2}]},
+            r"attention_bf16\[1\]\.found is neither 0 nor 1",
+        ),
+        ({"attention_bf16": [WHOLE | {"found": 1}]}, r"needs an entry of a whole sequence"),
+        ({"attention_bf16": [WHOLE | {"packed": 2}]}, r"needs an entry of a whole sequence"),
+        (
+            {"memory_shares": [SHARE, SHARE | {"kinds": 3}]},
+            r"memory_shares\[1\]\.kinds 3: neither sums",
+        ),
+        ({"memory_shares": [SHARE | {"kinds": 12}]}, r"memory_shares\[0\]\.kinds 12: neither sums"),
+        (
+            {"memory_shares": [SHARE | {"threads": 0}]},
+            r"memory_shares\[0\]\.threads is missing or no positive",
+        ),
+        ({"attention_bf16": [WHOLE] * 13}, r"a list of at most 12 entries"),
+        ({"gemm_bf16": {"rows": 1}}, r"gemm_bf16 must be a list"),
+        ({"gemm_bf16": [{"rows": 1}]}, r"gemm_bf16\[0\]\.forward_flops_per_s is missing"),
+        ({"sumsq_bytes_per_s": -1}, r"sumsq_bytes_per_s is missing or not positive"),
+        ({"h2d_bytes_per_s": None}, r"h2d_bytes_per_s is missing or not positive"),
+    ],
+)
 def test_a_wrong_description_is_refused_by_the_fields_name(profiled, tmp_path, change, says):
     with pytest.raises(FormatError, match=says):
         Hardware.read(changed(profiled, tmp_path / "a.json", **change))
 
 
 def test_a_described_machine_is_planned_for_with_the_host_memory_that_is_given(profiled, tmp_path):
-    """--host-mem is what the machine planned for has, however little FILE says; without it FILE's memory is the limit."""
+    """--host-mem is what the machine planned for has, however little FILE says; without it FILE's
+    memory is the limit."""
     config(tmp_path, vocab_size=32768, hidden_size=512)  # 300 MB at home
-    command = [BINARY, "plan", "--model", tmp_path, "--seq-len", "64", "--json", "--hardware", changed(profiled, tmp_path / "a.json", host_memory_bytes=100 << 20)]
-    planned = subprocess.run([*command, "--host-mem", "2GiB"], capture_output=True, text=True, check=True)
+    command = [
+        BINARY,
+        "plan",
+        "--model",
+        tmp_path,
+        "--seq-len",
+        "64",
+        "--json",
+        "--hardware",
+        changed(profiled, tmp_path / "a.json", host_memory_bytes=100 << 20),
+    ]
+    planned = subprocess.run(
+        [*command, "--host-mem", "2GiB"], capture_output=True, text=True, check=True
+    )
     plan = json.loads(planned.stdout)
     assert 100 << 20 < plan["host_bytes"] <= plan["host_cap_bytes"] == 2 << 30
-    grid = subprocess.run([*command, "--grid-device", "1TiB", "--grid-host", "2GiB"], capture_output=True, text=True, check=True)
+    grid = subprocess.run(
+        [*command, "--grid-device", "1TiB", "--grid-host", "2GiB"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert json.loads(grid.stdout)["tokens_per_s"][0][0] > 0
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode == 2 and "the machine has 100.0 MiB" in refused.stderr
@@ -154,19 +302,44 @@ def test_a_described_machine_is_planned_for_with_the_host_memory_that_is_given(p
 def test_the_described_machines_are_planned_for_as_estimates(name):
     hardware = Hardware.read(ROOT / f"docs/hardware-{name}.json")
     assert hardware.peak_flops_per_s == lib.ps_hardware_peak(hardware.device_name.encode()) > 0
-    plan = Plan(ModelConfig.read(ROOT / "models/1b.json"), hardware=hardware, seq_len=4096, tokens_per_step=32768)
+    plan = Plan(
+        ModelConfig.read(ROOT / "models/1b.json"),
+        hardware=hardware,
+        seq_len=4096,
+        tokens_per_step=32768,
+    )
     assert "(estimated rates)" in str(plan) and plan.report["step_s"] > 0
 
 
 def test_where_packed_attention_is_slow_chunks_hold_one_sequence(tmp_path):
-    """An op costs so much that fewer, larger chunks win, unless attention of packed sequences takes a hundred times as long: of those whose
-    documents are known only if it is theirs that is slow."""
+    """An op costs so much that fewer, larger chunks win, unless attention of packed sequences takes
+    a hundred times as long: of those whose documents are known only if it is theirs that is
+    slow."""
     model = config(tmp_path)
     for packed, found, chunk in ((1e11, 1e9, 4096), (1e9, 1e11, 1024)):
         hardware = rates(op_ns=2e5)
-        hardware._ptr.attention[0] = {"rows": 1024, "kv_rows": 1024, "packed": 1, "forward_flops_per_s": 1e11, "backward_flops_per_s": 1e11}
-        hardware._ptr.attention[1] = {"rows": 4096, "kv_rows": 4096, "packed": 4, "forward_flops_per_s": packed, "backward_flops_per_s": packed}
-        hardware._ptr.attention[2] = {"rows": 4096, "kv_rows": 4096, "packed": 4, "found": 1, "forward_flops_per_s": found, "backward_flops_per_s": found}
+        hardware._ptr.attention[0] = {
+            "rows": 1024,
+            "kv_rows": 1024,
+            "packed": 1,
+            "forward_flops_per_s": 1e11,
+            "backward_flops_per_s": 1e11,
+        }
+        hardware._ptr.attention[1] = {
+            "rows": 4096,
+            "kv_rows": 4096,
+            "packed": 4,
+            "forward_flops_per_s": packed,
+            "backward_flops_per_s": packed,
+        }
+        hardware._ptr.attention[2] = {
+            "rows": 4096,
+            "kv_rows": 4096,
+            "packed": 4,
+            "found": 1,
+            "forward_flops_per_s": found,
+            "backward_flops_per_s": found,
+        }
         plan = Plan(model, hardware=hardware, seq_len=1024, tokens_per_step=4096, one_document=True)
         assert plan.report["chunk_tokens"] == chunk
 
@@ -175,27 +348,56 @@ def test_the_profile_is_printed_as_a_table_or_json(tmp_path):
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     command = [BINARY, "profile", "--backend", "cpu", "--threads", "2", "--seconds", "0.2"]
     table = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-    for what in ("products, 1024 rows, forward", "gradient of weights", "attention, 8 sequences of 128, forward", "attention, 512 rows behind 3584, forward",
-                 "AdamW on 2 threads", "sum of squares", "rows of the embedding", "first touch of host memory"):
+    for what in (
+        "products, 1024 rows, forward",
+        "gradient of weights",
+        "attention, 8 sequences of 128, forward",
+        "attention, 512 rows behind 3584, forward",
+        "AdamW on 2 threads",
+        "sum of squares",
+        "rows of the embedding",
+        "first touch of host memory",
+    ):
         assert what in table
-    d = json.loads(subprocess.run([*command, "--json"], env=env, capture_output=True, text=True, check=True).stdout)
-    assert len(d["gemm_bf16"]) == 4 and len(d["attention_bf16"]) == 9 and d["optimizer_by_threads"][-1]["threads"] == 2 and d["first_touch_bytes_per_s"] > 0
-    quick = json.loads(subprocess.run([*command, "--json", "--quick"], env=env, capture_output=True, text=True, check=True).stdout)
+    d = json.loads(
+        subprocess.run(
+            [*command, "--json"], env=env, capture_output=True, text=True, check=True
+        ).stdout
+    )
+    assert (
+        len(d["gemm_bf16"]) == 4
+        and len(d["attention_bf16"]) == 9
+        and d["optimizer_by_threads"][-1]["threads"] == 2
+        and d["first_touch_bytes_per_s"] > 0
+    )
+    quick = json.loads(
+        subprocess.run(
+            [*command, "--json", "--quick"], env=env, capture_output=True, text=True, check=True
+        ).stdout
+    )
     assert quick["optimizer_by_threads"] == [] and quick["sumsq_bytes_per_s"] > 0
 
 
-# ---- memory to measure in ------------------------------------------------------------------------------------------------
+# ---- memory to measure in ------------------------------------------------------------------------
 
-# Runs a command and prints its exit status and the peak of its resident memory. Small itself: a child's peak begins with its parent's.
+# Runs a command and prints its exit status and the peak of its resident memory. Small itself: a
+# child's peak begins with its parent's.
 LAUNCH = "import os, sys; p = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ); _, s, r = os.wait4(p, 0); print(os.waitstatus_to_exitcode(s), r.ru_maxrss)"
 
 
 def plan_in(cache, *options, group=None):
-    """Exit status, peak of resident memory in bytes, stderr of `penstock plan` with this cache folder, in this cgroup."""
+    """Exit status, peak of resident memory in bytes, stderr of `penstock plan` with this cache
+    folder, in this cgroup."""
     command = [BINARY, "plan", "--backend", "cpu", "--threads", "2", "--seq-len", "64", *options]
-    enter = f"open({str(group)!r} + '/cgroup.procs', 'w').write(str(os.getpid())); " if group else ""
-    done = subprocess.run([sys.executable, "-c", LAUNCH.replace("; ", "; " + enter, 1), *map(str, command)], capture_output=True, text=True,
-                          env=os.environ | {"XDG_CACHE_HOME": str(cache)})
+    enter = (
+        f"open({str(group)!r} + '/cgroup.procs', 'w').write(str(os.getpid())); " if group else ""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH.replace("; ", "; " + enter, 1), *map(str, command)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)},
+    )
     status, peak = done.stdout.split()[-2:]
     return int(status), int(peak) * 1024, done.stderr
 
@@ -222,12 +424,19 @@ def test_measuring_keeps_within_the_cap_and_is_repeated_where_there_is_more(smal
     assert status == 0 and "measuring this machine" in says and peak > 192 << 20
     kept = rates_in(tmp_path / "c")
     assert kept["measured"] == 1
-    assert "measuring" not in plan_in(tmp_path / "c", *capped)[2] and rates_in(tmp_path / "c") == kept
+    assert (
+        "measuring" not in plan_in(tmp_path / "c", *capped)[2] and rates_in(tmp_path / "c") == kept
+    )
 
 
 def test_a_cap_that_leaves_no_room_to_measure_in_is_planned_with_estimates(small_model, tmp_path):
     status, peak, says = plan_in(tmp_path / "c", "--host-mem", "40MiB", "--model", small_model)
-    assert status == 0 and "takes 46.0 MiB of host memory at least" in says and "rates are estimated" in says and peak < 40 << 20, (status, peak, says)
+    assert (
+        status == 0
+        and "takes 46.0 MiB of host memory at least" in says
+        and "rates are estimated" in says
+        and peak < 40 << 20
+    ), (status, peak, says)
     with pytest.raises(BudgetError, match="measuring this machine takes 46.0 MiB"):
         Hardware.measure(2, 0.1, "cpu", host_mem="1MiB")
 
@@ -235,7 +444,10 @@ def test_a_cap_that_leaves_no_room_to_measure_in_is_planned_with_estimates(small
 @pytest.fixture
 def group_of_64_mib():
     """A memory cgroup, version 1 or 2, with a limit of 64 MiB."""
-    for root, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+    for root, limit in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
         group = root / f"penstock-test-{os.getpid()}"
         try:
             group.mkdir()
@@ -257,7 +469,9 @@ def test_measuring_in_a_cgroup_is_not_killed(small_model, tmp_path, group_of_64_
     assert status == 0 and "measuring this machine" in says, (status, says)
 
 
-def test_rates_that_cannot_be_kept_are_told_of_once_with_the_file(small_model, tmp_path, monkeypatch):
+def test_rates_that_cannot_be_kept_are_told_of_once_with_the_file(
+    small_model, tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
     path = Hardware.cache_path(2, "cpu")
     path.mkdir(parents=True)

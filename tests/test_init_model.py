@@ -1,4 +1,6 @@
-"""models/init_model.py: what it writes opens in transformers and in the library, is reproducible, streams, and refuses in one sentence."""
+"""models/init_model.py: what it writes opens in transformers and in the library, is reproducible,
+streams, and refuses in one sentence."""
+
 import hashlib
 import json
 import math
@@ -9,12 +11,11 @@ import subprocess
 import sys
 import time
 
+import io_native as ps
 import numpy as np
 import pytest
 import safetensors
 import torch
-
-import io_native as ps
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SCRIPT = ps.ROOT / "models/init_model.py"
@@ -22,7 +23,9 @@ TINY = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "demo"]
 
 
 def init(*args, ok=True, **kw):
-    run = subprocess.run([sys.executable, SCRIPT, *map(str, args)], capture_output=True, text=True, **kw)
+    run = subprocess.run(
+        [sys.executable, SCRIPT, *map(str, args)], capture_output=True, text=True, **kw
+    )
     assert (run.returncode == 0) == ok, run.stderr
     return run
 
@@ -32,7 +35,11 @@ def config(name):
 
 
 def digest(folder):
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir()) if p.is_file()}
+    return {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.iterdir())
+        if p.is_file()
+    }
 
 
 def load(folder):
@@ -49,13 +56,17 @@ def test_the_directory_opens_in_transformers_without_missing_or_unexpected_keys(
 
     init(config(name), tmp_path / "m", "--max-shard-size", "1MB")
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "m", output_loading_info=True)
-    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    assert not any(
+        info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    ), info
     assert model.dtype == torch.float32
     for k, t in load(tmp_path / "m").items():
         assert torch.equal(model.state_dict()[k], t), k
     loss = model(torch.arange(64)[None], labels=torch.arange(64)[None]).loss.item()
-    # logits of a fresh model are near 0: the loss is that of a uniform guess, log V; the logits' variance v (below 0.2, from std 0.02
-    # at dim <= 320, rows of unit rms: v = dim * 0.02^2) adds v/2 on average, its noise over 63 tokens sqrt(v/63)
+    # logits of a fresh model are near 0: the loss is that of a uniform guess, log V; the logits'
+    # variance v (below 0.2, from std 0.02
+    # at dim <= 320, rows of unit rms: v = dim * 0.02^2) adds v/2 on average, its noise over 63
+    # tokens sqrt(v/63)
     v = model.config.hidden_size * 0.02**2
     if not model.config.tie_word_embeddings:  # tied, a token's logit for itself is not near 0
         assert abs(loss - math.log(model.config.vocab_size) - v / 2) < 5 * math.sqrt(v / 63)
@@ -88,7 +99,9 @@ def test_values_are_normal_with_scaled_residual_outputs_ones_and_zeros(tmp_path)
             assert bool((t == 0).all()), k
         else:
             std = 0.02 / math.sqrt(2 * 4) if "o_proj" in k or "down_proj" in k else 0.02
-            n = t.numel()  # sample mean and deviation: standard errors std/sqrt(n) and std/sqrt(2n), 5 of them
+            n = (
+                t.numel()
+            )  # sample mean and deviation: standard errors std/sqrt(n) and std/sqrt(2n), 5 of them
             assert abs(t.mean().item()) < 5 * std / math.sqrt(n), k
             assert abs(t.std().item() - std) < 5 * std / math.sqrt(2 * n), k
             assert t.unique().numel() > 0.95 * n, k
@@ -114,7 +127,14 @@ def test_values_depend_on_seed_and_name_only(tmp_path):
 
 
 def test_memory_stays_far_below_the_models_size(tmp_path):
-    cfg = dict(json.loads(config("8b").read_text()), num_hidden_layers=2, vocab_size=32000, hidden_size=2048, intermediate_size=8192, head_dim=64)
+    cfg = dict(
+        json.loads(config("8b").read_text()),
+        num_hidden_layers=2,
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=8192,
+        head_dim=64,
+    )
     (tmp_path / "c.json").write_text(json.dumps(cfg))
     code = """
 import runpy, sys
@@ -122,8 +142,14 @@ sys.argv = sys.argv[1:]
 try: runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as e: assert not e.code
 print([l.split()[1] for l in open("/proc/self/status") if l.startswith("VmHWM")][0])
-"""  # VmHWM and not getrusage: ru_maxrss also counts the process before exec, which is pytest with torch
-    run = subprocess.run([sys.executable, "-c", code, SCRIPT, tmp_path / "c.json", tmp_path / "m"], capture_output=True, text=True, check=True)
+# VmHWM and not getrusage: ru_maxrss also counts the process before exec, which is pytest with torch
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code, SCRIPT, tmp_path / "c.json", tmp_path / "m"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     size = sum(p.stat().st_size for p in (tmp_path / "m").iterdir())
     peak = int(run.stdout.split()[-1]) * 1024
     assert size > 400e6 and peak < 200e6, (size, peak)
@@ -133,9 +159,20 @@ def tokenizer_json(path, size=300):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tok.pre_tokenizer, tok.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tok.train_from_iterator(["def f(x): return x"] * 9, trainers.BpeTrainer(vocab_size=size, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False))
+    tok.train_from_iterator(
+        ["def f(x): return x"] * 9,
+        trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=["<|end|>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
     tok.save(str(path))
     return path
 
@@ -143,7 +180,12 @@ def tokenizer_json(path, size=300):
 def test_a_tokenizer_put_into_the_directory_opens_in_transformers(tmp_path):
     from transformers import AutoTokenizer
 
-    init(config("tiny-llama"), tmp_path / "m", "--tokenizer", tokenizer_json(tmp_path / "tokenizer.json"))
+    init(
+        config("tiny-llama"),
+        tmp_path / "m",
+        "--tokenizer",
+        tokenizer_json(tmp_path / "tokenizer.json"),
+    )
     tok = AutoTokenizer.from_pretrained(tmp_path / "m")
     assert tok.decode(tok("def f(x)")["input_ids"]) == "def f(x)"
     assert (tok.eos_token, tok.eos_token_id, tok.model_max_length) == ("<|end|>", 0, 2048)
@@ -152,7 +194,9 @@ def test_a_tokenizer_put_into_the_directory_opens_in_transformers(tmp_path):
 def refused(tmp_path, args, *parts):
     before = sorted(tmp_path.rglob("*"))
     run = init(*args, ok=False)
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "Traceback" not in run.stderr, run.stderr
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "Traceback" not in run.stderr, (
+        run.stderr
+    )
     for part in parts:
         assert str(part) in run.stderr, run.stderr
     assert sorted(tmp_path.rglob("*")) == before
@@ -176,7 +220,11 @@ def refused(tmp_path, args, *parts):
     ],
 )
 def test_bad_configs_are_refused_in_one_sentence(tmp_path, change, parts):
-    cfg = {k: v for k, v in dict(json.loads(config("tiny-llama").read_text()), **change).items() if v is not ...}
+    cfg = {
+        k: v
+        for k, v in dict(json.loads(config("tiny-llama").read_text()), **change).items()
+        if v is not ...
+    }
     (tmp_path / "c.json").write_text(json.dumps(cfg))
     refused(tmp_path, [tmp_path / "c.json", tmp_path / "m"], *parts)
 
@@ -188,9 +236,13 @@ def test_other_bad_input_is_refused_in_one_sentence(tmp_path):
     refused(tmp_path, [tmp_path / "bad.json", out], tmp_path / "bad.json", "JSON")
     refused(tmp_path, [config("tiny-llama"), tmp_path / "bad.json"], "is a file")
     refused(tmp_path, [config("tiny-llama"), tmp_path / "bad.json" / "m"], "cannot be used")
-    refused(tmp_path, [config("tiny-llama"), out, "--tokenizer", tmp_path / "none.json"], "none.json")
+    refused(
+        tmp_path, [config("tiny-llama"), out, "--tokenizer", tmp_path / "none.json"], "none.json"
+    )
     (tmp_path / "tok.json").write_text('{"model": {}}')
-    refused(tmp_path, [config("tiny-llama"), out, "--tokenizer", tmp_path / "tok.json"], "model.vocab")
+    refused(
+        tmp_path, [config("tiny-llama"), out, "--tokenizer", tmp_path / "tok.json"], "model.vocab"
+    )
     big = tokenizer_json(tmp_path / "tokenizer.json", 300)
     cfg = dict(json.loads(config("tiny-llama").read_text()), vocab_size=200)
     (tmp_path / "c.json").write_text(json.dumps(cfg))
@@ -203,12 +255,20 @@ def test_a_directory_is_replaced_only_when_asked_and_only_a_model(tmp_path):
     first = digest(out)
     refused(tmp_path, [config("tiny-llama"), out], "not empty", "--overwrite")
     init(config("tiny-llama"), out, "--overwrite", "--seed", 5, "--max-shard-size", "1MB")
-    assert digest(out) != first and not (out / "model.safetensors").exists() and [p.name for p in tmp_path.iterdir()] == ["m"]
+    assert (
+        digest(out) != first
+        and not (out / "model.safetensors").exists()
+        and [p.name for p in tmp_path.iterdir()] == ["m"]
+    )
     (out / "README.md").write_text("mine")
     (out / "data").mkdir()
     (out / "data" / "x.bin").write_text("tokens")
     init(config("tiny-llama"), out, "--overwrite")
-    assert digest(out / "data") and (out / "README.md").read_text() == "mine" and (out / "model.safetensors").exists()
+    assert (
+        digest(out / "data")
+        and (out / "README.md").read_text() == "mine"
+        and (out / "model.safetensors").exists()
+    )
     other = tmp_path / "photos"
     other.mkdir()
     (other / "x.jpg").write_text("")
@@ -220,15 +280,25 @@ def test_a_directory_is_replaced_only_when_asked_and_only_a_model(tmp_path):
 def test_a_parent_is_made_and_named_and_not_where_the_model_is_refused(tmp_path):
     assert init(config("tiny-llama"), tmp_path / "m").stderr.count("its parent") == 0
     run = init(config("tiny-llama"), tmp_path / "a/b/m")
-    assert f"init_model: {tmp_path}/a/b/m: its parent {tmp_path}/a/b was not there and is made\n" in run.stderr
-    (tmp_path / "c.json").write_text(json.dumps(dict(json.loads(config("32b").read_text()), num_hidden_layers=4096)))
+    assert (
+        f"init_model: {tmp_path}/a/b/m: its parent {tmp_path}/a/b was not there and is made\n"
+        in run.stderr
+    )
+    (tmp_path / "c.json").write_text(
+        json.dumps(dict(json.loads(config("32b").read_text()), num_hidden_layers=4096))
+    )
     refused(tmp_path, [tmp_path / "c.json", tmp_path / "c/d/m"], "GB of disk")
     assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_nothing_behind(tmp_path, how):
-    p = subprocess.Popen([sys.executable, SCRIPT, config("1b"), tmp_path / "m"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    p = subprocess.Popen(
+        [sys.executable, SCRIPT, config("1b"), tmp_path / "m"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     end = time.monotonic() + 30
     while time.monotonic() < end and not list(tmp_path.glob(".m.penstock-save-*/*.safetensors")):
         time.sleep(0.01)
@@ -241,12 +311,20 @@ def test_interrupted_it_leaves_nothing_behind(tmp_path, how):
 def test_a_full_disk_leaves_nothing_behind(tmp_path):
     import resource
 
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # a write past 1 MiB fails
+    limit = lambda: resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)
+    )  # a write past 1 MiB fails
     run = init(config("demo"), tmp_path / "m", ok=False, preexec_fn=limit)
-    assert run.returncode == 2 and "nothing was left behind" in run.stderr and not list(tmp_path.iterdir())
+    assert (
+        run.returncode == 2
+        and "nothing was left behind" in run.stderr
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_it_needs_numpy_only(tmp_path):
     text = pathlib.Path(SCRIPT).read_text()
-    assert not [w for w in ("torch", "safetensors", "transformers", "penstock") if f"import {w}" in text]
+    assert not [
+        w for w in ("torch", "safetensors", "transformers", "penstock") if f"import {w}" in text
+    ]
     assert np.__version__

@@ -1,4 +1,5 @@
 """Input files: what is not a regular file is refused and never waited for, whoever reads it."""
+
 import os
 import shutil
 import subprocess
@@ -12,16 +13,48 @@ ENV = os.environ | {"PYTHONPATH": str(ROOT / "python")}
 
 
 def commands(model, data, out):
-    plan = [PENSTOCK, "plan", "--backend", "cpu", "--threads", "1", "--model", model, "--seq-len", "64"]
-    train = [PENSTOCK, "train", "--backend", "cpu", "--threads", "1", "--model", model, "--data", data, "--seq-len", "64", "--steps", "1", "--run-dir", out]
+    plan = [
+        PENSTOCK,
+        "plan",
+        "--backend",
+        "cpu",
+        "--threads",
+        "1",
+        "--model",
+        model,
+        "--seq-len",
+        "64",
+    ]
+    train = [
+        PENSTOCK,
+        "train",
+        "--backend",
+        "cpu",
+        "--threads",
+        "1",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--seq-len",
+        "64",
+        "--steps",
+        "1",
+        "--run-dir",
+        out,
+    ]
     info = [PENSTOCK, "info", "--model", model, "--data", data]
     return {"plan": plan, "train": train, "info": info}
 
 
 def refused(command, path, words, env=ENV):
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=env, timeout=60)
+    done = subprocess.run(
+        [str(c) for c in command], capture_output=True, text=True, env=env, timeout=60
+    )
     assert done.returncode == 2, done
-    assert str(path) in done.stderr and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert str(path) in done.stderr and words in done.stderr and "Traceback" not in done.stderr, (
+        done.stderr
+    )
 
 
 @pytest.fixture
@@ -29,12 +62,21 @@ def model(tiny_model, tmp_path):
     return shutil.copytree(tiny_model, tmp_path / "model")
 
 
-CASES = [("plan", "config.json"), ("train", "config.json"), ("info", "config.json"), ("train", "model.safetensors"),
-         ("train", "model.safetensors.index.json"), ("train", "shard"), ("info", "shard")]
+CASES = [
+    ("plan", "config.json"),
+    ("train", "config.json"),
+    ("info", "config.json"),
+    ("train", "model.safetensors"),
+    ("train", "model.safetensors.index.json"),
+    ("train", "shard"),
+    ("info", "shard"),
+]
 
 
 @pytest.mark.parametrize("command, which", CASES)
-def test_a_pipe_in_the_place_of_an_input_is_refused_at_once(model, tiny_shard, tmp_path, command, which):
+def test_a_pipe_in_the_place_of_an_input_is_refused_at_once(
+    model, tiny_shard, tmp_path, command, which
+):
     shard = shutil.copy(tiny_shard, tmp_path / "a.bin")
     path = shard if which == "shard" else model / which
     if which == "model.safetensors.index.json":
@@ -47,22 +89,58 @@ def test_a_pipe_in_the_place_of_an_input_is_refused_at_once(model, tiny_shard, t
 
 def test_a_pipe_in_the_place_of_a_machine_is_refused_at_once(model, tmp_path):
     os.mkfifo(tmp_path / "machine.json")
-    refused([PENSTOCK, "plan", "--model", model, "--seq-len", "64", "--hardware", tmp_path / "machine.json"], tmp_path / "machine.json", "named pipe")
+    refused(
+        [
+            PENSTOCK,
+            "plan",
+            "--model",
+            model,
+            "--seq-len",
+            "64",
+            "--hardware",
+            tmp_path / "machine.json",
+        ],
+        tmp_path / "machine.json",
+        "named pipe",
+    )
 
 
 def test_a_directory_or_a_device_in_the_place_of_a_file_is_named(model, tmp_path):
     (model / "config.json").unlink()
     (model / "config.json").mkdir()
     refused(commands(model, "", "")["plan"], model / "config.json", "a directory")
-    refused([PENSTOCK, "info", "--model", ROOT / "models/tiny-llama.json", "--data", "/dev/null"], "/dev/null", "a character device")
+    refused(
+        [PENSTOCK, "info", "--model", ROOT / "models/tiny-llama.json", "--data", "/dev/null"],
+        "/dev/null",
+        "a character device",
+    )
 
 
 def test_a_pipe_is_refused_by_the_readers_in_python(tmp_path, monkeypatch):
     from penstock import data, plot, trace
+
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for read, error in ((data.read_header, data.DataError), (data.load_tokenizer, data.DataError), (trace.load, OSError), (plot.read_metrics, OSError)):
+    for read, error in (
+        (data.read_header, data.DataError),
+        (data.load_tokenizer, data.DataError),
+        (trace.load, OSError),
+        (plot.read_metrics, OSError),
+    ):
         with pytest.raises(error, match="not a regular file"):
             read(pipe)
-    refused([PYTHON, ROOT / "models/init_model.py", pipe, tmp_path / "out"], pipe, "not a regular file")
-    refused([PYTHON, ROOT / "models/init_model.py", ROOT / "models/tiny-llama.json", tmp_path / "out", "--tokenizer", pipe], pipe, "not a regular file")
+    refused(
+        [PYTHON, ROOT / "models/init_model.py", pipe, tmp_path / "out"], pipe, "not a regular file"
+    )
+    refused(
+        [
+            PYTHON,
+            ROOT / "models/init_model.py",
+            ROOT / "models/tiny-llama.json",
+            tmp_path / "out",
+            "--tokenizer",
+            pipe,
+        ],
+        pipe,
+        "not a regular file",
+    )

@@ -1,4 +1,6 @@
-"""pip install ./python and make wheel: the package works from elsewhere, without the source tree's build. And what pip may fetch."""
+"""pip install ./python and make wheel: the package works from elsewhere, without the source tree's
+build. And what pip may fetch."""
+
 import os
 import re
 import shutil
@@ -17,64 +19,154 @@ SOURCES = ["python", "include", "native", "Makefile", "LICENSE"]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """A virtual environment that sees this one's packages (so that no network is needed), with penstock installed into it. It and
-    the source tree, a copy, lie in a folder with a space in its name."""
+    """A virtual environment that sees this one's packages (so that no network is needed), with
+    penstock installed into it. It and the source tree, a copy, lie in a folder with a space in its
+    name."""
     folder = tmp_path_factory.mktemp("in stall")
     for name in SOURCES:
-        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / "source" / name)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(
+            ROOT / name, folder / "source" / name
+        )
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
-    packages = Path(subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, capture_output=True, text=True).stdout.strip())
-    (packages / "outer.pth").write_text("\n".join([sysconfig.get_path("purelib"), *site.getsitepackages()]))
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK") and k not in ("PYTHONPATH", "MAKEFLAGS", "MFLAGS")}
-    env["CUDA"] = "0"  # its build would fetch NVIDIA's wheels once more: minutes that say nothing about the package
-    done = subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", "--no-build-isolation", "--no-deps", "--no-index", folder / "source/python"], env=env,
-                          capture_output=True, text=True)
+    packages = Path(
+        subprocess.run(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+    )
+    (packages / "outer.pth").write_text(
+        "\n".join([sysconfig.get_path("purelib"), *site.getsitepackages()])
+    )
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("PENSTOCK") and k not in ("PYTHONPATH", "MAKEFLAGS", "MFLAGS")
+    }
+    env["CUDA"] = (
+        # its build would fetch NVIDIA's wheels once more: minutes that say nothing about the
+        # package
+        "0"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            python,
+            "install",
+            "--no-build-isolation",
+            "--no-deps",
+            "--no-index",
+            folder / "source/python",
+        ],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return python, packages, env, folder
 
 
 def test_the_installed_package_runs_from_another_folder(environment):
     python, packages, env, folder = environment
-    code = ("import penstock, penstock._lib as l; print(penstock.__file__); print(l._library_path()); print(penstock.version());"
-            "from penstock import *; p = Program(1, 1); p.call(0, lambda step, x: x.fill(step), writes=[Region(0, 0, 4)]);"
-            "e = Engine([Space(4096)], [Stream('compute')]); r = Run(e, p.compile()); r.submit(3); r.wait(); print(e.array(Region(0, 0, 4)))")
+    code = (
+        "import penstock, penstock._lib as l; print(penstock.__file__); print(l._library_path()); print(penstock.version());"
+        "from penstock import *; p = Program(1, 1); p.call(0, lambda step, x: x.fill(step), writes=[Region(0, 0, 4)]);"
+        "e = Engine([Space(4096)], [Stream('compute')]); r = Run(e, p.compile()); r.submit(3); r.wait(); print(e.array(Region(0, 0, 4)))"
+    )
     done = subprocess.run([python, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     file, library, version, array = done.stdout.splitlines()
-    assert Path(file).parent == packages / "penstock" and Path(library).parent == packages / "penstock/_native"
+    assert (
+        Path(file).parent == packages / "penstock"
+        and Path(library).parent == packages / "penstock/_native"
+    )
     assert re.fullmatch(r"\d+\.\d+\.\d+", version) and array == "[2. 2. 2. 2.]"
 
 
 def test_the_bundled_library_needs_nothing_outside_the_package(environment):
     native = environment[1] / "penstock/_native"
-    assert {"libpenstock.so", "libscipy_openblas.so", "penstock.cdef"} <= {p.name for p in native.iterdir()}
-    loaded = {name: subprocess.run(["ldd", native / name], capture_output=True, text=True, check=True).stdout
-              for name in ("libpenstock.so", "libscipy_openblas.so")}  # the one opens the other at its first product
-    assert "not found" not in "".join(loaded.values()) and f"{native}/" in loaded["libscipy_openblas.so"]
-    done = subprocess.run([environment[0], "-c", "from penstock import Hardware; Hardware.measure(seconds=0.2)"], env=environment[2], cwd=environment[3],
-                          capture_output=True, text=True)
+    assert {"libpenstock.so", "libscipy_openblas.so", "penstock.cdef"} <= {
+        p.name for p in native.iterdir()
+    }
+    loaded = {
+        name: subprocess.run(
+            ["ldd", native / name], capture_output=True, text=True, check=True
+        ).stdout
+        for name in ("libpenstock.so", "libscipy_openblas.so")
+    }  # the one opens the other at its first product
+    assert (
+        "not found" not in "".join(loaded.values())
+        and f"{native}/" in loaded["libscipy_openblas.so"]
+    )
+    done = subprocess.run(
+        [environment[0], "-c", "from penstock import Hardware; Hardware.measure(seconds=0.2)"],
+        env=environment[2],
+        cwd=environment[3],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_the_package_has_the_command_penstock(environment, tiny_model, tiny_shard, tmp_path):
     python, packages, env, folder = environment
     for command in ([python.parent / "penstock"], [python, "-m", "penstock"]):
-        done = subprocess.run([*command, "version"], cwd=folder, env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, "version"], cwd=folder, env=env, capture_output=True, text=True
+        )
         assert done.returncode == 0 and done.stdout.startswith("penstock "), done.stderr
-        assert subprocess.run([*command, "no-such-command"], cwd=folder, env=env, capture_output=True).returncode == 2
+        assert (
+            subprocess.run(
+                [*command, "no-such-command"], cwd=folder, env=env, capture_output=True
+            ).returncode
+            == 2
+        )
     train(python.parent / "penstock", tiny_model, tiny_shard, tmp_path, env)
 
 
 def train(program, model, shard, out, env):
     """Two steps on the CPU."""
-    done = subprocess.run([program, "train", "--model", model, "--data", shard, "--backend", "cpu", "--seq-len", "64", "--tokens-per-step", "128", "--steps", "2",
-                           "--run-dir", out / "run", "--out", out / "out"], cwd=out, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and (out / "out/model.safetensors").exists(), done.stdout + done.stderr
+    done = subprocess.run(
+        [
+            program,
+            "train",
+            "--model",
+            model,
+            "--data",
+            shard,
+            "--backend",
+            "cpu",
+            "--seq-len",
+            "64",
+            "--tokens-per-step",
+            "128",
+            "--steps",
+            "2",
+            "--run-dir",
+            out / "run",
+            "--out",
+            out / "out",
+        ],
+        cwd=out,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and (out / "out/model.safetensors").exists(), (
+        done.stdout + done.stderr
+    )
 
 
 def test_installing_leaves_nothing_generated_in_the_source_tree(environment):
-    assert not any((environment[3] / "source/python" / name).exists() for name in ("penstock/_native", "build", "penstock.egg-info"))
+    assert not any(
+        (environment[3] / "source/python" / name).exists()
+        for name in ("penstock/_native", "build", "penstock.egg-info")
+    )
 
 
 PYPROJECT = (ROOT / "python/pyproject.toml").read_text()
@@ -82,7 +174,12 @@ PYPROJECT = (ROOT / "python/pyproject.toml").read_text()
 
 def listed(name):
     """The requirements of a list in pyproject.toml (Python 3.10 has no reader for it)."""
-    return [Requirement(r) for r in re.findall(r'"([^"]+)"', re.search(rf"^{name} = \[(.*?)\]$", PYPROJECT, re.S | re.M)[1])]
+    return [
+        Requirement(r)
+        for r in re.findall(
+            r'"([^"]+)"', re.search(rf"^{name} = \[(.*?)\]$", PYPROJECT, re.S | re.M)[1]
+        )
+    ]
 
 
 def locked(name):
@@ -94,7 +191,15 @@ def locked(name):
     return pins
 
 
-@pytest.mark.parametrize("name, lock", [("dependencies", "runtime"), ("dependencies", "test"), ("cuda13", "cudnn13"), ("cuda12", "cudnn12")])
+@pytest.mark.parametrize(
+    "name, lock",
+    [
+        ("dependencies", "runtime"),
+        ("dependencies", "test"),
+        ("cuda13", "cudnn13"),
+        ("cuda12", "cudnn12"),
+    ],
+)
 def test_what_is_locked_lies_in_the_packages_ranges(name, lock):
     for requirement in listed(name):
         versions = locked(lock)[requirement.name]
@@ -102,15 +207,26 @@ def test_what_is_locked_lies_in_the_packages_ranges(name, lock):
 
 
 def test_the_package_is_built_with_what_is_locked():
-    wanted = re.findall(r'"([\w-]+)==([\w.]+)"', re.search(r"^requires = (.*)$", PYPROJECT, re.M)[1])
-    assert len(wanted) == 2 and all((locked("wheel") | locked("runtime"))[name] == [version] for name, version in wanted)
+    wanted = re.findall(
+        r'"([\w-]+)==([\w.]+)"', re.search(r"^requires = (.*)$", PYPROJECT, re.M)[1]
+    )
+    assert len(wanted) == 2 and all(
+        (locked("wheel") | locked("runtime"))[name] == [version] for name, version in wanted
+    )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "python").glob("requirements-*.txt")), ids=lambda p: p.stem.removeprefix("requirements-"))
+@pytest.mark.parametrize(
+    "path",
+    sorted((ROOT / "python").glob("requirements-*.txt")),
+    ids=lambda p: p.stem.removeprefix("requirements-"),
+)
 def test_every_download_is_pinned_with_hashes(path):
     text = re.sub(r"\\\n", "", re.sub(r"^#.*\n", "", path.read_text(), flags=re.M))
     for line in text.splitlines():
-        assert re.fullmatch(r"-r requirements-\S+\.txt|[\w.-]+==[\w.+]+( ?;[^#]+?)?( +--hash=sha256:[0-9a-f]{64})+", line), line[:100]
+        assert re.fullmatch(
+            r"-r requirements-\S+\.txt|[\w.-]+==[\w.+]+( ?;[^#]+?)?( +--hash=sha256:[0-9a-f]{64})+",
+            line,
+        ), line[:100]
 
 
 def test_nothing_without_a_hash_is_installed(tmp_path):
@@ -118,12 +234,25 @@ def test_nothing_without_a_hash_is_installed(tmp_path):
     for name in ("pip", "python"):
         (tmp_path / "venv/bin" / name).write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\n')
         (tmp_path / "venv/bin" / name).chmod(0o755)
-    subprocess.run(["sh", ROOT / "python/bootstrap.sh", tmp_path / "venv", "requirements-some.txt", sys.executable], check=True, capture_output=True)
+    subprocess.run(
+        [
+            "sh",
+            ROOT / "python/bootstrap.sh",
+            tmp_path / "venv",
+            "requirements-some.txt",
+            sys.executable,
+        ],
+        check=True,
+        capture_output=True,
+    )
     asked = (tmp_path / "asked").read_text().split()
-    assert {"install", "--require-hashes", "--no-deps"} <= set(asked) and asked[-2:] == ["-r", "requirements-some.txt"]
+    assert {"install", "--require-hashes", "--no-deps"} <= set(asked) and asked[-2:] == [
+        "-r",
+        "requirements-some.txt",
+    ]
 
 
-# ---- with the network: a wheel, and new environments -------------------------------------------------------------------------------
+# ---- with the network: a wheel, and new environments ---------------------------------------------
 
 
 def run(*command, **options):
@@ -135,27 +264,77 @@ def run(*command, **options):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK") and k not in ("PYTHONPATH", "MAKEFLAGS", "MFLAGS")}
-    run("make", "-s", "-C", ROOT, "CUDA=0", f"PYTHON={sys.executable}", f"BUILD={folder}/build", f"-j{os.cpu_count()}", "wheel", env=env)
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("PENSTOCK") and k not in ("PYTHONPATH", "MAKEFLAGS", "MFLAGS")
+    }
+    run(
+        "make",
+        "-s",
+        "-C",
+        ROOT,
+        "CUDA=0",
+        f"PYTHON={sys.executable}",
+        f"BUILD={folder}/build",
+        f"-j{os.cpu_count()}",
+        "wheel",
+        env=env,
+    )
     return next((folder / "build/dist").glob("*.whl"))
 
 
-LOWEST = {r.name: min((s.version for s in r.specifier if s.operator == ">=")) for r in listed("dependencies")}
+LOWEST = {
+    r.name: min(s.version for s in r.specifier if s.operator == ">=")
+    for r in listed("dependencies")
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pins", [[f"{n}=={v}" for n, v in LOWEST.items()], ["--upgrade"], ["transformers"]], ids=["lowest", "newest", "with-transformers"])
-def test_a_new_environment_installs_the_wheel_and_trains(wheel, pins, tiny_model, tiny_shard, tmp_path):
-    """With every dependency at the lowest version of its range, at the newest, and beside the newest transformers."""
+@pytest.mark.parametrize(
+    "pins",
+    [[f"{n}=={v}" for n, v in LOWEST.items()], ["--upgrade"], ["transformers"]],
+    ids=["lowest", "newest", "with-transformers"],
+)
+def test_a_new_environment_installs_the_wheel_and_trains(
+    wheel, pins, tiny_model, tiny_shard, tmp_path
+):
+    """With every dependency at the lowest version of its range, at the newest, and beside the
+    newest transformers."""
     assert re.fullmatch(r"penstock-[\d.]+-py3-none-manylinux_2_\d+_\w+\.whl", wheel.name)
     run(sys.executable, "-m", "venv", tmp_path / "venv")
-    python, env = tmp_path / "venv/bin/python", {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK") and k != "PYTHONPATH"}
+    python, env = (
+        tmp_path / "venv/bin/python",
+        {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK") and k != "PYTHONPATH"},
+    )
     env["PATH"] = f"{tmp_path}/venv/bin:/nowhere"  # no compiler, no make
     run(python, "-m", "pip", "install", "-q", "--only-binary", ":all:", wheel, *pins, env=env)
     train(tmp_path / "venv/bin/penstock", tiny_model, tiny_shard, tmp_path, env)
     (tmp_path / "text.txt").write_text("One line of text.\n" * 2000)
-    run(python, "-m", "penstock.data", tmp_path / "text.txt", "--train-tokenizer", 300, "--out", tmp_path / "data", env=env)
-    run(python, "-m", "penstock.plot", tmp_path / "run/metrics.jsonl", tmp_path / "loss.png", env=env)
+    run(
+        python,
+        "-m",
+        "penstock.data",
+        tmp_path / "text.txt",
+        "--train-tokenizer",
+        300,
+        "--out",
+        tmp_path / "data",
+        env=env,
+    )
+    run(
+        python,
+        "-m",
+        "penstock.plot",
+        tmp_path / "run/metrics.jsonl",
+        tmp_path / "loss.png",
+        env=env,
+    )
     run(python, ROOT / "python/examples/dataflow.py", env=env)
     if pins == ["transformers"]:
-        run(python, "-c", "import transformers, penstock; from transformers import AutoTokenizer", env=env)
+        run(
+            python,
+            "-c",
+            "import transformers, penstock; from transformers import AutoTokenizer",
+            env=env,
+        )

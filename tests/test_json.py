@@ -1,23 +1,27 @@
-"""The strict JSON reader and the writer against Python's json: random documents, mutated documents, the edges of the grammar.
+"""The strict JSON reader and the writer against Python's json: random documents, mutated documents,
+the edges of the grammar.
 
-Stricter than Python's json on purpose, and mirrored by strict() below: duplicate keys, NaN and Infinity, lone surrogates, U+0000 in a
-key, a byte order mark, text that is not UTF-8, more than 64 levels."""
+Stricter than Python's json on purpose, and mirrored by strict() below: duplicate keys, NaN and
+Infinity, lone surrogates, U+0000 in a key, a byte order mark, text that is not UTF-8, more than 64
+levels."""
+
 import ctypes
 import json
 import re
 
+import io_native as ps
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-
-import io_native as ps
 
 CAP = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory):
-    lib = ps.build_shim(ps.ROOT / "tests/native/json_echo.c", tmp_path_factory.mktemp("shim") / "json_echo.so")
+    lib = ps.build_shim(
+        ps.ROOT / "tests/native/json_echo.c", tmp_path_factory.mktemp("shim") / "json_echo.so"
+    )
     lib.ps_last_error.restype = ctypes.c_char_p
     lib.t_json_echo.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t]
     lib.t_json_lookup.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
@@ -54,7 +58,9 @@ def strict(data):
 
     text = data.decode("utf-8")
     value = json.loads(text, object_pairs_hook=pairs, parse_constant=refuse)
-    json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError, a ValueError: lone surrogates
+    json.dumps(
+        value, ensure_ascii=False
+    ).encode()  # UnicodeEncodeError, a ValueError: lone surrogates
     if depth(value) > 64:
         raise ValueError("depth")
     return value
@@ -67,7 +73,8 @@ def depth(v):
 
 
 def same(a, b):
-    """@a is Python's value, @b came through us: numbers beyond u64 became doubles, infinities null, text ends at U+0000."""
+    """@a is Python's value, @b came through us: numbers beyond u64 became doubles, infinities null,
+    text ends at U+0000."""
     if isinstance(a, dict):
         return isinstance(b, dict) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
     if isinstance(a, list):
@@ -86,16 +93,28 @@ def same(a, b):
 
 
 text = st.text(st.characters(blacklist_categories=["Cs"]), max_size=12)
-numbers = st.one_of(st.integers(-(2**70), 2**70), st.integers(0, 2**64 - 1), st.floats(allow_nan=False, allow_infinity=False))
+numbers = st.one_of(
+    st.integers(-(2**70), 2**70),
+    st.integers(0, 2**64 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
 documents = st.recursive(
     st.one_of(st.none(), st.booleans(), numbers, text),
-    lambda kids: st.one_of(st.lists(kids, max_size=12), st.dictionaries(text.map(lambda s: s.replace("\0", "0")), kids, max_size=20)),
+    lambda kids: st.one_of(
+        st.lists(kids, max_size=12),
+        st.dictionaries(text.map(lambda s: s.replace("\0", "0")), kids, max_size=20),
+    ),
     max_leaves=40,
 )
 dumped = st.builds(
-    lambda v, ascii, indent: json.dumps(v, ensure_ascii=ascii, indent=indent).encode(), documents, st.booleans(), st.sampled_from([None, 0, 2])
+    lambda v, ascii, indent: json.dumps(v, ensure_ascii=ascii, indent=indent).encode(),
+    documents,
+    st.booleans(),
+    st.sampled_from([None, 0, 2]),
 )
-FIX = dict(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+FIX = dict(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 
 
 @settings(max_examples=300, **FIX)
@@ -104,8 +123,42 @@ def test_documents_read_and_write_back_the_same(shim, data):
     assert same(strict(data), ours(shim, data))
 
 
-INSERTS = [b'"', b"\\", b"{", b"}", b"[", b"]", b",", b":", b"0", b"-", b".", b"e", b"E+", b" ", b"\n", b"\0", b"\xff", b"\xc0\x80", b"\\u", b"\\ud800",
-           b"\\udc00", b"\\u0000", b"NaN", b"Infinity", b"true", b"null", b"/*", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"1e999", b"\x1f", b"\x7f", b"'", b"\xe2\x80\xa8"]
+INSERTS = [
+    b'"',
+    b"\\",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"0",
+    b"-",
+    b".",
+    b"e",
+    b"E+",
+    b" ",
+    b"\n",
+    b"\0",
+    b"\xff",
+    b"\xc0\x80",
+    b"\\u",
+    b"\\ud800",
+    b"\\udc00",
+    b"\\u0000",
+    b"NaN",
+    b"Infinity",
+    b"true",
+    b"null",
+    b"/*",
+    b"\xef\xbb\xbf",
+    b"\xed\xa0\x80",
+    b"1e999",
+    b"\x1f",
+    b"\x7f",
+    b"'",
+    b"\xe2\x80\xa8",
+]
 
 
 @settings(max_examples=2000, **FIX)
@@ -115,7 +168,11 @@ def test_mutated_documents_are_accepted_exactly_when_python_accepts_them(shim, d
     for _ in range(draw.draw(st.integers(1, 3)) if draw else 0):
         at = draw.draw(st.integers(0, len(data)))
         cut = draw.draw(st.integers(0, 3))
-        data = data[:at] + draw.draw(st.one_of(st.sampled_from(INSERTS), st.binary(max_size=2))) + data[at + cut :]
+        data = (
+            data[:at]
+            + draw.draw(st.one_of(st.sampled_from(INSERTS), st.binary(max_size=2)))
+            + data[at + cut :]
+        )
     try:
         want = strict(data)
     except (ValueError, RecursionError):
@@ -168,7 +225,18 @@ def test_64_levels_are_read(shim):
 
 
 def test_integers_up_to_u64_are_exact_and_doubles_round_trip(shim):
-    values = [2**64 - 1, 2**53 + 1, 2**63, 0, 0.1, 1e-320, 5e-324, 1.7976931348623157e308, -1.5, 1e21]
+    values = [
+        2**64 - 1,
+        2**53 + 1,
+        2**63,
+        0,
+        0.1,
+        1e-320,
+        5e-324,
+        1.7976931348623157e308,
+        -1.5,
+        1e21,
+    ]
     assert ours(shim, json.dumps(values).encode()) == values
 
 

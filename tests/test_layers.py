@@ -1,4 +1,5 @@
 """The layer order of docs/design.md, section 1, against the #include lines."""
+
 import os
 import pathlib
 import re
@@ -8,13 +9,29 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # What each layer may include besides itself, its public headers apart.
-ORDER = [["core"], ["engine"], ["kernels"], ["backends"], ["optim"], ["model"], ["plan"], ["train"], ["cli"]]
-ALLOWED = {name: {left for level in ORDER[:i] for left in level} for i, level in enumerate(ORDER) for name in level}
+ORDER = [
+    ["core"],
+    ["engine"],
+    ["kernels"],
+    ["backends"],
+    ["optim"],
+    ["model"],
+    ["plan"],
+    ["train"],
+    ["cli"],
+]
+ALLOWED = {
+    name: {left for level in ORDER[:i] for left in level}
+    for i, level in enumerate(ORDER)
+    for name in level
+}
 ALLOWED["io"] = {"core"}
 ALLOWED["train"] |= {"io"}
 ALLOWED["cli"] = set()  # the public headers are all it needs
 
-CUDA = re.compile(r"^(cuda|cublas|cudnn|nccl|nvrtc|nvtx|nvml|nvToolsExt|driver_types|cooperative_groups)", re.I)
+CUDA = re.compile(
+    r"^(cuda|cublas|cudnn|nccl|nvrtc|nvtx|nvml|nvToolsExt|driver_types|cooperative_groups)", re.I
+)
 BLAS = re.compile(r"blas|lapack", re.I)
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 
@@ -23,7 +40,9 @@ def breaches(root):
     """Every #include line under root/native and root/include that the order forbids, in words."""
     found = []
     native = root / "native"
-    for path in sorted(p for p in native.rglob("*") if p.suffix in (".c", ".h", ".cu", ".cuh", ".cpp", ".hpp")):
+    for path in sorted(
+        p for p in native.rglob("*") if p.suffix in (".c", ".h", ".cu", ".cuh", ".cpp", ".hpp")
+    ):
         parts = path.relative_to(native).parts
         layer, cuda_place = parts[0], len(parts) > 2 and parts[1] == "cuda"
         where = path.relative_to(root).as_posix()
@@ -43,8 +62,12 @@ def breaches(root):
                 found += check_own(root, path, layer, name, where)
     for path in sorted((root / "include").rglob("*.h")):
         for kind, name in INCLUDE.findall(path.read_text()):
-            if not (kind == '"' and (path.parent / name).exists() or name in ("stddef.h", "stdint.h")):
-                found.append(f"{path.relative_to(root).as_posix()}: a public header includes {name}")
+            if not (
+                kind == '"' and (path.parent / name).exists() or name in ("stddef.h", "stdint.h")
+            ):
+                found.append(
+                    f"{path.relative_to(root).as_posix()}: a public header includes {name}"
+                )
     return found
 
 

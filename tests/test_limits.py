@@ -1,10 +1,11 @@
-"""What a system refuses a process (ulimit): every run ends, done or with one sentence, and never hangs or dies of a signal."""
+"""What a system refuses a process (ulimit): every run ends, done or with one sentence, and never
+hangs or dies of a signal."""
+
 import re
 import resource
 import subprocess
 
 import pytest
-
 from conftest import BUILD, words_of_training
 
 BINARY = BUILD / "bin/penstock"
@@ -13,28 +14,46 @@ MIB = 1 << 20
 
 def limited(words, kind, value, cwd):
     """Runs under a soft and hard limit; a hang is killed."""
-    return subprocess.run([str(w) for w in (BINARY, *words)], capture_output=True, text=True, cwd=cwd, timeout=60,
-                          preexec_fn=lambda: resource.setrlimit(kind, (value, value)))
+    return subprocess.run(
+        [str(w) for w in (BINARY, *words)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(kind, (value, value)),
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def profiled(cache_of_this_run):
-    subprocess.run([BINARY, "profile", "--backend", "cpu", "--seconds", "0.2"], check=True, capture_output=True)
+    subprocess.run(
+        [BINARY, "profile", "--backend", "cpu", "--seconds", "0.2"], check=True, capture_output=True
+    )
 
 
 def done_or_refused(done):
     assert done.returncode in (0, 2), (done.returncode, done.stderr)
-    assert done.returncode == 0 or re.fullmatch(r"penstock: .*(refused|could not be started).*\n", done.stderr), done.stderr
+    assert done.returncode == 0 or re.fullmatch(
+        r"penstock: .*(refused|could not be started).*\n", done.stderr
+    ), done.stderr
     return done.returncode
 
 
 def test_commands_that_multiply_nothing_need_no_blas(tmp_path):
-    assert limited(["version"], resource.RLIMIT_AS, 30 * MIB, tmp_path).stdout.startswith("penstock ")
+    assert limited(["version"], resource.RLIMIT_AS, 30 * MIB, tmp_path).stdout.startswith(
+        "penstock "
+    )
 
 
-@pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA], ids=["ulimit -v", "ulimit -d"])
-def test_memory_that_is_refused_ends_a_run_before_its_first_step(tiny_model, tiny_shard, tmp_path, kind):
-    job = words_of_training(tiny_model, tiny_shard, "--steps", 2, "--threads", 2, "--run-dir", "run")
+@pytest.mark.parametrize(
+    "kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA], ids=["ulimit -v", "ulimit -d"]
+)
+def test_memory_that_is_refused_ends_a_run_before_its_first_step(
+    tiny_model, tiny_shard, tmp_path, kind
+):
+    job = words_of_training(
+        tiny_model, tiny_shard, "--steps", 2, "--threads", 2, "--run-dir", "run"
+    )
     codes = []
     for mib in (40, 70, 100, 130, 150, 170, 190, 210, 230, 260, 1000):
         codes.append(done_or_refused(limited(job, kind, mib * MIB, tmp_path)))
@@ -48,6 +67,8 @@ def test_memory_that_is_refused_ends_a_run_before_its_first_step(tiny_model, tin
 
 @pytest.mark.parametrize("kib", [96, 128, 256])
 def test_a_small_stack_is_enough(tiny_model, tiny_shard, tmp_path, kib):
-    job = words_of_training(tiny_model, tiny_shard, "--steps", 2, "--run-dir", "run", "--out", "out")
+    job = words_of_training(
+        tiny_model, tiny_shard, "--steps", 2, "--run-dir", "run", "--out", "out"
+    )
     done = limited(job, resource.RLIMIT_STACK, kib << 10, tmp_path)
     assert done.returncode == 0, (done.returncode, done.stderr)

@@ -1,4 +1,5 @@
 """Runs every native test program; builds nothing (make native-tests does)."""
+
 import os
 import pathlib
 import subprocess
@@ -15,7 +16,9 @@ def test_there_are_programs():
     assert "test_engine_hazards" in PROGRAMS
 
 
-@pytest.mark.parametrize("name", [pytest.param(p, marks=pytest.mark.gpu if "cuda" in p else ()) for p in PROGRAMS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(p, marks=pytest.mark.gpu if "cuda" in p else ()) for p in PROGRAMS]
+)
 def test_native(name):
     run_program(name)
 
@@ -29,14 +32,29 @@ def test_many_random_programs():
 def run_program(name, *arguments):
     program = BUILD / "tests" / name
     if not program.exists():
-        pytest.fail(f"{program} is not built: make BUILD={os.environ.get('PENSTOCK_BUILD', 'build')} native-tests", pytrace=False)
+        pytest.fail(
+            f"{program} is not built: make BUILD={os.environ.get('PENSTOCK_BUILD', 'build')} native-tests",
+            pytrace=False,
+        )
     source = ROOT / "tests" / "native" / f"{name}.c"
     if program.stat().st_mtime < source.stat().st_mtime:
-        pytest.fail(f"{program} is older than {source}: make BUILD={os.environ.get('PENSTOCK_BUILD', 'build')} native-tests", pytrace=False)
+        pytest.fail(
+            f"{program} is older than {source}: make BUILD={os.environ.get('PENSTOCK_BUILD', 'build')} native-tests",
+            pytrace=False,
+        )
     try:
-        run = subprocess.run([program, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S)
+        run = subprocess.run(
+            [program, *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired as e:
-        pytest.fail(f"{name}: no end after {TIMEOUT_S} s\n{(e.stdout or b'').decode(errors='replace')}", pytrace=False)
+        pytest.fail(
+            f"{name}: no end after {TIMEOUT_S} s\n{(e.stdout or b'').decode(errors='replace')}",
+            pytrace=False,
+        )
     text = run.stdout.decode(errors="replace")
     print(text)
     if run.returncode != 0:

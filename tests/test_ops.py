@@ -1,12 +1,13 @@
 """The cpu kernels against fp64 references.
 
-Every case runs on 1, 2 and 3 threads, at different 16-byte alignments, and once more with the kernels compiled for the
-baseline instruction set; all must give the same bits. Outputs are filled with NaN before, bytes around every buffer and
-read-only inputs are checked after.
+Every case runs on 1, 2 and 3 threads, at different 16-byte alignments, and once more with the
+kernels compiled for the baseline instruction set; all must give the same bits. Outputs are filled
+with NaN before, bytes around every buffer and read-only inputs are checked after.
 
-Tolerances: u = 2^-24 is fp32's unit roundoff. A sum of n products in any order is off by at most n*u*sum|terms| (Higham,
-Accuracy and Stability, 3.1). Each test states its error bound e around the exact value r; the stored result must then lie
-between round(r - e) and round(r + e), so that for bf16 exactly one rounding at the store is allowed for.
+Tolerances: u = 2^-24 is fp32's unit roundoff. A sum of n products in any order is off by at most
+n*u*sum|terms| (Higham, Accuracy and Stability, 3.1). Each test states its error bound e around the
+exact value r; the stored result must then lie between round(r - e) and round(r + e), so that for
+bf16 exactly one rounding at the store is allowed for.
 """
 
 import ctypes
@@ -48,15 +49,33 @@ BASELINE = load("libops_shim_base.so")
 
 def struct(name, fields):
     kinds = {"I": ctypes.c_uint32, "Q": ctypes.c_uint64, "B": ctypes.c_uint8, "f": ctypes.c_float}
-    return type(name, (ctypes.Structure,), {"_fields_": [(f, kinds[k]) for k, names in fields for f in names.split()]})
+    return type(
+        name,
+        (ctypes.Structure,),
+        {"_fields_": [(f, kinds[k]) for k, names in fields for f in names.split()]},
+    )
 
 
 Fill = struct("Fill", [("Q", "bytes")])
 Accumulate = struct("Accumulate", [("Q", "n first"), ("I", "dt n_threads mode index")])
 Embed = struct("Embed", [("I", "n_tokens vocab dim dt accumulate")])
-EmbedHost = struct("EmbedHost", [("I", "n_tokens vocab dim dt accumulate chunk_tokens short_tokens group_tokens skip_tokens mode index")])
+EmbedHost = struct(
+    "EmbedHost",
+    [
+        (
+            "I",
+            "n_tokens vocab dim dt accumulate chunk_tokens short_tokens group_tokens skip_tokens mode index",
+        )
+    ],
+)
 Rmsnorm = struct("Rmsnorm", [("I", "rows cols dt accumulate_dw add_dx"), ("f", "eps")])
-Gemm = struct("Gemm", [("I", "m n k lda ldb ldc"), ("B", "trans_a trans_b accumulate has_bias has_residual dt_a dt_b dt_c")])
+Gemm = struct(
+    "Gemm",
+    [
+        ("I", "m n k lda ldb ldc"),
+        ("B", "trans_a trans_b accumulate has_bias has_residual dt_a dt_b dt_c"),
+    ],
+)
 Swiglu = struct("Swiglu", [("I", "n_tokens ffn_dim dt")])
 Colsum = struct("Colsum", [("I", "rows cols ld dt accumulate")])
 CrossEntropy = struct("CrossEntropy", [("I", "rows vocab dt")])
@@ -69,7 +88,11 @@ class Buffer:
     GUARD = 256
 
     def __init__(self, tensor, shift):
-        data = tensor.contiguous().view(torch.uint8).reshape(-1).numpy() if tensor.numel() else np.zeros(0, np.uint8)
+        data = (
+            tensor.contiguous().view(torch.uint8).reshape(-1).numpy()
+            if tensor.numel()
+            else np.zeros(0, np.uint8)
+        )
         self.like, self.n = tensor, data.size
         self.raw = np.full(self.n + 2 * self.GUARD + 128, 0xA5, np.uint8)
         self.at = self.GUARD + (-(self.raw.ctypes.data + self.GUARD)) % 64 + 16 * shift
@@ -80,7 +103,11 @@ class Buffer:
         return self.raw.ctypes.data + self.at
 
     def tensor(self):
-        return torch.from_numpy(self.raw[self.at : self.at + self.n].copy()).view(self.like.dtype).reshape(self.like.shape)
+        return (
+            torch.from_numpy(self.raw[self.at : self.at + self.n].copy())
+            .view(self.like.dtype)
+            .reshape(self.like.shape)
+        )
 
     def check_guards(self, name):
         assert (self.raw[: self.at] == 0xA5).all(), f"{name} wrote before a buffer"
@@ -105,7 +132,8 @@ def poison(t):
 
 
 def run(name, args, operands):
-    """operands: (mode, tensor) in ptr order; a 'w' tensor gives shape and dtype. Returns what was written, in order."""
+    """operands: (mode, tensor) in ptr order; a 'w' tensor gives shape and dtype. Returns what was
+    written, in order."""
     tensors = [poison(t) if mode == "w" else t for mode, t in operands]
     results = []
     for lib, threads, shift in [(LIB, 1, 0), (LIB, 2, 1), (LIB, 3, 2), (BASELINE, 2, 3)]:
@@ -122,16 +150,22 @@ def run(name, args, operands):
 
 
 def assert_within(out, ref, err):
-    """round(ref - err) <= out <= round(ref + err) in out's dtype; err gets 2u|ref| for the references' own narrowing."""
+    """round(ref - err) <= out <= round(ref + err) in out's dtype; err gets 2u|ref| for the
+    references' own narrowing."""
     err = err + 2 * U * ref.abs()
-    low, high = (ref - err).to(F32).to(out.dtype).double(), (ref + err).to(F32).to(out.dtype).double()
+    low, high = (
+        (ref - err).to(F32).to(out.dtype).double(),
+        (ref + err).to(F32).to(out.dtype).double(),
+    )
     out = out.double()
     bad = ~((low <= out) & (out <= high))
     if bad.any():
         i = bad.nonzero()[0].tolist()
         at = tuple(i)
-        raise AssertionError(f"{int(bad.sum())} of {bad.numel()} out of bounds, first at {at}: {out[at].item()} not in "
-                             f"[{low[at].item()}, {high[at].item()}]")
+        raise AssertionError(
+            f"{int(bad.sum())} of {bad.numel()} out of bounds, first at {at}: {out[at].item()} not in "
+            f"[{low[at].item()}, {high[at].item()}]"
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +173,7 @@ def seeded():
     torch.manual_seed(7)
 
 
-# ---- conversions and exp -----------------------------------------------------------------------------------------------
+# ---- conversions and exp -------------------------------------------------------------------------
 
 
 def f32(array):
@@ -149,7 +183,11 @@ def f32(array):
 def test_every_bf16_widens_exactly():
     src = np.arange(65536, dtype=np.uint16)
     dst = np.empty(65536, np.float32)
-    LIB.ops_bf16_to_f32(dst.ctypes.data_as(ctypes.c_void_p), src.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(65536))
+    LIB.ops_bf16_to_f32(
+        dst.ctypes.data_as(ctypes.c_void_p),
+        src.ctypes.data_as(ctypes.c_void_p),
+        ctypes.c_size_t(65536),
+    )
     assert (dst.view(np.uint32) == src.astype(np.uint32) << 16).all()
 
 
@@ -158,10 +196,16 @@ def test_narrowing_rounds_to_nearest_even_and_keeps_nan(n):
     rng = np.random.default_rng(3)
     bits = rng.integers(0, 1 << 32, n, dtype=np.uint64).astype(np.uint32)
     bits[::5] = (bits[::5] & 0xFFFF0000) | 0x8000  # ties
-    bits[: min(n, 6)] = [0x7F800001, 0xFF800000, 0x7F7FFFFF, 0x00000001, 0x80000000, 0xFFFFFFFF][: min(n, 6)]
+    bits[: min(n, 6)] = [0x7F800001, 0xFF800000, 0x7F7FFFFF, 0x00000001, 0x80000000, 0xFFFFFFFF][
+        : min(n, 6)
+    ]
     src, dst = bits.view(np.float32), np.empty(n, np.uint16)
     for lib in (LIB, BASELINE):
-        lib.ops_f32_to_bf16(dst.ctypes.data_as(ctypes.c_void_p), src.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(n))
+        lib.ops_f32_to_bf16(
+            dst.ctypes.data_as(ctypes.c_void_p),
+            src.ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_size_t(n),
+        )
         nan = np.isnan(src)
         want = torch.from_numpy(src.copy()).to(BF16).view(torch.int16).numpy().view(np.uint16)
         assert (dst[~nan] == want[~nan]).all()
@@ -174,12 +218,18 @@ def test_narrowing_rounds_to_nearest_even_and_keeps_nan(n):
 
 def exp_of(lib, src):
     dst = np.empty_like(src)
-    lib.ops_exp(dst.ctypes.data_as(ctypes.c_void_p), src.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(src.size))
+    lib.ops_exp(
+        dst.ctypes.data_as(ctypes.c_void_p),
+        src.ctypes.data_as(ctypes.c_void_p),
+        ctypes.c_size_t(src.size),
+    )
     return dst
 
 
 def test_exp_is_within_2_ulp_over_the_whole_range():
-    src = np.arange(0, 1 << 32, 397, dtype=np.uint64).astype(np.uint32).view(np.float32)  # 10.8 million of all patterns
+    src = (
+        np.arange(0, 1 << 32, 397, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    )  # 10.8 million of all patterns
     src = src[np.isfinite(src)]
     out = exp_of(LIB, src)
     with np.errstate(over="ignore"):
@@ -192,10 +242,35 @@ def test_exp_is_within_2_ulp_over_the_whole_range():
 
 
 def test_exp_of_special_values_and_the_inline_form():
-    src = f32([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 88.7, 88.8, -87.5, -103.9, -104.5, 1e-45, 700.0, -700.0])
+    src = f32(
+        [
+            np.nan,
+            np.inf,
+            -np.inf,
+            0.0,
+            -0.0,
+            1.0,
+            -1.0,
+            88.7,
+            88.8,
+            -87.5,
+            -103.9,
+            -104.5,
+            1e-45,
+            700.0,
+            -700.0,
+        ]
+    )
     out = exp_of(LIB, src)
     assert np.isnan(out[0]) and out[1] == np.inf and out[2] == 0.0 and out[3] == out[4] == 1.0
-    assert out[8] == np.inf and out[9] > 0 and out[10] > 0 and out[11] == 0.0 and out[13] == np.inf and out[14] == 0.0
+    assert (
+        out[8] == np.inf
+        and out[9] > 0
+        and out[10] > 0
+        and out[11] == 0.0
+        and out[13] == np.inf
+        and out[14] == 0.0
+    )
     wide = f32(np.random.default_rng(1).uniform(-105, 89, 4099))
     out = exp_of(LIB, wide)
     assert (out.view(np.uint32) == exp_of(BASELINE, wide).view(np.uint32)).all()
@@ -203,7 +278,7 @@ def test_exp_of_special_values_and_the_inline_form():
         assert LIB.ops_exp1(wide[i]) == out[i]
 
 
-# ---- fill, accumulate, sums ----------------------------------------------------------------------------------------------
+# ---- fill, accumulate, sums ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 3, 4096, (1 << 20) + 5])
@@ -225,9 +300,13 @@ def test_accumulate_is_one_rounding_of_the_sum(n, name, dt):
 @pytest.mark.parametrize("name", ["sumsq", "sumsq_host"])
 @pytest.mark.parametrize("n", [1, 1023, 1024, 1025, 4096, 65537, 100003, 1 << 20, (1 << 24) + 4099])
 def test_sumsq_is_the_documented_sum_bit_for_bit(n, name, dt):
-    g = (torch.randn(n) * torch.exp(8 * torch.randn(n))).to(dt)  # so wide a range that sums of bf16's squares, of 16 bits each, are rounded in fp64 too: the order shows
+    g = (torch.randn(n) * torch.exp(8 * torch.randn(n))).to(
+        dt
+        # so wide a range that sums of bf16's squares, of 16 bits each, are rounded in fp64 too: the
+        # order shows
+    )
     (out,) = run(name, Sumsq(n, CODE[dt]), [("r", g), ("w", torch.zeros(1, dtype=torch.float64))])
-    group = max(65536, -(-(-(-n // 256)) // 1024) * 1024)
+    group = max(65536, ((n + 255) // 256 + 1023) // 1024 * 1024)
     total = 0.0
     for first in range(0, n, group):
         part = g[first : first + group].double().numpy()
@@ -249,14 +328,32 @@ def test_sumsq_is_the_documented_sum_bit_for_bit(n, name, dt):
 @pytest.mark.parametrize("n", [1, 1025, 16 * 1024, 65537 + 17 * 1024, (1 << 24) + 4099])
 def test_accumulate_sumsq_leaves_the_bits_of_both(n, dt):
     g, total = torch.randn(n).to(dt), (torch.randn(n) * 3).to(dt)
-    added, squares = run("accumulate_sumsq_host", Accumulate(n, 0, CODE[dt]), [("r", g), ("rw", total), ("w", torch.zeros(1, dtype=torch.float64))])
+    added, squares = run(
+        "accumulate_sumsq_host",
+        Accumulate(n, 0, CODE[dt]),
+        [("r", g), ("rw", total), ("w", torch.zeros(1, dtype=torch.float64))],
+    )
     (expected,) = run("accumulate_host", Accumulate(n, 0, CODE[dt]), [("r", g), ("rw", total)])
-    (sums,) = run("sumsq_host", Sumsq(n, CODE[dt]), [("r", expected), ("w", torch.zeros(1, dtype=torch.float64))])
+    (sums,) = run(
+        "sumsq_host",
+        Sumsq(n, CODE[dt]),
+        [("r", expected), ("w", torch.zeros(1, dtype=torch.float64))],
+    )
     assert same_bits(added, expected) and squares.item() == sums.item()
     for n_threads in (1, 2, 100):
-        again, as_before = run("accumulate_sumsq_host", Accumulate(n, 0, CODE[dt], n_threads), [("r", g), ("rw", total), ("w", torch.zeros(1, dtype=torch.float64))])
-        (alone,) = run("accumulate_host", Accumulate(n, 0, CODE[dt], n_threads), [("r", g), ("rw", total)])
-        assert same_bits(again, expected) and same_bits(alone, expected) and as_before.item() == squares.item()
+        again, as_before = run(
+            "accumulate_sumsq_host",
+            Accumulate(n, 0, CODE[dt], n_threads),
+            [("r", g), ("rw", total), ("w", torch.zeros(1, dtype=torch.float64))],
+        )
+        (alone,) = run(
+            "accumulate_host", Accumulate(n, 0, CODE[dt], n_threads), [("r", g), ("rw", total)]
+        )
+        assert (
+            same_bits(again, expected)
+            and same_bits(alone, expected)
+            and as_before.item() == squares.item()
+        )
 
 
 LOW_READ, LOW_WRITE, DITHER = 1, 2, 4
@@ -272,9 +369,13 @@ def low_sum(total, low, g, first, index, mode):
     f = before.astype(np.uint32).view(np.float32) + g.float().numpy()
     dither = ((first + np.arange(len(f), dtype=np.uint64)) * 37345 + index * 40503) & 0xFFFF
     bits = f.view(np.uint32).astype(np.uint64)
-    after = (((bits + dither) & 0xFFFF0000) if mode == DITHER else ((bits + (dither >> 8)) & 0xFFFFFF00)).astype(np.uint32)
+    after = (
+        ((bits + dither) & 0xFFFF0000) if mode == DITHER else ((bits + (dither >> 8)) & 0xFFFFFF00)
+    ).astype(np.uint32)
     if mode & LOW_WRITE:
-        return torch.from_numpy((after >> 16).astype(np.uint16).view(np.int16)).view(BF16), torch.from_numpy((after >> 8 & 255).astype(np.uint8))
+        return torch.from_numpy((after >> 16).astype(np.uint16).view(np.int16)).view(
+            BF16
+        ), torch.from_numpy((after >> 8 & 255).astype(np.uint8))
     return torch.from_numpy(after.view(np.float32)).to(BF16), low
 
 
@@ -291,7 +392,9 @@ def low_total(n):
 def test_accumulate_dithered_or_with_low_bytes(n, first, name, mode):
     total, low, g = low_total(n)
     expected, expected_low = low_sum(total, low, g, first, 9, mode)
-    buffers = [("r", g), ("rw", total)] + ([] if mode == DITHER else [("rw" if mode & LOW_WRITE else "r", low)])
+    buffers = [("r", g), ("rw", total)] + (
+        [] if mode == DITHER else [("rw" if mode & LOW_WRITE else "r", low)]
+    )
     out, *rest = run(name, Accumulate(n, first, CODE[BF16], 0, mode, 9), buffers)
     assert same_bits(out, expected)
     assert not rest or same_bits(rest[0], expected_low)
@@ -302,69 +405,113 @@ def test_the_last_addition_to_a_total_with_low_bytes_and_its_squares(n, first):
     total, low, g = low_total(n)
     zero = torch.zeros(1, dtype=torch.float64)
     expected, _ = low_sum(total, low, g, first, 4, LOW_READ)
-    added, squares = run("accumulate_sumsq_host", Accumulate(n, first, CODE[BF16], 0, LOW_READ, 4), [("r", g), ("rw", total), ("w", zero), ("r", low)])
+    added, squares = run(
+        "accumulate_sumsq_host",
+        Accumulate(n, first, CODE[BF16], 0, LOW_READ, 4),
+        [("r", g), ("rw", total), ("w", zero), ("r", low)],
+    )
     (sums,) = run("sumsq_host", Sumsq(n, CODE[BF16]), [("r", expected), ("w", zero)])
     assert same_bits(added, expected) and squares.item() == sums.item()
-    # and where all additions were made before (an embedding at home): rounded alone, to the same bits
+    # and where all additions were made before (an embedding at home): rounded alone, to the same
+    # bits
     upper, lower = low_sum(total, low, g, first, 4, LOW_READ | LOW_WRITE)
-    rounded, squares = run("round_sumsq_host", Accumulate(n, 0, CODE[BF16], 0, LOW_READ), [("rw", upper), ("w", zero), ("r", lower)])
+    rounded, squares = run(
+        "round_sumsq_host",
+        Accumulate(n, 0, CODE[BF16], 0, LOW_READ),
+        [("rw", upper), ("w", zero), ("r", lower)],
+    )
     assert same_bits(rounded, expected) and squares.item() == sums.item()
 
 
 @pytest.mark.parametrize("additions", [64, 256, 1024, 4096])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "random"])
 def test_the_error_of_a_total_does_not_grow_with_additions(additions, equal):
-    """A total of 24 bits: 16 of significand. Each addition's error is at most 2^-15 of the total (an ulp of 16 bits); with dithers that cancel over
-    consecutive additions equal terms leave a few ulps in all, random ones (independent errors, variance ulp^2/6) 2^-15 sqrt(additions / 6).
-    The rounding to bf16 at the end, in the mean at most an ulp (2^-7) / sqrt(12), is what remains."""
+    """A total of 24 bits: 16 of significand. Each addition's error is at most 2^-15 of the total
+    (an ulp of 16 bits); with dithers that cancel over consecutive additions equal terms leave a few
+    ulps in all, random ones (independent errors, variance ulp^2/6) 2^-15 sqrt(additions / 6). The
+    rounding to bf16 at the end, in the mean at most an ulp (2^-7) / sqrt(12), is what remains."""
     n = 4096
     total, low = torch.zeros(n, dtype=BF16), torch.zeros(n, dtype=torch.uint8)
-    term, exact, size = torch.randn(n).to(BF16), torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    term, exact, size = (
+        torch.randn(n).to(BF16),
+        torch.zeros(n, dtype=torch.float64),
+        torch.zeros(n, dtype=torch.float64),
+    )
     for k in range(1, additions + 1):
         g = term if equal else torch.randn(n).to(BF16)
         exact += g.double()
         size = torch.maximum(size, exact.abs())
         mode = LOW_READ | LOW_WRITE if k < additions else LOW_READ
-        status, (_, total, low) = launch(LIB, "accumulate_host", Accumulate(n, 0, CODE[BF16], 2, mode, k), [g, total, low], 2)
+        status, (_, total, low) = launch(
+            LIB, "accumulate_host", Accumulate(n, 0, CODE[BF16], 2, mode, k), [g, total, low], 2
+        )
         assert status == 0
     error = (total.double() - exact).norm() / exact.norm()
-    of_24_bits = 8 * 2.0**-15 if equal else 2.0**-15 * math.sqrt(additions / 6) * (size.norm() / exact.norm()).item()
+    of_24_bits = (
+        8 * 2.0**-15
+        if equal
+        else 2.0**-15 * math.sqrt(additions / 6) * (size.norm() / exact.norm()).item()
+    )
     assert error < math.hypot(2.0**-7 / math.sqrt(12), of_24_bits)
 
 
 @DTYPES
 @pytest.mark.parametrize("accumulate", [0, 1])
-@pytest.mark.parametrize("rows,cols,ld", [(1, 1, 1), (3, 17, 20), (64, 100, 100), (65, 33, 48), (1000, 515, 515), (5000, 40, 64)])
+@pytest.mark.parametrize(
+    "rows,cols,ld",
+    [(1, 1, 1), (3, 17, 20), (64, 100, 100), (65, 33, 48), (1000, 515, 515), (5000, 40, 64)],
+)
 def test_colsum(rows, cols, ld, accumulate, dt):
     dy, db = torch.randn(rows, ld).to(dt), torch.randn(cols).to(dt)
-    (out,) = run("colsum", Colsum(rows, cols, ld, CODE[dt], accumulate), [("r", dy), ("rw" if accumulate else "w", db)])
+    (out,) = run(
+        "colsum",
+        Colsum(rows, cols, ld, CODE[dt], accumulate),
+        [("r", dy), ("rw" if accumulate else "w", db)],
+    )
     used = dy[:, :cols].double()
     ref, size = used.sum(0), used.abs().sum(0)
     if accumulate:
         ref, size = ref + db.double(), size + db.double().abs()
-    depth = min(rows, 64 if rows <= 4096 else -(-rows // 64)) + 65  # rows of a group in order, then at most 64 groups, then db
+    depth = (
+        min(rows, 64 if rows <= 4096 else -(-rows // 64)) + 65
+    )  # rows of a group in order, then at most 64 groups, then db
     assert_within(out, ref, depth * U * size)
 
 
-# ---- embedding -------------------------------------------------------------------------------------------------------------
+# ---- embedding -----------------------------------------------------------------------------------
 
 
 @DTYPES
-@pytest.mark.parametrize("tokens,vocab,dim", [(1, 1, 1), (5, 7, 19), (64, 300, 256), (1000, 5000, 130)])
+@pytest.mark.parametrize(
+    "tokens,vocab,dim", [(1, 1, 1), (5, 7, 19), (64, 300, 256), (1000, 5000, 130)]
+)
 def test_embed_fwd_copies_rows(tokens, vocab, dim, dt):
     ids, table = torch.randint(vocab, (tokens,), dtype=torch.int32), torch.randn(vocab, dim).to(dt)
-    (out,) = run("embed_fwd", Embed(tokens, vocab, dim, CODE[dt], 0), [("r", ids), ("r", table), ("w", torch.empty(tokens, dim, dtype=dt))])
+    (out,) = run(
+        "embed_fwd",
+        Embed(tokens, vocab, dim, CODE[dt], 0),
+        [("r", ids), ("r", table), ("w", torch.empty(tokens, dim, dtype=dt))],
+    )
     assert same_bits(out, table[ids.long()])
 
 
 @DTYPES
 @pytest.mark.parametrize("accumulate", [0, 1])
-@pytest.mark.parametrize("tokens,vocab,dim,skew", [(1, 1, 1, 1), (5, 7, 19, 1), (64, 300, 256, 1), (999, 257, 530, 3), (3000, 70000, 24, 6)])
+@pytest.mark.parametrize(
+    "tokens,vocab,dim,skew",
+    [(1, 1, 1, 1), (5, 7, 19, 1), (64, 300, 256, 1), (999, 257, 530, 3), (3000, 70000, 24, 6)],
+)
 def test_embed_bwd_adds_rows_in_order(tokens, vocab, dim, skew, accumulate, dt):
     ids = (torch.rand(tokens) ** skew * vocab).to(torch.int32).clamp(max=vocab - 1)
     dx, old = torch.randn(tokens, dim).to(dt), torch.randn(vocab, dim).to(dt)
-    (out,) = run("embed_bwd", Embed(tokens, vocab, dim, CODE[dt], accumulate), [("r", ids), ("r", dx), ("rw" if accumulate else "w", old)])
-    order = np.zeros((vocab, dim), np.float32)  # the documented sum itself: fp32, in order of t, one rounding when added
+    (out,) = run(
+        "embed_bwd",
+        Embed(tokens, vocab, dim, CODE[dt], accumulate),
+        [("r", ids), ("r", dx), ("rw" if accumulate else "w", old)],
+    )
+    order = np.zeros(
+        (vocab, dim), np.float32
+    )  # the documented sum itself: fp32, in order of t, one rounding when added
     for t in range(tokens):
         order[ids[t]] += dx[t].float().numpy()
     want = torch.from_numpy(order)
@@ -373,17 +520,33 @@ def test_embed_bwd_adds_rows_in_order(tokens, vocab, dim, skew, accumulate, dt):
         seen[ids.long()] = True
         want = torch.where(seen[:, None], old.float() + want, old.float())
     assert same_bits(out + 0.0, want.to(dt) + 0.0)  # + 0.0: -0 counts as 0
-    ref = torch.zeros(vocab, dim, dtype=torch.float64).index_add_(0, ids.long(), dx.double()) + (old.double() if accumulate else 0)
-    size = torch.zeros(vocab, dim, dtype=torch.float64).index_add_(0, ids.long(), dx.double().abs()) + old.double().abs()
+    ref = torch.zeros(vocab, dim, dtype=torch.float64).index_add_(0, ids.long(), dx.double()) + (
+        old.double() if accumulate else 0
+    )
+    size = (
+        torch.zeros(vocab, dim, dtype=torch.float64).index_add_(0, ids.long(), dx.double().abs())
+        + old.double().abs()
+    )
     assert_within(out, ref, (int(torch.bincount(ids).max()) + 1) * U * size)
 
 
 @DTYPES
 @pytest.mark.parametrize("accumulate", [0, 1])
-@pytest.mark.parametrize("vocab,dim,groups,short,chunk,n_full,skew", [
-    (7, 19, 1, 5, 1, 0, 1), (300, 256, 1, 40, 64, 3, 1), (257, 530, 3, 30, 50, 4, 3), (70000, 24, 2, 500, 500, 2, 6), (12, 300, 4, 64, 64, 1, 1)])
-def test_embed_bwd_host_leaves_the_bits_of_a_round_on_the_device(vocab, dim, groups, short, chunk, n_full, skew, accumulate, dt):
-    """Chunk by chunk into a table, and the table added to the total; of the whole round, and of what is left of it behind its first chunk."""
+@pytest.mark.parametrize(
+    "vocab,dim,groups,short,chunk,n_full,skew",
+    [
+        (7, 19, 1, 5, 1, 0, 1),
+        (300, 256, 1, 40, 64, 3, 1),
+        (257, 530, 3, 30, 50, 4, 3),
+        (70000, 24, 2, 500, 500, 2, 6),
+        (12, 300, 4, 64, 64, 1, 1),
+    ],
+)
+def test_embed_bwd_host_leaves_the_bits_of_a_round_on_the_device(
+    vocab, dim, groups, short, chunk, n_full, skew, accumulate, dt
+):
+    """Chunk by chunk into a table, and the table added to the total; of the whole round, and of
+    what is left of it behind its first chunk."""
     check_embed_host(vocab, dim, groups, short, chunk, n_full, skew, accumulate, dt, 0)
     if groups * (n_full + 1) > 1:
         check_embed_host(vocab, dim, groups, short, chunk, n_full, skew, accumulate, dt, short)
@@ -404,32 +567,58 @@ def check_embed_host(vocab, dim, groups, short, chunk, n_full, skew, accumulate,
     args = EmbedHost(tokens, vocab, dim, CODE[dt], accumulate, chunk, short, a_group, skip, mode, 6)
     bytes_ = torch.randint(256, (vocab, dim), dtype=torch.uint8)
     of_low = [("rw" if mode & LOW_READ else "w", bytes_)] if mode & (LOW_READ | LOW_WRITE) else []
-    out = run("embed_bwd_host", args, [("r", ids), ("r", dx), ("rw" if accumulate else "w", total), *of_low])
+    out = run(
+        "embed_bwd_host",
+        args,
+        [("r", ids), ("r", dx), ("rw" if accumulate else "w", total), *of_low],
+    )
     table, at = torch.empty(vocab, dim, dtype=dt), 0
     for i, n in enumerate(sizes):
-        (table,) = run("embed_bwd", Embed(n, vocab, dim, CODE[dt], i > 0), [("r", ids[at : at + n]), ("r", dx[at : at + n]), ("rw" if i else "w", table)])
+        (table,) = run(
+            "embed_bwd",
+            Embed(n, vocab, dim, CODE[dt], i > 0),
+            [("r", ids[at : at + n]), ("r", dx[at : at + n]), ("rw" if i else "w", table)],
+        )
         at += n
     table = [table]
     if accumulate:
-        table = run("accumulate", Accumulate(vocab * dim, 0, CODE[dt], 0, mode, 6), [("r", table[0]), ("rw", total), *of_low])
+        table = run(
+            "accumulate",
+            Accumulate(vocab * dim, 0, CODE[dt], 0, mode, 6),
+            [("r", table[0]), ("rw", total), *of_low],
+        )
     assert all(same_bits(a, b) for a, b in zip(out, table, strict=True))
 
 
-@pytest.mark.parametrize("name,bad,token", [("embed_fwd", 50, 3), ("embed_bwd", 50, 3), ("embed_fwd", -1, 7), ("embed_bwd", -2147483648, 0),
-                                            ("embed_bwd_host", 50, 5)])
+@pytest.mark.parametrize(
+    "name,bad,token",
+    [
+        ("embed_fwd", 50, 3),
+        ("embed_bwd", 50, 3),
+        ("embed_fwd", -1, 7),
+        ("embed_bwd", -2147483648, 0),
+        ("embed_bwd_host", 50, 5),
+    ],
+)
 def test_an_id_out_of_range_is_refused_and_nothing_is_written(name, bad, token):
     ids = torch.zeros(8, dtype=torch.int32)
     ids[token] = bad
     out = torch.full((8 if name == "embed_fwd" else 50, 4), 5.0)
-    args = EmbedHost(8, 50, 4, 0, 0, 8, 8, 8, 0, 0, 0) if name == "embed_bwd_host" else Embed(8, 50, 4, 0, 0)
+    args = (
+        EmbedHost(8, 50, 4, 0, 0, 8, 8, 8, 0, 0, 0)
+        if name == "embed_bwd_host"
+        else Embed(8, 50, 4, 0, 0)
+    )
     status, after = launch(LIB, name, args, [ids, torch.zeros(50, 4), out], 2)
     assert status == PS_EFORMAT and same_bits(after[2], out)
     assert f"id {bad} of token {token} " in LIB.ops_error().decode()
 
 
-# ---- rmsnorm ---------------------------------------------------------------------------------------------------------------
+# ---- rmsnorm -------------------------------------------------------------------------------------
 
-NORM_SHAPES = pytest.mark.parametrize("rows,cols", [(1, 1), (1, 4096), (3, 15), (7, 64), (65, 100), (130, 1000), (4200, 48)])
+NORM_SHAPES = pytest.mark.parametrize(
+    "rows,cols", [(1, 1), (1, 4096), (3, 15), (7, 64), (65, 100), (130, 1000), (4200, 48)]
+)
 
 
 def norm_reference(x, w, eps):
@@ -440,10 +629,20 @@ def norm_reference(x, w, eps):
 @NORM_SHAPES
 def test_rmsnorm_fwd(rows, cols, dt):
     eps = 1e-5
-    x, w = (torch.randn(rows, cols) * torch.exp(torch.randn(rows, 1))).to(dt), torch.randn(cols).to(dt)
-    (y,) = run("rmsnorm_fwd", Rmsnorm(rows, cols, CODE[dt], 0, 0, eps), [("r", x), ("r", w), ("w", x)])
-    # sum of squares: cols/64 additions a lane, 6 levels; half of that through the root; 6 more roundings
-    assert_within(y, norm_reference(x.double(), w.double(), eps), ((cols / 64 + 7) / 2 + 6) * U * norm_reference(x.double(), w.double(), eps).abs())
+    x, w = (
+        (torch.randn(rows, cols) * torch.exp(torch.randn(rows, 1))).to(dt),
+        torch.randn(cols).to(dt),
+    )
+    (y,) = run(
+        "rmsnorm_fwd", Rmsnorm(rows, cols, CODE[dt], 0, 0, eps), [("r", x), ("r", w), ("w", x)]
+    )
+    # sum of squares: cols/64 additions a lane, 6 levels; half of that through the root; 6 more
+    # roundings
+    assert_within(
+        y,
+        norm_reference(x.double(), w.double(), eps),
+        ((cols / 64 + 7) / 2 + 6) * U * norm_reference(x.double(), w.double(), eps).abs(),
+    )
 
 
 @DTYPES
@@ -451,10 +650,24 @@ def test_rmsnorm_fwd(rows, cols, dt):
 @NORM_SHAPES
 def test_rmsnorm_bwd_against_autograd(rows, cols, accumulate, add, dt):
     eps = 1e-5
-    x, w, dy = torch.randn(rows, cols).to(dt), torch.randn(cols).to(dt), torch.randn(rows, cols).to(dt)
+    x, w, dy = (
+        torch.randn(rows, cols).to(dt),
+        torch.randn(cols).to(dt),
+        torch.randn(rows, cols).to(dt),
+    )
     dx, dw = torch.randn(rows, cols).to(dt), torch.randn(cols).to(dt)
     args = Rmsnorm(rows, cols, CODE[dt], accumulate, add, eps)
-    got_dx, got_dw = run("rmsnorm_bwd", args, [("r", x), ("r", w), ("r", dy), ("rw" if add else "w", dx), ("rw" if accumulate else "w", dw)])
+    got_dx, got_dw = run(
+        "rmsnorm_bwd",
+        args,
+        [
+            ("r", x),
+            ("r", w),
+            ("r", dy),
+            ("rw" if add else "w", dx),
+            ("rw" if accumulate else "w", dw),
+        ],
+    )
     X, W = x.double().requires_grad_(), w.double().requires_grad_()
     norm_reference(X, W, eps).backward(dy.double())
     x, w, dy = x.double(), w.double(), dy.double()
@@ -462,16 +675,23 @@ def test_rmsnorm_bwd_against_autograd(rows, cols, accumulate, add, dt):
     g, xh = (dy * w).abs(), (x * rstd).abs()
     depth = cols / 64 + 7 + 12  # the longer of the two sums, then the roundings of d
     size = rstd * (g + xh * (g * xh).mean(-1, keepdim=True)) * 2
-    assert_within(got_dx, X.grad + (dx.double() if add else 0), depth * U * (size + (dx.double().abs() if add else 0)))
+    assert_within(
+        got_dx,
+        X.grad + (dx.double() if add else 0),
+        depth * U * (size + (dx.double().abs() if add else 0)),
+    )
     depth = min(rows, 64 if rows <= 4096 else -(-rows // 64)) + 65 + (cols / 64 + 7) / 2 + 5
     size = (dy.abs() * xh).sum(0) + (dw.double().abs() if accumulate else 0)
     assert_within(got_dw, W.grad + (dw.double() if accumulate else 0), depth * U * size)
 
 
-# ---- swiglu ----------------------------------------------------------------------------------------------------------------
+# ---- swiglu --------------------------------------------------------------------------------------
 
-GLU_SHAPES = pytest.mark.parametrize("tokens,ffn", [(1, 1), (3, 15), (5, 64), (70, 100), (9, 5632), (200, 333)])
-TINY = 1e-35  # below exp(-80): where exp(-g) overflows the true value is smaller than this times the rest
+GLU_SHAPES = pytest.mark.parametrize(
+    "tokens,ffn", [(1, 1), (3, 15), (5, 64), (70, 100), (9, 5632), (200, 333)]
+)
+# below exp(-80): where exp(-g) overflows the true value is smaller than this times the rest
+TINY = 1e-35
 
 
 def glu_inputs(tokens, ffn, dt):
@@ -484,10 +704,16 @@ def glu_inputs(tokens, ffn, dt):
 @GLU_SHAPES
 def test_swiglu_fwd(tokens, ffn, dt):
     gu = glu_inputs(tokens, ffn, dt)
-    (s,) = run("swiglu_fwd", Swiglu(tokens, ffn, CODE[dt]), [("r", gu), ("w", torch.empty(tokens, ffn, dtype=dt))])
+    (s,) = run(
+        "swiglu_fwd",
+        Swiglu(tokens, ffn, CODE[dt]),
+        [("r", gu), ("w", torch.empty(tokens, ffn, dtype=dt))],
+    )
     g, u = gu.double().split(ffn, 1)
     ref = torch.nn.functional.silu(g) * u
-    assert_within(s, ref, 8 * U * ref.abs() + TINY * (1 + u.abs()))  # exp: 2 ulp = 4u; 1 + exp, division, product: 3u
+    assert_within(
+        s, ref, 8 * U * ref.abs() + TINY * (1 + u.abs())
+    )  # exp: 2 ulp = 4u; 1 + exp, division, product: 3u
 
 
 @DTYPES
@@ -495,7 +721,11 @@ def test_swiglu_fwd(tokens, ffn, dt):
 def test_swiglu_bwd_against_autograd(tokens, ffn, dt):
     gu, ds = glu_inputs(tokens, ffn, dt), torch.randn(tokens, ffn).to(dt)
     s, got = run("swiglu_bwd", Swiglu(tokens, ffn, CODE[dt]), [("rw", ds), ("rw", gu)])
-    (forward,) = run("swiglu_fwd", Swiglu(tokens, ffn, CODE[dt]), [("r", gu), ("w", torch.empty(tokens, ffn, dtype=dt))])
+    (forward,) = run(
+        "swiglu_fwd",
+        Swiglu(tokens, ffn, CODE[dt]),
+        [("r", gu), ("w", torch.empty(tokens, ffn, dtype=dt))],
+    )
     assert (s == forward).all()  # in ds's place, to the bit
     G = gu.double().requires_grad_()
     (torch.nn.functional.silu(G[:, :ffn]) * G[:, ffn:]).backward(ds.double())
@@ -503,24 +733,38 @@ def test_swiglu_bwd_against_autograd(tokens, ffn, dt):
     sig, d = torch.sigmoid(g), ds.double().abs()
     size = torch.cat([d * u.abs() * sig * (1 + g.abs() * (1 + sig)), d * (g * sig).abs()], 1)
     # sig is off by 6u relative, 1 - sig by 6u*sig + u absolute, times |g|; then five roundings
-    assert_within(got, G.grad, 16 * U * size + TINY * (1 + u.abs().repeat(1, 2)) * (1 + d.repeat(1, 2)))
+    assert_within(
+        got, G.grad, 16 * U * size + TINY * (1 + u.abs().repeat(1, 2)) * (1 + d.repeat(1, 2))
+    )
 
 
-# ---- cross-entropy -----------------------------------------------------------------------------------------------------------
+# ---- cross-entropy -------------------------------------------------------------------------------
 
 
 @DTYPES
-@pytest.mark.parametrize("rows,vocab,spread", [(1, 1, 1), (3, 15, 1), (64, 64, 5), (33, 1000, 10), (5, 50257, 3), (2, 256000, 30)])
+@pytest.mark.parametrize(
+    "rows,vocab,spread",
+    [(1, 1, 1), (3, 15, 1), (64, 64, 5), (33, 1000, 10), (5, 50257, 3), (2, 256000, 30)],
+)
 def test_cross_entropy_against_autograd(rows, vocab, spread, dt):
-    z, target = (torch.randn(rows, vocab) * spread).to(dt), torch.randint(vocab, (rows,), dtype=torch.int32)
+    z, target = (
+        (torch.randn(rows, vocab) * spread).to(dt),
+        torch.randint(vocab, (rows,), dtype=torch.int32),
+    )
     if rows > 2:
         target[1] = -1
     scale = torch.tensor([1 / 37], dtype=F32)
-    dz, loss = run("cross_entropy", CrossEntropy(rows, vocab, CODE[dt]), [("rw", z), ("r", target), ("r", scale), ("w", torch.empty(rows))])
+    dz, loss = run(
+        "cross_entropy",
+        CrossEntropy(rows, vocab, CODE[dt]),
+        [("rw", z), ("r", target), ("r", scale), ("w", torch.empty(rows))],
+    )
     Z = z.double().requires_grad_()
     ref = torch.nn.functional.cross_entropy(Z, target.long(), ignore_index=-1, reduction="none")
     (ref.sum() * scale.double()).backward()
-    reach = (z.double().amax(1) - z.double().amin(1)).clamp(max=104)  # z - max is rounded before exp: u*reach relative
+    reach = (z.double().amax(1) - z.double().amin(1)).clamp(
+        max=104
+    )  # z - max is rounded before exp: u*reach relative
     rel = (vocab / 64 + 7 + 8 + reach)[:, None] * U
     assert_within(loss, ref.detach(), rel[:, 0] + U * ref.detach().abs())
     p = torch.softmax(z.double(), 1) * scale.double()
@@ -533,7 +777,16 @@ def test_cross_entropy_against_autograd(rows, vocab, spread, dt):
 
 def test_cross_entropy_of_huge_and_infinite_logits():
     z = torch.tensor([[3e38, -3e38, 0.0], [-float("inf"), 1.0, 2.0], [1.0, float("nan"), 0.0]])
-    dz, loss = run("cross_entropy", CrossEntropy(3, 3, 0), [("rw", z), ("r", torch.tensor([0, 2, 0], dtype=torch.int32)), ("r", torch.ones(1)), ("w", torch.empty(3))])
+    dz, loss = run(
+        "cross_entropy",
+        CrossEntropy(3, 3, 0),
+        [
+            ("rw", z),
+            ("r", torch.tensor([0, 2, 0], dtype=torch.int32)),
+            ("r", torch.ones(1)),
+            ("w", torch.empty(3)),
+        ],
+    )
     assert loss[0] == 0 and dz[0].tolist() == [0, 0, 0]
     assert dz[1, 0] == 0 and loss[1].item() == pytest.approx(np.log1p(np.exp(-1)), rel=4e-7)
     assert torch.isnan(loss[2])  # a NaN must show
@@ -542,12 +795,18 @@ def test_cross_entropy_of_huge_and_infinite_logits():
 @pytest.mark.parametrize("bad", [-2, 100])
 def test_a_target_out_of_range_is_refused_and_nothing_is_written(bad):
     z, target = torch.randn(4, 100), torch.tensor([1, -1, bad, 0], dtype=torch.int32)
-    status, after = launch(LIB, "cross_entropy", CrossEntropy(4, 100, 0), [z, target, torch.ones(1), torch.full((4,), 9.0)], 2)
+    status, after = launch(
+        LIB,
+        "cross_entropy",
+        CrossEntropy(4, 100, 0),
+        [z, target, torch.ones(1), torch.full((4,), 9.0)],
+        2,
+    )
     assert status == PS_EFORMAT and same_bits(after[0], z) and (after[3] == 9).all()
     assert f"target {bad} of token 2 " in LIB.ops_error().decode()
 
 
-# ---- gemm --------------------------------------------------------------------------------------------------------------------
+# ---- gemm ----------------------------------------------------------------------------------------
 
 
 def gemm_case(m, n, k, ta=0, tb=0, acc=0, bias=0, residual=0, dts=(F32, F32, F32), pad=0):
@@ -556,8 +815,27 @@ def gemm_case(m, n, k, ta=0, tb=0, acc=0, bias=0, residual=0, dts=(F32, F32, F32
     b = torch.randn((n if tb else k), (k if tb else n) + 2 * pad).to(dt_b)
     c, add = torch.randn(m, n + 3 * pad).to(dt_c), torch.randn(m, n + 3 * pad).to(dt_c)
     row = torch.randn(n).to(dt_c)
-    args = Gemm(m, n, k, a.shape[1], b.shape[1], c.shape[1], ta, tb, acc, bias, residual, CODE[dt_a], CODE[dt_b], CODE[dt_c])
-    operands = [("r", a), ("r", b), ("rw" if acc else "w", c)] + ([("r", row)] if bias else []) + ([("r", add)] if residual else [])
+    args = Gemm(
+        m,
+        n,
+        k,
+        a.shape[1],
+        b.shape[1],
+        c.shape[1],
+        ta,
+        tb,
+        acc,
+        bias,
+        residual,
+        CODE[dt_a],
+        CODE[dt_b],
+        CODE[dt_c],
+    )
+    operands = (
+        [("r", a), ("r", b), ("rw" if acc else "w", c)]
+        + ([("r", row)] if bias else [])
+        + ([("r", add)] if residual else [])
+    )
     (out,) = run("gemm", args, operands)
     x, y = a[:, : m if ta else k].double(), b[:, : k if tb else n].double()
     x, y = (x.T if ta else x), (y.T if tb else y)
@@ -567,26 +845,49 @@ def gemm_case(m, n, k, ta=0, tb=0, acc=0, bias=0, residual=0, dts=(F32, F32, F32
             ref, size = ref + term.double(), size + term.double().abs()
     assert_within(out[:, :n], ref, (k + 3) * U * size)
     gap = out[:, n:]
-    assert same_bits(gap, c[:, n:]) if acc else torch.isnan(gap).all(), "gemm wrote between the rows of C"
+    assert same_bits(gap, c[:, n:]) if acc else torch.isnan(gap).all(), (
+        "gemm wrote between the rows of C"
+    )
 
 
 @pytest.mark.parametrize("ta,tb", [(0, 0), (0, 1), (1, 0), (1, 1)])
-@pytest.mark.parametrize("m,n,k", [(1, 1, 1), (1, 200, 77), (200, 1, 77), (17, 33, 5), (64, 96, 128), (130, 257, 31)])
+@pytest.mark.parametrize(
+    "m,n,k", [(1, 1, 1), (1, 200, 77), (200, 1, 77), (17, 33, 5), (64, 96, 128), (130, 257, 31)]
+)
 def test_gemm_transposes_and_shapes(m, n, k, ta, tb):
     gemm_case(m, n, k, ta, tb)
     gemm_case(m, n, k, ta, tb, pad=3)
 
 
-@pytest.mark.parametrize("dts", [(a, b, c) for a in (F32, BF16) for b in (F32, BF16) for c in (F32, BF16)],
-                         ids=lambda d: "".join("fb"[t is BF16] for t in d))
-@pytest.mark.parametrize("acc,bias,residual", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)])
+@pytest.mark.parametrize(
+    "dts",
+    [(a, b, c) for a in (F32, BF16) for b in (F32, BF16) for c in (F32, BF16)],
+    ids=lambda d: "".join("fb"[t is BF16] for t in d),
+)
+@pytest.mark.parametrize(
+    "acc,bias,residual", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)]
+)
 def test_gemm_dtypes_and_what_is_added(acc, bias, residual, dts):
     gemm_case(37, 65, 50, 0, 1, acc, bias, residual, dts)
     gemm_case(70, 90, 1030, 1, 0, acc, bias, residual, dts, pad=1)  # three blocks of K
 
 
-@pytest.mark.parametrize("dts", [(F32, F32, F32), (BF16, BF16, BF16), (BF16, BF16, F32)], ids=["f32", "bf16", "bf16-to-f32"])
-@pytest.mark.parametrize("m,n,k", [(64, 4096, 256), (1100, 1030, 70), (2100, 40, 520), (1, 20000, 300), (3000, 1, 900), (1025, 1025, 300)])
+@pytest.mark.parametrize(
+    "dts",
+    [(F32, F32, F32), (BF16, BF16, BF16), (BF16, BF16, F32)],
+    ids=["f32", "bf16", "bf16-to-f32"],
+)
+@pytest.mark.parametrize(
+    "m,n,k",
+    [
+        (64, 4096, 256),
+        (1100, 1030, 70),
+        (2100, 40, 520),
+        (1, 20000, 300),
+        (3000, 1, 900),
+        (1025, 1025, 300),
+    ],
+)
 def test_gemm_of_several_tiles(m, n, k, dts):
     gemm_case(m, n, k, 0, 1, dts=dts, residual=1)
     gemm_case(m, n, k, 1, 0, dts=dts, acc=1)
@@ -594,7 +895,12 @@ def test_gemm_of_several_tiles(m, n, k, dts):
 
 def test_gemm_refuses_rows_that_do_not_fit():
     t = torch.zeros(4, 4)
-    for args in (Gemm(4, 4, 4, 3, 4, 4), Gemm(4, 4, 4, 4, 3, 4), Gemm(4, 4, 4, 4, 4, 3), Gemm(4, 0, 4, 4, 4, 4)):
+    for args in (
+        Gemm(4, 4, 4, 3, 4, 4),
+        Gemm(4, 4, 4, 4, 3, 4),
+        Gemm(4, 4, 4, 4, 4, 3),
+        Gemm(4, 0, 4, 4, 4, 4),
+    ):
         status, after = launch(LIB, "gemm", args, [t, t, t], 1)
         assert status == PS_EINVAL and "gemm" in LIB.ops_error().decode() and same_bits(after[2], t)
 
@@ -608,5 +914,7 @@ def test_products_of_as_many_threads_as_were_announced_map_nothing():
     assert LIB.ops_blas_ready(6) == 0
     assert LIB.ops_live() == before
     ready = mapped_bytes()
-    assert ready - held <= 6 * (33 << 20) + (96 << 20)  # what matmul.c asks for before OpenBLAS does
+    assert ready - held <= 6 * (33 << 20) + (
+        96 << 20
+    )  # what matmul.c asks for before OpenBLAS does
     assert LIB.ops_blas_ready(6) == 0 and mapped_bytes() == ready

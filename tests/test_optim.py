@@ -1,4 +1,6 @@
-"""The host optimizer against PyTorch's AdamW, its bf16 copy against PyTorch's rounding, schedules against closed forms."""
+"""The host optimizer against PyTorch's AdamW, its bf16 copy against PyTorch's rounding, schedules
+against closed forms."""
+
 import ctypes as c
 import math
 import os
@@ -16,12 +18,20 @@ EPS32 = 2.0**-24  # half an ulp, relative: the error of one rounding
 
 
 class Scalars(c.Structure):
-    _fields_ = [(n, c.c_float) for n in ("lr", "beta1", "beta2", "eps", "grad_scale", "c1", "c2")] + [("seed", c.c_uint64), ("step", c.c_uint64)]
+    _fields_ = [
+        (n, c.c_float) for n in ("lr", "beta1", "beta2", "eps", "grad_scale", "c1", "c2")
+    ] + [("seed", c.c_uint64), ("step", c.c_uint64)]
 
 
 class Schedule(c.Structure):
-    _fields_ = [("kind", c.c_uint32), ("warmup_steps", c.c_uint64), ("total_steps", c.c_uint64), ("decay_steps", c.c_uint64),
-                ("peak_lr", c.c_double), ("min_lr", c.c_double)]
+    _fields_ = [
+        ("kind", c.c_uint32),
+        ("warmup_steps", c.c_uint64),
+        ("total_steps", c.c_uint64),
+        ("decay_steps", c.c_uint64),
+        ("peak_lr", c.c_double),
+        ("min_lr", c.c_double),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +39,20 @@ def lib():
     path = ROOT / os.environ.get("PENSTOCK_BUILD", "build") / "lib" / "libpenstock.so"
     lib = c.CDLL(str(path))
     p = c.c_void_p
-    lib.ps__adamw_update.argtypes = [c.c_int, c.c_int, c.c_int, c.c_uint64, p, p, p, p, p, c.c_float, c.c_uint64, c.POINTER(Scalars)]
+    lib.ps__adamw_update.argtypes = [
+        c.c_int,
+        c.c_int,
+        c.c_int,
+        c.c_uint64,
+        p,
+        p,
+        p,
+        p,
+        p,
+        c.c_float,
+        c.c_uint64,
+        c.POINTER(Scalars),
+    ]
     lib.ps__adamw_update.restype = None
     lib.ps__adamw_bias_correction.argtypes = [c.POINTER(Scalars), c.c_uint64]
     lib.ps__adamw_bias_correction.restype = None
@@ -54,17 +77,23 @@ def from_bf16(h):
 @pytest.mark.parametrize("recipe", [FP32, MASTER])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_ten_steps_follow_torch_adamw_in_fp64(lib, simd, recipe, decay):
-    """Tolerance, to first order, with u = 2^-24 for one fp32 rounding. Both sides start from the same fp32 numbers; 1 - beta is
-    exact (Sterbenz) and so is the gradient times 0.5. M is m with |g| in place of g.
+    """Tolerance, to first order, with u = 2^-24 for one fp32 rounding. Both sides start from the
+    same fp32 numbers; 1 - beta is exact (Sterbenz) and so is the gradient times 0.5. M is m with
+    |g| in place of g.
       m   two roundings a step of terms that add up to M: 20 u M after ten steps
-      v   three a step, all terms positive: 30 u relative; with c2 and the product 32 u; the root 17 u; plus eps 18 u
-      d   22 u M c1 / sqrt(v c2) (m, c1, product) + 19 u |d|, and M c1 / sqrt(v c2) <= 1.02 for ten steps of these betas
+      v   three a step, all terms positive: 30 u relative; with c2 and the product 32 u; the root 17
+      u; plus eps 18 u
+      d   22 u M c1 / sqrt(v c2) (m, c1, product) + 19 u |d|, and M c1 / sqrt(v c2) <= 1.02 for ten
+      steps of these betas
           (Cauchy-Schwarz on the two weighted means): 42 u; times lr, one more: 44 u lr
       w   two subtractions and the decay's product: 3 u |w|
     An error in w is carried on with a factor of at most 1: ten times (44 lr + 3 |w|) u."""
     rng = np.random.default_rng(1)
     n, lr, steps = 10_007, 1e-2, 10
-    b1, b2 = float(np.float32(0.9)), float(np.float32(0.95))  # the numbers that fp32 holds, on both sides
+    b1, b2 = (
+        float(np.float32(0.9)),
+        float(np.float32(0.95)),
+    )  # the numbers that fp32 holds, on both sides
     lr, eps, decay = float(np.float32(lr)), float(np.float32(1e-8)), float(np.float32(decay))
     w = rng.standard_normal(n).astype(np.float32)
     m, v, copy = np.zeros(n, np.float32), np.zeros(n, np.float32), np.zeros(n, np.uint16)
@@ -76,7 +105,20 @@ def test_ten_steps_follow_torch_adamw_in_fp64(lib, simd, recipe, decay):
         stored = bf16_bits(g) if recipe == MASTER else g
         exact = from_bf16(stored) if recipe == MASTER else g
         lib.ps__adamw_bias_correction(c.byref(s), t)
-        lib.ps__adamw_update(SIMD[simd], recipe, WHOLE, n, at(w), at(copy) if recipe == MASTER else None, at(stored), at(m), at(v), decay, 0, c.byref(s))
+        lib.ps__adamw_update(
+            SIMD[simd],
+            recipe,
+            WHOLE,
+            n,
+            at(w),
+            at(copy) if recipe == MASTER else None,
+            at(stored),
+            at(m),
+            at(v),
+            decay,
+            0,
+            c.byref(s),
+        )
         ref.grad = torch.from_numpy(exact.astype(np.float64) * 0.5)
         adamw.step()
     size = np.maximum(np.abs(w), np.abs(ref.detach().numpy())) + steps * lr * 1.02
@@ -89,35 +131,76 @@ def test_ten_steps_follow_torch_adamw_in_fp64(lib, simd, recipe, decay):
 
 
 def test_bf16_copy_rounds_to_nearest_even(lib):
-    """With lr 0 the master is unchanged and its copy is torch's rounding: ties, overflow to infinity, denormals, NaN."""
+    """With lr 0 the master is unchanged and its copy is torch's rounding: ties, overflow to
+    infinity, denormals, NaN."""
     upper = np.repeat(np.arange(65536, dtype=np.uint32), 6) << 16
-    w = (upper | np.tile(np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32), 65536)).view(np.float32)
+    w = (upper | np.tile(np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32), 65536)).view(
+        np.float32
+    )
     w = w[np.isfinite(w) | np.isnan(w)]
-    zeros, grad, s = np.zeros_like(w), np.zeros(len(w), np.uint16), Scalars(beta1=0.9, beta2=0.95, eps=1e-8, c1=1, c2=1)
+    zeros, grad, s = (
+        np.zeros_like(w),
+        np.zeros(len(w), np.uint16),
+        Scalars(beta1=0.9, beta2=0.95, eps=1e-8, c1=1, c2=1),
+    )
     for simd in SIMD.values():
         got, copy, m, v = w.copy(), np.zeros(len(w), np.uint16), zeros.copy(), zeros.copy()
-        lib.ps__adamw_update(simd, MASTER, WHOLE, len(w), at(got), at(copy), at(grad), at(m), at(v), 0.0, 0, c.byref(s))
+        lib.ps__adamw_update(
+            simd,
+            MASTER,
+            WHOLE,
+            len(w),
+            at(got),
+            at(copy),
+            at(grad),
+            at(m),
+            at(v),
+            0.0,
+            0,
+            c.byref(s),
+        )
         finite = np.isfinite(w)
         assert (got[finite] == w[finite]).all() and (copy[finite] == bf16_bits(got[finite])).all()
-        assert (copy[~finite] == 0x7FC0).all() and (got.view(np.uint32)[~finite] == 0x7FC00000).all()
+        assert (copy[~finite] == 0x7FC0).all() and (
+            got.view(np.uint32)[~finite] == 0x7FC00000
+        ).all()
 
 
 @pytest.mark.parametrize("simd", SIMD)
 def test_bf16_recipe_rounds_to_a_neighbour_and_follows_fp32_on_average(lib, simd):
-    """Every stored value is one of the two bf16 neighbours of the fp32 result, and the mean error is within 6 sigma of zero:
-    with spacing s the variance of one rounding is at most s^2/4."""
+    """Every stored value is one of the two bf16 neighbours of the fp32 result, and the mean error
+    is within 6 sigma of zero: with spacing s the variance of one rounding is at most s^2/4."""
     rng = np.random.default_rng(2)
     n = 1 << 16
     w, m, g = (bf16_bits(rng.uniform(1, 2, n).astype(np.float32)) for _ in range(3))
     v = bf16_bits(rng.uniform(1, 2, n).astype(np.float32))
-    s = Scalars(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, grad_scale=1, c1=1.7, c2=1.3, seed=9, step=4)
+    s = Scalars(
+        lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, grad_scale=1, c1=1.7, c2=1.3, seed=9, step=4
+    )
     exact = [from_bf16(a) for a in (w, m, v)]
     g32 = from_bf16(g)
-    lib.ps__adamw_update(0, FP32, WHOLE, n, at(exact[0]), None, at(g32), at(exact[1]), at(exact[2]), 0.1, 0, c.byref(s))
-    lib.ps__adamw_update(SIMD[simd], BF16, WHOLE, n, at(w), None, at(g), at(m), at(v), 0.1, 123, c.byref(s))
+    lib.ps__adamw_update(
+        0,
+        FP32,
+        WHOLE,
+        n,
+        at(exact[0]),
+        None,
+        at(g32),
+        at(exact[1]),
+        at(exact[2]),
+        0.1,
+        0,
+        c.byref(s),
+    )
+    lib.ps__adamw_update(
+        SIMD[simd], BF16, WHOLE, n, at(w), None, at(g), at(m), at(v), 0.1, 123, c.byref(s)
+    )
     for got, e in zip((w, m, v), exact):
         below = (e.view(np.uint32) >> 16).astype(np.uint16)
-        assert ((got == below) | (got == below + 1)).all() and (got[(e.view(np.uint32) & 0xFFFF) == 0] == below[(e.view(np.uint32) & 0xFFFF) == 0]).all()
+        assert ((got == below) | (got == below + 1)).all() and (
+            got[(e.view(np.uint32) & 0xFFFF) == 0] == below[(e.view(np.uint32) & 0xFFFF) == 0]
+        ).all()
         spacing = from_bf16(below + np.uint16(1)) - from_bf16(below)
         error = ((from_bf16(got).astype(np.float64) - e) / spacing).mean()
         assert abs(error) < 6 * 0.5 / math.sqrt(n)
@@ -145,18 +228,29 @@ def with_warmup(opt, warmup, after):
 
 
 def test_schedules_are_torch_schedulers(lib):
-    """torch computes by recurrences: 100 double roundings of relative 2^-53 and more by cancellation, so 1e-12 of the peak."""
+    """torch computes by recurrences: 100 double roundings of relative 2^-53 and more by
+    cancellation, so 1e-12 of the peak."""
     L, warmup, total, peak, low = torch.optim.lr_scheduler, 10, 100, 3e-4, 3e-5
     kw = dict(warmup_steps=warmup, total_steps=total, peak_lr=peak, min_lr=low)
-    cases = {1: lambda o: with_warmup(o, warmup, L.CosineAnnealingLR(o, total - warmup, eta_min=low)),
-             2: lambda o: with_warmup(o, warmup, L.LinearLR(o, start_factor=1, end_factor=low / peak, total_iters=total - warmup)),
-             0: lambda o: with_warmup(o, warmup, L.ConstantLR(o, factor=1, total_iters=0))}
+    cases = {
+        1: lambda o: with_warmup(o, warmup, L.CosineAnnealingLR(o, total - warmup, eta_min=low)),
+        2: lambda o: with_warmup(
+            o,
+            warmup,
+            L.LinearLR(o, start_factor=1, end_factor=low / peak, total_iters=total - warmup),
+        ),
+        0: lambda o: with_warmup(o, warmup, L.ConstantLR(o, factor=1, total_iters=0)),
+    }
     for kind, make in cases.items():
-        assert rates(lib, total + 1, kind=kind, **kw) == pytest.approx(torch_rates(total + 1, make), abs=1e-12 * peak), kind
+        assert rates(lib, total + 1, kind=kind, **kw) == pytest.approx(
+            torch_rates(total + 1, make), abs=1e-12 * peak
+        ), kind
 
 
 def test_wsd_is_flat_then_falls_to_the_minimum(lib):
-    r = rates(lib, 130, kind=3, warmup_steps=10, total_steps=100, decay_steps=20, peak_lr=1.0, min_lr=0.1)
+    r = rates(
+        lib, 130, kind=3, warmup_steps=10, total_steps=100, decay_steps=20, peak_lr=1.0, min_lr=0.1
+    )
     assert r[:10] == pytest.approx([(i + 1) / 11 for i in range(10)], rel=1e-15)
     assert r[10:81] == [1.0] * 71
     assert r[80:101] == pytest.approx([1 - 0.9 * i / 20 for i in range(21)], rel=1e-15)
@@ -164,8 +258,22 @@ def test_wsd_is_flat_then_falls_to_the_minimum(lib):
 
 
 @pytest.mark.parametrize("kind", [0, 1, 2, 3])
-@pytest.mark.parametrize("warmup,total,decay", [(0, 0, 0), (0, 1, 1), (5, 5, 5), (9, 3, 4), (0, 10, 99), (4, 10, 99), (0, 10, 0)])
+@pytest.mark.parametrize(
+    "warmup,total,decay",
+    [(0, 0, 0), (0, 1, 1), (5, 5, 5), (9, 3, 4), (0, 10, 99), (4, 10, 99), (0, 10, 0)],
+)
 def test_schedules_at_their_edges_stay_between_zero_and_peak(lib, kind, warmup, total, decay):
-    r = rates(lib, 30, kind=kind, warmup_steps=warmup, total_steps=total, decay_steps=decay, peak_lr=2.0, min_lr=0.5)
+    r = rates(
+        lib,
+        30,
+        kind=kind,
+        warmup_steps=warmup,
+        total_steps=total,
+        decay_steps=decay,
+        peak_lr=2.0,
+        min_lr=0.5,
+    )
     assert all(0 < x <= 2.0 for x in r)
-    assert r[max(warmup, total):] == pytest.approx([2.0 if kind == 0 else 0.5] * (30 - max(warmup, total)), rel=1e-15)
+    assert r[max(warmup, total) :] == pytest.approx(
+        [2.0 if kind == 0 else 0.5] * (30 - max(warmup, total)), rel=1e-15
+    )

@@ -1,4 +1,6 @@
-"""The planner: more memory is never slower, the same question has the same answer, and its numbers add up."""
+"""The planner: more memory is never slower, the same question has the same answer, and its numbers
+add up."""
+
 import json
 import os
 import re
@@ -10,15 +12,29 @@ import pytest
 from conftest import BUILD, ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from penstock import BudgetError, Hardware, InvalidError, ModelConfig, Plan
 from penstock._lib import lib
 
 MIB = 1 << 20
-SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 256,
-         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu", "max_position_embeddings": 65536,
-         "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False}
+SLOW = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+}
 
 
 def config(folder, **change):
@@ -29,7 +45,11 @@ def config(folder, **change):
 def rates(**change):
     hardware = Hardware.estimate(2, "cpu")
     if "copy" in change:  # both ways, also at once
-        change.update(dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s"), change.pop("copy")))
+        change.update(
+            dict.fromkeys(
+                ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s"), change.pop("copy")
+            )
+        )
     for name, value in change.items():
         setattr(hardware._ptr, name, value)
     return hardware
@@ -37,15 +57,33 @@ def rates(**change):
 
 @st.composite
 def questions(draw):
-    """A model, a batch and a machine; the link from one that hides nothing to one that hides all."""
+    """A model, a batch and a machine; the link from one that hides nothing to one that hides
+    all."""
     heads = draw(st.sampled_from([2, 4]))
-    model = {"num_hidden_layers": draw(st.integers(1, 6)), "hidden_size": 64 * draw(st.integers(1, 4)), "vocab_size": draw(st.sampled_from([256, 4096])),
-             "num_attention_heads": heads, "num_key_value_heads": draw(st.sampled_from([1, 2])), "intermediate_size": 64 * draw(st.integers(1, 8)),
-             "tie_word_embeddings": draw(st.booleans())}
+    model = {
+        "num_hidden_layers": draw(st.integers(1, 6)),
+        "hidden_size": 64 * draw(st.integers(1, 4)),
+        "vocab_size": draw(st.sampled_from([256, 4096])),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw(st.sampled_from([1, 2])),
+        "intermediate_size": 64 * draw(st.integers(1, 8)),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
     seq_len = draw(st.sampled_from([64, 128, 512]))
-    ask = {"seq_len": seq_len, "tokens_per_step": seq_len * draw(st.integers(1, 6)), "recipe": draw(st.sampled_from(["fp32", "fp32-master", "bf16"])),
-           "clip": draw(st.booleans())}
-    return model, ask, rates(copy=draw(st.sampled_from([2e8, 5e9, 5e11])), optimizer_bytes_per_s=draw(st.sampled_from([1e9, 1e11])))
+    ask = {
+        "seq_len": seq_len,
+        "tokens_per_step": seq_len * draw(st.integers(1, 6)),
+        "recipe": draw(st.sampled_from(["fp32", "fp32-master", "bf16"])),
+        "clip": draw(st.booleans()),
+    }
+    return (
+        model,
+        ask,
+        rates(
+            copy=draw(st.sampled_from([2e8, 5e9, 5e11])),
+            optimizer_bytes_per_s=draw(st.sampled_from([1e9, 1e11])),
+        ),
+    )
 
 
 def plan_or_none(model, hardware, ask, **caps):
@@ -60,11 +98,26 @@ def plan_or_none(model, hardware, ask, **caps):
 def test_more_memory_is_never_slower(question, tmp_path):
     change, ask, hardware = question
     model = config(tmp_path, **change)
-    ask["reserve"] = 256 * MIB  # this process grows from plan to plan, and its own size would count against the cap
+    ask["reserve"] = (
+        256 * MIB
+    )  # this process grows from plan to plan, and its own size would count against the cap
     free = Plan(model, hardware=hardware, **ask).report
     device = [free["device_bytes"] * i // 6 for i in range(1, 8)]
-    host = [free["reserve_bytes"] + (free["host_bytes"] * 2 - free["reserve_bytes"]) * i // 6 for i in range(1, 7)]
-    step = np.array([[p.report["step_s"] if (p := plan_or_none(model, hardware, ask, device_mem=d, host_mem=h)) else np.inf for h in host] for d in device])
+    host = [
+        free["reserve_bytes"] + (free["host_bytes"] * 2 - free["reserve_bytes"]) * i // 6
+        for i in range(1, 7)
+    ]
+    step = np.array(
+        [
+            [
+                p.report["step_s"]
+                if (p := plan_or_none(model, hardware, ask, device_mem=d, host_mem=h))
+                else np.inf
+                for h in host
+            ]
+            for d in device
+        ]
+    )
     assert (step[1:] <= step[:-1]).all(), "more device memory"
     assert (step[:, 1:] <= step[:, :-1]).all(), "more host memory"
     assert np.isfinite(step).any() and step.min() >= free["step_s"]
@@ -82,12 +135,25 @@ def test_a_report_is_consistent_and_the_plan_the_same_when_asked_again(question,
     plan, again = (Plan(model, hardware=hardware, device_mem=cap, **ask) for _ in range(2))
     r = plan.report
     assert plan.json() == again.json() and str(plan) == str(again)
-    assert r["device_bytes"] <= cap and r["device_bytes"] % (2 * MIB) == r["host_arena_bytes"] % (2 * MIB) == 0
-    assert r["host_bytes"] >= r["host_arena_bytes"] + r["scratch_bytes"] + r["trace_bytes"] + r["reserve_bytes"]
-    assert r["n_chunks"] * r["chunk_tokens"] >= r["tokens_per_step"] and r["n_rounds"] * r["chunks_per_round"] >= r["n_chunks"]
-    assert r["resident_param_units"] + r["turn_units"] <= r["n_units"] and (r["n_rounds"] > 1 or not r["turn_units"])
+    assert (
+        r["device_bytes"] <= cap
+        and r["device_bytes"] % (2 * MIB) == r["host_arena_bytes"] % (2 * MIB) == 0
+    )
+    assert (
+        r["host_bytes"]
+        >= r["host_arena_bytes"] + r["scratch_bytes"] + r["trace_bytes"] + r["reserve_bytes"]
+    )
+    assert (
+        r["n_chunks"] * r["chunk_tokens"] >= r["tokens_per_step"]
+        and r["n_rounds"] * r["chunks_per_round"] >= r["n_chunks"]
+    )
+    assert r["resident_param_units"] + r["turn_units"] <= r["n_units"] and (
+        r["n_rounds"] > 1 or not r["turn_units"]
+    )
     d = plan.json()
-    fates = [fate.split()[0] for layer in d["layers"] for chunk in layer for fate in chunk.values()]  # host in the first round: host
+    fates = [
+        fate.split()[0] for layer in d["layers"] for chunk in layer for fate in chunk.values()
+    ]  # host in the first round: host
     for fate in ("device", "host", "recompute"):
         assert (r[f"saved_{fate}_bytes"] > 0) == (fate in fates)
     events, ends = plan.simulate(3)
@@ -102,7 +168,9 @@ def test_a_report_is_consistent_and_the_plan_the_same_when_asked_again(question,
 def check_trace(plan, events, ends):
     """Streams run one op at a time, in order; whoever waits starts behind whom it waits for."""
     assert len(events) == 3 * plan.schedule.n_ops and (np.diff(ends) > 0).all()
-    assert ((events["queued_ns"] <= events["start_ns"]) & (events["start_ns"] <= events["end_ns"])).all()
+    assert (
+        (events["queued_ns"] <= events["start_ns"]) & (events["start_ns"] <= events["end_ns"])
+    ).all()
     for stream in range(plan.schedule.n_streams):
         mine = events[events["stream"] == stream]
         assert (mine["start_ns"][1:] >= mine["end_ns"][:-1]).all()
@@ -110,10 +178,18 @@ def check_trace(plan, events, ends):
 
 
 def test_transfers_and_recomputation_are_those_counted_by_hand(tmp_path):
-    """Everything resident: parameters travel once, gradients once (of an embedding at home its rows, and ids), batch in, losses out, norms. Nothing but scores is recomputed."""
+    """Everything resident: parameters travel once, gradients once (of an embedding at home its
+    rows, and ids), batch in, losses out, norms. Nothing but scores is recomputed."""
     model = config(tmp_path)
     tokens, layers, heads, width, chunk = 512, 4, 4, 64, 128
-    ask = {"seq_len": 128, "tokens_per_step": tokens, "recipe": "fp32", "chunk_tokens": chunk, "chunks_per_round": 4, "clip": True}
+    ask = {
+        "seq_len": 128,
+        "tokens_per_step": tokens,
+        "recipe": "fp32",
+        "chunk_tokens": chunk,
+        "chunks_per_round": 4,
+        "clip": True,
+    }
     hardware = rates(copy=1e7)  # so slow a link that whatever can stay, stays
     plan = Plan(model, hardware=hardware, **ask)
     r, at_home = plan.report, plan.json()["embed_at_home"]
@@ -122,47 +198,91 @@ def test_transfers_and_recomputation_are_those_counted_by_hand(tmp_path):
         padded[p.unit] = max(padded.get(p.unit, 0), p.offset + int(np.prod(p.shape)))
     elements = sum(-(-n // 64) * 64 for n in padded.values())
     batch = (tokens // chunk) * (4 * 4 * chunk + 64)
-    norms = 8 * (1 + layers * 6 + 2)  # a sum of squares for each run: the table; norm1, qkv, o, norm2, gate-up, down; norm, head
-    row = 4 * (64 + 64 + 2 * 32 + 64 + heads + 64 + 2 * 256)  # x, q, k and v, attention output and its log-sum-exp, h, gate and up
-    assert r["saved_device_bytes"] == layers * tokens * row and r["saved_host_bytes"] == r["saved_recompute_bytes"] == 0
+    norms = 8 * (
+        1 + layers * 6 + 2
+    )  # a sum of squares for each run: the table; norm1, qkv, o, norm2, gate-up, down; norm, head
+    row = 4 * (
+        64 + 64 + 2 * 32 + 64 + heads + 64 + 2 * 256
+    )  # x, q, k and v, attention output and its log-sum-exp, h, gate and up
+    assert (
+        r["saved_device_bytes"] == layers * tokens * row
+        and r["saved_host_bytes"] == r["saved_recompute_bytes"] == 0
+    )
     for cap in range(2 * MIB, r["device_bytes"], 2 * MIB):
         if p := plan_or_none(model, hardware, ask, device_mem=cap):
-            assert sum(p.report[f"saved_{fate}_bytes"] for fate in ("device", "host", "recompute")) == layers * tokens * row
-    if r["resident_update_units"]:  # weights stay; the clip scale goes in; gradients come for Trainer.grad(), and the weights follow every step
+            assert (
+                sum(p.report[f"saved_{fate}_bytes"] for fate in ("device", "host", "recompute"))
+                == layers * tokens * row
+            )
+    if r[
+        "resident_update_units"
+        # weights stay; the clip scale goes in; gradients come for Trainer.grad(), and the weights
+        # follow every step
+    ]:
         assert r["h2d_bytes"] == batch + 64
         assert r["d2h_bytes"] == 2 * elements * 4 + tokens * 4 + norms
     else:
         table, rows = 4 * padded[0], 4 * width * tokens
         assert r["h2d_bytes"] == batch + elements * 4 - at_home * (table - rows)
-        assert r["d2h_bytes"] == elements * 4 + tokens * 4 + norms - at_home * (table + 8 - rows - tokens * 4)
+        assert r["d2h_bytes"] == elements * 4 + tokens * 4 + norms - at_home * (
+            table + 8 - rows - tokens * 4
+        )
     pairs = tokens // 128 * 128 * 128 / 2
-    assert r["recompute_flops"] == layers * pairs * width * 2  # the score product, once more in the backward pass
+    assert (
+        r["recompute_flops"] == layers * pairs * width * 2
+    )  # the score product, once more in the backward pass
     flops = model.flops(128)["sequence"] * (tokens // 128)
     assert r["model_flops"] == pytest.approx(flops, rel=1e-12)
 
 
 def test_an_embedding_at_home_costs_its_rows_on_the_link(tmp_path):
-    """Where tokens are few and the vocabulary is large: rows to the device, their gradients and ids to the host, whatever else the plan decides."""
+    """Where tokens are few and the vocabulary is large: rows to the device, their gradients and ids
+    to the host, whatever else the plan decides."""
     model = config(tmp_path, vocab_size=16384)
     tokens, width, chunk = 512, 64, 128
-    ask = {"seq_len": chunk, "tokens_per_step": tokens, "recipe": "fp32", "chunk_tokens": chunk, "chunks_per_round": 1, "clip": True}
+    ask = {
+        "seq_len": chunk,
+        "tokens_per_step": tokens,
+        "recipe": "fp32",
+        "chunk_tokens": chunk,
+        "chunks_per_round": 1,
+        "clip": True,
+    }
     hardware = rates(copy=1e7)
     least, _ = Plan.smallest(model, hardware=hardware, **ask)
     plan = Plan(model, hardware=hardware, device_mem=least, **ask)
     r, d = plan.report, plan.json()
-    assert d["embed_at_home"] and d["units"][0]["parameters"] == d["units"][0]["gradients"] == "at home" and "gathered at home" in str(plan)
+    assert (
+        d["embed_at_home"]
+        and d["units"][0]["parameters"] == d["units"][0]["gradients"] == "at home"
+        and "gathered at home" in str(plan)
+    )
     table, logits = 4 * 16384 * width, 4 * chunk * 16384
-    assert least < 2 * table + logits + table  # the head and its gradient, and no room for another table
+    assert (
+        least < 2 * table + logits + table
+    )  # the head and its gradient, and no room for another table
     rounds, row, n_last = tokens // chunk, 4 * width, len(d["units"]) - 1
     home = [sum(c["x"] == "host" for c in layer) for layer in d["layers"]]
-    assert r["saved_host_bytes"] == sum(home) * chunk * row  # nothing but block inputs is worth a copy on this link
+    assert (
+        r["saved_host_bytes"] == sum(home) * chunk * row
+    )  # nothing but block inputs is worth a copy on this link
     to_device = rounds * (4 * 4 * chunk + 64) + tokens * row + rounds * sum(home) * chunk * row
-    to_host = tokens * (row + 4) + tokens * 4 + rounds * sum(home[1:]) * chunk * row  # the first block's input is at home already
+    to_host = (
+        tokens * (row + 4) + tokens * 4 + rounds * sum(home[1:]) * chunk * row
+    )  # the first block's input is at home already
     for i, u in enumerate(d["units"][1:], 1):
-        to_device += 4 * u["elements"] * (1 if u["parameters"] == "resident" else rounds if i == n_last else 2 * rounds)
-        to_host += 4 * u["elements"] * (1 if u["gradients"] == "resident" else rounds) + (8 * 6 if u["gradients"] == "resident" else 0)
+        to_device += (
+            4
+            * u["elements"]
+            * (1 if u["parameters"] == "resident" else rounds if i == n_last else 2 * rounds)
+        )
+        to_host += 4 * u["elements"] * (1 if u["gradients"] == "resident" else rounds) + (
+            8 * 6 if u["gradients"] == "resident" else 0
+        )
     assert r["d2h_bytes"] == to_host
-    at_the_turn = rounds * 4 * sum(u["elements"] for u in d["units"][1:-1])  # blocks still there from their forward visits: at most this is not fetched twice
+    at_the_turn = (
+        rounds * 4 * sum(u["elements"] for u in d["units"][1:-1])
+    )  # blocks still there from their forward visits: at most this is not fetched twice
     assert to_device - at_the_turn <= r["h2d_bytes"] <= to_device and at_the_turn < table * rounds
 
 
@@ -174,53 +294,106 @@ def test_a_plan_does_not_depend_on_what_the_process_did_since_the_first(tmp_path
 
 
 def test_stalls_are_the_gaps_of_each_stream(tmp_path):
-    """Over a slow link compute waits for what comes over it above all; what the stalls of a stream add up to is what lies between its ops."""
-    plan = Plan(config(tmp_path), hardware=rates(copy=5e7), device_mem=Plan.smallest(config(tmp_path), hardware=rates(), seq_len=128, tokens_per_step=512)[0],
-                seq_len=128, tokens_per_step=512)
+    """Over a slow link compute waits for what comes over it above all; what the stalls of a stream
+    add up to is what lies between its ops."""
+    plan = Plan(
+        config(tmp_path),
+        hardware=rates(copy=5e7),
+        device_mem=Plan.smallest(
+            config(tmp_path), hardware=rates(), seq_len=128, tokens_per_step=512
+        )[0],
+        seq_len=128,
+        tokens_per_step=512,
+    )
     events, _ = plan.simulate(3)
     stalls = plan.stalls(events)
     for stream in range(5):
         own = np.sort(events[events["stream"] == stream], order=["step", "op"])
-        gaps = np.maximum(own["start_ns"][1:].astype(np.int64) - np.maximum.accumulate(own["end_ns"][:-1]).astype(np.int64), 0)[own["step"][1:] > 0].sum()
-        assert sum(s["seconds"] for s in stalls if s["stream"] == stream) == pytest.approx(gaps / 2 * 1e-9, rel=1e-9, abs=1e-12)
-    alone = plan.stalls(events[:len(events) // 3])  # a trace of one step has no other to count
+        gaps = np.maximum(
+            own["start_ns"][1:].astype(np.int64)
+            - np.maximum.accumulate(own["end_ns"][:-1]).astype(np.int64),
+            0,
+        )[own["step"][1:] > 0].sum()
+        assert sum(s["seconds"] for s in stalls if s["stream"] == stream) == pytest.approx(
+            gaps / 2 * 1e-9, rel=1e-9, abs=1e-12
+        )
+    alone = plan.stalls(events[: len(events) // 3])  # a trace of one step has no other to count
     assert sum(s["seconds"] for s in alone if s["stream"] == 0) > 0
     compute = [s for s in stalls if s["stream"] == 0]
-    assert compute[0]["what"] in ("parameters", "embedding rows") and compute[0]["awaited_stream"] == 1 and compute == sorted(compute, key=lambda s: -s["seconds"])
+    assert (
+        compute[0]["what"] in ("parameters", "embedding rows")
+        and compute[0]["awaited_stream"] == 1
+        and compute == sorted(compute, key=lambda s: -s["seconds"])
+    )
     with pytest.raises(InvalidError):
         plan.stalls(events[:-1])
 
 
 def test_recomputing_costs_the_products_of_what_is_not_saved(tmp_path):
-    """Whatever a plan saves: q and k and v, attention, o, gate and up run again where their results were not kept; down never does."""
+    """Whatever a plan saves: q and k and v, attention, o, gate and up run again where their results
+    were not kept; down never does."""
     model = config(tmp_path)
     tokens, dim, width, kv, ffn, seq = 512, 64, 64, 32, 256, 128
-    ask = {"seq_len": seq, "tokens_per_step": tokens, "recipe": "fp32", "chunk_tokens": seq, "chunks_per_round": 1, "clip": False}
-    again = {"kv": 2 * tokens * dim * (width + 2 * kv), "attn_out": 4 * tokens * seq / 2 * width, "h": 2 * tokens * width * dim,
-             "gate_up": 2 * tokens * dim * 2 * ffn}
+    ask = {
+        "seq_len": seq,
+        "tokens_per_step": tokens,
+        "recipe": "fp32",
+        "chunk_tokens": seq,
+        "chunks_per_round": 1,
+        "clip": False,
+    }
+    again = {
+        "kv": 2 * tokens * dim * (width + 2 * kv),
+        "attn_out": 4 * tokens * seq / 2 * width,
+        "h": 2 * tokens * width * dim,
+        "gate_up": 2 * tokens * dim * 2 * ffn,
+    }
     plans, cap = [], None
     for _ in range(40):
         try:
-            plans.append(Plan(model, hardware=rates(copy=1e6), device_mem=Plan.smallest(model, hardware=rates(), **ask)[0], host_mem=cap, **ask))
+            plans.append(
+                Plan(
+                    model,
+                    hardware=rates(copy=1e6),
+                    device_mem=Plan.smallest(model, hardware=rates(), **ask)[0],
+                    host_mem=cap,
+                    **ask,
+                )
+            )
         except BudgetError:
             break
         cap = plans[-1].report["host_bytes"] - 1
     seen = set()
     for plan in plans:
-        recomputed = [item for layer in plan.json()["layers"] for (cell,) in [layer] for item in again if cell[item] == "recompute"]
+        recomputed = [
+            item
+            for layer in plan.json()["layers"]
+            for (cell,) in [layer]
+            for item in again
+            if cell[item] == "recompute"
+        ]
         seen.update(recomputed)
         scores = 4 * tokens * seq / 2 * width * 2
-        assert plan.report["recompute_flops"] == pytest.approx(sum(again[item] for item in recomputed) + scores, rel=1e-12)
+        assert plan.report["recompute_flops"] == pytest.approx(
+            sum(again[item] for item in recomputed) + scores, rel=1e-12
+        )
     assert {"kv", "gate_up"} <= seen
 
 
 @pytest.mark.parametrize("name,seconds", [("8b", 60), ("32b", 120)])
 def test_large_models_are_planned_without_touching_memory(name, seconds):
-    """A plan's time is its search: 8B 4 s and 32B 10 s on two cores; the limits leave room for slower machines."""
+    """A plan's time is its search: 8B 4 s and 32B 10 s on two cores; the limits leave room for
+    slower machines."""
     model = ModelConfig.read(ROOT / f"models/{name}.json")
     resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
     before, begin = resident(), time.monotonic()
-    plan = Plan(model, seq_len=8192, device_mem="20GiB", host_mem="4000GiB", hardware=rates(host_memory_bytes=1 << 43))
+    plan = Plan(
+        model,
+        seq_len=8192,
+        device_mem="20GiB",
+        host_mem="4000GiB",
+        hardware=rates(host_memory_bytes=1 << 43),
+    )
     assert time.monotonic() - begin < seconds
     assert resident() - before < 512 * MIB < plan.report["device_bytes"]
     assert plan.report["device_bytes"] <= 20 << 30
@@ -228,9 +401,18 @@ def test_large_models_are_planned_without_touching_memory(name, seconds):
 
 def test_a_large_search_is_the_same_on_one_cpu_as_on_all():
     """Its refinement runs side by side where there are CPUs. The plan keeps to both caps."""
+
     def plan():
-        return Plan(ModelConfig.read(ROOT / "models/8b.json"), seq_len=4096, tokens_per_step=131072, device_mem="22GiB", host_mem="90GiB", one_document=True,
-                    hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"), reserve=1 << 30)
+        return Plan(
+            ModelConfig.read(ROOT / "models/8b.json"),
+            seq_len=4096,
+            tokens_per_step=131072,
+            device_mem="22GiB",
+            host_mem="90GiB",
+            one_document=True,
+            hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"),
+            reserve=1 << 30,
+        )
 
     cpus, everywhere = os.sched_getaffinity(0), plan()
     try:
@@ -241,12 +423,21 @@ def test_a_large_search_is_the_same_on_one_cpu_as_on_all():
     assert alone.json() == everywhere.json()
     report = alone.report
     assert report["device_bytes"] <= 22 << 30 and report["host_bytes"] <= 90 << 30
-    assert report["n_candidates"] > 100000 and report["n_rounds"] > 5  # looked at with fewer rounds, refined
+    assert (
+        report["n_candidates"] > 100000 and report["n_rounds"] > 5
+    )  # looked at with fewer rounds, refined
 
 
 def on_a_4090(tokens_per_step=131072, host_mem="90GiB", hardware=None, **kw):
-    return dict(seq_len=4096, tokens_per_step=tokens_per_step, host_mem=host_mem, one_document=True, reserve=1 << 30,
-                hardware=hardware or Hardware.read(ROOT / "docs/hardware-rtx4090.json"), **kw)
+    return dict(
+        seq_len=4096,
+        tokens_per_step=tokens_per_step,
+        host_mem=host_mem,
+        one_document=True,
+        reserve=1 << 30,
+        hardware=hardware or Hardware.read(ROOT / "docs/hardware-rtx4090.json"),
+        **kw,
+    )
 
 
 def test_the_smallest_caps_of_a_large_family_have_a_plan():
@@ -260,21 +451,46 @@ def test_the_smallest_caps_of_a_large_family_have_a_plan():
 
 
 def test_a_plan_for_less_memory_is_a_plan_for_more():
-    """Under 128 GiB of host memory a search under 16 GiB of the device alone finds a plan 0.4% slower than one under 12."""
-    model, ask = ModelConfig.read(ROOT / "models/8b.json"), on_a_4090(32768, "128GiB", keep_grads=False) | {"reserve": 1157365760}
+    """Under 128 GiB of host memory a search under 16 GiB of the device alone finds a plan 0.4%
+    slower than one under 12."""
+    model, ask = (
+        ModelConfig.read(ROOT / "models/8b.json"),
+        on_a_4090(32768, "128GiB", keep_grads=False) | {"reserve": 1157365760},
+    )
     small, large = (Plan(model, device_mem=f"{device}GiB", **ask).report for device in (12, 16))
     assert large["step_s"] <= small["step_s"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name,machine,tokens,device,host", [
-    ("8b", "rtx4090", 32768, (6, 12, 16, 24), (70, 128)), ("8b", "h200", 131072, (12, 96), (84, 128)),
-    ("1b", "rtx5090", 131072, (4, 16), (16, 32)), ("15b", "rtx4090", 65536, (12, 24), (160, 256))])
-def test_a_grid_never_falls_and_is_what_plans_under_its_caps_are_alone(name, machine, tokens, device, host, tmp_path):
+@pytest.mark.parametrize(
+    "name,machine,tokens,device,host",
+    [
+        ("8b", "rtx4090", 32768, (6, 12, 16, 24), (70, 128)),
+        ("8b", "h200", 131072, (12, 96), (84, 128)),
+        ("1b", "rtx5090", 131072, (4, 16), (16, 32)),
+        ("15b", "rtx4090", 65536, (12, 24), (160, 256)),
+    ],
+)
+def test_a_grid_never_falls_and_is_what_plans_under_its_caps_are_alone(
+    name, machine, tokens, device, host, tmp_path
+):
     (tmp_path / "config.json").write_text((ROOT / f"models/{name}.json").read_text())
-    command = [BUILD / "bin/penstock", "plan", "--model", tmp_path, "--seq-len", "4096", "--tokens-per-step", str(tokens), "--json",
-               "--hardware", ROOT / f"docs/hardware-{machine}.json"]
-    ask = lambda *more: json.loads(subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout)
+    command = [
+        BUILD / "bin/penstock",
+        "plan",
+        "--model",
+        tmp_path,
+        "--seq-len",
+        "4096",
+        "--tokens-per-step",
+        str(tokens),
+        "--json",
+        "--hardware",
+        ROOT / f"docs/hardware-{machine}.json",
+    ]
+    ask = lambda *more: json.loads(
+        subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout
+    )
     sizes = lambda caps: [f"{cap}GiB" for cap in caps]
     grid = ask("--grid-device", *sizes(device), "--grid-host", *sizes(host))
     rate = np.array(grid["tokens_per_s"])
@@ -282,24 +498,41 @@ def test_a_grid_never_falls_and_is_what_plans_under_its_caps_are_alone(name, mac
     for h, d in ((0, 0), (-1, -1)):
         found = grid["found_under"][h][d]
         assert found["device_bytes"] <= device[d] << 30 and found["host_bytes"] <= host[h] << 30
-        alone = ask("--device-mem", str(found["device_bytes"]), "--host-mem", str(found["host_bytes"]))["predicted_tokens_per_s"]
+        alone = ask(
+            "--device-mem", str(found["device_bytes"]), "--host-mem", str(found["host_bytes"])
+        )["predicted_tokens_per_s"]
         assert alone == pytest.approx(rate[h, d], rel=1e-12)
 
 
 def test_a_step_of_too_many_ops_is_refused_before_it_is_emitted(tmp_path):
     begin = time.process_time()
-    with pytest.raises(InvalidError, match="has about .* million ops, at most 1.05 are planned: lower --tokens-per-step, or raise --chunk-tokens"):
-        Plan(config(tmp_path), seq_len=512, tokens_per_step=1 << 20, chunk_tokens=1, hardware=rates())
+    with pytest.raises(
+        InvalidError,
+        match="has about .* million ops, at most 1.05 are planned: lower --tokens-per-step, or raise --chunk-tokens",
+    ):
+        Plan(
+            config(tmp_path), seq_len=512, tokens_per_step=1 << 20, chunk_tokens=1, hardware=rates()
+        )
     assert time.process_time() - begin < 1
 
 
 def test_sums_run_on_fewer_threads_where_copies_are_what_a_step_waits_for(tmp_path):
-    """Sums on all threads leave copies to the device a quarter of the link, on a half of them all of it."""
-    model, facts = ModelConfig.read(ROOT / "models/1b.json"), json.loads((ROOT / "docs/hardware-rtx4090.json").read_text())
+    """Sums on all threads leave copies to the device a quarter of the link, on a half of them all
+    of it."""
+    model, facts = (
+        ModelConfig.read(ROOT / "models/1b.json"),
+        json.loads((ROOT / "docs/hardware-rtx4090.json").read_text()),
+    )
     link, sums = facts["h2d_bytes_per_s"], facts["optimizer_bytes_per_s"]
 
     def share(kinds, threads, host, h2d=1.0):
-        return {"kinds": kinds, "threads": threads, "h2d_bytes_per_s": h2d * link, "d2h_bytes_per_s": link, "host_bytes_per_s": host * sums}
+        return {
+            "kinds": kinds,
+            "threads": threads,
+            "h2d_bytes_per_s": h2d * link,
+            "d2h_bytes_per_s": link,
+            "host_bytes_per_s": host * sums,
+        }
 
     def plan(shares):
         path = tmp_path / "machine.json"
@@ -308,79 +541,181 @@ def test_sums_run_on_fewer_threads_where_copies_are_what_a_step_waits_for(tmp_pa
 
     threads = facts["n_threads"]
     adamw = [share(k, threads, 1) for k in (8, 9, 10, 11)]
-    all_threads = [share(4, threads, 1), share(5, threads, 1, 0.25), share(6, threads, 1), share(7, threads, 1, 0.25)]
+    all_threads = [
+        share(4, threads, 1),
+        share(5, threads, 1, 0.25),
+        share(6, threads, 1),
+        share(7, threads, 1, 0.25),
+    ]
     half = [share(k, threads // 2, 0.6) for k in (4, 5, 6, 7)]
     one, both = plan(all_threads + adamw), plan(all_threads + half + adamw)
     assert one.json()["sum_threads"] == threads and both.json()["sum_threads"] == threads // 2
-    assert both.report["step_s"] < one.report["step_s"] and f"by {threads // 2} of {threads} threads" in str(both)
-    slower = plan(all_threads + [s | {"h2d_bytes_per_s": 0.25 * link} for s in half] + adamw)  # the same, and nothing gained
-    assert slower.json()["sum_threads"] == threads and slower.report["step_s"] == one.report["step_s"]
+    assert both.report["step_s"] < one.report[
+        "step_s"
+    ] and f"by {threads // 2} of {threads} threads" in str(both)
+    slower = plan(
+        all_threads + [s | {"h2d_bytes_per_s": 0.25 * link} for s in half] + adamw
+    )  # the same, and nothing gained
+    assert (
+        slower.json()["sum_threads"] == threads and slower.report["step_s"] == one.report["step_s"]
+    )
 
 
 def on_an_h200(tmp_path, host_gib, **kw):
     facts = json.loads((ROOT / "docs/hardware-h200.json").read_text())
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(facts | {"host_memory_bytes": host_gib << 30}))
-    return dict(tokens_per_step=131072, device_mem="40GiB", one_document=True, reserve=1 << 30, hardware=Hardware.read(path), **kw)
+    return dict(
+        tokens_per_step=131072,
+        device_mem="40GiB",
+        one_document=True,
+        reserve=1 << 30,
+        hardware=Hardware.read(path),
+        **kw,
+    )
 
 
 def test_no_pinned_round_of_a_deep_model_is_faster_than_the_plan_that_was_found(tmp_path):
-    """Looks at a plan of 64 layers cost twice those of 32, and few of them fit; where a round is pinned all that is spent goes to it."""
-    model, ask = ModelConfig.read(ROOT / "models/32b.json"), on_an_h200(tmp_path, 512, seq_len=8192, host_mem="330GiB")
+    """Looks at a plan of 64 layers cost twice those of 32, and few of them fit; where a round is
+    pinned all that is spent goes to it."""
+    model, ask = (
+        ModelConfig.read(ROOT / "models/32b.json"),
+        on_an_h200(tmp_path, 512, seq_len=8192, host_mem="330GiB"),
+    )
     found = Plan(model, **ask).report
-    pinned = [Plan(model, chunk_tokens=tokens, chunks_per_round=chunks, **ask).report for tokens, chunks in ((8192, 1), (8192, 2), (16384, 1))]
+    pinned = [
+        Plan(model, chunk_tokens=tokens, chunks_per_round=chunks, **ask).report
+        for tokens, chunks in ((8192, 1), (8192, 2), (16384, 1))
+    ]
     assert found["step_s"] <= min(r["step_s"] for r in pinned) and found["host_bytes"] <= 330 << 30
 
 
 def test_to_pin_the_rounds_that_were_found_costs_nothing(tmp_path):
-    """A pinned round's members are few, and what refining between them gains is as much as anywhere."""
-    model, ask = ModelConfig.read(ROOT / "models/8b.json"), on_an_h200(tmp_path, 128, seq_len=8192, host_mem="84GiB") | {"device_mem": "24GiB"}
+    """A pinned round's members are few, and what refining between them gains is as much as
+    anywhere."""
+    model, ask = (
+        ModelConfig.read(ROOT / "models/8b.json"),
+        on_an_h200(tmp_path, 128, seq_len=8192, host_mem="84GiB") | {"device_mem": "24GiB"},
+    )
     found = Plan(model, **ask).report
-    pinned = Plan(model, chunk_tokens=found["chunk_tokens"], chunks_per_round=found["chunks_per_round"], first_round_chunks=found["first_round_chunks"], **ask).report
-    assert pinned["n_candidates"] < found["n_candidates"] / 10 and pinned["step_s"] < 1.01 * found["step_s"]
+    pinned = Plan(
+        model,
+        chunk_tokens=found["chunk_tokens"],
+        chunks_per_round=found["chunks_per_round"],
+        first_round_chunks=found["first_round_chunks"],
+        **ask,
+    ).report
+    assert (
+        pinned["n_candidates"] < found["n_candidates"] / 10
+        and pinned["step_s"] < 1.01 * found["step_s"]
+    )
 
 
 def test_what_the_next_forward_pass_waits_for_is_shortened_where_it_waits(tmp_path):
-    """AdamW at home of 8B at 24 GiB takes longer than the first forward pass, so weights go first; without clipping updates run behind the backward pass, and nothing is split."""
-    model, ask = ModelConfig.read(ROOT / "models/8b.json"), on_an_h200(tmp_path, 128, seq_len=8192, host_mem="84GiB") | {"device_mem": "24GiB"}
+    """AdamW at home of 8B at 24 GiB takes longer than the first forward pass, so weights go first;
+    without clipping updates run behind the backward pass, and nothing is split."""
+    model, ask = (
+        ModelConfig.read(ROOT / "models/8b.json"),
+        on_an_h200(tmp_path, 128, seq_len=8192, host_mem="84GiB") | {"device_mem": "24GiB"},
+    )
     plan, free = Plan(model, clip=True, **ask), Plan(model, clip=False, **ask)
     r = plan.report
     home = r["n_units"] - r["resident_update_units"] - r["streamed_update_units"]
-    assert home > r["split_update_units"] > home / 2 and "in two parts" in str(plan)  # the embedding at home is not
+    assert home > r["split_update_units"] > home / 2 and "in two parts" in str(
+        plan
+    )  # the embedding at home is not
     assert free.report["split_update_units"] == 0 and "in two parts" not in str(free)
-    assert sum(unit["update"] == "host, weights first" for unit in plan.json()["units"]) == r["split_update_units"]
+    assert (
+        sum(unit["update"] == "host, weights first" for unit in plan.json()["units"])
+        == r["split_update_units"]
+    )
 
 
 def test_more_goes_home_in_the_first_round_where_gradients_leave_their_homes_to_it(tmp_path):
     config = json.loads((ROOT / "models/8b.json").read_text()) | {"max_position_embeddings": 65536}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    plan = Plan(ModelConfig.read(tmp_path), **on_an_h200(tmp_path, 128, seq_len=65536, host_mem="110GiB"))
+    plan = Plan(
+        ModelConfig.read(tmp_path), **on_an_h200(tmp_path, 128, seq_len=65536, host_mem="110GiB")
+    )
     cells = [cell for layer in plan.json()["layers"] for cell in layer]
-    first = [item for cell in cells for item, fate in cell.items() if fate == "host in the first round"]
+    first = [
+        item for cell in cells for item, fate in cell.items() if fate == "host in the first round"
+    ]
     assert plan.report["n_rounds"] == 2 and len(first) >= 4 and "x" not in first
-    width = {"x": 4096, "q": 4096, "kv": 2 * 1024, "attn_out": 4096 + 2 * 32, "h": 4096, "gate_up": 2 * 14336}  # bf16; log-sum-exp is fp32
+    width = {
+        "x": 4096,
+        "q": 4096,
+        "kv": 2 * 1024,
+        "attn_out": 4096 + 2 * 32,
+        "h": 4096,
+        "gate_up": 2 * 14336,
+    }  # bf16; log-sum-exp is fp32
+
     def sent(*fates):
-        return sum(2 * 32768 * width[item] for cell in cells for item, fate in cell.items() if fate in fates)
-    assert plan.report["saved_host_bytes"] == sent("host", "host in the first round")  # the report is of the first round
-    assert plan.report["host_bytes"] - sent("host") - 64 * 10**9 < sent("host in the first round")  # less than that of its own: the rest lies in gradients' homes
+        return sum(
+            2 * 32768 * width[item]
+            for cell in cells
+            for item, fate in cell.items()
+            if fate in fates
+        )
+
+    assert plan.report["saved_host_bytes"] == sent(
+        "host", "host in the first round"
+    )  # the report is of the first round
+    assert plan.report["host_bytes"] - sent("host") - 64 * 10**9 < sent(
+        "host in the first round"
+    )  # less than that of its own: the rest lies in gradients' homes
 
 
-@pytest.mark.parametrize("name,tflops", [("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989),
-                                         ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA RTX A1000", 0), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GeForce RTX 4090 D", 0),
-                                         ("NVIDIA GeForce RTX 4090 Laptop GPU", 0), ("NVIDIA GeForce RTX 3090 Ti", 80), ("NVIDIA GeForce RTX 3090", 71.2), ("some GPU", 0)])
+@pytest.mark.parametrize(
+    "name,tflops",
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA RTX A1000", 0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 D", 0),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 0),
+        ("NVIDIA GeForce RTX 3090 Ti", 80),
+        ("NVIDIA GeForce RTX 3090", 71.2),
+        ("some GPU", 0),
+    ],
+)
 def test_the_peak_is_that_of_the_whole_name(name, tflops):
     assert lib.ps_hardware_peak(name.encode()) == pytest.approx(tflops * 1e12)
 
 
-@pytest.mark.parametrize("ask,advice", [
-    ({"device_mem": "1MiB"}, "raise --device-mem, or lower --seq-len ("),
-    ({"device_mem": "1MiB", "chunk_tokens": 64}, "raise --device-mem, or lower --chunk-tokens ("),
-    ({"device_mem": "1MiB", "chunks_per_round": 2, "head_slice_tokens": 64}, "raise --device-mem, or lower --chunks-per-round or --head-slice-tokens ("),
-    ({"host_mem": "4MiB"}, "raise --host-mem, or lower --tokens-per-step ("),
-    ({"host_mem": "4MiB", "chunk_tokens": 64, "tokens_per_step": 64}, "raise --host-mem, or lower --seq-len ("),
-    ({"device_mem": "1MiB", "host_mem": "4MiB"}, "; the machine has 8.0 GiB in all: raise --device-mem and --host-mem to that, or lower --tokens-per-step"),
-    ({"machine": 4 << 20}, "; the machine has 4.0 MiB in all: take a machine with more host memory, or lower --tokens-per-step"),
-])
+@pytest.mark.parametrize(
+    "ask,advice",
+    [
+        ({"device_mem": "1MiB"}, "raise --device-mem, or lower --seq-len ("),
+        (
+            {"device_mem": "1MiB", "chunk_tokens": 64},
+            "raise --device-mem, or lower --chunk-tokens (",
+        ),
+        (
+            {"device_mem": "1MiB", "chunks_per_round": 2, "head_slice_tokens": 64},
+            "raise --device-mem, or lower --chunks-per-round or --head-slice-tokens (",
+        ),
+        ({"host_mem": "4MiB"}, "raise --host-mem, or lower --tokens-per-step ("),
+        (
+            {"host_mem": "4MiB", "chunk_tokens": 64, "tokens_per_step": 64},
+            "raise --host-mem, or lower --seq-len (",
+        ),
+        (
+            {"device_mem": "1MiB", "host_mem": "4MiB"},
+            "; the machine has 8.0 GiB in all: raise --device-mem and --host-mem to that, or lower --tokens-per-step",
+        ),
+        (
+            {"machine": 4 << 20},
+            "; the machine has 4.0 MiB in all: take a machine with more host memory, or lower --tokens-per-step",
+        ),
+    ],
+)
 def test_what_is_advised_lowers_what_the_plan_needs(tmp_path, ask, advice):
     """An option is named where it was given, or has a default that can be lowered."""
     hardware = rates(host_memory_bytes=ask.pop("machine", 1 << 33))
@@ -389,7 +724,19 @@ def test_what_is_advised_lowers_what_the_plan_needs(tmp_path, ask, advice):
 
 
 def test_a_host_cap_beyond_the_machine_is_said_to_be_one():
-    """The least device memory is then what holds the optimizer state too, which alone would say nothing of why."""
-    with pytest.raises(BudgetError, match=r"400.0 GiB of host memory given, the machine has 96.0 GiB, with which .* of device memory are needed"):
-        Plan(ModelConfig.read(ROOT / "models/15b.json"), seq_len=4096, tokens_per_step=4096, recipe="bf16", device_mem="24GiB", host_mem="400GiB",
-             hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"), reserve=1 << 30)
+    """The least device memory is then what holds the optimizer state too, which alone would say
+    nothing of why."""
+    with pytest.raises(
+        BudgetError,
+        match=r"400.0 GiB of host memory given, the machine has 96.0 GiB, with which .* of device memory are needed",
+    ):
+        Plan(
+            ModelConfig.read(ROOT / "models/15b.json"),
+            seq_len=4096,
+            tokens_per_step=4096,
+            recipe="bf16",
+            device_mem="24GiB",
+            host_mem="400GiB",
+            hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"),
+            reserve=1 << 30,
+        )

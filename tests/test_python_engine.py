@@ -1,17 +1,17 @@
-"""The Python shell over the engine: programs with Python ops, errors inside them, traces, the simulator, declarations."""
-import threading
+"""The Python shell over the engine: programs with Python ops, errors inside them, traces, the
+simulator, declarations."""
+
 import gc
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
-import pytest
-
 import penstock
-from penstock import Engine, Program, Region, Run, Space, Stream
-from penstock import _lib
+import pytest
+from penstock import Engine, Program, Region, Run, Space, Stream, _lib
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python/examples"))
@@ -29,7 +29,11 @@ def run_once(program, engine, n_steps=1):
 
 
 def test_every_public_struct_has_the_size_the_library_says():
-    structs = [n for n in _lib.ffi.list_types()[0] if _lib.ffi.typeof(n).kind == "struct" and _lib.ffi.typeof(n).fields]
+    structs = [
+        n
+        for n in _lib.ffi.list_types()[0]
+        if _lib.ffi.typeof(n).kind == "struct" and _lib.ffi.typeof(n).fields
+    ]
     assert len(structs) >= 24
     for name in structs:
         assert _lib.lib.ps_abi_size(name.encode()) == _lib.ffi.sizeof(name), name
@@ -40,16 +44,29 @@ def test_a_drift_between_library_and_declarations_is_refused_in_one_sentence(tmp
     for path in built.parent.glob("*.so*"):
         (tmp_path / path.name).symlink_to(path)
     declarations = built.with_name(_lib.DECLARATIONS).read_text()
-    (tmp_path / _lib.DECLARATIONS).write_text(declarations.replace("uint64_t step;", "uint64_t step, step2;", 1))
-    done = subprocess.run([sys.executable, "-c", "import penstock; penstock.version()"], capture_output=True, text=True,
-                          env={"PENSTOCK_LIB": str(tmp_path / built.name), "PYTHONPATH": str(ROOT / "python")})
+    (tmp_path / _lib.DECLARATIONS).write_text(
+        declarations.replace("uint64_t step;", "uint64_t step, step2;", 1)
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "import penstock; penstock.version()"],
+        capture_output=True,
+        text=True,
+        env={"PENSTOCK_LIB": str(tmp_path / built.name), "PYTHONPATH": str(ROOT / "python")},
+    )
     assert done.returncode == 1
-    assert re.search(r"ImportError: penstock: .* has \d+ bytes for ps_\w+ and penstock.cdef has \d+: run `make`", done.stderr)
+    assert re.search(
+        r"ImportError: penstock: .* has \d+ bytes for ps_\w+ and penstock.cdef has \d+: run `make`",
+        done.stderr,
+    )
 
 
 def test_a_missing_library_says_what_to_run():
-    done = subprocess.run([sys.executable, "-c", "import penstock; penstock.version()"], capture_output=True, text=True,
-                          env={"PENSTOCK_BUILD": "no-such-folder", "PYTHONPATH": str(ROOT / "python")})
+    done = subprocess.run(
+        [sys.executable, "-c", "import penstock; penstock.version()"],
+        capture_output=True,
+        text=True,
+        env={"PENSTOCK_BUILD": "no-such-folder", "PYTHONPATH": str(ROOT / "python")},
+    )
     assert "libpenstock.so is missing: run `make`" in done.stderr
 
 
@@ -136,11 +153,14 @@ def test_an_array_keeps_its_engine_alive():
     assert array.sum() == 24
 
 
-@pytest.mark.parametrize("build,error", [
-    (lambda p: p.copy(0, Region(0, 0, 4), Region(0, 64, 5)), "equal"),
-    (lambda p: p.copy(7, Region(0, 0, 4), Region(0, 64, 4)), "stream"),
-    (lambda p: p.copy(0, Region(3, 0, 4), Region(0, 64, 4)), "space"),
-])
+@pytest.mark.parametrize(
+    "build,error",
+    [
+        (lambda p: p.copy(0, Region(0, 0, 4), Region(0, 64, 5)), "equal"),
+        (lambda p: p.copy(7, Region(0, 0, 4), Region(0, 64, 4)), "stream"),
+        (lambda p: p.copy(0, Region(3, 0, 4), Region(0, 64, 4)), "space"),
+    ],
+)
 def test_what_the_library_refuses_is_an_invalid_error(build, error):
     with pytest.raises(penstock.InvalidError, match=error) as caught:
         build(Program(1, 2))
@@ -166,8 +186,17 @@ def test_trace_holds_the_kept_steps_in_order_with_times():
         run.submit(5)
         run.wait()
         trace = run.trace()
-    assert trace["step"].tolist() == [3, 3, 3, 4, 4, 4] and trace["op"].tolist() == [0, 1, 2, 0, 1, 2]
-    assert (trace["queued_ns"] <= trace["start_ns"]).all() and (trace["start_ns"] <= trace["end_ns"]).all()
+    assert trace["step"].tolist() == [3, 3, 3, 4, 4, 4] and trace["op"].tolist() == [
+        0,
+        1,
+        2,
+        0,
+        1,
+        2,
+    ]
+    assert (trace["queued_ns"] <= trace["start_ns"]).all() and (
+        trace["start_ns"] <= trace["end_ns"]
+    ).all()
     assert (np.diff(trace["start_ns"].astype(np.int64)) > 0).all()  # each op needs the one before
 
 
@@ -175,7 +204,9 @@ def test_simulation_follows_the_given_costs():
     program = Program(1, 2)
     for stream in (0, 1):  # a producer of 100 ns and a consumer of 50 ns in a chain
         program.call(stream, lambda step, x: None, updates=[Region(0, 0, 4)], name=f"op{stream}")
-    events, ends = program.compile().simulate(lambda op: 100 if op["name"] == "op0" else 50, n_steps=3)
+    events, ends = program.compile().simulate(
+        lambda op: 100 if op["name"] == "op0" else 50, n_steps=3
+    )
     assert ends.tolist() == [150, 300, 450] and len(events) == 6
 
 

@@ -1,5 +1,6 @@
-"""Misuse of the Python API, each case in a process of its own: an exception that says what to do, or what is needed stays alive;
-never a signal, a hang or a leak."""
+"""Misuse of the Python API, each case in a process of its own: an exception that says what to do,
+or what is needed stays alive; never a signal, a hang or a leak."""
+
 import os
 import subprocess
 import sys
@@ -98,14 +99,14 @@ def leaks_nothing(use, n=3):
     assert alive(before) == 0
 '''
 CASES = {
-    "a trainer in a function, left by break": '''
+    "a trainer in a function, left by break": """
 def use():
     trainer = Trainer(MODEL_DIR, plan(), SHARD)
     for metrics in trainer.steps(5):
         break
 leaks_nothing(use)
-''',
-    "a trainer in a function, left by the exception of weights that are not finite": '''
+""",
+    "a trainer in a function, left by the exception of weights that are not finite": """
 def use():
     trainer = Trainer(MODEL_DIR, plan(), SHARD)
     trainer.write(Q_PROJ, np.full(trainer.params[Q_PROJ].shape, np.nan))
@@ -114,8 +115,8 @@ def use():
     except penstock.NumericError as caught:
         assert "not finite" in str(caught)
 leaks_nothing(use)
-''',
-    "plan, dataset and trainer in garbage cycles, in every order of making": '''
+""",
+    "plan, dataset and trainer in garbage cycles, in every order of making": """
 class Node:
     pass
 def use(order):
@@ -130,8 +131,8 @@ def use(order):
         _lib.check(_lib.lib.ps_trainer_submit(trainer._handle.ptr, 2))
 leaks_nothing(lambda: use(1), 1)
 leaks_nothing(lambda: use(-1), 1)
-''',
-    "a dataset and a plan dropped under their trainer": '''
+""",
+    "a dataset and a plan dropped under their trainer": """
 made, data = plan(), Dataset(SHARD, 512)
 trainer = Trainer(MODEL_DIR, made, data)
 first = next(iter(trainer.steps(2))).loss
@@ -139,8 +140,8 @@ del trainer.plan, made, data
 gc.collect()
 assert trainer.read(Q_PROJ).size and len(list(trainer.steps(3))) == 3
 trainer.close()
-''',
-    "a trainer and a run dropped with steps in flight, and the next ones": '''
+""",
+    "a trainer and a run dropped with steps in flight, and the next ones": """
 def slow(step, *_):
     time.sleep(0.01)
     return batch(step)
@@ -153,14 +154,14 @@ for i in range(3):
 home.close()
 del made, home
 assert alive() == 0
-''',
-    "two trainers of one plan": '''
+""",
+    "two trainers of one plan": """
 made = plan()
 with Trainer(MODEL_DIR, made, SHARD):
     refused(lambda: Trainer(MODEL_DIR, made, SHARD), "another trainer runs this plan: destroy that first", penstock.BusyError)
 Trainer(MODEL_DIR, made, SHARD).close()
-''',
-    "an array after its engine was closed": '''
+""",
+    "an array after its engine was closed": """
 home = engine()
 array = home.array(X)
 array[:] = 3
@@ -170,8 +171,8 @@ assert array.tolist() == [4] * 4
 for use in (lambda: home.array(X), lambda: home.space_peak(0), lambda: home.space_bytes(0), lambda: run_of(print, on=home)):
     refused(use, "the engine is closed: use it before close()")
 home.close()
-''',
-    "an array that left its op": '''
+""",
+    "an array that left its op": """
 def use():
     kept = []
     run = run_of(lambda step, x: kept.append(x))
@@ -184,8 +185,8 @@ def use():
         array += 1
     assert kept[0].tolist() == [3] * 4
 leaks_nothing(use)
-''',
-    "an engine closed with a run": '''
+""",
+    "an engine closed with a run": """
 home = engine()
 run = run_of(lambda step, x: None, on=home)
 refused(home.close, "the engine still has a run: close that first", penstock.BusyError)
@@ -193,8 +194,8 @@ run.submit()
 run.wait()
 run.close()
 home.close()
-''',
-    "a run closed while other threads use it": '''
+""",
+    "a run closed while other threads use it": """
 for i in range(20):
     run = run_of(lambda step, x: None, lambda step, x: None)
     threads = beside(lambda: run.submit(1), run.where, lambda: run.steps_done, run.wait, run.trace)
@@ -206,8 +207,8 @@ for i in range(20):
     run.cancel()
     for use in (run.submit, run.wait, run.where, run.trace, lambda: run.steps_done):
         refused(use, "the run is closed: use it before close()")
-''',
-    "wait() and close() inside an op": '''
+""",
+    "wait() and close() inside an op": """
 def op(step, x):
     time.sleep(0.05)  # until the other thread is inside wait(), or outside submit()
     for use in (run.wait, run.close):
@@ -221,8 +222,8 @@ assert done.wait(20)
 run.submit()
 run.wait()
 run.close()
-''',
-    "stepping, reading and closing inside a batch function": '''
+""",
+    "stepping, reading and closing inside a batch function": """
 def stepping(step):
     if step == 2:  # a step ahead of the one that is waited for, or not: who waits has the turn
         for use in (trainer.close, lambda: next(trainer.steps(1)), lambda: trainer.read(Q_PROJ), lambda: trainer.save("nowhere")):
@@ -232,8 +233,8 @@ def stepping(step):
 trainer = Trainer(MODEL_DIR, plan(), stepping)
 assert len(list(trainer.steps(4))) == 4
 trainer.close()
-''',
-    "the collector inside an op, on the op's own run": '''
+""",
+    "the collector inside an op, on the op's own run": """
 def make(i):
     def op(step, x):
         time.sleep(0.001)
@@ -248,8 +249,8 @@ for i in range(3):
 while min(collected) < 20:
     time.sleep(0.01)
 assert alive() == 0
-''',
-    "exit while ops run": '''
+""",
+    "exit while ops run": """
 run = run_of(lambda step, x: time.sleep(0.01), lambda step, x: time.sleep(0.01))
 run.submit(10**6)
 threading.Thread(target=lambda: refused(run.wait, "cancelled", penstock.CancelledError), daemon=True).start()
@@ -258,16 +259,16 @@ _lib.check(_lib.lib.ps_trainer_submit(trainer._handle.ptr, 60))
 time.sleep(0.05)
 print("clean")
 sys.exit(3)
-''',
-    "exit by an exception while ops run, in a cycle": '''
+""",
+    "exit by an exception while ops run, in a cycle": """
 run = run_of(lambda step, x: time.sleep(0.01 if run else 0))
 run.submit(10**6)
 print("clean")
 sys.stdout.flush()
 sys.stderr.close()
 raise RuntimeError
-''',
-    "a trainer closed while other threads read, save and ask": '''
+""",
+    "a trainer closed while other threads read, save and ask": """
 made = plan()
 for i in range(4):
     trainer = Trainer(MODEL_DIR, made, batch)
@@ -279,8 +280,8 @@ for i in range(4):
     join(threads)
     refused(lambda: trainer.save("nowhere"), "the trainer is closed: use it before close()")
     refused(lambda: next(trainer.steps(1)), "the trainer is closed: use it before close()")
-''',
-    "close() from a signal handler, inside and outside a call": '''
+""",
+    "close() from a signal handler, inside and outside a call": """
 def close(*_):
     try:
         trainer.close()
@@ -297,8 +298,8 @@ for i in range(20):
     until_closed(lambda: (list(trainer.steps(1)), trainer.where(), trainer.close() if busy else None))
     busy.clear()
 assert not outcome, outcome
-''',
-    "a fork with a live engine, run and trainer": '''
+""",
+    "a fork with a live engine, run and trainer": """
 made = plan()
 data = Dataset(SHARD, 512)
 home = engine()
@@ -322,8 +323,8 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 assert len(trainer.finish()) == 3 and len(list(trainer.steps(2))) == 2
 run.wait()
-''',
-    "failed runs that are not closed": '''
+""",
+    "failed runs that are not closed": """
 class Mine(Exception):
     pass
 def fail(step, x):
@@ -343,8 +344,8 @@ def not_waited_for():
     time.sleep(0.01)
 leaks_nothing(waited_for)
 leaks_nothing(not_waited_for)
-''',
-    "events that are no trace of the plan": '''
+""",
+    "events that are no trace of the plan": """
 made = plan()
 events, _ = made.simulate(3)
 assert made.stalls(events) and made.stalls(events[::1])
@@ -359,8 +360,8 @@ for junk in (events[:-1], events[:0]):
 for junk in (rng.random(80), np.zeros(3 * 48, np.uint8), None, list(events)):
     refused(lambda: made.stalls(junk), "an array of engine.TRACE_DTYPE", ValueError)
 refused(lambda: made.stalls(np.frombuffer(rng.bytes(events.nbytes), events.dtype)), "event 0", penstock.InvalidError)
-''',
-    "private fields of configurations": '''
+""",
+    "private fields of configurations": """
 made = plan()
 def fields_of(struct):
     return [name for name, field in _lib.ffi.typeof(struct).item.fields if field.type.kind == "primitive"]
@@ -391,14 +392,14 @@ for name, field in _lib.ffi.typeof(made.config).item.fields:
     setattr(made.config, name, 2**31 - 1)
 made.model._ptr.n_layers = model.n_layers
 refused(lambda: Trainer(MODEL_DIR, made, SHARD), "trace_steps 2147483647 is past the 2", penstock.InvalidError)
-''',
-    "regions that are none": '''
+""",
+    "regions that are none": """
 refused(lambda: Region(0, 0, 4, object), "dtype object holds Python objects", ValueError)
 home = engine()
 for region in (Region(0, 2**21 - 8, 4), Region(0, -4, 4), Region(0, 2**62, 4), Region(0, 0, 2**62, "i1"), Region(0, 0, (-1, -4)), Region(1, 0, 4)):
     refused(lambda: home.array(region), "lies outside its space of" if region.shape != (-1, -4) else "negative", ValueError)
-''',
-    "a plan's schedule without a trainer": '''
+""",
+    "a plan's schedule without a trainer": """
 made = plan()
 need = [made.schedule.space_bytes(i) for i in range(2)]
 run = Run(Engine([Space(need[0]), Space(need[1])], [Stream(str(i), "host", scratch_bytes=1 << 20) for i in range(5)]), made.schedule)
@@ -406,7 +407,7 @@ del made
 gc.collect()
 run.submit()
 refused(run.wait, "a plan's schedule runs under a trainer only")
-''',
+""",
 }
 EXITS = {"exit while ops run": 3, "exit by an exception while ops run, in a cycle": 1}
 
@@ -415,7 +416,13 @@ EXITS = {"exit while ops run": 3, "exit by an exception while ops run, in a cycl
 def test_misuse(case, tiny_model, tiny_shard, tmp_path):
     script = tmp_path / "case.py"
     script.write_text(PRELUDE + CASES[case] + ("" if case in EXITS else 'print("clean")\n'))
-    done = subprocess.run([sys.executable, "-X", "faulthandler", script, tiny_model, tiny_shard], capture_output=True, text=True, timeout=300,
-                          cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", script, tiny_model, tiny_shard],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"},
+    )
     assert (done.returncode, done.stdout) == (EXITS.get(case, 0), "clean\n"), done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr

@@ -1,4 +1,6 @@
-"""The Python shell over plans and training: budgets, metrics, parameters, callables as data, leaving a loop early, saving."""
+"""The Python shell over plans and training: budgets, metrics, parameters, callables as data,
+leaving a loop early, saving."""
+
 import gc
 import itertools
 import json
@@ -12,9 +14,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
-
 import penstock
+import pytest
 from penstock import Dataset, Hardware, ModelConfig, Plan, Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +35,12 @@ def plan(model):
 
 
 def test_config_and_parameters_are_those_of_the_directory(model, tiny_model):
-    assert (model.architecture, model.vocab_size, model.n_layers, model.dim) == ("llama", 512, 4, 128)
+    assert (model.architecture, model.vocab_size, model.n_layers, model.dim) == (
+        "llama",
+        512,
+        4,
+        128,
+    )
     assert sum(int(np.prod(p.shape)) for p in model.params()) == model.n_elements == 836736
     on_disk = penstock.TensorFile(tiny_model)
     assert {p.name for p in model.params()} == set(on_disk.names)
@@ -45,15 +51,33 @@ def test_config_and_parameters_are_those_of_the_directory(model, tiny_model):
 
 def test_sizes_are_read_as_people_write_them():
     from penstock.plan import parse_bytes
-    read = {None: 0, 0: 0, 1 << 20: 1 << 20, "20GiB": 20 << 30, "1.5 MiB": 3 << 19, "2e9": 2 * 10**9, 2e18: 2 * 10**18, "3MB": 3 * 10**6, "7B": 7}
+
+    read = {
+        None: 0,
+        0: 0,
+        1 << 20: 1 << 20,
+        "20GiB": 20 << 30,
+        "1.5 MiB": 3 << 19,
+        "2e9": 2 * 10**9,
+        2e18: 2 * 10**18,
+        "3MB": 3 * 10**6,
+        "7B": 7,
+    }
     assert {size: parse_bytes(size, "device_mem") for size in read} == read
     for bad in ("20Gi", "", "GiB", "1..5GB", -5, float("inf")):
         with pytest.raises(ValueError, match="device_mem=.* is not a size"):
             parse_bytes(bad, "device_mem")
 
 
-@pytest.mark.parametrize("size,says", [(24, 'device_mem=24 is 24 bytes: write "24GiB"'), ("24", 'device_mem=\'24\' is 24 bytes: write "24GiB"'),
-                                       (1.5, 'device_mem=1.5 is 1 byte: write "1.5GiB"'), (1 << 19, 'device_mem=524288 is 524288 bytes: write "524288MiB"')])
+@pytest.mark.parametrize(
+    "size,says",
+    [
+        (24, 'device_mem=24 is 24 bytes: write "24GiB"'),
+        ("24", "device_mem='24' is 24 bytes: write \"24GiB\""),
+        (1.5, 'device_mem=1.5 is 1 byte: write "1.5GiB"'),
+        (1 << 19, 'device_mem=524288 is 524288 bytes: write "524288MiB"'),
+    ],
+)
 def test_a_size_that_lacks_its_unit_is_refused(model, size, says):
     with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
         Plan(model, seq_len=SEQ, device_mem=size)
@@ -63,7 +87,11 @@ def test_plan_reports_fits_its_caps_and_refuses_one_byte_less_than_the_smallest(
     device, host = Plan.smallest(model, seq_len=SEQ)
     plan = Plan(model, seq_len=SEQ, device_mem=device)
     report = plan.report
-    assert report["device_bytes"] <= device and report["tokens_per_step"] == 8 * SEQ and report["step_s"] > 0
+    assert (
+        report["device_bytes"] <= device
+        and report["tokens_per_step"] == 8 * SEQ
+        and report["step_s"] > 0
+    )
     assert plan.json()["device_bytes"] == report["device_bytes"] and "predicted" in str(plan)
     with pytest.raises(penstock.BudgetError, match="device memory"):
         Plan(model, seq_len=SEQ, device_mem=device - 1)
@@ -90,7 +118,12 @@ def test_losses_do_not_depend_on_the_budget_and_metrics_are_complete(model, tiny
             metrics = list(trainer.steps(4))
             runs.append(([m.loss for m in metrics], trainer.read(Q_PROJ)))
             assert [m.step for m in metrics] == [0, 1, 2, 3] and trainer.steps_done == 4
-            assert all(m.device_peak_bytes == plan.report["device_bytes"] and m.tokens == 512 and m.grad_norm > 0 for m in metrics)
+            assert all(
+                m.device_peak_bytes == plan.report["device_bytes"]
+                and m.tokens == 512
+                and m.grad_norm > 0
+                for m in metrics
+            )
     assert runs[0][0] == runs[1][0] and (runs[0][1] == runs[1][1]).all()
 
 
@@ -127,35 +160,67 @@ def test_an_exception_in_the_batch_function_is_raised_by_the_loop(plan, tiny_mod
             raise LookupError("no more data")
         return np.zeros(512, np.int32), np.ones(512, np.int32)
 
-    with Trainer(tiny_model, plan, batch) as trainer, pytest.raises(LookupError, match="no more data"):
+    with (
+        Trainer(tiny_model, plan, batch) as trainer,
+        pytest.raises(LookupError, match="no more data"),
+    ):
         list(trainer.steps(3))
 
 
 TOKENS, TARGETS = np.zeros(512, np.int64), np.ones(512, np.int64)
 
 
-@pytest.mark.parametrize("batch,error", [
-    (TOKENS, "the batch of step 0 is a ndarray of 512: return \\(tokens, targets\\), 512 integers each"),
-    ((TOKENS,), "the batch of step 0 is a tuple of 1: return"),
-    (TOKENS[None], "the batch of step 0 is a ndarray of 1: return"),
-    ({"tokens": TOKENS, "targets": TARGETS}, "is a dict of 2: return"),
-    (None, "is a NoneType: return"),
-    ((TOKENS, TARGETS + 2**32), "the targets of step 0: 4294967297 at position 0 is past int32"),
-    ((TOKENS - 2**31 - 1, TARGETS), "the tokens of step 0: -2147483649 at position 0 is past int32"),
-    (([0] * 511 + [2**70], TARGETS), "the tokens of step 0 are of dtype object, the first of them 0: give integers"),
-    ((TOKENS + 1.5, TARGETS), "the tokens of step 0 are of dtype float64, the first of them 1.5: give integers"),
-    ((TOKENS, TARGETS > 0), "the targets of step 0 are of dtype bool, the first of them True: give integers"),
-    ((TOKENS, TARGETS[1:]), "the targets of step 0 are 511, 512 wanted"),
-])
+@pytest.mark.parametrize(
+    "batch,error",
+    [
+        (
+            TOKENS,
+            "the batch of step 0 is a ndarray of 512: return \\(tokens, targets\\), 512 integers each",
+        ),
+        ((TOKENS,), "the batch of step 0 is a tuple of 1: return"),
+        (TOKENS[None], "the batch of step 0 is a ndarray of 1: return"),
+        ({"tokens": TOKENS, "targets": TARGETS}, "is a dict of 2: return"),
+        (None, "is a NoneType: return"),
+        (
+            (TOKENS, TARGETS + 2**32),
+            "the targets of step 0: 4294967297 at position 0 is past int32",
+        ),
+        (
+            (TOKENS - 2**31 - 1, TARGETS),
+            "the tokens of step 0: -2147483649 at position 0 is past int32",
+        ),
+        (
+            ([0] * 511 + [2**70], TARGETS),
+            "the tokens of step 0 are of dtype object, the first of them 0: give integers",
+        ),
+        (
+            (TOKENS + 1.5, TARGETS),
+            "the tokens of step 0 are of dtype float64, the first of them 1.5: give integers",
+        ),
+        (
+            (TOKENS, TARGETS > 0),
+            "the targets of step 0 are of dtype bool, the first of them True: give integers",
+        ),
+        ((TOKENS, TARGETS[1:]), "the targets of step 0 are 511, 512 wanted"),
+    ],
+)
 def test_a_batch_that_is_none_is_refused_with_what_it_has(plan, tiny_model, batch, error):
-    with Trainer(tiny_model, plan, lambda step: batch) as trainer, pytest.raises(ValueError, match=error):
+    with (
+        Trainer(tiny_model, plan, lambda step: batch) as trainer,
+        pytest.raises(ValueError, match=error),
+    ):
         list(trainer.steps(1))
 
 
 def test_integers_of_any_width_and_lists_are_batches(plan, tiny_model):
     losses = []
-    for tokens, targets in ((TOKENS, TARGETS), (TOKENS.astype(np.uint8), TARGETS.tolist()), (TOKENS.reshape(8, 64), np.ones((8, 64), np.int16)[:, ::-1])):
-        with Trainer(tiny_model, plan, lambda step: (tokens, targets)) as trainer:
+    for tokens, targets in (
+        (TOKENS, TARGETS),
+        (TOKENS.astype(np.uint8), TARGETS.tolist()),
+        (TOKENS.reshape(8, 64), np.ones((8, 64), np.int16)[:, ::-1]),
+    ):
+        batch = tokens, targets
+        with Trainer(tiny_model, plan, lambda step, batch=batch: batch) as trainer:
             losses.append([m.loss for m in trainer.steps(2)])
     assert losses[0] == losses[1] == losses[2]
 
@@ -191,23 +256,36 @@ def test_leaving_the_loop_early_finishes_the_step_in_flight(plan, tiny_model, ti
         assert [m.step for m in itertools.islice(trainer.steps(2), 2)][0] == trainer.steps_done - 2
 
 
-def test_an_exception_in_the_loop_body_passes_through_and_a_closed_trainer_is_refused(plan, tiny_model, tiny_shard):
+def test_an_exception_in_the_loop_body_passes_through_and_a_closed_trainer_is_refused(
+    plan, tiny_model, tiny_shard
+):
     with pytest.raises(ZeroDivisionError), Trainer(tiny_model, plan, tiny_shard) as trainer:
         loop = trainer.steps(5)
         for _ in loop:
-            1 / 0
+            _ = 1 / 0
     loop.close()  # after the trainer: nothing is left to wait for
-    for use in (lambda: trainer.read(Q_PROJ), lambda: trainer.save("nowhere"), lambda: trainer.where(), lambda: trainer.steps_done):
-        with pytest.raises(penstock.StateError, match=r"the trainer is closed: use it before close\(\)"):
+    for use in (
+        lambda: trainer.read(Q_PROJ),
+        lambda: trainer.save("nowhere"),
+        lambda: trainer.where(),
+        lambda: trainer.steps_done,
+    ):
+        with pytest.raises(
+            penstock.StateError, match=r"the trainer is closed: use it before close\(\)"
+        ):
             use()
 
 
-def test_ctrl_c_ends_the_loop_with_a_state_that_can_be_saved(plan, tiny_model, tiny_shard, tmp_path):
+def test_ctrl_c_ends_the_loop_with_a_state_that_can_be_saved(
+    plan, tiny_model, tiny_shard, tmp_path
+):
     with Trainer(tiny_model, plan, tiny_shard) as trainer:
         with pytest.raises(KeyboardInterrupt):
             for metrics in trainer.steps(10**6):
                 if metrics.step == 1:
-                    threading.Thread(target=lambda: (time.sleep(0.05), os.kill(os.getpid(), signal.SIGINT))).start()
+                    threading.Thread(
+                        target=lambda: (time.sleep(0.05), os.kill(os.getpid(), signal.SIGINT))
+                    ).start()
         assert 2 <= trainer.steps_done < 10**6
         trainer.save(tmp_path / "saved", "fp32")
         assert (penstock.TensorFile(tmp_path / "saved").read(Q_PROJ) == trainer.read(Q_PROJ)).all()
@@ -221,7 +299,7 @@ def test_cancelling_from_another_thread_raises_cancelled(plan, tiny_model, tiny_
 
 
 def test_cancelling_may_meet_closing(plan, tiny_model, tiny_shard):
-    for i in range(12):
+    for _ in range(12):
         with Trainer(tiny_model, plan, tiny_shard) as trainer:
             next(trainer.steps(1))
             threads = [threading.Thread(target=trainer.cancel) for _ in range(3)]
@@ -234,6 +312,7 @@ def test_cancelling_may_meet_closing(plan, tiny_model, tiny_shard):
 
 def test_trace_of_a_training_is_written(plan, tiny_model, tiny_shard, tmp_path):
     from penstock import trace
+
     with Trainer(tiny_model, plan, tiny_shard) as trainer:
         list(trainer.steps(3))
         assert len(trainer.trace()) == 2 * plan.schedule.n_ops
@@ -242,7 +321,14 @@ def test_trace_of_a_training_is_written(plan, tiny_model, tiny_shard, tmp_path):
     assert shares["compute"].busy > 0.3
 
 
-@pytest.mark.parametrize("change,error", [({"lr_schedule": "step"}, "lr_schedule"), ({"clip_norm": 0.0}, "clip"), ({"beta1": 2.0}, "beta1")])
+@pytest.mark.parametrize(
+    "change,error",
+    [
+        ({"lr_schedule": "step"}, "lr_schedule"),
+        ({"clip_norm": 0.0}, "clip"),
+        ({"beta1": 2.0}, "beta1"),
+    ],
+)
 def test_bad_training_options_are_refused(plan, tiny_model, tiny_shard, change, error):
     with pytest.raises(ValueError, match=error):
         Trainer(tiny_model, plan, tiny_shard, **change)
@@ -250,6 +336,7 @@ def test_bad_training_options_are_refused(plan, tiny_model, tiny_shard, change, 
 
 def test_the_training_example_learns_and_saves(tiny_model, tiny_shard, tmp_path, capsys):
     import train_model
+
     losses = train_model.main(str(tiny_model), str(tiny_shard), str(tmp_path / "out"), "6")
     assert losses[-1] < losses[0] and (tmp_path / "out/model.safetensors").exists()
     assert "one byte less than the smallest plan is refused" in capsys.readouterr().out
@@ -257,30 +344,68 @@ def test_the_training_example_learns_and_saves(tiny_model, tiny_shard, tmp_path,
 
 def test_generation_reads_a_trainer_as_it_reads_a_directory(plan, tiny_model, tiny_shard):
     with Trainer(tiny_model, plan, tiny_shard) as trainer:
-        assert penstock.generate(trainer, [1, 2], 5, temperature=0) == penstock.generate(tiny_model, [1, 2], 5, temperature=0)
+        assert penstock.generate(trainer, [1, 2], 5, temperature=0) == penstock.generate(
+            tiny_model, [1, 2], 5, temperature=0
+        )
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp32-master", "bf16"])
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
 def test_an_embedding_at_home_is_updated_to_the_same_bits(recipe, clip_norm, tmp_path):
-    """Its rows are updated by whoever needs them first, the next step's gathers on the io stream or the host stream: beside a plan that keeps the table on the device."""
+    """Its rows are updated by whoever needs them first, the next step's gathers on the io stream or
+    the host stream: beside a plan that keeps the table on the device."""
     vocab, seq, steps = 1024, 256, 12
-    config = json.loads((ROOT / "models/tiny-llama.json").read_text()) | {"vocab_size": vocab, "num_hidden_layers": 1}
+    config = json.loads((ROOT / "models/tiny-llama.json").read_text()) | {
+        "vocab_size": vocab,
+        "num_hidden_layers": 1,
+    }
     (tmp_path / "shape.json").write_text(json.dumps(config))
     folder = tmp_path / "model"
-    subprocess.run([sys.executable, ROOT / "models/init_model.py", tmp_path / "shape.json", folder, "--seed", "5"], check=True, capture_output=True)
+    subprocess.run(
+        [
+            sys.executable,
+            ROOT / "models/init_model.py",
+            tmp_path / "shape.json",
+            folder,
+            "--seed",
+            "5",
+        ],
+        check=True,
+        capture_output=True,
+    )
     model = ModelConfig.read(folder)
     hardware = Hardware.estimate(8, "cpu")  # so that two threads gather
     rng = np.random.default_rng(1)
-    tokens = rng.integers(0, vocab, (steps, 8 * seq), np.int32) // rng.integers(1, 50, (steps, 8 * seq), np.int32)  # small ones often
+    tokens = rng.integers(0, vocab, (steps, 8 * seq), np.int32) // rng.integers(
+        1, 50, (steps, 8 * seq), np.int32
+    )  # small ones often
 
-    ask = {"seq_len": seq, "tokens_per_step": 8 * seq, "recipe": recipe, "chunk_tokens": seq, "chunks_per_round": 1, "clip": clip_norm > 0}
+    ask = {
+        "seq_len": seq,
+        "tokens_per_step": 8 * seq,
+        "recipe": recipe,
+        "chunk_tokens": seq,
+        "chunks_per_round": 1,
+        "clip": clip_norm > 0,
+    }
 
     def run(device_mem):
         plan = Plan(model, hardware=hardware, device_mem=device_mem, **ask)
-        with Trainer(folder, plan, lambda step: (tokens[step], np.roll(tokens[step], -1)), lr=0.01, seed=2, clip_norm=clip_norm) as trainer:
+        with Trainer(
+            folder,
+            plan,
+            lambda step: (tokens[step], np.roll(tokens[step], -1)),
+            lr=0.01,
+            seed=2,
+            clip_norm=clip_norm,
+        ) as trainer:
             losses = [m.loss for m in trainer.steps(steps)]
-            return plan.json()["embed_at_home"], losses, trainer.read("model.embed_tokens.weight"), trainer.read("lm_head.weight")
+            return (
+                plan.json()["embed_at_home"],
+                losses,
+                trainer.read("model.embed_tokens.weight"),
+                trainer.read("lm_head.weight"),
+            )
 
     least, _ = Plan.smallest(model, hardware=hardware, **ask)
     home, there = run(least), run(None)

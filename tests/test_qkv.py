@@ -1,61 +1,133 @@
-"""qkv_split_fwd and qkv_split_bwd: RoPE and QK-norm against PyTorch in fp64 and against transformers.
+"""qkv_split_fwd and qkv_split_bwd: RoPE and QK-norm against PyTorch in fp64 and against
+transformers.
 
-Tolerance. With u = 2^-24: sines and cosines are within 1.01 half ulps, so at most u off; a rotated element a*c - b*s takes three
-roundings and two such factors: 4 u (|a c| + |b s|). A norm's mean of n squares in 16 lanes errs by (n/16 + 5) u, its root by half of that, plus
-4 roundings. Sums over n rows for dw: 4 sqrt(n) u of the sum of absolute terms."""
+Tolerance. With u = 2^-24: sines and cosines are within 1.01 half ulps, so at most u off; a rotated
+element a*c - b*s takes three roundings and two such factors: 4 u (|a c| + |b s|). A norm's mean of
+n squares in 16 lanes errs by (n/16 + 5) u, its root by half of that, plus 4 roundings. Sums over n
+rows for dw: 4 sqrt(n) u of the sum of absolute terms."""
+
 import math
 import struct
 
 import numpy as np
 import pytest
 import torch
-
-from kernel_calls import BF16, EINVAL, F32, TORCH_DTYPE, U, Buffer, call, poison, rounding, run
+from kernel_calls import BF16, EINVAL, F32, TORCH_DTYPE, Buffer, U, call, poison, rounding, run
 
 NONE, LINEAR, LLAMA3 = 0, 1, 2
 EPS = 1e-6
 
 
 class Case:
-    def __init__(self, n_tokens=70, heads=(6, 2), d=64, dt=F32, norm=0, theta=1e4, scaling=NONE, factor=8.0, low=1.0, high=4.0, original=8192,
-                 pos=None, seed=0):
+    def __init__(
+        self,
+        n_tokens=70,
+        heads=(6, 2),
+        d=64,
+        dt=F32,
+        norm=0,
+        theta=1e4,
+        scaling=NONE,
+        factor=8.0,
+        low=1.0,
+        high=4.0,
+        original=8192,
+        pos=None,
+        seed=0,
+    ):
         g = torch.Generator().manual_seed(seed)
         self.t, (self.h, self.kv_h), self.d, self.dt, self.norm = n_tokens, heads, d, dt, norm
-        self.theta, self.scaling, self.factor, self.low, self.high, self.original = theta, scaling, factor, low, high, original
+        self.theta, self.scaling, self.factor, self.low, self.high, self.original = (
+            theta,
+            scaling,
+            factor,
+            low,
+            high,
+            original,
+        )
         normal = lambda *shape: torch.randn(*shape, generator=g).to(TORCH_DTYPE[dt])
-        self.qkv, self.dq = normal(n_tokens, (self.h + 2 * self.kv_h) * d), normal(n_tokens, self.h * d)
+        self.qkv, self.dq = (
+            normal(n_tokens, (self.h + 2 * self.kv_h) * d),
+            normal(n_tokens, self.h * d),
+        )
         self.dkv = torch.randn(n_tokens, 2 * self.kv_h * d, generator=g)
         self.wq, self.wk = normal(d), normal(d)
-        self.pos = torch.arange(n_tokens, dtype=torch.int32) if pos is None else torch.as_tensor(pos, dtype=torch.int32)
+        self.pos = (
+            torch.arange(n_tokens, dtype=torch.int32)
+            if pos is None
+            else torch.as_tensor(pos, dtype=torch.int32)
+        )
 
     def args(self, accumulate=0):
-        return struct.pack("@9I4fd", self.t, self.h, self.kv_h, self.d, self.dt, self.norm, accumulate, self.scaling, self.original, EPS, self.factor,
-                           self.low, self.high, self.theta)
+        return struct.pack(
+            "@9I4fd",
+            self.t,
+            self.h,
+            self.kv_h,
+            self.d,
+            self.dt,
+            self.norm,
+            accumulate,
+            self.scaling,
+            self.original,
+            EPS,
+            self.factor,
+            self.low,
+            self.high,
+            self.theta,
+        )
 
     def forward(self, **kw):
-        inputs = [(0, self.qkv), (1, self.pos)] + ([(4, self.wq), (5, self.wk)] if self.norm else [])
+        inputs = [(0, self.qkv), (1, self.pos)] + (
+            [(4, self.wq), (5, self.wk)] if self.norm else []
+        )
         dtype = self.qkv.dtype
-        return run("qkv_split_fwd", self.args(), inputs, [(2, poison(self.dq.shape, dtype)), (3, poison(self.dkv.shape, dtype))], **kw)
+        return run(
+            "qkv_split_fwd",
+            self.args(),
+            inputs,
+            [(2, poison(self.dq.shape, dtype)), (3, poison(self.dkv.shape, dtype))],
+            **kw,
+        )
 
     def backward(self, dw=None, **kw):
-        inputs, outputs = [(0, self.dq), (1, self.dkv), (2, self.pos)], [(3, poison(self.qkv.shape, self.qkv.dtype))]
+        inputs, outputs = (
+            [(0, self.dq), (1, self.dkv), (2, self.pos)],
+            [(3, poison(self.qkv.shape, self.qkv.dtype))],
+        )
         if self.norm:
             inputs += [(4, self.qkv), (5, self.wq), (6, self.wk)]
             outputs += list(zip((7, 8), dw or [poison((self.d,), self.qkv.dtype)] * 2))
         return run("qkv_split_bwd", self.args(int(dw is not None)), inputs, outputs, **kw)
 
-    # ---- the oracle, fp64 but for inv_freq, which is transformers' own fp32 one ----------------------------------------------
+    # ---- the oracle, fp64 but for inv_freq, which is transformers' own fp32 one
+    # ----------------------------------------------
     def inv_freq(self):
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        scaling = {LINEAR: {"rope_type": "linear", "factor": self.factor},
-                   LLAMA3: {"rope_type": "llama3", "factor": self.factor, "low_freq_factor": self.low, "high_freq_factor": self.high,
-                            "original_max_position_embeddings": self.original}}.get(self.scaling)
-        cfg = LlamaConfig(hidden_size=self.d, num_attention_heads=1, head_dim=self.d, rope_theta=self.theta, rope_scaling=scaling,
-                          max_position_embeddings=131072)
+        scaling = {
+            LINEAR: {"rope_type": "linear", "factor": self.factor},
+            LLAMA3: {
+                "rope_type": "llama3",
+                "factor": self.factor,
+                "low_freq_factor": self.low,
+                "high_freq_factor": self.high,
+                "original_max_position_embeddings": self.original,
+            },
+        }.get(self.scaling)
+        cfg = LlamaConfig(
+            hidden_size=self.d,
+            num_attention_heads=1,
+            head_dim=self.d,
+            rope_theta=self.theta,
+            rope_scaling=scaling,
+            max_position_embeddings=131072,
+        )
         if scaling is None:  # the default type has no entry of its own in every version
-            return 1.0 / (self.theta ** (torch.arange(0, self.d, 2, dtype=torch.int64).float() / self.d))
+            return 1.0 / (
+                self.theta ** (torch.arange(0, self.d, 2, dtype=torch.int64).float() / self.d)
+            )
         return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](cfg, "cpu")[0]
 
     def oracle(self, qkv, wq, wk):
@@ -71,12 +143,17 @@ class Case:
             half = torch.cat([-x[..., self.d // 2 :], x[..., : self.d // 2]], -1)
             return (x * cos + half * sin).reshape(self.t, -1)
 
-        return turned(qkv[:, :n_q], wq), torch.cat([turned(qkv[:, n_q : n_q + n_k], wk), qkv[:, n_q + n_k :]], 1)
+        return turned(qkv[:, :n_q], wq), torch.cat(
+            [turned(qkv[:, n_q : n_q + n_k], wk), qkv[:, n_q + n_k :]], 1
+        )
 
 
 def close(got, want, scale, arithmetic, dt, roundings=1):
-    """|got - want| <= arithmetic * scale + roundings of the storage. scale bounds the sum of absolute terms."""
-    tolerance = arithmetic * scale + roundings * rounding(dt) * (want.abs() + scale * (roundings > 1))
+    """|got - want| <= arithmetic * scale + roundings of the storage. scale bounds the sum of
+    absolute terms."""
+    tolerance = arithmetic * scale + roundings * rounding(dt) * (
+        want.abs() + scale * (roundings > 1)
+    )
     worst = ((got.double() - want).abs() / tolerance).max().item()
     assert worst <= 1, f"{worst:.2f} times the tolerance"
 
@@ -87,8 +164,14 @@ def pair_norm(x, d):
     return (math.sqrt(2) * p.square().sum(-2, keepdim=True).sqrt().expand_as(p)).reshape(x.shape)
 
 
-SHAPES = [dict(n_tokens=1, heads=(1, 1), d=16), dict(n_tokens=33, heads=(4, 2), d=64), dict(n_tokens=70, heads=(6, 2), d=96),
-          dict(n_tokens=130, heads=(8, 1), d=128), dict(n_tokens=65, heads=(2, 2), d=2), dict(n_tokens=40, heads=(3, 1), d=40)]
+SHAPES = [
+    dict(n_tokens=1, heads=(1, 1), d=16),
+    dict(n_tokens=33, heads=(4, 2), d=64),
+    dict(n_tokens=70, heads=(6, 2), d=96),
+    dict(n_tokens=130, heads=(8, 1), d=128),
+    dict(n_tokens=65, heads=(2, 2), d=2),
+    dict(n_tokens=40, heads=(3, 1), d=40),
+]
 ROPES = [dict(), dict(scaling=LINEAR, factor=4.0), dict(scaling=LLAMA3, theta=5e5)]
 
 
@@ -101,11 +184,22 @@ def test_forward_and_backward(shape, rope, norm, dt):
     leaves = [x.double().requires_grad_() for x in (case.qkv, case.wq, case.wk)]
     want = case.oracle(*leaves)
     mean = (case.d / 16 + 5) / 2 + 4 if norm else 0
-    inv_freq_error = 3 * U * case.t  # powers differ by an ulp or two from torch's: times the largest position
+    inv_freq_error = (
+        3 * U * case.t
+    )  # powers differ by an ulp or two from torch's: times the largest position
     arithmetic = (4 + mean) * U + inv_freq_error
     for got, value in zip(case.forward(), want):
-        close(got, value.detach(), pair_norm(value.detach(), case.d), arithmetic, dt, 1 + (norm and dt == BF16))
-    grads = torch.autograd.grad(want, leaves, (case.dq.double(), case.dkv.double()), allow_unused=True)
+        close(
+            got,
+            value.detach(),
+            pair_norm(value.detach(), case.d),
+            arithmetic,
+            dt,
+            1 + (norm and dt == BF16),
+        )
+    grads = torch.autograd.grad(
+        want, leaves, (case.dq.double(), case.dkv.double()), allow_unused=True
+    )
     got = case.backward()
     n_q, n_k, x = case.h * case.d, case.kv_h * case.d, case.qkv.double()
     dy = torch.cat([case.dq.double(), case.dkv.double()], 1)
@@ -120,26 +214,51 @@ def test_forward_and_backward(shape, rope, norm, dt):
         scale = (rstd * (g + xh * (g * xh).mean(-1, keepdim=True))).view_as(x)
         for i, part in ((1, rows[:, : case.h]), (2, rows[:, case.h : case.h + case.kv_h])):
             terms = part.sum((0, 1))
-            close(got[i], grads[i], terms, arithmetic + 4 * math.sqrt(part.shape[0] * part.shape[1]) * U, dt)
+            close(
+                got[i],
+                grads[i],
+                terms,
+                arithmetic + 4 * math.sqrt(part.shape[0] * part.shape[1]) * U,
+                dt,
+            )
     close(got[0], grads[0], scale, arithmetic * (3 if norm else 1), dt)
 
 
 @pytest.mark.parametrize("theta", [1e4, 1e6])
 def test_angles_at_positions_up_to_a_million_and_beyond(theta):
-    """q = (1, 0) pairs show cos and sin themselves: |error| <= 2^-25 (half an ulp below 1) + 2e-10 of the reduction and polynomial."""
-    pos = np.unique(np.concatenate([np.arange(50), np.random.default_rng(0).integers(0, 10**6, 400), [999_999, 1_000_000, 2**31 - 1]]))
+    """q = (1, 0) pairs show cos and sin themselves: |error| <= 2^-25 (half an ulp below 1) + 2e-10
+    of the reduction and polynomial."""
+    pos = np.unique(
+        np.concatenate(
+            [
+                np.arange(50),
+                np.random.default_rng(0).integers(0, 10**6, 400),
+                [999_999, 1_000_000, 2**31 - 1],
+            ]
+        )
+    )
     case = Case(n_tokens=len(pos), heads=(1, 1), d=128, theta=theta, pos=pos)
     case.qkv[:, :128] = torch.cat([torch.ones(64), torch.zeros(64)])
     q = case.forward()[0].double().numpy()
     import mpmath
 
     mpmath.mp.prec = 120
-    inv = [float(v) for v in np.float32(1) / np.power(np.float64(np.float32(theta)), np.float64(np.arange(0, 128, 2, dtype=np.float32) / np.float32(128))).astype(np.float32)]
+    inv = [
+        float(v)
+        for v in np.float32(1)
+        / np.power(
+            np.float64(np.float32(theta)),
+            np.float64(np.arange(0, 128, 2, dtype=np.float32) / np.float32(128)),
+        ).astype(np.float32)
+    ]
     for row in list(range(0, len(pos), 29)) + [len(pos) - 2, len(pos) - 1]:
         for i in range(0, 64, 3):
             angle = mpmath.mpf(int(pos[row])) * mpmath.mpf(inv[i])
             bound = 2.0**-25 + 2e-10 + float(angle) * 2.0**-53
-            assert abs(q[row, i] - float(mpmath.cos(angle))) <= bound and abs(q[row, i + 64] - float(mpmath.sin(angle))) <= bound
+            assert (
+                abs(q[row, i] - float(mpmath.cos(angle))) <= bound
+                and abs(q[row, i + 64] - float(mpmath.sin(angle))) <= bound
+            )
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -150,10 +269,25 @@ def test_same_as_transformers_rotary_embedding(rope, d):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     case = Case(n_tokens=300, heads=(4, 2), d=d, **rope)
-    scaling = {NONE: None, LINEAR: {"rope_type": "linear", "factor": case.factor},
-               LLAMA3: {"rope_type": "llama3", "factor": case.factor, "low_freq_factor": case.low, "high_freq_factor": case.high,
-                        "original_max_position_embeddings": case.original}}[case.scaling]
-    cfg = LlamaConfig(hidden_size=4 * d, num_attention_heads=4, head_dim=d, rope_theta=case.theta, rope_scaling=scaling, max_position_embeddings=131072)
+    scaling = {
+        NONE: None,
+        LINEAR: {"rope_type": "linear", "factor": case.factor},
+        LLAMA3: {
+            "rope_type": "llama3",
+            "factor": case.factor,
+            "low_freq_factor": case.low,
+            "high_freq_factor": case.high,
+            "original_max_position_embeddings": case.original,
+        },
+    }[case.scaling]
+    cfg = LlamaConfig(
+        hidden_size=4 * d,
+        num_attention_heads=4,
+        head_dim=d,
+        rope_theta=case.theta,
+        rope_scaling=scaling,
+        max_position_embeddings=131072,
+    )
     heads = lambda x: x.view(case.t, -1, d).transpose(0, 1)[None]
     q, k = heads(case.qkv[:, : 4 * d]), heads(case.qkv[:, 4 * d : 6 * d])
     cos, sin = LlamaRotaryEmbedding(cfg)(q, case.pos[None].long())
@@ -169,7 +303,9 @@ def test_threads_and_addresses_do_not_change_bits(dt):
     case = Case(n_tokens=333, d=80, dt=dt, norm=1)
     first = case.forward(n_threads=1) + case.backward(n_threads=1)
     for n_threads, shift in ((2, 0), (3, 16)):
-        again = case.forward(n_threads=n_threads, shift=shift) + case.backward(n_threads=n_threads, shift=shift)
+        again = case.forward(n_threads=n_threads, shift=shift) + case.backward(
+            n_threads=n_threads, shift=shift
+        )
         assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
@@ -192,4 +328,12 @@ def test_positions_restart_where_the_data_say():
 def test_odd_head_dim_is_refused():
     case = Case(d=64)
     case.d = 63
-    assert call("qkv_split_fwd", case.args(), [Buffer(x) for x in (case.qkv, case.pos, case.dq, case.dkv)], 1) == EINVAL
+    assert (
+        call(
+            "qkv_split_fwd",
+            case.args(),
+            [Buffer(x) for x in (case.qkv, case.pos, case.dq, case.dkv)],
+            1,
+        )
+        == EINVAL
+    )

@@ -1,4 +1,6 @@
-"""What must not cost anybody a trained model: a second run in the same place, a full disk, output that nobody reads, a closed terminal."""
+"""What must not cost anybody a trained model: a second run in the same place, a full disk, output
+that nobody reads, a closed terminal."""
+
 import ctypes
 import json
 import os
@@ -11,7 +13,6 @@ import subprocess
 import time
 
 import pytest
-
 from conftest import BUILD, words_of_training
 from penstock import ModelConfig
 
@@ -21,12 +22,17 @@ ENDLESS = 10**6
 
 @pytest.fixture(scope="module", autouse=True)
 def profiled(cache_of_this_run):
-    subprocess.run([BINARY, "profile", "--backend", "cpu", "--seconds", "0.2"], check=True, capture_output=True)
+    subprocess.run(
+        [BINARY, "profile", "--backend", "cpu", "--seconds", "0.2"], check=True, capture_output=True
+    )
 
 
 @pytest.fixture
 def words(tiny_model, tiny_shard):
-    return lambda *more: [str(BINARY), *words_of_training(tiny_model, tiny_shard, "--run-dir", "run", *more)]
+    return lambda *more: [
+        str(BINARY),
+        *words_of_training(tiny_model, tiny_shard, "--run-dir", "run", *more),
+    ]
 
 
 def loud(command):
@@ -34,7 +40,9 @@ def loud(command):
 
 
 def call(command, cwd, **more):
-    return subprocess.run(command, **{"capture_output": True, "text": True, "cwd": cwd, "timeout": 60, **more})
+    return subprocess.run(
+        command, **{"capture_output": True, "text": True, "cwd": cwd, "timeout": 60, **more}
+    )
 
 
 def wait_for(happened, process=None):
@@ -47,7 +55,9 @@ def wait_for(happened, process=None):
 def started(command, cwd, **more):
     """The run behind @command, once it has made steps."""
     metrics = cwd / "run/metrics.jsonl"
-    process = subprocess.Popen(command, cwd=cwd, **{"stderr": subprocess.PIPE, "text": True, **more})
+    process = subprocess.Popen(
+        command, cwd=cwd, **{"stderr": subprocess.PIPE, "text": True, **more}
+    )
     wait_for(lambda: metrics.exists() and metrics.stat().st_size > 1000, process)
     return process
 
@@ -63,28 +73,43 @@ def limit_files(n_bytes):
 
 
 def unlimited(process):
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    resource.prlimit(
+        process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    )
 
 
 def saved(folder):
-    return (folder / "config.json").exists() and (folder / "model.safetensors").stat().st_size > 1_600_000
+    return (folder / "config.json").exists() and (
+        folder / "model.safetensors"
+    ).stat().st_size > 1_600_000
 
 
 def one_sentence(done, code, pattern):
-    assert done.returncode == code and re.fullmatch(rf"penstock: .*{pattern}.*\n", done.stderr), (done.returncode, done.stderr)
+    assert done.returncode == code and re.fullmatch(rf"penstock: .*{pattern}.*\n", done.stderr), (
+        done.returncode,
+        done.stderr,
+    )
 
 
-# ---- one run in a directory -----------------------------------------------------------------------------------------------
+# ---- one run in a directory ----------------------------------------------------------------------
 
 
 def test_a_second_run_in_the_same_directory_is_refused_with_the_firsts_process_id(words, tmp_path):
     first = started(words("--steps", ENDLESS), tmp_path)
-    one_sentence(call(words("--steps", 2), tmp_path), 2, f"--run-dir run is in use by the run with process id {first.pid}: ")
+    one_sentence(
+        call(words("--steps", 2), tmp_path),
+        2,
+        f"--run-dir run is in use by the run with process id {first.pid}: ",
+    )
     first.send_signal(signal.SIGINT)
     ended(first, 130)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(len(lines)))
-    assert {p.name for p in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "plan.json", "timeline.json"}
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {
+        "metrics.jsonl",
+        "plan.json",
+        "timeline.json",
+    }
 
 
 def test_the_lock_of_a_run_that_was_killed_holds_nobody_up(words, tmp_path):
@@ -96,13 +121,17 @@ def test_the_lock_of_a_run_that_was_killed_holds_nobody_up(words, tmp_path):
     assert not (tmp_path / "run/.penstock.lock").exists()
 
 
-# ---- --out before the run ----------------------------------------------------------------------------------------------------
+# ---- --out before the run ------------------------------------------------------------------------
 
 
 def test_a_model_that_is_there_is_replaced_with_force_only(words, tmp_path):
     assert call(words("--steps", 1, "--out", "out"), tmp_path).returncode == 0
     before = (tmp_path / "out/model.safetensors").read_bytes()
-    one_sentence(call(words("--steps", 2, "--out", "out"), tmp_path), 2, r"--out out has a model already \(.*\): .* replace it with --force")
+    one_sentence(
+        call(words("--steps", 2, "--out", "out"), tmp_path),
+        2,
+        r"--out out has a model already \(.*\): .* replace it with --force",
+    )
     assert (tmp_path / "out/model.safetensors").read_bytes() == before
     assert call(words("--steps", 2, "--out", "out", "--force"), tmp_path).returncode == 0
     assert (tmp_path / "out/model.safetensors").read_bytes() != before
@@ -110,13 +139,23 @@ def test_a_model_that_is_there_is_replaced_with_force_only(words, tmp_path):
 
 def test_a_model_that_the_disk_has_no_room_for_is_refused_first(words, tiny_model, tmp_path):
     config = json.loads((tiny_model / "config.json").read_text())
-    config |= {"hidden_size": 65536, "intermediate_size": 1 << 20, "num_hidden_layers": 1000, "head_dim": 128, "num_attention_heads": 512,
-               "num_key_value_heads": 512}
+    config |= {
+        "hidden_size": 65536,
+        "intermediate_size": 1 << 20,
+        "num_hidden_layers": 1000,
+        "head_dim": 128,
+        "num_attention_heads": 512,
+        "num_key_value_heads": 512,
+    }
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     command = words("--init-weights", "--out", "out/deep")
     command[command.index("--model") + 1] = "model"
-    one_sentence(call(command, tmp_path), 2, r"--out out/deep: the model takes \d+\.\d TiB and there are [\d.]+ .iB free on that disk")
+    one_sentence(
+        call(command, tmp_path),
+        2,
+        r"--out out/deep: the model takes \d+\.\d TiB and there are [\d.]+ .iB free on that disk",
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
@@ -126,21 +165,36 @@ def test_without_out_the_first_line_says_that_nothing_is_kept(words, tmp_path):
     assert text not in call(loud(words("--steps", 1, "--out", "out")), tmp_path).stderr
 
 
-# ---- files that cannot be written ----------------------------------------------------------------------------------------------
+# ---- files that cannot be written ----------------------------------------------------------------
 
 
 def test_metrics_that_cannot_be_written_end_the_run_with_the_model_saved(words, tmp_path):
     process = started(words("--steps", ENDLESS, "--out", "out", "--trace-steps", 0), tmp_path)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, ((tmp_path / "run/metrics.jsonl").stat().st_size + 4000, resource.RLIM_INFINITY))
-    wait_for(lambda: "penstock: run/metrics.jsonl cannot be written: File too large" in process.stderr.readline())
+    resource.prlimit(
+        process.pid,
+        resource.RLIMIT_FSIZE,
+        ((tmp_path / "run/metrics.jsonl").stat().st_size + 4000, resource.RLIM_INFINITY),
+    )
+    wait_for(
+        lambda: (
+            "penstock: run/metrics.jsonl cannot be written: File too large"
+            in process.stderr.readline()
+        )
+    )
     unlimited(process)
     ended(process, 1)
     assert saved(tmp_path / "out")
 
 
 def test_a_save_that_fails_is_tried_again(words, tmp_path):
-    process = subprocess.Popen(words("--steps", 2, "--out", "out", "--save-wait", 40), cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-                               preexec_fn=limit_files(200_000), stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        words("--steps", 2, "--out", "out", "--save-wait", 40),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit_files(200_000),
+        stdin=subprocess.DEVNULL,
+    )
     assert "File too large" in process.stderr.readline()
     assert "kept in memory, and saving is tried again for 40 s" in process.stderr.readline()
     assert not (tmp_path / "out").exists()
@@ -150,12 +204,22 @@ def test_a_save_that_fails_is_tried_again(words, tmp_path):
 
 
 def test_a_save_is_given_up_in_the_end(words, tmp_path):
-    done = call(words("--steps", 2, "--out", "out", "--save-wait", 0.5), tmp_path, preexec_fn=limit_files(200_000), stdin=subprocess.DEVNULL)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == "penstock: the model was not saved" and not (tmp_path / "out").exists()
+    done = call(
+        words("--steps", 2, "--out", "out", "--save-wait", 0.5),
+        tmp_path,
+        preexec_fn=limit_files(200_000),
+        stdin=subprocess.DEVNULL,
+    )
+    assert (
+        done.returncode == 1
+        and done.stderr.splitlines()[-1] == "penstock: the model was not saved"
+        and not (tmp_path / "out").exists()
+    )
 
 
 def at_terminal(command, cwd, answer):
-    """Runs with a terminal as stdin and stderr; @answer(text so far, process) gives what is typed, None for nothing yet."""
+    """Runs with a terminal as stdin and stderr; @answer(text so far, process) gives what is typed,
+    None for nothing yet."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(cwd)
@@ -184,25 +248,38 @@ def test_at_a_terminal_another_directory_can_be_named(words, tmp_path):
     def answer(text, pid):
         if text.endswith(QUESTION) and replies:
             if len(replies) == 1:
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                resource.prlimit(
+                    pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+                )
             return replies.pop(0)
 
     code, text = at_terminal(words("--steps", 2, "--out", "out"), tmp_path, answer)
-    assert code == 0 and text.count(QUESTION) == 3 and text.count("File too large") == 2 and "/proc/no cannot be written" in text, text
+    assert (
+        code == 0
+        and text.count(QUESTION) == 3
+        and text.count("File too large") == 2
+        and "/proc/no cannot be written" in text
+    ), text
     assert saved(tmp_path / "other") and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("reply", [b"q\n", b"\x03"], ids=["q", "Ctrl-C"])
 def test_at_a_terminal_the_model_can_be_given_up(words, tmp_path, reply):
-    code, text = at_terminal(words("--steps", 2, "--out", "out"), tmp_path, lambda text, pid: reply if text.endswith(QUESTION) else None)
+    code, text = at_terminal(
+        words("--steps", 2, "--out", "out"),
+        tmp_path,
+        lambda text, pid: reply if text.endswith(QUESTION) else None,
+    )
     assert code == 1 and not (tmp_path / "out").exists(), (code, text)
 
 
-# ---- signals and pipes -----------------------------------------------------------------------------------------------------------
+# ---- signals and pipes ---------------------------------------------------------------------------
 
 
 def test_a_closed_terminal_saves_whatever_often_it_says_so(words, tmp_path):
-    process = started(words("--steps", ENDLESS, "--tokens-per-step", 4096, "--out", "out"), tmp_path)
+    process = started(
+        words("--steps", ENDLESS, "--tokens-per-step", 4096, "--out", "out"), tmp_path
+    )
     for _ in range(3):
         process.send_signal(signal.SIGHUP)
         time.sleep(0.02)
@@ -211,7 +288,11 @@ def test_a_closed_terminal_saves_whatever_often_it_says_so(words, tmp_path):
 
 
 def test_nohup_is_respected(words, tmp_path):
-    process = started(words("--steps", ENDLESS), tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process = started(
+        words("--steps", ENDLESS),
+        tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
     process.send_signal(signal.SIGHUP)
     metrics = tmp_path / "run/metrics.jsonl"
     size = metrics.stat().st_size
@@ -221,7 +302,9 @@ def test_nohup_is_respected(words, tmp_path):
 
 
 def test_readers_that_go_away_stop_no_training(words, tmp_path):
-    process = started(loud(words("--steps", ENDLESS, "--out", "out")), tmp_path, stdout=subprocess.PIPE)
+    process = started(
+        loud(words("--steps", ENDLESS, "--out", "out")), tmp_path, stdout=subprocess.PIPE
+    )
     process.stdout.close()
     process.stderr.close()
     metrics = tmp_path / "run/metrics.jsonl"
@@ -234,8 +317,17 @@ def test_readers_that_go_away_stop_no_training(words, tmp_path):
 
 
 def test_progress_that_nobody_could_read_is_noted_once(words, tmp_path):
-    done = call(loud(words("--steps", 2)), tmp_path, stderr=open("/dev/full", "w"), capture_output=False, stdout=subprocess.PIPE)
-    assert done.returncode == 0 and done.stdout.count("progress ended early: stderr could not be written") == 1
+    done = call(
+        loud(words("--steps", 2)),
+        tmp_path,
+        stderr=open("/dev/full", "w"),
+        capture_output=False,
+        stdout=subprocess.PIPE,
+    )
+    assert (
+        done.returncode == 0
+        and done.stdout.count("progress ended early: stderr could not be written") == 1
+    )
 
 
 @pytest.mark.parametrize("closed", [(0, 1, 2), (2,), (1,)])
@@ -246,28 +338,54 @@ def test_files_do_not_take_the_place_of_closed_outputs(words, tmp_path, closed):
 
     done = call(loud(words("--steps", 3)), tmp_path, preexec_fn=close)
     assert done.returncode == 0
-    assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
+    assert [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ] == [0, 1, 2]
 
 
 def test_an_answer_that_does_not_arrive_is_an_error(tiny_model, words, tmp_path):
     plan = ["plan", "--model", tiny_model, "--seq-len", 64]
-    for command in (plan, [*plan, "--json"], ["info", "--model", tiny_model], ["version"], ["train", "--help"]):
-        done = call([BINARY, *map(str, command)], tmp_path, stdout=open("/dev/full", "w"), capture_output=False, stderr=subprocess.PIPE)
+    for command in (
+        plan,
+        [*plan, "--json"],
+        ["info", "--model", tiny_model],
+        ["version"],
+        ["train", "--help"],
+    ):
+        done = call(
+            [BINARY, *map(str, command)],
+            tmp_path,
+            stdout=open("/dev/full", "w"),
+            capture_output=False,
+            stderr=subprocess.PIPE,
+        )
         one_sentence(done, 1, "stdout cannot be written: No space left on device")
-    done = call(words("--steps", 2, "--json", "--out", "out"), tmp_path, stdout=open("/dev/full", "w"), capture_output=False, stderr=subprocess.PIPE)
+    done = call(
+        words("--steps", 2, "--json", "--out", "out"),
+        tmp_path,
+        stdout=open("/dev/full", "w"),
+        capture_output=False,
+        stderr=subprocess.PIPE,
+    )
     one_sentence(done, 1, "stdout cannot be written")
     assert saved(tmp_path / "out")
 
 
-# ---- names -------------------------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
 
 def test_names_from_files_cannot_write_to_a_terminal(tiny_model, words, tmp_path):
     config = tmp_path / "model"
     config.mkdir()
     (config / "config.json").write_text((tiny_model / "config.json").read_text())
-    header = json.dumps({"a\x1b]0;b\x07\x9b2J": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}, ensure_ascii=False).encode()
-    (config / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
+    header = json.dumps(
+        {"a\x1b]0;b\x07\x9b2J": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}},
+        ensure_ascii=False,
+    ).encode()
+    (config / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + b"\0" * 8
+    )
     command = words("--steps", 1)
     command[command.index("--model") + 1] = "model"
     done = call(command, tmp_path)
@@ -286,8 +404,15 @@ def test_text_is_made_printable_within_its_room():
         return buffer.value
 
     assert printable("Größe 木 😀\\n".encode()) == "Größe 木 😀\\n".encode()
-    assert printable(b"\x01\n\x7f\x9b\xc2\x9b\xff\xe6\x9c") == rb"\x01\x0a\x7f\x9b\xc2\x9b\xff\xe6\x9c"
-    assert printable("aé".encode(), 3) == b"a" and printable(b"a\x1b", 5) == b"a" and printable(b"a\x1b", 6) == rb"a\x1b" and printable(b"a", 1) == b""
+    assert (
+        printable(b"\x01\n\x7f\x9b\xc2\x9b\xff\xe6\x9c") == rb"\x01\x0a\x7f\x9b\xc2\x9b\xff\xe6\x9c"
+    )
+    assert (
+        printable("aé".encode(), 3) == b"a"
+        and printable(b"a\x1b", 5) == b"a"
+        and printable(b"a\x1b", 6) == rb"a\x1b"
+        and printable(b"a", 1) == b""
+    )
 
 
 def test_a_path_with_nul_is_refused(tiny_model):

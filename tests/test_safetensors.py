@@ -1,4 +1,6 @@
-"""safetensors files: read and written as the safetensors library does, and refused with one sentence where a header lies."""
+"""safetensors files: read and written as the safetensors library does, and refused with one
+sentence where a header lies."""
+
 import gc
 import json
 import os
@@ -6,18 +8,27 @@ import struct
 import subprocess
 import sys
 
+import io_native as ps
 import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import io_native as ps
-
-FIX = dict(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64, "U8": torch.uint8, "BOOL": torch.bool}
+FIX = dict(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+TORCH = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 def raw(header, data=b"", n=None):
@@ -37,25 +48,43 @@ def refused(path, *parts, code=ps.EFORMAT):
     return e.value.message
 
 
-# ---- reading what the library wrote ------------------------------------------------------------------------------------
+# ---- reading what the library wrote --------------------------------------------------------------
 
-names = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=20).filter(lambda s: s != "__metadata__")
+names = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=20).filter(
+    lambda s: s != "__metadata__"
+)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @settings(max_examples=150, **FIX)
-@given(st.dictionaries(names, st.tuples(st.sampled_from(sorted(TORCH)), shapes), max_size=12), st.integers(0, 2**32), st.booleans())
+@given(
+    st.dictionaries(names, st.tuples(st.sampled_from(sorted(TORCH)), shapes), max_size=12),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
 def test_files_of_the_library_are_read_whole(tmp_path, plan, seed, meta):
     g = torch.Generator().manual_seed(seed)
-    tensors = {k: (torch.randn(shape, generator=g) * 4).to(TORCH[dtype]) for k, (dtype, shape) in plan.items()}
-    safetensors.torch.save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt", "a": "b\u00e9"} if meta else None)
+    tensors = {
+        k: (torch.randn(shape, generator=g) * 4).to(TORCH[dtype])
+        for k, (dtype, shape) in plan.items()
+    }
+    safetensors.torch.save_file(
+        tensors,
+        tmp_path / "x.safetensors",
+        metadata={"format": "pt", "a": "b\u00e9"} if meta else None,
+    )
     with ps.Tensors(tmp_path / "x.safetensors") as f:
-        assert {(n, d, s) for n, d, s, _, _ in f.infos()} == {(k, d, tuple(s)) for k, (d, s) in plan.items()}
+        assert {(n, d, s) for n, d, s, _, _ in f.infos()} == {
+            (k, d, tuple(s)) for k, (d, s) in plan.items()
+        }
         for k, t in tensors.items():
             if plan[k][0] not in ("F32", "BF16", "F16"):
                 continue
             np.testing.assert_array_equal(f.read(k), t.float().flatten().numpy())
-            np.testing.assert_array_equal(f.read(k, ps.BF16), t.to(torch.bfloat16).flatten().view(torch.int16).numpy().view(np.uint16))
+            np.testing.assert_array_equal(
+                f.read(k, ps.BF16),
+                t.to(torch.bfloat16).flatten().view(torch.int16).numpy().view(np.uint16),
+            )
 
 
 def test_every_half_and_the_edges_of_rounding_convert_as_torch_does(tmp_path):
@@ -71,25 +100,42 @@ def test_every_half_and_the_edges_of_rounding_convert_as_torch_does(tmp_path):
             got = torch.from_numpy(f.read(k, ps.BF16).view(np.int16)).view(torch.bfloat16)
             assert torch.equal(got.isnan(), t.isnan())
             keep = ~t.isnan()
-            assert torch.equal(got[keep].view(torch.int16), t.to(torch.bfloat16)[keep].view(torch.int16))
+            assert torch.equal(
+                got[keep].view(torch.int16), t.to(torch.bfloat16)[keep].view(torch.int16)
+            )
 
 
 @settings(max_examples=60, **FIX)
-@given(st.integers(0, 40000), st.integers(0, 40000), st.sampled_from(["F32", "BF16", "F16"]), st.sampled_from([ps.F32, ps.BF16]))
+@given(
+    st.integers(0, 40000),
+    st.integers(0, 40000),
+    st.sampled_from(["F32", "BF16", "F16"]),
+    st.sampled_from([ps.F32, ps.BF16]),
+)
 def test_any_run_of_elements_is_read_alone(tmp_path, a, b, source, dtype):
     path = tmp_path / f"{source}.safetensors"
     if not path.exists():
-        safetensors.torch.save_file({"pad": torch.ones(3), "x": torch.arange(40000).to(TORCH[source])}, path)
+        safetensors.torch.save_file(
+            {"pad": torch.ones(3), "x": torch.arange(40000).to(TORCH[source])}, path
+        )
     first, n = min(a, b), abs(a - b)
     with ps.Tensors(path) as f:
-        np.testing.assert_array_equal(f.read("x", dtype, first, n), f.read("x", dtype)[first : first + n])
+        np.testing.assert_array_equal(
+            f.read("x", dtype, first, n), f.read("x", dtype)[first : first + n]
+        )
 
 
 def test_reading_past_a_tensor_or_an_unconvertible_one_is_refused(tmp_path):
-    safetensors.torch.save_file({"i": torch.arange(4), "x": torch.ones(4)}, tmp_path / "x.safetensors")
+    safetensors.torch.save_file(
+        {"i": torch.arange(4), "x": torch.ones(4)}, tmp_path / "x.safetensors"
+    )
     with ps.Tensors(tmp_path / "x.safetensors") as f:
-        for args, code, parts in [(("i",), ps.EFORMAT, ['"i"', "I64"]), (("x", ps.F32, 2, 3), ps.EINVAL, ['"x"', "2 to 5", "4"]),
-                                  (("x", ps.F32, 5, 0), ps.EINVAL, ['"x"']), (("x", 7, 0, 1), ps.EINVAL, ["ps_dtype"])]:
+        for args, code, parts in [
+            (("i",), ps.EFORMAT, ['"i"', "I64"]),
+            (("x", ps.F32, 2, 3), ps.EINVAL, ['"x"', "2 to 5", "4"]),
+            (("x", ps.F32, 5, 0), ps.EINVAL, ['"x"']),
+            (("x", 7, 0, 1), ps.EINVAL, ["ps_dtype"]),
+        ]:
             with pytest.raises(ps.Failed) as e:
                 f.read(*args)
             assert e.value.code == code
@@ -102,8 +148,11 @@ def test_reading_past_a_tensor_or_an_unconvertible_one_is_refused(tmp_path):
 
 
 def test_a_header_is_read_alike_wherever_its_pieces_end(tmp_path):
-    """Headers are read in pieces of 64 KiB: a piece ends in front of every byte of escapes, UTF-8, numbers, words and brackets."""
-    tricky = ('"x\\n\\u00e9\\ud83d\\ude00\u00e9\u20ac\U0001f600":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8],"more":[-1.5e+10,true,false,null,{"":[]}]}}').encode()
+    """Headers are read in pieces of 64 KiB: a piece ends in front of every byte of escapes, UTF-8,
+    numbers, words and brackets."""
+    tricky = (
+        '"x\\n\\u00e9\\ud83d\\ude00\u00e9\u20ac\U0001f600":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8],"more":[-1.5e+10,true,false,null,{"":[]}]}}'
+    ).encode()
     for at in range(len(tricky)):
         front = b"{" + b" " * (65536 - 1 - at)
         (tmp_path / "x.safetensors").write_bytes(raw(front + tricky, b"12345678"))
@@ -114,7 +163,7 @@ def test_a_header_is_read_alike_wherever_its_pieces_end(tmp_path):
             refused(tmp_path / "x.safetensors", tmp_path / "x.safetensors")
 
 
-# ---- memory ------------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 PEAK = """
 import sys; sys.path.insert(0, sys.argv[1])
@@ -131,20 +180,45 @@ print(peak() - before, message)
 
 
 def opened(path):
-    """Bytes by which opening the file raised the peak of a process's resident memory, and the message if it was refused."""
-    done = subprocess.run([sys.executable, "-c", PEAK, os.path.dirname(__file__), path], capture_output=True, text=True, check=True)
+    """Bytes by which opening the file raised the peak of a process's resident memory, and the
+    message if it was refused."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, os.path.dirname(__file__), path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     peak, _, message = done.stdout.strip().partition(" ")
     return int(peak), message
 
 
 EMPTY = b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},'
 LARGE = {  # 50 to 80 MB each
-    "spaces": lambda: (b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' + b" " * 55_000_000, ""),
-    "metadata": lambda: (b'{"__metadata__":{' + b",".join(b'"%d":"%s"' % (i, b"x" * 999_000) for i in range(60)) + b"}}", ""),
-    "numbers nobody reads": lambda: (b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0],"b":[' + b"1," * 40_000_000 + b"1]}}", ""),
-    "dimensions": lambda: (b'{"a":{"dtype":"F32","data_offsets":[0,0],"shape":[' + b"1," * 40_000_000 + b"1]}}", "40000001 dimensions"),
+    "spaces": lambda: (
+        b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' + b" " * 55_000_000,
+        "",
+    ),
+    "metadata": lambda: (
+        b'{"__metadata__":{'
+        + b",".join(b'"%d":"%s"' % (i, b"x" * 999_000) for i in range(60))
+        + b"}}",
+        "",
+    ),
+    "numbers nobody reads": lambda: (
+        b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0],"b":['
+        + b"1," * 40_000_000
+        + b"1]}}",
+        "",
+    ),
+    "dimensions": lambda: (
+        b'{"a":{"dtype":"F32","data_offsets":[0,0],"shape":[' + b"1," * 40_000_000 + b"1]}}",
+        "40000001 dimensions",
+    ),
     "a name": lambda: (b'{"' + b"a" * 60_000_000 + b'":{}}', "longer than 1048576 bytes"),
-    "tensors": lambda: (b"{" + b"".join(EMPTY % i for i in range(1_000_000))[:-1] + b"}", '"131072" is one more than the 131072 that are read'),
+    "tensors": lambda: (
+        b"{" + b"".join(EMPTY % i for i in range(1_000_000))[:-1] + b"}",
+        '"131072" is one more than the 131072 that are read',
+    ),
 }
 
 
@@ -158,8 +232,14 @@ def test_a_large_header_takes_little_memory(tmp_path, name):
 
 def test_a_large_index_takes_little_memory(tmp_path):
     safetensors.torch.save_file({"a": torch.ones(4)}, tmp_path / "1.safetensors")
-    for text, says in [('{"weight_map":{"a":"1.safetensors"},"metadata":[%s0]}' % ("0," * 40_000_000), ""),
-                       ('{"weight_map":{%s"a":"1.safetensors"}}' % "".join(f'"{i}":"1.safetensors",' for i in range(2_000_000)), 'tensor "0"')]:
+    for text, says in [
+        ('{"weight_map":{"a":"1.safetensors"},"metadata":[%s0]}' % ("0," * 40_000_000), ""),
+        (
+            '{"weight_map":{%s"a":"1.safetensors"}}'
+            % "".join(f'"{i}":"1.safetensors",' for i in range(2_000_000)),
+            'tensor "0"',
+        ),
+    ]:
         (tmp_path / "model.safetensors.index.json").write_text(text)
         peak, message = opened(tmp_path)
         assert peak < 8 << 20 and (says in message if says else not message), (peak, message)
@@ -168,12 +248,15 @@ def test_a_large_index_takes_little_memory(tmp_path):
 def test_an_index_that_names_things_twice_is_refused(tmp_path):
     safetensors.torch.save_file({"a": torch.ones(4)}, tmp_path / "1.safetensors")
     one = '"weight_map":{"a":"1.safetensors"}'
-    for text, says in [('{"weight_map":{"a":"1.safetensors","a":"1.safetensors"}}', '"a" appears twice'), ("{%s,%s}" % (one, one), "weight_map appears twice")]:
+    for text, says in [
+        ('{"weight_map":{"a":"1.safetensors","a":"1.safetensors"}}', '"a" appears twice'),
+        ("{%s,%s}" % (one, one), "weight_map appears twice"),
+    ]:
         (tmp_path / "model.safetensors.index.json").write_text(text)
         refused(tmp_path, tmp_path / "model.safetensors.index.json", says)
 
 
-# ---- refusing headers that lie -----------------------------------------------------------------------------------------
+# ---- refusing headers that lie -------------------------------------------------------------------
 
 F = "F32"
 BAD = {
@@ -185,7 +268,13 @@ BAD = {
     "no header": (raw(b""), ["does not start with {"]),
     "not JSON": (raw(b"{a}"), ["line 1"]),
     "not UTF-8": (raw(b'{"\xff": 1}'), ["UTF-8"]),
-    "duplicate": (raw(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"1234"), ['"a"', "twice"]),
+    "duplicate": (
+        raw(
+            b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            b"1234",
+        ),
+        ['"a"', "twice"],
+    ),
     "entry no object": (raw({"a": 3}), ['"a"', "not an object"]),
     "no dtype": (raw({"a": {"shape": [], "data_offsets": [0, 4]}}, b"1234"), ['"a"', "dtype"]),
     "unknown dtype": (raw({"a": entry("F31", [1], 0, 4)}, b"1234"), ['"a"', "F31"]),
@@ -194,28 +283,49 @@ BAD = {
     "shape negative": (raw({"a": entry(F, [-1], 0, 4)}, b"1234"), ['"a"', "shape[0]"]),
     "shape a fraction": (raw({"a": entry(F, [1.0], 0, 4)}, b"1234"), ['"a"', "shape[0]"]),
     "shape past u64": (raw({"a": entry(F, [2**64], 0, 4)}, b"1234"), ['"a"', "shape[0]"]),
-    "shape product past u64": (raw({"a": entry(F, [2**33, 2**33], 0, 4)}, b"1234"), ['"a"', "2^64"]),
+    "shape product past u64": (
+        raw({"a": entry(F, [2**33, 2**33], 0, 4)}, b"1234"),
+        ['"a"', "2^64"],
+    ),
     "bits past u64": (raw({"a": entry(F, [2**60], 0, 4)}, b"1234"), ['"a"', "2^64"]),
     "9 dimensions": (raw({"a": entry(F, [1] * 9, 0, 4)}, b"1234"), ['"a"', "9", "8"]),
     "no offsets": (raw({"a": {"dtype": F, "shape": [1]}}, b"1234"), ['"a"', "data_offsets"]),
-    "one offset": (raw({"a": {"dtype": F, "shape": [1], "data_offsets": [0]}}, b"1234"), ['"a"', "data_offsets"]),
+    "one offset": (
+        raw({"a": {"dtype": F, "shape": [1], "data_offsets": [0]}}, b"1234"),
+        ['"a"', "data_offsets"],
+    ),
     "offset past u64": (raw({"a": entry(F, [1], 0, 2**64)}, b"1234"), ['"a"', "data_offsets"]),
     "offsets backwards": (raw({"a": entry(F, [0], 4, 0)}, b"1234"), ['"a"', "4 to 0"]),
-    "past the end": (raw({"a": entry(F, [2], 0, 8)}, b"1234"), ['"a"', "0 to 8", "4 bytes", "truncated"]),
+    "past the end": (
+        raw({"a": entry(F, [2], 0, 8)}, b"1234"),
+        ['"a"', "0 to 8", "4 bytes", "truncated"],
+    ),
     "wrong span": (raw({"a": entry(F, [2], 0, 4)}, b"1234"), ['"a"', "4 bytes", "need 8"]),
-    "overlap": (raw({"a": entry(F, [1], 0, 4), "b": entry(F, [1], 2, 6)}, b"123456"), ['"b"', "overlap"]),
-    "same place twice": (raw({"a": entry(F, [1], 0, 4), "b": entry(F, [1], 0, 4)}, b"1234"), ["overlap"]),
-    "hole": (raw({"a": entry(F, [1], 0, 4), "b": entry(F, [1], 5, 9)}, b"123456789"), ['"b"', "hole"]),
+    "overlap": (
+        raw({"a": entry(F, [1], 0, 4), "b": entry(F, [1], 2, 6)}, b"123456"),
+        ['"b"', "overlap"],
+    ),
+    "same place twice": (
+        raw({"a": entry(F, [1], 0, 4), "b": entry(F, [1], 0, 4)}, b"1234"),
+        ["overlap"],
+    ),
+    "hole": (
+        raw({"a": entry(F, [1], 0, 4), "b": entry(F, [1], 5, 9)}, b"123456789"),
+        ['"b"', "hole"],
+    ),
     "hole in front": (raw({"a": entry(F, [1], 4, 8)}, b"12345678"), ['"a"', "hole"]),
     "data behind": (raw({"a": entry(F, [1], 0, 4)}, b"12345"), ["byte 4", "5"]),
     "half a byte": (raw({"a": entry("F4", [1], 0, 0)}), ['"a"', "whole bytes"]),
     "metadata no object": (raw({"__metadata__": 3}), ["__metadata__"]),
     "metadata no string": (raw({"__metadata__": {"k": 1}}), ["__metadata__", '"k"']),
     "nested deep": (raw(b'{"a":{"b":' + b"[" * 100 + b"]" * 100 + b"}}"), ["64 deep"]),
-    "dtype twice": (raw(b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"1234"), ['"a"', "dtype", "twice"]),
+    "dtype twice": (
+        raw(b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"1234"),
+        ['"a"', "dtype", "twice"],
+    ),
     "metadata too long": (raw({"__metadata__": {"k": "x" * 2**20}}), ["longer than 1048576 bytes"]),
     "no end": (raw(b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'), ["comma or }"]),
-    "more behind the end": (raw(b'{} 0'), ["something follows"]),
+    "more behind the end": (raw(b"{} 0"), ["something follows"]),
 }
 
 
@@ -240,27 +350,64 @@ def accepted_by_library(path):
         return None
 
 
-TOKENS = [b"{", b"}", b"[", b"]", b",", b'"', b"0", b"1", b"4", b"-1", b"18446744073709551616", b"F32", b"BF16", b"data_offsets", b"\xff", b"\n", b"null", b"1e3"]
+TOKENS = [
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b'"',
+    b"0",
+    b"1",
+    b"4",
+    b"-1",
+    b"18446744073709551616",
+    b"F32",
+    b"BF16",
+    b"data_offsets",
+    b"\xff",
+    b"\n",
+    b"null",
+    b"1e3",
+]
 
 
 @settings(max_examples=1500, **FIX)
-@given(st.lists(st.tuples(st.sampled_from(["F32", "BF16", "U8", "F4"]), shapes), max_size=4), st.data())
+@given(
+    st.lists(st.tuples(st.sampled_from(["F32", "BF16", "U8", "F4"]), shapes), max_size=4), st.data()
+)
 def test_mutated_headers_are_accepted_only_when_the_library_accepts_them(tmp_path, plan, data):
     header, at = {}, 0
     for i, (dtype, shape) in enumerate(plan):
-        end = at + int(np.prod(shape, dtype=np.int64)) * {"F32": 4, "BF16": 2, "U8": 1, "F4": 1}[dtype] // (2 if dtype == "F4" else 1)
+        end = at + int(np.prod(shape, dtype=np.int64)) * {"F32": 4, "BF16": 2, "U8": 1, "F4": 1}[
+            dtype
+        ] // (2 if dtype == "F4" else 1)
         header[f"t{i}"] = entry(dtype, list(shape), at, end)
         at = end
     if header and data.draw(st.booleans()):  # one field
         t = header[data.draw(st.sampled_from(sorted(header)))]
         key = data.draw(st.sampled_from(sorted(t)))
-        t[key] = data.draw(st.one_of(st.integers(-2, 2**65), st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**65)), max_size=3), st.sampled_from(["F32", "F16", "X"])))
+        t[key] = data.draw(
+            st.one_of(
+                st.integers(-2, 2**65),
+                st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**65)), max_size=3),
+                st.sampled_from(["F32", "F16", "X"]),
+            )
+        )
     text = json.dumps(header).encode()
     for _ in range(data.draw(st.integers(0, 2))):  # the text
         k = data.draw(st.integers(0, len(text)))
-        text = text[:k] + data.draw(st.sampled_from(TOKENS)) + text[k + data.draw(st.integers(0, 3)) :]
+        text = (
+            text[:k] + data.draw(st.sampled_from(TOKENS)) + text[k + data.draw(st.integers(0, 3)) :]
+        )
     size = at + data.draw(st.sampled_from([0, 0, 0, 1, -1]))
-    blob = raw(text, b"x" * max(size, 0), data.draw(st.sampled_from([None, None, None, len(text) + 1, len(text) - 1, 2**40])) if text else None)
+    blob = raw(
+        text,
+        b"x" * max(size, 0),
+        data.draw(st.sampled_from([None, None, None, len(text) + 1, len(text) - 1, 2**40]))
+        if text
+        else None,
+    )
     path = tmp_path / "x.safetensors"
     path.write_bytes(blob)
     theirs = accepted_by_library(path)
@@ -270,24 +417,36 @@ def test_mutated_headers_are_accepted_only_when_the_library_accepts_them(tmp_pat
     except ps.Failed as e:
         assert e.code == ps.EFORMAT
         ps.one_sentence(e.message, path)
-        # stricter than the library: the header starts with { at once, duplicate keys, 9 or more dimensions, fractional bytes, odd JSON
-        assert theirs is None or any(w in e.message for w in ("start with {", "twice", "at most 8", "whole bytes", "__metadata__", "U+0000")), (blob, e.message)
+        # stricter than the library: the header starts with { at once, duplicate keys, 9 or more
+        # dimensions, fractional bytes, odd JSON
+        assert theirs is None or any(
+            w in e.message
+            for w in ("start with {", "twice", "at most 8", "whole bytes", "__metadata__", "U+0000")
+        ), (blob, e.message)
         return
     assert theirs == mine, blob
 
 
-# ---- directories -------------------------------------------------------------------------------------------------------
+# ---- directories ---------------------------------------------------------------------------------
 
 
 def sharded(folder, files, index=None):
     for name, tensors in files.items():
         safetensors.torch.save_file(tensors, folder / name)
     wm = {t: name for name, tensors in files.items() for t in tensors} if index is None else index
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": wm}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": wm})
+    )
 
 
 def test_a_sharded_directory_is_one_set(tmp_path):
-    sharded(tmp_path, {"a.safetensors": {"x": torch.ones(3), "z": torch.zeros(1)}, "b.safetensors": {"y": torch.full((2,), 2.0)}})
+    sharded(
+        tmp_path,
+        {
+            "a.safetensors": {"x": torch.ones(3), "z": torch.zeros(1)},
+            "b.safetensors": {"y": torch.full((2,), 2.0)},
+        },
+    )
     with ps.Tensors(tmp_path) as f:
         assert sorted(i[0] for i in f.infos()) == ["x", "y", "z"]
         assert f.read("y").tolist() == [2, 2] and f.read("x").tolist() == [1, 1, 1]
@@ -296,7 +455,10 @@ def test_a_sharded_directory_is_one_set(tmp_path):
 @pytest.mark.parametrize(
     "index, parts",
     [
-        ({"x": "a.safetensors", "y": "a.safetensors"}, ['"y"', "a.safetensors", "does not have it"]),
+        (
+            {"x": "a.safetensors", "y": "a.safetensors"},
+            ['"y"', "a.safetensors", "does not have it"],
+        ),
         ({"x": "a.safetensors", "nope": "b.safetensors"}, ['"nope"', "b.safetensors"]),
         ({"x": "../a.safetensors"}, ["weight_map", '"x"', "same folder"]),
         ({"x": 3}, ["weight_map", '"x"']),
@@ -306,26 +468,44 @@ def test_a_sharded_directory_is_one_set(tmp_path):
     ],
 )
 def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path, index, parts):
-    sharded(tmp_path, {"a.safetensors": {"x": torch.ones(3)}, "b.safetensors": {"y": torch.ones(2)}}, index)
+    sharded(
+        tmp_path,
+        {"a.safetensors": {"x": torch.ones(3)}, "b.safetensors": {"y": torch.ones(2)}},
+        index,
+    )
     refused(tmp_path, tmp_path / "model.safetensors.index.json", *parts)
 
 
 def test_a_missing_shard_and_a_tensor_in_two_shards_are_named(tmp_path):
-    sharded(tmp_path, {"a.safetensors": {"w": torch.ones(1), "x": torch.ones(3)}, "b.safetensors": {"x": torch.ones(3), "y": torch.ones(2)}})
+    sharded(
+        tmp_path,
+        {
+            "a.safetensors": {"w": torch.ones(1), "x": torch.ones(3)},
+            "b.safetensors": {"x": torch.ones(3), "y": torch.ones(2)},
+        },
+    )
     refused(tmp_path, '"x"', "a.safetensors", "b.safetensors")
     (tmp_path / "b.safetensors").unlink()
     refused(tmp_path, tmp_path / "b.safetensors", "No such file", code=ps.EIO)
 
 
-# ---- writing -----------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 @settings(max_examples=80, **FIX)
-@given(st.dictionaries(names, shapes, max_size=12), st.sampled_from([0, 1, 16, 64, 10**6]), st.integers(1, 99), st.sampled_from([ps.F32, ps.BF16]))
+@given(
+    st.dictionaries(names, shapes, max_size=12),
+    st.sampled_from([0, 1, 16, 64, 10**6]),
+    st.integers(1, 99),
+    st.sampled_from([ps.F32, ps.BF16]),
+)
 def test_what_we_write_the_library_reads(tmp_path_factory, plan, limit, piece, dtype):
     folder = tmp_path_factory.mktemp("w") / "model"
     width = 4 if dtype == ps.F32 else 2
-    tensors = [(k, dtype, s, np.random.default_rng(i).bytes(width * int(np.prod(s, dtype=np.int64)))) for i, (k, s) in enumerate(plan.items())]
+    tensors = [
+        (k, dtype, s, np.random.default_rng(i).bytes(width * int(np.prod(s, dtype=np.int64))))
+        for i, (k, s) in enumerate(plan.items())
+    ]
     ps.write(folder, tensors, limit, meta=[("step", "12"), ("note", 'a"\\\n\u00e9')], piece=piece)
     got = {}
     for path in folder.glob("*.safetensors"):
@@ -335,12 +515,17 @@ def test_what_we_write_the_library_reads(tmp_path_factory, plan, limit, piece, d
             shard = {k: f.get_tensor(k) for k in f.keys()}
             assert not limit or len(shard) <= 1 or sum(t.nbytes for t in shard.values()) <= limit
             got.update(shard)
-    assert {k: (tuple(t.shape), t.contiguous().flatten().view(torch.uint8).numpy().tobytes()) for k, t in got.items()} == {k: (s, d) for k, _, s, d in tensors}
+    assert {
+        k: (tuple(t.shape), t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for k, t in got.items()
+    } == {k: (s, d) for k, _, s, d in tensors}
     assert not [p for p in folder.iterdir() if p.name.startswith(".")]
     index = folder / "model.safetensors.index.json"
     if len(list(folder.glob("*.safetensors"))) > 1:
         assert set(json.loads(index.read_text())["weight_map"]) == set(plan)
-        assert json.loads(index.read_text())["metadata"]["total_size"] == sum(len(t[3]) for t in tensors)
+        assert json.loads(index.read_text())["metadata"]["total_size"] == sum(
+            len(t[3]) for t in tensors
+        )
     else:
         assert not index.exists()
     with ps.Tensors(folder) as f:
@@ -357,7 +542,11 @@ def test_a_second_save_leaves_nothing_of_the_first(tmp_path):
     ps.write(tmp_path, [x, y, ("z", ps.F32, (4,), b"\0" * 16)], 16)
     ps.write(tmp_path, [x, y], 16)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json", "other.safetensors"]
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "other.safetensors",
+    ]
 
 
 def test_an_aborted_or_short_write_leaves_nothing(tmp_path):

@@ -1,4 +1,6 @@
-"""Saving: whatever ends a save, the directory holds the whole old model or the whole new one, and what else was in it."""
+"""Saving: whatever ends a save, the directory holds the whole old model or the whole new one, and
+what else was in it."""
+
 import contextlib
 import itertools
 import json
@@ -11,10 +13,9 @@ import sys
 import tempfile
 import time
 
-import pytest
-
 import io_native as ps
 import penstock
+import pytest
 from conftest import BUILD, ROOT
 
 SHIM = BUILD / "tests/libdisk_shim.so"
@@ -23,8 +24,11 @@ X, Y = ("x", ps.F32, (4,), b"\0" * 16), ("y", ps.F32, (4,), b"\1" * 16)
 
 @pytest.fixture
 def quick():
-    """A folder in memory where there is one: what is tested is the order of calls, and a sweep makes thousands."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+    """A folder in memory where there is one: what is tested is the order of calls, and a sweep
+    makes thousands."""
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    ) as folder:
         yield pathlib.Path(folder)
 
 
@@ -32,32 +36,55 @@ def preloaded(**more):
     return {**os.environ, "LD_PRELOAD": str(SHIM), "PYTHONPATH": str(ROOT / "python"), **more}
 
 
-# ---- every disk call -----------------------------------------------------------------------------------------------------
+# ---- every disk call -----------------------------------------------------------------------------
 
 
 def sweep(folder, scenario, stride):
-    done = subprocess.run([sys.executable, ROOT / "tests/save_sweep.py", folder, scenario, str(stride)], env=preloaded(),
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/save_sweep.py", folder, scenario, str(stride)],
+        env=preloaded(),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     calls = eval(done.stdout.splitlines()[-1])
     assert calls["killed"] > 20 and calls["failed"] * stride > 50 and calls["short"], calls
 
 
-@pytest.mark.parametrize("scenario", ["trainer-fresh-single-beside", "trainer-single-sharded-beside", "trainer-sharded-single-refused",
-                                      "init-sharded-single-beside"])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "trainer-fresh-single-beside",
+        "trainer-single-sharded-beside",
+        "trainer-sharded-single-refused",
+        "init-sharded-single-beside",
+    ],
+)
 def test_a_save_that_is_killed_or_fails_leaves_the_old_model_or_the_new(quick, scenario):
     sweep(quick, scenario, 9)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scenario", [f"{who}-{before}-{after}-{how}" for who, before, after, how in itertools.product(
-    ("trainer", "init"), ("fresh", "single", "sharded"), ("single", "sharded"), ("beside", "refused", "inside"))
-    if before != "fresh" or how == "beside"])
-def test_at_each_call_a_save_that_is_killed_or_fails_leaves_the_old_model_or_the_new(quick, scenario):
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        f"{who}-{before}-{after}-{how}"
+        for who, before, after, how in itertools.product(
+            ("trainer", "init"),
+            ("fresh", "single", "sharded"),
+            ("single", "sharded"),
+            ("beside", "refused", "inside"),
+        )
+        if before != "fresh" or how == "beside"
+    ],
+)
+def test_at_each_call_a_save_that_is_killed_or_fails_leaves_the_old_model_or_the_new(
+    quick, scenario
+):
     sweep(quick, scenario, 1)
 
 
-# ---- several saves ---------------------------------------------------------------------------------------------------------
+# ---- several saves -------------------------------------------------------------------------------
 
 
 def tensors(folder):
@@ -94,7 +121,14 @@ for i in range(30):
 """
     ps.write(folder, [X], 0)
     (folder / "README.md").write_text("mine")
-    runs = [subprocess.Popen([sys.executable, "-c", code, ROOT / "tests", folder, str(me)], stderr=subprocess.PIPE, text=True) for me in (1, 3)]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, ROOT / "tests", folder, str(me)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for me in (1, 3)
+    ]
     for run in runs:
         _, err = run.communicate(timeout=120)
         assert run.returncode == 0, err
@@ -102,11 +136,14 @@ for i in range(30):
     me = {name[0] for name in found}
     assert len(me) == 1 and len(found) == 3 and set(found.values()) == {bytes([int(*me)]) * 16}
     ps.write(folder, [X], 0)
-    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "model.safetensors"] and clean(folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "model.safetensors"] and clean(
+        folder
+    )
 
 
 def killed_before_the_exchange(folder):
-    """What a save with a tokenizer leaves that is killed just before its directory changes places with @folder."""
+    """What a save with a tokenizer leaves that is killed just before its directory changes places
+    with @folder."""
     left = folder.parent / f".{folder.name}.penstock-old-0123456789abcdef"
     left.mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
@@ -122,7 +159,9 @@ def test_the_model_of_a_save_that_never_took_its_place_is_nobodys(tmp_path):
     (folder / "README.md").write_text("mine")
     killed_before_the_exchange(folder)
     ps.write(folder, [X], 0)
-    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "model.safetensors"] and clean(folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "model.safetensors"] and clean(
+        folder
+    )
     assert tensors(folder) == {"x": X[3]}
 
 
@@ -130,18 +169,27 @@ def test_the_model_of_an_initialisation_that_never_took_its_place_is_nobodys(tmp
     folder = tmp_path / "m"
     folder.mkdir()
     killed_before_the_exchange(folder)
-    subprocess.run([sys.executable, ROOT / "models/init_model.py", ROOT / "models/tiny-llama.json", folder], check=True, capture_output=True)
-    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"] and clean(folder)
+    subprocess.run(
+        [sys.executable, ROOT / "models/init_model.py", ROOT / "models/tiny-llama.json", folder],
+        check=True,
+        capture_output=True,
+    )
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ] and clean(folder)
 
 
-# ---- directories of all kinds ------------------------------------------------------------------------------------------------
+# ---- directories of all kinds --------------------------------------------------------------------
 
 
 @pytest.fixture
 def trainer(tiny_model):
     """Makes trainers of a directory with tiny_model's configuration."""
     config = penstock.ModelConfig.read(tiny_model)
-    plan = penstock.Plan(config, seq_len=16, recipe="fp32", threads=1, chunk_tokens=16, chunks_per_round=1)
+    plan = penstock.Plan(
+        config, seq_len=16, recipe="fp32", threads=1, chunk_tokens=16, chunks_per_round=1
+    )
     return lambda model: penstock.Trainer(model, plan, lambda step: ([0] * 16, [0] * 16))
 
 
@@ -161,8 +209,12 @@ def test_a_save_over_its_own_model_directory_keeps_what_is_no_model(trainer, tin
         t.save(model, "fp32")
         t.save(model, "fp32")
     assert tensors(model) == before and clean(model)
-    assert all((model / name).read_text() == name for name in ("tokenizer.json", "merges.txt", "README.md"))
-    assert model.stat().st_mode & 0o7777 == 0o2751 and (not xattr or os.getxattr(model, "user.mine") == b"1")
+    assert all(
+        (model / name).read_text() == name for name in ("tokenizer.json", "merges.txt", "README.md")
+    )
+    assert model.stat().st_mode & 0o7777 == 0o2751 and (
+        not xattr or os.getxattr(model, "user.mine") == b"1"
+    )
 
 
 def test_a_tokenizer_that_the_new_model_does_not_bring_stays(trainer, tiny_model, tmp_path):
@@ -180,7 +232,11 @@ def test_a_link_to_the_directory_stays_a_link(tmp_path):
     os.symlink("disk/m", tmp_path / "link")
     ps.write(tmp_path / "link", [X], 0)
     ps.write(f"{tmp_path}/link//", [Y], 0)
-    assert os.readlink(tmp_path / "link") == "disk/m" and tensors(tmp_path / "disk" / "m") == {"y": Y[3]} and clean(tmp_path / "disk" / "m")
+    assert (
+        os.readlink(tmp_path / "link") == "disk/m"
+        and tensors(tmp_path / "disk" / "m") == {"y": Y[3]}
+        and clean(tmp_path / "disk" / "m")
+    )
     os.symlink("nowhere", tmp_path / "bad")
     with pytest.raises(ps.Failed) as e:
         ps.write(tmp_path / "bad", [X], 0)
@@ -194,7 +250,12 @@ def test_the_working_directory_stays_the_same_directory(tmp_path, monkeypatch):
     before = folder.stat().st_ino
     monkeypatch.chdir(folder / "sub")
     ps.write("..", [Y], 0)
-    assert folder.stat().st_ino == before and tensors(folder) == {"y": Y[3]} and os.getcwd() == str(folder / "sub") and clean(folder)
+    assert (
+        folder.stat().st_ino == before
+        and tensors(folder) == {"y": Y[3]}
+        and os.getcwd() == str(folder / "sub")
+        and clean(folder)
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
@@ -215,7 +276,11 @@ def test_a_directory_whose_parent_or_files_belong_to_others_is_saved_into():
                 code = 0
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert tensors(folder) == {"y": Y[3]} and clean(folder) and (folder / "README.md").read_text() == "of root"
+        assert (
+            tensors(folder) == {"y": Y[3]}
+            and clean(folder)
+            and (folder / "README.md").read_text() == "of root"
+        )
         assert folder.stat().st_uid == 65534
         ps.write(folder, [X], 0)  # and root, whose directory it does not become
         assert tensors(folder) == {"x": X[3]} and folder.stat().st_uid == 65534
@@ -229,7 +294,9 @@ def test_a_mount_point_is_saved_into(tmp_path):
         pytest.skip("no mount namespace can be had here")
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import test_save as t; t.save_on_mounts({str(folder)!r})"
     mount = f'mount --bind "{folder}" "{folder}" && mount -t tmpfs none "{folder}/data" && touch "{folder}/data/x" && exec "$0" -c "$1"'
-    done = subprocess.run(["unshare", "-m", "sh", "-c", mount, sys.executable, code], capture_output=True, text=True)
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, sys.executable, code], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -237,7 +304,9 @@ def save_on_mounts(folder):
     folder = pathlib.Path(folder)
     for t in (X, Y):
         ps.write(folder, [t], 0)
-        assert tensors(folder) == {t[0]: t[3]} and (folder / "data" / "x").exists() and clean(folder)
+        assert (
+            tensors(folder) == {t[0]: t[3]} and (folder / "data" / "x").exists() and clean(folder)
+        )
     beside = folder.parent / "n"
     beside.mkdir()
     (beside / "data").mkdir()
@@ -247,26 +316,62 @@ def save_on_mounts(folder):
     assert tensors(beside) == {"x": X[3]} and clean(beside)
 
 
-# ---- names that somebody else put there -----------------------------------------------------------------------------------------
+# ---- names that somebody else put there ----------------------------------------------------------
 
 
 def test_links_in_the_way_are_not_followed(tiny_model, tiny_shard, tmp_path):
     out, victim, cache = tmp_path / "out", tmp_path / "victim", tmp_path / "cache"
     out.mkdir()
     victim.write_text("precious")
-    train = [BUILD / "bin/penstock", "train", "--model", tiny_model, "--data", tiny_shard, "--seq-len", "64", "--steps", "2", "--trace-steps", "1"]
+    train = [
+        BUILD / "bin/penstock",
+        "train",
+        "--model",
+        tiny_model,
+        "--data",
+        tiny_shard,
+        "--seq-len",
+        "64",
+        "--steps",
+        "2",
+        "--trace-steps",
+        "1",
+    ]
     env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     shutil.copytree(os.environ["XDG_CACHE_HOME"], cache, dirs_exist_ok=True)
     rates = list(cache.glob("penstock/hardware-*.json"))
-    for path in [out / n for n in (".model.safetensors.partial", ".config.json.part", ".tokenizer.json.part", "metrics.jsonl", "plan.json",
-                                   "plan.json.part", "timeline.json.tmp", "model.safetensors", "config.json")] + rates:
+    for path in [
+        out / n
+        for n in (
+            ".model.safetensors.partial",
+            ".config.json.part",
+            ".tokenizer.json.part",
+            "metrics.jsonl",
+            "plan.json",
+            "plan.json.part",
+            "timeline.json.tmp",
+            "model.safetensors",
+            "config.json",
+        )
+    ] + rates:
         path.unlink(missing_ok=True)
         path.symlink_to(victim)
-    done = subprocess.run([*train, "--out", out, *(["--force"] if "--force" in helped() else [])], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [*train, "--out", out, *(["--force"] if "--force" in helped() else [])],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert victim.read_text() == "precious"
-    assert json.loads((out / "plan.json").read_text()) and len((out / "metrics.jsonl").read_text().splitlines()) == 2
-    assert not any((out / n).is_symlink() for n in ("metrics.jsonl", "plan.json", "model.safetensors", "config.json"))
+    assert (
+        json.loads((out / "plan.json").read_text())
+        and len((out / "metrics.jsonl").read_text().splitlines()) == 2
+    )
+    assert not any(
+        (out / n).is_symlink()
+        for n in ("metrics.jsonl", "plan.json", "model.safetensors", "config.json")
+    )
     hardware = penstock.Hardware.estimate(threads=1)
     with pytest.raises(penstock.InputOutputError, match="no regular file"):
         (tmp_path / "rates.json").symlink_to(victim)
@@ -275,18 +380,40 @@ def test_links_in_the_way_are_not_followed(tiny_model, tiny_shard, tmp_path):
 
 
 def helped():
-    return subprocess.run([BUILD / "bin/penstock", "train", "--help"], capture_output=True, text=True).stdout
+    return subprocess.run(
+        [BUILD / "bin/penstock", "train", "--help"], capture_output=True, text=True
+    ).stdout
 
 
-# ---- Ctrl-C while saving ----------------------------------------------------------------------------------------------------------
+# ---- Ctrl-C while saving -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_while_saving_is_heard_and_saves_all_or_nothing(trainer, tiny_model, tiny_shard, tmp_path, times):
+def test_ctrl_c_while_saving_is_heard_and_saves_all_or_nothing(
+    trainer, tiny_model, tiny_shard, tmp_path, times
+):
     out = tmp_path / "out"
     env = {**os.environ, "LD_PRELOAD": str(SHIM), "DISK_SHIM_FSYNC_MS": "700"}
-    run = subprocess.Popen([BUILD / "bin/penstock", "train", "--model", tiny_model, "--data", tiny_shard, "--seq-len", "64", "--steps", "1",
-                            "--out", out], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [
+            BUILD / "bin/penstock",
+            "train",
+            "--model",
+            tiny_model,
+            "--data",
+            tiny_shard,
+            "--seq-len",
+            "64",
+            "--steps",
+            "1",
+            "--out",
+            out,
+        ],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     end = time.monotonic() + 60
     while time.monotonic() < end and not list(tmp_path.glob(".out.penstock-save-*/*")):
         time.sleep(0.01)

@@ -1,17 +1,20 @@
-"""Token shards of every producer, read window by window, and the order in which windows are visited."""
+"""Token shards of every producer, read window by window, and the order in which windows are
+visited."""
+
 import gc
 import os
 import subprocess
 import sys
 
+import io_native as ps
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import io_native as ps
-
-FIX = dict(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+FIX = dict(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 def header(**words):
@@ -31,7 +34,10 @@ def llama3(ids):
 
 def penstock(ids, width=2, vocab=512):
     n = len(ids)
-    return header(h0=20261121, h1=1, h2=width, h4=n & 0xFFFFFFFF, h5=n >> 32, h6=vocab) + np.asarray(ids, f"<u{width}").tobytes()
+    return (
+        header(h0=20261121, h1=1, h2=width, h4=n & 0xFFFFFFFF, h5=n >> 32, h6=vocab)
+        + np.asarray(ids, f"<u{width}").tobytes()
+    )
 
 
 def bintok(ids, version=2, mask=None, fill=False):
@@ -125,12 +131,18 @@ BAD = {
     "bintok version": (bintok([1], 3), ["version 3"]),
     "bintok width": (bintok([1])[:12] + b"\2\0\0\0" + bintok([1])[16:], ["word 3", "2"]),
     "bintok that has masks and says no": (bintok([1]) + b"\1", ["1028 bytes", "1029"]),
-    "bintok of no length": (bintok([1, 2], fill=True) + b"12", ["2 tokens", "1032 bytes", "with masks 1033", "1034"]),
+    "bintok of no length": (
+        bintok([1, 2], fill=True) + b"12",
+        ["2 tokens", "1032 bytes", "with masks 1033", "1034"],
+    ),
     "negative count": (header(h0=20240520, h1=1, h2=2**32 - 1), ["4294967295", "2^31"]),
     "truncated": (gpt2([1, 2, 3])[:-1], ["3 tokens", "1030", "1029", "truncated"]),
     "too long": (gpt2([1, 2, 3]) + b"x", ["1030", "1031"]),
     "truncated masks": (bintok([1] * 9, 2, [1] * 9)[:-1], ["and masks", "1062", "1061"]),
-    "count past u64": (header(h0=20261121, h1=1, h2=4, h4=2**32 - 1, h5=2**32 - 1), ["18446744073709551615 tokens"]),
+    "count past u64": (
+        header(h0=20261121, h1=1, h2=4, h4=2**32 - 1, h5=2**32 - 1),
+        ["18446744073709551615 tokens"],
+    ),
 }
 
 
@@ -141,7 +153,11 @@ def test_a_bad_shard_is_refused_naming_it(tmp_path, name):
 
 
 @settings(max_examples=300, **FIX)
-@given(st.sampled_from(sorted(VARIANTS)), st.lists(st.tuples(st.integers(0, 15), st.integers(0, 2**32 - 1)), max_size=3), st.integers(-9, 9))
+@given(
+    st.sampled_from(sorted(VARIANTS)),
+    st.lists(st.tuples(st.integers(0, 15), st.integers(0, 2**32 - 1)), max_size=3),
+    st.integers(-9, 9),
+)
 def test_mutated_headers_are_read_or_refused(tmp_path, name, words, more):
     data = bytearray(VARIANTS[name](np.arange(50)))
     for k, v in words:
@@ -168,12 +184,21 @@ def test_no_data_and_missing_data_are_refused(tmp_path):
             ds.read(0, 0)
 
 
-@pytest.mark.parametrize("make, bad", [(gpt2, 512), (llama3, 2**31), (lambda i: penstock(i, 4), 2**32 - 1), (bintok, -1)], ids=["u16", "u32", "penstock", "i32"])
+@pytest.mark.parametrize(
+    "make, bad",
+    [(gpt2, 512), (llama3, 2**31), (lambda i: penstock(i, 4), 2**32 - 1), (bintok, -1)],
+    ids=["u16", "u32", "penstock", "i32"],
+)
 def test_a_token_past_the_vocabulary_names_shard_and_offset(tmp_path, make, bad):
     ids = np.zeros(100, np.int64)
     ids[37] = bad
     (tmp_path / "x.bin").write_bytes(make(ids))
-    refused([tmp_path / "x.bin"], tmp_path / "x.bin", "token 37", *([-1, "not negative"] if bad < 0 else [bad, "512"]))
+    refused(
+        [tmp_path / "x.bin"],
+        tmp_path / "x.bin",
+        "token 37",
+        *([-1, "not negative"] if bad < 0 else [bad, "512"]),
+    )
 
 
 def test_a_bad_token_behind_the_first_ones_is_found_when_read(tmp_path):
@@ -188,7 +213,8 @@ def test_a_bad_token_behind_the_first_ones_is_found_when_read(tmp_path):
         ps.one_sentence(e.value.message, tmp_path / "x.bin", "token 1048581", "600", "512")
 
 
-# Resident memory is that of mapped files too: VmRSS is the sum of RssAnon, RssFile and RssShmem. The windows come in a shuffled order.
+# Resident memory is that of mapped files too: VmRSS is the sum of RssAnon, RssFile and RssShmem.
+# The windows come in a shuffled order.
 RESIDENT = """
 import sys; sys.path.insert(0, sys.argv[1])
 import io_native as ps
@@ -205,12 +231,19 @@ print(worst - before)
 
 def test_resident_memory_does_not_grow_with_the_data(tmp_path):
     (tmp_path / "x.bin").write_bytes(gpt2(np.zeros(32 << 20, np.uint16)))  # 64 MiB
-    with open(tmp_path / "x.bin", "rb") as f:  # read anew from its first byte on: the page cache gets it in large folios
+    with open(
+        tmp_path / "x.bin", "rb"
+    ) as f:  # read anew from its first byte on: the page cache gets it in large folios
         os.fsync(f.fileno())
         os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while f.read(1 << 20):
             pass
-    out = subprocess.run([sys.executable, "-c", RESIDENT, os.path.dirname(__file__), tmp_path / "x.bin"], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", RESIDENT, os.path.dirname(__file__), tmp_path / "x.bin"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert int(out.stdout) < 1 << 20
 
 
@@ -219,7 +252,9 @@ def test_more_shards_than_may_be_open_are_read(tmp_path):
         (tmp_path / f"{i:03}.bin").write_bytes(gpt2([i, i + 1, i + 2]))
     with ps.Dataset(tmp_path, vocab=512) as ds:
         assert len(os.listdir("/proc/self/fd")) < 300
-        assert [ds.read(2, i)[1].tolist() for i in (0, 255, 256, 299)] == [[i + 1, i + 2] for i in (0, 255, 256, 299)]
+        assert [ds.read(2, i)[1].tolist() for i in (0, 255, 256, 299)] == [
+            [i + 1, i + 2] for i in (0, 255, 256, 299)
+        ]
         (tmp_path / "new").write_bytes(gpt2([7, 7, 7]))
         os.replace(tmp_path / "new", tmp_path / "299.bin")
         with pytest.raises(ps.Failed) as e:
@@ -238,15 +273,23 @@ def test_windows_and_masks_longer_than_a_piece(tmp_path):
     ids, mask = rng.integers(0, 512, n), rng.integers(0, 2, n)
     (tmp_path / "m.bin").write_bytes(bintok(ids, 2, mask))
     (tmp_path / "p.bin").write_bytes(penstock(ids))
-    with ps.Dataset(tmp_path / "m.bin", vocab=512) as m, ps.Dataset(tmp_path / "p.bin", vocab=512) as p:
+    with (
+        ps.Dataset(tmp_path / "m.bin", vocab=512) as m,
+        ps.Dataset(tmp_path / "p.bin", vocab=512) as p,
+    ):
         for seq_len in (n - 1, 300_003, 16383, 16384, 16385):
             for i in range(m.n(seq_len)):
-                want, targets = expected(ids, seq_len, i), expected(np.where(mask, ids, -1), seq_len, i)[1]
+                want, targets = (
+                    expected(ids, seq_len, i),
+                    expected(np.where(mask, ids, -1), seq_len, i)[1],
+                )
                 np.testing.assert_array_equal(np.stack(p.read(seq_len, i)), np.stack(want))
-                np.testing.assert_array_equal(np.stack(m.read(seq_len, i)), np.stack([want[0], targets]))
+                np.testing.assert_array_equal(
+                    np.stack(m.read(seq_len, i)), np.stack([want[0], targets])
+                )
 
 
-# ---- order -------------------------------------------------------------------------------------------------------------
+# ---- order ---------------------------------------------------------------------------------------
 
 
 def order(n, seed=0, epoch=0, shuffle=1):
@@ -280,9 +323,10 @@ def test_seeds_and_epochs_give_different_orders():
 
 @pytest.mark.parametrize("n", [3, 7, 10, 100])
 def test_mixing_is_even(n):
-    """Position p goes to value v with probability 1/n, and the next one to any other value with probability 1/(n-1): over 4000 seeds
-    both chi-square statistics stay within 6 standard deviations, sqrt(2 dof), of their mean, dof. Rows of the first table are
-    independent but for the permutation's own constraint, which only lowers the spread."""
+    """Position p goes to value v with probability 1/n, and the next one to any other value with
+    probability 1/(n-1): over 4000 seeds both chi-square statistics stay within 6 standard
+    deviations, sqrt(2 dof), of their mean, dof. Rows of the first table are independent but for the
+    permutation's own constraint, which only lowers the spread."""
     seeds, positions = 4000, range(0, n, max(1, n // 10))
     table, diffs = np.zeros((len(positions), n)), np.zeros(n)
     for s in range(seeds):

@@ -1,4 +1,5 @@
-/* args.c - the command line: --option VALUE and --option=VALUE, sizes, suggestions, help; messages. */
+/* args.c - the command line: --option VALUE and --option=VALUE, sizes, suggestions, help;
+ * messages. */
 #include "cli.h"
 #include <errno.h>
 #include <inttypes.h>
@@ -8,7 +9,7 @@
 #include <string.h>
 #include <strings.h>
 
-/* ---- messages ------------------------------------------------------------------------------------------------------- */
+/* ---- messages -------------------------------------------------------------------------------- */
 
 int cli_fail(int code, const char *fmt, ...) {
   char text[4096], shown[8192];
@@ -21,10 +22,11 @@ int cli_fail(int code, const char *fmt, ...) {
 }
 
 int cli_fail_status(ps_status status, bool starting) {
-  bool refused = starting && (status == PS_EINVAL || status == PS_EFORMAT || status == PS_EBUDGET || status == PS_EIO || status == PS_EDEVICE ||
-                              status == PS_ENOMEM);
+  bool refused = starting && (status == PS_EINVAL || status == PS_EFORMAT || status == PS_EBUDGET ||
+                              status == PS_EIO || status == PS_EDEVICE || status == PS_ENOMEM);
   const char *message = ps_last_error();
-  return cli_fail(refused ? CLI_REFUSED : CLI_FAILED, "%s", message[0] ? message : ps_status_name(status));
+  return cli_fail(refused ? CLI_REFUSED : CLI_FAILED, "%s",
+                  message[0] ? message : ps_status_name(status));
 }
 
 const char *cli_bytes(char buf[32], uint64_t bytes) {
@@ -40,7 +42,8 @@ const char *cli_bytes(char buf[32], uint64_t bytes) {
 const char *cli_duration(char buf[32], double seconds) {
   uint64_t s = seconds > 0 ? (uint64_t)(seconds + 0.5) : 0;
   if (s >= 3600)
-    snprintf(buf, 32, "%lluh%02llum", (unsigned long long)(s / 3600), (unsigned long long)(s / 60 % 60));
+    snprintf(buf, 32, "%lluh%02llum", (unsigned long long)(s / 3600),
+             (unsigned long long)(s / 60 % 60));
   else if (s >= 60)
     snprintf(buf, 32, "%llum%02llus", (unsigned long long)(s / 60), (unsigned long long)(s % 60));
   else
@@ -48,7 +51,7 @@ const char *cli_duration(char buf[32], double seconds) {
   return buf;
 }
 
-/* ---- values ----------------------------------------------------------------------------------------------------------- */
+/* ---- values ---------------------------------------------------------------------------------- */
 
 static bool parse_number(const char *text, double *out, const char **end) {
   char *stop;
@@ -63,8 +66,19 @@ static bool parse_bytes(const char *text, uint64_t *out, bool *has_unit) {
   static const struct {
     const char *name;
     double bytes;
-  } units[] = {{"", 1},          {"B", 1},          {"K", 1e3},          {"KB", 1e3},  {"M", 1e6},  {"MB", 1e6},  {"G", 1e9},
-               {"GB", 1e9},      {"T", 1e12},       {"TB", 1e12},        {"KiB", 1024}, {"MiB", 1048576}, {"GiB", 1073741824.0},
+  } units[] = {{"", 1},
+               {"B", 1},
+               {"K", 1e3},
+               {"KB", 1e3},
+               {"M", 1e6},
+               {"MB", 1e6},
+               {"G", 1e9},
+               {"GB", 1e9},
+               {"T", 1e12},
+               {"TB", 1e12},
+               {"KiB", 1024},
+               {"MiB", 1048576},
+               {"GiB", 1073741824.0},
                {"TiB", 1099511627776.0}};
   double value;
   const char *unit;
@@ -83,9 +97,11 @@ int cli_parse_size(const char *option, const char *text, uint64_t *out) {
   uint64_t bytes;
   bool has_unit;
   if (!parse_bytes(text, &bytes, &has_unit) || bytes == 0)
-    return cli_fail(CLI_REFUSED, "--%s %s: a size such as 20GiB, 512MiB or 2e9 is wanted", option, text);
+    return cli_fail(CLI_REFUSED, "--%s %s: a size such as 20GiB, 512MiB or 2e9 is wanted", option,
+                    text);
   if (!has_unit && bytes < CLI_LEAST_SIZE)
-    return cli_fail(CLI_REFUSED, "--%s %s is %" PRIu64 " byte%s: write %s%s", option, text, bytes, bytes == 1 ? "" : "s", text, bytes < 1024 ? "GiB" : "MiB");
+    return cli_fail(CLI_REFUSED, "--%s %s is %" PRIu64 " byte%s: write %s%s", option, text, bytes,
+                    bytes == 1 ? "" : "s", text, bytes < 1024 ? "GiB" : "MiB");
   *out = bytes;
   return CLI_OK;
 }
@@ -93,7 +109,8 @@ int cli_parse_size(const char *option, const char *text, uint64_t *out) {
 /* A number of the option's range; @whole: an integer, also as 2e5. */
 static bool in_range(const char *text, double least, double most, bool whole, double *out) {
   const char *end;
-  return parse_number(text, out, &end) && *end == 0 && *out >= least && *out <= most && (!whole || *out == floor(*out));
+  return parse_number(text, out, &end) && *end == 0 && *out >= least && *out <= most &&
+         (!whole || *out == floor(*out));
 }
 
 static int refuse_value(const cli_option *o, const char *text, const char *wanted) {
@@ -106,9 +123,7 @@ static int set_value(const cli_option *o, const char *text) {
   double value;
   char wanted[96];
   switch (o->kind) {
-  case CLI_FLAG:
-    *(bool *)o->out = true;
-    return CLI_OK;
+  case CLI_FLAG: *(bool *)o->out = true; return CLI_OK;
   case CLI_TEXT:
     if (!text[0])
       return cli_fail(CLI_REFUSED, "--%s is empty", o->name);
@@ -134,8 +149,7 @@ static int set_value(const cli_option *o, const char *text) {
       return refuse_value(o, text, "a token id, or -1 for none,");
     *(int32_t *)o->out = (int32_t)value;
     return CLI_OK;
-  case CLI_BYTES:
-    return cli_parse_size(o->name, text, o->out);
+  case CLI_BYTES: return cli_parse_size(o->name, text, o->out);
   case CLI_NUMBER:
     snprintf(wanted, sizeof wanted, "a number from %g to %g", o->least, most);
     if (!in_range(text, o->least, most, whole, &value))
@@ -150,14 +164,18 @@ static int set_value(const cli_option *o, const char *text) {
         return CLI_OK;
       }
       size_t used = strlen(wanted);
-      snprintf(wanted + used, sizeof wanted - used, "%s%s", !i ? "" : o->choices[i + 1] ? ", " : " or ", o->choices[i]);
+      snprintf(wanted + used, sizeof wanted - used, "%s%s",
+               !i                  ? ""
+               : o->choices[i + 1] ? ", "
+                                   : " or ",
+               o->choices[i]);
     }
     return refuse_value(o, text, wanted);
   }
   return CLI_OK;
 }
 
-/* ---- options ------------------------------------------------------------------------------------------------------------ */
+/* ---- options --------------------------------------------------------------------------------- */
 
 /* Edits (insert, delete, replace) that turn a into b; names are short. */
 static unsigned distance(const char *a, const char *b) {
@@ -191,7 +209,8 @@ static int refuse_option(const cli_command *c, const char *name) {
       nearest = o;
     }
   if (nearest)
-    return cli_fail(CLI_REFUSED, "there is no option --%s: did you mean --%s?", name, nearest->name);
+    return cli_fail(CLI_REFUSED, "there is no option --%s: did you mean --%s?", name,
+                    nearest->name);
   return cli_fail(CLI_REFUSED, "there is no option --%s (--help lists them)", name);
 }
 
@@ -199,7 +218,8 @@ static void print_options(const cli_command *c) {
   printf("usage: penstock %s\n\n%s\n\n", c->usage, c->about);
   for (const cli_option *o = c->options; o->name; o++) {
     char left[48];
-    snprintf(left, sizeof left, "--%s%s%s", o->name, o->kind == CLI_FLAG ? "" : " ", o->kind == CLI_FLAG ? "" : o->value);
+    snprintf(left, sizeof left, "--%s%s%s", o->name, o->kind == CLI_FLAG ? "" : " ",
+             o->kind == CLI_FLAG ? "" : o->value);
     printf("  %-26s %s\n", left, o->help);
   }
   printf("  %-26s %s\n\nexample:\n  %s\n", "--help", "this text", c->example);
@@ -226,7 +246,8 @@ static int parse_option(const cli_command *c, int argc, char **argv, int *i) {
   int code = CLI_OK;
   do
     code = set_value(o, argv[++*i]);
-  while (code == CLI_OK && o->kind == CLI_TEXTS && *i + 1 < argc && strncmp(argv[*i + 1], "--", 2) != 0);
+  while (code == CLI_OK && o->kind == CLI_TEXTS && *i + 1 < argc &&
+         strncmp(argv[*i + 1], "--", 2) != 0);
   return code;
 }
 
@@ -249,6 +270,7 @@ int cli_parse(const cli_command *c, int argc, char **argv) {
       return code;
   }
   if (n_positional < c->n_positional)
-    return cli_fail(CLI_REFUSED, "%u of %u arguments given: penstock %s", n_positional, c->n_positional, c->usage);
+    return cli_fail(CLI_REFUSED, "%u of %u arguments given: penstock %s", n_positional,
+                    c->n_positional, c->usage);
   return CLI_OK;
 }

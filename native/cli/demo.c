@@ -1,4 +1,5 @@
-/* demo.c - `penstock demo HOST_GIB DEV_GIB SEQLEN MODEL_DIR`: the positional form, for a first look at a machine. */
+/* demo.c - `penstock demo HOST_GIB DEV_GIB SEQLEN MODEL_DIR`: the positional form, for a first
+ * look at a machine. */
 #include "cli.h"
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +21,8 @@ static int parse_seq_len(const char *text, uint64_t *out) {
   char *end;
   unsigned long long value = strtoull(text, &end, 10); /* ULLONG_MAX where it is larger */
   if (end == text || *end || text[0] == '-' || !value || value > PS_MAX_ROWS)
-    return cli_fail(CLI_REFUSED, "SEQLEN '%s': a whole number from 1 to %d is wanted", text, PS_MAX_ROWS);
+    return cli_fail(CLI_REFUSED, "SEQLEN '%s': a whole number from 1 to %d is wanted", text,
+                    PS_MAX_ROWS);
   *out = value;
   return CLI_OK;
 }
@@ -35,7 +37,10 @@ static int find_data(cli_job *job, char **folder) {
   if (!*folder || !job->data.item)
     return cli_fail(CLI_FAILED, "out of memory");
   if (stat(*folder, &st) != 0 || !S_ISDIR(st.st_mode))
-    return cli_fail(CLI_REFUSED, "no token shards: give --data SHARDS, or put them in %s (python -m penstock.data makes them from text)", *folder);
+    return cli_fail(CLI_REFUSED,
+                    "no token shards: give --data SHARDS, or put them in %s (python -m "
+                    "penstock.data makes them from text)",
+                    *folder);
   job->data.item[0] = *folder;
   job->data.n = 1;
   return CLI_OK;
@@ -51,8 +56,8 @@ int cli_demo(int argc, char **argv) {
   cli_job_options(&job, options, true);
   size_t n = 0; /* what the positions say is no option */
   for (size_t i = 0; options[i].name; i++)
-    if (strcmp(options[i].name, "model") && strcmp(options[i].name, "host-mem") && strcmp(options[i].name, "device-mem") &&
-        strcmp(options[i].name, "seq-len")) {
+    if (strcmp(options[i].name, "model") && strcmp(options[i].name, "host-mem") &&
+        strcmp(options[i].name, "device-mem") && strcmp(options[i].name, "seq-len")) {
       options[n] = options[i];
       if (strcmp(options[n].name, "steps") == 0)
         options[n].help = "steps to train (default 10)";
@@ -63,7 +68,8 @@ int cli_demo(int argc, char **argv) {
   options[n] = (cli_option){.name = NULL};
   const cli_command command = {
       .usage = "demo HOST_GIB DEV_GIB SEQLEN MODEL_DIR [OPTIONS]",
-      .about = "Trains for some steps under both memory caps and reports throughput, predicted beside measured: the short form of train.\n"
+      .about = "Trains for some steps under both memory caps and reports throughput, predicted "
+               "beside measured: the short form of train.\n"
                "Token shards are those of --data, or the *.bin files in MODEL_DIR/data.",
       .example = "penstock demo 80 20 4096 my_8B_model --data shards/",
       .options = options,

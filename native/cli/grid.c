@@ -1,4 +1,5 @@
-/* grid.c - `penstock plan --grid-device ... --grid-host ...`: predicted tokens per second over caps of device and host memory. */
+/* grid.c - `penstock plan --grid-device ... --grid-host ...`: predicted tokens per second over
+ * caps of device and host memory. */
 #include "cli.h"
 #include <math.h>
 #include <stdlib.h>
@@ -12,11 +13,14 @@ typedef struct grid {
   cli_cell cell[MAX_SIDE * MAX_SIDE]; /* a row for each of host */
 } grid;
 
-static const cli_cell *shown(const grid *g, uint32_t h, uint32_t d) { return &g->cell[g->cell[h * g->n_device + d].idx_from]; }
+static const cli_cell *shown(const grid *g, uint32_t h, uint32_t d) {
+  return &g->cell[g->cell[h * g->n_device + d].idx_from];
+}
 
 static int parse_side(const cli_texts *texts, const char *option, uint64_t out[MAX_SIDE]) {
   if (texts->n > MAX_SIDE)
-    return cli_fail(CLI_REFUSED, "--%s: %u sizes given, at most %d are taken", option, texts->n, MAX_SIDE);
+    return cli_fail(CLI_REFUSED, "--%s: %u sizes given, at most %d are taken", option, texts->n,
+                    MAX_SIDE);
   int code = CLI_OK;
   for (uint32_t i = 0; i < texts->n && code == CLI_OK; i++)
     code = cli_parse_size(option, texts->item[i], &out[i]);
@@ -31,7 +35,8 @@ static int search(const cli_job *job, cli_cell *cell) {
   ps_plan *plan = NULL;
   cfg.device_bytes = cell->device_bytes;
   cfg.host_bytes = cell->host_bytes;
-  hardware.host_memory_bytes = 0; /* as for --host-mem: the machine planned for has what was given */
+  /* as for --host-mem: the machine planned for has what was given */
+  hardware.host_memory_bytes = 0;
   ps_status st = ps_plan_create(&plan, &job->config, &cfg, &hardware);
   if (st == PS_EBUDGET)
     return CLI_OK;
@@ -52,7 +57,8 @@ static void subject_json(cli_json *j, const cli_job *job) {
     model[n - 1] = 0;
   const char *slash = strrchr(model, '/');
   cli_json_text(j, "model", slash && slash[1] ? slash + 1 : model);
-  cli_json_text(j, "machine", job->hardware.device_name[0] ? job->hardware.device_name : job->hardware.name);
+  cli_json_text(j, "machine",
+                job->hardware.device_name[0] ? job->hardware.device_name : job->hardware.name);
   cli_json_count(j, "seq_len", job->seq_len);
 }
 
@@ -87,7 +93,8 @@ static void print_json(const cli_job *job, const grid *g) {
     cli_json_close(&j, ']');
   }
   cli_json_close(&j, ']');
-  cli_json_open(&j, "found_under", '['); /* the caps with which `penstock plan` makes that plan again */
+  /* the caps with which `penstock plan` makes that plan again */
+  cli_json_open(&j, "found_under", '[');
   for (uint32_t h = 0; h < g->n_host; h++) {
     cli_json_open(&j, NULL, '[');
     for (uint32_t d = 0; d < g->n_device; d++)
@@ -119,7 +126,8 @@ static void print_row(const grid *g, uint32_t h) {
   fflush(stdout);
 }
 
-/* Rows from the least host memory to the most: what a row shows is then known once it is searched. */
+/* Rows from the least host memory to the most: what a row shows is then known once it is
+ * searched. */
 static void order_rows(const grid *g, uint32_t row[MAX_SIDE]) {
   for (uint32_t h = 0; h < g->n_host; h++) {
     uint32_t at = h;
@@ -134,14 +142,16 @@ int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts
   uint32_t row[MAX_SIDE], n_printed = 0;
   bool done[MAX_SIDE] = {false};
   if (!devices->n || !hosts->n)
-    return cli_fail(CLI_REFUSED, "--grid-device and --grid-host go together: give the sizes of both");
+    return cli_fail(CLI_REFUSED,
+                    "--grid-device and --grid-host go together: give the sizes of both");
   int code = parse_side(devices, "grid-device", g.device);
   if (code == CLI_OK)
     code = parse_side(hosts, "grid-host", g.host);
   if (code != CLI_OK)
     return code;
   for (uint32_t i = 0; i < g.n_host * g.n_device; i++)
-    g.cell[i] = (cli_cell){.device_bytes = g.device[i % g.n_device], .host_bytes = g.host[i / g.n_device]};
+    g.cell[i] =
+        (cli_cell){.device_bytes = g.device[i % g.n_device], .host_bytes = g.host[i / g.n_device]};
   order_rows(&g, row);
   cli_progress p;
   cli_progress_begin(&p, job);

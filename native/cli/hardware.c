@@ -15,11 +15,13 @@ static char *cache_folder(void) {
   return home && home[0] ? cli_path_join(home, ".cache/penstock") : NULL;
 }
 
-/* hardware-CPU[-GPU]-THREADS.json in the cache folder, so that machines that share a home do not share figures. */
+/* hardware-CPU[-GPU]-THREADS.json in the cache folder, so that machines that share a home do not
+ * share figures. */
 static char *cache_file(const ps_hardware *hw) {
   char machine[sizeof hw->name + sizeof hw->device_name], name[192] = "hardware-";
   size_t n = strlen(name);
-  snprintf(machine, sizeof machine, "%s%s%s", hw->name, hw->device_name[0] ? " " : "", hw->device_name);
+  snprintf(machine, sizeof machine, "%s%s%s", hw->name, hw->device_name[0] ? " " : "",
+           hw->device_name);
   for (const char *c = machine; *c && n < 160; c++)
     if (isalnum((unsigned char)*c))
       name[n++] = *c;
@@ -31,7 +33,8 @@ static char *cache_file(const ps_hardware *hw) {
   return path;
 }
 
-/* Write @hw to the cache. Where that fails the run goes on without, and a line says which file it is. */
+/* Write @hw to the cache. Where that fails the run goes on without, and a line says which file
+ * it is. */
 static char *keep(const ps_hardware *hw) {
   char *path = cache_file(hw), *folder = path ? strdup(path) : NULL;
   if (folder)
@@ -39,11 +42,19 @@ static char *keep(const ps_hardware *hw) {
   const int failed = folder ? cli_folder_make(folder) : 0;
   const bool kept = folder && !failed && ps_hardware_write(hw, path) == PS_OK;
   if (!path)
-    fprintf(stderr, "penstock: the machine's rates are not kept: set XDG_CACHE_HOME to a folder for them\n");
+    fprintf(
+        stderr,
+        "penstock: the machine's rates are not kept: set XDG_CACHE_HOME to a folder for them\n");
   else if (failed)
-    fprintf(stderr, "penstock: %s: %s; the machine's rates are not kept: set XDG_CACHE_HOME to a folder that can be written\n", folder, strerror(failed));
+    fprintf(stderr,
+            "penstock: %s: %s; the machine's rates are not kept: set XDG_CACHE_HOME to a folder "
+            "that can be written\n",
+            folder, strerror(failed));
   else if (!kept)
-    fprintf(stderr, "penstock: %s; the machine's rates are not kept: set XDG_CACHE_HOME to a folder that can be written\n", folder ? ps_last_error() : "out of memory");
+    fprintf(stderr,
+            "penstock: %s; the machine's rates are not kept: set XDG_CACHE_HOME to a folder that "
+            "can be written\n",
+            folder ? ps_last_error() : "out of memory");
   free(folder);
   if (kept)
     return path;
@@ -57,7 +68,9 @@ static uint32_t backend_of(const cli_device *d, bool quiet) {
   if (d->backend == CLI_BACKEND_AUTO) {
     const char *why = ps_hardware_gpu_unused();
     if (why && !quiet)
-      fprintf(stderr, "penstock: no GPU is used (--backend cpu says the same without this line): %s\n", why);
+      fprintf(stderr,
+              "penstock: no GPU is used (--backend cpu says the same without this line): %s\n",
+              why);
     return ps_hardware_n_gpus() ? PS_BACKEND_CUDA : PS_BACKEND_CPU;
   }
   return d->backend == CLI_BACKEND_CUDA ? PS_BACKEND_CUDA : PS_BACKEND_CPU;
@@ -67,7 +80,9 @@ void cli_bound_threads(cli_device *d, uint32_t n_cpus, bool quiet) {
   if (d->threads <= n_cpus)
     return;
   if (!quiet)
-    fprintf(stderr, "penstock: --threads %llu is more than the %u CPUs of this machine: %u are used\n", (unsigned long long)d->threads, n_cpus, n_cpus);
+    fprintf(stderr,
+            "penstock: --threads %llu is more than the %u CPUs of this machine: %u are used\n",
+            (unsigned long long)d->threads, n_cpus, n_cpus);
   d->threads = n_cpus;
 }
 
@@ -76,8 +91,11 @@ static int find_machine(ps_hardware *out, cli_device *d, bool quiet, uint32_t *b
   out->struct_bytes = sizeof *out;
   *backend = backend_of(d, quiet);
   if (d->gpu_given && *backend == PS_BACKEND_CPU)
-    return cli_fail(CLI_REFUSED, d->backend == CLI_BACKEND_CPU ? "--gpu %llu and --backend cpu exclude each other: leave one of them out"
-                                                               : "--gpu %llu: there is no GPU that can be used here (%s): leave it out to train on the CPU",
+    return cli_fail(CLI_REFUSED,
+                    d->backend == CLI_BACKEND_CPU
+                        ? "--gpu %llu and --backend cpu exclude each other: leave one of them out"
+                        : "--gpu %llu: there is no GPU that can be used here (%s): leave it out to "
+                          "train on the CPU",
                     (unsigned long long)d->gpu, ps_hardware_n_gpus() ? "" : ps_last_error());
   ps_status st = ps_hardware_estimate(out, *backend, (uint32_t)d->gpu, 0);
   if (st == PS_OK && d->threads) {
@@ -87,11 +105,12 @@ static int find_machine(ps_hardware *out, cli_device *d, bool quiet, uint32_t *b
   return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 
-/* ---- is the machine idle? ---------------------------------------------------------------------------------------------------- */
+/* ---- is the machine idle? -------------------------------------------------------------------- */
 
 typedef struct cpu_use {
-  double all_s, own_s, at_s; /* CPU seconds of the CPUs that this process may use, by anybody, and of this process; when */
-  uint32_t n_cpus;           /* 0: the kernel does not say */
+  /* CPU seconds of the CPUs that this process may use, by anybody, and of this process; when */
+  double all_s, own_s, at_s;
+  uint32_t n_cpus; /* 0: the kernel does not say */
 } cpu_use;
 
 static cpu_use read_cpu_use(void) {
@@ -103,7 +122,8 @@ static cpu_use read_cpu_use(void) {
   unsigned long long t[8]; /* user, nice, system, idle, iowait, irq, softirq, steal: ticks */
   char line[512];
   while (f && fgets(line, sizeof line, f)) {
-    if (sscanf(line, "cpu%u %llu %llu %llu %llu %llu %llu %llu %llu", &cpu, &t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7]) != 9 ||
+    if (sscanf(line, "cpu%u %llu %llu %llu %llu %llu %llu %llu %llu", &cpu, &t[0], &t[1], &t[2],
+               &t[3], &t[4], &t[5], &t[6], &t[7]) != 9 ||
         (known && !CPU_ISSET(cpu, &mine)))
       continue;
     u.all_s += (double)(t[0] + t[1] + t[2] + t[5] + t[6] + t[7]) / (double)sysconf(_SC_CLK_TCK);
@@ -113,27 +133,36 @@ static cpu_use read_cpu_use(void) {
     fclose(f);
   struct rusage own;
   getrusage(RUSAGE_SELF, &own);
-  u.own_s = (double)(own.ru_utime.tv_sec + own.ru_stime.tv_sec) + (double)(own.ru_utime.tv_usec + own.ru_stime.tv_usec) * 1e-6;
+  u.own_s = (double)(own.ru_utime.tv_sec + own.ru_stime.tv_sec) +
+            (double)(own.ru_utime.tv_usec + own.ru_stime.tv_usec) * 1e-6;
   return u;
 }
 
-/* Rates measured beside other work are too low: predictions are then too long, and on a CPU, whose peak is measured too, MFU comes out too high. */
+/* Rates measured beside other work are too low: predictions are then too long, and on a CPU,
+ * whose peak is measured too, MFU comes out too high. */
 static void warn_if_busy(const cpu_use *before) {
   const double tolerated = 0.1; /* of the CPUs */
   const cpu_use now = read_cpu_use();
-  const double others = (now.all_s - before->all_s - (now.own_s - before->own_s)) / (now.at_s - before->at_s);
+  const double others =
+      (now.all_s - before->all_s - (now.own_s - before->own_s)) / (now.at_s - before->at_s);
   if (now.n_cpus && others > tolerated * now.n_cpus)
-    fprintf(stderr, "penstock: while measuring this machine other work took %.1f of its %u CPUs: rates are too low, run penstock profile when it is idle\n", others,
-            now.n_cpus);
+    fprintf(stderr,
+            "penstock: while measuring this machine other work took %.1f of its %u CPUs: rates are "
+            "too low, run penstock profile when it is idle\n",
+            others, now.n_cpus);
 }
 
-/* ---- measuring ------------------------------------------------------------------------------------------------------------------ */
+/* ---- measuring ------------------------------------------------------------------------------- */
 
-static ps_status measure(ps_hardware *out, const cli_device *d, uint32_t backend, uint64_t host_bytes, bool at_length, double seconds, bool quiet, char **cached_at) {
+static ps_status measure(ps_hardware *out, const cli_device *d, uint32_t backend,
+                         uint64_t host_bytes, bool at_length, double seconds, bool quiet,
+                         char **cached_at) {
   out->struct_bytes = sizeof *out;
   const uint32_t gpu = (uint32_t)d->gpu, threads = (uint32_t)d->threads;
   const cpu_use before = read_cpu_use();
-  const ps_status st = at_length ? ps_hardware_profile(out, backend, gpu, threads, host_bytes, seconds) : ps_hardware_measure(out, backend, gpu, threads, host_bytes, seconds);
+  const ps_status st = at_length
+                           ? ps_hardware_profile(out, backend, gpu, threads, host_bytes, seconds)
+                           : ps_hardware_measure(out, backend, gpu, threads, host_bytes, seconds);
   if (st == PS_OK && !quiet)
     warn_if_busy(&before);
   if (st == PS_OK)
@@ -141,7 +170,8 @@ static ps_status measure(ps_hardware *out, const cli_device *d, uint32_t backend
   return st;
 }
 
-int cli_hardware_measure(ps_hardware *out, cli_device *d, bool at_length, double seconds, char **cached_at) {
+int cli_hardware_measure(ps_hardware *out, cli_device *d, bool at_length, double seconds,
+                         char **cached_at) {
   uint32_t backend;
   int code = find_machine(out, d, false, &backend);
   if (code != CLI_OK)
@@ -150,12 +180,15 @@ int cli_hardware_measure(ps_hardware *out, cli_device *d, bool at_length, double
   return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 
-/* Rates from the cache, if they are this machine's, and of smaller buffers only where there is no more memory now. */
+/* Rates from the cache, if they are this machine's, and of smaller buffers only where there is
+ * no more memory now. */
 static bool known(ps_hardware *out, const cli_device *d, uint32_t backend, uint64_t host_bytes) {
   char *path = cache_file(out);
   ps_hardware hw = {.struct_bytes = sizeof hw};
-  const bool ok = path && ps_hardware_read(&hw, path, backend, (uint32_t)d->gpu, (uint32_t)d->threads) == PS_OK &&
-                  (hw.measured != PS_MEASURED_TIGHT || !ps_hardware_ample(&hw, host_bytes));
+  const bool ok =
+      path &&
+      ps_hardware_read(&hw, path, backend, (uint32_t)d->gpu, (uint32_t)d->threads) == PS_OK &&
+      (hw.measured != PS_MEASURED_TIGHT || !ps_hardware_ample(&hw, host_bytes));
   if (ok)
     *out = hw;
   free(path);
@@ -170,11 +203,16 @@ int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool 
   if (!known(out, d, backend, host_bytes)) {
     char *cached_at = NULL;
     if (!quiet)
-      fprintf(stderr, "penstock: measuring this machine, once, for %s; penstock profile does it at length\n", backend == PS_BACKEND_CUDA ? "some 20 s" : "a second or two");
+      fprintf(
+          stderr,
+          "penstock: measuring this machine, once, for %s; penstock profile does it at length\n",
+          backend == PS_BACKEND_CUDA ? "some 20 s" : "a second or two");
     const ps_status st = measure(out, d, backend, host_bytes, false, 0, quiet, &cached_at);
     free(cached_at);
     if (st == PS_EBUDGET && !quiet) /* the estimate stands */
-      fprintf(stderr, "penstock: %s: rates are estimated; penstock profile measures them without a cap\n", ps_last_error());
+      fprintf(stderr,
+              "penstock: %s: rates are estimated; penstock profile measures them without a cap\n",
+              ps_last_error());
     if (st != PS_OK && st != PS_EBUDGET)
       return cli_fail_status(st, true);
   }

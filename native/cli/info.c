@@ -30,11 +30,16 @@ static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_
     cli_json_close(j, '}');
     return CLI_OK;
   }
-  printf("%s: %s, %llu parameters (%s in bf16), %u layers, dim %u, %u/%u heads of %u, ffn %u, vocabulary %u%s%s%s\n", ps_printable(shown, sizeof shown, path), archs[cfg->arch],
-         (unsigned long long)n, cli_bytes(bytes, 2 * n), cfg->n_layers, cfg->dim, cfg->n_heads, cfg->n_kv_heads, cfg->head_dim, cfg->ffn_dim,
-         cfg->vocab_size, cfg->tied_embeddings ? ", tied embeddings" : "", cfg->qkv_bias ? ", qkv bias" : "", cfg->qk_norm ? ", qk norm" : "");
+  printf("%s: %s, %llu parameters (%s in bf16), %u layers, dim %u, %u/%u heads of %u, ffn %u, "
+         "vocabulary %u%s%s%s\n",
+         ps_printable(shown, sizeof shown, path), archs[cfg->arch], (unsigned long long)n,
+         cli_bytes(bytes, 2 * n), cfg->n_layers, cfg->dim, cfg->n_heads, cfg->n_kv_heads,
+         cfg->head_dim, cfg->ffn_dim, cfg->vocab_size,
+         cfg->tied_embeddings ? ", tied embeddings" : "", cfg->qkv_bias ? ", qkv bias" : "",
+         cfg->qk_norm ? ", qk norm" : "");
   if (seq_len)
-    printf("  %.3f GFLOP a token at %llu tokens a sequence\n", flops.sequence / (double)seq_len / 1e9, (unsigned long long)seq_len);
+    printf("  %.3f GFLOP a token at %llu tokens a sequence\n",
+           flops.sequence / (double)seq_len / 1e9, (unsigned long long)seq_len);
   return CLI_OK;
 }
 
@@ -43,7 +48,8 @@ static int show_data(cli_json *j, const cli_texts *paths, uint32_t vocab_size, u
   ps_status st = ps_dataset_open(&ds, paths->item, paths->n, vocab_size);
   if (st != PS_OK)
     return cli_fail_status(st, true);
-  uint64_t n_tokens = ps_dataset_n_tokens(ds), n_sequences = seq_len ? ps_dataset_n_sequences(ds, seq_len) : 0;
+  uint64_t n_tokens = ps_dataset_n_tokens(ds),
+           n_sequences = seq_len ? ps_dataset_n_sequences(ds, seq_len) : 0;
   if (j) {
     cli_json_open(j, "data", '{');
     cli_json_count(j, "shards", ps_dataset_n_shards(ds));
@@ -54,7 +60,8 @@ static int show_data(cli_json *j, const cli_texts *paths, uint32_t vocab_size, u
   } else {
     printf("%u shards, %llu tokens\n", ps_dataset_n_shards(ds), (unsigned long long)n_tokens);
     if (seq_len)
-      printf("  %llu sequences of %llu tokens\n", (unsigned long long)n_sequences, (unsigned long long)seq_len);
+      printf("  %llu sequences of %llu tokens\n", (unsigned long long)n_sequences,
+             (unsigned long long)seq_len);
   }
   ps_dataset_close(ds);
   return CLI_OK;
@@ -70,7 +77,8 @@ static int show_machine(cli_json *j) {
     cli_json_text(j, "version", ps_version());
     cli_hardware_json(j, "hardware", &hw);
   } else {
-    printf("penstock %s, %s backend\n", ps_version(), hw.backend == PS_BACKEND_CUDA ? "CUDA" : "CPU");
+    printf("penstock %s, %s backend\n", ps_version(),
+           hw.backend == PS_BACKEND_CUDA ? "CUDA" : "CPU");
     cli_hardware_print(stdout, &hw);
   }
   return CLI_OK;
@@ -82,15 +90,30 @@ int cli_info(int argc, char **argv) {
   uint64_t seq_len = 0;
   bool as_json = false;
   const cli_option options[] = {
-      {.name = "model", .kind = CLI_TEXT, .out = &model, .value = "DIR", .help = "describe this model directory"},
-      {.name = "data", .kind = CLI_TEXTS, .out = &data, .value = "SHARDS...", .help = "describe these token shards"},
-      {.name = "seq-len", .kind = CLI_COUNT, .out = &seq_len, .value = "N", .least = 1, .most = PS_MAX_ROWS, .help = "for FLOPs a token and sequences in the data"},
+      {.name = "model",
+       .kind = CLI_TEXT,
+       .out = &model,
+       .value = "DIR",
+       .help = "describe this model directory"},
+      {.name = "data",
+       .kind = CLI_TEXTS,
+       .out = &data,
+       .value = "SHARDS...",
+       .help = "describe these token shards"},
+      {.name = "seq-len",
+       .kind = CLI_COUNT,
+       .out = &seq_len,
+       .value = "N",
+       .least = 1,
+       .most = PS_MAX_ROWS,
+       .help = "for FLOPs a token and sequences in the data"},
       {.name = "json", .kind = CLI_FLAG, .out = &as_json, .help = "one JSON object on stdout"},
       {.name = NULL},
   };
   const cli_command command = {
       .usage = "info [--model DIR] [--data SHARDS...] [OPTIONS]",
-      .about = "This machine's rates and memory; what a model directory holds; how many tokens and sequences are in token shards.\n"
+      .about = "This machine's rates and memory; what a model directory holds; how many tokens and "
+               "sequences are in token shards.\n"
                "With --model the shards' token ids are checked against its vocabulary.",
       .example = "penstock info --model my_8B_model --data shards/ --seq-len 4096",
       .options = options,
@@ -98,7 +121,8 @@ int cli_info(int argc, char **argv) {
   int code = cli_parse(&command, argc, argv);
   char *text = NULL; /* the object is printed when it is whole */
   size_t bytes = 0;
-  cli_json json = {.out = code == CLI_OK && as_json ? open_memstream(&text, &bytes) : NULL}, *j = json.out ? &json : NULL;
+  cli_json json = {.out = code == CLI_OK && as_json ? open_memstream(&text, &bytes) : NULL},
+           *j = json.out ? &json : NULL;
   if (code == CLI_OK && as_json && !j)
     code = cli_fail(CLI_FAILED, "out of memory");
   if (j)

@@ -1,4 +1,5 @@
-/* keep.c - keeping the trained model: what is asked of --out before a run, and what happens where it cannot be written at the end. */
+/* keep.c - keeping the trained model: what is asked of --out before a run, and what happens
+ * where it cannot be written at the end. */
 #include "cli.h"
 #include <dirent.h>
 #include <errno.h>
@@ -8,18 +9,22 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-/* ---- before the run ----------------------------------------------------------------------------------------------------- */
+/* ---- before the run -------------------------------------------------------------------------- */
 
-/* Is @name one of those that a model directory has? A save that was cut off may have left .penstock-new, which is a model too. */
+/* Is @name one of those that a model directory has? A save that was cut off may have left
+ * .penstock-new, which is a model too. */
 static bool is_models(const char *name) {
   size_t n = strlen(name);
-  return strcmp(name, "config.json") == 0 || strcmp(name, ".penstock-new") == 0 || strstr(name, ".safetensors.index.json") ||
-         (n > strlen(".safetensors") && strcmp(name + n - strlen(".safetensors"), ".safetensors") == 0);
+  return strcmp(name, "config.json") == 0 || strcmp(name, ".penstock-new") == 0 ||
+         strstr(name, ".safetensors.index.json") ||
+         (n > strlen(".safetensors") &&
+          strcmp(name + n - strlen(".safetensors"), ".safetensors") == 0);
 }
 
 static int check_empty(const char *path) {
   DIR *d = opendir(path);
-  if (!d && (errno == ENOENT || errno == ENOTDIR)) /* cli_folder_check() says what is wrong with a file */
+  /* cli_folder_check() says what is wrong with a file */
+  if (!d && (errno == ENOENT || errno == ENOTDIR))
     return CLI_OK;
   int failed = d ? 0 : errno, code = CLI_OK;
   while (d && code == CLI_OK) {
@@ -29,11 +34,16 @@ static int check_empty(const char *path) {
     if (!e)
       break;
     if (is_models(e->d_name))
-      code = cli_fail(CLI_REFUSED, "--out %s has a model already (%s): choose another directory, or replace it with --force", path, e->d_name);
+      code = cli_fail(
+          CLI_REFUSED,
+          "--out %s has a model already (%s): choose another directory, or replace it with --force",
+          path, e->d_name);
   }
   if (d)
     closedir(d);
-  return failed ? cli_fail(CLI_REFUSED, "--out %s: whether it has a model cannot be seen: %s", path, strerror(failed)) : code;
+  return failed ? cli_fail(CLI_REFUSED, "--out %s: whether it has a model cannot be seen: %s", path,
+                           strerror(failed))
+                : code;
 }
 
 /* Of the file system that @path is on, or will be. */
@@ -50,11 +60,15 @@ static int check_space(const cli_job *job, const char *path) {
       strcpy(place, slash ? "/" : ".");
   }
   free(place);
-  const uint64_t need = ps_model_n_elements(&job->config) * ps_dtype_bytes((ps_dtype)job->save_dtype), room = (uint64_t)fs.f_bavail * fs.f_frsize;
+  const uint64_t need =
+                     ps_model_n_elements(&job->config) * ps_dtype_bytes((ps_dtype)job->save_dtype),
+                 room = (uint64_t)fs.f_bavail * fs.f_frsize;
   if (fs.f_blocks == 0 || need <= room) /* some file systems do not say */
     return CLI_OK;
-  return cli_fail(CLI_REFUSED, "--out %s: the model takes %s and there are %s free on that disk: make room, or give another directory", path,
-                  cli_bytes(a, need), cli_bytes(b, room));
+  return cli_fail(CLI_REFUSED,
+                  "--out %s: the model takes %s and there are %s free on that disk: make room, or "
+                  "give another directory",
+                  path, cli_bytes(a, need), cli_bytes(b, room));
 }
 
 int cli_out_check(const cli_job *job, const char *path) {
@@ -64,11 +78,13 @@ int cli_out_check(const cli_job *job, const char *path) {
   return code == CLI_OK ? cli_folder_check(path, "out") : code;
 }
 
-/* ---- a save that fails ---------------------------------------------------------------------------------------------------- */
+/* ---- a save that fails ----------------------------------------------------------------------- */
 
 static const double longest_pause_s = 10;
 
-static bool at_terminal(void) { return isatty(STDIN_FILENO) && isatty(STDERR_FILENO) && tcgetpgrp(STDIN_FILENO) == getpgrp(); }
+static bool at_terminal(void) {
+  return isatty(STDIN_FILENO) && isatty(STDERR_FILENO) && tcgetpgrp(STDIN_FILENO) == getpgrp();
+}
 
 /* Sleeps, false where the run was asked to stop meanwhile. */
 static bool pause_s(double seconds) {
@@ -81,7 +97,8 @@ static bool pause_s(double seconds) {
   return true;
 }
 
-/* A line from the terminal; false where there is none any more, or after Ctrl-C (*stop), which @asked times had come before the question. */
+/* A line from the terminal; false where there is none any more, or after Ctrl-C (*stop), which
+ * @asked times had come before the question. */
 static bool read_line(char *line, size_t room, int asked, bool *stop) {
   struct pollfd in = {.fd = STDIN_FILENO, .events = POLLIN};
   while (poll(&in, 1, 100) <= 0)
@@ -102,7 +119,8 @@ static answer ask(cli_job *job, cli_run_result *r) {
   bool stop = false;
   for (;;) {
     const int asked = cli_interrupts();
-    fprintf(stderr, "penstock: Enter tries again, the name of another directory saves there, q gives the model up: ");
+    fprintf(stderr, "penstock: Enter tries again, the name of another directory saves there, q "
+                    "gives the model up: ");
     fflush(stderr);
     if (!read_line(line, sizeof line, asked, &stop))
       return stop ? GIVE_UP : NOBODY_THERE;
@@ -138,7 +156,8 @@ int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
   bool asking = at_terminal();
   if (cli_interrupts() > 1)
     return cli_fail(CLI_INTERRUPTED, "stopped at once; nothing is saved");
-  cli_progress_note(p, "saving %s, after %llu complete steps", job->out, (unsigned long long)r->n_done);
+  cli_progress_note(p, "saving %s, after %llu complete steps", job->out,
+                    (unsigned long long)r->n_done);
   for (;;) {
     const ps_status st = save_once(job, t, asking || !until);
     r->saved = st == PS_OK;
@@ -153,7 +172,10 @@ int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
       continue;
     asking = false;
     if (!until && job->save_wait > 0) {
-      cli_fail(CLI_FAILED, "the model is kept in memory, and saving is tried again for %.0f s: make room, or give it up with Ctrl-C", job->save_wait);
+      cli_fail(CLI_FAILED,
+               "the model is kept in memory, and saving is tried again for %.0f s: make room, or "
+               "give it up with Ctrl-C",
+               job->save_wait);
       until = cli_now_s() + job->save_wait;
     }
     const double left = until - cli_now_s();

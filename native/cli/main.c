@@ -21,11 +21,13 @@ static const struct {
 enum { N_COMMANDS = sizeof commands / sizeof commands[0] };
 
 static void print_help(FILE *out) {
-  fprintf(out, "penstock trains transformers on one device with far too little memory, by streaming.\n\n"
-               "usage: penstock COMMAND [OPTIONS]      penstock COMMAND --help teaches each\n\n");
+  fprintf(out,
+          "penstock trains transformers on one device with far too little memory, by streaming.\n\n"
+          "usage: penstock COMMAND [OPTIONS]      penstock COMMAND --help teaches each\n\n");
   for (size_t i = 0; i < N_COMMANDS; i++)
     fprintf(out, "  %-9s %s\n", commands[i].name, commands[i].about);
-  fprintf(out, "\nexample:\n  penstock train --model my_8B_model --data shards/ --device-mem 20GiB --host-mem 80GiB --seq-len 4096\n");
+  fprintf(out, "\nexample:\n  penstock train --model my_8B_model --data shards/ --device-mem 20GiB "
+               "--host-mem 80GiB --seq-len 4096\n");
 }
 
 int cli_version(int argc, char **argv) {
@@ -34,7 +36,8 @@ int cli_version(int argc, char **argv) {
   return CLI_OK;
 }
 
-/* Files that are opened must not become stdin, stdout or stderr; a reader that went away and a file at its limit are errors of write(). */
+/* Files that are opened must not become stdin, stdout or stderr; a reader that went away and a
+ * file at its limit are errors of write(). */
 static void prepare_process(void) {
   while (true) {
     int fd = open("/dev/null", O_RDWR);
@@ -52,7 +55,8 @@ static int finish(int code) {
   errno = 0;
   const bool failed = ferror(stdout) || fflush(stdout) != 0;
   if (failed)
-    cli_fail(CLI_FAILED, "stdout cannot be written%s%s", errno ? ": " : "", errno ? strerror(errno) : "");
+    cli_fail(CLI_FAILED, "stdout cannot be written%s%s", errno ? ": " : "",
+             errno ? strerror(errno) : "");
   return failed && code == CLI_OK ? CLI_FAILED : code;
 }
 
@@ -61,7 +65,8 @@ static int run(int argc, char **argv) {
     print_help(stderr);
     return CLI_REFUSED;
   }
-  if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "help") == 0) {
+  if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 ||
+      strcmp(argv[1], "help") == 0) {
     print_help(stdout);
     return CLI_OK;
   }
@@ -70,7 +75,10 @@ static int run(int argc, char **argv) {
   for (size_t i = 0; i < N_COMMANDS; i++)
     if (strcmp(argv[1], commands[i].name) == 0)
       return commands[i].run(argc - 1, argv + 1);
-  return cli_fail(CLI_REFUSED, "there is no command '%s': train, plan, demo, info, profile or version (penstock --help)", argv[1]);
+  return cli_fail(
+      CLI_REFUSED,
+      "there is no command '%s': train, plan, demo, info, profile or version (penstock --help)",
+      argv[1]);
 }
 
 int main(int argc, char **argv) {

@@ -1,4 +1,5 @@
-/* outputs.c - folders for output: checked before anything runs, made when there is something to write; files in them; the run directory is locked. */
+/* outputs.c - folders for output: checked before anything runs, made when there is something to
+ * write; files in them; the run directory is locked. */
 #include "cli.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -13,7 +14,8 @@ char *cli_path_join(const char *folder, const char *name) {
   size_t bytes = strlen(folder) + strlen(name) + 2;
   char *path = malloc(bytes);
   if (path)
-    snprintf(path, bytes, "%s%s%s", folder, folder[0] && folder[strlen(folder) - 1] == '/' ? "" : "/", name);
+    snprintf(path, bytes, "%s%s%s", folder,
+             folder[0] && folder[strlen(folder) - 1] == '/' ? "" : "/", name);
   return path;
 }
 
@@ -28,8 +30,8 @@ static void unmake(char *path, unsigned n) {
   }
 }
 
-/* Make @path and its parents; *n_made is how many of its last components had to be made. On failure (errno is the result)
- * nothing that was made stays. */
+/* Make @path and its parents; *n_made is how many of its last components had to be made. On
+ * failure (errno is the result) nothing that was made stays. */
 static int make_all(char *path, unsigned *n_made) {
   *n_made = 0;
   for (char *c = path + 1;; c++) {
@@ -73,7 +75,8 @@ int cli_folder_make(const char *path) {
   return failed;
 }
 
-/* A copy of what comes before the last component: "" for one in the working directory or in the root. */
+/* A copy of what comes before the last component: "" for one in the working directory or in the
+ * root. */
 static char *parent_of(const char *path) {
   char *copy = plain(path), *slash = copy ? strrchr(copy, '/') : NULL;
   if (copy)
@@ -93,7 +96,8 @@ void cli_folder_note(cli_progress *p, const char *path, const char *option) {
   struct stat st;
   char *parent = parent_of(path);
   if (parent && parent[0] && stat(parent, &st) != 0 && errno == ENOENT)
-    cli_progress_note(p, "--%s %s: its parent %s is not there and will be made", option, path, parent);
+    cli_progress_note(p, "--%s %s: its parent %s is not there and will be made", option, path,
+                      parent);
   free(parent);
 }
 
@@ -102,7 +106,8 @@ int cli_folder_check(const char *path, const char *option) {
   unsigned n_made = 0;
   int failed = copy ? make_all(copy, &n_made) : ENOMEM;
   if (!failed) {
-    int fd = open(copy, O_TMPFILE | O_WRONLY | O_CLOEXEC, 0600); /* it has no name: nothing stays, whatever ends us */
+    /* it has no name: nothing stays, whatever ends us */
+    int fd = open(copy, O_TMPFILE | O_WRONLY | O_CLOEXEC, 0600);
     if (fd < 0 && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL)) {
       probe = cli_path_join(copy, ".penstock-XXXXXX");
       fd = probe ? mkstemp(probe) : -1;
@@ -116,7 +121,9 @@ int cli_folder_check(const char *path, const char *option) {
   }
   free(probe);
   free(copy);
-  return failed ? cli_fail(CLI_REFUSED, "--%s %s cannot be written: %s", option, path, strerror(failed)) : CLI_OK;
+  return failed ? cli_fail(CLI_REFUSED, "--%s %s cannot be written: %s", option, path,
+                           strerror(failed))
+                : CLI_OK;
 }
 
 int cli_file_replace(const char *path, const char *text, FILE **stays_open) {
@@ -133,7 +140,8 @@ int cli_file_replace(const char *path, const char *text, FILE **stays_open) {
   if (f && !(ok && stays_open))
     ok = fclose(f) == 0 && ok;
   ok = ok && rename(part, path) == 0;
-  const int code = ok ? CLI_OK : cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(errno));
+  const int code =
+      ok ? CLI_OK : cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(errno));
   if (!ok && fd >= 0)
     unlink(part);
   if (ok && stays_open)
@@ -142,7 +150,8 @@ int cli_file_replace(const char *path, const char *text, FILE **stays_open) {
   return code;
 }
 
-/* ---- the run directory's lock: who removes the file holds it, so whoever locked a file that has lost its name looks again ------------- */
+/* ---- the run directory's lock: who removes the file holds it, so whoever locked a file that has
+ * lost its name looks again */
 
 static int open_lock(const char *path, bool make) {
   struct stat by_fd, by_name;
@@ -170,8 +179,12 @@ static int refuse_locked(const char *run_dir, int fd) {
   const long pid = pread(fd, text, sizeof text - 1, 0) > 0 ? strtol(text, NULL, 10) : 0;
   close(fd);
   if (pid <= 0)
-    return cli_fail(CLI_REFUSED, "--run-dir %s is in use by another run: give another one", run_dir);
-  return cli_fail(CLI_REFUSED, "--run-dir %s is in use by the run with process id %ld: give another one, or wait for its end", run_dir, pid);
+    return cli_fail(CLI_REFUSED, "--run-dir %s is in use by another run: give another one",
+                    run_dir);
+  return cli_fail(CLI_REFUSED,
+                  "--run-dir %s is in use by the run with process id %ld: give another one, or "
+                  "wait for its end",
+                  run_dir, pid);
 }
 
 int cli_run_lock(const char *run_dir, bool make, int *fd) {
@@ -184,17 +197,22 @@ int cli_run_lock(const char *run_dir, bool make, int *fd) {
   const int err = errno;
   free(path);
   if (*fd < 0)
-    return !make && (err == ENOENT || err == ENOTDIR) ? CLI_OK : cli_fail(make ? CLI_FAILED : CLI_REFUSED, "--run-dir %s cannot be locked: %s", run_dir, strerror(err));
+    return !make && (err == ENOENT || err == ENOTDIR)
+               ? CLI_OK
+               : cli_fail(make ? CLI_FAILED : CLI_REFUSED, "--run-dir %s cannot be locked: %s",
+                          run_dir, strerror(err));
   if (err == EWOULDBLOCK) {
     const int held = *fd;
     *fd = -1;
     return refuse_locked(run_dir, held);
   }
   if (err)
-    fprintf(stderr, "penstock: --run-dir %s is not locked against a second run: %s\n", run_dir, strerror(err));
+    fprintf(stderr, "penstock: --run-dir %s is not locked against a second run: %s\n", run_dir,
+            strerror(err));
   const int n = snprintf(text, sizeof text, "%ld\n", (long)getpid());
   if (make && (ftruncate(*fd, 0) != 0 || pwrite(*fd, text, (size_t)n, 0) != n))
-    return cli_fail(CLI_FAILED, "--run-dir %s: its lock cannot be written: %s", run_dir, strerror(errno));
+    return cli_fail(CLI_FAILED, "--run-dir %s: its lock cannot be written: %s", run_dir,
+                    strerror(errno));
   return CLI_OK;
 }
 

@@ -44,22 +44,42 @@ int cli_plan(int argc, char **argv) {
   size_t n = 0;
   while (options[n].name)
     n++;
-  options[n] = (cli_option){.name = "smallest", .kind = CLI_FLAG, .out = &job.smallest, .help = "print the least --device-mem under --host-mem, and the least --host-mem under --device-mem, that a plan fits in"};
-  options[n + 1] = (cli_option){.name = "hardware", .kind = CLI_TEXT, .out = &job.hardware_file, .value = "FILE",
-                                .help = "plan for the machine that this file describes (as penstock profile keeps it in its cache)"};
+  options[n] = (cli_option){.name = "smallest",
+                            .kind = CLI_FLAG,
+                            .out = &job.smallest,
+                            .help = "print the least --device-mem under --host-mem, and the least "
+                                    "--host-mem under --device-mem, that a plan fits in"};
+  options[n + 1] = (cli_option){.name = "hardware",
+                                .kind = CLI_TEXT,
+                                .out = &job.hardware_file,
+                                .value = "FILE",
+                                .help = "plan for the machine that this file describes (as "
+                                        "penstock profile keeps it in its cache)"};
   cli_texts devices = {0}, hosts = {0};
-  options[n + 2] = (cli_option){.name = "grid-device", .kind = CLI_TEXTS, .out = &devices, .value = "SIZE...",
-                                .help = "with --grid-host: a table of predicted tokens/s over these caps; a cell shows the fastest plan found under its "
+  options[n + 2] = (cli_option){.name = "grid-device",
+                                .kind = CLI_TEXTS,
+                                .out = &devices,
+                                .value = "SIZE...",
+                                .help = "with --grid-host: a table of predicted tokens/s over "
+                                        "these caps; a cell shows the fastest plan found under its "
                                         "caps or smaller ones of the table (--json: found_under)"};
-  options[n + 3] = (cli_option){.name = "grid-host", .kind = CLI_TEXTS, .out = &hosts, .value = "SIZE...", .help = "its rows"};
+  options[n + 3] = (cli_option){.name = "grid-host",
+                                .kind = CLI_TEXTS,
+                                .out = &hosts,
+                                .value = "SIZE...",
+                                .help = "its rows"};
   options[n + 4] = (cli_option){.name = NULL};
   const cli_command command = {
       .usage = "plan --model DIR --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
-      .about = "Searches the fastest plan of a step under both caps and prints it: chunks and rounds, what stays on the device, what\n"
-               "travels, what is recomputed, the memory of both arenas, the predicted step time and its bottleneck. Reads the model's\n"
-               "config.json only. Caps that are too small are refused with what is missing; a --host-mem larger than the\n"
+      .about = "Searches the fastest plan of a step under both caps and prints it: chunks and "
+               "rounds, what stays on the device, what\n"
+               "travels, what is recomputed, the memory of both arenas, the predicted step time "
+               "and its bottleneck. Reads the model's\n"
+               "config.json only. Caps that are too small are refused with what is missing; a "
+               "--host-mem larger than the\n"
                "machine's memory, this one's or --hardware's, is planned for all the same.",
-      .example = "penstock plan --model my_8B_model --seq-len 8192 --device-mem 24GiB --host-mem 96GiB",
+      .example =
+          "penstock plan --model my_8B_model --seq-len 8192 --device-mem 24GiB --host-mem 96GiB",
       .options = options,
   };
   int code = cli_parse(&command, argc, argv);

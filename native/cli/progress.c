@@ -1,4 +1,5 @@
-/* progress.c - live progress on stderr: one line redrawn on a terminal, as wide as that at most, a line every few seconds otherwise. */
+/* progress.c - live progress on stderr: one line redrawn on a terminal, as wide as that at most,
+ * a line every few seconds otherwise. */
 #include "cli.h"
 #include <inttypes.h>
 #include <stdarg.h>
@@ -20,8 +21,10 @@ void cli_progress_begin(cli_progress *p, const cli_job *job) {
       .quiet = job->quiet,
       .tty = isatty(STDERR_FILENO),
       .n_steps = job->steps,
-      .device_cap_bytes = job->report.device_cap_bytes ? job->report.device_cap_bytes : job->report.device_bytes,
-      .host_cap_bytes = job->report.host_cap_bytes ? job->report.host_cap_bytes : job->report.host_bytes,
+      .device_cap_bytes =
+          job->report.device_cap_bytes ? job->report.device_cap_bytes : job->report.device_bytes,
+      .host_cap_bytes =
+          job->report.host_cap_bytes ? job->report.host_cap_bytes : job->report.host_bytes,
       .started_s = cli_now_s(),
       .printed_s = cli_now_s(),
   };
@@ -39,7 +42,8 @@ static bool due(cli_progress *p, bool last) {
   return true;
 }
 
-/* What a line says: @text, on a narrow terminal @brief (empty: left out), and where that does not fit either those of the highest @rank go first. */
+/* What a line says: @text, on a narrow terminal @brief (empty: left out), and where that does
+ * not fit either those of the highest @rank go first. */
 typedef struct part {
   char text[64], brief[32];
   unsigned rank;
@@ -51,7 +55,8 @@ static unsigned columns(void) {
 }
 
 /* The parts up to @rank, two spaces between them; how long they are. */
-static size_t join(char *line, size_t room, const part *parts, unsigned n, bool brief, unsigned rank) {
+static size_t join(char *line, size_t room, const part *parts, unsigned n, bool brief,
+                   unsigned rank) {
   size_t used = 0;
   line[0] = 0;
   for (unsigned i = 0; i < n; i++) {
@@ -64,7 +69,8 @@ static size_t join(char *line, size_t room, const part *parts, unsigned n, bool 
 
 static void put_line(const cli_progress *p, const part *parts, unsigned n) {
   char line[512];
-  const size_t most = p->tty ? columns() - 1 : sizeof line; /* a full last column wraps on some terminals */
+  /* a full last column wraps on some terminals */
+  const size_t most = p->tty ? columns() - 1 : sizeof line;
   unsigned rank = n;
   bool fits = join(line, sizeof line, parts, n, false, n) <= most;
   while (!fits && rank-- > 0)
@@ -73,25 +79,31 @@ static void put_line(const cli_progress *p, const part *parts, unsigned n) {
   fflush(stderr);
 }
 
-void cli_progress_load(cli_progress *p, const char *what, uint64_t done_bytes, uint64_t total_bytes) {
+void cli_progress_load(cli_progress *p, const char *what, uint64_t done_bytes,
+                       uint64_t total_bytes) {
   char done[32], total[32];
   part parts[3] = {{.rank = 2}, {.rank = 0}, {.rank = 1}};
-  bool first = p->loading != what && cli_now_s() - p->started_s > 0.5; /* of its stage (the strings are the library's own), in a run that takes its time */
+  /* of its stage (the strings are the library's own), in a run that takes its time */
+  bool first = p->loading != what && cli_now_s() - p->started_s > 0.5;
   p->loading = what;
   if (!due(p, first))
     return;
   snprintf(parts[0].text, sizeof parts->text, "%5.1f s", cli_now_s() - p->started_s);
-  snprintf(parts[1].text, sizeof parts->text, "%s: %s of %s", what, cli_bytes(done, done_bytes), cli_bytes(total, total_bytes));
+  snprintf(parts[1].text, sizeof parts->text, "%s: %s of %s", what, cli_bytes(done, done_bytes),
+           cli_bytes(total, total_bytes));
   snprintf(parts[1].brief, sizeof parts->brief, "%s", what);
-  snprintf(parts[2].brief, sizeof parts->brief, "%.0f%%", total_bytes ? 100.0 * (double)done_bytes / (double)total_bytes : 100);
+  snprintf(parts[2].brief, sizeof parts->brief, "%.0f%%",
+           total_bytes ? 100.0 * (double)done_bytes / (double)total_bytes : 100);
   put_line(p, parts, 3);
 }
 
 /* "device 14.0 MiB/17.0 MiB"; "device 82%". */
 static void memory_part(part *out, const char *name, uint64_t bytes, uint64_t cap) {
   char used[32], most[32];
-  snprintf(out->text, sizeof out->text, "%s %s/%s", name, cli_bytes(used, bytes), cli_bytes(most, cap));
-  snprintf(out->brief, sizeof out->brief, "%s %.0f%%", name, cap ? 100.0 * (double)bytes / (double)cap : 100);
+  snprintf(out->text, sizeof out->text, "%s %s/%s", name, cli_bytes(used, bytes),
+           cli_bytes(most, cap));
+  snprintf(out->brief, sizeof out->brief, "%s %.0f%%", name,
+           cap ? 100.0 * (double)bytes / (double)cap : 100);
 }
 
 void cli_progress_step(cli_progress *p, const ps_step_metrics *m, uint64_t n_done) {
@@ -104,7 +116,8 @@ void cli_progress_step(cli_progress *p, const ps_step_metrics *m, uint64_t n_don
   snprintf(parts[0].text, sizeof parts->text, "step %" PRIu64 "/%" PRIu64, n_done, p->n_steps);
   snprintf(parts[1].text, sizeof parts->text, "loss %.4f", m->loss);
   snprintf(parts[2].text, sizeof parts->text, "%.0f tok/s", m->tokens_per_s);
-  snprintf(parts[3].text, sizeof parts->text, "ETA %s", cli_duration(eta, per_step * (double)(p->n_steps - n_done)));
+  snprintf(parts[3].text, sizeof parts->text, "ETA %s",
+           cli_duration(eta, per_step * (double)(p->n_steps - n_done)));
   for (unsigned i = 0; i < 4; i++)
     memcpy(parts[i].brief, parts[i].text, sizeof parts->brief - 1);
   memory_part(&parts[4], "device", m->device_peak_bytes, p->device_cap_bytes);
@@ -116,7 +129,8 @@ void cli_progress_count(cli_progress *p, const char *what, uint64_t done, uint64
   part parts[1] = {{.rank = 0}};
   if (!due(p, false))
     return;
-  snprintf(parts[0].text, sizeof parts->text, "%s %" PRIu64 " of %" PRIu64 ", %.0f s", what, done, total, cli_now_s() - p->started_s);
+  snprintf(parts[0].text, sizeof parts->text, "%s %" PRIu64 " of %" PRIu64 ", %.0f s", what, done,
+           total, cli_now_s() - p->started_s);
   snprintf(parts[0].brief, sizeof parts->brief, "%" PRIu64 "/%" PRIu64, done, total);
   put_line(p, parts, 1);
 }

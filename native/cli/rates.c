@@ -4,34 +4,50 @@
 static void print_machine(FILE *out, const ps_hardware *hw) {
   char memory[32], overhead[32];
   if (hw->backend == PS_BACKEND_CUDA)
-    fprintf(out, "%s, compute capability %u.%u, %u SMs, %s of memory, of which context and libraries take %s; %s%s\n", hw->device_name,
-            hw->compute_capability / 10, hw->compute_capability % 10, hw->n_sms, cli_bytes(memory, hw->device_memory_bytes),
-            cli_bytes(overhead, hw->device_overhead_bytes), hw->flash4_version ? "with flash-attn-4, " : "", hw->cudnn_version ? "with cuDNN" : "no cuDNN was found");
-  fprintf(out, "%s, %u threads of %u CPUs, %s of memory (%s)\n", hw->name, hw->n_threads, hw->n_cpus,
-          cli_bytes(memory, hw->host_memory_bytes), hw->measured ? "rates measured" : "rates estimated");
+    fprintf(out,
+            "%s, compute capability %u.%u, %u SMs, %s of memory, of which context and libraries "
+            "take %s; %s%s\n",
+            hw->device_name, hw->compute_capability / 10, hw->compute_capability % 10, hw->n_sms,
+            cli_bytes(memory, hw->device_memory_bytes),
+            cli_bytes(overhead, hw->device_overhead_bytes),
+            hw->flash4_version ? "with flash-attn-4, " : "",
+            hw->cudnn_version ? "with cuDNN" : "no cuDNN was found");
+  fprintf(out, "%s, %u threads of %u CPUs, %s of memory (%s)\n", hw->name, hw->n_threads,
+          hw->n_cpus, cli_bytes(memory, hw->host_memory_bytes),
+          hw->measured ? "rates measured" : "rates estimated");
 }
 
 void cli_hardware_print(FILE *out, const ps_hardware *hw) {
   const bool gpu = hw->backend == PS_BACKEND_CUDA;
   print_machine(out, hw);
-  fprintf(out, "  GEMM          %8.1f GFLOP/s fp32  %8.1f bf16\n", hw->gemm_flops_per_s[PS_F32] / 1e9, hw->gemm_flops_per_s[PS_BF16] / 1e9);
-  fprintf(out, "  attention     %8.1f GFLOP/s forward, %8.1f backward in bf16\n", hw->attention_flops_per_s[PS_BF16] / 1e9,
-          hw->attention_bwd_flops_per_s[PS_BF16] / 1e9);
-  fprintf(out, "  elementwise   %8.1f GB/s\n  copies        %8.1f GB/s to the device, %.1f to the host, %.1f each way at once\n",
-          hw->elementwise_bytes_per_s / 1e9, hw->h2d_bytes_per_s / 1e9, hw->d2h_bytes_per_s / 1e9, hw->duplex_bytes_per_s / 1e9);
-  fprintf(out, "  optimizer     %8.1f GB/s\n  memory        %8.1f GB/s of the host, shared by copies and host ops\n", hw->optimizer_bytes_per_s / 1e9,
-          hw->memory_bytes_per_s / 1e9);
+  fprintf(out, "  GEMM          %8.1f GFLOP/s fp32  %8.1f bf16\n",
+          hw->gemm_flops_per_s[PS_F32] / 1e9, hw->gemm_flops_per_s[PS_BF16] / 1e9);
+  fprintf(out, "  attention     %8.1f GFLOP/s forward, %8.1f backward in bf16\n",
+          hw->attention_flops_per_s[PS_BF16] / 1e9, hw->attention_bwd_flops_per_s[PS_BF16] / 1e9);
+  fprintf(out,
+          "  elementwise   %8.1f GB/s\n  copies        %8.1f GB/s to the device, %.1f to the host, "
+          "%.1f each way at once\n",
+          hw->elementwise_bytes_per_s / 1e9, hw->h2d_bytes_per_s / 1e9, hw->d2h_bytes_per_s / 1e9,
+          hw->duplex_bytes_per_s / 1e9);
+  fprintf(out,
+          "  optimizer     %8.1f GB/s\n  memory        %8.1f GB/s of the host, shared by copies "
+          "and host ops\n",
+          hw->optimizer_bytes_per_s / 1e9, hw->memory_bytes_per_s / 1e9);
   fprintf(out, "  cost of an op %8.1f us\n", hw->op_ns / 1e3);
   if (gpu && hw->peak_flops_per_s > 0)
-    fprintf(out, "  peak          %8.1f TFLOP/s dense bf16, for MFU\n", hw->peak_flops_per_s / 1e12);
+    fprintf(out, "  peak          %8.1f TFLOP/s dense bf16, for MFU\n",
+            hw->peak_flops_per_s / 1e12);
   else if (gpu)
-    fprintf(out, "  peak          unknown for this GPU: MFU is not reported (--peak-tflops gives it)\n");
+    fprintf(out,
+            "  peak          unknown for this GPU: MFU is not reported (--peak-tflops gives it)\n");
 }
 
-/* ---- the table of a profile -------------------------------------------------------------------------------------------------- */
+/* ---- the table of a profile ------------------------------------------------------------------ */
 
-/* A line: what, its rate and unit, and where the ceiling is known and not passed (then it is not this one's), the share of it. */
-static void line(FILE *out, const char *what, double rate, double unit, const char *unit_name, double ceiling) {
+/* A line: what, its rate and unit, and where the ceiling is known and not passed (then it is not
+ * this one's), the share of it. */
+static void line(FILE *out, const char *what, double rate, double unit, const char *unit_name,
+                 double ceiling) {
   if (!(rate > 0))
     return;
   fprintf(out, "  %-44s %9.1f %-8s", what, rate / unit, unit_name);
@@ -57,11 +73,14 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
   for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
     const ps_attention_rate *r = &hw->attention[i];
     if (r->kv_rows > r->rows)
-      snprintf(what, sizeof what, "attention, %u rows behind %u, forward", r->rows, r->kv_rows - r->rows);
+      snprintf(what, sizeof what, "attention, %u rows behind %u, forward", r->rows,
+               r->kv_rows - r->rows);
     else if (r->found)
-      snprintf(what, sizeof what, "attention, finding %u of %u, forward", r->packed, r->rows / r->packed);
+      snprintf(what, sizeof what, "attention, finding %u of %u, forward", r->packed,
+               r->rows / r->packed);
     else if (r->packed > 1)
-      snprintf(what, sizeof what, "attention, %u sequences of %u, forward", r->packed, r->rows / r->packed);
+      snprintf(what, sizeof what, "attention, %u sequences of %u, forward", r->packed,
+               r->rows / r->packed);
     else
       snprintf(what, sizeof what, "attention, a sequence of %u, forward", r->rows);
     line(out, what, r->forward_flops_per_s, 1e9, "GFLOP/s", peak);
@@ -72,15 +91,22 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
 /* What copies and a host op get of the host's memory at once. */
 static void shares_lines(FILE *out, const ps_hardware *hw) {
   char what[64];
-  for (const ps_memory_share *s = hw->memory_shares; s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++) {
+  for (const ps_memory_share *s = hw->memory_shares;
+       s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++) {
     const bool in = s->kinds & PS_SHARE_H2D, home = s->kinds & PS_SHARE_D2H;
-    snprintf(what, sizeof what, "%s on %u threads%s", s->kinds & PS_SHARE_SUMS ? "sums" : "AdamW", s->threads,
-             in && home ? ", copies both ways" : in ? ", copies to the device" : home ? ", copies to the host" : "");
+    snprintf(what, sizeof what, "%s on %u threads%s", s->kinds & PS_SHARE_SUMS ? "sums" : "AdamW",
+             s->threads,
+             in && home ? ", copies both ways"
+             : in       ? ", copies to the device"
+             : home     ? ", copies to the host"
+                        : "");
     line(out, what, s->host_bytes_per_s, 1e9, "GB/s", 0);
     if (in)
-      line(out, "    copies to the device", s->h2d_bytes_per_s, 1e9, "GB/s", hw->link_peak_bytes_per_s);
+      line(out, "    copies to the device", s->h2d_bytes_per_s, 1e9, "GB/s",
+           hw->link_peak_bytes_per_s);
     if (home)
-      line(out, "    copies to the host", s->d2h_bytes_per_s, 1e9, "GB/s", hw->link_peak_bytes_per_s);
+      line(out, "    copies to the host", s->d2h_bytes_per_s, 1e9, "GB/s",
+           hw->link_peak_bytes_per_s);
   }
 }
 
@@ -88,10 +114,12 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   const bool gpu = hw->backend == PS_BACKEND_CUDA;
   const double peak = gpu ? hw->peak_flops_per_s : 0, link = hw->link_peak_bytes_per_s, gb = 1e9;
   print_machine(out, hw);
-  fprintf(out, "  %-44s %9s %-8s %6s\n", "case (bf16, one unit alone unless said)", "rate", "", "of peak");
+  fprintf(out, "  %-44s %9s %-8s %6s\n", "case (bf16, one unit alone unless said)", "rate", "",
+          "of peak");
   products_lines(out, hw, peak);
   attention_lines(out, hw, peak);
-  line(out, "norms and SwiGLU, read and written", hw->elementwise_bytes_per_s, gb, "GB/s", hw->device_peak_bytes_per_s);
+  line(out, "norms and SwiGLU, read and written", hw->elementwise_bytes_per_s, gb, "GB/s",
+       hw->device_peak_bytes_per_s);
   line(out, "copy to the device", hw->h2d_bytes_per_s, gb, "GB/s", link);
   line(out, "copy to the host", hw->d2h_bytes_per_s, gb, "GB/s", link);
   line(out, "copies both ways at once, each", hw->duplex_bytes_per_s, gb, "GB/s", link);
@@ -100,11 +128,13 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   line(out, "    the products beside them", hw->loaded_gemm_flops_per_s, 1e9, "GFLOP/s", peak);
   line(out, "copy to the device, not pinned", hw->pageable_h2d_bytes_per_s, gb, "GB/s", link);
   line(out, "copy to the host, not pinned", hw->pageable_d2h_bytes_per_s, gb, "GB/s", link);
-  line(out, gpu ? "host memory, copies beside sums" : "host memory, copied by all threads", hw->memory_bytes_per_s, gb, "GB/s", 0);
+  line(out, gpu ? "host memory, copies beside sums" : "host memory, copied by all threads",
+       hw->memory_bytes_per_s, gb, "GB/s", 0);
   shares_lines(out, hw);
   for (uint32_t i = 0; i < PS_MAX_THREAD_RATES && hw->optimizer_by_threads[i].threads; i++) {
     char what[64];
-    snprintf(what, sizeof what, "AdamW on %u thread%s", hw->optimizer_by_threads[i].threads, hw->optimizer_by_threads[i].threads > 1 ? "s" : "");
+    snprintf(what, sizeof what, "AdamW on %u thread%s", hw->optimizer_by_threads[i].threads,
+             hw->optimizer_by_threads[i].threads > 1 ? "s" : "");
     line(out, what, hw->optimizer_by_threads[i].bytes_per_s, gb, "GB/s", 0);
   }
   if (!hw->optimizer_by_threads[0].threads)
@@ -121,10 +151,11 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   if (hw->idle_most > 0)
     line(out, "    at most, by", hw->idle_most, 0.01, "%", 0);
   if (gpu && !(peak > 0))
-    fprintf(out, "  the peak of this GPU is unknown: no share of it, and no MFU (--peak-tflops of train gives it)\n");
+    fprintf(out, "  the peak of this GPU is unknown: no share of it, and no MFU (--peak-tflops of "
+                 "train gives it)\n");
 }
 
-/* ---- as JSON --------------------------------------------------------------------------------------------------------------------- */
+/* ---- as JSON --------------------------------------------------------------------------------- */
 
 static void tables_json(cli_json *j, const ps_hardware *hw) {
   cli_json_open(j, "gemm_bf16", '[');

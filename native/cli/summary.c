@@ -1,12 +1,15 @@
-/* summary.c - what a run says when it ends: predicted beside measured, where the time went, memory against the plan. */
+/* summary.c - what a run says when it ends: predicted beside measured, where the time went,
+ * memory against the plan. */
 #include "cli.h"
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* A step's borders are where compute ends the step before and the step itself: ops of several steps run at once, and those of steps that the trace does not have
- * are not in it. So the time that counts goes from the end of compute's first step kept, or where no other is kept from its start, to the end of its last. */
+/* A step's borders are where compute ends the step before and the step itself: ops of several
+ * steps run at once, and those of steps that the trace does not have are not in it. So the time
+ * that counts goes from the end of compute's first step kept, or where no other is kept from its
+ * start, to the end of its last. */
 static void borders(const ps_trace_event *events, uint64_t n, uint64_t *first, uint64_t *last) {
   const uint64_t step = n ? events[0].step : 0;
   uint64_t start = UINT64_MAX, end = 0;
@@ -50,12 +53,14 @@ int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *eve
   uint64_t n_ops = ps_schedule_n_ops(ps_plan_schedule((ps_plan *)plan));
   ps_trace_event *planned = malloc(SIMULATED * n_ops * sizeof *planned);
   if (!planned)
-    return cli_fail(CLI_FAILED, "out of memory for the plan's trace of %" PRIu64 " ops", SIMULATED * n_ops);
+    return cli_fail(CLI_FAILED, "out of memory for the plan's trace of %" PRIu64 " ops",
+                    SIMULATED * n_ops);
   ps_status st = ps_plan_stalls(plan, events, n, r->stall, CLI_MAX_STALLS, &r->n_stalls);
   if (st == PS_OK)
     st = ps_plan_simulate(plan, SIMULATED, planned, NULL);
   if (st == PS_OK)
-    st = ps_plan_stalls(plan, planned + n_ops, (SIMULATED - 1) * n_ops, r->planned_stall, CLI_MAX_STALLS, &r->n_planned_stalls);
+    st = ps_plan_stalls(plan, planned + n_ops, (SIMULATED - 1) * n_ops, r->planned_stall,
+                        CLI_MAX_STALLS, &r->n_planned_stalls);
   r->n_stalls = r->n_stalls < CLI_MAX_STALLS ? r->n_stalls : CLI_MAX_STALLS;
   r->n_planned_stalls = r->n_planned_stalls < CLI_MAX_STALLS ? r->n_planned_stalls : CLI_MAX_STALLS;
   free(planned);
@@ -70,7 +75,8 @@ static double planned_of(const cli_run_result *r, const ps_stall *s) {
   return seconds;
 }
 
-/* "compute waited 0.431 s a step: 0.201 s for parameters (planned 0.180), ...": the three largest reasons. */
+/* "compute waited 0.431 s a step: 0.201 s for parameters (planned 0.180), ...": the three
+ * largest reasons. */
 static void print_stalls(FILE *out, const cli_run_result *r, uint32_t stream) {
   double sum = 0;
   uint32_t n = 0;
@@ -79,7 +85,8 @@ static void print_stalls(FILE *out, const cli_run_result *r, uint32_t stream) {
   fprintf(out, "%s waited %.3f s a step%s", ps_plan_stream_name(stream), sum, sum > 0 ? ": " : "");
   for (uint64_t i = 0; i < r->n_stalls && n < 3; i++)
     if (r->stall[i].stream == stream)
-      fprintf(out, "%s%.3f s for %s (planned %.3f)", n++ ? ", " : "", r->stall[i].seconds, r->stall[i].what, planned_of(r, &r->stall[i]));
+      fprintf(out, "%s%.3f s for %s (planned %.3f)", n++ ? ", " : "", r->stall[i].seconds,
+              r->stall[i].what, planned_of(r, &r->stall[i]));
   fputc('\n', out);
 }
 
@@ -115,12 +122,15 @@ static double mean_loss(const cli_run_result *r, uint64_t *n) {
 
 /* Points to new rates where the median of enough steps is far from the prediction. */
 static void print_deviation(FILE *out, const cli_job *job, const cli_run_result *r) {
-  const double tolerated = 0.15, ratio = r->predicted_step_s > 0 ? r->step_s_median / r->predicted_step_s : 1;
+  const double tolerated = 0.15,
+               ratio = r->predicted_step_s > 0 ? r->step_s_median / r->predicted_step_s : 1;
   const cli_device *d = &job->device;
   if (r->n_done <= CLI_WARMUP_STEPS || fabs(ratio - 1) <= tolerated)
     return;
-  fprintf(out, "                a step took %.0f%% %s than predicted: unless other work ran beside it, measure this idle machine anew with\n"
-               "                penstock profile",
+  fprintf(out,
+          "                a step took %.0f%% %s than predicted: unless other work ran beside it, "
+          "measure this idle machine anew with\n"
+          "                penstock profile",
           100 * fabs(ratio - 1), ratio > 1 ? "longer" : "less");
   if (d->backend != CLI_BACKEND_AUTO)
     fprintf(out, " --backend %s", cli_backends[d->backend]);
@@ -136,21 +146,26 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
   uint64_t n;
   const ps_plan_report *plan = &job->report;
   const double loss = mean_loss(r, &n);
-  fprintf(out, "%" PRIu64 " of %" PRIu64 " steps, %" PRIu64 " tokens in %s: %.0f tok/s\n", r->n_done, r->n_wanted, r->tokens, cli_duration(a, r->wall_s),
+  fprintf(out, "%" PRIu64 " of %" PRIu64 " steps, %" PRIu64 " tokens in %s: %.0f tok/s\n",
+          r->n_done, r->n_wanted, r->tokens, cli_duration(a, r->wall_s),
           r->wall_s > 0 ? (double)r->tokens / r->wall_s : 0);
   fprintf(out, "loss            %.4f in the first step, %.4f in the last ", r->loss_first, loss);
   fprintf(out, n > 1 ? "%" PRIu64 " (mean)\n" : "step\n", n);
-  fprintf(out, "step time       predicted %.3f s  measured %.3f s (median)  ratio %.2f\n", r->predicted_step_s, r->step_s_median,
+  fprintf(out, "step time       predicted %.3f s  measured %.3f s (median)  ratio %.2f\n",
+          r->predicted_step_s, r->step_s_median,
           r->predicted_step_s > 0 ? r->step_s_median / r->predicted_step_s : 0);
   print_deviation(out, job, r);
-  fprintf(out, "device memory   plan %s  measured %s  cap %s\n", cli_bytes(a, plan->device_bytes), cli_bytes(b, r->device_peak_bytes),
+  fprintf(out, "device memory   plan %s  measured %s  cap %s\n", cli_bytes(a, plan->device_bytes),
+          cli_bytes(b, r->device_peak_bytes),
           plan->device_cap_bytes ? cli_bytes(c, plan->device_cap_bytes) : "none");
-  fprintf(out, "host memory     plan %s  measured %s  cap %s\n", cli_bytes(a, plan->host_bytes), cli_bytes(b, r->host_peak_bytes),
+  fprintf(out, "host memory     plan %s  measured %s  cap %s\n", cli_bytes(a, plan->host_bytes),
+          cli_bytes(b, r->host_peak_bytes),
           plan->host_cap_bytes ? cli_bytes(c, plan->host_cap_bytes) : "none");
   if (r->timeline_path) {
     fprintf(out, "stream        busy   waiting\n");
     for (uint32_t s = 0; s < r->n_streams; s++)
-      fprintf(out, "  %-10s %5.1f%%   %5.1f%%\n", ps_plan_stream_name(s), 100 * r->busy[s], 100 * r->wait[s]);
+      fprintf(out, "  %-10s %5.1f%%   %5.1f%%\n", ps_plan_stream_name(s), 100 * r->busy[s],
+              100 * r->wait[s]);
     print_stalls(out, r, 0);
   }
   fprintf(out, "metrics %s", ps_printable(path, sizeof path, r->metrics_path));
@@ -173,7 +188,8 @@ void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r) {
   cli_json_count(&j, "tokens", r->tokens);
   cli_json_number(&j, "wall_s", r->wall_s);
   cli_json_number(&j, "loss_first", r->loss_first);
-  cli_json_number(&j, "loss_last", r->n_done ? r->loss_recent[(r->n_done - 1) % CLI_RECENT_LOSSES] : 0);
+  cli_json_number(&j, "loss_last",
+                  r->n_done ? r->loss_recent[(r->n_done - 1) % CLI_RECENT_LOSSES] : 0);
   uint64_t n;
   const double mean = mean_loss(r, &n);
   cli_json_number(&j, "loss_mean_last", mean);

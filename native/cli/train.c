@@ -1,4 +1,5 @@
-/* train.c - `penstock train`: refuse what is wrong before anything is written, then run, report and save. */
+/* train.c - `penstock train`: refuse what is wrong before anything is written, then run, report
+ * and save. */
 #include "cli.h"
 #include <errno.h>
 #include <pthread.h>
@@ -10,13 +11,15 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ---- Ctrl-C: the first lets the steps in flight or the save finish, the second stops at once. SIGTERM is the same; SIGHUP, which a closed terminal may
- * send more than once, never stops at once. ------------------------------------------------------------------------------ */
+/* ---- signals ----
+ * The first Ctrl-C lets the steps in flight or the save finish, the second stops at once. SIGTERM
+ * is the same. SIGHUP, which a closed terminal may send more than once, never stops at once. */
 
 static _Atomic(ps_trainer *) running; /* NULL while no step is in flight */
 static atomic_bool nothing_written = true;
 static atomic_int n_interrupts;
-static atomic_bool saving; /* a save is whole or has not been, wherever it ends (penstock/train.h) */
+/* a save is whole or has not been, wherever it ends (penstock/train.h) */
+static atomic_bool saving;
 static const char *_Atomic first_words; /* said at the first Ctrl-C; NULL: nothing */
 
 int cli_interrupts(void) { return atomic_load(&n_interrupts); }
@@ -29,8 +32,9 @@ static void on_interrupt(int signal_number) {
     return;
   int n = atomic_fetch_add(&n_interrupts, 1) + 1;
   if (atomic_load(&saving)) {
-    static const char *const said[] = {"\npenstock: the model is being saved; Ctrl-C again stops at once\n",
-                                       "\npenstock: stopped at once; --out is as it was, or has the whole new model\n"};
+    static const char *const said[] = {
+        "\npenstock: the model is being saved; Ctrl-C again stops at once\n",
+        "\npenstock: stopped at once; --out is as it was, or has the whole new model\n"};
     const ssize_t heard = write(STDERR_FILENO, said[n > 1], strlen(said[n > 1]));
     (void)heard; /* nobody reads stderr: nothing is lost */
     if (n > 1)
@@ -62,7 +66,7 @@ static void print_warning(void *user, ps_log_level level, const char *message) {
     fprintf(stderr, "penstock: %s\n", message);
 }
 
-/* ---- before the run ----------------------------------------------------------------------------------------------------- */
+/* ---- before the run -------------------------------------------------------------------------- */
 
 static int check_outputs(const cli_job *job) {
   struct stat in, out;
@@ -72,22 +76,27 @@ static int check_outputs(const cli_job *job) {
   if (job->out && !there && errno != ENOENT && errno != ENOTDIR)
     return cli_fail(CLI_REFUSED, "--out %s cannot be looked at: %s", job->out, strerror(errno));
   if (there && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
-    return cli_fail(CLI_REFUSED, "--out %s is the model directory itself: give another one", job->out);
+    return cli_fail(CLI_REFUSED, "--out %s is the model directory itself: give another one",
+                    job->out);
   int code = job->out ? cli_out_check(job, job->out) : CLI_OK;
   return code == CLI_OK ? cli_folder_check(job->run_dir, "run-dir") : code;
 }
 
 static int open_data(const cli_job *job, ps_dataset **out) {
   if (!job->data.n)
-    return cli_fail(CLI_REFUSED, "--data is missing: give token shards (python -m penstock.data makes them from text)");
+    return cli_fail(
+        CLI_REFUSED,
+        "--data is missing: give token shards (python -m penstock.data makes them from text)");
   ps_dataset *ds = NULL;
   ps_status st = ps_dataset_open(&ds, job->data.item, job->data.n, job->config.vocab_size);
   if (st != PS_OK)
     return cli_fail_status(st, true);
   if (ps_dataset_n_sequences(ds, job->seq_len) == 0) {
-    int code = cli_fail(CLI_REFUSED, "the data has %llu tokens in %u shards, and one sequence of --seq-len %llu needs %llu in one shard",
-                        (unsigned long long)ps_dataset_n_tokens(ds), ps_dataset_n_shards(ds), (unsigned long long)job->seq_len,
-                        (unsigned long long)job->seq_len + 1);
+    int code = cli_fail(CLI_REFUSED,
+                        "the data has %llu tokens in %u shards, and one sequence of --seq-len %llu "
+                        "needs %llu in one shard",
+                        (unsigned long long)ps_dataset_n_tokens(ds), ps_dataset_n_shards(ds),
+                        (unsigned long long)job->seq_len, (unsigned long long)job->seq_len + 1);
     ps_dataset_close(ds);
     return code;
   }
@@ -118,7 +127,7 @@ static ps_train_config train_config(const cli_job *job, ps_dataset *ds) {
   return cfg;
 }
 
-/* ---- output files ----------------------------------------------------------------------------------------------------------- */
+/* ---- output files ---------------------------------------------------------------------------- */
 
 /* Folders, the lock, plan.json and an empty metrics.jsonl. */
 static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics, int *lock) {
@@ -163,7 +172,7 @@ static int write_metrics(FILE *f, const char *path, const ps_step_metrics *m) {
   return before < 0 || ftruncate(fileno(f), before) != 0 ? CLI_FAILED : code;
 }
 
-/* ---- the run -------------------------------------------------------------------------------------------------------------------- */
+/* ---- the run --------------------------------------------------------------------------------- */
 
 static int by_value(const void *a, const void *b) {
   double x = *(const double *)a, y = *(const double *)b;
@@ -176,7 +185,8 @@ static double median_step(double *step_s, uint64_t n) {
   if (!left)
     return 0;
   qsort(step_s + skip, left, sizeof *step_s, by_value);
-  return left % 2 ? step_s[skip + left / 2] : (step_s[skip + left / 2 - 1] + step_s[skip + left / 2]) / 2;
+  return left % 2 ? step_s[skip + left / 2]
+                  : (step_s[skip + left / 2 - 1] + step_s[skip + left / 2]) / 2;
 }
 
 static void note_step(cli_run_result *r, const ps_step_metrics *m, double *step_s) {
@@ -188,7 +198,8 @@ static void note_step(cli_run_result *r, const ps_step_metrics *m, double *step_
   r->host_peak_bytes = m->host_peak_bytes;
 }
 
-/* Says once where each stream stands when steps stay away ten times as long as the plan foresees, and at least 30 s. */
+/* Says once where each stream stands when steps stay away ten times as long as the plan
+ * foresees, and at least 30 s. */
 typedef struct watchdog {
   ps_trainer *t;
   double patience_s;
@@ -208,9 +219,11 @@ static void *watch_steps(void *arg) {
       n = atomic_load(&w->n_done);
       since = cli_now_s();
     }
-    if (cli_now_s() - since < w->patience_s) continue;
+    if (cli_now_s() - since < w->patience_s)
+      continue;
     ps_trainer_where(w->t, text, sizeof text);
-    fprintf(stderr, "penstock: no step has ended for %.0f s; the streams:\n%s\n", w->patience_s, text);
+    fprintf(stderr, "penstock: no step has ended for %.0f s; the streams:\n%s\n", w->patience_s,
+            text);
     break;
   }
   return NULL;
@@ -227,19 +240,23 @@ static void watch_end(watchdog *w) {
   pthread_join(w->thread, NULL);
 }
 
-/* One step is kept submitted beyond the one waited for, until Ctrl-C, or until metrics cannot be written: steps in flight are waited for, so that
- * the model can be saved. */
-static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics, cli_run_result *r) {
+/* One step is kept submitted beyond the one waited for, until Ctrl-C, or until metrics cannot be
+ * written: steps in flight are waited for, so that the model can be saved. */
+static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics,
+                     cli_run_result *r) {
   double *step_s = calloc(job->steps, sizeof *step_s);
   if (!step_s)
-    return cli_fail(CLI_FAILED, "out of memory for the times of %llu steps", (unsigned long long)job->steps);
+    return cli_fail(CLI_FAILED, "out of memory for the times of %llu steps",
+                    (unsigned long long)job->steps);
   int code = CLI_OK;
   uint64_t submitted = 0;
   watchdog dog;
   const bool watched = watch_begin(&dog, t, job);
   for (;;) {
     r->interrupted = r->interrupted || atomic_load(&n_interrupts);
-    uint64_t ahead = r->interrupted || code != CLI_OK ? 0 : job->steps - r->n_done < 2 ? job->steps : r->n_done + 2;
+    uint64_t ahead = r->interrupted || code != CLI_OK ? 0
+                     : job->steps - r->n_done < 2     ? job->steps
+                                                      : r->n_done + 2;
     ps_status st = ahead > submitted ? ps_trainer_submit(t, ahead - submitted) : PS_OK;
     submitted = ahead > submitted ? ahead : submitted;
     if (st == PS_OK && r->n_done == submitted)
@@ -259,9 +276,11 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
     if (code == CLI_OK)
       code = write_metrics(metrics, r->metrics_path, &m);
   }
-  if (watched) watch_end(&dog);
+  if (watched)
+    watch_end(&dog);
   cli_progress_end(p);
-  /* Also where the second Ctrl-C came behind the last step's weights: that step is done, but whoever asked twice does not wait for what follows. */
+  /* Also where the second Ctrl-C came behind the last step's weights: that step is done, but
+   * whoever asked twice does not wait for what follows. */
   if (code == CLI_INTERRUPTED || (code == CLI_OK && atomic_load(&n_interrupts) > 1))
     code = cli_fail(CLI_INTERRUPTED, "stopped at once; nothing is saved");
   r->step_s_median = median_step(step_s, r->n_done);
@@ -290,20 +309,24 @@ static int report_trace(const cli_job *job, ps_trainer *t, cli_run_result *r) {
       return CLI_FAILED;
     }
     r->timeline_path = cli_path_join(job->run_dir, "timeline.json");
-    st = r->timeline_path ? ps_trace_write_json(r->timeline_path, schedule, events, n, names) : PS_OK;
+    st = r->timeline_path ? ps_trace_write_json(r->timeline_path, schedule, events, n, names)
+                          : PS_OK;
   }
   free(events);
   return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
 }
 
-static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r, int *lock) {
+static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r,
+                        int *lock) {
   FILE *metrics = NULL;
   if (!job->out)
     cli_progress_note(p, "without --out the trained model is not kept");
   if (!job->quiet) {
     static char words[160]; /* the handler's as long as the process lives */
     char step[32];
-    snprintf(words, sizeof words, "\npenstock: stopping after the steps in flight (%s a step predicted)%s; Ctrl-C again stops at once\n",
+    snprintf(words, sizeof words,
+             "\npenstock: stopping after the steps in flight (%s a step predicted)%s; Ctrl-C again "
+             "stops at once\n",
              cli_duration(step, job->report.step_s), job->out ? ", then saving" : "");
     atomic_store(&first_words, words);
   }
@@ -321,7 +344,9 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   if (code == CLI_OK)
     code = report_trace(job, t, r);
   if (job->out && r->n_done && code != CLI_INTERRUPTED) {
-    int kept = cli_save(job, t, p, r); /* also after an error in the middle of the run: weights at home are those of the last complete step */
+    /* also after an error in the middle of the run: weights at home are those of the last
+     * complete step */
+    int kept = cli_save(job, t, p, r);
     code = code == CLI_OK ? kept : code;
     r->interrupted = r->interrupted || cli_interrupts();
   }
@@ -340,8 +365,12 @@ static void show_plan(const cli_job *job, cli_progress *p) {
   if (!p->quiet)
     fprintf(stderr, "%s\n", ps_plan_text(job->plan));
   if (job->report.step_s > long_s)
-    cli_progress_note(p, "the first step is predicted to take %s: lower --%s (%llu now), or take a smaller model or a faster device", cli_duration(time, job->report.step_s),
-                      job->report.n_sequences > 1 ? "tokens-per-step" : "seq-len", (unsigned long long)job->report.tokens_per_step);
+    cli_progress_note(p,
+                      "the first step is predicted to take %s: lower --%s (%llu now), or take a "
+                      "smaller model or a faster device",
+                      cli_duration(time, job->report.step_s),
+                      job->report.n_sequences > 1 ? "tokens-per-step" : "seq-len",
+                      (unsigned long long)job->report.tokens_per_step);
   if (job->out)
     cli_folder_note(p, job->out, "out");
   if (!job->out || strcmp(job->out, job->run_dir) != 0)
@@ -373,7 +402,8 @@ static int train(cli_job *job, int *lock) {
   if (code == CLI_OK)
     code = open_data(job, &ds);
   ps_train_config cfg = train_config(job, ds);
-  if (code == CLI_OK && (st = ps_train_config_check(&cfg, &job->config)) != PS_OK) /* before the search for a plan */
+  /* before the search for a plan */
+  if (code == CLI_OK && (st = ps_train_config_check(&cfg, &job->config)) != PS_OK)
     code = cli_fail_status(st, true);
   if (code == CLI_OK)
     code = cli_job_plan(job);
@@ -418,13 +448,20 @@ int cli_train(int argc, char **argv) {
   cli_job_init(&job);
   cli_job_options(&job, options, true);
   const cli_command command = {
-      .usage = "train --model DIR --data SHARDS... --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
-      .about = "Trains the model under both memory caps: plans the step, streams what does not fit, and writes metrics.jsonl (an object a\n"
-               "step), plan.json and timeline.json. Caps that are too small and bad input are refused before anything is written (exit\n"
-               "code 2). Ctrl-C lets the steps in flight finish and saves the model if --out is given; a second one stops at once. SIGTERM does\n"
-               "the same, SIGHUP only the first. Where the model cannot be saved at the end, another directory may be named at the\n"
-               "terminal; without one the save is tried again for --save-wait seconds. Output that fails never stops a run.",
-      .example = "penstock train --model my_8B_model --data shards/ --device-mem 20GiB --host-mem 80GiB --seq-len 4096 --steps 1000 \\\n"
+      .usage = "train --model DIR --data SHARDS... --seq-len N [--device-mem SIZE] [--host-mem "
+               "SIZE] [OPTIONS]",
+      .about = "Trains the model under both memory caps: plans the step, streams what does not "
+               "fit, and writes metrics.jsonl (an object a\n"
+               "step), plan.json and timeline.json. Caps that are too small and bad input are "
+               "refused before anything is written (exit\n"
+               "code 2). Ctrl-C lets the steps in flight finish and saves the model if --out is "
+               "given; a second one stops at once. SIGTERM does\n"
+               "the same, SIGHUP only the first. Where the model cannot be saved at the end, "
+               "another directory may be named at the\n"
+               "terminal; without one the save is tried again for --save-wait seconds. Output that "
+               "fails never stops a run.",
+      .example = "penstock train --model my_8B_model --data shards/ --device-mem 20GiB --host-mem "
+                 "80GiB --seq-len 4096 --steps 1000 \\\n"
                  "    --lr 2e-5 --lr-schedule cosine --warmup-steps 50 --out trained",
       .options = options,
   };

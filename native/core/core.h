@@ -1,5 +1,5 @@
-/* core.h - what every layer of the library uses: errors, log, memory with fault injection, threads, pools, machine facts.
- * Internal. No CUDA header may be included by native/core. */
+/* core.h - what every layer of the library uses: errors, log, memory with fault injection,
+ * threads, pools, machine facts. Internal. No CUDA header may be included by native/core. */
 #ifndef PS_CORE_H
 #define PS_CORE_H
 #include <penstock/status.h>
@@ -7,90 +7,116 @@
 #include <stdbool.h>
 #include <stdio.h>
 
-/* ---- errors and log: log once where it happened, return the code upward ------------------------------------------ */
+/* ---- errors and log: log once where it happened, return the code upward ---------------------- */
 ps_status ps__fail(ps_status code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 void ps__clear_error(void); /* ps_last_error() of this thread becomes "" */
 void ps__log(ps_log_level level, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
-#define PS_TRY(expr) do { ps_status st_ = (expr); if (st_ != PS_OK) return st_; } while (0)
+#define PS_TRY(expr)                                                                               \
+  do {                                                                                             \
+    ps_status st_ = (expr);                                                                        \
+    if (st_ != PS_OK)                                                                              \
+      return st_;                                                                                  \
+  } while (0)
 
 /* "27.4 GiB", "512.0 MiB", "3 B": for messages. Writes into buf and returns it. */
 const char *ps__format_bytes(char buf[32], uint64_t bytes);
 /* Two sizes that are compared: as many digits as tell them apart. */
 void ps__format_bytes_apart(char a[32], uint64_t x, char b[32], uint64_t y);
 
-/* ---- memory: the library allocates through these only, so that tests can count and fail them ---------------------- */
-void *ps__malloc(size_t bytes);              /* NULL on failure (or an injected one); free with ps__free */
+/* ---- memory: the library allocates through these only, so that tests can count and fail them */
+/* NULL on failure (or an injected one); free with ps__free */
+void *ps__malloc(size_t bytes);
 void *ps__calloc(size_t n, size_t bytes);
 void *ps__realloc(void *p, size_t bytes);
 void ps__free(void *p);
 char *ps__strdup(const char *s);
-/* Page-aligned anonymous memory, zero, untouched until written; huge pages asked for. PS_ENOMEM names what and bytes. */
+/* Page-aligned anonymous memory, zero, untouched until written; huge pages asked for. PS_ENOMEM
+ * names what and bytes. */
 ps_status ps__map(void **out, size_t bytes, const char *what);
 void ps__unmap(void *p, size_t bytes);
-/* Growable array: make room for one more element of *items (of *n, capacity *cap). false when memory is out. */
+/* Growable array: make room for one more element of *items (of *n, capacity *cap). false when
+ * memory is out. */
 bool ps__grow(void **items, size_t n, size_t *cap, size_t item_bytes);
 
-/* ---- fault injection (exported for tests): the nth call from now of a kind fails; 0 disarms ------------------------ */
-typedef enum ps__fault { PS_FAULT_ALLOC = 0, PS_FAULT_READ = 1, PS_FAULT_WRITE = 2, PS_FAULT_THREAD = 3, PS_FAULT_KINDS = 4 } ps__fault;
+/* ---- fault injection (exported for tests): the nth call from now of a kind fails; 0 disarms */
+typedef enum ps__fault {
+  PS_FAULT_ALLOC = 0,
+  PS_FAULT_READ = 1,
+  PS_FAULT_WRITE = 2,
+  PS_FAULT_THREAD = 3,
+  PS_FAULT_KINDS = 4
+} ps__fault;
 PS_API void ps__fault_arm(int kind, int64_t nth);
-PS_API int64_t ps__fault_count(int kind);     /* calls of the kind since it was last armed */
-PS_API int64_t ps__live_allocations(void);    /* allocations, maps and threads alive */
-void ps__live_add(int64_t n);                  /* who makes such a thing outside memory.c says so here */
-bool ps__fault_hit(ps__fault kind);           /* call sites outside core (reads, writes) ask this first */
+PS_API int64_t ps__fault_count(int kind);  /* calls of the kind since it was last armed */
+PS_API int64_t ps__live_allocations(void); /* allocations, maps and threads alive */
+/* who makes such a thing outside memory.c says so here */
+void ps__live_add(int64_t n);
+/* call sites outside core (reads, writes) ask this first */
+bool ps__fault_hit(ps__fault kind);
 
-/* ---- files: whole reads and writes at an offset, errno in words, the file named ------------------------------------- */
+/* ---- files: whole reads and writes at an offset, errno in words, the file named -------------- */
 struct stat;
-/* Open an input file; the only way in which one is opened. Never waits: what is not a regular file (a pipe nobody writes
- * to, a device) is refused by what it is. @sb what fstat says of it. On PS_OK the caller closes *fd. PS_EIO. */
+/* Open an input file; the only way in which one is opened. Never waits: what is not a regular
+ * file (a pipe nobody writes to, a device) is refused by what it is. @sb what fstat says of it.
+ * On PS_OK the caller closes *fd. PS_EIO. */
 ps_status ps__open_input(int *fd, struct stat *sb, const char *path);
 ps_status ps__pread_all(int fd, const char *path, void *dst, size_t bytes, uint64_t offset);
 ps_status ps__write_all(int fd, const char *path, const void *src, size_t bytes);
-/* Whether @path names something. A disk that does not say is PS_EIO: what cannot be looked at is not taken for missing. */
+/* Whether @path names something. A disk that does not say is PS_EIO: what cannot be looked at is
+ * not taken for missing. */
 ps_status ps__path_exists(const char *path, bool *exists);
-/* Where file @name of model directory @dir is: what a save had no time to move to its place (io/stage.c) counts first. @out is
- * to be freed. PS_EIO, PS_ENOMEM. */
+/* Where file @name of model directory @dir is: what a save had no time to move to its place
+ * (io/stage.c) counts first. @out is to be freed. PS_EIO, PS_ENOMEM. */
 #define PS__MODEL_PENDING ".penstock-new"
 ps_status ps__model_path(char **out, const char *dir, const char *name);
-/* A file that replaces @path whole: made under a random name beside it, which follows no link. ps__replace_end() closes it and
- * gives it the name, or, when @st is an error, removes it; it returns @st, or what failed. @path may be a regular file or nothing. */
+/* A file that replaces @path whole: made under a random name beside it, which follows no link.
+ * ps__replace_end() closes it and gives it the name, or, when @st is an error, removes it; it
+ * returns @st, or what failed. @path may be a regular file or nothing. */
 ps_status ps__replace_begin(int *fd, char **temporary, const char *path);
 ps_status ps__replace_end(int fd, char *temporary, const char *path, ps_status st);
 
-/* ---- time ----------------------------------------------------------------------------------------------------------- */
+/* ---- time ------------------------------------------------------------------------------------ */
 uint64_t ps__now_ns(void); /* CLOCK_MONOTONIC */
 
-/* ---- threads -------------------------------------------------------------------------------------------------------- */
+/* ---- threads --------------------------------------------------------------------------------- */
 typedef struct ps__thread ps__thread;
-ps_status ps__thread_start(ps__thread **out, void (*fn)(void *), void *arg, const char *name); /* PS_EDEVICE when refused */
+/* PS_EDEVICE when refused */
+ps_status ps__thread_start(ps__thread **out, void (*fn)(void *), void *arg, const char *name);
 void ps__thread_join(ps__thread *t); /* NULL is a no-op; frees t */
-bool ps__cores_idle(void);           /* no more threads awake than CPUs: spinning briefly costs nobody anything */
+/* no more threads awake than CPUs: spinning briefly costs nobody anything */
+bool ps__cores_idle(void);
 
-/* A counter that only grows, with blocking waits: spins briefly where cores are idle, then sleeps on a futex. Signalling
- * costs no system call unless somebody sleeps for that value. One thread at a time signals; any number wait. */
+/* A counter that only grows, with blocking waits: spins briefly where cores are idle, then
+ * sleeps on a futex. Signalling costs no system call unless somebody sleeps for that value. One
+ * thread at a time signals; any number wait. */
 typedef struct ps__timeline {
   _Alignas(64) _Atomic uint64_t value;
-  _Atomic uint64_t next_wake; /* the lowest value that a sleeper waits for; UINT64_MAX: nobody sleeps */
+  /* the lowest value that a sleeper waits for; UINT64_MAX: nobody sleeps */
+  _Atomic uint64_t next_wake;
   _Atomic uint32_t wake_word; /* the futex */
 } ps__timeline;
 void ps__timeline_init(ps__timeline *t);
 void ps__timeline_signal(ps__timeline *t, uint64_t value);
-/* Returns when t->value >= value, or when *abort_flag != 0 (then false). ps__timeline_kick() makes sleepers look again. */
+/* Returns when t->value >= value, or when *abort_flag != 0 (then false). ps__timeline_kick()
+ * makes sleepers look again. */
 bool ps__timeline_wait(ps__timeline *t, uint64_t value, const _Atomic uint32_t *abort_flag);
 void ps__timeline_kick(ps__timeline *t);
 
-/* A pool of threads for data-parallel loops. The caller of ps__pool_run is worker 0. Between create and destroy nothing
- * is allocated. Tasks 0..n-1 are handed out dynamically; what a task computes must not depend on which worker runs it. */
+/* A pool of threads for data-parallel loops. The caller of ps__pool_run is worker 0. Between
+ * create and destroy nothing is allocated. Tasks 0..n-1 are handed out dynamically; what a task
+ * computes must not depend on which worker runs it. */
 typedef struct ps__pool ps__pool;
 ps_status ps__pool_create(ps__pool **out, uint32_t n_threads, const char *name);
 void ps__pool_destroy(ps__pool *p);
 uint32_t ps__pool_size(const ps__pool *p);
 typedef void (*ps__task_fn)(void *arg, int64_t task, uint32_t worker);
 void ps__pool_run(ps__pool *p, int64_t n_tasks, ps__task_fn fn, void *arg);
-void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__task_fn fn, void *arg); /* on so many of its threads, >= 1; one that
-                                                                                                            is late from the run before may help. On one: the caller's */
+/* on so many of its threads, >= 1; one that is late from the run before may help. On one: the
+ * caller's */
+void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__task_fn fn, void *arg);
 
-/* What a CPU kernel runs with: a pool, and scratch for each worker (64-byte aligned, reserved before the first step).
- * worker w's scratch is scratch + w * scratch_bytes. */
+/* What a CPU kernel runs with: a pool, and scratch for each worker (64-byte aligned, reserved
+ * before the first step). worker w's scratch is scratch + w * scratch_bytes. */
 typedef struct ps__cpu_exec {
   ps__pool *pool;
   char *scratch;
@@ -98,68 +124,97 @@ typedef struct ps__cpu_exec {
   uint32_t n_threads;   /* at most so many of the pool's; 0: all */
 } ps__cpu_exec;
 
-/* ---- machine facts ---------------------------------------------------------------------------------------------------- */
-uint32_t ps__n_cpus(void);               /* CPUs this process may use: affinity mask and cgroup quota */
-uint64_t ps__host_memory_limit(void);    /* BYTES: min of physical memory, cgroup v1/v2 limit, SLURM_MEM_PER_NODE */
-uint64_t ps__host_memory_free(void);     /* BYTES that can be had without swapping, as the system tells; within that limit less what this process holds */
-uint64_t ps__resident_bytes(void);       /* VmRSS of this process now */
-uint64_t ps__process_bytes(void);        /* the same when this was first called; any thread */
-uint64_t ps__resident_peak_bytes(void);  /* VmHWM */
-/* The peak is counted from now on; free memory of the allocator goes back first. (Of the whole process: ru_maxrss follows.) */
+/* ---- machine facts --------------------------------------------------------------------------- */
+/* CPUs this process may use: affinity mask and cgroup quota */
+uint32_t ps__n_cpus(void);
+/* BYTES: min of physical memory, cgroup v1/v2 limit, SLURM_MEM_PER_NODE */
+uint64_t ps__host_memory_limit(void);
+/* BYTES that can be had without swapping, as the system tells; within that limit less what this
+ * process holds */
+uint64_t ps__host_memory_free(void);
+uint64_t ps__resident_bytes(void);      /* VmRSS of this process now */
+uint64_t ps__process_bytes(void);       /* the same when this was first called; any thread */
+uint64_t ps__resident_peak_bytes(void); /* VmHWM */
+/* The peak is counted from now on; free memory of the allocator goes back first. (Of the whole
+ * process: ru_maxrss follows.) */
 void ps__resident_peak_reset(void);
 
-/* ---- JSON: a small strict reader (RFC 8259; depth <= 64): as events, or as a tree; and a writer ------------------------- */
-typedef enum ps__json_kind { PS_JSON_NULL, PS_JSON_BOOL, PS_JSON_NUMBER, PS_JSON_STRING, PS_JSON_ARRAY, PS_JSON_OBJECT } ps__json_kind;
+/* ---- JSON: a strict reader (RFC 8259, depth <= 64) with events or a tree; a writer ----------- */
+typedef enum ps__json_kind {
+  PS_JSON_NULL,
+  PS_JSON_BOOL,
+  PS_JSON_NUMBER,
+  PS_JSON_STRING,
+  PS_JSON_ARRAY,
+  PS_JSON_OBJECT
+} ps__json_kind;
 
-/* A document's values in order, in the memory of the longest key and value. Duplicate keys are not looked for. */
+/* A document's values in order, in the memory of the longest key and value. Duplicate keys are
+ * not looked for. */
 typedef struct ps__json_scan ps__json_scan;
 typedef struct ps__json_event {
-  ps__json_kind kind;     /* of a value; an array or object begins here */
-  bool end;               /* no value: the innermost array or object ends here, or outside of all the document */
-  bool truth;             /* a bool's value */
-  const char *key;        /* of a member of an object, NUL-terminated; as @text until the next call */
+  ps__json_kind kind; /* of a value; an array or object begins here */
+  /* no value: the innermost array or object ends here, or outside of all the document */
+  bool end;
+  bool truth; /* a bool's value */
+  /* of a member of an object, NUL-terminated; as @text until the next call */
+  const char *key;
   size_t key_bytes;
-  const char *text;       /* a string, or a number as it is written; NUL-terminated */
+  const char *text; /* a string, or a number as it is written; NUL-terminated */
   size_t bytes;
 } ps__json_event;
-/* @bytes of a file from @offset on, read in pieces of 64 KiB; a key and its value have at most @max_text bytes. @fd and @name are
- * borrowed until the scan is closed. */
-ps_status ps__json_scan_file(ps__json_scan **out, int fd, uint64_t offset, uint64_t bytes, size_t max_text, const char *name);
-ps_status ps__json_scan_text(ps__json_scan **out, const char *text, size_t bytes, const char *name); /* both borrowed */
+/* @bytes of a file from @offset on, read in pieces of 64 KiB; a key and its value have at most
+ * @max_text bytes. @fd and @name are borrowed until the scan is closed. */
+ps_status ps__json_scan_file(ps__json_scan **out, int fd, uint64_t offset, uint64_t bytes,
+                             size_t max_text, const char *name);
+/* both borrowed */
+ps_status ps__json_scan_text(ps__json_scan **out, const char *text, size_t bytes, const char *name);
 ps_status ps__json_scan_next(ps__json_scan *s, ps__json_event *e);
-ps_status ps__json_scan_skip(ps__json_scan *s, const ps__json_event *begin); /* past what began with the last event */
-ps_status ps__json_scan_fail(const ps__json_scan *s, const char *what);      /* PS_EFORMAT with the name and the line */
+/* past what began with the last event */
+ps_status ps__json_scan_skip(ps__json_scan *s, const ps__json_event *begin);
+/* PS_EFORMAT with the name and the line */
+ps_status ps__json_scan_fail(const ps__json_scan *s, const char *what);
 void ps__json_scan_close(ps__json_scan *s);
-bool ps__json_text_uint64(const char *text, size_t bytes, uint64_t *out);    /* as ps__json_uint64() */
+/* as ps__json_uint64() */
+bool ps__json_text_uint64(const char *text, size_t bytes, uint64_t *out);
 
 /* A tree. Duplicate keys are refused. */
-enum { PS__MAX_CONFIG_BYTES = 1 << 20 };                                /* of a config.json */
-typedef struct ps__json ps__json; /* a node; the tree is freed as a whole through its root */
-/* Parse @bytes of UTF-8. @name is used in messages ("config.json: line 3: ..."). PS_EFORMAT, PS_ENOMEM. */
+enum { PS__MAX_CONFIG_BYTES = 1 << 20 }; /* of a config.json */
+typedef struct ps__json ps__json;        /* a node; the tree is freed as a whole through its root */
+/* Parse @bytes of UTF-8. @name is used in messages ("config.json: line 3: ..."). PS_EFORMAT,
+ * PS_ENOMEM. */
 ps_status ps__json_parse(ps__json **out, const char *text, size_t bytes, const char *name);
 ps_status ps__json_read_file(ps__json **out, const char *path, size_t max_bytes);
 void ps__json_free(ps__json *root);
 ps__json_kind ps__json_type(const ps__json *j);
-size_t ps__json_length(const ps__json *j);                              /* array or object */
-const ps__json *ps__json_at(const ps__json *j, size_t i);               /* i-th element or value */
-const char *ps__json_key(const ps__json *j, size_t i);                  /* i-th key of an object */
-const ps__json *ps__json_get(const ps__json *j, const char *key);       /* NULL when absent or not an object */
-const char *ps__json_string(const ps__json *j, size_t *bytes);          /* NULL unless a string; NUL-terminated too */
+size_t ps__json_length(const ps__json *j);                /* array or object */
+const ps__json *ps__json_at(const ps__json *j, size_t i); /* i-th element or value */
+const char *ps__json_key(const ps__json *j, size_t i);    /* i-th key of an object */
+/* NULL when absent or not an object */
+const ps__json *ps__json_get(const ps__json *j, const char *key);
+/* NULL unless a string; NUL-terminated too */
+const char *ps__json_string(const ps__json *j, size_t *bytes);
 double ps__json_number(const ps__json *j, double fallback);
-const char *ps__json_number_text(const ps__json *j);                    /* as it is written; NULL unless a number */
-bool ps__json_uint64(const ps__json *j, uint64_t *out);                 /* true when an exact non-negative integer */
+/* as it is written; NULL unless a number */
+const char *ps__json_number_text(const ps__json *j);
+/* true when an exact non-negative integer */
+bool ps__json_uint64(const ps__json *j, uint64_t *out);
 bool ps__json_bool(const ps__json *j, bool fallback);
 
-typedef struct ps__jsonw ps__jsonw;                                     /* writer onto a FILE* or memory */
-ps_status ps__jsonw_create(ps__jsonw **out);                            /* into memory */
+/* writer onto a FILE* or memory */
+typedef struct ps__jsonw ps__jsonw;
+ps_status ps__jsonw_create(ps__jsonw **out); /* into memory */
 void ps__jsonw_free(ps__jsonw *w);
-void ps__jsonw_object(ps__jsonw *w, const char *key);                   /* key NULL inside arrays and at the root */
+/* key NULL inside arrays and at the root */
+void ps__jsonw_object(ps__jsonw *w, const char *key);
 void ps__jsonw_array(ps__jsonw *w, const char *key);
 void ps__jsonw_end(ps__jsonw *w);
 void ps__jsonw_string(ps__jsonw *w, const char *key, const char *value);
 void ps__jsonw_uint(ps__jsonw *w, const char *key, uint64_t value);
-void ps__jsonw_number(ps__jsonw *w, const char *key, double value);     /* NaN and infinities become null */
+/* NaN and infinities become null */
+void ps__jsonw_number(ps__jsonw *w, const char *key, double value);
 void ps__jsonw_bool(ps__jsonw *w, const char *key, bool value);
-const char *ps__jsonw_text(ps__jsonw *w, size_t *bytes);                /* NULL when memory ran out on the way */
+/* NULL when memory ran out on the way */
+const char *ps__jsonw_text(ps__jsonw *w, size_t *bytes);
 
 #endif

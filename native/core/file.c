@@ -20,16 +20,23 @@ static const char *what_it_is(mode_t mode) {
 ps_status ps__open_input(int *fd, struct stat *sb, const char *path) {
   int f = -1, failed = EIO;
   if (!ps__fault_hit(PS_FAULT_READ)) {
-    f = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC); /* O_NONBLOCK: a pipe without a writer opens at once */
+    /* O_NONBLOCK: a pipe without a writer opens at once */
+    f = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     failed = errno;
   }
-  if (f < 0 && failed == ENXIO) return ps__fail(PS_EIO, "%s: is a socket or a device: a regular file is needed", path);
-  if (f < 0) return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(failed));
+  if (f < 0 && failed == ENXIO)
+    return ps__fail(PS_EIO, "%s: is a socket or a device: a regular file is needed", path);
+  if (f < 0)
+    return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(failed));
   ps_status st = PS_OK;
-  if (fstat(f, sb) != 0) st = ps__fail(PS_EIO, "%s: cannot be looked at: %s", path, strerror(errno));
-  else if (!S_ISREG(sb->st_mode)) st = ps__fail(PS_EIO, "%s: is %s: a regular file is needed", path, what_it_is(sb->st_mode));
-  if (st == PS_OK) *fd = f;
-  else close(f);
+  if (fstat(f, sb) != 0)
+    st = ps__fail(PS_EIO, "%s: cannot be looked at: %s", path, strerror(errno));
+  else if (!S_ISREG(sb->st_mode))
+    st = ps__fail(PS_EIO, "%s: is %s: a regular file is needed", path, what_it_is(sb->st_mode));
+  if (st == PS_OK)
+    *fd = f;
+  else
+    close(f);
   return st;
 }
 
@@ -37,7 +44,8 @@ ps_status ps__pread_all(int fd, const char *path, void *dst, size_t bytes, uint6
   char *p = dst;
   size_t left = bytes;
   if (offset > INT64_MAX || bytes > INT64_MAX - offset)
-    return ps__fail(PS_EIO, "%s: offset %llu is past what a file can hold", path, (unsigned long long)offset);
+    return ps__fail(PS_EIO, "%s: offset %llu is past what a file can hold", path,
+                    (unsigned long long)offset);
   while (left > 0) {
     ssize_t n;
     if (ps__fault_hit(PS_FAULT_READ)) {
@@ -49,10 +57,11 @@ ps_status ps__pread_all(int fd, const char *path, void *dst, size_t bytes, uint6
     if (n < 0 && errno == EINTR)
       continue;
     if (n < 0)
-      return ps__fail(PS_EIO, "%s: reading %zu bytes at offset %llu failed: %s", path, left, (unsigned long long)offset,
-                      strerror(errno));
+      return ps__fail(PS_EIO, "%s: reading %zu bytes at offset %llu failed: %s", path, left,
+                      (unsigned long long)offset, strerror(errno));
     if (n == 0)
-      return ps__fail(PS_EIO, "%s: ends at byte %llu, %zu bytes before it should", path, (unsigned long long)offset, left);
+      return ps__fail(PS_EIO, "%s: ends at byte %llu, %zu bytes before it should", path,
+                      (unsigned long long)offset, left);
     p += n;
     left -= (size_t)n;
     offset += (uint64_t)n;
@@ -94,14 +103,16 @@ ps_status ps__model_path(char **out, const char *dir, const char *name) {
   const char *slash = n && dir[n - 1] == '/' ? "" : "/";
   char *path = ps__malloc(bytes);
   bool pending = false;
-  if (!path) return ps__fail(PS_ENOMEM, "%s: no memory left for a path", dir);
+  if (!path)
+    return ps__fail(PS_ENOMEM, "%s: no memory left for a path", dir);
   snprintf(path, bytes, "%s%s" PS__MODEL_PENDING "/%s", dir, slash, name);
   const ps_status st = ps__path_exists(path, &pending);
   if (st != PS_OK) {
     ps__free(path);
     return st;
   }
-  if (!pending) snprintf(path, bytes, "%s%s%s", dir, slash, name);
+  if (!pending)
+    snprintf(path, bytes, "%s%s%s", dir, slash, name);
   *out = path;
   return PS_OK;
 }
@@ -111,12 +122,17 @@ ps_status ps__replace_begin(int *fd, char **temporary, const char *path) {
   uint64_t x;
   struct stat sb;
   if (lstat(path, &sb) == 0 && !S_ISREG(sb.st_mode))
-    return ps__fail(PS_EIO, "%s: is there and no regular file: it is not replaced, choose another name", path);
-  if (getrandom(&x, sizeof x, 0) != sizeof x) return ps__fail(PS_EIO, "%s: no random number for a temporary name: %s", path, strerror(errno));
+    return ps__fail(
+        PS_EIO, "%s: is there and no regular file: it is not replaced, choose another name", path);
+  if (getrandom(&x, sizeof x, 0) != sizeof x)
+    return ps__fail(PS_EIO, "%s: no random number for a temporary name: %s", path, strerror(errno));
   char *name = ps__malloc(bytes);
-  if (!name) return ps__fail(PS_ENOMEM, "%s: no memory left to write it", path);
+  if (!name)
+    return ps__fail(PS_ENOMEM, "%s: no memory left to write it", path);
   snprintf(name, bytes, "%s.%016llx.part", path, (unsigned long long)x);
-  const int f = ps__fault_hit(PS_FAULT_WRITE) ? (errno = EIO, -1) : open(name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+  const int f = ps__fault_hit(PS_FAULT_WRITE)
+                    ? (errno = EIO, -1)
+                    : open(name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
   if (f < 0) {
     const ps_status st = ps__fail(PS_EIO, "%s: cannot be written: %s", path, strerror(errno));
     ps__free(name);
@@ -128,9 +144,12 @@ ps_status ps__replace_begin(int *fd, char **temporary, const char *path) {
 }
 
 ps_status ps__replace_end(int fd, char *temporary, const char *path, ps_status st) {
-  if (close(fd) != 0 && st == PS_OK) st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
-  if (st == PS_OK && rename(temporary, path) != 0) st = ps__fail(PS_EIO, "%s: cannot be replaced: %s", path, strerror(errno));
-  if (st != PS_OK) (void)unlink(temporary);
+  if (close(fd) != 0 && st == PS_OK)
+    st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
+  if (st == PS_OK && rename(temporary, path) != 0)
+    st = ps__fail(PS_EIO, "%s: cannot be replaced: %s", path, strerror(errno));
+  if (st != PS_OK)
+    (void)unlink(temporary);
   ps__free(temporary);
   return st;
 }

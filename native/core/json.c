@@ -1,7 +1,8 @@
 /* json.c - a JSON document as a tree, for documents that are small or are wanted whole.
  *
- * Texts lie in one buffer that is never longer than the document; a value takes 16 bytes, with its key 24. An object of many keys
- * carries an index sorted by key: duplicates are found and keys looked up in O(log n). */
+ * Texts lie in one buffer that is never longer than the document; a value takes 16 bytes, with
+ * its key 24. An object of many keys carries an index sorted by key: duplicates are found and
+ * keys looked up in O(log n). */
 #include "core.h"
 #include <inttypes.h>
 #include <locale.h>
@@ -14,9 +15,10 @@ enum { INDEX_FROM = 8 };
 
 struct ps__json {
   union {
-    const char *text;       /* string, number */
-    ps__json *items;        /* array */
-    struct member *members; /* object; from INDEX_FROM on their numbers by key, uint32_t, lie behind them */
+    const char *text; /* string, number */
+    ps__json *items;  /* array */
+    /* object; from INDEX_FROM on their numbers by key, uint32_t, lie behind them */
+    struct member *members;
   };
   uint32_t n; /* bytes of a string or number; members of an array or object */
   uint8_t kind;
@@ -39,9 +41,12 @@ typedef struct builder {
   const char *name;
 } builder;
 
-static ps_status no_memory(const char *name) { return ps__fail(PS_ENOMEM, "%s: no memory left to read it", name); }
+static ps_status no_memory(const char *name) {
+  return ps__fail(PS_ENOMEM, "%s: no memory left to read it", name);
+}
 
-/* Each text is shorter than its place in the document: quotes, or what ends a number, make room for the NUL. */
+/* Each text is shorter than its place in the document: quotes, or what ends a number, make room
+ * for the NUL. */
 static const char *keep_text(builder *b, const char *text, size_t bytes) {
   char *at = b->text;
   memcpy(at, text, bytes);
@@ -63,24 +68,31 @@ static ps_status fail_duplicate(const builder *b, const char *key) {
   return ps__json_scan_fail(b->scan, what);
 }
 
-/* The object gives back the room that it does not need. Refuses duplicate keys; makes the index of a large object. */
+/* The object gives back the room that it does not need. Refuses duplicate keys; makes the index
+ * of a large object. */
 static ps_status finish_object(const builder *b, ps__json *o) {
   const bool indexed = o->n >= INDEX_FROM;
-  struct member *m = o->n ? ps__realloc(o->members, o->n * (sizeof *m + (indexed ? sizeof(uint32_t) : 0))) : NULL;
-  if (o->n == 0) return PS_OK;
-  if (!m) return no_memory(b->name);
+  struct member *m =
+      o->n ? ps__realloc(o->members, o->n * (sizeof *m + (indexed ? sizeof(uint32_t) : 0))) : NULL;
+  if (o->n == 0)
+    return PS_OK;
+  if (!m)
+    return no_memory(b->name);
   o->members = m;
   if (!indexed) {
     for (size_t i = 1; i < o->n; i++)
       for (size_t k = 0; k < i; k++)
-        if (!strcmp(m[i].key, m[k].key)) return fail_duplicate(b, m[i].key);
+        if (!strcmp(m[i].key, m[k].key))
+          return fail_duplicate(b, m[i].key);
     return PS_OK;
   }
   uint32_t *sorted = index_of(o);
-  for (uint32_t i = 0; i < o->n; i++) sorted[i] = i;
+  for (uint32_t i = 0; i < o->n; i++)
+    sorted[i] = i;
   qsort_r(sorted, o->n, sizeof *sorted, compare_members, m);
   for (size_t i = 1; i < o->n; i++)
-    if (!compare_members(&sorted[i - 1], &sorted[i], m)) return fail_duplicate(b, m[sorted[i]].key);
+    if (!compare_members(&sorted[i - 1], &sorted[i], m))
+      return fail_duplicate(b, m[sorted[i]].key);
   return PS_OK;
 }
 
@@ -93,29 +105,38 @@ static ps_status build_members(builder *b, ps__json *out) {
   for (;;) {
     ps__json_event e;
     PS_TRY(ps__json_scan_next(b->scan, &e));
-    if (e.end) break;
-    if (out->n == UINT32_MAX) return ps__json_scan_fail(b->scan, "too many members in one array or object");
+    if (e.end)
+      break;
+    if (out->n == UINT32_MAX)
+      return ps__json_scan_fail(b->scan, "too many members in one array or object");
     void *members = out->members;
-    const bool grown = ps__grow(&members, out->n, &cap, object ? sizeof *out->members : sizeof *out->items);
+    const bool grown =
+        ps__grow(&members, out->n, &cap, object ? sizeof *out->members : sizeof *out->items);
     out->members = members;
-    if (!grown) return no_memory(b->name);
+    if (!grown)
+      return no_memory(b->name);
     ps__json *value = object ? &out->members[out->n].value : &out->items[out->n];
-    if (object) out->members[out->n].key = keep_text(b, e.key, e.key_bytes);
+    if (object)
+      out->members[out->n].key = keep_text(b, e.key, e.key_bytes);
     *value = (ps__json){.kind = PS_JSON_NULL};
     out->n++; /* counted first: a half-made child is freed with its parent */
     PS_TRY(build(b, &e, value));
   }
-  if (object) return finish_object(b, out);
+  if (object)
+    return finish_object(b, out);
   ps__json *items = out->n ? ps__realloc(out->items, out->n * sizeof *items) : NULL;
-  if (out->n && !items) return no_memory(b->name);
+  if (out->n && !items)
+    return no_memory(b->name);
   out->items = items;
   return PS_OK;
 }
 
 static ps_status build(builder *b, const ps__json_event *e, ps__json *out) {
   *out = (ps__json){.kind = (uint8_t)e->kind, .truth = e->truth};
-  if (e->kind == PS_JSON_ARRAY || e->kind == PS_JSON_OBJECT) return build_members(b, out);
-  if (!e->text) return PS_OK;
+  if (e->kind == PS_JSON_ARRAY || e->kind == PS_JSON_OBJECT)
+    return build_members(b, out);
+  if (!e->text)
+    return PS_OK;
   out->text = keep_text(b, e->text, e->bytes);
   out->n = (uint32_t)e->bytes;
   return PS_OK;
@@ -123,13 +144,16 @@ static ps_status build(builder *b, const ps__json_event *e, ps__json *out) {
 
 static void free_members(ps__json *j) {
   const bool object = j->kind == PS_JSON_OBJECT;
-  if (!object && j->kind != PS_JSON_ARRAY) return;
-  for (size_t i = 0; i < j->n; i++) free_members(object ? &j->members[i].value : &j->items[i]);
+  if (!object && j->kind != PS_JSON_ARRAY)
+    return;
+  for (size_t i = 0; i < j->n; i++)
+    free_members(object ? &j->members[i].value : &j->items[i]);
   ps__free(j->members);
 }
 
 void ps__json_free(ps__json *j) {
-  if (!j) return;
+  if (!j)
+    return;
   root *r = (root *)j;
   free_members(&r->node);
   ps__free(r->buffer);
@@ -137,24 +161,33 @@ void ps__json_free(ps__json *j) {
 }
 
 /* Takes @scan over. */
-static ps_status build_document(ps__json **out, ps__json_scan *scan, size_t bytes, const char *name) {
+static ps_status build_document(ps__json **out, ps__json_scan *scan, size_t bytes,
+                                const char *name) {
   root *r = ps__calloc(1, sizeof *r);
-  if (r) r->buffer = ps__malloc(bytes + 1);
+  if (r)
+    r->buffer = ps__malloc(bytes + 1);
   ps_status st = r && r->buffer ? PS_OK : no_memory(name);
   builder b = {.scan = scan, .text = r ? r->buffer : NULL, .name = name};
   ps__json_event e;
-  if (st == PS_OK) st = ps__json_scan_next(scan, &e);
-  if (st == PS_OK) st = build(&b, &e, &r->node);
-  if (st == PS_OK) st = ps__json_scan_next(scan, &e); /* the document's end */
+  if (st == PS_OK)
+    st = ps__json_scan_next(scan, &e);
+  if (st == PS_OK)
+    st = build(&b, &e, &r->node);
+  if (st == PS_OK)
+    st = ps__json_scan_next(scan, &e); /* the document's end */
   ps__json_scan_close(scan);
-  if (st == PS_OK) *out = &r->node;
-  else if (r) ps__json_free(&r->node);
+  if (st == PS_OK)
+    *out = &r->node;
+  else if (r)
+    ps__json_free(&r->node);
   return st;
 }
 
 static ps_status check_length(uint64_t bytes, size_t max_bytes, const char *name) {
-  if (bytes <= max_bytes) return PS_OK;
-  return ps__fail(PS_EFORMAT, "%s: has %" PRIu64 " bytes, at most %zu are read", name, bytes, max_bytes);
+  if (bytes <= max_bytes)
+    return PS_OK;
+  return ps__fail(PS_EFORMAT, "%s: has %" PRIu64 " bytes, at most %zu are read", name, bytes,
+                  max_bytes);
 }
 
 ps_status ps__json_parse(ps__json **out, const char *text, size_t bytes, const char *name) {
@@ -171,22 +204,27 @@ ps_status ps__json_read_file(ps__json **out, const char *path, size_t max_bytes)
   const uint64_t bytes = (uint64_t)sb.st_size;
   ps__json_scan *scan = NULL;
   ps_status st = check_length(bytes, max_bytes, path);
-  if (st == PS_OK) st = ps__json_scan_file(&scan, fd, 0, bytes, max_bytes, path);
-  if (st == PS_OK) st = build_document(out, scan, (size_t)bytes, path);
+  if (st == PS_OK)
+    st = ps__json_scan_file(&scan, fd, 0, bytes, max_bytes, path);
+  if (st == PS_OK)
+    st = build_document(out, scan, (size_t)bytes, path);
   close(fd);
   return st;
 }
 
-/* ---- reading the tree ------------------------------------------------------------------------------------------------- */
+/* ---- reading the tree ------------------------------------------------------------------------ */
 
 ps__json_kind ps__json_type(const ps__json *j) { return (ps__json_kind)j->kind; }
 
-static bool has_members(const ps__json *j) { return j && (j->kind == PS_JSON_ARRAY || j->kind == PS_JSON_OBJECT); }
+static bool has_members(const ps__json *j) {
+  return j && (j->kind == PS_JSON_ARRAY || j->kind == PS_JSON_OBJECT);
+}
 
 size_t ps__json_length(const ps__json *j) { return has_members(j) ? j->n : 0; }
 
 const ps__json *ps__json_at(const ps__json *j, size_t i) {
-  if (i >= ps__json_length(j)) return NULL;
+  if (i >= ps__json_length(j))
+    return NULL;
   return j->kind == PS_JSON_OBJECT ? &j->members[i].value : &j->items[i];
 }
 
@@ -195,37 +233,51 @@ const char *ps__json_key(const ps__json *j, size_t i) {
 }
 
 const ps__json *ps__json_get(const ps__json *j, const char *key) {
-  if (!j || j->kind != PS_JSON_OBJECT) return NULL;
+  if (!j || j->kind != PS_JSON_OBJECT)
+    return NULL;
   const uint32_t *sorted = j->n >= INDEX_FROM ? index_of(j) : NULL;
   size_t lo = 0, hi = j->n;
   while (lo < hi) {
     const size_t mid = sorted ? lo + (hi - lo) / 2 : lo;
     const struct member *m = &j->members[sorted ? sorted[mid] : mid];
     const int c = strcmp(key, m->key);
-    if (c == 0) return &m->value;
-    if (sorted && c < 0) hi = mid;
-    else lo = mid + 1;
+    if (c == 0)
+      return &m->value;
+    if (sorted && c < 0)
+      hi = mid;
+    else
+      lo = mid + 1;
   }
   return NULL;
 }
 
 const char *ps__json_string(const ps__json *j, size_t *bytes) {
-  if (!j || j->kind != PS_JSON_STRING) return NULL;
-  if (bytes) *bytes = j->n;
+  if (!j || j->kind != PS_JSON_STRING)
+    return NULL;
+  if (bytes)
+    *bytes = j->n;
   return j->text;
 }
 
 double ps__json_number(const ps__json *j, double fallback) {
-  if (!j || j->kind != PS_JSON_NUMBER) return fallback;
+  if (!j || j->kind != PS_JSON_NUMBER)
+    return fallback;
   locale_t c = newlocale(LC_ALL_MASK, "C", (locale_t)0); /* the caller's locale may write a comma */
-  if (!c) return fallback;
+  if (!c)
+    return fallback;
   double v = strtod_l(j->text, NULL, c);
   freelocale(c);
   return v;
 }
 
-const char *ps__json_number_text(const ps__json *j) { return j && j->kind == PS_JSON_NUMBER ? j->text : NULL; }
+const char *ps__json_number_text(const ps__json *j) {
+  return j && j->kind == PS_JSON_NUMBER ? j->text : NULL;
+}
 
-bool ps__json_uint64(const ps__json *j, uint64_t *out) { return j && j->kind == PS_JSON_NUMBER && ps__json_text_uint64(j->text, j->n, out); }
+bool ps__json_uint64(const ps__json *j, uint64_t *out) {
+  return j && j->kind == PS_JSON_NUMBER && ps__json_text_uint64(j->text, j->n, out);
+}
 
-bool ps__json_bool(const ps__json *j, bool fallback) { return j && j->kind == PS_JSON_BOOL ? j->truth : fallback; }
+bool ps__json_bool(const ps__json *j, bool fallback) {
+  return j && j->kind == PS_JSON_BOOL ? j->truth : fallback;
+}

@@ -1,9 +1,10 @@
 /* json_scan.c - strict JSON as a sequence of events: RFC 8259, UTF-8 validated, at most 64 levels.
  *
- * The text comes from memory or from a file that is read in pieces, so that a document of any size takes the memory of its longest
- * key and value. Strings are unescaped, numbers keep their text, so that integers up to 2^64-1 are exact.
- * Stricter than some: NaN, Infinity, a byte order mark, lone surrogates and NUL in a key are refused. Duplicate keys are for those who
- * keep keys to find. */
+ * The text comes from memory or from a file that is read in pieces, so that a document of any
+ * size takes the memory of its longest key and value. Strings are unescaped, numbers keep their
+ * text, so that integers up to 2^64-1 are exact. Stricter than some: NaN, Infinity, a byte order
+ * mark, lone surrogates and NUL in a key are refused. Duplicate keys are for those who keep keys
+ * to find. */
 #include "core.h"
 #include <errno.h>
 #include <inttypes.h>
@@ -15,42 +16,52 @@ struct ps__json_scan {
   const char *start, *p, *end; /* what is at hand of the text, and how far it was read */
   uint64_t before;             /* bytes of the document in front of start */
   uint64_t line;
-  int fd;                      /* -1: the text is in memory, all of it at hand */
-  uint64_t offset, left;       /* of the file, behind end */
+  int fd;                /* -1: the text is in memory, all of it at hand */
+  uint64_t offset, left; /* of the file, behind end */
   char *piece;
-  ps_status failed;            /* reading the file failed */
+  ps_status failed; /* reading the file failed */
   const char *name;
-  char *text;                  /* key and value of the event */
+  char *text; /* key and value of the event */
   size_t n, cap, max_text;
-  uint64_t objects;            /* bit d: the container at depth d is an object */
+  uint64_t objects; /* bit d: the container at depth d is an object */
   uint32_t depth;
-  bool begun, first;           /* the document has begun; nothing was read of the innermost container */
+  /* the document has begun; nothing was read of the innermost container */
+  bool begun, first;
 };
 
 typedef struct place {
   uint64_t line, byte;
 } place;
 
-static place here(const ps__json_scan *s) { return (place){s->line, s->before + (uint64_t)(s->p - s->start)}; }
-
-static ps_status fail_at(const ps__json_scan *s, place at, const char *what) {
-  if (s->failed != PS_OK) return s->failed;
-  return ps__fail(PS_EFORMAT, "%s: line %" PRIu64 ": %s (byte %" PRIu64 ")", s->name, at.line, what, at.byte);
+static place here(const ps__json_scan *s) {
+  return (place){s->line, s->before + (uint64_t)(s->p - s->start)};
 }
 
-static ps_status fail(const ps__json_scan *s, const char *what) { return fail_at(s, here(s), what); }
+static ps_status fail_at(const ps__json_scan *s, place at, const char *what) {
+  if (s->failed != PS_OK)
+    return s->failed;
+  return ps__fail(PS_EFORMAT, "%s: line %" PRIu64 ": %s (byte %" PRIu64 ")", s->name, at.line, what,
+                  at.byte);
+}
+
+static ps_status fail(const ps__json_scan *s, const char *what) {
+  return fail_at(s, here(s), what);
+}
 
 ps_status ps__json_scan_fail(const ps__json_scan *s, const char *what) { return fail(s, what); }
 
-/* ---- characters ------------------------------------------------------------------------------------------------------------ */
+/* ---- characters ------------------------------------------------------------------------------ */
 
 /* The next character; -1 at the end of the text, and where reading fails. */
 static int peek(ps__json_scan *s) {
-  if (s->p < s->end) return (unsigned char)*s->p;
-  if (s->left == 0 || s->failed != PS_OK) return -1;
+  if (s->p < s->end)
+    return (unsigned char)*s->p;
+  if (s->left == 0 || s->failed != PS_OK)
+    return -1;
   const size_t n = s->left < PIECE_BYTES ? (size_t)s->left : PIECE_BYTES;
   s->failed = ps__pread_all(s->fd, s->name, s->piece, n, s->offset);
-  if (s->failed != PS_OK) return -1;
+  if (s->failed != PS_OK)
+    return -1;
   s->before += (uint64_t)(s->end - s->start);
   s->start = s->p = s->piece;
   s->end = s->piece + n;
@@ -61,19 +72,22 @@ static int peek(ps__json_scan *s) {
 
 static int take(ps__json_scan *s) {
   const int c = peek(s);
-  if (c >= 0) s->p++;
+  if (c >= 0)
+    s->p++;
   s->line += c == '\n';
   return c;
 }
 
 static bool take_if(ps__json_scan *s, char c) {
-  if (peek(s) != c) return false;
+  if (peek(s) != c)
+    return false;
   s->p++;
   return true;
 }
 
 static void skip_space(ps__json_scan *s) {
-  for (int c = peek(s); c == ' ' || c == '\t' || c == '\n' || c == '\r'; c = peek(s)) take(s);
+  for (int c = peek(s); c == ' ' || c == '\t' || c == '\n' || c == '\r'; c = peek(s))
+    take(s);
 }
 
 static ps_status put(ps__json_scan *s, const char *bytes, size_t n) {
@@ -86,7 +100,8 @@ static ps_status put(ps__json_scan *s, const char *bytes, size_t n) {
     void *text = s->text;
     const bool grown = ps__grow(&text, s->cap, &s->cap, 1);
     s->text = text;
-    if (!grown) return ps__fail(PS_ENOMEM, "%s: no memory left to read it", s->name);
+    if (!grown)
+      return ps__fail(PS_ENOMEM, "%s: no memory left to read it", s->name);
   }
   memcpy(s->text + s->n, bytes, n);
   s->n += n;
@@ -94,13 +109,17 @@ static ps_status put(ps__json_scan *s, const char *bytes, size_t n) {
   return PS_OK;
 }
 
-/* ---- strings --------------------------------------------------------------------------------------------------------------- */
+/* ---- strings --------------------------------------------------------------------------------- */
 
 static bool hex4(ps__json_scan *s, uint32_t *out) {
   *out = 0;
   for (int i = 0; i < 4; i++) {
-    const int c = peek(s), d = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
-    if (d < 0) return false;
+    const int c = peek(s), d = c >= '0' && c <= '9'   ? c - '0'
+                               : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                               : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                                      : -1;
+    if (d < 0)
+      return false;
     *out = *out * 16 + (uint32_t)d;
     s->p++;
   }
@@ -111,7 +130,8 @@ static ps_status put_utf8(ps__json_scan *s, uint32_t c) {
   char b[4];
   size_t n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
   static const unsigned char lead[] = {0, 0, 0xC0, 0xE0, 0xF0};
-  for (size_t i = n; i-- > 1; c >>= 6) b[i] = (char)(0x80 | (c & 63));
+  for (size_t i = n; i-- > 1; c >>= 6)
+    b[i] = (char)(0x80 | (c & 63));
   b[0] = (char)(lead[n] | c);
   return put(s, b, n);
 }
@@ -120,9 +140,12 @@ static ps_status put_utf8(ps__json_scan *s, uint32_t c) {
 static ps_status read_unicode(ps__json_scan *s) {
   const place at = here(s);
   uint32_t hi, lo;
-  if (!hex4(s, &hi)) return fail_at(s, at, "four hexadecimal digits must follow \\u");
-  if (hi >= 0xDC00 && hi <= 0xDFFF) return fail_at(s, at, "a low surrogate stands alone");
-  if (hi < 0xD800 || hi > 0xDBFF) return put_utf8(s, hi);
+  if (!hex4(s, &hi))
+    return fail_at(s, at, "four hexadecimal digits must follow \\u");
+  if (hi >= 0xDC00 && hi <= 0xDFFF)
+    return fail_at(s, at, "a low surrogate stands alone");
+  if (hi < 0xD800 || hi > 0xDBFF)
+    return put_utf8(s, hi);
   if (!take_if(s, '\\') || !take_if(s, 'u') || !hex4(s, &lo) || lo < 0xDC00 || lo > 0xDFFF)
     return fail_at(s, at, "a high surrogate stands alone");
   return put_utf8(s, 0x10000 + ((hi - 0xD800) << 10) + (lo - 0xDC00));
@@ -132,21 +155,31 @@ static ps_status read_escape(ps__json_scan *s, place string) {
   static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
   const place at = here(s);
   const int c = take(s);
-  if (c < 0) return fail_at(s, string, "a string is not closed");
-  if (c == 'u') return read_unicode(s);
+  if (c < 0)
+    return fail_at(s, string, "a string is not closed");
+  if (c == 'u')
+    return read_unicode(s);
   const char *k = c ? strchr(from, c) : NULL;
   return k ? put(s, &to[k - from], 1) : fail_at(s, at, "an unknown escape in a string");
 }
 
-/* One well-formed sequence of several bytes (Unicode table 3-7: no overlong forms, no surrogates). */
+/* One well-formed sequence of several bytes (Unicode table 3-7: no overlong forms, no
+ * surrogates). */
 static ps_status read_utf8(ps__json_scan *s) {
   const place at = here(s);
   unsigned char b[4] = {(unsigned char)take(s)}, lo = 0x80, hi = 0xBF;
-  const size_t n = b[0] >= 0xC2 && b[0] <= 0xDF ? 2 : b[0] >= 0xE0 && b[0] <= 0xEF ? 3 : b[0] >= 0xF0 && b[0] <= 0xF4 ? 4 : 0;
-  if (b[0] == 0xE0) lo = 0xA0;
-  if (b[0] == 0xED) hi = 0x9F;
-  if (b[0] == 0xF0) lo = 0x90;
-  if (b[0] == 0xF4) hi = 0x8F;
+  const size_t n = b[0] >= 0xC2 && b[0] <= 0xDF   ? 2
+                   : b[0] >= 0xE0 && b[0] <= 0xEF ? 3
+                   : b[0] >= 0xF0 && b[0] <= 0xF4 ? 4
+                                                  : 0;
+  if (b[0] == 0xE0)
+    lo = 0xA0;
+  if (b[0] == 0xED)
+    hi = 0x9F;
+  if (b[0] == 0xF0)
+    lo = 0x90;
+  if (b[0] == 0xF4)
+    hi = 0x8F;
   bool good = n > 0;
   for (size_t i = 1; good && i < n; i++) {
     const int c = take(s);
@@ -163,9 +196,12 @@ static ps_status read_string(ps__json_scan *s) {
   s->p++; /* the quote */
   for (;;) {
     const int c = peek(s);
-    if (c == '"') break;
-    if (c < 0) return fail_at(s, at, "a string is not closed");
-    if (c < 0x20) return fail(s, "a control character stands in a string unescaped");
+    if (c == '"')
+      break;
+    if (c < 0)
+      return fail_at(s, at, "a string is not closed");
+    if (c < 0x20)
+      return fail(s, "a control character stands in a string unescaped");
     if (c == '\\') {
       s->p++;
       PS_TRY(read_escape(s, at));
@@ -173,7 +209,8 @@ static ps_status read_string(ps__json_scan *s) {
       PS_TRY(read_utf8(s));
     } else {
       const char *p = s->p;
-      while (p < s->end && *p >= 0x20 && *p < 0x7F && *p != '"' && *p != '\\') p++;
+      while (p < s->end && *p >= 0x20 && *p < 0x7F && *p != '"' && *p != '\\')
+        p++;
       p += p == s->p; /* 0x7F */
       PS_TRY(put(s, s->p, (size_t)(p - s->p)));
       s->p = p;
@@ -183,7 +220,7 @@ static ps_status read_string(ps__json_scan *s) {
   return put(s, "", 0);
 }
 
-/* ---- numbers and words ----------------------------------------------------------------------------------------------------- */
+/* ---- numbers and words ----------------------------------------------------------------------- */
 
 static bool digit(ps__json_scan *s) {
   const int c = peek(s);
@@ -196,17 +233,21 @@ static ps_status put_next(ps__json_scan *s) {
 }
 
 static ps_status read_digits(ps__json_scan *s, place at, const char *missing) {
-  if (!digit(s)) return fail_at(s, at, missing);
-  while (digit(s)) PS_TRY(put_next(s));
+  if (!digit(s))
+    return fail_at(s, at, missing);
+  while (digit(s))
+    PS_TRY(put_next(s));
   return PS_OK;
 }
 
 static ps_status read_number(ps__json_scan *s) {
   const place at = here(s);
-  if (peek(s) == '-') PS_TRY(put_next(s));
+  if (peek(s) == '-')
+    PS_TRY(put_next(s));
   if (peek(s) == '0') {
     PS_TRY(put_next(s));
-    if (digit(s)) return fail_at(s, at, "a number starts with a superfluous zero");
+    if (digit(s))
+      return fail_at(s, at, "a number starts with a superfluous zero");
   } else {
     PS_TRY(read_digits(s, at, "a value is expected"));
   }
@@ -216,7 +257,8 @@ static ps_status read_number(ps__json_scan *s) {
   }
   if (peek(s) == 'e' || peek(s) == 'E') {
     PS_TRY(put_next(s));
-    if (peek(s) == '+' || peek(s) == '-') PS_TRY(put_next(s));
+    if (peek(s) == '+' || peek(s) == '-')
+      PS_TRY(put_next(s));
     PS_TRY(read_digits(s, at, "a digit must follow the exponent's e"));
   }
   return s->failed;
@@ -225,14 +267,16 @@ static ps_status read_number(ps__json_scan *s) {
 static ps_status read_word(ps__json_scan *s, const char *word) {
   const place at = here(s);
   for (; *word; word++)
-    if (!take_if(s, *word)) return fail_at(s, at, "a value is expected");
+    if (!take_if(s, *word))
+      return fail_at(s, at, "a value is expected");
   return PS_OK;
 }
 
-/* ---- events ---------------------------------------------------------------------------------------------------------------- */
+/* ---- events ---------------------------------------------------------------------------------- */
 
 static ps_status begin_container(ps__json_scan *s, bool object) {
-  if (s->depth == MAX_DEPTH) return fail(s, "arrays and objects are nested more than 64 deep");
+  if (s->depth == MAX_DEPTH)
+    return fail(s, "arrays and objects are nested more than 64 deep");
   s->p++;
   s->objects = (s->objects & ~(UINT64_C(1) << s->depth)) | (uint64_t)object << s->depth;
   s->depth++;
@@ -243,29 +287,32 @@ static ps_status begin_container(ps__json_scan *s, bool object) {
 static ps_status read_value(ps__json_scan *s, ps__json_event *e) {
   const int c = peek(s);
   switch (c) {
-    case -1: return fail(s, "the text ends where a value is expected");
-    case '"': e->kind = PS_JSON_STRING; return read_string(s);
-    case '{': e->kind = PS_JSON_OBJECT; return begin_container(s, true);
-    case '[': e->kind = PS_JSON_ARRAY; return begin_container(s, false);
-    case 't':
-    case 'f':
-      e->kind = PS_JSON_BOOL;
-      e->truth = c == 't';
-      return read_word(s, c == 't' ? "true" : "false");
-    case 'n': e->kind = PS_JSON_NULL; return read_word(s, "null");
-    default: e->kind = PS_JSON_NUMBER; return read_number(s);
+  case -1: return fail(s, "the text ends where a value is expected");
+  case '"': e->kind = PS_JSON_STRING; return read_string(s);
+  case '{': e->kind = PS_JSON_OBJECT; return begin_container(s, true);
+  case '[': e->kind = PS_JSON_ARRAY; return begin_container(s, false);
+  case 't':
+  case 'f':
+    e->kind = PS_JSON_BOOL;
+    e->truth = c == 't';
+    return read_word(s, c == 't' ? "true" : "false");
+  case 'n': e->kind = PS_JSON_NULL; return read_word(s, "null");
+  default: e->kind = PS_JSON_NUMBER; return read_number(s);
   }
 }
 
 static ps_status read_key(ps__json_scan *s, ps__json_event *e) {
   const place at = here(s);
-  if (peek(s) != '"') return fail(s, "a key in double quotes is expected");
+  if (peek(s) != '"')
+    return fail(s, "a key in double quotes is expected");
   PS_TRY(read_string(s));
-  if (memchr(s->text, 0, s->n)) return fail_at(s, at, "a key contains the character U+0000");
+  if (memchr(s->text, 0, s->n))
+    return fail_at(s, at, "a key contains the character U+0000");
   e->key_bytes = s->n;
   PS_TRY(put(s, "", 1));
   skip_space(s);
-  if (!take_if(s, ':')) return fail(s, "a colon is expected after the key");
+  if (!take_if(s, ':'))
+    return fail(s, "a colon is expected after the key");
   skip_space(s);
   return PS_OK;
 }
@@ -289,16 +336,19 @@ ps_status ps__json_scan_next(ps__json_scan *s, ps__json_event *e) {
       return PS_OK;
     }
     if (!s->first) {
-      if (!take_if(s, ',')) return fail(s, object ? "a comma or } is expected" : "a comma or ] is expected");
+      if (!take_if(s, ','))
+        return fail(s, object ? "a comma or } is expected" : "a comma or ] is expected");
       skip_space(s);
     }
-    if (object) PS_TRY(read_key(s, e));
+    if (object)
+      PS_TRY(read_key(s, e));
   }
   s->begun = true;
   s->first = false;
   const size_t value_at = s->n;
   PS_TRY(read_value(s, e));
-  if (object) e->key = s->text;
+  if (object)
+    e->key = s->text;
   if (e->kind == PS_JSON_STRING || e->kind == PS_JSON_NUMBER) {
     e->text = s->text + value_at;
     e->bytes = s->n - value_at;
@@ -308,12 +358,14 @@ ps_status ps__json_scan_next(ps__json_scan *s, ps__json_event *e) {
 
 ps_status ps__json_scan_skip(ps__json_scan *s, const ps__json_event *begin) {
   ps__json_event e;
-  if (begin->kind != PS_JSON_ARRAY && begin->kind != PS_JSON_OBJECT) return PS_OK;
-  for (const uint32_t outside = s->depth - 1; s->depth > outside;) PS_TRY(ps__json_scan_next(s, &e));
+  if (begin->kind != PS_JSON_ARRAY && begin->kind != PS_JSON_OBJECT)
+    return PS_OK;
+  for (const uint32_t outside = s->depth - 1; s->depth > outside;)
+    PS_TRY(ps__json_scan_next(s, &e));
   return PS_OK;
 }
 
-/* ---- opening and closing --------------------------------------------------------------------------------------------------- */
+/* ---- opening and closing --------------------------------------------------------------------- */
 
 static ps__json_scan *scan_create(const char *name, size_t max_text) {
   ps__json_scan *s = ps__calloc(1, sizeof *s);
@@ -328,18 +380,22 @@ static ps__json_scan *scan_create(const char *name, size_t max_text) {
   return s;
 }
 
-ps_status ps__json_scan_text(ps__json_scan **out, const char *text, size_t bytes, const char *name) {
+ps_status ps__json_scan_text(ps__json_scan **out, const char *text, size_t bytes,
+                             const char *name) {
   ps__json_scan *s = scan_create(name, SIZE_MAX);
-  if (!s) return PS_ENOMEM;
+  if (!s)
+    return PS_ENOMEM;
   s->start = s->p = text;
   s->end = text + bytes;
   *out = s;
   return PS_OK;
 }
 
-ps_status ps__json_scan_file(ps__json_scan **out, int fd, uint64_t offset, uint64_t bytes, size_t max_text, const char *name) {
+ps_status ps__json_scan_file(ps__json_scan **out, int fd, uint64_t offset, uint64_t bytes,
+                             size_t max_text, const char *name) {
   ps__json_scan *s = scan_create(name, max_text);
-  if (!s) return PS_ENOMEM;
+  if (!s)
+    return PS_ENOMEM;
   s->fd = fd;
   s->offset = offset;
   s->left = bytes;
@@ -354,7 +410,8 @@ ps_status ps__json_scan_file(ps__json_scan **out, int fd, uint64_t offset, uint6
 }
 
 void ps__json_scan_close(ps__json_scan *s) {
-  if (!s) return;
+  if (!s)
+    return;
   ps__free(s->piece);
   ps__free(s->text);
   ps__free(s);
@@ -364,8 +421,10 @@ bool ps__json_text_uint64(const char *text, size_t bytes, uint64_t *out) {
   uint64_t v = 0;
   for (size_t i = 0; i < bytes; i++) {
     const char c = text[i];
-    if (c < '0' || c > '9') return false;
-    if (__builtin_mul_overflow(v, 10u, &v) || __builtin_add_overflow(v, (uint64_t)(c - '0'), &v)) return false;
+    if (c < '0' || c > '9')
+      return false;
+    if (__builtin_mul_overflow(v, 10u, &v) || __builtin_add_overflow(v, (uint64_t)(c - '0'), &v))
+      return false;
   }
   *out = v;
   return true;

@@ -1,6 +1,7 @@
-/* json_write.c - the JSON writer: one line, Python's separators, into memory.
- * Output is always valid: bytes that are not UTF-8 become U+FFFD; a misuse (a key missing in an object, a key in an array, a
- * second root, an end too many) or memory running out makes ps__jsonw_text() return NULL. */
+/* json_write.c - the JSON writer: one line, Python's separators, into memory. Output is always
+ * valid: bytes that are not UTF-8 become U+FFFD; a misuse (a key missing in an object, a key in
+ * an array, a second root, an end too many) or memory running out makes ps__jsonw_text() return
+ * NULL. */
 #include "core.h"
 #include <inttypes.h>
 #include <locale.h>
@@ -21,22 +22,26 @@ struct ps__jsonw {
 
 ps_status ps__jsonw_create(ps__jsonw **out) {
   ps__jsonw *w = ps__calloc(1, sizeof *w);
-  if (!w) return ps__fail(PS_ENOMEM, "no memory left for a JSON writer");
+  if (!w)
+    return ps__fail(PS_ENOMEM, "no memory left for a JSON writer");
   *out = w;
   return PS_OK;
 }
 
 void ps__jsonw_free(ps__jsonw *w) {
-  if (!w) return;
+  if (!w)
+    return;
   ps__free(w->text);
   ps__free(w);
 }
 
 static void put(ps__jsonw *w, const char *s, size_t n) {
-  if (w->failed) return;
+  if (w->failed)
+    return;
   if (w->cap - w->n <= n) { /* one byte stays for the NUL */
     size_t cap = w->cap ? w->cap : 256;
-    while (cap - w->n <= n) cap *= 2;
+    while (cap - w->n <= n)
+      cap *= 2;
     char *p = ps__realloc(w->text, cap);
     if (!p) {
       w->failed = true;
@@ -52,15 +57,21 @@ static void put(ps__jsonw *w, const char *s, size_t n) {
 
 static void put_text(ps__jsonw *w, const char *s) { put(w, s, strlen(s)); }
 
-/* Bytes of the well-formed UTF-8 sequence at the NUL-terminated s (a NUL is never a continuation byte), 0 when malformed. */
+/* Bytes of the well-formed UTF-8 sequence at the NUL-terminated s (a NUL is never a continuation
+ * byte), 0 when malformed. */
 static size_t utf8_length(const unsigned char *s) {
-  if (s[0] < 0x80) return 1;
-  if (s[0] < 0xC2 || s[0] > 0xF4) return 0;
+  if (s[0] < 0x80)
+    return 1;
+  if (s[0] < 0xC2 || s[0] > 0xF4)
+    return 0;
   size_t n = s[0] < 0xE0 ? 2 : s[0] < 0xF0 ? 3 : 4;
   for (size_t i = 1; i < n; i++)
-    if ((s[i] & 0xC0) != 0x80) return 0;
-  if ((s[0] == 0xE0 && s[1] < 0xA0) || (s[0] == 0xED && s[1] > 0x9F)) return 0;
-  if ((s[0] == 0xF0 && s[1] < 0x90) || (s[0] == 0xF4 && s[1] > 0x8F)) return 0;
+    if ((s[i] & 0xC0) != 0x80)
+      return 0;
+  if ((s[0] == 0xE0 && s[1] < 0xA0) || (s[0] == 0xED && s[1] > 0x9F))
+    return 0;
+  if ((s[0] == 0xF0 && s[1] < 0x90) || (s[0] == 0xF4 && s[1] > 0x8F))
+    return 0;
   return n;
 }
 
@@ -94,13 +105,16 @@ static void put_string(ps__jsonw *w, const char *value) {
 /* What stands before a value: a separator and the key. */
 static void begin(ps__jsonw *w, const char *key) {
   if (w->depth == 0) {
-    if (w->rooted || key) w->failed = true;
+    if (w->rooted || key)
+      w->failed = true;
     w->rooted = true;
     return;
   }
   uint32_t d = w->depth - 1;
-  if (w->object[d] != (key != NULL)) w->failed = true;
-  if (w->some[d]) put_text(w, ", ");
+  if (w->object[d] != (key != NULL))
+    w->failed = true;
+  if (w->some[d])
+    put_text(w, ", ");
   w->some[d] = true;
   if (key) {
     put_string(w, key);
@@ -134,8 +148,10 @@ void ps__jsonw_end(ps__jsonw *w) {
 
 void ps__jsonw_string(ps__jsonw *w, const char *key, const char *value) {
   begin(w, key);
-  if (value) put_string(w, value);
-  else put_text(w, "null");
+  if (value)
+    put_string(w, value);
+  else
+    put_text(w, "null");
 }
 
 void ps__jsonw_uint(ps__jsonw *w, const char *key, uint64_t value) {
@@ -145,7 +161,8 @@ void ps__jsonw_uint(ps__jsonw *w, const char *key, uint64_t value) {
   put_text(w, buf);
 }
 
-/* The fewest digits that read back as the same double, with a decimal point whatever the caller's locale. */
+/* The fewest digits that read back as the same double, with a decimal point whatever the
+ * caller's locale. */
 void ps__jsonw_number(ps__jsonw *w, const char *key, double value) {
   char buf[40] = "null";
   begin(w, key);
@@ -158,7 +175,8 @@ void ps__jsonw_number(ps__jsonw *w, const char *key, double value) {
     locale_t old = uselocale(c);
     for (int digits = 6; digits <= 17; digits++) {
       snprintf(buf, sizeof buf, "%.*g", digits, value);
-      if (strtod(buf, NULL) == value) break;
+      if (strtod(buf, NULL) == value)
+        break;
     }
     uselocale(old);
     freelocale(c);
@@ -172,7 +190,9 @@ void ps__jsonw_bool(ps__jsonw *w, const char *key, bool value) {
 }
 
 const char *ps__jsonw_text(ps__jsonw *w, size_t *bytes) {
-  if (w->failed || w->depth != 0 || !w->rooted) return NULL;
-  if (bytes) *bytes = w->n;
+  if (w->failed || w->depth != 0 || !w->rooted)
+    return NULL;
+  if (bytes)
+    *bytes = w->n;
   return w->text;
 }

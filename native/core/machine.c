@@ -8,7 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 #ifdef __GLIBC__
-#include <malloc.h>
+#  include <malloc.h>
 #endif
 
 /* The first line of a small file, without its newline. */
@@ -39,7 +39,8 @@ static bool cgroup_path(const char *controller, char *path, size_t bytes) {
     if (*controller == 0) {
       found = *list == 0;
     } else {
-      for (char *save, *name = strtok_r(list, ",", &save); name && !found; name = strtok_r(NULL, ",", &save))
+      for (char *save, *name = strtok_r(list, ",", &save); name && !found;
+           name = strtok_r(NULL, ",", &save))
         found = strcmp(name, controller) == 0;
     }
     if (found)
@@ -50,9 +51,11 @@ static bool cgroup_path(const char *controller, char *path, size_t bytes) {
   return found;
 }
 
-/* Call @visit with each folder from the process's own group up to the hierarchy's root at @mount. In a container the path
- * may be the host's: folders that are not there are passed over, and the root is the container's. */
-static void walk_cgroup(const char *mount, const char *controller, void (*visit)(const char *dir, void *arg), void *arg) {
+/* Call @visit with each folder from the process's own group up to the hierarchy's root at
+ * @mount. In a container the path may be the host's: folders that are not there are passed over,
+ * and the root is the container's. */
+static void walk_cgroup(const char *mount, const char *controller,
+                        void (*visit)(const char *dir, void *arg), void *arg) {
   char path[1024], dir[1200];
   if (!cgroup_path(controller, path, sizeof path))
     return;
@@ -71,8 +74,8 @@ static void cpu_quota_v2(const char *dir, void *arg) {
   double *cpus = arg;
   double quota, period;
   snprintf(path, sizeof path, "%s/cpu.max", dir);
-  if (read_line(path, line, sizeof line) && sscanf(line, "%lf %lf", &quota, &period) == 2 && period > 0 &&
-      quota / period < *cpus)
+  if (read_line(path, line, sizeof line) && sscanf(line, "%lf %lf", &quota, &period) == 2 &&
+      period > 0 && quota / period < *cpus)
     *cpus = quota / period;
 }
 
@@ -128,7 +131,9 @@ static void lower_to_file(const char *dir, const char *name, uint64_t *limit) {
 }
 
 static void memory_v2(const char *dir, void *arg) { lower_to_file(dir, "memory.max", arg); }
-static void memory_v1(const char *dir, void *arg) { lower_to_file(dir, "memory.limit_in_bytes", arg); }
+static void memory_v1(const char *dir, void *arg) {
+  lower_to_file(dir, "memory.limit_in_bytes", arg);
+}
 
 uint64_t ps__host_memory_limit(void) {
   uint64_t limit = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
@@ -171,7 +176,8 @@ uint64_t ps__process_bytes(void) {
 uint64_t ps__resident_peak_bytes(void) { return field_bytes("/proc/self/status", "VmHWM:"); }
 
 uint64_t ps__host_memory_free(void) {
-  const uint64_t limit = ps__host_memory_limit(), held = ps__resident_bytes(), system = field_bytes("/proc/meminfo", "MemAvailable:");
+  const uint64_t limit = ps__host_memory_limit(), held = ps__resident_bytes(),
+                 system = field_bytes("/proc/meminfo", "MemAvailable:");
   const uint64_t within = limit > held ? limit - held : 0;
   return system < within ? system : within;
 }
@@ -182,7 +188,8 @@ void ps__resident_peak_reset(void) {
 #endif
   int fd = open("/proc/self/clear_refs", O_WRONLY | O_CLOEXEC);
   if (fd < 0)
-    return; /* then the peak is that of the process's whole life: a bound still, only a higher one */
+    /* then the peak is that of the process's whole life: a bound still, only a higher one */
+    return;
   ssize_t ignored = write(fd, "5", 1);
   (void)ignored;
   close(fd);

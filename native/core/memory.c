@@ -19,7 +19,9 @@ void ps__fault_arm(int kind, int64_t nth) {
   atomic_store(&fault_nth[kind], nth);
 }
 
-int64_t ps__fault_count(int kind) { return kind >= 0 && kind < PS_FAULT_KINDS ? atomic_load(&fault_calls[kind]) : 0; }
+int64_t ps__fault_count(int kind) {
+  return kind >= 0 && kind < PS_FAULT_KINDS ? atomic_load(&fault_calls[kind]) : 0;
+}
 
 bool ps__fault_hit(ps__fault kind) {
   int64_t call = atomic_fetch_add_explicit(&fault_calls[kind], 1, memory_order_relaxed) + 1;
@@ -84,7 +86,8 @@ static size_t whole_pages(size_t bytes) {
   return (bytes + page - 1) / page * page;
 }
 
-/* A mapping that starts on a huge-page boundary: map one huge page too much and give both ends back. */
+/* A mapping that starts on a huge-page boundary: map one huge page too much and give both ends
+ * back. */
 static void *map_aligned(size_t bytes) {
   size_t slack = bytes >= HUGE_BYTES ? HUGE_BYTES : 0;
   if (bytes > SIZE_MAX - slack)
@@ -112,7 +115,8 @@ ps_status ps__map(void **out, size_t bytes, const char *what) {
   if (p == MAP_FAILED) {
     char text[32];
     const char *why = strerror(errno);
-    return ps__fail(PS_ENOMEM, "%s: %s of memory refused: %s", what, ps__format_bytes(text, bytes), why);
+    return ps__fail(PS_ENOMEM, "%s: %s of memory refused: %s", what, ps__format_bytes(text, bytes),
+                    why);
   }
   madvise(p, whole_pages(bytes), MADV_HUGEPAGE); /* a wish: without it small pages serve */
   ps__live_add(1);

@@ -2,9 +2,10 @@
 #include "core.h"
 #include <stdatomic.h>
 
-/* A job is published by setting n_left; a task is claimed by lowering it from r to r-1, which gives task n - r. While a
- * claimed task is unfinished the caller cannot return, so that whoever claimed one may read the job without a lock; who
- * comes late finds n_left 0 or claims from a newer job, which is as good. */
+/* A job is published by setting n_left; a task is claimed by lowering it from r to r-1, which
+ * gives task n - r. While a claimed task is unfinished the caller cannot return, so that whoever
+ * claimed one may read the job without a lock; who comes late finds n_left 0 or claims from a
+ * newer job, which is as good. */
 typedef struct worker {
   ps__pool *pool;
   ps__thread *thread;
@@ -21,7 +22,9 @@ struct ps__pool {
   int64_t n_tasks;
   uint64_t job;
   _Atomic uint32_t stop;
-  _Atomic uint32_t limit; /* workers from it on leave the job to the others: one that is late may see another job's, which costs nothing but speed */
+  /* workers from it on leave the job to the others: one that is late may see another job's,
+   * which costs nothing but speed */
+  _Atomic uint32_t limit;
   uint32_t n_threads;
   worker workers[]; /* n_threads - 1 */
 };
@@ -31,7 +34,8 @@ static bool work(ps__pool *p, uint32_t idx, uint64_t *job) {
   bool last = false;
   int64_t left = atomic_load_explicit(&p->n_left, memory_order_relaxed);
   while (left > 0) {
-    if (!atomic_compare_exchange_weak_explicit(&p->n_left, &left, left - 1, memory_order_acq_rel, memory_order_relaxed))
+    if (!atomic_compare_exchange_weak_explicit(&p->n_left, &left, left - 1, memory_order_acq_rel,
+                                               memory_order_relaxed))
       continue;
     int64_t n = p->n_tasks;
     *job = p->job;
@@ -89,9 +93,12 @@ void ps__pool_destroy(ps__pool *p) {
 
 uint32_t ps__pool_size(const ps__pool *p) { return p->n_threads; }
 
-void ps__pool_run(ps__pool *p, int64_t n_tasks, ps__task_fn fn, void *arg) { ps__pool_run_some(p, p->n_threads, n_tasks, fn, arg); }
+void ps__pool_run(ps__pool *p, int64_t n_tasks, ps__task_fn fn, void *arg) {
+  ps__pool_run_some(p, p->n_threads, n_tasks, fn, arg);
+}
 
-void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__task_fn fn, void *arg) {
+void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__task_fn fn,
+                       void *arg) {
   if (n_tasks <= 1 || p->n_threads == 1 || n_threads == 1) {
     for (int64_t i = 0; i < n_tasks; i++)
       fn(arg, i, 0);

@@ -7,7 +7,8 @@
 enum { MESSAGE_BYTES = 1024 };
 
 static _Thread_local char last_error[MESSAGE_BYTES];
-static _Thread_local bool inside_hook; /* a hook that fails inside the library must not call itself */
+/* a hook that fails inside the library must not call itself */
+static _Thread_local bool inside_hook;
 
 static pthread_mutex_t hook_lock = PTHREAD_MUTEX_INITIALIZER;
 static ps_log_fn hook;
@@ -55,11 +56,15 @@ static void emit(ps_log_level level, const char *message) {
   inside_hook = false;
 }
 
-/* Bytes of the UTF-8 character at @c; 0 where there is none, and for the control characters, U+0080 to U+009F among them. */
+/* Bytes of the UTF-8 character at @c; 0 where there is none, and for the control characters,
+ * U+0080 to U+009F among them. */
 static size_t printable_bytes(const unsigned char *c) {
   if (*c < 0x80)
     return *c >= 0x20 && *c != 0x7f;
-  size_t n = *c >= 0xc2 && *c <= 0xdf ? 2 : *c >= 0xe0 && *c <= 0xef ? 3 : *c >= 0xf0 && *c <= 0xf4 ? 4 : 0;
+  size_t n = *c >= 0xc2 && *c <= 0xdf   ? 2
+             : *c >= 0xe0 && *c <= 0xef ? 3
+             : *c >= 0xf0 && *c <= 0xf4 ? 4
+                                        : 0;
   for (size_t i = 1; i < n; i++)
     if ((c[i] & 0xc0) != 0x80)
       return 0;
@@ -84,7 +89,8 @@ char *ps_printable(char *dst, uint64_t room, const char *src) {
   return dst;
 }
 
-/* Format one line: newlines and carriage returns become spaces, and what names from files may do to a terminal becomes readable. */
+/* Format one line: newlines and carriage returns become spaces, and what names from files may do
+ * to a terminal becomes readable. */
 static void format_line(char out[MESSAGE_BYTES], const char *fmt, va_list ap) {
   char line[MESSAGE_BYTES];
   vsnprintf(line, MESSAGE_BYTES, fmt, ap);

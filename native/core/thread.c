@@ -17,7 +17,7 @@ uint64_t ps__now_ns(void) {
   return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-/* ---- threads ----------------------------------------------------------------------------------------------------- */
+/* ---- threads --------------------------------------------------------------------------------- */
 
 struct ps__thread {
   pthread_t id;
@@ -26,7 +26,8 @@ struct ps__thread {
   char name[16];
 };
 
-static _Atomic int n_awake = 1; /* threads of the library and the caller's that do not sleep on a timeline */
+/* threads of the library and the caller's that do not sleep on a timeline */
+static _Atomic int n_awake = 1;
 
 static void *thread_main(void *arg) {
   ps__thread *t = arg;
@@ -36,7 +37,8 @@ static void *thread_main(void *arg) {
   return NULL;
 }
 
-/* The system's usual size (that of ulimit -s), which kernels and their libraries need a part of: where it is tiny, more. */
+/* The system's usual size (that of ulimit -s), which kernels and their libraries need a part of:
+ * where it is tiny, more. */
 enum { LEAST_STACK_BYTES = 1 << 20 };
 static int start(ps__thread *t) {
   pthread_attr_t attr;
@@ -93,11 +95,12 @@ bool ps__cores_idle(void) {
   return atomic_load_explicit(&n_awake, memory_order_relaxed) <= n;
 }
 
-/* ---- timelines ---------------------------------------------------------------------------------------------------
- * A sleeper first lowers next_wake to what it waits for, then looks at value once more; the signaller first stores value,
- * then looks at next_wake. All four are sequentially consistent, so that at least one of the two sees the other. The
- * signaller withdraws next_wake before it changes wake_word: a sleeper whose wish was withdrawn with others' read the old
- * wake_word, so it does not sleep but looks again and, where need be, wishes again. */
+/* ---- timelines ----------------------------------------------------------------------------------
+ * A sleeper first lowers next_wake to what it waits for, then looks at value once more; the
+ * signaller first stores value, then looks at next_wake. All four are sequentially consistent,
+ * so that at least one of the two sees the other. The signaller withdraws next_wake before it
+ * changes wake_word: a sleeper whose wish was withdrawn with others' read the old wake_word, so
+ * it does not sleep but looks again and, where need be, wishes again. */
 
 enum { SPINS = 256 }; /* 3 to 12 us: about what sleeping and waking costs */
 

@@ -1,12 +1,16 @@
 /* backend.h - what a backend implements: one const table of functions.
  *
- * A DEVICE is what a backend opens for one engine: its spaces' memory, its streams and their counters (timelines). The
- * engine owns the threads. Streams with the same group() are driven by one thread, which takes their ops in program order:
- * on the CPU every stream is a group of its own and its functions block that thread; a backend with submission queues
- * gives its device streams one group and its functions enqueue on the stream and return. For each op the driver calls
- *     stamp(), wait()... , stamp(), copy() or the kernel with launch.exec = exec(), stamp(), signal()
- * and a kernel's or copy's failure stops the run. Ops are submitted in program order over all streams of a group, and every
- * wait is for an op that comes earlier in that order: who submits never waits for itself. */
+ * A DEVICE is what a backend opens for one engine: its spaces' memory, its streams and their
+ * counters (timelines). The engine owns the threads. Streams with the same group() are driven by
+ * one thread, which takes their ops in program order: on the CPU every stream is a group of its
+ * own and its functions block that thread; a backend with submission queues gives its device
+ * streams one group and its functions enqueue on the stream and return. For each op the driver
+ * calls
+ *     stamp(), wait()... , stamp(), copy() or the kernel with launch.exec = exec(), stamp(),
+ *     signal()
+ * and a kernel's or copy's failure stops the run. Ops are submitted in program order over all
+ * streams of a group, and every wait is for an op that comes earlier in that order: who submits
+ * never waits for itself. */
 #ifndef PS_ENGINE_BACKEND_H
 #define PS_ENGINE_BACKEND_H
 #include "core/core.h"
@@ -25,7 +29,8 @@ enum { PS__STAMP_QUEUED, PS__STAMP_START, PS__STAMP_END };
 
 typedef struct ps__backend {
   const char *name;
-  uint32_t (*fn_id)(const ps_engine_config *cfg, uint32_t stream); /* index of ps_kernel.fn for ops of @stream */
+  /* index of ps_kernel.fn for ops of @stream */
+  uint32_t (*fn_id)(const ps_engine_config *cfg, uint32_t stream);
   /* Streams with their threads, scratch and counters. @cfg is checked already. */
   ps_status (*open)(ps__device **out, const ps_engine_config *cfg);
   void (*close)(ps__device *dev); /* NULL is a no-op */
@@ -36,32 +41,42 @@ typedef struct ps__backend {
   uint32_t (*group)(const ps_engine_config *cfg, uint32_t stream); /* < n_streams */
   void *(*exec)(ps__device *dev, uint32_t stream);
   ps_status (*copy)(ps__device *dev, uint32_t stream, void *dst, const void *src, uint64_t bytes);
-  /* Before each run, while no stream is being driven: counters to 0, and what its steps need is reserved, so that they need
-   * nothing more. @schedule is borrowed until finish(). PS_EINVAL names an op that the backend cannot run. */
+  /* Before each run, while no stream is being driven: counters to 0, and what its steps need is
+   * reserved, so that they need nothing more. @schedule is borrowed until finish(). PS_EINVAL
+   * names an op that the backend cannot run. */
   ps_status (*prepare)(ps__device *dev, const ps_schedule *schedule, uint64_t trace_steps);
   void (*finish)(ps__device *dev); /* after each run */
-  /* Load, build and choose all that the first launches of @schedule's ops would, so that the first step is like the others. Device spaces are overwritten
-   * and left zero. NULL where there is nothing of the kind. */
+  /* Load, build and choose all that the first launches of @schedule's ops would, so that the
+   * first step is like the others. Device spaces are overwritten and left zero. NULL where there
+   * is nothing of the kind. */
   ps_status (*warm)(ps__device *dev, const ps_schedule *schedule);
-  /* BYTES of device memory that the driver reports for this process; NULL where a device has no memory of its own. */
+  /* BYTES of device memory that the driver reports for this process; NULL where a device has no
+   * memory of its own. */
   ps_status (*memory)(ps__device *dev, uint64_t *out_bytes);
-  /* On a driver's thread: before its first run; and when a run gives its streams no more ops, back when they are at rest.
-   * After an error or a cancel, device ops that were submitted already run although a host op before them will not: what
-   * they compute belongs to steps that are given up. */
+  /* On a driver's thread: before its first run; and when a run gives its streams no more ops,
+   * back when they are at rest. After an error or a cancel, device ops that were submitted
+   * already run although a host op before them will not: what they compute belongs to steps that
+   * are given up. */
   void (*enter)(ps__device *dev);
   void (*leave)(ps__device *dev, uint32_t group);
-  /* The counter of @stream becomes @value once the work before has ended. Whoever awaits it is known from the schedule
-   * (ps__op.waiters): for the others nothing need happen, but for a step's last op on the stream, which the caller awaits. */
+  /* The counter of @stream becomes @value once the work before has ended. Whoever awaits it is
+   * known from the schedule (ps__op.waiters): for the others nothing need happen, but for a
+   * step's last op on the stream, which the caller awaits. */
   void (*signal)(ps__device *dev, uint32_t stream, uint64_t value);
-  /* @stream (or PS__CALLER) goes on when @awaited's counter is at least @value. False when *abort_flag was
-   * seen first, or when the device failed: then *abort_flag is still 0 and health() says why. */
-  bool (*wait)(ps__device *dev, uint32_t stream, uint32_t awaited, uint64_t value, const _Atomic uint32_t *abort_flag);
+  /* @stream (or PS__CALLER) goes on when @awaited's counter is at least @value. False when
+   * *abort_flag was seen first, or when the device failed: then *abort_flag is still 0 and
+   * health() says why. */
+  bool (*wait)(ps__device *dev, uint32_t stream, uint32_t awaited, uint64_t value,
+               const _Atomic uint32_t *abort_flag);
   uint64_t (*counter)(ps__device *dev, uint32_t stream);
   /* Put the time of this point of @stream in a field of @ev, at the latest in settle(). */
   void (*stamp)(ps__device *dev, uint32_t stream, int what, ps_trace_event *ev);
-  void (*settle)(ps__device *dev, ps_trace_event *events); /* the run is at rest; @events is its ring of trace_steps x n_ops */
-  ps_status (*health)(ps__device *dev); /* PS_EDEVICE when the device failed: sticky, with the driver's words */
-  void (*kick)(ps__device *dev);        /* every wait looks at its abort flag; a signal handler may call */
+  /* the run is at rest; @events is its ring of trace_steps x n_ops */
+  void (*settle)(ps__device *dev, ps_trace_event *events);
+  /* PS_EDEVICE when the device failed: sticky, with the driver's words */
+  ps_status (*health)(ps__device *dev);
+  /* every wait looks at its abort flag; a signal handler may call */
+  void (*kick)(ps__device *dev);
 } ps__backend;
 
 extern const ps__backend ps__backend_cpu;

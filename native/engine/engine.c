@@ -15,9 +15,11 @@ static ps_status check_stream(const ps_engine_config *cfg, uint32_t i) {
   if (s->kind > PS_STREAM_HOST)
     return ps__fail(PS_EINVAL, "engine: stream %u: kind %u is unknown", i, s->kind);
   if (s->n_threads == 0 || s->n_threads > 4096)
-    return ps__fail(PS_EINVAL, "engine: stream %u: n_threads %u is not in 1..4096", i, s->n_threads);
+    return ps__fail(PS_EINVAL, "engine: stream %u: n_threads %u is not in 1..4096", i,
+                    s->n_threads);
   if (s->scratch_bytes > (uint64_t)1 << 48)
-    return ps__fail(PS_EINVAL, "engine: stream %u: scratch_bytes %llu is past 256 TiB", i, (unsigned long long)s->scratch_bytes);
+    return ps__fail(PS_EINVAL, "engine: stream %u: scratch_bytes %llu is past 256 TiB", i,
+                    (unsigned long long)s->scratch_bytes);
   if (!memchr(s->name, 0, sizeof s->name))
     return ps__fail(PS_EINVAL, "engine: stream %u: name has no end", i);
   return PS_OK;
@@ -25,21 +27,25 @@ static ps_status check_stream(const ps_engine_config *cfg, uint32_t i) {
 
 static ps_status check_config(const ps_engine_config *cfg) {
   if (cfg->struct_bytes != sizeof *cfg)
-    return ps__fail(PS_EINVAL, "engine: struct_bytes is %u, this library's is %zu", cfg->struct_bytes, sizeof *cfg);
+    return ps__fail(PS_EINVAL, "engine: struct_bytes is %u, this library's is %zu",
+                    cfg->struct_bytes, sizeof *cfg);
   if (cfg->backend >= PS_N_BACKENDS)
     return ps__fail(PS_EINVAL, "engine: backend %u is unknown", cfg->backend);
   if (!backends[cfg->backend])
-    return ps__fail(PS_EDEVICE, "this library was built without CUDA: install the CUDA toolkit (12.4 or newer) and run make CUDA=1, or "
+    return ps__fail(PS_EDEVICE, "this library was built without CUDA: install the CUDA toolkit "
+                                "(12.4 or newer) and run make CUDA=1, or "
                                 "use the cpu backend");
   if (cfg->n_spaces == 0 || cfg->n_spaces > PS_MAX_SPACES)
     return ps__fail(PS_EINVAL, "engine: n_spaces %u is not in 1..%d", cfg->n_spaces, PS_MAX_SPACES);
   if (cfg->n_streams == 0 || cfg->n_streams > PS_MAX_STREAMS)
-    return ps__fail(PS_EINVAL, "engine: n_streams %u is not in 1..%d", cfg->n_streams, PS_MAX_STREAMS);
+    return ps__fail(PS_EINVAL, "engine: n_streams %u is not in 1..%d", cfg->n_streams,
+                    PS_MAX_STREAMS);
   for (uint32_t i = 0; i < cfg->n_spaces; i++) {
     if (cfg->space[i].kind > PS_SPACE_DEVICE)
       return ps__fail(PS_EINVAL, "engine: space %u: kind %u is unknown", i, cfg->space[i].kind);
     if (cfg->space[i].bytes > (uint64_t)1 << 48)
-      return ps__fail(PS_EINVAL, "engine: space %u: bytes %llu is past 256 TiB", i, (unsigned long long)cfg->space[i].bytes);
+      return ps__fail(PS_EINVAL, "engine: space %u: bytes %llu is past 256 TiB", i,
+                      (unsigned long long)cfg->space[i].bytes);
   }
   for (uint32_t i = 0; i < cfg->n_streams; i++)
     PS_TRY(check_stream(cfg, i));
@@ -76,7 +82,8 @@ static ps_status start_drivers(ps_engine *e) {
     d->engine = e;
     d->group = group;
     ps__timeline_init(&d->parked);
-    PS_TRY(ps__thread_start(&d->thread, driver_main, d, e->cfg.stream[s].name[0] ? e->cfg.stream[s].name : "ps-stream"));
+    PS_TRY(ps__thread_start(&d->thread, driver_main, d,
+                            e->cfg.stream[s].name[0] ? e->cfg.stream[s].name : "ps-stream"));
     e->n_drivers++;
   }
   return PS_OK;
@@ -96,7 +103,8 @@ static void release(ps_engine *e) {
 static ps_status acquire(ps_engine *e) {
   PS_TRY(e->backend->open(&e->device, &e->cfg));
   for (uint32_t i = 0; i < e->cfg.n_spaces; i++) {
-    uint64_t bytes = (e->cfg.space[i].bytes + SPACE_UNIT_BYTES - 1) / SPACE_UNIT_BYTES * SPACE_UNIT_BYTES;
+    uint64_t bytes =
+        (e->cfg.space[i].bytes + SPACE_UNIT_BYTES - 1) / SPACE_UNIT_BYTES * SPACE_UNIT_BYTES;
     PS_TRY(e->backend->map(e->device, i, bytes, &e->space[i]));
   }
   return start_drivers(e);
@@ -138,7 +146,9 @@ ps_status ps_engine_close(ps_engine *e) {
   return PS_OK;
 }
 
-void *ps_engine_space(ps_engine *e, uint32_t space) { return space < e->cfg.n_spaces ? e->space[space].host : NULL; }
+void *ps_engine_space(ps_engine *e, uint32_t space) {
+  return space < e->cfg.n_spaces ? e->space[space].host : NULL;
+}
 
 uint64_t ps_engine_space_bytes(const ps_engine *e, uint32_t space) {
   return space < e->cfg.n_spaces ? e->space[space].bytes : 0;

@@ -17,7 +17,7 @@ struct ps_engine {
   const ps__backend *backend;
   ps__device *device;
   ps__mapping space[PS_MAX_SPACES];
-  ps_run *run;          /* the one that lives, or NULL */
+  ps_run *run; /* the one that lives, or NULL */
   uint64_t n_runs;
   ps__timeline started; /* the number of runs handed to the drivers */
   _Atomic uint32_t stop;
@@ -53,17 +53,21 @@ struct ps_run {
   ps_engine *engine;
   ps_schedule *schedule;
   uint64_t trace_steps, start_ns;
-  ps__resolved *steps;                       /* n_ops, driver after driver */
+  ps__resolved *steps; /* n_ops, driver after driver */
   void **ptrs;
   size_t driver_first[PS_MAX_STREAMS + 1];
-  ps_trace_event *events;                /* trace_steps x n_ops, absolute times; end_ns 0: never executed */
+  /* trace_steps x n_ops, absolute times; end_ns 0: never executed */
+  ps_trace_event *events;
 };
 
-/* ps__engine_warm() - backend.h's warm(), before anything is put into the device spaces. PS_EBUSY while a run lives. */
+/* ps__engine_warm() - backend.h's warm(), before anything is put into the device spaces.
+ * PS_EBUSY while a run lives. */
 ps_status ps__engine_warm(ps_engine *engine, const ps_schedule *schedule);
-/* ps__engine_drives() - whether the calling thread runs ops of @engine (NULL: no): what waits for them there waits for itself. */
+/* ps__engine_drives() - whether the calling thread runs ops of @engine (NULL: no): what waits
+ * for them there waits for itself. */
 bool ps__engine_drives(const ps_engine *engine);
-/* ps__engine_memory() - BYTES of device memory that the driver reports for this process; 0 where a device has no memory of its own. Any time. */
+/* ps__engine_memory() - BYTES of device memory that the driver reports for this process; 0 where
+ * a device has no memory of its own. Any time. */
 ps_status ps__engine_memory(ps_engine *engine, uint64_t *out_bytes);
 
 void ps__run_drive(ps_run *run, uint32_t driver); /* on the driver's thread: until the run stops */

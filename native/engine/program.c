@@ -30,23 +30,27 @@ void ps_program_destroy(ps_program *p) {
 uint64_t ps_program_n_ops(const ps_program *program) { return program->list.n_ops; }
 
 static bool overlap(const ps_access *a, const ps_access *b) {
-  return a->space == b->space && a->offset < b->offset + b->bytes && b->offset < a->offset + a->bytes;
+  return a->space == b->space && a->offset < b->offset + b->bytes &&
+         b->offset < a->offset + a->bytes;
 }
 
 static ps_status check_access(const ps__oplist *l, const ps_op *op, uint32_t i, const char *name) {
   const ps_access *a = &op->access[i];
   if (a->space >= l->n_spaces)
-    return ps__fail(PS_EINVAL, "op %zu (%s): access %u: space %u is not below %u", l->n_ops, name, i, a->space, l->n_spaces);
+    return ps__fail(PS_EINVAL, "op %zu (%s): access %u: space %u is not below %u", l->n_ops, name,
+                    i, a->space, l->n_spaces);
   if (a->mode < PS_READ || a->mode > PS_READ_WRITE)
-    return ps__fail(PS_EINVAL, "op %zu (%s): access %u: mode %u is not read, write or both", l->n_ops, name, i, a->mode);
+    return ps__fail(PS_EINVAL, "op %zu (%s): access %u: mode %u is not read, write or both",
+                    l->n_ops, name, i, a->mode);
   if (a->bytes == 0)
     return ps__fail(PS_EINVAL, "op %zu (%s): access %u: bytes is 0", l->n_ops, name, i);
   if (a->offset > UINT64_MAX - a->bytes)
-    return ps__fail(PS_EINVAL, "op %zu (%s): access %u: offset %llu + bytes %llu overflows", l->n_ops, name, i,
-                    (unsigned long long)a->offset, (unsigned long long)a->bytes);
+    return ps__fail(PS_EINVAL, "op %zu (%s): access %u: offset %llu + bytes %llu overflows",
+                    l->n_ops, name, i, (unsigned long long)a->offset, (unsigned long long)a->bytes);
   for (uint32_t j = 0; j < i; j++)
     if (((a->mode | op->access[j].mode) & PS_WRITE) && overlap(a, &op->access[j]))
-      return ps__fail(PS_EINVAL, "op %zu (%s): accesses %u and %u overlap and one of them writes", l->n_ops, name, j, i);
+      return ps__fail(PS_EINVAL, "op %zu (%s): accesses %u and %u overlap and one of them writes",
+                      l->n_ops, name, j, i);
   return PS_OK;
 }
 
@@ -55,17 +59,20 @@ static ps_status check_op(const ps__oplist *l, const ps_op *op) {
   if (l->n_ops >= (size_t)1 << 30)
     return ps__fail(PS_EINVAL, "a program has at most %d ops", 1 << 30);
   if (op->stream >= l->n_streams)
-    return ps__fail(PS_EINVAL, "op %zu (%s): stream %u is not below %u", l->n_ops, name, op->stream, l->n_streams);
+    return ps__fail(PS_EINVAL, "op %zu (%s): stream %u is not below %u", l->n_ops, name, op->stream,
+                    l->n_streams);
   if (op->n_access > PS_MAX_ACCESSES || (op->n_access && !op->access))
-    return ps__fail(PS_EINVAL, "op %zu (%s): n_access %u is not in 0..%d, or access is NULL", l->n_ops, name, op->n_access,
-                    PS_MAX_ACCESSES);
+    return ps__fail(PS_EINVAL, "op %zu (%s): n_access %u is not in 0..%d, or access is NULL",
+                    l->n_ops, name, op->n_access, PS_MAX_ACCESSES);
   if (op->args_bytes && !op->args)
-    return ps__fail(PS_EINVAL, "op %zu (%s): args is NULL and args_bytes is %u", l->n_ops, name, op->args_bytes);
+    return ps__fail(PS_EINVAL, "op %zu (%s): args is NULL and args_bytes is %u", l->n_ops, name,
+                    op->args_bytes);
   for (uint32_t i = 0; i < op->n_access; i++)
     PS_TRY(check_access(l, op, i, name));
-  if (!op->kernel && (op->n_access != 2 || op->access[0].mode != PS_READ || op->access[1].mode != PS_WRITE ||
-                      op->access[0].bytes != op->access[1].bytes))
-    return ps__fail(PS_EINVAL, "op %zu (copy): access must be one read and one write of equal bytes", l->n_ops);
+  if (!op->kernel && (op->n_access != 2 || op->access[0].mode != PS_READ ||
+                      op->access[1].mode != PS_WRITE || op->access[0].bytes != op->access[1].bytes))
+    return ps__fail(
+        PS_EINVAL, "op %zu (copy): access must be one read and one write of equal bytes", l->n_ops);
   return PS_OK;
 }
 
@@ -90,9 +97,15 @@ ps_status ps_program_add(ps_program *p, const ps_op *op, uint64_t *idx) {
       !reserve((void **)&l->access, l->n_access, op->n_access, &p->access_cap, sizeof *l->access) ||
       !reserve((void **)&l->args, l->args_bytes, args_room, &p->args_cap, 1))
     return ps__fail(PS_ENOMEM, "program: out of memory at op %zu", l->n_ops);
-  l->ops[l->n_ops] = (ps__op){.kernel = op->kernel, .work = op->work, .tag = op->tag, .args = l->args_bytes,
-                              .access = l->n_access, .position = l->stream_n_ops[op->stream]++,
-                              .args_bytes = op->args_bytes, .n_access = op->n_access, .stream = op->stream};
+  l->ops[l->n_ops] = (ps__op){.kernel = op->kernel,
+                              .work = op->work,
+                              .tag = op->tag,
+                              .args = l->args_bytes,
+                              .access = l->n_access,
+                              .position = l->stream_n_ops[op->stream]++,
+                              .args_bytes = op->args_bytes,
+                              .n_access = op->n_access,
+                              .stream = op->stream};
   if (args_room) {
     memset(l->args + l->args_bytes, 0, args_room);
     memcpy(l->args + l->args_bytes, op->args, op->args_bytes);

@@ -3,25 +3,29 @@
 #include <sched.h>
 #include <string.h>
 
-/* ---- binding ----------------------------------------------------------------------------------------------------- */
+/* ---- binding --------------------------------------------------------------------------------- */
 
 static ps_status check_binding(const ps_engine *e, const ps_schedule *s, const ps_run_config *cfg) {
   const ps__oplist *l = &s->list;
   if (cfg->struct_bytes != sizeof *cfg)
-    return ps__fail(PS_EINVAL, "run: struct_bytes is %u, this library's is %zu", cfg->struct_bytes, sizeof *cfg);
+    return ps__fail(PS_EINVAL, "run: struct_bytes is %u, this library's is %zu", cfg->struct_bytes,
+                    sizeof *cfg);
   if (e->run)
     return ps__fail(PS_EBUSY, "run: the engine has a run already");
   if (l->n_spaces > e->cfg.n_spaces || l->n_streams > e->cfg.n_streams)
-    return ps__fail(PS_EINVAL, "run: the schedule uses %u spaces and %u streams, the engine has %u and %u", l->n_spaces,
-                    l->n_streams, e->cfg.n_spaces, e->cfg.n_streams);
+    return ps__fail(PS_EINVAL,
+                    "run: the schedule uses %u spaces and %u streams, the engine has %u and %u",
+                    l->n_spaces, l->n_streams, e->cfg.n_spaces, e->cfg.n_streams);
   for (uint32_t i = 0; i < l->n_spaces; i++)
     if (l->space_bytes[i] > e->space[i].bytes)
-      return ps__fail(PS_EINVAL, "run: the schedule uses %llu bytes of space %u, the engine has %llu",
-                      (unsigned long long)l->space_bytes[i], i, (unsigned long long)e->space[i].bytes);
+      return ps__fail(
+          PS_EINVAL, "run: the schedule uses %llu bytes of space %u, the engine has %llu",
+          (unsigned long long)l->space_bytes[i], i, (unsigned long long)e->space[i].bytes);
   for (size_t i = 0; i < l->n_ops; i++)
     if (l->ops[i].kernel && !l->ops[i].kernel->fn[e->backend->fn_id(&e->cfg, l->ops[i].stream)])
-      return ps__fail(PS_EINVAL, "run: kernel %s (op %zu) has no function on stream %u of backend %s", l->ops[i].kernel->name, i,
-                      l->ops[i].stream, e->backend->name);
+      return ps__fail(PS_EINVAL,
+                      "run: kernel %s (op %zu) has no function on stream %u of backend %s",
+                      l->ops[i].kernel->name, i, l->ops[i].stream, e->backend->name);
   return PS_OK;
 }
 
@@ -47,13 +51,21 @@ static void resolve(ps_run *r) {
     const ps__op *op = &l->ops[i];
     void **ptr = r->ptrs + op->access;
     for (uint32_t a = 0; a < op->n_access; a++)
-      ptr[a] = (char *)e->space[l->access[op->access + a].space].addr + l->access[op->access + a].offset;
+      ptr[a] =
+          (char *)e->space[l->access[op->access + a].space].addr + l->access[op->access + a].offset;
     uint32_t d = driver[op->stream];
-    r->steps[r->driver_first[d] + next[d]++] =
-        (ps__resolved){.fn = op->kernel ? op->kernel->fn[e->backend->fn_id(&e->cfg, op->stream)] : NULL, .args = l->args + op->args, .ptr = ptr,
-                   .wait = r->schedule->waits + op->wait, .exec = e->backend->exec(e->device, op->stream), .op = i,
-                   .position = op->position, .bytes = op->kernel ? 0 : l->access[op->access].bytes, .n_ptr = op->n_access,
-                   .n_wait = op->n_wait, .stream = op->stream};
+    r->steps[r->driver_first[d] + next[d]++] = (ps__resolved){
+        .fn = op->kernel ? op->kernel->fn[e->backend->fn_id(&e->cfg, op->stream)] : NULL,
+        .args = l->args + op->args,
+        .ptr = ptr,
+        .wait = r->schedule->waits + op->wait,
+        .exec = e->backend->exec(e->device, op->stream),
+        .op = i,
+        .position = op->position,
+        .bytes = op->kernel ? 0 : l->access[op->access].bytes,
+        .n_ptr = op->n_access,
+        .n_wait = op->n_wait,
+        .stream = op->stream};
   }
 }
 
@@ -64,7 +76,8 @@ static void release(ps_run *r) {
   ps__unmap(r, sizeof *r);
 }
 
-ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule, const ps_run_config *cfg) {
+ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
+                        const ps_run_config *cfg) {
   PS_TRY(check_binding(engine, schedule, cfg));
   const ps__oplist *l = &schedule->list;
   void *memory; /* mapped: timelines are aligned to cache lines */
@@ -81,7 +94,8 @@ ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule, 
     r->events = ps__calloc(l->n_ops * cfg->trace_steps, sizeof *r->events);
   if (!r->steps || !r->ptrs || (cfg->trace_steps && !r->events)) {
     release(r);
-    return ps__fail(PS_ENOMEM, "run: out of memory for %zu ops and a trace of %u steps", l->n_ops, cfg->trace_steps);
+    return ps__fail(PS_ENOMEM, "run: out of memory for %zu ops and a trace of %u steps", l->n_ops,
+                    cfg->trace_steps);
   }
   resolve(r);
   ps_status st = engine->backend->prepare(engine->device, schedule, cfg->trace_steps);
@@ -97,10 +111,11 @@ ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule, 
   return PS_OK;
 }
 
-/* ---- stopping ----------------------------------------------------------------------------------------------------
- * An op that fails in step k stops step k and every later one; the steps before k, which never wait for those, go on to their
- * end, so that what they have half updated becomes whole. A cancel stops all of them. Each driver (and the caller, which waits
- * like one) says which step it is at and then looks at the limit; who stops lowers the limit and then looks where each is:
+/* ---- stopping -----------------------------------------------------------------------------------
+ * An op that fails in step k stops step k and every later one; the steps before k, which never
+ * wait for those, go on to their end, so that what they have half updated becomes whole. A
+ * cancel stops all of them. Each driver (and the caller, which waits like one) says which step
+ * it is at and then looks at the limit; who stops lowers the limit and then looks where each is:
  * at least one of the two sees the other, and nobody sleeps for an op that will not come. */
 
 /* Steps from @step on stop. Everything here may run in a signal handler. */
@@ -134,17 +149,19 @@ static void fail_op(ps_run *r, const ps__resolved *s, uint64_t step, ps_status c
     const char *why = ps_last_error();
     char where[96];
     describe_tag(where, sizeof where, &op->tag);
-    snprintf(r->message, sizeof r->message, "%s (op %llu, %s%s, of the run's step %llu)", why[0] ? why : ps_status_name(code),
-             (unsigned long long)s->op, ps__op_name(op), where, (unsigned long long)step);
+    snprintf(r->message, sizeof r->message, "%s (op %llu, %s%s, of the run's step %llu)",
+             why[0] ? why : ps_status_name(code), (unsigned long long)s->op, ps__op_name(op), where,
+             (unsigned long long)step);
     atomic_store(&r->told, 1);
   }
-  while (!atomic_load(&r->told)) /* another stream failed this very moment and is writing its message */
+  /* another stream failed this very moment and is writing its message */
+  while (!atomic_load(&r->told))
     sched_yield();
   stop(r, step);
 }
 
-/* The device itself failed, as the last error of this thread says: nothing that it has not ended will end. Which op it was is
- * known as far as the counters tell. */
+/* The device itself failed, as the last error of this thread says: nothing that it has not ended
+ * will end. Which op it was is known as far as the counters tell. */
 static void fail_device(ps_run *r, ps_status code) {
   const ps_engine *e = r->engine;
   const ps__oplist *l = &r->schedule->list;
@@ -152,16 +169,18 @@ static void fail_device(ps_run *r, ps_status code) {
   uint32_t stream = 0;
   int none = PS_OK;
   if (atomic_compare_exchange_strong(&r->error, &none, code)) {
-    while (stream + 1 < l->n_streams && (e->cfg.stream[stream].kind != PS_STREAM_COMPUTE || !l->stream_n_ops[stream]))
+    while (stream + 1 < l->n_streams &&
+           (e->cfg.stream[stream].kind != PS_STREAM_COMPUTE || !l->stream_n_ops[stream]))
       stream++;
-    uint64_t n = l->stream_n_ops[stream] ? l->stream_n_ops[stream] : 1, at = e->backend->counter(e->device, stream);
+    uint64_t n = l->stream_n_ops[stream] ? l->stream_n_ops[stream] : 1,
+             at = e->backend->counter(e->device, stream);
     size_t i = 0;
     while (i + 1 < l->n_ops && (l->ops[i].stream != stream || l->ops[i].position != at % n))
       i++;
     char where[96];
     describe_tag(where, sizeof where, &l->ops[i].tag);
-    snprintf(r->message, sizeof r->message, "%s (at or after op %zu, %s%s, of the run's step %llu)", ps_last_error(), i,
-             ps__op_name(&l->ops[i]), where, (unsigned long long)(at / n));
+    snprintf(r->message, sizeof r->message, "%s (at or after op %zu, %s%s, of the run's step %llu)",
+             ps_last_error(), i, ps__op_name(&l->ops[i]), where, (unsigned long long)(at / n));
     atomic_store(&r->told, 1);
   }
   while (!atomic_load(&r->told))
@@ -180,12 +199,14 @@ static ps_status sticky(const ps_run *r) {
   if (!atomic_load(&r->stop))
     return PS_OK;
   int code = atomic_load(&r->error);
-  return ps__fail((ps_status)code, "%s", code == PS_ECANCELLED && !r->message[0] ? "the run was cancelled" : r->message);
+  return ps__fail((ps_status)code, "%s",
+                  code == PS_ECANCELLED && !r->message[0] ? "the run was cancelled" : r->message);
 }
 
-/* ---- driving ----------------------------------------------------------------------------------------------------- */
+/* ---- driving --------------------------------------------------------------------------------- */
 
-static bool wait_all(const ps_run *r, const ps__resolved *s, uint64_t step, const _Atomic uint32_t *leave) {
+static bool wait_all(const ps_run *r, const ps__resolved *s, uint64_t step,
+                     const _Atomic uint32_t *leave) {
   const ps_engine *e = r->engine;
   for (uint32_t i = 0; i < s->n_wait; i++) {
     const ps_wait *w = &s->wait[i];
@@ -202,7 +223,12 @@ static ps_status launch(const ps_run *r, const ps__resolved *s, uint64_t step) {
   const ps_engine *e = r->engine;
   if (!s->fn)
     return e->backend->copy(e->device, s->stream, s->ptr[1], s->ptr[0], s->bytes);
-  ps_launch l = {.args = s->args, .ptr = s->ptr, .n_ptr = s->n_ptr, .stream = s->stream, .step = step, .op = s->op,
+  ps_launch l = {.args = s->args,
+                 .ptr = s->ptr,
+                 .n_ptr = s->n_ptr,
+                 .stream = s->stream,
+                 .step = step,
+                 .op = s->op,
                  .exec = s->exec};
   return s->fn(&l);
 }
@@ -224,7 +250,8 @@ static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomi
       fail_device(r, e->backend->health(e->device));
     return false;
   }
-  if (s->n_wait && atomic_load(leave)) /* awaited work may have run on only because a stream gave up: it is nothing to go by */
+  /* awaited work may have run on only because a stream gave up: it is nothing to go by */
+  if (s->n_wait && atomic_load(leave))
     return false;
   if (ev)
     e->backend->stamp(e->device, s->stream, PS__STAMP_START, ev);
@@ -238,12 +265,14 @@ static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomi
   }
   if (ev)
     e->backend->stamp(e->device, s->stream, PS__STAMP_END, ev);
-  e->backend->signal(e->device, s->stream, step * r->schedule->list.stream_n_ops[s->stream] + s->position + 1);
+  e->backend->signal(e->device, s->stream,
+                     step * r->schedule->list.stream_n_ops[s->stream] + s->position + 1);
   return true;
 }
 
 void ps__run_drive(ps_run *r, uint32_t driver) {
-  const ps__resolved *first = r->steps + r->driver_first[driver], *end = r->steps + r->driver_first[driver + 1];
+  const ps__resolved *first = r->steps + r->driver_first[driver],
+                     *end = r->steps + r->driver_first[driver + 1];
   ps__place *place = &r->place[driver];
   ps__clear_error();
   if (first == end)
@@ -253,18 +282,20 @@ void ps__run_drive(ps_run *r, uint32_t driver) {
     if (atomic_load(&r->limit) <= step)
       return;
     for (const ps__resolved *s = first; s < end; s++)
-      if (atomic_load_explicit(&place->leave, memory_order_acquire) || !run_op(r, s, step, &place->leave))
+      if (atomic_load_explicit(&place->leave, memory_order_acquire) ||
+          !run_op(r, s, step, &place->leave))
         return;
   }
 }
 
-/* ---- the caller's side ------------------------------------------------------------------------------------------- */
+/* ---- the caller's side ----------------------------------------------------------------------- */
 
 static uint64_t submitted(const ps_run *r) { return atomic_load(&r->allowed.value); }
 
 ps_status ps_run_submit(ps_run *r, uint64_t n_steps) {
   PS_TRY(sticky(r));
-  const uint64_t n_ops = r->schedule->list.n_ops ? r->schedule->list.n_ops : 1, before = submitted(r);
+  const uint64_t n_ops = r->schedule->list.n_ops ? r->schedule->list.n_ops : 1,
+                 before = submitted(r);
   if (n_steps > UINT64_MAX / n_ops - 1 - before)
     return ps__fail(PS_EINVAL, "run: %llu more steps are too many", (unsigned long long)n_steps);
   ps__timeline_signal(&r->allowed, before + n_steps);
@@ -275,7 +306,9 @@ static bool caller_waits(ps_run *r, uint64_t n_steps) {
   const ps__oplist *l = &r->schedule->list;
   const ps_engine *e = r->engine;
   for (uint32_t s = 0; s < l->n_streams; s++)
-    if (l->stream_n_ops[s] && !e->backend->wait(e->device, PS__CALLER, s, n_steps * l->stream_n_ops[s], &r->place[PS_MAX_STREAMS].leave))
+    if (l->stream_n_ops[s] &&
+        !e->backend->wait(e->device, PS__CALLER, s, n_steps * l->stream_n_ops[s],
+                          &r->place[PS_MAX_STREAMS].leave))
       return false;
   return true;
 }
@@ -300,13 +333,16 @@ static void wait_steps(ps_run *r, uint64_t n_steps) {
 
 ps_status ps_run_wait(ps_run *r, uint64_t n_steps) {
   if (ps__engine_drives(r->engine))
-    return ps__fail(PS_ESTATE, "run: an op of it cannot wait for it, which would be for itself: wait on another thread");
+    return ps__fail(
+        PS_ESTATE,
+        "run: an op of it cannot wait for it, which would be for itself: wait on another thread");
   const uint64_t allowed = submitted(r), n = n_steps < allowed ? n_steps : allowed;
   wait_steps(r, n);
   if (atomic_load(&r->limit) < n_steps)
     return sticky(r);
   if (n_steps > allowed)
-    return ps__fail(PS_EINVAL, "run: %llu steps awaited, %llu submitted", (unsigned long long)n_steps, (unsigned long long)allowed);
+    return ps__fail(PS_EINVAL, "run: %llu steps awaited, %llu submitted",
+                    (unsigned long long)n_steps, (unsigned long long)allowed);
   return PS_OK;
 }
 
@@ -314,7 +350,9 @@ uint64_t ps_run_steps_done(const ps_run *r) {
   const ps__oplist *l = &r->schedule->list;
   uint64_t done = submitted(r);
   for (uint32_t s = 0; s < l->n_streams; s++) {
-    uint64_t n = l->stream_n_ops[s] ? r->engine->backend->counter(r->engine->device, s) / l->stream_n_ops[s] : done;
+    uint64_t n = l->stream_n_ops[s]
+                     ? r->engine->backend->counter(r->engine->device, s) / l->stream_n_ops[s]
+                     : done;
     done = n < done ? n : done;
   }
   return done;
@@ -332,7 +370,8 @@ int ps_run_at_rest(const ps_run *r) {
 
 static const ps__op *op_at(const ps__oplist *l, uint32_t stream, uint64_t position) {
   size_t i = 0;
-  while (i < l->n_ops && (l->ops[i].stream != stream || l->ops[i].position != position)) i++;
+  while (i < l->n_ops && (l->ops[i].stream != stream || l->ops[i].position != position))
+    i++;
   return i < l->n_ops ? &l->ops[i] : NULL;
 }
 
@@ -342,20 +381,27 @@ void ps_run_where(const ps_run *r, char *text, uint64_t bytes) {
   uint64_t done[PS_MAX_STREAMS], at = 0;
   char where[96];
 #define SAY(...) at += at < bytes ? (uint64_t)snprintf(text + at, bytes - at, __VA_ARGS__) : 0
-  if (bytes) text[0] = 0;
-  for (uint32_t s = 0; s < l->n_streams; s++) done[s] = e->backend->counter(e->device, s);
+  if (bytes)
+    text[0] = 0;
+  for (uint32_t s = 0; s < l->n_streams; s++)
+    done[s] = e->backend->counter(e->device, s);
   for (uint32_t s = 0; s < l->n_streams; s++) {
     const uint64_t n = l->stream_n_ops[s], step = n ? done[s] / n : 0;
     const ps__op *op = n ? op_at(l, s, done[s] % n) : NULL;
-    if (!op) continue;
+    if (!op)
+      continue;
     describe_tag(where, sizeof where, &op->tag);
-    SAY("%s%s: step %llu, %llu of %llu ops ended, then %s%s", at ? "\n" : "", e->cfg.stream[s].name, (unsigned long long)step, (unsigned long long)(done[s] % n),
-        (unsigned long long)n, ps__op_name(op), where);
+    SAY("%s%s: step %llu, %llu of %llu ops ended, then %s%s", at ? "\n" : "", e->cfg.stream[s].name,
+        (unsigned long long)step, (unsigned long long)(done[s] % n), (unsigned long long)n,
+        ps__op_name(op), where);
     for (uint32_t i = 0; i < op->n_wait; i++) {
       const ps_wait *w = &r->schedule->waits[op->wait + i];
-      if (w->steps_back > step) continue;
+      if (w->steps_back > step)
+        continue;
       const uint64_t value = (step - w->steps_back) * l->stream_n_ops[w->stream] + w->value;
-      if (done[w->stream] < value) SAY("; waits for %s to end %llu more", e->cfg.stream[w->stream].name, (unsigned long long)(value - done[w->stream]));
+      if (done[w->stream] < value)
+        SAY("; waits for %s to end %llu more", e->cfg.stream[w->stream].name,
+            (unsigned long long)(value - done[w->stream]));
     }
   }
 #undef SAY
@@ -372,7 +418,8 @@ ps_status ps_run_destroy(ps_run *r) {
   if (!r)
     return PS_OK;
   if (ps__engine_drives(r->engine))
-    return ps__fail(PS_ESTATE, "run: an op of it cannot close it, which would wait for that op: close it on another thread");
+    return ps__fail(PS_ESTATE, "run: an op of it cannot close it, which would wait for that op: "
+                               "close it on another thread");
   ps__run_rest(r);
   r->engine->backend->finish(r->engine->device);
   r->engine->run = NULL;

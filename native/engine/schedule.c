@@ -1,12 +1,15 @@
-/* schedule.c - derive the hazards of a program that is repeated step after step (docs/design.md, section 2).
+/* schedule.c - derive the hazards of a program that is repeated step after step (docs/design.md,
+ * section 2).
  *
- * The program is walked twice. A TIME is a value of a stream's counter in that double walk: op i of a stream with n ops has
- * time walk * n + i + 1. A CLOCK holds for each stream the latest time that is known to have passed; every op keeps the
- * clock it ran under, so that who waits for an op also learns what that op had waited for.
+ * The program is walked twice. A TIME is a value of a stream's counter in that double walk: op i
+ * of a stream with n ops has time walk * n + i + 1. A CLOCK holds for each stream the latest
+ * time that is known to have passed; every op keeps the clock it ran under, so that who waits
+ * for an op also learns what that op had waited for.
  *
- * Why the second walk may be replayed for every step, the first included: all orderings point forward in program order,
- * so that those between two ops of one step come about inside that step and are the same in both walks; and a conflict
- * over two steps or more is covered by the stream's own order between an op and itself one step later. */
+ * Why the second walk may be replayed for every step, the first included: all orderings point
+ * forward in program order, so that those between two ops of one step come about inside that
+ * step and are the same in both walks; and a conflict over two steps or more is covered by the
+ * stream's own order between an op and itself one step later. */
 #include "engine/schedule.h"
 #include <string.h>
 
@@ -15,8 +18,12 @@ typedef struct compiler {
   unsigned rules;
   uint32_t n_streams, slot_words;
   ps__slots slots;
-  uint32_t *slot_state; /* n_slots x slot_words: the last writer's time and stream, then each stream's last reader since */
-  uint32_t *clocks;     /* 2 walks x n_ops x n_streams, by time: the clock of each op; stream s starts at clock_first[s] */
+  /* n_slots x slot_words: the last writer's time and stream, then each stream's last reader
+   * since */
+  uint32_t *slot_state;
+  /* 2 walks x n_ops x n_streams, by time: the clock of each op; stream s starts at
+   * clock_first[s] */
+  uint32_t *clocks;
   uint64_t clock_first[PS_MAX_STREAMS];
   uint32_t now[PS_MAX_STREAMS][PS_MAX_STREAMS]; /* each stream's clock */
   ps_schedule *out;
@@ -35,8 +42,10 @@ static void later(uint32_t *at, uint32_t time) {
 }
 
 /* What the slots ask an access to wait for. */
-static void collect(const compiler *c, size_t access, uint32_t mode, uint32_t need[PS_MAX_STREAMS]) {
-  bool behind_writer = ((mode & PS_READ) && (c->rules & PS__RULE_RAW)) || ((mode & PS_WRITE) && (c->rules & PS__RULE_WAW));
+static void collect(const compiler *c, size_t access, uint32_t mode,
+                    uint32_t need[PS_MAX_STREAMS]) {
+  bool behind_writer = ((mode & PS_READ) && (c->rules & PS__RULE_RAW)) ||
+                       ((mode & PS_WRITE) && (c->rules & PS__RULE_WAW));
   bool behind_readers = (mode & PS_WRITE) && (c->rules & PS__RULE_WAR);
   const uint32_t *slot = c->slot_state + (size_t)c->slots.first[access] * c->slot_words;
   const uint32_t *end = c->slot_state + (size_t)c->slots.end[access] * c->slot_words;
@@ -63,8 +72,8 @@ static void mark(const compiler *c, size_t access, uint32_t mode, uint32_t strea
   }
 }
 
-/* Drop what the stream has seen, and what another of the waits implies. Being implied is an order without cycles, so that
- * what is left at its ends implies all that was dropped. */
+/* Drop what the stream has seen, and what another of the waits implies. Being implied is an
+ * order without cycles, so that what is left at its ends implies all that was dropped. */
 static void reduce(const compiler *c, uint32_t stream, uint32_t need[PS_MAX_STREAMS]) {
   uint32_t live[PS_MAX_STREAMS], n = 0;
   for (uint32_t s = 0; s < c->n_streams; s++) {
@@ -96,7 +105,8 @@ static ps_status emit(compiler *c, size_t op, const uint32_t need[PS_MAX_STREAMS
       continue;
     if (!ps__grow((void **)&sch->waits, sch->n_waits, &c->waits_cap, sizeof *sch->waits))
       return ps__fail(PS_ENOMEM, "schedule: out of memory at wait %zu", sch->n_waits);
-    sch->waits[sch->n_waits++] = (ps_wait){.stream = s, .steps_back = before, .value = before ? need[s] : need[s] - n};
+    sch->waits[sch->n_waits++] =
+        (ps_wait){.stream = s, .steps_back = before, .value = before ? need[s] : need[s] - n};
     sch->list.ops[op].n_wait++;
   }
   return PS_OK;
@@ -133,7 +143,8 @@ static void *copy_of(const void *from, size_t bytes) {
 
 static ps_status compiler_init(compiler *c, const ps_program *program, unsigned rules) {
   const ps__oplist *l = &program->list;
-  *c = (compiler){.list = l, .rules = rules, .n_streams = l->n_streams, .slot_words = READERS + l->n_streams};
+  *c = (compiler){
+      .list = l, .rules = rules, .n_streams = l->n_streams, .slot_words = READERS + l->n_streams};
   uint64_t first = 0;
   for (uint32_t s = 0; s < l->n_streams; s++) {
     c->clock_first[s] = first;
@@ -150,7 +161,8 @@ static ps_status compiler_init(compiler *c, const ps_program *program, unsigned 
     s->list.args = copy_of(l->args, l->args_bytes);
   }
   if (!c->slot_state || !c->clocks || !s || !s->list.ops || !s->list.access || !s->list.args)
-    return ps__fail(PS_ENOMEM, "schedule: out of memory for %zu ops, %zu slots", l->n_ops, c->slots.n_slots);
+    return ps__fail(PS_ENOMEM, "schedule: out of memory for %zu ops, %zu slots", l->n_ops,
+                    c->slots.n_slots);
   return PS_OK;
 }
 
@@ -176,7 +188,8 @@ static ps_status mark_waiters(ps_schedule *s) {
   return PS_OK;
 }
 
-ps_status ps__schedule_compile_masked(ps_schedule **out, const ps_program *program, unsigned rules) {
+ps_status ps__schedule_compile_masked(ps_schedule **out, const ps_program *program,
+                                      unsigned rules) {
   compiler c;
   ps_status st = compiler_init(&c, program, rules);
   for (uint32_t walk = 0; walk < 2; walk++)
@@ -227,11 +240,19 @@ uint64_t ps_schedule_space_bytes(const ps_schedule *s, uint32_t space) {
 
 ps_status ps_schedule_op(const ps_schedule *s, uint64_t idx, ps_op_view *out) {
   if (idx >= s->list.n_ops)
-    return ps__fail(PS_EINVAL, "schedule: op %llu is not below %zu", (unsigned long long)idx, s->list.n_ops);
+    return ps__fail(PS_EINVAL, "schedule: op %llu is not below %zu", (unsigned long long)idx,
+                    s->list.n_ops);
   const ps__op *op = &s->list.ops[idx];
-  *out = (ps_op_view){.kernel = op->kernel, .args = s->list.args + op->args, .access = s->list.access + op->access,
-                      .wait = op->n_wait ? s->waits + op->wait : NULL, .n_access = op->n_access, .n_wait = op->n_wait,
-                      .stream = op->stream, .args_bytes = op->args_bytes, .position = op->position, .work = op->work,
+  *out = (ps_op_view){.kernel = op->kernel,
+                      .args = s->list.args + op->args,
+                      .access = s->list.access + op->access,
+                      .wait = op->n_wait ? s->waits + op->wait : NULL,
+                      .n_access = op->n_access,
+                      .n_wait = op->n_wait,
+                      .stream = op->stream,
+                      .args_bytes = op->args_bytes,
+                      .position = op->position,
+                      .work = op->work,
                       .tag = op->tag};
   return PS_OK;
 }

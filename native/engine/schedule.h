@@ -15,7 +15,7 @@ typedef struct ps__op {
   uint64_t wait;     /* index of the first; schedules only */
   uint64_t position; /* in its stream's list */
   uint32_t args_bytes, n_access, n_wait, stream;
-  uint32_t waiters;  /* bit s: an op of stream s waits for this one; schedules only */
+  uint32_t waiters; /* bit s: an op of stream s waits for this one; schedules only */
 } ps__op;
 
 /* What programs and schedules share. */
@@ -43,8 +43,8 @@ struct ps_schedule {
 
 const char *ps__op_name(const ps__op *op); /* the kernel's name, or "copy" */
 
-/* The slots of a program: every space cut at every boundary of a declared range. Access i covers slots
- * [first[i], end[i]); slots of different spaces have different numbers. */
+/* The slots of a program: every space cut at every boundary of a declared range. Access i covers
+ * slots [first[i], end[i]); slots of different spaces have different numbers. */
 typedef struct ps__slots {
   uint32_t *first, *end;
   size_t n_slots;
@@ -52,11 +52,12 @@ typedef struct ps__slots {
 ps_status ps__slots_cut(ps__slots *out, const ps__oplist *list);
 void ps__slots_free(ps__slots *slots);
 
-/* The rules that ps_schedule_compile() derives waits by. A test compiles without one and must see programs go wrong. */
+/* The rules that ps_schedule_compile() derives waits by. A test compiles without one and must
+ * see programs go wrong. */
 enum {
-  PS__RULE_RAW = 1,       /* a read waits for the last write */
-  PS__RULE_WAR = 2,       /* a write waits for the reads since the last write */
-  PS__RULE_WAW = 4,       /* a write waits for the last write */
+  PS__RULE_RAW = 1,        /* a read waits for the last write */
+  PS__RULE_WAR = 2,        /* a write waits for the reads since the last write */
+  PS__RULE_WAW = 4,        /* a write waits for the last write */
   PS__RULE_CROSS_STEP = 8, /* waits on the step before */
   PS__RULES_ALL = 15
 };

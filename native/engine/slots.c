@@ -2,7 +2,8 @@
 #include "engine/schedule.h"
 #include <string.h>
 
-/* Sort ascending, by bytes from the lowest; a byte that all keys share costs one pass of reading. Returns @keys or
+/* Sort ascending, by bytes from the lowest; a byte that all keys share costs one pass of
+ * reading. Returns @keys or
  * @other, whichever holds the result. */
 static uint64_t *radix_sort(uint64_t *keys, uint64_t *other, size_t n) {
   for (unsigned shift = 0; shift < 64; shift += 8) {
@@ -44,7 +45,8 @@ static uint32_t find(const uint64_t *keys, size_t n, uint64_t key) {
   return (uint32_t)(base - keys);
 }
 
-static void cut_space(ps__slots *s, const ps__oplist *l, uint32_t space, uint64_t *keys, uint64_t *other) {
+static void cut_space(ps__slots *s, const ps__oplist *l, uint32_t space, uint64_t *keys,
+                      uint64_t *other) {
   size_t n = 0;
   for (size_t i = 0; i < l->n_access; i++)
     if (l->access[i].space == space) {
@@ -76,7 +78,8 @@ ps_status ps__slots_cut(ps__slots *out, const ps__oplist *l) {
   ps__free(other);
   if (!ok) {
     ps__slots_free(&s);
-    return ps__fail(PS_ENOMEM, "schedule: out of memory for the slots of %zu accesses", l->n_access);
+    return ps__fail(PS_ENOMEM, "schedule: out of memory for the slots of %zu accesses",
+                    l->n_access);
   }
   *out = s;
   return PS_OK;

@@ -1,10 +1,13 @@
-/* trace.c - what ran when: copy a run's events out, write events for Chrome's and Perfetto's viewers. */
+/* trace.c - what ran when: copy a run's events out, write events for Chrome's and Perfetto's
+ * viewers. */
 #include "engine/engine.h"
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
 
-static uint64_t after_start(const ps_run *r, uint64_t ns) { return ns > r->start_ns ? ns - r->start_ns : 0; }
+static uint64_t after_start(const ps_run *r, uint64_t ns) {
+  return ns > r->start_ns ? ns - r->start_ns : 0;
+}
 
 ps_status ps_run_trace(const ps_run *r, ps_trace_event *events, uint64_t room, uint64_t *n) {
   if (!ps_run_at_rest(r))
@@ -32,14 +35,14 @@ ps_status ps_run_trace(const ps_run *r, ps_trace_event *events, uint64_t room, u
         found++;
       }
     if (events && found > room)
-      return ps__fail(PS_EINVAL, "trace: room for %llu events, %llu are kept", (unsigned long long)room,
-                      (unsigned long long)found);
+      return ps__fail(PS_EINVAL, "trace: room for %llu events, %llu are kept",
+                      (unsigned long long)room, (unsigned long long)found);
   }
   *n = found;
   return PS_OK;
 }
 
-/* ---- JSON -------------------------------------------------------------------------------------------------------- */
+/* ---- JSON ------------------------------------------------------------------------------------ */
 
 static void put_string(FILE *f, const char *s) {
   fputc('"', f);
@@ -55,35 +58,42 @@ static void put_string(FILE *f, const char *s) {
   fputc('"', f);
 }
 
-static void put_us(FILE *f, uint64_t ns) { fprintf(f, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000)); }
+static void put_us(FILE *f, uint64_t ns) {
+  fprintf(f, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
+}
 
 static void put_event(FILE *f, const ps_schedule *s, const ps_trace_event *e) {
-  static const char *const class_name[PS_N_CLASSES] = {"other", "gemm", "attention", "elementwise", "copy", "optimizer", "io"};
+  static const char *const class_name[PS_N_CLASSES] = {
+      "other", "gemm", "attention", "elementwise", "copy", "optimizer", "io"};
   const ps__op *op = &s->list.ops[e->op];
   uint32_t op_class = op->kernel ? op->kernel->op_class : PS_CLASS_COPY;
   fputs(",\n{\"name\":", f);
   put_string(f, ps__op_name(op));
-  fprintf(f, ",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":0,\"tid\":%u,\"ts\":", class_name[op_class < PS_N_CLASSES ? op_class : 0],
-          e->stream);
+  fprintf(f, ",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":0,\"tid\":%u,\"ts\":",
+          class_name[op_class < PS_N_CLASSES ? op_class : 0], e->stream);
   put_us(f, e->start_ns);
   fputs(",\"dur\":", f);
   put_us(f, e->end_ns - e->start_ns);
-  fprintf(f, ",\"args\":{\"step\":%llu,\"op\":%llu,\"layer\":%d,\"round\":%d,\"chunk\":%d,\"phase\":%d,\"wait_us\":",
-          (unsigned long long)e->step, (unsigned long long)e->op, op->tag.layer, op->tag.round, op->tag.chunk, op->tag.phase);
+  fprintf(f,
+          ",\"args\":{\"step\":%llu,\"op\":%llu,\"layer\":%d,\"round\":%d,\"chunk\":%d,\"phase\":%"
+          "d,\"wait_us\":",
+          (unsigned long long)e->step, (unsigned long long)e->op, op->tag.layer, op->tag.round,
+          op->tag.chunk, op->tag.phase);
   put_us(f, e->start_ns - e->queued_ns);
   fputs("}}", f);
 }
 
 static ps_status check_events(const ps_schedule *s, const ps_trace_event *events, uint64_t n) {
   for (uint64_t i = 0; i < n; i++)
-    if (events[i].op >= s->list.n_ops || events[i].stream >= s->list.n_streams || events[i].queued_ns > events[i].start_ns ||
-        events[i].start_ns > events[i].end_ns)
-      return ps__fail(PS_EINVAL, "trace: event %llu is not one of this schedule", (unsigned long long)i);
+    if (events[i].op >= s->list.n_ops || events[i].stream >= s->list.n_streams ||
+        events[i].queued_ns > events[i].start_ns || events[i].start_ns > events[i].end_ns)
+      return ps__fail(PS_EINVAL, "trace: event %llu is not one of this schedule",
+                      (unsigned long long)i);
   return PS_OK;
 }
 
-ps_status ps_trace_write_json(const char *path, const ps_schedule *s, const ps_trace_event *events, uint64_t n,
-                              const char *const *stream_names) {
+ps_status ps_trace_write_json(const char *path, const ps_schedule *s, const ps_trace_event *events,
+                              uint64_t n, const char *const *stream_names) {
   PS_TRY(check_events(s, events, n));
   char *temporary;
   int fd, why;
@@ -94,11 +104,17 @@ ps_status ps_trace_write_json(const char *path, const ps_schedule *s, const ps_t
   why = errno;
   if (f) {
     fputs("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n"
-          "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"penstock\"}}", f);
+          "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"penstock\"}}",
+          f);
     for (uint32_t i = 0; i < s->list.n_streams; i++) {
-      fprintf(f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":0,\"tid\":%u,\"args\":{\"name\":", i);
+      fprintf(
+          f,
+          ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":0,\"tid\":%u,\"args\":{\"name\":", i);
       put_string(f, stream_names[i]);
-      fprintf(f, "}},\n{\"name\":\"thread_sort_index\",\"ph\":\"M\",\"pid\":0,\"tid\":%u,\"args\":{\"sort_index\":%u}}", i, i);
+      fprintf(f,
+              "}},\n{\"name\":\"thread_sort_index\",\"ph\":\"M\",\"pid\":0,\"tid\":%u,\"args\":{"
+              "\"sort_index\":%u}}",
+              i, i);
     }
     for (uint64_t i = 0; i < n; i++)
       put_event(f, s, &events[i]);
@@ -109,5 +125,7 @@ ps_status ps_trace_write_json(const char *path, const ps_schedule *s, const ps_t
   } else if (copy >= 0) {
     close(copy);
   }
-  return ps__replace_end(fd, temporary, path, ok ? PS_OK : ps__fail(PS_EIO, "%s: writing the trace failed: %s", path, strerror(why)));
+  return ps__replace_end(
+      fd, temporary, path,
+      ok ? PS_OK : ps__fail(PS_EIO, "%s: writing the trace failed: %s", path, strerror(why)));
 }

@@ -1,13 +1,16 @@
-/* order.c - the order in which windows are visited: a keyed permutation of 0..n-1, computed from the position alone.
+/* order.c - the order in which windows are visited: a keyed permutation of 0..n-1, computed from
+ * the position alone.
  *
- * A balanced Feistel network of 8 rounds over 2h bits, the smallest even number that holds n-1 and at least 8; what
- * falls past n walks its cycle until it falls inside ("cycle walking"), which keeps the map a bijection of 0..n-1. The domain is
- * below 4n (256 for small n), so that 4 walks are expected at most, each 8 multiplications and shifts. */
+ * A balanced Feistel network of 8 rounds over 2h bits, the smallest even number that holds n-1
+ * and at least 8; what falls past n walks its cycle until it falls inside ("cycle walking"),
+ * which keeps the map a bijection of 0..n-1. The domain is below 4n (256 for small n), so that 4
+ * walks are expected at most, each 8 multiplications and shifts. */
 #include <penstock/data.h>
 
 enum { ROUNDS = 8, MIN_HALF_BITS = 4 };
 
-/* A bijection of 64 bits in which every input bit changes every output bit (finalizer of SplitMix64). */
+/* A bijection of 64 bits in which every input bit changes every output bit (finalizer of
+ * SplitMix64). */
 static uint64_t mix(uint64_t x) {
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
   x = (x ^ x >> 27) * 0x94D049BB133111EBu;
@@ -25,13 +28,17 @@ static uint64_t feistel(uint64_t x, uint32_t half_bits, uint64_t key) {
 }
 
 uint64_t ps_dataset_order(uint64_t n_sequences, uint64_t pos, uint64_t seed, int shuffle) {
-  if (n_sequences == 0) return 0;
+  if (n_sequences == 0)
+    return 0;
   uint64_t x = pos % n_sequences, epoch = pos / n_sequences;
-  if (!shuffle || n_sequences == 1) return x;
+  if (!shuffle || n_sequences == 1)
+    return x;
   uint32_t half_bits = MIN_HALF_BITS;
-  while (half_bits < 32 && (n_sequences - 1) >> 2 * half_bits) half_bits++;
+  while (half_bits < 32 && (n_sequences - 1) >> 2 * half_bits)
+    half_bits++;
   uint64_t key = mix(mix(seed) + 0x9E3779B97F4A7C15u * (epoch + 1));
-  do x = feistel(x, half_bits, key);
+  do
+    x = feistel(x, half_bits, key);
   while (x >= n_sequences);
   return x;
 }

@@ -1,10 +1,11 @@
 /* safetensors.c - reading safetensors: one file, or a directory's set with its index.
  *
- * A file: u64 little-endian N, N bytes of JSON, then the data to the end of the file. Checked whole before anything is
- * read: N against the file, each tensor's shape times dtype against its byte range, and that the ranges in order cover the
- * data from its first byte to its last without a hole or an overlap. Headers and indexes are read as events, in pieces: what stays
- * of them is a table of the tensors, some 200 bytes each.
- * Stricter than the safetensors library: duplicate tensors are refused, shapes have at most 8 dimensions, and the limits below. */
+ * A file: u64 little-endian N, N bytes of JSON, then the data to the end of the file. Checked
+ * whole before anything is read: N against the file, each tensor's shape times dtype against its
+ * byte range, and that the ranges in order cover the data from its first byte to its last
+ * without a hole or an overlap. Headers and indexes are read as events, in pieces: what stays of
+ * them is a table of the tensors, some 200 bytes each. Stricter than the safetensors library:
+ * duplicate tensors are refused, shapes have at most 8 dimensions, and the limits below. */
 #include <penstock/checkpoint.h>
 
 #include "io.h"
@@ -16,8 +17,9 @@
 #include <unistd.h>
 
 enum {
-  MAX_TENSORS = 1 << 17, /* of a set: 26 MB of memory. The largest model that a config may describe has 49,155 */
-  MAX_TEXT = 1 << 20,    /* bytes of a name, or of a value of the metadata */
+  /* of a set: 26 MB of memory. The largest model that a config may describe has 49,155 */
+  MAX_TENSORS = 1 << 17,
+  MAX_TEXT = 1 << 20, /* bytes of a name, or of a value of the metadata */
   MAX_FILES = 1 << 16
 };
 
@@ -32,7 +34,7 @@ typedef struct tensor {
   ps_tensor_info info;
   uint64_t begin; /* byte in the file */
   uint32_t file;
-  bool mapped;    /* the index has named it */
+  bool mapped; /* the index has named it */
 } tensor;
 
 struct ps_tensor_file {
@@ -46,20 +48,24 @@ struct ps_tensor_file {
 static const struct {
   const char *name;
   uint32_t bits;
-} dtypes[] = {{"F32", 32},     {"BF16", 16},        {"F16", 16},        {"F64", 64},     {"I64", 64},     {"I32", 32}, {"I16", 16},
-              {"I8", 8},       {"U64", 64},         {"U32", 32},        {"U16", 16},     {"U8", 8},       {"BOOL", 8}, {"C64", 64},
-              {"F8_E4M3", 8},  {"F8_E5M2", 8},      {"F8_E8M0", 8},     {"F6_E2M3", 6},  {"F6_E3M2", 6},  {"F4", 4},
+} dtypes[] = {{"F32", 32},        {"BF16", 16},      {"F16", 16},    {"F64", 64},    {"I64", 64},
+              {"I32", 32},        {"I16", 16},       {"I8", 8},      {"U64", 64},    {"U32", 32},
+              {"U16", 16},        {"U8", 8},         {"BOOL", 8},    {"C64", 64},    {"F8_E4M3", 8},
+              {"F8_E5M2", 8},     {"F8_E8M0", 8},    {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"F4", 4},
               {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}};
 
 static uint32_t dtype_bits(const char *name) {
   for (size_t i = 0; i < sizeof dtypes / sizeof dtypes[0]; i++)
-    if (!strcmp(name, dtypes[i].name)) return dtypes[i].bits;
+    if (!strcmp(name, dtypes[i].name))
+      return dtypes[i].bits;
   return 0;
 }
 
-static ps_status no_memory(const char *path) { return ps__fail(PS_ENOMEM, "%s: no memory left to read its header", path); }
+static ps_status no_memory(const char *path) {
+  return ps__fail(PS_ENOMEM, "%s: no memory left to read its header", path);
+}
 
-/* ---- one tensor of a header --------------------------------------------------------------------------------------------- */
+/* ---- one tensor of a header ------------------------------------------------------------------ */
 
 /* A tensor's entry as it is read, before it is judged. */
 typedef struct entry {
@@ -70,45 +76,61 @@ typedef struct entry {
   size_t n_dims, n_offsets;
 } entry;
 
-/* The array that began with @e: at most @room whole numbers are kept, *n counts them all; false where one is something else. */
-static ps_status read_numbers(ps__json_scan *s, uint64_t *out, size_t room, size_t *n, bool *whole) {
+/* The array that began with @e: at most @room whole numbers are kept, *n counts them all; false
+ * where one is something else. */
+static ps_status read_numbers(ps__json_scan *s, uint64_t *out, size_t room, size_t *n,
+                              bool *whole) {
   ps__json_event e;
   *whole = true;
   for (*n = 0;; ++*n) {
     uint64_t value = 0;
     PS_TRY(ps__json_scan_next(s, &e));
-    if (e.end) return PS_OK;
+    if (e.end)
+      return PS_OK;
     *whole = e.kind == PS_JSON_NUMBER && ps__json_text_uint64(e.text, e.bytes, &value);
-    if (!*whole) return PS_OK;
-    if (*n < room) out[*n] = value;
+    if (!*whole)
+      return PS_OK;
+    if (*n < room)
+      out[*n] = value;
   }
 }
 
 static ps_status read_shape(ps__json_scan *s, const ps__json_event *e, entry *t) {
   bool whole;
-  if (e->kind != PS_JSON_ARRAY) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape is missing or not a list", t->path, t->name);
+  if (e->kind != PS_JSON_ARRAY)
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape is missing or not a list", t->path,
+                    t->name);
   PS_TRY(read_numbers(s, t->shape, PS__MAX_DIMS, &t->n_dims, &whole));
-  if (!whole) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape[%zu] is not a whole number below 2^64", t->path, t->name, t->n_dims);
+  if (!whole)
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape[%zu] is not a whole number below 2^64",
+                    t->path, t->name, t->n_dims);
   if (t->n_dims > PS__MAX_DIMS)
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape has %zu dimensions, at most %d are read", t->path, t->name, t->n_dims, PS__MAX_DIMS);
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape has %zu dimensions, at most %d are read",
+                    t->path, t->name, t->n_dims, PS__MAX_DIMS);
   t->has_shape = true;
   return PS_OK;
 }
 
 static ps_status bad_offsets(const entry *t) {
-  return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": data_offsets is missing or not two whole numbers below 2^64", t->path, t->name);
+  return ps__fail(PS_EFORMAT,
+                  "%s: tensor \"%s\": data_offsets is missing or not two whole numbers below 2^64",
+                  t->path, t->name);
 }
 
 static ps_status read_offsets(ps__json_scan *s, const ps__json_event *e, entry *t) {
   bool whole = false;
-  if (e->kind == PS_JSON_ARRAY) PS_TRY(read_numbers(s, t->offset, 2, &t->n_offsets, &whole));
-  if (!whole || t->n_offsets != 2) return bad_offsets(t);
+  if (e->kind == PS_JSON_ARRAY)
+    PS_TRY(read_numbers(s, t->offset, 2, &t->n_offsets, &whole));
+  if (!whole || t->n_offsets != 2)
+    return bad_offsets(t);
   t->has_offsets = true;
   return PS_OK;
 }
 
 static ps_status read_dtype(const ps__json_event *e, entry *t) {
-  if (e->kind != PS_JSON_STRING) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": dtype is missing or not a string", t->path, t->name);
+  if (e->kind != PS_JSON_STRING)
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": dtype is missing or not a string", t->path,
+                    t->name);
   snprintf(t->dtype, sizeof t->dtype, "%s", e->text);
   t->has_dtype = true;
   return PS_OK;
@@ -118,34 +140,49 @@ static ps_status read_entry(ps__json_scan *s, entry *t) {
   for (;;) {
     ps__json_event e;
     PS_TRY(ps__json_scan_next(s, &e));
-    if (e.end) return PS_OK;
-    const bool shape = !strcmp(e.key, "shape"), dtype = !strcmp(e.key, "dtype"), offsets = !strcmp(e.key, "data_offsets");
+    if (e.end)
+      return PS_OK;
+    const bool shape = !strcmp(e.key, "shape"), dtype = !strcmp(e.key, "dtype"),
+               offsets = !strcmp(e.key, "data_offsets");
     if ((shape && t->has_shape) || (dtype && t->has_dtype) || (offsets && t->has_offsets))
       return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": %s appears twice", t->path, t->name, e.key);
-    if (shape) PS_TRY(read_shape(s, &e, t));
-    else if (dtype) PS_TRY(read_dtype(&e, t));
-    else if (offsets) PS_TRY(read_offsets(s, &e, t));
-    else PS_TRY(ps__json_scan_skip(s, &e));
+    if (shape)
+      PS_TRY(read_shape(s, &e, t));
+    else if (dtype)
+      PS_TRY(read_dtype(&e, t));
+    else if (offsets)
+      PS_TRY(read_offsets(s, &e, t));
+    else
+      PS_TRY(ps__json_scan_skip(s, &e));
   }
 }
 
 static ps_status check_shape_and_dtype(const entry *t, ps_tensor_info *info) {
   const uint32_t bits = dtype_bits(t->dtype);
   uint64_t total;
-  if (!t->has_shape) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape is missing or not a list", t->path, t->name);
-  if (!t->has_dtype) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": dtype is missing or not a string", t->path, t->name);
+  if (!t->has_shape)
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": shape is missing or not a list", t->path,
+                    t->name);
+  if (!t->has_dtype)
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": dtype is missing or not a string", t->path,
+                    t->name);
   info->n_dims = (uint32_t)t->n_dims;
   info->n = 1;
   for (uint32_t i = 0; i < info->n_dims; i++) {
     info->shape[i] = t->shape[i];
     if (__builtin_mul_overflow(info->n, t->shape[i], &info->n))
-      return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": its shape has more than 2^64 elements", t->path, t->name);
+      return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": its shape has more than 2^64 elements",
+                      t->path, t->name);
   }
-  if (!bits) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": dtype \"%.40s\" is unknown", t->path, t->name, t->dtype);
+  if (!bits)
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": dtype \"%.40s\" is unknown", t->path, t->name,
+                    t->dtype);
   if (__builtin_mul_overflow(info->n, (uint64_t)bits, &total))
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": its shape has more than 2^64 bits", t->path, t->name);
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": its shape has more than 2^64 bits", t->path,
+                    t->name);
   if (total % 8)
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": %" PRIu64 " elements of %s are not whole bytes", t->path, t->name, info->n, t->dtype);
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": %" PRIu64 " elements of %s are not whole bytes",
+                    t->path, t->name, info->n, t->dtype);
   snprintf(info->dtype, sizeof info->dtype, "%.11s", t->dtype);
   info->bytes = total / 8;
   return PS_OK;
@@ -155,34 +192,46 @@ static ps_status check_shape_and_dtype(const entry *t, ps_tensor_info *info) {
 static ps_status check_entry(const entry *t, uint64_t data_bytes, tensor *out) {
   const uint64_t begin = t->offset[0], end = t->offset[1];
   PS_TRY(check_shape_and_dtype(t, &out->info));
-  if (!t->has_offsets) return bad_offsets(t);
+  if (!t->has_offsets)
+    return bad_offsets(t);
   if (begin > end)
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": data_offsets are %" PRIu64 " to %" PRIu64 ": they run backwards", t->path, t->name, begin, end);
+    return ps__fail(PS_EFORMAT,
+                    "%s: tensor \"%s\": data_offsets are %" PRIu64 " to %" PRIu64
+                    ": they run backwards",
+                    t->path, t->name, begin, end);
   if (end > data_bytes)
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": data_offsets are %" PRIu64 " to %" PRIu64 ", the file has %" PRIu64
-                    " bytes of data: it may be truncated, fetch it again", t->path, t->name, begin, end, data_bytes);
+    return ps__fail(PS_EFORMAT,
+                    "%s: tensor \"%s\": data_offsets are %" PRIu64 " to %" PRIu64
+                    ", the file has %" PRIu64 " bytes of data: it may be truncated, fetch it again",
+                    t->path, t->name, begin, end, data_bytes);
   if (end - begin != out->info.bytes)
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": data_offsets span %" PRIu64 " bytes, its shape and dtype need %" PRIu64, t->path,
-                    t->name, end - begin, out->info.bytes);
+    return ps__fail(PS_EFORMAT,
+                    "%s: tensor \"%s\": data_offsets span %" PRIu64
+                    " bytes, its shape and dtype need %" PRIu64,
+                    t->path, t->name, end - begin, out->info.bytes);
   out->begin = begin;
   return PS_OK;
 }
 
 static ps_status check_metadata(ps__json_scan *s, const ps__json_event *begin, const char *path) {
-  if (begin->kind != PS_JSON_OBJECT) return ps__fail(PS_EFORMAT, "%s: __metadata__ is not an object", path);
+  if (begin->kind != PS_JSON_OBJECT)
+    return ps__fail(PS_EFORMAT, "%s: __metadata__ is not an object", path);
   for (;;) {
     ps__json_event e;
     PS_TRY(ps__json_scan_next(s, &e));
-    if (e.end) return PS_OK;
-    if (e.kind != PS_JSON_STRING) return ps__fail(PS_EFORMAT, "%s: __metadata__: \"%.60s\" is not a string", path, e.key);
+    if (e.end)
+      return PS_OK;
+    if (e.kind != PS_JSON_STRING)
+      return ps__fail(PS_EFORMAT, "%s: __metadata__: \"%.60s\" is not a string", path, e.key);
   }
 }
 
-/* ---- one file ----------------------------------------------------------------------------------------------------------- */
+/* ---- one file -------------------------------------------------------------------------------- */
 
 static int by_range(const void *a, const void *b) {
   const tensor *x = a, *y = b;
-  if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
+  if (x->begin != y->begin)
+    return x->begin < y->begin ? -1 : 1;
   return (x->info.bytes > y->info.bytes) - (x->info.bytes < y->info.bytes);
 }
 
@@ -191,33 +240,46 @@ static ps_status check_coverage(const char *path, const tensor *t, size_t n, uin
   uint64_t at = 0;
   for (size_t i = 0; i < n; i++) {
     if (t[i].begin != at)
-      return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": its data starts at byte %" PRIu64 " where byte %" PRIu64 " was due: the tensors %s",
-                      path, t[i].name, t[i].begin, at, t[i].begin < at ? "overlap" : "leave a hole");
+      return ps__fail(PS_EFORMAT,
+                      "%s: tensor \"%s\": its data starts at byte %" PRIu64 " where byte %" PRIu64
+                      " was due: the tensors %s",
+                      path, t[i].name, t[i].begin, at,
+                      t[i].begin < at ? "overlap" : "leave a hole");
     at += t[i].info.bytes;
   }
   if (at != data_bytes)
-    return ps__fail(PS_EFORMAT, "%s: the tensors end at byte %" PRIu64 " of the data, the file has %" PRIu64, path, at, data_bytes);
+    return ps__fail(PS_EFORMAT,
+                    "%s: the tensors end at byte %" PRIu64 " of the data, the file has %" PRIu64,
+                    path, at, data_bytes);
   return PS_OK;
 }
 
-static ps_status add_tensor(ps_tensor_file *f, ps__json_scan *s, const ps__json_event *e, uint64_t data_bytes) {
+static ps_status add_tensor(ps_tensor_file *f, ps__json_scan *s, const ps__json_event *e,
+                            uint64_t data_bytes) {
   const char *path = f->files[f->n_files - 1].path;
   if (f->n == MAX_TENSORS)
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%.100s\" is one more than the %d that are read: it may not be a model's file", path, e->key, MAX_TENSORS);
+    return ps__fail(
+        PS_EFORMAT,
+        "%s: tensor \"%.100s\" is one more than the %d that are read: it may not be a model's file",
+        path, e->key, MAX_TENSORS);
   void *tensors = f->tensors;
   const bool grown = ps__grow(&tensors, f->n, &f->cap, sizeof *f->tensors);
   f->tensors = tensors;
   char *name = grown ? ps__strdup(e->key) : NULL;
-  if (!name) return no_memory(path);
+  if (!name)
+    return no_memory(path);
   tensor *t = &f->tensors[f->n++];
   *t = (tensor){.name = name, .file = (uint32_t)(f->n_files - 1), .info = {.name = name}};
-  if (e->kind != PS_JSON_OBJECT) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": its entry is not an object", path, name);
+  if (e->kind != PS_JSON_OBJECT)
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": its entry is not an object", path, name);
   entry read = {.path = path, .name = name};
   PS_TRY(read_entry(s, &read));
   return check_entry(&read, data_bytes, t);
 }
 
-static int compare_tensor_names(const void *a, const void *b) { return strcmp(((const tensor *)a)->name, ((const tensor *)b)->name); }
+static int compare_tensor_names(const void *a, const void *b) {
+  return strcmp(((const tensor *)a)->name, ((const tensor *)b)->name);
+}
 
 static ps_status add_tensors(ps_tensor_file *f, ps__json_scan *s, uint64_t data_bytes) {
   const size_t first = f->n;
@@ -226,19 +288,27 @@ static ps_status add_tensors(ps_tensor_file *f, ps__json_scan *s, uint64_t data_
   PS_TRY(ps__json_scan_next(s, &e)); /* the object: the header begins with { */
   for (;;) {
     PS_TRY(ps__json_scan_next(s, &e));
-    if (e.end) break;
-    if (!strcmp(e.key, "__metadata__")) PS_TRY(check_metadata(s, &e, d->path));
-    else PS_TRY(add_tensor(f, s, &e, data_bytes));
+    if (e.end)
+      break;
+    if (!strcmp(e.key, "__metadata__"))
+      PS_TRY(check_metadata(s, &e, d->path));
+    else
+      PS_TRY(add_tensor(f, s, &e, data_bytes));
   }
   PS_TRY(ps__json_scan_next(s, &e)); /* the document's end */
   tensor *t = f->tensors + first;
   const size_t n = f->n - first;
-  if (n) qsort(t, n, sizeof *t, compare_tensor_names);
+  if (n)
+    qsort(t, n, sizeof *t, compare_tensor_names);
   for (size_t i = 1; i < n; i++)
-    if (!strcmp(t[i].name, t[i - 1].name)) return ps__fail(PS_EFORMAT, "%s: tensor \"%s\" appears twice in its header", d->path, t[i].name);
-  if (n) qsort(t, n, sizeof *t, by_range);
+    if (!strcmp(t[i].name, t[i - 1].name))
+      return ps__fail(PS_EFORMAT, "%s: tensor \"%s\" appears twice in its header", d->path,
+                      t[i].name);
+  if (n)
+    qsort(t, n, sizeof *t, by_range);
   PS_TRY(check_coverage(d->path, t, n, data_bytes));
-  for (size_t i = 0; i < n; i++) t[i].begin += d->data_start;
+  for (size_t i = 0; i < n; i++)
+    t[i].begin += d->data_start;
   return PS_OK;
 }
 
@@ -248,17 +318,27 @@ static ps_status check_header(data_file *d, uint64_t file_bytes) {
   char brace = 0;
   uint64_t n = 0;
   if (file_bytes < 8)
-    return ps__fail(PS_EFORMAT, "%s: has %" PRIu64 " bytes, a safetensors file has at least 8: it may be truncated", d->path, file_bytes);
+    return ps__fail(PS_EFORMAT,
+                    "%s: has %" PRIu64
+                    " bytes, a safetensors file has at least 8: it may be truncated",
+                    d->path, file_bytes);
   PS_TRY(ps__pread_all(d->fd, d->path, raw, 8, 0));
-  for (int i = 0; i < 8; i++) n |= (uint64_t)raw[i] << 8 * i;
+  for (int i = 0; i < 8; i++)
+    n |= (uint64_t)raw[i] << 8 * i;
   if (n > PS__MAX_HEADER_BYTES)
-    return ps__fail(PS_EFORMAT, "%s: its header claims %" PRIu64 " bytes, at most %d are allowed: it may not be a safetensors file",
+    return ps__fail(PS_EFORMAT,
+                    "%s: its header claims %" PRIu64
+                    " bytes, at most %d are allowed: it may not be a safetensors file",
                     d->path, n, PS__MAX_HEADER_BYTES);
   if (n > file_bytes - 8)
-    return ps__fail(PS_EFORMAT, "%s: its header claims %" PRIu64 " bytes, the file has %" PRIu64 ": it may be truncated, fetch it again",
+    return ps__fail(PS_EFORMAT,
+                    "%s: its header claims %" PRIu64 " bytes, the file has %" PRIu64
+                    ": it may be truncated, fetch it again",
                     d->path, n, file_bytes);
-  if (n) PS_TRY(ps__pread_all(d->fd, d->path, &brace, 1, 8));
-  if (brace != '{') return ps__fail(PS_EFORMAT, "%s: its header does not start with {", d->path);
+  if (n)
+    PS_TRY(ps__pread_all(d->fd, d->path, &brace, 1, 8));
+  if (brace != '{')
+    return ps__fail(PS_EFORMAT, "%s: its header does not start with {", d->path);
   d->data_start = 8 + n;
   return PS_OK;
 }
@@ -285,7 +365,7 @@ static ps_status add_file(ps_tensor_file *f, char *path) {
   return st;
 }
 
-/* ---- a directory's set -------------------------------------------------------------------------------------------------- */
+/* ---- a directory's set ----------------------------------------------------------------------- */
 
 static int compare_names(const void *a, const void *b, void *tensors) {
   const tensor *t = tensors;
@@ -294,13 +374,17 @@ static int compare_names(const void *a, const void *b, void *tensors) {
 
 static ps_status make_index(ps_tensor_file *f, const char *path) {
   f->by_name = ps__malloc(f->n * sizeof *f->by_name);
-  if (!f->by_name) return no_memory(path);
-  for (size_t i = 0; i < f->n; i++) f->by_name[i] = i;
-  if (f->n) qsort_r(f->by_name, f->n, sizeof *f->by_name, compare_names, f->tensors);
+  if (!f->by_name)
+    return no_memory(path);
+  for (size_t i = 0; i < f->n; i++)
+    f->by_name[i] = i;
+  if (f->n)
+    qsort_r(f->by_name, f->n, sizeof *f->by_name, compare_names, f->tensors);
   for (size_t i = 1; i < f->n; i++) {
     const tensor *a = &f->tensors[f->by_name[i - 1]], *b = &f->tensors[f->by_name[i]];
     if (!strcmp(a->name, b->name))
-      return ps__fail(PS_EFORMAT, "%s: tensor \"%s\" is also in %s", f->files[b->file].path, b->name, f->files[a->file].path);
+      return ps__fail(PS_EFORMAT, "%s: tensor \"%s\" is also in %s", f->files[b->file].path,
+                      b->name, f->files[a->file].path);
   }
   return PS_OK;
 }
@@ -310,7 +394,8 @@ static const char *base_name(const char *path) {
   return slash ? slash + 1 : path;
 }
 
-/* ---- an index: read twice, first for the files that it names, then for what it says of each tensor -------------------------- */
+/* ---- an index ----
+ * Read twice: first for the files that it names, then for what it says of each tensor. */
 
 typedef struct weight_index {
   const char *path;
@@ -323,25 +408,31 @@ typedef struct names {
   size_t n, cap;
 } names;
 
-static int compare_text(const void *a, const void *b) { return strcmp(*(const char *const *)a, *(const char *const *)b); }
+static int compare_text(const void *a, const void *b) {
+  return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
 
 /* Adds the name if it is new. Maps name the same file many times over. */
 static ps_status add_name(names *list, const char *name, const char *path) {
   for (size_t i = list->n; i-- > 0;)
-    if (!strcmp(list->item[i], name)) return PS_OK;
-  if (list->n == MAX_FILES) return ps__fail(PS_EFORMAT, "%s: weight_map names more than %d files", path, MAX_FILES);
+    if (!strcmp(list->item[i], name))
+      return PS_OK;
+  if (list->n == MAX_FILES)
+    return ps__fail(PS_EFORMAT, "%s: weight_map names more than %d files", path, MAX_FILES);
   void *items = list->item;
   const bool grown = ps__grow(&items, list->n, &list->cap, sizeof *list->item);
   list->item = items;
   char *copy = grown ? ps__strdup(name) : NULL;
-  if (!copy) return no_memory(path);
+  if (!copy)
+    return no_memory(path);
   list->item[list->n++] = copy;
   return PS_OK;
 }
 
 static ps_status take_name(names *list, const ps__json_event *e, const weight_index *x) {
   if (e->kind != PS_JSON_STRING || !e->bytes || strlen(e->text) != e->bytes || strchr(e->text, '/'))
-    return ps__fail(PS_EFORMAT, "%s: weight_map: \"%.90s\" must name a file of the same folder", x->path, e->key);
+    return ps__fail(PS_EFORMAT, "%s: weight_map: \"%.90s\" must name a file of the same folder",
+                    x->path, e->key);
   return add_name(list, e->text, x->path);
 }
 
@@ -349,13 +440,17 @@ static ps_status check_mapped(ps_tensor_file *f, const ps__json_event *e, const 
   const uint64_t idx = ps_tensors_find(f, e->key);
   tensor *t = idx == UINT64_MAX ? NULL : &f->tensors[idx];
   if (!t || strcmp(base_name(f->files[t->file].path), e->text))
-    return ps__fail(PS_EFORMAT, "%s: weight_map puts tensor \"%.100s\" into %.100s, which does not have it", x->path, e->key, e->text);
-  if (t->mapped) return ps__fail(PS_EFORMAT, "%s: weight_map: tensor \"%.100s\" appears twice", x->path, e->key);
+    return ps__fail(PS_EFORMAT,
+                    "%s: weight_map puts tensor \"%.100s\" into %.100s, which does not have it",
+                    x->path, e->key, e->text);
+  if (t->mapped)
+    return ps__fail(PS_EFORMAT, "%s: weight_map: tensor \"%.100s\" appears twice", x->path, e->key);
   t->mapped = true;
   return PS_OK;
 }
 
-/* Every entry of the map goes into @list, or where that is NULL is checked against the tensors of @f. */
+/* Every entry of the map goes into @list, or where that is NULL is checked against the tensors
+ * of @f. */
 static ps_status scan_map(ps__json_scan *s, ps_tensor_file *f, names *list, const weight_index *x) {
   ps__json_event e;
   size_t n = 0;
@@ -364,21 +459,26 @@ static ps_status scan_map(ps__json_scan *s, ps_tensor_file *f, names *list, cons
   const bool object = e.kind == PS_JSON_OBJECT;
   while (object) {
     PS_TRY(ps__json_scan_next(s, &e));
-    if (e.end) break;
+    if (e.end)
+      break;
     if (strcmp(e.key, "weight_map")) {
       PS_TRY(ps__json_scan_skip(s, &e));
       continue;
     }
-    if (found) return ps__fail(PS_EFORMAT, "%s: weight_map appears twice", x->path);
+    if (found)
+      return ps__fail(PS_EFORMAT, "%s: weight_map appears twice", x->path);
     found = true;
-    if (e.kind != PS_JSON_OBJECT) break;
+    if (e.kind != PS_JSON_OBJECT)
+      break;
     for (;; n++) {
       PS_TRY(ps__json_scan_next(s, &e));
-      if (e.end) break;
+      if (e.end)
+        break;
       PS_TRY(list ? take_name(list, &e, x) : check_mapped(f, &e, x));
     }
   }
-  if (n == 0) return ps__fail(PS_EFORMAT, "%s: weight_map is missing, empty or not an object", x->path);
+  if (n == 0)
+    return ps__fail(PS_EFORMAT, "%s: weight_map is missing, empty or not an object", x->path);
   return ps__json_scan_next(s, &e); /* the document's end */
 }
 
@@ -394,13 +494,16 @@ static ps_status scan_index(ps_tensor_file *f, names *list, const weight_index *
 static ps_status open_mapped(ps_tensor_file *f, const char *dir, const weight_index *x) {
   names list = {0};
   ps_status st = scan_index(f, &list, x);
-  if (st == PS_OK) qsort(list.item, list.n, sizeof *list.item, compare_text);
+  if (st == PS_OK)
+    qsort(list.item, list.n, sizeof *list.item, compare_text);
   for (size_t i = 0; i < list.n && st == PS_OK; i++) {
     char *path;
     st = ps__model_path(&path, dir, list.item[i]);
-    if (st == PS_OK) st = add_file(f, path);
+    if (st == PS_OK)
+      st = add_file(f, path);
   }
-  for (size_t i = 0; i < list.n; i++) ps__free(list.item[i]);
+  for (size_t i = 0; i < list.n; i++)
+    ps__free(list.item[i]);
   ps__free(list.item);
   return st;
 }
@@ -412,47 +515,63 @@ static ps_status open_index(ps_tensor_file *f, const char *dir, const char *inde
   x.bytes = (uint64_t)sb.st_size;
   ps_status st = PS_OK;
   if (x.bytes > PS__MAX_HEADER_BYTES)
-    st = ps__fail(PS_EFORMAT, "%s: has %" PRIu64 " bytes, at most %d are read", index, x.bytes, PS__MAX_HEADER_BYTES);
-  if (st == PS_OK) st = open_mapped(f, dir, &x);
-  if (st == PS_OK) st = make_index(f, index);
-  if (st == PS_OK) st = scan_index(f, NULL, &x);
+    st = ps__fail(PS_EFORMAT, "%s: has %" PRIu64 " bytes, at most %d are read", index, x.bytes,
+                  PS__MAX_HEADER_BYTES);
+  if (st == PS_OK)
+    st = open_mapped(f, dir, &x);
+  if (st == PS_OK)
+    st = make_index(f, index);
+  if (st == PS_OK)
+    st = scan_index(f, NULL, &x);
   close(x.fd);
   return st;
 }
 
-/* As transformers: model.safetensors when it is there, else the index; before them what has not moved to its place (ps__model_path). */
+/* As transformers: model.safetensors when it is there, else the index; before them what has not
+ * moved to its place (ps__model_path). */
 static ps_status open_dir(ps_tensor_file *f, const char *dir) {
-  static const char *const entries[] = {PS__MODEL_PENDING "/model.safetensors", PS__MODEL_PENDING "/model.safetensors.index.json",
+  static const char *const entries[] = {PS__MODEL_PENDING "/model.safetensors",
+                                        PS__MODEL_PENDING "/model.safetensors.index.json",
                                         "model.safetensors", "model.safetensors.index.json"};
   for (int i = 0; i < 4; i++) {
     char *path = ps__path_join(dir, entries[i]);
     bool there = false;
-    if (!path) return PS_ENOMEM;
+    if (!path)
+      return PS_ENOMEM;
     ps_status st = ps__path_exists(path, &there);
     if (st == PS_OK && there && i % 2 == 0) {
       PS_TRY(add_file(f, path)); /* takes the path over */
       return make_index(f, dir);
     }
-    if (st == PS_OK && there) st = open_index(f, dir, path);
+    if (st == PS_OK && there)
+      st = open_index(f, dir, path);
     ps__free(path);
-    if (st != PS_OK || there) return st;
+    if (st != PS_OK || there)
+      return st;
   }
-  return ps__fail(PS_EIO, "%s: has neither model.safetensors nor model.safetensors.index.json: is it a model directory?", dir);
+  return ps__fail(PS_EIO,
+                  "%s: has neither model.safetensors nor model.safetensors.index.json: is it a "
+                  "model directory?",
+                  dir);
 }
 
 ps_status ps_tensors_open(ps_tensor_file **out, const char *path) {
-  if (!out || !path) return ps__fail(PS_EINVAL, "ps_tensors_open: no path or no place for the result was given");
+  if (!out || !path)
+    return ps__fail(PS_EINVAL, "ps_tensors_open: no path or no place for the result was given");
   struct stat sb;
-  if (stat(path, &sb) != 0) return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
+  if (stat(path, &sb) != 0)
+    return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
   ps_tensor_file *f = ps__calloc(1, sizeof *f);
-  if (!f) return no_memory(path);
+  if (!f)
+    return no_memory(path);
   ps_status st;
   if (S_ISDIR(sb.st_mode)) {
     st = open_dir(f, path);
   } else {
     char *copy = ps__strdup(path);
     st = copy ? add_file(f, copy) : no_memory(path);
-    if (st == PS_OK) st = make_index(f, path);
+    if (st == PS_OK)
+      st = make_index(f, path);
   }
   if (st != PS_OK) {
     ps_tensors_close(f);
@@ -463,10 +582,13 @@ ps_status ps_tensors_open(ps_tensor_file **out, const char *path) {
 }
 
 void ps_tensors_close(ps_tensor_file *f) {
-  if (!f) return;
-  for (size_t i = 0; i < f->n; i++) ps__free(f->tensors[i].name);
+  if (!f)
+    return;
+  for (size_t i = 0; i < f->n; i++)
+    ps__free(f->tensors[i].name);
   for (size_t i = 0; i < f->n_files; i++) {
-    if (f->files[i].fd >= 0) close(f->files[i].fd);
+    if (f->files[i].fd >= 0)
+      close(f->files[i].fd);
     ps__free(f->files[i].path);
   }
   ps__free(f->tensors);
@@ -475,12 +597,14 @@ void ps_tensors_close(ps_tensor_file *f) {
   ps__free(f);
 }
 
-/* ---- what is in it ------------------------------------------------------------------------------------------------------ */
+/* ---- what is in it --------------------------------------------------------------------------- */
 
 uint64_t ps_tensors_count(const ps_tensor_file *f) { return f->n; }
 
 ps_status ps_tensors_info(const ps_tensor_file *f, uint64_t idx, ps_tensor_info *out) {
-  if (idx >= f->n) return ps__fail(PS_EINVAL, "tensor %" PRIu64 " was asked for: %s has %zu", idx, f->files[0].path, f->n);
+  if (idx >= f->n)
+    return ps__fail(PS_EINVAL, "tensor %" PRIu64 " was asked for: %s has %zu", idx,
+                    f->files[0].path, f->n);
   *out = f->tensors[idx].info;
   return PS_OK;
 }
@@ -490,20 +614,26 @@ uint64_t ps_tensors_find(const ps_tensor_file *f, const char *name) {
   while (lo < hi) {
     size_t mid = lo + (hi - lo) / 2;
     int c = strcmp(name, f->tensors[f->by_name[mid]].name);
-    if (c == 0) return f->by_name[mid];
-    if (c < 0) hi = mid;
-    else lo = mid + 1;
+    if (c == 0)
+      return f->by_name[mid];
+    if (c < 0)
+      hi = mid;
+    else
+      lo = mid + 1;
   }
   return UINT64_MAX;
 }
 
-/* ---- reading with conversion -------------------------------------------------------------------------------------------- */
+/* ---- reading with conversion ----------------------------------------------------------------- */
 
 static float f16_to_f32(uint16_t h) {
   uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 0x3FF, bits;
-  if (exponent == 31) bits = sign | 0x7F800000 | fraction << 13;
-  else if (exponent) bits = sign | (exponent + 112) << 23 | fraction << 13;
-  else if (!fraction) bits = sign;
+  if (exponent == 31)
+    bits = sign | 0x7F800000 | fraction << 13;
+  else if (exponent)
+    bits = sign | (exponent + 112) << 23 | fraction << 13;
+  else if (!fraction)
+    bits = sign;
   else { /* subnormal: shift the leading one out */
     int shift = __builtin_clz(fraction) - 21;
     bits = sign | (uint32_t)(113 - shift) << 23 | (fraction << shift & 0x3FF) << 13;
@@ -524,7 +654,8 @@ static float bf16_to_f32(uint16_t h) {
 static uint16_t f32_to_bf16(float f) {
   uint32_t bits;
   memcpy(&bits, &f, 4);
-  if ((bits & 0x7FFFFFFF) > 0x7F800000) return (uint16_t)(bits >> 16 | 0x40);
+  if ((bits & 0x7FFFFFFF) > 0x7F800000)
+    return (uint16_t)(bits >> 16 | 0x40);
   return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
@@ -535,23 +666,35 @@ static void convert(const void *src, int kind, ps_dtype dtype, void *dst, size_t
   const uint16_t *h = src;
   for (size_t i = 0; i < n; i++) {
     float v = kind == KIND_F32 ? f[i] : kind == KIND_BF16 ? bf16_to_f32(h[i]) : f16_to_f32(h[i]);
-    if (dtype == PS_F32) ((float *)dst)[i] = v;
-    else ((uint16_t *)dst)[i] = f32_to_bf16(v);
+    if (dtype == PS_F32)
+      ((float *)dst)[i] = v;
+    else
+      ((uint16_t *)dst)[i] = f32_to_bf16(v);
   }
 }
 
-ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint64_t n, ps_dtype dtype, void *dst) {
+ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint64_t n,
+                          ps_dtype dtype, void *dst) {
   size_t to = ps_dtype_bytes(dtype);
-  if (idx >= f->n) return ps__fail(PS_EINVAL, "tensor %" PRIu64 " was asked for: there are %zu", idx, f->n);
+  if (idx >= f->n)
+    return ps__fail(PS_EINVAL, "tensor %" PRIu64 " was asked for: there are %zu", idx, f->n);
   const tensor *t = &f->tensors[idx];
   const data_file *d = &f->files[t->file];
-  if (!to) return ps__fail(PS_EINVAL, "%s: tensor \"%s\": %d is no ps_dtype", d->path, t->name, (int)dtype);
+  if (!to)
+    return ps__fail(PS_EINVAL, "%s: tensor \"%s\": %d is no ps_dtype", d->path, t->name,
+                    (int)dtype);
   if (first > t->info.n || n > t->info.n - first)
-    return ps__fail(PS_EINVAL, "%s: tensor \"%s\": elements %" PRIu64 " to %" PRIu64 " were asked for, it has %" PRIu64, d->path,
-                    t->name, first, first + n, t->info.n);
-  int kind = !strcmp(t->info.dtype, "F32") ? KIND_F32 : !strcmp(t->info.dtype, "BF16") ? KIND_BF16 : KIND_F16;
+    return ps__fail(PS_EINVAL,
+                    "%s: tensor \"%s\": elements %" PRIu64 " to %" PRIu64
+                    " were asked for, it has %" PRIu64,
+                    d->path, t->name, first, first + n, t->info.n);
+  int kind = !strcmp(t->info.dtype, "F32")    ? KIND_F32
+             : !strcmp(t->info.dtype, "BF16") ? KIND_BF16
+                                              : KIND_F16;
   if (kind == KIND_F16 && strcmp(t->info.dtype, "F16"))
-    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": dtype is %s, only F32, BF16 and F16 are converted", d->path, t->name, t->info.dtype);
+    return ps__fail(PS_EFORMAT,
+                    "%s: tensor \"%s\": dtype is %s, only F32, BF16 and F16 are converted", d->path,
+                    t->name, t->info.dtype);
   size_t from = kind == KIND_F32 ? 4 : 2;
   uint64_t at = t->begin + first * from;
   if ((kind == KIND_F32 && dtype == PS_F32) || (kind == KIND_BF16 && dtype == PS_BF16))

@@ -1,7 +1,7 @@
 /* safetensors_write.c - writing safetensors files, one or sharded with an index, streaming.
  *
- * All headers follow from the specs, so the data is written straight behind them, piece by piece, into a stage (stage.c), whose
- * files replace an earlier save's together. */
+ * All headers follow from the specs, so the data is written straight behind them, piece by
+ * piece, into a stage (stage.c), whose files replace an earlier save's together. */
 #include <penstock/checkpoint.h>
 
 #include "io.h"
@@ -41,38 +41,47 @@ struct ps_tensor_writer {
   size_t *header_bytes;
 };
 
-static ps_status no_memory(const char *dir) { return ps__fail(PS_ENOMEM, "%s: no memory left to prepare writing", dir); }
+static ps_status no_memory(const char *dir) {
+  return ps__fail(PS_ENOMEM, "%s: no memory left to prepare writing", dir);
+}
 
 /* Our own JSON was refused when it was read back. */
 static ps_status bad_names(const char *dir) {
-  return ps__fail(PS_EINVAL, "%s: names of tensors and of metadata must be UTF-8, and each used once (%s)", dir, ps_last_error());
+  return ps__fail(PS_EINVAL,
+                  "%s: names of tensors and of metadata must be UTF-8, and each used once (%s)",
+                  dir, ps_last_error());
 }
 
 static uint64_t spec_bytes(const ps_tensor_spec *s) {
   uint64_t n = ps_dtype_bytes((ps_dtype)s->dtype);
-  for (uint32_t i = 0; i < s->n_dims; i++) n *= s->shape[i]; /* checked by copy_specs */
+  for (uint32_t i = 0; i < s->n_dims; i++)
+    n *= s->shape[i]; /* checked by copy_specs */
   return n;
 }
 
-/* ---- preparing ---------------------------------------------------------------------------------------------------------- */
+/* ---- preparing ------------------------------------------------------------------------------- */
 
 static ps_status check_spec(const char *dir, const ps_tensor_spec *s, uint64_t i) {
   if (!s->name || !*s->name || !strcmp(s->name, "__metadata__"))
     return ps__fail(PS_EINVAL, "%s: tensor %" PRIu64 " has no usable name", dir, i);
   uint64_t n = ps_dtype_bytes((ps_dtype)s->dtype);
-  if (!n) return ps__fail(PS_EINVAL, "%s: tensor \"%s\": %u is no ps_dtype", dir, s->name, s->dtype);
+  if (!n)
+    return ps__fail(PS_EINVAL, "%s: tensor \"%s\": %u is no ps_dtype", dir, s->name, s->dtype);
   if (s->n_dims > PS__MAX_DIMS)
-    return ps__fail(PS_EINVAL, "%s: tensor \"%s\": has %u dimensions, at most %d are written", dir, s->name, s->n_dims, PS__MAX_DIMS);
+    return ps__fail(PS_EINVAL, "%s: tensor \"%s\": has %u dimensions, at most %d are written", dir,
+                    s->name, s->n_dims, PS__MAX_DIMS);
   for (uint32_t k = 0; k < s->n_dims; k++)
     if (__builtin_mul_overflow(n, s->shape[k], &n) || n > INT64_MAX)
-      return ps__fail(PS_EINVAL, "%s: tensor \"%s\": its shape has more than 2^63 bytes", dir, s->name);
+      return ps__fail(PS_EINVAL, "%s: tensor \"%s\": its shape has more than 2^63 bytes", dir,
+                      s->name);
   return PS_OK;
 }
 
 static ps_status copy_specs(ps_tensor_writer *w, const ps_tensor_spec *specs, uint64_t n) {
   uint64_t total = 0;
   w->specs = ps__calloc(n, sizeof *w->specs);
-  if (!w->specs) return no_memory(w->dir);
+  if (!w->specs)
+    return no_memory(w->dir);
   for (uint64_t i = 0; i < n; i++) {
     PS_TRY(check_spec(w->dir, &specs[i], i));
     if (__builtin_add_overflow(total, spec_bytes(&specs[i]), &total) || total > INT64_MAX)
@@ -80,12 +89,14 @@ static ps_status copy_specs(ps_tensor_writer *w, const ps_tensor_spec *specs, ui
     w->specs[i] = specs[i];
     w->specs[i].name = ps__strdup(specs[i].name);
     w->n = i + 1;
-    if (!w->specs[i].name) return no_memory(w->dir);
+    if (!w->specs[i].name)
+      return no_memory(w->dir);
   }
   return PS_OK;
 }
 
-/* Cuts the specs into shards, in order, as Hugging Face does: a tensor larger than the limit has a shard of its own. */
+/* Cuts the specs into shards, in order, as Hugging Face does: a tensor larger than the limit has
+ * a shard of its own. */
 static ps_status cut_shards(ps_tensor_writer *w, uint64_t max_bytes) {
   for (uint64_t i = 0; i < w->n || w->n_shards == 0; i++) {
     uint64_t bytes = i < w->n ? spec_bytes(&w->specs[i]) : 0;
@@ -94,29 +105,37 @@ static ps_status cut_shards(ps_tensor_writer *w, uint64_t max_bytes) {
       void *shards = w->shards;
       bool grown = ps__grow(&shards, w->n_shards, &w->cap_shards, sizeof *w->shards);
       w->shards = shards;
-      if (!grown) return no_memory(w->dir);
+      if (!grown)
+        return no_memory(w->dir);
       last = &w->shards[w->n_shards++];
       *last = (shard){.first = i};
     }
-    if (i == w->n) break; /* no tensors: one empty file */
+    if (i == w->n)
+      break; /* no tensors: one empty file */
     if (last->bytes % ps_dtype_bytes((ps_dtype)w->specs[i].dtype))
-      return ps__fail(PS_EINVAL, "%s: tensor \"%s\" would not be aligned in its file: put fp32 tensors before bf16 ones", w->dir,
-                      w->specs[i].name);
+      return ps__fail(
+          PS_EINVAL,
+          "%s: tensor \"%s\" would not be aligned in its file: put fp32 tensors before bf16 ones",
+          w->dir, w->specs[i].name);
     last->n++;
     last->bytes += bytes;
   }
   if (w->n_shards > MAX_SHARDS)
-    return ps__fail(PS_EINVAL, "%s: %zu files would be needed, at most %d are written: raise the shard size", w->dir, w->n_shards,
-                    (int)MAX_SHARDS);
+    return ps__fail(PS_EINVAL,
+                    "%s: %zu files would be needed, at most %d are written: raise the shard size",
+                    w->dir, w->n_shards, (int)MAX_SHARDS);
   return PS_OK;
 }
 
 static void shard_name(const ps_tensor_writer *w, size_t k, char *buf, size_t bytes) {
-  if (w->n_shards == 1) snprintf(buf, bytes, "%s.safetensors", w->stem);
-  else snprintf(buf, bytes, "%s-%05zu-of-%05zu.safetensors", w->stem, k + 1, w->n_shards);
+  if (w->n_shards == 1)
+    snprintf(buf, bytes, "%s.safetensors", w->stem);
+  else
+    snprintf(buf, bytes, "%s-%05zu-of-%05zu.safetensors", w->stem, k + 1, w->n_shards);
 }
 
-/* N, the JSON and spaces up to a multiple of 8. The JSON is read back strictly: that refuses names that are not UTF-8. */
+/* N, the JSON and spaces up to a multiple of 8. The JSON is read back strictly: that refuses
+ * names that are not UTF-8. */
 static ps_status make_header(ps_tensor_writer *w, size_t k) {
   const shard *s = &w->shards[k];
   uint64_t at = 0;
@@ -125,14 +144,16 @@ static ps_status make_header(ps_tensor_writer *w, size_t k) {
   ps__jsonw_object(j, NULL);
   ps__jsonw_object(j, "__metadata__");
   ps__jsonw_string(j, "format", "pt");
-  for (uint32_t i = 0; i < w->n_meta; i++) ps__jsonw_string(j, w->meta[2 * i], w->meta[2 * i + 1]);
+  for (uint32_t i = 0; i < w->n_meta; i++)
+    ps__jsonw_string(j, w->meta[2 * i], w->meta[2 * i + 1]);
   ps__jsonw_end(j);
   for (uint64_t i = s->first; i < s->first + s->n; i++) {
     const ps_tensor_spec *t = &w->specs[i];
     ps__jsonw_object(j, t->name);
     ps__jsonw_string(j, "dtype", t->dtype == PS_F32 ? "F32" : "BF16");
     ps__jsonw_array(j, "shape");
-    for (uint32_t d = 0; d < t->n_dims; d++) ps__jsonw_uint(j, NULL, t->shape[d]);
+    for (uint32_t d = 0; d < t->n_dims; d++)
+      ps__jsonw_uint(j, NULL, t->shape[d]);
     ps__jsonw_end(j);
     ps__jsonw_array(j, "data_offsets");
     ps__jsonw_uint(j, NULL, at);
@@ -147,13 +168,17 @@ static ps_status make_header(ps_tensor_writer *w, size_t k) {
   ps__json *back = NULL;
   ps_status st = text ? ps__json_parse(&back, text, bytes, s->path) : no_memory(w->dir);
   ps__json_free(back);
-  if (st == PS_EFORMAT) st = bad_names(w->dir);
+  if (st == PS_EFORMAT)
+    st = bad_names(w->dir);
   if (st == PS_OK && padded > PS__MAX_HEADER_BYTES)
-    st = ps__fail(PS_EINVAL, "%s: its header would have %zu bytes, at most %d are allowed: write more shards", s->path, padded,
-                  PS__MAX_HEADER_BYTES);
-  if (st == PS_OK && !(w->headers[k] = ps__malloc(8 + padded))) st = no_memory(w->dir);
+    st = ps__fail(PS_EINVAL,
+                  "%s: its header would have %zu bytes, at most %d are allowed: write more shards",
+                  s->path, padded, PS__MAX_HEADER_BYTES);
+  if (st == PS_OK && !(w->headers[k] = ps__malloc(8 + padded)))
+    st = no_memory(w->dir);
   if (st == PS_OK) {
-    for (int i = 0; i < 8; i++) w->headers[k][i] = (char)((uint64_t)padded >> 8 * i);
+    for (int i = 0; i < 8; i++)
+      w->headers[k][i] = (char)((uint64_t)padded >> 8 * i);
     memcpy(w->headers[k] + 8, text, bytes);
     memset(w->headers[k] + 8 + bytes, ' ', padded - bytes);
     w->header_bytes[k] = 8 + padded;
@@ -168,7 +193,8 @@ static ps_status make_index(ps_tensor_writer *w) {
   char name[300];
   ps__jsonw *j = NULL;
   PS_TRY(ps__jsonw_create(&j));
-  for (size_t k = 0; k < w->n_shards; k++) total += w->shards[k].bytes;
+  for (size_t k = 0; k < w->n_shards; k++)
+    total += w->shards[k].bytes;
   ps__jsonw_object(j, NULL);
   ps__jsonw_object(j, "metadata");
   ps__jsonw_uint(j, "total_size", total);
@@ -176,7 +202,8 @@ static ps_status make_index(ps_tensor_writer *w) {
   ps__jsonw_object(j, "weight_map");
   for (size_t k = 0; k < w->n_shards; k++) {
     shard_name(w, k, name, sizeof name);
-    for (uint64_t i = 0; i < w->shards[k].n; i++) ps__jsonw_string(j, w->specs[w->shards[k].first + i].name, name);
+    for (uint64_t i = 0; i < w->shards[k].n; i++)
+      ps__jsonw_string(j, w->specs[w->shards[k].first + i].name, name);
   }
   ps__jsonw_end(j);
   ps__jsonw_end(j);
@@ -184,8 +211,10 @@ static ps_status make_index(ps_tensor_writer *w) {
   ps__json *back = NULL;
   ps_status st = text ? ps__json_parse(&back, text, w->index_bytes, w->dir) : no_memory(w->dir);
   ps__json_free(back);
-  if (st == PS_EFORMAT) st = bad_names(w->dir);
-  if (st == PS_OK && w->n_shards > 1 && !(w->index_text = ps__strdup(text))) st = no_memory(w->dir);
+  if (st == PS_EFORMAT)
+    st = bad_names(w->dir);
+  if (st == PS_OK && w->n_shards > 1 && !(w->index_text = ps__strdup(text)))
+    st = no_memory(w->dir);
   ps__jsonw_free(j);
   return st;
 }
@@ -194,31 +223,38 @@ static ps_status plan_files(ps_tensor_writer *w) {
   char name[300];
   w->headers = ps__calloc(w->n_shards, sizeof *w->headers);
   w->header_bytes = ps__calloc(w->n_shards, sizeof *w->header_bytes);
-  if (!w->headers || !w->header_bytes) return no_memory(w->dir);
+  if (!w->headers || !w->header_bytes)
+    return no_memory(w->dir);
   for (size_t k = 0; k < w->n_shards; k++) {
     shard_name(w, k, name, sizeof name);
     w->shards[k].path = ps__path_join(w->dir, name);
-    if (!w->shards[k].path) return PS_ENOMEM;
+    if (!w->shards[k].path)
+      return PS_ENOMEM;
     PS_TRY(make_header(w, k));
   }
   return make_index(w);
 }
 
-/* There is a stage, and room for all. Files that will be replaced count as used: they stay until the end. */
+/* There is a stage, and room for all. Files that will be replaced count as used: they stay until
+ * the end. */
 static ps_status prepare_place(ps_tensor_writer *w) {
   uint64_t need = w->index_bytes;
   struct statvfs fs;
   char a[32], b[32];
-  for (size_t k = 0; k < w->n_shards; k++) need += w->shards[k].bytes + w->header_bytes[k];
+  for (size_t k = 0; k < w->n_shards; k++)
+    need += w->shards[k].bytes + w->header_bytes[k];
   w->own_stage = !w->stage;
-  if (w->own_stage) PS_TRY(ps__stage_open(&w->stage, w->dir));
-  if (statvfs(ps__stage_path(w->stage), &fs) == 0 && fs.f_blocks > 0 && need / fs.f_frsize >= fs.f_bavail)
-    return ps__fail(PS_EIO, "%s: needs %s of disk, %s are free: free some or choose another place", w->dir,
-                    ps__format_bytes(a, need), ps__format_bytes(b, (uint64_t)fs.f_bavail * fs.f_frsize));
+  if (w->own_stage)
+    PS_TRY(ps__stage_open(&w->stage, w->dir));
+  if (statvfs(ps__stage_path(w->stage), &fs) == 0 && fs.f_blocks > 0 &&
+      need / fs.f_frsize >= fs.f_bavail)
+    return ps__fail(PS_EIO, "%s: needs %s of disk, %s are free: free some or choose another place",
+                    w->dir, ps__format_bytes(a, need),
+                    ps__format_bytes(b, (uint64_t)fs.f_bavail * fs.f_frsize));
   return PS_OK;
 }
 
-/* ---- writing ------------------------------------------------------------------------------------------------------------ */
+/* ---- writing --------------------------------------------------------------------------------- */
 
 static ps_status open_shard(ps_tensor_writer *w) {
   const char *path = w->shards[w->at].path;
@@ -228,8 +264,10 @@ static ps_status open_shard(ps_tensor_writer *w) {
 }
 
 static ps_status close_file(int fd, const char *path, ps_status st) {
-  if (st == PS_OK) st = ps__sync(fd, path);
-  if (close(fd) != 0 && st == PS_OK) st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
+  if (st == PS_OK)
+    st = ps__sync(fd, path);
+  if (close(fd) != 0 && st == PS_OK)
+    st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
   return st;
 }
 
@@ -239,9 +277,10 @@ static ps_status close_shard(ps_tensor_writer *w) {
   return close_file(fd, w->shards[w->at].path, PS_OK);
 }
 
-static ps_status prepare(ps_tensor_writer *w, const char *dir, const char *stem, const ps_tensor_spec *specs, uint64_t n,
-                         uint64_t max_shard_bytes) {
-  if (!(w->dir = ps__strdup(dir)) || !(w->stem = ps__strdup(stem))) return no_memory(dir);
+static ps_status prepare(ps_tensor_writer *w, const char *dir, const char *stem,
+                         const ps_tensor_spec *specs, uint64_t n, uint64_t max_shard_bytes) {
+  if (!(w->dir = ps__strdup(dir)) || !(w->stem = ps__strdup(stem)))
+    return no_memory(dir);
   PS_TRY(copy_specs(w, specs, n));
   PS_TRY(cut_shards(w, max_shard_bytes));
   PS_TRY(plan_files(w));
@@ -249,14 +288,16 @@ static ps_status prepare(ps_tensor_writer *w, const char *dir, const char *stem,
   return open_shard(w);
 }
 
-ps_status ps__tensors_create(ps_tensor_writer **out, ps__stage *stage, const char *dir, const char *stem, const ps_tensor_spec *specs, uint64_t n,
+ps_status ps__tensors_create(ps_tensor_writer **out, ps__stage *stage, const char *dir,
+                             const char *stem, const ps_tensor_spec *specs, uint64_t n,
                              uint64_t max_shard_bytes, const char *const *meta, uint32_t n_meta) {
   if (!out || !dir || !*dir || !stem || (n && !specs) || (n_meta && !meta))
     return ps__fail(PS_EINVAL, "ps_tensors_create: an argument is NULL or empty");
   if (!*stem || strlen(stem) > 200 || strchr(stem, '/'))
     return ps__fail(PS_EINVAL, "%s: \"%.40s\" cannot be the stem of a file name", dir, stem);
   ps_tensor_writer *w = ps__calloc(1, sizeof *w);
-  if (!w) return no_memory(dir);
+  if (!w)
+    return no_memory(dir);
   w->fd = -1;
   w->stage = stage;
   w->meta = meta;
@@ -271,8 +312,9 @@ ps_status ps__tensors_create(ps_tensor_writer **out, ps__stage *stage, const cha
   return PS_OK;
 }
 
-ps_status ps_tensors_create(ps_tensor_writer **out, const char *dir, const char *stem, const ps_tensor_spec *specs, uint64_t n,
-                            uint64_t max_shard_bytes, const char *const *meta, uint32_t n_meta) {
+ps_status ps_tensors_create(ps_tensor_writer **out, const char *dir, const char *stem,
+                            const ps_tensor_spec *specs, uint64_t n, uint64_t max_shard_bytes,
+                            const char *const *meta, uint32_t n_meta) {
   return ps__tensors_create(out, NULL, dir, stem, specs, n, max_shard_bytes, meta, n_meta);
 }
 
@@ -282,13 +324,16 @@ ps_status ps_tensors_append(ps_tensor_writer *w, const void *data, uint64_t byte
     shard *s = &w->shards[w->at];
     if (w->written == s->bytes) {
       if (w->at + 1 == w->n_shards)
-        return ps__fail(PS_ESTATE, "%s: %" PRIu64 " bytes more were appended than the tensors have", w->dir, bytes);
-      if (w->fd >= 0) PS_TRY(close_shard(w));
+        return ps__fail(PS_ESTATE, "%s: %" PRIu64 " bytes more were appended than the tensors have",
+                        w->dir, bytes);
+      if (w->fd >= 0)
+        PS_TRY(close_shard(w));
       w->at++;
       PS_TRY(open_shard(w));
       continue;
     }
-    if (w->fd < 0) return ps__fail(PS_ESTATE, "%s: writing failed before, abort it", w->dir);
+    if (w->fd < 0)
+      return ps__fail(PS_ESTATE, "%s: writing failed before, abort it", w->dir);
     uint64_t m = s->bytes - w->written < bytes ? s->bytes - w->written : bytes;
     PS_TRY(ps__write_all(w->fd, s->path, p, m));
     w->written += m;
@@ -298,7 +343,7 @@ ps_status ps_tensors_append(ps_tensor_writer *w, const void *data, uint64_t byte
   return PS_OK;
 }
 
-/* ---- ending ------------------------------------------------------------------------------------------------------------- */
+/* ---- ending ---------------------------------------------------------------------------------- */
 
 static ps_status write_index(ps_tensor_writer *w) {
   char name[300], path[600];
@@ -313,21 +358,25 @@ static ps_status write_index(ps_tensor_writer *w) {
 static ps_status finish_data(ps_tensor_writer *w) {
   for (;;) {
     const shard *s = &w->shards[w->at];
-    if (w->fd < 0) return ps__fail(PS_ESTATE, "%s: writing failed before, abort it", w->dir);
+    if (w->fd < 0)
+      return ps__fail(PS_ESTATE, "%s: writing failed before, abort it", w->dir);
     if (w->written != s->bytes)
-      return ps__fail(PS_ESTATE, "%s: %" PRIu64 " of %" PRIu64 " bytes of data are still missing", s->path, s->bytes - w->written,
-                      s->bytes);
+      return ps__fail(PS_ESTATE, "%s: %" PRIu64 " of %" PRIu64 " bytes of data are still missing",
+                      s->path, s->bytes - w->written, s->bytes);
     PS_TRY(close_shard(w));
-    if (w->at + 1 == w->n_shards) return PS_OK;
+    if (w->at + 1 == w->n_shards)
+      return PS_OK;
     w->at++;
     PS_TRY(open_shard(w));
   }
 }
 
 ps_status ps_tensors_finish(ps_tensor_writer *w) {
-  if (!w) return ps__fail(PS_EINVAL, "ps_tensors_finish: no writer was given");
+  if (!w)
+    return ps__fail(PS_EINVAL, "ps_tensors_finish: no writer was given");
   ps_status st = finish_data(w);
-  if (st == PS_OK && w->n_shards > 1) st = write_index(w);
+  if (st == PS_OK && w->n_shards > 1)
+    st = write_index(w);
   if (st == PS_OK && w->own_stage) {
     st = ps__stage_commit(w->stage);
     w->stage = NULL;
@@ -337,14 +386,19 @@ ps_status ps_tensors_finish(ps_tensor_writer *w) {
 }
 
 void ps_tensors_abort(ps_tensor_writer *w) {
-  if (!w) return;
-  if (w->fd >= 0) close(w->fd);
-  if (w->own_stage) ps__stage_abort(w->stage);
+  if (!w)
+    return;
+  if (w->fd >= 0)
+    close(w->fd);
+  if (w->own_stage)
+    ps__stage_abort(w->stage);
   for (size_t k = 0; k < w->n_shards; k++) {
     ps__free(w->shards[k].path);
-    if (w->headers) ps__free(w->headers[k]);
+    if (w->headers)
+      ps__free(w->headers[k]);
   }
-  for (uint64_t i = 0; i < w->n; i++) ps__free((char *)w->specs[i].name);
+  for (uint64_t i = 0; i < w->n; i++)
+    ps__free((char *)w->specs[i].name);
   ps__free(w->specs);
   ps__free(w->shards);
   ps__free(w->headers);

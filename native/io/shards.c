@@ -1,8 +1,9 @@
 /* shards.c - token shards of several producers, read window by window.
  *
- * Windows are read with pread() in small pieces through the stack: a data set of any size costs no memory, in whatever order it is
- * visited. (A mapping cannot promise that: one fault maps as much as the kernel likes, whole folios of the page cache.) A shard that is
- * cut off while it is in use is an error of the window that is missing. */
+ * Windows are read with pread() in small pieces through the stack: a data set of any size costs
+ * no memory, in whatever order it is visited. (A mapping cannot promise that: one fault maps as
+ * much as the kernel likes, whole folios of the page cache.) A shard that is cut off while it is
+ * in use is an error of the window that is missing. */
 #include <penstock/data.h>
 
 #include "io.h"
@@ -19,18 +20,21 @@ enum {
   HEADER_BYTES = 1024,
   CHECK_TOKENS = 1 << 20,
   PIECE_BYTES = 1 << 14, /* of stack */
-  KEPT_OPEN = 256 /* shards whose descriptor stays open: a process may have 1,024; the others are opened for each window */
+  /* shards whose descriptor stays open: a process may have 1,024; the others are opened for
+   * each window */
+  KEPT_OPEN = 256
 };
 
 typedef struct token_shard {
   char *path;
-  int fd;                  /* -1: opened for each window */
+  int fd; /* -1: opened for each window */
   uint64_t file_bytes, n_tokens;
-  dev_t device;            /* with the inode: whether the path still names this file */
+  dev_t device; /* with the inode: whether the path still names this file */
   ino_t inode;
-  uint32_t token_bytes;    /* 2 or 4 */
-  bool signed_ids;         /* for messages: the format's tokens are int32 */
-  uint64_t mask_at;        /* byte of the file: one bit a token, 0: no target; 0 when there are none */
+  uint32_t token_bytes; /* 2 or 4 */
+  bool signed_ids;      /* for messages: the format's tokens are int32 */
+  /* byte of the file: one bit a token, 0: no target; 0 when there are none */
+  uint64_t mask_at;
 } token_shard;
 
 struct ps_dataset {
@@ -41,24 +45,29 @@ struct ps_dataset {
   _Atomic uint32_t n_users; /* trainers that read it */
 };
 
-static ps_status no_memory(const char *path) { return ps__fail(PS_ENOMEM, "%s: no memory left to open it", path); }
+static ps_status no_memory(const char *path) {
+  return ps__fail(PS_ENOMEM, "%s: no memory left to open it", path);
+}
 
 static uint32_t le32(const void *p) {
   const uint8_t *b = p;
   return b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24;
 }
 
-/* ---- headers ------------------------------------------------------------------------------------------------------------ */
+/* ---- headers --------------------------------------------------------------------------------- */
 
-static ps_status expect_version(const char *path, const char *producer, uint32_t version, uint32_t lo, uint32_t hi) {
-  if (version >= lo && version <= hi) return PS_OK;
-  return ps__fail(PS_EFORMAT, "%s: is a token shard of %s, version %u: version %s%u is read", path, producer, version,
-                  lo < hi ? "1 or " : "", hi);
+static ps_status expect_version(const char *path, const char *producer, uint32_t version,
+                                uint32_t lo, uint32_t hi) {
+  if (version >= lo && version <= hi)
+    return PS_OK;
+  return ps__fail(PS_EFORMAT, "%s: is a token shard of %s, version %u: version %s%u is read", path,
+                  producer, version, lo < hi ? "1 or " : "", hi);
 }
 
 static ps_status parse_penstock(token_shard *s, const uint32_t h[16]) {
   PS_TRY(expect_version(s->path, "Penstock", h[1], 1, 1));
-  if (h[2] != 2 && h[2] != 4) return ps__fail(PS_EFORMAT, "%s: header word 2 is %u: a token has 2 or 4 bytes", s->path, h[2]);
+  if (h[2] != 2 && h[2] != 4)
+    return ps__fail(PS_EFORMAT, "%s: header word 2 is %u: a token has 2 or 4 bytes", s->path, h[2]);
   s->token_bytes = h[2];
   s->n_tokens = h[4] | (uint64_t)h[5] << 32;
   return PS_OK;
@@ -69,7 +78,9 @@ typedef enum masks { MASKS_NONE = 0, MASKS = 1, MASKS_UNSAID = 2 } masks;
 
 static ps_status parse_bintok(token_shard *s, const uint32_t h[16], masks *m) {
   PS_TRY(expect_version(s->path, "BIN.TOK", h[2], 1, 2));
-  if (h[3] != 4) return ps__fail(PS_EFORMAT, "%s: header word 3 is %u: a BIN.TOK token has 4 bytes", s->path, h[3]);
+  if (h[3] != 4)
+    return ps__fail(PS_EFORMAT, "%s: header word 3 is %u: a BIN.TOK token has 4 bytes", s->path,
+                    h[3]);
   s->token_bytes = 4;
   s->signed_ids = true;
   s->n_tokens = h[4];
@@ -79,7 +90,8 @@ static ps_status parse_bintok(token_shard *s, const uint32_t h[16], masks *m) {
 
 static ps_status parse_header(token_shard *s, const unsigned char raw[HEADER_BYTES], masks *m) {
   uint32_t h[16];
-  for (int i = 0; i < 16; i++) h[i] = le32(raw + 4 * i);
+  for (int i = 0; i < 16; i++)
+    h[i] = le32(raw + 4 * i);
   *m = MASKS_NONE;
   if (!memcmp(raw, "BIN.TOK\n", 8)) {
     PS_TRY(parse_bintok(s, h, m));
@@ -94,49 +106,72 @@ static ps_status parse_header(token_shard *s, const unsigned char raw[HEADER_BYT
     s->token_bytes = 4;
     s->n_tokens = h[2];
   } else if (h[0] == 20240522) {
-    return ps__fail(PS_EFORMAT, "%s: is an llm.c evaluation file (HellaSwag, MMLU): token shards are needed", s->path);
+    return ps__fail(PS_EFORMAT,
+                    "%s: is an llm.c evaluation file (HellaSwag, MMLU): token shards are needed",
+                    s->path);
   } else {
-    return ps__fail(PS_EFORMAT, "%s: its magic number is %u, which no known token shard has: write shards with python -m penstock.data",
+    return ps__fail(PS_EFORMAT,
+                    "%s: its magic number is %u, which no known token shard has: write shards with "
+                    "python -m penstock.data",
                     s->path, h[0]);
   }
   if (s->n_tokens > INT32_MAX)
-    return ps__fail(PS_EFORMAT, "%s: its header claims %" PRIu64 " tokens: below 2^31 are allowed in this format", s->path, s->n_tokens);
+    return ps__fail(PS_EFORMAT,
+                    "%s: its header claims %" PRIu64
+                    " tokens: below 2^31 are allowed in this format",
+                    s->path, s->n_tokens);
   return PS_OK;
 }
 
-/* The file's length must be what the header says; where the header does not say whether there are masks, the length does. */
+/* The file's length must be what the header says; where the header does not say whether there
+ * are masks, the length does. */
 static ps_status check_length(token_shard *s, masks m) {
   uint64_t plain, masked;
-  if (__builtin_mul_overflow(s->n_tokens, (uint64_t)s->token_bytes, &plain) || __builtin_add_overflow(plain, HEADER_BYTES, &plain) ||
+  if (__builtin_mul_overflow(s->n_tokens, (uint64_t)s->token_bytes, &plain) ||
+      __builtin_add_overflow(plain, HEADER_BYTES, &plain) ||
       __builtin_add_overflow(plain, s->n_tokens / 8 + (s->n_tokens % 8 != 0), &masked))
     plain = masked = UINT64_MAX;
-  if (m != MASKS && s->file_bytes == plain) return PS_OK;
+  if (m != MASKS && s->file_bytes == plain)
+    return PS_OK;
   if (m != MASKS_NONE && s->file_bytes == masked) {
     s->mask_at = plain;
     return PS_OK;
   }
   if (m == MASKS_UNSAID)
-    return ps__fail(PS_EFORMAT, "%s: its header claims %" PRIu64 " tokens of %u bytes, which makes %" PRIu64 " bytes, with masks %" PRIu64
-                    ", but the file has %" PRIu64 ": write it again", s->path, s->n_tokens, s->token_bytes, plain, masked, s->file_bytes);
+    return ps__fail(PS_EFORMAT,
+                    "%s: its header claims %" PRIu64 " tokens of %u bytes, which makes %" PRIu64
+                    " bytes, with masks %" PRIu64 ", but the file has %" PRIu64 ": write it again",
+                    s->path, s->n_tokens, s->token_bytes, plain, masked, s->file_bytes);
   const uint64_t need = m == MASKS ? masked : plain;
-  return ps__fail(PS_EFORMAT, "%s: its header claims %" PRIu64 " tokens of %u bytes%s, which makes %" PRIu64 " bytes, but the file has %" PRIu64
-                  ": %s, write it again", s->path, s->n_tokens, s->token_bytes, m == MASKS ? " and masks" : "", need,
-                  s->file_bytes, s->file_bytes < need ? "it may be truncated" : "something was appended to it");
+  return ps__fail(PS_EFORMAT,
+                  "%s: its header claims %" PRIu64 " tokens of %u bytes%s, which makes %" PRIu64
+                  " bytes, but the file has %" PRIu64 ": %s, write it again",
+                  s->path, s->n_tokens, s->token_bytes, m == MASKS ? " and masks" : "", need,
+                  s->file_bytes,
+                  s->file_bytes < need ? "it may be truncated" : "something was appended to it");
 }
 
-/* ---- tokens ------------------------------------------------------------------------------------------------------------- */
+/* ---- tokens ---------------------------------------------------------------------------------- */
 
-static ps_status past_vocabulary(const ps_dataset *ds, const token_shard *s, uint64_t i, uint32_t id) {
+static ps_status past_vocabulary(const ps_dataset *ds, const token_shard *s, uint64_t i,
+                                 uint32_t id) {
   if (s->signed_ids && id > INT32_MAX)
-    return ps__fail(PS_EFORMAT, "%s: token %" PRIu64 " of the shard is %d: a token id is not negative (tokens that are no targets are masked)",
-                    s->path, i, (int32_t)id);
-  return ps__fail(PS_EFORMAT, "%s: token %" PRIu64 " of the shard is %u: the model's vocabulary has %u; use the tokenizer of this model",
-                  s->path, i, id, ds->vocab_size);
+    return ps__fail(
+        PS_EFORMAT,
+        "%s: token %" PRIu64
+        " of the shard is %d: a token id is not negative (tokens that are no targets are masked)",
+        s->path, i, (int32_t)id);
+  return ps__fail(
+      PS_EFORMAT,
+      "%s: token %" PRIu64
+      " of the shard is %u: the model's vocabulary has %u; use the tokenizer of this model",
+      s->path, i, id, ds->vocab_size);
 }
 
-/* Tokens [first, first + n), each checked before it is used: the i-th of them is @tokens[i], and for i > 0 @targets[i - 1]. Both are
- * NULL, or have room for n - 1. */
-static ps_status read_tokens(const ps_dataset *ds, const token_shard *s, int fd, uint64_t first, uint64_t n, int32_t *tokens, int32_t *targets) {
+/* Tokens [first, first + n), each checked before it is used: the i-th of them is @tokens[i], and
+ * for i > 0 @targets[i - 1]. Both are NULL, or have room for n - 1. */
+static ps_status read_tokens(const ps_dataset *ds, const token_shard *s, int fd, uint64_t first,
+                             uint64_t n, int32_t *tokens, int32_t *targets) {
   uint8_t piece[PIECE_BYTES];
   const uint32_t width = s->token_bytes, whole = PIECE_BYTES / width;
   for (uint64_t done = 0; done < n;) {
@@ -145,9 +180,12 @@ static ps_status read_tokens(const ps_dataset *ds, const token_shard *s, int fd,
     for (uint64_t i = 0; i < m; i++) {
       const uint8_t *p = piece + i * width;
       const uint32_t id = width == 2 ? p[0] | (uint32_t)p[1] << 8 : le32(p);
-      if (id >= ds->vocab_size) return past_vocabulary(ds, s, first + done + i, id);
-      if (tokens && done + i + 1 < n) tokens[done + i] = (int32_t)id;
-      if (targets && done + i) targets[done + i - 1] = (int32_t)id;
+      if (id >= ds->vocab_size)
+        return past_vocabulary(ds, s, first + done + i, id);
+      if (tokens && done + i + 1 < n)
+        tokens[done + i] = (int32_t)id;
+      if (targets && done + i)
+        targets[done + i - 1] = (int32_t)id;
     }
     done += m;
   }
@@ -155,18 +193,21 @@ static ps_status read_tokens(const ps_dataset *ds, const token_shard *s, int fd,
 }
 
 /* -1 for each of tokens [first, first + n) that the masks make no target. */
-static ps_status read_masks(const token_shard *s, int fd, uint64_t first, uint64_t n, int32_t *targets) {
+static ps_status read_masks(const token_shard *s, int fd, uint64_t first, uint64_t n,
+                            int32_t *targets) {
   uint8_t piece[PIECE_BYTES];
   for (uint64_t done = 0; done < n;) {
-    const uint64_t byte = (first + done) / 8, end = (first + n - 1) / 8 + 1, m = end - byte < PIECE_BYTES ? end - byte : PIECE_BYTES;
+    const uint64_t byte = (first + done) / 8, end = (first + n - 1) / 8 + 1,
+                   m = end - byte < PIECE_BYTES ? end - byte : PIECE_BYTES;
     PS_TRY(ps__pread_all(fd, s->path, piece, m, s->mask_at + byte));
     for (; done < n && (first + done) / 8 < byte + m; done++)
-      if (!(piece[(first + done) / 8 - byte] >> (first + done) % 8 & 1)) targets[done] = -1;
+      if (!(piece[(first + done) / 8 - byte] >> (first + done) % 8 & 1))
+        targets[done] = -1;
   }
   return PS_OK;
 }
 
-/* ---- opening ------------------------------------------------------------------------------------------------------------ */
+/* ---- opening --------------------------------------------------------------------------------- */
 
 static ps_status check_shard(const ps_dataset *ds, token_shard *s, const struct stat *sb) {
   unsigned char raw[HEADER_BYTES];
@@ -175,11 +216,14 @@ static ps_status check_shard(const ps_dataset *ds, token_shard *s, const struct 
   s->device = sb->st_dev;
   s->inode = sb->st_ino;
   if (s->file_bytes < HEADER_BYTES)
-    return ps__fail(PS_EFORMAT, "%s: has %" PRIu64 " bytes: a token shard starts with a header of %d", s->path, s->file_bytes, HEADER_BYTES);
+    return ps__fail(PS_EFORMAT,
+                    "%s: has %" PRIu64 " bytes: a token shard starts with a header of %d", s->path,
+                    s->file_bytes, HEADER_BYTES);
   PS_TRY(ps__pread_all(s->fd, s->path, raw, sizeof raw, 0));
   PS_TRY(parse_header(s, raw, &m));
   PS_TRY(check_length(s, m));
-  return read_tokens(ds, s, s->fd, 0, s->n_tokens < CHECK_TOKENS ? s->n_tokens : CHECK_TOKENS, NULL, NULL);
+  return read_tokens(ds, s, s->fd, 0, s->n_tokens < CHECK_TOKENS ? s->n_tokens : CHECK_TOKENS, NULL,
+                     NULL);
 }
 
 /* Takes @path over, also on failure. */
@@ -205,37 +249,48 @@ static ps_status add_shard(ps_dataset *ds, char *path) {
   return PS_OK;
 }
 
-static int by_text(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+static int by_text(const void *a, const void *b) {
+  return strcmp(*(char *const *)a, *(char *const *)b);
+}
 
 /* The *.bin of a folder, sorted by name; names freed by the caller, also on failure. */
 static ps_status list_folder(const char *folder, char ***names, size_t *n) {
   size_t cap = 0;
   DIR *d = opendir(folder);
-  if (!d) return ps__fail(PS_EIO, "%s: cannot be opened: %s", folder, strerror(errno));
+  if (!d)
+    return ps__fail(PS_EIO, "%s: cannot be opened: %s", folder, strerror(errno));
   ps_status st = PS_OK;
   while (st == PS_OK) {
     errno = 0;
     const struct dirent *e = readdir(d);
-    if (!e && errno) st = ps__fail(PS_EIO, "%s: listing it failed: %s", folder, strerror(errno));
-    if (!e) break;
+    if (!e && errno)
+      st = ps__fail(PS_EIO, "%s: listing it failed: %s", folder, strerror(errno));
+    if (!e)
+      break;
     size_t k = strlen(e->d_name);
-    if (k <= 4 || strcmp(e->d_name + k - 4, ".bin") || e->d_name[0] == '.') continue;
+    if (k <= 4 || strcmp(e->d_name + k - 4, ".bin") || e->d_name[0] == '.')
+      continue;
     void *items = *names;
     bool grown = ps__grow(&items, *n, &cap, sizeof **names);
     *names = items;
     char *path = grown ? ps__path_join(folder, e->d_name) : NULL;
-    if (path) (*names)[(*n)++] = path;
-    else st = no_memory(folder);
+    if (path)
+      (*names)[(*n)++] = path;
+    else
+      st = no_memory(folder);
   }
   closedir(d);
-  if (st == PS_OK && *n == 0) return ps__fail(PS_EINVAL, "%s: no token shard (*.bin) lies in this folder", folder);
-  if (st == PS_OK) qsort(*names, *n, sizeof **names, by_text);
+  if (st == PS_OK && *n == 0)
+    return ps__fail(PS_EINVAL, "%s: no token shard (*.bin) lies in this folder", folder);
+  if (st == PS_OK)
+    qsort(*names, *n, sizeof **names, by_text);
   return st;
 }
 
 static ps_status add_path(ps_dataset *ds, const char *path) {
   struct stat sb;
-  if (stat(path, &sb) != 0) return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
+  if (stat(path, &sb) != 0)
+    return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
   if (!S_ISDIR(sb.st_mode)) {
     char *copy = ps__strdup(path);
     return copy ? add_shard(ds, copy) : no_memory(path);
@@ -243,22 +298,28 @@ static ps_status add_path(ps_dataset *ds, const char *path) {
   char **names = NULL;
   size_t n = 0, taken = 0;
   ps_status st = list_folder(path, &names, &n);
-  while (st == PS_OK && taken < n) st = add_shard(ds, names[taken++]);
-  while (taken < n) ps__free(names[taken++]);
+  while (st == PS_OK && taken < n)
+    st = add_shard(ds, names[taken++]);
+  while (taken < n)
+    ps__free(names[taken++]);
   ps__free(names);
   return st;
 }
 
-ps_status ps_dataset_open(ps_dataset **out, const char *const *paths, uint32_t n_paths, uint32_t vocab_size) {
-  if (!out || !paths || n_paths == 0) return ps__fail(PS_EINVAL, "no token shard was given: name files or folders of *.bin");
+ps_status ps_dataset_open(ps_dataset **out, const char *const *paths, uint32_t n_paths,
+                          uint32_t vocab_size) {
+  if (!out || !paths || n_paths == 0)
+    return ps__fail(PS_EINVAL, "no token shard was given: name files or folders of *.bin");
   if (vocab_size == 0 || vocab_size > INT32_MAX)
     return ps__fail(PS_EINVAL, "vocab_size is %u: it must be 1 to %d", vocab_size, INT32_MAX);
   ps_dataset *ds = ps__calloc(1, sizeof *ds);
-  if (!ds) return no_memory("token shards");
+  if (!ds)
+    return no_memory("token shards");
   ds->vocab_size = vocab_size;
   ps_status st = PS_OK;
   for (uint32_t i = 0; i < n_paths && st == PS_OK; i++)
-    st = paths[i] ? add_path(ds, paths[i]) : ps__fail(PS_EINVAL, "path %u of the token shards is NULL", i);
+    st = paths[i] ? add_path(ds, paths[i])
+                  : ps__fail(PS_EINVAL, "path %u of the token shards is NULL", i);
   if (st != PS_OK) {
     ps_dataset_close(ds);
     return st;
@@ -268,19 +329,25 @@ ps_status ps_dataset_open(ps_dataset **out, const char *const *paths, uint32_t n
 }
 
 void ps__dataset_use(ps_dataset *ds) {
-  if (ds) atomic_fetch_add(&ds->n_users, 1);
+  if (ds)
+    atomic_fetch_add(&ds->n_users, 1);
 }
 
 void ps__dataset_leave(ps_dataset *ds) {
-  if (ds) atomic_fetch_sub(&ds->n_users, 1);
+  if (ds)
+    atomic_fetch_sub(&ds->n_users, 1);
 }
 
 ps_status ps_dataset_close(ps_dataset *ds) {
-  if (!ds) return PS_OK;
+  if (!ds)
+    return PS_OK;
   const uint32_t n = atomic_load(&ds->n_users);
-  if (n) return ps__fail(PS_EBUSY, "dataset: %" PRIu32 " trainer(s) still read it: destroy them first", n);
+  if (n)
+    return ps__fail(PS_EBUSY, "dataset: %" PRIu32 " trainer(s) still read it: destroy them first",
+                    n);
   for (size_t i = 0; i < ds->n; i++) {
-    if (ds->shards[i].fd >= 0) close(ds->shards[i].fd);
+    if (ds->shards[i].fd >= 0)
+      close(ds->shards[i].fd);
     ps__free(ds->shards[i].path);
   }
   ps__free(ds->shards);
@@ -288,16 +355,19 @@ ps_status ps_dataset_close(ps_dataset *ds) {
   return PS_OK;
 }
 
-/* ---- reading ------------------------------------------------------------------------------------------------------------ */
+/* ---- reading --------------------------------------------------------------------------------- */
 
 uint32_t ps_dataset_n_shards(const ps_dataset *ds) { return (uint32_t)ds->n; }
 uint64_t ps_dataset_n_tokens(const ps_dataset *ds) { return ds->n_tokens; }
 
-static uint64_t windows(const token_shard *s, uint64_t seq_len) { return s->n_tokens ? (s->n_tokens - 1) / seq_len : 0; }
+static uint64_t windows(const token_shard *s, uint64_t seq_len) {
+  return s->n_tokens ? (s->n_tokens - 1) / seq_len : 0;
+}
 
 uint64_t ps_dataset_n_sequences(const ps_dataset *ds, uint64_t seq_len) {
   uint64_t sum = 0;
-  for (size_t i = 0; seq_len && i < ds->n; i++) sum += windows(&ds->shards[i], seq_len);
+  for (size_t i = 0; seq_len && i < ds->n; i++)
+    sum += windows(&ds->shards[i], seq_len);
   return sum;
 }
 
@@ -305,36 +375,51 @@ uint64_t ps_dataset_n_sequences(const ps_dataset *ds, uint64_t seq_len) {
 static ps_status take_fd(const token_shard *s, int *fd) {
   struct stat sb;
   *fd = s->fd;
-  if (s->fd >= 0) return PS_OK;
+  if (s->fd >= 0)
+    return PS_OK;
   PS_TRY(ps__open_input(fd, &sb, s->path));
-  if (sb.st_dev == s->device && sb.st_ino == s->inode && (uint64_t)sb.st_size == s->file_bytes) return PS_OK;
+  if (sb.st_dev == s->device && sb.st_ino == s->inode && (uint64_t)sb.st_size == s->file_bytes)
+    return PS_OK;
   close(*fd);
-  return ps__fail(PS_EIO, "%s: is not the file of %" PRIu64 " bytes any more that was opened: leave shards as they are while a run reads them",
-                  s->path, s->file_bytes);
+  return ps__fail(
+      PS_EIO,
+      "%s: is not the file of %" PRIu64
+      " bytes any more that was opened: leave shards as they are while a run reads them",
+      s->path, s->file_bytes);
 }
 
 /* A read that failed, with a better reason where there is one. */
 static ps_status why_not_read(const token_shard *s, int fd, ps_status st) {
   struct stat sb;
-  if (st != PS_EIO || fstat(fd, &sb) != 0 || (uint64_t)sb.st_size >= s->file_bytes) return st;
-  return ps__fail(PS_EIO, "%s: was cut from %" PRIu64 " to %" PRIu64 " bytes while it was in use: write it again", s->path, s->file_bytes,
-                  (uint64_t)sb.st_size);
+  if (st != PS_EIO || fstat(fd, &sb) != 0 || (uint64_t)sb.st_size >= s->file_bytes)
+    return st;
+  return ps__fail(PS_EIO,
+                  "%s: was cut from %" PRIu64 " to %" PRIu64
+                  " bytes while it was in use: write it again",
+                  s->path, s->file_bytes, (uint64_t)sb.st_size);
 }
 
-ps_status ps_dataset_read(ps_dataset *ds, uint64_t seq_len, uint64_t idx, int32_t *tokens, int32_t *targets) {
+ps_status ps_dataset_read(ps_dataset *ds, uint64_t seq_len, uint64_t idx, int32_t *tokens,
+                          int32_t *targets) {
   uint64_t left = idx;
   size_t k = 0;
-  if (seq_len == 0) return ps__fail(PS_EINVAL, "seq_len is 0: it must be at least 1");
-  while (k < ds->n && left >= windows(&ds->shards[k], seq_len)) left -= windows(&ds->shards[k++], seq_len);
+  if (seq_len == 0)
+    return ps__fail(PS_EINVAL, "seq_len is 0: it must be at least 1");
+  while (k < ds->n && left >= windows(&ds->shards[k], seq_len))
+    left -= windows(&ds->shards[k++], seq_len);
   if (k == ds->n)
-    return ps__fail(PS_EINVAL, "sequence %" PRIu64 " was asked for: the data has %" PRIu64 " of %" PRIu64 " tokens", idx,
-                    ps_dataset_n_sequences(ds, seq_len), seq_len);
+    return ps__fail(PS_EINVAL,
+                    "sequence %" PRIu64 " was asked for: the data has %" PRIu64 " of %" PRIu64
+                    " tokens",
+                    idx, ps_dataset_n_sequences(ds, seq_len), seq_len);
   const token_shard *s = &ds->shards[k];
   int fd;
   PS_TRY(take_fd(s, &fd));
   ps_status st = read_tokens(ds, s, fd, left * seq_len, seq_len + 1, tokens, targets);
-  if (st == PS_OK && s->mask_at) st = read_masks(s, fd, left * seq_len + 1, seq_len, targets);
+  if (st == PS_OK && s->mask_at)
+    st = read_masks(s, fd, left * seq_len + 1, seq_len, targets);
   st = why_not_read(s, fd, st);
-  if (fd != s->fd) close(fd);
+  if (fd != s->fd)
+    close(fd);
   return st;
 }

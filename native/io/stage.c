@@ -37,9 +37,9 @@
 #include <sys/xattr.h>
 #include <unistd.h>
 
-#define OURS ".penstock-"
-#define SAVE ".penstock-save-"
-#define OLD ".penstock-old-"
+#define OURS      ".penstock-"
+#define SAVE      ".penstock-save-"
+#define OLD       ".penstock-old-"
 #define REPLACING ".replacing"
 enum { DIR_FLAGS = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, MAX_TRIES = 100 };
 
@@ -52,7 +52,7 @@ struct ps__stage {
   bool beside; /* in DIR's parent */
 };
 
-/* ---- which files are the model's ----------------------------------------------------------- */
+/* ---- which files are the model's ------------------------------------------------------------- */
 
 const char *const ps__tokenizer_files[] = {"tokenizer.json",
                                            "tokenizer_config.json",
@@ -66,13 +66,15 @@ const char *const ps__tokenizer_files[] = {"tokenizer.json",
 
 static bool in_tokenizer(const char *name) {
   for (const char *const *f = ps__tokenizer_files; *f; f++)
-    if (strcmp(*f, name) == 0) return true;
+    if (strcmp(*f, name) == 0)
+      return true;
   return false;
 }
 
 static bool ends_with(const char *name, const char *end, size_t *stem) {
   const size_t n = strlen(name), k = strlen(end);
-  if (n <= k || strcmp(name + n - k, end) != 0) return false;
+  if (n <= k || strcmp(name + n - k, end) != 0)
+    return false;
   *stem = n - k;
   return true;
 }
@@ -82,12 +84,16 @@ static bool ends_with(const char *name, const char *end, size_t *stem) {
 static size_t weights_stem(const char *name) {
   static const char shard[] = "-00000-of-00000";
   size_t stem, k = sizeof shard - 1;
-  if (ends_with(name, ".safetensors.index.json", &stem)) return stem;
-  if (!ends_with(name, ".safetensors", &stem)) return 0;
-  if (stem <= k) return stem;
+  if (ends_with(name, ".safetensors.index.json", &stem))
+    return stem;
+  if (!ends_with(name, ".safetensors", &stem))
+    return 0;
+  if (stem <= k)
+    return stem;
   for (size_t i = 0; i < k; i++) {
     const char c = name[stem - k + i];
-    if (shard[i] == '0' ? c < '0' || c > '9' : c != shard[i]) return stem;
+    if (shard[i] == '0' ? c < '0' || c > '9' : c != shard[i])
+      return stem;
   }
   return stem - k;
 }
@@ -107,10 +113,12 @@ static int there(int dir, const char *name) {
 static int superseded(int dir, const char *name) {
   char entry[NAME_MAX + 32];
   const int stem = (int)weights_stem(name);
-  if (!in_model(name)) return 0;
+  if (!in_model(name))
+    return 0;
   int is = there(dir, name);
   if (in_tokenizer(name))
-    for (const char *const *f = ps__tokenizer_files; is == 0 && *f; f++) is = there(dir, *f);
+    for (const char *const *f = ps__tokenizer_files; is == 0 && *f; f++)
+      is = there(dir, *f);
   if (is == 0 && stem) {
     snprintf(entry, sizeof entry, "%.*s.safetensors", stem, name);
     is = there(dir, entry);
@@ -122,19 +130,21 @@ static int superseded(int dir, const char *name) {
   return is;
 }
 
-/* ---- walking ------------------------------------------------------------------------------- */
+/* ---- walking --------------------------------------------------------------------------------- */
 
 static DIR *list(int dir) {
   const int fd = openat(dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   DIR *d = fd >= 0 ? fdopendir(fd) : NULL;
-  if (!d && fd >= 0) close(fd);
+  if (!d && fd >= 0)
+    close(fd);
   return d;
 }
 
 /* The next name but . and .. ; NULL at the end, with errno 0, or another if the list broke off. */
 static const char *next(DIR *d) {
   struct dirent *e;
-  do errno = 0;
+  do
+    errno = 0;
   while ((e = readdir(d)) && (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0));
   return e ? e->d_name : NULL;
 }
@@ -154,30 +164,35 @@ static bool is_at(int fd, int at, const char *path) {
 }
 
 static bool remove_tree(int at, const char *name) {
-  if (unlinkat(at, name, 0) == 0 || errno == ENOENT) return true;
+  if (unlinkat(at, name, 0) == 0 || errno == ENOENT)
+    return true;
   const int fd = openat(at, name, DIR_FLAGS);
   DIR *d = fd >= 0 ? fdopendir(fd) : NULL;
   if (!d) {
-    if (fd >= 0) close(fd);
+    if (fd >= 0)
+      close(fd);
     return false;
   }
   (void)fchmod(fd, 0700); /* a copy of a folder that nobody may write in */
-  for (const char *e; (e = next(d));) (void)remove_tree(fd, e);
+  for (const char *e; (e = next(d));)
+    (void)remove_tree(fd, e);
   closedir(d);
   return unlinkat(at, name, AT_REMOVEDIR) == 0;
 }
 
-/* ---- beside: carrying over what is no model, and back -------------------------------------- */
+/* ---- beside: carrying over what is no model, and back ---------------------------------------- */
 
 static bool copy_attributes(int from, int to) {
   char names[4096], value[4096];
   const ssize_t n = flistxattr(from, names, sizeof names);
-  if (n < 0) return errno == ENOTSUP;
+  if (n < 0)
+    return errno == ENOTSUP;
   for (const char *a = names; a < names + n; a += strlen(a) + 1) {
     const ssize_t k = fgetxattr(from, a, value, sizeof value);
     /* The system gives its own by itself. */
     const bool policy = starts_with(a, "security.") || starts_with(a, "trusted.");
-    if ((k < 0 || fsetxattr(to, a, value, (size_t)k, 0) != 0) && !policy) return false;
+    if ((k < 0 || fsetxattr(to, a, value, (size_t)k, 0) != 0) && !policy)
+      return false;
   }
   return true;
 }
@@ -185,7 +200,8 @@ static bool copy_attributes(int from, int to) {
 /* @to becomes a directory as @from is. */
 static bool copy_folder_facts(int from, int to) {
   struct stat a, b;
-  if (fstat(from, &a) != 0 || fstat(to, &b) != 0) return false;
+  if (fstat(from, &a) != 0 || fstat(to, &b) != 0)
+    return false;
   if ((a.st_uid != b.st_uid || a.st_gid != b.st_gid) && fchown(to, a.st_uid, a.st_gid) != 0)
     return false;
   return copy_attributes(from, to) && fchmod(to, a.st_mode & 07777) == 0 &&
@@ -197,29 +213,37 @@ static bool carry_tree(int from, int to, const char *name);
 static bool carry_folder(int from, int to) {
   DIR *d = list(from);
   bool done = d != NULL;
-  for (const char *e; done && (e = next(d));) done = carry_tree(from, to, e);
+  for (const char *e; done && (e = next(d));)
+    done = carry_tree(from, to, e);
   done = done && errno == 0;
-  if (d) closedir(d);
+  if (d)
+    closedir(d);
   return done && copy_folder_facts(from, to) && fsync(to) == 0;
 }
 
 /* @name of @from is in @to as well. */
 static bool carry_tree(int from, int to, const char *name) {
   struct stat sb, parent;
-  if (fstatat(from, name, &sb, AT_SYMLINK_NOFOLLOW) != 0) return errno == ENOENT;
+  if (fstatat(from, name, &sb, AT_SYMLINK_NOFOLLOW) != 0)
+    return errno == ENOENT;
   /* A mount stays where it is. */
-  if (fstat(from, &parent) != 0 || sb.st_dev != parent.st_dev) return false;
-  if (!S_ISDIR(sb.st_mode)) return linkat(from, name, to, name, 0) == 0 || errno == ENOENT;
+  if (fstat(from, &parent) != 0 || sb.st_dev != parent.st_dev)
+    return false;
+  if (!S_ISDIR(sb.st_mode))
+    return linkat(from, name, to, name, 0) == 0 || errno == ENOENT;
   const int a = openat(from, name, DIR_FLAGS);
   const int b = a >= 0 && mkdirat(to, name, 0700) == 0 ? openat(to, name, DIR_FLAGS) : -1;
   const bool done = b >= 0 && carry_folder(a, b);
-  if (a >= 0) close(a);
-  if (b >= 0) close(b);
+  if (a >= 0)
+    close(a);
+  if (b >= 0)
+    close(b);
   return done;
 }
 
 static void free_names(char **names, size_t n) {
-  for (size_t i = 0; i < n; i++) ps__free(names[i]);
+  for (size_t i = 0; i < n; i++)
+    ps__free(names[i]);
   ps__free(names);
 }
 
@@ -235,18 +259,24 @@ static ps_status list_kept(const ps__stage *s, int dir, char ***out, size_t *n) 
     const int replaced = starts_with(e, OURS) ? 1 : superseded(s->fd, e);
     if (replaced < 0)
       st = ps__fail(PS_EIO, "%s: cannot be looked at: %s", s->path, strerror(errno));
-    if (replaced) continue;
+    if (replaced)
+      continue;
     void *items = names;
     const bool grown = ps__grow(&items, *n, &room, sizeof *names);
     names = items;
-    if (grown && (names[*n] = ps__strdup(e))) ++*n;
-    else st = ps__fail(PS_ENOMEM, "%s: no memory left to save into it", s->target);
+    if (grown && (names[*n] = ps__strdup(e)))
+      ++*n;
+    else
+      st = ps__fail(PS_ENOMEM, "%s: no memory left to save into it", s->target);
   }
   if (st == PS_OK && errno)
     st = ps__fail(PS_EIO, "%s: cannot be read: %s", s->target, strerror(errno));
-  if (d) closedir(d);
-  if (st != PS_OK) free_names(names, *n);
-  else *out = names;
+  if (d)
+    closedir(d);
+  if (st != PS_OK)
+    free_names(names, *n);
+  else
+    *out = names;
   return st;
 }
 
@@ -262,29 +292,37 @@ static bool retire(int from, int to, bool top, bool fresh) {
     struct stat a, b;
     bool gone;
     int replaced = 0;
-    if (top) replaced = fresh ? superseded(to, e) : in_model(e);
-    if (top && strcmp(e, PS__MODEL_PENDING) == 0) replaced = 1;
-    if (replaced) gone = replaced > 0 && remove_tree(from, e);
-    else if (fstatat(from, e, &a, AT_SYMLINK_NOFOLLOW) != 0) gone = errno == ENOENT;
+    if (top)
+      replaced = fresh ? superseded(to, e) : in_model(e);
+    if (top && strcmp(e, PS__MODEL_PENDING) == 0)
+      replaced = 1;
+    if (replaced)
+      gone = replaced > 0 && remove_tree(from, e);
+    else if (fstatat(from, e, &a, AT_SYMLINK_NOFOLLOW) != 0)
+      gone = errno == ENOENT;
     else if (fstatat(to, e, &b, AT_SYMLINK_NOFOLLOW) != 0)
       gone = errno == ENOENT && renameat(from, e, to, e) == 0;
     else if (S_ISDIR(a.st_mode) && S_ISDIR(b.st_mode)) {
       const int x = openat(from, e, DIR_FLAGS), y = openat(to, e, DIR_FLAGS);
       gone = x >= 0 && y >= 0 && retire(x, y, false, fresh) && unlinkat(from, e, AT_REMOVEDIR) == 0;
-      if (x >= 0) close(x);
-      if (y >= 0) close(y);
-    } else if (S_ISDIR(a.st_mode) || S_ISDIR(b.st_mode)) gone = false;
+      if (x >= 0)
+        close(x);
+      if (y >= 0)
+        close(y);
+    } else if (S_ISDIR(a.st_mode) || S_ISDIR(b.st_mode))
+      gone = false;
     else
       gone =
           fresh && !same_file(&a, &b) ? renameat(from, e, to, e) == 0 : unlinkat(from, e, 0) == 0;
     all = all && gone;
   }
   all = all && errno == 0;
-  if (d) closedir(d);
+  if (d)
+    closedir(d);
   return all;
 }
 
-/* ---- inside: DIR/.penstock-new moves up ---------------------------------------------------- */
+/* ---- inside: DIR/.penstock-new moves up ------------------------------------------------------ */
 
 static ps_status move_failed(const char *dir, const char *name) {
   const int why = errno;
@@ -301,16 +339,20 @@ static ps_status remove_replaced(int dir, int pending, const char *path) {
     return move_failed(path, "config.json");
   ps_status st = PS_OK;
   DIR *d = list(dir);
-  if (!d) return move_failed(path, "the old model");
+  if (!d)
+    return move_failed(path, "the old model");
   for (const char *e; st == PS_OK && (e = next(d));) {
     const int replaced = superseded(pending, e);
     if (replaced < 0 || (replaced && unlinkat(dir, e, 0) != 0 && errno != ENOENT))
       st = move_failed(path, e);
   }
-  if (st == PS_OK && errno) st = move_failed(path, "the old model");
+  if (st == PS_OK && errno)
+    st = move_failed(path, "the old model");
   closedir(d);
-  if (st == PS_OK) st = ps__sync_open_dir(dir, path);
-  if (st == PS_OK && unlinkat(pending, REPLACING, 0) != 0) st = move_failed(path, REPLACING);
+  if (st == PS_OK)
+    st = ps__sync_open_dir(dir, path);
+  if (st == PS_OK && unlinkat(pending, REPLACING, 0) != 0)
+    st = move_failed(path, REPLACING);
   return st == PS_OK ? ps__sync_open_dir(pending, path) : st;
 }
 
@@ -323,23 +365,29 @@ static ps_status move_up(int dir, int pending, const char *name, const char *pat
 static ps_status move_pending(int dir, int pending, const char *path) {
   const int replacing = there(pending, REPLACING);
   ps_status st = PS_OK;
-  if (replacing < 0) st = move_failed(path, "the old model");
-  if (replacing > 0) st = remove_replaced(dir, pending, path);
+  if (replacing < 0)
+    st = move_failed(path, "the old model");
+  if (replacing > 0)
+    st = remove_replaced(dir, pending, path);
   /* An index comes after its shards, config.json after all. */
   for (int last = 0; last < 3 && st == PS_OK; last++) {
     DIR *d = list(pending);
     size_t stem;
-    if (!d) return move_failed(path, "the old model");
+    if (!d)
+      return move_failed(path, "the old model");
     for (const char *e; st == PS_OK && (e = next(d));) {
       const int order = strcmp(e, "config.json") == 0                    ? 2
                         : ends_with(e, ".safetensors.index.json", &stem) ? 1
                                                                          : 0;
-      if (order <= last) st = move_up(dir, pending, e, path);
+      if (order <= last)
+        st = move_up(dir, pending, e, path);
     }
-    if (st == PS_OK && errno) st = move_failed(path, "the old model");
+    if (st == PS_OK && errno)
+      st = move_failed(path, "the old model");
     closedir(d);
   }
-  if (st == PS_OK) st = ps__sync_open_dir(dir, path);
+  if (st == PS_OK)
+    st = ps__sync_open_dir(dir, path);
   if (st == PS_OK && unlinkat(dir, PS__MODEL_PENDING, AT_REMOVEDIR) != 0 && errno != ENOENT)
     st = move_failed(path, PS__MODEL_PENDING);
   return st;
@@ -347,7 +395,8 @@ static ps_status move_pending(int dir, int pending, const char *path) {
 
 static bool lock(int fd, int how) {
   while (flock(fd, how) != 0)
-    if (errno != EINTR) return false;
+    if (errno != EINTR)
+      return false;
   return true;
 }
 
@@ -363,24 +412,27 @@ static ps_status settle(int dir, const char *path) {
     const bool ours = is_at(pending, dir, PS__MODEL_PENDING);
     const ps_status st = ours ? move_pending(dir, pending, path) : PS_OK;
     close(pending);
-    if (ours) return st;
+    if (ours)
+      return st;
   }
   return ps__fail(PS_EIO, "%s/%s: changes all the time: other saves into %s must end first", path,
                   PS__MODEL_PENDING, path);
 }
 
-/* ---- leftovers ----------------------------------------------------------------------------- */
+/* ---- leftovers ------------------------------------------------------------------------------- */
 
 /* Clears @name in @at when its save is no more. An old directory's own files go back into @dir. */
 static void clear_one(int at, const char *name, bool old, int dir) {
   struct stat sb, own;
   const int fd = openat(at, name, DIR_FLAGS);
-  if (fd < 0) return;
+  if (fd < 0)
+    return;
   bool trusted = fstat(fd, &sb) == 0 && sb.st_uid == geteuid(); /* or DIR's owner's */
   trusted = trusted || (dir >= 0 && fstat(dir, &own) == 0 && sb.st_uid == own.st_uid);
   if (trusted && lock(fd, LOCK_EX | LOCK_NB) && is_at(fd, at, name)) {
     bool cleared = true;
-    if (!old) cleared = remove_tree(at, name);
+    if (!old)
+      cleared = remove_tree(at, name);
     else if (dir >= 0)
       cleared = retire(fd, dir, true, false) && unlinkat(at, name, AT_REMOVEDIR) == 0;
     if (!cleared)
@@ -395,16 +447,19 @@ static void clear_leftovers(const ps__stage *s, int dir) {
   snprintf(old, sizeof old, ".%s" OLD, s->base);
   DIR *d = dir >= 0 ? list(dir) : NULL;
   for (const char *e; d && (e = next(d));)
-    if (starts_with(e, SAVE)) clear_one(dir, e, false, dir);
-  if (d) closedir(d);
+    if (starts_with(e, SAVE))
+      clear_one(dir, e, false, dir);
+  if (d)
+    closedir(d);
   d = opendir(s->parent);
   for (const char *e; d && (e = next(d));)
     if (starts_with(e, save) || starts_with(e, old))
       clear_one(dirfd(d), e, starts_with(e, old), dir);
-  if (d) closedir(d);
+  if (d)
+    closedir(d);
 }
 
-/* ---- opening ------------------------------------------------------------------------------- */
+/* ---- opening --------------------------------------------------------------------------------- */
 
 static ps_status too_long(const char *dir) {
   return ps__fail(PS_EINVAL, "%.200s...: the path is too long", dir);
@@ -426,17 +481,21 @@ static ps_status resolve(ps__stage *s, const char *dir, bool *exists) {
   char plain[PATH_MAX], *slash;
   struct stat sb;
   size_t n = strlen(dir);
-  if (n >= sizeof plain) return too_long(dir);
+  if (n >= sizeof plain)
+    return too_long(dir);
   memcpy(plain, dir, n + 1);
-  while (n > 1 && plain[n - 1] == '/') plain[--n] = 0;
+  while (n > 1 && plain[n - 1] == '/')
+    plain[--n] = 0;
   *exists = stat(plain, &sb) == 0;
   if (*exists && !S_ISDIR(sb.st_mode))
     return ps__fail(PS_EIO, "%s: is a file: a model is saved into a directory", dir);
-  if (!*exists && errno != ENOENT) return ps__fail(PS_EIO, "%s: %s", dir, strerror(errno));
+  if (!*exists && errno != ENOENT)
+    return ps__fail(PS_EIO, "%s: %s", dir, strerror(errno));
   if (!*exists && lstat(plain, &sb) == 0)
     return ps__fail(PS_EIO, "%s: is a link to what is not there", dir);
   if (*exists) {
-    if (!realpath(plain, s->target)) return ps__fail(PS_EIO, "%s: %s", dir, strerror(errno));
+    if (!realpath(plain, s->target))
+      return ps__fail(PS_EIO, "%s: %s", dir, strerror(errno));
     memcpy(s->parent, s->target, sizeof s->parent);
     slash = strrchr(s->parent, '/');
     slash[slash == s->parent] = 0;
@@ -445,7 +504,8 @@ static ps_status resolve(ps__stage *s, const char *dir, bool *exists) {
   }
   slash = strrchr(plain, '/');
   const char *base = slash ? slash + 1 : plain;
-  if (slash) *slash = 0;
+  if (slash)
+    *slash = 0;
   if (!realpath(!slash ? "." : slash == plain ? "/" : plain, s->parent))
     return ps__fail(PS_EIO, "%s: cannot be made: %s", dir, strerror(errno));
   if (snprintf(s->target, sizeof s->target, "%s/%s", strcmp(s->parent, "/") ? s->parent : "",
@@ -479,7 +539,8 @@ static ps_status make_stage(ps__stage *s, const char *folder, const char *base) 
       (void)rmdir(s->path);
       return st;
     }
-    if (s->fd >= 0) close(s->fd);
+    if (s->fd >= 0)
+      close(s->fd);
     s->fd = -1;
   }
   if (fstat(s->fd, &sb) != 0 || fchmod(s->fd, 0700) != 0)
@@ -492,32 +553,41 @@ static ps_status make_stage(ps__stage *s, const char *folder, const char *base) 
 static ps_status open_over(ps__stage *s) {
   char beside[PATH_MAX];
   const int dir = open(s->target, DIR_FLAGS);
-  if (dir < 0) return ps__fail(PS_EIO, "%s: cannot be opened: %s", s->target, strerror(errno));
+  if (dir < 0)
+    return ps__fail(PS_EIO, "%s: cannot be opened: %s", s->target, strerror(errno));
   ps_status st = settle(dir, s->target);
-  if (st == PS_OK) clear_leftovers(s, dir);
+  if (st == PS_OK)
+    clear_leftovers(s, dir);
   close(dir);
-  if (st == PS_OK) st = make_stage(s, s->target, "");
-  if (st != PS_OK || !*s->base || works_in(s->target)) return st;
+  if (st == PS_OK)
+    st = make_stage(s, s->target, "");
+  if (st != PS_OK || !*s->base || works_in(s->target))
+    return st;
   PS_TRY(random_path(beside, s->parent, s->base, SAVE));
   s->beside = rename(s->path, beside) == 0;
-  if (s->beside) memcpy(s->path, beside, sizeof beside);
+  if (s->beside)
+    memcpy(s->path, beside, sizeof beside);
   return PS_OK;
 }
 
 ps_status ps__stage_open(ps__stage **out, const char *dir) {
   bool exists;
   ps__stage *s = ps__calloc(1, sizeof *s);
-  if (!s) return ps__fail(PS_ENOMEM, "%s: no memory left to save into it", dir);
+  if (!s)
+    return ps__fail(PS_ENOMEM, "%s: no memory left to save into it", dir);
   s->fd = -1;
   ps_status st = resolve(s, dir, &exists);
-  if (st == PS_OK && exists) st = open_over(s);
+  if (st == PS_OK && exists)
+    st = open_over(s);
   else if (st == PS_OK) {
     clear_leftovers(s, -1);
     st = make_stage(s, s->parent, s->base);
     s->beside = true;
   }
-  if (st != PS_OK) ps__stage_abort(s);
-  else *out = s;
+  if (st != PS_OK)
+    ps__stage_abort(s);
+  else
+    *out = s;
   return st;
 }
 
@@ -526,27 +596,31 @@ ps_status ps__stage_create(int *fd, const ps__stage *s, const char *name, const 
       ps__fault_hit(PS_FAULT_WRITE)
           ? (errno = EIO, -1)
           : openat(s->fd, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
-  if (f < 0) return ps__fail(PS_EIO, "%s: cannot be written: %s", what, strerror(errno));
+  if (f < 0)
+    return ps__fail(PS_EIO, "%s: cannot be written: %s", what, strerror(errno));
   *fd = f;
   return PS_OK;
 }
 
 const char *ps__stage_path(const ps__stage *s) { return s->path; }
 
-/* ---- ending -------------------------------------------------------------------------------- */
+/* ---- ending ---------------------------------------------------------------------------------- */
 
 void ps__stage_abort(ps__stage *s) {
-  if (!s) return;
+  if (!s)
+    return;
   if (s->fd >= 0) {
     /* Else it has changed places. */
-    if (is_at(s->fd, AT_FDCWD, s->path)) (void)remove_tree(AT_FDCWD, s->path);
+    if (is_at(s->fd, AT_FDCWD, s->path))
+      (void)remove_tree(AT_FDCWD, s->path);
     close(s->fd);
   }
   ps__free(s);
 }
 
 static ps_status take_name(ps__stage *s) {
-  if (fchmod(s->fd, s->mode) != 0) return ps__fail(PS_EIO, "%s: %s", s->target, strerror(errno));
+  if (fchmod(s->fd, s->mode) != 0)
+    return ps__fail(PS_EIO, "%s: %s", s->target, strerror(errno));
   PS_TRY(ps__rename(s->path, s->target));
   return ps__sync_dir(s->parent);
 }
@@ -555,14 +629,16 @@ static ps_status take_name(ps__stage *s) {
 static bool refused(int error) {
   static const int kinds[] = {EINVAL, ENOSYS, EOPNOTSUPP, EXDEV, EBUSY, EPERM, EACCES, EROFS};
   for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
-    if (kinds[i] == error) return true;
+    if (kinds[i] == error)
+      return true;
   return false;
 }
 
 /* All but the model leaves the stage again. */
 static bool drop_carried(const ps__stage *s, char **names, size_t n) {
   bool all = true;
-  for (size_t i = 0; i < n; i++) all = remove_tree(s->fd, names[i]) && all;
+  for (size_t i = 0; i < n; i++)
+    all = remove_tree(s->fd, names[i]) && all;
   return all;
 }
 
@@ -603,7 +679,8 @@ static ps_status exchange(ps__stage *s, int dir, bool *done) {
   size_t n;
   bool ready = true;
   PS_TRY(list_kept(s, dir, &names, &n));
-  for (size_t i = 0; ready && i < n; i++) ready = carry_tree(dir, s->fd, names[i]);
+  for (size_t i = 0; ready && i < n; i++)
+    ready = carry_tree(dir, s->fd, names[i]);
   ps_status st = ready && copy_folder_facts(dir, s->fd) ? exchange_named(s, dir, done) : PS_OK;
   if (st == PS_OK && !*done && !drop_carried(s, names, n))
     st = ps__fail(PS_EIO, "%s: cannot be emptied: %s", s->path, strerror(errno));
@@ -637,7 +714,8 @@ static ps_status commit(ps__stage *s) {
                ? take_name(s)
                : ps__fail(PS_EIO, "%s: cannot be opened: %s", s->target, strerror(errno));
   ps_status st = s->beside ? exchange(s, dir, &done) : PS_OK;
-  if (st == PS_OK && !done) st = move_in(s, dir);
+  if (st == PS_OK && !done)
+    st = move_in(s, dir);
   close(dir);
   return st;
 }

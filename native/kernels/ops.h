@@ -1,11 +1,15 @@
-/* ops.h - the op table: every kernel of the model with its arguments, the order of its accesses and its math.
+/* ops.h - the op table: every kernel of the model with its arguments, the order of its accesses
+ * and its math.
  *
- * One const ps_kernel for each op; its cpu function lives in native/kernels/cpu/<family>.c. Argument blocks are plain
- * structs of shapes without padding, so that equal ops have equal bytes; addresses arrive in ps_launch.ptr in the order listed ("ptr:"), R read, W write, RW both. T tokens
- * (rows), D model dim, A = heads*head_dim, K = kv_heads*head_dim, F ffn dim, V vocab. All matrices row-major. dt is the
- * storage dtype; arithmetic is fp32 inside (fp64 where said) with one rounding (to nearest even) at the store.
- * Every kernel gives the same bits for any number of threads and any address alignment of 16 bytes.
- * Each has ps__cpu_scratch_<op>(args): BYTES of scratch for each worker (ps__cpu_exec.scratch_bytes must be at least that). */
+ * One const ps_kernel for each op; its cpu function lives in native/kernels/cpu/<family>.c.
+ * Argument blocks are plain structs of shapes without padding, so that equal ops have equal
+ * bytes; addresses arrive in ps_launch.ptr in the order listed ("ptr:"), R read, W write, RW
+ * both. T tokens (rows), D model dim, A = heads*head_dim, K = kv_heads*head_dim, F ffn dim, V
+ * vocab. All matrices row-major. dt is the storage dtype; arithmetic is fp32 inside (fp64 where
+ * said) with one rounding (to nearest even) at the store. Every kernel gives the same bits for
+ * any number of threads and any address alignment of 16 bytes. Each has
+ * ps__cpu_scratch_<op>(args): BYTES of scratch for each worker (ps__cpu_exec.scratch_bytes must
+ * be at least that). */
 #ifndef PS_KERNELS_OPS_H
 #define PS_KERNELS_OPS_H
 #include <penstock/engine.h>
@@ -15,69 +19,109 @@
 extern "C" {
 #endif
 
-typedef struct ps__args_fill { uint64_t bytes; } ps__args_fill;
+typedef struct ps__args_fill {
+  uint64_t bytes;
+} ps__args_fill;
 /* fill_zero            ptr: W dst[bytes] */
 extern const ps_kernel ps__k_fill_zero;
 
-/* How a contribution is added to a total, total[i] += g[i]. A bf16 total that gets many additions, each rounded to nearest, would stall: what is under half an ulp
- * of it vanishes. So with f = total + g in fp32 and a dither of 16 bits, (37345 (first + i) + 40503 index) mod 2^16:
+/* How a contribution is added to a total, total[i] += g[i]. A bf16 total that gets many
+ * additions, each rounded to nearest, would stall: what is under half an ulp of it vanishes. So
+ * with f = total + g in fp32 and a dither of 16 bits, (37345 (first + i) + 40503 index) mod
+ * 2^16:
  *   0            total[i] = f rounded to nearest even
- *   PS_DITHER    total[i] = the upper 16 bits of (bits of f + dither): unbiased, and since 40503/2^16 is the golden ratio the dithers of consecutive
- *                additions cancel: equal terms leave about an ulp, however many there are, others the square root of their number
- *   PS_LOW_*     the total is an fp32 number cut to 24 bits (16 of significand), the upper 16 in total[], the next 8 in low[]:
- *                bits = (bits of f + dither / 2^8) & ~255.  PS_LOW_READ: low[] is read, else it counts as 0; PS_LOW_WRITE: bits are stored in total[] and
- *                low[], without it they are rounded to bf16 in total[]: the last addition
+ *   PS_DITHER    total[i] = the upper 16 bits of (bits of f + dither): unbiased, and since
+ *                40503/2^16 is the golden ratio the dithers of consecutive
+ *                additions cancel: equal terms leave about an ulp, however many there are,
+ *                others the square root of their number
+ *   PS_LOW_*     the total is an fp32 number cut to 24 bits (16 of significand), the upper 16 in
+ *   total[], the next 8 in low[]:
+ *                bits = (bits of f + dither / 2^8) & ~255.  PS_LOW_READ: low[] is read, else it
+ *                counts as 0; PS_LOW_WRITE: bits are stored in total[] and low[], without it
+ *                they are rounded to bf16 in total[]: the last addition
  * All but 0 for bf16 alone. */
 enum { PS_LOW_READ = 1, PS_LOW_WRITE = 2, PS_DITHER = 4 };
 enum { PS_DITHER_ELEMENT = 37345, PS_DITHER_INDEX = 40503 };
-static inline uint32_t ps__dither(uint64_t element, uint32_t index) { return ((uint32_t)element * PS_DITHER_ELEMENT + index * PS_DITHER_INDEX) & 0xffff; }
+static inline uint32_t ps__dither(uint64_t element, uint32_t index) {
+  return ((uint32_t)element * PS_DITHER_ELEMENT + index * PS_DITHER_INDEX) & 0xffff;
+}
 
 typedef struct ps__args_accumulate {
-  uint64_t n, first;       /* first: of element 0 in its unit, for the dither */
-  uint32_t dt, n_threads;  /* n_threads: at most so many of a host stream's, so that copies get more of the memory; 0: all */
-  uint32_t mode, index;    /* mode: as above; index: 1 for the first addition to the total, and so on */
+  uint64_t n, first; /* first: of element 0 in its unit, for the dither */
+  /* n_threads: at most so many of a host stream's, so that copies get more of the memory; 0:
+   * all */
+  uint32_t dt, n_threads;
+  /* mode: as above; index: 1 for the first addition to the total, and so on */
+  uint32_t mode, index;
 } ps__args_accumulate;
-/* accumulate           as above.  ptr: R g[n] dt, RW total[n] dt, then with PS_LOW_*: R|W|RW low u8[n].
- * Runs on the device (class ELEMENTWISE) and, as accumulate_host (class OPTIMIZER), on host streams: same bits. */
+/* accumulate           as above.  ptr: R g[n] dt, RW total[n] dt, then with PS_LOW_*: R|W|RW low
+ *                      u8[n].
+ * Runs on the device (class ELEMENTWISE) and, as accumulate_host (class OPTIMIZER), on host
+ * streams: same bits. */
 extern const ps_kernel ps__k_accumulate, ps__k_accumulate_host;
 
-typedef struct ps__args_embed { uint32_t n_tokens, vocab, dim, dt, accumulate; } ps__args_embed;
-/* embed_fwd            out[t,:] = table[id[t],:].  ptr: R id i32[T], R table[V,D], W out[T,D]. An id out of range is PS_EFORMAT. */
+typedef struct ps__args_embed {
+  uint32_t n_tokens, vocab, dim, dt, accumulate;
+} ps__args_embed;
+/* embed_fwd            out[t,:] = table[id[t],:].  ptr: R id i32[T], R table[V,D], W out[T,D].
+ *                      An id out of range is PS_EFORMAT. */
 extern const ps_kernel ps__k_embed_fwd;
-/* embed_bwd            dtable[v,:] (+)= sum over t with id[t]=v, in order of t, of dx[t,:] (fp32 sum, one rounding when added).
- *                      accumulate 0 writes every row (zeros where no token).  ptr: R id[T], R dx[T,D], W|RW dtable[V,D]. */
+/* embed_bwd            dtable[v,:] (+)= sum over t with id[t]=v, in order of t, of dx[t,:] (fp32
+ *                      sum, one rounding when added).
+ *                      accumulate 0 writes every row (zeros where no token).  ptr: R id[T], R
+ *                      dx[T,D], W|RW dtable[V,D]. */
 extern const ps_kernel ps__k_embed_bwd;
-/* embed_bwd_host       What embed_bwd over some chunks of a round, into a table that then is written (rows.accumulate 0) or added (1) to the total, leaves in
- *                      the total: for each v with a token, contribution[v,:] = round(chunk's sum), then round(contribution + sum) for each further
- *                      chunk; total[v,:] = contribution, or as accumulate adds it (mode, index: as there). A row without a token becomes zero (0), or is not
- *                      touched (1; where low[] is written but not read, its row becomes zero): of the same bits, since x + 0 = x; but -0, which a sum of
+/* embed_bwd_host       What embed_bwd over some chunks of a round, into a table that then is
+ *                      written (rows.accumulate 0) or added (1) to the total, leaves in
+ *                      the total: for each v with a token, contribution[v,:] = round(chunk's
+ *                      sum), then round(contribution + sum) for each further
+ *                      chunk; total[v,:] = contribution, or as accumulate adds it (mode, index:
+ *                      as there). A row without a token becomes zero (0), or is not
+ *                      touched (1; where low[] is written but not read, its row becomes zero):
+ *                      of the same bits, since x + 0 = x; but -0, which a sum of
  *                      embed_bwd is only when it underflows in bf16, stays -0.
- *                      The T tokens (rows.n_tokens) lie chunk by chunk in the order in which their backward passes come: groups of
- *                      group_tokens, in each a chunk of short_tokens (the sequence's last slice), then chunks of chunk_tokens. skip_tokens: of whole
+ *                      The T tokens (rows.n_tokens) lie chunk by chunk in the order in which
+ *                      their backward passes come: groups of
+ *                      group_tokens, in each a chunk of short_tokens (the sequence's last
+ *                      slice), then chunks of chunk_tokens. skip_tokens: of whole
  *                      chunks of the round that came before these.
- *                      For host streams alone (class OPTIMIZER).  ptr: R id[T], R dx[T,D], W|RW total[V,D], then with PS_LOW_*: W|RW low u8[V,D]. */
-typedef struct ps__args_embed_host { ps__args_embed rows; uint32_t chunk_tokens, short_tokens, group_tokens, skip_tokens, mode, index; } ps__args_embed_host;
+ *                      For host streams alone (class OPTIMIZER).  ptr: R id[T], R dx[T,D], W|RW
+ *                      total[V,D], then with PS_LOW_*: W|RW low u8[V,D]. */
+typedef struct ps__args_embed_host {
+  ps__args_embed rows;
+  uint32_t chunk_tokens, short_tokens, group_tokens, skip_tokens, mode, index;
+} ps__args_embed_host;
 extern const ps_kernel ps__k_embed_bwd_host;
 
-typedef struct ps__args_rmsnorm { uint32_t rows, cols, dt, accumulate_dw, add_dx; float eps; } ps__args_rmsnorm;
-/* rmsnorm_fwd          y = x * rstd * w, rstd = 1/sqrt(mean(x^2)+eps).  ptr: R x[rows,cols], R w[cols], W y[rows,cols]. */
+typedef struct ps__args_rmsnorm {
+  uint32_t rows, cols, dt, accumulate_dw, add_dx;
+  float eps;
+} ps__args_rmsnorm;
+/* rmsnorm_fwd          y = x * rstd * w, rstd = 1/sqrt(mean(x^2)+eps).  ptr: R x[rows,cols], R
+ *                      w[cols], W y[rows,cols]. */
 extern const ps_kernel ps__k_rmsnorm_fwd;
-/* rmsnorm_bwd          xh = x*rstd; g = dy*w; d = rstd*(g - xh*mean(g*xh)); dx = add_dx ? dx + d : d; dw (+)= sum_rows dy*xh.
- *                      ptr: R x, R w, R dy, W|RW dx, W|RW dw[cols] (RW with accumulate_dw). dx does not alias dy or x. */
+/* rmsnorm_bwd          xh = x*rstd; g = dy*w; d = rstd*(g - xh*mean(g*xh)); dx = add_dx ? dx + d
+ *                      : d; dw (+)= sum_rows dy*xh.
+ *                      ptr: R x, R w, R dy, W|RW dx, W|RW dw[cols] (RW with accumulate_dw). dx
+ *                      does not alias dy or x. */
 extern const ps_kernel ps__k_rmsnorm_bwd;
 
-/* gemm                 C[M,N] = op(A) op(B) (+ bias[N]) (+ residual[M,N], ld = ldc) (+ C when accumulate); fp32 accumulate, one
- *                      rounding. trans_a: A is stored [K,M]; trans_b: B is stored [N,K]. ld* in elements;
- *                      bias and residual are of dt_c. Added in this order: C, product, bias, residual.
- *                      ptr: R A, R B, W|RW C (RW with accumulate), then R bias if has_bias, then R residual if has_residual. */
+/* gemm                 C[M,N] = op(A) op(B) (+ bias[N]) (+ residual[M,N], ld = ldc) (+ C when
+ *                      accumulate); fp32 accumulate, one
+ *                      rounding. trans_a: A is stored [K,M]; trans_b: B is stored [N,K]. ld* in
+ *                      elements;
+ *                      bias and residual are of dt_c. Added in this order: C, product, bias,
+ *                      residual.
+ *                      ptr: R A, R B, W|RW C (RW with accumulate), then R bias if has_bias, then
+ *                      R residual if has_residual. */
 typedef struct ps__args_gemm {
   uint32_t m, n, k, lda, ldb, ldc;
   uint8_t trans_a, trans_b, accumulate, has_bias, has_residual, dt_a, dt_b, dt_c;
 } ps__args_gemm;
 extern const ps_kernel ps__k_gemm;
 
-/* Frequencies come from the config; angle = position * inv_freq[i] in fp32 inv_freq, the product and its range reduction in
- * double; Hugging Face layout: element i pairs with i + head_dim/2. */
+/* Frequencies come from the config; angle = position * inv_freq[i] in fp32 inv_freq, the product
+ * and its range reduction in double; Hugging Face layout: element i pairs with i + head_dim/2. */
 typedef struct ps__args_qkv {
   uint32_t n_tokens, n_heads, n_kv_heads, head_dim, dt, qk_norm, accumulate_dw;
   uint32_t rope_scaling, rope_original_positions;
@@ -85,80 +129,129 @@ typedef struct ps__args_qkv {
   uint32_t reserved;
   double rope_theta;
 } ps__args_qkv;
-/* inv_freq[head_dim/2] as transformers computes it; on the host, for every backend (native/kernels/cpu/qkv.c). */
+/* inv_freq[head_dim/2] as transformers computes it; on the host, for every backend
+ * (native/kernels/cpu/qkv.c). */
 void ps__rope_inv_freq(float *inv_freq, const ps__args_qkv *a);
-/* qkv_split_fwd        qkv[T,A+2K] -> q[T,A] and kv[T,2K] (row: K heads then V heads), q and k after optional RMSNorm over head_dim
+/* qkv_split_fwd        qkv[T,A+2K] -> q[T,A] and kv[T,2K] (row: K heads then V heads), q and k
+ *                      after optional RMSNorm over head_dim
  *                      (one rounding after norm, then RoPE, one rounding) and RoPE at pos[t].
- *                      ptr: R qkv, R pos i32[T], W q, W kv, then with qk_norm R wq[head_dim], R wk[head_dim]. */
+ *                      ptr: R qkv, R pos i32[T], W q, W kv, then with qk_norm R wq[head_dim], R
+ *                      wk[head_dim]. */
 extern const ps_kernel ps__k_qkv_split_fwd;
-/* qkv_split_bwd        dqkv[T,A+2K] from dq[T,A] (dt) and dkv fp32 [T,2K]: inverse RoPE, norm backward.
- *                      ptr: R dq, R dkv f32, R pos, W dqkv, then with qk_norm R qkv (raw), R wq, R wk, W|RW dwq, W|RW dwk. */
+/* qkv_split_bwd        dqkv[T,A+2K] from dq[T,A] (dt) and dkv fp32 [T,2K]: inverse RoPE, norm
+ *                      backward.
+ *                      ptr: R dq, R dkv f32, R pos, W dqkv, then with qk_norm R qkv (raw), R wq,
+ *                      R wk, W|RW dwq, W|RW dwk. */
 extern const ps_kernel ps__k_qkv_split_bwd;
 
-/* Attention over a GROUP of rows (a long sequence, or the sequences packed in a chunk): query row i of this chunk is group
- * row row0+i and sees keys doc_start[i] .. row0+i (inclusive), doc_start[i] being the group row where its document begins.
- * Scale 1/sqrt(head_dim). Tiles with an online softmax: no (T,T) tensor exists. */
+/* Attention over a GROUP of rows (a long sequence, or the sequences packed in a chunk): query
+ * row i of this chunk is group row row0+i and sees keys doc_start[i] .. row0+i (inclusive),
+ * doc_start[i] being the group row where its document begins. Scale 1/sqrt(head_dim). Tiles with
+ * an online softmax: no (T,T) tensor exists. */
 typedef struct ps__args_attention {
   uint32_t n_tokens; /* query rows of this chunk */
   uint32_t row0;     /* group row of the first of them; keys are group rows 0 .. row0+n_tokens-1 */
   uint32_t n_heads, n_kv_heads, head_dim, dt, accumulate_dkv;
-  uint32_t document_rows; /* d > 0: the caller knows that every document has d rows: doc_start[i] = (row0+i)/d*d. Either d >= row0+n_tokens, or row0 is 0
-                             and n_tokens a multiple of d; other values say nothing, as 0 does, which is always right. Some backends are faster by it */
+  /* d > 0: the caller knows that every document has d rows: doc_start[i] = (row0+i)/d*d. Either
+   * d >= row0+n_tokens, or row0 is 0 and n_tokens a multiple of d; other values say nothing, as
+   * 0 does, which is always right. Some backends are faster by it */
+  uint32_t document_rows;
 } ps__args_attention;
-/* What document_rows says: documents of n_tokens / n rows each that the rows of the chunk are in (with n > 1, row0 is 0); 0: doc_start alone says it. */
+/* What document_rows says: documents of n_tokens / n rows each that the rows of the chunk are in
+ * (with n > 1, row0 is 0); 0: doc_start alone says it. */
 static inline uint32_t ps__attention_documents(const ps__args_attention *a) {
   const uint32_t d = a->document_rows;
-  if (d >= (uint64_t)a->row0 + a->n_tokens) return 1;
+  if (d >= (uint64_t)a->row0 + a->n_tokens)
+    return 1;
   return !d || a->row0 || a->n_tokens % d ? 0 : a->n_tokens / d;
 }
-/* attention_fwd        ptr: R q[T,A], R kv[row0+T,2K], R doc_start i32[T], W o[T,A], W lse f32[T,n_heads]. */
+/* attention_fwd        ptr: R q[T,A], R kv[row0+T,2K], R doc_start i32[T], W o[T,A], W lse
+ *                      f32[T,n_heads]. */
 extern const ps_kernel ps__k_attention_fwd;
-/* attention_bwd        ptr: R q, R kv, R doc_start, R o, R lse, R d_o[T,A], W dq[T,A], W|RW dkv f32[row0+T,2K]: all rows are
- *                      written (accumulate_dkv 0) or added to (1), in an order that does not depend on threads. */
+/* attention_bwd        ptr: R q, R kv, R doc_start, R o, R lse, R d_o[T,A], W dq[T,A], W|RW dkv
+ *                      f32[row0+T,2K]: all rows are
+ *                      written (accumulate_dkv 0) or added to (1), in an order that does not
+ *                      depend on threads. */
 extern const ps_kernel ps__k_attention_bwd;
 
-typedef struct ps__args_swiglu { uint32_t n_tokens, ffn_dim, dt; } ps__args_swiglu;
-/* swiglu_fwd           s = silu(g)*u, gu[T,2F]: g = gu[:, :F], u = gu[:, F:].  ptr: R gu[T,2F], W s[T,F]. */
+typedef struct ps__args_swiglu {
+  uint32_t n_tokens, ffn_dim, dt;
+} ps__args_swiglu;
+/* swiglu_fwd           s = silu(g)*u, gu[T,2F]: g = gu[:, :F], u = gu[:, F:].  ptr: R gu[T,2F],
+ *                      W s[T,F]. */
 extern const ps_kernel ps__k_swiglu_fwd;
-/* swiglu_bwd           ptr: RW ds[T,F], RW gu[T,2F]: gu is replaced by its gradient, and then ds by s. */
+/* swiglu_bwd           ptr: RW ds[T,F], RW gu[T,2F]: gu is replaced by its gradient, and then ds
+ *                      by s. */
 extern const ps_kernel ps__k_swiglu_bwd;
 
-typedef struct ps__args_colsum { uint32_t rows, cols, ld, dt, accumulate; } ps__args_colsum;
-/* colsum               db[c] (+)= sum_r dy[r,c].  ptr: R dy[rows, ld], W|RW db[cols] (dt). Bias gradients. */
+typedef struct ps__args_colsum {
+  uint32_t rows, cols, ld, dt, accumulate;
+} ps__args_colsum;
+/* colsum               db[c] (+)= sum_r dy[r,c].  ptr: R dy[rows, ld], W|RW db[cols] (dt). Bias
+ *                      gradients. */
 extern const ps_kernel ps__k_colsum;
 
-typedef struct ps__args_cross_entropy { uint32_t rows, vocab, dt; } ps__args_cross_entropy;
-/* cross_entropy        loss[r] = logsumexp(z[r]) - z[r,target]; z becomes dz = (softmax - onehot)*inv_valid. target -1: loss 0,
- *                      dz 0. inv_valid = *scale (f32, device memory).  ptr: RW z[rows,V] dt, R target i32[rows], R scale f32[1],
+typedef struct ps__args_cross_entropy {
+  uint32_t rows, vocab, dt;
+} ps__args_cross_entropy;
+/* cross_entropy        loss[r] = logsumexp(z[r]) - z[r,target]; z becomes dz = (softmax -
+ *                      onehot)*inv_valid. target -1: loss 0,
+ *                      dz 0. inv_valid = *scale (f32, device memory).  ptr: RW z[rows,V] dt, R
+ *                      target i32[rows], R scale f32[1],
  *                      W loss f32[rows]. */
 extern const ps_kernel ps__k_cross_entropy;
 
-typedef struct ps__args_sumsq { uint64_t n; uint32_t dt, n_threads; } ps__args_sumsq; /* n_threads: as accumulate's */
-/* sumsq                sum of squares in fp64: groups of ps__sumsq_group(n) elements; in each 1024 lanes, lane j adds the group's
- *                      elements j, j+1024, ... in order, then the lanes are added as a binary tree (j += j+512, then 256, ...);
- *                      the groups' sums are added in order. Exact products, so FMA does not change it, and at most 256 groups,
- *                      so that a device has all of them at work and a chain is n/2^18 additions long.
- *                      ptr: R g[n], W out f64[1]. sumsq_host is the same on host streams (class OPTIMIZER).
- * accumulate_sumsq_host  accumulate_host, then sumsq_host of the total, in one pass and with their bits; args: ps__args_accumulate without PS_LOW_WRITE.
+/* n_threads: as accumulate's */
+typedef struct ps__args_sumsq {
+  uint64_t n;
+  uint32_t dt, n_threads;
+} ps__args_sumsq;
+/* sumsq                sum of squares in fp64: groups of ps__sumsq_group(n) elements; in each
+ *                      1024 lanes, lane j adds the group's
+ *                      elements j, j+1024, ... in order, then the lanes are added as a binary
+ *                      tree (j += j+512, then 256, ...);
+ *                      the groups' sums are added in order. Exact products, so FMA does not
+ *                      change it, and at most 256 groups,
+ *                      so that a device has all of them at work and a chain is n/2^18 additions
+ *                      long.
+ *                      ptr: R g[n], W out f64[1]. sumsq_host is the same on host streams (class
+ *                      OPTIMIZER).
+ * accumulate_sumsq_host  accumulate_host, then sumsq_host of the total, in one pass and with
+ * their bits; args: ps__args_accumulate without PS_LOW_WRITE.
  *                      ptr: R g[n], RW total[n], W out f64[1], then with PS_LOW_READ: R low u8[n].
- * round_sumsq_host     a total with low bytes rounded to bf16, then sumsq_host of it; args: ps__args_accumulate, mode PS_LOW_READ.
+ * round_sumsq_host     a total with low bytes rounded to bf16, then sumsq_host of it; args:
+ *                      ps__args_accumulate, mode PS_LOW_READ.
  *                      ptr: RW total[n], W out f64[1], R low u8[n]. */
 enum { PS_SQ_LANES = 1024, PS_SQ_GROUPS = 256 };
 static inline uint64_t ps__sumsq_group(uint64_t n) {
-  const uint64_t each = (n + PS_SQ_GROUPS - 1) / PS_SQ_GROUPS, whole = (each + PS_SQ_LANES - 1) / PS_SQ_LANES * PS_SQ_LANES;
+  const uint64_t each = (n + PS_SQ_GROUPS - 1) / PS_SQ_GROUPS,
+                 whole = (each + PS_SQ_LANES - 1) / PS_SQ_LANES * PS_SQ_LANES;
   return whole < 65536 ? 65536 : whole;
 }
-extern const ps_kernel ps__k_sumsq, ps__k_sumsq_host, ps__k_accumulate_sumsq_host, ps__k_round_sumsq_host;
+extern const ps_kernel ps__k_sumsq, ps__k_sumsq_host, ps__k_accumulate_sumsq_host,
+    ps__k_round_sumsq_host;
 
 /* Bytes of scratch a worker needs, by kernel and argument block: 0 where it needs none. */
 size_t ps__cpu_scratch_bytes(const ps_kernel *kernel, const void *args);
 
-/* ---- conversions shared by kernels, optimizer and io (native/kernels/cpu/convert.c) ------------------------------------- */
-static inline float ps__bf16_to_f32(uint16_t h) { union { uint32_t u; float f; } v; v.u = (uint32_t)h << 16; return v.f; }
+/* ---- conversions shared by kernels, optimizer and io (native/kernels/cpu/convert.c) ---------- */
+static inline float ps__bf16_to_f32(uint16_t h) {
+  union {
+    uint32_t u;
+    float f;
+  } v;
+  v.u = (uint32_t)h << 16;
+  return v.f;
+}
 /* Round to nearest even; NaN stays a quiet NaN. */
 static inline uint16_t ps__f32_to_bf16(float f) {
-  union { float f; uint32_t u; } v; v.f = f;
-  if ((v.u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((v.u >> 16) | 0x40u);
+  union {
+    float f;
+    uint32_t u;
+  } v;
+  v.f = f;
+  if ((v.u & 0x7fffffffu) > 0x7f800000u)
+    return (uint16_t)((v.u >> 16) | 0x40u);
   return (uint16_t)((v.u + 0x7fffu + ((v.u >> 16) & 1u)) >> 16);
 }
 void ps__convert_bf16_to_f32(float *dst, const uint16_t *src, size_t n);

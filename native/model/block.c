@@ -6,38 +6,67 @@
 const char *const ps__item_name[PS__N_ITEMS] = {"x", "qkv", "q", "kv", "attn_out", "h", "gate_up"};
 
 enum {
-  F_NORM1, F_QKV, F_SPLIT, F_ATTN, F_OPROJ, F_NORM2, F_GU, F_SWIGLU, F_DOWN,
-  B_DWDOWN, B_DS, B_SWIGLU, B_DWGU, B_DN2, B_NORM2, B_DWO, B_DO, B_ATTN, B_SPLIT, B_BIAS, B_DWQKV, B_DN1, B_NORM1
+  F_NORM1,
+  F_QKV,
+  F_SPLIT,
+  F_ATTN,
+  F_OPROJ,
+  F_NORM2,
+  F_GU,
+  F_SWIGLU,
+  F_DOWN,
+  B_DWDOWN,
+  B_DS,
+  B_SWIGLU,
+  B_DWGU,
+  B_DN2,
+  B_NORM2,
+  B_DWO,
+  B_DO,
+  B_ATTN,
+  B_SPLIT,
+  B_BIAS,
+  B_DWQKV,
+  B_DN1,
+  B_NORM1
 };
 
-#define T_R(id) {PS__SYM_TENSOR, PS__T_##id, PS_READ}
-#define T_W(id) {PS__SYM_TENSOR, PS__T_##id, PS_WRITE}
-#define T_RW(id) {PS__SYM_TENSOR, PS__T_##id, PS_READ_WRITE}
+#define T_R(id)   {PS__SYM_TENSOR, PS__T_##id, PS_READ}
+#define T_W(id)   {PS__SYM_TENSOR, PS__T_##id, PS_WRITE}
+#define T_RW(id)  {PS__SYM_TENSOR, PS__T_##id, PS_READ_WRITE}
 #define PRE_R(id) {PS__SYM_PREFIX, PS__T_##id, PS_READ}
 #define PRE_W(id) {PS__SYM_PREFIX, PS__T_##id, PS_WRITE}
-#define P(id) {PS__SYM_PARAM, PS__P_##id, PS_READ}
-#define G(id) {PS__SYM_GRAD, PS__P_##id, PS_WRITE}
-#define DOC {PS__SYM_DOC, 0, PS_READ}
-#define POS {PS__SYM_POS, 0, PS_READ}
+#define P(id)     {PS__SYM_PARAM, PS__P_##id, PS_READ}
+#define G(id)     {PS__SYM_GRAD, PS__P_##id, PS_WRITE}
+#define DOC       {PS__SYM_DOC, 0, PS_READ}
+#define POS       {PS__SYM_POS, 0, PS_READ}
 
-static void add_op(ps__block_op *list, uint32_t *n, const ps_kernel *k, int what, const ps__sym *sym, size_t n_syms) {
+static void add_op(ps__block_op *list, uint32_t *n, const ps_kernel *k, int what,
+                   const ps__sym *sym, size_t n_syms) {
   ps__block_op *op = &list[(*n)++];
   op->kernel = k;
   op->what = (uint8_t)what;
   op->n_syms = (uint8_t)n_syms;
   memcpy(op->sym, sym, n_syms * sizeof *sym);
 }
-#define OP(list, n, kernel, what, ...) \
-  do { const ps__sym s_[] = {__VA_ARGS__}; add_op(list, n, &kernel, what, s_, sizeof s_ / sizeof *s_); } while (0)
+#define OP(list, n, kernel, what, ...)                                                             \
+  do {                                                                                             \
+    const ps__sym s_[] = {__VA_ARGS__};                                                            \
+    add_op(list, n, &kernel, what, s_, sizeof s_ / sizeof *s_);                                    \
+  } while (0)
 
 static void build_forward(ps__block *b) {
   ps__block_op *f = b->fwd;
   uint32_t *n = &b->n_fwd;
   OP(f, n, ps__k_rmsnorm_fwd, F_NORM1, T_R(X), P(NORM1), T_W(N1));
-  if (b->cfg.qkv_bias) OP(f, n, ps__k_gemm, F_QKV, T_R(N1), P(WQKV), T_W(QKV), P(BQKV));
-  else OP(f, n, ps__k_gemm, F_QKV, T_R(N1), P(WQKV), T_W(QKV));
-  if (b->cfg.qk_norm) OP(f, n, ps__k_qkv_split_fwd, F_SPLIT, T_R(QKV), POS, T_W(Q), T_W(KV), P(QNORM), P(KNORM));
-  else OP(f, n, ps__k_qkv_split_fwd, F_SPLIT, T_R(QKV), POS, T_W(Q), T_W(KV));
+  if (b->cfg.qkv_bias)
+    OP(f, n, ps__k_gemm, F_QKV, T_R(N1), P(WQKV), T_W(QKV), P(BQKV));
+  else
+    OP(f, n, ps__k_gemm, F_QKV, T_R(N1), P(WQKV), T_W(QKV));
+  if (b->cfg.qk_norm)
+    OP(f, n, ps__k_qkv_split_fwd, F_SPLIT, T_R(QKV), POS, T_W(Q), T_W(KV), P(QNORM), P(KNORM));
+  else
+    OP(f, n, ps__k_qkv_split_fwd, F_SPLIT, T_R(QKV), POS, T_W(Q), T_W(KV));
   OP(f, n, ps__k_attention_fwd, F_ATTN, T_R(Q), PRE_R(KV), DOC, T_W(O), T_W(LSE));
   OP(f, n, ps__k_gemm, F_OPROJ, T_R(O), P(WO), T_W(H), T_R(X));
   OP(f, n, ps__k_rmsnorm_fwd, F_NORM2, T_R(H), P(NORM2), T_W(N2));
@@ -46,8 +75,8 @@ static void build_forward(ps__block *b) {
   OP(f, n, ps__k_gemm, F_DOWN, T_R(S), P(WDOWN), T_W(Y), T_R(H));
 }
 
-/* The norm outputs appear here as reads: the step builder finds the forward op that makes them and puts it in front of
- * their first use, as for any tensor that is not at hand. */
+/* The norm outputs appear here as reads: the step builder finds the forward op that makes them
+ * and puts it in front of their first use, as for any tensor that is not at hand. */
 static void build_backward(ps__block *b) {
   ps__block_op *o = b->bwd;
   uint32_t *n = &b->n_bwd;
@@ -59,11 +88,15 @@ static void build_backward(ps__block *b) {
   OP(o, n, ps__k_rmsnorm_bwd, B_NORM2, T_R(H), P(NORM2), T_R(DN2), T_RW(DY), G(NORM2));
   OP(o, n, ps__k_gemm, B_DWO, T_R(DY), T_R(O), G(WO));
   OP(o, n, ps__k_gemm, B_DO, T_R(DY), P(WO), T_W(DO));
-  OP(o, n, ps__k_attention_bwd, B_ATTN, T_R(Q), PRE_R(KV), DOC, T_R(O), T_R(LSE), T_R(DO), T_W(DQ), PRE_W(DKV));
+  OP(o, n, ps__k_attention_bwd, B_ATTN, T_R(Q), PRE_R(KV), DOC, T_R(O), T_R(LSE), T_R(DO), T_W(DQ),
+     PRE_W(DKV));
   if (b->cfg.qk_norm)
-    OP(o, n, ps__k_qkv_split_bwd, B_SPLIT, T_R(DQ), T_R(DKV), POS, T_W(DQKV), T_R(QKV), P(QNORM), P(KNORM), G(QNORM), G(KNORM));
-  else OP(o, n, ps__k_qkv_split_bwd, B_SPLIT, T_R(DQ), T_R(DKV), POS, T_W(DQKV));
-  if (b->cfg.qkv_bias) OP(o, n, ps__k_colsum, B_BIAS, T_R(DQKV), G(BQKV));
+    OP(o, n, ps__k_qkv_split_bwd, B_SPLIT, T_R(DQ), T_R(DKV), POS, T_W(DQKV), T_R(QKV), P(QNORM),
+       P(KNORM), G(QNORM), G(KNORM));
+  else
+    OP(o, n, ps__k_qkv_split_bwd, B_SPLIT, T_R(DQ), T_R(DKV), POS, T_W(DQKV));
+  if (b->cfg.qkv_bias)
+    OP(o, n, ps__k_colsum, B_BIAS, T_R(DQKV), G(BQKV));
   OP(o, n, ps__k_gemm, B_DWQKV, T_R(DQKV), T_R(N1), G(WQKV));
   OP(o, n, ps__k_gemm, B_DN1, T_R(DQKV), P(WQKV), T_W(DN1));
   OP(o, n, ps__k_rmsnorm_bwd, B_NORM1, T_R(X), P(NORM1), T_R(DN1), T_RW(DY), G(NORM1));
@@ -108,9 +141,11 @@ static void describe_tensors(ps__block *b) {
 static bool find_run(const ps_model_config *cfg, const char *first, uint64_t n, ps__run_info *out) {
   ps_param_info p;
   for (uint32_t i = 0; i < ps_model_n_params(cfg); i++) {
-    if (ps_model_param(cfg, i, &p) != PS_OK || p.unit != 1) continue;
+    if (ps_model_param(cfg, i, &p) != PS_OK || p.unit != 1)
+      continue;
     const size_t len = strlen(p.name), want = strlen(first);
-    if (len < want || strcmp(p.name + len - want, first) != 0) continue;
+    if (len < want || strcmp(p.name + len - want, first) != 0)
+      continue;
     out->offset = p.offset;
     out->n = n;
     return true;
@@ -123,32 +158,45 @@ ps_status ps__block_init(ps__block *b, const ps_model_config *cfg, ps_dtype dt) 
   b->cfg = *cfg;
   b->dt = dt;
   describe_tensors(b);
-  const uint64_t d = cfg->dim, a = (uint64_t)cfg->n_heads * cfg->head_dim, k = (uint64_t)cfg->n_kv_heads * cfg->head_dim,
-                 f = cfg->ffn_dim;
+  const uint64_t d = cfg->dim, a = (uint64_t)cfg->n_heads * cfg->head_dim,
+                 k = (uint64_t)cfg->n_kv_heads * cfg->head_dim, f = cfg->ffn_dim;
   bool ok = find_run(cfg, ".input_layernorm.weight", d, &b->run[PS__P_NORM1]) &&
             find_run(cfg, ".q_proj.weight", (a + 2 * k) * d, &b->run[PS__P_WQKV]) &&
             find_run(cfg, ".o_proj.weight", d * a, &b->run[PS__P_WO]) &&
             find_run(cfg, ".post_attention_layernorm.weight", d, &b->run[PS__P_NORM2]) &&
             find_run(cfg, ".gate_proj.weight", 2 * f * d, &b->run[PS__P_WGU]) &&
             find_run(cfg, ".down_proj.weight", d * f, &b->run[PS__P_WDOWN]);
-  if (cfg->qkv_bias) ok = ok && find_run(cfg, ".q_proj.bias", a + 2 * k, &b->run[PS__P_BQKV]);
+  if (cfg->qkv_bias)
+    ok = ok && find_run(cfg, ".q_proj.bias", a + 2 * k, &b->run[PS__P_BQKV]);
   if (cfg->qk_norm)
     ok = ok && find_run(cfg, ".q_norm.weight", cfg->head_dim, &b->run[PS__P_QNORM]) &&
          find_run(cfg, ".k_norm.weight", cfg->head_dim, &b->run[PS__P_KNORM]);
-  if (!ok) return ps__fail(PS_EINTERNAL, "the block's parameter table lacks a tensor that its ops need");
+  if (!ok)
+    return ps__fail(PS_EINTERNAL, "the block's parameter table lacks a tensor that its ops need");
   build_forward(b);
   build_backward(b);
   return PS_OK;
 }
 
-ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b, uint32_t dt) {
-  return (ps__args_gemm){.m = m, .n = n, .k = k, .lda = trans_a ? m : k, .ldb = trans_b ? k : n, .ldc = n,
-                         .trans_a = trans_a, .trans_b = trans_b, .dt_a = (uint8_t)dt, .dt_b = (uint8_t)dt, .dt_c = (uint8_t)dt};
+ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
+                            uint32_t dt) {
+  return (ps__args_gemm){.m = m,
+                         .n = n,
+                         .k = k,
+                         .lda = trans_a ? m : k,
+                         .ldb = trans_b ? k : n,
+                         .ldc = n,
+                         .trans_a = trans_a,
+                         .trans_b = trans_b,
+                         .dt_a = (uint8_t)dt,
+                         .dt_b = (uint8_t)dt,
+                         .dt_c = (uint8_t)dt};
 }
 
 ps_work ps__gemm_work(const ps__args_gemm *g) {
   const double flops = 2.0 * g->m * g->n * g->k;
-  const double bytes = (double)ps_dtype_bytes((ps_dtype)g->dt_a) * ((double)g->m * g->k + (double)g->n * g->k + (double)g->m * g->n);
+  const double bytes = (double)ps_dtype_bytes((ps_dtype)g->dt_a) *
+                       ((double)g->m * g->k + (double)g->n * g->k + (double)g->m * g->n);
   return (ps_work){.flops = flops, .bytes = bytes, .model_flops = flops};
 }
 
@@ -160,25 +208,43 @@ static uint32_t put_gemm(void *args, ps_work *work, ps__args_gemm g) {
   return sizeof g;
 }
 
-static uint32_t put_qkv(const ps__block *b, const ps__chunk_shape *c, void *args, ps_work *work, bool backward) {
+static uint32_t put_qkv(const ps__block *b, const ps__chunk_shape *c, void *args, ps_work *work,
+                        bool backward) {
   const ps_model_config *m = &b->cfg;
-  const ps__args_qkv a = {.n_tokens = c->n_tokens, .n_heads = m->n_heads, .n_kv_heads = m->n_kv_heads, .head_dim = m->head_dim,
-                          .dt = b->dt, .qk_norm = m->qk_norm, .accumulate_dw = backward && !c->first_grad,
-                          .rope_scaling = m->rope_scaling, .rope_original_positions = m->rope_original_positions,
-                          .eps = m->norm_eps, .rope_factor = m->rope_factor, .rope_low_freq = m->rope_low_freq,
-                          .rope_high_freq = m->rope_high_freq, .rope_theta = m->rope_theta};
-  *work = ps__bytes_work((double)c->n_tokens * b->tensor[PS__T_QKV].row_bytes * (backward ? 3.0 : 2.0));
+  const ps__args_qkv a = {.n_tokens = c->n_tokens,
+                          .n_heads = m->n_heads,
+                          .n_kv_heads = m->n_kv_heads,
+                          .head_dim = m->head_dim,
+                          .dt = b->dt,
+                          .qk_norm = m->qk_norm,
+                          .accumulate_dw = backward && !c->first_grad,
+                          .rope_scaling = m->rope_scaling,
+                          .rope_original_positions = m->rope_original_positions,
+                          .eps = m->norm_eps,
+                          .rope_factor = m->rope_factor,
+                          .rope_low_freq = m->rope_low_freq,
+                          .rope_high_freq = m->rope_high_freq,
+                          .rope_theta = m->rope_theta};
+  *work =
+      ps__bytes_work((double)c->n_tokens * b->tensor[PS__T_QKV].row_bytes * (backward ? 3.0 : 2.0));
   memcpy(args, &a, sizeof a);
   return sizeof a;
 }
 
-static uint32_t put_attention(const ps__block *b, const ps__chunk_shape *c, void *args, ps_work *work, bool backward) {
+static uint32_t put_attention(const ps__block *b, const ps__chunk_shape *c, void *args,
+                              ps_work *work, bool backward) {
   const ps_model_config *m = &b->cfg;
-  const ps__args_attention a = {.n_tokens = c->n_tokens, .row0 = c->row0, .n_heads = m->n_heads, .n_kv_heads = m->n_kv_heads,
-                                .head_dim = m->head_dim, .dt = b->dt, .accumulate_dkv = backward && !c->first_dkv,
+  const ps__args_attention a = {.n_tokens = c->n_tokens,
+                                .row0 = c->row0,
+                                .n_heads = m->n_heads,
+                                .n_kv_heads = m->n_kv_heads,
+                                .head_dim = m->head_dim,
+                                .dt = b->dt,
+                                .accumulate_dkv = backward && !c->first_dkv,
                                 .document_rows = c->document_rows};
   const double width = (double)m->n_heads * m->head_dim;
-  /* forward 2 products of 2 FLOP a pair and element; backward 5, of which the score recompute is not model work */
+  /* forward 2 products of 2 FLOP a pair and element; backward 5, of which the score recompute is
+   * not model work */
   work->flops = c->pairs * width * (backward ? 10.0 : 4.0);
   work->model_flops = c->pairs * width * (backward ? 8.0 : 4.0);
   work->bytes = (double)c->n_tokens * b->tensor[PS__T_Q].row_bytes * (backward ? 5.0 : 2.0);
@@ -186,56 +252,91 @@ static uint32_t put_attention(const ps__block *b, const ps__chunk_shape *c, void
   return sizeof a;
 }
 
-static uint32_t put_norm(const ps__block *b, const ps__chunk_shape *c, void *args, ps_work *work, bool backward) {
-  const ps__args_rmsnorm a = {.rows = c->n_tokens, .cols = b->cfg.dim, .dt = b->dt, .accumulate_dw = backward && !c->first_grad,
-                              .add_dx = backward, .eps = b->cfg.norm_eps};
-  *work = ps__bytes_work((double)c->n_tokens * b->tensor[PS__T_X].row_bytes * (backward ? 4.0 : 2.0));
+static uint32_t put_norm(const ps__block *b, const ps__chunk_shape *c, void *args, ps_work *work,
+                         bool backward) {
+  const ps__args_rmsnorm a = {.rows = c->n_tokens,
+                              .cols = b->cfg.dim,
+                              .dt = b->dt,
+                              .accumulate_dw = backward && !c->first_grad,
+                              .add_dx = backward,
+                              .eps = b->cfg.norm_eps};
+  *work =
+      ps__bytes_work((double)c->n_tokens * b->tensor[PS__T_X].row_bytes * (backward ? 4.0 : 2.0));
   memcpy(args, &a, sizeof a);
   return sizeof a;
 }
 
-static uint32_t put_swiglu(const ps__block *b, const ps__chunk_shape *c, void *args, ps_work *work, bool backward) {
+static uint32_t put_swiglu(const ps__block *b, const ps__chunk_shape *c, void *args, ps_work *work,
+                           bool backward) {
   const ps__args_swiglu a = {.n_tokens = c->n_tokens, .ffn_dim = b->cfg.ffn_dim, .dt = b->dt};
-  *work = ps__bytes_work((double)c->n_tokens * b->tensor[PS__T_S].row_bytes * (backward ? 6.0 : 3.0));
+  *work =
+      ps__bytes_work((double)c->n_tokens * b->tensor[PS__T_S].row_bytes * (backward ? 6.0 : 3.0));
   memcpy(args, &a, sizeof a);
   return sizeof a;
 }
 
-uint32_t ps__block_op_args(const ps__block *b, const ps__block_op *op, const ps__chunk_shape *c, void *args, ps_work *work) {
+uint32_t ps__block_op_args(const ps__block *b, const ps__block_op *op, const ps__chunk_shape *c,
+                           void *args, ps_work *work) {
   const ps_model_config *m = &b->cfg;
-  const uint32_t t = c->n_tokens, d = m->dim, a = m->n_heads * m->head_dim, k = m->n_kv_heads * m->head_dim, f = m->ffn_dim;
+  const uint32_t t = c->n_tokens, d = m->dim, a = m->n_heads * m->head_dim,
+                 k = m->n_kv_heads * m->head_dim, f = m->ffn_dim;
   *work = (ps_work){0};
   ps__args_gemm g;
   switch (op->what) {
-    case F_NORM1: case F_NORM2: return put_norm(b, c, args, work, false);
-    case B_NORM1: case B_NORM2: return put_norm(b, c, args, work, true);
-    case F_SPLIT: return put_qkv(b, c, args, work, false);
-    case B_SPLIT: return put_qkv(b, c, args, work, true);
-    case F_ATTN: return put_attention(b, c, args, work, false);
-    case B_ATTN: return put_attention(b, c, args, work, true);
-    case F_SWIGLU: return put_swiglu(b, c, args, work, false);
-    case B_SWIGLU: return put_swiglu(b, c, args, work, true);
-    case B_BIAS: {
-      const ps__args_colsum s = {.rows = t, .cols = a + 2 * k, .ld = a + 2 * k, .dt = b->dt, .accumulate = !c->first_grad};
-      *work = ps__bytes_work((double)t * b->tensor[PS__T_QKV].row_bytes);
-      memcpy(args, &s, sizeof s);
-      return sizeof s;
-    }
-    /* products with weights: Y = X W^T */
-    case F_QKV: g = ps__gemm_args(t, a + 2 * k, d, false, true, b->dt); g.has_bias = m->qkv_bias != 0; break;
-    case F_OPROJ: g = ps__gemm_args(t, d, a, false, true, b->dt); g.has_residual = 1; break;
-    case F_GU: g = ps__gemm_args(t, 2 * f, d, false, true, b->dt); break;
-    case F_DOWN: g = ps__gemm_args(t, d, f, false, true, b->dt); g.has_residual = 1; break;
-    /* gradients of inputs: dX = dY W */
-    case B_DS: g = ps__gemm_args(t, f, d, false, false, b->dt); break;
-    case B_DN2: g = ps__gemm_args(t, d, 2 * f, false, false, b->dt); break;
-    case B_DO: g = ps__gemm_args(t, a, d, false, false, b->dt); break;
-    case B_DN1: g = ps__gemm_args(t, d, a + 2 * k, false, false, b->dt); break;
-    /* gradients of weights: dW (+)= dY^T X */
-    case B_DWDOWN: g = ps__gemm_args(d, f, t, true, false, b->dt); g.accumulate = !c->first_grad; break;
-    case B_DWGU: g = ps__gemm_args(2 * f, d, t, true, false, b->dt); g.accumulate = !c->first_grad; break;
-    case B_DWO: g = ps__gemm_args(d, a, t, true, false, b->dt); g.accumulate = !c->first_grad; break;
-    default: g = ps__gemm_args(a + 2 * k, d, t, true, false, b->dt); g.accumulate = !c->first_grad; break; /* B_DWQKV */
+  case F_NORM1:
+  case F_NORM2: return put_norm(b, c, args, work, false);
+  case B_NORM1:
+  case B_NORM2: return put_norm(b, c, args, work, true);
+  case F_SPLIT: return put_qkv(b, c, args, work, false);
+  case B_SPLIT: return put_qkv(b, c, args, work, true);
+  case F_ATTN: return put_attention(b, c, args, work, false);
+  case B_ATTN: return put_attention(b, c, args, work, true);
+  case F_SWIGLU: return put_swiglu(b, c, args, work, false);
+  case B_SWIGLU: return put_swiglu(b, c, args, work, true);
+  case B_BIAS: {
+    const ps__args_colsum s = {
+        .rows = t, .cols = a + 2 * k, .ld = a + 2 * k, .dt = b->dt, .accumulate = !c->first_grad};
+    *work = ps__bytes_work((double)t * b->tensor[PS__T_QKV].row_bytes);
+    memcpy(args, &s, sizeof s);
+    return sizeof s;
+  }
+  /* products with weights: Y = X W^T */
+  case F_QKV:
+    g = ps__gemm_args(t, a + 2 * k, d, false, true, b->dt);
+    g.has_bias = m->qkv_bias != 0;
+    break;
+  case F_OPROJ:
+    g = ps__gemm_args(t, d, a, false, true, b->dt);
+    g.has_residual = 1;
+    break;
+  case F_GU: g = ps__gemm_args(t, 2 * f, d, false, true, b->dt); break;
+  case F_DOWN:
+    g = ps__gemm_args(t, d, f, false, true, b->dt);
+    g.has_residual = 1;
+    break;
+  /* gradients of inputs: dX = dY W */
+  case B_DS: g = ps__gemm_args(t, f, d, false, false, b->dt); break;
+  case B_DN2: g = ps__gemm_args(t, d, 2 * f, false, false, b->dt); break;
+  case B_DO: g = ps__gemm_args(t, a, d, false, false, b->dt); break;
+  case B_DN1: g = ps__gemm_args(t, d, a + 2 * k, false, false, b->dt); break;
+  /* gradients of weights: dW (+)= dY^T X */
+  case B_DWDOWN:
+    g = ps__gemm_args(d, f, t, true, false, b->dt);
+    g.accumulate = !c->first_grad;
+    break;
+  case B_DWGU:
+    g = ps__gemm_args(2 * f, d, t, true, false, b->dt);
+    g.accumulate = !c->first_grad;
+    break;
+  case B_DWO:
+    g = ps__gemm_args(d, a, t, true, false, b->dt);
+    g.accumulate = !c->first_grad;
+    break;
+  /* B_DWQKV */
+  default:
+    g = ps__gemm_args(a + 2 * k, d, t, true, false, b->dt);
+    g.accumulate = !c->first_grad;
+    break;
   }
   return put_gemm(args, work, g);
 }
@@ -247,11 +348,14 @@ uint32_t ps__block_recompute(const ps__block *b, uint32_t need, uint32_t have) {
     const ps__block_op *op = &b->fwd[i];
     bool makes = false;
     for (int s = 0; s < op->n_syms; s++)
-      makes |= op->sym[s].kind == PS__SYM_TENSOR && (op->sym[s].mode & PS_WRITE) && (need >> op->sym[s].id & 1);
-    if (!makes) continue;
+      makes |= op->sym[s].kind == PS__SYM_TENSOR && (op->sym[s].mode & PS_WRITE) &&
+               (need >> op->sym[s].id & 1);
+    if (!makes)
+      continue;
     ops |= 1u << i;
     for (int s = 0; s < op->n_syms; s++)
-      if (op->sym[s].kind <= PS__SYM_PREFIX && !(op->sym[s].mode & PS_WRITE)) need |= 1u << op->sym[s].id & ~have;
+      if (op->sym[s].kind <= PS__SYM_PREFIX && !(op->sym[s].mode & PS_WRITE))
+        need |= 1u << op->sym[s].id & ~have;
   }
   return ops;
 }
@@ -260,9 +364,11 @@ uint32_t ps__block_backward_needs(const ps__block *b) {
   uint32_t made = 1u << PS__T_X, reads = 0;
   for (uint32_t i = 0; i < b->n_fwd; i++)
     for (int s = 0; s < b->fwd[i].n_syms; s++)
-      if (b->fwd[i].sym[s].kind == PS__SYM_TENSOR && (b->fwd[i].sym[s].mode & PS_WRITE)) made |= 1u << b->fwd[i].sym[s].id;
+      if (b->fwd[i].sym[s].kind == PS__SYM_TENSOR && (b->fwd[i].sym[s].mode & PS_WRITE))
+        made |= 1u << b->fwd[i].sym[s].id;
   for (uint32_t i = 0; i < b->n_bwd; i++)
     for (int s = 0; s < b->bwd[i].n_syms; s++)
-      if (b->bwd[i].sym[s].kind <= PS__SYM_PREFIX && (b->bwd[i].sym[s].mode & PS_READ)) reads |= 1u << b->bwd[i].sym[s].id;
+      if (b->bwd[i].sym[s].kind <= PS__SYM_PREFIX && (b->bwd[i].sym[s].mode & PS_READ))
+        reads |= 1u << b->bwd[i].sym[s].id;
   return reads & made;
 }

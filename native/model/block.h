@@ -1,14 +1,17 @@
-/* block.h - a block as data: its tensors, its forward ops and its backward ops, over named tensors and parameter runs.
+/* block.h - a block as data: its tensors, its forward ops and its backward ops, over named
+ * tensors and parameter runs.
  *
- * An op is a kernel and a list of symbolic accesses in the kernel's ptr order. The step builder (native/plan/step.c) binds
- * them to memory, derives lifetimes from first and last use, and derives what to recompute. Nothing here knows where
- * anything lives, so another kind of block is another table. */
+ * An op is a kernel and a list of symbolic accesses in the kernel's ptr order. The step builder
+ * (native/plan/step.c) binds them to memory, derives lifetimes from first and last use, and
+ * derives what to recompute. Nothing here knows where anything lives, so another kind of block
+ * is another table. */
 #ifndef PS_MODEL_BLOCK_H
 #define PS_MODEL_BLOCK_H
 #include "../kernels/ops.h"
 #include <stdbool.h>
 
-/* Tensors of a block, for one chunk of T tokens. GROUP tensors have rows for the whole group (see docs/design.md). */
+/* Tensors of a block, for one chunk of T tokens. GROUP tensors have rows for the whole group
+ * (see docs/design.md). */
 typedef enum ps__tensor {
   PS__T_X,    /* [T,D]      block input */
   PS__T_N1,   /* [T,D]      first norm's output */
@@ -34,22 +37,43 @@ typedef enum ps__tensor {
 } ps__tensor;
 
 /* Saved items: what has a fate of its own. */
-typedef enum ps__item { PS__ITEM_X, PS__ITEM_QKV, PS__ITEM_Q, PS__ITEM_KV, PS__ITEM_O, PS__ITEM_H, PS__ITEM_GU, PS__N_ITEMS } ps__item;
+typedef enum ps__item {
+  PS__ITEM_X,
+  PS__ITEM_QKV,
+  PS__ITEM_Q,
+  PS__ITEM_KV,
+  PS__ITEM_O,
+  PS__ITEM_H,
+  PS__ITEM_GU,
+  PS__N_ITEMS
+} ps__item;
 extern const char *const ps__item_name[PS__N_ITEMS];
 
 /* Fused runs of parameters inside a block's unit. */
 typedef enum ps__param_run {
-  PS__P_NORM1, PS__P_WQKV, PS__P_BQKV, PS__P_QNORM, PS__P_KNORM, PS__P_WO, PS__P_NORM2, PS__P_WGU, PS__P_WDOWN, PS__N_RUNS
+  PS__P_NORM1,
+  PS__P_WQKV,
+  PS__P_BQKV,
+  PS__P_QNORM,
+  PS__P_KNORM,
+  PS__P_WO,
+  PS__P_NORM2,
+  PS__P_WGU,
+  PS__P_WDOWN,
+  PS__N_RUNS
 } ps__param_run;
 
 typedef struct ps__tensor_info {
   const char *name;
   uint64_t row_bytes; /* BYTES a token (a group row for group tensors) */
   bool group;
-  int item;           /* the saved item it belongs to, -1: never saved */
+  int item; /* the saved item it belongs to, -1: never saved */
 } ps__tensor_info;
 
-typedef struct ps__run_info { uint64_t offset, n; } ps__run_info; /* ELEMENTS in the unit; n 0: the block has no such run */
+/* ELEMENTS in the unit; n 0: the block has no such run */
+typedef struct ps__run_info {
+  uint64_t offset, n;
+} ps__run_info;
 
 /* What an access of an op means. */
 typedef enum ps__sym_kind {
@@ -57,9 +81,12 @@ typedef enum ps__sym_kind {
   PS__SYM_PREFIX, /* a group tensor: rows 0 .. row0+T */
   PS__SYM_PARAM,  /* a parameter run */
   PS__SYM_GRAD,   /* its gradient: written by the round's first chunk, added to by later ones */
-  PS__SYM_DOC, PS__SYM_POS /* the batch's doc_start and position, int32[T] */
+  PS__SYM_DOC,
+  PS__SYM_POS /* the batch's doc_start and position, int32[T] */
 } ps__sym_kind;
-typedef struct ps__sym { uint8_t kind, id, mode; } ps__sym;
+typedef struct ps__sym {
+  uint8_t kind, id, mode;
+} ps__sym;
 
 enum { PS__OP_MAX_SYMS = 10, PS__ARGS_BYTES = 96 };
 typedef struct ps__block_op {
@@ -71,7 +98,7 @@ typedef struct ps__block_op {
 enum { PS__MAX_FWD = 12, PS__MAX_BWD = 24 };
 typedef struct ps__block {
   ps_model_config cfg;
-  uint32_t dt;             /* device dtype */
+  uint32_t dt; /* device dtype */
   ps__tensor_info tensor[PS__N_TENSORS];
   ps__run_info run[PS__N_RUNS];
   bool has_item[PS__N_ITEMS];
@@ -83,24 +110,30 @@ typedef struct ps__block {
 /* Where an op runs, as far as its arguments and work depend on it. */
 typedef struct ps__chunk_shape {
   uint32_t n_tokens, row0; /* this chunk's rows of its group */
-  double pairs;            /* (query, key) pairs of this chunk under the causal mask, documents not counted */
-  bool first_grad;         /* first chunk of the round to touch the unit's gradient */
-  bool first_dkv;          /* first chunk of the group in backward order */
-  uint32_t document_rows;  /* as in ps__args_attention */
+  /* (query, key) pairs of this chunk under the causal mask, documents not counted */
+  double pairs;
+  bool first_grad;        /* first chunk of the round to touch the unit's gradient */
+  bool first_dkv;         /* first chunk of the group in backward order */
+  uint32_t document_rows; /* as in ps__args_attention */
 } ps__chunk_shape;
 
-/* ps__block_init() - the block of @cfg with storage dtype @dt. PS_EINTERNAL when the parameter names are not as expected. */
+/* ps__block_init() - the block of @cfg with storage dtype @dt. PS_EINTERNAL when the parameter
+ * names are not as expected. */
 ps_status ps__block_init(ps__block *b, const ps_model_config *cfg, ps_dtype dt);
-/* ps__block_op_args() - fill the argument block (returns its bytes) and the work of @op on a chunk. */
-uint32_t ps__block_op_args(const ps__block *b, const ps__block_op *op, const ps__chunk_shape *c, void *args, ps_work *work);
-/* ps__block_recompute() - which forward ops must run again so that @need (bit set of tensors) exists, given @have: a bit set of
- * indices into fwd[]. Walks back from what is needed and stops at what is there. */
+/* ps__block_op_args() - fill the argument block (returns its bytes) and the work of @op on a
+ * chunk. */
+uint32_t ps__block_op_args(const ps__block *b, const ps__block_op *op, const ps__chunk_shape *c,
+                           void *args, ps_work *work);
+/* ps__block_recompute() - which forward ops must run again so that @need (bit set of tensors)
+ * exists, given @have: a bit set of indices into fwd[]. Walks back from what is needed and stops
+ * at what is there. */
 uint32_t ps__block_recompute(const ps__block *b, uint32_t need, uint32_t have);
 /* Tensors (bit set) that the backward ops read and the forward pass makes. */
 uint32_t ps__block_backward_needs(const ps__block *b);
 
 /* The GEMM argument block and its work, for the head too. */
-ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b, uint32_t dt);
+ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
+                            uint32_t dt);
 ps_work ps__gemm_work(const ps__args_gemm *g);
 ps_work ps__bytes_work(double bytes);
 #endif

@@ -1,4 +1,5 @@
-/* cost.c - time of an op from its work: a fixed cost plus work over the measured rate, and its share of CPUs, host memory and link. */
+/* cost.c - time of an op from its work: a fixed cost plus work over the measured rate, and its
+ * share of CPUs, host memory and link. */
 #include "hardware_impl.h"
 #include "plan_impl.h"
 #include <math.h>
@@ -7,54 +8,73 @@ static double rate_ns(double work, double per_s) { return per_s > 0 ? work / per
 static double larger(double a, double b) { return a > b ? a : b; }
 static double smaller(double a, double b) { return a < b ? a : b; }
 
-static uint32_t class_of(const ps_kernel *kernel) { return kernel ? kernel->op_class : PS_CLASS_COPY; }
+static uint32_t class_of(const ps_kernel *kernel) {
+  return kernel ? kernel->op_class : PS_CLASS_COPY;
+}
 
-/* ---- rates by shape (penstock/hardware.h says how they are read) --------------------------------------------------------------- */
+/* ---- rates by shape (penstock/hardware.h says how they are read) ----------------------------- */
 
-typedef struct node { double x, rate; } node;
+typedef struct node {
+  double x, rate;
+} node;
 
-/* At x: linear in log x between the nodes around it, in whatever order they come; outside them the nearest one's. */
+/* At x: linear in log x between the nodes around it, in whatever order they come; outside them
+ * the nearest one's. */
 static double rate_at(const node *n, uint32_t count, double x) {
   const node *below = NULL, *above = NULL;
   for (uint32_t i = 0; i < count; i++) {
-    if (n[i].x <= x && (!below || n[i].x > below->x)) below = &n[i];
-    if (n[i].x >= x && (!above || n[i].x < above->x)) above = &n[i];
+    if (n[i].x <= x && (!below || n[i].x > below->x))
+      below = &n[i];
+    if (n[i].x >= x && (!above || n[i].x < above->x))
+      above = &n[i];
   }
-  if (!below || !above) return below ? below->rate : above ? above->rate : 0;
-  if (below->x == above->x) return below->rate;
+  if (!below || !above)
+    return below ? below->rate : above ? above->rate : 0;
+  if (below->x == above->x)
+    return below->rate;
   return below->rate + log(x / below->x) / log(above->x / below->x) * (above->rate - below->rate);
 }
 
 static double gemm_rate(const ps_hardware *hw, const ps__args_gemm *g) {
   node n[PS_MAX_GEMM_RATES];
   uint32_t count = 0;
-  if (g->dt_a != PS_BF16) return hw->gemm_flops_per_s[g->dt_a];
+  if (g->dt_a != PS_BF16)
+    return hw->gemm_flops_per_s[g->dt_a];
   for (const ps_gemm_rate *r = hw->gemm; count < PS_MAX_GEMM_RATES && r->rows; r++)
-    n[count++] = (node){r->rows, g->trans_a ? r->wgrad_flops_per_s : g->trans_b ? r->forward_flops_per_s : r->dgrad_flops_per_s};
+    n[count++] = (node){r->rows, g->trans_a   ? r->wgrad_flops_per_s
+                                 : g->trans_b ? r->forward_flops_per_s
+                                              : r->dgrad_flops_per_s};
   return rate_at(n, count, g->trans_a ? g->k : g->m);
 }
 
 static bool is_slice(const ps_attention_rate *r) { return r->kv_rows > r->rows; }
-static double rate_of(const ps_attention_rate *r, bool backward) { return backward ? r->backward_flops_per_s : r->forward_flops_per_s; }
+static double rate_of(const ps_attention_rate *r, bool backward) {
+  return backward ? r->backward_flops_per_s : r->forward_flops_per_s;
+}
 
 /* Entries without a prefix: what is known of the documents. */
 typedef enum kind { WHOLE, PACKED, FOUND } kind;
-static kind kind_of(const ps_attention_rate *r) { return r->found ? FOUND : r->packed > 1 ? PACKED : WHOLE; }
+static kind kind_of(const ps_attention_rate *r) {
+  return r->found ? FOUND : r->packed > 1 ? PACKED : WHOLE;
+}
 static kind kind_of_args(const ps__args_attention *a) {
   const uint32_t documents = ps__attention_documents(a);
   return !documents ? FOUND : documents > 1 ? PACKED : WHOLE;
 }
 
-/* Sequences of @length without a prefix; where the table has none of the kind, those of the one before it. */
+/* Sequences of @length without a prefix; where the table has none of the kind, those of the one
+ * before it. */
 static double sequence_rate(const ps_hardware *hw, double length, kind want, bool backward) {
   for (int k = want; k >= WHOLE; k--) {
     node n[PS_MAX_ATTENTION_RATES];
     uint32_t count = 0;
     for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
       const ps_attention_rate *r = &hw->attention[i];
-      if (!is_slice(r) && (int)kind_of(r) == k) n[count++] = (node){(double)r->rows / r->packed, rate_of(r, backward)};
+      if (!is_slice(r) && (int)kind_of(r) == k)
+        n[count++] = (node){(double)r->rows / r->packed, rate_of(r, backward)};
     }
-    if (count) return rate_at(n, count, length);
+    if (count)
+      return rate_at(n, count, length);
   }
   return 0;
 }
@@ -64,25 +84,34 @@ static double slice_factor(const ps_hardware *hw, double ratio, bool backward) {
   uint32_t count = 1;
   for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
     const ps_attention_rate *r = &hw->attention[i];
-    if (is_slice(r)) n[count++] = (node){(double)r->kv_rows / r->rows, rate_of(r, backward) / sequence_rate(hw, r->rows, WHOLE, backward)};
+    if (is_slice(r))
+      n[count++] = (node){(double)r->kv_rows / r->rows,
+                          rate_of(r, backward) / sequence_rate(hw, r->rows, WHOLE, backward)};
   }
   return rate_at(n, count, ratio);
 }
 
 /* @pairs tell how long the sequences of a chunk are: n of length L have n L^2/2. */
-static double attention_rate(const ps_hardware *hw, const ps__args_attention *a, double pairs, bool backward) {
+static double attention_rate(const ps_hardware *hw, const ps__args_attention *a, double pairs,
+                             bool backward) {
   const double rows = a->n_tokens;
-  if (a->dt != PS_BF16) return (backward ? hw->attention_bwd_flops_per_s : hw->attention_flops_per_s)[a->dt];
-  if (a->row0 == 0) return sequence_rate(hw, 2 * pairs / rows, kind_of_args(a), backward);
-  return sequence_rate(hw, rows, kind_of_args(a), backward) * slice_factor(hw, (a->row0 + rows) / rows, backward);
+  if (a->dt != PS_BF16)
+    return (backward ? hw->attention_bwd_flops_per_s : hw->attention_flops_per_s)[a->dt];
+  if (a->row0 == 0)
+    return sequence_rate(hw, 2 * pairs / rows, kind_of_args(a), backward);
+  return sequence_rate(hw, rows, kind_of_args(a), backward) *
+         slice_factor(hw, (a->row0 + rows) / rows, backward);
 }
 
-/* ---- ops ------------------------------------------------------------------------------------------------------------------------- */
+/* ---- ops ------------------------------------------------------------------------------------- */
 
-/* A product takes its FLOPs' time or, where it has few rows, that of its operands on their way through memory. */
-static double device_ns(const ps_hardware *hw, const ps_kernel *kernel, const void *args, ps_work work) {
+/* A product takes its FLOPs' time or, where it has few rows, that of its operands on their way
+ * through memory. */
+static double device_ns(const ps_hardware *hw, const ps_kernel *kernel, const void *args,
+                        ps_work work) {
   const double bytes_ns = rate_ns(work.bytes, hw->elementwise_bytes_per_s);
-  if (kernel == &ps__k_gemm) return larger(rate_ns(work.flops, gemm_rate(hw, args)), bytes_ns);
+  if (kernel == &ps__k_gemm)
+    return larger(rate_ns(work.flops, gemm_rate(hw, args)), bytes_ns);
   if (kernel == &ps__k_attention_fwd || kernel == &ps__k_attention_bwd) {
     const ps__args_attention *a = args;
     const bool backward = kernel == &ps__k_attention_bwd;
@@ -93,68 +122,96 @@ static double device_ns(const ps_hardware *hw, const ps_kernel *kernel, const vo
 }
 
 static double host_rate(const ps_hardware *hw, const ps_kernel *kernel) {
-  if (kernel == &ps__k_sumsq_host || kernel == &ps__k_round_sumsq_host) return hw->sumsq_bytes_per_s;
-  if (kernel == &ps__k_accumulate_sumsq_host) return hw->accumulate_sumsq_bytes_per_s;
-  if (kernel == &ps__k_accumulate_host || kernel == &ps__k_embed_bwd_host) return hw->accumulate_bytes_per_s;
+  if (kernel == &ps__k_sumsq_host || kernel == &ps__k_round_sumsq_host)
+    return hw->sumsq_bytes_per_s;
+  if (kernel == &ps__k_accumulate_sumsq_host)
+    return hw->accumulate_sumsq_bytes_per_s;
+  if (kernel == &ps__k_accumulate_host || kernel == &ps__k_embed_bwd_host)
+    return hw->accumulate_bytes_per_s;
   return hw->optimizer_bytes_per_s;
 }
 
 static bool is_sum(const ps_kernel *kernel) {
-  return kernel == &ps__k_sumsq_host || kernel == &ps__k_round_sumsq_host || kernel == &ps__k_accumulate_sumsq_host || kernel == &ps__k_accumulate_host || kernel == &ps__k_embed_bwd_host;
+  return kernel == &ps__k_sumsq_host || kernel == &ps__k_round_sumsq_host ||
+         kernel == &ps__k_accumulate_sumsq_host || kernel == &ps__k_accumulate_host ||
+         kernel == &ps__k_embed_bwd_host;
 }
 
-double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream, const void *args, ps_work work) {
+double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream,
+                   const void *args, ps_work work) {
   const ps_hardware *hw = m->hw;
   switch (stream) {
-    case PS__S_COMPUTE:
-      /* on the CPU backend the optimizer's rate is also that of updates on the "device" */
-      if (class_of(kernel) == PS_CLASS_OPTIMIZER && hw->backend == PS_BACKEND_CPU) return hw->op_ns + rate_ns(work.bytes, hw->optimizer_bytes_per_s);
-      return hw->op_ns + device_ns(hw, kernel, args, work);
-    case PS__S_H2D: return hw->op_ns + rate_ns(work.bytes, hw->h2d_bytes_per_s);
-    case PS__S_D2H: return hw->op_ns + rate_ns(work.bytes, hw->d2h_bytes_per_s);
-    case PS__S_HOST: return hw->op_ns + rate_ns(work.bytes, host_rate(hw, kernel) * (is_sum(kernel) ? m->sum_speed : 1));
-    default: return hw->op_ns + rate_ns(work.bytes, hw->gather_bytes_per_s);
+  case PS__S_COMPUTE:
+    /* on the CPU backend the optimizer's rate is also that of updates on the "device" */
+    if (class_of(kernel) == PS_CLASS_OPTIMIZER && hw->backend == PS_BACKEND_CPU)
+      return hw->op_ns + rate_ns(work.bytes, hw->optimizer_bytes_per_s);
+    return hw->op_ns + device_ns(hw, kernel, args, work);
+  case PS__S_H2D: return hw->op_ns + rate_ns(work.bytes, hw->h2d_bytes_per_s);
+  case PS__S_D2H: return hw->op_ns + rate_ns(work.bytes, hw->d2h_bytes_per_s);
+  case PS__S_HOST:
+    return hw->op_ns +
+           rate_ns(work.bytes, host_rate(hw, kernel) * (is_sum(kernel) ? m->sum_speed : 1));
+  default: return hw->op_ns + rate_ns(work.bytes, hw->gather_bytes_per_s);
   }
 }
 
-static double share(double part, double whole) { return whole > 0 && part < whole ? part / whole : 1.0; }
+static double share(double part, double whole) {
+  return whole > 0 && part < whole ? part / whole : 1.0;
+}
 
-/* ---- what shares the host's memory ------------------------------------------------------------------------------------------------ */
+/* ---- what shares the host's memory ----------------------------------------------------------- */
 
 enum { H2D, D2H, SUMS, OPTIMIZER }; /* places of the bits of ps_memory_share.kinds */
 
-/* The entry of these kinds with sums on @sum_threads, 0: on as many as the first entry of sums; NULL: none. */
-static const ps_memory_share *share_of(const ps_hardware *hw, uint32_t kinds, uint32_t sum_threads) {
+/* The entry of these kinds with sums on @sum_threads, 0: on as many as the first entry of sums;
+ * NULL: none. */
+static const ps_memory_share *share_of(const ps_hardware *hw, uint32_t kinds,
+                                       uint32_t sum_threads) {
   const ps_memory_share *end = hw->memory_shares + PS_MAX_MEMORY_SHARES;
   for (const ps_memory_share *s = hw->memory_shares; s < end && s->kinds; s++)
-    if (s->kinds == kinds && (!(kinds & PS_SHARE_SUMS) || !sum_threads || s->threads == sum_threads)) return s;
+    if (s->kinds == kinds &&
+        (!(kinds & PS_SHARE_SUMS) || !sum_threads || s->threads == sum_threads))
+      return s;
   return NULL;
 }
 
 uint32_t ps__sum_threads(const ps_hardware *hw, uint32_t i) {
-  for (const ps_memory_share *s = hw->memory_shares; s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++)
-    if (s->kinds == PS_SHARE_SUMS && i-- == 0) return s->threads;
+  for (const ps_memory_share *s = hw->memory_shares;
+       s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++)
+    if (s->kinds == PS_SHARE_SUMS && i-- == 0)
+      return s->threads;
   return 0;
 }
 
 double ps__sum_speed(const ps_hardware *hw, uint32_t threads) {
-  const ps_memory_share *all = share_of(hw, PS_SHARE_SUMS, 0), *some = share_of(hw, PS_SHARE_SUMS, threads);
+  const ps_memory_share *all = share_of(hw, PS_SHARE_SUMS, 0),
+                        *some = share_of(hw, PS_SHARE_SUMS, threads);
   return all && some ? some->host_bytes_per_s / all->host_bytes_per_s : 1;
 }
 
-static double rate_in(const ps_memory_share *s, int kind) { return kind == H2D ? s->h2d_bytes_per_s : kind == D2H ? s->d2h_bytes_per_s : s->host_bytes_per_s; }
+static double rate_in(const ps_memory_share *s, int kind) {
+  return kind == H2D ? s->h2d_bytes_per_s : kind == D2H ? s->d2h_bytes_per_s : s->host_bytes_per_s;
+}
 
 /* A copy alone has the link's rate, a host op alone its entry's. */
 static double slowdown(const ps_hardware *hw, int kind, uint32_t kinds, uint32_t sum_threads) {
-  const ps_memory_share *beside = share_of(hw, kinds, sum_threads), *alone = kind >= SUMS ? share_of(hw, 1u << kind, sum_threads) : NULL;
-  if (!(kinds >> kind & 1) || !beside || (kind >= SUMS && !alone)) return 1;
-  return larger(1, (kind == H2D ? hw->h2d_bytes_per_s : kind == D2H ? hw->d2h_bytes_per_s : alone->host_bytes_per_s) / rate_in(beside, kind));
+  const ps_memory_share *beside = share_of(hw, kinds, sum_threads),
+                        *alone = kind >= SUMS ? share_of(hw, 1u << kind, sum_threads) : NULL;
+  if (!(kinds >> kind & 1) || !beside || (kind >= SUMS && !alone))
+    return 1;
+  return larger(1, (kind == H2D   ? hw->h2d_bytes_per_s
+                    : kind == D2H ? hw->d2h_bytes_per_s
+                                  : alone->host_bytes_per_s) /
+                       rate_in(beside, kind));
 }
 
-ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_threads, uint32_t sum_threads) {
-  ps__cost_model m = {.hw = hw, .dt = dt, .n_threads = n_threads, .sum_speed = ps__sum_speed(hw, sum_threads)};
+ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_threads,
+                                 uint32_t sum_threads) {
+  ps__cost_model m = {
+      .hw = hw, .dt = dt, .n_threads = n_threads, .sum_speed = ps__sum_speed(hw, sum_threads)};
   for (int kind = 0; kind < PS_SIM_KINDS; kind++)
-    for (uint32_t kinds = 0; kinds < 1u << PS_SIM_KINDS; kinds++) m.slower[kind][kinds] = slowdown(hw, kind, kinds, sum_threads);
+    for (uint32_t kinds = 0; kinds < 1u << PS_SIM_KINDS; kinds++)
+      m.slower[kind][kinds] = slowdown(hw, kind, kinds, sum_threads);
   return m;
 }
 
@@ -163,10 +220,12 @@ static void draw_on_memory(const ps__cost_model *m, int kind, double rate, ps_si
   if (m->hw->memory_shares[0].kinds) {
     out->kind = 1u << kind;
     out->slower = m->slower[kind];
-  } else out->demand[PS__RES_MEMORY] = share(rate, m->hw->memory_bytes_per_s);
+  } else
+    out->demand[PS__RES_MEMORY] = share(rate, m->hw->memory_bytes_per_s);
 }
 
-/* Copies draw on host memory as they read or write it: once on CUDA, twice (the device is there too) on the CPU backend. */
+/* Copies draw on host memory as they read or write it: once on CUDA, twice (the device is there
+ * too) on the CPU backend. */
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
   const ps__cost_model *m = model;
   const ps_hardware *hw = m->hw;
@@ -177,20 +236,30 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
   if (op->stream == PS__S_H2D || op->stream == PS__S_D2H) {
     const double rate = op->stream == PS__S_H2D ? hw->h2d_bytes_per_s : hw->d2h_bytes_per_s;
     draw_on_memory(m, op->stream == PS__S_D2H ? D2H : H2D, (cpu ? 2 : 1) * rate, out);
-    if (cpu) out->demand[PS__RES_CPUS] = one;
-    else out->demand[PS__RES_LINK] = share(rate, 2 * hw->duplex_bytes_per_s);
+    if (cpu)
+      out->demand[PS__RES_CPUS] = one;
+    else
+      out->demand[PS__RES_LINK] = share(rate, 2 * hw->duplex_bytes_per_s);
   } else if (op->stream == PS__S_COMPUTE) {
     if (!cpu && (class == PS_CLASS_GEMM || class == PS_CLASS_ATTENTION)) {
       out->idle_gain = smaller(hw->idle_gain, 1);
       out->idle_most = smaller(hw->idle_most, 1);
     }
-    if (!cpu) return;
+    if (!cpu)
+      return;
     out->demand[PS__RES_CPUS] = class == PS_CLASS_COPY || class == PS_CLASS_OTHER ? one : all;
-    if (class == PS_CLASS_ELEMENTWISE) out->demand[PS__RES_MEMORY] = share(hw->elementwise_bytes_per_s, hw->memory_bytes_per_s);
-    if (class == PS_CLASS_OPTIMIZER) out->demand[PS__RES_MEMORY] = share(hw->optimizer_bytes_per_s, hw->memory_bytes_per_s);
+    if (class == PS_CLASS_ELEMENTWISE)
+      out->demand[PS__RES_MEMORY] = share(hw->elementwise_bytes_per_s, hw->memory_bytes_per_s);
+    if (class == PS_CLASS_OPTIMIZER)
+      out->demand[PS__RES_MEMORY] = share(hw->optimizer_bytes_per_s, hw->memory_bytes_per_s);
   } else {
-    out->demand[PS__RES_CPUS] = class == PS_CLASS_OPTIMIZER ? all : op->stream == PS__S_IO ? share(ps__io_threads(m->n_threads), hw->n_cpus) : one;
-    if (class == PS_CLASS_OPTIMIZER) draw_on_memory(m, is_sum(op->kernel) ? SUMS : OPTIMIZER, host_rate(hw, op->kernel), out);
-    if (op->stream == PS__S_IO && !hw->memory_shares[0].kinds) out->demand[PS__RES_MEMORY] = share(hw->gather_bytes_per_s, hw->memory_bytes_per_s);
+    out->demand[PS__RES_CPUS] = class == PS_CLASS_OPTIMIZER ? all
+                                : op->stream == PS__S_IO
+                                    ? share(ps__io_threads(m->n_threads), hw->n_cpus)
+                                    : one;
+    if (class == PS_CLASS_OPTIMIZER)
+      draw_on_memory(m, is_sum(op->kernel) ? SUMS : OPTIMIZER, host_rate(hw, op->kernel), out);
+    if (op->stream == PS__S_IO && !hw->memory_shares[0].kinds)
+      out->demand[PS__RES_MEMORY] = share(hw->gather_bytes_per_s, hw->memory_bytes_per_s);
   }
 }

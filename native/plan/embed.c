@@ -1,32 +1,47 @@
-/* embed.c - the embedding's passes: rows of a table on the device, or gathered from the table at home and added to its gradient there. */
+/* embed.c - the embedding's passes: rows of a table on the device, or gathered from the table at
+ * home and added to its gradient there. */
 #include "emit.h"
 
 static bool at_home(const ps__builder *b) { return b->s->spec->embed_at_home; }
 
-static uint64_t row_bytes(const ps__builder *b) { return (uint64_t)b->s->cfg->dim * ps_dtype_bytes(b->s->dt); }
+static uint64_t row_bytes(const ps__builder *b) {
+  return (uint64_t)b->s->cfg->dim * ps_dtype_bytes(b->s->dt);
+}
 static uint64_t table_bytes(const ps__builder *b) { return b->s->cfg->vocab_size * row_bytes(b); }
 
 static ps__args_embed embed_args(const ps__builder *b, uint32_t n_tokens, bool accumulate) {
-  return (ps__args_embed){.n_tokens = n_tokens, .vocab = b->s->cfg->vocab_size, .dim = b->s->cfg->dim, .dt = b->s->dt, .accumulate = accumulate};
+  return (ps__args_embed){.n_tokens = n_tokens,
+                          .vocab = b->s->cfg->vocab_size,
+                          .dim = b->s->cfg->dim,
+                          .dt = b->s->dt,
+                          .accumulate = accumulate};
 }
 
-static ps_tag embed_tag(uint32_t round, uint32_t chunk, int phase) { return (ps_tag){0, (int32_t)round, (int32_t)chunk, phase}; }
+static ps_tag embed_tag(uint32_t round, uint32_t chunk, int phase) {
+  return (ps_tag){0, (int32_t)round, (int32_t)chunk, phase};
+}
 
-/* ---- at home -------------------------------------------------------------------------------------------------------------------- */
+/* ---- at home --------------------------------------------------------------------------------- */
 
-/* The first round's rows come beside the table's update, which takes as long as three blocks' and would hold back the step: what is gathered is updated first. Half of
- * the tokens are taken to be of rows that no token before them had. */
-static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__vaccess *token, uint32_t rows, ps_tag tag) {
+/* The first round's rows come beside the table's update, which takes as long as three blocks'
+ * and would hold back the step: what is gathered is updated first. Half of the tokens are taken
+ * to be of rows that no token before them had. */
+static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__vaccess *token,
+                         uint32_t rows, ps_tag tag) {
   const ps__step *s = b->s;
   const double state = s->spec->recipe == PS_RECIPE_BF16 ? 14 : 28;
   const ps__vaccess access[3] = {*token,
-                                 s->spec->clip ? ps__part(s->stats, PS_READ, 64, 64) : ps__part(s->norms, PS_READ, 0, PS__NORM_SLOTS * 8),
+                                 s->spec->clip ? ps__part(s->stats, PS_READ, 64, 64)
+                                               : ps__part(s->norms, PS_READ, 0, PS__NORM_SLOTS * 8),
                                  ps__whole(b, rows, PS_WRITE)};
-  ps__emit_hook(b, PS__HOOK_GATHER, chunk, PS__S_IO, access, 3, ps__bytes_work(2.0 * (double)(n * row_bytes(b)) + 0.5 * state * n * s->cfg->dim), tag);
+  ps__emit_hook(b, PS__HOOK_GATHER, chunk, PS__S_IO, access, 3,
+                ps__bytes_work(2.0 * (double)(n * row_bytes(b)) + 0.5 * state * n * s->cfg->dim),
+                tag);
 }
 
-/* On the io stream, which has nothing else to do once the batch is there: on the host stream the next step's rows would queue behind all updates, and a round's
- * behind the sums of gradients. Two chunks are on their way at a time: one is gathered while the other crosses the link. */
+/* On the io stream, which has nothing else to do once the batch is there: on the host stream the
+ * next step's rows would queue behind all updates, and a round's behind the sums of gradients.
+ * Two chunks are on their way at a time: one is gathered while the other crosses the link. */
 void ps__gather_round(ps__builder *b, uint32_t round) {
   const ps__step *s = b->s;
   const ps__round *r = &s->layout->round[round];
@@ -36,13 +51,19 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
     const ps__args_embed a = embed_args(b, n, false);
     const ps_tag tag = embed_tag(round, i, PS__PHASE_FORWARD);
     const uint32_t rows = ps__vt_new(b, PS__SPACE_HOST, n * row_bytes(b));
-    const ps__vaccess access[3] = {ps__part(s->batch, PS_READ, s->batch_offset[i] + ps__batch_block_of(n).tokens, 4ull * n),
-                                   ps__part(s->home[0].weights, PS_READ, 0, table_bytes(b)), ps__whole(b, rows, PS_WRITE)};
-    if (round == 0) gather_first(b, i, n, &access[0], rows, tag);
-    else ps__emit(b, &ps__k_embed_fwd, PS__S_IO, &a, sizeof a, access, 3, ps__bytes_work(2.0 * (double)(n * row_bytes(b))), tag);
+    const ps__vaccess access[3] = {
+        ps__part(s->batch, PS_READ, s->batch_offset[i] + ps__batch_block_of(n).tokens, 4ull * n),
+        ps__part(s->home[0].weights, PS_READ, 0, table_bytes(b)), ps__whole(b, rows, PS_WRITE)};
+    if (round == 0)
+      gather_first(b, i, n, &access[0], rows, tag);
+    else
+      ps__emit(b, &ps__k_embed_fwd, PS__S_IO, &a, sizeof a, access, 3,
+               ps__bytes_work(2.0 * (double)(n * row_bytes(b))), tag);
     b->gathered[i].x = ps__vt_new(b, PS__SPACE_DEVICE, n * row_bytes(b));
-    ps__emit_copy(b, PS__S_H2D, ps__whole(b, rows, PS_READ), ps__whole(b, b->gathered[i].x, PS_WRITE), tag);
-    const bool stays = *ps__spec_fate(s->spec, 0, c, PS__ITEM_X) == PS_FATE_HOST; /* where the first block's input is kept in any case */
+    ps__emit_copy(b, PS__S_H2D, ps__whole(b, rows, PS_READ),
+                  ps__whole(b, b->gathered[i].x, PS_WRITE), tag);
+    /* where the first block's input is kept in any case */
+    const bool stays = *ps__spec_fate(s->spec, 0, c, PS__ITEM_X) == PS_FATE_HOST;
     ps__vt_free(b, before);
     b->gathered[i].home = stays ? rows : PS__NO_VT;
     before = stays ? PS__NO_VT : rows;
@@ -50,14 +71,21 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
   ps__vt_free(b, before);
 }
 
-/* The rows of the contribution that chunk c is in as ps__k_embed_bwd_host takes them: ids, then gradients, in the order in which chunks pass backwards. */
-typedef struct contribution_rows { uint32_t n_tokens, skip_tokens, end_token; uint64_t ids_bytes, bytes; } contribution_rows; /* tokens of the round; from end_token down */
+/* The rows of the contribution that chunk c is in as ps__k_embed_bwd_host takes them: ids, then
+ * gradients, in the order in which chunks pass backwards. */
+/* tokens of the round; from end_token down */
+typedef struct contribution_rows {
+  uint32_t n_tokens, skip_tokens, end_token;
+  uint64_t ids_bytes, bytes;
+} contribution_rows;
 
 static contribution_rows rows_of(const ps__builder *b, uint32_t c) {
   const uint64_t round = ps__chunk_of(b, 0)->first_token;
   uint32_t from = c, to = c;
-  while (!ps__contribution_begins(b, from)) from++;
-  while (!ps__contribution_ends(b, to)) to--;
+  while (!ps__contribution_begins(b, from))
+    from++;
+  while (!ps__contribution_ends(b, to))
+    to--;
   const ps__chunk *last = ps__chunk_of(b, b->round->n_chunks - 1), *begins = ps__chunk_of(b, from);
   contribution_rows r = {.end_token = (uint32_t)(begins->first_token + begins->n_tokens - round)};
   r.n_tokens = r.end_token - (uint32_t)(ps__chunk_of(b, to)->first_token - round);
@@ -74,47 +102,75 @@ static void add_rows_at_home(ps__builder *b, const contribution_rows *r) {
   const ps__group *g = &s->layout->group[last->group];
   const uint32_t n = ps__unit_contributions(s->cfg, &s->sums, 0), i = u->contribution++;
   uint32_t mode = i ? ps__sum_mode_of(b, 0, i) : 0;
-  if (mode == PS_LOW_READ) mode |= PS_LOW_WRITE; /* rows without a token are not visited: all are rounded with the sums of squares */
-  if (mode == PS_LOW_WRITE) u->low = ps__vt_new(b, PS__SPACE_HOST, s->home[0].n);
+  /* rows without a token are not visited: all are rounded with the sums of squares */
+  if (mode == PS_LOW_READ)
+    mode |= PS_LOW_WRITE;
+  if (mode == PS_LOW_WRITE)
+    u->low = ps__vt_new(b, PS__SPACE_HOST, s->home[0].n);
   const bool low = u->low != PS__NO_VT;
-  const ps__args_embed_host a = {.rows = embed_args(b, r->n_tokens, i > 0), .chunk_tokens = first->n_tokens, .short_tokens = last->n_tokens,
-                                 .group_tokens = g->n_chunks > 1 ? g->n_rows : (uint32_t)(last->first_token + last->n_tokens - first->first_token),
-                                 .skip_tokens = r->skip_tokens, .mode = mode, .index = i};
-  ps__vaccess access[4] = {ps__part(b->rows_home, PS_READ, 0, 4ull * r->n_tokens),
-                           ps__part(b->rows_home, PS_READ, r->ids_bytes, r->bytes - r->ids_bytes),
-                           ps__part(s->home[0].grad, i ? PS_READ_WRITE : PS_WRITE, 0, table_bytes(b))};
-  if (low) access[3] = ps__whole(b, u->low, mode & PS_LOW_READ ? PS_READ_WRITE : PS_WRITE);
-  const double once = i == 0 ? (double)table_bytes(b) : mode == PS_LOW_WRITE ? (double)s->home[0].n : 0; /* rows without a token, too */
+  const ps__args_embed_host a = {
+      .rows = embed_args(b, r->n_tokens, i > 0),
+      .chunk_tokens = first->n_tokens,
+      .short_tokens = last->n_tokens,
+      .group_tokens = g->n_chunks > 1
+                          ? g->n_rows
+                          : (uint32_t)(last->first_token + last->n_tokens - first->first_token),
+      .skip_tokens = r->skip_tokens,
+      .mode = mode,
+      .index = i};
+  ps__vaccess access[4] = {
+      ps__part(b->rows_home, PS_READ, 0, 4ull * r->n_tokens),
+      ps__part(b->rows_home, PS_READ, r->ids_bytes, r->bytes - r->ids_bytes),
+      ps__part(s->home[0].grad, i ? PS_READ_WRITE : PS_WRITE, 0, table_bytes(b))};
+  if (low)
+    access[3] = ps__whole(b, u->low, mode & PS_LOW_READ ? PS_READ_WRITE : PS_WRITE);
+  /* rows without a token, too */
+  const double once = i == 0                 ? (double)table_bytes(b)
+                      : mode == PS_LOW_WRITE ? (double)s->home[0].n
+                                             : 0;
   ps__emit(b, &ps__k_embed_bwd_host, PS__S_HOST, &a, sizeof a, access, low ? 4 : 3,
-           ps__bytes_work(3.0 * (double)(r->n_tokens * row_bytes(b)) + (low ? 2.0 * r->n_tokens * s->cfg->dim : 0) + once),
+           ps__bytes_work(3.0 * (double)(r->n_tokens * row_bytes(b)) +
+                          (low ? 2.0 * r->n_tokens * s->cfg->dim : 0) + once),
            embed_tag(b->round_idx, b->round->first_chunk, PS__PHASE_UPDATE));
   ps__vt_free_late(b, b->rows_home, s->spec->sum_lag);
-  if (i + 1 == n) ps__total_at_home(b, 0);
+  if (i + 1 == n)
+    ps__total_at_home(b, 0);
 }
 
-/* The ids come back from the device's copy of the batch: read at home, they would hold back the next batch until the host stream has come so far. */
+/* The ids come back from the device's copy of the batch: read at home, they would hold back the
+ * next batch until the host stream has come so far. */
 static void send_rows(ps__builder *b, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
   const contribution_rows r = rows_of(b, c);
   const ps_tag tag = embed_tag(b->round_idx, b->round->first_chunk + c, PS__PHASE_BACKWARD);
-  const uint64_t at = r.end_token - (k->first_token + k->n_tokens - ps__chunk_of(b, 0)->first_token); /* later chunks came before */
-  if (ps__contribution_begins(b, c)) b->rows_home = ps__vt_new(b, PS__SPACE_HOST, r.bytes);
-  ps__emit_copy(b, PS__S_D2H, ps__part(b->batch[c], PS_READ, ps__batch_block_of(k->n_tokens).tokens, 4ull * k->n_tokens),
-                ps__part(b->rows_home, PS_WRITE, 4 * at, 4ull * k->n_tokens), tag);
-  ps__emit_copy(b, PS__S_D2H, ps__whole(b, b->dy[c], PS_READ),
-                ps__part(b->rows_home, PS_WRITE, r.ids_bytes + at * row_bytes(b), k->n_tokens * row_bytes(b)), tag);
-  if (ps__contribution_ends(b, c)) add_rows_at_home(b, &r);
+  /* later chunks came before */
+  const uint64_t at =
+      r.end_token - (k->first_token + k->n_tokens - ps__chunk_of(b, 0)->first_token);
+  if (ps__contribution_begins(b, c))
+    b->rows_home = ps__vt_new(b, PS__SPACE_HOST, r.bytes);
+  ps__emit_copy(
+      b, PS__S_D2H,
+      ps__part(b->batch[c], PS_READ, ps__batch_block_of(k->n_tokens).tokens, 4ull * k->n_tokens),
+      ps__part(b->rows_home, PS_WRITE, 4 * at, 4ull * k->n_tokens), tag);
+  ps__emit_copy(
+      b, PS__S_D2H, ps__whole(b, b->dy[c], PS_READ),
+      ps__part(b->rows_home, PS_WRITE, r.ids_bytes + at * row_bytes(b), k->n_tokens * row_bytes(b)),
+      tag);
+  if (ps__contribution_ends(b, c))
+    add_rows_at_home(b, &r);
 }
 
-/* ---- both ------------------------------------------------------------------------------------------------------------------------- */
+/* ---- both ------------------------------------------------------------------------------------ */
 
 static void look_up(ps__builder *b, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
   const ps__args_embed a = embed_args(b, k->n_tokens, false);
   b->x[c] = ps__vt_new(b, PS__SPACE_DEVICE, k->n_tokens * row_bytes(b));
-  const ps__vaccess access[3] = {ps__part(b->batch[c], PS_READ, ps__batch_block_of(k->n_tokens).tokens, 4ull * k->n_tokens),
-                                 ps__part(b->unit[0].weights, PS_READ, 0, table_bytes(b)), ps__whole(b, b->x[c], PS_WRITE)};
-  ps__emit(b, &ps__k_embed_fwd, PS__S_COMPUTE, &a, sizeof a, access, 3, ps__bytes_work(2.0 * (double)(k->n_tokens * row_bytes(b))),
+  const ps__vaccess access[3] = {
+      ps__part(b->batch[c], PS_READ, ps__batch_block_of(k->n_tokens).tokens, 4ull * k->n_tokens),
+      ps__part(b->unit[0].weights, PS_READ, 0, table_bytes(b)), ps__whole(b, b->x[c], PS_WRITE)};
+  ps__emit(b, &ps__k_embed_fwd, PS__S_COMPUTE, &a, sizeof a, access, 3,
+           ps__bytes_work(2.0 * (double)(k->n_tokens * row_bytes(b))),
            embed_tag(b->round_idx, b->round->first_chunk + c, PS__PHASE_FORWARD));
   ps__send_saved(b, 1, c, PS__T_X, b->x[c]);
 }
@@ -124,25 +180,30 @@ void ps__embed_forward(ps__builder *b, uint32_t c) {
     const ps__gathered *g = &b->gathered[b->round->first_chunk + c];
     b->x[c] = g->x;
     *ps__saved_slot(b, b->away, 1, c, PS__T_X) = g->home;
-  } else look_up(b, c);
+  } else
+    look_up(b, c);
 }
 
 static void add_rows(ps__builder *b, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
   const bool first = ps__contribution_begins(b, c);
   const ps__args_embed a = embed_args(b, k->n_tokens, !first);
-  const ps__vaccess access[3] = {ps__part(b->batch[c], PS_READ, ps__batch_block_of(k->n_tokens).tokens, 4ull * k->n_tokens),
-                                 ps__whole(b, b->dy[c], PS_READ),
-                                 ps__part(b->unit[0].grad, first ? PS_WRITE : PS_READ_WRITE, 0, table_bytes(b))};
+  const ps__vaccess access[3] = {
+      ps__part(b->batch[c], PS_READ, ps__batch_block_of(k->n_tokens).tokens, 4ull * k->n_tokens),
+      ps__whole(b, b->dy[c], PS_READ),
+      ps__part(b->unit[0].grad, first ? PS_WRITE : PS_READ_WRITE, 0, table_bytes(b))};
   ps__emit(b, &ps__k_embed_bwd, PS__S_COMPUTE, &a, sizeof a, access, 3,
-           ps__bytes_work(3.0 * (double)(k->n_tokens * row_bytes(b)) + (first ? (double)table_bytes(b) : 0)),
+           ps__bytes_work(3.0 * (double)(k->n_tokens * row_bytes(b)) +
+                          (first ? (double)table_bytes(b) : 0)),
            embed_tag(b->round_idx, b->round->first_chunk + c, PS__PHASE_BACKWARD));
 }
 
 void ps__embed_backward(ps__builder *b, uint32_t c) {
   const uint32_t lag = at_home(b) ? b->s->spec->grad_lag : 0;
-  if (at_home(b)) send_rows(b, c);
-  else add_rows(b, c);
+  if (at_home(b))
+    send_rows(b, c);
+  else
+    add_rows(b, c);
   ps__vt_free_late(b, b->dy[c], lag);
   ps__vt_free_late(b, b->batch[c], lag);
 }

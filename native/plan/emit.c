@@ -1,4 +1,5 @@
-/* emit.c - emitting virtual tensors and ops. Memory running out is noted once in the step and checked at the end. */
+/* emit.c - emitting virtual tensors and ops. Memory running out is noted once in the step and
+ * checked at the end. */
 #include "emit.h"
 #include "../kernels/cuda/scratch.h"
 #include <string.h>
@@ -14,23 +15,37 @@ static uint32_t new_vt(ps__builder *b, ps__vt t) {
 }
 
 uint32_t ps__vt_new(ps__builder *b, uint32_t space, uint64_t bytes) {
-  return new_vt(b, (ps__vt){.bytes = bytes, .first = (uint32_t)b->s->n_op, .last = UINT32_MAX, .space = (uint8_t)space});
+  return new_vt(b, (ps__vt){.bytes = bytes,
+                            .first = (uint32_t)b->s->n_op,
+                            .last = UINT32_MAX,
+                            .space = (uint8_t)space});
 }
 
 uint32_t ps__vt_persistent(ps__builder *b, uint32_t space, uint64_t bytes) {
-  return new_vt(b, (ps__vt){.bytes = bytes, .first = 0, .last = UINT32_MAX, .space = (uint8_t)space, .persistent = true});
+  return new_vt(b, (ps__vt){.bytes = bytes,
+                            .first = 0,
+                            .last = UINT32_MAX,
+                            .space = (uint8_t)space,
+                            .persistent = true});
 }
 
 uint32_t ps__vt_lent(ps__builder *b, uint32_t by, uint64_t offset, uint64_t bytes) {
-  return new_vt(b, (ps__vt){.bytes = bytes, .offset = offset, .first = (uint32_t)b->s->n_op, .last = UINT32_MAX, .lent_by = by + 1, .space = b->s->vt[by].space});
+  return new_vt(b, (ps__vt){.bytes = bytes,
+                            .offset = offset,
+                            .first = (uint32_t)b->s->n_op,
+                            .last = UINT32_MAX,
+                            .lent_by = by + 1,
+                            .space = b->s->vt[by].space});
 }
 
 void ps__vt_free(ps__builder *b, uint32_t vt) {
-  if (vt != PS__NO_VT) b->s->vt[vt].last = (uint32_t)b->s->n_op;
+  if (vt != PS__NO_VT)
+    b->s->vt[vt].last = (uint32_t)b->s->n_op;
 }
 
 void ps__vt_free_late(ps__builder *b, uint32_t vt, uint32_t steps) {
-  if (vt == PS__NO_VT) return;
+  if (vt == PS__NO_VT)
+    return;
   if (steps == 0) {
     ps__vt_free(b, vt);
     return;
@@ -46,14 +61,17 @@ void ps__tick(ps__builder *b) {
   size_t kept = 0;
   b->clock++;
   for (size_t i = 0; i < b->n_late; i++) {
-    if (b->late[i].when <= b->clock) ps__vt_free(b, b->late[i].vt);
-    else b->late[kept++] = b->late[i];
+    if (b->late[i].when <= b->clock)
+      ps__vt_free(b, b->late[i].vt);
+    else
+      b->late[kept++] = b->late[i];
   }
   b->n_late = kept;
 }
 
 void ps__flush_late(ps__builder *b) {
-  for (size_t i = 0; i < b->n_late; i++) ps__vt_free(b, b->late[i].vt);
+  for (size_t i = 0; i < b->n_late; i++)
+    ps__vt_free(b, b->late[i].vt);
   b->n_late = 0;
 }
 
@@ -61,14 +79,17 @@ ps__vaccess ps__whole(const ps__builder *b, uint32_t vt, uint32_t mode) {
   return (ps__vaccess){vt, mode, 0, vt == PS__NO_VT ? 0 : b->s->vt[vt].bytes};
 }
 
-ps__vaccess ps__part(uint32_t vt, uint32_t mode, uint64_t offset, uint64_t bytes) { return (ps__vaccess){vt, mode, offset, bytes}; }
+ps__vaccess ps__part(uint32_t vt, uint32_t mode, uint64_t offset, uint64_t bytes) {
+  return (ps__vaccess){vt, mode, offset, bytes};
+}
 
 static bool push_args(ps__step *s, const void *args, uint32_t bytes) {
   const size_t want = (bytes + 15) / 16 * 16;
   while (s->n_args + want > s->cap_args) {
     const size_t cap = s->cap_args ? s->cap_args * 2 : 4096;
     char *p = ps__realloc(s->args, cap);
-    if (!p) return false;
+    if (!p)
+      return false;
     s->args = p;
     s->cap_args = cap;
   }
@@ -77,38 +98,61 @@ static bool push_args(ps__step *s, const void *args, uint32_t bytes) {
   return true;
 }
 
-/* On CUDA the device streams' is device memory, and attention's an upper bound: what a library really takes is asked when the run is opened. */
-static size_t scratch_bytes(const ps__spec *spec, const ps_kernel *kernel, uint32_t stream, const void *args) {
-  if (spec->backend != PS_BACKEND_CUDA || ps__stream_on_host(stream)) return ps__cpu_scratch_bytes(kernel, args);
-  if (kernel == &ps__k_embed_bwd) return ps_scratch_embed_bwd(args);
-  if (kernel == &ps__k_rmsnorm_bwd) return ps_scratch_rmsnorm_bwd(args);
-  if (kernel == &ps__k_qkv_split_bwd) return ps_scratch_qkv_split_bwd(args);
-  if (kernel == &ps__k_colsum) return ps_scratch_colsum(args);
-  if (kernel == &ps__k_sumsq) return ps_scratch_sumsq(args);
+/* On CUDA the device streams' is device memory, and attention's an upper bound: what a library
+ * really takes is asked when the run is opened. */
+static size_t scratch_bytes(const ps__spec *spec, const ps_kernel *kernel, uint32_t stream,
+                            const void *args) {
+  if (spec->backend != PS_BACKEND_CUDA || ps__stream_on_host(stream))
+    return ps__cpu_scratch_bytes(kernel, args);
+  if (kernel == &ps__k_embed_bwd)
+    return ps_scratch_embed_bwd(args);
+  if (kernel == &ps__k_rmsnorm_bwd)
+    return ps_scratch_rmsnorm_bwd(args);
+  if (kernel == &ps__k_qkv_split_bwd)
+    return ps_scratch_qkv_split_bwd(args);
+  if (kernel == &ps__k_colsum)
+    return ps_scratch_colsum(args);
+  if (kernel == &ps__k_sumsq)
+    return ps_scratch_sumsq(args);
   if (kernel == &ps__k_attention_fwd || kernel == &ps__k_attention_bwd)
-    return ps_scratch_attention_bound(args, kernel == &ps__k_attention_bwd, spec->deterministic, spec->cudnn_version);
+    return ps_scratch_attention_bound(args, kernel == &ps__k_attention_bwd, spec->deterministic,
+                                      spec->cudnn_version);
   return 0;
 }
 
-void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const void *args, uint32_t args_bytes,
-              const ps__vaccess *access, uint32_t n_access, ps_work work, ps_tag tag) {
+void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const void *args,
+              uint32_t args_bytes, const ps__vaccess *access, uint32_t n_access, ps_work work,
+              ps_tag tag) {
   ps__step *s = b->s;
-  ps__vop op = {.kernel = kernel, .stream = stream, .args = (uint32_t)s->n_args, .args_bytes = args_bytes,
-                .access = (uint32_t)s->n_access, .n_access = n_access, .work = work, .tag = tag};
-  if (s->out_of_memory) return;
-  if (args_bytes && !push_args(s, args, args_bytes)) goto out;
+  ps__vop op = {.kernel = kernel,
+                .stream = stream,
+                .args = (uint32_t)s->n_args,
+                .args_bytes = args_bytes,
+                .access = (uint32_t)s->n_access,
+                .n_access = n_access,
+                .work = work,
+                .tag = tag};
+  if (s->out_of_memory)
+    return;
+  if (args_bytes && !push_args(s, args, args_bytes))
+    goto out;
   for (uint32_t i = 0; i < n_access; i++) {
-    if (!ps__grow((void **)&s->access, s->n_access, &s->cap_access, sizeof *s->access)) goto out;
+    if (!ps__grow((void **)&s->access, s->n_access, &s->cap_access, sizeof *s->access))
+      goto out;
     s->access[s->n_access++] = access[i];
   }
-  if (!ps__grow((void **)&s->op, s->n_op, &s->cap_op, sizeof *s->op)) goto out;
+  if (!ps__grow((void **)&s->op, s->n_op, &s->cap_op, sizeof *s->op))
+    goto out;
   s->op[s->n_op++] = op;
   s->model_flops += work.model_flops;
   if (kernel) {
     const size_t scratch = scratch_bytes(s->spec, kernel, stream, args);
-    if (scratch > s->scratch_bytes[stream]) s->scratch_bytes[stream] = scratch;
-    if (tag.phase == PS__PHASE_RECOMPUTE) s->recompute_flops += work.flops;
-    else if (kernel->op_class == PS_CLASS_ATTENTION) s->recompute_flops += work.flops - work.model_flops;
+    if (scratch > s->scratch_bytes[stream])
+      s->scratch_bytes[stream] = scratch;
+    if (tag.phase == PS__PHASE_RECOMPUTE)
+      s->recompute_flops += work.flops;
+    else if (kernel->op_class == PS_CLASS_ATTENTION)
+      s->recompute_flops += work.flops - work.model_flops;
   }
   return;
 out:
@@ -121,10 +165,11 @@ void ps__emit_copy(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vacces
   ps__emit(b, NULL, stream, NULL, 0, access, 2, (ps_work){.bytes = (double)from.bytes}, tag);
 }
 
-/* ---- host ops: the kernel calls the hook that the plan holds and the trainer fills ---- */
+/* ---- host ops: the kernel calls the hook that the plan holds and the trainer fills ----------- */
 static ps_status run_hook(const ps_launch *l) {
   const ps__args_hook *a = l->args;
-  if (!a->hooks->fn) return ps__fail(PS_ESTATE, "a plan's schedule runs under a trainer only");
+  if (!a->hooks->fn)
+    return ps__fail(PS_ESTATE, "a plan's schedule runs under a trainer only");
   return a->hooks->fn(a->hooks->ctx, (ps__hook)a->what, a->unit, l);
 }
 
@@ -138,8 +183,8 @@ static const ps_kernel hook_kernel[] = {
     [PS__HOOK_REPORT] = {"report", PS_CLASS_OTHER, {run_hook, run_hook}},
 };
 
-void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream, const ps__vaccess *access, uint32_t n_access,
-                   ps_work work, ps_tag tag) {
+void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream,
+                   const ps__vaccess *access, uint32_t n_access, ps_work work, ps_tag tag) {
   const ps__args_hook a = {b->hooks, what, unit};
   ps__emit(b, &hook_kernel[what], stream, &a, sizeof a, access, n_access, work, tag);
 }

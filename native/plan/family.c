@@ -7,12 +7,14 @@
 
 enum { LARGE_STEP_OPS = 60000, MOST_STEP_OPS = 250000, OPS_A_CELL = 30 };
 
-const ps__residency ps__residencies[PS__N_RESIDENCIES] = {{0, 0, 0, 0}, {0, 0, 1, 0}, {8, 0, 1, 0}, {16, 0, 1, 0}, {32, 0, 1, 0},
-                                                          {8, 8, 1, 0}, {16, 16, 1, 0}, {32, 16, 1, 0}, {32, 32, 1, 0}, {32, 32, 1, 1}};
+const ps__residency ps__residencies[PS__N_RESIDENCIES] = {
+    {0, 0, 0, 0}, {0, 0, 1, 0},   {8, 0, 1, 0},   {16, 0, 1, 0},  {32, 0, 1, 0},
+    {8, 8, 1, 0}, {16, 16, 1, 0}, {32, 16, 1, 0}, {32, 32, 1, 0}, {32, 32, 1, 1}};
 
-/* ---- a member ----------------------------------------------------------------------------------------------------------------------- */
+/* ---- a member -------------------------------------------------------------------------------- */
 
-ps_status ps__family_spec(const ps__family *f, const ps__member *m, const ps__layout *l, ps__spec *out) {
+ps_status ps__family_spec(const ps__family *f, const ps__member *m, const ps__layout *l,
+                          ps__spec *out) {
   return ps__decide(f, l, m, ps__embeds_at_home(f, &f->size[m->size].layout, &m->keep), out);
 }
 
@@ -20,12 +22,15 @@ ps_status ps__family_shorten(ps__family *f) {
   for (uint32_t i = 0; i < f->n_sizes; i++) {
     ps__size *z = &f->size[i];
     const ps__layout *l = &z->layout;
-    if (l->n_rounds <= PS__ROUNDS_LOOKED_AT) continue;
+    if (l->n_rounds <= PS__ROUNDS_LOOKED_AT)
+      continue;
     const uint32_t left_out = l->n_rounds - PS__ROUNDS_LOOKED_AT;
     uint64_t tokens = 0;
-    for (uint32_t c = 0; c < l->round[1].n_chunks; c++) tokens += l->chunk[l->round[1].first_chunk + c].n_tokens;
-    PS_TRY(ps__layout_init(&z->shorter, l->seq_len, l->n_sequences - left_out * (tokens / l->seq_len), l->chunk_tokens, l->chunks_per_round,
-                           l->first_round_chunks));
+    for (uint32_t c = 0; c < l->round[1].n_chunks; c++)
+      tokens += l->chunk[l->round[1].first_chunk + c].n_tokens;
+    PS_TRY(ps__layout_init(&z->shorter, l->seq_len,
+                           l->n_sequences - left_out * (tokens / l->seq_len), l->chunk_tokens,
+                           l->chunks_per_round, l->first_round_chunks));
     z->n_left_out = z->shorter.n_left_out = left_out;
   }
   return PS_OK;
@@ -35,13 +40,16 @@ double ps__family_share_bytes(const ps__family *f, const ps__member *m) {
   const ps__layout *l = &f->size[m->size].layout;
   double bytes = 0;
   for (uint32_t c = 0; c < l->round[0].n_chunks && c < l->chunks_per_round; c++)
-    for (int i = 0; i < PS__N_GROUPS; i++) bytes += (double)ps__group_bytes(&f->block, i, l->chunk[c].n_tokens);
+    for (int i = 0; i < PS__N_GROUPS; i++)
+      bytes += (double)ps__group_bytes(&f->block, i, l->chunk[c].n_tokens);
   return bytes * f->plan->model.n_layers / PS__SHARES;
 }
 
 double ps__family_unit_part_bytes(const ps__family *f) {
   double bytes = 0;
-  for (uint32_t u = 0; u < ps_model_n_units(&f->plan->model); u++) bytes += (double)(ps_model_unit_elements(&f->plan->model, u) * ps_dtype_bytes((ps_dtype)f->block.dt));
+  for (uint32_t u = 0; u < ps_model_n_units(&f->plan->model); u++)
+    bytes += (double)(ps_model_unit_elements(&f->plan->model, u) *
+                      ps_dtype_bytes((ps_dtype)f->block.dt));
   return bytes / PS__UNIT_PARTS;
 }
 
@@ -51,43 +59,52 @@ uint32_t ps__family_workers(const ps__family *f, uint32_t n) {
   const uint32_t n_cpus = ps__n_cpus();
   size_t most = 1;
   for (uint32_t i = 0; i < f->n_sizes; i++)
-    if (f->size[i].n_ops > most) most = f->size[i].n_ops;
+    if (f->size[i].n_ops > most)
+      most = f->size[i].n_ops;
   const size_t beside = OPS_BESIDE / most > 0 ? OPS_BESIDE / most : 1;
-  if (n > n_cpus) n = n_cpus;
+  if (n > n_cpus)
+    n = n_cpus;
   return n < beside ? n : (uint32_t)beside;
 }
 
-/* ---- what a size costs in any case --------------------------------------------------------------------------------------------- */
+/* ---- what a size costs in any case ----------------------------------------------------------- */
 
 static uint64_t unit_bytes(const ps__family *f, uint32_t unit) {
   return ps_model_unit_elements(&f->plan->model, unit) * ps_dtype_bytes((ps_dtype)f->block.dt);
 }
 
-/* Most bytes alive on the device between the head and the end of the first backward chunk step, beside all saved tensors, the head's and the last layer's units:
- * while every saved tensor of the round is alive, so much more is. */
+/* Most bytes alive on the device between the head and the end of the first backward chunk step,
+ * beside all saved tensors, the head's and the last layer's units: while every saved tensor of
+ * the round is alive, so much more is. */
 static ps_status turn_bytes(const ps__family *f, const ps__step *s, uint64_t saved, uint64_t *out) {
   const uint32_t layers = f->plan->model.n_layers;
   uint64_t alive = 0, most = 0;
   int64_t *change = ps__calloc(s->n_op + 1, sizeof *change);
-  if (!change) return ps__fail(PS_ENOMEM, "out of memory for a plan's size");
+  if (!change)
+    return ps__fail(PS_ENOMEM, "out of memory for a plan's size");
   for (size_t i = 0; i < s->n_vt; i++) {
     const ps__vt *t = &s->vt[i];
-    if (t->space != PS__SPACE_DEVICE || t->persistent) continue;
+    if (t->space != PS__SPACE_DEVICE || t->persistent)
+      continue;
     change[t->first] += (int64_t)t->bytes;
     change[t->last] -= (int64_t)t->bytes;
   }
   for (size_t i = 0; i < s->n_op; i++) {
     const ps__vop *op = &s->op[i];
     alive += (uint64_t)change[i];
-    if (op->tag.phase == PS__PHASE_HEAD && op->tag.round == 0 && op->stream == PS__S_COMPUTE && alive > most) most = alive;
+    if (op->tag.phase == PS__PHASE_HEAD && op->tag.round == 0 && op->stream == PS__S_COMPUTE &&
+        alive > most)
+      most = alive;
   }
   ps__free(change);
-  const uint64_t apart = saved + 2 * (unit_bytes(f, layers + 1) + unit_bytes(f, layers)) + (f->plan->model.tied_embeddings ? 2 * unit_bytes(f, 0) : 0);
+  const uint64_t apart = saved + 2 * (unit_bytes(f, layers + 1) + unit_bytes(f, layers)) +
+                         (f->plan->model.tied_embeddings ? 2 * unit_bytes(f, 0) : 0);
   *out = most > apart ? most - apart : 0;
   return PS_OK;
 }
 
-static ps_status measure_base(const ps__family *f, ps__size *z, bool embed_at_home, ps__step_hooks *hooks) {
+static ps_status measure_base(const ps__family *f, ps__size *z, bool embed_at_home,
+                              ps__step_hooks *hooks) {
   const ps__member all = {.device = PS__SHARES};
   ps__base *base = &z->base[embed_at_home];
   ps__spec spec;
@@ -102,16 +119,21 @@ static ps_status measure_base(const ps__family *f, ps__size *z, bool embed_at_ho
       const ps__vop *op = &s.op[i];
       const double ns = ps__cost_ns(&f->cost, op->kernel, op->stream, s.args + op->args, op->work);
       n_compute += op->stream == PS__S_COMPUTE;
-      if (op->stream == PS__S_COMPUTE) base->compute_ns += ns;
-      if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD) base->forward_ns[0] += ns;
-      if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD && op->tag.round == 0) base->forward_ns[1] += ns;
-      if (op->stream == PS__S_H2D && op->tag.chunk >= 0 && op->tag.layer < 0) base->batch_bytes += (uint64_t)op->work.bytes;
+      if (op->stream == PS__S_COMPUTE)
+        base->compute_ns += ns;
+      if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD)
+        base->forward_ns[0] += ns;
+      if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD && op->tag.round == 0)
+        base->forward_ns[1] += ns;
+      if (op->stream == PS__S_H2D && op->tag.chunk >= 0 && op->tag.layer < 0)
+        base->batch_bytes += (uint64_t)op->work.bytes;
     }
     st = turn_bytes(f, &s, s.saved_bytes[PS_FATE_DEVICE], &turn);
     base->device_bytes = ps__device_overhead(f->plan, &s, &scratch) + turn;
     base->host_bytes = ps__host_overhead(f->plan, &s, &scratch, &trace);
     z->n_ops = s.n_op;
-    z->coarse |= s.n_op > LARGE_STEP_OPS || (double)n_compute * f->plan->hw.op_ns > base->compute_ns / 4;
+    z->coarse |=
+        s.n_op > LARGE_STEP_OPS || (double)n_compute * f->plan->hw.op_ns > base->compute_ns / 4;
     ps__step_free(&s);
   }
   ps__spec_free(&spec);
@@ -119,26 +141,34 @@ static ps_status measure_base(const ps__family *f, ps__size *z, bool embed_at_ho
 }
 
 static ps_status measure_size(const ps__family *f, ps__size *z, ps__step_hooks *hooks) {
-  for (uint32_t home = 0; home <= !f->plan->model.tied_embeddings; home++) PS_TRY(measure_base(f, z, home, hooks));
+  for (uint32_t home = 0; home <= !f->plan->model.tied_embeddings; home++)
+    PS_TRY(measure_base(f, z, home, hooks));
   return PS_OK;
 }
 
-/* ---- recomputation ---------------------------------------------------------------------------------------------------------------- */
+/* ---- recomputation --------------------------------------------------------------------------- */
 
 enum { N_MASKS = 1 << PS__N_GROUPS };
-typedef struct again_table { double ns[N_MASKS]; } again_table; /* by which groups of ps__item_group[] are at hand */
+/* by which groups of ps__item_group[] are at hand */
+typedef struct again_table {
+  double ns[N_MASKS];
+} again_table;
 
 static uint32_t tensors_of(const ps__block *b, uint32_t mask) {
   uint32_t have = 0;
   for (int t = 0; t < PS__N_TENSORS; t++)
     for (int i = 0; i < PS__N_GROUPS; i++)
-      if ((mask >> i & 1) && b->tensor[t].item >= 0 && (b->tensor[t].item == ps__item_group[i][0] || b->tensor[t].item == ps__item_group[i][1])) have |= 1u << t;
+      if ((mask >> i & 1) && b->tensor[t].item >= 0 &&
+          (b->tensor[t].item == ps__item_group[i][0] || b->tensor[t].item == ps__item_group[i][1]))
+        have |= 1u << t;
   return have;
 }
 
-static void fill_again(const ps__family *f, const ps__chunk *k, uint32_t document_rows, again_table *out) {
+static void fill_again(const ps__family *f, const ps__chunk *k, uint32_t document_rows,
+                       again_table *out) {
   const ps__block *b = &f->block;
-  const ps__chunk_shape shape = {.n_tokens = k->n_tokens, .row0 = k->row0, .pairs = k->pairs, .document_rows = document_rows};
+  const ps__chunk_shape shape = {
+      .n_tokens = k->n_tokens, .row0 = k->row0, .pairs = k->pairs, .document_rows = document_rows};
   double op_ns[PS__MAX_FWD];
   for (uint32_t i = 0; i < b->n_fwd; i++) {
     _Alignas(16) char args[PS__ARGS_BYTES];
@@ -146,17 +176,22 @@ static void fill_again(const ps__family *f, const ps__chunk *k, uint32_t documen
     (void)ps__block_op_args(b, &b->fwd[i], &shape, args, &work);
     op_ns[i] = ps__cost_ns(&f->cost, b->fwd[i].kernel, PS__S_COMPUTE, args, work);
   }
-  const uint32_t x = 1u << PS__T_X, needs = ps__block_backward_needs(b), always = ps__block_recompute(b, needs, tensors_of(b, N_MASKS - 1) | x);
+  const uint32_t x = 1u << PS__T_X, needs = ps__block_backward_needs(b),
+                 always = ps__block_recompute(b, needs, tensors_of(b, N_MASKS - 1) | x);
   for (uint32_t mask = 0; mask < N_MASKS; mask++) {
     const uint32_t ops = ps__block_recompute(b, needs, tensors_of(b, mask) | x);
     out->ns[mask] = 0;
     for (uint32_t i = 0; i < b->n_fwd; i++)
-      if ((ops >> i & 1) && !(always >> i & 1)) out->ns[mask] += op_ns[i]; /* norms and the like are done again in any case: counted already */
+      /* norms and the like are done again in any case: counted already */
+      if ((ops >> i & 1) && !(always >> i & 1))
+        out->ns[mask] += op_ns[i];
   }
 }
 
 /* Chunks of one shape share a table: there are as many shapes as slices of a sequence. */
-static bool same_shape(const ps__chunk *a, const ps__chunk *b) { return a->n_tokens == b->n_tokens && a->row0 == b->row0 && a->pairs == b->pairs; }
+static bool same_shape(const ps__chunk *a, const ps__chunk *b) {
+  return a->n_tokens == b->n_tokens && a->row0 == b->row0 && a->pairs == b->pairs;
+}
 
 /* The chunk of the first group at the same place; its own where only the last one is shorter. */
 static uint32_t like_chunk(const ps__layout *l, uint32_t c) {
@@ -164,23 +199,29 @@ static uint32_t like_chunk(const ps__layout *l, uint32_t c) {
   return same_shape(&l->chunk[same], &l->chunk[c]) ? same : c;
 }
 
-static ps_status again_tables(const ps__family *f, const ps__size *z, again_table **table, uint32_t **of_chunk) {
+static ps_status again_tables(const ps__family *f, const ps__size *z, again_table **table,
+                              uint32_t **of_chunk) {
   const ps__layout *l = &z->layout;
   uint32_t n = 0;
   *table = ps__malloc(l->n_chunks * sizeof **table);
   *of_chunk = ps__malloc(l->n_chunks * sizeof **of_chunk);
-  if (!*table || !*of_chunk) return ps__fail(PS_ENOMEM, "out of memory for %u chunks", l->n_chunks);
+  if (!*table || !*of_chunk)
+    return ps__fail(PS_ENOMEM, "out of memory for %u chunks", l->n_chunks);
   for (uint32_t c = 0; c < l->n_chunks; c++) {
     const uint32_t same = like_chunk(l, c);
     (*of_chunk)[c] = same < c ? (*of_chunk)[same] : n;
-    if (same < c) continue;
-    fill_again(f, &l->chunk[c], f->plan->cfg.one_document ? (uint32_t)l->seq_len : 0, &(*table)[n++]);
+    if (same < c)
+      continue;
+    fill_again(f, &l->chunk[c], f->plan->cfg.one_document ? (uint32_t)l->seq_len : 0,
+               &(*table)[n++]);
   }
   return PS_OK;
 }
 
-/* The rounds after the first deal the same fates to their chunks by position, which is how ps__spec holds them. */
-static void add_shares(const ps__family *f, const ps__size *z, const ps__member *m, const again_table *table, const uint32_t *of_chunk, ps__shares *out) {
+/* The rounds after the first deal the same fates to their chunks by position, which is how
+ * ps__spec holds them. */
+static void add_shares(const ps__family *f, const ps__size *z, const ps__member *m,
+                       const again_table *table, const uint32_t *of_chunk, ps__shares *out) {
   const ps__layout *l = &z->layout;
   ps__dealer d = ps__dealer_of(l, m);
   uint64_t first = 0, other = 0; /* sent home in the first round; in another */
@@ -190,18 +231,24 @@ static void add_shares(const ps__family *f, const ps__size *z, const ps__member 
       uint8_t fate[PS__N_ITEMS];
       uint32_t mask = 0;
       uint64_t home = 0;
-      ps__deal(&d, &f->block, l->chunk[c].n_tokens, c >= l->chunks_per_round, ps__at_turn(f, l, layer, c), fate);
+      ps__deal(&d, &f->block, l->chunk[c].n_tokens, c >= l->chunks_per_round,
+               ps__at_turn(f, l, layer, c), fate);
       for (int i = 0; i < PS__N_GROUPS; i++) {
         const uint64_t bytes = ps__group_bytes(&f->block, i, l->chunk[c].n_tokens);
         const uint8_t to = fate[ps__item_group[i][0]];
-        if (to != PS_FATE_RECOMPUTE) mask |= 1u << i;
-        if (to == PS_FATE_DEVICE) out->device_bytes += bytes;
-        if (to == PS_FATE_HOST) home += bytes;
+        if (to != PS_FATE_RECOMPUTE)
+          mask |= 1u << i;
+        if (to == PS_FATE_DEVICE)
+          out->device_bytes += bytes;
+        if (to == PS_FATE_HOST)
+          home += bytes;
       }
       first += home;
-      if (c < l->chunks_per_round) other += home;
+      if (c < l->chunks_per_round)
+        other += home;
       for (uint32_t r = 0; r < l->n_rounds; r++) {
-        if (c >= l->round[r].n_chunks) continue;
+        if (c >= l->round[r].n_chunks)
+          continue;
         const uint32_t i = l->round[r].first_chunk + c;
         out->recompute_ns += table[of_chunk[i]].ns[mask];
         out->home_bytes += (double)home * l->chunk[i].n_tokens / l->chunk[c].n_tokens;
@@ -210,14 +257,16 @@ static void add_shares(const ps__family *f, const ps__size *z, const ps__member 
   /* the first round's has the blocks' gradients' homes (home_of_saved() in passes.c) */
   const uint64_t lent = unit_bytes(f, 1) * f->plan->model.n_layers;
   out->host_bytes = first > lent ? first - lent : 0;
-  if (l->n_rounds > 1 && other > out->host_bytes) out->host_bytes = other;
+  if (l->n_rounds > 1 && other > out->host_bytes)
+    out->host_bytes = other;
 }
 
-/* ---- bounds ------------------------------------------------------------------------------------------------------------------------- */
+/* ---- bounds ---------------------------------------------------------------------------------- */
 
 static double larger(double a, double b) { return a > b ? a : b; }
 
-/* Bytes of a step on the link and in host and device memory that follow from where units are; half of what is fetched in each round is for its forward pass. */
+/* Bytes of a step on the link and in host and device memory that follow from where units are;
+ * half of what is fetched in each round is for its forward pass. */
 typedef struct traffic {
   double to_device, to_host, host_ops, device_sums, device_updates, updates;
   double blocks; /* parameters of the streamed blocks, once */
@@ -225,56 +274,79 @@ typedef struct traffic {
 
 static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__residency *r) {
   const ps_model_config *m = &f->plan->model;
-  const double update = ps__adamw_bytes((ps_recipe)f->plan->cfg.recipe, PS_ADAMW_WHOLE), e = ps_dtype_bytes((ps_dtype)f->block.dt);
+  const double update = ps__adamw_bytes((ps_recipe)f->plan->cfg.recipe, PS_ADAMW_WHOLE),
+               e = ps_dtype_bytes((ps_dtype)f->block.dt);
   const uint32_t n_units = ps_model_n_units(m);
   const bool home = ps__embeds_at_home(f, l, r);
-  const ps__contributions sums = ps__contributions_of(l, ps__head_slice(f->plan, l->chunk_tokens), (ps_dtype)f->block.dt, false);
+  const ps__contributions sums = ps__contributions_of(l, ps__head_slice(f->plan, l->chunk_tokens),
+                                                      (ps_dtype)f->block.dt, false);
   traffic t = {0};
-  if (home) { /* its rows' gradients go home; but the first block's inputs do not, which are counted with the saved tensors */
+  /* its rows' gradients go home; but the first block's inputs do not, which are counted with
+   * the saved tensors */
+  if (home) {
     t.to_device = ps__lookup_bytes(f, l);
     t.to_host = 4.0 * (double)l->n_tokens;
     t.host_ops = 3 * ps__lookup_bytes(f, l) + ps__table_bytes(f);
     t.updates = update * (double)unit_bytes(f, 0) / e;
   }
   for (uint32_t u = home; u < n_units; u++) {
-    const double bytes = (double)unit_bytes(f, u), visits = u == 0 || u + 2 >= n_units ? 1 : 2; /* at least */
+    /* at least */
+    const double bytes = (double)unit_bytes(f, u), visits = u == 0 || u + 2 >= n_units ? 1 : 2;
     const uint32_t contributions = ps__unit_contributions(m, &sums, u);
     const bool grads = ps__among(u, r->grads) && contributions > 1;
-    const double added = ps__sum_bytes(bytes / e, contributions, contributions, (ps_dtype)f->block.dt);
+    const double added =
+        ps__sum_bytes(bytes / e, contributions, contributions, (ps_dtype)f->block.dt);
     t.to_device += r->state ? 0 : ps__params_stay(f, r, u) ? bytes : visits * bytes * l->n_rounds;
-    if (!r->state && !ps__params_stay(f, r, u) && u > 0 && u + 1 < n_units) t.blocks += bytes;
+    if (!r->state && !ps__params_stay(f, r, u) && u > 0 && u + 1 < n_units)
+      t.blocks += bytes;
     t.to_host += r->state ? bytes : grads ? bytes : contributions * bytes;
-    if (grads) t.device_sums += added;
-    else if (!r->state) t.host_ops += added;
-    if (r->state) t.device_updates += update * bytes / e;
-    else t.updates += update * bytes / e;
+    if (grads)
+      t.device_sums += added;
+    else if (!r->state)
+      t.host_ops += added;
+    if (r->state)
+      t.device_updates += update * bytes / e;
+    else
+      t.updates += update * bytes / e;
   }
   t.host_ops += t.updates;
   return t;
 }
 
-/* As unit_traffic() with what is not fetched again between two rounds: as many bytes as saved tensors leave room for (ps__spec.turn_blocks), and the first blocks, whose
- * next visit is fetched for before the last one is over, as many as @ahead. */
-static traffic with_turns(const ps__family *f, const traffic *of, const ps__layout *l, const ps__shares *s, uint32_t ahead) {
+/* As unit_traffic() with what is not fetched again between two rounds: as many bytes as saved
+ * tensors leave room for (ps__spec.turn_blocks), and the first blocks, whose next visit is
+ * fetched for before the last one is over, as many as @ahead. */
+static traffic with_turns(const ps__family *f, const traffic *of, const ps__layout *l,
+                          const ps__shares *s, uint32_t ahead) {
   traffic t = *of;
   const double kept = larger((double)s->device_bytes, (double)(ahead * unit_bytes(f, 1)));
   t.to_device -= (l->n_rounds - 1) * (kept < t.blocks ? kept : t.blocks);
   return t;
 }
 
-/* No stream works less than this, and no shared resource is drawn on less: the simulator, which the member is judged by, keeps to both. */
-static double bound_of(const ps__family *f, const ps__base *z, const ps__shares *s, const traffic *t) {
+/* No stream works less than this, and no shared resource is drawn on less: the simulator, which
+ * the member is judged by, keeps to both. */
+static double bound_of(const ps__family *f, const ps__base *z, const ps__shares *s,
+                       const traffic *t) {
   const ps_hardware *hw = f->cost.hw;
-  const double h2d_bytes = t->to_device + s->home_bytes + (double)z->batch_bytes, d2h_bytes = t->to_host + s->home_bytes;
-  const double device_rate = hw->backend == PS_BACKEND_CPU ? hw->optimizer_bytes_per_s : hw->elementwise_bytes_per_s;
-  const double compute = z->compute_ns + s->recompute_ns + (t->device_sums / hw->elementwise_bytes_per_s + t->device_updates / device_rate) * 1e9;
-  const double h2d = h2d_bytes / hw->h2d_bytes_per_s * 1e9, d2h = d2h_bytes / hw->d2h_bytes_per_s * 1e9;
+  const double h2d_bytes = t->to_device + s->home_bytes + (double)z->batch_bytes,
+               d2h_bytes = t->to_host + s->home_bytes;
+  const double device_rate =
+      hw->backend == PS_BACKEND_CPU ? hw->optimizer_bytes_per_s : hw->elementwise_bytes_per_s;
+  const double compute =
+      z->compute_ns + s->recompute_ns +
+      (t->device_sums / hw->elementwise_bytes_per_s + t->device_updates / device_rate) * 1e9;
+  const double h2d = h2d_bytes / hw->h2d_bytes_per_s * 1e9,
+               d2h = d2h_bytes / hw->d2h_bytes_per_s * 1e9;
   double sums_rate = larger(hw->accumulate_bytes_per_s, hw->accumulate_sumsq_bytes_per_s);
-  for (uint32_t i = 1; ps__sum_threads(hw, i); i++) sums_rate = larger(sums_rate, sums_rate * ps__sum_speed(hw, ps__sum_threads(hw, i)));
-  const double host = (t->updates / hw->optimizer_bytes_per_s + (t->host_ops - t->updates) / sums_rate) * 1e9;
+  for (uint32_t i = 1; ps__sum_threads(hw, i); i++)
+    sums_rate = larger(sums_rate, sums_rate * ps__sum_speed(hw, ps__sum_threads(hw, i)));
+  const double host =
+      (t->updates / hw->optimizer_bytes_per_s + (t->host_ops - t->updates) / sums_rate) * 1e9;
   double bound = larger(larger(compute, host), larger(h2d, d2h));
   if (hw->backend == PS_BACKEND_CPU) {
-    const double all = f->cost.n_threads < hw->n_cpus ? (double)f->cost.n_threads / hw->n_cpus : 1, one = 1.0 / hw->n_cpus;
+    const double all = f->cost.n_threads < hw->n_cpus ? (double)f->cost.n_threads / hw->n_cpus : 1,
+                 one = 1.0 / hw->n_cpus;
     bound = larger(bound, (compute + host) * all + (h2d + d2h) * one);
   } else {
     bound = larger(bound, (h2d_bytes + d2h_bytes) / (2 * hw->duplex_bytes_per_s) * 1e9);
@@ -282,45 +354,63 @@ static double bound_of(const ps__family *f, const ps__base *z, const ps__shares 
   return bound;
 }
 
-/* What the step will take about: the passes of all rounds as fluids, each as long as the slowest of compute, link and host memory, and of the updates what the first forward
- * pass (with clipping; without it, the last backward pass) does not hide. Transfers that are not issued ahead hide behind nothing. */
-static double estimate_of(const ps__family *f, const ps__base *z, const ps__shares *s, const traffic *t, uint32_t ahead) {
+/* What the step will take about: the passes of all rounds as fluids, each as long as the slowest
+ * of compute, link and host memory, and of the updates what the first forward pass (with
+ * clipping; without it, the last backward pass) does not hide. Transfers that are not issued
+ * ahead hide behind nothing. */
+static double estimate_of(const ps__family *f, const ps__base *z, const ps__shares *s,
+                          const traffic *t, uint32_t ahead) {
   const ps_hardware *hw = f->cost.hw;
-  const double ns = 1e9, fetched = t->to_device / 2, home = s->home_bytes, sums = t->host_ops - t->updates;
+  const double ns = 1e9, fetched = t->to_device / 2, home = s->home_bytes,
+               sums = t->host_ops - t->updates;
   const double forward = z->forward_ns[0], backward = z->compute_ns - forward + s->recompute_ns;
   const double f_h2d = fetched / hw->h2d_bytes_per_s * ns, f_d2h = home / hw->d2h_bytes_per_s * ns;
-  const double b_h2d = (fetched + home) / hw->h2d_bytes_per_s * ns, b_d2h = t->to_host / hw->d2h_bytes_per_s * ns;
-  const double f_both = (fetched + home) / (2 * hw->duplex_bytes_per_s) * ns, b_both = (fetched + home + t->to_host) / (2 * hw->duplex_bytes_per_s) * ns;
-  const double b_memory = (fetched + home + t->to_host + sums) / hw->memory_bytes_per_s * ns, b_sums = sums / hw->accumulate_bytes_per_s * ns;
-  const double updates = t->updates / hw->optimizer_bytes_per_s * ns, share = forward > 0 ? z->forward_ns[1] / forward : 1;
-  double passes = larger(larger(forward, f_both), larger(f_h2d, f_d2h)) +
-                  larger(larger(larger(backward, b_both), larger(b_h2d, b_d2h)), larger(b_memory, b_sums));
-  if (ahead == 0) passes = forward + backward + f_h2d + f_d2h + b_h2d + b_d2h;
+  const double b_h2d = (fetched + home) / hw->h2d_bytes_per_s * ns,
+               b_d2h = t->to_host / hw->d2h_bytes_per_s * ns;
+  const double f_both = (fetched + home) / (2 * hw->duplex_bytes_per_s) * ns,
+               b_both = (fetched + home + t->to_host) / (2 * hw->duplex_bytes_per_s) * ns;
+  const double b_memory = (fetched + home + t->to_host + sums) / hw->memory_bytes_per_s * ns,
+               b_sums = sums / hw->accumulate_bytes_per_s * ns;
+  const double updates = t->updates / hw->optimizer_bytes_per_s * ns,
+               share = forward > 0 ? z->forward_ns[1] / forward : 1;
+  double passes =
+      larger(larger(forward, f_both), larger(f_h2d, f_d2h)) +
+      larger(larger(larger(backward, b_both), larger(b_h2d, b_d2h)), larger(b_memory, b_sums));
+  if (ahead == 0)
+    passes = forward + backward + f_h2d + f_d2h + b_h2d + b_d2h;
   const double hidden = f->plan->cfg.clip ? z->forward_ns[1] : backward * share;
   return passes + (updates > hidden ? updates - hidden : 0);
 }
 
 static uint64_t resident_bytes(const ps__family *f, const ps__layout *l, const ps__residency *r) {
-  const uint64_t state = f->plan->cfg.recipe == PS_RECIPE_BF16 ? 4 : f->plan->cfg.recipe == PS_RECIPE_FP32 ? 8 : 12;
+  const uint64_t state = f->plan->cfg.recipe == PS_RECIPE_BF16   ? 4
+                         : f->plan->cfg.recipe == PS_RECIPE_FP32 ? 8
+                                                                 : 12;
   const uint64_t e = ps_dtype_bytes((ps_dtype)f->block.dt);
-  const ps__contributions sums = ps__contributions_of(l, ps__head_slice(f->plan, l->chunk_tokens), (ps_dtype)f->block.dt, false);
+  const ps__contributions sums = ps__contributions_of(l, ps__head_slice(f->plan, l->chunk_tokens),
+                                                      (ps_dtype)f->block.dt, false);
   uint64_t bytes = 0;
   for (uint32_t u = ps__embeds_at_home(f, l, r); u < ps_model_n_units(&f->plan->model); u++) {
     const bool several = ps__unit_contributions(&f->plan->model, &sums, u) > 1;
-    if (ps__params_stay(f, r, u)) bytes += unit_bytes(f, u);
-    if (r->state) bytes += unit_bytes(f, u) / e * state;
-    if (ps__among(u, r->grads) && several && l->n_rounds > 1) bytes += unit_bytes(f, u);
+    if (ps__params_stay(f, r, u))
+      bytes += unit_bytes(f, u);
+    if (r->state)
+      bytes += unit_bytes(f, u) / e * state;
+    if (ps__among(u, r->grads) && several && l->n_rounds > 1)
+      bytes += unit_bytes(f, u);
   }
   return bytes;
 }
 
 static uint64_t home_bytes(const ps__family *f, bool state) {
-  static const uint64_t each[PS_N_RECIPES][2] = {[PS_RECIPE_FP32] = {16, 4}, [PS_RECIPE_FP32_MASTER] = {16, 6}, [PS_RECIPE_BF16] = {8, 2}};
-  const uint64_t grads = state && f->plan->cfg.keep_grads ? ps_dtype_bytes((ps_dtype)f->block.dt) : 0;
+  static const uint64_t each[PS_N_RECIPES][2] = {
+      [PS_RECIPE_FP32] = {16, 4}, [PS_RECIPE_FP32_MASTER] = {16, 6}, [PS_RECIPE_BF16] = {8, 2}};
+  const uint64_t grads =
+      state && f->plan->cfg.keep_grads ? ps_dtype_bytes((ps_dtype)f->block.dt) : 0;
   return ps_model_n_elements(&f->plan->model) * (each[f->plan->cfg.recipe][state] + grads);
 }
 
-/* ---- members ------------------------------------------------------------------------------------------------------------------------- */
+/* ---- members --------------------------------------------------------------------------------- */
 
 static ps_status add_members(ps__family *f, uint32_t idx) {
   ps__size *z = &f->size[idx];
@@ -351,8 +441,10 @@ static ps_status add_members(ps__family *f, uint32_t idx) {
         m.estimate_ns = larger(m.bound_ns, estimate_of(f, base[m.residency], &s, &now, m.ahead));
         m.bytes[PS__SPACE_DEVICE] = device[m.residency] + s.device_bytes;
         m.bytes[PS__SPACE_HOST] = host[m.residency] + s.host_bytes;
-        if (!ps__grow((void **)&f->member, f->n_members, &f->cap_members, sizeof *f->member)) st = ps__fail(PS_ENOMEM, "out of memory for the family of plans");
-        else f->member[f->n_members++] = m;
+        if (!ps__grow((void **)&f->member, f->n_members, &f->cap_members, sizeof *f->member))
+          st = ps__fail(PS_ENOMEM, "out of memory for the family of plans");
+        else
+          f->member[f->n_members++] = m;
       }
     }
   ps__free(table);
@@ -360,19 +452,22 @@ static ps_status add_members(ps__family *f, uint32_t idx) {
   return st;
 }
 
-/* A chunk whose tensors, all of them at once, take less than an eighth of the largest unit's parameters saves next to no memory over the next size and costs many
- * times the ops. */
+/* A chunk whose tensors, all of them at once, take less than an eighth of the largest unit's
+ * parameters saves next to no memory over the next size and costs many times the ops. */
 static bool needlessly_small(const ps__family *f, uint64_t chunk_tokens) {
   uint64_t row = 0, unit = 0;
-  for (int t = 0; t < PS__N_TENSORS; t++) row += f->block.tensor[t].row_bytes;
+  for (int t = 0; t < PS__N_TENSORS; t++)
+    row += f->block.tensor[t].row_bytes;
   for (uint32_t u = 0; u < ps_model_n_units(&f->plan->model); u++)
-    if (unit_bytes(f, u) > unit) unit = unit_bytes(f, u);
+    if (unit_bytes(f, u) > unit)
+      unit = unit_bytes(f, u);
   return chunk_tokens * row < unit / 8;
 }
 
 static uint32_t add_number(uint64_t *list, uint32_t n, uint64_t value) {
   for (uint32_t i = 0; i < n; i++)
-    if (list[i] == value) return n;
+    if (list[i] == value)
+      return n;
   list[n] = value;
   return n + 1;
 }
@@ -383,8 +478,11 @@ enum { MAX_CHUNKS = 8, MAX_ROUNDS = 8 };
 static double step_ops(const ps__family *f, uint64_t chunk_tokens) {
   const ps_plan_config *cfg = &f->plan->cfg;
   const uint64_t slices = (chunk_tokens + cfg->head_slice_tokens - 1) / cfg->head_slice_tokens;
-  const double sequences = (double)(cfg->tokens_per_step / cfg->seq_len), a_chunk = (double)(chunk_tokens / cfg->seq_len);
-  const double chunks = a_chunk >= 1 ? ceil(sequences / a_chunk) : sequences * (double)((cfg->seq_len + chunk_tokens - 1) / chunk_tokens);
+  const double sequences = (double)(cfg->tokens_per_step / cfg->seq_len),
+               a_chunk = (double)(chunk_tokens / cfg->seq_len);
+  const double chunks =
+      a_chunk >= 1 ? ceil(sequences / a_chunk)
+                   : sequences * (double)((cfg->seq_len + chunk_tokens - 1) / chunk_tokens);
   return chunks * (36.0 * f->plan->model.n_layers + 8.0 * (double)slices);
 }
 
@@ -392,15 +490,23 @@ static double step_ops(const ps__family *f, uint64_t chunk_tokens) {
 static uint32_t chunk_sizes(const ps__family *f, uint64_t list[MAX_CHUNKS]) {
   static const uint64_t target[] = {256, 1024, 4096, 8192, 16384, 32768, 65536};
   const ps_plan_config *cfg = &f->plan->cfg;
-  const uint32_t n_targets = cfg->seq_len > 32768 ? 7 : cfg->seq_len > 16384 ? 6 : 5; /* the largest for long sequences alone: attention is faster on longer slices */
+  /* the largest for long sequences alone: attention is faster on longer slices */
+  const uint32_t n_targets = cfg->seq_len > 32768 ? 7 : cfg->seq_len > 16384 ? 6 : 5;
   uint32_t n = 0;
-  if (cfg->chunk_tokens) return add_number(list, 0, cfg->chunk_tokens);
+  if (cfg->chunk_tokens)
+    return add_number(list, 0, cfg->chunk_tokens);
   for (uint32_t i = 0; i < n_targets; i++) {
     uint64_t size = target[i] < cfg->seq_len ? target[i] : target[i] / cfg->seq_len * cfg->seq_len;
-    if (size > cfg->tokens_per_step) size = cfg->tokens_per_step;
-    if (target[i] == 8192 && f->plan->hw.backend == PS_BACKEND_CPU) continue; /* between 4096 and 16384 only memory of a GPU makes a difference */
-    const bool many = cfg->tokens_per_step / size * f->plan->model.n_layers * OPS_A_CELL > MOST_STEP_OPS; /* so many ops that a plan of them takes minutes to find */
-    if ((many || needlessly_small(f, size)) && size < cfg->tokens_per_step && i + 1 < n_targets) continue;
+    if (size > cfg->tokens_per_step)
+      size = cfg->tokens_per_step;
+    /* between 4096 and 16384 only memory of a GPU makes a difference */
+    if (target[i] == 8192 && f->plan->hw.backend == PS_BACKEND_CPU)
+      continue;
+    /* so many ops that a plan of them takes minutes to find */
+    const bool many =
+        cfg->tokens_per_step / size * f->plan->model.n_layers * OPS_A_CELL > MOST_STEP_OPS;
+    if ((many || needlessly_small(f, size)) && size < cfg->tokens_per_step && i + 1 < n_targets)
+      continue;
     n = add_number(list, n, size);
   }
   return n;
@@ -410,32 +516,42 @@ static uint32_t chunk_sizes(const ps__family *f, uint64_t list[MAX_CHUNKS]) {
 static uint32_t round_sizes(const ps__family *f, uint64_t chunk_tokens, uint64_t list[MAX_ROUNDS]) {
   static const uint64_t groups[] = {1, 2, 3, 4, 6, 8};
   const ps_plan_config *cfg = &f->plan->cfg;
-  if (cfg->chunks_per_round) return add_number(list, 0, cfg->chunks_per_round);
-  const uint64_t per_seq = chunk_tokens >= cfg->seq_len ? 1 : (cfg->seq_len + chunk_tokens - 1) / chunk_tokens;
-  const uint64_t all = chunk_tokens >= cfg->seq_len ? (cfg->tokens_per_step + chunk_tokens - 1) / chunk_tokens
-                                                     : cfg->tokens_per_step / cfg->seq_len * per_seq;
+  if (cfg->chunks_per_round)
+    return add_number(list, 0, cfg->chunks_per_round);
+  const uint64_t per_seq =
+      chunk_tokens >= cfg->seq_len ? 1 : (cfg->seq_len + chunk_tokens - 1) / chunk_tokens;
+  const uint64_t all = chunk_tokens >= cfg->seq_len
+                           ? (cfg->tokens_per_step + chunk_tokens - 1) / chunk_tokens
+                           : cfg->tokens_per_step / cfg->seq_len * per_seq;
   uint32_t n = 0;
   for (uint32_t i = 0; i < sizeof groups / sizeof *groups; i++)
-    if (groups[i] * per_seq < all && (groups[i] == 1 || groups[i] == 4 || f->plan->hw.backend == PS_BACKEND_CUDA)) n = add_number(list, n, groups[i] * per_seq);
+    if (groups[i] * per_seq < all &&
+        (groups[i] == 1 || groups[i] == 4 || f->plan->hw.backend == PS_BACKEND_CUDA))
+      n = add_number(list, n, groups[i] * per_seq);
   return add_number(list, n, all);
 }
 
 enum { MAX_FIRSTS = 3 };
 
-/* Chunks of the first round: like the others, or two or three times as many where the updates of the step before run under its forward pass, which on a CPU would not
- * hide them. */
-static uint32_t first_sizes(const ps__family *f, uint64_t chunk_tokens, uint64_t a_round, uint64_t list[MAX_FIRSTS]) {
+/* Chunks of the first round: like the others, or two or three times as many where the updates of
+ * the step before run under its forward pass, which on a CPU would not hide them. */
+static uint32_t first_sizes(const ps__family *f, uint64_t chunk_tokens, uint64_t a_round,
+                            uint64_t list[MAX_FIRSTS]) {
   const ps_plan_config *cfg = &f->plan->cfg;
   const uint64_t all = (cfg->tokens_per_step + chunk_tokens - 1) / chunk_tokens;
   uint32_t n = 0;
-  if (cfg->first_round_chunks || cfg->chunks_per_round) return add_number(list, 0, cfg->first_round_chunks);
+  if (cfg->first_round_chunks || cfg->chunks_per_round)
+    return add_number(list, 0, cfg->first_round_chunks);
   for (uint64_t times = 1; times <= MAX_FIRSTS; times++)
-    if (times == 1 || (f->plan->hw.backend == PS_BACKEND_CUDA && cfg->clip && times * a_round < all)) n = add_number(list, n, times * a_round);
+    if (times == 1 ||
+        (f->plan->hw.backend == PS_BACKEND_CUDA && cfg->clip && times * a_round < all))
+      n = add_number(list, n, times * a_round);
   return n;
 }
 
-/* What emitting all the sizes may take: of the chunk sizes the largest, whose steps have the fewest ops, as many as do not exceed it; and what a step may have at all, which
- * takes 1.3 KB an op and seconds to look at. */
+/* What emitting all the sizes may take: of the chunk sizes the largest, whose steps have the
+ * fewest ops, as many as do not exceed it; and what a step may have at all, which takes 1.3 KB
+ * an op and seconds to look at. */
 static const double MEASURE_OPS = 1.6e7, MOST_OPS = 1 << 20;
 
 /* The first of the ascending chunk sizes that is taken. */
@@ -446,17 +562,24 @@ static ps_status first_size(const ps__family *f, const uint64_t *chunk, uint32_t
     const double a_step = step_ops(f, chunk[*out - 1]);
     uint64_t rounds[MAX_ROUNDS];
     ops += a_step * MAX_FIRSTS * round_sizes(f, chunk[*out - 1], rounds);
-    if (a_step > MOST_OPS || (*out < n && ops > MEASURE_OPS)) break;
+    if (a_step > MOST_OPS || (*out < n && ops > MEASURE_OPS))
+      break;
   }
-  if (*out < n) return PS_OK;
-  return ps__fail(PS_EINVAL, "a step of %llu tokens in chunks of %llu has about %.3g million ops, at most %.3g are planned: lower --tokens-per-step, or raise --chunk-tokens "
-                  "(or --head-slice-tokens, %llu)", (unsigned long long)cfg->tokens_per_step, (unsigned long long)chunk[n - 1], step_ops(f, chunk[n - 1]) * 1e-6,
-                  MOST_OPS * 1e-6, (unsigned long long)cfg->head_slice_tokens);
+  if (*out < n)
+    return PS_OK;
+  return ps__fail(PS_EINVAL,
+                  "a step of %llu tokens in chunks of %llu has about %.3g million ops, at most "
+                  "%.3g are planned: lower --tokens-per-step, or raise --chunk-tokens "
+                  "(or --head-slice-tokens, %llu)",
+                  (unsigned long long)cfg->tokens_per_step, (unsigned long long)chunk[n - 1],
+                  step_ops(f, chunk[n - 1]) * 1e-6, MOST_OPS * 1e-6,
+                  (unsigned long long)cfg->head_slice_tokens);
 }
 
 static ps_status add_size(ps__family *f, uint64_t chunk_tokens, uint64_t a_round, uint64_t first) {
   const ps_plan_config *cfg = &f->plan->cfg;
-  PS_TRY(ps__layout_init(&f->size[f->n_sizes].layout, cfg->seq_len, cfg->tokens_per_step / cfg->seq_len, chunk_tokens, a_round, first));
+  PS_TRY(ps__layout_init(&f->size[f->n_sizes].layout, cfg->seq_len,
+                         cfg->tokens_per_step / cfg->seq_len, chunk_tokens, a_round, first));
   f->size[f->n_sizes++].n_ops = (size_t)step_ops(f, chunk_tokens);
   return PS_OK;
 }
@@ -472,19 +595,22 @@ static void measure_task(void *arg, int64_t i, uint32_t worker) {
   measuring *m = arg;
   (void)worker;
   m->status[i] = measure_size(m->f, &m->f->size[i], m->hooks);
-  if (m->status[i] != PS_OK) snprintf(m->why[i], sizeof m->why[i], "%s", ps_last_error());
+  if (m->status[i] != PS_OK)
+    snprintf(m->why[i], sizeof m->why[i], "%s", ps_last_error());
 }
 
 /* All sizes side by side; the members follow in their order. */
 static ps_status measure_sizes(ps__family *f, ps__step_hooks *hooks) {
   measuring m = {.f = f, .hooks = hooks};
   ps__pool *pool;
-  if (f->n_sizes == 0) return PS_OK;
+  if (f->n_sizes == 0)
+    return PS_OK;
   PS_TRY(ps__pool_create(&pool, ps__family_workers(f, f->n_sizes), "search"));
   ps__pool_run(pool, f->n_sizes, measure_task, &m);
   ps__pool_destroy(pool);
   for (uint32_t i = 0; i < f->n_sizes; i++) {
-    if (m.status[i] != PS_OK) return ps__fail(m.status[i], "%s", m.why[i]);
+    if (m.status[i] != PS_OK)
+      return ps__fail(m.status[i], "%s", m.why[i]);
     PS_TRY(add_members(f, i));
   }
   return PS_OK;
@@ -506,7 +632,8 @@ ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *ho
     for (uint32_t j = 0; j < n_rounds; j++) {
       uint64_t first[MAX_FIRSTS];
       const uint32_t n_firsts = first_sizes(f, chunks[i], rounds[j], first);
-      for (uint32_t k = 0; k < n_firsts && f->n_sizes < PS__MAX_SIZES; k++) PS_TRY(add_size(f, chunks[i], rounds[j], first[k]));
+      for (uint32_t k = 0; k < n_firsts && f->n_sizes < PS__MAX_SIZES; k++)
+        PS_TRY(add_size(f, chunks[i], rounds[j], first[k]));
     }
   }
   return measure_sizes(f, hooks);

@@ -1,13 +1,15 @@
 /* hardware.c - this machine's facts, and rates estimated from them. */
 #include "hardware_impl.h"
 #ifdef PS_CUDA
-#include "../backends/cuda/probe.h"
+#  include "../backends/cuda/probe.h"
 #endif
 #include <ctype.h>
 #include <string.h>
 #include <unistd.h>
 
-#define PS__NO_CUDA "this library was built without CUDA: install the CUDA toolkit (12.4 or newer) and run make CUDA=1, or use the cpu backend"
+#define PS__NO_CUDA                                                                                \
+  "this library was built without CUDA: install the CUDA toolkit (12.4 or newer) and run make "    \
+  "CUDA=1, or use the cpu backend"
 
 static void cpu_name(char *out, size_t room) {
   snprintf(out, room, "unknown CPU");
@@ -15,26 +17,33 @@ static void cpu_name(char *out, size_t room) {
   char line[256];
   while (f && fgets(line, sizeof line, f)) {
     const char *colon = strchr(line, ':');
-    if (strncmp(line, "model name", 10) != 0 || !colon) continue;
+    if (strncmp(line, "model name", 10) != 0 || !colon)
+      continue;
     snprintf(out, room, "%s", colon + 2);
     out[strcspn(out, "\n")] = 0;
     break;
   }
-  if (f) fclose(f);
+  if (f)
+    fclose(f);
 }
 
-ps_status ps__hardware_facts(ps_hardware *hw, uint32_t backend, uint32_t device, uint32_t n_threads) {
+ps_status ps__hardware_facts(ps_hardware *hw, uint32_t backend, uint32_t device,
+                             uint32_t n_threads) {
   memset(hw, 0, sizeof *hw);
   (void)ps__process_bytes(); /* before a driver and measuring add to it */
   hw->struct_bytes = sizeof *hw;
   hw->backend = backend;
   hw->device = device;
   hw->n_cpus = ps__n_cpus();
-  hw->n_threads = n_threads ? n_threads : backend == PS_BACKEND_CUDA && hw->n_cpus >= 4 ? hw->n_cpus - 2 : hw->n_cpus;
+  hw->n_threads = n_threads                                       ? n_threads
+                  : backend == PS_BACKEND_CUDA && hw->n_cpus >= 4 ? hw->n_cpus - 2
+                                                                  : hw->n_cpus;
   hw->host_memory_bytes = ps__host_memory_limit();
   cpu_name(hw->name, sizeof hw->name);
-  if (backend == PS_BACKEND_CPU) return PS_OK;
-  if (backend != PS_BACKEND_CUDA) return ps__fail(PS_EINVAL, "backend %u is unknown", backend);
+  if (backend == PS_BACKEND_CPU)
+    return PS_OK;
+  if (backend != PS_BACKEND_CUDA)
+    return ps__fail(PS_EINVAL, "backend %u is unknown", backend);
 #ifdef PS_CUDA
   PS_TRY(ps__cuda_facts(hw));
   hw->peak_flops_per_s = ps_hardware_peak(hw->device_name);
@@ -65,25 +74,34 @@ const char *ps_hardware_gpu_unused(void) {
 static bool has_words(const char *name, const char *words) {
   const size_t n = strlen(words);
   for (const char *at = strstr(name, words); at; at = *at ? strstr(at + 1, words) : NULL)
-    if (n == 0 || ((at == name || !isalnum((unsigned char)at[-1])) && !isalnum((unsigned char)at[n]))) return true;
+    if (n == 0 ||
+        ((at == name || !isalnum((unsigned char)at[-1])) && !isalnum((unsigned char)at[n])))
+      return true;
   return false;
 }
 
-/* Dense bf16 with fp32 accumulation, TFLOP/s, from NVIDIA's data sheets and architecture white papers (H100 and H200 SXM, H100 PCIe and NVL, A100, L40S, RTX 6000
- * Ada; GeForce: the white papers of Blackwell, Ada and Ampere). The first entry whose words are all in the name counts; what shares a name with another chip is
- * there as unknown. */
+/* Dense bf16 with fp32 accumulation, TFLOP/s, from NVIDIA's data sheets and architecture white
+ * papers (H100 and H200 SXM, H100 PCIe and NVL, A100, L40S, RTX 6000 Ada; GeForce: the white
+ * papers of Blackwell, Ada and Ampere). The first entry whose words are all in the name counts;
+ * what shares a name with another chip is there as unknown. */
 double ps_hardware_peak(const char *device_name) {
-  static const struct { const char *a, *b; double tflops; } table[] = {
-      {"Laptop", "", 0},      {"H200", "NVL", 835},   {"H200", "", 989},         {"GH200", "", 989},       {"H100", "PCIe", 756},
-      {"H100", "NVL", 835},   {"H100", "", 989},      {"A100", "", 312},         {"L40S", "", 362},        {"RTX 6000 Ada", "", 364},
-      {"RTX 5090 D", "", 0},  {"RTX 5090", "", 209.5}, {"RTX 4090 D", "", 0},    {"RTX 4090", "", 165.2},  {"RTX 3090 Ti", "", 80},
-      {"RTX 3090", "", 71.2}};
+  static const struct {
+    const char *a, *b;
+    double tflops;
+  } table[] = {{"Laptop", "", 0},         {"H200", "NVL", 835},    {"H200", "", 989},
+               {"GH200", "", 989},        {"H100", "PCIe", 756},   {"H100", "NVL", 835},
+               {"H100", "", 989},         {"A100", "", 312},       {"L40S", "", 362},
+               {"RTX 6000 Ada", "", 364}, {"RTX 5090 D", "", 0},   {"RTX 5090", "", 209.5},
+               {"RTX 4090 D", "", 0},     {"RTX 4090", "", 165.2}, {"RTX 3090 Ti", "", 80},
+               {"RTX 3090", "", 71.2}};
   for (size_t i = 0; device_name && i < sizeof table / sizeof *table; i++)
-    if (has_words(device_name, table[i].a) && has_words(device_name, table[i].b)) return table[i].tflops * 1e12;
+    if (has_words(device_name, table[i].a) && has_words(device_name, table[i].b))
+      return table[i].tflops * 1e12;
   return 0;
 }
 
-/* A core of the last ten years does some 50 GFLOP/s in fp32 GEMM; one memory channel a pair of cores some 10 GB/s. */
+/* A core of the last ten years does some 50 GFLOP/s in fp32 GEMM; one memory channel a pair of
+ * cores some 10 GB/s. */
 static void estimate_cpu(ps_hardware *hw) {
   const double t = hw->n_threads;
   hw->gemm_flops_per_s[PS_F32] = hw->peak_flops_per_s = 50e9 * t;
@@ -95,8 +113,9 @@ static void estimate_cpu(ps_hardware *hw) {
   hw->op_ns = 3000;
 }
 
-/* Shares of the ceilings that a power-bound H200 reaches (bench/LOG.md); where a ceiling is unknown, 4096 FLOP a cycle and SM at 1.5 GHz, 8 GB/s of memory
- * an SM (Hopper: 24), a link of the GPU's time. */
+/* Shares of the ceilings that a power-bound H200 reaches (bench/LOG.md); where a ceiling is
+ * unknown, 4096 FLOP a cycle and SM at 1.5 GHz, 8 GB/s of memory an SM (Hopper: 24), a link of
+ * the GPU's time. */
 static void estimate_cuda(ps_hardware *hw) {
   const double peak = hw->peak_flops_per_s > 0 ? hw->peak_flops_per_s : 4096 * 1.5e9 * hw->n_sms;
   hw->gemm_flops_per_s[PS_BF16] = 0.66 * peak;
@@ -104,9 +123,11 @@ static void estimate_cuda(ps_hardware *hw) {
   hw->attention_flops_per_s[PS_BF16] = hw->attention_flops_per_s[PS_F32] = 0.55 * peak;
   hw->attention_bwd_flops_per_s[PS_BF16] = hw->attention_bwd_flops_per_s[PS_F32] = 0.45 * peak;
   hw->elementwise_bytes_per_s = 8e9 * hw->n_sms * (hw->compute_capability == 90 ? 3 : 1);
-  if (hw->device_peak_bytes_per_s > 0) hw->elementwise_bytes_per_s = 0.65 * hw->device_peak_bytes_per_s;
+  if (hw->device_peak_bytes_per_s > 0)
+    hw->elementwise_bytes_per_s = 0.65 * hw->device_peak_bytes_per_s;
   hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->compute_capability >= 90 ? 50e9 : 24e9;
-  if (hw->link_peak_bytes_per_s > 0) hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = 0.87 * hw->link_peak_bytes_per_s;
+  if (hw->link_peak_bytes_per_s > 0)
+    hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = 0.87 * hw->link_peak_bytes_per_s;
   hw->duplex_bytes_per_s = 0.9 * hw->h2d_bytes_per_s;
   hw->op_ns = 4000;
   hw->device_overhead_bytes = 1ull << 30;
@@ -114,24 +135,38 @@ static void estimate_cuda(ps_hardware *hw) {
 
 void ps__hardware_complete(ps_hardware *hw) {
   const double gemm = hw->gemm_flops_per_s[PS_BF16], memory = hw->memory_bytes_per_s / 4;
-  if (!hw->gemm[0].rows) hw->gemm[0] = (ps_gemm_rate){8192, 0, gemm, gemm, gemm};
+  if (!hw->gemm[0].rows)
+    hw->gemm[0] = (ps_gemm_rate){8192, 0, gemm, gemm, gemm};
   if (!hw->attention[0].rows)
-    hw->attention[0] = (ps_attention_rate){8192, 8192, 1, 0, hw->attention_flops_per_s[PS_BF16], hw->attention_bwd_flops_per_s[PS_BF16]};
-  if (!(hw->accumulate_bytes_per_s > 0)) hw->accumulate_bytes_per_s = hw->optimizer_bytes_per_s;
-  if (!(hw->accumulate_sumsq_bytes_per_s > 0)) hw->accumulate_sumsq_bytes_per_s = hw->accumulate_bytes_per_s;
-  if (!(hw->sumsq_bytes_per_s > 0)) hw->sumsq_bytes_per_s = hw->optimizer_bytes_per_s;
+    hw->attention[0] = (ps_attention_rate){8192,
+                                           8192,
+                                           1,
+                                           0,
+                                           hw->attention_flops_per_s[PS_BF16],
+                                           hw->attention_bwd_flops_per_s[PS_BF16]};
+  if (!(hw->accumulate_bytes_per_s > 0))
+    hw->accumulate_bytes_per_s = hw->optimizer_bytes_per_s;
+  if (!(hw->accumulate_sumsq_bytes_per_s > 0))
+    hw->accumulate_sumsq_bytes_per_s = hw->accumulate_bytes_per_s;
+  if (!(hw->sumsq_bytes_per_s > 0))
+    hw->sumsq_bytes_per_s = hw->optimizer_bytes_per_s;
   /* one thread moves a core's share, but no more than a core keeps in flight */
-  if (!(hw->gather_bytes_per_s > 0)) hw->gather_bytes_per_s = memory < 16e9 ? memory : 16e9;
+  if (!(hw->gather_bytes_per_s > 0))
+    hw->gather_bytes_per_s = memory < 16e9 ? memory : 16e9;
 }
 
-ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads) {
-  if (!out) return ps__fail(PS_EINVAL, "ps_hardware_estimate: out is NULL");
+ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32_t device,
+                               uint32_t n_threads) {
+  if (!out)
+    return ps__fail(PS_EINVAL, "ps_hardware_estimate: out is NULL");
   ps_hardware hw;
   PS_TRY(ps__hardware_facts(&hw, backend, device, n_threads));
   hw.memory_bytes_per_s = 10e9 * (1 + hw.n_threads / 2.0);
   hw.optimizer_bytes_per_s = 0.7 * hw.memory_bytes_per_s;
-  if (backend == PS_BACKEND_CUDA) estimate_cuda(&hw);
-  else estimate_cpu(&hw);
+  if (backend == PS_BACKEND_CUDA)
+    estimate_cuda(&hw);
+  else
+    estimate_cpu(&hw);
   ps__hardware_complete(&hw);
   *out = hw;
   return PS_OK;

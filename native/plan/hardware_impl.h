@@ -4,13 +4,18 @@
 #include "../core/core.h"
 #include <penstock/hardware.h>
 
-/* ps__hardware_facts() - *hw cleared, then what the system and the driver report. Errors: PS_EINVAL, PS_EDEVICE. */
-ps_status ps__hardware_facts(ps_hardware *hw, uint32_t backend, uint32_t device, uint32_t n_threads);
+/* ps__hardware_facts() - *hw cleared, then what the system and the driver report. Errors:
+ * PS_EINVAL, PS_EDEVICE. */
+ps_status ps__hardware_facts(ps_hardware *hw, uint32_t backend, uint32_t device,
+                             uint32_t n_threads);
 
-/* Threads of the io stream, which gathers the embedding's rows beside host ops on @n_threads: they run for some milliseconds a round, and a step's first forward pass
- * waits for them. */
-static inline uint32_t ps__io_threads(uint32_t n_threads) { return n_threads < 8 ? 1 : n_threads / 2; }
+/* Threads of the io stream, which gathers the embedding's rows beside host ops on @n_threads:
+ * they run for some milliseconds a round, and a step's first forward pass waits for them. */
+static inline uint32_t ps__io_threads(uint32_t n_threads) {
+  return n_threads < 8 ? 1 : n_threads / 2;
+}
 
-/* ps__hardware_complete() - fills what may be absent from the rates that may not (penstock/hardware.h). */
+/* ps__hardware_complete() - fills what may be absent from the rates that may not
+ * (penstock/hardware.h). */
 void ps__hardware_complete(ps_hardware *hw);
 #endif

@@ -5,95 +5,127 @@
 #include <string.h>
 
 uint32_t ps__stream_threads(const ps_plan *plan, uint32_t stream) {
-  if (stream == PS__S_IO) return ps__io_threads(plan->hw.n_threads);
-  return stream == PS__S_HOST || (stream == PS__S_COMPUTE && plan->hw.backend == PS_BACKEND_CPU) ? plan->hw.n_threads : 1;
+  if (stream == PS__S_IO)
+    return ps__io_threads(plan->hw.n_threads);
+  return stream == PS__S_HOST || (stream == PS__S_COMPUTE && plan->hw.backend == PS_BACKEND_CPU)
+             ? plan->hw.n_threads
+             : 1;
 }
 
-/* The scratch of a stream and the products' workspace are one allocation (native/backends/cuda/cuda.c), in the driver's units of 2 MiB. */
+/* The scratch of a stream and the products' workspace are one allocation
+ * (native/backends/cuda/cuda.c), in the driver's units of 2 MiB. */
 uint64_t ps__device_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch) {
   *scratch = 0;
-  if (plan->hw.backend != PS_BACKEND_CUDA) return 0;
+  if (plan->hw.backend != PS_BACKEND_CUDA)
+    return 0;
   for (uint32_t i = 0; i < PS__N_STREAMS; i++) {
-    const uint64_t blas = i == PS__S_COMPUTE ? ps__cuda_workspace_bytes(plan->hw.compute_capability) : 0;
-    if (!ps__stream_on_host(i)) *scratch += ps__arena_round(s->scratch_bytes[i] + blas);
+    const uint64_t blas =
+        i == PS__S_COMPUTE ? ps__cuda_workspace_bytes(plan->hw.compute_capability) : 0;
+    if (!ps__stream_on_host(i))
+      *scratch += ps__arena_round(s->scratch_bytes[i] + blas);
   }
   return *scratch + plan->hw.device_overhead_bytes;
 }
 
-uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch, uint64_t *trace) {
+uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
+                           uint64_t *trace) {
   *scratch = 0;
   for (uint32_t i = 0; i < PS__N_STREAMS; i++)
-    if (plan->hw.backend == PS_BACKEND_CPU || ps__stream_on_host(i)) *scratch += (uint64_t)s->scratch_bytes[i] * ps__stream_threads(plan, i);
+    if (plan->hw.backend == PS_BACKEND_CPU || ps__stream_on_host(i))
+      *scratch += (uint64_t)s->scratch_bytes[i] * ps__stream_threads(plan, i);
   /* the trace, and what the program, the schedule and the run keep for each op */
   *trace = s->n_op * ((uint64_t)plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
-  /* tokens and targets of a batch as the source fills them; which rows of an embedding at home are updated */
+  /* tokens and targets of a batch as the source fills them; which rows of an embedding at home
+   * are updated */
   const uint64_t rows = s->spec->embed_at_home ? 4ull * plan->model.vocab_size : 0;
   return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows;
 }
 
 double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]) {
-  double stream[PS__N_STREAMS] = {0}, resource[PS_SIM_RESOURCES] = {0}, most = end[PS__SIM_STEADY] - end[PS__SIM_STEADY - 1];
+  double stream[PS__N_STREAMS] = {0}, resource[PS_SIM_RESOURCES] = {0},
+         most = end[PS__SIM_STEADY] - end[PS__SIM_STEADY - 1];
   for (size_t i = 0; i < s->n_op; i++) {
-    const ps_op_view view = {.kernel = s->op[i].kernel, .args = s->args + s->op[i].args, .stream = s->op[i].stream, .work = s->op[i].work};
+    const ps_op_view view = {.kernel = s->op[i].kernel,
+                             .args = s->args + s->op[i].args,
+                             .stream = s->op[i].stream,
+                             .work = s->op[i].work};
     ps_sim_cost cost;
     ps__cost(m, &view, &cost);
     stream[view.stream] += cost.ns;
-    for (int r = 0; r < PS_SIM_RESOURCES; r++) resource[r] += cost.ns * cost.demand[r];
+    for (int r = 0; r < PS_SIM_RESOURCES; r++)
+      resource[r] += cost.ns * cost.demand[r];
   }
   for (int i = 0; i < PS__N_STREAMS; i++)
-    if (stream[i] > most) most = stream[i];
+    if (stream[i] > most)
+      most = stream[i];
   for (int r = 0; r < PS_SIM_RESOURCES; r++)
-    if (resource[r] > most) most = resource[r];
+    if (resource[r] > most)
+      most = resource[r];
   return most;
 }
 
 /* On the CPU backend the device's arena is host memory too. */
 uint64_t ps__host_taken(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) {
-  return bytes[PS__SPACE_HOST] + (s->plan->hw.backend == PS_BACKEND_CPU ? bytes[PS__SPACE_DEVICE] : 0);
+  return bytes[PS__SPACE_HOST] +
+         (s->plan->hw.backend == PS_BACKEND_CPU ? bytes[PS__SPACE_DEVICE] : 0);
 }
 
 uint64_t ps__budget(const ps__search_state *s, uint64_t ops) {
-  const uint32_t layers = s->plan->model.n_layers < PS__BUDGET_LAYERS ? s->plan->model.n_layers : PS__BUDGET_LAYERS;
+  const uint32_t layers =
+      s->plan->model.n_layers < PS__BUDGET_LAYERS ? s->plan->model.n_layers : PS__BUDGET_LAYERS;
   return layers > 32 ? ops * layers / 32 : ops;
 }
 
-bool ps__fits_under(const ps__search_state *s, uint64_t device_cap, uint64_t host_cap, const uint64_t bytes[PS__N_SPACES]) {
-  return bytes[PS__SPACE_DEVICE] <= device_cap && bytes[PS__SPACE_HOST] <= host_cap && ps__host_taken(s, bytes) <= s->machine;
+bool ps__fits_under(const ps__search_state *s, uint64_t device_cap, uint64_t host_cap,
+                    const uint64_t bytes[PS__N_SPACES]) {
+  return bytes[PS__SPACE_DEVICE] <= device_cap && bytes[PS__SPACE_HOST] <= host_cap &&
+         ps__host_taken(s, bytes) <= s->machine;
 }
 
-bool ps__fits(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) { return ps__fits_under(s, s->device_cap, s->host_cap, bytes); }
+bool ps__fits(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) {
+  return ps__fits_under(s, s->device_cap, s->host_cap, bytes);
+}
 
-/* From one round's first op on the compute stream to the next one's, of the last two rounds before the last, in the steady step. */
+/* From one round's first op on the compute stream to the next one's, of the last two rounds
+ * before the last, in the steady step. */
 static double round_ns(const ps__step *step, const ps_trace_event *events) {
   const int32_t from = (int32_t)step->layout->n_rounds - 3;
   double start[2] = {0};
   for (size_t i = step->n_op; i-- > 0;) {
     const int32_t k = step->op[i].tag.round - from;
-    if (step->op[i].stream == PS__S_COMPUTE && (k == 0 || k == 1)) start[k] = (double)events[PS__SIM_STEADY * step->n_op + i].start_ns;
+    if (step->op[i].stream == PS__S_COMPUTE && (k == 0 || k == 1))
+      start[k] = (double)events[PS__SIM_STEADY * step->n_op + i].start_ns;
   }
   return start[1] - start[0];
 }
 
 /* @n_left_out: rounds that the step is shorter by than the one whose time is asked for. */
-static ps_status simulate(const ps__step *step, const ps_schedule *schedule, uint32_t n_left_out, ps__cost_model *m, ps_trace_event *events, double *step_ns) {
+static ps_status simulate(const ps__step *step, const ps_schedule *schedule, uint32_t n_left_out,
+                          ps__cost_model *m, ps_trace_event *events, double *step_ns) {
   double end[PS__SIM_STEPS];
   PS_TRY(ps_sim_run(schedule, ps__cost, m, PS__SIM_STEPS, events, end));
   *step_ns = ps__steady_ns(step, m, end) + (n_left_out ? n_left_out * round_ns(step, events) : 0);
   return PS_OK;
 }
 
-/* With the number of threads for sums that is best: @out its place (ps__sum_threads()). It changes what ops cost and nothing else. */
-static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint32_t n_left_out, uint8_t *out, double *out_ns) {
+/* With the number of threads for sums that is best: @out its place (ps__sum_threads()). It
+ * changes what ops cost and nothing else. */
+static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint32_t n_left_out,
+                              uint8_t *out, double *out_ns) {
   ps_program *program = NULL;
   ps_schedule *schedule = NULL;
-  ps_trace_event *events = n_left_out ? ps__malloc(PS__SIM_STEPS * step->n_op * sizeof *events) : NULL;
-  ps_status st = n_left_out && !events ? ps__fail(PS_ENOMEM, "out of memory for a simulation") : ps__step_program(step, &program);
-  if (st == PS_OK) st = ps_schedule_compile(&schedule, program);
+  ps_trace_event *events =
+      n_left_out ? ps__malloc(PS__SIM_STEPS * step->n_op * sizeof *events) : NULL;
+  ps_status st = n_left_out && !events ? ps__fail(PS_ENOMEM, "out of memory for a simulation")
+                                       : ps__step_program(step, &program);
+  if (st == PS_OK)
+    st = ps_schedule_compile(&schedule, program);
   for (uint32_t i = 0; st == PS_OK && (i == 0 || ps__sum_threads(hw, i)); i++) {
     double ns;
     ps__cost_model m = ps__cost_model_of(hw, step->dt, hw->n_threads, ps__sum_threads(hw, i));
     st = simulate(step, schedule, n_left_out, &m, events, &ns);
-    if (st != PS_OK || (i > 0 && ns >= *out_ns)) continue;
+    if (st != PS_OK || (i > 0 && ns >= *out_ns))
+      continue;
     *out_ns = ns;
     *out = (uint8_t)i;
   }
@@ -103,7 +135,7 @@ static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint3
   return st;
 }
 
-/* ---- a member's exact size ------------------------------------------------------------------------------------------------------ */
+/* ---- a member's exact size ------------------------------------------------------------------- */
 
 void ps__look_free(ps__look *z) {
   ps__step_free(&z->step);
@@ -111,10 +143,13 @@ void ps__look_free(ps__look *z) {
 }
 
 /* Host memory that a shorter step takes less: of the batch and for ops. */
-static uint64_t missing_bytes(const ps__search_state *s, const ps__size *size, const ps__layout *l, const ps__step *step) {
-  const uint64_t tokens = size->layout.n_tokens - l->n_tokens, a_token = 8 + 16 + 4; /* as the source fills them, as the device gets them, losses */
+static uint64_t missing_bytes(const ps__search_state *s, const ps__size *size, const ps__layout *l,
+                              const ps__step *step) {
+  /* as the source fills them, as the device gets them, losses */
+  const uint64_t tokens = size->layout.n_tokens - l->n_tokens, a_token = 8 + 16 + 4;
   const double ops = (double)step->n_op * ((double)size->layout.n_chunks / l->n_chunks - 1);
-  return tokens * a_token + (uint64_t)ops * ((uint64_t)s->plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
+  return tokens * a_token +
+         (uint64_t)ops * ((uint64_t)s->plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
 }
 
 /* Emission, and in bytes what no map goes below. */
@@ -132,8 +167,9 @@ ps_status ps__look_emit(ps__search_state *s, const ps__member *m, ps__look *z) {
   s->n_ops += z->step.n_op;
   z->n_left_out = l == &size->shorter ? size->n_left_out : 0;
   z->missing = missing_bytes(s, size, l, &z->step);
-  const uint64_t overhead[PS__N_SPACES] = {[PS__SPACE_DEVICE] = ps__device_overhead(plan, &z->step, &scratch),
-                                           [PS__SPACE_HOST] = ps__host_overhead(plan, &z->step, &scratch, &trace)};
+  const uint64_t overhead[PS__N_SPACES] = {
+      [PS__SPACE_DEVICE] = ps__device_overhead(plan, &z->step, &scratch),
+      [PS__SPACE_HOST] = ps__host_overhead(plan, &z->step, &scratch, &trace)};
   for (uint32_t i = 0; i < PS__N_SPACES; i++) {
     const uint64_t alive = ps__memmap_bound(z->step.vt, z->step.n_vt, (uint32_t)z->step.n_op, i);
     if (alive == UINT64_MAX) {
@@ -149,8 +185,10 @@ ps_status ps__look_emit(ps__search_state *s, const ps__member *m, ps__look *z) {
 ps_status ps__look_map(ps__search_state *s, ps__look *z) {
   uint64_t scratch, trace;
   PS_TRY(ps__step_map(&z->step));
-  z->bytes[PS__SPACE_DEVICE] = ps__arena_round(z->step.space_bytes[PS__SPACE_DEVICE]) + ps__device_overhead(s->plan, &z->step, &scratch);
-  z->bytes[PS__SPACE_HOST] = ps__arena_round(z->step.space_bytes[PS__SPACE_HOST]) + ps__host_overhead(s->plan, &z->step, &scratch, &trace) + z->missing;
+  z->bytes[PS__SPACE_DEVICE] = ps__arena_round(z->step.space_bytes[PS__SPACE_DEVICE]) +
+                               ps__device_overhead(s->plan, &z->step, &scratch);
+  z->bytes[PS__SPACE_HOST] = ps__arena_round(z->step.space_bytes[PS__SPACE_HOST]) +
+                             ps__host_overhead(s->plan, &z->step, &scratch, &trace) + z->missing;
   z->mapped = true;
   return PS_OK;
 }
@@ -158,9 +196,12 @@ ps_status ps__look_map(ps__search_state *s, ps__look *z) {
 void ps__note_best(ps__search_state *s, double ns, const ps__member *m) {
   uint32_t i = PS__N_BEST;
   for (uint32_t k = 0; k < PS__N_BEST; k++)
-    if (s->best[k].ns == ns && s->best[k].member.size == m->size) return; /* the same once more */
-  while (i > 0 && (s->best[i - 1].ns == 0 || ns < s->best[i - 1].ns)) i--;
-  if (i == PS__N_BEST) return;
+    if (s->best[k].ns == ns && s->best[k].member.size == m->size)
+      return; /* the same once more */
+  while (i > 0 && (s->best[i - 1].ns == 0 || ns < s->best[i - 1].ns))
+    i--;
+  if (i == PS__N_BEST)
+    return;
   memmove(&s->best[i + 1], &s->best[i], (PS__N_BEST - 1 - i) * sizeof *s->best);
   s->best[i] = (ps__fastest){ns, *m};
 }
@@ -169,11 +210,12 @@ void ps__note_best(ps__search_state *s, double ns, const ps__member *m) {
 ps_status ps__look_time(ps__search_state *s, ps__member *m, ps__look *z, double *out_ns) {
   *out_ns = 0;
   ps_status st = ps__fits(s, z->bytes) ? ps__look_map(s, z) : PS_OK;
-  if (st != PS_OK || !z->mapped || !ps__fits(s, z->bytes)) return st;
+  if (st != PS_OK || !z->mapped || !ps__fits(s, z->bytes))
+    return st;
   s->out->n_feasible++;
   s->n_ops += z->step.n_op;
   st = best_threads(&s->plan->hw, &z->step, z->n_left_out, &m->threads, out_ns);
-  if (st == PS_OK && *out_ns > 0) ps__note_best(s, *out_ns, m);
+  if (st == PS_OK && *out_ns > 0)
+    ps__note_best(s, *out_ns, m);
   return st;
 }
-

@@ -1,9 +1,10 @@
-/* measure.c - the host's rates by running the kernels themselves on realistic values; the GPU's come from native/backends/cuda/measure.c. */
+/* measure.c - the host's rates by running the kernels themselves on realistic values; the GPU's
+ * come from native/backends/cuda/measure.c. */
 #include "hardware_impl.h"
 #include "../kernels/cpu/cpu.h"
 #include "../optim/optim.h"
 #ifdef PS_CUDA
-#include "../backends/cuda/probe.h"
+#  include "../backends/cuda/probe.h"
 #endif
 #include <sched.h>
 #include <stdatomic.h>
@@ -19,14 +20,16 @@ typedef struct bench {
   uint64_t set_bytes;
   uint32_t n_sets;
   const int32_t *ids;
-  double seconds;      /* for each case */
+  double seconds; /* for each case */
   bool beside_gpu;
 } bench;
 
-/* Beside a GPU the host's ops are measured on buffers that no cache holds and, at length, on many sets of them in turn, since a machine's memory is not equally fast
- * everywhere and a run takes most of it; on the CPU backend a profile is quick. */
+/* Beside a GPU the host's ops are measured on buffers that no cache holds and, at length, on
+ * many sets of them in turn, since a machine's memory is not equally fast everywhere and a run
+ * takes most of it; on the CPU backend a profile is quick. */
 enum { BUFFER = 48 << 20, LARGE_BUFFER = 1 << 30, SCRATCH = 96 << 20 };
-/* Where memory is short, buffers are smaller. The least hold every case: rows gathered, and the fp32 gradients of 4,096 rows of keys and values in a half. */
+/* Where memory is short, buffers are smaller. The least hold every case: rows gathered, and the
+ * fp32 gradients of 4,096 rows of keys and values in a half. */
 enum { LEAST_BUFFER = 8 << 20, LEAST_LARGE_BUFFER = 256 << 20 };
 
 static uint64_t full_bytes(bool beside_gpu) { return beside_gpu ? LARGE_BUFFER : BUFFER; }
@@ -45,8 +48,9 @@ static int by_value(const void *a, const void *b) {
 
 typedef void (*case_fn)(bench *b, const void *args);
 
-/* Seconds of a call, one set after the other: one to warm up, then as many as fit in the time, at least three and each set's as often. The median; of several sets, whose
- * memory may differ, the mean. */
+/* Seconds of a call, one set after the other: one to warm up, then as many as fit in the time,
+ * at least three and each set's as often. The median; of several sets, whose memory may differ,
+ * the mean. */
 static double time_case(bench *b, case_fn fn, const void *args) {
   double t[64], sum = 0;
   uint32_t n = 0;
@@ -64,47 +68,84 @@ static double time_case(bench *b, case_fn fn, const void *args) {
   return b->n_sets > 1 ? sum / n : t[n / 2];
 }
 
-static void launch(const ps__cpu_exec *exec, const ps_kernel *k, const void *args, void *const *ptr, uint32_t n) {
+static void launch(const ps__cpu_exec *exec, const ps_kernel *k, const void *args, void *const *ptr,
+                   uint32_t n) {
   const ps_launch l = {.args = args, .ptr = ptr, .n_ptr = n, .exec = (void *)exec};
   (void)k->fn[PS_BACKEND_CPU](&l);
 }
 
-/* ---- the CPU backend's compute ------------------------------------------------------------------------------------------------------- */
+/* ---- the CPU backend's compute --------------------------------------------------------------- */
 
-enum { OUT = 1536, IN = 512, HEADS = 4, KV_HEADS = 2, HEAD_DIM = 64, NORM_ROWS = 2048, NORM_COLS = 1024 };
+enum {
+  OUT = 1536,
+  IN = 512,
+  HEADS = 4,
+  KV_HEADS = 2,
+  HEAD_DIM = 64,
+  NORM_ROWS = 2048,
+  NORM_COLS = 1024
+};
 static const uint32_t gemm_rows[] = {32, 128, 512, 1024};
-static const ps_attention_rate attention_shapes[] = {{128, 128, 1, 0, 0, 0},   {512, 512, 1, 0, 0, 0},   {2048, 2048, 1, 0, 0, 0},
-                                                     {1024, 1024, 2, 0, 0, 0}, {1024, 1024, 8, 0, 0, 0}, {1024, 1024, 16, 0, 0, 0},
-                                                     {512, 1024, 1, 0, 0, 0},  {512, 2048, 1, 0, 0, 0},  {512, 4096, 1, 0, 0, 0}};
-enum { N_GEMM = sizeof gemm_rows / sizeof *gemm_rows, N_ATTENTION = sizeof attention_shapes / sizeof *attention_shapes };
+static const ps_attention_rate attention_shapes[] = {
+    {128, 128, 1, 0, 0, 0},   {512, 512, 1, 0, 0, 0},   {2048, 2048, 1, 0, 0, 0},
+    {1024, 1024, 2, 0, 0, 0}, {1024, 1024, 8, 0, 0, 0}, {1024, 1024, 16, 0, 0, 0},
+    {512, 1024, 1, 0, 0, 0},  {512, 2048, 1, 0, 0, 0},  {512, 4096, 1, 0, 0, 0}};
+enum {
+  N_GEMM = sizeof gemm_rows / sizeof *gemm_rows,
+  N_ATTENTION = sizeof attention_shapes / sizeof *attention_shapes
+};
 
 static void case_gemm(bench *b, const void *args) {
   void *ptr[3] = {b->a, b->b, b->c};
   launch(&b->exec, &ps__k_gemm, args, ptr, 3);
 }
 
-static double gemm_rate(bench *b, uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b, uint32_t dt) {
-  const ps__args_gemm g = {.m = m, .n = n, .k = k, .lda = trans_a ? m : k, .ldb = trans_b ? k : n, .ldc = n, .trans_a = trans_a, .trans_b = trans_b,
-                           .dt_a = (uint8_t)dt, .dt_b = (uint8_t)dt, .dt_c = (uint8_t)dt};
+static double gemm_rate(bench *b, uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
+                        uint32_t dt) {
+  const ps__args_gemm g = {.m = m,
+                           .n = n,
+                           .k = k,
+                           .lda = trans_a ? m : k,
+                           .ldb = trans_b ? k : n,
+                           .ldc = n,
+                           .trans_a = trans_a,
+                           .trans_b = trans_b,
+                           .dt_a = (uint8_t)dt,
+                           .dt_b = (uint8_t)dt,
+                           .dt_c = (uint8_t)dt};
   return 2.0 * m * n * k / time_case(b, case_gemm, &g);
 }
 
-/* q in a, kv in b, documents and d_o in d, o and its log-sum-exp in c; gradients in the second halves of a and b. */
+/* q in a, kv in b, documents and d_o in d, o and its log-sum-exp in c; gradients in the second
+ * halves of a and b. */
 static void case_attention_fwd(bench *b, const void *args) {
   void *ptr[5] = {b->a, b->b, b->d, b->c, b->c + b->bytes / 2};
   launch(&b->exec, &ps__k_attention_fwd, args, ptr, 5);
 }
 static void case_attention_bwd(bench *b, const void *args) {
-  void *ptr[8] = {b->a, b->b, b->d, b->c, b->c + b->bytes / 2, b->d + b->bytes / 2, b->a + b->bytes / 2, b->b + b->bytes / 2};
+  void *ptr[8] = {b->a,
+                  b->b,
+                  b->d,
+                  b->c,
+                  b->c + b->bytes / 2,
+                  b->d + b->bytes / 2,
+                  b->a + b->bytes / 2,
+                  b->b + b->bytes / 2};
   launch(&b->exec, &ps__k_attention_bwd, args, ptr, 8);
 }
 
 static void measure_attention(bench *b, ps_attention_rate *r, uint32_t dt) {
-  const ps__args_attention a = {.n_tokens = r->rows, .row0 = r->kv_rows - r->rows, .n_heads = HEADS, .n_kv_heads = KV_HEADS, .head_dim = HEAD_DIM, .dt = dt,
+  const ps__args_attention a = {.n_tokens = r->rows,
+                                .row0 = r->kv_rows - r->rows,
+                                .n_heads = HEADS,
+                                .n_kv_heads = KV_HEADS,
+                                .head_dim = HEAD_DIM,
+                                .dt = dt,
                                 .document_rows = r->kv_rows / r->packed};
   const double length = (double)r->rows / r->packed, pairs = r->rows * (length / 2 + a.row0);
   int32_t *doc_start = (int32_t *)(void *)b->d;
-  for (uint32_t i = 0; i < r->rows; i++) doc_start[i] = (int32_t)(i / (r->rows / r->packed) * (r->rows / r->packed));
+  for (uint32_t i = 0; i < r->rows; i++)
+    doc_start[i] = (int32_t)(i / (r->rows / r->packed) * (r->rows / r->packed));
   r->forward_flops_per_s = 4.0 * HEADS * HEAD_DIM * pairs / time_case(b, case_attention_fwd, &a);
   r->backward_flops_per_s = 10.0 * HEADS * HEAD_DIM * pairs / time_case(b, case_attention_bwd, &a);
 }
@@ -120,11 +161,13 @@ static void measure_compute(bench *b, ps_hardware *hw) {
   const ps__args_rmsnorm norm = {.rows = NORM_ROWS, .cols = NORM_COLS, .dt = PS_F32, .eps = 1e-5f};
   for (uint32_t i = 0; i < N_GEMM; i++) {
     const uint32_t rows = gemm_rows[i];
-    hw->gemm[i] = (ps_gemm_rate){rows, 0, gemm_rate(b, rows, OUT, IN, false, true, PS_BF16), gemm_rate(b, rows, IN, OUT, false, false, PS_BF16),
+    hw->gemm[i] = (ps_gemm_rate){rows, 0, gemm_rate(b, rows, OUT, IN, false, true, PS_BF16),
+                                 gemm_rate(b, rows, IN, OUT, false, false, PS_BF16),
                                  gemm_rate(b, OUT, IN, rows, true, false, PS_BF16)};
   }
   hw->gemm_flops_per_s[PS_BF16] = hw->gemm[N_GEMM - 1].forward_flops_per_s;
-  hw->gemm_flops_per_s[PS_F32] = hw->peak_flops_per_s = gemm_rate(b, 512, OUT, IN, false, true, PS_F32);
+  hw->gemm_flops_per_s[PS_F32] = hw->peak_flops_per_s =
+      gemm_rate(b, 512, OUT, IN, false, true, PS_F32);
   for (uint32_t i = 0; i < N_ATTENTION; i++) {
     hw->attention[i] = attention_shapes[i];
     measure_attention(b, &hw->attention[i], PS_BF16);
@@ -136,26 +179,41 @@ static void measure_compute(bench *b, ps_hardware *hw) {
   hw->attention_flops_per_s[PS_BF16] = hw->attention[1].forward_flops_per_s;
   hw->attention_bwd_flops_per_s[PS_BF16] = hw->attention[1].backward_flops_per_s;
   hw->elementwise_bytes_per_s = 8.0 * NORM_ROWS * NORM_COLS / time_case(b, case_elementwise, &norm);
-  hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s = (double)b->bytes / time_case(b, case_copy, NULL);
+  hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s =
+      (double)b->bytes / time_case(b, case_copy, NULL);
   hw->op_ns = 3000;
 }
 
-/* ---- host ops, beside a GPU too ------------------------------------------------------------------------------------------------------ */
+/* ---- host ops, beside a GPU too -------------------------------------------------------------- */
 
 static void copy_slice(void *arg, int64_t task, uint32_t worker) {
   const bench *b = arg;
-  memcpy(b->c + (uint64_t)task * (b->bytes / 64), b->a + (uint64_t)task * (b->bytes / 64), b->bytes / 64);
+  memcpy(b->c + (uint64_t)task * (b->bytes / 64), b->a + (uint64_t)task * (b->bytes / 64),
+         b->bytes / 64);
 }
-static void case_memory(bench *b, const void *args) { ps__pool_run(b->exec.pool, 64, copy_slice, b); }
+static void case_memory(bench *b, const void *args) {
+  ps__pool_run(b->exec.pool, 64, copy_slice, b);
+}
 
-/* 7 bytes move for each byte of weights, in bf16 and in fp32: w, m and v read and written, the gradient read. */
+/* 7 bytes move for each byte of weights, in bf16 and in fp32: w, m and v read and written, the
+ * gradient read. */
 static void case_optimizer(bench *b, const void *args) {
   const ps_recipe recipe = b->beside_gpu ? PS_RECIPE_BF16 : PS_RECIPE_FP32;
   const ps__adamw_segment seg = {0, b->bytes / (b->beside_gpu ? 2 : 4), 0.1f};
-  const ps__adamw_scalars s = {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .grad_scale = 1, .c1 = 1, .c2 = 1, .seed = 1};
-  ps__adamw_unit(b->exec.pool, recipe, PS_ADAMW_WHOLE, &seg, 1, b->a, NULL, b->b, b->c, b->d, 0, &s);
+  const ps__adamw_scalars s = {.lr = 1e-4f,
+                               .beta1 = 0.9f,
+                               .beta2 = 0.95f,
+                               .eps = 1e-8f,
+                               .grad_scale = 1,
+                               .c1 = 1,
+                               .c2 = 1,
+                               .seed = 1};
+  ps__adamw_unit(b->exec.pool, recipe, PS_ADAMW_WHOLE, &seg, 1, b->a, NULL, b->b, b->c, b->d, 0,
+                 &s);
 }
-static double optimizer_rate(bench *b) { return 7.0 * (double)b->bytes / time_case(b, case_optimizer, NULL); }
+static double optimizer_rate(bench *b) {
+  return 7.0 * (double)b->bytes / time_case(b, case_optimizer, NULL);
+}
 
 static void case_accumulate(bench *b, const void *args) {
   void *ptr[2] = {b->b, b->a};
@@ -169,10 +227,11 @@ static void case_sumsq(bench *b, const void *args) {
   void *ptr[2] = {b->b, b->c};
   launch(&b->exec, &ps__k_sumsq_host, args, ptr, 2);
 }
-/* ---- a load ---------------------------------------------------------------------------------------------------------------------------- */
+/* ---- a load ---------------------------------------------------------------------------------- */
 
-/* The optimizer, or sums of gradients, in a loop on a thread of its own: a sixteenth of a buffer at a time, long enough to keep all threads busy, short enough to be
- * counted, and one after the other in the buffers' second half, in all sets in turn, so that no cache has seen it lately. */
+/* The optimizer, or sums of gradients, in a loop on a thread of its own: a sixteenth of a buffer
+ * at a time, long enough to keep all threads busy, short enough to be counted, and one after the
+ * other in the buffers' second half, in all sets in turn, so that no cache has seen it lately. */
 enum { LOAD_PARTS = 16, LOAD_TURNS = LOAD_PARTS / 2 };
 typedef struct load {
   bench whole;
@@ -202,7 +261,8 @@ static ps_status load_start(void *arg) {
   atomic_store(&l->stop, 0);
   atomic_store(&l->n, 0);
   PS_TRY(ps__thread_start(&l->thread, load_main, l, "ps-load"));
-  while (!atomic_load(&l->n)) sched_yield(); /* until its threads are at work */
+  while (!atomic_load(&l->n))
+    sched_yield(); /* until its threads are at work */
   return PS_OK;
 }
 
@@ -219,7 +279,7 @@ static double load_bytes(void *arg) {
 }
 #endif
 
-/* ---- rows gathered ------------------------------------------------------------------------------------------------------------------------ */
+/* ---- rows gathered --------------------------------------------------------------------------- */
 
 static void case_gather(bench *b, const void *args) {
   const ps__cpu_exec exec = {.pool = b->io};
@@ -227,12 +287,16 @@ static void case_gather(bench *b, const void *args) {
   launch(&exec, &ps__k_embed_fwd, args, ptr, 3);
 }
 
-/* Random rows of a table that fills half a buffer. Beside a GPU the optimizer runs meanwhile, as it does when the next step's rows are gathered; on the CPU backend
- * the simulator divides the CPUs. */
+/* Random rows of a table that fills half a buffer. Beside a GPU the optimizer runs meanwhile, as
+ * it does when the next step's rows are gathered; on the CPU backend the simulator divides the
+ * CPUs. */
 static ps_status measure_gather(bench *b, ps_hardware *hw) {
   const uint32_t dim = b->beside_gpu ? 4096 : 512, dt = b->beside_gpu ? PS_BF16 : PS_F32;
   const uint64_t row = dim * ps_dtype_bytes((ps_dtype)dt);
-  const ps__args_embed a = {.n_tokens = b->beside_gpu ? 8192 : 4096, .vocab = (uint32_t)(b->bytes / 2 / row), .dim = dim, .dt = dt};
+  const ps__args_embed a = {.n_tokens = b->beside_gpu ? 8192 : 4096,
+                            .vocab = (uint32_t)(b->bytes / 2 / row),
+                            .dim = dim,
+                            .dt = dt};
   int32_t *id = (int32_t *)(void *)b->d;
   uint64_t x = 1;
   for (uint32_t i = 0; i < a.n_tokens; i++) {
@@ -241,9 +305,11 @@ static ps_status measure_gather(bench *b, ps_hardware *hw) {
   }
   b->ids = id;
   load l = {.whole = *b, .run = case_optimizer};
-  if (b->beside_gpu) PS_TRY(load_start(&l));
+  if (b->beside_gpu)
+    PS_TRY(load_start(&l));
   hw->gather_bytes_per_s = 2.0 * a.n_tokens * (double)row / time_case(b, case_gather, &a);
-  if (b->beside_gpu) load_stop(&l);
+  if (b->beside_gpu)
+    load_stop(&l);
   return PS_OK;
 }
 
@@ -252,24 +318,28 @@ static ps_status measure_host(bench *b, ps_hardware *hw) {
   const uint64_t n = b->bytes / ps_dtype_bytes((ps_dtype)dt);
   const ps__args_accumulate sum = {.n = n, .dt = dt};
   const ps__args_sumsq squares = {.n = n, .dt = dt};
-  if (!b->beside_gpu) hw->memory_bytes_per_s = 2.0 * (double)b->bytes / time_case(b, case_memory, NULL);
+  if (!b->beside_gpu)
+    hw->memory_bytes_per_s = 2.0 * (double)b->bytes / time_case(b, case_memory, NULL);
   PS_TRY(measure_gather(b, hw));
   hw->sumsq_bytes_per_s = (double)b->bytes / time_case(b, case_sumsq, &squares);
   hw->accumulate_bytes_per_s = 3.0 * (double)b->bytes / time_case(b, case_accumulate, &sum);
-  hw->accumulate_sumsq_bytes_per_s = 3.0 * (double)b->bytes / time_case(b, case_accumulate_sumsq, &sum);
+  hw->accumulate_sumsq_bytes_per_s =
+      3.0 * (double)b->bytes / time_case(b, case_accumulate_sumsq, &sum);
   memset(b->c, 0, b->bytes); /* moments */
   memset(b->d, 0, b->bytes);
   hw->optimizer_bytes_per_s = optimizer_rate(b);
   return PS_OK;
 }
 
-/* ---- for people ------------------------------------------------------------------------------------------------------------------------ */
+/* ---- for people ------------------------------------------------------------------------------ */
 
 static ps_status measure_threads(const bench *b, ps_hardware *hw) {
   const uint32_t counts[] = {1, 2, 4, hw->n_threads / 2, hw->n_threads};
   uint32_t n = 0;
   for (uint32_t i = 0; i < sizeof counts / sizeof *counts; i++) {
-    if (counts[i] == 0 || counts[i] > hw->n_threads || (n && counts[i] <= hw->optimizer_by_threads[n - 1].threads)) continue;
+    if (counts[i] == 0 || counts[i] > hw->n_threads ||
+        (n && counts[i] <= hw->optimizer_by_threads[n - 1].threads))
+      continue;
     bench some = *b;
     some.seconds /= PS_MAX_THREAD_RATES;
     some.n_sets = 1; /* a thread would take long for all of them */
@@ -290,10 +360,12 @@ typedef struct touch {
 static void touch_task(void *arg, int64_t task, uint32_t worker) {
   const touch *t = arg;
   char *p = t->p + (uint64_t)task * (t->bytes / TOUCH_TASKS);
-  for (uint64_t at = 0; at < t->bytes / TOUCH_TASKS; at += 4096) *(volatile char *)(p + at) = 0;
+  for (uint64_t at = 0; at < t->bytes / TOUCH_TASKS; at += 4096)
+    *(volatile char *)(p + at) = 0;
 }
 
-/* Pages are asked for and touched as the engine does it: huge ones where the kernel has them, by all CPUs. */
+/* Pages are asked for and touched as the engine does it: huge ones where the kernel has them, by
+ * all CPUs. */
 static ps_status measure_touch(uint64_t bytes, ps_hardware *hw) {
   void *p = NULL;
   ps__pool *pool;
@@ -309,10 +381,10 @@ static ps_status measure_touch(uint64_t bytes, ps_hardware *hw) {
   return st;
 }
 
-/* ---- all of it -------------------------------------------------------------------------------------------------------------------------- */
+/* ---- all of it ------------------------------------------------------------------------------- */
 
-/* Values as in a model, not zeros: N(0, 0.02)-like from a small generator. A 32-bit word is a small number in fp32 and two of them in bf16: its halves are
- * the same. */
+/* Values as in a model, not zeros: N(0, 0.02)-like from a small generator. A 32-bit word is a
+ * small number in fp32 and two of them in bf16: its halves are the same. */
 static void fill(char *p, uint64_t bytes, uint32_t seed) {
   uint32_t *word = (uint32_t *)(void *)p, x = seed * 2654435761u + 1;
   for (size_t i = 0; i < bytes / 4; i++) {
@@ -321,13 +393,16 @@ static void fill(char *p, uint64_t bytes, uint32_t seed) {
   }
 }
 
-/* Cases that share the time: the host's and, on the CPU backend, its compute's; with CUDA the GPU's. Those for people by numbers of threads are one together. */
+/* Cases that share the time: the host's and, on the CPU backend, its compute's; with CUDA the
+ * GPU's. Those for people by numbers of threads are one together. */
 enum { HOST_CASES = 5, COMPUTE_CASES = 3 * N_GEMM + 1 + 2 * N_ATTENTION + 2 + 3 };
 
-enum { SUM_THREADS = 3 }; /* numbers of threads that sums are measured on beside copies: all, a half, a quarter */
+/* numbers of threads that sums are measured on beside copies: all, a half, a quarter */
+enum { SUM_THREADS = 3 };
 
 #ifdef PS_CUDA
-/* The GPU's rates, and what copies get of the host's memory beside sums on several numbers of threads and beside the optimizer. */
+/* The GPU's rates, and what copies get of the host's memory beside sums on several numbers of
+ * threads and beside the optimizer. */
 static ps_status measure_gpu(bench *b, ps_hardware *hw, bool at_length) {
   const ps__args_accumulate sum = {.n = b->bytes / LOAD_PARTS / 2, .dt = PS_BF16};
   load at_work[SUM_THREADS + 1];
@@ -337,29 +412,43 @@ static ps_status measure_gpu(bench *b, ps_hardware *hw, bool at_length) {
   ps_status st = PS_OK;
   for (uint32_t i = 0; st == PS_OK && i < SUM_THREADS; i++) {
     const uint32_t threads = (hw->n_threads + (1u << i) - 1) >> i;
-    if (n && threads == loads[n - 1].threads) break;
-    if (i) st = ps__pool_create(&pool[i], threads, "measure");
-    at_work[n] = (load){.whole = *b, .run = case_accumulate, .args = &sum, .bytes_a_run = 3.0 * (double)b->bytes / LOAD_PARTS};
+    if (n && threads == loads[n - 1].threads)
+      break;
+    if (i)
+      st = ps__pool_create(&pool[i], threads, "measure");
+    at_work[n] = (load){.whole = *b,
+                        .run = case_accumulate,
+                        .args = &sum,
+                        .bytes_a_run = 3.0 * (double)b->bytes / LOAD_PARTS};
     at_work[n].whole.exec.pool = pool[i];
-    loads[n] = (ps__host_load){&at_work[n], PS_SHARE_SUMS, threads, load_start, load_bytes, load_stop};
+    loads[n] =
+        (ps__host_load){&at_work[n], PS_SHARE_SUMS, threads, load_start, load_bytes, load_stop};
     n++;
   }
-  at_work[n] = (load){.whole = *b, .run = case_optimizer, .bytes_a_run = 7.0 * (double)b->bytes / LOAD_PARTS};
-  loads[n] = (ps__host_load){&at_work[n], PS_SHARE_OPTIMIZER, hw->n_threads, load_start, load_bytes, load_stop};
+  at_work[n] = (load){
+      .whole = *b, .run = case_optimizer, .bytes_a_run = 7.0 * (double)b->bytes / LOAD_PARTS};
+  loads[n] = (ps__host_load){&at_work[n], PS_SHARE_OPTIMIZER, hw->n_threads,
+                             load_start,  load_bytes,         load_stop};
   const ps__host_work work = {{b->memory + 4 * b->bytes, b->set_bytes, b->n_sets}, loads, n + 1};
-  if (st == PS_OK) st = ps__cuda_measure(hw, b->seconds, at_length, &work);
-  for (uint32_t i = 1; i < SUM_THREADS; i++) ps__pool_destroy(pool[i]);
+  if (st == PS_OK)
+    st = ps__cuda_measure(hw, b->seconds, at_length, &work);
+  for (uint32_t i = 1; i < SUM_THREADS; i++)
+    ps__pool_destroy(pool[i]);
   return st;
 }
 #endif
 
 static ps_status measure(bench *b, ps_hardware *hw, bool at_length) {
-  if (!b->beside_gpu) measure_compute(b, hw);
+  if (!b->beside_gpu)
+    measure_compute(b, hw);
   PS_TRY(measure_host(b, hw));
-  if (at_length) PS_TRY(measure_threads(b, hw));
-  if (at_length) PS_TRY(measure_touch(b->bytes < full_bytes(b->beside_gpu) ? b->bytes : TOUCH_BYTES, hw));
+  if (at_length)
+    PS_TRY(measure_threads(b, hw));
+  if (at_length)
+    PS_TRY(measure_touch(b->bytes < full_bytes(b->beside_gpu) ? b->bytes : TOUCH_BYTES, hw));
 #ifdef PS_CUDA
-  if (b->beside_gpu) PS_TRY(measure_gpu(b, hw, at_length));
+  if (b->beside_gpu)
+    PS_TRY(measure_gpu(b, hw, at_length));
 #endif
   hw->measured = b->bytes < full_bytes(b->beside_gpu) ? PS_MEASURED_TIGHT : PS_MEASURED;
   return PS_OK;
@@ -368,12 +457,14 @@ static ps_status measure(bench *b, ps_hardware *hw, bool at_length) {
 static double seconds_a_case(double seconds, bool beside_gpu, bool at_length) {
   double cases = HOST_CASES + at_length;
 #ifdef PS_CUDA
-  if (beside_gpu) cases += PS__CUDA_CASES + PS__CUDA_CASES_A_LOAD * (SUM_THREADS + 1) + (at_length ? PS__CUDA_MORE_CASES : 0);
+  if (beside_gpu)
+    cases += PS__CUDA_CASES + PS__CUDA_CASES_A_LOAD * (SUM_THREADS + 1) +
+             (at_length ? PS__CUDA_MORE_CASES : 0);
 #endif
   return seconds / (beside_gpu ? cases : cases + COMPUTE_CASES);
 }
 
-/* ---- memory to measure in -------------------------------------------------------------------------------------------------------------- */
+/* ---- memory to measure in -------------------------------------------------------------------- */
 
 enum { SET_PARTS = 64 };
 
@@ -389,7 +480,8 @@ static void fill_part(void *arg, int64_t task, uint32_t worker) {
 
 /* Three quarters of the memory that is free now, at length beside a GPU; a set otherwise. */
 static uint32_t sets_of(const bench *b, bool at_length) {
-  if (!b->beside_gpu || !at_length) return 1;
+  if (!b->beside_gpu || !at_length)
+    return 1;
   const uint64_t n = ps__host_memory_free() / 4 * 3 / b->set_bytes;
   return n < 1 ? 1 : n > 63 ? 63 : (uint32_t)n; /* time_case() keeps 64 times */
 }
@@ -397,12 +489,14 @@ static uint32_t sets_of(const bench *b, bool at_length) {
 static ps_status map_sets(bench *b, uint32_t device, bool at_length) {
   b->set_bytes = 4 * b->bytes;
 #ifdef PS_CUDA
-  if (b->beside_gpu) b->set_bytes += 2ull * PS__COPY_BYTES;
+  if (b->beside_gpu)
+    b->set_bytes += 2ull * PS__COPY_BYTES;
 #endif
   b->n_sets = sets_of(b, at_length);
   PS_TRY(ps__map((void **)&b->memory, b->n_sets * b->set_bytes, "measuring the machine"));
 #ifdef PS_CUDA
-  if (b->beside_gpu) ps__cuda_place(device, b->memory, b->n_sets * b->set_bytes);
+  if (b->beside_gpu)
+    ps__cuda_place(device, b->memory, b->n_sets * b->set_bytes);
 #else
   (void)device;
 #endif
@@ -414,12 +508,14 @@ static ps_status map_sets(bench *b, uint32_t device, bool at_length) {
   return PS_OK;
 }
 
-/* What measuring takes for @n buffers of @bytes each, and beside them: packed panels and the stack of each compute thread, code that is
- * touched first (7, 12 and 38 MB on 1, 2 and 8 threads). */
+/* What measuring takes for @n buffers of @bytes each, and beside them: packed panels and the
+ * stack of each compute thread, code that is touched first (7, 12 and 38 MB on 1, 2 and 8
+ * threads). */
 static uint64_t taken(const ps_hardware *hw, uint32_t n, uint64_t bytes) {
   uint64_t sum = n * bytes + (4 << 20) + hw->n_threads * (5ull << 20);
 #ifdef PS_CUDA
-  if (hw->backend == PS_BACKEND_CUDA) sum += 2ull * PS__COPY_BYTES;
+  if (hw->backend == PS_BACKEND_CUDA)
+    sum += 2ull * PS__COPY_BYTES;
 #endif
   return sum;
 }
@@ -428,61 +524,86 @@ static uint64_t in_full(const ps_hardware *hw, bool at_length) {
   return taken(hw, 4, full_bytes(hw->backend == PS_BACKEND_CUDA)) + (at_length ? TOUCH_BYTES : 0);
 }
 
-/* Memory that measuring may take of @host_bytes for the whole process (0: no cap) and of what the system has. */
+/* Memory that measuring may take of @host_bytes for the whole process (0: no cap) and of what
+ * the system has. */
 static uint64_t room(uint64_t host_bytes) {
-  const uint64_t held = ps__resident_bytes(), free = ps__host_memory_free(), within = host_bytes > held ? host_bytes - held : 0;
+  const uint64_t held = ps__resident_bytes(), free = ps__host_memory_free(),
+                 within = host_bytes > held ? host_bytes - held : 0;
   return host_bytes && within < free ? within : free;
 }
 
-int ps_hardware_ample(const ps_hardware *hw, uint64_t host_bytes) { return hw && in_full(hw, false) <= room(host_bytes); }
+int ps_hardware_ample(const ps_hardware *hw, uint64_t host_bytes) {
+  return hw && in_full(hw, false) <= room(host_bytes);
+}
 
 /* The full size where there is room, else what there is room for. */
-static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool at_length, uint64_t host_bytes) {
+static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool at_length,
+                               uint64_t host_bytes) {
   const bool gpu = hw->backend == PS_BACKEND_CUDA;
-  const uint64_t have = room(host_bytes), mib = 1 << 20, least = gpu ? LEAST_LARGE_BUFFER : LEAST_BUFFER;
+  const uint64_t have = room(host_bytes), mib = 1 << 20,
+                 least = gpu ? LEAST_LARGE_BUFFER : LEAST_BUFFER;
   const uint32_t n = at_length ? 5 : 4; /* one more to touch first */
   char need[32], there[32];
   *bytes = full_bytes(gpu);
-  if (in_full(hw, at_length) <= have) return PS_OK;
+  if (in_full(hw, at_length) <= have)
+    return PS_OK;
   if (taken(hw, n, least) > have)
-    return ps__fail(PS_EBUDGET, "measuring this machine takes %s of host memory at least, %s are left of what is given or free", ps__format_bytes(need, taken(hw, n, least)),
-                    ps__format_bytes(there, have));
+    return ps__fail(PS_EBUDGET,
+                    "measuring this machine takes %s of host memory at least, %s are left of what "
+                    "is given or free",
+                    ps__format_bytes(need, taken(hw, n, least)), ps__format_bytes(there, have));
   const uint64_t fits = (have - taken(hw, n, 0)) / n / mib * mib;
-  if (fits < *bytes) *bytes = fits;
-  if (*bytes == full_bytes(gpu)) *bytes -= mib; /* there is no room for what is beside the buffers in full */
+  if (fits < *bytes)
+    *bytes = fits;
+  /* there is no room for what is beside the buffers in full */
+  if (*bytes == full_bytes(gpu))
+    *bytes -= mib;
   return PS_OK;
 }
 
-static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, uint64_t host_bytes, double seconds, bool at_length) {
-  if (!out || !(seconds >= 0)) return ps__fail(PS_EINVAL, "measuring a machine: out must be given and seconds not negative");
+static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads,
+                     uint64_t host_bytes, double seconds, bool at_length) {
+  if (!out || !(seconds >= 0))
+    return ps__fail(PS_EINVAL, "measuring a machine: out must be given and seconds not negative");
   ps_hardware hw;
   PS_TRY(ps__hardware_facts(&hw, backend, device, n_threads));
   bench b = {.beside_gpu = backend == PS_BACKEND_CUDA};
   PS_TRY(choose_buffer(&b.bytes, &hw, at_length, host_bytes));
-  if (seconds == 0) seconds = b.beside_gpu ? (at_length ? 125 : 16) : at_length ? 5 : 1;
+  if (seconds == 0)
+    seconds = b.beside_gpu ? (at_length ? 125 : 16) : at_length ? 5 : 1;
   b.seconds = seconds_a_case(seconds, b.beside_gpu, at_length);
   char *scratch = NULL;
   const size_t scratch_bytes = (size_t)SCRATCH * hw.n_threads;
   ps_status st = ps__pool_create(&b.exec.pool, hw.n_threads, "measure");
-  if (st == PS_OK) st = ps__pool_create(&b.io, ps__io_threads(hw.n_threads), "measure");
-  if (st == PS_OK) st = ps__map((void **)&scratch, scratch_bytes, "measuring the machine");
+  if (st == PS_OK)
+    st = ps__pool_create(&b.io, ps__io_threads(hw.n_threads), "measure");
+  if (st == PS_OK)
+    st = ps__map((void **)&scratch, scratch_bytes, "measuring the machine");
   b.exec.scratch = scratch;
   b.exec.scratch_bytes = SCRATCH;
-  if (st == PS_OK && !b.beside_gpu) st = ps__cpu_blas_ready(hw.n_threads);
-  if (st == PS_OK) st = map_sets(&b, device, at_length);
-  if (st == PS_OK) st = measure(&b, &hw, at_length);
-  if (st == PS_OK) *out = hw;
-  if (scratch) ps__unmap(scratch, scratch_bytes);
-  if (b.memory) ps__unmap(b.memory, b.n_sets * b.set_bytes);
+  if (st == PS_OK && !b.beside_gpu)
+    st = ps__cpu_blas_ready(hw.n_threads);
+  if (st == PS_OK)
+    st = map_sets(&b, device, at_length);
+  if (st == PS_OK)
+    st = measure(&b, &hw, at_length);
+  if (st == PS_OK)
+    *out = hw;
+  if (scratch)
+    ps__unmap(scratch, scratch_bytes);
+  if (b.memory)
+    ps__unmap(b.memory, b.n_sets * b.set_bytes);
   ps__pool_destroy(b.io);
   ps__pool_destroy(b.exec.pool);
   return st;
 }
 
-ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, uint64_t host_bytes, double seconds) {
+ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device,
+                              uint32_t n_threads, uint64_t host_bytes, double seconds) {
   return run(out, backend, device, n_threads, host_bytes, seconds, false);
 }
 
-ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads, uint64_t host_bytes, double seconds) {
+ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device,
+                              uint32_t n_threads, uint64_t host_bytes, double seconds) {
   return run(out, backend, device, n_threads, host_bytes, seconds, true);
 }

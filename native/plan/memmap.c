@@ -1,52 +1,75 @@
-/* memmap.c - offsets for tensors with lifetimes: greedy, longest-lived first, lowest fitting offset, or highest for those that say so. */
+/* memmap.c - offsets for tensors with lifetimes: greedy, longest-lived first, lowest fitting
+ * offset, or highest for those that say so. */
 #include "step.h"
 #include <stdlib.h>
 #include <string.h>
 
 enum { ALIGN = 256 };
 
-typedef struct placed { uint64_t begin, end; uint32_t first, last; } placed;
-typedef struct keyed { uint64_t duration, bytes; uint32_t id; } keyed;
+typedef struct placed {
+  uint64_t begin, end;
+  uint32_t first, last;
+} placed;
+typedef struct keyed {
+  uint64_t duration, bytes;
+  uint32_t id;
+} keyed;
 
 static int by_duration(const void *pa, const void *pb) {
   const keyed *a = pa, *b = pb;
-  if (a->duration != b->duration) return a->duration < b->duration ? 1 : -1;
-  if (a->bytes != b->bytes) return a->bytes < b->bytes ? 1 : -1;
+  if (a->duration != b->duration)
+    return a->duration < b->duration ? 1 : -1;
+  if (a->bytes != b->bytes)
+    return a->bytes < b->bytes ? 1 : -1;
   return a->id < b->id ? -1 : a->id > b->id;
 }
 
 static uint64_t align_up(uint64_t x) { return (x + ALIGN - 1) / ALIGN * ALIGN; }
 
-/* Lowest offset >= at where [offset, offset+bytes) meets nothing alive with t. p is sorted by begin. */
+/* Lowest offset >= at where [offset, offset+bytes) meets nothing alive with t. p is sorted by
+ * begin. */
 static uint64_t lowest_fit(const placed *p, size_t n, const ps__vt *t, uint64_t at) {
   for (size_t i = 0; i < n; i++) {
-    if (p[i].begin >= at + t->bytes) break;
-    if (p[i].last <= t->first || t->last <= p[i].first) continue;
-    if (p[i].end > at) at = align_up(p[i].end);
+    if (p[i].begin >= at + t->bytes)
+      break;
+    if (p[i].last <= t->first || t->last <= p[i].first)
+      continue;
+    if (p[i].end > at)
+      at = align_up(p[i].end);
   }
   return at;
 }
 
 /* Highest offset <= at where it does; UINT64_MAX: there is none from base on. */
-static uint64_t highest_fit(const placed *p, size_t n, const ps__vt *t, uint64_t at, uint64_t base) {
+static uint64_t highest_fit(const placed *p, size_t n, const ps__vt *t, uint64_t at,
+                            uint64_t base) {
   for (size_t i = n; i-- > 0;) {
-    if (p[i].begin >= at + t->bytes || p[i].end <= at || p[i].last <= t->first || t->last <= p[i].first) continue;
-    if (p[i].begin < base + t->bytes) return UINT64_MAX;
+    if (p[i].begin >= at + t->bytes || p[i].end <= at || p[i].last <= t->first ||
+        t->last <= p[i].first)
+      continue;
+    if (p[i].begin < base + t->bytes)
+      return UINT64_MAX;
     at = (p[i].begin - t->bytes) / ALIGN * ALIGN;
   }
   return at;
 }
 
 /* What is placed, sorted by begin. */
-typedef struct placed_list { placed *p; size_t n, cap; } placed_list;
+typedef struct placed_list {
+  placed *p;
+  size_t n, cap;
+} placed_list;
 
 static bool insert(placed_list *l, placed e) {
-  if (!ps__grow((void **)&l->p, l->n, &l->cap, sizeof *l->p)) return false;
+  if (!ps__grow((void **)&l->p, l->n, &l->cap, sizeof *l->p))
+    return false;
   size_t lo = 0, hi = l->n;
   while (lo < hi) {
     const size_t mid = (lo + hi) / 2;
-    if (l->p[mid].begin <= e.begin) lo = mid + 1;
-    else hi = mid;
+    if (l->p[mid].begin <= e.begin)
+      lo = mid + 1;
+    else
+      hi = mid;
   }
   memmove(l->p + lo + 1, l->p + lo, (l->n - lo) * sizeof *l->p);
   l->p[lo] = e;
@@ -54,10 +77,15 @@ static bool insert(placed_list *l, placed e) {
   return true;
 }
 
-/* A window of program order. Tensors alive throughout are merged into blocks of offsets (their times are the window's), those
- * alive in a part of it are kept one by one. */
-typedef struct window { placed_list whole, part; } window;
-typedef struct windows { window *w; uint32_t n, ops; } windows; /* ops: length of each */
+/* A window of program order. Tensors alive throughout are merged into blocks of offsets (their
+ * times are the window's), those alive in a part of it are kept one by one. */
+typedef struct window {
+  placed_list whole, part;
+} window;
+typedef struct windows {
+  window *w;
+  uint32_t n, ops;
+} windows; /* ops: length of each */
 
 static void windows_free(windows *s) {
   for (uint32_t i = 0; s->w && i < s->n; i++) {
@@ -67,15 +95,19 @@ static void windows_free(windows *s) {
   ps__free(s->w);
 }
 
-static uint32_t window_of(const windows *s, uint32_t op) { return op / s->ops < s->n ? op / s->ops : s->n - 1; }
+static uint32_t window_of(const windows *s, uint32_t op) {
+  return op / s->ops < s->n ? op / s->ops : s->n - 1;
+}
 
 static bool append_whole(window *w, placed e) {
   placed_list *l = &w->whole;
   if (l->n && e.begin <= align_up(l->p[l->n - 1].end)) {
-    if (e.end > l->p[l->n - 1].end) l->p[l->n - 1].end = e.end;
+    if (e.end > l->p[l->n - 1].end)
+      l->p[l->n - 1].end = e.end;
     return true;
   }
-  if (!ps__grow((void **)&l->p, l->n, &l->cap, sizeof *l->p)) return false;
+  if (!ps__grow((void **)&l->p, l->n, &l->cap, sizeof *l->p))
+    return false;
   l->p[l->n++] = e;
   return true;
 }
@@ -89,22 +121,25 @@ static bool windows_init(windows *s, const placed_list *l, uint32_t n_ops, uint3
     const placed e = l->p[i];
     for (uint32_t k = window_of(s, e.first); ok && k <= window_of(s, e.last - 1); k++) {
       const bool whole = e.first <= k * ops && (k + 1) * (uint64_t)ops <= e.last;
-      ok = whole ? append_whole(&s->w[k], (placed){e.begin, e.end, 0, UINT32_MAX}) : insert(&s->w[k].part, e);
+      ok = whole ? append_whole(&s->w[k], (placed){e.begin, e.end, 0, UINT32_MAX})
+                 : insert(&s->w[k].part, e);
     }
   }
   return ok;
 }
 
-/* As lowest_fit() over all that is placed: each list moves the offset up only past what is in the way, until none does. */
+/* As lowest_fit() over all that is placed: each list moves the offset up only past what is in
+ * the way, until none does. */
 static uint64_t windows_fit(const windows *s, const ps__vt *t, uint64_t base) {
   const uint32_t begin = window_of(s, t->first), end = window_of(s, t->last - 1) + 1;
-  for (uint64_t at = base, before;; ) {
+  for (uint64_t at = base, before;;) {
     before = at;
     for (uint32_t k = begin; k < end; k++) {
       at = lowest_fit(s->w[k].whole.p, s->w[k].whole.n, t, at);
       at = lowest_fit(s->w[k].part.p, s->w[k].part.n, t, at);
     }
-    if (at == before) return at;
+    if (at == before)
+      return at;
   }
 }
 
@@ -114,42 +149,52 @@ static uint64_t windows_highest(const windows *s, const ps__vt *t, uint64_t at, 
     before = at;
     for (uint32_t k = begin; at != UINT64_MAX && k < end; k++) {
       at = highest_fit(s->w[k].whole.p, s->w[k].whole.n, t, at, base);
-      if (at != UINT64_MAX) at = highest_fit(s->w[k].part.p, s->w[k].part.n, t, at, base);
+      if (at != UINT64_MAX)
+        at = highest_fit(s->w[k].part.p, s->w[k].part.n, t, at, base);
     }
-    if (at == before || at == UINT64_MAX) return at;
+    if (at == before || at == UINT64_MAX)
+      return at;
   }
 }
 
 static bool windows_insert(windows *s, placed e) {
   bool ok = true;
-  for (uint32_t k = window_of(s, e.first); ok && k <= window_of(s, e.last - 1); k++) ok = insert(&s->w[k].part, e);
+  for (uint32_t k = window_of(s, e.first); ok && k <= window_of(s, e.last - 1); k++)
+    ok = insert(&s->w[k].part, e);
   return ok;
 }
 
 enum { WINDOWS = 128, SPAN = 4, FEW = 512 };
-enum { CEILING_SLACK = 64 }; /* what is high is placed below what is alive at once at most and a 64th of it: about what holes cost the 8B plans of bench/LOG.md */
+/* what is high is placed below what is alive at once at most and a 64th of it: about what holes
+ * cost the 8B plans of bench/LOG.md */
+enum { CEILING_SLACK = 64 };
 
-/* The same offsets whichever lists are searched: while tensors are longer than a few windows, one list of all; for the shorter ones
- * (most of them) the lists of the windows they touch. */
-static uint64_t place_all(ps__vt *vt, const keyed *order, size_t m, uint32_t n_ops, uint64_t base, uint64_t ceiling, bool *ok) {
+/* The same offsets whichever lists are searched: while tensors are longer than a few windows,
+ * one list of all; for the shorter ones (most of them) the lists of the windows they touch. */
+static uint64_t place_all(ps__vt *vt, const keyed *order, size_t m, uint32_t n_ops, uint64_t base,
+                          uint64_t ceiling, bool *ok) {
   placed_list all = {0};
   windows w = {0};
   uint64_t peak = base;
   const uint32_t ops = n_ops / WINDOWS + 1;
   for (size_t k = 0; *ok && k < m; k++) {
     ps__vt *t = &vt[order[k].id];
-    if (!w.w && m > FEW && order[k].duration <= (uint64_t)SPAN * ops) *ok = windows_init(&w, &all, n_ops, ops);
-    if (!*ok || t->last == t->first) continue; /* alive for no op: anywhere will do */
+    if (!w.w && m > FEW && order[k].duration <= (uint64_t)SPAN * ops)
+      *ok = windows_init(&w, &all, n_ops, ops);
+    if (!*ok || t->last == t->first)
+      continue; /* alive for no op: anywhere will do */
     uint64_t at = UINT64_MAX;
     if (t->high && base + t->bytes <= ceiling) {
       const uint64_t top = (ceiling - t->bytes) / ALIGN * ALIGN;
       at = w.w ? windows_highest(&w, t, top, base) : highest_fit(all.p, all.n, t, top, base);
     }
-    if (at == UINT64_MAX) at = w.w ? windows_fit(&w, t, base) : lowest_fit(all.p, all.n, t, base);
+    if (at == UINT64_MAX)
+      at = w.w ? windows_fit(&w, t, base) : lowest_fit(all.p, all.n, t, base);
     t->offset = at;
     const placed e = {t->offset, t->offset + t->bytes, t->first, t->last};
     *ok = w.w ? windows_insert(&w, e) : insert(&all, e);
-    if (e.end > peak) peak = e.end;
+    if (e.end > peak)
+      peak = e.end;
   }
   windows_free(&w);
   ps__free(all.p);
@@ -162,20 +207,26 @@ uint64_t ps__memmap(ps__vt *vt, size_t n, uint32_t space) {
   uint32_t n_ops = 0;
   size_t m = 0;
   bool high = false;
-  if (!order) return UINT64_MAX;
+  if (!order)
+    return UINT64_MAX;
   for (size_t i = 0; i < n; i++) {
-    if (vt[i].space != space || vt[i].bytes == 0 || vt[i].lent_by) continue;
-    if (!vt[i].persistent && vt[i].last > n_ops) n_ops = vt[i].last;
+    if (vt[i].space != space || vt[i].bytes == 0 || vt[i].lent_by)
+      continue;
+    if (!vt[i].persistent && vt[i].last > n_ops)
+      n_ops = vt[i].last;
     high |= vt[i].high;
     if (vt[i].persistent) {
       vt[i].offset = base;
       base = align_up(base + vt[i].bytes);
-    } else order[m++] = (keyed){vt[i].last - vt[i].first, vt[i].bytes, (uint32_t)i};
+    } else
+      order[m++] = (keyed){vt[i].last - vt[i].first, vt[i].bytes, (uint32_t)i};
   }
   qsort(order, m, sizeof *order, by_duration);
-  if (high) ceiling = ps__memmap_bound(vt, n, n_ops, space);
+  if (high)
+    ceiling = ps__memmap_bound(vt, n, n_ops, space);
   bool ok = ceiling != UINT64_MAX;
-  const uint64_t peak = ok ? place_all(vt, order, m, n_ops, base, ceiling + ceiling / CEILING_SLACK, &ok) : 0;
+  const uint64_t peak =
+      ok ? place_all(vt, order, m, n_ops, base, ceiling + ceiling / CEILING_SLACK, &ok) : 0;
   ps__free(order);
   return ok ? peak : UINT64_MAX;
 }
@@ -183,10 +234,13 @@ uint64_t ps__memmap(ps__vt *vt, size_t n, uint32_t space) {
 uint64_t ps__memmap_bound(const ps__vt *vt, size_t n, uint32_t n_ops, uint32_t space) {
   int64_t *change = ps__calloc((size_t)n_ops + 1, sizeof *change);
   uint64_t base = 0, alive = 0, peak = 0;
-  if (!change) return UINT64_MAX;
+  if (!change)
+    return UINT64_MAX;
   for (size_t i = 0; i < n; i++) {
-    if (vt[i].space != space || vt[i].lent_by) continue;
-    if (vt[i].persistent) base += vt[i].bytes;
+    if (vt[i].space != space || vt[i].lent_by)
+      continue;
+    if (vt[i].persistent)
+      base += vt[i].bytes;
     else {
       change[vt[i].first] += (int64_t)vt[i].bytes;
       change[vt[i].last] -= (int64_t)vt[i].bytes;
@@ -194,7 +248,8 @@ uint64_t ps__memmap_bound(const ps__vt *vt, size_t n, uint32_t n_ops, uint32_t s
   }
   for (uint32_t i = 0; i <= n_ops; i++) {
     alive += (uint64_t)change[i];
-    if (alive > peak) peak = alive;
+    if (alive > peak)
+      peak = alive;
   }
   ps__free(change);
   return base + peak;
@@ -204,9 +259,13 @@ bool ps__memmap_check(const ps__vt *vt, size_t n, uint32_t space) {
   for (size_t i = 0; i < n; i++)
     for (size_t j = i + 1; j < n; j++) {
       const ps__vt *a = &vt[i], *b = &vt[j];
-      if (a->space != space || b->space != space || a->bytes == 0 || b->bytes == 0 || a->lent_by || b->lent_by) continue;
-      const bool together = a->persistent || b->persistent || (a->first < b->last && b->first < a->last);
-      if (together && a->offset < b->offset + b->bytes && b->offset < a->offset + a->bytes) return false;
+      if (a->space != space || b->space != space || a->bytes == 0 || b->bytes == 0 || a->lent_by ||
+          b->lent_by)
+        continue;
+      const bool together =
+          a->persistent || b->persistent || (a->first < b->last && b->first < a->last);
+      if (together && a->offset < b->offset + b->bytes && b->offset < a->offset + a->bytes)
+        return false;
     }
   return true;
 }

@@ -1,24 +1,31 @@
-/* plan.c - a plan from its configuration: defaults, search, the memory map that will be run, figures, refusal in words. */
+/* plan.c - a plan from its configuration: defaults, search, the memory map that will be run,
+ * figures, refusal in words. */
 #include "plan_impl.h"
 #include "hardware_impl.h"
 #include <string.h>
 
 static const char *const stream_name[PS__N_STREAMS] = {"compute", "h2d", "d2h", "host", "io"};
-const char *ps_plan_stream_name(uint32_t stream) { return stream < PS__N_STREAMS ? stream_name[stream] : NULL; }
+const char *ps_plan_stream_name(uint32_t stream) {
+  return stream < PS__N_STREAMS ? stream_name[stream] : NULL;
+}
 
-/* Tokens whose logits take about 32 MiB, on a GPU 512: a power of two of at least 64, from the vocabulary alone, never from a cap. A slice reads the lm_head
- * twice and its gradient's sum once, so on a GPU it must have a few hundred FLOP a byte of them. */
+/* Tokens whose logits take about 32 MiB, on a GPU 512: a power of two of at least 64, from the
+ * vocabulary alone, never from a cap. A slice reads the lm_head twice and its gradient's sum
+ * once, so on a GPU it must have a few hundred FLOP a byte of them. */
 static uint64_t default_head_slice(const ps_model_config *m, ps_dtype dt, uint32_t backend) {
   const uint64_t bytes = backend == PS_BACKEND_CUDA ? 512u << 20 : 32u << 20;
   uint64_t rows = 64;
-  while (rows < 4096 && rows * 2 * m->vocab_size * ps_dtype_bytes(dt) <= bytes) rows *= 2;
+  while (rows < 4096 && rows * 2 * m->vocab_size * ps_dtype_bytes(dt) <= bytes)
+    rows *= 2;
   return rows;
 }
 
 uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens) {
   uint64_t rows = plan->cfg.head_slice_tokens;
-  if (plan->head_slice_given || plan->hw.backend != PS_BACKEND_CUDA) return rows;
-  while (rows < 4096 && rows * PS__MOST_ADDITIONS < chunk_tokens) rows *= 2;
+  if (plan->head_slice_given || plan->hw.backend != PS_BACKEND_CUDA)
+    return rows;
+  while (rows < 4096 && rows * PS__MOST_ADDITIONS < chunk_tokens)
+    rows *= 2;
   return rows;
 }
 
@@ -30,61 +37,88 @@ uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens) {
  *   stack and allocator of a thread; streams: compute and host with n threads, 3 more  256 KiB
  *   loading: a piece of fp32 values (4 MiB); windows of token shards (1 MiB); code and
  *     data of libraries that training touches first (3 MiB)                            8 MiB
- * Measured (tests/test_budget.py holds the sum to it): 5 to 16 MiB of the 17 to 45 MiB beyond what was held before, 1 to 8 threads.
- * On CUDA the driver and libraries keep host memory of their own, the more of it once kernels are loaded:              1 GiB */
+ * Measured (tests/test_budget.py holds the sum to it): 5 to 16 MiB of the 17 to 45 MiB beyond
+ * what was held before, 1 to 8 threads. On CUDA the driver and libraries keep host memory of
+ * their own, the more of it once kernels are loaded:              1 GiB */
 static uint64_t default_reserve(const ps_hardware *hw) {
-  const uint64_t panels = 2ull * 1024 * 512 * 4, thread = 256 << 10, fixed = 8 << 20, step = 8 << 20;
+  const uint64_t panels = 2ull * 1024 * 512 * 4, thread = 256 << 10, fixed = 8 << 20,
+                 step = 8 << 20;
   const uint64_t driver = hw->backend == PS_BACKEND_CUDA ? 1ull << 30 : 0;
-  return (ps__process_bytes() + step - 1) / step * step + driver + hw->n_threads * panels + (2ull * hw->n_threads + 3) * thread + fixed;
+  return (ps__process_bytes() + step - 1) / step * step + driver + hw->n_threads * panels +
+         (2ull * hw->n_threads + 3) * thread + fixed;
 }
 
 /* Nothing that is kept in 32 bits from here on can wrap. */
 static ps_status check_ranges(const ps_plan_config *c) {
-  const struct { const char *name; uint64_t value, most; } field[] = {
-      {"seq_len", c->seq_len, PS_MAX_ROWS}, {"tokens_per_step", c->tokens_per_step, PS_MAX_STEP_TOKENS}, {"chunk_tokens", c->chunk_tokens, PS_MAX_ROWS},
-      {"chunks_per_round", c->chunks_per_round, PS_MAX_CHUNKS}, {"first_round_chunks", c->first_round_chunks, PS_MAX_CHUNKS},
-      {"head_slice_tokens", c->head_slice_tokens, PS_MAX_ROWS}, {"n_threads", c->n_threads, PS_MAX_THREADS}, {"trace_steps", c->trace_steps, PS_MAX_TRACE_STEPS}};
+  const struct {
+    const char *name;
+    uint64_t value, most;
+  } field[] = {{"seq_len", c->seq_len, PS_MAX_ROWS},
+               {"tokens_per_step", c->tokens_per_step, PS_MAX_STEP_TOKENS},
+               {"chunk_tokens", c->chunk_tokens, PS_MAX_ROWS},
+               {"chunks_per_round", c->chunks_per_round, PS_MAX_CHUNKS},
+               {"first_round_chunks", c->first_round_chunks, PS_MAX_CHUNKS},
+               {"head_slice_tokens", c->head_slice_tokens, PS_MAX_ROWS},
+               {"n_threads", c->n_threads, PS_MAX_THREADS},
+               {"trace_steps", c->trace_steps, PS_MAX_TRACE_STEPS}};
   for (size_t i = 0; i < sizeof field / sizeof *field; i++)
     if (field[i].value > field[i].most)
-      return ps__fail(PS_EINVAL, "%s is %llu: at most %llu is possible", field[i].name, (unsigned long long)field[i].value, (unsigned long long)field[i].most);
+      return ps__fail(PS_EINVAL, "%s is %llu: at most %llu is possible", field[i].name,
+                      (unsigned long long)field[i].value, (unsigned long long)field[i].most);
   return PS_OK;
 }
 
 static ps_status check_config(ps_plan *p) {
   ps_plan_config *c = &p->cfg;
   PS_TRY(check_ranges(c));
-  if (c->recipe >= PS_N_RECIPES) return ps__fail(PS_EINVAL, "recipe %u: unknown, one of fp32, fp32-master and bf16 is needed", c->recipe);
-  if (c->seq_len == 0) return ps__fail(PS_EINVAL, "the sequence length is 0: it must be at least 1 token");
+  if (c->recipe >= PS_N_RECIPES)
+    return ps__fail(PS_EINVAL, "recipe %u: unknown, one of fp32, fp32-master and bf16 is needed",
+                    c->recipe);
+  if (c->seq_len == 0)
+    return ps__fail(PS_EINVAL, "the sequence length is 0: it must be at least 1 token");
   if (p->model.max_positions && c->seq_len > p->model.max_positions)
-    return ps__fail(PS_EINVAL, "the sequence length %llu is past the model's max_position_embeddings %u",
+    return ps__fail(PS_EINVAL,
+                    "the sequence length %llu is past the model's max_position_embeddings %u",
                     (unsigned long long)c->seq_len, p->model.max_positions);
-  if (c->tokens_per_step == 0) c->tokens_per_step = 8 * c->seq_len;
+  if (c->tokens_per_step == 0)
+    c->tokens_per_step = 8 * c->seq_len;
   if (c->tokens_per_step < c->seq_len)
-    return ps__fail(PS_EINVAL, "tokens per step %llu is less than one sequence of %llu tokens", (unsigned long long)c->tokens_per_step,
-                    (unsigned long long)c->seq_len);
+    return ps__fail(PS_EINVAL, "tokens per step %llu is less than one sequence of %llu tokens",
+                    (unsigned long long)c->tokens_per_step, (unsigned long long)c->seq_len);
   c->tokens_per_step = c->tokens_per_step / c->seq_len * c->seq_len;
   if (c->chunk_tokens >= c->seq_len && c->chunk_tokens % c->seq_len)
-    return ps__fail(PS_EINVAL, "chunk of %llu tokens: must be a multiple of the sequence length %llu, or less than it",
-                    (unsigned long long)c->chunk_tokens, (unsigned long long)c->seq_len);
+    return ps__fail(
+        PS_EINVAL,
+        "chunk of %llu tokens: must be a multiple of the sequence length %llu, or less than it",
+        (unsigned long long)c->chunk_tokens, (unsigned long long)c->seq_len);
   const ps_hardware *hw = &p->hw;
   const ps_dtype dt = c->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
-  if (!(hw->gemm_flops_per_s[dt] > 0) || !(hw->attention_flops_per_s[dt] > 0) || !(hw->attention_bwd_flops_per_s[dt] > 0) ||
-      !(hw->elementwise_bytes_per_s > 0) || !(hw->h2d_bytes_per_s > 0) || !(hw->d2h_bytes_per_s > 0) || !(hw->duplex_bytes_per_s > 0) ||
+  if (!(hw->gemm_flops_per_s[dt] > 0) || !(hw->attention_flops_per_s[dt] > 0) ||
+      !(hw->attention_bwd_flops_per_s[dt] > 0) || !(hw->elementwise_bytes_per_s > 0) ||
+      !(hw->h2d_bytes_per_s > 0) || !(hw->d2h_bytes_per_s > 0) || !(hw->duplex_bytes_per_s > 0) ||
       !(hw->optimizer_bytes_per_s > 0) || hw->n_threads == 0 || hw->n_cpus == 0)
-    return ps__fail(PS_EINVAL, "the hardware description lacks a rate: fill it by ps_hardware_measure() or ps_hardware_estimate()");
-  if (c->n_threads) p->hw.n_threads = c->n_threads;
+    return ps__fail(PS_EINVAL, "the hardware description lacks a rate: fill it by "
+                               "ps_hardware_measure() or ps_hardware_estimate()");
+  if (c->n_threads)
+    p->hw.n_threads = c->n_threads;
   p->head_slice_given = c->head_slice_tokens != 0;
-  if (!p->head_slice_given) c->head_slice_tokens = default_head_slice(&p->model, dt, hw->backend);
-  if (c->reserve_bytes == 0) c->reserve_bytes = default_reserve(&p->hw);
+  if (!p->head_slice_given)
+    c->head_slice_tokens = default_head_slice(&p->model, dt, hw->backend);
+  if (c->reserve_bytes == 0)
+    c->reserve_bytes = default_reserve(&p->hw);
   return PS_OK;
 }
 
-static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw) {
-  if (!model || !cfg || !hw || model->struct_bytes != sizeof *model || cfg->struct_bytes != sizeof *cfg || hw->struct_bytes != sizeof *hw)
-    return ps__fail(PS_EINVAL, "ps_plan_create: model, cfg and hw must be given, each with struct_bytes set");
+static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
+                          const ps_hardware *hw) {
+  if (!model || !cfg || !hw || model->struct_bytes != sizeof *model ||
+      cfg->struct_bytes != sizeof *cfg || hw->struct_bytes != sizeof *hw)
+    return ps__fail(PS_EINVAL,
+                    "ps_plan_create: model, cfg and hw must be given, each with struct_bytes set");
   PS_TRY(ps_model_config_check(model, "model"));
   ps_plan *p = ps__calloc(1, sizeof *p);
-  if (!p) return ps__fail(PS_ENOMEM, "out of memory for a plan");
+  if (!p)
+    return ps__fail(PS_ENOMEM, "out of memory for a plan");
   p->model = *model;
   p->cfg = *cfg;
   p->hw = *hw;
@@ -98,17 +132,24 @@ static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_
   return PS_OK;
 }
 
-/* Options whose lower value makes the smallest plan smaller: of device memory those that the user pinned, else the sequence. */
+/* Options whose lower value makes the smallest plan smaller: of device memory those that the
+ * user pinned, else the sequence. */
 static const char *what_to_lower(char buf[128], const ps_plan *p, bool of_device) {
   const ps_plan_config *c = &p->cfg;
-  const struct { bool given; const char *name; } pinned[] = {{c->chunk_tokens != 0, "--chunk-tokens"},
-                                                             {c->chunks_per_round != 0, "--chunks-per-round"},
-                                                             {c->first_round_chunks != 0, "--first-round-chunks"},
-                                                             {p->head_slice_given, "--head-slice-tokens"}};
+  const struct {
+    bool given;
+    const char *name;
+  } pinned[] = {{c->chunk_tokens != 0, "--chunk-tokens"},
+                {c->chunks_per_round != 0, "--chunks-per-round"},
+                {c->first_round_chunks != 0, "--first-round-chunks"},
+                {p->head_slice_given, "--head-slice-tokens"}};
   size_t n = 0;
   for (size_t i = 0; of_device && i < sizeof pinned / sizeof *pinned; i++)
-    if (pinned[i].given) n += (size_t)snprintf(buf + n, 128 - n, "%s%s", n ? " or " : "", pinned[i].name);
-  if (!n) snprintf(buf, 128, "%s", of_device || c->tokens_per_step == c->seq_len ? "--seq-len" : "--tokens-per-step");
+    if (pinned[i].given)
+      n += (size_t)snprintf(buf + n, 128 - n, "%s%s", n ? " or " : "", pinned[i].name);
+  if (!n)
+    snprintf(buf, 128, "%s",
+             of_device || c->tokens_per_step == c->seq_len ? "--seq-len" : "--tokens-per-step");
   return buf;
 }
 
@@ -118,10 +159,16 @@ static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
   const uint64_t machine = p->hw.host_memory_bytes;
   const uint64_t taken = r->any_host + (p->hw.backend == PS_BACKEND_CPU ? r->any_device : 0);
   const bool too_small = machine && taken > machine;
-  if (machine) snprintf(there, sizeof there, "; the machine has %s in all", ps__format_bytes(has, machine));
-  return ps__fail(PS_EBUDGET, "no plan fits: the nearest needs %s of device memory and %s of host memory, of which %s is for the process itself%s: %s, or lower %s",
-                  ps__format_bytes(dev, r->any_device), ps__format_bytes(host, r->any_host), ps__format_bytes(reserve, p->cfg.reserve_bytes), there,
-                  too_small ? "take a machine with more host memory" : "raise --device-mem and --host-mem to that", what_to_lower(lower, p, false));
+  if (machine)
+    snprintf(there, sizeof there, "; the machine has %s in all", ps__format_bytes(has, machine));
+  return ps__fail(PS_EBUDGET,
+                  "no plan fits: the nearest needs %s of device memory and %s of host memory, of "
+                  "which %s is for the process itself%s: %s, or lower %s",
+                  ps__format_bytes(dev, r->any_device), ps__format_bytes(host, r->any_host),
+                  ps__format_bytes(reserve, p->cfg.reserve_bytes), there,
+                  too_small ? "take a machine with more host memory"
+                            : "raise --device-mem and --host-mem to that",
+                  what_to_lower(lower, p, false));
 }
 
 static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
@@ -130,21 +177,34 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
   const uint64_t there = p->hw.backend == PS_BACKEND_CUDA ? p->hw.device_memory_bytes : 0;
   const bool gpu = there && (!c->device_bytes || there < c->device_bytes);
   what_to_lower(lower, p, r->smallest_device != 0);
-  if (r->smallest_device) ps__format_bytes_apart(need, r->smallest_device, cap, gpu ? there : c->device_bytes);
-  else if (r->smallest_host) ps__format_bytes_apart(need, r->smallest_host, cap, c->host_bytes);
-  if (r->smallest_device && gpu)
-    return ps__fail(PS_EBUDGET, "needs %s of device memory, this GPU has %s that nothing else uses: end what else uses it, or lower %s "
-                    "(the smallest plan takes %llu bytes)", need, cap, lower, (unsigned long long)r->smallest_device);
-  if (r->smallest_device && p->hw.host_memory_bytes && c->host_bytes > p->hw.host_memory_bytes)
-    return ps__fail(PS_EBUDGET, "%s of host memory given, the machine has %s, with which %s of device memory are needed: take a machine with more host memory, or raise "
-                    "--device-mem (the smallest plan takes %llu bytes)", ps__format_bytes(host, c->host_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
-                    ps__format_bytes(need, r->smallest_device), (unsigned long long)r->smallest_device);
   if (r->smallest_device)
-    return ps__fail(PS_EBUDGET, "needs %s of device memory, %s given: raise --device-mem, or lower %s (the smallest plan takes %llu bytes)", need, cap,
-                    lower, (unsigned long long)r->smallest_device);
+    ps__format_bytes_apart(need, r->smallest_device, cap, gpu ? there : c->device_bytes);
+  else if (r->smallest_host)
+    ps__format_bytes_apart(need, r->smallest_host, cap, c->host_bytes);
+  if (r->smallest_device && gpu)
+    return ps__fail(PS_EBUDGET,
+                    "needs %s of device memory, this GPU has %s that nothing else uses: end what "
+                    "else uses it, or lower %s "
+                    "(the smallest plan takes %llu bytes)",
+                    need, cap, lower, (unsigned long long)r->smallest_device);
+  if (r->smallest_device && p->hw.host_memory_bytes && c->host_bytes > p->hw.host_memory_bytes)
+    return ps__fail(
+        PS_EBUDGET,
+        "%s of host memory given, the machine has %s, with which %s of device memory are needed: "
+        "take a machine with more host memory, or raise "
+        "--device-mem (the smallest plan takes %llu bytes)",
+        ps__format_bytes(host, c->host_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
+        ps__format_bytes(need, r->smallest_device), (unsigned long long)r->smallest_device);
+  if (r->smallest_device)
+    return ps__fail(PS_EBUDGET,
+                    "needs %s of device memory, %s given: raise --device-mem, or lower %s (the "
+                    "smallest plan takes %llu bytes)",
+                    need, cap, lower, (unsigned long long)r->smallest_device);
   if (r->smallest_host)
-    return ps__fail(PS_EBUDGET, "needs %s of host memory, %s given: raise --host-mem, or lower %s (the smallest plan takes %llu bytes)", need, cap,
-                    lower, (unsigned long long)r->smallest_host);
+    return ps__fail(PS_EBUDGET,
+                    "needs %s of host memory, %s given: raise --host-mem, or lower %s (the "
+                    "smallest plan takes %llu bytes)",
+                    need, cap, lower, (unsigned long long)r->smallest_host);
   return refuse_both(p, r);
 }
 
@@ -176,7 +236,8 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
     o->resident_update_units += p->spec.update_resident[u];
     o->streamed_update_units += p->spec.update_streamed[u];
     o->split_update_units += p->spec.update_split[u];
-    o->turn_units += p->layout.n_rounds > 1 && u > 0 && u <= p->spec.turn_blocks && !p->spec.param_resident[u];
+    o->turn_units +=
+        p->layout.n_rounds > 1 && u > 0 && u <= p->spec.turn_blocks && !p->spec.param_resident[u];
   }
   o->saved_device_bytes = s->saved_bytes[PS_FATE_DEVICE];
   o->saved_host_bytes = s->saved_bytes[PS_FATE_HOST] + s->saved_bytes[PS_FATE_FIRST];
@@ -184,7 +245,8 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->h2d_bytes = s->copied_bytes[0];
   o->d2h_bytes = s->copied_bytes[1];
   ps_flops f;
-  if (ps_model_flops(&p->model, p->cfg.seq_len, &f) == PS_OK) o->model_flops = f.sequence * (double)l->n_sequences;
+  if (ps_model_flops(&p->model, p->cfg.seq_len, &f) == PS_OK)
+    o->model_flops = f.sequence * (double)l->n_sequences;
   o->recompute_flops = s->recompute_flops;
   p->hfu_flops = o->model_flops + o->recompute_flops;
   o->n_ops = ps_schedule_n_ops(p->schedule);
@@ -198,13 +260,15 @@ static ps_status predict(ps_plan *p) {
   const uint64_t n = ps_schedule_n_ops(p->schedule);
   double end[PS__SIM_STEPS], busiest = 0;
   ps_trace_event *events = ps__malloc(PS__SIM_STEPS * n * sizeof *events);
-  if (!events) return ps__fail(PS_ENOMEM, "out of memory for the predicted trace");
+  if (!events)
+    return ps__fail(PS_ENOMEM, "out of memory for the predicted trace");
   const ps_status st = ps_plan_simulate(p, PS__SIM_STEPS, events, end);
   if (st == PS_OK) {
     ps__cost_model m = ps__cost_model_of(&p->hw, p->step.dt, p->hw.n_threads, p->spec.sum_threads);
     p->report.step_s = ps__steady_ns(&p->step, &m, end) * 1e-9;
     for (uint64_t i = PS__SIM_STEADY * n; i < (PS__SIM_STEADY + 1) * n; i++)
-      p->report.stream_busy_s[events[i].stream] += (double)(events[i].end_ns - events[i].start_ns) * 1e-9;
+      p->report.stream_busy_s[events[i].stream] +=
+          (double)(events[i].end_ns - events[i].start_ns) * 1e-9;
     for (uint32_t i = 0; i < PS__N_STREAMS; i++)
       if (p->report.stream_busy_s[i] > busiest) {
         busiest = p->report.stream_busy_s[i];
@@ -220,46 +284,60 @@ static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
   PS_TRY(ps__step_build(&p->step, &p->model, &p->layout, &p->spec, &p->hooks));
   ps_program *program = NULL;
   ps_status st = ps__step_program(&p->step, &program);
-  if (st == PS_OK) st = ps_schedule_compile(&p->schedule, program);
+  if (st == PS_OK)
+    st = ps_schedule_compile(&p->schedule, program);
   ps_program_destroy(program);
   PS_TRY(st);
   fill_report(p, r);
   return predict(p);
 }
 
-ps_status ps_plan_create(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw) {
-  if (!out) return ps__fail(PS_EINVAL, "ps_plan_create: out is NULL");
+ps_status ps_plan_create(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
+                         const ps_hardware *hw) {
+  if (!out)
+    return ps__fail(PS_EINVAL, "ps_plan_create: out is NULL");
   ps_plan *p = NULL;
   ps__search_result r;
   PS_TRY(new_plan(&p, model, cfg, hw));
   ps_status st = ps__search(p, false, &r);
   if (st == PS_OK && r.n_feasible == 0) {
     st = ps__search(p, true, &r);
-    if (st == PS_OK) st = refuse(p, &r);
+    if (st == PS_OK)
+      st = refuse(p, &r);
   }
-  if (st == PS_OK) st = compile_plan(p, &r);
-  if (st != PS_OK) ps_plan_destroy(p);
-  else *out = p;
+  if (st == PS_OK)
+    st = compile_plan(p, &r);
+  if (st != PS_OK)
+    ps_plan_destroy(p);
+  else
+    *out = p;
   return st;
 }
 
-ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw,
-                             const ps__spec *spec) {
+ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
+                             const ps_hardware *hw, const ps__spec *spec) {
   ps_plan *p = NULL;
   const ps__search_result r = {0};
   PS_TRY(new_plan(&p, model, cfg, hw));
-  ps_status st = ps__layout_init(&p->layout, p->cfg.seq_len, p->cfg.tokens_per_step / p->cfg.seq_len, spec->chunk_tokens,
-                                 spec->chunks_per_round, spec->first_round_chunks);
-  if (st == PS_OK) st = ps__spec_copy(&p->spec, spec);
-  if (st == PS_OK) st = compile_plan(p, &r);
-  if (st != PS_OK) ps_plan_destroy(p);
-  else *out = p;
+  ps_status st =
+      ps__layout_init(&p->layout, p->cfg.seq_len, p->cfg.tokens_per_step / p->cfg.seq_len,
+                      spec->chunk_tokens, spec->chunks_per_round, spec->first_round_chunks);
+  if (st == PS_OK)
+    st = ps__spec_copy(&p->spec, spec);
+  if (st == PS_OK)
+    st = compile_plan(p, &r);
+  if (st != PS_OK)
+    ps_plan_destroy(p);
+  else
+    *out = p;
   return st;
 }
 
 ps_status ps_plan_destroy(ps_plan *p) {
-  if (!p) return PS_OK;
-  if (atomic_load(&p->in_use)) return ps__fail(PS_EBUSY, "plan: a trainer still uses it: destroy the trainer first");
+  if (!p)
+    return PS_OK;
+  if (atomic_load(&p->in_use))
+    return ps__fail(PS_EBUSY, "plan: a trainer still uses it: destroy the trainer first");
   PS_TRY(ps_schedule_destroy(p->schedule));
   ps__step_free(&p->step);
   ps__spec_free(&p->spec);
@@ -271,20 +349,23 @@ ps_status ps_plan_destroy(ps_plan *p) {
 }
 
 ps_status ps_plan_get_report(const ps_plan *plan, ps_plan_report *out) {
-  if (!plan || !out) return ps__fail(PS_EINVAL, "ps_plan_get_report: plan and out must be given");
+  if (!plan || !out)
+    return ps__fail(PS_EINVAL, "ps_plan_get_report: plan and out must be given");
   *out = plan->report;
   return PS_OK;
 }
 
-ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *cfg, const ps_hardware *hw, uint64_t *device_bytes,
-                           uint64_t *host_bytes) {
-  if (!device_bytes || !host_bytes) return ps__fail(PS_EINVAL, "ps_plan_smallest: device_bytes and host_bytes must be given");
+ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *cfg,
+                           const ps_hardware *hw, uint64_t *device_bytes, uint64_t *host_bytes) {
+  if (!device_bytes || !host_bytes)
+    return ps__fail(PS_EINVAL, "ps_plan_smallest: device_bytes and host_bytes must be given");
   ps_plan *p = NULL;
   ps__search_result r;
   PS_TRY(new_plan(&p, model, cfg, hw));
   const ps_status st = ps__search(p, true, &r);
   ps_plan_destroy(p);
-  if (st != PS_OK) return st;
+  if (st != PS_OK)
+    return st;
   *device_bytes = r.smallest_device;
   *host_bytes = r.smallest_host;
   return PS_OK;
@@ -292,8 +373,11 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
 
 ps_schedule *ps_plan_schedule(ps_plan *plan) { return plan ? plan->schedule : NULL; }
 
-ps_status ps_plan_simulate(const ps_plan *plan, uint64_t n_steps, ps_trace_event *events, double *step_end_ns) {
-  if (!plan) return ps__fail(PS_EINVAL, "ps_plan_simulate: plan is NULL");
-  ps__cost_model m = ps__cost_model_of(&plan->hw, plan->step.dt, plan->hw.n_threads, plan->spec.sum_threads);
+ps_status ps_plan_simulate(const ps_plan *plan, uint64_t n_steps, ps_trace_event *events,
+                           double *step_end_ns) {
+  if (!plan)
+    return ps__fail(PS_EINVAL, "ps_plan_simulate: plan is NULL");
+  ps__cost_model m =
+      ps__cost_model_of(&plan->hw, plan->step.dt, plan->hw.n_threads, plan->spec.sum_threads);
   return ps_sim_run(plan->schedule, ps__cost, &m, n_steps, events, step_end_ns);
 }

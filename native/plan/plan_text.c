@@ -3,7 +3,11 @@
 #include <stdarg.h>
 #include <string.h>
 
-typedef struct text { char *p; size_t n, cap; bool failed; } text;
+typedef struct text {
+  char *p;
+  size_t n, cap;
+  bool failed;
+} text;
 
 __attribute__((format(printf, 2, 3))) static void say(text *t, const char *fmt, ...) {
   char line[512];
@@ -11,7 +15,8 @@ __attribute__((format(printf, 2, 3))) static void say(text *t, const char *fmt, 
   va_start(ap, fmt);
   const int n = vsnprintf(line, sizeof line, fmt, ap);
   va_end(ap);
-  if (t->failed || n < 0) return;
+  if (t->failed || n < 0)
+    return;
   if (t->n + (size_t)n + 1 > t->cap) {
     const size_t cap = (t->cap + (size_t)n + 1) * 2;
     char *p = ps__realloc(t->p, cap);
@@ -28,111 +33,182 @@ __attribute__((format(printf, 2, 3))) static void say(text *t, const char *fmt, 
 
 static void say_memory(text *t, const ps_plan_report *r) {
   char a[32], b[32], c[32], d[32], e[32];
-  if (r->device_cap_bytes) say(t, "device memory    %s of %s", ps__format_bytes(a, r->device_bytes), ps__format_bytes(b, r->device_cap_bytes));
-  else say(t, "device memory    %s (no cap)", ps__format_bytes(a, r->device_bytes));
+  if (r->device_cap_bytes)
+    say(t, "device memory    %s of %s", ps__format_bytes(a, r->device_bytes),
+        ps__format_bytes(b, r->device_cap_bytes));
+  else
+    say(t, "device memory    %s (no cap)", ps__format_bytes(a, r->device_bytes));
   if (r->device_overhead_bytes)
-    say(t, ": arena %s, scratch %s, context and libraries %s", ps__format_bytes(a, r->device_arena_bytes), ps__format_bytes(b, r->device_scratch_bytes),
+    say(t, ": arena %s, scratch %s, context and libraries %s",
+        ps__format_bytes(a, r->device_arena_bytes), ps__format_bytes(b, r->device_scratch_bytes),
         ps__format_bytes(c, r->device_overhead_bytes));
   say(t, "\n");
   ps__format_bytes(a, r->host_bytes);
   ps__format_bytes(c, r->host_arena_bytes);
   ps__format_bytes(d, r->scratch_bytes + r->trace_bytes);
   ps__format_bytes(e, r->reserve_bytes);
-  if (r->host_cap_bytes) say(t, "host memory      %s of %s: arena %s, scratch and trace %s, process %s\n", a, ps__format_bytes(b, r->host_cap_bytes), c, d, e);
-  else say(t, "host memory      %s (no cap): arena %s, scratch and trace %s, process %s\n", a, c, d, e);
+  if (r->host_cap_bytes)
+    say(t, "host memory      %s of %s: arena %s, scratch and trace %s, process %s\n", a,
+        ps__format_bytes(b, r->host_cap_bytes), c, d, e);
+  else
+    say(t, "host memory      %s (no cap): arena %s, scratch and trace %s, process %s\n", a, c, d,
+        e);
 }
 
-static const char *where(uint64_t some, uint64_t all) { return some == all ? "resident" : some ? "partly resident" : "streamed"; }
+static const char *where(uint64_t some, uint64_t all) {
+  return some == all ? "resident" : some ? "partly resident" : "streamed";
+}
 
 static void write_text(text *t, const ps_plan *p) {
   const ps_plan_report *r = &p->report;
   char a[32], b[32], c[32];
-  if (p->hw.backend == PS_BACKEND_CUDA) say(t, "machine          %s; host: %s, %u threads\n", p->hw.device_name, p->hw.name, p->hw.n_threads);
-  else say(t, "machine          %s, %u threads; no GPU is used\n", p->hw.name, p->hw.n_threads);
-  say(t, "step             %llu tokens: %u round%s of %u chunk%s of %llu tokens", (unsigned long long)r->tokens_per_step, r->n_rounds,
-      r->n_rounds == 1 ? "" : "s", r->chunks_per_round, r->chunks_per_round == 1 ? "" : "s", (unsigned long long)r->chunk_tokens);
-  if (r->first_round_chunks > r->chunks_per_round) say(t, ", the first of %u", r->first_round_chunks);
+  if (p->hw.backend == PS_BACKEND_CUDA)
+    say(t, "machine          %s; host: %s, %u threads\n", p->hw.device_name, p->hw.name,
+        p->hw.n_threads);
+  else
+    say(t, "machine          %s, %u threads; no GPU is used\n", p->hw.name, p->hw.n_threads);
+  say(t, "step             %llu tokens: %u round%s of %u chunk%s of %llu tokens",
+      (unsigned long long)r->tokens_per_step, r->n_rounds, r->n_rounds == 1 ? "" : "s",
+      r->chunks_per_round, r->chunks_per_round == 1 ? "" : "s",
+      (unsigned long long)r->chunk_tokens);
+  if (r->first_round_chunks > r->chunks_per_round)
+    say(t, ", the first of %u", r->first_round_chunks);
   say(t, "; head and loss in slices of %llu\n", (unsigned long long)r->head_slice_tokens);
   say_memory(t, r);
   char turn[64] = "";
-  if (r->turn_units) snprintf(turn, sizeof turn, ", %llu more kept from a round to the next", (unsigned long long)r->turn_units);
+  if (r->turn_units)
+    snprintf(turn, sizeof turn, ", %llu more kept from a round to the next",
+             (unsigned long long)r->turn_units);
   say(t, "parameters       %s (%llu of %llu units%s), gradients %s, optimizer state %s (%s)\n",
-      where(r->resident_param_units, r->n_units), (unsigned long long)r->resident_param_units, (unsigned long long)r->n_units, turn,
-      where(r->resident_grad_units, r->n_units), r->resident_update_units ? "on the device" : "at the host",
+      where(r->resident_param_units, r->n_units), (unsigned long long)r->resident_param_units,
+      (unsigned long long)r->n_units, turn, where(r->resident_grad_units, r->n_units),
+      r->resident_update_units ? "on the device" : "at the host",
       ps_recipe_name((ps_recipe)p->cfg.recipe));
   if (p->spec.sum_threads && p->spec.sum_threads < p->hw.n_threads && p->layout.n_rounds > 1)
-    say(t, "gradients        added at home by %u of %u threads: copies get more of the host's memory\n", p->spec.sum_threads, p->hw.n_threads);
+    say(t,
+        "gradients        added at home by %u of %u threads: copies get more of the host's "
+        "memory\n",
+        p->spec.sum_threads, p->hw.n_threads);
   if (r->streamed_update_units)
-    say(t, "updates          %llu units on the device, their moments coming from the host and going back\n", (unsigned long long)r->streamed_update_units);
+    say(t,
+        "updates          %llu units on the device, their moments coming from the host and going "
+        "back\n",
+        (unsigned long long)r->streamed_update_units);
   if (r->split_update_units)
-    say(t, "%s %llu units at home in two parts: their weights first, their moments behind all weights\n", r->streamed_update_units ? "                " : "updates         ",
+    say(t,
+        "%s %llu units at home in two parts: their weights first, their moments behind all "
+        "weights\n",
+        r->streamed_update_units ? "                " : "updates         ",
         (unsigned long long)r->split_update_units);
-  if (p->spec.embed_at_home) say(t, "embedding        gathered at home, its gradient added there\n");
-  say(t, "saved tensors    first round: %s on the device, %s sent to the host, %s recomputed\n", ps__format_bytes(a, r->saved_device_bytes),
-      ps__format_bytes(b, r->saved_host_bytes), ps__format_bytes(c, r->saved_recompute_bytes));
-  say(t, "traffic          a step: %s to the device, %s to the host\n", ps__format_bytes(a, r->h2d_bytes), ps__format_bytes(b, r->d2h_bytes));
+  if (p->spec.embed_at_home)
+    say(t, "embedding        gathered at home, its gradient added there\n");
+  say(t, "saved tensors    first round: %s on the device, %s sent to the host, %s recomputed\n",
+      ps__format_bytes(a, r->saved_device_bytes), ps__format_bytes(b, r->saved_host_bytes),
+      ps__format_bytes(c, r->saved_recompute_bytes));
+  say(t, "traffic          a step: %s to the device, %s to the host\n",
+      ps__format_bytes(a, r->h2d_bytes), ps__format_bytes(b, r->d2h_bytes));
   say(t, "work             %.3g model FLOPs a step, %.1f%% more recomputed\n", r->model_flops,
       r->model_flops > 0 ? 100 * r->recompute_flops / r->model_flops : 0);
-  say(t, "predicted        %.3f s a step, %.0f tokens/s; busiest stream: %s, %.0f%% of the step (%s rates)\n", r->step_s,
-      r->step_s > 0 ? (double)r->tokens_per_step / r->step_s : 0, ps_plan_stream_name(r->bottleneck_stream),
-      r->step_s > 0 ? 100 * r->stream_busy_s[r->bottleneck_stream] / r->step_s : 0, p->hw.measured ? "measured" : "estimated");
+  say(t,
+      "predicted        %.3f s a step, %.0f tokens/s; busiest stream: %s, %.0f%% of the step (%s "
+      "rates)\n",
+      r->step_s, r->step_s > 0 ? (double)r->tokens_per_step / r->step_s : 0,
+      ps_plan_stream_name(r->bottleneck_stream),
+      r->step_s > 0 ? 100 * r->stream_busy_s[r->bottleneck_stream] / r->step_s : 0,
+      p->hw.measured ? "measured" : "estimated");
   for (uint32_t i = 0; i < PS__N_STREAMS; i++)
-    say(t, "  %-14s %8.3f s busy (%3.0f%%)\n", ps_plan_stream_name(i), r->stream_busy_s[i], r->step_s > 0 ? 100 * r->stream_busy_s[i] / r->step_s : 0);
-  say(t, "%llu ops and %llu waits a step; %u plans looked at, %u fit\n", (unsigned long long)r->n_ops, (unsigned long long)r->n_waits,
-      r->n_candidates, r->n_feasible);
+    say(t, "  %-14s %8.3f s busy (%3.0f%%)\n", ps_plan_stream_name(i), r->stream_busy_s[i],
+        r->step_s > 0 ? 100 * r->stream_busy_s[i] / r->step_s : 0);
+  say(t, "%llu ops and %llu waits a step; %u plans looked at, %u fit\n",
+      (unsigned long long)r->n_ops, (unsigned long long)r->n_waits, r->n_candidates, r->n_feasible);
 }
 
 const char *ps_plan_text(ps_plan *plan) {
-  if (!plan) return NULL;
+  if (!plan)
+    return NULL;
   if (!plan->text) {
     text t = {0};
     write_text(&t, plan);
     if (t.failed) {
       ps__free(t.p);
       (void)ps__fail(PS_ENOMEM, "out of memory for the plan's text");
-    } else plan->text = t.p;
+    } else
+      plan->text = t.p;
   }
   return plan->text;
 }
 
 static void json_sizes(ps__jsonw *w, const ps_plan *p) {
   const ps_plan_report *r = &p->report;
-  const struct { const char *name; uint64_t value; } field[] = {
-      {"seq_len", p->cfg.seq_len}, {"tokens_per_step", r->tokens_per_step}, {"n_sequences", r->n_sequences}, {"n_rounds", r->n_rounds},
-      {"chunks_per_round", r->chunks_per_round}, {"first_round_chunks", r->first_round_chunks}, {"n_chunks", r->n_chunks}, {"chunk_tokens", r->chunk_tokens},
-      {"head_slice_tokens", r->head_slice_tokens}, {"device_bytes", r->device_bytes}, {"device_arena_bytes", r->device_arena_bytes},
-      {"device_scratch_bytes", r->device_scratch_bytes}, {"device_overhead_bytes", r->device_overhead_bytes}, {"device_cap_bytes", r->device_cap_bytes},
-      {"host_bytes", r->host_bytes}, {"host_cap_bytes", r->host_cap_bytes}, {"host_arena_bytes", r->host_arena_bytes},
-      {"scratch_bytes", r->scratch_bytes}, {"trace_bytes", r->trace_bytes}, {"reserve_bytes", r->reserve_bytes},
-      {"resident_param_units", r->resident_param_units}, {"resident_grad_units", r->resident_grad_units},
-      {"resident_update_units", r->resident_update_units}, {"streamed_update_units", r->streamed_update_units},
-      {"split_update_units", r->split_update_units}, {"turn_units", r->turn_units}, {"n_units", r->n_units},
-      {"saved_device_bytes", r->saved_device_bytes}, {"saved_host_bytes", r->saved_host_bytes},
-      {"saved_recompute_bytes", r->saved_recompute_bytes}, {"h2d_bytes", r->h2d_bytes}, {"d2h_bytes", r->d2h_bytes},
-      {"sum_threads", p->spec.sum_threads}, {"n_ops", r->n_ops}, {"n_waits", r->n_waits}, {"n_candidates", r->n_candidates}, {"n_feasible", r->n_feasible}};
-  for (size_t i = 0; i < sizeof field / sizeof *field; i++) ps__jsonw_uint(w, field[i].name, field[i].value);
+  const struct {
+    const char *name;
+    uint64_t value;
+  } field[] = {{"seq_len", p->cfg.seq_len},
+               {"tokens_per_step", r->tokens_per_step},
+               {"n_sequences", r->n_sequences},
+               {"n_rounds", r->n_rounds},
+               {"chunks_per_round", r->chunks_per_round},
+               {"first_round_chunks", r->first_round_chunks},
+               {"n_chunks", r->n_chunks},
+               {"chunk_tokens", r->chunk_tokens},
+               {"head_slice_tokens", r->head_slice_tokens},
+               {"device_bytes", r->device_bytes},
+               {"device_arena_bytes", r->device_arena_bytes},
+               {"device_scratch_bytes", r->device_scratch_bytes},
+               {"device_overhead_bytes", r->device_overhead_bytes},
+               {"device_cap_bytes", r->device_cap_bytes},
+               {"host_bytes", r->host_bytes},
+               {"host_cap_bytes", r->host_cap_bytes},
+               {"host_arena_bytes", r->host_arena_bytes},
+               {"scratch_bytes", r->scratch_bytes},
+               {"trace_bytes", r->trace_bytes},
+               {"reserve_bytes", r->reserve_bytes},
+               {"resident_param_units", r->resident_param_units},
+               {"resident_grad_units", r->resident_grad_units},
+               {"resident_update_units", r->resident_update_units},
+               {"streamed_update_units", r->streamed_update_units},
+               {"split_update_units", r->split_update_units},
+               {"turn_units", r->turn_units},
+               {"n_units", r->n_units},
+               {"saved_device_bytes", r->saved_device_bytes},
+               {"saved_host_bytes", r->saved_host_bytes},
+               {"saved_recompute_bytes", r->saved_recompute_bytes},
+               {"h2d_bytes", r->h2d_bytes},
+               {"d2h_bytes", r->d2h_bytes},
+               {"sum_threads", p->spec.sum_threads},
+               {"n_ops", r->n_ops},
+               {"n_waits", r->n_waits},
+               {"n_candidates", r->n_candidates},
+               {"n_feasible", r->n_feasible}};
+  for (size_t i = 0; i < sizeof field / sizeof *field; i++)
+    ps__jsonw_uint(w, field[i].name, field[i].value);
   ps__jsonw_string(w, "recipe", ps_recipe_name((ps_recipe)p->cfg.recipe));
   ps__jsonw_bool(w, "clip", p->cfg.clip != 0);
   ps__jsonw_bool(w, "embed_at_home", p->spec.embed_at_home);
   ps__jsonw_number(w, "model_flops", r->model_flops);
   ps__jsonw_number(w, "recompute_flops", r->recompute_flops);
   ps__jsonw_number(w, "predicted_step_s", r->step_s);
-  ps__jsonw_number(w, "predicted_tokens_per_s", r->step_s > 0 ? (double)r->tokens_per_step / r->step_s : 0);
+  ps__jsonw_number(w, "predicted_tokens_per_s",
+                   r->step_s > 0 ? (double)r->tokens_per_step / r->step_s : 0);
   ps__jsonw_string(w, "bottleneck_stream", ps_plan_stream_name(r->bottleneck_stream));
   ps__jsonw_object(w, "stream_busy_s");
-  for (uint32_t i = 0; i < PS__N_STREAMS; i++) ps__jsonw_number(w, ps_plan_stream_name(i), r->stream_busy_s[i]);
+  for (uint32_t i = 0; i < PS__N_STREAMS; i++)
+    ps__jsonw_number(w, ps_plan_stream_name(i), r->stream_busy_s[i]);
   ps__jsonw_end(w);
 }
 
 static void json_fates(ps__jsonw *w, const ps_plan *p) {
-  static const char *const fate_name[PS_N_FATES] = {"device", "host", "recompute", "host in the first round"};
+  static const char *const fate_name[PS_N_FATES] = {"device", "host", "recompute",
+                                                    "host in the first round"};
   ps__jsonw_array(w, "layers");
   for (uint32_t layer = 0; layer < p->spec.n_layers; layer++) {
     ps__jsonw_array(w, NULL);
     for (uint32_t c = 0; c < p->spec.n_chunks; c++) {
       ps__jsonw_object(w, NULL);
       for (int item = 0; item < PS__N_ITEMS; item++)
-        if (p->step.block.has_item[item]) ps__jsonw_string(w, ps__item_name[item], fate_name[*ps__spec_fate(&p->spec, layer, c, item)]);
+        if (p->step.block.has_item[item])
+          ps__jsonw_string(w, ps__item_name[item],
+                           fate_name[*ps__spec_fate(&p->spec, layer, c, item)]);
       ps__jsonw_end(w);
     }
     ps__jsonw_end(w);
@@ -149,16 +225,21 @@ static void json_units(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_string(w, "parameters", p->spec.param_resident[u] ? "resident" : streamed);
     ps__jsonw_string(w, "gradients", p->spec.grad_resident[u] ? "resident" : streamed);
     ps__jsonw_string(w, "optimizer_state", p->spec.update_resident[u] ? "device" : "host");
-    ps__jsonw_string(w, "update", ps__updated_there(&p->spec, u) ? "device" : p->spec.update_split[u] ? "host, weights first" : "host");
+    ps__jsonw_string(w, "update",
+                     ps__updated_there(&p->spec, u) ? "device"
+                     : p->spec.update_split[u]      ? "host, weights first"
+                                                    : "host");
     ps__jsonw_end(w);
   }
   ps__jsonw_end(w);
 }
 
 const char *ps_plan_json(ps_plan *plan) {
-  if (!plan || plan->json) return plan ? plan->json : NULL;
+  if (!plan || plan->json)
+    return plan ? plan->json : NULL;
   ps__jsonw *w = NULL;
-  if (ps__jsonw_create(&w) != PS_OK) return NULL;
+  if (ps__jsonw_create(&w) != PS_OK)
+    return NULL;
   ps__jsonw_object(w, NULL);
   json_sizes(w, plan);
   ps__jsonw_object(w, "hardware");
@@ -172,8 +253,10 @@ const char *ps_plan_json(ps_plan *plan) {
   ps__jsonw_end(w);
   size_t n;
   const char *made = ps__jsonw_text(w, &n);
-  if (made) plan->json = ps__strdup(made);
-  if (!plan->json) (void)ps__fail(PS_ENOMEM, "out of memory for the plan's JSON");
+  if (made)
+    plan->json = ps__strdup(made);
+  if (!plan->json)
+    (void)ps__fail(PS_ENOMEM, "out of memory for the plan's JSON");
   ps__jsonw_free(w);
   return plan->json;
 }

@@ -1,52 +1,73 @@
-/* search.c - the fastest plan under both caps, among a fixed family of plans (family.h) and, where that is large, near its fastest members.
+/* search.c - the fastest plan under both caps, among a fixed family of plans (family.h) and,
+ * where that is large, near its fastest members.
  *
- * The family does not depend on the caps, so a larger cap only admits more members: where all of them are looked at, more memory never gives a slower plan. Members are
- * looked at best estimate first, after one of each size has told how far off its size's estimates are; looking is work that grows from one stage to the next, each ruling
- * members out before the next: the bounds, emission, the bytes alive at once, the memory map, the simulation. Where a bound is no better than the best simulated plan, the
- * member is passed over. Large families are looked at within a budget (MAX_OPS for 32 layers) and with fewer rounds a step, refined, and the fastest few looked at whole. */
+ * The family does not depend on the caps, so a larger cap only admits more members: where all of
+ * them are looked at, more memory never gives a slower plan. Members are looked at best estimate
+ * first, after one of each size has told how far off its size's estimates are; looking is work
+ * that grows from one stage to the next, each ruling members out before the next: the bounds,
+ * emission, the bytes alive at once, the memory map, the simulation. Where a bound is no better
+ * than the best simulated plan, the member is passed over. Large families are looked at within a
+ * budget (MAX_OPS for 32 layers) and with fewer rounds a step, refined, and the fastest few
+ * looked at whole. */
 #include "look.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Ops emitted and simulated at most in one search, over all plans looked at: some seconds; ps__budget() for deep models. A family that needs more (long steps of deep
- * models on a machine where nothing is hidden) gives the best of those looked at. */
+/* Ops emitted and simulated at most in one search, over all plans looked at: some seconds;
+ * ps__budget() for deep models. A family that needs more (long steps of deep models on a machine
+ * where nothing is hidden) gives the best of those looked at. */
 static const uint64_t MAX_OPS = 1200000;
-/* From so many ops in all members' steps on, steps are looked at with fewer of their rounds, and what lies between the members is looked at too. */
+/* From so many ops in all members' steps on, steps are looked at with fewer of their rounds, and
+ * what lies between the members is looked at too. */
 static const double LARGE_FAMILY_OPS = 2e8;
-/* The same beside a GPU where a step has so many ops, however few the members are (a pinned round's): what refining gains is up to a tenth of such a step. */
+/* The same beside a GPU where a step has so many ops, however few the members are (a pinned
+ * round's): what refining gains is up to a tenth of such a step. */
 static const double LONG_STEP_OPS = 6000;
 /* From here on members are passed over that will not fit by what was seen of their like. */
 static const uint64_t PRUNE_OPS = 400000;
 enum { TRIES = 6 }; /* members of a size looked at for one that fits */
 
-/* ---- the fastest ------------------------------------------------------------------------------------------------------------------ */
+/* ---- the fastest ----------------------------------------------------------------------------- */
 
 static int by_estimate(const void *pa, const void *pb) {
   const ps__member *a = pa, *b = pb;
-  if (a->estimate_ns != b->estimate_ns) return a->estimate_ns < b->estimate_ns ? -1 : 1;
-  if (a->size != b->size) return a->size < b->size ? -1 : 1;
-  if (a->residency != b->residency) return a->residency < b->residency ? -1 : 1;
-  if (a->ahead != b->ahead) return a->ahead > b->ahead ? -1 : 1;
-  if (a->device != b->device) return a->device > b->device ? -1 : 1;
+  if (a->estimate_ns != b->estimate_ns)
+    return a->estimate_ns < b->estimate_ns ? -1 : 1;
+  if (a->size != b->size)
+    return a->size < b->size ? -1 : 1;
+  if (a->residency != b->residency)
+    return a->residency < b->residency ? -1 : 1;
+  if (a->ahead != b->ahead)
+    return a->ahead > b->ahead ? -1 : 1;
+  if (a->device != b->device)
+    return a->device > b->device ? -1 : 1;
   return a->host < b->host ? -1 : a->host > b->host;
 }
 
-typedef struct ranked { double ns; uint32_t idx; } ranked;
+typedef struct ranked {
+  double ns;
+  uint32_t idx;
+} ranked;
 static int by_rank(const void *pa, const void *pb) {
   const ranked *a = pa, *b = pb;
-  if (a->ns != b->ns) return a->ns < b->ns ? -1 : 1;
+  if (a->ns != b->ns)
+    return a->ns < b->ns ? -1 : 1;
   return a->idx < b->idx ? -1 : a->idx > b->idx;
 }
 
-/* What members that differ in their shares alone were seen to take beyond their bounds, within a few percent the same for all, to a bound. */
-static void add_slack(const ps__search_state *s, const ps__member *m, uint64_t bytes[PS__N_SPACES]) {
-  for (uint32_t i = 0; s->prune && (s->large || s->n_ops > PRUNE_OPS) && i < PS__N_SPACES; i++) bytes[i] += s->slack[m->size][m->residency][m->ahead][i] / 20 * 19;
+/* What members that differ in their shares alone were seen to take beyond their bounds, within a
+ * few percent the same for all, to a bound. */
+static void add_slack(const ps__search_state *s, const ps__member *m,
+                      uint64_t bytes[PS__N_SPACES]) {
+  for (uint32_t i = 0; s->prune && (s->large || s->n_ops > PRUNE_OPS) && i < PS__N_SPACES; i++)
+    bytes[i] += s->slack[m->size][m->residency][m->ahead][i] / 20 * 19;
 }
 
 static bool cannot_fit(const ps__search_state *s, const ps__member *m) {
   uint64_t bytes[PS__N_SPACES] = {m->bytes[0], m->bytes[1]};
-  if (!ps__fits(s, bytes)) return true;
+  if (!ps__fits(s, bytes))
+    return true;
   add_slack(s, m, bytes);
   return !ps__fits(s, bytes);
 }
@@ -54,8 +75,10 @@ static bool cannot_fit(const ps__search_state *s, const ps__member *m) {
 static void note_slack(ps__search_state *s, const ps__member *m, const ps__look *z) {
   const uint64_t *bytes = m->bytes;
   for (uint32_t i = 0; i < PS__N_SPACES; i++) {
-    uint64_t *slack = &s->slack[m->size][m->residency][m->ahead][i], now = z->bytes[i] > bytes[i] ? z->bytes[i] - bytes[i] : 0;
-    if (*slack == 0 || now < *slack) *slack = now;
+    uint64_t *slack = &s->slack[m->size][m->residency][m->ahead][i],
+             now = z->bytes[i] > bytes[i] ? z->bytes[i] - bytes[i] : 0;
+    if (*slack == 0 || now < *slack)
+      *slack = now;
   }
 }
 
@@ -68,24 +91,30 @@ static ps_status look_at(ps__search_state *s, const ps__member *from, double *ou
   const ps_status st = ps__look_time(s, m, &z, out_ns);
   ps__look_free(&z);
   ps__fastest *fastest = &s->fastest[2 * m->size + (m->keep.params > 0)];
-  if (*out_ns > 0 && (fastest->ns == 0 || *out_ns < fastest->ns)) *fastest = (ps__fastest){*out_ns, *m};
+  if (*out_ns > 0 && (fastest->ns == 0 || *out_ns < fastest->ns))
+    *fastest = (ps__fastest){*out_ns, *m};
   return st;
 }
 
-/* Of each size the member of the best estimate that fits: it tells how far off the estimates of its size are. */
+/* Of each size the member of the best estimate that fits: it tells how far off the estimates of
+ * its size are. */
 static ps_status look_at_sizes(ps__search_state *s) {
   double factor[PS__MAX_SIZES] = {0}, worst = 1;
   uint32_t tries[PS__MAX_SIZES] = {0};
   for (size_t i = 0; i < s->family.n_members && s->n_ops < ps__budget(s, MAX_OPS / 2); i++) {
     ps__member *m = &s->family.member[i];
     double ns = 0;
-    if (factor[m->size] > 0 || tries[m->size] == TRIES || cannot_fit(s, m)) continue;
+    if (factor[m->size] > 0 || tries[m->size] == TRIES || cannot_fit(s, m))
+      continue;
     tries[m->size]++;
     PS_TRY(look_at(s, m, &ns));
-    if (ns > 0) factor[m->size] = ns / m->estimate_ns;
-    if (factor[m->size] > worst) worst = factor[m->size];
+    if (ns > 0)
+      factor[m->size] = ns / m->estimate_ns;
+    if (factor[m->size] > worst)
+      worst = factor[m->size];
   }
-  for (uint32_t i = 0; i < PS__MAX_SIZES; i++) s->factor[i] = factor[i] > 0 ? factor[i] : worst;
+  for (uint32_t i = 0; i < PS__MAX_SIZES; i++)
+    s->factor[i] = factor[i] > 0 ? factor[i] : worst;
   return PS_OK;
 }
 
@@ -94,13 +123,16 @@ static ps__member *next_of(const ps__search_state *s, const ranked *order, size_
   const ps__family *f = &s->family;
   while (*at < f->n_members) {
     ps__member *m = &f->member[order[(*at)++].idx];
-    if ((s->seen[m - f->member] && s->prune) || (s->best[0].ns > 0 && m->bound_ns >= s->best[0].ns) || cannot_fit(s, m)) continue;
+    if ((s->seen[m - f->member] && s->prune) ||
+        (s->best[0].ns > 0 && m->bound_ns >= s->best[0].ns) || cannot_fit(s, m))
+      continue;
     return m;
   }
   return NULL;
 }
 
-/* By the estimates and, in turn, by those corrected for what their size was seen to take: where one is wrong the other may not be. */
+/* By the estimates and, in turn, by those corrected for what their size was seen to take: where
+ * one is wrong the other may not be. */
 static ps_status find_fastest(ps__search_state *s) {
   ps__family *f = &s->family;
   ranked *order[2];
@@ -108,7 +140,8 @@ static ps_status find_fastest(ps__search_state *s) {
   s->n_ops = 0;
   PS_TRY(look_at_sizes(s));
   order[0] = ps__malloc(2 * (f->n_members + 1) * sizeof *order[0]);
-  if (!order[0]) return ps__fail(PS_ENOMEM, "out of memory for the order of %zu plans", f->n_members);
+  if (!order[0])
+    return ps__fail(PS_ENOMEM, "out of memory for the order of %zu plans", f->n_members);
   order[1] = order[0] + f->n_members;
   for (size_t i = 0; i < f->n_members; i++) {
     order[0][i] = (ranked){f->member[i].estimate_ns * s->factor[f->member[i].size], (uint32_t)i};
@@ -116,42 +149,56 @@ static ps_status find_fastest(ps__search_state *s) {
   }
   qsort(order[0], f->n_members, sizeof *order[0], by_rank);
   ps_status st = PS_OK;
-  for (uint32_t turn = 0, idle = 0; st == PS_OK && idle < 2 && s->n_ops <= ps__budget(s, s->best[0].ns > 0 ? MAX_OPS : 4 * MAX_OPS); turn ^= 1) {
+  for (uint32_t turn = 0, idle = 0;
+       st == PS_OK && idle < 2 &&
+       s->n_ops <= ps__budget(s, s->best[0].ns > 0 ? MAX_OPS : 4 * MAX_OPS);
+       turn ^= 1) {
     ps__member *m = next_of(s, order[turn], &at[turn]);
     double ns;
     idle = m ? 0 : idle + 1;
-    if (m) st = look_at(s, m, &ns);
+    if (m)
+      st = look_at(s, m, &ns);
   }
   ps__free(order[0]);
   return st;
 }
 
-typedef struct small { uint64_t key; uint32_t idx; } small;
+typedef struct small {
+  uint64_t key;
+  uint32_t idx;
+} small;
 static int by_key(const void *pa, const void *pb) {
   const small *a = pa, *b = pb;
-  if (a->key != b->key) return a->key < b->key ? -1 : 1;
+  if (a->key != b->key)
+    return a->key < b->key ? -1 : 1;
   return a->idx < b->idx ? -1 : a->idx > b->idx;
 }
 
-/* Where nothing of what was looked at fits: members that take the least of the device, until one does. */
+/* Where nothing of what was looked at fits: members that take the least of the device, until one
+ * does. */
 static ps_status find_small(ps__search_state *s) {
   const size_t n = s->family.n_members;
   small *order = ps__malloc((n + 1) * sizeof *order);
   ps_status st = order ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the order of %zu plans", n);
-  for (size_t i = 0; st == PS_OK && i < n; i++) order[i] = (small){s->family.member[i].bytes[PS__SPACE_DEVICE], (uint32_t)i};
-  if (st == PS_OK) qsort(order, n, sizeof *order, by_key);
+  for (size_t i = 0; st == PS_OK && i < n; i++)
+    order[i] = (small){s->family.member[i].bytes[PS__SPACE_DEVICE], (uint32_t)i};
+  if (st == PS_OK)
+    qsort(order, n, sizeof *order, by_key);
   s->n_ops = 0;
   s->prune = true;
-  for (size_t i = 0; st == PS_OK && i < n && s->best[0].ns == 0 && s->n_ops <= ps__budget(s, 4 * MAX_OPS); i++) {
+  for (size_t i = 0;
+       st == PS_OK && i < n && s->best[0].ns == 0 && s->n_ops <= ps__budget(s, 4 * MAX_OPS); i++) {
     ps__member *m = &s->family.member[order[i].idx];
     double ns;
-    if (!cannot_fit(s, m)) st = look_at(s, m, &ns);
+    if (!cannot_fit(s, m))
+      st = look_at(s, m, &ns);
   }
   ps__free(order);
   return st;
 }
 
-/* The fastest that holds with all its rounds: what shorter steps tell of time and memory is nearly so, and the fastest of them may not fit by a hair. */
+/* The fastest that holds with all its rounds: what shorter steps tell of time and memory is
+ * nearly so, and the fastest of them may not fit by a hair. */
 static ps_status hold_best(ps__search_state *s) {
   ps__fastest few[PS__N_BEST];
   memcpy(few, s->best, sizeof few);
@@ -163,15 +210,18 @@ static ps_status hold_best(ps__search_state *s) {
     PS_TRY(ps__look_emit(s, &few[i].member, &z));
     const ps_status st = ps__look_time(s, &few[i].member, &z, &ns);
     ps__look_free(&z);
-    if (st != PS_OK) return st;
+    if (st != PS_OK)
+      return st;
     n_held += ns > 0;
   }
   return PS_OK;
 }
 
-/* Host memory that is left lets contributions wait longer to be added: in the simulation that may gain nothing, but a host stream that is slower than foreseen then falls behind
- * without holding anything back. Not at the cost of time, which would be more than a plan for less memory takes. Only of a cap that was given: who gave none did not ask for
- * all that the machine has. */
+/* Host memory that is left lets contributions wait longer to be added: in the simulation that
+ * may gain nothing, but a host stream that is slower than foreseen then falls behind without
+ * holding anything back. Not at the cost of time, which would be more than a plan for less
+ * memory takes. Only of a cap that was given: who gave none did not ask for all that the machine
+ * has. */
 static ps_status spend_host(ps__search_state *s) {
   const double most_ns = s->best[0].ns;
   const int layers = s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255;
@@ -180,12 +230,14 @@ static ps_status spend_host(ps__search_state *s) {
     ps__member m = before.member;
     ps__look z;
     double ns;
-    if (m.sums + by > layers || s->family.size[m.size].layout.n_rounds == 1) continue;
+    if (m.sums + by > layers || s->family.size[m.size].layout.n_rounds == 1)
+      continue;
     m.sums = (uint8_t)(m.sums + by);
     PS_TRY(ps__look_emit(s, &m, &z));
     const ps_status st = ps__look_time(s, &m, &z, &ns);
     ps__look_free(&z);
-    if (st != PS_OK) return st;
+    if (st != PS_OK)
+      return st;
     s->best[0] = ns > 0 && ns <= most_ns ? (ps__fastest){ns, m} : before;
   }
   return PS_OK;
@@ -194,12 +246,13 @@ static ps_status spend_host(ps__search_state *s) {
 static ps_status keep_best(ps__search_state *s) {
   ps_plan *plan = s->plan;
   const ps__layout *l = &s->family.size[s->best[0].member.size].layout;
-  PS_TRY(ps__layout_init(&plan->layout, plan->cfg.seq_len, plan->cfg.tokens_per_step / plan->cfg.seq_len, l->chunk_tokens, l->chunks_per_round,
-                         l->first_round_chunks));
+  PS_TRY(ps__layout_init(&plan->layout, plan->cfg.seq_len,
+                         plan->cfg.tokens_per_step / plan->cfg.seq_len, l->chunk_tokens,
+                         l->chunks_per_round, l->first_round_chunks));
   return ps__family_spec(&s->family, &s->best[0].member, &plan->layout, &plan->spec);
 }
 
-/* ---- the smallest ----------------------------------------------------------------------------------------------------------------- */
+/* ---- the smallest ---------------------------------------------------------------------------- */
 
 static uint64_t beyond(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) {
   const uint64_t d = bytes[PS__SPACE_DEVICE], h = bytes[PS__SPACE_HOST];
@@ -210,8 +263,10 @@ static void note_sizes(ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) 
   ps__search_result *r = s->out;
   const uint64_t device = bytes[PS__SPACE_DEVICE], host = bytes[PS__SPACE_HOST];
   const bool machine = ps__host_taken(s, bytes) <= s->machine;
-  if (machine && host <= s->host_cap && (r->smallest_device == 0 || device < r->smallest_device)) r->smallest_device = device;
-  if (machine && device <= s->device_cap && (r->smallest_host == 0 || host < r->smallest_host)) r->smallest_host = host;
+  if (machine && host <= s->host_cap && (r->smallest_device == 0 || device < r->smallest_device))
+    r->smallest_device = device;
+  if (machine && device <= s->device_cap && (r->smallest_host == 0 || host < r->smallest_host))
+    r->smallest_host = host;
   if (r->any_device == 0 || beyond(s, bytes) < s->best_miss) {
     r->any_device = device;
     r->any_host = host;
@@ -224,8 +279,11 @@ static bool could_be_smallest(const ps__search_state *s, const uint64_t bytes[PS
   const ps__search_result *r = s->out;
   const uint64_t device = bytes[PS__SPACE_DEVICE], host = bytes[PS__SPACE_HOST];
   const bool machine = ps__host_taken(s, bytes) <= s->machine;
-  return r->any_device == 0 || (machine && host <= s->host_cap && (r->smallest_device == 0 || device < r->smallest_device)) ||
-         (machine && device <= s->device_cap && (r->smallest_host == 0 || host < r->smallest_host)) ||
+  return r->any_device == 0 ||
+         (machine && host <= s->host_cap &&
+          (r->smallest_device == 0 || device < r->smallest_device)) ||
+         (machine && device <= s->device_cap &&
+          (r->smallest_host == 0 || host < r->smallest_host)) ||
          (!r->smallest_device && !r->smallest_host && beyond(s, bytes) < s->best_miss);
 }
 
@@ -233,11 +291,13 @@ static ps_status size_up(ps__search_state *s, const ps__member *m) {
   ps__look z;
   uint64_t bytes[PS__N_SPACES] = {m->bytes[0], m->bytes[1]};
   add_slack(s, m, bytes);
-  if (!could_be_smallest(s, bytes)) return PS_OK;
+  if (!could_be_smallest(s, bytes))
+    return PS_OK;
   PS_TRY(ps__look_emit(s, m, &z));
   note_slack(s, m, &z);
   ps_status st = could_be_smallest(s, z.bytes) ? ps__look_map(s, &z) : PS_OK;
-  if (st == PS_OK && z.mapped) note_sizes(s, z.bytes);
+  if (st == PS_OK && z.mapped)
+    note_sizes(s, z.bytes);
   ps__look_free(&z);
   return st;
 }
@@ -248,9 +308,12 @@ static ps_status find_smallest(ps__search_state *s) {
   small *order = ps__malloc((n + 1) * sizeof *order);
   ps_status st = order ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the smallest plan");
   for (uint32_t space = 0; st == PS_OK && space < PS__N_SPACES; space++) {
-    for (size_t i = 0; i < n; i++) order[i] = (small){s->family.member[i].bytes[space], (uint32_t)i};
+    for (size_t i = 0; i < n; i++)
+      order[i] = (small){s->family.member[i].bytes[space], (uint32_t)i};
     qsort(order, n, sizeof *order, by_key);
-    for (size_t i = 0; st == PS_OK && i < n && s->n_ops <= ps__budget(s, (space + 1) * 2 * MAX_OPS); i++) st = size_up(s, &s->family.member[order[i].idx]);
+    for (size_t i = 0; st == PS_OK && i < n && s->n_ops <= ps__budget(s, (space + 1) * 2 * MAX_OPS);
+         i++)
+      st = size_up(s, &s->family.member[order[i].idx]);
   }
   ps__free(order);
   return st;
@@ -260,8 +323,10 @@ static ps_status find_smallest(ps__search_state *s) {
 static bool is_large(const ps__search_state *s) {
   const size_t n = s->family.n_members;
   double ops = 0;
-  for (size_t i = 0; i < n; i++) ops += (double)s->family.size[s->family.member[i].size].n_ops;
-  return ops > LARGE_FAMILY_OPS || (s->plan->hw.backend == PS_BACKEND_CUDA && ops > LONG_STEP_OPS * (double)n);
+  for (size_t i = 0; i < n; i++)
+    ops += (double)s->family.size[s->family.member[i].size].n_ops;
+  return ops > LARGE_FAMILY_OPS ||
+         (s->plan->hw.backend == PS_BACKEND_CUDA && ops > LONG_STEP_OPS * (double)n);
 }
 
 /* The fastest under the caps that @s has, in best. */
@@ -270,21 +335,26 @@ static ps_status find(ps__search_state *s) {
     s->prune = pass == 0; /* what fits by a hair is found by the second */
     PS_TRY(find_fastest(s));
   }
-  if (s->best[0].ns == 0) PS_TRY(find_small(s));
-  if (s->best[0].ns == 0 || !s->large) return PS_OK;
+  if (s->best[0].ns == 0)
+    PS_TRY(find_small(s));
+  if (s->best[0].ns == 0 || !s->large)
+    return PS_OK;
   PS_TRY(ps__refine(s));
   PS_TRY(hold_best(s));
   PS_TRY(spend_host(s));
   return s->best[0].ns > 0 ? PS_OK : find_fastest(s); /* with all their rounds from here on */
 }
 
-/* ---- a plan for less is a plan for more ------------------------------------------------------------------------------------------------ */
+/* ---- a plan for less is a plan for more ------------------------------------------------------ */
 
-/* The rungs of a ladder of caps that is the same for all plans: 2^k and 3 * 2^k bytes. The largest below @cap; 0: none. */
+/* The rungs of a ladder of caps that is the same for all plans: 2^k and 3 * 2^k bytes. The
+ * largest below @cap; 0: none. */
 static uint64_t rung_below(uint64_t cap) {
   for (uint32_t k = 62; k-- > 0 && cap != UINT64_MAX;) {
-    if (3ull << k < cap) return 3ull << k;
-    if (2ull << k < cap) return 2ull << k;
+    if (3ull << k < cap)
+      return 3ull << k;
+    if (2ull << k < cap)
+      return 2ull << k;
   }
   return 0;
 }
@@ -299,7 +369,8 @@ typedef struct rung {
 
 static ps_status rung_init(rung *r, const ps__search_state *s, uint64_t device, uint64_t host) {
   *r = (rung){.s = ps__malloc(sizeof *s)};
-  if (!r->s) return ps__fail(PS_ENOMEM, "out of memory for the search");
+  if (!r->s)
+    return ps__fail(PS_ENOMEM, "out of memory for the search");
   *r->s = *s;
   r->s->device_cap = device;
   r->s->host_cap = host;
@@ -312,44 +383,58 @@ static void rung_task(void *arg, int64_t i, uint32_t worker) {
   rung *r = (rung *)arg + i;
   (void)worker;
   r->status = find(r->s);
-  if (r->status != PS_OK) snprintf(r->why, sizeof r->why, "%s", ps_last_error());
+  if (r->status != PS_OK)
+    snprintf(r->why, sizeof r->why, "%s", ps_last_error());
 }
 
 /* The estimate of the best member that fits under the caps; 0: none fits. */
 static double least_estimate(const ps__search_state *s, uint64_t device, uint64_t host) {
   for (size_t i = 0; i < s->family.n_members; i++) /* sorted */
-    if (ps__fits_under(s, device, host, s->family.member[i].bytes)) return s->family.member[i].estimate_ns;
+    if (ps__fits_under(s, device, host, s->family.member[i].bytes))
+      return s->family.member[i].estimate_ns;
   return 0;
 }
 
 enum { MAX_RUNGS = 3, MOST_BUDGETS = 3 }; /* of a model of 32 layers, for all searches of a plan */
-static const double RUNG_WORTH = 1.02; /* a rung is searched where by the estimates it costs no more */
+/* a rung is searched where by the estimates it costs no more */
+static const double RUNG_WORTH = 1.02;
 
-static ps_status add_rung(const ps__search_state *s, rung r[MAX_RUNGS], uint32_t *n, uint64_t device, uint64_t host) {
-  const double most = RUNG_WORTH * least_estimate(s, s->device_cap, s->host_cap), here = device && host ? least_estimate(s, device, host) : 0;
-  if (*n == MAX_RUNGS || ps__budget(s, *n + 1) > MOST_BUDGETS || here == 0 || here > most) return PS_OK;
+static ps_status add_rung(const ps__search_state *s, rung r[MAX_RUNGS], uint32_t *n,
+                          uint64_t device, uint64_t host) {
+  const double most = RUNG_WORTH * least_estimate(s, s->device_cap, s->host_cap),
+               here = device && host ? least_estimate(s, device, host) : 0;
+  if (*n == MAX_RUNGS || ps__budget(s, *n + 1) > MOST_BUDGETS || here == 0 || here > most)
+    return PS_OK;
   return rung_init(&r[(*n)++], s, device, host);
 }
 
-/* The fastest found under both caps, under the next rung below the device's and under that below the host's: which way a search goes depends on its caps, and where a step gains
- * little by more memory the search under less may find the faster plan. That fits here too. */
+/* The fastest found under both caps, under the next rung below the device's and under that below
+ * the host's: which way a search goes depends on its caps, and where a step gains little by more
+ * memory the search under less may find the faster plan. That fits here too. */
 static ps_status find_on_ladder(ps__search_state *s) {
   rung r[MAX_RUNGS] = {0};
   ps__pool *pool;
   uint32_t n = 1;
   ps_status st = rung_init(&r[0], s, s->device_cap, s->host_cap);
-  if (st == PS_OK && s->large) st = add_rung(s, r, &n, rung_below(s->device_cap), s->host_cap);
-  if (st == PS_OK && s->large) st = add_rung(s, r, &n, s->device_cap, rung_below(s->host_cap));
-  if (st == PS_OK) st = ps__pool_create(&pool, ps__family_workers(&s->family, n), "ladder");
+  if (st == PS_OK && s->large)
+    st = add_rung(s, r, &n, rung_below(s->device_cap), s->host_cap);
+  if (st == PS_OK && s->large)
+    st = add_rung(s, r, &n, s->device_cap, rung_below(s->host_cap));
+  if (st == PS_OK)
+    st = ps__pool_create(&pool, ps__family_workers(&s->family, n), "ladder");
   if (st == PS_OK) {
     ps__pool_run(pool, n, rung_task, r);
     ps__pool_destroy(pool);
   }
   for (uint32_t i = 0; i < n; i++) {
-    if (st == PS_OK && r[i].status != PS_OK) st = ps__fail(r[i].status, "%s", r[i].why);
-    if (st == PS_OK && r[i].s->best[0].ns > 0 && (s->best[0].ns == 0 || r[i].s->best[0].ns < s->best[0].ns)) s->best[0] = r[i].s->best[0];
+    if (st == PS_OK && r[i].status != PS_OK)
+      st = ps__fail(r[i].status, "%s", r[i].why);
+    if (st == PS_OK && r[i].s->best[0].ns > 0 &&
+        (s->best[0].ns == 0 || r[i].s->best[0].ns < s->best[0].ns))
+      s->best[0] = r[i].s->best[0];
     s->out->n_feasible += r[i].out.n_feasible;
-    if (r[i].s) ps__free(r[i].s->seen);
+    if (r[i].s)
+      ps__free(r[i].s->seen);
     ps__free(r[i].s);
   }
   return st;
@@ -358,14 +443,17 @@ static ps_status find_on_ladder(ps__search_state *s) {
 ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out) {
   memset(out, 0, sizeof *out);
   ps__search_state *s = ps__calloc(1, sizeof *s);
-  if (!s) return ps__fail(PS_ENOMEM, "out of memory for the search");
+  if (!s)
+    return ps__fail(PS_ENOMEM, "out of memory for the search");
   const ps_hardware *hw = &plan->hw;
   s->plan = plan;
   s->out = out;
   s->device_cap = plan->cfg.device_bytes ? plan->cfg.device_bytes : UINT64_MAX;
   s->host_cap = plan->cfg.host_bytes ? plan->cfg.host_bytes : UINT64_MAX;
   s->machine = hw->host_memory_bytes ? hw->host_memory_bytes : UINT64_MAX;
-  if (hw->backend == PS_BACKEND_CUDA && hw->device_memory_bytes && hw->device_memory_bytes < s->device_cap) s->device_cap = hw->device_memory_bytes;
+  if (hw->backend == PS_BACKEND_CUDA && hw->device_memory_bytes &&
+      hw->device_memory_bytes < s->device_cap)
+    s->device_cap = hw->device_memory_bytes;
   ps_status st = ps__family_init(&s->family, plan, &plan->hooks);
   out->n_candidates = (uint32_t)s->family.n_members;
   s->prune = true;
@@ -373,9 +461,12 @@ ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out) {
     qsort(s->family.member, s->family.n_members, sizeof *s->family.member, by_estimate);
     s->large = is_large(s);
   }
-  if (st == PS_OK && s->large) st = ps__family_shorten(&s->family);
-  if (st == PS_OK) st = sizes_only ? find_smallest(s) : find_on_ladder(s);
-  if (st == PS_OK && s->best[0].ns > 0) st = keep_best(s);
+  if (st == PS_OK && s->large)
+    st = ps__family_shorten(&s->family);
+  if (st == PS_OK)
+    st = sizes_only ? find_smallest(s) : find_on_ladder(s);
+  if (st == PS_OK && s->best[0].ns > 0)
+    st = keep_best(s);
   ps__family_free(&s->family);
   ps__free(s);
   return st;

@@ -1,20 +1,29 @@
-/* stalls.c - what each stream waited for, from a trace of the plan's schedule: measured or simulated.
+/* stalls.c - what each stream waited for, from a trace of the plan's schedule: measured or
+ * simulated.
  *
- * A stream stalls between the end of one op and the start of its next. The stall is put down to the last of the ops that the next one awaits, if that ended in
- * the meantime; what is left behind that op's end, and stalls where nothing was awaited that long, count as launch and signals. What the first step of a trace
- * awaited of the step before is not known: where the trace has others, they alone count. */
+ * A stream stalls between the end of one op and the start of its next. The stall is put down to
+ * the last of the ops that the next one awaits, if that ended in the meantime; what is left
+ * behind that op's end, and stalls where nothing was awaited that long, count as launch and
+ * signals. What the first step of a trace awaited of the step before is not known: where the
+ * trace has others, they alone count. */
 #include "plan_impl.h"
 #include <stdlib.h>
 #include <string.h>
 
 enum { LABELS = 24 };
 
-typedef struct totals { ps_stall stall[PS__N_STREAMS * LABELS]; uint32_t n; } totals;
+typedef struct totals {
+  ps_stall stall[PS__N_STREAMS * LABELS];
+  uint32_t n;
+} totals;
 
 static void add(totals *t, uint32_t stream, uint32_t awaited, const char *what, double ns) {
   uint32_t i = 0;
-  while (i < t->n && (t->stall[i].stream != stream || t->stall[i].awaited_stream != awaited || strcmp(t->stall[i].what, what) != 0)) i++;
-  if (i == sizeof t->stall / sizeof *t->stall) return; /* there are fewer kinds than that */
+  while (i < t->n && (t->stall[i].stream != stream || t->stall[i].awaited_stream != awaited ||
+                      strcmp(t->stall[i].what, what) != 0))
+    i++;
+  if (i == sizeof t->stall / sizeof *t->stall)
+    return; /* there are fewer kinds than that */
   if (i == t->n) {
     t->stall[t->n] = (ps_stall){.stream = stream, .awaited_stream = awaited};
     snprintf(t->stall[t->n++].what, sizeof t->stall->what, "%s", what);
@@ -23,62 +32,84 @@ static void add(totals *t, uint32_t stream, uint32_t awaited, const char *what, 
 }
 
 static const char *incoming(const ps_tag *t) {
-  if (t->chunk < 0) return t->layer < 0 ? "the clip scale" : t->phase == PS__PHASE_UPDATE ? "moments" : "parameters";
-  return t->layer < 0 ? "the batch" : t->phase == PS__PHASE_FORWARD ? "embedding rows" : "saved tensors";
+  if (t->chunk < 0)
+    return t->layer < 0                   ? "the clip scale"
+           : t->phase == PS__PHASE_UPDATE ? "moments"
+                                          : "parameters";
+  return t->layer < 0                    ? "the batch"
+         : t->phase == PS__PHASE_FORWARD ? "embedding rows"
+                                         : "saved tensors";
 }
 
 static const char *outgoing(const ps_tag *t) {
-  if (t->phase == PS__PHASE_FORWARD) return "saved tensors to leave";
-  if (t->chunk >= 0) return "losses or rows to leave";
+  if (t->phase == PS__PHASE_FORWARD)
+    return "saved tensors to leave";
+  if (t->chunk >= 0)
+    return "losses or rows to leave";
   return t->phase == PS__PHASE_UPDATE ? "new weights and moments to leave" : "gradients to leave";
 }
 
 static const char *on_host(const ps__vop *op) {
-  if (op->tag.phase != PS__PHASE_UPDATE) return "the loss";
-  if (strncmp(op->kernel->name, "adamw", 5) == 0) return "the optimizer";
-  return strcmp(op->kernel->name, "grad_norm") == 0 ? "the gradient norm" : "sums of gradients at home";
+  if (op->tag.phase != PS__PHASE_UPDATE)
+    return "the loss";
+  if (strncmp(op->kernel->name, "adamw", 5) == 0)
+    return "the optimizer";
+  return strcmp(op->kernel->name, "grad_norm") == 0 ? "the gradient norm"
+                                                    : "sums of gradients at home";
 }
 
 static const char *label(const ps__vop *op) {
   switch (op->stream) {
-    case PS__S_H2D: return incoming(&op->tag);
-    case PS__S_D2H: return outgoing(&op->tag);
-    case PS__S_HOST: return on_host(op);
-    case PS__S_IO: return op->tag.layer < 0 ? "the next batch" : "embedding rows gathered";
-    default: return "computation";
+  case PS__S_H2D: return incoming(&op->tag);
+  case PS__S_D2H: return outgoing(&op->tag);
+  case PS__S_HOST: return on_host(op);
+  case PS__S_IO: return op->tag.layer < 0 ? "the next batch" : "embedding rows gathered";
+  default: return "computation";
   }
 }
 
-typedef struct lists { uint32_t *op[PS__N_STREAMS]; uint32_t n[PS__N_STREAMS]; uint32_t *memory; } lists;
+typedef struct lists {
+  uint32_t *op[PS__N_STREAMS];
+  uint32_t n[PS__N_STREAMS];
+  uint32_t *memory;
+} lists;
 
 static ps_status list_streams(const ps_plan *p, lists *l) {
   const size_t n = p->step.n_op;
   memset(l, 0, sizeof *l);
   l->memory = ps__malloc((n + 1) * sizeof *l->memory);
-  if (!l->memory) return ps__fail(PS_ENOMEM, "out of memory for the stalls of %zu ops", n);
+  if (!l->memory)
+    return ps__fail(PS_ENOMEM, "out of memory for the stalls of %zu ops", n);
   uint32_t *at = l->memory;
   for (uint32_t s = 0; s < PS__N_STREAMS; s++) {
     l->op[s] = at;
     for (size_t i = 0; i < n; i++)
-      if (p->step.op[i].stream == s) *at++ = (uint32_t)i;
+      if (p->step.op[i].stream == s)
+        *at++ = (uint32_t)i;
     l->n[s] = (uint32_t)(at - l->op[s]);
   }
   return PS_OK;
 }
 
 /* The op of the waits of @view that ended last, among the steps kept. */
-static const ps_trace_event *last_awaited(const lists *l, const ps_op_view *view, const ps_trace_event *events, uint64_t n_ops, uint64_t step) {
+static const ps_trace_event *last_awaited(const lists *l, const ps_op_view *view,
+                                          const ps_trace_event *events, uint64_t n_ops,
+                                          uint64_t step) {
   const ps_trace_event *last = NULL;
   for (uint32_t i = 0; i < view->n_wait; i++) {
     const ps_wait *w = &view->wait[i];
-    if (w->steps_back > step) continue;
-    const ps_trace_event *e = &events[(step - w->steps_back) * n_ops + l->op[w->stream][w->value - 1]];
-    if (!last || e->end_ns > last->end_ns) last = e;
+    if (w->steps_back > step)
+      continue;
+    const ps_trace_event *e =
+        &events[(step - w->steps_back) * n_ops + l->op[w->stream][w->value - 1]];
+    if (!last || e->end_ns > last->end_ns)
+      last = e;
   }
   return last;
 }
 
-static ps_status stalls_of_stream(const ps_plan *p, const lists *l, const ps_trace_event *events, uint64_t n_steps, uint32_t s, totals *t) {
+static ps_status stalls_of_stream(const ps_plan *p, const lists *l, const ps_trace_event *events,
+                                  uint64_t n_steps, uint32_t s, totals *t) {
   const uint64_t n_ops = p->step.n_op, first = n_steps > 1;
   uint64_t before = 0;
   for (uint64_t k = 0; k < n_steps; k++)
@@ -89,49 +120,66 @@ static ps_status stalls_of_stream(const ps_plan *p, const lists *l, const ps_tra
       const ps_trace_event *awaited = last_awaited(l, &view, events, n_ops, k);
       if (k >= first && (k || i) && e->start_ns > before) {
         const bool blamed = awaited && awaited->end_ns > before;
-        const uint64_t until = blamed ? (awaited->end_ns < e->start_ns ? awaited->end_ns : e->start_ns) : before;
-        if (blamed) add(t, s, awaited->stream, label(&p->step.op[awaited->op]), (double)(until - before));
+        const uint64_t until =
+            blamed ? (awaited->end_ns < e->start_ns ? awaited->end_ns : e->start_ns) : before;
+        if (blamed)
+          add(t, s, awaited->stream, label(&p->step.op[awaited->op]), (double)(until - before));
         add(t, s, s, "launch and signals", (double)(e->start_ns - until));
       }
-      if (e->end_ns > before) before = e->end_ns;
+      if (e->end_ns > before)
+        before = e->end_ns;
     }
   return PS_OK;
 }
 
 static int by_stream_and_time(const void *pa, const void *pb) {
   const ps_stall *a = pa, *b = pb;
-  if (a->stream != b->stream) return a->stream < b->stream ? -1 : 1;
+  if (a->stream != b->stream)
+    return a->stream < b->stream ? -1 : 1;
   return a->seconds > b->seconds ? -1 : a->seconds < b->seconds;
 }
 
-/* Each event in its place, of the step after the one before it: the ops that it names are looked up unchecked from here on. */
+/* Each event in its place, of the step after the one before it: the ops that it names are looked
+ * up unchecked from here on. */
 static ps_status check_events(const ps_plan *p, const ps_trace_event *events, uint64_t n) {
   const uint64_t n_ops = p->step.n_op;
   for (uint64_t i = 0; i < n; i++) {
     const ps_trace_event *e = &events[i];
-    if (e->op != i % n_ops || e->step != events[0].step + i / n_ops || e->stream != p->step.op[e->op].stream || e->queued_ns > e->start_ns ||
+    if (e->op != i % n_ops || e->step != events[0].step + i / n_ops ||
+        e->stream != p->step.op[e->op].stream || e->queued_ns > e->start_ns ||
         e->start_ns > e->end_ns)
-      return ps__fail(PS_EINVAL, "event %llu is not this plan's op %llu of step %llu: give a trace of this plan, as it was made", (unsigned long long)i,
-                      (unsigned long long)(i % n_ops), (unsigned long long)(events[0].step + i / n_ops));
+      return ps__fail(PS_EINVAL,
+                      "event %llu is not this plan's op %llu of step %llu: give a trace of this "
+                      "plan, as it was made",
+                      (unsigned long long)i, (unsigned long long)(i % n_ops),
+                      (unsigned long long)(events[0].step + i / n_ops));
   }
   return PS_OK;
 }
 
-ps_status ps_plan_stalls(const ps_plan *plan, const ps_trace_event *events, uint64_t n, ps_stall *stalls, uint64_t room, uint64_t *n_stalls) {
-  if (!plan || !events || !n_stalls || (!stalls && room)) return ps__fail(PS_EINVAL, "ps_plan_stalls: plan, events, stalls and n_stalls must be given");
-  if (n == 0 || n % plan->step.n_op) return ps__fail(PS_EINVAL, "%llu events are no whole steps of %zu ops", (unsigned long long)n, plan->step.n_op);
+ps_status ps_plan_stalls(const ps_plan *plan, const ps_trace_event *events, uint64_t n,
+                         ps_stall *stalls, uint64_t room, uint64_t *n_stalls) {
+  if (!plan || !events || !n_stalls || (!stalls && room))
+    return ps__fail(PS_EINVAL, "ps_plan_stalls: plan, events, stalls and n_stalls must be given");
+  if (n == 0 || n % plan->step.n_op)
+    return ps__fail(PS_EINVAL, "%llu events are no whole steps of %zu ops", (unsigned long long)n,
+                    plan->step.n_op);
   PS_TRY(check_events(plan, events, n));
   const uint64_t n_steps = n / plan->step.n_op;
   lists l;
   totals t = {.n = 0};
   PS_TRY(list_streams(plan, &l));
   ps_status st = PS_OK;
-  for (uint32_t s = 0; st == PS_OK && s < PS__N_STREAMS; s++) st = stalls_of_stream(plan, &l, events, n_steps, s, &t);
+  for (uint32_t s = 0; st == PS_OK && s < PS__N_STREAMS; s++)
+    st = stalls_of_stream(plan, &l, events, n_steps, s, &t);
   ps__free(l.memory);
-  if (st != PS_OK) return st;
+  if (st != PS_OK)
+    return st;
   qsort(t.stall, t.n, sizeof *t.stall, by_stream_and_time);
-  for (uint32_t i = 0; i < t.n; i++) t.stall[i].seconds /= (double)(n_steps > 1 ? n_steps - 1 : 1);
-  for (uint32_t i = 0; i < t.n && i < room; i++) stalls[i] = t.stall[i];
+  for (uint32_t i = 0; i < t.n; i++)
+    t.stall[i].seconds /= (double)(n_steps > 1 ? n_steps - 1 : 1);
+  for (uint32_t i = 0; i < t.n && i < room; i++)
+    stalls[i] = t.stall[i];
   *n_stalls = t.n;
   return PS_OK;
 }

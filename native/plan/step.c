@@ -4,15 +4,21 @@
 
 ps__batch_block ps__batch_block_of(uint32_t n_tokens) {
   const uint64_t field = (4ull * n_tokens + 63) / 64 * 64;
-  return (ps__batch_block){.tokens = 0, .targets = field, .doc_start = 2 * field, .position = 3 * field, .scale = 4 * field,
+  return (ps__batch_block){.tokens = 0,
+                           .targets = field,
+                           .doc_start = 2 * field,
+                           .position = 3 * field,
+                           .scale = 4 * field,
                            .bytes = 4 * field + 64};
 }
 
-uint32_t ps__unit_runs(const ps__block *b, const ps_model_config *cfg, uint32_t unit, ps__run_info out[PS__NORM_SLOTS]) {
+uint32_t ps__unit_runs(const ps__block *b, const ps_model_config *cfg, uint32_t unit,
+                       ps__run_info out[PS__NORM_SLOTS]) {
   uint32_t n = 0;
   if (unit >= 1 && unit <= cfg->n_layers) {
     for (int i = 0; i < PS__N_RUNS; i++)
-      if (b->run[i].n) out[n++] = b->run[i];
+      if (b->run[i].n)
+        out[n++] = b->run[i];
     return n;
   }
   /* the embedding's parameters come first, the head's last */
@@ -20,13 +26,16 @@ uint32_t ps__unit_runs(const ps__block *b, const ps_model_config *cfg, uint32_t 
   uint32_t i = 0;
   const uint32_t n_params = ps_model_n_params(cfg);
   if (unit)
-    for (i = n_params; i > 0 && ps_model_param(cfg, i - 1, &p) == PS_OK && p.unit == unit;) i--;
-  for (; i < n_params && n < PS__NORM_SLOTS && ps_model_param(cfg, i, &p) == PS_OK && p.unit == unit; i++)
+    for (i = n_params; i > 0 && ps_model_param(cfg, i - 1, &p) == PS_OK && p.unit == unit;)
+      i--;
+  for (;
+       i < n_params && n < PS__NORM_SLOTS && ps_model_param(cfg, i, &p) == PS_OK && p.unit == unit;
+       i++)
     out[n++] = (ps__run_info){p.offset, p.n};
   return n;
 }
 
-/* ---- spec -------------------------------------------------------------------------------------------------------------------- */
+/* ---- spec ------------------------------------------------------------------------------------ */
 
 static ps_status spec_alloc(ps__spec *s) {
   const size_t fates = (size_t)s->n_layers * s->n_chunks * PS__N_ITEMS;
@@ -36,12 +45,14 @@ static ps_status spec_alloc(ps__spec *s) {
   s->update_streamed = ps__calloc(s->n_units, 1);
   s->update_split = ps__calloc(s->n_units, 1);
   s->fate = ps__calloc(fates, 1);
-  if (s->param_resident && s->grad_resident && s->update_resident && s->update_streamed && s->update_split && s->fate) {
+  if (s->param_resident && s->grad_resident && s->update_resident && s->update_streamed &&
+      s->update_split && s->fate) {
     memset(s->fate, PS_FATE_RECOMPUTE, fates);
     return PS_OK;
   }
   ps__spec_free(s);
-  return ps__fail(PS_ENOMEM, "out of memory for a plan of %u layers and %u chunks", s->n_layers, s->n_chunks);
+  return ps__fail(PS_ENOMEM, "out of memory for a plan of %u layers and %u chunks", s->n_layers,
+                  s->n_chunks);
 }
 
 ps_status ps__spec_init(ps__spec *s, const ps_model_config *m, const ps__layout *l) {
@@ -51,7 +62,8 @@ ps_status ps__spec_init(ps__spec *s, const ps_model_config *m, const ps__layout 
   s->n_chunks = l->max_round_chunks;
   PS_TRY(spec_alloc(s));
   for (uint32_t layer = 0; layer < s->n_layers; layer++)
-    for (uint32_t c = 0; c < s->n_chunks; c++) *ps__spec_fate(s, layer, c, PS__ITEM_X) = PS_FATE_DEVICE;
+    for (uint32_t c = 0; c < s->n_chunks; c++)
+      *ps__spec_fate(s, layer, c, PS__ITEM_X) = PS_FATE_DEVICE;
   return PS_OK;
 }
 
@@ -74,10 +86,11 @@ void ps__spec_free(ps__spec *s) {
   ps__free(s->update_streamed);
   ps__free(s->update_split);
   ps__free(s->fate);
-  s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->update_split = s->fate = NULL;
+  s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->update_split =
+      s->fate = NULL;
 }
 
-/* ---- rounds ------------------------------------------------------------------------------------------------------------------- */
+/* ---- rounds ---------------------------------------------------------------------------------- */
 
 static void make_batch(ps__builder *b) {
   ps__step *s = b->s;
@@ -91,7 +104,8 @@ static void make_batch(ps__builder *b) {
   s->norms = ps__vt_persistent(b, PS__SPACE_HOST, 8ull * PS__NORM_SLOTS * ps_model_n_units(s->cfg));
   s->stats = ps__vt_persistent(b, PS__SPACE_HOST, sizeof(ps__step_stats));
   const ps__vaccess load = ps__whole(b, s->batch, PS_WRITE);
-  ps__emit_hook(b, PS__HOOK_LOAD, 0, PS__S_IO, &load, 1, (ps_work){.bytes = (double)at}, (ps_tag){-1, -1, -1, PS__PHASE_FORWARD});
+  ps__emit_hook(b, PS__HOOK_LOAD, 0, PS__S_IO, &load, 1, (ps_work){.bytes = (double)at},
+                (ps_tag){-1, -1, -1, PS__PHASE_FORWARD});
 }
 
 void ps__copy_batch(ps__builder *b, uint32_t round) {
@@ -99,31 +113,39 @@ void ps__copy_batch(ps__builder *b, uint32_t round) {
   for (uint32_t i = r->first_chunk; i < r->first_chunk + r->n_chunks; i++) {
     const uint64_t bytes = ps__batch_block_of(b->s->layout->chunk[i].n_tokens).bytes;
     b->step_batch[i] = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
-    ps__emit_copy(b, PS__S_H2D, ps__part(b->s->batch, PS_READ, b->s->batch_offset[i], bytes), ps__whole(b, b->step_batch[i], PS_WRITE),
+    ps__emit_copy(b, PS__S_H2D, ps__part(b->s->batch, PS_READ, b->s->batch_offset[i], bytes),
+                  ps__whole(b, b->step_batch[i], PS_WRITE),
                   (ps_tag){-1, (int32_t)round, (int32_t)i, PS__PHASE_FORWARD});
   }
 }
 
 static void emit_loss(ps__builder *b) {
   ps__step *s = b->s;
-  const ps__vaccess access[3] = {ps__part(s->batch, PS_READ, 0, sizeof(ps__batch_header)), ps__whole(b, s->row_loss, PS_READ),
+  const ps__vaccess access[3] = {ps__part(s->batch, PS_READ, 0, sizeof(ps__batch_header)),
+                                 ps__whole(b, s->row_loss, PS_READ),
                                  ps__part(s->stats, PS_WRITE, 0, 64)};
-  ps__emit_hook(b, PS__HOOK_LOSS, 0, PS__S_HOST, access, 3, ps__bytes_work(4.0 * (double)s->layout->n_tokens),
+  ps__emit_hook(b, PS__HOOK_LOSS, 0, PS__S_HOST, access, 3,
+                ps__bytes_work(4.0 * (double)s->layout->n_tokens),
                 (ps_tag){-1, -1, -1, PS__PHASE_HEAD});
 }
 
 static void head_visit(ps__builder *b) {
   const ps__step *s = b->s;
   const uint32_t n = b->round->n_chunks, unit = s->cfg->n_layers + 1;
-  for (uint32_t j = 0; j < s->spec->saved_lead; j++) ps__fetch_saved(b, j);
+  for (uint32_t j = 0; j < s->spec->saved_lead; j++)
+    ps__fetch_saved(b, j);
   ps__grad_begin(b, unit);
-  if (s->cfg->tied_embeddings) ps__grad_begin(b, 0);
+  if (s->cfg->tied_embeddings)
+    ps__grad_begin(b, 0);
   b->head_slices = 0;
   b->head_norm = false;
-  for (uint32_t c = n; c-- > 0;) ps__head_chunk(b, c);
-  if (b->round_idx + 1 == s->layout->n_rounds) emit_loss(b);
+  for (uint32_t c = n; c-- > 0;)
+    ps__head_chunk(b, c);
+  if (b->round_idx + 1 == s->layout->n_rounds)
+    emit_loss(b);
   ps__grad_end(b, unit, false);
-  if (s->cfg->tied_embeddings) ps__grad_end(b, 0, false);
+  if (s->cfg->tied_embeddings)
+    ps__grad_end(b, 0, false);
 }
 
 static void backward_visit(ps__builder *b, uint32_t layer) {
@@ -131,11 +153,14 @@ static void backward_visit(ps__builder *b, uint32_t layer) {
   ps__grad_begin(b, layer);
   for (uint32_t c = n; c-- > 0;) {
     const uint32_t j = (layers - layer) * n + (n - 1 - c);
-    for (uint32_t k = 0; k <= b->s->spec->saved_lead; k++) ps__fetch_saved(b, j + k);
+    for (uint32_t k = 0; k <= b->s->spec->saved_lead; k++)
+      ps__fetch_saved(b, j + k);
     ps__backward_chunk(b, layer, c);
-    if (!ps__contribution_ends(b, c)) continue;
+    if (!ps__contribution_ends(b, c))
+      continue;
     ps__grad_end(b, layer, c > 0);
-    if (c) ps__grad_begin(b, layer);
+    if (c)
+      ps__grad_begin(b, layer);
   }
 }
 
@@ -144,21 +169,25 @@ static void run_visit(ps__builder *b, uint32_t idx) {
   const uint32_t n = b->round->n_chunks;
   ps__fetch_ahead(b, idx);
   switch (v->kind) {
-    case PS__VISIT_EMBED:
-      for (uint32_t c = 0; c < n; c++) ps__embed_forward(b, c);
-      break;
-    case PS__VISIT_BLOCK:
-      for (uint32_t c = 0; c < n; c++) ps__forward_chunk(b, v->unit, c);
-      break;
-    case PS__VISIT_HEAD: head_visit(b); break;
-    case PS__VISIT_BLOCK_BACK: backward_visit(b, v->unit); break;
-    case PS__VISIT_EMBED_BACK:
-      for (uint32_t c = n; c-- > 0;) {
-        if (!b->s->spec->embed_at_home && ps__contribution_begins(b, c)) ps__grad_begin(b, 0);
-        ps__embed_backward(b, c);
-        if (!b->s->spec->embed_at_home && ps__contribution_ends(b, c)) ps__grad_end(b, 0, c > 0);
-      }
-      break;
+  case PS__VISIT_EMBED:
+    for (uint32_t c = 0; c < n; c++)
+      ps__embed_forward(b, c);
+    break;
+  case PS__VISIT_BLOCK:
+    for (uint32_t c = 0; c < n; c++)
+      ps__forward_chunk(b, v->unit, c);
+    break;
+  case PS__VISIT_HEAD: head_visit(b); break;
+  case PS__VISIT_BLOCK_BACK: backward_visit(b, v->unit); break;
+  case PS__VISIT_EMBED_BACK:
+    for (uint32_t c = n; c-- > 0;) {
+      if (!b->s->spec->embed_at_home && ps__contribution_begins(b, c))
+        ps__grad_begin(b, 0);
+      ps__embed_backward(b, c);
+      if (!b->s->spec->embed_at_home && ps__contribution_ends(b, c))
+        ps__grad_end(b, 0, c > 0);
+    }
+    break;
   }
   ps__visit_done(b, idx);
 }
@@ -179,7 +208,8 @@ static void count_saved(ps__step *s) {
     for (uint32_t c = 0; c < s->layout->round[0].n_chunks; c++)
       for (int item = 0; item < PS__N_ITEMS; item++)
         if (s->block.has_item[item])
-          s->saved_bytes[*ps__spec_fate(s->spec, layer, c, item)] += s->block.item_row_bytes[item] * s->layout->chunk[c].n_tokens;
+          s->saved_bytes[*ps__spec_fate(s->spec, layer, c, item)] +=
+              s->block.item_row_bytes[item] * s->layout->chunk[c].n_tokens;
 }
 
 static bool builder_init(ps__builder *b) {
@@ -192,8 +222,11 @@ static bool builder_init(ps__builder *b) {
   b->kept = ps__malloc(saved * sizeof *b->kept);
   b->away = ps__malloc(saved * sizeof *b->away);
   b->s->batch_offset = ps__calloc(b->s->layout->n_chunks, sizeof *b->s->batch_offset);
-  if (!b->step_batch || !b->x || !b->dy || !b->gathered || !b->kept || !b->away || !b->s->batch_offset) return false;
-  for (size_t i = 0; i < saved; i++) b->kept[i] = b->away[i] = PS__NO_VT;
+  if (!b->step_batch || !b->x || !b->dy || !b->gathered || !b->kept || !b->away ||
+      !b->s->batch_offset)
+    return false;
+  for (size_t i = 0; i < saved; i++)
+    b->kept[i] = b->away[i] = PS__NO_VT;
   return true;
 }
 
@@ -211,18 +244,21 @@ static void builder_free(ps__builder *b) {
 }
 
 static ps_status check_spec(const ps_model_config *cfg, const ps__spec *spec) {
-  if (spec->embed_at_home && (cfg->tied_embeddings || spec->param_resident[0] || spec->grad_resident[0] || ps__updated_there(spec, 0)))
+  if (spec->embed_at_home && (cfg->tied_embeddings || spec->param_resident[0] ||
+                              spec->grad_resident[0] || ps__updated_there(spec, 0)))
     return ps__fail(PS_EINTERNAL, "the embedding cannot be at home and on the device");
   for (uint32_t u = 0; u < spec->n_units; u++) {
-    if (spec->update_resident[u] && spec->update_streamed[u]) return ps__fail(PS_EINTERNAL, "unit %u: its moments are on the device and come to it", u);
-    if (spec->update_split[u] && (!spec->clip || ps__updated_there(spec, u) || (u == 0 && spec->embed_at_home)))
+    if (spec->update_resident[u] && spec->update_streamed[u])
+      return ps__fail(PS_EINTERNAL, "unit %u: its moments are on the device and come to it", u);
+    if (spec->update_split[u] &&
+        (!spec->clip || ps__updated_there(spec, u) || (u == 0 && spec->embed_at_home)))
       return ps__fail(PS_EINTERNAL, "unit %u: its update cannot be split", u);
   }
   return PS_OK;
 }
 
-ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layout *layout, const ps__spec *spec,
-                        ps__step_hooks *hooks) {
+ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layout *layout,
+                        const ps__spec *spec, ps__step_hooks *hooks) {
   memset(s, 0, sizeof *s);
   s->cfg = cfg;
   s->layout = layout;
@@ -233,34 +269,41 @@ ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layou
   s->of_step = ps__contributions_of(layout, spec->head_slice, s->dt, true);
   ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT, .rows_home = PS__NO_VT};
   ps_status st = ps__block_init(&s->block, cfg, s->dt);
-  if (st == PS_OK && !builder_init(&b)) st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
-  if (st == PS_OK) st = ps__units_init(&b);
+  if (st == PS_OK && !builder_init(&b))
+    st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
+  if (st == PS_OK)
+    st = ps__units_init(&b);
   if (st == PS_OK) {
     make_batch(&b);
     emit_rounds(&b);
     count_saved(s);
-    if (s->out_of_memory) st = ps__fail(PS_ENOMEM, "out of memory for a step of %zu ops", s->n_op);
+    if (s->out_of_memory)
+      st = ps__fail(PS_ENOMEM, "out of memory for a step of %zu ops", s->n_op);
   }
   builder_free(&b);
-  if (st != PS_OK) ps__step_free(s);
+  if (st != PS_OK)
+    ps__step_free(s);
   return st;
 }
 
 ps_status ps__step_map(ps__step *s) {
   for (uint32_t space = 0; space < PS__N_SPACES; space++) {
     s->space_bytes[space] = ps__memmap(s->vt, s->n_vt, space);
-    if (s->space_bytes[space] == UINT64_MAX) return ps__fail(PS_ENOMEM, "out of memory for the memory map of %zu tensors", s->n_vt);
+    if (s->space_bytes[space] == UINT64_MAX)
+      return ps__fail(PS_ENOMEM, "out of memory for the memory map of %zu tensors", s->n_vt);
   }
   for (size_t i = 0; i < s->n_vt; i++)
-    if (s->vt[i].lent_by) s->vt[i].offset += s->vt[s->vt[i].lent_by - 1].offset;
+    if (s->vt[i].lent_by)
+      s->vt[i].offset += s->vt[s->vt[i].lent_by - 1].offset;
   return PS_OK;
 }
 
-ps_status ps__step_build(ps__step *s, const ps_model_config *cfg, const ps__layout *layout, const ps__spec *spec,
-                         ps__step_hooks *hooks) {
+ps_status ps__step_build(ps__step *s, const ps_model_config *cfg, const ps__layout *layout,
+                         const ps__spec *spec, ps__step_hooks *hooks) {
   PS_TRY(ps__step_emit(s, cfg, layout, spec, hooks));
   const ps_status st = ps__step_map(s);
-  if (st != PS_OK) ps__step_free(s);
+  if (st != PS_OK)
+    ps__step_free(s);
   return st;
 }
 
@@ -282,10 +325,17 @@ ps_status ps__step_program(const ps__step *s, ps_program **out) {
     ps_access access[PS_MAX_ACCESSES];
     for (uint32_t j = 0; j < v->n_access; j++) {
       const ps__vaccess *a = &s->access[v->access + j];
-      access[j] = (ps_access){s->vt[a->vt].space, a->mode, s->vt[a->vt].offset + a->offset, a->bytes};
+      access[j] =
+          (ps_access){s->vt[a->vt].space, a->mode, s->vt[a->vt].offset + a->offset, a->bytes};
     }
-    const ps_op op = {.kernel = v->kernel, .args = s->args + v->args, .args_bytes = v->args_bytes, .stream = v->stream,
-                      .access = access, .n_access = v->n_access, .work = v->work, .tag = v->tag};
+    const ps_op op = {.kernel = v->kernel,
+                      .args = s->args + v->args,
+                      .args_bytes = v->args_bytes,
+                      .stream = v->stream,
+                      .access = access,
+                      .n_access = v->n_access,
+                      .work = v->work,
+                      .tag = v->tag};
     const ps_status st = ps_program_add(p, &op, NULL);
     if (st != PS_OK) {
       ps_program_destroy(p);
@@ -296,15 +346,22 @@ ps_status ps__step_program(const ps__step *s, ps_program **out) {
   return PS_OK;
 }
 
-static ps_status add_preamble_op(const ps__step *s, ps_program **p, const ps_kernel *kernel, uint32_t from, uint32_t to) {
+static ps_status add_preamble_op(const ps__step *s, ps_program **p, const ps_kernel *kernel,
+                                 uint32_t from, uint32_t to) {
   const ps__vt *t = &s->vt[to];
   const ps__args_fill fill = {t->bytes};
   const ps_access write = {t->space, PS_WRITE, t->offset, t->bytes};
-  const ps_access copy[2] = {{kernel ? 0 : s->vt[from].space, PS_READ, kernel ? 0 : s->vt[from].offset, t->bytes}, write};
-  const ps_op op = {.kernel = kernel, .args = kernel ? &fill : NULL, .args_bytes = kernel ? sizeof fill : 0,
-                    .stream = kernel ? PS__S_COMPUTE : PS__S_H2D, .access = kernel ? &write : copy, .n_access = kernel ? 1 : 2,
+  const ps_access copy[2] = {
+      {kernel ? 0 : s->vt[from].space, PS_READ, kernel ? 0 : s->vt[from].offset, t->bytes}, write};
+  const ps_op op = {.kernel = kernel,
+                    .args = kernel ? &fill : NULL,
+                    .args_bytes = kernel ? sizeof fill : 0,
+                    .stream = kernel ? PS__S_COMPUTE : PS__S_H2D,
+                    .access = kernel ? &write : copy,
+                    .n_access = kernel ? 1 : 2,
                     .tag = {-1, -1, -1, PS__PHASE_UPDATE}};
-  if (!*p) PS_TRY(ps_program_create(p, PS__N_SPACES, PS__N_STREAMS));
+  if (!*p)
+    PS_TRY(ps_program_create(p, PS__N_SPACES, PS__N_STREAMS));
   return ps_program_add(*p, &op, NULL);
 }
 
@@ -313,14 +370,21 @@ ps_status ps__step_preamble(const ps__step *s, ps_program **out) {
   ps_status st = PS_OK;
   for (uint32_t u = 0; st == PS_OK && u < s->spec->n_units; u++) {
     const ps__home *h = &s->home[u];
-    if (!ps__weights_stay(s->spec, u)) continue;
+    if (!ps__weights_stay(s->spec, u))
+      continue;
     st = add_preamble_op(s, &p, NULL, h->weights, h->device_weights);
-    if (!s->spec->update_resident[u]) continue;
-    if (st == PS_OK && h->device_master != PS__NO_VT) st = add_preamble_op(s, &p, NULL, h->master, h->device_master);
-    if (st == PS_OK) st = add_preamble_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->m);
-    if (st == PS_OK) st = add_preamble_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->v);
+    if (!s->spec->update_resident[u])
+      continue;
+    if (st == PS_OK && h->device_master != PS__NO_VT)
+      st = add_preamble_op(s, &p, NULL, h->master, h->device_master);
+    if (st == PS_OK)
+      st = add_preamble_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->m);
+    if (st == PS_OK)
+      st = add_preamble_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->v);
   }
-  if (st != PS_OK) ps_program_destroy(p);
-  else *out = p;
+  if (st != PS_OK)
+    ps_program_destroy(p);
+  else
+    *out = p;
   return st;
 }

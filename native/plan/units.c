@@ -2,35 +2,48 @@
 #include "emit.h"
 #include <string.h>
 
-static uint64_t unit_bytes(const ps__builder *b, uint32_t unit) { return b->s->home[unit].n * ps_dtype_bytes(b->s->dt); }
-
-ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase) {
-  return (ps_tag){.layer = (int32_t)unit, .round = (int32_t)b->round_idx, .chunk = -1, .phase = phase};
+static uint64_t unit_bytes(const ps__builder *b, uint32_t unit) {
+  return b->s->home[unit].n * ps_dtype_bytes(b->s->dt);
 }
 
-static uint32_t n_contributions(const ps__builder *b, uint32_t unit) { return ps__unit_contributions(b->s->cfg, &b->s->sums, unit); }
+ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase) {
+  return (ps_tag){
+      .layer = (int32_t)unit, .round = (int32_t)b->round_idx, .chunk = -1, .phase = phase};
+}
+
+static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
+  return ps__unit_contributions(b->s->cfg, &b->s->sums, unit);
+}
 
 /* Whether anything of the unit's gradient comes home. */
 static bool grad_comes_home(const ps__builder *b, uint32_t unit) {
   const ps__spec *spec = b->s->spec;
-  return !ps__updated_there(spec, unit) || spec->keep_grads || (!spec->grad_resident[unit] && n_contributions(b, unit) > 1);
+  return !ps__updated_there(spec, unit) || spec->keep_grads ||
+         (!spec->grad_resident[unit] && n_contributions(b, unit) > 1);
 }
 
-/* Homes by recipe: fp32 keeps weights, moments and gradients in fp32; fp32-master adds the bf16 copy that travels; bf16 is
- * bf16 throughout. */
+/* Homes by recipe: fp32 keeps weights, moments and gradients in fp32; fp32-master adds the bf16
+ * copy that travels; bf16 is bf16 throughout. */
 static void make_home(ps__builder *b, uint32_t unit) {
   ps__step *s = b->s;
   ps__home *h = &s->home[unit];
   const uint64_t state = s->spec->recipe == PS_RECIPE_BF16 ? 2 : 4, travels = ps_dtype_bytes(s->dt);
   h->n = ps_model_unit_elements(s->cfg, unit);
   h->weights = ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels);
-  h->master = s->spec->recipe == PS_RECIPE_FP32_MASTER ? ps__vt_persistent(b, PS__SPACE_HOST, h->n * 4) : PS__NO_VT;
-  h->grad = grad_comes_home(b, unit) ? ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels) : PS__NO_VT;
+  h->master = s->spec->recipe == PS_RECIPE_FP32_MASTER
+                  ? ps__vt_persistent(b, PS__SPACE_HOST, h->n * 4)
+                  : PS__NO_VT;
+  h->grad =
+      grad_comes_home(b, unit) ? ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels) : PS__NO_VT;
   const bool there = s->spec->update_resident[unit];
   h->m = ps__vt_persistent(b, there ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state);
   h->v = ps__vt_persistent(b, there ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state);
-  h->device_weights = s->spec->param_resident[unit] ? ps__vt_persistent(b, PS__SPACE_DEVICE, h->n * travels) : PS__NO_VT;
-  h->device_master = there && h->master != PS__NO_VT ? ps__vt_persistent(b, PS__SPACE_DEVICE, h->n * 4) : PS__NO_VT;
+  h->device_weights = s->spec->param_resident[unit]
+                          ? ps__vt_persistent(b, PS__SPACE_DEVICE, h->n * travels)
+                          : PS__NO_VT;
+  h->device_master = there && h->master != PS__NO_VT
+                         ? ps__vt_persistent(b, PS__SPACE_DEVICE, h->n * 4)
+                         : PS__NO_VT;
 }
 
 static void make_visits(ps__builder *b) {
@@ -38,9 +51,11 @@ static void make_visits(ps__builder *b) {
   ps__visit *v = b->visit;
   for (uint32_t r = 0; r < b->s->layout->n_rounds; r++) {
     *v++ = (ps__visit){PS__VISIT_EMBED, r, 0};
-    for (uint32_t l = 1; l <= layers; l++) *v++ = (ps__visit){PS__VISIT_BLOCK, r, l};
+    for (uint32_t l = 1; l <= layers; l++)
+      *v++ = (ps__visit){PS__VISIT_BLOCK, r, l};
     *v++ = (ps__visit){PS__VISIT_HEAD, r, layers + 1};
-    for (uint32_t l = layers; l >= 1; l--) *v++ = (ps__visit){PS__VISIT_BLOCK_BACK, r, l};
+    for (uint32_t l = layers; l >= 1; l--)
+      *v++ = (ps__visit){PS__VISIT_BLOCK_BACK, r, l};
     *v++ = (ps__visit){PS__VISIT_EMBED_BACK, r, 0};
   }
   b->n_visits = (uint32_t)(v - b->visit);
@@ -53,70 +68,92 @@ ps_status ps__units_init(ps__builder *b) {
   b->unit = ps__calloc(n_units, sizeof *b->unit);
   b->visit = ps__calloc((size_t)s->layout->n_rounds * (2 * s->cfg->n_layers + 3), sizeof *b->visit);
   b->coming = ps__calloc(n_units, sizeof *b->coming);
-  if (!s->home || !b->unit || !b->visit || !b->coming) return ps__fail(PS_ENOMEM, "out of memory for the step's units");
+  if (!s->home || !b->unit || !b->visit || !b->coming)
+    return ps__fail(PS_ENOMEM, "out of memory for the step's units");
   for (uint32_t u = 0; u < n_units; u++) {
     make_home(b, u);
-    b->unit[u] = (ps__unit_state){.weights = s->home[u].device_weights, .grad = PS__NO_VT, .total = PS__NO_VT, .low = PS__NO_VT, .sums = PS__NO_VT,
-                                  .there = {PS__NO_VT, PS__NO_VT, PS__NO_VT, PS__NO_VT}, .fetched = ps__weights_stay(s->spec, u)};
+    b->unit[u] = (ps__unit_state){.weights = s->home[u].device_weights,
+                                  .grad = PS__NO_VT,
+                                  .total = PS__NO_VT,
+                                  .low = PS__NO_VT,
+                                  .sums = PS__NO_VT,
+                                  .there = {PS__NO_VT, PS__NO_VT, PS__NO_VT, PS__NO_VT},
+                                  .fetched = ps__weights_stay(s->spec, u)};
   }
   make_visits(b);
   return PS_OK;
 }
 
-/* Units whose parameters a visit reads: its own, the table where it serves as lm_head, none for the embedding's backward and an embedding at home. */
+/* Units whose parameters a visit reads: its own, the table where it serves as lm_head, none for
+ * the embedding's backward and an embedding at home. */
 static uint32_t visit_units(const ps__builder *b, const ps__visit *v, uint32_t out[2]) {
   uint32_t n = 0;
-  if (v->kind == PS__VISIT_EMBED_BACK || (v->kind == PS__VISIT_EMBED && b->s->spec->embed_at_home)) return 0;
+  if (v->kind == PS__VISIT_EMBED_BACK || (v->kind == PS__VISIT_EMBED && b->s->spec->embed_at_home))
+    return 0;
   out[n++] = v->unit;
-  if (v->kind == PS__VISIT_HEAD && b->s->cfg->tied_embeddings) out[n++] = 0;
+  if (v->kind == PS__VISIT_HEAD && b->s->cfg->tied_embeddings)
+    out[n++] = 0;
   return n;
 }
 
 uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i) {
-  return ps__sum_mode(i, n_contributions(b, unit), ps__unit_contributions(b->s->cfg, &b->s->of_step, unit), b->s->dt);
+  return ps__sum_mode(i, n_contributions(b, unit),
+                      ps__unit_contributions(b->s->cfg, &b->s->of_step, unit), b->s->dt);
 }
 
-bool ps__contribution_begins(const ps__builder *b, uint32_t c) { return (b->round->n_chunks - 1 - c) % b->s->sums.additions == 0; }
-bool ps__contribution_ends(const ps__builder *b, uint32_t c) { return c == 0 || ps__contribution_begins(b, c - 1); }
+bool ps__contribution_begins(const ps__builder *b, uint32_t c) {
+  return (b->round->n_chunks - 1 - c) % b->s->sums.additions == 0;
+}
+bool ps__contribution_ends(const ps__builder *b, uint32_t c) {
+  return c == 0 || ps__contribution_begins(b, c - 1);
+}
 
-/* The running contribution is the last to a total that was summed at home so far, of a unit that is updated on the device: what is there comes in and the rest is
- * done here. The same additions in the same order, and neither the norm nor the update waits for the host's. */
+/* The running contribution is the last to a total that was summed at home so far, of a unit that
+ * is updated on the device: what is there comes in and the rest is done here. The same additions
+ * in the same order, and neither the norm nor the update waits for the host's. */
 static bool ends_there(const ps__builder *b, uint32_t unit) {
   const uint32_t i = b->unit[unit].contribution;
-  return b->s->spec->update_streamed[unit] && !b->s->spec->grad_resident[unit] && i > 0 && i + 1 == n_contributions(b, unit);
+  return b->s->spec->update_streamed[unit] && !b->s->spec->grad_resident[unit] && i > 0 &&
+         i + 1 == n_contributions(b, unit);
 }
 
 static void fetch_total(ps__builder *b, uint32_t unit) {
   ps__unit_state *u = &b->unit[unit];
   const uint32_t low = u->low;
-  if (u->total != PS__NO_VT || !ends_there(b, unit)) return;
+  if (u->total != PS__NO_VT || !ends_there(b, unit))
+    return;
   u->total = ps__bring(b, b->s->home[unit].grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
-  if (low == PS__NO_VT) return;
+  if (low == PS__NO_VT)
+    return;
   u->low = ps__bring(b, low, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
   ps__vt_free(b, low);
 }
 
 /* Whether parameters that visit @v reads stay for the next round's forward visit. */
 static bool stays_over_turn(const ps__builder *b, const ps__visit *v) {
-  return v->kind == PS__VISIT_BLOCK_BACK && v->round + 1 < b->s->layout->n_rounds && v->unit <= b->s->spec->turn_blocks;
+  return v->kind == PS__VISIT_BLOCK_BACK && v->round + 1 < b->s->layout->n_rounds &&
+         v->unit <= b->s->spec->turn_blocks;
 }
 
 static void fetch_unit(ps__builder *b, const ps__visit *v, uint32_t unit) {
   ps__unit_state *u = &b->unit[unit];
   const bool resident = b->s->spec->param_resident[unit];
   u->pins++;
-  if (resident ? u->fetched : u->weights != PS__NO_VT) return;
+  if (resident ? u->fetched : u->weights != PS__NO_VT)
+    return;
   u->fetched = true;
   if (!resident) {
     u->weights = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit));
-    if (u->weights != PS__NO_VT) b->s->vt[u->weights].high = stays_over_turn(b, v);
+    if (u->weights != PS__NO_VT)
+      b->s->vt[u->weights].high = stays_over_turn(b, v);
   }
-  ps__emit_copy(b, PS__S_H2D, ps__whole(b, b->s->home[unit].weights, PS_READ), ps__whole(b, u->weights, PS_WRITE),
-                ps__unit_tag(b, unit, PS__PHASE_FORWARD));
+  ps__emit_copy(b, PS__S_H2D, ps__whole(b, b->s->home[unit].weights, PS_READ),
+                ps__whole(b, u->weights, PS_WRITE), ps__unit_tag(b, unit, PS__PHASE_FORWARD));
 }
 
-/* How far ahead of visit @now the fetches of visit @next may be issued. Towards the end of a round its saved tensors are gone, so the next round's first units, the large
- * embedding among them, come earlier. */
+/* How far ahead of visit @now the fetches of visit @next may be issued. Towards the end of a
+ * round its saved tensors are gone, so the next round's first units, the large embedding among
+ * them, come earlier. */
 static uint32_t lead_of(const ps__builder *b, uint32_t now, uint32_t next) {
   const uint32_t lead = b->s->spec->param_lead;
   return b->visit[next].round > b->visit[now].round ? 4 * lead : lead;
@@ -125,18 +162,26 @@ static uint32_t lead_of(const ps__builder *b, uint32_t now, uint32_t next) {
 static void fetch_visit(ps__builder *b, const ps__visit *v) {
   uint32_t units[2];
   const uint32_t n = visit_units(b, v, units);
-  for (uint32_t i = 0; i < n; i++) fetch_unit(b, v, units[i]);
-  if (v->kind == PS__VISIT_BLOCK_BACK && v->round + 1 == b->s->layout->n_rounds) fetch_total(b, v->unit);
+  for (uint32_t i = 0; i < n; i++)
+    fetch_unit(b, v, units[i]);
+  if (v->kind == PS__VISIT_BLOCK_BACK && v->round + 1 == b->s->layout->n_rounds)
+    fetch_total(b, v->unit);
 }
 
 void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx) {
-  while (b->next_fetch < b->n_visits && b->next_fetch <= visit_idx + lead_of(b, visit_idx, b->next_fetch)) {
+  while (b->next_fetch < b->n_visits &&
+         b->next_fetch <= visit_idx + lead_of(b, visit_idx, b->next_fetch)) {
     const ps__visit *v = &b->visit[b->next_fetch++];
     const bool gathers = v->kind == PS__VISIT_EMBED && b->s->spec->embed_at_home;
-    if (v->kind == PS__VISIT_EMBED) ps__copy_batch(b, v->round);
-    if (gathers) fetch_visit(b, &b->visit[b->next_fetch++]); /* the first block's: gathering takes longer, and neither is of use alone */
-    else fetch_visit(b, v);
-    if (gathers) ps__gather_round(b, v->round);
+    if (v->kind == PS__VISIT_EMBED)
+      ps__copy_batch(b, v->round);
+    /* the first block's: gathering takes longer, and neither is of use alone */
+    if (gathers)
+      fetch_visit(b, &b->visit[b->next_fetch++]);
+    else
+      fetch_visit(b, v);
+    if (gathers)
+      ps__gather_round(b, v->round);
   }
 }
 
@@ -146,7 +191,8 @@ void ps__visit_done(ps__builder *b, uint32_t visit_idx) {
   const uint32_t n = visit_units(b, v, units);
   for (uint32_t i = 0; i < n; i++) {
     ps__unit_state *u = &b->unit[units[i]];
-    if (--u->pins > 0 || b->s->spec->param_resident[units[i]] || stays_over_turn(b, v)) continue;
+    if (--u->pins > 0 || b->s->spec->param_resident[units[i]] || stays_over_turn(b, v))
+      continue;
     ps__vt_free(b, u->weights);
     u->weights = PS__NO_VT;
   }
@@ -155,61 +201,82 @@ void ps__visit_done(ps__builder *b, uint32_t visit_idx) {
 void ps__grad_begin(ps__builder *b, uint32_t unit) {
   ps__unit_state *u = &b->unit[unit];
   u->grad = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit));
-  if (b->s->spec->grad_resident[unit] && u->contribution == 0) u->total = u->grad;
+  if (b->s->spec->grad_resident[unit] && u->contribution == 0)
+    u->total = u->grad;
   fetch_total(b, unit);
 }
 
-/* Sums of squares of the unit's runs. On the device: returns the tensor that holds them (the caller frees it). */
+/* Sums of squares of the unit's runs. On the device: returns the tensor that holds them (the
+ * caller frees it). */
 static uint32_t emit_sumsq_there(ps__builder *b, uint32_t unit, uint32_t grad) {
   ps__step *s = b->s;
   ps__run_info run[PS__NORM_SLOTS];
-  const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run), out = ps__vt_new(b, PS__SPACE_DEVICE, PS__NORM_SLOTS * 8);
+  const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run),
+                 out = ps__vt_new(b, PS__SPACE_DEVICE, PS__NORM_SLOTS * 8);
   const uint64_t e = ps_dtype_bytes(s->dt);
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   for (uint32_t i = 0; i < n; i++) {
     const ps__args_sumsq a = {.n = run[i].n, .dt = s->dt};
-    const ps__vaccess access[2] = {ps__part(grad, PS_READ, run[i].offset * e, run[i].n * e), ps__part(out, PS_WRITE, i * 8, 8)};
-    ps__emit(b, &ps__k_sumsq, PS__S_COMPUTE, &a, sizeof a, access, 2, ps__bytes_work((double)(run[i].n * e)), tag);
+    const ps__vaccess access[2] = {ps__part(grad, PS_READ, run[i].offset * e, run[i].n * e),
+                                   ps__part(out, PS_WRITE, i * 8, 8)};
+    ps__emit(b, &ps__k_sumsq, PS__S_COMPUTE, &a, sizeof a, access, 2,
+             ps__bytes_work((double)(run[i].n * e)), tag);
   }
-  ps__emit_copy(b, PS__S_D2H, ps__part(out, PS_READ, 0, n * 8), ps__part(s->norms, PS_WRITE, (uint64_t)unit * PS__NORM_SLOTS * 8, n * 8),
+  ps__emit_copy(b, PS__S_D2H, ps__part(out, PS_READ, 0, n * 8),
+                ps__part(s->norms, PS_WRITE, (uint64_t)unit * PS__NORM_SLOTS * 8, n * 8),
                 ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
   return out;
 }
 
-/* How contribution i is added to the unit's total in @space, as accumulate takes it. The first addition of a total with low bytes makes them. */
+/* How contribution i is added to the unit's total in @space, as accumulate takes it. The first
+ * addition of a total with low bytes makes them. */
 static ps__args_accumulate addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t space) {
   ps__unit_state *u = &b->unit[unit];
   const uint64_t n = b->s->home[unit].n;
   const uint32_t mode = ps__sum_mode_of(b, unit, i);
-  if ((mode & PS_LOW_WRITE) && u->low == PS__NO_VT) u->low = ps__vt_new(b, space, n);
-  return (ps__args_accumulate){.n = n, .dt = b->s->dt, .n_threads = space == PS__SPACE_HOST ? b->s->spec->sum_threads : 0, .mode = mode, .index = i};
+  if ((mode & PS_LOW_WRITE) && u->low == PS__NO_VT)
+    u->low = ps__vt_new(b, space, n);
+  return (ps__args_accumulate){.n = n,
+                               .dt = b->s->dt,
+                               .n_threads = space == PS__SPACE_HOST ? b->s->spec->sum_threads : 0,
+                               .mode = mode,
+                               .index = i};
 }
 
-static uint32_t low_access(uint32_t mode) { return (mode & PS_LOW_READ ? PS_READ : 0) | (mode & PS_LOW_WRITE ? PS_WRITE : 0); }
+static uint32_t low_access(uint32_t mode) {
+  return (mode & PS_LOW_READ ? PS_READ : 0) | (mode & PS_LOW_WRITE ? PS_WRITE : 0);
+}
 
 static ps_work addition_work(const ps__args_accumulate *a) {
-  return ps__bytes_work((3.0 * (double)ps_dtype_bytes((ps_dtype)a->dt) + (a->mode & PS_LOW_READ ? 1 : 0) + (a->mode & PS_LOW_WRITE ? 1 : 0)) * (double)a->n);
+  return ps__bytes_work((3.0 * (double)ps_dtype_bytes((ps_dtype)a->dt) +
+                         (a->mode & PS_LOW_READ ? 1 : 0) + (a->mode & PS_LOW_WRITE ? 1 : 0)) *
+                        (double)a->n);
 }
 
 static void low_used(ps__builder *b, uint32_t unit, uint32_t mode) {
-  if (mode & PS_LOW_WRITE) return;
+  if (mode & PS_LOW_WRITE)
+    return;
   ps__vt_free(b, b->unit[unit].low);
   b->unit[unit].low = PS__NO_VT;
 }
 
 /* total += grad, both in @space; the caller frees @grad. */
-static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t space, uint32_t grad, uint32_t total, ps_tag tag) {
+static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t space, uint32_t grad,
+                          uint32_t total, ps_tag tag) {
   const bool home = space == PS__SPACE_HOST;
   const ps__args_accumulate a = addition(b, unit, i, space);
   ps__vaccess access[3] = {ps__whole(b, grad, PS_READ), ps__whole(b, total, PS_READ_WRITE)};
   const bool low = b->unit[unit].low != PS__NO_VT;
-  if (low) access[2] = ps__whole(b, b->unit[unit].low, low_access(a.mode));
-  ps__emit(b, home ? &ps__k_accumulate_host : &ps__k_accumulate, home ? PS__S_HOST : PS__S_COMPUTE, &a, sizeof a, access, low ? 3 : 2, addition_work(&a), tag);
+  if (low)
+    access[2] = ps__whole(b, b->unit[unit].low, low_access(a.mode));
+  ps__emit(b, home ? &ps__k_accumulate_host : &ps__k_accumulate, home ? PS__S_HOST : PS__S_COMPUTE,
+           &a, sizeof a, access, low ? 3 : 2, addition_work(&a), tag);
   low_used(b, unit, a.mode);
 }
 
-/* At home, of the total; @staging is added to it first, in the same pass, unless it is none (an embedding at home: its low bytes, where it has some, are rounded
- * away); padding between runs is nobody's. */
+/* At home, of the total; @staging is added to it first, in the same pass, unless it is none (an
+ * embedding at home: its low bytes, where it has some, are rounded away); padding between runs
+ * is nobody's. */
 static void emit_sumsq_home(ps__builder *b, uint32_t unit, uint32_t i, uint32_t staging) {
   ps__step *s = b->s;
   ps__run_info run[PS__NORM_SLOTS];
@@ -217,9 +284,12 @@ static void emit_sumsq_home(ps__builder *b, uint32_t unit, uint32_t i, uint32_t 
   const uint64_t e = ps_dtype_bytes(s->dt), at = (uint64_t)unit * PS__NORM_SLOTS * 8;
   const bool add = staging != PS__NO_VT;
   ps__args_accumulate whole = {.dt = s->dt, .n_threads = s->spec->sum_threads, .mode = PS_LOW_READ};
-  if (add) whole = addition(b, unit, i, PS__SPACE_HOST);
+  if (add)
+    whole = addition(b, unit, i, PS__SPACE_HOST);
   const bool low = b->unit[unit].low != PS__NO_VT;
-  const ps_kernel *kernel = add ? &ps__k_accumulate_sumsq_host : low ? &ps__k_round_sumsq_host : &ps__k_sumsq_host;
+  const ps_kernel *kernel = add   ? &ps__k_accumulate_sumsq_host
+                            : low ? &ps__k_round_sumsq_host
+                                  : &ps__k_sumsq_host;
   for (uint32_t k = 0; k < n; k++) {
     ps__args_accumulate part = whole;
     const ps__args_sumsq squares = {.n = run[k].n, .dt = s->dt, .n_threads = s->spec->sum_threads};
@@ -228,25 +298,34 @@ static void emit_sumsq_home(ps__builder *b, uint32_t unit, uint32_t i, uint32_t 
     uint32_t m = 0;
     part.n = run[k].n;
     part.first = run[k].offset;
-    if (add) access[m++] = ps__part(staging, PS_READ, offset, bytes);
+    if (add)
+      access[m++] = ps__part(staging, PS_READ, offset, bytes);
     access[m++] = ps__part(grad, add || low ? PS_READ_WRITE : PS_READ, offset, bytes);
     access[m++] = ps__part(s->norms, PS_WRITE, at + k * 8, 8);
-    if (low) access[m++] = ps__part(b->unit[unit].low, PS_READ, run[k].offset, run[k].n);
+    if (low)
+      access[m++] = ps__part(b->unit[unit].low, PS_READ, run[k].offset, run[k].n);
     const double each = (add ? 3.0 : low ? 2.0 : 1.0) * (double)e + (low ? 1 : 0);
-    ps__emit(b, kernel, PS__S_HOST, add || low ? (const void *)&part : &squares, add || low ? sizeof part : sizeof squares, access, m,
+    ps__emit(b, kernel, PS__S_HOST, add || low ? (const void *)&part : &squares,
+             add || low ? sizeof part : sizeof squares, access, m,
              ps__bytes_work(each * (double)run[k].n), ps__unit_tag(b, unit, PS__PHASE_UPDATE));
   }
   low_used(b, unit, 0);
 }
 
-/* Contribution i to the total at home: the first is written there, others are added; with the last (@total) come the sums of squares. */
-static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, uint32_t i, bool total, uint32_t lag) {
+/* Contribution i to the total at home: the first is written there, others are added; with the
+ * last (@total) come the sums of squares. */
+static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, uint32_t i, bool total,
+                        uint32_t lag) {
   const ps__home *h = &b->s->home[unit];
   const uint32_t to = i == 0 ? h->grad : ps__vt_new(b, PS__SPACE_HOST, unit_bytes(b, unit));
-  ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, to, PS_WRITE), ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
-  if (i == 0) return;
-  if (total) emit_sumsq_home(b, unit, i, to);
-  else emit_addition(b, unit, i, PS__SPACE_HOST, to, h->grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, to, PS_WRITE),
+                ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
+  if (i == 0)
+    return;
+  if (total)
+    emit_sumsq_home(b, unit, i, to);
+  else
+    emit_addition(b, unit, i, PS__SPACE_HOST, to, h->grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
   ps__vt_free_late(b, to, lag);
 }
 
@@ -258,22 +337,31 @@ void ps__total_at_home(ps__builder *b, uint32_t unit) {
 void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
   ps__step *s = b->s;
   ps__unit_state *u = &b->unit[unit];
-  const bool resident = s->spec->grad_resident[unit], there = ps__updated_there(s->spec, unit), ends = ends_there(b, unit);
+  const bool resident = s->spec->grad_resident[unit], there = ps__updated_there(s->spec, unit),
+             ends = ends_there(b, unit);
   const uint32_t n = n_contributions(b, unit), i = u->contribution++;
   const bool last = i + 1 == n;
   if (ends || (resident && i > 0)) {
-    emit_addition(b, unit, i, PS__SPACE_DEVICE, u->grad, u->total, ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
+    emit_addition(b, unit, i, PS__SPACE_DEVICE, u->grad, u->total,
+                  ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
     ps__vt_free(b, u->grad);
   }
-  /* The total is on the device where it is resident, ends there, or this is the only contribution. */
+  /* The total is on the device where it is resident, ends there, or this is the only
+   * contribution. */
   const bool total_here = resident || ends || n == 1;
   const uint32_t leaving = resident || ends ? u->total : u->grad;
   const uint32_t sums = last && total_here ? emit_sumsq_there(b, unit, leaving) : PS__NO_VT;
-  if (last ? !there || s->spec->keep_grads : !resident) add_at_home(b, unit, leaving, resident || ends ? 0 : i, last, more ? 0 : s->spec->sum_lag);
-  if (last && there) u->total = leaving; /* stays until the update */
-  else if (!resident || last) ps__vt_free_late(b, leaving, s->spec->grad_lag);
+  if (last ? !there || s->spec->keep_grads : !resident)
+    add_at_home(b, unit, leaving, resident || ends ? 0 : i, last, more ? 0 : s->spec->sum_lag);
+  if (last && there)
+    u->total = leaving; /* stays until the update */
+  else if (!resident || last)
+    ps__vt_free_late(b, leaving, s->spec->grad_lag);
   u->grad = PS__NO_VT;
-  if (there && !s->spec->clip) u->sums = sums; /* these too */
-  else ps__vt_free_late(b, sums, s->spec->grad_lag);
-  if (last) ps__total_ready(b, unit);
+  if (there && !s->spec->clip)
+    u->sums = sums; /* these too */
+  else
+    ps__vt_free_late(b, sums, s->spec->grad_lag);
+  if (last)
+    ps__total_ready(b, unit);
 }

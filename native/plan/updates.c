@@ -1,5 +1,7 @@
-/* updates.c - the optimizer of each unit: at home; on the device where all its state is; or on the device with moments that come in for the update and go home after
- * it. With clipping behind the whole norm, without it behind the unit's total. At home it may be made in two parts: what the next forward pass waits for, and the rest. */
+/* updates.c - the optimizer of each unit: at home; on the device where all its state is; or on
+ * the device with moments that come in for the update and go home after it. With clipping behind
+ * the whole norm, without it behind the unit's total. At home it may be made in two parts: what
+ * the next forward pass waits for, and the rest. */
 #include "emit.h"
 #include "../optim/optim.h"
 
@@ -15,25 +17,31 @@ static void send_home(ps__builder *b, uint32_t from, uint32_t home, ps_tag tag) 
   b->last_home = home;
 }
 
-/* What tells an update on the device without clipping whether the host gave the step up. Not sent before it is needed: it waits for the
- * last update of the step before, and what is behind it on the stream would wait with it. */
+/* What tells an update on the device without clipping whether the host gave the step up. Not
+ * sent before it is needed: it waits for the last update of the step before, and what is behind
+ * it on the stream would wait with it. */
 static uint32_t send_header(ps__builder *b, ps_tag tag) {
   const uint64_t bytes = sizeof(ps__batch_header);
-  if (b->header != PS__NO_VT) return b->header;
+  if (b->header != PS__NO_VT)
+    return b->header;
   b->header = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
-  ps__emit_copy(b, PS__S_H2D, ps__part(b->s->batch, PS_READ, 0, bytes), ps__whole(b, b->header, PS_WRITE), tag);
+  ps__emit_copy(b, PS__S_H2D, ps__part(b->s->batch, PS_READ, 0, bytes),
+                ps__whole(b, b->header, PS_WRITE), tag);
   return b->header;
 }
 
-/* A streamed unit's moments, master and weights on their way in; weights that its last visit fetched are there and stay. */
+/* A streamed unit's moments, master and weights on their way in; weights that its last visit
+ * fetched are there and stay. */
 static void stream_in(ps__builder *b, uint32_t unit) {
   const ps__home *h = &b->s->home[unit];
   ps__unit_state *u = &b->unit[unit];
   ps__state *at = &u->there;
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   at->weights = u->weights != PS__NO_VT ? u->weights : ps__bring(b, h->weights, tag);
-  if (!b->s->spec->param_resident[unit]) u->weights = PS__NO_VT;
-  if (h->master != PS__NO_VT) at->master = ps__bring(b, h->master, tag);
+  if (!b->s->spec->param_resident[unit])
+    u->weights = PS__NO_VT;
+  if (h->master != PS__NO_VT)
+    at->master = ps__bring(b, h->master, tag);
   at->m = ps__bring(b, h->m, tag);
   at->v = ps__bring(b, h->v, tag);
 }
@@ -45,22 +53,28 @@ static void stream_out(ps__builder *b, uint32_t unit) {
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   const bool resident = b->s->spec->param_resident[unit], master = h->master != PS__NO_VT;
   const uint32_t lag = b->s->spec->grad_lag;
-  if (!resident || !master) send_home(b, at->weights, h->weights, tag);
-  if (master) send_home(b, at->master, h->master, tag);
+  if (!resident || !master)
+    send_home(b, at->weights, h->weights, tag);
+  if (master)
+    send_home(b, at->master, h->master, tag);
   send_home(b, at->m, h->m, tag);
   send_home(b, at->v, h->v, tag);
-  if (!resident) ps__vt_free_late(b, at->weights, lag);
+  if (!resident)
+    ps__vt_free_late(b, at->weights, lag);
   ps__vt_free_late(b, at->master, lag);
   ps__vt_free_late(b, at->m, lag);
   ps__vt_free_late(b, at->v, lag);
 }
 
-/* The op itself: on the host stream over home, or on compute over device memory, where @scale is the norm's half of stats or, without clipping, the unit's sums of
- * squares. */
-static void emit_adamw(ps__builder *b, uint32_t unit, const ps__state *at, uint32_t grad, uint32_t scale) {
+/* The op itself: on the host stream over home, or on compute over device memory, where @scale is
+ * the norm's half of stats or, without clipping, the unit's sums of squares. */
+static void emit_adamw(ps__builder *b, uint32_t unit, const ps__state *at, uint32_t grad,
+                       uint32_t scale) {
   const ps__step *s = b->s;
-  const bool there = ps__updated_there(s->spec, unit), master = at->master != PS__NO_VT, split = s->spec->update_split[unit];
-  const double bytes_each = ps__adamw_bytes(s->spec->recipe, split ? PS_ADAMW_WEIGHTS : PS_ADAMW_WHOLE);
+  const bool there = ps__updated_there(s->spec, unit), master = at->master != PS__NO_VT,
+             split = s->spec->update_split[unit];
+  const double bytes_each =
+      ps__adamw_bytes(s->spec->recipe, split ? PS_ADAMW_WEIGHTS : PS_ADAMW_WHOLE);
   const uint32_t moments = split ? PS_READ : PS_READ_WRITE;
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   ps__vaccess access[7];
@@ -69,23 +83,34 @@ static void emit_adamw(ps__builder *b, uint32_t unit, const ps__state *at, uint3
   access[n++] = ps__whole(b, at->m, moments);
   access[n++] = ps__whole(b, at->v, moments);
   access[n++] = ps__whole(b, grad, PS_READ);
-  if (master) access[n++] = ps__whole(b, at->weights, PS_WRITE);
-  if (there) access[n++] = ps__whole(b, scale, PS_READ);
-  else if (s->spec->clip) access[n++] = ps__part(s->stats, PS_READ, 64, 64);
-  else access[n++] = ps__part(s->norms, PS_READ, (uint64_t)unit * PS__NORM_SLOTS * 8, PS__NORM_SLOTS * 8);
-  if (there && !s->spec->clip) access[n++] = ps__whole(b, send_header(b, tag), PS_READ);
-  ps__emit_hook(b, PS__HOOK_ADAMW, unit, there ? PS__S_COMPUTE : PS__S_HOST, access, n, ps__bytes_work(bytes_each * (double)s->home[unit].n), tag);
+  if (master)
+    access[n++] = ps__whole(b, at->weights, PS_WRITE);
+  if (there)
+    access[n++] = ps__whole(b, scale, PS_READ);
+  else if (s->spec->clip)
+    access[n++] = ps__part(s->stats, PS_READ, 64, 64);
+  else
+    access[n++] =
+        ps__part(s->norms, PS_READ, (uint64_t)unit * PS__NORM_SLOTS * 8, PS__NORM_SLOTS * 8);
+  if (there && !s->spec->clip)
+    access[n++] = ps__whole(b, send_header(b, tag), PS_READ);
+  ps__emit_hook(b, PS__HOOK_ADAMW, unit, there ? PS__S_COMPUTE : PS__S_HOST, access, n,
+                ps__bytes_work(bytes_each * (double)s->home[unit].n), tag);
 }
 
 static void emit_moments(ps__builder *b, uint32_t unit) {
   const ps__step *s = b->s;
   const ps__home *h = &s->home[unit];
-  const ps__vaccess access[4] = {ps__whole(b, h->m, PS_READ_WRITE), ps__whole(b, h->v, PS_READ_WRITE), ps__whole(b, h->grad, PS_READ), ps__part(s->stats, PS_READ, 64, 64)};
-  ps__emit_hook(b, PS__HOOK_MOMENTS, unit, PS__S_HOST, access, 4, ps__bytes_work(ps__adamw_bytes(s->spec->recipe, PS_ADAMW_MOMENTS) * (double)h->n),
+  const ps__vaccess access[4] = {ps__whole(b, h->m, PS_READ_WRITE),
+                                 ps__whole(b, h->v, PS_READ_WRITE), ps__whole(b, h->grad, PS_READ),
+                                 ps__part(s->stats, PS_READ, 64, 64)};
+  ps__emit_hook(b, PS__HOOK_MOMENTS, unit, PS__S_HOST, access, 4,
+                ps__bytes_work(ps__adamw_bytes(s->spec->recipe, PS_ADAMW_MOMENTS) * (double)h->n),
                 ps__unit_tag(b, unit, PS__PHASE_UPDATE));
 }
 
-/* @clip_scale: the norm's half of stats on the device; none without clipping, or where no unit is updated there. */
+/* @clip_scale: the norm's half of stats on the device; none without clipping, or where no unit
+ * is updated there. */
 static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
   const ps__step *s = b->s;
   const ps__home *h = &s->home[unit];
@@ -95,28 +120,37 @@ static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
     emit_adamw(b, unit, &home, h->grad, PS__NO_VT);
     return;
   }
-  if (s->spec->update_resident[unit]) u->there = (ps__state){h->device_weights, h->device_master, h->m, h->v};
-  else if (u->there.m == PS__NO_VT) stream_in(b, unit);
+  if (s->spec->update_resident[unit])
+    u->there = (ps__state){h->device_weights, h->device_master, h->m, h->v};
+  else if (u->there.m == PS__NO_VT)
+    stream_in(b, unit);
   emit_adamw(b, unit, &u->there, u->total, s->spec->clip ? clip_scale : u->sums);
   ps__vt_free(b, u->total);
   ps__vt_free(b, u->sums);
-  if (s->spec->update_streamed[unit]) stream_out(b, unit);
-  else if (h->master != PS__NO_VT) send_home(b, h->device_master, h->master, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
-  else send_home(b, h->device_weights, h->weights, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  if (s->spec->update_streamed[unit])
+    stream_out(b, unit);
+  else if (h->master != PS__NO_VT)
+    send_home(b, h->device_master, h->master, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  else
+    send_home(b, h->device_weights, h->weights, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
 }
 
 /* Without clipping: streamed units whose moments have had their time to come in. */
 static void update_arrived(ps__builder *b, bool all) {
-  for (; b->n_updated < b->n_coming && (all || b->coming[b->n_updated].when <= b->clock); b->n_updated++)
+  for (; b->n_updated < b->n_coming && (all || b->coming[b->n_updated].when <= b->clock);
+       b->n_updated++)
     update(b, b->coming[b->n_updated].unit, PS__NO_VT);
 }
 
 void ps__total_ready(ps__builder *b, uint32_t unit) {
   const ps__spec *spec = b->s->spec;
   const bool streamed = spec->update_streamed[unit];
-  if (streamed && spec->param_lead) stream_in(b, unit);
-  if (streamed && !spec->clip) b->coming[b->n_coming++] = (ps__coming){unit, b->clock + spec->param_lead * b->round->n_chunks};
-  else if (!spec->clip) update(b, unit, PS__NO_VT);
+  if (streamed && spec->param_lead)
+    stream_in(b, unit);
+  if (streamed && !spec->clip)
+    b->coming[b->n_coming++] = (ps__coming){unit, b->clock + spec->param_lead * b->round->n_chunks};
+  else if (!spec->clip)
+    update(b, unit, PS__NO_VT);
   update_arrived(b, false);
 }
 
@@ -127,24 +161,33 @@ void ps__emit_updates(ps__builder *b) {
   const ps__vaccess half = ps__part(s->stats, PS_WRITE, 64, 64);
   const ps__vaccess norm[2] = {ps__whole(b, s->norms, PS_READ), half};
   bool any_there = false;
-  for (uint32_t u = 0; u < n_units; u++) any_there |= ps__updated_there(s->spec, u);
+  for (uint32_t u = 0; u < n_units; u++)
+    any_there |= ps__updated_there(s->spec, u);
   update_arrived(b, true);
   ps__emit_hook(b, PS__HOOK_NORM, 0, PS__S_HOST, norm, 2, (ps_work){0}, tag);
   if (s->spec->clip) {
     const uint32_t scale = any_there ? ps__vt_new(b, PS__SPACE_DEVICE, 64) : PS__NO_VT;
-    if (any_there) ps__emit_copy(b, PS__S_H2D, ps__part(s->stats, PS_READ, 64, 64), ps__whole(b, scale, PS_WRITE), tag);
-    for (uint32_t i = 0; i < n_units; i++) { /* as the forward pass needs them; but nothing waits for an embedding at home: see ps__gather_round() */
+    if (any_there)
+      ps__emit_copy(b, PS__S_H2D, ps__part(s->stats, PS_READ, 64, 64),
+                    ps__whole(b, scale, PS_WRITE), tag);
+    /* as the forward pass needs them; but nothing waits for an embedding at home: see
+     * ps__gather_round() */
+    for (uint32_t i = 0; i < n_units; i++) {
       update(b, s->spec->embed_at_home ? (i + 1) % n_units : i, scale);
       ps__tick(b);
     }
     ps__vt_free(b, scale);
   }
   ps__vt_free(b, b->header);
-  /* The report is the end of a step's weights: behind the host stream's updates by order, behind the last state on its way home by reading it, as that stream is in order. */
+  /* The report is the end of a step's weights: behind the host stream's updates by order, behind
+   * the last state on its way home by reading it, as that stream is in order. */
   ps__vaccess report[2] = {ps__whole(b, s->stats, PS_READ)};
-  if (any_there) report[1] = ps__whole(b, b->last_home, PS_READ);
+  if (any_there)
+    report[1] = ps__whole(b, b->last_home, PS_READ);
   ps__emit_hook(b, PS__HOOK_REPORT, 0, PS__S_HOST, report, any_there ? 2 : 1, (ps_work){0}, tag);
-  for (uint32_t u = n_units; u-- > 0;) /* as the next step's first backward pass needs the gradients' homes */
-    if (s->spec->update_split[u]) emit_moments(b, u);
+  /* as the next step's first backward pass needs the gradients' homes */
+  for (uint32_t u = n_units; u-- > 0;)
+    if (s->spec->update_split[u])
+      emit_moments(b, u);
   ps__flush_late(b);
 }

@@ -1,8 +1,10 @@
-/* init.c - weights drawn instead of read, for training from scratch: as models/init_model.py draws them (other bits, the same distribution).
+/* init.c - weights drawn instead of read, for training from scratch: as models/init_model.py
+ * draws them (other bits, the same distribution).
  *
- * Norms are 1 and biases 0; matrices are N(0, 0.02), those that write into the residual stream (o_proj, down_proj) N(0, 0.02 / sqrt(2 layers)),
- * as GPT-2 does (Radford et al. 2019, section 2.3). Element i of a model depends on the seed and i alone: Box and Muller's transform of splitmix64's
- * words, a pair of elements for each word. */
+ * Norms are 1 and biases 0; matrices are N(0, 0.02), those that write into the residual stream
+ * (o_proj, down_proj) N(0, 0.02 / sqrt(2 layers)), as GPT-2 does (Radford et al. 2019, section
+ * 2.3). Element i of a model depends on the seed and i alone: Box and Muller's transform of
+ * splitmix64's words, a pair of elements for each word. */
 #include "trainer.h"
 #include <math.h>
 #include <string.h>
@@ -25,9 +27,12 @@ static uint64_t mix(uint64_t x) {
 }
 
 static void put(const init_job *j, uint64_t i, float x) {
-  if (i >= j->n) return;
-  if (j->fp32) ((float *)(void *)j->dst)[i] = x;
-  else ((uint16_t *)(void *)j->dst)[i] = ps__f32_to_bf16(x);
+  if (i >= j->n)
+    return;
+  if (j->fp32)
+    ((float *)(void *)j->dst)[i] = x;
+  else
+    ((uint16_t *)(void *)j->dst)[i] = ps__f32_to_bf16(x);
 }
 
 static void init_block(void *arg, int64_t task, uint32_t worker) {
@@ -59,7 +64,8 @@ ps_status ps__trainer_init(ps_trainer *t, ps_progress_fn progress, void *progres
     ps_param_info p;
     init_job j = {.n = 0, .element0 = done, .seed = t->cfg.seed};
     st = ps_model_param(m, i, &p);
-    if (st != PS_OK) break;
+    if (st != PS_OK)
+      break;
     const bool out = ends_in(p.name, ".o_proj.weight") || ends_in(p.name, ".down_proj.weight");
     j.dst = ps__truth(t, p.unit, p.offset, &j.fp32);
     j.n = p.n;
@@ -68,7 +74,8 @@ ps_status ps__trainer_init(ps_trainer *t, ps_progress_fn progress, void *progres
     ps__pool_run(pool, (int64_t)((p.n + BLOCK - 1) / BLOCK), init_block, &j);
     ps__trainer_refresh_copy(t, &p);
     done += p.n;
-    if (progress) progress(progress_user, "drawing weights", done * 2, total * 2);
+    if (progress)
+      progress(progress_user, "drawing weights", done * 2, total * 2);
   }
   ps__pool_destroy(pool);
   return st;

@@ -7,20 +7,27 @@ enum { PIECE = 1 << 24 }; /* elements read at a time */
 void *ps__truth(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32) {
   const ps__home *h = &t->plan->step.home[unit];
   *fp32 = t->plan->cfg.recipe != PS_RECIPE_BF16;
-  return (char *)ps__home_at(t, h->master != PS__NO_VT ? h->master : h->weights) + offset * (*fp32 ? 4 : 2);
+  return (char *)ps__home_at(t, h->master != PS__NO_VT ? h->master : h->weights) +
+         offset * (*fp32 ? 4 : 2);
 }
 
 /* The bf16 copy that travels follows its master. */
 void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p) {
   const ps__home *h = &t->plan->step.home[p->unit];
-  if (h->master == PS__NO_VT) return;
-  ps__convert_f32_to_bf16((uint16_t *)ps__home_at(t, h->weights) + p->offset, (const float *)ps__home_at(t, h->master) + p->offset, p->n);
+  if (h->master == PS__NO_VT)
+    return;
+  ps__convert_f32_to_bf16((uint16_t *)ps__home_at(t, h->weights) + p->offset,
+                          (const float *)ps__home_at(t, h->master) + p->offset, p->n);
 }
 
-static ps_status check_param(const ps_trainer *t, uint32_t param, uint64_t n, const void *data, ps_param_info *p) {
-  if (!t || !data) return ps__fail(PS_EINVAL, "trainer and data must be given");
+static ps_status check_param(const ps_trainer *t, uint32_t param, uint64_t n, const void *data,
+                             ps_param_info *p) {
+  if (!t || !data)
+    return ps__fail(PS_EINVAL, "trainer and data must be given");
   PS_TRY(ps_model_param(&t->plan->model, param, p));
-  if (n != p->n) return ps__fail(PS_EINVAL, "%s has %llu elements, %llu given", p->name, (unsigned long long)p->n, (unsigned long long)n);
+  if (n != p->n)
+    return ps__fail(PS_EINVAL, "%s has %llu elements, %llu given", p->name,
+                    (unsigned long long)p->n, (unsigned long long)n);
   return PS_OK;
 }
 
@@ -30,8 +37,10 @@ ps_status ps_trainer_read_param(ps_trainer *t, uint32_t param, float *dst, uint6
   PS_TRY(check_param(t, param, n, dst, &p));
   PS_TRY(ps__trainer_idle(t));
   const void *src = ps__truth(t, p.unit, p.offset, &fp32);
-  if (fp32) memcpy(dst, src, n * 4);
-  else ps__convert_bf16_to_f32(dst, src, n);
+  if (fp32)
+    memcpy(dst, src, n * 4);
+  else
+    ps__convert_bf16_to_f32(dst, src, n);
   return PS_OK;
 }
 
@@ -41,10 +50,13 @@ ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src
   PS_TRY(check_param(t, param, n, src, &p));
   PS_TRY(ps__trainer_idle(t));
   if (t->n_submitted && ps__weights_stay(&t->plan->spec, p.unit))
-    return ps__fail(PS_ESTATE, "%s stays on the device: it can be written before the first step only", p.name);
+    return ps__fail(PS_ESTATE,
+                    "%s stays on the device: it can be written before the first step only", p.name);
   void *dst = ps__truth(t, p.unit, p.offset, &fp32);
-  if (fp32) memcpy(dst, src, n * 4);
-  else ps__convert_f32_to_bf16(dst, src, n);
+  if (fp32)
+    memcpy(dst, src, n * 4);
+  else
+    ps__convert_f32_to_bf16(dst, src, n);
   ps__trainer_refresh_copy(t, &p);
   return PS_OK;
 }
@@ -54,22 +66,31 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
   PS_TRY(check_param(t, param, n, dst, &p));
   PS_TRY(ps__trainer_idle(t));
   if (ps__updated_there(&t->plan->spec, p.unit) && !t->plan->spec.keep_grads)
-    return ps__fail(PS_ESTATE, "the gradient of %s stays on the device: plan with keep_grads to read it", p.name);
+    return ps__fail(PS_ESTATE,
+                    "the gradient of %s stays on the device: plan with keep_grads to read it",
+                    p.name);
   const char *grad = ps__home_at(t, t->plan->step.home[p.unit].grad);
-  if (t->plan->step.dt == PS_F32) memcpy(dst, grad + p.offset * 4, n * 4);
-  else ps__convert_bf16_to_f32(dst, (const uint16_t *)(const void *)grad + p.offset, n);
+  if (t->plan->step.dt == PS_F32)
+    memcpy(dst, grad + p.offset * 4, n * 4);
+  else
+    ps__convert_bf16_to_f32(dst, (const uint16_t *)(const void *)grad + p.offset, n);
   return PS_OK;
 }
 
-/* ---- loading ---------------------------------------------------------------------------------------------------------------------- */
+/* ---- loading --------------------------------------------------------------------------------- */
 
-static ps_status check_tensor(const ps_trainer *t, const ps_tensor_info *info, const ps_param_info *p) {
-  const bool ok = info->n_dims == p->n_dims && info->shape[0] == p->shape[0] && (p->n_dims < 2 || info->shape[1] == p->shape[1]);
-  if (ok) return PS_OK;
-  return ps__fail(PS_EFORMAT, "%s: tensor %s has %u dimensions beginning [%llu, %llu], config.json asks for [%llu%s%.0llu]", t->model_dir,
-                  p->name, info->n_dims, (unsigned long long)(info->n_dims ? info->shape[0] : 0),
-                  (unsigned long long)(info->n_dims > 1 ? info->shape[1] : 1), (unsigned long long)p->shape[0], p->n_dims > 1 ? ", " : "",
-                  (unsigned long long)(p->n_dims > 1 ? p->shape[1] : 0));
+static ps_status check_tensor(const ps_trainer *t, const ps_tensor_info *info,
+                              const ps_param_info *p) {
+  const bool ok = info->n_dims == p->n_dims && info->shape[0] == p->shape[0] &&
+                  (p->n_dims < 2 || info->shape[1] == p->shape[1]);
+  if (ok)
+    return PS_OK;
+  return ps__fail(
+      PS_EFORMAT,
+      "%s: tensor %s has %u dimensions beginning [%llu, %llu], config.json asks for [%llu%s%.0llu]",
+      t->model_dir, p->name, info->n_dims, (unsigned long long)(info->n_dims ? info->shape[0] : 0),
+      (unsigned long long)(info->n_dims > 1 ? info->shape[1] : 1), (unsigned long long)p->shape[0],
+      p->n_dims > 1 ? ", " : "", (unsigned long long)(p->n_dims > 1 ? p->shape[1] : 0));
 }
 
 static ps_status load_param(ps_trainer *t, ps_tensor_file *f, const ps_param_info *p) {
@@ -78,24 +99,29 @@ static ps_status load_param(ps_trainer *t, ps_tensor_file *f, const ps_param_inf
   char *dst = ps__truth(t, p->unit, p->offset, &fp32);
   for (uint64_t first = 0; first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
-    PS_TRY(ps_tensors_read(f, idx, first, n, fp32 ? PS_F32 : PS_BF16, dst + first * (fp32 ? 4 : 2)));
+    PS_TRY(
+        ps_tensors_read(f, idx, first, n, fp32 ? PS_F32 : PS_BF16, dst + first * (fp32 ? 4 : 2)));
   }
   ps__trainer_refresh_copy(t, p);
   return PS_OK;
 }
 
-/* A tensor that the model does not know would be left out silently and the math be another's: refused. What is derived (old
- * rotary tables) or tied may be there. */
+/* A tensor that the model does not know would be left out silently and the math be another's:
+ * refused. What is derived (old rotary tables) or tied may be there. */
 static ps_status check_unknown(const ps_trainer *t, const ps_tensor_file *f) {
   const ps_model_config *m = &t->plan->model;
   for (uint64_t i = 0; i < ps_tensors_count(f); i++) {
     ps_tensor_info info;
     ps_param_info p;
     PS_TRY(ps_tensors_info(f, i, &info));
-    bool known = strstr(info.name, "rotary_emb.inv_freq") || (m->tied_embeddings && strcmp(info.name, "lm_head.weight") == 0);
-    for (uint32_t k = 0; !known && k < ps_model_n_params(m); k++) known = ps_model_param(m, k, &p) == PS_OK && strcmp(p.name, info.name) == 0;
+    bool known = strstr(info.name, "rotary_emb.inv_freq") ||
+                 (m->tied_embeddings && strcmp(info.name, "lm_head.weight") == 0);
+    for (uint32_t k = 0; !known && k < ps_model_n_params(m); k++)
+      known = ps_model_param(m, k, &p) == PS_OK && strcmp(p.name, info.name) == 0;
     if (!known)
-      return ps__fail(PS_EFORMAT, "%s: tensor %s is not part of the model that config.json describes", t->model_dir, info.name);
+      return ps__fail(PS_EFORMAT,
+                      "%s: tensor %s is not part of the model that config.json describes",
+                      t->model_dir, info.name);
   }
   return PS_OK;
 }
@@ -106,7 +132,9 @@ static ps_status check_known(const ps_trainer *t, const ps_tensor_file *f) {
     ps_param_info p;
     PS_TRY(ps_model_param(&t->plan->model, i, &p));
     const uint64_t idx = ps_tensors_find(f, p.name);
-    if (idx == UINT64_MAX) return ps__fail(PS_EFORMAT, "%s: tensor %s is missing from its safetensors", t->model_dir, p.name);
+    if (idx == UINT64_MAX)
+      return ps__fail(PS_EFORMAT, "%s: tensor %s is missing from its safetensors", t->model_dir,
+                      p.name);
     PS_TRY(ps_tensors_info(f, idx, &info));
     PS_TRY(check_tensor(t, &info, &p));
   }
@@ -116,12 +144,15 @@ static ps_status check_known(const ps_trainer *t, const ps_tensor_file *f) {
 ps_status ps__trainer_open_weights(const ps_trainer *t, ps_tensor_file **out) {
   PS_TRY(ps_tensors_open(out, t->model_dir));
   ps_status st = check_unknown(t, *out);
-  if (st == PS_OK) st = check_known(t, *out);
-  if (st != PS_OK) ps_tensors_close(*out);
+  if (st == PS_OK)
+    st = check_known(t, *out);
+  if (st != PS_OK)
+    ps_tensors_close(*out);
   return st;
 }
 
-ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress, void *progress_user) {
+ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress,
+                           void *progress_user) {
   const ps_model_config *m = &t->plan->model;
   const uint64_t total = ps_model_n_elements(m) * (t->plan->cfg.recipe == PS_RECIPE_BF16 ? 2 : 4);
   uint64_t done = 0;
@@ -130,28 +161,32 @@ ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn prog
     PS_TRY(ps_model_param(m, i, &p));
     PS_TRY(load_param(t, f, &p));
     done += p.n * (t->plan->cfg.recipe == PS_RECIPE_BF16 ? 2 : 4);
-    if (progress) progress(progress_user, "loading weights", done, total);
+    if (progress)
+      progress(progress_user, "loading weights", done, total);
   }
   return PS_OK;
 }
 
-/* ---- looking for what is not finite ------------------------------------------------------------------------------------------------ */
+/* ---- looking for what is not finite ---------------------------------------------------------- */
 
 /* A float is not finite where all bits of its exponent are set; bf16 is the upper half of one. */
 static bool all_finite(const void *values, uint64_t n, bool fp32) {
   const uint32_t *single = values;
   const uint16_t *half = values;
   bool ok = true;
-  for (uint64_t i = 0; i < n; i++) ok &= ((fp32 ? single[i] : (uint32_t)half[i] << 16) & 0x7f800000u) != 0x7f800000u;
+  for (uint64_t i = 0; i < n; i++)
+    ok &= ((fp32 ? single[i] : (uint32_t)half[i] << 16) & 0x7f800000u) != 0x7f800000u;
   return ok;
 }
 
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out) {
   for (uint32_t i = 0; i < ps_model_n_params(&t->plan->model); i++) {
     bool fp32;
-    if (ps_model_param(&t->plan->model, i, out) != PS_OK) return false;
+    if (ps_model_param(&t->plan->model, i, out) != PS_OK)
+      return false;
     const void *values = ps__truth(t, out->unit, out->offset, &fp32);
-    if (!all_finite(values, out->n, fp32)) return true;
+    if (!all_finite(values, out->n, fp32))
+      return true;
   }
   return false;
 }

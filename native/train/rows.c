@@ -1,8 +1,11 @@
-/* rows.c - the embedding at home, updated by rows: a step's first rounds need some rows of the table before the others, and whoever needs a row first updates it.
+/* rows.c - the embedding at home, updated by rows: a step's first rounds need some rows of the
+ * table before the others, and whoever needs a row first updates it.
  *
- * A step's update of the table runs last of the host's (native/plan/updates.c), beside the next step's first gathers (native/plan/embed.c). Both go through
- * this table of rows: done[row] is the step whose update the row has, plus one; BUSY while a thread writes it. A row's bits are the same whoever updates it: AdamW
- * works by elements, and its rounding is keyed by the element's index. */
+ * A step's update of the table runs last of the host's (native/plan/updates.c), beside the next
+ * step's first gathers (native/plan/embed.c). Both go through this table of rows: done[row] is
+ * the step whose update the row has, plus one; BUSY while a thread writes it. A row's bits are
+ * the same whoever updates it: AdamW works by elements, and its rounding is keyed by the
+ * element's index. */
 #include "trainer.h"
 #include "../core/core.h"
 #include <sched.h>
@@ -37,7 +40,9 @@ typedef struct rows_job {
 
 ps_status ps__rows_create(ps__rows **out, uint64_t n_rows, uint64_t dim) {
   ps__rows *r = ps__calloc(1, sizeof *r + n_rows * sizeof *r->done);
-  if (!r) return ps__fail(PS_ENOMEM, "out of memory for a table of %llu rows", (unsigned long long)n_rows);
+  if (!r)
+    return ps__fail(PS_ENOMEM, "out of memory for a table of %llu rows",
+                    (unsigned long long)n_rows);
   r->n = n_rows;
   r->dim = dim;
   *out = r;
@@ -50,17 +55,29 @@ static rows_job job_of(const ps_trainer *t, uint32_t id, const ps__adamw_scalars
   const ps_recipe recipe = (ps_recipe)t->plan->cfg.recipe;
   const ps__home *h = &t->plan->step.home[0];
   const bool master = recipe == PS_RECIPE_FP32_MASTER;
-  rows_job j = {.rows = t->rows, .id = id, .simd = ps__simd_best(), .recipe = recipe, .decay = t->segments[t->first_segment[0]].decay,
-                .element0 = t->first_element[0], .w = ps__home_at(t, master ? h->master : h->weights), .m = ps__home_at(t, h->m), .v = ps__home_at(t, h->v),
-                .grad = ps__home_at(t, h->grad), .copy = master ? ps__home_at(t, h->weights) : NULL, .from = ps__home_at(t, h->weights)};
-  if (s) j.s = *s;
+  rows_job j = {.rows = t->rows,
+                .id = id,
+                .simd = ps__simd_best(),
+                .recipe = recipe,
+                .decay = t->segments[t->first_segment[0]].decay,
+                .element0 = t->first_element[0],
+                .w = ps__home_at(t, master ? h->master : h->weights),
+                .m = ps__home_at(t, h->m),
+                .v = ps__home_at(t, h->v),
+                .grad = ps__home_at(t, h->grad),
+                .copy = master ? ps__home_at(t, h->weights) : NULL,
+                .from = ps__home_at(t, h->weights)};
+  if (s)
+    j.s = *s;
   return j;
 }
 
 static void update_row(const rows_job *j, uint64_t row) {
   const uint64_t n = j->rows->dim, first = row * n;
-  const size_t state = j->recipe == PS_RECIPE_BF16 ? 2 : 4, grad = j->recipe == PS_RECIPE_FP32 ? 4 : 2;
-  ps__adamw_update(j->simd, j->recipe, PS_ADAMW_WHOLE, n, j->w + first * state, j->copy ? j->copy + first : NULL, j->grad + first * grad, j->m + first * state,
+  const size_t state = j->recipe == PS_RECIPE_BF16 ? 2 : 4,
+               grad = j->recipe == PS_RECIPE_FP32 ? 4 : 2;
+  ps__adamw_update(j->simd, j->recipe, PS_ADAMW_WHOLE, n, j->w + first * state,
+                   j->copy ? j->copy + first : NULL, j->grad + first * grad, j->m + first * state,
                    j->v + first * state, j->decay, j->element0 + first, &j->s);
 }
 
@@ -69,42 +86,53 @@ static void bring_up(const rows_job *j, uint64_t row) {
   _Atomic uint32_t *done = &j->rows->done[row];
   for (;;) {
     uint32_t now = atomic_load_explicit(done, memory_order_acquire);
-    if (now == j->id) return;
+    if (now == j->id)
+      return;
     if (now & BUSY) {
       sched_yield(); /* some microseconds: the other thread is at work on it */
       continue;
     }
-    if (!atomic_compare_exchange_weak_explicit(done, &now, now | BUSY, memory_order_acquire, memory_order_relaxed)) continue;
+    if (!atomic_compare_exchange_weak_explicit(done, &now, now | BUSY, memory_order_acquire,
+                                               memory_order_relaxed))
+      continue;
     update_row(j, row);
     atomic_store_explicit(done, j->id, memory_order_release);
     return;
   }
 }
 
-static uint64_t rows_a_task(const rows_job *j) { return j->rows->dim < TASK_ELEMENTS ? TASK_ELEMENTS / j->rows->dim : 1; }
+static uint64_t rows_a_task(const rows_job *j) {
+  return j->rows->dim < TASK_ELEMENTS ? TASK_ELEMENTS / j->rows->dim : 1;
+}
 
 static void update_task(void *arg, int64_t task, uint32_t worker) {
   const rows_job *j = arg;
-  const uint64_t n = rows_a_task(j), first = (uint64_t)task * n, end = first + n < j->rows->n ? first + n : j->rows->n;
-  for (uint64_t row = first; row < end; row++) bring_up(j, row);
+  const uint64_t n = rows_a_task(j), first = (uint64_t)task * n,
+                 end = first + n < j->rows->n ? first + n : j->rows->n;
+  for (uint64_t row = first; row < end; row++)
+    bring_up(j, row);
 }
 
 void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s) {
   rows_job j = job_of(t, id, s);
-  ps__pool_run(pool, (int64_t)((j.rows->n + rows_a_task(&j) - 1) / rows_a_task(&j)), update_task, &j);
+  ps__pool_run(pool, (int64_t)((j.rows->n + rows_a_task(&j) - 1) / rows_a_task(&j)), update_task,
+               &j);
 }
 
 static void gather_task(void *arg, int64_t task, uint32_t worker) {
   const rows_job *j = arg;
-  const uint64_t first = (uint64_t)task * GATHER_ROWS, end = first + GATHER_ROWS < j->n_tokens ? first + GATHER_ROWS : j->n_tokens;
+  const uint64_t first = (uint64_t)task * GATHER_ROWS,
+                 end = first + GATHER_ROWS < j->n_tokens ? first + GATHER_ROWS : j->n_tokens;
   const size_t bytes = j->rows->dim * (j->recipe == PS_RECIPE_FP32 ? 4 : 2);
   for (uint64_t i = first; i < end; i++) {
-    if (j->id) bring_up(j, (uint64_t)j->token[i]);
+    if (j->id)
+      bring_up(j, (uint64_t)j->token[i]);
     memcpy(j->out + i * bytes, j->from + (size_t)j->token[i] * bytes, bytes);
   }
 }
 
-void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s, const int32_t *token, uint64_t n_tokens, void *out) {
+void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s,
+                     const int32_t *token, uint64_t n_tokens, void *out) {
   rows_job j = job_of(t, id, s);
   j.token = token;
   j.n_tokens = n_tokens;

@@ -17,65 +17,102 @@ void ps_train_config_init(ps_train_config *cfg) {
 }
 
 static ps_status check_schedule(const ps_train_config *c) {
-  const struct { const char *name; uint64_t value; } field[] = {
-      {"total_steps", c->total_steps}, {"warmup_steps", c->warmup_steps}, {"decay_steps", c->decay_steps}, {"first_step", c->first_step}};
+  const struct {
+    const char *name;
+    uint64_t value;
+  } field[] = {{"total_steps", c->total_steps},
+               {"warmup_steps", c->warmup_steps},
+               {"decay_steps", c->decay_steps},
+               {"first_step", c->first_step}};
   for (size_t i = 0; i < sizeof field / sizeof *field; i++)
     if (field[i].value > PS_MAX_STEPS)
-      return ps__fail(PS_EINVAL, "%s is %llu: at most %d is possible", field[i].name, (unsigned long long)field[i].value, PS_MAX_STEPS);
-  if (c->lr_kind > PS_LR_KIND_WSD) return ps__fail(PS_EINVAL, "lr_kind %u is unknown", c->lr_kind);
+      return ps__fail(PS_EINVAL, "%s is %llu: at most %d is possible", field[i].name,
+                      (unsigned long long)field[i].value, PS_MAX_STEPS);
+  if (c->lr_kind > PS_LR_KIND_WSD)
+    return ps__fail(PS_EINVAL, "lr_kind %u is unknown", c->lr_kind);
   if (c->lr_kind == PS_LR_KIND_WSD && c->decay_steps == 0)
-    return ps__fail(PS_EINVAL, "--lr-schedule wsd needs --decay-steps: how many of the last steps lower the learning rate");
+    return ps__fail(PS_EINVAL, "--lr-schedule wsd needs --decay-steps: how many of the last steps "
+                               "lower the learning rate");
   if (c->lr_kind != PS_LR_KIND_WSD && c->decay_steps)
-    return ps__fail(PS_EINVAL, "--decay-steps %llu is of --lr-schedule wsd alone: leave it out, or choose wsd", (unsigned long long)c->decay_steps);
+    return ps__fail(PS_EINVAL,
+                    "--decay-steps %llu is of --lr-schedule wsd alone: leave it out, or choose wsd",
+                    (unsigned long long)c->decay_steps);
   if (c->lr_kind == PS_LR_KIND_CONSTANT && c->min_lr > 0)
-    return ps__fail(PS_EINVAL, "--min-lr %g is never reached by --lr-schedule constant: leave it out, or choose another schedule", c->min_lr);
+    return ps__fail(PS_EINVAL,
+                    "--min-lr %g is never reached by --lr-schedule constant: leave it out, or "
+                    "choose another schedule",
+                    c->min_lr);
   if (c->total_steps && c->decay_steps > c->total_steps)
-    return ps__fail(PS_EINVAL, "--decay-steps %llu is longer than the run of %llu steps", (unsigned long long)c->decay_steps, (unsigned long long)c->total_steps);
+    return ps__fail(PS_EINVAL, "--decay-steps %llu is longer than the run of %llu steps",
+                    (unsigned long long)c->decay_steps, (unsigned long long)c->total_steps);
   if (c->total_steps && c->warmup_steps > c->total_steps)
-    ps__log(PS_LOG_WARN, "--warmup-steps %llu is longer than the run of %llu steps: the learning rate ends at %g of --lr", (unsigned long long)c->warmup_steps,
-            (unsigned long long)c->total_steps, (double)c->total_steps / (double)(c->warmup_steps + 1));
+    ps__log(PS_LOG_WARN,
+            "--warmup-steps %llu is longer than the run of %llu steps: the learning rate ends at "
+            "%g of --lr",
+            (unsigned long long)c->warmup_steps, (unsigned long long)c->total_steps,
+            (double)c->total_steps / (double)(c->warmup_steps + 1));
   return PS_OK;
 }
 
 static ps_status check_documents(const ps_train_config *c, uint32_t vocab_size) {
-  const int32_t larger = c->document_token > c->document_end_token ? c->document_token : c->document_end_token;
+  const int32_t larger =
+      c->document_token > c->document_end_token ? c->document_token : c->document_end_token;
   if (c->document_token >= 0 && c->document_end_token >= 0)
-    return ps__fail(PS_EINVAL, "--document-token %d and --document-end-token %d exclude each other: give the first where a token begins documents, the second where one ends them",
+    return ps__fail(PS_EINVAL,
+                    "--document-token %d and --document-end-token %d exclude each other: give the "
+                    "first where a token begins documents, the second where one ends them",
                     c->document_token, c->document_end_token);
   if (larger >= 0 && (uint32_t)larger >= vocab_size)
-    return ps__fail(PS_EINVAL, "--document-%s %d is past the model's vocabulary of %u: give the id that its tokenizer has for it",
+    return ps__fail(PS_EINVAL,
+                    "--document-%s %d is past the model's vocabulary of %u: give the id that its "
+                    "tokenizer has for it",
                     c->document_token >= 0 ? "token" : "end-token", larger, vocab_size);
   return PS_OK;
 }
 
 ps_status ps_train_config_check(const ps_train_config *c, const ps_model_config *model) {
-  if (!c || !model) return ps__fail(PS_EINVAL, "ps_train_config_check: cfg and model must be given");
-  if (c->struct_bytes != sizeof *c) return ps__fail(PS_EINVAL, "ps_train_config.struct_bytes is %u, %zu expected", c->struct_bytes, sizeof *c);
+  if (!c || !model)
+    return ps__fail(PS_EINVAL, "ps_train_config_check: cfg and model must be given");
+  if (c->struct_bytes != sizeof *c)
+    return ps__fail(PS_EINVAL, "ps_train_config.struct_bytes is %u, %zu expected", c->struct_bytes,
+                    sizeof *c);
   if (!(c->lr >= 0) || !isfinite(c->lr) || !(c->min_lr >= 0) || c->min_lr > c->lr)
-    return ps__fail(PS_EINVAL, "learning rate %g with floor %g: both must be finite, not negative, the floor not above", c->lr, c->min_lr);
+    return ps__fail(
+        PS_EINVAL,
+        "learning rate %g with floor %g: both must be finite, not negative, the floor not above",
+        c->lr, c->min_lr);
   if (!(c->beta1 >= 0 && c->beta1 < 1) || !(c->beta2 >= 0 && c->beta2 < 1) || !(c->eps > 0))
-    return ps__fail(PS_EINVAL, "beta1 %g and beta2 %g must be in [0, 1), eps %g positive", c->beta1, c->beta2, c->eps);
+    return ps__fail(PS_EINVAL, "beta1 %g and beta2 %g must be in [0, 1), eps %g positive", c->beta1,
+                    c->beta2, c->eps);
   if (!(c->weight_decay >= 0) || !isfinite(c->weight_decay))
     return ps__fail(PS_EINVAL, "weight decay %g must be finite and not negative", c->weight_decay);
-  if (!(c->clip_norm >= 0)) return ps__fail(PS_EINVAL, "clip_norm %g must not be negative; 0 means no clipping", c->clip_norm);
+  if (!(c->clip_norm >= 0))
+    return ps__fail(PS_EINVAL, "clip_norm %g must not be negative; 0 means no clipping",
+                    c->clip_norm);
   PS_TRY(check_schedule(c));
   return check_documents(c, model->vocab_size);
 }
 
 static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   PS_TRY(ps_train_config_check(c, &plan->model));
-  if (!c->dataset == !c->batch_fn) return ps__fail(PS_EINVAL, "one of dataset and batch_fn must be given");
+  if (!c->dataset == !c->batch_fn)
+    return ps__fail(PS_EINVAL, "one of dataset and batch_fn must be given");
   if ((c->clip_norm > 0) != (plan->cfg.clip != 0))
-    return ps__fail(PS_EINVAL, "clip_norm %g does not agree with the plan, made for %s", c->clip_norm, plan->cfg.clip ? "clipping" : "no clipping");
+    return ps__fail(PS_EINVAL, "clip_norm %g does not agree with the plan, made for %s",
+                    c->clip_norm, plan->cfg.clip ? "clipping" : "no clipping");
   if (c->lr_kind != PS_LR_KIND_CONSTANT && c->total_steps == 0)
     return ps__fail(PS_EINVAL, "total_steps must be given for a schedule that decays");
   if (c->trace_steps > plan->cfg.trace_steps)
-    return ps__fail(PS_EINVAL, "trace_steps %u is past the %u that the plan counted memory for", c->trace_steps, plan->cfg.trace_steps);
+    return ps__fail(PS_EINVAL, "trace_steps %u is past the %u that the plan counted memory for",
+                    c->trace_steps, plan->cfg.trace_steps);
   if (plan->cfg.one_document && (c->document_token >= 0 || c->document_end_token >= 0))
-    return ps__fail(PS_EINVAL, "the plan promises one document a sequence, and a document token is given: plan without one_document");
+    return ps__fail(PS_EINVAL, "the plan promises one document a sequence, and a document token is "
+                               "given: plan without one_document");
   if (c->dataset && ps_dataset_n_sequences(c->dataset, plan->cfg.seq_len) == 0)
-    return ps__fail(PS_EINVAL, "the data is too short: no shard holds %llu tokens, one sequence and its last target",
-                    (unsigned long long)plan->cfg.seq_len + 1);
+    return ps__fail(
+        PS_EINVAL,
+        "the data is too short: no shard holds %llu tokens, one sequence and its last target",
+        (unsigned long long)plan->cfg.seq_len + 1);
   return PS_OK;
 }
 
@@ -85,7 +122,8 @@ static ps_status make_segments(ps_trainer *t) {
   t->segments = ps__calloc(n_params, sizeof *t->segments);
   t->first_segment = ps__calloc(n_units + 1, sizeof *t->first_segment);
   t->first_element = ps__calloc(n_units, sizeof *t->first_element);
-  if (!t->segments || !t->first_segment || !t->first_element) return ps__fail(PS_ENOMEM, "out of memory for the optimizer's table");
+  if (!t->segments || !t->first_segment || !t->first_element)
+    return ps__fail(PS_ENOMEM, "out of memory for the optimizer's table");
   uint32_t n = 0;
   uint64_t element = 0;
   for (uint32_t u = 0; u < n_units; u++) {
@@ -96,7 +134,8 @@ static ps_status make_segments(ps_trainer *t) {
       ps_param_info p;
       PS_TRY(ps_model_param(m, i, &p));
       if (p.unit == u)
-        t->segments[n++] = (ps__adamw_segment){p.offset, p.n, p.role == PS_PARAM_MATRIX ? (float)t->cfg.weight_decay : 0.0f};
+        t->segments[n++] = (ps__adamw_segment){
+            p.offset, p.n, p.role == PS_PARAM_MATRIX ? (float)t->cfg.weight_decay : 0.0f};
     }
   }
   t->first_segment[n_units] = n;
@@ -105,13 +144,22 @@ static ps_status make_segments(ps_trainer *t) {
 
 static ps_status open_engine(ps_trainer *t) {
   const ps_plan *p = t->plan;
-  ps_engine_config e = {.struct_bytes = sizeof e, .backend = p->hw.backend, .device = p->hw.device, .deterministic = p->cfg.deterministic,
-                        .n_spaces = PS__N_SPACES, .n_streams = PS__N_STREAMS};
-  static const uint32_t kind[PS__N_STREAMS] = {PS_STREAM_COMPUTE, PS_STREAM_H2D, PS_STREAM_D2H, PS_STREAM_HOST, PS_STREAM_HOST};
-  e.space[PS__SPACE_DEVICE] = (ps_space_config){.bytes = p->report.device_arena_bytes, .kind = PS_SPACE_DEVICE};
-  e.space[PS__SPACE_HOST] = (ps_space_config){.bytes = p->report.host_arena_bytes, .kind = PS_SPACE_HOST};
+  ps_engine_config e = {.struct_bytes = sizeof e,
+                        .backend = p->hw.backend,
+                        .device = p->hw.device,
+                        .deterministic = p->cfg.deterministic,
+                        .n_spaces = PS__N_SPACES,
+                        .n_streams = PS__N_STREAMS};
+  static const uint32_t kind[PS__N_STREAMS] = {PS_STREAM_COMPUTE, PS_STREAM_H2D, PS_STREAM_D2H,
+                                               PS_STREAM_HOST, PS_STREAM_HOST};
+  e.space[PS__SPACE_DEVICE] =
+      (ps_space_config){.bytes = p->report.device_arena_bytes, .kind = PS_SPACE_DEVICE};
+  e.space[PS__SPACE_HOST] =
+      (ps_space_config){.bytes = p->report.host_arena_bytes, .kind = PS_SPACE_HOST};
   for (uint32_t i = 0; i < PS__N_STREAMS; i++) {
-    e.stream[i] = (ps_stream_config){.kind = kind[i], .n_threads = ps__stream_threads(p, i), .scratch_bytes = p->step.scratch_bytes[i]};
+    e.stream[i] = (ps_stream_config){.kind = kind[i],
+                                     .n_threads = ps__stream_threads(p, i),
+                                     .scratch_bytes = p->step.scratch_bytes[i]};
     snprintf(e.stream[i].name, sizeof e.stream[i].name, "%s", ps_plan_stream_name(i));
   }
   PS_TRY(ps_engine_create(&t->engine, &e));
@@ -119,21 +167,30 @@ static ps_status open_engine(ps_trainer *t) {
   return PS_OK;
 }
 
-/* What the driver reports for the process, held against the cap: kernels and libraries take what they take. */
+/* What the driver reports for the process, held against the cap: kernels and libraries take what
+ * they take. */
 static ps_status note_memory(ps_trainer *t, bool opening) {
   char used[32], cap[32], planned[32];
   uint64_t now = 0;
   const uint64_t given = t->plan->cfg.device_bytes;
   PS_TRY(ps__engine_memory(t->engine, &now));
-  if (now > t->device_peak) t->device_peak = now;
-  if (!given || t->device_peak <= given || t->warned) return PS_OK;
+  if (now > t->device_peak)
+    t->device_peak = now;
+  if (!given || t->device_peak <= given || t->warned)
+    return PS_OK;
   ps__format_bytes_apart(used, t->device_peak, cap, given);
   ps__format_bytes(planned, t->plan->report.device_bytes);
   if (opening)
-    return ps__fail(PS_EBUDGET, "the driver reports %s of device memory for this process before the first step, %s were planned and %s given: run penstock "
-                    "profile, so that plans know what context and libraries take here, or raise --device-mem", used, planned, cap);
+    return ps__fail(
+        PS_EBUDGET,
+        "the driver reports %s of device memory for this process before the first step, %s were "
+        "planned and %s given: run penstock "
+        "profile, so that plans know what context and libraries take here, or raise --device-mem",
+        used, planned, cap);
   t->warned = true;
-  ps__log(PS_LOG_WARN, "the driver reports %s of device memory for this process, %s were given and %s planned", used, cap, planned);
+  ps__log(PS_LOG_WARN,
+          "the driver reports %s of device memory for this process, %s were given and %s planned",
+          used, cap, planned);
   return PS_OK;
 }
 
@@ -141,40 +198,54 @@ static ps_status check_model(const ps_trainer *t) {
   ps_model_config m;
   PS_TRY(ps_model_config_read(&m, t->model_dir));
   if (memcmp(&m, &t->plan->model, sizeof m) != 0)
-    return ps__fail(PS_EINVAL, "%s: its config.json is not the configuration that the plan was made for", t->model_dir);
+    return ps__fail(PS_EINVAL,
+                    "%s: its config.json is not the configuration that the plan was made for",
+                    t->model_dir);
   return PS_OK;
 }
 
 /* @weights: NULL where they are drawn. */
-static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_progress_fn progress, void *progress_user) {
-  ps__resident_peak_reset(); /* what measuring the machine and planning took does not count as this run's */
+static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_progress_fn progress,
+                                  void *progress_user) {
+  /* what measuring the machine and planning took does not count as this run's */
+  ps__resident_peak_reset();
   const uint64_t bytes = t->plan->report.device_arena_bytes + t->plan->report.host_arena_bytes;
-  if (progress) progress(progress_user, "reserving memory", 0, bytes);
+  if (progress)
+    progress(progress_user, "reserving memory", 0, bytes);
   PS_TRY(open_engine(t));
-  if (progress) progress(progress_user, "preparing kernels", bytes, bytes);
+  if (progress)
+    progress(progress_user, "preparing kernels", bytes, bytes);
   PS_TRY(ps__engine_warm(t->engine, t->plan->schedule));
   PS_TRY(note_memory(t, true));
-  return weights ? ps__trainer_load(t, weights, progress, progress_user) : ps__trainer_init(t, progress, progress_user);
+  return weights ? ps__trainer_load(t, weights, progress, progress_user)
+                 : ps__trainer_init(t, progress, progress_user);
 }
 
 /* What is wrong with the model directory is found before anything is reserved. */
 static ps_status open_trainer(ps_trainer *t, ps_progress_fn progress, void *progress_user) {
   const ps_train_config *c = &t->cfg;
-  t->lr = (ps__lr_schedule){.kind = c->lr_kind, .warmup_steps = c->warmup_steps, .total_steps = c->total_steps,
-                            .decay_steps = c->decay_steps, .peak_lr = c->lr, .min_lr = c->min_lr};
+  t->lr = (ps__lr_schedule){.kind = c->lr_kind,
+                            .warmup_steps = c->warmup_steps,
+                            .total_steps = c->total_steps,
+                            .decay_steps = c->decay_steps,
+                            .peak_lr = c->lr,
+                            .min_lr = c->min_lr};
   t->tokens = ps__calloc(t->plan->layout.n_tokens, sizeof *t->tokens);
   t->targets = ps__calloc(t->plan->layout.n_tokens, sizeof *t->targets);
-  if (!t->tokens || !t->targets) return ps__fail(PS_ENOMEM, "out of memory for a batch");
+  if (!t->tokens || !t->targets)
+    return ps__fail(PS_ENOMEM, "out of memory for a batch");
   PS_TRY(check_model(t));
   PS_TRY(make_segments(t));
   ps_tensor_file *weights = NULL;
-  if (!c->init_weights) PS_TRY(ps__trainer_open_weights(t, &weights));
+  if (!c->init_weights)
+    PS_TRY(ps__trainer_open_weights(t, &weights));
   const ps_status st = reserve_and_load(t, weights, progress, progress_user);
   ps_tensors_close(weights);
   return st;
 }
 
-/* Run the preamble, if the plan has one, and open the run of steps: at the first submit, so that parameters written until then count. */
+/* Run the preamble, if the plan has one, and open the run of steps: at the first submit, so that
+ * parameters written until then count. */
 static ps_status start_run(ps_trainer *t) {
   ps_program *preamble = NULL;
   ps_schedule *once = NULL;
@@ -184,45 +255,60 @@ static ps_status start_run(ps_trainer *t) {
   ps_status st = PS_OK;
   if (preamble) {
     st = ps_schedule_compile(&once, preamble);
-    if (st == PS_OK) st = ps_run_create(&run, t->engine, once, &cfg);
-    if (st == PS_OK) st = ps_run_submit(run, 1);
-    if (st == PS_OK) st = ps_run_wait(run, 1);
+    if (st == PS_OK)
+      st = ps_run_create(&run, t->engine, once, &cfg);
+    if (st == PS_OK)
+      st = ps_run_submit(run, 1);
+    if (st == PS_OK)
+      st = ps_run_wait(run, 1);
     ps_run_destroy(run);
     (void)ps_schedule_destroy(once);
     ps_program_destroy(preamble);
   }
   cfg.trace_steps = t->cfg.trace_steps;
-  if (st == PS_OK) st = ps_run_create(&run, t->engine, t->plan->schedule, &cfg);
-  if (st != PS_OK) return st;
+  if (st == PS_OK)
+    st = ps_run_create(&run, t->engine, t->plan->schedule, &cfg);
+  if (st != PS_OK)
+    return st;
   atomic_store(&t->run, run);
-  if (atomic_load(&t->cancelled)) ps_run_cancel(run); /* the cancel came before there was a run to stop */
+  /* the cancel came before there was a run to stop */
+  if (atomic_load(&t->cancelled))
+    ps_run_cancel(run);
   return PS_OK;
 }
 
-ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *plan, const ps_train_config *cfg,
-                            ps_progress_fn progress, void *progress_user) {
-  if (!out || !model_dir || !plan || !cfg) return ps__fail(PS_EINVAL, "ps_trainer_create: out, model_dir, plan and cfg must be given");
+ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *plan,
+                            const ps_train_config *cfg, ps_progress_fn progress,
+                            void *progress_user) {
+  if (!out || !model_dir || !plan || !cfg)
+    return ps__fail(PS_EINVAL, "ps_trainer_create: out, model_dir, plan and cfg must be given");
   PS_TRY(check_config(plan, cfg));
   ps_trainer *t = ps__calloc(1, sizeof *t);
-  if (!t) return ps__fail(PS_ENOMEM, "out of memory for a trainer");
+  if (!t)
+    return ps__fail(PS_ENOMEM, "out of memory for a trainer");
   uint32_t free_plan = 0;
   if (!atomic_compare_exchange_strong(&plan->in_use, &free_plan, 1)) {
     ps__free(t);
-    return ps__fail(PS_EBUSY, "ps_trainer_create: another trainer runs this plan: destroy that first, or make another plan");
+    return ps__fail(PS_EBUSY, "ps_trainer_create: another trainer runs this plan: destroy that "
+                              "first, or make another plan");
   }
   t->plan = plan;
   t->cfg = *cfg;
   ps__dataset_use(cfg->dataset);
   plan->hooks = (ps__step_hooks){t, ps__trainer_hook};
   t->model_dir = ps__strdup(model_dir);
-  const ps_status st = t->model_dir ? open_trainer(t, progress, progress_user) : ps__fail(PS_ENOMEM, "out of memory for a trainer");
-  if (st != PS_OK) ps_trainer_destroy(t);
-  else *out = t;
+  const ps_status st = t->model_dir ? open_trainer(t, progress, progress_user)
+                                    : ps__fail(PS_ENOMEM, "out of memory for a trainer");
+  if (st != PS_OK)
+    ps_trainer_destroy(t);
+  else
+    *out = t;
   return st;
 }
 
 ps_status ps_trainer_destroy(ps_trainer *t) {
-  if (!t) return PS_OK;
+  if (!t)
+    return PS_OK;
   PS_TRY(ps_run_destroy(t->run));
   (void)ps_engine_close(t->engine);
   t->plan->hooks = (ps__step_hooks){0};
@@ -239,21 +325,29 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   return PS_OK;
 }
 
-/* ---- stepping ------------------------------------------------------------------------------------------------------------------- */
+/* ---- stepping -------------------------------------------------------------------------------- */
 
 static ps_status stick(ps_trainer *t, ps_status st) {
   if (t->sticky == PS_OK) {
     t->sticky = st;
     char *why = t->sticky_message;
-    const size_t all = sizeof t->sticky_message, amid = 160; /* for what is said behind the reason */
+    /* for what is said behind the reason */
+    const size_t all = sizeof t->sticky_message, amid = 160;
     snprintf(why, all - amid, "%s", ps_last_error());
-    if (t->run) ps__run_rest(t->run); /* weights at home may be read and saved */
-    if ((st == PS_EDEVICE || st == PS_ECANCELLED) && atomic_load(&t->updating) > atomic_load(&t->ended))
-      snprintf(why + strlen(why), amid, "; it came amid a step's updates: weights in host memory, and a model saved from them now, may be of two steps");
+    if (t->run)
+      ps__run_rest(t->run); /* weights at home may be read and saved */
+    if ((st == PS_EDEVICE || st == PS_ECANCELLED) &&
+        atomic_load(&t->updating) > atomic_load(&t->ended))
+      snprintf(why + strlen(why), amid,
+               "; it came amid a step's updates: weights in host memory, and a model saved from "
+               "them now, may be of two steps");
     ps_param_info p;
     if (st == PS_ENUMERIC && ps__trainer_find_nonfinite(t, &p))
-      snprintf(why, all, t->n_reported ? "step %llu: %s has weights that are not finite since the step before: lower --lr, or add --warmup-steps"
-                                       : "step %llu: %s has weights that are not finite before anything was trained: take another model, this one is damaged",
+      snprintf(why, all,
+               t->n_reported ? "step %llu: %s has weights that are not finite since the step "
+                               "before: lower --lr, or add --warmup-steps"
+                             : "step %llu: %s has weights that are not finite before anything was "
+                               "trained: take another model, this one is damaged",
                (unsigned long long)(t->cfg.first_step + t->n_reported), p.name);
   }
   return ps__fail(t->sticky, "%s", t->sticky_message);
@@ -261,21 +355,32 @@ static ps_status stick(ps_trainer *t, ps_status st) {
 
 /* A batch function that steps its own trainer would wait for itself. */
 static ps_status outside_ops(const ps_trainer *t) {
-  return ps__engine_drives(t->engine) ? ps__fail(PS_ESTATE, "a batch function cannot step its own trainer, which waits for that batch: step it on another thread") : PS_OK;
+  return ps__engine_drives(t->engine)
+             ? ps__fail(PS_ESTATE, "a batch function cannot step its own trainer, which waits for "
+                                   "that batch: step it on another thread")
+             : PS_OK;
 }
 
 ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {
-  if (!t) return ps__fail(PS_EINVAL, "ps_trainer_submit: no trainer");
+  if (!t)
+    return ps__fail(PS_EINVAL, "ps_trainer_submit: no trainer");
   PS_TRY(outside_ops(t));
-  if (t->sticky != PS_OK) return stick(t, t->sticky);
+  if (t->sticky != PS_OK)
+    return stick(t, t->sticky);
   if (n > PS__RING || t->n_submitted + n - t->n_reported > PS__RING)
-    return ps__fail(PS_EBUSY, "%llu steps are not waited for and %llu more submitted: at most %d may be in flight",
-                    (unsigned long long)(t->n_submitted - t->n_reported), (unsigned long long)n, PS__RING);
+    return ps__fail(
+        PS_EBUSY,
+        "%llu steps are not waited for and %llu more submitted: at most %d may be in flight",
+        (unsigned long long)(t->n_submitted - t->n_reported), (unsigned long long)n, PS__RING);
   ps_status st = t->run ? PS_OK : start_run(t);
-  for (uint64_t i = 0; i < n; i++) t->ring[(t->n_submitted + i) % PS__RING].submit_ns = ps__now_ns();
-  if (st == PS_OK) st = ps_run_submit(t->run, n);
-  /* A failed step's error is given by the wait for that step, behind the metrics of those before it. */
-  if (st != PS_OK && t->n_reported == t->n_submitted) return stick(t, st);
+  for (uint64_t i = 0; i < n; i++)
+    t->ring[(t->n_submitted + i) % PS__RING].submit_ns = ps__now_ns();
+  if (st == PS_OK)
+    st = ps_run_submit(t->run, n);
+  /* A failed step's error is given by the wait for that step, behind the metrics of those before
+   * it. */
+  if (st != PS_OK && t->n_reported == t->n_submitted)
+    return stick(t, st);
   t->n_submitted += n;
   return PS_OK;
 }
@@ -284,8 +389,13 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
   const ps_plan *p = t->plan;
   const ps__step_record *r = &t->ring[t->n_reported % PS__RING];
   const uint64_t begin = r->submit_ns > t->last_end_ns ? r->submit_ns : t->last_end_ns;
-  *m = (ps_step_metrics){.step = t->cfg.first_step + t->n_reported, .loss = r->loss, .tokens = p->layout.n_tokens,
-                         .valid_tokens = r->valid_tokens, .grad_norm = r->norm, .lr = r->lr, .predicted_step_s = p->report.step_s};
+  *m = (ps_step_metrics){.step = t->cfg.first_step + t->n_reported,
+                         .loss = r->loss,
+                         .tokens = p->layout.n_tokens,
+                         .valid_tokens = r->valid_tokens,
+                         .grad_norm = r->norm,
+                         .lr = r->lr,
+                         .predicted_step_s = p->report.step_s};
   m->step_s = (double)(r->end_ns - begin) * 1e-9;
   m->tokens_per_s = (double)m->tokens / m->step_s;
   if (p->hw.peak_flops_per_s > 0) {
@@ -295,20 +405,28 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
   (void)note_memory(t, false);
   (void)ps_engine_space_peak(t->engine, PS__SPACE_DEVICE, &m->device_peak_bytes);
   (void)ps_engine_space_peak(t->engine, PS__SPACE_HOST, &m->host_arena_peak_bytes);
-  const uint64_t peak = ps__resident_peak_bytes(), arena = p->hw.backend == PS_BACKEND_CPU ? m->device_peak_bytes : 0;
+  const uint64_t peak = ps__resident_peak_bytes(),
+                 arena = p->hw.backend == PS_BACKEND_CPU ? m->device_peak_bytes : 0;
   m->host_peak_bytes = peak > arena ? peak - arena : 0;
-  if (t->device_peak) m->device_peak_bytes = t->device_peak;
+  if (t->device_peak)
+    m->device_peak_bytes = t->device_peak;
 }
 
 ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
-  if (!t || !out) return ps__fail(PS_EINVAL, "ps_trainer_wait: trainer and out must be given");
+  if (!t || !out)
+    return ps__fail(PS_EINVAL, "ps_trainer_wait: trainer and out must be given");
   PS_TRY(outside_ops(t));
-  if (t->sticky != PS_OK) return stick(t, t->sticky);
-  if (t->n_reported == t->n_submitted) return ps__fail(PS_ESTATE, "ps_trainer_wait: no step was submitted");
+  if (t->sticky != PS_OK)
+    return stick(t, t->sticky);
+  if (t->n_reported == t->n_submitted)
+    return ps__fail(PS_ESTATE, "ps_trainer_wait: no step was submitted");
   const ps_status st = ps_run_wait(t->run, t->n_reported + 1);
-  if (st != PS_OK) ps__run_rest(t->run); /* what was under way has ended: it may be the report */
-  /* Where its report ran a step's weights are home, whatever stopped the rest: moments, and copies that nobody reads any more. */
-  if (st != PS_OK && atomic_load(&t->ended) <= t->n_reported) return stick(t, st);
+  if (st != PS_OK)
+    ps__run_rest(t->run); /* what was under way has ended: it may be the report */
+  /* Where its report ran a step's weights are home, whatever stopped the rest: moments, and
+   * copies that nobody reads any more. */
+  if (st != PS_OK && atomic_load(&t->ended) <= t->n_reported)
+    return stick(t, st);
   fill_metrics(t, out);
   t->last_end_ns = t->ring[t->n_reported % PS__RING].end_ns;
   t->n_reported++;
@@ -316,10 +434,12 @@ ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
 }
 
 void ps_trainer_cancel(ps_trainer *t) {
-  if (!t) return;
+  if (!t)
+    return;
   atomic_store(&t->cancelled, 1);
   ps_run *run = atomic_load(&t->run);
-  if (run) ps_run_cancel(run);
+  if (run)
+    ps_run_cancel(run);
 }
 
 uint64_t ps_trainer_steps_done(const ps_trainer *t) { return t ? t->n_reported : 0; }
@@ -331,18 +451,24 @@ int ps_trainer_at_rest(const ps_trainer *t) {
 
 void ps_trainer_where(const ps_trainer *t, char *text, uint64_t bytes) {
   ps_run *run = t ? atomic_load(&t->run) : NULL;
-  if (run) ps_run_where(run, text, bytes);
-  else if (bytes) text[0] = 0;
+  if (run)
+    ps_run_where(run, text, bytes);
+  else if (bytes)
+    text[0] = 0;
 }
 
 ps_status ps__trainer_idle(ps_trainer *t) {
   if (t->sticky == PS_OK && t->n_reported != t->n_submitted)
-    return ps__fail(PS_ESTATE, "%llu steps are in flight: wait for them first", (unsigned long long)(t->n_submitted - t->n_reported));
+    return ps__fail(PS_ESTATE, "%llu steps are in flight: wait for them first",
+                    (unsigned long long)(t->n_submitted - t->n_reported));
   return PS_OK;
 }
 
-ps_status ps_trainer_trace(const ps_trainer *t, ps_trace_event *events, uint64_t room, uint64_t *n) {
-  if (!t || !n) return ps__fail(PS_EINVAL, "ps_trainer_trace: trainer and n must be given");
-  if (!t->run) return ps__fail(PS_ESTATE, "no step was submitted yet");
+ps_status ps_trainer_trace(const ps_trainer *t, ps_trace_event *events, uint64_t room,
+                           uint64_t *n) {
+  if (!t || !n)
+    return ps__fail(PS_EINVAL, "ps_trainer_trace: trainer and n must be given");
+  if (!t->run)
+    return ps__fail(PS_ESTATE, "no step was submitted yet");
   return ps_run_trace(t->run, events, room, n);
 }

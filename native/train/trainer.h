@@ -20,14 +20,17 @@ struct ps_trainer {
   ps_train_config cfg;
   char *model_dir;
   ps_engine *engine;
-  _Atomic(ps_run *) run;       /* lives until destroy, also after an error brought it to rest: a cancel may come at any time */
+  /* lives until destroy, also after an error brought it to rest: a cancel may come at any time */
+  _Atomic(ps_run *) run;
   _Atomic uint32_t cancelled;
-  _Atomic uint64_t updating, ended; /* 1 + the run's last step whose updates may have begun, and whose report ran: where these differ, weights at home may
-                                       be of two steps */
+  /* 1 + the run's last step whose updates may have begun, and whose report ran: where these
+   * differ, weights at home may be of two steps */
+  _Atomic uint64_t updating, ended;
   ps_status sticky;
   char sticky_message[1024];
-  char *host;                  /* the host space */
-  uint64_t device_peak;        /* BYTES of device memory that the driver reported at most; 0 on the CPU backend */
+  char *host; /* the host space */
+  /* BYTES of device memory that the driver reported at most; 0 on the CPU backend */
+  uint64_t device_peak;
   bool warned;                 /* that it is past the cap */
   int32_t *tokens, *targets;   /* a step's batch as the source fills it */
   ps__adamw_segment *segments; /* of all units */
@@ -42,26 +45,37 @@ struct ps_trainer {
 
 /* What the program's host ops do (hooks.c). */
 ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);
-/* Open the model directory's tensors, all that the model has and no others, in its shapes; then read them into their homes (params.c). @out is the caller's. */
+/* Open the model directory's tensors, all that the model has and no others, in its shapes; then
+ * read them into their homes (params.c). @out is the caller's. */
 ps_status ps__trainer_open_weights(const ps_trainer *t, ps_tensor_file **out);
-ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress, void *progress_user);
-/* The first parameter at home with a value that is not finite; false where there is none (params.c). */
+ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress,
+                           void *progress_user);
+/* The first parameter at home with a value that is not finite; false where there is none
+ * (params.c). */
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out);
 /* Or draw them (init.c). */
 ps_status ps__trainer_init(ps_trainer *t, ps_progress_fn progress, void *progress_user);
 /* The bf16 copy that travels follows its master, where there is one (params.c). */
 void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p);
-/* Element @offset of a unit's parameters in the array that holds the truth: the master where there is one (params.c). */
+/* Element @offset of a unit's parameters in the array that holds the truth: the master where
+ * there is one (params.c). */
 void *ps__truth(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32);
-static inline void *ps__home_at(const ps_trainer *t, uint32_t vt) { return t->host + t->plan->step.vt[vt].offset; }
-/* An embedding at home by rows (rows.c): which of them have which step's update. @id: 1 + the run's step whose update @s is; to gather 0, as no update is to be made.
- * Update and gather may run at once, of the same id; what an id asks for has ended before the next id comes. Errors of create: PS_ENOMEM. */
+static inline void *ps__home_at(const ps_trainer *t, uint32_t vt) {
+  return t->host + t->plan->step.vt[vt].offset;
+}
+/* An embedding at home by rows (rows.c): which of them have which step's update. @id: 1 + the
+ * run's step whose update @s is; to gather 0, as no update is to be made. Update and gather may
+ * run at once, of the same id; what an id asks for has ended before the next id comes. Errors of
+ * create: PS_ENOMEM. */
 ps_status ps__rows_create(ps__rows **out, uint64_t n_rows, uint64_t dim);
 void ps__rows_destroy(ps__rows *r); /* NULL is a no-op */
 void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s);
 /* Rows of token[n_tokens] into @out, each with its update. */
-void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s, const int32_t *token, uint64_t n_tokens, void *out);
+void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s,
+                     const int32_t *token, uint64_t n_tokens, void *out);
 /* PS_OK when no step is in flight; an error first brings the run to rest (trainer.c). */
 ps_status ps__trainer_idle(ps_trainer *t);
-PS_API ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype, uint64_t max_shard_bytes); /* exported for tests */
+/* exported for tests */
+PS_API ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype,
+                                  uint64_t max_shard_bytes);
 #endif

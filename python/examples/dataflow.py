@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""The engine alone: stream a large array through a small device, three ops a block, and see them overlap.
+"""The engine alone: stream a large array through a small device, three ops a block, and see them
+overlap.
 
-The host holds N blocks; the device has room for SLOTS of them. For each block the h2d stream copies it in, the compute stream
-works on it (here a Python callable), the d2h stream copies the result home. Nobody says what waits for what: the engine derives
-it from the regions that each op reads and writes, so that block i + SLOTS is fetched exactly when its slot is free again.
+The host holds N blocks; the device has room for SLOTS of them. For each block the h2d stream copies
+it in, the compute stream works on it (here a Python callable), the d2h stream copies the result
+home. Nobody says what waits for what: the engine derives it from the regions that each op reads and
+writes, so that block i + SLOTS is fetched exactly when its slot is free again.
 
     PYTHONPATH=python python python/examples/dataflow.py [timeline.json]
 """
+
 import sys
 
 import numpy as np
-
 from penstock import Engine, Program, Region, Run, Space, Stream
 
 N, SLOTS, WIDTH, STEPS = 12, 3, 1 << 16, 4
@@ -39,11 +41,20 @@ def build() -> Program:
 
 def main(timeline: str | None = None) -> np.ndarray:
     schedule = build().compile()
-    print(f"{schedule.n_ops} ops, {schedule.n_waits} waits; the device needs {schedule.space_bytes(DEVICE)} bytes, "
-          f"the host {schedule.space_bytes(HOST)}")
-    print("op 9 (fetch of block 3 into the slot of block 0) waits for", schedule.op(9)["waits"], "= (stream, steps back, value)")
+    print(
+        f"{schedule.n_ops} ops, {schedule.n_waits} waits; the device needs {schedule.space_bytes(DEVICE)} bytes, "
+        f"the host {schedule.space_bytes(HOST)}"
+    )
+    print(
+        "op 9 (fetch of block 3 into the slot of block 0) waits for",
+        schedule.op(9)["waits"],
+        "= (stream, steps back, value)",
+    )
 
-    spaces = [Space(schedule.space_bytes(DEVICE), "device"), Space(schedule.space_bytes(HOST), "host")]
+    spaces = [
+        Space(schedule.space_bytes(DEVICE), "device"),
+        Space(schedule.space_bytes(HOST), "host"),
+    ]
     streams = [Stream("compute"), Stream("h2d", "h2d"), Stream("d2h", "d2h")]
     with Engine(spaces, streams) as engine:
         blocks = engine.array(Region(HOST, 0, (N, WIDTH), "f4"))

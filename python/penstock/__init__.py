@@ -1,25 +1,47 @@
-"""Penstock: trains transformers on a device whose memory they do not fit, by streaming them through it.
+"""Penstock: trains transformers on a device whose memory they do not fit, by streaming them through
+it.
 
 Two levels:
   training   ModelConfig, Hardware, Plan, Trainer, generate      (python/examples/train_model.py)
   dataflow   Engine, Program, Schedule, Run                      (python/examples/dataflow.py)
 
-A thin shell over the C library: declarations come from its headers, results and errors from its functions. Names are
-loaded on first use, so that penstock.data works without a built library.
+A thin shell over the C library: declarations come from its headers, results and errors from its
+functions. Names are loaded on first use, so that penstock.data works without a built library.
 """
+
 from importlib import import_module
 
 _HOME = {
-    "Engine": "engine", "Program": "engine", "Region": "engine", "Run": "engine", "Schedule": "engine", "Space": "engine",
+    "Engine": "engine",
+    "Program": "engine",
+    "Region": "engine",
+    "Run": "engine",
+    "Schedule": "engine",
+    "Space": "engine",
     "Stream": "engine",
-    "ModelConfig": "model", "Parameter": "model", "TensorFile": "model",
+    "ModelConfig": "model",
+    "Parameter": "model",
+    "TensorFile": "model",
     "Dataset": "dataset",
-    "Hardware": "plan", "Plan": "plan",
-    "StepMetrics": "train", "Trainer": "train",
-    "Decoder": "decode", "generate": "decode",
-    "PenstockError": "_lib", "InvalidError": "_lib", "FormatError": "_lib", "BudgetError": "_lib", "OutOfMemoryError": "_lib",
-    "InputOutputError": "_lib", "BusyError": "_lib", "StateError": "_lib", "CancelledError": "_lib", "DeviceError": "_lib",
-    "NumericError": "_lib", "InternalError": "_lib", "version": "_lib",
+    "Hardware": "plan",
+    "Plan": "plan",
+    "StepMetrics": "train",
+    "Trainer": "train",
+    "Decoder": "decode",
+    "generate": "decode",
+    "PenstockError": "_lib",
+    "InvalidError": "_lib",
+    "FormatError": "_lib",
+    "BudgetError": "_lib",
+    "OutOfMemoryError": "_lib",
+    "InputOutputError": "_lib",
+    "BusyError": "_lib",
+    "StateError": "_lib",
+    "CancelledError": "_lib",
+    "DeviceError": "_lib",
+    "NumericError": "_lib",
+    "InternalError": "_lib",
+    "version": "_lib",
 }
 __all__ = sorted(_HOME)
 

@@ -1,4 +1,6 @@
-"""The command `penstock`, also as `python -m penstock`: becomes the program that came with this package's library."""
+"""The command `penstock`, also as `python -m penstock`: becomes the program that came with this
+package's library."""
+
 import os
 import sys
 
@@ -7,10 +9,15 @@ from ._lib import LIBRARY, _library_path
 
 def main():
     library = _library_path()
-    places = [library.parent / "penstock", library.parent.parent / "bin" / "penstock"]  # in the package; in a build folder
+    places = [
+        library.parent / "penstock",
+        library.parent.parent / "bin" / "penstock",
+    ]  # in the package; in a build folder
     program = next((p for p in places if p.exists()), None)
     if program is None:
-        sys.exit(f"penstock: there is no program beside {library.parent / LIBRARY}: run `make` in the source tree, or install the package again")
+        sys.exit(
+            f"penstock: there is no program beside {library.parent / LIBRARY}: run `make` in the source tree, or install the package again"
+        )
     os.execv(program, ["penstock", *sys.argv[1:]])
 
 

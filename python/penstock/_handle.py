@@ -1,9 +1,12 @@
-"""C objects as Python holds them: who uses them, whose call they are in, when they end, and in which process.
+"""C objects as Python holds them: who uses them, whose call they are in, when they end, and in
+which process.
 
-Python drops objects in any order: the finalizers of one garbage cycle may reach a plan before its trainer. So no finalizer ends a C
-object that another one still uses; the last user's end does. Nor does a finalizer wait for ops that run Python: it may strike on
-their own thread, or in one that has a lock they need. What is dropped with steps in flight is ended by a thread for that.
+Python drops objects in any order: the finalizers of one garbage cycle may reach a plan before its
+trainer. So no finalizer ends a C object that another one still uses; the last user's end does. Nor
+does a finalizer wait for ops that run Python: it may strike on their own thread, or in one that has
+a lock they need. What is dropped with steps in flight is ended by a thread for that.
 """
+
 import _thread
 import atexit
 import os
@@ -15,12 +18,13 @@ from ._lib import BusyError, StateError, error, lib
 
 
 class Handle:
-    """A C object: `ptr`, and `destroy(ptr)`, which answers a ps_status or None. It holds the handles in `uses` until it has ended."""
+    """A C object: `ptr`, and `destroy(ptr)`, which answers a ps_status or None. It holds the
+    handles in `uses` until it has ended."""
 
     def __init__(self, kind: str, ptr, destroy, uses=()):
         self.kind, self._destroy, self._uses = kind, destroy, tuple(uses)
-        self._box = [ptr]    # emptied by who ends it
-        self._users = {}     # what keeps it: id -> kind
+        self._box = [ptr]  # emptied by who ends it
+        self._users = {}  # what keeps it: id -> kind
         self._dropped = False
         for used in self._uses:
             used.hold(self)
@@ -30,7 +34,9 @@ class Handle:
         """The C pointer; StateError once it is closed."""
         box = self._box[:]
         if not box or self._dropped:
-            raise StateError(f"the {self.kind} is closed: use it before close() and inside its `with` block")
+            raise StateError(
+                f"the {self.kind} is closed: use it before close() and inside its `with` block"
+            )
         return box[0]
 
     def hold(self, user) -> None:
@@ -42,7 +48,8 @@ class Handle:
         self._settle()
 
     def wait_for_dropped(self) -> None:
-        """Until users that were dropped with steps in flight have ended; not inside an op, which may be one of those steps."""
+        """Until users that were dropped with steps in flight have ended; not inside an op, which
+        may be one of those steps."""
         for user in list(_dropped) if not lib.ps_op_engine() else ():
             if self in user._uses:
                 user._settle()
@@ -69,24 +76,32 @@ class Handle:
 class ActiveHandle(Handle):
     """A C object with threads of its own: an engine, a run, a trainer.
 
-    It belongs to the process that made it. Calls of several threads take turns (`with handle.turn()`), but for those that any
-    thread may make beside another's call (`with handle.beside()`); close() waits for both. `cancel(ptr)` stops what it runs,
-    `at_rest(ptr)` says that it runs nothing, `keep` is what its ops use. Both locks are of C, so that a signal cannot strike between taking one and entering the `with` block.
+    It belongs to the process that made it. Calls of several threads take turns (`with
+    handle.turn()`), but for those that any thread may make beside another's call (`with
+    handle.beside()`); close() waits for both. `cancel(ptr)` stops what it runs, `at_rest(ptr)` says
+    that it runs nothing, `keep` is what its ops use. Both locks are of C, so that a signal cannot
+    strike between taking one and entering the `with` block.
     """
 
     def __init__(self, kind: str, ptr, destroy, uses=(), cancel=None, at_rest=None, keep=None):
         super().__init__(kind, ptr, destroy, uses)
         self._process, self._cancel, self._at_rest, self._keep = os.getpid(), cancel, at_rest, keep
-        self._turn, self._beside = threading.RLock(), threading.RLock()  # again in a signal handler that strikes inside a call
+        self._turn, self._beside = (
+            threading.RLock(),
+            threading.RLock(),
+        )  # again in a signal handler that strikes inside a call
         _active.add(self)
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
-            raise StateError(f"the {self.kind} belongs to process {self._process}, of which this one, {os.getpid()}, is a fork without its "
-                             "threads: make a new one in this process")
+            raise StateError(
+                f"the {self.kind} belongs to process {self._process}, of which this one, {os.getpid()}, is a fork without its "
+                "threads: make a new one in this process"
+            )
 
     def turn(self):
-        """The lock of calls that take turns. Inside an op nobody waits for it: whoever has it may wait for that op."""
+        """The lock of calls that take turns. Inside an op nobody waits for it: whoever has it may
+        wait for that op."""
         self._check_process()
         return _AtOnce(self) if lib.ps_op_engine() else self._turn
 
@@ -101,12 +116,15 @@ class ActiveHandle(Handle):
                 self._cancel(self._box[0])
 
     def close(self) -> None:
-        """Wait for other threads' calls and end it; nothing where it has ended, or in a forked process."""
+        """Wait for other threads' calls and end it; nothing where it has ended, or in a forked
+        process."""
         if self._process != os.getpid() or not self._box:
             return
         if self._turn._is_owned() or self._beside._is_owned():
-            raise StateError(f"close() inside another call of this {self.kind} on the same thread, as from a signal handler: close it when "
-                             "that call has returned")
+            raise StateError(
+                f"close() inside another call of this {self.kind} on the same thread, as from a signal handler: close it when "
+                "that call has returned"
+            )
         self.wait_for_dropped()
         with self.turn():
             users = sorted(set(self._users.values()) - {"array"})
@@ -155,8 +173,10 @@ class _AtOnce:
 
     def __enter__(self):
         if not self._handle._turn.acquire(blocking=False):
-            raise StateError(f"another thread is inside a call of this {self._handle.kind}, which may wait for the op or batch function that this "
-                             "call is made in: call only where(), cancel() and steps_done there")
+            raise StateError(
+                f"another thread is inside a call of this {self._handle.kind}, which may wait for the op or batch function that this "
+                "call is made in: call only where(), cancel() and steps_done there"
+            )
 
     def __exit__(self, *exc):
         self._handle._turn.release()
@@ -164,6 +184,7 @@ class _AtOnce:
 
 class Owner:
     """A Python object with a handle, which it drops when it goes."""
+
     _handle = None
 
     def __del__(self):
@@ -171,16 +192,17 @@ class Owner:
             self._handle.drop()
 
 
-# ---- ending what was dropped with steps in flight, and all at exit -----------------------------------------------------------------
+# ---- ending what was dropped with steps in flight, and all at exit -------------------------------
 
 _active = weakref.WeakSet()
 _dropped = set()  # with steps in flight, not ended yet
-_queues = {}      # process id -> queue of the thread that ends what was dropped there
+_queues = {}  # process id -> queue of the thread that ends what was dropped there
 _exiting = False  # what still lives ends with the process
 
 
 def _end_later(handle: ActiveHandle) -> None:
-    """From finalizers: nothing here takes a lock of Python's that the finalizer's thread may have."""
+    """From finalizers: nothing here takes a lock of Python's that the finalizer's thread may
+    have."""
     process = os.getpid()
     _dropped.add(handle)
     if process not in _queues:
@@ -195,7 +217,8 @@ def _end_dropped(handles: queue.SimpleQueue) -> None:
 
 
 def _at_exit() -> None:
-    """Stop what runs while ops can still run Python: afterwards they would wait for an interpreter that is gone."""
+    """Stop what runs while ops can still run Python: afterwards they would wait for an interpreter
+    that is gone."""
     global _exiting
     for handle in {*_active, *_dropped}:
         if handle._cancel and handle._process == os.getpid():

@@ -1,8 +1,10 @@
 """The C library: where it is found, its declarations, and its errors as exceptions.
 
-The declarations (penstock.cdef) are generated from the public headers when the library is built and lie beside it, so the
-two cannot be of different versions; the size of every public struct is compared at load all the same.
+The declarations (penstock.cdef) are generated from the public headers when the library is built and
+lie beside it, so the two cannot be of different versions; the size of every public struct is
+compared at load all the same.
 """
+
 import os
 from pathlib import Path
 
@@ -12,7 +14,9 @@ LIBRARY, DECLARATIONS = "libpenstock.so", "penstock.cdef"
 
 
 class PenstockError(Exception):
-    """A call into the library failed; the text is the library's own sentence. `code` is the ps_status."""
+    """A call into the library failed; the text is the library's own sentence. `code` is the
+    ps_status."""
+
     code = 0
 
 
@@ -25,7 +29,8 @@ class FormatError(PenstockError, ValueError):
 
 
 class BudgetError(PenstockError):
-    """PS_EBUDGET: a memory cap is too small; the text has the arithmetic and the nearest plan that fits."""
+    """PS_EBUDGET: a memory cap is too small; the text has the arithmetic and the nearest plan that
+    fits."""
 
 
 class OutOfMemoryError(PenstockError, MemoryError):
@@ -60,14 +65,26 @@ class InternalError(PenstockError):
     """PS_EINTERNAL: a defect of the library."""
 
 
-_EXCEPTIONS = {-1: InvalidError, -2: FormatError, -3: BudgetError, -4: OutOfMemoryError, -5: InputOutputError, -6: BusyError,
-               -7: StateError, -8: CancelledError, -9: DeviceError, -10: NumericError, -11: InternalError}
+_EXCEPTIONS = {
+    -1: InvalidError,
+    -2: FormatError,
+    -3: BudgetError,
+    -4: OutOfMemoryError,
+    -5: InputOutputError,
+    -6: BusyError,
+    -7: StateError,
+    -8: CancelledError,
+    -9: DeviceError,
+    -10: NumericError,
+    -11: InternalError,
+}
 for _code, _exception in _EXCEPTIONS.items():
     _exception.code = _code
 
 
 def _library_path() -> Path:
-    """The library of this package, else $PENSTOCK_LIB, else that of $PENSTOCK_BUILD or of the source tree's build/."""
+    """The library of this package, else $PENSTOCK_LIB, else that of $PENSTOCK_BUILD or of the
+    source tree's build/."""
     package = Path(__file__).resolve().parent
     bundled = package / "_native" / LIBRARY
     if bundled.exists():
@@ -83,7 +100,9 @@ def _load():
     declarations = path.with_name(DECLARATIONS)
     for needed in (path, declarations):
         if not needed.exists():
-            raise ImportError(f"penstock: {needed} is missing: run `make` in the source tree, or set PENSTOCK_LIB to {LIBRARY}")
+            raise ImportError(
+                f"penstock: {needed} is missing: run `make` in the source tree, or set PENSTOCK_LIB to {LIBRARY}"
+            )
     ffi = FFI()
     ffi.cdef(declarations.read_text())
     lib = ffi.dlopen(str(path))
@@ -93,8 +112,10 @@ def _load():
             continue
         size = lib.ps_abi_size(name.encode())
         if size != ffi.sizeof(ctype):
-            raise ImportError(f"penstock: {path} has {size} bytes for {name} and {declarations.name} has {ffi.sizeof(ctype)}: "
-                              "run `make` so that both come from the same headers")
+            raise ImportError(
+                f"penstock: {path} has {size} bytes for {name} and {declarations.name} has {ffi.sizeof(ctype)}: "
+                "run `make` so that both come from the same headers"
+            )
     return ffi, lib
 
 
@@ -136,7 +157,8 @@ def struct(name: str, **fields):
 
 
 def as_dict(value) -> dict:
-    """A struct's fields as Python values: char arrays as str, other arrays as lists, structs as dicts; struct_bytes and reserved left out."""
+    """A struct's fields as Python values: char arrays as str, other arrays as lists, structs as
+    dicts; struct_bytes and reserved left out."""
     value = value[0] if ffi.typeof(value).kind == "pointer" else value
     out = {}
     for name, field in ffi.typeof(value).fields:
@@ -145,7 +167,13 @@ def as_dict(value) -> dict:
         content = getattr(value, name)
         if field.type.kind == "array":
             item = field.type.item
-            content = text(content) if item.cname == "char" else [as_dict(c) for c in content] if item.kind == "struct" else list(content)
+            content = (
+                text(content)
+                if item.cname == "char"
+                else [as_dict(c) for c in content]
+                if item.kind == "struct"
+                else list(content)
+            )
         out[name] = content
     return out
 

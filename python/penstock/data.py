@@ -1,21 +1,25 @@
-"""Token shards from text: `python -m penstock.data --out DIR (--tokenizer FILE | --train-tokenizer SIZE) FILE...`
+"""Token shards from text: `python -m penstock.data --out DIR (--tokenizer FILE | --train-tokenizer
+SIZE) FILE...`
 
-Reads text (.txt, .md, .py and whatever file is named) and .jsonl, encodes it with a Hugging Face tokenizer.json (or
-trains a byte-level BPE one on the same text first) and writes the shards that `penstock train --data DIR` reads:
+Reads text (.txt, .md, .py and whatever file is named) and .jsonl, encodes it with a Hugging Face
+tokenizer.json (or trains a byte-level BPE one on the same text first) and writes the shards that
+`penstock train --data DIR` reads:
 
   DIR/train-00000.bin ...      training tokens: DIR itself is what --data takes
   DIR/val/val-00000.bin ...    validation tokens, with --val-fraction
   DIR/tokenizer.json           the tokenizer (and tokenizer_config.json where there is one)
   DIR/dataset.json             tokens, documents, vocabulary, format
 
-How. A text file is one document, and so is each line of a .jsonl. Every document ends with the end-of-text token. Text is
-read and encoded in pieces of about 64 Ki characters, cut at line ends where the next line begins with a visible character
-(where GPT-like tokenizers cut as well), so that memory stays bounded whatever the size of a file; pieces are encoded on all
-cores.
-Validation takes every piece that brings it closest to its fraction: a document up to one piece long is never divided.
-Everything is written under temporary names and renamed at the end: a run that fails leaves nothing. The same input gives
-the same bytes. This module needs numpy, tokenizers and rich, and not the native library.
+How. A text file is one document, and so is each line of a .jsonl. Every document ends with the
+end-of-text token. Text is read and encoded in pieces of about 64 Ki characters, cut at line ends
+where the next line begins with a visible character (where GPT-like tokenizers cut as well), so that
+memory stays bounded whatever the size of a file; pieces are encoded on all cores. Validation takes
+every piece that brings it closest to its fraction: a document up to one piece long is never
+divided. Everything is written under temporary names and renamed at the end: a run that fails leaves
+nothing. The same input gives the same bytes. This module needs numpy, tokenizers and rich, and not
+the native library.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -37,9 +41,9 @@ import numpy as np
 from .files import open_input
 
 HEADER_BYTES = 1024
-PIECE_CHARS = 64 << 10      # a piece is cut once the text at hand is this long
-PIECE_MAX_CHARS = 1 << 20   # and anywhere at this length, when it has no line end to cut at
-BATCH_CHARS = 4 << 20       # pieces encoded at once
+PIECE_CHARS = 64 << 10  # a piece is cut once the text at hand is this long
+PIECE_MAX_CHARS = 1 << 20  # and anywhere at this length, when it has no line end to cut at
+BATCH_CHARS = 4 << 20  # pieces encoded at once
 READ_BYTES = 1 << 20
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")  # what is taken from a folder
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
@@ -50,14 +54,15 @@ class DataError(Exception):
     """What is wrong with the input, in one sentence."""
 
 
-# ---- shard formats (the reference is include/penstock/data.h) -----------------------------------------------------------
+# ---- shard formats (the reference is include/penstock/data.h) ------------------------------------
+
 
 @dataclass(frozen=True)
 class ShardHeader:
-    format: str        # "penstock", "llmc-gpt2", "llmc-llama3" or "bin.tok"
+    format: str  # "penstock", "llmc-gpt2", "llmc-llama3" or "bin.tok"
     n_tokens: int
-    dtype: np.dtype    # of a token on disk
-    vocab_size: int    # 0 when the format does not say
+    dtype: np.dtype  # of a token on disk
+    vocab_size: int  # 0 when the format does not say
     has_masks: bool = False
 
     @property
@@ -67,13 +72,19 @@ class ShardHeader:
 
 
 # name: magic, version, the largest count of tokens in a shard
-WRITABLE = {"penstock": (20261121, 1, 2**63 - 1), "llmc-gpt2": (20240520, 1, 2**31 - 1), "llmc-llama3": (20240801, 7, 2**31 - 1)}
+WRITABLE = {
+    "penstock": (20261121, 1, 2**63 - 1),
+    "llmc-gpt2": (20240520, 1, 2**31 - 1),
+    "llmc-llama3": (20240801, 7, 2**31 - 1),
+}
 
 
 def token_dtype(format: str, vocab_size: int) -> np.dtype:
     """The type that holds a token: two bytes where ids fit."""
     if format == "llmc-gpt2" and vocab_size > 65536:
-        raise DataError(f"format llmc-gpt2 has two bytes a token and the vocabulary of {vocab_size} needs four: use penstock or llmc-llama3")
+        raise DataError(
+            f"format llmc-gpt2 has two bytes a token and the vocabulary of {vocab_size} needs four: use penstock or llmc-llama3"
+        )
     if format == "llmc-gpt2" or (format == "penstock" and vocab_size <= 65536):
         return np.dtype("<u2")
     return np.dtype("<u4")
@@ -84,14 +95,20 @@ def pack_header(format: str, n_tokens: int, vocab_size: int) -> bytes:
     h = np.zeros(HEADER_BYTES // 4, dtype="<u4")
     h[0], h[1] = magic, version
     if format == "penstock":
-        h[2], h[4], h[5], h[6] = token_dtype(format, vocab_size).itemsize, n_tokens & 0xFFFFFFFF, n_tokens >> 32, vocab_size
+        h[2], h[4], h[5], h[6] = (
+            token_dtype(format, vocab_size).itemsize,
+            n_tokens & 0xFFFFFFFF,
+            n_tokens >> 32,
+            vocab_size,
+        )
     else:
         h[2] = n_tokens
     return h.tobytes()
 
 
 def read_header(path: str | os.PathLike) -> ShardHeader:
-    """The header of a shard of any of the four formats; DataError when it is none, or the file's size does not fit."""
+    """The header of a shard of any of the four formats; DataError when it is none, or the file's
+    size does not fit."""
     try:
         with open_input(path) as f:
             raw = f.read(HEADER_BYTES)
@@ -99,15 +116,21 @@ def read_header(path: str | os.PathLike) -> ShardHeader:
     except OSError as e:
         raise DataError(f"{path}: {e.strerror}") from e
     if len(raw) < HEADER_BYTES:
-        raise DataError(f"{path}: {len(raw)} bytes, too short for a token shard: its header alone has {HEADER_BYTES}")
+        raise DataError(
+            f"{path}: {len(raw)} bytes, too short for a token shard: its header alone has {HEADER_BYTES}"
+        )
     h = [int(x) for x in np.frombuffer(raw, dtype="<u4")]
     u2, i4, u4 = np.dtype("<u2"), np.dtype("<i4"), np.dtype("<u4")
     if raw[:8] == b"BIN.TOK\n":
         if h[2] not in (1, 2) or h[3] != 4:
-            raise DataError(f"{path}: BIN.TOK version {h[2]} with {h[3]} bytes a token is not known (1 or 2, with 4)")
+            raise DataError(
+                f"{path}: BIN.TOK version {h[2]} with {h[3]} bytes a token is not known (1 or 2, with 4)"
+            )
         header = ShardHeader("bin.tok", h[4], i4, h[5] if h[2] == 2 else 0, h[6] == 1)
         masked = dataclasses.replace(header, has_masks=True)
-        if h[6] > 1 and size == masked.file_bytes:  # llmq's first writer left the header's fill there: the length says it
+        if (
+            h[6] > 1 and size == masked.file_bytes
+        ):  # llmq's first writer left the header's fill there: the length says it
             header = masked
     elif h[:2] == [20240520, 1]:
         header = ShardHeader("llmc-gpt2", h[2], u2, 0)
@@ -120,8 +143,12 @@ def read_header(path: str | os.PathLike) -> ShardHeader:
     else:
         raise DataError(f"{path}: not a token shard that is known (first words {h[0]}, {h[1]})")
     if size != header.file_bytes:
-        either = f", with masks {masked.file_bytes}" if header.format == "bin.tok" and h[6] > 1 else ""
-        raise DataError(f"{path}: {size} bytes, but its header of {header.n_tokens} tokens asks for {header.file_bytes}{either}")
+        either = (
+            f", with masks {masked.file_bytes}" if header.format == "bin.tok" and h[6] > 1 else ""
+        )
+        raise DataError(
+            f"{path}: {size} bytes, but its header of {header.n_tokens} tokens asks for {header.file_bytes}{either}"
+        )
     return header
 
 
@@ -154,7 +181,7 @@ class ShardWriter:
             self._file.write(part.astype(self.dtype).tobytes())
             self._in_shard += len(part)
             self.n_tokens += len(part)
-            ids = ids[len(part):]
+            ids = ids[len(part) :]
             if self._in_shard == self.shard_tokens:
                 self.close()
 
@@ -174,30 +201,41 @@ class ShardWriter:
             self._file = None
 
 
-# ---- reading text ---------------------------------------------------------------------------------------------------------
+# ---- reading text --------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Source:
     path: Path
-    named: bool  # by the user, and not found in a folder or by a pattern: then what cannot be read is an error
+    # by the user, and not found in a folder or by a pattern: then what cannot be read is an error
+    named: bool
 
 
 def find_sources(files: Iterable[str | os.PathLike]) -> list[Source]:
-    """Files as they are named; a folder gives its .txt, .md, .py and .jsonl files, at any depth, and a pattern (also with
+    """Files as they are named; a folder gives its .txt, .md, .py and .jsonl files, at any depth,
+    and a pattern (also with
     **) its matches, both sorted by name. Each file is taken once."""
     found: dict[Path, Source] = {}
     for item in files:
         item = os.fspath(item)
         path = Path(item)
         if path.is_dir():
-            inside = [p for p in path.rglob("*") if p.suffix.lower() in TEXT_SUFFIXES and p.is_file()]
+            inside = [
+                p for p in path.rglob("*") if p.suffix.lower() in TEXT_SUFFIXES and p.is_file()
+            ]
             if not inside:
-                raise DataError(f"{item}: the folder has no {', '.join(TEXT_SUFFIXES[:-1])} or {TEXT_SUFFIXES[-1]} file")
+                raise DataError(
+                    f"{item}: the folder has no {', '.join(TEXT_SUFFIXES[:-1])} or {TEXT_SUFFIXES[-1]} file"
+                )
             new = [Source(p, False) for p in sorted(inside)]
         elif path.exists():
             new = [Source(path, True)]
         else:
-            new = [Source(Path(p), False) for p in sorted(glob.glob(item, recursive=True)) if os.path.isfile(p)]
+            new = [
+                Source(Path(p), False)
+                for p in sorted(glob.glob(item, recursive=True))
+                if os.path.isfile(p)
+            ]
             if not new:
                 raise DataError(f"{item}: no such file, folder or match")
         for s in new:
@@ -209,7 +247,8 @@ _CUT = re.compile(r"\n(?=\S)")
 
 
 def _cut_pieces(chunks: Iterable[str]) -> Iterator[str]:
-    """The same text in pieces of about PIECE_CHARS, cut as the module's text says; nothing is lost or added."""
+    """The same text in pieces of about PIECE_CHARS, cut as the module's text says; nothing is lost
+    or added."""
     text = ""
     for chunk in chunks:
         text += chunk
@@ -260,19 +299,29 @@ def _read_jsonl(path: Path, field: str, on_bytes: Callable[[int], None]) -> Iter
                 raise DataError(f"{path}: line {number} is not JSON ({e})") from e
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                raise DataError(f"{path}: line {number} has no text in field {field!r} (choose one with --field)")
+                raise DataError(
+                    f"{path}: line {number} has no text in field {field!r} (choose one with --field)"
+                )
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as e:
-                raise DataError(f"{path}: line {number} has half of a surrogate pair, which is no text") from e
+                raise DataError(
+                    f"{path}: line {number} has half of a surrogate pair, which is no text"
+                ) from e
             yield text
 
 
 class Reader:
-    """Iterates over the pieces of all documents: (document's index, piece). Empty documents are passed over. Files of a
-    folder or a pattern that are not UTF-8 are left out, as a whole, and counted in .skipped."""
+    """Iterates over the pieces of all documents: (document's index, piece). Empty documents are
+    passed over. Files of a folder or a pattern that are not UTF-8 are left out, as a whole, and
+    counted in .skipped."""
 
-    def __init__(self, sources: list[Source], field: str = "text", on_bytes: Callable[[int], None] = lambda n: None):
+    def __init__(
+        self,
+        sources: list[Source],
+        field: str = "text",
+        on_bytes: Callable[[int], None] = lambda n: None,
+    ):
         self.sources, self.field, self.on_bytes = sources, field, on_bytes
         self.n_documents = 0
         self.skipped: list[Path] = []
@@ -287,7 +336,9 @@ class Reader:
 
     def _documents(self, source: Source) -> Iterator[tuple[int, str]]:
         if source.path.suffix.lower() == ".jsonl":
-            documents: Iterable[Iterable[str]] = ([t] for t in _read_jsonl(source.path, self.field, self.on_bytes))
+            documents: Iterable[Iterable[str]] = (
+                [t] for t in _read_jsonl(source.path, self.field, self.on_bytes)
+            )
         elif not source.named and not _is_utf8(source.path):
             self.skipped.append(source.path)
             self.on_bytes(source.path.stat().st_size)
@@ -311,20 +362,34 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-# ---- tokenizers -------------------------------------------------------------------------------------------------------------
+# ---- tokenizers ----------------------------------------------------------------------------------
 
-def train_tokenizer(files: Iterable[str | os.PathLike], vocab_size: int, field: str = "text", *,
-                    on_bytes: Callable[[int], None] = lambda n: None):
-    """A byte-level BPE tokenizer (any text round-trips) trained on the files, with "<|endoftext|>" as token 0. The vocabulary
-    is smaller than asked where the text has no more pairs to merge. The same text gives the same tokenizer."""
+
+def train_tokenizer(
+    files: Iterable[str | os.PathLike],
+    vocab_size: int,
+    field: str = "text",
+    *,
+    on_bytes: Callable[[int], None] = lambda n: None,
+):
+    """A byte-level BPE tokenizer (any text round-trips) trained on the files, with "<|endoftext|>"
+    as token 0. The vocabulary is smaller than asked where the text has no more pairs to merge. The
+    same text gives the same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     if vocab_size < 257:
-        raise DataError(f"a byte-level vocabulary needs at least 257 entries (256 bytes and the end of text), {vocab_size} asked")
+        raise DataError(
+            f"a byte-level vocabulary needs at least 257 entries (256 bytes and the end of text), {vocab_size} asked"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOS_NAMES[0]], show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS_NAMES[0]],
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
     reader = Reader(find_sources(files), field, on_bytes)
     tokenizer.train_from_iterator((piece for _, piece in reader), trainer)
     if reader.n_documents == 0:
@@ -335,13 +400,16 @@ def train_tokenizer(files: Iterable[str | os.PathLike], vocab_size: int, field: 
 def load_tokenizer(path: str | os.PathLike):
     """From a tokenizer.json, or the folder that has one."""
     from tokenizers import Tokenizer
+
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         with open_input(file) as f:
             text = f.read()
     except OSError as e:
-        raise DataError(f"{file}: {e.strerror}; --tokenizer takes a Hugging Face tokenizer.json or the folder that has it") from e
+        raise DataError(
+            f"{file}: {e.strerror}; --tokenizer takes a Hugging Face tokenizer.json or the folder that has it"
+        ) from e
     try:
         return Tokenizer.from_buffer(text)
     except Exception as e:  # the library raises plain Exception
@@ -360,7 +428,8 @@ def _named_eos(tokenizer_path: Path) -> str | None:
 
 
 def find_eos(tokenizer, wanted: str | None = None) -> tuple[str, int]:
-    """The end-of-text token and its id: the one @wanted, or the first known name that the tokenizer has."""
+    """The end-of-text token and its id: the one @wanted, or the first known name that the tokenizer
+    has."""
     for name in (wanted,) if wanted else EOS_NAMES:
         idx = tokenizer.token_to_id(name)
         if idx is not None:
@@ -370,10 +439,12 @@ def find_eos(tokenizer, wanted: str | None = None) -> tuple[str, int]:
     raise DataError("the tokenizer has no end-of-text token of a known name: name one with --eos")
 
 
-# ---- writing ----------------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
+
 
 class _Splitter:
-    """Deals encoded pieces to training and validation, and ends each document with eos, in both where it is in both."""
+    """Deals encoded pieces to training and validation, and ends each document with eos, in both
+    where it is in both."""
 
     def __init__(self, writers: dict[str, ShardWriter], val_fraction: float, eos: int):
         self.writers, self.val_fraction = writers, val_fraction
@@ -382,7 +453,9 @@ class _Splitter:
 
     def add(self, document: int, ids: np.ndarray) -> None:
         train, val = self.writers["train"], self.writers["val"]
-        split = "val" if val.n_tokens < self.val_fraction * (train.n_tokens + val.n_tokens) else "train"
+        split = (
+            "val" if val.n_tokens < self.val_fraction * (train.n_tokens + val.n_tokens) else "train"
+        )
         if self.document >= 0 and (document != self.document or split != self.split):
             self.writers[self.split].append(self.eos)
         self.writers[split].append(ids)
@@ -405,14 +478,26 @@ def _batches(reader: Reader) -> Iterator[list[tuple[int, str]]]:
         yield batch
 
 
-def write_shards(files: Iterable[str | os.PathLike], out: str | os.PathLike, tokenizer, *, eos: str | None = None,
-                 field: str = "text", format: str = "penstock", shard_tokens: int = DEFAULT_SHARD_TOKENS, val_fraction: float = 0.0,
-                 force: bool = False, extra_files: dict[str, bytes] | None = None,
-                 on_bytes: Callable[[int], None] = lambda n: None) -> dict:
-    """Encode @files with @tokenizer (a tokenizers.Tokenizer) and write shards, tokenizer.json and dataset.json into @out.
+def write_shards(
+    files: Iterable[str | os.PathLike],
+    out: str | os.PathLike,
+    tokenizer,
+    *,
+    eos: str | None = None,
+    field: str = "text",
+    format: str = "penstock",
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    val_fraction: float = 0.0,
+    force: bool = False,
+    extra_files: dict[str, bytes] | None = None,
+    on_bytes: Callable[[int], None] = lambda n: None,
+) -> dict:
+    """Encode @files with @tokenizer (a tokenizers.Tokenizer) and write shards, tokenizer.json and
+    dataset.json into @out.
 
-    @force replaces the data set that is there; without it, that is an error. @extra_files are written beside, by name.
-    Returns what dataset.json says, and "skipped" on top: the files left out because they are not UTF-8."""
+    @force replaces the data set that is there; without it, that is an error. @extra_files are
+    written beside, by name. Returns what dataset.json says, and "skipped" on top: the files left
+    out because they are not UTF-8."""
     if format not in WRITABLE:
         raise DataError(f"format {format!r} is not one of {', '.join(WRITABLE)}")
     limit = WRITABLE[format][2]
@@ -423,7 +508,9 @@ def write_shards(files: Iterable[str | os.PathLike], out: str | os.PathLike, tok
     out = Path(out)
     old = _existing(out)
     if old and not force:
-        raise DataError(f"{out} already has a data set ({old[0].name}): choose another folder, or replace it with --force")
+        raise DataError(
+            f"{out} already has a data set ({old[0].name}): choose another folder, or replace it with --force"
+        )
     eos_token, eos_id = find_eos(tokenizer, eos)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     token_dtype(format, vocab_size)
@@ -433,18 +520,27 @@ def write_shards(files: Iterable[str | os.PathLike], out: str | os.PathLike, tok
         work = Path(tempfile.mkdtemp(prefix=".penstock-data-", dir=out))
     except OSError as e:
         raise DataError(f"{out}: cannot write there ({e.strerror})") from e
-    writers = {"train": ShardWriter(work, "train", format, vocab_size, shard_tokens),
-               "val": ShardWriter(work / "val", "val", format, vocab_size, shard_tokens)}
+    writers = {
+        "train": ShardWriter(work, "train", format, vocab_size, shard_tokens),
+        "val": ShardWriter(work / "val", "val", format, vocab_size, shard_tokens),
+    }
     try:
         _encode_all(reader, tokenizer, _Splitter(writers, val_fraction, eos_id))
         for w in writers.values():
             w.close()
         _check_written(reader, writers, val_fraction)
-        summary = {"format": format, "bytes_per_token": writers["train"].dtype.itemsize, "vocab_size": vocab_size,
-                   "tokenizer": "tokenizer.json", "eos_token": eos_token, "eos_token_id": eos_id, "documents": reader.n_documents,
-                   "tokens": sum(w.n_tokens for w in writers.values()),
-                   "train": {"tokens": writers["train"].n_tokens, "shards": writers["train"].shards},
-                   "val": {"tokens": writers["val"].n_tokens, "shards": writers["val"].shards}}
+        summary = {
+            "format": format,
+            "bytes_per_token": writers["train"].dtype.itemsize,
+            "vocab_size": vocab_size,
+            "tokenizer": "tokenizer.json",
+            "eos_token": eos_token,
+            "eos_token_id": eos_id,
+            "documents": reader.n_documents,
+            "tokens": sum(w.n_tokens for w in writers.values()),
+            "train": {"tokens": writers["train"].n_tokens, "shards": writers["train"].shards},
+            "val": {"tokens": writers["val"].n_tokens, "shards": writers["val"].shards},
+        }
         tokenizer.save(str(work / "tokenizer.json"))
         for name, content in (extra_files or {}).items():
             (work / name).write_bytes(content)
@@ -461,10 +557,14 @@ def write_shards(files: Iterable[str | os.PathLike], out: str | os.PathLike, tok
 
 def _encode_all(reader: Reader, tokenizer, splitter: _Splitter) -> None:
     literal = tokenizer.encode_special_tokens
-    tokenizer.encode_special_tokens = True  # "<|endoftext|>" written in a text is text, and no end of it
+    tokenizer.encode_special_tokens = (
+        True  # "<|endoftext|>" written in a text is text, and no end of it
+    )
     try:
         for batch in _batches(reader):
-            encoded = tokenizer.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
+            encoded = tokenizer.encode_batch_fast(
+                [piece for _, piece in batch], add_special_tokens=False
+            )
             for (document, _), e in zip(batch, encoded):
                 splitter.add(document, np.asarray(e.ids, dtype=np.uint32))
     finally:
@@ -476,44 +576,91 @@ def _check_written(reader: Reader, writers: dict[str, ShardWriter], val_fraction
     if reader.n_documents == 0:
         raise DataError("the input has no text: every document is empty")
     if val_fraction > 0 and writers["val"].n_tokens == 0:
-        raise DataError(f"the input is one piece of {writers['train'].n_tokens} tokens, too short to set a part of it aside for "
-                        "validation: give more text, or leave --val-fraction out")
+        raise DataError(
+            f"the input is one piece of {writers['train'].n_tokens} tokens, too short to set a part of it aside for "
+            "validation: give more text, or leave --val-fraction out"
+        )
 
 
 def _existing(out: Path) -> list[Path]:
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is a file; --out takes a folder")
-    return sorted(out.glob("*.bin")) + sorted((out / "val").glob("*.bin")) + sorted(out.glob("dataset.json"))
+    return (
+        sorted(out.glob("*.bin"))
+        + sorted((out / "val").glob("*.bin"))
+        + sorted(out.glob("dataset.json"))
+    )
 
 
 def _move_into_place(work: Path, out: Path, old: list[Path]) -> None:
     """dataset.json goes first and comes last: a folder that has one is complete."""
     for p in sorted(old, key=lambda p: p.name != "dataset.json"):
         p.unlink()
-    new = sorted((p for p in work.rglob("*") if p.is_file()), key=lambda p: (p.name == "dataset.json", str(p)))
+    new = sorted(
+        (p for p in work.rglob("*") if p.is_file()),
+        key=lambda p: (p.name == "dataset.json", str(p)),
+    )
     for p in new:
         target = out / p.relative_to(work)
         target.parent.mkdir(exist_ok=True)
         os.replace(p, target)
 
 
-# ---- command line -------------------------------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------------------
+
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m penstock.data", formatter_class=argparse.RawDescriptionHelpFormatter,
-                                description="Write token shards for `penstock train --data DIR` from text.",
-                                epilog="example: python -m penstock.data --out data --train-tokenizer 8192 --val-fraction 0.01 "
-                                       "book.txt notes/ 'dump/*.jsonl'")
-    p.add_argument("files", nargs="+", metavar="FILE", help="text or .jsonl file, folder (its .txt, .md, .py, .jsonl), or pattern")
+    p = argparse.ArgumentParser(
+        prog="python -m penstock.data",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Write token shards for `penstock train --data DIR` from text.",
+        epilog="example: python -m penstock.data --out data --train-tokenizer 8192 --val-fraction 0.01 "
+        "book.txt notes/ 'dump/*.jsonl'",
+    )
+    p.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="text or .jsonl file, folder (its .txt, .md, .py, .jsonl), or pattern",
+    )
     p.add_argument("--out", required=True, metavar="DIR", help="folder for the shards")
     which = p.add_mutually_exclusive_group(required=True)
-    which.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json, or the folder that has it")
-    which.add_argument("--train-tokenizer", type=int, metavar="SIZE", help="train a byte-level BPE tokenizer of SIZE entries on the text")
-    p.add_argument("--eos", metavar="TOKEN", help="token that ends every document (default: the tokenizer's own, by its known names)")
-    p.add_argument("--field", default="text", help="field of a .jsonl line that has the text (default: text)")
-    p.add_argument("--shard-tokens", type=int, default=DEFAULT_SHARD_TOKENS, metavar="N", help="tokens a shard (default: %(default)s)")
-    p.add_argument("--val-fraction", type=float, default=0.0, metavar="F", help="part set aside in DIR/val, 0 to 1 (default: none)")
-    p.add_argument("--format", choices=sorted(WRITABLE), default="penstock", help="default: penstock")
+    which.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="a Hugging Face tokenizer.json, or the folder that has it",
+    )
+    which.add_argument(
+        "--train-tokenizer",
+        type=int,
+        metavar="SIZE",
+        help="train a byte-level BPE tokenizer of SIZE entries on the text",
+    )
+    p.add_argument(
+        "--eos",
+        metavar="TOKEN",
+        help="token that ends every document (default: the tokenizer's own, by its known names)",
+    )
+    p.add_argument(
+        "--field", default="text", help="field of a .jsonl line that has the text (default: text)"
+    )
+    p.add_argument(
+        "--shard-tokens",
+        type=int,
+        default=DEFAULT_SHARD_TOKENS,
+        metavar="N",
+        help="tokens a shard (default: %(default)s)",
+    )
+    p.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="part set aside in DIR/val, 0 to 1 (default: none)",
+    )
+    p.add_argument(
+        "--format", choices=sorted(WRITABLE), default="penstock", help="default: penstock"
+    )
     p.add_argument("--force", action="store_true", help="replace the data set that DIR has")
     p.add_argument("--quiet", action="store_true", help="no progress, no summary")
     return p
@@ -521,17 +668,35 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> dict:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
     if _existing(Path(args.out)) and not args.force:  # before a long training
-        raise DataError(f"{args.out} already has a data set: choose another folder, or replace it with --force")
+        raise DataError(
+            f"{args.out} already has a data set: choose another folder, or replace it with --force"
+        )
     total = sum(s.path.stat().st_size for s in find_sources(args.files))
     console = Console(stderr=True, quiet=args.quiet or not sys.stderr.isatty())
-    columns = (TextColumn("{task.description:<20}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description:<20}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     extra = {}
     with Progress(*columns, console=console, disable=console.quiet) as progress:
+
         def counter(what: str) -> Callable[[int], None]:
             task = progress.add_task(what, total=total)
             return lambda n: progress.advance(task, n)
+
         if args.tokenizer:
             tokenizer, path = load_tokenizer(args.tokenizer), Path(args.tokenizer)
             config = (path if path.is_dir() else path.parent) / "tokenizer_config.json"
@@ -539,13 +704,29 @@ def _run(args: argparse.Namespace) -> dict:
             if config.is_file():
                 extra[config.name] = config.read_bytes()
         else:
-            tokenizer = train_tokenizer(args.files, args.train_tokenizer, args.field, on_bytes=counter("training tokenizer"))
+            tokenizer = train_tokenizer(
+                args.files, args.train_tokenizer, args.field, on_bytes=counter("training tokenizer")
+            )
             eos = args.eos or EOS_NAMES[0]
-            config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS_NAMES[0], "clean_up_tokenization_spaces": False}
+            config = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": EOS_NAMES[0],
+                "clean_up_tokenization_spaces": False,
+            }
             extra["tokenizer_config.json"] = (json.dumps(config, indent=1) + "\n").encode()
-        return write_shards(args.files, args.out, tokenizer, eos=eos, field=args.field, format=args.format,
-                            shard_tokens=args.shard_tokens, val_fraction=args.val_fraction, force=args.force,
-                            extra_files=extra, on_bytes=counter("writing shards"))
+        return write_shards(
+            args.files,
+            args.out,
+            tokenizer,
+            eos=eos,
+            field=args.field,
+            format=args.format,
+            shard_tokens=args.shard_tokens,
+            val_fraction=args.val_fraction,
+            force=args.force,
+            extra_files=extra,
+            on_bytes=counter("writing shards"),
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -562,8 +743,10 @@ def main(argv: list[str] | None = None) -> int:
         left_out = f"; {len(s['skipped'])} files left out, not UTF-8" if s["skipped"] else ""
         val = f", {s['val']['tokens']:,} of them for validation" if s["val"]["tokens"] else ""
         shards = len(s["train"]["shards"]) + len(s["val"]["shards"])
-        print(f"{args.out}: {s['tokens']:,} tokens{val}, {s['documents']:,} documents, vocabulary {s['vocab_size']:,}, "
-              f"{shards} shard{'s' if shards != 1 else ''}{left_out}")
+        print(
+            f"{args.out}: {s['tokens']:,} tokens{val}, {s['documents']:,} documents, vocabulary {s['vocab_size']:,}, "
+            f"{shards} shard{'s' if shards != 1 else ''}{left_out}"
+        )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""Token shards for reading: one stream of tokens over .bin files (formats: include/penstock/data.h; writing: penstock.data)."""
+"""Token shards for reading: one stream of tokens over .bin files (formats: include/penstock/data.h;
+writing: penstock.data)."""
+
 import numpy as np
 
 from ._handle import Handle, Owner
@@ -8,11 +10,16 @@ from ._lib import check, encode_path, ffi, lib
 class Dataset(Owner):
     """Shards (files, or folders taken as their *.bin sorted by name), token ids below vocab_size.
 
-    Raises FormatError (a token past the vocabulary: with shard and offset), InputOutputError, InvalidError (no shard found).
+    Raises FormatError (a token past the vocabulary: with shard and offset), InputOutputError,
+    InvalidError (no shard found).
     """
 
     def __init__(self, paths, vocab_size: int):
-        paths = [paths] if isinstance(paths, (str, bytes)) or hasattr(paths, "__fspath__") else list(paths)
+        paths = (
+            [paths]
+            if isinstance(paths, (str, bytes)) or hasattr(paths, "__fspath__")
+            else list(paths)
+        )
         names = [ffi.new("char[]", encode_path(path)) for path in paths]
         out = ffi.new("ps_dataset **")
         check(lib.ps_dataset_open(out, ffi.new("char *[]", names), len(names), vocab_size))
@@ -33,6 +40,13 @@ class Dataset(Owner):
     def read(self, seq_len: int, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Window idx: tokens and targets, int32 [seq_len] each; a masked target is -1."""
         tokens, targets = np.empty(seq_len, np.int32), np.empty(seq_len, np.int32)
-        check(lib.ps_dataset_read(self._handle.ptr, seq_len, idx, ffi.from_buffer("int32_t[]", tokens),
-                                  ffi.from_buffer("int32_t[]", targets)))
+        check(
+            lib.ps_dataset_read(
+                self._handle.ptr,
+                seq_len,
+                idx,
+                ffi.from_buffer("int32_t[]", tokens),
+                ffi.from_buffer("int32_t[]", targets),
+            )
+        )
         return tokens, targets

@@ -1,8 +1,9 @@
 """Text from a trained model: a plain forward pass with a key/value cache, in numpy and fp32.
 
-A reading aid for looking at what a small model learned, one token after the other; the training path shares none of it.
-tests/test_generate.py holds it against transformers' logits.
+A reading aid for looking at what a small model learned, one token after the other; the training
+path shares none of it. tests/test_generate.py holds it against transformers' logits.
 """
+
 from pathlib import Path
 
 import numpy as np
@@ -15,28 +16,38 @@ ROPE_LINEAR, ROPE_LLAMA3 = 1, 2
 class Decoder:
     """The model in a directory (or inside a Trainer), ready to read tokens one by one.
 
-    logits = decoder.feed(ids)     ids int [T], appended to what was read before; logits float32 [vocab_size] after the last one
+    logits = decoder.feed(ids)     ids int [T], appended to what was read before; logits float32
+    [vocab_size] after the last one
     """
 
     def __init__(self, source):
         self.config, read = _open(source)
         c = self.config
         self.weights = {p.name: read(p.name) for p in c.params()}
-        self.head = self.weights["model.embed_tokens.weight" if c.tied_embeddings else "lm_head.weight"]
+        self.head = self.weights[
+            "model.embed_tokens.weight" if c.tied_embeddings else "lm_head.weight"
+        ]
         self.inv_freq = inverse_frequencies(c)
         self.reset()
 
     def reset(self) -> None:
         """Forget what was read."""
         c = self.config
-        self._keys = [np.empty((c.n_kv_heads, 0, c.head_dim), np.float32) for _ in range(c.n_layers)]
-        self._values = [np.empty((c.n_kv_heads, 0, c.head_dim), np.float32) for _ in range(c.n_layers)]
+        self._keys = [
+            np.empty((c.n_kv_heads, 0, c.head_dim), np.float32) for _ in range(c.n_layers)
+        ]
+        self._values = [
+            np.empty((c.n_kv_heads, 0, c.head_dim), np.float32) for _ in range(c.n_layers)
+        ]
 
     def feed(self, ids) -> np.ndarray:
-        """Read tokens; the logits after the last. ValueError for an empty list or an id past the vocabulary."""
+        """Read tokens; the logits after the last. ValueError for an empty list or an id past the
+        vocabulary."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         if ids.size == 0 or ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            raise ValueError(f"token ids from 0 to {self.config.vocab_size - 1} are wanted, at least one")
+            raise ValueError(
+                f"token ids from 0 to {self.config.vocab_size - 1} are wanted, at least one"
+            )
         x = self.weights["model.embed_tokens.weight"][ids]
         for layer in range(self.config.n_layers):
             x = self._block(layer, x)
@@ -48,10 +59,17 @@ class Decoder:
 
     def _block(self, layer, x):
         prefix = f"model.layers.{layer}."
-        h = x + self._attention(layer, prefix + "self_attn.", self._norm(x, prefix + "input_layernorm.weight"))
+        h = x + self._attention(
+            layer, prefix + "self_attn.", self._norm(x, prefix + "input_layernorm.weight")
+        )
         n = self._norm(h, prefix + "post_attention_layernorm.weight")
-        gate, up = n @ self.weights[prefix + "mlp.gate_proj.weight"].T, n @ self.weights[prefix + "mlp.up_proj.weight"].T
-        return h + (gate / (1 + np.exp(-gate)) * up) @ self.weights[prefix + "mlp.down_proj.weight"].T
+        gate, up = (
+            n @ self.weights[prefix + "mlp.gate_proj.weight"].T,
+            n @ self.weights[prefix + "mlp.up_proj.weight"].T,
+        )
+        return (
+            h + (gate / (1 + np.exp(-gate)) * up) @ self.weights[prefix + "mlp.down_proj.weight"].T
+        )
 
     def _heads(self, x, prefix, which, n_heads):
         """x [T, D] through a projection, as [n_heads, T, head_dim]."""
@@ -70,7 +88,9 @@ class Decoder:
         q = rotate(self._heads(x, prefix, "q", c.n_heads), cos, sin)
         k = rotate(self._heads(x, prefix, "k", c.n_kv_heads), cos, sin)
         self._keys[layer] = k = np.concatenate([self._keys[layer], k], 1)
-        self._values[layer] = v = np.concatenate([self._values[layer], self._heads(x, prefix, "v", c.n_kv_heads)], 1)
+        self._values[layer] = v = np.concatenate(
+            [self._values[layer], self._heads(x, prefix, "v", c.n_kv_heads)], 1
+        )
         group = c.n_heads // c.n_kv_heads
         scores = q @ np.repeat(k, group, 0).transpose(0, 2, 1) / np.float32(np.sqrt(c.head_dim))
         scores[:, np.arange(past + n)[None, :] > np.arange(past, past + n)[:, None]] = -np.inf
@@ -80,14 +100,16 @@ class Decoder:
 
 
 def _open(source):
-    """Configuration and reader of a model directory or a Trainer; a tied model has no lm_head to read."""
+    """Configuration and reader of a model directory or a Trainer; a tied model has no lm_head to
+    read."""
     if isinstance(source, (str, Path)):
         return ModelConfig.read(source), TensorFile(source).read
     return source.plan.model, source.read
 
 
 def inverse_frequencies(c: ModelConfig) -> np.ndarray:
-    """RoPE's frequencies, float64 [head_dim / 2], as ps_rope_scaling of include/penstock/model.h defines them."""
+    """RoPE's frequencies, float64 [head_dim / 2], as ps_rope_scaling of include/penstock/model.h
+    defines them."""
     freq = c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
     if c.rope_scaling == ROPE_LINEAR:
         return freq / c.rope_factor
@@ -99,21 +121,27 @@ def inverse_frequencies(c: ModelConfig) -> np.ndarray:
 
 
 def rotate(x, cos, sin):
-    """RoPE on x [heads, T, head_dim], the two halves of head_dim as pairs; cos and sin [T, head_dim / 2]."""
+    """RoPE on x [heads, T, head_dim], the two halves of head_dim as pairs; cos and sin [T, head_dim
+    / 2]."""
     a, b = np.split(x, 2, -1)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def generate(source, ids, n: int, temperature: float = 0.8, seed: int = 0, end_token: int = -1) -> list[int]:
-    """n tokens that follow `ids` (fewer when end_token comes). source: a model directory, a Trainer with nothing in flight, or a
-    Decoder. temperature 0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature), seeded."""
+def generate(
+    source, ids, n: int, temperature: float = 0.8, seed: int = 0, end_token: int = -1
+) -> list[int]:
+    """n tokens that follow `ids` (fewer when end_token comes). source: a model directory, a Trainer
+    with nothing in flight, or a Decoder. temperature 0 takes the likeliest token; else tokens are
+    drawn from softmax(logits / temperature), seeded."""
     decoder = source if isinstance(source, Decoder) else Decoder(source)
     decoder.reset()
     rng, out = np.random.default_rng(seed), []
     logits = decoder.feed(ids)
     while len(out) < n:
         if temperature > 0:
-            noise = -np.log(-np.log(rng.random(logits.shape)))  # Gumbel: the largest sum is a draw from the softmax
+            noise = -np.log(
+                -np.log(rng.random(logits.shape))
+            )  # Gumbel: the largest sum is a draw from the softmax
             token = int(np.argmax(logits / temperature + noise))
         else:
             token = int(np.argmax(logits))

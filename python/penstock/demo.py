@@ -1,10 +1,13 @@
-"""The demo behind `make demo`: a small language model learns from real text under two memory caps that it does not fit into.
+"""The demo behind `make demo`: a small language model learns from real text under two memory caps
+that it does not fit into.
 
-Steps: text of this machine (Python's own standard library, or --text FILE...) -> a tokenizer trained on it and token shards
-(penstock.data) -> a freshly initialised model (models/init_model.py) -> caps below what everything would need -> training by the
-native binary -> report.txt (predicted beside measured, where the time went), loss.png, timeline.png, and samples.txt from the
-trained model. All of it stays in BUILD/demo.
+Steps: text of this machine (Python's own standard library, or --text FILE...) -> a tokenizer
+trained on it and token shards (penstock.data) -> a freshly initialised model (models/init_model.py)
+-> caps below what everything would need -> training by the native binary -> report.txt (predicted
+beside measured, where the time went), loss.png, timeline.png, and samples.txt from the trained
+model. All of it stays in BUILD/demo.
 """
+
 import argparse
 import json
 import os
@@ -34,11 +37,28 @@ class DemoError(Exception):
 
 
 def standard_library() -> list[Path]:
-    """Sources of this Python's standard library, about TEXT_BYTES of them: modules first, then packages, by name."""
+    """Sources of this Python's standard library, about TEXT_BYTES of them: modules first, then
+    packages, by name."""
     folder = Path(sysconfig.get_path("stdlib"))
     modules = sorted(folder.glob("*.py"))
-    packages = sorted(p for name in ("asyncio", "collections", "concurrent", "email", "http", "importlib", "json", "logging",
-                                     "multiprocessing", "unittest", "urllib", "xml") for p in (folder / name).rglob("*.py"))
+    packages = sorted(
+        p
+        for name in (
+            "asyncio",
+            "collections",
+            "concurrent",
+            "email",
+            "http",
+            "importlib",
+            "json",
+            "logging",
+            "multiprocessing",
+            "unittest",
+            "urllib",
+            "xml",
+        )
+        for p in (folder / name).rglob("*.py")
+    )
     out, total = [], 0
     for path in modules + packages:
         total += path.stat().st_size
@@ -46,7 +66,9 @@ def standard_library() -> list[Path]:
             break
         out.append(path)
     if not out:
-        raise DemoError(f"{folder} has no Python sources: give your own text with make demo TEXT=\"FILE...\"")
+        raise DemoError(
+            f'{folder} has no Python sources: give your own text with make demo TEXT="FILE..."'
+        )
     return out
 
 
@@ -54,36 +76,64 @@ def call(*command) -> str:
     """Run a helper program; its output. What it says on failure becomes the error."""
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
-        raise DemoError((done.stderr.strip() or done.stdout.strip() or f"{command[0]} failed").splitlines()[-1])
+        raise DemoError(
+            (done.stderr.strip() or done.stdout.strip() or f"{command[0]} failed").splitlines()[-1]
+        )
     return done.stdout
 
 
 def make_data(files: list[Path], out: Path) -> dict:
     started = time.monotonic()
-    call(sys.executable, "-m", "penstock.data", *files, "--out", out, "--train-tokenizer", VOCABULARY, "--force", "--quiet")
+    call(
+        sys.executable,
+        "-m",
+        "penstock.data",
+        *files,
+        "--out",
+        out,
+        "--train-tokenizer",
+        VOCABULARY,
+        "--force",
+        "--quiet",
+    )
     about = json.loads((out / "dataset.json").read_text())
     size = sum(path.stat().st_size for path in files if path.is_file())
-    console.print(f"{len(files)} files ({size / 1e6:.1f} MB) -> {about['tokens']:,} tokens of a vocabulary of {about['vocab_size']:,}, "
-                  f"in {time.monotonic() - started:.0f} s")
+    console.print(
+        f"{len(files)} files ({size / 1e6:.1f} MB) -> {about['tokens']:,} tokens of a vocabulary of {about['vocab_size']:,}, "
+        f"in {time.monotonic() - started:.0f} s"
+    )
     return about
 
 
 def make_model(data: Path, out: Path) -> None:
-    call(sys.executable, ROOT / "models/init_model.py", ROOT / "models/demo.json", out, "--tokenizer", data / "tokenizer.json", "--overwrite")
+    call(
+        sys.executable,
+        ROOT / "models/init_model.py",
+        ROOT / "models/demo.json",
+        out,
+        "--tokenizer",
+        data / "tokenizer.json",
+        "--overwrite",
+    )
 
 
 def choose_caps(plan_command: list) -> tuple[int, int, dict]:
-    """A device cap a quarter of the way from the smallest that works to what everything would take, and the host cap that leaves a
-    tenth over the smallest under it. Returns both (bytes) and the capped plan."""
+    """A device cap a quarter of the way from the smallest that works to what everything would take,
+    and the host cap that leaves a tenth over the smallest under it. Returns both (bytes) and the
+    capped plan."""
     roomy = json.loads(call(*plan_command))
     smallest = json.loads(call(*plan_command, "--smallest"))
     least = smallest["smallest_device_bytes"]
     device = (least + (roomy["device_bytes"] - least) // 4) // MIB * MIB
-    least_host = json.loads(call(*plan_command, "--smallest", f"--device-mem={device}"))["smallest_host_bytes"]
+    least_host = json.loads(call(*plan_command, "--smallest", f"--device-mem={device}"))[
+        "smallest_host_bytes"
+    ]
     host = (least_host + least_host // 10) // MIB * MIB
     plan = json.loads(call(*plan_command, f"--device-mem={device}", f"--host-mem={host}"))
-    console.print(f"Everything at once would take {roomy['device_bytes'] / MIB:.0f} MiB on the device; the smallest plan takes "
-                  f"{least / MIB:.0f}. Given: [bold]--device-mem {device // MIB}MiB --host-mem {host // MIB}MiB[/]")
+    console.print(
+        f"Everything at once would take {roomy['device_bytes'] / MIB:.0f} MiB on the device; the smallest plan takes "
+        f"{least / MIB:.0f}. Given: [bold]--device-mem {device // MIB}MiB --host-mem {host // MIB}MiB[/]"
+    )
     return device, host, plan
 
 
@@ -100,14 +150,26 @@ def report(out: Path, summary: dict) -> None:
     from penstock import plot, trace
 
     table = Table("", "plan", "measured", "cap", title="predicted beside measured")
-    table.add_row("step time", f"{summary['predicted_step_s']:.3f} s", f"{summary['step_s_median']:.3f} s", "")
+    table.add_row(
+        "step time", f"{summary['predicted_step_s']:.3f} s", f"{summary['step_s_median']:.3f} s", ""
+    )
     for name in ("device", "host"):
-        table.add_row(f"{name} memory", *(f"{summary[f'{name}_{kind}_bytes'] / MIB:.1f} MiB" for kind in ("plan", "peak", "cap")))
+        table.add_row(
+            f"{name} memory",
+            *(
+                f"{summary[f'{name}_{kind}_bytes'] / MIB:.1f} MiB"
+                for kind in ("plan", "peak", "cap")
+            ),
+        )
     timeline = trace.load(out / "timeline.json")
     n = summary["loss_mean_steps"]
-    keep(out / "report.txt", f"{summary['steps']} steps, {summary['tokens']:,} tokens in {summary['wall_s']:.0f} s, {summary['tokens_per_s']:,.0f} tokens/s; loss "
-         f"{summary['loss_first']:.3f} in the first step, {summary['loss_mean_last']:.3f} in the last{f' {n} (mean)' if n > 1 else ' step'}",
-         table, trace.shares_table(timeline))
+    keep(
+        out / "report.txt",
+        f"{summary['steps']} steps, {summary['tokens']:,} tokens in {summary['wall_s']:.0f} s, {summary['tokens_per_s']:,.0f} tokens/s; loss "
+        f"{summary['loss_first']:.3f} in the first step, {summary['loss_mean_last']:.3f} in the last{f' {n} (mean)' if n > 1 else ' step'}",
+        table,
+        trace.shares_table(timeline),
+    )
     trace.plot(timeline, out / "timeline.png", "the last traced steps, by stream")
     plot.plot_loss(plot.read_metrics(out / "metrics.jsonl"), out / "loss.png", "penstock demo")
 
@@ -118,10 +180,21 @@ def sample(model: Path, out: Path) -> None:
 
     from penstock.decode import Decoder, generate
 
-    tokenizer, decoder, samples = Tokenizer.from_file(str(model / "tokenizer.json")), Decoder(model), []
+    tokenizer, decoder, samples = (
+        Tokenizer.from_file(str(model / "tokenizer.json")),
+        Decoder(model),
+        [],
+    )
     for seed, prompt in enumerate(PROMPTS):
         ids = tokenizer.encode(prompt).ids
-        ids += generate(decoder, ids, SAMPLE_TOKENS, temperature=0.6, seed=seed, end_token=decoder.config.eos_token_id)
+        ids += generate(
+            decoder,
+            ids,
+            SAMPLE_TOKENS,
+            temperature=0.6,
+            seed=seed,
+            end_token=decoder.config.eos_token_id,
+        )
         lines = [line for line in tokenizer.decode(ids).splitlines() if line.strip()]
         samples.append("\n".join(lines[:SAMPLE_LINES]))
     keep(out, ("\n" + "-" * 40 + "\n").join(samples))
@@ -129,7 +202,10 @@ def sample(model: Path, out: Path) -> None:
 
 def run(args) -> None:
     build = Path(args.build).resolve()
-    out, binary = Path(args.out).resolve() if args.out else build / "demo", build / "bin" / "penstock"
+    out, binary = (
+        Path(args.out).resolve() if args.out else build / "demo",
+        build / "bin" / "penstock",
+    )
     if not binary.exists():
         raise DemoError(f"{binary} is missing: run make")
     shutil.rmtree(out, ignore_errors=True)
@@ -141,18 +217,61 @@ def run(args) -> None:
     make_model(out / "data", out / "init")
     console.print(call(binary, "info", "--model", out / "init", "--seq-len", SEQ_LEN).strip())
     console.rule("3. two memory caps that are too small")
-    cache = tempfile.TemporaryDirectory(prefix="penstock-demo-")  # rates of two seconds are the demo's own: the user's, measured at length, stay as they are
+    cache = tempfile.TemporaryDirectory(
+        prefix="penstock-demo-"
+    )  # rates of two seconds are the demo's own: the user's, measured at length, stay as they are
     os.environ["XDG_CACHE_HOME"] = cache.name
     call(binary, "profile", "--seconds", 2)
-    shape = ["--model", out / "init", "--seq-len", SEQ_LEN, "--tokens-per-step", TOKENS_PER_STEP, "--recipe", args.recipe]
+    shape = [
+        "--model",
+        out / "init",
+        "--seq-len",
+        SEQ_LEN,
+        "--tokens-per-step",
+        TOKENS_PER_STEP,
+        "--recipe",
+        args.recipe,
+    ]
     device, host, plan = choose_caps([binary, "plan", *shape, "--json", "--quiet"])
     console.rule("4. training")
-    steps = args.steps or max(FEWEST_STEPS, min(MOST_STEPS, int(TRAINING_SECONDS / plan["predicted_step_s"])))
+    steps = args.steps or max(
+        FEWEST_STEPS, min(MOST_STEPS, int(TRAINING_SECONDS / plan["predicted_step_s"]))
+    )
     trained = subprocess.run(
-        [str(c) for c in [binary, "train", *shape, "--data", out / "data", f"--device-mem={device}", f"--host-mem={host}", "--steps", steps,
-                          "--lr", "1e-3", "--min-lr", "1e-4", "--lr-schedule", "cosine", "--warmup-steps", min(10, steps // 5), "--shuffle",
-                          "--document-end-token", about["eos_token_id"], "--out", out / "model", "--force", "--run-dir", out, "--json"]],
-        stdout=subprocess.PIPE, text=True)
+        [
+            str(c)
+            for c in [
+                binary,
+                "train",
+                *shape,
+                "--data",
+                out / "data",
+                f"--device-mem={device}",
+                f"--host-mem={host}",
+                "--steps",
+                steps,
+                "--lr",
+                "1e-3",
+                "--min-lr",
+                "1e-4",
+                "--lr-schedule",
+                "cosine",
+                "--warmup-steps",
+                min(10, steps // 5),
+                "--shuffle",
+                "--document-end-token",
+                about["eos_token_id"],
+                "--out",
+                out / "model",
+                "--force",
+                "--run-dir",
+                out,
+                "--json",
+            ]
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     if trained.returncode:
         raise SystemExit(trained.returncode)
     summary = json.loads(trained.stdout)
@@ -161,15 +280,35 @@ def run(args) -> None:
     console.rule("6. text from the trained model")
     sample(out / "model", out / "samples.txt")
     shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
-    console.print(f"Everything is in {shown}: " + " ".join(sorted(p.name + ("/" if p.is_dir() else "") for p in out.iterdir())))
+    console.print(
+        f"Everything is in {shown}: "
+        + " ".join(sorted(p.name + ("/" if p.is_dir() else "") for p in out.iterdir()))
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m penstock.demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.demo", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--build", default="build", metavar="DIR", help="the build folder")
-    parser.add_argument("--out", metavar="DIR", help="where everything goes, replaced when it is there (default: BUILD/demo)")
-    parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="text files (default: Python's standard library)")
-    parser.add_argument("--steps", type=int, metavar="N", help=f"training steps (default: about {TRAINING_SECONDS} seconds of them)")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="where everything goes, replaced when it is there (default: BUILD/demo)",
+    )
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="text files (default: Python's standard library)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=f"training steps (default: about {TRAINING_SECONDS} seconds of them)",
+    )
     parser.add_argument("--recipe", default="fp32-master", choices=("fp32", "fp32-master", "bf16"))
     started = time.monotonic()
     try:

@@ -1,9 +1,11 @@
 """The dataflow engine: ops with declared reads and writes, on streams, over arenas of memory.
 
-A Program lists ops in program order; nobody wires an event. compile() derives what has to wait for what and gives a
-Schedule; a Run replays it on an Engine step after step, overlapping steps as far as the hazards allow. See
-python/examples/dataflow.py, and include/penstock/engine.h for the exact rules.
+A Program lists ops in program order; nobody wires an event. compile() derives what has to wait for
+what and gives a Schedule; a Run replays it on an Engine step after step, overlapping steps as far
+as the hazards allow. See python/examples/dataflow.py, and include/penstock/engine.h for the exact
+rules.
 """
+
 import weakref
 from dataclasses import dataclass
 from math import prod
@@ -15,14 +17,24 @@ from ._lib import check, encode_path, error, ffi, lib, struct, text
 
 SPACE_KINDS = {"host": 0, "device": 1}
 STREAM_KINDS = {"compute": 0, "h2d": 1, "d2h": 2, "host": 3}
-TRACE_DTYPE = np.dtype([("step", "u8"), ("op", "u8"), ("queued_ns", "u8"), ("start_ns", "u8"), ("end_ns", "u8"),
-                        ("stream", "u4"), ("reserved", "u4")])
+TRACE_DTYPE = np.dtype(
+    [
+        ("step", "u8"),
+        ("op", "u8"),
+        ("queued_ns", "u8"),
+        ("start_ns", "u8"),
+        ("end_ns", "u8"),
+        ("stream", "u4"),
+        ("reserved", "u4"),
+    ]
+)
 assert TRACE_DTYPE.itemsize == ffi.sizeof("ps_trace_event")
 
 
 @dataclass(frozen=True)
 class Space:
     """An arena: `bytes` of memory, kind "host" or "device"."""
+
     bytes: int
     kind: str = "host"
 
@@ -30,6 +42,7 @@ class Space:
 @dataclass(frozen=True)
 class Stream:
     """A timeline of ops; `threads` may work on one op, each with `scratch_bytes` of scratch."""
+
     name: str
     kind: str = "compute"
     threads: int = 1
@@ -39,6 +52,7 @@ class Stream:
 @dataclass(frozen=True)
 class Region:
     """A typed range of a space: `shape` elements of `dtype` from byte `offset` on."""
+
     space: int
     offset: int
     shape: tuple
@@ -72,7 +86,11 @@ class Engine(Owner):
         for slot, space in zip(cfg.space, spaces):
             slot.bytes, slot.kind = space.bytes, SPACE_KINDS[space.kind]
         for slot, stream in zip(cfg.stream, streams):
-            slot.kind, slot.n_threads, slot.scratch_bytes = STREAM_KINDS[stream.kind], stream.threads, stream.scratch_bytes
+            slot.kind, slot.n_threads, slot.scratch_bytes = (
+                STREAM_KINDS[stream.kind],
+                stream.threads,
+                stream.scratch_bytes,
+            )
             slot.name = stream.name.encode()[: len(slot.name) - 1]
         out = ffi.new("ps_engine **")
         check(lib.ps_engine_create(out, cfg))
@@ -80,7 +98,8 @@ class Engine(Owner):
         self.spaces, self.streams = list(spaces), list(streams)
 
     def array(self, region: Region) -> np.ndarray:
-        """The region's memory as an array of its shape (no copy). Touch it while no run is in flight, or inside a host op."""
+        """The region's memory as an array of its shape (no copy). Touch it while no run is in
+        flight, or inside a host op."""
         with self._handle.beside():
             size = lib.ps_engine_space_bytes(self._handle.ptr, region.space)
             base = _address(lib.ps_engine_space(self._handle.ptr, region.space))
@@ -94,14 +113,16 @@ class Engine(Owner):
             return lib.ps_engine_space_bytes(self._handle.ptr, space)
 
     def space_peak(self, space: int) -> int:
-        """Bytes up to the end of the highest page of the space that was ever touched, as the kernel reports it."""
+        """Bytes up to the end of the highest page of the space that was ever touched, as the kernel
+        reports it."""
         out = ffi.new("uint64_t *")
         with self._handle.beside():
             check(lib.ps_engine_space_peak(self._handle.ptr, space, out))
         return out[0]
 
     def close(self) -> None:
-        """Release the memory and stop the threads, once the last array of its spaces is gone. BusyError while a run lives."""
+        """Release the memory and stop the threads, once the last array of its spaces is gone.
+        BusyError while a run lives."""
         self._handle.close()
 
     def __enter__(self):
@@ -112,13 +133,20 @@ class Engine(Owner):
 
 
 class _Memory:
-    """A region's address for numpy; keeps the engine's memory as long as an array looks at it, also one that left an op."""
+    """A region's address for numpy; keeps the engine's memory as long as an array looks at it, also
+    one that left an op."""
+
     kind = "array"
 
     def __init__(self, engine: Handle, address: int, region: Region, read_only: bool = False):
         self._engine = engine
-        self.__array_interface__ = {"data": (address, read_only), "shape": region.shape, "typestr": region.dtype.str,
-                                    "descr": region.dtype.descr, "version": 3}
+        self.__array_interface__ = {
+            "data": (address, read_only),
+            "shape": region.shape,
+            "typestr": region.dtype.str,
+            "descr": region.dtype.descr,
+            "version": 3,
+        }
         engine.hold(self)
 
     def __del__(self):
@@ -131,7 +159,10 @@ def _address(pointer) -> int:
 
 class _EngineHandle(ActiveHandle):
     """What ops know of their engine."""
-    of = {}  # address -> handle; it holds nothing of the user's, so that engines in garbage cycles are found to be garbage
+
+    # address -> handle; it holds nothing of the user's, so that engines in garbage cycles are found
+    # to be garbage
+    of = {}
 
     def __init__(self, ptr):
         super().__init__("engine", ptr, self._close)
@@ -150,7 +181,15 @@ class _EngineHandle(ActiveHandle):
 
 class _RunHandle(ActiveHandle):
     def __init__(self, ptr, engine: _EngineHandle, schedule: Handle, keep):
-        super().__init__("run", ptr, lib.ps_run_destroy, (engine, schedule), lib.ps_run_cancel, lib.ps_run_at_rest, keep)
+        super().__init__(
+            "run",
+            ptr,
+            lib.ps_run_destroy,
+            (engine, schedule),
+            lib.ps_run_cancel,
+            lib.ps_run_at_rest,
+            keep,
+        )
         self.failures = []  # exceptions of its Python ops
         engine.run = weakref.ref(self)
 
@@ -168,16 +207,42 @@ class Program(Owner):
         """Number of ops."""
         return lib.ps_program_n_ops(self._handle.ptr)
 
-    def copy(self, stream: int, src: Region, dst: Region, *, layer=-1, round=-1, chunk=-1, phase=0) -> int:
+    def copy(
+        self, stream: int, src: Region, dst: Region, *, layer=-1, round=-1, chunk=-1, phase=0
+    ) -> int:
         """Append a copy of src to dst, of equal bytes. Returns the op's index."""
-        return self._add(ffi.NULL, stream, [(src, lib.PS_READ), (dst, lib.PS_WRITE)], (layer, round, chunk, phase))
+        return self._add(
+            ffi.NULL,
+            stream,
+            [(src, lib.PS_READ), (dst, lib.PS_WRITE)],
+            (layer, round, chunk, phase),
+        )
 
-    def call(self, stream: int, fn, *, reads=(), writes=(), updates=(), name=None, layer=-1, round=-1, chunk=-1, phase=0) -> int:
-        """Append a Python callable: fn(step, *arrays), one array for each region of reads, writes and updates in this order;
-        those of reads are not writeable. It runs on the stream's thread; an exception stops the run and is raised again by
-        Run.wait(). Returns the op's index."""
-        accesses = [(r, lib.PS_READ) for r in reads] + [(r, lib.PS_WRITE) for r in writes] + [(r, lib.PS_READ_WRITE) for r in updates]
-        return self._add(self._kernel(fn, accesses, name), stream, accesses, (layer, round, chunk, phase))
+    def call(
+        self,
+        stream: int,
+        fn,
+        *,
+        reads=(),
+        writes=(),
+        updates=(),
+        name=None,
+        layer=-1,
+        round=-1,
+        chunk=-1,
+        phase=0,
+    ) -> int:
+        """Append a Python callable: fn(step, *arrays), one array for each region of reads, writes
+        and updates in this order; those of reads are not writeable. It runs on the stream's thread;
+        an exception stops the run and is raised again by Run.wait(). Returns the op's index."""
+        accesses = (
+            [(r, lib.PS_READ) for r in reads]
+            + [(r, lib.PS_WRITE) for r in writes]
+            + [(r, lib.PS_READ_WRITE) for r in updates]
+        )
+        return self._add(
+            self._kernel(fn, accesses, name), stream, accesses, (layer, round, chunk, phase)
+        )
 
     def _kernel(self, fn, accesses, name):
         def on_error(_type, exc, _traceback):
@@ -188,8 +253,17 @@ class Program(Owner):
         @ffi.callback("ps_op_fn", error=lib.PS_EINVAL, onerror=on_error)
         def run(launch):
             engine = _EngineHandle.of_this_op()
-            fn(launch.step, *(np.asarray(_Memory(engine, _address(launch.ptr[i]), region, read_only=mode == lib.PS_READ))
-                              for i, (region, mode) in enumerate(accesses)))
+            fn(
+                launch.step,
+                *(
+                    np.asarray(
+                        _Memory(
+                            engine, _address(launch.ptr[i]), region, read_only=mode == lib.PS_READ
+                        )
+                    )
+                    for i, (region, mode) in enumerate(accesses)
+                ),
+            )
             return lib.PS_OK
 
         label = ffi.new("char[]", (name or getattr(fn, "__name__", "call")).encode())
@@ -199,9 +273,23 @@ class Program(Owner):
         return kernel
 
     def _add(self, kernel, stream, accesses, tag) -> int:
-        access = ffi.new("ps_access[]", [{"space": r.space, "mode": mode, "offset": r.offset, "bytes": r.bytes} for r, mode in accesses])
-        op = ffi.new("ps_op *", {"kernel": kernel, "stream": stream, "access": access, "n_access": len(accesses),
-                                 "tag": dict(zip(("layer", "round", "chunk", "phase"), tag))})
+        access = ffi.new(
+            "ps_access[]",
+            [
+                {"space": r.space, "mode": mode, "offset": r.offset, "bytes": r.bytes}
+                for r, mode in accesses
+            ],
+        )
+        op = ffi.new(
+            "ps_op *",
+            {
+                "kernel": kernel,
+                "stream": stream,
+                "access": access,
+                "n_access": len(accesses),
+                "tag": dict(zip(("layer", "round", "chunk", "phase"), tag)),
+            },
+        )
         idx = ffi.new("uint64_t *")
         check(lib.ps_program_add(self._handle.ptr, op, idx))
         return idx[0]
@@ -214,7 +302,8 @@ class Program(Owner):
 
 
 class Schedule(Owner):
-    """A compiled step: for each stream a list of {waits, launch, signal}. Made by Program.compile() or taken from a Plan."""
+    """A compiled step: for each stream a list of {waits, launch, signal}. Made by Program.compile()
+    or taken from a Plan."""
 
     def __init__(self, handle: Handle, keep=()):
         self._handle, self._keep = handle, keep
@@ -237,53 +326,87 @@ class Schedule(Owner):
         return lib.ps_schedule_space_bytes(self._handle.ptr, space)
 
     def op(self, idx: int) -> dict:
-        """One op: name, stream, position in its stream, waits as (stream, steps_back, value), tag, work."""
+        """One op: name, stream, position in its stream, waits as (stream, steps_back, value), tag,
+        work."""
         view = ffi.new("ps_op_view *")
         check(lib.ps_schedule_op(self._handle.ptr, idx, view))
         return {
-            "name": text(view.kernel.name) if view.kernel else "copy", "stream": view.stream, "position": view.position,
-            "waits": [(w.stream, w.steps_back, w.value) for w in (view.wait[i] for i in range(view.n_wait))],
-            "tag": {"layer": view.tag.layer, "round": view.tag.round, "chunk": view.tag.chunk, "phase": view.tag.phase},
-            "work": {"flops": view.work.flops, "bytes": view.work.bytes, "model_flops": view.work.model_flops},
+            "name": text(view.kernel.name) if view.kernel else "copy",
+            "stream": view.stream,
+            "position": view.position,
+            "waits": [
+                (w.stream, w.steps_back, w.value)
+                for w in (view.wait[i] for i in range(view.n_wait))
+            ],
+            "tag": {
+                "layer": view.tag.layer,
+                "round": view.tag.round,
+                "chunk": view.tag.chunk,
+                "phase": view.tag.phase,
+            },
+            "work": {
+                "flops": view.work.flops,
+                "bytes": view.work.bytes,
+                "model_flops": view.work.model_flops,
+            },
         }
 
     def simulate(self, cost_ns, n_steps: int = 2):
-        """Run on a virtual clock, op idx alone taking cost_ns(op: dict) ns. Returns (trace, end of each step in ns)."""
+        """Run on a virtual clock, op idx alone taking cost_ns(op: dict) ns. Returns (trace, end of
+        each step in ns)."""
         failures = []
 
         @ffi.callback("ps_sim_cost_fn", onerror=lambda _type, exc, _traceback: failures.append(exc))
         def cost(_user, view, out):
             name = text(view.kernel.name) if view.kernel else "copy"
             n_bytes = sum(view.access[i].bytes for i in range(view.n_access))
-            out.ns = cost_ns({"name": name, "stream": view.stream, "position": view.position, "bytes": n_bytes})
+            out.ns = cost_ns(
+                {"name": name, "stream": view.stream, "position": view.position, "bytes": n_bytes}
+            )
 
         events = np.zeros(n_steps * self.n_ops, TRACE_DTYPE)
         ends = np.zeros(n_steps)
-        status = lib.ps_sim_run(self._handle.ptr, cost, ffi.NULL, n_steps, ffi.from_buffer("ps_trace_event[]", events),
-                                ffi.from_buffer("double[]", ends))
+        status = lib.ps_sim_run(
+            self._handle.ptr,
+            cost,
+            ffi.NULL,
+            n_steps,
+            ffi.from_buffer("ps_trace_event[]", events),
+            ffi.from_buffer("double[]", ends),
+        )
         if failures:
             raise failures[0]
         check(status)
         return events, ends
 
     def write_trace(self, path, trace: np.ndarray, stream_names: list[str]) -> None:
-        """Write a trace as Chrome / Perfetto JSON, one track a stream. InputOutputError names the file."""
+        """Write a trace as Chrome / Perfetto JSON, one track a stream. InputOutputError names the
+        file."""
         if len(stream_names) != self.n_streams:
             raise ValueError(f"{len(stream_names)} stream names for {self.n_streams} streams")
         names = [ffi.new("char[]", name.encode()) for name in stream_names]
         events = np.ascontiguousarray(trace, TRACE_DTYPE)
-        check(lib.ps_trace_write_json(encode_path(path), self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events),
-                                      ffi.new("char *[]", names)))
+        check(
+            lib.ps_trace_write_json(
+                encode_path(path),
+                self._handle.ptr,
+                ffi.from_buffer("ps_trace_event[]", events),
+                len(events),
+                ffi.new("char *[]", names),
+            )
+        )
 
 
 class Run(Owner):
-    """Replays a schedule on an engine; one run an engine at a time. `trace_steps`: keep the trace of the last so many steps.
+    """Replays a schedule on an engine; one run an engine at a time. `trace_steps`: keep the trace
+    of the last so many steps.
 
     with Run(engine, schedule, trace_steps=1) as run:
         run.submit(10); run.wait(); trace = run.trace()
 
-    Calls of several threads take turns; cancel(), where() and steps_done may be called beside them, and inside an op. A run that is
-    not closed ends when it is dropped and its steps are done; at the interpreter's exit what still runs is cancelled.
+    Calls of several threads take turns; cancel(), where() and steps_done may be called beside them,
+    and inside an op. A run that is not closed ends when it is dropped and its steps are done; at
+    the interpreter's exit what still runs is cancelled.
     """
 
     def __init__(self, engine: Engine, schedule: Schedule, trace_steps: int = 0):
@@ -302,18 +425,26 @@ class Run(Owner):
             self._submitted += n_steps
 
     def wait(self, n_steps: int | None = None) -> None:
-        """Block until n_steps steps, counted from the run's start (default: all submitted), are complete. Raises the run's
-        first error; what a Python op raised is raised as it was. StateError inside an op."""
+        """Block until n_steps steps, counted from the run's start (default: all submitted), are
+        complete. Raises the run's first error; what a Python op raised is raised as it was.
+        StateError inside an op."""
         with self._handle.turn():
-            self._check(lib.ps_run_wait(self._handle.ptr, self._submitted if n_steps is None else n_steps))
+            self._check(
+                lib.ps_run_wait(self._handle.ptr, self._submitted if n_steps is None else n_steps)
+            )
 
     def _check(self, status: int) -> None:
-        if status < 0 and status not in (lib.PS_ECANCELLED, lib.PS_ESTATE) and self._handle.failures:
+        if (
+            status < 0
+            and status not in (lib.PS_ECANCELLED, lib.PS_ESTATE)
+            and self._handle.failures
+        ):
             raise self._handle.failures[0] from error(status)
         check(status)
 
     def cancel(self) -> None:
-        """Stop at the next op of every stream; wait() then raises CancelledError. From any thread; nothing once the run is closed."""
+        """Stop at the next op of every stream; wait() then raises CancelledError. From any thread;
+        nothing once the run is closed."""
         self._handle.cancel()
 
     @property
@@ -322,24 +453,30 @@ class Run(Owner):
             return lib.ps_run_steps_done(self._handle.ptr)
 
     def where(self) -> str:
-        """Where each stream stands and what its next op waits for, a line a stream: to find out why nothing moves."""
+        """Where each stream stands and what its next op waits for, a line a stream: to find out why
+        nothing moves."""
         room = ffi.new("char[]", 4096)
         with self._handle.beside():
             lib.ps_run_where(self._handle.ptr, room, len(room))
         return ffi.string(room).decode()
 
     def trace(self) -> np.ndarray:
-        """The kept events as a structured array of TRACE_DTYPE, times in ns since the run's start; StateError while steps
-        are in flight."""
+        """The kept events as a structured array of TRACE_DTYPE, times in ns since the run's start;
+        StateError while steps are in flight."""
         n = ffi.new("uint64_t *")
         with self._handle.turn():
             check(lib.ps_run_trace(self._handle.ptr, ffi.NULL, 0, n))
             events = np.zeros(n[0], TRACE_DTYPE)
-            check(lib.ps_run_trace(self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), n))
+            check(
+                lib.ps_run_trace(
+                    self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), n
+                )
+            )
         return events
 
     def close(self) -> None:
-        """Wait for the streams to come to rest and release the run, so that its engine can be closed. StateError inside an op of it."""
+        """Wait for the streams to come to rest and release the run, so that its engine can be
+        closed. StateError inside an op of it."""
         self._handle.close()
         self._handle.failures.clear()
 

@@ -1,4 +1,5 @@
 """Opening input files."""
+
 from __future__ import annotations
 
 import errno
@@ -7,12 +8,14 @@ import stat
 
 
 def open_input(path: str | os.PathLike, mode: str = "rb", **options):
-    """open() for reading, as ps__open_input of the library: it never waits. What is not a regular file, such as a named pipe
-    that nobody writes to, is an OSError that says so."""
+    """open() for reading, as ps__open_input of the library: it never waits. What is not a regular
+    file, such as a named pipe that nobody writes to, is an OSError that says so."""
+
     def opener(name, flags):
         fd = os.open(name, flags | os.O_NONBLOCK)
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", name)
+
     return open(path, mode, opener=opener, **options)

@@ -1,4 +1,5 @@
 """Models: their configuration, their parameters, and their tensors on disk."""
+
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +13,10 @@ ROLES = ("matrix", "norm", "bias")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor under its Hugging Face name: `shape`, `role` ("matrix", "norm", "bias"), the unit it belongs to (0 the
-    embedding, 1..n_layers the blocks, n_layers + 1 the head) and its offset there in elements."""
+    """One tensor under its Hugging Face name: `shape`, `role` ("matrix", "norm", "bias"), the unit
+    it belongs to (0 the embedding, 1..n_layers the blocks, n_layers + 1 the head) and its offset
+    there in elements."""
+
     index: int
     name: str
     shape: tuple
@@ -23,14 +26,16 @@ class Parameter:
 
 
 class ModelConfig:
-    """A model's configuration; fields as in include/penstock/model.h are attributes (vocab_size, n_layers, dim, ...)."""
+    """A model's configuration; fields as in include/penstock/model.h are attributes (vocab_size,
+    n_layers, dim, ...)."""
 
     def __init__(self, ptr):
         self._ptr = ptr
 
     @classmethod
     def read(cls, path) -> "ModelConfig":
-        """From a model directory or its config.json. FormatError names file, field, value and limit."""
+        """From a model directory or its config.json. FormatError names file, field, value and
+        limit."""
         cfg = struct("ps_model_config")
         check(lib.ps_model_config_read(cfg, encode_path(path)))
         return cls(cfg)
@@ -63,7 +68,9 @@ class ModelConfig:
         for i in range(lib.ps_model_n_params(self._ptr)):
             check(lib.ps_model_param(self._ptr, i, info))
             shape = tuple(info.shape[d] for d in range(info.n_dims))
-            out.append(Parameter(i, text(info.name), shape, ROLES[info.role], info.unit, info.offset))
+            out.append(
+                Parameter(i, text(info.name), shape, ROLES[info.role], info.unit, info.offset)
+            )
         return out
 
     def flops(self, seq_len: int) -> dict:
@@ -74,13 +81,16 @@ class ModelConfig:
 
 
 class TensorFile(Owner):
-    """A .safetensors file or a model directory, opened for reading: `names`, and read(name) as fp32."""
+    """A .safetensors file or a model directory, opened for reading: `names`, and read(name) as
+    fp32."""
 
     def __init__(self, path):
         out = ffi.new("ps_tensor_file **")
         check(lib.ps_tensors_open(out, encode_path(path)))
         self._handle = Handle("tensor file", out[0], lib.ps_tensors_close)
-        self.names = [text(self._info(i).name) for i in range(lib.ps_tensors_count(self._handle.ptr))]
+        self.names = [
+            text(self._info(i).name) for i in range(lib.ps_tensors_count(self._handle.ptr))
+        ]
 
     def _info(self, idx: int):
         info = ffi.new("ps_tensor_info *")
@@ -97,5 +107,9 @@ class TensorFile(Owner):
             raise KeyError(name)
         info = self._info(idx)
         array = np.empty(tuple(info.shape[d] for d in range(info.n_dims)), np.float32)
-        check(lib.ps_tensors_read(self._handle.ptr, idx, 0, info.n, lib.PS_F32, ffi.cast("void *", array.ctypes.data)))
+        check(
+            lib.ps_tensors_read(
+                self._handle.ptr, idx, 0, info.n, lib.PS_F32, ffi.cast("void *", array.ctypes.data)
+            )
+        )
         return array

@@ -1,26 +1,53 @@
 """Plans: what a step does under two memory caps, and the hardware rates its predictions rest on."""
+
+import json
 import os
 import re
 import warnings
 from pathlib import Path
 
-import json
-
 import numpy as np
 
 from ._handle import Handle, Owner
-from ._lib import BudgetError, StateError, InputOutputError, FormatError, as_dict, check, encode_path, ffi, lib, struct, text
+from ._lib import (
+    BudgetError,
+    FormatError,
+    InputOutputError,
+    StateError,
+    as_dict,
+    check,
+    encode_path,
+    ffi,
+    lib,
+    struct,
+    text,
+)
 from .engine import TRACE_DTYPE, Schedule
 from .model import ModelConfig
 
 RECIPES = ("fp32", "fp32-master", "bf16")
-_UNITS = {"": 1, "b": 1, "k": 1e3, "kb": 1e3, "m": 1e6, "mb": 1e6, "g": 1e9, "gb": 1e9, "t": 1e12, "tb": 1e12,
-          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 1e3,
+    "kb": 1e3,
+    "m": 1e6,
+    "mb": 1e6,
+    "g": 1e9,
+    "gb": 1e9,
+    "t": 1e12,
+    "tb": 1e12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 _LEAST_WITHOUT_UNIT = 2**20
 
 
 def parse_bytes(size, name: str) -> int:
-    """Bytes of 20 * 2**30, "20GiB", "512MiB", "2e9"; None and 0 are 0, no cap. `name` is the argument's.
+    """Bytes of 20 * 2**30, "20GiB", "512MiB", "2e9"; None and 0 are 0, no cap. `name` is the
+    argument's.
 
     A number below 1 MiB without a unit is refused: whoever wrote it forgot the unit."""
     if size is None:
@@ -28,9 +55,13 @@ def parse_bytes(size, name: str) -> int:
     match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if not match or match[2].lower() not in _UNITS:
         raise ValueError(f"{name}={size!r} is not a size: write 20GiB, 512MiB or 2e9")
-    size_bytes = int(float(match[1]) * _UNITS[match[2].lower()]) if isinstance(size, str) else int(size)
+    size_bytes = (
+        int(float(match[1]) * _UNITS[match[2].lower()]) if isinstance(size, str) else int(size)
+    )
     if not match[2] and 0 < size_bytes < _LEAST_WITHOUT_UNIT:
-        raise ValueError(f"{name}={size!r} is {size_bytes} byte{'s' * (size_bytes != 1)}: write \"{match[1]}{'GiB' if size_bytes < 1024 else 'MiB'}\"")
+        raise ValueError(
+            f'{name}={size!r} is {size_bytes} byte{"s" * (size_bytes != 1)}: write "{match[1]}{"GiB" if size_bytes < 1024 else "MiB"}"'
+        )
     return size_bytes
 
 
@@ -52,22 +83,38 @@ class Hardware:
 
     @classmethod
     def estimate(cls, threads: int = 0, backend: str = "auto", gpu: int = 0) -> "Hardware":
-        """Rates from core counts and clocks alone. backend "auto" is "cuda" where there is a GPU, else "cpu"."""
+        """Rates from core counts and clocks alone. backend "auto" is "cuda" where there is a GPU,
+        else "cpu"."""
         hw = struct("ps_hardware")
         check(lib.ps_hardware_estimate(hw, _backend(backend), gpu, threads))
         return cls(hw)
 
     @classmethod
-    def measure(cls, threads: int = 0, seconds: float = 0.0, backend: str = "auto", gpu: int = 0, host_mem=None) -> "Hardware":
-        """Time products, attention, a norm, copies and the host's ops: about `seconds` in all (0: 1, on a GPU 12, whose clock falls
-        under load). host_mem: cap of the process's memory meanwhile; BudgetError where it is too low."""
+    def measure(
+        cls,
+        threads: int = 0,
+        seconds: float = 0.0,
+        backend: str = "auto",
+        gpu: int = 0,
+        host_mem=None,
+    ) -> "Hardware":
+        """Time products, attention, a norm, copies and the host's ops: about `seconds` in all (0:
+        1, on a GPU 12, whose clock falls under load). host_mem: cap of the process's memory
+        meanwhile; BudgetError where it is too low."""
         hw = struct("ps_hardware")
-        check(lib.ps_hardware_measure(hw, _backend(backend), gpu, threads, parse_bytes(host_mem, "host_mem"), seconds))
+        check(
+            lib.ps_hardware_measure(
+                hw, _backend(backend), gpu, threads, parse_bytes(host_mem, "host_mem"), seconds
+            )
+        )
         return cls(hw)
 
     @classmethod
-    def profile(cls, threads: int = 0, seconds: float = 0.0, backend: str = "auto", gpu: int = 0) -> "Hardware":
-        """The same at length (0: 5 seconds, on a GPU 80), and the figures that only people look at: `penstock profile`."""
+    def profile(
+        cls, threads: int = 0, seconds: float = 0.0, backend: str = "auto", gpu: int = 0
+    ) -> "Hardware":
+        """The same at length (0: 5 seconds, on a GPU 80), and the figures that only people look at:
+        `penstock profile`."""
         hw = struct("ps_hardware")
         check(lib.ps_hardware_profile(hw, _backend(backend), gpu, threads, 0, seconds))
         return cls(hw)
@@ -78,22 +125,28 @@ class Hardware:
 
     @classmethod
     def read(cls, path) -> "Hardware":
-        """A machine as a file that the command line, write() or cached() wrote describes it, whatever this one is: to plan for it."""
+        """A machine as a file that the command line, write() or cached() wrote describes it,
+        whatever this one is: to plan for it."""
         hw = struct("ps_hardware")
         check(lib.ps_hardware_describe(hw, encode_path(path)))
         return cls(hw)
 
     @classmethod
-    def cached(cls, threads: int = 0, backend: str = "auto", gpu: int = 0, host_mem=None) -> "Hardware":
-        """Measured once for this machine and thread count, and kept in the user's cache folder ($XDG_CACHE_HOME/penstock or
-        ~/.cache/penstock), the same file that the command line uses. Where it cannot be written a warning says so, and it is measured
-        again. Under a host_mem that leaves no room to measure in, rates are estimated, with a warning."""
+    def cached(
+        cls, threads: int = 0, backend: str = "auto", gpu: int = 0, host_mem=None
+    ) -> "Hardware":
+        """Measured once for this machine and thread count, and kept in the user's cache folder
+        ($XDG_CACHE_HOME/penstock or ~/.cache/penstock), the same file that the command line uses.
+        Where it cannot be written a warning says so, and it is measured again. Under a host_mem
+        that leaves no room to measure in, rates are estimated, with a warning."""
         path = cls.cache_path(threads, backend, gpu)
         hw = struct("ps_hardware")
         if path:
             try:
                 check(lib.ps_hardware_read(hw, encode_path(path), _backend(backend), gpu, threads))
-                if hw.measured != lib.PS_MEASURED_TIGHT or not lib.ps_hardware_ample(hw, parse_bytes(host_mem, "host_mem")):
+                if hw.measured != lib.PS_MEASURED_TIGHT or not lib.ps_hardware_ample(
+                    hw, parse_bytes(host_mem, "host_mem")
+                ):
                     return cls(hw)
             except (StateError, InputOutputError, FormatError):
                 pass
@@ -107,17 +160,26 @@ class Hardware:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 measured.write(path)
             except OSError as exc:
-                warnings.warn(f"the machine's rates are not kept: {exc if str(path) in str(exc) else f'{path}: {exc}'}", stacklevel=2)
+                warnings.warn(
+                    f"the machine's rates are not kept: {exc if str(path) in str(exc) else f'{path}: {exc}'}",
+                    stacklevel=2,
+                )
         return measured
 
     @classmethod
     def cache_path(cls, threads: int = 0, backend: str = "auto", gpu: int = 0) -> Path | None:
         """Where cached() keeps the rates; None when there is neither XDG_CACHE_HOME nor HOME."""
-        base = os.environ.get("XDG_CACHE_HOME") or (os.environ.get("HOME") and os.environ["HOME"] + "/.cache")
+        base = os.environ.get("XDG_CACHE_HOME") or (
+            os.environ.get("HOME") and os.environ["HOME"] + "/.cache"
+        )
         if not base:
             return None
         hw = cls.estimate(threads, backend, gpu)
-        machine = re.sub(r"[^A-Za-z0-9]+", "-", " ".join(filter(None, (text(hw._ptr.name), text(hw._ptr.device_name)))))
+        machine = re.sub(
+            r"[^A-Za-z0-9]+",
+            "-",
+            " ".join(filter(None, (text(hw._ptr.name), text(hw._ptr.device_name)))),
+        )
         return Path(base) / "penstock" / f"hardware-{machine}-{hw.n_threads}.json"
 
     def __getattr__(self, name: str):
@@ -134,52 +196,160 @@ class Plan(Owner):
 
     Plan(ModelConfig.read("my_model"), seq_len=4096, device_mem="20GiB", host_mem="80GiB")
 
-    device_mem, host_mem: caps in bytes or as "20GiB"; None: none, and what the machine allows. tokens_per_step 0: 8 sequences.
-    recipe "fp32", "fp32-master" or "bf16". chunk_tokens, chunks_per_round, first_round_chunks 0: the planner chooses. clip: exact global-norm
-    clipping will be used. one_document: every sequence is one document (faster attention on a GPU; the trainer then refuses document tokens).
-    deterministic: the same bits in every run on a GPU too. reserve: host
-    memory of the process besides what the plan places, bytes or "1GiB" (None: from what the process held when it first asked for a Hardware or a Plan). keep_grads: gradients come home wherever the update runs, for Trainer.grad(). Raises InvalidError, BudgetError (what is missing and the nearest plan that fits).
+    device_mem, host_mem: caps in bytes or as "20GiB"; None: none, and what the machine allows.
+    tokens_per_step 0: 8 sequences. recipe "fp32", "fp32-master" or "bf16". chunk_tokens,
+    chunks_per_round, first_round_chunks 0: the planner chooses. clip: exact global-norm clipping
+    will be used. one_document: every sequence is one document (faster attention on a GPU; the
+    trainer then refuses document tokens). deterministic: the same bits in every run on a GPU too.
+    reserve: host memory of the process besides what the plan places, bytes or "1GiB" (None: from
+    what the process held when it first asked for a Hardware or a Plan). keep_grads: gradients come
+    home wherever the update runs, for Trainer.grad(). Raises InvalidError, BudgetError (what is
+    missing and the nearest plan that fits).
     """
 
-    def __init__(self, model: ModelConfig, *, seq_len: int, device_mem=None, host_mem=None, tokens_per_step: int = 0,
-                 recipe: str = "bf16", chunk_tokens: int = 0, chunks_per_round: int = 0, first_round_chunks: int = 0, head_slice_tokens: int = 0, clip: bool = True,
-                 threads: int = 0, trace_steps: int = 2, keep_grads: bool = True, one_document: bool = False,
-                 deterministic: bool = False, reserve=None, hardware: Hardware | None = None):
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        seq_len: int,
+        device_mem=None,
+        host_mem=None,
+        tokens_per_step: int = 0,
+        recipe: str = "bf16",
+        chunk_tokens: int = 0,
+        chunks_per_round: int = 0,
+        first_round_chunks: int = 0,
+        head_slice_tokens: int = 0,
+        clip: bool = True,
+        threads: int = 0,
+        trace_steps: int = 2,
+        keep_grads: bool = True,
+        one_document: bool = False,
+        deterministic: bool = False,
+        reserve=None,
+        hardware: Hardware | None = None,
+    ):
         self.model = model
-        self.hardware = hardware or Hardware.cached(threads, host_mem=host_mem if reserve is None else None)
-        self.config = self._config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round,
-                                   head_slice_tokens, clip, threads, trace_steps, keep_grads, one_document, deterministic, reserve, first_round_chunks)
+        self.hardware = hardware or Hardware.cached(
+            threads, host_mem=host_mem if reserve is None else None
+        )
+        self.config = self._config(
+            seq_len,
+            device_mem,
+            host_mem,
+            tokens_per_step,
+            recipe,
+            chunk_tokens,
+            chunks_per_round,
+            head_slice_tokens,
+            clip,
+            threads,
+            trace_steps,
+            keep_grads,
+            one_document,
+            deterministic,
+            reserve,
+            first_round_chunks,
+        )
         out = ffi.new("ps_plan **")
         check(lib.ps_plan_create(out, model._ptr, self.config, self.hardware._ptr))
         self._handle = Handle("plan", out[0], lib.ps_plan_destroy)
 
     @staticmethod
-    def _config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round, head_slice_tokens, clip,
-                threads, trace_steps, keep_grads, one_document=False, deterministic=False, reserve=None, first_round_chunks=0):
+    def _config(
+        seq_len,
+        device_mem,
+        host_mem,
+        tokens_per_step,
+        recipe,
+        chunk_tokens,
+        chunks_per_round,
+        head_slice_tokens,
+        clip,
+        threads,
+        trace_steps,
+        keep_grads,
+        one_document=False,
+        deterministic=False,
+        reserve=None,
+        first_round_chunks=0,
+    ):
         which = ffi.new("ps_recipe *")
         check(lib.ps_recipe_parse(which, recipe.encode()))
-        return struct("ps_plan_config", recipe=which[0], device_bytes=parse_bytes(device_mem, "device_mem"), host_bytes=parse_bytes(host_mem, "host_mem"),
-                      seq_len=seq_len, tokens_per_step=tokens_per_step, chunk_tokens=chunk_tokens, chunks_per_round=chunks_per_round,
-                      head_slice_tokens=head_slice_tokens, clip=bool(clip), n_threads=threads, trace_steps=trace_steps, keep_grads=int(keep_grads),
-                      one_document=int(one_document), deterministic=int(deterministic), reserve_bytes=parse_bytes(reserve, "reserve"), first_round_chunks=first_round_chunks)
+        return struct(
+            "ps_plan_config",
+            recipe=which[0],
+            device_bytes=parse_bytes(device_mem, "device_mem"),
+            host_bytes=parse_bytes(host_mem, "host_mem"),
+            seq_len=seq_len,
+            tokens_per_step=tokens_per_step,
+            chunk_tokens=chunk_tokens,
+            chunks_per_round=chunks_per_round,
+            head_slice_tokens=head_slice_tokens,
+            clip=bool(clip),
+            n_threads=threads,
+            trace_steps=trace_steps,
+            keep_grads=int(keep_grads),
+            one_document=int(one_document),
+            deterministic=int(deterministic),
+            reserve_bytes=parse_bytes(reserve, "reserve"),
+            first_round_chunks=first_round_chunks,
+        )
 
     @classmethod
-    def smallest(cls, model: ModelConfig, *, seq_len: int, device_mem=None, host_mem=None, tokens_per_step: int = 0,
-                 recipe: str = "bf16", chunk_tokens: int = 0, chunks_per_round: int = 0, first_round_chunks: int = 0, head_slice_tokens: int = 0, clip: bool = True,
-                 threads: int = 0, trace_steps: int = 2, keep_grads: bool = True, one_document: bool = False, deterministic: bool = False,
-                 reserve=None, hardware: Hardware | None = None) -> tuple[int, int]:
-        """The least device memory under host_mem and the least host memory under device_mem that a plan fits in, bytes; one
-        byte less is refused. 0 where none fits."""
-        hardware = hardware or Hardware.cached(threads, host_mem=host_mem if reserve is None else None)
-        cfg = cls._config(seq_len, device_mem, host_mem, tokens_per_step, recipe, chunk_tokens, chunks_per_round, head_slice_tokens,
-                          clip, threads, trace_steps, keep_grads, one_document, deterministic, reserve, first_round_chunks)
+    def smallest(
+        cls,
+        model: ModelConfig,
+        *,
+        seq_len: int,
+        device_mem=None,
+        host_mem=None,
+        tokens_per_step: int = 0,
+        recipe: str = "bf16",
+        chunk_tokens: int = 0,
+        chunks_per_round: int = 0,
+        first_round_chunks: int = 0,
+        head_slice_tokens: int = 0,
+        clip: bool = True,
+        threads: int = 0,
+        trace_steps: int = 2,
+        keep_grads: bool = True,
+        one_document: bool = False,
+        deterministic: bool = False,
+        reserve=None,
+        hardware: Hardware | None = None,
+    ) -> tuple[int, int]:
+        """The least device memory under host_mem and the least host memory under device_mem that a
+        plan fits in, bytes; one byte less is refused. 0 where none fits."""
+        hardware = hardware or Hardware.cached(
+            threads, host_mem=host_mem if reserve is None else None
+        )
+        cfg = cls._config(
+            seq_len,
+            device_mem,
+            host_mem,
+            tokens_per_step,
+            recipe,
+            chunk_tokens,
+            chunks_per_round,
+            head_slice_tokens,
+            clip,
+            threads,
+            trace_steps,
+            keep_grads,
+            one_document,
+            deterministic,
+            reserve,
+            first_round_chunks,
+        )
         device, host = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))
         return device[0], host[0]
 
     @property
     def report(self) -> dict:
-        """Numbers of the plan, fields as ps_plan_report of include/penstock/plan.h (bytes, seconds, FLOPs)."""
+        """Numbers of the plan, fields as ps_plan_report of include/penstock/plan.h (bytes, seconds,
+        FLOPs)."""
         out = struct("ps_plan_report")
         check(lib.ps_plan_get_report(self._handle.ptr, out))
         return as_dict(out)
@@ -202,20 +372,45 @@ class Plan(Owner):
         return [text(lib.ps_plan_stream_name(i)) for i in range(self.schedule.n_streams)]
 
     def stalls(self, trace: np.ndarray) -> list[dict]:
-        """What each stream waited for between two of its ops, seconds a step, from a trace of whole steps (Trainer.trace(), simulate()): dicts of stream, what,
-        awaited_stream, seconds; by stream, the longest first."""
+        """What each stream waited for between two of its ops, seconds a step, from a trace of whole
+        steps (Trainer.trace(), simulate()): dicts of stream, what, awaited_stream, seconds; by
+        stream, the longest first."""
         room, n = 128, ffi.new("uint64_t *")
         out = ffi.new("ps_stall[]", room)
         if getattr(trace, "dtype", None) != TRACE_DTYPE:
-            raise ValueError("stalls() takes a trace as Trainer.trace() and simulate() give it, an array of engine.TRACE_DTYPE")
+            raise ValueError(
+                "stalls() takes a trace as Trainer.trace() and simulate() give it, an array of engine.TRACE_DTYPE"
+            )
         events = np.ascontiguousarray(trace)
-        check(lib.ps_plan_stalls(self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), out, room, n))
-        return [{"stream": s.stream, "what": text(s.what), "awaited_stream": s.awaited_stream, "seconds": s.seconds}
-                for s in out[0:min(n[0], room)]]
+        check(
+            lib.ps_plan_stalls(
+                self._handle.ptr,
+                ffi.from_buffer("ps_trace_event[]", events),
+                len(events),
+                out,
+                room,
+                n,
+            )
+        )
+        return [
+            {
+                "stream": s.stream,
+                "what": text(s.what),
+                "awaited_stream": s.awaited_stream,
+                "seconds": s.seconds,
+            }
+            for s in out[0 : min(n[0], room)]
+        ]
 
     def simulate(self, n_steps: int = 2) -> tuple[np.ndarray, np.ndarray]:
         """The predicted trace of n_steps steps (TRACE_DTYPE) and when each step ended (ns)."""
         events, ends = np.zeros(n_steps * self.schedule.n_ops, TRACE_DTYPE), np.zeros(n_steps)
-        check(lib.ps_plan_simulate(self._handle.ptr, n_steps, ffi.from_buffer("ps_trace_event[]", events),
-                                   ffi.from_buffer("double[]", ends)))
+        check(
+            lib.ps_plan_simulate(
+                self._handle.ptr,
+                n_steps,
+                ffi.from_buffer("ps_trace_event[]", events),
+                ffi.from_buffer("double[]", ends),
+            )
+        )
         return events, ends

@@ -1,5 +1,7 @@
-"""The loss curve of a run, or the grid of `penstock plan --grid-device ... --grid-host ... --json`, as a picture:
-python -m penstock.plot metrics.jsonl loss.png;  python -m penstock.plot grid.json grid.png"""
+"""The loss curve of a run, or the grid of `penstock plan --grid-device ... --grid-host ... --json`,
+as a picture: python -m penstock.plot metrics.jsonl loss.png;  python -m penstock.plot grid.json
+grid.png"""
+
 import json
 import sys
 
@@ -7,7 +9,8 @@ from .files import open_input
 
 
 def read_metrics(path) -> list[dict]:
-    """The objects of a metrics.jsonl, or the one object of a grid. ValueError names the line that is none."""
+    """The objects of a metrics.jsonl, or the one object of a grid. ValueError names the line that
+    is none."""
     out = []
     with open_input(path, "r", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -16,17 +19,26 @@ def read_metrics(path) -> list[dict]:
             except json.JSONDecodeError as exc:
                 raise ValueError(f"{path}: line {number} is not JSON: {exc}") from exc
             if not isinstance(out[-1], dict):
-                raise ValueError(f"{path}: line {number} is JSON, but no object of a metrics.jsonl or a grid")
+                raise ValueError(
+                    f"{path}: line {number} is JSON, but no object of a metrics.jsonl or a grid"
+                )
     if not out:
         raise ValueError(f"{path} is empty: no step is in it")
     return out
 
 
 def numbers(objects: list[dict], key: str, source) -> list[float]:
-    """A field of every step; null, which a figure that is not finite becomes, as NaN. ValueError names the step without it."""
+    """A field of every step; null, which a figure that is not finite becomes, as NaN. ValueError
+    names the step without it."""
     for i, o in enumerate(objects):
-        if key not in o or isinstance(o[key], bool) or not isinstance(o[key], (int, float, type(None))):
-            raise ValueError(f"{source}: line {i + 1} has no number {key}: this is no metrics.jsonl of penstock train")
+        if (
+            key not in o
+            or isinstance(o[key], bool)
+            or not isinstance(o[key], (int, float, type(None)))
+        ):
+            raise ValueError(
+                f"{source}: line {i + 1} has no number {key}: this is no metrics.jsonl of penstock train"
+            )
     return [float("nan") if o[key] is None else o[key] for o in objects]
 
 
@@ -35,7 +47,7 @@ def smoothed(values: list[float]) -> list[float]:
     out = []
     for i in range(len(values)):
         half = min(window(len(values)) // 2, i, len(values) - 1 - i)
-        out.append(sum(values[i - half:i + half + 1]) / (2 * half + 1))
+        out.append(sum(values[i - half : i + half + 1]) / (2 * half + 1))
     return out
 
 
@@ -45,16 +57,28 @@ def window(n: int) -> int:
 
 
 def plot_loss(metrics: list[dict], path, title: str = "", source="metrics") -> None:
-    """Loss (nats a token) over steps, each and smoothed, with the learning rate and tokens per second beneath."""
-    steps, loss, rate, speed = (numbers(metrics, key, source) for key in ("step", "loss", "lr", "tokens_per_s"))
+    """Loss (nats a token) over steps, each and smoothed, with the learning rate and tokens per
+    second beneath."""
+    steps, loss, rate, speed = (
+        numbers(metrics, key, source) for key in ("step", "loss", "lr", "tokens_per_s")
+    )
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     steps = [step + 1 for step in steps]
-    figure, (upper, middle, lower) = plt.subplots(3, 1, figsize=(9, 7), sharex=True, height_ratios=[4, 1, 1], constrained_layout=True)
+    figure, (upper, middle, lower) = plt.subplots(
+        3, 1, figsize=(9, 7), sharex=True, height_ratios=[4, 1, 1], constrained_layout=True
+    )
     upper.plot(steps, loss, color="tab:blue", alpha=0.35, linewidth=1, label="each step")
-    upper.plot(steps, smoothed(loss), color="tab:blue", linewidth=2, label=f"mean of {window(len(loss))} steps")
+    upper.plot(
+        steps,
+        smoothed(loss),
+        color="tab:blue",
+        linewidth=2,
+        label=f"mean of {window(len(loss))} steps",
+    )
     upper.set_ylabel("loss, nats a token")
     upper.set_title(title)
     upper.legend(frameon=False)
@@ -73,22 +97,39 @@ def plot_loss(metrics: list[dict], path, title: str = "", source="metrics") -> N
 
 
 def plot_grid(grid: dict, path, title: str = "") -> None:
-    """Predicted tokens per second over caps of device (across) and host memory (up); empty where no plan fits. ValueError where it is no grid."""
+    """Predicted tokens per second over caps of device (across) and host memory (up); empty where no
+    plan fits. ValueError where it is no grid."""
     check_grid(grid)
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     rate = [[value or float("nan") for value in row] for row in grid["tokens_per_s"]]
-    figure, axes = plt.subplots(figsize=(max(6, 1.5 + 0.9 * len(grid["device_bytes"])), 2 + 0.6 * len(grid["host_bytes"])), constrained_layout=True)
+    figure, axes = plt.subplots(
+        figsize=(max(6, 1.5 + 0.9 * len(grid["device_bytes"])), 2 + 0.6 * len(grid["host_bytes"])),
+        constrained_layout=True,
+    )
     image = axes.imshow(rate, origin="lower", aspect="auto")
-    axes.set_xticks(range(len(grid["device_bytes"])), [f"{b / 2**30:.3g}" for b in grid["device_bytes"]])
-    axes.set_yticks(range(len(grid["host_bytes"])), [f"{b / 2**30:.3g}" for b in grid["host_bytes"]])
+    axes.set_xticks(
+        range(len(grid["device_bytes"])), [f"{b / 2**30:.3g}" for b in grid["device_bytes"]]
+    )
+    axes.set_yticks(
+        range(len(grid["host_bytes"])), [f"{b / 2**30:.3g}" for b in grid["host_bytes"]]
+    )
     axes.set(xlabel="device memory, GiB", ylabel="host memory, GiB")
     axes.set_title(title, fontsize=10)
     for y, row in enumerate(rate):
         for x, value in enumerate(row):
-            axes.text(x, y, f"{value:,.0f}" if value == value else "-", ha="center", va="center", fontsize=8, color="white" if value == value else "black")
+            axes.text(
+                x,
+                y,
+                f"{value:,.0f}" if value == value else "-",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if value == value else "black",
+            )
     figure.colorbar(image, label="tokens / s, predicted")
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -97,16 +138,34 @@ def plot_grid(grid: dict, path, title: str = "") -> None:
 def check_grid(grid: dict) -> None:
     """ValueError where a grid's parts do not fit each other."""
     device, host, rate = (grid.get(key) for key in ("device_bytes", "host_bytes", "tokens_per_s"))
-    sizes = all(isinstance(side, list) and side and all(isinstance(b, (int, float)) for b in side) for side in (device, host))
-    if not sizes or not isinstance(rate, list) or len(rate) != len(host) or any(
-            not isinstance(row, list) or len(row) != len(device) or any(not isinstance(v, (int, float, type(None))) for v in row) for row in rate):
-        raise ValueError("the grid needs device_bytes, host_bytes and a row of tokens_per_s for each of host_bytes, as penstock plan --json writes them")
+    sizes = all(
+        isinstance(side, list) and side and all(isinstance(b, (int, float)) for b in side)
+        for side in (device, host)
+    )
+    if (
+        not sizes
+        or not isinstance(rate, list)
+        or len(rate) != len(host)
+        or any(
+            not isinstance(row, list)
+            or len(row) != len(device)
+            or any(not isinstance(v, (int, float, type(None))) for v in row)
+            for row in rate
+        )
+    ):
+        raise ValueError(
+            "the grid needs device_bytes, host_bytes and a row of tokens_per_s for each of host_bytes, as penstock plan --json writes them"
+        )
 
 
 def subject(grid: dict) -> str:
     """What a grid is of; files of older versions do not say."""
     named = [str(grid[key]) for key in ("model", "machine") if key in grid]
-    return "\n".join([", ".join(named), f"{grid['seq_len']:,} tokens a sequence"]) if named and isinstance(grid.get("seq_len"), int) else "predicted"
+    return (
+        "\n".join([", ".join(named), f"{grid['seq_len']:,} tokens a sequence"])
+        if named and isinstance(grid.get("seq_len"), int)
+        else "predicted"
+    )
 
 
 def plot(source, path) -> None:

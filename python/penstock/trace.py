@@ -2,6 +2,7 @@
 
 python -m penstock.trace timeline.json [--png timeline.png]
 """
+
 import argparse
 import json
 import sys
@@ -11,21 +12,36 @@ import numpy as np
 
 from .files import open_input
 
-EVENT_DTYPE = np.dtype([("step", "i8"), ("stream", "i4"), ("op_class", "U12"), ("name", "U32"), ("layer", "i4"), ("round", "i4"),
-                        ("chunk", "i4"), ("start_s", "f8"), ("end_s", "f8"), ("wait_s", "f8")])
+EVENT_DTYPE = np.dtype(
+    [
+        ("step", "i8"),
+        ("stream", "i4"),
+        ("op_class", "U12"),
+        ("name", "U32"),
+        ("layer", "i4"),
+        ("round", "i4"),
+        ("chunk", "i4"),
+        ("start_s", "f8"),
+        ("end_s", "f8"),
+        ("wait_s", "f8"),
+    ]
+)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events (EVENT_DTYPE, seconds since the run's start; wait_s is how long the stream stood before the op could start) and the
-    streams' names."""
+    """Events (EVENT_DTYPE, seconds since the run's start; wait_s is how long the stream stood
+    before the op could start) and the streams' names."""
+
     events: np.ndarray
     streams: list[str]
 
 
 @dataclass(frozen=True)
 class StreamShare:
-    """Of the time between the borders that count(): busy (an op runs), waiting (for another stream), idle (nothing to do)."""
+    """Of the time between the borders that count(): busy (an op runs), waiting (for another
+    stream), idle (nothing to do)."""
+
     name: str
     n_ops: int
     busy_s: float
@@ -42,25 +58,48 @@ def load(path) -> Timeline:
     try:
         with open_input(path, "r", encoding="utf-8") as file:
             records = json.load(file)["traceEvents"]
-        names = {r["tid"]: r["args"]["name"] for r in records if r["ph"] == "M" and r["name"] == "thread_name"}
-        rows = [(r["args"]["step"], r["tid"], r["cat"], r["name"], r["args"]["layer"], r["args"]["round"], r["args"]["chunk"],
-                 r["ts"] * 1e-6, (r["ts"] + r["dur"]) * 1e-6, r["args"]["wait_us"] * 1e-6) for r in records if r["ph"] == "X"]
+        names = {
+            r["tid"]: r["args"]["name"]
+            for r in records
+            if r["ph"] == "M" and r["name"] == "thread_name"
+        }
+        rows = [
+            (
+                r["args"]["step"],
+                r["tid"],
+                r["cat"],
+                r["name"],
+                r["args"]["layer"],
+                r["args"]["round"],
+                r["args"]["chunk"],
+                r["ts"] * 1e-6,
+                (r["ts"] + r["dur"]) * 1e-6,
+                r["args"]["wait_us"] * 1e-6,
+            )
+            for r in records
+            if r["ph"] == "X"
+        ]
     except (KeyError, TypeError, json.JSONDecodeError) as exc:
         raise ValueError(f"{path}: not a trace written by penstock ({exc!r})") from exc
     return Timeline(np.array(rows, EVENT_DTYPE), [names[i] for i in sorted(names)])
 
 
 def borders(timeline: Timeline) -> np.ndarray:
-    """Where the kept steps begin and end, in seconds: when the first stream, which computes, starts the first of them and ends each. Ops of several steps run at
-    once, and those of steps that are not kept are not in the trace."""
+    """Where the kept steps begin and end, in seconds: when the first stream, which computes, starts
+    the first of them and ends each. Ops of several steps run at once, and those of steps that are
+    not kept are not in the trace."""
     mine = timeline.events[timeline.events["stream"] == 0]
     if not len(mine):
         return np.zeros(0)
-    return np.array([mine["start_s"].min()] + [mine["end_s"][mine["step"] == step].max() for step in np.unique(mine["step"])])
+    return np.array(
+        [mine["start_s"].min()]
+        + [mine["end_s"][mine["step"] == step].max() for step in np.unique(mine["step"])]
+    )
 
 
 def count(timeline: Timeline) -> tuple[float, float]:
-    """From when to when shares() counts: without the first kept step where there are others, as what ran beside it of the step before is not in the trace."""
+    """From when to when shares() counts: without the first kept step where there are others, as
+    what ran beside it of the step before is not in the trace."""
     at = borders(timeline)
     return (at[min(1, len(at) - 2)], at[-1]) if len(at) else (0.0, 0.0)
 
@@ -77,15 +116,24 @@ def shares(timeline: Timeline) -> list[StreamShare]:
     out = []
     for i, name in enumerate(timeline.streams):
         mine = events[events["stream"] == i]
-        busy, waited = inside(mine["start_s"], mine["end_s"]), inside(mine["start_s"] - mine["wait_s"], mine["start_s"])
-        out.append(StreamShare(name, int((busy > 0).sum()), busy.sum(), busy.sum() / window, waited.sum() / window))
+        busy, waited = (
+            inside(mine["start_s"], mine["end_s"]),
+            inside(mine["start_s"] - mine["wait_s"], mine["start_s"]),
+        )
+        out.append(
+            StreamShare(
+                name, int((busy > 0).sum()), busy.sum(), busy.sum() / window, waited.sum() / window
+            )
+        )
     return out
 
 
 def largest_ops(timeline: Timeline, n: int = 8) -> list[tuple[str, str, float]]:
     """(stream, op name, seconds) of the op names that took most time, largest first."""
     events, totals = timeline.events, {}
-    for stream, name, seconds in zip(events["stream"], events["name"], events["end_s"] - events["start_s"]):
+    for stream, name, seconds in zip(
+        events["stream"], events["name"], events["end_s"] - events["start_s"]
+    ):
         key = (timeline.streams[stream], str(name))
         totals[key] = totals.get(key, 0.0) + seconds
     ranked = sorted(totals.items(), key=lambda item: -item[1])[:n]
@@ -102,43 +150,73 @@ def shares_table(timeline: Timeline):
     first, last = count(timeline)
     table.caption = f"of {last - first:.3f} s between the borders of steps"
     for s in shares(timeline):
-        table.add_row(s.name, str(s.n_ops), f"{100 * s.busy:.1f}%", f"{100 * s.waiting:.1f}%", f"{100 * s.idle:.1f}%")
+        table.add_row(
+            s.name,
+            str(s.n_ops),
+            f"{100 * s.busy:.1f}%",
+            f"{100 * s.waiting:.1f}%",
+            f"{100 * s.idle:.1f}%",
+        )
     return table
 
 
 def plot(timeline: Timeline, path, title: str = "") -> None:
-    """The timeline as a picture: a row a stream, coloured by kind of op, from the border before the first kept step on; grey where a stream was still with steps
-    that the trace does not have. ValueError where it has no op."""
+    """The timeline as a picture: a row a stream, coloured by kind of op, from the border before the
+    first kept step on; grey where a stream was still with steps that the trace does not have.
+    ValueError where it has no op."""
     if not len(timeline.events):
         raise ValueError("the trace has no op: there is nothing to draw")
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = {"gemm": "tab:blue", "attention": "tab:cyan", "elementwise": "tab:green", "copy": "tab:orange", "optimizer": "tab:red",
-               "io": "tab:purple", "other": "tab:gray"}
+    colours = {
+        "gemm": "tab:blue",
+        "attention": "tab:cyan",
+        "elementwise": "tab:green",
+        "copy": "tab:orange",
+        "optimizer": "tab:red",
+        "io": "tab:purple",
+        "other": "tab:gray",
+    }
     events, at = timeline.events, borders(timeline)
     first = at[0] if len(at) else events["start_s"].min()
     last = events["end_s"].max() - first
-    figure, axes = plt.subplots(figsize=(14, 1.6 + 0.6 * len(timeline.streams)), constrained_layout=True)
+    figure, axes = plt.subplots(
+        figsize=(14, 1.6 + 0.6 * len(timeline.streams)), constrained_layout=True
+    )
     earlier = None
     for i in range(len(timeline.streams)):
         on_stream = events[events["stream"] == i]
         for op_class, colour in colours.items():
             mine = on_stream[(on_stream["op_class"] == op_class) & (on_stream["end_s"] > first)]
             start = np.maximum(mine["start_s"], first) - first
-            axes.broken_barh(list(zip(start, mine["end_s"] - first - start)), (i - 0.4, 0.8), facecolors=colour)
-        before = (on_stream["start_s"] - on_stream["wait_s"]).min() - first if len(on_stream) else 0.0  # the stream turned to its first kept op
+            axes.broken_barh(
+                list(zip(start, mine["end_s"] - first - start)), (i - 0.4, 0.8), facecolors=colour
+            )
+        before = (
+            (on_stream["start_s"] - on_stream["wait_s"]).min() - first if len(on_stream) else 0.0
+        )  # the stream turned to its first kept op
         if before > 0:
-            earlier = axes.broken_barh([(0, before)], (i - 0.4, 0.8), facecolors="0.92", hatch="//", edgecolor="0.8")
+            earlier = axes.broken_barh(
+                [(0, before)], (i - 0.4, 0.8), facecolors="0.92", hatch="//", edgecolor="0.8"
+            )
     for border in at - first:
         axes.axvline(border, color="black", linewidth=1, linestyle="--")
     for step, begin, end in zip(np.unique(events["step"]), at - first, at[1:] - first):
         axes.text((begin + end) / 2, -0.5, f"step {step}", ha="center", va="bottom", fontsize=9)
     present = [c for c in colours if (events["op_class"] == c).any()]
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colours[c]) for c in present] + ([earlier] if earlier else [])
-    figure.legend(handles=handles, labels=present + ["of earlier steps, not kept"] * (earlier is not None), loc="outside lower center", ncols=max(1, len(handles)),
-                  frameon=False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colours[c]) for c in present] + (
+        [earlier] if earlier else []
+    )
+    figure.legend(
+        handles=handles,
+        labels=present + ["of earlier steps, not kept"] * (earlier is not None),
+        loc="outside lower center",
+        ncols=max(1, len(handles)),
+        frameon=False,
+    )
     axes.set_xlim(0, last)
     axes.set_ylim(-0.5, len(timeline.streams) - 0.5)
     axes.set_yticks(range(len(timeline.streams)), timeline.streams)
@@ -150,7 +228,9 @@ def plot(timeline: Timeline, path, title: str = "") -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m penstock.trace", description="where the time of a trace went, by stream")
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.trace", description="where the time of a trace went, by stream"
+    )
     parser.add_argument("timeline", help="a timeline.json")
     parser.add_argument("--png", metavar="FILE", help="write the timeline as a picture")
     args = parser.parse_args()

@@ -1,4 +1,5 @@
 """Training a model directory under a plan."""
+
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -16,7 +17,9 @@ DTYPES = {"fp32": 0, "bf16": 1}
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step's figures, as ps_step_metrics: loss is the mean over valid tokens in nats, grad_norm is before clipping."""
+    """One step's figures, as ps_step_metrics: loss is the mean over valid tokens in nats, grad_norm
+    is before clipping."""
+
     step: int
     loss: float
     tokens: int
@@ -39,69 +42,128 @@ def _as_int32(values, what: str, n: int) -> np.ndarray:
     if array.size != n:
         raise ValueError(f"{what} are {array.size}, {n} wanted")
     if array.dtype.kind not in "iu":
-        raise ValueError(f"{what} are of dtype {array.dtype}, the first of them {array[0]}: give integers")
+        raise ValueError(
+            f"{what} are of dtype {array.dtype}, the first of them {array[0]}: give integers"
+        )
     bounds = np.iinfo(np.int32)
     past = np.flatnonzero((array < bounds.min) | (array > bounds.max))
     if past.size:
-        raise ValueError(f"{what}: {array[past[0]]} at position {past[0]} is past int32: token ids are below the vocabulary, -1 is not counted")
+        raise ValueError(
+            f"{what}: {array[past[0]]} at position {past[0]} is past int32: token ids are below the vocabulary, -1 is not counted"
+        )
     return np.ascontiguousarray(array, np.int32)
 
 
-# The callbacks hold no reference to their trainer: without a cycle the last reference to a trainer ends it at once.
+# The callbacks hold no reference to their trainer: without a cycle the last reference to a trainer
+# ends it at once.
 
 
 def _batch_callback(data, failures: list):
     """A ps_batch_fn that takes data(step) -> (tokens, targets); what it raises goes to failures."""
+
     def fill(_user, step, tokens, targets, n):
         batch = data(step)
         if not isinstance(batch, (tuple, list, np.ndarray)) or len(batch) != 2:
-            got = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
-            raise ValueError(f"the batch of step {step} is a {got}: return (tokens, targets), {n} integers each")
+            got = (
+                f"{type(batch).__name__} of {len(batch)}"
+                if hasattr(batch, "__len__")
+                else type(batch).__name__
+            )
+            raise ValueError(
+                f"the batch of step {step} is a {got}: return (tokens, targets), {n} integers each"
+            )
         for dst, values, what in zip((tokens, targets), batch, ("tokens", "targets")):
-            ffi.memmove(dst, ffi.from_buffer(_as_int32(values, f"the {what} of step {step}", n)), 4 * n)
+            ffi.memmove(
+                dst, ffi.from_buffer(_as_int32(values, f"the {what} of step {step}", n)), 4 * n
+            )
         return lib.PS_OK
 
-    return ffi.callback("ps_batch_fn", fill, error=lib.PS_EINVAL, onerror=lambda _type, exc, _traceback: failures.append(exc))
+    return ffi.callback(
+        "ps_batch_fn",
+        fill,
+        error=lib.PS_EINVAL,
+        onerror=lambda _type, exc, _traceback: failures.append(exc),
+    )
 
 
 def _progress_callback(progress, failures: list):
     """A ps_progress_fn for progress(what, done_bytes, total_bytes)."""
+
     def report(_user, what, done, total):
         progress(text(what), done, total)
 
-    return ffi.callback("ps_progress_fn", report, onerror=lambda _type, exc, _traceback: failures.append(exc))
+    return ffi.callback(
+        "ps_progress_fn", report, onerror=lambda _type, exc, _traceback: failures.append(exc)
+    )
 
 
 class Trainer(Owner):
-    """Trains the model directory `model_dir` under `plan`, on a Dataset (or paths of shards) or on a callable.
+    """Trains the model directory `model_dir` under `plan`, on a Dataset (or paths of shards) or on
+    a callable.
 
     with Trainer("my_model", plan, data="shards/", lr=3e-4, total_steps=100) as trainer:
         for metrics in trainer.steps(100):
             print(metrics.step, metrics.loss)
         trainer.save("trained")
 
-    data: a Dataset, a path or list of paths, or batch(step) -> (tokens, targets), integer arrays of tokens_per_step each, sequence
-    after sequence; a target of -1 is not counted. lr_schedule: constant, cosine, linear, wsd, over total_steps. clip_norm 0: no
-    clipping (the plan must then have clip=False). document_token begins a document, document_end_token ends one; -1: none.
-    progress(what, done_bytes, total_bytes) hears of the loading.
-    Calls of several threads take turns; cancel(), where() and steps_done may be called beside them, and inside batch(). A trainer
-    that is not closed ends when it is dropped and its steps are done; at the interpreter's exit one that still runs is cancelled.
-    Raises FormatError, InputOutputError, OutOfMemoryError, InvalidError.
+    data: a Dataset, a path or list of paths, or batch(step) -> (tokens, targets), integer arrays of
+    tokens_per_step each, sequence after sequence; a target of -1 is not counted. lr_schedule:
+    constant, cosine, linear, wsd, over total_steps. clip_norm 0: no clipping (the plan must then
+    have clip=False). document_token begins a document, document_end_token ends one; -1: none.
+    progress(what, done_bytes, total_bytes) hears of the loading. Calls of several threads take
+    turns; cancel(), where() and steps_done may be called beside them, and inside batch(). A trainer
+    that is not closed ends when it is dropped and its steps are done; at the interpreter's exit one
+    that still runs is cancelled. Raises FormatError, InputOutputError, OutOfMemoryError,
+    InvalidError.
     """
 
-    def __init__(self, model_dir, plan: Plan, data, *, lr: float = 3e-4, min_lr: float = 0.0, lr_schedule: str = "constant",
-                 warmup_steps: int = 0, total_steps: int = 0, decay_steps: int = 0, beta1: float = 0.9, beta2: float = 0.95,
-                 eps: float = 1e-8, weight_decay: float = 0.1, clip_norm: float = 1.0, seed: int = 0, first_step: int = 0,
-                 document_token: int = -1, document_end_token: int = -1, shuffle: bool = False, progress=None):
+    def __init__(
+        self,
+        model_dir,
+        plan: Plan,
+        data,
+        *,
+        lr: float = 3e-4,
+        min_lr: float = 0.0,
+        lr_schedule: str = "constant",
+        warmup_steps: int = 0,
+        total_steps: int = 0,
+        decay_steps: int = 0,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        clip_norm: float = 1.0,
+        seed: int = 0,
+        first_step: int = 0,
+        document_token: int = -1,
+        document_end_token: int = -1,
+        shuffle: bool = False,
+        progress=None,
+    ):
         if lr_schedule not in LR_SCHEDULES:
             raise ValueError(f"lr_schedule {lr_schedule!r}: one of {', '.join(LR_SCHEDULES)}")
         cfg = struct("ps_train_config")
         lib.ps_train_config_init(cfg)
-        for name, value in {"lr_kind": LR_SCHEDULES[lr_schedule], "lr": lr, "min_lr": min_lr, "warmup_steps": warmup_steps,
-                            "total_steps": total_steps, "decay_steps": decay_steps, "beta1": beta1, "beta2": beta2, "eps": eps,
-                            "weight_decay": weight_decay, "clip_norm": clip_norm, "seed": seed, "first_step": first_step,
-                            "document_token": document_token, "document_end_token": document_end_token, "shuffle": int(shuffle),
-                            "trace_steps": plan.config.trace_steps}.items():
+        for name, value in {
+            "lr_kind": LR_SCHEDULES[lr_schedule],
+            "lr": lr,
+            "min_lr": min_lr,
+            "warmup_steps": warmup_steps,
+            "total_steps": total_steps,
+            "decay_steps": decay_steps,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "clip_norm": clip_norm,
+            "seed": seed,
+            "first_step": first_step,
+            "document_token": document_token,
+            "document_end_token": document_end_token,
+            "shuffle": int(shuffle),
+            "trace_steps": plan.config.trace_steps,
+        }.items():
             setattr(cfg, name, value)
         self.plan, self._failures = plan, []
         self.params = {p.name: p for p in plan.model.params()}
@@ -109,8 +171,20 @@ class Trainer(Owner):
         report = _progress_callback(progress, self._failures) if progress else ffi.NULL
         out = ffi.new("ps_trainer **")
         plan._handle.wait_for_dropped()
-        check(lib.ps_trainer_create(out, encode_path(model_dir), plan._handle.ptr, cfg, report, ffi.NULL))
-        self._handle = ActiveHandle("trainer", out[0], lib.ps_trainer_destroy, uses, lib.ps_trainer_cancel, lib.ps_trainer_at_rest, source)
+        check(
+            lib.ps_trainer_create(
+                out, encode_path(model_dir), plan._handle.ptr, cfg, report, ffi.NULL
+            )
+        )
+        self._handle = ActiveHandle(
+            "trainer",
+            out[0],
+            lib.ps_trainer_destroy,
+            uses,
+            lib.ps_trainer_cancel,
+            lib.ps_trainer_at_rest,
+            source,
+        )
         if self._failures:  # progress raised
             self.close()
             raise self._failures[0]
@@ -130,9 +204,10 @@ class Trainer(Owner):
         check(status)
 
     def steps(self, n: int):
-        """Run n steps and yield the StepMetrics of each. One step is kept in flight beyond the one that is reported. Leaving the
-        loop early, by break, an exception or Ctrl-C, first lets the step in flight finish: the weights are then those after
-        steps_done steps and can be read and saved."""
+        """Run n steps and yield the StepMetrics of each. One step is kept in flight beyond the one
+        that is reported. Leaving the loop early, by break, an exception or Ctrl-C, first lets the
+        step in flight finish: the weights are then those after steps_done steps and can be read and
+        saved."""
         submitted = done = 0
         try:
             while done < n:
@@ -157,7 +232,8 @@ class Trainer(Owner):
     def finish(self) -> list[StepMetrics]:
         """Wait for what is in flight; the metrics of the steps that no loop reported."""
         rest = []
-        while True:  # the library is asked, not a counter: Ctrl-C may strike between its answer and the counting
+        # the library is asked, not a counter: Ctrl-C may strike between its answer and the counting
+        while True:
             try:
                 rest.append(self._wait())
             except StateError:
@@ -165,7 +241,8 @@ class Trainer(Owner):
         return rest
 
     def cancel(self) -> None:
-        """Stop at the next op; the weights may then be of two steps, as the error says. From any thread; nothing once the trainer is closed."""
+        """Stop at the next op; the weights may then be of two steps, as the error says. From any
+        thread; nothing once the trainer is closed."""
         self._handle.cancel()
 
     @property
@@ -184,18 +261,22 @@ class Trainer(Owner):
         return name if isinstance(name, Parameter) else self.params[name]
 
     def read(self, name) -> np.ndarray:
-        """A parameter as float32 in its shape (the master weights where there are). StateError while steps are in flight."""
+        """A parameter as float32 in its shape (the master weights where there are). StateError
+        while steps are in flight."""
         return self._read(lib.ps_trainer_read_param, name)
 
     def grad(self, name) -> np.ndarray:
-        """The last step's gradient of a parameter, divided by the valid tokens, before clipping, float32."""
+        """The last step's gradient of a parameter, divided by the valid tokens, before clipping,
+        float32."""
         return self._read(lib.ps_trainer_read_grad, name)
 
     def _read(self, function, name) -> np.ndarray:
         param = self._param(name)
         out = np.empty(param.shape, np.float32)
         with self._handle.turn():
-            check(function(self._handle.ptr, param.index, ffi.from_buffer("float[]", out), out.size))
+            check(
+                function(self._handle.ptr, param.index, ffi.from_buffer("float[]", out), out.size)
+            )
         return out
 
     def write(self, name, values) -> None:
@@ -205,11 +286,15 @@ class Trainer(Owner):
         if values.shape != param.shape:
             raise ValueError(f"{param.name} has shape {param.shape}, not {values.shape}")
         with self._handle.turn():
-            check(lib.ps_trainer_write_param(self._handle.ptr, param.index, ffi.from_buffer("float[]", values), values.size))
+            check(
+                lib.ps_trainer_write_param(
+                    self._handle.ptr, param.index, ffi.from_buffer("float[]", values), values.size
+                )
+            )
 
     def save(self, directory, dtype: str = "bf16") -> None:
-        """The model as a Hugging Face directory, safetensors in "bf16" or "fp32". Whatever ends it, the directory
-        holds the whole old model or the whole new one, and what else was in it."""
+        """The model as a Hugging Face directory, safetensors in "bf16" or "fp32". Whatever ends it,
+        the directory holds the whole old model or the whole new one, and what else was in it."""
         with self._handle.turn():
             check(lib.ps_trainer_save(self._handle.ptr, encode_path(directory), DTYPES[dtype]))
 
@@ -219,7 +304,11 @@ class Trainer(Owner):
         with self._handle.turn():
             check(lib.ps_trainer_trace(self._handle.ptr, ffi.NULL, 0, n))
             events = np.zeros(n[0], TRACE_DTYPE)
-            check(lib.ps_trainer_trace(self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), n))
+            check(
+                lib.ps_trainer_trace(
+                    self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), n
+                )
+            )
         return events
 
     def write_trace(self, path) -> None:

@@ -1,4 +1,6 @@
-"""corpus.py OUT - the fuzz targets' first inputs: OUT/<target> has small valid files of every kind, and some that are nearly valid."""
+"""corpus.py OUT - the fuzz targets' first inputs: OUT/<target> has small valid files of every kind,
+and some that are nearly valid."""
+
 import json
 import random
 import struct
@@ -22,24 +24,53 @@ def safetensors(tensors, meta=None):
 
 
 def shard(words, tokens, form):
-    return struct.pack("<256i", *words, *[0] * (256 - len(words))) + struct.pack(f"<{len(tokens)}{form}", *tokens)
+    return struct.pack("<256i", *words, *[0] * (256 - len(words))) + struct.pack(
+        f"<{len(tokens)}{form}", *tokens
+    )
 
 
 def main():
     out = Path(sys.argv[1])
     configs = [p.read_bytes() for p in sorted((ROOT / "models").glob("*.json"))]
-    scaled = json.loads(configs[0]) | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                                        "original_max_position_embeddings": 64}}
+    scaled = json.loads(configs[0]) | {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    }
     tokens = [i % 999 for i in range(300)]
     hardware = [p.read_bytes() for p in sorted((ROOT / "docs").glob("hardware-*.json"))]
     random.seed(0)
     inputs = {
-        "json": configs + hardware[:1] + [b'{"a":[1,-2.5e3,"\\u00e9\\ud83d\\ude00",{"b":null,"c":[true,false]}]}', b"[" * 60 + b"]" * 60, b'"\xc3\xa9"', b"0"],
+        "json": configs
+        + hardware[:1]
+        + [
+            b'{"a":[1,-2.5e3,"\\u00e9\\ud83d\\ude00",{"b":null,"c":[true,false]}]}',
+            b"[" * 60 + b"]" * 60,
+            b'"\xc3\xa9"',
+            b"0",
+        ],
         "config": configs + [json.dumps(scaled).encode()],
-        "safetensors": [safetensors({"a": ("F32", 4, [3, 2]), "b": ("BF16", 2, [4]), "c": ("F16", 2, [])}, {"format": "pt"}),
-                        safetensors({"empty": ("F32", 4, [0, 5]), "x": ("I64", 8, [2])}), safetensors({})],
-        "shards": [shard([20240520, 1, 300], tokens, "H"), shard([20240801, 7, 300], tokens, "I"), struct.pack("<300H", *tokens),
-                   b"BIN.TOK\n" + struct.pack("<6i", 1, 4, 300, 1000, 0, 0) + bytes(1024 - 32) + struct.pack("<300i", *tokens)],
+        "safetensors": [
+            safetensors(
+                {"a": ("F32", 4, [3, 2]), "b": ("BF16", 2, [4]), "c": ("F16", 2, [])},
+                {"format": "pt"},
+            ),
+            safetensors({"empty": ("F32", 4, [0, 5]), "x": ("I64", 8, [2])}),
+            safetensors({}),
+        ],
+        "shards": [
+            shard([20240520, 1, 300], tokens, "H"),
+            shard([20240801, 7, 300], tokens, "I"),
+            struct.pack("<300H", *tokens),
+            b"BIN.TOK\n"
+            + struct.pack("<6i", 1, 4, 300, 1000, 0, 0)
+            + bytes(1024 - 32)
+            + struct.pack("<300i", *tokens),
+        ],
         "hardware": hardware,
         "plan": [bytes(random.randrange(256) for _ in range(48)) for _ in range(6)],
     }

@@ -1,27 +1,45 @@
-/* fuzz_plan.c - the planner: the input's bytes are a small model, a configuration and caps. What is planned keeps them. */
+/* fuzz_plan.c - the planner: the input's bytes are a small model, a configuration and caps. What
+ * is planned keeps them. */
 #include "fuzz.h"
 #include <penstock/plan.h>
 
-typedef struct bytes { const uint8_t *at, *end; } bytes;
+typedef struct bytes {
+  const uint8_t *at, *end;
+} bytes;
 static uint64_t word(bytes *b, int n) {
   uint64_t x = 0;
-  for (; n && b->at < b->end; n--) x = x << 8 | *b->at++;
+  for (; n && b->at < b->end; n--)
+    x = x << 8 | *b->at++;
   return x;
 }
 
 static void describe(ps_hardware *hw, bytes *b) {
-  *hw = (ps_hardware){.struct_bytes = sizeof *hw, .backend = PS_BACKEND_CPU, .n_threads = 2, .n_cpus = 2, .name = "fuzz", .op_ns = 1000,
-                      .host_memory_bytes = 64ull << 30, .device_memory_bytes = 0};
+  *hw = (ps_hardware){.struct_bytes = sizeof *hw,
+                      .backend = PS_BACKEND_CPU,
+                      .n_threads = 2,
+                      .n_cpus = 2,
+                      .name = "fuzz",
+                      .op_ns = 1000,
+                      .host_memory_bytes = 64ull << 30,
+                      .device_memory_bytes = 0};
   double slow = 1.0 + (double)word(b, 1), link = 1.0 + (double)word(b, 2);
-  for (int d = 0; d < PS_N_DTYPES; d++) hw->gemm_flops_per_s[d] = hw->attention_flops_per_s[d] = hw->attention_bwd_flops_per_s[d] = 1e12 / slow;
+  for (int d = 0; d < PS_N_DTYPES; d++)
+    hw->gemm_flops_per_s[d] = hw->attention_flops_per_s[d] = hw->attention_bwd_flops_per_s[d] =
+        1e12 / slow;
   hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s = 1e10 / link;
-  hw->elementwise_bytes_per_s = hw->memory_bytes_per_s = hw->optimizer_bytes_per_s = hw->accumulate_bytes_per_s = 2e10;
+  hw->elementwise_bytes_per_s = hw->memory_bytes_per_s = hw->optimizer_bytes_per_s =
+      hw->accumulate_bytes_per_s = 2e10;
   hw->accumulate_sumsq_bytes_per_s = hw->sumsq_bytes_per_s = hw->gather_bytes_per_s = 2e10;
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
   bytes b = {data, data + n};
-  ps_model_config m = {.struct_bytes = sizeof m, .arch = (uint32_t)word(&b, 1) % 3, .bos_token_id = -1, .eos_token_id = -1, .norm_eps = 1e-5f, .rope_theta = 10000};
+  ps_model_config m = {.struct_bytes = sizeof m,
+                       .arch = (uint32_t)word(&b, 1) % 3,
+                       .bos_token_id = -1,
+                       .eos_token_id = -1,
+                       .norm_eps = 1e-5f,
+                       .rope_theta = 10000};
   m.n_kv_heads = 1 + (uint32_t)word(&b, 1) % 4;
   m.n_heads = m.n_kv_heads * (1 + (uint32_t)word(&b, 1) % 4);
   m.head_dim = 2 * (1 + (uint32_t)word(&b, 1) % 64);
@@ -32,14 +50,20 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
   m.tied_embeddings = (uint32_t)word(&b, 1) & 1;
   m.qkv_bias = m.arch == PS_ARCH_QWEN2;
   m.qk_norm = m.arch == PS_ARCH_QWEN3;
-  ps_plan_config c = {.struct_bytes = sizeof c, .recipe = (uint32_t)word(&b, 1) % PS_N_RECIPES, .reserve_bytes = 1 << 20};
+  ps_plan_config c = {.struct_bytes = sizeof c,
+                      .recipe = (uint32_t)word(&b, 1) % PS_N_RECIPES,
+                      .reserve_bytes = 1 << 20};
   c.seq_len = 1 + word(&b, 2) % 256;
   c.tokens_per_step = c.seq_len * (1 + word(&b, 1) % 4);
   const uint8_t pins = (uint8_t)word(&b, 1);
-  if (pins & 1) c.chunk_tokens = 1 + word(&b, 2);
-  if (pins & 2) c.chunks_per_round = 1 + word(&b, 1);
-  if (pins & 4) c.head_slice_tokens = 1 + word(&b, 2);
-  if (pins & 8) c.first_round_chunks = 1 + word(&b, 1);
+  if (pins & 1)
+    c.chunk_tokens = 1 + word(&b, 2);
+  if (pins & 2)
+    c.chunks_per_round = 1 + word(&b, 1);
+  if (pins & 4)
+    c.head_slice_tokens = 1 + word(&b, 2);
+  if (pins & 8)
+    c.first_round_chunks = 1 + word(&b, 1);
   c.clip = pins >> 4 & 1, c.keep_grads = pins >> 5 & 1, c.one_document = pins >> 6 & 1;
   c.device_bytes = word(&b, 4);
   c.host_bytes = word(&b, 5);
@@ -50,8 +74,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
   fuzz_check(st);
   ps_plan_report r = {.struct_bytes = sizeof r};
   if (st == PS_OK) {
-    if (ps_plan_get_report(plan, &r) != PS_OK || !(r.step_s > 0)) abort();
-    if ((c.device_bytes && r.device_bytes > c.device_bytes) || (c.host_bytes && r.host_bytes > c.host_bytes)) abort();
+    if (ps_plan_get_report(plan, &r) != PS_OK || !(r.step_s > 0))
+      abort();
+    if ((c.device_bytes && r.device_bytes > c.device_bytes) ||
+        (c.host_bytes && r.host_bytes > c.host_bytes))
+      abort();
   }
   ps_plan_destroy(plan);
   return 0;

@@ -11,13 +11,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
   for (int i = 0; st == PS_OK && i < 3; i++) {
     int32_t tokens[64], targets[64];
     uint64_t n = ps_dataset_n_sequences(ds, lengths[i]);
-    if (!n) continue;
+    if (!n)
+      continue;
     const uint64_t at[] = {0, n - 1};
     for (int k = 0; k < 2; k++) {
       ps_status read = ps_dataset_read(ds, lengths[i], at[k], tokens, targets);
       fuzz_check(read);
       for (uint64_t t = 0; read == PS_OK && t < lengths[i]; t++)
-        if (tokens[t] < 0 || tokens[t] >= 1000) abort();
+        if (tokens[t] < 0 || tokens[t] >= 1000)
+          abort();
     }
   }
   ps_dataset_close(ds);

@@ -1,11 +1,14 @@
-"""Whole steps on a GPU: gradients against PyTorch and against the CPU backend, chunks and documents, the same bits under every budget,
-errors in the middle of a run, memory as the driver reports it.
+"""Whole steps on a GPU: gradients against PyTorch and against the CPU backend, chunks and
+documents, the same bits under every budget, errors in the middle of a run, memory as the driver
+reports it.
 
-Every test runs with backend="cuda" where there is a GPU. Those marked cpu_too say something on the CPU backend that the other tests
-do not, and run there in `make test`; all of them do with --cpu-steps, which shows that they hold where nothing is new. PyTorch runs on
-the CPU, in fp64, so that this process's device memory is Penstock's alone. Deterministic attention with documents needs cuDNN 9.25, so
-the tests of bits have one document a sequence.
+Every test runs with backend="cuda" where there is a GPU. Those marked cpu_too say something on the
+CPU backend that the other tests do not, and run there in `make test`; all of them do with
+--cpu-steps, which shows that they hold where nothing is new. PyTorch runs on the CPU, in fp64, so
+that this process's device memory is Penstock's alone. Deterministic attention with documents needs
+cuDNN 9.25, so the tests of bits have one document a sequence.
 """
+
 import dataclasses
 import functools
 import json
@@ -15,38 +18,68 @@ import subprocess
 
 import numpy as np
 import pytest
-import torch
-
 import reference as ref
 import tolerance
+import torch
 from conftest import BUILD, write_shard
 from penstock import Hardware, ModelConfig, Plan, TensorFile, Trainer
 
 SEQ, N_SEQ, VOCAB, LAYERS, BEGIN = 100, 4, 512, 4, 0  # BEGIN: the token that begins a document
 CLIP, LR, SLACK = 1.0, 3e-3, 1 << 30
-FAMILY = {"llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-          "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False},
-          "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "use_sliding_window": False}}
+FAMILY = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": False,
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "use_sliding_window": False,
+    },
+}
 # tokens a chunk, chunks a round; a sequence has SEQ tokens
 WHOLE, SLICED = (SEQ, 2), (SEQ // 4, 8)
 ONE_DOCUMENT = {"one_document": True}
-SAME_BITS = {"deterministic": True, "keep_grads": False, **ONE_DOCUMENT}  # gradients that need not come home: updates may be on the device
+SAME_BITS = {
+    "deterministic": True,
+    "keep_grads": False,
+    **ONE_DOCUMENT,
+}  # gradients that need not come home: updates may be on the device
 
 
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
-        cpu = metafunc.definition.get_closest_marker("cpu_too") or metafunc.config.getoption("cpu_steps")
-        metafunc.parametrize("backend", (["cpu"] if cpu else []) + [pytest.param("cuda", marks=pytest.mark.gpu)])
+        cpu = metafunc.definition.get_closest_marker("cpu_too") or metafunc.config.getoption(
+            "cpu_steps"
+        )
+        metafunc.parametrize(
+            "backend", (["cpu"] if cpu else []) + [pytest.param("cuda", marks=pytest.mark.gpu)]
+        )
 
 
-# ---- what is trained -------------------------------------------------------------------------------------------------------
+# ---- what is trained -----------------------------------------------------------------------------
 
 
 def config(family, head_dim):
     heads = 256 // head_dim
-    return FAMILY[family] | {"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": LAYERS, "head_dim": head_dim,
-                             "num_attention_heads": heads, "num_key_value_heads": heads // 2, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-                             "rope_theta": 1e4, "max_position_embeddings": 512, "tie_word_embeddings": False, "initializer_range": 0.02}
+    return FAMILY[family] | {
+        "vocab_size": VOCAB,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": LAYERS,
+        "head_dim": head_dim,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+    }
 
 
 @functools.cache
@@ -58,14 +91,19 @@ def weights(family, head_dim):
 def directory(tmp_path_factory):
     @functools.cache
     def make(family, head_dim):
-        return ref.write_directory(tmp_path_factory.mktemp("steps") / "model", config(family, head_dim), weights(family, head_dim))
+        return ref.write_directory(
+            tmp_path_factory.mktemp("steps") / "model",
+            config(family, head_dim),
+            weights(family, head_dim),
+        )
 
     return make
 
 
 @functools.cache
 def hardware(backend):
-    """SLACK beside what a process takes on a GPU: this one keeps what the tests before left in the libraries."""
+    """SLACK beside what a process takes on a GPU: this one keeps what the tests before left in the
+    libraries."""
     hw = Hardware.estimate(2 if backend == "cpu" else 0, backend)
     if backend == "cuda":
         hw._ptr.device_overhead_bytes += SLACK
@@ -74,12 +112,22 @@ def hardware(backend):
 
 def make_plan(where, backend, recipe="bf16", layout=WHOLE, seq=SEQ, **more):
     chunk, a_round = layout
-    return Plan(ModelConfig.read(where), seq_len=seq, tokens_per_step=SEQ * N_SEQ, recipe=recipe, chunk_tokens=chunk, chunks_per_round=a_round,
-                threads=hardware(backend).n_threads, hardware=hardware(backend), **more)
+    return Plan(
+        ModelConfig.read(where),
+        seq_len=seq,
+        tokens_per_step=SEQ * N_SEQ,
+        recipe=recipe,
+        chunk_tokens=chunk,
+        chunks_per_round=a_round,
+        threads=hardware(backend).n_threads,
+        hardware=hardware(backend),
+        **more,
+    )
 
 
 def batch(step, document=0):
-    """(tokens, targets) of a step, a tenth of the targets masked; with `document` a document begins every so many tokens."""
+    """(tokens, targets) of a step, a tenth of the targets masked; with `document` a document begins
+    every so many tokens."""
     r = np.random.default_rng([11, step])
     t = 1 + (VOCAB - 1) * r.random((N_SEQ, SEQ + 1)) ** 2
     t = np.minimum(t, VOCAB - 1).astype(np.int32)
@@ -87,13 +135,14 @@ def batch(step, document=0):
     targets[r.random(targets.shape) < 0.1] = -1
     if document:
         tokens[:, ::document] = BEGIN
-        targets[:, document - 1::document] = -1  # the last token of a document predicts nothing
+        targets[:, document - 1 :: document] = -1  # the last token of a document predicts nothing
     return tokens, targets
 
 
 @dataclasses.dataclass(frozen=True)
 class First:
     """What the first step gave."""
+
     loss: float
     grads: dict
     n_valid: int
@@ -102,18 +151,29 @@ class First:
 
 def first_step(where, plan, data=batch, **more):
     with Trainer(where, plan, data, clip_norm=CLIP, **more) as trainer:
-        m, = trainer.steps(1)
-        return First(m.loss, {n: trainer.grad(n) for n in trainer.params}, m.valid_tokens, plan.report["n_chunks"])
+        (m,) = trainer.steps(1)
+        return First(
+            m.loss,
+            {n: trainer.grad(n) for n in trainer.params},
+            m.valid_tokens,
+            plan.report["n_chunks"],
+        )
 
 
 @functools.cache
 def exact(family, head_dim, rounded, document=0):
     """Loss, gradients and spreads by PyTorch in fp64, from the weights as the recipe holds them."""
-    w = {k: v.bfloat16() for k, v in weights(family, head_dim).items()} if rounded else weights(family, head_dim)
+    w = (
+        {k: v.bfloat16() for k, v in weights(family, head_dim).items()}
+        if rounded
+        else weights(family, head_dim)
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(min(before, 4))
     try:
-        return ref.Reference(config(family, head_dim), w, document_token=BEGIN if document else None).gradients(*batch(0, document))
+        return ref.Reference(
+            config(family, head_dim), w, document_token=BEGIN if document else None
+        ).gradients(*batch(0, document))
     finally:
         torch.set_num_threads(before)
 
@@ -125,18 +185,29 @@ def bound(backend, recipe, n_chunks):
 
 def check_exact(found, expected, delta):
     assert abs(found.loss - expected[0]) < tolerance.loss_noise(delta, found.n_valid)
-    print(f"worst share of the bound {delta:.2g}: {tolerance.check_gradients(found.grads, expected, delta):.2f}")
+    print(
+        f"worst share of the bound {delta:.2g}: {tolerance.check_gradients(found.grads, expected, delta):.2f}"
+    )
 
 
 def check_pair(a, b, expected, delta):
     """Two whose errors are independent: `delta` is the root of both bounds' squares."""
-    check_exact(a, (b.loss, {n: torch.from_numpy(g) for n, g in b.grads.items()}, expected[2]), delta)
+    check_exact(
+        a, (b.loss, {n: torch.from_numpy(g) for n, g in b.grads.items()}, expected[2]), delta
+    )
 
 
-# ---- losses and gradients --------------------------------------------------------------------------------------------------
+# ---- losses and gradients ------------------------------------------------------------------------
 
-MODELS = [("llama", 64, "bf16"), ("llama", 128, "bf16"), ("qwen2", 64, "bf16"), ("qwen2", 128, "bf16"), ("qwen3", 64, "bf16"),
-          ("qwen3", 128, "bf16"), ("llama", 128, "fp32-master")]
+MODELS = [
+    ("llama", 64, "bf16"),
+    ("llama", 128, "bf16"),
+    ("qwen2", 64, "bf16"),
+    ("qwen2", 128, "bf16"),
+    ("qwen3", 64, "bf16"),
+    ("qwen3", 128, "bf16"),
+    ("llama", 128, "fp32-master"),
+]
 
 
 @pytest.mark.parametrize("family, head_dim, recipe", MODELS)
@@ -147,15 +218,24 @@ def test_loss_and_gradients_of_every_tensor(directory, backend, family, head_dim
     check_exact(found, expected, delta)
     if backend != "cpu":
         on_cpu = first_step(where, make_plan(where, "cpu", recipe, **ONE_DOCUMENT))
-        check_pair(found, on_cpu, expected, math.hypot(delta, bound("cpu", recipe, on_cpu.n_chunks)))
+        check_pair(
+            found, on_cpu, expected, math.hypot(delta, bound("cpu", recipe, on_cpu.n_chunks))
+        )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("family, head_dim", [("llama", 128), ("qwen3", 64)])
-def test_a_sequence_over_four_chunks_is_as_one_chunk(directory, backend, family, head_dim, deterministic):
+def test_a_sequence_over_four_chunks_is_as_one_chunk(
+    directory, backend, family, head_dim, deterministic
+):
     where, expected = directory(family, head_dim), exact(family, head_dim, True)
-    whole, sliced = (first_step(where, make_plan(where, backend, layout=layout, deterministic=deterministic, **ONE_DOCUMENT))
-                     for layout in (WHOLE, SLICED))
+    whole, sliced = (
+        first_step(
+            where,
+            make_plan(where, backend, layout=layout, deterministic=deterministic, **ONE_DOCUMENT),
+        )
+        for layout in (WHOLE, SLICED)
+    )
     assert (whole.n_chunks, sliced.n_chunks) == (N_SEQ, 4 * N_SEQ)
     deltas = [bound(backend, "bf16", f.n_chunks) for f in (whole, sliced)]
     check_exact(sliced, expected, deltas[1])
@@ -163,10 +243,15 @@ def test_a_sequence_over_four_chunks_is_as_one_chunk(directory, backend, family,
 
 
 DOCUMENT = SEQ // 4
-# sequence length, layout, whether the data says where documents begin, whether the plan promises one a sequence
-PACKINGS = {"documents-in-a-sequence": (SEQ, WHOLE, True, False), "documents-in-slices": (SEQ, (2 * DOCUMENT, 4), True, False),
-            "documents-over-slices": (SEQ, (10, 20), True, False), "packed-sequences": (DOCUMENT, (SEQ, 2), False, True),
-            "packed-sequences-found": (DOCUMENT, (SEQ, 2), False, False)}
+# sequence length, layout, whether the data says where documents begin, whether the plan promises
+# one a sequence
+PACKINGS = {
+    "documents-in-a-sequence": (SEQ, WHOLE, True, False),
+    "documents-in-slices": (SEQ, (2 * DOCUMENT, 4), True, False),
+    "documents-over-slices": (SEQ, (10, 20), True, False),
+    "packed-sequences": (DOCUMENT, (SEQ, 2), False, True),
+    "packed-sequences-found": (DOCUMENT, (SEQ, 2), False, False),
+}
 
 
 @pytest.mark.cpu_too
@@ -179,15 +264,22 @@ def test_packed_documents_are_as_separate_sequences(directory, backend, packing)
     def data(step):
         return batch(step, DOCUMENT)
 
-    packed = first_step(where, make_plan(where, backend, recipe, layout, seq, one_document=known), data, document_token=BEGIN if begins else -1)
-    separate = first_step(where, make_plan(where, backend, recipe, (DOCUMENT, 4), DOCUMENT, **ONE_DOCUMENT), data)
+    packed = first_step(
+        where,
+        make_plan(where, backend, recipe, layout, seq, one_document=known),
+        data,
+        document_token=BEGIN if begins else -1,
+    )
+    separate = first_step(
+        where, make_plan(where, backend, recipe, (DOCUMENT, 4), DOCUMENT, **ONE_DOCUMENT), data
+    )
     assert packed.n_valid == separate.n_valid
     deltas = [bound(backend, recipe, f.n_chunks) for f in (packed, separate)]
     check_exact(packed, expected, deltas[0])
     check_pair(packed, separate, expected, math.hypot(*deltas))
 
 
-# ---- the same bits ---------------------------------------------------------------------------------------------------------
+# ---- the same bits -------------------------------------------------------------------------------
 
 STEPS = 4
 BITS = {"bf16-clip": ("bf16", CLIP, WHOLE), "fp32-master-slices": ("fp32-master", 0.0, SLICED)}
@@ -218,8 +310,17 @@ def budgets(where, backend, recipe, clip, layout):
 
 def smallest(where, backend, recipe, layout, **more):
     chunk, a_round = layout
-    return Plan.smallest(ModelConfig.read(where), seq_len=SEQ, tokens_per_step=SEQ * N_SEQ, recipe=recipe, chunk_tokens=chunk,
-                         chunks_per_round=a_round, threads=hardware(backend).n_threads, hardware=hardware(backend), **more)[0]
+    return Plan.smallest(
+        ModelConfig.read(where),
+        seq_len=SEQ,
+        tokens_per_step=SEQ * N_SEQ,
+        recipe=recipe,
+        chunk_tokens=chunk,
+        chunks_per_round=a_round,
+        threads=hardware(backend).n_threads,
+        hardware=hardware(backend),
+        **more,
+    )[0]
 
 
 def decisions(plan):
@@ -235,7 +336,9 @@ def test_every_budget_gives_the_same_bits(directory, backend, case):
     reports = [p.report for p in plans]
     assert len(plans) >= 4
     assert any(r["resident_update_units"] == r["n_units"] for r in reports)  # AdamW on the device
-    assert any(r["resident_update_units"] == 0 and r["resident_param_units"] <= 1 for r in reports)  # AdamW at home, everything but perhaps the head streamed
+    assert any(
+        r["resident_update_units"] == 0 and r["resident_param_units"] <= 1 for r in reports
+    )  # AdamW at home, everything but perhaps the head streamed
     expected = trained(where, plans[0], clip)
     assert len({loss for loss, _ in expected[0]}) == STEPS
     for plan in plans[1:] + plans[:1]:  # and the first once more: twice in a row
@@ -244,7 +347,7 @@ def test_every_budget_gives_the_same_bits(directory, backend, case):
         assert [n for n in bits if bits[n] != expected[1][n]] == [], plan.report
 
 
-# ---- errors in the middle of a run -----------------------------------------------------------------------------------------
+# ---- errors in the middle of a run ---------------------------------------------------------------
 
 FAILS_AT = 3
 
@@ -264,15 +367,24 @@ def out_of_range(step):
 
 @pytest.mark.cpu_too
 @pytest.mark.parametrize("least", [False, True], ids=["resident", "smallest"])
-@pytest.mark.parametrize("data, error, says", [(fails, LookupError, f"of the run's step {FAILS_AT}"),
-                                               (out_of_range, ValueError, f"step {FAILS_AT}, sequence 1, position 7: token {VOCAB} ")],
-                         ids=["batch-function", "token"])
-def test_an_error_leaves_the_last_complete_step(directory, tmp_path, backend, data, error, says, least):
+@pytest.mark.parametrize(
+    "data, error, says",
+    [
+        (fails, LookupError, f"of the run's step {FAILS_AT}"),
+        (out_of_range, ValueError, f"step {FAILS_AT}, sequence 1, position 7: token {VOCAB} "),
+    ],
+    ids=["batch-function", "token"],
+)
+def test_an_error_leaves_the_last_complete_step(
+    directory, tmp_path, backend, data, error, says, least
+):
     where = directory("llama", 64)
     kw = {"recipe": "bf16", "layout": WHOLE, **SAME_BITS}
     cap = {"device_mem": smallest(where, backend, **kw)} if least else {}
     figures, bits = trained(where, make_plan(where, backend, **kw, **cap), CLIP, FAILS_AT)
-    with Trainer(where, make_plan(where, backend, **kw, **cap), data, lr=LR, clip_norm=CLIP, seed=5) as trainer:
+    with Trainer(
+        where, make_plan(where, backend, **kw, **cap), data, lr=LR, clip_norm=CLIP, seed=5
+    ) as trainer:
         seen, sentences = [], []
         with pytest.raises(error) as raised:
             for m in trainer.steps(100):
@@ -289,11 +401,13 @@ def test_an_error_leaves_the_last_complete_step(directory, tmp_path, backend, da
     assert {n: saved.read(n).tobytes() for n in bits} == bits
 
 
-# ---- memory as the driver reports it ---------------------------------------------------------------------------------------
+# ---- memory as the driver reports it -------------------------------------------------------------
 
 
 def penstock(*words):
-    return subprocess.run([str(w) for w in (BUILD / "bin/penstock", *words)], capture_output=True, text=True)
+    return subprocess.run(
+        [str(w) for w in (BUILD / "bin/penstock", *words)], capture_output=True, text=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -307,11 +421,18 @@ def profile():
 def test_measured_rates_are_below_their_ceilings(profile):
     """Every case has a rate, and where a ceiling is known none passes it."""
     peak = profile["peak_flops_per_s"] or math.inf
-    assert len(profile["gemm_bf16"]) == 4 and len(profile["attention_bf16"]) in (9, 11)  # without the two of found documents where no library takes them
+    assert len(profile["gemm_bf16"]) == 4 and len(profile["attention_bf16"]) in (
+        9,
+        11,
+    )  # without the two of found documents where no library takes them
     for case in profile["gemm_bf16"] + profile["attention_bf16"]:
-        assert all(1e10 < rate < peak for name, rate in case.items() if name.endswith("flops_per_s")), case
+        assert all(
+            1e10 < rate < peak for name, rate in case.items() if name.endswith("flops_per_s")
+        ), case
     assert 0 <= profile["idle_gain"] <= 1 and 0 <= profile["idle_most"] <= 1
-    assert 1e10 < profile["elementwise_bytes_per_s"] < (profile["device_peak_bytes_per_s"] or math.inf)
+    assert (
+        1e10 < profile["elementwise_bytes_per_s"] < (profile["device_peak_bytes_per_s"] or math.inf)
+    )
     for name in ("h2d", "d2h", "duplex"):
         assert 1e8 < profile[f"{name}_bytes_per_s"] < (profile["link_peak_bytes_per_s"] or math.inf)
     for name in ("optimizer", "accumulate", "accumulate_sumsq", "sumsq", "gather", "memory"):
@@ -320,14 +441,38 @@ def test_measured_rates_are_below_their_ceilings(profile):
 
 @pytest.mark.gpu
 def test_the_driver_reports_no_more_than_was_planned(profile, tmp_path):
-    """In processes of their own, each after `profile`, as a user's would be: under the least device memory, some more, and no cap."""
-    wide = config("llama", 128) | {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4,
-                                   "num_hidden_layers": 8, "vocab_size": 32000, "max_position_embeddings": 1024}
+    """In processes of their own, each after `profile`, as a user's would be: under the least device
+    memory, some more, and no cap."""
+    wide = config("llama", 128) | {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 1024,
+    }
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(wide))
     shard = write_shard(tmp_path / "a.bin", np.random.default_rng(5).integers(0, 32000, 50000))
-    train = ["train", "--model", tmp_path / "model", "--init-weights", "--data", shard, "--seq-len", 1024, "--tokens-per-step", 8192, "--steps", 3,
-             "--backend", "cuda", "--quiet", "--run-dir"]
+    train = [
+        "train",
+        "--model",
+        tmp_path / "model",
+        "--init-weights",
+        "--data",
+        shard,
+        "--seq-len",
+        1024,
+        "--tokens-per-step",
+        8192,
+        "--steps",
+        3,
+        "--backend",
+        "cuda",
+        "--quiet",
+        "--run-dir",
+    ]
     done = penstock(*train, tmp_path / "none", "--device-mem", "1MiB")
     assert done.returncode == 2 and "device memory" in done.stderr, done.stderr
     least = int(re.search(r"smallest plan takes (\d+) bytes", done.stderr)[1])
@@ -336,7 +481,10 @@ def test_the_driver_reports_no_more_than_was_planned(profile, tmp_path):
         done = penstock(*train, run_dir, *(["--device-mem", cap] if cap else []))
         assert done.returncode == 0, done.stderr
         planned = json.loads((run_dir / "plan.json").read_text())["device_bytes"]
-        peaks = [json.loads(line)["device_peak_bytes"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        peaks = [
+            json.loads(line)["device_peak_bytes"]
+            for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+        ]
         print(f"cap {cap}, planned {planned}, reported {max(peaks)}")
         assert len(peaks) == 3 and max(peaks) <= planned <= (cap or planned)
         assert planned - max(peaks) <= 256 << 20  # nor is much set aside in vain

@@ -1,5 +1,5 @@
-/* cuda_mix.cu - kernels of test_cuda_engine: one that mixes bytes like rp_compute() in random_program.h, one that works for a
- * given time, one that writes where it must not. */
+/* cuda_mix.cu - kernels of test_cuda_engine: one that mixes bytes like rp_compute() in
+ * random_program.h, one that works for a given time, one that writes where it must not. */
 #include "kernels/cuda/cuda_exec.h"
 #include <cuda_runtime.h>
 #include <penstock/engine.h>
@@ -56,7 +56,9 @@ __global__ static void work_k(uint64_t ns) {
 
 __global__ static void stray_k(uint64_t *p) { *p = 1; }
 
-static cudaStream_t stream_of(const ps_launch *l) { return ((const ps__cuda_exec *)l->exec)->stream; }
+static cudaStream_t stream_of(const ps_launch *l) {
+  return ((const ps__cuda_exec *)l->exec)->stream;
+}
 
 extern "C" ps_status mix_cuda(const ps_launch *l) {
   mix_args a;
@@ -76,13 +78,15 @@ extern "C" ps_status work_cuda(const ps_launch *l) {
 
 /* Step 2 writes to an address that is nobody's. */
 extern "C" ps_status stray_cuda(const ps_launch *l) {
-  stray_k<<<1, 1, 0, stream_of(l)>>>((uint64_t *)(l->step == 2 ? (void *)(uintptr_t)4096 : l->ptr[0]));
+  stray_k<<<1, 1, 0, stream_of(l)>>>(
+      (uint64_t *)(l->step == 2 ? (void *)(uintptr_t)4096 : l->ptr[0]));
   return cudaGetLastError() == cudaSuccess ? PS_OK : PS_EDEVICE;
 }
 
 /* Loads every kernel, so that none is loaded between a run's first and last step. */
 extern "C" bool mix_load(void) {
   cudaFuncAttributes a;
-  return cudaFuncGetAttributes(&a, mix_k) == cudaSuccess && cudaFuncGetAttributes(&a, work_k) == cudaSuccess &&
+  return cudaFuncGetAttributes(&a, mix_k) == cudaSuccess &&
+         cudaFuncGetAttributes(&a, work_k) == cudaSuccess &&
          cudaFuncGetAttributes(&a, stray_k) == cudaSuccess;
 }

@@ -3,7 +3,8 @@
  * of all, or writes half of what the Nth write was asked for. Refuses RENAME_EXCHANGE when told to.
  * A program that does not know of it is told by the environment:
  *   DISK_SHIM_FSYNC_MS  every fsync takes so long
- *   DISK_SHIM_FAIL      the Nth call fails, 0: none; only calls on files below DISK_SHIM_UNDER count
+ *   DISK_SHIM_FAIL      the Nth call fails, 0: none; only calls on files below DISK_SHIM_UNDER
+ *                       count
  *   DISK_SHIM_ERRNO     what it fails with, 0: ENOSPC where it writes, else EIO
  *   DISK_SHIM_LOG       a file that gets a line a call: its name and its file */
 #include <dirent.h>
@@ -40,7 +41,7 @@ void disk_shim_arm(int what, long n) {
 void disk_shim_refuse_exchange(int error) { atomic_store(&exchange_error, error); }
 long disk_shim_calls(void) { return atomic_load(&n_calls); }
 
-/* ---- of a program that only has the environment ------------------------------------------------ */
+/* ---- of a program that only has the environment ---------------------------------------------- */
 
 static const char *under;
 static int given_error, log_fd = -1;
@@ -48,10 +49,13 @@ static int given_error, log_fd = -1;
 __attribute__((constructor)) static void arm_by_environment(void) {
   const char *nth_text = getenv("DISK_SHIM_FAIL"), *error = getenv("DISK_SHIM_ERRNO");
   const char *log = getenv("DISK_SHIM_LOG");
-  if (!nth_text) return;
+  if (!nth_text)
+    return;
   under = getenv("DISK_SHIM_UNDER");
   given_error = error ? atoi(error) : 0;
-  if (log) log_fd = (int)syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  if (log)
+    log_fd =
+        (int)syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   disk_shim_arm(FAIL, atol(nth_text));
 }
 
@@ -60,8 +64,10 @@ static void file_of(int fd, const char *path, char *out, size_t room) {
   char link[64];
   ssize_t n = 0;
   if (!path || path[0] != '/') {
-    if (fd == AT_FDCWD) snprintf(link, sizeof link, "/proc/self/cwd");
-    else snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    if (fd == AT_FDCWD)
+      snprintf(link, sizeof link, "/proc/self/cwd");
+    else
+      snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     n = syscall(SYS_readlinkat, AT_FDCWD, link, out, room - 1);
     n = n < 0 ? 0 : n;
   }
@@ -85,31 +91,37 @@ static bool counts(const char *name, int fd, const char *path) {
   return result;
 }
 
-/* ---- calls --------------------------------------------------------------------------------------- */
+/* ---- calls ----------------------------------------------------------------------------------- */
 
 /* Whether the call fails (or, in mode SHORT, is a short one). */
 static bool hit(kind k, const char *name, int fd, const char *path) {
-  if (!atomic_load(&armed)) return false;
+  if (!atomic_load(&armed))
+    return false;
   const int what = atomic_load(&mode);
-  if (what == COUNT || (what == SHORT && k != WRITES) || (what == KILL && k == LOOKS)) return false;
-  if (!counts(name, fd, path)) return false;
-  if (atomic_fetch_add(&n_calls, 1) + 1 != atomic_load(&nth)) return false;
-  if (what == KILL) syscall(SYS_exit_group, 99);
+  if (what == COUNT || (what == SHORT && k != WRITES) || (what == KILL && k == LOOKS))
+    return false;
+  if (!counts(name, fd, path))
+    return false;
+  if (atomic_fetch_add(&n_calls, 1) + 1 != atomic_load(&nth))
+    return false;
+  if (what == KILL)
+    syscall(SYS_exit_group, 99);
   errno = given_error ? given_error : k == WRITES ? ENOSPC : EIO;
   return true;
 }
 
-#define REAL(name)                 \
-  static __typeof__(name) *real; \
-  if (!real) real = (__typeof__(name) *)dlsym(RTLD_NEXT, #name)
+#define REAL(name)                                                                                 \
+  static __typeof__(name) *real;                                                                   \
+  if (!real)                                                                                       \
+  real = (__typeof__(name) *)dlsym(RTLD_NEXT, #name)
 /* AT: the descriptor and the name that say which file it is. */
 #define AT(fd, path) fd, path
-#define OF(fd) fd, NULL
-#define BY(path) AT_FDCWD, path
-#define SHIM(kind, file, result, failed, name, params, ...)                 \
-  result name params {                                                      \
-    REAL(name);                                                             \
-    return hit(kind, #name, file) ? failed : real(__VA_ARGS__);             \
+#define OF(fd)       fd, NULL
+#define BY(path)     AT_FDCWD, path
+#define SHIM(kind, file, result, failed, name, params, ...)                                        \
+  result name params {                                                                             \
+    REAL(name);                                                                                    \
+    return hit(kind, #name, file) ? failed : real(__VA_ARGS__);                                    \
   }
 #define OPEN(name, file, params, ...)                                                              \
   int name params {                                                                                \
@@ -133,7 +145,8 @@ SHIM(CHANGES, BY(p), int, -1, unlink, (const char *p), p)
 SHIM(CHANGES, AT(d, p), int, -1, unlinkat, (int d, const char *p, int f), d, p, f)
 SHIM(CHANGES, BY(p), int, -1, rmdir, (const char *p), p)
 SHIM(CHANGES, BY(a), int, -1, link, (const char *a, const char *b), a, b)
-SHIM(CHANGES, AT(c, a), int, -1, linkat, (int c, const char *a, int d, const char *b, int f), c, a, d, b, f)
+SHIM(CHANGES, AT(c, a), int, -1, linkat, (int c, const char *a, int d, const char *b, int f), c, a,
+     d, b, f)
 SHIM(LOOKS, BY(p), int, -1, stat, (const char *p, struct stat *b), p, b)
 SHIM(LOOKS, BY(p), int, -1, stat64, (const char *p, struct stat64 *b), p, b)
 SHIM(LOOKS, BY(p), int, -1, lstat, (const char *p, struct stat *b), p, b)
@@ -141,7 +154,8 @@ SHIM(LOOKS, BY(p), int, -1, lstat64, (const char *p, struct stat64 *b), p, b)
 SHIM(LOOKS, OF(d), int, -1, fstat, (int d, struct stat *b), d, b)
 SHIM(LOOKS, OF(d), int, -1, fstat64, (int d, struct stat64 *b), d, b)
 SHIM(LOOKS, AT(d, p), int, -1, fstatat, (int d, const char *p, struct stat *b, int f), d, p, b, f)
-SHIM(LOOKS, AT(d, p), int, -1, fstatat64, (int d, const char *p, struct stat64 *b, int f), d, p, b, f)
+SHIM(LOOKS, AT(d, p), int, -1, fstatat64, (int d, const char *p, struct stat64 *b, int f), d, p, b,
+     f)
 SHIM(LOOKS, AT(d, p), int, -1, faccessat, (int d, const char *p, int m, int f), d, p, m, f)
 SHIM(LOOKS, BY(p), int, -1, access, (const char *p, int m), p, m)
 SHIM(CHANGES, OF(d), int, -1, fchmod, (int d, mode_t m), d, m)
@@ -156,21 +170,23 @@ SHIM(CHANGES, OF(d), FILE *, NULL, fdopen, (int d, const char *m), d, m)
 SHIM(LOOKS, OF(d), int, -1, flock, (int d, int o), d, o)
 SHIM(LOOKS, BY(p), DIR *, NULL, opendir, (const char *p), p)
 SHIM(LOOKS, OF(d), DIR *, NULL, fdopendir, (int d), d)
-SHIM(LOOKS, OF(dirfd(d)), struct dirent *, NULL, readdir, (DIR *d), d)
-SHIM(LOOKS, OF(dirfd(d)), struct dirent64 *, NULL, readdir64, (DIR *d), d)
+SHIM(LOOKS, OF(dirfd(d)), struct dirent *, NULL, readdir, (DIR * d), d)
+SHIM(LOOKS, OF(dirfd(d)), struct dirent64 *, NULL, readdir64, (DIR * d), d)
 
 int fsync(int fd) {
   REAL(fsync);
   const char *ms = getenv("DISK_SHIM_FSYNC_MS");
   const long n = ms ? atol(ms) : 0;
   struct timespec left = {n / 1000, n % 1000 * 1000000};
-  while (n && nanosleep(&left, &left) != 0) continue;
+  while (n && nanosleep(&left, &left) != 0)
+    continue;
   return hit(LOOKS, "fsync", OF(fd)) ? -1 : real(fd);
 }
 
 int renameat2(int c, const char *a, int d, const char *b, unsigned flags) {
   REAL(renameat2);
-  if (hit(CHANGES, "renameat2", AT(d, b))) return -1;
+  if (hit(CHANGES, "renameat2", AT(d, b)))
+    return -1;
   if (flags & RENAME_EXCHANGE && atomic_load(&exchange_error)) {
     errno = atomic_load(&exchange_error);
     return -1;
@@ -183,13 +199,15 @@ int close(int fd) {
   REAL(close);
   const bool failed = hit(LOOKS, "close", OF(fd));
   const int why = errno, result = real(fd);
-  if (failed) errno = why;
+  if (failed)
+    errno = why;
   return failed ? -1 : result;
 }
 
 ssize_t write(int fd, const void *data, size_t bytes) {
   REAL(write);
-  if (!hit(WRITES, "write", OF(fd))) return real(fd, data, bytes);
+  if (!hit(WRITES, "write", OF(fd)))
+    return real(fd, data, bytes);
   return atomic_load(&mode) == SHORT && bytes > 1 ? real(fd, data, bytes / 2) : -1;
 }
 
@@ -202,7 +220,8 @@ static void fill(FILE *f) {
 
 int fflush(FILE *f) {
   REAL(fflush);
-  if (!f || fileno(f) < 0 || !hit(WRITES, "fflush", OF(fileno(f)))) return real(f);
+  if (!f || fileno(f) < 0 || !hit(WRITES, "fflush", OF(fileno(f))))
+    return real(f);
   const int kept = (int)syscall(SYS_fcntl, fileno(f), F_DUPFD_CLOEXEC, 0), why = errno;
   fill(f);
   real(f);
@@ -214,7 +233,8 @@ int fflush(FILE *f) {
 
 int fclose(FILE *f) {
   REAL(fclose);
-  if (fileno(f) < 0 || !hit(WRITES, "fclose", OF(fileno(f)))) return real(f);
+  if (fileno(f) < 0 || !hit(WRITES, "fclose", OF(fileno(f))))
+    return real(f);
   const int why = errno;
   fill(f);
   real(f);

@@ -1,10 +1,15 @@
-/* driver_standin.c - what test_cuda_bad_input.py puts in the place of NVIDIA's driver, NVML and cuBLASLt: a machine whose GPU has something
- * wrong with it. Nothing computes; memory of the "device" is addresses only. The environment says what is wrong:
- *   STANDIN_VERSION     what cuDriverGetVersion tells (13000)        STANDIN_INIT    the result of cuInit (0)
- *   STANDIN_GPUS        GPUs to be seen (1)                          STANDIN_CAPABILITY  their compute capability (90)
- *   STANDIN_PIN, STANDIN_ALLOC, STANDIN_CONTEXT  results of cuMemHostRegister, cuMemAlloc of 1 MiB or more, cuDevicePrimaryCtxRetain (0)
- *   STANDIN_GIB, STANDIN_USED_GIB  GiB of device memory (80), and how many other processes hold (0)
- * Types are as wide as the driver's interface has them; results are its numbers, 0 being success. */
+/* driver_standin.c - what test_cuda_bad_input.py puts in the place of NVIDIA's driver, NVML and
+ * cuBLASLt: a machine whose GPU has something wrong with it. Nothing computes; memory of the
+ * "device" is addresses only. The environment says what is wrong:
+ *   STANDIN_VERSION     what cuDriverGetVersion tells (13000)        STANDIN_INIT    the result
+ *                       of cuInit (0)
+ *   STANDIN_GPUS        GPUs to be seen (1)                          STANDIN_CAPABILITY  their
+ *                       compute capability (90)
+ *   STANDIN_PIN, STANDIN_ALLOC, STANDIN_CONTEXT  results of cuMemHostRegister, cuMemAlloc of 1
+ *   MiB or more, cuDevicePrimaryCtxRetain (0) STANDIN_GIB, STANDIN_USED_GIB  GiB of device
+ *   memory (80), and how many other processes hold (0)
+ * Types are as wide as the driver's interface has them; results are its numbers, 0 being
+ * success. */
 #include <dlfcn.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -19,7 +24,7 @@ static long setting(const char *name, long otherwise) {
 
 static int nothing(void) { return 0; }
 
-/* ---- the driver -------------------------------------------------------------------------------------------------------- */
+/* ---- the driver ------------------------------------------------------------------------------ */
 
 enum { ATTRIBUTE_SMS = 16, ATTRIBUTE_MAJOR = 75, ATTRIBUTE_MINOR = 76 };
 
@@ -29,7 +34,9 @@ int cuDriverGetVersion(int *version) {
   return 0;
 }
 int cuGetErrorName(int result, const char **name) {
-  *name = result == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : result == 100 ? "CUDA_ERROR_NO_DEVICE" : "CUDA_ERROR_OF_THE_STANDIN";
+  *name = result == 2     ? "CUDA_ERROR_OUT_OF_MEMORY"
+          : result == 100 ? "CUDA_ERROR_NO_DEVICE"
+                          : "CUDA_ERROR_OF_THE_STANDIN";
   return 0;
 }
 int cuGetErrorString(int result, const char **text) {
@@ -46,7 +53,10 @@ int cuDeviceGet(int *device, int idx) {
 }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
   const int capability = (int)setting("STANDIN_CAPABILITY", 90);
-  *value = attribute == ATTRIBUTE_MAJOR ? capability / 10 : attribute == ATTRIBUTE_MINOR ? capability % 10 : attribute == ATTRIBUTE_SMS ? 132 : 1;
+  *value = attribute == ATTRIBUTE_MAJOR   ? capability / 10
+           : attribute == ATTRIBUTE_MINOR ? capability % 10
+           : attribute == ATTRIBUTE_SMS   ? 132
+                                          : 1;
   return 0;
 }
 int cuDeviceGetName(char *name, int bytes, int device) {
@@ -86,20 +96,39 @@ int cuMemHostGetDevicePointer(unsigned long long *address, void *p, unsigned fla
   *address = (unsigned long long)(uintptr_t)p;
   return 0;
 }
-int cuMemHostRegister(void *p, size_t bytes, unsigned flags) { return (int)setting("STANDIN_PIN", 0); }
+int cuMemHostRegister(void *p, size_t bytes, unsigned flags) {
+  return (int)setting("STANDIN_PIN", 0);
+}
 int cuStreamCreate(void **stream, unsigned flags) {
   *stream = (void *)1;
   return 0;
 }
 
 /* A function by its name; what is not above does nothing, with success. */
-int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
-#define ITEM(f) {#f, (void *)&f}
-  static const struct { const char *name; void *function; } known[] = {
-      ITEM(cuInit), ITEM(cuDriverGetVersion), ITEM(cuGetErrorName), ITEM(cuGetErrorString), ITEM(cuDeviceGetCount), ITEM(cuDeviceGet),
-      ITEM(cuDeviceGetAttribute), ITEM(cuDeviceGetName), ITEM(cuDeviceTotalMem), ITEM(cuMemGetInfo), ITEM(cuDeviceGetPCIBusId),
-      ITEM(cuDevicePrimaryCtxRetain), ITEM(cuMemAlloc), ITEM(cuMemHostAlloc), ITEM(cuMemHostGetDevicePointer), ITEM(cuMemHostRegister),
-      ITEM(cuStreamCreate)};
+int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags,
+                        int *status) {
+#define ITEM(f)                                                                                    \
+  { #f, (void *)&f }
+  static const struct {
+    const char *name;
+    void *function;
+  } known[] = {ITEM(cuInit),
+               ITEM(cuDriverGetVersion),
+               ITEM(cuGetErrorName),
+               ITEM(cuGetErrorString),
+               ITEM(cuDeviceGetCount),
+               ITEM(cuDeviceGet),
+               ITEM(cuDeviceGetAttribute),
+               ITEM(cuDeviceGetName),
+               ITEM(cuDeviceTotalMem),
+               ITEM(cuMemGetInfo),
+               ITEM(cuDeviceGetPCIBusId),
+               ITEM(cuDevicePrimaryCtxRetain),
+               ITEM(cuMemAlloc),
+               ITEM(cuMemHostAlloc),
+               ITEM(cuMemHostGetDevicePointer),
+               ITEM(cuMemHostRegister),
+               ITEM(cuStreamCreate)};
 #undef ITEM
   *function = (void *)&nothing;
   for (size_t i = 0; i < sizeof known / sizeof *known; i++)
@@ -108,9 +137,11 @@ int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t
   return 0;
 }
 
-/* ---- NVML: memory of the whole GPU --------------------------------------------------------------------------------------- */
+/* ---- NVML: memory of the whole GPU ----------------------------------------------------------- */
 
-typedef struct memory { unsigned long long total, free, used; } memory;
+typedef struct memory {
+  unsigned long long total, free, used;
+} memory;
 
 int nvmlInit_v2(void) { return 0; }
 int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **handle) {
@@ -124,14 +155,22 @@ int nvmlDeviceGetMemoryInfo(void *handle, memory *m) {
   return 0;
 }
 
-/* ---- cuBLASLt: opens ------------------------------------------------------------------------------------------------------- */
+/* ---- cuBLASLt: opens ------------------------------------------------------------------------- */
 
 int cublasLtCreate(void **handle) {
   *handle = (void *)1;
   return 0;
 }
 const char *cublasLtGetStatusString(int status) { return "of the stand-in"; }
-#define NOTHING(name) int cublasLt##name(void) { return nothing(); }
-NOTHING(Destroy) NOTHING(Matmul) NOTHING(MatmulAlgoGetHeuristic) NOTHING(MatmulDescInit_internal) NOTHING(MatmulDescSetAttribute)
-NOTHING(MatmulPreferenceInit_internal) NOTHING(MatmulPreferenceSetAttribute) NOTHING(MatrixLayoutInit_internal) NOTHING(MatmulAlgoCheck)
+#define NOTHING(name)                                                                              \
+  int cublasLt##name(void) { return nothing(); }
+NOTHING(Destroy)
+NOTHING(Matmul)
+NOTHING(MatmulAlgoGetHeuristic)
+NOTHING(MatmulDescInit_internal)
+NOTHING(MatmulDescSetAttribute)
+NOTHING(MatmulPreferenceInit_internal)
+NOTHING(MatmulPreferenceSetAttribute)
+NOTHING(MatrixLayoutInit_internal)
+NOTHING(MatmulAlgoCheck)
 NOTHING(GetVersion)

@@ -1,50 +1,73 @@
-/* golden.c - plans one case and prints what the golden files of tests/golden hold: plan.json on the first line, then one line an op.
+/* golden.c - plans one case and prints what the golden files of tests/golden hold: plan.json on
+ * the first line, then one line an op.
  *
- *   golden CONFIG HARDWARE FIELD=VALUE...    FIELD: the recipe, or a size, count or flag of ps_plan_config
+ *   golden CONFIG HARDWARE FIELD=VALUE...    FIELD: the recipe, or a size, count or flag of
+ *   ps_plan_config
  *
- * A line has tab-separated columns: kernel, stream and place in the model; arguments; ranges; work; waits. Everything goes by name and number, never by a
- * struct's bytes, so that the text outlives a change of the structs. A kernel that args[] does not list is an error: it would go unwatched. */
+ * A line has tab-separated columns: kernel, stream and place in the model; arguments; ranges;
+ * work; waits. Everything goes by name and number, never by a struct's bytes, so that the text
+ * outlives a change of the structs. A kernel that args[] does not list is an error: it would go
+ * unwatched. */
 #include "../../native/plan/plan_impl.h"
 #include "check.h"
 #include <inttypes.h>
 #include <stddef.h>
 
-/* ---- arguments -------------------------------------------------------------------------------------------------------------------- */
+/* ---- arguments ------------------------------------------------------------------------------- */
 
 typedef enum kind { U32, U8, U64, F32, F64, DTYPE, DTYPE8 } kind;
-typedef struct arg { const char *name; size_t offset; kind kind; } arg;
+typedef struct arg {
+  const char *name;
+  size_t offset;
+  kind kind;
+} arg;
 #define ARG(type, kind, member) {#member, offsetof(ps__args_##type, member), kind}
 enum { MOST_ARGS = 18 };
-static const struct args { const char *kernels; arg arg[MOST_ARGS]; } args[] = {
-  {" fill_zero ", {ARG(fill, U64, bytes)}},
-  {" accumulate accumulate_host accumulate_sumsq_host round_sumsq_host ",
-   {ARG(accumulate, U64, n), ARG(accumulate, U64, first), ARG(accumulate, DTYPE, dt), ARG(accumulate, U32, n_threads), ARG(accumulate, U32, mode),
-    ARG(accumulate, U32, index)}},
-  {" embed_fwd embed_bwd ",
-   {ARG(embed, U32, n_tokens), ARG(embed, U32, vocab), ARG(embed, U32, dim), ARG(embed, DTYPE, dt), ARG(embed, U32, accumulate)}},
-  {" embed_bwd_host ",
-   {ARG(embed_host, U32, rows.n_tokens), ARG(embed_host, U32, rows.vocab), ARG(embed_host, U32, rows.dim), ARG(embed_host, DTYPE, rows.dt),
-    ARG(embed_host, U32, rows.accumulate), ARG(embed_host, U32, chunk_tokens), ARG(embed_host, U32, short_tokens), ARG(embed_host, U32, group_tokens),
-    ARG(embed_host, U32, skip_tokens), ARG(embed_host, U32, mode), ARG(embed_host, U32, index)}},
-  {" rmsnorm_fwd rmsnorm_bwd ",
-   {ARG(rmsnorm, U32, rows), ARG(rmsnorm, U32, cols), ARG(rmsnorm, DTYPE, dt), ARG(rmsnorm, U32, accumulate_dw), ARG(rmsnorm, U32, add_dx),
-    ARG(rmsnorm, F32, eps)}},
-  {" gemm ",
-   {ARG(gemm, U32, m), ARG(gemm, U32, n), ARG(gemm, U32, k), ARG(gemm, U32, lda), ARG(gemm, U32, ldb), ARG(gemm, U32, ldc), ARG(gemm, U8, trans_a),
-    ARG(gemm, U8, trans_b), ARG(gemm, U8, accumulate), ARG(gemm, U8, has_bias), ARG(gemm, U8, has_residual), ARG(gemm, DTYPE8, dt_a),
-    ARG(gemm, DTYPE8, dt_b), ARG(gemm, DTYPE8, dt_c)}},
-  {" qkv_split_fwd qkv_split_bwd ",
-   {ARG(qkv, U32, n_tokens), ARG(qkv, U32, n_heads), ARG(qkv, U32, n_kv_heads), ARG(qkv, U32, head_dim), ARG(qkv, DTYPE, dt), ARG(qkv, U32, qk_norm),
-    ARG(qkv, U32, accumulate_dw), ARG(qkv, U32, rope_scaling), ARG(qkv, U32, rope_original_positions), ARG(qkv, F32, eps), ARG(qkv, F32, rope_factor),
-    ARG(qkv, F32, rope_low_freq), ARG(qkv, F32, rope_high_freq), ARG(qkv, F64, rope_theta)}},
-  {" attention_fwd attention_bwd ",
-   {ARG(attention, U32, n_tokens), ARG(attention, U32, row0), ARG(attention, U32, n_heads), ARG(attention, U32, n_kv_heads), ARG(attention, U32, head_dim),
-    ARG(attention, DTYPE, dt), ARG(attention, U32, accumulate_dkv), ARG(attention, U32, document_rows)}},
-  {" swiglu_fwd swiglu_bwd ", {ARG(swiglu, U32, n_tokens), ARG(swiglu, U32, ffn_dim), ARG(swiglu, DTYPE, dt)}},
-  {" colsum ", {ARG(colsum, U32, rows), ARG(colsum, U32, cols), ARG(colsum, U32, ld), ARG(colsum, DTYPE, dt), ARG(colsum, U32, accumulate)}},
-  {" cross_entropy ", {ARG(cross_entropy, U32, rows), ARG(cross_entropy, U32, vocab), ARG(cross_entropy, DTYPE, dt)}},
-  {" sumsq sumsq_host ", {ARG(sumsq, U64, n), ARG(sumsq, DTYPE, dt), ARG(sumsq, U32, n_threads)}},
-  {" load_batch loss grad_norm adamw adamw_moments embed_gather report ", {ARG(hook, U32, unit)}},
+static const struct args {
+  const char *kernels;
+  arg arg[MOST_ARGS];
+} args[] = {
+    {" fill_zero ", {ARG(fill, U64, bytes)}},
+    {" accumulate accumulate_host accumulate_sumsq_host round_sumsq_host ",
+     {ARG(accumulate, U64, n), ARG(accumulate, U64, first), ARG(accumulate, DTYPE, dt),
+      ARG(accumulate, U32, n_threads), ARG(accumulate, U32, mode), ARG(accumulate, U32, index)}},
+    {" embed_fwd embed_bwd ",
+     {ARG(embed, U32, n_tokens), ARG(embed, U32, vocab), ARG(embed, U32, dim),
+      ARG(embed, DTYPE, dt), ARG(embed, U32, accumulate)}},
+    {" embed_bwd_host ",
+     {ARG(embed_host, U32, rows.n_tokens), ARG(embed_host, U32, rows.vocab),
+      ARG(embed_host, U32, rows.dim), ARG(embed_host, DTYPE, rows.dt),
+      ARG(embed_host, U32, rows.accumulate), ARG(embed_host, U32, chunk_tokens),
+      ARG(embed_host, U32, short_tokens), ARG(embed_host, U32, group_tokens),
+      ARG(embed_host, U32, skip_tokens), ARG(embed_host, U32, mode), ARG(embed_host, U32, index)}},
+    {" rmsnorm_fwd rmsnorm_bwd ",
+     {ARG(rmsnorm, U32, rows), ARG(rmsnorm, U32, cols), ARG(rmsnorm, DTYPE, dt),
+      ARG(rmsnorm, U32, accumulate_dw), ARG(rmsnorm, U32, add_dx), ARG(rmsnorm, F32, eps)}},
+    {" gemm ",
+     {ARG(gemm, U32, m), ARG(gemm, U32, n), ARG(gemm, U32, k), ARG(gemm, U32, lda),
+      ARG(gemm, U32, ldb), ARG(gemm, U32, ldc), ARG(gemm, U8, trans_a), ARG(gemm, U8, trans_b),
+      ARG(gemm, U8, accumulate), ARG(gemm, U8, has_bias), ARG(gemm, U8, has_residual),
+      ARG(gemm, DTYPE8, dt_a), ARG(gemm, DTYPE8, dt_b), ARG(gemm, DTYPE8, dt_c)}},
+    {" qkv_split_fwd qkv_split_bwd ",
+     {ARG(qkv, U32, n_tokens), ARG(qkv, U32, n_heads), ARG(qkv, U32, n_kv_heads),
+      ARG(qkv, U32, head_dim), ARG(qkv, DTYPE, dt), ARG(qkv, U32, qk_norm),
+      ARG(qkv, U32, accumulate_dw), ARG(qkv, U32, rope_scaling),
+      ARG(qkv, U32, rope_original_positions), ARG(qkv, F32, eps), ARG(qkv, F32, rope_factor),
+      ARG(qkv, F32, rope_low_freq), ARG(qkv, F32, rope_high_freq), ARG(qkv, F64, rope_theta)}},
+    {" attention_fwd attention_bwd ",
+     {ARG(attention, U32, n_tokens), ARG(attention, U32, row0), ARG(attention, U32, n_heads),
+      ARG(attention, U32, n_kv_heads), ARG(attention, U32, head_dim), ARG(attention, DTYPE, dt),
+      ARG(attention, U32, accumulate_dkv), ARG(attention, U32, document_rows)}},
+    {" swiglu_fwd swiglu_bwd ",
+     {ARG(swiglu, U32, n_tokens), ARG(swiglu, U32, ffn_dim), ARG(swiglu, DTYPE, dt)}},
+    {" colsum ",
+     {ARG(colsum, U32, rows), ARG(colsum, U32, cols), ARG(colsum, U32, ld), ARG(colsum, DTYPE, dt),
+      ARG(colsum, U32, accumulate)}},
+    {" cross_entropy ",
+     {ARG(cross_entropy, U32, rows), ARG(cross_entropy, U32, vocab),
+      ARG(cross_entropy, DTYPE, dt)}},
+    {" sumsq sumsq_host ", {ARG(sumsq, U64, n), ARG(sumsq, DTYPE, dt), ARG(sumsq, U32, n_threads)}},
+    {" load_batch loss grad_norm adamw adamw_moments embed_gather report ", {ARG(hook, U32, unit)}},
 };
 
 static uint64_t whole(const void *at, size_t bytes) {
@@ -64,48 +87,63 @@ static void print_arg(const arg *a, const char *block) {
   double d;
   printf("%s=", a->name);
   switch (a->kind) {
-    case U8: printf("%" PRIu64, whole(at, 1)); break;
-    case U32: printf("%" PRIu64, whole(at, 4)); break;
-    case U64: printf("%" PRIu64, whole(at, 8)); break;
-    case F32: memcpy(&f, at, sizeof f); printf("%.9g", (double)f); break;
-    case F64: memcpy(&d, at, sizeof d); printf("%.17g", d); break;
-    case DTYPE: printf("%s", dtype_name(whole(at, 4))); break;
-    case DTYPE8: printf("%s", dtype_name(whole(at, 1))); break;
+  case U8: printf("%" PRIu64, whole(at, 1)); break;
+  case U32: printf("%" PRIu64, whole(at, 4)); break;
+  case U64: printf("%" PRIu64, whole(at, 8)); break;
+  case F32:
+    memcpy(&f, at, sizeof f);
+    printf("%.9g", (double)f);
+    break;
+  case F64:
+    memcpy(&d, at, sizeof d);
+    printf("%.17g", d);
+    break;
+  case DTYPE: printf("%s", dtype_name(whole(at, 4))); break;
+  case DTYPE8: printf("%s", dtype_name(whole(at, 1))); break;
   }
   putchar(' ');
 }
 
 static void print_args(const ps_op_view *op) {
-  if (!op->kernel) return;
+  if (!op->kernel)
+    return;
   char name[64];
   snprintf(name, sizeof name, " %s ", op->kernel->name);
   for (size_t i = 0; i < sizeof args / sizeof *args; i++)
     if (strstr(args[i].kernels, name)) {
-      for (const arg *a = args[i].arg; a < args[i].arg + MOST_ARGS && a->name; a++) print_arg(a, op->args);
+      for (const arg *a = args[i].arg; a < args[i].arg + MOST_ARGS && a->name; a++)
+        print_arg(a, op->args);
       return;
     }
-  fprintf(stderr, "golden: kernel %s has no entry in args[] of tests/native/golden.c\n", op->kernel->name);
+  fprintf(stderr, "golden: kernel %s has no entry in args[] of tests/native/golden.c\n",
+          op->kernel->name);
   exit(1);
 }
 
-/* ---- ops -------------------------------------------------------------------------------------------------------------------------- */
+/* ---- ops ------------------------------------------------------------------------------------- */
 
 static void print_op(const ps_op_view *op) {
-  static const char *const phase[] = {[PS__PHASE_FORWARD] = "forward", [PS__PHASE_HEAD] = "head", [PS__PHASE_BACKWARD] = "backward",
-                                      [PS__PHASE_UPDATE] = "update", [PS__PHASE_RECOMPUTE] = "recompute"};
+  static const char *const phase[] = {[PS__PHASE_FORWARD] = "forward",
+                                      [PS__PHASE_HEAD] = "head",
+                                      [PS__PHASE_BACKWARD] = "backward",
+                                      [PS__PHASE_UPDATE] = "update",
+                                      [PS__PHASE_RECOMPUTE] = "recompute"};
   static const char *const space[] = {[PS__SPACE_DEVICE] = "device", [PS__SPACE_HOST] = "host"};
   static const char *const mode[] = {[PS_READ] = "R", [PS_WRITE] = "W", [PS_READ_WRITE] = "RW"};
   const ps_tag *tag = &op->tag;
   CHECK((size_t)tag->phase < sizeof phase / sizeof *phase);
-  printf("%s\t%s\tlayer=%d round=%d chunk=%d phase=%s\t", op->kernel ? op->kernel->name : "copy", ps_plan_stream_name(op->stream), tag->layer, tag->round, tag->chunk,
-         phase[tag->phase]);
+  printf("%s\t%s\tlayer=%d round=%d chunk=%d phase=%s\t", op->kernel ? op->kernel->name : "copy",
+         ps_plan_stream_name(op->stream), tag->layer, tag->round, tag->chunk, phase[tag->phase]);
   print_args(op);
   putchar('\t');
   for (uint32_t i = 0; i < op->n_access; i++)
-    printf("%s:%s:%" PRIu64 "+%" PRIu64 " ", mode[op->access[i].mode], space[op->access[i].space], op->access[i].offset, op->access[i].bytes);
-  printf("\tflops=%.17g bytes=%.17g model_flops=%.17g\t", op->work.flops, op->work.bytes, op->work.model_flops);
+    printf("%s:%s:%" PRIu64 "+%" PRIu64 " ", mode[op->access[i].mode], space[op->access[i].space],
+           op->access[i].offset, op->access[i].bytes);
+  printf("\tflops=%.17g bytes=%.17g model_flops=%.17g\t", op->work.flops, op->work.bytes,
+         op->work.model_flops);
   for (uint32_t i = 0; i < op->n_wait; i++)
-    printf("%s:%" PRIu64 "-%u ", ps_plan_stream_name(op->wait[i].stream), op->wait[i].value, op->wait[i].steps_back);
+    printf("%s:%" PRIu64 "-%u ", ps_plan_stream_name(op->wait[i].stream), op->wait[i].value,
+           op->wait[i].steps_back);
   putchar('\n');
 }
 
@@ -121,22 +159,36 @@ static void print_preamble(const ps_plan *plan) {
   ps_program *program = NULL;
   ps_schedule *schedule = NULL;
   CHECK(ps__step_preamble(&plan->step, &program) == PS_OK);
-  if (!program) return;
+  if (!program)
+    return;
   CHECK(ps_schedule_compile(&schedule, program) == PS_OK);
   ps_program_destroy(program);
   print_schedule(schedule);
   CHECK(ps_schedule_destroy(schedule) == PS_OK);
 }
 
-/* ---- the case --------------------------------------------------------------------------------------------------------------------- */
+/* ---- the case -------------------------------------------------------------------------------- */
 
 static void set_field(ps_plan_config *c, char *word) {
-  const struct { const char *name; uint64_t *large; uint32_t *small; } field[] = {
-    {"device_bytes", &c->device_bytes, NULL}, {"host_bytes", &c->host_bytes, NULL}, {"seq_len", &c->seq_len, NULL}, {"tokens_per_step", &c->tokens_per_step, NULL},
-    {"chunk_tokens", &c->chunk_tokens, NULL}, {"chunks_per_round", &c->chunks_per_round, NULL}, {"first_round_chunks", &c->first_round_chunks, NULL},
-    {"head_slice_tokens", &c->head_slice_tokens, NULL}, {"reserve_bytes", &c->reserve_bytes, NULL}, {"clip", NULL, &c->clip}, {"n_threads", NULL, &c->n_threads},
-    {"trace_steps", NULL, &c->trace_steps}, {"deterministic", NULL, &c->deterministic}, {"one_document", NULL, &c->one_document},
-    {"keep_grads", NULL, &c->keep_grads}};
+  const struct {
+    const char *name;
+    uint64_t *large;
+    uint32_t *small;
+  } field[] = {{"device_bytes", &c->device_bytes, NULL},
+               {"host_bytes", &c->host_bytes, NULL},
+               {"seq_len", &c->seq_len, NULL},
+               {"tokens_per_step", &c->tokens_per_step, NULL},
+               {"chunk_tokens", &c->chunk_tokens, NULL},
+               {"chunks_per_round", &c->chunks_per_round, NULL},
+               {"first_round_chunks", &c->first_round_chunks, NULL},
+               {"head_slice_tokens", &c->head_slice_tokens, NULL},
+               {"reserve_bytes", &c->reserve_bytes, NULL},
+               {"clip", NULL, &c->clip},
+               {"n_threads", NULL, &c->n_threads},
+               {"trace_steps", NULL, &c->trace_steps},
+               {"deterministic", NULL, &c->deterministic},
+               {"one_document", NULL, &c->one_document},
+               {"keep_grads", NULL, &c->keep_grads}};
   char *value = strchr(word, '=');
   CHECK(value);
   *value++ = 0;
@@ -149,8 +201,10 @@ static void set_field(ps_plan_config *c, char *word) {
   for (size_t i = 0; i < sizeof field / sizeof *field; i++)
     if (strcmp(word, field[i].name) == 0) {
       const uint64_t number = strtoull(value, NULL, 10);
-      if (field[i].large) *field[i].large = number;
-      else *field[i].small = (uint32_t)number;
+      if (field[i].large)
+        *field[i].large = number;
+      else
+        *field[i].small = (uint32_t)number;
       return;
     }
   fprintf(stderr, "golden: %s is no field of a case\n", word);
@@ -162,12 +216,17 @@ int main(int argc, char **argv) {
   ps_hardware hw = {.struct_bytes = sizeof hw};
   ps_plan_config cfg = {.struct_bytes = sizeof cfg};
   ps_plan *plan = NULL;
-  if (argc < 3) return 2;
-  if (ps_model_config_read(&model, argv[1]) != PS_OK || ps_hardware_describe(&hw, argv[2]) != PS_OK) goto failed;
-  for (int i = 3; i < argc; i++) set_field(&cfg, argv[i]);
-  if (ps_plan_create(&plan, &model, &cfg, &hw) != PS_OK) goto failed;
+  if (argc < 3)
+    return 2;
+  if (ps_model_config_read(&model, argv[1]) != PS_OK || ps_hardware_describe(&hw, argv[2]) != PS_OK)
+    goto failed;
+  for (int i = 3; i < argc; i++)
+    set_field(&cfg, argv[i]);
+  if (ps_plan_create(&plan, &model, &cfg, &hw) != PS_OK)
+    goto failed;
   const char *json = ps_plan_json(plan);
-  if (!json) goto failed;
+  if (!json)
+    goto failed;
   puts(json);
   print_preamble(plan);
   print_schedule(ps_plan_schedule(plan));

@@ -1,13 +1,16 @@
-/* ops_shim.c - a shared object for tests/test_ops.py: runs one cpu kernel by name, outside any engine. */
+/* ops_shim.c - a shared object for tests/test_ops.py: runs one cpu kernel by name, outside any
+ * engine. */
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vec.h"
 #include <string.h>
 
-/* Runs kernel @name on @n_threads threads. scratch is exactly what the kernel asks for, filled with NaN, with guards behind
- * each worker's part. A ps_status; PS_EINTERNAL when a guard was written to. */
+/* Runs kernel @name on @n_threads threads. scratch is exactly what the kernel asks for, filled
+ * with NaN, with guards behind each worker's part. A ps_status; PS_EINTERNAL when a guard was
+ * written to. */
 PS_API int ops_run(const char *name, const void *args, void **ptrs, int n_ptr, int n_threads) {
   const ps_kernel *kernel = ps__cpu_kernel_by_name(name);
-  if (!kernel) return ps__fail(PS_EINVAL, "no kernel is called '%s'", name);
+  if (!kernel)
+    return ps__fail(PS_EINVAL, "no kernel is called '%s'", name);
   enum { GUARD = 4096 };
   size_t need = ps__cpu_scratch_bytes(kernel, args), each = ps__round_up(need, 64) + GUARD;
   ps__cpu_exec exec = {.scratch_bytes = each};
@@ -24,7 +27,8 @@ PS_API int ops_run(const char *name, const void *args, void **ptrs, int n_ptr, i
   for (int w = 0; w < n_threads && status == PS_OK; w++)
     for (size_t i = need; i < each; i++)
       if ((unsigned char)exec.scratch[(size_t)w * each + i] != 0xff) {
-        status = ps__fail(PS_EINTERNAL, "%s wrote past its scratch: worker %d, byte %zu of %zu", name, w, i, need);
+        status = ps__fail(PS_EINTERNAL, "%s wrote past its scratch: worker %d, byte %zu of %zu",
+                          name, w, i, need);
         break;
       }
   ps__unmap(scratch, each * (size_t)n_threads);
@@ -34,9 +38,13 @@ PS_API int ops_run(const char *name, const void *args, void **ptrs, int n_ptr, i
 PS_API const char *ops_error(void) { return ps_last_error(); }
 PS_API void ops_exp(float *dst, const float *src, size_t n) { ps__expf_array(dst, src, n); }
 PS_API float ops_exp1(float x) { return ps__expf(x); }
-PS_API void ops_f32_to_bf16(uint16_t *dst, const float *src, size_t n) { ps__convert_f32_to_bf16(dst, src, n); }
+PS_API void ops_f32_to_bf16(uint16_t *dst, const float *src, size_t n) {
+  ps__convert_f32_to_bf16(dst, src, n);
+}
 PS_API uint16_t ops_f32_to_bf16_1(float x) { return ps__f32_to_bf16(x); }
-PS_API void ops_bf16_to_f32(float *dst, const uint16_t *src, size_t n) { ps__convert_bf16_to_f32(dst, src, n); }
+PS_API void ops_bf16_to_f32(float *dst, const uint16_t *src, size_t n) {
+  ps__convert_bf16_to_f32(dst, src, n);
+}
 PS_API int64_t ops_live(void) { return ps__live_allocations(); }
 
 PS_API int ops_blas_ready(int n_threads) { return ps__cpu_blas_ready((uint32_t)n_threads); }

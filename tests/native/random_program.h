@@ -1,5 +1,6 @@
-/* random_program.h - random programs whose result depends on the order of their ops, and two oracles that know nothing but
- * program order: one executes the ops one after the other, one compares the ranges of every pair. */
+/* random_program.h - random programs whose result depends on the order of their ops, and two
+ * oracles that know nothing but program order: one executes the ops one after the other, one
+ * compares the ranges of every pair. */
 #ifndef PS_TESTS_RANDOM_PROGRAM_H
 #define PS_TESTS_RANDOM_PROGRAM_H
 #include "check.h"
@@ -44,23 +45,28 @@ static inline ps_status rp_run(const ps_launch *l) {
   return PS_OK;
 }
 #ifndef RP_CUDA_FN /* the same on the device: test_cuda_engine has one */
-#define RP_CUDA_FN NULL
+#  define RP_CUDA_FN NULL
 #endif
-static const ps_kernel rp_kernel = {"mix", PS_CLASS_OTHER, {[PS_BACKEND_CPU] = rp_run, [PS_BACKEND_CUDA] = RP_CUDA_FN}};
+static const ps_kernel rp_kernel = {
+    "mix", PS_CLASS_OTHER, {[PS_BACKEND_CPU] = rp_run, [PS_BACKEND_CUDA] = RP_CUDA_FN}};
 
 static inline ps_access rp_range(uint64_t *r, uint32_t grain, uint32_t mode) {
   uint32_t cells = RP_SPACE_BYTES / grain, first = rnd_below(r, cells);
   uint32_t n = 1 + rnd_below(r, grain == 1 ? 20 : 2);
   n = n > cells - first ? cells - first : n;
-  return (ps_access){.space = rnd_below(r, RP_SPACES), .mode = mode, .offset = (uint64_t)first * grain,
+  return (ps_access){.space = rnd_below(r, RP_SPACES),
+                     .mode = mode,
+                     .offset = (uint64_t)first * grain,
                      .bytes = (uint64_t)n * grain};
 }
 
 static inline bool rp_overlap(const ps_access *a, const ps_access *b) {
-  return a->space == b->space && a->offset < b->offset + b->bytes && b->offset < a->offset + a->bytes;
+  return a->space == b->space && a->offset < b->offset + b->bytes &&
+         b->offset < a->offset + a->bytes;
 }
 
-/* Ops of the streams in @host_streams stay in space 1, copies of the others touch space 0: what a device's rules ask. */
+/* Ops of the streams in @host_streams stay in space 1, copies of the others touch space 0: what
+ * a device's rules ask. */
 static inline ps_program *rp_make_for(uint64_t seed, uint32_t n_streams, uint32_t host_streams) {
   static const uint32_t grains[] = {1, 1, 8, 16, 24};
   uint64_t r = mix64(seed);
@@ -75,7 +81,8 @@ static inline ps_program *rp_make_for(uint64_t seed, uint32_t n_streams, uint32_
     if (rnd_below(&r, 4) == 0) { /* a copy */
       access[0] = rp_range(&r, grain, PS_READ);
       access[1] = rp_range(&r, grain, PS_WRITE);
-      access[0].bytes = access[1].bytes = access[0].bytes < access[1].bytes ? access[0].bytes : access[1].bytes;
+      access[0].bytes = access[1].bytes =
+          access[0].bytes < access[1].bytes ? access[0].bytes : access[1].bytes;
       op.n_access = 2;
       if (on_host)
         access[0].space = access[1].space = 1;
@@ -107,10 +114,13 @@ static inline ps_program *rp_make_for(uint64_t seed, uint32_t n_streams, uint32_
   return p;
 }
 
-static inline ps_program *rp_make(uint64_t seed, uint32_t n_streams) { return rp_make_for(seed, n_streams, 0); }
+static inline ps_program *rp_make(uint64_t seed, uint32_t n_streams) {
+  return rp_make_for(seed, n_streams, 0);
+}
 
 /* The first oracle. */
-static inline void rp_serial(const ps_program *p, uint8_t memory[RP_SPACES][RP_SPACE_BYTES], uint64_t n_steps) {
+static inline void rp_serial(const ps_program *p, uint8_t memory[RP_SPACES][RP_SPACE_BYTES],
+                             uint64_t n_steps) {
   for (uint64_t step = 0; step < n_steps; step++)
     for (uint64_t i = 0; i < p->list.n_ops; i++) {
       const ps__op *op = &p->list.ops[i];

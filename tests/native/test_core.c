@@ -7,19 +7,28 @@
 #include <string.h>
 #include <unistd.h>
 
-#define CHECK(cond) do { if (!(cond)) { printf("FAIL %s:%d: %s (%s)\n", __FILE__, __LINE__, #cond, ps_last_error()); exit(1); } } while (0)
+#define CHECK(cond)                                                                                \
+  do {                                                                                             \
+    if (!(cond)) {                                                                                 \
+      printf("FAIL %s:%d: %s (%s)\n", __FILE__, __LINE__, #cond, ps_last_error());                 \
+      exit(1);                                                                                     \
+    }                                                                                              \
+  } while (0)
 
 static char logged[256];
 static void log_hook(void *user, ps_log_level level, const char *message) {
   (void)level;
   snprintf(logged, sizeof logged, "%s%s", (const char *)user, message);
-  ps__fail(PS_EINVAL, "from inside the hook"); /* must not call the hook again, nor wait for its own lock */
+  /* must not call the hook again, nor wait for its own lock */
+  ps__fail(PS_EINVAL, "from inside the hook");
 }
 
 static void test_status(void) {
-  CHECK(strcmp(ps_status_name(PS_EBUDGET), "PS_EBUDGET") == 0 && strcmp(ps_status_name(5), "PS_E?") == 0);
+  CHECK(strcmp(ps_status_name(PS_EBUDGET), "PS_EBUDGET") == 0 &&
+        strcmp(ps_status_name(5), "PS_E?") == 0);
   CHECK(ps__fail(PS_EIO, "a\nb %d", 7) == PS_EIO && strcmp(ps_last_error(), "a b 7") == 0);
-  CHECK(ps__fail(PS_EIO, "op: %s", ps_last_error()) == PS_EIO && strcmp(ps_last_error(), "op: a b 7") == 0);
+  CHECK(ps__fail(PS_EIO, "op: %s", ps_last_error()) == PS_EIO &&
+        strcmp(ps_last_error(), "op: a b 7") == 0);
   ps_log_set(log_hook, "> ");
   ps__log(PS_LOG_INFO, "line %d", 1);
   CHECK(strcmp(logged, "> line 1") == 0);
@@ -28,9 +37,14 @@ static void test_status(void) {
   CHECK(strcmp(ps__format_bytes(buf, 3), "3 B") == 0);
   CHECK(strcmp(ps__format_bytes(buf, (uint64_t)512 << 20), "512.0 MiB") == 0);
   CHECK(strcmp(ps__format_bytes(buf, UINT64_MAX), "16.0 EiB") == 0);
-  const struct { uint64_t x, y; const char *a, *b; } apart[] = {
-      {3 << 20, 2 << 20, "3.0 MiB", "2.0 MiB"}, {2097152, 2097152 - 4096, "2.000 MiB", "1.996 MiB"}, {2097152, 2097151, "2097152 B", "2097151 B"},
-      {100, 99, "100 B", "99 B"}, {7 << 20, 7 << 20, "7.0 MiB", "7.0 MiB"}};
+  const struct {
+    uint64_t x, y;
+    const char *a, *b;
+  } apart[] = {{3 << 20, 2 << 20, "3.0 MiB", "2.0 MiB"},
+               {2097152, 2097152 - 4096, "2.000 MiB", "1.996 MiB"},
+               {2097152, 2097151, "2097152 B", "2097151 B"},
+               {100, 99, "100 B", "99 B"},
+               {7 << 20, 7 << 20, "7.0 MiB", "7.0 MiB"}};
   for (size_t i = 0; i < sizeof apart / sizeof *apart; i++) {
     char other[32];
     ps__format_bytes_apart(buf, apart[i].x, other, apart[i].y);
@@ -51,11 +65,13 @@ static void test_memory(void) {
   CHECK(items[999] == 999 && ps__live_allocations() == before + 1);
   ps__free(items);
   void *p = (void *)1;
-  CHECK(ps__map(&p, ((size_t)5 << 20) + 1, "arena") == PS_OK && (uintptr_t)p % ((size_t)2 << 20) == 0);
+  CHECK(ps__map(&p, ((size_t)5 << 20) + 1, "arena") == PS_OK &&
+        (uintptr_t)p % ((size_t)2 << 20) == 0);
   CHECK(((char *)p)[(size_t)5 << 20] == 0);
   ps__unmap(p, ((size_t)5 << 20) + 1);
   p = (void *)1;
-  CHECK(ps__map(&p, SIZE_MAX - 5, "too much") == PS_ENOMEM && p == (void *)1 && strstr(ps_last_error(), "too much"));
+  CHECK(ps__map(&p, SIZE_MAX - 5, "too much") == PS_ENOMEM && p == (void *)1 &&
+        strstr(ps_last_error(), "too much"));
   ps__fault_arm(PS_FAULT_ALLOC, 2);
   void *a = ps__malloc(8), *b = ps__malloc(8), *c = ps__malloc(8);
   CHECK(a && !b && c && ps__fault_count(PS_FAULT_ALLOC) == 3);
@@ -81,7 +97,10 @@ static void test_files(void) {
 }
 
 /* Two threads pass a counter back and forth: every lost wake-up hangs. */
-typedef struct ping { ps__timeline *mine, *theirs; uint64_t n; } ping;
+typedef struct ping {
+  ps__timeline *mine, *theirs;
+  uint64_t n;
+} ping;
 static void ping_main(void *arg) {
   ping *p = arg;
   for (uint64_t i = 1; i <= p->n; i++) {
@@ -101,7 +120,8 @@ static void test_timelines(uint64_t n) {
   ps__timeline_init(&t[1]);
   ping a = {&t[0], &t[1], n}, b = {&t[1], &t[0], n};
   ps__thread *ta, *tb, *tc;
-  CHECK(ps__thread_start(&ta, ping_main, &a, "ping") == PS_OK && ps__thread_start(&tb, ping_main, &b, "pong") == PS_OK);
+  CHECK(ps__thread_start(&ta, ping_main, &a, "ping") == PS_OK &&
+        ps__thread_start(&tb, ping_main, &b, "pong") == PS_OK);
   ps__thread_join(ta);
   ps__thread_join(tb);
   _Atomic uint32_t stop = 0;
@@ -115,7 +135,11 @@ static void test_timelines(uint64_t n) {
   printf("ok timelines\n");
 }
 
-typedef struct sums { int64_t *seen; _Atomic int64_t total; uint32_t n_workers; } sums;
+typedef struct sums {
+  int64_t *seen;
+  _Atomic int64_t total;
+  uint32_t n_workers;
+} sums;
 static void sum_task(void *arg, int64_t task, uint32_t worker) {
   sums *s = arg;
   CHECK(worker < s->n_workers);
@@ -137,8 +161,10 @@ static void test_pools(int rounds) {
       int64_t n = (r * 7) % 40, seen[40] = {0};
       sums s = {seen, 0, n_threads};
       const uint32_t some = 1 + (uint32_t)r % (n_threads + 1);
-      if (some > n_threads) ps__pool_run(p, n, sum_task, &s);
-      else ps__pool_run_some(p, some, n, some == 1 ? own_task : sum_task, &s);
+      if (some > n_threads)
+        ps__pool_run(p, n, sum_task, &s);
+      else
+        ps__pool_run_some(p, some, n, some == 1 ? own_task : sum_task, &s);
       CHECK(s.total == n * (n - 1) / 2);
       for (int64_t i = 0; i < 40; i++)
         CHECK(seen[i] == (i < n));

@@ -1,13 +1,15 @@
-/* test_cost.c - rates by shape: the tables' entries exactly, between two entries from one to the other, outside them the nearest; each host op its own rate. */
+/* test_cost.c - rates by shape: the tables' entries exactly, between two entries from one to the
+ * other, outside them the nearest; each host op its own rate. */
 #include "check.h"
 #include "plan/hardware_impl.h"
 #include "plan/plan_impl.h"
 #include <math.h>
 
 enum { HEADS = 4, HEAD_DIM = 64, ROWS = 8192 };
-static const ps_attention_rate shapes[] = {{2048, 2048, 1, 0, 0, 0}, {8192, 8192, 1, 0, 0, 0},   {32768, 32768, 1, 0, 0, 0}, {16384, 16384, 2, 0, 0, 0},
-                                           {8192, 8192, 8, 0, 0, 0}, {8192, 16384, 1, 0, 0, 0}, {8192, 65536, 1, 0, 0, 0},
-                                           {16384, 16384, 2, 1, 0, 0}, {8192, 8192, 8, 1, 0, 0}};
+static const ps_attention_rate shapes[] = {
+    {2048, 2048, 1, 0, 0, 0},   {8192, 8192, 1, 0, 0, 0},   {32768, 32768, 1, 0, 0, 0},
+    {16384, 16384, 2, 0, 0, 0}, {8192, 8192, 8, 0, 0, 0},   {8192, 16384, 1, 0, 0, 0},
+    {8192, 65536, 1, 0, 0, 0},  {16384, 16384, 2, 1, 0, 0}, {8192, 8192, 8, 1, 0, 0}};
 enum { N_SHAPES = sizeof shapes / sizeof *shapes };
 static uint64_t state = 7;
 
@@ -15,11 +17,19 @@ static double random_rate(void) { return 1e12 * (1 + rnd_below(&state, 1000)); }
 
 /* Rates in no order, so that nothing is monotone by luck. */
 static ps_hardware random_machine(void) {
-  ps_hardware hw = {.struct_bytes = sizeof hw, .n_threads = 2, .n_cpus = 2, .optimizer_bytes_per_s = 1e9, .accumulate_bytes_per_s = 2e9, .sumsq_bytes_per_s = 3e9,
+  ps_hardware hw = {.struct_bytes = sizeof hw,
+                    .n_threads = 2,
+                    .n_cpus = 2,
+                    .optimizer_bytes_per_s = 1e9,
+                    .accumulate_bytes_per_s = 2e9,
+                    .sumsq_bytes_per_s = 3e9,
                     .accumulate_sumsq_bytes_per_s = 5e9,
-                    .gather_bytes_per_s = 4e9, .elementwise_bytes_per_s = 1e30, .memory_bytes_per_s = 8e9};
+                    .gather_bytes_per_s = 4e9,
+                    .elementwise_bytes_per_s = 1e30,
+                    .memory_bytes_per_s = 8e9};
   const uint32_t rows[] = {4096, 256, 1024};
-  for (int i = 0; i < 3; i++) hw.gemm[i] = (ps_gemm_rate){rows[i], 0, random_rate(), random_rate(), random_rate()};
+  for (int i = 0; i < 3; i++)
+    hw.gemm[i] = (ps_gemm_rate){rows[i], 0, random_rate(), random_rate(), random_rate()};
   for (int i = 0; i < N_SHAPES; i++) {
     hw.attention[i] = shapes[(i + 3) % N_SHAPES];
     hw.attention[i].forward_flops_per_s = random_rate();
@@ -31,37 +41,61 @@ static ps_hardware random_machine(void) {
   return hw;
 }
 
-static double rate_of(const ps_hardware *hw, const ps_kernel *kernel, uint32_t stream, const void *args, ps_work work) {
+static double rate_of(const ps_hardware *hw, const ps_kernel *kernel, uint32_t stream,
+                      const void *args, ps_work work) {
   const ps__cost_model m = ps__cost_model_of(hw, PS_BF16, 2, 0);
-  return (work.flops > 0 ? work.flops : work.bytes) / ps__cost_ns(&m, kernel, stream, args, work) * 1e9;
+  return (work.flops > 0 ? work.flops : work.bytes) / ps__cost_ns(&m, kernel, stream, args, work) *
+         1e9;
 }
 
-static double attention(const ps_hardware *hw, uint32_t rows, uint32_t kv_rows, double length, bool known, bool backward, uint32_t dt) {
-  const ps__args_attention a = {.n_tokens = rows, .row0 = kv_rows - rows, .n_heads = HEADS, .n_kv_heads = HEADS, .head_dim = HEAD_DIM, .dt = dt,
-                                .document_rows = !known ? 0 : kv_rows > rows ? kv_rows : (uint32_t)length};
+static double attention(const ps_hardware *hw, uint32_t rows, uint32_t kv_rows, double length,
+                        bool known, bool backward, uint32_t dt) {
+  const ps__args_attention a = {.n_tokens = rows,
+                                .row0 = kv_rows - rows,
+                                .n_heads = HEADS,
+                                .n_kv_heads = HEADS,
+                                .head_dim = HEAD_DIM,
+                                .dt = dt,
+                                .document_rows = !known           ? 0
+                                                 : kv_rows > rows ? kv_rows
+                                                                  : (uint32_t)length};
   const double pairs = rows * (a.row0 + length / 2);
   return rate_of(hw, backward ? &ps__k_attention_bwd : &ps__k_attention_fwd, PS__S_COMPUTE, &a,
                  (ps_work){.flops = pairs * HEADS * HEAD_DIM * (backward ? 10 : 4)});
 }
 
 static double gemm(const ps_hardware *hw, uint32_t rows, bool ta, bool tb, uint8_t dt) {
-  const ps__args_gemm g = {.m = ta ? 512 : rows, .n = 512, .k = ta ? rows : 512, .trans_a = ta, .trans_b = tb, .dt_a = dt, .dt_b = dt, .dt_c = dt};
+  const ps__args_gemm g = {.m = ta ? 512 : rows,
+                           .n = 512,
+                           .k = ta ? rows : 512,
+                           .trans_a = ta,
+                           .trans_b = tb,
+                           .dt_a = dt,
+                           .dt_b = dt,
+                           .dt_c = dt};
   return rate_of(hw, &ps__k_gemm, PS__S_COMPUTE, &g, (ps_work){.flops = 2.0 * g.m * g.n * g.k});
 }
 
-static bool same(double a, double b) { return fabs(a - b) <= 1e-12 * fabs(b); } /* a few roundings */
-static const ps_attention_rate *entry(const ps_hardware *hw, uint32_t rows, uint32_t kv_rows, uint32_t packed, uint32_t found) {
+/* a few roundings */
+static bool same(double a, double b) { return fabs(a - b) <= 1e-12 * fabs(b); }
+static const ps_attention_rate *entry(const ps_hardware *hw, uint32_t rows, uint32_t kv_rows,
+                                      uint32_t packed, uint32_t found) {
   const ps_attention_rate *r = hw->attention;
-  while (r->rows != rows || r->kv_rows != kv_rows || r->packed != packed || r->found != found) r++;
+  while (r->rows != rows || r->kv_rows != kv_rows || r->packed != packed || r->found != found)
+    r++;
   return r;
 }
-static double of(const ps_attention_rate *r, bool backward) { return backward ? r->backward_flops_per_s : r->forward_flops_per_s; }
+static double of(const ps_attention_rate *r, bool backward) {
+  return backward ? r->backward_flops_per_s : r->forward_flops_per_s;
+}
 
 static void entries_are_met(const ps_hardware *hw) {
   for (int i = 0; i < N_SHAPES; i++)
     for (int backward = 0; backward < 2; backward++) {
       const ps_attention_rate *r = &hw->attention[i];
-      CHECK(same(attention(hw, r->rows, r->kv_rows, (double)r->rows / r->packed, !r->found, backward, PS_BF16), of(r, backward)));
+      CHECK(same(attention(hw, r->rows, r->kv_rows, (double)r->rows / r->packed, !r->found,
+                           backward, PS_BF16),
+                 of(r, backward)));
     }
   for (int i = 0; i < 3; i++) {
     const ps_gemm_rate *r = &hw->gemm[i];
@@ -72,7 +106,8 @@ static void entries_are_met(const ps_hardware *hw) {
 }
 
 /* @rate over x0 .. x1 goes from y0 to y1 without turning. */
-static void goes(double (*rate)(const ps_hardware *, uint32_t, bool), const ps_hardware *hw, bool backward, uint32_t x0, uint32_t x1, double y0, double y1) {
+static void goes(double (*rate)(const ps_hardware *, uint32_t, bool), const ps_hardware *hw,
+                 bool backward, uint32_t x0, uint32_t x1, double y0, double y1) {
   double last = y0;
   for (uint32_t i = 0; i <= 64; i++) {
     const double y = rate(hw, x0 + (uint32_t)((double)(x1 - x0) * i / 64), backward);
@@ -81,20 +116,32 @@ static void goes(double (*rate)(const ps_hardware *, uint32_t, bool), const ps_h
   }
   CHECK(same(rate(hw, x0, backward), y0) && same(last, y1));
 }
-static double by_length(const ps_hardware *hw, uint32_t x, bool backward) { return attention(hw, x, x, x, true, backward, PS_BF16); }
-static double by_keys(const ps_hardware *hw, uint32_t x, bool backward) { return attention(hw, ROWS, x, ROWS, true, backward, PS_BF16); }
-static double by_packed_length(const ps_hardware *hw, uint32_t x, bool backward) { return attention(hw, 8 * x, 8 * x, x, true, backward, PS_BF16); }
-static double by_found_length(const ps_hardware *hw, uint32_t x, bool backward) { return attention(hw, 8 * x, 8 * x, x, false, backward, PS_BF16); }
+static double by_length(const ps_hardware *hw, uint32_t x, bool backward) {
+  return attention(hw, x, x, x, true, backward, PS_BF16);
+}
+static double by_keys(const ps_hardware *hw, uint32_t x, bool backward) {
+  return attention(hw, ROWS, x, ROWS, true, backward, PS_BF16);
+}
+static double by_packed_length(const ps_hardware *hw, uint32_t x, bool backward) {
+  return attention(hw, 8 * x, 8 * x, x, true, backward, PS_BF16);
+}
+static double by_found_length(const ps_hardware *hw, uint32_t x, bool backward) {
+  return attention(hw, 8 * x, 8 * x, x, false, backward, PS_BF16);
+}
 
 static void between_entries_rates_go_from_one_to_the_other(const ps_hardware *hw) {
   for (int b = 0; b < 2; b++) {
-    const double whole = of(entry(hw, 8192, 8192, 1, 0), b), slice = of(entry(hw, 8192, 16384, 1, 0), b), far = of(entry(hw, 8192, 65536, 1, 0), b);
+    const double whole = of(entry(hw, 8192, 8192, 1, 0), b),
+                 slice = of(entry(hw, 8192, 16384, 1, 0), b),
+                 far = of(entry(hw, 8192, 65536, 1, 0), b);
     goes(by_length, hw, b, 2048, 8192, of(entry(hw, 2048, 2048, 1, 0), b), whole);
     goes(by_length, hw, b, 8192, 32768, whole, of(entry(hw, 32768, 32768, 1, 0), b));
     goes(by_keys, hw, b, 8192, 16384, whole, slice);
     goes(by_keys, hw, b, 16384, 65536, slice, far);
-    goes(by_packed_length, hw, b, 1024, 8192, of(entry(hw, 8192, 8192, 8, 0), b), of(entry(hw, 16384, 16384, 2, 0), b));
-    goes(by_found_length, hw, b, 1024, 8192, of(entry(hw, 8192, 8192, 8, 1), b), of(entry(hw, 16384, 16384, 2, 1), b));
+    goes(by_packed_length, hw, b, 1024, 8192, of(entry(hw, 8192, 8192, 8, 0), b),
+         of(entry(hw, 16384, 16384, 2, 0), b));
+    goes(by_found_length, hw, b, 1024, 8192, of(entry(hw, 8192, 8192, 8, 1), b),
+         of(entry(hw, 16384, 16384, 2, 1), b));
   }
 }
 
@@ -102,93 +149,138 @@ static void between_entries_rates_go_from_one_to_the_other(const ps_hardware *hw
 static void a_kind_without_entries_has_those_of_the_kind_before(const ps_hardware *hw) {
   ps_hardware some = *hw;
   for (int b = 0; b < 2; b++) {
-    CHECK(same(attention(hw, 8192, 8192, 8192, false, b, PS_BF16), of(entry(hw, 16384, 16384, 2, 1), b)));
+    CHECK(same(attention(hw, 8192, 8192, 8192, false, b, PS_BF16),
+               of(entry(hw, 16384, 16384, 2, 1), b)));
     const double factor = of(entry(hw, 8192, 16384, 1, 0), b) / of(entry(hw, 8192, 8192, 1, 0), b);
-    CHECK(same(attention(hw, 8192, 16384, 8192, false, b, PS_BF16), factor * of(entry(hw, 16384, 16384, 2, 1), b)));
+    CHECK(same(attention(hw, 8192, 16384, 8192, false, b, PS_BF16),
+               factor * of(entry(hw, 16384, 16384, 2, 1), b)));
   }
   uint32_t n = 0;
   for (int i = 0; i < N_SHAPES; i++)
-    if (!hw->attention[i].found) some.attention[n++] = hw->attention[i];
-  some.attention[n].rows = 0;
-  for (int b = 0; b < 2; b++) CHECK(same(by_found_length(&some, 1024, b), of(entry(hw, 8192, 8192, 8, 0), b)));
-  n = 0;
-  for (int i = 0; i < N_SHAPES; i++)
-    if (!hw->attention[i].found && hw->attention[i].packed == 1) some.attention[n++] = hw->attention[i];
+    if (!hw->attention[i].found)
+      some.attention[n++] = hw->attention[i];
   some.attention[n].rows = 0;
   for (int b = 0; b < 2; b++)
-    CHECK(same(by_found_length(&some, 2048, b), of(entry(hw, 2048, 2048, 1, 0), b)) && same(by_packed_length(&some, 2048, b), of(entry(hw, 2048, 2048, 1, 0), b)));
+    CHECK(same(by_found_length(&some, 1024, b), of(entry(hw, 8192, 8192, 8, 0), b)));
+  n = 0;
+  for (int i = 0; i < N_SHAPES; i++)
+    if (!hw->attention[i].found && hw->attention[i].packed == 1)
+      some.attention[n++] = hw->attention[i];
+  some.attention[n].rows = 0;
+  for (int b = 0; b < 2; b++)
+    CHECK(same(by_found_length(&some, 2048, b), of(entry(hw, 2048, 2048, 1, 0), b)) &&
+          same(by_packed_length(&some, 2048, b), of(entry(hw, 2048, 2048, 1, 0), b)));
 }
 
 static void outside_entries_the_nearest_counts(const ps_hardware *hw) {
   for (int b = 0; b < 2; b++) {
-    CHECK(same(by_length(hw, 16, b), of(entry(hw, 2048, 2048, 1, 0), b)) && same(by_length(hw, 1 << 20, b), of(entry(hw, 32768, 32768, 1, 0), b)));
+    CHECK(same(by_length(hw, 16, b), of(entry(hw, 2048, 2048, 1, 0), b)) &&
+          same(by_length(hw, 1 << 20, b), of(entry(hw, 32768, 32768, 1, 0), b)));
     CHECK(same(by_keys(hw, 1 << 20, b), of(entry(hw, 8192, 65536, 1, 0), b)));
     /* a shorter slice: that of a sequence of its rows, times the factor of as many keys a row */
     const double factor = of(entry(hw, 8192, 16384, 1, 0), b) / of(entry(hw, 8192, 8192, 1, 0), b);
-    CHECK(same(attention(hw, 2048, 4096, 2048, true, b, PS_BF16), factor * of(entry(hw, 2048, 2048, 1, 0), b)));
+    CHECK(same(attention(hw, 2048, 4096, 2048, true, b, PS_BF16),
+               factor * of(entry(hw, 2048, 2048, 1, 0), b)));
   }
   CHECK(same(gemm(hw, 1, false, true, PS_BF16), gemm(hw, 256, false, true, PS_BF16)));
   CHECK(same(gemm(hw, 1 << 20, true, false, PS_BF16), gemm(hw, 4096, true, false, PS_BF16)));
 }
 
 static void fp32_has_one_rate(const ps_hardware *hw) {
-  CHECK(same(gemm(hw, 300, true, false, PS_F32), 5e12) && same(attention(hw, 100, 100, 100, true, false, PS_F32), 6e12));
+  CHECK(same(gemm(hw, 300, true, false, PS_F32), 5e12) &&
+        same(attention(hw, 100, 100, 100, true, false, PS_F32), 6e12));
   CHECK(same(attention(hw, 100, 4000, 100, false, true, PS_F32), 7e12));
 }
 
 static void host_ops_have_their_own_rates(const ps_hardware *hw) {
   const ps_work work = {.bytes = 1e6};
   const ps_kernel adamw = {"adamw", PS_CLASS_OPTIMIZER, {NULL, NULL}};
-  CHECK(same(rate_of(hw, &adamw, PS__S_HOST, NULL, work), 1e9) && same(rate_of(hw, &ps__k_accumulate_host, PS__S_HOST, NULL, work), 2e9));
-  CHECK(same(rate_of(hw, &ps__k_embed_bwd_host, PS__S_HOST, NULL, work), 2e9) && same(rate_of(hw, &ps__k_sumsq_host, PS__S_HOST, NULL, work), 3e9));
+  CHECK(same(rate_of(hw, &adamw, PS__S_HOST, NULL, work), 1e9) &&
+        same(rate_of(hw, &ps__k_accumulate_host, PS__S_HOST, NULL, work), 2e9));
+  CHECK(same(rate_of(hw, &ps__k_embed_bwd_host, PS__S_HOST, NULL, work), 2e9) &&
+        same(rate_of(hw, &ps__k_sumsq_host, PS__S_HOST, NULL, work), 3e9));
   CHECK(same(rate_of(hw, &ps__k_accumulate_sumsq_host, PS__S_HOST, NULL, work), 5e9));
   CHECK(same(rate_of(hw, &ps__k_embed_fwd, PS__S_IO, NULL, work), 4e9));
   ps__cost_model m = ps__cost_model_of(hw, PS_BF16, 2, 0);
   ps_sim_cost cost;
-  ps__cost(&m, &(ps_op_view){.kernel = &ps__k_sumsq_host, .stream = PS__S_HOST, .work = work}, &cost);
+  ps__cost(&m, &(ps_op_view){.kernel = &ps__k_sumsq_host, .stream = PS__S_HOST, .work = work},
+           &cost);
   CHECK(cost.demand[PS__RES_MEMORY] == 3.0 / 8);
 }
 
-/* Sums alone, beside copies to the device, and beside copies both ways, on four threads and on two; AdamW beside copies both ways. */
+/* Sums alone, beside copies to the device, and beside copies both ways, on four threads and on
+ * two; AdamW beside copies both ways. */
 static void memory_is_divided_as_measured(const ps_hardware *of) {
   ps_hardware hw = *of;
-  const uint32_t in = PS_SHARE_H2D, home = PS_SHARE_D2H, sums = PS_SHARE_SUMS, adamw = PS_SHARE_OPTIMIZER;
-  const ps_memory_share is[] = {{sums, 4, 50e9, 50e9, 100e9}, {sums | in, 4, 40e9, 50e9, 80e9}, {sums | in | home, 4, 20e9, 40e9, 50e9},
-    {sums, 2, 50e9, 50e9, 60e9}, {sums | in | home, 2, 45e9, 48e9, 40e9}, {adamw, 4, 50e9, 50e9, 90e9}, {adamw | in | home, 4, 25e9, 60e9, 30e9}};
+  const uint32_t in = PS_SHARE_H2D, home = PS_SHARE_D2H, sums = PS_SHARE_SUMS,
+                 adamw = PS_SHARE_OPTIMIZER;
+  const ps_memory_share is[] = {{sums, 4, 50e9, 50e9, 100e9},
+                                {sums | in, 4, 40e9, 50e9, 80e9},
+                                {sums | in | home, 4, 20e9, 40e9, 50e9},
+                                {sums, 2, 50e9, 50e9, 60e9},
+                                {sums | in | home, 2, 45e9, 48e9, 40e9},
+                                {adamw, 4, 50e9, 50e9, 90e9},
+                                {adamw | in | home, 4, 25e9, 60e9, 30e9}};
   memcpy(hw.memory_shares, is, sizeof is);
   hw.backend = PS_BACKEND_CUDA;
   hw.h2d_bytes_per_s = hw.d2h_bytes_per_s = 50e9;
-  CHECK(ps__sum_threads(&hw, 0) == 4 && ps__sum_threads(&hw, 1) == 2 && ps__sum_threads(&hw, 2) == 0 && ps__sum_threads(of, 0) == 0);
-  CHECK(same(ps__sum_speed(&hw, 4), 1) && same(ps__sum_speed(&hw, 2), 0.6) && same(ps__sum_speed(of, 2), 1));
+  CHECK(ps__sum_threads(&hw, 0) == 4 && ps__sum_threads(&hw, 1) == 2 &&
+        ps__sum_threads(&hw, 2) == 0 && ps__sum_threads(of, 0) == 0);
+  CHECK(same(ps__sum_speed(&hw, 4), 1) && same(ps__sum_speed(&hw, 2), 0.6) &&
+        same(ps__sum_speed(of, 2), 1));
   const ps_work work = {.bytes = 1e6};
   for (uint32_t threads = 2; threads <= 4; threads += 2) {
     ps__cost_model m = ps__cost_model_of(&hw, PS_BF16, 4, threads);
-    const struct { const ps_kernel *kernel; uint32_t stream, kind; double beside_sums_and_in, beside_sums, beside_adamw; } op[] = {
-      {NULL, PS__S_H2D, in, threads == 4 ? 50.0 / 40 : 1, threads == 4 ? 50.0 / 20 : 50.0 / 45, 2},
-      {NULL, PS__S_D2H, home, 1, threads == 4 ? 50.0 / 40 : 50.0 / 48, 1}, /* never faster than alone */
-      {&ps__k_accumulate_host, PS__S_HOST, sums, threads == 4 ? 100.0 / 80 : 1, threads == 4 ? 2 : 60.0 / 40, 1}};
+    const struct {
+      const ps_kernel *kernel;
+      uint32_t stream, kind;
+      double beside_sums_and_in, beside_sums, beside_adamw;
+    } op[] = {{NULL, PS__S_H2D, in, threads == 4 ? 50.0 / 40 : 1,
+               threads == 4 ? 50.0 / 20 : 50.0 / 45, 2},
+              /* never faster than alone */
+              {NULL, PS__S_D2H, home, 1, threads == 4 ? 50.0 / 40 : 50.0 / 48, 1},
+              {&ps__k_accumulate_host, PS__S_HOST, sums, threads == 4 ? 100.0 / 80 : 1,
+               threads == 4 ? 2 : 60.0 / 40, 1}};
     for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
       ps_sim_cost c;
       ps__cost(&m, &(ps_op_view){.kernel = op[i].kernel, .stream = op[i].stream, .work = work}, &c);
-      CHECK(c.kind == op[i].kind && c.slower[c.kind] == 1 && c.slower[in | home] == 1 && c.demand[PS__RES_MEMORY] == 0);
-      CHECK(same(c.slower[sums | in], op[i].beside_sums_and_in) && same(c.slower[sums | in | home], op[i].beside_sums));
+      CHECK(c.kind == op[i].kind && c.slower[c.kind] == 1 && c.slower[in | home] == 1 &&
+            c.demand[PS__RES_MEMORY] == 0);
+      CHECK(same(c.slower[sums | in], op[i].beside_sums_and_in) &&
+            same(c.slower[sums | in | home], op[i].beside_sums));
       CHECK(same(c.slower[adamw | in | home], op[i].beside_adamw));
     }
     const ps_kernel update = {"adamw", PS_CLASS_OPTIMIZER, {NULL, NULL}};
     ps_sim_cost c;
     ps__cost(&m, &(ps_op_view){.kernel = &update, .stream = PS__S_HOST, .work = work}, &c);
     CHECK(c.kind == adamw && same(c.slower[adamw | in | home], 3) && same(c.ns, 1e6 + hw.op_ns));
-    ps__cost(&m, &(ps_op_view){.kernel = &ps__k_accumulate_host, .stream = PS__S_HOST, .work = work}, &c);
+    ps__cost(&m,
+             &(ps_op_view){.kernel = &ps__k_accumulate_host, .stream = PS__S_HOST, .work = work},
+             &c);
     CHECK(same(c.ns - hw.op_ns, 0.5e6 / (threads == 4 ? 1 : 0.6)));
   }
 }
 
-/* Products and attention on a GPU gain where it idles; norms, which the memory bounds, copies and host ops do not, nor does a CPU. */
+/* Products and attention on a GPU gain where it idles; norms, which the memory bounds, copies
+ * and host ops do not, nor does a CPU. */
 static void idle_time_shortens_what_takes_power(const ps_hardware *hw) {
-  const struct { const ps_kernel *kernel; uint32_t stream; double gain; } op[] = {{&ps__k_gemm, PS__S_COMPUTE, 0.5}, {&ps__k_attention_bwd, PS__S_COMPUTE, 0.5},
-    {&ps__k_rmsnorm_fwd, PS__S_COMPUTE, 0}, {NULL, PS__S_H2D, 0}, {&ps__k_sumsq_host, PS__S_HOST, 0}};
-  const ps__args_gemm g = {.m = 256, .n = 64, .k = 64, .dt_a = PS_BF16, .dt_b = PS_BF16, .dt_c = PS_BF16};
-  const ps__args_attention a = {.n_tokens = 256, .n_heads = 4, .n_kv_heads = 2, .head_dim = 64, .dt = PS_BF16, .document_rows = 256};
+  const struct {
+    const ps_kernel *kernel;
+    uint32_t stream;
+    double gain;
+  } op[] = {{&ps__k_gemm, PS__S_COMPUTE, 0.5},
+            {&ps__k_attention_bwd, PS__S_COMPUTE, 0.5},
+            {&ps__k_rmsnorm_fwd, PS__S_COMPUTE, 0},
+            {NULL, PS__S_H2D, 0},
+            {&ps__k_sumsq_host, PS__S_HOST, 0}};
+  const ps__args_gemm g = {
+      .m = 256, .n = 64, .k = 64, .dt_a = PS_BF16, .dt_b = PS_BF16, .dt_c = PS_BF16};
+  const ps__args_attention a = {.n_tokens = 256,
+                                .n_heads = 4,
+                                .n_kv_heads = 2,
+                                .head_dim = 64,
+                                .dt = PS_BF16,
+                                .document_rows = 256};
   for (uint32_t backend = PS_BACKEND_CPU; backend <= PS_BACKEND_CUDA; backend++) {
     ps_hardware some = *hw;
     some.backend = backend;
@@ -197,27 +289,52 @@ static void idle_time_shortens_what_takes_power(const ps_hardware *hw) {
     for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
       ps_sim_cost cost;
       const void *args = i == 0 ? (const void *)&g : i == 1 ? (const void *)&a : NULL;
-      ps__cost(&m, &(ps_op_view){.kernel = op[i].kernel, .stream = op[i].stream, .args = args, .work = {.flops = 1e9, .bytes = 1e6}}, &cost);
+      ps__cost(&m,
+               &(ps_op_view){.kernel = op[i].kernel,
+                             .stream = op[i].stream,
+                             .args = args,
+                             .work = {.flops = 1e9, .bytes = 1e6}},
+               &cost);
       CHECK(cost.idle_gain == (backend == PS_BACKEND_CUDA ? op[i].gain : 0));
     }
   }
 }
 
 static void single_rates_fill_what_is_absent(void) {
-  ps_hardware hw = {.struct_bytes = sizeof hw, .optimizer_bytes_per_s = 1e9, .memory_bytes_per_s = 8e9, .elementwise_bytes_per_s = 1e30};
+  ps_hardware hw = {.struct_bytes = sizeof hw,
+                    .optimizer_bytes_per_s = 1e9,
+                    .memory_bytes_per_s = 8e9,
+                    .elementwise_bytes_per_s = 1e30};
   hw.gemm_flops_per_s[PS_BF16] = 2e12;
   hw.attention_flops_per_s[PS_BF16] = 3e12;
   hw.attention_bwd_flops_per_s[PS_BF16] = 4e12;
   ps__hardware_complete(&hw);
-  CHECK(same(gemm(&hw, 100, true, false, PS_BF16), 2e12) && same(by_keys(&hw, 30000, false), 3e12) && same(by_packed_length(&hw, 100, true), 4e12) && same(by_found_length(&hw, 100, true), 4e12));
-  CHECK(hw.accumulate_bytes_per_s == 1e9 && hw.accumulate_sumsq_bytes_per_s == 1e9 && hw.sumsq_bytes_per_s == 1e9 && hw.gather_bytes_per_s == 2e9);
+  CHECK(same(gemm(&hw, 100, true, false, PS_BF16), 2e12) &&
+        same(by_keys(&hw, 30000, false), 3e12) && same(by_packed_length(&hw, 100, true), 4e12) &&
+        same(by_found_length(&hw, 100, true), 4e12));
+  CHECK(hw.accumulate_bytes_per_s == 1e9 && hw.accumulate_sumsq_bytes_per_s == 1e9 &&
+        hw.sumsq_bytes_per_s == 1e9 && hw.gather_bytes_per_s == 2e9);
 }
 
 static void document_rows_count_where_they_divide_the_chunk(void) {
-  const struct { uint32_t n_tokens, row0, document_rows, documents; } is[] = {{100, 0, 0, 0}, {100, 0, 100, 1}, {100, 0, 101, 1}, {100, 0, 50, 2}, {100, 0, 1, 100},
-    {100, 0, 40, 0}, {100, 50, 150, 1}, {100, 50, 1u << 30, 1}, {100, 50, 50, 0}, {100, 50, 149, 0}, {1, UINT32_MAX, UINT32_MAX, 0}};
+  const struct {
+    uint32_t n_tokens, row0, document_rows, documents;
+  } is[] = {{100, 0, 0, 0},
+            {100, 0, 100, 1},
+            {100, 0, 101, 1},
+            {100, 0, 50, 2},
+            {100, 0, 1, 100},
+            {100, 0, 40, 0},
+            {100, 50, 150, 1},
+            {100, 50, 1u << 30, 1},
+            {100, 50, 50, 0},
+            {100, 50, 149, 0},
+            {1, UINT32_MAX, UINT32_MAX, 0}};
   for (size_t i = 0; i < sizeof is / sizeof *is; i++)
-    CHECK(ps__attention_documents(&(ps__args_attention){.n_tokens = is[i].n_tokens, .row0 = is[i].row0, .document_rows = is[i].document_rows}) == is[i].documents);
+    CHECK(ps__attention_documents(&(ps__args_attention){.n_tokens = is[i].n_tokens,
+                                                        .row0 = is[i].row0,
+                                                        .document_rows = is[i].document_rows}) ==
+          is[i].documents);
 }
 
 int main(void) {

@@ -1,5 +1,6 @@
-/* test_cuda_adamw.c - AdamW on the device against ps__adamw_unit on the host, bit for bit; its gate; then, with "time", its speed.
- * Usage: test_cuda_adamw [short | time [seed]], short for a sanitizer. Without a GPU it says why and skips. */
+/* test_cuda_adamw.c - AdamW on the device against ps__adamw_unit on the host, bit for bit; its
+ * gate; then, with "time", its speed. Usage: test_cuda_adamw [short | time [seed]], short for a
+ * sanitizer. Without a GPU it says why and skips. */
 #include "check.h"
 #ifndef PS_CUDA
 int main(void) {
@@ -7,49 +8,65 @@ int main(void) {
   return 0;
 }
 #else
-#include "optim/cuda_adamw.h"
-#include <cuda_runtime_api.h>
-#include <math.h>
-#include <time.h>
+#  include "optim/cuda_adamw.h"
+#  include <cuda_runtime_api.h>
+#  include <math.h>
+#  include <time.h>
 
 enum { W, M, V, GRAD, COPY, N_ARRAYS };
 enum { ROOM = 64, MOST = 70000, LAYER = 218112000 };
-typedef struct state { unsigned char a[N_ARRAYS][(MOST + 2 * ROOM) * 4]; } state;
+typedef struct state {
+  unsigned char a[N_ARRAYS][(MOST + 2 * ROOM) * 4];
+} state;
 
 static ps__cuda_exec exec;
 static ps__pool *pool;
 static uint64_t seed;
 static state start, want, got;
 static char *device[N_ARRAYS]; /* 256-byte aligned, room for a layer */
-static struct { uint64_t step; float scale; uint32_t pad; double sumsq[16]; } gate, *device_gate;
+static struct {
+  uint64_t step;
+  float scale;
+  uint32_t pad;
+  double sumsq[16];
+} gate, *device_gate;
 
 static void need(cudaError_t e, const char *what) {
-  if (e == cudaSuccess) return;
+  if (e == cudaSuccess)
+    return;
   printf("FAIL %s: %s\n", what, cudaGetErrorString(e));
   exit(1);
 }
 
 static size_t bytes_of(ps_recipe recipe, int array) {
-  if (array == COPY) return 2;
+  if (array == COPY)
+    return 2;
   return array == GRAD ? (recipe == PS_RECIPE_FP32 ? 4 : 2) : recipe == PS_RECIPE_BF16 ? 2 : 4;
 }
 
-/* One value in @odd is a special one: zeros, denormals, the ends of the range, infinities, NaNs of both kinds, halfway between bf16s. */
-static const uint32_t special[] = {0, 0x80000000u, 1, 0x80000001u, 0x007fffffu, 0x807fffffu, 0x00800000u, 0x7f7fffffu, 0xff7fffffu,
-  0x7f7f8000u, 0x7f800000u, 0xff800000u, 0x7fc00000u, 0xffc00000u, 0x7f810000u, 0xff8f0000u, 0x7fc10000u, 0x7f800001u, 0x3f800000u,
-  0x3f808000u, 0x3f818000u, 0x00010000u, 0x00000fffu, 0x5f000000u, 0x1f800000u};
+/* One value in @odd is a special one: zeros, denormals, the ends of the range, infinities, NaNs
+ * of both kinds, halfway between bf16s. */
+static const uint32_t special[] = {0,           0x80000000u, 1,           0x80000001u, 0x007fffffu,
+                                   0x807fffffu, 0x00800000u, 0x7f7fffffu, 0xff7fffffu, 0x7f7f8000u,
+                                   0x7f800000u, 0xff800000u, 0x7fc00000u, 0xffc00000u, 0x7f810000u,
+                                   0xff8f0000u, 0x7fc10000u, 0x7f800001u, 0x3f800000u, 0x3f808000u,
+                                   0x3f818000u, 0x00010000u, 0x00000fffu, 0x5f000000u, 0x1f800000u};
 static void fill(int array, size_t each, uint32_t odd, uint32_t lowest, uint32_t range) {
   for (size_t i = 0; i < MOST + 2 * ROOM; i++) {
     const uint64_t r = rnd(&seed);
     uint32_t u = ((uint32_t)r & 0x807fffffu) | ((lowest + (uint32_t)(r >> 32) % range) << 23);
-    if (odd && rnd_below(&seed, odd) == 0) u = special[rnd_below(&seed, sizeof special / sizeof *special)];
-    else if (array == V) u &= 0x7fffffffu;
-    if (each == 2) u >>= 16;
+    if (odd && rnd_below(&seed, odd) == 0)
+      u = special[rnd_below(&seed, sizeof special / sizeof *special)];
+    else if (array == V)
+      u &= 0x7fffffffu;
+    if (each == 2)
+      u >>= 16;
     memcpy(start.a[array] + each * i, &u, each);
   }
 }
 static void fill_all(ps_recipe recipe, uint32_t odd, uint32_t lowest, uint32_t range) {
-  for (int a = 0; a < N_ARRAYS; a++) fill(a, bytes_of(recipe, a), odd, lowest, range);
+  for (int a = 0; a < N_ARRAYS; a++)
+    fill(a, bytes_of(recipe, a), odd, lowest, range);
 }
 
 typedef struct update {
@@ -63,58 +80,71 @@ typedef struct update {
 
 static void on_host(const update *u, state *x) {
   void *p[N_ARRAYS];
-  for (int a = 0; a < N_ARRAYS; a++) p[a] = x->a[a] + u->shift[a] * bytes_of(u->recipe, a);
-  ps__adamw_unit(pool, u->recipe, PS_ADAMW_WHOLE, u->segments, u->n_segments, p[W], p[COPY], p[GRAD], p[M], p[V], u->element0, &u->s);
+  for (int a = 0; a < N_ARRAYS; a++)
+    p[a] = x->a[a] + u->shift[a] * bytes_of(u->recipe, a);
+  ps__adamw_unit(pool, u->recipe, PS_ADAMW_WHOLE, u->segments, u->n_segments, p[W], p[COPY],
+                 p[GRAD], p[M], p[V], u->element0, &u->s);
 }
 static ps_status on_device(const update *u, const ps__cuda_gate *g) {
   void *p[N_ARRAYS];
-  for (int a = 0; a < N_ARRAYS; a++) p[a] = device[a] + u->shift[a] * bytes_of(u->recipe, a);
-  return ps__cuda_adamw_unit(&exec, u->recipe, u->segments, u->n_segments, p[W], p[COPY], p[GRAD], p[M], p[V], u->element0, &u->s, g);
+  for (int a = 0; a < N_ARRAYS; a++)
+    p[a] = device[a] + u->shift[a] * bytes_of(u->recipe, a);
+  return ps__cuda_adamw_unit(&exec, u->recipe, u->segments, u->n_segments, p[W], p[COPY], p[GRAD],
+                             p[M], p[V], u->element0, &u->s, g);
 }
 static void send(const state *x) {
-  for (int a = 0; a < N_ARRAYS; a++) need(cudaMemcpy(device[a], x->a[a], sizeof x->a[a], cudaMemcpyHostToDevice), "state");
+  for (int a = 0; a < N_ARRAYS; a++)
+    need(cudaMemcpy(device[a], x->a[a], sizeof x->a[a], cudaMemcpyHostToDevice), "state");
   need(cudaMemcpy(device_gate, &gate, sizeof gate, cudaMemcpyHostToDevice), "gate");
   need(cudaDeviceSynchronize(), "state"); /* the stream does not wait for the default one */
 }
 static void fetch(state *x) {
   need(cudaDeviceSynchronize(), "update");
-  for (int a = 0; a < N_ARRAYS; a++) need(cudaMemcpy(x->a[a], device[a], sizeof x->a[a], cudaMemcpyDeviceToHost), "result");
+  for (int a = 0; a < N_ARRAYS; a++)
+    need(cudaMemcpy(x->a[a], device[a], sizeof x->a[a], cudaMemcpyDeviceToHost), "result");
 }
 
 static void same(const update *u, const char *what) {
   for (int a = 0; a < N_ARRAYS; a++) {
     const size_t each = bytes_of(u->recipe, a);
     for (size_t i = 0; i < (MOST + 2 * ROOM) * each; i++) {
-      if (want.a[a][i] == got.a[a][i]) continue;
+      if (want.a[a][i] == got.a[a][i])
+        continue;
       uint32_t w = 0, g = 0, before = 0;
       memcpy(&w, want.a[a] + i / each * each, each);
       memcpy(&g, got.a[a] + i / each * each, each);
       memcpy(&before, start.a[a] + i / each * each, each);
-      printf("FAIL %s: recipe %d, step %d, array %d, element %zu of the unit: host %08x, device %08x, before all %08x\n", what, (int)u->recipe,
-             (int)u->s.step, a, i / each - u->shift[a], w, g, before);
+      printf("FAIL %s: recipe %d, step %d, array %d, element %zu of the unit: host %08x, device "
+             "%08x, before all %08x\n",
+             what, (int)u->recipe, (int)u->s.step, a, i / each - u->shift[a], w, g, before);
       exit(1);
     }
   }
 }
 
-/* ---- the same bits ------------------------------------------------------------------------------------------------------- */
+/* ---- the same bits --------------------------------------------------------------------------- */
 
 /* 20 segments: more than a launch takes; with gaps, odd lengths and an empty one. */
 static ps__adamw_segment many[20];
 static void make_many(void) {
   uint64_t at = 0;
   for (uint32_t i = 0; i < 20; i++) {
-    many[i] = (ps__adamw_segment){at, i == 7 ? 0 : 1 + rnd_below(&seed, 5000), i % 3 ? 0.1f * (float)i : 0.0f};
+    many[i] = (ps__adamw_segment){at, i == 7 ? 0 : 1 + rnd_below(&seed, 5000),
+                                  i % 3 ? 0.1f * (float)i : 0.0f};
     at += many[i].n + rnd_below(&seed, 3);
   }
   CHECK(at <= MOST - 64);
 }
 
-static void three_steps(update *u, uint32_t odd, uint32_t lowest, uint32_t range, const char *what) {
+static void three_steps(update *u, uint32_t odd, uint32_t lowest, uint32_t range,
+                        const char *what) {
   fill_all(u->recipe, odd, lowest, range);
   want = start;
   send(&start);
-  const ps__cuda_gate g = {.step = &device_gate->step, .expected = gate.step, .scale = &device_gate->scale, .sumsq = device_gate->sumsq,
+  const ps__cuda_gate g = {.step = &device_gate->step,
+                           .expected = gate.step,
+                           .scale = &device_gate->scale,
+                           .sumsq = device_gate->sumsq,
                            .n_sumsq = 16};
   for (int i = 0; i < 3; i++) {
     u->s.step++;
@@ -129,21 +159,29 @@ static void three_steps(update *u, uint32_t odd, uint32_t lowest, uint32_t range
 }
 
 static void test_same_bits(uint32_t stride) {
-  static const uint64_t length[] = {1, 2, 7, 8, 9, 255, 1024, 2047, 2048, 2049, 4096, 20001, MOST - 64};
+  static const uint64_t length[] = {1,    2,    7,    8,    9,     255,      1024,
+                                    2047, 2048, 2049, 4096, 20001, MOST - 64};
   uint32_t cases = 0;
   gate.step = 41;
   for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
     for (uint32_t i = 0; i < 5 * sizeof length / sizeof *length; i += stride) {
       update u = {.recipe = (ps_recipe)recipe, .n_segments = 1, .element0 = rnd(&seed) >> 20};
       const ps__adamw_segment one = {i % 5 ? i % 5 : 8, length[i / 5], 0.1f};
-      u.s = (ps__adamw_scalars){.lr = i % 7 ? 1e-3f : 1e30f, .beta1 = i % 4 ? 0.9f : 0.0f, .beta2 = 0.95f, .eps = i % 3 ? 1e-8f : 1e-38f,
-                                .seed = rnd(&seed), .step = rnd_below(&seed, 1000)};
+      u.s = (ps__adamw_scalars){.lr = i % 7 ? 1e-3f : 1e30f,
+                                .beta1 = i % 4 ? 0.9f : 0.0f,
+                                .beta2 = 0.95f,
+                                .eps = i % 3 ? 1e-8f : 1e-38f,
+                                .seed = rnd(&seed),
+                                .step = rnd_below(&seed, 1000)};
       gate.scale = i % 2 ? 1.0f : (float)rnd_below(&seed, 1000) * 1e-3f;
       u.segments = &one;
-      if (i % 5 == 0) u.element0 &= ~(uint64_t)7; /* aligned throughout, the vectors' case */
+      if (i % 5 == 0)
+        u.element0 &= ~(uint64_t)7; /* aligned throughout, the vectors' case */
       else
-        for (int a = 0; a < N_ARRAYS; a++) u.shift[a] = i % 5 == 1 ? 0 : rnd_below(&seed, 16);
-      /* ordinary values; a third special ones; everything tiny (moments and their squares denormal); everything large */
+        for (int a = 0; a < N_ARRAYS; a++)
+          u.shift[a] = i % 5 == 1 ? 0 : rnd_below(&seed, 16);
+      /* ordinary values; a third special ones; everything tiny (moments and their squares
+       * denormal); everything large */
       three_steps(&u, 0, 100, 40, "ordinary");
       three_steps(&u, 3, 100, 40, "special");
       three_steps(&u, 10, 0, 60, "tiny");
@@ -156,32 +194,46 @@ static void test_same_bits(uint32_t stride) {
   printf("ok the host's bits: %u cases of 3 steps, 3 recipes\n", cases);
 }
 
-/* ---- the gate ------------------------------------------------------------------------------------------------------------ */
+/* ---- the gate -------------------------------------------------------------------------------- */
 
 static void test_gate(void) {
   const ps__adamw_segment one = {0, 5003, 0.1f};
   static const double bad[] = {INFINITY, NAN, -INFINITY};
   for (int recipe = 0; recipe < PS_N_RECIPES; recipe++) {
-    update u = {.recipe = (ps_recipe)recipe, .segments = &one, .n_segments = 1, .s = {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f,
-                .c1 = 2, .c2 = 3, .grad_scale = 0.5f, .seed = 3, .step = 8}};
+    update u = {.recipe = (ps_recipe)recipe,
+                .segments = &one,
+                .n_segments = 1,
+                .s = {.lr = 1e-2f,
+                      .beta1 = 0.9f,
+                      .beta2 = 0.95f,
+                      .eps = 1e-8f,
+                      .c1 = 2,
+                      .c2 = 3,
+                      .grad_scale = 0.5f,
+                      .seed = 3,
+                      .step = 8}};
     ps__cuda_gate g = {.step = &device_gate->step, .expected = 9};
-    for (uint32_t i = 0; i < 20; i++) { /* 0-2: another step; 3-5 none; then the i-th sum is not finite; 19: all is well */
+    /* 0-2: another step; 3-5 none; then the i-th sum is not finite; 19: all is well */
+    for (uint32_t i = 0; i < 20; i++) {
       const bool open = i == 3 || i >= 15;
       fill_all(u.recipe, 0, 110, 20);
       gate.step = i == 0 ? 8 : i == 1 ? 10 : i == 2 ? UINT64_MAX : 9;
       g.sumsq = i > 3 ? device_gate->sumsq : NULL;
       g.n_sumsq = i > 3 ? 11 : 0;
-      for (uint32_t k = 0; k < 16; k++) gate.sumsq[k] = i - 4 == k ? bad[i % 3] : 1e300;
+      for (uint32_t k = 0; k < 16; k++)
+        gate.sumsq[k] = i - 4 == k ? bad[i % 3] : 1e300;
       send(&start);
       want = start;
-      if (open) on_host(&u, &want);
+      if (open)
+        on_host(&u, &want);
       CHECK(on_device(&u, &g) == PS_OK);
       fetch(&got);
       same(&u, "gate");
       CHECK(open == (memcmp(&got, &start, sizeof got) != 0));
     }
   }
-  for (uint32_t k = 0; k < 16; k++) gate.sumsq[k] = 1.0;
+  for (uint32_t k = 0; k < 16; k++)
+    gate.sumsq[k] = 1.0;
   printf("ok an update of another step, or of gradients that are not finite, touches nothing\n");
 }
 
@@ -190,15 +242,20 @@ static void test_refused(void) {
   update u = {.recipe = PS_RECIPE_FP32, .segments = &one, .n_segments = 1};
   ps__cuda_gate g = {.step = &device_gate->step};
   void *const w = device[W], *const v = device[V];
-  CHECK_FAILS(ps__cuda_adamw_unit(&exec, PS_N_RECIPES, &one, 1, w, NULL, w, w, v, 0, &u.s, &g), PS_EINVAL, "recipe 3");
-  CHECK_FAILS(ps__cuda_adamw_unit(&exec, PS_RECIPE_FP32, &one, 1, (char *)w + 2, NULL, w, w, v, 0, &u.s, &g), PS_EINVAL, "aligned");
-  CHECK_FAILS(ps__cuda_adamw_unit(&exec, PS_RECIPE_FP32_MASTER, &one, 1, w, NULL, w, w, v, 0, &u.s, &g), PS_EINVAL, "missing");
+  CHECK_FAILS(ps__cuda_adamw_unit(&exec, PS_N_RECIPES, &one, 1, w, NULL, w, w, v, 0, &u.s, &g),
+              PS_EINVAL, "recipe 3");
+  CHECK_FAILS(ps__cuda_adamw_unit(&exec, PS_RECIPE_FP32, &one, 1, (char *)w + 2, NULL, w, w, v, 0,
+                                  &u.s, &g),
+              PS_EINVAL, "aligned");
+  CHECK_FAILS(
+      ps__cuda_adamw_unit(&exec, PS_RECIPE_FP32_MASTER, &one, 1, w, NULL, w, w, v, 0, &u.s, &g),
+      PS_EINVAL, "missing");
   g.step = NULL;
   CHECK_FAILS(on_device(&u, &g), PS_EINVAL, "gate");
   printf("ok what is wrong with the arguments is said\n");
 }
 
-/* ---- speed --------------------------------------------------------------------------------------------------------------- */
+/* ---- speed ----------------------------------------------------------------------------------- */
 
 static float ms_of(cudaEvent_t from, cudaEvent_t to) {
   float ms;
@@ -212,13 +269,23 @@ static void time_recipe(ps_recipe recipe, double copy, cudaEvent_t from, cudaEve
   static const char *const name[] = {"fp32", "fp32-master", "bf16"};
   ps__adamw_segment segments[9]; /* as a block's: seven matrices and two norms */
   for (uint32_t i = 0; i < 9; i++)
-    segments[i] = (ps__adamw_segment){i < 7 ? i * (LAYER / 7 / 64 * 64) : LAYER - (9 - i) * 4096, i < 7 ? LAYER / 7 / 64 * 64 - 8192 : 4096, 0.1f};
-  update u = {.recipe = recipe, .segments = segments, .n_segments = 9, .s = {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .seed = 1}};
-  const ps__cuda_gate g = {.step = &device_gate->step, .expected = gate.step, .scale = &device_gate->scale, .sumsq = device_gate->sumsq, .n_sumsq = 9};
+    segments[i] = (ps__adamw_segment){i < 7 ? i * (LAYER / 7 / 64 * 64) : LAYER - (9 - i) * 4096,
+                                      i < 7 ? LAYER / 7 / 64 * 64 - 8192 : 4096, 0.1f};
+  update u = {.recipe = recipe,
+              .segments = segments,
+              .n_segments = 9,
+              .s = {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .seed = 1}};
+  const ps__cuda_gate g = {.step = &device_gate->step,
+                           .expected = gate.step,
+                           .scale = &device_gate->scale,
+                           .sumsq = device_gate->sumsq,
+                           .n_sumsq = 9};
   uint64_t n = 0, bytes = 0;
-  for (uint32_t i = 0; i < 9; i++) n += segments[i].n;
+  for (uint32_t i = 0; i < 9; i++)
+    n += segments[i].n;
   for (int a = 0; a < N_ARRAYS; a++)
-    if (a != COPY || recipe == PS_RECIPE_FP32_MASTER) bytes += n * bytes_of(recipe, a) * (a == GRAD || a == COPY ? 1 : 2);
+    if (a != COPY || recipe == PS_RECIPE_FP32_MASTER)
+      bytes += n * bytes_of(recipe, a) * (a == GRAD || a == COPY ? 1 : 2);
   fill(W, bytes_of(recipe, W), 0, 118, 6); /* about 0.02, 1e-4, 1e-8, 1e-3 */
   fill(M, bytes_of(recipe, M), 0, 112, 4);
   fill(V, bytes_of(recipe, V), 0, 98, 6);
@@ -226,17 +293,22 @@ static void time_recipe(ps_recipe recipe, double copy, cudaEvent_t from, cudaEve
   for (int a = 0; a < N_ARRAYS; a++) {
     const size_t piece = MOST * bytes_of(recipe, a), all = LAYER * bytes_of(recipe, a);
     need(cudaMemcpy(device[a], start.a[a], piece, cudaMemcpyHostToDevice), "fill");
-    for (size_t at = piece; at < all; at += at) need(cudaMemcpy(device[a] + at, device[a], at < all - at ? at : all - at, cudaMemcpyDeviceToDevice), "fill");
+    for (size_t at = piece; at < all; at += at)
+      need(cudaMemcpy(device[a] + at, device[a], at < all - at ? at : all - at,
+                      cudaMemcpyDeviceToDevice),
+           "fill");
   }
   need(cudaDeviceSynchronize(), "fill");
   for (int i = 0; i < 13; i++) {
-    if (i == 3) need(cudaEventRecord(from, exec.stream), "event");
+    if (i == 3)
+      need(cudaEventRecord(from, exec.stream), "event");
     u.s.step++;
     ps__adamw_bias_correction(&u.s, u.s.step);
     CHECK(on_device(&u, &g) == PS_OK);
   }
   const double ms = ms_of(from, to) / 10, rate = (double)bytes / ms * 1e-6;
-  printf("adamw %-12s %llu elements %8.1f us %6.0f GB/s  %3.0f%% of copy\n", name[recipe], (unsigned long long)n, ms * 1e3, rate, 100 * rate / copy);
+  printf("adamw %-12s %llu elements %8.1f us %6.0f GB/s  %3.0f%% of copy\n", name[recipe],
+         (unsigned long long)n, ms * 1e3, rate, 100 * rate / copy);
 }
 
 static void speeds(void) {
@@ -245,15 +317,18 @@ static void speeds(void) {
   need(cudaEventCreate(&to), "event");
   const size_t bytes = (size_t)LAYER * 4;
   for (int i = 0; i < 13; i++) {
-    if (i == 3) need(cudaEventRecord(from, exec.stream), "event");
-    need(cudaMemcpyAsync(device[W], device[M], bytes, cudaMemcpyDeviceToDevice, exec.stream), "copy");
+    if (i == 3)
+      need(cudaEventRecord(from, exec.stream), "event");
+    need(cudaMemcpyAsync(device[W], device[M], bytes, cudaMemcpyDeviceToDevice, exec.stream),
+         "copy");
   }
   const double copy = 2.0 * (double)bytes * 10 / ms_of(from, to) * 1e-6;
   printf("copy, device to device: %.0f GB/s, read and written\n", copy);
   gate.step = 5;
   gate.scale = 0.5f;
   need(cudaMemcpy(device_gate, &gate, sizeof gate, cudaMemcpyHostToDevice), "gate");
-  for (int recipe = 0; recipe < PS_N_RECIPES; recipe++) time_recipe((ps_recipe)recipe, copy, from, to);
+  for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
+    time_recipe((ps_recipe)recipe, copy, from, to);
 }
 
 int main(int argc, char **argv) {
@@ -261,7 +336,8 @@ int main(int argc, char **argv) {
   int n = 0;
   const cudaError_t e = cudaGetDeviceCount(&n);
   if (e != cudaSuccess || n == 0) {
-    printf("ok skipped: no CUDA device: %s\n", e != cudaSuccess ? cudaGetErrorString(e) : "none found");
+    printf("ok skipped: no CUDA device: %s\n",
+           e != cudaSuccess ? cudaGetErrorString(e) : "none found");
     return 0;
   }
   cudaStream_t stream;
@@ -269,14 +345,18 @@ int main(int argc, char **argv) {
   exec.stream = stream;
   seed = argc > 2 ? strtoull(argv[2], NULL, 0) : (uint64_t)time(NULL);
   printf("seed %llu\n", (unsigned long long)seed);
-  for (int a = 0; a < N_ARRAYS; a++) need(cudaMalloc((void **)&device[a], timed ? (size_t)LAYER * 4 : sizeof start.a[a]), "memory");
+  for (int a = 0; a < N_ARRAYS; a++)
+    need(cudaMalloc((void **)&device[a], timed ? (size_t)LAYER * 4 : sizeof start.a[a]), "memory");
   need(cudaMalloc((void **)&device_gate, sizeof gate), "memory");
-  for (uint32_t k = 0; k < 16; k++) gate.sumsq[k] = 1.0;
+  for (uint32_t k = 0; k < 16; k++)
+    gate.sumsq[k] = 1.0;
   CHECK(ps__pool_create(&pool, 2, "test") == PS_OK);
-  test_same_bits(argc > 1 && strcmp(argv[1], "short") == 0 ? 16 : 1); /* 16 is prime to 5: all forms are met */
+  /* 16 is prime to 5: all forms are met */
+  test_same_bits(argc > 1 && strcmp(argv[1], "short") == 0 ? 16 : 1);
   test_gate();
   test_refused();
-  if (timed) speeds();
+  if (timed)
+    speeds();
   ps__pool_destroy(pool);
   return 0;
 }

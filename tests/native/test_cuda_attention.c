@@ -1,13 +1,17 @@
-/* test_cuda_attention.c - attention_fwd and attention_bwd on the GPU against the cpu backend's, on the same bf16 inputs.
+/* test_cuda_attention.c - attention_fwd and attention_bwd on the GPU against the cpu backend's,
+ * on the same bf16 inputs.
  *
- * Tolerance, element by element. bf16 has 8 significant bits, so a rounding errs by at most u = 2^-8, relative. The GPU rounds P and dS to bf16
- * before products whose sums are fp32, dK and dV once for each query head and once for their sum, and every bf16 output once; the cpu
- * rounds its bf16 outputs once and nothing else. With the same formula over absolute values as B (bounds(), below), the errors are at most
+ * Tolerance, element by element. bf16 has 8 significant bits, so a rounding errs by at most u =
+ * 2^-8, relative. The GPU rounds P and dS to bf16 before products whose sums are fp32, dK and dV
+ * once for each query head and once for their sum, and every bf16 output once; the cpu rounds
+ * its bf16 outputs once and nothing else. With the same formula over absolute values as B
+ * (bounds(), below), the errors are at most
  *   o   u B + 2 u |o|        dq  u B + 2 u |dq|        dk, dv  3 u B
- * and a quarter of u B more for fp32 arithmetic and the approximate exp2. lse: fp32 only, 1e-4 absolute. A key wrongly seen or left out
- * among n changes B by about 1/n, so mistakes at a document's begin, where rows see few keys, are far outside. The backward pass of both
- * starts from the cpu's o and lse. All of it with each library that is built in.
- * test_cuda_attention time: only the timings; short: only our own kernels that use shared memory, for a sanitizer. */
+ * and a quarter of u B more for fp32 arithmetic and the approximate exp2. lse: fp32 only, 1e-4
+ * absolute. A key wrongly seen or left out among n changes B by about 1/n, so mistakes at a
+ * document's begin, where rows see few keys, are far outside. The backward pass of both starts
+ * from the cpu's o and lse. All of it with each library that is built in. test_cuda_attention
+ * time: only the timings; short: only our own kernels that use shared memory, for a sanitizer. */
 #include "check.h"
 #include "kernels/cpu/cpu.h"
 #include <math.h>
@@ -17,23 +21,25 @@ int main(void) {
   return 0;
 }
 #else
-#include "kernels/cuda/attention_cuda.h"
-#include "kernels/cuda/scratch.h"
-#include <cuda_runtime_api.h>
+#  include "kernels/cuda/attention_cuda.h"
+#  include "kernels/cuda/scratch.h"
+#  include <cuda_runtime_api.h>
 
-#define CU(call) CHECK((call) == cudaSuccess)
-enum { GUARD = 4096, ONE = 1 << 30, FOUND = 0 }; /* document_rows: a document is longer than any group here; documents are found on the device */
+#  define CU(call) CHECK((call) == cudaSuccess)
+/* document_rows: a document is longer than any group here; documents are found on the device */
+enum { GUARD = 4096, ONE = 1 << 30, FOUND = 0 };
 static const float U = 0x1p-8f;
 
 typedef struct sample {
   ps__args_attention a;
-  const int *lengths; /* of documents from group row 0, the last one repeated; NULL: as document_rows says, or one */
+  /* of documents from group row 0, the last one repeated; NULL: as document_rows says, or one */
+  const int *lengths;
   size_t nq, nkv, nlse, rows;
   uint16_t *q, *kv, *d_o, *o, *dq; /* o, lse, dq, dkv: the cpu's */
   int32_t *doc_start;
   float *lse, *dkv;
   float *bo, *bdq, *bdkv; /* bounds */
-  void *dev[8]; /* q kv doc_start o lse d_o dq dkv */
+  void *dev[8];           /* q kv doc_start o lse d_o dq dkv */
 } sample;
 
 static ps__cpu_exec cpu;
@@ -49,7 +55,8 @@ static bool use(const char *name) {
   CU(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   CU(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
   library = name;
-  return (strcmp(name, "flash-attn-4") != 0 || 10 * major + minor == 90) && ps__cuda_attention_only(name);
+  return (strcmp(name, "flash-attn-4") != 0 || 10 * major + minor == 90) &&
+         ps__cuda_attention_only(name);
 }
 
 static void *host(size_t bytes) {
@@ -68,7 +75,8 @@ static void *device(const void *from, size_t bytes) { /* from NULL: NaN */
 static void random_bf16(uint16_t *x, size_t n, uint64_t seed) {
   for (size_t i = 0; i < n; i++) {
     const uint64_t r = rnd(&seed);
-    const float s = (float)(r & 0xffff) + (float)(r >> 16 & 0xffff) + (float)(r >> 32 & 0xffff) + (float)(r >> 48);
+    const float s = (float)(r & 0xffff) + (float)(r >> 16 & 0xffff) + (float)(r >> 32 & 0xffff) +
+                    (float)(r >> 48);
     x[i] = ps__f32_to_bf16((s / 65536.0f - 2.0f) * 1.7320508f);
   }
 }
@@ -78,11 +86,13 @@ static void doc_starts(int32_t *out, const ps__args_attention *a, const int *len
   uint32_t at = 0, end = lengths ? (uint32_t)lengths[0] : rows;
   for (uint32_t row = 0, i = 0; row < a->row0 + a->n_tokens; row++) {
     if (row == end) {
-      if (lengths && lengths[i + 1]) i++;
+      if (lengths && lengths[i + 1])
+        i++;
       at = row;
       end += lengths ? (uint32_t)lengths[i] : rows;
     }
-    if (row >= a->row0) out[row - a->row0] = (int32_t)at;
+    if (row >= a->row0)
+      out[row - a->row0] = (int32_t)at;
   }
 }
 
@@ -92,7 +102,8 @@ static sample make(ps__args_attention a, const int *lengths, uint64_t seed) {
   s.nq = (size_t)a.n_tokens * a.n_heads * a.head_dim;
   s.nkv = s.rows * 2 * a.n_kv_heads * a.head_dim;
   s.nlse = (size_t)a.n_tokens * a.n_heads;
-  s.q = host(2 * s.nq), s.kv = host(2 * s.nkv), s.d_o = host(2 * s.nq), s.o = host(2 * s.nq), s.dq = host(2 * s.nq);
+  s.q = host(2 * s.nq), s.kv = host(2 * s.nkv), s.d_o = host(2 * s.nq), s.o = host(2 * s.nq),
+  s.dq = host(2 * s.nq);
   s.doc_start = host(4 * (size_t)a.n_tokens), s.lse = host(4 * s.nlse), s.dkv = host(4 * s.nkv);
   random_bf16(s.q, s.nq, seed);
   random_bf16(s.kv, s.nkv, seed + 1);
@@ -102,17 +113,21 @@ static sample make(ps__args_attention a, const int *lengths, uint64_t seed) {
 }
 
 static void drop(sample *s) {
-  void *all[] = {s->q, s->kv, s->d_o, s->o, s->dq, s->doc_start, s->lse, s->dkv, s->bo, s->bdq, s->bdkv};
-  for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
-  for (int i = 0; i < 8; i++) cudaFree(s->dev[i]);
+  void *all[] = {s->q,   s->kv,  s->d_o, s->o,   s->dq,  s->doc_start,
+                 s->lse, s->dkv, s->bo,  s->bdq, s->bdkv};
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+    free(all[i]);
+  for (int i = 0; i < 8; i++)
+    cudaFree(s->dev[i]);
 }
 
-/* ---- the cpu's results and their bounds --------------------------------------------------------------------------------------- */
+/* ---- the cpu's results and their bounds ------------------------------------------------------ */
 
 static void on_cpu(const ps_kernel *k, const ps__args_attention *a, void **ptr, uint32_t n) {
   cpu.scratch_bytes = ps__round_up(ps__cpu_scratch_bytes(k, a), 64);
   cpu.scratch = aligned_alloc(64, cpu.scratch_bytes * ps__pool_size(cpu.pool));
-  CHECK(cpu.scratch && k->fn[PS_BACKEND_CPU](&(ps_launch){.args = a, .ptr = ptr, .n_ptr = n, .exec = &cpu}) == PS_OK);
+  CHECK(cpu.scratch && k->fn[PS_BACKEND_CPU](
+                           &(ps_launch){.args = a, .ptr = ptr, .n_ptr = n, .exec = &cpu}) == PS_OK);
   free(cpu.scratch);
 }
 
@@ -120,19 +135,25 @@ static void reference(sample *s) {
   ps__args_attention a = s->a;
   a.accumulate_dkv = 0;
   on_cpu(&ps__k_attention_fwd, &a, (void *[]){s->q, s->kv, s->doc_start, s->o, s->lse}, 5);
-  on_cpu(&ps__k_attention_bwd, &a, (void *[]){s->q, s->kv, s->doc_start, s->o, s->lse, s->d_o, s->dq, s->dkv}, 8);
+  on_cpu(&ps__k_attention_bwd, &a,
+         (void *[]){s->q, s->kv, s->doc_start, s->o, s->lse, s->d_o, s->dq, s->dkv}, 8);
 }
 
-typedef struct job { sample *s; float *q, *kv, *d_o, *o; } job;
+typedef struct job {
+  sample *s;
+  float *q, *kv, *d_o, *o;
+} job;
 
 static float dot(const float *x, const float *y, uint32_t d) {
   float s[8] = {0};
   for (uint32_t i = 0; i < d; i += 8)
-    for (int e = 0; e < 8; e++) s[e] += x[i + e] * y[i + e];
+    for (int e = 0; e < 8; e++)
+      s[e] += x[i + e] * y[i + e];
   return ((s[0] + s[4]) + (s[1] + s[5])) + ((s[2] + s[6]) + (s[3] + s[7]));
 }
 static void add_abs(float *y, float by, const float *x, uint32_t d) {
-  for (uint32_t i = 0; i < d; i++) y[i] += by * fabsf(x[i]);
+  for (uint32_t i = 0; i < d; i++)
+    y[i] += by * fabsf(x[i]);
 }
 
 /* Bounds of the heads of one kv head. */
@@ -145,11 +166,15 @@ static void bounds_of_head(void *arg, int64_t kh, uint32_t worker) {
   for (uint32_t row = 0; row < a->n_tokens; row++)
     for (uint32_t h = (uint32_t)kh * group; h < ((uint32_t)kh + 1) * group; h++) {
       const size_t at = ((size_t)row * a->n_heads + h) * d;
-      const float delta = dot(j->d_o + at, j->o + at, d), lse = s->lse[(size_t)row * a->n_heads + h];
+      const float delta = dot(j->d_o + at, j->o + at, d),
+                  lse = s->lse[(size_t)row * a->n_heads + h];
       for (uint32_t key = (uint32_t)s->doc_start[row]; key <= a->row0 + row; key++) {
-        const size_t k = ((size_t)key * 2 * a->n_kv_heads + (size_t)kh) * d, v = k + (size_t)a->n_kv_heads * d;
+        const size_t k = ((size_t)key * 2 * a->n_kv_heads + (size_t)kh) * d,
+                     v = k + (size_t)a->n_kv_heads * d;
         const float p = expf(dot(j->q + at, j->kv + k, d) * scale - lse);
-        const float ds = p * scale * (fabsf(dot(j->d_o + at, j->kv + v, d) - delta) + 0x1p-12f * sqrtf((float)d));
+        const float ds =
+            p * scale *
+            (fabsf(dot(j->d_o + at, j->kv + v, d) - delta) + 0x1p-12f * sqrtf((float)d));
         add_abs(s->bo + at, p, j->kv + v, d);
         add_abs(s->bdq + at, ds, j->kv + k, d);
         add_abs(s->bdkv + k, ds, j->q + at, d);
@@ -169,7 +194,8 @@ static void bounds(sample *s) {
   free(j.q), free(j.kv), free(j.d_o), free(j.o);
 }
 
-/* Rows of a tensor, of @heads of @d elements, with their tolerance: by*|want| + over*bound + least. */
+/* Rows of a tensor, of @heads of @d elements, with their tolerance: by*|want| + over*bound +
+ * least. */
 typedef struct tensor {
   const char *name;
   bool bf16;
@@ -180,7 +206,9 @@ typedef struct tensor {
   float over, by, least;
 } tensor;
 
-static double value(const tensor *t, const void *x, size_t i) { return t->bf16 ? ps__bf16_to_f32(((const uint16_t *)x)[i]) : ((const float *)x)[i]; }
+static double value(const tensor *t, const void *x, size_t i) {
+  return t->bf16 ? ps__bf16_to_f32(((const uint16_t *)x)[i]) : ((const float *)x)[i];
+}
 
 /* The largest error over its tolerance; where that is above 1 it is said. */
 static double worst(const tensor *t, const void *got) {
@@ -188,58 +216,78 @@ static double worst(const tensor *t, const void *got) {
   double most = 0;
   size_t at = 0, n_wrong = 0;
   for (size_t i = 0; i < t->rows * width; i++) {
-    const double w = value(t, t->want, i), e = fabs(value(t, got, i) - w) / (t->by * fabs(w) + t->over * (t->bound ? t->bound[i] : 0) + t->least);
+    const double w = value(t, t->want, i),
+                 e = fabs(value(t, got, i) - w) /
+                     (t->by * fabs(w) + t->over * (t->bound ? t->bound[i] : 0) + t->least);
     n_wrong += !(e <= 1);
-    if (!(e <= most)) most = isnan(e) ? INFINITY : e, at = i;
+    if (!(e <= most))
+      most = isnan(e) ? INFINITY : e, at = i;
   }
   if (most > 1)
-    printf("  %s of %s: %.2f times the tolerance at row %zu, head %zu of %u, element %zu: %g, the cpu has %g; %zu of %zu are wrong\n", t->name, library, most,
-           at / width, at % width / t->d, t->heads, at % t->d, value(t, got, at), value(t, t->want, at), n_wrong, t->rows * width);
+    printf("  %s of %s: %.2f times the tolerance at row %zu, head %zu of %u, element %zu: %g, the "
+           "cpu has %g; %zu of %zu are wrong\n",
+           t->name, library, most, at / width, at % width / t->d, t->heads, at % t->d,
+           value(t, got, at), value(t, t->want, at), n_wrong, t->rows * width);
   return most;
 }
 
 static double worst_o(const sample *s, const void *got) {
-  return worst(&(tensor){"o", true, s->a.n_tokens, s->a.n_heads, s->a.head_dim, s->o, s->bo, 1.25f * U, 2 * U, 1e-30f}, got);
+  return worst(&(tensor){"o", true, s->a.n_tokens, s->a.n_heads, s->a.head_dim, s->o, s->bo,
+                         1.25f * U, 2 * U, 1e-30f},
+               got);
 }
 static double worst_lse(const sample *s, const void *got) {
-  return worst(&(tensor){"lse", false, s->a.n_tokens, s->a.n_heads, 1, s->lse, NULL, 0, 0, 1e-4f}, got);
+  return worst(&(tensor){"lse", false, s->a.n_tokens, s->a.n_heads, 1, s->lse, NULL, 0, 0, 1e-4f},
+               got);
 }
 static double worst_dq(const sample *s, const void *got) {
-  return worst(&(tensor){"dq", true, s->a.n_tokens, s->a.n_heads, s->a.head_dim, s->dq, s->bdq, 1.25f * U, 2 * U, 1e-30f}, got);
+  return worst(&(tensor){"dq", true, s->a.n_tokens, s->a.n_heads, s->a.head_dim, s->dq, s->bdq,
+                         1.25f * U, 2 * U, 1e-30f},
+               got);
 }
 static double worst_dkv(const sample *s, const void *got) { /* heads of dk, then of dv */
-  return worst(&(tensor){"dkv", false, s->rows, 2 * s->a.n_kv_heads, s->a.head_dim, s->dkv, s->bdkv, 3.25f * U, 0, 1e-30f}, got);
+  return worst(&(tensor){"dkv", false, s->rows, 2 * s->a.n_kv_heads, s->a.head_dim, s->dkv, s->bdkv,
+                         3.25f * U, 0, 1e-30f},
+               got);
 }
 
-/* ---- the GPU ------------------------------------------------------------------------------------------------------------------ */
+/* ---- the GPU --------------------------------------------------------------------------------- */
 
-/* Queues the op with exactly the scratch it asks for, full of NaN and guarded; waits; the guard is whole. */
+/* Queues the op with exactly the scratch it asks for, full of NaN and guarded; waits; the guard
+ * is whole. */
 static ps_status on_gpu(const ps_kernel *k, const ps__args_attention *a, void **ptr, uint32_t n) {
   size_t need = 0;
   ps_status st = ps__cuda_attention_prepare(k, a, gpu.deterministic, &need);
-  if (st != PS_OK) return st;
+  if (st != PS_OK)
+    return st;
   CHECK(ps__cuda_scratch_bytes(k, a) >= need);
-  const size_t bound = ps_scratch_attention_bound(a, k == &ps__k_attention_bwd, false, PS_CUDNN_LINEAR_DETERMINISTIC);
+  const size_t bound = ps_scratch_attention_bound(a, k == &ps__k_attention_bwd, false,
+                                                  PS_CUDNN_LINEAR_DETERMINISTIC);
   if (!gpu.deterministic && need > bound) {
-    printf("FAIL %s T=%u row0=%u: %zu bytes of scratch, planned for %zu\n", library, a->n_tokens, a->row0, need, bound);
+    printf("FAIL %s T=%u row0=%u: %zu bytes of scratch, planned for %zu\n", library, a->n_tokens,
+           a->row0, need, bound);
     failed++;
   }
   gpu.scratch = device(NULL, need + GUARD);
   gpu.scratch_bytes = need;
-  CU(cudaDeviceSynchronize()); /* the stream does not wait for the default one, which filled all this */
+  /* the stream does not wait for the default one, which filled all this */
+  CU(cudaDeviceSynchronize());
   const ps_launch l = {.args = a, .ptr = ptr, .n_ptr = n, .exec = &gpu};
   st = k == &ps__k_attention_bwd ? ps__cuda_attention_bwd(&l) : ps__cuda_attention_fwd(&l);
   CU(cudaStreamSynchronize(gpu.stream));
   unsigned char guard[GUARD];
   CU(cudaMemcpy(guard, (char *)gpu.scratch + need, GUARD, cudaMemcpyDeviceToHost));
-  for (int i = 0; i < GUARD; i++) CHECK(guard[i] == 0xff);
+  for (int i = 0; i < GUARD; i++)
+    CHECK(guard[i] == 0xff);
   cudaFree(gpu.scratch);
   return st;
 }
 
 static void upload(sample *s) {
-  s->dev[0] = device(s->q, 2 * s->nq), s->dev[1] = device(s->kv, 2 * s->nkv), s->dev[2] = device(s->doc_start, 4 * (size_t)s->a.n_tokens);
-  s->dev[3] = device(NULL, 2 * s->nq), s->dev[4] = device(NULL, 4 * s->nlse), s->dev[5] = device(s->d_o, 2 * s->nq);
+  s->dev[0] = device(s->q, 2 * s->nq), s->dev[1] = device(s->kv, 2 * s->nkv),
+  s->dev[2] = device(s->doc_start, 4 * (size_t)s->a.n_tokens);
+  s->dev[3] = device(NULL, 2 * s->nq), s->dev[4] = device(NULL, 4 * s->nlse),
+  s->dev[5] = device(s->d_o, 2 * s->nq);
   s->dev[6] = device(NULL, 2 * s->nq), s->dev[7] = device(NULL, 4 * s->nkv);
 }
 static void *download(const void *p, size_t bytes) {
@@ -278,17 +326,24 @@ static bool backward_agrees(sample *s) {
 /* Why the library takes no such shape; NULL: it does, or the plain kernels take the few rows. */
 static const char *refused(const ps__args_attention *a) {
   const uint32_t n = ps__attention_documents(a), group = a->n_heads / a->n_kv_heads;
-  if (!strcmp(library, "cudnn") || a->n_tokens <= 16) return NULL;
-  if (a->head_dim != 64 && a->head_dim != 128) return "head_dim is not 64 or 128";
-  if (!strcmp(library, "flash-attn")) return NULL;
-  if (group > 8 && group != 16) return "not built for that many query heads a kv head";
-  if (!n) return "documents must be of known, equal length";
+  if (!strcmp(library, "cudnn") || a->n_tokens <= 16)
+    return NULL;
+  if (a->head_dim != 64 && a->head_dim != 128)
+    return "head_dim is not 64 or 128";
+  if (!strcmp(library, "flash-attn"))
+    return NULL;
+  if (group > 8 && group != 16)
+    return "not built for that many query heads a kv head";
+  if (!n)
+    return "documents must be of known, equal length";
   return n > 1 && a->document_rows < 128 ? "documents are shorter than a tile" : NULL;
 }
 
 static bool is_refused(const ps__args_attention *a) {
-  if (!refused(a)) return false;
-  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, a, gpu.deterministic, NULL), PS_EDEVICE, refused(a));
+  if (!refused(a))
+    return false;
+  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, a, gpu.deterministic, NULL),
+              PS_EDEVICE, refused(a));
   return true;
 }
 
@@ -296,43 +351,56 @@ static const char *label(const ps__args_attention *a) {
   static char text[64];
   const uint32_t n = ps__attention_documents(a);
   const char *how = gpu.deterministic ? ", deterministic" : "";
-  if (n > 1) snprintf(text, sizeof text, "%u documents%s", n, how);
-  else snprintf(text, sizeof text, "%s%s", n ? "one document" : "documents found", how);
+  if (n > 1)
+    snprintf(text, sizeof text, "%u documents%s", n, how);
+  else
+    snprintf(text, sizeof text, "%s%s", n ? "one document" : "documents found", how);
   return text;
 }
 
 static void check_case(ps__args_attention a, const int *lengths) {
-  if (is_refused(&a)) return;
+  if (is_refused(&a))
+    return;
   sample s = make(a, lengths, 1000u * a.n_tokens + a.row0);
   reference(&s);
   bounds(&s);
   upload(&s);
   const bool f = forward_agrees(&s), b = backward_agrees(&s);
-  printf("%s %s T=%u row0=%u heads %u/%u d=%u %s%s\n", f && b ? "ok" : "FAIL", library, a.n_tokens, a.row0, a.n_heads, a.n_kv_heads, a.head_dim,
-         label(&a), lengths ? " uneven" : "");
+  printf("%s %s T=%u row0=%u heads %u/%u d=%u %s%s\n", f && b ? "ok" : "FAIL", library, a.n_tokens,
+         a.row0, a.n_heads, a.n_kv_heads, a.head_dim, label(&a), lengths ? " uneven" : "");
   failed += !(f && b);
   drop(&s);
 }
 
 static void shapes(void) {
-  static const struct { uint32_t h, kv; } heads[] = {{1, 1}, {4, 2}, {8, 1}, {6, 2}};
-  static const uint32_t rows[] = {1, 2, 17, 64, 127, 128, 129, 500, 1024, 2048}, dims[] = {64, 128, 96};
+  static const struct {
+    uint32_t h, kv;
+  } heads[] = {{1, 1}, {4, 2}, {8, 1}, {6, 2}};
+  static const uint32_t rows[] = {1, 2, 17, 64, 127, 128, 129, 500, 1024, 2048},
+                        dims[] = {64, 128, 96};
   for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
     for (int one = 0; one < 2; one++)
-      check_case((ps__args_attention){rows[i], 0, heads[i % 4].h, heads[i % 4].kv, dims[i % 3], PS_BF16, 0, one ? ONE : FOUND}, NULL);
-  static const int mixed[] = {7, 100, 1, 64, 150, 33, 0}, equal[] = {64, 0}, ones[] = {1, 0}, late[] = {290, 50, 0}, longer[] = {900, 151, 700, 2, 0};
+      check_case((ps__args_attention){rows[i], 0, heads[i % 4].h, heads[i % 4].kv, dims[i % 3],
+                                      PS_BF16, 0, one ? ONE : FOUND},
+                 NULL);
+  static const int mixed[] = {7, 100, 1, 64, 150, 33, 0}, equal[] = {64, 0}, ones[] = {1, 0},
+                   late[] = {290, 50, 0}, longer[] = {900, 151, 700, 2, 0};
   static const int *const lengths[] = {NULL, mixed, equal, ones, late, longer};
   static const uint32_t row0[] = {0, 64, 1000};
   for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
-    for (size_t r = 0; r < 3; r++) check_case((ps__args_attention){201, row0[r], 4, 2, dims[(i + r) % 2], PS_BF16, 0, FOUND}, lengths[i]);
-  for (size_t r = 1; r < 3; r++) check_case((ps__args_attention){201, row0[r], 4, 2, 128, PS_BF16, 0, ONE}, NULL);
+    for (size_t r = 0; r < 3; r++)
+      check_case((ps__args_attention){201, row0[r], 4, 2, dims[(i + r) % 2], PS_BF16, 0, FOUND},
+                 lengths[i]);
+  for (size_t r = 1; r < 3; r++)
+    check_case((ps__args_attention){201, row0[r], 4, 2, 128, PS_BF16, 0, ONE}, NULL);
   check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, FOUND}, longer);
   check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, ONE}, NULL);
   check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, ONE}, NULL);
   check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, FOUND}, late);
 }
 
-/* Every number of query heads a kv head, behind a prefix and as documents: which kernel runs depends on it. */
+/* Every number of query heads a kv head, behind a prefix and as documents: which kernel runs
+ * depends on it. */
 static void groups(bool deterministic) {
   static const uint32_t group[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16};
   gpu.deterministic = deterministic;
@@ -344,11 +412,14 @@ static void groups(bool deterministic) {
   gpu.deterministic = false;
 }
 
-/* n documents of d rows, known: forward and backward, and dkv added to what the first backward left (twice the cpu's, at twice the tolerance). */
-static void known_documents(uint32_t d, uint32_t n, uint32_t heads, uint32_t kv_heads, uint32_t head_dim) {
+/* n documents of d rows, known: forward and backward, and dkv added to what the first backward
+ * left (twice the cpu's, at twice the tolerance). */
+static void known_documents(uint32_t d, uint32_t n, uint32_t heads, uint32_t kv_heads,
+                            uint32_t head_dim) {
   ps__args_attention a = {n * d, 0, heads, kv_heads, head_dim, PS_BF16, 0, d};
   CHECK(ps__attention_documents(&a) == n);
-  if (is_refused(&a)) return;
+  if (is_refused(&a))
+    return;
   sample s = make(a, NULL, 31 * d + n);
   reference(&s);
   bounds(&s);
@@ -358,18 +429,22 @@ static void known_documents(uint32_t d, uint32_t n, uint32_t heads, uint32_t kv_
   s.a.accumulate_dkv = 1;
   if (b && on_gpu(&ps__k_attention_bwd, &s.a, s.dev, 8) == PS_OK) {
     float *dkv = download(s.dev[7], 4 * s.nkv);
-    for (size_t i = 0; i < s.nkv; i++) dkv[i] /= 2;
+    for (size_t i = 0; i < s.nkv; i++)
+      dkv[i] /= 2;
     again = worst_dkv(&s, dkv);
     free(dkv);
   }
-  printf("%s %s %s of %u rows, heads %u/%u d=%u: accumulated %.2f of the tolerance\n", f && b && again <= 1 ? "ok" : "FAIL", library, label(&a), d, heads, kv_heads,
-         head_dim, again);
+  printf("%s %s %s of %u rows, heads %u/%u d=%u: accumulated %.2f of the tolerance\n",
+         f && b && again <= 1 ? "ok" : "FAIL", library, label(&a), d, heads, kv_heads, head_dim,
+         again);
   failed += !(f && b && again <= 1);
   drop(&s);
 }
 
 static void all_known_documents(void) {
-  static const struct { uint32_t d, n; } cut[] = {{256, 2}, {129, 3}, {64, 8}, {129, 8}, {2, 40}, {1000, 2}, {128, 70}};
+  static const struct {
+    uint32_t d, n;
+  } cut[] = {{256, 2}, {129, 3}, {64, 8}, {129, 8}, {2, 40}, {1000, 2}, {128, 70}};
   for (size_t i = 0; i < sizeof cut / sizeof *cut; i++)
     for (uint32_t dim = 64; dim <= 128; dim += 64)
       for (int deterministic = 0; deterministic < 2; deterministic++) {
@@ -378,14 +453,16 @@ static void all_known_documents(void) {
       }
   gpu.deterministic = false;
   known_documents(1, 24, 4, 2, 128); /* a batch of single rows: found */
-  check_case((ps__args_attention){201, 0, 4, 2, 64, PS_BF16, 0, 100}, (const int[]){7, 100, 1, 0}); /* document_rows says nothing */
+  /* document_rows says nothing */
+  check_case((ps__args_attention){201, 0, 4, 2, 64, PS_BF16, 0, 100}, (const int[]){7, 100, 1, 0});
 }
 
 /* dkv summed over 4 chunks, last chunk first, against one pass on the cpu. */
 static void four_chunks(const int *lengths, uint32_t document_rows, uint32_t head_dim) {
   enum { N = 4, ROWS = 512 };
   const ps__args_attention whole = {N * ROWS, 0, 4, 2, head_dim, PS_BF16, 0, document_rows};
-  if (is_refused(&whole)) return;
+  if (is_refused(&whole))
+    return;
   sample s = make(whole, lengths, 7);
   reference(&s);
   bounds(&s);
@@ -393,25 +470,32 @@ static void four_chunks(const int *lengths, uint32_t document_rows, uint32_t hea
   CU(cudaMemcpy(s.dev[3], s.o, 2 * s.nq, cudaMemcpyHostToDevice));
   CU(cudaMemcpy(s.dev[4], s.lse, 4 * s.nlse, cudaMemcpyHostToDevice));
   for (uint32_t c = N; c-- > 0;) {
-    const size_t q = (size_t)c * ROWS * 4 * head_dim * 2, lse = (size_t)c * ROWS * 4 * 4, doc = (size_t)c * ROWS * 4;
+    const size_t q = (size_t)c * ROWS * 4 * head_dim * 2, lse = (size_t)c * ROWS * 4 * 4,
+                 doc = (size_t)c * ROWS * 4;
     ps__args_attention a = s.a;
     a.n_tokens = ROWS, a.row0 = c * ROWS, a.accumulate_dkv = c != N - 1;
     char **dev = (char **)s.dev;
-    CHECK(on_gpu(&ps__k_attention_bwd, &a, (void *[]){dev[0] + q, dev[1], dev[2] + doc, dev[3] + q, dev[4] + lse, dev[5] + q, dev[6] + q, dev[7]}, 8) == PS_OK);
+    CHECK(on_gpu(&ps__k_attention_bwd, &a,
+                 (void *[]){dev[0] + q, dev[1], dev[2] + doc, dev[3] + q, dev[4] + lse, dev[5] + q,
+                            dev[6] + q, dev[7]},
+                 8) == PS_OK);
   }
   uint16_t *dq = download(s.dev[6], 2 * s.nq);
   float *dkv = download(s.dev[7], 4 * s.nkv);
   const double eq = worst_dq(&s, dq), ek = worst_dkv(&s, dkv);
-  printf("%s %s four_chunks %s d=%u: dq %.2f, dkv %.2f of the tolerance\n", eq <= 1 && ek <= 1 ? "ok" : "FAIL", library, label(&s.a), head_dim, eq, ek);
+  printf("%s %s four_chunks %s d=%u: dq %.2f, dkv %.2f of the tolerance\n",
+         eq <= 1 && ek <= 1 ? "ok" : "FAIL", library, label(&s.a), head_dim, eq, ek);
   failed += !(eq <= 1 && ek <= 1);
   free(dq), free(dkv);
   drop(&s);
 }
 
-/* Deterministic: the same bits twice. A library that cannot do it for packed documents refuses and says what can. */
+/* Deterministic: the same bits twice. A library that cannot do it for packed documents refuses
+ * and says what can. */
 static void same_bits(uint32_t row0, const int *lengths, uint32_t document_rows) {
   const ps__args_attention a = {2048, row0, 8, 2, 128, PS_BF16, 0, document_rows};
-  if (is_refused(&a)) return;
+  if (is_refused(&a))
+    return;
   sample s = make(a, lengths, 9);
   upload(&s);
   gpu.deterministic = true;
@@ -423,18 +507,22 @@ static void same_bits(uint32_t row0, const int *lengths, uint32_t document_rows)
     CHECK(st == PS_OK);
     const size_t bytes[] = {2 * s.nq, 4 * s.nlse, 2 * s.nq, 4 * s.nkv}, idx[] = {3, 4, 6, 7};
     void *first[4];
-    for (int i = 0; i < 4; i++) first[i] = download(s.dev[idx[i]], bytes[i]);
+    for (int i = 0; i < 4; i++)
+      first[i] = download(s.dev[idx[i]], bytes[i]);
     bool same = true;
     for (int again = 0; again < 3; again++) {
-      for (int i = 0; i < 4; i++) CU(cudaMemset(s.dev[idx[i]], 0xff, bytes[i]));
-      CHECK(on_gpu(&ps__k_attention_fwd, &s.a, s.dev, 5) == PS_OK && on_gpu(&ps__k_attention_bwd, &s.a, s.dev, 8) == PS_OK);
+      for (int i = 0; i < 4; i++)
+        CU(cudaMemset(s.dev[idx[i]], 0xff, bytes[i]));
+      CHECK(on_gpu(&ps__k_attention_fwd, &s.a, s.dev, 5) == PS_OK &&
+            on_gpu(&ps__k_attention_bwd, &s.a, s.dev, 8) == PS_OK);
       for (int i = 0; i < 4; i++) {
         void *now = download(s.dev[idx[i]], bytes[i]);
         same = same && !memcmp(now, first[i], bytes[i]);
         free(now);
       }
     }
-    for (int i = 0; i < 4; i++) free(first[i]);
+    for (int i = 0; i < 4; i++)
+      free(first[i]);
     printf("%s %s %s: the same bits four times\n", same ? "ok" : "FAIL", library, label(&s.a));
     failed += !same;
   }
@@ -444,18 +532,22 @@ static void same_bits(uint32_t row0, const int *lengths, uint32_t document_rows)
 
 static void refusals(void) {
   ps__args_attention a = {64, 0, 4, 2, 64, PS_F32, 0, 0};
-  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EINVAL, "needs bf16");
+  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EINVAL,
+              "needs bf16");
   a.dt = PS_BF16;
   a.n_heads = 3;
-  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EINVAL, "no valid shape");
+  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EINVAL,
+              "no valid shape");
   a = (ps__args_attention){77, 5, 4, 2, 64, PS_BF16, 0, 0};
-  CHECK_FAILS(ps__cuda_attention_fwd(&(ps_launch){.args = &a, .exec = &gpu}), PS_EINVAL, "not prepared");
+  CHECK_FAILS(ps__cuda_attention_fwd(&(ps_launch){.args = &a, .exec = &gpu}), PS_EINVAL,
+              "not prepared");
   a.head_dim = 264;
-  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EDEVICE, "FLASH_ATTN=1");
+  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EDEVICE,
+              "FLASH_ATTN=1");
   printf("ok refusals\n");
 }
 
-/* ---- timings -------------------------------------------------------------------------------------------------------------------- */
+/* ---- timings --------------------------------------------------------------------------------- */
 
 static void time_library(const char *name, sample *s, double pairs) {
   enum { WARM = 5, TIMES = 20 };
@@ -463,7 +555,9 @@ static void time_library(const char *name, sample *s, double pairs) {
   size_t scratch[2];
   for (int b = 0; b < 2; b++) {
     const ps_kernel *k = b ? &ps__k_attention_bwd : &ps__k_attention_fwd;
-    if (ps__cuda_attention_prepare(k, &s->a, gpu.deterministic, &scratch[b]) != PS_OK) return; /* not for this library */
+    /* not for this library */
+    if (ps__cuda_attention_prepare(k, &s->a, gpu.deterministic, &scratch[b]) != PS_OK)
+      return;
     gpu.scratch = device(NULL, scratch[b] + GUARD);
     gpu.scratch_bytes = scratch[b];
     const ps_launch l = {.args = &s->a, .ptr = s->dev, .n_ptr = b ? 8 : 5, .exec = &gpu};
@@ -471,7 +565,8 @@ static void time_library(const char *name, sample *s, double pairs) {
     CU(cudaEventCreate(&at[0]));
     CU(cudaEventCreate(&at[1]));
     for (int i = 0; i < WARM + TIMES; i++) {
-      if (i == WARM) CU(cudaEventRecord(at[0], gpu.stream));
+      if (i == WARM)
+        CU(cudaEventRecord(at[0], gpu.stream));
       CHECK((b ? ps__cuda_attention_bwd(&l) : ps__cuda_attention_fwd(&l)) == PS_OK);
     }
     CU(cudaEventRecord(at[1], gpu.stream));
@@ -482,26 +577,36 @@ static void time_library(const char *name, sample *s, double pairs) {
     cudaFree(gpu.scratch);
   }
   const double f = pairs * 32 * 128 * 4;
-  printf("time %-12s %-40s fwd %7.3f ms %6.1f TFLOP/s %6.1f MiB   bwd %7.3f ms %6.1f TFLOP/s %6.1f MiB\n", library, name, ms[0], f / ms[0] / 1e9, (double)scratch[0] / 0x1p20,
-         ms[1], 2.5 * f / ms[1] / 1e9, (double)scratch[1] / 0x1p20);
+  printf("time %-12s %-40s fwd %7.3f ms %6.1f TFLOP/s %6.1f MiB   bwd %7.3f ms %6.1f TFLOP/s %6.1f "
+         "MiB\n",
+         library, name, ms[0], f / ms[0] / 1e9, (double)scratch[0] / 0x1p20, ms[1],
+         2.5 * f / ms[1] / 1e9, (double)scratch[1] / 0x1p20);
 }
 
 /* Library after library, so that they meet the same clock. */
-static void time_case(const char *name, uint32_t n_tokens, uint32_t row0, const int *lengths, uint32_t document_rows) {
-  sample s = make((ps__args_attention){n_tokens, row0, 32, 8, 128, PS_BF16, 0, document_rows}, lengths, 3);
+static void time_case(const char *name, uint32_t n_tokens, uint32_t row0, const int *lengths,
+                      uint32_t document_rows) {
+  sample s =
+      make((ps__args_attention){n_tokens, row0, 32, 8, 128, PS_BF16, 0, document_rows}, lengths, 3);
   upload(&s);
   double pairs = 0;
-  for (uint32_t i = 0; i < n_tokens; i++) pairs += (double)(row0 + i + 1) - s.doc_start[i];
+  for (uint32_t i = 0; i < n_tokens; i++)
+    pairs += (double)(row0 + i + 1) - s.doc_start[i];
   for (size_t i = 0; i < N_LIBRARIES; i++)
-    if (use(libraries[i])) time_library(name, &s, pairs);
+    if (use(libraries[i]))
+      time_library(name, &s, pairs);
   drop(&s);
 }
 
 static void timings(void) {
-  static const int uneven[] = {3000, 200, 1500, 57, 900, 1900, 635, 0}, many[] = {130, 0}, tiny[] = {40, 0};
-  static const struct { uint32_t n, d; const char *known, *found; } packed[] = {{2, 8192, "2 documents of 8192", "2 documents of 8192, found"},
-                                                                                {8, 1024, "8 documents of 1024", "8 documents of 1024, found"},
-                                                                                {16, 512, "16 documents of 512", "16 documents of 512, found"}};
+  static const int uneven[] = {3000, 200, 1500, 57, 900, 1900, 635, 0}, many[] = {130, 0},
+                   tiny[] = {40, 0};
+  static const struct {
+    uint32_t n, d;
+    const char *known, *found;
+  } packed[] = {{2, 8192, "2 documents of 8192", "2 documents of 8192, found"},
+                {8, 1024, "8 documents of 1024", "8 documents of 1024, found"},
+                {16, 512, "16 documents of 512", "16 documents of 512, found"}};
   time_case("8192 one document", 8192, 0, NULL, ONE);
   time_case("8192 one document, found on the device", 8192, 0, NULL, FOUND);
   time_case("8192 on 16384, one document", 8192, 8192, NULL, ONE);
@@ -511,7 +616,8 @@ static void timings(void) {
   time_case("16384 one document", 16384, 0, NULL, ONE);
   for (size_t i = 0; i < sizeof packed / sizeof *packed; i++) {
     time_case(packed[i].known, packed[i].n * packed[i].d, 0, NULL, packed[i].d);
-    time_case(packed[i].found, packed[i].n * packed[i].d, 0, (const int[]){(int)packed[i].d, 0}, FOUND);
+    time_case(packed[i].found, packed[i].n * packed[i].d, 0, (const int[]){(int)packed[i].d, 0},
+              FOUND);
   }
   time_case("uneven documents in 8192", 8192, 0, uneven, FOUND);
   time_case("documents of 130", 8192, 0, many, FOUND);
@@ -525,11 +631,13 @@ static void timings(void) {
   gpu.deterministic = false;
 }
 
-/* ---- our own kernels, counted by hand ------------------------------------------------------------------------------------------ */
+/* ---- our own kernels, counted by hand -------------------------------------------------------- */
 
-/* Slots as attention_cuda.h says they are, in rows: of each document its query rows and its keys, from its begin to its last row. */
+/* Slots as attention_cuda.h says they are, in rows: of each document its query rows and its
+ * keys, from its begin to its last row. */
 static void found_documents(uint32_t n_tokens, uint32_t row0, const int *lengths) {
-  const ps__args_attention a = {.n_tokens = n_tokens, .row0 = row0, .n_heads = 4, .n_kv_heads = 2, .head_dim = 64};
+  const ps__args_attention a = {
+      .n_tokens = n_tokens, .row0 = row0, .n_heads = 4, .n_kv_heads = 2, .head_dim = 64};
   const uint32_t slots = ps_att_slots(n_tokens);
   const size_t bytes = ps_att_documents_bytes(slots);
   int32_t *starts = host(4 * (size_t)n_tokens), *got = host(bytes);
@@ -543,11 +651,15 @@ static void found_documents(uint32_t n_tokens, uint32_t row0, const int *lengths
   uint32_t row = 0;
   for (uint32_t d = 0; d < slots; d++) {
     uint32_t end = row;
-    while (end < n_tokens && starts[end] == starts[row]) end++;
+    while (end < n_tokens && starts[end] == starts[row])
+      end++;
     const int32_t key = row < n_tokens ? starts[row] : (int32_t)(row0 + row);
-    CHECK(ps_att_array(got, slots, PS_ATT_LEN_Q)[d] == (int32_t)(end - row) && ps_att_array(got, slots, PS_ATT_OFF_Q)[d] == (int32_t)row);
-    CHECK(ps_att_array(got, slots, PS_ATT_LEN_KV)[d] == (end > row ? (int32_t)(row0 + end) - key : 0));
-    CHECK(ps_att_array(got, slots, PS_ATT_OFF_KV)[d] == key && ps_att_array(got, slots, PS_ATT_OFF_LSE)[d] == (int32_t)row);
+    CHECK(ps_att_array(got, slots, PS_ATT_LEN_Q)[d] == (int32_t)(end - row) &&
+          ps_att_array(got, slots, PS_ATT_OFF_Q)[d] == (int32_t)row);
+    CHECK(ps_att_array(got, slots, PS_ATT_LEN_KV)[d] ==
+          (end > row ? (int32_t)(row0 + end) - key : 0));
+    CHECK(ps_att_array(got, slots, PS_ATT_OFF_KV)[d] == key &&
+          ps_att_array(got, slots, PS_ATT_OFF_LSE)[d] == (int32_t)row);
     row = end;
   }
   CHECK(got[PS_ATT_HEAD_PLAIN_ROW] == (int32_t)row);
@@ -560,7 +672,8 @@ static void found_documents(uint32_t n_tokens, uint32_t row0, const int *lengths
 static void transposed(uint32_t n, uint32_t rows, uint32_t cols) {
   const size_t each = (size_t)rows * cols;
   float *src = host(4 * n * each), *got = host(4 * n * each);
-  for (size_t i = 0; i < n * each; i++) src[i] = (float)i;
+  for (size_t i = 0; i < n * each; i++)
+    src[i] = (float)i;
   float *from = device(src, 4 * n * each), *to = device(NULL, 4 * n * each);
   CU(cudaDeviceSynchronize());
   ps_att_transpose(gpu.stream, to, from, n, rows, cols);
@@ -568,7 +681,8 @@ static void transposed(uint32_t n, uint32_t rows, uint32_t cols) {
   CU(cudaMemcpy(got, to, 4 * n * each, cudaMemcpyDeviceToHost));
   for (size_t i = 0; i < n; i++)
     for (size_t r = 0; r < rows; r++)
-      for (size_t c = 0; c < cols; c++) CHECK(got[i * each + c * rows + r] == src[i * each + r * cols + c]);
+      for (size_t c = 0; c < cols; c++)
+        CHECK(got[i * each + c * rows + r] == src[i * each + r * cols + c]);
   cudaFree(from);
   cudaFree(to);
   free(src);
@@ -595,7 +709,8 @@ static void everything(void) {
   shapes();
   groups(false);
   all_known_documents();
-  for (int i = 0; i < 4; i++) four_chunks(i == 1 ? documents : NULL, i > 1 ? ONE : FOUND, i == 3 ? 128 : 64);
+  for (int i = 0; i < 4; i++)
+    four_chunks(i == 1 ? documents : NULL, i > 1 ? ONE : FOUND, i == 3 ? 128 : 64);
   groups(true);
   same_bits(1000, NULL, ONE);
   same_bits(1000, documents, FOUND);
@@ -614,14 +729,19 @@ int main(int argc, char **argv) {
   CHECK(ps__pool_create(&cpu.pool, 8, "attention") == PS_OK);
   setvbuf(stdout, NULL, _IOLBF, 0);
   int n_used = 0;
-  if (argc < 2 || strcmp(argv[1], "short") == 0) our_kernels();
+  if (argc < 2 || strcmp(argv[1], "short") == 0)
+    our_kernels();
   for (size_t i = 0; i < N_LIBRARIES; i++) {
-    if (!use(libraries[i])) continue;
+    if (!use(libraries[i]))
+      continue;
     n_used++;
-    if (argc < 2) everything();
+    if (argc < 2)
+      everything();
   }
-  if (!n_used) printf("ok skipped: built without a library for this GPU\n");
-  else if (argc > 1 && strcmp(argv[1], "short") != 0) timings();
+  if (!n_used)
+    printf("ok skipped: built without a library for this GPU\n");
+  else if (argc > 1 && strcmp(argv[1], "short") != 0)
+    timings();
   ps__pool_destroy(cpu.pool);
   return failed ? 1 : 0;
 }

@@ -1,25 +1,27 @@
-/* test_cuda_engine.c - the CUDA backend against the oracle of random_program.h; how it fails and stops; what it costs.
- * Usage: test_cuda_engine [programs, default 2000] [seed]. Without a GPU it says why and skips. */
+/* test_cuda_engine.c - the CUDA backend against the oracle of random_program.h; how it fails and
+ * stops; what it costs. Usage: test_cuda_engine [programs, default 2000] [seed]. Without a GPU
+ * it says why and skips. */
 #ifndef PS_CUDA
-#include "check.h"
-#include <penstock/engine.h>
+#  include "check.h"
+#  include <penstock/engine.h>
 int main(void) {
-  ps_engine_config cfg = {.struct_bytes = sizeof cfg, .backend = PS_BACKEND_CUDA, .n_spaces = 1, .n_streams = 1};
+  ps_engine_config cfg = {
+      .struct_bytes = sizeof cfg, .backend = PS_BACKEND_CUDA, .n_spaces = 1, .n_streams = 1};
   ps_engine *e;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EDEVICE, "make CUDA=1");
   printf("ok skipped: built without CUDA, which an engine refuses in words\n");
   return 0;
 }
 #else
-#include <penstock/engine.h>
+#  include <penstock/engine.h>
 ps_status mix_cuda(const ps_launch *l);
 ps_status work_cuda(const ps_launch *l);
 ps_status stray_cuda(const ps_launch *l);
 _Bool mix_load(void);
-#define RP_CUDA_FN mix_cuda
-#include "random_program.h"
-#include <stdatomic.h>
-#include <sys/wait.h>
+#  define RP_CUDA_FN mix_cuda
+#  include "random_program.h"
+#  include <stdatomic.h>
+#  include <sys/wait.h>
 
 void ps__cuda_without_mem_ops(bool without);
 
@@ -27,8 +29,12 @@ enum { COMPUTE, H2D, D2H, HOST_A, HOST_B, N_STREAMS, HOST_STREAMS = 1 << HOST_A 
 enum { DEVICE, HOST };
 
 static ps_engine *open_engine(uint64_t bytes) {
-  static const uint32_t kind[N_STREAMS] = {PS_STREAM_COMPUTE, PS_STREAM_H2D, PS_STREAM_D2H, PS_STREAM_HOST, PS_STREAM_HOST};
-  ps_engine_config cfg = {.struct_bytes = sizeof cfg, .backend = PS_BACKEND_CUDA, .n_spaces = 2, .n_streams = N_STREAMS};
+  static const uint32_t kind[N_STREAMS] = {PS_STREAM_COMPUTE, PS_STREAM_H2D, PS_STREAM_D2H,
+                                           PS_STREAM_HOST, PS_STREAM_HOST};
+  ps_engine_config cfg = {.struct_bytes = sizeof cfg,
+                          .backend = PS_BACKEND_CUDA,
+                          .n_spaces = 2,
+                          .n_streams = N_STREAMS};
   cfg.space[DEVICE] = (ps_space_config){.bytes = bytes, .kind = PS_SPACE_DEVICE};
   cfg.space[HOST] = (ps_space_config){.bytes = bytes, .kind = PS_SPACE_HOST};
   for (uint32_t i = 0; i < N_STREAMS; i++)
@@ -40,20 +46,31 @@ static ps_engine *open_engine(uint64_t bytes) {
 
 static ps_run *start(ps_engine *e, ps_schedule *s, uint32_t trace_steps) {
   ps_run *r;
-  CHECK(ps_run_create(&r, e, s, &(ps_run_config){.struct_bytes = sizeof(ps_run_config), .trace_steps = trace_steps}) == PS_OK);
+  CHECK(ps_run_create(&r, e, s,
+                      &(ps_run_config){.struct_bytes = sizeof(ps_run_config),
+                                       .trace_steps = trace_steps}) == PS_OK);
   return r;
 }
 
-static void add(ps_program *p, const ps_kernel *k, uint32_t stream, uint64_t args, uint32_t space, uint32_t mode, uint64_t offset) {
+static void add(ps_program *p, const ps_kernel *k, uint32_t stream, uint64_t args, uint32_t space,
+                uint32_t mode, uint64_t offset) {
   ps_access a = {space, mode, offset, 8};
-  ps_op op = {.kernel = k, .args = &args, .args_bytes = 8, .stream = stream, .access = &a, .n_access = 1,
+  ps_op op = {.kernel = k,
+              .args = &args,
+              .args_bytes = 8,
+              .stream = stream,
+              .access = &a,
+              .n_access = 1,
               .tag = {.layer = 3, .round = 1, .chunk = 2}};
   CHECK(ps_program_add(p, &op, NULL) == PS_OK);
 }
 
-static void add_copy(ps_program *p, uint32_t stream, uint32_t from, uint64_t src, uint32_t to, uint64_t dst, uint64_t bytes) {
+static void add_copy(ps_program *p, uint32_t stream, uint32_t from, uint64_t src, uint32_t to,
+                     uint64_t dst, uint64_t bytes) {
   ps_access a[2] = {{from, PS_READ, src, bytes}, {to, PS_WRITE, dst, bytes}};
-  CHECK(ps_program_add(p, &(ps_op){.stream = stream, .access = a, .n_access = 2, .tag = {-1, -1, -1, 0}}, NULL) == PS_OK);
+  CHECK(ps_program_add(
+            p, &(ps_op){.stream = stream, .access = a, .n_access = 2, .tag = {-1, -1, -1, 0}},
+            NULL) == PS_OK);
 }
 
 static ps_program *program(void) {
@@ -70,13 +87,16 @@ static ps_schedule *compiled(ps_program *p) {
 }
 
 static ps_status nothing(const ps_launch *l) { return PS_OK; }
-static const ps_kernel k_work = {"work", PS_CLASS_OTHER, {nothing, work_cuda}}, k_stray = {"stray", PS_CLASS_OTHER, {nothing, stray_cuda}};
+static const ps_kernel k_work = {"work", PS_CLASS_OTHER, {nothing, work_cuda}},
+                       k_stray = {"stray", PS_CLASS_OTHER, {nothing, stray_cuda}};
 
-/* ---- device memory, in and out by a program of copies --------------------------------------------------------------- */
+/* ---- device memory, in and out by a program of copies ---------------------------------------- */
 
-static void move(ps_engine *e, bool in, uint64_t at, uint64_t bytes) { /* space DEVICE [0, bytes) and space HOST [at, at + bytes) */
+/* space DEVICE [0, bytes) and space HOST [at, at + bytes) */
+static void move(ps_engine *e, bool in, uint64_t at, uint64_t bytes) {
   ps_program *p = program();
-  add_copy(p, in ? H2D : D2H, in ? HOST : DEVICE, in ? at : 0, in ? DEVICE : HOST, in ? 0 : at, bytes);
+  add_copy(p, in ? H2D : D2H, in ? HOST : DEVICE, in ? at : 0, in ? DEVICE : HOST, in ? 0 : at,
+           bytes);
   ps_schedule *s = compiled(p);
   ps_run *r = start(e, s, 0);
   CHECK(ps_run_submit(r, 1) == PS_OK && ps_run_wait(r, 1) == PS_OK);
@@ -101,11 +121,12 @@ static void test_seam(void) {
   printf("ok a copy over the seam of two pinned pieces\n");
 }
 
-/* ---- hazards ------------------------------------------------------------------------------------------------------------ */
+/* ---- hazards --------------------------------------------------------------------------------- */
 
 enum { AWAY = 4096 }; /* where the host keeps the device's image */
 
-static bool same_as_serial(ps_engine *e, const ps_program *p, unsigned rules, uint64_t seed, uint64_t n_steps, uint32_t trace_steps) {
+static bool same_as_serial(ps_engine *e, const ps_program *p, unsigned rules, uint64_t seed,
+                           uint64_t n_steps, uint32_t trace_steps) {
   uint8_t memory[RP_SPACES][RP_SPACE_BYTES], *host = ps_engine_space(e, HOST);
   for (uint32_t s = 0; s < RP_SPACES; s++) {
     for (uint32_t i = 0; i < RP_SPACE_BYTES; i++)
@@ -122,7 +143,8 @@ static bool same_as_serial(ps_engine *e, const ps_program *p, unsigned rules, ui
   CHECK(ps_schedule_destroy(sch) == PS_OK);
   move(e, false, AWAY, RP_SPACE_BYTES);
   rp_serial(p, memory, n_steps);
-  return memcmp(memory[HOST], host, RP_SPACE_BYTES) == 0 && memcmp(memory[DEVICE], host + AWAY, RP_SPACE_BYTES) == 0;
+  return memcmp(memory[HOST], host, RP_SPACE_BYTES) == 0 &&
+         memcmp(memory[DEVICE], host + AWAY, RP_SPACE_BYTES) == 0;
 }
 
 static void test_random(const char *how, uint64_t n_programs, uint64_t seed) {
@@ -136,7 +158,8 @@ static void test_random(const char *how, uint64_t n_programs, uint64_t seed) {
     ps_program_destroy(p);
   }
   CHECK(ps_engine_close(e) == PS_OK);
-  printf("ok random programs on GPU and host streams %s: %llu\n", how, (unsigned long long)n_programs);
+  printf("ok random programs on GPU and host streams %s: %llu\n", how,
+         (unsigned long long)n_programs);
 }
 
 static void test_mutation(const char *name, unsigned rule, uint64_t n_programs, uint64_t seed) {
@@ -148,12 +171,12 @@ static void test_mutation(const char *name, unsigned rule, uint64_t n_programs, 
     ps_program_destroy(p);
   }
   CHECK(ps_engine_close(e) == PS_OK);
-  printf("%s without rule %s: of %llu programs %llu ran wrong\n", wrong ? "ok" : "FAIL", name, (unsigned long long)n_programs,
-         (unsigned long long)wrong);
+  printf("%s without rule %s: of %llu programs %llu ran wrong\n", wrong ? "ok" : "FAIL", name,
+         (unsigned long long)n_programs, (unsigned long long)wrong);
   CHECK(wrong > 0);
 }
 
-/* ---- refusals, errors, cancel ---------------------------------------------------------------------------------------------- */
+/* ---- refusals, errors, cancel ---------------------------------------------------------------- */
 
 static void test_refusals(void) {
   ps_engine *e = open_engine(4096);
@@ -162,14 +185,20 @@ static void test_refusals(void) {
   ps_program *p = program();
   add(p, &k_work, HOST_A, 0, DEVICE, PS_WRITE, 0);
   ps_schedule *s = compiled(p);
-  CHECK_FAILS(ps_run_create(&r, e, s, &rc), PS_EINVAL, "op 0 (work) of host stream 3 touches space 0");
+  CHECK_FAILS(ps_run_create(&r, e, s, &rc), PS_EINVAL,
+              "op 0 (work) of host stream 3 touches space 0");
   CHECK(ps_schedule_destroy(s) == PS_OK);
   p = program();
   add_copy(p, H2D, HOST, 0, HOST, 8, 8);
   s = compiled(p);
   CHECK_FAILS(ps_run_create(&r, e, s, &rc), PS_EINVAL, "host memory to host memory");
-  CHECK(ps_schedule_destroy(s) == PS_OK && ps_engine_space(e, DEVICE) == NULL && ps_engine_space(e, HOST) != NULL);
-  ps_engine_config cfg = {.struct_bytes = sizeof cfg, .backend = PS_BACKEND_CUDA, .n_spaces = 1, .n_streams = 1, .device = 99};
+  CHECK(ps_schedule_destroy(s) == PS_OK && ps_engine_space(e, DEVICE) == NULL &&
+        ps_engine_space(e, HOST) != NULL);
+  ps_engine_config cfg = {.struct_bytes = sizeof cfg,
+                          .backend = PS_BACKEND_CUDA,
+                          .n_spaces = 1,
+                          .n_streams = 1,
+                          .device = 99};
   cfg.stream[0].n_threads = 1;
   ps_engine *none;
   CHECK_FAILS(ps_engine_create(&none, &cfg), PS_EDEVICE, "GPU 99");
@@ -198,8 +227,11 @@ static void test_host_error(void) {
   for (int again = 0; again < 2; again++) { /* the engine is as good as new after it */
     ps_run *r = start(e, s, 4);
     CHECK(ps_run_submit(r, 100) == PS_OK);
-    CHECK_FAILS(ps_run_wait(r, 100), PS_ENUMERIC, "the loss is not finite (op 0, brittle, layer 3, round 1, chunk 2, of the run's step 2");
-    CHECK(ps_run_steps_done(r) == 2 && ps_run_wait(r, 2) == PS_OK && ps_run_wait(r, 3) == PS_ENUMERIC);
+    CHECK_FAILS(
+        ps_run_wait(r, 100), PS_ENUMERIC,
+        "the loss is not finite (op 0, brittle, layer 3, round 1, chunk 2, of the run's step 2");
+    CHECK(ps_run_steps_done(r) == 2 && ps_run_wait(r, 2) == PS_OK &&
+          ps_run_wait(r, 3) == PS_ENUMERIC);
     ps_run_destroy(r);
   }
   CHECK(ps_schedule_destroy(s) == PS_OK && ps_engine_close(e) == PS_OK);
@@ -221,7 +253,8 @@ static void test_cancel(void) {
   add_copy(p, H2D, HOST, 0, DEVICE, 0, 8);
   ps_schedule *s = compiled(p);
   ps_run *r = start(e, s, 0);
-  CHECK(ps_run_submit(r, 1000000) == PS_OK && ps__thread_start(&t, cancel_later, r, "cancel") == PS_OK);
+  CHECK(ps_run_submit(r, 1000000) == PS_OK &&
+        ps__thread_start(&t, cancel_later, r, "cancel") == PS_OK);
   CHECK_FAILS(ps_run_wait(r, 1000000), PS_ECANCELLED, "cancelled");
   ps__thread_join(t);
   ps_run_destroy(r);
@@ -245,7 +278,9 @@ static void stray(void) {
   CHECK(ps_run_submit(r, 50) == PS_OK);
   CHECK_FAILS(ps_run_wait(r, 50), PS_EDEVICE, "the GPU failed");
   printf("  says: %s\n", ps_last_error());
-  CHECK(strstr(ps_last_error(), "at or after op 1, stray, layer 3, round 1, chunk 2, of the run's step 2") && ps_run_steps_done(r) <= 2);
+  CHECK(strstr(ps_last_error(),
+               "at or after op 1, stray, layer 3, round 1, chunk 2, of the run's step 2") &&
+        ps_run_steps_done(r) <= 2);
   ps_run_destroy(r);
   ps_run_config rc = {.struct_bytes = sizeof rc};
   CHECK_FAILS(ps_run_create(&r, e, s, &rc), PS_EDEVICE, "start anew");
@@ -265,7 +300,7 @@ static void test_device_error(const char *self) {
   printf("ok a stray write stops the run, named, and the engine for good\n");
 }
 
-/* ---- traces ------------------------------------------------------------------------------------------------------------------- */
+/* ---- traces ---------------------------------------------------------------------------------- */
 
 static ps_status doze(const ps_launch *l) {
   usleep(500);
@@ -273,8 +308,9 @@ static ps_status doze(const ps_launch *l) {
 }
 static const ps_kernel k_doze = {"doze", PS_CLASS_OTHER, {doze, work_cuda}};
 
-/* A chain host, copy, 300 us of GPU, copy, host: every op after the one that it waits for, and as long as it takes. The host's and
- * the GPU's clocks are held together to 30 us: an event and a look at the clock are within that of each other. */
+/* A chain host, copy, 300 us of GPU, copy, host: every op after the one that it waits for, and
+ * as long as it takes. The host's and the GPU's clocks are held together to 30 us: an event and
+ * a look at the clock are within that of each other. */
 static void test_trace(void) {
   enum { SLACK_NS = 30000, STEPS = 5, KEPT = 3, N_OPS = 5 };
   ps_engine *e = open_engine(4096);
@@ -302,7 +338,7 @@ static void test_trace(void) {
   printf("ok the trace of GPU and host ops agrees with their order and lengths\n");
 }
 
-/* ---- what it costs ------------------------------------------------------------------------------------------------------------ */
+/* ---- what it costs --------------------------------------------------------------------------- */
 
 /* Steps of @s, the time of one in ns. */
 static double time_steps(ps_engine *e, ps_schedule *s, uint64_t n) {
@@ -321,22 +357,28 @@ static void measure(const char *how, uint64_t bytes) {
   ps_program *p = program();
   for (int i = 0; i < 1000; i++) /* nobody awaits these */
     add(p, &k_work, COMPUTE, 0, DEVICE, PS_READ_WRITE, 0);
-  printf("figure %s: an op on one stream, submitted and run: %.0f ns\n", how, time_steps(e, compiled(p), 20) / 1000);
+  printf("figure %s: an op on one stream, submitted and run: %.0f ns\n", how,
+         time_steps(e, compiled(p), 20) / 1000);
   p = program();
   for (int i = 0; i < 1000; i++)
     add(p, &k_work, i % 2 ? H2D : COMPUTE, 0, DEVICE, PS_READ_WRITE, 0);
-  printf("figure %s: an op behind an event of another stream: %.0f ns\n", how, time_steps(e, compiled(p), 20) / 1000);
+  printf("figure %s: an op behind an event of another stream: %.0f ns\n", how,
+         time_steps(e, compiled(p), 20) / 1000);
   p = program();
   for (int i = 0; i < 200; i++)
     add(p, &k_work, i % 2 ? HOST_A : COMPUTE, 0, HOST, PS_READ_WRITE, 0);
-  printf("figure %s: host op -> GPU op -> host op, a round trip: %.0f ns\n", how, time_steps(e, compiled(p), 20) / 100);
+  printf("figure %s: host op -> GPU op -> host op, a round trip: %.0f ns\n", how,
+         time_steps(e, compiled(p), 20) / 100);
   for (int which = 1; which <= 3; which++) {
     p = program();
     if (which & 1)
       add_copy(p, H2D, HOST, 0, DEVICE, 0, bytes);
     if (which & 2)
       add_copy(p, D2H, DEVICE, bytes, HOST, 2 * bytes, bytes);
-    printf("figure %s: copies %s: %.1f GB/s each way\n", how, which == 1 ? "in" : which == 2 ? "out" : "in and out at once",
+    printf("figure %s: copies %s: %.1f GB/s each way\n", how,
+           which == 1   ? "in"
+           : which == 2 ? "out"
+                        : "in and out at once",
            (double)bytes / time_steps(e, compiled(p), 8));
   }
   CHECK(ps_engine_close(e) == PS_OK);
@@ -344,8 +386,10 @@ static void measure(const char *how, uint64_t bytes) {
 
 int main(int argc, char **argv) {
   bool child = argc > 1 && strcmp(argv[1], "--stray") == 0;
-  uint64_t n = argc > 1 && !child ? strtoull(argv[1], NULL, 10) : 2000, seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-  ps_engine_config cfg = {.struct_bytes = sizeof cfg, .backend = PS_BACKEND_CUDA, .n_spaces = 1, .n_streams = 1};
+  uint64_t n = argc > 1 && !child ? strtoull(argv[1], NULL, 10) : 2000,
+           seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
+  ps_engine_config cfg = {
+      .struct_bytes = sizeof cfg, .backend = PS_BACKEND_CUDA, .n_spaces = 1, .n_streams = 1};
   cfg.stream[0] = (ps_stream_config){.kind = PS_STREAM_HOST, .n_threads = 1};
   if (!child && access("/proc/driver/nvidia/version", F_OK) == 0)
     test_device_error("/proc/self/exe");

@@ -1,35 +1,66 @@
-/* test_cuda_updates.c - where a unit is updated makes no difference on a GPU: at home, on the device with all its state, on the device with moments that come and go. The
- * same losses, norms, parameters and moments, and after a step that was given up those of the step before: work that was submitted runs on stale data and must leave no
- * trace at home. Arguments: "short" two of four cases; "cpu" the same on the CPU backend, which shows that the test holds. */
+/* test_cuda_updates.c - where a unit is updated makes no difference on a GPU: at home, on the
+ * device with all its state, on the device with moments that come and go. The same losses,
+ * norms, parameters and moments, and after a step that was given up those of the step before:
+ * work that was submitted runs on stale data and must leave no trace at home. Arguments: "short"
+ * two of four cases; "cpu" the same on the CPU backend, which shows that the test holds. */
 #include "tiny_model.h"
 #include "train/trainer.h"
 
-enum { SEQ_LEN = 64, SEQUENCES = 6, VOCAB = 512, N_STEPS = 4, FAILS_AT = 3, N_FAILURES = 2, NEVER = 1000 };
+enum {
+  SEQ_LEN = 64,
+  SEQUENCES = 6,
+  VOCAB = 512,
+  N_STEPS = 4,
+  FAILS_AT = 3,
+  N_FAILURES = 2,
+  NEVER = 1000
+};
 
 static const char config_json[] =
-    "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"vocab_size\":512,\"num_hidden_layers\":3,\"hidden_act\":\"silu\","
-    "\"max_position_embeddings\":512,\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,\"hidden_size\":256,\"intermediate_size\":512,"
-    "\"num_attention_heads\":4,\"num_key_value_heads\":2,\"head_dim\":64,\"tie_word_embeddings\":false}";
+    "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"vocab_size\":512,\"num_"
+    "hidden_layers\":3,\"hidden_act\":\"silu\","
+    "\"max_position_embeddings\":512,\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,\"hidden_size\":"
+    "256,\"intermediate_size\":512,"
+    "\"num_attention_heads\":4,\"num_key_value_heads\":2,\"head_dim\":64,\"tie_word_embeddings\":"
+    "false}";
 
 static char root[256], model_dir[300];
 static ps_model_config model;
 static ps_hardware hw;
 
-/* ---- where updates run ------------------------------------------------------------------------------------------------------------- */
+/* ---- where updates run ----------------------------------------------------------------------- */
 
-typedef enum variant { AT_HOME, IN_PARTS, RESIDENT, JUST_IN_TIME, AHEAD, PARAMETERS_STAY, MIXED, N_VARIANTS } variant;
-static const char *const variant_name[] = {"at home", "at home in parts", "resident", "streamed, just in time", "streamed, ahead", "streamed, parameters stay",
-                                           "every other streamed and the others in parts, embedding at home"};
+typedef enum variant {
+  AT_HOME,
+  IN_PARTS,
+  RESIDENT,
+  JUST_IN_TIME,
+  AHEAD,
+  PARAMETERS_STAY,
+  MIXED,
+  N_VARIANTS
+} variant;
+static const char *const variant_name[] = {
+    "at home",
+    "at home in parts",
+    "resident",
+    "streamed, just in time",
+    "streamed, ahead",
+    "streamed, parameters stay",
+    "every other streamed and the others in parts, embedding at home"};
 
 static void decide(ps__spec *s, variant which) {
-  if (which == IN_PARTS && s->clip) memset(s->update_split, 1, s->n_units);
+  if (which == IN_PARTS && s->clip)
+    memset(s->update_split, 1, s->n_units);
   const bool streamed = which == JUST_IN_TIME || which == AHEAD || which == PARAMETERS_STAY;
-  s->param_lead = s->saved_lead = s->saved_lag = s->grad_lag = s->sum_lag = which == JUST_IN_TIME ? 0 : 2;
+  s->param_lead = s->saved_lead = s->saved_lag = s->grad_lag = s->sum_lag =
+      which == JUST_IN_TIME ? 0 : 2;
   memset(s->param_resident, which == RESIDENT || which == PARAMETERS_STAY, s->n_units);
   memset(s->grad_resident, which == RESIDENT || which == PARAMETERS_STAY, s->n_units);
   memset(s->update_resident, which == RESIDENT, s->n_units);
   memset(s->update_streamed, streamed, s->n_units);
-  if (which != MIXED) return;
+  if (which != MIXED)
+    return;
   s->embed_at_home = true;
   for (uint32_t u = 1; u < s->n_units; u++) {
     s->update_streamed[u] = u % 2;
@@ -38,13 +69,22 @@ static void decide(ps__spec *s, variant which) {
 }
 
 static ps_plan *make_plan(uint32_t recipe, bool clip, variant which) {
-  const ps_plan_config cfg = {.struct_bytes = sizeof cfg, .recipe = recipe, .seq_len = SEQ_LEN, .tokens_per_step = SEQ_LEN * SEQUENCES,
-                              .chunk_tokens = SEQ_LEN, .chunks_per_round = 2, .head_slice_tokens = SEQ_LEN, .clip = clip, .n_threads = hw.n_threads,
-                              .deterministic = 1, .one_document = 1};
+  const ps_plan_config cfg = {.struct_bytes = sizeof cfg,
+                              .recipe = recipe,
+                              .seq_len = SEQ_LEN,
+                              .tokens_per_step = SEQ_LEN * SEQUENCES,
+                              .chunk_tokens = SEQ_LEN,
+                              .chunks_per_round = 2,
+                              .head_slice_tokens = SEQ_LEN,
+                              .clip = clip,
+                              .n_threads = hw.n_threads,
+                              .deterministic = 1,
+                              .one_document = 1};
   ps_plan *plan;
   ps__layout layout;
   ps__spec s;
-  CHECK(ps__layout_init(&layout, SEQ_LEN, SEQUENCES, cfg.chunk_tokens, cfg.chunks_per_round, 0) == PS_OK);
+  CHECK(ps__layout_init(&layout, SEQ_LEN, SEQUENCES, cfg.chunk_tokens, cfg.chunks_per_round, 0) ==
+        PS_OK);
   CHECK(ps__spec_init(&s, &model, &layout) == PS_OK);
   s.recipe = (ps_recipe)recipe;
   s.backend = hw.backend;
@@ -62,16 +102,18 @@ static ps_plan *make_plan(uint32_t recipe, bool clip, variant which) {
   return plan;
 }
 
-/* ---- one training ------------------------------------------------------------------------------------------------------------------ */
+/* ---- one training ---------------------------------------------------------------------------- */
 
 typedef struct outcome {
   double loss[N_STEPS], norm[N_STEPS];
   uint64_t parameters, moments; /* hashes; moments 0 where they are not at home */
 } outcome;
 
-static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets, uint64_t n) {
+static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
+                            uint64_t n) {
   uint64_t state = mix64(step + 1);
-  if (step == *(const uint64_t *)user) return ps__fail(PS_EIO, "no more data");
+  if (step == *(const uint64_t *)user)
+    return ps__fail(PS_EIO, "no more data");
   for (uint64_t i = 0; i < n; i++) {
     tokens[i] = (int32_t)rnd_below(&state, VOCAB);
     targets[i] = rnd_below(&state, 9) ? (int32_t)rnd_below(&state, VOCAB) : -1;
@@ -81,7 +123,8 @@ static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t 
 
 static uint64_t hash(uint64_t h, const void *p, uint64_t bytes) {
   const uint32_t *w = p;
-  for (uint64_t i = 0; i < bytes / 4; i++) h = mix64(h ^ w[i]);
+  for (uint64_t i = 0; i < bytes / 4; i++)
+    h = mix64(h ^ w[i]);
   return h;
 }
 
@@ -120,39 +163,49 @@ static outcome train(ps_plan *plan, uint64_t n, uint64_t more) {
     o.loss[i] = m.loss;
     o.norm[i] = m.grad_norm;
   }
-  if (more) CHECK_FAILS(ps_trainer_wait(t, &m), PS_EIO, "no more data");
+  if (more)
+    CHECK_FAILS(ps_trainer_wait(t, &m), PS_EIO, "no more data");
   hash_state(t, &o);
   ps_trainer_destroy(t);
   return o;
 }
 
 static bool same(const outcome *a, const outcome *b) {
-  return memcmp(a->loss, b->loss, sizeof a->loss) == 0 && memcmp(a->norm, b->norm, sizeof a->norm) == 0 && a->parameters == b->parameters &&
+  return memcmp(a->loss, b->loss, sizeof a->loss) == 0 &&
+         memcmp(a->norm, b->norm, sizeof a->norm) == 0 && a->parameters == b->parameters &&
          (!a->moments || !b->moments || a->moments == b->moments);
 }
 
-/* ---- the tests ---------------------------------------------------------------------------------------------------------------------- */
+/* ---- the tests ------------------------------------------------------------------------------- */
 
 static void test_variants(uint32_t recipe, bool clip) {
   outcome whole, cut;
   for (variant which = 0; which < N_VARIANTS; which++) {
     ps_plan *plan = make_plan(recipe, clip, which);
     const outcome got = train(plan, N_STEPS, 0);
-    if (which == AT_HOME) whole = got, cut = train(plan, FAILS_AT, 0);
-    if (!same(&got, &whole)) printf("%s, recipe %s, clipping %s\n", variant_name[which], ps_recipe_name((ps_recipe)recipe), clip ? "on" : "off");
+    if (which == AT_HOME)
+      whole = got, cut = train(plan, FAILS_AT, 0);
+    if (!same(&got, &whole))
+      printf("%s, recipe %s, clipping %s\n", variant_name[which], ps_recipe_name((ps_recipe)recipe),
+             clip ? "on" : "off");
     CHECK(same(&got, &whole) && whole.parameters != cut.parameters);
     for (int i = 0; i < N_FAILURES; i++) {
       const outcome stopped = train(plan, FAILS_AT, 1 + 2 * (uint64_t)i);
-      if (!same(&stopped, &cut)) printf("after an error: %s, recipe %s, clipping %s\n", variant_name[which], ps_recipe_name((ps_recipe)recipe), clip ? "on" : "off");
+      if (!same(&stopped, &cut))
+        printf("after an error: %s, recipe %s, clipping %s\n", variant_name[which],
+               ps_recipe_name((ps_recipe)recipe), clip ? "on" : "off");
       CHECK(same(&stopped, &cut));
     }
     ps_plan_destroy(plan);
   }
-  printf("ok recipe %s, clipping %s: the same bits wherever updates run, also after a step that is given up\n", ps_recipe_name((ps_recipe)recipe), clip ? "on" : "off");
+  printf("ok recipe %s, clipping %s: the same bits wherever updates run, also after a step that is "
+         "given up\n",
+         ps_recipe_name((ps_recipe)recipe), clip ? "on" : "off");
 }
 
 int main(int argc, char **argv) {
-  const bool cpu = argc > 1 && strcmp(argv[1], "cpu") == 0, brief = argc > 1 && strcmp(argv[1], "short") == 0;
+  const bool cpu = argc > 1 && strcmp(argv[1], "cpu") == 0,
+             brief = argc > 1 && strcmp(argv[1], "short") == 0;
   const char *tmp = getenv("TMPDIR");
   hw.struct_bytes = sizeof hw;
   const ps_status st = ps_hardware_estimate(&hw, cpu ? PS_BACKEND_CPU : PS_BACKEND_CUDA, 0, 2);
@@ -166,9 +219,11 @@ int main(int argc, char **argv) {
   snprintf(model_dir, sizeof model_dir, "%s/model", root);
   tiny_model_write(model_dir, config_json, &model);
   const int64_t live = ps__live_allocations();
-  static const uint32_t recipes[] = {PS_RECIPE_BF16, PS_RECIPE_FP32_MASTER}; /* attention on a GPU is in bf16 */
+  /* attention on a GPU is in bf16 */
+  static const uint32_t recipes[] = {PS_RECIPE_BF16, PS_RECIPE_FP32_MASTER};
   for (int i = 0; i < 4; i++)
-    if (!brief || i == 1 || i == 2) test_variants(recipes[i / 2], i & 1);
+    if (!brief || i == 1 || i == 2)
+      test_variants(recipes[i / 2], i & 1);
   CHECK(!cpu || ps__live_allocations() == live);
   remove_folder(model_dir);
   CHECK(rmdir(root) == 0);

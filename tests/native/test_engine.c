@@ -1,4 +1,5 @@
-/* test_engine.c - the engine's contract: what is refused, what fails, how it stops, what it leaves behind. */
+/* test_engine.c - the engine's contract: what is refused, what fails, how it stops, what it
+ * leaves behind. */
 #include "random_program.h"
 #include <fcntl.h>
 #include <pthread.h>
@@ -6,11 +7,13 @@
 #include <stdatomic.h>
 
 static ps_engine_config config(uint32_t n_streams, uint64_t bytes) {
-  ps_engine_config cfg = {.struct_bytes = sizeof cfg, .backend = PS_BACKEND_CPU, .n_spaces = 2, .n_streams = n_streams};
+  ps_engine_config cfg = {
+      .struct_bytes = sizeof cfg, .backend = PS_BACKEND_CPU, .n_spaces = 2, .n_streams = n_streams};
   cfg.space[0] = (ps_space_config){.bytes = bytes, .kind = PS_SPACE_DEVICE};
   cfg.space[1] = (ps_space_config){.bytes = bytes, .kind = PS_SPACE_HOST};
   for (uint32_t i = 0; i < n_streams; i++) {
-    cfg.stream[i] = (ps_stream_config){.kind = PS_STREAM_HOST, .n_threads = 1, .scratch_bytes = 100};
+    cfg.stream[i] =
+        (ps_stream_config){.kind = PS_STREAM_HOST, .n_threads = 1, .scratch_bytes = 100};
     snprintf(cfg.stream[i].name, sizeof cfg.stream[i].name, "s%u", i);
   }
   return cfg;
@@ -27,10 +30,18 @@ static ps_run_config run_config(uint32_t trace_steps) {
   return (ps_run_config){.struct_bytes = sizeof(ps_run_config), .trace_steps = trace_steps};
 }
 
-static ps_access at(uint32_t space, uint32_t mode, uint64_t offset) { return (ps_access){space, mode, offset, 8}; }
+static ps_access at(uint32_t space, uint32_t mode, uint64_t offset) {
+  return (ps_access){space, mode, offset, 8};
+}
 
-static void add(ps_program *p, const ps_kernel *k, uint32_t stream, const void *args, uint32_t args_bytes, ps_access a) {
-  ps_op op = {.kernel = k, .args = args, .args_bytes = args_bytes, .stream = stream, .access = &a, .n_access = 1,
+static void add(ps_program *p, const ps_kernel *k, uint32_t stream, const void *args,
+                uint32_t args_bytes, ps_access a) {
+  ps_op op = {.kernel = k,
+              .args = args,
+              .args_bytes = args_bytes,
+              .stream = stream,
+              .access = &a,
+              .n_access = 1,
               .tag = {.layer = 3, .round = 1, .chunk = 2}};
   CHECK(ps_program_add(p, &op, NULL) == PS_OK);
 }
@@ -38,7 +49,7 @@ static void add(ps_program *p, const ps_kernel *k, uint32_t stream, const void *
 static ps_status nothing(const ps_launch *l) { return PS_OK; }
 static const ps_kernel k_nothing = {"nothing", PS_CLASS_OTHER, {nothing}};
 
-/* ---- refusals ---------------------------------------------------------------------------------------------------- */
+/* ---- refusals -------------------------------------------------------------------------------- */
 
 static void test_program_checks(void) {
   ps_program *p = (ps_program *)8;
@@ -95,7 +106,8 @@ static void test_engine_checks(void) {
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_ENOMEM, "space 1: 128.0 TiB");
   CHECK(e == (ps_engine *)8);
   e = open_engine(2);
-  CHECK(ps_engine_space_bytes(e, 0) == 2 << 20 && ps_engine_space_bytes(e, 2) == 0 && ps_engine_space(e, 2) == NULL);
+  CHECK(ps_engine_space_bytes(e, 0) == 2 << 20 && ps_engine_space_bytes(e, 2) == 0 &&
+        ps_engine_space(e, 2) == NULL);
   CHECK((uintptr_t)ps_engine_space(e, 1) % 4096 == 0);
   CHECK(ps_engine_close(e) == PS_OK && ps_engine_close(NULL) == PS_OK);
   printf("ok an engine refuses bad configurations by field\n");
@@ -133,12 +145,13 @@ static void test_run_checks(void) {
   printf("ok a run refuses what does not fit its engine; closing is busy while it lives\n");
 }
 
-/* ---- what ops get -------------------------------------------------------------------------------------------------- */
+/* ---- what ops get ---------------------------------------------------------------------------- */
 
 static ps_status see_launch(const ps_launch *l) {
   const ps__cpu_exec *x = l->exec;
-  bool ok = (uintptr_t)l->args % 16 == 0 && *(const uint32_t *)l->args == 77 && l->n_ptr == 1 && l->stream == 1 && l->op == 0 &&
-            ps__pool_size(x->pool) == 3 && x->scratch_bytes >= 100 && (uintptr_t)x->scratch % 64 == 0;
+  bool ok = (uintptr_t)l->args % 16 == 0 && *(const uint32_t *)l->args == 77 && l->n_ptr == 1 &&
+            l->stream == 1 && l->op == 0 && ps__pool_size(x->pool) == 3 &&
+            x->scratch_bytes >= 100 && (uintptr_t)x->scratch % 64 == 0;
   memset(x->scratch, 1, x->scratch_bytes * 3);
   *(uint64_t *)l->ptr[0] += ok ? 1 : 1000;
   return PS_OK;
@@ -157,7 +170,9 @@ static void test_launch(void) {
   uint64_t peak = 1, bytes = ((uint64_t)9 << 20) + 13; /* 10 pieces over 3 threads */
   CHECK(ps_engine_create(&e, &cfg) == PS_OK && ps_program_create(&p, 2, 2) == PS_OK);
   add(p, &k_see, 1, &args, sizeof args, at(1, PS_READ_WRITE, 16));
-  ps_op copy = {.stream = 1, .access = (ps_access[]){{1, PS_READ, 0, bytes}, {0, PS_WRITE, 5, bytes}}, .n_access = 2};
+  ps_op copy = {.stream = 1,
+                .access = (ps_access[]){{1, PS_READ, 0, bytes}, {0, PS_WRITE, 5, bytes}},
+                .n_access = 2};
   CHECK(ps_program_add(p, &copy, NULL) == PS_OK && ps_schedule_compile(&s, p) == PS_OK);
   ps_program_destroy(p); /* a schedule lives on without its program */
   CHECK(ps_engine_space_peak(e, 0, &peak) == PS_OK && peak == 0);
@@ -165,14 +180,17 @@ static void test_launch(void) {
   for (uint64_t i = 0; i < bytes; i++)
     from[i] = (char)mix64(i);
   memset(from + 16, 0, 8);
-  CHECK(ps_run_create(&r, e, s, &rc) == PS_OK && ps_run_submit(r, 5) == PS_OK && ps_run_wait(r, 5) == PS_OK);
+  CHECK(ps_run_create(&r, e, s, &rc) == PS_OK && ps_run_submit(r, 5) == PS_OK &&
+        ps_run_wait(r, 5) == PS_OK);
   CHECK(*(uint64_t *)(from + 16) == 5 && memcmp(from, to + 5, bytes) == 0);
   ps_run_destroy(r);
   /* touched up to there; a huge page counts whole */
-  CHECK(ps_engine_space_peak(e, 0, &peak) == PS_OK && peak >= bytes + 5 && peak <= (uint64_t)10 << 20);
+  CHECK(ps_engine_space_peak(e, 0, &peak) == PS_OK && peak >= bytes + 5 &&
+        peak <= (uint64_t)10 << 20);
   CHECK_FAILS(ps_engine_space_peak(e, 2, &peak), PS_EINVAL, "space 2");
   CHECK(ps_schedule_destroy(s) == PS_OK && ps_engine_close(e) == PS_OK);
-  printf("ok ops get arguments, addresses, threads and scratch; copies copy; the peak is what was touched\n");
+  printf("ok ops get arguments, addresses, threads and scratch; copies copy; the peak is what was "
+         "touched\n");
 }
 
 static void test_empty(void) {
@@ -183,7 +201,8 @@ static void test_empty(void) {
   ps_run_config rc = run_config(2);
   uint64_t n = 9;
   CHECK(ps_program_create(&p, 1, 3) == PS_OK && ps_schedule_compile(&s, p) == PS_OK);
-  CHECK(ps_run_create(&r, e, s, &rc) == PS_OK && ps_run_submit(r, 4) == PS_OK && ps_run_wait(r, 4) == PS_OK);
+  CHECK(ps_run_create(&r, e, s, &rc) == PS_OK && ps_run_submit(r, 4) == PS_OK &&
+        ps_run_wait(r, 4) == PS_OK);
   CHECK(ps_run_steps_done(r) == 4 && ps_run_trace(r, NULL, 0, &n) == PS_OK && n == 0);
   ps_run_destroy(r);
   CHECK(ps_sim_run(s, (ps_sim_cost_fn)0, NULL, 1, NULL, NULL) == PS_EINVAL);
@@ -192,13 +211,14 @@ static void test_empty(void) {
   printf("ok an empty program runs\n");
 }
 
-/* ---- stopping ------------------------------------------------------------------------------------------------------- */
+/* ---- stopping -------------------------------------------------------------------------------- */
 
 static ps_status fail_at_2(const ps_launch *l) {
   return l->step == 2 ? ps__fail(PS_ENUMERIC, "the loss is not finite") : PS_OK;
 }
 static ps_status fail_silently(const ps_launch *l) { return l->step == 2 ? PS_EIO : PS_OK; }
-static const ps_kernel k_fail = {"brittle", PS_CLASS_OTHER, {fail_at_2}}, k_silent = {"mute", PS_CLASS_OTHER, {fail_silently}};
+static const ps_kernel k_fail = {"brittle", PS_CLASS_OTHER, {fail_at_2}},
+                       k_silent = {"mute", PS_CLASS_OTHER, {fail_silently}};
 
 /* Stream 0 fails while streams 1..3 sleep in waits for it. */
 static void test_error(const ps_kernel *k, ps_status code, const char *why) {
@@ -212,16 +232,20 @@ static void test_error(const ps_kernel *k, ps_status code, const char *why) {
   add(p, k, 0, NULL, 0, at(0, PS_READ_WRITE, 0));
   for (uint32_t i = 1; i < 4; i++)
     add(p, &k_nothing, i, NULL, 0, at(0, PS_READ, 0));
-  CHECK(ps_schedule_compile(&s, p) == PS_OK && ps_run_create(&r, e, s, &rc) == PS_OK && ps_run_submit(r, 100) == PS_OK);
+  CHECK(ps_schedule_compile(&s, p) == PS_OK && ps_run_create(&r, e, s, &rc) == PS_OK &&
+        ps_run_submit(r, 100) == PS_OK);
   CHECK_FAILS(ps_run_wait(r, 100), code, why);
-  CHECK(strstr(ps_last_error(), "layer 3, round 1, chunk 2, of the run's step 2") && strstr(ps_last_error(), "(op 1, "));
+  CHECK(strstr(ps_last_error(), "layer 3, round 1, chunk 2, of the run's step 2") &&
+        strstr(ps_last_error(), "(op 1, "));
   CHECK(ps_run_steps_done(r) == 2 && ps_run_submit(r, 1) == code && ps_run_wait(r, 3) == code);
   CHECK(ps_run_wait(r, 2) == PS_OK); /* steps before the failing one are whole */
-  for (uint64_t n = 0, until = ps__now_ns() + 5000000000u;;) { /* the other streams come to rest by themselves */
+  /* the other streams come to rest by themselves */
+  for (uint64_t n = 0, until = ps__now_ns() + 5000000000u;;) {
     ps_status st = ps_run_trace(r, NULL, 0, &n);
     CHECK(st == PS_OK || (st == PS_ESTATE && ps__now_ns() < until));
     if (st == PS_OK) {
-      CHECK(n >= 10 && n <= 11); /* two steps of 5 ops, and in the third perhaps the op that does not wait */
+      /* two steps of 5 ops, and in the third perhaps the op that does not wait */
+      CHECK(n >= 10 && n <= 11);
       break;
     }
     sched_yield();
@@ -254,7 +278,8 @@ static void test_cancel(bool by_signal) {
   add(p, &k_slow, 0, NULL, 0, at(0, PS_WRITE, 0));
   add(p, &k_nothing, 1, NULL, 0, at(0, PS_READ, 0));
   add(p, &k_nothing, 2, NULL, 0, at(0, PS_READ, 0));
-  CHECK(ps_schedule_compile(&s, p) == PS_OK && ps_run_create(&r, e, s, &rc) == PS_OK && ps_run_submit(r, 1000000) == PS_OK);
+  CHECK(ps_schedule_compile(&s, p) == PS_OK && ps_run_create(&r, e, s, &rc) == PS_OK &&
+        ps_run_submit(r, 1000000) == PS_OK);
   if (by_signal) {
     to_cancel = r;
     signal(SIGALRM, on_alarm);
@@ -266,22 +291,27 @@ static void test_cancel(bool by_signal) {
   CHECK(ps_run_submit(r, 1) == PS_ECANCELLED && ps_run_steps_done(r) < 1000000);
   ps__thread_join(t);
   ps_run_destroy(r);
-  CHECK(ps_run_create(&r, e, s, &rc) == PS_OK && ps_run_submit(r, 3) == PS_OK); /* the engine is as good as new */
+  /* the engine is as good as new */
+  CHECK(ps_run_create(&r, e, s, &rc) == PS_OK && ps_run_submit(r, 3) == PS_OK);
   CHECK(ps_run_wait(r, 3) == PS_OK && ps_run_steps_done(r) == 3);
   ps_run_destroy(r);
   CHECK(ps_schedule_destroy(s) == PS_OK && ps_engine_close(e) == PS_OK);
   ps_program_destroy(p);
 }
 
-/* Step 4 fails on stream 0 as soon as it may, while stream 2 is steps behind: it must still end steps 0 to 3, and begin none. */
+/* Step 4 fails on stream 0 as soon as it may, while stream 2 is steps behind: it must still end
+ * steps 0 to 3, and begin none. */
 static _Atomic uint64_t n_late;
 static ps_status late(const ps_launch *l) {
   usleep(2000);
   n_late++;
   return PS_OK;
 }
-static ps_status fail_at_4(const ps_launch *l) { return l->step == 4 ? ps__fail(PS_EIO, "the data ends") : PS_OK; }
-static const ps_kernel k_late = {"late", PS_CLASS_OTHER, {late}}, k_fail_4 = {"reader", PS_CLASS_OTHER, {fail_at_4}};
+static ps_status fail_at_4(const ps_launch *l) {
+  return l->step == 4 ? ps__fail(PS_EIO, "the data ends") : PS_OK;
+}
+static const ps_kernel k_late = {"late", PS_CLASS_OTHER, {late}},
+                       k_fail_4 = {"reader", PS_CLASS_OTHER, {fail_at_4}};
 
 static void test_steps_before_the_error(void) {
   ps_engine *e = open_engine(3);
@@ -297,14 +327,15 @@ static void test_steps_before_the_error(void) {
   n_late = 0;
   CHECK(ps_run_submit(r, 6) == PS_OK);
   CHECK_FAILS(ps_run_wait(r, 6), PS_EIO, "the data ends (op 0, reader");
-  CHECK(ps_run_steps_done(r) == 4 && ps_run_wait(r, 4) == PS_OK && ps_run_wait(r, 5) == PS_EIO && ps_run_wait(r, 9) == PS_EIO);
+  CHECK(ps_run_steps_done(r) == 4 && ps_run_wait(r, 4) == PS_OK && ps_run_wait(r, 5) == PS_EIO &&
+        ps_run_wait(r, 9) == PS_EIO);
   ps_run_destroy(r);
   CHECK(n_late == 4);
   CHECK(ps_schedule_destroy(s) == PS_OK && ps_engine_close(e) == PS_OK);
   ps_program_destroy(p);
 }
 
-/* ---- fail the Nth ---------------------------------------------------------------------------------------------------- */
+/* ---- fail the Nth ---------------------------------------------------------------------------- */
 
 static ps_status whole_life(void) {
   ps_engine_config cfg = config(3, 4096);
@@ -317,7 +348,13 @@ static ps_status whole_life(void) {
   ps_status st = ps_program_create(&p, 2, 3);
   for (uint32_t i = 0; st == PS_OK && i < 200; i++) {
     ps_access a = at(i % 2, 1 + i % 3, i % 11 * 4);
-    st = ps_program_add(p, &(ps_op){.kernel = &k_nothing, .args = &i, .args_bytes = 4, .stream = i % 3, .access = &a, .n_access = 1},
+    st = ps_program_add(p,
+                        &(ps_op){.kernel = &k_nothing,
+                                 .args = &i,
+                                 .args_bytes = 4,
+                                 .stream = i % 3,
+                                 .access = &a,
+                                 .n_access = 1},
                         NULL);
   }
   if (st == PS_OK)
@@ -348,7 +385,8 @@ static void test_fail_nth(int kind, ps_status code) {
     CHECK(st == code);
   }
   CHECK(nth > 4);
-  printf("ok fail the nth %s: %lld places\n", kind == PS_FAULT_ALLOC ? "allocation" : "thread start", (long long)nth - 1);
+  printf("ok fail the nth %s: %lld places\n",
+         kind == PS_FAULT_ALLOC ? "allocation" : "thread start", (long long)nth - 1);
 }
 
 /* A run allocates nothing between its first and its last step. */
@@ -360,14 +398,15 @@ static void test_no_allocation(void) {
   ps_run_config rc = run_config(2);
   CHECK(ps_schedule_compile(&s, p) == PS_OK && ps_run_create(&r, e, s, &rc) == PS_OK);
   ps__fault_arm(PS_FAULT_ALLOC, 0);
-  CHECK(ps_run_submit(r, 50) == PS_OK && ps_run_wait(r, 50) == PS_OK && ps__fault_count(PS_FAULT_ALLOC) == 0);
+  CHECK(ps_run_submit(r, 50) == PS_OK && ps_run_wait(r, 50) == PS_OK &&
+        ps__fault_count(PS_FAULT_ALLOC) == 0);
   ps_run_destroy(r);
   CHECK(ps_schedule_destroy(s) == PS_OK && ps_engine_close(e) == PS_OK);
   ps_program_destroy(p);
   printf("ok nothing is allocated while a run runs\n");
 }
 
-/* ---- life cycle -------------------------------------------------------------------------------------------------- */
+/* ---- life cycle ------------------------------------------------------------------------------ */
 
 static ps_run *lived;
 static ps_engine *lived_on;
@@ -400,12 +439,14 @@ static void test_life(void) {
   ps__thread *thread;
   lived_on = open_engine(2);
   CHECK(ps_program_create(&p, 2, 2) == PS_OK);
-  for (uint32_t i = 0; i < 2; i++) add(p, &k_misuse, i, NULL, 0, at(0, PS_WRITE, 8 * i));
+  for (uint32_t i = 0; i < 2; i++)
+    add(p, &k_misuse, i, NULL, 0, at(0, PS_WRITE, 8 * i));
   CHECK(ps_schedule_compile(&s, p) == PS_OK && ps_run_create(&lived, lived_on, s, &rc) == PS_OK);
   CHECK(!ps_op_engine() && ps_run_at_rest(lived));
   atomic_store(&asking, 1);
   CHECK(ps__thread_start(&thread, ask, NULL, "ask") == PS_OK);
-  for (uint64_t n = 1; n <= 200; n++) CHECK(ps_run_submit(lived, 1) == PS_OK && (n % 20 || ps_run_wait(lived, n) == PS_OK));
+  for (uint64_t n = 1; n <= 200; n++)
+    CHECK(ps_run_submit(lived, 1) == PS_OK && (n % 20 || ps_run_wait(lived, n) == PS_OK));
   atomic_store(&asking, 0);
   ps__thread_join(thread);
   CHECK(ps_run_at_rest(lived) && ps_run_destroy(lived) == PS_OK && ps_run_destroy(NULL) == PS_OK);
@@ -437,7 +478,8 @@ int main(void) {
   test_fail_nth(PS_FAULT_THREAD, PS_EDEVICE);
   test_no_allocation();
   test_life();
-  printf("ok an op neither waits for its run nor closes it; where() and steps_done() beside submit() and wait()\n");
+  printf("ok an op neither waits for its run nor closes it; where() and steps_done() beside "
+         "submit() and wait()\n");
   CHECK(ps__live_allocations() == before);
   return 0;
 }

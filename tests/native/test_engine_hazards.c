@@ -3,7 +3,10 @@
 #include "random_program.h"
 
 static ps_engine *engine_of(uint32_t n_streams) {
-  ps_engine_config cfg = {.struct_bytes = sizeof cfg, .backend = PS_BACKEND_CPU, .n_spaces = RP_SPACES, .n_streams = n_streams};
+  ps_engine_config cfg = {.struct_bytes = sizeof cfg,
+                          .backend = PS_BACKEND_CPU,
+                          .n_spaces = RP_SPACES,
+                          .n_streams = n_streams};
   for (uint32_t i = 0; i < RP_SPACES; i++)
     cfg.space[i].bytes = RP_SPACE_BYTES;
   for (uint32_t i = 0; i < n_streams; i++)
@@ -25,7 +28,8 @@ static bool same_as_serial(ps_engine *e, const ps_program *p, unsigned rules, ui
   ps_run *run;
   uint64_t n_steps = 2 + seed % 2;
   CHECK(ps__schedule_compile_masked(&sch, p, rules) == PS_OK);
-  CHECK(ps_run_create(&run, e, sch, &(ps_run_config){.struct_bytes = sizeof(ps_run_config)}) == PS_OK);
+  CHECK(ps_run_create(&run, e, sch, &(ps_run_config){.struct_bytes = sizeof(ps_run_config)}) ==
+        PS_OK);
   CHECK(ps_run_submit(run, 1) == PS_OK && ps_run_submit(run, n_steps - 1) == PS_OK);
   CHECK(ps_run_wait(run, n_steps) == PS_OK && ps_run_steps_done(run) == n_steps);
   ps_run_destroy(run);
@@ -37,9 +41,11 @@ static bool same_as_serial(ps_engine *e, const ps_program *p, unsigned rules, ui
   return true;
 }
 
-/* ---- without luck: reachability over streams' order and waits, RP_STEPS steps unrolled ------------------------------ */
+/* ---- without luck: reachability over streams' order and waits, RP_STEPS steps unrolled ------- */
 
-typedef struct bits { uint64_t w[(RP_STEPS * RP_MAX_OPS + 63) / 64]; } bits;
+typedef struct bits {
+  uint64_t w[(RP_STEPS * RP_MAX_OPS + 63) / 64];
+} bits;
 static void bits_set(bits *b, uint64_t i) { b->w[i / 64] |= 1ull << (i % 64); }
 static bool bits_get(const bits *b, uint64_t i) { return b->w[i / 64] >> (i % 64) & 1; }
 
@@ -108,7 +114,7 @@ static proof prove(const ps_program *p, unsigned rules) {
   return f;
 }
 
-/* ---- the tests ------------------------------------------------------------------------------------------------------ */
+/* ---- the tests ------------------------------------------------------------------------------- */
 
 static void test_random(uint64_t n_programs, uint64_t seed) {
   uint64_t waits = 0, ops = 0;
@@ -122,21 +128,25 @@ static void test_random(uint64_t n_programs, uint64_t seed) {
       ops += ps_schedule_n_ops(sch);
       CHECK(ps_schedule_destroy(sch) == PS_OK);
       proof f = prove(p, PS__RULES_ALL);
-      if (f.unordered || f.redundant || f.groundless || !same_as_serial(e, p, PS__RULES_ALL, seed + i)) {
-        printf("FAIL program %llu on %u streams: %llu pairs unordered, %llu waits redundant, %llu groundless\n",
-               (unsigned long long)(seed + i), n_streams, (unsigned long long)f.unordered, (unsigned long long)f.redundant,
-               (unsigned long long)f.groundless);
+      if (f.unordered || f.redundant || f.groundless ||
+          !same_as_serial(e, p, PS__RULES_ALL, seed + i)) {
+        printf("FAIL program %llu on %u streams: %llu pairs unordered, %llu waits redundant, %llu "
+               "groundless\n",
+               (unsigned long long)(seed + i), n_streams, (unsigned long long)f.unordered,
+               (unsigned long long)f.redundant, (unsigned long long)f.groundless);
         exit(1);
       }
       ps_program_destroy(p);
     }
     CHECK(ps_engine_close(e) == PS_OK);
   }
-  printf("ok random programs: %llu, with %llu ops and %llu waits; every conflict ordered, no wait to spare\n",
+  printf("ok random programs: %llu, with %llu ops and %llu waits; every conflict ordered, no wait "
+         "to spare\n",
          (unsigned long long)n_programs, (unsigned long long)ops, (unsigned long long)waits);
 }
 
-/* Without any one rule the proof must fail, and so must an execution (which is a data race: not under ThreadSanitizer). */
+/* Without any one rule the proof must fail, and so must an execution (which is a data race: not
+ * under ThreadSanitizer). */
 static void test_mutation(const char *name, unsigned rule, uint64_t n_programs, uint64_t seed) {
   uint64_t unproved = 0, wrong = 0, n = 0;
   ps_engine *e = engine_of(4);
@@ -149,8 +159,9 @@ static void test_mutation(const char *name, unsigned rule, uint64_t n_programs, 
     ps_program_destroy(p);
   }
   CHECK(ps_engine_close(e) == PS_OK);
-  printf("%s without rule %s: of %llu programs %llu lack an order, %llu ran wrong\n", unproved ? "ok" : "FAIL", name,
-         (unsigned long long)n, (unsigned long long)unproved, (unsigned long long)wrong);
+  printf("%s without rule %s: of %llu programs %llu lack an order, %llu ran wrong\n",
+         unproved ? "ok" : "FAIL", name, (unsigned long long)n, (unsigned long long)unproved,
+         (unsigned long long)wrong);
   CHECK(unproved > n_programs / 4);
 #ifndef PS_SANITIZED
   CHECK(wrong > 0);
@@ -158,7 +169,8 @@ static void test_mutation(const char *name, unsigned rule, uint64_t n_programs, 
 }
 
 int main(int argc, char **argv) {
-  uint64_t n_programs = argc > 1 ? strtoull(argv[1], NULL, 10) : 10000, seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
+  uint64_t n_programs = argc > 1 ? strtoull(argv[1], NULL, 10) : 10000,
+           seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
   int64_t before = ps__live_allocations();
   test_random(n_programs, seed);
   uint64_t n = n_programs < 1000 ? n_programs : 1000;

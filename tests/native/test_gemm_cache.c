@@ -1,4 +1,5 @@
-/* test_gemm_cache.c - chosen algorithms on disk: what was saved comes back, and no file, whatever is in it, does harm. */
+/* test_gemm_cache.c - chosen algorithms on disk: what was saved comes back, and no file,
+ * whatever is in it, does harm. */
 #include "check.h"
 #include "kernels/cuda/gemm_cache.h"
 #include <fcntl.h>
@@ -11,7 +12,8 @@ static int n_logged;
 static char logged[512];
 
 static void on_log(void *user, ps_log_level level, const char *message) {
-  if (level < PS_LOG_WARN) return; /* what failed, where it did: in ps_last_error() too */
+  if (level < PS_LOG_WARN)
+    return; /* what failed, where it did: in ps_last_error() too */
   n_logged++;
   snprintf(logged, sizeof logged, "%s", message);
 }
@@ -20,11 +22,22 @@ static ps__gemm_choice choice_of(uint64_t i) {
   uint64_t state = i * 1000 + 1;
   ps__gemm_choice c;
   memset(&c, 0, sizeof c);
-  c.key.args = (ps__args_gemm){.m = (uint32_t)rnd(&state), .n = (uint32_t)i, .k = UINT32_MAX, .lda = 1, .ldb = 2, .ldc = 3, .trans_a = i & 1,
-                               .accumulate = i >> 1 & 1, .dt_a = 1, .dt_b = 1, .dt_c = i >> 2 & 1};
-  for (int k = 0; k < 5; k++) c.key.align[k] = 1u << rnd_below(&state, 9);
+  c.key.args = (ps__args_gemm){.m = (uint32_t)rnd(&state),
+                               .n = (uint32_t)i,
+                               .k = UINT32_MAX,
+                               .lda = 1,
+                               .ldb = 2,
+                               .ldc = 3,
+                               .trans_a = i & 1,
+                               .accumulate = i >> 1 & 1,
+                               .dt_a = 1,
+                               .dt_b = 1,
+                               .dt_c = i >> 2 & 1};
+  for (int k = 0; k < 5; k++)
+    c.key.align[k] = 1u << rnd_below(&state, 9);
   c.key.workspace_bytes = i % 3 ? 32u << 20 : 1ull << 40;
-  for (int k = 0; k < PS_GEMM_ALGO_WORDS; k++) c.algo[k] = k % 3 ? rnd(&state) : 0;
+  for (int k = 0; k < PS_GEMM_ALGO_WORDS; k++)
+    c.algo[k] = k % 3 ? rnd(&state) : 0;
   return c;
 }
 
@@ -39,7 +52,9 @@ static bool has(const ps__gemm_cache *c, uint64_t i) {
 }
 static void save_all(const char *in) {
   ps__gemm_cache *c = open_cache(in, "NVIDIA H200", 130100);
-  for (uint64_t i = 0; i < N; i++) CHECK(ps__gemm_cache_add(c, &(ps__gemm_choice){choice_of(i).key, {0}}) == PS_OK); /* replaced below */
+  /* replaced below */
+  for (uint64_t i = 0; i < N; i++)
+    CHECK(ps__gemm_cache_add(c, &(ps__gemm_choice){choice_of(i).key, {0}}) == PS_OK);
   for (uint64_t i = 0; i < N; i++) {
     const ps__gemm_choice x = choice_of(i);
     CHECK(ps__gemm_cache_add(c, &x) == PS_OK);
@@ -50,7 +65,8 @@ static void save_all(const char *in) {
 static bool all_there(const char *in) {
   ps__gemm_cache *c = open_cache(in, "NVIDIA H200", 130100);
   bool all = true;
-  for (uint64_t i = 0; i < N; i++) all = all && has(c, i);
+  for (uint64_t i = 0; i < N; i++)
+    all = all && has(c, i);
   CHECK(!has(c, N));
   ps__gemm_cache_close(c);
   return all;
@@ -65,7 +81,8 @@ static void test_round_trip(void) {
   n_logged = 0;
   save_all(folder);
   CHECK(access(file, R_OK) == 0 && all_there(folder) && n_logged == 0);
-  ps__gemm_cache *c = open_cache(folder, "NVIDIA H200", 130101); /* another version has a file of its own */
+  /* another version has a file of its own */
+  ps__gemm_cache *c = open_cache(folder, "NVIDIA H200", 130101);
   CHECK(!has(c, 0) && n_logged == 0);
   ps__gemm_cache_close(c);
   c = open_cache(folder, "NVIDIA H100 80GB HBM3", 130100);
@@ -89,16 +106,20 @@ static void test_damage(void) {
   save_all(folder); /* replaces it, with a last line in the log */
   CHECK(n_logged == 1 && all_there(folder) && n_logged == 1);
   uint64_t state = 7;
-  for (int i = 0; i < 2000; i++) { /* any bytes changed: read as something or left out, never a crash */
+  /* any bytes changed: read as something or left out, never a crash */
+  for (int i = 0; i < 2000; i++) {
     memcpy(other, text, n);
-    for (int k = 0; k < 1 + i % 3; k++) other[rnd_below(&state, (uint32_t)n)] = (char)rnd(&state);
+    for (int k = 0; k < 1 + i % 3; k++)
+      other[rnd_below(&state, (uint32_t)n)] = (char)rnd(&state);
     write_bytes(file, other, n);
     ps__gemm_cache_close(open_cache(folder, "NVIDIA H200", 130100));
   }
-  static const char foreign[] = "{\"format\":2,\"gpu\":\"NVIDIA H200\",\"cublaslt\":130099,\"algorithms\":[]}";
+  static const char foreign[] =
+      "{\"format\":2,\"gpu\":\"NVIDIA H200\",\"cublaslt\":130099,\"algorithms\":[]}";
   write_bytes(file, foreign, sizeof foreign - 1);
   n_logged = 0;
-  CHECK(!all_there(folder) && n_logged == 1 && strstr(logged, "was not written for NVIDIA H200 with cuBLASLt 130100"));
+  CHECK(!all_there(folder) && n_logged == 1 &&
+        strstr(logged, "was not written for NVIDIA H200 with cuBLASLt 130100"));
   save_all(folder);
   n_logged = 0;
   CHECK(all_there(folder) && n_logged == 0);
@@ -129,8 +150,11 @@ static void test_write_fails(void) {
 
 static void test_where(void) {
   char path[400], want[500];
-  const char *const name[3] = {"PENSTOCK_CACHE", "XDG_CACHE_HOME", "HOME"}, *const below[3] = {"", "/penstock", "/.cache/penstock"};
-  for (int i = 0; i < 3; i++) CHECK(unsetenv(name[i]) == 0);
+  const char *const name[3] = {"PENSTOCK_CACHE", "XDG_CACHE_HOME", "HOME"}, *const below[3] = {
+                                                                                "", "/penstock",
+                                                                                "/.cache/penstock"};
+  for (int i = 0; i < 3; i++)
+    CHECK(unsetenv(name[i]) == 0);
   n_logged = 0;
   save_all(NULL); /* nowhere */
   CHECK(!all_there(NULL) && n_logged == 0);

@@ -1,4 +1,5 @@
-/* What the cells of `penstock plan`'s grids show, for random caps in random order and random outcomes of the searches. */
+/* What the cells of `penstock plan`'s grids show, for random caps in random order and random
+ * outcomes of the searches. */
 #include "check.h"
 #include "cli/cli.h"
 
@@ -10,11 +11,14 @@ static bool fits(const cli_cell *from, const cli_cell *in) {
 
 static void random_cells(uint64_t *state, cli_cell *cell, uint32_t n) {
   for (uint32_t i = 0; i < n; i++) /* 0: no plan fits; few values, so that some are equal */
-    cell[i] = (cli_cell){.device_bytes = 1 + rnd_below(state, 6), .host_bytes = 1 + rnd_below(state, 6),
-                         .searched = 100.0 * (double)rnd_below(state, 8), .idx_from = UINT32_MAX};
+    cell[i] = (cli_cell){.device_bytes = 1 + rnd_below(state, 6),
+                         .host_bytes = 1 + rnd_below(state, 6),
+                         .searched = 100.0 * (double)rnd_below(state, 8),
+                         .idx_from = UINT32_MAX};
   for (uint32_t i = 0; i < n; i++) /* the same caps are the same search */
     for (uint32_t j = 0; j < i; j++)
-      if (fits(&cell[i], &cell[j]) && fits(&cell[j], &cell[i])) cell[i].searched = cell[j].searched;
+      if (fits(&cell[i], &cell[j]) && fits(&cell[j], &cell[i]))
+        cell[i].searched = cell[j].searched;
 }
 
 static void check_cells(const cli_cell *cell, uint32_t n) {
@@ -22,7 +26,8 @@ static void check_cells(const cli_cell *cell, uint32_t n) {
     CHECK(cell[i].idx_from < n);
     const cli_cell *from = &cell[cell[i].idx_from];
     CHECK(fits(from, &cell[i]));
-    CHECK(from == &cell[i] || from->searched > cell[i].searched); /* its own plan, but for a faster one */
+    /* its own plan, but for a faster one */
+    CHECK(from == &cell[i] || from->searched > cell[i].searched);
     for (uint32_t j = 0; j < n; j++)
       if (fits(&cell[j], &cell[i])) {
         CHECK(cell[cell[j].idx_from].searched <= from->searched);
@@ -31,12 +36,14 @@ static void check_cells(const cli_cell *cell, uint32_t n) {
   }
 }
 
-/* Neither the order in which the caps were given nor rows that were not searched yet and have more memory change it. */
+/* Neither the order in which the caps were given nor rows that were not searched yet and have
+ * more memory change it. */
 static void check_order(uint64_t *state, const cli_cell *cell, uint32_t n) {
   cli_cell other[MAX_CELLS];
   uint32_t place[MAX_CELLS];
   const uint64_t host = 1 + rnd_below(state, 6); /* searched up to here */
-  for (uint32_t i = 0; i < n; i++) place[i] = i;
+  for (uint32_t i = 0; i < n; i++)
+    place[i] = i;
   for (uint32_t i = n; i > 1; i--) {
     const uint32_t j = (uint32_t)rnd_below(state, i), k = place[i - 1];
     place[i - 1] = place[j];
@@ -44,13 +51,15 @@ static void check_order(uint64_t *state, const cli_cell *cell, uint32_t n) {
   }
   for (uint32_t i = 0; i < n; i++) {
     other[place[i]] = cell[i];
-    if (cell[i].host_bytes > host) other[place[i]].searched = 0;
+    if (cell[i].host_bytes > host)
+      other[place[i]].searched = 0;
   }
   cli_cells_share(other, n);
   for (uint32_t i = 0; i < n; i++) {
     const cli_cell *a = &cell[cell[i].idx_from], *b = &other[other[place[i]].idx_from];
     if (cell[i].host_bytes <= host)
-      CHECK(a->searched == b->searched && a->device_bytes == b->device_bytes && a->host_bytes == b->host_bytes);
+      CHECK(a->searched == b->searched && a->device_bytes == b->device_bytes &&
+            a->host_bytes == b->host_bytes);
   }
 }
 
@@ -64,9 +73,11 @@ int main(void) {
     cli_cells_share(cell, n);
     check_cells(cell, n);
     check_order(&state, cell, n);
-    for (uint32_t i = 0; i < n; i++) n_taken += cell[i].idx_from != i;
+    for (uint32_t i = 0; i < n; i++)
+      n_taken += cell[i].idx_from != i;
   }
   CHECK(n_taken > 1000);
-  printf("ok 2000 grids: more memory never shows less, %u cells show the plan of another\n", n_taken);
+  printf("ok 2000 grids: more memory never shows less, %u cells show the plan of another\n",
+         n_taken);
   return 0;
 }

@@ -1,4 +1,5 @@
-/* test_optim.c - the host optimizer: same bits from every variant, any cut and any number of threads; the random generator. */
+/* test_optim.c - the host optimizer: same bits from every variant, any cut and any number of
+ * threads; the random generator. */
 #include "../../native/core/core.h"
 #include "../../native/kernels/ops.h"
 #include "../../native/optim/optim.h"
@@ -6,41 +7,75 @@
 #include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
-#include <xmmintrin.h>
+#  include <xmmintrin.h>
 #endif
 
-#define CHECK(cond, ...) do { if (!(cond)) { printf("FAIL %s:%d %s: ", __FILE__, __LINE__, #cond); printf(__VA_ARGS__); \
-                              printf("\n"); exit(1); } } while (0)
+#define CHECK(cond, ...)                                                                           \
+  do {                                                                                             \
+    if (!(cond)) {                                                                                 \
+      printf("FAIL %s:%d %s: ", __FILE__, __LINE__, #cond);                                        \
+      printf(__VA_ARGS__);                                                                         \
+      printf("\n");                                                                                \
+      exit(1);                                                                                     \
+    }                                                                                              \
+  } while (0)
 
-static uint64_t rng_state = 88172645463325252ull; /* xorshift64: shares nothing with the generator under test */
+/* xorshift64: shares nothing with the generator under test */
+static uint64_t rng_state = 88172645463325252ull;
 static uint32_t rng(void) {
   rng_state ^= rng_state << 13;
   rng_state ^= rng_state >> 7;
   rng_state ^= rng_state << 17;
   return (uint32_t)(rng_state >> 16);
 }
-static uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
-static float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+static uint32_t bits_of(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return u;
+}
+static float float_of(uint32_t u) {
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+}
 
-static const ps__adamw_scalars base = {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .grad_scale = 0.37f,
-                                       .c1 = 3.7f, .c2 = 5.1f, .seed = 42, .step = 7};
+static const ps__adamw_scalars base = {.lr = 1e-2f,
+                                       .beta1 = 0.9f,
+                                       .beta2 = 0.95f,
+                                       .eps = 1e-8f,
+                                       .grad_scale = 0.37f,
+                                       .c1 = 3.7f,
+                                       .c2 = 5.1f,
+                                       .seed = 42,
+                                       .step = 7};
 
 /* State of one update with room before and after: what lies outside [0, n) must not change. */
 enum { MAX_N = 40000, ROOM = 64 };
-typedef struct arrays { unsigned char w[4 * MAX_N], m[4 * MAX_N], v[4 * MAX_N], grad[4 * MAX_N]; uint16_t copy[MAX_N]; } arrays;
+typedef struct arrays {
+  unsigned char w[4 * MAX_N], m[4 * MAX_N], v[4 * MAX_N], grad[4 * MAX_N];
+  uint16_t copy[MAX_N];
+} arrays;
 static arrays start, want, got;
 
-static const uint32_t specials[] = {0, 0x80000000u, 1, 0x80000001u, 0x007fffffu, 0x00800000u, 0x7f7fffffu, 0xff7fffffu, 0x7f800000u,
-  0xff800000u, 0x7fc00000u, 0xffc00000u, 0x7f810000u, 0xff8f0000u, 0x7fc10000u, 0x7f800001u, 0x3f800000u, 0x00010000u, 0x00000fffu};
+static const uint32_t specials[] = {0,           0x80000000u, 1,           0x80000001u, 0x007fffffu,
+                                    0x00800000u, 0x7f7fffffu, 0xff7fffffu, 0x7f800000u, 0xff800000u,
+                                    0x7fc00000u, 0xffc00000u, 0x7f810000u, 0xff8f0000u, 0x7fc10000u,
+                                    0x7f800001u, 0x3f800000u, 0x00010000u, 0x00000fffu};
 
-/* @odd: one value in so many is a special one, 0 for none. Second moments are made non-negative only without specials. */
+/* @odd: one value in so many is a special one, 0 for none. Second moments are made non-negative
+ * only without specials. */
 static void fill_one(unsigned char *p, int is_bf16, int positive, uint32_t odd) {
   for (size_t i = 0; i < MAX_N; i++) {
     uint32_t u = (rng() & 0x807fffffu) | ((100u + rng() % 40u) << 23);
-    if (odd && rng() % odd == 0) u = specials[rng() % (sizeof specials / sizeof *specials)];
-    else if (positive) u &= 0x7fffffffu;
-    if (is_bf16) { uint16_t h = (uint16_t)(u >> 16); memcpy(p + 2 * i, &h, 2); }
-    else memcpy(p + 4 * i, &u, 4);
+    if (odd && rng() % odd == 0)
+      u = specials[rng() % (sizeof specials / sizeof *specials)];
+    else if (positive)
+      u &= 0x7fffffffu;
+    if (is_bf16) {
+      uint16_t h = (uint16_t)(u >> 16);
+      memcpy(p + 2 * i, &h, 2);
+    } else
+      memcpy(p + 4 * i, &u, 4);
   }
 }
 
@@ -53,13 +88,16 @@ static void fill(ps_recipe recipe, uint32_t odd) {
   memset(start.copy, 0xa5, sizeof start.copy);
 }
 
-static void update_part(arrays *a, ps__simd simd, ps_recipe recipe, ps__adamw_part part, uint64_t first, uint64_t n, float decay, uint64_t element0) {
+static void update_part(arrays *a, ps__simd simd, ps_recipe recipe, ps__adamw_part part,
+                        uint64_t first, uint64_t n, float decay, uint64_t element0) {
   size_t state = recipe == PS_RECIPE_BF16 ? 2 : 4, grad = recipe == PS_RECIPE_FP32 ? 4 : 2;
-  ps__adamw_update(simd, recipe, part, n, a->w + first * state, recipe == PS_RECIPE_FP32_MASTER ? a->copy + first : NULL,
-                   a->grad + first * grad, a->m + first * state, a->v + first * state, decay, element0, &base);
+  ps__adamw_update(simd, recipe, part, n, a->w + first * state,
+                   recipe == PS_RECIPE_FP32_MASTER ? a->copy + first : NULL, a->grad + first * grad,
+                   a->m + first * state, a->v + first * state, decay, element0, &base);
 }
 
-static void update(arrays *a, ps__simd simd, ps_recipe recipe, uint64_t first, uint64_t n, float decay, uint64_t element0) {
+static void update(arrays *a, ps__simd simd, ps_recipe recipe, uint64_t first, uint64_t n,
+                   float decay, uint64_t element0) {
   update_part(a, simd, recipe, PS_ADAMW_WHOLE, first, n, decay, element0);
 }
 
@@ -74,13 +112,15 @@ static void test_simd_same_bits(void) {
         for (int simd = 1; simd <= (int)ps__simd_best(); simd++) {
           got = start;
           update(&got, (ps__simd)simd, (ps_recipe)recipe, ROOM + at, n, 0.1f, element0);
-          CHECK(!memcmp(&got, &want, sizeof got), "recipe %d simd %d n %d offset %d", recipe, simd, (int)n, (int)at);
+          CHECK(!memcmp(&got, &want, sizeof got), "recipe %d simd %d n %d offset %d", recipe, simd,
+                (int)n, (int)at);
         }
       }
   printf("ok simd_same_bits (best %d)\n", (int)ps__simd_best());
 }
 
-/* The weights' part leaves the whole's weights and touches no moment; the moments' part behind it leaves the whole's bits, and touches no weight. */
+/* The weights' part leaves the whole's weights and touches no moment; the moments' part behind
+ * it leaves the whole's bits, and touches no weight. */
 static void test_parts_leave_the_same_bits(void) {
   for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
     for (int simd = 0; simd <= (int)ps__simd_best(); simd++)
@@ -91,13 +131,20 @@ static void test_parts_leave_the_same_bits(void) {
           want = start;
           update(&want, (ps__simd)simd, (ps_recipe)recipe, first, n, 0.1f, element0);
           got = start;
-          update_part(&got, (ps__simd)simd, (ps_recipe)recipe, PS_ADAMW_WEIGHTS, first, n, 0.1f, element0);
-          CHECK(!memcmp(got.w, want.w, sizeof got.w) && !memcmp(got.copy, want.copy, sizeof got.copy), "weights: recipe %d simd %d n %d offset %d", recipe, simd, (int)n, (int)at);
-          CHECK(!memcmp(got.m, start.m, sizeof got.m) && !memcmp(got.v, start.v, sizeof got.v), "weights touched moments: recipe %d simd %d n %d", recipe, simd, (int)n);
-          const size_t state = recipe == PS_RECIPE_BF16 ? 2 : 4, grad = recipe == PS_RECIPE_FP32 ? 4 : 2;
-          ps__adamw_update((ps__simd)simd, (ps_recipe)recipe, PS_ADAMW_MOMENTS, n, NULL, NULL, got.grad + first * grad, got.m + first * state, got.v + first * state, 0.1f, element0,
-                           &base);
-          CHECK(!memcmp(&got, &want, sizeof got), "moments: recipe %d simd %d n %d offset %d", recipe, simd, (int)n, (int)at);
+          update_part(&got, (ps__simd)simd, (ps_recipe)recipe, PS_ADAMW_WEIGHTS, first, n, 0.1f,
+                      element0);
+          CHECK(!memcmp(got.w, want.w, sizeof got.w) &&
+                    !memcmp(got.copy, want.copy, sizeof got.copy),
+                "weights: recipe %d simd %d n %d offset %d", recipe, simd, (int)n, (int)at);
+          CHECK(!memcmp(got.m, start.m, sizeof got.m) && !memcmp(got.v, start.v, sizeof got.v),
+                "weights touched moments: recipe %d simd %d n %d", recipe, simd, (int)n);
+          const size_t state = recipe == PS_RECIPE_BF16 ? 2 : 4,
+                       grad = recipe == PS_RECIPE_FP32 ? 4 : 2;
+          ps__adamw_update((ps__simd)simd, (ps_recipe)recipe, PS_ADAMW_MOMENTS, n, NULL, NULL,
+                           got.grad + first * grad, got.m + first * state, got.v + first * state,
+                           0.1f, element0, &base);
+          CHECK(!memcmp(&got, &want, sizeof got), "moments: recipe %d simd %d n %d offset %d",
+                recipe, simd, (int)n, (int)at);
         }
   printf("ok parts_leave_the_same_bits\n");
 }
@@ -117,7 +164,8 @@ static void test_nan_is_canonical(void) {
         if (isnan(x)) {
           seen++;
           CHECK(bits_of(x) == 0x7fc00000u, "array %d element %d bits %08x", a, (int)i, bits_of(x));
-          if (a == 0) CHECK(got.copy[i] == 0x7fc0, "copy %04x", got.copy[i]);
+          if (a == 0)
+            CHECK(got.copy[i] == 0x7fc0, "copy %04x", got.copy[i]);
         }
       }
     CHECK(seen > 1000, "only %d NaN", seen);
@@ -132,7 +180,9 @@ static uint64_t mix(uint64_t z) {
   return z ^ (z >> 31);
 }
 static uint16_t expect_bits(float x, uint64_t key, uint64_t element, uint64_t a) {
-  const uint64_t golden = 0x9e3779b97f4a7c15ull, first = mix(key + (2 * (element / 4) + 1) * golden), second = mix(key + (2 * (element / 4) + 2) * golden);
+  const uint64_t golden = 0x9e3779b97f4a7c15ull,
+                 first = mix(key + (2 * (element / 4) + 1) * golden),
+                 second = mix(key + (2 * (element / 4) + 2) * golden);
   const uint64_t word = a == 0 ? first : a == 1 ? second : first ^ second;
   return (uint16_t)((bits_of(x) + (uint32_t)(word >> (element % 4 * 16) & 0xffff)) >> 16);
 }
@@ -144,12 +194,22 @@ static void test_formula_bf16(void) {
   update(&got, ps__simd_best(), PS_RECIPE_BF16, 0, 5000, 0.25f, element0);
   for (uint64_t i = 0; i < 5000; i++) {
     float x[4];
-    const unsigned char *from[4] = {start.w, start.m, start.v, start.grad}, *to[3] = {got.w, got.m, got.v};
-    for (int a = 0; a < 4; a++) { uint16_t h; memcpy(&h, from[a] + 2 * i, 2); x[a] = float_of((uint32_t)h << 16); }
-    volatile float g = x[3] * base.grad_scale, gg = g * g, mb = base.beta1 * x[1], mg = (1.0f - base.beta1) * g; /* volatile: one */
-    volatile float vb = base.beta2 * x[2], vg = (1.0f - base.beta2) * gg, m = mb + mg, v = vb + vg;  /* rounding each */
-    volatile float top = m * base.c1, under = v * base.c2, root = sqrtf(under), den = root + base.eps, d = top / den;
-    volatile float ld = base.lr * 0.25f, wd = ld * x[0], kept = x[0] - wd, moved = base.lr * d, w = kept - moved;
+    const unsigned char *from[4] = {start.w, start.m, start.v, start.grad},
+                        *to[3] = {got.w, got.m, got.v};
+    for (int a = 0; a < 4; a++) {
+      uint16_t h;
+      memcpy(&h, from[a] + 2 * i, 2);
+      x[a] = float_of((uint32_t)h << 16);
+    }
+    /* volatile: one */
+    volatile float g = x[3] * base.grad_scale, gg = g * g, mb = base.beta1 * x[1],
+                   mg = (1.0f - base.beta1) * g;
+    /* rounding each */
+    volatile float vb = base.beta2 * x[2], vg = (1.0f - base.beta2) * gg, m = mb + mg, v = vb + vg;
+    volatile float top = m * base.c1, under = v * base.c2, root = sqrtf(under),
+                   den = root + base.eps, d = top / den;
+    volatile float ld = base.lr * 0.25f, wd = ld * x[0], kept = x[0] - wd, moved = base.lr * d,
+                   w = kept - moved;
     float y[3] = {w, m, v};
     for (uint64_t a = 0; a < 3; a++) {
       uint16_t h, e = expect_bits(y[a], key, element0 + i, a);
@@ -163,28 +223,36 @@ static void test_formula_bf16(void) {
 }
 
 static void test_threads_and_cuts(void) {
-  static const ps__adamw_segment segments[] = {{3, 20001, 0.1f}, {20004, 64, 0.0f}, {20068, 0, 0.5f}, {20068, 19000, 0.1f}};
+  static const ps__adamw_segment segments[] = {
+      {3, 20001, 0.1f}, {20004, 64, 0.0f}, {20068, 0, 0.5f}, {20068, 19000, 0.1f}};
   for (int recipe = 0; recipe < PS_N_RECIPES; recipe++) {
     const uint64_t unit0 = 777;
     fill((ps_recipe)recipe, 50);
     want = start;
     for (int s = 0; s < 4; s++) /* cut differently: in pieces of 1009 */
       for (uint64_t i = 0; i < segments[s].n; i += 1009) {
-        uint64_t n = segments[s].n - i < 1009 ? segments[s].n - i : 1009, first = segments[s].first + i;
-        update(&want, ps__simd_best(), (ps_recipe)recipe, first, n, segments[s].decay, unit0 + first);
+        uint64_t n = segments[s].n - i < 1009 ? segments[s].n - i : 1009,
+                 first = segments[s].first + i;
+        update(&want, ps__simd_best(), (ps_recipe)recipe, first, n, segments[s].decay,
+               unit0 + first);
       }
     for (uint32_t threads = 1; threads <= 4; threads++) {
       ps__pool *pool = NULL;
       CHECK(ps__pool_create(&pool, threads, "test") == PS_OK, "%s", ps_last_error());
       got = start;
-      ps__adamw_unit(pool, (ps_recipe)recipe, PS_ADAMW_WHOLE, segments, 4, got.w, recipe == PS_RECIPE_FP32_MASTER ? got.copy : NULL, got.grad,
-                     got.m, got.v, unit0, &base);
+      ps__adamw_unit(pool, (ps_recipe)recipe, PS_ADAMW_WHOLE, segments, 4, got.w,
+                     recipe == PS_RECIPE_FP32_MASTER ? got.copy : NULL, got.grad, got.m, got.v,
+                     unit0, &base);
       CHECK(!memcmp(&got, &want, sizeof got), "recipe %d threads %u", recipe, threads);
       got = start;
-      ps__adamw_unit(pool, (ps_recipe)recipe, PS_ADAMW_WEIGHTS, segments, 4, got.w, recipe == PS_RECIPE_FP32_MASTER ? got.copy : NULL, got.grad, got.m, got.v, unit0, &base);
-      ps__adamw_unit(pool, (ps_recipe)recipe, PS_ADAMW_MOMENTS, segments, 4, NULL, NULL, got.grad, got.m, got.v, unit0, &base);
+      ps__adamw_unit(pool, (ps_recipe)recipe, PS_ADAMW_WEIGHTS, segments, 4, got.w,
+                     recipe == PS_RECIPE_FP32_MASTER ? got.copy : NULL, got.grad, got.m, got.v,
+                     unit0, &base);
+      ps__adamw_unit(pool, (ps_recipe)recipe, PS_ADAMW_MOMENTS, segments, 4, NULL, NULL, got.grad,
+                     got.m, got.v, unit0, &base);
       ps__pool_destroy(pool);
-      CHECK(!memcmp(&got, &want, sizeof got), "in two parts: recipe %d threads %u", recipe, threads);
+      CHECK(!memcmp(&got, &want, sizeof got), "in two parts: recipe %d threads %u", recipe,
+            threads);
     }
   }
   printf("ok threads_and_cuts\n");
@@ -194,7 +262,10 @@ static void test_denormals_kept_in_any_mode(void) {
 #if defined(__x86_64__)
   for (int simd = 0; simd <= (int)ps__simd_best(); simd++) {
     fill(PS_RECIPE_FP32, 0);
-    for (size_t i = 0; i < MAX_N; i++) { uint32_t u = rng() & 0x007fffffu; memcpy(start.m + 4 * i, &u, 4); }
+    for (size_t i = 0; i < MAX_N; i++) {
+      uint32_t u = rng() & 0x007fffffu;
+      memcpy(start.m + 4 * i, &u, 4);
+    }
     want = got = start;
     update(&want, (ps__simd)simd, PS_RECIPE_FP32, 0, 1000, 0.1f, 0);
     unsigned mode = _mm_getcsr();
@@ -209,11 +280,12 @@ static void test_denormals_kept_in_any_mode(void) {
   printf("ok denormals_kept_in_any_mode\n");
 }
 
-/* Chi-square against uniform: mean bins-1, variance 2(bins-1); 6 sigma both ways, a chance of 2e-9 for a good generator
- * (and the seeds are fixed: it passes always or never). */
+/* Chi-square against uniform: mean bins-1, variance 2(bins-1); 6 sigma both ways, a chance of
+ * 2e-9 for a good generator (and the seeds are fixed: it passes always or never). */
 static void chi_square(const uint32_t *count, size_t bins, double total, const char *what) {
   double chi = 0, expected = total / (double)bins;
-  for (size_t i = 0; i < bins; i++) chi += (count[i] - expected) * (count[i] - expected) / expected;
+  for (size_t i = 0; i < bins; i++)
+    chi += (count[i] - expected) * (count[i] - expected) / expected;
   double sigma = (chi - (double)(bins - 1)) / sqrt(2.0 * (double)(bins - 1));
   CHECK(fabs(sigma) < 6, "%s: %.1f sigma", what, sigma);
 }
@@ -228,7 +300,8 @@ static void test_generator_uniform(void) {
     for (uint64_t i = 0; i < n; i++) {
       uint64_t r = ps__sr_random(along == 2 ? i : 5, along == 1 ? i : 3, along == 0 ? i : 1000);
       CHECK(r >> 48 == 0, "more than 48 bits");
-      for (int a = 0; a < 3; a++) lane[a][r >> (16 * a) & 0xffff]++;
+      for (int a = 0; a < 3; a++)
+        lane[a][r >> (16 * a) & 0xffff]++;
       pair[0][(r >> 8 & 0xff) << 8 | (r >> 24 & 0xff)]++;      /* w with m */
       pair[1][(r >> 24 & 0xff) << 8 | (r >> 40 & 0xff)]++;     /* m with v */
       pair[2][(r >> 8 & 0xff) << 8 | (before >> 8 & 0xff)]++;  /* w with the w before */
@@ -236,8 +309,10 @@ static void test_generator_uniform(void) {
       pair[4][(r >> 8 & 0xff) << 8 | (r >> 40 & 0xff)]++;      /* w with v */
       before = r;
     }
-    for (int a = 0; a < 3; a++) chi_square(lane[a], 65536, (double)n, "lane");
-    for (int a = 0; a < 5; a++) chi_square(pair[a], 65536, (double)n, "pair");
+    for (int a = 0; a < 3; a++)
+      chi_square(lane[a], 65536, (double)n, "lane");
+    for (int a = 0; a < 5; a++)
+      chi_square(pair[a], 65536, (double)n, "pair");
   }
   printf("ok generator_uniform\n");
 }
@@ -246,23 +321,37 @@ static void test_generator_uniform(void) {
 static void test_rounding_is_unbiased(void) {
   enum { N = 1 << 15, STEPS = 1000 };
   static uint16_t w[N], m[N], v[N], grad[N];
-  ps__adamw_scalars s = {.lr = 0, .beta1 = 0.9f, .beta2 = 0.999f, .eps = 1e-8f, .grad_scale = 1, .c1 = 1, .c2 = 1, .seed = 11};
+  ps__adamw_scalars s = {.lr = 0,
+                         .beta1 = 0.9f,
+                         .beta2 = 0.999f,
+                         .eps = 1e-8f,
+                         .grad_scale = 1,
+                         .c1 = 1,
+                         .c2 = 1,
+                         .seed = 11};
   CHECK(ps__f32_to_bf16(0.999f) == ps__f32_to_bf16(1.0f), "nearest would move");
-  for (int i = 0; i < N; i++) v[i] = ps__f32_to_bf16(1.0f);
-  ps__adamw_update(ps__simd_best(), PS_RECIPE_BF16, PS_ADAMW_WHOLE, N, w, NULL, grad, m, v, 0, 0, &s);
+  for (int i = 0; i < N; i++)
+    v[i] = ps__f32_to_bf16(1.0f);
+  ps__adamw_update(ps__simd_best(), PS_RECIPE_BF16, PS_ADAMW_WHOLE, N, w, NULL, grad, m, v, 0, 0,
+                   &s);
   double mean = 0;
-  for (int i = 0; i < N; i++) mean += ps__bf16_to_f32(v[i]) / (double)N;
-  /* one rounding between neighbours 2^-8 apart: variance at most 2^-18 an element; 6 sigma of the mean, plus the generator's
-   * grain (the probability of rounding up is exact to 2^-16 of the spacing) */
+  for (int i = 0; i < N; i++)
+    mean += ps__bf16_to_f32(v[i]) / (double)N;
+  /* one rounding between neighbours 2^-8 apart: variance at most 2^-18 an element; 6 sigma of
+   * the mean, plus the generator's grain (the probability of rounding up is exact to 2^-16 of
+   * the spacing) */
   CHECK(fabs(mean - 0.999) < 6 * ldexp(1, -9) / sqrt(N) + ldexp(1, -24), "mean %.6f", mean);
   for (s.step = 1; s.step < STEPS; s.step++)
-    ps__adamw_update(ps__simd_best(), PS_RECIPE_BF16, PS_ADAMW_WHOLE, N, w, NULL, grad, m, v, 0, 0, &s);
+    ps__adamw_update(ps__simd_best(), PS_RECIPE_BF16, PS_ADAMW_WHOLE, N, w, NULL, grad, m, v, 0, 0,
+                     &s);
   mean = 0;
-  for (int i = 0; i < N; i++) mean += ps__bf16_to_f32(v[i]) / (double)N;
-  /* a martingale around 0.999^t: each step adds a variance of at most 2^-18, so at the end sigma of the mean is at most
-   * sqrt(STEPS * 2^-18 / N); truncation below 2^-24 of the value a step is far below it */
-  CHECK(fabs(mean - pow(0.999, STEPS)) < 6 * sqrt(STEPS * ldexp(1, -18) / N), "mean %.6f after %d steps, %.6f expected", mean,
-        STEPS, pow(0.999, STEPS));
+  for (int i = 0; i < N; i++)
+    mean += ps__bf16_to_f32(v[i]) / (double)N;
+  /* a martingale around 0.999^t: each step adds a variance of at most 2^-18, so at the end sigma
+   * of the mean is at most sqrt(STEPS * 2^-18 / N); truncation below 2^-24 of the value a step
+   * is far below it */
+  CHECK(fabs(mean - pow(0.999, STEPS)) < 6 * sqrt(STEPS * ldexp(1, -18) / N),
+        "mean %.6f after %d steps, %.6f expected", mean, STEPS, pow(0.999, STEPS));
   printf("ok rounding_is_unbiased\n");
 }
 

@@ -1,45 +1,68 @@
 /* test_plan.c - plans beyond the planner's family: random decisions, executed.
  *
- * A spec may keep, send away or recompute every saved tensor of every (layer, chunk) by itself, keep any units' parameters and
- * gradients on the device and issue transfers any number of steps ahead. Whatever it says, the memory map must hold together,
- * every access must lie in its tensor's lifetime, and losses, gradient norms, weights and moments must be the bits of the plan that
- * keeps parameters, gradients and saved tensors on the device. Memory is poisoned with NaN before the run (and between steps, where they are run one by one),
- * so that a read of what this step did not write shows. */
+ * A spec may keep, send away or recompute every saved tensor of every (layer, chunk) by itself,
+ * keep any units' parameters and gradients on the device and issue transfers any number of steps
+ * ahead. Whatever it says, the memory map must hold together, every access must lie in its
+ * tensor's lifetime, and losses, gradient norms, weights and moments must be the bits of the
+ * plan that keeps parameters, gradients and saved tensors on the device. Memory is poisoned with
+ * NaN before the run (and between steps, where they are run one by one), so that a read of what
+ * this step did not write shows. */
 #include "tiny_model.h"
 #include "train/trainer.h"
 
 #ifdef PS_SANITIZED
-enum { SPECS_A_CASE = 1, CASE_STRIDE = 5, LEAST = 30 }; /* 5 is prime to the numbers of models, shapes and recipes: all are met */
+/* 5 is prime to the numbers of models, shapes and recipes: all are met */
+enum { SPECS_A_CASE = 1, CASE_STRIDE = 5, LEAST = 30 };
 #else
 enum { SPECS_A_CASE = 3, CASE_STRIDE = 1, LEAST = 200 };
 #endif
 enum { N_STEPS = 3, MAX_LEAD = 4 };
 
-/* ---- models ------------------------------------------------------------------------------------------------------------------- */
+/* ---- models ---------------------------------------------------------------------------------- */
 
-typedef struct model { const char *name, *json; char dir[256]; ps_model_config cfg; } model;
+typedef struct model {
+  const char *name, *json;
+  char dir[256];
+  ps_model_config cfg;
+} model;
 
-#define COMMON "\"vocab_size\":96,\"num_hidden_layers\":3,\"hidden_act\":\"silu\",\"max_position_embeddings\":4096,\"rms_norm_eps\":1e-5," \
-               "\"rope_theta\":10000.0,"
+#define COMMON                                                                                     \
+  "\"vocab_size\":96,\"num_hidden_layers\":3,\"hidden_act\":\"silu\",\"max_position_embeddings\":" \
+  "4096,\"rms_norm_eps\":1e-5,"                                                                    \
+  "\"rope_theta\":10000.0,"
 static model models[] = {
-    {.name = "llama", .json = "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\"," COMMON
-     "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_value_heads\":2,\"tie_word_embeddings\":false}"},
-    {.name = "llama-tied-scaled", .json = "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\"," COMMON
-     "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_value_heads\":4,\"tie_word_embeddings\":true,"
-     "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0,\"low_freq_factor\":1.0,\"high_freq_factor\":4.0,"
-     "\"original_max_position_embeddings\":64}}"},
-    {.name = "qwen2-tied", .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
-     "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_value_heads\":1,\"tie_word_embeddings\":true,"
-     "\"use_sliding_window\":false}"},
-    {.name = "qwen2", .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
-     "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_value_heads\":2,\"tie_word_embeddings\":false,"
-     "\"use_sliding_window\":false}"},
-    {.name = "qwen3", .json = "{\"architectures\":[\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\"," COMMON
-     "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_value_heads\":2,\"head_dim\":16,"
-     "\"tie_word_embeddings\":false,\"attention_bias\":false,\"use_sliding_window\":false}"},
-    {.name = "qwen3-tied", .json = "{\"architectures\":[\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\"," COMMON
-     "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":2,\"num_key_value_heads\":2,\"head_dim\":16,"
-     "\"tie_word_embeddings\":true,\"attention_bias\":false,\"use_sliding_window\":false}"},
+    {.name = "llama",
+     .json = "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\"," COMMON
+             "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_"
+             "value_heads\":2,\"tie_word_embeddings\":false}"},
+    {.name = "llama-tied-scaled",
+     .json = "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\"," COMMON
+             "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_"
+             "value_heads\":4,\"tie_word_embeddings\":true,"
+             "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0,\"low_freq_factor\":1.0,"
+             "\"high_freq_factor\":4.0,"
+             "\"original_max_position_embeddings\":64}}"},
+    {.name = "qwen2-tied",
+     .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
+             "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_"
+             "value_heads\":1,\"tie_word_embeddings\":true,"
+             "\"use_sliding_window\":false}"},
+    {.name = "qwen2",
+     .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
+             "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_"
+             "value_heads\":2,\"tie_word_embeddings\":false,"
+             "\"use_sliding_window\":false}"},
+    {.name = "qwen3",
+     .json =
+         "{\"architectures\":[\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\"," COMMON
+         "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_value_"
+         "heads\":2,\"head_dim\":16,"
+         "\"tie_word_embeddings\":false,\"attention_bias\":false,\"use_sliding_window\":false}"},
+    {.name = "qwen3-tied",
+     .json = "{\"architectures\":[\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\"," COMMON
+             "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":2,\"num_key_"
+             "value_heads\":2,\"head_dim\":16,"
+             "\"tie_word_embeddings\":true,\"attention_bias\":false,\"use_sliding_window\":false}"},
 };
 enum { N_MODELS = sizeof models / sizeof *models };
 
@@ -48,14 +71,15 @@ static void make_model(model *m, const char *root) {
   tiny_model_write(m->dir, m->json, &m->cfg);
 }
 
-/* ---- one training ---------------------------------------------------------------------------------------------------------------- */
+/* ---- one training ---------------------------------------------------------------------------- */
 
 typedef struct outcome {
   double loss[N_STEPS], norm[N_STEPS];
   uint64_t state; /* hash of weights, master weights and moments at home */
 } outcome;
 
-static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets, uint64_t n) {
+static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
+                            uint64_t n) {
   uint64_t state = mix64(step + 1);
   (void)user;
   for (uint64_t i = 0; i < n; i++) {
@@ -68,34 +92,43 @@ static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t 
 /* The trainer's host ops, now and then late. */
 static ps_status slow_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch) {
   const uint64_t x = mix64(launch->op * 31 + launch->step);
-  if (x % 4 == 0) usleep((useconds_t)(x >> 32) % 300);
+  if (x % 4 == 0)
+    usleep((useconds_t)(x >> 32) % 300);
   return ps__trainer_hook(ctx, what, unit, launch);
 }
 
-/* 0xff everywhere is NaN in both dtypes. Weights and moments hold state and are left alone: they come first in their space, but for what
- * lies between them: gradients at home, and on the device the weights that each step fetches anew. */
+/* 0xff everywhere is NaN in both dtypes. Weights and moments hold state and are left alone: they
+ * come first in their space, but for what lies between them: gradients at home, and on the
+ * device the weights that each step fetches anew. */
 static void poison(ps_trainer *t, bool first) {
   const ps__step *s = &t->plan->step;
   uint64_t state_end[PS__N_SPACES] = {0};
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
     const ps__home *h = &s->home[u];
     const bool stay = ps__weights_stay(&t->plan->spec, u);
-    const uint32_t state[6] = {h->weights, h->master, h->m, h->v, stay ? h->device_weights : PS__NO_VT, h->device_master};
+    const uint32_t state[6] = {
+        h->weights, h->master, h->m, h->v, stay ? h->device_weights : PS__NO_VT, h->device_master};
     for (int i = 0; i < 6; i++)
       if (state[i] != PS__NO_VT) {
         const ps__vt *v = &s->vt[state[i]];
-        if (v->offset + v->bytes > state_end[v->space]) state_end[v->space] = v->offset + v->bytes;
+        if (v->offset + v->bytes > state_end[v->space])
+          state_end[v->space] = v->offset + v->bytes;
       }
-    if (h->grad != PS__NO_VT) memset(ps__home_at(t, h->grad), 0xff, s->vt[h->grad].bytes);
+    if (h->grad != PS__NO_VT)
+      memset(ps__home_at(t, h->grad), 0xff, s->vt[h->grad].bytes);
   }
-  if (first) state_end[PS__SPACE_DEVICE] = 0; /* nothing is there yet: the preamble comes with the first step */
+  /* nothing is there yet: the preamble comes with the first step */
+  if (first)
+    state_end[PS__SPACE_DEVICE] = 0;
   for (uint32_t space = 0; space < PS__N_SPACES; space++)
-    memset((char *)ps_engine_space(t->engine, space) + state_end[space], 0xff, ps_engine_space_bytes(t->engine, space) - state_end[space]);
+    memset((char *)ps_engine_space(t->engine, space) + state_end[space], 0xff,
+           ps_engine_space_bytes(t->engine, space) - state_end[space]);
 }
 
 static uint64_t hash(uint64_t h, const void *p, uint64_t bytes) {
   const uint64_t *w = p; /* homes are whole multiples of 64 elements */
-  for (uint64_t i = 0; i < bytes / 8; i++) h = mix64(h ^ w[i]);
+  for (uint64_t i = 0; i < bytes / 8; i++)
+    h = mix64(h ^ w[i]);
   return h;
 }
 
@@ -104,7 +137,8 @@ static uint64_t hash_state(const ps_trainer *t) {
   uint64_t h = 0;
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
     const ps__home *at = &s->home[u];
-    /* with master weights only these come home from weights that stay on the device: what travels is there */
+    /* with master weights only these come home from weights that stay on the device: what
+     * travels is there */
     const bool stay = ps__weights_stay(&t->plan->spec, u) && at->master != PS__NO_VT;
     const uint32_t kept[4] = {stay ? at->device_weights : at->weights, at->master, at->m, at->v};
     for (int i = 0; i < 4; i++)
@@ -128,31 +162,37 @@ static outcome train(const model *m, ps_plan *plan, bool one_by_one) {
   CHECK(ps_trainer_create(&t, m->dir, plan, &c, NULL, NULL) == PS_OK);
   plan->hooks.fn = slow_hook;
   poison(t, true);
-  if (!one_by_one) CHECK(ps_trainer_submit(t, N_STEPS) == PS_OK);
+  if (!one_by_one)
+    CHECK(ps_trainer_submit(t, N_STEPS) == PS_OK);
   for (int i = 0; i < N_STEPS; i++) {
     ps_step_metrics metrics;
-    if (one_by_one) CHECK(ps_trainer_submit(t, 1) == PS_OK);
+    if (one_by_one)
+      CHECK(ps_trainer_submit(t, 1) == PS_OK);
     CHECK(ps_trainer_wait(t, &metrics) == PS_OK);
     o.loss[i] = metrics.loss;
     o.norm[i] = metrics.grad_norm;
-    if (one_by_one) poison(t, false);
+    if (one_by_one)
+      poison(t, false);
   }
   o.state = hash_state(t);
   ps_trainer_destroy(t);
   return o;
 }
 
-/* ---- the step as built -------------------------------------------------------------------------------------------------------------- */
+/* ---- the step as built ----------------------------------------------------------------------- */
 
 static void check_step(const ps__step *s) {
-  for (uint32_t space = 0; space < PS__N_SPACES; space++) CHECK(ps__memmap_check(s->vt, s->n_vt, space));
+  for (uint32_t space = 0; space < PS__N_SPACES; space++)
+    CHECK(ps__memmap_check(s->vt, s->n_vt, space));
   uint64_t end[PS__N_SPACES] = {0};
   for (size_t i = 0; i < s->n_vt; i++) {
     const ps__vt *t = &s->vt[i];
     CHECK(t->persistent || t->last <= s->n_op); /* nothing is left behind */
-    if (t->offset + t->bytes > end[t->space]) end[t->space] = t->offset + t->bytes;
+    if (t->offset + t->bytes > end[t->space])
+      end[t->space] = t->offset + t->bytes;
   }
-  for (uint32_t space = 0; space < PS__N_SPACES; space++) CHECK(end[space] <= s->space_bytes[space] && s->space_bytes[space] < end[space] + 256);
+  for (uint32_t space = 0; space < PS__N_SPACES; space++)
+    CHECK(end[space] <= s->space_bytes[space] && s->space_bytes[space] < end[space] + 256);
   for (size_t i = 0; i < s->n_op; i++)
     for (uint32_t j = 0; j < s->op[i].n_access; j++) {
       const ps__vaccess *a = &s->access[s->op[i].access + j];
@@ -163,47 +203,59 @@ static void check_step(const ps__step *s) {
     }
 }
 
-/* The step ends with the report, which awaits the last of what the device-to-host stream brings home for good, and the moments of the units whose updates are split, from the
- * last one back. */
+/* The step ends with the report, which awaits the last of what the device-to-host stream brings
+ * home for good, and the moments of the units whose updates are split, from the last one back. */
 static void check_report(const ps__step *s) {
   size_t end = s->n_op;
   for (uint32_t u = 0; u < s->spec->n_units; u++)
-    if (s->spec->update_split[u]) CHECK(strcmp(s->op[--end].kernel->name, "adamw_moments") == 0 && s->op[end].tag.layer == (int32_t)u);
+    if (s->spec->update_split[u])
+      CHECK(strcmp(s->op[--end].kernel->name, "adamw_moments") == 0 &&
+            s->op[end].tag.layer == (int32_t)u);
   const ps__vop *report = &s->op[end - 1];
   uint32_t last = PS__NO_VT;
   for (size_t i = 0; i < s->n_op; i++)
     for (uint32_t u = 0; s->op[i].stream == PS__S_D2H && u < s->spec->n_units; u++) {
       const uint32_t to = s->access[s->op[i].access + 1].vt;
       const ps__home *h = &s->home[u];
-      if (to == h->weights || to == h->master || to == h->m || to == h->v) last = to;
+      if (to == h->weights || to == h->master || to == h->m || to == h->v)
+        last = to;
     }
-  CHECK(strcmp(report->kernel->name, "report") == 0 && report->n_access == (last == PS__NO_VT ? 1 : 2));
+  CHECK(strcmp(report->kernel->name, "report") == 0 &&
+        report->n_access == (last == PS__NO_VT ? 1 : 2));
   CHECK(last == PS__NO_VT || s->access[report->access + 1].vt == last);
 }
 
-/* Freed at the op after the last use where nothing is issued ahead or freed late: no byte is held for longer than it is needed. */
+/* Freed at the op after the last use where nothing is issued ahead or freed late: no byte is
+ * held for longer than it is needed. */
 static void check_tight(const ps__step *s) {
   uint32_t *last = calloc(s->n_vt, sizeof *last);
   CHECK(last);
   for (size_t i = 0; i < s->n_op; i++)
-    for (uint32_t j = 0; j < s->op[i].n_access; j++) last[s->access[s->op[i].access + j].vt] = (uint32_t)i + 1;
-  for (size_t i = 0; i < s->n_vt; i++) CHECK(s->vt[i].persistent || last[i] > 0);
+    for (uint32_t j = 0; j < s->op[i].n_access; j++)
+      last[s->access[s->op[i].access + j].vt] = (uint32_t)i + 1;
+  for (size_t i = 0; i < s->n_vt; i++)
+    CHECK(s->vt[i].persistent || last[i] > 0);
   free(last);
 }
 
-/* ---- random cases --------------------------------------------------------------------------------------------------------------------- */
+/* ---- random cases ---------------------------------------------------------------------------- */
 
-/* Shapes: one sequence a chunk, packed with an uneven last chunk and round, a long sequence in even and uneven slices; then totals that are dithered or have low bytes: more
- * rounds than PS__MOST_NEAREST and PS__MOST_DITHERED, rounds of more chunks than PS__MOST_ADDITIONS, both. */
-typedef struct shape { uint32_t seq_len, n_sequences, chunk_tokens, chunks_per_round, first_round_chunks; } shape;
+/* Shapes: one sequence a chunk, packed with an uneven last chunk and round, a long sequence in
+ * even and uneven slices; then totals that are dithered or have low bytes: more rounds than
+ * PS__MOST_NEAREST and PS__MOST_DITHERED, rounds of more chunks than PS__MOST_ADDITIONS, both. */
+typedef struct shape {
+  uint32_t seq_len, n_sequences, chunk_tokens, chunks_per_round, first_round_chunks;
+} shape;
 static const shape shapes[] = {
-    {24, 4, 24, 4, 0}, {24, 5, 24, 2, 3}, {16, 7, 32, 2, 0}, {16, 5, 48, 1, 0}, {64, 2, 16, 4, 0},
-    {64, 3, 16, 4, 8}, {56, 3, 24, 3, 0}, {40, 2, 16, 6, 0}, {32, 3, 96, 1, 0},
-    {8, 6, 8, 1, 2}, {4, 20, 4, 10, 0}, {36, 5, 4, 9, 0}, {38, 3, 4, 10, 20}, {4, 18, 4, 1, 0}, {4, 40, 4, 10, 20}, {4, 170, 4, 10, 0},
+    {24, 4, 24, 4, 0},  {24, 5, 24, 2, 3}, {16, 7, 32, 2, 0},  {16, 5, 48, 1, 0},
+    {64, 2, 16, 4, 0},  {64, 3, 16, 4, 8}, {56, 3, 24, 3, 0},  {40, 2, 16, 6, 0},
+    {32, 3, 96, 1, 0},  {8, 6, 8, 1, 2},   {4, 20, 4, 10, 0},  {36, 5, 4, 9, 0},
+    {38, 3, 4, 10, 20}, {4, 18, 4, 1, 0},  {4, 40, 4, 10, 20}, {4, 170, 4, 10, 0},
 };
 enum { N_SHAPES = sizeof shapes / sizeof *shapes, N_CASES = N_MODELS * N_SHAPES * PS_N_RECIPES };
 
-static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *cfg, const ps__layout *l) {
+static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *cfg,
+                          const ps__layout *l) {
   CHECK(ps__spec_init(spec, &m->cfg, l) == PS_OK);
   spec->recipe = (ps_recipe)cfg->recipe;
   spec->chunk_tokens = cfg->chunk_tokens;
@@ -216,9 +268,11 @@ static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *
   memset(spec->fate, PS_FATE_DEVICE, (size_t)spec->n_layers * spec->n_chunks * PS__N_ITEMS);
 }
 
-/* Every decision by itself; a bias of the draw (mostly one fate, or an even mix) reaches the corners too. */
+/* Every decision by itself; a bias of the draw (mostly one fate, or an even mix) reaches the
+ * corners too. */
 static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint64_t *state) {
-  const ps__contributions sums = ps__contributions_of(l, spec->head_slice, spec->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16, false);
+  const ps__contributions sums = ps__contributions_of(
+      l, spec->head_slice, spec->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16, false);
   const uint32_t favour = rnd_below(state, 4);
   spec->keep_grads = rnd_below(state, 2) != 0;
   spec->param_lead = rnd_below(state, MAX_LEAD);
@@ -233,34 +287,44 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
     spec->grad_resident[u] = rnd_below(state, 2) != 0;
     /* an update on the device needs parameters and the gradient's total there */
     const bool several = ps__unit_contributions(&m->cfg, &sums, u) > 1;
-    spec->update_resident[u] = spec->param_resident[u] && (spec->grad_resident[u] || !several) && rnd_below(state, 2);
+    spec->update_resident[u] =
+        spec->param_resident[u] && (spec->grad_resident[u] || !several) && rnd_below(state, 2);
     spec->update_streamed[u] = !spec->update_resident[u] && rnd_below(state, 2);
     spec->update_split[u] = spec->clip && !ps__updated_there(spec, u) && rnd_below(state, 2);
   }
   spec->embed_at_home = !m->cfg.tied_embeddings && rnd_below(state, 2);
-  if (spec->embed_at_home) spec->param_resident[0] = spec->grad_resident[0] = spec->update_resident[0] = spec->update_streamed[0] = spec->update_split[0] = 0;
+  if (spec->embed_at_home)
+    spec->param_resident[0] = spec->grad_resident[0] = spec->update_resident[0] =
+        spec->update_streamed[0] = spec->update_split[0] = 0;
   for (uint32_t layer = 0; layer < spec->n_layers; layer++)
     for (uint32_t c = 0; c < spec->n_chunks; c++)
       for (int item = 0; item < PS__N_ITEMS; item++) {
         uint32_t fate = favour < 3 && rnd_below(state, 4) ? favour : rnd_below(state, PS_N_FATES);
-        if (item == PS__ITEM_X && fate >= PS_FATE_RECOMPUTE) fate = rnd_below(state, 2); /* a block's input is always kept somewhere */
+        /* a block's input is always kept somewhere */
+        if (item == PS__ITEM_X && fate >= PS_FATE_RECOMPUTE)
+          fate = rnd_below(state, 2);
         *ps__spec_fate(spec, layer, c, item) = (uint8_t)fate;
       }
 }
 
 static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *s, int which) {
-  printf("case: %s recipe %u clip %u seq %llu x %llu, chunk %llu, round %llu, spec %d, leads %u %u lags %u %u\n", m->name, cfg->recipe,
-         cfg->clip, (unsigned long long)cfg->seq_len, (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
-         (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which, s->param_lead, s->saved_lead,
-         s->saved_lag, s->grad_lag);
-  printf("%u blocks kept at the turns%s\n", s->turn_blocks, s->embed_at_home ? ", embedding at home" : "");
+  printf("case: %s recipe %u clip %u seq %llu x %llu, chunk %llu, round %llu, spec %d, leads %u %u "
+         "lags %u %u\n",
+         m->name, cfg->recipe, cfg->clip, (unsigned long long)cfg->seq_len,
+         (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
+         (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which,
+         s->param_lead, s->saved_lead, s->saved_lag, s->grad_lag);
+  printf("%u blocks kept at the turns%s\n", s->turn_blocks,
+         s->embed_at_home ? ", embedding at home" : "");
   for (uint32_t u = 0; u < s->n_units; u++) {
-    printf("unit %u param %u grad %u update %u streamed %u split %u\n", u, s->param_resident[u], s->grad_resident[u], s->update_resident[u], s->update_streamed[u], s->update_split[u]);
+    printf("unit %u param %u grad %u update %u streamed %u split %u\n", u, s->param_resident[u],
+           s->grad_resident[u], s->update_resident[u], s->update_streamed[u], s->update_split[u]);
   }
   for (uint32_t layer = 0; layer < s->n_layers; layer++)
     for (uint32_t c = 0; c < s->n_chunks; c++) {
       printf("layer %u chunk %u:", layer, c);
-      for (int item = 0; item < PS__N_ITEMS; item++) printf(" %s=%u", ps__item_name[item], *ps__spec_fate(s, layer, c, item));
+      for (int item = 0; item < PS__N_ITEMS; item++)
+        printf(" %s=%u", ps__item_name[item], *ps__spec_fate(s, layer, c, item));
       printf("\n");
     }
 }
@@ -272,19 +336,27 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
   const shape *sh = &shapes[idx / N_MODELS % N_SHAPES];
   ps_hardware hw = {.struct_bytes = sizeof hw};
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
-  const ps_plan_config cfg = {.struct_bytes = sizeof cfg, .recipe = idx / (N_MODELS * N_SHAPES), .seq_len = sh->seq_len,
-                              .tokens_per_step = (uint64_t)sh->seq_len * sh->n_sequences, .chunk_tokens = sh->chunk_tokens,
-                              .chunks_per_round = sh->chunks_per_round, .head_slice_tokens = rnd_below(state, 4) ? 10 + rnd_below(state, 30) : 1 + rnd_below(state, 3),
-                              .clip = rnd_below(state, 2), .n_threads = 2};
+  const ps_plan_config cfg = {.struct_bytes = sizeof cfg,
+                              .recipe = idx / (N_MODELS * N_SHAPES),
+                              .seq_len = sh->seq_len,
+                              .tokens_per_step = (uint64_t)sh->seq_len * sh->n_sequences,
+                              .chunk_tokens = sh->chunk_tokens,
+                              .chunks_per_round = sh->chunks_per_round,
+                              .head_slice_tokens = rnd_below(state, 4) ? 10 + rnd_below(state, 30)
+                                                                       : 1 + rnd_below(state, 3),
+                              .clip = rnd_below(state, 2),
+                              .n_threads = 2};
   ps__layout layout;
   ps__spec spec;
   ps_plan *plan;
-  CHECK(ps__layout_init(&layout, cfg.seq_len, sh->n_sequences, cfg.chunk_tokens, cfg.chunks_per_round, sh->first_round_chunks) == PS_OK);
+  CHECK(ps__layout_init(&layout, cfg.seq_len, sh->n_sequences, cfg.chunk_tokens,
+                        cfg.chunks_per_round, sh->first_round_chunks) == PS_OK);
   resident_spec(&spec, m, &cfg, &layout);
   CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
   check_step(&plan->step);
   const outcome expected = train(m, plan, false);
-  for (int i = 0; i < N_STEPS; i++) CHECK(expected.loss[i] > 0 && expected.norm[i] > 0);
+  for (int i = 0; i < N_STEPS; i++)
+    CHECK(expected.loss[i] > 0 && expected.norm[i] > 0);
   ps_plan_destroy(plan);
   for (int i = 0; i < SPECS_A_CASE; i++) {
     randomize(&spec, m, &layout, state);
@@ -296,7 +368,8 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
     if (!same(&got, &expected)) {
       describe(m, &cfg, &spec, i);
       for (int k = 0; k < N_STEPS; k++)
-        printf("step %d: loss %.17g, %.17g expected; norm %.17g, %.17g expected\n", k, got.loss[k], expected.loss[k], got.norm[k], expected.norm[k]);
+        printf("step %d: loss %.17g, %.17g expected; norm %.17g, %.17g expected\n", k, got.loss[k],
+               expected.loss[k], got.norm[k], expected.norm[k]);
       CHECK(!"the same bits as with everything on the device");
     }
     ps_plan_destroy(plan);
@@ -306,15 +379,18 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
   return SPECS_A_CASE;
 }
 
-/* ---- the memory map against the rule, word by word -------------------------------------------------------------------------------------- */
+/* ---- the memory map against the rule, word by word ------------------------------------------- */
 
-static uint64_t naive_fit(const ps__vt *vt, const uint32_t *placed, size_t n, const ps__vt *t, uint64_t base) {
+static uint64_t naive_fit(const ps__vt *vt, const uint32_t *placed, size_t n, const ps__vt *t,
+                          uint64_t base) {
   uint64_t at = base;
   for (bool moved = true; moved;) {
     moved = false;
     for (size_t i = 0; i < n; i++) {
       const ps__vt *o = &vt[placed[i]];
-      if (o->last <= t->first || t->last <= o->first || o->offset >= at + t->bytes || o->offset + o->bytes <= at) continue;
+      if (o->last <= t->first || t->last <= o->first || o->offset >= at + t->bytes ||
+          o->offset + o->bytes <= at)
+        continue;
       at = (o->offset + o->bytes + 255) / 256 * 256;
       moved = true;
     }
@@ -323,15 +399,20 @@ static uint64_t naive_fit(const ps__vt *vt, const uint32_t *placed, size_t n, co
 }
 
 /* The highest place from @base to @ceiling; the lowest of all where there is none. */
-static uint64_t naive_high(const ps__vt *vt, const uint32_t *placed, size_t n, const ps__vt *t, uint64_t base, uint64_t ceiling) {
-  if (base + t->bytes > ceiling) return naive_fit(vt, placed, n, t, base);
+static uint64_t naive_high(const ps__vt *vt, const uint32_t *placed, size_t n, const ps__vt *t,
+                           uint64_t base, uint64_t ceiling) {
+  if (base + t->bytes > ceiling)
+    return naive_fit(vt, placed, n, t, base);
   uint64_t at = (ceiling - t->bytes) / 256 * 256;
   for (bool moved = true; moved;) {
     moved = false;
     for (size_t i = 0; i < n; i++) {
       const ps__vt *o = &vt[placed[i]];
-      if (o->last <= t->first || t->last <= o->first || o->offset >= at + t->bytes || o->offset + o->bytes <= at) continue;
-      if (o->offset < base + t->bytes) return naive_fit(vt, placed, n, t, base);
+      if (o->last <= t->first || t->last <= o->first || o->offset >= at + t->bytes ||
+          o->offset + o->bytes <= at)
+        continue;
+      if (o->offset < base + t->bytes)
+        return naive_fit(vt, placed, n, t, base);
       at = (o->offset - t->bytes) / 256 * 256;
       moved = true;
     }
@@ -345,8 +426,10 @@ static int by_rank(const void *pa, const void *pb) {
   const uint32_t ia = *(const uint32_t *)pa, ib = *(const uint32_t *)pb;
   const ps__vt *a = &rank_of[ia], *b = &rank_of[ib];
   const uint32_t da = a->last - a->first, db = b->last - b->first;
-  if (da != db) return da < db ? 1 : -1;
-  if (a->bytes != b->bytes) return a->bytes < b->bytes ? 1 : -1;
+  if (da != db)
+    return da < db ? 1 : -1;
+  if (a->bytes != b->bytes)
+    return a->bytes < b->bytes ? 1 : -1;
   return ia < ib ? -1 : 1;
 }
 
@@ -356,15 +439,21 @@ static void test_memmap(void) {
   static uint32_t order[MOST];
   uint64_t state = 3;
   for (int round = 0; round < 12; round++) {
-    const uint32_t n = round % 3 ? 700 + rnd_below(&state, MOST - 700) : 50, n_ops = 300 + rnd_below(&state, 20000);
+    const uint32_t n = round % 3 ? 700 + rnd_below(&state, MOST - 700) : 50,
+                   n_ops = 300 + rnd_below(&state, 20000);
     uint64_t base = 0, peak = 0;
     for (uint32_t i = 0; i < n; i++) {
-      const uint32_t first = rnd_below(&state, n_ops), longest = rnd_below(&state, 5) ? 1 + n_ops / 50 : n_ops;
+      const uint32_t first = rnd_below(&state, n_ops),
+                     longest = rnd_below(&state, 5) ? 1 + n_ops / 50 : n_ops;
       const uint32_t life = 1 + rnd_below(&state, longest);
-      vt[i] = (ps__vt){.bytes = 1 + rnd_below(&state, 1 << (4 + rnd_below(&state, 14))), .first = first,
-                       .last = first + life < n_ops ? first + life : n_ops, .persistent = i < 3, .high = round % 2 && i >= 3 && rnd_below(&state, 4) == 0};
+      vt[i] = (ps__vt){.bytes = 1 + rnd_below(&state, 1 << (4 + rnd_below(&state, 14))),
+                       .first = first,
+                       .last = first + life < n_ops ? first + life : n_ops,
+                       .persistent = i < 3,
+                       .high = round % 2 && i >= 3 && rnd_below(&state, 4) == 0};
       order[i] = i;
-      if (!vt[i].persistent) continue;
+      if (!vt[i].persistent)
+        continue;
       base = (base + vt[i].bytes + 255) / 256 * 256;
     }
     const uint64_t got = ps__memmap(vt, n, 0);
@@ -375,9 +464,11 @@ static void test_memmap(void) {
     qsort(order + 3, n - 3, sizeof *order, by_rank);
     for (uint32_t k = 3; k < n; k++) {
       const ps__vt *t = &vt[order[k]];
-      CHECK(t->offset == (t->high ? naive_high(vt, order + 3, k - 3, t, base, ceiling) : naive_fit(vt, order + 3, k - 3, t, base)));
+      CHECK(t->offset == (t->high ? naive_high(vt, order + 3, k - 3, t, base, ceiling)
+                                  : naive_fit(vt, order + 3, k - 3, t, base)));
       const uint64_t end = vt[order[k]].offset + vt[order[k]].bytes;
-      if (end > peak) peak = end;
+      if (end > peak)
+        peak = end;
     }
     CHECK(got == peak);
   }
@@ -390,15 +481,18 @@ int main(void) {
   char root[200];
   snprintf(root, sizeof root, "%s/penstock-test-plan-XXXXXX", tmp && *tmp ? tmp : "/tmp");
   CHECK(mkdtemp(root));
-  for (uint32_t i = 0; i < N_MODELS; i++) make_model(&models[i], root);
+  for (uint32_t i = 0; i < N_MODELS; i++)
+    make_model(&models[i], root);
   const int64_t before = ps__live_allocations();
   uint64_t state = 20261121;
   uint32_t n = 0;
-  for (uint32_t i = 0; i < N_CASES; i += CASE_STRIDE) n += run_case(i, &state);
+  for (uint32_t i = 0; i < N_CASES; i += CASE_STRIDE)
+    n += run_case(i, &state);
   CHECK(n >= LEAST);
   CHECK(ps__live_allocations() == before);
   printf("ok %u random plans train to the bits of the resident one\n", n);
-  for (uint32_t i = 0; i < N_MODELS; i++) remove_folder(models[i].dir);
+  for (uint32_t i = 0; i < N_MODELS; i++)
+    remove_folder(models[i].dir);
   CHECK(rmdir(root) == 0);
   return 0;
 }

@@ -1,4 +1,5 @@
-/* The planner's search for random configurations, most of them odd: it ends within a bounded time and memory, and what it plans keeps to its caps. Under UBSan: no number wraps.
+/* The planner's search for random configurations, most of them odd: it ends within a bounded
+ * time and memory, and what it plans keeps to its caps. Under UBSan: no number wraps.
  * PENSTOCK_SEARCHES=N: so many instead of 3 (1 under a sanitizer), from PENSTOCK_SEED on. */
 #include "check.h"
 #include <penstock/plan.h>
@@ -11,30 +12,56 @@ enum { SLOWER = 20 };
 #else
 enum { SLOWER = 1 };
 #endif
-static const double MOST_CPU_S = 120; /* plan.h says 50 s on the slowest core that was tried; others share this one's caches */
+/* plan.h says 50 s on the slowest core that was tried; others share this one's caches */
+static const double MOST_CPU_S = 120;
 static const uint64_t MOST_BYTES = 3ull << 30;
 
-static uint32_t one_of(uint64_t *state, uint32_t n, const uint32_t *of) { return of[rnd_below(state, n)]; }
+static uint32_t one_of(uint64_t *state, uint32_t n, const uint32_t *of) {
+  return of[rnd_below(state, n)];
+}
 #define ONE_OF(...) one_of(state, sizeof((uint32_t[]){__VA_ARGS__}) / 4, (uint32_t[]){__VA_ARGS__})
 
 static ps_model_config random_model(uint64_t *state) {
   const uint32_t kv = ONE_OF(1, 2, 4);
-  return (ps_model_config){.struct_bytes = sizeof(ps_model_config), .vocab_size = ONE_OF(64, 257, 4096, 151936), .n_layers = ONE_OF(1, 2, 3, 7, 16), .dim = 16 * ONE_OF(1, 2, 7, 16),
-                           .n_kv_heads = kv, .n_heads = kv * ONE_OF(1, 2), .head_dim = 16 * ONE_OF(1, 2, 4), .ffn_dim = 16 * ONE_OF(1, 3, 8, 172), .max_positions = 1 << 20,
-                           .tied_embeddings = rnd_below(state, 2), .bos_token_id = -1, .eos_token_id = -1, .norm_eps = 1e-5f, .rope_factor = 1, .rope_low_freq = 1,
-                           .rope_high_freq = 1, .rope_theta = 1e4};
+  return (ps_model_config){.struct_bytes = sizeof(ps_model_config),
+                           .vocab_size = ONE_OF(64, 257, 4096, 151936),
+                           .n_layers = ONE_OF(1, 2, 3, 7, 16),
+                           .dim = 16 * ONE_OF(1, 2, 7, 16),
+                           .n_kv_heads = kv,
+                           .n_heads = kv * ONE_OF(1, 2),
+                           .head_dim = 16 * ONE_OF(1, 2, 4),
+                           .ffn_dim = 16 * ONE_OF(1, 3, 8, 172),
+                           .max_positions = 1 << 20,
+                           .tied_embeddings = rnd_below(state, 2),
+                           .bos_token_id = -1,
+                           .eos_token_id = -1,
+                           .norm_eps = 1e-5f,
+                           .rope_factor = 1,
+                           .rope_low_freq = 1,
+                           .rope_high_freq = 1,
+                           .rope_theta = 1e4};
 }
 
 static ps_plan_config random_config(uint64_t *state) {
   const uint64_t seq = ONE_OF(1, 3, 17, 64, 127, 512, 1025, 4096, 8191, 33000, 100001);
-  ps_plan_config c = {.struct_bytes = sizeof c, .recipe = rnd_below(state, 3), .seq_len = seq, .clip = rnd_below(state, 2), .one_document = rnd_below(state, 2),
-                      .trace_steps = 2, .reserve_bytes = 1 << 28};
+  ps_plan_config c = {.struct_bytes = sizeof c,
+                      .recipe = rnd_below(state, 3),
+                      .seq_len = seq,
+                      .clip = rnd_below(state, 2),
+                      .one_document = rnd_below(state, 2),
+                      .trace_steps = 2,
+                      .reserve_bytes = 1 << 28};
   c.tokens_per_step = seq * ONE_OF(1, 3, 8, 33, 64, 512, 4097);
-  if (c.tokens_per_step > 1 << 22) c.tokens_per_step = seq;
-  if (rnd_below(state, 3) == 0) c.chunk_tokens = rnd_below(state, 2) ? seq * ONE_OF(1, 2, 3) : 1 + seq / ONE_OF(2, 3, 7, 100);
-  if (c.chunk_tokens > seq) c.chunk_tokens = c.chunk_tokens / seq * seq;
-  if (rnd_below(state, 4) == 0) c.chunks_per_round = ONE_OF(1, 2, 5, 100);
-  if (rnd_below(state, 8) == 0) c.head_slice_tokens = ONE_OF(1, 64, 1000000);
+  if (c.tokens_per_step > 1 << 22)
+    c.tokens_per_step = seq;
+  if (rnd_below(state, 3) == 0)
+    c.chunk_tokens = rnd_below(state, 2) ? seq * ONE_OF(1, 2, 3) : 1 + seq / ONE_OF(2, 3, 7, 100);
+  if (c.chunk_tokens > seq)
+    c.chunk_tokens = c.chunk_tokens / seq * seq;
+  if (rnd_below(state, 4) == 0)
+    c.chunks_per_round = ONE_OF(1, 2, 5, 100);
+  if (rnd_below(state, 8) == 0)
+    c.head_slice_tokens = ONE_OF(1, 64, 1000000);
   return c;
 }
 
@@ -59,8 +86,10 @@ static void plan_one(uint64_t *state, uint64_t seed, const ps_hardware *cpu) {
     if (capped) {
       uint64_t device, host;
       CHECK(ps_plan_smallest(&model, &cfg, &hw, &device, &host) == PS_OK);
-      if (rnd_below(state, 2)) cfg.device_bytes = device + device / ONE_OF(1, 8, 64);
-      else cfg.host_bytes = host + host / ONE_OF(1, 8, 64);
+      if (rnd_below(state, 2))
+        cfg.device_bytes = device + device / ONE_OF(1, 8, 64);
+      else
+        cfg.host_bytes = host + host / ONE_OF(1, 8, 64);
     }
     const ps_status st = ps_plan_create(&plan, &model, &cfg, &hw);
     if (st == PS_OK) {
@@ -68,20 +97,44 @@ static void plan_one(uint64_t *state, uint64_t seed, const ps_hardware *cpu) {
       CHECK(!cfg.device_bytes || r.device_bytes <= cfg.device_bytes);
       CHECK(!cfg.host_bytes || r.host_bytes <= cfg.host_bytes);
       CHECK(r.step_s > 0);
-    } else CHECK(st == PS_EBUDGET || (st == PS_EINVAL && strstr(ps_last_error(), "lower --tokens-per-step")));
+    } else
+      CHECK(st == PS_EBUDGET ||
+            (st == PS_EINVAL && strstr(ps_last_error(), "lower --tokens-per-step")));
     ps_plan_destroy(plan);
-    printf("seed %llu%s: %.1f s\n", (unsigned long long)seed, capped ? " under a cap" : "", cpu_s() - begin);
+    printf("seed %llu%s: %.1f s\n", (unsigned long long)seed, capped ? " under a cap" : "",
+           cpu_s() - begin);
     fflush(stdout);
     CHECK(cpu_s() - begin < MOST_CPU_S * SLOWER);
-    if (st != PS_OK) return;
+    if (st != PS_OK)
+      return;
   }
 }
 
 /* More of a share than an int can count would fit: the same plan as without a cap. */
 static void test_a_cap_far_beyond(const ps_hardware *cpu) {
-  const ps_model_config model = {.struct_bytes = sizeof model, .vocab_size = 64, .n_layers = 8, .dim = 16, .n_kv_heads = 1, .n_heads = 1, .head_dim = 16, .ffn_dim = 16, .max_positions = 64,
-                                 .bos_token_id = -1, .eos_token_id = -1, .norm_eps = 1e-5f, .rope_factor = 1, .rope_low_freq = 1, .rope_high_freq = 1, .rope_theta = 1e4};
-  ps_plan_config cfg = {.struct_bytes = sizeof cfg, .recipe = PS_RECIPE_BF16, .seq_len = 1, .tokens_per_step = 64, .chunk_tokens = 1, .chunks_per_round = 4, .clip = 1,
+  const ps_model_config model = {.struct_bytes = sizeof model,
+                                 .vocab_size = 64,
+                                 .n_layers = 8,
+                                 .dim = 16,
+                                 .n_kv_heads = 1,
+                                 .n_heads = 1,
+                                 .head_dim = 16,
+                                 .ffn_dim = 16,
+                                 .max_positions = 64,
+                                 .bos_token_id = -1,
+                                 .eos_token_id = -1,
+                                 .norm_eps = 1e-5f,
+                                 .rope_factor = 1,
+                                 .rope_low_freq = 1,
+                                 .rope_high_freq = 1,
+                                 .rope_theta = 1e4};
+  ps_plan_config cfg = {.struct_bytes = sizeof cfg,
+                        .recipe = PS_RECIPE_BF16,
+                        .seq_len = 1,
+                        .tokens_per_step = 64,
+                        .chunk_tokens = 1,
+                        .chunks_per_round = 4,
+                        .clip = 1,
                         .reserve_bytes = 1 << 28};
   ps_hardware hw = *cpu;
   ps_plan_report r[2];
@@ -104,7 +157,8 @@ static uint64_t number(const char *name, uint64_t otherwise) {
 }
 
 int main(void) {
-  const uint64_t first = number("PENSTOCK_SEED", 1), n = number("PENSTOCK_SEARCHES", SLOWER > 1 ? 1 : 3);
+  const uint64_t first = number("PENSTOCK_SEED", 1),
+                 n = number("PENSTOCK_SEARCHES", SLOWER > 1 ? 1 : 3);
   ps_hardware hw = {.struct_bytes = sizeof hw};
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
   const int64_t before = ps__live_allocations();
@@ -115,6 +169,7 @@ int main(void) {
   }
   CHECK(ps__live_allocations() == before);
   CHECK(SLOWER > 1 || ps__resident_peak_bytes() < MOST_BYTES);
-  printf("ok %llu random searches end in time, within their caps, the largest in %llu MiB\n", (unsigned long long)n, (unsigned long long)(ps__resident_peak_bytes() >> 20));
+  printf("ok %llu random searches end in time, within their caps, the largest in %llu MiB\n",
+         (unsigned long long)n, (unsigned long long)(ps__resident_peak_bytes() >> 20));
   return 0;
 }

@@ -1,7 +1,8 @@
-/* test_train.c - training under failure: the Nth allocation, read, write or thread start fails, the data ends in an error in the
- * middle of a run, the loss or a gradient is not finite, a run is cancelled at any moment. Each time an error with a message comes
- * back, nothing leaks, and weights at home are those of the last complete step. And who may end what when: plans and data outlive
- * their trainer, a batch function does not wait for itself. */
+/* test_train.c - training under failure: the Nth allocation, read, write or thread start fails,
+ * the data ends in an error in the middle of a run, the loss or a gradient is not finite, a run
+ * is cancelled at any moment. Each time an error with a message comes back, nothing leaks, and
+ * weights at home are those of the last complete step. And who may end what when: plans and data
+ * outlive their trainer, a batch function does not wait for itself. */
 #include "tiny_model.h"
 #include "plan/plan_impl.h"
 #include "train/trainer.h"
@@ -18,19 +19,28 @@ enum { STRIDE = 97, STEP = 1, N_CANCELS = 150, N_READS = 40 };
 enum { SEQ_LEN = 16, SEQUENCES = 4, VOCAB = 96, MAX_PARAMS = 64 };
 
 static const char config_json[] =
-    "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"vocab_size\":96,\"num_hidden_layers\":2,\"hidden_act\":\"silu\","
-    "\"max_position_embeddings\":4096,\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,\"hidden_size\":32,\"intermediate_size\":40,"
+    "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"vocab_size\":96,\"num_"
+    "hidden_layers\":2,\"hidden_act\":\"silu\","
+    "\"max_position_embeddings\":4096,\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,\"hidden_size\":"
+    "32,\"intermediate_size\":40,"
     "\"num_attention_heads\":4,\"num_key_value_heads\":2,\"tie_word_embeddings\":false}";
 
 static char root[256], model_dir[300], shard[300], new_dir[300], old_dir[300];
 static ps_model_config model;
 static ps_hardware hw;
 
-/* ---- pieces --------------------------------------------------------------------------------------------------------------------- */
+/* ---- pieces ---------------------------------------------------------------------------------- */
 
 static ps_plan_config plan_config(uint32_t recipe, bool clip) {
-  return (ps_plan_config){.struct_bytes = sizeof(ps_plan_config), .recipe = recipe, .seq_len = SEQ_LEN, .tokens_per_step = SEQ_LEN * SEQUENCES,
-                          .chunk_tokens = SEQ_LEN, .chunks_per_round = 2, .clip = clip, .n_threads = 2, .reserve_bytes = 1 << 20};
+  return (ps_plan_config){.struct_bytes = sizeof(ps_plan_config),
+                          .recipe = recipe,
+                          .seq_len = SEQ_LEN,
+                          .tokens_per_step = SEQ_LEN * SEQUENCES,
+                          .chunk_tokens = SEQ_LEN,
+                          .chunks_per_round = 2,
+                          .clip = clip,
+                          .n_threads = 2,
+                          .reserve_bytes = 1 << 20};
 }
 
 static ps_train_config train_config(ps_dataset *ds, bool clip) {
@@ -42,15 +52,17 @@ static ps_train_config train_config(ps_dataset *ds, bool clip) {
   return c;
 }
 
-/* The plan without a cap (everything is resident, updates included), the tightest (everything streams, updates at home), one that streams everything and
- * updates on the device all the same, or one that streams everything and updates at home, with clipping in two parts. */
+/* The plan without a cap (everything is resident, updates included), the tightest (everything
+ * streams, updates at home), one that streams everything and updates on the device all the same,
+ * or one that streams everything and updates at home, with clipping in two parts. */
 typedef enum placement { RESIDENT, TIGHT, STREAMED, IN_PARTS, N_PLACEMENTS } placement;
 
 static ps_plan *make_streamed_plan(const ps_plan_config *cfg, bool there) {
   ps_plan *plan;
   ps__layout layout;
   ps__spec spec;
-  CHECK(ps__layout_init(&layout, cfg->seq_len, SEQUENCES, cfg->chunk_tokens, cfg->chunks_per_round, 0) == PS_OK);
+  CHECK(ps__layout_init(&layout, cfg->seq_len, SEQUENCES, cfg->chunk_tokens, cfg->chunks_per_round,
+                        0) == PS_OK);
   CHECK(ps__spec_init(&spec, &model, &layout) == PS_OK);
   spec.recipe = (ps_recipe)cfg->recipe;
   spec.chunk_tokens = layout.chunk_tokens;
@@ -71,8 +83,11 @@ static ps_plan *make_plan(uint32_t recipe, bool clip, placement where) {
   ps_plan_config cfg = plan_config(recipe, clip);
   ps_plan *plan;
   uint64_t host;
-  if (where >= STREAMED) return make_streamed_plan(&cfg, where == STREAMED);
-  if (where == TIGHT) CHECK(ps_plan_smallest(&model, &cfg, &hw, &cfg.device_bytes, &host) == PS_OK && cfg.device_bytes > 0);
+  if (where >= STREAMED)
+    return make_streamed_plan(&cfg, where == STREAMED);
+  if (where == TIGHT)
+    CHECK(ps_plan_smallest(&model, &cfg, &hw, &cfg.device_bytes, &host) == PS_OK &&
+          cfg.device_bytes > 0);
   CHECK(ps_plan_create(&plan, &model, &cfg, &hw) == PS_OK);
   return plan;
 }
@@ -111,14 +126,16 @@ static uint64_t weights(ps_trainer *t) {
 static void train_steps(ps_trainer *t, uint64_t n) {
   ps_step_metrics m;
   CHECK(ps_trainer_submit(t, n) == PS_OK);
-  for (uint64_t i = 0; i < n; i++) CHECK(ps_trainer_wait(t, &m) == PS_OK && m.step == i && isfinite(m.loss));
+  for (uint64_t i = 0; i < n; i++)
+    CHECK(ps_trainer_wait(t, &m) == PS_OK && m.step == i && isfinite(m.loss));
 }
 
 static int open_files(void) {
   DIR *d = opendir("/proc/self/fd");
   int n = 0;
   CHECK(d);
-  while (readdir(d)) n++;
+  while (readdir(d))
+    n++;
   closedir(d);
   return n;
 }
@@ -127,13 +144,15 @@ static int open_files(void) {
 static int count_names(const char *folder, const char *part) {
   DIR *d = opendir(folder);
   int n = 0;
-  if (!d) return -1;
-  for (struct dirent *e; (e = readdir(d));) n += strstr(e->d_name, part) != NULL;
+  if (!d)
+    return -1;
+  for (struct dirent *e; (e = readdir(d));)
+    n += strstr(e->d_name, part) != NULL;
   closedir(d);
   return n;
 }
 
-/* ---- fail the Nth --------------------------------------------------------------------------------------------------------------- */
+/* ---- fail the Nth ---------------------------------------------------------------------------- */
 
 typedef enum stage { PLANNING, TRAINER, STEPS, SAVE_NEW, SAVE_OVER, ALL } stage;
 static stage reached;
@@ -148,7 +167,8 @@ static ps_status train_and_save(void) {
   PS_TRY(ps_trainer_create(&t, model_dir, plan_made, &c, NULL, NULL));
   reached = STEPS;
   ps_status st = ps_trainer_submit(t, 2);
-  for (int i = 0; st == PS_OK && i < 2; i++) st = ps_trainer_wait(t, &m);
+  for (int i = 0; st == PS_OK && i < 2; i++)
+    st = ps_trainer_wait(t, &m);
   if (st == PS_OK) {
     reached = SAVE_NEW;
     st = ps_trainer_save(t, new_dir, PS_F32);
@@ -157,7 +177,8 @@ static ps_status train_and_save(void) {
     reached = SAVE_OVER;
     st = ps_trainer_save(t, old_dir, PS_BF16);
   }
-  if (st == PS_OK) reached = ALL;
+  if (st == PS_OK)
+    reached = ALL;
   ps_trainer_destroy(t);
   return st;
 }
@@ -174,7 +195,8 @@ static ps_status read_and_plan(void) {
   const ps_status st = ps_plan_create(&plan, &m, &cfg, &hw);
   ps_plan_destroy(plan);
   ps_dataset_close(ds);
-  if (st == PS_OK) reached = ALL;
+  if (st == PS_OK)
+    reached = ALL;
   return st;
 }
 
@@ -188,16 +210,20 @@ static void check_whole(const char *dir) {
   ps_tensors_close(f);
 }
 
-/* The disk after a failure in stage @s: the new directory is whole or not there (it may be there when bringing its name to the
- * disk failed last of all), the old one is whole. */
+/* The disk after a failure in stage @s: the new directory is whole or not there (it may be there
+ * when bringing its name to the disk failed last of all), the old one is whole. */
 static void check_files(stage s) {
   const int n_new = count_names(root, "new");
-  CHECK(count_names(root, ".part") == 0 && (s < SAVE_NEW ? n_new == 0 : s == SAVE_NEW ? n_new <= 1 : n_new == 1));
-  if (n_new) check_whole(new_dir);
+  CHECK(count_names(root, ".part") == 0 && (s < SAVE_NEW    ? n_new == 0
+                                            : s == SAVE_NEW ? n_new <= 1
+                                                            : n_new == 1));
+  if (n_new)
+    check_whole(new_dir);
   check_whole(old_dir);
 }
 
-/* Returns how many places were made to fail: the first hundred, then every @stride-th or, where that is more, a sixteenth further each time. */
+/* Returns how many places were made to fail: the first hundred, then every @stride-th or, where
+ * that is more, a sixteenth further each time. */
 static int64_t fail_nth(int kind, ps_status (*run)(void), int64_t stride) {
   const int64_t live = ps__live_allocations();
   const int files = open_files();
@@ -207,43 +233,55 @@ static int64_t fail_nth(int kind, ps_status (*run)(void), int64_t stride) {
     const ps_status st = run();
     const int64_t calls = ps__fault_count(kind);
     ps__fault_arm(kind, 0);
-    if (calls < n) CHECK(st == PS_OK && reached == ALL);
-    else CHECK(st < 0 && ps_last_error()[0] && reached < ALL);
+    if (calls < n)
+      CHECK(st == PS_OK && reached == ALL);
+    else
+      CHECK(st < 0 && ps_last_error()[0] && reached < ALL);
     CHECK(ps__live_allocations() == live && open_files() == files);
     check_files(reached == ALL && run == read_and_plan ? PLANNING : reached);
     remove_folder(new_dir);
-    if (calls < n) return places;
+    if (calls < n)
+      return places;
   }
 }
 
 static void test_fail_nth(void) {
-  static const char *const name[] = {[PS_FAULT_ALLOC] = "allocation", [PS_FAULT_READ] = "read", [PS_FAULT_WRITE] = "write",
+  static const char *const name[] = {[PS_FAULT_ALLOC] = "allocation",
+                                     [PS_FAULT_READ] = "read",
+                                     [PS_FAULT_WRITE] = "write",
                                      [PS_FAULT_THREAD] = "thread start"};
   data_opened = open_shard();
   plan_made = make_plan(PS_RECIPE_BF16, true, RESIDENT);
-  for (int kind = 0; kind < PS_FAULT_KINDS; kind++) { /* the planner's search does the same for each candidate: strides will do */
-    const int64_t n = fail_nth(kind, read_and_plan, STRIDE), m = fail_nth(kind, train_and_save, STEP);
+  /* the planner's search does the same for each candidate: strides will do */
+  for (int kind = 0; kind < PS_FAULT_KINDS; kind++) {
+    const int64_t n = fail_nth(kind, read_and_plan, STRIDE),
+                  m = fail_nth(kind, train_and_save, STEP);
     CHECK(m > 0);
-    printf("ok fail the nth %s: %lld places of planning, %lld of training and saving\n", name[kind], (long long)n, (long long)m);
+    printf("ok fail the nth %s: %lld places of planning, %lld of training and saving\n", name[kind],
+           (long long)n, (long long)m);
   }
   ps_plan_destroy(plan_made);
   ps_dataset_close(data_opened);
 }
 
-/* ---- an error in the middle ------------------------------------------------------------------------------------------------------ */
+/* ---- an error in the middle ------------------------------------------------------------------ */
 
-/* Sequence @n of the run cannot be read: the steps before it come to their end, and are all that home and a save know of. */
-static void read_fails(ps_plan *plan, ps_dataset *ds, bool clip, uint64_t n, const uint64_t *expected) {
+/* Sequence @n of the run cannot be read: the steps before it come to their end, and are all that
+ * home and a save know of. */
+static void read_fails(ps_plan *plan, ps_dataset *ds, bool clip, uint64_t n,
+                       const uint64_t *expected) {
   const ps_train_config c = train_config(ds, clip);
   ps_trainer *t = make_trainer(plan, &c);
   ps_step_metrics m;
   const uint64_t whole = (n - 1) / SEQUENCES;
   ps__fault_arm(PS_FAULT_READ, (int64_t)n);
   CHECK(ps_trainer_submit(t, 8) == PS_OK);
-  for (uint64_t i = 0; i < whole; i++) CHECK(ps_trainer_wait(t, &m) == PS_OK && m.step == i);
+  for (uint64_t i = 0; i < whole; i++)
+    CHECK(ps_trainer_wait(t, &m) == PS_OK && m.step == i);
   CHECK_FAILS(ps_trainer_wait(t, &m), PS_EIO, shard);
   ps__fault_arm(PS_FAULT_READ, 0);
-  CHECK(ps_trainer_steps_done(t) == whole && ps_trainer_submit(t, 1) == PS_EIO && ps_trainer_wait(t, &m) == PS_EIO);
+  CHECK(ps_trainer_steps_done(t) == whole && ps_trainer_submit(t, 1) == PS_EIO &&
+        ps_trainer_wait(t, &m) == PS_EIO);
   CHECK(weights(t) == expected[whole]);
   CHECK(ps_trainer_save(t, new_dir, PS_F32) == PS_OK);
   remove_folder(new_dir);
@@ -263,15 +301,19 @@ static void test_read_fails(bool clip, placement where) {
     CHECK(i == 0 || expected[i] != expected[i - 1]);
     ps_trainer_destroy(t);
   }
-  for (uint64_t i = 0; i < N_READS; i++) read_fails(plan, ds, clip, 1 + i * 7 % (MOST * SEQUENCES + SEQUENCES), expected);
+  for (uint64_t i = 0; i < N_READS; i++)
+    read_fails(plan, ds, clip, 1 + i * 7 % (MOST * SEQUENCES + SEQUENCES), expected);
   ps_plan_destroy(plan);
   ps_dataset_close(ds);
 }
 
 /* Tokens past the vocabulary, from a source that nobody checked before. */
-static ps_status alien_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets, uint64_t n) {
-  for (uint64_t i = 0; i < n; i++) tokens[i] = targets[i] = (int32_t)(i % VOCAB);
-  if (step == *(const uint64_t *)user) tokens[n - 1] = VOCAB;
+static ps_status alien_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
+                             uint64_t n) {
+  for (uint64_t i = 0; i < n; i++)
+    tokens[i] = targets[i] = (int32_t)(i % VOCAB);
+  if (step == *(const uint64_t *)user)
+    tokens[n - 1] = VOCAB;
   return PS_OK;
 }
 
@@ -283,14 +325,16 @@ static void test_alien_token(void) {
   c.batch_user = &when;
   ps_trainer *t = make_trainer(plan, &c);
   ps_step_metrics m;
-  CHECK(ps_trainer_submit(t, 5) == PS_OK && ps_trainer_wait(t, &m) == PS_OK && ps_trainer_wait(t, &m) == PS_OK);
+  CHECK(ps_trainer_submit(t, 5) == PS_OK && ps_trainer_wait(t, &m) == PS_OK &&
+        ps_trainer_wait(t, &m) == PS_OK);
   CHECK_FAILS(ps_trainer_wait(t, &m), PS_EFORMAT, "step 2, sequence 3, position 15: token 96");
   ps_trainer_destroy(t);
   ps_plan_destroy(plan);
 }
 
 /* Every third target is not counted, under the value that is asked for. */
-static ps_status sparse_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets, uint64_t n) {
+static ps_status sparse_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
+                              uint64_t n) {
   (void)step;
   for (uint64_t i = 0; i < n; i++) {
     tokens[i] = (int32_t)(i % VOCAB);
@@ -314,10 +358,14 @@ static void test_targets_not_counted(void) {
     bits[i] = weights(t);
     ps_trainer_destroy(t);
   }
-  CHECK(m[0].valid_tokens == m[0].tokens - (m[0].tokens + 1) / 3 && m[1].valid_tokens == m[0].valid_tokens);
+  CHECK(m[0].valid_tokens == m[0].tokens - (m[0].tokens + 1) / 3 &&
+        m[1].valid_tokens == m[0].valid_tokens);
   CHECK(m[0].loss == m[1].loss && bits[0] == bits[1]);
-  static const struct { int32_t mark; const char *says; } bad[] = {{-2, "position 1: target -2 is no id of the vocabulary of 96: -1 or -100"},
-                                                                   {VOCAB, "position 1: target 96 is no id"}};
+  static const struct {
+    int32_t mark;
+    const char *says;
+  } bad[] = {{-2, "position 1: target -2 is no id of the vocabulary of 96: -1 or -100"},
+             {VOCAB, "position 1: target 96 is no id"}};
   for (size_t i = 0; i < 2; i++) {
     mark = bad[i].mark;
     ps_trainer *t = make_trainer(plan, &c);
@@ -328,12 +376,13 @@ static void test_targets_not_counted(void) {
   ps_plan_destroy(plan);
 }
 
-/* ---- not finite ------------------------------------------------------------------------------------------------------------------ */
+/* ---- not finite ------------------------------------------------------------------------------ */
 
 static uint32_t param_named(const char *name) {
   for (uint32_t i = 0; i < ps_model_n_params(&model); i++) {
     ps_param_info p;
-    if (ps_model_param(&model, i, &p) == PS_OK && strcmp(p.name, name) == 0) return i;
+    if (ps_model_param(&model, i, &p) == PS_OK && strcmp(p.name, name) == 0)
+      return i;
   }
   CHECK(!"a parameter of that name");
   return 0;
@@ -345,7 +394,8 @@ static void fill_param(ps_trainer *t, const char *name, float value) {
   CHECK(ps_model_param(&model, idx, &p) == PS_OK);
   float *x = malloc(p.n * sizeof *x);
   CHECK(x);
-  for (uint64_t k = 0; k < p.n; k++) x[k] = k % 3 ? value : -value;
+  for (uint64_t k = 0; k < p.n; k++)
+    x[k] = k % 3 ? value : -value;
   CHECK(ps_trainer_write_param(t, idx, x, p.n) == PS_OK);
   free(x);
 }
@@ -359,14 +409,18 @@ static void test_bad_loss(ps_dataset *ds, uint32_t recipe, bool clip, placement 
   fill_param(t, "lm_head.weight", 3e38f);
   const uint64_t before = weights(t);
   CHECK(ps_trainer_submit(t, 4) == PS_OK);
-  CHECK(ps_trainer_wait(t, &m) == PS_ENUMERIC && strstr(ps_last_error(), "step 0") && strstr(ps_last_error(), "--lr"));
-  if (clip) CHECK(strstr(ps_last_error(), "the loss is infinite") || strstr(ps_last_error(), "the loss is not a number"));
+  CHECK(ps_trainer_wait(t, &m) == PS_ENUMERIC && strstr(ps_last_error(), "step 0") &&
+        strstr(ps_last_error(), "--lr"));
+  if (clip)
+    CHECK(strstr(ps_last_error(), "the loss is infinite") ||
+          strstr(ps_last_error(), "the loss is not a number"));
   CHECK(weights(t) == before && ps_trainer_steps_done(t) == 0);
   ps_trainer_destroy(t);
   ps_plan_destroy(plan);
 }
 
-/* A learning rate that throws the weights away: the steps before stand, the one that is not finite does not count. */
+/* A learning rate that throws the weights away: the steps before stand, the one that is not
+ * finite does not count. */
 static void test_bad_rate(ps_dataset *ds, placement where) {
   ps_plan *plan = make_plan(PS_RECIPE_FP32, true, where);
   ps_train_config c = train_config(ds, true);
@@ -378,9 +432,11 @@ static void test_bad_rate(ps_dataset *ds, placement where) {
   uint64_t n = 0;
   CHECK(ps_trainer_submit(t, 20) == PS_OK);
   ps_status st;
-  while ((st = ps_trainer_wait(t, &m)) == PS_OK) n++;
+  while ((st = ps_trainer_wait(t, &m)) == PS_OK)
+    n++;
   snprintf(text, sizeof text, "step %llu", (unsigned long long)n);
-  CHECK(st == PS_ENUMERIC && n >= 1 && strstr(ps_last_error(), text) && ps_trainer_steps_done(t) == n);
+  CHECK(st == PS_ENUMERIC && n >= 1 && strstr(ps_last_error(), text) &&
+        ps_trainer_steps_done(t) == n);
   const uint64_t after = weights(t);
   ps_trainer_destroy(t);
   t = make_trainer(plan, &c);
@@ -390,15 +446,18 @@ static void test_bad_rate(ps_dataset *ds, placement where) {
   ps_plan_destroy(plan);
 }
 
-/* up * down is 1e41 and the gate's output about 1e-41: the block's output is of order 1, but d loss / d gate, which has the factor
- * up * down, leaves fp32. */
+/* up * down is 1e41 and the gate's output about 1e-41: the block's output is of order 1, but d
+ * loss / d gate, which has the factor up * down, leaves fp32. */
 static void test_bad_gradient(ps_dataset *ds, int layer, placement where) {
   ps_plan *plan = make_plan(PS_RECIPE_FP32, true, where);
   const ps_train_config c = train_config(ds, true);
   ps_trainer *t = make_trainer(plan, &c);
   ps_step_metrics m;
   char name[64], text[64];
-  static const struct { const char *what; float value; } part[] = {{"gate", 1e-42f}, {"up", 1e36f}, {"down", 1e6f}};
+  static const struct {
+    const char *what;
+    float value;
+  } part[] = {{"gate", 1e-42f}, {"up", 1e36f}, {"down", 1e6f}};
   for (int i = 0; i < 3; i++) {
     snprintf(name, sizeof name, "model.layers.%d.mlp.%s_proj.weight", layer, part[i].what);
     fill_param(t, name, part[i].value);
@@ -414,28 +473,35 @@ static void test_bad_gradient(ps_dataset *ds, int layer, placement where) {
 
 static void test_not_finite(void) {
   ps_dataset *ds = open_shard();
-  for (int i = 0; i < 2 * N_PLACEMENTS * PS_N_RECIPES; i++) test_bad_loss(ds, (uint32_t)i / 2 % PS_N_RECIPES, i & 1, (placement)(i / 2 / PS_N_RECIPES));
+  for (int i = 0; i < 2 * N_PLACEMENTS * PS_N_RECIPES; i++)
+    test_bad_loss(ds, (uint32_t)i / 2 % PS_N_RECIPES, i & 1, (placement)(i / 2 / PS_N_RECIPES));
   printf("ok a loss that is not finite stops the run before anything of its step is updated\n");
-  for (placement where = 0; where < N_PLACEMENTS; where++) test_bad_rate(ds, where);
+  for (placement where = 0; where < N_PLACEMENTS; where++)
+    test_bad_rate(ds, where);
   printf("ok after a learning rate that is too high the last complete step stands\n");
-  for (int i = 0; i < 2 * N_PLACEMENTS; i++) test_bad_gradient(ds, i & 1, (placement)(i / 2));
+  for (int i = 0; i < 2 * N_PLACEMENTS; i++)
+    test_bad_gradient(ds, i & 1, (placement)(i / 2));
   printf("ok a gradient that is not finite names step and unit, and nothing is updated\n");
   ps_dataset_close(ds);
 }
 
-/* ---- cancel ---------------------------------------------------------------------------------------------------------------------- */
+/* ---- cancel ---------------------------------------------------------------------------------- */
 
 static ps_trainer *volatile to_cancel;
 static void on_alarm(int sig) { ps_trainer_cancel(to_cancel); }
 
-typedef struct canceller { ps_trainer *t; uint32_t after_us; } canceller;
+typedef struct canceller {
+  ps_trainer *t;
+  uint32_t after_us;
+} canceller;
 static void cancel_later(void *arg) {
   const canceller *c = arg;
   usleep(c->after_us);
   ps_trainer_cancel(c->t);
 }
 
-/* Weights after each of the first steps of a run: of as many as a run that is to be cancelled gets. */
+/* Weights after each of the first steps of a run: of as many as a run that is to be cancelled
+ * gets. */
 enum { N_KNOWN = 200 };
 static uint64_t known[N_KNOWN];
 static void know_steps(ps_plan *plan, const ps_train_config *c) {
@@ -450,13 +516,15 @@ static void know_steps(ps_plan *plan, const ps_train_config *c) {
 
 /* Weights are of the last step that is done, or the error says that they may be of two. */
 static bool said_if_of_two(ps_trainer *t, const char *error) {
-  if (strstr(error, "may be of two steps")) return true;
+  if (strstr(error, "may be of two steps"))
+    return true;
   CHECK(ps_trainer_steps_done(t) < N_KNOWN && weights(t) == known[ps_trainer_steps_done(t)]);
   return false;
 }
 
 /* Steps go on being submitted until the cancel is felt. Returns whether it came amid updates. */
-static bool cancelled_run(ps_plan *plan, const ps_train_config *c, uint32_t after_us, bool by_signal) {
+static bool cancelled_run(ps_plan *plan, const ps_train_config *c, uint32_t after_us,
+                          bool by_signal) {
   ps_trainer *t = make_trainer(plan, c);
   canceller who = {t, after_us};
   ps__thread *thread = NULL;
@@ -465,29 +533,36 @@ static bool cancelled_run(ps_plan *plan, const ps_train_config *c, uint32_t afte
   if (by_signal) {
     const struct itimerspec when = {.it_value = {0, (long)after_us * 1000 + 1}};
     to_cancel = t;
-    CHECK(timer_create(CLOCK_MONOTONIC, NULL, &timer) == 0 && timer_settime(timer, 0, &when, NULL) == 0);
+    CHECK(timer_create(CLOCK_MONOTONIC, NULL, &timer) == 0 &&
+          timer_settime(timer, 0, &when, NULL) == 0);
   } else {
     CHECK(ps__thread_start(&thread, cancel_later, &who, "cancel") == PS_OK);
   }
   ps_step_metrics m;
   ps_status st = PS_OK;
   for (int i = 0; st == PS_OK; i++) {
-    if (i == N_KNOWN - 4) ps_trainer_cancel(t); /* on a machine that has no time for the other thread */
+    /* on a machine that has no time for the other thread */
+    if (i == N_KNOWN - 4)
+      ps_trainer_cancel(t);
     st = ps_trainer_submit(t, i ? 1 : 2);
-    if (st == PS_OK) st = ps_trainer_wait(t, &m);
+    if (st == PS_OK)
+      st = ps_trainer_wait(t, &m);
   }
   CHECK(st == PS_ECANCELLED && ps_last_error()[0]);
-  CHECK(ps__now_ns() - begin_ns < 5000000000u); /* steps of a millisecond: a hang is what this is for */
+  /* steps of a millisecond: a hang is what this is for */
+  CHECK(ps__now_ns() - begin_ns < 5000000000u);
   ps_trainer_cancel(t); /* once more does no harm */
   CHECK(ps_trainer_wait(t, &m) == PS_ECANCELLED && weights(t) != 0);
   const bool amid = said_if_of_two(t, ps_last_error());
-  if (by_signal) CHECK(timer_delete(timer) == 0);
+  if (by_signal)
+    CHECK(timer_delete(timer) == 0);
   ps__thread_join(thread);
   ps_trainer_destroy(t);
   return amid;
 }
 
-/* A cancel out of an op of the third step, which then takes its time: that step is done where the op is behind its updates, or is the report, which says that they are. */
+/* A cancel out of an op of the third step, which then takes its time: that step is done where
+ * the op is behind its updates, or is the report, which says that they are. */
 static ps__hook cancel_in;
 static ps_status cancelling_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch) {
   if (what == cancel_in && launch->step == 2) {
@@ -509,10 +584,12 @@ static void test_cancel_behind_updates(ps_dataset *ds) {
     cancel_in = in[i];
     plan->hooks.fn = cancelling_hook;
     CHECK(ps_trainer_submit(t, 3) == PS_OK);
-    for (int k = 0; k < 3; k++) CHECK(ps_trainer_wait(t, &m) == PS_OK && m.step == (uint64_t)k);
+    for (int k = 0; k < 3; k++)
+      CHECK(ps_trainer_wait(t, &m) == PS_OK && m.step == (uint64_t)k);
     CHECK(ps_trainer_trace(t, NULL, 0, &n) == PS_OK); /* nothing is under way any more */
     CHECK(ps_trainer_steps_done(t) == 3 && weights(t) == known[3]);
-    CHECK(ps_trainer_submit(t, 1) == PS_ECANCELLED && !strstr(ps_last_error(), "two steps") && weights(t) == known[3]);
+    CHECK(ps_trainer_submit(t, 1) == PS_ECANCELLED && !strstr(ps_last_error(), "two steps") &&
+          weights(t) == known[3]);
     ps_trainer_destroy(t);
   }
   ps_plan_destroy(plan);
@@ -530,9 +607,11 @@ static void test_cancel(void) {
     const ps_train_config c = train_config(ds, clip);
     int amid = 0;
     know_steps(plan, &c);
-    for (int k = 0; k < N_CANCELS; k++) amid += cancelled_run(plan, &c, k < 3 ? 0 : rnd_below(&state, 6000), k & 1);
+    for (int k = 0; k < N_CANCELS; k++)
+      amid += cancelled_run(plan, &c, k < 3 ? 0 : rnd_below(&state, 6000), k & 1);
     CHECK(!clip || amid < N_CANCELS);
-    printf("  %s clipping, %d of %d cancels came amid updates\n", clip ? "with" : "without", amid, N_CANCELS);
+    printf("  %s clipping, %d of %d cancels came amid updates\n", clip ? "with" : "without", amid,
+           N_CANCELS);
     ps_plan_destroy(plan);
   }
   signal(SIGALRM, SIG_DFL);
@@ -540,19 +619,23 @@ static void test_cancel(void) {
   printf("ok a run is cancelled at any moment, by a thread and by a signal handler\n");
 }
 
-/* ---- life cycle ------------------------------------------------------------------------------------------------------------------ */
+/* ---- life cycle ------------------------------------------------------------------------------ */
 
 static ps_trainer *stepped;
 static _Atomic uint32_t n_created, asking;
 
 /* A batch function steps and ends its own trainer, while the caller waits for the batch. */
-static ps_status misusing_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets, uint64_t n) {
+static ps_status misusing_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
+                                uint64_t n) {
   ps_step_metrics m;
-  CHECK_FAILS(ps_trainer_wait(stepped, &m), PS_ESTATE, "a batch function cannot step its own trainer");
-  CHECK_FAILS(ps_trainer_submit(stepped, 1), PS_ESTATE, "a batch function cannot step its own trainer");
+  CHECK_FAILS(ps_trainer_wait(stepped, &m), PS_ESTATE,
+              "a batch function cannot step its own trainer");
+  CHECK_FAILS(ps_trainer_submit(stepped, 1), PS_ESTATE,
+              "a batch function cannot step its own trainer");
   CHECK_FAILS(ps_trainer_destroy(stepped), PS_ESTATE, "an op of it cannot close it");
   CHECK(!ps_trainer_at_rest(stepped) && ps_op_engine());
-  for (uint64_t i = 0; i < n; i++) tokens[i] = targets[i] = (int32_t)(i % VOCAB);
+  for (uint64_t i = 0; i < n; i++)
+    tokens[i] = targets[i] = (int32_t)(i % VOCAB);
   return PS_OK;
 }
 
@@ -563,16 +646,23 @@ static void test_own_batch(void) {
   stepped = make_trainer(plan, &c);
   CHECK(ps_trainer_at_rest(stepped) && !ps_op_engine());
   train_steps(stepped, 3);
-  CHECK(ps_trainer_at_rest(stepped) && ps_trainer_destroy(stepped) == PS_OK && ps_plan_destroy(plan) == PS_OK);
+  CHECK(ps_trainer_at_rest(stepped) && ps_trainer_destroy(stepped) == PS_OK &&
+        ps_plan_destroy(plan) == PS_OK);
 }
 
-typedef struct owned { ps_plan *plan; ps_dataset *ds; ps_trainer *t; } owned;
+typedef struct owned {
+  ps_plan *plan;
+  ps_dataset *ds;
+  ps_trainer *t;
+} owned;
 
 static void create_one(void *arg) {
   owned *o = arg;
   const ps_train_config c = train_config(o->ds, true);
-  if (ps_trainer_create(&o->t, model_dir, o->plan, &c, NULL, NULL) == PS_OK) atomic_fetch_add(&n_created, 1);
-  else CHECK(strstr(ps_last_error(), "another trainer runs this plan"));
+  if (ps_trainer_create(&o->t, model_dir, o->plan, &c, NULL, NULL) == PS_OK)
+    atomic_fetch_add(&n_created, 1);
+  else
+    CHECK(strstr(ps_last_error(), "another trainer runs this plan"));
 }
 
 static void ask(void *arg) {
@@ -590,8 +680,10 @@ static void ask(void *arg) {
 
 static void end_when_free(void *arg) {
   owned *o = arg;
-  while (ps_plan_destroy(o->plan) == PS_EBUSY) usleep(10);
-  while (ps_dataset_close(o->ds) == PS_EBUSY) usleep(10);
+  while (ps_plan_destroy(o->plan) == PS_EBUSY)
+    usleep(10);
+  while (ps_dataset_close(o->ds) == PS_EBUSY)
+    usleep(10);
 }
 
 static void test_life(void) {
@@ -599,10 +691,13 @@ static void test_life(void) {
   ps__thread *thread[2];
   o[1] = o[0];
   atomic_store(&n_created, 0);
-  for (int i = 0; i < 2; i++) CHECK(ps__thread_start(&thread[i], create_one, &o[i], "create") == PS_OK);
-  for (int i = 0; i < 2; i++) ps__thread_join(thread[i]);
+  for (int i = 0; i < 2; i++)
+    CHECK(ps__thread_start(&thread[i], create_one, &o[i], "create") == PS_OK);
+  for (int i = 0; i < 2; i++)
+    ps__thread_join(thread[i]);
   CHECK(atomic_load(&n_created) == 1);
-  if (!o[0].t) o[0].t = o[1].t;
+  if (!o[0].t)
+    o[0].t = o[1].t;
   atomic_store(&asking, 1);
   CHECK(ps__thread_start(&thread[0], ask, &o[0], "ask") == PS_OK);
   train_steps(o[0].t, 20);
@@ -630,8 +725,10 @@ int main(void) {
   const int64_t live = ps__live_allocations();
 
   test_fail_nth();
-  for (int i = 0; i < 2 * N_PLACEMENTS; i++) test_read_fails(i & 1, (placement)(i / 2));
-  printf("ok data that cannot be read stops the run behind the last complete step, whose weights can be saved\n");
+  for (int i = 0; i < 2 * N_PLACEMENTS; i++)
+    test_read_fails(i & 1, (placement)(i / 2));
+  printf("ok data that cannot be read stops the run behind the last complete step, whose weights "
+         "can be saved\n");
   test_alien_token();
   test_targets_not_counted();
   printf("ok targets of -1 and -100 are not counted, others that are no ids are named\n");
@@ -639,8 +736,10 @@ int main(void) {
   test_not_finite();
   test_cancel();
   test_own_batch();
-  for (int i = 0; i < 5; i++) test_life();
-  printf("ok plan and data are busy while a trainer uses them, a batch function does not wait for itself\n");
+  for (int i = 0; i < 5; i++)
+    test_life();
+  printf("ok plan and data are busy while a trainer uses them, a batch function does not wait for "
+         "itself\n");
   CHECK(ps__live_allocations() == live);
 
   remove_folder(model_dir);

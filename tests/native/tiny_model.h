@@ -1,4 +1,5 @@
-/* tiny_model.h - a model directory with random weights and a token shard, written by the library itself, for native tests. */
+/* tiny_model.h - a model directory with random weights and a token shard, written by the library
+ * itself, for native tests. */
 #ifndef PS_TESTS_TINY_MODEL_H
 #define PS_TESTS_TINY_MODEL_H
 #include "check.h"
@@ -7,7 +8,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Write @json as DIR/config.json and random fp32 weights (matrices within 0.2 of 0, norms of 1). @cfg gets the configuration. */
+/* Write @json as DIR/config.json and random fp32 weights (matrices within 0.2 of 0, norms of 1).
+ * @cfg gets the configuration. */
 static inline void tiny_model_write(const char *dir, const char *json, ps_model_config *cfg) {
   char path[512];
   CHECK(mkdir(dir, 0755) == 0);
@@ -22,14 +24,18 @@ static inline void tiny_model_write(const char *dir, const char *json, ps_model_
   CHECK(info && spec);
   for (uint32_t i = 0; i < n; i++) {
     CHECK(ps_model_param(cfg, i, &info[i]) == PS_OK);
-    spec[i] = (ps_tensor_spec){.name = info[i].name, .dtype = PS_F32, .n_dims = info[i].n_dims, .shape = {info[i].shape[0], info[i].shape[1]}};
+    spec[i] = (ps_tensor_spec){.name = info[i].name,
+                               .dtype = PS_F32,
+                               .n_dims = info[i].n_dims,
+                               .shape = {info[i].shape[0], info[i].shape[1]}};
   }
   ps_tensor_writer *w;
   CHECK(ps_tensors_create(&w, dir, "model", spec, n, 0, NULL, 0) == PS_OK);
   uint64_t state = 7;
   for (uint32_t i = 0; i < n; i++)
     for (uint64_t k = 0; k < info[i].n; k++) {
-      const float x = ((float)rnd_below(&state, 1 << 16) / 65536 - 0.5f) * 0.4f, value = info[i].role == PS_PARAM_NORM ? 1 + x : x;
+      const float x = ((float)rnd_below(&state, 1 << 16) / 65536 - 0.5f) * 0.4f,
+                  value = info[i].role == PS_PARAM_NORM ? 1 + x : x;
       CHECK(ps_tensors_append(w, &value, sizeof value) == PS_OK);
     }
   CHECK(ps_tensors_finish(w) == PS_OK);
@@ -53,9 +59,11 @@ static inline void tiny_shard_write(const char *path, uint32_t n, uint32_t vocab
 /* Remove a folder of files; one that is not there is no error. */
 static inline void remove_folder(const char *folder) {
   DIR *d = opendir(folder);
-  if (!d) return;
+  if (!d)
+    return;
   for (struct dirent *e; (e = readdir(d));)
-    if (strcmp(e->d_name, ".") && strcmp(e->d_name, "..")) CHECK(unlinkat(dirfd(d), e->d_name, 0) == 0);
+    if (strcmp(e->d_name, ".") && strcmp(e->d_name, ".."))
+      CHECK(unlinkat(dirfd(d), e->d_name, 0) == 0);
   closedir(d);
   CHECK(rmdir(folder) == 0);
 }

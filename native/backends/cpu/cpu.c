@@ -1,5 +1,5 @@
-/* cpu.c - the CPU backend: every stream is a thread with a pool of its own, device memory is an arena apart, copies are
- * real copies. It is complete, and the oracle for every other backend. */
+/* cpu.c - the CPU backend: every stream is a thread with a pool of its own, device memory is an
+ * arena apart, copies are real copies. It is complete, and the oracle for every other backend. */
 #include "backends/host/stream.h"
 #include "engine/schedule.h"
 #include "kernels/cpu/cpu.h"
@@ -73,7 +73,8 @@ static uint32_t cpu_fn_id(const ps_engine_config *cfg, uint32_t stream) { return
 static uint32_t cpu_group(const ps_engine_config *cfg, uint32_t stream) { return stream; }
 static void *cpu_exec(ps__device *dev, uint32_t stream) { return &dev->stream[stream].exec; }
 
-static ps_status cpu_copy(ps__device *dev, uint32_t stream, void *dst, const void *src, uint64_t bytes) {
+static ps_status cpu_copy(ps__device *dev, uint32_t stream, void *dst, const void *src,
+                          uint64_t bytes) {
   ps__host_stream_copy(&dev->stream[stream], dst, src, bytes);
   return PS_OK;
 }
@@ -82,12 +83,17 @@ static void cpu_signal(ps__device *dev, uint32_t stream, uint64_t value) {
   ps__timeline_signal(&dev->stream[stream].line, value);
 }
 
-static bool cpu_wait(ps__device *dev, uint32_t stream, uint32_t awaited, uint64_t value, const _Atomic uint32_t *abort_flag) {
+static bool cpu_wait(ps__device *dev, uint32_t stream, uint32_t awaited, uint64_t value,
+                     const _Atomic uint32_t *abort_flag) {
   return ps__timeline_wait(&dev->stream[awaited].line, value, abort_flag);
 }
 
-static uint64_t cpu_counter(ps__device *dev, uint32_t stream) { return atomic_load(&dev->stream[stream].line.value); }
-static void cpu_stamp(ps__device *dev, uint32_t stream, int what, ps_trace_event *ev) { ps__host_stamp(what, ev); }
+static uint64_t cpu_counter(ps__device *dev, uint32_t stream) {
+  return atomic_load(&dev->stream[stream].line.value);
+}
+static void cpu_stamp(ps__device *dev, uint32_t stream, int what, ps_trace_event *ev) {
+  ps__host_stamp(what, ev);
+}
 static void cpu_settle(ps__device *dev, ps_trace_event *events) {}
 static ps_status cpu_health(ps__device *dev) { return PS_OK; }
 
@@ -105,7 +111,9 @@ static ps_status cpu_prepare(ps__device *dev, const ps_schedule *schedule, uint6
 /* What products need is had, or refused, before the first step. */
 static ps_status cpu_warm(ps__device *dev, const ps_schedule *schedule) {
   for (size_t i = 0; i < schedule->list.n_ops; i++)
-    if (schedule->list.ops[i].kernel == &ps__k_gemm) PS_TRY(ps__cpu_blas_ready(ps__pool_size(dev->stream[schedule->list.ops[i].stream].exec.pool)));
+    if (schedule->list.ops[i].kernel == &ps__k_gemm)
+      PS_TRY(
+          ps__cpu_blas_ready(ps__pool_size(dev->stream[schedule->list.ops[i].stream].exec.pool)));
   return PS_OK;
 }
 
@@ -114,8 +122,26 @@ static void cpu_enter(ps__device *dev) {}
 static void cpu_leave(ps__device *dev, uint32_t group) {}
 
 const ps__backend ps__backend_cpu = {
-    .name = "cpu", .fn_id = cpu_fn_id, .open = cpu_open, .close = cpu_close, .map = cpu_map, .unmap = cpu_unmap,
-    .peak = cpu_peak, .group = cpu_group, .exec = cpu_exec, .copy = cpu_copy, .prepare = cpu_prepare, .warm = cpu_warm, .finish = cpu_finish,
-    .enter = cpu_enter, .leave = cpu_leave, .signal = cpu_signal, .wait = cpu_wait, .counter = cpu_counter, .stamp = cpu_stamp,
-    .settle = cpu_settle, .health = cpu_health, .kick = cpu_kick,
+    .name = "cpu",
+    .fn_id = cpu_fn_id,
+    .open = cpu_open,
+    .close = cpu_close,
+    .map = cpu_map,
+    .unmap = cpu_unmap,
+    .peak = cpu_peak,
+    .group = cpu_group,
+    .exec = cpu_exec,
+    .copy = cpu_copy,
+    .prepare = cpu_prepare,
+    .warm = cpu_warm,
+    .finish = cpu_finish,
+    .enter = cpu_enter,
+    .leave = cpu_leave,
+    .signal = cpu_signal,
+    .wait = cpu_wait,
+    .counter = cpu_counter,
+    .stamp = cpu_stamp,
+    .settle = cpu_settle,
+    .health = cpu_health,
+    .kick = cpu_kick,
 };

@@ -13,7 +13,7 @@ static const uint64_t GIVEN_UP = INT64_MAX; /* at least any value, by the sign o
 static _Atomic bool without_mem_ops;
 void ps__cuda_without_mem_ops(bool without) { atomic_store(&without_mem_ops, without); }
 
-/* ---- open and close -------------------------------------------------------------------------------------------------- */
+/* ---- open and close -------------------------------------------------------------------------- */
 
 static void close_stream(ps__device *dev, ps__cuda_stream *s) {
   ps__host_stream_close(&s->host);
@@ -52,22 +52,30 @@ static ps_status open_context(ps__device *dev) {
   PS_TRY(ps__cuda_driver_open(&dev->cu));
   PS__CUDA_TRY(dev->cu, DeviceGetCount(&n));
   if (dev->cfg.device >= (uint32_t)n)
-    return ps__fail(PS_EDEVICE, "GPU %u is asked for, %d visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES", dev->cfg.device, n);
+    return ps__fail(PS_EDEVICE,
+                    "GPU %u is asked for, %d visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES",
+                    dev->cfg.device, n);
   PS__CUDA_TRY(dev->cu, DeviceGet(&dev->dev, (int)dev->cfg.device));
   PS_TRY(ps__cuda_supported(dev->cu, dev->dev, dev->cfg.device));
   if (!attribute(dev, CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING))
-    return ps__fail(PS_EDEVICE, "GPU %u has no unified addresses with the host, which the cuda backend needs", dev->cfg.device);
-  dev->mem_ops = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS) && !atomic_load(&without_mem_ops);
+    return ps__fail(PS_EDEVICE,
+                    "GPU %u has no unified addresses with the host, which the cuda backend needs",
+                    dev->cfg.device);
+  dev->mem_ops = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS) &&
+                 !atomic_load(&without_mem_ops);
   dev->host_pointers = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
   dev->numa_node = ps__cuda_numa_node(dev->cu, dev->dev);
   if (!dev->mem_ops)
-    ps__log(PS_LOG_WARN, "GPU %u has no 64-bit stream memory operations: waits between host and GPU cost more", dev->cfg.device);
+    ps__log(PS_LOG_WARN,
+            "GPU %u has no 64-bit stream memory operations: waits between host and GPU cost more",
+            dev->cfg.device);
   CUcontext ctx;
   uint64_t others;
   ps__cuda_usage_begin(dev->cu, dev->cfg.device, &others);
   CUresult r = dev->cu->DevicePrimaryCtxRetain(&ctx, dev->dev);
   if (r == CUDA_ERROR_OUT_OF_MEMORY)
-    return ps__fail(PS_ENOMEM, "GPU %u has no memory left for a context: end what else uses it", dev->cfg.device);
+    return ps__fail(PS_ENOMEM, "GPU %u has no memory left for a context: end what else uses it",
+                    dev->cfg.device);
   if (r != CUDA_SUCCESS)
     return ps__cuda_fail(dev->cu, r, "cuDevicePrimaryCtxRetain");
   dev->ctx = ctx;
@@ -78,8 +86,11 @@ static ps_status device_memory(ps__device *dev, CUdeviceptr *out, size_t bytes, 
   char text[32];
   if (ps__fault_hit(PS_FAULT_ALLOC) || dev->cu->MemAlloc(out, bytes) != CUDA_SUCCESS) {
     *out = 0;
-    return ps__fail(PS_ENOMEM, "stream %u (%s): %s of GPU memory for scratch refused: lower --device-mem, or end what else uses this "
-                               "GPU", idx, dev->cfg.stream[idx].name, ps__format_bytes(text, bytes));
+    return ps__fail(PS_ENOMEM,
+                    "stream %u (%s): %s of GPU memory for scratch refused: lower --device-mem, or "
+                    "end what else uses this "
+                    "GPU",
+                    idx, dev->cfg.stream[idx].name, ps__format_bytes(text, bytes));
   }
   ps__live_add(1);
   return PS_OK;
@@ -90,9 +101,12 @@ static ps_status open_device_stream(ps__device *dev, uint32_t idx) {
   ps__cuda_stream *s = &dev->stream[idx];
   const ps_stream_config *cfg = &dev->cfg.stream[idx];
   bool compute = cfg->kind == PS_STREAM_COMPUTE;
-  size_t blas_bytes = ps__cuda_workspace_bytes(10u * (uint32_t)attribute(dev, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR));
-  s->exec = (ps__cuda_exec){.scratch_bytes = ((size_t)cfg->scratch_bytes * cfg->n_threads + 255) / 256 * 256,
-                            .device = (int)dev->cfg.device, .n_sms = attribute(dev, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+  size_t blas_bytes = ps__cuda_workspace_bytes(
+      10u * (uint32_t)attribute(dev, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR));
+  s->exec = (ps__cuda_exec){.scratch_bytes =
+                                ((size_t)cfg->scratch_bytes * cfg->n_threads + 255) / 256 * 256,
+                            .device = (int)dev->cfg.device,
+                            .n_sms = attribute(dev, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
                             .deterministic = dev->cfg.deterministic != 0};
   PS__CUDA_TRY(dev->cu, StreamCreate(&s->stream, CU_STREAM_NON_BLOCKING));
   s->exec.stream = s->stream;
@@ -101,13 +115,16 @@ static ps_status open_device_stream(ps__device *dev, uint32_t idx) {
     return PS_OK;
   PS_TRY(device_memory(dev, &s->scratch, bytes, idx));
   s->exec.scratch = (void *)(uintptr_t)s->scratch;
-  return compute ? ps__cuda_blas_create(&s->exec.blas, (char *)s->exec.scratch + s->exec.scratch_bytes, blas_bytes) : PS_OK;
+  return compute ? ps__cuda_blas_create(&s->exec.blas,
+                                        (char *)s->exec.scratch + s->exec.scratch_bytes, blas_bytes)
+                 : PS_OK;
 }
 
 static ps_status open_streams(ps__device *dev) {
   enum { WORD_BYTES = 64 };
   CUdeviceptr words;
-  PS__CUDA_TRY(dev->cu, MemHostAlloc(&dev->words, PS_MAX_STREAMS * WORD_BYTES, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP));
+  PS__CUDA_TRY(dev->cu, MemHostAlloc(&dev->words, PS_MAX_STREAMS * WORD_BYTES,
+                                     CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP));
   PS__CUDA_TRY(dev->cu, MemHostGetDevicePointer(&words, dev->words, 0));
   memset(dev->words, 0, PS_MAX_STREAMS * WORD_BYTES);
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++) {
@@ -141,7 +158,7 @@ static ps_status cuda_open(ps__device **out, const ps_engine_config *cfg) {
   return st;
 }
 
-/* ---- what the engine asks -------------------------------------------------------------------------------------------- */
+/* ---- what the engine asks -------------------------------------------------------------------- */
 
 static uint32_t cuda_fn_id(const ps_engine_config *cfg, uint32_t stream) {
   return ps__cuda_is_host(cfg, stream) ? PS_BACKEND_CPU : PS_BACKEND_CUDA;
@@ -167,12 +184,15 @@ static void cuda_enter(ps__device *dev) {
   prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul);
 }
 
-/* The last host stream to give up lets pass who waits for any of them on the device; then every device stream comes to its end. Not before the last: an order between two
- * device ops may hold only by way of a host op (schedule.c drops what is implied), and what the steps before send home must be there before the step
- * that is given up reads it and sends it again. No host stream waits for that step. */
+/* The last host stream to give up lets pass who waits for any of them on the device; then every
+ * device stream comes to its end. Not before the last: an order between two device ops may hold
+ * only by way of a host op (schedule.c drops what is implied), and what the steps before send
+ * home must be there before the step that is given up reads it and sends it again. No host
+ * stream waits for that step. */
 static void cuda_leave(ps__device *dev, uint32_t group) {
   uint32_t n_host = 0;
-  for (uint32_t i = 0; i < dev->cfg.n_streams; i++) n_host += !dev->stream[i].stream;
+  for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
+    n_host += !dev->stream[i].stream;
   if (!dev->stream[group].stream) {
     if (atomic_fetch_add(&dev->n_left, 1) + 1 < n_host)
       return;
@@ -191,7 +211,8 @@ static void cuda_leave(ps__device *dev, uint32_t group) {
 
 static uint64_t cuda_counter(ps__device *dev, uint32_t stream) {
   ps__cuda_stream *s = &dev->stream[stream];
-  return s->stream ? atomic_load_explicit(s->word, memory_order_acquire) : atomic_load(&s->host.line.value);
+  return s->stream ? atomic_load_explicit(s->word, memory_order_acquire)
+                   : atomic_load(&s->host.line.value);
 }
 
 static void cuda_kick(ps__device *dev) { /* who looks at words looks at its flag as well */
@@ -199,7 +220,7 @@ static void cuda_kick(ps__device *dev) { /* who looks at words looks at its flag
     ps__timeline_kick(&dev->stream[i].host.line);
 }
 
-/* ---- failures -------------------------------------------------------------------------------------------------------- */
+/* ---- failures -------------------------------------------------------------------------------- */
 
 void ps__cuda_note_error(ps__device *dev, CUresult r, const char *call) {
   int none = CUDA_SUCCESS;
@@ -211,9 +232,11 @@ void ps__cuda_note_error(ps__device *dev, CUresult r, const char *call) {
 /* A failed kernel or copy makes every later call fail, a query too. */
 static ps_status cuda_health(ps__device *dev) {
   CUcontext old;
-  if (atomic_load(&dev->error) == CUDA_SUCCESS && dev->cu->CtxPushCurrent(dev->ctx) == CUDA_SUCCESS) {
+  if (atomic_load(&dev->error) == CUDA_SUCCESS &&
+      dev->cu->CtxPushCurrent(dev->ctx) == CUDA_SUCCESS) {
     for (uint32_t i = 0; i < dev->cfg.n_streams; i++) {
-      CUresult r = dev->stream[i].stream ? dev->cu->StreamQuery(dev->stream[i].stream) : CUDA_SUCCESS;
+      CUresult r =
+          dev->stream[i].stream ? dev->cu->StreamQuery(dev->stream[i].stream) : CUDA_SUCCESS;
       if (r != CUDA_SUCCESS && r != CUDA_ERROR_NOT_READY) {
         ps__cuda_note_error(dev, r, "a kernel or a copy before cuStreamQuery");
         break;
@@ -251,7 +274,7 @@ static ps_status cuda_prepare(ps__device *dev, const ps_schedule *schedule, uint
   return st;
 }
 
-/* ---- waits and signals ------------------------------------------------------------------------------------------------- */
+/* ---- waits and signals ----------------------------------------------------------------------- */
 
 static void relax(void) {
 #if defined(__x86_64__)
@@ -260,7 +283,8 @@ static void relax(void) {
 }
 
 /* Wait for a word that the device writes. No call of the driver in here (device.h). */
-static bool watch(ps__device *dev, const ps__cuda_stream *s, uint64_t value, const _Atomic uint32_t *abort_flag) {
+static bool watch(ps__device *dev, const ps__cuda_stream *s, uint64_t value,
+                  const _Atomic uint32_t *abort_flag) {
   uint64_t begin = 0;
   for (;;) {
     if (atomic_load_explicit(s->word, memory_order_acquire) >= value)
@@ -294,18 +318,24 @@ static CUevent event_at(const ps__device *dev, const ps__cuda_stream *s, uint64_
   return event == PS__NO_EVENT ? NULL : dev->events[event + (step & 1)];
 }
 
-static bool cuda_wait(ps__device *dev, uint32_t stream, uint32_t awaited, uint64_t value, const _Atomic uint32_t *abort_flag) {
+static bool cuda_wait(ps__device *dev, uint32_t stream, uint32_t awaited, uint64_t value,
+                      const _Atomic uint32_t *abort_flag) {
   ps__cuda_stream *a = &dev->stream[awaited];
   CUstream waiter = stream == PS__CALLER ? NULL : dev->stream[stream].stream;
   if (!waiter)
-    return a->stream ? watch(dev, a, value, abort_flag) : ps__timeline_wait(&a->host.line, value, abort_flag);
+    return a->stream ? watch(dev, a, value, abort_flag)
+                     : ps__timeline_wait(&a->host.line, value, abort_flag);
   if (a->stream)
-    return submitted(dev, dev->cu->StreamWaitEvent(waiter, event_at(dev, a, value), CU_EVENT_WAIT_DEFAULT), "cuStreamWaitEvent");
+    return submitted(
+        dev, dev->cu->StreamWaitEvent(waiter, event_at(dev, a, value), CU_EVENT_WAIT_DEFAULT),
+        "cuStreamWaitEvent");
   if (!dev->mem_ops)
     return ps__timeline_wait(&a->host.line, value, abort_flag);
   if (atomic_load_explicit(a->word, memory_order_acquire) >= value)
     return true;
-  return submitted(dev, dev->cu->StreamWaitValue64(waiter, a->word_dev, value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue64");
+  return submitted(dev,
+                   dev->cu->StreamWaitValue64(waiter, a->word_dev, value, CU_STREAM_WAIT_VALUE_GEQ),
+                   "cuStreamWaitValue64");
 }
 
 static void CUDA_CB write_note(void *arg) {
@@ -317,7 +347,8 @@ static void CUDA_CB write_note(void *arg) {
 static void cuda_signal(ps__device *dev, uint32_t stream, uint64_t value) {
   ps__cuda_stream *s = &dev->stream[stream];
   if (!s->stream) {
-    atomic_store_explicit(s->word, value, memory_order_release); /* before the timeline: who is woken by it may give the word up */
+    /* before the timeline: who is woken by it may give the word up */
+    atomic_store_explicit(s->word, value, memory_order_release);
     ps__timeline_signal(&s->host.line, value);
     return;
   }
@@ -328,9 +359,13 @@ static void cuda_signal(ps__device *dev, uint32_t stream, uint64_t value) {
   if (op->note == PS__NO_EVENT)
     return;
   if (dev->mem_ops)
-    submitted(dev, dev->cu->StreamWriteValue64(s->stream, s->word_dev, value, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue64");
+    submitted(
+        dev,
+        dev->cu->StreamWriteValue64(s->stream, s->word_dev, value, CU_STREAM_WRITE_VALUE_DEFAULT),
+        "cuStreamWriteValue64");
   else
-    submitted(dev, dev->cu->LaunchHostFunc(s->stream, write_note, &dev->notes[op->note]), "cuLaunchHostFunc");
+    submitted(dev, dev->cu->LaunchHostFunc(s->stream, write_note, &dev->notes[op->note]),
+              "cuLaunchHostFunc");
 }
 
 static ps_status cuda_memory(ps__device *dev, uint64_t *out_bytes) {
@@ -342,8 +377,27 @@ static ps_status cuda_memory(ps__device *dev, uint64_t *out_bytes) {
 }
 
 const ps__backend ps__backend_cuda = {
-    .name = "cuda", .fn_id = cuda_fn_id, .open = cuda_open, .close = cuda_close, .map = ps__cuda_map, .unmap = ps__cuda_unmap,
-    .peak = ps__cuda_peak, .group = cuda_group, .exec = cuda_exec, .copy = ps__cuda_copy, .prepare = cuda_prepare,
-    .finish = cuda_finish, .warm = ps__cuda_warm, .memory = cuda_memory, .enter = cuda_enter, .leave = cuda_leave, .signal = cuda_signal, .wait = cuda_wait,
-    .counter = cuda_counter, .stamp = ps__cuda_stamp, .settle = ps__cuda_settle, .health = cuda_health, .kick = cuda_kick,
+    .name = "cuda",
+    .fn_id = cuda_fn_id,
+    .open = cuda_open,
+    .close = cuda_close,
+    .map = ps__cuda_map,
+    .unmap = ps__cuda_unmap,
+    .peak = ps__cuda_peak,
+    .group = cuda_group,
+    .exec = cuda_exec,
+    .copy = ps__cuda_copy,
+    .prepare = cuda_prepare,
+    .finish = cuda_finish,
+    .warm = ps__cuda_warm,
+    .memory = cuda_memory,
+    .enter = cuda_enter,
+    .leave = cuda_leave,
+    .signal = cuda_signal,
+    .wait = cuda_wait,
+    .counter = cuda_counter,
+    .stamp = ps__cuda_stamp,
+    .settle = ps__cuda_settle,
+    .health = cuda_health,
+    .kick = cuda_kick,
 };

@@ -1,21 +1,28 @@
 /* device.h - the CUDA backend from the inside.
  *
- * Device streams are CUDA streams, fed in program order by one thread; host streams are the CPU backend's. Who waits how:
+ * Device streams are CUDA streams, fed in program order by one thread; host streams are the CPU
+ * backend's. Who waits how:
  *   device for device   an event, recorded after the awaited op (events below)
- *   device for host     the stream waits until the host stream's word, pinned, is at least the value
- *   host for device     the stream writes its word; the thread looks at it: spins 20 us, then every 20 us, which with the
- *                       kernel's slack gives a latency under 100 us (nothing can wake a thread from the device)
+ *   device for host     the stream waits until the host stream's word, pinned, is at least the
+ *                       value
+ *   host for device     the stream writes its word; the thread looks at it: spins 20 us, then
+ *                       every 20 us, which with the
+ *                       kernel's slack gives a latency under 100 us (nothing can wake a thread
+ *                       from the device)
  *   host for host       the timeline's futex
- * A word is compared as the hardware does, by the sign of a 64-bit difference; when all host streams have given up, their words are INT64_MAX.
+ * A word is compared as the hardware does, by the sign of a 64-bit difference; when all host
+ * streams have given up, their words are INT64_MAX.
  *
- * Without 64-bit stream memory operations (virtual GPUs of old drivers) a device stream's wait for a host stream blocks the
- * submitting thread, which is right and late, and the words of device streams are written by cuLaunchHostFunc, 6 us idle and
- * up to 270 us under load.
+ * Without 64-bit stream memory operations (virtual GPUs of old drivers) a device stream's wait
+ * for a host stream blocks the submitting thread, which is right and late, and the words of
+ * device streams are written by cuLaunchHostFunc, 6 us idle and up to 270 us under load.
  *
- * Submitting cannot lock up, though a full CUDA queue blocks the submitting thread and streams may share a hardware queue: all
- * that was submitted comes earlier in program order than what was not, and waits only point back in that order. But while it blocks,
- * the submitting thread holds the driver's lock: whoever the GPU waits for - a host stream's thread - must not call the driver, or neither
- * ever goes on. So host streams only look at words, and a thread of its own asks for the device's health. */
+ * Submitting cannot lock up, though a full CUDA queue blocks the submitting thread and streams
+ * may share a hardware queue: all that was submitted comes earlier in program order than what
+ * was not, and waits only point back in that order. But while it blocks, the submitting thread
+ * holds the driver's lock: whoever the GPU waits for - a host stream's thread - must not call
+ * the driver, or neither ever goes on. So host streams only look at words, and a thread of its
+ * own asks for the device's health. */
 #ifndef PS_BACKENDS_CUDA_DEVICE_H
 #define PS_BACKENDS_CUDA_DEVICE_H
 #include "backends/cuda/driver.h"
@@ -23,7 +30,8 @@
 #include "engine/schedule.h"
 #include "kernels/cuda/cuda_exec.h"
 
-/* What cuLaunchHostFunc gets where words are written by it: the next value, and how much is added each step. */
+/* What cuLaunchHostFunc gets where words are written by it: the next value, and how much is
+ * added each step. */
 typedef struct ps__cuda_note {
   _Atomic uint64_t *word;
   uint64_t value, n_ops;
@@ -31,8 +39,10 @@ typedef struct ps__cuda_note {
 
 /* An op of a device stream, by position. */
 typedef struct ps__cuda_op {
-  uint32_t event; /* index of the first of its two events, or PS__NO_EVENT: no other device stream awaits it */
-  uint32_t note;  /* index of its note, or PS__NO_EVENT: neither a host stream nor the caller awaits it */
+  /* index of the first of its two events, or PS__NO_EVENT: no other device stream awaits it */
+  uint32_t event;
+  /* index of its note, or PS__NO_EVENT: neither a host stream nor the caller awaits it */
+  uint32_t note;
 } ps__cuda_op;
 enum { PS__NO_EVENT = UINT32_MAX };
 
@@ -41,10 +51,11 @@ typedef struct ps__cuda_stream {
   CUstream stream;      /* NULL on host streams */
   CUdeviceptr scratch;
   ps__cuda_exec exec;
-  _Atomic uint64_t *word; /* its counter, pinned; on host streams a copy of the timeline's value for the device */
+  /* its counter, pinned; on host streams a copy of the timeline's value for the device */
+  _Atomic uint64_t *word;
   CUdeviceptr word_dev;
-  uint64_t n_ops;         /* of a step of the run */
-  ps__cuda_op *ops;       /* device streams, by position */
+  uint64_t n_ops;   /* of a step of the run */
+  ps__cuda_op *ops; /* device streams, by position */
 } ps__cuda_stream;
 
 struct ps__device {
@@ -52,13 +63,16 @@ struct ps__device {
   ps_engine_config cfg;
   CUdevice dev;
   CUcontext ctx;
-  bool mem_ops, host_pointers; /* stream memory operations; kernels may use the host's addresses of pinned memory */
-  int numa_node;               /* of the GPU, or -1 */
-  _Atomic int error;           /* CUresult of the first call that failed inside a run, where no status could say so */
+  /* stream memory operations; kernels may use the host's addresses of pinned memory */
+  bool mem_ops, host_pointers;
+  int numa_node; /* of the GPU, or -1 */
+  /* CUresult of the first call that failed inside a run, where no status could say so */
+  _Atomic int error;
   const char *_Atomic failed_call;
-  ps__thread *monitor;      /* while a run lives: asks the driver every few ms whether the device has failed */
+  /* while a run lives: asks the driver every few ms whether the device has failed */
+  ps__thread *monitor;
   _Atomic bool run_over;
-  _Atomic uint32_t n_left;  /* host streams that have given up the run */
+  _Atomic uint32_t n_left; /* host streams that have given up the run */
   ps__mapping space[PS_MAX_SPACES];
   void *words;
   ps__cuda_stream stream[PS_MAX_STREAMS];
@@ -74,12 +88,14 @@ struct ps__device {
 ps_status ps__cuda_map(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out);
 void ps__cuda_unmap(ps__device *dev, const ps__mapping *m);
 ps_status ps__cuda_peak(ps__device *dev, const ps__mapping *m, uint64_t *out_bytes);
-ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void *src, uint64_t bytes);
+ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void *src,
+                        uint64_t bytes);
 /* prepare.c */
 ps_status ps__cuda_prepare(ps__device *dev, const ps_schedule *schedule, uint64_t trace_steps);
 void ps__cuda_finish(ps__device *dev);
 /* warm.c */
-ps_status ps__cuda_prepare_attention(ps__device *dev, const ps_schedule *schedule); /* the context is current */
+/* the context is current */
+ps_status ps__cuda_prepare_attention(ps__device *dev, const ps_schedule *schedule);
 ps_status ps__cuda_warm(ps__device *dev, const ps_schedule *schedule);
 /* trace.c */
 ps_status ps__cuda_trace_prepare(ps__device *dev, const ps_schedule *schedule);
@@ -88,7 +104,8 @@ void ps__cuda_stamp(ps__device *dev, uint32_t stream, int what, ps_trace_event *
 void ps__cuda_settle(ps__device *dev, ps_trace_event *events);
 /* cuda.c */
 void ps__cuda_note_error(ps__device *dev, CUresult r, const char *call); /* health() will say so */
-void ps__cuda_without_mem_ops(bool without); /* for tests: engines opened from now on do without, as if the device could not */
+/* for tests: engines opened from now on do without, as if the device could not */
+void ps__cuda_without_mem_ops(bool without);
 
 static inline bool ps__cuda_is_host(const ps_engine_config *cfg, uint32_t stream) {
   return cfg->stream[stream].kind == PS_STREAM_HOST;

@@ -1,7 +1,8 @@
 /* memory.c - spaces and copies of the CUDA backend.
  *
- * Device spaces: one cuMemAlloc of exactly the bytes asked for, zeroed like fresh host memory. Host spaces: an exact mmap with
- * huge pages where the kernel has them, preferred on the GPU's NUMA node, touched by all CPUs at once and pinned in pieces. */
+ * Device spaces: one cuMemAlloc of exactly the bytes asked for, zeroed like fresh host memory.
+ * Host spaces: an exact mmap with huge pages where the kernel has them, preferred on the GPU's
+ * NUMA node, touched by all CPUs at once and pinned in pieces. */
 #include "backends/cuda/device.h"
 #include "backends/cuda/probe.h"
 #include <stdatomic.h>
@@ -13,7 +14,7 @@
 static const uint64_t PIN_BYTES = (uint64_t)1 << 30;
 static const uint64_t TOUCH_BYTES = (uint64_t)64 << 20;
 
-/* ---- device spaces --------------------------------------------------------------------------------------------------- */
+/* ---- device spaces --------------------------------------------------------------------------- */
 
 static ps_status map_device(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out) {
   const ps__cuda_driver *cu = dev->cu;
@@ -23,8 +24,11 @@ static ps_status map_device(ps__device *dev, uint32_t space, uint64_t bytes, ps_
     size_t free_bytes = 0, total = 0;
     char want[32], have[32], all[32];
     cu->MemGetInfo(&free_bytes, &total);
-    return ps__fail(PS_ENOMEM, "space %u: %s of GPU memory refused, %s of %s are free: lower --device-mem, or end what else uses this "
-                               "GPU", space, ps__format_bytes(want, bytes), ps__format_bytes(have, free_bytes),
+    return ps__fail(PS_ENOMEM,
+                    "space %u: %s of GPU memory refused, %s of %s are free: lower --device-mem, or "
+                    "end what else uses this "
+                    "GPU",
+                    space, ps__format_bytes(want, bytes), ps__format_bytes(have, free_bytes),
                     ps__format_bytes(all, total));
   }
   if (r != CUDA_SUCCESS)
@@ -39,7 +43,7 @@ static ps_status map_device(ps__device *dev, uint32_t space, uint64_t bytes, ps_
   return PS_OK;
 }
 
-/* ---- host spaces ------------------------------------------------------------------------------------------------------- */
+/* ---- host spaces ----------------------------------------------------------------------------- */
 
 typedef struct touch_job {
   char *p;
@@ -48,7 +52,8 @@ typedef struct touch_job {
 
 static void touch_task(void *arg, int64_t task, uint32_t worker) {
   const touch_job *j = arg;
-  uint64_t at = (uint64_t)task * TOUCH_BYTES, end = at + TOUCH_BYTES < j->bytes ? at + TOUCH_BYTES : j->bytes;
+  uint64_t at = (uint64_t)task * TOUCH_BYTES,
+           end = at + TOUCH_BYTES < j->bytes ? at + TOUCH_BYTES : j->bytes;
   for (; at < end; at += j->page)
     *(volatile char *)(j->p + at) = 0;
 }
@@ -84,29 +89,35 @@ static void unpin(ps__device *dev, char *p, uint64_t bytes) {
     dev->cu->MemHostUnregister(p + at);
 }
 
-static ps_status pin_refused(ps__device *dev, uint32_t space, uint64_t bytes, uint64_t done, CUresult r) {
+static ps_status pin_refused(ps__device *dev, uint32_t space, uint64_t bytes, uint64_t done,
+                             CUresult r) {
   char want[32], have[32], limit[32] = "unlimited";
   struct rlimit rl;
   const char *name = NULL;
   if (getrlimit(RLIMIT_MEMLOCK, &rl) == 0 && rl.rlim_cur != RLIM_INFINITY)
     ps__format_bytes(limit, rl.rlim_cur);
   dev->cu->GetErrorName(r, &name);
-  return ps__fail(PS_EDEVICE, "space %u: pinning stopped at %s of %s of host memory (%s; locked memory is limited to %s): lower "
-                              "--host-mem, or raise the limit (ulimit -l, the container's memlock, or its memory)", space,
-                  ps__format_bytes(have, done), ps__format_bytes(want, bytes), name ? name : "?", limit);
+  return ps__fail(
+      PS_EDEVICE,
+      "space %u: pinning stopped at %s of %s of host memory (%s; locked memory is limited to %s): "
+      "lower "
+      "--host-mem, or raise the limit (ulimit -l, the container's memlock, or its memory)",
+      space, ps__format_bytes(have, done), ps__format_bytes(want, bytes), name ? name : "?", limit);
 }
 
 static ps_status pin(ps__device *dev, uint32_t space, char *p, uint64_t bytes) {
   char have[32], want[32];
   for (uint64_t at = 0; at < bytes; at += PIN_BYTES) {
     uint64_t n = bytes - at < PIN_BYTES ? bytes - at : PIN_BYTES;
-    CUresult r = dev->cu->MemHostRegister(p + at, n, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
+    CUresult r = dev->cu->MemHostRegister(
+        p + at, n, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
     if (r != CUDA_SUCCESS) {
       unpin(dev, p, at);
       return pin_refused(dev, space, bytes, at, r);
     }
     if ((at / PIN_BYTES + 1) % 16 == 0)
-      ps__log(PS_LOG_INFO, "pinned %s of %s of host memory", ps__format_bytes(have, at + n), ps__format_bytes(want, bytes));
+      ps__log(PS_LOG_INFO, "pinned %s of %s of host memory", ps__format_bytes(have, at + n),
+              ps__format_bytes(want, bytes));
   }
   return PS_OK;
 }
@@ -132,7 +143,8 @@ ps_status ps__cuda_map(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapp
   CUcontext old;
   if (bytes) {
     PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
-    ps_status st = dev->cfg.space[space].kind == PS_SPACE_DEVICE ? map_device(dev, space, bytes, &m) : map_host(dev, space, bytes, &m);
+    ps_status st = dev->cfg.space[space].kind == PS_SPACE_DEVICE ? map_device(dev, space, bytes, &m)
+                                                                 : map_host(dev, space, bytes, &m);
     dev->cu->CtxPopCurrent(&old);
     PS_TRY(st);
   }
@@ -155,13 +167,14 @@ void ps__cuda_unmap(ps__device *dev, const ps__mapping *m) {
   dev->cu->CtxPopCurrent(&old);
 }
 
-/* All of it: a device space is one allocation of the driver's, a host space is touched and pinned to its end. */
+/* All of it: a device space is one allocation of the driver's, a host space is touched and
+ * pinned to its end. */
 ps_status ps__cuda_peak(ps__device *dev, const ps__mapping *m, uint64_t *out_bytes) {
   *out_bytes = m->bytes;
   return PS_OK;
 }
 
-/* ---- copies -------------------------------------------------------------------------------------------------------------- */
+/* ---- copies ---------------------------------------------------------------------------------- */
 
 /* BYTES from @p to the end of its pinned piece: one copy may not reach over two pieces. */
 static uint64_t left_in_piece(const ps__device *dev, const void *p, uint64_t bytes) {
@@ -176,8 +189,10 @@ static uint64_t left_in_piece(const ps__device *dev, const void *p, uint64_t byt
   return bytes;
 }
 
-/* copy: between device and pinned host memory, or inside the device, in its stream's order. bytes: 2*bytes of traffic. */
-ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void *src, uint64_t bytes) {
+/* copy: between device and pinned host memory, or inside the device, in its stream's order.
+ * bytes: 2*bytes of traffic. */
+ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void *src,
+                        uint64_t bytes) {
   ps__cuda_stream *s = &dev->stream[stream];
   if (!s->stream) {
     ps__host_stream_copy(&s->host, dst, src, bytes);
@@ -186,7 +201,8 @@ ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void 
   for (uint64_t at = 0; at < bytes;) {
     uint64_t n = left_in_piece(dev, (const char *)src + at, bytes - at);
     n = left_in_piece(dev, (char *)dst + at, n);
-    PS__CUDA_TRY(dev->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst + at, (CUdeviceptr)(uintptr_t)src + at, n, s->stream));
+    PS__CUDA_TRY(dev->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst + at,
+                                      (CUdeviceptr)(uintptr_t)src + at, n, s->stream));
     at += n;
   }
   return PS_OK;

@@ -1,11 +1,13 @@
 /* prepare.c - what a run needs between its first and last step, made before the first.
  *
- * EVENTS. Each op that another device stream awaits has two events, used by the parity of the step: op X of step k records
- * event (X, k mod 2), and waits for it are submitted in step k or k+1 (ps_wait.steps_back is 0 or 1). Reuse is safe because one
- * thread submits everything in program order, step after step: a wait for (X,k) is submitted after the record of (X,k), as all
- * waits point back in that order, and before the record of (X,k+2), which belongs to a later step than any of them; and
- * cuStreamWaitEvent() binds to the record that is the latest when it is called, so that recording the event anew changes nothing
- * for waits that were submitted, however far the GPU is behind. */
+ * EVENTS. Each op that another device stream awaits has two events, used by the parity of the
+ * step: op X of step k records event (X, k mod 2), and waits for it are submitted in step k or
+ * k+1 (ps_wait.steps_back is 0 or 1). Reuse is safe because one thread submits everything in
+ * program order, step after step: a wait for (X,k) is submitted after the record of (X,k), as
+ * all waits point back in that order, and before the record of (X,k+2), which belongs to a later
+ * step than any of them; and cuStreamWaitEvent() binds to the record that is the latest when it
+ * is called, so that recording the event anew changes nothing for waits that were submitted,
+ * however far the GPU is behind. */
 #include "backends/cuda/device.h"
 #include <stdatomic.h>
 #include <string.h>
@@ -18,14 +20,19 @@ static ps_status check_op(const ps__device *dev, const ps_schedule *s, size_t i)
     uint32_t space = s->list.access[op->access + a].space;
     n_host += dev->cfg.space[space].kind == PS_SPACE_HOST;
     if (on_host && dev->cfg.space[space].kind != PS_SPACE_HOST)
-      return ps__fail(PS_EINVAL, "run: op %zu (%s) of host stream %u touches space %u, which is on the device", i, ps__op_name(op),
-                      op->stream, space);
+      return ps__fail(PS_EINVAL,
+                      "run: op %zu (%s) of host stream %u touches space %u, which is on the device",
+                      i, ps__op_name(op), op->stream, space);
   }
   if (!on_host && op->kernel && n_host && !dev->host_pointers)
-    return ps__fail(PS_EINVAL, "run: op %zu (%s) touches host memory, which kernels of this GPU cannot address", i, ps__op_name(op));
+    return ps__fail(
+        PS_EINVAL, "run: op %zu (%s) touches host memory, which kernels of this GPU cannot address",
+        i, ps__op_name(op));
   if (!on_host && !op->kernel && n_host == 2)
-    return ps__fail(PS_EINVAL, "run: op %zu (copy) on device stream %u copies host memory to host memory: give it a host stream", i,
-                    op->stream);
+    return ps__fail(PS_EINVAL,
+                    "run: op %zu (copy) on device stream %u copies host memory to host memory: "
+                    "give it a host stream",
+                    i, op->stream);
   return PS_OK;
 }
 
@@ -48,7 +55,8 @@ static void number(ps__device *dev, const ps_schedule *s, uint64_t *n_notes) {
     }
     if ((op->waiters & host_streams) || last) {
       if (dev->notes)
-        dev->notes[notes] = (ps__cuda_note){.word = st->word, .value = op->position + 1, .n_ops = st->n_ops};
+        dev->notes[notes] =
+            (ps__cuda_note){.word = st->word, .value = op->position + 1, .n_ops = st->n_ops};
       st->ops[op->position].note = notes++;
     }
   }
@@ -62,14 +70,16 @@ static ps_status reserve(ps__device *dev, const ps_schedule *s) {
     st->n_ops = s->list.stream_n_ops[i];
     st->ops = st->stream ? ps__calloc(st->n_ops, sizeof *st->ops) : NULL;
     if (st->stream && !st->ops)
-      return ps__fail(PS_ENOMEM, "run: out of memory for the %llu ops of stream %u", (unsigned long long)st->n_ops, i);
+      return ps__fail(PS_ENOMEM, "run: out of memory for the %llu ops of stream %u",
+                      (unsigned long long)st->n_ops, i);
   }
   uint64_t n_notes;
   number(dev, s, &n_notes);
   dev->notes = ps__calloc(n_notes, sizeof *dev->notes);
   dev->events = ps__calloc(dev->n_events, sizeof *dev->events);
   if (!dev->notes || !dev->events)
-    return ps__fail(PS_ENOMEM, "run: out of memory for %llu events", (unsigned long long)dev->n_events);
+    return ps__fail(PS_ENOMEM, "run: out of memory for %llu events",
+                    (unsigned long long)dev->n_events);
   number(dev, s, &n_notes); /* again, to fill the notes */
   for (uint64_t i = 0; i < dev->n_events; i++)
     PS__CUDA_TRY(dev->cu, EventCreate(&dev->events[i], CU_EVENT_DISABLE_TIMING));

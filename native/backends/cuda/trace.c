@@ -1,10 +1,13 @@
-/* trace.c - when device ops ran, without a synchronize: two timing events an op, read when the run is at rest.
+/* trace.c - when device ops ran, without a synchronize: two timing events an op, read when the
+ * run is at rest.
  *
- * A field holds PENDING until settle() replaces it. GPU times become host times by two base events, each recorded on an idle
- * stream between two looks at the host's clock (the best of several: a few us wide): one when the run was made, one in settle().
- * cuEventElapsedTime() gives milliseconds as float, 24 bits: so times are taken from the earliest event of the trace, where
- * they are short, and that one's distance to the second base places them all. A run long enough (1 s) also gives the ratio of the
- * two clocks. queued is when the stream was free for the op and the op was submitted. */
+ * A field holds PENDING until settle() replaces it. GPU times become host times by two base
+ * events, each recorded on an idle stream between two looks at the host's clock (the best of
+ * several: a few us wide): one when the run was made, one in settle(). cuEventElapsedTime()
+ * gives milliseconds as float, 24 bits: so times are taken from the earliest event of the trace,
+ * where they are short, and that one's distance to the second base places them all. A run long
+ * enough (1 s) also gives the ratio of the two clocks. queued is when the stream was free for
+ * the op and the op was submitted. */
 #include "backends/cuda/device.h"
 #include <string.h>
 
@@ -22,7 +25,8 @@ static ps_status set_base(const ps__device *dev, CUevent event, uint64_t *at_ns)
   const ps__cuda_driver *cu = dev->cu;
   uint64_t best = UINT64_MAX, before, after;
   CUstream stream = any_stream(dev);
-  for (int i = 0; i < 8; i++) { /* the last one may be a poor one: go on until it is near the best */
+  /* the last one may be a poor one: go on until it is near the best */
+  for (int i = 0; i < 8; i++) {
     before = ps__now_ns();
     PS__CUDA_TRY(cu, EventRecord(event, stream));
     PS__CUDA_TRY(cu, EventSynchronize(event));
@@ -39,10 +43,12 @@ ps_status ps__cuda_trace_prepare(ps__device *dev, const ps_schedule *s) {
   dev->n_ops = s->list.n_ops;
   if (!dev->trace_steps || !any_stream(dev) || !dev->n_ops)
     return PS_OK;
-  dev->n_timing = dev->trace_steps <= SIZE_MAX / 32 / dev->n_ops ? 2 * dev->trace_steps * dev->n_ops : 0;
+  dev->n_timing =
+      dev->trace_steps <= SIZE_MAX / 32 / dev->n_ops ? 2 * dev->trace_steps * dev->n_ops : 0;
   dev->timing = dev->n_timing ? ps__calloc(dev->n_timing, sizeof *dev->timing) : NULL;
   if (!dev->timing)
-    return ps__fail(PS_ENOMEM, "run: out of memory for a trace of %llu steps", (unsigned long long)dev->trace_steps);
+    return ps__fail(PS_ENOMEM, "run: out of memory for a trace of %llu steps",
+                    (unsigned long long)dev->trace_steps);
   for (uint64_t i = 0; i < dev->n_timing; i++)
     if (dev->stream[s->list.ops[i / 2 % dev->n_ops].stream].stream)
       PS__CUDA_TRY(dev->cu, EventCreate(&dev->timing[i], CU_EVENT_DEFAULT));
@@ -86,7 +92,8 @@ static bool elapsed(const ps__device *dev, CUevent from, CUevent to, double *ms)
 }
 
 /* The earliest start of a pending event, and its host time by @now. */
-static CUevent place(const ps__device *dev, const ps_trace_event *events, CUevent now, uint64_t now_ns, double *scale, uint64_t *first_ns) {
+static CUevent place(const ps__device *dev, const ps_trace_event *events, CUevent now,
+                     uint64_t now_ns, double *scale, uint64_t *first_ns) {
   CUevent first = NULL;
   double most = -1, ms, run_ms;
   for (uint64_t i = 0; i < dev->n_timing / 2; i++)
@@ -113,7 +120,8 @@ static void settle(ps__device *dev, ps_trace_event *events, CUevent now, uint64_
       uint64_t slot = (oldest + k) % dev->trace_steps * dev->n_ops + op;
       ps_trace_event *e = &events[slot];
       if (e->end_ns == PENDING) {
-        bool known = first && elapsed(dev, first, dev->timing[2 * slot], &from) && elapsed(dev, first, dev->timing[2 * slot + 1], &to);
+        bool known = first && elapsed(dev, first, dev->timing[2 * slot], &from) &&
+                     elapsed(dev, first, dev->timing[2 * slot + 1], &to);
         e->start_ns = known ? first_ns + (uint64_t)(from * 1e6 * scale) : 0;
         e->end_ns = known ? first_ns + (uint64_t)(to * 1e6 * scale) : 0; /* 0: it never ran */
         if (!known)
@@ -134,7 +142,8 @@ void ps__cuda_settle(ps__device *dev, ps_trace_event *events) {
   if (!dev->n_timing)
     return;
   dev->cu->CtxPushCurrent(dev->ctx);
-  bool ok = dev->cu->EventCreate(&now, CU_EVENT_DEFAULT) == CUDA_SUCCESS && set_base(dev, now, &now_ns) == PS_OK;
+  bool ok = dev->cu->EventCreate(&now, CU_EVENT_DEFAULT) == CUDA_SUCCESS &&
+            set_base(dev, now, &now_ns) == PS_OK;
   if (ok)
     settle(dev, events, now, now_ns);
   for (uint64_t i = 0; !ok && i < dev->n_timing / 2; i++) /* a failed device tells no times */

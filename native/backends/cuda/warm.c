@@ -1,31 +1,42 @@
-/* warm.c - everything that a schedule's device ops would load, build or choose on their first launch, before the first step: attention plans, kernels'
- * modules, the fastest algorithm of each product's shape. So the first step is like the others, and the driver's figure of memory is final.
+/* warm.c - everything that a schedule's device ops would load, build or choose on their first
+ * launch, before the first step: attention plans, kernels' modules, the fastest algorithm of
+ * each product's shape. So the first step is like the others, and the driver's figure of memory
+ * is final.
  *
- * Each distinct op (kernel and arguments) runs once, at the addresses of its first occurrence: on zeros, which are valid ids, positions and documents; then
- * products whose algorithm was never chosen on this GPU are timed on values as in a model, since zeros flatter, and the choices kept on disk; then the device
- * spaces are zeroed again. */
+ * Each distinct op (kernel and arguments) runs once, at the addresses of its first occurrence:
+ * on zeros, which are valid ids, positions and documents; then products whose algorithm was
+ * never chosen on this GPU are timed on values as in a model, since zeros flatter, and the
+ * choices kept on disk; then the device spaces are zeroed again. */
 #include "backends/cuda/device.h"
 #include "kernels/cuda/cuda_ops.h"
 #include <string.h>
 
 enum { PATTERN = 64 << 20 };
 
-typedef struct distinct { uint32_t *op; uint32_t n; } distinct; /* indices of ops */
+typedef struct distinct {
+  uint32_t *op;
+  uint32_t n;
+} distinct; /* indices of ops */
 
-static bool is_attention(const ps_kernel *k) { return k == &ps__k_attention_fwd || k == &ps__k_attention_bwd; }
+static bool is_attention(const ps_kernel *k) {
+  return k == &ps__k_attention_fwd || k == &ps__k_attention_bwd;
+}
 
 static uint64_t hash_of(const ps_schedule *s, const ps__op *op) {
   const unsigned char *p = (const unsigned char *)s->list.args + op->args;
   uint64_t h = 1469598103934665603ull ^ (uint64_t)(uintptr_t)op->kernel ^ op->stream;
-  for (uint32_t i = 0; i < op->args_bytes; i++) h = (h ^ p[i]) * 1099511628211ull;
+  for (uint32_t i = 0; i < op->args_bytes; i++)
+    h = (h ^ p[i]) * 1099511628211ull;
   return h;
 }
 
-/* The first op of each kind among device streams' kernels; ops whose function is the host's as well (hooks) are the caller's own affair. */
+/* The first op of each kind among device streams' kernels; ops whose function is the host's as
+ * well (hooks) are the caller's own affair. */
 static ps_status find_distinct(const ps__device *dev, const ps_schedule *s, distinct *d) {
   const size_t n = s->list.n_ops;
   size_t slots = 1;
-  while (slots < 2 * n + 2) slots *= 2;
+  while (slots < 2 * n + 2)
+    slots *= 2;
   uint32_t *table = ps__calloc(slots, sizeof *table); /* index + 1 */
   *d = (distinct){.op = ps__malloc((n + 1) * sizeof *d->op)};
   if (!table || !d->op) {
@@ -34,14 +45,19 @@ static ps_status find_distinct(const ps__device *dev, const ps_schedule *s, dist
   }
   for (size_t i = 0; i < n; i++) {
     const ps__op *op = &s->list.ops[i];
-    if (!op->kernel || ps__cuda_is_host(&dev->cfg, op->stream) || op->kernel->fn[PS_BACKEND_CUDA] == op->kernel->fn[PS_BACKEND_CPU]) continue;
+    if (!op->kernel || ps__cuda_is_host(&dev->cfg, op->stream) ||
+        op->kernel->fn[PS_BACKEND_CUDA] == op->kernel->fn[PS_BACKEND_CPU])
+      continue;
     size_t at = hash_of(s, op) & (slots - 1);
     for (; table[at]; at = (at + 1) & (slots - 1)) {
       const ps__op *o = &s->list.ops[table[at] - 1];
       if (o->kernel == op->kernel && o->stream == op->stream && o->args_bytes == op->args_bytes &&
-          memcmp((const char *)s->list.args + o->args, (const char *)s->list.args + op->args, op->args_bytes) == 0) break;
+          memcmp((const char *)s->list.args + o->args, (const char *)s->list.args + op->args,
+                 op->args_bytes) == 0)
+        break;
     }
-    if (table[at]) continue;
+    if (table[at])
+      continue;
     table[at] = (uint32_t)i + 1;
     d->op[d->n++] = (uint32_t)i;
   }
@@ -56,13 +72,18 @@ static ps_launch launch_of(ps__device *dev, const ps_schedule *s, uint32_t idx, 
     const ps_access *access = &s->list.access[op->access + a];
     ptr[a] = (char *)dev->space[access->space].addr + access->offset;
   }
-  return (ps_launch){.args = (const char *)s->list.args + op->args, .ptr = ptr, .n_ptr = op->n_access, .stream = op->stream, .op = idx,
+  return (ps_launch){.args = (const char *)s->list.args + op->args,
+                     .ptr = ptr,
+                     .n_ptr = op->n_access,
+                     .stream = op->stream,
+                     .op = idx,
                      .exec = &dev->stream[op->stream].exec};
 }
 
 static ps_status settle(ps__device *dev) {
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
-    if (dev->stream[i].stream) PS__CUDA_TRY(dev->cu, StreamSynchronize(dev->stream[i].stream));
+    if (dev->stream[i].stream)
+      PS__CUDA_TRY(dev->cu, StreamSynchronize(dev->stream[i].stream));
   return PS_OK;
 }
 
@@ -72,7 +93,10 @@ static ps_status run_once(ps__device *dev, const ps_schedule *s, const distinct 
     const ps_launch l = launch_of(dev, s, d->op[i], ptr);
     PS_TRY(s->list.ops[d->op[i]].kernel->fn[PS_BACKEND_CUDA](&l));
     CUresult r = dev->cu->StreamSynchronize(dev->stream[l.stream].stream);
-    if (r != CUDA_SUCCESS) return ps__fail(PS_EDEVICE, "%s failed on its first run: %s", ps__op_name(&s->list.ops[d->op[i]]), (ps__cuda_fail(dev->cu, r, "warm-up"), ps_last_error()));
+    if (r != CUDA_SUCCESS)
+      return ps__fail(PS_EDEVICE, "%s failed on its first run: %s",
+                      ps__op_name(&s->list.ops[d->op[i]]),
+                      (ps__cuda_fail(dev->cu, r, "warm-up"), ps_last_error()));
   }
   return PS_OK;
 }
@@ -80,7 +104,8 @@ static ps_status run_once(ps__device *dev, const ps_schedule *s, const distinct 
 static ps_status zero_spaces(ps__device *dev) {
   for (uint32_t i = 0; i < dev->cfg.n_spaces; i++)
     if (dev->cfg.space[i].kind == PS_SPACE_DEVICE && dev->space[i].bytes)
-      PS__CUDA_TRY(dev->cu, MemsetD8((CUdeviceptr)(uintptr_t)dev->space[i].addr, 0, dev->space[i].bytes));
+      PS__CUDA_TRY(dev->cu,
+                   MemsetD8((CUdeviceptr)(uintptr_t)dev->space[i].addr, 0, dev->space[i].bytes));
   return PS_OK;
 }
 
@@ -88,10 +113,12 @@ static ps_status zero_spaces(ps__device *dev) {
 static ps_status fill_space(ps__device *dev, const ps__mapping *m, const uint16_t *pattern) {
   const CUdeviceptr p = (CUdeviceptr)(uintptr_t)m->addr;
   CUstream stream = NULL;
-  for (uint32_t i = 0; i < dev->cfg.n_streams && !stream; i++) stream = dev->stream[i].stream;
+  for (uint32_t i = 0; i < dev->cfg.n_streams && !stream; i++)
+    stream = dev->stream[i].stream;
   for (uint64_t at = 0; at < m->bytes;) {
     uint64_t n = at ? at : PATTERN;
-    if (n > m->bytes - at) n = m->bytes - at;
+    if (n > m->bytes - at)
+      n = m->bytes - at;
     PS__CUDA_TRY(dev->cu, MemcpyAsync(p + at, at ? p : (CUdeviceptr)(uintptr_t)pattern, n, stream));
     at += n;
   }
@@ -104,12 +131,15 @@ static ps_status fill_spaces(ps__device *dev) {
   uint64_t x = 88172645463325252ull;
   for (uint64_t i = 0; i < PATTERN / 2; i++) {
     x ^= x << 13, x ^= x >> 7, x ^= x << 17;
-    const float sum = (float)((x & 0xffff) + (x >> 16 & 0xffff) + (x >> 32 & 0xffff) + (x >> 48)) / 65536.0f - 2.0f;
+    const float sum =
+        (float)((x & 0xffff) + (x >> 16 & 0xffff) + (x >> 32 & 0xffff) + (x >> 48)) / 65536.0f -
+        2.0f;
     ((uint16_t *)pattern)[i] = ps__f32_to_bf16(0.035f * sum);
   }
   ps_status st = PS_OK;
   for (uint32_t i = 0; i < dev->cfg.n_spaces && st == PS_OK; i++)
-    if (dev->cfg.space[i].kind == PS_SPACE_DEVICE && dev->space[i].bytes) st = fill_space(dev, &dev->space[i], pattern);
+    if (dev->cfg.space[i].kind == PS_SPACE_DEVICE && dev->space[i].bytes)
+      st = fill_space(dev, &dev->space[i], pattern);
   ps__unmap(pattern, PATTERN);
   return st;
 }
@@ -119,20 +149,24 @@ static ps_status tune(ps__device *dev, const ps_schedule *s, const distinct *d) 
     void *ptr[PS_MAX_ACCESSES];
     const ps_launch l = launch_of(dev, s, d->op[i], ptr);
     const ps__args_gemm *g = l.args;
-    PS_TRY(ps__cuda_blas_tune(l.exec, g, ptr[0], ptr[1], ptr[2], g->has_bias ? ptr[3] : NULL, g->has_residual ? ptr[l.n_ptr - 1] : NULL));
+    PS_TRY(ps__cuda_blas_tune(l.exec, g, ptr[0], ptr[1], ptr[2], g->has_bias ? ptr[3] : NULL,
+                              g->has_residual ? ptr[l.n_ptr - 1] : NULL));
   }
   return PS_OK;
 }
 
-/* The products among the distinct ops that tuning would time: the number of them, and their indices. */
+/* The products among the distinct ops that tuning would time: the number of them, and their
+ * indices. */
 static uint32_t unsettled(ps__device *dev, const ps_schedule *s, distinct *d) {
   uint32_t n = 0;
   for (uint32_t i = 0; i < d->n; i++) {
-    if (s->list.ops[d->op[i]].kernel != &ps__k_gemm) continue;
+    if (s->list.ops[d->op[i]].kernel != &ps__k_gemm)
+      continue;
     void *ptr[PS_MAX_ACCESSES];
     const ps_launch l = launch_of(dev, s, d->op[i], ptr);
     const ps__args_gemm *g = l.args;
-    if (!ps__cuda_blas_settled(l.exec, g, ptr[0], ptr[1], ptr[2], g->has_bias ? ptr[3] : NULL, g->has_residual ? ptr[l.n_ptr - 1] : NULL))
+    if (!ps__cuda_blas_settled(l.exec, g, ptr[0], ptr[1], ptr[2], g->has_bias ? ptr[3] : NULL,
+                               g->has_residual ? ptr[l.n_ptr - 1] : NULL))
       d->op[n++] = d->op[i];
   }
   return d->n = n;
@@ -140,27 +174,36 @@ static uint32_t unsettled(ps__device *dev, const ps_schedule *s, distinct *d) {
 
 static ps_status choose_products(ps__device *dev, const ps_schedule *s, distinct *d) {
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
-    if (dev->stream[i].exec.blas) PS_TRY(ps__cuda_blas_use_cache(dev->stream[i].exec.blas, NULL));
-  if (dev->cfg.deterministic || !unsettled(dev, s, d)) return PS_OK;
+    if (dev->stream[i].exec.blas)
+      PS_TRY(ps__cuda_blas_use_cache(dev->stream[i].exec.blas, NULL));
+  if (dev->cfg.deterministic || !unsettled(dev, s, d))
+    return PS_OK;
   PS_TRY(fill_spaces(dev));
   PS_TRY(tune(dev, s, d));
   PS_TRY(settle(dev));
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
-    if (dev->stream[i].exec.blas) ps__cuda_blas_save_cache(dev->stream[i].exec.blas);
+    if (dev->stream[i].exec.blas)
+      ps__cuda_blas_save_cache(dev->stream[i].exec.blas);
   return PS_OK;
 }
 
 ps_status ps__cuda_prepare_attention(ps__device *dev, const ps_schedule *s) {
   for (size_t i = 0; i < s->list.n_ops; i++) {
     const ps__op *op = &s->list.ops[i];
-    if (!is_attention(op->kernel) || ps__cuda_is_host(&dev->cfg, op->stream)) continue;
+    if (!is_attention(op->kernel) || ps__cuda_is_host(&dev->cfg, op->stream))
+      continue;
     const ps__cuda_exec *exec = &dev->stream[op->stream].exec;
     char need[32], have[32];
     size_t bytes = 0;
-    PS_TRY(ps__cuda_attention_prepare(op->kernel, (const void *)((const char *)s->list.args + op->args), exec->deterministic, &bytes));
+    PS_TRY(ps__cuda_attention_prepare(op->kernel,
+                                      (const void *)((const char *)s->list.args + op->args),
+                                      exec->deterministic, &bytes));
     if (bytes > exec->scratch_bytes)
-      return ps__fail(PS_EINVAL, "op %zu (%s): its library needs %s of scratch, stream %u has %s: raise scratch_bytes of the stream", i, ps__op_name(op),
-                      ps__format_bytes(need, bytes), op->stream, ps__format_bytes(have, exec->scratch_bytes));
+      return ps__fail(PS_EINVAL,
+                      "op %zu (%s): its library needs %s of scratch, stream %u has %s: raise "
+                      "scratch_bytes of the stream",
+                      i, ps__op_name(op), ps__format_bytes(need, bytes), op->stream,
+                      ps__format_bytes(have, exec->scratch_bytes));
   }
   return PS_OK;
 }
@@ -170,11 +213,16 @@ ps_status ps__cuda_warm(ps__device *dev, const ps_schedule *s) {
   CUcontext old;
   PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
   ps_status st = ps__cuda_prepare_attention(dev, s);
-  if (st == PS_OK) st = find_distinct(dev, s, &d);
-  if (st == PS_OK) st = zero_spaces(dev);
-  if (st == PS_OK) st = run_once(dev, s, &d);
-  if (st == PS_OK) st = choose_products(dev, s, &d);
-  if (st == PS_OK) st = zero_spaces(dev);
+  if (st == PS_OK)
+    st = find_distinct(dev, s, &d);
+  if (st == PS_OK)
+    st = zero_spaces(dev);
+  if (st == PS_OK)
+    st = run_once(dev, s, &d);
+  if (st == PS_OK)
+    st = choose_products(dev, s, &d);
+  if (st == PS_OK)
+    st = zero_spaces(dev);
   dev->cu->CtxPopCurrent(&old);
   ps__free(d.op);
   return st;

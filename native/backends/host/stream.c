@@ -36,7 +36,8 @@ static void copy_piece(void *arg, int64_t task, uint32_t worker) {
 
 void ps__host_stream_copy(ps__host_stream *s, void *dst, const void *src, uint64_t bytes) {
   copy_job j = {dst, src, bytes};
-  ps__pool_run(s->exec.pool, (int64_t)((bytes + COPY_PIECE_BYTES - 1) / COPY_PIECE_BYTES), copy_piece, &j);
+  ps__pool_run(s->exec.pool, (int64_t)((bytes + COPY_PIECE_BYTES - 1) / COPY_PIECE_BYTES),
+               copy_piece, &j);
 }
 
 void ps__host_stamp(int what, ps_trace_event *ev) {

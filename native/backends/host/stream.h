@@ -1,4 +1,5 @@
-/* stream.h - a stream that runs on host threads: what the CPU backend has for every stream, others for their host streams. */
+/* stream.h - a stream that runs on host threads: what the CPU backend has for every stream,
+ * others for their host streams. */
 #ifndef PS_BACKENDS_HOST_STREAM_H
 #define PS_BACKENDS_HOST_STREAM_H
 #include "engine/backend.h"
@@ -13,6 +14,7 @@ typedef struct ps__host_stream {
 ps_status ps__host_stream_open(ps__host_stream *s, const ps_stream_config *cfg, uint32_t idx);
 void ps__host_stream_close(ps__host_stream *s); /* a zero one is a no-op */
 void ps__host_stream_copy(ps__host_stream *s, void *dst, const void *src, uint64_t bytes);
-void ps__host_stamp(int what, ps_trace_event *ev); /* the time now, into the field that @what names */
+/* the time now, into the field that @what names */
+void ps__host_stamp(int what, ps_trace_event *ev);
 
 #endif

@@ -1,37 +1,42 @@
 /* sim.c - execute a schedule on a virtual clock.
  *
- * A fluid model: between two events every running op advances at a constant rate; an op that draws on a resource whose
- * draws add up to D > 1 advances at 1/D of its own speed, and one that ops of other kinds slow at what its table says (the slowest of all counts). An event is the end of
- * an op. After it the streams whose next op's waits are satisfied start it, shortened by its idle_gain; rates follow. Deterministic: streams are
- * always looked at in their order, and no clock or random number is read.
- * Cost: O(ops x streams) for the events and O(waits) for the waits. */
+ * A fluid model: between two events every running op advances at a constant rate; an op that
+ * draws on a resource whose draws add up to D > 1 advances at 1/D of its own speed, and one that
+ * ops of other kinds slow at what its table says (the slowest of all counts). An event is the
+ * end of an op. After it the streams whose next op's waits are satisfied start it, shortened by
+ * its idle_gain; rates follow. Deterministic: streams are always looked at in their order, and
+ * no clock or random number is read. Cost: O(ops x streams) for the events and O(waits) for the
+ * waits. */
 #include "engine/schedule.h"
 #include <math.h>
 #include <string.h>
 
 typedef struct sim_stream {
-  const uint32_t *ops;  /* op indices in the stream's order */
+  const uint32_t *ops; /* op indices in the stream's order */
   uint64_t n_ops, n_done;
   const ps_sim_cost *cost; /* of the running op, NULL: none runs */
-  double left;          /* of its ns */
+  double left;             /* of its ns */
   double queued, start;
-  double idle, idle_at; /* share of time without an op, older time counting less; when it was worked out, a point at which an op ended or began */
+  /* share of time without an op, older time counting less; when it was worked out, a point at
+   * which an op ended or began */
+  double idle, idle_at;
 } sim_stream;
 
 typedef struct sim {
   const ps_schedule *schedule;
   uint64_t n_steps;
-  ps_sim_cost *cost;    /* n_ops */
-  uint32_t *order;      /* n_ops: the streams' op indices, one stream after the other */
+  ps_sim_cost *cost; /* n_ops */
+  uint32_t *order;   /* n_ops: the streams' op indices, one stream after the other */
   ps_trace_event *events;
   double *step_end_ns;
   double now;
   double drawn[PS_SIM_RESOURCES];
-  uint32_t kinds;       /* of the running ops */
+  uint32_t kinds; /* of the running ops */
   sim_stream stream[PS_MAX_STREAMS];
 } sim;
 
-/* How many times longer than alone an op may take: a resource is drawn on by at most one op a stream. */
+/* How many times longer than alone an op may take: a resource is drawn on by at most one op a
+ * stream. */
 static double worst_slowdown(const sim *m, const ps_sim_cost *c) {
   double worst = m->schedule->list.n_streams;
   for (int k = 0; c->slower && k < 1 << PS_SIM_KINDS; k++)
@@ -40,26 +45,34 @@ static double worst_slowdown(const sim *m, const ps_sim_cost *c) {
 }
 
 static ps_status price(sim *m, ps_sim_cost_fn cost, void *user) {
-  double longest = 0; /* all ops one after the other, each at its slowest: an op runs at every moment, so the virtual clock stays below */
+  /* all ops one after the other, each at its slowest: an op runs at every moment, so the
+   * virtual clock stays below */
+  double longest = 0;
   for (uint64_t i = 0; i < m->schedule->list.n_ops; i++) {
     ps_op_view view;
     PS_TRY(ps_schedule_op(m->schedule, i, &view));
     ps_sim_cost *c = &m->cost[i];
     *c = (ps_sim_cost){0};
     cost(user, &view, c);
-    bool ok = isfinite(c->ns) && c->ns >= 0 && c->idle_gain >= 0 && c->idle_gain <= 1 && c->idle_most >= 0 && c->idle_most <= 1;
+    bool ok = isfinite(c->ns) && c->ns >= 0 && c->idle_gain >= 0 && c->idle_gain <= 1 &&
+              c->idle_most >= 0 && c->idle_most <= 1;
     for (int r = 0; r < PS_SIM_RESOURCES; r++)
       ok = ok && c->demand[r] >= 0 && c->demand[r] <= 1;
     for (int k = 0; c->slower && k < 1 << PS_SIM_KINDS; k++)
       ok = ok && c->slower[k] >= 1 && isfinite(c->slower[k]);
     ok = ok && c->kind < 1 << PS_SIM_KINDS;
     if (!ok)
-      return ps__fail(PS_EINVAL, "sim: the cost of op %llu (%s) is not finite and positive, a demand or gain not in 0..1 or a slowdown below 1",
+      return ps__fail(PS_EINVAL,
+                      "sim: the cost of op %llu (%s) is not finite and positive, a demand or gain "
+                      "not in 0..1 or a slowdown below 1",
                       (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]));
     longest += c->ns * worst_slowdown(m, c) * (double)m->n_steps;
     if (longest > 9e18) /* of 2^64 that a trace's clock has */
-      return ps__fail(PS_EINVAL, "sim: op %llu (%s) takes %g s, and %llu steps more than the 285 years of the clock: a rate of the hardware description is too low",
-                      (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]), c->ns * 1e-9, (unsigned long long)m->n_steps);
+      return ps__fail(PS_EINVAL,
+                      "sim: op %llu (%s) takes %g s, and %llu steps more than the 285 years of the "
+                      "clock: a rate of the hardware description is too low",
+                      (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]), c->ns * 1e-9,
+                      (unsigned long long)m->n_steps);
   }
   return PS_OK;
 }
@@ -86,7 +99,8 @@ static bool satisfied(const sim *m, const ps__op *op, uint64_t step) {
   return true;
 }
 
-/* Brings a stream's share of idle time up to now, @idle: whether it had no op since it was worked out. */
+/* Brings a stream's share of idle time up to now, @idle: whether it had no op since it was
+ * worked out. */
 static void note_idle(const sim *m, sim_stream *s, bool idle) {
   const double keep = exp((s->idle_at - m->now) / PS_SIM_IDLE_NS);
   s->idle = s->idle * keep + (idle ? 1 - keep : 0);
@@ -126,9 +140,12 @@ static void finish(sim *m, uint32_t i) {
   uint64_t step = s->n_done / s->n_ops;
   uint32_t idx = s->ops[s->n_done % s->n_ops];
   if (m->events)
-    m->events[step * l->n_ops + idx] =
-        (ps_trace_event){.step = step, .op = idx, .queued_ns = (uint64_t)(s->queued + 0.5),
-                         .start_ns = (uint64_t)(s->start + 0.5), .end_ns = (uint64_t)(m->now + 0.5), .stream = i};
+    m->events[step * l->n_ops + idx] = (ps_trace_event){.step = step,
+                                                        .op = idx,
+                                                        .queued_ns = (uint64_t)(s->queued + 0.5),
+                                                        .start_ns = (uint64_t)(s->start + 0.5),
+                                                        .end_ns = (uint64_t)(m->now + 0.5),
+                                                        .stream = i};
   if (m->step_end_ns)
     m->step_end_ns[step] = m->now;
   note_idle(m, s, false);
@@ -161,7 +178,8 @@ static bool advance(sim *m) {
     sim_stream *s = &m->stream[i];
     if (!s->cost)
       continue;
-    bool ends = s->left * slow[i] <= dt * (1 + 1e-12); /* ops that end together but for rounding end together */
+    /* ops that end together but for rounding end together */
+    bool ends = s->left * slow[i] <= dt * (1 + 1e-12);
     s->left -= dt / slow[i];
     if (ends)
       finish(m, i);
@@ -169,15 +187,16 @@ static bool advance(sim *m) {
   return true;
 }
 
-ps_status ps_sim_run(const ps_schedule *schedule, ps_sim_cost_fn cost, void *user, uint64_t n_steps, ps_trace_event *events,
-                     double *step_end_ns) {
+ps_status ps_sim_run(const ps_schedule *schedule, ps_sim_cost_fn cost, void *user, uint64_t n_steps,
+                     ps_trace_event *events, double *step_end_ns) {
   sim m = {.schedule = schedule, .n_steps = n_steps, .events = events, .step_end_ns = step_end_ns};
   size_t n_ops = schedule->list.n_ops;
   if (!cost)
     return ps__fail(PS_EINVAL, "sim: cost is NULL");
   m.cost = ps__malloc(n_ops * sizeof *m.cost);
   m.order = ps__malloc(n_ops * sizeof *m.order);
-  ps_status st = m.cost && m.order ? price(&m, cost, user) : ps__fail(PS_ENOMEM, "sim: out of memory for %zu ops", n_ops);
+  ps_status st = m.cost && m.order ? price(&m, cost, user)
+                                   : ps__fail(PS_ENOMEM, "sim: out of memory for %zu ops", n_ops);
   if (st == PS_OK) {
     list_streams(&m);
     for (uint64_t i = 0; step_end_ns && i < n_steps; i++)
@@ -187,7 +206,8 @@ ps_status ps_sim_run(const ps_schedule *schedule, ps_sim_cost_fn cost, void *use
     while (advance(&m));
     for (uint32_t i = 0; i < schedule->list.n_streams; i++)
       if (m.stream[i].n_done != m.stream[i].n_ops * n_steps)
-        st = ps__fail(PS_EINTERNAL, "sim: stream %u stands at op %llu", i, (unsigned long long)m.stream[i].n_done);
+        st = ps__fail(PS_EINTERNAL, "sim: stream %u stands at op %llu", i,
+                      (unsigned long long)m.stream[i].n_done);
   }
   ps__free(m.cost);
   ps__free(m.order);

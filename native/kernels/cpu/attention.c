@@ -1,14 +1,23 @@
-/* attention.c - attention over the rows of a group, forward and backward: shapes, phases and the choice of instruction set.
+/* attention.c - attention over the rows of a group, forward and backward: shapes, phases and the
+ * choice of instruction set.
  *
- * math    query i of the chunk is group row r = row0+i and sees keys doc_start[i] <= k <= r. s = q k / sqrt(head_dim),
- *         o = sum_k softmax(s)_k v_k, lse = log sum_k exp(s_k); backward as in attention_bwd.h. fp32 inside.
- * shapes  q, o, d_o, dq [T, heads*head_dim], kv [row0+T, 2*kv_heads*head_dim] in dt; dkv likewise in fp32; lse [T, heads] fp32.
+ * math    query i of the chunk is group row r = row0+i and sees keys doc_start[i] <= k <= r. s =
+ *         q k / sqrt(head_dim),
+ *         o = sum_k softmax(s)_k v_k, lse = log sum_k exp(s_k); backward as in attention_bwd.h.
+ *         fp32 inside.
+ * shapes  q, o, d_o, dq [T, heads*head_dim], kv [row0+T, 2*kv_heads*head_dim] in dt; dkv
+ *         likewise in fp32; lse [T, heads] fp32.
  *         Query head h uses kv head h / (heads/kv_heads): K and V are never expanded.
- * work    tiles of 64 queries by 64 keys, cut relative to the diagonal; key tiles that nobody of the query tile sees are skipped,
- *         and inside a tile blocks of 4 rows skip what they do not see. No (T,T) tensor: scratch is a few tiles for each worker.
- * bytes   forward: q and o once, kv once for each query tile that sees it. flops: 4*head_dim for each visible pair and head,
- *         backward 10*head_dim (fp32) or 14*head_dim (bf16, which makes dq in a second pass so that it is rounded once).
- * determinism  what a task computes and the order of additions to dq and dkv (phases) follow from shapes and doc_start alone.
+ * work    tiles of 64 queries by 64 keys, cut relative to the diagonal; key tiles that nobody of
+ *         the query tile sees are skipped,
+ *         and inside a tile blocks of 4 rows skip what they do not see. No (T,T) tensor: scratch
+ *         is a few tiles for each worker.
+ * bytes   forward: q and o once, kv once for each query tile that sees it. flops: 4*head_dim for
+ *         each visible pair and head,
+ *         backward 10*head_dim (fp32) or 14*head_dim (bf16, which makes dq in a second pass so
+ *         that it is rounded once).
+ * determinism  what a task computes and the order of additions to dq and dkv (phases) follow
+ *              from shapes and doc_start alone.
  * reference    tests/test_attention.py, PyTorch in fp64 */
 #include "attention_job.h"
 #include <math.h>
@@ -16,8 +25,10 @@
 
 static const ps__att_isa *isa(void) {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return &ps__att_avx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &ps__att_avx2;
+  if (__builtin_cpu_supports("avx512f"))
+    return &ps__att_avx512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    return &ps__att_avx2;
 #endif
   return &ps__att_base;
 }
@@ -28,27 +39,39 @@ size_t ps__cpu_scratch_attention_fwd(const void *args) { /* q', k, v, o and the 
   return (4 * ATT_TILE * padded_dim(args) + ATT_TILE * ATT_TILE) * sizeof(float);
 }
 
-size_t ps__cpu_scratch_attention_bwd(const void *args) { /* k, v, k', v', q, do, dq, dk, dv; P and dS */
+/* k, v, k', v', q, do, dq, dk, dv; P and dS */
+size_t ps__cpu_scratch_attention_bwd(const void *args) {
   return (9 * ATT_TILE * padded_dim(args) + 2 * ATT_TILE * ATT_TILE) * sizeof(float);
 }
 
 /* The shape, and doc_start: non-decreasing, within the group, at most the row itself. */
 static ps_status check(const ps__args_attention *a, const int32_t *doc_start, const char *name) {
-  if (!a->n_tokens || !a->head_dim || !a->n_kv_heads || !a->n_heads || a->n_heads % a->n_kv_heads || a->dt >= PS_N_DTYPES)
-    return ps__fail(PS_EINVAL, "%s: %u rows, %u heads, %u kv heads, head_dim %u, dtype %u is no valid shape", name, a->n_tokens, a->n_heads,
-                    a->n_kv_heads, a->head_dim, a->dt);
+  if (!a->n_tokens || !a->head_dim || !a->n_kv_heads || !a->n_heads || a->n_heads % a->n_kv_heads ||
+      a->dt >= PS_N_DTYPES)
+    return ps__fail(PS_EINVAL,
+                    "%s: %u rows, %u heads, %u kv heads, head_dim %u, dtype %u is no valid shape",
+                    name, a->n_tokens, a->n_heads, a->n_kv_heads, a->head_dim, a->dt);
   if ((uint64_t)a->row0 + a->n_tokens > INT32_MAX - 2 * ATT_TILE)
-    return ps__fail(PS_EINVAL, "%s: a group of %llu rows is too long", name, (unsigned long long)a->row0 + a->n_tokens);
+    return ps__fail(PS_EINVAL, "%s: a group of %llu rows is too long", name,
+                    (unsigned long long)a->row0 + a->n_tokens);
   for (uint32_t i = 0; i < a->n_tokens; i++)
     if (doc_start[i] < (i ? doc_start[i - 1] : 0) || (uint32_t)doc_start[i] > a->row0 + i)
-      return ps__fail(PS_EINVAL, "%s: doc_start[%u] = %d decreases or lies past its row %u", name, i, doc_start[i], a->row0 + i);
+      return ps__fail(PS_EINVAL, "%s: doc_start[%u] = %d decreases or lies past its row %u", name,
+                      i, doc_start[i], a->row0 + i);
   return PS_OK;
 }
 
 static ps__att_job job_of(const ps_launch *l) {
   const ps__args_attention *a = l->args;
-  return (ps__att_job){.a = *a, .hp = padded_dim(a), .ldq = (size_t)a->n_heads * a->head_dim, .ldkv = 2 * (size_t)a->n_kv_heads * a->head_dim,
-                       .scale = (float)(1.0 / sqrt(a->head_dim)), .q = l->ptr[0], .kv = l->ptr[1], .doc_start = l->ptr[2], .exec = l->exec};
+  return (ps__att_job){.a = *a,
+                       .hp = padded_dim(a),
+                       .ldq = (size_t)a->n_heads * a->head_dim,
+                       .ldkv = 2 * (size_t)a->n_kv_heads * a->head_dim,
+                       .scale = (float)(1.0 / sqrt(a->head_dim)),
+                       .q = l->ptr[0],
+                       .kv = l->ptr[1],
+                       .doc_start = l->ptr[2],
+                       .exec = l->exec};
 }
 
 static ps_status attention_fwd(const ps_launch *l) {
@@ -74,14 +97,21 @@ static ps_status attention_bwd(const ps_launch *l) {
   j.out = l->ptr[6];
   j.dkv = l->ptr[7];
   j.want_dq = j.a.dt == PS_F32;
-  if (!j.a.accumulate_dkv) ps__cpu_rows(j.exec, j.a.row0, 256, zero_prefix, &j);
+  if (!j.a.accumulate_dkv)
+    ps__cpu_rows(j.exec, j.a.row0, 256, zero_prefix, &j);
   int64_t n_tiles = att_n_tiles(&j.a), n_phases = 1; /* how far back the query tiles look */
   for (int64_t i = 0; i < n_tiles; i++)
-    n_phases = att_max(n_phases, 1 + ((int64_t)j.a.row0 + i * ATT_TILE - j.doc_start[i * ATT_TILE] + ATT_TILE - 1) / ATT_TILE);
-  for (j.phase = 0; j.phase < n_phases; j.phase++) ps__pool_run(j.exec->pool, n_tiles * j.a.n_kv_heads, isa()->bwd, &j);
-  if (!j.want_dq) ps__pool_run(j.exec->pool, n_tiles * j.a.n_heads, isa()->bwd_dq, &j);
+    n_phases = att_max(n_phases, 1 + ((int64_t)j.a.row0 + i * ATT_TILE - j.doc_start[i * ATT_TILE] +
+                                      ATT_TILE - 1) /
+                                         ATT_TILE);
+  for (j.phase = 0; j.phase < n_phases; j.phase++)
+    ps__pool_run(j.exec->pool, n_tiles * j.a.n_kv_heads, isa()->bwd, &j);
+  if (!j.want_dq)
+    ps__pool_run(j.exec->pool, n_tiles * j.a.n_heads, isa()->bwd_dq, &j);
   return PS_OK;
 }
 
-const ps_kernel ps__k_attention_fwd = {"attention_fwd", PS_CLASS_ATTENTION, {attention_fwd, PS_CUDA_FN(attention_fwd)}};
-const ps_kernel ps__k_attention_bwd = {"attention_bwd", PS_CLASS_ATTENTION, {attention_bwd, PS_CUDA_FN(attention_bwd)}};
+const ps_kernel ps__k_attention_fwd = {
+    "attention_fwd", PS_CLASS_ATTENTION, {attention_fwd, PS_CUDA_FN(attention_fwd)}};
+const ps_kernel ps__k_attention_bwd = {
+    "attention_bwd", PS_CLASS_ATTENTION, {attention_bwd, PS_CUDA_FN(attention_bwd)}};

@@ -1,4 +1,5 @@
-/* attention_base.c - the tile functions of attention for any machine (4 lanes of the compiler's vector extension). */
+/* attention_base.c - the tile functions of attention for any machine (4 lanes of the compiler's
+ * vector extension). */
 #include "cpu.h"
 #define ATT_ISA 0
 #include "attention_isa.h"

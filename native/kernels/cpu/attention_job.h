@@ -1,7 +1,9 @@
-/* attention_job.h - what the driver of the attention kernels (attention.c) and its tile functions share.
+/* attention_job.h - what the driver of the attention kernels (attention.c) and its tile
+ * functions share.
  *
- * The tile functions exist three times, from one source (attention_isa.h, attention_fwd.h, attention_bwd.h): for AVX-512, for AVX2
- * with FMA, and for any machine. A process uses one of them throughout, so that its bits never depend on threads or time. */
+ * The tile functions exist three times, from one source (attention_isa.h, attention_fwd.h,
+ * attention_bwd.h): for AVX-512, for AVX2 with FMA, and for any machine. A process uses one of
+ * them throughout, so that its bits never depend on threads or time. */
 #ifndef PS_KERNELS_ATTENTION_JOB_H
 #define PS_KERNELS_ATTENTION_JOB_H
 #include "cpu.h"
@@ -11,27 +13,29 @@ enum { ATT_TILE = 64, ATT_ROWS = 4 };
 
 typedef struct ps__att_job {
   ps__args_attention a;
-  size_t hp;       /* head_dim rounded up to 16: columns of a tile in scratch, zeros at the end */
+  size_t hp;        /* head_dim rounded up to 16: columns of a tile in scratch, zeros at the end */
   size_t ldq, ldkv; /* elements of a row of q, o, d_o, dq, and of kv, dkv */
-  float scale;     /* 1/sqrt(head_dim) */
+  float scale;      /* 1/sqrt(head_dim) */
   const void *q, *kv, *o, *d_o;
   const int32_t *doc_start;
   const float *lse_in;
   void *out; /* o of the forward pass, dq of the backward pass */
   float *lse, *dkv;
   const ps__cpu_exec *exec;
-  int64_t phase;   /* backward: distance of the key tile from the diagonal, in tiles */
-  bool want_dq;    /* dq of each pair of tiles is added to fp32 storage in the same pass */
+  int64_t phase; /* backward: distance of the key tile from the diagonal, in tiles */
+  bool want_dq;  /* dq of each pair of tiles is added to fp32 storage in the same pass */
 } ps__att_job;
 
 typedef struct ps__att_isa {
-  ps__task_fn fwd;     /* task = (query tile, head) */
-  ps__task_fn bwd;     /* task = (query tile, kv head) of a phase: dk, dv and, with want_dq, dq */
-  ps__task_fn bwd_dq;  /* task = (query tile, head): dq alone, one rounding at the store */
+  ps__task_fn fwd;    /* task = (query tile, head) */
+  ps__task_fn bwd;    /* task = (query tile, kv head) of a phase: dk, dv and, with want_dq, dq */
+  ps__task_fn bwd_dq; /* task = (query tile, head): dq alone, one rounding at the store */
 } ps__att_isa;
 extern const ps__att_isa ps__att_avx512, ps__att_avx2, ps__att_base;
 
-static inline int64_t att_n_tiles(const ps__args_attention *a) { return ((int64_t)a->n_tokens + ATT_TILE - 1) / ATT_TILE; }
+static inline int64_t att_n_tiles(const ps__args_attention *a) {
+  return ((int64_t)a->n_tokens + ATT_TILE - 1) / ATT_TILE;
+}
 static inline int64_t att_min(int64_t x, int64_t y) { return x < y ? x : y; }
 static inline int64_t att_max(int64_t x, int64_t y) { return x > y ? x : y; }
 

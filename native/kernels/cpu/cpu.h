@@ -1,8 +1,10 @@
-/* cpu.h - what the cpu kernels share: scratch sizes, loops over rows, loads and stores by dtype, exp, OpenBLAS.
+/* cpu.h - what the cpu kernels share: scratch sizes, loops over rows, loads and stores by dtype,
+ * exp, OpenBLAS.
  *
- * Determinism: how a kernel cuts its work depends on shapes only, never on the number of threads, and every sum has a
- * fixed order (lanes of vec.h, then a fixed tree). The library is built with -ffp-contract=off, so that the variants of
- * PS_CLONES differ in speed and not in bits. */
+ * Determinism: how a kernel cuts its work depends on shapes only, never on the number of
+ * threads, and every sum has a fixed order (lanes of vec.h, then a fixed tree). The library is
+ * built with -ffp-contract=off, so that the variants of PS_CLONES differ in speed and not in
+ * bits. */
 #ifndef PS_KERNELS_CPU_H
 #define PS_KERNELS_CPU_H
 #include "../../core/core.h"
@@ -10,19 +12,20 @@
 
 /* The CUDA function of an op, for ps_kernel.fn[PS_BACKEND_CUDA]; NULL in a build without CUDA. */
 #ifdef PS_CUDA
-#include "../cuda/cuda_ops.h"
-#define PS_CUDA_FN(op) ps__cuda_##op
+#  include "../cuda/cuda_ops.h"
+#  define PS_CUDA_FN(op) ps__cuda_##op
 #else
-#define PS_CUDA_FN(op) NULL
+#  define PS_CUDA_FN(op) NULL
 #endif
 
-/* A function compiled for several instruction sets, chosen at load. Give it to static functions only, with names that no
- * other file uses: clang 14 names the chooser so that other files do not find it, yet collide with it. ifuncs do not work
- * under sanitizers, nor outside glibc. PS_BASELINE is for tests that compare. */
+/* A function compiled for several instruction sets, chosen at load. Give it to static functions
+ * only, with names that no other file uses: clang 14 names the chooser so that other files do
+ * not find it, yet collide with it. ifuncs do not work under sanitizers, nor outside glibc.
+ * PS_BASELINE is for tests that compare. */
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(PS_SANITIZED) && !defined(PS_BASELINE)
-#define PS_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#  define PS_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
-#define PS_CLONES
+#  define PS_CLONES
 #endif
 
 /* BYTES of scratch for each worker, by op; @args is the op's argument block. Multiples of 64. */
@@ -41,10 +44,16 @@ const ps_kernel *ps__cpu_kernel_by_name(const char *name);
 static inline size_t ps__round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static inline size_t ps__dt_bytes(uint32_t dt) { return dt == PS_BF16 ? 2 : 4; }
 /* Address of element i of an array of dtype dt. */
-static inline void *ps__elem(void *base, uint32_t dt, size_t i) { return (char *)base + i * ps__dt_bytes(dt); }
-static inline const void *ps__celem(const void *base, uint32_t dt, size_t i) { return (const char *)base + i * ps__dt_bytes(dt); }
+static inline void *ps__elem(void *base, uint32_t dt, size_t i) {
+  return (char *)base + i * ps__dt_bytes(dt);
+}
+static inline const void *ps__celem(const void *base, uint32_t dt, size_t i) {
+  return (const char *)base + i * ps__dt_bytes(dt);
+}
 /* Scratch of a worker. */
-static inline void *ps__scratch(const ps__cpu_exec *exec, uint32_t worker) { return exec->scratch + (size_t)worker * exec->scratch_bytes; }
+static inline void *ps__scratch(const ps__cpu_exec *exec, uint32_t worker) {
+  return exec->scratch + (size_t)worker * exec->scratch_bytes;
+}
 
 /* dst[0..n) = src[0..n) as fp32; dst[0..n) = src[0..n) rounded to dt. No overlap. */
 void ps__load_f32(float *dst, const void *src, uint32_t dt, size_t n);
@@ -53,28 +62,41 @@ static inline float ps__load1_f32(const void *p, uint32_t dt, size_t i) {
   return dt == PS_BF16 ? ps__bf16_to_f32(((const uint16_t *)p)[i]) : ((const float *)p)[i];
 }
 
-/* Calls fn for [first, end) ranges of @block rows covering [0, n), on the pool (in place when there is one range only). */
-static inline int64_t ps__block_rows(size_t cols) { return cols >= 16384 ? 1 : (int64_t)(16384 / (cols ? cols : 1)); } /* a usual @block */
+/* Calls fn for [first, end) ranges of @block rows covering [0, n), on the pool (in place when
+ * there is one range only). */
+/* a usual @block */
+static inline int64_t ps__block_rows(size_t cols) {
+  return cols >= 16384 ? 1 : (int64_t)(16384 / (cols ? cols : 1));
+}
 typedef void (*ps__rows_fn)(void *arg, int64_t first, int64_t end, uint32_t worker);
 void ps__cpu_rows(const ps__cpu_exec *exec, int64_t n, int64_t block, ps__rows_fn fn, void *arg);
 
-/* dst = exp(src), at most 2 ulp off over the whole range (vec.h has the inline forms, with the same bits); dst may be src. */
+/* dst = exp(src), at most 2 ulp off over the whole range (vec.h has the inline forms, with the
+ * same bits); dst may be src. */
 void ps__expf_array(float *dst, const float *src, size_t n);
 
-/* Sums over rows in a fixed order: the rows are cut in ps__n_row_groups() groups of ps__row_group_rows() rows; the kernel
- * leaves each group's fp32 partial sum in partial[group*cols + c], and ps__add_partials adds them in order of groups:
- * out[c] = round(sum) or, when accumulate, round(out[c] + sum). */
-static inline int64_t ps__row_group_rows(uint32_t rows) { return rows <= 64 * 64 ? 64 : (int64_t)(rows + 63) / 64; }
-static inline int64_t ps__n_row_groups(uint32_t rows) { int64_t g = ps__row_group_rows(rows); return (rows + g - 1) / g; }
-void ps__add_partials(const ps__cpu_exec *exec, void *out, uint32_t dt, const float *partial, int64_t n_groups, uint32_t cols,
-                      uint32_t accumulate);
+/* Sums over rows in a fixed order: the rows are cut in ps__n_row_groups() groups of
+ * ps__row_group_rows() rows; the kernel leaves each group's fp32 partial sum in
+ * partial[group*cols + c], and ps__add_partials adds them in order of groups: out[c] =
+ * round(sum) or, when accumulate, round(out[c] + sum). */
+static inline int64_t ps__row_group_rows(uint32_t rows) {
+  return rows <= 64 * 64 ? 64 : (int64_t)(rows + 63) / 64;
+}
+static inline int64_t ps__n_row_groups(uint32_t rows) {
+  int64_t g = ps__row_group_rows(rows);
+  return (rows + g - 1) / g;
+}
+void ps__add_partials(const ps__cpu_exec *exec, void *out, uint32_t dt, const float *partial,
+                      int64_t n_groups, uint32_t cols, uint32_t accumulate);
 
-/* One single-threaded product on the calling thread, C = op(A) op(B) + beta*C, row-major fp32. OpenBLAS is held to one thread. */
-void ps__cpu_sgemm(bool trans_a, bool trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b, int ldb,
-                   float beta, float *c, int ldc);
-/* Opens OpenBLAS, sets it to one thread and makes the buffers that @n_threads threads in products hold, so that no product asks the system
- * for memory. Costs nothing where all that was done. ps__cpu_sgemm may be called only after this (the gemm kernel sees to it itself).
- * Errors: PS_ENOMEM, PS_EDEVICE where there is no OpenBLAS. */
+/* One single-threaded product on the calling thread, C = op(A) op(B) + beta*C, row-major fp32.
+ * OpenBLAS is held to one thread. */
+void ps__cpu_sgemm(bool trans_a, bool trans_b, int m, int n, int k, float alpha, const float *a,
+                   int lda, const float *b, int ldb, float beta, float *c, int ldc);
+/* Opens OpenBLAS, sets it to one thread and makes the buffers that @n_threads threads in
+ * products hold, so that no product asks the system for memory. Costs nothing where all that was
+ * done. ps__cpu_sgemm may be called only after this (the gemm kernel sees to it itself). Errors:
+ * PS_ENOMEM, PS_EDEVICE where there is no OpenBLAS. */
 ps_status ps__cpu_blas_ready(uint32_t n_threads);
 
 #endif

@@ -12,14 +12,18 @@ typedef struct ce_job {
   float *loss;
 } ce_job;
 
-/* max and sum of exp(z - max) of a row; padding lanes are -inf, which exp turns to 0. 64 lanes, fixed tree. */
+/* max and sum of exp(z - max) of a row; padding lanes are -inf, which exp turns to 0. 64 lanes,
+ * fixed tree. */
 PS_VEC float ce_row_max(const char *z, uint32_t dt, size_t n) {
   ps__v m[4];
-  for (int q = 0; q < 4; q++) m[q] = ps__v_set(-INFINITY);
+  for (int q = 0; q < 4; q++)
+    m[q] = ps__v_set(-INFINITY);
   size_t i = 0;
   for (; i + 4 * PS_LANES <= n; i += 4 * PS_LANES)
-    for (int q = 0; q < 4; q++) m[q] = ps__v_max(ps__v_get(z, dt, i + (size_t)q * PS_LANES), m[q]);
-  for (; i < n; i += PS_LANES) m[0] = ps__v_max(ps__v_read(z, dt, i, n, -INFINITY), m[0]);
+    for (int q = 0; q < 4; q++)
+      m[q] = ps__v_max(ps__v_get(z, dt, i + (size_t)q * PS_LANES), m[q]);
+  for (; i < n; i += PS_LANES)
+    m[0] = ps__v_max(ps__v_read(z, dt, i, n, -INFINITY), m[0]);
   return ps__v_hmax(ps__v_max(ps__v_max(m[0], m[1]), ps__v_max(m[2], m[3])));
 }
 
@@ -27,8 +31,10 @@ PS_VEC float ce_row_sum(const char *z, uint32_t dt, size_t n, float max) {
   ps__v s[4] = {{0}};
   size_t i = 0;
   for (; i + 4 * PS_LANES <= n; i += 4 * PS_LANES)
-    for (int q = 0; q < 4; q++) s[q] += ps__v_exp(ps__v_get(z, dt, i + (size_t)q * PS_LANES) - max);
-  for (; i < n; i += PS_LANES) s[0] += ps__v_exp(ps__v_read(z, dt, i, n, -INFINITY) - max);
+    for (int q = 0; q < 4; q++)
+      s[q] += ps__v_exp(ps__v_get(z, dt, i + (size_t)q * PS_LANES) - max);
+  for (; i < n; i += PS_LANES)
+    s[0] += ps__v_exp(ps__v_read(z, dt, i, n, -INFINITY) - max);
   return ps__v_sum((s[0] + s[1]) + (s[2] + s[3]));
 }
 
@@ -42,7 +48,8 @@ PS_VEC void ce_rows(const ce_job *j, int64_t first, int64_t end, uint32_t dt) {
       j->loss[r] = 0.0f;
       continue;
     }
-    float max = ce_row_max(z, dt, n), sum = ce_row_sum(z, dt, n, max), zt = ps__load1_f32(z, dt, (size_t)target);
+    float max = ce_row_max(z, dt, n), sum = ce_row_sum(z, dt, n, max),
+          zt = ps__load1_f32(z, dt, (size_t)target);
     float k = j->scale / sum, et = ps__expf(zt - max);
     for (size_t i = 0; i < n; i += PS_LANES)
       ps__v_write(z, dt, i, n, ps__v_exp(ps__v_read(z, dt, i, n, 0.0f) - max) * k);
@@ -54,29 +61,44 @@ PS_VEC void ce_rows(const ce_job *j, int64_t first, int64_t end, uint32_t dt) {
 }
 
 PS_CLONES static void ce_run(const ce_job *j, int64_t first, int64_t end) {
-  if (j->dt == PS_BF16) ce_rows(j, first, end, PS_BF16);
-  else ce_rows(j, first, end, PS_F32);
+  if (j->dt == PS_BF16)
+    ce_rows(j, first, end, PS_BF16);
+  else
+    ce_rows(j, first, end, PS_F32);
 }
 
-static void ce_task(void *arg, int64_t first, int64_t end, uint32_t worker) { ce_run(arg, first, end); }
+static void ce_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  ce_run(arg, first, end);
+}
 
 /* cross_entropy
- * math    loss[r] = log(sum_v exp(z[r,v] - max)) + max - z[r,t]; z[r,v] becomes (softmax(z[r])[v] - [v = t]) * scale;
+ * math    loss[r] = log(sum_v exp(z[r,v] - max)) + max - z[r,t]; z[r,v] becomes
+ *         (softmax(z[r])[v] - [v = t]) * scale;
  *         target -1: loss 0, gradient 0. fp32 inside, the loss put together in fp64
- * shapes  z [rows,V] of dt, in place; target i32 [rows]; scale f32 [1] = 1 / valid tokens of the step; loss f32 [rows]
+ * shapes  z [rows,V] of dt, in place; target i32 [rows]; scale f32 [1] = 1 / valid tokens of the
+ *         step; loss f32 [rows]
  * bytes   2*rows*V*sizeof(dt) when a row fits the cache (three passes over it)
  * determinism  bitwise: a row is one thread's, sums in 64 lanes and a fixed tree
- * errors  PS_EFORMAT: a target that is neither -1 nor an id, with its row; nothing is written then */
+ * errors  PS_EFORMAT: a target that is neither -1 nor an id, with its row; nothing is written
+ *         then */
 static ps_status cross_entropy(const ps_launch *l) {
   const ps__args_cross_entropy *a = l->args;
   const int32_t *target = l->ptr[1];
   for (uint32_t r = 0; r < a->rows; r++)
     if (target[r] < -1 || target[r] >= (int64_t)a->vocab)
-      return ps__fail(PS_EFORMAT, "target %d of token %u is not in the vocabulary of %u: tokenize the data with the model's own tokenizer",
+      return ps__fail(PS_EFORMAT,
+                      "target %d of token %u is not in the vocabulary of %u: tokenize the data "
+                      "with the model's own tokenizer",
                       (int)target[r], r, a->vocab);
-  ce_job job = {.vocab = a->vocab, .dt = a->dt, .z = l->ptr[0], .target = target, .scale = *(const float *)l->ptr[2], .loss = l->ptr[3]};
+  ce_job job = {.vocab = a->vocab,
+                .dt = a->dt,
+                .z = l->ptr[0],
+                .target = target,
+                .scale = *(const float *)l->ptr[2],
+                .loss = l->ptr[3]};
   ps__cpu_rows(l->exec, a->rows, ps__block_rows(a->vocab), ce_task, &job);
   return PS_OK;
 }
 
-const ps_kernel ps__k_cross_entropy = {"cross_entropy", PS_CLASS_ELEMENTWISE, {cross_entropy, PS_CUDA_FN(cross_entropy)}};
+const ps_kernel ps__k_cross_entropy = {
+    "cross_entropy", PS_CLASS_ELEMENTWISE, {cross_entropy, PS_CUDA_FN(cross_entropy)}};

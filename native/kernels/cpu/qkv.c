@@ -1,12 +1,18 @@
-/* qkv.c - the fused q, k, v product split by use: optional RMSNorm over head_dim (Qwen3), RoPE, and the way back.
+/* qkv.c - the fused q, k, v product split by use: optional RMSNorm over head_dim (Qwen3), RoPE,
+ * and the way back.
  *
- * math    y = round(x * rstd * w), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at angle a = pos * inv_freq[i]
- *         out[i] = y[i] cos a - y[i+h] sin a,  out[i+h] = y[i+h] cos a + y[i] sin a,  h = head_dim/2.
- *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*w, dx = rstd*(g - xh*mean(g*xh)), dw = sum over rows and heads
+ * math    y = round(x * rstd * w), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at
+ *         angle a = pos * inv_freq[i]
+ *         out[i] = y[i] cos a - y[i+h] sin a,  out[i+h] = y[i+h] cos a + y[i] sin a,  h =
+ *         head_dim/2.
+ *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*w, dx = rstd*(g -
+ *         xh*mean(g*xh)), dw = sum over rows and heads
  *         of dy*xh.
  * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk [head_dim].
- * bytes   forward reads and writes qkv once; backward reads dq, dkv (and qkv with qk_norm) and writes dqkv.
- * determinism  a row is made by one worker; dw: partial sums of fixed groups of rows (cpu.h), added in order.
+ * bytes   forward reads and writes qkv once; backward reads dq, dkv (and qkv with qk_norm) and
+ *         writes dqkv.
+ * determinism  a row is made by one worker; dw: partial sums of fixed groups of rows (cpu.h),
+ *              added in order.
  * reference    tests/test_qkv.py: PyTorch in fp64, transformers' LlamaRotaryEmbedding */
 #include "cpu.h"
 #include "vec.h"
@@ -36,7 +42,9 @@ static size_t scratch_floats(const ps__args_qkv *a) {
   return (1 + 2 * ROPE_ROWS) * half_padded(a) + 4 * ps__round_up(a->head_dim, 16);
 }
 
-size_t ps__cpu_scratch_qkv_split_fwd(const void *args) { return ps__round_up(scratch_floats(args) * sizeof(float), 64); }
+size_t ps__cpu_scratch_qkv_split_fwd(const void *args) {
+  return ps__round_up(scratch_floats(args) * sizeof(float), 64);
+}
 
 size_t ps__cpu_scratch_qkv_split_bwd(const void *args) {
   const ps__args_qkv *a = args;
@@ -47,38 +55,53 @@ size_t ps__cpu_scratch_qkv_split_bwd(const void *args) {
 static qkv_scratch scratch_of(const qkv_job *j, uint32_t worker) {
   const ps__args_qkv *a = &j->a;
   size_t h = half_padded(a), d = ps__round_up(a->head_dim, 16);
-  float *p = ps__scratch(j->exec, worker), *first = ps__scratch(j->exec, 0), *sums = first + scratch_floats(a);
-  return (qkv_scratch){.inv_freq = first, .cos = p + h, .sin = p + h + ROPE_ROWS * h, .row = p + (1 + 2 * ROPE_ROWS) * h,
-                       .x = p + (1 + 2 * ROPE_ROWS) * h + d, .partial_q = sums,
+  float *p = ps__scratch(j->exec, worker), *first = ps__scratch(j->exec, 0),
+        *sums = first + scratch_floats(a);
+  return (qkv_scratch){.inv_freq = first,
+                       .cos = p + h,
+                       .sin = p + h + ROPE_ROWS * h,
+                       .row = p + (1 + 2 * ROPE_ROWS) * h,
+                       .x = p + (1 + 2 * ROPE_ROWS) * h + d,
+                       .partial_q = sums,
                        .partial_k = sums + (size_t)ps__n_row_groups(a->n_tokens) * a->head_dim};
 }
 
-/* inv_freq[i] = theta^(-2i/head_dim) in the order and precision of transformers 4.57.1, modeling_rope_utils.py
- * (_compute_default_rope_parameters, _compute_linear_scaling_rope_parameters, _compute_llama3_parameters): everything fp32,
- * the power rounded from fp64. */
+/* inv_freq[i] = theta^(-2i/head_dim) in the order and precision of transformers 4.57.1,
+ * modeling_rope_utils.py (_compute_default_rope_parameters,
+ * _compute_linear_scaling_rope_parameters, _compute_llama3_parameters): everything fp32, the
+ * power rounded from fp64. */
 void ps__rope_inv_freq(float *inv_freq, const ps__args_qkv *a) {
-  const float low_wavelen = (float)a->rope_original_positions / a->rope_low_freq, high_wavelen = (float)a->rope_original_positions / a->rope_high_freq;
+  const float low_wavelen = (float)a->rope_original_positions / a->rope_low_freq,
+              high_wavelen = (float)a->rope_original_positions / a->rope_high_freq;
   for (uint32_t i = 0; i < a->head_dim / 2; i++) {
     float f = 1.0f / (float)pow((float)a->rope_theta, (float)(2 * i) / (float)a->head_dim);
-    if (a->rope_scaling == PS_ROPE_LINEAR) f /= a->rope_factor;
+    if (a->rope_scaling == PS_ROPE_LINEAR)
+      f /= a->rope_factor;
     if (a->rope_scaling == PS_ROPE_LLAMA3) {
-      float wavelen = 1.0f / f * 6.283185307179586f; /* torch divides a number by a tensor this way */
-      float smooth = (1.0f / wavelen * (float)a->rope_original_positions - a->rope_low_freq) / (a->rope_high_freq - a->rope_low_freq);
-      if (wavelen > low_wavelen) f /= a->rope_factor;
-      else if (!(wavelen < high_wavelen)) f = (1.0f - smooth) * f / a->rope_factor + smooth * f;
+      /* torch divides a number by a tensor this way */
+      float wavelen = 1.0f / f * 6.283185307179586f;
+      float smooth = (1.0f / wavelen * (float)a->rope_original_positions - a->rope_low_freq) /
+                     (a->rope_high_freq - a->rope_low_freq);
+      if (wavelen > low_wavelen)
+        f /= a->rope_factor;
+      else if (!(wavelen < high_wavelen))
+        f = (1.0f - smooth) * f / a->rope_factor + smooth * f;
     }
     inv_freq[i] = f;
   }
 }
 
-/* cosines and sines of pos * inv_freq[i], n a multiple of 16. The product and its reduction by multiples of pi/2 in fp64 (pi/2 in
- * two parts, the first of 33 bits: n*hi is exact up to n = 2^20, and beyond as good as the product itself); Taylor's polynomials
- * up to r^11 and r^10 leave (pi/4)^12/12! = 1.2e-10, far under half an ulp of fp32 (3e-8). */
-PS_CLONES static void rope_angles(float *restrict cosines, float *restrict sines, const float *inv_freq, int32_t pos, size_t n) {
+/* cosines and sines of pos * inv_freq[i], n a multiple of 16. The product and its reduction by
+ * multiples of pi/2 in fp64 (pi/2 in two parts, the first of 33 bits: n*hi is exact up to n =
+ * 2^20, and beyond as good as the product itself); Taylor's polynomials up to r^11 and r^10
+ * leave (pi/4)^12/12! = 1.2e-10, far under half an ulp of fp32 (3e-8). */
+PS_CLONES static void rope_angles(float *restrict cosines, float *restrict sines,
+                                  const float *inv_freq, int32_t pos, size_t n) {
   typedef double vd __attribute__((vector_size(64)));
   typedef int64_t vl __attribute__((vector_size(64)));
   typedef float vf8 __attribute__((vector_size(32)));
-  const double magic = 6755399441055744.0; /* 1.5 * 2^52: adding it rounds to an integer, kept in the low bits */
+  /* 1.5 * 2^52: adding it rounds to an integer, kept in the low bits */
+  const double magic = 6755399441055744.0;
   for (size_t i = 0; i < n; i += 8) {
     vf8 f;
     memcpy(&f, inv_freq + i, sizeof f);
@@ -89,7 +112,8 @@ PS_CLONES static void rope_angles(float *restrict cosines, float *restrict sines
     s = ((((s * z - 1.0 / 5040) * z + 1.0 / 120) * z - 1.0 / 6) * z) * r + r;
     vd c = z * (-1.0 / 3628800) + 1.0 / 40320;
     c = (((c * z - 1.0 / 720) * z + 1.0 / 24) * z - 0.5) * z + 1.0;
-    vl quadrant = (vl)t, swap = -(quadrant & 1), si = ((vl)c & swap) | ((vl)s & ~swap), ci = ((vl)s & swap) | ((vl)c & ~swap);
+    vl quadrant = (vl)t, swap = -(quadrant & 1), si = ((vl)c & swap) | ((vl)s & ~swap),
+       ci = ((vl)s & swap) | ((vl)c & ~swap);
     vf8 sf = __builtin_convertvector((vd)(si ^ ((quadrant & 2) << 62)), vf8);
     vf8 cf = __builtin_convertvector((vd)(ci ^ (((quadrant + 1) & 2) << 62)), vf8);
     memcpy(sines + i, &sf, sizeof sf);
@@ -100,15 +124,18 @@ PS_CLONES static void rope_angles(float *restrict cosines, float *restrict sines
 static void fill_table(const qkv_job *j, const qkv_scratch *s, int64_t first, int64_t end) {
   size_t h = half_padded(&j->a);
   for (int64_t t = first; t < end; t++)
-    rope_angles(s->cos + (size_t)(t - first) * h, s->sin + (size_t)(t - first) * h, s->inv_freq, j->pos[t], h);
+    rope_angles(s->cos + (size_t)(t - first) * h, s->sin + (size_t)(t - first) * h, s->inv_freq,
+                j->pos[t], h);
 }
 
 /* x of one head turned by the angles; backwards with sign -1. */
-PS_CLONES static void rotate(float *restrict x, const float *cosines, const float *sines, size_t half, float sign) {
+PS_CLONES static void rotate(float *restrict x, const float *cosines, const float *sines,
+                             size_t half, float sign) {
   float *lo = x, *hi = x + half;
   size_t i = 0;
   for (; i + PS_LANES <= half; i += PS_LANES) {
-    ps__v a = ps__v_load(lo + i), b = ps__v_load(hi + i), c = ps__v_load(cosines + i), s = ps__v_load(sines + i) * sign;
+    ps__v a = ps__v_load(lo + i), b = ps__v_load(hi + i), c = ps__v_load(cosines + i),
+          s = ps__v_load(sines + i) * sign;
     ps__v_store(lo + i, a * c - b * s);
     ps__v_store(hi + i, b * c + a * s);
   }
@@ -122,19 +149,23 @@ PS_CLONES static void rotate(float *restrict x, const float *cosines, const floa
 /* sum of a[i]*b[i]: 16 lanes, then their tree. */
 PS_VEC float dot(const float *a, const float *b, size_t n) {
   ps__v sum = ps__v_set(0.0f);
-  for (size_t i = 0; i < n; i += PS_LANES) sum += ps__v_read(a, PS_F32, i, n, 0.0f) * ps__v_read(b, PS_F32, i, n, 0.0f);
+  for (size_t i = 0; i < n; i += PS_LANES)
+    sum += ps__v_read(a, PS_F32, i, n, 0.0f) * ps__v_read(b, PS_F32, i, n, 0.0f);
   return ps__v_sum(sum);
 }
 
 PS_CLONES static void norm_row(float *restrict x, const float *w, size_t d, float eps) {
   float rstd = 1.0f / sqrtf(dot(x, x, d) / (float)d + eps);
   size_t i = 0;
-  for (; i + PS_LANES <= d; i += PS_LANES) ps__v_store(x + i, ps__v_load(x + i) * rstd * ps__v_load(w + i));
-  for (; i < d; i++) x[i] = x[i] * rstd * w[i];
+  for (; i + PS_LANES <= d; i += PS_LANES)
+    ps__v_store(x + i, ps__v_load(x + i) * rstd * ps__v_load(w + i));
+  for (; i < d; i++)
+    x[i] = x[i] * rstd * w[i];
 }
 
 /* dy becomes dx; dw += dy * xh; x becomes xh. */
-PS_CLONES static void norm_row_bwd(float *restrict dy, float *restrict x, const float *w, float *restrict dw, size_t d, float eps) {
+PS_CLONES static void norm_row_bwd(float *restrict dy, float *restrict x, const float *w,
+                                   float *restrict dw, size_t d, float eps) {
   float rstd = 1.0f / sqrtf(dot(x, x, d) / (float)d + eps);
   size_t i = 0;
   for (; i + PS_LANES <= d; i += PS_LANES) {
@@ -151,7 +182,8 @@ PS_CLONES static void norm_row_bwd(float *restrict dy, float *restrict x, const 
   float mean = dot(dy, x, d) / (float)d;
   for (i = 0; i + PS_LANES <= d; i += PS_LANES)
     ps__v_store(dy + i, (ps__v_load(dy + i) - ps__v_load(x + i) * mean) * rstd);
-  for (; i < d; i++) dy[i] = (dy[i] - x[i] * mean) * rstd;
+  for (; i < d; i++)
+    dy[i] = (dy[i] - x[i] * mean) * rstd;
 }
 
 static void fwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
@@ -161,7 +193,8 @@ static void fwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
   size_t d = a->head_dim, h = half_padded(a), n_q = a->n_heads * d, n_k = a->n_kv_heads * d;
   fill_table(j, &s, first, end);
   for (int64_t t = first; t < end; t++) {
-    const float *cosines = s.cos + (size_t)(t - first) * h, *sines = s.sin + (size_t)(t - first) * h;
+    const float *cosines = s.cos + (size_t)(t - first) * h,
+                *sines = s.sin + (size_t)(t - first) * h;
     for (size_t c = 0; c < n_q + n_k; c += d) {
       ps__load_f32(s.row, ps__celem(j->qkv, a->dt, (size_t)t * (n_q + 2 * n_k) + c), a->dt, d);
       if (a->qk_norm) {
@@ -172,22 +205,28 @@ static void fwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
         }
       }
       rotate(s.row, cosines, sines, d / 2, 1.0f);
-      void *to = c < n_q ? ps__elem(j->q, a->dt, (size_t)t * n_q + c) : ps__elem(j->kv, a->dt, (size_t)t * 2 * n_k + c - n_q);
+      void *to = c < n_q ? ps__elem(j->q, a->dt, (size_t)t * n_q + c)
+                         : ps__elem(j->kv, a->dt, (size_t)t * 2 * n_k + c - n_q);
       ps__store_f32(to, a->dt, s.row, d);
     }
-    memcpy(ps__elem(j->kv, a->dt, (size_t)t * 2 * n_k + n_k), ps__celem(j->qkv, a->dt, (size_t)t * (n_q + 2 * n_k) + n_q + n_k),
+    memcpy(ps__elem(j->kv, a->dt, (size_t)t * 2 * n_k + n_k),
+           ps__celem(j->qkv, a->dt, (size_t)t * (n_q + 2 * n_k) + n_q + n_k),
            n_k * ps__dt_bytes(a->dt));
   }
 }
 
 /* dqkv of row t; the norms' partial sums are those of the row's group. */
-static void bwd_row(const qkv_job *j, const qkv_scratch *s, int64_t t, int64_t slot, float *dwq, float *dwk) {
+static void bwd_row(const qkv_job *j, const qkv_scratch *s, int64_t t, int64_t slot, float *dwq,
+                    float *dwk) {
   const ps__args_qkv *a = &j->a;
-  size_t d = a->head_dim, h = half_padded(a), n_q = a->n_heads * d, n_k = a->n_kv_heads * d, at = (size_t)t * (n_q + 2 * n_k);
+  size_t d = a->head_dim, h = half_padded(a), n_q = a->n_heads * d, n_k = a->n_kv_heads * d,
+         at = (size_t)t * (n_q + 2 * n_k);
   const float *dkv = j->dkv + (size_t)t * 2 * n_k;
   for (size_t c = 0; c < n_q + n_k; c += d) {
-    if (c < n_q) ps__load_f32(s->row, ps__celem(j->dq, a->dt, (size_t)t * n_q + c), a->dt, d);
-    else memcpy(s->row, dkv + c - n_q, d * sizeof(float));
+    if (c < n_q)
+      ps__load_f32(s->row, ps__celem(j->dq, a->dt, (size_t)t * n_q + c), a->dt, d);
+    else
+      memcpy(s->row, dkv + c - n_q, d * sizeof(float));
     rotate(s->row, s->cos + (size_t)slot * h, s->sin + (size_t)slot * h, d / 2, -1.0f);
     if (a->qk_norm) {
       ps__load_f32(s->x, ps__celem(j->qkv, a->dt, at + c), a->dt, d);
@@ -209,21 +248,27 @@ static void bwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
   }
   for (int64_t t = first; t < end; t++) {
     int64_t slot = (t - first) % ROPE_ROWS;
-    if (slot == 0) fill_table(j, &s, t, t + ROPE_ROWS < end ? t + ROPE_ROWS : end);
+    if (slot == 0)
+      fill_table(j, &s, t, t + ROPE_ROWS < end ? t + ROPE_ROWS : end);
     bwd_row(j, &s, t, slot, dwq, dwk);
   }
 }
 
-static ps_status start(qkv_job *j, const ps_launch *l, const char *name, const void *wq, const void *wk) {
+static ps_status start(qkv_job *j, const ps_launch *l, const char *name, const void *wq,
+                       const void *wk) {
   const ps__args_qkv *a = l->args;
-  if (!a->head_dim || a->head_dim % 2 || !a->n_heads || !a->n_kv_heads || a->dt >= PS_N_DTYPES || a->rope_scaling > PS_ROPE_LLAMA3)
-    return ps__fail(PS_EINVAL, "%s: %u heads, %u kv heads, head_dim %u (must be even), dtype %u, scaling %u is no valid shape", name,
-                    a->n_heads, a->n_kv_heads, a->head_dim, a->dt, a->rope_scaling);
+  if (!a->head_dim || a->head_dim % 2 || !a->n_heads || !a->n_kv_heads || a->dt >= PS_N_DTYPES ||
+      a->rope_scaling > PS_ROPE_LLAMA3)
+    return ps__fail(PS_EINVAL,
+                    "%s: %u heads, %u kv heads, head_dim %u (must be even), dtype %u, scaling %u "
+                    "is no valid shape",
+                    name, a->n_heads, a->n_kv_heads, a->head_dim, a->dt, a->rope_scaling);
   j->a = *a;
   j->exec = l->exec;
   qkv_scratch s = scratch_of(j, 0);
   ps__rope_inv_freq(s.inv_freq, a);
-  for (size_t i = a->head_dim / 2; i < half_padded(a); i++) s.inv_freq[i] = 0.0f;
+  for (size_t i = a->head_dim / 2; i < half_padded(a); i++)
+    s.inv_freq[i] = 0.0f;
   j->w = s.x + ps__round_up(a->head_dim, 16);
   if (a->qk_norm) {
     ps__load_f32(j->w, wq, a->dt, a->head_dim);
@@ -235,7 +280,8 @@ static ps_status start(qkv_job *j, const ps_launch *l, const char *name, const v
 static ps_status qkv_split_fwd(const ps_launch *l) {
   const ps__args_qkv *a = l->args;
   qkv_job j = {.qkv = l->ptr[0], .pos = l->ptr[1], .q = l->ptr[2], .kv = l->ptr[3]};
-  PS_TRY(start(&j, l, "qkv_split_fwd", a->qk_norm ? l->ptr[4] : NULL, a->qk_norm ? l->ptr[5] : NULL));
+  PS_TRY(
+      start(&j, l, "qkv_split_fwd", a->qk_norm ? l->ptr[4] : NULL, a->qk_norm ? l->ptr[5] : NULL));
   ps__cpu_rows(j.exec, a->n_tokens, ROPE_ROWS, fwd_rows, &j);
   return PS_OK;
 }
@@ -243,8 +289,10 @@ static ps_status qkv_split_fwd(const ps_launch *l) {
 static ps_status qkv_split_bwd(const ps_launch *l) {
   const ps__args_qkv *a = l->args;
   qkv_job j = {.dq = l->ptr[0], .dkv = l->ptr[1], .pos = l->ptr[2], .dqkv = l->ptr[3]};
-  if (a->qk_norm) j.qkv = l->ptr[4];
-  PS_TRY(start(&j, l, "qkv_split_bwd", a->qk_norm ? l->ptr[5] : NULL, a->qk_norm ? l->ptr[6] : NULL));
+  if (a->qk_norm)
+    j.qkv = l->ptr[4];
+  PS_TRY(
+      start(&j, l, "qkv_split_bwd", a->qk_norm ? l->ptr[5] : NULL, a->qk_norm ? l->ptr[6] : NULL));
   ps__cpu_rows(j.exec, a->n_tokens, ps__row_group_rows(a->n_tokens), bwd_rows, &j);
   if (a->qk_norm) {
     qkv_scratch s = scratch_of(&j, 0);
@@ -255,5 +303,7 @@ static ps_status qkv_split_bwd(const ps_launch *l) {
   return PS_OK;
 }
 
-const ps_kernel ps__k_qkv_split_fwd = {"qkv_split_fwd", PS_CLASS_ELEMENTWISE, {qkv_split_fwd, PS_CUDA_FN(qkv_split_fwd)}};
-const ps_kernel ps__k_qkv_split_bwd = {"qkv_split_bwd", PS_CLASS_ELEMENTWISE, {qkv_split_bwd, PS_CUDA_FN(qkv_split_bwd)}};
+const ps_kernel ps__k_qkv_split_fwd = {
+    "qkv_split_fwd", PS_CLASS_ELEMENTWISE, {qkv_split_fwd, PS_CUDA_FN(qkv_split_fwd)}};
+const ps_kernel ps__k_qkv_split_bwd = {
+    "qkv_split_bwd", PS_CLASS_ELEMENTWISE, {qkv_split_bwd, PS_CUDA_FN(qkv_split_bwd)}};

@@ -10,8 +10,10 @@ typedef struct norm_job {
   float *partial; /* [groups, cols]: dw of each group of rows */
 } norm_job;
 
-/* sums[0] = sum x^2, sums[1] = sum dy*w*x (0 when dy is NULL). Lane j of accumulator q adds elements 64i + 16q + j. */
-PS_VEC void norm_sums(float sums[2], const char *x, const char *w, const char *dy, uint32_t dt, size_t cols) {
+/* sums[0] = sum x^2, sums[1] = sum dy*w*x (0 when dy is NULL). Lane j of accumulator q adds
+ * elements 64i + 16q + j. */
+PS_VEC void norm_sums(float sums[2], const char *x, const char *w, const char *dy, uint32_t dt,
+                      size_t cols) {
   ps__v ss[4] = {{0}}, sg[4] = {{0}};
   size_t i = 0;
   for (; i + 4 * PS_LANES <= cols; i += 4 * PS_LANES) {
@@ -19,13 +21,15 @@ PS_VEC void norm_sums(float sums[2], const char *x, const char *w, const char *d
       size_t at = i + (size_t)q * PS_LANES;
       ps__v v = ps__v_get(x, dt, at);
       ss[q] += v * v;
-      if (dy) sg[q] += ps__v_get(dy, dt, at) * ps__v_get(w, dt, at) * v;
+      if (dy)
+        sg[q] += ps__v_get(dy, dt, at) * ps__v_get(w, dt, at) * v;
     }
   }
   for (; i < cols; i += PS_LANES) {
     ps__v v = ps__v_read(x, dt, i, cols, 0.0f);
     ss[0] += v * v;
-    if (dy) sg[0] += ps__v_read(dy, dt, i, cols, 0.0f) * ps__v_read(w, dt, i, cols, 0.0f) * v;
+    if (dy)
+      sg[0] += ps__v_read(dy, dt, i, cols, 0.0f) * ps__v_read(w, dt, i, cols, 0.0f) * v;
   }
   sums[0] = ps__v_sum((ss[0] + ss[1]) + (ss[2] + ss[3]));
   sums[1] = ps__v_sum((sg[0] + sg[1]) + (sg[2] + sg[3]));
@@ -40,22 +44,29 @@ PS_VEC void norm_fwd_rows(const norm_job *j, int64_t first, int64_t end, uint32_
     norm_sums(sums, x, NULL, NULL, dt, cols);
     float rstd = 1.0f / sqrtf(sums[0] / (float)cols + j->a->eps);
     for (size_t i = 0; i < cols; i += PS_LANES)
-      ps__v_write(y, dt, i, cols, ps__v_read(x, dt, i, cols, 0.0f) * rstd * ps__v_read(j->w, dt, i, cols, 0.0f));
+      ps__v_write(y, dt, i, cols,
+                  ps__v_read(x, dt, i, cols, 0.0f) * rstd * ps__v_read(j->w, dt, i, cols, 0.0f));
   }
 }
 
 PS_CLONES static void norm_fwd(const norm_job *j, int64_t first, int64_t end) {
-  if (j->a->dt == PS_BF16) norm_fwd_rows(j, first, end, PS_BF16);
-  else norm_fwd_rows(j, first, end, PS_F32);
+  if (j->a->dt == PS_BF16)
+    norm_fwd_rows(j, first, end, PS_BF16);
+  else
+    norm_fwd_rows(j, first, end, PS_F32);
 }
 
-static void norm_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) { norm_fwd(arg, first, end); }
+static void norm_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  norm_fwd(arg, first, end);
+}
 
 /* rmsnorm_fwd
- * math    y[r,c] = x[r,c] * rstd[r] * w[c], rstd[r] = 1/sqrt(mean_c(x^2) + eps); fp32 inside, one rounding at the store
+ * math    y[r,c] = x[r,c] * rstd[r] * w[c], rstd[r] = 1/sqrt(mean_c(x^2) + eps); fp32 inside,
+ *         one rounding at the store
  * shapes  x, y [rows,cols], w [cols], all of dt; y may not alias x
  * bytes   2*rows*cols*sizeof(dt) of memory, the second read of a row is from cache
- * determinism  bitwise: a row's sum has 64 lanes and a fixed tree, whatever thread and instruction set runs it */
+ * determinism  bitwise: a row's sum has 64 lanes and a fixed tree, whatever thread and
+ *              instruction set runs it */
 static ps_status rmsnorm_fwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = l->args;
   norm_job job = {.a = a, .x = l->ptr[0], .w = l->ptr[1], .y = l->ptr[2]};
@@ -76,7 +87,8 @@ PS_VEC void norm_bwd_rows(const norm_job *j, int64_t first, int64_t end, float *
     for (size_t i = 0; i < cols; i += PS_LANES) {
       ps__v g = ps__v_read(dy, dt, i, cols, 0.0f), xh = ps__v_read(x, dt, i, cols, 0.0f) * rstd;
       ps__v d = (g * ps__v_read(j->w, dt, i, cols, 0.0f) - xh * mean) * rstd;
-      if (add) d += ps__v_read(dx, dt, i, cols, 0.0f);
+      if (add)
+        d += ps__v_read(dx, dt, i, cols, 0.0f);
       ps__v_write(dx, dt, i, cols, d);
       ps__v_write(dw, PS_F32, i, cols, ps__v_read(dw, PS_F32, i, cols, 0.0f) + g * xh);
     }
@@ -84,8 +96,10 @@ PS_VEC void norm_bwd_rows(const norm_job *j, int64_t first, int64_t end, float *
 }
 
 PS_CLONES static void norm_bwd(const norm_job *j, int64_t first, int64_t end, float *dw) {
-  if (j->a->dt == PS_BF16) norm_bwd_rows(j, first, end, dw, PS_BF16);
-  else norm_bwd_rows(j, first, end, dw, PS_F32);
+  if (j->a->dt == PS_BF16)
+    norm_bwd_rows(j, first, end, dw, PS_BF16);
+  else
+    norm_bwd_rows(j, first, end, dw, PS_F32);
 }
 
 static void norm_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
@@ -103,18 +117,28 @@ size_t ps__cpu_scratch_rmsnorm_bwd(const void *args) {
 }
 
 /* rmsnorm_bwd
- * math    xh = x*rstd; g = dy*w; d = rstd*(g - xh*mean_c(g*xh)); dx = add_dx ? dx + d : d; dw (+)= sum_r dy*xh
+ * math    xh = x*rstd; g = dy*w; d = rstd*(g - xh*mean_c(g*xh)); dx = add_dx ? dx + d : d; dw
+ *         (+)= sum_r dy*xh
  * shapes  x, dy, dx [rows,cols], w, dw [cols], all of dt; dx aliases neither x nor dy
  * bytes   3 or 4 (add_dx) * rows*cols*sizeof(dt) of memory; scratch: at most 64 groups * cols fp32
- * determinism  bitwise: rows are cut in groups by shape (cpu.h), dw adds rows in order in a group, then groups in order */
+ * determinism  bitwise: rows are cut in groups by shape (cpu.h), dw adds rows in order in a
+ *              group, then groups in order */
 static ps_status rmsnorm_bwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = l->args;
   const ps__cpu_exec *exec = l->exec;
-  norm_job job = {.a = a, .x = l->ptr[0], .w = l->ptr[1], .dy = l->ptr[2], .dx = l->ptr[3], .partial = ps__scratch(exec, 0)};
+  norm_job job = {.a = a,
+                  .x = l->ptr[0],
+                  .w = l->ptr[1],
+                  .dy = l->ptr[2],
+                  .dx = l->ptr[3],
+                  .partial = ps__scratch(exec, 0)};
   ps__cpu_rows(exec, a->rows, ps__row_group_rows(a->rows), norm_bwd_task, &job);
-  ps__add_partials(exec, l->ptr[4], a->dt, job.partial, ps__n_row_groups(a->rows), a->cols, a->accumulate_dw);
+  ps__add_partials(exec, l->ptr[4], a->dt, job.partial, ps__n_row_groups(a->rows), a->cols,
+                   a->accumulate_dw);
   return PS_OK;
 }
 
-const ps_kernel ps__k_rmsnorm_fwd = {"rmsnorm_fwd", PS_CLASS_ELEMENTWISE, {rmsnorm_fwd, PS_CUDA_FN(rmsnorm_fwd)}};
-const ps_kernel ps__k_rmsnorm_bwd = {"rmsnorm_bwd", PS_CLASS_ELEMENTWISE, {rmsnorm_bwd, PS_CUDA_FN(rmsnorm_bwd)}};
+const ps_kernel ps__k_rmsnorm_fwd = {
+    "rmsnorm_fwd", PS_CLASS_ELEMENTWISE, {rmsnorm_fwd, PS_CUDA_FN(rmsnorm_fwd)}};
+const ps_kernel ps__k_rmsnorm_bwd = {
+    "rmsnorm_bwd", PS_CLASS_ELEMENTWISE, {rmsnorm_bwd, PS_CUDA_FN(rmsnorm_bwd)}};

@@ -1,4 +1,5 @@
-/* swiglu.c - the gated activation of the feed-forward layer (Shazeer 2020, arXiv 2002.05202), forward and backward. */
+/* swiglu.c - the gated activation of the feed-forward layer (Shazeer 2020, arXiv 2002.05202),
+ * forward and backward. */
 #include "cpu.h"
 #include "vec.h"
 
@@ -27,7 +28,8 @@ PS_VEC void glu_bwd_rows(const glu_job *j, int64_t first, int64_t end, uint32_t 
     char *g = j->gu + 2 * (size_t)r * bytes, *u = g + bytes;
     char *s = j->s + (size_t)r * bytes;
     for (size_t i = 0; i < f; i += PS_LANES) {
-      ps__v x = ps__v_read(g, dt, i, f, 0.0f), d = ps__v_read(s, dt, i, f, 0.0f), up = ps__v_read(u, dt, i, f, 0.0f);
+      ps__v x = ps__v_read(g, dt, i, f, 0.0f), d = ps__v_read(s, dt, i, f, 0.0f),
+            up = ps__v_read(u, dt, i, f, 0.0f);
       ps__v below = 1.0f + ps__v_exp(-x), sig = 1.0f / below;
       ps__v_write(s, dt, i, f, x / below * up);
       ps__v_write(g, dt, i, f, d * up * sig * (1.0f + x * (1.0f - sig)));
@@ -37,20 +39,29 @@ PS_VEC void glu_bwd_rows(const glu_job *j, int64_t first, int64_t end, uint32_t 
 }
 
 PS_CLONES static void glu_fwd(const glu_job *j, int64_t first, int64_t end) {
-  if (j->dt == PS_BF16) glu_fwd_rows(j, first, end, PS_BF16);
-  else glu_fwd_rows(j, first, end, PS_F32);
+  if (j->dt == PS_BF16)
+    glu_fwd_rows(j, first, end, PS_BF16);
+  else
+    glu_fwd_rows(j, first, end, PS_F32);
 }
 
 PS_CLONES static void glu_bwd(const glu_job *j, int64_t first, int64_t end) {
-  if (j->dt == PS_BF16) glu_bwd_rows(j, first, end, PS_BF16);
-  else glu_bwd_rows(j, first, end, PS_F32);
+  if (j->dt == PS_BF16)
+    glu_bwd_rows(j, first, end, PS_BF16);
+  else
+    glu_bwd_rows(j, first, end, PS_F32);
 }
 
-static void glu_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) { glu_fwd(arg, first, end); }
-static void glu_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) { glu_bwd(arg, first, end); }
+static void glu_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  glu_fwd(arg, first, end);
+}
+static void glu_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  glu_bwd(arg, first, end);
+}
 
 /* swiglu_fwd
- * math    s = silu(g)*u, silu(g) = g / (1 + exp(-g)); g = gu[:, :F], u = gu[:, F:]; fp32 inside, one rounding at the store
+ * math    s = silu(g)*u, silu(g) = g / (1 + exp(-g)); g = gu[:, :F], u = gu[:, F:]; fp32 inside,
+ *         one rounding at the store
  * shapes  gu [T,2F], s [T,F] of dt, no aliasing
  * bytes   3*T*F*sizeof(dt).   determinism  bitwise: elementwise */
 static ps_status swiglu_fwd(const ps_launch *l) {
@@ -61,7 +72,8 @@ static ps_status swiglu_fwd(const ps_launch *l) {
 }
 
 /* swiglu_bwd
- * math    sig = 1/(1 + exp(-g)); dg = ds * u * sig * (1 + g*(1 - sig)); du = ds * g * sig; both over gu, in place; s, to the bits of
+ * math    sig = 1/(1 + exp(-g)); dg = ds * u * sig * (1 + g*(1 - sig)); du = ds * g * sig; both
+ *         over gu, in place; s, to the bits of
  *         swiglu_fwd's, over ds
  * shapes  ds [T,F], gu [T,2F] of dt
  * bytes   6*T*F*sizeof(dt).   determinism  bitwise: elementwise */
@@ -72,5 +84,7 @@ static ps_status swiglu_bwd(const ps_launch *l) {
   return PS_OK;
 }
 
-const ps_kernel ps__k_swiglu_fwd = {"swiglu_fwd", PS_CLASS_ELEMENTWISE, {swiglu_fwd, PS_CUDA_FN(swiglu_fwd)}};
-const ps_kernel ps__k_swiglu_bwd = {"swiglu_bwd", PS_CLASS_ELEMENTWISE, {swiglu_bwd, PS_CUDA_FN(swiglu_bwd)}};
+const ps_kernel ps__k_swiglu_fwd = {
+    "swiglu_fwd", PS_CLASS_ELEMENTWISE, {swiglu_fwd, PS_CUDA_FN(swiglu_fwd)}};
+const ps_kernel ps__k_swiglu_bwd = {
+    "swiglu_bwd", PS_CLASS_ELEMENTWISE, {swiglu_bwd, PS_CUDA_FN(swiglu_bwd)}};

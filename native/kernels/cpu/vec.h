@@ -1,8 +1,10 @@
-/* vec.h - 16 fp32 lanes in the compiler's vector extension: one AVX-512, two AVX2 or four SSE/NEON registers.
+/* vec.h - 16 fp32 lanes in the compiler's vector extension: one AVX-512, two AVX2 or four
+ * SSE/NEON registers.
  *
- * Lanes are explicit so that sums have one order on every machine. Use inside functions marked PS_CLONES. Vectors go to
- * functions by address (all are inlined) and ps__v_* macros give them back as values: passing them by value to a function
- * of another instruction set is an error in clang and an ABI note in gcc. */
+ * Lanes are explicit so that sums have one order on every machine. Use inside functions marked
+ * PS_CLONES. Vectors go to functions by address (all are inlined) and ps__v_* macros give them
+ * back as values: passing them by value to a function of another instruction set is an error in
+ * clang and an ABI note in gcc. */
 #ifndef PS_KERNELS_VEC_H
 #define PS_KERNELS_VEC_H
 #include "../ops.h"
@@ -16,11 +18,17 @@ typedef uint16_t ps__vh __attribute__((vector_size(32)));
 #define PS_VEC static inline __attribute__((always_inline))
 
 #define ps__v_set(x) ((ps__v){0} + (float)(x))
-#define ps__v_select(mask, a, b) ((ps__v)(((ps__vi)(mask) & (ps__vi)(a)) | (~(ps__vi)(mask) & (ps__vi)(b))))
-#define ps__v_max(a, b) ({ ps__v a_ = (a), b_ = (b); ps__v_select(a_ > b_, a_, b_); })
+#define ps__v_select(mask, a, b)                                                                   \
+  ((ps__v)(((ps__vi)(mask) & (ps__vi)(a)) | (~(ps__vi)(mask) & (ps__vi)(b))))
+#define ps__v_max(a, b)                                                                            \
+  ({                                                                                               \
+    ps__v a_ = (a), b_ = (b);                                                                      \
+    ps__v_select(a_ > b_, a_, b_);                                                                 \
+  })
 
-/* Loads and stores of 16 elements at any alignment: elements i .. i+15 of an array of dtype dt. Give a constant dt, so
- * that the branch goes away. bf16 is rounded to nearest even, NaN stays a quiet NaN: the same as ps__f32_to_bf16. */
+/* Loads and stores of 16 elements at any alignment: elements i .. i+15 of an array of dtype dt.
+ * Give a constant dt, so that the branch goes away. bf16 is rounded to nearest even, NaN stays a
+ * quiet NaN: the same as ps__f32_to_bf16. */
 PS_VEC void ps__v_get_to(ps__v *v, const void *base, uint32_t dt, size_t i) {
   if (dt == PS_BF16) {
     ps__vh h;
@@ -46,57 +54,100 @@ PS_VEC void ps__v_put_from(void *base, uint32_t dt, size_t i, const ps__v *v) {
     memcpy((float *)base + i, v, sizeof *v);
   }
 }
-#define ps__v_get(base, dt, i) ({ ps__v v_; ps__v_get_to(&v_, base, dt, i); v_; })
-#define ps__v_put(base, dt, i, v) ({ ps__v p_ = (v); ps__v_put_from(base, dt, i, &p_); })
-#define ps__v_load(p) ps__v_get(p, PS_F32, 0)
+#define ps__v_get(base, dt, i)                                                                     \
+  ({                                                                                               \
+    ps__v v_;                                                                                      \
+    ps__v_get_to(&v_, base, dt, i);                                                                \
+    v_;                                                                                            \
+  })
+#define ps__v_put(base, dt, i, v)                                                                  \
+  ({                                                                                               \
+    ps__v p_ = (v);                                                                                \
+    ps__v_put_from(base, dt, i, &p_);                                                              \
+  })
+#define ps__v_load(p)     ps__v_get(p, PS_F32, 0)
 #define ps__v_store(p, v) ps__v_put(p, PS_F32, 0, v)
 
-/* Ends of rows: the n < 16 elements from i on, through 16 floats in memory; lanes past n read as fill. */
-__attribute__((noinline, unused)) static void ps__tail_get(float t[PS_LANES], const void *base, uint32_t dt, size_t i, size_t n, float fill) {
+/* Ends of rows: the n < 16 elements from i on, through 16 floats in memory; lanes past n read as
+ * fill. */
+__attribute__((noinline, unused)) static void ps__tail_get(float t[PS_LANES], const void *base,
+                                                           uint32_t dt, size_t i, size_t n,
+                                                           float fill) {
   for (size_t j = 0; j < PS_LANES; j++)
-    t[j] = j >= n ? fill : dt == PS_BF16 ? ps__bf16_to_f32(((const uint16_t *)base)[i + j]) : ((const float *)base)[i + j];
+    t[j] = j >= n          ? fill
+           : dt == PS_BF16 ? ps__bf16_to_f32(((const uint16_t *)base)[i + j])
+                           : ((const float *)base)[i + j];
 }
-__attribute__((noinline, unused)) static void ps__tail_put(void *base, uint32_t dt, size_t i, size_t n, const float t[PS_LANES]) {
+__attribute__((noinline, unused)) static void ps__tail_put(void *base, uint32_t dt, size_t i,
+                                                           size_t n, const float t[PS_LANES]) {
   for (size_t j = 0; j < n && j < PS_LANES; j++) {
-    if (dt == PS_BF16) ((uint16_t *)base)[i + j] = ps__f32_to_bf16(t[j]);
-    else ((float *)base)[i + j] = t[j];
+    if (dt == PS_BF16)
+      ((uint16_t *)base)[i + j] = ps__f32_to_bf16(t[j]);
+    else
+      ((float *)base)[i + j] = t[j];
   }
 }
 /* Elements i .. min(i+16, n)-1 of an array, missing lanes as fill; and the store. */
-#define ps__v_read(base, dt, i, n, fill) ({ \
-  ps__v v_; \
-  if ((size_t)(i) + PS_LANES <= (size_t)(n)) ps__v_get_to(&v_, base, dt, i); \
-  else { float t_[PS_LANES]; ps__tail_get(t_, base, dt, i, (size_t)(n) - (size_t)(i), fill); memcpy(&v_, t_, sizeof v_); } \
-  v_; })
-#define ps__v_write(base, dt, i, n, v) ({ \
-  ps__v w_ = (v); \
-  if ((size_t)(i) + PS_LANES <= (size_t)(n)) ps__v_put_from(base, dt, i, &w_); \
-  else { float t_[PS_LANES]; memcpy(t_, &w_, sizeof t_); ps__tail_put(base, dt, i, (size_t)(n) - (size_t)(i), t_); } \
-  (void)0; })
+#define ps__v_read(base, dt, i, n, fill)                                                           \
+  ({                                                                                               \
+    ps__v v_;                                                                                      \
+    if ((size_t)(i) + PS_LANES <= (size_t)(n))                                                     \
+      ps__v_get_to(&v_, base, dt, i);                                                              \
+    else {                                                                                         \
+      float t_[PS_LANES];                                                                          \
+      ps__tail_get(t_, base, dt, i, (size_t)(n) - (size_t)(i), fill);                              \
+      memcpy(&v_, t_, sizeof v_);                                                                  \
+    }                                                                                              \
+    v_;                                                                                            \
+  })
+#define ps__v_write(base, dt, i, n, v)                                                             \
+  ({                                                                                               \
+    ps__v w_ = (v);                                                                                \
+    if ((size_t)(i) + PS_LANES <= (size_t)(n))                                                     \
+      ps__v_put_from(base, dt, i, &w_);                                                            \
+    else {                                                                                         \
+      float t_[PS_LANES];                                                                          \
+      memcpy(t_, &w_, sizeof t_);                                                                  \
+      ps__tail_put(base, dt, i, (size_t)(n) - (size_t)(i), t_);                                    \
+    }                                                                                              \
+    (void)0;                                                                                       \
+  })
 
 /* Lanes added as a tree: j += j+8, then 4, 2, 1. The largest lane. */
 PS_VEC float ps__v_sum_of(const ps__v *v) {
   float t[PS_LANES];
   memcpy(t, v, sizeof t);
   for (int w = 8; w > 0; w /= 2)
-    for (int j = 0; j < w; j++) t[j] += t[j + w];
+    for (int j = 0; j < w; j++)
+      t[j] += t[j + w];
   return t[0];
 }
 PS_VEC float ps__v_hmax_of(const ps__v *v) {
   float t[PS_LANES], m;
   memcpy(t, v, sizeof t);
   m = t[0];
-  for (int j = 1; j < PS_LANES; j++) m = t[j] > m ? t[j] : m;
+  for (int j = 1; j < PS_LANES; j++)
+    m = t[j] > m ? t[j] : m;
   return m;
 }
-#define ps__v_sum(v) ({ ps__v s_ = (v); ps__v_sum_of(&s_); })
-#define ps__v_hmax(v) ({ ps__v s_ = (v); ps__v_hmax_of(&s_); })
+#define ps__v_sum(v)                                                                               \
+  ({                                                                                               \
+    ps__v s_ = (v);                                                                                \
+    ps__v_sum_of(&s_);                                                                             \
+  })
+#define ps__v_hmax(v)                                                                              \
+  ({                                                                                               \
+    ps__v s_ = (v);                                                                                \
+    ps__v_hmax_of(&s_);                                                                            \
+  })
 
-/* exp(x), at most 2 ulp off (measured in tests/test_ops.py), subnormal results included; NaN stays NaN, +inf gives inf.
- * x = n ln2 + r, |r| <= ln2/2 with ln2 in two parts (n*hi is exact); exp(r) by Taylor's polynomial of degree 7 (remainder
- * (ln2/2)^8/8! = 5e-9, under 0.05 ulp); 2^n in two factors, so that n from -150 to 128 needs no other care. */
+/* exp(x), at most 2 ulp off (measured in tests/test_ops.py), subnormal results included; NaN
+ * stays NaN, +inf gives inf. x = n ln2 + r, |r| <= ln2/2 with ln2 in two parts (n*hi is exact);
+ * exp(r) by Taylor's polynomial of degree 7 (remainder (ln2/2)^8/8! = 5e-9, under 0.05 ulp); 2^n
+ * in two factors, so that n from -150 to 128 needs no other care. */
 PS_VEC void ps__v_exp_to(ps__v *y, const ps__v *arg) {
-  const ps__v lo = ps__v_set(-104.0f), hi = ps__v_set(89.0f), magic = ps__v_set(12582912.0f); /* 1.5 * 2^23 */
+  /* 1.5 * 2^23 */
+  const ps__v lo = ps__v_set(-104.0f), hi = ps__v_set(89.0f), magic = ps__v_set(12582912.0f);
   ps__v x = ps__v_select(*arg < lo, lo, *arg);
   x = ps__v_select(x > hi, hi, x);
   ps__v t = x * 1.44269504f + magic, n = t - magic;
@@ -111,7 +162,12 @@ PS_VEC void ps__v_exp_to(ps__v *y, const ps__v *arg) {
   ps__v a = (ps__v)((ps__vu)(half + 127) << 23), b = (ps__v)((ps__vu)(i - half + 127) << 23);
   *y = p * a * b;
 }
-#define ps__v_exp(x) ({ ps__v x_ = (x), y_; ps__v_exp_to(&y_, &x_); y_; })
+#define ps__v_exp(x)                                                                               \
+  ({                                                                                               \
+    ps__v x_ = (x), y_;                                                                            \
+    ps__v_exp_to(&y_, &x_);                                                                        \
+    y_;                                                                                            \
+  })
 /* The same bits for one number. */
 PS_VEC float ps__expf(float x) {
   ps__v v = ps__v_set(x);

@@ -1,7 +1,9 @@
-/* attention.cu - attention on CUDA: choosing a provider, and what providers share: finding documents on the device, log-sum-exp
- * layouts, adding bf16 dK and dV to fp32 dkv, and plain kernels for what no library takes.
+/* attention.cu - attention on CUDA: choosing a provider, and what providers share: finding
+ * documents on the device, log-sum-exp layouts, adding bf16 dK and dV to fp32 dkv, and plain
+ * kernels for what no library takes.
  *
- * determinism  everything here is bitwise the same in every run: no atomics, sums in a fixed order. */
+ * determinism  everything here is bitwise the same in every run: no atomics, sums in a fixed
+ *              order. */
 #include "attention_cuda.h"
 #include "cuda_common.cuh"
 #include <atomic>
@@ -10,31 +12,42 @@
 #include <stdio.h>
 #include <string.h>
 
-/* ---- documents ----------------------------------------------------------------------------------------------------------- */
+/* ---- documents ------------------------------------------------------------------------------- */
 
 enum { FIND_THREADS = 1024 };
 
-/* One block. Pass over the rows in pieces of FIND_THREADS: a row begins a document where doc_start differs from the row before; its number
- * is the count of begins before it (warp ballots, then the warps' counts). Slot d's first row is kept in the q lengths until the end. */
-__global__ void __launch_bounds__(FIND_THREADS) find_documents_k(const int32_t *doc_start, int32_t *documents, uint32_t n_rows, uint32_t row0,
-                                                                 uint32_t slots, uint32_t q_ld, uint32_t kv_ld, uint32_t dkv_ld, uint32_t lse_ld) {
+/* One block. Pass over the rows in pieces of FIND_THREADS: a row begins a document where
+ * doc_start differs from the row before; its number is the count of begins before it (warp
+ * ballots, then the warps' counts). Slot d's first row is kept in the q lengths until the end. */
+__global__ void __launch_bounds__(FIND_THREADS)
+    find_documents_k(const int32_t *doc_start, int32_t *documents, uint32_t n_rows, uint32_t row0,
+                     uint32_t slots, uint32_t q_ld, uint32_t kv_ld, uint32_t dkv_ld,
+                     uint32_t lse_ld) {
   __shared__ uint32_t begins[32], n_docs;
-  const uint32_t stride = (slots + 1 + 31) / 32 * 32, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int32_t *first = documents + PS_ATT_HEADER + PS_ATT_OFF_LSE * stride; /* row of each slot's begin; overwritten last */
-  if (threadIdx.x == 0) n_docs = 0;
-  for (uint32_t d = threadIdx.x; d <= slots; d += FIND_THREADS) first[d] = (int32_t)n_rows;
+  const uint32_t stride = (slots + 1 + 31) / 32 * 32, lane = threadIdx.x % 32,
+                 warp = threadIdx.x / 32;
+  /* row of each slot's begin; overwritten last */
+  int32_t *first = documents + PS_ATT_HEADER + PS_ATT_OFF_LSE * stride;
+  if (threadIdx.x == 0)
+    n_docs = 0;
+  for (uint32_t d = threadIdx.x; d <= slots; d += FIND_THREADS)
+    first[d] = (int32_t)n_rows;
   __syncthreads();
   for (uint32_t base = 0; base < n_rows; base += FIND_THREADS) {
     const uint32_t row = base + threadIdx.x;
     const bool begin = row < n_rows && (row == 0 || doc_start[row] != doc_start[row - 1]);
     const uint32_t votes = __ballot_sync(0xffffffffu, begin);
-    if (lane == 0) begins[warp] = __popc(votes);
+    if (lane == 0)
+      begins[warp] = __popc(votes);
     __syncthreads();
     uint32_t number = n_docs + __popc(votes & ((1u << lane) - 1));
-    for (uint32_t w = 0; w < warp; w++) number += begins[w];
-    if (begin && number <= slots) first[number] = (int32_t)row;
+    for (uint32_t w = 0; w < warp; w++)
+      number += begins[w];
+    if (begin && number <= slots)
+      first[number] = (int32_t)row;
     __syncthreads();
-    if (threadIdx.x == FIND_THREADS - 1) n_docs = number + begin;
+    if (threadIdx.x == FIND_THREADS - 1)
+      n_docs = number + begin;
     __syncthreads();
   }
   const uint32_t d = threadIdx.x; /* slots <= 64 < FIND_THREADS */
@@ -44,7 +57,8 @@ __global__ void __launch_bounds__(FIND_THREADS) find_documents_k(const int32_t *
     q1 = d < slots ? first[d + 1] : q0;
   }
   __syncthreads();
-  if (d > slots) return;
+  if (d > slots)
+    return;
   const bool used = d < slots && q0 < (int32_t)n_rows;
   const int32_t key0 = used ? doc_start[q0] : (int32_t)row0 + q0;
   int32_t *array = documents + PS_ATT_HEADER + d;
@@ -61,74 +75,95 @@ __global__ void __launch_bounds__(FIND_THREADS) find_documents_k(const int32_t *
   array[PS_ATT_OFF_LSE * stride] = q0 * (int32_t)lse_ld;
 }
 
-void ps_att_find_documents(cudaStream_t stream, const ps__args_attention *a, const int32_t *doc_start, uint32_t slots, bool in_rows,
+void ps_att_find_documents(cudaStream_t stream, const ps__args_attention *a,
+                           const int32_t *doc_start, uint32_t slots, bool in_rows,
                            int32_t *documents) {
-  const uint32_t width = in_rows ? 1 : a->n_heads * a->head_dim, kv_width = in_rows ? 1 : a->n_kv_heads * a->head_dim;
-  find_documents_k<<<1, FIND_THREADS, 0, stream>>>(doc_start, documents, a->n_tokens, a->row0, slots, width, in_rows ? 1 : 2 * kv_width, kv_width,
-                                                   in_rows ? 1 : a->n_heads);
+  const uint32_t width = in_rows ? 1 : a->n_heads * a->head_dim,
+                 kv_width = in_rows ? 1 : a->n_kv_heads * a->head_dim;
+  find_documents_k<<<1, FIND_THREADS, 0, stream>>>(doc_start, documents, a->n_tokens, a->row0,
+                                                   slots, width, in_rows ? 1 : 2 * kv_width,
+                                                   kv_width, in_rows ? 1 : a->n_heads);
 }
 
-/* ---- log-sum-exp and dkv --------------------------------------------------------------------------------------------------- */
+/* ---- log-sum-exp and dkv --------------------------------------------------------------------- */
 
-/* A block a tile of 32 by 32 through shared memory; tiles are numbered along a row of the source, matrix after matrix. */
+/* A block a tile of 32 by 32 through shared memory; tiles are numbered along a row of the
+ * source, matrix after matrix. */
 __global__ void transpose_k(float *dst, const float *src, uint32_t rows, uint32_t cols) {
   __shared__ float tile[32][33];
-  const uint32_t across = (cols + 31) / 32, tiles = (rows + 31) / 32 * across, i = blockIdx.x % tiles, r0 = i / across * 32, c0 = i % across * 32;
+  const uint32_t across = (cols + 31) / 32, tiles = (rows + 31) / 32 * across,
+                 i = blockIdx.x % tiles, r0 = i / across * 32, c0 = i % across * 32;
   const size_t matrix = (size_t)(blockIdx.x / tiles) * rows * cols;
   src += matrix;
   dst += matrix;
   uint32_t r = r0 + threadIdx.y, c = c0 + threadIdx.x;
   for (uint32_t k = 0; k < 32; k += 8)
-    if (r + k < rows && c < cols) tile[threadIdx.y + k][threadIdx.x] = src[(size_t)(r + k) * cols + c];
+    if (r + k < rows && c < cols)
+      tile[threadIdx.y + k][threadIdx.x] = src[(size_t)(r + k) * cols + c];
   __syncthreads();
   r = r0 + threadIdx.x;
   c = c0 + threadIdx.y;
   for (uint32_t k = 0; k < 32; k += 8)
-    if (r < rows && c + k < cols) dst[(size_t)(c + k) * rows + r] = tile[threadIdx.x][threadIdx.y + k];
+    if (r < rows && c + k < cols)
+      dst[(size_t)(c + k) * rows + r] = tile[threadIdx.x][threadIdx.y + k];
 }
 
-void ps_att_transpose(cudaStream_t stream, float *dst, const float *src, uint32_t n, uint32_t rows, uint32_t cols) {
-  transpose_k<<<n * ps_ceil_div(rows, 32) * ps_ceil_div(cols, 32), dim3(32, 8), 0, stream>>>(dst, src, rows, cols);
+void ps_att_transpose(cudaStream_t stream, float *dst, const float *src, uint32_t n, uint32_t rows,
+                      uint32_t cols) {
+  transpose_k<<<n * ps_ceil_div(rows, 32) * ps_ceil_div(cols, 32), dim3(32, 8), 0, stream>>>(
+      dst, src, rows, cols);
 }
 
-/* A thread 8 elements of a row of dkv, the sum over the @group heads of dk or dv that share them. bytes: 4*rows*K*group of bf16 in, 8*rows*K of
- * fp32 out (twice that when accumulating). */
+/* A thread 8 elements of a row of dkv, the sum over the @group heads of dk or dv that share
+ * them. bytes: 4*rows*K*group of bf16 in, 8*rows*K of fp32 out (twice that when accumulating). */
 template <bool ACCUMULATE>
-__global__ void finish_dkv_k(const __nv_bfloat16 *dk, const __nv_bfloat16 *dv, float *dkv, const int32_t *documents, uint32_t n_rows, uint32_t row0,
+__global__ void finish_dkv_k(const __nv_bfloat16 *dk, const __nv_bfloat16 *dv, float *dkv,
+                             const int32_t *documents, uint32_t n_rows, uint32_t row0,
                              uint32_t width, uint32_t d, uint32_t group) {
   const uint32_t first = documents ? (uint32_t)documents[PS_ATT_HEAD_FIRST_KEY] : 0;
   const uint32_t end = documents ? row0 + (uint32_t)documents[PS_ATT_HEAD_PLAIN_ROW] : n_rows;
   const uint64_t i = ((uint64_t)blockIdx.x * blockDim.x + threadIdx.x) * 8;
   const uint32_t row = (uint32_t)(i / (2 * width)), col = (uint32_t)(i % (2 * width));
-  if (row >= end || (ACCUMULATE && row < first)) return;
-  const uint32_t within = col < width ? col : col - width; /* head * d + element, elements of a head lie together */
-  const __nv_bfloat16 *from = (col < width ? dk : dv) + (size_t)row * width * group + (within / d * group) * d + within % d;
+  if (row >= end || (ACCUMULATE && row < first))
+    return;
+  /* head * d + element, elements of a head lie together */
+  const uint32_t within = col < width ? col : col - width;
+  const __nv_bfloat16 *from =
+      (col < width ? dk : dv) + (size_t)row * width * group + (within / d * group) * d + within % d;
   float x[8] = {}, y[8];
   for (uint32_t g = 0; g < group && row >= first; g++) {
     ps_read<__nv_bfloat16, 8>(y, from + g * d);
 #pragma unroll
-    for (int e = 0; e < 8; e++) x[e] += y[e];
+    for (int e = 0; e < 8; e++)
+      x[e] += y[e];
   }
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     float sum[4] = {};
-    if (ACCUMULATE) ps_read<float, 4>(sum, dkv + i + 4 * h);
+    if (ACCUMULATE)
+      ps_read<float, 4>(sum, dkv + i + 4 * h);
 #pragma unroll
-    for (int e = 0; e < 4; e++) sum[e] += x[4 * h + e];
+    for (int e = 0; e < 4; e++)
+      sum[e] += x[4 * h + e];
     ps_store<float, 4>(dkv + i + 4 * h, sum);
   }
 }
 
-void ps_att_finish_dkv(cudaStream_t stream, const ps__args_attention *a, const int32_t *documents, const void *dk, const void *dv,
-                       uint32_t heads, float *dkv) {
-  const uint32_t rows = a->row0 + a->n_tokens, width = a->n_kv_heads * a->head_dim, group = heads / a->n_kv_heads;
+void ps_att_finish_dkv(cudaStream_t stream, const ps__args_attention *a, const int32_t *documents,
+                       const void *dk, const void *dv, uint32_t heads, float *dkv) {
+  const uint32_t rows = a->row0 + a->n_tokens, width = a->n_kv_heads * a->head_dim,
+                 group = heads / a->n_kv_heads;
   const uint32_t blocks = ps_ceil_div((uint64_t)rows * 2 * width, 8 * 256);
   const __nv_bfloat16 *k = (const __nv_bfloat16 *)dk, *v = (const __nv_bfloat16 *)dv;
-  if (a->accumulate_dkv) finish_dkv_k<true><<<blocks, 256, 0, stream>>>(k, v, dkv, documents, rows, a->row0, width, a->head_dim, group);
-  else finish_dkv_k<false><<<blocks, 256, 0, stream>>>(k, v, dkv, documents, rows, a->row0, width, a->head_dim, group);
+  if (a->accumulate_dkv)
+    finish_dkv_k<true><<<blocks, 256, 0, stream>>>(k, v, dkv, documents, rows, a->row0, width,
+                                                   a->head_dim, group);
+  else
+    finish_dkv_k<false><<<blocks, 256, 0, stream>>>(k, v, dkv, documents, rows, a->row0, width,
+                                                    a->head_dim, group);
 }
 
-/* ---- plain kernels --------------------------------------------------------------------------------------------------------- */
+/* ---- plain kernels --------------------------------------------------------------------------- */
 
 enum { PLAIN_WARPS = 8, PLAIN_BLOCKS = 8 };
 
@@ -139,59 +174,79 @@ struct plain {
   float *lse;
   uint32_t n_rows, row0, heads, kv_heads, d;
   float scale;
-  __device__ uint32_t begin() const { return documents ? (uint32_t)documents[PS_ATT_HEAD_PLAIN_ROW] : 0; }
-  __device__ const __nv_bfloat16 *key(uint32_t row, uint32_t head) const { return kv + ((size_t)row * 2 * kv_heads + head) * d; }
+  __device__ uint32_t begin() const {
+    return documents ? (uint32_t)documents[PS_ATT_HEAD_PLAIN_ROW] : 0;
+  }
+  __device__ const __nv_bfloat16 *key(uint32_t row, uint32_t head) const {
+    return kv + ((size_t)row * 2 * kv_heads + head) * d;
+  }
 };
 
-template <int N> __device__ __forceinline__ void load_row(float (&x)[N], const __nv_bfloat16 *p, uint32_t d) {
+template <int N>
+__device__ __forceinline__ void load_row(float (&x)[N], const __nv_bfloat16 *p, uint32_t d) {
 #pragma unroll
-  for (int i = 0; i < N; i++) x[i] = 32 * i + threadIdx.x % 32 < d ? __bfloat162float(p[32 * i + threadIdx.x % 32]) : 0.0f;
+  for (int i = 0; i < N; i++)
+    x[i] = 32 * i + threadIdx.x % 32 < d ? __bfloat162float(p[32 * i + threadIdx.x % 32]) : 0.0f;
 }
 template <int N> __device__ __forceinline__ float dot(const float (&x)[N], const float (&y)[N]) {
   float s = 0.0f;
 #pragma unroll
-  for (int i = 0; i < N; i++) s += x[i] * y[i];
+  for (int i = 0; i < N; i++)
+    s += x[i] * y[i];
   return ps_warp_sum(s);
 }
-template <int N> __device__ __forceinline__ void store_row(__nv_bfloat16 *p, const float (&x)[N], float by, uint32_t d) {
+template <int N>
+__device__ __forceinline__ void store_row(__nv_bfloat16 *p, const float (&x)[N], float by,
+                                          uint32_t d) {
 #pragma unroll
   for (int i = 0; i < N; i++)
-    if (32 * i + threadIdx.x % 32 < d) p[32 * i + threadIdx.x % 32] = __float2bfloat16_rn(x[i] * by);
+    if (32 * i + threadIdx.x % 32 < d)
+      p[32 * i + threadIdx.x % 32] = __float2bfloat16_rn(x[i] * by);
 }
 
-/* attention_fwd for the rows from begin() on: a warp a row and head, keys one by one with an online softmax. */
+/* attention_fwd for the rows from begin() on: a warp a row and head, keys one by one with an
+ * online softmax. */
 template <int N> __global__ void plain_fwd_k(const plain p, __nv_bfloat16 *out) {
-  const uint64_t n = (uint64_t)(p.n_rows - p.begin()) * p.heads, step = (uint64_t)gridDim.x * PLAIN_WARPS;
+  const uint64_t n = (uint64_t)(p.n_rows - p.begin()) * p.heads,
+                 step = (uint64_t)gridDim.x * PLAIN_WARPS;
   for (uint64_t i = (uint64_t)blockIdx.x * PLAIN_WARPS + threadIdx.x / 32; i < n; i += step) {
-    const uint32_t row = p.begin() + (uint32_t)(i / p.heads), h = (uint32_t)(i % p.heads), kh = h / (p.heads / p.kv_heads);
+    const uint32_t row = p.begin() + (uint32_t)(i / p.heads), h = (uint32_t)(i % p.heads),
+                   kh = h / (p.heads / p.kv_heads);
     float q[N], x[N], o[N] = {}, top = -INFINITY, sum = 0.0f;
     load_row<N>(q, p.q + ((size_t)row * p.heads + h) * p.d, p.d);
     for (uint32_t k = (uint32_t)p.doc_start[row]; k <= p.row0 + row; k++) {
       load_row<N>(x, p.key(k, kh), p.d);
-      const float s = dot<N>(q, x) * p.scale, high = fmaxf(top, s), keep = expf(top - high), w = expf(s - high);
+      const float s = dot<N>(q, x) * p.scale, high = fmaxf(top, s), keep = expf(top - high),
+                  w = expf(s - high);
       load_row<N>(x, p.key(k, p.kv_heads + kh), p.d);
 #pragma unroll
-      for (int e = 0; e < N; e++) o[e] = o[e] * keep + w * x[e];
+      for (int e = 0; e < N; e++)
+        o[e] = o[e] * keep + w * x[e];
       sum = sum * keep + w;
       top = high;
     }
     store_row<N>(out + ((size_t)row * p.heads + h) * p.d, o, 1.0f / sum, p.d);
-    if (threadIdx.x % 32 == 0) p.lse[(size_t)row * p.heads + h] = top + logf(sum);
+    if (threadIdx.x % 32 == 0)
+      p.lse[(size_t)row * p.heads + h] = top + logf(sum);
   }
 }
 
 /* P and dS of one query row, head and key: p = exp(s - lse), ds = p (d_o v - d_o o) scale. */
-template <int N> __device__ __forceinline__ void pair(const plain &p, const float (&q)[N], const float (&g)[N], const float (&k)[N], const float (&v)[N],
-                                                      float lse, float delta, float *prob, float *ds) {
+template <int N>
+__device__ __forceinline__ void pair(const plain &p, const float (&q)[N], const float (&g)[N],
+                                     const float (&k)[N], const float (&v)[N], float lse,
+                                     float delta, float *prob, float *ds) {
   *prob = expf(dot<N>(q, k) * p.scale - lse);
   *ds = *prob * (dot<N>(g, v) - delta) * p.scale;
 }
 
 /* dq for the rows from begin() on: a warp a row and head. */
 template <int N> __global__ void plain_dq_k(const plain p, __nv_bfloat16 *dq) {
-  const uint64_t n = (uint64_t)(p.n_rows - p.begin()) * p.heads, step = (uint64_t)gridDim.x * PLAIN_WARPS;
+  const uint64_t n = (uint64_t)(p.n_rows - p.begin()) * p.heads,
+                 step = (uint64_t)gridDim.x * PLAIN_WARPS;
   for (uint64_t i = (uint64_t)blockIdx.x * PLAIN_WARPS + threadIdx.x / 32; i < n; i += step) {
-    const uint32_t row = p.begin() + (uint32_t)(i / p.heads), h = (uint32_t)(i % p.heads), kh = h / (p.heads / p.kv_heads);
+    const uint32_t row = p.begin() + (uint32_t)(i / p.heads), h = (uint32_t)(i % p.heads),
+                   kh = h / (p.heads / p.kv_heads);
     const size_t at = ((size_t)row * p.heads + h) * p.d;
     float q[N], g[N], k[N], v[N], sum[N] = {}, prob, ds;
     load_row<N>(q, p.q + at, p.d);
@@ -203,23 +258,27 @@ template <int N> __global__ void plain_dq_k(const plain p, __nv_bfloat16 *dq) {
       load_row<N>(v, p.key(r, p.kv_heads + kh), p.d);
       pair<N>(p, q, g, k, v, lse, delta, &prob, &ds);
 #pragma unroll
-      for (int e = 0; e < N; e++) sum[e] += ds * k[e];
+      for (int e = 0; e < N; e++)
+        sum[e] += ds * k[e];
     }
     store_row<N>(dq + at, sum, 1.0f, p.d);
   }
 }
 
-/* dkv for the keys of those rows' documents (all keys where begin() is 0): a warp a key and kv head, over the query rows that see it in order, the
- * heads of its group in order. */
+/* dkv for the keys of those rows' documents (all keys where begin() is 0): a warp a key and kv
+ * head, over the query rows that see it in order, the heads of its group in order. */
 template <int N> __global__ void plain_dkv_k(const plain p, float *dkv, bool accumulate) {
-  const uint32_t key0 = p.begin() ? p.row0 + p.begin() : 0, group = p.heads / p.kv_heads, lane = threadIdx.x % 32;
-  const uint64_t n = (uint64_t)(p.row0 + p.n_rows - key0) * p.kv_heads, step = (uint64_t)gridDim.x * PLAIN_WARPS;
+  const uint32_t key0 = p.begin() ? p.row0 + p.begin() : 0, group = p.heads / p.kv_heads,
+                 lane = threadIdx.x % 32;
+  const uint64_t n = (uint64_t)(p.row0 + p.n_rows - key0) * p.kv_heads,
+                 step = (uint64_t)gridDim.x * PLAIN_WARPS;
   for (uint64_t i = (uint64_t)blockIdx.x * PLAIN_WARPS + threadIdx.x / 32; i < n; i += step) {
     const uint32_t key = key0 + (uint32_t)(i / p.kv_heads), kh = (uint32_t)(i % p.kv_heads);
     float k[N], v[N], q[N], g[N], o[N], dk[N] = {}, dv[N] = {}, prob, ds;
     load_row<N>(k, p.key(key, kh), p.d);
     load_row<N>(v, p.key(key, p.kv_heads + kh), p.d);
-    for (uint32_t row = key > p.row0 ? key - p.row0 : 0; row < p.n_rows && (uint32_t)p.doc_start[row] <= key; row++)
+    for (uint32_t row = key > p.row0 ? key - p.row0 : 0;
+         row < p.n_rows && (uint32_t)p.doc_start[row] <= key; row++)
       for (uint32_t h = kh * group; h < (kh + 1) * group; h++) {
         const size_t at = ((size_t)row * p.heads + h) * p.d;
         load_row<N>(q, p.q + at, p.d);
@@ -232,7 +291,8 @@ template <int N> __global__ void plain_dkv_k(const plain p, float *dkv, bool acc
           dv[e] += prob * g[e];
         }
       }
-    float *to = dkv + ((size_t)key * 2 * p.kv_heads + kh) * p.d, *to_v = to + (size_t)p.kv_heads * p.d;
+    float *to = dkv + ((size_t)key * 2 * p.kv_heads + kh) * p.d,
+          *to_v = to + (size_t)p.kv_heads * p.d;
 #pragma unroll
     for (int e = 0; e < N; e++)
       if (32 * e + lane < p.d) {
@@ -244,19 +304,33 @@ template <int N> __global__ void plain_dkv_k(const plain p, float *dkv, bool acc
 
 static plain plain_of(const ps_launch *l, const int32_t *documents, bool backward) {
   const ps__args_attention *a = (const ps__args_attention *)l->args;
-  return {(const __nv_bfloat16 *)l->ptr[0], (const __nv_bfloat16 *)l->ptr[1], (const __nv_bfloat16 *)l->ptr[3],
-          backward ? (const __nv_bfloat16 *)l->ptr[5] : nullptr, (const int32_t *)l->ptr[2], documents, (float *)l->ptr[4], a->n_tokens, a->row0,
-          a->n_heads, a->n_kv_heads, a->head_dim, (float)(1.0 / sqrt((double)a->head_dim))};
+  return {(const __nv_bfloat16 *)l->ptr[0],
+          (const __nv_bfloat16 *)l->ptr[1],
+          (const __nv_bfloat16 *)l->ptr[3],
+          backward ? (const __nv_bfloat16 *)l->ptr[5] : nullptr,
+          (const int32_t *)l->ptr[2],
+          documents,
+          (float *)l->ptr[4],
+          a->n_tokens,
+          a->row0,
+          a->n_heads,
+          a->n_kv_heads,
+          a->head_dim,
+          (float)(1.0 / sqrt((double)a->head_dim))};
 }
 
-void ps_att_plain_fwd(cudaStream_t stream, const ps_launch *l, const int32_t *documents, int n_sms) {
+void ps_att_plain_fwd(cudaStream_t stream, const ps_launch *l, const int32_t *documents,
+                      int n_sms) {
   const plain p = plain_of(l, documents, false);
   const uint32_t blocks = PLAIN_BLOCKS * (uint32_t)n_sms;
-  if (p.d <= 128) plain_fwd_k<4><<<blocks, 32 * PLAIN_WARPS, 0, stream>>>(p, (__nv_bfloat16 *)l->ptr[3]);
-  else plain_fwd_k<8><<<blocks, 32 * PLAIN_WARPS, 0, stream>>>(p, (__nv_bfloat16 *)l->ptr[3]);
+  if (p.d <= 128)
+    plain_fwd_k<4><<<blocks, 32 * PLAIN_WARPS, 0, stream>>>(p, (__nv_bfloat16 *)l->ptr[3]);
+  else
+    plain_fwd_k<8><<<blocks, 32 * PLAIN_WARPS, 0, stream>>>(p, (__nv_bfloat16 *)l->ptr[3]);
 }
 
-void ps_att_plain_bwd(cudaStream_t stream, const ps_launch *l, const int32_t *documents, int n_sms) {
+void ps_att_plain_bwd(cudaStream_t stream, const ps_launch *l, const int32_t *documents,
+                      int n_sms) {
   const plain p = plain_of(l, documents, true);
   const uint32_t blocks = PLAIN_BLOCKS * (uint32_t)n_sms;
   const bool accumulate = ((const ps__args_attention *)l->args)->accumulate_dkv != 0;
@@ -271,10 +345,12 @@ void ps_att_plain_bwd(cudaStream_t stream, const ps_launch *l, const int32_t *do
   }
 }
 
-/* As a provider: a few rows, which is what libraries refuse. A warp a row makes no use of tensor cores, so long chunks are left to libraries. */
+/* As a provider: a few rows, which is what libraries refuse. A warp a row makes no use of tensor
+ * cores, so long chunks are left to libraries. */
 enum { PLAIN_ROWS = 16 };
 static const char *plain_refuses(const ps_att_shape *s) {
-  if (s->args.head_dim > 256) return "head_dim is above 256";
+  if (s->args.head_dim > 256)
+    return "head_dim is above 256";
   return s->args.n_tokens > PLAIN_ROWS ? "more than 16 rows" : NULL;
 }
 static ps_status plain_prepare(const ps_att_shape *, void **plan, size_t *scratch_bytes) {
@@ -284,13 +360,15 @@ static ps_status plain_prepare(const ps_att_shape *, void **plan, size_t *scratc
 }
 static ps_status plain_launch(const ps_launch *l, const ps_att_shape *s, void *) {
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  if (s->backward) ps_att_plain_bwd(exec->stream, l, NULL, exec->n_sms);
-  else ps_att_plain_fwd(exec->stream, l, NULL, exec->n_sms);
+  if (s->backward)
+    ps_att_plain_bwd(exec->stream, l, NULL, exec->n_sms);
+  else
+    ps_att_plain_fwd(exec->stream, l, NULL, exec->n_sms);
   return PS_OK;
 }
 extern const ps_att_provider ps_att_plain = {"plain", plain_refuses, plain_prepare, plain_launch};
 
-/* ---- the op ------------------------------------------------------------------------------------------------------------------ */
+/* ---- the op ---------------------------------------------------------------------------------- */
 
 #ifdef PS_CUDNN
 static const ps_att_provider *const cudnn = &ps_att_cudnn;
@@ -308,8 +386,11 @@ static const ps_att_provider *const flash4 = &ps_att_flash4;
 static const ps_att_provider *const flash4 = NULL;
 #endif
 enum { N_PROVIDERS = 4 };
-/* In the order of asking: on 9.0 flash-attn-4 is the fastest; from there on cuDNN is faster than flash-attn, before it has no packed documents. */
-static const ps_att_provider *const newer[N_PROVIDERS] = {flash4, cudnn, flash, &ps_att_plain}, *const ampere[N_PROVIDERS] = {flash, cudnn, &ps_att_plain, NULL};
+/* In the order of asking: on 9.0 flash-attn-4 is the fastest; from there on cuDNN is faster than
+ * flash-attn, before it has no packed documents. */
+static const ps_att_provider *const newer[N_PROVIDERS] = {flash4, cudnn, flash, &ps_att_plain},
+                                    *const ampere[N_PROVIDERS] = {flash, cudnn, &ps_att_plain,
+                                                                  NULL};
 static const ps_att_provider *only; /* ps__cuda_attention_only() */
 
 /* Plans, one for each shape; only ever appended to, so launches read without a lock. */
@@ -325,15 +406,19 @@ static std::atomic<int> n_plans;
 static std::mutex plans_lock;
 
 static bool same_shape(const ps__args_attention *a, const ps__args_attention *b) {
-  return a->n_tokens == b->n_tokens && a->row0 == b->row0 && a->n_heads == b->n_heads && a->n_kv_heads == b->n_kv_heads &&
-         a->head_dim == b->head_dim && ps__attention_documents(a) == ps__attention_documents(b);
+  return a->n_tokens == b->n_tokens && a->row0 == b->row0 && a->n_heads == b->n_heads &&
+         a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim &&
+         ps__attention_documents(a) == ps__attention_documents(b);
 }
 
-static const entry *find(const ps__args_attention *a, bool backward, bool deterministic, int device) {
+static const entry *find(const ps__args_attention *a, bool backward, bool deterministic,
+                         int device) {
   const int n = n_plans.load(std::memory_order_acquire);
   for (int i = 0; i < n; i++) {
     const ps_att_shape *s = &plans[i].shape;
-    if (s->backward == backward && s->deterministic == deterministic && s->device == device && same_shape(&s->args, a)) return &plans[i];
+    if (s->backward == backward && s->deterministic == deterministic && s->device == device &&
+        same_shape(&s->args, a))
+      return &plans[i];
   }
   return NULL;
 }
@@ -341,15 +426,23 @@ static const entry *find(const ps__args_attention *a, bool backward, bool determ
 size_t ps_scratch_attention(const ps__args_attention *a, bool backward) {
   size_t most = 0;
   for (int i = 0; i < n_plans.load(std::memory_order_acquire); i++)
-    if (plans[i].shape.backward == backward && same_shape(&plans[i].shape.args, a) && plans[i].scratch_bytes > most) most = plans[i].scratch_bytes;
+    if (plans[i].shape.backward == backward && same_shape(&plans[i].shape.args, a) &&
+        plans[i].scratch_bytes > most)
+      most = plans[i].scratch_bytes;
   return most;
 }
 
 static ps_status check_shape(const ps__args_attention *a, const char *op) {
-  if (!a->n_tokens || !a->head_dim || !a->n_kv_heads || !a->n_heads || a->n_heads % a->n_kv_heads || a->head_dim % 8)
-    return ps__fail(PS_EINVAL, "%s: %u rows, %u heads, %u kv heads, head_dim %u is no valid shape", op, a->n_tokens, a->n_heads, a->n_kv_heads, a->head_dim);
-  if ((uint64_t)a->row0 + a->n_tokens > INT32_MAX) return ps__fail(PS_EINVAL, "%s: a group of %llu rows is too long", op, (unsigned long long)a->row0 + a->n_tokens);
-  if (a->dt != PS_BF16) return ps__fail(PS_EINVAL, "%s: attention on CUDA needs bf16 storage: choose a bf16 recipe", op);
+  if (!a->n_tokens || !a->head_dim || !a->n_kv_heads || !a->n_heads || a->n_heads % a->n_kv_heads ||
+      a->head_dim % 8)
+    return ps__fail(PS_EINVAL, "%s: %u rows, %u heads, %u kv heads, head_dim %u is no valid shape",
+                    op, a->n_tokens, a->n_heads, a->n_kv_heads, a->head_dim);
+  if ((uint64_t)a->row0 + a->n_tokens > INT32_MAX)
+    return ps__fail(PS_EINVAL, "%s: a group of %llu rows is too long", op,
+                    (unsigned long long)a->row0 + a->n_tokens);
+  if (a->dt != PS_BF16)
+    return ps__fail(PS_EINVAL, "%s: attention on CUDA needs bf16 storage: choose a bf16 recipe",
+                    op);
   return PS_OK;
 }
 
@@ -358,7 +451,8 @@ static ps_status choose(const ps_att_shape *s, const char *op, const ps_att_prov
   char reasons[400] = "";
   for (int i = 0; i < N_PROVIDERS; i++) {
     const ps_att_provider *p = (s->sm < 90 ? ampere : newer)[i];
-    if (!p || (only && p != only && p != &ps_att_plain)) continue;
+    if (!p || (only && p != only && p != &ps_att_plain))
+      continue;
     const char *why = p->refuses(s);
     if (!why) {
       *out = p;
@@ -367,36 +461,50 @@ static ps_status choose(const ps_att_shape *s, const char *op, const ps_att_prov
     const size_t n = strlen(reasons);
     snprintf(reasons + n, sizeof reasons - n, "%s%s: %s", n ? "; " : "", p->name, why);
   }
-  return ps__fail(PS_EDEVICE, "%s: nothing here computes attention for %u rows at %u, head_dim %u (%s): install or update cuDNN 9 (pip install -U nvidia-cudnn-cu%d, or "
-                  "name libcudnn.so.9 in PENSTOCK_CUDNN), or build with FLASH_ATTN=1", op, s->args.n_tokens, s->args.row0, s->args.head_dim, reasons,
+  return ps__fail(PS_EDEVICE,
+                  "%s: nothing here computes attention for %u rows at %u, head_dim %u (%s): "
+                  "install or update cuDNN 9 (pip install -U nvidia-cudnn-cu%d, or "
+                  "name libcudnn.so.9 in PENSTOCK_CUDNN), or build with FLASH_ATTN=1",
+                  op, s->args.n_tokens, s->args.row0, s->args.head_dim, reasons,
                   CUDART_VERSION / 1000);
 }
 
-extern "C" ps_status ps__cuda_attention_prepare(const ps_kernel *kernel, const ps__args_attention *args, bool deterministic, size_t *scratch_bytes) {
+extern "C" ps_status ps__cuda_attention_prepare(const ps_kernel *kernel,
+                                                const ps__args_attention *args, bool deterministic,
+                                                size_t *scratch_bytes) {
   ps_att_shape s = {*args, kernel == &ps__k_attention_bwd, deterministic, 0, 0};
   const char *op = s.backward ? "attention_bwd" : "attention_fwd";
   const ps_status valid = check_shape(args, op);
-  if (valid != PS_OK) return valid;
+  if (valid != PS_OK)
+    return valid;
   int major = 0, minor = 0;
   cudaError_t e = cudaGetDevice(&s.device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, s.device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, s.device);
-  if (e != cudaSuccess) return ps__fail(PS_EDEVICE, "%s: no CUDA device: %s", op, cudaGetErrorString(e));
+  if (e == cudaSuccess)
+    e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, s.device);
+  if (e == cudaSuccess)
+    e = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, s.device);
+  if (e != cudaSuccess)
+    return ps__fail(PS_EDEVICE, "%s: no CUDA device: %s", op, cudaGetErrorString(e));
   s.sm = 10 * major + minor;
   const std::lock_guard<std::mutex> hold(plans_lock);
   const entry *known = find(args, s.backward, deterministic, s.device);
   if (!known) {
     const int n = n_plans.load(std::memory_order_relaxed);
-    if (n == MAX_PLANS) return ps__fail(PS_ENOMEM, "%s: more than %d shapes of attention in one process", op, MAX_PLANS);
+    if (n == MAX_PLANS)
+      return ps__fail(PS_ENOMEM, "%s: more than %d shapes of attention in one process", op,
+                      MAX_PLANS);
     entry *made = &plans[n];
     ps_status st = choose(&s, op, &made->provider);
-    if (st == PS_OK) st = made->provider->prepare(&s, &made->plan, &made->scratch_bytes);
-    if (st != PS_OK) return st;
+    if (st == PS_OK)
+      st = made->provider->prepare(&s, &made->plan, &made->scratch_bytes);
+    if (st != PS_OK)
+      return st;
     made->shape = s;
     n_plans.store(n + 1, std::memory_order_release);
     known = made;
   }
-  if (scratch_bytes) *scratch_bytes = known->scratch_bytes;
+  if (scratch_bytes)
+    *scratch_bytes = known->scratch_bytes;
   return PS_OK;
 }
 
@@ -404,8 +512,10 @@ extern "C" bool ps__cuda_attention_only(const char *provider) {
   const std::lock_guard<std::mutex> hold(plans_lock);
   const ps_att_provider *found = NULL;
   for (const ps_att_provider *p : newer)
-    if (provider && p && !strcmp(p->name, provider)) found = p;
-  if (provider && !found) return false;
+    if (provider && p && !strcmp(p->name, provider))
+      found = p;
+  if (provider && !found)
+    return false;
   only = found;
   n_plans.store(0, std::memory_order_release);
   return true;
@@ -432,21 +542,28 @@ static ps_status launch(const ps_launch *l, bool backward) {
   const ps__args_attention *a = (const ps__args_attention *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   ps_status st = check_shape(a, op);
-  if (st != PS_OK) return st;
+  if (st != PS_OK)
+    return st;
   const entry *e = find(a, backward, exec->deterministic, exec->device);
-  if (!e) return ps__fail(PS_EINVAL, "%s: %u rows at %u, %u/%u heads of %u were not prepared before the first step", op, a->n_tokens, a->row0, a->n_heads,
-                          a->n_kv_heads, a->head_dim);
+  if (!e)
+    return ps__fail(PS_EINVAL,
+                    "%s: %u rows at %u, %u/%u heads of %u were not prepared before the first step",
+                    op, a->n_tokens, a->row0, a->n_heads, a->n_kv_heads, a->head_dim);
   const uint32_t n_ptr = backward ? 8 : 5;
   st = ps_check(l, op, n_ptr, a->dt, e->scratch_bytes);
-  if (st != PS_OK) return st;
+  if (st != PS_OK)
+    return st;
   for (uint32_t i = 0; i < n_ptr; i++)
-    if (!ps_aligned(l->ptr[i]) && i != 2 && i != 4) return ps__fail(PS_EINVAL, "%s: address %u is %p: not aligned to 16 bytes", op, i, l->ptr[i]);
+    if (!ps_aligned(l->ptr[i]) && i != 2 && i != 4)
+      return ps__fail(PS_EINVAL, "%s: address %u is %p: not aligned to 16 bytes", op, i, l->ptr[i]);
   st = e->provider->launch(l, &e->shape, e->plan);
   return st == PS_OK ? ps_launched(op, cudaSuccess) : st;
 }
 
 /* attention_fwd, attention_bwd
- * math    ops.h; the providers' comments say how.   flops  4*head_dim for each visible pair and head forward, 10*head_dim backward
- * determinism  forward bitwise; backward with exec->deterministic.   reference  the cpu backend's, tests/native/test_cuda_attention.c */
+ * math    ops.h; the providers' comments say how.   flops  4*head_dim for each visible pair and
+ *         head forward, 10*head_dim backward
+ * determinism  forward bitwise; backward with exec->deterministic.   reference  the cpu
+ *              backend's, tests/native/test_cuda_attention.c */
 extern "C" ps_status ps__cuda_attention_fwd(const ps_launch *l) { return launch(l, false); }
 extern "C" ps_status ps__cuda_attention_bwd(const ps_launch *l) { return launch(l, true); }

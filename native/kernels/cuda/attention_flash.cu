@@ -1,14 +1,22 @@
-/* attention_flash.cu - attention through flash-attn's FA2 kernels, compiled with `make FLASH_ATTN=1` from its source package (flash/).
+/* attention_flash.cu - attention through flash-attn's FA2 kernels, compiled with `make
+ * FLASH_ATTN=1` from its source package (flash/).
  *
- * math    as in ops.h; bf16 in and out, fp32 softmax. dK and dV leave in bf16 for every query head (one rounding) and are added over a group's heads
+ * math    as in ops.h; bf16 in and out, fp32 softmax. dK and dV leave in bf16 for every query
+ *         head (one rounding) and are added over a group's heads
  *         and to fp32 dkv by us; dQ is summed in fp32.
- * shapes  head_dim 64 or 128, any rows: K and V are strided views of the interleaved kv rows. One document is a batch of 1; documents are slots found
- *         on the device (ps_att_find_documents, in rows), those beyond the slots go to the plain kernels. Log-sum-exp is [heads, T] there and
+ * shapes  head_dim 64 or 128, any rows: K and V are strided views of the interleaved kv rows.
+ *         One document is a batch of 1; documents are slots found
+ *         on the device (ps_att_find_documents, in rows), those beyond the slots go to the plain
+ *         kernels. Log-sum-exp is [heads, T] there and
  *         transposed by us.
- * scratch log-sum-exp and documents; backward also 4*heads*(T+128*slots)*(head_dim+1) bytes for dQ and the rows' sums (dQ once for each of
- *         ceil(SMs/heads) splits when deterministic), 4*(row0+T)*heads*head_dim bytes for dK and dV.
- * time    H200, 32/8 heads of 128, T = 8192, TFLOP/s forward / backward: one document 352 / 301 (deterministic 187), found on the device 346 / 295,
- *         behind a prefix of 8192 380 / 327, 8 documents of 1024 235 / 186 (test_cuda_attention time).
+ * scratch log-sum-exp and documents; backward also 4*heads*(T+128*slots)*(head_dim+1) bytes for
+ * dQ and the rows' sums (dQ once for each of
+ *         ceil(SMs/heads) splits when deterministic), 4*(row0+T)*heads*head_dim bytes for dK and
+ *         dV.
+ * time    H200, 32/8 heads of 128, T = 8192, TFLOP/s forward / backward: one document 352 / 301
+ *         (deterministic 187), found on the device 346 / 295,
+ *         behind a prefix of 8192 380 / 327, 8 documents of 1024 235 / 186 (test_cuda_attention
+ *         time).
  * determinism  forward always; backward with exec->deterministic, else dQ is added with atomics.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
 #include "attention_cuda.h"
@@ -26,16 +34,20 @@ struct plan {
 };
 
 const char *refuses(const ps_att_shape *s) {
-  if (s->sm < 80) return "needs compute capability 8.0";
+  if (s->sm < 80)
+    return "needs compute capability 8.0";
   return s->args.head_dim == 64 || s->args.head_dim == 128 ? NULL : "head_dim is not 64 or 128";
 }
 
 uint32_t batch(const plan *p) { return p->slots ? p->slots : 1; }
-size_t padded_rows(const ps__args_attention *a, const plan *p) { return a->n_tokens + (size_t)PS_FLASH_PAD * batch(p); }
+size_t padded_rows(const ps__args_attention *a, const plan *p) {
+  return a->n_tokens + (size_t)PS_FLASH_PAD * batch(p);
+}
 
 /* Enough blocks for all SMs, no more than there are tiles of keys. */
 int splits_of(const ps__args_attention *a, int n_sms) {
-  const int splits = (n_sms + (int)a->n_heads - 1) / (int)a->n_heads, tiles = (int)((a->row0 + a->n_tokens + 63) / 64);
+  const int splits = (n_sms + (int)a->n_heads - 1) / (int)a->n_heads,
+            tiles = (int)((a->row0 + a->n_tokens + 63) / 64);
   return splits < tiles ? splits : tiles;
 }
 
@@ -44,7 +56,8 @@ void lay_out(plan *p, const ps_att_shape *s, size_t *bytes) {
   const size_t one = ps_att_round(2 * ((size_t)a->row0 + a->n_tokens) * a->n_heads * a->head_dim);
   size_t at = 0;
   p->documents = at;
-  if (p->slots) at += ps_att_round(ps_att_documents_bytes(p->slots));
+  if (p->slots)
+    at += ps_att_round(ps_att_documents_bytes(p->slots));
   p->lse = at;
   at += ps_att_round((size_t)a->n_tokens * a->n_heads * 4);
   if (s->backward) {
@@ -63,10 +76,13 @@ void lay_out(plan *p, const ps_att_shape *s, size_t *bytes) {
 ps_status prepare(const ps_att_shape *s, void **out, size_t *scratch_bytes) {
   int n_sms = 0, shared = 0;
   cudaError_t e = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, s->device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, s->device);
-  if (e != cudaSuccess) return ps__fail(PS_EDEVICE, "attention: device %d: %s", s->device, cudaGetErrorString(e));
+  if (e == cudaSuccess)
+    e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, s->device);
+  if (e != cudaSuccess)
+    return ps__fail(PS_EDEVICE, "attention: device %d: %s", s->device, cudaGetErrorString(e));
   plan *p = new (std::nothrow) plan();
-  if (!p) return ps__fail(PS_ENOMEM, "attention: no memory for a plan");
+  if (!p)
+    return ps__fail(PS_ENOMEM, "attention: no memory for a plan");
   p->slots = ps__attention_documents(&s->args) == 1 ? 0 : ps_att_slots(s->args.n_tokens);
   p->splits = s->backward && s->deterministic ? splits_of(&s->args, n_sms) : 1;
   p->narrow = shared < 144 * 1024;
@@ -76,7 +92,8 @@ ps_status prepare(const ps_att_shape *s, void **out, size_t *scratch_bytes) {
 }
 
 /* What forward and backward have in common. Strides are in elements. */
-void describe(ps_flash::Flash_fwd_params *f, const ps_launch *l, const ps_att_shape *s, const plan *p, int32_t *documents, float *lse) {
+void describe(ps_flash::Flash_fwd_params *f, const ps_launch *l, const ps_att_shape *s,
+              const plan *p, int32_t *documents, float *lse) {
   const ps__args_attention *a = &s->args;
   const float scale = (float)(1.0 / sqrt((double)a->head_dim));
   f->q_ptr = l->ptr[0];
@@ -106,18 +123,23 @@ void describe(ps_flash::Flash_fwd_params *f, const ps_launch *l, const ps_att_sh
   }
 }
 
-ps_status forward(const ps_launch *l, const ps_att_shape *s, const plan *p, int32_t *documents, float *lse) {
+ps_status forward(const ps_launch *l, const ps_att_shape *s, const plan *p, int32_t *documents,
+                  float *lse) {
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   ps_flash::Flash_fwd_params f = {};
   describe(&f, l, s, p, documents, lse);
-  const cudaError_t e = f.d == 64 ? ps_flash_fwd<64>(f, p->narrow, exec->stream) : ps_flash_fwd<128>(f, p->narrow, exec->stream);
-  if (e != cudaSuccess) return ps__fail(PS_EDEVICE, "attention_fwd: flash-attn: %s", cudaGetErrorString(e));
+  const cudaError_t e = f.d == 64 ? ps_flash_fwd<64>(f, p->narrow, exec->stream)
+                                  : ps_flash_fwd<128>(f, p->narrow, exec->stream);
+  if (e != cudaSuccess)
+    return ps__fail(PS_EDEVICE, "attention_fwd: flash-attn: %s", cudaGetErrorString(e));
   ps_att_transpose(exec->stream, (float *)l->ptr[4], lse, 1, s->args.n_heads, s->args.n_tokens);
-  if (documents) ps_att_plain_fwd(exec->stream, l, documents, exec->n_sms);
+  if (documents)
+    ps_att_plain_fwd(exec->stream, l, documents, exec->n_sms);
   return PS_OK;
 }
 
-ps_status backward(const ps_launch *l, const ps_att_shape *s, const plan *p, int32_t *documents, float *lse) {
+ps_status backward(const ps_launch *l, const ps_att_shape *s, const plan *p, int32_t *documents,
+                   float *lse) {
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   char *scratch = (char *)exec->scratch;
   ps_flash::Flash_bwd_params f = {};
@@ -132,13 +154,20 @@ ps_status backward(const ps_launch *l, const ps_att_shape *s, const plan *p, int
   f.dq_accum_ptr = scratch + p->accum;
   f.deterministic = s->deterministic;
   f.dq_accum_split_stride = s->deterministic ? (int64_t)padded_rows(&s->args, p) * f.h * f.d : 0;
-  ps_att_transpose(exec->stream, lse, (const float *)l->ptr[4], 1, s->args.n_tokens, s->args.n_heads);
-  cudaError_t e = s->deterministic ? cudaMemsetAsync(f.dq_accum_ptr, 0, p->accum_bytes, exec->stream) : cudaSuccess;
+  ps_att_transpose(exec->stream, lse, (const float *)l->ptr[4], 1, s->args.n_tokens,
+                   s->args.n_heads);
+  cudaError_t e = s->deterministic
+                      ? cudaMemsetAsync(f.dq_accum_ptr, 0, p->accum_bytes, exec->stream)
+                      : cudaSuccess;
   if (e == cudaSuccess)
-    e = f.d == 64 ? ps_flash_bwd<64>(f, p->splits, p->narrow, exec->stream) : ps_flash_bwd<128>(f, p->splits, p->narrow, exec->stream);
-  if (e != cudaSuccess) return ps__fail(PS_EDEVICE, "attention_bwd: flash-attn: %s", cudaGetErrorString(e));
-  ps_att_finish_dkv(exec->stream, (const ps__args_attention *)l->args, documents, f.dk_ptr, f.dv_ptr, s->args.n_heads, (float *)l->ptr[7]);
-  if (documents) ps_att_plain_bwd(exec->stream, l, documents, exec->n_sms);
+    e = f.d == 64 ? ps_flash_bwd<64>(f, p->splits, p->narrow, exec->stream)
+                  : ps_flash_bwd<128>(f, p->splits, p->narrow, exec->stream);
+  if (e != cudaSuccess)
+    return ps__fail(PS_EDEVICE, "attention_bwd: flash-attn: %s", cudaGetErrorString(e));
+  ps_att_finish_dkv(exec->stream, (const ps__args_attention *)l->args, documents, f.dk_ptr,
+                    f.dv_ptr, s->args.n_heads, (float *)l->ptr[7]);
+  if (documents)
+    ps_att_plain_bwd(exec->stream, l, documents, exec->n_sms);
   return PS_OK;
 }
 
@@ -147,7 +176,9 @@ ps_status launch(const ps_launch *l, const ps_att_shape *s, void *made) {
   const plan *p = (const plan *)made;
   int32_t *documents = p->slots ? (int32_t *)((char *)exec->scratch + p->documents) : NULL;
   float *lse = (float *)((char *)exec->scratch + p->lse);
-  if (documents) ps_att_find_documents(exec->stream, &s->args, (const int32_t *)l->ptr[2], p->slots, true, documents);
+  if (documents)
+    ps_att_find_documents(exec->stream, &s->args, (const int32_t *)l->ptr[2], p->slots, true,
+                          documents);
   return (s->backward ? backward : forward)(l, s, p, documents, lse);
 }
 

@@ -1,15 +1,24 @@
-/* attention_flash4.cu - attention on compute capability 9.0 through flash-attn-4's kernels, compiled ahead of time by `make FLASH_ATTN=4`
- * (flash4/generate.py says from what, and with which arguments).
+/* attention_flash4.cu - attention on compute capability 9.0 through flash-attn-4's kernels,
+ * compiled ahead of time by `make FLASH_ATTN=4` (flash4/generate.py says from what, and with
+ * which arguments).
  *
- * math    as in ops.h; bf16 in and out, fp32 softmax. dQ, and dK and dV of a group of query heads, are summed in fp32 by the kernels; dK and dV go
- *         from there to fp32 dkv without another rounding (finish_dkv_k). With one query head a kv head they leave in bf16.
- * shapes  head_dim 64 or 128; the groups of generate.py; documents of known length, a batch: [n, T/n, heads, d] on [n, T/n, kv_heads, d] (with n = 1:
- *         row0+T keys), causal (aligned at the bottom right). Q, K, V, O and log-sum-exp are strided views of the op's tensors, nothing is gathered.
- * scratch backward: rows rounded up to tiles, 4*heads*(d+2) bytes each for dQ and the rows' sums; keys rounded up to 128, 8*kv_heads*d bytes each for dK
- *         and dV (4*kv_heads*d, not rounded up, with one query head a kv head); deterministic: an int for each tile of dQ, and two of dK and dV.
- * time    H200, 32/8 heads of 128, TFLOP/s forward / backward: 8192 rows 686 / 525 (deterministic 500), 2 x 8192 667 / 546, 8192 behind 8192
+ * math    as in ops.h; bf16 in and out, fp32 softmax. dQ, and dK and dV of a group of query
+ *         heads, are summed in fp32 by the kernels; dK and dV go
+ *         from there to fp32 dkv without another rounding (finish_dkv_k). With one query head a
+ *         kv head they leave in bf16.
+ * shapes  head_dim 64 or 128; the groups of generate.py; documents of known length, a batch: [n,
+ *         T/n, heads, d] on [n, T/n, kv_heads, d] (with n = 1:
+ *         row0+T keys), causal (aligned at the bottom right). Q, K, V, O and log-sum-exp are
+ *         strided views of the op's tensors, nothing is gathered.
+ * scratch backward: rows rounded up to tiles, 4*heads*(d+2) bytes each for dQ and the rows'
+ * sums; keys rounded up to 128, 8*kv_heads*d bytes each for dK
+ *         and dV (4*kv_heads*d, not rounded up, with one query head a kv head); deterministic:
+ *         an int for each tile of dQ, and two of dK and dV.
+ * time    H200, 32/8 heads of 128, TFLOP/s forward / backward: 8192 rows 686 / 525
+ *         (deterministic 500), 2 x 8192 667 / 546, 8192 behind 8192
  *         702 / 586, behind 57344 659 / 590 (test_cuda_attention time, beside cuDNN's).
- * determinism  forward always; backward with exec->deterministic: blocks take turns in adding to dQ, dK and dV. Else they add as they come.
+ * determinism  forward always; backward with exec->deterministic: blocks take turns in adding to
+ *              dQ, dK and dV. Else they add as they come.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
 #include "attention_cuda.h"
 #include "cuda_common.cuh"
@@ -18,9 +27,9 @@
 #include <new>
 
 /* What a kernel's object offers, each taking the addresses of its arguments. */
-#define DECLARE(kind, d, group, name, run)                                                                                                          \
-  extern "C" void _mlir_##name##_cuda_init(void **);                                                                                                \
-  extern "C" void _mlir_##name##_cuda_load_to_device(void **);                                                                                      \
+#define DECLARE(kind, d, group, name, run)                                                         \
+  extern "C" void _mlir_##name##_cuda_init(void **);                                               \
+  extern "C" void _mlir_##name##_cuda_load_to_device(void **);                                     \
   extern "C" void run(void **, int32_t);
 PS_FLASH4_KERNELS(DECLARE)
 #undef DECLARE
@@ -35,22 +44,26 @@ struct kernel {
   uint32_t d, group; /* group 0: any */
   void (*init)(void **), (*load)(void **), (*run)(void **, int32_t);
 };
-#define ROW(kind, d, group, name, run) {kind, d, group, _mlir_##name##_cuda_init, _mlir_##name##_cuda_load_to_device, run},
+#define ROW(kind, d, group, name, run)                                                             \
+  {kind, d, group, _mlir_##name##_cuda_init, _mlir_##name##_cuda_load_to_device, run},
 const kernel kernels[] = {PS_FLASH4_KERNELS(ROW)};
 #undef ROW
 enum { N_KERNELS = sizeof kernels / sizeof *kernels };
-void *libraries[N_KERNELS]; /* cudaLibrary_t, once loaded; prepare() is called by one thread at a time */
+/* cudaLibrary_t, once loaded; prepare() is called by one thread at a time */
+void *libraries[N_KERNELS];
 
 struct plan {
   const kernel *pre, *main, *post;
-  uint32_t n, rows, keys;                            /* documents; query rows and keys of each */
-  uint32_t tiles_q, tile_q, tiles_k;                 /* of a document */
-  size_t lse2, delta, dq, dk, dv, turns, zero, zero_bytes; /* offsets in scratch; what must be zero lies together */
+  uint32_t n, rows, keys;            /* documents; query rows and keys of each */
+  uint32_t tiles_q, tile_q, tiles_k; /* of a document */
+  /* offsets in scratch; what must be zero lies together */
+  size_t lse2, delta, dq, dk, dv, turns, zero, zero_bytes;
 };
 
 const kernel *find(kind what, uint32_t d, uint32_t group) {
   for (const kernel &k : kernels)
-    if (k.what == what && k.d == d && (k.group == group || !k.group)) return &k;
+    if (k.what == what && k.d == d && (k.group == group || !k.group))
+      return &k;
   return NULL;
 }
 uint32_t group_of(const ps__args_attention *a) { return a->n_heads / a->n_kv_heads; }
@@ -58,22 +71,31 @@ uint32_t group_of(const ps__args_attention *a) { return a->n_heads / a->n_kv_hea
 const char *refuses(const ps_att_shape *s) {
   const ps__args_attention *a = &s->args;
   const uint32_t n = ps__attention_documents(a);
-  if (s->sm != 90) return "needs compute capability 9.0";
-  if (a->head_dim != 64 && a->head_dim != 128) return "head_dim is not 64 or 128";
-  if (!find(FWD, a->head_dim, group_of(a))) return "it was not built for that many query heads a kv head";
-  if (!n) return "documents must be of known, equal length";
-  if (n > 1 && a->document_rows < KEY_TILE) return "documents are shorter than a tile of 128 rows";
-  if (((uint64_t)a->row0 + a->n_tokens) * a->head_dim * 4 > INT32_MAX) return "the group has too many rows for offsets of 32 bits";
+  if (s->sm != 90)
+    return "needs compute capability 9.0";
+  if (a->head_dim != 64 && a->head_dim != 128)
+    return "head_dim is not 64 or 128";
+  if (!find(FWD, a->head_dim, group_of(a)))
+    return "it was not built for that many query heads a kv head";
+  if (!n)
+    return "documents must be of known, equal length";
+  if (n > 1 && a->document_rows < KEY_TILE)
+    return "documents are shorter than a tile of 128 rows";
+  if (((uint64_t)a->row0 + a->n_tokens) * a->head_dim * 4 > INT32_MAX)
+    return "the group has too many rows for offsets of 32 bits";
   return NULL;
 }
 
-/* ---- plans ----------------------------------------------------------------------------------------------------------------- */
+/* ---- plans ----------------------------------------------------------------------------------- */
 
 void lay_out(plan *p, const ps_att_shape *s, size_t *bytes) {
   const ps__args_attention *a = &s->args;
-  const size_t sums = ps_att_round((size_t)p->n * a->n_heads * p->tiles_q * p->tile_q * 4), all_keys = (size_t)p->n * a->n_kv_heads * p->tiles_k;
+  const size_t sums = ps_att_round((size_t)p->n * a->n_heads * p->tiles_q * p->tile_q * 4),
+               all_keys = (size_t)p->n * a->n_kv_heads * p->tiles_k;
   const bool summed = group_of(a) > 1;
-  const size_t one = ps_att_round(summed ? all_keys * KEY_TILE * a->head_dim * 4 : 2 * (size_t)p->n * p->keys * a->n_kv_heads * a->head_dim);
+  const size_t one =
+      ps_att_round(summed ? all_keys * KEY_TILE * a->head_dim * 4
+                          : 2 * (size_t)p->n * p->keys * a->n_kv_heads * a->head_dim);
   p->lse2 = 0;
   p->delta = sums;
   p->dq = 2 * sums;
@@ -82,7 +104,8 @@ void lay_out(plan *p, const ps_att_shape *s, size_t *bytes) {
   p->turns = p->dv + one;
   p->zero = summed ? p->dk : p->turns;
   *bytes = p->turns;
-  if (s->deterministic) *bytes += ps_att_round(((size_t)p->n * a->n_heads * p->tiles_q + 4 * all_keys) * 4);
+  if (s->deterministic)
+    *bytes += ps_att_round(((size_t)p->n * a->n_heads * p->tiles_q + 4 * all_keys) * 4);
   p->zero_bytes = *bytes - p->zero;
 }
 
@@ -94,15 +117,23 @@ ps_status load(const kernel *k, int device) {
     k->init(args);
   }
   void *args[] = {&library, &device, &error};
-  if (!error) k->load(args);
-  return error ? ps__fail(PS_EDEVICE, "attention: a kernel of flash-attn-4 did not load on device %d: %s", device, cudaGetErrorString((cudaError_t)error)) : PS_OK;
+  if (!error)
+    k->load(args);
+  return error ? ps__fail(PS_EDEVICE,
+                          "attention: a kernel of flash-attn-4 did not load on device %d: %s",
+                          device, cudaGetErrorString((cudaError_t)error))
+               : PS_OK;
 }
 
 ps_status prepare(const ps_att_shape *s, void **out, size_t *scratch_bytes) {
   const ps__args_attention *a = &s->args;
   plan *p = new (std::nothrow) plan();
-  if (!p) return ps__fail(PS_ENOMEM, "attention: no memory for a plan");
-  p->main = find(!s->backward ? FWD : s->deterministic ? BWD_IN_ORDER : BWD, a->head_dim, group_of(a));
+  if (!p)
+    return ps__fail(PS_ENOMEM, "attention: no memory for a plan");
+  p->main = find(!s->backward       ? FWD
+                 : s->deterministic ? BWD_IN_ORDER
+                                    : BWD,
+                 a->head_dim, group_of(a));
   p->n = ps__attention_documents(a);
   p->rows = a->n_tokens / p->n;
   p->keys = a->row0 + p->rows;
@@ -115,8 +146,10 @@ ps_status prepare(const ps_att_shape *s, void **out, size_t *scratch_bytes) {
     p->tiles_q = ps_ceil_div(p->rows, p->tile_q);
     p->tiles_k = ps_ceil_div(p->keys, KEY_TILE);
     lay_out(p, s, &bytes);
-    if (st == PS_OK) st = load(p->pre, s->device);
-    if (st == PS_OK) st = load(p->post, s->device);
+    if (st == PS_OK)
+      st = load(p->pre, s->device);
+    if (st == PS_OK)
+      st = load(p->post, s->device);
   }
   if (st != PS_OK) {
     delete p;
@@ -127,26 +160,36 @@ ps_status prepare(const ps_att_shape *s, void **out, size_t *scratch_bytes) {
   return PS_OK;
 }
 
-/* ---- dK and dV of a group, in the order in which the kernel's threads hold them, to dkv -------------------------------------------- */
+/* ---- dK and dV of a group, in the order in which the kernel's threads hold them, to dkv ------ */
 
-/* dkv[b, row, h] (+)= sums[b, h, row] of dk, by @scale, and of dv: heads h of dk and then of dv, blockIdx.y.
- * order   a tile of 128 keys is 2 halves of 64 (a warp group's), of d/8 columns j, of 128 threads, of 4: thread t of a half has of columns
- *         8j + 2(t%4) and the next one first row t/32*16 + t%32/4, then the row 8 below (the accumulator of wgmma m64).
+/* dkv[b, row, h] (+)= sums[b, h, row] of dk, by @scale, and of dv: heads h of dk and then of dv,
+ * blockIdx.y.
+ * order   a tile of 128 keys is 2 halves of 64 (a warp group's), of d/8 columns j, of 128
+ *         threads, of 4: thread t of a half has of columns
+ *         8j + 2(t%4) and the next one first row t/32*16 + t%32/4, then the row 8 below (the
+ *         accumulator of wgmma m64).
  * bytes   16*rows*kv_heads*d (24 when accumulating).   determinism  bitwise. */
 template <int D, bool ACCUMULATE>
-__global__ void __launch_bounds__(256) finish_dkv_k(const float4 *sums, float *dkv, uint32_t rows, uint32_t kv_heads, float scale) {
+__global__ void __launch_bounds__(256)
+    finish_dkv_k(const float4 *sums, float *dkv, uint32_t rows, uint32_t kv_heads, float scale) {
   const uint32_t which = blockIdx.y / kv_heads, h = blockIdx.y % kv_heads, t = threadIdx.x;
   const uint32_t row = blockIdx.x * KEY_TILE + t / 32 * 16 + t % 32 / 4;
-  const float4 *from = sums + (((size_t)(which * gridDim.z + blockIdx.z) * kv_heads + h) * gridDim.x + blockIdx.x) * (KEY_TILE * D / 4) + t / 128 * (16 * D) + t % 128;
+  const float4 *from =
+      sums +
+      (((size_t)(which * gridDim.z + blockIdx.z) * kv_heads + h) * gridDim.x + blockIdx.x) *
+          (KEY_TILE * D / 4) +
+      t / 128 * (16 * D) + t % 128;
   const size_t stride = (size_t)2 * kv_heads * D;
-  float *to = dkv + ((size_t)blockIdx.z * rows + row) * stride + (size_t)blockIdx.y * D + 2 * (t % 4);
+  float *to =
+      dkv + ((size_t)blockIdx.z * rows + row) * stride + (size_t)blockIdx.y * D + 2 * (t % 4);
   const float by = which ? 1.0f : scale;
 #pragma unroll 4
   for (int j = 0; j < D / 8; j++) {
     const float4 x = from[j * 128];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      if (row + 8 * half >= rows) continue;
+      if (row + 8 * half >= rows)
+        continue;
       float2 *at = (float2 *)(to + half * 8 * stride + 8 * j);
       float2 y = ACCUMULATE ? *at : make_float2(0.0f, 0.0f);
       y.x += by * (half ? x.z : x.x);
@@ -156,15 +199,18 @@ __global__ void __launch_bounds__(256) finish_dkv_k(const float4 *sums, float *d
   }
 }
 
-void finish_dkv(cudaStream_t stream, const ps__args_attention *a, const plan *p, const void *sums, float *dkv, float scale) {
+void finish_dkv(cudaStream_t stream, const ps__args_attention *a, const plan *p, const void *sums,
+                float *dkv, float scale) {
   const dim3 grid(p->tiles_k, 2 * a->n_kv_heads, p->n);
   const float4 *from = (const float4 *)sums;
-  auto kernel = a->head_dim == 64 ? a->accumulate_dkv ? finish_dkv_k<64, true> : finish_dkv_k<64, false>
-                                  : a->accumulate_dkv ? finish_dkv_k<128, true> : finish_dkv_k<128, false>;
+  auto kernel = a->head_dim == 64
+                    ? a->accumulate_dkv ? finish_dkv_k<64, true> : finish_dkv_k<64, false>
+                : a->accumulate_dkv ? finish_dkv_k<128, true>
+                                    : finish_dkv_k<128, false>;
   kernel<<<grid, 256, 0, stream>>>(from, dkv, p->keys, a->n_kv_heads, scale);
 }
 
-/* ---- launches -------------------------------------------------------------------------------------------------------------- */
+/* ---- launches -------------------------------------------------------------------------------- */
 
 /* As the kernels take tensors: sizes, and the strides in elements but for that of 1. */
 struct tensor {
@@ -183,7 +229,9 @@ tensor packed(void *data, uint32_t n, uint32_t heads, uint32_t len) {
 }
 /* [n, heads, tiles, each] */
 tensor turns_of(void *data, uint32_t n, uint32_t heads, uint32_t tiles, uint32_t each) {
-  return {data, {(int32_t)n, (int32_t)heads, (int32_t)tiles}, {(int64_t)heads * tiles * each, (int64_t)tiles * each, each}};
+  return {data,
+          {(int32_t)n, (int32_t)heads, (int32_t)tiles},
+          {(int64_t)heads * tiles * each, (int64_t)tiles * each, each}};
 }
 
 template <typename... A> cudaError_t run(const kernel *k, cudaStream_t stream, A *...args) {
@@ -200,52 +248,73 @@ struct operands {
 
 operands describe(const ps_launch *l, const ps__args_attention *a, const plan *p) {
   const uint32_t d = a->head_dim, width = a->n_heads * d, kv_width = a->n_kv_heads * d;
-  operands x = {heads_of(l->ptr[0], p->n, p->rows, a->n_heads, d, width), heads_of(l->ptr[1], p->n, p->keys, a->n_kv_heads, d, 2 * kv_width), {},
+  operands x = {heads_of(l->ptr[0], p->n, p->rows, a->n_heads, d, width),
+                heads_of(l->ptr[1], p->n, p->keys, a->n_kv_heads, d, 2 * kv_width),
+                {},
                 heads_of(l->ptr[3], p->n, p->rows, a->n_heads, d, width),
-                {l->ptr[4], {(int32_t)p->n, (int32_t)a->n_heads, (int32_t)p->rows}, {(int64_t)p->rows * a->n_heads, a->n_heads}},
+                {l->ptr[4],
+                 {(int32_t)p->n, (int32_t)a->n_heads, (int32_t)p->rows},
+                 {(int64_t)p->rows * a->n_heads, a->n_heads}},
                 (float)(1.0 / sqrt((double)d))};
   x.v = x.k;
   x.v.data = (char *)x.k.data + 2 * (size_t)kv_width;
   return x;
 }
 
-cudaError_t backward(const ps_launch *l, const ps__args_attention *a, const plan *p, operands *x, char *scratch, cudaStream_t stream) {
-  const uint32_t n = p->n, h = a->n_heads, kv = a->n_kv_heads, d = a->head_dim, rows = p->tiles_q * p->tile_q, keys = p->tiles_k * KEY_TILE;
-  tensor d_o = x->o, dq = x->q, lse2 = packed(scratch + p->lse2, n, h, rows), delta = packed(scratch + p->delta, n, h, rows);
+cudaError_t backward(const ps_launch *l, const ps__args_attention *a, const plan *p, operands *x,
+                     char *scratch, cudaStream_t stream) {
+  const uint32_t n = p->n, h = a->n_heads, kv = a->n_kv_heads, d = a->head_dim,
+                 rows = p->tiles_q * p->tile_q, keys = p->tiles_k * KEY_TILE;
+  tensor d_o = x->o, dq = x->q, lse2 = packed(scratch + p->lse2, n, h, rows),
+         delta = packed(scratch + p->delta, n, h, rows);
   tensor sums = packed(scratch + p->dq, n, h, rows * d), dk, dv;
   d_o.data = l->ptr[5];
   dq.data = l->ptr[6];
   const bool summed = group_of(a) > 1;
-  dk = summed ? packed(scratch + p->dk, n, kv, keys * d) : heads_of(scratch + p->dk, n, p->keys, kv, d, kv * d);
+  dk = summed ? packed(scratch + p->dk, n, kv, keys * d)
+              : heads_of(scratch + p->dk, n, p->keys, kv, d, kv * d);
   dv = dk;
   dv.data = scratch + p->dv;
-  cudaError_t e = p->zero_bytes ? cudaMemsetAsync(scratch + p->zero, 0, p->zero_bytes, stream) : cudaSuccess;
-  if (e == cudaSuccess) e = run(p->pre, stream, &x->o, &d_o, &delta, &x->lse, &lse2, &sums);
-  if (e != cudaSuccess) return e;
+  cudaError_t e =
+      p->zero_bytes ? cudaMemsetAsync(scratch + p->zero, 0, p->zero_bytes, stream) : cudaSuccess;
+  if (e == cudaSuccess)
+    e = run(p->pre, stream, &x->o, &d_o, &delta, &x->lse, &lse2, &sums);
+  if (e != cudaSuccess)
+    return e;
   if (p->main->what == BWD) {
     e = run(p->main, stream, &x->q, &x->k, &x->v, &d_o, &lse2, &delta, &sums, &dk, &dv, &x->scale);
   } else {
     int32_t *turn = (int32_t *)(scratch + p->turns);
-    tensor dq_turn = turns_of(turn, n, h, p->tiles_q, 1), dk_turn = turns_of(turn + (size_t)n * h * p->tiles_q, n, kv, p->tiles_k, 2);
+    tensor dq_turn = turns_of(turn, n, h, p->tiles_q, 1),
+           dk_turn = turns_of(turn + (size_t)n * h * p->tiles_q, n, kv, p->tiles_k, 2);
     tensor dv_turn = dk_turn;
     dv_turn.data = (int32_t *)dk_turn.data + (size_t)n * kv * p->tiles_k * 2;
-    e = run(p->main, stream, &x->q, &x->k, &x->v, &d_o, &lse2, &delta, &sums, &dk, &dv, &x->scale, &dq_turn, &dk_turn, &dv_turn);
+    e = run(p->main, stream, &x->q, &x->k, &x->v, &d_o, &lse2, &delta, &sums, &dk, &dv, &x->scale,
+            &dq_turn, &dk_turn, &dv_turn);
   }
-  if (e == cudaSuccess) e = run(p->post, stream, &sums, &dq, &x->scale);
-  if (e != cudaSuccess) return e;
-  if (summed) finish_dkv(stream, a, p, dk.data, (float *)l->ptr[7], x->scale);
-  else ps_att_finish_dkv(stream, a, NULL, dk.data, dv.data, kv, (float *)l->ptr[7]);
+  if (e == cudaSuccess)
+    e = run(p->post, stream, &sums, &dq, &x->scale);
+  if (e != cudaSuccess)
+    return e;
+  if (summed)
+    finish_dkv(stream, a, p, dk.data, (float *)l->ptr[7], x->scale);
+  else
+    ps_att_finish_dkv(stream, a, NULL, dk.data, dv.data, kv, (float *)l->ptr[7]);
   return cudaSuccess;
 }
 
 ps_status launch(const ps_launch *l, const ps_att_shape *s, void *made) {
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  const ps__args_attention *a = (const ps__args_attention *)l->args; /* says whether to accumulate */
+  /* says whether to accumulate */
+  const ps__args_attention *a = (const ps__args_attention *)l->args;
   const plan *p = (const plan *)made;
   operands x = describe(l, a, p);
-  const cudaError_t e = s->backward ? backward(l, a, p, &x, (char *)exec->scratch, exec->stream)
-                                    : run(p->main, exec->stream, &x.q, &x.k, &x.v, &x.o, &x.lse, &x.scale);
-  return e == cudaSuccess ? PS_OK : ps__fail(PS_EDEVICE, "attention: flash-attn-4's launch failed: %s", cudaGetErrorString(e));
+  const cudaError_t e = s->backward
+                            ? backward(l, a, p, &x, (char *)exec->scratch, exec->stream)
+                            : run(p->main, exec->stream, &x.q, &x.k, &x.v, &x.o, &x.lse, &x.scale);
+  return e == cudaSuccess ? PS_OK
+                          : ps__fail(PS_EDEVICE, "attention: flash-attn-4's launch failed: %s",
+                                     cudaGetErrorString(e));
 }
 
 } // namespace

@@ -1,7 +1,8 @@
 /* cross_entropy.cu - loss and gradient of the logits, in place. */
 #include "cuda_common.cuh"
 
-enum { THREADS = 1024, WARPS = THREADS / 32, BATCH = 2 }; /* BATCH vectors a thread, and the next as many in flight */
+/* BATCH vectors a thread, and the next as many in flight */
+enum { THREADS = 1024, WARPS = THREADS / 32, BATCH = 2 };
 
 __device__ __forceinline__ float exp2_of(float x) {
   float e;
@@ -9,14 +10,19 @@ __device__ __forceinline__ float exp2_of(float x) {
   return e;
 }
 
-/* Exponentials of differences: term(v, scaled(m)) is exp(v - m), ratio(m, to) exp(m - to). bf16 gradients keep 8 bits: exp(v - m) is
- * 2^(v * log2 e - m * log2 e) with one rounding inside, |v - m| 2^-23 of the term, and ex2.approx, 2^-22; that m * log2 e is itself rounded
- * is one factor for all terms of a row, the largest of which is not quite 1. fp32 takes expf. */
+/* Exponentials of differences: term(v, scaled(m)) is exp(v - m), ratio(m, to) exp(m - to). bf16
+ * gradients keep 8 bits: exp(v - m) is 2^(v * log2 e - m * log2 e) with one rounding inside, |v
+ * - m| 2^-23 of the term, and ex2.approx, 2^-22; that m * log2 e is itself rounded is one factor
+ * for all terms of a row, the largest of which is not quite 1. fp32 takes expf. */
 template <typename T> struct exps;
 template <> struct exps<__nv_bfloat16> {
   static __device__ __forceinline__ float scaled(float m) { return m * 1.4426950408889634f; }
-  static __device__ __forceinline__ float term(float v, float top) { return exp2_of(fmaf(v, 1.4426950408889634f, -top)); }
-  static __device__ __forceinline__ float ratio(float m, float to) { return exp2_of(scaled(m) - scaled(to)); }
+  static __device__ __forceinline__ float term(float v, float top) {
+    return exp2_of(fmaf(v, 1.4426950408889634f, -top));
+  }
+  static __device__ __forceinline__ float ratio(float m, float to) {
+    return exp2_of(scaled(m) - scaled(to));
+  }
 };
 template <> struct exps<float> {
   static __device__ __forceinline__ float scaled(float m) { return m; }
@@ -25,7 +31,8 @@ template <> struct exps<float> {
 };
 
 /* (max, sum of terms) of two parts; a part that is empty or all -inf has max -inf and sum 0. */
-template <typename T> __device__ __forceinline__ void merge(float &m, float &s, float m2, float s2) {
+template <typename T>
+__device__ __forceinline__ void merge(float &m, float &s, float m2, float s2) {
   const float top = fmaxf(m, m2);
   s = (m == top ? s : s * exps<T>::ratio(m, top)) + (m2 == top ? s2 : s2 * exps<T>::ratio(m2, top));
   m = top;
@@ -33,7 +40,8 @@ template <typename T> __device__ __forceinline__ void merge(float &m, float &s, 
 template <typename T> __device__ __forceinline__ void merge_block(float &m, float &s) {
   __shared__ float shared_m[WARPS], shared_s[WARPS];
 #pragma unroll
-  for (int w = 16; w > 0; w /= 2) merge<T>(m, s, __shfl_xor_sync(0xffffffffu, m, w), __shfl_xor_sync(0xffffffffu, s, w));
+  for (int w = 16; w > 0; w /= 2)
+    merge<T>(m, s, __shfl_xor_sync(0xffffffffu, m, w), __shfl_xor_sync(0xffffffffu, s, w));
   if (threadIdx.x % 32 == 0) {
     shared_m[threadIdx.x / 32] = m;
     shared_s[threadIdx.x / 32] = s;
@@ -42,35 +50,47 @@ template <typename T> __device__ __forceinline__ void merge_block(float &m, floa
   m = shared_m[threadIdx.x % WARPS];
   s = shared_s[threadIdx.x % WARPS];
 #pragma unroll
-  for (int w = WARPS / 2; w > 0; w /= 2) merge<T>(m, s, __shfl_xor_sync(0xffffffffu, m, w), __shfl_xor_sync(0xffffffffu, s, w));
+  for (int w = WARPS / 2; w > 0; w /= 2)
+    merge<T>(m, s, __shfl_xor_sync(0xffffffffu, m, w), __shfl_xor_sync(0xffffffffu, s, w));
 }
 
 /* V elements as 32-bit words, so that in registers two bf16 share one. */
-template <typename T, int V> struct words { uint32_t w[V == 1 ? 1 : 4]; };
-template <typename T, int V> __device__ __forceinline__ void unpack(float (&x)[V], const words<T, V> &from) {
+template <typename T, int V> struct words {
+  uint32_t w[V == 1 ? 1 : 4];
+};
+template <typename T, int V>
+__device__ __forceinline__ void unpack(float (&x)[V], const words<T, V> &from) {
 #pragma unroll
   for (int k = 0; k < V; k++) {
-    if constexpr (sizeof(T) == 4) x[k] = __uint_as_float(from.w[k]);
-    else x[k] = __uint_as_float(k % 2 ? from.w[k / 2] & 0xffff0000u : from.w[k / 2] << 16);
+    if constexpr (sizeof(T) == 4)
+      x[k] = __uint_as_float(from.w[k]);
+    else
+      x[k] = __uint_as_float(k % 2 ? from.w[k / 2] & 0xffff0000u : from.w[k / 2] << 16);
   }
 }
 
 /* Batch b of a row as a thread has it; -inf behind the end. */
 template <typename T, int V> struct batch {
   words<T, V> v[BATCH];
-  static __device__ __forceinline__ uint32_t at(uint32_t b, int u) { return ((b * BATCH + u) * THREADS + threadIdx.x) * V; }
+  static __device__ __forceinline__ uint32_t at(uint32_t b, int u) {
+    return ((b * BATCH + u) * THREADS + threadIdx.x) * V;
+  }
   __device__ __forceinline__ void load(const T *z, uint32_t b, uint32_t vocab) {
     constexpr uint32_t nothing = sizeof(T) == 4 ? 0xff800000u : 0xff80ff80u;
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
       uint4 in = {nothing, nothing, nothing, nothing};
       if (at(b, u) < vocab) {
-        if constexpr (V > 1) in = *(const uint4 *)(z + at(b, u));
-        else if constexpr (sizeof(T) == 4) in.x = *(const uint32_t *)(z + at(b, u));
-        else in.x = *(const uint16_t *)(z + at(b, u));
+        if constexpr (V > 1)
+          in = *(const uint4 *)(z + at(b, u));
+        else if constexpr (sizeof(T) == 4)
+          in.x = *(const uint32_t *)(z + at(b, u));
+        else
+          in.x = *(const uint16_t *)(z + at(b, u));
       }
       v[u].w[0] = in.x;
-      if constexpr (V > 1) v[u].w[1] = in.y, v[u].w[2] = in.z, v[u].w[3] = in.w;
+      if constexpr (V > 1)
+        v[u].w[1] = in.y, v[u].w[2] = in.z, v[u].w[3] = in.w;
     }
   }
   __device__ __forceinline__ void add(float &m, float &s) const {
@@ -79,7 +99,8 @@ template <typename T, int V> struct batch {
     for (int u = 0; u < BATCH; u++) {
       unpack<T, V>(x, v[u]);
 #pragma unroll
-      for (int k = 0; k < V; k++) top = fmaxf(top, x[k]);
+      for (int k = 0; k < V; k++)
+        top = fmaxf(top, x[k]);
     }
     top = fmaxf(m, top);
     s = m == top ? s : s * exps<T>::ratio(m, top);
@@ -89,37 +110,47 @@ template <typename T, int V> struct batch {
     for (int u = 0; u < BATCH; u++) {
       unpack<T, V>(x, v[u]);
 #pragma unroll
-      for (int k = 0; k < V; k++) sum[k] += exps<T>::term(x[k], from);
+      for (int k = 0; k < V; k++)
+        sum[k] += exps<T>::term(x[k], from);
     }
 #pragma unroll
-    for (int k = 1; k < V; k++) sum[0] += sum[k];
+    for (int k = 1; k < V; k++)
+      sum[0] += sum[k];
     s += sum[0];
   }
-  __device__ __forceinline__ void store(T *z, uint32_t b, uint32_t vocab, float top, float inv) const {
+  __device__ __forceinline__ void store(T *z, uint32_t b, uint32_t vocab, float top,
+                                        float inv) const {
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
       float x[V];
       const uint32_t i = at(b, u);
-      if (i >= vocab) break;
+      if (i >= vocab)
+        break;
       unpack<T, V>(x, v[u]);
 #pragma unroll
-      for (int k = 0; k < V; k++) x[k] = exps<T>::term(x[k], top) * inv;
+      for (int k = 0; k < V; k++)
+        x[k] = exps<T>::term(x[k], top) * inv;
       ps_store<T, V>(z + i, x);
     }
   }
 };
 
-/* A block a row. First for the maximum and the sum, which is scaled whenever the maximum grows; then back from the end, whose last
- * batch is still in registers and most of the rest in L2 (132 rows of 256 KB are 34 MB), for the gradient. The next batch is on its way
- * while one is worked on. */
+/* A block a row. First for the maximum and the sum, which is scaled whenever the maximum grows;
+ * then back from the end, whose last batch is still in registers and most of the rest in L2 (132
+ * rows of 256 KB are 34 MB), for the gradient. The next batch is on its way while one is worked
+ * on. */
 template <typename T, int V>
-__global__ void __launch_bounds__(THREADS, 1) cross_entropy_k(T *logits, const int32_t *target, const float *scale, float *loss, uint32_t vocab) {
+__global__ void __launch_bounds__(THREADS, 1)
+    cross_entropy_k(T *logits, const int32_t *target, const float *scale, float *loss,
+                    uint32_t vocab) {
   T *z = logits + (size_t)blockIdx.x * vocab;
   const int32_t t = target[blockIdx.x];
   if (t < 0 || (uint32_t)t >= vocab) {
     const float zero[V] = {};
-    for (uint32_t i = threadIdx.x * V; i < vocab; i += THREADS * V) ps_store<T, V>(z + i, zero);
-    if (threadIdx.x == 0) loss[blockIdx.x] = t == -1 ? 0.0f : __int_as_float(0x7fc00000);
+    for (uint32_t i = threadIdx.x * V; i < vocab; i += THREADS * V)
+      ps_store<T, V>(z + i, zero);
+    if (threadIdx.x == 0)
+      loss[blockIdx.x] = t == -1 ? 0.0f : __int_as_float(0x7fc00000);
     return;
   }
   const float zt = ps_to_f32(z[t]);
@@ -128,39 +159,56 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_k(T *logits, const i
   float m = -INFINITY, s = 0.0f;
   now.load(z, 0, vocab);
   for (uint32_t b = 0;; b++) {
-    if (b + 1 < n) next.load(z, b + 1, vocab);
+    if (b + 1 < n)
+      next.load(z, b + 1, vocab);
     now.add(m, s);
-    if (b + 1 == n) break;
+    if (b + 1 == n)
+      break;
     now = next;
   }
   merge_block<T>(m, s);
   const float top = exps<T>::scaled(m), inv = *scale / s;
-  if (threadIdx.x == 0) loss[blockIdx.x] = (float)(log((double)s / (double)exps<T>::term(m, top)) + ((double)m - (double)zt));
+  if (threadIdx.x == 0)
+    loss[blockIdx.x] =
+        (float)(log((double)s / (double)exps<T>::term(m, top)) + ((double)m - (double)zt));
   for (uint32_t b = n; b-- > 0;) {
-    if (b > 0) next.load(z, b - 1, vocab);
+    if (b > 0)
+      next.load(z, b - 1, vocab);
     now.store(z, b, vocab, top, inv);
     now = next;
   }
-  /* At the target (term - s) * inv, by the thread that has just stored there: nothing cancels but what the sum has. */
-  if (threadIdx.x == t / V % THREADS) z[t] = ps_from_f32<T>((exps<T>::term(zt, top) - s) * inv);
+  /* At the target (term - s) * inv, by the thread that has just stored there: nothing cancels
+   * but what the sum has. */
+  if (threadIdx.x == t / V % THREADS)
+    z[t] = ps_from_f32<T>((exps<T>::term(zt, top) - s) * inv);
 }
 
 /* cross_entropy
- * math    loss[r] = log(sum_v exp(z[r,v] - max)) + max - z[r,t]; z[r,v] becomes (softmax(z[r])[v] - [v = t]) * scale;
- *         target -1: loss 0, gradient 0; any other target out of range: loss NaN, gradient 0. fp32 inside, the loss put together in fp64
- * shapes  z [rows,V] of dt, in place; target i32 [rows]; scale f32 [1] = 1 / valid tokens of the step; loss f32 [rows]
- * bytes   2*rows*V*sizeof(dt) of HBM where the second read is from L2, else 3; 2048 x 128256 bf16 -> 1.05 GB, 219 us at 4.8 TB/s; two
- *         exponentials an element, 16 a clock and SM, take 140 us. Measured on an H200, of copy bandwidth: 72%, 344 us; 512 rows 69%, 89
- *         us; logits that a product has just left in L2: 128 rows 92%, 16.7 us, and 64, half the SMs, 51%, 15.1 us
+ * math    loss[r] = log(sum_v exp(z[r,v] - max)) + max - z[r,t]; z[r,v] becomes
+ *         (softmax(z[r])[v] - [v = t]) * scale;
+ *         target -1: loss 0, gradient 0; any other target out of range: loss NaN, gradient 0.
+ *         fp32 inside, the loss put together in fp64
+ * shapes  z [rows,V] of dt, in place; target i32 [rows]; scale f32 [1] = 1 / valid tokens of the
+ *         step; loss f32 [rows]
+ * bytes   2*rows*V*sizeof(dt) of HBM where the second read is from L2, else 3; 2048 x 128256
+ *         bf16 -> 1.05 GB, 219 us at 4.8 TB/s; two
+ *         exponentials an element, 16 a clock and SM, take 140 us. Measured on an H200, of copy
+ *         bandwidth: 72%, 344 us; 512 rows 69%, 89
+ *         us; logits that a product has just left in L2: 128 rows 92%, 16.7 us, and 64, half the
+ *         SMs, 51%, 15.1 us
  * determinism  bitwise: a row is one block's, a thread's elements in order, then fixed trees.
- * reference    the cpu backend's: loss within 4e-6 of 1 + |loss|; gradient 1 ulp of bf16, fp32 within 4e-6 of scale */
+ * reference    the cpu backend's: loss within 4e-6 of 1 + |loss|; gradient 1 ulp of bf16, fp32
+ *              within 4e-6 of scale */
 extern "C" ps_status ps__cuda_cross_entropy(const ps_launch *l) {
   const ps__args_cross_entropy *a = (const ps__args_cross_entropy *)l->args;
   const ps_status st = ps_check(l, "cross_entropy", 4, a->dt, 0);
-  if (st != PS_OK || !a->rows || !a->vocab) return st;
+  if (st != PS_OK || !a->rows || !a->vocab)
+    return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
   const bool whole = ps_whole(a->dt, a->vocab) && ps_aligned(l->ptr[0]);
-  PS_DISPATCH(a->dt, whole, cross_entropy_k<T, V><<<a->rows, THREADS, 0, stream>>>((T *)l->ptr[0], (const int32_t *)l->ptr[1],
-                                                                                  (const float *)l->ptr[2], (float *)l->ptr[3], a->vocab));
+  PS_DISPATCH(a->dt, whole,
+              cross_entropy_k<T, V><<<a->rows, THREADS, 0, stream>>>(
+                  (T *)l->ptr[0], (const int32_t *)l->ptr[1], (const float *)l->ptr[2],
+                  (float *)l->ptr[3], a->vocab));
   return ps_launched("cross_entropy", cudaSuccess);
 }

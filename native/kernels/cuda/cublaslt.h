@@ -7,7 +7,8 @@
 extern "C" {
 #endif
 
-/* Opens cuBLASLt's library, once a process, any thread: before any product. PS_EDEVICE says why not and what to install. */
+/* Opens cuBLASLt's library, once a process, any thread: before any product. PS_EDEVICE says why
+ * not and what to install. */
 ps_status ps__cublaslt_open(void);
 
 /* Its version as cublasLtGetVersion() gives it, 0 when there is none. Opens the library. */

@@ -1,4 +1,5 @@
-/* cuda_exec.h - what ps_launch.exec points to on the CUDA backend, and the cuBLASLt state that the products share.
+/* cuda_exec.h - what ps_launch.exec points to on the CUDA backend, and the cuBLASLt state that
+ * the products share.
  *
  * Plain C, and no header of CUDA: the engine's side includes it too. */
 #ifndef PS_KERNELS_CUDA_EXEC_H
@@ -13,21 +14,24 @@ extern "C" {
 struct CUstream_st;
 typedef struct ps__cuda_blas ps__cuda_blas;
 
-/* Everything is borrowed for the call; scratch and the workspace of blas are used until the op is done on the stream, so
- * two streams must not share them. */
+/* Everything is borrowed for the call; scratch and the workspace of blas are used until the op
+ * is done on the stream, so two streams must not share them. */
 typedef struct ps__cuda_exec {
   struct CUstream_st *stream;
-  void *scratch;         /* device memory, 256-byte aligned, at least ps__cuda_scratch_bytes() of every op that runs */
+  /* device memory, 256-byte aligned, at least ps__cuda_scratch_bytes() of every op that runs */
+  void *scratch;
   size_t scratch_bytes;
-  ps__cuda_blas *blas;   /* NULL where no product runs */
-  int device;            /* CUDA ordinal; the caller has made its primary context current */
+  ps__cuda_blas *blas; /* NULL where no product runs */
+  int device;          /* CUDA ordinal; the caller has made its primary context current */
   int n_sms;
-  bool deterministic;    /* the same bits in every run: products take the first algorithm instead of the fastest timed */
+  /* the same bits in every run: products take the first algorithm instead of the fastest timed */
+  bool deterministic;
 } ps__cuda_exec;
 
-/* ps__cuda_blas_create() - a cuBLASLt handle for the current device; products use @workspace, @workspace_bytes of device memory
- * (256-byte aligned; 32 MiB is what Hopper's kernels like, 4 MiB others), borrowed until destroyed. Allocates no device memory
- * itself beyond what loading cuBLASLt's modules takes. Errors: PS_ENOMEM; PS_EDEVICE. */
+/* ps__cuda_blas_create() - a cuBLASLt handle for the current device; products use @workspace,
+ * @workspace_bytes of device memory (256-byte aligned; 32 MiB is what Hopper's kernels like, 4
+ * MiB others), borrowed until destroyed. Allocates no device memory itself beyond what loading
+ * cuBLASLt's modules takes. Errors: PS_ENOMEM; PS_EDEVICE. */
 ps_status ps__cuda_blas_create(ps__cuda_blas **out, void *workspace, size_t workspace_bytes);
 void ps__cuda_blas_destroy(ps__cuda_blas *blas);
 

@@ -1,5 +1,5 @@
-/* gemm_cache.h - the algorithms that were timed and chosen for matrix products, on disk: one file a GPU and a version of cuBLASLt. Plain C
- * without CUDA's headers. */
+/* gemm_cache.h - the algorithms that were timed and chosen for matrix products, on disk: one
+ * file a GPU and a version of cuBLASLt. Plain C without CUDA's headers. */
 #ifndef PS_KERNELS_CUDA_GEMM_CACHE_H
 #define PS_KERNELS_CUDA_GEMM_CACHE_H
 #include "../ops.h"
@@ -13,7 +13,8 @@ typedef struct ps__gemm_key {
   uint32_t align[5];        /* of A, B, C, bias, residual: BYTES, at most 256; 0 where absent */
   uint64_t workspace_bytes; /* that it may use */
 } ps__gemm_key;
-enum { PS_GEMM_ALGO_WORDS = 8 }; /* cublasLtMatmulAlgo_t: may be stored for the same version of the library */
+/* cublasLtMatmulAlgo_t: may be stored for the same version of the library */
+enum { PS_GEMM_ALGO_WORDS = 8 };
 typedef struct ps__gemm_choice {
   ps__gemm_key key;
   uint64_t algo[PS_GEMM_ALGO_WORDS];
@@ -21,15 +22,21 @@ typedef struct ps__gemm_choice {
 
 typedef struct ps__gemm_cache ps__gemm_cache;
 
-/* ps__gemm_cache_open() - the choices saved for @gpu and @version in @folder; NULL: the folder PENSTOCK_CACHE, else
- * XDG_CACHE_HOME/penstock, else ~/.cache/penstock, else none, and then nothing is saved. No file: empty. A file that is damaged or was written for
- * another GPU or version is left out with a line in the log; the next save replaces it. @out owned by the caller. Errors: PS_ENOMEM. */
-PS_API ps_status ps__gemm_cache_open(ps__gemm_cache **out, const char *folder, const char *gpu, uint64_t version);
+/* ps__gemm_cache_open() - the choices saved for @gpu and @version in @folder; NULL: the folder
+ * PENSTOCK_CACHE, else XDG_CACHE_HOME/penstock, else ~/.cache/penstock, else none, and then
+ * nothing is saved. No file: empty. A file that is damaged or was written for another GPU or
+ * version is left out with a line in the log; the next save replaces it. @out owned by the
+ * caller. Errors: PS_ENOMEM. */
+PS_API ps_status ps__gemm_cache_open(ps__gemm_cache **out, const char *folder, const char *gpu,
+                                     uint64_t version);
 PS_API void ps__gemm_cache_close(ps__gemm_cache *c); /* NULL is a no-op; saves nothing */
-PS_API const ps__gemm_choice *ps__gemm_cache_find(const ps__gemm_cache *c, const ps__gemm_key *key); /* NULL: none; until the next add */
-PS_API ps_status ps__gemm_cache_add(ps__gemm_cache *c, const ps__gemm_choice *choice);               /* or replace. PS_ENOMEM */
-/* ps__gemm_cache_save() - write the file where something was added: whole under another name in the folder, then renamed; of several processes that
- * save, the last wins. A failure is a line in the log: the choices are timed again next time. */
+/* NULL: none; until the next add */
+PS_API const ps__gemm_choice *ps__gemm_cache_find(const ps__gemm_cache *c, const ps__gemm_key *key);
+/* or replace. PS_ENOMEM */
+PS_API ps_status ps__gemm_cache_add(ps__gemm_cache *c, const ps__gemm_choice *choice);
+/* ps__gemm_cache_save() - write the file where something was added: whole under another name in
+ * the folder, then renamed; of several processes that save, the last wins. A failure is a line
+ * in the log: the choices are timed again next time. */
 PS_API void ps__gemm_cache_save(ps__gemm_cache *c);
 
 #ifdef __cplusplus

@@ -1,21 +1,34 @@
-/* qkv.cu - the fused q, k, v product split by use: optional RMSNorm over head_dim (Qwen3), RoPE, and the way back.
+/* qkv.cu - the fused q, k, v product split by use: optional RMSNorm over head_dim (Qwen3), RoPE,
+ * and the way back.
  *
- * math    y = round(x * rstd * w), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at angle a = pos * inv_freq[i]
- *         out[i] = y[i] cos a - y[i+h] sin a,  out[i+h] = y[i+h] cos a + y[i] sin a,  h = head_dim/2 (Hugging Face's layout).
- *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*w, dx = rstd*(g - xh*mean(g*xh)), dw = sum over rows and heads
+ * math    y = round(x * rstd * w), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at
+ *         angle a = pos * inv_freq[i]
+ *         out[i] = y[i] cos a - y[i+h] sin a,  out[i+h] = y[i+h] cos a + y[i] sin a,  h =
+ *         head_dim/2 (Hugging Face's layout).
+ *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*w, dx = rstd*(g -
+ *         xh*mean(g*xh)), dw = sum over rows and heads
  *         of dy*xh.
- * angles  the frequencies are the cpu backend's fp32 numbers, made on the host; product and reduction in fp64, as there
- * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk [head_dim]; head_dim even, at most 512
- * bytes   forward 2*T*(A+2K)*sizeof(dt); backward (2*T*A + T*2K)*sizeof(dt) + T*2K*4, with qk_norm T*(A+K)*sizeof(dt) more;
- *         8192 x (4096 + 2*1024) bf16 -> forward 201 MB, 42 us at 4.8 TB/s; backward 235 MB, 49 us. Measured on an H200, of copy bandwidth:
- *         forward 91%, 52 us, with qk_norm 66%, 72 us; backward 94%, 59 us, with qk_norm 68%, 109 us
- * determinism  bitwise: a head is made by fixed threads; dw: groups of rows by shape, in order, then fixed trees.
- * reference    the cpu backend's: 1 ulp of bf16; fp32 within 4e-7 of the head's largest, 1e-5 with the norm */
+ * angles  the frequencies are the cpu backend's fp32 numbers, made on the host; product and
+ *         reduction in fp64, as there
+ * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk
+ *         [head_dim]; head_dim even, at most 512
+ * bytes   forward 2*T*(A+2K)*sizeof(dt); backward (2*T*A + T*2K)*sizeof(dt) + T*2K*4, with
+ *         qk_norm T*(A+K)*sizeof(dt) more;
+ *         8192 x (4096 + 2*1024) bf16 -> forward 201 MB, 42 us at 4.8 TB/s; backward 235 MB, 49
+ *         us. Measured on an H200, of copy bandwidth:
+ *         forward 91%, 52 us, with qk_norm 66%, 72 us; backward 94%, 59 us, with qk_norm 68%,
+ *         109 us
+ * determinism  bitwise: a head is made by fixed threads; dw: groups of rows by shape, in order,
+ *              then fixed trees.
+ * reference    the cpu backend's: 1 ulp of bf16; fp32 within 4e-7 of the head's largest, 1e-5
+ *              with the norm */
 #include "cuda_common.cuh"
 
 enum { THREADS = 256, SLICE_THREADS = 384, MAX_HALF = 256, PAIRS = MAX_HALF / 32 };
 
-typedef struct rope_table { float inv_freq[MAX_HALF]; } rope_table;
+typedef struct rope_table {
+  float inv_freq[MAX_HALF];
+} rope_table;
 
 /* What the kernels take; offsets of rows are derived. */
 template <typename T> struct qkv_job {
@@ -23,15 +36,17 @@ template <typename T> struct qkv_job {
   const float *dkv;
   const int32_t *pos;
   T *q, *kv, *dqkv;
-  float *partial_q, *partial_k; /* [groups][slices][head_dim] */
+  float *partial_q, *partial_k;                 /* [groups][slices][head_dim] */
   uint32_t n_tokens, group, n_q, n_k, head_dim; /* n_q, n_k: heads */
   float eps;
 };
 
-/* Cosine and sine of pos * f: the polynomials and the reduction of the cpu backend (qkv.c there says why they suffice). */
+/* Cosine and sine of pos * f: the polynomials and the reduction of the cpu backend (qkv.c there
+ * says why they suffice). */
 __device__ __forceinline__ void angle_of(float &cosine, float &sine, float f, int32_t pos) {
   const double x = (double)f * (double)pos, k = rint(x * 0.63661977236758134);
-  const double r = fma(-k, 6.07710050650619224932e-11, fma(-k, 1.57079632673412561417, x)), z = r * r;
+  const double r = fma(-k, 6.07710050650619224932e-11, fma(-k, 1.57079632673412561417, x)),
+               z = r * r;
   double s = z * (-1.0 / 39916800) + 1.0 / 362880, c = z * (-1.0 / 3628800) + 1.0 / 40320;
   s = ((((s * z - 1.0 / 5040) * z + 1.0 / 120) * z - 1.0 / 6) * z) * r + r;
   c = (((c * z - 1.0 / 720) * z + 1.0 / 24) * z - 0.5) * z + 1.0;
@@ -40,13 +55,16 @@ __device__ __forceinline__ void angle_of(float &cosine, float &sine, float f, in
   sine = (quadrant & 2) ? -sf : sf;
   cosine = ((quadrant + 1) & 2) ? -cf : cf;
 }
-__device__ __forceinline__ void fill_angles(float *cosines, float *sines, const rope_table &rope, int32_t pos, uint32_t half) {
-  for (uint32_t i = threadIdx.x; i < half; i += THREADS) angle_of(cosines[i], sines[i], rope.inv_freq[i], pos);
+__device__ __forceinline__ void fill_angles(float *cosines, float *sines, const rope_table &rope,
+                                            int32_t pos, uint32_t half) {
+  for (uint32_t i = threadIdx.x; i < half; i += THREADS)
+    angle_of(cosines[i], sines[i], rope.inv_freq[i], pos);
 }
 
 /* Sum over the g neighbouring lanes of a head, g a power of two, in each of them. */
 __device__ __forceinline__ float head_sum(float x, uint32_t g) {
-  for (uint32_t w = g / 2; w > 0; w /= 2) x += __shfl_xor_sync(0xffffffffu, x, w);
+  for (uint32_t w = g / 2; w > 0; w /= 2)
+    x += __shfl_xor_sync(0xffffffffu, x, w);
   return x;
 }
 template <int V> __device__ __forceinline__ void read_f32(float (&x)[V], const float *p) {
@@ -55,41 +73,53 @@ template <int V> __device__ __forceinline__ void read_f32(float (&x)[V], const f
     ps_read<float, 4>(a, p);
     ps_read<float, 4>(b, p + 4);
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = a[i], x[i + 4] = b[i];
+    for (int i = 0; i < 4; i++)
+      x[i] = a[i], x[i + 4] = b[i];
   } else {
     ps_read<float, V>(x, p);
   }
 }
-template <typename T> __device__ __forceinline__ float rounded(float x) { return ps_to_f32(ps_from_f32<T>(x)); }
+template <typename T> __device__ __forceinline__ float rounded(float x) {
+  return ps_to_f32(ps_from_f32<T>(x));
+}
 
-template <typename T, int V> __device__ __forceinline__ void unpack(float (&x)[V], const uint4 &raw) {
+template <typename T, int V>
+__device__ __forceinline__ void unpack(float (&x)[V], const uint4 &raw) {
   const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
   for (int k = 0; k < V; k++) {
-    if constexpr (sizeof(T) == 4) x[k] = __uint_as_float(w[k]);
-    else x[k] = __uint_as_float(k % 2 ? w[k / 2] & 0xffff0000u : w[k / 2] << 16);
+    if constexpr (sizeof(T) == 4)
+      x[k] = __uint_as_float(w[k]);
+    else
+      x[k] = __uint_as_float(k % 2 ? w[k / 2] & 0xffff0000u : w[k / 2] << 16);
   }
 }
 
-/* A block a token and a slice of `each` heads, q, k and v alike; half/V neighbouring threads a head (a power of two up to 32 with NORM), each with
- * V pairs. The data is on its way while the angles are made. */
+/* A block a token and a slice of `each` heads, q, k and v alike; half/V neighbouring threads a
+ * head (a power of two up to 32 with NORM), each with V pairs. The data is on its way while the
+ * angles are made. */
 template <typename T, int V, bool NORM>
-__global__ void __launch_bounds__(SLICE_THREADS) qkv_fwd_k(const qkv_job<T> j, const rope_table rope, uint32_t each) {
+__global__ void __launch_bounds__(SLICE_THREADS)
+    qkv_fwd_k(const qkv_job<T> j, const rope_table rope, uint32_t each) {
   __shared__ alignas(16) float cosines[MAX_HALF], sines[MAX_HALF];
-  const uint32_t d = j.head_dim, half = d / 2, g = half / V, t = blockIdx.x, head0 = blockIdx.y * each, i = threadIdx.x % g * V;
-  const uint32_t heads = min(each, j.n_q + 2 * j.n_k - head0), head = head0 + min(threadIdx.x / g, heads - 1);
+  const uint32_t d = j.head_dim, half = d / 2, g = half / V, t = blockIdx.x,
+                 head0 = blockIdx.y * each, i = threadIdx.x % g * V;
+  const uint32_t heads = min(each, j.n_q + 2 * j.n_k - head0),
+                 head = head0 + min(threadIdx.x / g, heads - 1);
   const bool is_q = head < j.n_q, is_v = head >= j.n_q + j.n_k;
   const T *in = j.qkv + ((size_t)t * (j.n_q + 2 * j.n_k) + head) * d + i;
   const uint4 raw[2] = {*(const uint4 *)in, *(const uint4 *)(in + half)};
   float lo[V], hi[V], c[V], s[V], a[V], b[V];
-  for (uint32_t k = threadIdx.x; k < half; k += blockDim.x) angle_of(cosines[k], sines[k], rope.inv_freq[k], j.pos[t]);
+  for (uint32_t k = threadIdx.x; k < half; k += blockDim.x)
+    angle_of(cosines[k], sines[k], rope.inv_freq[k], j.pos[t]);
   __syncthreads();
   unpack<T, V>(lo, raw[0]);
   unpack<T, V>(hi, raw[1]);
   if constexpr (NORM) {
     float ss = 0.0f, wl[V], wh[V];
 #pragma unroll
-    for (int k = 0; k < V; k++) ss += lo[k] * lo[k] + hi[k] * hi[k];
+    for (int k = 0; k < V; k++)
+      ss += lo[k] * lo[k] + hi[k] * hi[k];
     const float rstd = 1.0f / sqrtf(head_sum(ss, g) / (float)d + j.eps);
     if (!is_v) {
       ps_read<T, V>(wl, (is_q ? j.wq : j.wk) + i);
@@ -108,14 +138,19 @@ __global__ void __launch_bounds__(SLICE_THREADS) qkv_fwd_k(const qkv_job<T> j, c
     a[k] = is_v ? lo[k] : lo[k] * c[k] - hi[k] * s[k];
     b[k] = is_v ? hi[k] : hi[k] * c[k] + lo[k] * s[k];
   }
-  if (threadIdx.x / g >= heads) return;
-  T *out = (is_q ? j.q + ((size_t)t * j.n_q + head) * d : j.kv + ((size_t)t * 2 * j.n_k + head - j.n_q) * d) + i;
+  if (threadIdx.x / g >= heads)
+    return;
+  T *out = (is_q ? j.q + ((size_t)t * j.n_q + head) * d
+                 : j.kv + ((size_t)t * 2 * j.n_k + head - j.n_q) * d) +
+           i;
   ps_store<T, V>(out, a);
   ps_store<T, V>(out + half, b);
 }
 
 /* The same for any even head_dim: a warp a head, pairs lane, lane + 32, ... */
-template <typename T, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_fwd_any_k(const qkv_job<T> j, const rope_table rope) {
+template <typename T, bool NORM>
+__global__ void __launch_bounds__(THREADS)
+    qkv_fwd_any_k(const qkv_job<T> j, const rope_table rope) {
   __shared__ float cosines[MAX_HALF], sines[MAX_HALF];
   const uint32_t d = j.head_dim, half = d / 2, t = blockIdx.x, lane = threadIdx.x % 32;
   const T *in = j.qkv + (size_t)t * (j.n_q + 2 * j.n_k) * d;
@@ -128,7 +163,8 @@ template <typename T, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_
     float rstd = 1.0f;
     if constexpr (NORM) {
       float ss = 0.0f;
-      for (uint32_t i = lane; i < d; i += 32) ss += ps_to_f32(x[i]) * ps_to_f32(x[i]);
+      for (uint32_t i = lane; i < d; i += 32)
+        ss += ps_to_f32(x[i]) * ps_to_f32(x[i]);
       rstd = 1.0f / sqrtf(ps_warp_sum(ss) / (float)d + j.eps);
     }
     for (uint32_t i = lane; i < half; i += 32) {
@@ -141,15 +177,18 @@ template <typename T, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_
       out[half + i] = ps_from_f32<T>(hi * cosines[i] + lo * sines[i]);
     }
   }
-  for (uint32_t i = threadIdx.x; i < j.n_k * d; i += THREADS) kv[j.n_k * d + i] = in[(j.n_q + j.n_k) * d + i];
+  for (uint32_t i = threadIdx.x; i < j.n_k * d; i += THREADS)
+    kv[j.n_k * d + i] = in[(j.n_q + j.n_k) * d + i];
 }
 
-/* What a thread reads of a token, 16 bytes at a time: its V pairs of dq, or of the fp32 dkv, in v[0] to v[N_GRAD-1], first halves first; with
- * a norm those of the raw product behind them, not of v. */
+/* What a thread reads of a token, 16 bytes at a time: its V pairs of dq, or of the fp32 dkv, in
+ * v[0] to v[N_GRAD-1], first halves first; with a norm those of the raw product behind them, not
+ * of v. */
 template <int V> constexpr int n_grad = V == 8 ? 4 : 2;
 template <int V, bool NORM> constexpr int n_in = n_grad<V> + (NORM ? 2 : 0);
 template <typename T, int V, bool NORM, typename Take>
-__device__ __forceinline__ void each_vector(const qkv_job<T> &j, uint32_t t, uint32_t head, uint32_t i, Take take) {
+__device__ __forceinline__ void each_vector(const qkv_job<T> &j, uint32_t t, uint32_t head,
+                                            uint32_t i, Take take) {
   const uint32_t d = j.head_dim, half = d / 2;
   if (head < j.n_q) {
     const T *p = j.dq + ((size_t)t * j.n_q + head) * d + i;
@@ -170,7 +209,9 @@ __device__ __forceinline__ void each_vector(const qkv_job<T> &j, uint32_t t, uin
   }
 }
 /* a and b: the first and the second half of the pairs. */
-template <typename T, int V> __device__ __forceinline__ void unpack_grads(float (&a)[V], float (&b)[V], const uint4 *in, bool is_q) {
+template <typename T, int V>
+__device__ __forceinline__ void unpack_grads(float (&a)[V], float (&b)[V], const uint4 *in,
+                                             bool is_q) {
   if (is_q) {
     unpack<T, V>(a, in[0]);
     unpack<T, V>(b, in[1]);
@@ -182,44 +223,59 @@ template <typename T, int V> __device__ __forceinline__ void unpack_grads(float 
     unpack<float, 4>(lo, in[k]);
     unpack<float, 4>(hi, in[V / 4 + k]);
 #pragma unroll
-    for (int e = 0; e < 4; e++) a[4 * k + e] = lo[e], b[4 * k + e] = hi[e];
+    for (int e = 0; e < 4; e++)
+      a[4 * k + e] = lo[e], b[4 * k + e] = hi[e];
   }
 }
 
 /* dw of one head of each kind's threads of the block, added in the order of heads. */
-template <int V> __device__ __forceinline__ void store_dw(float *to, const float *sums, uint32_t first, uint32_t end, uint32_t d) {
+template <int V>
+__device__ __forceinline__ void store_dw(float *to, const float *sums, uint32_t first, uint32_t end,
+                                         uint32_t d) {
   const uint32_t half = d / 2, g = half / V;
   for (uint32_t e = threadIdx.x; e < d; e += blockDim.x) {
     const uint32_t i = e % half;
     float sum = 0.0f;
-    for (uint32_t h = first; h < end; h++) sum += sums[(h * g + i / V) * 2 * V + i % V + (e < half ? 0 : V)];
+    for (uint32_t h = first; h < end; h++)
+      sum += sums[(h * g + i / V) * 2 * V + i % V + (e < half ? 0 : V)];
     to[e] = sum;
   }
 }
 
-/* A block a group of tokens (one token without NORM) and a slice of `each` heads, q, k and v alike; half/V neighbouring threads a head, each with
- * V pairs, always the same, so that it keeps their dw. With NORM the next token is copied to shared memory while one is worked on, each
- * vector by the thread that reads it, and the angles are made for as many tokens at once as there are threads. */
+/* A block a group of tokens (one token without NORM) and a slice of `each` heads, q, k and v
+ * alike; half/V neighbouring threads a head, each with V pairs, always the same, so that it
+ * keeps their dw. With NORM the next token is copied to shared memory while one is worked on,
+ * each vector by the thread that reads it, and the angles are made for as many tokens at once as
+ * there are threads. */
 template <typename T, int V, bool NORM>
-__global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3) qkv_bwd_k(const qkv_job<T> j, const rope_table rope, uint32_t each) {
+__global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3)
+    qkv_bwd_k(const qkv_job<T> j, const rope_table rope, uint32_t each) {
   constexpr int N = n_in<V, NORM>;
   extern __shared__ uint4 ring[]; /* NORM: [2][N][SLICE_THREADS]; in the end the sums of dw */
-  __shared__ alignas(16) float cosines[SLICE_THREADS], sines[SLICE_THREADS], weights[NORM ? 2 : 1][NORM ? 2 * MAX_HALF : 1];
-  const uint32_t d = j.head_dim, half = d / 2, g = half / V, first = NORM ? blockIdx.x * j.group : blockIdx.x;
+  __shared__ alignas(16) float cosines[SLICE_THREADS], sines[SLICE_THREADS],
+      weights[NORM ? 2 : 1][NORM ? 2 * MAX_HALF : 1];
+  const uint32_t d = j.head_dim, half = d / 2, g = half / V,
+                 first = NORM ? blockIdx.x * j.group : blockIdx.x;
   const uint32_t end = NORM ? min(first + j.group, j.n_tokens) : first + 1;
-  const uint32_t head0 = blockIdx.y * each, heads = min(each, j.n_q + 2 * j.n_k - head0), i = threadIdx.x % g * V;
+  const uint32_t head0 = blockIdx.y * each, heads = min(each, j.n_q + 2 * j.n_k - head0),
+                 i = threadIdx.x % g * V;
   const bool ok = threadIdx.x / g < heads;
   const uint32_t head = ok ? head0 + threadIdx.x / g : head0;
   const bool is_q = head < j.n_q, is_v = head >= j.n_q + j.n_k;
   float dw[NORM ? 2 * V : 1] = {};
   uint4 in[N];
-  auto slot = [&](uint32_t t, int k) { return &ring[((t - first) % 2 * N + k) * SLICE_THREADS + threadIdx.x]; };
+  auto slot = [&](uint32_t t, int k) {
+    return &ring[((t - first) % 2 * N + k) * SLICE_THREADS + threadIdx.x];
+  };
   auto fetch = [&](uint32_t t) {
     if constexpr (NORM) {
-      if (t < end) each_vector<T, V, NORM>(j, t, head, i, [&](int k, const void *p) { ps_copy_async(slot(t, k), p); });
+      if (t < end)
+        each_vector<T, V, NORM>(j, t, head, i,
+                                [&](int k, const void *p) { ps_copy_async(slot(t, k), p); });
       ps_copy_commit();
     } else {
-      each_vector<T, V, NORM>(j, t, head, i, [&](int k, const void *p) { in[k] = *(const uint4 *)p; });
+      each_vector<T, V, NORM>(j, t, head, i,
+                              [&](int k, const void *p) { in[k] = *(const uint4 *)p; });
     }
   };
   const uint32_t at_once = NORM ? max(1u, blockDim.x / half) : 1; /* tokens */
@@ -248,7 +304,8 @@ __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3) qkv_bwd_k(const q
       }
       ps_copy_wait<1>();
 #pragma unroll
-      for (int k = 0; k < N; k++) in[k] = *slot(t, k);
+      for (int k = 0; k < N; k++)
+        in[k] = *slot(t, k);
     }
     unpack_grads<T, V>(a, b, in, is_q);
     if (!is_v) {
@@ -273,7 +330,8 @@ __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3) qkv_bwd_k(const q
         ss += xl[k] * xl[k] + xh[k] * xh[k];
         sg += a[k] * wl[k] * xl[k] + b[k] * wh[k] * xh[k];
       }
-      const float rstd = 1.0f / sqrtf(head_sum(ss, g) / (float)d + j.eps), mean = head_sum(sg, g) * rstd / (float)d;
+      const float rstd = 1.0f / sqrtf(head_sum(ss, g) / (float)d + j.eps),
+                  mean = head_sum(sg, g) * rstd / (float)d;
       if (!is_v) {
 #pragma unroll
         for (int k = 0; k < V; k++) {
@@ -298,14 +356,17 @@ __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3) qkv_bwd_k(const q
     auto local = [&](uint32_t h) { return min(max(h, head0) - head0, heads); };
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < 2 * V; k++) sums[threadIdx.x * 2 * V + k] = dw[k];
+    for (int k = 0; k < 2 * V; k++)
+      sums[threadIdx.x * 2 * V + k] = dw[k];
     __syncthreads();
     store_dw<V>(j.partial_q + at, sums, 0, local(j.n_q), d);
     store_dw<V>(j.partial_k + at, sums, local(j.n_q), local(j.n_q + j.n_k), d);
   }
 }
 
-template <typename T, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_bwd_any_k(const qkv_job<T> j, const rope_table rope) {
+template <typename T, bool NORM>
+__global__ void __launch_bounds__(THREADS)
+    qkv_bwd_any_k(const qkv_job<T> j, const rope_table rope) {
   __shared__ float cosines[MAX_HALF], sines[MAX_HALF];
   __shared__ float sums[NORM ? THREADS / 32 : 1][NORM ? 2 * MAX_HALF : 1];
   const uint32_t d = j.head_dim, half = d / 2, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -319,13 +380,15 @@ template <typename T, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_
     __syncthreads();
     for (uint32_t head = warp; head < j.n_q + j.n_k; head += THREADS / 32) {
       const bool is_q = head < j.n_q;
-      const T *w = is_q ? j.wq : j.wk, *x = j.qkv + at + head * d, *dq = j.dq + ((size_t)t * j.n_q + head) * d;
+      const T *w = is_q ? j.wq : j.wk, *x = j.qkv + at + head * d,
+              *dq = j.dq + ((size_t)t * j.n_q + head) * d;
       T *out = j.dqkv + at + head * d;
       float a[PAIRS], b[PAIRS], ss = 0.0f, sg = 0.0f;
 #pragma unroll
       for (int k = 0; k < PAIRS; k++) {
         const uint32_t i = lane + 32 * k;
-        if (i >= half) break;
+        if (i >= half)
+          break;
         const float lo = is_q ? ps_to_f32(dq[i]) : dkv[(head - j.n_q) * d + i];
         const float hi = is_q ? ps_to_f32(dq[half + i]) : dkv[(head - j.n_q) * d + half + i];
         a[k] = lo * cosines[i] + hi * sines[i];
@@ -344,7 +407,8 @@ template <typename T, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_
 #pragma unroll
       for (int k = 0; k < PAIRS; k++) {
         const uint32_t i = lane + 32 * k;
-        if (i >= half) break;
+        if (i >= half)
+          break;
         if constexpr (NORM) {
           const float xl = ps_to_f32(x[i]) * rstd, xh = ps_to_f32(x[half + i]) * rstd;
           dw[0][k][0] += is_q ? a[k] * xl : 0.0f;
@@ -367,7 +431,8 @@ template <typename T, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_
       __syncthreads();
 #pragma unroll
       for (int k = 0; k < PAIRS; k++) {
-        if (lane + 32 * k >= half) break;
+        if (lane + 32 * k >= half)
+          break;
         sums[warp][lane + 32 * k] = dw[which][k][0];
         sums[warp][half + lane + 32 * k] = dw[which][k][1];
       }
@@ -375,28 +440,34 @@ template <typename T, bool NORM> __global__ void __launch_bounds__(THREADS) qkv_
       float *to = (which ? j.partial_k : j.partial_q) + (size_t)blockIdx.x * d;
       for (uint32_t e = threadIdx.x; e < d; e += THREADS) {
         float sum = 0.0f;
-        for (int r = 0; r < THREADS / 32; r++) sum += sums[r][e];
+        for (int r = 0; r < THREADS / 32; r++)
+          sum += sums[r][e];
         to[e] = sum;
       }
     }
   }
 }
 
-/* ---- launchers ------------------------------------------------------------------------------------------------------- */
+/* ---- launchers ------------------------------------------------------------------------------- */
 
 static ps_status check_shape(const ps_launch *l, const char *op, uint32_t n_ptr, size_t scratch) {
   const ps__args_qkv *a = (const ps__args_qkv *)l->args;
-  if (!a->head_dim || a->head_dim % 2 || a->head_dim > 2 * MAX_HALF || !a->n_heads || !a->n_kv_heads || a->rope_scaling > PS_ROPE_LLAMA3)
-    return ps__fail(PS_EINVAL, "%s: %u heads, %u kv heads, head_dim %u (must be even and at most %d), scaling %u is no valid shape", op,
-                    a->n_heads, a->n_kv_heads, a->head_dim, 2 * MAX_HALF, a->rope_scaling);
+  if (!a->head_dim || a->head_dim % 2 || a->head_dim > 2 * MAX_HALF || !a->n_heads ||
+      !a->n_kv_heads || a->rope_scaling > PS_ROPE_LLAMA3)
+    return ps__fail(PS_EINVAL,
+                    "%s: %u heads, %u kv heads, head_dim %u (must be even and at most %d), scaling "
+                    "%u is no valid shape",
+                    op, a->n_heads, a->n_kv_heads, a->head_dim, 2 * MAX_HALF, a->rope_scaling);
   return ps_check(l, op, n_ptr, a->dt, scratch);
 }
 
-/* May threads take whole vectors of pairs? With a norm, a head's threads must be a power of two inside a warp. */
+/* May threads take whole vectors of pairs? With a norm, a head's threads must be a power of two
+ * inside a warp. */
 static bool vectors_fit(const ps_launch *l, const ps__args_qkv *a, uint32_t n_aligned) {
   const uint32_t half = a->head_dim / 2, v = a->dt == PS_BF16 ? 8 : 4, g = half / v;
   for (uint32_t i = 0; i < n_aligned; i++)
-    if (!ps_aligned(l->ptr[i])) return false;
+    if (!ps_aligned(l->ptr[i]))
+      return false;
   return half % v == 0 && (!a->qk_norm || ((g & (g - 1)) == 0 && g <= 32));
 }
 
@@ -411,9 +482,12 @@ template <typename T> static qkv_job<T> job_of(const ps__args_qkv *a) {
 }
 
 /* Threads of a slice of heads, whole warps. */
-template <int V> static uint32_t slice_threads(const ps__args_qkv *a) { return (ps_qkv_heads_each(a) * (a->head_dim / 2 / V) + 31) / 32 * 32; }
+template <int V> static uint32_t slice_threads(const ps__args_qkv *a) {
+  return (ps_qkv_heads_each(a) * (a->head_dim / 2 / V) + 31) / 32 * 32;
+}
 
-template <typename T> static void launch_fwd(const ps_launch *l, const ps__args_qkv *a, const rope_table &rope) {
+template <typename T>
+static void launch_fwd(const ps_launch *l, const ps__args_qkv *a, const rope_table &rope) {
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
   constexpr int V = ps_full<T>;
   qkv_job<T> j = job_of<T>(a);
@@ -428,27 +502,38 @@ template <typename T> static void launch_fwd(const ps_launch *l, const ps__args_
   const bool fit = vectors_fit(l, a, a->qk_norm ? 6 : 4);
   const uint32_t each = ps_qkv_heads_each(a);
   const dim3 grid(a->n_tokens, ps_qkv_slices(a));
-  if (fit && a->qk_norm) qkv_fwd_k<T, V, true><<<grid, slice_threads<V>(a), 0, stream>>>(j, rope, each);
-  else if (fit) qkv_fwd_k<T, V, false><<<grid, slice_threads<V>(a), 0, stream>>>(j, rope, each);
-  else if (a->qk_norm) qkv_fwd_any_k<T, true><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
-  else qkv_fwd_any_k<T, false><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
+  if (fit && a->qk_norm)
+    qkv_fwd_k<T, V, true><<<grid, slice_threads<V>(a), 0, stream>>>(j, rope, each);
+  else if (fit)
+    qkv_fwd_k<T, V, false><<<grid, slice_threads<V>(a), 0, stream>>>(j, rope, each);
+  else if (a->qk_norm)
+    qkv_fwd_any_k<T, true><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
+  else
+    qkv_fwd_any_k<T, false><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
 }
 
 extern "C" ps_status ps__cuda_qkv_split_fwd(const ps_launch *l) {
   const ps__args_qkv *a = (const ps__args_qkv *)l->args;
   const ps_status st = check_shape(l, "qkv_split_fwd", a->qk_norm ? 6 : 4, 0);
-  if (st != PS_OK || !a->n_tokens) return st;
+  if (st != PS_OK || !a->n_tokens)
+    return st;
   rope_table rope = {};
   ps__rope_inv_freq(rope.inv_freq, a);
-  if (a->dt == PS_BF16) launch_fwd<__nv_bfloat16>(l, a, rope);
-  else launch_fwd<float>(l, a, rope);
+  if (a->dt == PS_BF16)
+    launch_fwd<__nv_bfloat16>(l, a, rope);
+  else
+    launch_fwd<float>(l, a, rope);
   return ps_launched("qkv_split_fwd", cudaSuccess);
 }
 
 /* The partial sums of dw that each weight gets: one a block. */
-static uint32_t n_partials(const ps__args_qkv *a, bool fit) { return ps_n_groups(a->n_tokens, PS_NORM_GROUPS) * (fit ? ps_qkv_slices(a) : 1); }
+static uint32_t n_partials(const ps__args_qkv *a, bool fit) {
+  return ps_n_groups(a->n_tokens, PS_NORM_GROUPS) * (fit ? ps_qkv_slices(a) : 1);
+}
 
-template <typename T> static cudaError_t launch_bwd(const ps_launch *l, const ps__args_qkv *a, const rope_table &rope, bool fit) {
+template <typename T>
+static cudaError_t launch_bwd(const ps_launch *l, const ps__args_qkv *a, const rope_table &rope,
+                              bool fit) {
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   constexpr int V = ps_full<T>;
   const uint32_t n = a->qk_norm ? ps_n_groups(a->n_tokens, PS_NORM_GROUPS) : a->n_tokens;
@@ -472,8 +557,11 @@ template <typename T> static cudaError_t launch_bwd(const ps_launch *l, const ps
     if (!a->qk_norm) {
       qkv_bwd_k<T, V, false><<<grid, threads, 0, exec->stream>>>(j, rope, each);
     } else {
-      const cudaError_t e = cudaFuncSetAttribute(qkv_bwd_k<T, V, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); /* of this device */
-      if (e != cudaSuccess) return e;
+      /* of this device */
+      const cudaError_t e = cudaFuncSetAttribute(
+          qkv_bwd_k<T, V, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      if (e != cudaSuccess)
+        return e;
       qkv_bwd_k<T, V, true><<<grid, threads, bytes, exec->stream>>>(j, rope, each);
     }
   } else if (a->qk_norm) {
@@ -487,16 +575,21 @@ template <typename T> static cudaError_t launch_bwd(const ps_launch *l, const ps
 extern "C" ps_status ps__cuda_qkv_split_bwd(const ps_launch *l) {
   const ps__args_qkv *a = (const ps__args_qkv *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  const ps_status st = check_shape(l, "qkv_split_bwd", a->qk_norm ? 9 : 4, ps_scratch_qkv_split_bwd(a));
-  if (st != PS_OK) return st;
+  const ps_status st =
+      check_shape(l, "qkv_split_bwd", a->qk_norm ? 9 : 4, ps_scratch_qkv_split_bwd(a));
+  if (st != PS_OK)
+    return st;
   rope_table rope = {};
   ps__rope_inv_freq(rope.inv_freq, a);
   const bool fit = vectors_fit(l, a, a->qk_norm ? 7 : 4);
   cudaError_t e = cudaSuccess;
-  if (a->n_tokens) e = a->dt == PS_BF16 ? launch_bwd<__nv_bfloat16>(l, a, rope, fit) : launch_bwd<float>(l, a, rope, fit);
+  if (a->n_tokens)
+    e = a->dt == PS_BF16 ? launch_bwd<__nv_bfloat16>(l, a, rope, fit)
+                         : launch_bwd<float>(l, a, rope, fit);
   for (int which = 0; which < 2 && a->qk_norm && e == cudaSuccess; which++) {
     const uint32_t n = n_partials(a, fit);
-    e = ps_add_partials(exec->stream, l->ptr[7 + which], a->dt, (const float *)exec->scratch + (size_t)which * n * a->head_dim, n,
+    e = ps_add_partials(exec->stream, l->ptr[7 + which], a->dt,
+                        (const float *)exec->scratch + (size_t)which * n * a->head_dim, n,
                         a->head_dim, a->head_dim, a->accumulate_dw != 0);
   }
   return ps_launched("qkv_split_bwd", e);

@@ -1,11 +1,14 @@
-/* rmsnorm.cu - RMSNorm over rows, forward and backward (Zhang & Sennrich 2019, arXiv 1910.07467). */
+/* rmsnorm.cu - RMSNorm over rows, forward and backward (Zhang & Sennrich 2019, arXiv
+ * 1910.07467). */
 #include "cuda_common.cuh"
 
 enum { FWD_THREADS = 256, FWD_KEEP = 4, ANY_THREADS = 512 };
 
-/* A block a row. The first FWD_KEEP vectors of each thread stay in registers between the sum and the product. */
+/* A block a row. The first FWD_KEEP vectors of each thread stay in registers between the sum and
+ * the product. */
 template <typename T, int V>
-__global__ void __launch_bounds__(FWD_THREADS) rmsnorm_fwd_k(const T *x, const T *w, T *y, uint32_t cols, float eps) {
+__global__ void __launch_bounds__(FWD_THREADS)
+    rmsnorm_fwd_k(const T *x, const T *w, T *y, uint32_t cols, float eps) {
   __shared__ float shared[1][32];
   x += (size_t)blockIdx.x * cols;
   y += (size_t)blockIdx.x * cols;
@@ -14,43 +17,51 @@ __global__ void __launch_bounds__(FWD_THREADS) rmsnorm_fwd_k(const T *x, const T
 #pragma unroll
   for (int k = 0; k < FWD_KEEP; k++) {
     const uint32_t i = (k * FWD_THREADS + threadIdx.x) * V;
-    if (i < cols) keep[k] = ps_load<T, V>(x + i);
+    if (i < cols)
+      keep[k] = ps_load<T, V>(x + i);
   }
 #pragma unroll
   for (int k = 0; k < FWD_KEEP; k++) {
-    if ((k * FWD_THREADS + threadIdx.x) * V >= cols) break;
+    if ((k * FWD_THREADS + threadIdx.x) * V >= cols)
+      break;
     ps_unpack<T, V>(v, keep[k]);
 #pragma unroll
-    for (int e = 0; e < V; e++) sum[0] += v[e] * v[e];
+    for (int e = 0; e < V; e++)
+      sum[0] += v[e] * v[e];
   }
   for (uint32_t i = (FWD_KEEP * FWD_THREADS + threadIdx.x) * V; i < cols; i += FWD_THREADS * V) {
     ps_read<T, V>(v, x + i);
 #pragma unroll
-    for (int e = 0; e < V; e++) sum[0] += v[e] * v[e];
+    for (int e = 0; e < V; e++)
+      sum[0] += v[e] * v[e];
   }
   ps_block_sum<1>(sum, shared);
   const float rstd = 1.0f / sqrtf(sum[0] / (float)cols + eps);
 #pragma unroll
   for (int k = 0; k < FWD_KEEP; k++) {
     const uint32_t i = (k * FWD_THREADS + threadIdx.x) * V;
-    if (i >= cols) break;
+    if (i >= cols)
+      break;
     ps_unpack<T, V>(v, keep[k]);
     ps_read<T, V>(g, w + i);
 #pragma unroll
-    for (int e = 0; e < V; e++) v[e] = v[e] * rstd * g[e];
+    for (int e = 0; e < V; e++)
+      v[e] = v[e] * rstd * g[e];
     ps_store<T, V>(y + i, v);
   }
   for (uint32_t i = (FWD_KEEP * FWD_THREADS + threadIdx.x) * V; i < cols; i += FWD_THREADS * V) {
     ps_read<T, V>(v, x + i);
     ps_read<T, V>(g, w + i);
 #pragma unroll
-    for (int e = 0; e < V; e++) v[e] = v[e] * rstd * g[e];
+    for (int e = 0; e < V; e++)
+      v[e] = v[e] * rstd * g[e];
     ps_store<T, V>(y + i, v);
   }
 }
 
 /* rmsnorm_fwd
- * math    y[r,c] = x[r,c] * rstd[r] * w[c], rstd[r] = 1/sqrt(mean_c(x^2) + eps); fp32 inside, one rounding at the store
+ * math    y[r,c] = x[r,c] * rstd[r] * w[c], rstd[r] = 1/sqrt(mean_c(x^2) + eps); fp32 inside,
+ *         one rounding at the store
  * shapes  x, y [rows,cols], w [cols], all of dt; y may not alias x
  * bytes   2*rows*cols*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 134 MB, 28 us at 4.8 TB/s
  * determinism  bitwise: a row is one block's, a thread's elements in order, then trees.
@@ -58,47 +69,62 @@ __global__ void __launch_bounds__(FWD_THREADS) rmsnorm_fwd_k(const T *x, const T
 extern "C" ps_status ps__cuda_rmsnorm_fwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = (const ps__args_rmsnorm *)l->args;
   const ps_status st = ps_check(l, "rmsnorm_fwd", 3, a->dt, 0);
-  if (st != PS_OK || !a->rows || !a->cols) return st;
+  if (st != PS_OK || !a->rows || !a->cols)
+    return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
-  const bool whole = ps_whole(a->dt, a->cols) && ps_aligned(l->ptr[0]) && ps_aligned(l->ptr[1]) && ps_aligned(l->ptr[2]);
-  PS_DISPATCH(a->dt, whole, rmsnorm_fwd_k<T, V><<<a->rows, FWD_THREADS, 0, stream>>>((const T *)l->ptr[0], (const T *)l->ptr[1],
-                                                                                    (T *)l->ptr[2], a->cols, a->eps));
+  const bool whole = ps_whole(a->dt, a->cols) && ps_aligned(l->ptr[0]) && ps_aligned(l->ptr[1]) &&
+                     ps_aligned(l->ptr[2]);
+  PS_DISPATCH(a->dt, whole,
+              rmsnorm_fwd_k<T, V><<<a->rows, FWD_THREADS, 0, stream>>>(
+                  (const T *)l->ptr[0], (const T *)l->ptr[1], (T *)l->ptr[2], a->cols, a->eps));
   return ps_launched("rmsnorm_fwd", cudaSuccess);
 }
 
-/* Sums of two values over the block, in every thread: half a warp adds each; then the warps' sums in order. Between two calls with the
- * same array lies another with another array. */
-template <int WARPS> __device__ __forceinline__ void sum_two(float (&x)[2], float (*shared)[WARPS]) {
+/* Sums of two values over the block, in every thread: half a warp adds each; then the warps'
+ * sums in order. Between two calls with the same array lies another with another array. */
+template <int WARPS>
+__device__ __forceinline__ void sum_two(float (&x)[2], float (*shared)[WARPS]) {
   const uint32_t lane = threadIdx.x % 32;
   const bool low = lane < 16;
   float mine = low ? x[0] : x[1];
   mine += __shfl_xor_sync(0xffffffffu, low ? x[1] : x[0], 16);
 #pragma unroll
-  for (int w = 8; w > 0; w /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, w);
-  if (lane % 16 == 0) shared[lane / 16][threadIdx.x / 32] = mine;
+  for (int w = 8; w > 0; w /= 2)
+    mine += __shfl_xor_sync(0xffffffffu, mine, w);
+  if (lane % 16 == 0)
+    shared[lane / 16][threadIdx.x / 32] = mine;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     x[i] = shared[i][0];
 #pragma unroll
-    for (int w = 1; w < WARPS; w++) x[i] += shared[i][w];
+    for (int w = 1; w < WARPS; w++)
+      x[i] += shared[i][w];
   }
 }
 
-/* BYTES of a row on its way, and how many there are, the one that is worked on counted: four, or what 96 KB hold. */
-template <int THREADS, int NV, bool ADD> constexpr int bwd_row_bytes = (ADD ? 3 : 2) * NV * THREADS * 16;
-template <int THREADS, int NV, bool ADD> constexpr int bwd_stages = bwd_row_bytes<THREADS, NV, ADD> > 24576 ? 98304 / bwd_row_bytes<THREADS, NV, ADD> : 4;
+/* BYTES of a row on its way, and how many there are, the one that is worked on counted: four, or
+ * what 96 KB hold. */
+template <int THREADS, int NV, bool ADD>
+constexpr int bwd_row_bytes = (ADD ? 3 : 2) * NV * THREADS * 16;
+template <int THREADS, int NV, bool ADD>
+constexpr int bwd_stages =
+    bwd_row_bytes<THREADS, NV, ADD> > 24576 ? 98304 / bwd_row_bytes<THREADS, NV, ADD> : 4;
 
-/* A block a group of rows; thread j owns the vectors j, j+THREADS, ... (NV of them), keeps their weights and their dw in registers and
- * copies their part of the rows to come to shared memory in the background: zeros past the end of a row, which then add nothing. */
+/* A block a group of rows; thread j owns the vectors j, j+THREADS, ... (NV of them), keeps their
+ * weights and their dw in registers and copies their part of the rows to come to shared memory
+ * in the background: zeros past the end of a row, which then add nothing. */
 template <typename T, int V, int THREADS, int NV, bool ADD>
-__global__ void __launch_bounds__(THREADS, 512 / THREADS) rmsnorm_bwd_k(const T *x, const T *w, const T *dy, T *dx, float *partial, uint32_t rows,
-                                                                        uint32_t group, uint32_t cols, float eps) {
+__global__ void __launch_bounds__(THREADS, 512 / THREADS)
+    rmsnorm_bwd_k(const T *x, const T *w, const T *dy, T *dx, float *partial, uint32_t rows,
+                  uint32_t group, uint32_t cols, float eps) {
   constexpr int ARRAYS = ADD ? 3 : 2, STAGES = bwd_stages<THREADS, NV, ADD>;
   extern __shared__ uint4 ring[]; /* [STAGES][ARRAYS][NV][THREADS] */
   __shared__ float shared[2][2][THREADS / 32];
   const uint32_t first = blockIdx.x * group, end = min(first + group, rows);
-  auto slot = [&](uint32_t r, int array, int k) { return &ring[(((r - first) % STAGES * ARRAYS + array) * NV + k) * THREADS + threadIdx.x]; };
+  auto slot = [&](uint32_t r, int array, int k) {
+    return &ring[(((r - first) % STAGES * ARRAYS + array) * NV + k) * THREADS + threadIdx.x];
+  };
   auto at = [&](int k) { return (k * THREADS + threadIdx.x) * V; };
   auto fetch = [&](uint32_t r) {
 #pragma unroll
@@ -107,16 +133,21 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) rmsnorm_bwd_k(const T 
       const size_t i = there ? (size_t)r * cols + at(k) : 0;
       ps_copy_async(slot(r, 0, k), x + i, there);
       ps_copy_async(slot(r, 1, k), dy + i, there);
-      if (ADD) ps_copy_async(slot(r, 2, k), dx + i, there);
+      if (ADD)
+        ps_copy_async(slot(r, 2, k), dx + i, there);
     }
     ps_copy_commit();
   };
-  auto held = [&](float (&to)[V], uint32_t r, int array, int k) { ps_read<T, V>(to, (const T *)slot(r, array, k)); };
+  auto held = [&](float (&to)[V], uint32_t r, int array, int k) {
+    ps_read<T, V>(to, (const T *)slot(r, array, k));
+  };
   float g[NV][V] = {}, dw[NV][V] = {};
-  for (int k = 0; k < STAGES - 1; k++) fetch(first + k);
+  for (int k = 0; k < STAGES - 1; k++)
+    fetch(first + k);
 #pragma unroll
   for (int k = 0; k < NV; k++)
-    if (at(k) < cols) ps_read<T, V>(g[k], w + at(k));
+    if (at(k) < cols)
+      ps_read<T, V>(g[k], w + at(k));
   for (uint32_t r = first; r < end; r++) {
     float sum[2] = {0.0f, 0.0f}, v[NV][V], d[NV][V], both[NV][V];
     fetch(r + STAGES - 1);
@@ -133,34 +164,42 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) rmsnorm_bwd_k(const T 
       }
     }
     sum_two<THREADS / 32>(sum, shared[(r - first) % 2]);
-    const float rstd = 1.0f / sqrtf(sum[0] / (float)cols + eps), back = sum[1] * rstd * rstd * rstd / (float)cols; /* rstd * mean(g*xh) * rstd */
+    /* rstd * mean(g*xh) * rstd */
+    const float rstd = 1.0f / sqrtf(sum[0] / (float)cols + eps),
+                back = sum[1] * rstd * rstd * rstd / (float)cols;
 #pragma unroll
     for (int k = 0; k < NV; k++) {
       float o[V] = {};
-      if (ADD) held(o, r, 2, k);
+      if (ADD)
+        held(o, r, 2, k);
 #pragma unroll
       for (int e = 0; e < V; e++) {
         dw[k][e] += both[k][e] * rstd;
         o[e] = fmaf(d[k][e] * g[k][e], rstd, fmaf(-v[k][e], back, o[e]));
       }
-      if (at(k) < cols) ps_store<T, V>(dx + (size_t)r * cols + at(k), o);
+      if (at(k) < cols)
+        ps_store<T, V>(dx + (size_t)r * cols + at(k), o);
     }
   }
 #pragma unroll
   for (int k = 0; k < NV; k++)
     if (at(k) < cols)
 #pragma unroll
-      for (int e = 0; e < V; e++) partial[(size_t)blockIdx.x * cols + at(k) + e] = dw[k][e];
+      for (int e = 0; e < V; e++)
+        partial[(size_t)blockIdx.x * cols + at(k) + e] = dw[k][e];
 }
 
-/* The same for any number of columns: dw in the partial sums themselves, which only their thread touches. */
+/* The same for any number of columns: dw in the partial sums themselves, which only their thread
+ * touches. */
 template <typename T>
-__global__ void __launch_bounds__(ANY_THREADS) rmsnorm_bwd_any_k(const T *x, const T *w, const T *dy, T *dx, float *partial, uint32_t rows,
-                                                                 uint32_t group, uint32_t cols, float eps, bool add_dx) {
+__global__ void __launch_bounds__(ANY_THREADS)
+    rmsnorm_bwd_any_k(const T *x, const T *w, const T *dy, T *dx, float *partial, uint32_t rows,
+                      uint32_t group, uint32_t cols, float eps, bool add_dx) {
   __shared__ float shared[2][2][32];
   const uint32_t first = blockIdx.x * group, end = min(first + group, rows);
   float *dw = partial + (size_t)blockIdx.x * cols;
-  for (uint32_t i = threadIdx.x; i < cols; i += ANY_THREADS) dw[i] = 0.0f;
+  for (uint32_t i = threadIdx.x; i < cols; i += ANY_THREADS)
+    dw[i] = 0.0f;
   for (uint32_t r = first; r < end; r++) {
     const size_t at = (size_t)r * cols;
     float sum[2] = {0.0f, 0.0f};
@@ -172,7 +211,8 @@ __global__ void __launch_bounds__(ANY_THREADS) rmsnorm_bwd_any_k(const T *x, con
     ps_block_sum<2>(sum, shared[(r - first) % 2]);
     const float rstd = 1.0f / sqrtf(sum[0] / (float)cols + eps), mean = sum[1] * rstd / (float)cols;
     for (uint32_t i = threadIdx.x; i < cols; i += ANY_THREADS) {
-      const float d = ps_to_f32(dy[at + i]), xh = ps_to_f32(x[at + i]) * rstd, out = (d * ps_to_f32(w[i]) - xh * mean) * rstd;
+      const float d = ps_to_f32(dy[at + i]), xh = ps_to_f32(x[at + i]) * rstd,
+                  out = (d * ps_to_f32(w[i]) - xh * mean) * rstd;
       dx[at + i] = ps_from_f32<T>(add_dx ? ps_to_f32(dx[at + i]) + out : out);
       dw[i] += d * xh;
     }
@@ -180,51 +220,76 @@ __global__ void __launch_bounds__(ANY_THREADS) rmsnorm_bwd_any_k(const T *x, con
 }
 
 template <typename T, int THREADS, int NV, bool ADD>
-static cudaError_t rmsnorm_bwd_vectors(const ps_launch *l, const ps__args_rmsnorm *a, float *partial) {
+static cudaError_t rmsnorm_bwd_vectors(const ps_launch *l, const ps__args_rmsnorm *a,
+                                       float *partial) {
   const auto kernel = rmsnorm_bwd_k<T, ps_full<T>, THREADS, NV, ADD>;
   constexpr uint32_t bytes = bwd_stages<THREADS, NV, ADD> * bwd_row_bytes<THREADS, NV, ADD>;
-  const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); /* of this device's context */
-  if (e != cudaSuccess) return e;
-  kernel<<<ps_n_groups(a->rows, PS_NORM_GROUPS), THREADS, bytes, ((const ps__cuda_exec *)l->exec)->stream>>>(
-      (const T *)l->ptr[0], (const T *)l->ptr[1], (const T *)l->ptr[2], (T *)l->ptr[3], partial, a->rows,
-      ps_group_rows(a->rows, PS_NORM_GROUPS), a->cols, a->eps);
+  /* of this device's context */
+  const cudaError_t e =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (e != cudaSuccess)
+    return e;
+  kernel<<<ps_n_groups(a->rows, PS_NORM_GROUPS), THREADS, bytes,
+           ((const ps__cuda_exec *)l->exec)->stream>>>(
+      (const T *)l->ptr[0], (const T *)l->ptr[1], (const T *)l->ptr[2], (T *)l->ptr[3], partial,
+      a->rows, ps_group_rows(a->rows, PS_NORM_GROUPS), a->cols, a->eps);
   return cudaGetLastError();
 }
 
-template <typename T, bool ADD> static cudaError_t rmsnorm_bwd_launch(const ps_launch *l, const ps__args_rmsnorm *a, bool whole, float *partial) {
+template <typename T, bool ADD>
+static cudaError_t rmsnorm_bwd_launch(const ps_launch *l, const ps__args_rmsnorm *a, bool whole,
+                                      float *partial) {
   const uint32_t vectors = ps_ceil_div(a->cols, ps_full<T>);
-  if (whole && vectors <= 256) return rmsnorm_bwd_vectors<T, 256, 1, ADD>(l, a, partial);
-  if (whole && vectors <= 512) return rmsnorm_bwd_vectors<T, 256, 2, ADD>(l, a, partial);
-  if (whole && vectors <= 1024) return rmsnorm_bwd_vectors<T, 512, 2, ADD>(l, a, partial);
-  rmsnorm_bwd_any_k<T><<<ps_n_groups(a->rows, PS_NORM_GROUPS), ANY_THREADS, 0, ((const ps__cuda_exec *)l->exec)->stream>>>(
-      (const T *)l->ptr[0], (const T *)l->ptr[1], (const T *)l->ptr[2], (T *)l->ptr[3], partial, a->rows,
-      ps_group_rows(a->rows, PS_NORM_GROUPS), a->cols, a->eps, ADD);
+  if (whole && vectors <= 256)
+    return rmsnorm_bwd_vectors<T, 256, 1, ADD>(l, a, partial);
+  if (whole && vectors <= 512)
+    return rmsnorm_bwd_vectors<T, 256, 2, ADD>(l, a, partial);
+  if (whole && vectors <= 1024)
+    return rmsnorm_bwd_vectors<T, 512, 2, ADD>(l, a, partial);
+  rmsnorm_bwd_any_k<T><<<ps_n_groups(a->rows, PS_NORM_GROUPS), ANY_THREADS, 0,
+                         ((const ps__cuda_exec *)l->exec)->stream>>>(
+      (const T *)l->ptr[0], (const T *)l->ptr[1], (const T *)l->ptr[2], (T *)l->ptr[3], partial,
+      a->rows, ps_group_rows(a->rows, PS_NORM_GROUPS), a->cols, a->eps, ADD);
   return cudaGetLastError();
 }
 
-template <typename T> static cudaError_t rmsnorm_bwd_of(const ps_launch *l, const ps__args_rmsnorm *a, bool whole, float *partial) {
-  return a->add_dx ? rmsnorm_bwd_launch<T, true>(l, a, whole, partial) : rmsnorm_bwd_launch<T, false>(l, a, whole, partial);
+template <typename T>
+static cudaError_t rmsnorm_bwd_of(const ps_launch *l, const ps__args_rmsnorm *a, bool whole,
+                                  float *partial) {
+  return a->add_dx ? rmsnorm_bwd_launch<T, true>(l, a, whole, partial)
+                   : rmsnorm_bwd_launch<T, false>(l, a, whole, partial);
 }
 
 /* rmsnorm_bwd
- * math    xh = x*rstd; g = dy*w; d = rstd*(g - xh*mean_c(g*xh)); dx = add_dx ? dx + d : d; dw (+)= sum_r dy*xh
+ * math    xh = x*rstd; g = dy*w; d = rstd*(g - xh*mean_c(g*xh)); dx = add_dx ? dx + d : d; dw
+ *         (+)= sum_r dy*xh
  * shapes  x, dy, dx [rows,cols], w, dw [cols], all of dt; dx aliases neither x nor dy
- * bytes   3 or 4 (add_dx) * rows*cols*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 201 or 268 MB, 42 or 56 us at 4.8 TB/s; scratch: at
- *         most 256 groups * cols fp32 (4 MB), written and read from L2. Measured on an H200, of copy bandwidth: 69%, 69 us, of which 57
+ * bytes   3 or 4 (add_dx) * rows*cols*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 201 or 268 MB, 42
+ *         or 56 us at 4.8 TB/s; scratch: at
+ *         most 256 groups * cols fp32 (4 MB), written and read from L2. Measured on an H200, of
+ *         copy bandwidth: 69%, 69 us, of which 57
  *         the rows; with add_dx 75%, 84 us, of which 71 the rows
- * determinism  bitwise: groups of rows by shape; dw adds rows in order in a group, then the groups in a fixed tree.
- * reference    the cpu backend's: dx as the forward's; dw within rows * 2^-24 * sum |dy*xh|, and 1 ulp of bf16 */
+ * determinism  bitwise: groups of rows by shape; dw adds rows in order in a group, then the
+ *              groups in a fixed tree.
+ * reference    the cpu backend's: dx as the forward's; dw within rows * 2^-24 * sum |dy*xh|, and
+ *              1 ulp of bf16 */
 extern "C" ps_status ps__cuda_rmsnorm_bwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = (const ps__args_rmsnorm *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   const ps_status st = ps_check(l, "rmsnorm_bwd", 5, a->dt, ps_scratch_rmsnorm_bwd(a));
-  if (st != PS_OK || !a->cols) return st;
+  if (st != PS_OK || !a->cols)
+    return st;
   bool whole = ps_whole(a->dt, a->cols);
-  for (int i = 0; i < 4; i++) whole = whole && ps_aligned(l->ptr[i]);
+  for (int i = 0; i < 4; i++)
+    whole = whole && ps_aligned(l->ptr[i]);
   float *partial = (float *)exec->scratch;
   cudaError_t e = cudaSuccess;
-  if (a->rows) e = a->dt == PS_BF16 ? rmsnorm_bwd_of<__nv_bfloat16>(l, a, whole, partial) : rmsnorm_bwd_of<float>(l, a, whole, partial);
+  if (a->rows)
+    e = a->dt == PS_BF16 ? rmsnorm_bwd_of<__nv_bfloat16>(l, a, whole, partial)
+                         : rmsnorm_bwd_of<float>(l, a, whole, partial);
   if (e == cudaSuccess)
-    e = ps_add_partials(exec->stream, l->ptr[4], a->dt, partial, ps_n_groups(a->rows, PS_NORM_GROUPS), a->cols, a->cols, a->accumulate_dw != 0);
+    e = ps_add_partials(exec->stream, l->ptr[4], a->dt, partial,
+                        ps_n_groups(a->rows, PS_NORM_GROUPS), a->cols, a->cols,
+                        a->accumulate_dw != 0);
   return ps_launched("rmsnorm_bwd", e);
 }

@@ -1,4 +1,5 @@
-/* scratch.h - how much scratch an op needs on CUDA. Plain C without CUDA's headers: plans for a GPU are made on any machine. */
+/* scratch.h - how much scratch an op needs on CUDA. Plain C without CUDA's headers: plans for a
+ * GPU are made on any machine. */
 #ifndef PS_KERNELS_CUDA_SCRATCH_H
 #define PS_KERNELS_CUDA_SCRATCH_H
 #include "../ops.h"
@@ -6,18 +7,23 @@
 
 static inline size_t ps_round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-/* Sums over rows are cut in groups of at least 8 rows, by shape alone: at most `most`. A block sums a group, and what it leaves is read
- * again: colsum, which does little else, makes fewer. */
+/* Sums over rows are cut in groups of at least 8 rows, by shape alone: at most `most`. A block
+ * sums a group, and what it leaves is read again: colsum, which does little else, makes fewer. */
 enum { PS_NORM_GROUPS = 256, PS_COLSUM_GROUPS = 128 };
-static inline uint32_t ps_group_rows(uint32_t rows, uint32_t most) { return rows <= 8 * most ? 8 : (rows + most - 1) / most; }
+static inline uint32_t ps_group_rows(uint32_t rows, uint32_t most) {
+  return rows <= 8 * most ? 8 : (rows + most - 1) / most;
+}
 static inline uint32_t ps_n_groups(uint32_t rows, uint32_t most) {
   const uint32_t g = ps_group_rows(rows, most);
   return (rows + g - 1) / g;
 }
 
-/* Heads that a block of qkv_split takes, q, k and v counted alike: at most 384 threads, of which each has 16 bytes of half a head. */
+/* Heads that a block of qkv_split takes, q, k and v counted alike: at most 384 threads, of which
+ * each has 16 bytes of half a head. */
 static inline uint32_t ps_qkv_heads_each(const ps__args_qkv *a) {
-  const uint32_t v = a->dt == PS_BF16 ? 8 : 4, threads = a->head_dim / 2 < v ? 1 : a->head_dim / 2 / v, heads = a->n_heads + 2 * a->n_kv_heads;
+  const uint32_t v = a->dt == PS_BF16 ? 8 : 4,
+                 threads = a->head_dim / 2 < v ? 1 : a->head_dim / 2 / v,
+                 heads = a->n_heads + 2 * a->n_kv_heads;
   const uint32_t n = (heads + 384 / threads - 1) / (384 / threads);
   return (heads + n - 1) / n;
 }
@@ -26,8 +32,11 @@ static inline uint32_t ps_qkv_slices(const ps__args_qkv *a) {
   return (a->n_heads + 2 * a->n_kv_heads + each - 1) / each;
 }
 
-/* The products' workspace: what cuBLASLt's kernels for Hopper and later like, and those for others. */
-static inline size_t ps__cuda_workspace_bytes(uint32_t compute_capability) { return (size_t)(compute_capability >= 90 ? 32 : 4) << 20; }
+/* The products' workspace: what cuBLASLt's kernels for Hopper and later like, and those for
+ * others. */
+static inline size_t ps__cuda_workspace_bytes(uint32_t compute_capability) {
+  return (size_t)(compute_capability >= 90 ? 32 : 4) << 20;
+}
 
 static inline size_t ps_scratch_embed_bwd(const ps__args_embed *a) {
   return ps_round_up((2 * (size_t)a->vocab + 2 + 4 * (size_t)a->n_tokens) * sizeof(uint32_t), 256);
@@ -36,28 +45,42 @@ static inline size_t ps_scratch_rmsnorm_bwd(const ps__args_rmsnorm *a) {
   return ps_round_up((size_t)ps_n_groups(a->rows, PS_NORM_GROUPS) * a->cols * sizeof(float), 256);
 }
 static inline size_t ps_scratch_qkv_split_bwd(const ps__args_qkv *a) {
-  if (!a->qk_norm) return 0;
-  return ps_round_up(2 * (size_t)ps_n_groups(a->n_tokens, PS_NORM_GROUPS) * ps_qkv_slices(a) * a->head_dim * sizeof(float), 256);
+  if (!a->qk_norm)
+    return 0;
+  return ps_round_up(2 * (size_t)ps_n_groups(a->n_tokens, PS_NORM_GROUPS) * ps_qkv_slices(a) *
+                         a->head_dim * sizeof(float),
+                     256);
 }
 static inline size_t ps_scratch_colsum(const ps__args_colsum *a) {
   return ps_round_up((size_t)ps_n_groups(a->rows, PS_COLSUM_GROUPS) * a->cols * sizeof(float), 256);
 }
-static inline size_t ps_scratch_sumsq(const ps__args_sumsq *a) { return (void)a, PS_SQ_GROUPS * sizeof(double); }
+static inline size_t ps_scratch_sumsq(const ps__args_sumsq *a) {
+  return (void)a, PS_SQ_GROUPS * sizeof(double);
+}
 
-enum { PS_CUDNN_LINEAR_DETERMINISTIC = 92500 }; /* the version from which cuDNN's deterministic backward needs linear workspace */
+/* the version from which cuDNN's deterministic backward needs linear workspace */
+enum { PS_CUDNN_LINEAR_DETERMINISTIC = 92500 };
 
-/* What attention takes at most, before a library was asked: documents and slots, log-sum-exp transposed; backward dK and dV in bf16, and the library's
- * own: fp32 dQ with softmax sums, dK and dV of every query head, and for documents that are found dQ's padding (flash-attn 2.8) or dK and dV once more (cuDNN 9.19), for several that are
- * known the rows of their last tiles; a score a pair where cuDNN's deterministic backward is the old one. flash-attn's deterministic backward may take more. Checked by
- * tests/native/test_cuda_attention.c. */
-static inline size_t ps_scratch_attention_bound(const ps__args_attention *a, bool backward, bool deterministic, uint32_t cudnn_version) {
-  const size_t t = a->n_tokens, keys = (size_t)a->row0 + a->n_tokens, width = (size_t)a->n_heads * a->head_dim;
+/* What attention takes at most, before a library was asked: documents and slots, log-sum-exp
+ * transposed; backward dK and dV in bf16, and the library's own: fp32 dQ with softmax sums, dK
+ * and dV of every query head, and for documents that are found dQ's padding (flash-attn 2.8) or
+ * dK and dV once more (cuDNN 9.19), for several that are known the rows of their last tiles; a
+ * score a pair where cuDNN's deterministic backward is the old one. flash-attn's deterministic
+ * backward may take more. Checked by tests/native/test_cuda_attention.c. */
+static inline size_t ps_scratch_attention_bound(const ps__args_attention *a, bool backward,
+                                                bool deterministic, uint32_t cudnn_version) {
+  const size_t t = a->n_tokens, keys = (size_t)a->row0 + a->n_tokens,
+               width = (size_t)a->n_heads * a->head_dim;
   const uint32_t documents = ps__attention_documents(a);
   const size_t pad = documents > 1 ? documents * ps_round_up(t / documents, 128) - t : 0;
   size_t n = ((size_t)1 << 20) + t * a->n_heads * 4;
-  if (backward) n += 4 * keys * a->n_kv_heads * a->head_dim + (t + pad + 128) * width * 4 + (keys + pad + 128) * width * 4 + 3 * (t + pad + 128) * a->n_heads * 4;
-  if (backward && documents != 1) n += (keys > 1024 ? keys : 1024) * width * 4;
-  if (backward && deterministic && cudnn_version < PS_CUDNN_LINEAR_DETERMINISTIC) n += (t + pad) * (documents > 1 ? (t + pad) / documents : keys) * a->n_heads * 2;
+  if (backward)
+    n += 4 * keys * a->n_kv_heads * a->head_dim + (t + pad + 128) * width * 4 +
+         (keys + pad + 128) * width * 4 + 3 * (t + pad + 128) * a->n_heads * 4;
+  if (backward && documents != 1)
+    n += (keys > 1024 ? keys : 1024) * width * 4;
+  if (backward && deterministic && cudnn_version < PS_CUDNN_LINEAR_DETERMINISTIC)
+    n += (t + pad) * (documents > 1 ? (t + pad) / documents : keys) * a->n_heads * 2;
   return ps_round_up(n, 256);
 }
 

@@ -1,11 +1,13 @@
 """Compiles flash-attn-4's kernels for compute capability 9.0 into a static library: generate.py OUT
 
-Run by the Makefile (FLASH_ATTN=4) in an environment with the wheels of python/requirements-flash4*.txt; needs no GPU and no PyTorch.
-OUT gets
+Run by the Makefile (FLASH_ATTN=4) in an environment with the wheels of
+python/requirements-flash4*.txt; needs no GPU and no PyTorch. OUT gets
   libflash4.a                          the kernels: host functions with the GPU's code inside
-  libcuda_dialect_runtime_static.a     NVIDIA's, which those call
-  flash4_table.h                       PS_FLASH4_KERNELS(X): X(kind, head_dim, group, name, run) for each; attention_flash4.cu includes it
+  libcuda_dialect_runtime_static.a     NVIDIA's, which those call flash4_table.h
+  PS_FLASH4_KERNELS(X): X(kind, head_dim, group, name, run) for each; attention_flash4.cu includes
+  it
 """
+
 import importlib.util
 import os
 import re
@@ -26,7 +28,7 @@ BACKWARD_TILE = {64: 128, 128: 64}
 OPTIONS = "--gpu-arch sm_90a --host-target 'llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64'"
 
 
-# ---- imports without PyTorch, which the packages name in annotations and tables of types ----------------------------------------------
+# ---- imports without PyTorch, which the packages name in annotations and tables of types ---------
 
 
 class Anything(type):
@@ -76,7 +78,7 @@ from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90  # noqa: E4
 Tensor, Stream = cute.Tensor, cuda.CUstream
 
 
-# ---- arguments: placeholders whose sizes and strides (in elements) are given at each launch --------------------------------------------
+# ---- arguments: placeholders whose sizes and strides (in elements) are given at each launch ------
 
 
 def sizes(n):
@@ -107,41 +109,134 @@ def semaphores(n):
     return make_fake_tensor(Int32, (*sizes(3), n), (*strides(3, 1), 1), assumed_align=4)
 
 
-# ---- kernels: (kind, group, function, arguments); group 0 serves all -------------------------------------------------------------------
+# ---- kernels: (kind, group, function, arguments); group 0 serves all -----------------------------
 
 
 def forward(d, group):
     tile = FORWARD_TILE[d]
-    # Packed, a block takes the heads of a group together, and its rows come by TMA only where the group divides the tile.
-    kernel = FlashAttentionForwardSm90(BFloat16, d, d, group, is_causal=True, is_local=False, pack_gqa=group > 1 and tile % group == 0, tile_m=tile,
-                                       tile_n=KEY_TILE, num_stages=2, num_threads=384, Q_in_regs=False, intra_wg_overlap=True, mma_pv_is_rs=True)
+    # Packed, a block takes the heads of a group together, and its rows come by TMA only where the
+    # group divides the tile.
+    kernel = FlashAttentionForwardSm90(
+        BFloat16,
+        d,
+        d,
+        group,
+        is_causal=True,
+        is_local=False,
+        pack_gqa=group > 1 and tile % group == 0,
+        tile_m=tile,
+        tile_n=KEY_TILE,
+        num_stages=2,
+        num_threads=384,
+        Q_in_regs=False,
+        intra_wg_overlap=True,
+        mma_pv_is_rs=True,
+    )
 
     @cute.jit
-    def run(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: Float32, stream: Stream):
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: Float32, stream: Stream
+    ):
         kernel(q, k, v, o, lse, scale, stream=stream)
 
     return "FWD", group, run, (heads(d), heads(d), heads(d), heads(d), lse(), Float32(1.0))
 
 
 def backward(d, group, deterministic):
-    kernel = FlashAttentionBackwardSm90(BFloat16, d, d, group, is_causal=True, is_local=False, deterministic=deterministic, tile_m=BACKWARD_TILE[d],
-                                        tile_n=KEY_TILE, Q_stage=2, dO_stage=2, PdS_stage=2, SdP_swapAB=True, dKV_swapAB=False, dQ_swapAB=False,
-                                        AtomLayoutMSdP=1, AtomLayoutNdKV=2, AtomLayoutMdQ=BACKWARD_TILE[d] // 64, num_threads=384)
-    sums = (lambda: heads(d)) if group == 1 else scratch  # dk, dv: of one head bf16 and final, of a group's fp32 and added
-    arguments = (heads(d), heads(d), heads(d), heads(d), scratch(), scratch(), scratch(), sums(), sums(), Float32(1.0))
+    kernel = FlashAttentionBackwardSm90(
+        BFloat16,
+        d,
+        d,
+        group,
+        is_causal=True,
+        is_local=False,
+        deterministic=deterministic,
+        tile_m=BACKWARD_TILE[d],
+        tile_n=KEY_TILE,
+        Q_stage=2,
+        dO_stage=2,
+        PdS_stage=2,
+        SdP_swapAB=True,
+        dKV_swapAB=False,
+        dQ_swapAB=False,
+        AtomLayoutMSdP=1,
+        AtomLayoutNdKV=2,
+        AtomLayoutMdQ=BACKWARD_TILE[d] // 64,
+        num_threads=384,
+    )
+    sums = (
+        (lambda: heads(d)) if group == 1 else scratch
+    )  # dk, dv: of one head bf16 and final, of a group's fp32 and added
+    arguments = (
+        heads(d),
+        heads(d),
+        heads(d),
+        heads(d),
+        scratch(),
+        scratch(),
+        scratch(),
+        sums(),
+        sums(),
+        Float32(1.0),
+    )
 
     @cute.jit
-    def run(q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, lse2: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, scale: Float32,
-            stream: Stream):
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        d_o: Tensor,
+        lse2: Tensor,
+        delta: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        scale: Float32,
+        stream: Stream,
+    ):
         kernel(q, k, v, d_o, lse2, delta, dq, dk, dv, scale, stream=stream)
 
     @cute.jit
-    def run_in_order(q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, lse2: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, scale: Float32,
-                     dq_turn: Tensor, dk_turn: Tensor, dv_turn: Tensor, stream: Stream):
-        kernel(q, k, v, d_o, lse2, delta, dq, dk, dv, scale, mdQ_semaphore=dq_turn, mdK_semaphore=dk_turn, mdV_semaphore=dv_turn, stream=stream)
+    def run_in_order(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        d_o: Tensor,
+        lse2: Tensor,
+        delta: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        scale: Float32,
+        dq_turn: Tensor,
+        dk_turn: Tensor,
+        dv_turn: Tensor,
+        stream: Stream,
+    ):
+        kernel(
+            q,
+            k,
+            v,
+            d_o,
+            lse2,
+            delta,
+            dq,
+            dk,
+            dv,
+            scale,
+            mdQ_semaphore=dq_turn,
+            mdK_semaphore=dk_turn,
+            mdV_semaphore=dv_turn,
+            stream=stream,
+        )
 
     if deterministic:
-        return "BWD_IN_ORDER", group, run_in_order, (*arguments, semaphores(1), semaphores(2), semaphores(2))
+        return (
+            "BWD_IN_ORDER",
+            group,
+            run_in_order,
+            (*arguments, semaphores(1), semaphores(2), semaphores(2)),
+        )
     return "BWD", group, run, arguments
 
 
@@ -150,15 +245,35 @@ def before(d):
     kernel = FlashAttentionBackwardPreprocess(BFloat16, d, d, BACKWARD_TILE[d], hdim_multiple_of=32)
 
     @cute.jit
-    def run(o: Tensor, d_o: Tensor, delta: Tensor, lse: Tensor, lse2: Tensor, dq: Tensor, stream: Stream):
-        kernel(o, d_o, delta, lse, lse2, dq, None, None, None, None, None, Float32(1.0), None, None, stream)
+    def run(
+        o: Tensor, d_o: Tensor, delta: Tensor, lse: Tensor, lse2: Tensor, dq: Tensor, stream: Stream
+    ):
+        kernel(
+            o,
+            d_o,
+            delta,
+            lse,
+            lse2,
+            dq,
+            None,
+            None,
+            None,
+            None,
+            None,
+            Float32(1.0),
+            None,
+            None,
+            stream,
+        )
 
     return "PRE", 0, run, (heads(d), heads(d), scratch(), lse(), scratch(), scratch())
 
 
 def after(d):
     """dq in bf16 from its sums."""
-    kernel = FlashAttentionBackwardPostprocess(BFloat16, d, 90, BACKWARD_TILE[d], 256, BACKWARD_TILE[d] // 64, False, hdim_multiple_of=32)
+    kernel = FlashAttentionBackwardPostprocess(
+        BFloat16, d, 90, BACKWARD_TILE[d], 256, BACKWARD_TILE[d] // 64, False, hdim_multiple_of=32
+    )
 
     @cute.jit
     def run(sums: Tensor, dq: Tensor, scale: Float32, stream: Stream):
@@ -176,39 +291,55 @@ def kernels(d):
         yield backward(d, group, True)
 
 
-# ---- output -----------------------------------------------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def compile_one(work, d, kind, group, function, arguments):
     """An object in @work; its line of the table."""
     name = f"ps_flash4_{kind.lower()}_d{d}" + (f"_g{group}" if group else "")
-    cute.compile(function, *arguments, make_fake_stream(), options=OPTIONS).export_to_c(str(work), name)
+    cute.compile(function, *arguments, make_fake_stream(), options=OPTIONS).export_to_c(
+        str(work), name
+    )
     header = (work / f"{name}.h").read_text()
     run = re.search(r"void (\w+)\(void \*\*args, int32_t num_args\);", header).group(1)
     # attention_flash4.cu hands over every tensor as one struct with room for three strides.
-    tensors = re.findall(r"void \*data;\s+int32_t dynamic_shapes\[(\d)\];\s+int64_t dynamic_strides\[([23])\];", header)
+    tensors = re.findall(
+        r"void \*data;\s+int32_t dynamic_shapes\[(\d)\];\s+int64_t dynamic_strides\[([23])\];",
+        header,
+    )
     if [shape for shape, _ in tensors] != ["3"] * header.count("void *data;"):
-        sys.exit(f"generate.py: {name} takes tensors that attention_flash4.cu does not know: was nvidia-cutlass-dsl changed?")
+        sys.exit(
+            f"generate.py: {name} takes tensors that attention_flash4.cu does not know: was nvidia-cutlass-dsl changed?"
+        )
     return f"  X({kind}, {d}, {group}, {name}, {run})"
 
 
 def version_number():
     """4.0.0b36 as 40000036."""
-    return "{}{:02d}{:02d}{:03d}".format(*map(int, re.fullmatch(r"(\d+)\.(\d+)\.(\d+)b(\d+)", version("flash-attn-4")).groups()))
+    return "{}{:02d}{:02d}{:03d}".format(
+        *map(int, re.fullmatch(r"(\d+)\.(\d+)\.(\d+)b(\d+)", version("flash-attn-4")).groups())
+    )
 
 
 def main():
     out = Path(sys.argv[1])
     import nvidia_cutlass_dsl
-    runtime = next(Path(nvidia_cutlass_dsl.__path__[0]).glob("cu1?/lib/libcuda_dialect_runtime_static.a"))
+
+    runtime = next(
+        Path(nvidia_cutlass_dsl.__path__[0]).glob("cu1?/lib/libcuda_dialect_runtime_static.a")
+    )
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
         lines = [compile_one(work, d, *kernel) for d in HEAD_DIMS for kernel in kernels(d)]
         (out / "libflash4.a").unlink(missing_ok=True)
         subprocess.run(["ar", "rcs", out / "libflash4.a", *sorted(work.glob("*.o"))], check=True)
     shutil.copyfile(runtime, out / runtime.name)
-    (out / "flash4_table.h").write_text("/* Made by native/kernels/cuda/flash4/generate.py. */\n"
-                                        f"#define PS_FLASH4_VERSION {version_number()}u\n#define PS_FLASH4_KERNELS(X) \\\n" + " \\\n".join(lines) + "\n")
+    (out / "flash4_table.h").write_text(
+        "/* Made by native/kernels/cuda/flash4/generate.py. */\n"
+        f"#define PS_FLASH4_VERSION {version_number()}u\n#define PS_FLASH4_KERNELS(X) \\\n"
+        + " \\\n".join(lines)
+        + "\n"
+    )
     print(f"flash-attn-4: {len(lines)} kernels in {out / 'libflash4.a'}")
 
 

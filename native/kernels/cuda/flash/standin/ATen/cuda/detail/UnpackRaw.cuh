@@ -1,4 +1,5 @@
-/* Stands in for PyTorch's header of this name: flash-attn's forward kernel unpacks the generator's state, which is never used. */
+/* Stands in for PyTorch's header of this name: flash-attn's forward kernel unpacks the
+ * generator's state, which is never used. */
 #ifndef PS_FLASH_UNPACK
 #define PS_FLASH_UNPACK
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -6,5 +7,5 @@
 #include <tuple>
 namespace at::cuda::philox {
 __host__ __device__ inline std::tuple<uint64_t, uint64_t> unpack(PhiloxCudaState) { return {0, 0}; }
-}
+} // namespace at::cuda::philox
 #endif
