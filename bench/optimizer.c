@@ -8,8 +8,8 @@
  * turns, so that both see the same machine; medians after one warm-up. The copy is the better of
  * a plain loop of vector moves (memcpy) and one with non-temporal stores. One JSON object a
  * line. */
-#include "../native/core/core.h"
-#include "../native/optim/optim.h"
+#include "core/core.h"
+#include "optim/optim.h"
 #include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)

@@ -16,6 +16,8 @@ ORDER = [
     ["backends"],
     ["optim"],
     ["model"],
+    ["hardware"],
+    ["step"],
     ["plan"],
     ["train"],
     ["cli"],
@@ -26,6 +28,8 @@ ALLOWED = {
     for name in level
 }
 ALLOWED["io"] = {"core"}
+# The step as a program is the same on every machine: it knows no rates and no backend.
+ALLOWED["step"] -= {"hardware", "backends"}
 ALLOWED["train"] |= {"io"}
 ALLOWED["cli"] = set()  # the public headers are all it needs
 
@@ -90,6 +94,17 @@ def test_no_breach():
     assert breaches(ROOT) == []
 
 
+def test_the_step_as_a_program_uses_no_threads_clocks_or_files():
+    impure = re.compile(
+        r"\b(ps__(thread|pool|timeline|now)\w*|pthread_\w+|f?open|getenv|clock_\w+)\b"
+    )
+    files = sorted((ROOT / "native" / "step").glob("*.[ch]"))
+    assert len(files) > 5
+    for path in files:
+        code = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.S)
+        assert not impure.findall(code), path.name
+
+
 @pytest.mark.parametrize(
     "file, line, words",
     [
@@ -100,6 +115,7 @@ def test_no_breach():
         ("plan/a.c", '# include "../train/b.h"', "plan may not include train"),
         ("kernels/cpu/a.c", '#include "../../backends/b.h"', "kernels may not include backends"),
         ("io/a.c", '#include "model/b.h"', "io may not include model"),
+        ("step/a.c", '#include "hardware/b.h"', "step may not include hardware"),
         ("train/a.c", "#include <cblas.h>", "belongs to kernels"),
         ("tools/a.c", "", "tools is no layer"),
         ("kernels/cuda/a.cu", "#include <cuda_runtime.h>", None),

@@ -1,6 +1,6 @@
 /* args.c - the command line: --option VALUE and --option=VALUE, sizes, suggestions, help;
  * messages. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <errno.h>
 #include <inttypes.h>
 #include <math.h>

@@ -1,5 +1,5 @@
 /* cells.c - what the cells of a grid of caps show: a plan for less memory is a plan for more. */
-#include "cli.h"
+#include "cli/cli.h"
 
 /* Whether @b's plan is the better one to show: the faster, of equally fast ones that under less
  * memory, whatever the order of the cells. */

@@ -1,6 +1,6 @@
 /* demo.c - `penstock demo HOST_GIB DEV_GIB SEQLEN MODEL_DIR`: the positional form, for a first
  * look at a machine. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>

@@ -1,6 +1,6 @@
 /* grid.c - `penstock plan --grid-device ... --grid-host ...`: predicted tokens per second over
  * caps of device and host memory. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

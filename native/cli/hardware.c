@@ -1,5 +1,5 @@
 /* hardware.c - this machine's rates: measured once, kept in the user's cache folder. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <ctype.h>
 #include <sched.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 /* info.c - `penstock info`: this machine, and what a model directory and token shards hold. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <stdlib.h>
 
 static const char *const archs[] = {"llama", "qwen2", "qwen3"};

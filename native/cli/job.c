@@ -1,5 +1,5 @@
 /* job.c - the options that train, plan and demo share, and the plan that follows from them. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <sys/stat.h>
 #include <stdlib.h>
 #include <string.h>

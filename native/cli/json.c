@@ -1,5 +1,5 @@
 /* json.c - JSON written straight onto a stream. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 /* keep.c - keeping the trained model: what is asked of --out before a run, and what happens
  * where it cannot be written at the end. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <dirent.h>
 #include <errno.h>
 #include <poll.h>

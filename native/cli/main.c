@@ -1,5 +1,5 @@
 /* main.c - the binary `penstock`: finds the subcommand. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>

@@ -1,6 +1,6 @@
 /* outputs.c - folders for output: checked before anything runs, made when there is something to
  * write; files in them; the run directory is locked. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 /* plan.c - `penstock plan`: what train would do under the given caps. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <inttypes.h>
 #include <stdlib.h>
 

@@ -1,5 +1,5 @@
 /* profile.c - `penstock profile`: measure this machine and cache the rates that plans rest on. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <stdlib.h>
 
 int cli_profile(int argc, char **argv) {

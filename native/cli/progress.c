@@ -1,6 +1,6 @@
 /* progress.c - live progress on stderr: one line redrawn on a terminal, as wide as that at most,
  * a line every few seconds otherwise. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <inttypes.h>
 #include <stdarg.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* rates.c - a machine's rates on a stream: in short, as the table of a profile, as JSON. */
-#include "cli.h"
+#include "cli/cli.h"
 
 static void print_machine(FILE *out, const ps_hardware *hw) {
   char memory[32], overhead[32];

@@ -1,6 +1,6 @@
 /* summary.c - what a run says when it ends: predicted beside measured, where the time went,
  * memory against the plan. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>

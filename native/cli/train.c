@@ -1,6 +1,6 @@
 /* train.c - `penstock train`: refuse what is wrong before anything is written, then run, report
  * and save. */
-#include "cli.h"
+#include "cli/cli.h"
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>

@@ -1,5 +1,5 @@
 /* abi.c - sizes of the public structs by name, for callers in other languages. */
-#include "core.h"
+#include "core/core.h"
 #include <penstock/checkpoint.h>
 #include <penstock/data.h>
 #include <penstock/engine.h>

@@ -1,5 +1,5 @@
 /* file.c - whole reads and writes; files replaced whole. */
-#include "core.h"
+#include "core/core.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>

@@ -3,7 +3,7 @@
  * Texts lie in one buffer that is never longer than the document; a value takes 16 bytes, with
  * its key 24. An object of many keys carries an index sorted by key: duplicates are found and
  * keys looked up in O(log n). */
-#include "core.h"
+#include "core/core.h"
 #include <inttypes.h>
 #include <locale.h>
 #include <stdlib.h>

@@ -5,7 +5,7 @@
  * text, so that integers up to 2^64-1 are exact. Stricter than some: NaN, Infinity, a byte order
  * mark, lone surrogates and NUL in a key are refused. Duplicate keys are for those who keep keys
  * to find. */
-#include "core.h"
+#include "core/core.h"
 #include <errno.h>
 #include <inttypes.h>
 #include <string.h>

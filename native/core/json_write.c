@@ -2,7 +2,7 @@
  * valid: bytes that are not UTF-8 become U+FFFD; a misuse (a key missing in an object, a key in
  * an array, a second root, an end too many) or memory running out makes ps__jsonw_text() return
  * NULL. */
-#include "core.h"
+#include "core/core.h"
 #include <inttypes.h>
 #include <locale.h>
 #include <math.h>

@@ -1,5 +1,5 @@
 /* machine.c - what this process may use: CPUs, memory, and what it holds. */
-#include "core.h"
+#include "core/core.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>

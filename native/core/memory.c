@@ -1,5 +1,5 @@
 /* memory.c - counted allocation, fault injection, page mappings. */
-#include "core.h"
+#include "core/core.h"
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdlib.h>

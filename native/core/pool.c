@@ -1,5 +1,5 @@
 /* pool.c - a pool of threads for data-parallel loops. */
-#include "core.h"
+#include "core/core.h"
 #include <stdatomic.h>
 
 /* A job is published by setting n_left; a task is claimed by lowering it from r to r-1, which

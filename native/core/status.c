@@ -1,5 +1,5 @@
 /* status.c - status names, the last error of each thread, the log hook, the version. */
-#include "core.h"
+#include "core/core.h"
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>

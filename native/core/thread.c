@@ -1,5 +1,5 @@
 /* thread.c - threads, time, and timelines: counters that only grow, on a futex. */
-#include "core.h"
+#include "core/core.h"
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>

@@ -1,5 +1,5 @@
 /* paths.c - joining paths; making what was written durable. */
-#include "io.h"
+#include "io/io.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>

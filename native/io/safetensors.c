@@ -8,7 +8,7 @@
  * duplicate tensors are refused, shapes have at most 8 dimensions, and the limits below. */
 #include <penstock/checkpoint.h>
 
-#include "io.h"
+#include "io/io.h"
 #include <errno.h>
 #include <inttypes.h>
 #include <stdlib.h>

@@ -4,7 +4,7 @@
  * piece, into a stage (stage.c), whose files replace an earlier save's together. */
 #include <penstock/checkpoint.h>
 
-#include "io.h"
+#include "io/io.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>

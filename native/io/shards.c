@@ -6,7 +6,7 @@
  * in use is an error of the window that is missing. */
 #include <penstock/data.h>
 
-#include "io.h"
+#include "io/io.h"
 #include <dirent.h>
 #include <errno.h>
 #include <inttypes.h>

@@ -24,7 +24,7 @@
  *                                   be in DIR
  * Each belongs to a save as long as that holds a lock (flock) on it. models/init_model.py does the
  * same with the same names. */
-#include "io.h"
+#include "io/io.h"
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>

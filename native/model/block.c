@@ -1,6 +1,6 @@
 /* block.c - the pre-norm decoder block of Llama, Qwen2 and Qwen3 as tables of ops. */
-#include "block.h"
-#include "../core/core.h"
+#include "model/block.h"
+#include "core/core.h"
 #include <string.h>
 
 const char *const ps__item_name[PS__N_ITEMS] = {"x", "qkv", "q", "kv", "attn_out", "h", "gate_up"};

@@ -2,12 +2,12 @@
  * tensors and parameter runs.
  *
  * An op is a kernel and a list of symbolic accesses in the kernel's ptr order. The step builder
- * (native/plan/step.c) binds them to memory, derives lifetimes from first and last use, and
+ * (native/step/step.c) binds them to memory, derives lifetimes from first and last use, and
  * derives what to recompute. Nothing here knows where anything lives, so another kind of block
  * is another table. */
 #ifndef PS_MODEL_BLOCK_H
 #define PS_MODEL_BLOCK_H
-#include "../kernels/ops.h"
+#include "kernels/ops.h"
 #include <stdbool.h>
 
 /* Tensors of a block, for one chunk of T tokens. GROUP tensors have rows for the whole group

@@ -10,8 +10,8 @@
  * so that one step reads a run of the splitmix64 sequence from a place that seed and step
  * choose. It needs no state and no order: any thread may do any element. In a vector the place
  * advances by one addition, and a word's four pieces already lie where its four elements do. */
-#include "adamw_impl.h"
-#include "../core/core.h"
+#include "optim/adamw_impl.h"
+#include "core/core.h"
 #include <math.h>
 #if defined(__x86_64__)
 #  include <xmmintrin.h>

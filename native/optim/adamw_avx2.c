@@ -1,6 +1,6 @@
 /* adamw_avx2.c - AdamW, 8 elements at a time, bf16 16: adamw_vector.h in AVX2. */
 #if defined(__x86_64__)
-#  include "adamw_impl.h"
+#  include "optim/adamw_impl.h"
 #  include <immintrin.h>
 #  include <stdbool.h>
 
@@ -58,7 +58,7 @@ TARGET static inline __m256i mul64(__m256i a, uint64_t b) {
   return _mm256_add_epi64(_mm256_mul_epu32(a, b_low), _mm256_slli_epi64(cross, 32));
 }
 
-#  include "adamw_vector.h"
+#  include "optim/adamw_vector.h"
 #else
 typedef int ps__adamw_avx2_is_for_x86_64; /* an empty file is not C */
 #endif

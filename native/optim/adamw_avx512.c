@@ -1,6 +1,6 @@
 /* adamw_avx512.c - AdamW, 16 elements at a time, bf16 32: adamw_vector.h in AVX-512. */
 #if defined(__x86_64__)
-#  include "adamw_impl.h"
+#  include "optim/adamw_impl.h"
 #  include <immintrin.h>
 #  include <stdbool.h>
 
@@ -50,7 +50,7 @@ TARGET static inline __m512i mul64(__m512i a, uint64_t b) {
   return _mm512_mullo_epi64(a, SET64(b));
 }
 
-#  include "adamw_vector.h"
+#  include "optim/adamw_vector.h"
 #else
 typedef int ps__adamw_avx512_is_for_x86_64; /* an empty file is not C */
 #endif

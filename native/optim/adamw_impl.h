@@ -2,7 +2,7 @@
  * one update and the table of functions. */
 #ifndef PS_ADAMW_IMPL_H
 #define PS_ADAMW_IMPL_H
-#include "optim.h"
+#include "optim/optim.h"
 
 /* splitmix64: the Weyl increment and the finalizer's two multipliers (Steele, Lea & Flood 2014). */
 #define PS__SR_GAMMA  UINT64_C(0x9e3779b97f4a7c15)

@@ -1,8 +1,8 @@
 /* adamw_scalar.c - AdamW one element at a time: the reference that the vector variants must
  * match, their tails, and what runs on a CPU without AVX2. Math, NaN rule and rounding: optim.h.
  * Compiled without FMA contraction. */
-#include "adamw_impl.h"
-#include "../kernels/ops.h"
+#include "optim/adamw_impl.h"
+#include "kernels/ops.h"
 #include <math.h>
 #include <string.h>
 

@@ -2,8 +2,8 @@
  * stream. */
 #ifndef PS_OPTIM_CUDA_ADAMW_H
 #define PS_OPTIM_CUDA_ADAMW_H
-#include "../kernels/cuda/cuda_exec.h"
-#include "optim.h"
+#include "kernels/cuda/cuda_exec.h"
+#include "optim/optim.h"
 #ifdef __cplusplus
 extern "C" {
 #endif

@@ -7,7 +7,7 @@
  *   linear    peak * (1-p) + min * p
  *   WSD       peak until step B = max(W, T-decay_steps), then linear with p = (s-B) / (T-B)
  * From step T on all but constant stay at min. */
-#include "optim.h"
+#include "optim/optim.h"
 #include <math.h>
 
 static double progress(uint64_t step, uint64_t from, uint64_t to) {

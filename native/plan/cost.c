@@ -1,7 +1,7 @@
 /* cost.c - time of an op from its work: a fixed cost plus work over the measured rate, and its
  * share of CPUs, host memory and link. */
-#include "hardware_impl.h"
-#include "plan_impl.h"
+#include "hardware/hardware_impl.h"
+#include "plan/plan_impl.h"
 #include <math.h>
 
 static double rate_ns(double work, double per_s) { return per_s > 0 ? work / per_s * 1e9 : 0; }

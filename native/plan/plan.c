@@ -1,7 +1,7 @@
 /* plan.c - a plan from its configuration: defaults, search, the memory map that will be run,
  * figures, refusal in words. */
-#include "plan_impl.h"
-#include "hardware_impl.h"
+#include "plan/plan_impl.h"
+#include "hardware/hardware_impl.h"
 #include <string.h>
 
 static const char *const stream_name[PS__N_STREAMS] = {"compute", "h2d", "d2h", "host", "io"};

@@ -1,7 +1,7 @@
 /* plan_impl.h - what a plan is, for the planner and the trainer. */
 #ifndef PS_PLAN_IMPL_H
 #define PS_PLAN_IMPL_H
-#include "step.h"
+#include "step/step.h"
 #include <stdatomic.h>
 
 struct ps_plan {

@@ -1,5 +1,5 @@
 /* plan_text.c - a plan for a person, and as JSON for scripts. */
-#include "plan_impl.h"
+#include "plan/plan_impl.h"
 #include <stdarg.h>
 #include <string.h>
 

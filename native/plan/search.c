@@ -9,7 +9,7 @@
  * than the best simulated plan, the member is passed over. Large families are looked at within a
  * budget (MAX_OPS for 32 layers) and with fewer rounds a step, refined, and the fastest few
  * looked at whole. */
-#include "look.h"
+#include "plan/evaluate.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

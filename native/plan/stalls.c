@@ -6,7 +6,7 @@
  * behind that op's end, and stalls where nothing was awaited that long, count as launch and
  * signals. What the first step of a trace awaited of the step before is not known: where the
  * trace has others, they alone count. */
-#include "plan_impl.h"
+#include "plan/plan_impl.h"
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,8 +1,8 @@
 /* hooks.c - the host ops of a step: its batch, its loss, the gradient norm, the updates, the
  * report. */
-#include "trainer.h"
+#include "train/trainer.h"
 #ifdef PS_CUDA
-#  include "../optim/cuda_adamw.h"
+#  include "optim/cuda_adamw.h"
 #endif
 #include <math.h>
 #include <string.h>

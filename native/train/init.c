@@ -5,7 +5,7 @@
  * (o_proj, down_proj) N(0, 0.02 / sqrt(2 layers)), as GPT-2 does (Radford et al. 2019, section
  * 2.3). Element i of a model depends on the seed and i alone: Box and Muller's transform of
  * splitmix64's words, a pair of elements for each word. */
-#include "trainer.h"
+#include "train/trainer.h"
 #include <math.h>
 #include <string.h>
 

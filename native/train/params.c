@@ -1,5 +1,5 @@
 /* params.c - parameters at home: loading, reading, writing. */
-#include "trainer.h"
+#include "train/trainer.h"
 #include <string.h>
 
 enum { PIECE = 1 << 24 }; /* elements read at a time */

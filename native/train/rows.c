@@ -1,13 +1,13 @@
 /* rows.c - the embedding at home, updated by rows: a step's first rounds need some rows of the
  * table before the others, and whoever needs a row first updates it.
  *
- * A step's update of the table runs last of the host's (native/plan/updates.c), beside the next
- * step's first gathers (native/plan/embed.c). Both go through this table of rows: done[row] is
+ * A step's update of the table runs last of the host's (native/step/updates.c), beside the next
+ * step's first gathers (native/step/embed.c). Both go through this table of rows: done[row] is
  * the step whose update the row has, plus one; BUSY while a thread writes it. A row's bits are
  * the same whoever updates it: AdamW works by elements, and its rounding is keyed by the
  * element's index. */
-#include "trainer.h"
-#include "../core/core.h"
+#include "train/trainer.h"
+#include "core/core.h"
 #include <sched.h>
 #include <string.h>
 

@@ -1,7 +1,7 @@
 /* save.c - the model as a Hugging Face directory: all of it at once, or nothing (io/stage.c).
  * config.json says the dtype that the tensors have: a reader that trusts it would round them
  * otherwise. */
-#include "trainer.h"
+#include "train/trainer.h"
 #include "io/io.h"
 #include <errno.h>
 #include <math.h>

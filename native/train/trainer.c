@@ -1,5 +1,5 @@
 /* trainer.c - opening, stepping and closing a trainer. */
-#include "trainer.h"
+#include "train/trainer.h"
 #include "io/io.h"
 #include <math.h>
 #include <string.h>

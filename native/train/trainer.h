@@ -1,9 +1,9 @@
 /* trainer.h - the trainer's insides, shared by its files. */
 #ifndef PS_TRAIN_TRAINER_H
 #define PS_TRAIN_TRAINER_H
-#include "../engine/engine.h"
-#include "../plan/plan_impl.h"
-#include "../optim/optim.h"
+#include "engine/engine.h"
+#include "plan/plan_impl.h"
+#include "optim/optim.h"
 #include <penstock/train.h>
 
 enum { PS__RING = 64 }; /* steps submitted and not yet reported, at most */

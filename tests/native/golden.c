@@ -8,7 +8,7 @@
  * work; waits. Everything goes by name and number, never by a struct's bytes, so that the text
  * outlives a change of the structs. A kernel that args[] does not list is an error: it would go
  * unwatched. */
-#include "../../native/plan/plan_impl.h"
+#include "plan/plan_impl.h"
 #include "check.h"
 #include <inttypes.h>
 #include <stddef.h>

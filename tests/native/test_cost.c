@@ -1,7 +1,7 @@
 /* test_cost.c - rates by shape: the tables' entries exactly, between two entries from one to the
  * other, outside them the nearest; each host op its own rate. */
 #include "check.h"
-#include "plan/hardware_impl.h"
+#include "hardware/hardware_impl.h"
 #include "plan/plan_impl.h"
 #include <math.h>
 

@@ -1,8 +1,8 @@
 /* test_optim.c - the host optimizer: same bits from every variant, any cut and any number of
  * threads; the random generator. */
-#include "../../native/core/core.h"
-#include "../../native/kernels/ops.h"
-#include "../../native/optim/optim.h"
+#include "core/core.h"
+#include "kernels/ops.h"
+#include "optim/optim.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -19,7 +19,7 @@
  * determinism  what a task computes and the order of additions to dq and dkv (phases) follow
  *              from shapes and doc_start alone.
  * reference    tests/test_attention.py, PyTorch in fp64 */
-#include "attention_job.h"
+#include "kernels/cpu/attention_job.h"
 #include <math.h>
 #include <string.h>
 

@@ -1,7 +1,7 @@
 /* attention_isa.h - vector lanes, exp2 and the two micro-kernels of attention, for the
  * instruction set ATT_ISA (512, 2, 0). A template: included once by each attention_<isa>.c.
  * Every function carries ATT_FN, so that the file may be compiled without any -m flag. */
-#include "attention_job.h"
+#include "kernels/cpu/attention_job.h"
 #include <math.h>
 #include <string.h>
 #if ATT_ISA

@@ -6,7 +6,7 @@
  * them throughout, so that its bits never depend on threads or time. */
 #ifndef PS_KERNELS_ATTENTION_JOB_H
 #define PS_KERNELS_ATTENTION_JOB_H
-#include "cpu.h"
+#include "kernels/cpu/cpu.h"
 
 /* Rows of a query tile and of a key tile, and rows that a micro-kernel makes at once. */
 enum { ATT_TILE = 64, ATT_ROWS = 4 };

@@ -1,7 +1,7 @@
 /* convert.c - fp32 <-> bf16, loads and stores by dtype, exp over arrays. Bandwidth-bound,
  * single-threaded: callers split. */
-#include "cpu.h"
-#include "vec.h"
+#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/vec.h"
 
 PS_CLONES static void convert_widen(float *dst, const uint16_t *src, size_t n) {
   for (size_t i = 0; i < n; i += PS_LANES)

@@ -7,12 +7,12 @@
  * bits. */
 #ifndef PS_KERNELS_CPU_H
 #define PS_KERNELS_CPU_H
-#include "../../core/core.h"
-#include "../ops.h"
+#include "core/core.h"
+#include "kernels/ops.h"
 
 /* The CUDA function of an op, for ps_kernel.fn[PS_BACKEND_CUDA]; NULL in a build without CUDA. */
 #ifdef PS_CUDA
-#  include "../cuda/cuda_ops.h"
+#  include "kernels/cuda/cuda_ops.h"
 #  define PS_CUDA_FN(op) ps__cuda_##op
 #else
 #  define PS_CUDA_FN(op) NULL

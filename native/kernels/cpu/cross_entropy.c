@@ -1,6 +1,6 @@
 /* cross_entropy.c - loss and gradient of the logits in one pass over each row, in place. */
-#include "cpu.h"
-#include "vec.h"
+#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/vec.h"
 #include <math.h>
 
 typedef struct ce_job {

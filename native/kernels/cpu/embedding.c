@@ -1,5 +1,5 @@
 /* embedding.c - rows of the table by token, and their gradient. */
-#include "total.h"
+#include "kernels/cpu/total.h"
 
 typedef struct emb_job {
   const ps__args_embed *a;

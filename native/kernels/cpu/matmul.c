@@ -1,7 +1,7 @@
 /* matmul.c - matrix products by OpenBLAS, held to one thread, over tiles of C that the pool
  * shares out. */
-#include "cpu.h"
-#include "vec.h"
+#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/vec.h"
 #include <cblas.h>
 #include <dlfcn.h>
 #include <pthread.h>

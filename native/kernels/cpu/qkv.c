@@ -14,8 +14,8 @@
  * determinism  a row is made by one worker; dw: partial sums of fixed groups of rows (cpu.h),
  *              added in order.
  * reference    tests/test_qkv.py: PyTorch in fp64, transformers' LlamaRotaryEmbedding */
-#include "cpu.h"
-#include "vec.h"
+#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/vec.h"
 #include <math.h>
 
 enum { ROPE_ROWS = 32 }; /* rows that share one filling of the table of sines */

@@ -1,5 +1,5 @@
 /* reduce.c - sums: gradients into totals, columns, squares; and zero fill. */
-#include "total.h"
+#include "kernels/cpu/total.h"
 #if defined(__x86_64__)
 #  include <immintrin.h>
 #endif

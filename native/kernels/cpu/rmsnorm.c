@@ -1,6 +1,6 @@
 /* rmsnorm.c - RMSNorm over rows, forward and backward (Zhang & Sennrich 2019, arXiv 1910.07467). */
-#include "cpu.h"
-#include "vec.h"
+#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/vec.h"
 #include <math.h>
 
 typedef struct norm_job {

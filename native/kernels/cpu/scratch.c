@@ -1,5 +1,5 @@
 /* scratch.c - the table of cpu kernels with their scratch sizes, and loops over blocks of rows. */
-#include "cpu.h"
+#include "kernels/cpu/cpu.h"
 #include <string.h>
 
 /* Every kernel of ops.h; scratch NULL where a worker needs none. */

@@ -1,7 +1,7 @@
 /* swiglu.c - the gated activation of the feed-forward layer (Shazeer 2020, arXiv 2002.05202),
  * forward and backward. */
-#include "cpu.h"
-#include "vec.h"
+#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/vec.h"
 
 typedef struct glu_job {
   size_t ffn;

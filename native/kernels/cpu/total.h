@@ -1,8 +1,8 @@
 /* total.h - adding to a total, in all the ways of ops.h, for the kernels that do so. */
 #ifndef PS_KERNELS_TOTAL_H
 #define PS_KERNELS_TOTAL_H
-#include "cpu.h"
-#include "vec.h"
+#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/vec.h"
 
 /* total[i] += g[i]; mode: of ops.h. g NULL: nothing is added, a total with low bytes (mode
  * PS_LOW_READ) is rounded. */

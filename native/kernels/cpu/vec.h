@@ -7,7 +7,7 @@
  * clang and an ABI note in gcc. */
 #ifndef PS_KERNELS_VEC_H
 #define PS_KERNELS_VEC_H
-#include "../ops.h"
+#include "kernels/ops.h"
 #include <string.h>
 
 enum { PS_LANES = 16 };

@@ -4,8 +4,8 @@
  *
  * determinism  everything here is bitwise the same in every run: no atomics, sums in a fixed
  *              order. */
-#include "attention_cuda.h"
-#include "cuda_common.cuh"
+#include "kernels/cuda/attention_cuda.h"
+#include "kernels/cuda/cuda_common.cuh"
 #include <atomic>
 #include <math.h>
 #include <mutex>

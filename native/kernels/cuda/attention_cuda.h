@@ -7,7 +7,7 @@
  * it. */
 #ifndef PS_KERNELS_CUDA_ATTENTION_CUDA_H
 #define PS_KERNELS_CUDA_ATTENTION_CUDA_H
-#include "cuda_ops.h"
+#include "kernels/cuda/cuda_ops.h"
 #include <cuda_runtime_api.h>
 #include <stdbool.h>
 #include <stdint.h>

@@ -24,7 +24,7 @@
  *         (test_cuda_attention time).
  * determinism  forward always; backward with exec->deterministic, else dQ is added with atomics.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
-#include "attention_cuda.h"
+#include "kernels/cuda/attention_cuda.h"
 #include <atomic>
 #include <dlfcn.h>
 #include <math.h>

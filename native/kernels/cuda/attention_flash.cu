@@ -19,8 +19,8 @@
  *         time).
  * determinism  forward always; backward with exec->deterministic, else dQ is added with atomics.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
-#include "attention_cuda.h"
-#include "flash/flash_launch.h"
+#include "kernels/cuda/attention_cuda.h"
+#include "kernels/cuda/flash/flash_launch.h"
 #include <math.h>
 #include <new>
 

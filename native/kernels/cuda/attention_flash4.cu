@@ -20,8 +20,8 @@
  * determinism  forward always; backward with exec->deterministic: blocks take turns in adding to
  *              dQ, dK and dV. Else they add as they come.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
-#include "attention_cuda.h"
-#include "cuda_common.cuh"
+#include "kernels/cuda/attention_cuda.h"
+#include "kernels/cuda/cuda_common.cuh"
 #include <flash4_table.h>
 #include <math.h>
 #include <new>

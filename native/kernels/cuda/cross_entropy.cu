@@ -1,5 +1,5 @@
 /* cross_entropy.cu - loss and gradient of the logits, in place. */
-#include "cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 
 /* BATCH vectors a thread, and the next as many in flight */
 enum { THREADS = 1024, WARPS = THREADS / 32, BATCH = 2 };

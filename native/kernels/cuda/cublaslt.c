@@ -4,7 +4,7 @@
  * So the library loads on machines without cuBLAS. They are hidden: a program that links
  * cuBLASLt itself keeps its own. Without the library every call says
  * CUBLAS_STATUS_NOT_INITIALIZED; ps__cublaslt_open() says why, and what to do. */
-#include "cublaslt.h"
+#include "kernels/cuda/cublaslt.h"
 #include "core/core.h"
 #include <cublasLt.h>
 #include <dlfcn.h>

@@ -5,8 +5,8 @@
  * device), every sum has a fixed order. */
 #ifndef PS_KERNELS_CUDA_COMMON_CUH
 #define PS_KERNELS_CUDA_COMMON_CUH
-#include "cuda_ops.h"
-#include "scratch.h"
+#include "kernels/cuda/cuda_ops.h"
+#include "kernels/cuda/scratch.h"
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 

@@ -7,8 +7,8 @@
  * of NaN forward and is left out backward, a target out of range a NaN loss and a zero gradient. */
 #ifndef PS_KERNELS_CUDA_OPS_H
 #define PS_KERNELS_CUDA_OPS_H
-#include "../ops.h"
-#include "cuda_exec.h"
+#include "kernels/ops.h"
+#include "kernels/cuda/cuda_exec.h"
 #ifdef __cplusplus
 extern "C" {
 #endif

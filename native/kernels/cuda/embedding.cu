@@ -1,5 +1,5 @@
 /* embedding.cu - rows of the table by token, and their gradient. */
-#include "cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 
 enum { THREADS = 256 };
 

@@ -1,5 +1,5 @@
 /* gemm_cache.c - the file of chosen algorithms: JSON, one entry a shape. Contract: gemm_cache.h. */
-#include "gemm_cache.h"
+#include "kernels/cuda/gemm_cache.h"
 #include "core/core.h"
 #include <ctype.h>
 #include <errno.h>

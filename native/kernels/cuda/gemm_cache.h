@@ -2,7 +2,7 @@
  * file a GPU and a version of cuBLASLt. Plain C without CUDA's headers. */
 #ifndef PS_KERNELS_CUDA_GEMM_CACHE_H
 #define PS_KERNELS_CUDA_GEMM_CACHE_H
-#include "../ops.h"
+#include "kernels/ops.h"
 #ifdef __cplusplus
 extern "C" {
 #endif

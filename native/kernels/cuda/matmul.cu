@@ -3,9 +3,9 @@
  *
  * cuBLASLt is column-major: row-major C[M,N] = op(A) op(B) is its C'[N,M] = op(B)' op(A)', so B
  * comes first and what is stored as op() needs it is "not transposed" there. */
-#include "cublaslt.h"
-#include "cuda_common.cuh"
-#include "gemm_cache.h"
+#include "kernels/cuda/cublaslt.h"
+#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/gemm_cache.h"
 #include <cublasLt.h>
 #include <cstring>
 

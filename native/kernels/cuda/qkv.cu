@@ -22,7 +22,7 @@
  *              then fixed trees.
  * reference    the cpu backend's: 1 ulp of bf16; fp32 within 4e-7 of the head's largest, 1e-5
  *              with the norm */
-#include "cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 
 enum { THREADS = 256, SLICE_THREADS = 384, MAX_HALF = 256, PAIRS = MAX_HALF / 32 };
 

@@ -1,5 +1,5 @@
 /* reduce.cu - sums: gradients into totals, columns, squares; and zero fill. */
-#include "cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 
 enum { THREADS = 256 };
 

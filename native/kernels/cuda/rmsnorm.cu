@@ -1,6 +1,6 @@
 /* rmsnorm.cu - RMSNorm over rows, forward and backward (Zhang & Sennrich 2019, arXiv
  * 1910.07467). */
-#include "cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 
 enum { FWD_THREADS = 256, FWD_KEEP = 4, ANY_THREADS = 512 };
 

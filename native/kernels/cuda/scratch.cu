@@ -1,6 +1,6 @@
 /* scratch.cu - how much scratch an op needs on CUDA. */
-#include "attention_cuda.h"
-#include "cuda_common.cuh"
+#include "kernels/cuda/attention_cuda.h"
+#include "kernels/cuda/cuda_common.cuh"
 
 extern "C" size_t ps__cuda_scratch_bytes(const ps_kernel *kernel, const void *args) {
   if (kernel == &ps__k_embed_bwd)

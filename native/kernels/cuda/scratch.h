@@ -2,7 +2,7 @@
  * GPU are made on any machine. */
 #ifndef PS_KERNELS_CUDA_SCRATCH_H
 #define PS_KERNELS_CUDA_SCRATCH_H
-#include "../ops.h"
+#include "kernels/ops.h"
 #include <stdbool.h>
 
 static inline size_t ps_round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }

@@ -1,6 +1,6 @@
 /* swiglu.cu - the gated activation of the feed-forward layer (Shazeer 2020, arXiv 2002.05202),
  * forward and backward. */
-#include "cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 
 enum { THREADS = 256 };
 

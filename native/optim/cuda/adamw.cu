@@ -4,8 +4,8 @@
  * __fmul_rn and its like are never contracted to FMA, divide and root are the exact ones, and
  * denormals are kept (no -ftz). The scalars arrive rounded by the same function that the host
  * variants use. */
-#include "../adamw_impl.h"
-#include "../cuda_adamw.h"
+#include "optim/adamw_impl.h"
+#include "optim/cuda_adamw.h"
 #include "kernels/cuda/cuda_common.cuh"
 
 enum { THREADS = 256, MAX_SEGMENTS = 16, MAX_SUMSQ = 32 };

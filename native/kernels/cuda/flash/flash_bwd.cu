@@ -4,7 +4,7 @@
  * Three kernels: rows' dot(d_o, o), a block a tile of queries; dk, dv and sums of dq, a block a
  * tile of keys; dq out of its sums. Block sizes are flash-attn's choices for these GPUs. dq's
  * sums are in an order of elements that only flash-attn's own kernels know. */
-#include "flash_tiles.cuh"
+#include "kernels/cuda/flash/flash_tiles.cuh"
 #include <flash_bwd_preprocess_kernel.h>
 #include <flash_bwd_kernel.h>
 

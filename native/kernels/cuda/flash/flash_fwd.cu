@@ -3,7 +3,7 @@
  *
  * Block sizes are flash-attn's choices for these GPUs. Tiles go from the last to the first: the
  * last ones see the most keys. */
-#include "flash_tiles.cuh"
+#include "kernels/cuda/flash/flash_tiles.cuh"
 #include <flash_fwd_kernel.h>
 
 using namespace ps_flash;

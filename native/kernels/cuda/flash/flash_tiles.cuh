@@ -1,7 +1,7 @@
 /* flash_tiles.cuh - which document a block works on. */
 #ifndef PS_KERNELS_CUDA_FLASH_TILES_CUH
 #define PS_KERNELS_CUDA_FLASH_TILES_CUH
-#include "flash_launch.h"
+#include "kernels/cuda/flash/flash_launch.h"
 #include <stdint.h>
 
 /* The @index-th tile of @block rows, counted through the documents: *doc and the tile's number

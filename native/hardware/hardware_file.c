@@ -1,5 +1,5 @@
 /* hardware_file.c - a machine's rates and facts as JSON. */
-#include "hardware_impl.h"
+#include "hardware/hardware_impl.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <stddef.h>

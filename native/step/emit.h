@@ -1,8 +1,8 @@
 /* emit.h - what the step builder is made of: emitting ops and tensors, parameters on the device,
  * gradients on their way home. */
-#ifndef PS_PLAN_EMIT_H
-#define PS_PLAN_EMIT_H
-#include "step.h"
+#ifndef PS_STEP_EMIT_H
+#define PS_STEP_EMIT_H
+#include "step/step.h"
 
 /* A visit of a unit: all chunks of a round pass it before the next visit. */
 typedef enum ps__visit_kind {

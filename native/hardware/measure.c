@@ -1,10 +1,10 @@
 /* measure.c - the host's rates by running the kernels themselves on realistic values; the GPU's
  * come from native/backends/cuda/measure.c. */
-#include "hardware_impl.h"
-#include "../kernels/cpu/cpu.h"
-#include "../optim/optim.h"
+#include "hardware/hardware_impl.h"
+#include "kernels/cpu/cpu.h"
+#include "optim/optim.h"
 #ifdef PS_CUDA
-#  include "../backends/cuda/probe.h"
+#  include "backends/cuda/probe.h"
 #endif
 #include <sched.h>
 #include <stdatomic.h>

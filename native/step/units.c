@@ -1,5 +1,5 @@
 /* units.c - parameters on their way in, gradients on their way home. */
-#include "emit.h"
+#include "step/emit.h"
 #include <string.h>
 
 static uint64_t unit_bytes(const ps__builder *b, uint32_t unit) {

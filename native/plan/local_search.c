@@ -1,5 +1,5 @@
 /* refine.c - from the fastest members of a large family on: what lies between the members. */
-#include "look.h"
+#include "plan/evaluate.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 /* emit.c - emitting virtual tensors and ops. Memory running out is noted once in the step and
  * checked at the end. */
-#include "emit.h"
-#include "../kernels/cuda/scratch.h"
+#include "step/emit.h"
+#include "kernels/cuda/scratch.h"
 #include <string.h>
 
 static uint32_t new_vt(ps__builder *b, ps__vt t) {

@@ -1,7 +1,7 @@
 /* hardware.c - this machine's facts, and rates estimated from them. */
-#include "hardware_impl.h"
+#include "hardware/hardware_impl.h"
 #ifdef PS_CUDA
-#  include "../backends/cuda/probe.h"
+#  include "backends/cuda/probe.h"
 #endif
 #include <ctype.h>
 #include <string.h>

@@ -1,6 +1,6 @@
 /* family.c - members, what they cost at least and about. */
-#include "family.h"
-#include "../optim/optim.h"
+#include "plan/candidates.h"
+#include "optim/optim.h"
 #include <math.h>
 #include <stdio.h>
 #include <string.h>

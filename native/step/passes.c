@@ -1,6 +1,6 @@
 /* passes.c - one chunk through one unit: block forward and backward with recomputation, head and
  * loss. */
-#include "emit.h"
+#include "step/emit.h"
 #include <string.h>
 
 const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c) {

@@ -4,10 +4,10 @@
  * Tensors here are virtual: a space, a size and a lifetime in program order [first op, last op).
  * The memory map gives each an offset so that tensors alive at the same time never overlap;
  * hazards on the shared ranges are the engine's to derive. */
-#ifndef PS_PLAN_STEP_H
-#define PS_PLAN_STEP_H
-#include "../model/block.h"
-#include "layout.h"
+#ifndef PS_STEP_STEP_H
+#define PS_STEP_STEP_H
+#include "model/block.h"
+#include "step/layout.h"
 #include <penstock/plan.h>
 
 enum { PS__SPACE_DEVICE = 0, PS__SPACE_HOST = 1, PS__N_SPACES = 2 };

@@ -1,6 +1,6 @@
 /* decide.c - the decisions of a member: fates of saved tensors, what stays on the device, where
  * updates run. */
-#include "family.h"
+#include "plan/candidates.h"
 #include <string.h>
 
 bool ps__among(uint32_t unit, uint32_t parts) {

@@ -1,6 +1,6 @@
 /* layout.c - cutting a step's tokens. */
-#include "layout.h"
-#include "../kernels/ops.h"
+#include "step/layout.h"
+#include "kernels/ops.h"
 #include <string.h>
 
 static void fill_packed(ps__layout *l, uint64_t seqs_per_chunk) {

@@ -1,6 +1,6 @@
 /* embed.c - the embedding's passes: rows of a table on the device, or gathered from the table at
  * home and added to its gradient there. */
-#include "emit.h"
+#include "step/emit.h"
 
 static bool at_home(const ps__builder *b) { return b->s->spec->embed_at_home; }
 

@@ -1,6 +1,6 @@
 /* memmap.c - offsets for tensors with lifetimes: greedy, longest-lived first, lowest fitting
  * offset, or highest for those that say so. */
-#include "step.h"
+#include "step/step.h"
 #include <stdlib.h>
 #include <string.h>
 

@@ -5,9 +5,9 @@
  * are issued. Whether the embedding is at home follows from size and residency: where that is
  * less traffic. For every member there are bounds that cost microseconds (it cannot take less
  * time or memory) and an estimate of its time, by which the search goes. */
-#ifndef PS_PLAN_FAMILY_H
-#define PS_PLAN_FAMILY_H
-#include "plan_impl.h"
+#ifndef PS_PLAN_CANDIDATES_H
+#define PS_PLAN_CANDIDATES_H
+#include "plan/plan_impl.h"
 
 /* shares are so many parts of the saved bytes; residency is so many parts of the units */
 enum { PS__SHARES = 96, PS__UNIT_PARTS = 32 };

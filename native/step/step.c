@@ -1,5 +1,5 @@
 /* step.c - the order of a step: rounds of forward, head, backward; then updates. */
-#include "emit.h"
+#include "step/emit.h"
 #include <string.h>
 
 ps__batch_block ps__batch_block_of(uint32_t n_tokens) {

@@ -1,7 +1,7 @@
 /* hardware_impl.h - what the files behind penstock/hardware.h share. */
-#ifndef PS_PLAN_HARDWARE_IMPL_H
-#define PS_PLAN_HARDWARE_IMPL_H
-#include "../core/core.h"
+#ifndef PS_HARDWARE_IMPL_H
+#define PS_HARDWARE_IMPL_H
+#include "core/core.h"
 #include <penstock/hardware.h>
 
 /* ps__hardware_facts() - *hw cleared, then what the system and the driver report. Errors:

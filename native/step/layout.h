@@ -1,8 +1,8 @@
 /* layout.h - how a step's tokens are cut: sequences into chunks, chunks into groups and rounds. */
-#ifndef PS_PLAN_LAYOUT_H
-#define PS_PLAN_LAYOUT_H
+#ifndef PS_STEP_LAYOUT_H
+#define PS_STEP_LAYOUT_H
 #include <penstock/model.h>
-#include "../core/core.h"
+#include "core/core.h"
 #include <penstock/plan.h>
 
 typedef struct ps__chunk {

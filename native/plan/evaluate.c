@@ -1,7 +1,7 @@
 /* look.c - a member's ops, memory and time; what a step takes beside its arenas. */
-#include "hardware_impl.h"
-#include "look.h"
-#include "../kernels/cuda/scratch.h"
+#include "hardware/hardware_impl.h"
+#include "plan/evaluate.h"
+#include "kernels/cuda/scratch.h"
 #include <string.h>
 
 uint32_t ps__stream_threads(const ps_plan *plan, uint32_t stream) {

@@ -2,8 +2,8 @@
  * the device with moments that come in for the update and go home after it. With clipping behind
  * the whole norm, without it behind the unit's total. At home it may be made in two parts: what
  * the next forward pass waits for, and the rest. */
-#include "emit.h"
-#include "../optim/optim.h"
+#include "step/emit.h"
+#include "optim/optim.h"
 
 uint32_t ps__bring(ps__builder *b, uint32_t home, ps_tag tag) {
   const ps__vaccess from = ps__whole(b, home, PS_READ);

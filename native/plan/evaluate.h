@@ -1,8 +1,8 @@
 /* look.h - looking at a member of the family: its ops, the memory that it takes, its time by
  * simulation; and the search that looks. */
-#ifndef PS_PLAN_LOOK_H
-#define PS_PLAN_LOOK_H
-#include "family.h"
+#ifndef PS_PLAN_EVALUATE_H
+#define PS_PLAN_EVALUATE_H
+#include "plan/candidates.h"
 
 enum { PS__N_BEST = 8 };
 typedef struct ps__fastest {
