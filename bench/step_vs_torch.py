@@ -184,10 +184,10 @@ def report(a, times, plans, trainers):
                 "chunk_tokens": r["chunk_tokens"],
                 "chunks_per_round": r["chunks_per_round"],
                 "n_rounds": r["n_rounds"],
-                "recompute_share": round(r["recompute_flops"] / r["model_flops"], 4),
+                "recompute_fraction": round(r["recompute_flops"] / r["model_flops"], 4),
                 "predicted_step_s": round(r["step_s"], 4),
                 "measured_over_predicted": round(s / r["step_s"], 3),
-                "busiest_transfer_share": round(busy, 3),
+                "busiest_transfer_fraction": round(busy, 3),
             }
         rows.append(
             {

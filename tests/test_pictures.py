@@ -44,10 +44,10 @@ PERIODIC = [
 
 def test_time_counts_between_the_borders_of_steps_and_not_from_a_prefetch():
     t = timeline(PERIODIC)
-    assert trace.borders(t).tolist() == pytest.approx([7.1, 8.0, 9.0]) and trace.count(
-        t
-    ) == pytest.approx((8.0, 9.0))
-    compute, h2d, host = trace.shares(t)
+    assert trace.step_boundaries(t).tolist() == pytest.approx(
+        [7.1, 8.0, 9.0]
+    ) and trace.counted_period(t) == pytest.approx((8.0, 9.0))
+    compute, h2d, host = trace.stream_times(t)
     assert (compute.busy, compute.waiting, compute.idle) == pytest.approx(
         (0.9, 0.1, 0.0), abs=1e-9
     )  # from the prefetch on it was 0.67
@@ -55,7 +55,7 @@ def test_time_counts_between_the_borders_of_steps_and_not_from_a_prefetch():
         (0.3, 0.0)
     )  # 0.2 of the step before's update, 0.1 of its own; no step came whose parameters were fetched
     assert [s.n_ops for s in (compute, h2d, host)] == [2, 0, 2]
-    alone = trace.shares(timeline([row for row in PERIODIC if row[0] == 7]))
+    alone = trace.stream_times(timeline([row for row in PERIODIC if row[0] == 7]))
     assert alone[0].busy == pytest.approx(1.0)  # one step: from its first op's start
 
 
@@ -65,7 +65,9 @@ def test_the_summary_counts_as_the_trace_does(job, tmp_path):
         *words(job | {"--steps": 5, "--device-mem": "5MiB", "--run-dir": tmp_path, "--json": None}),
     )
     summary = json.loads(done.stdout)
-    for s, here in zip(summary["streams"], trace.shares(trace.load(tmp_path / "timeline.json"))):
+    for s, here in zip(
+        summary["streams"], trace.stream_times(trace.load(tmp_path / "timeline.json"))
+    ):
         assert (s["name"], s["busy"], s["wait"]) == (
             here.name,
             pytest.approx(here.busy, abs=1e-4),

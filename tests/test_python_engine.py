@@ -228,7 +228,7 @@ def test_the_dataflow_example_computes_and_writes_its_timeline(tmp_path):
     assert result.tolist() == expected.tolist()
     timeline = trace.load(tmp_path / "timeline.json")
     assert timeline.streams == ["compute", "h2d", "d2h"] and len(timeline.events) == 3 * dataflow.N
-    by_name = {s.name: s for s in trace.shares(timeline)}
+    by_name = {s.name: s for s in trace.stream_times(timeline)}
     assert all(0 < s.busy <= 1 and 0 <= s.busy + s.waiting <= 1.001 for s in by_name.values())
     trace.plot(timeline, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes()[:4] == b"\x89PNG"

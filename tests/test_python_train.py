@@ -317,7 +317,7 @@ def test_trace_of_a_training_is_written(plan, tiny_model, tiny_shard, tmp_path):
         list(trainer.steps(3))
         assert len(trainer.trace()) == 2 * plan.schedule.n_ops
         trainer.write_trace(tmp_path / "timeline.json")
-    shares = {s.name: s for s in trace.shares(trace.load(tmp_path / "timeline.json"))}
+    shares = {s.name: s for s in trace.stream_times(trace.load(tmp_path / "timeline.json"))}
     assert shares["compute"].busy > 0.3
 
 

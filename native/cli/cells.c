@@ -11,7 +11,7 @@ static bool better(const cli_cell *a, const cli_cell *b) {
   return b->device_bytes < a->device_bytes;
 }
 
-void cli_cells_share(cli_cell *cell, uint32_t n) {
+void cli_cells_choose(cli_cell *cell, uint32_t n) {
   for (uint32_t i = 0; i < n; i++) {
     uint32_t best = i;
     for (uint32_t j = 0; j < n; j++) {

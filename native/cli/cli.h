@@ -125,10 +125,10 @@ typedef struct cli_device {
 
 /* cli_hardware_get() - rates from the user's cache, measured (and cached) on first use; says so
  * on stderr unless @quiet. cli_hardware_measure() - measured now, by ps_hardware_profile() where
- * @at_length; @seconds 0: as long as the device needs. Both lower device->threads to the CPUs
+ * @full; @seconds 0: as long as the device needs. Both lower device->threads to the CPUs
  * there are, and say so; cli_bound_threads() is that, for @n_cpus. */
 int cli_hardware_get(ps_hardware *out, cli_device *device, uint64_t host_bytes, bool quiet);
-int cli_hardware_measure(ps_hardware *out, cli_device *device, bool at_length, double seconds,
+int cli_hardware_measure(ps_hardware *out, cli_device *device, bool full, double seconds,
                          char **cached_at);
 void cli_bound_threads(cli_device *device, uint32_t n_cpus, bool quiet);
 void cli_hardware_print(FILE *out, const ps_hardware *hw); /* a few lines */
@@ -150,7 +150,7 @@ typedef struct cli_job {
   double save_wait; /* seconds that a save which fails is tried again for */
   bool force, shuffle, json, quiet, smallest, deterministic, init_weights;
   const char *hardware_file; /* plan only: the machine planned for */
-  bool elsewhere;            /* plan only: --host-mem may be more than this machine has */
+  bool other_machine;        /* plan only: --host-mem may be more than this machine has */
 
   ps_model_config config; /* filled by cli_job_check() */
   ps_hardware hardware;   /* from here on: by cli_job_prepare() and cli_job_plan() */
@@ -187,10 +187,10 @@ typedef struct cli_cell {
   uint32_t idx_from; /* the cell whose plan this one shows */
 } cli_cell;
 
-/* cli_cells_share() - let each of @n cells show the fastest plan found under its caps or under a
+/* cli_cells_choose() - let each of @n cells show the fastest plan found under its caps or under a
  * cell's that are no larger in either: its own where no other is faster. What is shown thus
  * never falls where both caps grow (cells.c). */
-void cli_cells_share(cli_cell *cell, uint32_t n);
+void cli_cells_choose(cli_cell *cell, uint32_t n);
 
 /* ---- training (train.c, progress.c, summary.c) ----------------------------------------------- */
 int cli_train_job(cli_job *job); /* job parsed; everything else is done here */
@@ -226,7 +226,7 @@ typedef struct cli_run_result {
   /* median of the steps after the warm-up, or of all when there are no more */
   double step_s_median, predicted_step_s;
   uint64_t device_peak_bytes, host_peak_bytes;
-  /* shares of the time that cli_stream_shares() counts */
+  /* shares of the time that cli_stream_fractions() counts */
   double busy[PS_MAX_STREAMS], wait[PS_MAX_STREAMS];
   uint32_t n_streams;
   /* what streams waited for, of the trace and of the plan; the longest first in each stream */
@@ -237,9 +237,9 @@ typedef struct cli_run_result {
   char *other_out; /* where the model was saved instead of --out */
 } cli_run_result;
 /* cli_save() - the model into job->out. Where that cannot be written another place may be named
- * at a terminal; without one it is tried again for job->save_wait seconds (keep.c). Exit code. */
+ * at a terminal; without one it is tried again for job->save_wait seconds (save.c). Exit code. */
 int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r);
-void cli_stream_shares(cli_run_result *r, const ps_trace_event *events, uint64_t n);
+void cli_stream_fractions(cli_run_result *r, const ps_trace_event *events, uint64_t n);
 void cli_note_loss(cli_run_result *r, double loss);
 /* fills both lists of stalls; exit code */
 int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events, uint64_t n);

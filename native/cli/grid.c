@@ -163,7 +163,7 @@ int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts
       code = search(job, &g.cell[row[i] * g.n_device + d]);
     }
     cli_progress_clear(&p);
-    cli_cells_share(g.cell, g.n_host * g.n_device);
+    cli_cells_choose(g.cell, g.n_host * g.n_device);
     done[row[i]] = code == CLI_OK;
     for (; !job->json && n_printed < g.n_host && done[n_printed]; n_printed++)
       print_row(&g, n_printed);

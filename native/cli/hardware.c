@@ -155,14 +155,13 @@ static void warn_if_busy(const cpu_use *before) {
 /* ---- measuring ------------------------------------------------------------------------------- */
 
 static ps_status measure(ps_hardware *out, const cli_device *d, uint32_t backend,
-                         uint64_t host_bytes, bool at_length, double seconds, bool quiet,
+                         uint64_t host_bytes, bool full, double seconds, bool quiet,
                          char **cached_at) {
   out->struct_bytes = sizeof *out;
   const uint32_t gpu = (uint32_t)d->gpu, threads = (uint32_t)d->threads;
   const cpu_use before = read_cpu_use();
-  const ps_status st = at_length
-                           ? ps_hardware_profile(out, backend, gpu, threads, host_bytes, seconds)
-                           : ps_hardware_measure(out, backend, gpu, threads, host_bytes, seconds);
+  const ps_status st = full ? ps_hardware_profile(out, backend, gpu, threads, host_bytes, seconds)
+                            : ps_hardware_measure(out, backend, gpu, threads, host_bytes, seconds);
   if (st == PS_OK && !quiet)
     warn_if_busy(&before);
   if (st == PS_OK)
@@ -170,13 +169,13 @@ static ps_status measure(ps_hardware *out, const cli_device *d, uint32_t backend
   return st;
 }
 
-int cli_hardware_measure(ps_hardware *out, cli_device *d, bool at_length, double seconds,
+int cli_hardware_measure(ps_hardware *out, cli_device *d, bool full, double seconds,
                          char **cached_at) {
   uint32_t backend;
   int code = find_machine(out, d, false, &backend);
   if (code != CLI_OK)
     return code;
-  const ps_status st = measure(out, d, backend, 0, at_length, seconds, false, cached_at);
+  const ps_status st = measure(out, d, backend, 0, full, seconds, false, cached_at);
   return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 

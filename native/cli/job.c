@@ -302,7 +302,7 @@ int cli_job_prepare(cli_job *j) {
   int code = get_hardware(j);
   if (code != CLI_OK)
     return code;
-  if (j->elsewhere && j->host_mem)
+  if (j->other_machine && j->host_mem)
     j->hardware.host_memory_bytes = 0; /* the machine planned for has what was given */
   j->plan_config = (ps_plan_config){
       .struct_bytes = sizeof j->plan_config,

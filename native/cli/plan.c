@@ -39,7 +39,7 @@ int cli_plan(int argc, char **argv) {
   cli_job job;
   cli_option options[CLI_MAX_OPTIONS];
   cli_job_init(&job);
-  job.elsewhere = true;
+  job.other_machine = true;
   cli_job_options(&job, options, false);
   size_t n = 0;
   while (options[n].name)

@@ -10,7 +10,8 @@
  * steps run at once, and those of steps that the trace does not have are not in it. So the time
  * that counts goes from the end of compute's first step kept, or where no other is kept from its
  * start, to the end of its last. */
-static void borders(const ps_trace_event *events, uint64_t n, uint64_t *first, uint64_t *last) {
+static void counted_period(const ps_trace_event *events, uint64_t n, uint64_t *first,
+                           uint64_t *last) {
   const uint64_t step = n ? events[0].step : 0;
   uint64_t start = UINT64_MAX, end = 0;
   *last = 0;
@@ -32,10 +33,10 @@ static double inside(uint64_t from, uint64_t to, uint64_t first, uint64_t last) 
   return to > from ? (double)(to - from) : 0;
 }
 
-void cli_stream_shares(cli_run_result *r, const ps_trace_event *events, uint64_t n) {
+void cli_stream_fractions(cli_run_result *r, const ps_trace_event *events, uint64_t n) {
   uint64_t first, last;
   double busy[PS_MAX_STREAMS] = {0}, wait[PS_MAX_STREAMS] = {0};
-  borders(events, n, &first, &last);
+  counted_period(events, n, &first, &last);
   for (uint64_t i = 0; i < n; i++) {
     const ps_trace_event *e = &events[i];
     busy[e->stream] += inside(e->start_ns, e->end_ns, first, last);

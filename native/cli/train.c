@@ -303,7 +303,7 @@ static int report_trace(const cli_job *job, ps_trainer *t, cli_run_result *r) {
   if (events)
     st = ps_trainer_trace(t, events, n, &n);
   if (st == PS_OK && events) {
-    cli_stream_shares(r, events, n);
+    cli_stream_fractions(r, events, n);
     if (cli_stalls(r, job->plan, events, n) != CLI_OK) {
       free(events);
       return CLI_FAILED;

@@ -156,7 +156,7 @@ typedef struct ps__json_event {
   ps__json_kind kind; /* of a value; an array or object begins here */
   /* no value: the innermost array or object ends here, or outside of all the document */
   bool end;
-  bool truth; /* a bool's value */
+  bool boolean; /* a bool's value */
   /* of a member of an object, NUL-terminated; as @text until the next call */
   const char *key;
   size_t key_bytes;

@@ -22,7 +22,7 @@ struct ps__json {
   };
   uint32_t n; /* bytes of a string or number; members of an array or object */
   uint8_t kind;
-  bool truth;
+  bool boolean;
 };
 
 struct member {
@@ -132,7 +132,7 @@ static ps_status build_members(builder *b, ps__json *out) {
 }
 
 static ps_status build(builder *b, const ps__json_event *e, ps__json *out) {
-  *out = (ps__json){.kind = (uint8_t)e->kind, .truth = e->truth};
+  *out = (ps__json){.kind = (uint8_t)e->kind, .boolean = e->boolean};
   if (e->kind == PS_JSON_ARRAY || e->kind == PS_JSON_OBJECT)
     return build_members(b, out);
   if (!e->text)
@@ -279,5 +279,5 @@ bool ps__json_uint64(const ps__json *j, uint64_t *out) {
 }
 
 bool ps__json_bool(const ps__json *j, bool fallback) {
-  return j && j->kind == PS_JSON_BOOL ? j->truth : fallback;
+  return j && j->kind == PS_JSON_BOOL ? j->boolean : fallback;
 }

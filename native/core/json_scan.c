@@ -294,7 +294,7 @@ static ps_status read_value(ps__json_scan *s, ps__json_event *e) {
   case 't':
   case 'f':
     e->kind = PS_JSON_BOOL;
-    e->truth = c == 't';
+    e->boolean = c == 't';
     return read_word(s, c == 't' ? "true" : "false");
   case 'n': e->kind = PS_JSON_NULL; return read_word(s, "null");
   default: e->kind = PS_JSON_NUMBER; return read_number(s);

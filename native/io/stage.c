@@ -104,28 +104,28 @@ static bool in_model(const char *name) {
 }
 
 /* 1 or 0; -1: that cannot be found out. */
-static int there(int dir, const char *name) {
+static int exists_in(int dir, const char *name) {
   return faccessat(dir, name, F_OK, AT_SYMLINK_NOFOLLOW) == 0 ? 1 : errno == ENOENT ? 0 : -1;
 }
 
 /* Whether the whole model in @dir replaces an old one's file @name: weights of one stem are a set,
- * and so is a tokenizer. As there(). */
+ * and so is a tokenizer. As exists_in(). */
 static int superseded(int dir, const char *name) {
   char entry[NAME_MAX + 32];
   const int stem = (int)weights_stem(name);
   if (!in_model(name))
     return 0;
-  int is = there(dir, name);
+  int is = exists_in(dir, name);
   if (in_tokenizer(name))
     for (const char *const *f = ps__tokenizer_files; is == 0 && *f; f++)
-      is = there(dir, *f);
+      is = exists_in(dir, *f);
   if (is == 0 && stem) {
     snprintf(entry, sizeof entry, "%.*s.safetensors", stem, name);
-    is = there(dir, entry);
+    is = exists_in(dir, entry);
   }
   if (is == 0 && stem) {
     snprintf(entry, sizeof entry, "%.*s.safetensors.index.json", stem, name);
-    is = there(dir, entry);
+    is = exists_in(dir, entry);
   }
   return is;
 }
@@ -334,7 +334,7 @@ static ps_status move_failed(const char *dir, const char *name) {
 }
 
 static ps_status remove_replaced(int dir, int pending, const char *path) {
-  const int config = there(pending, "config.json");
+  const int config = exists_in(pending, "config.json");
   if (config < 0 || (config && unlinkat(dir, "config.json", 0) != 0 && errno != ENOENT))
     return move_failed(path, "config.json");
   ps_status st = PS_OK;
@@ -363,7 +363,7 @@ static ps_status move_up(int dir, int pending, const char *name, const char *pat
 
 /* Safe to be done again from wherever it ended. */
 static ps_status move_pending(int dir, int pending, const char *path) {
-  const int replacing = there(pending, REPLACING);
+  const int replacing = exists_in(pending, REPLACING);
   ps_status st = PS_OK;
   if (replacing < 0)
     st = move_failed(path, "the old model");

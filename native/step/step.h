@@ -185,7 +185,7 @@ enum { PS__NO_VT = UINT32_MAX };
  * device_weights: where parameters are resident; device_master: where all state is. After every
  * step home has the truth: the master where there is one, else the weights, and m and v that are
  * there. The bf16 home beside a master does not follow where the device's weights stay
- * (ps__weights_stay): who reads parameters reads the master (ps__truth), and the preamble, which
+ * (ps__weights_stay): read the master (ps__master_at), and the preamble, which
  * sends the bf16 home, comes before the first update. */
 typedef struct ps__home {
   uint32_t weights, master, grad, m, v, device_weights, device_master;

@@ -9,7 +9,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { BLOCK = 1 << 16 }; /* elements of a task, even */
+enum { PIECE = 1 << 16 }; /* elements of a task, even */
 static const double STD = 0.02;
 
 typedef struct init_job {
@@ -35,9 +35,9 @@ static void put(const init_job *j, uint64_t i, float x) {
     ((uint16_t *)(void *)j->dst)[i] = ps__f32_to_bf16(x);
 }
 
-static void init_block(void *arg, int64_t task, uint32_t worker) {
+static void init_piece(void *arg, int64_t task, uint32_t worker) {
   const init_job *j = arg;
-  const uint64_t first = (uint64_t)task * BLOCK, end = first + BLOCK < j->n ? first + BLOCK : j->n;
+  const uint64_t first = (uint64_t)task * PIECE, end = first + PIECE < j->n ? first + PIECE : j->n;
   const float turn = 6.2831853071795864769f / 16777216.0f;
   for (uint64_t i = first; i < end; i += 2) {
     const uint64_t x = mix(mix(j->seed) ^ (j->element0 + i));
@@ -67,11 +67,11 @@ ps_status ps__trainer_init(ps_trainer *t, ps_progress_fn progress, void *progres
     if (st != PS_OK)
       break;
     const bool out = ends_in(p.name, ".o_proj.weight") || ends_in(p.name, ".down_proj.weight");
-    j.dst = ps__truth(t, p.unit, p.offset, &j.fp32);
+    j.dst = ps__master_at(t, p.unit, p.offset, &j.fp32);
     j.n = p.n;
     j.mean = p.role == PS_PARAM_NORM ? 1.0f : 0.0f;
     j.std = p.role != PS_PARAM_MATRIX ? 0.0f : (float)(out ? STD / sqrt(2.0 * m->n_layers) : STD);
-    ps__pool_run(pool, (int64_t)((p.n + BLOCK - 1) / BLOCK), init_block, &j);
+    ps__pool_run(pool, (int64_t)((p.n + PIECE - 1) / PIECE), init_piece, &j);
     ps__trainer_refresh_copy(t, &p);
     done += p.n;
     if (progress)

@@ -4,10 +4,10 @@
 
 enum { PIECE = 1 << 24 }; /* elements read at a time */
 
-void *ps__truth(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32) {
+void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32) {
   const ps__home *h = &t->plan->step.home[unit];
   *fp32 = t->plan->cfg.recipe != PS_RECIPE_BF16;
-  return (char *)ps__home_at(t, h->master != PS__NO_VT ? h->master : h->weights) +
+  return (char *)ps__host_at(t, h->master != PS__NO_VT ? h->master : h->weights) +
          offset * (*fp32 ? 4 : 2);
 }
 
@@ -16,8 +16,8 @@ void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p) {
   const ps__home *h = &t->plan->step.home[p->unit];
   if (h->master == PS__NO_VT)
     return;
-  ps__convert_f32_to_bf16((uint16_t *)ps__home_at(t, h->weights) + p->offset,
-                          (const float *)ps__home_at(t, h->master) + p->offset, p->n);
+  ps__convert_f32_to_bf16((uint16_t *)ps__host_at(t, h->weights) + p->offset,
+                          (const float *)ps__host_at(t, h->master) + p->offset, p->n);
 }
 
 static ps_status check_param(const ps_trainer *t, uint32_t param, uint64_t n, const void *data,
@@ -36,7 +36,7 @@ ps_status ps_trainer_read_param(ps_trainer *t, uint32_t param, float *dst, uint6
   bool fp32;
   PS_TRY(check_param(t, param, n, dst, &p));
   PS_TRY(ps__trainer_idle(t));
-  const void *src = ps__truth(t, p.unit, p.offset, &fp32);
+  const void *src = ps__master_at(t, p.unit, p.offset, &fp32);
   if (fp32)
     memcpy(dst, src, n * 4);
   else
@@ -52,7 +52,7 @@ ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src
   if (t->n_submitted && ps__weights_stay(&t->plan->spec, p.unit))
     return ps__fail(PS_ESTATE,
                     "%s stays on the device: it can be written before the first step only", p.name);
-  void *dst = ps__truth(t, p.unit, p.offset, &fp32);
+  void *dst = ps__master_at(t, p.unit, p.offset, &fp32);
   if (fp32)
     memcpy(dst, src, n * 4);
   else
@@ -69,7 +69,7 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
     return ps__fail(PS_ESTATE,
                     "the gradient of %s stays on the device: plan with keep_grads to read it",
                     p.name);
-  const char *grad = ps__home_at(t, t->plan->step.home[p.unit].grad);
+  const char *grad = ps__host_at(t, t->plan->step.home[p.unit].grad);
   if (t->plan->step.dt == PS_F32)
     memcpy(dst, grad + p.offset * 4, n * 4);
   else
@@ -96,7 +96,7 @@ static ps_status check_tensor(const ps_trainer *t, const ps_tensor_info *info,
 static ps_status load_param(ps_trainer *t, ps_tensor_file *f, const ps_param_info *p) {
   bool fp32;
   const uint64_t idx = ps_tensors_find(f, p->name);
-  char *dst = ps__truth(t, p->unit, p->offset, &fp32);
+  char *dst = ps__master_at(t, p->unit, p->offset, &fp32);
   for (uint64_t first = 0; first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
     PS_TRY(
@@ -184,7 +184,7 @@ bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out) {
     bool fp32;
     if (ps_model_param(&t->plan->model, i, out) != PS_OK)
       return false;
-    const void *values = ps__truth(t, out->unit, out->offset, &fp32);
+    const void *values = ps__master_at(t, out->unit, out->offset, &fp32);
     if (!all_finite(values, out->n, fp32))
       return true;
   }

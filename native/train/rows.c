@@ -61,12 +61,12 @@ static rows_job job_of(const ps_trainer *t, uint32_t id, const ps__adamw_scalars
                 .recipe = recipe,
                 .decay = t->segments[t->first_segment[0]].decay,
                 .element0 = t->first_element[0],
-                .w = ps__home_at(t, master ? h->master : h->weights),
-                .m = ps__home_at(t, h->m),
-                .v = ps__home_at(t, h->v),
-                .grad = ps__home_at(t, h->grad),
-                .copy = master ? ps__home_at(t, h->weights) : NULL,
-                .from = ps__home_at(t, h->weights)};
+                .w = ps__host_at(t, master ? h->master : h->weights),
+                .m = ps__host_at(t, h->m),
+                .v = ps__host_at(t, h->v),
+                .grad = ps__host_at(t, h->grad),
+                .copy = master ? ps__host_at(t, h->weights) : NULL,
+                .from = ps__host_at(t, h->weights)};
   if (s)
     j.s = *s;
   return j;
@@ -82,7 +82,7 @@ static void update_row(const rows_job *j, uint64_t row) {
 }
 
 /* On return the row has the job's update, by this thread or by another one. */
-static void bring_up(const rows_job *j, uint64_t row) {
+static void ensure_updated(const rows_job *j, uint64_t row) {
   _Atomic uint32_t *done = &j->rows->done[row];
   for (;;) {
     uint32_t now = atomic_load_explicit(done, memory_order_acquire);
@@ -101,22 +101,22 @@ static void bring_up(const rows_job *j, uint64_t row) {
   }
 }
 
-static uint64_t rows_a_task(const rows_job *j) {
+static uint64_t rows_per_task(const rows_job *j) {
   return j->rows->dim < TASK_ELEMENTS ? TASK_ELEMENTS / j->rows->dim : 1;
 }
 
 static void update_task(void *arg, int64_t task, uint32_t worker) {
   const rows_job *j = arg;
-  const uint64_t n = rows_a_task(j), first = (uint64_t)task * n,
+  const uint64_t n = rows_per_task(j), first = (uint64_t)task * n,
                  end = first + n < j->rows->n ? first + n : j->rows->n;
   for (uint64_t row = first; row < end; row++)
-    bring_up(j, row);
+    ensure_updated(j, row);
 }
 
 void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s) {
   rows_job j = job_of(t, id, s);
-  ps__pool_run(pool, (int64_t)((j.rows->n + rows_a_task(&j) - 1) / rows_a_task(&j)), update_task,
-               &j);
+  ps__pool_run(pool, (int64_t)((j.rows->n + rows_per_task(&j) - 1) / rows_per_task(&j)),
+               update_task, &j);
 }
 
 static void gather_task(void *arg, int64_t task, uint32_t worker) {
@@ -126,7 +126,7 @@ static void gather_task(void *arg, int64_t task, uint32_t worker) {
   const size_t bytes = j->rows->dim * (j->recipe == PS_RECIPE_FP32 ? 4 : 2);
   for (uint64_t i = first; i < end; i++) {
     if (j->id)
-      bring_up(j, (uint64_t)j->token[i]);
+      ensure_updated(j, (uint64_t)j->token[i]);
     memcpy(j->out + i * bytes, j->from + (size_t)j->token[i] * bytes, bytes);
   }
 }

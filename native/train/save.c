@@ -16,7 +16,7 @@ enum { PIECE = 1 << 20 /* elements converted at a time */ };
 static ps_status append_param(ps_trainer *t, ps_tensor_writer *w, const ps_param_info *p,
                               ps_dtype dtype, void *buffer) {
   bool fp32;
-  const char *src = ps__truth(t, p->unit, p->offset, &fp32);
+  const char *src = ps__master_at(t, p->unit, p->offset, &fp32);
   for (uint64_t first = 0; first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
     const void *data = src + first * (fp32 ? 4 : 2);

@@ -59,8 +59,8 @@ ps_status ps__trainer_init(ps_trainer *t, ps_progress_fn progress, void *progres
 void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p);
 /* Element @offset of a unit's parameters in the array that holds the truth: the master where
  * there is one (params.c). */
-void *ps__truth(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32);
-static inline void *ps__home_at(const ps_trainer *t, uint32_t vt) {
+void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32);
+static inline void *ps__host_at(const ps_trainer *t, uint32_t vt) {
   return t->host + t->plan->step.vt[vt].offset;
 }
 /* An embedding at home by rows (rows.c): which of them have which step's update. @id: 1 + the

@@ -168,7 +168,7 @@ def report(out: Path, summary: dict) -> None:
         f"{summary['steps']} steps, {summary['tokens']:,} tokens in {summary['wall_s']:.0f} s, {summary['tokens_per_s']:,.0f} tokens/s; loss "
         f"{summary['loss_first']:.3f} in the first step, {summary['loss_mean_last']:.3f} in the last{f' {n} (mean)' if n > 1 else ' step'}",
         table,
-        trace.shares_table(timeline),
+        trace.stream_table(timeline),
     )
     trace.plot(timeline, out / "timeline.png", "the last traced steps, by stream")
     plot.plot_loss(plot.read_metrics(out / "metrics.jsonl"), out / "loss.png", "penstock demo")

@@ -38,8 +38,8 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class StreamShare:
-    """Of the time between the borders that count(): busy (an op runs), waiting (for another
+class StreamTimes:
+    """Of the time between the borders that counted_period(): busy (an op runs), waiting (for another
     stream), idle (nothing to do)."""
 
     name: str
@@ -84,7 +84,7 @@ def load(path) -> Timeline:
     return Timeline(np.array(rows, EVENT_DTYPE), [names[i] for i in sorted(names)])
 
 
-def borders(timeline: Timeline) -> np.ndarray:
+def step_boundaries(timeline: Timeline) -> np.ndarray:
     """Where the kept steps begin and end, in seconds: when the first stream, which computes, starts
     the first of them and ends each. Ops of several steps run at once, and those of steps that are
     not kept are not in the trace."""
@@ -97,17 +97,17 @@ def borders(timeline: Timeline) -> np.ndarray:
     )
 
 
-def count(timeline: Timeline) -> tuple[float, float]:
-    """From when to when shares() counts: without the first kept step where there are others, as
+def counted_period(timeline: Timeline) -> tuple[float, float]:
+    """From when to when stream_times() counts: without the first kept step where there are others, as
     what ran beside it of the step before is not in the trace."""
-    at = borders(timeline)
+    at = step_boundaries(timeline)
     return (at[min(1, len(at) - 2)], at[-1]) if len(at) else (0.0, 0.0)
 
 
-def shares(timeline: Timeline) -> list[StreamShare]:
-    """Each stream's share of the time that count() gives; ops are cut at its ends."""
+def stream_times(timeline: Timeline) -> list[StreamTimes]:
+    """Each stream's share of the time that counted_period() gives; ops are cut at its ends."""
     events = timeline.events
-    first, last = count(timeline)
+    first, last = counted_period(timeline)
     window = max(last - first, 1e-12)
 
     def inside(start, end):
@@ -121,7 +121,7 @@ def shares(timeline: Timeline) -> list[StreamShare]:
             inside(mine["start_s"] - mine["wait_s"], mine["start_s"]),
         )
         out.append(
-            StreamShare(
+            StreamTimes(
                 name, int((busy > 0).sum()), busy.sum(), busy.sum() / window, waited.sum() / window
             )
         )
@@ -140,16 +140,16 @@ def largest_ops(timeline: Timeline, n: int = 8) -> list[tuple[str, str, float]]:
     return [(stream, name, float(seconds)) for (stream, name), seconds in ranked]
 
 
-def shares_table(timeline: Timeline):
-    """shares() as a table of rich."""
+def stream_table(timeline: Timeline):
+    """stream_times() as a table of rich."""
     from rich.table import Table
 
     table = Table("stream", "ops", "busy", "waiting", "idle", title="where the time went")
     for column in table.columns[1:]:
         column.justify = "right"
-    first, last = count(timeline)
+    first, last = counted_period(timeline)
     table.caption = f"of {last - first:.3f} s between the borders of steps"
-    for s in shares(timeline):
+    for s in stream_times(timeline):
         table.add_row(
             s.name,
             str(s.n_ops),
@@ -180,7 +180,7 @@ def plot(timeline: Timeline, path, title: str = "") -> None:
         "io": "tab:purple",
         "other": "tab:gray",
     }
-    events, at = timeline.events, borders(timeline)
+    events, at = timeline.events, step_boundaries(timeline)
     first = at[0] if len(at) else events["start_s"].min()
     last = events["end_s"].max() - first
     figure, axes = plt.subplots(
@@ -243,7 +243,7 @@ def main() -> int:
         return 2
     from rich.console import Console
 
-    Console().print(shares_table(timeline))
+    Console().print(stream_table(timeline))
     for stream, name, seconds in largest_ops(timeline):
         print(f"{stream:10} {name:28} {seconds:8.3f} s")
     return 0

@@ -139,8 +139,8 @@ static void hash_state(ps_trainer *t, outcome *o) {
   }
   const ps__step *s = &t->plan->step;
   for (uint32_t u = 0; u < s->spec->n_units && !s->spec->update_resident[u]; u++) {
-    o->moments = hash(o->moments, ps__home_at(t, s->home[u].m), s->vt[s->home[u].m].bytes);
-    o->moments = hash(o->moments, ps__home_at(t, s->home[u].v), s->vt[s->home[u].v].bytes);
+    o->moments = hash(o->moments, ps__host_at(t, s->home[u].m), s->vt[s->home[u].m].bytes);
+    o->moments = hash(o->moments, ps__host_at(t, s->home[u].v), s->vt[s->home[u].v].bytes);
   }
 }
 

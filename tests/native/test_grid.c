@@ -54,7 +54,7 @@ static void check_order(uint64_t *state, const cli_cell *cell, uint32_t n) {
     if (cell[i].host_bytes > host)
       other[place[i]].searched = 0;
   }
-  cli_cells_share(other, n);
+  cli_cells_choose(other, n);
   for (uint32_t i = 0; i < n; i++) {
     const cli_cell *a = &cell[cell[i].idx_from], *b = &other[other[place[i]].idx_from];
     if (cell[i].host_bytes <= host)
@@ -70,7 +70,7 @@ int main(void) {
   for (int round = 0; round < 2000; round++) {
     const uint32_t n = 1 + (uint32_t)rnd_below(&state, MAX_CELLS);
     random_cells(&state, cell, n);
-    cli_cells_share(cell, n);
+    cli_cells_choose(cell, n);
     check_cells(cell, n);
     check_order(&state, cell, n);
     for (uint32_t i = 0; i < n; i++)

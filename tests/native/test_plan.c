@@ -115,7 +115,7 @@ static void poison(ps_trainer *t, bool first) {
           state_end[v->space] = v->offset + v->bytes;
       }
     if (h->grad != PS__NO_VT)
-      memset(ps__home_at(t, h->grad), 0xff, s->vt[h->grad].bytes);
+      memset(ps__host_at(t, h->grad), 0xff, s->vt[h->grad].bytes);
   }
   /* nothing is there yet: the preamble comes with the first step */
   if (first)

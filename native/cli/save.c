@@ -1,4 +1,4 @@
-/* keep.c - keeping the trained model: what is asked of --out before a run, and what happens
+/* save.c - keeping the trained model: what is asked of --out before a run, and what happens
  * where it cannot be written at the end. */
 #include "cli/cli.h"
 #include <dirent.h>
