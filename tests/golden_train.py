@@ -1,4 +1,4 @@
-"""Trains the cases of test_golden.py on the CPU backend: `golden_train.py FOLDER`, cases as JSON on
+"""Trains the cases of test_golden.py on the CPU backend: `golden_train.py FOLDER OPENBLAS`, cases as JSON on
 stdin, {case: results} on stdout.
 
 A program of its own, because the kernel that OpenBLAS picks for the CPU, which changes bits, can be
@@ -9,7 +9,6 @@ alone, so that no library's generator or rounding has a part in them.
 import ctypes
 import hashlib
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from penstock import Hardware, ModelConfig, Plan, Trainer
 from safetensors.numpy import save_file
 
 STEPS, END = 3, 0  # steps; the token that ends a document
-OPENBLAS = Path(os.environ["PENSTOCK_BUILD"]) / "lib/libscipy_openblas.so"
 
 
 def random_words(stream, n):
@@ -84,7 +82,7 @@ def train(folder, case):
         weights = [
             (p, trainer.read(p)) for p in sorted(trainer.params.values(), key=lambda p: p.name)
         ]
-    blas = ctypes.CDLL(str(OPENBLAS))
+    blas = ctypes.CDLL(sys.argv[2])
     blas.scipy_openblas_get_config.restype = ctypes.c_char_p
     units = ["embedding", *(f"layer {i}" for i in range(model.n_layers)), "head"]
     shown = (

@@ -289,6 +289,7 @@ WEIGHTS = {
         ),
     ),
 }
+OPENBLAS = BUILD / "lib/libscipy_openblas.so"
 RESERVE = 256 * MIB  # else it is the process's own
 
 
@@ -368,6 +369,13 @@ def compare(name, now, writing, hint=""):
         )
 
 
+def built(name):
+    """A product of `make native-tests`."""
+    if not (BUILD / name).exists():
+        pytest.fail(f"{BUILD / name} is not built: make native-tests", pytrace=False)
+    return BUILD / name
+
+
 def config(base, changes):
     return json.loads((ROOT / f"models/{base}.json").read_text()) | changes
 
@@ -444,8 +452,8 @@ def why_no_weights():
         "",
     ).split()
     if not {"avx2", "fma"} <= set(flags):
-        return "OpenBLAS's kernels for Haswell, which the golden weights are of, need a CPU with AVX2 and FMA"
-    if not (BUILD / "lib/libscipy_openblas.so").exists():
+        return "the golden weights are of kernels for AVX2 and FMA, which this CPU lacks"
+    if not OPENBLAS.exists():
         return "built with the system's OpenBLAS: the golden weights are of the pinned wheel's"
     return None
 
@@ -464,9 +472,18 @@ def trained(tmp_path_factory):
         }
         for name, (base, changes, ask) in WEIGHTS.items()
     }
-    env = os.environ | {"OPENBLAS_CORETYPE": "Haswell", "PYTHONPATH": str(ROOT / "python")}
+    env = os.environ | {
+        "OPENBLAS_CORETYPE": "Haswell",
+        "PENSTOCK_BUILD": str(built("tests/avx2/lib/libpenstock.so").parent.parent),
+        "PYTHONPATH": str(ROOT / "python"),
+    }
     done = subprocess.run(
-        [sys.executable, ROOT / "tests/golden_train.py", tmp_path_factory.mktemp("golden")],
+        [
+            sys.executable,
+            ROOT / "tests/golden_train.py",
+            tmp_path_factory.mktemp("golden"),
+            OPENBLAS,
+        ],
         input=json.dumps(cases),
         env=env,
         capture_output=True,
