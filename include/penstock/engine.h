@@ -5,7 +5,7 @@
  *   A PROGRAM is what one step does: ops in program order. Each op names its stream, a kernel,
  *   and the byte ranges of arenas ("spaces") that it reads and writes. Nobody wires an event:
  *   program order and the declared accesses say it all. COMPILING a program cuts every space at
- *   every boundary of a declared range into slots, derives the hazards on slots (read after
+ *   every boundary of a declared range into intervals, derives the hazards on intervals (read after
  *   write, write after read, write after write), drops what a stream's own order or an earlier
  *   wait already implies, and yields a SCHEDULE: for each stream a list of {waits, launch,
  *   signal}. Two consecutive steps are compiled and the second is kept: its waits on the step
@@ -148,7 +148,7 @@ typedef struct ps_wait {
 } ps_wait;
 
 /* ps_schedule_compile() - derive the hazards of @program repeated step after step. Pure; O(ops x
- * accesses x slots an access touches). @out on PS_OK owned by the caller, released by
+ * accesses x intervals an access touches). @out on PS_OK owned by the caller, released by
  * ps_schedule_destroy(). Errors: PS_EINVAL, PS_ENOMEM. */
 PS_API ps_status ps_schedule_compile(ps_schedule **out, const ps_program *program);
 

@@ -1,16 +1,16 @@
 /* backend.h - what a backend implements: one const table of functions.
  *
- * A DEVICE is what a backend opens for one engine: its spaces' memory, its streams and their
- * counters (timelines). The engine owns the threads. Streams with the same group() are driven by
- * one thread, which takes their ops in program order: on the CPU every stream is a group of its
- * own and its functions block that thread; a backend with submission queues gives its device
- * streams one group and its functions enqueue on the stream and return. For each op the driver
- * calls
+ * A DEVICE is what a backend opens for one engine: the memory of its spaces, its streams and
+ * their timelines. The engine owns the threads. A DRIVER is one of these threads: it takes the
+ * ops of its streams in program order, and driver() says which streams share one. On the CPU
+ * every stream has a driver of its own, and the backend's functions block that thread. A backend
+ * with submission queues gives all its device streams one driver, and its functions enqueue on
+ * the stream and return. For each op the driver calls
  *     stamp(), wait()... , stamp(), copy() or the kernel with launch.exec = exec(), stamp(),
  *     signal()
- * and a kernel's or copy's failure stops the run. Ops are submitted in program order over all
- * streams of a group, and every wait is for an op that comes earlier in that order: who submits
- * never waits for itself. */
+ * A failed kernel or copy stops the run. A driver submits the ops of all its streams in program
+ * order, and every wait is for an op that comes earlier in that order: so a driver never waits
+ * for itself. */
 #ifndef PS_ENGINE_BACKEND_H
 #define PS_ENGINE_BACKEND_H
 #include "core/core.h"
@@ -38,7 +38,8 @@ typedef struct ps__backend {
   ps_status (*map)(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out);
   void (*unmap)(ps__device *dev, const ps__mapping *m);
   ps_status (*peak)(ps__device *dev, const ps__mapping *m, uint64_t *out_bytes);
-  uint32_t (*group)(const ps_engine_config *cfg, uint32_t stream); /* < n_streams */
+  /* the number of the driver of @stream: < n_streams, and equal for streams that share one */
+  uint32_t (*driver)(const ps_engine_config *cfg, uint32_t stream);
   void *(*exec)(ps__device *dev, uint32_t stream);
   ps_status (*copy)(ps__device *dev, uint32_t stream, void *dst, const void *src, uint64_t bytes);
   /* Before each run, while no stream is being driven: counters to 0, and what its steps need is
@@ -58,7 +59,7 @@ typedef struct ps__backend {
    * already run although a host op before them will not: what they compute belongs to steps that
    * are given up. */
   void (*enter)(ps__device *dev);
-  void (*leave)(ps__device *dev, uint32_t group);
+  void (*leave)(ps__device *dev, uint32_t driver);
   /* The counter of @stream becomes @value once the work before has ended. Whoever awaits it is
    * known from the schedule (ps__op.waiters): for the others nothing need happen, but for a
    * step's last op on the stream, which the caller awaits. */

@@ -1,4 +1,4 @@
-/* engine.c - open a device, reserve its spaces, keep one thread a group of streams. */
+/* engine.c - open a device, reserve its spaces, keep one thread a driver. */
 #include "engine/engine.h"
 #include <string.h>
 
@@ -66,21 +66,21 @@ static void driver_main(void *arg) {
   e->backend->enter(e->device);
   for (uint64_t n = 1; ps__timeline_wait(&e->started, n, &e->stop); n++) {
     ps__run_drive(e->run, (uint32_t)(d - e->driver));
-    e->backend->leave(e->device, d->group);
+    e->backend->leave(e->device, d->number);
     ps__timeline_signal(&d->parked, n);
   }
 }
 
 static ps_status start_drivers(ps_engine *e) {
   for (uint32_t s = 0; s < e->cfg.n_streams; s++) {
-    uint32_t group = e->backend->group(&e->cfg, s), i = 0;
-    while (i < e->n_drivers && e->driver[i].group != group)
+    uint32_t number = e->backend->driver(&e->cfg, s), i = 0;
+    while (i < e->n_drivers && e->driver[i].number != number)
       i++;
     if (i < e->n_drivers)
       continue;
     ps__driver *d = &e->driver[e->n_drivers];
     d->engine = e;
-    d->group = group;
+    d->number = number;
     ps__timeline_init(&d->parked);
     PS_TRY(ps__thread_start(&d->thread, driver_main, d,
                             e->cfg.stream[s].name[0] ? e->cfg.stream[s].name : "ps-stream"));

@@ -4,11 +4,11 @@
 #include "engine/backend.h"
 #include "engine/schedule.h"
 
-/* A thread that drives the streams of one group. */
+/* A thread that issues the ops of its streams: those whose backend driver() is @number. */
 typedef struct ps__driver {
   struct ps_engine *engine;
   ps__thread *thread;
-  uint32_t group;
+  uint32_t number;
   ps__timeline parked; /* the number of runs this driver has left */
 } ps__driver;
 

@@ -30,8 +30,8 @@ static ps_status check_binding(const ps_engine *e, const ps_schedule *s, const p
 }
 
 static uint32_t driver_of(const ps_engine *e, uint32_t stream) {
-  uint32_t i = 0, group = e->backend->group(&e->cfg, stream);
-  while (e->driver[i].group != group)
+  uint32_t i = 0, number = e->backend->driver(&e->cfg, stream);
+  while (e->driver[i].number != number)
     i++;
   return i;
 }

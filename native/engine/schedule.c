@@ -16,11 +16,11 @@
 typedef struct compiler {
   const ps__oplist *list;
   unsigned rules;
-  uint32_t n_streams, slot_words;
-  ps__slots slots;
-  /* n_slots x slot_words: the last writer's time and stream, then each stream's last reader
+  uint32_t n_streams, state_words;
+  ps__intervals intervals;
+  /* n_intervals x state_words: the last writer's time and stream, then each stream's last reader
    * since */
-  uint32_t *slot_state;
+  uint32_t *state;
   /* 2 walks x n_ops x n_streams, by time: the clock of each op; stream s starts at
    * clock_first[s] */
   uint32_t *clocks;
@@ -41,33 +41,33 @@ static void later(uint32_t *at, uint32_t time) {
     *at = time;
 }
 
-/* What the slots ask an access to wait for. */
+/* What the intervals ask an access to wait for. */
 static void collect(const compiler *c, size_t access, uint32_t mode,
                     uint32_t need[PS_MAX_STREAMS]) {
   bool behind_writer = ((mode & PS_READ) && (c->rules & PS__RULE_RAW)) ||
                        ((mode & PS_WRITE) && (c->rules & PS__RULE_WAW));
   bool behind_readers = (mode & PS_WRITE) && (c->rules & PS__RULE_WAR);
-  const uint32_t *slot = c->slot_state + (size_t)c->slots.first[access] * c->slot_words;
-  const uint32_t *end = c->slot_state + (size_t)c->slots.end[access] * c->slot_words;
-  for (; slot < end; slot += c->slot_words) {
+  const uint32_t *interval = c->state + (size_t)c->intervals.first[access] * c->state_words;
+  const uint32_t *end = c->state + (size_t)c->intervals.end[access] * c->state_words;
+  for (; interval < end; interval += c->state_words) {
     if (behind_writer)
-      later(&need[slot[WRITER_STREAM]], slot[WRITER_TIME]);
+      later(&need[interval[WRITER_STREAM]], interval[WRITER_TIME]);
     if (behind_readers)
       for (uint32_t s = 0; s < c->n_streams; s++)
-        later(&need[s], slot[READERS + s]);
+        later(&need[s], interval[READERS + s]);
   }
 }
 
 static void mark(const compiler *c, size_t access, uint32_t mode, uint32_t stream, uint32_t time) {
-  uint32_t *slot = c->slot_state + (size_t)c->slots.first[access] * c->slot_words;
-  uint32_t *end = c->slot_state + (size_t)c->slots.end[access] * c->slot_words;
-  for (; slot < end; slot += c->slot_words) {
+  uint32_t *interval = c->state + (size_t)c->intervals.first[access] * c->state_words;
+  uint32_t *end = c->state + (size_t)c->intervals.end[access] * c->state_words;
+  for (; interval < end; interval += c->state_words) {
     if (mode & PS_WRITE) {
-      memset(slot + READERS, 0, c->n_streams * sizeof *slot);
-      slot[WRITER_TIME] = time;
-      slot[WRITER_STREAM] = stream;
+      memset(interval + READERS, 0, c->n_streams * sizeof *interval);
+      interval[WRITER_TIME] = time;
+      interval[WRITER_STREAM] = stream;
     } else {
-      slot[READERS + stream] = time;
+      interval[READERS + stream] = time;
     }
   }
 }
@@ -144,14 +144,14 @@ static void *copy_of(const void *from, size_t bytes) {
 static ps_status compiler_init(compiler *c, const ps_program *program, unsigned rules) {
   const ps__oplist *l = &program->list;
   *c = (compiler){
-      .list = l, .rules = rules, .n_streams = l->n_streams, .slot_words = READERS + l->n_streams};
+      .list = l, .rules = rules, .n_streams = l->n_streams, .state_words = READERS + l->n_streams};
   uint64_t first = 0;
   for (uint32_t s = 0; s < l->n_streams; s++) {
     c->clock_first[s] = first;
     first += 2 * l->stream_n_ops[s];
   }
-  PS_TRY(ps__slots_cut(&c->slots, l));
-  c->slot_state = ps__calloc(c->slots.n_slots, c->slot_words * sizeof *c->slot_state);
+  PS_TRY(ps__intervals_cut(&c->intervals, l));
+  c->state = ps__calloc(c->intervals.n_intervals, c->state_words * sizeof *c->state);
   c->clocks = ps__malloc(first * l->n_streams * sizeof *c->clocks);
   ps_schedule *s = c->out = ps__calloc(1, sizeof *c->out);
   if (s) {
@@ -160,9 +160,9 @@ static ps_status compiler_init(compiler *c, const ps_program *program, unsigned 
     s->list.access = copy_of(l->access, l->n_access * sizeof *l->access);
     s->list.args = copy_of(l->args, l->args_bytes);
   }
-  if (!c->slot_state || !c->clocks || !s || !s->list.ops || !s->list.access || !s->list.args)
-    return ps__fail(PS_ENOMEM, "schedule: out of memory for %zu ops, %zu slots", l->n_ops,
-                    c->slots.n_slots);
+  if (!c->state || !c->clocks || !s || !s->list.ops || !s->list.access || !s->list.args)
+    return ps__fail(PS_ENOMEM, "schedule: out of memory for %zu ops, %zu intervals", l->n_ops,
+                    c->intervals.n_intervals);
   return PS_OK;
 }
 
@@ -195,8 +195,8 @@ ps_status ps__schedule_compile_masked(ps_schedule **out, const ps_program *progr
   for (uint32_t walk = 0; walk < 2; walk++)
     for (size_t i = 0; st == PS_OK && i < program->list.n_ops; i++)
       st = walk_op(&c, i, walk);
-  ps__slots_free(&c.slots);
-  ps__free(c.slot_state);
+  ps__intervals_free(&c.intervals);
+  ps__free(c.state);
   ps__free(c.clocks);
   if (st == PS_OK)
     st = mark_waiters(c.out);

@@ -43,14 +43,14 @@ struct ps_schedule {
 
 const char *ps__op_name(const ps__op *op); /* the kernel's name, or "copy" */
 
-/* The slots of a program: every space cut at every boundary of a declared range. Access i covers
- * slots [first[i], end[i]); slots of different spaces have different numbers. */
-typedef struct ps__slots {
+/* The intervals of a program: every space cut at every boundary of a declared range. Access i
+ * covers intervals [first[i], end[i]); intervals of different spaces have different numbers. */
+typedef struct ps__intervals {
   uint32_t *first, *end;
-  size_t n_slots;
-} ps__slots;
-ps_status ps__slots_cut(ps__slots *out, const ps__oplist *list);
-void ps__slots_free(ps__slots *slots);
+  size_t n_intervals;
+} ps__intervals;
+ps_status ps__intervals_cut(ps__intervals *out, const ps__oplist *list);
+void ps__intervals_free(ps__intervals *intervals);
 
 /* The rules that ps_schedule_compile() derives waits by. A test compiles without one and must
  * see programs go wrong. */

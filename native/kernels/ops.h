@@ -206,12 +206,12 @@ typedef struct ps__args_sumsq {
   uint64_t n;
   uint32_t dt, n_threads;
 } ps__args_sumsq;
-/* sumsq                sum of squares in fp64: groups of ps__sumsq_group(n) elements; in each
- *                      1024 lanes, lane j adds the group's
+/* sumsq                sum of squares in fp64: tiles of ps__sumsq_tile(n) elements; in each
+ *                      1024 lanes, lane j adds the tile's
  *                      elements j, j+1024, ... in order, then the lanes are added as a binary
  *                      tree (j += j+512, then 256, ...);
- *                      the groups' sums are added in order. Exact products, so FMA does not
- *                      change it, and at most 256 groups,
+ *                      the tiles' sums are added in order. Exact products, so FMA does not
+ *                      change it, and at most 256 tiles,
  *                      so that a device has all of them at work and a chain is n/2^18 additions
  *                      long.
  *                      ptr: R g[n], W out f64[1]. sumsq_host is the same on host streams (class
@@ -222,9 +222,9 @@ typedef struct ps__args_sumsq {
  * round_sumsq_host     a total with low bytes rounded to bf16, then sumsq_host of it; args:
  *                      ps__args_accumulate, mode PS_LOW_READ.
  *                      ptr: RW total[n], W out f64[1], R low u8[n]. */
-enum { PS_SQ_LANES = 1024, PS_SQ_GROUPS = 256 };
-static inline uint64_t ps__sumsq_group(uint64_t n) {
-  const uint64_t each = (n + PS_SQ_GROUPS - 1) / PS_SQ_GROUPS,
+enum { PS_SQ_LANES = 1024, PS_SQ_TILES = 256 };
+static inline uint64_t ps__sumsq_tile(uint64_t n) {
+  const uint64_t each = (n + PS_SQ_TILES - 1) / PS_SQ_TILES,
                  whole = (each + PS_SQ_LANES - 1) / PS_SQ_LANES * PS_SQ_LANES;
   return whole < 65536 ? 65536 : whole;
 }

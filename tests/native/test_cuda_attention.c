@@ -621,7 +621,7 @@ static void timings(void) {
   }
   time_case("uneven documents in 8192", 8192, 0, uneven, FOUND);
   time_case("documents of 130", 8192, 0, many, FOUND);
-  time_case("documents of 40 (most beyond the slots)", 8192, 0, tiny, FOUND);
+  time_case("documents of 40 (most in the plain kernels)", 8192, 0, tiny, FOUND);
   time_case("2048 one document", 2048, 0, NULL, ONE);
   time_case("2048 found on the device", 2048, 0, NULL, FOUND);
   gpu.deterministic = true;
@@ -633,33 +633,33 @@ static void timings(void) {
 
 /* ---- our own kernels, counted by hand -------------------------------------------------------- */
 
-/* Slots as attention_cuda.h says they are, in rows: of each document its query rows and its
+/* Documents as attention_cuda.h says they are, in rows: of each document its query rows and its
  * keys, from its begin to its last row. */
 static void found_documents(uint32_t n_tokens, uint32_t row0, const int *lengths) {
   const ps__args_attention a = {
       .n_tokens = n_tokens, .row0 = row0, .n_heads = 4, .n_kv_heads = 2, .head_dim = 64};
-  const uint32_t slots = ps_att_slots(n_tokens);
-  const size_t bytes = ps_att_documents_bytes(slots);
+  const uint32_t max_documents = ps_att_max_documents(n_tokens);
+  const size_t bytes = ps_att_documents_bytes(max_documents);
   int32_t *starts = host(4 * (size_t)n_tokens), *got = host(bytes);
   doc_starts(starts, &a, lengths);
   int32_t *dev_starts = device(starts, 4 * (size_t)n_tokens), *documents = device(NULL, bytes);
   CU(cudaDeviceSynchronize());
-  ps_att_find_documents(gpu.stream, &a, dev_starts, slots, true, documents);
+  ps_att_find_documents(gpu.stream, &a, dev_starts, max_documents, true, documents);
   CU(cudaStreamSynchronize(gpu.stream));
   CU(cudaMemcpy(got, documents, bytes, cudaMemcpyDeviceToHost));
   CHECK(got[PS_ATT_HEAD_FIRST_KEY] == starts[0]);
   uint32_t row = 0;
-  for (uint32_t d = 0; d < slots; d++) {
+  for (uint32_t d = 0; d < max_documents; d++) {
     uint32_t end = row;
     while (end < n_tokens && starts[end] == starts[row])
       end++;
     const int32_t key = row < n_tokens ? starts[row] : (int32_t)(row0 + row);
-    CHECK(ps_att_array(got, slots, PS_ATT_LEN_Q)[d] == (int32_t)(end - row) &&
-          ps_att_array(got, slots, PS_ATT_OFF_Q)[d] == (int32_t)row);
-    CHECK(ps_att_array(got, slots, PS_ATT_LEN_KV)[d] ==
+    CHECK(ps_att_array(got, max_documents, PS_ATT_LEN_Q)[d] == (int32_t)(end - row) &&
+          ps_att_array(got, max_documents, PS_ATT_OFF_Q)[d] == (int32_t)row);
+    CHECK(ps_att_array(got, max_documents, PS_ATT_LEN_KV)[d] ==
           (end > row ? (int32_t)(row0 + end) - key : 0));
-    CHECK(ps_att_array(got, slots, PS_ATT_OFF_KV)[d] == key &&
-          ps_att_array(got, slots, PS_ATT_OFF_LSE)[d] == (int32_t)row);
+    CHECK(ps_att_array(got, max_documents, PS_ATT_OFF_KV)[d] == key &&
+          ps_att_array(got, max_documents, PS_ATT_OFF_LSE)[d] == (int32_t)row);
     row = end;
   }
   CHECK(got[PS_ATT_HEAD_PLAIN_ROW] == (int32_t)row);
@@ -695,7 +695,7 @@ static void our_kernels(void) {
     found_documents(1, row0, one);
     found_documents(1023, row0, several);
     found_documents(2500, row0, several);
-    found_documents(1025, row0, many); /* more documents than slots */
+    found_documents(1025, row0, many); /* more documents than there are entries */
   }
   transposed(1, 1, 1);
   transposed(3, 70, 33);

@@ -70,7 +70,7 @@ static ps_status cpu_peak(ps__device *dev, const ps__mapping *m, uint64_t *out_b
 }
 
 static uint32_t cpu_fn_id(const ps_engine_config *cfg, uint32_t stream) { return PS_BACKEND_CPU; }
-static uint32_t cpu_group(const ps_engine_config *cfg, uint32_t stream) { return stream; }
+static uint32_t cpu_driver(const ps_engine_config *cfg, uint32_t stream) { return stream; }
 static void *cpu_exec(ps__device *dev, uint32_t stream) { return &dev->stream[stream].exec; }
 
 static ps_status cpu_copy(ps__device *dev, uint32_t stream, void *dst, const void *src,
@@ -119,7 +119,7 @@ static ps_status cpu_warm(ps__device *dev, const ps_schedule *schedule) {
 
 static void cpu_finish(ps__device *dev) {}
 static void cpu_enter(ps__device *dev) {}
-static void cpu_leave(ps__device *dev, uint32_t group) {}
+static void cpu_leave(ps__device *dev, uint32_t driver) {}
 
 const ps__backend ps__backend_cpu = {
     .name = "cpu",
@@ -129,7 +129,7 @@ const ps__backend ps__backend_cpu = {
     .map = cpu_map,
     .unmap = cpu_unmap,
     .peak = cpu_peak,
-    .group = cpu_group,
+    .driver = cpu_driver,
     .exec = cpu_exec,
     .copy = cpu_copy,
     .prepare = cpu_prepare,

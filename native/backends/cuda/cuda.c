@@ -164,8 +164,8 @@ static uint32_t cuda_fn_id(const ps_engine_config *cfg, uint32_t stream) {
   return ps__cuda_is_host(cfg, stream) ? PS_BACKEND_CPU : PS_BACKEND_CUDA;
 }
 
-/* Device streams are one group, called by its first stream. */
-static uint32_t cuda_group(const ps_engine_config *cfg, uint32_t stream) {
+/* All device streams share one driver, numbered as the first of them. */
+static uint32_t cuda_driver(const ps_engine_config *cfg, uint32_t stream) {
   uint32_t first = 0;
   if (ps__cuda_is_host(cfg, stream))
     return stream;
@@ -189,11 +189,11 @@ static void cuda_enter(ps__device *dev) {
  * only by way of a host op (schedule.c drops what is implied), and what the steps before send
  * home must be there before the step that is given up reads it and sends it again. No host
  * stream waits for that step. */
-static void cuda_leave(ps__device *dev, uint32_t group) {
+static void cuda_leave(ps__device *dev, uint32_t driver) {
   uint32_t n_host = 0;
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
     n_host += !dev->stream[i].stream;
-  if (!dev->stream[group].stream) {
+  if (!dev->stream[driver].stream) {
     if (atomic_fetch_add(&dev->n_left, 1) + 1 < n_host)
       return;
     for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
@@ -384,7 +384,7 @@ const ps__backend ps__backend_cuda = {
     .map = ps__cuda_map,
     .unmap = ps__cuda_unmap,
     .peak = ps__cuda_peak,
-    .group = cuda_group,
+    .driver = cuda_driver,
     .exec = cuda_exec,
     .copy = ps__cuda_copy,
     .prepare = cuda_prepare,

@@ -74,8 +74,8 @@ void ps__cuda_stamp(ps__device *dev, uint32_t stream, int what, ps_trace_event *
     ps__host_stamp(what, ev); /* on a device stream: when it was submitted */
     return;
   }
-  uint64_t slot = ev->step % dev->trace_steps * dev->n_ops + ev->op;
-  CUresult r = dev->cu->EventRecord(dev->timing[2 * slot + (what == PS__STAMP_END)], s->stream);
+  uint64_t at = ev->step % dev->trace_steps * dev->n_ops + ev->op;
+  CUresult r = dev->cu->EventRecord(dev->timing[2 * at + (what == PS__STAMP_END)], s->stream);
   if (r != CUDA_SUCCESS)
     ps__cuda_note_error(dev, r, "cuEventRecord");
   else if (what == PS__STAMP_END)
@@ -117,11 +117,11 @@ static void settle(ps__device *dev, ps_trace_event *events, CUevent now, uint64_
       oldest = events[i].step;
   for (uint64_t k = 0; oldest != UINT64_MAX && k < dev->trace_steps; k++)
     for (uint64_t op = 0; op < dev->n_ops; op++) {
-      uint64_t slot = (oldest + k) % dev->trace_steps * dev->n_ops + op;
-      ps_trace_event *e = &events[slot];
+      uint64_t at = (oldest + k) % dev->trace_steps * dev->n_ops + op;
+      ps_trace_event *e = &events[at];
       if (e->end_ns == PENDING) {
-        bool known = first && elapsed(dev, first, dev->timing[2 * slot], &from) &&
-                     elapsed(dev, first, dev->timing[2 * slot + 1], &to);
+        bool known = first && elapsed(dev, first, dev->timing[2 * at], &from) &&
+                     elapsed(dev, first, dev->timing[2 * at + 1], &to);
         e->start_ns = known ? first_ns + (uint64_t)(from * 1e6 * scale) : 0;
         e->end_ns = known ? first_ns + (uint64_t)(to * 1e6 * scale) : 0; /* 0: it never ran */
         if (!known)

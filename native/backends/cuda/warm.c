@@ -34,10 +34,10 @@ static uint64_t hash_of(const ps_schedule *s, const ps__op *op) {
  * well (hooks) are the caller's own affair. */
 static ps_status find_distinct(const ps__device *dev, const ps_schedule *s, distinct *d) {
   const size_t n = s->list.n_ops;
-  size_t slots = 1;
-  while (slots < 2 * n + 2)
-    slots *= 2;
-  uint32_t *table = ps__calloc(slots, sizeof *table); /* index + 1 */
+  size_t room = 1;
+  while (room < 2 * n + 2)
+    room *= 2;
+  uint32_t *table = ps__calloc(room, sizeof *table); /* index + 1 */
   *d = (distinct){.op = ps__malloc((n + 1) * sizeof *d->op)};
   if (!table || !d->op) {
     ps__free(table);
@@ -48,8 +48,8 @@ static ps_status find_distinct(const ps__device *dev, const ps_schedule *s, dist
     if (!op->kernel || ps__cuda_is_host(&dev->cfg, op->stream) ||
         op->kernel->fn[PS_BACKEND_CUDA] == op->kernel->fn[PS_BACKEND_CPU])
       continue;
-    size_t at = hash_of(s, op) & (slots - 1);
-    for (; table[at]; at = (at + 1) & (slots - 1)) {
+    size_t at = hash_of(s, op) & (room - 1);
+    for (; table[at]; at = (at + 1) & (room - 1)) {
       const ps__op *o = &s->list.ops[table[at] - 1];
       if (o->kernel == op->kernel && o->stream == op->stream && o->args_bytes == op->args_bytes &&
           memcmp((const char *)s->list.args + o->args, (const char *)s->list.args + op->args,

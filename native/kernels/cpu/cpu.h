@@ -75,19 +75,19 @@ void ps__cpu_rows(const ps__cpu_exec *exec, int64_t n, int64_t block, ps__rows_f
  * same bits); dst may be src. */
 void ps__expf_array(float *dst, const float *src, size_t n);
 
-/* Sums over rows in a fixed order: the rows are cut in ps__n_row_groups() groups of
- * ps__row_group_rows() rows; the kernel leaves each group's fp32 partial sum in
- * partial[group*cols + c], and ps__add_partials adds them in order of groups: out[c] =
+/* Sums over rows in a fixed order: the rows are cut in ps__n_row_tiles() tiles of
+ * ps__row_tile_rows() rows; the kernel leaves each tile's fp32 partial sum in
+ * partial[tile*cols + c], and ps__add_partials adds them in order of tiles: out[c] =
  * round(sum) or, when accumulate, round(out[c] + sum). */
-static inline int64_t ps__row_group_rows(uint32_t rows) {
+static inline int64_t ps__row_tile_rows(uint32_t rows) {
   return rows <= 64 * 64 ? 64 : (int64_t)(rows + 63) / 64;
 }
-static inline int64_t ps__n_row_groups(uint32_t rows) {
-  int64_t g = ps__row_group_rows(rows);
+static inline int64_t ps__n_row_tiles(uint32_t rows) {
+  int64_t g = ps__row_tile_rows(rows);
   return (rows + g - 1) / g;
 }
 void ps__add_partials(const ps__cpu_exec *exec, void *out, uint32_t dt, const float *partial,
-                      int64_t n_groups, uint32_t cols, uint32_t accumulate);
+                      int64_t n_tiles, uint32_t cols, uint32_t accumulate);
 
 /* One single-threaded product on the calling thread, C = op(A) op(B) + beta*C, row-major fp32.
  * OpenBLAS is held to one thread. */

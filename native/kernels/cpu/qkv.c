@@ -11,7 +11,7 @@
  * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk [head_dim].
  * bytes   forward reads and writes qkv once; backward reads dq, dkv (and qkv with qk_norm) and
  *         writes dqkv.
- * determinism  a row is made by one worker; dw: partial sums of fixed groups of rows (cpu.h),
+ * determinism  a row is made by one worker; dw: partial sums of fixed tiles of rows (cpu.h),
  *              added in order.
  * reference    tests/test_qkv.py: PyTorch in fp64, transformers' LlamaRotaryEmbedding */
 #include "kernels/cpu/cpu.h"
@@ -23,7 +23,7 @@ enum { ROPE_ROWS = 32 }; /* rows that share one filling of the table of sines */
 /* Scratch of a worker. Of worker 0's, all use inv_freq and the partial sums. */
 typedef struct qkv_scratch {
   float *inv_freq, *cos, *sin, *row, *x; /* [half], [ROPE_ROWS][half] twice, [head_dim] twice */
-  float *partial_q, *partial_k;          /* [groups][head_dim], with qk_norm in the backward pass */
+  float *partial_q, *partial_k;          /* [tiles][head_dim], with qk_norm in the backward pass */
 } qkv_scratch;
 
 typedef struct qkv_job {
@@ -48,7 +48,7 @@ size_t ps__cpu_scratch_qkv_split_fwd(const void *args) {
 
 size_t ps__cpu_scratch_qkv_split_bwd(const void *args) {
   const ps__args_qkv *a = args;
-  size_t partial = a->qk_norm ? 2 * (size_t)ps__n_row_groups(a->n_tokens) * a->head_dim : 0;
+  size_t partial = a->qk_norm ? 2 * (size_t)ps__n_row_tiles(a->n_tokens) * a->head_dim : 0;
   return ps__round_up((scratch_floats(a) + partial) * sizeof(float), 64);
 }
 
@@ -63,7 +63,7 @@ static qkv_scratch scratch_of(const qkv_job *j, uint32_t worker) {
                        .row = p + (1 + 2 * ROPE_ROWS) * h,
                        .x = p + (1 + 2 * ROPE_ROWS) * h + d,
                        .partial_q = sums,
-                       .partial_k = sums + (size_t)ps__n_row_groups(a->n_tokens) * a->head_dim};
+                       .partial_k = sums + (size_t)ps__n_row_tiles(a->n_tokens) * a->head_dim};
 }
 
 /* inv_freq[i] = theta^(-2i/head_dim) in the order and precision of transformers 4.57.1,
@@ -215,7 +215,7 @@ static void fwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
   }
 }
 
-/* dqkv of row t; the norms' partial sums are those of the row's group. */
+/* dqkv of row t; the norms' partial sums are those of the row's tile. */
 static void bwd_row(const qkv_job *j, const qkv_scratch *s, int64_t t, int64_t slot, float *dwq,
                     float *dwk) {
   const ps__args_qkv *a = &j->a;
@@ -240,8 +240,8 @@ static void bwd_row(const qkv_job *j, const qkv_scratch *s, int64_t t, int64_t s
 static void bwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const qkv_job *j = arg;
   qkv_scratch s = scratch_of(j, worker);
-  size_t d = j->a.head_dim, group = (size_t)(first / ps__row_group_rows(j->a.n_tokens));
-  float *dwq = s.partial_q + group * d, *dwk = s.partial_k + group * d;
+  size_t d = j->a.head_dim, tile = (size_t)(first / ps__row_tile_rows(j->a.n_tokens));
+  float *dwq = s.partial_q + tile * d, *dwk = s.partial_k + tile * d;
   if (j->a.qk_norm) {
     memset(dwq, 0, d * sizeof(float));
     memset(dwk, 0, d * sizeof(float));
@@ -293,12 +293,12 @@ static ps_status qkv_split_bwd(const ps_launch *l) {
     j.qkv = l->ptr[4];
   PS_TRY(
       start(&j, l, "qkv_split_bwd", a->qk_norm ? l->ptr[5] : NULL, a->qk_norm ? l->ptr[6] : NULL));
-  ps__cpu_rows(j.exec, a->n_tokens, ps__row_group_rows(a->n_tokens), bwd_rows, &j);
+  ps__cpu_rows(j.exec, a->n_tokens, ps__row_tile_rows(a->n_tokens), bwd_rows, &j);
   if (a->qk_norm) {
     qkv_scratch s = scratch_of(&j, 0);
-    int64_t groups = ps__n_row_groups(a->n_tokens);
-    ps__add_partials(j.exec, l->ptr[7], a->dt, s.partial_q, groups, a->head_dim, a->accumulate_dw);
-    ps__add_partials(j.exec, l->ptr[8], a->dt, s.partial_k, groups, a->head_dim, a->accumulate_dw);
+    int64_t tiles = ps__n_row_tiles(a->n_tokens);
+    ps__add_partials(j.exec, l->ptr[7], a->dt, s.partial_q, tiles, a->head_dim, a->accumulate_dw);
+    ps__add_partials(j.exec, l->ptr[8], a->dt, s.partial_k, tiles, a->head_dim, a->accumulate_dw);
   }
   return PS_OK;
 }

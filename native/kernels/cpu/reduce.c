@@ -71,27 +71,27 @@ PS_CLONES static void reduce_cols(const col_job *j, int64_t first, int64_t end, 
 }
 static void col_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const col_job *j = arg;
-  float *sum = j->partial + (size_t)(first / ps__row_group_rows(j->a->rows)) * j->a->cols;
+  float *sum = j->partial + (size_t)(first / ps__row_tile_rows(j->a->rows)) * j->a->cols;
   memset(sum, 0, j->a->cols * sizeof *sum);
   reduce_cols(j, first, end, sum);
 }
 
 size_t ps__cpu_scratch_colsum(const void *args) {
   const ps__args_colsum *a = args;
-  return ps__round_up((size_t)ps__n_row_groups(a->rows) * a->cols * sizeof(float), 64);
+  return ps__round_up((size_t)ps__n_row_tiles(a->rows) * a->cols * sizeof(float), 64);
 }
 
 /* colsum
- * math    db[c] (+)= sum_r dy[r,c]: rows added in order in groups cut by shape (cpu.h), then the
- *         groups in order, fp32
+ * math    db[c] (+)= sum_r dy[r,c]: rows added in order in tiles cut by shape (cpu.h), then the
+ *         tiles in order, fp32
  * shapes  dy [rows, ld] of dt, the first cols of each row; db [cols] of dt
- * bytes   rows*cols*sizeof(dt); scratch: at most 64 groups * cols fp32 */
+ * bytes   rows*cols*sizeof(dt); scratch: at most 64 tiles * cols fp32 */
 static ps_status colsum(const ps_launch *l) {
   const ps__args_colsum *a = l->args;
   const ps__cpu_exec *exec = l->exec;
   col_job job = {a, l->ptr[0], ps__scratch(exec, 0)};
-  ps__cpu_rows(exec, a->rows, ps__row_group_rows(a->rows), col_task, &job);
-  ps__add_partials(exec, l->ptr[1], a->dt, job.partial, ps__n_row_groups(a->rows), a->cols,
+  ps__cpu_rows(exec, a->rows, ps__row_tile_rows(a->rows), col_task, &job);
+  ps__add_partials(exec, l->ptr[1], a->dt, job.partial, ps__n_row_tiles(a->rows), a->cols,
                    a->accumulate);
   return PS_OK;
 }
@@ -99,7 +99,7 @@ static ps_status colsum(const ps_launch *l) {
 typedef struct partials_job {
   void *out;
   const float *partial;
-  int64_t n_groups;
+  int64_t n_tiles;
   size_t cols;
   uint32_t dt;
   bool accumulate;
@@ -108,7 +108,7 @@ typedef struct partials_job {
 PS_VEC void partials_cols(const partials_job *j, size_t first, size_t end, uint32_t dt) {
   for (size_t i = first; i < end; i += PS_LANES) {
     ps__v sum = {0};
-    for (int64_t g = 0; g < j->n_groups; g++)
+    for (int64_t g = 0; g < j->n_tiles; g++)
       sum += ps__v_read(j->partial + (size_t)g * j->cols, PS_F32, i, end, 0.0f);
     if (j->accumulate)
       sum = ps__v_read(j->out, dt, i, end, 0.0f) + sum;
@@ -126,8 +126,8 @@ static void partials_task(void *arg, int64_t first, int64_t end, uint32_t worker
 }
 
 void ps__add_partials(const ps__cpu_exec *exec, void *out, uint32_t dt, const float *partial,
-                      int64_t n_groups, uint32_t cols, uint32_t accumulate) {
-  partials_job job = {out, partial, n_groups, cols, dt, accumulate != 0};
+                      int64_t n_tiles, uint32_t cols, uint32_t accumulate) {
+  partials_job job = {out, partial, n_tiles, cols, dt, accumulate != 0};
   ps__cpu_rows(exec, cols, 512, partials_task, &job);
 }
 
@@ -136,8 +136,8 @@ void ps__add_partials(const ps__cpu_exec *exec, void *out, uint32_t dt, const fl
 typedef struct sq_job {
   ps__total t; /* added, or rounded, first where @changes */
   bool changes;
-  uint64_t n, group;
-  double sum[PS_SQ_GROUPS];
+  uint64_t n, tile;
+  double sum[PS_SQ_TILES];
 } sq_job;
 
 /* lane[j] += the squares of elements j, j + 1024, ... of n_rows rows, in order. A register of
@@ -206,9 +206,9 @@ PS_VEC void sq_order(double lane[PS_SQ_LANES], size_t n) {
   }
 }
 
-/* Sum of squares of elements [first, end), one group: lane[j] = those of elements j, j+1024, ...
+/* Sum of squares of elements [first, end), one tile: lane[j] = those of elements j, j+1024, ...
  * in order, then the tree. */
-PS_VEC double sq_group(const sq_job *j, size_t first, size_t end, uint32_t dt) {
+PS_VEC double sq_tile(const sq_job *j, size_t first, size_t end, uint32_t dt) {
   double lane[PS_SQ_LANES] = {0};
   const size_t whole = (end - first) / PS_SQ_LANES;
   const sq_rows rows = sq_rows_of(dt);
@@ -236,35 +236,35 @@ PS_VEC double sq_group(const sq_job *j, size_t first, size_t end, uint32_t dt) {
   return lane[0];
 }
 PS_CLONES static double reduce_squares(const sq_job *j, size_t first, size_t end) {
-  return j->t.dt == PS_BF16 ? sq_group(j, first, end, PS_BF16) : sq_group(j, first, end, PS_F32);
+  return j->t.dt == PS_BF16 ? sq_tile(j, first, end, PS_BF16) : sq_tile(j, first, end, PS_F32);
 }
 static void sq_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   sq_job *j = arg;
   for (int64_t k = first; k < end; k++) {
-    const uint64_t from = (uint64_t)k * j->group, left = j->n - from;
-    j->sum[k] = reduce_squares(j, from, from + (left < j->group ? left : j->group));
+    const uint64_t from = (uint64_t)k * j->tile, left = j->n - from;
+    j->sum[k] = reduce_squares(j, from, from + (left < j->tile ? left : j->tile));
   }
 }
 
 static ps_status sum_squares(const ps_launch *l, const ps__total *t, bool changes, uint64_t n,
                              uint32_t n_threads, double *out) {
-  sq_job job = {.t = *t, .changes = changes, .n = n, .group = ps__sumsq_group(n)};
-  const int64_t n_groups = (int64_t)((n + job.group - 1) / job.group);
+  sq_job job = {.t = *t, .changes = changes, .n = n, .tile = ps__sumsq_tile(n)};
+  const int64_t n_tiles = (int64_t)((n + job.tile - 1) / job.tile);
   const ps__cpu_exec exec = with_threads(l->exec, n_threads);
-  ps__cpu_rows(&exec, n_groups, 1, sq_task, &job);
+  ps__cpu_rows(&exec, n_tiles, 1, sq_task, &job);
   double sum = 0.0;
-  for (int64_t k = 0; k < n_groups; k++)
+  for (int64_t k = 0; k < n_tiles; k++)
     sum += job.sum[k];
   memcpy(out, &sum, sizeof sum);
   return PS_OK;
 }
 
 /* sumsq, sumsq_host
- * math    sum of squares in fp64: groups of ps__sumsq_group(n) elements; in each 1024 lanes,
+ * math    sum of squares in fp64: tiles of ps__sumsq_tile(n) elements; in each 1024 lanes,
  *         lane j adds elements j, j+1024, ... in
- *         order, then j += j+512, 256, ... 1; then the groups in order
+ *         order, then j += j+512, 256, ... 1; then the tiles in order
  * shapes  g [n] of dt, out f64 [1]
- * bytes   n*sizeof(dt).   determinism  bitwise: groups are cut by n only and each is one
+ * bytes   n*sizeof(dt).   determinism  bitwise: tiles are cut by n only and each is one
  *         thread's; products of two fp32 are
  *         exact in fp64, so that FMA changes nothing */
 static ps_status sumsq(const ps_launch *l) {

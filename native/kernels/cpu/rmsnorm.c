@@ -7,7 +7,7 @@ typedef struct norm_job {
   const ps__args_rmsnorm *a;
   const char *x, *w, *dy;
   char *y, *dx;
-  float *partial; /* [groups, cols]: dw of each group of rows */
+  float *partial; /* [tiles, cols]: dw of each tile of rows */
 } norm_job;
 
 /* sums[0] = sum x^2, sums[1] = sum dy*w*x (0 when dy is NULL). Lane j of accumulator q adds
@@ -105,24 +105,24 @@ PS_CLONES static void norm_bwd(const norm_job *j, int64_t first, int64_t end, fl
 static void norm_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const norm_job *j = arg;
   size_t cols = j->a->cols;
-  float *dw = j->partial + (size_t)(first / ps__row_group_rows(j->a->rows)) * cols;
+  float *dw = j->partial + (size_t)(first / ps__row_tile_rows(j->a->rows)) * cols;
   memset(dw, 0, cols * sizeof *dw);
   norm_bwd(j, first, end, dw);
 }
 
-/* Partial sums of all groups lie in worker 0's scratch. */
+/* Partial sums of all tiles lie in worker 0's scratch. */
 size_t ps__cpu_scratch_rmsnorm_bwd(const void *args) {
   const ps__args_rmsnorm *a = args;
-  return ps__round_up((size_t)ps__n_row_groups(a->rows) * a->cols * sizeof(float), 64);
+  return ps__round_up((size_t)ps__n_row_tiles(a->rows) * a->cols * sizeof(float), 64);
 }
 
 /* rmsnorm_bwd
  * math    xh = x*rstd; g = dy*w; d = rstd*(g - xh*mean_c(g*xh)); dx = add_dx ? dx + d : d; dw
  *         (+)= sum_r dy*xh
  * shapes  x, dy, dx [rows,cols], w, dw [cols], all of dt; dx aliases neither x nor dy
- * bytes   3 or 4 (add_dx) * rows*cols*sizeof(dt) of memory; scratch: at most 64 groups * cols fp32
- * determinism  bitwise: rows are cut in groups by shape (cpu.h), dw adds rows in order in a
- *              group, then groups in order */
+ * bytes   3 or 4 (add_dx) * rows*cols*sizeof(dt) of memory; scratch: at most 64 tiles * cols fp32
+ * determinism  bitwise: rows are cut in tiles by shape (cpu.h), dw adds rows in order in a
+ *              tile, then tiles in order */
 static ps_status rmsnorm_bwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = l->args;
   const ps__cpu_exec *exec = l->exec;
@@ -132,8 +132,8 @@ static ps_status rmsnorm_bwd(const ps_launch *l) {
                   .dy = l->ptr[2],
                   .dx = l->ptr[3],
                   .partial = ps__scratch(exec, 0)};
-  ps__cpu_rows(exec, a->rows, ps__row_group_rows(a->rows), norm_bwd_task, &job);
-  ps__add_partials(exec, l->ptr[4], a->dt, job.partial, ps__n_row_groups(a->rows), a->cols,
+  ps__cpu_rows(exec, a->rows, ps__row_tile_rows(a->rows), norm_bwd_task, &job);
+  ps__add_partials(exec, l->ptr[4], a->dt, job.partial, ps__n_row_tiles(a->rows), a->cols,
                    a->accumulate_dw);
   return PS_OK;
 }

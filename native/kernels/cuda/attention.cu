@@ -21,16 +21,16 @@ enum { FIND_THREADS = 1024 };
  * ballots, then the warps' counts). Slot d's first row is kept in the q lengths until the end. */
 __global__ void __launch_bounds__(FIND_THREADS)
     find_documents_k(const int32_t *doc_start, int32_t *documents, uint32_t n_rows, uint32_t row0,
-                     uint32_t slots, uint32_t q_ld, uint32_t kv_ld, uint32_t dkv_ld,
+                     uint32_t max_documents, uint32_t q_ld, uint32_t kv_ld, uint32_t dkv_ld,
                      uint32_t lse_ld) {
   __shared__ uint32_t begins[32], n_docs;
-  const uint32_t stride = (slots + 1 + 31) / 32 * 32, lane = threadIdx.x % 32,
+  const uint32_t stride = (max_documents + 1 + 31) / 32 * 32, lane = threadIdx.x % 32,
                  warp = threadIdx.x / 32;
-  /* row of each slot's begin; overwritten last */
+  /* first row of each document; overwritten last */
   int32_t *first = documents + PS_ATT_HEADER + PS_ATT_OFF_LSE * stride;
   if (threadIdx.x == 0)
     n_docs = 0;
-  for (uint32_t d = threadIdx.x; d <= slots; d += FIND_THREADS)
+  for (uint32_t d = threadIdx.x; d <= max_documents; d += FIND_THREADS)
     first[d] = (int32_t)n_rows;
   __syncthreads();
   for (uint32_t base = 0; base < n_rows; base += FIND_THREADS) {
@@ -43,30 +43,30 @@ __global__ void __launch_bounds__(FIND_THREADS)
     uint32_t number = n_docs + __popc(votes & ((1u << lane) - 1));
     for (uint32_t w = 0; w < warp; w++)
       number += begins[w];
-    if (begin && number <= slots)
+    if (begin && number <= max_documents)
       first[number] = (int32_t)row;
     __syncthreads();
     if (threadIdx.x == FIND_THREADS - 1)
       n_docs = number + begin;
     __syncthreads();
   }
-  const uint32_t d = threadIdx.x; /* slots <= 64 < FIND_THREADS */
+  const uint32_t d = threadIdx.x; /* max_documents <= 64 < FIND_THREADS */
   int32_t q0 = (int32_t)n_rows, q1 = q0;
-  if (d <= slots) {
+  if (d <= max_documents) {
     q0 = first[d];
-    q1 = d < slots ? first[d + 1] : q0;
+    q1 = d < max_documents ? first[d + 1] : q0;
   }
   __syncthreads();
-  if (d > slots)
+  if (d > max_documents)
     return;
-  const bool used = d < slots && q0 < (int32_t)n_rows;
+  const bool used = d < max_documents && q0 < (int32_t)n_rows;
   const int32_t key0 = used ? doc_start[q0] : (int32_t)row0 + q0;
   int32_t *array = documents + PS_ATT_HEADER + d;
-  if (d < slots) {
+  if (d < max_documents) {
     array[PS_ATT_LEN_Q * stride] = used ? q1 - q0 : 0;
     array[PS_ATT_LEN_KV * stride] = used ? (int32_t)row0 + q1 - key0 : 0;
   } else {
-    documents[PS_ATT_HEAD_PLAIN_ROW] = q0; /* the first row beyond the slots' documents */
+    documents[PS_ATT_HEAD_PLAIN_ROW] = q0; /* the first row after the documents that have entries */
     documents[PS_ATT_HEAD_FIRST_KEY] = doc_start[0];
   }
   array[PS_ATT_OFF_Q * stride] = q0 * (int32_t)q_ld;
@@ -76,12 +76,12 @@ __global__ void __launch_bounds__(FIND_THREADS)
 }
 
 void ps_att_find_documents(cudaStream_t stream, const ps__args_attention *a,
-                           const int32_t *doc_start, uint32_t slots, bool in_rows,
+                           const int32_t *doc_start, uint32_t max_documents, bool in_rows,
                            int32_t *documents) {
   const uint32_t width = in_rows ? 1 : a->n_heads * a->head_dim,
                  kv_width = in_rows ? 1 : a->n_kv_heads * a->head_dim;
   find_documents_k<<<1, FIND_THREADS, 0, stream>>>(doc_start, documents, a->n_tokens, a->row0,
-                                                   slots, width, in_rows ? 1 : 2 * kv_width,
+                                                   max_documents, width, in_rows ? 1 : 2 * kv_width,
                                                    kv_width, in_rows ? 1 : a->n_heads);
 }
 

@@ -49,16 +49,19 @@ uint32_t ps_att_flash4_version(void);
 #endif
 
 /* ---- documents, found on the device -------------------------------------------------------------
- * Slot d holds the d-th document of the chunk: its query rows, and its keys from the document's
- * begin (in the prefix for the first one) to its last query row, so that causal masks align at
- * the bottom right. Slots behind the last document are empty. A chunk may have more documents
- * than slots: those from row plain_row on are left to the plain kernels. */
-static inline uint32_t ps_att_slots(uint32_t n_tokens) {
+ * Entry d of each array is the d-th document of the chunk: its query rows, and its keys from the
+ * document's begin (in the prefix for the first one) to its last query row, so that causal masks
+ * align at the bottom right. Entries after the last document are empty. A chunk may have more than
+ * max_documents documents: the plain kernels take those from row plain_row on. */
+static inline uint32_t ps_att_max_documents(uint32_t n_tokens) {
   const uint32_t n = n_tokens / 128;
   return n < 8 ? 8 : n > 64 ? 64 : n;
 }
-static inline uint32_t ps_att_slot_stride(uint32_t slots) { return (slots + 1 + 31) / 32 * 32; }
-/* int32 arrays of ps_att_slot_stride() entries each, in this order, behind a header of 32 int32. */
+static inline uint32_t ps_att_documents_stride(uint32_t max_documents) {
+  return (max_documents + 1 + 31) / 32 * 32;
+}
+/* int32 arrays of ps_att_documents_stride() entries each, in this order, after a header of 32
+ * int32. */
 enum {
   PS_ATT_LEN_Q,
   PS_ATT_LEN_KV,
@@ -69,16 +72,16 @@ enum {
   PS_ATT_N_ARRAYS
 };
 enum { PS_ATT_HEAD_PLAIN_ROW, PS_ATT_HEAD_FIRST_KEY, PS_ATT_HEADER = 32 };
-static inline size_t ps_att_documents_bytes(uint32_t slots) {
-  return (PS_ATT_HEADER + PS_ATT_N_ARRAYS * (size_t)ps_att_slot_stride(slots)) * 4;
+static inline size_t ps_att_documents_bytes(uint32_t max_documents) {
+  return (PS_ATT_HEADER + PS_ATT_N_ARRAYS * (size_t)ps_att_documents_stride(max_documents)) * 4;
 }
-static inline int32_t *ps_att_array(int32_t *documents, uint32_t slots, int which) {
-  return documents + PS_ATT_HEADER + (size_t)which * ps_att_slot_stride(slots);
+static inline int32_t *ps_att_array(int32_t *documents, uint32_t max_documents, int which) {
+  return documents + PS_ATT_HEADER + (size_t)which * ps_att_documents_stride(max_documents);
 }
 /* Offsets in elements of q, kv, dkv [row0+T, K] and log-sum-exp [T, heads], or with @in_rows in
  * rows of them. */
 void ps_att_find_documents(cudaStream_t stream, const ps__args_attention *a,
-                           const int32_t *doc_start, uint32_t slots, bool in_rows,
+                           const int32_t *doc_start, uint32_t max_documents, bool in_rows,
                            int32_t *documents);
 
 /* dst[i][c][r] = src[i][r][c] for @n matrices, fp32: a document's log-sum-exp as [tokens, heads]

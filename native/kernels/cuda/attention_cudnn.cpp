@@ -9,7 +9,7 @@
  *                        (aligned at the bottom right); log-sum-exp is [n, heads, T/n] there and
  *                        transposed by us (before 9.26 the backward
  *                        pass reads no other layout);
- *         found          ragged ("THD"): a batch of slots, one for each document, lengths and
+ *         found          ragged ("THD"): a batch of ps_att_max_documents(), lengths and
  *                        offsets found on the device from
  *                        doc_start (ps_att_find_documents); log-sum-exp is written and read as
  *                        [T, heads] in place.
@@ -111,7 +111,7 @@ struct plan {
   fe::graph::Graph graph;
   cudnnHandle_t handle;
   uint32_t known;                           /* documents; 0: they are found */
-  uint32_t slots;                           /* for documents that are found */
+  uint32_t max_documents;                   /* for documents that are found */
   size_t documents, lse, dk, dv, workspace; /* offsets in scratch */
 };
 
@@ -217,14 +217,14 @@ struct operands {
 static operands describe(plan *p, const ps_att_shape *s) {
   const ps__args_attention *a = &s->args;
   operands x{};
-  x.batch = p->known ? p->known : p->slots;
+  x.batch = p->known ? p->known : p->max_documents;
   x.rows = p->known ? a->n_tokens / p->known : a->n_tokens;
   x.keys = a->row0 + x.rows;
   x.d = a->head_dim;
   x.square = a->row0 == 0;
   x.heads = a->n_heads;
   x.kv_heads = a->n_kv_heads;
-  if (p->slots) {
+  if (p->max_documents) {
     x.len_q = index_tensor(p, "len_q", LEN_Q, x.batch);
     x.len_kv = index_tensor(p, "len_kv", LEN_KV, x.batch);
     x.off_q = index_tensor(p, "off_q", OFF_Q, x.batch + 1);
@@ -290,8 +290,8 @@ static void lay_out(plan *p, const ps_att_shape *s, size_t *bytes) {
       ps_att_round(2 * ((size_t)a->row0 + a->n_tokens) * a->n_kv_heads * a->head_dim);
   size_t at = 0;
   p->documents = at;
-  if (p->slots)
-    at += ps_att_round(ps_att_documents_bytes(p->slots));
+  if (p->max_documents)
+    at += ps_att_round(ps_att_documents_bytes(p->max_documents));
   p->lse = at;
   if (p->known)
     at += ps_att_round((size_t)a->n_tokens * a->n_heads * 4);
@@ -310,7 +310,7 @@ static ps_status build(const ps_att_shape *s, plan *p, size_t *scratch_bytes) {
                     fe::detail::get_backend_version(), s->device);
   p->handle = handles[s->device];
   p->known = known_documents(&s->args);
-  p->slots = p->known ? 0 : ps_att_slots(s->args.n_tokens);
+  p->max_documents = p->known ? 0 : ps_att_max_documents(s->args.n_tokens);
   p->graph.set_io_data_type(fe::DataType_t::BFLOAT16)
       .set_intermediate_data_type(fe::DataType_t::FLOAT)
       .set_compute_data_type(fe::DataType_t::FLOAT);
@@ -367,18 +367,19 @@ struct addresses {
 static void bind_documents(addresses *at, const plan *p, int32_t *documents, bool backward) {
   for (int which = PS_ATT_LEN_Q; which < PS_ATT_N_ARRAYS; which++)
     if (which != PS_ATT_OFF_DKV || backward)
-      at->add(ps_att_array(documents, p->slots, which));
+      at->add(ps_att_array(documents, p->max_documents, which));
 }
 
 static ps_status run(const ps_launch *l, const ps_att_shape *s, plan *p) {
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   const ps__args_attention *a = &s->args;
   char *scratch = (char *)exec->scratch;
-  int32_t *documents = p->slots ? (int32_t *)(scratch + p->documents) : NULL;
+  int32_t *documents = p->max_documents ? (int32_t *)(scratch + p->documents) : NULL;
   float *lse = (float *)l->ptr[4];
-  float *stats = p->slots ? lse : (float *)(scratch + p->lse);
+  float *stats = p->max_documents ? lse : (float *)(scratch + p->lse);
   if (documents)
-    ps_att_find_documents(exec->stream, a, (const int32_t *)l->ptr[2], p->slots, false, documents);
+    ps_att_find_documents(exec->stream, a, (const int32_t *)l->ptr[2], p->max_documents, false,
+                          documents);
   addresses at = {{l->ptr[0], l->ptr[1],
                    (char *)l->ptr[1] + 2 * (size_t)a->n_kv_heads * a->head_dim, l->ptr[3], stats},
                   5};

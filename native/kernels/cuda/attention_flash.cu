@@ -5,14 +5,13 @@
  *         head (one rounding) and are added over a group's heads
  *         and to fp32 dkv by us; dQ is summed in fp32.
  * shapes  head_dim 64 or 128, any rows: K and V are strided views of the interleaved kv rows.
- *         One document is a batch of 1; documents are slots found
- *         on the device (ps_att_find_documents, in rows), those beyond the slots go to the plain
+ *         One document is a batch of 1; several are a batch of ps_att_max_documents(), found
+ *         on the device (ps_att_find_documents, in rows), those after them go to the plain
  *         kernels. Log-sum-exp is [heads, T] there and
  *         transposed by us.
- * scratch log-sum-exp and documents; backward also 4*heads*(T+128*slots)*(head_dim+1) bytes for
- * dQ and the rows' sums (dQ once for each of
- *         ceil(SMs/heads) splits when deterministic), 4*(row0+T)*heads*head_dim bytes for dK and
- *         dV.
+ * scratch log-sum-exp and documents; backward also 4*heads*(T+128*max_documents)*(head_dim+1)
+ *         bytes for dQ and the rows' sums (dQ once for each of ceil(SMs/heads) splits when
+ *         deterministic), 4*(row0+T)*heads*head_dim bytes for dK and dV.
  * time    H200, 32/8 heads of 128, T = 8192, TFLOP/s forward / backward: one document 352 / 301
  *         (deterministic 187), found on the device 346 / 295,
  *         behind a prefix of 8192 380 / 327, 8 documents of 1024 235 / 186 (test_cuda_attention
@@ -27,7 +26,7 @@
 namespace {
 
 struct plan {
-  uint32_t slots; /* 0: one document; several are found, known or not */
+  uint32_t max_documents; /* 0: one document; several are found, known or not */
   int splits;
   bool narrow;
   size_t documents, lse, sums, accum, accum_bytes, dk, dv; /* offsets in scratch */
@@ -39,7 +38,7 @@ const char *refuses(const ps_att_shape *s) {
   return s->args.head_dim == 64 || s->args.head_dim == 128 ? NULL : "head_dim is not 64 or 128";
 }
 
-uint32_t batch(const plan *p) { return p->slots ? p->slots : 1; }
+uint32_t batch(const plan *p) { return p->max_documents ? p->max_documents : 1; }
 size_t padded_rows(const ps__args_attention *a, const plan *p) {
   return a->n_tokens + (size_t)PS_FLASH_PAD * batch(p);
 }
@@ -56,8 +55,8 @@ void lay_out(plan *p, const ps_att_shape *s, size_t *bytes) {
   const size_t one = ps_att_round(2 * ((size_t)a->row0 + a->n_tokens) * a->n_heads * a->head_dim);
   size_t at = 0;
   p->documents = at;
-  if (p->slots)
-    at += ps_att_round(ps_att_documents_bytes(p->slots));
+  if (p->max_documents)
+    at += ps_att_round(ps_att_documents_bytes(p->max_documents));
   p->lse = at;
   at += ps_att_round((size_t)a->n_tokens * a->n_heads * 4);
   if (s->backward) {
@@ -83,7 +82,8 @@ ps_status prepare(const ps_att_shape *s, void **out, size_t *scratch_bytes) {
   plan *p = new (std::nothrow) plan();
   if (!p)
     return ps__fail(PS_ENOMEM, "attention: no memory for a plan");
-  p->slots = ps__attention_documents(&s->args) == 1 ? 0 : ps_att_slots(s->args.n_tokens);
+  p->max_documents =
+      ps__attention_documents(&s->args) == 1 ? 0 : ps_att_max_documents(s->args.n_tokens);
   p->splits = s->backward && s->deterministic ? splits_of(&s->args, n_sms) : 1;
   p->narrow = shared < 144 * 1024;
   lay_out(p, s, scratch_bytes);
@@ -118,8 +118,8 @@ void describe(ps_flash::Flash_fwd_params *f, const ps_launch *l, const ps_att_sh
   f->is_bf16 = f->is_causal = f->is_seqlens_k_cumulative = f->unpadded_lse = true;
   f->rng_state = (uint64_t *)lse; /* read, never used */
   if (documents) {
-    f->cu_seqlens_q = ps_att_array(documents, p->slots, PS_ATT_OFF_Q);
-    f->cu_seqlens_k = ps_att_array(documents, p->slots, PS_ATT_OFF_KV);
+    f->cu_seqlens_q = ps_att_array(documents, p->max_documents, PS_ATT_OFF_Q);
+    f->cu_seqlens_k = ps_att_array(documents, p->max_documents, PS_ATT_OFF_KV);
   }
 }
 
@@ -174,11 +174,11 @@ ps_status backward(const ps_launch *l, const ps_att_shape *s, const plan *p, int
 ps_status launch(const ps_launch *l, const ps_att_shape *s, void *made) {
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   const plan *p = (const plan *)made;
-  int32_t *documents = p->slots ? (int32_t *)((char *)exec->scratch + p->documents) : NULL;
+  int32_t *documents = p->max_documents ? (int32_t *)((char *)exec->scratch + p->documents) : NULL;
   float *lse = (float *)((char *)exec->scratch + p->lse);
   if (documents)
-    ps_att_find_documents(exec->stream, &s->args, (const int32_t *)l->ptr[2], p->slots, true,
-                          documents);
+    ps_att_find_documents(exec->stream, &s->args, (const int32_t *)l->ptr[2], p->max_documents,
+                          true, documents);
   return (s->backward ? backward : forward)(l, s, p, documents, lse);
 }
 

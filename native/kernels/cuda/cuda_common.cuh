@@ -136,7 +136,7 @@ template <int N> __device__ __forceinline__ void ps_block_sum(float (&x)[N], flo
 /* out[c] = round(sum_g partial[g*ld + c]) or, when accumulate, round(out[c] + sum): defined in
  * reduce.cu. */
 cudaError_t ps_add_partials(cudaStream_t stream, void *out, uint32_t dt, const float *partial,
-                            uint32_t n_groups, uint32_t ld, uint32_t cols, bool accumulate);
+                            uint32_t n_tiles, uint32_t ld, uint32_t cols, bool accumulate);
 
 /* ---- launches -------------------------------------------------------------------------------- */
 

@@ -18,7 +18,7 @@
  *         us. Measured on an H200, of copy bandwidth:
  *         forward 91%, 52 us, with qk_norm 66%, 72 us; backward 94%, 59 us, with qk_norm 68%,
  *         109 us
- * determinism  bitwise: a head is made by fixed threads; dw: groups of rows by shape, in order,
+ * determinism  bitwise: a head is made by fixed threads; dw: tiles of rows by shape, in order,
  *              then fixed trees.
  * reference    the cpu backend's: 1 ulp of bf16; fp32 within 4e-7 of the head's largest, 1e-5
  *              with the norm */
@@ -36,8 +36,8 @@ template <typename T> struct qkv_job {
   const float *dkv;
   const int32_t *pos;
   T *q, *kv, *dqkv;
-  float *partial_q, *partial_k;                 /* [groups][slices][head_dim] */
-  uint32_t n_tokens, group, n_q, n_k, head_dim; /* n_q, n_k: heads */
+  float *partial_q, *partial_k;                /* [tiles][slices][head_dim] */
+  uint32_t n_tokens, tile, n_q, n_k, head_dim; /* n_q, n_k: heads */
   float eps;
 };
 
@@ -242,7 +242,7 @@ __device__ __forceinline__ void store_dw(float *to, const float *sums, uint32_t 
   }
 }
 
-/* A block a group of tokens (one token without NORM) and a slice of `each` heads, q, k and v
+/* A block a tile of tokens (one token without NORM) and a slice of `each` heads, q, k and v
  * alike; half/V neighbouring threads a head, each with V pairs, always the same, so that it
  * keeps their dw. With NORM the next token is copied to shared memory while one is worked on,
  * each vector by the thread that reads it, and the angles are made for as many tokens at once as
@@ -255,8 +255,8 @@ __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3)
   __shared__ alignas(16) float cosines[SLICE_THREADS], sines[SLICE_THREADS],
       weights[NORM ? 2 : 1][NORM ? 2 * MAX_HALF : 1];
   const uint32_t d = j.head_dim, half = d / 2, g = half / V,
-                 first = NORM ? blockIdx.x * j.group : blockIdx.x;
-  const uint32_t end = NORM ? min(first + j.group, j.n_tokens) : first + 1;
+                 first = NORM ? blockIdx.x * j.tile : blockIdx.x;
+  const uint32_t end = NORM ? min(first + j.tile, j.n_tokens) : first + 1;
   const uint32_t head0 = blockIdx.y * each, heads = min(each, j.n_q + 2 * j.n_k - head0),
                  i = threadIdx.x % g * V;
   const bool ok = threadIdx.x / g < heads;
@@ -370,7 +370,7 @@ __global__ void __launch_bounds__(THREADS)
   __shared__ float cosines[MAX_HALF], sines[MAX_HALF];
   __shared__ float sums[NORM ? THREADS / 32 : 1][NORM ? 2 * MAX_HALF : 1];
   const uint32_t d = j.head_dim, half = d / 2, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t first = blockIdx.x * j.group, end = min(first + j.group, j.n_tokens);
+  const uint32_t first = blockIdx.x * j.tile, end = min(first + j.tile, j.n_tokens);
   float dw[NORM ? 2 : 1][PAIRS][2] = {};
   for (uint32_t t = first; t < end; t++) {
     const size_t at = (size_t)t * (j.n_q + 2 * j.n_k) * d;
@@ -528,7 +528,7 @@ extern "C" ps_status ps__cuda_qkv_split_fwd(const ps_launch *l) {
 
 /* The partial sums of dw that each weight gets: one a block. */
 static uint32_t n_partials(const ps__args_qkv *a, bool fit) {
-  return ps_n_groups(a->n_tokens, PS_NORM_GROUPS) * (fit ? ps_qkv_slices(a) : 1);
+  return ps_n_row_tiles(a->n_tokens, PS_NORM_TILES) * (fit ? ps_qkv_slices(a) : 1);
 }
 
 template <typename T>
@@ -536,9 +536,9 @@ static cudaError_t launch_bwd(const ps_launch *l, const ps__args_qkv *a, const r
                               bool fit) {
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   constexpr int V = ps_full<T>;
-  const uint32_t n = a->qk_norm ? ps_n_groups(a->n_tokens, PS_NORM_GROUPS) : a->n_tokens;
+  const uint32_t n = a->qk_norm ? ps_n_row_tiles(a->n_tokens, PS_NORM_TILES) : a->n_tokens;
   qkv_job<T> j = job_of<T>(a);
-  j.group = a->qk_norm ? ps_group_rows(a->n_tokens, PS_NORM_GROUPS) : 1;
+  j.tile = a->qk_norm ? ps_row_tile_rows(a->n_tokens, PS_NORM_TILES) : 1;
   j.dq = (const T *)l->ptr[0];
   j.dkv = (const float *)l->ptr[1];
   j.pos = (const int32_t *)l->ptr[2];

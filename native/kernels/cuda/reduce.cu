@@ -134,12 +134,12 @@ extern "C" ps_status ps__cuda_accumulate(const ps_launch *l) {
 
 /* ---- colsum ---------------------------------------------------------------------------------- */
 
-/* Thread (x, group): V columns of one group of rows, rows in order. */
+/* Thread (x, tile): V columns of one tile of rows, rows in order. */
 template <typename T, int V>
 __global__ void __launch_bounds__(128) colsum_k(const T *dy, float *partial, uint32_t rows,
-                                                uint32_t group, uint32_t cols, uint32_t ld) {
-  const uint32_t c = (blockIdx.x * 128 + threadIdx.x) * V, first = blockIdx.y * group,
-                 end = min(first + group, rows);
+                                                uint32_t tile, uint32_t cols, uint32_t ld) {
+  const uint32_t c = (blockIdx.x * 128 + threadIdx.x) * V, first = blockIdx.y * tile,
+                 end = min(first + tile, rows);
   if (c >= cols)
     return;
   float sum[V] = {}, v[V];
@@ -156,17 +156,17 @@ __global__ void __launch_bounds__(128) colsum_k(const T *dy, float *partial, uin
 }
 
 enum { ADD_COLS = 32, ADD_SLICES = 16 };
-/* Thread (x, y): column x, groups y, y+16, ... in order; then the 16 slices in order. */
+/* Thread (x, y): column x, tiles y, y+16, ... in order; then the 16 slices in order. */
 template <typename T>
 __global__ void __launch_bounds__(ADD_COLS *ADD_SLICES)
-    add_partials_k(T *out, const float *partial, uint32_t n_groups, uint32_t ld, uint32_t cols,
+    add_partials_k(T *out, const float *partial, uint32_t n_tiles, uint32_t ld, uint32_t cols,
                    bool accumulate) {
   __shared__ float slice[ADD_SLICES][ADD_COLS];
   const uint32_t c = blockIdx.x * ADD_COLS + threadIdx.x;
   float sum = 0.0f;
   if (c < cols)
 #pragma unroll 16
-    for (uint32_t g = threadIdx.y; g < n_groups; g += ADD_SLICES)
+    for (uint32_t g = threadIdx.y; g < n_tiles; g += ADD_SLICES)
       sum += partial[(size_t)g * ld + c];
   slice[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
@@ -178,23 +178,23 @@ __global__ void __launch_bounds__(ADD_COLS *ADD_SLICES)
 }
 
 cudaError_t ps_add_partials(cudaStream_t stream, void *out, uint32_t dt, const float *partial,
-                            uint32_t n_groups, uint32_t ld, uint32_t cols, bool accumulate) {
+                            uint32_t n_tiles, uint32_t ld, uint32_t cols, bool accumulate) {
   const dim3 grid(ps_ceil_div(cols, ADD_COLS)), block(ADD_COLS, ADD_SLICES);
   if (dt == PS_BF16)
-    add_partials_k<<<grid, block, 0, stream>>>((__nv_bfloat16 *)out, partial, n_groups, ld, cols,
+    add_partials_k<<<grid, block, 0, stream>>>((__nv_bfloat16 *)out, partial, n_tiles, ld, cols,
                                                accumulate);
   else
-    add_partials_k<<<grid, block, 0, stream>>>((float *)out, partial, n_groups, ld, cols,
+    add_partials_k<<<grid, block, 0, stream>>>((float *)out, partial, n_tiles, ld, cols,
                                                accumulate);
   return cudaGetLastError();
 }
 
 /* colsum
- * math    db[c] (+)= sum_r dy[r,c]: rows in order in groups cut by shape, then the groups in a
+ * math    db[c] (+)= sum_r dy[r,c]: rows in order in tiles cut by shape, then the tiles in a
  *         fixed order; fp32
  * shapes  dy [rows, ld] of dt, the first cols of each row; db [cols] of dt
  * bytes   rows*cols*sizeof(dt) of HBM; 8192 x 6144 bf16 -> 101 MB, 21 us at 4.8 TB/s; scratch:
- *         at most 128 groups * cols fp32
+ *         at most 128 tiles * cols fp32
  * determinism  bitwise.   reference  the cpu backend's, within rows * 2^-24 * sum |dy|, and 1
  *              ulp of bf16 */
 extern "C" ps_status ps__cuda_colsum(const ps_launch *l) {
@@ -207,13 +207,13 @@ extern "C" ps_status ps__cuda_colsum(const ps_launch *l) {
     return ps__fail(PS_EINVAL, "colsum: rows of %u elements are shorter than %u columns", a->ld,
                     a->cols);
   float *partial = (float *)exec->scratch;
-  const uint32_t n = ps_n_groups(a->rows, PS_COLSUM_GROUPS);
+  const uint32_t n = ps_n_row_tiles(a->rows, PS_COLSUM_TILES);
   const bool whole = ps_whole(a->dt, a->cols) && ps_whole(a->dt, a->ld) && ps_aligned(l->ptr[0]);
   if (a->rows)
     PS_DISPATCH(a->dt, whole,
                 colsum_k<T, V><<<dim3(ps_ceil_div(a->cols, 128 * V), n), 128, 0, exec->stream>>>(
                     (const T *)l->ptr[0], partial, a->rows,
-                    ps_group_rows(a->rows, PS_COLSUM_GROUPS), a->cols, a->ld));
+                    ps_row_tile_rows(a->rows, PS_COLSUM_TILES), a->cols, a->ld));
   return ps_launched("colsum", ps_add_partials(exec->stream, l->ptr[1], a->dt, partial, n, a->cols,
                                                a->cols, a->accumulate != 0));
 }
@@ -269,14 +269,14 @@ template <> struct lane_sums<__nv_bfloat16, 4> {
   }
 };
 
-/* A block a group; a thread owns V neighbouring lanes, so that its loads are whole vectors and
+/* A block a tile; a thread owns V neighbouring lanes, so that its loads are whole vectors and
  * its chains of additions V. DEEP loads are in flight while the DEEP before are added. */
 template <typename T, int V>
 __global__ void __launch_bounds__(PS_SQ_LANES / V)
-    sumsq_k(const T *g, double *partial, uint64_t n, uint64_t group) {
+    sumsq_k(const T *g, double *partial, uint64_t n, uint64_t tile) {
   __shared__ double lane[PS_SQ_LANES];
   constexpr int DEEP = 8;
-  const uint64_t first = blockIdx.x * group, end = n - first < group ? n : first + group;
+  const uint64_t first = blockIdx.x * tile, end = n - first < tile ? n : first + tile;
   const uint32_t j = threadIdx.x * V;
   lane_sums<T, V> s;
   ps_vec<T, V> now[DEEP], next[DEEP];
@@ -322,26 +322,26 @@ __global__ void __launch_bounds__(PS_SQ_LANES / V)
     partial[blockIdx.x] = lane[0];
 }
 
-/* out = the groups' sums in order. */
-__global__ void __launch_bounds__(PS_SQ_GROUPS)
-    sumsq_add_k(const double *partial, uint32_t n_groups, double *out) {
-  __shared__ double s[PS_SQ_GROUPS];
-  if (threadIdx.x < n_groups)
+/* out = the tiles' sums in order. */
+__global__ void __launch_bounds__(PS_SQ_TILES)
+    sumsq_add_k(const double *partial, uint32_t n_tiles, double *out) {
+  __shared__ double s[PS_SQ_TILES];
+  if (threadIdx.x < n_tiles)
     s[threadIdx.x] = partial[threadIdx.x];
   __syncthreads();
   if (threadIdx.x)
     return;
   double sum = 0.0;
 #pragma unroll 16
-  for (uint32_t g = 0; g < n_groups; g++)
+  for (uint32_t g = 0; g < n_tiles; g++)
     sum += s[g];
   *out = sum;
 }
 
 /* sumsq
- * math    sum of squares in fp64 over at most 256 groups of whole multiples of 1024 elements:
- *         1024 lanes a group, lane j adds elements
- *         j, j+1024, ... in order, then j += j+512, 256, ... 1, then the groups in order (ops.h)
+ * math    sum of squares in fp64 over at most 256 tiles of whole multiples of 1024 elements:
+ *         1024 lanes a tile, lane j adds elements
+ *         j, j+1024, ... in order, then j += j+512, 256, ... 1, then the tiles in order (ops.h)
  * shapes  g [n] of dt, out f64 [1]
  * bytes   n*sizeof(dt) of HBM; 218 M bf16 (an 8B layer) -> 436 MB, 91 us at 4.8 TB/s; two fp64
  *         operations an element take
@@ -355,14 +355,14 @@ extern "C" ps_status ps__cuda_sumsq(const ps_launch *l) {
   const ps_status st = ps_check(l, "sumsq", 2, a->dt, ps_scratch_sumsq(a));
   if (st != PS_OK)
     return st;
-  const uint64_t group = ps__sumsq_group(a->n);
-  const uint32_t n = ps_ceil_div(a->n, group);
+  const uint64_t tile = ps__sumsq_tile(a->n);
+  const uint32_t n = ps_ceil_div(a->n, tile);
   double *partial = (double *)exec->scratch;
   if (n)
     /* bf16 by 8 bytes: twice the warps to hide latency */
     PS_DISPATCH(a->dt, ps_aligned(l->ptr[0]), constexpr int W = V == 1 ? 1 : 4;
                 sumsq_k<T, W><<<n, PS_SQ_LANES / W, 0, exec->stream>>>((const T *)l->ptr[0],
-                                                                       partial, a->n, group));
-  sumsq_add_k<<<1, PS_SQ_GROUPS, 0, exec->stream>>>(partial, n, (double *)l->ptr[1]);
+                                                                       partial, a->n, tile));
+  sumsq_add_k<<<1, PS_SQ_TILES, 0, exec->stream>>>(partial, n, (double *)l->ptr[1]);
   return ps_launched("sumsq", cudaSuccess);
 }

@@ -111,17 +111,17 @@ template <int THREADS, int NV, bool ADD>
 constexpr int bwd_stages =
     bwd_row_bytes<THREADS, NV, ADD> > 24576 ? 98304 / bwd_row_bytes<THREADS, NV, ADD> : 4;
 
-/* A block a group of rows; thread j owns the vectors j, j+THREADS, ... (NV of them), keeps their
+/* A block a tile of rows; thread j owns the vectors j, j+THREADS, ... (NV of them), keeps their
  * weights and their dw in registers and copies their part of the rows to come to shared memory
  * in the background: zeros past the end of a row, which then add nothing. */
 template <typename T, int V, int THREADS, int NV, bool ADD>
 __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     rmsnorm_bwd_k(const T *x, const T *w, const T *dy, T *dx, float *partial, uint32_t rows,
-                  uint32_t group, uint32_t cols, float eps) {
+                  uint32_t tile, uint32_t cols, float eps) {
   constexpr int ARRAYS = ADD ? 3 : 2, STAGES = bwd_stages<THREADS, NV, ADD>;
   extern __shared__ uint4 ring[]; /* [STAGES][ARRAYS][NV][THREADS] */
   __shared__ float shared[2][2][THREADS / 32];
-  const uint32_t first = blockIdx.x * group, end = min(first + group, rows);
+  const uint32_t first = blockIdx.x * tile, end = min(first + tile, rows);
   auto slot = [&](uint32_t r, int array, int k) {
     return &ring[(((r - first) % STAGES * ARRAYS + array) * NV + k) * THREADS + threadIdx.x];
   };
@@ -194,9 +194,9 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS)
 template <typename T>
 __global__ void __launch_bounds__(ANY_THREADS)
     rmsnorm_bwd_any_k(const T *x, const T *w, const T *dy, T *dx, float *partial, uint32_t rows,
-                      uint32_t group, uint32_t cols, float eps, bool add_dx) {
+                      uint32_t tile, uint32_t cols, float eps, bool add_dx) {
   __shared__ float shared[2][2][32];
-  const uint32_t first = blockIdx.x * group, end = min(first + group, rows);
+  const uint32_t first = blockIdx.x * tile, end = min(first + tile, rows);
   float *dw = partial + (size_t)blockIdx.x * cols;
   for (uint32_t i = threadIdx.x; i < cols; i += ANY_THREADS)
     dw[i] = 0.0f;
@@ -229,10 +229,10 @@ static cudaError_t rmsnorm_bwd_vectors(const ps_launch *l, const ps__args_rmsnor
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess)
     return e;
-  kernel<<<ps_n_groups(a->rows, PS_NORM_GROUPS), THREADS, bytes,
+  kernel<<<ps_n_row_tiles(a->rows, PS_NORM_TILES), THREADS, bytes,
            ((const ps__cuda_exec *)l->exec)->stream>>>(
       (const T *)l->ptr[0], (const T *)l->ptr[1], (const T *)l->ptr[2], (T *)l->ptr[3], partial,
-      a->rows, ps_group_rows(a->rows, PS_NORM_GROUPS), a->cols, a->eps);
+      a->rows, ps_row_tile_rows(a->rows, PS_NORM_TILES), a->cols, a->eps);
   return cudaGetLastError();
 }
 
@@ -246,10 +246,10 @@ static cudaError_t rmsnorm_bwd_launch(const ps_launch *l, const ps__args_rmsnorm
     return rmsnorm_bwd_vectors<T, 256, 2, ADD>(l, a, partial);
   if (whole && vectors <= 1024)
     return rmsnorm_bwd_vectors<T, 512, 2, ADD>(l, a, partial);
-  rmsnorm_bwd_any_k<T><<<ps_n_groups(a->rows, PS_NORM_GROUPS), ANY_THREADS, 0,
+  rmsnorm_bwd_any_k<T><<<ps_n_row_tiles(a->rows, PS_NORM_TILES), ANY_THREADS, 0,
                          ((const ps__cuda_exec *)l->exec)->stream>>>(
       (const T *)l->ptr[0], (const T *)l->ptr[1], (const T *)l->ptr[2], (T *)l->ptr[3], partial,
-      a->rows, ps_group_rows(a->rows, PS_NORM_GROUPS), a->cols, a->eps, ADD);
+      a->rows, ps_row_tile_rows(a->rows, PS_NORM_TILES), a->cols, a->eps, ADD);
   return cudaGetLastError();
 }
 
@@ -266,11 +266,11 @@ static cudaError_t rmsnorm_bwd_of(const ps_launch *l, const ps__args_rmsnorm *a,
  * shapes  x, dy, dx [rows,cols], w, dw [cols], all of dt; dx aliases neither x nor dy
  * bytes   3 or 4 (add_dx) * rows*cols*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 201 or 268 MB, 42
  *         or 56 us at 4.8 TB/s; scratch: at
- *         most 256 groups * cols fp32 (4 MB), written and read from L2. Measured on an H200, of
+ *         most 256 tiles * cols fp32 (4 MB), written and read from L2. Measured on an H200, of
  *         copy bandwidth: 69%, 69 us, of which 57
  *         the rows; with add_dx 75%, 84 us, of which 71 the rows
- * determinism  bitwise: groups of rows by shape; dw adds rows in order in a group, then the
- *              groups in a fixed tree.
+ * determinism  bitwise: tiles of rows by shape; dw adds rows in order in a tile, then the
+ *              tiles in a fixed tree.
  * reference    the cpu backend's: dx as the forward's; dw within rows * 2^-24 * sum |dy*xh|, and
  *              1 ulp of bf16 */
 extern "C" ps_status ps__cuda_rmsnorm_bwd(const ps_launch *l) {
@@ -289,7 +289,7 @@ extern "C" ps_status ps__cuda_rmsnorm_bwd(const ps_launch *l) {
                          : rmsnorm_bwd_of<float>(l, a, whole, partial);
   if (e == cudaSuccess)
     e = ps_add_partials(exec->stream, l->ptr[4], a->dt, partial,
-                        ps_n_groups(a->rows, PS_NORM_GROUPS), a->cols, a->cols,
+                        ps_n_row_tiles(a->rows, PS_NORM_TILES), a->cols, a->cols,
                         a->accumulate_dw != 0);
   return ps_launched("rmsnorm_bwd", e);
 }

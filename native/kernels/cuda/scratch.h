@@ -7,14 +7,14 @@
 
 static inline size_t ps_round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-/* Sums over rows are cut in groups of at least 8 rows, by shape alone: at most `most`. A block
- * sums a group, and what it leaves is read again: colsum, which does little else, makes fewer. */
-enum { PS_NORM_GROUPS = 256, PS_COLSUM_GROUPS = 128 };
-static inline uint32_t ps_group_rows(uint32_t rows, uint32_t most) {
+/* Sums over rows are cut in tiles of at least 8 rows, by shape alone: at most `most`. A block
+ * sums a tile, and what it leaves is read again: colsum, which does little else, makes fewer. */
+enum { PS_NORM_TILES = 256, PS_COLSUM_TILES = 128 };
+static inline uint32_t ps_row_tile_rows(uint32_t rows, uint32_t most) {
   return rows <= 8 * most ? 8 : (rows + most - 1) / most;
 }
-static inline uint32_t ps_n_groups(uint32_t rows, uint32_t most) {
-  const uint32_t g = ps_group_rows(rows, most);
+static inline uint32_t ps_n_row_tiles(uint32_t rows, uint32_t most) {
+  const uint32_t g = ps_row_tile_rows(rows, most);
   return (rows + g - 1) / g;
 }
 
@@ -42,26 +42,27 @@ static inline size_t ps_scratch_embed_bwd(const ps__args_embed *a) {
   return ps_round_up((2 * (size_t)a->vocab + 2 + 4 * (size_t)a->n_tokens) * sizeof(uint32_t), 256);
 }
 static inline size_t ps_scratch_rmsnorm_bwd(const ps__args_rmsnorm *a) {
-  return ps_round_up((size_t)ps_n_groups(a->rows, PS_NORM_GROUPS) * a->cols * sizeof(float), 256);
+  return ps_round_up((size_t)ps_n_row_tiles(a->rows, PS_NORM_TILES) * a->cols * sizeof(float), 256);
 }
 static inline size_t ps_scratch_qkv_split_bwd(const ps__args_qkv *a) {
   if (!a->qk_norm)
     return 0;
-  return ps_round_up(2 * (size_t)ps_n_groups(a->n_tokens, PS_NORM_GROUPS) * ps_qkv_slices(a) *
+  return ps_round_up(2 * (size_t)ps_n_row_tiles(a->n_tokens, PS_NORM_TILES) * ps_qkv_slices(a) *
                          a->head_dim * sizeof(float),
                      256);
 }
 static inline size_t ps_scratch_colsum(const ps__args_colsum *a) {
-  return ps_round_up((size_t)ps_n_groups(a->rows, PS_COLSUM_GROUPS) * a->cols * sizeof(float), 256);
+  return ps_round_up((size_t)ps_n_row_tiles(a->rows, PS_COLSUM_TILES) * a->cols * sizeof(float),
+                     256);
 }
 static inline size_t ps_scratch_sumsq(const ps__args_sumsq *a) {
-  return (void)a, PS_SQ_GROUPS * sizeof(double);
+  return (void)a, PS_SQ_TILES * sizeof(double);
 }
 
 /* the version from which cuDNN's deterministic backward needs linear workspace */
 enum { PS_CUDNN_LINEAR_DETERMINISTIC = 92500 };
 
-/* What attention takes at most, before a library was asked: documents and slots, log-sum-exp
+/* What attention takes at most, before a library was asked: documents, log-sum-exp
  * transposed; backward dK and dV in bf16, and the library's own: fp32 dQ with softmax sums, dK
  * and dV of every query head, and for documents that are found dQ's padding (flash-attn 2.8) or
  * dK and dV once more (cuDNN 9.19), for several that are known the rows of their last tiles; a

@@ -2,8 +2,8 @@
  * for each head dim and direction.
  *
  * The grid holds tiles times heads. A tile is found in the documents on the device (locate() in
- * flash_tiles.cuh), so no blocks are started for the slots' worst case: tiles are at most
- * rows/block + slots. Parameters are flash-attn's own (flash.h); cu_seqlens_q and cu_seqlens_k
+ * flash_tiles.cuh), so no blocks are started for the documents' worst case: tiles are at most
+ * rows/block + documents. Parameters are flash-attn's own (flash.h); cu_seqlens_q and cu_seqlens_k
  * are NULL for one document. */
 #ifndef PS_KERNELS_CUDA_FLASH_LAUNCH_H
 #define PS_KERNELS_CUDA_FLASH_LAUNCH_H

@@ -1,4 +1,4 @@
-/* slots.c - cut every space at every boundary of a declared range. */
+/* intervals.c - cut every space at every boundary of a declared range. */
 #include "engine/schedule.h"
 #include <string.h>
 
@@ -45,7 +45,7 @@ static uint32_t find(const uint64_t *keys, size_t n, uint64_t key) {
   return (uint32_t)(base - keys);
 }
 
-static void cut_space(ps__slots *s, const ps__oplist *l, uint32_t space, uint64_t *keys,
+static void cut_space(ps__intervals *s, const ps__oplist *l, uint32_t space, uint64_t *keys,
                       uint64_t *other) {
   size_t n = 0;
   for (size_t i = 0; i < l->n_access; i++)
@@ -57,14 +57,15 @@ static void cut_space(ps__slots *s, const ps__oplist *l, uint32_t space, uint64_
   n = unique(keys, n);
   for (size_t i = 0; i < l->n_access; i++)
     if (l->access[i].space == space) {
-      s->first[i] = (uint32_t)s->n_slots + find(keys, n, l->access[i].offset);
-      s->end[i] = (uint32_t)s->n_slots + find(keys, n, l->access[i].offset + l->access[i].bytes);
+      s->first[i] = (uint32_t)s->n_intervals + find(keys, n, l->access[i].offset);
+      s->end[i] =
+          (uint32_t)s->n_intervals + find(keys, n, l->access[i].offset + l->access[i].bytes);
     }
-  s->n_slots += n; /* n boundaries make n - 1 slots; one number stays unused */
+  s->n_intervals += n; /* n boundaries make n - 1 intervals; one number stays unused */
 }
 
-ps_status ps__slots_cut(ps__slots *out, const ps__oplist *l) {
-  ps__slots s = {0};
+ps_status ps__intervals_cut(ps__intervals *out, const ps__oplist *l) {
+  ps__intervals s = {0};
   if (l->n_access >= (size_t)1 << 30)
     return ps__fail(PS_EINVAL, "a program has at most %d accesses", 1 << 30);
   uint64_t *keys = ps__malloc(2 * l->n_access * sizeof *keys);
@@ -77,15 +78,15 @@ ps_status ps__slots_cut(ps__slots *out, const ps__oplist *l) {
   ps__free(keys);
   ps__free(other);
   if (!ok) {
-    ps__slots_free(&s);
-    return ps__fail(PS_ENOMEM, "schedule: out of memory for the slots of %zu accesses",
+    ps__intervals_free(&s);
+    return ps__fail(PS_ENOMEM, "schedule: out of memory for the intervals of %zu accesses",
                     l->n_access);
   }
   *out = s;
   return PS_OK;
 }
 
-void ps__slots_free(ps__slots *s) {
+void ps__intervals_free(ps__intervals *s) {
   ps__free(s->first);
   ps__free(s->end);
 }
