@@ -1,12 +1,14 @@
 """What a system refuses a process (ulimit): every run ends, done or with one sentence, and never
 hangs or dies of a signal."""
 
+import os
 import re
 import resource
 import subprocess
+import sys
 
 import pytest
-from conftest import BUILD, words_of_training
+from conftest import BUILD, ROOT, words_of_training
 
 BINARY = BUILD / "bin/penstock"
 MIB = 1 << 20
@@ -72,3 +74,38 @@ def test_a_small_stack_is_enough(tiny_model, tiny_shard, tmp_path, kib):
     )
     done = limited(job, resource.RLIMIT_STACK, kib << 10, tmp_path)
     assert done.returncode == 0, (done.returncode, done.stderr)
+
+
+# ---- in Python, which opens the library at run time ------------------------------------------------
+
+
+def in_python(code, *args):
+    """Runs in a process of its own; a hang is killed."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_engine_that_is_there_has_mapped_what_the_start_of_its_threads_takes():
+    """A thread's first allocation maps 64 MiB of address space. OpenBLAS, opened meanwhile, found too
+    little and hung."""
+    grown = in_python("""
+import os, time
+from penstock import Engine, Space, Stream
+
+def mapped():
+    return int(open("/proc/self/statm").read().split()[0])
+
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # threads start late
+engine = Engine([Space(4096)], [Stream(str(i), "host") for i in range(4)])
+before = mapped()
+time.sleep(0.2)
+print(mapped() - before)
+""")
+    assert grown == "0\n"

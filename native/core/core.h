@@ -80,7 +80,8 @@ uint64_t ps__now_ns(void); /* CLOCK_MONOTONIC */
 
 /* ---- threads --------------------------------------------------------------------------------- */
 typedef struct ps__thread ps__thread;
-/* PS_EDEVICE when refused */
+/* Returns when the thread has mapped the memory that its start takes, so that none is missing from
+ * what is tried for OpenBLAS afterwards. PS_EDEVICE when refused. */
 ps_status ps__thread_start(ps__thread **out, void (*fn)(void *), void *arg, const char *name);
 void ps__thread_join(ps__thread *t); /* NULL is a no-op; frees t */
 /* no more threads awake than CPUs: spinning briefly costs nobody anything */

@@ -4,6 +4,7 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -23,6 +24,7 @@ struct ps__thread {
   pthread_t id;
   void (*fn)(void *);
   void *arg;
+  sem_t ready; /* posted when the thread has mapped all that its start takes */
   char name[16];
 };
 
@@ -32,6 +34,10 @@ static _Atomic int n_awake = 1;
 static void *thread_main(void *arg) {
   ps__thread *t = arg;
   pthread_setname_np(pthread_self(), t->name);
+  /* The thread's first touch of thread-local data. In a library that was opened at run time it
+   * calls malloc, which maps 64 MiB of address space or more for a thread's first allocation. */
+  ps__clear_error();
+  sem_post(&t->ready);
   t->fn(t->arg);
   atomic_fetch_sub_explicit(&n_awake, 1, memory_order_relaxed);
   return NULL;
@@ -60,6 +66,7 @@ ps_status ps__thread_start(ps__thread **out, void (*fn)(void *), void *arg, cons
     return ps__fail(PS_ENOMEM, "thread %s: out of memory", name);
   t->fn = fn;
   t->arg = arg;
+  sem_init(&t->ready, 0, 0);
   snprintf(t->name, sizeof t->name, "%s", name);
   sigset_t all, before; /* signals are for the program's own threads */
   sigfillset(&all);
@@ -72,6 +79,8 @@ ps_status ps__thread_start(ps__thread **out, void (*fn)(void *), void *arg, cons
     ps__free(t);
     return ps__fail(PS_EDEVICE, "thread %s could not be started: %s", name, strerror(err));
   }
+  while (sem_wait(&t->ready) != 0) /* EINTR: a signal handler ran */
+    continue;
   ps__live_add(1);
   *out = t;
   return PS_OK;
