@@ -1,4 +1,4 @@
-/* family.c - members, what they cost at least and about. */
+/* candidates.c - the search space: its candidates, what each costs at least and about. */
 #include "plan/candidates.h"
 #include "optim/optim.h"
 #include <math.h>
@@ -13,54 +13,55 @@ const ps__residency ps__residencies[PS__N_RESIDENCIES] = {
 
 /* ---- a member -------------------------------------------------------------------------------- */
 
-ps_status ps__family_spec(const ps__family *f, const ps__member *m, const ps__layout *l,
-                          ps__spec *out) {
-  return ps__decide(f, l, m, ps__embeds_at_home(f, &f->size[m->size].layout, &m->keep), out);
+ps_status ps__candidate_spec(const ps__search_space *sp, const ps__candidate *m,
+                             const ps__layout *l, ps__spec *out) {
+  return ps__decide(sp, l, m,
+                    ps__embeds_at_home(sp, &sp->microbatch[m->microbatch].layout, &m->keep), out);
 }
 
-ps_status ps__family_shorten(ps__family *f) {
-  for (uint32_t i = 0; i < f->n_sizes; i++) {
-    ps__size *z = &f->size[i];
-    const ps__layout *l = &z->layout;
-    if (l->n_rounds <= PS__ROUNDS_LOOKED_AT)
+ps_status ps__search_space_shorten(ps__search_space *sp) {
+  for (uint32_t i = 0; i < sp->n_microbatches; i++) {
+    ps__microbatch *mb = &sp->microbatch[i];
+    const ps__layout *l = &mb->layout;
+    if (l->n_rounds <= PS__ROUNDS_EVALUATED)
       continue;
-    const uint32_t left_out = l->n_rounds - PS__ROUNDS_LOOKED_AT;
+    const uint32_t left_out = l->n_rounds - PS__ROUNDS_EVALUATED;
     uint64_t tokens = 0;
     for (uint32_t c = 0; c < l->round[1].n_chunks; c++)
       tokens += l->chunk[l->round[1].first_chunk + c].n_tokens;
-    PS_TRY(ps__layout_init(&z->shorter, l->seq_len,
+    PS_TRY(ps__layout_init(&mb->shorter, l->seq_len,
                            l->n_sequences - left_out * (tokens / l->seq_len), l->chunk_tokens,
                            l->chunks_per_round, l->first_round_chunks));
-    z->n_left_out = z->shorter.n_left_out = left_out;
+    mb->n_left_out = mb->shorter.n_left_out = left_out;
   }
   return PS_OK;
 }
 
-double ps__family_share_bytes(const ps__family *f, const ps__member *m) {
-  const ps__layout *l = &f->size[m->size].layout;
+double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m) {
+  const ps__layout *l = &sp->microbatch[m->microbatch].layout;
   double bytes = 0;
   for (uint32_t c = 0; c < l->round[0].n_chunks && c < l->chunks_per_round; c++)
     for (int i = 0; i < PS__N_GROUPS; i++)
-      bytes += (double)ps__group_bytes(&f->block, i, l->chunk[c].n_tokens);
-  return bytes * f->plan->model.n_layers / PS__SHARES;
+      bytes += (double)ps__group_bytes(&sp->block, i, l->chunk[c].n_tokens);
+  return bytes * sp->plan->model.n_layers / PS__SAVED_PARTS;
 }
 
-double ps__family_unit_part_bytes(const ps__family *f) {
+double ps__unit_part_bytes(const ps__search_space *sp) {
   double bytes = 0;
-  for (uint32_t u = 0; u < ps_model_n_units(&f->plan->model); u++)
-    bytes += (double)(ps_model_unit_elements(&f->plan->model, u) *
-                      ps_dtype_bytes((ps_dtype)f->block.dt));
+  for (uint32_t u = 0; u < ps_model_n_units(&sp->plan->model); u++)
+    bytes += (double)(ps_model_unit_elements(&sp->plan->model, u) *
+                      ps_dtype_bytes((ps_dtype)sp->block.dt));
   return bytes / PS__UNIT_PARTS;
 }
 
 enum { OPS_BESIDE = 1 << 20 }; /* of steps that are looked at side by side, about 1.3 KB each */
 
-uint32_t ps__family_workers(const ps__family *f, uint32_t n) {
+uint32_t ps__search_space_workers(const ps__search_space *sp, uint32_t n) {
   const uint32_t n_cpus = ps__n_cpus();
   size_t most = 1;
-  for (uint32_t i = 0; i < f->n_sizes; i++)
-    if (f->size[i].n_ops > most)
-      most = f->size[i].n_ops;
+  for (uint32_t i = 0; i < sp->n_microbatches; i++)
+    if (sp->microbatch[i].n_ops > most)
+      most = sp->microbatch[i].n_ops;
   const size_t beside = OPS_BESIDE / most > 0 ? OPS_BESIDE / most : 1;
   if (n > n_cpus)
     n = n_cpus;
@@ -69,15 +70,16 @@ uint32_t ps__family_workers(const ps__family *f, uint32_t n) {
 
 /* ---- what a size costs in any case ----------------------------------------------------------- */
 
-static uint64_t unit_bytes(const ps__family *f, uint32_t unit) {
-  return ps_model_unit_elements(&f->plan->model, unit) * ps_dtype_bytes((ps_dtype)f->block.dt);
+static uint64_t unit_bytes(const ps__search_space *sp, uint32_t unit) {
+  return ps_model_unit_elements(&sp->plan->model, unit) * ps_dtype_bytes((ps_dtype)sp->block.dt);
 }
 
 /* Most bytes alive on the device between the head and the end of the first backward chunk step,
  * beside all saved tensors, the head's and the last layer's units: while every saved tensor of
  * the round is alive, so much more is. */
-static ps_status turn_bytes(const ps__family *f, const ps__step *s, uint64_t saved, uint64_t *out) {
-  const uint32_t layers = f->plan->model.n_layers;
+static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, uint64_t saved,
+                                uint64_t *out) {
+  const uint32_t layers = sp->plan->model.n_layers;
   uint64_t alive = 0, most = 0;
   int64_t *change = ps__calloc(s->n_op + 1, sizeof *change);
   if (!change)
@@ -97,27 +99,27 @@ static ps_status turn_bytes(const ps__family *f, const ps__step *s, uint64_t sav
       most = alive;
   }
   ps__free(change);
-  const uint64_t apart = saved + 2 * (unit_bytes(f, layers + 1) + unit_bytes(f, layers)) +
-                         (f->plan->model.tied_embeddings ? 2 * unit_bytes(f, 0) : 0);
+  const uint64_t apart = saved + 2 * (unit_bytes(sp, layers + 1) + unit_bytes(sp, layers)) +
+                         (sp->plan->model.tied_embeddings ? 2 * unit_bytes(sp, 0) : 0);
   *out = most > apart ? most - apart : 0;
   return PS_OK;
 }
 
-static ps_status measure_base(const ps__family *f, ps__size *z, bool embed_at_home,
+static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bool embed_at_home,
                               ps__step_hooks *hooks) {
-  const ps__member all = {.device = PS__SHARES};
-  ps__base *base = &z->base[embed_at_home];
+  const ps__candidate all = {.device = PS__SAVED_PARTS};
+  ps__microbatch_base *base = &mb->base[embed_at_home];
   ps__spec spec;
   ps__step s;
-  uint64_t scratch, trace, turn = 0;
-  *base = (ps__base){0};
-  PS_TRY(ps__decide(f, &z->layout, &all, embed_at_home, &spec));
-  ps_status st = ps__step_emit(&s, &f->plan->model, &z->layout, &spec, hooks);
+  uint64_t scratch, trace, boundary = 0;
+  *base = (ps__microbatch_base){0};
+  PS_TRY(ps__decide(sp, &mb->layout, &all, embed_at_home, &spec));
+  ps_status st = ps__step_emit(&s, &sp->plan->model, &mb->layout, &spec, hooks);
   if (st == PS_OK) {
     size_t n_compute = 0;
     for (size_t i = 0; i < s.n_op; i++) {
       const ps__vop *op = &s.op[i];
-      const double ns = ps__cost_ns(&f->cost, op->kernel, op->stream, s.args + op->args, op->work);
+      const double ns = ps__cost_ns(&sp->cost, op->kernel, op->stream, s.args + op->args, op->work);
       n_compute += op->stream == PS__S_COMPUTE;
       if (op->stream == PS__S_COMPUTE)
         base->compute_ns += ns;
@@ -128,21 +130,22 @@ static ps_status measure_base(const ps__family *f, ps__size *z, bool embed_at_ho
       if (op->stream == PS__S_H2D && op->tag.chunk >= 0 && op->tag.layer < 0)
         base->batch_bytes += (uint64_t)op->work.bytes;
     }
-    st = turn_bytes(f, &s, s.saved_bytes[PS_FATE_DEVICE], &turn);
-    base->device_bytes = ps__device_overhead(f->plan, &s, &scratch) + turn;
-    base->host_bytes = ps__host_overhead(f->plan, &s, &scratch, &trace);
-    z->n_ops = s.n_op;
-    z->coarse |=
-        s.n_op > LARGE_STEP_OPS || (double)n_compute * f->plan->hw.op_ns > base->compute_ns / 4;
+    st = boundary_bytes(sp, &s, s.saved_bytes[PS_FATE_DEVICE], &boundary);
+    base->device_bytes = ps__device_overhead(sp->plan, &s, &scratch) + boundary;
+    base->host_bytes = ps__host_overhead(sp->plan, &s, &scratch, &trace);
+    mb->n_ops = s.n_op;
+    mb->coarse |=
+        s.n_op > LARGE_STEP_OPS || (double)n_compute * sp->plan->hw.op_ns > base->compute_ns / 4;
     ps__step_free(&s);
   }
   ps__spec_free(&spec);
   return st;
 }
 
-static ps_status measure_size(const ps__family *f, ps__size *z, ps__step_hooks *hooks) {
-  for (uint32_t home = 0; home <= !f->plan->model.tied_embeddings; home++)
-    PS_TRY(measure_base(f, z, home, hooks));
+static ps_status measure_microbatch(const ps__search_space *sp, ps__microbatch *mb,
+                                    ps__step_hooks *hooks) {
+  for (uint32_t home = 0; home <= !sp->plan->model.tied_embeddings; home++)
+    PS_TRY(measure_base(sp, mb, home, hooks));
   return PS_OK;
 }
 
@@ -150,9 +153,9 @@ static ps_status measure_size(const ps__family *f, ps__size *z, ps__step_hooks *
 
 enum { N_MASKS = 1 << PS__N_GROUPS };
 /* by which groups of ps__item_group[] are at hand */
-typedef struct again_table {
+typedef struct recompute_table {
   double ns[N_MASKS];
-} again_table;
+} recompute_table;
 
 static uint32_t tensors_of(const ps__block *b, uint32_t mask) {
   uint32_t have = 0;
@@ -164,9 +167,9 @@ static uint32_t tensors_of(const ps__block *b, uint32_t mask) {
   return have;
 }
 
-static void fill_again(const ps__family *f, const ps__chunk *k, uint32_t document_rows,
-                       again_table *out) {
-  const ps__block *b = &f->block;
+static void fill_recompute(const ps__search_space *sp, const ps__chunk *k, uint32_t document_rows,
+                           recompute_table *out) {
+  const ps__block *b = &sp->block;
   const ps__chunk_shape shape = {
       .n_tokens = k->n_tokens, .row0 = k->row0, .pairs = k->pairs, .document_rows = document_rows};
   double op_ns[PS__MAX_FWD];
@@ -174,7 +177,7 @@ static void fill_again(const ps__family *f, const ps__chunk *k, uint32_t documen
     _Alignas(16) char args[PS__ARGS_BYTES];
     ps_work work;
     (void)ps__block_op_args(b, &b->fwd[i], &shape, args, &work);
-    op_ns[i] = ps__cost_ns(&f->cost, b->fwd[i].kernel, PS__S_COMPUTE, args, work);
+    op_ns[i] = ps__cost_ns(&sp->cost, b->fwd[i].kernel, PS__S_COMPUTE, args, work);
   }
   const uint32_t x = 1u << PS__T_X, needs = ps__block_backward_needs(b),
                  always = ps__block_recompute(b, needs, tensors_of(b, N_MASKS - 1) | x);
@@ -199,9 +202,9 @@ static uint32_t like_chunk(const ps__layout *l, uint32_t c) {
   return same_shape(&l->chunk[same], &l->chunk[c]) ? same : c;
 }
 
-static ps_status again_tables(const ps__family *f, const ps__size *z, again_table **table,
-                              uint32_t **of_chunk) {
-  const ps__layout *l = &z->layout;
+static ps_status recompute_tables(const ps__search_space *sp, const ps__microbatch *mb,
+                                  recompute_table **table, uint32_t **of_chunk) {
+  const ps__layout *l = &mb->layout;
   uint32_t n = 0;
   *table = ps__malloc(l->n_chunks * sizeof **table);
   *of_chunk = ps__malloc(l->n_chunks * sizeof **of_chunk);
@@ -212,29 +215,29 @@ static ps_status again_tables(const ps__family *f, const ps__size *z, again_tabl
     (*of_chunk)[c] = same < c ? (*of_chunk)[same] : n;
     if (same < c)
       continue;
-    fill_again(f, &l->chunk[c], f->plan->cfg.one_document ? (uint32_t)l->seq_len : 0,
-               &(*table)[n++]);
+    fill_recompute(sp, &l->chunk[c], sp->plan->cfg.one_document ? (uint32_t)l->seq_len : 0,
+                   &(*table)[n++]);
   }
   return PS_OK;
 }
 
 /* The rounds after the first deal the same fates to their chunks by position, which is how
  * ps__spec holds them. */
-static void add_shares(const ps__family *f, const ps__size *z, const ps__member *m,
-                       const again_table *table, const uint32_t *of_chunk, ps__shares *out) {
-  const ps__layout *l = &z->layout;
-  ps__dealer d = ps__dealer_of(l, m);
+static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const ps__candidate *m,
+                      const recompute_table *table, const uint32_t *of_chunk, ps__saved_sums *out) {
+  const ps__layout *l = &mb->layout;
+  ps__policy_allocator d = ps__policy_allocator_of(l, m);
   uint64_t first = 0, other = 0; /* sent home in the first round; in another */
-  *out = (ps__shares){0};
-  for (uint32_t layer = 0; layer < f->plan->model.n_layers; layer++)
+  *out = (ps__saved_sums){0};
+  for (uint32_t layer = 0; layer < sp->plan->model.n_layers; layer++)
     for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
       uint8_t fate[PS__N_ITEMS];
       uint32_t mask = 0;
       uint64_t home = 0;
-      ps__deal(&d, &f->block, l->chunk[c].n_tokens, c >= l->chunks_per_round,
-               ps__at_turn(f, l, layer, c), fate);
+      ps__allocate_policies(&d, &sp->block, l->chunk[c].n_tokens, c >= l->chunks_per_round,
+                            ps__at_boundary(sp, l, layer, c), fate);
       for (int i = 0; i < PS__N_GROUPS; i++) {
-        const uint64_t bytes = ps__group_bytes(&f->block, i, l->chunk[c].n_tokens);
+        const uint64_t bytes = ps__group_bytes(&sp->block, i, l->chunk[c].n_tokens);
         const uint8_t to = fate[ps__item_group[i][0]];
         if (to != PS_FATE_RECOMPUTE)
           mask |= 1u << i;
@@ -255,7 +258,7 @@ static void add_shares(const ps__family *f, const ps__size *z, const ps__member 
       }
     }
   /* the first round's has the blocks' gradients' homes (home_of_saved() in passes.c) */
-  const uint64_t lent = unit_bytes(f, 1) * f->plan->model.n_layers;
+  const uint64_t lent = unit_bytes(sp, 1) * sp->plan->model.n_layers;
   out->host_bytes = first > lent ? first - lent : 0;
   if (l->n_rounds > 1 && other > out->host_bytes)
     out->host_bytes = other;
@@ -272,32 +275,33 @@ typedef struct traffic {
   double blocks; /* parameters of the streamed blocks, once */
 } traffic;
 
-static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__residency *r) {
-  const ps_model_config *m = &f->plan->model;
-  const double update = ps__adamw_bytes((ps_recipe)f->plan->cfg.recipe, PS_ADAMW_WHOLE),
-               e = ps_dtype_bytes((ps_dtype)f->block.dt);
+static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
+                            const ps__residency *r) {
+  const ps_model_config *m = &sp->plan->model;
+  const double update = ps__adamw_bytes((ps_recipe)sp->plan->cfg.recipe, PS_ADAMW_WHOLE),
+               e = ps_dtype_bytes((ps_dtype)sp->block.dt);
   const uint32_t n_units = ps_model_n_units(m);
-  const bool home = ps__embeds_at_home(f, l, r);
-  const ps__contributions sums = ps__contributions_of(l, ps__head_slice(f->plan, l->chunk_tokens),
-                                                      (ps_dtype)f->block.dt, false);
+  const bool home = ps__embeds_at_home(sp, l, r);
+  const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
+                                                      (ps_dtype)sp->block.dt, false);
   traffic t = {0};
   /* its rows' gradients go home; but the first block's inputs do not, which are counted with
    * the saved tensors */
   if (home) {
-    t.to_device = ps__lookup_bytes(f, l);
+    t.to_device = ps__lookup_bytes(sp, l);
     t.to_host = 4.0 * (double)l->n_tokens;
-    t.host_ops = 3 * ps__lookup_bytes(f, l) + ps__table_bytes(f);
-    t.updates = update * (double)unit_bytes(f, 0) / e;
+    t.host_ops = 3 * ps__lookup_bytes(sp, l) + ps__table_bytes(sp);
+    t.updates = update * (double)unit_bytes(sp, 0) / e;
   }
   for (uint32_t u = home; u < n_units; u++) {
     /* at least */
-    const double bytes = (double)unit_bytes(f, u), visits = u == 0 || u + 2 >= n_units ? 1 : 2;
+    const double bytes = (double)unit_bytes(sp, u), visits = u == 0 || u + 2 >= n_units ? 1 : 2;
     const uint32_t contributions = ps__unit_contributions(m, &sums, u);
     const bool grads = ps__among(u, r->grads) && contributions > 1;
     const double added =
-        ps__sum_bytes(bytes / e, contributions, contributions, (ps_dtype)f->block.dt);
-    t.to_device += r->state ? 0 : ps__params_stay(f, r, u) ? bytes : visits * bytes * l->n_rounds;
-    if (!r->state && !ps__params_stay(f, r, u) && u > 0 && u + 1 < n_units)
+        ps__sum_bytes(bytes / e, contributions, contributions, (ps_dtype)sp->block.dt);
+    t.to_device += r->state ? 0 : ps__params_stay(sp, r, u) ? bytes : visits * bytes * l->n_rounds;
+    if (!r->state && !ps__params_stay(sp, r, u) && u > 0 && u + 1 < n_units)
       t.blocks += bytes;
     t.to_host += r->state ? bytes : grads ? bytes : contributions * bytes;
     if (grads)
@@ -316,25 +320,25 @@ static traffic unit_traffic(const ps__family *f, const ps__layout *l, const ps__
 /* As unit_traffic() with what is not fetched again between two rounds: as many bytes as saved
  * tensors leave room for (ps__spec.turn_blocks), and the first blocks, whose next visit is
  * fetched for before the last one is over, as many as @ahead. */
-static traffic with_turns(const ps__family *f, const traffic *of, const ps__layout *l,
-                          const ps__shares *s, uint32_t ahead) {
+static traffic with_kept_parameters(const ps__search_space *sp, const traffic *of,
+                                    const ps__layout *l, const ps__saved_sums *s, uint32_t ahead) {
   traffic t = *of;
-  const double kept = larger((double)s->device_bytes, (double)(ahead * unit_bytes(f, 1)));
+  const double kept = larger((double)s->device_bytes, (double)(ahead * unit_bytes(sp, 1)));
   t.to_device -= (l->n_rounds - 1) * (kept < t.blocks ? kept : t.blocks);
   return t;
 }
 
 /* No stream works less than this, and no shared resource is drawn on less: the simulator, which
  * the member is judged by, keeps to both. */
-static double bound_of(const ps__family *f, const ps__base *z, const ps__shares *s,
-                       const traffic *t) {
-  const ps_hardware *hw = f->cost.hw;
-  const double h2d_bytes = t->to_device + s->home_bytes + (double)z->batch_bytes,
+static double bound_of(const ps__search_space *sp, const ps__microbatch_base *base,
+                       const ps__saved_sums *s, const traffic *t) {
+  const ps_hardware *hw = sp->cost.hw;
+  const double h2d_bytes = t->to_device + s->home_bytes + (double)base->batch_bytes,
                d2h_bytes = t->to_host + s->home_bytes;
   const double device_rate =
       hw->backend == PS_BACKEND_CPU ? hw->optimizer_bytes_per_s : hw->elementwise_bytes_per_s;
   const double compute =
-      z->compute_ns + s->recompute_ns +
+      base->compute_ns + s->recompute_ns +
       (t->device_sums / hw->elementwise_bytes_per_s + t->device_updates / device_rate) * 1e9;
   const double h2d = h2d_bytes / hw->h2d_bytes_per_s * 1e9,
                d2h = d2h_bytes / hw->d2h_bytes_per_s * 1e9;
@@ -345,7 +349,8 @@ static double bound_of(const ps__family *f, const ps__base *z, const ps__shares 
       (t->updates / hw->optimizer_bytes_per_s + (t->host_ops - t->updates) / sums_rate) * 1e9;
   double bound = larger(larger(compute, host), larger(h2d, d2h));
   if (hw->backend == PS_BACKEND_CPU) {
-    const double all = f->cost.n_threads < hw->n_cpus ? (double)f->cost.n_threads / hw->n_cpus : 1,
+    const double all =
+                     sp->cost.n_threads < hw->n_cpus ? (double)sp->cost.n_threads / hw->n_cpus : 1,
                  one = 1.0 / hw->n_cpus;
     bound = larger(bound, (compute + host) * all + (h2d + d2h) * one);
   } else {
@@ -358,12 +363,13 @@ static double bound_of(const ps__family *f, const ps__base *z, const ps__shares 
  * of compute, link and host memory, and of the updates what the first forward pass (with
  * clipping; without it, the last backward pass) does not hide. Transfers that are not issued
  * ahead hide behind nothing. */
-static double estimate_of(const ps__family *f, const ps__base *z, const ps__shares *s,
-                          const traffic *t, uint32_t ahead) {
-  const ps_hardware *hw = f->cost.hw;
+static double estimate_of(const ps__search_space *sp, const ps__microbatch_base *base,
+                          const ps__saved_sums *s, const traffic *t, uint32_t ahead) {
+  const ps_hardware *hw = sp->cost.hw;
   const double ns = 1e9, fetched = t->to_device / 2, home = s->home_bytes,
                sums = t->host_ops - t->updates;
-  const double forward = z->forward_ns[0], backward = z->compute_ns - forward + s->recompute_ns;
+  const double forward = base->forward_ns[0],
+               backward = base->compute_ns - forward + s->recompute_ns;
   const double f_h2d = fetched / hw->h2d_bytes_per_s * ns, f_d2h = home / hw->d2h_bytes_per_s * ns;
   const double b_h2d = (fetched + home) / hw->h2d_bytes_per_s * ns,
                b_d2h = t->to_host / hw->d2h_bytes_per_s * ns;
@@ -372,79 +378,81 @@ static double estimate_of(const ps__family *f, const ps__base *z, const ps__shar
   const double b_memory = (fetched + home + t->to_host + sums) / hw->memory_bytes_per_s * ns,
                b_sums = sums / hw->accumulate_bytes_per_s * ns;
   const double updates = t->updates / hw->optimizer_bytes_per_s * ns,
-               share = forward > 0 ? z->forward_ns[1] / forward : 1;
+               first_round = forward > 0 ? base->forward_ns[1] / forward : 1;
   double passes =
       larger(larger(forward, f_both), larger(f_h2d, f_d2h)) +
       larger(larger(larger(backward, b_both), larger(b_h2d, b_d2h)), larger(b_memory, b_sums));
   if (ahead == 0)
     passes = forward + backward + f_h2d + f_d2h + b_h2d + b_d2h;
-  const double hidden = f->plan->cfg.clip ? z->forward_ns[1] : backward * share;
+  const double hidden = sp->plan->cfg.clip ? base->forward_ns[1] : backward * first_round;
   return passes + (updates > hidden ? updates - hidden : 0);
 }
 
-static uint64_t resident_bytes(const ps__family *f, const ps__layout *l, const ps__residency *r) {
-  const uint64_t state = f->plan->cfg.recipe == PS_RECIPE_BF16   ? 4
-                         : f->plan->cfg.recipe == PS_RECIPE_FP32 ? 8
-                                                                 : 12;
-  const uint64_t e = ps_dtype_bytes((ps_dtype)f->block.dt);
-  const ps__contributions sums = ps__contributions_of(l, ps__head_slice(f->plan, l->chunk_tokens),
-                                                      (ps_dtype)f->block.dt, false);
+static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
+                               const ps__residency *r) {
+  const uint64_t state = sp->plan->cfg.recipe == PS_RECIPE_BF16   ? 4
+                         : sp->plan->cfg.recipe == PS_RECIPE_FP32 ? 8
+                                                                  : 12;
+  const uint64_t e = ps_dtype_bytes((ps_dtype)sp->block.dt);
+  const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
+                                                      (ps_dtype)sp->block.dt, false);
   uint64_t bytes = 0;
-  for (uint32_t u = ps__embeds_at_home(f, l, r); u < ps_model_n_units(&f->plan->model); u++) {
-    const bool several = ps__unit_contributions(&f->plan->model, &sums, u) > 1;
-    if (ps__params_stay(f, r, u))
-      bytes += unit_bytes(f, u);
+  for (uint32_t u = ps__embeds_at_home(sp, l, r); u < ps_model_n_units(&sp->plan->model); u++) {
+    const bool several = ps__unit_contributions(&sp->plan->model, &sums, u) > 1;
+    if (ps__params_stay(sp, r, u))
+      bytes += unit_bytes(sp, u);
     if (r->state)
-      bytes += unit_bytes(f, u) / e * state;
+      bytes += unit_bytes(sp, u) / e * state;
     if (ps__among(u, r->grads) && several && l->n_rounds > 1)
-      bytes += unit_bytes(f, u);
+      bytes += unit_bytes(sp, u);
   }
   return bytes;
 }
 
-static uint64_t home_bytes(const ps__family *f, bool state) {
+static uint64_t home_bytes(const ps__search_space *sp, bool state) {
   static const uint64_t each[PS_N_RECIPES][2] = {
       [PS_RECIPE_FP32] = {16, 4}, [PS_RECIPE_FP32_MASTER] = {16, 6}, [PS_RECIPE_BF16] = {8, 2}};
   const uint64_t grads =
-      state && f->plan->cfg.keep_grads ? ps_dtype_bytes((ps_dtype)f->block.dt) : 0;
-  return ps_model_n_elements(&f->plan->model) * (each[f->plan->cfg.recipe][state] + grads);
+      state && sp->plan->cfg.keep_grads ? ps_dtype_bytes((ps_dtype)sp->block.dt) : 0;
+  return ps_model_n_elements(&sp->plan->model) * (each[sp->plan->cfg.recipe][state] + grads);
 }
 
 /* ---- members --------------------------------------------------------------------------------- */
 
-static ps_status add_members(ps__family *f, uint32_t idx) {
-  ps__size *z = &f->size[idx];
-  again_table *table = NULL;
+static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
+  ps__microbatch *mb = &sp->microbatch[idx];
+  recompute_table *table = NULL;
   uint32_t *of_chunk = NULL;
-  const uint32_t step = z->coarse ? 3 : 1;
-  ps_status st = again_tables(f, z, &table, &of_chunk);
+  const uint32_t step = mb->coarse ? 3 : 1;
+  ps_status st = recompute_tables(sp, mb, &table, &of_chunk);
   traffic t[PS__N_RESIDENCIES];
-  const ps__base *base[PS__N_RESIDENCIES];
+  const ps__microbatch_base *base[PS__N_RESIDENCIES];
   uint64_t device[PS__N_RESIDENCIES], host[PS__N_RESIDENCIES];
   for (uint32_t r = 0; r < PS__N_RESIDENCIES; r++) {
-    t[r] = unit_traffic(f, &z->layout, &ps__residencies[r]);
-    base[r] = &z->base[ps__embeds_at_home(f, &z->layout, &ps__residencies[r])];
-    device[r] = base[r]->device_bytes + resident_bytes(f, &z->layout, &ps__residencies[r]);
-    host[r] = base[r]->host_bytes + home_bytes(f, ps__residencies[r].state);
+    t[r] = unit_traffic(sp, &mb->layout, &ps__residencies[r]);
+    base[r] = &mb->base[ps__embeds_at_home(sp, &mb->layout, &ps__residencies[r])];
+    device[r] = base[r]->device_bytes + resident_bytes(sp, &mb->layout, &ps__residencies[r]);
+    host[r] = base[r]->host_bytes + home_bytes(sp, ps__residencies[r].state);
   }
-  for (uint32_t d = 0; st == PS_OK && d <= PS__SHARES; d += PS__DEVICE_GRID * step)
-    for (uint32_t h = 0; st == PS_OK && d + h <= PS__SHARES; h += PS__HOST_GRID * step) {
-      ps__member m = {.size = (uint8_t)idx, .device = (uint8_t)d, .host = (uint8_t)h};
-      ps__shares s;
-      add_shares(f, z, &m, table, of_chunk, &s);
+  for (uint32_t d = 0; st == PS_OK && d <= PS__SAVED_PARTS; d += PS__DEVICE_GRID * step)
+    for (uint32_t h = 0; st == PS_OK && d + h <= PS__SAVED_PARTS; h += PS__HOST_GRID * step) {
+      ps__candidate m = {.microbatch = (uint8_t)idx, .device = (uint8_t)d, .host = (uint8_t)h};
+      ps__saved_sums s;
+      sum_saved(sp, mb, &m, table, of_chunk, &s);
       for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
         m.keep = ps__residencies[m.residency];
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
-        const traffic now = with_turns(f, &t[m.residency], &z->layout, &s, m.ahead);
-        m.bound_ns = bound_of(f, base[m.residency], &s, &now);
-        m.estimate_ns = larger(m.bound_ns, estimate_of(f, base[m.residency], &s, &now, m.ahead));
+        const traffic now = with_kept_parameters(sp, &t[m.residency], &mb->layout, &s, m.ahead);
+        m.bound_ns = bound_of(sp, base[m.residency], &s, &now);
+        m.estimate_ns = larger(m.bound_ns, estimate_of(sp, base[m.residency], &s, &now, m.ahead));
         m.bytes[PS__SPACE_DEVICE] = device[m.residency] + s.device_bytes;
         m.bytes[PS__SPACE_HOST] = host[m.residency] + s.host_bytes;
-        if (!ps__grow((void **)&f->member, f->n_members, &f->cap_members, sizeof *f->member))
+        if (!ps__grow((void **)&sp->candidate, sp->n_candidates, &sp->cap_candidates,
+                      sizeof *sp->candidate))
           st = ps__fail(PS_ENOMEM, "out of memory for the family of plans");
         else
-          f->member[f->n_members++] = m;
+          sp->candidate[sp->n_candidates++] = m;
       }
     }
   ps__free(table);
@@ -454,13 +462,13 @@ static ps_status add_members(ps__family *f, uint32_t idx) {
 
 /* A chunk whose tensors, all of them at once, take less than an eighth of the largest unit's
  * parameters saves next to no memory over the next size and costs many times the ops. */
-static bool needlessly_small(const ps__family *f, uint64_t chunk_tokens) {
+static bool needlessly_small(const ps__search_space *sp, uint64_t chunk_tokens) {
   uint64_t row = 0, unit = 0;
   for (int t = 0; t < PS__N_TENSORS; t++)
-    row += f->block.tensor[t].row_bytes;
-  for (uint32_t u = 0; u < ps_model_n_units(&f->plan->model); u++)
-    if (unit_bytes(f, u) > unit)
-      unit = unit_bytes(f, u);
+    row += sp->block.tensor[t].row_bytes;
+  for (uint32_t u = 0; u < ps_model_n_units(&sp->plan->model); u++)
+    if (unit_bytes(sp, u) > unit)
+      unit = unit_bytes(sp, u);
   return chunk_tokens * row < unit / 8;
 }
 
@@ -475,47 +483,50 @@ static uint32_t add_number(uint64_t *list, uint32_t n, uint64_t value) {
 enum { MAX_CHUNKS = 8, MAX_ROUNDS = 8 };
 
 /* About how many ops a step of such chunks has: 36 a block and chunk, 8 a slice of the head. */
-static double step_ops(const ps__family *f, uint64_t chunk_tokens) {
-  const ps_plan_config *cfg = &f->plan->cfg;
+static double step_ops(const ps__search_space *sp, uint64_t chunk_tokens) {
+  const ps_plan_config *cfg = &sp->plan->cfg;
   const uint64_t slices = (chunk_tokens + cfg->head_slice_tokens - 1) / cfg->head_slice_tokens;
   const double sequences = (double)(cfg->tokens_per_step / cfg->seq_len),
                a_chunk = (double)(chunk_tokens / cfg->seq_len);
   const double chunks =
       a_chunk >= 1 ? ceil(sequences / a_chunk)
                    : sequences * (double)((cfg->seq_len + chunk_tokens - 1) / chunk_tokens);
-  return chunks * (36.0 * f->plan->model.n_layers + 8.0 * (double)slices);
+  return chunks * (36.0 * sp->plan->model.n_layers + 8.0 * (double)slices);
 }
 
 /* Whole sequences where one fits, slices of one where not. */
-static uint32_t chunk_sizes(const ps__family *f, uint64_t list[MAX_CHUNKS]) {
+static uint32_t chunk_sizes(const ps__search_space *sp, uint64_t list[MAX_CHUNKS]) {
   static const uint64_t target[] = {256, 1024, 4096, 8192, 16384, 32768, 65536};
-  const ps_plan_config *cfg = &f->plan->cfg;
+  const ps_plan_config *cfg = &sp->plan->cfg;
   /* the largest for long sequences alone: attention is faster on longer slices */
   const uint32_t n_targets = cfg->seq_len > 32768 ? 7 : cfg->seq_len > 16384 ? 6 : 5;
   uint32_t n = 0;
   if (cfg->chunk_tokens)
     return add_number(list, 0, cfg->chunk_tokens);
   for (uint32_t i = 0; i < n_targets; i++) {
-    uint64_t size = target[i] < cfg->seq_len ? target[i] : target[i] / cfg->seq_len * cfg->seq_len;
-    if (size > cfg->tokens_per_step)
-      size = cfg->tokens_per_step;
+    uint64_t tokens =
+        target[i] < cfg->seq_len ? target[i] : target[i] / cfg->seq_len * cfg->seq_len;
+    if (tokens > cfg->tokens_per_step)
+      tokens = cfg->tokens_per_step;
     /* between 4096 and 16384 only memory of a GPU makes a difference */
-    if (target[i] == 8192 && f->plan->hw.backend == PS_BACKEND_CPU)
+    if (target[i] == 8192 && sp->plan->hw.backend == PS_BACKEND_CPU)
       continue;
     /* so many ops that a plan of them takes minutes to find */
     const bool many =
-        cfg->tokens_per_step / size * f->plan->model.n_layers * OPS_A_CELL > MOST_STEP_OPS;
-    if ((many || needlessly_small(f, size)) && size < cfg->tokens_per_step && i + 1 < n_targets)
+        cfg->tokens_per_step / tokens * sp->plan->model.n_layers * OPS_A_CELL > MOST_STEP_OPS;
+    if ((many || needlessly_small(sp, tokens)) && tokens < cfg->tokens_per_step &&
+        i + 1 < n_targets)
       continue;
-    n = add_number(list, n, size);
+    n = add_number(list, n, tokens);
   }
   return n;
 }
 
 /* Chunks a round, in whole groups: one, some, all. */
-static uint32_t round_sizes(const ps__family *f, uint64_t chunk_tokens, uint64_t list[MAX_ROUNDS]) {
+static uint32_t round_sizes(const ps__search_space *sp, uint64_t chunk_tokens,
+                            uint64_t list[MAX_ROUNDS]) {
   static const uint64_t groups[] = {1, 2, 3, 4, 6, 8};
-  const ps_plan_config *cfg = &f->plan->cfg;
+  const ps_plan_config *cfg = &sp->plan->cfg;
   if (cfg->chunks_per_round)
     return add_number(list, 0, cfg->chunks_per_round);
   const uint64_t per_seq =
@@ -526,7 +537,7 @@ static uint32_t round_sizes(const ps__family *f, uint64_t chunk_tokens, uint64_t
   uint32_t n = 0;
   for (uint32_t i = 0; i < sizeof groups / sizeof *groups; i++)
     if (groups[i] * per_seq < all &&
-        (groups[i] == 1 || groups[i] == 4 || f->plan->hw.backend == PS_BACKEND_CUDA))
+        (groups[i] == 1 || groups[i] == 4 || sp->plan->hw.backend == PS_BACKEND_CUDA))
       n = add_number(list, n, groups[i] * per_seq);
   return add_number(list, n, all);
 }
@@ -535,16 +546,16 @@ enum { MAX_FIRSTS = 3 };
 
 /* Chunks of the first round: like the others, or two or three times as many where the updates of
  * the step before run under its forward pass, which on a CPU would not hide them. */
-static uint32_t first_sizes(const ps__family *f, uint64_t chunk_tokens, uint64_t a_round,
+static uint32_t first_sizes(const ps__search_space *sp, uint64_t chunk_tokens, uint64_t a_round,
                             uint64_t list[MAX_FIRSTS]) {
-  const ps_plan_config *cfg = &f->plan->cfg;
+  const ps_plan_config *cfg = &sp->plan->cfg;
   const uint64_t all = (cfg->tokens_per_step + chunk_tokens - 1) / chunk_tokens;
   uint32_t n = 0;
   if (cfg->first_round_chunks || cfg->chunks_per_round)
     return add_number(list, 0, cfg->first_round_chunks);
   for (uint64_t times = 1; times <= MAX_FIRSTS; times++)
     if (times == 1 ||
-        (f->plan->hw.backend == PS_BACKEND_CUDA && cfg->clip && times * a_round < all))
+        (sp->plan->hw.backend == PS_BACKEND_CUDA && cfg->clip && times * a_round < all))
       n = add_number(list, n, times * a_round);
   return n;
 }
@@ -552,17 +563,18 @@ static uint32_t first_sizes(const ps__family *f, uint64_t chunk_tokens, uint64_t
 /* What emitting all the sizes may take: of the chunk sizes the largest, whose steps have the
  * fewest ops, as many as do not exceed it; and what a step may have at all, which takes 1.3 KB
  * an op and seconds to look at. */
-static const double MEASURE_OPS = 1.6e7, MOST_OPS = 1 << 20;
+static const double EMIT_OPS = 1.6e7, MOST_OPS = 1 << 20;
 
 /* The first of the ascending chunk sizes that is taken. */
-static ps_status first_size(const ps__family *f, const uint64_t *chunk, uint32_t n, uint32_t *out) {
-  const ps_plan_config *cfg = &f->plan->cfg;
+static ps_status first_size(const ps__search_space *sp, const uint64_t *chunk, uint32_t n,
+                            uint32_t *out) {
+  const ps_plan_config *cfg = &sp->plan->cfg;
   double ops = 0;
   for (*out = n; *out > 0; --*out) {
-    const double a_step = step_ops(f, chunk[*out - 1]);
+    const double a_step = step_ops(sp, chunk[*out - 1]);
     uint64_t rounds[MAX_ROUNDS];
-    ops += a_step * MAX_FIRSTS * round_sizes(f, chunk[*out - 1], rounds);
-    if (a_step > MOST_OPS || (*out < n && ops > MEASURE_OPS))
+    ops += a_step * MAX_FIRSTS * round_sizes(sp, chunk[*out - 1], rounds);
+    if (a_step > MOST_OPS || (*out < n && ops > EMIT_OPS))
       break;
   }
   if (*out < n)
@@ -572,77 +584,78 @@ static ps_status first_size(const ps__family *f, const uint64_t *chunk, uint32_t
                   "%.3g are planned: lower --tokens-per-step, or raise --chunk-tokens "
                   "(or --head-slice-tokens, %llu)",
                   (unsigned long long)cfg->tokens_per_step, (unsigned long long)chunk[n - 1],
-                  step_ops(f, chunk[n - 1]) * 1e-6, MOST_OPS * 1e-6,
+                  step_ops(sp, chunk[n - 1]) * 1e-6, MOST_OPS * 1e-6,
                   (unsigned long long)cfg->head_slice_tokens);
 }
 
-static ps_status add_size(ps__family *f, uint64_t chunk_tokens, uint64_t a_round, uint64_t first) {
-  const ps_plan_config *cfg = &f->plan->cfg;
-  PS_TRY(ps__layout_init(&f->size[f->n_sizes].layout, cfg->seq_len,
+static ps_status add_microbatch(ps__search_space *sp, uint64_t chunk_tokens, uint64_t a_round,
+                                uint64_t first) {
+  const ps_plan_config *cfg = &sp->plan->cfg;
+  PS_TRY(ps__layout_init(&sp->microbatch[sp->n_microbatches].layout, cfg->seq_len,
                          cfg->tokens_per_step / cfg->seq_len, chunk_tokens, a_round, first));
-  f->size[f->n_sizes++].n_ops = (size_t)step_ops(f, chunk_tokens);
+  sp->microbatch[sp->n_microbatches++].n_ops = (size_t)step_ops(sp, chunk_tokens);
   return PS_OK;
 }
 
 typedef struct measuring {
-  ps__family *f;
+  ps__search_space *sp;
   ps__step_hooks *hooks;
-  ps_status status[PS__MAX_SIZES];
-  char why[PS__MAX_SIZES][128]; /* the last error is a thread's own */
+  ps_status status[PS__MAX_MICROBATCHES];
+  char why[PS__MAX_MICROBATCHES][128]; /* the last error is a thread's own */
 } measuring;
 
 static void measure_task(void *arg, int64_t i, uint32_t worker) {
   measuring *m = arg;
   (void)worker;
-  m->status[i] = measure_size(m->f, &m->f->size[i], m->hooks);
+  m->status[i] = measure_microbatch(m->sp, &m->sp->microbatch[i], m->hooks);
   if (m->status[i] != PS_OK)
     snprintf(m->why[i], sizeof m->why[i], "%s", ps_last_error());
 }
 
 /* All sizes side by side; the members follow in their order. */
-static ps_status measure_sizes(ps__family *f, ps__step_hooks *hooks) {
-  measuring m = {.f = f, .hooks = hooks};
+static ps_status measure_microbatches(ps__search_space *sp, ps__step_hooks *hooks) {
+  measuring m = {.sp = sp, .hooks = hooks};
   ps__pool *pool;
-  if (f->n_sizes == 0)
+  if (sp->n_microbatches == 0)
     return PS_OK;
-  PS_TRY(ps__pool_create(&pool, ps__family_workers(f, f->n_sizes), "search"));
-  ps__pool_run(pool, f->n_sizes, measure_task, &m);
+  PS_TRY(ps__pool_create(&pool, ps__search_space_workers(sp, sp->n_microbatches), "search"));
+  ps__pool_run(pool, sp->n_microbatches, measure_task, &m);
   ps__pool_destroy(pool);
-  for (uint32_t i = 0; i < f->n_sizes; i++) {
+  for (uint32_t i = 0; i < sp->n_microbatches; i++) {
     if (m.status[i] != PS_OK)
       return ps__fail(m.status[i], "%s", m.why[i]);
-    PS_TRY(add_members(f, i));
+    PS_TRY(add_candidates(sp, i));
   }
   return PS_OK;
 }
 
-ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *hooks) {
+ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, ps__step_hooks *hooks) {
   const ps_plan_config *cfg = &plan->cfg;
   const ps_dtype dt = cfg->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
   uint64_t chunks[MAX_CHUNKS], rounds[MAX_ROUNDS];
-  memset(f, 0, sizeof *f);
-  f->plan = plan;
-  f->cost = ps__cost_model_of(&plan->hw, dt, plan->hw.n_threads, 0);
-  PS_TRY(ps__block_init(&f->block, &plan->model, dt));
-  const uint32_t n_chunks = chunk_sizes(f, chunks);
+  memset(sp, 0, sizeof *sp);
+  sp->plan = plan;
+  sp->cost = ps__cost_model_of(&plan->hw, dt, plan->hw.n_threads, 0);
+  PS_TRY(ps__block_init(&sp->block, &plan->model, dt));
+  const uint32_t n_chunks = chunk_sizes(sp, chunks);
   uint32_t begin;
-  PS_TRY(first_size(f, chunks, n_chunks, &begin));
+  PS_TRY(first_size(sp, chunks, n_chunks, &begin));
   for (uint32_t i = begin; i < n_chunks; i++) {
-    const uint32_t n_rounds = round_sizes(f, chunks[i], rounds);
+    const uint32_t n_rounds = round_sizes(sp, chunks[i], rounds);
     for (uint32_t j = 0; j < n_rounds; j++) {
       uint64_t first[MAX_FIRSTS];
-      const uint32_t n_firsts = first_sizes(f, chunks[i], rounds[j], first);
-      for (uint32_t k = 0; k < n_firsts && f->n_sizes < PS__MAX_SIZES; k++)
-        PS_TRY(add_size(f, chunks[i], rounds[j], first[k]));
+      const uint32_t n_firsts = first_sizes(sp, chunks[i], rounds[j], first);
+      for (uint32_t k = 0; k < n_firsts && sp->n_microbatches < PS__MAX_MICROBATCHES; k++)
+        PS_TRY(add_microbatch(sp, chunks[i], rounds[j], first[k]));
     }
   }
-  return measure_sizes(f, hooks);
+  return measure_microbatches(sp, hooks);
 }
 
-void ps__family_free(ps__family *f) {
-  for (uint32_t i = 0; i < f->n_sizes; i++) {
-    ps__layout_free(&f->size[i].layout);
-    ps__layout_free(&f->size[i].shorter);
+void ps__search_space_free(ps__search_space *sp) {
+  for (uint32_t i = 0; i < sp->n_microbatches; i++) {
+    ps__layout_free(&sp->microbatch[i].layout);
+    ps__layout_free(&sp->microbatch[i].shorter);
   }
-  ps__free(f->member);
+  ps__free(sp->candidate);
 }

@@ -1,4 +1,4 @@
-/* family.h - the plans that the search looks at: a fixed family, whatever the caps are.
+/* candidates.h - the search space: the plans that the planner considers, whatever the caps are.
  *
  * A member is a size (tokens a chunk, chunks a round), the shares of the saved bytes that stay
  * on the device and that go home, which units stay on the device, and how far ahead transfers
@@ -10,10 +10,10 @@
 #include "plan/plan_impl.h"
 
 /* shares are so many parts of the saved bytes; residency is so many parts of the units */
-enum { PS__SHARES = 96, PS__UNIT_PARTS = 32 };
+enum { PS__SAVED_PARTS = 96, PS__UNIT_PARTS = 32 };
 /* the family's grids of both shares: every so many parts. Between them the search refines */
 enum { PS__DEVICE_GRID = 4, PS__HOST_GRID = 8 };
-enum { PS__MAX_SIZES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 10 };
+enum { PS__MAX_MICROBATCHES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 10 };
 
 /* How many parts of the units have their parameters and gradients on the device, spread evenly
  * over the model; whether the head's parameters are there in any case: where a plan takes the
@@ -24,11 +24,11 @@ typedef struct ps__residency {
 } ps__residency;
 extern const ps__residency ps__residencies[PS__N_RESIDENCIES]; /* the family's */
 
-typedef struct ps__member {
+typedef struct ps__candidate {
   double bound_ns, estimate_ns;
   uint64_t bytes[PS__N_SPACES]; /* that it takes at least, all of what the caps count */
   ps__residency keep;
-  uint8_t size, device, host, ahead;
+  uint8_t microbatch, device, host, ahead;
   /* share that goes home in the first round beyond what does in each: of what its additional
    * chunks save (0: their block inputs alone) or, where it has none, of what the other rounds
    * do again */
@@ -47,74 +47,74 @@ typedef struct ps__member {
    * of the host's memory. Set where a step's time is looked at, which is all that it changes */
   uint8_t threads;
   uint8_t residency; /* of the family's, what keep is, or is refined from */
-} ps__member;
+} ps__candidate;
 
 /* What all members of a size that have the embedding on the device, or all that have it at home,
  * have in common: from the one that keeps every saved tensor on the device. */
-typedef struct ps__base {
+typedef struct ps__microbatch_base {
   double compute_ns;    /* of the compute stream without recomputation */
   double forward_ns[2]; /* of its forward passes, of a step and of the first round */
   uint64_t batch_bytes; /* copied to the device in a step */
   /* that no member goes without, saved tensors and units apart */
   uint64_t device_bytes, host_bytes;
-} ps__base;
+} ps__microbatch_base;
 
-typedef struct ps__size {
+typedef struct ps__microbatch {
   ps__layout layout;
-  /* what ps__family_shorten() made of it: n_left_out of its rounds, all alike, are missing;
+  /* what ps__search_space_shorten() made of it: n_left_out of its rounds, all alike, are missing;
    * empty where none is */
   ps__layout shorter;
   uint32_t n_left_out;
-  size_t n_ops;     /* of a step, about */
-  ps__base base[2]; /* [the embedding is at home]: of untied models both */
+  size_t n_ops;                /* of a step, about */
+  ps__microbatch_base base[2]; /* [the embedding is at home]: of untied models both */
   /* only every third share is looked at: the step has very many ops, or its ops so little work
    * that their fixed cost decides */
   bool coarse;
-} ps__size;
+} ps__microbatch;
 
 /* Sums over the cells of a round for a pair of shares. */
-typedef struct ps__shares {
+typedef struct ps__saved_sums {
   double recompute_ns;               /* of a step, at least */
   uint64_t device_bytes, host_bytes; /* of the round that takes the most; at the host at least */
   double home_bytes;                 /* sent home, and fetched again, in a step */
-} ps__shares;
+} ps__saved_sums;
 
-typedef struct ps__family {
+typedef struct ps__search_space {
   const ps_plan *plan;
   ps__cost_model cost;
   ps__block block;
-  uint32_t n_sizes;
-  ps__size size[PS__MAX_SIZES];
-  ps__member *member;
-  size_t n_members, cap_members;
-} ps__family;
+  uint32_t n_microbatches;
+  ps__microbatch microbatch[PS__MAX_MICROBATCHES];
+  ps__candidate *candidate;
+  size_t n_candidates, cap_candidates;
+} ps__search_space;
 
-/* ps__family_init() - all members with their time bounds, in no order. plan->model, cfg and hw
- * are set; @hooks as for ps__step_emit(). Errors: PS_ENOMEM, PS_EINVAL. Freed by
- * ps__family_free(), also after an error. */
-ps_status ps__family_init(ps__family *f, const ps_plan *plan, ps__step_hooks *hooks);
-void ps__family_free(ps__family *f);
-/* ps__family_workers() - how many of @n steps to look at side by side: one a CPU, fewer where
+/* ps__search_space_init() - all members with their time bounds, in no order. plan->model, cfg and
+ * hw are set; @hooks as for ps__step_emit(). Errors: PS_ENOMEM, PS_EINVAL. Freed by
+ * ps__search_space_free(), also after an error. */
+ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, ps__step_hooks *hooks);
+void ps__search_space_free(ps__search_space *sp);
+/* ps__search_space_workers() - how many of @n steps to look at side by side: one a CPU, fewer where
  * steps have so many ops that their memory adds up. */
-uint32_t ps__family_workers(const ps__family *f, uint32_t n);
-/* ps__family_shorten() - a layout with at most PS__ROUNDS_LOOKED_AT rounds for each size that
+uint32_t ps__search_space_workers(const ps__search_space *sp, uint32_t n);
+/* ps__search_space_shorten() - a layout with at most PS__ROUNDS_EVALUATED rounds for each size that
  * has more: the first, the last and some of those between, whose time the others take too.
  * Errors: PS_ENOMEM. */
-enum { PS__ROUNDS_LOOKED_AT = 5 };
-ps_status ps__family_shorten(ps__family *f);
-static inline const ps__layout *ps__size_layout(const ps__size *z) {
-  return z->n_left_out ? &z->shorter : &z->layout;
+enum { PS__ROUNDS_EVALUATED = 5 };
+ps_status ps__search_space_shorten(ps__search_space *sp);
+static inline const ps__layout *ps__microbatch_layout(const ps__microbatch *mb) {
+  return mb->n_left_out ? &mb->shorter : &mb->layout;
 }
-/* ps__family_spec() - the decisions of a member, of the family or refined from one, for its
+/* ps__candidate_spec() - the decisions of a member, of the family or refined from one, for its
  * size's layout or the shorter one; freed by ps__spec_free(). */
-ps_status ps__family_spec(const ps__family *f, const ps__member *m, const ps__layout *l,
-                          ps__spec *out);
-/* ps__family_share_bytes(), _unit_part_bytes() - BYTES of device memory of one part of the
+ps_status ps__candidate_spec(const ps__search_space *sp, const ps__candidate *m,
+                             const ps__layout *l, ps__spec *out);
+/* ps__saved_part_bytes(), _unit_part_bytes() - BYTES of device memory of one part of the
  * shares, and of one of the units' parameters. */
-double ps__family_share_bytes(const ps__family *f, const ps__member *m);
-double ps__family_unit_part_bytes(const ps__family *f);
+double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m);
+double ps__unit_part_bytes(const ps__search_space *sp);
 
-/* ---- decisions (decide.c) -------------------------------------------------------------------- */
+/* ---- decisions (policy.c) -------------------------------------------------------------------- */
 /* Saved items in the order in which they are worth their bytes, two where one without the other
  * saves nothing (else PS__N_ITEMS). */
 enum { PS__N_GROUPS = 6 };
@@ -128,24 +128,24 @@ uint64_t ps__group_bytes(const ps__block *b, int group, uint32_t n_tokens);
  * @turn: the cell that the backward pass comes to first: what it saved is on the device then in
  * any case, and stays there. */
 /* extras: the first round has additional chunks */
-typedef struct ps__dealer {
-  double device, host, extra, device_share, host_share, extra_share;
+typedef struct ps__policy_allocator {
+  double device, host, extra, device_fraction, host_fraction, extra_fraction;
   bool extras;
-} ps__dealer;
-ps__dealer ps__dealer_of(const ps__layout *l, const ps__member *m);
-void ps__deal(ps__dealer *d, const ps__block *b, uint32_t n_tokens, bool extra, bool turn,
-              uint8_t fate[PS__N_ITEMS]);
+} ps__policy_allocator;
+ps__policy_allocator ps__policy_allocator_of(const ps__layout *l, const ps__candidate *m);
+void ps__allocate_policies(ps__policy_allocator *d, const ps__block *b, uint32_t n_tokens,
+                           bool extra, bool turn, uint8_t fate[PS__N_ITEMS]);
 /* of a round as large as most, or of the first; layer from 0 */
-bool ps__at_turn(const ps__family *f, const ps__layout *l, uint32_t layer, uint32_t c);
+bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t layer, uint32_t c);
 bool ps__among(uint32_t unit, uint32_t parts); /* @parts of PS__UNIT_PARTS, spread evenly */
-bool ps__params_stay(const ps__family *f, const ps__residency *r, uint32_t unit);
+bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_t unit);
 /* Bytes of all rows of the embedding that a step looks up; of its table; and whether it is at
  * home: where its rows, once to the device and once back, are fewer bytes than the visits of its
  * table. */
-double ps__lookup_bytes(const ps__family *f, const ps__layout *l);
-double ps__table_bytes(const ps__family *f);
-bool ps__embeds_at_home(const ps__family *f, const ps__layout *l, const ps__residency *r);
+double ps__lookup_bytes(const ps__search_space *sp, const ps__layout *l);
+double ps__table_bytes(const ps__search_space *sp);
+bool ps__embeds_at_home(const ps__search_space *sp, const ps__layout *l, const ps__residency *r);
 /* All of a member's decisions for a layout; @out freed by ps__spec_free(). */
-ps_status ps__decide(const ps__family *f, const ps__layout *layout, const ps__member *m,
+ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const ps__candidate *m,
                      bool embed_at_home, ps__spec *out);
 #endif

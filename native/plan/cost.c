@@ -155,7 +155,7 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
   }
 }
 
-static double share(double part, double whole) {
+static double fraction(double part, double whole) {
   return whole > 0 && part < whole ? part / whole : 1.0;
 }
 
@@ -165,8 +165,8 @@ enum { H2D, D2H, SUMS, OPTIMIZER }; /* places of the bits of ps_memory_share.kin
 
 /* The entry of these kinds with sums on @sum_threads, 0: on as many as the first entry of sums;
  * NULL: none. */
-static const ps_memory_share *share_of(const ps_hardware *hw, uint32_t kinds,
-                                       uint32_t sum_threads) {
+static const ps_memory_share *contention_of(const ps_hardware *hw, uint32_t kinds,
+                                            uint32_t sum_threads) {
   const ps_memory_share *end = hw->memory_shares + PS_MAX_MEMORY_SHARES;
   for (const ps_memory_share *s = hw->memory_shares; s < end && s->kinds; s++)
     if (s->kinds == kinds &&
@@ -184,8 +184,8 @@ uint32_t ps__sum_threads(const ps_hardware *hw, uint32_t i) {
 }
 
 double ps__sum_speed(const ps_hardware *hw, uint32_t threads) {
-  const ps_memory_share *all = share_of(hw, PS_SHARE_SUMS, 0),
-                        *some = share_of(hw, PS_SHARE_SUMS, threads);
+  const ps_memory_share *all = contention_of(hw, PS_SHARE_SUMS, 0),
+                        *some = contention_of(hw, PS_SHARE_SUMS, threads);
   return all && some ? some->host_bytes_per_s / all->host_bytes_per_s : 1;
 }
 
@@ -195,8 +195,8 @@ static double rate_in(const ps_memory_share *s, int kind) {
 
 /* A copy alone has the link's rate, a host op alone its entry's. */
 static double slowdown(const ps_hardware *hw, int kind, uint32_t kinds, uint32_t sum_threads) {
-  const ps_memory_share *beside = share_of(hw, kinds, sum_threads),
-                        *alone = kind >= SUMS ? share_of(hw, 1u << kind, sum_threads) : NULL;
+  const ps_memory_share *beside = contention_of(hw, kinds, sum_threads),
+                        *alone = kind >= SUMS ? contention_of(hw, 1u << kind, sum_threads) : NULL;
   if (!(kinds >> kind & 1) || !beside || (kind >= SUMS && !alone))
     return 1;
   return larger(1, (kind == H2D   ? hw->h2d_bytes_per_s
@@ -221,7 +221,7 @@ static void draw_on_memory(const ps__cost_model *m, int kind, double rate, ps_si
     out->kind = 1u << kind;
     out->slower = m->slower[kind];
   } else
-    out->demand[PS__RES_MEMORY] = share(rate, m->hw->memory_bytes_per_s);
+    out->demand[PS__RES_MEMORY] = fraction(rate, m->hw->memory_bytes_per_s);
 }
 
 /* Copies draw on host memory as they read or write it: once on CUDA, twice (the device is there
@@ -230,7 +230,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
   const ps__cost_model *m = model;
   const ps_hardware *hw = m->hw;
   const bool cpu = hw->backend == PS_BACKEND_CPU;
-  const double all = share(m->n_threads, hw->n_cpus), one = share(1, hw->n_cpus);
+  const double all = fraction(m->n_threads, hw->n_cpus), one = fraction(1, hw->n_cpus);
   *out = (ps_sim_cost){.ns = ps__cost_ns(m, op->kernel, op->stream, op->args, op->work)};
   const uint32_t class = class_of(op->kernel);
   if (op->stream == PS__S_H2D || op->stream == PS__S_D2H) {
@@ -239,7 +239,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
     if (cpu)
       out->demand[PS__RES_CPUS] = one;
     else
-      out->demand[PS__RES_LINK] = share(rate, 2 * hw->duplex_bytes_per_s);
+      out->demand[PS__RES_LINK] = fraction(rate, 2 * hw->duplex_bytes_per_s);
   } else if (op->stream == PS__S_COMPUTE) {
     if (!cpu && (class == PS_CLASS_GEMM || class == PS_CLASS_ATTENTION)) {
       out->idle_gain = smaller(hw->idle_gain, 1);
@@ -249,17 +249,17 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
       return;
     out->demand[PS__RES_CPUS] = class == PS_CLASS_COPY || class == PS_CLASS_OTHER ? one : all;
     if (class == PS_CLASS_ELEMENTWISE)
-      out->demand[PS__RES_MEMORY] = share(hw->elementwise_bytes_per_s, hw->memory_bytes_per_s);
+      out->demand[PS__RES_MEMORY] = fraction(hw->elementwise_bytes_per_s, hw->memory_bytes_per_s);
     if (class == PS_CLASS_OPTIMIZER)
-      out->demand[PS__RES_MEMORY] = share(hw->optimizer_bytes_per_s, hw->memory_bytes_per_s);
+      out->demand[PS__RES_MEMORY] = fraction(hw->optimizer_bytes_per_s, hw->memory_bytes_per_s);
   } else {
     out->demand[PS__RES_CPUS] = class == PS_CLASS_OPTIMIZER ? all
                                 : op->stream == PS__S_IO
-                                    ? share(ps__io_threads(m->n_threads), hw->n_cpus)
+                                    ? fraction(ps__io_threads(m->n_threads), hw->n_cpus)
                                     : one;
     if (class == PS_CLASS_OPTIMIZER)
       draw_on_memory(m, is_sum(op->kernel) ? SUMS : OPTIMIZER, host_rate(hw, op->kernel), out);
     if (op->stream == PS__S_IO && !hw->memory_shares[0].kinds)
-      out->demand[PS__RES_MEMORY] = share(hw->gather_bytes_per_s, hw->memory_bytes_per_s);
+      out->demand[PS__RES_MEMORY] = fraction(hw->gather_bytes_per_s, hw->memory_bytes_per_s);
   }
 }

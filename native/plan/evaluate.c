@@ -1,4 +1,4 @@
-/* look.c - a member's ops, memory and time; what a step takes beside its arenas. */
+/* evaluate.c - a candidate's ops, memory and time; what a step takes beside its arenas. */
 #include "hardware/hardware_impl.h"
 #include "plan/evaluate.h"
 #include "kernels/cuda/scratch.h"
@@ -65,24 +65,24 @@ double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__
 }
 
 /* On the CPU backend the device's arena is host memory too. */
-uint64_t ps__host_taken(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) {
+uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
   return bytes[PS__SPACE_HOST] +
          (s->plan->hw.backend == PS_BACKEND_CPU ? bytes[PS__SPACE_DEVICE] : 0);
 }
 
-uint64_t ps__budget(const ps__search_state *s, uint64_t ops) {
+uint64_t ps__budget(const ps__search *s, uint64_t ops) {
   const uint32_t layers =
       s->plan->model.n_layers < PS__BUDGET_LAYERS ? s->plan->model.n_layers : PS__BUDGET_LAYERS;
   return layers > 32 ? ops * layers / 32 : ops;
 }
 
-bool ps__fits_under(const ps__search_state *s, uint64_t device_cap, uint64_t host_cap,
+bool ps__fits_under(const ps__search *s, uint64_t device_cap, uint64_t host_cap,
                     const uint64_t bytes[PS__N_SPACES]) {
   return bytes[PS__SPACE_DEVICE] <= device_cap && bytes[PS__SPACE_HOST] <= host_cap &&
          ps__host_taken(s, bytes) <= s->machine;
 }
 
-bool ps__fits(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) {
+bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
   return ps__fits_under(s, s->device_cap, s->host_cap, bytes);
 }
 
@@ -137,66 +137,66 @@ static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint3
 
 /* ---- a member's exact size ------------------------------------------------------------------- */
 
-void ps__look_free(ps__look *z) {
-  ps__step_free(&z->step);
-  ps__spec_free(&z->spec);
+void ps__evaluation_free(ps__evaluation *e) {
+  ps__step_free(&e->step);
+  ps__spec_free(&e->spec);
 }
 
 /* Host memory that a shorter step takes less: of the batch and for ops. */
-static uint64_t missing_bytes(const ps__search_state *s, const ps__size *size, const ps__layout *l,
-                              const ps__step *step) {
+static uint64_t missing_bytes(const ps__search *s, const ps__microbatch *microbatch,
+                              const ps__layout *l, const ps__step *step) {
   /* as the source fills them, as the device gets them, losses */
-  const uint64_t tokens = size->layout.n_tokens - l->n_tokens, a_token = 8 + 16 + 4;
-  const double ops = (double)step->n_op * ((double)size->layout.n_chunks / l->n_chunks - 1);
+  const uint64_t tokens = microbatch->layout.n_tokens - l->n_tokens, a_token = 8 + 16 + 4;
+  const double ops = (double)step->n_op * ((double)microbatch->layout.n_chunks / l->n_chunks - 1);
   return tokens * a_token +
          (uint64_t)ops * ((uint64_t)s->plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
 }
 
 /* Emission, and in bytes what no map goes below. */
-ps_status ps__look_emit(ps__search_state *s, const ps__member *m, ps__look *z) {
+ps_status ps__evaluate_emit(ps__search *s, const ps__candidate *m, ps__evaluation *e) {
   const ps_plan *plan = s->plan;
   uint64_t scratch, trace;
-  const ps__size *size = &s->family.size[m->size];
-  const ps__layout *l = s->whole ? &size->layout : ps__size_layout(size);
-  PS_TRY(ps__family_spec(&s->family, m, l, &z->spec));
-  const ps_status st = ps__step_emit(&z->step, &plan->model, l, &z->spec, &s->plan->hooks);
+  const ps__microbatch *microbatch = &s->space.microbatch[m->microbatch];
+  const ps__layout *l = s->whole ? &microbatch->layout : ps__microbatch_layout(microbatch);
+  PS_TRY(ps__candidate_spec(&s->space, m, l, &e->spec));
+  const ps_status st = ps__step_emit(&e->step, &plan->model, l, &e->spec, &s->plan->hooks);
   if (st != PS_OK) {
-    ps__spec_free(&z->spec);
+    ps__spec_free(&e->spec);
     return st;
   }
-  s->n_ops += z->step.n_op;
-  z->n_left_out = l == &size->shorter ? size->n_left_out : 0;
-  z->missing = missing_bytes(s, size, l, &z->step);
+  s->n_ops += e->step.n_op;
+  e->n_left_out = l == &microbatch->shorter ? microbatch->n_left_out : 0;
+  e->missing = missing_bytes(s, microbatch, l, &e->step);
   const uint64_t overhead[PS__N_SPACES] = {
-      [PS__SPACE_DEVICE] = ps__device_overhead(plan, &z->step, &scratch),
-      [PS__SPACE_HOST] = ps__host_overhead(plan, &z->step, &scratch, &trace)};
+      [PS__SPACE_DEVICE] = ps__device_overhead(plan, &e->step, &scratch),
+      [PS__SPACE_HOST] = ps__host_overhead(plan, &e->step, &scratch, &trace)};
   for (uint32_t i = 0; i < PS__N_SPACES; i++) {
-    const uint64_t alive = ps__memmap_bound(z->step.vt, z->step.n_vt, (uint32_t)z->step.n_op, i);
+    const uint64_t alive = ps__memmap_bound(e->step.vt, e->step.n_vt, (uint32_t)e->step.n_op, i);
     if (alive == UINT64_MAX) {
-      ps__look_free(z);
+      ps__evaluation_free(e);
       return ps__fail(PS_ENOMEM, "out of memory for a plan's size");
     }
-    z->bytes[i] = ps__arena_round(alive) + overhead[i] + (i == PS__SPACE_HOST ? z->missing : 0);
+    e->bytes[i] = ps__arena_round(alive) + overhead[i] + (i == PS__SPACE_HOST ? e->missing : 0);
   }
-  z->mapped = false;
+  e->mapped = false;
   return PS_OK;
 }
 
-ps_status ps__look_map(ps__search_state *s, ps__look *z) {
+ps_status ps__evaluate_map(ps__search *s, ps__evaluation *e) {
   uint64_t scratch, trace;
-  PS_TRY(ps__step_map(&z->step));
-  z->bytes[PS__SPACE_DEVICE] = ps__arena_round(z->step.space_bytes[PS__SPACE_DEVICE]) +
-                               ps__device_overhead(s->plan, &z->step, &scratch);
-  z->bytes[PS__SPACE_HOST] = ps__arena_round(z->step.space_bytes[PS__SPACE_HOST]) +
-                             ps__host_overhead(s->plan, &z->step, &scratch, &trace) + z->missing;
-  z->mapped = true;
+  PS_TRY(ps__step_map(&e->step));
+  e->bytes[PS__SPACE_DEVICE] = ps__arena_round(e->step.space_bytes[PS__SPACE_DEVICE]) +
+                               ps__device_overhead(s->plan, &e->step, &scratch);
+  e->bytes[PS__SPACE_HOST] = ps__arena_round(e->step.space_bytes[PS__SPACE_HOST]) +
+                             ps__host_overhead(s->plan, &e->step, &scratch, &trace) + e->missing;
+  e->mapped = true;
   return PS_OK;
 }
 
-void ps__note_best(ps__search_state *s, double ns, const ps__member *m) {
+void ps__note_best(ps__search *s, double ns, const ps__candidate *m) {
   uint32_t i = PS__N_BEST;
   for (uint32_t k = 0; k < PS__N_BEST; k++)
-    if (s->best[k].ns == ns && s->best[k].member.size == m->size)
+    if (s->best[k].ns == ns && s->best[k].candidate.microbatch == m->microbatch)
       return; /* the same once more */
   while (i > 0 && (s->best[i - 1].ns == 0 || ns < s->best[i - 1].ns))
     i--;
@@ -207,14 +207,14 @@ void ps__note_best(ps__search_state *s, double ns, const ps__member *m) {
 }
 
 /* @out_ns: what its step takes by simulation; 0 where it does not fit. */
-ps_status ps__look_time(ps__search_state *s, ps__member *m, ps__look *z, double *out_ns) {
+ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, double *out_ns) {
   *out_ns = 0;
-  ps_status st = ps__fits(s, z->bytes) ? ps__look_map(s, z) : PS_OK;
-  if (st != PS_OK || !z->mapped || !ps__fits(s, z->bytes))
+  ps_status st = ps__fits(s, e->bytes) ? ps__evaluate_map(s, e) : PS_OK;
+  if (st != PS_OK || !e->mapped || !ps__fits(s, e->bytes))
     return st;
   s->out->n_feasible++;
-  s->n_ops += z->step.n_op;
-  st = best_threads(&s->plan->hw, &z->step, z->n_left_out, &m->threads, out_ns);
+  s->n_ops += e->step.n_op;
+  st = best_threads(&s->plan->hw, &e->step, e->n_left_out, &m->threads, out_ns);
   if (st == PS_OK && *out_ns > 0)
     ps__note_best(s, *out_ns, m);
   return st;

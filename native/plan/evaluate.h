@@ -1,5 +1,5 @@
-/* look.h - looking at a member of the family: its ops, the memory that it takes, its time by
- * simulation; and the search that looks. */
+/* evaluate.h - evaluating a candidate: its ops, the memory that it takes, its time by simulation;
+ * and the state of a search. */
 #ifndef PS_PLAN_EVALUATE_H
 #define PS_PLAN_EVALUATE_H
 #include "plan/candidates.h"
@@ -7,60 +7,60 @@
 enum { PS__N_BEST = 8 };
 typedef struct ps__fastest {
   double ns;
-  ps__member member;
+  ps__candidate candidate;
 } ps__fastest; /* ns 0: none */
 
-typedef struct ps__search_state {
+typedef struct ps__search {
   ps_plan *plan;
   ps__search_result *out;
-  ps__family family;
+  ps__search_space space;
   ps__fastest best[PS__N_BEST]; /* of all looked at, fastest first */
   /* of each size's members of the family that stream all blocks' parameters, and that keep some
    * on the device: far apart */
-  ps__fastest fastest[2 * PS__MAX_SIZES];
+  ps__fastest fastest[2 * PS__MAX_MICROBATCHES];
   uint64_t device_cap, host_cap, machine; /* machine: host memory in all */
   uint64_t best_miss, n_ops;              /* n_ops: emitted and simulated so far */
-  uint8_t *seen;                          /* [family.n_members] 1: looked at */
+  uint8_t *evaluated;                     /* [family.n_members] 1: looked at */
   /* look at steps with all their rounds, though shorter ones tell nearly the same */
   bool whole;
-  bool large;                   /* not all of the family can be looked at */
-  bool prune;                   /* by slack below, and never look twice */
-  double factor[PS__MAX_SIZES]; /* by which a size's estimates are off */
+  bool large;                          /* not all of the family can be looked at */
+  bool prune;                          /* by slack below, and never look twice */
+  double factor[PS__MAX_MICROBATCHES]; /* by which a size's estimates are off */
   /* least seen of what a member takes beyond its bound; 0: none seen */
-  uint64_t slack[PS__MAX_SIZES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_SPACES];
-} ps__search_state;
+  uint64_t slack[PS__MAX_MICROBATCHES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_SPACES];
+} ps__search;
 
-typedef struct ps__look {
+typedef struct ps__evaluation {
   ps__spec spec;
   ps__step step;
   uint64_t bytes[PS__N_SPACES]; /* all of what the caps count: at least, once mapped exactly */
   uint64_t missing;             /* of the host's bytes: what a step with all rounds takes more */
   uint32_t n_left_out;          /* rounds */
   bool mapped;
-} ps__look;
+} ps__evaluation;
 
 /* ps__budget() - @ops is the work to spend on a model of up to 32 layers; on a deeper one more
  * in proportion, as each look at it costs, but no more than for so many. */
 enum { PS__BUDGET_LAYERS = 64 };
-uint64_t ps__budget(const ps__search_state *s, uint64_t ops);
+uint64_t ps__budget(const ps__search *s, uint64_t ops);
 /* Whether so many bytes are within both caps and the machine's memory; what of it is host
  * memory. */
-bool ps__fits(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]);
-bool ps__fits_under(const ps__search_state *s, uint64_t device_cap, uint64_t host_cap,
+bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_SPACES]);
+bool ps__fits_under(const ps__search *s, uint64_t device_cap, uint64_t host_cap,
                     const uint64_t bytes[PS__N_SPACES]);
-uint64_t ps__host_taken(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]);
-/* ps__look_emit() - the member's ops, and in bytes what no map goes below. ps__look_map() - the
- * bytes exactly. Errors: PS_ENOMEM. Freed by ps__look_free(). */
-ps_status ps__look_emit(ps__search_state *s, const ps__member *m, ps__look *z);
-ps_status ps__look_map(ps__search_state *s, ps__look *z);
-void ps__look_free(ps__look *z);
-/* ps__look_time() - maps it where it may fit, simulates it where it does, with each number of
+uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__N_SPACES]);
+/* ps__evaluate_emit() - the member's ops, and in bytes what no map goes below. ps__evaluate_map() -
+ * the bytes exactly. Errors: PS_ENOMEM. Freed by ps__evaluation_free(). */
+ps_status ps__evaluate_emit(ps__search *s, const ps__candidate *m, ps__evaluation *e);
+ps_status ps__evaluate_map(ps__search *s, ps__evaluation *e);
+void ps__evaluation_free(ps__evaluation *e);
+/* ps__evaluate_time() - maps it where it may fit, simulates it where it does, with each number of
  * threads for sums, of which it sets the best, and notes it among the best.
  * @out_ns: what its step takes; 0 where it does not fit. */
-ps_status ps__look_time(ps__search_state *s, ps__member *m, ps__look *z, double *out_ns);
-void ps__note_best(ps__search_state *s, double ns, const ps__member *m);
+ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, double *out_ns);
+void ps__note_best(ps__search *s, double ns, const ps__candidate *m);
 
-/* refine.c: ps__refine() - from the fastest members of the fastest sizes to what lies between
- * the members, into best. Errors: PS_ENOMEM, PS_EDEVICE (threads). */
-ps_status ps__refine(ps__search_state *s);
+/* local_search.c: ps__local_search() - from the fastest members of the fastest sizes to what lies
+ * between the members, into best. Errors: PS_ENOMEM, PS_EDEVICE (threads). */
+ps_status ps__local_search(ps__search *s);
 #endif

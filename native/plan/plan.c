@@ -299,9 +299,9 @@ ps_status ps_plan_create(ps_plan **out, const ps_model_config *model, const ps_p
   ps_plan *p = NULL;
   ps__search_result r;
   PS_TRY(new_plan(&p, model, cfg, hw));
-  ps_status st = ps__search(p, false, &r);
+  ps_status st = ps__find_plan(p, false, &r);
   if (st == PS_OK && r.n_feasible == 0) {
-    st = ps__search(p, true, &r);
+    st = ps__find_plan(p, true, &r);
     if (st == PS_OK)
       st = refuse(p, &r);
   }
@@ -362,7 +362,7 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   ps_plan *p = NULL;
   ps__search_result r;
   PS_TRY(new_plan(&p, model, cfg, hw));
-  const ps_status st = ps__search(p, true, &r);
+  const ps_status st = ps__find_plan(p, true, &r);
   ps_plan_destroy(p);
   if (st != PS_OK)
     return st;

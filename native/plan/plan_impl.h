@@ -66,8 +66,8 @@ uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens);
 /* Find the fastest spec under the caps (sizes_only: just the smallest caps). On PS_OK with
  * n_feasible > 0 and not sizes_only, layout and spec of the plan are set. plan->model, cfg, hw
  * are set before. */
-ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out);
-/* ---- look.c ---------------------------------------------------------------------------------- */
+ps_status ps__find_plan(ps_plan *plan, bool sizes_only, ps__search_result *out);
+/* ---- evaluate.c ------------------------------------------------------------------------------ */
 /* ns of a step in the steady state, from when the simulated steps ended: never less than any
  * stream works, or than a shared resource is drawn on, since what the first steps put off does
  * not count there. (Ops that an idle_gain shortens count in full: it is at most 1, so that idle

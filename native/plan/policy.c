@@ -1,5 +1,5 @@
-/* decide.c - the decisions of a member: fates of saved tensors, what stays on the device, where
- * updates run. */
+/* policy.c - the decisions of a candidate: the policy of each saved activation, what stays
+ * on the device, where updates run. */
 #include "plan/candidates.h"
 #include <string.h>
 
@@ -7,8 +7,8 @@ bool ps__among(uint32_t unit, uint32_t parts) {
   return (unit + 1) * parts / PS__UNIT_PARTS != unit * parts / PS__UNIT_PARTS;
 }
 
-bool ps__params_stay(const ps__family *f, const ps__residency *r, uint32_t unit) {
-  return ps__among(unit, r->params) || (r->head && unit == f->plan->model.n_layers + 1);
+bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_t unit) {
+  return ps__among(unit, r->params) || (r->head && unit == sp->plan->model.n_layers + 1);
 }
 
 /* x has to be somewhere; attention costs the most time a byte to do again; of the others, whose
@@ -34,12 +34,12 @@ static void set_fate(const ps__block *b, int i, uint8_t to, uint8_t fate[PS__N_I
 
 /* A chunk that the first round has more than the others: the memory is dealt out to what every
  * round has, so that its x goes home, more of it by its own share, and the rest is done again. */
-static void deal_extra(ps__dealer *d, const ps__block *b, uint32_t n_tokens,
-                       uint8_t fate[PS__N_ITEMS]) {
-  fate[PS__ITEM_X] = d->host_share > 0 || d->extra_share > 0 ? PS_FATE_HOST : PS_FATE_DEVICE;
+static void allocate_extra(ps__policy_allocator *d, const ps__block *b, uint32_t n_tokens,
+                           uint8_t fate[PS__N_ITEMS]) {
+  fate[PS__ITEM_X] = d->host_fraction > 0 || d->extra_fraction > 0 ? PS_FATE_HOST : PS_FATE_DEVICE;
   for (int i = 1; i < PS__N_GROUPS; i++)
-    d->extra += d->extra_share * (double)ps__group_bytes(b, i, n_tokens);
-  for (int i = 1; i < PS__N_GROUPS && d->extra_share > 0; i++) {
+    d->extra += d->extra_fraction * (double)ps__group_bytes(b, i, n_tokens);
+  for (int i = 1; i < PS__N_GROUPS && d->extra_fraction > 0; i++) {
     const double bytes = (double)ps__group_bytes(b, i, n_tokens);
     if (bytes == 0 || d->extra < bytes / 2)
       continue;
@@ -48,39 +48,40 @@ static void deal_extra(ps__dealer *d, const ps__block *b, uint32_t n_tokens,
   }
 }
 
-void ps__deal(ps__dealer *d, const ps__block *b, uint32_t n_tokens, bool extra, bool turn,
-              uint8_t fate[PS__N_ITEMS]) {
+void ps__allocate_policies(ps__policy_allocator *d, const ps__block *b, uint32_t n_tokens,
+                           bool extra, bool boundary, uint8_t fate[PS__N_ITEMS]) {
   memset(fate, PS_FATE_RECOMPUTE, PS__N_ITEMS);
-  if (turn && d->device_share > 0) {
+  if (boundary && d->device_fraction > 0) {
     for (int i = 0; i < PS__N_GROUPS; i++)
       set_fate(b, i, PS_FATE_DEVICE, fate);
     return;
   }
-  if (extra && d->device_share < 1) {
-    deal_extra(d, b, n_tokens, fate);
+  if (extra && d->device_fraction < 1) {
+    allocate_extra(d, b, n_tokens, fate);
     return;
   }
   for (int i = 0; i < PS__N_GROUPS; i++) {
     const double bytes = (double)ps__group_bytes(b, i, n_tokens);
-    d->device += d->device_share * bytes;
-    d->host += d->host_share * bytes;
+    d->device += d->device_fraction * bytes;
+    d->host += d->host_fraction * bytes;
   }
   for (int i = 0; i < PS__N_GROUPS; i++) {
     const double bytes = (double)ps__group_bytes(b, i, n_tokens);
     uint8_t to = PS_FATE_RECOMPUTE;
     if (bytes == 0)
       continue;
-    if (d->host_share > 0 && d->host >= bytes / 2)
+    if (d->host_fraction > 0 && d->host >= bytes / 2)
       to = PS_FATE_HOST;
-    else if (i == 0 || d->device_share >= 1 || (d->device_share > 0 && d->device >= bytes / 2))
+    else if (i == 0 || d->device_fraction >= 1 ||
+             (d->device_fraction > 0 && d->device >= bytes / 2))
       to = PS_FATE_DEVICE;
     if (to == PS_FATE_HOST)
       d->host -= bytes;
     if (to == PS_FATE_DEVICE)
       d->device -= bytes;
     if (to == PS_FATE_RECOMPUTE && !d->extras) {
-      d->extra += d->extra_share * bytes;
-      if (d->extra >= bytes / 2 && d->extra_share > 0) {
+      d->extra += d->extra_fraction * bytes;
+      if (d->extra >= bytes / 2 && d->extra_fraction > 0) {
         d->extra -= bytes;
         to = PS_FATE_FIRST;
       }
@@ -89,55 +90,56 @@ void ps__deal(ps__dealer *d, const ps__block *b, uint32_t n_tokens, bool extra, 
   }
 }
 
-ps__dealer ps__dealer_of(const ps__layout *l, const ps__member *m) {
-  return (ps__dealer){.extras = l->first_round_chunks > l->chunks_per_round,
-                      .device_share = (double)m->device / PS__SHARES,
-                      .host_share = (double)m->host / PS__SHARES,
-                      .extra_share = (double)m->extra / PS__SHARES};
+ps__policy_allocator ps__policy_allocator_of(const ps__layout *l, const ps__candidate *m) {
+  return (ps__policy_allocator){.extras = l->first_round_chunks > l->chunks_per_round,
+                                .device_fraction = (double)m->device / PS__SAVED_PARTS,
+                                .host_fraction = (double)m->host / PS__SAVED_PARTS,
+                                .extra_fraction = (double)m->extra / PS__SAVED_PARTS};
 }
 
-double ps__lookup_bytes(const ps__family *f, const ps__layout *l) {
-  return (double)l->n_tokens * f->plan->model.dim * ps_dtype_bytes((ps_dtype)f->block.dt);
+double ps__lookup_bytes(const ps__search_space *sp, const ps__layout *l) {
+  return (double)l->n_tokens * sp->plan->model.dim * ps_dtype_bytes((ps_dtype)sp->block.dt);
 }
-double ps__table_bytes(const ps__family *f) {
-  return (double)f->plan->model.vocab_size * f->plan->model.dim *
-         ps_dtype_bytes((ps_dtype)f->block.dt);
+double ps__table_bytes(const ps__search_space *sp) {
+  return (double)sp->plan->model.vocab_size * sp->plan->model.dim *
+         ps_dtype_bytes((ps_dtype)sp->block.dt);
 }
 
-bool ps__embeds_at_home(const ps__family *f, const ps__layout *l, const ps__residency *r) {
-  const double to_device = ps__params_stay(f, r, 0) ? 1 : l->n_rounds,
+bool ps__embeds_at_home(const ps__search_space *sp, const ps__layout *l, const ps__residency *r) {
+  const double to_device = ps__params_stay(sp, r, 0) ? 1 : l->n_rounds,
                to_host = ps__among(0, r->grads) ? 1 : l->n_rounds;
-  return !f->plan->model.tied_embeddings && !r->state &&
-         2 * ps__lookup_bytes(f, l) < (to_device + to_host) * ps__table_bytes(f);
+  return !sp->plan->model.tied_embeddings && !r->state &&
+         2 * ps__lookup_bytes(sp, l) < (to_device + to_host) * ps__table_bytes(sp);
 }
 
-bool ps__at_turn(const ps__family *f, const ps__layout *l, uint32_t layer, uint32_t c) {
-  return layer + 1 == f->plan->model.n_layers &&
+bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t layer, uint32_t c) {
+  return layer + 1 == sp->plan->model.n_layers &&
          (c + 1 == l->chunks_per_round || c + 1 == l->max_round_chunks);
 }
 
 /* As many blocks as there is room for at the lower turn: below a block the saved tensors of the
  * blocks above it are gone, and parameters take their place. */
-static uint32_t turn_blocks(const ps__family *f, const ps__layout *layout, const ps__spec *s) {
-  const uint64_t e = ps_dtype_bytes((ps_dtype)f->block.dt);
+static uint32_t turn_blocks(const ps__search_space *sp, const ps__layout *layout,
+                            const ps__spec *s) {
+  const uint64_t e = ps_dtype_bytes((ps_dtype)sp->block.dt);
   uint64_t room = 0, kept = 0;
   for (uint32_t l = 0; l < s->n_layers; l++)
     for (uint32_t c = 0; c < layout->chunks_per_round; c++)
       for (int i = 0; i < PS__N_ITEMS; i++)
-        if (f->block.has_item[i] && *ps__spec_fate(s, l, c, i) == PS_FATE_DEVICE)
-          room += f->block.item_row_bytes[i] * layout->chunk[c].n_tokens;
+        if (sp->block.has_item[i] && *ps__spec_fate(s, l, c, i) == PS_FATE_DEVICE)
+          room += sp->block.item_row_bytes[i] * layout->chunk[c].n_tokens;
   for (uint32_t u = 1; u <= s->n_layers; u++) {
     if (!s->param_resident[u])
-      kept += ps_model_unit_elements(&f->plan->model, u) * e;
+      kept += ps_model_unit_elements(&sp->plan->model, u) * e;
     if (kept > room)
       return u - 1;
   }
   return s->n_layers;
 }
 
-ps_status ps__decide(const ps__family *f, const ps__layout *layout, const ps__member *m,
+ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const ps__candidate *m,
                      bool embed_at_home, ps__spec *spec) {
-  const ps_plan *plan = f->plan;
+  const ps_plan *plan = sp->plan;
   const ps__residency *r = &m->keep;
   PS_TRY(ps__spec_init(spec, &plan->model, layout));
   spec->recipe = (ps_recipe)plan->cfg.recipe;
@@ -156,11 +158,11 @@ ps_status ps__decide(const ps__family *f, const ps__layout *layout, const ps__me
   spec->keep_grads = plan->cfg.keep_grads != 0;
   spec->embed_at_home = embed_at_home;
   const ps__contributions sums =
-      ps__contributions_of(layout, spec->head_slice, (ps_dtype)f->block.dt, false);
+      ps__contributions_of(layout, spec->head_slice, (ps_dtype)sp->block.dt, false);
   for (uint32_t u = 0; u < spec->n_units; u++) {
     const bool several = ps__unit_contributions(&plan->model, &sums, u) > 1,
                home = u == 0 && embed_at_home;
-    spec->param_resident[u] = ps__params_stay(f, r, u) && !home;
+    spec->param_resident[u] = ps__params_stay(sp, r, u) && !home;
     spec->grad_resident[u] = ps__among(u, r->grads) && several && !home;
     spec->update_resident[u] = r->state;
     spec->update_streamed[u] = !r->state && u > 0 && u <= m->streamed;
@@ -169,11 +171,12 @@ ps_status ps__decide(const ps__family *f, const ps__layout *layout, const ps__me
                            : u > m->streamed && u < (uint32_t)m->streamed + m->split;
     spec->update_split[u] = !r->state && spec->clip && u > 0 && among;
   }
-  ps__dealer d = ps__dealer_of(layout, m);
+  ps__policy_allocator d = ps__policy_allocator_of(layout, m);
   for (uint32_t l = 0; l < spec->n_layers; l++)
     for (uint32_t c = 0; c < spec->n_chunks; c++)
-      ps__deal(&d, &f->block, layout->chunk[c].n_tokens, c >= layout->chunks_per_round,
-               ps__at_turn(f, layout, l, c), ps__spec_fate(spec, l, c, 0));
-  spec->turn_blocks = turn_blocks(f, layout, spec);
+      ps__allocate_policies(&d, &sp->block, layout->chunk[c].n_tokens,
+                            c >= layout->chunks_per_round, ps__at_boundary(sp, layout, l, c),
+                            ps__spec_fate(spec, l, c, 0));
+  spec->turn_blocks = turn_blocks(sp, layout, spec);
   return PS_OK;
 }

@@ -1,4 +1,4 @@
-/* search.c - the fastest plan under both caps, among a fixed family of plans (family.h) and,
+/* search.c - the fastest plan under both caps, in the search space (candidates.h) and,
  * where that is large, near its fastest members.
  *
  * The family does not depend on the caps, so a larger cap only admits more members: where all of
@@ -20,7 +20,7 @@
 static const uint64_t MAX_OPS = 1200000;
 /* From so many ops in all members' steps on, steps are looked at with fewer of their rounds, and
  * what lies between the members is looked at too. */
-static const double LARGE_FAMILY_OPS = 2e8;
+static const double LARGE_SPACE_OPS = 2e8;
 /* The same beside a GPU where a step has so many ops, however few the members are (a pinned
  * round's): what refining gains is up to a tenth of such a step. */
 static const double LONG_STEP_OPS = 6000;
@@ -31,11 +31,11 @@ enum { TRIES = 6 }; /* members of a size looked at for one that fits */
 /* ---- the fastest ----------------------------------------------------------------------------- */
 
 static int by_estimate(const void *pa, const void *pb) {
-  const ps__member *a = pa, *b = pb;
+  const ps__candidate *a = pa, *b = pb;
   if (a->estimate_ns != b->estimate_ns)
     return a->estimate_ns < b->estimate_ns ? -1 : 1;
-  if (a->size != b->size)
-    return a->size < b->size ? -1 : 1;
+  if (a->microbatch != b->microbatch)
+    return a->microbatch < b->microbatch ? -1 : 1;
   if (a->residency != b->residency)
     return a->residency < b->residency ? -1 : 1;
   if (a->ahead != b->ahead)
@@ -58,13 +58,12 @@ static int by_rank(const void *pa, const void *pb) {
 
 /* What members that differ in their shares alone were seen to take beyond their bounds, within a
  * few percent the same for all, to a bound. */
-static void add_slack(const ps__search_state *s, const ps__member *m,
-                      uint64_t bytes[PS__N_SPACES]) {
+static void add_slack(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_SPACES]) {
   for (uint32_t i = 0; s->prune && (s->large || s->n_ops > PRUNE_OPS) && i < PS__N_SPACES; i++)
-    bytes[i] += s->slack[m->size][m->residency][m->ahead][i] / 20 * 19;
+    bytes[i] += s->slack[m->microbatch][m->residency][m->ahead][i] / 20 * 19;
 }
 
-static bool cannot_fit(const ps__search_state *s, const ps__member *m) {
+static bool cannot_fit(const ps__search *s, const ps__candidate *m) {
   uint64_t bytes[PS__N_SPACES] = {m->bytes[0], m->bytes[1]};
   if (!ps__fits(s, bytes))
     return true;
@@ -72,25 +71,25 @@ static bool cannot_fit(const ps__search_state *s, const ps__member *m) {
   return !ps__fits(s, bytes);
 }
 
-static void note_slack(ps__search_state *s, const ps__member *m, const ps__look *z) {
+static void note_slack(ps__search *s, const ps__candidate *m, const ps__evaluation *e) {
   const uint64_t *bytes = m->bytes;
   for (uint32_t i = 0; i < PS__N_SPACES; i++) {
-    uint64_t *slack = &s->slack[m->size][m->residency][m->ahead][i],
-             now = z->bytes[i] > bytes[i] ? z->bytes[i] - bytes[i] : 0;
+    uint64_t *slack = &s->slack[m->microbatch][m->residency][m->ahead][i],
+             now = e->bytes[i] > bytes[i] ? e->bytes[i] - bytes[i] : 0;
     if (*slack == 0 || now < *slack)
       *slack = now;
   }
 }
 
-static ps_status look_at(ps__search_state *s, const ps__member *from, double *out_ns) {
-  ps__look z;
-  ps__member own = *from, *m = &own; /* searches side by side share the family */
-  s->seen[from - s->family.member] = 1;
-  PS_TRY(ps__look_emit(s, m, &z));
-  note_slack(s, m, &z);
-  const ps_status st = ps__look_time(s, m, &z, out_ns);
-  ps__look_free(&z);
-  ps__fastest *fastest = &s->fastest[2 * m->size + (m->keep.params > 0)];
+static ps_status evaluate(ps__search *s, const ps__candidate *from, double *out_ns) {
+  ps__evaluation e;
+  ps__candidate own = *from, *m = &own; /* searches side by side share the family */
+  s->evaluated[from - s->space.candidate] = 1;
+  PS_TRY(ps__evaluate_emit(s, m, &e));
+  note_slack(s, m, &e);
+  const ps_status st = ps__evaluate_time(s, m, &e, out_ns);
+  ps__evaluation_free(&e);
+  ps__fastest *fastest = &s->fastest[2 * m->microbatch + (m->keep.params > 0)];
   if (*out_ns > 0 && (fastest->ns == 0 || *out_ns < fastest->ns))
     *fastest = (ps__fastest){*out_ns, *m};
   return st;
@@ -98,32 +97,32 @@ static ps_status look_at(ps__search_state *s, const ps__member *from, double *ou
 
 /* Of each size the member of the best estimate that fits: it tells how far off the estimates of
  * its size are. */
-static ps_status look_at_sizes(ps__search_state *s) {
-  double factor[PS__MAX_SIZES] = {0}, worst = 1;
-  uint32_t tries[PS__MAX_SIZES] = {0};
-  for (size_t i = 0; i < s->family.n_members && s->n_ops < ps__budget(s, MAX_OPS / 2); i++) {
-    ps__member *m = &s->family.member[i];
+static ps_status evaluate_microbatches(ps__search *s) {
+  double factor[PS__MAX_MICROBATCHES] = {0}, worst = 1;
+  uint32_t tries[PS__MAX_MICROBATCHES] = {0};
+  for (size_t i = 0; i < s->space.n_candidates && s->n_ops < ps__budget(s, MAX_OPS / 2); i++) {
+    ps__candidate *m = &s->space.candidate[i];
     double ns = 0;
-    if (factor[m->size] > 0 || tries[m->size] == TRIES || cannot_fit(s, m))
+    if (factor[m->microbatch] > 0 || tries[m->microbatch] == TRIES || cannot_fit(s, m))
       continue;
-    tries[m->size]++;
-    PS_TRY(look_at(s, m, &ns));
+    tries[m->microbatch]++;
+    PS_TRY(evaluate(s, m, &ns));
     if (ns > 0)
-      factor[m->size] = ns / m->estimate_ns;
-    if (factor[m->size] > worst)
-      worst = factor[m->size];
+      factor[m->microbatch] = ns / m->estimate_ns;
+    if (factor[m->microbatch] > worst)
+      worst = factor[m->microbatch];
   }
-  for (uint32_t i = 0; i < PS__MAX_SIZES; i++)
+  for (uint32_t i = 0; i < PS__MAX_MICROBATCHES; i++)
     s->factor[i] = factor[i] > 0 ? factor[i] : worst;
   return PS_OK;
 }
 
 /* The next member in an order that is worth a look; NULL: none is left. */
-static ps__member *next_of(const ps__search_state *s, const ranked *order, size_t *at) {
-  const ps__family *f = &s->family;
-  while (*at < f->n_members) {
-    ps__member *m = &f->member[order[(*at)++].idx];
-    if ((s->seen[m - f->member] && s->prune) ||
+static ps__candidate *next_of(const ps__search *s, const ranked *order, size_t *at) {
+  const ps__search_space *sp = &s->space;
+  while (*at < sp->n_candidates) {
+    ps__candidate *m = &sp->candidate[order[(*at)++].idx];
+    if ((s->evaluated[m - sp->candidate] && s->prune) ||
         (s->best[0].ns > 0 && m->bound_ns >= s->best[0].ns) || cannot_fit(s, m))
       continue;
     return m;
@@ -133,42 +132,43 @@ static ps__member *next_of(const ps__search_state *s, const ranked *order, size_
 
 /* By the estimates and, in turn, by those corrected for what their size was seen to take: where
  * one is wrong the other may not be. */
-static ps_status find_fastest(ps__search_state *s) {
-  ps__family *f = &s->family;
+static ps_status find_fastest(ps__search *s) {
+  ps__search_space *sp = &s->space;
   ranked *order[2];
   size_t at[2] = {0};
   s->n_ops = 0;
-  PS_TRY(look_at_sizes(s));
-  order[0] = ps__malloc(2 * (f->n_members + 1) * sizeof *order[0]);
+  PS_TRY(evaluate_microbatches(s));
+  order[0] = ps__malloc(2 * (sp->n_candidates + 1) * sizeof *order[0]);
   if (!order[0])
-    return ps__fail(PS_ENOMEM, "out of memory for the order of %zu plans", f->n_members);
-  order[1] = order[0] + f->n_members;
-  for (size_t i = 0; i < f->n_members; i++) {
-    order[0][i] = (ranked){f->member[i].estimate_ns * s->factor[f->member[i].size], (uint32_t)i};
-    order[1][i] = (ranked){f->member[i].estimate_ns, (uint32_t)i};
+    return ps__fail(PS_ENOMEM, "out of memory for the order of %zu plans", sp->n_candidates);
+  order[1] = order[0] + sp->n_candidates;
+  for (size_t i = 0; i < sp->n_candidates; i++) {
+    order[0][i] = (ranked){sp->candidate[i].estimate_ns * s->factor[sp->candidate[i].microbatch],
+                           (uint32_t)i};
+    order[1][i] = (ranked){sp->candidate[i].estimate_ns, (uint32_t)i};
   }
-  qsort(order[0], f->n_members, sizeof *order[0], by_rank);
+  qsort(order[0], sp->n_candidates, sizeof *order[0], by_rank);
   ps_status st = PS_OK;
   for (uint32_t turn = 0, idle = 0;
        st == PS_OK && idle < 2 &&
        s->n_ops <= ps__budget(s, s->best[0].ns > 0 ? MAX_OPS : 4 * MAX_OPS);
        turn ^= 1) {
-    ps__member *m = next_of(s, order[turn], &at[turn]);
+    ps__candidate *m = next_of(s, order[turn], &at[turn]);
     double ns;
     idle = m ? 0 : idle + 1;
     if (m)
-      st = look_at(s, m, &ns);
+      st = evaluate(s, m, &ns);
   }
   ps__free(order[0]);
   return st;
 }
 
-typedef struct small {
+typedef struct keyed {
   uint64_t key;
   uint32_t idx;
-} small;
+} keyed;
 static int by_key(const void *pa, const void *pb) {
-  const small *a = pa, *b = pb;
+  const keyed *a = pa, *b = pb;
   if (a->key != b->key)
     return a->key < b->key ? -1 : 1;
   return a->idx < b->idx ? -1 : a->idx > b->idx;
@@ -176,22 +176,22 @@ static int by_key(const void *pa, const void *pb) {
 
 /* Where nothing of what was looked at fits: members that take the least of the device, until one
  * does. */
-static ps_status find_small(ps__search_state *s) {
-  const size_t n = s->family.n_members;
-  small *order = ps__malloc((n + 1) * sizeof *order);
+static ps_status find_any_that_fits(ps__search *s) {
+  const size_t n = s->space.n_candidates;
+  keyed *order = ps__malloc((n + 1) * sizeof *order);
   ps_status st = order ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the order of %zu plans", n);
   for (size_t i = 0; st == PS_OK && i < n; i++)
-    order[i] = (small){s->family.member[i].bytes[PS__SPACE_DEVICE], (uint32_t)i};
+    order[i] = (keyed){s->space.candidate[i].bytes[PS__SPACE_DEVICE], (uint32_t)i};
   if (st == PS_OK)
     qsort(order, n, sizeof *order, by_key);
   s->n_ops = 0;
   s->prune = true;
   for (size_t i = 0;
        st == PS_OK && i < n && s->best[0].ns == 0 && s->n_ops <= ps__budget(s, 4 * MAX_OPS); i++) {
-    ps__member *m = &s->family.member[order[i].idx];
+    ps__candidate *m = &s->space.candidate[order[i].idx];
     double ns;
     if (!cannot_fit(s, m))
-      st = look_at(s, m, &ns);
+      st = evaluate(s, m, &ns);
   }
   ps__free(order);
   return st;
@@ -199,20 +199,20 @@ static ps_status find_small(ps__search_state *s) {
 
 /* The fastest that holds with all its rounds: what shorter steps tell of time and memory is
  * nearly so, and the fastest of them may not fit by a hair. */
-static ps_status hold_best(ps__search_state *s) {
+static ps_status confirm_best(ps__search *s) {
   ps__fastest few[PS__N_BEST];
   memcpy(few, s->best, sizeof few);
   memset(s->best, 0, sizeof s->best);
   s->whole = true;
-  for (uint32_t i = 0, n_held = 0; i < PS__N_BEST && few[i].ns > 0 && n_held < 2; i++) {
-    ps__look z;
+  for (uint32_t i = 0, n_confirmed = 0; i < PS__N_BEST && few[i].ns > 0 && n_confirmed < 2; i++) {
+    ps__evaluation e;
     double ns;
-    PS_TRY(ps__look_emit(s, &few[i].member, &z));
-    const ps_status st = ps__look_time(s, &few[i].member, &z, &ns);
-    ps__look_free(&z);
+    PS_TRY(ps__evaluate_emit(s, &few[i].candidate, &e));
+    const ps_status st = ps__evaluate_time(s, &few[i].candidate, &e, &ns);
+    ps__evaluation_free(&e);
     if (st != PS_OK)
       return st;
-    n_held += ns > 0;
+    n_confirmed += ns > 0;
   }
   return PS_OK;
 }
@@ -222,20 +222,20 @@ static ps_status hold_best(ps__search_state *s) {
  * holding anything back. Not at the cost of time, which would be more than a plan for less
  * memory takes. Only of a cap that was given: who gave none did not ask for all that the machine
  * has. */
-static ps_status spend_host(ps__search_state *s) {
+static ps_status spend_host(ps__search *s) {
   const double most_ns = s->best[0].ns;
   const int layers = s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255;
   for (int by = 16; by > 0 && s->best[0].ns > 0 && s->host_cap != UINT64_MAX; by /= 2) {
     const ps__fastest before = s->best[0];
-    ps__member m = before.member;
-    ps__look z;
+    ps__candidate m = before.candidate;
+    ps__evaluation e;
     double ns;
-    if (m.sums + by > layers || s->family.size[m.size].layout.n_rounds == 1)
+    if (m.sums + by > layers || s->space.microbatch[m.microbatch].layout.n_rounds == 1)
       continue;
     m.sums = (uint8_t)(m.sums + by);
-    PS_TRY(ps__look_emit(s, &m, &z));
-    const ps_status st = ps__look_time(s, &m, &z, &ns);
-    ps__look_free(&z);
+    PS_TRY(ps__evaluate_emit(s, &m, &e));
+    const ps_status st = ps__evaluate_time(s, &m, &e, &ns);
+    ps__evaluation_free(&e);
     if (st != PS_OK)
       return st;
     s->best[0] = ns > 0 && ns <= most_ns ? (ps__fastest){ns, m} : before;
@@ -243,23 +243,23 @@ static ps_status spend_host(ps__search_state *s) {
   return PS_OK;
 }
 
-static ps_status keep_best(ps__search_state *s) {
+static ps_status keep_best(ps__search *s) {
   ps_plan *plan = s->plan;
-  const ps__layout *l = &s->family.size[s->best[0].member.size].layout;
+  const ps__layout *l = &s->space.microbatch[s->best[0].candidate.microbatch].layout;
   PS_TRY(ps__layout_init(&plan->layout, plan->cfg.seq_len,
                          plan->cfg.tokens_per_step / plan->cfg.seq_len, l->chunk_tokens,
                          l->chunks_per_round, l->first_round_chunks));
-  return ps__family_spec(&s->family, &s->best[0].member, &plan->layout, &plan->spec);
+  return ps__candidate_spec(&s->space, &s->best[0].candidate, &plan->layout, &plan->spec);
 }
 
 /* ---- the smallest ---------------------------------------------------------------------------- */
 
-static uint64_t beyond(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) {
+static uint64_t beyond(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
   const uint64_t d = bytes[PS__SPACE_DEVICE], h = bytes[PS__SPACE_HOST];
   return (d > s->device_cap ? d - s->device_cap : 0) + (h > s->host_cap ? h - s->host_cap : 0);
 }
 
-static void note_sizes(ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) {
+static void note_smallest(ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
   ps__search_result *r = s->out;
   const uint64_t device = bytes[PS__SPACE_DEVICE], host = bytes[PS__SPACE_HOST];
   const bool machine = ps__host_taken(s, bytes) <= s->machine;
@@ -275,7 +275,7 @@ static void note_sizes(ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) 
 }
 
 /* Whether a member of at least these sizes could be the smallest in some way. */
-static bool could_be_smallest(const ps__search_state *s, const uint64_t bytes[PS__N_SPACES]) {
+static bool could_be_smallest(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
   const ps__search_result *r = s->out;
   const uint64_t device = bytes[PS__SPACE_DEVICE], host = bytes[PS__SPACE_HOST];
   const bool machine = ps__host_taken(s, bytes) <= s->machine;
@@ -287,60 +287,60 @@ static bool could_be_smallest(const ps__search_state *s, const uint64_t bytes[PS
          (!r->smallest_device && !r->smallest_host && beyond(s, bytes) < s->best_miss);
 }
 
-static ps_status size_up(ps__search_state *s, const ps__member *m) {
-  ps__look z;
+static ps_status evaluate_bytes(ps__search *s, const ps__candidate *m) {
+  ps__evaluation e;
   uint64_t bytes[PS__N_SPACES] = {m->bytes[0], m->bytes[1]};
   add_slack(s, m, bytes);
   if (!could_be_smallest(s, bytes))
     return PS_OK;
-  PS_TRY(ps__look_emit(s, m, &z));
-  note_slack(s, m, &z);
-  ps_status st = could_be_smallest(s, z.bytes) ? ps__look_map(s, &z) : PS_OK;
-  if (st == PS_OK && z.mapped)
-    note_sizes(s, z.bytes);
-  ps__look_free(&z);
+  PS_TRY(ps__evaluate_emit(s, m, &e));
+  note_slack(s, m, &e);
+  ps_status st = could_be_smallest(s, e.bytes) ? ps__evaluate_map(s, &e) : PS_OK;
+  if (st == PS_OK && e.mapped)
+    note_smallest(s, e.bytes);
+  ps__evaluation_free(&e);
   return st;
 }
 
 /* By each space in turn, the least first: what is found early rules out most of the rest. */
-static ps_status find_smallest(ps__search_state *s) {
-  const size_t n = s->family.n_members;
-  small *order = ps__malloc((n + 1) * sizeof *order);
+static ps_status find_smallest(ps__search *s) {
+  const size_t n = s->space.n_candidates;
+  keyed *order = ps__malloc((n + 1) * sizeof *order);
   ps_status st = order ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the smallest plan");
   for (uint32_t space = 0; st == PS_OK && space < PS__N_SPACES; space++) {
     for (size_t i = 0; i < n; i++)
-      order[i] = (small){s->family.member[i].bytes[space], (uint32_t)i};
+      order[i] = (keyed){s->space.candidate[i].bytes[space], (uint32_t)i};
     qsort(order, n, sizeof *order, by_key);
     for (size_t i = 0; st == PS_OK && i < n && s->n_ops <= ps__budget(s, (space + 1) * 2 * MAX_OPS);
          i++)
-      st = size_up(s, &s->family.member[order[i].idx]);
+      st = evaluate_bytes(s, &s->space.candidate[order[i].idx]);
   }
   ps__free(order);
   return st;
 }
 
 /* Whether looking at all members is out of the question, or not enough. */
-static bool is_large(const ps__search_state *s) {
-  const size_t n = s->family.n_members;
+static bool is_large(const ps__search *s) {
+  const size_t n = s->space.n_candidates;
   double ops = 0;
   for (size_t i = 0; i < n; i++)
-    ops += (double)s->family.size[s->family.member[i].size].n_ops;
-  return ops > LARGE_FAMILY_OPS ||
+    ops += (double)s->space.microbatch[s->space.candidate[i].microbatch].n_ops;
+  return ops > LARGE_SPACE_OPS ||
          (s->plan->hw.backend == PS_BACKEND_CUDA && ops > LONG_STEP_OPS * (double)n);
 }
 
 /* The fastest under the caps that @s has, in best. */
-static ps_status find(ps__search_state *s) {
+static ps_status find(ps__search *s) {
   for (int pass = 0; pass < 2 && s->best[0].ns == 0; pass++) {
     s->prune = pass == 0; /* what fits by a hair is found by the second */
     PS_TRY(find_fastest(s));
   }
   if (s->best[0].ns == 0)
-    PS_TRY(find_small(s));
+    PS_TRY(find_any_that_fits(s));
   if (s->best[0].ns == 0 || !s->large)
     return PS_OK;
-  PS_TRY(ps__refine(s));
-  PS_TRY(hold_best(s));
+  PS_TRY(ps__local_search(s));
+  PS_TRY(confirm_best(s));
   PS_TRY(spend_host(s));
   return s->best[0].ns > 0 ? PS_OK : find_fastest(s); /* with all their rounds from here on */
 }
@@ -349,7 +349,7 @@ static ps_status find(ps__search_state *s) {
 
 /* The rungs of a ladder of caps that is the same for all plans: 2^k and 3 * 2^k bytes. The
  * largest below @cap; 0: none. */
-static uint64_t rung_below(uint64_t cap) {
+static uint64_t ladder_cap_below(uint64_t cap) {
   for (uint32_t k = 62; k-- > 0 && cap != UINT64_MAX;) {
     if (3ull << k < cap)
       return 3ull << k;
@@ -360,27 +360,28 @@ static uint64_t rung_below(uint64_t cap) {
 }
 
 /* A search under caps of its own: side by side with others, so that what it writes is its own. */
-typedef struct rung {
-  ps__search_state *s;
+typedef struct ladder_search {
+  ps__search *s;
   ps__search_result out;
   ps_status status;
   char why[256];
-} rung;
+} ladder_search;
 
-static ps_status rung_init(rung *r, const ps__search_state *s, uint64_t device, uint64_t host) {
-  *r = (rung){.s = ps__malloc(sizeof *s)};
+static ps_status ladder_search_init(ladder_search *r, const ps__search *s, uint64_t device,
+                                    uint64_t host) {
+  *r = (ladder_search){.s = ps__malloc(sizeof *s)};
   if (!r->s)
     return ps__fail(PS_ENOMEM, "out of memory for the search");
   *r->s = *s;
   r->s->device_cap = device;
   r->s->host_cap = host;
   r->s->out = &r->out;
-  r->s->seen = ps__calloc(s->family.n_members + 1, sizeof *r->s->seen);
-  return r->s->seen ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the search");
+  r->s->evaluated = ps__calloc(s->space.n_candidates + 1, sizeof *r->s->evaluated);
+  return r->s->evaluated ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the search");
 }
 
-static void rung_task(void *arg, int64_t i, uint32_t worker) {
-  rung *r = (rung *)arg + i;
+static void ladder_search_task(void *arg, int64_t i, uint32_t worker) {
+  ladder_search *r = (ladder_search *)arg + i;
   (void)worker;
   r->status = find(r->s);
   if (r->status != PS_OK)
@@ -388,42 +389,45 @@ static void rung_task(void *arg, int64_t i, uint32_t worker) {
 }
 
 /* The estimate of the best member that fits under the caps; 0: none fits. */
-static double least_estimate(const ps__search_state *s, uint64_t device, uint64_t host) {
-  for (size_t i = 0; i < s->family.n_members; i++) /* sorted */
-    if (ps__fits_under(s, device, host, s->family.member[i].bytes))
-      return s->family.member[i].estimate_ns;
+static double least_estimate(const ps__search *s, uint64_t device, uint64_t host) {
+  for (size_t i = 0; i < s->space.n_candidates; i++) /* sorted */
+    if (ps__fits_under(s, device, host, s->space.candidate[i].bytes))
+      return s->space.candidate[i].estimate_ns;
   return 0;
 }
 
-enum { MAX_RUNGS = 3, MOST_BUDGETS = 3 }; /* of a model of 32 layers, for all searches of a plan */
+enum {
+  MAX_LADDER_SEARCHES = 3,
+  MOST_BUDGETS = 3
+}; /* of a model of 32 layers, for all searches of a plan */
 /* a rung is searched where by the estimates it costs no more */
-static const double RUNG_WORTH = 1.02;
+static const double LADDER_WORTH = 1.02;
 
-static ps_status add_rung(const ps__search_state *s, rung r[MAX_RUNGS], uint32_t *n,
-                          uint64_t device, uint64_t host) {
-  const double most = RUNG_WORTH * least_estimate(s, s->device_cap, s->host_cap),
+static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADDER_SEARCHES],
+                                   uint32_t *n, uint64_t device, uint64_t host) {
+  const double most = LADDER_WORTH * least_estimate(s, s->device_cap, s->host_cap),
                here = device && host ? least_estimate(s, device, host) : 0;
-  if (*n == MAX_RUNGS || ps__budget(s, *n + 1) > MOST_BUDGETS || here == 0 || here > most)
+  if (*n == MAX_LADDER_SEARCHES || ps__budget(s, *n + 1) > MOST_BUDGETS || here == 0 || here > most)
     return PS_OK;
-  return rung_init(&r[(*n)++], s, device, host);
+  return ladder_search_init(&r[(*n)++], s, device, host);
 }
 
 /* The fastest found under both caps, under the next rung below the device's and under that below
  * the host's: which way a search goes depends on its caps, and where a step gains little by more
  * memory the search under less may find the faster plan. That fits here too. */
-static ps_status find_on_ladder(ps__search_state *s) {
-  rung r[MAX_RUNGS] = {0};
+static ps_status find_on_ladder(ps__search *s) {
+  ladder_search r[MAX_LADDER_SEARCHES] = {0};
   ps__pool *pool;
   uint32_t n = 1;
-  ps_status st = rung_init(&r[0], s, s->device_cap, s->host_cap);
+  ps_status st = ladder_search_init(&r[0], s, s->device_cap, s->host_cap);
   if (st == PS_OK && s->large)
-    st = add_rung(s, r, &n, rung_below(s->device_cap), s->host_cap);
+    st = add_ladder_search(s, r, &n, ladder_cap_below(s->device_cap), s->host_cap);
   if (st == PS_OK && s->large)
-    st = add_rung(s, r, &n, s->device_cap, rung_below(s->host_cap));
+    st = add_ladder_search(s, r, &n, s->device_cap, ladder_cap_below(s->host_cap));
   if (st == PS_OK)
-    st = ps__pool_create(&pool, ps__family_workers(&s->family, n), "ladder");
+    st = ps__pool_create(&pool, ps__search_space_workers(&s->space, n), "ladder");
   if (st == PS_OK) {
-    ps__pool_run(pool, n, rung_task, r);
+    ps__pool_run(pool, n, ladder_search_task, r);
     ps__pool_destroy(pool);
   }
   for (uint32_t i = 0; i < n; i++) {
@@ -434,15 +438,15 @@ static ps_status find_on_ladder(ps__search_state *s) {
       s->best[0] = r[i].s->best[0];
     s->out->n_feasible += r[i].out.n_feasible;
     if (r[i].s)
-      ps__free(r[i].s->seen);
+      ps__free(r[i].s->evaluated);
     ps__free(r[i].s);
   }
   return st;
 }
 
-ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out) {
+ps_status ps__find_plan(ps_plan *plan, bool sizes_only, ps__search_result *out) {
   memset(out, 0, sizeof *out);
-  ps__search_state *s = ps__calloc(1, sizeof *s);
+  ps__search *s = ps__calloc(1, sizeof *s);
   if (!s)
     return ps__fail(PS_ENOMEM, "out of memory for the search");
   const ps_hardware *hw = &plan->hw;
@@ -454,20 +458,20 @@ ps_status ps__search(ps_plan *plan, bool sizes_only, ps__search_result *out) {
   if (hw->backend == PS_BACKEND_CUDA && hw->device_memory_bytes &&
       hw->device_memory_bytes < s->device_cap)
     s->device_cap = hw->device_memory_bytes;
-  ps_status st = ps__family_init(&s->family, plan, &plan->hooks);
-  out->n_candidates = (uint32_t)s->family.n_members;
+  ps_status st = ps__search_space_init(&s->space, plan, &plan->hooks);
+  out->n_candidates = (uint32_t)s->space.n_candidates;
   s->prune = true;
   if (st == PS_OK && !sizes_only) {
-    qsort(s->family.member, s->family.n_members, sizeof *s->family.member, by_estimate);
+    qsort(s->space.candidate, s->space.n_candidates, sizeof *s->space.candidate, by_estimate);
     s->large = is_large(s);
   }
   if (st == PS_OK && s->large)
-    st = ps__family_shorten(&s->family);
+    st = ps__search_space_shorten(&s->space);
   if (st == PS_OK)
     st = sizes_only ? find_smallest(s) : find_on_ladder(s);
   if (st == PS_OK && s->best[0].ns > 0)
     st = keep_best(s);
-  ps__family_free(&s->family);
+  ps__search_space_free(&s->space);
   ps__free(s);
   return st;
 }

@@ -28,7 +28,7 @@ typedef struct ps__layout {
   uint32_t max_round_chunks;
   uint32_t max_chunk_tokens;
   /* rounds, all alike, that this layout lacks of the step that it stands for: see
-   * ps__family_shorten() */
+   * ps__search_space_shorten() */
   uint32_t n_left_out;
   ps__chunk *chunk;
   ps__group *group;
