@@ -1,22 +1,25 @@
-"""The README against the Makefile, the binary's --help and the package; no path of one machine in
-any tracked file."""
+"""The README and the pages of docs/ against the Makefile, the binary's --help, the sources and the
+package; no path of one machine in any tracked file."""
 
 import re
 import shlex
 import subprocess
+import xml.etree.ElementTree
 
 import penstock
 import pytest
 from conftest import BUILD, ROOT
 
-README = (ROOT / "README.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
+PAGES = {p: p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+TEXT = "\n".join(PAGES.values())
 SHELL = [
     line.split("#")[0]
-    for block in re.findall(r"```sh\n(.*?)```", README, re.S)
-    for line in block.splitlines()
+    for block in re.findall(r"```sh\n(.*?)```", TEXT, re.S)
+    for line in block.replace("\\\n", " ").splitlines()
 ]
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
+PYTHON = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.S)
+CODE = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.S))
 
 
 def tracked():
@@ -26,15 +29,33 @@ def tracked():
     return [ROOT / n for n in names.stdout.split("\0") if n and (ROOT / n).is_file()]
 
 
-def test_every_make_target_the_readme_names_exists():
+def sources():
+    """Text of everything that declares a name which a page may use."""
+    return "\n".join(
+        p.read_text()
+        for folder in ("include", "native", "tests/native", "python/penstock")
+        for p in sorted((ROOT / folder).rglob("*"))
+        if p.suffix in (".c", ".h", ".cu", ".cuh", ".cpp", ".py")
+    )
+
+
+def test_every_make_target_that_a_page_names_exists():
     targets = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.M))
-    named = set(re.findall(r"`make ([a-z][a-z-]*)", README)) | {
+    named = set(re.findall(r"`make ([a-z][a-z-]*)", TEXT)) | {
         w for line in SHELL for w in re.findall(r"^make ([a-z-]+)", line)
     }
     assert {"demo", "test"} <= named <= targets
 
 
-def test_every_option_the_readme_names_is_in_a_help_text():
+def test_every_variable_of_the_build_page_is_the_makefiles():
+    table = (ROOT / "docs/build.md").read_text().split("## Variables")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = {v for row in rows for v in re.findall(r"`([A-Z_]+)`", row)}
+    help_text = "".join(line for line in MAKEFILE.splitlines(True) if line.startswith("#"))
+    assert len(named) > 10 and not {v for v in named if not re.search(rf"\b{v}\b", help_text)}
+
+
+def test_every_option_that_a_page_names_is_in_a_help_text():
     texts = "".join(
         subprocess.run(
             [BUILD / "bin/penstock", c, "--help"], capture_output=True, text=True, check=True
@@ -44,33 +65,67 @@ def test_every_option_the_readme_names_is_in_a_help_text():
     texts += "".join(
         (ROOT / f).read_text() for f in ("python/penstock/data.py", "python/penstock/trace.py")
     )
-    named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", README))
+    named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", TEXT))
     assert named and not {o for o in named if f"--{o}" not in texts}
 
 
-def test_every_command_of_the_readme_exists():
+def test_every_command_of_a_page_exists():
     for line in SHELL:
-        words = [w for w in shlex.split(line) if "=" not in w]
-        if not words or words[0] == "make":
-            continue
-        if words[0].endswith("bin/penstock"):
-            assert (
-                subprocess.run(
-                    [BUILD / "bin/penstock", words[1], "--help"], capture_output=True
-                ).returncode
-                == 0
-            ), line
-        else:
-            assert words[0].endswith("bin/python"), line
-            script = (
-                words[1] if words[1] != "-m" else "python/" + words[2].replace(".", "/") + ".py"
-            )
-            assert (ROOT / script).exists(), line
+        for command in line.split("&&"):
+            words = [w for w in shlex.split(command) if "=" not in w]
+            if not words or words[0] in ("make", "mkdir"):
+                continue
+            if words[0].endswith("bin/penstock"):
+                assert (
+                    subprocess.run(
+                        [BUILD / "bin/penstock", words[1], "--help"], capture_output=True
+                    ).returncode
+                    == 0
+                ), line
+            elif words[0] == "cp":
+                assert (ROOT / words[1]).exists(), line
+            else:
+                assert words[0].endswith("bin/python"), line
+                script = (
+                    words[1] if words[1] != "-m" else "python/" + words[2].replace(".", "/") + ".py"
+                )
+                assert (ROOT / script).exists(), line
 
 
-def test_every_file_the_readme_names_exists():
-    names = re.findall(r"`((?:models|python|docs|bench|include)/[\w./-]+|LICENSE)`?", README)
-    assert len(names) > 6 and not [n for n in names if not (ROOT / n.split()[0]).exists()]
+def test_every_file_that_a_page_names_exists():
+    """A path is named from the root or from native/, a source file also by its name alone."""
+    folders = "models|python|docs|bench|include|tests|native|" + "|".join(
+        p.name for p in (ROOT / "native").iterdir() if p.is_dir()
+    )
+    names = {p.name for f in ("native", "include", "tests") for p in (ROOT / f).rglob("*.*")}
+    paths = {w.rstrip("/") for c in CODE for w in c.split() if re.match(rf"(?:{folders})/", w)}
+    files = {c for c in CODE if re.fullmatch(r"[\w-]+\.(?:c|h|cu|cuh|cpp)", c)}
+    assert len(paths) > 20
+    assert not {p for p in paths if not any(ROOT.glob(p)) and not any(ROOT.glob(f"native/{p}"))}
+    assert not files - names
+
+
+def test_every_identifier_that_a_page_names_exists():
+    text = sources()
+    words = set(re.findall(r"\w+", text))
+    named = {w for c in CODE for w in re.findall(r"\b(?:ps|PS)_\w+", c)}
+    assert len(named) > 5 and not named - words
+    fields = {f for c in CODE for f in re.findall(r"\bps_\w+[.](\w+)", c)}
+    assert not fields - words
+
+
+def test_every_link_of_a_page_opens():
+    links = [
+        (page, to)
+        for page, text in PAGES.items()
+        for to in re.findall(r"\]\(([^)#\s]+)", text)
+        if "://" not in to
+    ]
+    assert len(links) > 10 and not [
+        (page.name, to) for page, to in links if not (page.parent / to).exists()
+    ]
+    for picture in (ROOT / "docs").glob("*.svg"):
+        xml.etree.ElementTree.parse(picture)
 
 
 def test_every_link_of_the_bench_log_opens_and_every_entry_is_indexed():
@@ -88,12 +143,12 @@ def test_every_link_of_the_bench_log_opens_and_every_entry_is_indexed():
     assert names == set(re.findall(r"\| \[([\w-]+)\] \|$", index.read_text(), re.M))
 
 
-def test_the_readmes_engine_example_runs_as_it_stands(capsys):
+def test_the_engine_example_runs_as_it_stands(capsys):
     exec(PYTHON[1], {})
     assert capsys.readouterr().out.startswith("10.0 ")
 
 
-def test_the_readmes_training_example_runs(tiny_model, tiny_shard, tmp_path, capsys):
+def test_the_training_example_runs(tiny_model, tiny_shard, tmp_path, capsys):
     small = (
         PYTHON[0].replace("256", "64").replace("100", "4")
     )  # before the paths go in: pytest-100/ is a path too
