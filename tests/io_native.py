@@ -18,7 +18,7 @@ class ModelConfig(c.Structure):
     _fields_ = (
         [
             (n, u32)
-            for n in "struct_bytes arch vocab_size n_layers dim n_heads n_kv_heads head_dim ffn_dim max_positions".split()
+            for n in "struct_bytes family vocab_size n_layers dim n_heads n_kv_heads head_dim ffn_dim max_positions".split()
         ]
         + [
             (n, u32)

@@ -59,7 +59,7 @@ def test_a_folder_and_the_file_itself_are_read_alike(tmp_path):
     assert bytes(a) == bytes(b)
     assert (
         a.struct_bytes,
-        a.arch,
+        a.family,
         a.vocab_size,
         a.n_layers,
         a.dim,

@@ -32,7 +32,10 @@ typedef enum ps_recipe {
 PS_API const char *ps_recipe_name(ps_recipe recipe); /* "fp32", "fp32-master", "bf16" */
 PS_API ps_status ps_recipe_parse(ps_recipe *out, const char *name);
 
-typedef enum ps_arch { PS_ARCH_LLAMA = 0, PS_ARCH_QWEN2 = 1, PS_ARCH_QWEN3 = 2 } ps_arch;
+/* ps_model_family_name() - the families that can be trained, by ps_model_config.family, under
+ * their "model_type" in config.json: "llama", "qwen2", "qwen3". Static storage; NULL past the
+ * last. */
+PS_API const char *ps_model_family_name(uint32_t family);
 
 /* RoPE frequencies: inv_freq[i] = theta^(-2i/head_dim), then scaled. LINEAR divides by factor.
  * LLAMA3 as transformers' modeling_rope_utils: wavelengths above original/low_freq are divided
@@ -46,7 +49,7 @@ typedef enum ps_rope_scaling {
 /* Fields carry the Hugging Face names' meaning. Checked by ps_model_config_check(). */
 typedef struct ps_model_config {
   uint32_t struct_bytes; /* sizeof(ps_model_config) */
-  uint32_t arch;         /* ps_arch */
+  uint32_t family;       /* by ps_model_family_name() */
   uint32_t vocab_size, n_layers, dim, n_heads, n_kv_heads, head_dim, ffn_dim;
   uint32_t max_positions;   /* max_position_embeddings; 0 when the config has none */
   uint32_t tied_embeddings; /* tie_word_embeddings */

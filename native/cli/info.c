@@ -2,8 +2,6 @@
 #include "cli/cli.h"
 #include <stdlib.h>
 
-static const char *const archs[] = {"llama", "qwen2", "qwen3"};
-
 static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_config *cfg) {
   char bytes[32], shown[8192];
   cfg->struct_bytes = sizeof *cfg;
@@ -16,7 +14,7 @@ static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_
   uint64_t n = ps_model_n_elements(cfg);
   if (j) {
     cli_json_open(j, "model", '{');
-    cli_json_text(j, "architecture", archs[cfg->arch]);
+    cli_json_text(j, "architecture", ps_model_family_name(cfg->family));
     cli_json_count(j, "parameters", n);
     cli_json_count(j, "n_layers", cfg->n_layers);
     cli_json_count(j, "dim", cfg->dim);
@@ -32,9 +30,9 @@ static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_
   }
   printf("%s: %s, %llu parameters (%s in bf16), %u layers, dim %u, %u/%u heads of %u, ffn %u, "
          "vocabulary %u%s%s%s\n",
-         ps_printable(shown, sizeof shown, path), archs[cfg->arch], (unsigned long long)n,
-         cli_bytes(bytes, 2 * n), cfg->n_layers, cfg->dim, cfg->n_heads, cfg->n_kv_heads,
-         cfg->head_dim, cfg->ffn_dim, cfg->vocab_size,
+         ps_printable(shown, sizeof shown, path), ps_model_family_name(cfg->family),
+         (unsigned long long)n, cli_bytes(bytes, 2 * n), cfg->n_layers, cfg->dim, cfg->n_heads,
+         cfg->n_kv_heads, cfg->head_dim, cfg->ffn_dim, cfg->vocab_size,
          cfg->tied_embeddings ? ", tied embeddings" : "", cfg->qkv_bias ? ", qkv bias" : "",
          cfg->qk_norm ? ", qk norm" : "");
   if (seq_len)

@@ -7,7 +7,6 @@ import numpy as np
 from ._handle import Handle, Owner
 from ._lib import as_dict, check, encode_path, ffi, lib, struct, text
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROLES = ("matrix", "norm", "bias")
 
 
@@ -54,7 +53,7 @@ class ModelConfig:
 
     @property
     def architecture(self) -> str:
-        return ARCHITECTURES[self._ptr.arch]
+        return text(lib.ps_model_family_name(self._ptr.family))
 
     @property
     def n_elements(self) -> int:

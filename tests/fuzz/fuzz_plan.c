@@ -35,7 +35,7 @@ static void describe(ps_hardware *hw, bytes *b) {
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
   bytes b = {data, data + n};
   ps_model_config m = {.struct_bytes = sizeof m,
-                       .arch = (uint32_t)word(&b, 1) % 3,
+                       .family = (uint32_t)word(&b, 1) % 3,
                        .bos_token_id = -1,
                        .eos_token_id = -1,
                        .norm_eps = 1e-5f,
@@ -48,8 +48,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
   m.n_layers = 1 + (uint32_t)word(&b, 1) % 3;
   m.vocab_size = 2 + (uint32_t)word(&b, 2);
   m.tied_embeddings = (uint32_t)word(&b, 1) & 1;
-  m.qkv_bias = m.arch == PS_ARCH_QWEN2;
-  m.qk_norm = m.arch == PS_ARCH_QWEN3;
+  m.qkv_bias = m.family == 1;
+  m.qk_norm = m.family == 2;
   ps_plan_config c = {.struct_bytes = sizeof c,
                       .recipe = (uint32_t)word(&b, 1) % PS_N_RECIPES,
                       .reserve_bytes = 1 << 20};

@@ -1,0 +1,95 @@
+/* config_reader.c - values of config.json by key, and what several families read alike. */
+#include "model/family.h"
+#include <string.h>
+
+const ps__json *ps__config_field(const ps__json *j, const char *key) {
+  const ps__json *v = ps__json_get(j, key);
+  return v && ps__json_type(v) != PS_JSON_NULL ? v : NULL;
+}
+
+const char *ps__config_kind(const ps__json *v) {
+  static const char *const names[] = {"null",     "true or false", "a number",
+                                      "a string", "a list",        "an object"};
+  return names[ps__json_type(v)];
+}
+
+ps_status ps__config_uint(const ps__config_reader *r, const ps__json *from, const char *key,
+                          uint32_t fallback, uint32_t *out) {
+  const ps__json *v = ps__config_field(from, key);
+  uint64_t u;
+  if (!v) {
+    if (fallback == PS__CONFIG_REQUIRED)
+      return ps__fail(PS_EFORMAT, "%s: %s is missing: the config must give it", r->path, key);
+    *out = fallback;
+    return PS_OK;
+  }
+  if (ps__json_type(v) != PS_JSON_NUMBER)
+    return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be a whole number", r->path, key,
+                    ps__config_kind(v));
+  if (!ps__json_uint64(v, &u) || u >= UINT32_MAX)
+    return ps__fail(PS_EFORMAT,
+                    "%s: %s is %.40s: it must be a whole number (without a point or an exponent), "
+                    "not negative and below 2^32",
+                    r->path, key, ps__json_number_text(v));
+  *out = (uint32_t)u;
+  return PS_OK;
+}
+
+ps_status ps__config_number(const ps__config_reader *r, const ps__json *from, const char *key,
+                            double fallback, double *out) {
+  const ps__json *v = ps__config_field(from, key);
+  if (v && ps__json_type(v) != PS_JSON_NUMBER)
+    return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be a number", r->path, key,
+                    ps__config_kind(v));
+  *out = ps__json_number(v, fallback);
+  return PS_OK;
+}
+
+ps_status ps__config_bool(const ps__config_reader *r, const char *key, bool fallback,
+                          uint32_t *out) {
+  const ps__json *v = ps__config_field(r->j, key);
+  if (v && ps__json_type(v) != PS_JSON_BOOL)
+    return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be true or false", r->path, key,
+                    ps__config_kind(v));
+  *out = ps__json_bool(v, fallback);
+  return PS_OK;
+}
+
+ps_status ps__config_token(const ps__config_reader *r, const char *key, uint32_t vocab,
+                           int32_t *out) {
+  const ps__json *v = ps__config_field(r->j, key);
+  uint64_t id;
+  if (v && ps__json_type(v) == PS_JSON_ARRAY)
+    v = ps__json_at(v, 0);
+  if (v && ps__json_type(v) != PS_JSON_NUMBER && ps__json_type(v) != PS_JSON_NULL)
+    return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be a token id or a list of them", r->path,
+                    key, ps__config_kind(v));
+  *out = v && ps__json_uint64(v, &id) && id < vocab ? (int32_t)id : -1;
+  return PS_OK;
+}
+
+ps_status ps__config_in_range(const char *name, const char *field, uint32_t value, uint32_t lo,
+                              uint32_t hi) {
+  if (value >= lo && value <= hi)
+    return PS_OK;
+  return ps__fail(PS_EFORMAT, "%s: %s is %u: it must be %u to %u", name, field, value, lo, hi);
+}
+
+ps_status ps__config_full_attention(const ps__config_reader *r, ps_model_config *c) {
+  const ps__json *types = ps__config_field(r->j, "layer_types");
+  if (types && ps__json_type(types) != PS_JSON_ARRAY)
+    return ps__fail(PS_EFORMAT, "%s: layer_types is %s: it must be a list", r->path,
+                    ps__config_kind(types));
+  if (types && ps__json_length(types) != c->n_layers)
+    return ps__fail(PS_EFORMAT,
+                    "%s: layer_types has %zu entries: it must have num_hidden_layers, %u", r->path,
+                    ps__json_length(types), c->n_layers);
+  for (size_t i = 0; i < ps__json_length(types); i++) {
+    const char *type = ps__json_string(ps__json_at(types, i), NULL);
+    if (!type || strcmp(type, "full_attention"))
+      return ps__fail(PS_EFORMAT,
+                      "%s: layer_types[%zu] is \"%.60s\": only \"full_attention\" is supported",
+                      r->path, i, type ? type : "not a string");
+  }
+  return PS_OK;
+}

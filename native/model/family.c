@@ -1,0 +1,14 @@
+/* family.c - the families of models that can be trained. */
+#include "model/family.h"
+
+static const ps__family *const families[] = {&ps__family_llama, &ps__family_qwen2,
+                                             &ps__family_qwen3};
+
+const ps__family *ps__family_at(uint32_t idx) {
+  return idx < sizeof families / sizeof *families ? families[idx] : NULL;
+}
+
+const char *ps_model_family_name(uint32_t family) {
+  const ps__family *f = ps__family_at(family);
+  return f ? f->model_type : NULL;
+}

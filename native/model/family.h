@@ -1,0 +1,74 @@
+/* family.h - what a family of models is: how its config.json reads and which parameters a block
+ * has. A family is one file of native/model/families/ and one line of the table in family.c. */
+#ifndef PS_MODEL_FAMILY_H
+#define PS_MODEL_FAMILY_H
+#include "core/core.h"
+#include <penstock/model.h>
+
+/* ---- reading config.json --------------------------------------------------------------------- */
+
+typedef struct ps__config_reader {
+  const ps__json *j; /* the whole object */
+  const char *path;  /* for messages */
+} ps__config_reader;
+
+enum { PS__CONFIG_REQUIRED = UINT32_MAX }; /* a fallback that is none: the key must be there */
+
+/* ps__config_field() - the value of a key; NULL where it is absent or null. */
+const ps__json *ps__config_field(const ps__json *j, const char *key);
+/* ps__config_kind() - what a value is, in words: "a list". */
+const char *ps__config_kind(const ps__json *v);
+/* The value of @key in @from, @fallback where it is absent. Errors: PS_EFORMAT names file, key and
+ * value where it has another type or, for an unsigned integer, is not below 2^32. */
+ps_status ps__config_uint(const ps__config_reader *r, const ps__json *from, const char *key,
+                          uint32_t fallback, uint32_t *out);
+ps_status ps__config_number(const ps__config_reader *r, const ps__json *from, const char *key,
+                            double fallback, double *out);
+ps_status ps__config_bool(const ps__config_reader *r, const char *key, bool fallback,
+                          uint32_t *out);
+/* ps__config_token() - a token id, or the first of a list; -1 where it is absent, negative or past
+ * the vocabulary. Token ids serve sampling alone. */
+ps_status ps__config_token(const ps__config_reader *r, const char *key, uint32_t vocab,
+                           int32_t *out);
+/* ps__config_in_range() - PS_EFORMAT where @value of @field is not in @lo..@hi. */
+ps_status ps__config_in_range(const char *name, const char *field, uint32_t value, uint32_t lo,
+                              uint32_t hi);
+/* ps__config_rope() - theta and scaling, from rope_theta and rope_scaling or, as transformers 5
+ * writes them, from rope_parameters (config_rope.c). */
+ps_status ps__config_rope(const ps__config_reader *r, ps_model_config *c);
+/* ps__config_full_attention() - PS_EFORMAT where layer_types names another kind of attention. */
+ps_status ps__config_full_attention(const ps__config_reader *r, ps_model_config *c);
+
+/* ---- a family -------------------------------------------------------------------------------- */
+
+/* One tensor of a unit under its name on disk; in a block, the name after "model.layers.N.". */
+typedef struct ps__param_def {
+  const char *name;
+  uint32_t role; /* ps_param_role */
+  uint32_t n_dims;
+  uint64_t rows, cols; /* cols 1: a vector */
+  bool fused;          /* lies in the unit right after the tensor before it, as one matrix */
+} ps__param_def;
+
+enum { PS__MAX_UNIT_PARAMS = 16 };
+
+typedef struct ps__family {
+  const char *model_type, *architecture; /* config.json's "model_type", "architectures"[0] */
+  /* what transformers takes for absent keys; 0: num_attention_heads, hidden_size over it */
+  uint32_t default_kv_heads, default_head_dim;
+  bool has_qkv_bias; /* whatever attention_bias says */
+  bool has_qk_norm;
+  /* reads the family's own keys into @c and refuses what would change the math; the keys that
+   * all families have are in @c already */
+  ps_status (*read)(const ps__config_reader *r, ps_model_config *c);
+  /* a block's tensors in the order in which they lie in the unit; returns how many */
+  uint32_t (*block_params)(const ps_model_config *c, ps__param_def out[PS__MAX_UNIT_PARAMS]);
+} ps__family;
+
+extern const ps__family ps__family_llama, ps__family_qwen2, ps__family_qwen3;
+
+/* ps__family_at() - by ps_model_config.family; NULL past the last. */
+const ps__family *ps__family_at(uint32_t idx);
+/* The pre-norm block with fused q|k|v and gate|up, which the families above share. */
+uint32_t ps__llama_block_params(const ps_model_config *c, ps__param_def out[PS__MAX_UNIT_PARAMS]);
+#endif
