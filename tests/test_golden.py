@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -386,8 +387,12 @@ COLUMNS = ("kernels", "streams", "labels", "arguments", "ranges", "work", "waits
 
 
 def summary(lines):
-    """SHA-256 sums of the ops' columns, and of all; how many ops of each stream and kernel."""
-    ops = [line.split("\t") for line in lines]
+    """SHA-256 sums of the ops' columns, and of all; how many ops of each stream and kernel.
+
+    The names of arguments and of work are for people and no part of the sums: what they name in C
+    may be renamed.
+    """
+    ops = [re.sub(r"[\w.]+=", "", line).split("\t") for line in lines]
     assert all(len(op) == len(COLUMNS) for op in ops)
     of = {
         name: hashlib.sha256("\n".join(op[i] for op in ops).encode()).hexdigest()
@@ -396,7 +401,7 @@ def summary(lines):
     count = lambda i: dict(sorted(Counter(op[i] for op in ops).items()))
     return {
         "n_ops": len(ops),
-        "sha256": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
+        "sha256": hashlib.sha256("\n".join(map("\t".join, ops)).encode()).hexdigest(),
         "sha256_of_columns": of,
         "ops_of_stream": count(1),
         "ops_of_kernel": count(0),
