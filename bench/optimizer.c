@@ -4,7 +4,7 @@
  *
  * For each recipe, instruction set, number of threads and part of the update (the whole;
  * weights; moments): parameters a second, bytes a second (the bytes that must move:
- * ps__adamw_bytes()) and the copy's bytes a second (read plus written). Copy and update take
+ * ps__update_bytes()) and the copy's bytes a second (read plus written). Copy and update take
  * turns, so that both see the same machine; medians after one warm-up. The copy is the better of
  * a plain loop of vector moves (memcpy) and one with non-temporal stores. One JSON object a
  * line. */
@@ -23,20 +23,19 @@ typedef struct state {
   char *w, *m, *v, *grad;
   uint16_t *w_bf16;
   ps__simd simd;
-  ps_recipe recipe;
-  ps__adamw_part part;
-  ps__adamw_scalars s;
+  ps__update u;
   int streaming; /* copy with non-temporal stores */
 } state;
 
 static void update_task(void *arg, int64_t task, uint32_t worker) {
   state *st = arg;
   uint64_t first = (uint64_t)task * BLOCK, n = st->n - first < BLOCK ? st->n - first : BLOCK;
-  size_t b = st->recipe == PS_RECIPE_BF16 ? 2 : 4, gb = st->recipe == PS_RECIPE_FP32 ? 4 : 2;
-  ps__adamw_update(st->simd, st->recipe, st->part, n, st->w + first * b,
-                   st->recipe == PS_RECIPE_FP32_MASTER ? st->w_bf16 + first : NULL,
-                   st->grad + first * gb, st->m + first * b, st->v + first * b, 0.1f, first,
-                   &st->s);
+  const ps__arrays all = {.w = st->w,
+                          .w_bf16 = st->w_bf16,
+                          .grad = st->grad,
+                          .state = {st->m, st->v}},
+                   a = ps__arrays_from(&all, st->u.recipe, first);
+  ps__update_elements(st->simd, &st->u, n, &a, 0.1f, first);
 }
 
 static void copy_task(void *arg, int64_t task, uint32_t worker) {
@@ -87,19 +86,20 @@ static void measure(ps__pool *pool, state *st, int reps) {
     for (st->streaming = 0; st->streaming < 2; st->streaming++)
       copy[st->streaming][slot] = seconds(pool, copy_tasks, copy_task, st);
     memset(st->m, 0, st->n * 4); /* the copy wrote there */
-    st->s.step = (uint64_t)(r + 1);
+    st->u.step = (uint64_t)(r + 1);
     update[slot] = seconds(pool, tasks, update_task, st);
   }
   double plain = median(copy[0], reps), nontemporal = median(copy[1], reps),
          t = median(update, reps);
   double copy_gb_s = 8.0 * (double)st->n / (plain < nontemporal ? plain : nontemporal) * 1e-9;
-  double bytes = ps__adamw_bytes(st->recipe, st->part) * (double)st->n, gb_s = bytes / t * 1e-9;
+  double bytes = ps__update_bytes(st->u.optimizer, st->u.recipe, st->u.part) * (double)st->n,
+         gb_s = bytes / t * 1e-9;
   printf("{\"bench\":\"optimizer\",\"recipe\":\"%s\",\"simd\":\"%s\",\"part\":\"%s\",\"threads\":%"
          "u,\"params\":%llu,\"reps\":%d,\"gparam_s\":%.3f,"
          "\"gb_s\":%.2f,\"copy_gb_s\":%.2f,\"of_copy\":%.3f}\n",
-         recipe_names[st->recipe], simd_names[st->simd], part_names[st->part], ps__pool_size(pool),
-         (unsigned long long)st->n, reps, (double)st->n / t * 1e-9, gb_s, copy_gb_s,
-         gb_s / copy_gb_s);
+         recipe_names[st->u.recipe], simd_names[st->simd], part_names[st->u.part],
+         ps__pool_size(pool), (unsigned long long)st->n, reps, (double)st->n / t * 1e-9, gb_s,
+         copy_gb_s, gb_s / copy_gb_s);
   fflush(stdout);
 }
 
@@ -133,7 +133,7 @@ static int usage(void) {
 
 int main(int argc, char **argv) {
   state st = {.n = 64u << 20,
-              .s = {.lr = 1e-3f,
+              .u = {.lr = 1e-3f,
                     .beta1 = 0.9f,
                     .beta2 = 0.999f,
                     .eps = 1e-8f,
@@ -162,7 +162,7 @@ int main(int argc, char **argv) {
   if (st.n < 1 || reps < 1 || reps > MAX_REPS)
     return usage();
   st.n = (st.n + 15) / 16 * 16; /* whole cache lines for the copy */
-  ps__adamw_bias_correction(&st.s, 1);
+  ps__update_correct(&st.u, 1);
   if (!fill(&st)) {
     fprintf(stderr, "optimizer: %s\n", ps_last_error());
     return 1;
@@ -175,10 +175,10 @@ int main(int argc, char **argv) {
     }
     for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
       for (int simd = 0; simd <= (int)ps__simd_best(); simd++) {
-        st.recipe = (ps_recipe)recipe;
+        st.u.recipe = (ps_recipe)recipe;
         st.simd = (ps__simd)simd;
-        for (int part = 0; part < PS_N_ADAMW_PARTS; part++) {
-          st.part = (ps__adamw_part)part;
+        for (int part = 0; part < PS_N_UPDATE_PARTS; part++) {
+          st.u.part = (ps__update_part)part;
           measure(pool, &st, (int)reps);
         }
       }

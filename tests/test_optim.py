@@ -12,15 +12,33 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FP32, MASTER, BF16 = 0, 1, 2
-WHOLE = 0  # both parts in one pass
+ADAMW = 0
 SIMD = {"scalar": 0, "avx2": 1, "avx512": 2}
 EPS32 = 2.0**-24  # half an ulp, relative: the error of one rounding
 
 
-class Scalars(c.Structure):
-    _fields_ = [
-        (n, c.c_float) for n in ("lr", "beta1", "beta2", "eps", "grad_scale", "c1", "c2")
-    ] + [("seed", c.c_uint64), ("step", c.c_uint64)]
+class Update(c.Structure):
+    """ps__update of native/optim/optim.h: whole updates, part 0."""
+
+    _fields_ = (
+        [(n, c.c_int) for n in ("optimizer", "recipe", "part")]
+        + [(n, c.c_float) for n in ("lr", "beta1", "beta2", "eps", "grad_scale", "c1", "c2")]
+        + [("seed", c.c_uint64), ("step", c.c_uint64)]
+    )
+
+
+def at(a):
+    return a.ctypes.data_as(c.c_void_p)
+
+
+class Arrays(c.Structure):
+    _fields_ = [(n, c.c_void_p) for n in ("w", "w_bf16", "grad")] + [("state", c.c_void_p * 2)]
+
+
+def arrays(w, grad, *state, copy=None):
+    return Arrays(
+        at(w), at(copy) if copy is not None else None, at(grad), (c.c_void_p * 2)(*map(at, state))
+    )
 
 
 class Schedule(c.Structure):
@@ -38,31 +56,20 @@ class Schedule(c.Structure):
 def lib():
     path = ROOT / os.environ.get("PENSTOCK_BUILD", "build") / "lib" / "libpenstock.so"
     lib = c.CDLL(str(path))
-    p = c.c_void_p
-    lib.ps__adamw_update.argtypes = [
+    lib.ps__update_elements.argtypes = [
         c.c_int,
-        c.c_int,
-        c.c_int,
+        c.POINTER(Update),
         c.c_uint64,
-        p,
-        p,
-        p,
-        p,
-        p,
+        c.POINTER(Arrays),
         c.c_float,
         c.c_uint64,
-        c.POINTER(Scalars),
     ]
-    lib.ps__adamw_update.restype = None
-    lib.ps__adamw_bias_correction.argtypes = [c.POINTER(Scalars), c.c_uint64]
-    lib.ps__adamw_bias_correction.restype = None
+    lib.ps__update_elements.restype = None
+    lib.ps__update_correct.argtypes = [c.POINTER(Update), c.c_uint64]
+    lib.ps__update_correct.restype = None
     lib.ps__lr_at.argtypes = [c.POINTER(Schedule), c.c_uint64]
     lib.ps__lr_at.restype = c.c_double
     return lib
-
-
-def at(a):
-    return a.ctypes.data_as(c.c_void_p)
 
 
 def bf16_bits(x):
@@ -99,26 +106,16 @@ def test_ten_steps_follow_torch_adamw_in_fp64(lib, simd, recipe, decay):
     m, v, copy = np.zeros(n, np.float32), np.zeros(n, np.float32), np.zeros(n, np.uint16)
     ref = torch.nn.Parameter(torch.from_numpy(w.astype(np.float64)))
     adamw = torch.optim.AdamW([ref], lr=lr, betas=(b1, b2), eps=eps, weight_decay=decay)
-    s = Scalars(lr=lr, beta1=b1, beta2=b2, eps=eps, grad_scale=0.5, seed=1)
+    u = Update(
+        optimizer=ADAMW, recipe=recipe, lr=lr, beta1=b1, beta2=b2, eps=eps, grad_scale=0.5, seed=1
+    )
     for t in range(1, steps + 1):
         g = (rng.standard_normal(n) * 10.0 ** rng.uniform(-3, 1, n)).astype(np.float32)
         stored = bf16_bits(g) if recipe == MASTER else g
         exact = from_bf16(stored) if recipe == MASTER else g
-        lib.ps__adamw_bias_correction(c.byref(s), t)
-        lib.ps__adamw_update(
-            SIMD[simd],
-            recipe,
-            WHOLE,
-            n,
-            at(w),
-            at(copy) if recipe == MASTER else None,
-            at(stored),
-            at(m),
-            at(v),
-            decay,
-            0,
-            c.byref(s),
-        )
+        lib.ps__update_correct(c.byref(u), t)
+        a = arrays(w, stored, m, v, copy=copy if recipe == MASTER else None)
+        lib.ps__update_elements(SIMD[simd], c.byref(u), n, c.byref(a), decay, 0)
         ref.grad = torch.from_numpy(exact.astype(np.float64) * 0.5)
         adamw.step()
     size = np.maximum(np.abs(w), np.abs(ref.detach().numpy())) + steps * lr * 1.02
@@ -138,27 +135,12 @@ def test_bf16_copy_rounds_to_nearest_even(lib):
         np.float32
     )
     w = w[np.isfinite(w) | np.isnan(w)]
-    zeros, grad, s = (
-        np.zeros_like(w),
-        np.zeros(len(w), np.uint16),
-        Scalars(beta1=0.9, beta2=0.95, eps=1e-8, c1=1, c2=1),
-    )
+    zeros, grad = np.zeros_like(w), np.zeros(len(w), np.uint16)
+    u = Update(optimizer=ADAMW, recipe=MASTER, beta1=0.9, beta2=0.95, eps=1e-8, c1=1, c2=1)
     for simd in SIMD.values():
         got, copy, m, v = w.copy(), np.zeros(len(w), np.uint16), zeros.copy(), zeros.copy()
-        lib.ps__adamw_update(
-            simd,
-            MASTER,
-            WHOLE,
-            len(w),
-            at(got),
-            at(copy),
-            at(grad),
-            at(m),
-            at(v),
-            0.0,
-            0,
-            c.byref(s),
-        )
+        a = arrays(got, grad, m, v, copy=copy)
+        lib.ps__update_elements(simd, c.byref(u), len(w), c.byref(a), 0.0, 0)
         finite = np.isfinite(w)
         assert (got[finite] == w[finite]).all() and (copy[finite] == bf16_bits(got[finite])).all()
         assert (copy[~finite] == 0x7FC0).all() and (
@@ -174,28 +156,26 @@ def test_bf16_recipe_rounds_to_a_neighbour_and_follows_fp32_on_average(lib, simd
     n = 1 << 16
     w, m, g = (bf16_bits(rng.uniform(1, 2, n).astype(np.float32)) for _ in range(3))
     v = bf16_bits(rng.uniform(1, 2, n).astype(np.float32))
-    s = Scalars(
-        lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, grad_scale=1, c1=1.7, c2=1.3, seed=9, step=4
+    u = Update(
+        optimizer=ADAMW,
+        recipe=FP32,
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        grad_scale=1,
+        c1=1.7,
+        c2=1.3,
+        seed=9,
+        step=4,
     )
     exact = [from_bf16(a) for a in (w, m, v)]
     g32 = from_bf16(g)
-    lib.ps__adamw_update(
-        0,
-        FP32,
-        WHOLE,
-        n,
-        at(exact[0]),
-        None,
-        at(g32),
-        at(exact[1]),
-        at(exact[2]),
-        0.1,
-        0,
-        c.byref(s),
-    )
-    lib.ps__adamw_update(
-        SIMD[simd], BF16, WHOLE, n, at(w), None, at(g), at(m), at(v), 0.1, 123, c.byref(s)
-    )
+    a = arrays(exact[0], g32, exact[1], exact[2])
+    lib.ps__update_elements(0, c.byref(u), n, c.byref(a), 0.1, 0)
+    u.recipe = BF16
+    a = arrays(w, g, m, v)
+    lib.ps__update_elements(SIMD[simd], c.byref(u), n, c.byref(a), 0.1, 123)
     for got, e in zip((w, m, v), exact):
         below = (e.view(np.uint32) >> 16).astype(np.uint16)
         assert ((got == below) | (got == below + 1)).all() and (

@@ -198,18 +198,19 @@ static void case_memory(bench *b, const void *args) {
 /* 7 bytes move for each byte of weights, in bf16 and in fp32: w, m and v read and written, the
  * gradient read. */
 static void case_optimizer(bench *b, const void *args) {
-  const ps_recipe recipe = b->beside_gpu ? PS_RECIPE_BF16 : PS_RECIPE_FP32;
-  const ps__adamw_segment seg = {0, b->bytes / (b->beside_gpu ? 2 : 4), 0.1f};
-  const ps__adamw_scalars s = {.lr = 1e-4f,
-                               .beta1 = 0.9f,
-                               .beta2 = 0.95f,
-                               .eps = 1e-8f,
-                               .grad_scale = 1,
-                               .c1 = 1,
-                               .c2 = 1,
-                               .seed = 1};
-  ps__adamw_unit(b->exec.pool, recipe, PS_ADAMW_WHOLE, &seg, 1, b->a, NULL, b->b, b->c, b->d, 0,
-                 &s);
+  const ps__segment seg = {0, b->bytes / (b->beside_gpu ? 2 : 4), 0.1f};
+  const ps__update u = {.optimizer = PS_OPTIMIZER_ADAMW,
+                        .recipe = b->beside_gpu ? PS_RECIPE_BF16 : PS_RECIPE_FP32,
+                        .lr = 1e-4f,
+                        .beta1 = 0.9f,
+                        .beta2 = 0.95f,
+                        .eps = 1e-8f,
+                        .grad_scale = 1,
+                        .c1 = 1,
+                        .c2 = 1,
+                        .seed = 1};
+  const ps__arrays a = {.w = b->a, .grad = b->b, .state = {b->c, b->d}};
+  ps__update_on_pool(b->exec.pool, &u, &seg, 1, &a, 0);
 }
 static double optimizer_rate(bench *b) {
   return 7.0 * (double)b->bytes / time_case(b, case_optimizer, NULL);

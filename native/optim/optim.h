@@ -1,30 +1,29 @@
-/* optim.h - the optimizer on the host (cuda_adamw.h: on the device): AdamW with decoupled decay
- * over one unit's state, fused, by segments.
+/* optim.h - optimizers on the host (cuda_update.h: on the device): the update of one unit's
+ * weights and state, fused, by segments.
  *
- * math (Loshchilov & Hutter 2019, arXiv 1711.05101, with bias correction), all in fp32, no FMA
- * contraction, in this order:
- *   g  = grad * grad_scale
- *   m' = beta1*m + (1-beta1)*g;   v' = beta2*v + (1-beta2)*(g*g)
- *   d  = (m' * c1) / (sqrt(v' * c2) + eps),  c1 = 1/(1-beta1^t), c2 = 1/(1-beta2^t) computed in
- *      double, rounded once
- *   w' = (w - (lr*decay)*w) - lr*d
- * recipe fp32         w, m, v, grad fp32
- * recipe fp32-master  w, m, v fp32, grad bf16; the bf16 copy of w is rounded to nearest even
- * recipe bf16         w, m, v, grad bf16; w', m', v' rounded stochastically: (bits + (r &
- *                     0xffff)) >> 16 where r is the
- *                     counter-based generator below (not applied to infinities and NaN)
+ * An optimizer is a row of ps__optimizers (optimizers.c) and a step: the arithmetic of one
+ * element, written once in a header of its name (adamw.h) for all of scalar, AVX2, AVX-512 and
+ * CUDA (steps.h says how). All in fp32, no FMA contraction, in the order that the step has:
+ *   g        = grad * grad_scale
+ *   w', s'   = step(g, w, s),  s = state[0 .. n_states - 1]
+ * recipe fp32         w, state, grad fp32
+ * recipe fp32-master  w, state fp32, grad bf16; the bf16 copy of w is rounded to nearest even
+ * recipe bf16         w, state, grad bf16; w' and s' rounded stochastically: (bits + r) >> 16
+ *                     with 16 random bits r of the counter-based generator below (not applied to
+ *                     infinities and NaN)
  * AVX-512, AVX2, scalar and CUDA give the same bits for every input; which host variant runs is
  * chosen once by the CPU, and can be forced for tests. Denormals are computed with, never
  * flushed, whatever the calling thread's mode (it is set for the call and put back). Infinities
  * follow IEEE 754. A NaN is stored as the one quiet NaN 0x7fc00000 (0x7fc0 in bf16), whatever
- * its origin. A finite value beyond the largest bf16 may round to infinity. generator:
- * ps__sr_random(seed, step, element): splitmix64's finalizer over a Weyl sequence, two words for
- * four elements and their exclusive or (formula in adamw.c); bits 0-15 for w, 16-31 for m, 32-47
- * for v. element is the global element index: unit_base + offset. */
+ * its origin. A finite value beyond the largest bf16 may round to infinity.
+ * Generator: ps__sr_random(seed, step, element): splitmix64's finalizer over a Weyl sequence, two
+ * words for four elements and their exclusive or (formula in update.c); bits 0-15 for w, 16-31
+ * for state[0], 32-47 for state[1]. element is the global element index: unit_base + offset. */
 #ifndef PS_OPTIM_H
 #define PS_OPTIM_H
 #include <penstock/engine.h>
-#include <penstock/model.h>
+#include <penstock/optim.h>
+#include <stdbool.h>
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -37,51 +36,143 @@ PS_API ps__simd ps__simd_best(void); /* what this CPU runs */
 /* The 48 random bits of one element. */
 PS_API uint64_t ps__sr_random(uint64_t seed, uint64_t step, uint64_t element);
 
-/* Scalars of one update. */
-typedef struct ps__adamw_scalars {
+/* ---- the table ------------------------------------------------------------------------------- */
+
+enum { PS_MAX_STATES = 2 }; /* an optimizer; one more needs 16 more random bits an element */
+
+/* What of an update is made: the weights (and their bf16 copy) and the state in one pass; or the
+ * weights alone, which is what a forward pass waits for, and the state later from the same
+ * gradient. Both parts, the weights' first, leave the bits of the whole: the random bits are a
+ * function of the element. For optimizers that split only. */
+typedef enum ps__update_part {
+  PS_UPDATE_WHOLE = 0,
+  PS_UPDATE_WEIGHTS = 1,
+  PS_UPDATE_STATE = 2,
+  PS_N_UPDATE_PARTS = 3
+} ps__update_part;
+
+typedef struct ps__optimizer {
+  const char *name;                       /* as users write it */
+  const char *op_name[PS_N_UPDATE_PARTS]; /* of the op that makes the part, in schedules */
+  uint32_t n_states;
+  bool splits; /* new state does not depend on weights: an update may be made in two parts */
+} ps__optimizer;
+extern const ps__optimizer ps__optimizers[PS_N_OPTIMIZERS];
+
+/* Storage by recipe: of the weights that are updated and of each state; of gradients. */
+static inline ps_dtype ps__state_dtype(ps_recipe recipe) {
+  return recipe == PS_RECIPE_BF16 ? PS_BF16 : PS_F32;
+}
+static inline ps_dtype ps__grad_dtype(ps_recipe recipe) {
+  return recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
+}
+/* BYTES of state that a parameter has. */
+PS_API uint64_t ps__state_bytes(ps_optimizer optimizer, ps_recipe recipe);
+/* BYTES of memory that an element's update takes, read and written. With n states of e bytes:
+ *                     whole            weights          state
+ *   fp32, e = 4       12 + 8 n         12 + 4 n         4 + 8 n      w and grad of 4
+ *   fp32-master, 4    12 + 8 n         12 + 4 n         2 + 8 n      w of 4, grad and copy of 2
+ *   bf16, e = 2        6 + 4 n          6 + 2 n         2 + 4 n      w and grad of 2
+ * AdamW, n = 2: 28, 20, 20; 28, 20, 18; 14, 10, 10. */
+PS_API double ps__update_bytes(ps_optimizer optimizer, ps_recipe recipe, ps__update_part part);
+
+/* ---- an update ------------------------------------------------------------------------------- */
+
+/* What is the same for all elements of an update but the weight decay. */
+typedef struct ps__update {
+  ps_optimizer optimizer;
+  ps_recipe recipe;
+  ps__update_part part;
   float lr, beta1, beta2, eps, grad_scale;
-  float c1, c2;        /* bias corrections, see above */
+  float c1, c2;        /* AdamW's bias corrections: ps__update_correct() */
   uint64_t seed, step; /* key of the stochastic rounding */
-} ps__adamw_scalars;
+} ps__update;
 
-/* Bias corrections at step t (1 for the first): fills c1 and c2 from beta1 and beta2. */
-PS_API void ps__adamw_bias_correction(ps__adamw_scalars *s, uint64_t t);
+/* ps__update_correct() - c1 = 1/(1-beta1^t) and c2 = 1/(1-beta2^t), in double, rounded once: for
+ * the t-th update of the state, 1 for the first. */
+PS_API void ps__update_correct(ps__update *u, uint64_t t);
 
-/* What of an update is made: w (and its bf16 copy), m and v in one pass; or w alone, which is
- * what a forward pass waits for, and m and v later from the same gradient. Both parts, w's
- * first, leave the bits of the whole: m' and v' do not depend on w, and the random bits are a
- * function of the element. */
-typedef enum ps__adamw_part {
-  PS_ADAMW_WHOLE = 0,
-  PS_ADAMW_WEIGHTS = 1,
-  PS_ADAMW_MOMENTS = 2,
-  PS_N_ADAMW_PARTS = 3
-} ps__adamw_part;
-/* BYTES of memory that an element takes, read and written:   whole  weights  moments
- *   fp32         w, m, v, grad of 4                             28       20       20
- *   fp32-master  w, m, v of 4, grad and the copy of 2           28       20       18
- *   bf16         w, m, v, grad of 2                             14       10       10 */
-PS_API double ps__adamw_bytes(ps_recipe recipe, ps__adamw_part part);
+/* A unit's arrays, or some elements of them. w: the weights that are updated, in recipe
+ * fp32-master the master, whose copy is w_bf16 (else NULL). Of PS_UPDATE_STATE w and w_bf16 may
+ * be NULL. Aligned to their elements; types by recipe as above. */
+typedef struct ps__arrays {
+  void *w;
+  uint16_t *w_bf16;
+  const void *grad;
+  void *state[PS_MAX_STATES];
+} ps__arrays;
+/* The same from element @first on. */
+PS_API ps__arrays ps__arrays_from(const ps__arrays *a, ps_recipe recipe, uint64_t first);
 
-/* Update elements [0, n) of arrays already offset to the segment's first element, whose global
- * index is element0. decay is this segment's weight decay. w_bf16 only for fp32-master (else
- * NULL). Types by recipe as above. n any; arrays aligned to 4 bytes (2 for bf16).
- * PS_ADAMW_WEIGHTS only reads m and v; PS_ADAMW_MOMENTS touches neither w nor w_bf16, which may
- * be NULL. Single-threaded: callers split. */
-PS_API void ps__adamw_update(ps__simd simd, ps_recipe recipe, ps__adamw_part part, uint64_t n,
-                             void *w, uint16_t *w_bf16, const void *grad, void *m, void *v,
-                             float decay, uint64_t element0, const ps__adamw_scalars *s);
+/* ps__update_elements() - update the first @n elements of @a, whose global index is @element0
+ * and whose weight decay is @decay. PS_UPDATE_WEIGHTS only reads the state; PS_UPDATE_STATE
+ * touches neither w nor w_bf16. Single-threaded: callers split. */
+PS_API void ps__update_elements(ps__simd simd, const ps__update *u, uint64_t n, const ps__arrays *a,
+                                float decay, uint64_t element0);
 
-/* The same over a unit on a pool: segments[i] = {first, n, decay}; work is cut in blocks of
- * 16384 elements. */
-typedef struct ps__adamw_segment {
+/* The operands of an update as an op. The list of an op's operands is the order of its accesses:
+ * the step builder declares them by it, and the launcher finds their addresses by it. GATE is
+ * what the gate looks at (below) but for HEADER, the batch header on the device. */
+typedef enum ps__operand {
+  PS_OPERAND_WEIGHTS, /* that are updated: the master where there is one */
+  PS_OPERAND_STATE,   /* state[k]: PS_OPERAND_STATE + k */
+  PS_OPERAND_GRAD = PS_OPERAND_STATE + PS_MAX_STATES,
+  PS_OPERAND_COPY, /* of the master, in bf16 */
+  PS_OPERAND_GATE,
+  PS_OPERAND_HEADER,
+  PS_N_OPERANDS
+} ps__operand;
+typedef struct ps__operand_access {
+  uint32_t operand, mode; /* ps__operand; ps_access.mode */
+} ps__operand_access;
+/* Fills @out and returns how many there are. @header: whether the gate has one. */
+PS_API uint32_t ps__update_operands(ps_optimizer optimizer, ps_recipe recipe, ps__update_part part,
+                                    bool header, ps__operand_access out[PS_N_OPERANDS]);
+/* Of an op whose operand i is at ptr[i]: an operand, NULL where it has none; all its arrays. */
+PS_API void *ps__operand_ptr(const ps__operand_access *operands, uint32_t n, uint32_t operand,
+                             void *const *ptr);
+PS_API ps__arrays ps__arrays_of(const ps__operand_access *operands, uint32_t n, void *const *ptr);
+
+/* A part of a unit with one weight decay. */
+typedef struct ps__segment {
   uint64_t first, n;
   float decay;
-} ps__adamw_segment;
-PS_API void ps__adamw_unit(ps__pool *pool, ps_recipe recipe, ps__adamw_part part,
-                           const ps__adamw_segment *segments, uint32_t n_segments, void *w,
-                           uint16_t *w_bf16, const void *grad, void *m, void *v,
-                           uint64_t unit_element0, const ps__adamw_scalars *s);
+} ps__segment;
+
+/* What an update looks at before it touches anything: after a failure on the host the work that
+ * was submitted still runs, on stale data (engine/backend.h), and must leave the weights of the
+ * last complete step. All fields are looked at when the update runs; on a GPU they point to
+ * device memory. */
+typedef struct ps__update_gate {
+  /* nothing is done unless *step == expected: the host lets steps pass by number; NULL: any */
+  const uint64_t *step;
+  uint64_t expected;
+  /* the gradient's scale, instead of ps__update.grad_scale; NULL: that one */
+  const float *scale;
+  /* nothing is done unless these n_sumsq (at most 32) are finite; NULL: not looked at */
+  const double *sumsq;
+  uint32_t n_sumsq;
+} ps__update_gate;
+
+/* Whether an update on the host may run. */
+PS_API bool ps__gate_open(const ps__update_gate *gate);
+
+/* ps__update_unit_fn - make the update @u of a unit's segments, the first element of whose arrays
+ * @a has the global index @unit_element0, unless @gate is closed.
+ * @exec  what the backend gives its ops: a ps__cpu_exec or a ps__cuda_exec.
+ * ps__update_unit[backend] is the backend's; NULL in a build without it. On a GPU the update is
+ * queued on exec->stream and borrows what @gate points to until it has run; part
+ * PS_UPDATE_WHOLE alone. Segments, @u, @a and @gate are borrowed for the call. Allocates nothing.
+ * Errors: PS_EINVAL; PS_EDEVICE the launch was refused. */
+typedef ps_status (*ps__update_unit_fn)(void *exec, const ps__update *u,
+                                        const ps__segment *segments, uint32_t n_segments,
+                                        const ps__arrays *a, uint64_t unit_element0,
+                                        const ps__update_gate *gate);
+extern const ps__update_unit_fn ps__update_unit[PS_N_BACKENDS];
+
+/* What the CPU's does once @gate is open, on a pool, in blocks of 16384 elements. */
+PS_API void ps__update_on_pool(ps__pool *pool, const ps__update *u, const ps__segment *segments,
+                               uint32_t n_segments, const ps__arrays *a, uint64_t unit_element0);
 
 /* Learning rate of a schedule at step (0-based), in double. Formulas: lr.c. */
 typedef enum ps__schedule_kind {
@@ -97,7 +188,6 @@ typedef struct ps__lr_schedule {
 } ps__lr_schedule;
 PS_API double ps__lr_at(const ps__lr_schedule *s, uint64_t step);
 
-/* Kernel of the model's optimizer op lives in native/train, which owns the scalars. */
 #ifdef __cplusplus
 }
 #endif

@@ -278,7 +278,8 @@ typedef struct traffic {
 static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                             const ps__residency *r) {
   const ps_model_config *m = &sp->plan->model;
-  const double update = ps__adamw_bytes((ps_recipe)sp->plan->cfg.recipe, PS_ADAMW_WHOLE),
+  const double update = ps__update_bytes(PS_OPTIMIZER_ADAMW, (ps_recipe)sp->plan->cfg.recipe,
+                                         PS_UPDATE_WHOLE),
                e = ps_dtype_bytes((ps_dtype)sp->block.dt);
   const uint32_t n_units = ps_model_n_units(m);
   const bool home = ps__embeds_at_home(sp, l, r);

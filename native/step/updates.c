@@ -73,8 +73,8 @@ static void emit_adamw(ps__builder *b, uint32_t unit, const ps__state *at, uint3
   const ps__step *s = b->s;
   const bool there = ps__updated_there(s->spec, unit), master = at->master != PS__NO_VT,
              split = s->spec->update_split[unit];
-  const double bytes_each =
-      ps__adamw_bytes(s->spec->recipe, split ? PS_ADAMW_WEIGHTS : PS_ADAMW_WHOLE);
+  const double bytes_each = ps__update_bytes(PS_OPTIMIZER_ADAMW, s->spec->recipe,
+                                             split ? PS_UPDATE_WEIGHTS : PS_UPDATE_WHOLE);
   const uint32_t moments = split ? PS_READ : PS_READ_WRITE;
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   ps__vaccess access[7];
@@ -104,9 +104,11 @@ static void emit_moments(ps__builder *b, uint32_t unit) {
   const ps__vaccess access[4] = {ps__whole(b, h->m, PS_READ_WRITE),
                                  ps__whole(b, h->v, PS_READ_WRITE), ps__whole(b, h->grad, PS_READ),
                                  ps__part(s->stats, PS_READ, 64, 64)};
-  ps__emit_hook(b, PS__HOOK_MOMENTS, unit, PS__S_HOST, access, 4,
-                ps__bytes_work(ps__adamw_bytes(s->spec->recipe, PS_ADAMW_MOMENTS) * (double)h->n),
-                ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  ps__emit_hook(
+      b, PS__HOOK_MOMENTS, unit, PS__S_HOST, access, 4,
+      ps__bytes_work(ps__update_bytes(PS_OPTIMIZER_ADAMW, s->spec->recipe, PS_UPDATE_STATE) *
+                     (double)h->n),
+      ps__unit_tag(b, unit, PS__PHASE_UPDATE));
 }
 
 /* @clip_scale: the norm's half of stats on the device; none without clipping, or where no unit

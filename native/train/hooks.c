@@ -1,9 +1,6 @@
 /* hooks.c - the host ops of a step: its batch, its loss, the gradient norm, the updates, the
  * report. */
 #include "train/trainer.h"
-#ifdef PS_CUDA
-#  include "optim/cuda_adamw.h"
-#endif
 #include <math.h>
 #include <string.h>
 
@@ -181,62 +178,57 @@ static ps_status grad_norm(ps_trainer *t, const ps_launch *l) {
 
 /* ---- updates --------------------------------------------------------------------------------- */
 
-#ifdef PS_CUDA
-/* Everything is on the device, the gate too. */
-static ps_status update_on_gpu(const ps_trainer *t, uint32_t unit, const ps_launch *l,
-                               void *const *gate, const ps__adamw_scalars *s) {
-  const ps_plan *p = t->plan;
-  const uint32_t first = t->first_segment[unit], n = t->first_segment[unit + 1] - first;
-  ps__cuda_gate g = {.expected = l->step + 1};
-  if (p->cfg.clip) {
-    g.step = &stats_of(gate[0])->step;
-    g.scale = &stats_of(gate[0])->clip_scale;
-  } else {
-    ps__run_info run[PS__NORM_SLOTS];
-    g.sumsq = gate[0];
-    g.n_sumsq = ps__unit_runs(&p->step.block, &p->model, unit, run);
-    g.step = &((const ps__batch_header *)gate[1])->step;
-  }
-  return ps__cuda_adamw_unit(l->exec, (ps_recipe)p->cfg.recipe, t->segments + first, n, l->ptr[0],
-                             p->cfg.recipe == PS_RECIPE_FP32_MASTER ? l->ptr[4] : NULL, l->ptr[3],
-                             l->ptr[1], l->ptr[2], t->first_element[unit], s, &g);
-}
-#endif
-
-/* Of the run's step @run_step. Moments begin at zero with the run, whatever steps came before
- * it, and so does the correction of their bias. */
-static ps__adamw_scalars scalars_of(const ps_trainer *t, uint64_t run_step) {
+/* The run's step @run_step. State begins at zero with the run, whatever steps came before it, and
+ * so does the correction of its bias. */
+static ps__update update_of(const ps_trainer *t, uint64_t run_step) {
   const uint64_t step = t->cfg.first_step + run_step;
-  ps__adamw_scalars s = {.lr = (float)ps__lr_at(&t->lr, step),
-                         .beta1 = (float)t->cfg.beta1,
-                         .beta2 = (float)t->cfg.beta2,
-                         .eps = (float)t->cfg.eps,
-                         .grad_scale = 1.0f,
-                         .seed = t->cfg.seed,
-                         .step = step};
-  ps__adamw_bias_correction(&s, run_step + 1);
-  return s;
+  ps__update u = {.optimizer = PS_OPTIMIZER_ADAMW,
+                  .recipe = (ps_recipe)t->plan->cfg.recipe,
+                  .lr = (float)ps__lr_at(&t->lr, step),
+                  .beta1 = (float)t->cfg.beta1,
+                  .beta2 = (float)t->cfg.beta2,
+                  .eps = (float)t->cfg.eps,
+                  .grad_scale = 1.0f,
+                  .seed = t->cfg.seed,
+                  .step = step};
+  ps__update_correct(&u, run_step + 1);
+  return u;
 }
 
-/* Is the update of the run's step @id - 1 to be made at home, by what @gate says: half of stats,
- * or without clipping the unit's norms? Sets how gradients are scaled. */
-static bool to_update(const ps_trainer *t, uint32_t unit, void *gate, uint64_t id,
-                      ps__adamw_scalars *s) {
-  if (!t->plan->cfg.clip)
-    return isfinite(unit_sumsq(t, gate, unit));
-  s->grad_scale = stats_of(gate)->clip_scale;
-  return stats_of(gate)->step == id;
+/* What the unit's update by the run's step @id - 1 looks at. @gate: half of stats, or without
+ * clipping the unit's norms; @header: NULL where there is none. On a GPU both are on the device. */
+static ps__update_gate gate_of(const ps_trainer *t, uint32_t unit, uint64_t id, void *gate,
+                               const ps__batch_header *header) {
+  if (t->plan->cfg.clip)
+    return (ps__update_gate){
+        .step = &stats_of(gate)->step, .expected = id, .scale = &stats_of(gate)->clip_scale};
+  ps__run_info run[PS__NORM_SLOTS];
+  return (ps__update_gate){.step = header ? &header->step : NULL,
+                           .expected = id,
+                           .sumsq = gate,
+                           .n_sumsq =
+                               ps__unit_runs(&t->plan->step.block, &t->plan->model, unit, run)};
+}
+
+ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit) {
+  const ps__home *h = &t->plan->step.home[unit];
+  const bool master = h->master != PS__NO_VT;
+  return (ps__arrays){.w = ps__host_at(t, master ? h->master : h->weights),
+                      .w_bf16 = master ? ps__host_at(t, h->weights) : NULL,
+                      .grad = ps__host_at(t, h->grad),
+                      .state = {ps__host_at(t, h->m), ps__host_at(t, h->v)}};
 }
 
 /* Rows of a chunk's tokens, with the update of the step before, if there was one and the host
  * did not give it up. */
 static ps_status gather(const ps_trainer *t, uint32_t chunk, const ps_launch *l) {
   const ps__cpu_exec *exec = l->exec;
-  ps__adamw_scalars s = {0};
-  if (l->step)
-    s = scalars_of(t, l->step - 1);
-  const bool updated = l->step && to_update(t, 0, l->ptr[1], l->step, &s);
-  ps__rows_gather(t, exec->pool, updated ? (uint32_t)l->step : 0, &s, l->ptr[0],
+  ps__update u = update_of(t, l->step ? l->step - 1 : 0);
+  const ps__update_gate gate = gate_of(t, 0, l->step, l->ptr[1], NULL);
+  const bool updated = l->step && ps__gate_open(&gate);
+  if (updated && gate.scale)
+    u.grad_scale = *gate.scale;
+  ps__rows_gather(t, exec->pool, updated ? (uint32_t)l->step : 0, &u, l->ptr[0],
                   t->plan->layout.chunk[chunk].n_tokens, l->ptr[2]);
   return PS_OK;
 }
@@ -244,44 +236,30 @@ static ps_status gather(const ps_trainer *t, uint32_t chunk, const ps_launch *l)
 /* A step that the host gave up updates nothing, which counts where ops run on although one
  * before them failed: on GPUs. Without clipping that is known from the batch: of a step that was
  * given up later, units may be updated, as of one that fails half-way. */
-static ps_status update(ps_trainer *t, uint32_t unit, const ps_launch *l) {
-  const ps__cpu_exec *exec = l->exec;
-  const bool master = t->plan->cfg.recipe == PS_RECIPE_FP32_MASTER,
-             there = ps__updated_there(&t->plan->spec, unit);
-  /* half of stats; or the unit's norms and, on the device, the batch header */
-  void *const *gate = l->ptr + 4 + master;
-  ps__adamw_scalars s = scalars_of(t, l->step);
-#ifdef PS_CUDA
-  if (there && t->engine->cfg.backend == PS_BACKEND_CUDA)
-    return update_on_gpu(t, unit, l, gate, &s);
-#endif
-  const bool clip = t->plan->cfg.clip != 0;
-  if (there && !clip && ((const ps__batch_header *)gate[1])->step != l->step + 1)
-    return PS_OK;
-  if (!to_update(t, unit, gate[0], l->step + 1, &s))
-    return clip ? PS_OK : not_finite(t, l, unit);
+static ps_status update(ps_trainer *t, uint32_t unit, ps__update_part part, const ps_launch *l) {
+  const ps_plan *p = t->plan;
+  const bool on_device = ps__updated_there(&p->spec, unit);
+  const uint32_t backend = on_device ? t->engine->cfg.backend : PS_BACKEND_CPU,
+                 first = t->first_segment[unit], n = t->first_segment[unit + 1] - first;
+  ps__update u = update_of(t, l->step);
+  u.part = part;
+  ps__operand_access operand[PS_N_OPERANDS];
+  const uint32_t n_operands =
+      ps__update_operands(u.optimizer, u.recipe, part, on_device && !p->cfg.clip, operand);
+  const ps__arrays a = ps__arrays_of(operand, n_operands, l->ptr);
+  const ps__update_gate gate =
+      gate_of(t, unit, l->step + 1, ps__operand_ptr(operand, n_operands, PS_OPERAND_GATE, l->ptr),
+              ps__operand_ptr(operand, n_operands, PS_OPERAND_HEADER, l->ptr));
+  if (backend == PS_BACKEND_CPU && !ps__gate_open(&gate))
+    return gate.step && *gate.step != gate.expected ? PS_OK : not_finite(t, l, unit);
   if (unit == 0 && t->rows) {
-    ps__rows_update(t, exec->pool, (uint32_t)l->step + 1, &s);
+    if (gate.scale)
+      u.grad_scale = *gate.scale;
+    ps__rows_update(t, ((const ps__cpu_exec *)l->exec)->pool, (uint32_t)l->step + 1, &u);
     return PS_OK;
   }
-  const uint32_t first = t->first_segment[unit], n = t->first_segment[unit + 1] - first;
-  const ps__adamw_part part = t->plan->spec.update_split[unit] ? PS_ADAMW_WEIGHTS : PS_ADAMW_WHOLE;
-  ps__adamw_unit(exec->pool, (ps_recipe)t->plan->cfg.recipe, part, t->segments + first, n,
-                 l->ptr[0], master ? l->ptr[4] : NULL, l->ptr[3], l->ptr[1], l->ptr[2],
-                 t->first_element[unit], &s);
-  return PS_OK;
-}
-
-/* What a split update left to do. */
-static ps_status update_moments(const ps_trainer *t, uint32_t unit, const ps_launch *l) {
-  const ps__cpu_exec *exec = l->exec;
-  const uint32_t first = t->first_segment[unit], n = t->first_segment[unit + 1] - first;
-  ps__adamw_scalars s = scalars_of(t, l->step);
-  if (!to_update(t, unit, l->ptr[3], l->step + 1, &s))
-    return PS_OK;
-  ps__adamw_unit(exec->pool, (ps_recipe)t->plan->cfg.recipe, PS_ADAMW_MOMENTS, t->segments + first,
-                 n, NULL, NULL, l->ptr[2], l->ptr[0], l->ptr[1], t->first_element[unit], &s);
-  return PS_OK;
+  return ps__update_unit[backend](l->exec, &u, t->segments + first, n, &a, t->first_element[unit],
+                                  &gate);
 }
 
 static ps_status report(ps_trainer *t, const ps_launch *l) {
@@ -302,8 +280,10 @@ ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_lau
   case PS__HOOK_LOAD: return load_batch(t, launch);
   case PS__HOOK_LOSS: return sum_loss(t, launch);
   case PS__HOOK_NORM: return grad_norm(t, launch);
-  case PS__HOOK_ADAMW: return update(t, unit, launch);
-  case PS__HOOK_MOMENTS: return update_moments(t, unit, launch);
+  case PS__HOOK_ADAMW:
+    return update(t, unit, t->plan->spec.update_split[unit] ? PS_UPDATE_WEIGHTS : PS_UPDATE_WHOLE,
+                  launch);
+  case PS__HOOK_MOMENTS: return update(t, unit, PS_UPDATE_STATE, launch);
   case PS__HOOK_GATHER: return gather(t, unit, launch);
   default: return report(t, launch);
   }

@@ -4,7 +4,7 @@
  * A step's update of the table runs last of the host's (native/step/updates.c), beside the next
  * step's first gathers (native/step/embed.c). Both go through this table of rows: done[row] is
  * the step whose update the row has, plus one; BUSY while a thread writes it. A row's bits are
- * the same whoever updates it: AdamW works by elements, and its rounding is keyed by the
+ * the same whoever updates it: optimizers work by elements, and its rounding is keyed by the
  * element's index. */
 #include "train/trainer.h"
 #include "core/core.h"
@@ -24,13 +24,10 @@ typedef struct rows_job {
   ps__rows *rows;
   uint32_t id; /* 1 + the run's step whose update is meant; 0: none is to be made */
   ps__simd simd;
-  ps_recipe recipe;
+  ps__update u;
+  ps__arrays a; /* the table's */
   float decay;
   uint64_t element0;
-  ps__adamw_scalars s;
-  char *w, *m, *v;
-  const char *grad;
-  uint16_t *copy; /* fp32-master's in bf16 */
   /* of a gather */
   const int32_t *token;
   const char *from;
@@ -51,34 +48,23 @@ ps_status ps__rows_create(ps__rows **out, uint64_t n_rows, uint64_t dim) {
 
 void ps__rows_destroy(ps__rows *r) { ps__free(r); }
 
-static rows_job job_of(const ps_trainer *t, uint32_t id, const ps__adamw_scalars *s) {
-  const ps_recipe recipe = (ps_recipe)t->plan->cfg.recipe;
+static rows_job job_of(const ps_trainer *t, uint32_t id, const ps__update *u) {
   const ps__home *h = &t->plan->step.home[0];
-  const bool master = recipe == PS_RECIPE_FP32_MASTER;
   rows_job j = {.rows = t->rows,
                 .id = id,
                 .simd = ps__simd_best(),
-                .recipe = recipe,
+                .u = *u,
+                .a = ps__arrays_on_host(t, 0),
                 .decay = t->segments[t->first_segment[0]].decay,
                 .element0 = t->first_element[0],
-                .w = ps__host_at(t, master ? h->master : h->weights),
-                .m = ps__host_at(t, h->m),
-                .v = ps__host_at(t, h->v),
-                .grad = ps__host_at(t, h->grad),
-                .copy = master ? ps__host_at(t, h->weights) : NULL,
                 .from = ps__host_at(t, h->weights)};
-  if (s)
-    j.s = *s;
   return j;
 }
 
 static void update_row(const rows_job *j, uint64_t row) {
   const uint64_t n = j->rows->dim, first = row * n;
-  const size_t state = j->recipe == PS_RECIPE_BF16 ? 2 : 4,
-               grad = j->recipe == PS_RECIPE_FP32 ? 4 : 2;
-  ps__adamw_update(j->simd, j->recipe, PS_ADAMW_WHOLE, n, j->w + first * state,
-                   j->copy ? j->copy + first : NULL, j->grad + first * grad, j->m + first * state,
-                   j->v + first * state, j->decay, j->element0 + first, &j->s);
+  const ps__arrays a = ps__arrays_from(&j->a, j->u.recipe, first);
+  ps__update_elements(j->simd, &j->u, n, &a, j->decay, j->element0 + first);
 }
 
 /* On return the row has the job's update, by this thread or by another one. */
@@ -113,8 +99,8 @@ static void update_task(void *arg, int64_t task, uint32_t worker) {
     ensure_updated(j, row);
 }
 
-void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s) {
-  rows_job j = job_of(t, id, s);
+void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__update *u) {
+  rows_job j = job_of(t, id, u);
   ps__pool_run(pool, (int64_t)((j.rows->n + rows_per_task(&j) - 1) / rows_per_task(&j)),
                update_task, &j);
 }
@@ -123,7 +109,7 @@ static void gather_task(void *arg, int64_t task, uint32_t worker) {
   const rows_job *j = arg;
   const uint64_t first = (uint64_t)task * GATHER_ROWS,
                  end = first + GATHER_ROWS < j->n_tokens ? first + GATHER_ROWS : j->n_tokens;
-  const size_t bytes = j->rows->dim * (j->recipe == PS_RECIPE_FP32 ? 4 : 2);
+  const size_t bytes = j->rows->dim * (j->u.recipe == PS_RECIPE_FP32 ? 4 : 2);
   for (uint64_t i = first; i < end; i++) {
     if (j->id)
       ensure_updated(j, (uint64_t)j->token[i]);
@@ -131,9 +117,9 @@ static void gather_task(void *arg, int64_t task, uint32_t worker) {
   }
 }
 
-void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s,
+void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__update *u,
                      const int32_t *token, uint64_t n_tokens, void *out) {
-  rows_job j = job_of(t, id, s);
+  rows_job j = job_of(t, id, u);
   j.token = token;
   j.n_tokens = n_tokens;
   j.out = out;

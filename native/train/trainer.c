@@ -134,7 +134,7 @@ static ps_status make_segments(ps_trainer *t) {
       ps_param_info p;
       PS_TRY(ps_model_param(m, i, &p));
       if (p.unit == u)
-        t->segments[n++] = (ps__adamw_segment){
+        t->segments[n++] = (ps__segment){
             p.offset, p.n, p.role == PS_PARAM_MATRIX ? (float)t->cfg.weight_decay : 0.0f};
     }
   }

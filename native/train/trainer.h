@@ -31,12 +31,12 @@ struct ps_trainer {
   char *host; /* the host space */
   /* BYTES of device memory that the driver reported at most; 0 on the CPU backend */
   uint64_t device_peak;
-  bool warned;                 /* that it is past the cap */
-  int32_t *tokens, *targets;   /* a step's batch as the source fills it */
-  ps__adamw_segment *segments; /* of all units */
-  uint32_t *first_segment;     /* [n_units + 1] */
-  uint64_t *first_element;     /* [n_units]: global index of a unit's first element */
-  ps__rows *rows;              /* of an embedding at home, else NULL */
+  bool warned;               /* that it is past the cap */
+  int32_t *tokens, *targets; /* a step's batch as the source fills it */
+  ps__segment *segments;     /* of all units */
+  uint32_t *first_segment;   /* [n_units + 1] */
+  uint64_t *first_element;   /* [n_units]: global index of a unit's first element */
+  ps__rows *rows;            /* of an embedding at home, else NULL */
   ps__lr_schedule lr;
   uint64_t n_submitted, last_end_ns;
   _Atomic uint64_t n_reported;
@@ -63,15 +63,17 @@ void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *f
 static inline void *ps__host_at(const ps_trainer *t, uint32_t vt) {
   return t->host + t->plan->step.vt[vt].offset;
 }
+/* The unit's arrays in host memory that an update works on (hooks.c). */
+ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit);
 /* An embedding at home by rows (rows.c): which of them have which step's update. @id: 1 + the
- * run's step whose update @s is; to gather 0, as no update is to be made. Update and gather may
+ * run's step whose update @u is; to gather 0, as no update is to be made. Update and gather may
  * run at once, of the same id; what an id asks for has ended before the next id comes. Errors of
  * create: PS_ENOMEM. */
 ps_status ps__rows_create(ps__rows **out, uint64_t n_rows, uint64_t dim);
 void ps__rows_destroy(ps__rows *r); /* NULL is a no-op */
-void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s);
+void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__update *u);
 /* Rows of token[n_tokens] into @out, each with its update. */
-void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__adamw_scalars *s,
+void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__update *u,
                      const int32_t *token, uint64_t n_tokens, void *out);
 /* PS_OK when no step is in flight; an error first brings the run to rest (trainer.c). */
 ps_status ps__trainer_idle(ps_trainer *t);

@@ -50,7 +50,7 @@ if wanted native; then
     name=$(basename "$program") arguments=
     case $name in
       test_cuda_engine) arguments=300 ;; # random programs instead of 2000
-      test_cuda_adamw | test_cuda_updates) arguments=short ;;
+      test_cuda_optim | test_cuda_updates) arguments=short ;;
     esac
     run "$name" 150 "$program" $arguments
     tell "$name"
@@ -110,10 +110,10 @@ PY
   # Training does not run under racecheck on Hopper (CUDA 13.0): with cuBLAS's products checked the step stands, and with them left alone they fault. So it takes our kernels,
   # one by one: what it looks for, hazards in a block's shared memory, lies within kernels.
   run racecheck_ops 120 compute-sanitizer --tool racecheck --error-exitcode 9 "$build/tests/test_cuda_ops" short &
-  run racecheck_adamw 120 compute-sanitizer --tool racecheck --error-exitcode 9 "$build/tests/test_cuda_adamw" short &
+  run racecheck_optim 120 compute-sanitizer --tool racecheck --error-exitcode 9 "$build/tests/test_cuda_optim" short &
   run racecheck_attention 120 compute-sanitizer --tool racecheck --error-exitcode 9 "$build/tests/test_cuda_attention" short &
   wait
-  for tool in memcheck initcheck racecheck_ops racecheck_adamw racecheck_attention; do
+  for tool in memcheck initcheck racecheck_ops racecheck_optim racecheck_attention; do
     sanitized "$tool"
   done
 fi

@@ -39,15 +39,24 @@ static float float_of(uint32_t u) {
   return x;
 }
 
-static const ps__adamw_scalars base = {.lr = 1e-2f,
-                                       .beta1 = 0.9f,
-                                       .beta2 = 0.95f,
-                                       .eps = 1e-8f,
-                                       .grad_scale = 0.37f,
-                                       .c1 = 3.7f,
-                                       .c2 = 5.1f,
-                                       .seed = 42,
-                                       .step = 7};
+static const ps__update base = {.lr = 1e-2f,
+                                .beta1 = 0.9f,
+                                .beta2 = 0.95f,
+                                .eps = 1e-8f,
+                                .grad_scale = 0.37f,
+                                .c1 = 3.7f,
+                                .c2 = 5.1f,
+                                .seed = 42,
+                                .step = 7};
+/* Every optimizer in every recipe. */
+#define EACH_CASE(u)                                                                               \
+  for (ps__update u = base; u.optimizer < PS_N_OPTIMIZERS; u.optimizer++)                          \
+    for (u.recipe = 0; u.recipe < PS_N_RECIPES; u.recipe++)
+static const char *name_of(const ps__update *u) {
+  static char text[64];
+  snprintf(text, sizeof text, "%s %s", ps_optimizer_name(u->optimizer), ps_recipe_name(u->recipe));
+  return text;
+}
 
 /* State of one update with room before and after: what lies outside [0, n) must not change. */
 enum { MAX_N = 40000, ROOM = 64 };
@@ -88,87 +97,91 @@ static void fill(ps_recipe recipe, uint32_t odd) {
   memset(start.copy, 0xa5, sizeof start.copy);
 }
 
-static void update_part(arrays *a, ps__simd simd, ps_recipe recipe, ps__adamw_part part,
-                        uint64_t first, uint64_t n, float decay, uint64_t element0) {
-  size_t state = recipe == PS_RECIPE_BF16 ? 2 : 4, grad = recipe == PS_RECIPE_FP32 ? 4 : 2;
-  ps__adamw_update(simd, recipe, part, n, a->w + first * state,
-                   recipe == PS_RECIPE_FP32_MASTER ? a->copy + first : NULL, a->grad + first * grad,
-                   a->m + first * state, a->v + first * state, decay, element0, &base);
+static ps__arrays arrays_of(arrays *a, ps_recipe recipe) {
+  return (ps__arrays){.w = a->w,
+                      .w_bf16 = recipe == PS_RECIPE_FP32_MASTER ? a->copy : NULL,
+                      .grad = a->grad,
+                      .state = {a->m, a->v}};
 }
 
-static void update(arrays *a, ps__simd simd, ps_recipe recipe, uint64_t first, uint64_t n,
+static void update(arrays *a, ps__simd simd, const ps__update *u, uint64_t first, uint64_t n,
                    float decay, uint64_t element0) {
-  update_part(a, simd, recipe, PS_ADAMW_WHOLE, first, n, decay, element0);
+  const ps__arrays all = arrays_of(a, u->recipe), from = ps__arrays_from(&all, u->recipe, first);
+  ps__update_elements(simd, u, n, &from, decay, element0);
 }
 
 static void test_simd_same_bits(void) {
-  for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
-    for (uint64_t n = 0; n < 200; n = n < 70 ? n + 1 : n + 43)
-      for (uint64_t at = 0; at < 9; at++) {
-        uint64_t element0 = rng() * 3ull + at;
-        fill((ps_recipe)recipe, at % 2 ? 3 : 0);
-        want = start;
-        update(&want, PS_SIMD_SCALAR, (ps_recipe)recipe, ROOM + at, n, 0.1f, element0);
-        for (int simd = 1; simd <= (int)ps__simd_best(); simd++) {
-          got = start;
-          update(&got, (ps__simd)simd, (ps_recipe)recipe, ROOM + at, n, 0.1f, element0);
-          CHECK(!memcmp(&got, &want, sizeof got), "recipe %d simd %d n %d offset %d", recipe, simd,
-                (int)n, (int)at);
-        }
+  EACH_CASE(u)
+  for (uint64_t n = 0; n < 200; n = n < 70 ? n + 1 : n + 43)
+    for (uint64_t at = 0; at < 9; at++) {
+      uint64_t element0 = rng() * 3ull + at;
+      fill(u.recipe, at % 2 ? 3 : 0);
+      want = start;
+      update(&want, PS_SIMD_SCALAR, &u, ROOM + at, n, 0.1f, element0);
+      for (int simd = 1; simd <= (int)ps__simd_best(); simd++) {
+        got = start;
+        update(&got, (ps__simd)simd, &u, ROOM + at, n, 0.1f, element0);
+        CHECK(!memcmp(&got, &want, sizeof got), "%s simd %d n %d offset %d", name_of(&u), simd,
+              (int)n, (int)at);
       }
+    }
   printf("ok simd_same_bits (best %d)\n", (int)ps__simd_best());
 }
 
-/* The weights' part leaves the whole's weights and touches no moment; the moments' part behind
- * it leaves the whole's bits, and touches no weight. */
+/* The weights' part leaves the whole's weights and touches no state; the state's part after it
+ * leaves the whole's bits, and touches no weight. */
+static void test_parts(const ps__update *whole, ps__simd simd, uint64_t n, uint64_t at) {
+  const uint64_t element0 = rng() * 3ull + at, first = ROOM + at;
+  ps__update weights = *whole, state = *whole;
+  weights.part = PS_UPDATE_WEIGHTS;
+  state.part = PS_UPDATE_STATE;
+  fill(whole->recipe, at % 2 ? 3 : 0);
+  want = start;
+  update(&want, simd, whole, first, n, 0.1f, element0);
+  got = start;
+  update(&got, simd, &weights, first, n, 0.1f, element0);
+  CHECK(!memcmp(got.w, want.w, sizeof got.w) && !memcmp(got.copy, want.copy, sizeof got.copy),
+        "weights: %s simd %d n %d offset %d", name_of(whole), (int)simd, (int)n, (int)at);
+  CHECK(!memcmp(got.m, start.m, sizeof got.m) && !memcmp(got.v, start.v, sizeof got.v),
+        "weights touched state: %s simd %d n %d", name_of(whole), (int)simd, (int)n);
+  const ps__arrays all = {.grad = got.grad, .state = {got.m, got.v}},
+                   from = ps__arrays_from(&all, whole->recipe, first);
+  ps__update_elements(simd, &state, n, &from, 0.1f, element0);
+  CHECK(!memcmp(&got, &want, sizeof got), "state: %s simd %d n %d offset %d", name_of(whole),
+        (int)simd, (int)n, (int)at);
+}
+
 static void test_parts_leave_the_same_bits(void) {
-  for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
-    for (int simd = 0; simd <= (int)ps__simd_best(); simd++)
-      for (uint64_t n = 0; n < 200; n = n < 70 ? n + 1 : n + 43)
-        for (uint64_t at = 0; at < 5; at++) {
-          const uint64_t element0 = rng() * 3ull + at, first = ROOM + at;
-          fill((ps_recipe)recipe, at % 2 ? 3 : 0);
-          want = start;
-          update(&want, (ps__simd)simd, (ps_recipe)recipe, first, n, 0.1f, element0);
-          got = start;
-          update_part(&got, (ps__simd)simd, (ps_recipe)recipe, PS_ADAMW_WEIGHTS, first, n, 0.1f,
-                      element0);
-          CHECK(!memcmp(got.w, want.w, sizeof got.w) &&
-                    !memcmp(got.copy, want.copy, sizeof got.copy),
-                "weights: recipe %d simd %d n %d offset %d", recipe, simd, (int)n, (int)at);
-          CHECK(!memcmp(got.m, start.m, sizeof got.m) && !memcmp(got.v, start.v, sizeof got.v),
-                "weights touched moments: recipe %d simd %d n %d", recipe, simd, (int)n);
-          const size_t state = recipe == PS_RECIPE_BF16 ? 2 : 4,
-                       grad = recipe == PS_RECIPE_FP32 ? 4 : 2;
-          ps__adamw_update((ps__simd)simd, (ps_recipe)recipe, PS_ADAMW_MOMENTS, n, NULL, NULL,
-                           got.grad + first * grad, got.m + first * state, got.v + first * state,
-                           0.1f, element0, &base);
-          CHECK(!memcmp(&got, &want, sizeof got), "moments: recipe %d simd %d n %d offset %d",
-                recipe, simd, (int)n, (int)at);
-        }
+  EACH_CASE(u)
+  for (int simd = 0; ps__optimizers[u.optimizer].splits && simd <= (int)ps__simd_best(); simd++)
+    for (uint64_t n = 0; n < 200; n = n < 70 ? n + 1 : n + 43)
+      for (uint64_t at = 0; at < 5; at++)
+        test_parts(&u, (ps__simd)simd, n, at);
   printf("ok parts_leave_the_same_bits\n");
 }
 
 /* Every NaN of the result is the one NaN, in each of w, m, v and the copy, whatever went in. */
 static void test_nan_is_canonical(void) {
-  for (int simd = 0; simd <= (int)ps__simd_best(); simd++) {
+  EACH_CASE(u)
+  for (int simd = 0; u.recipe == PS_RECIPE_FP32_MASTER && simd <= (int)ps__simd_best(); simd++) {
     int seen = 0;
-    fill(PS_RECIPE_FP32_MASTER, 2);
+    fill(u.recipe, 2);
     got = start;
-    update(&got, (ps__simd)simd, PS_RECIPE_FP32_MASTER, 0, MAX_N, 0.1f, 0);
+    update(&got, (ps__simd)simd, &u, 0, MAX_N, 0.1f, 0);
     const unsigned char *all[3] = {got.w, got.m, got.v};
-    for (int a = 0; a < 3; a++)
+    for (uint32_t a = 0; a < 1 + ps__optimizers[u.optimizer].n_states; a++)
       for (size_t i = 0; i < MAX_N; i++) {
         float x;
         memcpy(&x, all[a] + 4 * i, 4);
-        if (isnan(x)) {
-          seen++;
-          CHECK(bits_of(x) == 0x7fc00000u, "array %d element %d bits %08x", a, (int)i, bits_of(x));
-          if (a == 0)
-            CHECK(got.copy[i] == 0x7fc0, "copy %04x", got.copy[i]);
-        }
+        if (!isnan(x))
+          continue;
+        seen++;
+        CHECK(bits_of(x) == 0x7fc00000u, "%s array %u element %d bits %08x", name_of(&u), a, (int)i,
+              bits_of(x));
+        if (a == 0)
+          CHECK(got.copy[i] == 0x7fc0, "copy %04x", got.copy[i]);
       }
-    CHECK(seen > 1000, "only %d NaN", seen);
+    CHECK(seen > 1000, "%s: only %d NaN", name_of(&u), seen);
   }
   printf("ok nan_is_canonical\n");
 }
@@ -191,7 +204,9 @@ static void test_formula_bf16(void) {
   uint64_t key = mix(mix(base.seed + golden) + (base.step + 1) * golden);
   fill(PS_RECIPE_BF16, 0);
   got = start;
-  update(&got, ps__simd_best(), PS_RECIPE_BF16, 0, 5000, 0.25f, element0);
+  ps__update u = base;
+  u.recipe = PS_RECIPE_BF16;
+  update(&got, ps__simd_best(), &u, 0, 5000, 0.25f, element0);
   for (uint64_t i = 0; i < 5000; i++) {
     float x[4];
     const unsigned char *from[4] = {start.w, start.m, start.v, start.grad},
@@ -223,36 +238,36 @@ static void test_formula_bf16(void) {
 }
 
 static void test_threads_and_cuts(void) {
-  static const ps__adamw_segment segments[] = {
+  static const ps__segment segments[] = {
       {3, 20001, 0.1f}, {20004, 64, 0.0f}, {20068, 0, 0.5f}, {20068, 19000, 0.1f}};
-  for (int recipe = 0; recipe < PS_N_RECIPES; recipe++) {
-    const uint64_t unit0 = 777;
-    fill((ps_recipe)recipe, 50);
+  const uint64_t unit0 = 777;
+  EACH_CASE(u) {
+    const ps__arrays a = arrays_of(&got, u.recipe);
+    ps__update weights = u, state = u;
+    weights.part = PS_UPDATE_WEIGHTS;
+    state.part = PS_UPDATE_STATE;
+    fill(u.recipe, 50);
     want = start;
     for (int s = 0; s < 4; s++) /* cut differently: in pieces of 1009 */
       for (uint64_t i = 0; i < segments[s].n; i += 1009) {
         uint64_t n = segments[s].n - i < 1009 ? segments[s].n - i : 1009,
                  first = segments[s].first + i;
-        update(&want, ps__simd_best(), (ps_recipe)recipe, first, n, segments[s].decay,
-               unit0 + first);
+        update(&want, ps__simd_best(), &u, first, n, segments[s].decay, unit0 + first);
       }
     for (uint32_t threads = 1; threads <= 4; threads++) {
       ps__pool *pool = NULL;
       CHECK(ps__pool_create(&pool, threads, "test") == PS_OK, "%s", ps_last_error());
       got = start;
-      ps__adamw_unit(pool, (ps_recipe)recipe, PS_ADAMW_WHOLE, segments, 4, got.w,
-                     recipe == PS_RECIPE_FP32_MASTER ? got.copy : NULL, got.grad, got.m, got.v,
-                     unit0, &base);
-      CHECK(!memcmp(&got, &want, sizeof got), "recipe %d threads %u", recipe, threads);
-      got = start;
-      ps__adamw_unit(pool, (ps_recipe)recipe, PS_ADAMW_WEIGHTS, segments, 4, got.w,
-                     recipe == PS_RECIPE_FP32_MASTER ? got.copy : NULL, got.grad, got.m, got.v,
-                     unit0, &base);
-      ps__adamw_unit(pool, (ps_recipe)recipe, PS_ADAMW_MOMENTS, segments, 4, NULL, NULL, got.grad,
-                     got.m, got.v, unit0, &base);
+      ps__update_on_pool(pool, &u, segments, 4, &a, unit0);
+      CHECK(!memcmp(&got, &want, sizeof got), "%s threads %u", name_of(&u), threads);
+      if (ps__optimizers[u.optimizer].splits) {
+        got = start;
+        ps__update_on_pool(pool, &weights, segments, 4, &a, unit0);
+        ps__update_on_pool(pool, &state, segments, 4, &a, unit0);
+        CHECK(!memcmp(&got, &want, sizeof got), "in two parts: %s threads %u", name_of(&u),
+              threads);
+      }
       ps__pool_destroy(pool);
-      CHECK(!memcmp(&got, &want, sizeof got), "in two parts: recipe %d threads %u", recipe,
-            threads);
     }
   }
   printf("ok threads_and_cuts\n");
@@ -260,21 +275,22 @@ static void test_threads_and_cuts(void) {
 
 static void test_denormals_kept_in_any_mode(void) {
 #if defined(__x86_64__)
-  for (int simd = 0; simd <= (int)ps__simd_best(); simd++) {
+  EACH_CASE(u)
+  for (int simd = 0; u.recipe == PS_RECIPE_FP32 && simd <= (int)ps__simd_best(); simd++) {
     fill(PS_RECIPE_FP32, 0);
     for (size_t i = 0; i < MAX_N; i++) {
-      uint32_t u = rng() & 0x007fffffu;
-      memcpy(start.m + 4 * i, &u, 4);
+      uint32_t m = rng() & 0x007fffffu;
+      memcpy(start.m + 4 * i, &m, 4);
     }
     want = got = start;
-    update(&want, (ps__simd)simd, PS_RECIPE_FP32, 0, 1000, 0.1f, 0);
+    update(&want, (ps__simd)simd, &u, 0, 1000, 0.1f, 0);
     unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | 0x8040 | 0x6000); /* flush, denormals are zero, round toward zero */
-    update(&got, (ps__simd)simd, PS_RECIPE_FP32, 0, 1000, 0.1f, 0);
+    update(&got, (ps__simd)simd, &u, 0, 1000, 0.1f, 0);
     unsigned after = _mm_getcsr();
     _mm_setcsr(mode);
     CHECK((after & 0xffc0u) == ((mode | 0xe040u) & 0xffc0u), "mode not put back: %x", after);
-    CHECK(!memcmp(&got, &want, sizeof got), "simd %d", simd);
+    CHECK(!memcmp(&got, &want, sizeof got), "%s simd %d", name_of(&u), simd);
   }
 #endif
   printf("ok denormals_kept_in_any_mode\n");
@@ -321,19 +337,20 @@ static void test_generator_uniform(void) {
 static void test_rounding_is_unbiased(void) {
   enum { N = 1 << 15, STEPS = 1000 };
   static uint16_t w[N], m[N], v[N], grad[N];
-  ps__adamw_scalars s = {.lr = 0,
-                         .beta1 = 0.9f,
-                         .beta2 = 0.999f,
-                         .eps = 1e-8f,
-                         .grad_scale = 1,
-                         .c1 = 1,
-                         .c2 = 1,
-                         .seed = 11};
+  ps__update u = {.optimizer = PS_OPTIMIZER_ADAMW,
+                  .recipe = PS_RECIPE_BF16,
+                  .beta1 = 0.9f,
+                  .beta2 = 0.999f,
+                  .eps = 1e-8f,
+                  .grad_scale = 1,
+                  .c1 = 1,
+                  .c2 = 1,
+                  .seed = 11};
+  const ps__arrays a = {.w = w, .grad = grad, .state = {m, v}};
   CHECK(ps__f32_to_bf16(0.999f) == ps__f32_to_bf16(1.0f), "nearest would move");
   for (int i = 0; i < N; i++)
     v[i] = ps__f32_to_bf16(1.0f);
-  ps__adamw_update(ps__simd_best(), PS_RECIPE_BF16, PS_ADAMW_WHOLE, N, w, NULL, grad, m, v, 0, 0,
-                   &s);
+  ps__update_elements(ps__simd_best(), &u, N, &a, 0, 0);
   double mean = 0;
   for (int i = 0; i < N; i++)
     mean += ps__bf16_to_f32(v[i]) / (double)N;
@@ -341,9 +358,8 @@ static void test_rounding_is_unbiased(void) {
    * the mean, plus the generator's grain (the probability of rounding up is exact to 2^-16 of
    * the spacing) */
   CHECK(fabs(mean - 0.999) < 6 * ldexp(1, -9) / sqrt(N) + ldexp(1, -24), "mean %.6f", mean);
-  for (s.step = 1; s.step < STEPS; s.step++)
-    ps__adamw_update(ps__simd_best(), PS_RECIPE_BF16, PS_ADAMW_WHOLE, N, w, NULL, grad, m, v, 0, 0,
-                     &s);
+  for (u.step = 1; u.step < STEPS; u.step++)
+    ps__update_elements(ps__simd_best(), &u, N, &a, 0, 0);
   mean = 0;
   for (int i = 0; i < N; i++)
     mean += ps__bf16_to_f32(v[i]) / (double)N;

@@ -1,6 +1,6 @@
-/* adamw_avx512.c - AdamW, 16 elements at a time, bf16 32: adamw_vector.h in AVX-512. */
+/* update_avx512.c - updates, 16 elements at a time, bf16 32: update_vector.h in AVX-512. */
 #if defined(__x86_64__)
-#  include "optim/adamw_impl.h"
+#  include "optim/update_impl.h"
 #  include <immintrin.h>
 #  include <stdbool.h>
 
@@ -14,7 +14,7 @@
 #  define AND(a, b)   _mm512_and_si512(a, b)
 #  define SET64(x)    _mm512_set1_epi64((long long)(x))
 #  define FIRST_WORDS _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0)
-#  define TABLE       ps__adamw_avx512
+#  define TABLE       ps__update_avx512
 enum { LANES = 16 };
 
 TARGET static inline __m512 canonical(__m512 x) {
@@ -50,7 +50,7 @@ TARGET static inline __m512i mul64(__m512i a, uint64_t b) {
   return _mm512_mullo_epi64(a, SET64(b));
 }
 
-#  include "optim/adamw_vector.h"
+#  include "optim/update_vector.h"
 #else
-typedef int ps__adamw_avx512_is_for_x86_64; /* an empty file is not C */
+typedef int ps__update_avx512_is_for_x86_64; /* an empty file is not C */
 #endif

@@ -1,6 +1,6 @@
-/* adamw_avx2.c - AdamW, 8 elements at a time, bf16 16: adamw_vector.h in AVX2. */
+/* update_avx2.c - updates, 8 elements at a time, bf16 16: update_vector.h in AVX2. */
 #if defined(__x86_64__)
-#  include "optim/adamw_impl.h"
+#  include "optim/update_impl.h"
 #  include <immintrin.h>
 #  include <stdbool.h>
 
@@ -14,7 +14,7 @@
 #  define AND(a, b)   _mm256_and_si256(a, b)
 #  define SET64(x)    _mm256_set1_epi64x((long long)(x))
 #  define FIRST_WORDS _mm256_set_epi64x(6, 4, 2, 0)
-#  define TABLE       ps__adamw_avx2
+#  define TABLE       ps__update_avx2
 enum { LANES = 8 };
 
 TARGET static inline __m256 canonical(__m256 x) {
@@ -58,7 +58,7 @@ TARGET static inline __m256i mul64(__m256i a, uint64_t b) {
   return _mm256_add_epi64(_mm256_mul_epu32(a, b_low), _mm256_slli_epi64(cross, 32));
 }
 
-#  include "optim/adamw_vector.h"
+#  include "optim/update_vector.h"
 #else
-typedef int ps__adamw_avx2_is_for_x86_64; /* an empty file is not C */
+typedef int ps__update_avx2_is_for_x86_64; /* an empty file is not C */
 #endif

@@ -1,6 +1,6 @@
-/* test_cuda_adamw.c - AdamW on the device against ps__adamw_unit on the host, bit for bit; its
- * gate; then, with "time", its speed. Usage: test_cuda_adamw [short | time [seed]], short for a
- * sanitizer. Without a GPU it says why and skips. */
+/* test_cuda_optim.c - every optimizer on the device against ps__update_on_pool on the host, bit
+ * for bit; its gate; then, with "time", its speed. Usage: test_cuda_optim [short | time [seed]],
+ * short for a sanitizer. Without a GPU it says why and skips. */
 #include "check.h"
 #ifndef PS_CUDA
 int main(void) {
@@ -8,12 +8,13 @@ int main(void) {
   return 0;
 }
 #else
-#  include "optim/cuda_adamw.h"
+#  include "kernels/cuda/cuda_exec.h"
+#  include "optim/optim.h"
 #  include <cuda_runtime_api.h>
 #  include <math.h>
 #  include <time.h>
 
-enum { W, M, V, GRAD, COPY, N_ARRAYS };
+enum { W, M, V, GRAD, COPY, N_ARRAYS }; /* M, V: state[0], state[1] */
 enum { ROOM = 64, MOST = 70000, LAYER = 218112000 };
 typedef struct state {
   unsigned char a[N_ARRAYS][(MOST + 2 * ROOM) * 4];
@@ -70,27 +71,34 @@ static void fill_all(ps_recipe recipe, uint32_t odd, uint32_t lowest, uint32_t r
 }
 
 typedef struct update {
-  ps_recipe recipe;
-  const ps__adamw_segment *segments;
+  const ps__segment *segments;
   uint32_t n_segments;
   uint64_t element0;
   uint32_t shift[N_ARRAYS]; /* where the unit begins, elements behind an aligned address */
-  ps__adamw_scalars s;
+  ps__update s;
 } update;
 
-static void on_host(const update *u, state *x) {
-  void *p[N_ARRAYS];
+static ps__arrays arrays_of(const update *u, char *const base[N_ARRAYS]) {
+  char *p[N_ARRAYS];
   for (int a = 0; a < N_ARRAYS; a++)
-    p[a] = x->a[a] + u->shift[a] * bytes_of(u->recipe, a);
-  ps__adamw_unit(pool, u->recipe, PS_ADAMW_WHOLE, u->segments, u->n_segments, p[W], p[COPY],
-                 p[GRAD], p[M], p[V], u->element0, &u->s);
+    p[a] = base[a] + u->shift[a] * bytes_of(u->s.recipe, a);
+  return (ps__arrays){.w = p[W],
+                      .w_bf16 =
+                          u->s.recipe == PS_RECIPE_FP32_MASTER ? (uint16_t *)(void *)p[COPY] : NULL,
+                      .grad = p[GRAD],
+                      .state = {p[M], p[V]}};
 }
-static ps_status on_device(const update *u, const ps__cuda_gate *g) {
-  void *p[N_ARRAYS];
+static void on_host(const update *u, state *x) {
+  char *base[N_ARRAYS];
   for (int a = 0; a < N_ARRAYS; a++)
-    p[a] = device[a] + u->shift[a] * bytes_of(u->recipe, a);
-  return ps__cuda_adamw_unit(&exec, u->recipe, u->segments, u->n_segments, p[W], p[COPY], p[GRAD],
-                             p[M], p[V], u->element0, &u->s, g);
+    base[a] = (char *)x->a[a];
+  const ps__arrays a = arrays_of(u, base);
+  ps__update_on_pool(pool, &u->s, u->segments, u->n_segments, &a, u->element0);
+}
+static ps_status on_device(const update *u, const ps__update_gate *g) {
+  const ps__arrays a = arrays_of(u, device);
+  return ps__update_unit[PS_BACKEND_CUDA](&exec, &u->s, u->segments, u->n_segments, &a, u->element0,
+                                          g);
 }
 static void send(const state *x) {
   for (int a = 0; a < N_ARRAYS; a++)
@@ -106,7 +114,7 @@ static void fetch(state *x) {
 
 static void same(const update *u, const char *what) {
   for (int a = 0; a < N_ARRAYS; a++) {
-    const size_t each = bytes_of(u->recipe, a);
+    const size_t each = bytes_of(u->s.recipe, a);
     for (size_t i = 0; i < (MOST + 2 * ROOM) * each; i++) {
       if (want.a[a][i] == got.a[a][i])
         continue;
@@ -114,9 +122,11 @@ static void same(const update *u, const char *what) {
       memcpy(&w, want.a[a] + i / each * each, each);
       memcpy(&g, got.a[a] + i / each * each, each);
       memcpy(&before, start.a[a] + i / each * each, each);
-      printf("FAIL %s: recipe %d, step %d, array %d, element %zu of the unit: host %08x, device "
-             "%08x, before all %08x\n",
-             what, (int)u->recipe, (int)u->s.step, a, i / each - u->shift[a], w, g, before);
+      printf(
+          "FAIL %s: %s, recipe %d, step %d, array %d, element %zu of the unit: host %08x, device "
+          "%08x, before all %08x\n",
+          what, ps_optimizer_name(u->s.optimizer), (int)u->s.recipe, (int)u->s.step, a,
+          i / each - u->shift[a], w, g, before);
       exit(1);
     }
   }
@@ -125,12 +135,12 @@ static void same(const update *u, const char *what) {
 /* ---- the same bits --------------------------------------------------------------------------- */
 
 /* 20 segments: more than a launch takes; with gaps, odd lengths and an empty one. */
-static ps__adamw_segment many[20];
+static ps__segment many[20];
 static void make_many(void) {
   uint64_t at = 0;
   for (uint32_t i = 0; i < 20; i++) {
-    many[i] = (ps__adamw_segment){at, i == 7 ? 0 : 1 + rnd_below(&seed, 5000),
-                                  i % 3 ? 0.1f * (float)i : 0.0f};
+    many[i] =
+        (ps__segment){at, i == 7 ? 0 : 1 + rnd_below(&seed, 5000), i % 3 ? 0.1f * (float)i : 0.0f};
     at += many[i].n + rnd_below(&seed, 3);
   }
   CHECK(at <= MOST - 64);
@@ -138,17 +148,17 @@ static void make_many(void) {
 
 static void three_steps(update *u, uint32_t odd, uint32_t lowest, uint32_t range,
                         const char *what) {
-  fill_all(u->recipe, odd, lowest, range);
+  fill_all(u->s.recipe, odd, lowest, range);
   want = start;
   send(&start);
-  const ps__cuda_gate g = {.step = &device_gate->step,
-                           .expected = gate.step,
-                           .scale = &device_gate->scale,
-                           .sumsq = device_gate->sumsq,
-                           .n_sumsq = 16};
+  const ps__update_gate g = {.step = &device_gate->step,
+                             .expected = gate.step,
+                             .scale = &device_gate->scale,
+                             .sumsq = device_gate->sumsq,
+                             .n_sumsq = 16};
   for (int i = 0; i < 3; i++) {
     u->s.step++;
-    ps__adamw_bias_correction(&u->s, u->s.step);
+    ps__update_correct(&u->s, u->s.step);
     u->s.grad_scale = gate.scale;
     on_host(u, &want);
     u->s.grad_scale = -5.0f; /* not looked at: the gate has one */
@@ -158,52 +168,60 @@ static void three_steps(update *u, uint32_t odd, uint32_t lowest, uint32_t range
   }
 }
 
+static void same_bits(ps_optimizer optimizer, ps_recipe recipe, uint64_t length, uint32_t i) {
+  update u = {.n_segments = 1, .element0 = rnd(&seed) >> 20};
+  const ps__segment one = {i % 5 ? i % 5 : 8, length, 0.1f};
+  u.s = (ps__update){.optimizer = optimizer,
+                     .recipe = recipe,
+                     .lr = i % 7 ? 1e-3f : 1e30f,
+                     .beta1 = i % 4 ? 0.9f : 0.0f,
+                     .beta2 = 0.95f,
+                     .eps = i % 3 ? 1e-8f : 1e-38f,
+                     .seed = rnd(&seed),
+                     .step = rnd_below(&seed, 1000)};
+  gate.scale = i % 2 ? 1.0f : (float)rnd_below(&seed, 1000) * 1e-3f;
+  u.segments = &one;
+  if (i % 5 == 0)
+    u.element0 &= ~(uint64_t)7; /* aligned throughout, the vectors' case */
+  else
+    for (int a = 0; a < N_ARRAYS; a++)
+      u.shift[a] = i % 5 == 1 ? 0 : rnd_below(&seed, 16);
+  /* ordinary values; a third special ones; everything tiny (state and its squares denormal);
+   * everything large */
+  three_steps(&u, 0, 100, 40, "ordinary");
+  three_steps(&u, 3, 100, 40, "special");
+  three_steps(&u, 10, 0, 60, "tiny");
+  three_steps(&u, 10, 180, 75, "large");
+  make_many();
+  u.segments = many, u.n_segments = 20;
+  three_steps(&u, 4, 90, 70, "many segments");
+}
+
 static void test_same_bits(uint32_t stride) {
   static const uint64_t length[] = {1,    2,    7,    8,    9,     255,      1024,
                                     2047, 2048, 2049, 4096, 20001, MOST - 64};
-  uint32_t cases = 0;
   gate.step = 41;
-  for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
-    for (uint32_t i = 0; i < 5 * sizeof length / sizeof *length; i += stride) {
-      update u = {.recipe = (ps_recipe)recipe, .n_segments = 1, .element0 = rnd(&seed) >> 20};
-      const ps__adamw_segment one = {i % 5 ? i % 5 : 8, length[i / 5], 0.1f};
-      u.s = (ps__adamw_scalars){.lr = i % 7 ? 1e-3f : 1e30f,
-                                .beta1 = i % 4 ? 0.9f : 0.0f,
-                                .beta2 = 0.95f,
-                                .eps = i % 3 ? 1e-8f : 1e-38f,
-                                .seed = rnd(&seed),
-                                .step = rnd_below(&seed, 1000)};
-      gate.scale = i % 2 ? 1.0f : (float)rnd_below(&seed, 1000) * 1e-3f;
-      u.segments = &one;
-      if (i % 5 == 0)
-        u.element0 &= ~(uint64_t)7; /* aligned throughout, the vectors' case */
-      else
-        for (int a = 0; a < N_ARRAYS; a++)
-          u.shift[a] = i % 5 == 1 ? 0 : rnd_below(&seed, 16);
-      /* ordinary values; a third special ones; everything tiny (moments and their squares
-       * denormal); everything large */
-      three_steps(&u, 0, 100, 40, "ordinary");
-      three_steps(&u, 3, 100, 40, "special");
-      three_steps(&u, 10, 0, 60, "tiny");
-      three_steps(&u, 10, 180, 75, "large");
-      make_many();
-      u.segments = many, u.n_segments = 20;
-      three_steps(&u, 4, 90, 70, "many segments");
-      cases += 5;
-    }
-  printf("ok the host's bits: %u cases of 3 steps, 3 recipes\n", cases);
+  for (int optimizer = 0; optimizer < PS_N_OPTIMIZERS; optimizer++) {
+    uint32_t cases = 0;
+    for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
+      for (uint32_t i = 0; i < 5 * sizeof length / sizeof *length; i += stride, cases += 5)
+        same_bits((ps_optimizer)optimizer, (ps_recipe)recipe, length[i / 5], i);
+    printf("ok %s: the host's bits: %u cases of 3 steps, 3 recipes\n",
+           ps_optimizer_name((ps_optimizer)optimizer), cases);
+  }
 }
 
 /* ---- the gate -------------------------------------------------------------------------------- */
 
 static void test_gate(void) {
-  const ps__adamw_segment one = {0, 5003, 0.1f};
+  const ps__segment one = {0, 5003, 0.1f};
   static const double bad[] = {INFINITY, NAN, -INFINITY};
-  for (int recipe = 0; recipe < PS_N_RECIPES; recipe++) {
-    update u = {.recipe = (ps_recipe)recipe,
-                .segments = &one,
+  for (int i = 0; i < PS_N_OPTIMIZERS * PS_N_RECIPES; i++) {
+    update u = {.segments = &one,
                 .n_segments = 1,
-                .s = {.lr = 1e-2f,
+                .s = {.optimizer = (ps_optimizer)(i / PS_N_RECIPES),
+                      .recipe = (ps_recipe)(i % PS_N_RECIPES),
+                      .lr = 1e-2f,
                       .beta1 = 0.9f,
                       .beta2 = 0.95f,
                       .eps = 1e-8f,
@@ -212,16 +230,16 @@ static void test_gate(void) {
                       .grad_scale = 0.5f,
                       .seed = 3,
                       .step = 8}};
-    ps__cuda_gate g = {.step = &device_gate->step, .expected = 9};
-    /* 0-2: another step; 3-5 none; then the i-th sum is not finite; 19: all is well */
-    for (uint32_t i = 0; i < 20; i++) {
-      const bool open = i == 3 || i >= 15;
-      fill_all(u.recipe, 0, 110, 20);
-      gate.step = i == 0 ? 8 : i == 1 ? 10 : i == 2 ? UINT64_MAX : 9;
-      g.sumsq = i > 3 ? device_gate->sumsq : NULL;
-      g.n_sumsq = i > 3 ? 11 : 0;
+    ps__update_gate g = {.step = &device_gate->step, .expected = 9};
+    /* 0-2: another step; 3-5 none; then the c-th sum is not finite; 19: all is well */
+    for (uint32_t c = 0; c < 20; c++) {
+      const bool open = c == 3 || c >= 15;
+      fill_all(u.s.recipe, 0, 110, 20);
+      gate.step = c == 0 ? 8 : c == 1 ? 10 : c == 2 ? UINT64_MAX : 9;
+      g.sumsq = c > 3 ? device_gate->sumsq : NULL;
+      g.n_sumsq = c > 3 ? 11 : 0;
       for (uint32_t k = 0; k < 16; k++)
-        gate.sumsq[k] = i - 4 == k ? bad[i % 3] : 1e300;
+        gate.sumsq[k] = c - 4 == k ? bad[c % 3] : 1e300;
       send(&start);
       want = start;
       if (open)
@@ -238,18 +256,23 @@ static void test_gate(void) {
 }
 
 static void test_refused(void) {
-  const ps__adamw_segment one = {0, 8, 0.1f};
-  update u = {.recipe = PS_RECIPE_FP32, .segments = &one, .n_segments = 1};
-  ps__cuda_gate g = {.step = &device_gate->step};
-  void *const w = device[W], *const v = device[V];
-  CHECK_FAILS(ps__cuda_adamw_unit(&exec, PS_N_RECIPES, &one, 1, w, NULL, w, w, v, 0, &u.s, &g),
-              PS_EINVAL, "recipe 3");
-  CHECK_FAILS(ps__cuda_adamw_unit(&exec, PS_RECIPE_FP32, &one, 1, (char *)w + 2, NULL, w, w, v, 0,
-                                  &u.s, &g),
-              PS_EINVAL, "aligned");
-  CHECK_FAILS(
-      ps__cuda_adamw_unit(&exec, PS_RECIPE_FP32_MASTER, &one, 1, w, NULL, w, w, v, 0, &u.s, &g),
-      PS_EINVAL, "missing");
+  const ps__segment one = {0, 8, 0.1f};
+  update u = {.segments = &one, .n_segments = 1};
+  ps__update_gate g = {.step = &device_gate->step};
+  ps__arrays a = arrays_of(&u, device);
+  const ps__update_unit_fn unit = ps__update_unit[PS_BACKEND_CUDA];
+  u.s.recipe = PS_N_RECIPES;
+  CHECK_FAILS(unit(&exec, &u.s, &one, 1, &a, 0, &g), PS_EINVAL, "recipe 3");
+  u.s.recipe = PS_RECIPE_FP32;
+  u.s.part = PS_UPDATE_WEIGHTS;
+  CHECK_FAILS(unit(&exec, &u.s, &one, 1, &a, 0, &g), PS_EINVAL, "part 1");
+  u.s.part = PS_UPDATE_WHOLE;
+  a.w = device[W] + 2;
+  CHECK_FAILS(unit(&exec, &u.s, &one, 1, &a, 0, &g), PS_EINVAL, "aligned");
+  a.w = device[W];
+  u.s.recipe = PS_RECIPE_FP32_MASTER;
+  CHECK_FAILS(unit(&exec, &u.s, &one, 1, &a, 0, &g), PS_EINVAL, "missing");
+  u.s.recipe = PS_RECIPE_FP32;
   g.step = NULL;
   CHECK_FAILS(on_device(&u, &g), PS_EINVAL, "gate");
   printf("ok what is wrong with the arguments is said\n");
@@ -265,27 +288,31 @@ static float ms_of(cudaEvent_t from, cudaEvent_t to) {
   return ms;
 }
 
-static void time_recipe(ps_recipe recipe, double copy, cudaEvent_t from, cudaEvent_t to) {
+static void time_case(ps_optimizer optimizer, ps_recipe recipe, double copy, cudaEvent_t from,
+                      cudaEvent_t to) {
   static const char *const name[] = {"fp32", "fp32-master", "bf16"};
-  ps__adamw_segment segments[9]; /* as a block's: seven matrices and two norms */
+  ps__segment segments[9]; /* as a block's: seven matrices and two norms */
   for (uint32_t i = 0; i < 9; i++)
-    segments[i] = (ps__adamw_segment){i < 7 ? i * (LAYER / 7 / 64 * 64) : LAYER - (9 - i) * 4096,
-                                      i < 7 ? LAYER / 7 / 64 * 64 - 8192 : 4096, 0.1f};
-  update u = {.recipe = recipe,
-              .segments = segments,
+    segments[i] = (ps__segment){i < 7 ? i * (LAYER / 7 / 64 * 64) : LAYER - (9 - i) * 4096,
+                                i < 7 ? LAYER / 7 / 64 * 64 - 8192 : 4096, 0.1f};
+  update u = {.segments = segments,
               .n_segments = 9,
-              .s = {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .seed = 1}};
-  const ps__cuda_gate g = {.step = &device_gate->step,
-                           .expected = gate.step,
-                           .scale = &device_gate->scale,
-                           .sumsq = device_gate->sumsq,
-                           .n_sumsq = 9};
-  uint64_t n = 0, bytes = 0;
+              .s = {.optimizer = optimizer,
+                    .recipe = recipe,
+                    .lr = 1e-4f,
+                    .beta1 = 0.9f,
+                    .beta2 = 0.95f,
+                    .eps = 1e-8f,
+                    .seed = 1}};
+  const ps__update_gate g = {.step = &device_gate->step,
+                             .expected = gate.step,
+                             .scale = &device_gate->scale,
+                             .sumsq = device_gate->sumsq,
+                             .n_sumsq = 9};
+  uint64_t n = 0;
   for (uint32_t i = 0; i < 9; i++)
     n += segments[i].n;
-  for (int a = 0; a < N_ARRAYS; a++)
-    if (a != COPY || recipe == PS_RECIPE_FP32_MASTER)
-      bytes += n * bytes_of(recipe, a) * (a == GRAD || a == COPY ? 1 : 2);
+  const double bytes = ps__update_bytes(optimizer, recipe, PS_UPDATE_WHOLE) * (double)n;
   fill(W, bytes_of(recipe, W), 0, 118, 6); /* about 0.02, 1e-4, 1e-8, 1e-3 */
   fill(M, bytes_of(recipe, M), 0, 112, 4);
   fill(V, bytes_of(recipe, V), 0, 98, 6);
@@ -303,12 +330,13 @@ static void time_recipe(ps_recipe recipe, double copy, cudaEvent_t from, cudaEve
     if (i == 3)
       need(cudaEventRecord(from, exec.stream), "event");
     u.s.step++;
-    ps__adamw_bias_correction(&u.s, u.s.step);
+    ps__update_correct(&u.s, u.s.step);
     CHECK(on_device(&u, &g) == PS_OK);
   }
-  const double ms = ms_of(from, to) / 10, rate = (double)bytes / ms * 1e-6;
-  printf("adamw %-12s %llu elements %8.1f us %6.0f GB/s  %3.0f%% of copy\n", name[recipe],
-         (unsigned long long)n, ms * 1e3, rate, 100 * rate / copy);
+  const double ms = ms_of(from, to) / 10, rate = bytes / ms * 1e-6;
+  printf("%-6s %-12s %llu elements %8.1f us %6.0f GB/s  %3.0f%% of copy\n",
+         ps_optimizer_name(optimizer), name[recipe], (unsigned long long)n, ms * 1e3, rate,
+         100 * rate / copy);
 }
 
 static void speeds(void) {
@@ -327,8 +355,8 @@ static void speeds(void) {
   gate.step = 5;
   gate.scale = 0.5f;
   need(cudaMemcpy(device_gate, &gate, sizeof gate, cudaMemcpyHostToDevice), "gate");
-  for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
-    time_recipe((ps_recipe)recipe, copy, from, to);
+  for (int i = 0; i < PS_N_OPTIMIZERS * PS_N_RECIPES; i++)
+    time_case((ps_optimizer)(i / PS_N_RECIPES), (ps_recipe)(i % PS_N_RECIPES), copy, from, to);
 }
 
 int main(int argc, char **argv) {
