@@ -109,3 +109,29 @@ time.sleep(0.2)
 print(mapped() - before)
 """)
     assert grown == "0\n"
+
+
+def test_a_second_engine_gets_buffers_of_its_own_or_is_refused(tiny_model):
+    """Engines multiply at once. A buffer that OpenBLAS lacks then and is refused, it asks for ever."""
+    said = in_python(
+        """
+import resource, sys
+from penstock import Hardware, ModelConfig, Plan, Trainer
+
+model = ModelConfig.read(sys.argv[1])
+plans = [Plan(model, seq_len=64, hardware=Hardware.estimate(2, "cpu")) for _ in range(2)]
+first = Trainer(sys.argv[1], plans[0], lambda step: ([1] * 512, [1] * 512))
+for mib in range(20, 400, 20):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (mib << 20), -1))
+    try:
+        Trainer(sys.argv[1], plans[1], lambda step: ([1] * 512, [1] * 512)).close()
+        break
+    except Exception as error:
+        print(error)
+else:
+    raise AssertionError("never made")
+""",
+        tiny_model,
+    )
+    assert "OpenBLAS's buffers: 132.0 MiB of memory refused" in said

@@ -11,6 +11,7 @@
 
 struct ps__device {
   uint32_t n_streams;
+  uint32_t blas_threads; /* held: of the streams that multiply */
   ps__host_stream stream[PS_MAX_STREAMS];
 };
 
@@ -19,6 +20,7 @@ static void cpu_close(ps__device *dev) {
     return;
   for (uint32_t i = 0; i < dev->n_streams; i++)
     ps__host_stream_close(&dev->stream[i]);
+  ps__cpu_blas_release(dev->blas_threads);
   ps__unmap(dev, sizeof *dev);
 }
 
@@ -110,10 +112,17 @@ static ps_status cpu_prepare(ps__device *dev, const ps_schedule *schedule, uint6
 
 /* What products need is had, or refused, before the first step. */
 static ps_status cpu_warm(ps__device *dev, const ps_schedule *schedule) {
+  uint32_t n = 0;
+  bool multiplies[PS_MAX_STREAMS] = {false};
   for (size_t i = 0; i < schedule->list.n_ops; i++)
     if (schedule->list.ops[i].kernel == &ps__k_gemm)
-      PS_TRY(
-          ps__cpu_blas_ready(ps__pool_size(dev->stream[schedule->list.ops[i].stream].exec.pool)));
+      multiplies[schedule->list.ops[i].stream] = true;
+  for (uint32_t i = 0; i < dev->n_streams; i++)
+    n += multiplies[i] ? ps__pool_size(dev->stream[i].exec.pool) : 0;
+  if (n <= dev->blas_threads)
+    return PS_OK;
+  PS_TRY(ps__cpu_blas_hold(n - dev->blas_threads));
+  dev->blas_threads = n;
   return PS_OK;
 }
 

@@ -98,5 +98,9 @@ void ps__cpu_sgemm(bool trans_a, bool trans_b, int m, int n, int k, float alpha,
  * done. ps__cpu_sgemm may be called only after this (the gemm kernel sees to it itself). Errors:
  * PS_ENOMEM, PS_EDEVICE where there is no OpenBLAS. */
 ps_status ps__cpu_blas_ready(uint32_t n_threads);
+/* ps__cpu_blas_hold() - the same beside all that others hold, until ps__cpu_blas_release(): devices
+ * of one process multiply at once. Any thread. */
+ps_status ps__cpu_blas_hold(uint32_t n_threads);
+void ps__cpu_blas_release(uint32_t n_threads);
 
 #endif

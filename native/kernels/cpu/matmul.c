@@ -33,6 +33,7 @@ static void *(*buffer_alloc)(int);
 static void (*buffer_free)(void *);
 static pthread_mutex_t blas_lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic uint32_t n_buffers; /* as many threads may multiply at once and each find one */
+static uint32_t n_held;            /* threads of all devices that may multiply at once */
 
 static ps_status try_memory(size_t bytes, const char *what) {
   void *p;
@@ -117,6 +118,21 @@ ps_status ps__cpu_blas_ready(uint32_t n_threads) {
   const ps_status st = make_buffers(n_threads);
   pthread_mutex_unlock(&blas_lock);
   return st;
+}
+
+ps_status ps__cpu_blas_hold(uint32_t n_threads) {
+  pthread_mutex_lock(&blas_lock);
+  const ps_status st = make_buffers(n_held + n_threads);
+  if (st == PS_OK)
+    n_held += n_threads;
+  pthread_mutex_unlock(&blas_lock);
+  return st;
+}
+
+void ps__cpu_blas_release(uint32_t n_threads) {
+  pthread_mutex_lock(&blas_lock);
+  n_held -= n_threads;
+  pthread_mutex_unlock(&blas_lock);
 }
 
 /* ---- tiles ----------------------------------------------------------------------------------- */
