@@ -55,6 +55,15 @@ def test_every_variable_of_the_build_page_is_the_makefiles():
     assert len(named) > 10 and not {v for v in named if not re.search(rf"\b{v}\b", help_text)}
 
 
+def test_every_line_of_a_plan_that_the_page_explains_is_printed():
+    table = (ROOT / "docs/usage.md").read_text().split("## Reading a plan")[1].split("\n## ")[0]
+    labels = re.findall(r"^\| `([a-z ]+)` \|", table, re.M)
+    printed = set(
+        re.findall(r'"([a-z]+(?: [a-z]+)?) {2,}', (ROOT / "native/plan/plan_text.c").read_text())
+    )
+    assert len(labels) > 8 and set(labels) == printed
+
+
 def test_every_option_that_a_page_names_is_in_a_help_text():
     texts = "".join(
         subprocess.run(
@@ -126,6 +135,16 @@ def test_every_link_of_a_page_opens():
     ]
     for picture in (ROOT / "docs").glob("*.svg"):
         xml.etree.ElementTree.parse(picture)
+
+
+def test_prose_fits_100_columns():
+    long = [
+        f"{page.relative_to(ROOT)}:{number}: {len(line)} columns"
+        for page, text in PAGES.items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if len(line) > 100
+    ]
+    assert long == []
 
 
 def test_every_link_of_the_bench_log_opens_and_every_entry_is_indexed():
