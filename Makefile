@@ -70,7 +70,7 @@ PS_CPPFLAGS += $(shell pkg-config --cflags openblas)
 BENCH_LDLIBS := $(shell pkg-config --libs openblas || echo -lopenblas)
 endif
 
-LIB_SRC := $(sort $(wildcard native/core/*.c native/engine/*.c native/backends/*/*.c native/kernels/cpu/*.c native/optim/*.c \
+LIB_SRC := $(sort $(wildcard native/core/*.c native/engine/*.c native/backends/*/*.c native/kernels/*.c native/kernels/cpu/*.c native/optim/*.c \
              native/model/*.c native/model/families/*.c native/hardware/*.c native/step/*.c native/plan/*.c native/train/*.c native/io/*.c) native/kernels/cuda/gemm_cache.c)
 
 # CUDA. The driver and cuBLASLt are opened at run time, so that what is built here also loads on machines without a GPU.

@@ -11,7 +11,8 @@ static ps_status empty(const ps_launch *l) {
   (void)l;
   return PS_OK;
 }
-static const ps_kernel k_empty = {"empty", PS_CLASS_OTHER, {[PS_BACKEND_CPU] = empty}};
+static const ps_kernel k_empty = {
+    .name = "empty", .op_class = PS_CLASS_OTHER, .fn = {[PS_BACKEND_CPU] = empty}};
 
 static void must(ps_status st) {
   if (st == PS_OK)

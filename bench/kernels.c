@@ -63,7 +63,7 @@ static call prepare(const ps_kernel *kernel, const void *args, const size_t *byt
     c.ptr[i] = arena + at;
     at += ps__round_up(bytes[i], 4096);
   }
-  size_t need = ps__round_up(ps__cpu_scratch_bytes(kernel, args), 64);
+  size_t need = ps__round_up(ps__op_scratch(kernel, PS_BACKEND_CPU, args, NULL), 64);
   if (at > ARENA_BYTES || need > exec.scratch_bytes) {
     fprintf(stderr, "kernels: %s needs %zu bytes and %zu of scratch\n", kernel->name, at, need);
     exit(1);

@@ -90,15 +90,18 @@ typedef enum ps_op_class {
  * wait for another thread's call on the same run or trainer can be to wait for that very op. */
 PS_API ps_engine *ps_op_engine(void);
 
-/* A kernel: one const object for each, shared by every op that runs it. fn[b] is its function on
- * backend b, NULL where the backend lacks it (compiling for that backend fails and names it). A
- * NULL kernel in ps_op means a copy: access 0 is read, access 1 of the same length is written,
- * by the backend's own copy function. */
+/* A kernel: one const object for each, shared by every op that runs it. A NULL kernel in ps_op
+ * means a copy: access 0 is read, access 1 of the same length is written, by the backend's own
+ * copy function. */
 enum { PS_BACKEND_CPU = 0, PS_BACKEND_CUDA = 1, PS_N_BACKENDS = 2 };
 typedef struct ps_kernel {
   const char *name;
   uint32_t op_class; /* ps_op_class */
+  /* by backend; NULL: the kernel does not run there, and ps_run_create() refuses it by name */
   ps_op_fn fn[PS_N_BACKENDS];
+  /* What the library says of its own kernels (native/kernels/ops.h). NULL in a caller's kernel,
+   * which then needs no scratch and no preparation. */
+  const struct ps__op_info *info;
 } ps_kernel;
 
 /* Where an op belongs in the model, for traces and messages; -1 where it does not apply. */

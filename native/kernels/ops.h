@@ -1,29 +1,114 @@
 /* ops.h - the op table: every kernel of the model with its arguments, the order of its accesses
- * and its math.
+ * and its math; and how an op describes itself.
  *
- * One const ps_kernel for each op; its cpu function lives in native/kernels/cpu/<family>.c.
+ * Each op is one const ps_kernel, ps__k_<op>. Its CPU function and its description stand in
+ * native/kernels/cpu/<family>.c, its CUDA function in native/kernels/cuda/<family>.cu.
  * Argument blocks are plain structs of shapes without padding, so that equal ops have equal
  * bytes; addresses arrive in ps_launch.ptr in the order listed ("ptr:"), R read, W write, RW
  * both. T tokens (rows), D model dim, A = heads*head_dim, K = kv_heads*head_dim, F ffn dim, V
  * vocab. All matrices row-major. dt is the storage dtype; arithmetic is fp32 inside (fp64 where
  * said) with one rounding (to nearest even) at the store. Every kernel gives the same bits for
- * any number of threads and any address alignment of 16 bytes. Each has
- * ps__cpu_scratch_<op>(args): BYTES of scratch for each worker (ps__cpu_exec.scratch_bytes must
- * be at least that). */
+ * any number of threads and any address alignment of 16 bytes. */
 #ifndef PS_KERNELS_OPS_H
 #define PS_KERNELS_OPS_H
 #include <penstock/engine.h>
 #include <penstock/model.h>
 
+#include <stdbool.h>
+
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* Every op: a new one is a line here. */
+#define PS__OPS(X)                                                                                 \
+  X(fill_zero)                                                                                     \
+  X(accumulate)                                                                                    \
+  X(accumulate_host)                                                                               \
+  X(embed_fwd)                                                                                     \
+  X(embed_bwd)                                                                                     \
+  X(embed_bwd_host)                                                                                \
+  X(rmsnorm_fwd)                                                                                   \
+  X(rmsnorm_bwd)                                                                                   \
+  X(gemm)                                                                                          \
+  X(qkv_split_fwd)                                                                                 \
+  X(qkv_split_bwd)                                                                                 \
+  X(attention_fwd)                                                                                 \
+  X(attention_bwd)                                                                                 \
+  X(swiglu_fwd)                                                                                    \
+  X(swiglu_bwd)                                                                                    \
+  X(colsum)                                                                                        \
+  X(cross_entropy)                                                                                 \
+  X(sumsq)                                                                                         \
+  X(sumsq_host)                                                                                    \
+  X(accumulate_sumsq_host)                                                                         \
+  X(round_sumsq_host)
+
+#define PS__DECLARE_OP(op) extern const ps_kernel ps__k_##op;
+PS__OPS(PS__DECLARE_OP)
+#undef PS__DECLARE_OP
+
+/* ---- how an op describes itself -----------------------------------------------------------------
+ * ps_kernel.info of every op in this header. A reader asks the kernel and compares no kernels. */
+
+/* Which of a machine's measured rates prices the op; native/plan/cost.c has the rates. */
+typedef enum ps__rate {
+  PS__RATE_MEMORY = 0,    /* bytes through the memory of the unit that runs it */
+  PS__RATE_GEMM,          /* FLOPs, by role and rows; arguments: ps__args_gemm */
+  PS__RATE_ATTENTION_FWD, /* FLOPs, by rows, keys and documents; arguments: ps__args_attention */
+  PS__RATE_ATTENTION_BWD,
+  /* on host threads; on a GPU all of these are priced as PS__RATE_MEMORY */
+  PS__RATE_OPTIMIZER,
+  PS__RATE_ACCUMULATE, /* host sums, which contend for host memory as sums: from here on */
+  PS__RATE_SUMSQ,
+  PS__RATE_ACCUMULATE_SUMSQ
+} ps__rate;
+
+/* What scratch on a backend depends on besides the arguments; the CPU functions ignore it. */
+typedef struct ps__scratch_target {
+  bool deterministic;
+  uint32_t cudnn_version; /* as cudnnGetVersion() gives it, 0: none */
+} ps__scratch_target;
+
+typedef struct ps__op_info {
+  ps__rate rate;
+  /* BYTES of scratch of a launch, by backend: of each worker on the CPU, of the stream on CUDA.
+   * Pure, in every build: plans for a GPU are made on any machine. NULL: none. Where a library
+   * decides on the GPU, an upper bound: prepare() gives the true figure. */
+  size_t (*scratch[PS_N_BACKENDS])(const void *args, const ps__scratch_target *target);
+  /* CPU: the function multiplies with OpenBLAS, whose buffers the backend holds for every thread
+   * of the stream before the first step. */
+  bool blas;
+  /* CUDA, before the first step: load, build or choose what launches of @args on @exec need; may
+   * take seconds, and is cheap the second time. *@scratch_bytes: the true figure. NULL: nothing to
+   * prepare, and scratch() is true. */
+  ps_status (*prepare)(const void *args, void *exec, size_t *scratch_bytes);
+  /* CUDA, both or neither: tune() times the algorithms for the launch on its operands, which hold
+   * realistic values, and keeps the fastest; tuned(): there is nothing left to time. */
+  bool (*tuned)(const ps_launch *launch);
+  ps_status (*tune)(const ps_launch *launch);
+} ps__op_info;
+
+/* What a kernel without a description is taken for: a caller's own, or a trainer's host op. */
+static inline ps__rate ps__op_rate(const ps_kernel *k) {
+  return k && k->info                             ? k->info->rate
+         : k && k->op_class == PS_CLASS_OPTIMIZER ? PS__RATE_OPTIMIZER
+                                                  : PS__RATE_MEMORY;
+}
+static inline size_t ps__op_scratch(const ps_kernel *k, uint32_t backend, const void *args,
+                                    const ps__scratch_target *target) {
+  return k->info && k->info->scratch[backend] ? k->info->scratch[backend](args, target) : 0;
+}
+
+/* The op called @name, NULL when there is none: for tests and benchmarks. */
+const ps_kernel *ps__op_by_name(const char *name);
+
+/* ---- the ops --------------------------------------------------------------------------------- */
 
 typedef struct ps__args_fill {
   uint64_t bytes;
 } ps__args_fill;
 /* fill_zero            ptr: W dst[bytes] */
-extern const ps_kernel ps__k_fill_zero;
 
 /* How a contribution is added to a total, total[i] += g[i]. A bf16 total that gets many
  * additions, each rounded to nearest, would stall: what is under half an ulp of it vanishes. So
@@ -58,19 +143,16 @@ typedef struct ps__args_accumulate {
  *                      u8[n].
  * Runs on the device (class ELEMENTWISE) and, as accumulate_host (class OPTIMIZER), on host
  * streams: same bits. */
-extern const ps_kernel ps__k_accumulate, ps__k_accumulate_host;
 
 typedef struct ps__args_embed {
   uint32_t n_tokens, vocab, dim, dt, accumulate;
 } ps__args_embed;
 /* embed_fwd            out[t,:] = table[id[t],:].  ptr: R id i32[T], R table[V,D], W out[T,D].
  *                      An id out of range is PS_EFORMAT. */
-extern const ps_kernel ps__k_embed_fwd;
 /* embed_bwd            dtable[v,:] (+)= sum over t with id[t]=v, in order of t, of dx[t,:] (fp32
  *                      sum, one rounding when added).
  *                      accumulate 0 writes every row (zeros where no token).  ptr: R id[T], R
  *                      dx[T,D], W|RW dtable[V,D]. */
-extern const ps_kernel ps__k_embed_bwd;
 /* embed_bwd_host       What embed_bwd over some chunks of a round, into a table that then is
  *                      written (rows.accumulate 0) or added (1) to the total, leaves in
  *                      the total: for each v with a token, contribution[v,:] = round(chunk's
@@ -91,7 +173,6 @@ typedef struct ps__args_embed_host {
   ps__args_embed rows;
   uint32_t chunk_tokens, short_tokens, group_tokens, skip_tokens, mode, index;
 } ps__args_embed_host;
-extern const ps_kernel ps__k_embed_bwd_host;
 
 typedef struct ps__args_rmsnorm {
   uint32_t rows, cols, dt, accumulate_dw, add_dx;
@@ -99,12 +180,10 @@ typedef struct ps__args_rmsnorm {
 } ps__args_rmsnorm;
 /* rmsnorm_fwd          y = x * rstd * w, rstd = 1/sqrt(mean(x^2)+eps).  ptr: R x[rows,cols], R
  *                      w[cols], W y[rows,cols]. */
-extern const ps_kernel ps__k_rmsnorm_fwd;
 /* rmsnorm_bwd          xh = x*rstd; g = dy*w; d = rstd*(g - xh*mean(g*xh)); dx = add_dx ? dx + d
  *                      : d; dw (+)= sum_rows dy*xh.
  *                      ptr: R x, R w, R dy, W|RW dx, W|RW dw[cols] (RW with accumulate_dw). dx
  *                      does not alias dy or x. */
-extern const ps_kernel ps__k_rmsnorm_bwd;
 
 /* gemm                 C[M,N] = op(A) op(B) (+ bias[N]) (+ residual[M,N], ld = ldc) (+ C when
  *                      accumulate); fp32 accumulate, one
@@ -118,7 +197,6 @@ typedef struct ps__args_gemm {
   uint32_t m, n, k, lda, ldb, ldc;
   uint8_t trans_a, trans_b, accumulate, has_bias, has_residual, dt_a, dt_b, dt_c;
 } ps__args_gemm;
-extern const ps_kernel ps__k_gemm;
 
 /* Frequencies come from the config; angle = position * inv_freq[i] in fp32 inv_freq, the product
  * and its range reduction in double; Hugging Face layout: element i pairs with i + head_dim/2. */
@@ -137,12 +215,10 @@ void ps__rope_inv_freq(float *inv_freq, const ps__args_qkv *a);
  *                      (one rounding after norm, then RoPE, one rounding) and RoPE at pos[t].
  *                      ptr: R qkv, R pos i32[T], W q, W kv, then with qk_norm R wq[head_dim], R
  *                      wk[head_dim]. */
-extern const ps_kernel ps__k_qkv_split_fwd;
 /* qkv_split_bwd        dqkv[T,A+2K] from dq[T,A] (dt) and dkv fp32 [T,2K]: inverse RoPE, norm
  *                      backward.
  *                      ptr: R dq, R dkv f32, R pos, W dqkv, then with qk_norm R qkv (raw), R wq,
  *                      R wk, W|RW dwq, W|RW dwk. */
-extern const ps_kernel ps__k_qkv_split_bwd;
 
 /* Attention over a GROUP of rows (a long sequence, or the sequences packed in a chunk): query
  * row i of this chunk is group row row0+i and sees keys doc_start[i] .. row0+i (inclusive),
@@ -167,29 +243,24 @@ static inline uint32_t ps__attention_documents(const ps__args_attention *a) {
 }
 /* attention_fwd        ptr: R q[T,A], R kv[row0+T,2K], R doc_start i32[T], W o[T,A], W lse
  *                      f32[T,n_heads]. */
-extern const ps_kernel ps__k_attention_fwd;
 /* attention_bwd        ptr: R q, R kv, R doc_start, R o, R lse, R d_o[T,A], W dq[T,A], W|RW dkv
  *                      f32[row0+T,2K]: all rows are
  *                      written (accumulate_dkv 0) or added to (1), in an order that does not
  *                      depend on threads. */
-extern const ps_kernel ps__k_attention_bwd;
 
 typedef struct ps__args_swiglu {
   uint32_t n_tokens, ffn_dim, dt;
 } ps__args_swiglu;
 /* swiglu_fwd           s = silu(g)*u, gu[T,2F]: g = gu[:, :F], u = gu[:, F:].  ptr: R gu[T,2F],
  *                      W s[T,F]. */
-extern const ps_kernel ps__k_swiglu_fwd;
 /* swiglu_bwd           ptr: RW ds[T,F], RW gu[T,2F]: gu is replaced by its gradient, and then ds
  *                      by s. */
-extern const ps_kernel ps__k_swiglu_bwd;
 
 typedef struct ps__args_colsum {
   uint32_t rows, cols, ld, dt, accumulate;
 } ps__args_colsum;
 /* colsum               db[c] (+)= sum_r dy[r,c].  ptr: R dy[rows, ld], W|RW db[cols] (dt). Bias
  *                      gradients. */
-extern const ps_kernel ps__k_colsum;
 
 typedef struct ps__args_cross_entropy {
   uint32_t rows, vocab, dt;
@@ -199,7 +270,6 @@ typedef struct ps__args_cross_entropy {
  *                      dz 0. inv_valid = *scale (f32, device memory).  ptr: RW z[rows,V] dt, R
  *                      target i32[rows], R scale f32[1],
  *                      W loss f32[rows]. */
-extern const ps_kernel ps__k_cross_entropy;
 
 /* n_threads: as accumulate's */
 typedef struct ps__args_sumsq {
@@ -228,11 +298,6 @@ static inline uint64_t ps__sumsq_tile(uint64_t n) {
                  whole = (each + PS_SQ_LANES - 1) / PS_SQ_LANES * PS_SQ_LANES;
   return whole < 65536 ? 65536 : whole;
 }
-extern const ps_kernel ps__k_sumsq, ps__k_sumsq_host, ps__k_accumulate_sumsq_host,
-    ps__k_round_sumsq_host;
-
-/* Bytes of scratch a worker needs, by kernel and argument block: 0 where it needs none. */
-size_t ps__cpu_scratch_bytes(const ps_kernel *kernel, const void *args);
 
 /* ---- conversions shared by kernels, optimizer and io (native/kernels/cpu/convert.c) ---------- */
 static inline float ps__bf16_to_f32(uint16_t h) {

@@ -109,33 +109,31 @@ static double attention_rate(const ps_hardware *hw, const ps__args_attention *a,
  * through memory. */
 static double device_ns(const ps_hardware *hw, const ps_kernel *kernel, const void *args,
                         ps_work work) {
+  const ps__rate rate = ps__op_rate(kernel);
   const double bytes_ns = rate_ns(work.bytes, hw->elementwise_bytes_per_s);
-  if (kernel == &ps__k_gemm)
-    return larger(rate_ns(work.flops, gemm_rate(hw, args)), bytes_ns);
-  if (kernel == &ps__k_attention_fwd || kernel == &ps__k_attention_bwd) {
+  switch (rate) {
+  case PS__RATE_GEMM: return larger(rate_ns(work.flops, gemm_rate(hw, args)), bytes_ns);
+  case PS__RATE_ATTENTION_FWD:
+  case PS__RATE_ATTENTION_BWD: {
     const ps__args_attention *a = args;
-    const bool backward = kernel == &ps__k_attention_bwd;
+    const bool backward = rate == PS__RATE_ATTENTION_BWD;
     const double pairs = work.flops / ((backward ? 10.0 : 4.0) * a->n_heads * a->head_dim);
     return rate_ns(work.flops, attention_rate(hw, a, pairs, backward));
   }
-  return bytes_ns;
+  default: return bytes_ns;
+  }
 }
 
 static double host_rate(const ps_hardware *hw, const ps_kernel *kernel) {
-  if (kernel == &ps__k_sumsq_host || kernel == &ps__k_round_sumsq_host)
-    return hw->sumsq_bytes_per_s;
-  if (kernel == &ps__k_accumulate_sumsq_host)
-    return hw->accumulate_sumsq_bytes_per_s;
-  if (kernel == &ps__k_accumulate_host || kernel == &ps__k_embed_bwd_host)
-    return hw->accumulate_bytes_per_s;
-  return hw->optimizer_bytes_per_s;
+  switch (ps__op_rate(kernel)) {
+  case PS__RATE_ACCUMULATE: return hw->accumulate_bytes_per_s;
+  case PS__RATE_SUMSQ: return hw->sumsq_bytes_per_s;
+  case PS__RATE_ACCUMULATE_SUMSQ: return hw->accumulate_sumsq_bytes_per_s;
+  default: return hw->optimizer_bytes_per_s;
+  }
 }
 
-static bool is_sum(const ps_kernel *kernel) {
-  return kernel == &ps__k_sumsq_host || kernel == &ps__k_round_sumsq_host ||
-         kernel == &ps__k_accumulate_sumsq_host || kernel == &ps__k_accumulate_host ||
-         kernel == &ps__k_embed_bwd_host;
-}
+static bool is_sum(const ps_kernel *kernel) { return ps__op_rate(kernel) >= PS__RATE_ACCUMULATE; }
 
 double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream,
                    const void *args, ps_work work) {

@@ -52,10 +52,10 @@ static const char *outgoing(const ps_tag *t) {
 static const char *on_host(const ps__vop *op) {
   if (op->tag.phase != PS__PHASE_UPDATE)
     return "the loss";
-  if (strncmp(op->kernel->name, "adamw", 5) == 0)
-    return "the optimizer";
-  return strcmp(op->kernel->name, "grad_norm") == 0 ? "the gradient norm"
-                                                    : "sums of gradients at home";
+  const ps__rate rate = ps__op_rate(op->kernel);
+  return rate == PS__RATE_OPTIMIZER    ? "the optimizer"
+         : rate >= PS__RATE_ACCUMULATE ? "sums of gradients at home"
+                                       : "the gradient norm";
 }
 
 static const char *label(const ps__vop *op) {

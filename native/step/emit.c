@@ -1,7 +1,6 @@
 /* emit.c - emitting virtual tensors and ops. Memory running out is noted once in the step and
  * checked at the end. */
 #include "step/emit.h"
-#include "kernels/cuda/scratch.h"
 #include <string.h>
 
 static uint32_t new_vt(ps__builder *b, ps__vt t) {
@@ -102,22 +101,9 @@ static bool push_args(ps__step *s, const void *args, uint32_t bytes) {
  * really takes is asked when the run is opened. */
 static size_t scratch_bytes(const ps__spec *spec, const ps_kernel *kernel, uint32_t stream,
                             const void *args) {
-  if (spec->backend != PS_BACKEND_CUDA || ps__stream_on_host(stream))
-    return ps__cpu_scratch_bytes(kernel, args);
-  if (kernel == &ps__k_embed_bwd)
-    return ps_scratch_embed_bwd(args);
-  if (kernel == &ps__k_rmsnorm_bwd)
-    return ps_scratch_rmsnorm_bwd(args);
-  if (kernel == &ps__k_qkv_split_bwd)
-    return ps_scratch_qkv_split_bwd(args);
-  if (kernel == &ps__k_colsum)
-    return ps_scratch_colsum(args);
-  if (kernel == &ps__k_sumsq)
-    return ps_scratch_sumsq(args);
-  if (kernel == &ps__k_attention_fwd || kernel == &ps__k_attention_bwd)
-    return ps_scratch_attention_bound(args, kernel == &ps__k_attention_bwd, spec->deterministic,
-                                      spec->cudnn_version);
-  return 0;
+  const ps__scratch_target target = {spec->deterministic, spec->cudnn_version};
+  return ps__op_scratch(kernel, ps__stream_on_host(stream) ? PS_BACKEND_CPU : spec->backend, args,
+                        &target);
 }
 
 void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const void *args,
@@ -174,13 +160,19 @@ static ps_status run_hook(const ps_launch *l) {
 }
 
 static const ps_kernel hook_kernel[] = {
-    [PS__HOOK_LOAD] = {"load_batch", PS_CLASS_IO, {run_hook, run_hook}},
-    [PS__HOOK_LOSS] = {"loss", PS_CLASS_OTHER, {run_hook, run_hook}},
-    [PS__HOOK_NORM] = {"grad_norm", PS_CLASS_OTHER, {run_hook, run_hook}},
-    [PS__HOOK_ADAMW] = {"adamw", PS_CLASS_OPTIMIZER, {run_hook, run_hook}},
-    [PS__HOOK_MOMENTS] = {"adamw_moments", PS_CLASS_OPTIMIZER, {run_hook, run_hook}},
-    [PS__HOOK_GATHER] = {"embed_gather", PS_CLASS_IO, {run_hook, run_hook}},
-    [PS__HOOK_REPORT] = {"report", PS_CLASS_OTHER, {run_hook, run_hook}},
+    [PS__HOOK_LOAD] = {.name = "load_batch", .op_class = PS_CLASS_IO, .fn = {run_hook, run_hook}},
+    [PS__HOOK_LOSS] = {.name = "loss", .op_class = PS_CLASS_OTHER, .fn = {run_hook, run_hook}},
+    [PS__HOOK_NORM] = {.name = "grad_norm", .op_class = PS_CLASS_OTHER, .fn = {run_hook, run_hook}},
+    [PS__HOOK_ADAMW] = {.name = "adamw",
+                        .op_class = PS_CLASS_OPTIMIZER,
+                        .fn = {run_hook, run_hook}},
+    [PS__HOOK_MOMENTS] = {.name = "adamw_moments",
+                          .op_class = PS_CLASS_OPTIMIZER,
+                          .fn = {run_hook, run_hook}},
+    [PS__HOOK_GATHER] = {.name = "embed_gather",
+                         .op_class = PS_CLASS_IO,
+                         .fn = {run_hook, run_hook}},
+    [PS__HOOK_REPORT] = {.name = "report", .op_class = PS_CLASS_OTHER, .fn = {run_hook, run_hook}},
 };
 
 void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream,

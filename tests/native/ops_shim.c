@@ -8,11 +8,12 @@
  * with NaN, with guards behind each worker's part. A ps_status; PS_EINTERNAL when a guard was
  * written to. */
 PS_API int ops_run(const char *name, const void *args, void **ptrs, int n_ptr, int n_threads) {
-  const ps_kernel *kernel = ps__cpu_kernel_by_name(name);
+  const ps_kernel *kernel = ps__op_by_name(name);
   if (!kernel)
     return ps__fail(PS_EINVAL, "no kernel is called '%s'", name);
   enum { GUARD = 4096 };
-  size_t need = ps__cpu_scratch_bytes(kernel, args), each = ps__round_up(need, 64) + GUARD;
+  size_t need = ps__op_scratch(kernel, PS_BACKEND_CPU, args, NULL),
+         each = ps__round_up(need, 64) + GUARD;
   ps__cpu_exec exec = {.scratch_bytes = each};
   void *scratch = NULL;
   PS_TRY(ps__map(&scratch, each * (size_t)n_threads, "scratch"));

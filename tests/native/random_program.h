@@ -48,7 +48,9 @@ static inline ps_status rp_run(const ps_launch *l) {
 #  define RP_CUDA_FN NULL
 #endif
 static const ps_kernel rp_kernel = {
-    "mix", PS_CLASS_OTHER, {[PS_BACKEND_CPU] = rp_run, [PS_BACKEND_CUDA] = RP_CUDA_FN}};
+    .name = "mix",
+    .op_class = PS_CLASS_OTHER,
+    .fn = {[PS_BACKEND_CPU] = rp_run, [PS_BACKEND_CUDA] = RP_CUDA_FN}};
 
 static inline ps_access rp_range(uint64_t *r, uint32_t grain, uint32_t mode) {
   uint32_t cells = RP_SPACE_BYTES / grain, first = rnd_below(r, cells);

@@ -194,7 +194,7 @@ static void fp32_has_one_rate(const ps_hardware *hw) {
 
 static void host_ops_have_their_own_rates(const ps_hardware *hw) {
   const ps_work work = {.bytes = 1e6};
-  const ps_kernel adamw = {"adamw", PS_CLASS_OPTIMIZER, {NULL, NULL}};
+  const ps_kernel adamw = {.name = "adamw", .op_class = PS_CLASS_OPTIMIZER, .fn = {NULL, NULL}};
   CHECK(same(rate_of(hw, &adamw, PS__S_HOST, NULL, work), 1e9) &&
         same(rate_of(hw, &ps__k_accumulate_host, PS__S_HOST, NULL, work), 2e9));
   CHECK(same(rate_of(hw, &ps__k_embed_bwd_host, PS__S_HOST, NULL, work), 2e9) &&
@@ -250,7 +250,7 @@ static void memory_is_divided_as_measured(const ps_hardware *of) {
             same(c.slower[sums | in | home], op[i].beside_sums));
       CHECK(same(c.slower[adamw | in | home], op[i].beside_adamw));
     }
-    const ps_kernel update = {"adamw", PS_CLASS_OPTIMIZER, {NULL, NULL}};
+    const ps_kernel update = {.name = "adamw", .op_class = PS_CLASS_OPTIMIZER, .fn = {NULL, NULL}};
     ps_sim_cost c;
     ps__cost(&m, &(ps_op_view){.kernel = &update, .stream = PS__S_HOST, .work = work}, &c);
     CHECK(c.kind == adamw && same(c.slower[adamw | in | home], 3) && same(c.ns, 1e6 + hw.op_ns));

@@ -124,7 +124,7 @@ static void drop(sample *s) {
 /* ---- the cpu's results and their bounds ------------------------------------------------------ */
 
 static void on_cpu(const ps_kernel *k, const ps__args_attention *a, void **ptr, uint32_t n) {
-  cpu.scratch_bytes = ps__round_up(ps__cpu_scratch_bytes(k, a), 64);
+  cpu.scratch_bytes = ps__round_up(ps__op_scratch(k, PS_BACKEND_CPU, a, NULL), 64);
   cpu.scratch = aligned_alloc(64, cpu.scratch_bytes * ps__pool_size(cpu.pool));
   CHECK(cpu.scratch && k->fn[PS_BACKEND_CPU](
                            &(ps_launch){.args = a, .ptr = ptr, .n_ptr = n, .exec = &cpu}) == PS_OK);
@@ -257,12 +257,11 @@ static double worst_dkv(const sample *s, const void *got) { /* heads of dk, then
  * is whole. */
 static ps_status on_gpu(const ps_kernel *k, const ps__args_attention *a, void **ptr, uint32_t n) {
   size_t need = 0;
-  ps_status st = ps__cuda_attention_prepare(k, a, gpu.deterministic, &need);
+  ps_status st = k->info->prepare(a, &gpu, &need);
   if (st != PS_OK)
     return st;
-  CHECK(ps__cuda_scratch_bytes(k, a) >= need);
-  const size_t bound = ps_scratch_attention_bound(a, k == &ps__k_attention_bwd, false,
-                                                  PS_CUDNN_LINEAR_DETERMINISTIC);
+  const ps__scratch_target target = {.cudnn_version = PS_CUDNN_LINEAR_DETERMINISTIC};
+  const size_t bound = ps__op_scratch(k, PS_BACKEND_CUDA, a, &target);
   if (!gpu.deterministic && need > bound) {
     printf("FAIL %s T=%u row0=%u: %zu bytes of scratch, planned for %zu\n", library, a->n_tokens,
            a->row0, need, bound);
@@ -273,7 +272,7 @@ static ps_status on_gpu(const ps_kernel *k, const ps__args_attention *a, void **
   /* the stream does not wait for the default one, which filled all this */
   CU(cudaDeviceSynchronize());
   const ps_launch l = {.args = a, .ptr = ptr, .n_ptr = n, .exec = &gpu};
-  st = k == &ps__k_attention_bwd ? ps__cuda_attention_bwd(&l) : ps__cuda_attention_fwd(&l);
+  st = k->fn[PS_BACKEND_CUDA](&l);
   CU(cudaStreamSynchronize(gpu.stream));
   unsigned char guard[GUARD];
   CU(cudaMemcpy(guard, (char *)gpu.scratch + need, GUARD, cudaMemcpyDeviceToHost));
@@ -340,10 +339,10 @@ static const char *refused(const ps__args_attention *a) {
 }
 
 static bool is_refused(const ps__args_attention *a) {
+  size_t bytes;
   if (!refused(a))
     return false;
-  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, a, gpu.deterministic, NULL),
-              PS_EDEVICE, refused(a));
+  CHECK_FAILS(ps__cuda_prepare_attention_fwd(a, &gpu, &bytes), PS_EDEVICE, refused(a));
   return true;
 }
 
@@ -531,19 +530,17 @@ static void same_bits(uint32_t row0, const int *lengths, uint32_t document_rows)
 }
 
 static void refusals(void) {
+  size_t bytes;
   ps__args_attention a = {64, 0, 4, 2, 64, PS_F32, 0, 0};
-  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EINVAL,
-              "needs bf16");
+  CHECK_FAILS(ps__cuda_prepare_attention_fwd(&a, &gpu, &bytes), PS_EINVAL, "needs bf16");
   a.dt = PS_BF16;
   a.n_heads = 3;
-  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EINVAL,
-              "no valid shape");
+  CHECK_FAILS(ps__cuda_prepare_attention_fwd(&a, &gpu, &bytes), PS_EINVAL, "no valid shape");
   a = (ps__args_attention){77, 5, 4, 2, 64, PS_BF16, 0, 0};
   CHECK_FAILS(ps__cuda_attention_fwd(&(ps_launch){.args = &a, .exec = &gpu}), PS_EINVAL,
               "not prepared");
   a.head_dim = 264;
-  CHECK_FAILS(ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, NULL), PS_EDEVICE,
-              "FLASH_ATTN=1");
+  CHECK_FAILS(ps__cuda_prepare_attention_fwd(&a, &gpu, &bytes), PS_EDEVICE, "FLASH_ATTN=1");
   printf("ok refusals\n");
 }
 
@@ -556,7 +553,7 @@ static void time_library(const char *name, sample *s, double pairs) {
   for (int b = 0; b < 2; b++) {
     const ps_kernel *k = b ? &ps__k_attention_bwd : &ps__k_attention_fwd;
     /* not for this library */
-    if (ps__cuda_attention_prepare(k, &s->a, gpu.deterministic, &scratch[b]) != PS_OK)
+    if (k->info->prepare(&s->a, &gpu, &scratch[b]) != PS_OK)
       return;
     gpu.scratch = device(NULL, scratch[b] + GUARD);
     gpu.scratch_bytes = scratch[b];

@@ -87,8 +87,12 @@ static ps_schedule *compiled(ps_program *p) {
 }
 
 static ps_status nothing(const ps_launch *l) { return PS_OK; }
-static const ps_kernel k_work = {"work", PS_CLASS_OTHER, {nothing, work_cuda}},
-                       k_stray = {"stray", PS_CLASS_OTHER, {nothing, stray_cuda}};
+static const ps_kernel k_work = {.name = "work",
+                                 .op_class = PS_CLASS_OTHER,
+                                 .fn = {nothing, work_cuda}},
+                       k_stray = {.name = "stray",
+                                  .op_class = PS_CLASS_OTHER,
+                                  .fn = {nothing, stray_cuda}};
 
 /* ---- device memory, in and out by a program of copies ---------------------------------------- */
 
@@ -213,7 +217,7 @@ static ps_status fail_at_2(const ps_launch *l) {
   usleep(2000); /* the device streams wait for this, submitted well ahead */
   return l->step == 2 ? ps__fail(PS_ENUMERIC, "the loss is not finite") : PS_OK;
 }
-static const ps_kernel k_fail = {"brittle", PS_CLASS_OTHER, {fail_at_2}};
+static const ps_kernel k_fail = {.name = "brittle", .op_class = PS_CLASS_OTHER, .fn = {fail_at_2}};
 
 static void test_host_error(void) {
   ps_engine *e = open_engine(4096);
@@ -306,7 +310,8 @@ static ps_status doze(const ps_launch *l) {
   usleep(500);
   return PS_OK;
 }
-static const ps_kernel k_doze = {"doze", PS_CLASS_OTHER, {doze, work_cuda}};
+static const ps_kernel k_doze = {
+    .name = "doze", .op_class = PS_CLASS_OTHER, .fn = {doze, work_cuda}};
 
 /* A chain host, copy, 300 us of GPU, copy, host: every op after the one that it waits for, and
  * as long as it takes. The host's and the GPU's clocks are held together to 30 us: an event and

@@ -148,7 +148,7 @@ static bool run_gpu(const char *name, const ps_kernel *k, ps_op_fn fn, const voi
                     const buffer *b, uint32_t n, void **out) {
   void *ptr[MAX_BUF];
   char *at = g_arena;
-  const size_t scratch = ps__cuda_scratch_bytes(k, args);
+  const size_t scratch = ps__op_scratch(k, PS_BACKEND_CUDA, args, NULL);
   for (uint32_t i = 0; i < n; i++) {
     const size_t bytes = b[i].n * dt_bytes(b[i].dt), room = ps__round_up(bytes, 256) + 2 * GUARD;
     need(cudaMemset(at, 0x5a, room), "guards");
@@ -211,7 +211,7 @@ static void check(const char *name, const ps_kernel *k, ps_op_fn fn, const void 
     else
       memcpy(cpu[i], b[i].init, bytes);
   }
-  g_cpu.scratch_bytes = ps__round_up(ps__cpu_scratch_bytes(k, args), 64);
+  g_cpu.scratch_bytes = ps__round_up(ps__op_scratch(k, PS_BACKEND_CPU, args, NULL), 64);
   g_cpu.scratch = aligned_alloc(64, g_cpu.scratch_bytes * WORKERS + 64);
   const ps_launch l = {.args = args, .ptr = cpu, .n_ptr = n, .exec = &g_cpu};
   if (ok && k->fn[PS_BACKEND_CPU](&l) != PS_OK)
@@ -519,11 +519,8 @@ static void test_gemm_cache(void *workspace, size_t workspace_bytes) {
   bool ok = mkdtemp(folder) != NULL;
   for (int turn = 0; turn < 2 && ok; turn++) {
     ok = ps__cuda_blas_create(&g_exec.blas, workspace, workspace_bytes) == PS_OK &&
-         ps__cuda_blas_use_cache(g_exec.blas, folder) == PS_OK &&
-         ps__cuda_blas_settled(&g_exec, &a, ptr[0], ptr[1], ptr[2], NULL, NULL) == turn &&
-         ps__cuda_blas_tune(&g_exec, &a, ptr[0], ptr[1], ptr[2], NULL, NULL) == PS_OK &&
-         ps__cuda_blas_settled(&g_exec, &a, ptr[0], ptr[1], ptr[2], NULL, NULL) &&
-         ps__cuda_gemm(&l) == PS_OK;
+         ps__cuda_blas_use_cache(g_exec.blas, folder) == PS_OK && ps__cuda_gemm_tuned(&l) == turn &&
+         ps__cuda_tune_gemm(&l) == PS_OK && ps__cuda_gemm_tuned(&l) && ps__cuda_gemm(&l) == PS_OK;
     need(cudaDeviceSynchronize(), "gemm");
     need(cudaMemcpy(out[turn], ptr[2], sizeof out[0], cudaMemcpyDeviceToHost), "c");
     ps__cuda_blas_save_cache(g_exec.blas);
@@ -617,7 +614,7 @@ static void fill_arena(void) { /* bf16 N(0, 1) all over; ids and positions at th
 }
 
 static void speeds_gemm(const char *name, ps__args_gemm a) {
-  ps__cuda_exec e = g_exec;
+  void *ptr[] = {at_mib(64), at_mib(1024), at_mib(2048)};
   char line[64];
   if (g_part && !strstr(name, g_part))
     return;
@@ -625,7 +622,8 @@ static void speeds_gemm(const char *name, ps__args_gemm a) {
   const double flops = 2.0 * a.m * a.n * a.k;
   snprintf(line, sizeof line, "%s first candidate", name);
   speed(line, ps__cuda_gemm, &a, AT(64, 1024, 2048), 0, flops);
-  if (ps__cuda_blas_tune(&e, &a, at_mib(64), at_mib(1024), at_mib(2048), NULL, NULL) != PS_OK)
+  if (ps__cuda_tune_gemm(&(ps_launch){.args = &a, .ptr = ptr, .n_ptr = 3, .exec = &g_exec}) !=
+      PS_OK)
     printf("FAIL tune: %s\n", ps_last_error()), g_failed++;
   snprintf(line, sizeof line, "%s tuned", name);
   speed(line, ps__cuda_gemm, &a, AT(64, 1024, 2048), 0, flops);

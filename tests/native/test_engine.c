@@ -47,7 +47,7 @@ static void add(ps_program *p, const ps_kernel *k, uint32_t stream, const void *
 }
 
 static ps_status nothing(const ps_launch *l) { return PS_OK; }
-static const ps_kernel k_nothing = {"nothing", PS_CLASS_OTHER, {nothing}};
+static const ps_kernel k_nothing = {.name = "nothing", .op_class = PS_CLASS_OTHER, .fn = {nothing}};
 
 /* ---- refusals -------------------------------------------------------------------------------- */
 
@@ -114,7 +114,8 @@ static void test_engine_checks(void) {
 }
 
 static void test_run_checks(void) {
-  static const ps_kernel lacking = {"lacking", PS_CLASS_OTHER, {NULL, nothing}};
+  static const ps_kernel lacking = {
+      .name = "lacking", .op_class = PS_CLASS_OTHER, .fn = {NULL, nothing}};
   ps_engine *e = open_engine(2);
   ps_program *p;
   ps_schedule *s;
@@ -156,7 +157,7 @@ static ps_status see_launch(const ps_launch *l) {
   *(uint64_t *)l->ptr[0] += ok ? 1 : 1000;
   return PS_OK;
 }
-static const ps_kernel k_see = {"see", PS_CLASS_OTHER, {see_launch}};
+static const ps_kernel k_see = {.name = "see", .op_class = PS_CLASS_OTHER, .fn = {see_launch}};
 
 static void test_launch(void) {
   ps_engine_config cfg = config(2, (uint64_t)40 << 20);
@@ -217,8 +218,9 @@ static ps_status fail_at_2(const ps_launch *l) {
   return l->step == 2 ? ps__fail(PS_ENUMERIC, "the loss is not finite") : PS_OK;
 }
 static ps_status fail_silently(const ps_launch *l) { return l->step == 2 ? PS_EIO : PS_OK; }
-static const ps_kernel k_fail = {"brittle", PS_CLASS_OTHER, {fail_at_2}},
-                       k_silent = {"mute", PS_CLASS_OTHER, {fail_silently}};
+static const ps_kernel k_fail = {.name = "brittle", .op_class = PS_CLASS_OTHER, .fn = {fail_at_2}},
+                       k_silent = {
+                           .name = "mute", .op_class = PS_CLASS_OTHER, .fn = {fail_silently}};
 
 /* Stream 0 fails while streams 1..3 sleep in waits for it. */
 static void test_error(const ps_kernel *k, ps_status code, const char *why) {
@@ -259,7 +261,7 @@ static ps_status slow(const ps_launch *l) {
   usleep(300);
   return PS_OK;
 }
-static const ps_kernel k_slow = {"slow", PS_CLASS_OTHER, {slow}};
+static const ps_kernel k_slow = {.name = "slow", .op_class = PS_CLASS_OTHER, .fn = {slow}};
 static ps_run *volatile to_cancel;
 static void cancel_later(void *arg) {
   usleep(3000);
@@ -310,8 +312,8 @@ static ps_status late(const ps_launch *l) {
 static ps_status fail_at_4(const ps_launch *l) {
   return l->step == 4 ? ps__fail(PS_EIO, "the data ends") : PS_OK;
 }
-static const ps_kernel k_late = {"late", PS_CLASS_OTHER, {late}},
-                       k_fail_4 = {"reader", PS_CLASS_OTHER, {fail_at_4}};
+static const ps_kernel k_late = {.name = "late", .op_class = PS_CLASS_OTHER, .fn = {late}},
+                       k_fail_4 = {.name = "reader", .op_class = PS_CLASS_OTHER, .fn = {fail_at_4}};
 
 static void test_steps_before_the_error(void) {
   ps_engine *e = open_engine(3);
@@ -432,7 +434,7 @@ static void ask(void *arg) {
 }
 
 static void test_life(void) {
-  static const ps_kernel k_misuse = {"misuse", PS_CLASS_OTHER, {misuse}};
+  static const ps_kernel k_misuse = {.name = "misuse", .op_class = PS_CLASS_OTHER, .fn = {misuse}};
   ps_program *p;
   ps_schedule *s;
   ps_run_config rc = run_config(0);

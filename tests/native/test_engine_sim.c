@@ -6,7 +6,8 @@
 
 enum { SLOT = 8 };
 static ps_status nothing(const ps_launch *l) { return PS_OK; }
-static const ps_kernel k_plain = {"plain \"quoted\"\n", PS_CLASS_GEMM, {nothing}};
+static const ps_kernel k_plain = {
+    .name = "plain \"quoted\"\n", .op_class = PS_CLASS_GEMM, .fn = {nothing}};
 
 /* An op whose cost is its work: flops ns alone, and bytes hundredths of resource 0. */
 static void add(ps_program *p, uint32_t stream, double ns, double percent, uint32_t n,

@@ -115,7 +115,8 @@ static ps_status cpu_warm(ps__device *dev, const ps_schedule *schedule) {
   uint32_t n = 0;
   bool multiplies[PS_MAX_STREAMS] = {false};
   for (size_t i = 0; i < schedule->list.n_ops; i++)
-    if (schedule->list.ops[i].kernel == &ps__k_gemm)
+    if (schedule->list.ops[i].kernel && schedule->list.ops[i].kernel->info &&
+        schedule->list.ops[i].kernel->info->blas)
       multiplies[schedule->list.ops[i].stream] = true;
   for (uint32_t i = 0; i < dev->n_streams; i++)
     n += multiplies[i] ? ps__pool_size(dev->stream[i].exec.pool) : 0;

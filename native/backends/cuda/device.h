@@ -95,7 +95,7 @@ ps_status ps__cuda_prepare(ps__device *dev, const ps_schedule *schedule, uint64_
 void ps__cuda_finish(ps__device *dev);
 /* warm.c */
 /* the context is current */
-ps_status ps__cuda_prepare_attention(ps__device *dev, const ps_schedule *schedule);
+ps_status ps__cuda_prepare_ops(ps__device *dev, const ps_schedule *schedule);
 ps_status ps__cuda_warm(ps__device *dev, const ps_schedule *schedule);
 /* trace.c */
 ps_status ps__cuda_trace_prepare(ps__device *dev, const ps_schedule *schedule);

@@ -262,7 +262,7 @@ static ps_status tune_products(bench *b) {
         uint32_t n;
         const ps__args_gemm g = product_args(b, i, gemm_rows[r], part, ptr, &n);
         PS_TRY(
-            ps__cuda_blas_tune(&b->exec, &g, ptr[0], ptr[1], ptr[2], NULL, n > 3 ? ptr[3] : NULL));
+            ps__cuda_tune_gemm(&(ps_launch){.args = &g, .ptr = ptr, .n_ptr = n, .exec = &b->exec}));
       }
   PS_TRY(settle(b));
   ps__cuda_blas_save_cache(b->exec.blas);
@@ -325,9 +325,9 @@ static ps_status prepare_attention(bench *b, const ps_attention_rate *r, bool *f
   int32_t *doc_start = (int32_t *)(void *)(place(b, 0) + COPY);
   const uint32_t length = r->rows / r->packed;
   size_t scratch[2] = {0};
-  ps_status st = ps__cuda_attention_prepare(&ps__k_attention_fwd, &a, false, &scratch[0]);
+  ps_status st = ps__cuda_prepare_attention_fwd(&a, &b->exec, &scratch[0]);
   if (st == PS_OK)
-    st = ps__cuda_attention_prepare(&ps__k_attention_bwd, &a, false, &scratch[1]);
+    st = ps__cuda_prepare_attention_bwd(&a, &b->exec, &scratch[1]);
   *fits = false;
   if (st == PS_EDEVICE && r->found)
     return PS_OK;
@@ -717,7 +717,8 @@ static uint64_t scratch_needed(const ps_hardware *hw) {
   uint64_t most = 0;
   for (int i = 0; i < 2 * N_ATTENTION; i++) {
     const ps__args_attention a = attention_args(&attention_shapes[i / 2]);
-    const uint64_t n = ps_scratch_attention_bound(&a, i % 2, false, hw->cudnn_version);
+    const uint64_t n =
+        ps_scratch_attention(&a, i % 2, &(ps__scratch_target){.cudnn_version = hw->cudnn_version});
     if (n > most)
       most = n;
   }

@@ -103,7 +103,7 @@ static void release(ps__device *dev) {
 }
 
 static ps_status prepare(ps__device *dev, const ps_schedule *s) {
-  PS_TRY(ps__cuda_prepare_attention(dev, s));
+  PS_TRY(ps__cuda_prepare_ops(dev, s));
   PS_TRY(reserve(dev, s));
   return ps__cuda_trace_prepare(dev, s);
 }

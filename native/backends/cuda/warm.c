@@ -18,10 +18,6 @@ typedef struct distinct {
   uint32_t n;
 } distinct; /* indices of ops */
 
-static bool is_attention(const ps_kernel *k) {
-  return k == &ps__k_attention_fwd || k == &ps__k_attention_bwd;
-}
-
 static uint64_t hash_of(const ps_schedule *s, const ps__op *op) {
   const unsigned char *p = (const unsigned char *)s->list.args + op->args;
   uint64_t h = 1469598103934665603ull ^ (uint64_t)(uintptr_t)op->kernel ^ op->stream;
@@ -148,35 +144,29 @@ static ps_status tune(ps__device *dev, const ps_schedule *s, const distinct *d) 
   for (uint32_t i = 0; i < d->n; i++) {
     void *ptr[PS_MAX_ACCESSES];
     const ps_launch l = launch_of(dev, s, d->op[i], ptr);
-    const ps__args_gemm *g = l.args;
-    PS_TRY(ps__cuda_blas_tune(l.exec, g, ptr[0], ptr[1], ptr[2], g->has_bias ? ptr[3] : NULL,
-                              g->has_residual ? ptr[l.n_ptr - 1] : NULL));
+    PS_TRY(s->list.ops[d->op[i]].kernel->info->tune(&l));
   }
   return PS_OK;
 }
 
-/* The products among the distinct ops that tuning would time: the number of them, and their
- * indices. */
-static uint32_t unsettled(ps__device *dev, const ps_schedule *s, distinct *d) {
+/* Keeps of the distinct ops those that have algorithms left to time, and returns their number. */
+static uint32_t keep_untuned(ps__device *dev, const ps_schedule *s, distinct *d) {
   uint32_t n = 0;
   for (uint32_t i = 0; i < d->n; i++) {
-    if (s->list.ops[d->op[i]].kernel != &ps__k_gemm)
-      continue;
+    const ps__op_info *info = s->list.ops[d->op[i]].kernel->info;
     void *ptr[PS_MAX_ACCESSES];
     const ps_launch l = launch_of(dev, s, d->op[i], ptr);
-    const ps__args_gemm *g = l.args;
-    if (!ps__cuda_blas_settled(l.exec, g, ptr[0], ptr[1], ptr[2], g->has_bias ? ptr[3] : NULL,
-                               g->has_residual ? ptr[l.n_ptr - 1] : NULL))
+    if (info && info->tune && !info->tuned(&l))
       d->op[n++] = d->op[i];
   }
   return d->n = n;
 }
 
-static ps_status choose_products(ps__device *dev, const ps_schedule *s, distinct *d) {
+static ps_status choose_algorithms(ps__device *dev, const ps_schedule *s, distinct *d) {
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
     if (dev->stream[i].exec.blas)
       PS_TRY(ps__cuda_blas_use_cache(dev->stream[i].exec.blas, NULL));
-  if (dev->cfg.deterministic || !unsettled(dev, s, d))
+  if (dev->cfg.deterministic || !keep_untuned(dev, s, d))
     return PS_OK;
   PS_TRY(fill_spaces(dev));
   PS_TRY(tune(dev, s, d));
@@ -187,17 +177,16 @@ static ps_status choose_products(ps__device *dev, const ps_schedule *s, distinct
   return PS_OK;
 }
 
-ps_status ps__cuda_prepare_attention(ps__device *dev, const ps_schedule *s) {
+ps_status ps__cuda_prepare_ops(ps__device *dev, const ps_schedule *s) {
   for (size_t i = 0; i < s->list.n_ops; i++) {
     const ps__op *op = &s->list.ops[i];
-    if (!is_attention(op->kernel) || ps__cuda_is_host(&dev->cfg, op->stream))
+    const ps__op_info *info = op->kernel ? op->kernel->info : NULL;
+    if (!info || !info->prepare || ps__cuda_is_host(&dev->cfg, op->stream))
       continue;
-    const ps__cuda_exec *exec = &dev->stream[op->stream].exec;
+    ps__cuda_exec *exec = &dev->stream[op->stream].exec;
     char need[32], have[32];
     size_t bytes = 0;
-    PS_TRY(ps__cuda_attention_prepare(op->kernel,
-                                      (const void *)((const char *)s->list.args + op->args),
-                                      exec->deterministic, &bytes));
+    PS_TRY(info->prepare(s->list.args + op->args, exec, &bytes));
     if (bytes > exec->scratch_bytes)
       return ps__fail(PS_EINVAL,
                       "op %zu (%s): its library needs %s of scratch, stream %u has %s: raise "
@@ -212,7 +201,7 @@ ps_status ps__cuda_warm(ps__device *dev, const ps_schedule *s) {
   distinct d = {0};
   CUcontext old;
   PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
-  ps_status st = ps__cuda_prepare_attention(dev, s);
+  ps_status st = ps__cuda_prepare_ops(dev, s);
   if (st == PS_OK)
     st = find_distinct(dev, s, &d);
   if (st == PS_OK)
@@ -220,7 +209,7 @@ ps_status ps__cuda_warm(ps__device *dev, const ps_schedule *s) {
   if (st == PS_OK)
     st = run_once(dev, s, &d);
   if (st == PS_OK)
-    st = choose_products(dev, s, &d);
+    st = choose_algorithms(dev, s, &d);
   if (st == PS_OK)
     st = zero_spaces(dev);
   dev->cu->CtxPopCurrent(&old);

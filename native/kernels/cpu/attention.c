@@ -20,6 +20,7 @@
  *              from shapes and doc_start alone.
  * reference    tests/test_attention.py, PyTorch in fp64 */
 #include "kernels/cpu/attention_job.h"
+#include "kernels/cuda/scratch.h"
 #include <math.h>
 #include <string.h>
 
@@ -35,12 +36,13 @@ static const ps__att_isa *isa(void) {
 
 static size_t padded_dim(const ps__args_attention *a) { return ps__round_up(a->head_dim, 16); }
 
-size_t ps__cpu_scratch_attention_fwd(const void *args) { /* q', k, v, o and the scores */
+static size_t scratch_attention_fwd(
+    const void *args, const ps__scratch_target *target) { /* q', k, v, o and the scores */
   return (4 * ATT_TILE * padded_dim(args) + ATT_TILE * ATT_TILE) * sizeof(float);
 }
 
 /* k, v, k', v', q, do, dq, dk, dv; P and dS */
-size_t ps__cpu_scratch_attention_bwd(const void *args) {
+static size_t scratch_attention_bwd(const void *args, const ps__scratch_target *target) {
   return (9 * ATT_TILE * padded_dim(args) + 2 * ATT_TILE * ATT_TILE) * sizeof(float);
 }
 
@@ -112,6 +114,18 @@ static ps_status attention_bwd(const ps_launch *l) {
 }
 
 const ps_kernel ps__k_attention_fwd = {
-    "attention_fwd", PS_CLASS_ATTENTION, {attention_fwd, PS_CUDA_FN(attention_fwd)}};
+    .name = "attention_fwd",
+    .op_class = PS_CLASS_ATTENTION,
+    .fn = {attention_fwd, PS_CUDA_FN(attention_fwd)},
+    .info = &(const ps__op_info){.rate = PS__RATE_ATTENTION_FWD,
+                                 .scratch = {scratch_attention_fwd, ps_scratch_attention_fwd},
+                                 .prepare = PS_CUDA_FN(prepare_attention_fwd)},
+};
 const ps_kernel ps__k_attention_bwd = {
-    "attention_bwd", PS_CLASS_ATTENTION, {attention_bwd, PS_CUDA_FN(attention_bwd)}};
+    .name = "attention_bwd",
+    .op_class = PS_CLASS_ATTENTION,
+    .fn = {attention_bwd, PS_CUDA_FN(attention_bwd)},
+    .info = &(const ps__op_info){.rate = PS__RATE_ATTENTION_BWD,
+                                 .scratch = {scratch_attention_bwd, ps_scratch_attention_bwd},
+                                 .prepare = PS_CUDA_FN(prepare_attention_bwd)},
+};

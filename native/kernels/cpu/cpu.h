@@ -1,4 +1,4 @@
-/* cpu.h - what the cpu kernels share: scratch sizes, loops over rows, loads and stores by dtype,
+/* cpu.h - what the cpu kernels share: loops over rows, loads and stores by dtype,
  * exp, OpenBLAS.
  *
  * Determinism: how a kernel cuts its work depends on shapes only, never on the number of
@@ -10,7 +10,7 @@
 #include "core/core.h"
 #include "kernels/ops.h"
 
-/* The CUDA function of an op, for ps_kernel.fn[PS_BACKEND_CUDA]; NULL in a build without CUDA. */
+/* A CUDA function of an op, for the entry of PS_BACKEND_CUDA; NULL in a build without CUDA. */
 #ifdef PS_CUDA
 #  include "kernels/cuda/cuda_ops.h"
 #  define PS_CUDA_FN(op) ps__cuda_##op
@@ -27,19 +27,6 @@
 #else
 #  define PS_CLONES
 #endif
-
-/* BYTES of scratch for each worker, by op; @args is the op's argument block. Multiples of 64. */
-size_t ps__cpu_scratch_embed_bwd(const void *args);
-size_t ps__cpu_scratch_rmsnorm_bwd(const void *args);
-size_t ps__cpu_scratch_gemm(const void *args);
-size_t ps__cpu_scratch_qkv_split_fwd(const void *args);
-size_t ps__cpu_scratch_qkv_split_bwd(const void *args);
-size_t ps__cpu_scratch_attention_fwd(const void *args);
-size_t ps__cpu_scratch_attention_bwd(const void *args);
-size_t ps__cpu_scratch_colsum(const void *args);
-
-/* The kernel called @name, NULL when there is none: for tests and benchmarks. */
-const ps_kernel *ps__cpu_kernel_by_name(const char *name);
 
 static inline size_t ps__round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static inline size_t ps__dt_bytes(uint32_t dt) { return dt == PS_BF16 ? 2 : 4; }

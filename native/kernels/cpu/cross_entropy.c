@@ -101,4 +101,8 @@ static ps_status cross_entropy(const ps_launch *l) {
 }
 
 const ps_kernel ps__k_cross_entropy = {
-    "cross_entropy", PS_CLASS_ELEMENTWISE, {cross_entropy, PS_CUDA_FN(cross_entropy)}};
+    .name = "cross_entropy",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {cross_entropy, PS_CUDA_FN(cross_entropy)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+};

@@ -1,5 +1,6 @@
 /* embedding.c - rows of the table by token, and their gradient. */
 #include "kernels/cpu/total.h"
+#include "kernels/cuda/scratch.h"
 
 typedef struct emb_job {
   const ps__args_embed *a;
@@ -200,7 +201,7 @@ static void emb_bwd_task(void *arg, int64_t task, uint32_t worker) {
   }
 }
 
-size_t ps__cpu_scratch_embed_bwd(const void *args) {
+static size_t scratch_embed_bwd(const void *args, const ps__scratch_target *target) {
   const ps__args_embed *a = args;
   return ps__round_up((2 * (size_t)a->n_tokens + 2048) * sizeof(uint32_t), 64);
 }
@@ -251,8 +252,21 @@ static ps_status embed_bwd_host(const ps_launch *l) {
 }
 
 const ps_kernel ps__k_embed_fwd = {
-    "embed_fwd", PS_CLASS_ELEMENTWISE, {embed_fwd, PS_CUDA_FN(embed_fwd)}};
+    .name = "embed_fwd",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {embed_fwd, PS_CUDA_FN(embed_fwd)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+};
 const ps_kernel ps__k_embed_bwd = {
-    "embed_bwd", PS_CLASS_ELEMENTWISE, {embed_bwd, PS_CUDA_FN(embed_bwd)}};
+    .name = "embed_bwd",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {embed_bwd, PS_CUDA_FN(embed_bwd)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .scratch = {scratch_embed_bwd, ps_scratch_embed_bwd}},
+};
 const ps_kernel ps__k_embed_bwd_host = {
-    "embed_bwd_host", PS_CLASS_OPTIMIZER, {embed_bwd_host, NULL}};
+    .name = "embed_bwd_host",
+    .op_class = PS_CLASS_OPTIMIZER,
+    .fn = {embed_bwd_host, NULL},
+    .info = &(const ps__op_info){.rate = PS__RATE_ACCUMULATE, .scratch = {scratch_embed_bwd, NULL}},
+};

@@ -188,7 +188,7 @@ static tiling tile_product(const ps__args_gemm *a) {
   return t;
 }
 
-size_t ps__cpu_scratch_gemm(const void *args) {
+static size_t scratch_gemm(const void *args, const ps__scratch_target *target) {
   const ps__args_gemm *a = args;
   if (!a->m || !a->n || !a->k)
     return 0; /* the launch refuses it */
@@ -321,4 +321,13 @@ static ps_status gemm(const ps_launch *l) {
   return PS_OK;
 }
 
-const ps_kernel ps__k_gemm = {"gemm", PS_CLASS_GEMM, {gemm, PS_CUDA_FN(gemm)}};
+const ps_kernel ps__k_gemm = {
+    .name = "gemm",
+    .op_class = PS_CLASS_GEMM,
+    .fn = {gemm, PS_CUDA_FN(gemm)},
+    .info = &(const ps__op_info){.rate = PS__RATE_GEMM,
+                                 .scratch = {scratch_gemm, NULL},
+                                 .blas = true,
+                                 .tuned = PS_CUDA_FN(gemm_tuned),
+                                 .tune = PS_CUDA_FN(tune_gemm)},
+};

@@ -15,6 +15,7 @@
  *              added in order.
  * reference    tests/test_qkv.py: PyTorch in fp64, transformers' LlamaRotaryEmbedding */
 #include "kernels/cpu/cpu.h"
+#include "kernels/cuda/scratch.h"
 #include "kernels/cpu/vec.h"
 #include <math.h>
 
@@ -42,11 +43,11 @@ static size_t scratch_floats(const ps__args_qkv *a) {
   return (1 + 2 * ROPE_ROWS) * half_padded(a) + 4 * ps__round_up(a->head_dim, 16);
 }
 
-size_t ps__cpu_scratch_qkv_split_fwd(const void *args) {
+static size_t scratch_qkv_split_fwd(const void *args, const ps__scratch_target *target) {
   return ps__round_up(scratch_floats(args) * sizeof(float), 64);
 }
 
-size_t ps__cpu_scratch_qkv_split_bwd(const void *args) {
+static size_t scratch_qkv_split_bwd(const void *args, const ps__scratch_target *target) {
   const ps__args_qkv *a = args;
   size_t partial = a->qk_norm ? 2 * (size_t)ps__n_row_tiles(a->n_tokens) * a->head_dim : 0;
   return ps__round_up((scratch_floats(a) + partial) * sizeof(float), 64);
@@ -304,6 +305,15 @@ static ps_status qkv_split_bwd(const ps_launch *l) {
 }
 
 const ps_kernel ps__k_qkv_split_fwd = {
-    "qkv_split_fwd", PS_CLASS_ELEMENTWISE, {qkv_split_fwd, PS_CUDA_FN(qkv_split_fwd)}};
+    .name = "qkv_split_fwd",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {qkv_split_fwd, PS_CUDA_FN(qkv_split_fwd)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .scratch = {scratch_qkv_split_fwd, NULL}},
+};
 const ps_kernel ps__k_qkv_split_bwd = {
-    "qkv_split_bwd", PS_CLASS_ELEMENTWISE, {qkv_split_bwd, PS_CUDA_FN(qkv_split_bwd)}};
+    .name = "qkv_split_bwd",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {qkv_split_bwd, PS_CUDA_FN(qkv_split_bwd)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .scratch = {scratch_qkv_split_bwd, ps_scratch_qkv_split_bwd}},
+};

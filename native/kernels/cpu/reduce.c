@@ -1,5 +1,6 @@
 /* reduce.c - sums: gradients into totals, columns, squares; and zero fill. */
 #include "kernels/cpu/total.h"
+#include "kernels/cuda/scratch.h"
 #if defined(__x86_64__)
 #  include <immintrin.h>
 #endif
@@ -76,7 +77,7 @@ static void col_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   reduce_cols(j, first, end, sum);
 }
 
-size_t ps__cpu_scratch_colsum(const void *args) {
+static size_t scratch_colsum(const void *args, const ps__scratch_target *target) {
   const ps__args_colsum *a = args;
   return ps__round_up((size_t)ps__n_row_tiles(a->rows) * a->cols * sizeof(float), 64);
 }
@@ -295,14 +296,51 @@ static ps_status round_sumsq(const ps_launch *l) {
 }
 
 const ps_kernel ps__k_fill_zero = {
-    "fill_zero", PS_CLASS_ELEMENTWISE, {fill_zero, PS_CUDA_FN(fill_zero)}};
+    .name = "fill_zero",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {fill_zero, PS_CUDA_FN(fill_zero)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+};
 const ps_kernel ps__k_accumulate = {
-    "accumulate", PS_CLASS_ELEMENTWISE, {accumulate, PS_CUDA_FN(accumulate)}};
-const ps_kernel ps__k_accumulate_host = {"accumulate_host", PS_CLASS_OPTIMIZER, {accumulate, NULL}};
-const ps_kernel ps__k_colsum = {"colsum", PS_CLASS_ELEMENTWISE, {colsum, PS_CUDA_FN(colsum)}};
-const ps_kernel ps__k_sumsq = {"sumsq", PS_CLASS_ELEMENTWISE, {sumsq, PS_CUDA_FN(sumsq)}};
-const ps_kernel ps__k_sumsq_host = {"sumsq_host", PS_CLASS_OPTIMIZER, {sumsq, NULL}};
+    .name = "accumulate",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {accumulate, PS_CUDA_FN(accumulate)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+};
+const ps_kernel ps__k_accumulate_host = {
+    .name = "accumulate_host",
+    .op_class = PS_CLASS_OPTIMIZER,
+    .fn = {accumulate, NULL},
+    .info = &(const ps__op_info){.rate = PS__RATE_ACCUMULATE},
+};
+const ps_kernel ps__k_colsum = {
+    .name = "colsum",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {colsum, PS_CUDA_FN(colsum)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .scratch = {scratch_colsum, ps_scratch_colsum}},
+};
+const ps_kernel ps__k_sumsq = {
+    .name = "sumsq",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {sumsq, PS_CUDA_FN(sumsq)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .scratch = {NULL, ps_scratch_sumsq}},
+};
+const ps_kernel ps__k_sumsq_host = {
+    .name = "sumsq_host",
+    .op_class = PS_CLASS_OPTIMIZER,
+    .fn = {sumsq, NULL},
+    .info = &(const ps__op_info){.rate = PS__RATE_SUMSQ},
+};
 const ps_kernel ps__k_accumulate_sumsq_host = {
-    "accumulate_sumsq_host", PS_CLASS_OPTIMIZER, {accumulate_sumsq, NULL}};
+    .name = "accumulate_sumsq_host",
+    .op_class = PS_CLASS_OPTIMIZER,
+    .fn = {accumulate_sumsq, NULL},
+    .info = &(const ps__op_info){.rate = PS__RATE_ACCUMULATE_SUMSQ},
+};
 const ps_kernel ps__k_round_sumsq_host = {
-    "round_sumsq_host", PS_CLASS_OPTIMIZER, {round_sumsq, NULL}};
+    .name = "round_sumsq_host",
+    .op_class = PS_CLASS_OPTIMIZER,
+    .fn = {round_sumsq, NULL},
+    .info = &(const ps__op_info){.rate = PS__RATE_SUMSQ},
+};

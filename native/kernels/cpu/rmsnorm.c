@@ -1,5 +1,6 @@
 /* rmsnorm.c - RMSNorm over rows, forward and backward (Zhang & Sennrich 2019, arXiv 1910.07467). */
 #include "kernels/cpu/cpu.h"
+#include "kernels/cuda/scratch.h"
 #include "kernels/cpu/vec.h"
 #include <math.h>
 
@@ -111,7 +112,7 @@ static void norm_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker
 }
 
 /* Partial sums of all tiles lie in worker 0's scratch. */
-size_t ps__cpu_scratch_rmsnorm_bwd(const void *args) {
+static size_t scratch_rmsnorm_bwd(const void *args, const ps__scratch_target *target) {
   const ps__args_rmsnorm *a = args;
   return ps__round_up((size_t)ps__n_row_tiles(a->rows) * a->cols * sizeof(float), 64);
 }
@@ -139,6 +140,15 @@ static ps_status rmsnorm_bwd(const ps_launch *l) {
 }
 
 const ps_kernel ps__k_rmsnorm_fwd = {
-    "rmsnorm_fwd", PS_CLASS_ELEMENTWISE, {rmsnorm_fwd, PS_CUDA_FN(rmsnorm_fwd)}};
+    .name = "rmsnorm_fwd",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {rmsnorm_fwd, PS_CUDA_FN(rmsnorm_fwd)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+};
 const ps_kernel ps__k_rmsnorm_bwd = {
-    "rmsnorm_bwd", PS_CLASS_ELEMENTWISE, {rmsnorm_bwd, PS_CUDA_FN(rmsnorm_bwd)}};
+    .name = "rmsnorm_bwd",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {rmsnorm_bwd, PS_CUDA_FN(rmsnorm_bwd)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .scratch = {scratch_rmsnorm_bwd, ps_scratch_rmsnorm_bwd}},
+};

@@ -85,6 +85,14 @@ static ps_status swiglu_bwd(const ps_launch *l) {
 }
 
 const ps_kernel ps__k_swiglu_fwd = {
-    "swiglu_fwd", PS_CLASS_ELEMENTWISE, {swiglu_fwd, PS_CUDA_FN(swiglu_fwd)}};
+    .name = "swiglu_fwd",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {swiglu_fwd, PS_CUDA_FN(swiglu_fwd)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+};
 const ps_kernel ps__k_swiglu_bwd = {
-    "swiglu_bwd", PS_CLASS_ELEMENTWISE, {swiglu_bwd, PS_CUDA_FN(swiglu_bwd)}};
+    .name = "swiglu_bwd",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {swiglu_bwd, PS_CUDA_FN(swiglu_bwd)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+};

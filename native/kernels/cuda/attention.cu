@@ -423,15 +423,6 @@ static const entry *find(const ps__args_attention *a, bool backward, bool determ
   return NULL;
 }
 
-size_t ps_scratch_attention(const ps__args_attention *a, bool backward) {
-  size_t most = 0;
-  for (int i = 0; i < n_plans.load(std::memory_order_acquire); i++)
-    if (plans[i].shape.backward == backward && same_shape(&plans[i].shape.args, a) &&
-        plans[i].scratch_bytes > most)
-      most = plans[i].scratch_bytes;
-  return most;
-}
-
 static ps_status check_shape(const ps__args_attention *a, const char *op) {
   if (!a->n_tokens || !a->head_dim || !a->n_kv_heads || !a->n_heads || a->n_heads % a->n_kv_heads ||
       a->head_dim % 8)
@@ -469,10 +460,9 @@ static ps_status choose(const ps_att_shape *s, const char *op, const ps_att_prov
                   CUDART_VERSION / 1000);
 }
 
-extern "C" ps_status ps__cuda_attention_prepare(const ps_kernel *kernel,
-                                                const ps__args_attention *args, bool deterministic,
-                                                size_t *scratch_bytes) {
-  ps_att_shape s = {*args, kernel == &ps__k_attention_bwd, deterministic, 0, 0};
+static ps_status prepare(const ps__args_attention *args, bool backward, bool deterministic,
+                         size_t *scratch_bytes) {
+  ps_att_shape s = {*args, backward, deterministic, 0, 0};
   const char *op = s.backward ? "attention_bwd" : "attention_fwd";
   const ps_status valid = check_shape(args, op);
   if (valid != PS_OK)
@@ -503,9 +493,19 @@ extern "C" ps_status ps__cuda_attention_prepare(const ps_kernel *kernel,
     n_plans.store(n + 1, std::memory_order_release);
     known = made;
   }
-  if (scratch_bytes)
-    *scratch_bytes = known->scratch_bytes;
+  *scratch_bytes = known->scratch_bytes;
   return PS_OK;
+}
+
+extern "C" ps_status ps__cuda_prepare_attention_fwd(const void *args, void *exec,
+                                                    size_t *scratch_bytes) {
+  return prepare((const ps__args_attention *)args, false, ((ps__cuda_exec *)exec)->deterministic,
+                 scratch_bytes);
+}
+extern "C" ps_status ps__cuda_prepare_attention_bwd(const void *args, void *exec,
+                                                    size_t *scratch_bytes) {
+  return prepare((const ps__args_attention *)args, true, ((ps__cuda_exec *)exec)->deterministic,
+                 scratch_bytes);
 }
 
 extern "C" bool ps__cuda_attention_only(const char *provider) {

@@ -102,7 +102,6 @@ void ps_att_plain_fwd(cudaStream_t stream, const ps_launch *l, const int32_t *do
 void ps_att_plain_bwd(cudaStream_t stream, const ps_launch *l, const int32_t *documents, int n_sms);
 
 static inline size_t ps_att_round(size_t n) { return (n + 255) / 256 * 256; }
-size_t ps_scratch_attention(const ps__args_attention *a, bool backward);
 
 #ifdef __cplusplus
 }

@@ -18,7 +18,7 @@ typedef struct ps__cuda_blas ps__cuda_blas;
  * is done on the stream, so two streams must not share them. */
 typedef struct ps__cuda_exec {
   struct CUstream_st *stream;
-  /* device memory, 256-byte aligned, at least ps__cuda_scratch_bytes() of every op that runs */
+  /* device memory, 256-byte aligned, at least what every op that runs needs (ps__op_info) */
   void *scratch;
   size_t scratch_bytes;
   ps__cuda_blas *blas; /* NULL where no product runs */

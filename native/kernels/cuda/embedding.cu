@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(THREADS)
 extern "C" ps_status ps__cuda_embed_bwd(const ps_launch *l) {
   const ps__args_embed *a = (const ps__args_embed *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  const ps_status st = ps_check(l, "embed_bwd", 3, a->dt, ps_scratch_embed_bwd(a));
+  const ps_status st = ps_check(l, "embed_bwd", 3, a->dt, ps_scratch_embed_bwd(a, NULL));
   if (st != PS_OK || !a->vocab || !a->dim)
     return st;
   const int32_t *id = (const int32_t *)l->ptr[0];

@@ -351,15 +351,26 @@ static cudaError_t fastest(const ps__cuda_exec *exec, product *p,
   return cudaSuccess;
 }
 
-extern "C" ps_status ps__cuda_blas_tune(const ps__cuda_exec *exec, const ps__args_gemm *args,
-                                        const void *a, const void *b, void *c, const void *bias,
-                                        const void *residual) {
+static uint32_t n_operands(const ps__args_gemm *a) {
+  return 3u + (a->has_bias != 0) + (a->has_residual != 0);
+}
+
+static ps_status product_of(product *p, const ps_launch *l) {
+  const ps__args_gemm *a = (const ps__args_gemm *)l->args;
+  return make_product(p, (const ps__cuda_exec *)l->exec, a, l->ptr[0], l->ptr[1], l->ptr[2],
+                      a->has_bias ? l->ptr[3] : NULL,
+                      a->has_residual ? l->ptr[n_operands(a) - 1] : NULL);
+}
+
+extern "C" ps_status ps__cuda_tune_gemm(const ps_launch *l) {
+  const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
+  const ps__args_gemm *args = (const ps__args_gemm *)l->args;
   cublasLtMatmulHeuristicResult_t found[MAX_CANDIDATES];
   product p;
   int n = 0, best = 0;
   float ms[MAX_CANDIDATES], least = -1.0f;
   cudaEvent_t from = NULL, to = NULL;
-  ps_status st = make_product(&p, exec, args, a, b, c, bias, residual);
+  ps_status st = product_of(&p, l);
   if (st != PS_OK || !args->m || !args->n || settled(exec, &p))
     return st;
   st = candidates(exec, &p, exec->deterministic ? 1 : MAX_CANDIDATES, found, &n);
@@ -391,12 +402,10 @@ extern "C" ps_status ps__cuda_blas_tune(const ps__cuda_exec *exec, const ps__arg
   return ps__gemm_cache_add(exec->blas->cache, &choice);
 }
 
-extern "C" bool ps__cuda_blas_settled(const ps__cuda_exec *exec, const ps__args_gemm *args,
-                                      const void *a, const void *b, const void *c, const void *bias,
-                                      const void *residual) {
+extern "C" bool ps__cuda_gemm_tuned(const ps_launch *l) {
+  const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   product p;
-  return make_product(&p, exec, args, a, b, (void *)c, bias, residual) == PS_OK &&
-         (exec->deterministic || settled(exec, &p));
+  return product_of(&p, l) == PS_OK && (exec->deterministic || settled(exec, &p));
 }
 
 /* gemm
@@ -412,21 +421,19 @@ extern "C" bool ps__cuda_blas_settled(const ps__cuda_exec *exec, const ps__args_
  * flops   2*M*N*K; bf16 at 8B shapes 690-800 TFLOP/s in a burst on an H200, 667 sustained (power)
  * bytes   the operands once at least; scratch: the workspace given to ps__cuda_blas_create
  * determinism  the same algorithm gives the same bits; which one is timed once a shape, under
- *              load where it is long (ps__cuda_blas_tune), or the first candidate
+ *              load where it is long (ps__cuda_tune_gemm), or the first candidate
  *              where exec->deterministic is set.
  * reference    fp64 on the host: K * 2^-24 * sum |a*b| and half an ulp of bf16 */
 extern "C" ps_status ps__cuda_gemm(const ps_launch *l) {
   const ps__args_gemm *a = (const ps__args_gemm *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  const uint32_t n_ptr = 3u + (a->has_bias != 0) + (a->has_residual != 0);
+  const uint32_t n_ptr = n_operands(a);
   if (!exec->blas)
     return ps__fail(PS_EINVAL, "gemm: no cuBLASLt handle given");
   if (l->n_ptr < n_ptr)
     return ps__fail(PS_EINVAL, "gemm: %u addresses given, %u needed", l->n_ptr, n_ptr);
   product p;
-  ps_status st =
-      make_product(&p, exec, a, l->ptr[0], l->ptr[1], l->ptr[2], a->has_bias ? l->ptr[3] : NULL,
-                   a->has_residual ? l->ptr[n_ptr - 1] : NULL);
+  ps_status st = product_of(&p, l);
   if (st != PS_OK || !a->m || !a->n)
     return st;
   const shape_entry *known = find(exec->blas, &p.key);

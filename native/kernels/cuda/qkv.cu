@@ -576,7 +576,7 @@ extern "C" ps_status ps__cuda_qkv_split_bwd(const ps_launch *l) {
   const ps__args_qkv *a = (const ps__args_qkv *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   const ps_status st =
-      check_shape(l, "qkv_split_bwd", a->qk_norm ? 9 : 4, ps_scratch_qkv_split_bwd(a));
+      check_shape(l, "qkv_split_bwd", a->qk_norm ? 9 : 4, ps_scratch_qkv_split_bwd(a, NULL));
   if (st != PS_OK)
     return st;
   rope_table rope = {};

@@ -200,7 +200,7 @@ cudaError_t ps_add_partials(cudaStream_t stream, void *out, uint32_t dt, const f
 extern "C" ps_status ps__cuda_colsum(const ps_launch *l) {
   const ps__args_colsum *a = (const ps__args_colsum *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  const ps_status st = ps_check(l, "colsum", 2, a->dt, ps_scratch_colsum(a));
+  const ps_status st = ps_check(l, "colsum", 2, a->dt, ps_scratch_colsum(a, NULL));
   if (st != PS_OK || !a->cols)
     return st;
   if (a->ld < a->cols)
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(PS_SQ_TILES)
 extern "C" ps_status ps__cuda_sumsq(const ps_launch *l) {
   const ps__args_sumsq *a = (const ps__args_sumsq *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  const ps_status st = ps_check(l, "sumsq", 2, a->dt, ps_scratch_sumsq(a));
+  const ps_status st = ps_check(l, "sumsq", 2, a->dt, ps_scratch_sumsq(a, NULL));
   if (st != PS_OK)
     return st;
   const uint64_t tile = ps__sumsq_tile(a->n);

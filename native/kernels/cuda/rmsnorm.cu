@@ -276,7 +276,7 @@ static cudaError_t rmsnorm_bwd_of(const ps_launch *l, const ps__args_rmsnorm *a,
 extern "C" ps_status ps__cuda_rmsnorm_bwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = (const ps__args_rmsnorm *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  const ps_status st = ps_check(l, "rmsnorm_bwd", 5, a->dt, ps_scratch_rmsnorm_bwd(a));
+  const ps_status st = ps_check(l, "rmsnorm_bwd", 5, a->dt, ps_scratch_rmsnorm_bwd(a, NULL));
   if (st != PS_OK || !a->cols)
     return st;
   bool whole = ps_whole(a->dt, a->cols);

@@ -1,5 +1,5 @@
-/* scratch.h - how much scratch an op needs on CUDA. Plain C without CUDA's headers: plans for a
- * GPU are made on any machine. */
+/* scratch.h - how much scratch an op needs on CUDA, for its description (ps__op_info.scratch).
+ * Plain C without CUDA's headers: plans for a GPU are made on any machine. */
 #ifndef PS_KERNELS_CUDA_SCRATCH_H
 #define PS_KERNELS_CUDA_SCRATCH_H
 #include "kernels/ops.h"
@@ -38,25 +38,33 @@ static inline size_t ps__cuda_workspace_bytes(uint32_t compute_capability) {
   return (size_t)(compute_capability >= 90 ? 32 : 4) << 20;
 }
 
-static inline size_t ps_scratch_embed_bwd(const ps__args_embed *a) {
+static inline size_t ps_scratch_embed_bwd(const void *args, const ps__scratch_target *target) {
+  const ps__args_embed *a = (const ps__args_embed *)args;
+  (void)target;
   return ps_round_up((2 * (size_t)a->vocab + 2 + 4 * (size_t)a->n_tokens) * sizeof(uint32_t), 256);
 }
-static inline size_t ps_scratch_rmsnorm_bwd(const ps__args_rmsnorm *a) {
+static inline size_t ps_scratch_rmsnorm_bwd(const void *args, const ps__scratch_target *target) {
+  const ps__args_rmsnorm *a = (const ps__args_rmsnorm *)args;
+  (void)target;
   return ps_round_up((size_t)ps_n_row_tiles(a->rows, PS_NORM_TILES) * a->cols * sizeof(float), 256);
 }
-static inline size_t ps_scratch_qkv_split_bwd(const ps__args_qkv *a) {
+static inline size_t ps_scratch_qkv_split_bwd(const void *args, const ps__scratch_target *target) {
+  const ps__args_qkv *a = (const ps__args_qkv *)args;
+  (void)target;
   if (!a->qk_norm)
     return 0;
   return ps_round_up(2 * (size_t)ps_n_row_tiles(a->n_tokens, PS_NORM_TILES) * ps_qkv_slices(a) *
                          a->head_dim * sizeof(float),
                      256);
 }
-static inline size_t ps_scratch_colsum(const ps__args_colsum *a) {
+static inline size_t ps_scratch_colsum(const void *args, const ps__scratch_target *target) {
+  const ps__args_colsum *a = (const ps__args_colsum *)args;
+  (void)target;
   return ps_round_up((size_t)ps_n_row_tiles(a->rows, PS_COLSUM_TILES) * a->cols * sizeof(float),
                      256);
 }
-static inline size_t ps_scratch_sumsq(const ps__args_sumsq *a) {
-  return (void)a, PS_SQ_TILES * sizeof(double);
+static inline size_t ps_scratch_sumsq(const void *args, const ps__scratch_target *target) {
+  return (void)args, (void)target, PS_SQ_TILES * sizeof(double);
 }
 
 /* the version from which cuDNN's deterministic backward needs linear workspace */
@@ -68,8 +76,8 @@ enum { PS_CUDNN_LINEAR_DETERMINISTIC = 92500 };
  * dK and dV once more (cuDNN 9.19), for several that are known the rows of their last tiles; a
  * score a pair where cuDNN's deterministic backward is the old one. flash-attn's deterministic
  * backward may take more. Checked by tests/native/test_cuda_attention.c. */
-static inline size_t ps_scratch_attention_bound(const ps__args_attention *a, bool backward,
-                                                bool deterministic, uint32_t cudnn_version) {
+static inline size_t ps_scratch_attention(const ps__args_attention *a, bool backward,
+                                          const ps__scratch_target *target) {
   const size_t t = a->n_tokens, keys = (size_t)a->row0 + a->n_tokens,
                width = (size_t)a->n_heads * a->head_dim;
   const uint32_t documents = ps__attention_documents(a);
@@ -80,9 +88,15 @@ static inline size_t ps_scratch_attention_bound(const ps__args_attention *a, boo
          (keys + pad + 128) * width * 4 + 3 * (t + pad + 128) * a->n_heads * 4;
   if (backward && documents != 1)
     n += (keys > 1024 ? keys : 1024) * width * 4;
-  if (backward && deterministic && cudnn_version < PS_CUDNN_LINEAR_DETERMINISTIC)
+  if (backward && target->deterministic && target->cudnn_version < PS_CUDNN_LINEAR_DETERMINISTIC)
     n += (t + pad) * (documents > 1 ? (t + pad) / documents : keys) * a->n_heads * 2;
   return ps_round_up(n, 256);
+}
+static inline size_t ps_scratch_attention_fwd(const void *args, const ps__scratch_target *target) {
+  return ps_scratch_attention((const ps__args_attention *)args, false, target);
+}
+static inline size_t ps_scratch_attention_bwd(const void *args, const ps__scratch_target *target) {
+  return ps_scratch_attention((const ps__args_attention *)args, true, target);
 }
 
 #endif

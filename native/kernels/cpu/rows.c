@@ -1,0 +1,26 @@
+/* rows.c - loops over blocks of rows, on the pool. */
+#include "kernels/cpu/cpu.h"
+
+typedef struct rows_job {
+  ps__rows_fn fn;
+  void *arg;
+  int64_t n, block;
+} rows_job;
+
+static void rows_task(void *arg, int64_t task, uint32_t worker) {
+  const rows_job *j = arg;
+  int64_t first = task * j->block, end = first + j->block;
+  j->fn(j->arg, first, end < j->n ? end : j->n, worker);
+}
+
+void ps__cpu_rows(const ps__cpu_exec *exec, int64_t n, int64_t block, ps__rows_fn fn, void *arg) {
+  if (n <= 0)
+    return;
+  if (n <= block) {
+    fn(arg, 0, n, 0);
+    return;
+  }
+  rows_job job = {fn, arg, n, block};
+  ps__pool_run_some(exec->pool, exec->n_threads ? exec->n_threads : ps__pool_size(exec->pool),
+                    (n + block - 1) / block, rows_task, &job);
+}
