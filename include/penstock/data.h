@@ -1,17 +1,21 @@
-/* penstock/data.h - token shards: tokens at byte 1024 of a .bin file.
+/* penstock/data.h - token shards: files of token ids.
  *
- * Read by magic, little-endian, header of 256 int32:
- *   llm.c gpt-2 / modded-nanogpt  h[0]=20240520 h[1]=1 h[2]=n      uint16 llm.c llama-3
- *   h[0]=20240801 h[1]=7 h[2]=n      uint32 BIN.TOK (llmq / surogate)     bytes "BIN.TOK\n",
- *   h[2]=1|2, h[3]=4, h[4]=n, h[5]=vocab (v2), h[6]=has_masks; int32,
- *                                 then with masks n bits LSB first at 1024+4n: 0 means this
- *                                 token is no target; h[6] that is neither 0 nor 1 (llmq's first
- *                                 writer): the file's length says it
- *   Penstock                      h[0]=20261121 h[1]=1 h[2]=bytes a token (2|4) h[4..5]=n as u64
- *                                 h[6]=vocab     u16|u32
- * A DATASET is one or more shards (files, or folders taken as their *.bin sorted by name) read
- * as one stream of tokens. Position p of the stream gives a training pair: input token[p],
- * target token[p+1] in the same shard. */
+ * A shard has a header of 1,024 bytes, 256 little-endian int32 h[0] to h[255], then its tokens.
+ * The header's first words say which format it is:
+ *
+ *   format                      first words                n         tokens
+ *   llm.c gpt-2, modded-nanogpt h[0]=20240520 h[1]=1       h[2]      uint16
+ *   llm.c llama-3               h[0]=20240801 h[1]=7       h[2]      uint32
+ *   BIN.TOK (llmq, surogate)    "BIN.TOK\n" h[2]=1 or 2    h[4]      int32; h[3]=4
+ *   Penstock                    h[0]=20261121 h[1]=1       h[4..5]   uint16 or uint32; h[2]=2 or 4
+ *
+ * BIN.TOK has the vocabulary's size in h[5] from version 2 on, Penstock in h[6].
+ * BIN.TOK may have masks after its tokens, at byte 1024 + 4 n: a bit a token, the lowest bit first;
+ * 0 says that the token is no target. h[6] is 1 where there are masks and 0 where there are none.
+ * Another h[6], as llmq's first writer left it, says nothing: then the file's length decides.
+ *
+ * A dataset is one shard or more, read as one stream of tokens. A folder stands for its *.bin
+ * files, sorted by name. The target of a token is the next token of the same shard. */
 #ifndef PENSTOCK_DATA_H
 #define PENSTOCK_DATA_H
 #include "status.h"
@@ -22,34 +26,39 @@ extern "C" {
 
 typedef struct ps_dataset ps_dataset;
 
-/* ps_dataset_open() - open the shards. @paths borrowed for the call, @n_paths >= 1 files or
- * folders. @vocab_size: token ids must be below it; ids are checked when they are read, and at
- * open for the first 1 Mi tokens of each shard. @out owned by the caller, released by
- * ps_dataset_close(). Errors: PS_EIO; PS_EFORMAT names the shard and what is wrong with it (a
- * token past the vocabulary: with its offset in tokens); PS_EINVAL no shard found. */
+/* ps_dataset_open() - open the shards.
+ * @out         owned by the caller, released by ps_dataset_close().
+ * @paths       1 or more files or folders, borrowed for the call.
+ * @vocab_size  every token id must be below it. The first 1 Mi tokens of each shard are checked
+ *              here, all others when they are read.
+ * Errors: PS_EIO. PS_EFORMAT names the shard and what is wrong with it, and of a bad token its
+ *         offset in tokens. PS_EINVAL: no shard was found. PS_ENOMEM. */
 PS_API ps_status ps_dataset_open(ps_dataset **out, const char *const *paths, uint32_t n_paths,
                                  uint32_t vocab_size);
-/* ps_dataset_close() - unmap the shards. NULL is a no-op. PS_EBUSY while a trainer reads it: it
- * then stays open. */
+/* ps_dataset_close() - close the shards. NULL is a no-op. Errors: PS_EBUSY: a trainer reads the
+ * dataset, which then stays open. */
 PS_API ps_status ps_dataset_close(ps_dataset *ds);
 PS_API uint32_t ps_dataset_n_shards(const ps_dataset *ds);
 PS_API uint64_t ps_dataset_n_tokens(const ps_dataset *ds);
 
-/* ps_dataset_n_sequences() - windows of seq_len+1 tokens that advance by seq_len, never across a
- * shard; 0 when the data is too short. */
+/* ps_dataset_n_sequences() - how many training sequences of @seq_len tokens the shards hold. A
+ * sequence needs one token more, its last target, and does not cross shards. 0: the data is too
+ * short. */
 PS_API uint64_t ps_dataset_n_sequences(const ps_dataset *ds, uint64_t seq_len);
 
-/* ps_dataset_read() - window number @idx (modulo nothing: idx < n_sequences): @tokens[i] and
- * @targets[i], seq_len int32 each; a target that is not counted (a masked one) is -1. Reads with
- * pread through 16 KiB of stack, and takes no other memory. Thread-safe. Errors: PS_EINVAL;
- * PS_EFORMAT a token past the vocabulary, with shard and offset; PS_EIO reading failed, also
- * where the shard was cut off after it was opened (past the 256th shard: or replaced). */
+/* ps_dataset_read() - read sequence @idx, below ps_dataset_n_sequences().
+ * @tokens, @targets  [seq_len] each. A masked target is -1.
+ * Threads: any number of threads at once. Allocates nothing; 16 KiB of stack.
+ * Errors: PS_EINVAL: @idx or @seq_len. PS_EFORMAT: a token id past the vocabulary; the message has
+ *         shard and offset. PS_EIO: reading failed, or the shard was cut off after it was opened.
+ *         Of more than 256 shards only 256 stay open: another one may also have been replaced. */
 PS_API ps_status ps_dataset_read(ps_dataset *ds, uint64_t seq_len, uint64_t idx, int32_t *tokens,
                                  int32_t *targets);
 
-/* ps_dataset_order() - the window that position @pos of epoch pos / n_sequences visits: a
- * permutation of 0..n-1 for each (seed, epoch), computed in O(1) without a table, so that a
- * resume is O(1). @shuffle 0 gives pos modulo n. */
+/* ps_dataset_order() - the sequence that is read at position @pos of a training. Epoch
+ * pos / n_sequences reads each sequence once, in an order drawn from (@seed, epoch). The order is
+ * computed without a table in O(1), and so a training resumes in O(1). @shuffle 0: the sequence is
+ * pos modulo n_sequences. */
 PS_API uint64_t ps_dataset_order(uint64_t n_sequences, uint64_t pos, uint64_t seed, int shuffle);
 
 #ifdef __cplusplus

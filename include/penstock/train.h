@@ -1,10 +1,24 @@
-/* penstock/train.h - training a model directory under a plan: the loop, its metrics, parameters,
- * saving.
+/* penstock/train.h - train a model directory by a plan: steps, metrics, parameters, saving.
  *
- * The trainer owns an engine with two spaces (device, host). Parameters, gradients and optimizer
- * state live at home in the host space; a step's program streams them. Steps overlap: submit
- * several, then take their metrics one by one. Weights at home are valid whenever no step is in
- * flight. */
+ * A trainer owns an engine with two spaces, device and host. Weights, gradients and optimizer
+ * state are host-resident. The step's program streams them to the device as the plan says; what
+ * the plan keeps device-resident stays there for the whole run.
+ *
+ *   ps_train_config cfg = {.struct_bytes = sizeof cfg};
+ *   ps_train_config_init(&cfg);
+ *   cfg.dataset = dataset;
+ *   ps_trainer_create(&t, "model", plan, &cfg, NULL, NULL);
+ *   ps_trainer_submit(t, 2);                      two steps in flight: they overlap
+ *   for (uint64_t i = 0; i < n_steps; i++) {
+ *     ps_trainer_wait(t, &metrics);               the metrics of step i
+ *     if (i + 2 < n_steps) ps_trainer_submit(t, 1);
+ *   }
+ *   ps_trainer_save(t, "trained", PS_BF16);       no step is in flight any more
+ *   ps_trainer_destroy(t);
+ *
+ * Threads: one thread at a time calls the functions of a trainer. Four functions may be called by
+ * any thread, at any time from create to destroy: ps_trainer_cancel(), ps_trainer_steps_done(),
+ * ps_trainer_at_rest() and ps_trainer_where(). */
 #ifndef PENSTOCK_TRAIN_H
 #define PENSTOCK_TRAIN_H
 #include "checkpoint.h"
@@ -17,102 +31,121 @@ extern "C" {
 
 typedef struct ps_trainer ps_trainer;
 
+/* The learning rate's schedule. Each begins with warmup_steps that rise linearly to lr. */
 typedef enum ps_lr_kind {
-  PS_LR_KIND_CONSTANT = 0,
-  PS_LR_KIND_COSINE = 1,
-  PS_LR_KIND_LINEAR = 2,
+  PS_LR_KIND_CONSTANT = 0, /* lr */
+  PS_LR_KIND_COSINE = 1,   /* falls to min_lr at total_steps, half a cosine wave */
+  PS_LR_KIND_LINEAR = 2,   /* falls to min_lr at total_steps, linearly */
+  /* warmup-stable-decay: lr, then falls to min_lr linearly over the last decay_steps */
   PS_LR_KIND_WSD = 3
 } ps_lr_kind;
 
-/* Fills the batch of one step: n_tokens tokens and targets, sequence after sequence (seq_len
- * each); a target of -1 or
- * -100 is not counted, another one that is no token id is PS_EFORMAT. Runs on the io stream, one
- * call at a time, possibly a step ahead. A negative return stops the run. */
+/* ps_batch_fn() - the caller's function that fills the batch of one step.
+ * @step      0-based, first_step included.
+ * @tokens    [n_tokens], sequence after sequence of seq_len tokens; each a token id.
+ * @targets   [n_tokens], the token to predict at each position. The loss does not count a target of
+ *            -1 or -100.
+ * Threads: a thread of the engine calls it, one call at a time, possibly a step ahead of compute.
+ * Errors:  a negative return stops the run, and ps_trainer_wait() returns it. An id that is not in
+ *          the vocabulary is PS_EFORMAT. A batch without a counted target is PS_ENUMERIC. */
 typedef ps_status (*ps_batch_fn)(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
                                  uint64_t n_tokens);
 
-enum { PS_MAX_STEPS = 1000000000 }; /* of a run, a schedule, a warmup; more is PS_EINVAL */
+enum { PS_MAX_STEPS = 1000000000 }; /* limit of every count of steps; more is PS_EINVAL */
 
 typedef struct ps_train_config {
-  uint32_t struct_bytes;                           /* sizeof(ps_train_config) */
-  uint32_t lr_kind;                                /* ps_lr_kind */
-  double lr, min_lr;                               /* peak and floor */
-  uint64_t warmup_steps, total_steps, decay_steps; /* total_steps: length of the schedule */
-  double beta1, beta2, eps, weight_decay;          /* decay on matrices only */
-  /* global gradient norm limit; 0: none. Must agree with the plan's clip */
+  uint32_t struct_bytes; /* sizeof(ps_train_config) */
+  uint32_t lr_kind;      /* ps_lr_kind */
+  double lr, min_lr;     /* the learning rate's peak and its floor */
+  /* total_steps is the schedule's length, counted from step 0. decay_steps is for WSD alone. */
+  uint64_t warmup_steps, total_steps, decay_steps;
+  double beta1, beta2, eps, weight_decay; /* AdamW; decay applies to matrices alone */
+  /* The limit of the gradient's global norm; 0: gradients are not clipped. The plan must be made
+   * for the same choice (ps_plan_config.clip). */
   double clip_norm;
-  uint64_t seed; /* of stochastic rounding and of the data order */
-  /* steps done before: schedule, data position and the random bits of rounding go on from
-   * there. Moments are zero at first, and the correction of their bias counts updates since
-   * then */
+  uint64_t seed; /* of stochastic rounding, of shuffling and of weights that are drawn */
+  /* Steps that were trained before. Schedule, data order and random bits go on from there. The
+   * optimizer's moments begin at zero, and their bias correction counts the updates of this run. */
   uint64_t first_step;
-  /* this token begins a new document (attention does not cross, positions restart); -1: none;
-   * the token that ENDS one, as eos, is given in document_end_token instead */
+  /* Documents inside a sequence: attention does not cross their borders, and positions begin at 0
+   * in each. Either the token that begins a document is given, or the token that ends one (such as
+   * EOS); -1: none. Both together are PS_EINVAL. */
   int32_t document_token;
-  int32_t document_end_token; /* the token after this one begins a new document; -1: none */
-  /* visit the dataset's sequences in a seeded order instead of front to back */
-  uint32_t shuffle;
-  uint32_t trace_steps; /* keep the trace of the last so many steps */
-  /* 1: draw the weights from the seed instead of reading them: the model directory needs
-   * config.json only */
+  int32_t document_end_token;
+  uint32_t shuffle;     /* 1: read the dataset's sequences in an order drawn from seed */
+  uint32_t trace_steps; /* the trace keeps the last so many steps; at most the plan's */
+  /* 1: draw the weights from seed. The model directory then needs config.json alone. */
   uint32_t init_weights;
   uint32_t reserved;
-  ps_dataset *dataset; /* borrowed until destroy; or NULL with batch_fn */
+  /* Exactly one of dataset and batch_fn is given. Both are borrowed until destroy. */
+  ps_dataset *dataset;
   ps_batch_fn batch_fn;
   void *batch_user;
 } ps_train_config;
 
-/* ps_train_config_init() - the defaults: lr 3e-4 constant, betas 0.9/0.95, eps 1e-8, decay 0.1,
- * clip 1.0, no documents. */
+/* ps_train_config_init() - fill in the defaults: constant lr 3e-4, betas 0.9 and 0.95, eps 1e-8,
+ * weight decay 0.1, clip_norm 1, no document tokens. */
 PS_API void ps_train_config_init(ps_train_config *cfg);
 
-/* ps_train_config_check() - what is wrong with @cfg for a model, whatever the plan and the data:
- * ranges, schedules, document tokens. ps_trainer_create() asks it too. A warmup that is longer
- * than total_steps is said by ps_log_fn as a warning. PS_EINVAL names the field. */
+/* ps_train_config_check() - check @cfg for a model, without a plan and without data: ranges,
+ * schedule, document tokens. ps_trainer_create() makes the same checks. A warmup longer than
+ * total_steps is logged as a warning.
+ * Errors: PS_EINVAL names the field, its value and the limit. */
 PS_API ps_status ps_train_config_check(const ps_train_config *cfg, const ps_model_config *model);
 
-/* One step's figures. */
+/* What a step did and what it took. */
 typedef struct ps_step_metrics {
-  uint64_t step; /* 0-based, first_step included */
-  double loss;   /* mean over valid tokens, nats */
-  uint64_t tokens, valid_tokens;
-  double grad_norm; /* global, before clipping */
-  double lr;
-  /* from the end of the step before (its last parameter at home) to the end of this one */
+  uint64_t step;                 /* 0-based, first_step included */
+  double loss;                   /* mean over the counted targets, in nats */
+  uint64_t tokens, valid_tokens; /* of the batch; those whose target is counted */
+  double grad_norm;              /* global L2 norm before clipping */
+  double lr;                     /* that the update used */
+  /* Seconds from the end of the step before to the end of this one. A step ends when all its
+   * weights are in host memory. */
   double step_s;
-  double predicted_step_s;
+  double predicted_step_s; /* the plan's */
   double tokens_per_s;
-  double mfu, hfu; /* of ps_hardware.peak_flops_per_s; 0 when unknown */
-  /* measured: highest page ever touched; on CUDA device_peak_bytes is the most that the driver
-   * reported for the process */
+  /* Fractions of ps_hardware.peak_flops_per_s; 0 where that is unknown. mfu counts the model's
+   * FLOPs, hfu also those of recomputation. */
+  double mfu, hfu;
+  /* BYTES at their peak so far. CUDA: what the driver reported for this process. CPU backend: the
+   * device arena up to its highest page that was written. */
   uint64_t device_peak_bytes, host_arena_peak_bytes;
-  /* resident set of the process at its peak since the trainer was created (VmHWM, which is
-   * reset then), minus the CPU backend's device arena */
+  /* BYTES of the process's resident set (VmHWM) at its peak since ps_trainer_create(), which resets
+   * the peak; without the CPU backend's device arena. */
   uint64_t host_peak_bytes;
 } ps_step_metrics;
 
-/* ps_trainer_create() - reserve the arenas that @plan mapped and load @model_dir's weights into
- * their home. @plan is borrowed until destroy. The model directory must have the configuration
- * the plan was made for. Blocks while loading; @progress (may be NULL) hears of bytes done,
- * stage by stage: each stage's first call has another @what. Errors: PS_EFORMAT, PS_EIO (weights
- * missing, wrong shape or dtype: named), PS_ENOMEM, PS_EINVAL; PS_EBUSY another trainer runs
- * @plan. */
+/* ps_progress_fn() - the caller's function that ps_trainer_create() calls while it works.
+ * @what  the stage, such as "loading weights"; a static string. The first call of a stage has
+ *        another @what than the call before. */
 typedef void (*ps_progress_fn)(void *user, const char *what, uint64_t done_bytes,
                                uint64_t total_bytes);
+
+/* ps_trainer_create() - reserve the arenas of @plan, and load the weights into host memory.
+ * @out        on PS_OK a trainer that the caller owns and ps_trainer_destroy() releases.
+ * @model_dir  in Hugging Face layout. Its config.json must be the model that @plan was made for.
+ * @plan       borrowed until destroy. One trainer at a time runs a plan.
+ * @cfg        borrowed for the call.
+ * @progress   or NULL. The model directory is checked before the first call.
+ * Blocks: while memory is reserved and weights are read, which may take minutes.
+ * Errors: PS_EFORMAT, PS_EIO: a tensor is missing, unknown or of another shape or dtype, or a file
+ *         cannot be read; the message names it. PS_EINVAL: @cfg, or @plan is of another model.
+ *         PS_EBUSY: another trainer runs @plan. PS_ENOMEM, PS_EDEVICE: the machine refused.
+ *         PS_EBUDGET: the device's driver and libraries take more than the cap leaves. */
 PS_API ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *plan,
                                    const ps_train_config *cfg, ps_progress_fn progress,
                                    void *progress_user);
-/* ps_trainer_destroy() - waits for what is in flight; plan and dataset may be destroyed
- * afterwards. NULL is a no-op. PS_ESTATE inside its own batch function: the trainer then lives
- * on. */
+/* ps_trainer_destroy() - end the run and release the trainer. NULL is a no-op. The plan and the
+ * dataset may be destroyed afterwards.
+ * Blocks: until the ops that run have ended.
+ * Errors: PS_ESTATE: the call is made inside the trainer's own batch function. The trainer then
+ *         stays as it is. */
 PS_API ps_status ps_trainer_destroy(ps_trainer *t);
-
-/* Threads: one thread at a time calls the functions of a trainer. Any thread may call
- * ps_trainer_cancel(), steps_done(), at_rest() and where(), at any time from create to destroy. */
 
 /* ps_trainer_submit() - queue @n more steps. They run in order on the engine's threads, and the
  * end of one overlaps with the beginning of the next.
- * Blocks: the first call, until what stays on the device is there; later calls never.
+ * Blocks: the first call alone, until device-resident weights and state are on the device.
  * Errors: PS_EBUSY: more than 64 steps would be submitted and not reported: wait for some first.
  *         PS_ESTATE: the call is made inside the trainer's own batch function.
  *         PS_ENOMEM, PS_EDEVICE: the run cannot start (the first call alone).
@@ -134,8 +167,7 @@ PS_API ps_status ps_trainer_submit(ps_trainer *t, uint64_t n);
  * which the message states:
  *   - The device failed, or a cancel came, while the optimizer ran. Some weights may then be one
  *     step ahead of the others.
- *   - clip_norm is 0 and a gradient is not finite. Layers above the one named are one step
- *   ahead. */
+ *   - clip_norm is 0 and a gradient is not finite. Layers above the one named are a step ahead. */
 PS_API ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out);
 /* ps_trainer_cancel() - stop every step that is not complete, for good: no further op starts. The
  * wait for the first of these steps returns PS_ECANCELLED. A step is complete once all its weights
@@ -151,27 +183,36 @@ PS_API int ps_trainer_at_rest(const ps_trainer *t);
  * included; "" before the first submit. */
 PS_API void ps_trainer_where(const ps_trainer *t, char *text, uint64_t bytes);
 
-/* Parameters at home, by index of ps_model_param(), as fp32 (converted where the recipe stores
- * bf16; master weights where there are). @n elements expected. PS_ESTATE while steps are in
- * flight. read gradient: the last step's total, divided by valid tokens, before clipping. */
+/* ps_trainer_read_param(), ps_trainer_write_param(), ps_trainer_read_grad() - one parameter, or its
+ * gradient, as fp32.
+ * @param     index as in ps_model_param(). @n must be its number of elements.
+ * A parameter's value is that of the master copy where there is one. Reading converts bf16 to fp32;
+ * writing rounds to nearest even. A gradient is the last step's total, divided by the number of
+ * counted targets, before clipping.
+ * Errors: PS_EINVAL: @param or @n.
+ *         PS_ESTATE: steps are in flight; or a device-resident parameter is written after the first
+ *         step; or the gradient stays on the device, and the plan was made without keep_grads. */
 PS_API ps_status ps_trainer_read_param(ps_trainer *t, uint32_t param, float *dst, uint64_t n);
 PS_API ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src,
                                         uint64_t n);
 PS_API ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64_t n);
 
-/* ps_trainer_save() - the model as a Hugging Face directory (tokenizer files copied from the
- * model directory, config.json with the dtype set, safetensors bf16 or fp32 as @dtype, tied head
- * omitted). @dir is made when missing, its parent must be there. Whatever ends a save (a kill, a
- * power cut, a full disk, any call that fails), @dir holds the whole old model, or nothing where
- * there was none, or the whole new one: penstock/checkpoint.h says how. What else is in @dir
- * stays, also its tokenizer where the model directory has none; so do @dir's mode and owner.
- * @dir may be the model directory. Until the end the disk holds both models. Several saves into
- * one @dir at a time are each whole; the last to end counts. On PS_OK the new model is on the
- * disk. Errors: PS_EIO (what could not be written, and why; the new model counts only where the
- * message says so), PS_ENOMEM, PS_ESTATE while steps are in flight. */
+/* ps_trainer_save() - write the model as a Hugging Face directory: safetensors in @dtype (PS_F32 or
+ * PS_BF16), config.json with that dtype, and the model directory's tokenizer files. A tied head is
+ * left out.
+ * @dir  is made when it is missing; its parent must exist. It may be the model directory. Other
+ *       files in @dir stay, and so do its mode and owner. Its tokenizer stays where the model
+ *       directory has none.
+ * Whatever ends a save (a kill, a power cut, a full disk), @dir holds the whole old model or the
+ * whole new one; penstock/checkpoint.h says how. On PS_OK the new model is on the disk. Until then
+ * the disk holds both models. Of several saves into one @dir at a time each is whole, and the last
+ * to end counts.
+ * Errors: PS_EIO: what could not be written, and why. The old model counts, unless the message says
+ *         that the new one does. PS_ENOMEM. PS_ESTATE: steps are in flight. */
 PS_API ps_status ps_trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype);
 
-/* ps_trainer_trace() - as ps_run_trace(), of the steps kept. */
+/* ps_trainer_trace() - the ops of the last cfg.trace_steps steps, with their times; see
+ * ps_run_trace(). Errors: PS_ESTATE: no step was submitted yet. */
 PS_API ps_status ps_trainer_trace(const ps_trainer *t, ps_trace_event *events, uint64_t room,
                                   uint64_t *n);
 
