@@ -116,11 +116,14 @@ PASSED_OVER = [
         r"--document-token 1 and --document-end-token 0 exclude each other",
     ),
     ({"lr_schedule": "wsd"}, r"--lr-schedule wsd needs --decay-steps"),
-    ({"decay_steps": 2}, r"--decay-steps 2 is of --lr-schedule wsd alone"),
-    ({"lr_schedule": "cosine", "decay_steps": 2}, r"--decay-steps 2 is of --lr-schedule wsd alone"),
+    ({"decay_steps": 2}, r"--decay-steps 2 is for --lr-schedule wsd alone"),
+    (
+        {"lr_schedule": "cosine", "decay_steps": 2},
+        r"--decay-steps 2 is for --lr-schedule wsd alone",
+    ),
     (
         {"lr_schedule": "wsd", "decay_steps": 4},
-        r"--decay-steps 4 is longer than the run of 3 steps",
+        r"--decay-steps 4 is more than the run's 3 steps",
     ),
     ({"min_lr": 1e-5}, r"--min-lr 1e-05 is never reached by --lr-schedule constant"),
 ]
@@ -151,7 +154,7 @@ def test_a_warmup_longer_than_the_run_is_said_once(job, tmp_path):
     assert (
         done.returncode == 0
         and done.stderr.count(
-            "--warmup-steps 20 is longer than the run of 3 steps: the learning rate ends at 0.142857 of --lr"
+            "--warmup-steps 20 is more than the run's 3 steps: the learning rate reaches only 0.142857 of --lr"
         )
         == 1
     )

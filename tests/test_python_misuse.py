@@ -158,7 +158,7 @@ assert alive() == 0
     "two trainers of one plan": """
 made = plan()
 with Trainer(MODEL_DIR, made, SHARD):
-    refused(lambda: Trainer(MODEL_DIR, made, SHARD), "another trainer runs this plan: destroy that first", penstock.BusyError)
+    refused(lambda: Trainer(MODEL_DIR, made, SHARD), "another trainer runs this plan: destroy that trainer", penstock.BusyError)
 Trainer(MODEL_DIR, made, SHARD).close()
 """,
     "an array after its engine was closed": """
@@ -391,7 +391,7 @@ refused(lambda: Trainer(MODEL_DIR, made, SHARD), "num_hidden_layers is 429496729
 for name, field in _lib.ffi.typeof(made.config).item.fields:
     setattr(made.config, name, 2**31 - 1)
 made.model._ptr.n_layers = model.n_layers
-refused(lambda: Trainer(MODEL_DIR, made, SHARD), "trace_steps 2147483647 is past the 2", penstock.InvalidError)
+refused(lambda: Trainer(MODEL_DIR, made, SHARD), "trace_steps is 2147483647: the plan counted memory for at most 2", penstock.InvalidError)
 """,
     "regions that are none": """
 refused(lambda: Region(0, 0, 4, object), "dtype object holds Python objects", ValueError)

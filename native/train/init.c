@@ -1,10 +1,10 @@
-/* init.c - weights drawn instead of read, for training from scratch: as models/init_model.py
- * draws them (other bits, the same distribution).
+/* init.c - draws the weights for a training from scratch, from the same distribution as
+ * models/init_model.py but with other bits.
  *
- * Norms are 1 and biases 0; matrices are N(0, 0.02), those that write into the residual stream
- * (o_proj, down_proj) N(0, 0.02 / sqrt(2 layers)), as GPT-2 does (Radford et al. 2019, section
- * 2.3). Element i of a model depends on the seed and i alone: Box and Muller's transform of
- * splitmix64's words, a pair of elements for each word. */
+ * Norms are 1 and biases 0. Matrices are N(0, 0.02). Those that write into the residual stream
+ * (o_proj, down_proj) are N(0, 0.02 / sqrt(2 layers)), as in GPT-2 (Radford et al. 2019, section
+ * 2.3). Element i of a model depends on the seed and on i alone: splitmix64 makes a word for each
+ * pair of elements, and Box and Muller's transform makes the pair of it. */
 #include "train/trainer.h"
 #include <math.h>
 #include <string.h>
@@ -14,7 +14,7 @@ static const double STD = 0.02;
 
 typedef struct init_job {
   char *dst;
-  uint64_t n, element0, seed; /* element0: of the whole model, so that no two tensors draw alike */
+  uint64_t n, element0, seed; /* element0 counts over the whole model: no two tensors are alike */
   float mean, std;
   bool fp32;
 } init_job;

@@ -1,4 +1,4 @@
-/* params.c - parameters at home: loading, reading, writing. */
+/* params.c - the host-resident parameters: loads, reads and writes them, and finds broken ones. */
 #include "train/trainer.h"
 #include <string.h>
 
@@ -11,7 +11,6 @@ void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *f
          offset * (*fp32 ? 4 : 2);
 }
 
-/* The bf16 copy that travels follows its master. */
 void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p) {
   const ps__home *h = &t->plan->step.home[p->unit];
   if (h->master == PS__NO_VT)
@@ -50,8 +49,8 @@ ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src
   PS_TRY(check_param(t, param, n, src, &p));
   PS_TRY(ps__trainer_idle(t));
   if (t->n_submitted && ps__weights_stay(&t->plan->spec, p.unit))
-    return ps__fail(PS_ESTATE,
-                    "%s stays on the device: it can be written before the first step only", p.name);
+    return ps__fail(PS_ESTATE, "%s is device-resident: write it before the first step is submitted",
+                    p.name);
   void *dst = ps__master_at(t, p.unit, p.offset, &fp32);
   if (fp32)
     memcpy(dst, src, n * 4);
@@ -66,9 +65,9 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
   PS_TRY(check_param(t, param, n, dst, &p));
   PS_TRY(ps__trainer_idle(t));
   if (ps__updated_there(&t->plan->spec, p.unit) && !t->plan->spec.keep_grads)
-    return ps__fail(PS_ESTATE,
-                    "the gradient of %s stays on the device: plan with keep_grads to read it",
-                    p.name);
+    return ps__fail(
+        PS_ESTATE,
+        "the gradient of %s stays on the device: make the plan with keep_grads to read it", p.name);
   const char *grad = ps__host_at(t, t->plan->step.home[p.unit].grad);
   if (t->plan->step.dt == PS_F32)
     memcpy(dst, grad + p.offset * 4, n * 4);
@@ -106,8 +105,8 @@ static ps_status load_param(ps_trainer *t, ps_tensor_file *f, const ps_param_inf
   return PS_OK;
 }
 
-/* A tensor that the model does not know would be left out silently and the math be another's:
- * refused. What is derived (old rotary tables) or tied may be there. */
+/* A tensor that the model does not know is refused: without it the math would be another model's.
+ * Two kinds are passed over: rotary tables of old files, which are derived, and a tied head. */
 static ps_status check_unknown(const ps_trainer *t, const ps_tensor_file *f) {
   const ps_model_config *m = &t->plan->model;
   for (uint64_t i = 0; i < ps_tensors_count(f); i++) {
@@ -169,7 +168,7 @@ ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn prog
 
 /* ---- looking for what is not finite ---------------------------------------------------------- */
 
-/* A float is not finite where all bits of its exponent are set; bf16 is the upper half of one. */
+/* A float whose exponent bits are all set is not finite. A bf16 is the upper half of a float. */
 static bool all_finite(const void *values, uint64_t n, bool fp32) {
   const uint32_t *single = values;
   const uint16_t *half = values;

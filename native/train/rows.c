@@ -1,11 +1,10 @@
-/* rows.c - the embedding at home, updated by rows: a step's first rounds need some rows of the
- * table before the others, and whoever needs a row first updates it.
+/* rows.c - updates a host-resident embedding row by row.
  *
- * A step's update of the table runs last of the host's (native/step/updates.c), beside the next
- * step's first gathers (native/step/embed.c). Both go through this table of rows: done[row] is
- * the step whose update the row has, plus one; BUSY while a thread writes it. A row's bits are
- * the same whoever updates it: optimizers work by elements, and its rounding is keyed by the
- * element's index. */
+ * The update of the embedding is the last update of a step (native/step/updates.c). It runs beside
+ * the first gathers of the next step (native/step/embed.c), which need some rows before the others.
+ * Whoever needs a row first updates it. The array done[row] says which update a row has: 1 + the
+ * run's step, or BUSY while a thread writes the row. A row gets the same bits whoever updates it,
+ * because optimizers work element by element and key their rounding by the element's index. */
 #include "train/trainer.h"
 #include "core/core.h"
 #include <sched.h>
@@ -19,16 +18,16 @@ struct ps__rows {
   _Atomic uint32_t done[]; /* [n] */
 };
 
-/* What a row's update needs beside its own elements; a step's. */
+/* What the updates of a step's rows have in common. */
 typedef struct rows_job {
   ps__rows *rows;
-  uint32_t id; /* 1 + the run's step whose update is meant; 0: none is to be made */
+  uint32_t id; /* 1 + the run's step whose update this is; 0: no update */
   ps__simd simd;
   ps__update u;
   ps__arrays a; /* the table's */
   float decay;
   uint64_t element0;
-  /* of a gather */
+  /* a gather's: */
   const int32_t *token;
   const char *from;
   char *out;
@@ -67,7 +66,7 @@ static void update_row(const rows_job *j, uint64_t row) {
   ps__update_elements(j->simd, &j->u, n, &a, j->decay, j->element0 + first);
 }
 
-/* On return the row has the job's update, by this thread or by another one. */
+/* Returns when the row has the job's update, made by this thread or by another one. */
 static void ensure_updated(const rows_job *j, uint64_t row) {
   _Atomic uint32_t *done = &j->rows->done[row];
   for (;;) {
@@ -75,7 +74,7 @@ static void ensure_updated(const rows_job *j, uint64_t row) {
     if (now == j->id)
       return;
     if (now & BUSY) {
-      sched_yield(); /* some microseconds: the other thread is at work on it */
+      sched_yield(); /* another thread is writing the row, which takes microseconds */
       continue;
     }
     if (!atomic_compare_exchange_weak_explicit(done, &now, now | BUSY, memory_order_acquire,

@@ -1,6 +1,6 @@
-/* save.c - the model as a Hugging Face directory: all of it at once, or nothing (io/stage.c).
- * config.json says the dtype that the tensors have: a reader that trusts it would round them
- * otherwise. */
+/* save.c - writes the model as a Hugging Face directory, as a whole or not at all (io/stage.c).
+ * config.json gets the dtype of the saved tensors, because readers convert tensors to the dtype
+ * that config.json names. */
 #include "train/trainer.h"
 #include "io/io.h"
 #include <errno.h>
@@ -112,8 +112,7 @@ static bool is_dtype_key(const char *key) {
   return strcmp(key, "torch_dtype") == 0 || strcmp(key, "dtype") == 0;
 }
 
-/* config.json of @from with the dtype of the saved tensors under whichever of its two names is
- * in use. */
+/* Copies config.json. The dtype of the saved tensors replaces its torch_dtype or dtype. */
 static ps_status write_config(const char *from, int out, const char *to, ps_dtype dtype) {
   ps__json *config = NULL;
   ps__jsonw *w = NULL;
@@ -145,19 +144,18 @@ static ps_status write_config(const char *from, int out, const char *to, ps_dtyp
   return st;
 }
 
-/* Copies the model directory's @name, config.json with @dtype; what is not there is left out,
- * unless it is config.json. */
+/* Copies the model directory's file @name, config.json with @dtype. Only config.json must exist. */
 static ps_status copy_small(ps_trainer *t, ps__stage *stage, const char *dir, const char *name,
                             ps_dtype dtype) {
   const bool config = strcmp(name, "config.json") == 0;
   char *from = NULL, *to = ps__path_join(dir, name);
   ps_status st = to ? ps__model_path(&from, t->model_dir, name) : PS_ENOMEM;
-  bool there = config;
+  bool exists = config;
   if (st == PS_OK && !config)
-    st = ps__path_exists(from, &there);
+    st = ps__path_exists(from, &exists);
   struct stat sb;
   int in = -1, out = -1;
-  if (st == PS_OK && there)
+  if (st == PS_OK && exists)
     st = ps__open_input(&in, &sb, from);
   if (in >= 0)
     st = ps__stage_create(&out, stage, name, to);

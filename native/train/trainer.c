@@ -1,4 +1,4 @@
-/* trainer.c - opening, stepping and closing a trainer. */
+/* trainer.c - creates, steps and destroys a trainer. */
 #include "train/trainer.h"
 #include "io/io.h"
 #include <math.h>
@@ -29,25 +29,25 @@ static ps_status check_schedule(const ps_train_config *c) {
       return ps__fail(PS_EINVAL, "%s is %llu: at most %d is possible", field[i].name,
                       (unsigned long long)field[i].value, PS_MAX_STEPS);
   if (c->lr_kind > PS_LR_KIND_WSD)
-    return ps__fail(PS_EINVAL, "lr_kind %u is unknown", c->lr_kind);
+    return ps__fail(PS_EINVAL, "lr_kind is %u: ps_lr_kind ends at %d", c->lr_kind, PS_LR_KIND_WSD);
   if (c->lr_kind == PS_LR_KIND_WSD && c->decay_steps == 0)
     return ps__fail(PS_EINVAL, "--lr-schedule wsd needs --decay-steps: how many of the last steps "
                                "lower the learning rate");
   if (c->lr_kind != PS_LR_KIND_WSD && c->decay_steps)
-    return ps__fail(PS_EINVAL,
-                    "--decay-steps %llu is of --lr-schedule wsd alone: leave it out, or choose wsd",
-                    (unsigned long long)c->decay_steps);
+    return ps__fail(
+        PS_EINVAL, "--decay-steps %llu is for --lr-schedule wsd alone: leave it out, or choose wsd",
+        (unsigned long long)c->decay_steps);
   if (c->lr_kind == PS_LR_KIND_CONSTANT && c->min_lr > 0)
     return ps__fail(PS_EINVAL,
                     "--min-lr %g is never reached by --lr-schedule constant: leave it out, or "
                     "choose another schedule",
                     c->min_lr);
   if (c->total_steps && c->decay_steps > c->total_steps)
-    return ps__fail(PS_EINVAL, "--decay-steps %llu is longer than the run of %llu steps",
+    return ps__fail(PS_EINVAL, "--decay-steps %llu is more than the run's %llu steps: lower it",
                     (unsigned long long)c->decay_steps, (unsigned long long)c->total_steps);
   if (c->total_steps && c->warmup_steps > c->total_steps)
     ps__log(PS_LOG_WARN,
-            "--warmup-steps %llu is longer than the run of %llu steps: the learning rate ends at "
+            "--warmup-steps %llu is more than the run's %llu steps: the learning rate reaches only "
             "%g of --lr",
             (unsigned long long)c->warmup_steps, (unsigned long long)c->total_steps,
             (double)c->total_steps / (double)(c->warmup_steps + 1));
@@ -60,7 +60,7 @@ static ps_status check_documents(const ps_train_config *c, uint32_t vocab_size) 
   if (c->document_token >= 0 && c->document_end_token >= 0)
     return ps__fail(PS_EINVAL,
                     "--document-token %d and --document-end-token %d exclude each other: give the "
-                    "first where a token begins documents, the second where one ends them",
+                    "first if the token begins documents, the second if it ends them",
                     c->document_token, c->document_end_token);
   if (larger >= 0 && (uint32_t)larger >= vocab_size)
     return ps__fail(PS_EINVAL,
@@ -79,10 +79,10 @@ ps_status ps_train_config_check(const ps_train_config *c, const ps_model_config 
   if (!(c->lr >= 0) || !isfinite(c->lr) || !(c->min_lr >= 0) || c->min_lr > c->lr)
     return ps__fail(
         PS_EINVAL,
-        "learning rate %g with floor %g: both must be finite, not negative, the floor not above",
+        "--lr %g and --min-lr %g must be finite and not negative, and --min-lr not above --lr",
         c->lr, c->min_lr);
   if (!(c->beta1 >= 0 && c->beta1 < 1) || !(c->beta2 >= 0 && c->beta2 < 1) || !(c->eps > 0))
-    return ps__fail(PS_EINVAL, "beta1 %g and beta2 %g must be in [0, 1), eps %g positive", c->beta1,
+    return ps__fail(PS_EINVAL, "beta1 %g and beta2 %g must be in [0, 1), eps %g above 0", c->beta1,
                     c->beta2, c->eps);
   if (!(c->weight_decay >= 0) || !isfinite(c->weight_decay))
     return ps__fail(PS_EINVAL, "weight decay %g must be finite and not negative", c->weight_decay);
@@ -96,22 +96,23 @@ ps_status ps_train_config_check(const ps_train_config *c, const ps_model_config 
 static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   PS_TRY(ps_train_config_check(c, &plan->model));
   if (!c->dataset == !c->batch_fn)
-    return ps__fail(PS_EINVAL, "one of dataset and batch_fn must be given");
+    return ps__fail(PS_EINVAL, "exactly one of dataset and batch_fn must be given");
   if ((c->clip_norm > 0) != (plan->cfg.clip != 0))
-    return ps__fail(PS_EINVAL, "clip_norm %g does not agree with the plan, made for %s",
+    return ps__fail(PS_EINVAL, "clip_norm is %g, but the plan was made for %s: plan anew",
                     c->clip_norm, plan->cfg.clip ? "clipping" : "no clipping");
   if (c->lr_kind != PS_LR_KIND_CONSTANT && c->total_steps == 0)
     return ps__fail(PS_EINVAL, "total_steps must be given for a schedule that decays");
   if (c->trace_steps > plan->cfg.trace_steps)
-    return ps__fail(PS_EINVAL, "trace_steps %u is past the %u that the plan counted memory for",
+    return ps__fail(PS_EINVAL, "trace_steps is %u: the plan counted memory for at most %u",
                     c->trace_steps, plan->cfg.trace_steps);
   if (plan->cfg.one_document && (c->document_token >= 0 || c->document_end_token >= 0))
-    return ps__fail(PS_EINVAL, "the plan promises one document a sequence, and a document token is "
-                               "given: plan without one_document");
+    return ps__fail(PS_EINVAL,
+                    "a document token is given, but the plan was made for one document a "
+                    "sequence: plan without one_document");
   if (c->dataset && ps_dataset_n_sequences(c->dataset, plan->cfg.seq_len) == 0)
     return ps__fail(
         PS_EINVAL,
-        "the data is too short: no shard holds %llu tokens, one sequence and its last target",
+        "the data is too short: no shard holds the %llu tokens of one sequence and its last target",
         (unsigned long long)plan->cfg.seq_len + 1);
   return PS_OK;
 }
@@ -167,8 +168,8 @@ static ps_status open_engine(ps_trainer *t) {
   return PS_OK;
 }
 
-/* What the driver reports for the process, held against the cap: kernels and libraries take what
- * they take. */
+/* Compares the device memory that the driver reports for this process with the cap. The plan knows
+ * what kernels and libraries took when the machine was measured, not what they take now. */
 static ps_status note_memory(ps_trainer *t, bool opening) {
   char used[32], cap[32], planned[32];
   uint64_t now = 0;
@@ -183,13 +184,15 @@ static ps_status note_memory(ps_trainer *t, bool opening) {
   if (opening)
     return ps__fail(
         PS_EBUDGET,
-        "the driver reports %s of device memory for this process before the first step, %s were "
-        "planned and %s given: run penstock "
-        "profile, so that plans know what context and libraries take here, or raise --device-mem",
-        used, planned, cap);
+        "the driver reports %s of device memory for this process before the first step, more than "
+        "the cap of %s (%s planned): run penstock profile, which measures what driver and "
+        "libraries "
+        "take, or raise --device-mem",
+        used, cap, planned);
   t->warned = true;
   ps__log(PS_LOG_WARN,
-          "the driver reports %s of device memory for this process, %s were given and %s planned",
+          "the driver reports %s of device memory for this process, more than the cap of %s (%s "
+          "planned)",
           used, cap, planned);
   return PS_OK;
 }
@@ -199,15 +202,15 @@ static ps_status check_model(const ps_trainer *t) {
   PS_TRY(ps_model_config_read(&m, t->model_dir));
   if (memcmp(&m, &t->plan->model, sizeof m) != 0)
     return ps__fail(PS_EINVAL,
-                    "%s: its config.json is not the configuration that the plan was made for",
+                    "%s: its config.json describes another model than the plan: make a plan for it",
                     t->model_dir);
   return PS_OK;
 }
 
-/* @weights: NULL where they are drawn. */
+/* @weights is NULL where the weights are drawn from the seed. */
 static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_progress_fn progress,
                                   void *progress_user) {
-  /* what measuring the machine and planning took does not count as this run's */
+  /* memory that measuring the machine and planning took does not count as this run's */
   ps__resident_peak_reset();
   const uint64_t bytes = t->plan->report.device_arena_bytes + t->plan->report.host_arena_bytes;
   if (progress)
@@ -221,7 +224,7 @@ static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_pro
                  : ps__trainer_init(t, progress, progress_user);
 }
 
-/* What is wrong with the model directory is found before anything is reserved. */
+/* Errors of the model directory are found before any memory is reserved. */
 static ps_status open_trainer(ps_trainer *t, ps_progress_fn progress, void *progress_user) {
   const ps_train_config *c = &t->cfg;
   t->lr = (ps__lr_schedule){.kind = c->lr_kind,
@@ -244,17 +247,17 @@ static ps_status open_trainer(ps_trainer *t, ps_progress_fn progress, void *prog
   return st;
 }
 
-/* Run the preamble, if the plan has one, and open the run of steps: at the first submit, so that
- * parameters written until then count. */
+/* Run the prologue, if the plan has one, and create the run of steps. This happens at the first
+ * submit, so that parameters written until then count. */
 static ps_status start_run(ps_trainer *t) {
-  ps_program *preamble = NULL;
+  ps_program *prologue = NULL;
   ps_schedule *once = NULL;
   ps_run *run = NULL;
   ps_run_config cfg = {.struct_bytes = sizeof cfg};
-  PS_TRY(ps__step_preamble(&t->plan->step, &preamble));
+  PS_TRY(ps__step_preamble(&t->plan->step, &prologue));
   ps_status st = PS_OK;
-  if (preamble) {
-    st = ps_schedule_compile(&once, preamble);
+  if (prologue) {
+    st = ps_schedule_compile(&once, prologue);
     if (st == PS_OK)
       st = ps_run_create(&run, t->engine, once, &cfg);
     if (st == PS_OK)
@@ -263,7 +266,7 @@ static ps_status start_run(ps_trainer *t) {
       st = ps_run_wait(run, 1);
     ps_run_destroy(run);
     (void)ps_schedule_destroy(once);
-    ps_program_destroy(preamble);
+    ps_program_destroy(prologue);
   }
   cfg.trace_steps = t->cfg.trace_steps;
   if (st == PS_OK)
@@ -271,7 +274,7 @@ static ps_status start_run(ps_trainer *t) {
   if (st != PS_OK)
     return st;
   atomic_store(&t->run, run);
-  /* the cancel came before there was a run to stop */
+  /* a cancel may have come before there was a run to stop */
   if (atomic_load(&t->cancelled))
     ps_run_cancel(run);
   return PS_OK;
@@ -290,7 +293,7 @@ ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *pl
   if (!atomic_compare_exchange_strong(&plan->in_use, &free_plan, 1)) {
     ps__free(t);
     return ps__fail(PS_EBUSY, "ps_trainer_create: another trainer runs this plan: destroy that "
-                              "first, or make another plan");
+                              "trainer, or make another plan");
   }
   t->plan = plan;
   t->cfg = *cfg;
@@ -331,33 +334,34 @@ static ps_status stick(ps_trainer *t, ps_status st) {
   if (t->sticky == PS_OK) {
     t->sticky = st;
     char *why = t->sticky_message;
-    /* for what is said behind the reason */
-    const size_t all = sizeof t->sticky_message, amid = 160;
+    const size_t all = sizeof t->sticky_message, amid = 160; /* room for the addition below */
     snprintf(why, all - amid, "%s", ps_last_error());
     if (t->run)
-      ps__run_rest(t->run); /* weights at home may be read and saved */
+      ps__run_rest(t->run); /* from here on weights may be read and saved */
     if ((st == PS_EDEVICE || st == PS_ECANCELLED) &&
         atomic_load(&t->updating) > atomic_load(&t->ended))
-      snprintf(why + strlen(why), amid,
-               "; it came amid a step's updates: weights in host memory, and a model saved from "
-               "them now, may be of two steps");
+      snprintf(
+          why + strlen(why), amid,
+          "; this was during a step's updates: some weights, also in a model that is saved now, "
+          "may be one step ahead of the others");
     ps_param_info p;
     if (st == PS_ENUMERIC && ps__trainer_find_nonfinite(t, &p))
       snprintf(why, all,
-               t->n_reported ? "step %llu: %s has weights that are not finite since the step "
-                               "before: lower --lr, or add --warmup-steps"
-                             : "step %llu: %s has weights that are not finite before anything was "
-                               "trained: take another model, this one is damaged",
+               t->n_reported
+                   ? "step %llu: %s has weights that are not finite since the step "
+                     "before: lower --lr, or add --warmup-steps"
+                   : "step %llu: %s had weights that are not finite before training: this "
+                     "model is damaged, take another one",
                (unsigned long long)(t->cfg.first_step + t->n_reported), p.name);
   }
   return ps__fail(t->sticky, "%s", t->sticky_message);
 }
 
-/* A batch function that steps its own trainer would wait for itself. */
+/* Refuses calls by a batch function of this trainer, which would wait for itself. */
 static ps_status outside_ops(const ps_trainer *t) {
   return ps__engine_drives(t->engine)
              ? ps__fail(PS_ESTATE, "a batch function cannot step its own trainer, which waits for "
-                                   "that batch: step it on another thread")
+                                   "the batch: step the trainer on another thread")
              : PS_OK;
 }
 
@@ -368,17 +372,18 @@ ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {
   if (t->sticky != PS_OK)
     return stick(t, t->sticky);
   if (n > PS__RING || t->n_submitted + n - t->n_reported > PS__RING)
-    return ps__fail(
-        PS_EBUSY,
-        "%llu steps are not waited for and %llu more submitted: at most %d may be in flight",
-        (unsigned long long)(t->n_submitted - t->n_reported), (unsigned long long)n, PS__RING);
+    return ps__fail(PS_EBUSY,
+                    "%llu steps are in flight and %llu more are submitted: at most %d may be in "
+                    "flight, wait for "
+                    "some first",
+                    (unsigned long long)(t->n_submitted - t->n_reported), (unsigned long long)n,
+                    PS__RING);
   ps_status st = t->run ? PS_OK : start_run(t);
   for (uint64_t i = 0; i < n; i++)
     t->ring[(t->n_submitted + i) % PS__RING].submit_ns = ps__now_ns();
   if (st == PS_OK)
     st = ps_run_submit(t->run, n);
-  /* A failed step's error is given by the wait for that step, behind the metrics of those before
-   * it. */
+  /* Where earlier steps are not reported yet, the wait for the failed step returns the error. */
   if (st != PS_OK && t->n_reported == t->n_submitted)
     return stick(t, st);
   t->n_submitted += n;
@@ -422,9 +427,9 @@ ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
     return ps__fail(PS_ESTATE, "ps_trainer_wait: no step was submitted");
   const ps_status st = ps_run_wait(t->run, t->n_reported + 1);
   if (st != PS_OK)
-    ps__run_rest(t->run); /* what was under way has ended: it may be the report */
-  /* Where its report ran a step's weights are home, whatever stopped the rest: moments, and
-   * copies that nobody reads any more. */
+    ps__run_rest(t->run); /* ops that were running have ended; the step's report may be one */
+  /* Once its report ran, all weights of a step are in host memory. What was stopped after that is
+   * only moments, and copies that nobody reads any more. */
   if (st != PS_OK && atomic_load(&t->ended) <= t->n_reported)
     return stick(t, st);
   fill_metrics(t, out);

@@ -1,4 +1,4 @@
-/* trainer.h - the trainer's insides, shared by its files. */
+/* trainer.h - the trainer's structure, shared by its files. Internal. */
 #ifndef PS_TRAIN_TRAINER_H
 #define PS_TRAIN_TRAINER_H
 #include "engine/engine.h"
@@ -6,7 +6,7 @@
 #include "optim/optim.h"
 #include <penstock/train.h>
 
-enum { PS__RING = 64 }; /* steps submitted and not yet reported, at most */
+enum { PS__RING = 64 }; /* steps that may be submitted and not yet reported */
 
 typedef struct ps__step_record {
   double loss, norm, lr;
@@ -20,62 +20,65 @@ struct ps_trainer {
   ps_train_config cfg;
   char *model_dir;
   ps_engine *engine;
-  /* lives until destroy, also after an error brought it to rest: a cancel may come at any time */
+  /* NULL before the first submit. The run lives until destroy, also after an error, because a
+   * cancel may come at any time. */
   _Atomic(ps_run *) run;
   _Atomic uint32_t cancelled;
-  /* 1 + the run's last step whose updates may have begun, and whose report ran: where these
-   * differ, weights at home may be of two steps */
+  /* updating: 1 + the last step of the run whose updates may have begun. ended: 1 + the last step
+   * whose report ran. Where the two differ, host-resident weights may be of two steps. */
   _Atomic uint64_t updating, ended;
-  ps_status sticky;
+  ps_status sticky; /* the error that stopped the trainer */
   char sticky_message[1024];
   char *host; /* the host space */
-  /* BYTES of device memory that the driver reported at most; 0 on the CPU backend */
+  /* BYTES: the most device memory that the driver reported; 0 on the CPU backend */
   uint64_t device_peak;
-  bool warned;               /* that it is past the cap */
-  int32_t *tokens, *targets; /* a step's batch as the source fills it */
+  bool warned;               /* the user was told that device_peak is past the cap */
+  int32_t *tokens, *targets; /* a step's batch as the data source fills it */
   ps__segment *segments;     /* of all units */
   uint32_t *first_segment;   /* [n_units + 1] */
   uint64_t *first_element;   /* [n_units]: global index of a unit's first element */
-  ps__rows *rows;            /* of an embedding at home, else NULL */
+  ps__rows *rows;            /* of a host-resident embedding, else NULL */
   ps__lr_schedule lr;
   uint64_t n_submitted, last_end_ns;
   _Atomic uint64_t n_reported;
   ps__step_record ring[PS__RING];
 };
 
-/* What the program's host ops do (hooks.c). */
+/* The host ops of a step's program (hooks.c). */
 ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);
-/* Open the model directory's tensors, all that the model has and no others, in its shapes; then
- * read them into their homes (params.c). @out is the caller's. */
+/* Open the model directory's tensors, and check that they are the model's: all of them, no other
+ * tensor, the same shapes. @out is owned by the caller (params.c). */
 ps_status ps__trainer_open_weights(const ps_trainer *t, ps_tensor_file **out);
+/* Read the weights into the host space (params.c). */
 ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress,
                            void *progress_user);
-/* The first parameter at home with a value that is not finite; false where there is none
+/* Find the first parameter whose host-resident values are not all finite; false: there is none
  * (params.c). */
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out);
-/* Or draw them (init.c). */
+/* Draw the weights from the seed instead of reading them (init.c). */
 ps_status ps__trainer_init(ps_trainer *t, ps_progress_fn progress, void *progress_user);
-/* The bf16 copy that travels follows its master, where there is one (params.c). */
+/* Round the master copy, where there is one, to the bf16 weights that are streamed (params.c). */
 void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p);
-/* Element @offset of a unit's parameters in the array that holds the truth: the master where
- * there is one (params.c). */
+/* Element @offset of a unit's parameters in the array that the optimizer updates: the master copy
+ * where there is one, else the weights (params.c). */
 void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32);
+/* Tensor @vt of the step in the host space. */
 static inline void *ps__host_at(const ps_trainer *t, uint32_t vt) {
   return t->host + t->plan->step.vt[vt].offset;
 }
 /* The unit's arrays in host memory that an update works on (hooks.c). */
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit);
-/* An embedding at home by rows (rows.c): which of them have which step's update. @id: 1 + the
- * run's step whose update @u is; to gather 0, as no update is to be made. Update and gather may
- * run at once, of the same id; what an id asks for has ended before the next id comes. Errors of
- * create: PS_ENOMEM. */
+/* The rows of a host-resident embedding, each with the step whose update it has (rows.c).
+ * @id is 1 + the run's step whose update @u is. A gather with @id 0 makes no update. Update and
+ * gather may run at once with the same id. The calls of one id end before those of the next id
+ * begin. Errors of create: PS_ENOMEM. */
 ps_status ps__rows_create(ps__rows **out, uint64_t n_rows, uint64_t dim);
 void ps__rows_destroy(ps__rows *r); /* NULL is a no-op */
 void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__update *u);
-/* Rows of token[n_tokens] into @out, each with its update. */
+/* Copy the rows of token[n_tokens] to @out, each after its update. */
 void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__update *u,
                      const int32_t *token, uint64_t n_tokens, void *out);
-/* PS_OK when no step is in flight; an error first brings the run to rest (trainer.c). */
+/* PS_OK where no step is in flight, else PS_ESTATE. After an error no step is (trainer.c). */
 ps_status ps__trainer_idle(ps_trainer *t);
 /* exported for tests */
 PS_API ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype,
