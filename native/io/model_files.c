@@ -1,0 +1,80 @@
+/* model_files.c - says which files of a directory are a model's. */
+#include "io/stage.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <string.h>
+#include <unistd.h>
+
+const char *const ps__tokenizer_files[] = {"tokenizer.json",
+                                           "tokenizer_config.json",
+                                           "special_tokens_map.json",
+                                           "vocab.json",
+                                           "merges.txt",
+                                           "tokenizer.model",
+                                           "added_tokens.json",
+                                           "chat_template.jinja",
+                                           NULL};
+
+static bool in_tokenizer(const char *name) {
+  for (const char *const *f = ps__tokenizer_files; *f; f++)
+    if (strcmp(*f, name) == 0)
+      return true;
+  return false;
+}
+
+bool ps__ends_with(const char *name, const char *end, size_t *stem) {
+  const size_t n = strlen(name), k = strlen(end);
+  if (n <= k || strcmp(name + n - k, end) != 0)
+    return false;
+  *stem = n - k;
+  return true;
+}
+
+/* The length of STEM in STEM.safetensors, STEM-0000i-of-0000n.safetensors and
+ * STEM.safetensors.index.json; 0 for other names. */
+static size_t weights_stem(const char *name) {
+  static const char shard[] = "-00000-of-00000";
+  size_t stem, k = sizeof shard - 1;
+  if (ps__ends_with(name, ".safetensors.index.json", &stem))
+    return stem;
+  if (!ps__ends_with(name, ".safetensors", &stem))
+    return 0;
+  if (stem <= k)
+    return stem;
+  for (size_t i = 0; i < k; i++) {
+    const char c = name[stem - k + i];
+    if (shard[i] == '0' ? c < '0' || c > '9' : c != shard[i])
+      return stem;
+  }
+  return stem - k;
+}
+
+bool ps__in_model(const char *name) {
+  return strcmp(name, "config.json") == 0 || strcmp(name, "generation_config.json") == 0 ||
+         in_tokenizer(name) || weights_stem(name);
+}
+
+int ps__exists_in(int dir, const char *name) {
+  return faccessat(dir, name, F_OK, AT_SYMLINK_NOFOLLOW) == 0 ? 1 : errno == ENOENT ? 0 : -1;
+}
+
+int ps__superseded(int dir, const char *name) {
+  char entry[NAME_MAX + 32];
+  const int stem = (int)weights_stem(name);
+  if (!ps__in_model(name))
+    return 0;
+  int is = ps__exists_in(dir, name);
+  if (in_tokenizer(name))
+    for (const char *const *f = ps__tokenizer_files; is == 0 && *f; f++)
+      is = ps__exists_in(dir, *f);
+  if (is == 0 && stem) {
+    snprintf(entry, sizeof entry, "%.*s.safetensors", stem, name);
+    is = ps__exists_in(dir, entry);
+  }
+  if (is == 0 && stem) {
+    snprintf(entry, sizeof entry, "%.*s.safetensors.index.json", stem, name);
+    is = ps__exists_in(dir, entry);
+  }
+  return is;
+}

@@ -1,0 +1,54 @@
+/* stage.h - what stage.c needs of directories and of a model's files. Internal to native/io.
+ *
+ * The functions of type bool return false where a system call failed; errno says why. */
+#ifndef PS_IO_STAGE_H
+#define PS_IO_STAGE_H
+#include "io/io.h"
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+
+enum { PS__DIR_FLAGS = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, PS__MAX_TRIES = 100 };
+
+/* in DIR/.penstock-new while files of the old model may still be in DIR */
+#define PS__REPLACING ".replacing"
+
+/* ---- which files are a model's (model_files.c) ----------------------------------------------- */
+/* *stem: the length of @name without @end */
+bool ps__ends_with(const char *name, const char *end, size_t *stem);
+bool ps__in_model(const char *name);
+/* Whether @dir has @name: 1 or 0; -1: the disk does not say. */
+int ps__exists_in(int dir, const char *name);
+/* Whether the whole model in @dir replaces file @name of an older model. Weights of one stem are
+ * replaced together, and so are the files of a tokenizer. 1, 0 or -1, as ps__exists_in(). */
+int ps__superseded(int dir, const char *name);
+
+/* ---- directories (tree.c) -------------------------------------------------------------------- */
+DIR *ps__list(int dir);
+/* The next name that is not . or .. ; NULL at the end. errno is then 0, or the error that ended the
+ * list early. */
+const char *ps__next_name(DIR *d);
+bool ps__starts_with(const char *name, const char *prefix);
+/* @fd is open on the file that @path names, relative to @at. */
+bool ps__is_at(int fd, int at, const char *path);
+/* flock() that is not ended by signals */
+bool ps__lock(int fd, int how);
+bool ps__remove_tree(int at, const char *name);
+/* Give @to the owner, mode, times and extended attributes of @from. */
+bool ps__copy_folder_attributes(int from, int to);
+/* Bring @name of @from into @to as well: files as links, folders as new ones. */
+bool ps__carry_tree(int from, int to, const char *name);
+/* Empty @from, whose place @to has taken. Files that @to does not know move there. @top: the two
+ * are model directories, not folders in them. @fresh: @to took the place just now, so that a file
+ * which differs here was changed after it was carried. Where it is false, @from may also be a stage
+ * that never took its place, and its model is dropped. False: something stays in @from. */
+bool ps__retire(int from, int to, bool top, bool fresh);
+
+/* ---- DIR/.penstock-new moves up into DIR (pending.c) ----------------------------------------- */
+/* Move the files of @pending, which is DIR/.penstock-new, into @dir, and remove it. It may be
+ * called again after any failure. @path is DIR, for messages. PS_EIO. */
+ps_status ps__move_pending(int dir, int pending, const char *path);
+/* Complete the move of an earlier save, or wait for one that another process makes. PS_EIO. */
+ps_status ps__finish_pending(int dir, const char *path);
+
+#endif
