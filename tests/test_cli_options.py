@@ -38,10 +38,11 @@ def test_a_number_past_its_options_limit_is_refused_with_both_limits(job, tmp_pa
     for value in {most + 1 if most < 2**53 else 2**54, 2**64, 2**64 + 1}:
         refused(
             penstock("train", *words(job | {option: value, "--run-dir": "run"}), cwd=tmp_path),
-            rf"{option} {value}: a whole number from [01] to {most} is wanted",
+            rf"{option} {value}: give a whole number from [01] to {most}",
         )
     refused(
-        penstock("train", *words(job | {option: -1})), rf"{option} -1: a whole number from [01] to"
+        penstock("train", *words(job | {option: -1})),
+        rf"{option} -1: give a whole number from [01] to",
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -59,7 +60,7 @@ def test_a_number_past_its_options_limit_is_refused_with_both_limits(job, tmp_pa
 def test_a_number_past_what_fp32_holds_is_refused(job, option, value):
     refused(
         penstock("train", *words(job | {option: value})),
-        rf"{option} {value}: a number from 0 to 1e\+30 is wanted",
+        rf"{option} {value}: give a number from 0 to 1e\+30",
     )
 
 
@@ -73,7 +74,7 @@ def test_numbers_that_wrapped_are_numbers(job, tmp_path):
     ):
         refused(penstock("train", *words(job | {option: value, "--run-dir": tmp_path})), option)
     for command in (("demo", 1, 1, 2**32, "model"), ("demo", 1, 1, 2**64 + 64, "model")):
-        refused(penstock(*command), "SEQLEN '.*': a whole number from 1 to 1073741824 is wanted")
+        refused(penstock(*command), "SEQLEN '.*': give a whole number from 1 to 1073741824")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def test_profile_says_when_other_work_takes_the_machine(tiny_model, tmp_path):
             hog.kill()
             hog.wait()
     others, cpus = re.search(
-        r"while measuring this machine other work took ([\d.]+) of its (\d+) CPUs: rates are too low",
+        r"other work took ([\d.]+) of this machine's (\d+) CPUs while it was measured: its rates are too low",
         done.stderr,
     ).groups()
     assert (

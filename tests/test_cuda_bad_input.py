@@ -204,12 +204,16 @@ def test_the_cpu_is_not_taken_in_silence(standin, tiny_model):
     )
     assert said.returncode == silent.returncode == 0
     assert (
-        re.search(r"^penstock: no GPU is used .*driver here supports CUDA 11\.8", said.stderr, re.M)
+        re.search(
+            r"^penstock: training on the CPU, as no GPU can be used: .*driver here supports CUDA 11\.8",
+            said.stderr,
+            re.M,
+        )
         and "no GPU" not in silent.stderr
     )
     code = "import warnings; warnings.simplefilter('error'); from penstock import Hardware; Hardware.estimate(2, %r)"
     for backend, word in (
-        ("auto", "no GPU is used: the CUDA driver here supports CUDA 11.8"),
+        ("auto", "no GPU can be used: the CUDA driver here supports CUDA 11.8"),
         ("cpu", ""),
     ):
         done = subprocess.run(

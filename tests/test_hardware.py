@@ -349,13 +349,13 @@ def test_the_profile_is_printed_as_a_table_or_json(tmp_path):
     command = [BINARY, "profile", "--backend", "cpu", "--threads", "2", "--seconds", "0.2"]
     table = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
     for what in (
-        "products, 1024 rows, forward",
+        "matrix products, 1024 rows, forward",
         "gradient of weights",
         "attention, 8 sequences of 128, forward",
-        "attention, 512 rows behind 3584, forward",
+        "attention, 512 rows after 3584, forward",
         "AdamW on 2 threads",
-        "sum of squares",
-        "rows of the embedding",
+        "sums of squares",
+        "gather of the embedding's rows",
         "first touch of host memory",
     ):
         assert what in table
@@ -476,9 +476,9 @@ def test_rates_that_cannot_be_kept_are_told_of_once_with_the_file(
     path = Hardware.cache_path(2, "cpu")
     path.mkdir(parents=True)
     status, _, says = plan_in(tmp_path / "c", "--model", small_model)
-    assert status == 0 and says.count(str(path)) == 1 and "not kept" in says, says
+    assert status == 0 and says.count(str(path)) == 1 and "not cached" in says, says
     with pytest.warns(UserWarning, match=re.escape(str(path))):
         Hardware.cached(2, "cpu")
     (tmp_path / "file").touch()
     status, _, says = plan_in(tmp_path / "file", "--model", small_model)
-    assert status == 0 and says.count(str(tmp_path / "file")) == 1 and "not kept" in says, says
+    assert status == 0 and says.count(str(tmp_path / "file")) == 1 and "not cached" in says, says

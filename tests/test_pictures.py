@@ -153,16 +153,16 @@ STEP = {"step": 0, "loss": 1.0, "lr": 1e-3, "tokens_per_s": 5.0}
         (b"\x89PNG\r\n\x1a\n\xff", "codec|JSON"),
         (json.dumps(STEP | {"loss": "low"}).encode(), "no number loss"),
         (json.dumps({"traceEvents": []}).encode(), "no number step"),
-        (json.dumps({"tokens_per_s": [[1]]}).encode(), "grid needs device_bytes"),
+        (json.dumps({"tokens_per_s": [[1]]}).encode(), "grid needs device_mem_bytes"),
         (
             json.dumps(
-                {"tokens_per_s": [[1], [2]], "device_bytes": [1], "host_bytes": [1]}
+                {"tokens_per_s": [[1], [2]], "device_mem_bytes": [1], "host_mem_bytes": [1]}
             ).encode(),
             "grid needs",
         ),
         (
             json.dumps(
-                {"tokens_per_s": [["fast"]], "device_bytes": [1], "host_bytes": [1]}
+                {"tokens_per_s": [["fast"]], "device_mem_bytes": [1], "host_mem_bytes": [1]}
             ).encode(),
             "grid needs",
         ),

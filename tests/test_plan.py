@@ -497,9 +497,15 @@ def test_a_grid_never_falls_and_is_what_plans_under_its_caps_are_alone(
     assert (np.diff(rate, axis=0) >= 0).all() and (np.diff(rate, axis=1) >= 0).all(), rate
     for h, d in ((0, 0), (-1, -1)):
         found = grid["found_under"][h][d]
-        assert found["device_bytes"] <= device[d] << 30 and found["host_bytes"] <= host[h] << 30
+        assert (
+            found["device_mem_bytes"] <= device[d] << 30
+            and found["host_mem_bytes"] <= host[h] << 30
+        )
         alone = ask(
-            "--device-mem", str(found["device_bytes"]), "--host-mem", str(found["host_bytes"])
+            "--device-mem",
+            str(found["device_mem_bytes"]),
+            "--host-mem",
+            str(found["host_mem_bytes"]),
         )["predicted_tokens_per_s"]
         assert alone == pytest.approx(rate[h, d], rel=1e-12)
 
@@ -587,7 +593,9 @@ def test_no_pinned_round_of_a_deep_model_is_faster_than_the_plan_that_was_found(
         Plan(model, chunk_tokens=tokens, chunks_per_round=chunks, **ask).report
         for tokens, chunks in ((8192, 1), (8192, 2), (16384, 1))
     ]
-    assert found["step_s"] <= min(r["step_s"] for r in pinned) and found["host_bytes"] <= 330 << 30
+    assert (
+        found["step_s"] <= min(r["step_s"] for r in pinned) and found["host_mem_bytes"] <= 330 << 30
+    )
 
 
 def test_to_pin_the_rounds_that_were_found_costs_nothing(tmp_path):

@@ -130,7 +130,7 @@ def test_a_model_that_is_there_is_replaced_with_force_only(words, tmp_path):
     one_sentence(
         call(words("--steps", 2, "--out", "out"), tmp_path),
         2,
-        r"--out out has a model already \(.*\): .* replace it with --force",
+        r"--out out already has a model \(.*\): .* replace it with --force",
     )
     assert (tmp_path / "out/model.safetensors").read_bytes() == before
     assert call(words("--steps", 2, "--out", "out", "--force"), tmp_path).returncode == 0
@@ -154,13 +154,13 @@ def test_a_model_that_the_disk_has_no_room_for_is_refused_first(words, tiny_mode
     one_sentence(
         call(command, tmp_path),
         2,
-        r"--out out/deep: the model takes \d+\.\d TiB and there are [\d.]+ .iB free on that disk",
+        r"--out out/deep: the model takes \d+\.\d TiB and the disk has [\d.]+ .iB free",
     )
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
 def test_without_out_the_first_line_says_that_nothing_is_kept(words, tmp_path):
-    text = "without --out the trained model is not kept"
+    text = "the trained model will not be saved: --out was not given"
     assert text in call(loud(words("--steps", 1)), tmp_path).stderr
     assert text not in call(loud(words("--steps", 1, "--out", "out")), tmp_path).stderr
 
@@ -239,7 +239,7 @@ def at_terminal(command, cwd, answer):
     return os.waitstatus_to_exitcode(status), text
 
 
-QUESTION = "q gives the model up: "
+QUESTION = "or q to give the model up: "
 
 
 def test_at_a_terminal_another_directory_can_be_named(words, tmp_path):
@@ -326,7 +326,7 @@ def test_progress_that_nobody_could_read_is_noted_once(words, tmp_path):
     )
     assert (
         done.returncode == 0
-        and done.stdout.count("progress ended early: stderr could not be written") == 1
+        and done.stdout.count("progress is incomplete: stderr could not be written") == 1
     )
 
 

@@ -1,5 +1,4 @@
-/* args.c - the command line: --option VALUE and --option=VALUE, sizes, suggestions, help;
- * messages. */
+/* args.c - parses command lines (--option VALUE, --option=VALUE), prints help and messages. */
 #include "cli/cli.h"
 #include <errno.h>
 #include <inttypes.h>
@@ -97,8 +96,8 @@ int cli_parse_size(const char *option, const char *text, uint64_t *out) {
   uint64_t bytes;
   bool has_unit;
   if (!parse_bytes(text, &bytes, &has_unit) || bytes == 0)
-    return cli_fail(CLI_REFUSED, "--%s %s: a size such as 20GiB, 512MiB or 2e9 is wanted", option,
-                    text);
+    return cli_fail(CLI_REFUSED, "--%s %s is no size: give one such as 20GiB, 512MiB or 2e9",
+                    option, text);
   if (!has_unit && bytes < CLI_LEAST_SIZE)
     return cli_fail(CLI_REFUSED, "--%s %s is %" PRIu64 " byte%s: write %s%s", option, text, bytes,
                     bytes == 1 ? "" : "s", text, bytes < 1024 ? "GiB" : "MiB");
@@ -106,7 +105,7 @@ int cli_parse_size(const char *option, const char *text, uint64_t *out) {
   return CLI_OK;
 }
 
-/* A number of the option's range; @whole: an integer, also as 2e5. */
+/* @text is a number of the option's range. @whole: a whole number, also written as 2e5. */
 static bool in_range(const char *text, double least, double most, bool whole, double *out) {
   const char *end;
   return parse_number(text, out, &end) && *end == 0 && *out >= least && *out <= most &&
@@ -114,7 +113,7 @@ static bool in_range(const char *text, double least, double most, bool whole, do
 }
 
 static int refuse_value(const cli_option *o, const char *text, const char *wanted) {
-  return cli_fail(CLI_REFUSED, "--%s %s: %s is wanted", o->name, text, wanted);
+  return cli_fail(CLI_REFUSED, "--%s %s: give %s", o->name, text, wanted);
 }
 
 static int set_value(const cli_option *o, const char *text) {
@@ -146,7 +145,7 @@ static int set_value(const cli_option *o, const char *text) {
     return CLI_OK;
   case CLI_ID:
     if (!in_range(text, -1, INT32_MAX, true, &value))
-      return refuse_value(o, text, "a token id, or -1 for none,");
+      return refuse_value(o, text, "a token id, or -1 for none");
     *(int32_t *)o->out = (int32_t)value;
     return CLI_OK;
   case CLI_BYTES: return cli_parse_size(o->name, text, o->out);
@@ -177,7 +176,7 @@ static int set_value(const cli_option *o, const char *text) {
 
 /* ---- options --------------------------------------------------------------------------------- */
 
-/* Edits (insert, delete, replace) that turn a into b; names are short. */
+/* How many edits (insert, delete, replace a letter) turn a into b. */
 static unsigned distance(const char *a, const char *b) {
   enum { MOST = 48 };
   size_t na = strnlen(a, MOST - 1), nb = strnlen(b, MOST - 1);
@@ -202,7 +201,7 @@ static unsigned distance(const char *a, const char *b) {
 
 static int refuse_option(const cli_command *c, const char *name) {
   const cli_option *nearest = NULL;
-  unsigned least = 4; /* further away is no likely slip */
+  unsigned least = 4; /* names that differ by 4 edits or more are no slip of the hand */
   for (const cli_option *o = c->options; o->name; o++)
     if (distance(name, o->name) < least) {
       least = distance(name, o->name);
@@ -214,15 +213,30 @@ static int refuse_option(const cli_command *c, const char *name) {
   return cli_fail(CLI_REFUSED, "there is no option --%s (--help lists them)", name);
 }
 
+/* Prints an option's help in a column of its own, broken at spaces before column 100. */
+static void print_help(const char *left, const char *help) {
+  enum { COLUMN = 29, WIDTH = 100 - COLUMN };
+  printf("  %-26s ", left);
+  while (strlen(help) > WIDTH) {
+    int n = WIDTH;
+    while (n > 1 && help[n] != ' ')
+      n--;
+    printf("%.*s\n%*s", n, help, COLUMN, "");
+    help += n + 1;
+  }
+  puts(help);
+}
+
 static void print_options(const cli_command *c) {
   printf("usage: penstock %s\n\n%s\n\n", c->usage, c->about);
   for (const cli_option *o = c->options; o->name; o++) {
     char left[48];
     snprintf(left, sizeof left, "--%s%s%s", o->name, o->kind == CLI_FLAG ? "" : " ",
              o->kind == CLI_FLAG ? "" : o->value);
-    printf("  %-26s %s\n", left, o->help);
+    print_help(left, o->help);
   }
-  printf("  %-26s %s\n\nexample:\n  %s\n", "--help", "this text", c->example);
+  print_help("--help", "print this text");
+  printf("\nexample:\n  %s\n", c->example);
 }
 
 /* One option at argv[*i]; moves *i to its last word. */

@@ -1,5 +1,5 @@
-/* demo.c - `penstock demo HOST_GIB DEV_GIB SEQLEN MODEL_DIR`: the positional form, for a first
- * look at a machine. */
+/* demo.c - `penstock demo HOST_GIB DEV_GIB SEQLEN MODEL_DIR`: the short form of train, for a first
+ * run on a machine. */
 #include "cli/cli.h"
 #include <stdlib.h>
 #include <string.h>
@@ -7,21 +7,21 @@
 
 enum { DEMO_STEPS = 10 };
 
-/* "80" or "1.5": GiB, as bytes. */
+/* "80" or "1.5" is a number of GiB. */
 static int parse_gib(const char *text, const char *what, uint64_t *out) {
   char *end;
   double value = strtod(text, &end);
   if (end == text || *end || !(value > 0) || value > 1e6)
-    return cli_fail(CLI_REFUSED, "%s '%s': a number of GiB above 0 is wanted", what, text);
+    return cli_fail(CLI_REFUSED, "%s '%s': give a number of GiB above 0", what, text);
   *out = (uint64_t)(value * 1073741824.0);
   return CLI_OK;
 }
 
 static int parse_seq_len(const char *text, uint64_t *out) {
   char *end;
-  unsigned long long value = strtoull(text, &end, 10); /* ULLONG_MAX where it is larger */
+  unsigned long long value = strtoull(text, &end, 10); /* ULLONG_MAX where the text's is larger */
   if (end == text || *end || text[0] == '-' || !value || value > PS_MAX_ROWS)
-    return cli_fail(CLI_REFUSED, "SEQLEN '%s': a whole number from 1 to %d is wanted", text,
+    return cli_fail(CLI_REFUSED, "SEQLEN '%s': give a whole number from 1 to %d", text,
                     PS_MAX_ROWS);
   *out = value;
   return CLI_OK;
@@ -54,7 +54,7 @@ int cli_demo(int argc, char **argv) {
   cli_job_init(&job);
   job.steps = DEMO_STEPS;
   cli_job_options(&job, options, true);
-  size_t n = 0; /* what the positions say is no option */
+  size_t n = 0; /* four options are given by position instead */
   for (size_t i = 0; options[i].name; i++)
     if (strcmp(options[i].name, "model") && strcmp(options[i].name, "host-mem") &&
         strcmp(options[i].name, "device-mem") && strcmp(options[i].name, "seq-len")) {
@@ -68,9 +68,10 @@ int cli_demo(int argc, char **argv) {
   options[n] = (cli_option){.name = NULL};
   const cli_command command = {
       .usage = "demo HOST_GIB DEV_GIB SEQLEN MODEL_DIR [OPTIONS]",
-      .about = "Trains for some steps under both memory caps and reports throughput, predicted "
-               "beside measured: the short form of train.\n"
-               "Token shards are those of --data, or the *.bin files in MODEL_DIR/data.",
+      .about =
+          "Trains for some steps under both memory caps and reports the measured throughput\n"
+          "beside the predicted one. It is the short form of train. Token shards are those of\n"
+          "--data, or the *.bin files in MODEL_DIR/data.",
       .example = "penstock demo 80 20 4096 my_8B_model --data shards/",
       .options = options,
       .positional = positional,

@@ -27,15 +27,15 @@ static int parse_side(const cli_texts *texts, const char *option, uint64_t out[M
   return code;
 }
 
-/* Searches a plan under a cell's caps. */
+/* Search a plan under a cell's caps. */
 static int search(const cli_job *job, cli_cell *cell) {
   ps_plan_config cfg = job->plan_config;
   ps_hardware hardware = job->hardware;
   ps_plan_report report = {.struct_bytes = sizeof report};
   ps_plan *plan = NULL;
-  cfg.device_bytes = cell->device_bytes;
-  cfg.host_bytes = cell->host_bytes;
-  /* as for --host-mem: the machine planned for has what was given */
+  cfg.device_bytes = cell->device_mem_bytes;
+  cfg.host_bytes = cell->host_mem_bytes;
+  /* the machine to plan for has at least the cap of host memory; 0: its memory is not checked */
   hardware.host_memory_bytes = 0;
   ps_status st = ps_plan_create(&plan, &job->config, &cfg, &hardware);
   if (st == PS_EBUDGET)
@@ -49,7 +49,7 @@ static int search(const cli_job *job, cli_cell *cell) {
   return CLI_OK;
 }
 
-/* What the figures are of, for who sees the picture alone. */
+/* The model and the machine of the figures. A picture drawn from them names both. */
 static void subject_json(cli_json *j, const cli_job *job) {
   char model[256];
   snprintf(model, sizeof model, "%s", job->model);
@@ -68,8 +68,8 @@ static void found_under_json(cli_json *j, const cli_cell *cell) {
     return;
   }
   cli_json_open(j, NULL, '{');
-  cli_json_count(j, "device_bytes", cell->device_bytes);
-  cli_json_count(j, "host_bytes", cell->host_bytes);
+  cli_json_count(j, "device_mem_bytes", cell->device_mem_bytes);
+  cli_json_count(j, "host_mem_bytes", cell->host_mem_bytes);
   cli_json_close(j, '}');
 }
 
@@ -77,15 +77,15 @@ static void print_json(const cli_job *job, const grid *g) {
   cli_json j = {.out = stdout};
   cli_json_open(&j, NULL, '{');
   subject_json(&j, job);
-  cli_json_open(&j, "device_bytes", '[');
+  cli_json_open(&j, "device_mem_bytes", '[');
   for (uint32_t d = 0; d < g->n_device; d++)
     cli_json_count(&j, NULL, g->device[d]);
   cli_json_close(&j, ']');
-  cli_json_open(&j, "host_bytes", '[');
+  cli_json_open(&j, "host_mem_bytes", '[');
   for (uint32_t h = 0; h < g->n_host; h++)
     cli_json_count(&j, NULL, g->host[h]);
   cli_json_close(&j, ']');
-  cli_json_open(&j, "tokens_per_s", '['); /* a row for each of host_bytes; 0: no plan fits */
+  cli_json_open(&j, "tokens_per_s", '['); /* a row for each cap of host memory; 0: no plan fits */
   for (uint32_t h = 0; h < g->n_host; h++) {
     cli_json_open(&j, NULL, '[');
     for (uint32_t d = 0; d < g->n_device; d++)
@@ -93,7 +93,7 @@ static void print_json(const cli_job *job, const grid *g) {
     cli_json_close(&j, ']');
   }
   cli_json_close(&j, ']');
-  /* the caps with which `penstock plan` makes that plan again */
+  /* under these caps `penstock plan` finds the same plan again */
   cli_json_open(&j, "found_under", '[');
   for (uint32_t h = 0; h < g->n_host; h++) {
     cli_json_open(&j, NULL, '[');
@@ -126,8 +126,8 @@ static void print_row(const grid *g, uint32_t h) {
   fflush(stdout);
 }
 
-/* Rows from the least host memory to the most: what a row shows is then known once it is
- * searched. */
+/* Searches rows from the least host memory to the most. A row's cells are then final once the row
+ * is searched. */
 static void order_rows(const grid *g, uint32_t row[MAX_SIDE]) {
   for (uint32_t h = 0; h < g->n_host; h++) {
     uint32_t at = h;
@@ -150,8 +150,8 @@ int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts
   if (code != CLI_OK)
     return code;
   for (uint32_t i = 0; i < g.n_host * g.n_device; i++)
-    g.cell[i] =
-        (cli_cell){.device_bytes = g.device[i % g.n_device], .host_bytes = g.host[i / g.n_device]};
+    g.cell[i] = (cli_cell){.device_mem_bytes = g.device[i % g.n_device],
+                           .host_mem_bytes = g.host[i / g.n_device]};
   order_rows(&g, row);
   cli_progress p;
   cli_progress_begin(&p, job);

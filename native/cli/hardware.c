@@ -1,4 +1,4 @@
-/* hardware.c - this machine's rates: measured once, kept in the user's cache folder. */
+/* hardware.c - measures this machine's rates once, and keeps them in the user's cache folder. */
 #include "cli/cli.h"
 #include <ctype.h>
 #include <sched.h>
@@ -15,8 +15,8 @@ static char *cache_folder(void) {
   return home && home[0] ? cli_path_join(home, ".cache/penstock") : NULL;
 }
 
-/* hardware-CPU[-GPU]-THREADS.json in the cache folder, so that machines that share a home do not
- * share figures. */
+/* hardware-CPU[-GPU]-THREADS.json in the cache folder. Machines that have one cache folder in
+ * common thus keep their rates apart. */
 static char *cache_file(const ps_hardware *hw) {
   char machine[sizeof hw->name + sizeof hw->device_name], name[192] = "hardware-";
   size_t n = strlen(name);
@@ -33,30 +33,31 @@ static char *cache_file(const ps_hardware *hw) {
   return path;
 }
 
-/* Write @hw to the cache. Where that fails the run goes on without, and a line says which file
- * it is. */
-static char *keep(const ps_hardware *hw) {
+/* Write @hw to the cache, and return the file's path. Where that fails a line says why, and the run
+ * goes on. */
+static char *cache_rates(const ps_hardware *hw) {
   char *path = cache_file(hw), *folder = path ? strdup(path) : NULL;
   if (folder)
     *strrchr(folder, '/') = 0;
   const int failed = folder ? cli_folder_make(folder) : 0;
-  const bool kept = folder && !failed && ps_hardware_write(hw, path) == PS_OK;
+  const bool written = folder && !failed && ps_hardware_write(hw, path) == PS_OK;
   if (!path)
     fprintf(
         stderr,
-        "penstock: the machine's rates are not kept: set XDG_CACHE_HOME to a folder for them\n");
+        "penstock: this machine's rates are not cached: set XDG_CACHE_HOME to a folder for them\n");
   else if (failed)
     fprintf(stderr,
-            "penstock: %s: %s; the machine's rates are not kept: set XDG_CACHE_HOME to a folder "
+            "penstock: %s: %s; this machine's rates are not cached: set XDG_CACHE_HOME to a folder "
             "that can be written\n",
             folder, strerror(failed));
-  else if (!kept)
-    fprintf(stderr,
-            "penstock: %s; the machine's rates are not kept: set XDG_CACHE_HOME to a folder that "
-            "can be written\n",
-            folder ? ps_last_error() : "out of memory");
+  else if (!written)
+    fprintf(
+        stderr,
+        "penstock: %s; this machine's rates are not cached: set XDG_CACHE_HOME to a folder that "
+        "can be written\n",
+        folder ? ps_last_error() : "out of memory");
   free(folder);
-  if (kept)
+  if (written)
     return path;
   free(path);
   return NULL;
@@ -69,7 +70,8 @@ static uint32_t backend_of(const cli_device *d, bool quiet) {
     const char *why = ps_hardware_gpu_unused();
     if (why && !quiet)
       fprintf(stderr,
-              "penstock: no GPU is used (--backend cpu says the same without this line): %s\n",
+              "penstock: training on the CPU, as no GPU can be used: %s (--backend cpu leaves this "
+              "line out)\n",
               why);
     return ps_hardware_n_gpus() ? PS_BACKEND_CUDA : PS_BACKEND_CPU;
   }
@@ -86,7 +88,7 @@ void cli_bound_threads(cli_device *d, uint32_t n_cpus, bool quiet) {
   d->threads = n_cpus;
 }
 
-/* The machine's facts and rates by estimate, the device's options held against them. */
+/* The machine's description with estimated rates. The device's options are checked against it. */
 static int find_machine(ps_hardware *out, cli_device *d, bool quiet, uint32_t *backend) {
   out->struct_bytes = sizeof *out;
   *backend = backend_of(d, quiet);
@@ -94,8 +96,8 @@ static int find_machine(ps_hardware *out, cli_device *d, bool quiet, uint32_t *b
     return cli_fail(CLI_REFUSED,
                     d->backend == CLI_BACKEND_CPU
                         ? "--gpu %llu and --backend cpu exclude each other: leave one of them out"
-                        : "--gpu %llu: there is no GPU that can be used here (%s): leave it out to "
-                          "train on the CPU",
+                        : "--gpu %llu: there is no GPU that can be used here (%s): leave --gpu out "
+                          "to train on the CPU",
                     (unsigned long long)d->gpu, ps_hardware_n_gpus() ? "" : ps_last_error());
   ps_status st = ps_hardware_estimate(out, *backend, (uint32_t)d->gpu, 0);
   if (st == PS_OK && d->threads) {
@@ -108,9 +110,10 @@ static int find_machine(ps_hardware *out, cli_device *d, bool quiet, uint32_t *b
 /* ---- is the machine idle? -------------------------------------------------------------------- */
 
 typedef struct cpu_use {
-  /* CPU seconds of the CPUs that this process may use, by anybody, and of this process; when */
-  double all_s, own_s, at_s;
-  uint32_t n_cpus; /* 0: the kernel does not say */
+  /* CPU seconds that were used on the CPUs of this process, by all processes and by this one */
+  double all_s, own_s;
+  double at_s;     /* the time of this reading */
+  uint32_t n_cpus; /* of this process; 0: the kernel does not say */
 } cpu_use;
 
 static cpu_use read_cpu_use(void) {
@@ -138,18 +141,19 @@ static cpu_use read_cpu_use(void) {
   return u;
 }
 
-/* Rates measured beside other work are too low: predictions are then too long, and on a CPU,
- * whose peak is measured too, MFU comes out too high. */
+/* Rates measured beside other work are too low. Predicted times are then too long. MFU on a CPU,
+ * whose peak is one of the measured rates, is then too high. */
 static void warn_if_busy(const cpu_use *before) {
   const double tolerated = 0.1; /* of the CPUs */
   const cpu_use now = read_cpu_use();
   const double others =
       (now.all_s - before->all_s - (now.own_s - before->own_s)) / (now.at_s - before->at_s);
   if (now.n_cpus && others > tolerated * now.n_cpus)
-    fprintf(stderr,
-            "penstock: while measuring this machine other work took %.1f of its %u CPUs: rates are "
-            "too low, run penstock profile when it is idle\n",
-            others, now.n_cpus);
+    fprintf(
+        stderr,
+        "penstock: other work took %.1f of this machine's %u CPUs while it was measured: its rates "
+        "are too low, run penstock profile when it is idle\n",
+        others, now.n_cpus);
 }
 
 /* ---- measuring ------------------------------------------------------------------------------- */
@@ -165,7 +169,7 @@ static ps_status measure(ps_hardware *out, const cli_device *d, uint32_t backend
   if (st == PS_OK && !quiet)
     warn_if_busy(&before);
   if (st == PS_OK)
-    *cached_at = keep(out);
+    *cached_at = cache_rates(out);
   return st;
 }
 
@@ -179,9 +183,10 @@ int cli_hardware_measure(ps_hardware *out, cli_device *d, bool full, double seco
   return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 
-/* Rates from the cache, if they are this machine's, and of smaller buffers only where there is
- * no more memory now. */
-static bool known(ps_hardware *out, const cli_device *d, uint32_t backend, uint64_t host_bytes) {
+/* Read this machine's rates from the cache. Rates that were measured with small buffers, for lack
+ * of memory, count only while there is no more memory. */
+static bool cached_rates(ps_hardware *out, const cli_device *d, uint32_t backend,
+                         uint64_t host_bytes) {
   char *path = cache_file(out);
   ps_hardware hw = {.struct_bytes = sizeof hw};
   const bool ok =
@@ -199,16 +204,16 @@ int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool 
   int code = find_machine(out, d, quiet, &backend);
   if (code != CLI_OK)
     return code;
-  if (!known(out, d, backend, host_bytes)) {
+  if (!cached_rates(out, d, backend, host_bytes)) {
     char *cached_at = NULL;
     if (!quiet)
       fprintf(
           stderr,
-          "penstock: measuring this machine, once, for %s; penstock profile does it at length\n",
-          backend == PS_BACKEND_CUDA ? "some 20 s" : "a second or two");
+          "penstock: measuring this machine once, which takes %s; penstock profile measures more\n",
+          backend == PS_BACKEND_CUDA ? "about 20 s" : "a second or two");
     const ps_status st = measure(out, d, backend, host_bytes, false, 0, quiet, &cached_at);
     free(cached_at);
-    if (st == PS_EBUDGET && !quiet) /* the estimate stands */
+    if (st == PS_EBUDGET && !quiet) /* @out still has the estimated rates */
       fprintf(stderr,
               "penstock: %s: rates are estimated; penstock profile measures them without a cap\n",
               ps_last_error());

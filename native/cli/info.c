@@ -1,4 +1,4 @@
-/* info.c - `penstock info`: this machine, and what a model directory and token shards hold. */
+/* info.c - `penstock info`: describes this machine, a model directory, token shards. */
 #include "cli/cli.h"
 #include <stdlib.h>
 
@@ -104,20 +104,24 @@ int cli_info(int argc, char **argv) {
        .value = "N",
        .least = 1,
        .most = PS_MAX_ROWS,
-       .help = "for FLOPs a token and sequences in the data"},
-      {.name = "json", .kind = CLI_FLAG, .out = &as_json, .help = "one JSON object on stdout"},
+       .help = "tokens a sequence: adds FLOPs a token and sequences in the data"},
+      {.name = "json",
+       .kind = CLI_FLAG,
+       .out = &as_json,
+       .help = "print one JSON object on stdout"},
       {.name = NULL},
   };
   const cli_command command = {
       .usage = "info [--model DIR] [--data SHARDS...] [OPTIONS]",
-      .about = "This machine's rates and memory; what a model directory holds; how many tokens and "
-               "sequences are in token shards.\n"
-               "With --model the shards' token ids are checked against its vocabulary.",
+      .about =
+          "Describes this machine: its rates and its memory. With --model or --data it describes\n"
+          "a model directory or token shards instead. With both, the first token ids of each\n"
+          "shard are checked against the model's vocabulary.",
       .example = "penstock info --model my_8B_model --data shards/ --seq-len 4096",
       .options = options,
   };
   int code = cli_parse(&command, argc, argv);
-  char *text = NULL; /* the object is printed when it is whole */
+  char *text = NULL; /* the JSON object is printed only when it is complete */
   size_t bytes = 0;
   cli_json json = {.out = code == CLI_OK && as_json ? open_memstream(&text, &bytes) : NULL},
            *j = json.out ? &json : NULL;
@@ -125,7 +129,7 @@ int cli_info(int argc, char **argv) {
     code = cli_fail(CLI_FAILED, "out of memory");
   if (j)
     cli_json_open(j, NULL, '{');
-  ps_model_config cfg = {.vocab_size = INT32_MAX}; /* without a model: any token */
+  ps_model_config cfg = {.vocab_size = INT32_MAX}; /* without a model any token id is valid */
   if (code == CLI_OK && !model && !data.n)
     code = show_machine(j);
   if (code == CLI_OK && model)

@@ -1,4 +1,4 @@
-/* job.c - the options that train, plan and demo share, and the plan that follows from them. */
+/* job.c - the options of train, plan and demo, and the plan that follows from them. */
 #include "cli/cli.h"
 #include <sys/stat.h>
 #include <stdlib.h>
@@ -34,13 +34,14 @@ void cli_job_free(cli_job *job) {
   free(job->data.item);
 }
 
-void cli_job_options(cli_job *j, cli_option *options, bool training) {
-  const cli_option plan[] = {
+/* Options that shape a plan. */
+static uint32_t plan_options(cli_job *j, cli_option *options) {
+  const cli_option table[] = {
       {.name = "model",
        .kind = CLI_TEXT,
        .out = &j->model,
        .value = "DIR",
-       .help = "model directory in Hugging Face layout"},
+       .help = "model directory in Hugging Face layout: config.json and safetensors"},
       {.name = "seq-len",
        .kind = CLI_COUNT,
        .out = &j->seq_len,
@@ -52,66 +53,67 @@ void cli_job_options(cli_job *j, cli_option *options, bool training) {
        .kind = CLI_BYTES,
        .out = &j->device_mem,
        .value = "SIZE",
-       .help = "cap of device memory, all of the process's: 20GiB (default: what there is)"},
+       .help = "cap of the process's device memory, such as 20GiB (default: all there is)"},
       {.name = "host-mem",
        .kind = CLI_BYTES,
        .out = &j->host_mem,
        .value = "SIZE",
        .help =
-           "cap of the process's memory, device arena apart (default: what the machine allows)"},
+           "cap of the process's host memory, such as 80GiB (default: what the machine allows)"},
       {.name = "tokens-per-step",
        .kind = CLI_COUNT,
        .out = &j->tokens_per_step,
        .value = "N",
        .least = 1,
        .most = PS_MAX_STEP_TOKENS,
-       .help = "batch, rounded down to whole sequences (default: 8 sequences)"},
+       .help = "tokens of a step, rounded down to whole sequences (default: 8 sequences)"},
       {.name = "recipe",
        .kind = CLI_CHOICE,
        .out = &j->recipe,
        .value = "NAME",
        .choices = recipes,
-       .help = "fp32, fp32-master (16 bytes a parameter at home) or bf16 (8; default)"},
+       .help =
+           "dtypes: fp32, fp32-master (16 bytes of host memory a parameter) or bf16 (8; default)"},
       {.name = "chunk-tokens",
        .kind = CLI_COUNT,
        .out = &j->chunk_tokens,
        .value = "N",
        .least = 1,
        .most = PS_MAX_ROWS,
-       .help = "pin the chunk: a multiple of --seq-len, or less than it (default: planned)"},
+       .help = "tokens a chunk: a multiple of --seq-len, or less than it (default: planned)"},
       {.name = "chunks-per-round",
        .kind = CLI_COUNT,
        .out = &j->chunks_per_round,
        .value = "N",
        .least = 1,
        .most = PS_MAX_CHUNKS,
-       .help = "pin the round (default: planned)"},
+       .help = "chunks a round (default: planned)"},
       {.name = "first-round-chunks",
        .kind = CLI_COUNT,
        .out = &j->first_round_chunks,
        .value = "N",
        .least = 1,
        .most = PS_MAX_CHUNKS,
-       .help = "pin the first round, which may be larger (default: planned; like the others where "
-               "those are pinned)"},
+       .help = "chunks of the first round, which may be larger (default: planned, or "
+               "--chunks-per-round)"},
       {.name = "head-slice-tokens",
        .kind = CLI_COUNT,
        .out = &j->head_slice_tokens,
        .value = "N",
        .least = 1,
        .most = PS_MAX_ROWS,
-       .help = "tokens a slice of the head and loss (default: from the vocabulary)"},
+       .help = "tokens for which head and loss run at once (default: from the vocabulary's size)"},
       {.name = "clip-norm",
        .kind = CLI_NUMBER,
        .out = &j->clip_norm,
        .value = "X",
-       .help = "global gradient norm limit, 0: none (default 1)"},
+       .help = "limit of the gradient's global norm; 0: none (default 1)"},
       {.name = "backend",
        .kind = CLI_CHOICE,
        .out = &j->device.backend,
        .value = "NAME",
        .choices = cli_backends,
-       .help = "cuda, cpu or auto: cuda where there is a GPU (default)"},
+       .help = "cuda, cpu or auto, which is cuda where there is a GPU (default)"},
       {.name = "gpu",
        .kind = CLI_COUNT,
        .out = &j->device.gpu,
@@ -125,30 +127,39 @@ void cli_job_options(cli_job *j, cli_option *options, bool training) {
        .value = "N",
        .least = 1,
        .most = PS_MAX_THREADS,
-       .help = "threads of host ops, on the cpu backend of compute too (default: all CPUs, beside "
-               "a GPU two less)"},
+       .help = "threads of host ops, and of compute on a CPU (default: all CPUs, two less with a "
+               "GPU)"},
       {.name = "deterministic",
        .kind = CLI_FLAG,
        .out = &j->deterministic,
-       .help = "the same bits in every run on a GPU too, at some speed"},
+       .help = "every run gives the same bits, on a GPU too; some kernels are slower"},
       {.name = "peak-tflops",
        .kind = CLI_NUMBER,
        .out = &j->device.peak_tflops,
        .value = "X",
-       .help = "dense bf16 peak for MFU (default: by the GPU's name)"},
+       .help = "the GPU's dense bf16 peak, for MFU (default: known by the GPU's name)"},
       {.name = "trace-steps",
        .kind = CLI_COUNT,
        .out = &j->trace_steps,
        .value = "N",
        .most = PS_MAX_TRACE_STEPS,
-       .help = "steps kept in the trace, 0: no timeline.json (default 2)"},
-      {.name = "json", .kind = CLI_FLAG, .out = &j->json, .help = "one JSON object on stdout"},
+       .help = "how many of the last steps timeline.json shows; 0: no such file (default 2)"},
+      {.name = "json",
+       .kind = CLI_FLAG,
+       .out = &j->json,
+       .help = "print one JSON object on stdout"},
       {.name = "quiet",
        .kind = CLI_FLAG,
        .out = &j->quiet,
-       .help = "no progress and no summary, errors only"},
+       .help = "print errors only, no progress and no summary"},
   };
-  const cli_option train[] = {
+  memcpy(options, table, sizeof table);
+  return sizeof table / sizeof *table;
+}
+
+/* Options of a training run. */
+static uint32_t train_options(cli_job *j, cli_option *options) {
+  const cli_option table[] = {
       {.name = "data",
        .kind = CLI_TEXTS,
        .out = &j->data,
@@ -170,58 +181,58 @@ void cli_job_options(cli_job *j, cli_option *options, bool training) {
        .kind = CLI_NUMBER,
        .out = &j->min_lr,
        .value = "X",
-       .help = "its floor (default 0)"},
+       .help = "floor of the learning rate (default 0)"},
       {.name = "lr-schedule",
        .kind = CLI_CHOICE,
        .out = &j->lr_schedule,
        .value = "NAME",
        .choices = lr_schedules,
-       .help = "constant (default), cosine, linear or wsd"},
+       .help = "constant (default), cosine, linear or wsd (warmup-stable-decay)"},
       {.name = "warmup-steps",
        .kind = CLI_COUNT,
        .out = &j->warmup_steps,
        .value = "N",
        .most = PS_MAX_STEPS,
-       .help = "linear warmup (default 0)"},
+       .help = "first steps, in which the learning rate rises linearly (default 0)"},
       {.name = "decay-steps",
        .kind = CLI_COUNT,
        .out = &j->decay_steps,
        .value = "N",
        .most = PS_MAX_STEPS,
-       .help = "steps of wsd's decay at the end"},
+       .help = "last steps, in which wsd lowers the learning rate"},
       {.name = "weight-decay",
        .kind = CLI_NUMBER,
        .out = &j->weight_decay,
        .value = "X",
-       .help = "on matrices only (default 0.1)"},
+       .help = "AdamW's weight decay, of matrices alone (default 0.1)"},
       {.name = "beta1",
        .kind = CLI_NUMBER,
        .out = &j->beta1,
        .value = "X",
-       .help = "of AdamW (default 0.9)"},
+       .help = "AdamW's beta1 (default 0.9)"},
       {.name = "beta2",
        .kind = CLI_NUMBER,
        .out = &j->beta2,
        .value = "X",
-       .help = "of AdamW (default 0.95)"},
+       .help = "AdamW's beta2 (default 0.95)"},
       {.name = "seed",
        .kind = CLI_COUNT,
        .out = &j->seed,
        .value = "N",
-       .help = "of stochastic rounding and of --shuffle"},
+       .help = "seed of stochastic rounding, --shuffle and --init-weights (default 0)"},
       {.name = "init-weights",
        .kind = CLI_FLAG,
        .out = &j->init_weights,
-       .help = "draw the weights from --seed instead of reading them: DIR needs config.json only"},
+       .help = "draw the weights from --seed; the model directory needs config.json alone"},
       {.name = "shuffle",
        .kind = CLI_FLAG,
        .out = &j->shuffle,
-       .help = "visit the sequences in a seeded order"},
+       .help = "read the sequences in an order drawn from --seed"},
       {.name = "document-token",
        .kind = CLI_ID,
        .out = &j->document_token,
        .value = "ID",
-       .help = "this token begins a document: attention does not cross, positions restart"},
+       .help = "this token begins a document: attention stays in it, positions restart"},
       {.name = "document-end-token",
        .kind = CLI_ID,
        .out = &j->document_end_token,
@@ -231,39 +242,46 @@ void cli_job_options(cli_job *j, cli_option *options, bool training) {
        .kind = CLI_TEXT,
        .out = &j->out,
        .value = "DIR",
-       .help = "save the trained model here (default: it is not saved)"},
+       .help = "save the trained model into this directory (default: it is not saved)"},
       {.name = "force",
        .kind = CLI_FLAG,
        .out = &j->force,
-       .help = "replace the model that --out has"},
+       .help = "replace a model that --out already has"},
       {.name = "save-wait",
        .kind = CLI_NUMBER,
        .out = &j->save_wait,
        .value = "SECONDS",
        .most = 1e6,
-       .help = "how long a failing save is repeated where no terminal can be asked (default 600)"},
+       .help = "how long to try a failing save again without a terminal (default 600)"},
       {.name = "save-dtype",
        .kind = CLI_CHOICE,
        .out = &j->save_dtype,
        .value = "NAME",
        .choices = dtypes,
-       .help = "bf16 (default) or fp32"},
+       .help = "dtype of the saved model: bf16 (default) or fp32"},
       {.name = "run-dir",
        .kind = CLI_TEXT,
        .out = &j->run_dir,
        .value = "DIR",
-       .help = "metrics.jsonl, plan.json, timeline.json (default: --out, else .)"},
+       .help = "directory for metrics.jsonl, plan.json, timeline.json (default: --out, else .)"},
   };
-  size_t n_plan = sizeof plan / sizeof plan[0], n_train = sizeof train / sizeof train[0], n = 0;
-  for (size_t i = 0; i < n_plan; i++) {
-    options[n++] = plan[i];
-    /* --data and --steps right after --model */
-    for (size_t k = 0; training && i == 0 && k < 2; k++)
-      options[n++] = train[k];
+  memcpy(options, table, sizeof table);
+  return sizeof table / sizeof *table;
+}
+
+uint32_t cli_job_options(cli_job *j, cli_option *options, bool training) {
+  enum { FIRST = 2 }; /* --data and --steps come right after --model */
+  uint32_t n = plan_options(j, options);
+  if (training) {
+    cli_option more[CLI_MAX_OPTIONS];
+    const uint32_t n_more = train_options(j, more);
+    memmove(options + 1 + FIRST, options + 1, (n - 1) * sizeof *options);
+    memcpy(options + 1, more, FIRST * sizeof *options);
+    memcpy(options + n + FIRST, more + FIRST, (n_more - FIRST) * sizeof *options);
+    n += n_more;
   }
-  for (size_t k = 2; training && k < n_train; k++)
-    options[n++] = train[k];
   options[n] = (cli_option){.name = NULL};
+  return n;
 }
 
 int cli_job_check(cli_job *j) {
@@ -271,7 +289,7 @@ int cli_job_check(cli_job *j) {
     return cli_fail(CLI_REFUSED,
                     "--model is missing: give a model directory (models/init_model.py makes one)");
   if (!j->seq_len)
-    return cli_fail(CLI_REFUSED, "--seq-len is missing: give the tokens a sequence");
+    return cli_fail(CLI_REFUSED, "--seq-len is missing: give the number of tokens a sequence");
   struct stat sb;
   if (stat(j->model, &sb) == 0 && !S_ISDIR(sb.st_mode))
     return cli_fail(
@@ -287,10 +305,11 @@ static int get_hardware(cli_job *j) {
   if (!j->hardware_file)
     return cli_hardware_get(&j->hardware, &j->device, j->host_mem, j->quiet);
   if (j->device.gpu_given || j->device.backend != CLI_BACKEND_AUTO)
-    return cli_fail(
-        CLI_REFUSED,
-        "--%s is of this machine, and --hardware describes another: leave one of them out",
-        j->device.gpu_given ? "gpu" : "backend");
+    return cli_fail(CLI_REFUSED,
+                    "--%s chooses a device of this machine, but --hardware describes another "
+                    "machine: leave one "
+                    "of the two out",
+                    j->device.gpu_given ? "gpu" : "backend");
   ps_status st = ps_hardware_describe(&j->hardware, j->hardware_file);
   if (st != PS_OK)
     return cli_fail_status(st, true);
@@ -303,7 +322,7 @@ int cli_job_prepare(cli_job *j) {
   if (code != CLI_OK)
     return code;
   if (j->other_machine && j->host_mem)
-    j->hardware.host_memory_bytes = 0; /* the machine planned for has what was given */
+    j->hardware.host_memory_bytes = 0; /* not checked: the machine to plan for has what is given */
   j->plan_config = (ps_plan_config){
       .struct_bytes = sizeof j->plan_config,
       .recipe = j->recipe,

@@ -1,4 +1,4 @@
-/* json.c - JSON written straight onto a stream. */
+/* json.c - writes JSON to a stream. */
 #include "cli/cli.h"
 #include <inttypes.h>
 #include <math.h>
@@ -50,7 +50,7 @@ void cli_json_count(cli_json *j, const char *key, uint64_t value) {
 void cli_json_number(cli_json *j, const char *key, double value) {
   char text[32];
   snprintf(text, sizeof text, "%.15g", value);
-  if (strtod(text, NULL) != value) /* the shorter form where it is exact */
+  if (strtod(text, NULL) != value) /* 15 digits do not always give the same double back */
     snprintf(text, sizeof text, "%.17g", value);
   begin(j, key);
   fputs(isfinite(value) ? text : "null", j->out);

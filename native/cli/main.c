@@ -1,4 +1,4 @@
-/* main.c - the binary `penstock`: finds the subcommand. */
+/* main.c - the binary `penstock`: calls the subcommand. */
 #include "cli/cli.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -13,17 +13,19 @@ static const struct {
 } commands[] = {
     {"train", cli_train, "train a model directory under two memory caps"},
     {"plan", cli_plan, "show what train would do, without training"},
-    {"demo", cli_demo, "demo HOST_GIB DEV_GIB SEQLEN MODEL_DIR: train for a few steps"},
-    {"info", cli_info, "this machine; with --model and --data: a model and token shards"},
+    {"demo", cli_demo, "train for a few steps: demo HOST_GIB DEV_GIB SEQLEN MODEL_DIR"},
+    {"info", cli_info, "describe this machine, a model directory, token shards"},
     {"profile", cli_profile, "measure this machine's rates and cache them"},
     {"version", cli_version, "print the version"},
 };
 enum { N_COMMANDS = sizeof commands / sizeof commands[0] };
 
 static void print_help(FILE *out) {
-  fprintf(out,
-          "penstock trains transformers on one device with far too little memory, by streaming.\n\n"
-          "usage: penstock COMMAND [OPTIONS]      penstock COMMAND --help teaches each\n\n");
+  fprintf(
+      out,
+      "penstock trains transformers that do not fit in the device's memory: it streams weights,\n"
+      "gradients and activations between host and device, as a plan for two caps says.\n\n"
+      "usage: penstock COMMAND [OPTIONS]      (penstock COMMAND --help lists its options)\n\n");
   for (size_t i = 0; i < N_COMMANDS; i++)
     fprintf(out, "  %-9s %s\n", commands[i].name, commands[i].about);
   fprintf(out, "\nexample:\n  penstock train --model my_8B_model --data shards/ --device-mem 20GiB "
@@ -36,8 +38,8 @@ int cli_version(int argc, char **argv) {
   return CLI_OK;
 }
 
-/* Files that are opened must not become stdin, stdout or stderr; a reader that went away and a
- * file at its limit are errors of write(). */
+/* Opens the standard streams that are closed, so that no other file takes their numbers. Ignores
+ * two signals: a closed pipe and a file at its size limit are then errors of write(). */
 static void prepare_process(void) {
   while (true) {
     int fd = open("/dev/null", O_RDWR);
@@ -50,10 +52,10 @@ static void prepare_process(void) {
   signal(SIGXFSZ, SIG_IGN);
 }
 
-/* What was printed is an answer: it has arrived, or the command failed. */
+/* The command failed where its answer could not be written to stdout. */
 static int finish(int code) {
   errno = 0;
-  const bool failed = ferror(stdout) || fflush(stdout) != 0;
+  const bool failed = fflush(stdout) != 0 || ferror(stdout);
   if (failed)
     cli_fail(CLI_FAILED, "stdout cannot be written%s%s", errno ? ": " : "",
              errno ? strerror(errno) : "");

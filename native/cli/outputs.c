@@ -1,5 +1,4 @@
-/* outputs.c - folders for output: checked before anything runs, made when there is something to
- * write; files in them; the run directory is locked. */
+/* outputs.c - makes folders for output, replaces files in them, locks the run directory. */
 #include "cli/cli.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -30,8 +29,8 @@ static void unmake(char *path, unsigned n) {
   }
 }
 
-/* Make @path and its parents; *n_made is how many of its last components had to be made. On
- * failure (errno is the result) nothing that was made stays. */
+/* Make @path and its parents. *n_made: how many of its last components were made. Returns 0 or an
+ * errno; on an error every folder that was made is removed. */
 static int make_all(char *path, unsigned *n_made) {
   *n_made = 0;
   for (char *c = path + 1;; c++) {
@@ -60,7 +59,7 @@ static int make_all(char *path, unsigned *n_made) {
 }
 
 /* A copy without trailing slashes. */
-static char *plain(const char *path) {
+static char *without_slashes(const char *path) {
   char *copy = strdup(path);
   for (size_t n = copy ? strlen(copy) : 0; n > 1 && copy[n - 1] == '/'; n--)
     copy[n - 1] = 0;
@@ -68,17 +67,17 @@ static char *plain(const char *path) {
 }
 
 int cli_folder_make(const char *path) {
-  char *copy = plain(path);
+  char *copy = without_slashes(path);
   unsigned n_made;
   int failed = copy ? make_all(copy, &n_made) : ENOMEM;
   free(copy);
   return failed;
 }
 
-/* A copy of what comes before the last component: "" for one in the working directory or in the
- * root. */
+/* A copy of the path up to its last component; "" for a component of the working directory or of
+ * the root. */
 static char *parent_of(const char *path) {
-  char *copy = plain(path), *slash = copy ? strrchr(copy, '/') : NULL;
+  char *copy = without_slashes(path), *slash = copy ? strrchr(copy, '/') : NULL;
   if (copy)
     *(slash ? slash : copy) = 0;
   return copy;
@@ -96,17 +95,17 @@ void cli_folder_note(cli_progress *p, const char *path, const char *option) {
   struct stat st;
   char *parent = parent_of(path);
   if (parent && parent[0] && stat(parent, &st) != 0 && errno == ENOENT)
-    cli_progress_note(p, "--%s %s: its parent %s is not there and will be made", option, path,
+    cli_progress_note(p, "--%s %s: its parent %s does not exist and will be made", option, path,
                       parent);
   free(parent);
 }
 
 int cli_folder_check(const char *path, const char *option) {
-  char *copy = plain(path), *probe = NULL;
+  char *copy = without_slashes(path), *probe = NULL;
   unsigned n_made = 0;
   int failed = copy ? make_all(copy, &n_made) : ENOMEM;
   if (!failed) {
-    /* it has no name: nothing stays, whatever ends us */
+    /* a file without a name: it is gone however this process ends */
     int fd = open(copy, O_TMPFILE | O_WRONLY | O_CLOEXEC, 0600);
     if (fd < 0 && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL)) {
       probe = cli_path_join(copy, ".penstock-XXXXXX");
@@ -150,8 +149,9 @@ int cli_file_replace(const char *path, const char *text, FILE **stays_open) {
   return code;
 }
 
-/* ---- the run directory's lock: who removes the file holds it, so whoever locked a file that has
- * lost its name looks again */
+/* ---- the run directory's lock ----------------------------------------------------------------
+ * The holder of the lock removes the file. A process that has locked a file whose name is gone
+ * therefore opens the name again. */
 
 static int open_lock(const char *path, bool make) {
   struct stat by_fd, by_name;
@@ -167,7 +167,7 @@ static int open_lock(const char *path, bool make) {
       return fd;
     }
     close(fd);
-    if (unseen && unseen != ENOENT) { /* a disk that does not say now may never: no endless loop */
+    if (unseen && unseen != ENOENT) { /* the disk fails: trying again may never end */
       errno = unseen;
       return -1;
     }
@@ -179,12 +179,13 @@ static int refuse_locked(const char *run_dir, int fd) {
   const long pid = pread(fd, text, sizeof text - 1, 0) > 0 ? strtol(text, NULL, 10) : 0;
   close(fd);
   if (pid <= 0)
-    return cli_fail(CLI_REFUSED, "--run-dir %s is in use by another run: give another one",
+    return cli_fail(CLI_REFUSED, "--run-dir %s is in use by another run: give another directory",
                     run_dir);
-  return cli_fail(CLI_REFUSED,
-                  "--run-dir %s is in use by the run with process id %ld: give another one, or "
-                  "wait for its end",
-                  run_dir, pid);
+  return cli_fail(
+      CLI_REFUSED,
+      "--run-dir %s is in use by the run with process id %ld: wait for its end, or give "
+      "another directory",
+      run_dir, pid);
 }
 
 int cli_run_lock(const char *run_dir, bool make, int *fd) {

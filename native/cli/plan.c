@@ -1,9 +1,9 @@
-/* plan.c - `penstock plan`: what train would do under the given caps. */
+/* plan.c - `penstock plan`: prints the plan that train would run under the given caps. */
 #include "cli/cli.h"
 #include <inttypes.h>
 #include <stdlib.h>
 
-/* "least --device-mem under --host-mem 20GiB: ..."; 0 bytes: none is. */
+/* "least --device-mem under --host-mem 20.0 GiB: ..."; @bytes 0: no plan fits. */
 static void print_least(const char *option, uint64_t bytes, const char *other, uint64_t cap) {
   char size[32], under[64];
   if (cap)
@@ -40,44 +40,40 @@ int cli_plan(int argc, char **argv) {
   cli_option options[CLI_MAX_OPTIONS];
   cli_job_init(&job);
   job.other_machine = true;
-  cli_job_options(&job, options, false);
-  size_t n = 0;
-  while (options[n].name)
-    n++;
+  const uint32_t n = cli_job_options(&job, options, false);
   options[n] = (cli_option){.name = "smallest",
                             .kind = CLI_FLAG,
                             .out = &job.smallest,
-                            .help = "print the least --device-mem under --host-mem, and the least "
-                                    "--host-mem under --device-mem, that a plan fits in"};
+                            .help = "print the least --device-mem that a plan fits in under "
+                                    "--host-mem, and the least --host-mem under --device-mem"};
   options[n + 1] = (cli_option){.name = "hardware",
                                 .kind = CLI_TEXT,
                                 .out = &job.hardware_file,
                                 .value = "FILE",
-                                .help = "plan for the machine that this file describes (as "
-                                        "penstock profile keeps it in its cache)"};
+                                .help = "plan for the machine that this file describes; penstock "
+                                        "profile caches such files"};
   cli_texts devices = {0}, hosts = {0};
   options[n + 2] = (cli_option){.name = "grid-device",
                                 .kind = CLI_TEXTS,
                                 .out = &devices,
                                 .value = "SIZE...",
-                                .help = "with --grid-host: a table of predicted tokens/s over "
-                                        "these caps; a cell shows the fastest plan found under its "
-                                        "caps or smaller ones of the table (--json: found_under)"};
+                                .help = "print a table of predicted tokens/s, with a column for "
+                                        "each of these --device-mem; a cell shows the fastest plan "
+                                        "found under its caps or smaller caps of the table"};
   options[n + 3] = (cli_option){.name = "grid-host",
                                 .kind = CLI_TEXTS,
                                 .out = &hosts,
                                 .value = "SIZE...",
-                                .help = "its rows"};
+                                .help = "the --host-mem of the table's rows"};
   options[n + 4] = (cli_option){.name = NULL};
   const cli_command command = {
       .usage = "plan --model DIR --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
-      .about = "Searches the fastest plan of a step under both caps and prints it: chunks and "
-               "rounds, what stays on the device, what\n"
-               "travels, what is recomputed, the memory of both arenas, the predicted step time "
-               "and its bottleneck. Reads the model's\n"
-               "config.json only. Caps that are too small are refused with what is missing; a "
-               "--host-mem larger than the\n"
-               "machine's memory, this one's or --hardware's, is planned for all the same.",
+      .about =
+          "Searches the fastest plan of a step under both caps and prints it: chunks and rounds,\n"
+          "what stays on the device, what is streamed, what is recomputed, the memory of both\n"
+          "arenas, the predicted step time and its bottleneck. Reads only the model's\n"
+          "config.json. Caps that are too small are refused, and the message says what is\n"
+          "missing. A --host-mem above the machine's memory is planned for all the same.",
       .example =
           "penstock plan --model my_8B_model --seq-len 8192 --device-mem 24GiB --host-mem 96GiB",
       .options = options,

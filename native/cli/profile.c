@@ -1,4 +1,4 @@
-/* profile.c - `penstock profile`: measure this machine and cache the rates that plans rest on. */
+/* profile.c - `penstock profile`: measures this machine and caches the rates for plans. */
 #include "cli/cli.h"
 #include <stdlib.h>
 
@@ -12,7 +12,7 @@ int cli_profile(int argc, char **argv) {
        .out = &device.backend,
        .value = "NAME",
        .choices = cli_backends,
-       .help = "cuda, cpu or auto: cuda where there is a GPU (default)"},
+       .help = "cuda, cpu or auto, which is cuda where there is a GPU (default)"},
       {.name = "gpu",
        .kind = CLI_COUNT,
        .out = &device.gpu,
@@ -26,34 +26,31 @@ int cli_profile(int argc, char **argv) {
        .value = "N",
        .least = 1,
        .most = PS_MAX_THREADS,
-       .help = "threads of host ops (default: all CPUs, beside a GPU two less)"},
+       .help = "threads of host ops (default: all CPUs, two less with a GPU)"},
       {.name = "seconds",
        .kind = CLI_NUMBER,
        .out = &seconds,
        .value = "X",
        .least = 0.05,
        .most = 86400,
-       .help =
-           "how long to measure in all (default 5, a GPU 125: 2.6 s a case; quick: 1, a GPU 16)"},
+       .help = "duration of all measurements (default 5, with a GPU 125; with --quick 1 and 16)"},
       {.name = "quick",
        .kind = CLI_FLAG,
        .out = &quick,
-       .help = "only what plans rest on, in short: what train does on first use"},
-      {.name = "json", .kind = CLI_FLAG, .out = &json, .help = "one JSON object on stdout"},
+       .help = "measure only what plans need, as train does on first use"},
+      {.name = "json", .kind = CLI_FLAG, .out = &json, .help = "print one JSON object on stdout"},
       {.name = NULL},
   };
   const cli_command command = {
       .usage = "profile [OPTIONS]",
       .about =
-          "Measures an idle machine under load: products and attention in the shapes of chunks, "
-          "forward and backward, memory, copies\n"
-          "each way, together and beside products, the optimizer by threads, host memory. Prints "
-          "them with their share of what the\n"
-          "device could do at most, and keeps them in $XDG_CACHE_HOME/penstock (or "
-          "~/.cache/penstock), where plan and train find them\n"
-          "as long as the machine, the driver and the libraries are the same. Beside a GPU it "
-          "takes three quarters of the free host\n"
-          "memory for the time, since memory is not equally fast everywhere; --quick takes 4 GiB.",
+          "Measures this machine's rates under load: matrix products and attention in the shapes\n"
+          "of chunks, forward and backward; memory; copies each way, both ways, and beside\n"
+          "products; the optimizer by threads; host memory. Prints each rate beside the\n"
+          "hardware's peak, and keeps them in $XDG_CACHE_HOME/penstock (or ~/.cache/penstock).\n"
+          "plan and train read them there while machine, driver and libraries are the same.\n"
+          "Beside a GPU this takes three quarters of the free host memory, since memory is not\n"
+          "equally fast everywhere; with --quick it takes 4 GiB.",
       .example = "penstock profile --seconds 20",
       .options = options,
   };

@@ -1,5 +1,5 @@
-/* progress.c - live progress on stderr: one line redrawn on a terminal, as wide as that at most,
- * a line every few seconds otherwise. */
+/* progress.c - progress on stderr. A terminal shows one line that is redrawn and never wider than
+ * the terminal. Elsewhere a line comes every few seconds. */
 #include "cli/cli.h"
 #include <inttypes.h>
 #include <stdarg.h>
@@ -8,7 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
-static const double every_s = 5; /* between lines where stderr is no terminal */
+static const double every_s = 5; /* from line to line where stderr is no terminal */
 
 double cli_now_s(void) {
   struct timespec ts;
@@ -21,16 +21,16 @@ void cli_progress_begin(cli_progress *p, const cli_job *job) {
       .quiet = job->quiet,
       .tty = isatty(STDERR_FILENO),
       .n_steps = job->steps,
-      .device_cap_bytes =
+      .device_mem_bytes =
           job->report.device_cap_bytes ? job->report.device_cap_bytes : job->report.device_bytes,
-      .host_cap_bytes =
+      .host_mem_bytes =
           job->report.host_cap_bytes ? job->report.host_cap_bytes : job->report.host_bytes,
       .started_s = cli_now_s(),
       .printed_s = cli_now_s(),
   };
 }
 
-/* Whether a line is due; a terminal's line is redrawn in place at most ten times a second. */
+/* A line is due now. A terminal's line is redrawn at most ten times a second. */
 static bool due(cli_progress *p, bool last) {
   double now = cli_now_s();
   if (p->quiet || ferror(stderr) || (!last && now - p->printed_s < (p->tty ? 0.1 : every_s)))
@@ -42,8 +42,8 @@ static bool due(cli_progress *p, bool last) {
   return true;
 }
 
-/* What a line says: @text, on a narrow terminal @brief (empty: left out), and where that does
- * not fit either those of the highest @rank go first. */
+/* A part of a line. A narrow terminal shows the brief form, which may be empty. Where the brief
+ * forms do not fit either, parts are left out, the highest rank first. */
 typedef struct part {
   char text[64], brief[32];
   unsigned rank;
@@ -54,7 +54,7 @@ static unsigned columns(void) {
   return ioctl(STDERR_FILENO, TIOCGWINSZ, &w) == 0 && w.ws_col ? w.ws_col : 80;
 }
 
-/* The parts up to @rank, two spaces between them; how long they are. */
+/* Write the parts of ranks up to @rank to @line, two spaces apart. Returns the line's length. */
 static size_t join(char *line, size_t room, const part *parts, unsigned n, bool brief,
                    unsigned rank) {
   size_t used = 0;
@@ -83,7 +83,7 @@ void cli_progress_load(cli_progress *p, const char *what, uint64_t done_bytes,
                        uint64_t total_bytes) {
   char done[32], total[32];
   part parts[3] = {{.rank = 2}, {.rank = 0}, {.rank = 1}};
-  /* of its stage (the strings are the library's own), in a run that takes its time */
+  /* The stage's first line, in a run that loads for long. Stages are static strings. */
   bool first = p->loading != what && cli_now_s() - p->started_s > 0.5;
   p->loading = what;
   if (!due(p, first))
@@ -120,8 +120,8 @@ void cli_progress_step(cli_progress *p, const ps_step_metrics *m, uint64_t n_don
            cli_duration(eta, per_step * (double)(p->n_steps - n_done)));
   for (unsigned i = 0; i < 4; i++)
     memcpy(parts[i].brief, parts[i].text, sizeof parts->brief - 1);
-  memory_part(&parts[4], "device", m->device_peak_bytes, p->device_cap_bytes);
-  memory_part(&parts[5], "host", m->host_peak_bytes, p->host_cap_bytes);
+  memory_part(&parts[4], "device", m->device_peak_bytes, p->device_mem_bytes);
+  memory_part(&parts[5], "host", m->host_peak_bytes, p->host_mem_bytes);
   put_line(p, parts, N);
 }
 

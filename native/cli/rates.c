@@ -1,11 +1,11 @@
-/* rates.c - a machine's rates on a stream: in short, as the table of a profile, as JSON. */
+/* rates.c - prints a machine's rates: a few lines, the table of a profile, or JSON. */
 #include "cli/cli.h"
 
 static void print_machine(FILE *out, const ps_hardware *hw) {
   char memory[32], overhead[32];
   if (hw->backend == PS_BACKEND_CUDA)
     fprintf(out,
-            "%s, compute capability %u.%u, %u SMs, %s of memory, of which context and libraries "
+            "%s, compute capability %u.%u, %u SMs, %s of memory, of which driver and libraries "
             "take %s; %s%s\n",
             hw->device_name, hw->compute_capability / 10, hw->compute_capability % 10, hw->n_sms,
             cli_bytes(memory, hw->device_memory_bytes),
@@ -39,13 +39,13 @@ void cli_hardware_print(FILE *out, const ps_hardware *hw) {
             hw->peak_flops_per_s / 1e12);
   else if (gpu)
     fprintf(out,
-            "  peak          unknown for this GPU: MFU is not reported (--peak-tflops gives it)\n");
+            "  peak          unknown for this GPU: train reports MFU if --peak-tflops says it\n");
 }
 
 /* ---- the table of a profile ------------------------------------------------------------------ */
 
-/* A line: what, its rate and unit, and where the ceiling is known and not passed (then it is not
- * this one's), the share of it. */
+/* A line of the table: a case, its rate in units of @unit, and the percentage of the hardware's
+ * @ceiling. A rate above that ceiling comes from a cache, and gets no percentage. */
 static void line(FILE *out, const char *what, double rate, double unit, const char *unit_name,
                  double ceiling) {
   if (!(rate > 0))
@@ -60,12 +60,12 @@ static void products_lines(FILE *out, const ps_hardware *hw, double peak) {
   char what[64];
   for (uint32_t i = 0; i < PS_MAX_GEMM_RATES && hw->gemm[i].rows; i++) {
     const ps_gemm_rate *r = &hw->gemm[i];
-    snprintf(what, sizeof what, "products, %u rows, forward", r->rows);
+    snprintf(what, sizeof what, "matrix products, %u rows, forward", r->rows);
     line(out, what, r->forward_flops_per_s, 1e9, "GFLOP/s", peak);
     line(out, "    gradient of inputs", r->dgrad_flops_per_s, 1e9, "GFLOP/s", peak);
     line(out, "    gradient of weights", r->wgrad_flops_per_s, 1e9, "GFLOP/s", peak);
   }
-  line(out, "products in fp32", hw->gemm_flops_per_s[PS_F32], 1e9, "GFLOP/s", 0);
+  line(out, "matrix products in fp32", hw->gemm_flops_per_s[PS_F32], 1e9, "GFLOP/s", 0);
 }
 
 static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
@@ -73,10 +73,10 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
   for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
     const ps_attention_rate *r = &hw->attention[i];
     if (r->kv_rows > r->rows)
-      snprintf(what, sizeof what, "attention, %u rows behind %u, forward", r->rows,
+      snprintf(what, sizeof what, "attention, %u rows after %u, forward", r->rows,
                r->kv_rows - r->rows);
     else if (r->found)
-      snprintf(what, sizeof what, "attention, finding %u of %u, forward", r->packed,
+      snprintf(what, sizeof what, "attention, %u documents of %u, forward", r->packed,
                r->rows / r->packed);
     else if (r->packed > 1)
       snprintf(what, sizeof what, "attention, %u sequences of %u, forward", r->packed,
@@ -88,23 +88,23 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
   }
 }
 
-/* What copies and a host op get of the host's memory at once. */
-static void shares_lines(FILE *out, const ps_hardware *hw) {
+/* The rates of copies and of a host op that run at once. */
+static void contention_lines(FILE *out, const ps_hardware *hw) {
   char what[64];
   for (const ps_memory_share *s = hw->memory_shares;
        s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++) {
-    const bool in = s->kinds & PS_SHARE_H2D, home = s->kinds & PS_SHARE_D2H;
+    const bool to_device = s->kinds & PS_SHARE_H2D, to_host = s->kinds & PS_SHARE_D2H;
     snprintf(what, sizeof what, "%s on %u threads%s", s->kinds & PS_SHARE_SUMS ? "sums" : "AdamW",
              s->threads,
-             in && home ? ", copies both ways"
-             : in       ? ", copies to the device"
-             : home     ? ", copies to the host"
-                        : "");
+             to_device && to_host ? ", copies both ways"
+             : to_device          ? ", copies to the device"
+             : to_host            ? ", copies to the host"
+                                  : "");
     line(out, what, s->host_bytes_per_s, 1e9, "GB/s", 0);
-    if (in)
+    if (to_device)
       line(out, "    copies to the device", s->h2d_bytes_per_s, 1e9, "GB/s",
            hw->link_peak_bytes_per_s);
-    if (home)
+    if (to_host)
       line(out, "    copies to the host", s->d2h_bytes_per_s, 1e9, "GB/s",
            hw->link_peak_bytes_per_s);
   }
@@ -114,8 +114,7 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   const bool gpu = hw->backend == PS_BACKEND_CUDA;
   const double peak = gpu ? hw->peak_flops_per_s : 0, link = hw->link_peak_bytes_per_s, gb = 1e9;
   print_machine(out, hw);
-  fprintf(out, "  %-44s %9s %-8s %6s\n", "case (bf16, one unit alone unless said)", "rate", "",
-          "of peak");
+  fprintf(out, "  %-44s %9s %-8s %6s\n", "case (bf16; alone unless said)", "rate", "", "of peak");
   products_lines(out, hw, peak);
   attention_lines(out, hw, peak);
   line(out, "norms and SwiGLU, read and written", hw->elementwise_bytes_per_s, gb, "GB/s",
@@ -130,7 +129,7 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   line(out, "copy to the host, not pinned", hw->pageable_d2h_bytes_per_s, gb, "GB/s", link);
   line(out, gpu ? "host memory, copies beside sums" : "host memory, copied by all threads",
        hw->memory_bytes_per_s, gb, "GB/s", 0);
-  shares_lines(out, hw);
+  contention_lines(out, hw);
   for (uint32_t i = 0; i < PS_MAX_THREAD_RATES && hw->optimizer_by_threads[i].threads; i++) {
     char what[64];
     snprintf(what, sizeof what, "AdamW on %u thread%s", hw->optimizer_by_threads[i].threads,
@@ -139,20 +138,19 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   }
   if (!hw->optimizer_by_threads[0].threads)
     line(out, "AdamW", hw->optimizer_bytes_per_s, gb, "GB/s", 0);
-  line(out, "sum of gradients", hw->accumulate_bytes_per_s, gb, "GB/s", 0);
-  line(out, "    with that of squares", hw->accumulate_sumsq_bytes_per_s, gb, "GB/s", 0);
-  line(out, "sum of squares", hw->sumsq_bytes_per_s, gb, "GB/s", 0);
-  line(out, "rows of the embedding", hw->gather_bytes_per_s, gb, "GB/s", 0);
+  line(out, "sums of gradients", hw->accumulate_bytes_per_s, gb, "GB/s", 0);
+  line(out, "    and their squares", hw->accumulate_sumsq_bytes_per_s, gb, "GB/s", 0);
+  line(out, "sums of squares", hw->sumsq_bytes_per_s, gb, "GB/s", 0);
+  line(out, "gather of the embedding's rows", hw->gather_bytes_per_s, gb, "GB/s", 0);
   line(out, "first touch of host memory", hw->first_touch_bytes_per_s, gb, "GB/s", 0);
   line(out, "pinning", hw->pin_bytes_per_s, 1 << 30, "GiB/s", 0);
   line(out, "an op's fixed cost", hw->op_ns, 1e3, "us", 0);
   if (hw->idle_gain > 0)
-    line(out, "faster where the GPU idles 10%, by", 0.1 * hw->idle_gain, 0.01, "%", 0);
+    line(out, "gain where the GPU is idle for 10%", 0.1 * hw->idle_gain, 0.01, "%", 0);
   if (hw->idle_most > 0)
-    line(out, "    at most, by", hw->idle_most, 0.01, "%", 0);
+    line(out, "    the largest gain", hw->idle_most, 0.01, "%", 0);
   if (gpu && !(peak > 0))
-    fprintf(out, "  the peak of this GPU is unknown: no share of it, and no MFU (--peak-tflops of "
-                 "train gives it)\n");
+    fprintf(out, "  the peak of this GPU is unknown: train reports MFU if --peak-tflops says it\n");
 }
 
 /* ---- as JSON --------------------------------------------------------------------------------- */
@@ -182,7 +180,7 @@ static void tables_json(cli_json *j, const ps_hardware *hw) {
   cli_json_close(j, ']');
 }
 
-static void shares_json(cli_json *j, const ps_hardware *hw) {
+static void contention_json(cli_json *j, const ps_hardware *hw) {
   cli_json_open(j, "memory_shares", '[');
   for (uint32_t i = 0; i < PS_MAX_MEMORY_SHARES && hw->memory_shares[i].kinds; i++) {
     cli_json_open(j, NULL, '{');
@@ -250,7 +248,7 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_number(j, "idle_gain", hw->idle_gain);
   cli_json_number(j, "idle_most", hw->idle_most);
   cli_json_number(j, "memory_bytes_per_s", hw->memory_bytes_per_s);
-  shares_json(j, hw);
+  contention_json(j, hw);
   cli_json_number(j, "op_ns", hw->op_ns);
   cli_json_number(j, "peak_flops_per_s", hw->peak_flops_per_s);
   cli_json_number(j, "device_peak_bytes_per_s", hw->device_peak_bytes_per_s);

@@ -1,5 +1,5 @@
-/* save.c - keeping the trained model: what is asked of --out before a run, and what happens
- * where it cannot be written at the end. */
+/* save.c - saves the trained model: checks --out before a run, and tries again where it cannot be
+ * written at the end. */
 #include "cli/cli.h"
 #include <dirent.h>
 #include <errno.h>
@@ -11,9 +11,8 @@
 
 /* ---- before the run -------------------------------------------------------------------------- */
 
-/* Is @name one of those that a model directory has? A save that was cut off may have left
- * .penstock-new, which is a model too. */
-static bool is_models(const char *name) {
+/* @name is a file of a model. So is .penstock-new, which a save that was cut off leaves. */
+static bool is_model_file(const char *name) {
   size_t n = strlen(name);
   return strcmp(name, "config.json") == 0 || strcmp(name, ".penstock-new") == 0 ||
          strstr(name, ".safetensors.index.json") ||
@@ -33,20 +32,20 @@ static int check_empty(const char *path) {
     failed = e ? 0 : errno;
     if (!e)
       break;
-    if (is_models(e->d_name))
+    if (is_model_file(e->d_name))
       code = cli_fail(
           CLI_REFUSED,
-          "--out %s has a model already (%s): choose another directory, or replace it with --force",
+          "--out %s already has a model (%s): give another directory, or replace it with --force",
           path, e->d_name);
   }
   if (d)
     closedir(d);
-  return failed ? cli_fail(CLI_REFUSED, "--out %s: whether it has a model cannot be seen: %s", path,
+  return failed ? cli_fail(CLI_REFUSED, "--out %s cannot be listed, and may have a model: %s", path,
                            strerror(failed))
                 : code;
 }
 
-/* Of the file system that @path is on, or will be. */
+/* The file system of @path, or of the nearest parent that exists, has room for the model. */
 static int check_space(const cli_job *job, const char *path) {
   struct statvfs fs = {0};
   char a[32], b[32], *place = strdup(path);
@@ -65,10 +64,11 @@ static int check_space(const cli_job *job, const char *path) {
                  room = (uint64_t)fs.f_bavail * fs.f_frsize;
   if (fs.f_blocks == 0 || need <= room) /* some file systems do not say */
     return CLI_OK;
-  return cli_fail(CLI_REFUSED,
-                  "--out %s: the model takes %s and there are %s free on that disk: make room, or "
-                  "give another directory",
-                  path, cli_bytes(a, need), cli_bytes(b, room));
+  return cli_fail(
+      CLI_REFUSED,
+      "--out %s: the model takes %s and the disk has %s free: make room, or give another "
+      "directory",
+      path, cli_bytes(a, need), cli_bytes(b, room));
 }
 
 int cli_out_check(const cli_job *job, const char *path) {
@@ -86,7 +86,7 @@ static bool at_terminal(void) {
   return isatty(STDIN_FILENO) && isatty(STDERR_FILENO) && tcgetpgrp(STDIN_FILENO) == getpgrp();
 }
 
-/* Sleeps, false where the run was asked to stop meanwhile. */
+/* Sleep. False: the run was asked to stop meanwhile. */
 static bool pause_s(double seconds) {
   const int asked = cli_interrupts();
   for (const double until = cli_now_s() + seconds; cli_now_s() < until;) {
@@ -97,8 +97,8 @@ static bool pause_s(double seconds) {
   return true;
 }
 
-/* A line from the terminal; false where there is none any more, or after Ctrl-C (*stop), which
- * @asked times had come before the question. */
+/* Read a line from the terminal. False: its input has ended, or Ctrl-C came (*stop). @asked: how
+ * often Ctrl-C had come before the question. */
 static bool read_line(char *line, size_t room, int asked, bool *stop) {
   struct pollfd in = {.fd = STDIN_FILENO, .events = POLLIN};
   while (poll(&in, 1, 100) <= 0)
@@ -112,18 +112,19 @@ static bool read_line(char *line, size_t room, int asked, bool *stop) {
   return true;
 }
 
-typedef enum answer { TRY_AGAIN, GIVE_UP, NOBODY_THERE } answer;
+typedef enum answer { TRY_AGAIN, GIVE_UP, NO_ANSWER } answer;
 
 static answer ask(cli_job *job, cli_run_result *r) {
   char line[4096];
   bool stop = false;
   for (;;) {
     const int asked = cli_interrupts();
-    fprintf(stderr, "penstock: Enter tries again, the name of another directory saves there, q "
-                    "gives the model up: ");
+    fprintf(stderr,
+            "penstock: press Enter to try again, type another directory to save there, or q "
+            "to give the model up: ");
     fflush(stderr);
     if (!read_line(line, sizeof line, asked, &stop))
-      return stop ? GIVE_UP : NOBODY_THERE;
+      return stop ? GIVE_UP : NO_ANSWER;
     if (strcmp(line, "q") == 0)
       return GIVE_UP;
     if (!line[0])
@@ -138,7 +139,7 @@ static answer ask(cli_job *job, cli_run_result *r) {
   }
 }
 
-/* Says why when it fails and @aloud. */
+/* Save. @aloud: print why it failed. */
 static ps_status save_once(const cli_job *job, ps_trainer *t, bool aloud) {
   const int failed = cli_folder_make_parent(job->out);
   cli_saving(true);
@@ -165,7 +166,7 @@ int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
       return CLI_OK;
     if (st != PS_EIO)
       return CLI_FAILED;
-    const answer said = asking ? ask(job, r) : NOBODY_THERE;
+    const answer said = asking ? ask(job, r) : NO_ANSWER;
     if (said == GIVE_UP)
       return CLI_FAILED;
     if (said == TRY_AGAIN)
@@ -174,7 +175,7 @@ int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
     if (!until && job->save_wait > 0) {
       cli_fail(CLI_FAILED,
                "the model is kept in memory, and saving is tried again for %.0f s: make room, or "
-               "give it up with Ctrl-C",
+               "give the model up with Ctrl-C",
                job->save_wait);
       until = cli_now_s() + job->save_wait;
     }

@@ -1,15 +1,14 @@
-/* summary.c - what a run says when it ends: predicted beside measured, where the time went,
- * memory against the plan. */
+/* summary.c - the summary of a run: predicted and measured times, how busy the streams were, memory
+ * used, planned and allowed. */
 #include "cli/cli.h"
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* A step's borders are where compute ends the step before and the step itself: ops of several
- * steps run at once, and those of steps that the trace does not have are not in it. So the time
- * that counts goes from the end of compute's first step kept, or where no other is kept from its
- * start, to the end of its last. */
+/* The period that counts: from the end of compute's first traced step to the end of its last. Ops
+ * of several steps run at once, and the trace lacks those of earlier steps, which run beside its
+ * first step. Where the trace has one step alone, the period begins at that step's first op. */
 static void counted_period(const ps_trace_event *events, uint64_t n, uint64_t *first,
                            uint64_t *last) {
   const uint64_t step = n ? events[0].step : 0;
@@ -26,7 +25,7 @@ static void counted_period(const ps_trace_event *events, uint64_t n, uint64_t *f
   *first = end < *last ? end : start;
 }
 
-/* ns of [from, to] that lie between two borders. */
+/* ns of [from, to] that lie in the period. */
 static double inside(uint64_t from, uint64_t to, uint64_t first, uint64_t last) {
   from = from > first ? from : first;
   to = to < last ? to : last;
@@ -48,13 +47,14 @@ void cli_stream_fractions(cli_run_result *r, const ps_trace_event *events, uint6
   }
 }
 
-/* The plan's are those of its last two simulated steps of three, as if it had run for long. */
+/* The plan's stalls are those of the last two of three simulated steps: the first step begins with
+ * idle streams, unlike the steps of a long run. */
 int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events, uint64_t n) {
   enum { SIMULATED = 3 };
   uint64_t n_ops = ps_schedule_n_ops(ps_plan_schedule((ps_plan *)plan));
   ps_trace_event *planned = malloc(SIMULATED * n_ops * sizeof *planned);
   if (!planned)
-    return cli_fail(CLI_FAILED, "out of memory for the plan's trace of %" PRIu64 " ops",
+    return cli_fail(CLI_FAILED, "out of memory for the simulated trace of %" PRIu64 " ops",
                     SIMULATED * n_ops);
   ps_status st = ps_plan_stalls(plan, events, n, r->stall, CLI_MAX_STALLS, &r->n_stalls);
   if (st == PS_OK)
@@ -76,8 +76,8 @@ static double planned_of(const cli_run_result *r, const ps_stall *s) {
   return seconds;
 }
 
-/* "compute waited 0.431 s a step: 0.201 s for parameters (planned 0.180), ...": the three
- * largest reasons. */
+/* "compute waited 0.431 s a step: 0.201 s for parameters (planned 0.180), ...": the three longest
+ * waits. */
 static void print_stalls(FILE *out, const cli_run_result *r, uint32_t stream) {
   double sum = 0;
   uint32_t n = 0;
@@ -111,7 +111,8 @@ void cli_note_loss(cli_run_result *r, double loss) {
   r->loss_recent[r->n_done % CLI_RECENT_LOSSES] = loss;
 }
 
-/* The mean of the last tenth of the steps, and of how many: one batch's loss says little. */
+/* The mean loss of the last tenth of the steps; *n: how many these are. The loss of a single batch
+ * says little. */
 static double mean_loss(const cli_run_result *r, uint64_t *n) {
   double sum = 0;
   *n = r->n_done / 10 < CLI_RECENT_LOSSES ? r->n_done / 10 : CLI_RECENT_LOSSES;
@@ -121,7 +122,7 @@ static double mean_loss(const cli_run_result *r, uint64_t *n) {
   return sum / (double)*n;
 }
 
-/* Points to new rates where the median of enough steps is far from the prediction. */
+/* Recommends to measure the machine anew where the measured step is far from the prediction. */
 static void print_deviation(FILE *out, const cli_job *job, const cli_run_result *r) {
   const double tolerated = 0.15,
                ratio = r->predicted_step_s > 0 ? r->step_s_median / r->predicted_step_s : 1;
@@ -129,10 +130,10 @@ static void print_deviation(FILE *out, const cli_job *job, const cli_run_result 
   if (r->n_done <= CLI_WARMUP_STEPS || fabs(ratio - 1) <= tolerated)
     return;
   fprintf(out,
-          "                a step took %.0f%% %s than predicted: unless other work ran beside it, "
-          "measure this idle machine anew with\n"
+          "                a step took %.0f%% %s time than predicted: unless other work ran at the "
+          "same time, measure this machine anew while it is idle:\n"
           "                penstock profile",
-          100 * fabs(ratio - 1), ratio > 1 ? "longer" : "less");
+          100 * fabs(ratio - 1), ratio > 1 ? "more" : "less");
   if (d->backend != CLI_BACKEND_AUTO)
     fprintf(out, " --backend %s", cli_backends[d->backend]);
   if (d->gpu_given)
@@ -177,7 +178,7 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
   if (r->saved)
     fprintf(out, "model saved in %s\n", ps_printable(path, sizeof path, job->out));
   if (ferror(stderr))
-    fprintf(out, "progress ended early: stderr could not be written\n");
+    fprintf(out, "progress is incomplete: stderr could not be written\n");
 }
 
 void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r) {
@@ -199,11 +200,11 @@ void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r) {
   cli_json_number(&j, "predicted_step_s", r->predicted_step_s);
   cli_json_number(&j, "tokens_per_s", r->wall_s > 0 ? (double)r->tokens / r->wall_s : 0);
   cli_json_count(&j, "device_peak_bytes", r->device_peak_bytes);
-  cli_json_count(&j, "device_plan_bytes", job->report.device_bytes);
-  cli_json_count(&j, "device_cap_bytes", job->report.device_cap_bytes);
+  cli_json_count(&j, "device_used_bytes", job->report.device_bytes);
+  cli_json_count(&j, "device_mem_bytes", job->report.device_cap_bytes);
   cli_json_count(&j, "host_peak_bytes", r->host_peak_bytes);
-  cli_json_count(&j, "host_plan_bytes", job->report.host_bytes);
-  cli_json_count(&j, "host_cap_bytes", job->report.host_cap_bytes);
+  cli_json_count(&j, "host_used_bytes", job->report.host_bytes);
+  cli_json_count(&j, "host_mem_bytes", job->report.host_cap_bytes);
   cli_json_open(&j, "streams", '[');
   for (uint32_t s = 0; s < r->n_streams; s++) {
     cli_json_open(&j, NULL, '{');

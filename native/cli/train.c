@@ -1,5 +1,5 @@
-/* train.c - `penstock train`: refuse what is wrong before anything is written, then run, report
- * and save. */
+/* train.c - `penstock train`: refuses bad input before anything is written, then trains, reports
+ * and saves. */
 #include "cli/cli.h"
 #include <errno.h>
 #include <pthread.h>
@@ -11,16 +11,16 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ---- signals ----
- * The first Ctrl-C lets the steps in flight or the save finish, the second stops at once. SIGTERM
- * is the same. SIGHUP, which a closed terminal may send more than once, never stops at once. */
+/* ---- signals ---------------------------------------------------------------------------------
+ * The first Ctrl-C lets the steps in flight or the save finish; the second stops at once. SIGTERM
+ * counts as Ctrl-C. SIGHUP counts as the first Ctrl-C alone, because a closed terminal may send it
+ * more than once. */
 
-static _Atomic(ps_trainer *) running; /* NULL while no step is in flight */
+static _Atomic(ps_trainer *) running; /* the trainer while it steps, else NULL */
 static atomic_bool nothing_written = true;
 static atomic_int n_interrupts;
-/* a save is whole or has not been, wherever it ends (penstock/train.h) */
-static atomic_bool saving;
-static const char *_Atomic first_words; /* said at the first Ctrl-C; NULL: nothing */
+static atomic_bool saving;              /* a save may be ended anywhere: see ps_trainer_save() */
+static const char *_Atomic first_words; /* printed at the first Ctrl-C; NULL: nothing */
 
 int cli_interrupts(void) { return atomic_load(&n_interrupts); }
 void cli_saving(bool now) { atomic_store(&saving, now); }
@@ -34,7 +34,7 @@ static void on_interrupt(int signal_number) {
   if (atomic_load(&saving)) {
     static const char *const said[] = {
         "\npenstock: the model is being saved; Ctrl-C again stops at once\n",
-        "\npenstock: stopped at once; --out is as it was, or has the whole new model\n"};
+        "\npenstock: stopped at once; --out has its old contents or the whole new model\n"};
     const ssize_t heard = write(STDERR_FILENO, said[n > 1], strlen(said[n > 1]));
     (void)heard; /* nobody reads stderr: nothing is lost */
     if (n > 1)
@@ -59,7 +59,7 @@ static void catch_interrupts(void) {
     sigaction(SIGHUP, &action, NULL);
 }
 
-/* What the library warns of. */
+/* Prints the library's warnings. */
 static void print_warning(void *user, ps_log_level level, const char *message) {
   (void)user;
   if (level >= PS_LOG_WARN)
@@ -71,11 +71,11 @@ static void print_warning(void *user, ps_log_level level, const char *message) {
 static int check_outputs(const cli_job *job) {
   struct stat in, out;
   if (job->out && stat(job->model, &in) != 0)
-    return cli_fail(CLI_REFUSED, "--model %s cannot be looked at: %s", job->model, strerror(errno));
-  const bool there = job->out && stat(job->out, &out) == 0;
-  if (job->out && !there && errno != ENOENT && errno != ENOTDIR)
-    return cli_fail(CLI_REFUSED, "--out %s cannot be looked at: %s", job->out, strerror(errno));
-  if (there && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+    return cli_fail(CLI_REFUSED, "--model %s cannot be read: %s", job->model, strerror(errno));
+  const bool exists = job->out && stat(job->out, &out) == 0;
+  if (job->out && !exists && errno != ENOENT && errno != ENOTDIR)
+    return cli_fail(CLI_REFUSED, "--out %s cannot be read: %s", job->out, strerror(errno));
+  if (exists && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
     return cli_fail(CLI_REFUSED, "--out %s is the model directory itself: give another one",
                     job->out);
   int code = job->out ? cli_out_check(job, job->out) : CLI_OK;
@@ -93,8 +93,8 @@ static int open_data(const cli_job *job, ps_dataset **out) {
     return cli_fail_status(st, true);
   if (ps_dataset_n_sequences(ds, job->seq_len) == 0) {
     int code = cli_fail(CLI_REFUSED,
-                        "the data has %llu tokens in %u shards, and one sequence of --seq-len %llu "
-                        "needs %llu in one shard",
+                        "the data has %llu tokens in %u shards, but a sequence of --seq-len %llu "
+                        "needs %llu tokens in one shard: lower --seq-len, or give more data",
                         (unsigned long long)ps_dataset_n_tokens(ds), ps_dataset_n_shards(ds),
                         (unsigned long long)job->seq_len, (unsigned long long)job->seq_len + 1);
     ps_dataset_close(ds);
@@ -145,7 +145,7 @@ static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics, i
   return code == CLI_OK ? cli_file_replace(r->metrics_path, NULL, metrics) : code;
 }
 
-/* One whole line, or none. */
+/* Appends a line. Where that fails, the file keeps its whole lines. */
 static int write_metrics(FILE *f, const char *path, const ps_step_metrics *m) {
   long before = ftell(f);
   cli_json j = {.out = f};
@@ -179,7 +179,7 @@ static int by_value(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 
-/* Median of the steps after the warm-up, or of all when there are no more. */
+/* The median time of the steps after the warm-up; of all steps where there are no more. */
 static double median_step(double *step_s, uint64_t n) {
   uint64_t skip = n > CLI_WARMUP_STEPS ? CLI_WARMUP_STEPS : 0, left = n - skip;
   if (!left)
@@ -198,8 +198,8 @@ static void note_step(cli_run_result *r, const ps_step_metrics *m, double *step_
   r->host_peak_bytes = m->host_peak_bytes;
 }
 
-/* Says once where each stream stands when steps stay away ten times as long as the plan
- * foresees, and at least 30 s. */
+/* Prints once where each stream stands, when no step has ended for ten times the predicted step
+ * time, or for 30 s if that is longer. */
 typedef struct watchdog {
   ps_trainer *t;
   double patience_s;
@@ -240,8 +240,8 @@ static void watch_end(watchdog *w) {
   pthread_join(w->thread, NULL);
 }
 
-/* One step is kept submitted beyond the one waited for, until Ctrl-C, or until metrics cannot be
- * written: steps in flight are waited for, so that the model can be saved. */
+/* Trains, with two steps in flight. After Ctrl-C, or when metrics cannot be written, no further
+ * step is submitted, and those in flight are waited for, so that the model can be saved. */
 static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics,
                      cli_run_result *r) {
   double *step_s = calloc(job->steps, sizeof *step_s);
@@ -279,8 +279,7 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
   if (watched)
     watch_end(&dog);
   cli_progress_end(p);
-  /* Also where the second Ctrl-C came behind the last step's weights: that step is done, but
-   * whoever asked twice does not wait for what follows. */
+  /* The second Ctrl-C may come after the last step. It then skips what follows, the save too. */
   if (code == CLI_INTERRUPTED || (code == CLI_OK && atomic_load(&n_interrupts) > 1))
     code = cli_fail(CLI_INTERRUPTED, "stopped at once; nothing is saved");
   r->step_s_median = median_step(step_s, r->n_done);
@@ -288,7 +287,7 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
   return code;
 }
 
-/* timeline.json and the streams' shares, from the steps that the trace kept. */
+/* Writes timeline.json from the traced steps, and fills in the streams' fractions and stalls. */
 static int report_trace(const cli_job *job, ps_trainer *t, cli_run_result *r) {
   uint64_t n = 0;
   const char *names[PS_MAX_STREAMS];
@@ -320,9 +319,9 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
                         int *lock) {
   FILE *metrics = NULL;
   if (!job->out)
-    cli_progress_note(p, "without --out the trained model is not kept");
+    cli_progress_note(p, "the trained model will not be saved: --out was not given");
   if (!job->quiet) {
-    static char words[160]; /* the handler's as long as the process lives */
+    static char words[160]; /* static: the signal handler may read it at any time */
     char step[32];
     snprintf(words, sizeof words,
              "\npenstock: stopping after the steps in flight (%s a step predicted)%s; Ctrl-C again "
@@ -344,8 +343,7 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   if (code == CLI_OK)
     code = report_trace(job, t, r);
   if (job->out && r->n_done && code != CLI_INTERRUPTED) {
-    /* also after an error in the middle of the run: weights at home are those of the last
-     * complete step */
+    /* After an error too: the weights are those of the last complete step. */
     int kept = cli_save(job, t, p, r);
     code = code == CLI_OK ? kept : code;
     r->interrupted = r->interrupted || cli_interrupts();
@@ -357,7 +355,7 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   return code == CLI_OK && r->interrupted ? CLI_INTERRUPTED : code;
 }
 
-/* What will happen, before the minutes that reserving memory and loading may take. */
+/* Prints the plan before memory is reserved and weights are loaded, which may take minutes. */
 static void show_plan(const cli_job *job, cli_progress *p) {
   const double long_s = 180;
   char time[32];
@@ -382,7 +380,7 @@ typedef struct opening {
   cli_progress *p;
 } opening;
 
-/* The trainer's first word says that the model directory is as it should be. */
+/* The trainer's first call comes after it has checked the model directory. */
 static void on_progress(void *user, const char *what, uint64_t done_bytes, uint64_t total_bytes) {
   opening *o = user;
   if (!o->p->loading)
@@ -402,7 +400,7 @@ static int train(cli_job *job, int *lock) {
   if (code == CLI_OK)
     code = open_data(job, &ds);
   ps_train_config cfg = train_config(job, ds);
-  /* before the search for a plan */
+  /* checked before the search, which takes longer */
   if (code == CLI_OK && (st = ps_train_config_check(&cfg, &job->config)) != PS_OK)
     code = cli_fail_status(st, true);
   if (code == CLI_OK)
@@ -450,16 +448,15 @@ int cli_train(int argc, char **argv) {
   const cli_command command = {
       .usage = "train --model DIR --data SHARDS... --seq-len N [--device-mem SIZE] [--host-mem "
                "SIZE] [OPTIONS]",
-      .about = "Trains the model under both memory caps: plans the step, streams what does not "
-               "fit, and writes metrics.jsonl (an object a\n"
-               "step), plan.json and timeline.json. Caps that are too small and bad input are "
-               "refused before anything is written (exit\n"
-               "code 2). Ctrl-C lets the steps in flight finish and saves the model if --out is "
-               "given; a second one stops at once. SIGTERM does\n"
-               "the same, SIGHUP only the first. Where the model cannot be saved at the end, "
-               "another directory may be named at the\n"
-               "terminal; without one the save is tried again for --save-wait seconds. Output that "
-               "fails never stops a run.",
+      .about =
+          "Trains the model under both memory caps: plans the step, streams what does not fit,\n"
+          "and writes metrics.jsonl (an object a step), plan.json and timeline.json. Caps that\n"
+          "are too small and bad input are refused before anything is written, with exit code 2.\n"
+          "The first Ctrl-C lets the steps in flight finish and saves the model if --out is\n"
+          "given. The second one stops at once. SIGTERM does the same, SIGHUP only the first.\n"
+          "Where the model cannot be saved at the end, the terminal asks for another directory;\n"
+          "without a terminal the save is tried again for --save-wait seconds. A failure to\n"
+          "write progress or metrics never loses the model.",
       .example = "penstock train --model my_8B_model --data shards/ --device-mem 20GiB --host-mem "
                  "80GiB --seq-len 4096 --steps 1000 \\\n"
                  "    --lr 2e-5 --lr-schedule cosine --warmup-steps 50 --out trained",

@@ -158,7 +158,7 @@ def report(out: Path, summary: dict) -> None:
             f"{name} memory",
             *(
                 f"{summary[f'{name}_{kind}_bytes'] / MIB:.1f} MiB"
-                for kind in ("plan", "peak", "cap")
+                for kind in ("used", "peak", "mem")
             ),
         )
     timeline = trace.load(out / "timeline.json")

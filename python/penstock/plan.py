@@ -70,7 +70,7 @@ def _backend(name: str) -> int:
         raise ValueError(f"backend {name!r}: one of auto, cpu and cuda is needed")
     unused = lib.ps_hardware_gpu_unused() if name == "auto" else ffi.NULL
     if unused != ffi.NULL:
-        warnings.warn(f"no GPU is used: {text(unused)}", stacklevel=3)
+        warnings.warn(f"training on the CPU, as no GPU can be used: {text(unused)}", stacklevel=3)
     gpu = name == "cuda" or (name == "auto" and lib.ps_hardware_n_gpus() > 0)
     return lib.PS_BACKEND_CUDA if gpu else lib.PS_BACKEND_CPU
 
@@ -161,7 +161,7 @@ class Hardware:
                 measured.write(path)
             except OSError as exc:
                 warnings.warn(
-                    f"the machine's rates are not kept: {exc if str(path) in str(exc) else f'{path}: {exc}'}",
+                    f"this machine's rates are not cached: {exc if str(path) in str(exc) else f'{path}: {exc}'}",
                     stacklevel=2,
                 )
         return measured

@@ -107,15 +107,18 @@ def plot_grid(grid: dict, path, title: str = "") -> None:
 
     rate = [[value or float("nan") for value in row] for row in grid["tokens_per_s"]]
     figure, axes = plt.subplots(
-        figsize=(max(6, 1.5 + 0.9 * len(grid["device_bytes"])), 2 + 0.6 * len(grid["host_bytes"])),
+        figsize=(
+            max(6, 1.5 + 0.9 * len(grid["device_mem_bytes"])),
+            2 + 0.6 * len(grid["host_mem_bytes"]),
+        ),
         constrained_layout=True,
     )
     image = axes.imshow(rate, origin="lower", aspect="auto")
     axes.set_xticks(
-        range(len(grid["device_bytes"])), [f"{b / 2**30:.3g}" for b in grid["device_bytes"]]
+        range(len(grid["device_mem_bytes"])), [f"{b / 2**30:.3g}" for b in grid["device_mem_bytes"]]
     )
     axes.set_yticks(
-        range(len(grid["host_bytes"])), [f"{b / 2**30:.3g}" for b in grid["host_bytes"]]
+        range(len(grid["host_mem_bytes"])), [f"{b / 2**30:.3g}" for b in grid["host_mem_bytes"]]
     )
     axes.set(xlabel="device memory, GiB", ylabel="host memory, GiB")
     axes.set_title(title, fontsize=10)
@@ -137,7 +140,9 @@ def plot_grid(grid: dict, path, title: str = "") -> None:
 
 def check_grid(grid: dict) -> None:
     """ValueError where a grid's parts do not fit each other."""
-    device, host, rate = (grid.get(key) for key in ("device_bytes", "host_bytes", "tokens_per_s"))
+    device, host, rate = (
+        grid.get(key) for key in ("device_mem_bytes", "host_mem_bytes", "tokens_per_s")
+    )
     sizes = all(
         isinstance(side, list) and side and all(isinstance(b, (int, float)) for b in side)
         for side in (device, host)
@@ -154,7 +159,8 @@ def check_grid(grid: dict) -> None:
         )
     ):
         raise ValueError(
-            "the grid needs device_bytes, host_bytes and a row of tokens_per_s for each of host_bytes, as penstock plan --json writes them"
+            "a grid needs device_mem_bytes, host_mem_bytes and a row of tokens_per_s for each of "
+            "host_mem_bytes, as penstock plan --json writes them"
         )
 
 

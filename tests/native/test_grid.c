@@ -6,13 +6,14 @@
 enum { MAX_CELLS = 40 };
 
 static bool fits(const cli_cell *from, const cli_cell *in) {
-  return from->device_bytes <= in->device_bytes && from->host_bytes <= in->host_bytes;
+  return from->device_mem_bytes <= in->device_mem_bytes &&
+         from->host_mem_bytes <= in->host_mem_bytes;
 }
 
 static void random_cells(uint64_t *state, cli_cell *cell, uint32_t n) {
   for (uint32_t i = 0; i < n; i++) /* 0: no plan fits; few values, so that some are equal */
-    cell[i] = (cli_cell){.device_bytes = 1 + rnd_below(state, 6),
-                         .host_bytes = 1 + rnd_below(state, 6),
+    cell[i] = (cli_cell){.device_mem_bytes = 1 + rnd_below(state, 6),
+                         .host_mem_bytes = 1 + rnd_below(state, 6),
                          .searched = 100.0 * (double)rnd_below(state, 8),
                          .idx_from = UINT32_MAX};
   for (uint32_t i = 0; i < n; i++) /* the same caps are the same search */
@@ -51,15 +52,15 @@ static void check_order(uint64_t *state, const cli_cell *cell, uint32_t n) {
   }
   for (uint32_t i = 0; i < n; i++) {
     other[place[i]] = cell[i];
-    if (cell[i].host_bytes > host)
+    if (cell[i].host_mem_bytes > host)
       other[place[i]].searched = 0;
   }
   cli_cells_choose(other, n);
   for (uint32_t i = 0; i < n; i++) {
     const cli_cell *a = &cell[cell[i].idx_from], *b = &other[other[place[i]].idx_from];
-    if (cell[i].host_bytes <= host)
-      CHECK(a->searched == b->searched && a->device_bytes == b->device_bytes &&
-            a->host_bytes == b->host_bytes);
+    if (cell[i].host_mem_bytes <= host)
+      CHECK(a->searched == b->searched && a->device_mem_bytes == b->device_mem_bytes &&
+            a->host_mem_bytes == b->host_mem_bytes);
   }
 }
 
