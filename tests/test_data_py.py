@@ -238,17 +238,17 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
     out, train = tmp_path / "out", ("--train-tokenizer", 300)
     for args, says in [
         ((*train, tmp_path / "empty.txt"), "no text"),
-        ((*train, tmp_path / "gone.txt"), "no such file"),
-        (("--train-tokenizer", 256, corpus), "at least 257"),
+        ((*train, tmp_path / "gone.txt"), "no file or folder has this name"),
+        (("--train-tokenizer", 256, corpus), "need 257"),
         ((*train, tmp_path / "bad.jsonl"), "line 1"),
         ((*train, tmp_path / "half.jsonl"), "surrogate"),
         ((*train, "--field", "id", corpus), "field 'id'"),
         ((*train, "--val-fraction", 1, corpus), "fraction"),
         ((*train, "--shard-tokens", 1, corpus), "1 tokens a shard"),
-        ((*train, "--val-fraction", 0.5, tmp_path / "short.txt"), "too short"),
+        ((*train, "--val-fraction", 0.5, tmp_path / "short.txt"), "cannot be divided"),
         ((*train, "--eos", "<none>", corpus), "<none>"),
         (("--tokenizer", tmp_path / "gone", corpus), "No such file"),
-        (("--tokenizer", tmp_path / "notok.json", corpus), "not a tokenizer"),
+        (("--tokenizer", tmp_path / "notok.json", corpus), "cannot be read as a tokenizer"),
     ]:
         assert says in run("--out", out, *args, code=2).stderr
         assert not out.exists() or not list(out.iterdir())
@@ -281,11 +281,11 @@ def test_read_shard_knows_every_variant(tmp_path):
             and data.read_header(tmp_path / "s.bin").format == name
         )
         (tmp_path / "s.bin").write_bytes((raw + ids.astype(dtype).tobytes() + masks)[:-1])
-        with pytest.raises(data.DataError, match="asks for"):
+        with pytest.raises(data.DataError, match="tokens take"):
             data.read_shard(tmp_path / "s.bin")
     for raw, says in [
-        (b"abc", "too short"),
-        (header([1, 2]), "not a token shard"),
+        (b"abc", "has 3 bytes"),
+        (header([1, 2]), "no known format of token shards"),
         (header([20261121, 1, 3]), "bytes a token"),
     ]:
         (tmp_path / "s.bin").write_bytes(raw)

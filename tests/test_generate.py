@@ -94,5 +94,5 @@ def test_generation_stops_at_the_end_token(tmp_path):
 
 
 def test_ids_past_the_vocabulary_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="token ids from 0 to 511"):
+    with pytest.raises(ValueError, match="token id, each from 0 to 511"):
         Decoder(make_model(tmp_path, "tiny-llama")).feed([512])

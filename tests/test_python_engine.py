@@ -55,7 +55,7 @@ def test_a_drift_between_library_and_declarations_is_refused_in_one_sentence(tmp
     )
     assert done.returncode == 1
     assert re.search(
-        r"ImportError: penstock: .* has \d+ bytes for ps_\w+ and penstock.cdef has \d+: run `make`",
+        r"ImportError: penstock: ps_\w+ has \d+ bytes in .* and \d+ in penstock.cdef: run `make`",
         done.stderr,
     )
 

@@ -212,7 +212,7 @@ for i in range(20):
 def op(step, x):
     time.sleep(0.05)  # until the other thread is inside wait(), or outside submit()
     for use in (run.wait, run.close):
-        refused(use, "cannot" if step == 0 else "another thread is inside a call of this run, which may wait for the op")
+        refused(use, "cannot" if step == 0 else "another thread is inside a call of this run and may wait for the op")
     assert "then op" in run.where() and run.steps_done == step
     done.set()
 done = threading.Event()
@@ -312,7 +312,7 @@ child = os.fork()
 if child == 0:
     for use in (run.submit, run.wait, run.where, run.cancel, run.trace, lambda: trainer.read(Q_PROJ), lambda: next(trainer.steps(1)), trainer.where,
                 lambda: trainer.save("nowhere"), trainer.cancel, lambda: home.array(X), lambda: run_of(print, on=home)):
-        refused(use, f"belongs to process {os.getppid()}, of which this one, {os.getpid()}, is a fork without its threads: make a new one")
+        refused(use, f"belongs to process {os.getppid()}; this process, {os.getpid()}, is a fork of it and has none of its threads: make a new one")
     assert made.report and data.read(SEQ, 0) and array.sum() == 0
     with Trainer(MODEL_DIR, plan(), data) as mine:  # as good as any
         assert len(list(mine.steps(2))) == 2

@@ -191,17 +191,17 @@ TOKENS, TARGETS = np.zeros(512, np.int64), np.ones(512, np.int64)
         ),
         (
             ([0] * 511 + [2**70], TARGETS),
-            "the tokens of step 0 are of dtype object, the first of them 0: give integers",
+            "the tokens of step 0 have dtype object, and the first is 0: give integers",
         ),
         (
             (TOKENS + 1.5, TARGETS),
-            "the tokens of step 0 are of dtype float64, the first of them 1.5: give integers",
+            "the tokens of step 0 have dtype float64, and the first is 1.5: give integers",
         ),
         (
             (TOKENS, TARGETS > 0),
-            "the targets of step 0 are of dtype bool, the first of them True: give integers",
+            "the targets of step 0 have dtype bool, and the first is True: give integers",
         ),
-        ((TOKENS, TARGETS[1:]), "the targets of step 0 are 511, 512 wanted"),
+        ((TOKENS, TARGETS[1:]), "the targets of step 0 are 511: give 512"),
     ],
 )
 def test_a_batch_that_is_none_is_refused_with_what_it_has(plan, tiny_model, batch, error):

@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""The engine alone: stream a large array through a small device, three ops a block, and see them
-overlap.
+"""Streams a large array through a small device, with the engine alone, and shows that ops overlap.
 
-The host holds N blocks; the device has room for SLOTS of them. For each block the h2d stream copies
-it in, the compute stream works on it (here a Python callable), the d2h stream copies the result
-home. Nobody says what waits for what: the engine derives it from the regions that each op reads and
-writes, so that block i + SLOTS is fetched exactly when its slot is free again.
+The host holds N tiles of the array; the device has room for BUFFERS of them. Three ops work on each
+tile: the h2d stream copies the tile to the device, the compute stream runs a Python callable, and the
+d2h stream copies the result to the host. The program says nothing of waits. The engine derives them
+from the regions that each op reads and writes: tile i + BUFFERS is fetched when its buffer is free.
 
     PYTHONPATH=python python python/examples/dataflow.py [timeline.json]
 """
@@ -15,10 +14,10 @@ import sys
 import numpy as np
 from penstock import Engine, Program, Region, Run, Space, Stream
 
-N, SLOTS, WIDTH, STEPS = 12, 3, 1 << 16, 4
+N, BUFFERS, WIDTH, STEPS = 12, 3, 1 << 16, 4
 DEVICE, HOST = 0, 1
 COMPUTE, H2D, D2H = 0, 1, 2
-BLOCK_BYTES = 4 * WIDTH
+TILE_BYTES = 4 * WIDTH
 
 
 def scale(step: int, x: np.ndarray) -> None:
@@ -28,14 +27,14 @@ def scale(step: int, x: np.ndarray) -> None:
 
 
 def build() -> Program:
-    """One step: every block goes through the device once."""
+    """One step: every tile goes through the device once."""
     program = Program(n_spaces=2, n_streams=3)
     for i in range(N):
-        home = Region(HOST, i * BLOCK_BYTES, WIDTH, "f4")
-        slot = Region(DEVICE, (i % SLOTS) * BLOCK_BYTES, WIDTH, "f4")
-        program.copy(H2D, home, slot, chunk=i)
-        program.call(COMPUTE, scale, updates=[slot], chunk=i)
-        program.copy(D2H, slot, home, chunk=i)
+        on_host = Region(HOST, i * TILE_BYTES, WIDTH, "f4")
+        buffer = Region(DEVICE, (i % BUFFERS) * TILE_BYTES, WIDTH, "f4")
+        program.copy(H2D, on_host, buffer, chunk=i)
+        program.call(COMPUTE, scale, updates=[buffer], chunk=i)
+        program.copy(D2H, buffer, on_host, chunk=i)
     return program
 
 
@@ -46,7 +45,7 @@ def main(timeline: str | None = None) -> np.ndarray:
         f"the host {schedule.space_bytes(HOST)}"
     )
     print(
-        "op 9 (fetch of block 3 into the slot of block 0) waits for",
+        "op 9 (which fetches tile 3 into the buffer of tile 0) waits for",
         schedule.op(9)["waits"],
         "= (stream, steps back, value)",
     )
@@ -57,13 +56,13 @@ def main(timeline: str | None = None) -> np.ndarray:
     ]
     streams = [Stream("compute"), Stream("h2d", "h2d"), Stream("d2h", "d2h")]
     with Engine(spaces, streams) as engine:
-        blocks = engine.array(Region(HOST, 0, (N, WIDTH), "f4"))
-        blocks[:] = np.arange(N, dtype=np.float32)[:, None]
+        tiles = engine.array(Region(HOST, 0, (N, WIDTH), "f4"))
+        tiles[:] = np.arange(N, dtype=np.float32)[:, None]
         with Run(engine, schedule, trace_steps=1) as run:
             run.submit(STEPS)
             run.wait()
             trace = run.trace()
-        result = blocks[:, 0].copy()
+        result = tiles[:, 0].copy()
     busy = np.zeros(len(streams))
     np.add.at(busy, trace["stream"], (trace["end_ns"] - trace["start_ns"]).astype(float))
     window = trace["end_ns"].max() - trace["start_ns"].min()
@@ -71,7 +70,7 @@ def main(timeline: str | None = None) -> np.ndarray:
         print(f"{stream.name:8} busy {100 * ns / window:5.1f}% of a step")
     if timeline:
         schedule.write_trace(timeline, trace, [s.name for s in streams])
-    print("first element of each block after", STEPS, "steps:", result)
+    print("first element of each tile after", STEPS, "steps:", result)
     return result
 
 

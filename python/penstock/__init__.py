@@ -1,17 +1,17 @@
-"""Penstock: trains transformers on a device whose memory they do not fit, by streaming them through
-it.
+"""Penstock trains transformers that do not fit in the device's memory, by streaming them through it.
 
 Two levels:
   training   ModelConfig, Hardware, Plan, Trainer, generate      (python/examples/train_model.py)
   dataflow   Engine, Program, Schedule, Run                      (python/examples/dataflow.py)
 
-A thin shell over the C library: declarations come from its headers, results and errors from its
-functions. Names are loaded on first use, so that penstock.data works without a built library.
+The package is a thin shell over the C library: it takes declarations from the library's headers, and
+results and errors from its functions. A name is imported on first use, so that penstock.data works
+without a built library.
 """
 
 from importlib import import_module
 
-_HOME = {
+_MODULE_OF = {
     "Engine": "engine",
     "Program": "engine",
     "Region": "engine",
@@ -43,13 +43,13 @@ _HOME = {
     "InternalError": "_lib",
     "version": "_lib",
 }
-__all__ = sorted(_HOME)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str):
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    value = getattr(import_module(f"penstock.{_HOME[name]}"), name)
+    value = getattr(import_module(f"penstock.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""The command `penstock`, also as `python -m penstock`: becomes the program that came with this
+"""The command `penstock`, also as `python -m penstock`: runs the program that belongs to this
 package's library."""
 
 import os
@@ -16,7 +16,8 @@ def main():
     program = next((p for p in places if p.exists()), None)
     if program is None:
         sys.exit(
-            f"penstock: there is no program beside {library.parent / LIBRARY}: run `make` in the source tree, or install the package again"
+            f"penstock: the program is missing beside {library.parent / LIBRARY}: run `make` in the source tree, "
+            "or install the package again"
         )
     os.execv(program, ["penstock", *sys.argv[1:]])
 

@@ -1,10 +1,12 @@
-"""C objects as Python holds them: who uses them, whose call they are in, when they end, and in
-which process.
+"""The lifetime of C objects that Python holds: their users, their locks, their process.
 
-Python drops objects in any order: the finalizers of one garbage cycle may reach a plan before its
-trainer. So no finalizer ends a C object that another one still uses; the last user's end does. Nor
-does a finalizer wait for ops that run Python: it may strike on their own thread, or in one that has
-a lock they need. What is dropped with steps in flight is ended by a thread for that.
+Python drops objects in any order: the finalizers of a garbage cycle may reach a plan before its
+trainer. Three rules follow:
+
+- A finalizer ends no C object that another one still uses. The end of the last user ends it.
+- A finalizer does not wait for ops that run Python, because it may run on the thread of such an op,
+  or on one that holds a lock which the op needs.
+- An object that is dropped with steps in flight is ended by a thread of its own.
 """
 
 import _thread
@@ -18,13 +20,13 @@ from ._lib import BusyError, StateError, error, lib
 
 
 class Handle:
-    """A C object: `ptr`, and `destroy(ptr)`, which answers a ps_status or None. It holds the
-    handles in `uses` until it has ended."""
+    """A C object: `ptr`, and `destroy(ptr)`, which returns a ps_status or None. The handle keeps the
+    handles in `uses` alive until it has ended."""
 
     def __init__(self, kind: str, ptr, destroy, uses=()):
         self.kind, self._destroy, self._uses = kind, destroy, tuple(uses)
-        self._box = [ptr]  # emptied by who ends it
-        self._users = {}  # what keeps it: id -> kind
+        self._box = [ptr]  # empty once the object has ended
+        self._users = {}  # id -> kind of each user that keeps it alive
         self._dropped = False
         for used in self._uses:
             used.hold(self)
@@ -40,7 +42,7 @@ class Handle:
         return box[0]
 
     def hold(self, user) -> None:
-        """`user`, which has a `kind`, needs this until release(user)."""
+        """Stay alive for `user`, which has a `kind`, until release(user)."""
         self._users[id(user)] = user.kind
 
     def release(self, user) -> None:
@@ -48,14 +50,14 @@ class Handle:
         self._settle()
 
     def wait_for_dropped(self) -> None:
-        """Until users that were dropped with steps in flight have ended; not inside an op, which
-        may be one of those steps."""
+        """Wait for the end of users that were dropped with steps in flight. Inside an op, which may
+        belong to one of those steps, this returns at once."""
         for user in list(_dropped) if not lib.ps_op_engine() else ():
             if self in user._uses:
                 user._settle()
 
     def drop(self) -> None:
-        """Nobody in Python asks for it any more: it ends now, or with its last user."""
+        """Python has no reference any more: end now, or with the last user."""
         self._dropped = True
         self._settle()
 
@@ -77,10 +79,12 @@ class ActiveHandle(Handle):
     """A C object with threads of its own: an engine, a run, a trainer.
 
     It belongs to the process that made it. Calls of several threads take turns (`with
-    handle.turn()`), but for those that any thread may make beside another's call (`with
-    handle.beside()`); close() waits for both. `cancel(ptr)` stops what it runs, `at_rest(ptr)` says
-    that it runs nothing, `keep` is what its ops use. Both locks are of C, so that a signal cannot
-    strike between taking one and entering the `with` block.
+    handle.turn()`). Short calls that any thread may make during another's call have a lock of their
+    own (`with handle.beside()`). close() waits for both. Both locks are written in C, so that no
+    signal handler runs between taking one and entering the `with` block.
+
+    cancel(ptr) stops the object's ops. at_rest(ptr) says that no op runs. `keep` holds references to
+    what the ops use.
     """
 
     def __init__(self, kind: str, ptr, destroy, uses=(), cancel=None, at_rest=None, keep=None):
@@ -89,18 +93,18 @@ class ActiveHandle(Handle):
         self._turn, self._beside = (
             threading.RLock(),
             threading.RLock(),
-        )  # again in a signal handler that strikes inside a call
+        )  # reentrant, for a signal handler that makes a call inside a call
         _active.add(self)
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise StateError(
-                f"the {self.kind} belongs to process {self._process}, of which this one, {os.getpid()}, is a fork without its "
-                "threads: make a new one in this process"
+                f"the {self.kind} belongs to process {self._process}; this process, {os.getpid()}, is a fork of it and "
+                "has none of its threads: make a new one here"
             )
 
     def turn(self):
-        """The lock of calls that take turns. Inside an op nobody waits for it: whoever has it may
+        """The lock of calls that take turns. Inside an op it is not waited for, because its holder may
         wait for that op."""
         self._check_process()
         return _AtOnce(self) if lib.ps_op_engine() else self._turn
@@ -116,24 +120,24 @@ class ActiveHandle(Handle):
                 self._cancel(self._box[0])
 
     def close(self) -> None:
-        """Wait for other threads' calls and end it; nothing where it has ended, or in a forked
-        process."""
+        """Wait for other threads' calls, and end the object. Does nothing where it has ended, or in a
+        forked process."""
         if self._process != os.getpid() or not self._box:
             return
         if self._turn._is_owned() or self._beside._is_owned():
             raise StateError(
-                f"close() inside another call of this {self.kind} on the same thread, as from a signal handler: close it when "
-                "that call has returned"
+                f"close() was called inside another call of this {self.kind} on the same thread, as by a signal handler: "
+                "close it when that call has returned"
             )
         self.wait_for_dropped()
         with self.turn():
             users = sorted(set(self._users.values()) - {"array"})
             if users:
                 raise BusyError(f"the {self.kind} still has a {users[0]}: close that first")
-            self._dropped = True  # arrays of its memory keep that until they go
+            self._dropped = True  # arrays keep its memory until they are dropped
             try:
                 self._end()
-            except StateError:  # inside its own op: it lives on
+            except StateError:  # called inside an op of its own: it stays open
                 self._dropped = False
                 raise
 
@@ -166,7 +170,7 @@ class ActiveHandle(Handle):
 
 
 class _AtOnce:
-    """A handle's turn, for who must not wait for it."""
+    """A handle's turn, taken at once or refused."""
 
     def __init__(self, handle: ActiveHandle):
         self._handle = handle
@@ -174,8 +178,8 @@ class _AtOnce:
     def __enter__(self):
         if not self._handle._turn.acquire(blocking=False):
             raise StateError(
-                f"another thread is inside a call of this {self._handle.kind}, which may wait for the op or batch function that this "
-                "call is made in: call only where(), cancel() and steps_done there"
+                f"another thread is inside a call of this {self._handle.kind} and may wait for the op or batch function "
+                "that makes this call: call only where(), cancel() and steps_done there"
             )
 
     def __exit__(self, *exc):
@@ -183,7 +187,7 @@ class _AtOnce:
 
 
 class Owner:
-    """A Python object with a handle, which it drops when it goes."""
+    """A Python object with a handle, which the object's finalizer drops."""
 
     _handle = None
 
@@ -192,17 +196,16 @@ class Owner:
             self._handle.drop()
 
 
-# ---- ending what was dropped with steps in flight, and all at exit -------------------------------
+# ---- objects dropped with steps in flight, and the interpreter's exit ----------------------------
 
 _active = weakref.WeakSet()
-_dropped = set()  # with steps in flight, not ended yet
-_queues = {}  # process id -> queue of the thread that ends what was dropped there
-_exiting = False  # what still lives ends with the process
+_dropped = set()  # handles with steps in flight that have not ended yet
+_queues = {}  # process id -> queue of the thread that ends them
+_exiting = False  # from now on objects end with the process
 
 
 def _end_later(handle: ActiveHandle) -> None:
-    """From finalizers: nothing here takes a lock of Python's that the finalizer's thread may
-    have."""
+    """Called by finalizers: takes no Python lock, as the finalizer's thread may hold it."""
     process = os.getpid()
     _dropped.add(handle)
     if process not in _queues:
@@ -213,12 +216,12 @@ def _end_later(handle: ActiveHandle) -> None:
 
 def _end_dropped(handles: queue.SimpleQueue) -> None:
     while True:
-        handles.get()._settle()  # in one expression: no variable keeps it
+        handles.get()._settle()  # one expression: no variable keeps the handle
 
 
 def _at_exit() -> None:
-    """Stop what runs while ops can still run Python: afterwards they would wait for an interpreter
-    that is gone."""
+    """Stop all runs while ops can still call Python. Later they would wait for an interpreter that no
+    longer exists."""
     global _exiting
     for handle in {*_active, *_dropped}:
         if handle._cancel and handle._process == os.getpid():

@@ -1,8 +1,8 @@
-"""The C library: where it is found, its declarations, and its errors as exceptions.
+"""The C library: its place, its declarations, and its errors as exceptions.
 
-The declarations (penstock.cdef) are generated from the public headers when the library is built and
-lie beside it, so the two cannot be of different versions; the size of every public struct is
-compared at load all the same.
+The declarations (penstock.cdef) are generated from the public headers when the library is built, and
+lie beside it, so that both are of one version. The size of every public struct is compared when the
+library is loaded.
 """
 
 import os
@@ -14,8 +14,7 @@ LIBRARY, DECLARATIONS = "libpenstock.so", "penstock.cdef"
 
 
 class PenstockError(Exception):
-    """A call into the library failed; the text is the library's own sentence. `code` is the
-    ps_status."""
+    """A call of the library failed. The text is the library's message; `code` is the ps_status."""
 
     code = 0
 
@@ -25,12 +24,11 @@ class InvalidError(PenstockError, ValueError):
 
 
 class FormatError(PenstockError, ValueError):
-    """PS_EFORMAT: a file is not what it should be."""
+    """PS_EFORMAT: a file's contents are wrong."""
 
 
 class BudgetError(PenstockError):
-    """PS_EBUDGET: a memory cap is too small; the text has the arithmetic and the nearest plan that
-    fits."""
+    """PS_EBUDGET: a memory cap is too small. The text says what is needed and what fits."""
 
 
 class OutOfMemoryError(PenstockError, MemoryError):
@@ -42,7 +40,7 @@ class InputOutputError(PenstockError, OSError):
 
 
 class BusyError(PenstockError):
-    """PS_EBUSY: something that was opened from this object still lives."""
+    """PS_EBUSY: an object that was opened from this one still lives."""
 
 
 class StateError(PenstockError):
@@ -83,8 +81,8 @@ for _code, _exception in _EXCEPTIONS.items():
 
 
 def _library_path() -> Path:
-    """The library of this package, else $PENSTOCK_LIB, else that of $PENSTOCK_BUILD or of the
-    source tree's build/."""
+    """The package's own library; else $PENSTOCK_LIB; else the one in $PENSTOCK_BUILD or, by default, in
+    the source tree's build/."""
     package = Path(__file__).resolve().parent
     bundled = package / "_native" / LIBRARY
     if bundled.exists():
@@ -113,8 +111,8 @@ def _load():
         size = lib.ps_abi_size(name.encode())
         if size != ffi.sizeof(ctype):
             raise ImportError(
-                f"penstock: {path} has {size} bytes for {name} and {declarations.name} has {ffi.sizeof(ctype)}: "
-                "run `make` so that both come from the same headers"
+                f"penstock: {name} has {size} bytes in {path} and {ffi.sizeof(ctype)} in {declarations.name}: "
+                "run `make`, which makes both from the same headers"
             )
     return ffi, lib
 
@@ -133,16 +131,16 @@ def error(status: int) -> PenstockError:
 
 
 def check(status: int) -> None:
-    """Raise what a negative status stands for."""
+    """Raise the exception of a negative status."""
     if status < 0:
         raise error(status)
 
 
 def encode_path(path) -> bytes:
-    """A path as the library takes it; ValueError where it has a NUL, at which C would end it."""
+    """A path as bytes for the library. ValueError: it has a NUL, which would end it in C."""
     encoded = os.fsencode(path)
     if b"\0" in encoded:
-        raise ValueError(f"{path!r}: a path has no NUL in it")
+        raise ValueError(f"{path!r} contains a NUL, which no path has")
     return encoded
 
 

@@ -1,23 +1,27 @@
-"""Token shards from text: `python -m penstock.data --out DIR (--tokenizer FILE | --train-tokenizer
-SIZE) FILE...`
+"""Writes token shards from text.
 
-Reads text (.txt, .md, .py and whatever file is named) and .jsonl, encodes it with a Hugging Face
-tokenizer.json (or trains a byte-level BPE one on the same text first) and writes the shards that
-`penstock train --data DIR` reads:
+python -m penstock.data --out DIR (--tokenizer FILE | --train-tokenizer SIZE) FILE...
 
-  DIR/train-00000.bin ...      training tokens: DIR itself is what --data takes
+Reads text files and .jsonl files, and encodes them with a Hugging Face tokenizer.json, or with a
+byte-level BPE tokenizer that it first trains on the same text. Writes what `penstock train --data DIR`
+reads:
+
+  DIR/train-00000.bin ...      training tokens
   DIR/val/val-00000.bin ...    validation tokens, with --val-fraction
   DIR/tokenizer.json           the tokenizer (and tokenizer_config.json where there is one)
   DIR/dataset.json             tokens, documents, vocabulary, format
 
-How. A text file is one document, and so is each line of a .jsonl. Every document ends with the
-end-of-text token. Text is read and encoded in pieces of about 64 Ki characters, cut at line ends
-where the next line begins with a visible character (where GPT-like tokenizers cut as well), so that
-memory stays bounded whatever the size of a file; pieces are encoded on all cores. Validation takes
-every piece that brings it closest to its fraction: a document up to one piece long is never
-divided. Everything is written under temporary names and renamed at the end: a run that fails leaves
-nothing. The same input gives the same bytes. This module needs numpy, tokenizers and rich, and not
-the native library.
+- A text file is one document, and so is each line of a .jsonl. Every document ends with the
+  end-of-text token.
+- Text is read and encoded in pieces of about 64 Ki characters, so that memory is bounded whatever the
+  size of a file. A piece ends at a line end before a line that begins with a visible character, where
+  GPT-like tokenizers divide text too. All cores encode pieces.
+- Validation takes a piece whenever it has less than its fraction. A document of one piece is never
+  divided.
+- Files get temporary names and are renamed at the end. A run that fails leaves nothing.
+- The same input gives the same bytes.
+
+This module needs numpy, tokenizers and rich, but not the native library.
 """
 
 from __future__ import annotations
@@ -41,17 +45,17 @@ import numpy as np
 from .files import open_input
 
 HEADER_BYTES = 1024
-PIECE_CHARS = 64 << 10  # a piece is cut once the text at hand is this long
-PIECE_MAX_CHARS = 1 << 20  # and anywhere at this length, when it has no line end to cut at
-BATCH_CHARS = 4 << 20  # pieces encoded at once
+PIECE_CHARS = 64 << 10  # a piece has at least so many characters, but for the last one
+PIECE_MAX_CHARS = 1 << 20  # and at most so many, where it has no line end to be cut at
+BATCH_CHARS = 4 << 20  # of the pieces that are encoded at once
 READ_BYTES = 1 << 20
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")  # what is taken from a folder
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")  # of the files that are read from a folder
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 DEFAULT_SHARD_TOKENS = 100_000_000
 
 
 class DataError(Exception):
-    """What is wrong with the input, in one sentence."""
+    """The input is wrong. The text is one sentence for the user."""
 
 
 # ---- shard formats (the reference is include/penstock/data.h) ------------------------------------
@@ -80,10 +84,10 @@ WRITABLE = {
 
 
 def token_dtype(format: str, vocab_size: int) -> np.dtype:
-    """The type that holds a token: two bytes where ids fit."""
+    """The type of a token on disk: two bytes where all ids fit."""
     if format == "llmc-gpt2" and vocab_size > 65536:
         raise DataError(
-            f"format llmc-gpt2 has two bytes a token and the vocabulary of {vocab_size} needs four: use penstock or llmc-llama3"
+            f"format llmc-gpt2 has two bytes a token, but the vocabulary of {vocab_size} needs four: use penstock or llmc-llama3"
         )
     if format == "llmc-gpt2" or (format == "penstock" and vocab_size <= 65536):
         return np.dtype("<u2")
@@ -107,8 +111,8 @@ def pack_header(format: str, n_tokens: int, vocab_size: int) -> bytes:
 
 
 def read_header(path: str | os.PathLike) -> ShardHeader:
-    """The header of a shard of any of the four formats; DataError when it is none, or the file's
-    size does not fit."""
+    """The header of a shard of any of the four formats. DataError: the file is no shard, or its size
+    is not what its header says."""
     try:
         with open_input(path) as f:
             raw = f.read(HEADER_BYTES)
@@ -117,20 +121,20 @@ def read_header(path: str | os.PathLike) -> ShardHeader:
         raise DataError(f"{path}: {e.strerror}") from e
     if len(raw) < HEADER_BYTES:
         raise DataError(
-            f"{path}: {len(raw)} bytes, too short for a token shard: its header alone has {HEADER_BYTES}"
+            f"{path}: has {len(raw)} bytes, but the header of a token shard alone has {HEADER_BYTES}"
         )
     h = [int(x) for x in np.frombuffer(raw, dtype="<u4")]
     u2, i4, u4 = np.dtype("<u2"), np.dtype("<i4"), np.dtype("<u4")
     if raw[:8] == b"BIN.TOK\n":
         if h[2] not in (1, 2) or h[3] != 4:
             raise DataError(
-                f"{path}: BIN.TOK version {h[2]} with {h[3]} bytes a token is not known (1 or 2, with 4)"
+                f"{path}: is BIN.TOK version {h[2]} with {h[3]} bytes a token: versions 1 and 2 with 4 bytes are read"
             )
         header = ShardHeader("bin.tok", h[4], i4, h[5] if h[2] == 2 else 0, h[6] == 1)
         masked = dataclasses.replace(header, has_masks=True)
         if (
             h[6] > 1 and size == masked.file_bytes
-        ):  # llmq's first writer left the header's fill there: the length says it
+        ):  # llmq's first writer left no flag there: the file's length decides
             header = masked
     elif h[:2] == [20240520, 1]:
         header = ShardHeader("llmc-gpt2", h[2], u2, 0)
@@ -138,16 +142,18 @@ def read_header(path: str | os.PathLike) -> ShardHeader:
         header = ShardHeader("llmc-llama3", h[2], u4, 0)
     elif h[:2] == [20261121, 1]:
         if h[2] not in (2, 4):
-            raise DataError(f"{path}: {h[2]} bytes a token is not known (2 or 4)")
+            raise DataError(f"{path}: its header says {h[2]} bytes a token: 2 or 4 are read")
         header = ShardHeader("penstock", h[4] | h[5] << 32, u2 if h[2] == 2 else u4, h[6])
     else:
-        raise DataError(f"{path}: not a token shard that is known (first words {h[0]}, {h[1]})")
+        raise DataError(
+            f"{path}: no known format of token shards begins with the words {h[0]}, {h[1]}"
+        )
     if size != header.file_bytes:
         either = (
             f", with masks {masked.file_bytes}" if header.format == "bin.tok" and h[6] > 1 else ""
         )
         raise DataError(
-            f"{path}: {size} bytes, but its header of {header.n_tokens} tokens asks for {header.file_bytes}{either}"
+            f"{path}: has {size} bytes, but its header's {header.n_tokens} tokens take {header.file_bytes}{either}"
         )
     return header
 
@@ -161,13 +167,13 @@ def read_shard(path: str | os.PathLike) -> np.ndarray:
 
 
 class ShardWriter:
-    """Appends tokens to PREFIX-00000.bin, PREFIX-00001.bin, ... in @folder, shard_tokens each."""
+    """Appends tokens to shards PREFIX-00000.bin, PREFIX-00001.bin, ... of shard_tokens each."""
 
     def __init__(self, folder: Path, prefix: str, format: str, vocab_size: int, shard_tokens: int):
         self.folder, self.prefix, self.format, self.vocab_size = folder, prefix, format, vocab_size
         self.shard_tokens = shard_tokens
         self.dtype = token_dtype(format, vocab_size)
-        self.shards: list[dict] = []  # {"file", "tokens"} of each finished one
+        self.shards: list[dict] = []  # {"file", "tokens"} of each finished shard
         self.n_tokens = 0
         self._file, self._in_shard = None, 0
 
@@ -186,7 +192,7 @@ class ShardWriter:
                 self.close()
 
     def close(self) -> None:
-        """Finish the shard at hand, if there is one."""
+        """Finish the shard that is being written, if there is one."""
         if self._file is None:
             return
         self._file.seek(0)
@@ -207,14 +213,12 @@ class ShardWriter:
 @dataclass(frozen=True)
 class Source:
     path: Path
-    # by the user, and not found in a folder or by a pattern: then what cannot be read is an error
-    named: bool
+    named: bool  # by the user; a file found in a folder or by a pattern may be passed over
 
 
 def find_sources(files: Iterable[str | os.PathLike]) -> list[Source]:
-    """Files as they are named; a folder gives its .txt, .md, .py and .jsonl files, at any depth,
-    and a pattern (also with
-    **) its matches, both sorted by name. Each file is taken once."""
+    """The files to read. A folder stands for its .txt, .md, .py and .jsonl files at any depth, a pattern
+    (also with **) for its matches; both are sorted by name. Each file is read once."""
     found: dict[Path, Source] = {}
     for item in files:
         item = os.fspath(item)
@@ -237,7 +241,7 @@ def find_sources(files: Iterable[str | os.PathLike]) -> list[Source]:
                 if os.path.isfile(p)
             ]
             if not new:
-                raise DataError(f"{item}: no such file, folder or match")
+                raise DataError(f"{item}: no file or folder has this name, and no file matches it")
         for s in new:
             found.setdefault(s.path.resolve(), s)
     return list(found.values())
@@ -247,8 +251,8 @@ _CUT = re.compile(r"\n(?=\S)")
 
 
 def _cut_pieces(chunks: Iterable[str]) -> Iterator[str]:
-    """The same text in pieces of about PIECE_CHARS, cut as the module's text says; nothing is lost
-    or added."""
+    """Divide text into pieces of about PIECE_CHARS, as the module's docstring says. All pieces together
+    are the same text."""
     text = ""
     for chunk in chunks:
         text += chunk
@@ -278,7 +282,7 @@ def _read_text(path: Path, on_bytes: Callable[[int], None]) -> Iterator[str]:
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as e:
-                raise DataError(f"{path}: not UTF-8 text (near byte {done + e.start})") from e
+                raise DataError(f"{path}: is not UTF-8 text, near byte {done + e.start}") from e
             if text:
                 yield text
             if not raw:
@@ -300,21 +304,20 @@ def _read_jsonl(path: Path, field: str, on_bytes: Callable[[int], None]) -> Iter
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
                 raise DataError(
-                    f"{path}: line {number} has no text in field {field!r} (choose one with --field)"
+                    f"{path}: line {number} has no text in field {field!r}: name the field with --field"
                 )
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as e:
                 raise DataError(
-                    f"{path}: line {number} has half of a surrogate pair, which is no text"
+                    f"{path}: line {number} has half of a surrogate pair, which is no character"
                 ) from e
             yield text
 
 
 class Reader:
-    """Iterates over the pieces of all documents: (document's index, piece). Empty documents are
-    passed over. Files of a folder or a pattern that are not UTF-8 are left out, as a whole, and
-    counted in .skipped."""
+    """Iterates over the pieces of all documents: (document's index, piece). Empty documents are passed
+    over, and so are files of a folder or a pattern that are not UTF-8; .skipped lists those."""
 
     def __init__(
         self,
@@ -372,14 +375,14 @@ def train_tokenizer(
     *,
     on_bytes: Callable[[int], None] = lambda n: None,
 ):
-    """A byte-level BPE tokenizer (any text round-trips) trained on the files, with "<|endoftext|>"
-    as token 0. The vocabulary is smaller than asked where the text has no more pairs to merge. The
-    same text gives the same tokenizer."""
+    """Train a byte-level BPE tokenizer on the files. It encodes any text without loss, and token 0 is
+    "<|endoftext|>". The vocabulary is smaller than vocab_size where the text has no more pairs to
+    merge. The same text gives the same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < 257:
         raise DataError(
-            f"a byte-level vocabulary needs at least 257 entries (256 bytes and the end of text), {vocab_size} asked"
+            f"a byte-level vocabulary of {vocab_size} is too small: 256 bytes and the end of text need 257"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -398,7 +401,7 @@ def train_tokenizer(
 
 
 def load_tokenizer(path: str | os.PathLike):
-    """From a tokenizer.json, or the folder that has one."""
+    """Read a tokenizer.json, or the one in a folder."""
     from tokenizers import Tokenizer
 
     path = Path(path)
@@ -408,16 +411,16 @@ def load_tokenizer(path: str | os.PathLike):
             text = f.read()
     except OSError as e:
         raise DataError(
-            f"{file}: {e.strerror}; --tokenizer takes a Hugging Face tokenizer.json or the folder that has it"
+            f"{file}: {e.strerror}: --tokenizer takes a Hugging Face tokenizer.json, or its folder"
         ) from e
     try:
         return Tokenizer.from_buffer(text)
     except Exception as e:  # the library raises plain Exception
-        raise DataError(f"{file}: not a tokenizer that can be read ({e})") from e
+        raise DataError(f"{file}: cannot be read as a tokenizer: {e}") from e
 
 
 def _named_eos(tokenizer_path: Path) -> str | None:
-    """eos_token of the tokenizer_config.json beside a tokenizer."""
+    """eos_token in the tokenizer_config.json beside a tokenizer; None: it has none."""
     folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
     try:
         with open_input(folder / "tokenizer_config.json", "r", encoding="utf-8") as f:
@@ -428,14 +431,14 @@ def _named_eos(tokenizer_path: Path) -> str | None:
 
 
 def find_eos(tokenizer, wanted: str | None = None) -> tuple[str, int]:
-    """The end-of-text token and its id: the one @wanted, or the first known name that the tokenizer
+    """The end-of-text token and its id: `wanted`, or the first of the known names that the tokenizer
     has."""
     for name in (wanted,) if wanted else EOS_NAMES:
         idx = tokenizer.token_to_id(name)
         if idx is not None:
             return name, idx
     if wanted:
-        raise DataError(f"the tokenizer has no token {wanted!r}")
+        raise DataError(f"the tokenizer has no token {wanted!r}: name another one with --eos")
     raise DataError("the tokenizer has no end-of-text token of a known name: name one with --eos")
 
 
@@ -443,8 +446,8 @@ def find_eos(tokenizer, wanted: str | None = None) -> tuple[str, int]:
 
 
 class _Splitter:
-    """Deals encoded pieces to training and validation, and ends each document with eos, in both
-    where it is in both."""
+    """Gives encoded pieces to training or validation. A document ends with eos, in both where its pieces
+    are in both."""
 
     def __init__(self, writers: dict[str, ShardWriter], val_fraction: float, eos: int):
         self.writers, self.val_fraction = writers, val_fraction
@@ -492,19 +495,19 @@ def write_shards(
     extra_files: dict[str, bytes] | None = None,
     on_bytes: Callable[[int], None] = lambda n: None,
 ) -> dict:
-    """Encode @files with @tokenizer (a tokenizers.Tokenizer) and write shards, tokenizer.json and
-    dataset.json into @out.
+    """Encode files with a tokenizers.Tokenizer, and write shards, tokenizer.json and dataset.json into
+    the folder `out`.
 
-    @force replaces the data set that is there; without it, that is an error. @extra_files are
-    written beside, by name. Returns what dataset.json says, and "skipped" on top: the files left
-    out because they are not UTF-8."""
+    force replaces a data set that `out` has; without force such a data set is an error. extra_files
+    are written too, by name. Returns the contents of dataset.json, and under "skipped" the files that
+    were passed over because they are not UTF-8."""
     if format not in WRITABLE:
-        raise DataError(f"format {format!r} is not one of {', '.join(WRITABLE)}")
+        raise DataError(f"format {format!r} is unknown: give one of {', '.join(WRITABLE)}")
     limit = WRITABLE[format][2]
     if not 2 <= shard_tokens <= limit:
-        raise DataError(f"{shard_tokens} tokens a shard is outside 2 to {limit}")
+        raise DataError(f"{shard_tokens} tokens a shard: give 2 to {limit}")
     if not 0.0 <= val_fraction < 1.0:
-        raise DataError(f"a validation fraction of {val_fraction} is outside 0 to 1")
+        raise DataError(f"the validation fraction {val_fraction} is not at least 0 and below 1")
     out = Path(out)
     old = _existing(out)
     if old and not force:
@@ -519,7 +522,7 @@ def write_shards(
         out.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".penstock-data-", dir=out))
     except OSError as e:
-        raise DataError(f"{out}: cannot write there ({e.strerror})") from e
+        raise DataError(f"{out}: cannot be written: {e.strerror}") from e
     writers = {
         "train": ShardWriter(work, "train", format, vocab_size, shard_tokens),
         "val": ShardWriter(work / "val", "val", format, vocab_size, shard_tokens),
@@ -547,7 +550,7 @@ def write_shards(
         (work / "dataset.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         _move_into_place(work, out, old)
     except OSError as e:
-        raise DataError(f"{out}: writing failed ({e.strerror})") from e
+        raise DataError(f"{out}: writing failed: {e.strerror}") from e
     finally:
         for w in writers.values():
             w.abandon()
@@ -558,7 +561,7 @@ def write_shards(
 def _encode_all(reader: Reader, tokenizer, splitter: _Splitter) -> None:
     literal = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = (
-        True  # "<|endoftext|>" written in a text is text, and no end of it
+        True  # "<|endoftext|>" inside a text is encoded as plain characters
     )
     try:
         for batch in _batches(reader):
@@ -577,7 +580,7 @@ def _check_written(reader: Reader, writers: dict[str, ShardWriter], val_fraction
         raise DataError("the input has no text: every document is empty")
     if val_fraction > 0 and writers["val"].n_tokens == 0:
         raise DataError(
-            f"the input is one piece of {writers['train'].n_tokens} tokens, too short to set a part of it aside for "
+            f"the input is one piece of {writers['train'].n_tokens} tokens, which cannot be divided into training and "
             "validation: give more text, or leave --val-fraction out"
         )
 
@@ -593,7 +596,7 @@ def _existing(out: Path) -> list[Path]:
 
 
 def _move_into_place(work: Path, out: Path, old: list[Path]) -> None:
-    """dataset.json goes first and comes last: a folder that has one is complete."""
+    """Remove dataset.json first and write it last: a folder that has one is complete."""
     for p in sorted(old, key=lambda p: p.name != "dataset.json"):
         p.unlink()
     new = sorted(
@@ -621,14 +624,14 @@ def _parser() -> argparse.ArgumentParser:
         "files",
         nargs="+",
         metavar="FILE",
-        help="text or .jsonl file, folder (its .txt, .md, .py, .jsonl), or pattern",
+        help="text or .jsonl file; folder, of which .txt, .md, .py and .jsonl are read; or pattern",
     )
     p.add_argument("--out", required=True, metavar="DIR", help="folder for the shards")
     which = p.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--tokenizer",
         metavar="FILE",
-        help="a Hugging Face tokenizer.json, or the folder that has it",
+        help="Hugging Face tokenizer.json, or its folder",
     )
     which.add_argument(
         "--train-tokenizer",
@@ -639,7 +642,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--eos",
         metavar="TOKEN",
-        help="token that ends every document (default: the tokenizer's own, by its known names)",
+        help="token that ends every document (default: the tokenizer's end-of-text token)",
     )
     p.add_argument(
         "--field", default="text", help="field of a .jsonl line that has the text (default: text)"
@@ -656,13 +659,16 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         metavar="F",
-        help="part set aside in DIR/val, 0 to 1 (default: none)",
+        help="fraction of the tokens for validation, in DIR/val (default: 0)",
     )
     p.add_argument(
-        "--format", choices=sorted(WRITABLE), default="penstock", help="default: penstock"
+        "--format",
+        choices=sorted(WRITABLE),
+        default="penstock",
+        help="format of the shards (default: penstock)",
     )
-    p.add_argument("--force", action="store_true", help="replace the data set that DIR has")
-    p.add_argument("--quiet", action="store_true", help="no progress, no summary")
+    p.add_argument("--force", action="store_true", help="replace a data set that DIR already has")
+    p.add_argument("--quiet", action="store_true", help="print no progress and no summary")
     return p
 
 
@@ -677,7 +683,7 @@ def _run(args: argparse.Namespace) -> dict:
         TransferSpeedColumn,
     )
 
-    if _existing(Path(args.out)) and not args.force:  # before a long training
+    if _existing(Path(args.out)) and not args.force:  # checked before a tokenizer is trained
         raise DataError(
             f"{args.out} already has a data set: choose another folder, or replace it with --force"
         )

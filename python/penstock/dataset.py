@@ -1,5 +1,4 @@
-"""Token shards for reading: one stream of tokens over .bin files (formats: include/penstock/data.h;
-writing: penstock.data)."""
+"""Reads token shards. include/penstock/data.h describes their formats; penstock.data writes them."""
 
 import numpy as np
 
@@ -8,10 +7,11 @@ from ._lib import check, encode_path, ffi, lib
 
 
 class Dataset(Owner):
-    """Shards (files, or folders taken as their *.bin sorted by name), token ids below vocab_size.
+    """One stream of tokens over shards. `paths`: files, or folders, which stand for their *.bin files
+    sorted by name. Every token id must be below vocab_size.
 
-    Raises FormatError (a token past the vocabulary: with shard and offset), InputOutputError,
-    InvalidError (no shard found).
+    Raises FormatError (of a bad token it names shard and offset), InputOutputError, InvalidError (no
+    shard was found).
     """
 
     def __init__(self, paths, vocab_size: int):
@@ -34,11 +34,12 @@ class Dataset(Owner):
         return lib.ps_dataset_n_shards(self._handle.ptr)
 
     def n_sequences(self, seq_len: int) -> int:
-        """Windows of seq_len + 1 tokens that advance by seq_len, never across a shard."""
+        """How many training sequences of seq_len tokens the shards hold. Each needs one token more, its
+        last target; none crosses shards."""
         return lib.ps_dataset_n_sequences(self._handle.ptr, seq_len)
 
     def read(self, seq_len: int, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Window idx: tokens and targets, int32 [seq_len] each; a masked target is -1."""
+        """Tokens and targets of sequence idx, int32 [seq_len] each. A masked target is -1."""
         tokens, targets = np.empty(seq_len, np.int32), np.empty(seq_len, np.int32)
         check(
             lib.ps_dataset_read(

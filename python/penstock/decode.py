@@ -1,7 +1,7 @@
 """Text from a trained model: a plain forward pass with a key/value cache, in numpy and fp32.
 
-A reading aid for looking at what a small model learned, one token after the other; the training
-path shares none of it. tests/test_generate.py holds it against transformers' logits.
+It shows what a small model has learned. The training uses none of this code. tests/test_generate.py
+compares its logits with those of transformers.
 """
 
 from pathlib import Path
@@ -14,10 +14,10 @@ ROPE_LINEAR, ROPE_LLAMA3 = 1, 2
 
 
 class Decoder:
-    """The model in a directory (or inside a Trainer), ready to read tokens one by one.
+    """The model in a directory (or inside a Trainer), with the tokens that it has read so far.
 
-    logits = decoder.feed(ids)     ids int [T], appended to what was read before; logits float32
-    [vocab_size] after the last one
+    logits = decoder.feed(ids)   reads T more tokens, ids int [T]; logits float32 [vocab_size] are
+                                 those after the last token
     """
 
     def __init__(self, source):
@@ -31,7 +31,7 @@ class Decoder:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was read."""
+        """Forget all tokens."""
         c = self.config
         self._keys = [
             np.empty((c.n_kv_heads, 0, c.head_dim), np.float32) for _ in range(c.n_layers)
@@ -41,12 +41,12 @@ class Decoder:
         ]
 
     def feed(self, ids) -> np.ndarray:
-        """Read tokens; the logits after the last. ValueError for an empty list or an id past the
-        vocabulary."""
+        """Read tokens, and return the logits after the last one. ValueError: no token, or an id past
+        the vocabulary."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         if ids.size == 0 or ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise ValueError(
-                f"token ids from 0 to {self.config.vocab_size - 1} are wanted, at least one"
+                f"give at least one token id, each from 0 to {self.config.vocab_size - 1}"
             )
         x = self.weights["model.embed_tokens.weight"][ids]
         for layer in range(self.config.n_layers):
@@ -100,8 +100,7 @@ class Decoder:
 
 
 def _open(source):
-    """Configuration and reader of a model directory or a Trainer; a tied model has no lm_head to
-    read."""
+    """The configuration of a model directory or a Trainer, and the function that reads its tensors."""
     if isinstance(source, (str, Path)):
         return ModelConfig.read(source), TensorFile(source).read
     return source.plan.model, source.read
@@ -130,9 +129,10 @@ def rotate(x, cos, sin):
 def generate(
     source, ids, n: int, temperature: float = 0.8, seed: int = 0, end_token: int = -1
 ) -> list[int]:
-    """n tokens that follow `ids` (fewer when end_token comes). source: a model directory, a Trainer
-    with nothing in flight, or a Decoder. temperature 0 takes the likeliest token; else tokens are
-    drawn from softmax(logits / temperature), seeded."""
+    """The n tokens that follow `ids`; fewer where end_token comes.
+
+    source: a model directory, a Trainer without steps in flight, or a Decoder. temperature 0 takes
+    the most likely token. Else tokens are drawn from softmax(logits / temperature) with `seed`."""
     decoder = source if isinstance(source, Decoder) else Decoder(source)
     decoder.reset()
     rng, out = np.random.default_rng(seed), []

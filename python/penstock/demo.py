@@ -1,11 +1,13 @@
-"""The demo behind `make demo`: a small language model learns from real text under two memory caps
-that it does not fit into.
+"""Trains a small language model on real text under two memory caps that it does not fit into.
 
-Steps: text of this machine (Python's own standard library, or --text FILE...) -> a tokenizer
-trained on it and token shards (penstock.data) -> a freshly initialised model (models/init_model.py)
--> caps below what everything would need -> training by the native binary -> report.txt (predicted
-beside measured, where the time went), loss.png, timeline.png, and samples.txt from the trained
-model. All of it stays in BUILD/demo.
+`make demo` runs these steps. All their files stay in BUILD/demo.
+
+1. Read text: Python's standard library on this machine, or --text FILE...
+2. Train a tokenizer on it and write token shards (penstock.data).
+3. Initialise a model (models/init_model.py).
+4. Choose caps below what the model would take without caps.
+5. Train with the native binary.
+6. Write report.txt, loss.png, timeline.png, and samples.txt from the trained model.
 """
 
 import argparse
@@ -37,8 +39,7 @@ class DemoError(Exception):
 
 
 def standard_library() -> list[Path]:
-    """Sources of this Python's standard library, about TEXT_BYTES of them: modules first, then
-    packages, by name."""
+    """About TEXT_BYTES of sources of Python's standard library: modules first, then packages, by name."""
     folder = Path(sysconfig.get_path("stdlib"))
     modules = sorted(folder.glob("*.py"))
     packages = sorted(
@@ -73,7 +74,7 @@ def standard_library() -> list[Path]:
 
 
 def call(*command) -> str:
-    """Run a helper program; its output. What it says on failure becomes the error."""
+    """Run a program and return its output. The last line of its error message becomes the error."""
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise DemoError(
@@ -118,9 +119,9 @@ def make_model(data: Path, out: Path) -> None:
 
 
 def choose_caps(plan_command: list) -> tuple[int, int, dict]:
-    """A device cap a quarter of the way from the smallest that works to what everything would take,
-    and the host cap that leaves a tenth over the smallest under it. Returns both (bytes) and the
-    capped plan."""
+    """The caps of the demo in bytes, and the plan under them. The device cap lies a quarter of the way
+    from the smallest that a plan fits in to what a plan without caps takes. The host cap is a tenth
+    above the smallest one under that device cap."""
     roomy = json.loads(call(*plan_command))
     smallest = json.loads(call(*plan_command, "--smallest"))
     least = smallest["smallest_device_bytes"]
@@ -131,14 +132,14 @@ def choose_caps(plan_command: list) -> tuple[int, int, dict]:
     host = (least_host + least_host // 10) // MIB * MIB
     plan = json.loads(call(*plan_command, f"--device-mem={device}", f"--host-mem={host}"))
     console.print(
-        f"Everything at once would take {roomy['device_bytes'] / MIB:.0f} MiB on the device; the smallest plan takes "
+        f"Without caps the plan takes {roomy['device_bytes'] / MIB:.0f} MiB of device memory; the smallest plan takes "
         f"{least / MIB:.0f}. Given: [bold]--device-mem {device // MIB}MiB --host-mem {host // MIB}MiB[/]"
     )
     return device, host, plan
 
 
 def keep(path: Path, *parts) -> None:
-    """Print the parts, texts and tables, and write them as plain text too."""
+    """Print texts and tables, and write them to a file as plain text."""
     with path.open("w", encoding="utf-8") as file:
         for target in (console, Console(file=file, width=100, highlight=False)):
             for part in parts:
@@ -146,10 +147,11 @@ def keep(path: Path, *parts) -> None:
 
 
 def report(out: Path, summary: dict) -> None:
-    """Predicted beside measured and where the time went, in report.txt; and the two pictures."""
+    """Write report.txt (predicted and measured figures, how streams spent their time) and the two
+    pictures."""
     from penstock import plot, trace
 
-    table = Table("", "plan", "measured", "cap", title="predicted beside measured")
+    table = Table("", "plan", "measured", "cap", title="predicted and measured")
     table.add_row(
         "step time", f"{summary['predicted_step_s']:.3f} s", f"{summary['step_s_median']:.3f} s", ""
     )
@@ -175,7 +177,7 @@ def report(out: Path, summary: dict) -> None:
 
 
 def sample(model: Path, out: Path) -> None:
-    """A few lines from the trained model, in samples.txt."""
+    """Write a few lines of the trained model to samples.txt."""
     from tokenizers import Tokenizer
 
     from penstock.decode import Decoder, generate
@@ -219,7 +221,7 @@ def run(args) -> None:
     console.rule("3. two memory caps that are too small")
     cache = tempfile.TemporaryDirectory(
         prefix="penstock-demo-"
-    )  # rates of two seconds are the demo's own: the user's, measured at length, stay as they are
+    )  # the demo measures for two seconds; the user's own rates, measured for longer, are kept
     os.environ["XDG_CACHE_HOME"] = cache.name
     call(binary, "profile", "--seconds", 2)
     shape = [
@@ -294,7 +296,7 @@ def main() -> int:
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="where everything goes, replaced when it is there (default: BUILD/demo)",
+        help="folder for all files, replaced if it exists (default: BUILD/demo)",
     )
     parser.add_argument(
         "--text",
@@ -307,7 +309,7 @@ def main() -> int:
         "--steps",
         type=int,
         metavar="N",
-        help=f"training steps (default: about {TRAINING_SECONDS} seconds of them)",
+        help=f"training steps (default: as many as {TRAINING_SECONDS} seconds allow)",
     )
     parser.add_argument("--recipe", default="fp32-master", choices=("fp32", "fp32-master", "bf16"))
     started = time.monotonic()

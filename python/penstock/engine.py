@@ -1,9 +1,9 @@
 """The dataflow engine: ops with declared reads and writes, on streams, over arenas of memory.
 
-A Program lists ops in program order; nobody wires an event. compile() derives what has to wait for
-what and gives a Schedule; a Run replays it on an Engine step after step, overlapping steps as far
-as the hazards allow. See python/examples/dataflow.py, and include/penstock/engine.h for the exact
-rules.
+A Program lists ops in order, and says nothing of waits. compile() derives the waits from what the ops
+read and write, and returns a Schedule. A Run executes the Schedule on an Engine step after step. Steps
+overlap as far as hazards allow. See python/examples/dataflow.py; include/penstock/engine.h has the
+exact rules.
 """
 
 import weakref
@@ -41,7 +41,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Stream:
-    """A timeline of ops; `threads` may work on one op, each with `scratch_bytes` of scratch."""
+    """A queue of ops. Up to `threads` threads work on one op, each with `scratch_bytes` of scratch."""
 
     name: str
     kind: str = "compute"
@@ -64,7 +64,9 @@ class Region:
         object.__setattr__(self, "shape", (shape,) if isinstance(shape, int) else tuple(shape))
         object.__setattr__(self, "dtype", np.dtype(dtype))
         if self.dtype.hasobject:
-            raise ValueError(f"dtype {self.dtype} holds Python objects: a region holds numbers")
+            raise ValueError(
+                f"dtype {self.dtype} holds Python objects: a region holds numbers alone"
+            )
 
     @property
     def bytes(self) -> int:
@@ -82,24 +84,26 @@ class Engine(Owner):
     def __init__(self, spaces: list[Space], streams: list[Stream]):
         cfg = struct("ps_engine_config", n_spaces=len(spaces), n_streams=len(streams))
         if len(spaces) > len(cfg.space) or len(streams) > len(cfg.stream):
-            raise ValueError(f"at most {len(cfg.space)} spaces and {len(cfg.stream)} streams")
-        for slot, space in zip(cfg.space, spaces):
-            slot.bytes, slot.kind = space.bytes, SPACE_KINDS[space.kind]
-        for slot, stream in zip(cfg.stream, streams):
-            slot.kind, slot.n_threads, slot.scratch_bytes = (
+            raise ValueError(
+                f"{len(spaces)} spaces and {len(streams)} streams: at most {len(cfg.space)} and {len(cfg.stream)} are possible"
+            )
+        for to, space in zip(cfg.space, spaces):
+            to.bytes, to.kind = space.bytes, SPACE_KINDS[space.kind]
+        for to, stream in zip(cfg.stream, streams):
+            to.kind, to.n_threads, to.scratch_bytes = (
                 STREAM_KINDS[stream.kind],
                 stream.threads,
                 stream.scratch_bytes,
             )
-            slot.name = stream.name.encode()[: len(slot.name) - 1]
+            to.name = stream.name.encode()[: len(to.name) - 1]
         out = ffi.new("ps_engine **")
         check(lib.ps_engine_create(out, cfg))
         self._handle = _EngineHandle(out[0])
         self.spaces, self.streams = list(spaces), list(streams)
 
     def array(self, region: Region) -> np.ndarray:
-        """The region's memory as an array of its shape (no copy). Touch it while no run is in
-        flight, or inside a host op."""
+        """The region's memory as an array of its shape, without a copy. Use the array while no steps
+        are in flight, or inside a host op."""
         with self._handle.beside():
             size = lib.ps_engine_space_bytes(self._handle.ptr, region.space)
             base = _address(lib.ps_engine_space(self._handle.ptr, region.space))
@@ -108,21 +112,21 @@ class Engine(Owner):
             return np.asarray(_Memory(self._handle, base + region.offset, region))
 
     def space_bytes(self, space: int) -> int:
-        """Bytes of a space (rounded up to 2 MiB)."""
+        """The size of a space in bytes, rounded up to 2 MiB."""
         with self._handle.beside():
             return lib.ps_engine_space_bytes(self._handle.ptr, space)
 
     def space_peak(self, space: int) -> int:
-        """Bytes up to the end of the highest page of the space that was ever touched, as the kernel
-        reports it."""
+        """Bytes up to the end of the highest page of the space that was ever used, as the operating
+        system reports it."""
         out = ffi.new("uint64_t *")
         with self._handle.beside():
             check(lib.ps_engine_space_peak(self._handle.ptr, space, out))
         return out[0]
 
     def close(self) -> None:
-        """Release the memory and stop the threads, once the last array of its spaces is gone.
-        BusyError while a run lives."""
+        """Stop the threads, and release the memory when the last array of it is dropped. BusyError: a
+        run of this engine is open."""
         self._handle.close()
 
     def __enter__(self):
@@ -133,8 +137,8 @@ class Engine(Owner):
 
 
 class _Memory:
-    """A region's address for numpy; keeps the engine's memory as long as an array looks at it, also
-    one that left an op."""
+    """A region's address for numpy. It keeps the engine's memory while an array uses it, also after
+    the op that the array was made for."""
 
     kind = "array"
 
@@ -158,10 +162,10 @@ def _address(pointer) -> int:
 
 
 class _EngineHandle(ActiveHandle):
-    """What ops know of their engine."""
+    """An engine's handle, which the engine's ops can find."""
 
-    # address -> handle; it holds nothing of the user's, so that engines in garbage cycles are found
-    # to be garbage
+    # address -> handle. A handle refers to no object of the user's, so that the garbage collector
+    # still finds engines in cycles.
     of = {}
 
     def __init__(self, ptr):
@@ -201,7 +205,7 @@ class Program(Owner):
         out = ffi.new("ps_program **")
         check(lib.ps_program_create(out, n_spaces, n_streams))
         self._handle = Handle("program", out[0], lib.ps_program_destroy)
-        self._keep = []  # kernels and callbacks, which schedules share
+        self._keep = []  # kernels and callbacks; schedules refer to them too
 
     def __len__(self) -> int:
         """Number of ops."""
@@ -210,7 +214,7 @@ class Program(Owner):
     def copy(
         self, stream: int, src: Region, dst: Region, *, layer=-1, round=-1, chunk=-1, phase=0
     ) -> int:
-        """Append a copy of src to dst, of equal bytes. Returns the op's index."""
+        """Append a copy of src to dst, which have the same size. Returns the op's index."""
         return self._add(
             ffi.NULL,
             stream,
@@ -232,9 +236,11 @@ class Program(Owner):
         chunk=-1,
         phase=0,
     ) -> int:
-        """Append a Python callable: fn(step, *arrays), one array for each region of reads, writes
-        and updates in this order; those of reads are not writeable. It runs on the stream's thread;
-        an exception stops the run and is raised again by Run.wait(). Returns the op's index."""
+        """Append a Python callable as an op. Returns the op's index.
+
+        fn(step, *arrays) gets an array for each region of reads, writes and updates, in this order.
+        Arrays of reads are read-only. A thread of the stream calls fn. An exception stops the run,
+        and Run.wait() raises it again."""
         accesses = (
             [(r, lib.PS_READ) for r in reads]
             + [(r, lib.PS_WRITE) for r in writes]
@@ -247,7 +253,7 @@ class Program(Owner):
     def _kernel(self, fn, accesses, name):
         def on_error(_type, exc, _traceback):
             run = _EngineHandle.of_this_op().run()
-            if run is not None:  # else it is garbage, and nobody will ask
+            if run is not None:  # else nobody refers to the run, and nobody will ask
                 run.failures.append(exc)
 
         @ffi.callback("ps_op_fn", error=lib.PS_EINVAL, onerror=on_error)
@@ -295,15 +301,14 @@ class Program(Owner):
         return idx[0]
 
     def compile(self) -> "Schedule":
-        """Derive the hazards of the program repeated step after step."""
+        """Derive the waits of the program, executed step after step."""
         out = ffi.new("ps_schedule **")
         check(lib.ps_schedule_compile(out, self._handle.ptr))
         return Schedule(Handle("schedule", out[0], lib.ps_schedule_destroy), self._keep)
 
 
 class Schedule(Owner):
-    """A compiled step: for each stream a list of {waits, launch, signal}. Made by Program.compile()
-    or taken from a Plan."""
+    """A compiled step: the program with its waits. Program.compile() makes one, and a Plan has one."""
 
     def __init__(self, handle: Handle, keep=()):
         self._handle, self._keep = handle, keep
@@ -314,7 +319,7 @@ class Schedule(Owner):
 
     @property
     def n_waits(self) -> int:
-        """Waits left after the implied ones were dropped."""
+        """The number of waits; those that others imply are left out."""
         return lib.ps_schedule_n_waits(self._handle.ptr)
 
     @property
@@ -322,12 +327,12 @@ class Schedule(Owner):
         return lib.ps_schedule_n_streams(self._handle.ptr)
 
     def space_bytes(self, space: int) -> int:
-        """Bytes of a space that the ops touch: the end of the highest range."""
+        """The end of the highest byte range of a space that an op accesses."""
         return lib.ps_schedule_space_bytes(self._handle.ptr, space)
 
     def op(self, idx: int) -> dict:
-        """One op: name, stream, position in its stream, waits as (stream, steps_back, value), tag,
-        work."""
+        """One op as a dict: name, stream, position in its stream, waits as (stream, steps_back, value),
+        tag, work."""
         view = ffi.new("ps_op_view *")
         check(lib.ps_schedule_op(self._handle.ptr, idx, view))
         return {
@@ -352,8 +357,8 @@ class Schedule(Owner):
         }
 
     def simulate(self, cost_ns, n_steps: int = 2):
-        """Run on a virtual clock, op idx alone taking cost_ns(op: dict) ns. Returns (trace, end of
-        each step in ns)."""
+        """Execute the schedule on a virtual clock, on which an op takes cost_ns(op: dict) ns. Returns the
+        trace, and the end of each step in ns."""
         failures = []
 
         @ffi.callback("ps_sim_cost_fn", onerror=lambda _type, exc, _traceback: failures.append(exc))
@@ -380,8 +385,7 @@ class Schedule(Owner):
         return events, ends
 
     def write_trace(self, path, trace: np.ndarray, stream_names: list[str]) -> None:
-        """Write a trace as Chrome / Perfetto JSON, one track a stream. InputOutputError names the
-        file."""
+        """Write a trace as Chrome / Perfetto JSON, with a track for each stream."""
         if len(stream_names) != self.n_streams:
             raise ValueError(f"{len(stream_names)} stream names for {self.n_streams} streams")
         names = [ffi.new("char[]", name.encode()) for name in stream_names]
@@ -398,15 +402,17 @@ class Schedule(Owner):
 
 
 class Run(Owner):
-    """Replays a schedule on an engine; one run an engine at a time. `trace_steps`: keep the trace
-    of the last so many steps.
+    """One execution of a schedule on an engine, step after step. An engine has one run at a time. The
+    trace keeps the last `trace_steps` steps.
 
     with Run(engine, schedule, trace_steps=1) as run:
         run.submit(10); run.wait(); trace = run.trace()
 
-    Calls of several threads take turns; cancel(), where() and steps_done may be called beside them,
-    and inside an op. A run that is not closed ends when it is dropped and its steps are done; at
-    the interpreter's exit what still runs is cancelled.
+    Threads: calls of several threads take turns. Any thread may call cancel(), where() and steps_done
+    at any time, also inside an op.
+
+    A run that is not closed ends when it is dropped and its steps are done. One that still runs at the
+    interpreter's exit is cancelled.
     """
 
     def __init__(self, engine: Engine, schedule: Schedule, trace_steps: int = 0):
@@ -419,15 +425,15 @@ class Run(Owner):
         self._submitted = 0
 
     def submit(self, n_steps: int = 1) -> None:
-        """Let the streams execute n_steps more steps; returns at once."""
+        """Let the streams execute n_steps more steps. Returns at once."""
         with self._handle.turn():
             self._check(lib.ps_run_submit(self._handle.ptr, n_steps))
             self._submitted += n_steps
 
     def wait(self, n_steps: int | None = None) -> None:
-        """Block until n_steps steps, counted from the run's start (default: all submitted), are
-        complete. Raises the run's first error; what a Python op raised is raised as it was.
-        StateError inside an op."""
+        """Wait until n_steps steps, counted from the run's start, are complete; by default all that
+        were submitted. Raises the run's first error; of a Python op this is the op's own exception.
+        StateError: called inside an op."""
         with self._handle.turn():
             self._check(
                 lib.ps_run_wait(self._handle.ptr, self._submitted if n_steps is None else n_steps)
@@ -443,8 +449,8 @@ class Run(Owner):
         check(status)
 
     def cancel(self) -> None:
-        """Stop at the next op of every stream; wait() then raises CancelledError. From any thread;
-        nothing once the run is closed."""
+        """Stop at the next op of every stream; wait() then raises CancelledError. Any thread may call
+        it. Does nothing once the run is closed."""
         self._handle.cancel()
 
     @property
@@ -453,7 +459,7 @@ class Run(Owner):
             return lib.ps_run_steps_done(self._handle.ptr)
 
     def where(self) -> str:
-        """Where each stream stands and what its next op waits for, a line a stream: to find out why
+        """What each stream has done and what its next op waits for, a line a stream. It shows why
         nothing moves."""
         room = ffi.new("char[]", 4096)
         with self._handle.beside():
@@ -461,8 +467,8 @@ class Run(Owner):
         return ffi.string(room).decode()
 
     def trace(self) -> np.ndarray:
-        """The kept events as a structured array of TRACE_DTYPE, times in ns since the run's start;
-        StateError while steps are in flight."""
+        """The traced events, an array of TRACE_DTYPE with times in ns since the run's start. StateError:
+        steps are in flight."""
         n = ffi.new("uint64_t *")
         with self._handle.turn():
             check(lib.ps_run_trace(self._handle.ptr, ffi.NULL, 0, n))
@@ -475,8 +481,8 @@ class Run(Owner):
         return events
 
     def close(self) -> None:
-        """Wait for the streams to come to rest and release the run, so that its engine can be
-        closed. StateError inside an op of it."""
+        """Wait for the steps in flight, and release the run. Its engine can then be closed. StateError:
+        called inside an op of the run."""
         self._handle.close()
         self._handle.failures.clear()
 

@@ -8,8 +8,10 @@ import stat
 
 
 def open_input(path: str | os.PathLike, mode: str = "rb", **options):
-    """open() for reading, as ps__open_input of the library: it never waits. What is not a regular
-    file, such as a named pipe that nobody writes to, is an OSError that says so."""
+    """open() for reading that never waits, as ps__open_input() of the library. A file that is not
+    regular, such as a named pipe, is an OSError that says so.
+
+    models/init_model.py has the same function a second time, because it runs without this package."""
 
     def opener(name, flags):
         fd = os.open(name, flags | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""Models: their configuration, their parameters, and their tensors on disk."""
+"""Models: configuration, parameters, and tensors on disk."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,8 @@ ROLES = ("matrix", "norm", "bias")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor under its Hugging Face name: `shape`, `role` ("matrix", "norm", "bias"), the unit
-    it belongs to (0 the embedding, 1..n_layers the blocks, n_layers + 1 the head) and its offset
-    there in elements."""
+    """A tensor under its Hugging Face name. role: "matrix", "norm" or "bias". unit: 0 is the embedding,
+    1 to n_layers are the blocks, n_layers + 1 is the head. offset: in the unit, in elements."""
 
     index: int
     name: str
@@ -25,16 +24,15 @@ class Parameter:
 
 
 class ModelConfig:
-    """A model's configuration; fields as in include/penstock/model.h are attributes (vocab_size,
-    n_layers, dim, ...)."""
+    """A model's configuration. The fields of ps_model_config (include/penstock/model.h) are attributes:
+    vocab_size, n_layers, dim and so on."""
 
     def __init__(self, ptr):
         self._ptr = ptr
 
     @classmethod
     def read(cls, path) -> "ModelConfig":
-        """From a model directory or its config.json. FormatError names file, field, value and
-        limit."""
+        """Read a model directory or its config.json. FormatError names file, field, value and limit."""
         cfg = struct("ps_model_config")
         check(lib.ps_model_config_read(cfg, encode_path(path)))
         return cls(cfg)
@@ -57,7 +55,7 @@ class ModelConfig:
 
     @property
     def n_elements(self) -> int:
-        """Parameters, tied ones counted once."""
+        """The number of parameters; tied ones count once."""
         return lib.ps_model_n_elements(self._ptr)
 
     def params(self) -> list[Parameter]:
@@ -80,8 +78,7 @@ class ModelConfig:
 
 
 class TensorFile(Owner):
-    """A .safetensors file or a model directory, opened for reading: `names`, and read(name) as
-    fp32."""
+    """A .safetensors file or a model directory, opened for reading. `names` lists its tensors."""
 
     def __init__(self, path):
         out = ffi.new("ps_tensor_file **")
@@ -100,7 +97,7 @@ class TensorFile(Owner):
         return name in self.names
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor converted to float32, in its shape. KeyError for an unknown name."""
+        """The tensor as float32. KeyError: it has no tensor of that name."""
         idx = lib.ps_tensors_find(self._handle.ptr, name.encode())
         if idx == 2**64 - 1:
             raise KeyError(name)

@@ -1,4 +1,4 @@
-"""Plans: what a step does under two memory caps, and the hardware rates its predictions rest on."""
+"""Plans of a training step under two memory caps, and the machine's rates that plans are made from."""
 
 import json
 import os
@@ -46,10 +46,9 @@ _LEAST_WITHOUT_UNIT = 2**20
 
 
 def parse_bytes(size, name: str) -> int:
-    """Bytes of 20 * 2**30, "20GiB", "512MiB", "2e9"; None and 0 are 0, no cap. `name` is the
-    argument's.
-
-    A number below 1 MiB without a unit is refused: whoever wrote it forgot the unit."""
+    """The bytes of a size such as 20 * 2**30, "20GiB", "512MiB" or "2e9"; None and 0: no cap. `name` is
+    the argument's name, for messages. A number below 1 MiB without a unit is refused, because its
+    unit was forgotten."""
     if size is None:
         return 0
     match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", str(size))
@@ -67,7 +66,7 @@ def parse_bytes(size, name: str) -> int:
 
 def _backend(name: str) -> int:
     if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"backend {name!r}: one of auto, cpu and cuda is needed")
+        raise ValueError(f"backend {name!r} is unknown: give auto, cpu or cuda")
     unused = lib.ps_hardware_gpu_unused() if name == "auto" else ffi.NULL
     if unused != ffi.NULL:
         warnings.warn(f"training on the CPU, as no GPU can be used: {text(unused)}", stacklevel=3)
@@ -76,15 +75,15 @@ def _backend(name: str) -> int:
 
 
 class Hardware:
-    """What this machine does; fields as in include/penstock/hardware.h are attributes."""
+    """A machine and its rates. The fields of ps_hardware (include/penstock/hardware.h) are attributes."""
 
     def __init__(self, ptr):
         self._ptr = ptr
 
     @classmethod
     def estimate(cls, threads: int = 0, backend: str = "auto", gpu: int = 0) -> "Hardware":
-        """Rates from core counts and clocks alone. backend "auto" is "cuda" where there is a GPU,
-        else "cpu"."""
+        """Rates estimated from core counts and clocks alone. backend "auto" is "cuda" where there is a
+        GPU, else "cpu"."""
         hw = struct("ps_hardware")
         check(lib.ps_hardware_estimate(hw, _backend(backend), gpu, threads))
         return cls(hw)
@@ -98,9 +97,9 @@ class Hardware:
         gpu: int = 0,
         host_mem=None,
     ) -> "Hardware":
-        """Time products, attention, a norm, copies and the host's ops: about `seconds` in all (0:
-        1, on a GPU 12, whose clock falls under load). host_mem: cap of the process's memory
-        meanwhile; BudgetError where it is too low."""
+        """Measure matrix products, attention, a norm, copies and host ops, for about `seconds` in all.
+        0: 1 second, with a GPU 16, because a GPU's clock falls under load. host_mem: cap of the
+        process's memory meanwhile; BudgetError where it is too low."""
         hw = struct("ps_hardware")
         check(
             lib.ps_hardware_measure(
@@ -113,20 +112,20 @@ class Hardware:
     def profile(
         cls, threads: int = 0, seconds: float = 0.0, backend: str = "auto", gpu: int = 0
     ) -> "Hardware":
-        """The same at length (0: 5 seconds, on a GPU 80), and the figures that only people look at:
-        `penstock profile`."""
+        """Measure longer, as `penstock profile` does, and also rates that plans do not use. seconds 0:
+        5 seconds, with a GPU 125."""
         hw = struct("ps_hardware")
         check(lib.ps_hardware_profile(hw, _backend(backend), gpu, threads, 0, seconds))
         return cls(hw)
 
     def write(self, path) -> None:
-        """As a file that read() takes."""
+        """Write a file that read() takes."""
         check(lib.ps_hardware_write(self._ptr, encode_path(path)))
 
     @classmethod
     def read(cls, path) -> "Hardware":
-        """A machine as a file that the command line, write() or cached() wrote describes it,
-        whatever this one is: to plan for it."""
+        """The machine that a file describes, to make plans for it. The command line, write() and
+        cached() write such files."""
         hw = struct("ps_hardware")
         check(lib.ps_hardware_describe(hw, encode_path(path)))
         return cls(hw)
@@ -135,10 +134,11 @@ class Hardware:
     def cached(
         cls, threads: int = 0, backend: str = "auto", gpu: int = 0, host_mem=None
     ) -> "Hardware":
-        """Measured once for this machine and thread count, and kept in the user's cache folder
-        ($XDG_CACHE_HOME/penstock or ~/.cache/penstock), the same file that the command line uses.
-        Where it cannot be written a warning says so, and it is measured again. Under a host_mem
-        that leaves no room to measure in, rates are estimated, with a warning."""
+        """This machine's rates, measured once for each thread count and then read from the user's cache
+        ($XDG_CACHE_HOME/penstock or ~/.cache/penstock), which the command line uses too.
+
+        Two cases give a warning. The cache cannot be written: the next call measures again. host_mem
+        leaves no room to measure: the rates are estimated."""
         path = cls.cache_path(threads, backend, gpu)
         hw = struct("ps_hardware")
         if path:
@@ -168,7 +168,7 @@ class Hardware:
 
     @classmethod
     def cache_path(cls, threads: int = 0, backend: str = "auto", gpu: int = 0) -> Path | None:
-        """Where cached() keeps the rates; None when there is neither XDG_CACHE_HOME nor HOME."""
+        """The file of cached(); None where neither XDG_CACHE_HOME nor HOME is set."""
         base = os.environ.get("XDG_CACHE_HOME") or (
             os.environ.get("HOME") and os.environ["HOME"] + "/.cache"
         )
@@ -196,15 +196,22 @@ class Plan(Owner):
 
     Plan(ModelConfig.read("my_model"), seq_len=4096, device_mem="20GiB", host_mem="80GiB")
 
-    device_mem, host_mem: caps in bytes or as "20GiB"; None: none, and what the machine allows.
-    tokens_per_step 0: 8 sequences. recipe "fp32", "fp32-master" or "bf16". chunk_tokens,
-    chunks_per_round, first_round_chunks 0: the planner chooses. clip: exact global-norm clipping
-    will be used. one_document: every sequence is one document (faster attention on a GPU; the
-    trainer then refuses document tokens). deterministic: the same bits in every run on a GPU too.
-    reserve: host memory of the process besides what the plan places, bytes or "1GiB" (None: from
-    what the process held when it first asked for a Hardware or a Plan). keep_grads: gradients come
-    home wherever the update runs, for Trainer.grad(). Raises InvalidError, BudgetError (what is
-    missing and the nearest plan that fits).
+    device_mem, host_mem   caps, in bytes or as "20GiB"; None: no cap on the device, and what the
+                           machine allows on the host
+    tokens_per_step        0: 8 sequences
+    recipe                 "fp32", "fp32-master" or "bf16"
+    chunk_tokens, chunks_per_round, first_round_chunks, head_slice_tokens
+                           0: the planner chooses
+    clip                   the trainer will clip by the gradient's global norm
+    one_document           every sequence is one document: attention is faster on a GPU, and the
+                           trainer refuses document tokens
+    deterministic          every run gives the same bits, on a GPU too
+    reserve                host memory of the process beside the plan's, in bytes or as "1GiB"; None:
+                           what the process held when it first asked for a Hardware or a Plan
+    keep_grads             gradients are copied to the host wherever the update runs, for
+                           Trainer.grad()
+
+    Raises InvalidError, and BudgetError, which says what is needed and what fits.
     """
 
     def __init__(
@@ -319,8 +326,8 @@ class Plan(Owner):
         reserve=None,
         hardware: Hardware | None = None,
     ) -> tuple[int, int]:
-        """The least device memory under host_mem and the least host memory under device_mem that a
-        plan fits in, bytes; one byte less is refused. 0 where none fits."""
+        """The least device memory that a plan fits in under host_mem, and the least host memory under
+        device_mem, in bytes. One byte less is refused. 0: no plan fits."""
         hardware = hardware or Hardware.cached(
             threads, host_mem=host_mem if reserve is None else None
         )
@@ -348,8 +355,7 @@ class Plan(Owner):
 
     @property
     def report(self) -> dict:
-        """Numbers of the plan, fields as ps_plan_report of include/penstock/plan.h (bytes, seconds,
-        FLOPs)."""
+        """The plan's figures: the fields of ps_plan_report (include/penstock/plan.h)."""
         out = struct("ps_plan_report")
         check(lib.ps_plan_get_report(self._handle.ptr, out))
         return as_dict(out)
@@ -358,7 +364,7 @@ class Plan(Owner):
         return text(lib.ps_plan_text(self._handle.ptr))
 
     def json(self) -> dict:
-        """Everything, unit by unit and fate by fate."""
+        """The whole plan: every decision, the memory map and the predicted times."""
         return json.loads(text(lib.ps_plan_json(self._handle.ptr)))
 
     @property
@@ -372,14 +378,14 @@ class Plan(Owner):
         return [text(lib.ps_plan_stream_name(i)) for i in range(self.schedule.n_streams)]
 
     def stalls(self, trace: np.ndarray) -> list[dict]:
-        """What each stream waited for between two of its ops, seconds a step, from a trace of whole
-        steps (Trainer.trace(), simulate()): dicts of stream, what, awaited_stream, seconds; by
-        stream, the longest first."""
+        """What each stream waited for, from a trace of whole steps (Trainer.trace(), simulate()): dicts
+        of stream, what, awaited_stream, and seconds a step. They are sorted by stream; the longest wait
+        of a stream comes first."""
         room, n = 128, ffi.new("uint64_t *")
         out = ffi.new("ps_stall[]", room)
         if getattr(trace, "dtype", None) != TRACE_DTYPE:
             raise ValueError(
-                "stalls() takes a trace as Trainer.trace() and simulate() give it, an array of engine.TRACE_DTYPE"
+                "stalls() takes a trace of Trainer.trace() or simulate(), an array of engine.TRACE_DTYPE"
             )
         events = np.ascontiguousarray(trace)
         check(
@@ -403,7 +409,7 @@ class Plan(Owner):
         ]
 
     def simulate(self, n_steps: int = 2) -> tuple[np.ndarray, np.ndarray]:
-        """The predicted trace of n_steps steps (TRACE_DTYPE) and when each step ended (ns)."""
+        """The predicted trace of n_steps steps (TRACE_DTYPE), and the end of each step in ns."""
         events, ends = np.zeros(n_steps * self.schedule.n_ops, TRACE_DTYPE), np.zeros(n_steps)
         check(
             lib.ps_plan_simulate(

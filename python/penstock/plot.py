@@ -1,6 +1,8 @@
-"""The loss curve of a run, or the grid of `penstock plan --grid-device ... --grid-host ... --json`,
-as a picture: python -m penstock.plot metrics.jsonl loss.png;  python -m penstock.plot grid.json
-grid.png"""
+"""Draws the loss curve of a run, or a grid of plans.
+
+python -m penstock.plot metrics.jsonl loss.png    a run directory's metrics.jsonl
+python -m penstock.plot grid.json grid.png        what `penstock plan --grid-device ... --json` prints
+"""
 
 import json
 import sys
@@ -9,8 +11,8 @@ from .files import open_input
 
 
 def read_metrics(path) -> list[dict]:
-    """The objects of a metrics.jsonl, or the one object of a grid. ValueError names the line that
-    is none."""
+    """The objects of a metrics.jsonl, or the one object of a grid. ValueError names a line that is no
+    object."""
     out = []
     with open_input(path, "r", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -20,16 +22,16 @@ def read_metrics(path) -> list[dict]:
                 raise ValueError(f"{path}: line {number} is not JSON: {exc}") from exc
             if not isinstance(out[-1], dict):
                 raise ValueError(
-                    f"{path}: line {number} is JSON, but no object of a metrics.jsonl or a grid"
+                    f"{path}: line {number} is JSON, but not an object of a metrics.jsonl or a grid"
                 )
     if not out:
-        raise ValueError(f"{path} is empty: no step is in it")
+        raise ValueError(f"{path} is empty: the run has completed no step")
     return out
 
 
 def numbers(objects: list[dict], key: str, source) -> list[float]:
-    """A field of every step; null, which a figure that is not finite becomes, as NaN. ValueError
-    names the step without it."""
+    """A field of every step. null, which stands for a value that is not finite, becomes NaN. ValueError
+    names a step without the field."""
     for i, o in enumerate(objects):
         if (
             key not in o
@@ -43,7 +45,7 @@ def numbers(objects: list[dict], key: str, source) -> list[float]:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """The mean over a window around each step, which shrinks towards both ends."""
+    """The mean over a window around each step. The window is smaller near both ends."""
     out = []
     for i in range(len(values)):
         half = min(window(len(values)) // 2, i, len(values) - 1 - i)
@@ -52,13 +54,13 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def window(n: int) -> int:
-    """Steps that smoothed() takes the mean of: a twentieth of them, at least 5, odd."""
+    """The window of smoothed() for n steps: a twentieth of them, at least 5, and odd."""
     return max(5, n // 20) | 1
 
 
 def plot_loss(metrics: list[dict], path, title: str = "", source="metrics") -> None:
-    """Loss (nats a token) over steps, each and smoothed, with the learning rate and tokens per
-    second beneath."""
+    """Draw the loss of each step in nats a token, and smoothed; below it the learning rate and the
+    tokens per second."""
     steps, loss, rate, speed = (
         numbers(metrics, key, source) for key in ("step", "loss", "lr", "tokens_per_s")
     )
@@ -97,8 +99,8 @@ def plot_loss(metrics: list[dict], path, title: str = "", source="metrics") -> N
 
 
 def plot_grid(grid: dict, path, title: str = "") -> None:
-    """Predicted tokens per second over caps of device (across) and host memory (up); empty where no
-    plan fits. ValueError where it is no grid."""
+    """Draw the predicted tokens per second over the caps of device memory (across) and host memory (up).
+    A cell is empty where no plan fits. ValueError: this is no grid."""
     check_grid(grid)
     import matplotlib
 
@@ -139,7 +141,7 @@ def plot_grid(grid: dict, path, title: str = "") -> None:
 
 
 def check_grid(grid: dict) -> None:
-    """ValueError where a grid's parts do not fit each other."""
+    """Raise ValueError where a grid lacks a part, or its parts do not have the same size."""
     device, host, rate = (
         grid.get(key) for key in ("device_mem_bytes", "host_mem_bytes", "tokens_per_s")
     )
@@ -165,7 +167,7 @@ def check_grid(grid: dict) -> None:
 
 
 def subject(grid: dict) -> str:
-    """What a grid is of; files of older versions do not say."""
+    """The model and the machine of a grid. Files of older versions do not have them."""
     named = [str(grid[key]) for key in ("model", "machine") if key in grid]
     return (
         "\n".join([", ".join(named), f"{grid['seq_len']:,} tokens a sequence"])
@@ -175,7 +177,7 @@ def subject(grid: dict) -> str:
 
 
 def plot(source, path) -> None:
-    """What the file holds: a grid is one object, metrics are one a line."""
+    """Draw what the file holds: a grid is one object; metrics are an object a line."""
     objects = read_metrics(source)
     if len(objects) == 1 and isinstance(objects[0].get("tokens_per_s"), list):
         plot_grid(objects[0], path, subject(objects[0]))

@@ -1,4 +1,4 @@
-"""Traces: reading a timeline.json, where each stream's time went, and the timeline as a picture.
+"""Reads a timeline.json: how each stream spent its time, and the timeline as a picture.
 
 python -m penstock.trace timeline.json [--png timeline.png]
 """
@@ -30,8 +30,8 @@ EVENT_DTYPE = np.dtype(
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events (EVENT_DTYPE, seconds since the run's start; wait_s is how long the stream stood
-    before the op could start) and the streams' names."""
+    """Events (EVENT_DTYPE, in seconds since the run's start) and the streams' names. wait_s is the time
+    for which the stream waited before the op could start."""
 
     events: np.ndarray
     streams: list[str]
@@ -39,8 +39,8 @@ class Timeline:
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """Of the time between the borders that counted_period(): busy (an op runs), waiting (for another
-    stream), idle (nothing to do)."""
+    """How a stream spent the counted period, as fractions: busy (an op ran), waiting (for an op of
+    another stream), idle (it had no op to run)."""
 
     name: str
     n_ops: int
@@ -54,7 +54,7 @@ class StreamTimes:
 
 
 def load(path) -> Timeline:
-    """A trace that penstock wrote. ValueError when the file is none."""
+    """Read a timeline.json of penstock. ValueError: the file is something else."""
     try:
         with open_input(path, "r", encoding="utf-8") as file:
             records = json.load(file)["traceEvents"]
@@ -85,9 +85,8 @@ def load(path) -> Timeline:
 
 
 def step_boundaries(timeline: Timeline) -> np.ndarray:
-    """Where the kept steps begin and end, in seconds: when the first stream, which computes, starts
-    the first of them and ends each. Ops of several steps run at once, and those of steps that are
-    not kept are not in the trace."""
+    """The start of the first traced step and the end of each, in seconds, on the first stream, which is
+    compute. Ops of several steps run at once; those of untraced steps are not in the trace."""
     mine = timeline.events[timeline.events["stream"] == 0]
     if not len(mine):
         return np.zeros(0)
@@ -98,14 +97,14 @@ def step_boundaries(timeline: Timeline) -> np.ndarray:
 
 
 def counted_period(timeline: Timeline) -> tuple[float, float]:
-    """From when to when stream_times() counts: without the first kept step where there are others, as
-    what ran beside it of the step before is not in the trace."""
+    """Start and end of the period that counts: all traced steps but the first, because the trace lacks
+    the ops of the step before, which ran beside it. A single traced step counts itself."""
     at = step_boundaries(timeline)
     return (at[min(1, len(at) - 2)], at[-1]) if len(at) else (0.0, 0.0)
 
 
 def stream_times(timeline: Timeline) -> list[StreamTimes]:
-    """Each stream's share of the time that counted_period() gives; ops are cut at its ends."""
+    """How each stream spent the counted period. Ops are cut off at its ends."""
     events = timeline.events
     first, last = counted_period(timeline)
     window = max(last - first, 1e-12)
@@ -129,7 +128,7 @@ def stream_times(timeline: Timeline) -> list[StreamTimes]:
 
 
 def largest_ops(timeline: Timeline, n: int = 8) -> list[tuple[str, str, float]]:
-    """(stream, op name, seconds) of the op names that took most time, largest first."""
+    """(stream, op name, seconds) of the n op names that took most time, the largest first."""
     events, totals = timeline.events, {}
     for stream, name, seconds in zip(
         events["stream"], events["name"], events["end_s"] - events["start_s"]
@@ -141,14 +140,14 @@ def largest_ops(timeline: Timeline, n: int = 8) -> list[tuple[str, str, float]]:
 
 
 def stream_table(timeline: Timeline):
-    """stream_times() as a table of rich."""
+    """stream_times() as a table for rich."""
     from rich.table import Table
 
     table = Table("stream", "ops", "busy", "waiting", "idle", title="where the time went")
     for column in table.columns[1:]:
         column.justify = "right"
     first, last = counted_period(timeline)
-    table.caption = f"of {last - first:.3f} s between the borders of steps"
+    table.caption = f"of {last - first:.3f} s of whole steps"
     for s in stream_times(timeline):
         table.add_row(
             s.name,
@@ -161,9 +160,9 @@ def stream_table(timeline: Timeline):
 
 
 def plot(timeline: Timeline, path, title: str = "") -> None:
-    """The timeline as a picture: a row a stream, coloured by kind of op, from the border before the
-    first kept step on; grey where a stream was still with steps that the trace does not have.
-    ValueError where it has no op."""
+    """Draw the timeline: a row for each stream, coloured by the kind of op, from the start of the first
+    traced step on. Grey is time that a stream still spent on earlier steps. ValueError: the trace has
+    no op."""
     if not len(timeline.events):
         raise ValueError("the trace has no op: there is nothing to draw")
     import matplotlib
@@ -197,7 +196,7 @@ def plot(timeline: Timeline, path, title: str = "") -> None:
             )
         before = (
             (on_stream["start_s"] - on_stream["wait_s"]).min() - first if len(on_stream) else 0.0
-        )  # the stream turned to its first kept op
+        )  # the stream came to its first traced op
         if before > 0:
             earlier = axes.broken_barh(
                 [(0, before)], (i - 0.4, 0.8), facecolors="0.92", hatch="//", edgecolor="0.8"
@@ -212,7 +211,7 @@ def plot(timeline: Timeline, path, title: str = "") -> None:
     )
     figure.legend(
         handles=handles,
-        labels=present + ["of earlier steps, not kept"] * (earlier is not None),
+        labels=present + ["earlier steps, not traced"] * (earlier is not None),
         loc="outside lower center",
         ncols=max(1, len(handles)),
         frameon=False,
@@ -229,7 +228,8 @@ def plot(timeline: Timeline, path, title: str = "") -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m penstock.trace", description="where the time of a trace went, by stream"
+        prog="python -m penstock.trace",
+        description="Print how each stream of a trace spent its time.",
     )
     parser.add_argument("timeline", help="a timeline.json")
     parser.add_argument("--png", metavar="FILE", help="write the timeline as a picture")

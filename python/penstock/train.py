@@ -1,4 +1,4 @@
-"""Training a model directory under a plan."""
+"""Trains a model directory by a plan."""
 
 from dataclasses import dataclass, fields
 
@@ -17,8 +17,7 @@ DTYPES = {"fp32": 0, "bf16": 1}
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step's figures, as ps_step_metrics: loss is the mean over valid tokens in nats, grad_norm
-    is before clipping."""
+    """What a step did and what it took: the fields of ps_step_metrics (include/penstock/train.h)."""
 
     step: int
     loss: float
@@ -37,29 +36,30 @@ class StepMetrics:
 
 
 def _as_int32(values, what: str, n: int) -> np.ndarray:
-    """values as n int32; ValueError names the first that is none."""
+    """values as n int32. ValueError names the first one that is no int32."""
     array = np.asarray(values).reshape(-1)
     if array.size != n:
-        raise ValueError(f"{what} are {array.size}, {n} wanted")
+        raise ValueError(f"{what} are {array.size}: give {n}")
     if array.dtype.kind not in "iu":
         raise ValueError(
-            f"{what} are of dtype {array.dtype}, the first of them {array[0]}: give integers"
+            f"{what} have dtype {array.dtype}, and the first is {array[0]}: give integers"
         )
     bounds = np.iinfo(np.int32)
     past = np.flatnonzero((array < bounds.min) | (array > bounds.max))
     if past.size:
         raise ValueError(
-            f"{what}: {array[past[0]]} at position {past[0]} is past int32: token ids are below the vocabulary, -1 is not counted"
+            f"{what}: {array[past[0]]} at position {past[0]} is past int32: give ids below the vocabulary's size, or -1 "
+            "for a target that is not counted"
         )
     return np.ascontiguousarray(array, np.int32)
 
 
-# The callbacks hold no reference to their trainer: without a cycle the last reference to a trainer
-# ends it at once.
+# The callbacks hold no reference to their trainer. There is no cycle, and so the trainer ends with the
+# last reference to it.
 
 
 def _batch_callback(data, failures: list):
-    """A ps_batch_fn that takes data(step) -> (tokens, targets); what it raises goes to failures."""
+    """A ps_batch_fn that calls data(step) -> (tokens, targets). Its exceptions go to failures."""
 
     def fill(_user, step, tokens, targets, n):
         batch = data(step)
@@ -98,22 +98,27 @@ def _progress_callback(progress, failures: list):
 
 
 class Trainer(Owner):
-    """Trains the model directory `model_dir` under `plan`, on a Dataset (or paths of shards) or on
-    a callable.
+    """Trains the model directory `model_dir` by `plan`.
 
     with Trainer("my_model", plan, data="shards/", lr=3e-4, total_steps=100) as trainer:
         for metrics in trainer.steps(100):
             print(metrics.step, metrics.loss)
         trainer.save("trained")
 
-    data: a Dataset, a path or list of paths, or batch(step) -> (tokens, targets), integer arrays of
-    tokens_per_step each, sequence after sequence; a target of -1 is not counted. lr_schedule:
-    constant, cosine, linear, wsd, over total_steps. clip_norm 0: no clipping (the plan must then
-    have clip=False). document_token begins a document, document_end_token ends one; -1: none.
-    progress(what, done_bytes, total_bytes) hears of the loading. Calls of several threads take
-    turns; cancel(), where() and steps_done may be called beside them, and inside batch(). A trainer
-    that is not closed ends when it is dropped and its steps are done; at the interpreter's exit one
-    that still runs is cancelled. Raises FormatError, InputOutputError, OutOfMemoryError,
+    data                  a Dataset, a path, a list of paths, or batch(step) -> (tokens, targets): two
+                          integer arrays of tokens_per_step elements, sequence after sequence. A target
+                          of -1 is not counted
+    lr_schedule           constant, cosine, linear or wsd, over total_steps
+    clip_norm             0: no clipping; the plan must then have clip=False
+    document_token        the token that begins a document; -1: none
+    document_end_token    the token that ends a document; -1: none
+    progress              progress(what, done_bytes, total_bytes) is called while weights are loaded
+
+    Threads: calls of several threads take turns. Any thread may call cancel(), where() and steps_done
+    at any time, also inside batch().
+
+    A trainer that is not closed ends when it is dropped and its steps are done. One that still runs
+    at the interpreter's exit is cancelled. Raises FormatError, InputOutputError, OutOfMemoryError,
     InvalidError.
     """
 
@@ -190,7 +195,7 @@ class Trainer(Owner):
             raise self._failures[0]
 
     def _bind_data(self, cfg, data) -> tuple:
-        """The handles that a trainer with this data uses, and the source."""
+        """Set cfg's data. Returns the handles that the trainer uses, and what must live as long."""
         if callable(data):
             source = cfg.batch_fn = _batch_callback(data, self._failures)
             return (self.plan._handle,), source
@@ -204,10 +209,10 @@ class Trainer(Owner):
         check(status)
 
     def steps(self, n: int):
-        """Run n steps and yield the StepMetrics of each. One step is kept in flight beyond the one
-        that is reported. Leaving the loop early, by break, an exception or Ctrl-C, first lets the
-        step in flight finish: the weights are then those after steps_done steps and can be read and
-        saved."""
+        """Run n steps, and yield the StepMetrics of each. While a step is reported the next one runs.
+
+        The loop may be left early, by break, an exception or Ctrl-C. The step in flight then finishes
+        first. The weights are those after steps_done steps, and can be read and saved."""
         submitted = done = 0
         try:
             while done < n:
@@ -230,9 +235,9 @@ class Trainer(Owner):
         return StepMetrics(**{f.name: getattr(out, f.name) for f in fields(StepMetrics)})
 
     def finish(self) -> list[StepMetrics]:
-        """Wait for what is in flight; the metrics of the steps that no loop reported."""
+        """Wait for the steps in flight. Returns the metrics of the steps that no loop reported."""
         rest = []
-        # the library is asked, not a counter: Ctrl-C may strike between its answer and the counting
+        # No counter is kept here: Ctrl-C may come between the library's answer and the counting.
         while True:
             try:
                 rest.append(self._wait())
@@ -241,8 +246,8 @@ class Trainer(Owner):
         return rest
 
     def cancel(self) -> None:
-        """Stop at the next op; the weights may then be of two steps, as the error says. From any
-        thread; nothing once the trainer is closed."""
+        """Stop at the next op. Some weights may then be one step ahead of the others; the error says so.
+        Any thread may call it. Does nothing once the trainer is closed."""
         self._handle.cancel()
 
     @property
@@ -251,7 +256,7 @@ class Trainer(Owner):
             return lib.ps_trainer_steps_done(self._handle.ptr)
 
     def where(self) -> str:
-        """Where each stream stands, a line a stream; "" before the first step."""
+        """What each stream has done and what it waits for, a line a stream; "" before the first step."""
         room = ffi.new("char[]", 4096)
         with self._handle.beside():
             lib.ps_trainer_where(self._handle.ptr, room, len(room))
@@ -261,13 +266,13 @@ class Trainer(Owner):
         return name if isinstance(name, Parameter) else self.params[name]
 
     def read(self, name) -> np.ndarray:
-        """A parameter as float32 in its shape (the master weights where there are). StateError
-        while steps are in flight."""
+        """A parameter as float32, of the master copy where there is one. StateError: steps are in
+        flight."""
         return self._read(lib.ps_trainer_read_param, name)
 
     def grad(self, name) -> np.ndarray:
-        """The last step's gradient of a parameter, divided by the valid tokens, before clipping,
-        float32."""
+        """The last step's gradient of a parameter as float32, divided by the number of counted targets,
+        before clipping."""
         return self._read(lib.ps_trainer_read_grad, name)
 
     def _read(self, function, name) -> np.ndarray:
@@ -280,11 +285,13 @@ class Trainer(Owner):
         return out
 
     def write(self, name, values) -> None:
-        """Set a parameter from an array of its shape."""
+        """Set a parameter to an array of its shape."""
         param = self._param(name)
         values = np.ascontiguousarray(values, np.float32)
         if values.shape != param.shape:
-            raise ValueError(f"{param.name} has shape {param.shape}, not {values.shape}")
+            raise ValueError(
+                f"{param.name} has shape {param.shape}, but the array has {values.shape}"
+            )
         with self._handle.turn():
             check(
                 lib.ps_trainer_write_param(
@@ -293,8 +300,8 @@ class Trainer(Owner):
             )
 
     def save(self, directory, dtype: str = "bf16") -> None:
-        """The model as a Hugging Face directory, safetensors in "bf16" or "fp32". Whatever ends it,
-        the directory holds the whole old model or the whole new one, and what else was in it."""
+        """Save the model as a Hugging Face directory, with safetensors in "bf16" or "fp32". Whatever ends
+        the save, the directory holds the whole old model or the whole new one. Its other files stay."""
         with self._handle.turn():
             check(lib.ps_trainer_save(self._handle.ptr, encode_path(directory), DTYPES[dtype]))
 
@@ -312,11 +319,11 @@ class Trainer(Owner):
         return events
 
     def write_trace(self, path) -> None:
-        """The kept trace as Chrome / Perfetto JSON."""
+        """Write the trace as Chrome / Perfetto JSON."""
         self.plan.schedule.write_trace(path, self.trace(), self.plan.stream_names)
 
     def close(self) -> None:
-        """Wait for what is in flight and release the memory. StateError inside batch()."""
+        """Wait for the steps in flight, and release the memory. StateError: called inside batch()."""
         self._handle.close()
 
     def __enter__(self):
