@@ -21,6 +21,14 @@ TORCH_DTYPE = {F32: torch.float32, BF16: torch.bfloat16}
 _lib = None
 
 
+def library():
+    global _lib
+    if _lib is None:
+        _lib = ctypes.CDLL(str(BUILD / "tests" / "libops_shim.so"))
+        _lib.ops_error.restype = ctypes.c_char_p
+    return _lib
+
+
 class Buffer:
     """Bytes of a tensor between guards, at an address that is a multiple of 64 plus `shift`."""
 
@@ -61,12 +69,9 @@ def poison(shape, dtype):
 def call(name, args, buffers, n_threads):
     """The status of kernel `name` over an argument block and tensors (inputs and outputs), and the
     tensors after it."""
-    global _lib
-    if _lib is None:
-        _lib = ctypes.CDLL(str(BUILD / "tests" / "libops_shim.so"))
     pointers = (ctypes.c_void_p * len(buffers))(*[b.address for b in buffers])
     block = ctypes.create_string_buffer(args, len(args))
-    return _lib.ops_run(name.encode(), block, pointers, len(buffers), n_threads)
+    return library().ops_run(name.encode(), block, pointers, len(buffers), n_threads)
 
 
 def run(name, args, inputs, outputs, n_threads=2, shift=0):
@@ -84,3 +89,54 @@ def rounding(dt):
     """Relative error of the one rounding at a store: 2^-24 for fp32, 2^-8 (8 significant bits: half
     an ulp) for bf16."""
     return U if dt == F32 else 2.0**-8
+
+
+def refusal(name, args, tensors):
+    """The message with which kernel `name` refuses an argument block."""
+    assert call(name, args, [Buffer(t) for t in tensors], 1) == EINVAL
+    return library().ops_error().decode()
+
+
+PAIRS = 128
+
+
+class Rope(ctypes.Structure):
+    """ps__rope of native/model/rope.h."""
+
+    KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+    _fields_ = (
+        [
+            (name, ctypes.c_uint32)
+            for name in ("kind", "rotary_dim", "original_positions", "max_positions")
+        ]
+        + [
+            (name, ctypes.c_double)
+            for name in (
+                "theta",
+                "factor",
+                "low_freq_factor",
+                "high_freq_factor",
+                "attention_factor",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+            )
+        ]
+        + [("keep_fraction", ctypes.c_bool)]
+        + [(name, ctypes.POINTER(ctypes.c_double)) for name in ("short_factor", "long_factor")]
+    )
+
+
+def rope_table(kind, rotary_dim, seq_len=1, **fields):
+    """inv_freq and the attention factor as native/model/rope.c computes them; a refusal is a
+    ValueError with its message."""
+    lists = {k: (ctypes.c_double * len(v))(*v) for k, v in fields.items() if isinstance(v, list)}
+    rope = Rope(kind=Rope.KINDS.index(kind), rotary_dim=rotary_dim, **{**fields, **lists})
+    out = np.full(10 + PAIRS, np.nan, np.float32)  # ps__args_qkv: 8 integers, eps, then the two
+    shim = library()
+    shim.ops_rope_table.argtypes = [ctypes.c_void_p, ctypes.POINTER(Rope), ctypes.c_uint64]
+    if shim.ops_rope_table(out.ctypes.data, ctypes.byref(rope), seq_len) != 0:
+        raise ValueError(shim.ops_error().decode())
+    assert out.view(np.uint32)[7] == rotary_dim and not out[10 + rotary_dim // 2 :].any()
+    return out[10 : 10 + rotary_dim // 2], out[9]

@@ -12,9 +12,20 @@ import struct
 import numpy as np
 import pytest
 import torch
-from kernel_calls import BF16, EINVAL, F32, TORCH_DTYPE, Buffer, U, call, poison, rounding, run
+from kernel_calls import (
+    BF16,
+    F32,
+    PAIRS,
+    TORCH_DTYPE,
+    U,
+    poison,
+    refusal,
+    rope_table,
+    rounding,
+    run,
+)
 
-NONE, LINEAR, LLAMA3 = 0, 1, 2
+NONE, LINEAR, LLAMA3 = "default", "linear", "llama3"
 EPS = 1e-6
 
 
@@ -32,6 +43,8 @@ class Case:
         low=1.0,
         high=4.0,
         original=8192,
+        rotary=None,
+        by=1.0,
         pos=None,
         seed=0,
     ):
@@ -45,6 +58,7 @@ class Case:
             high,
             original,
         )
+        self.rotary, self.by = d if rotary is None else rotary, by
         normal = lambda *shape: torch.randn(*shape, generator=g).to(TORCH_DTYPE[dt])
         self.qkv, self.dq = (
             normal(n_tokens, (self.h + 2 * self.kv_h) * d),
@@ -59,8 +73,18 @@ class Case:
         )
 
     def args(self, accumulate=0):
+        inv_freq, by = rope_table(
+            self.scaling,
+            self.rotary,
+            theta=self.theta,
+            factor=self.factor,
+            low_freq_factor=self.low,
+            high_freq_factor=self.high,
+            original_positions=self.original,
+        )
+        assert by == 1.0
         return struct.pack(
-            "@9I4fd",
+            f"@8I2f{PAIRS}f",
             self.t,
             self.h,
             self.kv_h,
@@ -68,13 +92,11 @@ class Case:
             self.dt,
             self.norm,
             accumulate,
-            self.scaling,
-            self.original,
+            self.rotary,
             EPS,
-            self.factor,
-            self.low,
-            self.high,
-            self.theta,
+            self.by,
+            *inv_freq,
+            *[0.0] * (PAIRS - len(inv_freq)),
         )
 
     def forward(self, **kw):
@@ -117,16 +139,16 @@ class Case:
             },
         }.get(self.scaling)
         cfg = LlamaConfig(
-            hidden_size=self.d,
+            hidden_size=self.rotary,
             num_attention_heads=1,
-            head_dim=self.d,
+            head_dim=self.rotary,
             rope_theta=self.theta,
             rope_scaling=scaling,
             max_position_embeddings=131072,
         )
         if scaling is None:  # the default type has no entry of its own in every version
             return 1.0 / (
-                self.theta ** (torch.arange(0, self.d, 2, dtype=torch.int64).float() / self.d)
+                self.theta ** (torch.arange(0, self.rotary, 2).float() / max(self.rotary, 1))
             )
         return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](cfg, "cpu")[0]
 
@@ -134,14 +156,17 @@ class Case:
         """q and kv in fp64 of fp64 leaves, without the storage roundings."""
         n_q, n_k = self.h * self.d, self.kv_h * self.d
         angle = self.pos.double()[:, None] * self.inv_freq().double()
-        cos, sin = (torch.cat([f(angle)] * 2, 1)[:, None] for f in (torch.cos, torch.sin))
+        cos, sin = (
+            self.by * torch.cat([f(angle)] * 2, 1)[:, None] for f in (torch.cos, torch.sin)
+        )
+        r = self.rotary
 
         def turned(x, w):
             x = x.view(self.t, -1, self.d)
             if self.norm:
                 x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * w
-            half = torch.cat([-x[..., self.d // 2 :], x[..., : self.d // 2]], -1)
-            return (x * cos + half * sin).reshape(self.t, -1)
+            half = torch.cat([-x[..., r // 2 : r], x[..., : r // 2]], -1)
+            return torch.cat([x[..., :r] * cos + half * sin, x[..., r:]], -1).reshape(self.t, -1)
 
         return turned(qkv[:, :n_q], wq), torch.cat(
             [turned(qkv[:, n_q : n_q + n_k], wk), qkv[:, n_q + n_k :]], 1
@@ -158,10 +183,19 @@ def close(got, want, scale, arithmetic, dt, roundings=1):
     assert worst <= 1, f"{worst:.2f} times the tolerance"
 
 
-def pair_norm(x, d):
-    """For each element the size of its pair, sqrt(2) * |(a, b)| >= |a c| + |b s|."""
-    p = x.view(*x.shape[:-1], -1, 2, d // 2)
-    return (math.sqrt(2) * p.square().sum(-2, keepdim=True).sqrt().expand_as(p)).reshape(x.shape)
+def pair_norm(x, d, r=None):
+    """For each of the first r elements of a head the size of its pair, sqrt(2) * |(a, b)| >=
+    |a c| + |b s|; of the others, which RoPE does not turn, the same of their halves."""
+    heads = x.view(*x.shape[:-1], -1, d)
+
+    def of(part):
+        p = part.reshape(*part.shape[:-1], 2, -1)
+        size = math.sqrt(2) * p.square().sum(-2, keepdim=True).sqrt()
+        return size.expand_as(p).reshape(part.shape)
+
+    r = d if r is None else r
+    parts = [of(part) for part in (heads[..., :r], heads[..., r:]) if part.shape[-1]]
+    return torch.cat(parts, -1).reshape(x.shape)
 
 
 SHAPES = [
@@ -173,6 +207,8 @@ SHAPES = [
     dict(n_tokens=40, heads=(3, 1), d=40),
 ]
 ROPES = [dict(), dict(scaling=LINEAR, factor=4.0), dict(scaling=LLAMA3, theta=5e5)]
+# partial rotary (whole and odd vectors), none, an attention factor
+TURNS = [dict(rotary=0), dict(rotary=48, by=1.25), dict(rotary=38), dict(by=0.75)]
 
 
 @pytest.mark.parametrize("dt", [F32, BF16])
@@ -180,7 +216,18 @@ ROPES = [dict(), dict(scaling=LINEAR, factor=4.0), dict(scaling=LLAMA3, theta=5e
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_and_backward(shape, rope, norm, dt):
-    case = Case(dt=dt, norm=norm, **shape, **rope)
+    check_against_torch(Case(dt=dt, norm=norm, **shape, **rope))
+
+
+@pytest.mark.parametrize("dt", [F32, BF16])
+@pytest.mark.parametrize("norm", [0, 1])
+@pytest.mark.parametrize("turn", TURNS)
+def test_partial_rotary_none_and_an_attention_factor(turn, norm, dt):
+    check_against_torch(Case(n_tokens=70, d=64, dt=dt, norm=norm, **turn))
+
+
+def check_against_torch(case):
+    norm, dt = case.norm, case.dt
     leaves = [x.double().requires_grad_() for x in (case.qkv, case.wq, case.wk)]
     want = case.oracle(*leaves)
     mean = (case.d / 16 + 5) / 2 + 4 if norm else 0
@@ -192,7 +239,7 @@ def test_forward_and_backward(shape, rope, norm, dt):
         close(
             got,
             value.detach(),
-            pair_norm(value.detach(), case.d),
+            pair_norm(value.detach(), case.d, case.rotary),
             arithmetic,
             dt,
             1 + (norm and dt == BF16),
@@ -204,7 +251,7 @@ def test_forward_and_backward(shape, rope, norm, dt):
     n_q, n_k, x = case.h * case.d, case.kv_h * case.d, case.qkv.double()
     dy = torch.cat([case.dq.double(), case.dkv.double()], 1)
     assert torch.equal(got[0][:, n_q + n_k :], case.dkv[:, n_k:].to(got[0].dtype))
-    scale = pair_norm(dy, case.d)
+    scale = max(case.by, 1.0) * pair_norm(dy, case.d, case.rotary)
     if norm:  # |dx| <= rstd (|g| + |xh| mean|g xh|), and |dy| is known to within its pair
         heads = lambda v: v.view(case.t, -1, case.d)
         w = torch.cat([case.wq.repeat(case.h), case.wk.repeat(case.kv_h), torch.ones(n_k)]).double()
@@ -325,15 +372,21 @@ def test_positions_restart_where_the_data_say():
     assert torch.equal(q[25:50], q[:25]) and torch.equal(kv[25:50], kv[:25])
 
 
-def test_odd_head_dim_is_refused():
-    case = Case(d=64)
-    case.d = 63
-    assert (
-        call(
-            "qkv_split_fwd",
-            case.args(),
-            [Buffer(x) for x in (case.qkv, case.pos, case.dq, case.dkv)],
-            1,
-        )
-        == EINVAL
-    )
+def test_arguments_out_of_range_are_refused_by_name():
+    def message(**changed):
+        case = Case(d=64)
+        args = bytearray(case.args())
+        for name, value in changed.items():
+            kind, at = {"head_dim": ("I", 12), "dt": ("I", 16), "rotary_dim": ("I", 28)}.get(
+                name, ("f", 36)
+            )
+            struct.pack_into(kind, args, at, value)
+        return refusal("qkv_split_fwd", bytes(args), (case.qkv, case.pos, case.dq, case.dkv))
+
+    assert "head_dim is 63" in message(head_dim=63)
+    assert "dt is 2" in message(dt=2)
+    assert "rotary_dim is 31" in message(rotary_dim=31)
+    assert "rotary_dim is 66" in message(rotary_dim=66) and "64" in message(rotary_dim=66)
+    assert "rotary_dim is 258" in message(head_dim=512, rotary_dim=258)
+    assert "attention_factor is 0" in message(attention_factor=0.0)
+    assert "attention_factor is nan" in message(attention_factor=math.nan)

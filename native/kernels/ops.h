@@ -198,18 +198,20 @@ typedef struct ps__args_gemm {
   uint8_t trans_a, trans_b, accumulate, has_bias, has_residual, dt_a, dt_b, dt_c;
 } ps__args_gemm;
 
-/* Frequencies come from the config; angle = position * inv_freq[i] in fp32 inv_freq, the product
- * and its range reduction in double; Hugging Face layout: element i pairs with i + head_dim/2. */
+/* RoPE turns the first rotary_dim elements of a head, in Hugging Face's layout: element i pairs
+ * with i + rotary_dim/2, and its angle is position * inv_freq[i], the product and its range
+ * reduction in fp64. Cosine and sine are multiplied by attention_factor (YaRN, longrope; else
+ * 1). native/model/rope.h fills the table. */
+enum { PS_ROPE_PAIRS = 128 };
 typedef struct ps__args_qkv {
   uint32_t n_tokens, n_heads, n_kv_heads, head_dim, dt, qk_norm, accumulate_dw;
-  uint32_t rope_scaling, rope_original_positions;
-  float eps, rope_factor, rope_low_freq, rope_high_freq;
-  uint32_t reserved;
-  double rope_theta;
+  uint32_t rotary_dim; /* even, at most head_dim and 2 * PS_ROPE_PAIRS; 0: no RoPE */
+  float eps, attention_factor;
+  float inv_freq[PS_ROPE_PAIRS]; /* rotary_dim/2 of them, then zeros */
 } ps__args_qkv;
-/* inv_freq[head_dim/2] as transformers computes it; on the host, for every backend
+/* The fields, on every backend: PS_EINVAL names @op, the field and its value
  * (native/kernels/cpu/qkv.c). */
-void ps__rope_inv_freq(float *inv_freq, const ps__args_qkv *a);
+ps_status ps__check_qkv(const ps__args_qkv *a, const char *op);
 /* qkv_split_fwd        qkv[T,A+2K] -> q[T,A] and kv[T,2K] (row: K heads then V heads), q and k
  *                      after optional RMSNorm over head_dim
  *                      (one rounding after norm, then RoPE, one rounding) and RoPE at pos[t].

@@ -1,5 +1,6 @@
 /* block.c - the pre-norm decoder block of Llama, Qwen2 and Qwen3 as tables of ops. */
 #include "model/block.h"
+#include "model/rope.h"
 #include "core/core.h"
 #include <string.h>
 
@@ -153,10 +154,31 @@ static bool find_run(const ps_model_config *cfg, const char *first, uint64_t n, 
   return false;
 }
 
-ps_status ps__block_init(ps__block *b, const ps_model_config *cfg, ps_dtype dt) {
+/* What qkv_split's arguments are for every chunk. */
+static ps_status describe_qkv(ps__block *b, uint64_t seq_len) {
+  const ps_model_config *m = &b->cfg;
+  const ps__rope rope = {.kind = m->rope_scaling,
+                         .rotary_dim = m->head_dim,
+                         .original_positions = m->rope_original_positions,
+                         .max_positions = m->max_positions,
+                         .theta = m->rope_theta,
+                         .factor = (double)m->rope_factor,
+                         .low_freq_factor = (double)m->rope_low_freq,
+                         .high_freq_factor = (double)m->rope_high_freq};
+  b->qkv = (ps__args_qkv){.n_heads = m->n_heads,
+                          .n_kv_heads = m->n_kv_heads,
+                          .head_dim = m->head_dim,
+                          .dt = b->dt,
+                          .qk_norm = m->qk_norm,
+                          .eps = m->norm_eps};
+  return ps__rope_table(&b->qkv, &rope, seq_len);
+}
+
+ps_status ps__block_init(ps__block *b, const ps_model_config *cfg, ps_dtype dt, uint64_t seq_len) {
   memset(b, 0, sizeof *b);
   b->cfg = *cfg;
   b->dt = dt;
+  PS_TRY(describe_qkv(b, seq_len));
   describe_tensors(b);
   const uint64_t d = cfg->dim, a = (uint64_t)cfg->n_heads * cfg->head_dim,
                  k = (uint64_t)cfg->n_kv_heads * cfg->head_dim, f = cfg->ffn_dim;
@@ -210,21 +232,9 @@ static uint32_t put_gemm(void *args, ps_work *work, ps__args_gemm g) {
 
 static uint32_t put_qkv(const ps__block *b, const ps__chunk_shape *c, void *args, ps_work *work,
                         bool backward) {
-  const ps_model_config *m = &b->cfg;
-  const ps__args_qkv a = {.n_tokens = c->n_tokens,
-                          .n_heads = m->n_heads,
-                          .n_kv_heads = m->n_kv_heads,
-                          .head_dim = m->head_dim,
-                          .dt = b->dt,
-                          .qk_norm = m->qk_norm,
-                          .accumulate_dw = backward && !c->first_grad,
-                          .rope_scaling = m->rope_scaling,
-                          .rope_original_positions = m->rope_original_positions,
-                          .eps = m->norm_eps,
-                          .rope_factor = m->rope_factor,
-                          .rope_low_freq = m->rope_low_freq,
-                          .rope_high_freq = m->rope_high_freq,
-                          .rope_theta = m->rope_theta};
+  ps__args_qkv a = b->qkv;
+  a.n_tokens = c->n_tokens;
+  a.accumulate_dw = backward && !c->first_grad;
   *work =
       ps__bytes_work((double)c->n_tokens * b->tensor[PS__T_QKV].row_bytes * (backward ? 3.0 : 2.0));
   memcpy(args, &a, sizeof a);

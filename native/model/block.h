@@ -88,7 +88,7 @@ typedef struct ps__sym {
   uint8_t kind, id, mode;
 } ps__sym;
 
-enum { PS__OP_MAX_SYMS = 10, PS__ARGS_BYTES = 96 };
+enum { PS__OP_MAX_SYMS = 10, PS__ARGS_BYTES = 640 };
 typedef struct ps__block_op {
   const ps_kernel *kernel;
   uint8_t n_syms, what; /* what: which op (switch in ps__block_op_args) */
@@ -98,7 +98,8 @@ typedef struct ps__block_op {
 enum { PS__MAX_FWD = 12, PS__MAX_BWD = 24 };
 typedef struct ps__block {
   ps_model_config cfg;
-  uint32_t dt; /* device dtype */
+  uint32_t dt;      /* device dtype */
+  ps__args_qkv qkv; /* but for n_tokens and accumulate_dw */
   ps__tensor_info tensor[PS__N_TENSORS];
   ps__run_info run[PS__N_RUNS];
   bool has_item[PS__N_ITEMS];
@@ -117,9 +118,10 @@ typedef struct ps__chunk_shape {
   uint32_t document_rows; /* as in ps__args_attention */
 } ps__chunk_shape;
 
-/* ps__block_init() - the block of @cfg with storage dtype @dt. PS_EINTERNAL when the parameter
- * names are not as expected. */
-ps_status ps__block_init(ps__block *b, const ps_model_config *cfg, ps_dtype dt);
+/* ps__block_init() - the block of @cfg with storage dtype @dt, trained on sequences of @seq_len
+ * tokens. PS_EINTERNAL when the parameter names are not as expected; PS_EINVAL names what
+ * ps__rope_table() refuses. */
+ps_status ps__block_init(ps__block *b, const ps_model_config *cfg, ps_dtype dt, uint64_t seq_len);
 /* ps__block_op_args() - fill the argument block (returns its bytes) and the work of @op on a
  * chunk. */
 uint32_t ps__block_op_args(const ps__block *b, const ps__block_op *op, const ps__chunk_shape *c,

@@ -637,7 +637,7 @@ ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, ps__s
   memset(sp, 0, sizeof *sp);
   sp->plan = plan;
   sp->cost = ps__cost_model_of(&plan->hw, dt, plan->hw.n_threads, 0);
-  PS_TRY(ps__block_init(&sp->block, &plan->model, dt));
+  PS_TRY(ps__block_init(&sp->block, &plan->model, dt, cfg->seq_len));
   const uint32_t n_chunks = chunk_sizes(sp, chunks);
   uint32_t begin;
   PS_TRY(first_size(sp, chunks, n_chunks, &begin));

@@ -268,7 +268,7 @@ ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layou
   s->sums = ps__contributions_of(layout, spec->head_slice, s->dt, false);
   s->of_step = ps__contributions_of(layout, spec->head_slice, s->dt, true);
   ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT, .rows_home = PS__NO_VT};
-  ps_status st = ps__block_init(&s->block, cfg, s->dt);
+  ps_status st = ps__block_init(&s->block, cfg, s->dt, layout->seq_len);
   if (st == PS_OK && !builder_init(&b))
     st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
   if (st == PS_OK)

@@ -15,7 +15,7 @@
 
 /* ---- arguments ------------------------------------------------------------------------------- */
 
-typedef enum kind { U32, U8, U64, F32, F64, DTYPE, DTYPE8 } kind;
+typedef enum kind { U32, U8, U64, F32, PAIRS, DTYPE, DTYPE8 } kind;
 typedef struct arg {
   const char *name;
   size_t offset;
@@ -51,9 +51,8 @@ static const struct args {
     {" qkv_split_fwd qkv_split_bwd ",
      {ARG(qkv, U32, n_tokens), ARG(qkv, U32, n_heads), ARG(qkv, U32, n_kv_heads),
       ARG(qkv, U32, head_dim), ARG(qkv, DTYPE, dt), ARG(qkv, U32, qk_norm),
-      ARG(qkv, U32, accumulate_dw), ARG(qkv, U32, rope_scaling),
-      ARG(qkv, U32, rope_original_positions), ARG(qkv, F32, eps), ARG(qkv, F32, rope_factor),
-      ARG(qkv, F32, rope_low_freq), ARG(qkv, F32, rope_high_freq), ARG(qkv, F64, rope_theta)}},
+      ARG(qkv, U32, accumulate_dw), ARG(qkv, U32, rotary_dim), ARG(qkv, F32, eps),
+      ARG(qkv, F32, attention_factor), ARG(qkv, PAIRS, inv_freq)}},
     {" attention_fwd attention_bwd ",
      {ARG(attention, U32, n_tokens), ARG(attention, U32, row0), ARG(attention, U32, n_heads),
       ARG(attention, U32, n_kv_heads), ARG(attention, U32, head_dim), ARG(attention, DTYPE, dt),
@@ -83,8 +82,7 @@ static const char *dtype_name(uint64_t dtype) {
 
 static void print_arg(const arg *a, const char *block) {
   const void *at = block + a->offset;
-  float f;
-  double d;
+  float f, pairs[PS_ROPE_PAIRS];
   printf("%s=", a->name);
   switch (a->kind) {
   case U8: printf("%" PRIu64, whole(at, 1)); break;
@@ -94,9 +92,10 @@ static void print_arg(const arg *a, const char *block) {
     memcpy(&f, at, sizeof f);
     printf("%.9g", (double)f);
     break;
-  case F64:
-    memcpy(&d, at, sizeof d);
-    printf("%.17g", d);
+  case PAIRS:
+    memcpy(pairs, at, sizeof pairs);
+    for (int i = 0; i < PS_ROPE_PAIRS && pairs[i] != 0.0f; i++)
+      printf("%s%.9g", i ? "," : "", (double)pairs[i]);
     break;
   case DTYPE: printf("%s", dtype_name(whole(at, 4))); break;
   case DTYPE8: printf("%s", dtype_name(whole(at, 1))); break;

@@ -2,6 +2,7 @@
  * engine. */
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vec.h"
+#include "model/rope.h"
 #include <string.h>
 
 /* Runs kernel @name on @n_threads threads. scratch is exactly what the kernel asks for, filled
@@ -34,6 +35,10 @@ PS_API int ops_run(const char *name, const void *args, void **ptrs, int n_ptr, i
       }
   ps__unmap(scratch, each * (size_t)n_threads);
   return status;
+}
+
+PS_API int ops_rope_table(ps__args_qkv *a, const ps__rope *r, uint64_t seq_len) {
+  return ps__rope_table(a, r, seq_len);
 }
 
 PS_API const char *ops_error(void) { return ps_last_error(); }

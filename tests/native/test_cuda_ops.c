@@ -19,6 +19,7 @@ int main(void) {
 #  include "core/core.h"
 #  include "kernels/cpu/cpu.h"
 #  include "kernels/cuda/cuda_ops.h"
+#  include "model/rope.h"
 #  include <cuda_runtime_api.h>
 #  include <math.h>
 #  include <stdlib.h>
@@ -314,13 +315,19 @@ static void test_qkv(uint32_t dt) {
                         .dt = dt,
                         .qk_norm = norm,
                         .accumulate_dw = flags >> 1,
-                        .eps = 1e-6f,
-                        .rope_theta = 5e5,
-                        .rope_scaling = (uint32_t)(s % 3),
-                        .rope_original_positions = 8192,
-                        .rope_factor = 8,
-                        .rope_low_freq = 1,
-                        .rope_high_freq = 4};
+                        .eps = 1e-6f};
+      /* by turns all of a head, half of it, and nothing */
+      const uint32_t part = s % 4 == 3 ? 0 : s % 4 == 2 ? d / 4 * 2 : d;
+      const ps__rope rope = {.kind = (uint32_t)(s % 3),
+                             .rotary_dim = part < 2 * PS_ROPE_PAIRS ? part : 2 * PS_ROPE_PAIRS,
+                             .original_positions = 8192,
+                             .theta = 5e5,
+                             .factor = 8,
+                             .low_freq_factor = 1,
+                             .high_freq_factor = 4};
+      CHECK(ps__rope_table(&a, &rope, 1) == PS_OK);
+      if (s % 2)
+        a.attention_factor = 1.25f;
       const size_t A = (size_t)hq * d * t, K = (size_t)hk * d * t;
       /* cos and sin within an ulp on either side: of the pair. With norm 3e-6 as rmsnorm; bf16
        * then rounds before the rotation too: an ulp, 2^-7, of the partner at worst */
@@ -669,8 +676,8 @@ static void speeds(void) {
                     .n_kv_heads = 8,
                     .head_dim = 128,
                     .dt = PS_BF16,
-                    .eps = 1e-6f,
-                    .rope_theta = 5e5};
+                    .eps = 1e-6f};
+  CHECK(ps__rope_table(&q, &(ps__rope){.rotary_dim = 128, .theta = 5e5}, 1) == PS_OK);
   const double A = T * 4096.0, K = T * 1024.0;
   speed("qkv_split_fwd", ps__cuda_qkv_split_fwd, &q, AT(64, 1, 512, 768), 4 * (A + 2 * K), 0);
   speed("qkv_split_bwd", ps__cuda_qkv_split_bwd, &q, AT(64, 256, 1, 512), 4 * A + 12 * K, 0);

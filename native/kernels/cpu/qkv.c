@@ -2,9 +2,9 @@
  * and the way back.
  *
  * math    y = round(x * rstd * w), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at
- *         angle a = pos * inv_freq[i]
- *         out[i] = y[i] cos a - y[i+h] sin a,  out[i+h] = y[i+h] cos a + y[i] sin a,  h =
- *         head_dim/2.
+ *         angle a = pos * inv_freq[i], c = attention_factor * cos a, s = attention_factor * sin a:
+ *         out[i] = y[i] c - y[i+h] s,  out[i+h] = y[i+h] c + y[i] s,  i < h = rotary_dim/2;
+ *         out[i] = y[i] for i >= rotary_dim.
  *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*w, dx = rstd*(g -
  *         xh*mean(g*xh)), dw = sum over rows and heads
  *         of dy*xh.
@@ -21,10 +21,10 @@
 
 enum { ROPE_ROWS = 32 }; /* rows that share one filling of the table of sines */
 
-/* Scratch of a worker. Of worker 0's, all use inv_freq and the partial sums. */
+/* Scratch of a worker. Of worker 0's, all use the partial sums. */
 typedef struct qkv_scratch {
-  float *inv_freq, *cos, *sin, *row, *x; /* [half], [ROPE_ROWS][half] twice, [head_dim] twice */
-  float *partial_q, *partial_k;          /* [tiles][head_dim], with qk_norm in the backward pass */
+  float *cos, *sin, *row, *x;   /* [ROPE_ROWS][half] twice, [head_dim] twice */
+  float *partial_q, *partial_k; /* [tiles][head_dim], with qk_norm in the backward pass */
 } qkv_scratch;
 
 typedef struct qkv_job {
@@ -37,10 +37,10 @@ typedef struct qkv_job {
   float *w; /* both norms' weights as fp32, [2][head_dim], in worker 0's scratch */
 } qkv_job;
 
-static size_t half_padded(const ps__args_qkv *a) { return ps__round_up(a->head_dim / 2, 16); }
+static size_t half_padded(const ps__args_qkv *a) { return ps__round_up(a->rotary_dim / 2, 16); }
 
 static size_t scratch_floats(const ps__args_qkv *a) {
-  return (1 + 2 * ROPE_ROWS) * half_padded(a) + 4 * ps__round_up(a->head_dim, 16);
+  return 2 * ROPE_ROWS * half_padded(a) + 4 * ps__round_up(a->head_dim, 16);
 }
 
 static size_t scratch_qkv_split_fwd(const void *args, const ps__scratch_target *target) {
@@ -58,46 +58,20 @@ static qkv_scratch scratch_of(const qkv_job *j, uint32_t worker) {
   size_t h = half_padded(a), d = ps__round_up(a->head_dim, 16);
   float *p = ps__scratch(j->exec, worker), *first = ps__scratch(j->exec, 0),
         *sums = first + scratch_floats(a);
-  return (qkv_scratch){.inv_freq = first,
-                       .cos = p + h,
-                       .sin = p + h + ROPE_ROWS * h,
-                       .row = p + (1 + 2 * ROPE_ROWS) * h,
-                       .x = p + (1 + 2 * ROPE_ROWS) * h + d,
+  return (qkv_scratch){.cos = p,
+                       .sin = p + ROPE_ROWS * h,
+                       .row = p + 2 * ROPE_ROWS * h,
+                       .x = p + 2 * ROPE_ROWS * h + d,
                        .partial_q = sums,
                        .partial_k = sums + (size_t)ps__n_row_tiles(a->n_tokens) * a->head_dim};
 }
 
-/* inv_freq[i] = theta^(-2i/head_dim) in the order and precision of transformers 4.57.1,
- * modeling_rope_utils.py (_compute_default_rope_parameters,
- * _compute_linear_scaling_rope_parameters, _compute_llama3_parameters): everything fp32, the
- * power rounded from fp64. */
-void ps__rope_inv_freq(float *inv_freq, const ps__args_qkv *a) {
-  const float low_wavelen = (float)a->rope_original_positions / a->rope_low_freq,
-              high_wavelen = (float)a->rope_original_positions / a->rope_high_freq;
-  for (uint32_t i = 0; i < a->head_dim / 2; i++) {
-    float f = 1.0f / (float)pow((float)a->rope_theta, (float)(2 * i) / (float)a->head_dim);
-    if (a->rope_scaling == PS_ROPE_LINEAR)
-      f /= a->rope_factor;
-    if (a->rope_scaling == PS_ROPE_LLAMA3) {
-      /* torch divides a number by a tensor this way */
-      float wavelen = 1.0f / f * 6.283185307179586f;
-      float smooth = (1.0f / wavelen * (float)a->rope_original_positions - a->rope_low_freq) /
-                     (a->rope_high_freq - a->rope_low_freq);
-      if (wavelen > low_wavelen)
-        f /= a->rope_factor;
-      else if (!(wavelen < high_wavelen))
-        f = (1.0f - smooth) * f / a->rope_factor + smooth * f;
-    }
-    inv_freq[i] = f;
-  }
-}
-
-/* cosines and sines of pos * inv_freq[i], n a multiple of 16. The product and its reduction by
+/* cosines and sines of pos * inv_freq[i], times @by; n is a multiple of 16. The product and its reduction by
  * multiples of pi/2 in fp64 (pi/2 in two parts, the first of 33 bits: n*hi is exact up to n =
  * 2^20, and beyond as good as the product itself); Taylor's polynomials up to r^11 and r^10
  * leave (pi/4)^12/12! = 1.2e-10, far under half an ulp of fp32 (3e-8). */
 PS_CLONES static void rope_angles(float *restrict cosines, float *restrict sines,
-                                  const float *inv_freq, int32_t pos, size_t n) {
+                                  const float *inv_freq, int32_t pos, float by, size_t n) {
   typedef double vd __attribute__((vector_size(64)));
   typedef int64_t vl __attribute__((vector_size(64)));
   typedef float vf8 __attribute__((vector_size(32)));
@@ -117,6 +91,8 @@ PS_CLONES static void rope_angles(float *restrict cosines, float *restrict sines
        ci = ((vl)s & swap) | ((vl)c & ~swap);
     vf8 sf = __builtin_convertvector((vd)(si ^ ((quadrant & 2) << 62)), vf8);
     vf8 cf = __builtin_convertvector((vd)(ci ^ (((quadrant + 1) & 2) << 62)), vf8);
+    sf *= by;
+    cf *= by;
     memcpy(sines + i, &sf, sizeof sf);
     memcpy(cosines + i, &cf, sizeof cf);
   }
@@ -125,8 +101,8 @@ PS_CLONES static void rope_angles(float *restrict cosines, float *restrict sines
 static void fill_table(const qkv_job *j, const qkv_scratch *s, int64_t first, int64_t end) {
   size_t h = half_padded(&j->a);
   for (int64_t t = first; t < end; t++)
-    rope_angles(s->cos + (size_t)(t - first) * h, s->sin + (size_t)(t - first) * h, s->inv_freq,
-                j->pos[t], h);
+    rope_angles(s->cos + (size_t)(t - first) * h, s->sin + (size_t)(t - first) * h, j->a.inv_freq,
+                j->pos[t], j->a.attention_factor, h);
 }
 
 /* x of one head turned by the angles; backwards with sign -1. */
@@ -205,7 +181,7 @@ static void fwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
           ps__load_f32(s.row, s.x, PS_BF16, d);
         }
       }
-      rotate(s.row, cosines, sines, d / 2, 1.0f);
+      rotate(s.row, cosines, sines, a->rotary_dim / 2, 1.0f);
       void *to = c < n_q ? ps__elem(j->q, a->dt, (size_t)t * n_q + c)
                          : ps__elem(j->kv, a->dt, (size_t)t * 2 * n_k + c - n_q);
       ps__store_f32(to, a->dt, s.row, d);
@@ -228,7 +204,7 @@ static void bwd_row(const qkv_job *j, const qkv_scratch *s, int64_t t, int64_t s
       ps__load_f32(s->row, ps__celem(j->dq, a->dt, (size_t)t * n_q + c), a->dt, d);
     else
       memcpy(s->row, dkv + c - n_q, d * sizeof(float));
-    rotate(s->row, s->cos + (size_t)slot * h, s->sin + (size_t)slot * h, d / 2, -1.0f);
+    rotate(s->row, s->cos + (size_t)slot * h, s->sin + (size_t)slot * h, a->rotary_dim / 2, -1.0f);
     if (a->qk_norm) {
       ps__load_f32(s->x, ps__celem(j->qkv, a->dt, at + c), a->dt, d);
       norm_row_bwd(s->row, s->x, c < n_q ? j->w : j->w + d, c < n_q ? dwq : dwk, d, a->eps);
@@ -255,21 +231,31 @@ static void bwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
   }
 }
 
+ps_status ps__check_qkv(const ps__args_qkv *a, const char *op) {
+  if (!a->n_heads || !a->n_kv_heads)
+    return ps__fail(PS_EINVAL, "%s: n_heads is %u, n_kv_heads %u: at least 1 each", op, a->n_heads,
+                    a->n_kv_heads);
+  if (!a->head_dim || a->head_dim % 2)
+    return ps__fail(PS_EINVAL, "%s: head_dim is %u: it must be even and positive", op, a->head_dim);
+  if (a->rotary_dim % 2 || a->rotary_dim > a->head_dim || a->rotary_dim > 2 * PS_ROPE_PAIRS)
+    return ps__fail(PS_EINVAL, "%s: rotary_dim is %u: it must be even and at most %u", op,
+                    a->rotary_dim,
+                    a->head_dim < 2 * PS_ROPE_PAIRS ? a->head_dim : 2 * PS_ROPE_PAIRS);
+  if (a->rotary_dim && !(a->attention_factor > 0.0f && a->attention_factor < INFINITY))
+    return ps__fail(PS_EINVAL, "%s: attention_factor is %g: it must be positive and finite", op,
+                    (double)a->attention_factor);
+  if (a->dt >= PS_N_DTYPES)
+    return ps__fail(PS_EINVAL, "%s: dt is %u: neither fp32 nor bf16", op, a->dt);
+  return PS_OK;
+}
+
 static ps_status start(qkv_job *j, const ps_launch *l, const char *name, const void *wq,
                        const void *wk) {
   const ps__args_qkv *a = l->args;
-  if (!a->head_dim || a->head_dim % 2 || !a->n_heads || !a->n_kv_heads || a->dt >= PS_N_DTYPES ||
-      a->rope_scaling > PS_ROPE_LLAMA3)
-    return ps__fail(PS_EINVAL,
-                    "%s: %u heads, %u kv heads, head_dim %u (must be even), dtype %u, scaling %u "
-                    "is no valid shape",
-                    name, a->n_heads, a->n_kv_heads, a->head_dim, a->dt, a->rope_scaling);
+  PS_TRY(ps__check_qkv(a, name));
   j->a = *a;
   j->exec = l->exec;
   qkv_scratch s = scratch_of(j, 0);
-  ps__rope_inv_freq(s.inv_freq, a);
-  for (size_t i = a->head_dim / 2; i < half_padded(a); i++)
-    s.inv_freq[i] = 0.0f;
   j->w = s.x + ps__round_up(a->head_dim, 16);
   if (a->qk_norm) {
     ps__load_f32(j->w, wq, a->dt, a->head_dim);

@@ -2,14 +2,14 @@
  * and the way back.
  *
  * math    y = round(x * rstd * w), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at
- *         angle a = pos * inv_freq[i]
- *         out[i] = y[i] cos a - y[i+h] sin a,  out[i+h] = y[i+h] cos a + y[i] sin a,  h =
- *         head_dim/2 (Hugging Face's layout).
+ *         angle a = pos * inv_freq[i], c = attention_factor * cos a, s = attention_factor * sin a:
+ *         out[i] = y[i] c - y[i+h] s,  out[i+h] = y[i+h] c + y[i] s,  i < h = rotary_dim/2;
+ *         out[i] = y[i] for i >= rotary_dim.
  *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*w, dx = rstd*(g -
  *         xh*mean(g*xh)), dw = sum over rows and heads
  *         of dy*xh.
- * angles  the frequencies are the cpu backend's fp32 numbers, made on the host; product and
- *         reduction in fp64, as there
+ * angles  the frequencies are the argument block's, as on the cpu backend; product and reduction
+ *         in fp64, as there
  * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk
  *         [head_dim]; head_dim even, at most 512
  * bytes   forward 2*T*(A+2K)*sizeof(dt); backward (2*T*A + T*2K)*sizeof(dt) + T*2K*4, with
@@ -23,12 +23,24 @@
  * reference    the cpu backend's: 1 ulp of bf16; fp32 within 4e-7 of the head's largest, 1e-5
  *              with the norm */
 #include "kernels/cuda/cuda_common.cuh"
+#include <string.h>
 
 enum { THREADS = 256, SLICE_THREADS = 384, MAX_HALF = 256, PAIRS = MAX_HALF / 32 };
 
+/* @turned: pairs of a head that RoPE turns, rotary_dim/2. */
 typedef struct rope_table {
-  float inv_freq[MAX_HALF];
+  float inv_freq[PS_ROPE_PAIRS], by;
+  uint32_t turned;
 } rope_table;
+
+/* The two elements of pair i of a head of 2 * half elements: those that RoPE turns, then the
+ * others, paired likewise so that a thread has as many of each. */
+__device__ __forceinline__ uint32_t lower_of(uint32_t i, uint32_t turned) {
+  return i < turned ? i : i + turned;
+}
+__device__ __forceinline__ uint32_t upper_of(uint32_t i, uint32_t turned, uint32_t half) {
+  return i < turned ? i + turned : i + half;
+}
 
 /* What the kernels take; offsets of rows are derived. */
 template <typename T> struct qkv_job {
@@ -41,9 +53,11 @@ template <typename T> struct qkv_job {
   float eps;
 };
 
-/* Cosine and sine of pos * f: the polynomials and the reduction of the cpu backend (qkv.c there
+/* Cosine and sine of pos * inv_freq[i], times the attention factor: the polynomials and the reduction of the cpu backend (qkv.c there
  * says why they suffice). */
-__device__ __forceinline__ void angle_of(float &cosine, float &sine, float f, int32_t pos) {
+__device__ __forceinline__ void angle_of(float &cosine, float &sine, const rope_table &rope,
+                                         uint32_t i, int32_t pos) {
+  const float f = rope.inv_freq[i];
   const double x = (double)f * (double)pos, k = rint(x * 0.63661977236758134);
   const double r = fma(-k, 6.07710050650619224932e-11, fma(-k, 1.57079632673412561417, x)),
                z = r * r;
@@ -52,13 +66,13 @@ __device__ __forceinline__ void angle_of(float &cosine, float &sine, float f, in
   c = (((c * z - 1.0 / 720) * z + 1.0 / 24) * z - 0.5) * z + 1.0;
   const int64_t quadrant = (int64_t)k;
   const float sf = (float)((quadrant & 1) ? c : s), cf = (float)((quadrant & 1) ? s : c);
-  sine = (quadrant & 2) ? -sf : sf;
-  cosine = ((quadrant + 1) & 2) ? -cf : cf;
+  sine = ((quadrant & 2) ? -sf : sf) * rope.by;
+  cosine = (((quadrant + 1) & 2) ? -cf : cf) * rope.by;
 }
 __device__ __forceinline__ void fill_angles(float *cosines, float *sines, const rope_table &rope,
-                                            int32_t pos, uint32_t half) {
-  for (uint32_t i = threadIdx.x; i < half; i += THREADS)
-    angle_of(cosines[i], sines[i], rope.inv_freq[i], pos);
+                                            int32_t pos) {
+  for (uint32_t i = threadIdx.x; i < rope.turned; i += THREADS)
+    angle_of(cosines[i], sines[i], rope, i, pos);
 }
 
 /* Sum over the g neighbouring lanes of a head, g a power of two, in each of them. */
@@ -103,15 +117,16 @@ __global__ void __launch_bounds__(SLICE_THREADS)
     qkv_fwd_k(const qkv_job<T> j, const rope_table rope, uint32_t each) {
   __shared__ alignas(16) float cosines[MAX_HALF], sines[MAX_HALF];
   const uint32_t d = j.head_dim, half = d / 2, g = half / V, t = blockIdx.x,
-                 head0 = blockIdx.y * each, i = threadIdx.x % g * V;
+                 head0 = blockIdx.y * each, i = threadIdx.x % g * V,
+                 lower = lower_of(i, rope.turned), upper = upper_of(i, rope.turned, half);
   const uint32_t heads = min(each, j.n_q + 2 * j.n_k - head0),
                  head = head0 + min(threadIdx.x / g, heads - 1);
-  const bool is_q = head < j.n_q, is_v = head >= j.n_q + j.n_k;
-  const T *in = j.qkv + ((size_t)t * (j.n_q + 2 * j.n_k) + head) * d + i;
-  const uint4 raw[2] = {*(const uint4 *)in, *(const uint4 *)(in + half)};
+  const bool is_q = head < j.n_q, is_v = head >= j.n_q + j.n_k, turn = !is_v && i < rope.turned;
+  const T *in = j.qkv + ((size_t)t * (j.n_q + 2 * j.n_k) + head) * d;
+  const uint4 raw[2] = {*(const uint4 *)(in + lower), *(const uint4 *)(in + upper)};
   float lo[V], hi[V], c[V], s[V], a[V], b[V];
-  for (uint32_t k = threadIdx.x; k < half; k += blockDim.x)
-    angle_of(cosines[k], sines[k], rope.inv_freq[k], j.pos[t]);
+  for (uint32_t k = threadIdx.x; k < rope.turned; k += blockDim.x)
+    angle_of(cosines[k], sines[k], rope, k, j.pos[t]);
   __syncthreads();
   unpack<T, V>(lo, raw[0]);
   unpack<T, V>(hi, raw[1]);
@@ -122,8 +137,8 @@ __global__ void __launch_bounds__(SLICE_THREADS)
       ss += lo[k] * lo[k] + hi[k] * hi[k];
     const float rstd = 1.0f / sqrtf(head_sum(ss, g) / (float)d + j.eps);
     if (!is_v) {
-      ps_read<T, V>(wl, (is_q ? j.wq : j.wk) + i);
-      ps_read<T, V>(wh, (is_q ? j.wq : j.wk) + half + i);
+      ps_read<T, V>(wl, (is_q ? j.wq : j.wk) + lower);
+      ps_read<T, V>(wh, (is_q ? j.wq : j.wk) + upper);
 #pragma unroll
       for (int k = 0; k < V; k++) {
         lo[k] = rounded<T>(lo[k] * rstd * wl[k]);
@@ -135,19 +150,18 @@ __global__ void __launch_bounds__(SLICE_THREADS)
   read_f32<V>(s, sines + i);
 #pragma unroll
   for (int k = 0; k < V; k++) {
-    a[k] = is_v ? lo[k] : lo[k] * c[k] - hi[k] * s[k];
-    b[k] = is_v ? hi[k] : hi[k] * c[k] + lo[k] * s[k];
+    a[k] = turn ? lo[k] * c[k] - hi[k] * s[k] : lo[k];
+    b[k] = turn ? hi[k] * c[k] + lo[k] * s[k] : hi[k];
   }
   if (threadIdx.x / g >= heads)
     return;
-  T *out = (is_q ? j.q + ((size_t)t * j.n_q + head) * d
-                 : j.kv + ((size_t)t * 2 * j.n_k + head - j.n_q) * d) +
-           i;
-  ps_store<T, V>(out, a);
-  ps_store<T, V>(out + half, b);
+  T *out = is_q ? j.q + ((size_t)t * j.n_q + head) * d
+                : j.kv + ((size_t)t * 2 * j.n_k + head - j.n_q) * d;
+  ps_store<T, V>(out + lower, a);
+  ps_store<T, V>(out + upper, b);
 }
 
-/* The same for any even head_dim: a warp a head, pairs lane, lane + 32, ... */
+/* The same for any even head_dim and rotary_dim: a warp a head, pairs lane, lane + 32, ... */
 template <typename T, bool NORM>
 __global__ void __launch_bounds__(THREADS)
     qkv_fwd_any_k(const qkv_job<T> j, const rope_table rope) {
@@ -155,7 +169,7 @@ __global__ void __launch_bounds__(THREADS)
   const uint32_t d = j.head_dim, half = d / 2, t = blockIdx.x, lane = threadIdx.x % 32;
   const T *in = j.qkv + (size_t)t * (j.n_q + 2 * j.n_k) * d;
   T *q = j.q + (size_t)t * j.n_q * d, *kv = j.kv + (size_t)t * 2 * j.n_k * d;
-  fill_angles(cosines, sines, rope, j.pos[t], half);
+  fill_angles(cosines, sines, rope, j.pos[t]);
   __syncthreads();
   for (uint32_t head = threadIdx.x / 32; head < j.n_q + j.n_k; head += THREADS / 32) {
     const T *x = in + head * d, *w = head < j.n_q ? j.wq : j.wk;
@@ -168,13 +182,15 @@ __global__ void __launch_bounds__(THREADS)
       rstd = 1.0f / sqrtf(ps_warp_sum(ss) / (float)d + j.eps);
     }
     for (uint32_t i = lane; i < half; i += 32) {
-      float lo = ps_to_f32(x[i]), hi = ps_to_f32(x[half + i]);
+      const uint32_t lower = lower_of(i, rope.turned), upper = upper_of(i, rope.turned, half);
+      float lo = ps_to_f32(x[lower]), hi = ps_to_f32(x[upper]);
       if constexpr (NORM) {
-        lo = rounded<T>(lo * rstd * ps_to_f32(w[i]));
-        hi = rounded<T>(hi * rstd * ps_to_f32(w[half + i]));
+        lo = rounded<T>(lo * rstd * ps_to_f32(w[lower]));
+        hi = rounded<T>(hi * rstd * ps_to_f32(w[upper]));
       }
-      out[i] = ps_from_f32<T>(lo * cosines[i] - hi * sines[i]);
-      out[half + i] = ps_from_f32<T>(hi * cosines[i] + lo * sines[i]);
+      const bool turn = i < rope.turned;
+      out[lower] = ps_from_f32<T>(turn ? lo * cosines[i] - hi * sines[i] : lo);
+      out[upper] = ps_from_f32<T>(turn ? hi * cosines[i] + lo * sines[i] : hi);
     }
   }
   for (uint32_t i = threadIdx.x; i < j.n_k * d; i += THREADS)
@@ -188,24 +204,24 @@ template <int V> constexpr int n_grad = V == 8 ? 4 : 2;
 template <int V, bool NORM> constexpr int n_in = n_grad<V> + (NORM ? 2 : 0);
 template <typename T, int V, bool NORM, typename Take>
 __device__ __forceinline__ void each_vector(const qkv_job<T> &j, uint32_t t, uint32_t head,
-                                            uint32_t i, Take take) {
-  const uint32_t d = j.head_dim, half = d / 2;
+                                            uint32_t lower, uint32_t upper, Take take) {
+  const uint32_t d = j.head_dim;
   if (head < j.n_q) {
-    const T *p = j.dq + ((size_t)t * j.n_q + head) * d + i;
-    take(0, p);
-    take(1, p + half);
+    const T *p = j.dq + ((size_t)t * j.n_q + head) * d;
+    take(0, p + lower);
+    take(1, p + upper);
   } else {
-    const float *p = j.dkv + ((size_t)t * 2 * j.n_k + head - j.n_q) * d + i;
+    const float *p = j.dkv + ((size_t)t * 2 * j.n_k + head - j.n_q) * d;
 #pragma unroll
     for (int k = 0; k < V / 4; k++) {
-      take(k, p + 4 * k);
-      take(V / 4 + k, p + half + 4 * k);
+      take(k, p + lower + 4 * k);
+      take(V / 4 + k, p + upper + 4 * k);
     }
   }
   if (NORM && head < j.n_q + j.n_k) {
-    const T *p = j.qkv + ((size_t)t * (j.n_q + 2 * j.n_k) + head) * d + i;
-    take(n_grad<V>, p);
-    take(n_grad<V> + 1, p + half);
+    const T *p = j.qkv + ((size_t)t * (j.n_q + 2 * j.n_k) + head) * d;
+    take(n_grad<V>, p + lower);
+    take(n_grad<V> + 1, p + upper);
   }
 }
 /* a and b: the first and the second half of the pairs. */
@@ -231,14 +247,14 @@ __device__ __forceinline__ void unpack_grads(float (&a)[V], float (&b)[V], const
 /* dw of one head of each kind's threads of the block, added in the order of heads. */
 template <int V>
 __device__ __forceinline__ void store_dw(float *to, const float *sums, uint32_t first, uint32_t end,
-                                         uint32_t d) {
+                                         uint32_t d, uint32_t turned) {
   const uint32_t half = d / 2, g = half / V;
   for (uint32_t e = threadIdx.x; e < d; e += blockDim.x) {
     const uint32_t i = e % half;
     float sum = 0.0f;
     for (uint32_t h = first; h < end; h++)
       sum += sums[(h * g + i / V) * 2 * V + i % V + (e < half ? 0 : V)];
-    to[e] = sum;
+    to[e < half ? lower_of(i, turned) : upper_of(i, turned, half)] = sum;
   }
 }
 
@@ -258,10 +274,11 @@ __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3)
                  first = NORM ? blockIdx.x * j.tile : blockIdx.x;
   const uint32_t end = NORM ? min(first + j.tile, j.n_tokens) : first + 1;
   const uint32_t head0 = blockIdx.y * each, heads = min(each, j.n_q + 2 * j.n_k - head0),
-                 i = threadIdx.x % g * V;
+                 i = threadIdx.x % g * V, lower = lower_of(i, rope.turned),
+                 upper = upper_of(i, rope.turned, half);
   const bool ok = threadIdx.x / g < heads;
   const uint32_t head = ok ? head0 + threadIdx.x / g : head0;
-  const bool is_q = head < j.n_q, is_v = head >= j.n_q + j.n_k;
+  const bool is_q = head < j.n_q, is_v = head >= j.n_q + j.n_k, turned = i < rope.turned;
   float dw[NORM ? 2 * V : 1] = {};
   uint4 in[N];
   auto slot = [&](uint32_t t, int k) {
@@ -270,18 +287,19 @@ __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3)
   auto fetch = [&](uint32_t t) {
     if constexpr (NORM) {
       if (t < end)
-        each_vector<T, V, NORM>(j, t, head, i,
+        each_vector<T, V, NORM>(j, t, head, lower, upper,
                                 [&](int k, const void *p) { ps_copy_async(slot(t, k), p); });
       ps_copy_commit();
     } else {
-      each_vector<T, V, NORM>(j, t, head, i,
+      each_vector<T, V, NORM>(j, t, head, lower, upper,
                               [&](int k, const void *p) { in[k] = *(const uint4 *)p; });
     }
   };
   const uint32_t at_once = NORM ? max(1u, blockDim.x / half) : 1; /* tokens */
   auto angles = [&](uint32_t t) {
     for (uint32_t k = threadIdx.x; k < at_once * half && t + k / half < end; k += blockDim.x)
-      angle_of(cosines[k], sines[k], rope.inv_freq[k % half], j.pos[t + k / half]);
+      if (k % half < rope.turned)
+        angle_of(cosines[k], sines[k], rope, k % half, j.pos[t + k / half]);
   };
   fetch(first);
   if constexpr (NORM) {
@@ -308,7 +326,7 @@ __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3)
         in[k] = *slot(t, k);
     }
     unpack_grads<T, V>(a, b, in, is_q);
-    if (!is_v) {
+    if (!is_v && turned) {
       float c[V], s[V];
       read_f32<V>(c, cosines + turn * half + i);
       read_f32<V>(s, sines + turn * half + i);
@@ -323,8 +341,8 @@ __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3)
       float xl[V], xh[V], wl[V], wh[V], ss = 0.0f, sg = 0.0f;
       unpack<T, V>(xl, in[n_grad<V>]);
       unpack<T, V>(xh, in[n_grad<V> + 1]);
-      read_f32<V>(wl, weights[!is_q] + i);
-      read_f32<V>(wh, weights[!is_q] + half + i);
+      read_f32<V>(wl, weights[!is_q] + lower);
+      read_f32<V>(wh, weights[!is_q] + upper);
 #pragma unroll
       for (int k = 0; k < V; k++) {
         ss += xl[k] * xl[k] + xh[k] * xh[k];
@@ -345,9 +363,9 @@ __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3)
       }
     }
     if (ok) {
-      T *out = j.dqkv + ((size_t)t * (j.n_q + 2 * j.n_k) + head) * d + i;
-      ps_store<T, V>(out, a);
-      ps_store<T, V>(out + half, b);
+      T *out = j.dqkv + ((size_t)t * (j.n_q + 2 * j.n_k) + head) * d;
+      ps_store<T, V>(out + lower, a);
+      ps_store<T, V>(out + upper, b);
     }
   }
   if constexpr (NORM) {
@@ -359,8 +377,8 @@ __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3)
     for (int k = 0; k < 2 * V; k++)
       sums[threadIdx.x * 2 * V + k] = dw[k];
     __syncthreads();
-    store_dw<V>(j.partial_q + at, sums, 0, local(j.n_q), d);
-    store_dw<V>(j.partial_k + at, sums, local(j.n_q), local(j.n_q + j.n_k), d);
+    store_dw<V>(j.partial_q + at, sums, 0, local(j.n_q), d, rope.turned);
+    store_dw<V>(j.partial_k + at, sums, local(j.n_q), local(j.n_q + j.n_k), d, rope.turned);
   }
 }
 
@@ -376,7 +394,7 @@ __global__ void __launch_bounds__(THREADS)
     const size_t at = (size_t)t * (j.n_q + 2 * j.n_k) * d;
     const float *dkv = j.dkv + (size_t)t * 2 * j.n_k * d;
     __syncthreads();
-    fill_angles(cosines, sines, rope, j.pos[t], half);
+    fill_angles(cosines, sines, rope, j.pos[t]);
     __syncthreads();
     for (uint32_t head = warp; head < j.n_q + j.n_k; head += THREADS / 32) {
       const bool is_q = head < j.n_q;
@@ -389,14 +407,16 @@ __global__ void __launch_bounds__(THREADS)
         const uint32_t i = lane + 32 * k;
         if (i >= half)
           break;
-        const float lo = is_q ? ps_to_f32(dq[i]) : dkv[(head - j.n_q) * d + i];
-        const float hi = is_q ? ps_to_f32(dq[half + i]) : dkv[(head - j.n_q) * d + half + i];
-        a[k] = lo * cosines[i] + hi * sines[i];
-        b[k] = hi * cosines[i] - lo * sines[i];
+        const uint32_t lower = lower_of(i, rope.turned), upper = upper_of(i, rope.turned, half);
+        const float lo = is_q ? ps_to_f32(dq[lower]) : dkv[(head - j.n_q) * d + lower];
+        const float hi = is_q ? ps_to_f32(dq[upper]) : dkv[(head - j.n_q) * d + upper];
+        const bool turned = i < rope.turned;
+        a[k] = turned ? lo * cosines[i] + hi * sines[i] : lo;
+        b[k] = turned ? hi * cosines[i] - lo * sines[i] : hi;
         if constexpr (NORM) {
-          const float xl = ps_to_f32(x[i]), xh = ps_to_f32(x[half + i]);
+          const float xl = ps_to_f32(x[lower]), xh = ps_to_f32(x[upper]);
           ss += xl * xl + xh * xh;
-          sg += a[k] * ps_to_f32(w[i]) * xl + b[k] * ps_to_f32(w[half + i]) * xh;
+          sg += a[k] * ps_to_f32(w[lower]) * xl + b[k] * ps_to_f32(w[upper]) * xh;
         }
       }
       float rstd = 1.0f, mean = 0.0f;
@@ -409,17 +429,18 @@ __global__ void __launch_bounds__(THREADS)
         const uint32_t i = lane + 32 * k;
         if (i >= half)
           break;
+        const uint32_t lower = lower_of(i, rope.turned), upper = upper_of(i, rope.turned, half);
         if constexpr (NORM) {
-          const float xl = ps_to_f32(x[i]) * rstd, xh = ps_to_f32(x[half + i]) * rstd;
+          const float xl = ps_to_f32(x[lower]) * rstd, xh = ps_to_f32(x[upper]) * rstd;
           dw[0][k][0] += is_q ? a[k] * xl : 0.0f;
           dw[0][k][1] += is_q ? b[k] * xh : 0.0f;
           dw[1][k][0] += is_q ? 0.0f : a[k] * xl;
           dw[1][k][1] += is_q ? 0.0f : b[k] * xh;
-          a[k] = (a[k] * ps_to_f32(w[i]) - xl * mean) * rstd;
-          b[k] = (b[k] * ps_to_f32(w[half + i]) - xh * mean) * rstd;
+          a[k] = (a[k] * ps_to_f32(w[lower]) - xl * mean) * rstd;
+          b[k] = (b[k] * ps_to_f32(w[upper]) - xh * mean) * rstd;
         }
-        out[i] = ps_from_f32<T>(a[k]);
-        out[half + i] = ps_from_f32<T>(b[k]);
+        out[lower] = ps_from_f32<T>(a[k]);
+        out[upper] = ps_from_f32<T>(b[k]);
       }
     }
     for (uint32_t i = threadIdx.x; i < j.n_k * d; i += THREADS)
@@ -431,10 +452,11 @@ __global__ void __launch_bounds__(THREADS)
       __syncthreads();
 #pragma unroll
       for (int k = 0; k < PAIRS; k++) {
-        if (lane + 32 * k >= half)
+        const uint32_t i = lane + 32 * k;
+        if (i >= half)
           break;
-        sums[warp][lane + 32 * k] = dw[which][k][0];
-        sums[warp][half + lane + 32 * k] = dw[which][k][1];
+        sums[warp][lower_of(i, rope.turned)] = dw[which][k][0];
+        sums[warp][upper_of(i, rope.turned, half)] = dw[which][k][1];
       }
       __syncthreads();
       float *to = (which ? j.partial_k : j.partial_q) + (size_t)blockIdx.x * d;
@@ -452,23 +474,24 @@ __global__ void __launch_bounds__(THREADS)
 
 static ps_status check_shape(const ps_launch *l, const char *op, uint32_t n_ptr, size_t scratch) {
   const ps__args_qkv *a = (const ps__args_qkv *)l->args;
-  if (!a->head_dim || a->head_dim % 2 || a->head_dim > 2 * MAX_HALF || !a->n_heads ||
-      !a->n_kv_heads || a->rope_scaling > PS_ROPE_LLAMA3)
-    return ps__fail(PS_EINVAL,
-                    "%s: %u heads, %u kv heads, head_dim %u (must be even and at most %d), scaling "
-                    "%u is no valid shape",
-                    op, a->n_heads, a->n_kv_heads, a->head_dim, 2 * MAX_HALF, a->rope_scaling);
+  const ps_status st = ps__check_qkv(a, op);
+  if (st != PS_OK)
+    return st;
+  if (a->head_dim > 2 * MAX_HALF)
+    return ps__fail(PS_EINVAL, "%s: head_dim is %u: at most %d on a GPU", op, a->head_dim,
+                    2 * MAX_HALF);
   return ps_check(l, op, n_ptr, a->dt, scratch);
 }
 
 /* May threads take whole vectors of pairs? With a norm, a head's threads must be a power of two
  * inside a warp. */
 static bool vectors_fit(const ps_launch *l, const ps__args_qkv *a, uint32_t n_aligned) {
-  const uint32_t half = a->head_dim / 2, v = a->dt == PS_BF16 ? 8 : 4, g = half / v;
+  const uint32_t half = a->head_dim / 2, v = a->dt == PS_BF16 ? 8 : 4, g = half / v,
+                 turned = a->rotary_dim / 2;
   for (uint32_t i = 0; i < n_aligned; i++)
     if (!ps_aligned(l->ptr[i]))
       return false;
-  return half % v == 0 && (!a->qk_norm || ((g & (g - 1)) == 0 && g <= 32));
+  return half % v == 0 && turned % v == 0 && (!a->qk_norm || ((g & (g - 1)) == 0 && g <= 32));
 }
 
 template <typename T> static qkv_job<T> job_of(const ps__args_qkv *a) {
@@ -479,6 +502,14 @@ template <typename T> static qkv_job<T> job_of(const ps__args_qkv *a) {
   j.head_dim = a->head_dim;
   j.eps = a->eps;
   return j;
+}
+
+static rope_table rope_of(const ps__args_qkv *a) {
+  rope_table rope;
+  memcpy(rope.inv_freq, a->inv_freq, sizeof rope.inv_freq);
+  rope.by = a->attention_factor;
+  rope.turned = a->rotary_dim / 2;
+  return rope;
 }
 
 /* Threads of a slice of heads, whole warps. */
@@ -517,8 +548,7 @@ extern "C" ps_status ps__cuda_qkv_split_fwd(const ps_launch *l) {
   const ps_status st = check_shape(l, "qkv_split_fwd", a->qk_norm ? 6 : 4, 0);
   if (st != PS_OK || !a->n_tokens)
     return st;
-  rope_table rope = {};
-  ps__rope_inv_freq(rope.inv_freq, a);
+  const rope_table rope = rope_of(a);
   if (a->dt == PS_BF16)
     launch_fwd<__nv_bfloat16>(l, a, rope);
   else
@@ -579,8 +609,7 @@ extern "C" ps_status ps__cuda_qkv_split_bwd(const ps_launch *l) {
       check_shape(l, "qkv_split_bwd", a->qk_norm ? 9 : 4, ps_scratch_qkv_split_bwd(a, NULL));
   if (st != PS_OK)
     return st;
-  rope_table rope = {};
-  ps__rope_inv_freq(rope.inv_freq, a);
+  const rope_table rope = rope_of(a);
   const bool fit = vectors_fit(l, a, a->qk_norm ? 7 : 4);
   cudaError_t e = cudaSuccess;
   if (a->n_tokens)
