@@ -133,10 +133,11 @@ def rope_table(kind, rotary_dim, seq_len=1, **fields):
     ValueError with its message."""
     lists = {k: (ctypes.c_double * len(v))(*v) for k, v in fields.items() if isinstance(v, list)}
     rope = Rope(kind=Rope.KINDS.index(kind), rotary_dim=rotary_dim, **{**fields, **lists})
-    out = np.full(10 + PAIRS, np.nan, np.float32)  # ps__args_qkv: 8 integers, eps, then the two
+    # ps__args_qkv: 8 integers, eps, attention_factor, norm_offset, inv_freq
+    out = np.full(11 + PAIRS, np.nan, np.float32)
     shim = library()
     shim.ops_rope_table.argtypes = [ctypes.c_void_p, ctypes.POINTER(Rope), ctypes.c_uint64]
     if shim.ops_rope_table(out.ctypes.data, ctypes.byref(rope), seq_len) != 0:
         raise ValueError(shim.ops_error().decode())
-    assert out.view(np.uint32)[7] == rotary_dim and not out[10 + rotary_dim // 2 :].any()
-    return out[10 : 10 + rotary_dim // 2], out[9]
+    assert out.view(np.uint32)[7] == rotary_dim and not out[11 + rotary_dim // 2 :].any()
+    return out[11 : 11 + rotary_dim // 2], out[9]

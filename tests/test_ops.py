@@ -68,7 +68,14 @@ EmbedHost = struct(
         )
     ],
 )
-Rmsnorm = struct("Rmsnorm", [("I", "rows cols dt accumulate_dw add_dx"), ("f", "eps")])
+Rmsnorm = struct(
+    "Rmsnorm",
+    [
+        ("I", "rows cols dt accumulate_dw add_dx"),
+        ("f", "eps weight_offset"),
+        ("I", "has_residual"),
+    ],
+)
 Gemm = struct(
     "Gemm",
     [
@@ -625,30 +632,57 @@ def norm_reference(x, w, eps):
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * w
 
 
+# plain; Gemma's 1 + w; OLMo 2's norm before the residual; both
+NORM_EXTRAS = pytest.mark.parametrize("offset,residual", [(0, 0), (1, 0), (0, 1), (-0.75, 1)])
+
+
 @DTYPES
+@NORM_EXTRAS
 @NORM_SHAPES
-def test_rmsnorm_fwd(rows, cols, dt):
+def test_rmsnorm_fwd(rows, cols, offset, residual, dt):
     eps = 1e-5
     x, w = (
         (torch.randn(rows, cols) * torch.exp(torch.randn(rows, 1))).to(dt),
         torch.randn(cols).to(dt),
     )
+    added = torch.randn(rows, cols).to(dt)
     (y,) = run(
-        "rmsnorm_fwd", Rmsnorm(rows, cols, CODE[dt], 0, 0, eps), [("r", x), ("r", w), ("w", x)]
+        "rmsnorm_fwd",
+        Rmsnorm(rows, cols, CODE[dt], 0, 0, eps, offset, residual),
+        [("r", x), ("r", w), ("w", x)] + ([("r", added)] if residual else []),
     )
+    ref = norm_reference(x.double(), w.double() + offset, eps)
     # sum of squares: cols/64 additions a lane, 6 levels; half of that through the root; 6 more
-    # roundings
-    assert_within(
-        y,
-        norm_reference(x.double(), w.double(), eps),
-        ((cols / 64 + 7) / 2 + 6) * U * norm_reference(x.double(), w.double(), eps).abs(),
-    )
+    # roundings, one of w + offset against |w| + |offset|, one of the sum with the residual
+    size = norm_reference(x.double(), w.double().abs() + abs(offset), eps).abs()
+    err = ((cols / 64 + 7) / 2 + 7) * U * size
+    if residual:
+        ref, err = ref + added.double(), err + U * added.double().abs()
+    assert_within(y, ref, err)
+
+
+def test_rmsnorm_without_an_offset_keeps_the_signs_of_zeros():
+    """x * -0 is -0: adding an offset of +0 would turn it to +0."""
+    x, w = torch.ones(1, 16), torch.full((16,), -0.0)
+    (y,) = run("rmsnorm_fwd", Rmsnorm(1, 16, 0, 0, 0, 1e-5), [("r", x), ("r", w), ("w", x)])
+    assert torch.signbit(y).all()
+
+
+@pytest.mark.parametrize("name", ["rmsnorm_fwd", "rmsnorm_bwd"])
+def test_rmsnorm_refuses_by_name(name):
+    t = torch.zeros(4, 4)
+    for args, words in (
+        (Rmsnorm(4, 4, 0, 0, 0, 1e-5, math.inf), "weight_offset is inf"),
+        (Rmsnorm(4, 4, 2, 0, 0, 1e-5), "dt is 2"),
+    ):
+        status, _ = launch(LIB, name, args, [t] * 5, 1)
+        assert status == PS_EINVAL and words in LIB.ops_error().decode()
 
 
 @DTYPES
-@pytest.mark.parametrize("accumulate,add", [(0, 0), (1, 1)])
+@pytest.mark.parametrize("accumulate,add,offset", [(0, 0, 0), (1, 1, 0), (0, 1, 1)])
 @NORM_SHAPES
-def test_rmsnorm_bwd_against_autograd(rows, cols, accumulate, add, dt):
+def test_rmsnorm_bwd_against_autograd(rows, cols, accumulate, add, offset, dt):
     eps = 1e-5
     x, w, dy = (
         torch.randn(rows, cols).to(dt),
@@ -656,7 +690,7 @@ def test_rmsnorm_bwd_against_autograd(rows, cols, accumulate, add, dt):
         torch.randn(rows, cols).to(dt),
     )
     dx, dw = torch.randn(rows, cols).to(dt), torch.randn(cols).to(dt)
-    args = Rmsnorm(rows, cols, CODE[dt], accumulate, add, eps)
+    args = Rmsnorm(rows, cols, CODE[dt], accumulate, add, eps, offset)
     got_dx, got_dw = run(
         "rmsnorm_bwd",
         args,
@@ -669,11 +703,11 @@ def test_rmsnorm_bwd_against_autograd(rows, cols, accumulate, add, dt):
         ],
     )
     X, W = x.double().requires_grad_(), w.double().requires_grad_()
-    norm_reference(X, W, eps).backward(dy.double())
+    norm_reference(X, W + offset, eps).backward(dy.double())
     x, w, dy = x.double(), w.double(), dy.double()
     rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
-    g, xh = (dy * w).abs(), (x * rstd).abs()
-    depth = cols / 64 + 7 + 12  # the longer of the two sums, then the roundings of d
+    g, xh = dy.abs() * (w.abs() + offset), (x * rstd).abs()
+    depth = cols / 64 + 7 + 13  # the longer of the two sums, then the roundings of d
     size = rstd * (g + xh * (g * xh).mean(-1, keepdim=True)) * 2
     assert_within(
         got_dx,

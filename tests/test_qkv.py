@@ -27,6 +27,7 @@ from kernel_calls import (
 
 NONE, LINEAR, LLAMA3 = "default", "linear", "llama3"
 EPS = 1e-6
+HEAD, ROW = 1, 2  # qk_norm
 
 
 class Case:
@@ -45,6 +46,7 @@ class Case:
         original=8192,
         rotary=None,
         by=1.0,
+        offset=0.0,
         pos=None,
         seed=0,
     ):
@@ -58,14 +60,14 @@ class Case:
             high,
             original,
         )
-        self.rotary, self.by = d if rotary is None else rotary, by
+        self.rotary, self.by, self.offset = d if rotary is None else rotary, by, offset
         normal = lambda *shape: torch.randn(*shape, generator=g).to(TORCH_DTYPE[dt])
         self.qkv, self.dq = (
             normal(n_tokens, (self.h + 2 * self.kv_h) * d),
             normal(n_tokens, self.h * d),
         )
         self.dkv = torch.randn(n_tokens, 2 * self.kv_h * d, generator=g)
-        self.wq, self.wk = normal(d), normal(d)
+        self.wq, self.wk = (normal(n * d if norm == ROW else d) for n in heads)
         self.pos = (
             torch.arange(n_tokens, dtype=torch.int32)
             if pos is None
@@ -84,7 +86,7 @@ class Case:
         )
         assert by == 1.0
         return struct.pack(
-            f"@8I2f{PAIRS}f",
+            f"@8I3f{PAIRS}f",
             self.t,
             self.h,
             self.kv_h,
@@ -95,6 +97,7 @@ class Case:
             self.rotary,
             EPS,
             self.by,
+            self.offset,
             *inv_freq,
             *[0.0] * (PAIRS - len(inv_freq)),
         )
@@ -119,7 +122,9 @@ class Case:
         )
         if self.norm:
             inputs += [(4, self.qkv), (5, self.wq), (6, self.wk)]
-            outputs += list(zip((7, 8), dw or [poison((self.d,), self.qkv.dtype)] * 2))
+            outputs += list(
+                zip((7, 8), dw or [poison(w.shape, w.dtype) for w in (self.wq, self.wk)])
+            )
         return run("qkv_split_bwd", self.args(int(dw is not None)), inputs, outputs, **kw)
 
     # ---- the oracle, fp64 but for inv_freq, which is transformers' own fp32 one
@@ -156,15 +161,14 @@ class Case:
         """q and kv in fp64 of fp64 leaves, without the storage roundings."""
         n_q, n_k = self.h * self.d, self.kv_h * self.d
         angle = self.pos.double()[:, None] * self.inv_freq().double()
-        cos, sin = (
-            self.by * torch.cat([f(angle)] * 2, 1)[:, None] for f in (torch.cos, torch.sin)
-        )
+        cos, sin = (self.by * torch.cat([f(angle)] * 2, 1)[:, None] for f in (torch.cos, torch.sin))
         r = self.rotary
 
         def turned(x, w):
-            x = x.view(self.t, -1, self.d)
+            x = x.view(self.t, -1, self.d if self.norm == HEAD else x.shape[1])
             if self.norm:
-                x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * w
+                x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (w + self.offset)
+            x = x.view(self.t, -1, self.d)
             half = torch.cat([-x[..., r // 2 : r], x[..., : r // 2]], -1)
             return torch.cat([x[..., :r] * cos + half * sin, x[..., r:]], -1).reshape(self.t, -1)
 
@@ -220,7 +224,19 @@ def test_forward_and_backward(shape, rope, norm, dt):
 
 
 @pytest.mark.parametrize("dt", [F32, BF16])
-@pytest.mark.parametrize("norm", [0, 1])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norm_over_the_row_and_an_offset(shape, offset, dt):
+    check_against_torch(Case(dt=dt, norm=ROW, offset=offset, **shape))
+
+
+@pytest.mark.parametrize("dt", [F32, BF16])
+def test_norm_over_each_head_with_an_offset(dt):
+    check_against_torch(Case(dt=dt, norm=HEAD, offset=1.0))
+
+
+@pytest.mark.parametrize("dt", [F32, BF16])
+@pytest.mark.parametrize("norm", [0, HEAD, ROW])
 @pytest.mark.parametrize("turn", TURNS)
 def test_partial_rotary_none_and_an_attention_factor(turn, norm, dt):
     check_against_torch(Case(n_tokens=70, d=64, dt=dt, norm=norm, **turn))
@@ -230,7 +246,9 @@ def check_against_torch(case):
     norm, dt = case.norm, case.dt
     leaves = [x.double().requires_grad_() for x in (case.qkv, case.wq, case.wk)]
     want = case.oracle(*leaves)
-    mean = (case.d / 16 + 5) / 2 + 4 if norm else 0
+    n_q, n_k = case.h * case.d, case.kv_h * case.d
+    # a norm's mean is over so many elements; at most 1 + offset / |w| more of w + offset
+    mean = ((n_q if norm == ROW else case.d) / 16 + 5) / 2 + 5 if norm else 0
     inv_freq_error = (
         3 * U * case.t
     )  # powers differ by an ulp or two from torch's: times the largest position
@@ -248,26 +266,21 @@ def check_against_torch(case):
         want, leaves, (case.dq.double(), case.dkv.double()), allow_unused=True
     )
     got = case.backward()
-    n_q, n_k, x = case.h * case.d, case.kv_h * case.d, case.qkv.double()
+    x = case.qkv.double()
     dy = torch.cat([case.dq.double(), case.dkv.double()], 1)
     assert torch.equal(got[0][:, n_q + n_k :], case.dkv[:, n_k:].to(got[0].dtype))
     scale = max(case.by, 1.0) * pair_norm(dy, case.d, case.rotary)
     if norm:  # |dx| <= rstd (|g| + |xh| mean|g xh|), and |dy| is known to within its pair
-        heads = lambda v: v.view(case.t, -1, case.d)
-        w = torch.cat([case.wq.repeat(case.h), case.wk.repeat(case.kv_h), torch.ones(n_k)]).double()
-        rstd = (heads(x).square().mean(-1, keepdim=True) + EPS).rsqrt()
-        g, xh = heads(scale * w.abs()), (heads(x) * rstd).abs()
-        rows = heads(scale) * xh
-        scale = (rstd * (g + xh * (g * xh).mean(-1, keepdim=True))).view_as(x)
-        for i, part in ((1, rows[:, : case.h]), (2, rows[:, case.h : case.h + case.kv_h])):
-            terms = part.sum((0, 1))
-            close(
-                got[i],
-                grads[i],
-                terms,
-                arithmetic + 4 * math.sqrt(part.shape[0] * part.shape[1]) * U,
-                dt,
-            )
+        scales = []
+        for i, w, part in ((1, case.wq, slice(0, n_q)), (2, case.wk, slice(n_q, n_q + n_k))):
+            normed = lambda v: v[:, part].reshape(case.t, -1, len(w))
+            rstd = (normed(x).square().mean(-1, keepdim=True) + EPS).rsqrt()
+            g, xh = normed(scale) * (w.double().abs() + case.offset), (normed(x) * rstd).abs()
+            terms = normed(scale) * xh
+            scales.append((rstd * (g + xh * (g * xh).mean(-1, keepdim=True))).view(case.t, -1))
+            n_terms = terms.shape[0] * terms.shape[1]
+            close(got[i], grads[i], terms.sum((0, 1)), arithmetic + 4 * math.sqrt(n_terms) * U, dt)
+        scale = torch.cat([*scales, scale[:, n_q + n_k :]], 1)
     close(got[0], grads[0], scale, arithmetic * (3 if norm else 1), dt)
 
 
@@ -346,8 +359,9 @@ def test_same_as_transformers_rotary_embedding(rope, d):
 
 
 @pytest.mark.parametrize("dt", [F32, BF16])
-def test_threads_and_addresses_do_not_change_bits(dt):
-    case = Case(n_tokens=333, d=80, dt=dt, norm=1)
+@pytest.mark.parametrize("norm", [HEAD, ROW])
+def test_threads_and_addresses_do_not_change_bits(norm, dt):
+    case = Case(n_tokens=333, d=80, dt=dt, norm=norm)
     first = case.forward(n_threads=1) + case.backward(n_threads=1)
     for n_threads, shift in ((2, 0), (3, 16)):
         again = case.forward(n_threads=n_threads, shift=shift) + case.backward(
@@ -356,9 +370,10 @@ def test_threads_and_addresses_do_not_change_bits(dt):
         assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
-def test_accumulate_adds_to_the_norms_gradients():
-    case = Case(norm=1)
-    base = [torch.randn(case.d), torch.randn(case.d)]
+@pytest.mark.parametrize("norm", [HEAD, ROW])
+def test_accumulate_adds_to_the_norms_gradients(norm):
+    case = Case(norm=norm)
+    base = [torch.randn(len(w)) for w in (case.wq, case.wk)]
     once, added = case.backward(), case.backward(base)
     assert torch.equal(once[0], added[0])
     for o, a, b in zip(once[1:], added[1:], base):
@@ -377,9 +392,14 @@ def test_arguments_out_of_range_are_refused_by_name():
         case = Case(d=64)
         args = bytearray(case.args())
         for name, value in changed.items():
-            kind, at = {"head_dim": ("I", 12), "dt": ("I", 16), "rotary_dim": ("I", 28)}.get(
-                name, ("f", 36)
-            )
+            kind, at = {
+                "head_dim": ("I", 12),
+                "dt": ("I", 16),
+                "qk_norm": ("I", 20),
+                "rotary_dim": ("I", 28),
+                "attention_factor": ("f", 36),
+                "norm_offset": ("f", 40),
+            }[name]
             struct.pack_into(kind, args, at, value)
         return refusal("qkv_split_fwd", bytes(args), (case.qkv, case.pos, case.dq, case.dkv))
 
@@ -390,3 +410,5 @@ def test_arguments_out_of_range_are_refused_by_name():
     assert "rotary_dim is 258" in message(head_dim=512, rotary_dim=258)
     assert "attention_factor is 0" in message(attention_factor=0.0)
     assert "attention_factor is nan" in message(attention_factor=math.nan)
+    assert "qk_norm is 3" in message(qk_norm=3)
+    assert "norm_offset is inf" in message(norm_offset=math.inf)

@@ -176,11 +176,16 @@ typedef struct ps__args_embed_host {
 
 typedef struct ps__args_rmsnorm {
   uint32_t rows, cols, dt, accumulate_dw, add_dx;
-  float eps;
+  float eps, weight_offset; /* weight_offset: what is added to w, in fp32 (Gemma: 1) */
+  uint32_t has_residual;    /* forward */
 } ps__args_rmsnorm;
-/* rmsnorm_fwd          y = x * rstd * w, rstd = 1/sqrt(mean(x^2)+eps).  ptr: R x[rows,cols], R
- *                      w[cols], W y[rows,cols]. */
-/* rmsnorm_bwd          xh = x*rstd; g = dy*w; d = rstd*(g - xh*mean(g*xh)); dx = add_dx ? dx + d
+/* PS_EINVAL names @op, the field and its value (native/kernels/cpu/rmsnorm.c). */
+ps_status ps__check_rmsnorm(const ps__args_rmsnorm *a, const char *op);
+/* rmsnorm_fwd          y = x * rstd * (w + weight_offset) (+ residual), rstd =
+ *                      1/sqrt(mean(x^2)+eps).  ptr: R x[rows,cols], R w[cols], W y[rows,cols],
+ *                      then R residual[rows,cols] if has_residual. */
+/* rmsnorm_bwd          dy is the gradient of y, and of the residual as it stands. xh = x*rstd; g =
+ *                      dy*(w + weight_offset); d = rstd*(g - xh*mean(g*xh)); dx = add_dx ? dx + d
  *                      : d; dw (+)= sum_rows dy*xh.
  *                      ptr: R x, R w, R dy, W|RW dx, W|RW dw[cols] (RW with accumulate_dw). dx
  *                      does not alias dy or x. */
@@ -203,20 +208,29 @@ typedef struct ps__args_gemm {
  * reduction in fp64. Cosine and sine are multiplied by attention_factor (YaRN, longrope; else
  * 1). native/model/rope.h fills the table. */
 enum { PS_ROPE_PAIRS = 128 };
+/* qk_norm: none; over each head, with weights of head_dim elements (Qwen3); over all heads of q
+ * together, and over all of k, with weights of A and of K elements (OLMo 2). */
+enum { PS_QK_NORM_NONE = 0, PS_QK_NORM_HEAD = 1, PS_QK_NORM_ROW = 2 };
+/* Elements of the weights of q's and of k's norm. */
+#define ps__q_norm_elements(a)                                                                     \
+  ((a)->qk_norm == PS_QK_NORM_ROW ? (a)->n_heads * (a)->head_dim : (a)->head_dim)
+#define ps__k_norm_elements(a)                                                                     \
+  ((a)->qk_norm == PS_QK_NORM_ROW ? (a)->n_kv_heads * (a)->head_dim : (a)->head_dim)
 typedef struct ps__args_qkv {
   uint32_t n_tokens, n_heads, n_kv_heads, head_dim, dt, qk_norm, accumulate_dw;
   uint32_t rotary_dim; /* even, at most head_dim and 2 * PS_ROPE_PAIRS; 0: no RoPE */
   float eps, attention_factor;
+  float norm_offset;             /* what is added to the norms' weights, in fp32 (Gemma: 1) */
   float inv_freq[PS_ROPE_PAIRS]; /* rotary_dim/2 of them, then zeros */
 } ps__args_qkv;
 /* The fields, on every backend: PS_EINVAL names @op, the field and its value
  * (native/kernels/cpu/qkv.c). */
 ps_status ps__check_qkv(const ps__args_qkv *a, const char *op);
 /* qkv_split_fwd        qkv[T,A+2K] -> q[T,A] and kv[T,2K] (row: K heads then V heads), q and k
- *                      after optional RMSNorm over head_dim
- *                      (one rounding after norm, then RoPE, one rounding) and RoPE at pos[t].
- *                      ptr: R qkv, R pos i32[T], W q, W kv, then with qk_norm R wq[head_dim], R
- *                      wk[head_dim]. */
+ *                      after optional RMSNorm (one rounding after norm, then RoPE, one rounding)
+ *                      and RoPE at pos[t].
+ *                      ptr: R qkv, R pos i32[T], W q, W kv, then with qk_norm R wq, R wk
+ *                      (ps__q_norm_elements, ps__k_norm_elements). */
 /* qkv_split_bwd        dqkv[T,A+2K] from dq[T,A] (dt) and dkv fp32 [T,2K]: inverse RoPE, norm
  *                      backward.
  *                      ptr: R dq, R dkv f32, R pos, W dqkv, then with qk_norm R qkv (raw), R wq,

@@ -25,8 +25,7 @@ static uint32_t positions_of(const ps__rope *r) {
 }
 
 static ps_status needs_length(const ps__rope *r) {
-  return needs("original_max_position_embeddings",
-positions_of(r));
+  return needs("original_max_position_embeddings", positions_of(r));
 }
 
 static ps_status check_yarn(const ps__rope *r) {
@@ -66,7 +65,8 @@ static ps_status check(const ps__rope *r) {
   if (!positive(r->theta))
     return ps__fail(PS_EINVAL, "rope_theta is %g: it must be positive and finite", r->theta);
   if (!(r->attention_factor >= 0.0 && r->attention_factor < INFINITY))
-    return ps__fail(PS_EINVAL, "rope_scaling.attention_factor is %g: it must be positive and finite",
+    return ps__fail(PS_EINVAL,
+                    "rope_scaling.attention_factor is %g: it must be positive and finite",
                     r->attention_factor);
   switch (r->kind) {
   case PS_ROPE_NONE: return PS_OK;
@@ -146,8 +146,8 @@ static double attention_factor(const ps__rope *r) {
   if (r->kind == PS__ROPE_YARN)
     return yarn_scale(r->factor, 1.0);
   /* longrope: the ratio of the lengths where config.json has both, as Phi-3's has, else factor */
-  const double factor = r->original_positions ? (double)r->max_positions / r->original_positions
-                                              : r->factor;
+  const double factor =
+      r->original_positions ? (double)r->max_positions / r->original_positions : r->factor;
   return factor <= 1.0 ? 1.0 : sqrt(1.0 + log(factor) / log(positions_of(r)));
 }
 
@@ -171,14 +171,17 @@ ps_status ps__rope_table(ps__args_qkv *a, const ps__rope *r, uint64_t seq_len) {
                   : r->kind == PS__ROPE_LONGROPE ? longrope(r, i, seq_len)
                                                  : f;
     if (!positive(inv_freq[i]))
-      return ps__fail(PS_EINVAL, "rope_theta %g gives pair %u of %u the frequency %g: it must be "
-                                 "positive and finite", r->theta, i, r->rotary_dim / 2,
-                      (double)inv_freq[i]);
+      return ps__fail(PS_EINVAL,
+                      "rope_theta %g gives pair %u of %u the frequency %g: it must be "
+                      "positive and finite",
+                      r->theta, i, r->rotary_dim / 2, (double)inv_freq[i]);
   }
   const double by = r->rotary_dim ? attention_factor(r) : 1.0;
   if (!positive((float)by))
-    return ps__fail(PS_EINVAL, "rope_scaling gives the attention factor %g: it must be positive and "
-                               "finite", by);
+    return ps__fail(PS_EINVAL,
+                    "rope_scaling gives the attention factor %g: it must be positive and "
+                    "finite",
+                    by);
   a->rotary_dim = r->rotary_dim;
   a->attention_factor = (float)by;
   memcpy(a->inv_freq, inv_freq, sizeof inv_freq);

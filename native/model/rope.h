@@ -14,11 +14,11 @@ typedef struct ps__rope {
   uint32_t rotary_dim;                        /* head_dim * partial_rotary_factor; 0: no RoPE */
   uint32_t original_positions, max_positions; /* (original_)max_position_embeddings */
   double theta, factor;
-  double low_freq_factor, high_freq_factor;                       /* llama3 */
-  double attention_factor;                                        /* yarn, longrope */
-  double beta_fast, beta_slow, mscale, mscale_all_dim;            /* yarn */
-  bool keep_fraction;                                             /* yarn: truncate is false */
-  const double *short_factor, *long_factor; /* longrope: rotary_dim/2 each; borrowed */
+  double low_freq_factor, high_freq_factor;            /* llama3 */
+  double attention_factor;                             /* yarn, longrope */
+  double beta_fast, beta_slow, mscale, mscale_all_dim; /* yarn */
+  bool keep_fraction;                                  /* yarn: truncate is false */
+  const double *short_factor, *long_factor;            /* longrope: rotary_dim/2 each; borrowed */
 } ps__rope;
 
 /* ps__rope_table() - fills @a's rotary_dim, attention_factor and inv_freq, in the order and

@@ -261,13 +261,23 @@ static void test_rmsnorm(uint32_t dt) {
   for (size_t s = 0; s < sizeof shape / sizeof *shape; s++)
     for (uint32_t flags = 0; flags < 4; flags++) {
       const uint32_t r = shape[s][0], c = shape[s][1];
-      const ps__args_rmsnorm a = {r, c, dt, flags & 1, flags >> 1, 1e-5f};
+      const ps__args_rmsnorm a = {.rows = r,
+                                  .cols = c,
+                                  .dt = dt,
+                                  .accumulate_dw = flags & 1,
+                                  .add_dx = flags >> 1,
+                                  .eps = 1e-5f,
+                                  .weight_offset = s % 2 ? 1.0f : 0.0f,
+                                  .has_residual = flags == 1};
       const size_t n = (size_t)r * c;
       char name[96];
       snprintf(name, sizeof name, "rmsnorm dt%u %ux%u flags %u", dt, r, c, flags);
       if (!flags)
         CHECK(rmsnorm_fwd, rmsnorm_fwd, &a, in(dt, n, 2), in(dt, c, 1),
               random_buf('w', dt, n, 1, row));
+      if (a.has_residual)
+        CHECK(rmsnorm_fwd, rmsnorm_fwd, &a, in(dt, n, 2), in(dt, c, 1),
+              random_buf('w', dt, n, 1, row), in(dt, n, 2));
       /* the gradient of one column is 0 but for eps: there is only rounding to compare */
       if (c == 1)
         continue;
@@ -305,17 +315,20 @@ static void test_qkv(uint32_t dt) {
                                       {70, 64, 8, 128},  {9, 11, 4, 320}};
   const int before = g_failed;
   for (size_t s = 0; s < sizeof shape / sizeof *shape; s++)
-    for (uint32_t flags = 0; flags < 4; flags++) {
+    for (uint32_t flags = 0; flags < 6; flags++) {
       const uint32_t t = shape[s][0], hq = shape[s][1], hk = shape[s][2], d = shape[s][3],
-                     norm = flags & 1;
+                     norm = flags % 3;
       ps__args_qkv a = {.n_tokens = t,
                         .n_heads = hq,
                         .n_kv_heads = hk,
                         .head_dim = d,
                         .dt = dt,
                         .qk_norm = norm,
-                        .accumulate_dw = flags >> 1,
-                        .eps = 1e-6f};
+                        .accumulate_dw = flags / 3,
+                        .eps = 1e-6f,
+                        .norm_offset = s % 4 ? 0.0f : 1.0f};
+      const size_t of_q = ps__q_norm_elements(&a), of_k = ps__k_norm_elements(&a);
+      const bool row = norm == PS_QK_NORM_ROW;
       /* by turns all of a head, half of it, and nothing */
       const uint32_t part = s % 4 == 3 ? 0 : s % 4 == 2 ? d / 4 * 2 : d;
       const ps__rope rope = {.kind = (uint32_t)(s % 3),
@@ -325,7 +338,7 @@ static void test_qkv(uint32_t dt) {
                              .factor = 8,
                              .low_freq_factor = 1,
                              .high_freq_factor = 4};
-      CHECK(ps__rope_table(&a, &rope, 1) == PS_OK);
+      g_failed += ps__rope_table(&a, &rope, 1) != PS_OK;
       if (s % 2)
         a.attention_factor = 1.25f;
       const size_t A = (size_t)hq * d * t, K = (size_t)hk * d * t;
@@ -341,8 +354,8 @@ static void test_qkv(uint32_t dt) {
                     ints(t, 0, 1048576, false),
                     random_buf('w', dt, A, 1, out),
                     random_buf('w', dt, 2 * K, 1, out),
-                    in(dt, d, 1),
-                    in(dt, d, 1)};
+                    in(dt, of_q, 1),
+                    in(dt, of_k, 1)};
       check(name, &ps__k_qkv_split_fwd, ps__cuda_qkv_split_fwd, &a, f, norm ? 6 : 4);
       const char m = a.accumulate_dw ? 'u' : 'w';
       buffer g[] = {in(dt, A, 1),
@@ -350,10 +363,10 @@ static void test_qkv(uint32_t dt) {
                     ints(t, 0, 1048576, false),
                     random_buf('w', dt, A + 2 * K, 1, back),
                     in(dt, A + 2 * K, 1),
-                    in(dt, d, 1),
-                    in(dt, d, 1),
-                    random_buf(m, dt, d, 1, row_sums(dt, (double)t * hq)),
-                    random_buf(m, dt, d, 1, row_sums(dt, (double)t * hk))};
+                    in(dt, of_q, 1),
+                    in(dt, of_k, 1),
+                    random_buf(m, dt, of_q, 1, row_sums(dt, (double)t * (row ? 1 : hq))),
+                    random_buf(m, dt, of_k, 1, row_sums(dt, (double)t * (row ? 1 : hk)))};
       check(name, &ps__k_qkv_split_bwd, ps__cuda_qkv_split_bwd, &a, g, norm ? 9 : 4);
     }
   done(dt ? "qkv bf16" : "qkv fp32", before);
@@ -671,13 +684,9 @@ static void speeds(void) {
         6.0 * T * F, 0);
   speed("swiglu_bwd", ps__cuda_swiglu_bwd, &(ps__args_swiglu){T, F, PS_BF16}, AT(1024, 64),
         12.0 * T * F, 0);
-  ps__args_qkv q = {.n_tokens = T,
-                    .n_heads = 32,
-                    .n_kv_heads = 8,
-                    .head_dim = 128,
-                    .dt = PS_BF16,
-                    .eps = 1e-6f};
-  CHECK(ps__rope_table(&q, &(ps__rope){.rotary_dim = 128, .theta = 5e5}, 1) == PS_OK);
+  ps__args_qkv q = {
+      .n_tokens = T, .n_heads = 32, .n_kv_heads = 8, .head_dim = 128, .dt = PS_BF16, .eps = 1e-6f};
+  g_failed += ps__rope_table(&q, &(ps__rope){.rotary_dim = 128, .theta = 5e5}, 1) != PS_OK;
   const double A = T * 4096.0, K = T * 1024.0;
   speed("qkv_split_fwd", ps__cuda_qkv_split_fwd, &q, AT(64, 1, 512, 768), 4 * (A + 2 * K), 0);
   speed("qkv_split_bwd", ps__cuda_qkv_split_bwd, &q, AT(64, 256, 1, 512), 4 * A + 12 * K, 0);

@@ -1,14 +1,15 @@
-/* qkv.c - the fused q, k, v product split by use: optional RMSNorm over head_dim (Qwen3), RoPE,
- * and the way back.
+/* qkv.c - the fused q, k, v product split by use: optional RMSNorm over each head
+ * (Qwen3) or over all heads together (OLMo 2), RoPE, and the way back.
  *
- * math    y = round(x * rstd * w), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at
+ * math    y = round(x * rstd * (w + norm_offset)), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at
  *         angle a = pos * inv_freq[i], c = attention_factor * cos a, s = attention_factor * sin a:
  *         out[i] = y[i] c - y[i+h] s,  out[i+h] = y[i+h] c + y[i] s,  i < h = rotary_dim/2;
  *         out[i] = y[i] for i >= rotary_dim.
- *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*w, dx = rstd*(g -
- *         xh*mean(g*xh)), dw = sum over rows and heads
- *         of dy*xh.
- * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk [head_dim].
+ *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*(w + norm_offset), dx = rstd*(g -
+ *         xh*mean(g*xh)), dw = sum of dy*xh over
+ *         rows, and over heads where they share a weight.
+ * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk
+ *         [head_dim], with PS_QK_NORM_ROW [A] and [K].
  * bytes   forward reads and writes qkv once; backward reads dq, dkv (and qkv with qk_norm) and
  *         writes dqkv.
  * determinism  a row is made by one worker; dw: partial sums of fixed tiles of rows (cpu.h),
@@ -23,8 +24,8 @@ enum { ROPE_ROWS = 32 }; /* rows that share one filling of the table of sines */
 
 /* Scratch of a worker. Of worker 0's, all use the partial sums. */
 typedef struct qkv_scratch {
-  float *cos, *sin, *row, *x;   /* [ROPE_ROWS][half] twice, [head_dim] twice */
-  float *partial_q, *partial_k; /* [tiles][head_dim], with qk_norm in the backward pass */
+  float *cos, *sin, *row, *x;   /* [ROPE_ROWS][half] twice, [at once] twice */
+  float *partial_q, *partial_k; /* [tiles][weights], with qk_norm in the backward pass */
 } qkv_scratch;
 
 typedef struct qkv_job {
@@ -34,13 +35,19 @@ typedef struct qkv_job {
   const float *dkv;
   const int32_t *pos;
   void *q, *kv, *dqkv;
-  float *w; /* both norms' weights as fp32, [2][head_dim], in worker 0's scratch */
+  float *w; /* both norms' weights as fp32, q's first, in worker 0's scratch */
 } qkv_job;
 
 static size_t half_padded(const ps__args_qkv *a) { return ps__round_up(a->rotary_dim / 2, 16); }
 
+/* Elements of a row that are worked on at once, a head or all heads, in whole vectors. */
+static size_t at_once(const ps__args_qkv *a) {
+  const size_t q = ps__q_norm_elements(a), k = ps__k_norm_elements(a);
+  return ps__round_up(q > k ? q : k, 16);
+}
+
 static size_t scratch_floats(const ps__args_qkv *a) {
-  return 2 * ROPE_ROWS * half_padded(a) + 4 * ps__round_up(a->head_dim, 16);
+  return 2 * ROPE_ROWS * half_padded(a) + 4 * at_once(a);
 }
 
 static size_t scratch_qkv_split_fwd(const void *args, const ps__scratch_target *target) {
@@ -49,13 +56,14 @@ static size_t scratch_qkv_split_fwd(const void *args, const ps__scratch_target *
 
 static size_t scratch_qkv_split_bwd(const void *args, const ps__scratch_target *target) {
   const ps__args_qkv *a = args;
-  size_t partial = a->qk_norm ? 2 * (size_t)ps__n_row_tiles(a->n_tokens) * a->head_dim : 0;
+  const size_t weights = (size_t)ps__q_norm_elements(a) + ps__k_norm_elements(a),
+               partial = a->qk_norm ? (size_t)ps__n_row_tiles(a->n_tokens) * weights : 0;
   return ps__round_up((scratch_floats(a) + partial) * sizeof(float), 64);
 }
 
 static qkv_scratch scratch_of(const qkv_job *j, uint32_t worker) {
   const ps__args_qkv *a = &j->a;
-  size_t h = half_padded(a), d = ps__round_up(a->head_dim, 16);
+  size_t h = half_padded(a), d = at_once(a);
   float *p = ps__scratch(j->exec, worker), *first = ps__scratch(j->exec, 0),
         *sums = first + scratch_floats(a);
   return (qkv_scratch){.cos = p,
@@ -63,7 +71,8 @@ static qkv_scratch scratch_of(const qkv_job *j, uint32_t worker) {
                        .row = p + 2 * ROPE_ROWS * h,
                        .x = p + 2 * ROPE_ROWS * h + d,
                        .partial_q = sums,
-                       .partial_k = sums + (size_t)ps__n_row_tiles(a->n_tokens) * a->head_dim};
+                       .partial_k =
+                           sums + (size_t)ps__n_row_tiles(a->n_tokens) * ps__q_norm_elements(a)};
 }
 
 /* cosines and sines of pos * inv_freq[i], times @by; n is a multiple of 16. The product and its reduction by
@@ -163,25 +172,34 @@ PS_CLONES static void norm_row_bwd(float *restrict dy, float *restrict x, const 
     dy[i] = (dy[i] - x[i] * mean) * rstd;
 }
 
+/* Every head of a row of n elements turned; backwards with sign -1. */
+static void rotate_heads(const qkv_job *j, const qkv_scratch *s, float *row, size_t n, int64_t slot,
+                         float sign) {
+  const size_t h = half_padded(&j->a);
+  for (size_t c = 0; c < n; c += j->a.head_dim)
+    rotate(row + c, s->cos + (size_t)slot * h, s->sin + (size_t)slot * h, j->a.rotary_dim / 2,
+           sign);
+}
+
 static void fwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const qkv_job *j = arg;
   const ps__args_qkv *a = &j->a;
   qkv_scratch s = scratch_of(j, worker);
-  size_t d = a->head_dim, h = half_padded(a), n_q = a->n_heads * d, n_k = a->n_kv_heads * d;
+  const size_t n_q = (size_t)a->n_heads * a->head_dim, n_k = (size_t)a->n_kv_heads * a->head_dim,
+               w_q = ps__q_norm_elements(a), w_k = ps__k_norm_elements(a);
   fill_table(j, &s, first, end);
   for (int64_t t = first; t < end; t++) {
-    const float *cosines = s.cos + (size_t)(t - first) * h,
-                *sines = s.sin + (size_t)(t - first) * h;
-    for (size_t c = 0; c < n_q + n_k; c += d) {
+    for (size_t c = 0, d; c < n_q + n_k; c += d) {
+      d = c < n_q ? w_q : w_k;
       ps__load_f32(s.row, ps__celem(j->qkv, a->dt, (size_t)t * (n_q + 2 * n_k) + c), a->dt, d);
       if (a->qk_norm) {
-        norm_row(s.row, c < n_q ? j->w : j->w + d, d, a->eps);
+        norm_row(s.row, c < n_q ? j->w : j->w + w_q, d, a->eps);
         if (a->dt == PS_BF16) { /* the rounding between norm and RoPE */
           ps__store_f32(s.x, PS_BF16, s.row, d);
           ps__load_f32(s.row, s.x, PS_BF16, d);
         }
       }
-      rotate(s.row, cosines, sines, a->rotary_dim / 2, 1.0f);
+      rotate_heads(j, &s, s.row, d, t - first, 1.0f);
       void *to = c < n_q ? ps__elem(j->q, a->dt, (size_t)t * n_q + c)
                          : ps__elem(j->kv, a->dt, (size_t)t * 2 * n_k + c - n_q);
       ps__store_f32(to, a->dt, s.row, d);
@@ -196,18 +214,20 @@ static void fwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
 static void bwd_row(const qkv_job *j, const qkv_scratch *s, int64_t t, int64_t slot, float *dwq,
                     float *dwk) {
   const ps__args_qkv *a = &j->a;
-  size_t d = a->head_dim, h = half_padded(a), n_q = a->n_heads * d, n_k = a->n_kv_heads * d,
-         at = (size_t)t * (n_q + 2 * n_k);
+  const size_t n_q = (size_t)a->n_heads * a->head_dim, n_k = (size_t)a->n_kv_heads * a->head_dim,
+               w_q = ps__q_norm_elements(a), w_k = ps__k_norm_elements(a),
+               at = (size_t)t * (n_q + 2 * n_k);
   const float *dkv = j->dkv + (size_t)t * 2 * n_k;
-  for (size_t c = 0; c < n_q + n_k; c += d) {
+  for (size_t c = 0, d; c < n_q + n_k; c += d) {
+    d = c < n_q ? w_q : w_k;
     if (c < n_q)
       ps__load_f32(s->row, ps__celem(j->dq, a->dt, (size_t)t * n_q + c), a->dt, d);
     else
       memcpy(s->row, dkv + c - n_q, d * sizeof(float));
-    rotate(s->row, s->cos + (size_t)slot * h, s->sin + (size_t)slot * h, a->rotary_dim / 2, -1.0f);
+    rotate_heads(j, s, s->row, d, slot, -1.0f);
     if (a->qk_norm) {
       ps__load_f32(s->x, ps__celem(j->qkv, a->dt, at + c), a->dt, d);
-      norm_row_bwd(s->row, s->x, c < n_q ? j->w : j->w + d, c < n_q ? dwq : dwk, d, a->eps);
+      norm_row_bwd(s->row, s->x, c < n_q ? j->w : j->w + w_q, c < n_q ? dwq : dwk, d, a->eps);
     }
     ps__store_f32(ps__elem(j->dqkv, a->dt, at + c), a->dt, s->row, d);
   }
@@ -217,11 +237,12 @@ static void bwd_row(const qkv_job *j, const qkv_scratch *s, int64_t t, int64_t s
 static void bwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const qkv_job *j = arg;
   qkv_scratch s = scratch_of(j, worker);
-  size_t d = j->a.head_dim, tile = (size_t)(first / ps__row_tile_rows(j->a.n_tokens));
-  float *dwq = s.partial_q + tile * d, *dwk = s.partial_k + tile * d;
+  const size_t w_q = ps__q_norm_elements(&j->a), w_k = ps__k_norm_elements(&j->a),
+               tile = (size_t)(first / ps__row_tile_rows(j->a.n_tokens));
+  float *dwq = s.partial_q + tile * w_q, *dwk = s.partial_k + tile * w_k;
   if (j->a.qk_norm) {
-    memset(dwq, 0, d * sizeof(float));
-    memset(dwk, 0, d * sizeof(float));
+    memset(dwq, 0, w_q * sizeof(float));
+    memset(dwk, 0, w_k * sizeof(float));
   }
   for (int64_t t = first; t < end; t++) {
     int64_t slot = (t - first) % ROPE_ROWS;
@@ -244,6 +265,11 @@ ps_status ps__check_qkv(const ps__args_qkv *a, const char *op) {
   if (a->rotary_dim && !(a->attention_factor > 0.0f && a->attention_factor < INFINITY))
     return ps__fail(PS_EINVAL, "%s: attention_factor is %g: it must be positive and finite", op,
                     (double)a->attention_factor);
+  if (a->qk_norm > PS_QK_NORM_ROW)
+    return ps__fail(PS_EINVAL, "%s: qk_norm is %u: at most %d", op, a->qk_norm, PS_QK_NORM_ROW);
+  if (!(a->norm_offset > -INFINITY && a->norm_offset < INFINITY))
+    return ps__fail(PS_EINVAL, "%s: norm_offset is %g: it must be finite", op,
+                    (double)a->norm_offset);
   if (a->dt >= PS_N_DTYPES)
     return ps__fail(PS_EINVAL, "%s: dt is %u: neither fp32 nor bf16", op, a->dt);
   return PS_OK;
@@ -256,10 +282,13 @@ static ps_status start(qkv_job *j, const ps_launch *l, const char *name, const v
   j->a = *a;
   j->exec = l->exec;
   qkv_scratch s = scratch_of(j, 0);
-  j->w = s.x + ps__round_up(a->head_dim, 16);
+  const size_t w_q = ps__q_norm_elements(a), w_k = ps__k_norm_elements(a);
+  j->w = s.x + at_once(a);
   if (a->qk_norm) {
-    ps__load_f32(j->w, wq, a->dt, a->head_dim);
-    ps__load_f32(j->w + a->head_dim, wk, a->dt, a->head_dim);
+    ps__load_f32(j->w, wq, a->dt, w_q);
+    ps__load_f32(j->w + w_q, wk, a->dt, w_k);
+    for (size_t i = 0; i < w_q + w_k && a->norm_offset != 0.0f; i++)
+      j->w[i] += a->norm_offset;
   }
   return PS_OK;
 }
@@ -284,8 +313,10 @@ static ps_status qkv_split_bwd(const ps_launch *l) {
   if (a->qk_norm) {
     qkv_scratch s = scratch_of(&j, 0);
     int64_t tiles = ps__n_row_tiles(a->n_tokens);
-    ps__add_partials(j.exec, l->ptr[7], a->dt, s.partial_q, tiles, a->head_dim, a->accumulate_dw);
-    ps__add_partials(j.exec, l->ptr[8], a->dt, s.partial_k, tiles, a->head_dim, a->accumulate_dw);
+    ps__add_partials(j.exec, l->ptr[7], a->dt, s.partial_q, tiles, ps__q_norm_elements(a),
+                     a->accumulate_dw);
+    ps__add_partials(j.exec, l->ptr[8], a->dt, s.partial_k, tiles, ps__k_norm_elements(a),
+                     a->accumulate_dw);
   }
   return PS_OK;
 }

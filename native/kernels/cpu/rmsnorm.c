@@ -6,15 +6,19 @@
 
 typedef struct norm_job {
   const ps__args_rmsnorm *a;
-  const char *x, *w, *dy;
+  const char *x, *w, *dy, *residual;
   char *y, *dx;
   float *partial; /* [tiles, cols]: dw of each tile of rows */
 } norm_job;
 
-/* sums[0] = sum x^2, sums[1] = sum dy*w*x (0 when dy is NULL). Lane j of accumulator q adds
+/* w + weight_offset for vectors of w: by adding -0 where there is no offset, which leaves every
+ * bit of w, those of -0 too. */
+#define norm_offset(a) (-ps__v_set(-(a)->weight_offset))
+
+/* sums[0] = sum x^2, sums[1] = sum dy*(w + offset)*x (0 when dy is NULL). Lane j of accumulator q adds
  * elements 64i + 16q + j. */
 PS_VEC void norm_sums(float sums[2], const char *x, const char *w, const char *dy, uint32_t dt,
-                      size_t cols) {
+                      size_t cols, const ps__v *offset) {
   ps__v ss[4] = {{0}}, sg[4] = {{0}};
   size_t i = 0;
   for (; i + 4 * PS_LANES <= cols; i += 4 * PS_LANES) {
@@ -23,14 +27,14 @@ PS_VEC void norm_sums(float sums[2], const char *x, const char *w, const char *d
       ps__v v = ps__v_get(x, dt, at);
       ss[q] += v * v;
       if (dy)
-        sg[q] += ps__v_get(dy, dt, at) * ps__v_get(w, dt, at) * v;
+        sg[q] += ps__v_get(dy, dt, at) * (ps__v_get(w, dt, at) + *offset) * v;
     }
   }
   for (; i < cols; i += PS_LANES) {
     ps__v v = ps__v_read(x, dt, i, cols, 0.0f);
     ss[0] += v * v;
     if (dy)
-      sg[0] += ps__v_read(dy, dt, i, cols, 0.0f) * ps__v_read(w, dt, i, cols, 0.0f) * v;
+      sg[0] += ps__v_read(dy, dt, i, cols, 0.0f) * (ps__v_read(w, dt, i, cols, 0.0f) + *offset) * v;
   }
   sums[0] = ps__v_sum((ss[0] + ss[1]) + (ss[2] + ss[3]));
   sums[1] = ps__v_sum((sg[0] + sg[1]) + (sg[2] + sg[3]));
@@ -38,15 +42,21 @@ PS_VEC void norm_sums(float sums[2], const char *x, const char *w, const char *d
 
 PS_VEC void norm_fwd_rows(const norm_job *j, int64_t first, int64_t end, uint32_t dt) {
   size_t cols = j->a->cols, bytes = cols * ps__dt_bytes(dt);
+  const ps__v offset = norm_offset(j->a);
+  const bool residual = j->residual != NULL;
   for (int64_t r = first; r < end; r++) {
     const char *x = j->x + (size_t)r * bytes;
     char *y = j->y + (size_t)r * bytes;
     float sums[2];
-    norm_sums(sums, x, NULL, NULL, dt, cols);
+    norm_sums(sums, x, NULL, NULL, dt, cols, NULL);
     float rstd = 1.0f / sqrtf(sums[0] / (float)cols + j->a->eps);
-    for (size_t i = 0; i < cols; i += PS_LANES)
-      ps__v_write(y, dt, i, cols,
-                  ps__v_read(x, dt, i, cols, 0.0f) * rstd * ps__v_read(j->w, dt, i, cols, 0.0f));
+    for (size_t i = 0; i < cols; i += PS_LANES) {
+      ps__v v =
+          ps__v_read(x, dt, i, cols, 0.0f) * rstd * (ps__v_read(j->w, dt, i, cols, 0.0f) + offset);
+      if (residual)
+        v += ps__v_read(j->residual + (size_t)r * bytes, dt, i, cols, 0.0f);
+      ps__v_write(y, dt, i, cols, v);
+    }
   }
 }
 
@@ -61,16 +71,31 @@ static void norm_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker
   norm_fwd(arg, first, end);
 }
 
+ps_status ps__check_rmsnorm(const ps__args_rmsnorm *a, const char *op) {
+  if (!(a->weight_offset > -INFINITY && a->weight_offset < INFINITY))
+    return ps__fail(PS_EINVAL, "%s: weight_offset is %g: it must be finite", op,
+                    (double)a->weight_offset);
+  if (a->dt >= PS_N_DTYPES)
+    return ps__fail(PS_EINVAL, "%s: dt is %u: neither fp32 nor bf16", op, a->dt);
+  return PS_OK;
+}
+
 /* rmsnorm_fwd
- * math    y[r,c] = x[r,c] * rstd[r] * w[c], rstd[r] = 1/sqrt(mean_c(x^2) + eps); fp32 inside,
- *         one rounding at the store
- * shapes  x, y [rows,cols], w [cols], all of dt; y may not alias x
- * bytes   2*rows*cols*sizeof(dt) of memory, the second read of a row is from cache
+ * math    y[r,c] = x[r,c] * rstd[r] * (w[c] + weight_offset) (+ residual[r,c]), rstd[r] =
+ *         1/sqrt(mean_c(x^2) + eps); fp32 inside, one rounding at the store
+ * shapes  x, y, residual [rows,cols], w [cols], all of dt; y may not alias x
+ * bytes   2 (with a residual 3) *rows*cols*sizeof(dt) of memory, the second read of a row is from
+ *         cache
  * determinism  bitwise: a row's sum has 64 lanes and a fixed tree, whatever thread and
  *              instruction set runs it */
 static ps_status rmsnorm_fwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = l->args;
-  norm_job job = {.a = a, .x = l->ptr[0], .w = l->ptr[1], .y = l->ptr[2]};
+  PS_TRY(ps__check_rmsnorm(a, "rmsnorm_fwd"));
+  norm_job job = {.a = a,
+                  .x = l->ptr[0],
+                  .w = l->ptr[1],
+                  .y = l->ptr[2],
+                  .residual = a->has_residual ? l->ptr[3] : NULL};
   ps__cpu_rows(l->exec, a->rows, ps__block_rows(a->cols), norm_fwd_task, &job);
   return PS_OK;
 }
@@ -78,16 +103,17 @@ static ps_status rmsnorm_fwd(const ps_launch *l) {
 PS_VEC void norm_bwd_rows(const norm_job *j, int64_t first, int64_t end, float *dw, uint32_t dt) {
   size_t cols = j->a->cols, bytes = cols * ps__dt_bytes(dt);
   bool add = j->a->add_dx != 0;
+  const ps__v offset = norm_offset(j->a);
   for (int64_t r = first; r < end; r++) {
     const char *x = j->x + (size_t)r * bytes, *dy = j->dy + (size_t)r * bytes;
     char *dx = j->dx + (size_t)r * bytes;
     float sums[2];
-    norm_sums(sums, x, j->w, dy, dt, cols);
+    norm_sums(sums, x, j->w, dy, dt, cols, &offset);
     float rstd = 1.0f / sqrtf(sums[0] / (float)cols + j->a->eps);
     float mean = sums[1] * rstd / (float)cols;
     for (size_t i = 0; i < cols; i += PS_LANES) {
       ps__v g = ps__v_read(dy, dt, i, cols, 0.0f), xh = ps__v_read(x, dt, i, cols, 0.0f) * rstd;
-      ps__v d = (g * ps__v_read(j->w, dt, i, cols, 0.0f) - xh * mean) * rstd;
+      ps__v d = (g * (ps__v_read(j->w, dt, i, cols, 0.0f) + offset) - xh * mean) * rstd;
       if (add)
         d += ps__v_read(dx, dt, i, cols, 0.0f);
       ps__v_write(dx, dt, i, cols, d);
@@ -118,7 +144,7 @@ static size_t scratch_rmsnorm_bwd(const void *args, const ps__scratch_target *ta
 }
 
 /* rmsnorm_bwd
- * math    xh = x*rstd; g = dy*w; d = rstd*(g - xh*mean_c(g*xh)); dx = add_dx ? dx + d : d; dw
+ * math    xh = x*rstd; g = dy*(w + weight_offset); d = rstd*(g - xh*mean_c(g*xh)); dx = add_dx ? dx + d : d; dw
  *         (+)= sum_r dy*xh
  * shapes  x, dy, dx [rows,cols], w, dw [cols], all of dt; dx aliases neither x nor dy
  * bytes   3 or 4 (add_dx) * rows*cols*sizeof(dt) of memory; scratch: at most 64 tiles * cols fp32
@@ -127,6 +153,7 @@ static size_t scratch_rmsnorm_bwd(const void *args, const ps__scratch_target *ta
 static ps_status rmsnorm_bwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = l->args;
   const ps__cpu_exec *exec = l->exec;
+  PS_TRY(ps__check_rmsnorm(a, "rmsnorm_bwd"));
   norm_job job = {.a = a,
                   .x = l->ptr[0],
                   .w = l->ptr[1],

@@ -106,6 +106,10 @@ template <int N> __device__ __forceinline__ void ps_copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+/* What is added to a norm's weights: -0 where there is no offset, which leaves every bit of w,
+ * those of -0 too. */
+static inline float ps_offset(float offset) { return offset == 0.0f ? -0.0f : offset; }
+
 /* ---- sums ------------------------------------------------------------------------------------ */
 
 /* Sum over the warp, in every lane: a butterfly, the same tree in each. */

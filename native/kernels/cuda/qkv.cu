@@ -1,13 +1,13 @@
-/* qkv.cu - the fused q, k, v product split by use: optional RMSNorm over head_dim (Qwen3), RoPE,
- * and the way back.
+/* qkv.cu - the fused q, k, v product split by use: optional RMSNorm over each head
+ * (Qwen3) or over all heads together (OLMo 2), RoPE, and the way back.
  *
- * math    y = round(x * rstd * w), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at
+ * math    y = round(x * rstd * (w + norm_offset)), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at
  *         angle a = pos * inv_freq[i], c = attention_factor * cos a, s = attention_factor * sin a:
  *         out[i] = y[i] c - y[i+h] s,  out[i+h] = y[i+h] c + y[i] s,  i < h = rotary_dim/2;
  *         out[i] = y[i] for i >= rotary_dim.
- *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*w, dx = rstd*(g -
- *         xh*mean(g*xh)), dw = sum over rows and heads
- *         of dy*xh.
+ *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*(w + norm_offset), dx = rstd*(g -
+ *         xh*mean(g*xh)), dw = sum of dy*xh over
+ *         rows, and over heads where they share a weight.
  * angles  the frequencies are the argument block's, as on the cpu backend; product and reduction
  *         in fp64, as there
  * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk
@@ -48,9 +48,9 @@ template <typename T> struct qkv_job {
   const float *dkv;
   const int32_t *pos;
   T *q, *kv, *dqkv;
-  float *partial_q, *partial_k;                /* [tiles][slices][head_dim] */
+  float *partial_q, *partial_k;                /* [tiles][slices][head_dim], or [tiles][A], [K] */
   uint32_t n_tokens, tile, n_q, n_k, head_dim; /* n_q, n_k: heads */
-  float eps;
+  float eps, offset;
 };
 
 /* Cosine and sine of pos * inv_freq[i], times the attention factor: the polynomials and the reduction of the cpu backend (qkv.c there
@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(SLICE_THREADS)
       ps_read<T, V>(wh, (is_q ? j.wq : j.wk) + upper);
 #pragma unroll
       for (int k = 0; k < V; k++) {
-        lo[k] = rounded<T>(lo[k] * rstd * wl[k]);
-        hi[k] = rounded<T>(hi[k] * rstd * wh[k]);
+        lo[k] = rounded<T>(lo[k] * rstd * (wl[k] + j.offset));
+        hi[k] = rounded<T>(hi[k] * rstd * (wh[k] + j.offset));
       }
     }
   }
@@ -185,8 +185,8 @@ __global__ void __launch_bounds__(THREADS)
       const uint32_t lower = lower_of(i, rope.turned), upper = upper_of(i, rope.turned, half);
       float lo = ps_to_f32(x[lower]), hi = ps_to_f32(x[upper]);
       if constexpr (NORM) {
-        lo = rounded<T>(lo * rstd * ps_to_f32(w[lower]));
-        hi = rounded<T>(hi * rstd * ps_to_f32(w[upper]));
+        lo = rounded<T>(lo * rstd * (ps_to_f32(w[lower]) + j.offset));
+        hi = rounded<T>(hi * rstd * (ps_to_f32(w[upper]) + j.offset));
       }
       const bool turn = i < rope.turned;
       out[lower] = ps_from_f32<T>(turn ? lo * cosines[i] - hi * sines[i] : lo);
@@ -304,8 +304,8 @@ __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3)
   fetch(first);
   if constexpr (NORM) {
     for (uint32_t k = threadIdx.x; k < d; k += blockDim.x) {
-      weights[0][k] = ps_to_f32(j.wq[k]);
-      weights[1][k] = ps_to_f32(j.wk[k]);
+      weights[0][k] = ps_to_f32(j.wq[k]) + j.offset;
+      weights[1][k] = ps_to_f32(j.wk[k]) + j.offset;
     }
   }
   angles(first);
@@ -416,7 +416,8 @@ __global__ void __launch_bounds__(THREADS)
         if constexpr (NORM) {
           const float xl = ps_to_f32(x[lower]), xh = ps_to_f32(x[upper]);
           ss += xl * xl + xh * xh;
-          sg += a[k] * ps_to_f32(w[lower]) * xl + b[k] * ps_to_f32(w[upper]) * xh;
+          sg += a[k] * (ps_to_f32(w[lower]) + j.offset) * xl +
+                b[k] * (ps_to_f32(w[upper]) + j.offset) * xh;
         }
       }
       float rstd = 1.0f, mean = 0.0f;
@@ -436,8 +437,8 @@ __global__ void __launch_bounds__(THREADS)
           dw[0][k][1] += is_q ? b[k] * xh : 0.0f;
           dw[1][k][0] += is_q ? 0.0f : a[k] * xl;
           dw[1][k][1] += is_q ? 0.0f : b[k] * xh;
-          a[k] = (a[k] * ps_to_f32(w[lower]) - xl * mean) * rstd;
-          b[k] = (b[k] * ps_to_f32(w[upper]) - xh * mean) * rstd;
+          a[k] = (a[k] * (ps_to_f32(w[lower]) + j.offset) - xl * mean) * rstd;
+          b[k] = (b[k] * (ps_to_f32(w[upper]) + j.offset) - xh * mean) * rstd;
         }
         out[lower] = ps_from_f32<T>(a[k]);
         out[upper] = ps_from_f32<T>(b[k]);
@@ -470,6 +471,120 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
+/* ---- with a norm over all heads -------------------------------------------------------------- */
+
+/* One of q's and k's pairs of a token, numbered through heads and pairs: where its elements lie
+ * in a row of qkv, in the norm's weights (q's, then k's), and its place among angles. */
+struct row_pair {
+  uint32_t head, i, lower, upper;
+  bool is_q, turned;
+  __device__ row_pair(uint32_t p, uint32_t half, uint32_t d, uint32_t n_q, uint32_t turned_pairs) {
+    head = p / half;
+    i = p % half;
+    is_q = head < n_q;
+    turned = i < turned_pairs;
+    lower = head * d + lower_of(i, turned_pairs);
+    upper = head * d + upper_of(i, turned_pairs, half);
+  }
+};
+
+/* A block a token: twice over its q and k, the second time from cache. */
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    qkv_fwd_row_k(const qkv_job<T> j, const rope_table rope) {
+  __shared__ float cosines[PS_ROPE_PAIRS], sines[PS_ROPE_PAIRS], shared[2][32];
+  const uint32_t d = j.head_dim, half = d / 2, t = blockIdx.x, n_q = j.n_q * d, n_k = j.n_k * d;
+  const T *in = j.qkv + (size_t)t * (n_q + 2 * n_k);
+  T *q = j.q + (size_t)t * n_q, *kv = j.kv + (size_t)t * 2 * n_k;
+  float ss[2] = {0.0f, 0.0f};
+  fill_angles(cosines, sines, rope, j.pos[t]);
+  for (uint32_t i = threadIdx.x; i < n_q + n_k; i += THREADS) {
+    const float x = ps_to_f32(in[i]);
+    ss[i < n_q ? 0 : 1] += x * x;
+  }
+  ps_block_sum<2>(ss, shared); /* a barrier for the angles too */
+  const float rstd_q = 1.0f / sqrtf(ss[0] / (float)n_q + j.eps),
+              rstd_k = 1.0f / sqrtf(ss[1] / (float)n_k + j.eps);
+  for (uint32_t p = threadIdx.x; p < (j.n_q + j.n_k) * half; p += THREADS) {
+    const row_pair at(p, half, d, j.n_q, rope.turned);
+    const T *w = at.is_q ? j.wq : j.wk - n_q;
+    T *out = at.is_q ? q : kv - n_q;
+    const float rstd = at.is_q ? rstd_q : rstd_k;
+    const float lo =
+        rounded<T>(ps_to_f32(in[at.lower]) * rstd * (ps_to_f32(w[at.lower]) + j.offset));
+    const float hi =
+        rounded<T>(ps_to_f32(in[at.upper]) * rstd * (ps_to_f32(w[at.upper]) + j.offset));
+    const float c = at.turned ? cosines[at.i] : 1.0f, s = at.turned ? sines[at.i] : 0.0f;
+    out[at.lower] = ps_from_f32<T>(at.turned ? lo * c - hi * s : lo);
+    out[at.upper] = ps_from_f32<T>(at.turned ? hi * c + lo * s : hi);
+  }
+  for (uint32_t i = threadIdx.x; i < n_k; i += THREADS)
+    kv[n_k + i] = in[n_q + n_k + i];
+}
+
+/* A block a tile of tokens: twice over a token's dq and dk, the second time from cache; dw in the
+ * partial sums themselves, each element of which only its thread touches. */
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    qkv_bwd_row_k(const qkv_job<T> j, const rope_table rope) {
+  __shared__ float cosines[PS_ROPE_PAIRS], sines[PS_ROPE_PAIRS], shared[4][32];
+  const uint32_t d = j.head_dim, half = d / 2, n_q = j.n_q * d, n_k = j.n_k * d,
+                 pairs = (j.n_q + j.n_k) * half;
+  const uint32_t first = blockIdx.x * j.tile, end = min(first + j.tile, j.n_tokens);
+  float *dwq = j.partial_q + (size_t)blockIdx.x * n_q,
+        *dwk = j.partial_k + (size_t)blockIdx.x * n_k;
+  /* the gradients of a pair before the norm's way back */
+  auto grads = [&](const row_pair &at, uint32_t t, float &a, float &b) {
+    const T *dq = j.dq + (size_t)t * n_q;
+    const float *dkv = j.dkv + (size_t)t * 2 * n_k - n_q;
+    const float lo = at.is_q ? ps_to_f32(dq[at.lower]) : dkv[at.lower];
+    const float hi = at.is_q ? ps_to_f32(dq[at.upper]) : dkv[at.upper];
+    a = at.turned ? lo * cosines[at.i] + hi * sines[at.i] : lo;
+    b = at.turned ? hi * cosines[at.i] - lo * sines[at.i] : hi;
+  };
+  for (uint32_t t = first; t < end; t++) {
+    const size_t row = (size_t)t * (n_q + 2 * n_k);
+    const T *x = j.qkv + row;
+    T *out = j.dqkv + row;
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f}, a, b; /* sum x^2 and sum g*x, of q and of k */
+    __syncthreads();
+    fill_angles(cosines, sines, rope, j.pos[t]);
+    __syncthreads();
+    for (uint32_t p = threadIdx.x; p < pairs; p += THREADS) {
+      const row_pair at(p, half, d, j.n_q, rope.turned);
+      const T *w = at.is_q ? j.wq : j.wk - n_q;
+      const float xl = ps_to_f32(x[at.lower]), xh = ps_to_f32(x[at.upper]);
+      grads(at, t, a, b);
+      const float ss = xl * xl + xh * xh, sg = a * (ps_to_f32(w[at.lower]) + j.offset) * xl +
+                                               b * (ps_to_f32(w[at.upper]) + j.offset) * xh;
+      sum[0] += at.is_q ? ss : 0.0f;
+      sum[1] += at.is_q ? sg : 0.0f;
+      sum[2] += at.is_q ? 0.0f : ss;
+      sum[3] += at.is_q ? 0.0f : sg;
+    }
+    ps_block_sum<4>(sum, shared);
+    const float rstd_q = 1.0f / sqrtf(sum[0] / (float)n_q + j.eps),
+                rstd_k = 1.0f / sqrtf(sum[2] / (float)n_k + j.eps);
+    for (uint32_t p = threadIdx.x; p < pairs; p += THREADS) {
+      const row_pair at(p, half, d, j.n_q, rope.turned);
+      const T *w = at.is_q ? j.wq : j.wk - n_q;
+      float *dw = at.is_q ? dwq : dwk - n_q;
+      const float rstd = at.is_q ? rstd_q : rstd_k,
+                  mean = at.is_q ? sum[1] * rstd_q / (float)n_q : sum[3] * rstd_k / (float)n_k,
+                  xl = ps_to_f32(x[at.lower]) * rstd, xh = ps_to_f32(x[at.upper]) * rstd;
+      grads(at, t, a, b);
+      dw[at.lower] = (t == first ? 0.0f : dw[at.lower]) + a * xl;
+      dw[at.upper] = (t == first ? 0.0f : dw[at.upper]) + b * xh;
+      a = (a * (ps_to_f32(w[at.lower]) + j.offset) - xl * mean) * rstd;
+      b = (b * (ps_to_f32(w[at.upper]) + j.offset) - xh * mean) * rstd;
+      out[at.lower] = ps_from_f32<T>(a);
+      out[at.upper] = ps_from_f32<T>(b);
+    }
+    for (uint32_t i = threadIdx.x; i < n_k; i += THREADS)
+      out[n_q + n_k + i] = ps_from_f32<T>(j.dkv[(size_t)t * 2 * n_k + n_k + i]);
+  }
+}
+
 /* ---- launchers ------------------------------------------------------------------------------- */
 
 static ps_status check_shape(const ps_launch *l, const char *op, uint32_t n_ptr, size_t scratch) {
@@ -491,7 +606,8 @@ static bool vectors_fit(const ps_launch *l, const ps__args_qkv *a, uint32_t n_al
   for (uint32_t i = 0; i < n_aligned; i++)
     if (!ps_aligned(l->ptr[i]))
       return false;
-  return half % v == 0 && turned % v == 0 && (!a->qk_norm || ((g & (g - 1)) == 0 && g <= 32));
+  return a->qk_norm != PS_QK_NORM_ROW && half % v == 0 && turned % v == 0 &&
+         (!a->qk_norm || ((g & (g - 1)) == 0 && g <= 32));
 }
 
 template <typename T> static qkv_job<T> job_of(const ps__args_qkv *a) {
@@ -501,6 +617,7 @@ template <typename T> static qkv_job<T> job_of(const ps__args_qkv *a) {
   j.n_k = a->n_kv_heads;
   j.head_dim = a->head_dim;
   j.eps = a->eps;
+  j.offset = ps_offset(a->norm_offset);
   return j;
 }
 
@@ -537,6 +654,8 @@ static void launch_fwd(const ps_launch *l, const ps__args_qkv *a, const rope_tab
     qkv_fwd_k<T, V, true><<<grid, slice_threads<V>(a), 0, stream>>>(j, rope, each);
   else if (fit)
     qkv_fwd_k<T, V, false><<<grid, slice_threads<V>(a), 0, stream>>>(j, rope, each);
+  else if (a->qk_norm == PS_QK_NORM_ROW)
+    qkv_fwd_row_k<T><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
   else if (a->qk_norm)
     qkv_fwd_any_k<T, true><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
   else
@@ -578,7 +697,7 @@ static cudaError_t launch_bwd(const ps_launch *l, const ps__args_qkv *a, const r
     j.wq = (const T *)l->ptr[5];
     j.wk = (const T *)l->ptr[6];
     j.partial_q = (float *)exec->scratch;
-    j.partial_k = j.partial_q + (size_t)n_partials(a, fit) * a->head_dim;
+    j.partial_k = j.partial_q + (size_t)n_partials(a, fit) * ps__q_norm_elements(a);
   }
   if (fit) {
     const uint32_t each = ps_qkv_heads_each(a), threads = slice_threads<V>(a);
@@ -594,6 +713,8 @@ static cudaError_t launch_bwd(const ps_launch *l, const ps__args_qkv *a, const r
         return e;
       qkv_bwd_k<T, V, true><<<grid, threads, bytes, exec->stream>>>(j, rope, each);
     }
+  } else if (a->qk_norm == PS_QK_NORM_ROW) {
+    qkv_bwd_row_k<T><<<n, THREADS, 0, exec->stream>>>(j, rope);
   } else if (a->qk_norm) {
     qkv_bwd_any_k<T, true><<<n, THREADS, 0, exec->stream>>>(j, rope);
   } else {
@@ -615,11 +736,13 @@ extern "C" ps_status ps__cuda_qkv_split_bwd(const ps_launch *l) {
   if (a->n_tokens)
     e = a->dt == PS_BF16 ? launch_bwd<__nv_bfloat16>(l, a, rope, fit)
                          : launch_bwd<float>(l, a, rope, fit);
+  const float *partial = (const float *)exec->scratch;
   for (int which = 0; which < 2 && a->qk_norm && e == cudaSuccess; which++) {
-    const uint32_t n = n_partials(a, fit);
-    e = ps_add_partials(exec->stream, l->ptr[7 + which], a->dt,
-                        (const float *)exec->scratch + (size_t)which * n * a->head_dim, n,
-                        a->head_dim, a->head_dim, a->accumulate_dw != 0);
+    const uint32_t n = n_partials(a, fit),
+                   cols = which ? ps__k_norm_elements(a) : ps__q_norm_elements(a);
+    e = ps_add_partials(exec->stream, l->ptr[7 + which], a->dt, partial, n, cols, cols,
+                        a->accumulate_dw != 0);
+    partial += (size_t)n * cols;
   }
   return ps_launched("qkv_split_bwd", e);
 }

@@ -6,14 +6,30 @@ enum { FWD_THREADS = 256, FWD_KEEP = 4, ANY_THREADS = 512 };
 
 /* A block a row. The first FWD_KEEP vectors of each thread stay in registers between the sum and
  * the product. */
-template <typename T, int V>
+template <typename T, int V, bool RESIDUAL>
 __global__ void __launch_bounds__(FWD_THREADS)
-    rmsnorm_fwd_k(const T *x, const T *w, T *y, uint32_t cols, float eps) {
+    rmsnorm_fwd_k(const T *x, const T *w, T *y, const T *residual, uint32_t cols, float eps,
+                  float offset) {
   __shared__ float shared[1][32];
   x += (size_t)blockIdx.x * cols;
   y += (size_t)blockIdx.x * cols;
+  if constexpr (RESIDUAL)
+    residual += (size_t)blockIdx.x * cols;
+  auto finish = [&](float (&v)[V], uint32_t i, float rstd) {
+    float g[V], r[V];
+    ps_read<T, V>(g, w + i);
+    if constexpr (RESIDUAL)
+      ps_read<T, V>(r, residual + i);
+#pragma unroll
+    for (int e = 0; e < V; e++) {
+      v[e] = v[e] * rstd * (g[e] + offset);
+      if constexpr (RESIDUAL)
+        v[e] += r[e];
+    }
+    ps_store<T, V>(y + i, v);
+  };
   ps_vec<T, V> keep[FWD_KEEP];
-  float sum[1] = {0.0f}, v[V], g[V];
+  float sum[1] = {0.0f}, v[V];
 #pragma unroll
   for (int k = 0; k < FWD_KEEP; k++) {
     const uint32_t i = (k * FWD_THREADS + threadIdx.x) * V;
@@ -43,40 +59,40 @@ __global__ void __launch_bounds__(FWD_THREADS)
     if (i >= cols)
       break;
     ps_unpack<T, V>(v, keep[k]);
-    ps_read<T, V>(g, w + i);
-#pragma unroll
-    for (int e = 0; e < V; e++)
-      v[e] = v[e] * rstd * g[e];
-    ps_store<T, V>(y + i, v);
+    finish(v, i, rstd);
   }
   for (uint32_t i = (FWD_KEEP * FWD_THREADS + threadIdx.x) * V; i < cols; i += FWD_THREADS * V) {
     ps_read<T, V>(v, x + i);
-    ps_read<T, V>(g, w + i);
-#pragma unroll
-    for (int e = 0; e < V; e++)
-      v[e] = v[e] * rstd * g[e];
-    ps_store<T, V>(y + i, v);
+    finish(v, i, rstd);
   }
 }
 
 /* rmsnorm_fwd
- * math    y[r,c] = x[r,c] * rstd[r] * w[c], rstd[r] = 1/sqrt(mean_c(x^2) + eps); fp32 inside,
- *         one rounding at the store
- * shapes  x, y [rows,cols], w [cols], all of dt; y may not alias x
- * bytes   2*rows*cols*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 134 MB, 28 us at 4.8 TB/s
+ * math    y[r,c] = x[r,c] * rstd[r] * (w[c] + weight_offset) (+ residual[r,c]), rstd[r] =
+ *         1/sqrt(mean_c(x^2) + eps); fp32 inside, one rounding at the store
+ * shapes  x, y, residual [rows,cols], w [cols], all of dt; y may not alias x
+ * bytes   2 (with a residual 3) *rows*cols*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 134 MB, 28 us at 4.8 TB/s
  * determinism  bitwise: a row is one block's, a thread's elements in order, then trees.
  * reference    the cpu backend's: fp32 within 1e-6 of the row's largest, bf16 1 ulp */
 extern "C" ps_status ps__cuda_rmsnorm_fwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = (const ps__args_rmsnorm *)l->args;
-  const ps_status st = ps_check(l, "rmsnorm_fwd", 3, a->dt, 0);
+  const uint32_t n_ptr = a->has_residual ? 4 : 3;
+  ps_status st = ps__check_rmsnorm(a, "rmsnorm_fwd");
+  if (st == PS_OK)
+    st = ps_check(l, "rmsnorm_fwd", n_ptr, a->dt, 0);
   if (st != PS_OK || !a->rows || !a->cols)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
-  const bool whole = ps_whole(a->dt, a->cols) && ps_aligned(l->ptr[0]) && ps_aligned(l->ptr[1]) &&
-                     ps_aligned(l->ptr[2]);
-  PS_DISPATCH(a->dt, whole,
-              rmsnorm_fwd_k<T, V><<<a->rows, FWD_THREADS, 0, stream>>>(
-                  (const T *)l->ptr[0], (const T *)l->ptr[1], (T *)l->ptr[2], a->cols, a->eps));
+  bool whole = ps_whole(a->dt, a->cols);
+  for (uint32_t i = 0; i < n_ptr; i++)
+    whole = whole && ps_aligned(l->ptr[i]);
+  PS_DISPATCH(
+      a->dt, whole,
+      const auto kernel = a->has_residual ? rmsnorm_fwd_k<T, V, true> : rmsnorm_fwd_k<T, V, false>;
+      kernel<<<a->rows, FWD_THREADS, 0, stream>>>((const T *)l->ptr[0], (const T *)l->ptr[1],
+                                                  (T *)l->ptr[2],
+                                                  a->has_residual ? (const T *)l->ptr[3] : nullptr,
+                                                  a->cols, a->eps, ps_offset(a->weight_offset)));
   return ps_launched("rmsnorm_fwd", cudaSuccess);
 }
 
@@ -117,7 +133,7 @@ constexpr int bwd_stages =
 template <typename T, int V, int THREADS, int NV, bool ADD>
 __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     rmsnorm_bwd_k(const T *x, const T *w, const T *dy, T *dx, float *partial, uint32_t rows,
-                  uint32_t tile, uint32_t cols, float eps) {
+                  uint32_t tile, uint32_t cols, float eps, float offset) {
   constexpr int ARRAYS = ADD ? 3 : 2, STAGES = bwd_stages<THREADS, NV, ADD>;
   extern __shared__ uint4 ring[]; /* [STAGES][ARRAYS][NV][THREADS] */
   __shared__ float shared[2][2][THREADS / 32];
@@ -146,8 +162,12 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     fetch(first + k);
 #pragma unroll
   for (int k = 0; k < NV; k++)
-    if (at(k) < cols)
+    if (at(k) < cols) {
       ps_read<T, V>(g[k], w + at(k));
+#pragma unroll
+      for (int e = 0; e < V; e++)
+        g[k][e] += offset;
+    }
   for (uint32_t r = first; r < end; r++) {
     float sum[2] = {0.0f, 0.0f}, v[NV][V], d[NV][V], both[NV][V];
     fetch(r + STAGES - 1);
@@ -194,7 +214,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS)
 template <typename T>
 __global__ void __launch_bounds__(ANY_THREADS)
     rmsnorm_bwd_any_k(const T *x, const T *w, const T *dy, T *dx, float *partial, uint32_t rows,
-                      uint32_t tile, uint32_t cols, float eps, bool add_dx) {
+                      uint32_t tile, uint32_t cols, float eps, float offset, bool add_dx) {
   __shared__ float shared[2][2][32];
   const uint32_t first = blockIdx.x * tile, end = min(first + tile, rows);
   float *dw = partial + (size_t)blockIdx.x * cols;
@@ -206,13 +226,13 @@ __global__ void __launch_bounds__(ANY_THREADS)
     for (uint32_t i = threadIdx.x; i < cols; i += ANY_THREADS) {
       const float v = ps_to_f32(x[at + i]);
       sum[0] += v * v;
-      sum[1] += ps_to_f32(dy[at + i]) * ps_to_f32(w[i]) * v;
+      sum[1] += ps_to_f32(dy[at + i]) * (ps_to_f32(w[i]) + offset) * v;
     }
     ps_block_sum<2>(sum, shared[(r - first) % 2]);
     const float rstd = 1.0f / sqrtf(sum[0] / (float)cols + eps), mean = sum[1] * rstd / (float)cols;
     for (uint32_t i = threadIdx.x; i < cols; i += ANY_THREADS) {
       const float d = ps_to_f32(dy[at + i]), xh = ps_to_f32(x[at + i]) * rstd,
-                  out = (d * ps_to_f32(w[i]) - xh * mean) * rstd;
+                  out = (d * (ps_to_f32(w[i]) + offset) - xh * mean) * rstd;
       dx[at + i] = ps_from_f32<T>(add_dx ? ps_to_f32(dx[at + i]) + out : out);
       dw[i] += d * xh;
     }
@@ -232,7 +252,8 @@ static cudaError_t rmsnorm_bwd_vectors(const ps_launch *l, const ps__args_rmsnor
   kernel<<<ps_n_row_tiles(a->rows, PS_NORM_TILES), THREADS, bytes,
            ((const ps__cuda_exec *)l->exec)->stream>>>(
       (const T *)l->ptr[0], (const T *)l->ptr[1], (const T *)l->ptr[2], (T *)l->ptr[3], partial,
-      a->rows, ps_row_tile_rows(a->rows, PS_NORM_TILES), a->cols, a->eps);
+      a->rows, ps_row_tile_rows(a->rows, PS_NORM_TILES), a->cols, a->eps,
+      ps_offset(a->weight_offset));
   return cudaGetLastError();
 }
 
@@ -249,7 +270,8 @@ static cudaError_t rmsnorm_bwd_launch(const ps_launch *l, const ps__args_rmsnorm
   rmsnorm_bwd_any_k<T><<<ps_n_row_tiles(a->rows, PS_NORM_TILES), ANY_THREADS, 0,
                          ((const ps__cuda_exec *)l->exec)->stream>>>(
       (const T *)l->ptr[0], (const T *)l->ptr[1], (const T *)l->ptr[2], (T *)l->ptr[3], partial,
-      a->rows, ps_row_tile_rows(a->rows, PS_NORM_TILES), a->cols, a->eps, ADD);
+      a->rows, ps_row_tile_rows(a->rows, PS_NORM_TILES), a->cols, a->eps,
+      ps_offset(a->weight_offset), ADD);
   return cudaGetLastError();
 }
 
@@ -261,7 +283,7 @@ static cudaError_t rmsnorm_bwd_of(const ps_launch *l, const ps__args_rmsnorm *a,
 }
 
 /* rmsnorm_bwd
- * math    xh = x*rstd; g = dy*w; d = rstd*(g - xh*mean_c(g*xh)); dx = add_dx ? dx + d : d; dw
+ * math    xh = x*rstd; g = dy*(w + weight_offset); d = rstd*(g - xh*mean_c(g*xh)); dx = add_dx ? dx + d : d; dw
  *         (+)= sum_r dy*xh
  * shapes  x, dy, dx [rows,cols], w, dw [cols], all of dt; dx aliases neither x nor dy
  * bytes   3 or 4 (add_dx) * rows*cols*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 201 or 268 MB, 42
@@ -276,7 +298,9 @@ static cudaError_t rmsnorm_bwd_of(const ps_launch *l, const ps__args_rmsnorm *a,
 extern "C" ps_status ps__cuda_rmsnorm_bwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = (const ps__args_rmsnorm *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  const ps_status st = ps_check(l, "rmsnorm_bwd", 5, a->dt, ps_scratch_rmsnorm_bwd(a, NULL));
+  ps_status st = ps__check_rmsnorm(a, "rmsnorm_bwd");
+  if (st == PS_OK)
+    st = ps_check(l, "rmsnorm_bwd", 5, a->dt, ps_scratch_rmsnorm_bwd(a, NULL));
   if (st != PS_OK || !a->cols)
     return st;
   bool whole = ps_whole(a->dt, a->cols);

@@ -48,13 +48,15 @@ static inline size_t ps_scratch_rmsnorm_bwd(const void *args, const ps__scratch_
   (void)target;
   return ps_round_up((size_t)ps_n_row_tiles(a->rows, PS_NORM_TILES) * a->cols * sizeof(float), 256);
 }
+/* Partial sums of dw that each norm weight gets, at most; with PS_QK_NORM_ROW one a tile. */
 static inline size_t ps_scratch_qkv_split_bwd(const void *args, const ps__scratch_target *target) {
   const ps__args_qkv *a = (const ps__args_qkv *)args;
   (void)target;
   if (!a->qk_norm)
     return 0;
-  return ps_round_up(2 * (size_t)ps_n_row_tiles(a->n_tokens, PS_NORM_TILES) * ps_qkv_slices(a) *
-                         a->head_dim * sizeof(float),
+  const size_t n = (size_t)ps_n_row_tiles(a->n_tokens, PS_NORM_TILES) *
+                   (a->qk_norm == PS_QK_NORM_ROW ? 1 : ps_qkv_slices(a));
+  return ps_round_up(n * ((size_t)ps__q_norm_elements(a) + ps__k_norm_elements(a)) * sizeof(float),
                      256);
 }
 static inline size_t ps_scratch_colsum(const void *args, const ps__scratch_target *target) {
