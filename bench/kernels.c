@@ -109,10 +109,10 @@ static void bench_elementwise(uint32_t dt) {
               (size_t[]){rows, d * e, rows}, 3);
   elementwise(&ps__k_rmsnorm_bwd, &norm, "8192x1024", dt, 4.0 * (double)rows,
               (size_t[]){rows, d * e, rows, rows, d * e}, 5);
-  ps__args_swiglu glu = {(uint32_t)t, (uint32_t)f, dt};
-  elementwise(&ps__k_swiglu_fwd, &glu, "2048x2816", dt, 3.0 * (double)(t * f * e),
+  ps__args_glu glu = {(uint32_t)t, (uint32_t)f, dt};
+  elementwise(&ps__k_glu_fwd, &glu, "2048x2816", dt, 3.0 * (double)(t * f * e),
               (size_t[]){2 * t * f * e, t * f * e}, 2);
-  elementwise(&ps__k_swiglu_bwd, &glu, "2048x2816", dt, 6.0 * (double)(t * f * e),
+  elementwise(&ps__k_glu_bwd, &glu, "2048x2816", dt, 6.0 * (double)(t * f * e),
               (size_t[]){t * f * e, 2 * t * f * e}, 2);
   ps__args_colsum col = {.rows = (uint32_t)t * 4, .cols = (uint32_t)d, .ld = (uint32_t)d, .dt = dt};
   elementwise(&ps__k_colsum, &col, "8192x1024", dt, (double)rows, (size_t[]){rows, d * e}, 2);

@@ -83,7 +83,7 @@ Gemm = struct(
         ("B", "trans_a trans_b accumulate has_bias has_residual dt_a dt_b dt_c"),
     ],
 )
-Swiglu = struct("Swiglu", [("I", "n_tokens ffn_dim dt")])
+Glu = struct("Glu", [("I", "n_tokens ffn_dim dt activation")])
 Colsum = struct("Colsum", [("I", "rows cols ld dt accumulate")])
 CrossEntropy = struct("CrossEntropy", [("I", "rows vocab dt")])
 Sumsq = struct("Sumsq", [("Q", "n"), ("I", "dt n_threads")])
@@ -719,7 +719,7 @@ def test_rmsnorm_bwd_against_autograd(rows, cols, accumulate, add, offset, dt):
     assert_within(got_dw, W.grad + (dw.double() if accumulate else 0), depth * U * size)
 
 
-# ---- swiglu --------------------------------------------------------------------------------------
+# ---- gated activations --------------------------------------------------------------------------------------
 
 GLU_SHAPES = pytest.mark.parametrize(
     "tokens,ffn", [(1, 1), (3, 15), (5, 64), (70, 100), (9, 5632), (200, 333)]
@@ -734,42 +734,81 @@ def glu_inputs(tokens, ffn, dt):
     return gu.to(dt)
 
 
+# activation, torch's, k and k' of act(g) = g * sigmoid(k(g)), roundings in k
+A, B = math.sqrt(8 / math.pi), 0.044715
+ACTIVATIONS = pytest.mark.parametrize(
+    "code,act,inner,slope,depth",
+    [
+        (0, torch.nn.functional.silu, lambda g: g, lambda g: torch.ones_like(g), 0),
+        (
+            1,
+            lambda g: torch.nn.functional.gelu(g, approximate="tanh"),
+            lambda g: A * (g + B * g**3),
+            lambda g: A * (1 + 3 * B * g**2),
+            5,
+        ),
+    ],
+    ids=["silu", "gelu_tanh"],
+)
+
+
 @DTYPES
+@ACTIVATIONS
 @GLU_SHAPES
-def test_swiglu_fwd(tokens, ffn, dt):
+def test_glu_fwd(tokens, ffn, code, act, inner, slope, depth, dt):
     gu = glu_inputs(tokens, ffn, dt)
     (s,) = run(
-        "swiglu_fwd",
-        Swiglu(tokens, ffn, CODE[dt]),
+        "glu_fwd",
+        Glu(tokens, ffn, CODE[dt], code),
         [("r", gu), ("w", torch.empty(tokens, ffn, dtype=dt))],
     )
     g, u = gu.double().split(ffn, 1)
-    ref = torch.nn.functional.silu(g) * u
-    assert_within(
-        s, ref, 8 * U * ref.abs() + TINY * (1 + u.abs())
-    )  # exp: 2 ulp = 4u; 1 + exp, division, product: 3u
+    k = inner(g)
+    # torch's own 1 + tanh cancels in fp64 too; exp: 2 ulp = 4u and depth * |k|; 1 + exp, division,
+    # product: 3u
+    ref = act(g) * u
+    exact = g * torch.sigmoid(k) * u
+    assert ((ref - exact).abs() <= 1e-15 * (1 + g.abs()) * u.abs()).all()
+    err = (8 + depth * k.abs() * torch.sigmoid(-k)) * U * exact.abs()
+    assert_within(s, exact, err + TINY * (1 + u.abs()) * (1 + g.abs()))
 
 
 @DTYPES
+@ACTIVATIONS
 @GLU_SHAPES
-def test_swiglu_bwd_against_autograd(tokens, ffn, dt):
+def test_glu_bwd_against_autograd(tokens, ffn, code, act, inner, slope, depth, dt):
     gu, ds = glu_inputs(tokens, ffn, dt), torch.randn(tokens, ffn).to(dt)
-    s, got = run("swiglu_bwd", Swiglu(tokens, ffn, CODE[dt]), [("rw", ds), ("rw", gu)])
-    (forward,) = run(
-        "swiglu_fwd",
-        Swiglu(tokens, ffn, CODE[dt]),
-        [("r", gu), ("w", torch.empty(tokens, ffn, dtype=dt))],
-    )
+    args = Glu(tokens, ffn, CODE[dt], code)
+    s, got = run("glu_bwd", args, [("rw", ds), ("rw", gu)])
+    (forward,) = run("glu_fwd", args, [("r", gu), ("w", torch.empty(tokens, ffn, dtype=dt))])
     assert (s == forward).all()  # in ds's place, to the bit
     G = gu.double().requires_grad_()
-    (torch.nn.functional.silu(G[:, :ffn]) * G[:, ffn:]).backward(ds.double())
+    (act(G[:, :ffn]) * G[:, ffn:]).backward(ds.double())
     g, u = gu.double().split(ffn, 1)
-    sig, d = torch.sigmoid(g), ds.double().abs()
-    size = torch.cat([d * u.abs() * sig * (1 + g.abs() * (1 + sig)), d * (g * sig).abs()], 1)
-    # sig is off by 6u relative, 1 - sig by 6u*sig + u absolute, times |g|; then five roundings
-    assert_within(
-        got, G.grad, 16 * U * size + TINY * (1 + u.abs().repeat(1, 2)) * (1 + d.repeat(1, 2))
-    )
+    k, rise = inner(g), g.abs() * slope(g)
+    sig, d = torch.sigmoid(k), ds.double()
+    exact = torch.cat([d * u * sig * (1 + g * slope(g) * torch.sigmoid(-k)), d * g * sig], 1)
+    d = d.abs()
+    # where torch's 1 + tanh cancels
+    slack = (1 + d * (1 + u.abs()) * (1 + rise)).repeat(1, 2) * 1e-14
+    assert ((G.grad - exact).abs() <= slack).all()
+    size = torch.cat([d * u.abs() * sig * (1 + rise * (1 + sig)), d * (g * sig).abs()], 1)
+    # sig is off by 6u relative, 1 - sig by 6u*sig + u absolute, times g k'; then five roundings; k's
+    # own roundings move sig by depth * |k| of itself at most
+    roundings = 16 + depth * (1 + k.abs().clamp(max=90)).repeat(1, 2)
+    tiny = TINY * (1 + u.abs().repeat(1, 2)) * (1 + d.repeat(1, 2)) * (1 + rise.repeat(1, 2))
+    assert_within(got, exact, roundings * U * size + tiny)
+
+
+@pytest.mark.parametrize("name", ["glu_fwd", "glu_bwd"])
+def test_glu_refuses_by_name(name):
+    t = torch.zeros(4, 8)
+    for args, words in (
+        (Glu(4, 4, 0, 2), "activation is 2"),
+        (Glu(4, 4, 2, 0), "dt is 2"),
+    ):
+        status, _ = launch(LIB, name, args, [t] * 2, 1)
+        assert status == PS_EINVAL and words in LIB.ops_error().decode()
 
 
 # ---- cross-entropy -------------------------------------------------------------------------------

@@ -273,10 +273,10 @@ def check_against_torch(case):
     if norm:  # |dx| <= rstd (|g| + |xh| mean|g xh|), and |dy| is known to within its pair
         scales = []
         for i, w, part in ((1, case.wq, slice(0, n_q)), (2, case.wk, slice(n_q, n_q + n_k))):
-            normed = lambda v: v[:, part].reshape(case.t, -1, len(w))
-            rstd = (normed(x).square().mean(-1, keepdim=True) + EPS).rsqrt()
-            g, xh = normed(scale) * (w.double().abs() + case.offset), (normed(x) * rstd).abs()
-            terms = normed(scale) * xh
+            raw, dy = (v[:, part].reshape(case.t, -1, len(w)) for v in (x, scale))
+            rstd = (raw.square().mean(-1, keepdim=True) + EPS).rsqrt()
+            g, xh = dy * (w.double().abs() + case.offset), (raw * rstd).abs()
+            terms = dy * xh
             scales.append((rstd * (g + xh * (g * xh).mean(-1, keepdim=True))).view(case.t, -1))
             n_terms = terms.shape[0] * terms.shape[1]
             close(got[i], grads[i], terms.sum((0, 1)), arithmetic + 4 * math.sqrt(n_terms) * U, dt)

@@ -35,8 +35,8 @@ extern "C" {
   X(qkv_split_bwd)                                                                                 \
   X(attention_fwd)                                                                                 \
   X(attention_bwd)                                                                                 \
-  X(swiglu_fwd)                                                                                    \
-  X(swiglu_bwd)                                                                                    \
+  X(glu_fwd)                                                                                       \
+  X(glu_bwd)                                                                                       \
   X(colsum)                                                                                        \
   X(cross_entropy)                                                                                 \
   X(sumsq)                                                                                         \
@@ -264,12 +264,16 @@ static inline uint32_t ps__attention_documents(const ps__args_attention *a) {
  *                      written (accumulate_dkv 0) or added to (1), in an order that does not
  *                      depend on threads. */
 
-typedef struct ps__args_swiglu {
-  uint32_t n_tokens, ffn_dim, dt;
-} ps__args_swiglu;
-/* swiglu_fwd           s = silu(g)*u, gu[T,2F]: g = gu[:, :F], u = gu[:, F:].  ptr: R gu[T,2F],
+/* activation: SwiGLU's silu, or GeGLU's gelu in torch's approximate="tanh" (Gemma). */
+enum { PS_GLU_SILU = 0, PS_GLU_GELU_TANH = 1 };
+typedef struct ps__args_glu {
+  uint32_t n_tokens, ffn_dim, dt, activation;
+} ps__args_glu;
+/* PS_EINVAL names @op, the field and its value (native/kernels/cpu/glu.c). */
+ps_status ps__check_glu(const ps__args_glu *a, const char *op);
+/* glu_fwd              s = act(g)*u, gu[T,2F]: g = gu[:, :F], u = gu[:, F:].  ptr: R gu[T,2F],
  *                      W s[T,F]. */
-/* swiglu_bwd           ptr: RW ds[T,F], RW gu[T,2F]: gu is replaced by its gradient, and then ds
+/* glu_bwd              ptr: RW ds[T,F], RW gu[T,2F]: gu is replaced by its gradient, and then ds
  *                      by s. */
 
 typedef struct ps__args_colsum {

@@ -72,7 +72,7 @@ static void build_forward(ps__block *b) {
   OP(f, n, ps__k_gemm, F_OPROJ, T_R(O), P(WO), T_W(H), T_R(X));
   OP(f, n, ps__k_rmsnorm_fwd, F_NORM2, T_R(H), P(NORM2), T_W(N2));
   OP(f, n, ps__k_gemm, F_GU, T_R(N2), P(WGU), T_W(GU));
-  OP(f, n, ps__k_swiglu_fwd, F_SWIGLU, T_R(GU), T_W(S));
+  OP(f, n, ps__k_glu_fwd, F_SWIGLU, T_R(GU), T_W(S));
   OP(f, n, ps__k_gemm, F_DOWN, T_R(S), P(WDOWN), T_W(Y), T_R(H));
 }
 
@@ -82,7 +82,7 @@ static void build_backward(ps__block *b) {
   ps__block_op *o = b->bwd;
   uint32_t *n = &b->n_bwd;
   OP(o, n, ps__k_gemm, B_DS, T_R(DY), P(WDOWN), T_W(DS));
-  OP(o, n, ps__k_swiglu_bwd, B_SWIGLU, T_RW(DS), T_RW(GU)); /* leaves s in ds */
+  OP(o, n, ps__k_glu_bwd, B_SWIGLU, T_RW(DS), T_RW(GU)); /* leaves s in ds */
   OP(o, n, ps__k_gemm, B_DWDOWN, T_R(DY), T_R(DS), G(WDOWN));
   OP(o, n, ps__k_gemm, B_DWGU, T_R(GU), T_R(N2), G(WGU));
   OP(o, n, ps__k_gemm, B_DN2, T_R(GU), P(WGU), T_W(DN2));
@@ -276,9 +276,9 @@ static uint32_t put_norm(const ps__block *b, const ps__chunk_shape *c, void *arg
   return sizeof a;
 }
 
-static uint32_t put_swiglu(const ps__block *b, const ps__chunk_shape *c, void *args, ps_work *work,
-                           bool backward) {
-  const ps__args_swiglu a = {.n_tokens = c->n_tokens, .ffn_dim = b->cfg.ffn_dim, .dt = b->dt};
+static uint32_t put_glu(const ps__block *b, const ps__chunk_shape *c, void *args, ps_work *work,
+                        bool backward) {
+  const ps__args_glu a = {.n_tokens = c->n_tokens, .ffn_dim = b->cfg.ffn_dim, .dt = b->dt};
   *work =
       ps__bytes_work((double)c->n_tokens * b->tensor[PS__T_S].row_bytes * (backward ? 6.0 : 3.0));
   memcpy(args, &a, sizeof a);
@@ -301,8 +301,8 @@ uint32_t ps__block_op_args(const ps__block *b, const ps__block_op *op, const ps_
   case B_SPLIT: return put_qkv(b, c, args, work, true);
   case F_ATTN: return put_attention(b, c, args, work, false);
   case B_ATTN: return put_attention(b, c, args, work, true);
-  case F_SWIGLU: return put_swiglu(b, c, args, work, false);
-  case B_SWIGLU: return put_swiglu(b, c, args, work, true);
+  case F_SWIGLU: return put_glu(b, c, args, work, false);
+  case B_SWIGLU: return put_glu(b, c, args, work, true);
   case B_BIAS: {
     const ps__args_colsum s = {
         .rows = t, .cols = a + 2 * k, .ld = a + 2 * k, .dt = b->dt, .accumulate = !c->first_grad};

@@ -288,7 +288,7 @@ static void test_rmsnorm(uint32_t dt) {
   done(dt ? "rmsnorm bf16" : "rmsnorm fp32", before);
 }
 
-static void test_swiglu(uint32_t dt) {
+static void test_glu(uint32_t dt) {
   static const uint32_t shape[][2] = {{1, 1},     {1, 14336},  {3, 7},
                                       {65, 1000}, {130, 4097}, {300, 2048}};
   const int before = g_failed;
@@ -297,15 +297,14 @@ static void test_swiglu(uint32_t dt) {
   const tolerance tol = dt == PS_BF16 ? (tolerance){1, 2e-5, 2e-6} : (tolerance){0, 1e-6, 2e-7};
   for (size_t s = 0; s < sizeof shape / sizeof *shape; s++) {
     const uint32_t t = shape[s][0], f = shape[s][1];
-    const ps__args_swiglu a = {t, f, dt};
+    const ps__args_glu a = {t, f, dt, s % 2 ? PS_GLU_GELU_TANH : PS_GLU_SILU};
     const size_t n = (size_t)t * f;
     char name[96];
-    snprintf(name, sizeof name, "swiglu dt%u %ux%u", dt, t, f);
-    CHECK(swiglu_fwd, swiglu_fwd, &a, in(dt, 2 * n, 4), random_buf('w', dt, n, 1, tol));
-    CHECK(swiglu_bwd, swiglu_bwd, &a, random_buf('u', dt, n, 1, tol),
-          random_buf('u', dt, 2 * n, 4, tol));
+    snprintf(name, sizeof name, "glu dt%u %ux%u", dt, t, f);
+    CHECK(glu_fwd, glu_fwd, &a, in(dt, 2 * n, 4), random_buf('w', dt, n, 1, tol));
+    CHECK(glu_bwd, glu_bwd, &a, random_buf('u', dt, n, 1, tol), random_buf('u', dt, 2 * n, 4, tol));
   }
-  done(dt ? "swiglu bf16" : "swiglu fp32", before);
+  done(dt ? "glu bf16" : "glu fp32", before);
 }
 
 static void test_qkv(uint32_t dt) {
@@ -680,10 +679,8 @@ static void speeds(void) {
         AT(64, 1024, 256, 512, 1040), 3 * x, 0);
   speed("rmsnorm_bwd add_dx", ps__cuda_rmsnorm_bwd, &(ps__args_rmsnorm){T, D, PS_BF16, 1, 1, 1e-5f},
         AT(64, 1024, 256, 512, 1040), 4 * x, 0);
-  speed("swiglu_fwd", ps__cuda_swiglu_fwd, &(ps__args_swiglu){T, F, PS_BF16}, AT(64, 1024),
-        6.0 * T * F, 0);
-  speed("swiglu_bwd", ps__cuda_swiglu_bwd, &(ps__args_swiglu){T, F, PS_BF16}, AT(1024, 64),
-        12.0 * T * F, 0);
+  speed("glu_fwd", ps__cuda_glu_fwd, &(ps__args_glu){T, F, PS_BF16}, AT(64, 1024), 6.0 * T * F, 0);
+  speed("glu_bwd", ps__cuda_glu_bwd, &(ps__args_glu){T, F, PS_BF16}, AT(1024, 64), 12.0 * T * F, 0);
   ps__args_qkv q = {
       .n_tokens = T, .n_heads = 32, .n_kv_heads = 8, .head_dim = 128, .dt = PS_BF16, .eps = 1e-6f};
   g_failed += ps__rope_table(&q, &(ps__rope){.rotary_dim = 128, .theta = 5e5}, 1) != PS_OK;
@@ -740,7 +737,7 @@ static void run_cases(void *workspace) {
   for (uint32_t dt = 0; dt < 2; dt++) {
     test_reduce(dt);
     test_rmsnorm(dt);
-    test_swiglu(dt);
+    test_glu(dt);
     test_qkv(dt);
     test_embedding(dt);
     test_cross_entropy(dt);

@@ -461,12 +461,12 @@ enum { N_NORMS = 3, FFN_DIM = 14336 };
 static const double NORMS_BYTES = N_NORMS * 4.0 * TOKENS * DIM + 6.0 * TOKENS * FFN_DIM;
 static ps_status run_norms(bench *b, const void *arg, uint32_t part) {
   const ps__args_rmsnorm a = {.rows = TOKENS, .cols = DIM, .dt = PS_BF16, .eps = 1e-5f};
-  const ps__args_swiglu g = {.n_tokens = TOKENS, .ffn_dim = FFN_DIM, .dt = PS_BF16};
+  const ps__args_glu g = {.n_tokens = TOKENS, .ffn_dim = FFN_DIM, .dt = PS_BF16};
   for (int i = 0; i < N_NORMS; i++) {
     void *ptr[3] = {value(b, X + 128 * i), value(b, W), value(b, OUT + 128 * i)};
     PS_TRY(launch(b, &ps__k_rmsnorm_fwd, &a, ptr, 3));
   }
-  return launch(b, &ps__k_swiglu_fwd, &g, (void *[]){value(b, X), value(b, OUT)}, 2);
+  return launch(b, &ps__k_glu_fwd, &g, (void *[]){value(b, X), value(b, OUT)}, 2);
 }
 static ps_status case_small(bench *b) {
   const ps__args_rmsnorm a = {.rows = 1, .cols = 1024, .dt = PS_BF16, .eps = 1e-5f};

@@ -1,13 +1,14 @@
 /* qkv.c - the fused q, k, v product split by use: optional RMSNorm over each head
  * (Qwen3) or over all heads together (OLMo 2), RoPE, and the way back.
  *
- * math    y = round(x * rstd * (w + norm_offset)), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at
- *         angle a = pos * inv_freq[i], c = attention_factor * cos a, s = attention_factor * sin a:
+ * math    y = round(x * rstd * (w + norm_offset)), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm,
+ *         else y = x); at angle a = pos * inv_freq[i], c = attention_factor * cos a,
+ *         s = attention_factor * sin a:
  *         out[i] = y[i] c - y[i+h] s,  out[i+h] = y[i+h] c + y[i] s,  i < h = rotary_dim/2;
  *         out[i] = y[i] for i >= rotary_dim.
- *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*(w + norm_offset), dx = rstd*(g -
- *         xh*mean(g*xh)), dw = sum of dy*xh over
- *         rows, and over heads where they share a weight.
+ *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*(w + norm_offset),
+ *         dx = rstd*(g - xh*mean(g*xh)), dw = sum of dy*xh over rows, and over heads where they
+ *         share a weight.
  * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk
  *         [head_dim], with PS_QK_NORM_ROW [A] and [K].
  * bytes   forward reads and writes qkv once; backward reads dq, dkv (and qkv with qk_norm) and
@@ -75,9 +76,9 @@ static qkv_scratch scratch_of(const qkv_job *j, uint32_t worker) {
                            sums + (size_t)ps__n_row_tiles(a->n_tokens) * ps__q_norm_elements(a)};
 }
 
-/* cosines and sines of pos * inv_freq[i], times @by; n is a multiple of 16. The product and its reduction by
- * multiples of pi/2 in fp64 (pi/2 in two parts, the first of 33 bits: n*hi is exact up to n =
- * 2^20, and beyond as good as the product itself); Taylor's polynomials up to r^11 and r^10
+/* cosines and sines of pos * inv_freq[i], times @by; n is a multiple of 16. The product and its
+ * reduction by multiples of pi/2 in fp64 (pi/2 in two parts, the first of 33 bits: n*hi is exact up
+ * to n = 2^20, and beyond as good as the product itself); Taylor's polynomials up to r^11 and r^10
  * leave (pi/4)^12/12! = 1.2e-10, far under half an ulp of fp32 (3e-8). */
 PS_CLONES static void rope_angles(float *restrict cosines, float *restrict sines,
                                   const float *inv_freq, int32_t pos, float by, size_t n) {

@@ -15,8 +15,8 @@ typedef struct norm_job {
  * bit of w, those of -0 too. */
 #define norm_offset(a) (-ps__v_set(-(a)->weight_offset))
 
-/* sums[0] = sum x^2, sums[1] = sum dy*(w + offset)*x (0 when dy is NULL). Lane j of accumulator q adds
- * elements 64i + 16q + j. */
+/* sums[0] = sum x^2, sums[1] = sum dy*(w + offset)*x (0 when dy is NULL). Lane j of accumulator q
+ * adds elements 64i + 16q + j. */
 PS_VEC void norm_sums(float sums[2], const char *x, const char *w, const char *dy, uint32_t dt,
                       size_t cols, const ps__v *offset) {
   ps__v ss[4] = {{0}}, sg[4] = {{0}};
@@ -144,8 +144,8 @@ static size_t scratch_rmsnorm_bwd(const void *args, const ps__scratch_target *ta
 }
 
 /* rmsnorm_bwd
- * math    xh = x*rstd; g = dy*(w + weight_offset); d = rstd*(g - xh*mean_c(g*xh)); dx = add_dx ? dx + d : d; dw
- *         (+)= sum_r dy*xh
+ * math    xh = x*rstd; g = dy*(w + weight_offset); d = rstd*(g - xh*mean_c(g*xh));
+ *         dx = add_dx ? dx + d : d; dw (+)= sum_r dy*xh
  * shapes  x, dy, dx [rows,cols], w, dw [cols], all of dt; dx aliases neither x nor dy
  * bytes   3 or 4 (add_dx) * rows*cols*sizeof(dt) of memory; scratch: at most 64 tiles * cols fp32
  * determinism  bitwise: rows are cut in tiles by shape (cpu.h), dw adds rows in order in a

@@ -1,13 +1,14 @@
 /* qkv.cu - the fused q, k, v product split by use: optional RMSNorm over each head
  * (Qwen3) or over all heads together (OLMo 2), RoPE, and the way back.
  *
- * math    y = round(x * rstd * (w + norm_offset)), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm, else y = x); at
- *         angle a = pos * inv_freq[i], c = attention_factor * cos a, s = attention_factor * sin a:
+ * math    y = round(x * rstd * (w + norm_offset)), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm,
+ *         else y = x); at angle a = pos * inv_freq[i], c = attention_factor * cos a,
+ *         s = attention_factor * sin a:
  *         out[i] = y[i] c - y[i+h] s,  out[i+h] = y[i+h] c + y[i] s,  i < h = rotary_dim/2;
  *         out[i] = y[i] for i >= rotary_dim.
- *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*(w + norm_offset), dx = rstd*(g -
- *         xh*mean(g*xh)), dw = sum of dy*xh over
- *         rows, and over heads where they share a weight.
+ *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*(w + norm_offset),
+ *         dx = rstd*(g - xh*mean(g*xh)), dw = sum of dy*xh over rows, and over heads where they
+ *         share a weight.
  * angles  the frequencies are the argument block's, as on the cpu backend; product and reduction
  *         in fp64, as there
  * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk
@@ -53,8 +54,8 @@ template <typename T> struct qkv_job {
   float eps, offset;
 };
 
-/* Cosine and sine of pos * inv_freq[i], times the attention factor: the polynomials and the reduction of the cpu backend (qkv.c there
- * says why they suffice). */
+/* Cosine and sine of pos * inv_freq[i], times the attention factor: the polynomials and the
+ * reduction of the cpu backend (qkv.c there says why they suffice). */
 __device__ __forceinline__ void angle_of(float &cosine, float &sine, const rope_table &rope,
                                          uint32_t i, int32_t pos) {
   const float f = rope.inv_freq[i];

@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(FWD_THREADS)
  * math    y[r,c] = x[r,c] * rstd[r] * (w[c] + weight_offset) (+ residual[r,c]), rstd[r] =
  *         1/sqrt(mean_c(x^2) + eps); fp32 inside, one rounding at the store
  * shapes  x, y, residual [rows,cols], w [cols], all of dt; y may not alias x
- * bytes   2 (with a residual 3) *rows*cols*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 134 MB, 28 us at 4.8 TB/s
+ * bytes   2 (with a residual 3) *rows*cols*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 134 MB, 28 us
+ *         at 4.8 TB/s
  * determinism  bitwise: a row is one block's, a thread's elements in order, then trees.
  * reference    the cpu backend's: fp32 within 1e-6 of the row's largest, bf16 1 ulp */
 extern "C" ps_status ps__cuda_rmsnorm_fwd(const ps_launch *l) {
@@ -283,8 +284,8 @@ static cudaError_t rmsnorm_bwd_of(const ps_launch *l, const ps__args_rmsnorm *a,
 }
 
 /* rmsnorm_bwd
- * math    xh = x*rstd; g = dy*(w + weight_offset); d = rstd*(g - xh*mean_c(g*xh)); dx = add_dx ? dx + d : d; dw
- *         (+)= sum_r dy*xh
+ * math    xh = x*rstd; g = dy*(w + weight_offset); d = rstd*(g - xh*mean_c(g*xh));
+ *         dx = add_dx ? dx + d : d; dw (+)= sum_r dy*xh
  * shapes  x, dy, dx [rows,cols], w, dw [cols], all of dt; dx aliases neither x nor dy
  * bytes   3 or 4 (add_dx) * rows*cols*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 201 or 268 MB, 42
  *         or 56 us at 4.8 TB/s; scratch: at
