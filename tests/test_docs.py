@@ -123,6 +123,15 @@ def test_every_identifier_that_a_page_names_exists():
     assert not fields - words
 
 
+def test_every_message_that_the_page_explains_is_in_the_sources():
+    shell = "".join(p.read_text() for p in (ROOT / "python").glob("*.sh"))
+    text = re.sub(r'"\s*"', "", sources()) + shell  # a string over several lines is one
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    messages = re.findall(r"^- \*\*`([^`]+)`\*\*", page, re.M)
+    parts = {p.strip() for m in messages for p in m.split("...") if p.strip()}
+    assert len(messages) > 4 and not {p for p in parts if p not in text}
+
+
 def test_every_link_of_a_page_opens():
     links = [
         (page, to)
