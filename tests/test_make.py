@@ -186,7 +186,7 @@ def no_warnings(files):
         "CFLAGS=-O3 -march=native -Werror",
         "BUILD=nowhere",
         "BLAS=system",
-        "lib",
+        "all",
     ).stdout
     commands = [
         line
