@@ -129,6 +129,19 @@ typedef struct ps_plan_report {
  * fits; PS_ENOMEM. */
 PS_API ps_status ps_plan_create(ps_plan **out, const ps_model_config *model,
                                 const ps_plan_config *cfg, const ps_hardware *hw);
+/* What searches learn of the candidates of one model, batch and machine: bytes and simulated time,
+ * which do not depend on caps. One thread at a time uses it. */
+typedef struct ps_evaluations ps_evaluations;
+PS_API ps_status ps_evaluations_create(ps_evaluations **out); /* PS_ENOMEM */
+PS_API void ps_evaluations_destroy(ps_evaluations *shared);   /* NULL is a no-op */
+
+/* ps_plan_create_sharing() - as ps_plan_create(), with the same plan as the result, and without
+ * the evaluations that earlier calls with @shared have made: for plans under several caps, such as
+ * a grid. @shared is borrowed for the call. Errors: those of ps_plan_create(); PS_EINVAL where
+ * anything but the caps differs from the first call with @shared. */
+PS_API ps_status ps_plan_create_sharing(ps_plan **out, ps_evaluations *shared,
+                                        const ps_model_config *model, const ps_plan_config *cfg,
+                                        const ps_hardware *hw);
 /* ps_plan_destroy() - NULL is a no-op. PS_EBUSY while a trainer, or a run of its schedule,
  * lives: the plan then lives on. */
 PS_API ps_status ps_plan_destroy(ps_plan *plan);

@@ -28,7 +28,7 @@ static int parse_side(const cli_texts *texts, const char *option, uint64_t out[M
 }
 
 /* Search a plan under a cell's caps. */
-static int search(const cli_job *job, cli_cell *cell) {
+static int search(const cli_job *job, ps_evaluations *shared, cli_cell *cell) {
   ps_plan_config cfg = job->plan_config;
   ps_hardware hardware = job->hardware;
   ps_plan_report report = {.struct_bytes = sizeof report};
@@ -37,7 +37,7 @@ static int search(const cli_job *job, cli_cell *cell) {
   cfg.host_bytes = cell->host_mem_bytes;
   /* the machine to plan for has at least the cap of host memory; 0: its memory is not checked */
   hardware.host_memory_bytes = 0;
-  ps_status st = ps_plan_create(&plan, &job->config, &cfg, &hardware);
+  ps_status st = ps_plan_create_sharing(&plan, shared, &job->config, &cfg, &hardware);
   if (st == PS_EBUDGET)
     return CLI_OK;
   if (st == PS_OK)
@@ -153,6 +153,9 @@ int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts
     g.cell[i] = (cli_cell){.device_mem_bytes = g.device[i % g.n_device],
                            .host_mem_bytes = g.host[i / g.n_device]};
   order_rows(&g, row);
+  ps_evaluations *shared = NULL;
+  if (ps_evaluations_create(&shared) != PS_OK)
+    return cli_fail_status(PS_ENOMEM, true);
   cli_progress p;
   cli_progress_begin(&p, job);
   if (!job->json)
@@ -160,7 +163,7 @@ int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts
   for (uint32_t i = 0; code == CLI_OK && i < g.n_host; i++) {
     for (uint32_t d = 0; code == CLI_OK && d < g.n_device; d++) {
       cli_progress_count(&p, "plan", i * g.n_device + d + 1, g.n_device * g.n_host);
-      code = search(job, &g.cell[row[i] * g.n_device + d]);
+      code = search(job, shared, &g.cell[row[i] * g.n_device + d]);
     }
     cli_progress_clear(&p);
     cli_cells_choose(g.cell, g.n_host * g.n_device);
@@ -168,6 +171,7 @@ int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts
     for (; !job->json && n_printed < g.n_host && done[n_printed]; n_printed++)
       print_row(&g, n_printed);
   }
+  ps_evaluations_destroy(shared);
   if (code == CLI_OK && job->json)
     print_json(job, &g);
   return code;

@@ -138,8 +138,11 @@ static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint3
 /* ---- a member's exact size ------------------------------------------------------------------- */
 
 void ps__evaluation_free(ps__evaluation *e) {
+  if (!e->emitted)
+    return;
   ps__step_free(&e->step);
   ps__spec_free(&e->spec);
+  e->emitted = false;
 }
 
 /* Host memory that a shorter step takes less: of the batch and for ops. */
@@ -152,43 +155,81 @@ static uint64_t missing_bytes(const ps__search *s, const ps__microbatch *microba
          (uint64_t)ops * ((uint64_t)s->plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
 }
 
-/* Emission, and in bytes what no map goes below. */
-ps_status ps__evaluate_emit(ps__search *s, const ps__candidate *m, ps__evaluation *e) {
-  const ps_plan *plan = s->plan;
-  uint64_t scratch, trace;
-  const ps__microbatch *microbatch = &s->space.microbatch[m->microbatch];
+/* The candidate's ops, where they are not there yet. */
+static ps_status emit(ps__search *s, ps__evaluation *e) {
+  const ps__microbatch *microbatch = &s->space.microbatch[e->candidate.microbatch];
   const ps__layout *l = s->whole ? &microbatch->layout : ps__microbatch_layout(microbatch);
-  PS_TRY(ps__candidate_spec(&s->space, m, l, &e->spec));
-  const ps_status st = ps__step_emit(&e->step, &plan->model, l, &e->spec, &s->plan->hooks);
+  if (e->emitted)
+    return PS_OK;
+  PS_TRY(ps__candidate_spec(&s->space, &e->candidate, l, &e->spec));
+  const ps_status st = ps__step_emit(&e->step, &s->plan->model, l, &e->spec, &s->plan->hooks);
   if (st != PS_OK) {
     ps__spec_free(&e->spec);
     return st;
   }
-  s->n_ops += e->step.n_op;
+  e->emitted = true;
   e->n_left_out = l == &microbatch->shorter ? microbatch->n_left_out : 0;
   e->missing = missing_bytes(s, microbatch, l, &e->step);
-  const uint64_t overhead[PS__N_SPACES] = {
-      [PS__SPACE_DEVICE] = ps__device_overhead(plan, &e->step, &scratch),
-      [PS__SPACE_HOST] = ps__host_overhead(plan, &e->step, &scratch, &trace)};
-  for (uint32_t i = 0; i < PS__N_SPACES; i++) {
-    const uint64_t alive = ps__memmap_bound(e->step.vt, e->step.n_vt, (uint32_t)e->step.n_op, i);
-    if (alive == UINT64_MAX) {
-      ps__evaluation_free(e);
-      return ps__fail(PS_ENOMEM, "out of memory for a plan's size");
+  return PS_OK;
+}
+
+/* Whether the candidate's step is evaluated with all its rounds. */
+static bool all_rounds(const ps__search *s, const ps__candidate *m) {
+  return s->whole || s->space.microbatch[m->microbatch].n_left_out == 0;
+}
+
+static void remember(ps__search *s, const ps__evaluation *e) {
+  ps__memo_put(s->memo, &e->candidate, all_rounds(s, &e->candidate), &e->known);
+}
+
+/* @arena: BYTES of each arena; @out: with all that the caps count besides. */
+static void add_overhead(const ps__search *s, const ps__evaluation *e,
+                         const uint64_t arena[PS__N_SPACES], uint64_t out[PS__N_SPACES]) {
+  uint64_t scratch, trace;
+  out[PS__SPACE_DEVICE] =
+      ps__arena_round(arena[PS__SPACE_DEVICE]) + ps__device_overhead(s->plan, &e->step, &scratch);
+  out[PS__SPACE_HOST] = ps__arena_round(arena[PS__SPACE_HOST]) +
+                        ps__host_overhead(s->plan, &e->step, &scratch, &trace) + e->missing;
+}
+
+ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluation *e) {
+  *e = (ps__evaluation){.candidate = *m, .known = ps__memo_get(s->memo, m, all_rounds(s, m))};
+  if (!e->known.n_op) {
+    uint64_t alive[PS__N_SPACES];
+    PS_TRY(emit(s, e));
+    for (uint32_t i = 0; i < PS__N_SPACES; i++) {
+      alive[i] = ps__memmap_bound(e->step.vt, e->step.n_vt, (uint32_t)e->step.n_op, i);
+      if (alive[i] == UINT64_MAX) {
+        ps__evaluation_free(e);
+        return ps__fail(PS_ENOMEM, "out of memory for a plan's size");
+      }
     }
-    e->bytes[i] = ps__arena_round(alive) + overhead[i] + (i == PS__SPACE_HOST ? e->missing : 0);
+    e->known.n_op = e->step.n_op;
+    add_overhead(s, e, alive, e->known.at_least);
+    remember(s, e);
   }
-  e->mapped = false;
+  s->n_ops += e->known.n_op;
+  memcpy(e->bytes, e->known.at_least, sizeof e->bytes);
+  return PS_OK;
+}
+
+/* The memory map of the emitted step. */
+static ps_status map_step(ps__search *s, ps__evaluation *e) {
+  PS_TRY(emit(s, e));
+  if (!e->step_mapped)
+    PS_TRY(ps__step_map(&e->step));
+  e->step_mapped = true;
   return PS_OK;
 }
 
 ps_status ps__evaluate_map(ps__search *s, ps__evaluation *e) {
-  uint64_t scratch, trace;
-  PS_TRY(ps__step_map(&e->step));
-  e->bytes[PS__SPACE_DEVICE] = ps__arena_round(e->step.space_bytes[PS__SPACE_DEVICE]) +
-                               ps__device_overhead(s->plan, &e->step, &scratch);
-  e->bytes[PS__SPACE_HOST] = ps__arena_round(e->step.space_bytes[PS__SPACE_HOST]) +
-                             ps__host_overhead(s->plan, &e->step, &scratch, &trace) + e->missing;
+  if (!e->known.mapped) {
+    PS_TRY(map_step(s, e));
+    add_overhead(s, e, e->step.space_bytes, e->known.bytes);
+    e->known.mapped = true;
+    remember(s, e);
+  }
+  memcpy(e->bytes, e->known.bytes, sizeof e->bytes);
   e->mapped = true;
   return PS_OK;
 }
@@ -213,9 +254,19 @@ ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, 
   if (st != PS_OK || !e->mapped || !ps__fits(s, e->bytes))
     return st;
   s->out->n_feasible++;
-  s->n_ops += e->step.n_op;
-  st = best_threads(&s->plan->hw, &e->step, e->n_left_out, &m->threads, out_ns);
-  if (st == PS_OK && *out_ns > 0)
+  s->n_ops += e->known.n_op;
+  if (!(e->known.ns > 0)) {
+    st = map_step(s, e);
+    if (st == PS_OK)
+      st = best_threads(&s->plan->hw, &e->step, e->n_left_out, &e->known.threads, &e->known.ns);
+    if (st == PS_OK)
+      remember(s, e);
+  }
+  if (st != PS_OK)
+    return st;
+  *out_ns = e->known.ns;
+  m->threads = e->known.threads;
+  if (*out_ns > 0)
     ps__note_best(s, *out_ns, m);
-  return st;
+  return PS_OK;
 }

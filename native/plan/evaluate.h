@@ -12,6 +12,7 @@ typedef struct ps__fastest {
 
 typedef struct ps__search {
   ps_plan *plan;
+  ps__memo *memo; /* shared by searches of one model, batch and machine, whatever their caps */
   ps__search_result *out;
   ps__search_space space;
   ps__fastest best[PS__N_BEST]; /* of all looked at, fastest first */
@@ -30,15 +31,41 @@ typedef struct ps__search {
   uint64_t slack[PS__MAX_MICROBATCHES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_SPACES];
 } ps__search;
 
+/* What evaluating a candidate gives, as far as it went. */
+typedef struct ps__known {
+  uint64_t n_op;                   /* of the step's ops; 0: nothing is known */
+  uint64_t at_least[PS__N_SPACES]; /* BYTES that no memory map goes below */
+  uint64_t bytes[PS__N_SPACES];    /* exact, where mapped */
+  double ns;                       /* a simulated step, where > 0 */
+  bool mapped;
+  uint8_t threads; /* ps__candidate.threads with which a step takes ns */
+} ps__known;
+
+/* A candidate under evaluation. Its ops are emitted when something is not known yet. */
 typedef struct ps__evaluation {
+  ps__candidate candidate;
+  ps__known known;
+  uint64_t bytes[PS__N_SPACES]; /* all of what the caps count: at least, once mapped exactly */
+  bool mapped;                  /* bytes are exact */
+  /* of the emitted step */
   ps__spec spec;
   ps__step step;
-  uint64_t bytes[PS__N_SPACES]; /* all of what the caps count: at least, once mapped exactly */
-  uint64_t missing;             /* of the host's bytes: what a step with all rounds takes more */
-  uint32_t n_left_out;          /* rounds */
-  bool mapped;
+  uint64_t missing;    /* of the host's bytes: what a step with all rounds takes more */
+  uint32_t n_left_out; /* rounds */
+  bool emitted, step_mapped;
 } ps__evaluation;
 
+/* ---- memo.c: what is known of candidates ----------------------------------------------------- */
+/* Neither the bytes nor the time of a candidate depend on caps. So searches under different caps
+ * share them: the searches of one plan, and those of a grid (ps__memo_create() is in plan_impl.h).
+ * A search finds the same and counts the same work with and without a memo. Any thread. */
+/* ps__memo_get() - what is known of @m; @whole: of its step with all rounds. */
+ps__known ps__memo_get(ps__memo *memo, const ps__candidate *m, bool whole);
+/* ps__memo_put() - @known is kept where it says more than what is there; forgotten where memory
+ * runs out. */
+void ps__memo_put(ps__memo *memo, const ps__candidate *m, bool whole, const ps__known *known);
+
+/* ---- evaluate.c ------------------------------------------------------------------------------ */
 /* ps__budget() - @ops is the work to spend on a model of up to 32 layers; on a deeper one more
  * in proportion, as each look at it costs, but no more than for so many. */
 enum { PS__BUDGET_LAYERS = 64 };
@@ -49,9 +76,9 @@ bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_SPACES]);
 bool ps__fits_under(const ps__search *s, uint64_t device_cap, uint64_t host_cap,
                     const uint64_t bytes[PS__N_SPACES]);
 uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__N_SPACES]);
-/* ps__evaluate_emit() - the member's ops, and in bytes what no map goes below. ps__evaluate_map() -
- * the bytes exactly. Errors: PS_ENOMEM. Freed by ps__evaluation_free(). */
-ps_status ps__evaluate_emit(ps__search *s, const ps__candidate *m, ps__evaluation *e);
+/* ps__evaluate_begin() - in bytes what no map of the candidate goes below. ps__evaluate_map() - the
+ * bytes exactly. Errors: PS_ENOMEM. Freed by ps__evaluation_free(). */
+ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluation *e);
 ps_status ps__evaluate_map(ps__search *s, ps__evaluation *e);
 void ps__evaluation_free(ps__evaluation *e);
 /* ps__evaluate_time() - maps it where it may fit, simulates it where it does, with each number of

@@ -79,7 +79,7 @@ static ps_status fill_device(ps__search *s, ps__candidate *m, uint64_t taken, do
     if (parts < 0)
       return PS_OK;
     m->device = (uint8_t)parts;
-    PS_TRY(ps__evaluate_emit(s, m, &e));
+    PS_TRY(ps__evaluate_begin(s, m, &e));
     const ps_status st = ps__evaluate_time(s, m, &e, out_ns);
     *out_taken = e.bytes[PS__SPACE_DEVICE];
     const uint64_t host = e.bytes[PS__SPACE_HOST];

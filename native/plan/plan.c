@@ -292,16 +292,68 @@ static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
   return predict(p);
 }
 
-ps_status ps_plan_create(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
-                         const ps_hardware *hw) {
+/* ---- evaluations that plans share ------------------------------------------------------------ */
+
+struct ps_evaluations {
+  ps__memo *memo;
+  bool used; /* the rest is set */
+  ps_model_config model;
+  ps_plan_config cfg; /* but for the caps */
+  ps_hardware hw;
+};
+
+ps_status ps_evaluations_create(ps_evaluations **out) {
   if (!out)
-    return ps__fail(PS_EINVAL, "ps_plan_create: out is NULL");
+    return ps__fail(PS_EINVAL, "ps_evaluations_create: out is NULL");
+  ps_evaluations *e = ps__calloc(1, sizeof *e);
+  if (!e)
+    return ps__fail(PS_ENOMEM, "out of memory for shared evaluations");
+  const ps_status st = ps__memo_create(&e->memo);
+  if (st == PS_OK)
+    *out = e;
+  else
+    ps__free(e);
+  return st;
+}
+
+void ps_evaluations_destroy(ps_evaluations *e) {
+  if (!e)
+    return;
+  ps__memo_destroy(e->memo);
+  ps__free(e);
+}
+
+/* PS_EINVAL where @p is of another model, batch or machine than the plans before. */
+static ps_status share(ps_evaluations *e, const ps_plan *p) {
+  ps_plan_config cfg = p->cfg;
+  cfg.device_bytes = cfg.host_bytes = 0;
+  if (!e->used) {
+    e->model = p->model;
+    e->cfg = cfg;
+    e->hw = p->hw;
+    e->used = true;
+  }
+  if (memcmp(&e->model, &p->model, sizeof e->model) || memcmp(&e->cfg, &cfg, sizeof cfg) ||
+      memcmp(&e->hw, &p->hw, sizeof e->hw))
+    return ps__fail(PS_EINVAL,
+                    "plan: the shared evaluations are of another model, configuration or machine: "
+                    "only the caps may differ");
+  return PS_OK;
+}
+
+ps_status ps_plan_create_sharing(ps_plan **out, ps_evaluations *shared,
+                                 const ps_model_config *model, const ps_plan_config *cfg,
+                                 const ps_hardware *hw) {
+  if (!out || !shared)
+    return ps__fail(PS_EINVAL, "ps_plan_create: out and the shared evaluations must be given");
   ps_plan *p = NULL;
   ps__search_result r;
   PS_TRY(new_plan(&p, model, cfg, hw));
-  ps_status st = ps__find_plan(p, false, &r);
+  ps_status st = share(shared, p);
+  if (st == PS_OK)
+    st = ps__find_plan(p, shared->memo, false, &r);
   if (st == PS_OK && r.n_feasible == 0) {
-    st = ps__find_plan(p, true, &r);
+    st = ps__find_plan(p, shared->memo, true, &r);
     if (st == PS_OK)
       st = refuse(p, &r);
   }
@@ -311,6 +363,15 @@ ps_status ps_plan_create(ps_plan **out, const ps_model_config *model, const ps_p
     ps_plan_destroy(p);
   else
     *out = p;
+  return st;
+}
+
+ps_status ps_plan_create(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
+                         const ps_hardware *hw) {
+  ps_evaluations *own = NULL;
+  PS_TRY(ps_evaluations_create(&own));
+  const ps_status st = ps_plan_create_sharing(out, own, model, cfg, hw);
+  ps_evaluations_destroy(own);
   return st;
 }
 
@@ -361,8 +422,12 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
     return ps__fail(PS_EINVAL, "ps_plan_smallest: device_bytes and host_bytes must be given");
   ps_plan *p = NULL;
   ps__search_result r;
+  ps__memo *memo = NULL;
   PS_TRY(new_plan(&p, model, cfg, hw));
-  const ps_status st = ps__find_plan(p, true, &r);
+  ps_status st = ps__memo_create(&memo);
+  if (st == PS_OK)
+    st = ps__find_plan(p, memo, true, &r);
+  ps__memo_destroy(memo);
   ps_plan_destroy(p);
   if (st != PS_OK)
     return st;

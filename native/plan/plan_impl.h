@@ -63,10 +63,14 @@ typedef struct ps__search_result {
  * GPU, as many as make a chunk at most PS__MOST_ADDITIONS slices (up to 4096 tokens), so that
  * the lm_head's gradient leaves the device no more often than the blocks'. */
 uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens);
+/* What is known of the candidates of a search space (memo.c). */
+typedef struct ps__memo ps__memo;
+ps_status ps__memo_create(ps__memo **out); /* PS_ENOMEM */
+void ps__memo_destroy(ps__memo *memo);     /* NULL is a no-op */
 /* Find the fastest spec under the caps (sizes_only: just the smallest caps). On PS_OK with
  * n_feasible > 0 and not sizes_only, layout and spec of the plan are set. plan->model, cfg, hw
  * are set before. */
-ps_status ps__find_plan(ps_plan *plan, bool sizes_only, ps__search_result *out);
+ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__search_result *out);
 /* ---- evaluate.c ------------------------------------------------------------------------------ */
 /* ns of a step in the steady state, from when the simulated steps ended: never less than any
  * stream works, or than a shared resource is drawn on, since what the first steps put off does

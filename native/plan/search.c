@@ -85,7 +85,7 @@ static ps_status evaluate(ps__search *s, const ps__candidate *from, double *out_
   ps__evaluation e;
   ps__candidate own = *from, *m = &own; /* searches side by side share the family */
   s->evaluated[from - s->space.candidate] = 1;
-  PS_TRY(ps__evaluate_emit(s, m, &e));
+  PS_TRY(ps__evaluate_begin(s, m, &e));
   note_slack(s, m, &e);
   const ps_status st = ps__evaluate_time(s, m, &e, out_ns);
   ps__evaluation_free(&e);
@@ -207,7 +207,7 @@ static ps_status confirm_best(ps__search *s) {
   for (uint32_t i = 0, n_confirmed = 0; i < PS__N_BEST && few[i].ns > 0 && n_confirmed < 2; i++) {
     ps__evaluation e;
     double ns;
-    PS_TRY(ps__evaluate_emit(s, &few[i].candidate, &e));
+    PS_TRY(ps__evaluate_begin(s, &few[i].candidate, &e));
     const ps_status st = ps__evaluate_time(s, &few[i].candidate, &e, &ns);
     ps__evaluation_free(&e);
     if (st != PS_OK)
@@ -233,7 +233,7 @@ static ps_status spend_host(ps__search *s) {
     if (m.sums + by > layers || s->space.microbatch[m.microbatch].layout.n_rounds == 1)
       continue;
     m.sums = (uint8_t)(m.sums + by);
-    PS_TRY(ps__evaluate_emit(s, &m, &e));
+    PS_TRY(ps__evaluate_begin(s, &m, &e));
     const ps_status st = ps__evaluate_time(s, &m, &e, &ns);
     ps__evaluation_free(&e);
     if (st != PS_OK)
@@ -293,7 +293,7 @@ static ps_status evaluate_bytes(ps__search *s, const ps__candidate *m) {
   add_slack(s, m, bytes);
   if (!could_be_smallest(s, bytes))
     return PS_OK;
-  PS_TRY(ps__evaluate_emit(s, m, &e));
+  PS_TRY(ps__evaluate_begin(s, m, &e));
   note_slack(s, m, &e);
   ps_status st = could_be_smallest(s, e.bytes) ? ps__evaluate_map(s, &e) : PS_OK;
   if (st == PS_OK && e.mapped)
@@ -444,13 +444,14 @@ static ps_status find_on_ladder(ps__search *s) {
   return st;
 }
 
-ps_status ps__find_plan(ps_plan *plan, bool sizes_only, ps__search_result *out) {
+ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__search_result *out) {
   memset(out, 0, sizeof *out);
   ps__search *s = ps__calloc(1, sizeof *s);
   if (!s)
     return ps__fail(PS_ENOMEM, "out of memory for the search");
   const ps_hardware *hw = &plan->hw;
   s->plan = plan;
+  s->memo = memo;
   s->out = out;
   s->device_cap = plan->cfg.device_bytes ? plan->cfg.device_bytes : UINT64_MAX;
   s->host_cap = plan->cfg.host_bytes ? plan->cfg.host_bytes : UINT64_MAX;

@@ -4,6 +4,7 @@
 #include "check.h"
 #include <penstock/plan.h>
 #include <stdio.h>
+#include <string.h>
 #include <sys/resource.h>
 #include <time.h>
 
@@ -156,6 +157,47 @@ static uint64_t number(const char *name, uint64_t otherwise) {
   return text && *text ? strtoull(text, NULL, 10) : otherwise;
 }
 
+/* Plans under several caps that share evaluations are those made alone. */
+static void test_shared_evaluations(const ps_hardware *hw) {
+  const ps_model_config m = {.struct_bytes = sizeof m,
+                             .vocab_size = 4096,
+                             .n_layers = 7,
+                             .dim = 256,
+                             .n_kv_heads = 2,
+                             .n_heads = 4,
+                             .head_dim = 64,
+                             .ffn_dim = 1024,
+                             .bos_token_id = -1,
+                             .eos_token_id = -1,
+                             .norm_eps = 1e-5f,
+                             .rope_theta = 1e4};
+  ps_plan_config c = {
+      .struct_bytes = sizeof c, .seq_len = 256, .tokens_per_step = 2048, .reserve_bytes = 1 << 28};
+  ps_plan_report all = {.struct_bytes = sizeof all}, r = all;
+  ps_evaluations *shared;
+  CHECK(ps_evaluations_create(&shared) == PS_OK);
+  for (uint32_t i = 0; i < 4; i++) { /* all of what a plan takes that has no cap, then less */
+    ps_plan *alone = NULL, *sharing = NULL;
+    c.device_bytes = all.device_bytes / 8 * (8 - 2 * i);
+    CHECK(ps_plan_create(&alone, &m, &c, hw) == PS_OK);
+    CHECK(ps_plan_create_sharing(&sharing, shared, &m, &c, hw) == PS_OK);
+    CHECK(!strcmp(ps_plan_json(alone), ps_plan_json(sharing)));
+    CHECK(ps_plan_get_report(sharing, &r) == PS_OK &&
+          (i == 0 || r.device_bytes < all.device_bytes));
+    all = i == 0 ? r : all;
+    CHECK(ps_plan_destroy(alone) == PS_OK && ps_plan_destroy(sharing) == PS_OK);
+  }
+  ps_plan *plan = NULL;
+  c.device_bytes = 4096; /* nothing fits: the least caps share them too */
+  CHECK_FAILS(ps_plan_create_sharing(&plan, shared, &m, &c, hw), PS_EBUDGET, "device memory");
+  c.seq_len = 128;
+  CHECK_FAILS(ps_plan_create_sharing(&plan, shared, &m, &c, hw), PS_EINVAL, "only the caps");
+  CHECK(!plan);
+  ps_evaluations_destroy(shared);
+  ps_evaluations_destroy(NULL);
+  printf("ok plans that share evaluations are those made alone\n");
+}
+
 int main(void) {
   const uint64_t first = number("PENSTOCK_SEED", 1),
                  n = number("PENSTOCK_SEARCHES", SLOWER > 1 ? 1 : 3);
@@ -163,6 +205,7 @@ int main(void) {
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
   const int64_t before = ps__live_allocations();
   test_a_cap_far_beyond(&hw);
+  test_shared_evaluations(&hw);
   for (uint64_t seed = first; seed < first + n; seed++) {
     uint64_t state = mix64(seed);
     plan_one(&state, seed, &hw);
