@@ -146,6 +146,18 @@ def test_every_link_of_a_page_opens():
         xml.etree.ElementTree.parse(picture)
 
 
+def test_no_page_uses_a_word_that_the_glossary_replaced():
+    words = (
+        r"at home|(?:comes?|goes|sent|sends?) home|lent|fates?|dealer|preamble|(?:low|upp)er turn"
+    )
+    found = [
+        (page.name, w)
+        for page, text in PAGES.items()
+        for w in re.findall(rf"\b(?:{words})\b", " ".join(text.split()), re.I)
+    ]
+    assert found == []
+
+
 def test_prose_fits_100_columns():
     long = [
         f"{page.relative_to(ROOT)}:{number}: {len(line)} columns"
