@@ -3,7 +3,7 @@ against the files of tests/golden.
 
 CASE.plan.json is the whole of plan.json: decisions, the exact predicted step time, and how many
 plans the search looked at. CASE.schedule.json has SHA-256 sums of the compiled step, column by
-column (tests/native/golden.c prints them): all ops in program order, preamble first.
+column (tests/native/golden.c prints them): all ops in program order, prologue first.
 CASE.weights.json has losses, gradient norms and the SHA-256 of all weights after three steps on the
 CPU backend.
 

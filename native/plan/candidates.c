@@ -16,7 +16,7 @@ const ps__residency ps__residencies[PS__N_RESIDENCIES] = {
 ps_status ps__candidate_spec(const ps__search_space *sp, const ps__candidate *m,
                              const ps__layout *l, ps__spec *out) {
   return ps__decide(sp, l, m,
-                    ps__embeds_at_home(sp, &sp->microbatch[m->microbatch].layout, &m->keep), out);
+                    ps__embed_on_host(sp, &sp->microbatch[m->microbatch].layout, &m->keep), out);
 }
 
 ps_status ps__search_space_shorten(ps__search_space *sp) {
@@ -105,15 +105,15 @@ static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, u
   return PS_OK;
 }
 
-static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bool embed_at_home,
+static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bool embed_on_host,
                               ps__step_hooks *hooks) {
   const ps__candidate all = {.device = PS__SAVED_PARTS};
-  ps__microbatch_base *base = &mb->base[embed_at_home];
+  ps__microbatch_base *base = &mb->base[embed_on_host];
   ps__spec spec;
   ps__step s;
   uint64_t scratch, trace, boundary = 0;
   *base = (ps__microbatch_base){0};
-  PS_TRY(ps__decide(sp, &mb->layout, &all, embed_at_home, &spec));
+  PS_TRY(ps__decide(sp, &mb->layout, &all, embed_on_host, &spec));
   ps_status st = ps__step_emit(&s, &sp->plan->model, &mb->layout, &spec, hooks);
   if (st == PS_OK) {
     size_t n_compute = 0;
@@ -144,8 +144,8 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
 
 static ps_status measure_microbatch(const ps__search_space *sp, ps__microbatch *mb,
                                     ps__step_hooks *hooks) {
-  for (uint32_t home = 0; home <= !sp->plan->model.tied_embeddings; home++)
-    PS_TRY(measure_base(sp, mb, home, hooks));
+  for (uint32_t on_host = 0; on_host <= !sp->plan->model.tied_embeddings; on_host++)
+    PS_TRY(measure_base(sp, mb, on_host, hooks));
   return PS_OK;
 }
 
@@ -233,7 +233,7 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
     for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
       uint8_t fate[PS__N_ITEMS];
       uint32_t mask = 0;
-      uint64_t home = 0;
+      uint64_t offloaded = 0;
       ps__allocate_policies(&d, &sp->block, l->chunk[c].n_tokens, c >= l->chunks_per_round,
                             ps__at_boundary(sp, l, layer, c), fate);
       for (int i = 0; i < PS__N_GROUPS; i++) {
@@ -244,22 +244,22 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
         if (to == PS_FATE_DEVICE)
           out->device_bytes += bytes;
         if (to == PS_FATE_HOST)
-          home += bytes;
+          offloaded += bytes;
       }
-      first += home;
+      first += offloaded;
       if (c < l->chunks_per_round)
-        other += home;
+        other += offloaded;
       for (uint32_t r = 0; r < l->n_rounds; r++) {
         if (c >= l->round[r].n_chunks)
           continue;
         const uint32_t i = l->round[r].first_chunk + c;
         out->recompute_ns += table[of_chunk[i]].ns[mask];
-        out->home_bytes += (double)home * l->chunk[i].n_tokens / l->chunk[c].n_tokens;
+        out->offloaded_bytes += (double)offloaded * l->chunk[i].n_tokens / l->chunk[c].n_tokens;
       }
     }
-  /* the first round's has the blocks' gradients' homes (home_of_saved() in passes.c) */
-  const uint64_t lent = unit_bytes(sp, 1) * sp->plan->model.n_layers;
-  out->host_bytes = first > lent ? first - lent : 0;
+  /* the first round's has the blocks' gradients' homes (host_of_saved() in passes.c) */
+  const uint64_t aliased = unit_bytes(sp, 1) * sp->plan->model.n_layers;
+  out->host_bytes = first > aliased ? first - aliased : 0;
   if (l->n_rounds > 1 && other > out->host_bytes)
     out->host_bytes = other;
 }
@@ -282,26 +282,26 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                                          PS_UPDATE_WHOLE),
                e = ps_dtype_bytes((ps_dtype)sp->block.dt);
   const uint32_t n_units = ps_model_n_units(m);
-  const bool home = ps__embeds_at_home(sp, l, r);
+  const bool table_on_host = ps__embed_on_host(sp, l, r);
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
                                                       (ps_dtype)sp->block.dt, false);
   traffic t = {0};
   /* its rows' gradients go home; but the first block's inputs do not, which are counted with
    * the saved tensors */
-  if (home) {
+  if (table_on_host) {
     t.to_device = ps__lookup_bytes(sp, l);
     t.to_host = 4.0 * (double)l->n_tokens;
     t.host_ops = 3 * ps__lookup_bytes(sp, l) + ps__table_bytes(sp);
     t.updates = update * (double)unit_bytes(sp, 0) / e;
   }
-  for (uint32_t u = home; u < n_units; u++) {
+  for (uint32_t u = table_on_host; u < n_units; u++) {
     /* at least */
-    const double bytes = (double)unit_bytes(sp, u), visits = u == 0 || u + 2 >= n_units ? 1 : 2;
+    const double bytes = (double)unit_bytes(sp, u), passes = u == 0 || u + 2 >= n_units ? 1 : 2;
     const uint32_t contributions = ps__unit_contributions(m, &sums, u);
     const bool grads = ps__among(u, r->grads) && contributions > 1;
     const double added =
         ps__sum_bytes(bytes / e, contributions, contributions, (ps_dtype)sp->block.dt);
-    t.to_device += r->state ? 0 : ps__params_stay(sp, r, u) ? bytes : visits * bytes * l->n_rounds;
+    t.to_device += r->state ? 0 : ps__params_stay(sp, r, u) ? bytes : passes * bytes * l->n_rounds;
     if (!r->state && !ps__params_stay(sp, r, u) && u > 0 && u + 1 < n_units)
       t.blocks += bytes;
     t.to_host += r->state ? bytes : grads ? bytes : contributions * bytes;
@@ -334,8 +334,8 @@ static traffic with_kept_parameters(const ps__search_space *sp, const traffic *o
 static double bound_of(const ps__search_space *sp, const ps__microbatch_base *base,
                        const ps__saved_sums *s, const traffic *t) {
   const ps_hardware *hw = sp->cost.hw;
-  const double h2d_bytes = t->to_device + s->home_bytes + (double)base->batch_bytes,
-               d2h_bytes = t->to_host + s->home_bytes;
+  const double h2d_bytes = t->to_device + s->offloaded_bytes + (double)base->batch_bytes,
+               d2h_bytes = t->to_host + s->offloaded_bytes;
   const double device_rate =
       hw->backend == PS_BACKEND_CPU ? hw->optimizer_bytes_per_s : hw->elementwise_bytes_per_s;
   const double compute =
@@ -367,16 +367,17 @@ static double bound_of(const ps__search_space *sp, const ps__microbatch_base *ba
 static double estimate_of(const ps__search_space *sp, const ps__microbatch_base *base,
                           const ps__saved_sums *s, const traffic *t, uint32_t ahead) {
   const ps_hardware *hw = sp->cost.hw;
-  const double ns = 1e9, fetched = t->to_device / 2, home = s->home_bytes,
+  const double ns = 1e9, fetched = t->to_device / 2, offloaded = s->offloaded_bytes,
                sums = t->host_ops - t->updates;
   const double forward = base->forward_ns[0],
                backward = base->compute_ns - forward + s->recompute_ns;
-  const double f_h2d = fetched / hw->h2d_bytes_per_s * ns, f_d2h = home / hw->d2h_bytes_per_s * ns;
-  const double b_h2d = (fetched + home) / hw->h2d_bytes_per_s * ns,
+  const double f_h2d = fetched / hw->h2d_bytes_per_s * ns,
+               f_d2h = offloaded / hw->d2h_bytes_per_s * ns;
+  const double b_h2d = (fetched + offloaded) / hw->h2d_bytes_per_s * ns,
                b_d2h = t->to_host / hw->d2h_bytes_per_s * ns;
-  const double f_both = (fetched + home) / (2 * hw->duplex_bytes_per_s) * ns,
-               b_both = (fetched + home + t->to_host) / (2 * hw->duplex_bytes_per_s) * ns;
-  const double b_memory = (fetched + home + t->to_host + sums) / hw->memory_bytes_per_s * ns,
+  const double f_both = (fetched + offloaded) / (2 * hw->duplex_bytes_per_s) * ns,
+               b_both = (fetched + offloaded + t->to_host) / (2 * hw->duplex_bytes_per_s) * ns;
+  const double b_memory = (fetched + offloaded + t->to_host + sums) / hw->memory_bytes_per_s * ns,
                b_sums = sums / hw->accumulate_bytes_per_s * ns;
   const double updates = t->updates / hw->optimizer_bytes_per_s * ns,
                first_round = forward > 0 ? base->forward_ns[1] / forward : 1;
@@ -398,7 +399,7 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
                                                       (ps_dtype)sp->block.dt, false);
   uint64_t bytes = 0;
-  for (uint32_t u = ps__embeds_at_home(sp, l, r); u < ps_model_n_units(&sp->plan->model); u++) {
+  for (uint32_t u = ps__embed_on_host(sp, l, r); u < ps_model_n_units(&sp->plan->model); u++) {
     const bool several = ps__unit_contributions(&sp->plan->model, &sums, u) > 1;
     if (ps__params_stay(sp, r, u))
       bytes += unit_bytes(sp, u);
@@ -410,7 +411,7 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
   return bytes;
 }
 
-static uint64_t home_bytes(const ps__search_space *sp, bool state) {
+static uint64_t host_state_bytes(const ps__search_space *sp, bool state) {
   static const uint64_t each[PS_N_RECIPES][2] = {
       [PS_RECIPE_FP32] = {16, 4}, [PS_RECIPE_FP32_MASTER] = {16, 6}, [PS_RECIPE_BF16] = {8, 2}};
   const uint64_t grads =
@@ -431,9 +432,9 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
   uint64_t device[PS__N_RESIDENCIES], host[PS__N_RESIDENCIES];
   for (uint32_t r = 0; r < PS__N_RESIDENCIES; r++) {
     t[r] = unit_traffic(sp, &mb->layout, &ps__residencies[r]);
-    base[r] = &mb->base[ps__embeds_at_home(sp, &mb->layout, &ps__residencies[r])];
+    base[r] = &mb->base[ps__embed_on_host(sp, &mb->layout, &ps__residencies[r])];
     device[r] = base[r]->device_bytes + resident_bytes(sp, &mb->layout, &ps__residencies[r]);
-    host[r] = base[r]->host_bytes + home_bytes(sp, ps__residencies[r].state);
+    host[r] = base[r]->host_bytes + host_state_bytes(sp, ps__residencies[r].state);
   }
   for (uint32_t d = 0; st == PS_OK && d <= PS__SAVED_PARTS; d += PS__DEVICE_GRID * step)
     for (uint32_t h = 0; st == PS_OK && d + h <= PS__SAVED_PARTS; h += PS__HOST_GRID * step) {

@@ -76,7 +76,7 @@ typedef struct ps__microbatch {
 typedef struct ps__saved_sums {
   double recompute_ns;               /* of a step, at least */
   uint64_t device_bytes, host_bytes; /* of the round that takes the most; at the host at least */
-  double home_bytes;                 /* sent home, and fetched again, in a step */
+  double offloaded_bytes;            /* sent home, and fetched again, in a step */
 } ps__saved_sums;
 
 typedef struct ps__search_space {
@@ -144,8 +144,8 @@ bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_
  * table. */
 double ps__lookup_bytes(const ps__search_space *sp, const ps__layout *l);
 double ps__table_bytes(const ps__search_space *sp);
-bool ps__embeds_at_home(const ps__search_space *sp, const ps__layout *l, const ps__residency *r);
+bool ps__embed_on_host(const ps__search_space *sp, const ps__layout *l, const ps__residency *r);
 /* All of a member's decisions for a layout; @out freed by ps__spec_free(). */
 ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const ps__candidate *m,
-                     bool embed_at_home, ps__spec *out);
+                     bool embed_on_host, ps__spec *out);
 #endif

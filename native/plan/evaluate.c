@@ -37,7 +37,7 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
   *trace = s->n_op * ((uint64_t)plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
   /* tokens and targets of a batch as the source fills them; which rows of an embedding at home
    * are updated */
-  const uint64_t rows = s->spec->embed_at_home ? 4ull * plan->model.vocab_size : 0;
+  const uint64_t rows = s->spec->embed_on_host ? 4ull * plan->model.vocab_size : 0;
   return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows;
 }
 

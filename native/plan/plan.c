@@ -237,7 +237,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
     o->streamed_update_units += p->spec.update_streamed[u];
     o->split_update_units += p->spec.update_split[u];
     o->turn_units +=
-        p->layout.n_rounds > 1 && u > 0 && u <= p->spec.turn_blocks && !p->spec.param_resident[u];
+        p->layout.n_rounds > 1 && u > 0 && u <= p->spec.blocks_kept && !p->spec.param_resident[u];
   }
   o->saved_device_bytes = s->saved_bytes[PS_FATE_DEVICE];
   o->saved_host_bytes = s->saved_bytes[PS_FATE_HOST] + s->saved_bytes[PS_FATE_FIRST];

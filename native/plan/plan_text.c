@@ -100,7 +100,7 @@ static void write_text(text *t, const ps_plan *p) {
         "weights\n",
         r->streamed_update_units ? "                " : "updates         ",
         (unsigned long long)r->split_update_units);
-  if (p->spec.embed_at_home)
+  if (p->spec.embed_on_host)
     say(t, "embedding        gathered at home, its gradient added there\n");
   say(t, "saved tensors    first round: %s on the device, %s sent to the host, %s recomputed\n",
       ps__format_bytes(a, r->saved_device_bytes), ps__format_bytes(b, r->saved_host_bytes),
@@ -184,7 +184,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_uint(w, field[i].name, field[i].value);
   ps__jsonw_string(w, "recipe", ps_recipe_name((ps_recipe)p->cfg.recipe));
   ps__jsonw_bool(w, "clip", p->cfg.clip != 0);
-  ps__jsonw_bool(w, "embed_at_home", p->spec.embed_at_home);
+  ps__jsonw_bool(w, "embed_at_home", p->spec.embed_on_host);
   ps__jsonw_number(w, "model_flops", r->model_flops);
   ps__jsonw_number(w, "recompute_flops", r->recompute_flops);
   ps__jsonw_number(w, "predicted_step_s", r->step_s);
@@ -220,15 +220,15 @@ static void json_units(ps__jsonw *w, const ps_plan *p) {
   ps__jsonw_array(w, "units");
   for (uint32_t u = 0; u < p->spec.n_units; u++) {
     ps__jsonw_object(w, NULL);
-    ps__jsonw_uint(w, "elements", p->step.home[u].n);
-    const char *const streamed = u == 0 && p->spec.embed_at_home ? "at home" : "streamed";
+    ps__jsonw_uint(w, "elements", p->step.unit_host[u].n);
+    const char *const streamed = u == 0 && p->spec.embed_on_host ? "at home" : "streamed";
     ps__jsonw_string(w, "parameters", p->spec.param_resident[u] ? "resident" : streamed);
     ps__jsonw_string(w, "gradients", p->spec.grad_resident[u] ? "resident" : streamed);
     ps__jsonw_string(w, "optimizer_state", p->spec.update_resident[u] ? "device" : "host");
     ps__jsonw_string(w, "update",
-                     ps__updated_there(&p->spec, u) ? "device"
-                     : p->spec.update_split[u]      ? "host, weights first"
-                                                    : "host");
+                     ps__updated_on_device(&p->spec, u) ? "device"
+                     : p->spec.update_split[u]          ? "host, weights first"
+                                                        : "host");
     ps__jsonw_end(w);
   }
   ps__jsonw_end(w);

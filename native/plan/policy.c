@@ -105,7 +105,7 @@ double ps__table_bytes(const ps__search_space *sp) {
          ps_dtype_bytes((ps_dtype)sp->block.dt);
 }
 
-bool ps__embeds_at_home(const ps__search_space *sp, const ps__layout *l, const ps__residency *r) {
+bool ps__embed_on_host(const ps__search_space *sp, const ps__layout *l, const ps__residency *r) {
   const double to_device = ps__params_stay(sp, r, 0) ? 1 : l->n_rounds,
                to_host = ps__among(0, r->grads) ? 1 : l->n_rounds;
   return !sp->plan->model.tied_embeddings && !r->state &&
@@ -119,7 +119,7 @@ bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t l
 
 /* As many blocks as there is room for at the lower turn: below a block the saved tensors of the
  * blocks above it are gone, and parameters take their place. */
-static uint32_t turn_blocks(const ps__search_space *sp, const ps__layout *layout,
+static uint32_t blocks_kept(const ps__search_space *sp, const ps__layout *layout,
                             const ps__spec *s) {
   const uint64_t e = ps_dtype_bytes((ps_dtype)sp->block.dt);
   uint64_t room = 0, kept = 0;
@@ -138,7 +138,7 @@ static uint32_t turn_blocks(const ps__search_space *sp, const ps__layout *layout
 }
 
 ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const ps__candidate *m,
-                     bool embed_at_home, ps__spec *spec) {
+                     bool embed_on_host, ps__spec *spec) {
   const ps_plan *plan = sp->plan;
   const ps__residency *r = &m->keep;
   PS_TRY(ps__spec_init(spec, &plan->model, layout));
@@ -156,14 +156,14 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->sum_lag = m->ahead + m->sums;
   spec->sum_threads = ps__sum_threads(&plan->hw, m->threads);
   spec->keep_grads = plan->cfg.keep_grads != 0;
-  spec->embed_at_home = embed_at_home;
+  spec->embed_on_host = embed_on_host;
   const ps__contributions sums =
       ps__contributions_of(layout, spec->head_slice, (ps_dtype)sp->block.dt, false);
   for (uint32_t u = 0; u < spec->n_units; u++) {
     const bool several = ps__unit_contributions(&plan->model, &sums, u) > 1,
-               home = u == 0 && embed_at_home;
-    spec->param_resident[u] = ps__params_stay(sp, r, u) && !home;
-    spec->grad_resident[u] = ps__among(u, r->grads) && several && !home;
+               table_on_host = u == 0 && embed_on_host;
+    spec->param_resident[u] = ps__params_stay(sp, r, u) && !table_on_host;
+    spec->grad_resident[u] = ps__among(u, r->grads) && several && !table_on_host;
     spec->update_resident[u] = r->state;
     spec->update_streamed[u] = !r->state && u > 0 && u <= m->streamed;
     const bool among = u == spec->n_layers + 1
@@ -177,6 +177,6 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
       ps__allocate_policies(&d, &sp->block, layout->chunk[c].n_tokens,
                             c >= layout->chunks_per_round, ps__at_boundary(sp, layout, l, c),
                             ps__spec_fate(spec, l, c, 0));
-  spec->turn_blocks = turn_blocks(sp, layout, spec);
+  spec->blocks_kept = blocks_kept(sp, layout, spec);
   return PS_OK;
 }

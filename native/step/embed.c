@@ -2,7 +2,7 @@
  * home and added to its gradient there. */
 #include "step/emit.h"
 
-static bool at_home(const ps__builder *b) { return b->s->spec->embed_at_home; }
+static bool on_host(const ps__builder *b) { return b->s->spec->embed_on_host; }
 
 static uint64_t row_bytes(const ps__builder *b) {
   return (uint64_t)b->s->cfg->dim * ps_dtype_bytes(b->s->dt);
@@ -31,8 +31,9 @@ static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__v
   const ps__step *s = b->s;
   const double state = s->spec->recipe == PS_RECIPE_BF16 ? 14 : 28;
   const ps__vaccess access[3] = {*token,
-                                 s->spec->clip ? ps__part(s->stats, PS_READ, 64, 64)
-                                               : ps__part(s->norms, PS_READ, 0, PS__NORM_SLOTS * 8),
+                                 s->spec->clip
+                                     ? ps__part(s->stats, PS_READ, 64, 64)
+                                     : ps__part(s->norms, PS_READ, 0, PS__MAX_UNIT_SPANS * 8),
                                  ps__whole(b, rows, PS_WRITE)};
   ps__emit_hook(b, PS__HOOK_GATHER, chunk, PS__S_IO, access, 3,
                 ps__bytes_work(2.0 * (double)(n * row_bytes(b)) + 0.5 * state * n * s->cfg->dim),
@@ -52,8 +53,9 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
     const ps_tag tag = embed_tag(round, i, PS__PHASE_FORWARD);
     const uint32_t rows = ps__vt_new(b, PS__SPACE_HOST, n * row_bytes(b));
     const ps__vaccess access[3] = {
-        ps__part(s->batch, PS_READ, s->batch_offset[i] + ps__batch_block_of(n).tokens, 4ull * n),
-        ps__part(s->home[0].weights, PS_READ, 0, table_bytes(b)), ps__whole(b, rows, PS_WRITE)};
+        ps__part(s->batch, PS_READ, s->batch_offset[i] + ps__batch_chunk_of(n).tokens, 4ull * n),
+        ps__part(s->unit_host[0].weights, PS_READ, 0, table_bytes(b)),
+        ps__whole(b, rows, PS_WRITE)};
     if (round == 0)
       gather_first(b, i, n, &access[0], rows, tag);
     else
@@ -65,7 +67,7 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
     /* where the first block's input is kept in any case */
     const bool stays = *ps__spec_fate(s->spec, 0, c, PS__ITEM_X) == PS_FATE_HOST;
     ps__vt_free(b, before);
-    b->gathered[i].home = stays ? rows : PS__NO_VT;
+    b->gathered[i].host = stays ? rows : PS__NO_VT;
     before = stays ? PS__NO_VT : rows;
   }
   ps__vt_free(b, before);
@@ -95,18 +97,18 @@ static contribution_rows rows_of(const ps__builder *b, uint32_t c) {
   return r;
 }
 
-static void add_rows_at_home(ps__builder *b, const contribution_rows *r) {
+static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
   ps__step *s = b->s;
-  ps__unit_state *u = &b->unit[0];
+  ps__unit_progress *u = &b->unit[0];
   const ps__chunk *first = ps__chunk_of(b, 0), *last = ps__chunk_of(b, b->round->n_chunks - 1);
-  const ps__group *g = &s->layout->group[last->group];
+  const ps__attention_group *g = &s->layout->group[last->group];
   const uint32_t n = ps__unit_contributions(s->cfg, &s->sums, 0), i = u->contribution++;
   uint32_t mode = i ? ps__sum_mode_of(b, 0, i) : 0;
   /* rows without a token are not visited: all are rounded with the sums of squares */
   if (mode == PS_LOW_READ)
     mode |= PS_LOW_WRITE;
   if (mode == PS_LOW_WRITE)
-    u->low = ps__vt_new(b, PS__SPACE_HOST, s->home[0].n);
+    u->low = ps__vt_new(b, PS__SPACE_HOST, s->unit_host[0].n);
   const bool low = u->low != PS__NO_VT;
   const ps__args_embed_host a = {
       .rows = embed_args(b, r->n_tokens, i > 0),
@@ -119,22 +121,22 @@ static void add_rows_at_home(ps__builder *b, const contribution_rows *r) {
       .mode = mode,
       .index = i};
   ps__vaccess access[4] = {
-      ps__part(b->rows_home, PS_READ, 0, 4ull * r->n_tokens),
-      ps__part(b->rows_home, PS_READ, r->ids_bytes, r->bytes - r->ids_bytes),
-      ps__part(s->home[0].grad, i ? PS_READ_WRITE : PS_WRITE, 0, table_bytes(b))};
+      ps__part(b->rows_host, PS_READ, 0, 4ull * r->n_tokens),
+      ps__part(b->rows_host, PS_READ, r->ids_bytes, r->bytes - r->ids_bytes),
+      ps__part(s->unit_host[0].grad, i ? PS_READ_WRITE : PS_WRITE, 0, table_bytes(b))};
   if (low)
     access[3] = ps__whole(b, u->low, mode & PS_LOW_READ ? PS_READ_WRITE : PS_WRITE);
   /* rows without a token, too */
   const double once = i == 0                 ? (double)table_bytes(b)
-                      : mode == PS_LOW_WRITE ? (double)s->home[0].n
+                      : mode == PS_LOW_WRITE ? (double)s->unit_host[0].n
                                              : 0;
   ps__emit(b, &ps__k_embed_bwd_host, PS__S_HOST, &a, sizeof a, access, low ? 4 : 3,
            ps__bytes_work(3.0 * (double)(r->n_tokens * row_bytes(b)) +
                           (low ? 2.0 * r->n_tokens * s->cfg->dim : 0) + once),
            embed_tag(b->round_idx, b->round->first_chunk, PS__PHASE_UPDATE));
-  ps__vt_free_late(b, b->rows_home, s->spec->sum_lag);
+  ps__vt_free_late(b, b->rows_host, s->spec->sum_lag);
   if (i + 1 == n)
-    ps__total_at_home(b, 0);
+    ps__total_on_host(b, 0);
 }
 
 /* The ids come back from the device's copy of the batch: read at home, they would hold back the
@@ -147,17 +149,17 @@ static void send_rows(ps__builder *b, uint32_t c) {
   const uint64_t at =
       r.end_token - (k->first_token + k->n_tokens - ps__chunk_of(b, 0)->first_token);
   if (ps__contribution_begins(b, c))
-    b->rows_home = ps__vt_new(b, PS__SPACE_HOST, r.bytes);
+    b->rows_host = ps__vt_new(b, PS__SPACE_HOST, r.bytes);
   ps__emit_copy(
       b, PS__S_D2H,
-      ps__part(b->batch[c], PS_READ, ps__batch_block_of(k->n_tokens).tokens, 4ull * k->n_tokens),
-      ps__part(b->rows_home, PS_WRITE, 4 * at, 4ull * k->n_tokens), tag);
+      ps__part(b->batch[c], PS_READ, ps__batch_chunk_of(k->n_tokens).tokens, 4ull * k->n_tokens),
+      ps__part(b->rows_host, PS_WRITE, 4 * at, 4ull * k->n_tokens), tag);
   ps__emit_copy(
       b, PS__S_D2H, ps__whole(b, b->dy[c], PS_READ),
-      ps__part(b->rows_home, PS_WRITE, r.ids_bytes + at * row_bytes(b), k->n_tokens * row_bytes(b)),
+      ps__part(b->rows_host, PS_WRITE, r.ids_bytes + at * row_bytes(b), k->n_tokens * row_bytes(b)),
       tag);
   if (ps__contribution_ends(b, c))
-    add_rows_at_home(b, &r);
+    add_rows_on_host(b, &r);
 }
 
 /* ---- both ------------------------------------------------------------------------------------ */
@@ -167,7 +169,7 @@ static void look_up(ps__builder *b, uint32_t c) {
   const ps__args_embed a = embed_args(b, k->n_tokens, false);
   b->x[c] = ps__vt_new(b, PS__SPACE_DEVICE, k->n_tokens * row_bytes(b));
   const ps__vaccess access[3] = {
-      ps__part(b->batch[c], PS_READ, ps__batch_block_of(k->n_tokens).tokens, 4ull * k->n_tokens),
+      ps__part(b->batch[c], PS_READ, ps__batch_chunk_of(k->n_tokens).tokens, 4ull * k->n_tokens),
       ps__part(b->unit[0].weights, PS_READ, 0, table_bytes(b)), ps__whole(b, b->x[c], PS_WRITE)};
   ps__emit(b, &ps__k_embed_fwd, PS__S_COMPUTE, &a, sizeof a, access, 3,
            ps__bytes_work(2.0 * (double)(k->n_tokens * row_bytes(b))),
@@ -176,10 +178,10 @@ static void look_up(ps__builder *b, uint32_t c) {
 }
 
 void ps__embed_forward(ps__builder *b, uint32_t c) {
-  if (at_home(b)) {
+  if (on_host(b)) {
     const ps__gathered *g = &b->gathered[b->round->first_chunk + c];
     b->x[c] = g->x;
-    *ps__saved_slot(b, b->away, 1, c, PS__T_X) = g->home;
+    *ps__saved_entry(b, b->away, 1, c, PS__T_X) = g->host;
   } else
     look_up(b, c);
 }
@@ -189,7 +191,7 @@ static void add_rows(ps__builder *b, uint32_t c) {
   const bool first = ps__contribution_begins(b, c);
   const ps__args_embed a = embed_args(b, k->n_tokens, !first);
   const ps__vaccess access[3] = {
-      ps__part(b->batch[c], PS_READ, ps__batch_block_of(k->n_tokens).tokens, 4ull * k->n_tokens),
+      ps__part(b->batch[c], PS_READ, ps__batch_chunk_of(k->n_tokens).tokens, 4ull * k->n_tokens),
       ps__whole(b, b->dy[c], PS_READ),
       ps__part(b->unit[0].grad, first ? PS_WRITE : PS_READ_WRITE, 0, table_bytes(b))};
   ps__emit(b, &ps__k_embed_bwd, PS__S_COMPUTE, &a, sizeof a, access, 3,
@@ -199,8 +201,8 @@ static void add_rows(ps__builder *b, uint32_t c) {
 }
 
 void ps__embed_backward(ps__builder *b, uint32_t c) {
-  const uint32_t lag = at_home(b) ? b->s->spec->grad_lag : 0;
-  if (at_home(b))
+  const uint32_t lag = on_host(b) ? b->s->spec->grad_lag : 0;
+  if (on_host(b))
     send_rows(b, c);
   else
     add_rows(b, c);

@@ -28,12 +28,12 @@ uint32_t ps__vt_persistent(ps__builder *b, uint32_t space, uint64_t bytes) {
                             .persistent = true});
 }
 
-uint32_t ps__vt_lent(ps__builder *b, uint32_t by, uint64_t offset, uint64_t bytes) {
+uint32_t ps__vt_alias(ps__builder *b, uint32_t by, uint64_t offset, uint64_t bytes) {
   return new_vt(b, (ps__vt){.bytes = bytes,
                             .offset = offset,
                             .first = (uint32_t)b->s->n_op,
                             .last = UINT32_MAX,
-                            .lent_by = by + 1,
+                            .alias_of = by + 1,
                             .space = b->s->vt[by].space});
 }
 

@@ -5,23 +5,23 @@
 #include "step/step.h"
 
 /* A visit of a unit: all chunks of a round pass it before the next visit. */
-typedef enum ps__visit_kind {
-  PS__VISIT_EMBED,
-  PS__VISIT_BLOCK,
-  PS__VISIT_HEAD,
-  PS__VISIT_BLOCK_BACK,
-  PS__VISIT_EMBED_BACK
-} ps__visit_kind;
-typedef struct ps__visit {
+typedef enum ps__pass_kind {
+  PS__PASS_EMBED,
+  PS__PASS_BLOCK,
+  PS__PASS_HEAD,
+  PS__PASS_BLOCK_BACK,
+  PS__PASS_EMBED_BACK
+} ps__pass_kind;
+typedef struct ps__pass {
   uint32_t kind, round, unit;
-} ps__visit;
+} ps__pass;
 
 /* What an update works on. */
-typedef struct ps__state {
+typedef struct ps__optimizer_state {
   uint32_t weights, master, m, v;
-} ps__state;
+} ps__optimizer_state;
 
-typedef struct ps__unit_state {
+typedef struct ps__unit_progress {
   uint32_t weights; /* device tensor, PS__NO_VT while not fetched */
   uint32_t pins;    /* visits fetched for and not over */
   bool fetched;     /* resident: this step's copy was issued */
@@ -31,16 +31,16 @@ typedef struct ps__unit_state {
   uint32_t low; /* its low bytes, wherever the total is; PS__NO_VT where it has none */
   /* device tensor of its sums of squares, until an update there without clipping */
   uint32_t sums;
-  ps__state there;       /* where the update runs on the device: PS__NO_VT until it is there */
-  uint32_t contribution; /* how many have ended */
+  ps__optimizer_state state; /* on the device, for an update that runs there; else PS__NO_VT */
+  uint32_t contribution;     /* how many have ended */
   /* BYTES of its gradient's home that the first round's saved tensors have */
-  uint64_t lent;
-} ps__unit_state;
+  uint64_t alias_bytes;
+} ps__unit_progress;
 
 /* A chunk's embedding rows, where they are gathered at home: on the device; at home, where they
  * stay as the first block's saved input. */
 typedef struct ps__gathered {
-  uint32_t x, home;
+  uint32_t x, host;
 } ps__gathered;
 
 /* A streamed unit whose moments come in, and the chunk step from which on it is updated. */
@@ -55,15 +55,15 @@ typedef struct ps__late_free {
 typedef struct ps__builder {
   ps__step *s;
   ps__step_hooks *hooks;
-  ps__unit_state *unit; /* [n_units] */
-  ps__visit *visit;
-  uint32_t n_visits, next_fetch;
+  ps__unit_progress *unit; /* [n_units] */
+  ps__pass *pass;
+  uint32_t n_passes, next_fetch;
   uint32_t clock; /* chunk steps emitted so far, for late frees */
   /* device copy of the batch header, which updates without clipping look at; PS__NO_VT before
    * the first */
   uint32_t header;
   /* weights or moments at home that the device-to-host stream wrote last */
-  uint32_t last_home;
+  uint32_t last_sent;
   /* [n_units], without clipping: in the order in which their totals were ready */
   ps__coming *coming;
   uint32_t n_coming, n_updated;
@@ -75,7 +75,7 @@ typedef struct ps__builder {
   /* the final norm's gradient is in the running contribution of the head's unit */
   bool head_norm;
   /* of the embedding's running contribution: token ids and gradient rows at home */
-  uint32_t rows_home;
+  uint32_t rows_host;
   /* of the running round; indexed by chunk of the round */
   const ps__round *round;
   uint32_t round_idx;
@@ -90,7 +90,7 @@ typedef struct ps__builder {
 uint32_t ps__vt_new(ps__builder *b, uint32_t space, uint64_t bytes);
 uint32_t ps__vt_persistent(ps__builder *b, uint32_t space, uint64_t bytes);
 /* a part of another's memory, while its own contents are not needed */
-uint32_t ps__vt_lent(ps__builder *b, uint32_t by, uint64_t offset, uint64_t bytes);
+uint32_t ps__vt_alias(ps__builder *b, uint32_t by, uint64_t offset, uint64_t bytes);
 /* dead after the last op emitted; PS__NO_VT is a no-op */
 void ps__vt_free(ps__builder *b, uint32_t vt);
 /* after so many more chunk steps */
@@ -113,8 +113,8 @@ void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream
 ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase);
 ps_status ps__units_init(ps__builder *b); /* homes, residents, visits */
 /* issue the copies of this visit and of those ahead */
-void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx);
-void ps__visit_done(ps__builder *b, uint32_t visit_idx);
+void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx);
+void ps__pass_done(ps__builder *b, uint32_t pass_idx);
 /* Chunks pass backwards, c from the round's last one down to 0. Is chunk c the first of a
  * contribution, the last of one? */
 bool ps__contribution_begins(const ps__builder *b, uint32_t c);
@@ -126,11 +126,11 @@ void ps__grad_begin(ps__builder *b, uint32_t unit);
  * round follows at once, and reuses its memory. */
 void ps__grad_end(ps__builder *b, uint32_t unit, bool more);
 /* the step's gradient is complete at home: sums of squares and, without clipping, the update */
-void ps__total_at_home(ps__builder *b, uint32_t unit);
+void ps__total_on_host(ps__builder *b, uint32_t unit);
 
 /* ---- updates (updates.c) --------------------------------------------------------------------- */
 /* a device tensor and the copy of @home to it */
-uint32_t ps__bring(ps__builder *b, uint32_t home, ps_tag tag);
+uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag);
 /* the unit's total and its sums of squares are there: moments come in; without clipping, the
  * update */
 void ps__total_ready(ps__builder *b, uint32_t unit);
@@ -154,6 +154,6 @@ void ps__head_chunk(ps__builder *b, uint32_t c);
 /* when its fate is the host */
 void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor, uint32_t vt);
 const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c);
-uint32_t *ps__saved_slot(ps__builder *b, uint32_t *table, uint32_t layer, uint32_t c,
-                         uint32_t tensor);
+uint32_t *ps__saved_entry(ps__builder *b, uint32_t *table, uint32_t layer, uint32_t c,
+                          uint32_t tensor);
 #endif

@@ -12,15 +12,16 @@ static void fill_packed(ps__layout *l, uint64_t seqs_per_chunk) {
                     .n_tokens = (uint32_t)(seqs * l->seq_len),
                     .group = i,
                     .pairs = 0.5 * (double)seqs * (double)l->seq_len * (double)l->seq_len};
-    l->group[i] = (ps__group){.first_chunk = i, .n_chunks = 1, .n_rows = l->chunk[i].n_tokens};
+    l->group[i] =
+        (ps__attention_group){.first_chunk = i, .n_chunks = 1, .n_rows = l->chunk[i].n_tokens};
   }
 }
 
 static void fill_sliced(ps__layout *l, uint64_t chunks_per_seq) {
   for (uint64_t s = 0; s < l->n_sequences; s++) {
-    l->group[s] = (ps__group){.first_chunk = (uint32_t)(s * chunks_per_seq),
-                              .n_chunks = (uint32_t)chunks_per_seq,
-                              .n_rows = (uint32_t)l->seq_len};
+    l->group[s] = (ps__attention_group){.first_chunk = (uint32_t)(s * chunks_per_seq),
+                                        .n_chunks = (uint32_t)chunks_per_seq,
+                                        .n_rows = (uint32_t)l->seq_len};
     for (uint64_t j = 0; j < chunks_per_seq; j++) {
       const uint64_t row0 = j * l->chunk_tokens, left = l->seq_len - row0,
                      n = left < l->chunk_tokens ? left : l->chunk_tokens;

@@ -13,9 +13,9 @@ typedef struct ps__chunk {
   double pairs; /* causal (query, key) pairs, counted as area: n^2/2 a sequence */
 } ps__chunk;
 
-typedef struct ps__group {
+typedef struct ps__attention_group {
   uint32_t first_chunk, n_chunks, n_rows;
-} ps__group;
+} ps__attention_group;
 typedef struct ps__round {
   uint32_t first_chunk, n_chunks;
 } ps__round;
@@ -31,7 +31,7 @@ typedef struct ps__layout {
    * ps__search_space_shorten() */
   uint32_t n_left_out;
   ps__chunk *chunk;
-  ps__group *group;
+  ps__attention_group *group;
   ps__round *round;
 } ps__layout;
 

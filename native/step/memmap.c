@@ -210,7 +210,7 @@ uint64_t ps__memmap(ps__vt *vt, size_t n, uint32_t space) {
   if (!order)
     return UINT64_MAX;
   for (size_t i = 0; i < n; i++) {
-    if (vt[i].space != space || vt[i].bytes == 0 || vt[i].lent_by)
+    if (vt[i].space != space || vt[i].bytes == 0 || vt[i].alias_of)
       continue;
     if (!vt[i].persistent && vt[i].last > n_ops)
       n_ops = vt[i].last;
@@ -237,7 +237,7 @@ uint64_t ps__memmap_bound(const ps__vt *vt, size_t n, uint32_t n_ops, uint32_t s
   if (!change)
     return UINT64_MAX;
   for (size_t i = 0; i < n; i++) {
-    if (vt[i].space != space || vt[i].lent_by)
+    if (vt[i].space != space || vt[i].alias_of)
       continue;
     if (vt[i].persistent)
       base += vt[i].bytes;
@@ -259,8 +259,8 @@ bool ps__memmap_check(const ps__vt *vt, size_t n, uint32_t space) {
   for (size_t i = 0; i < n; i++)
     for (size_t j = i + 1; j < n; j++) {
       const ps__vt *a = &vt[i], *b = &vt[j];
-      if (a->space != space || b->space != space || a->bytes == 0 || b->bytes == 0 || a->lent_by ||
-          b->lent_by)
+      if (a->space != space || b->space != space || a->bytes == 0 || b->bytes == 0 || a->alias_of ||
+          b->alias_of)
         continue;
       const bool together =
           a->persistent || b->persistent || (a->first < b->last && b->first < a->last);

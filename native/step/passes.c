@@ -7,17 +7,17 @@ const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c) {
   return &b->s->layout->chunk[b->round->first_chunk + c];
 }
 
-uint32_t *ps__saved_slot(ps__builder *b, uint32_t *table, uint32_t layer, uint32_t c,
-                         uint32_t tensor) {
+uint32_t *ps__saved_entry(ps__builder *b, uint32_t *table, uint32_t layer, uint32_t c,
+                          uint32_t tensor) {
   return &table[(((size_t)layer - 1) * b->s->spec->n_chunks + c) * PS__N_TENSORS + tensor];
 }
 
-static const ps__group *group_of(const ps__builder *b, uint32_t c) {
+static const ps__attention_group *group_of(const ps__builder *b, uint32_t c) {
   return &b->s->layout->group[ps__chunk_of(b, c)->group];
 }
 
 /* The chunk of the round whose table entries hold the group's shared tensors: the group's first. */
-static uint32_t group_home(const ps__builder *b, uint32_t c) {
+static uint32_t group_first(const ps__builder *b, uint32_t c) {
   return group_of(b, c)->first_chunk - b->round->first_chunk;
 }
 
@@ -30,7 +30,7 @@ static int fate_of(const ps__builder *b, uint32_t layer, uint32_t c, uint32_t te
   const ps__tensor_info *t = &b->s->block.tensor[tensor];
   if (t->item < 0)
     return PS_FATE_RECOMPUTE;
-  const int fate = *ps__spec_fate(b->s->spec, layer - 1, t->group ? group_home(b, c) : c, t->item);
+  const int fate = *ps__spec_fate(b->s->spec, layer - 1, t->group ? group_first(b, c) : c, t->item);
   return fate != PS_FATE_FIRST ? fate : b->round_idx == 0 ? PS_FATE_HOST : PS_FATE_RECOMPUTE;
 }
 
@@ -52,48 +52,48 @@ static ps__vaccess own_rows(const ps__builder *b, uint32_t c, uint32_t tensor, u
  * before the block's forward pass: its home is free until the block's backward pass, which is
  * when the tensor is fetched for the last time. With several contributions in the round the
  * first comes home amid the backward pass. */
-static uint32_t home_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
-  const uint32_t grad = b->s->home[from].grad;
-  ps__unit_state *u = &b->unit[from];
+static uint32_t host_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
+  const uint32_t grad = b->s->unit_host[from].grad;
+  ps__unit_progress *u = &b->unit[from];
   const bool free = b->round_idx == 0 && b->round->n_chunks <= b->s->sums.additions && from > 0 &&
                     grad != PS__NO_VT && !b->s->spec->update_split[from];
-  if (!free || u->lent + bytes > b->s->vt[grad].bytes)
+  if (!free || u->alias_bytes + bytes > b->s->vt[grad].bytes)
     return ps__vt_new(b, PS__SPACE_HOST, bytes);
-  const uint64_t at = u->lent;
-  u->lent += (bytes + 255) / 256 * 256;
-  return ps__vt_lent(b, grad, at, bytes);
+  const uint64_t at = u->alias_bytes;
+  u->alias_bytes += (bytes + 255) / 256 * 256;
+  return ps__vt_alias(b, grad, at, bytes);
 }
 
 void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor, uint32_t vt) {
   if (fate_of(b, layer, c, tensor) != PS_FATE_HOST)
     return;
   const bool group = b->s->block.tensor[tensor].group;
-  uint32_t *away = ps__saved_slot(b, b->away, layer, group ? group_home(b, c) : c, tensor);
+  uint32_t *away = ps__saved_entry(b, b->away, layer, group ? group_first(b, c) : c, tensor);
   if (*away == PS__NO_VT)
-    *away = home_of_saved(b, tensor == PS__T_X ? layer - 1 : layer, tensor_bytes(b, c, tensor));
+    *away = host_of_saved(b, tensor == PS__T_X ? layer - 1 : layer, tensor_bytes(b, c, tensor));
   ps__emit_copy(b, PS__S_D2H, own_rows(b, c, tensor, vt, PS_READ),
                 own_rows(b, c, tensor, *away, PS_WRITE), chunk_tag(b, layer, c, PS__PHASE_FORWARD));
 }
 
 /* ---- binding and emitting a block's ops ------------------------------------------------------ */
 
-typedef struct pass {
+typedef struct chunk_pass {
   uint32_t layer, c;
   ps__chunk_shape shape;
   uint32_t bound[PS__N_TENSORS]; /* device tensors */
   uint32_t keep;                 /* bit set: tensors that somebody else frees */
-} pass;
+} chunk_pass;
 
 typedef struct listed {
   const ps__block_op *op;
-  bool again;
+  bool recompute;
 } listed; /* again: a recomputation */
 
-static void emit_block_op(ps__builder *b, pass *p, const ps__block_op *op, int phase) {
+static void emit_block_op(ps__builder *b, chunk_pass *p, const ps__block_op *op, int phase) {
   ps__step *s = b->s;
-  const ps__unit_state *u = &b->unit[p->layer];
+  const ps__unit_progress *u = &b->unit[p->layer];
   const ps__chunk *k = ps__chunk_of(b, p->c);
-  const ps__batch_block block = ps__batch_block_of(k->n_tokens);
+  const ps__batch_chunk fields = ps__batch_chunk_of(k->n_tokens);
   const uint64_t e = ps_dtype_bytes(s->dt);
   ps__vaccess access[PS__OP_MAX_SYMS];
   for (int i = 0; i < op->n_syms; i++) {
@@ -116,10 +116,10 @@ static void emit_block_op(ps__builder *b, pass *p, const ps__block_op *op, int p
                            s->block.run[y.id].offset * e, s->block.run[y.id].n * e);
       break;
     case PS__SYM_DOC:
-      access[i] = ps__part(b->batch[p->c], PS_READ, block.doc_start, 4ull * k->n_tokens);
+      access[i] = ps__part(b->batch[p->c], PS_READ, fields.doc_start, 4ull * k->n_tokens);
       break;
     default:
-      access[i] = ps__part(b->batch[p->c], PS_READ, block.position, 4ull * k->n_tokens);
+      access[i] = ps__part(b->batch[p->c], PS_READ, fields.position, 4ull * k->n_tokens);
       break;
     }
   }
@@ -136,7 +136,7 @@ static bool is_tensor(ps__sym y) { return y.kind == PS__SYM_TENSOR || y.kind == 
 
 /* Emit a list: tensors that an op writes and nobody made are made; a tensor dies after its last
  * use in the list. */
-static void emit_list(ps__builder *b, pass *p, const listed *list, uint32_t n, int phase,
+static void emit_list(ps__builder *b, chunk_pass *p, const listed *list, uint32_t n, int phase,
                       bool send) {
   uint32_t last_use[PS__N_TENSORS] = {0};
   for (uint32_t i = 0; i < n; i++)
@@ -149,7 +149,7 @@ static void emit_list(ps__builder *b, pass *p, const listed *list, uint32_t n, i
       if (is_tensor(op->sym[j]) && p->bound[op->sym[j].id] == PS__NO_VT)
         p->bound[op->sym[j].id] =
             ps__vt_new(b, PS__SPACE_DEVICE, tensor_bytes(b, p->c, op->sym[j].id));
-    emit_block_op(b, p, op, list[i].again ? PS__PHASE_RECOMPUTE : phase);
+    emit_block_op(b, p, op, list[i].recompute ? PS__PHASE_RECOMPUTE : phase);
     for (int j = 0; j < op->n_syms; j++) {
       const uint32_t id = op->sym[j].id;
       if (!is_tensor(op->sym[j]))
@@ -158,17 +158,17 @@ static void emit_list(ps__builder *b, pass *p, const listed *list, uint32_t n, i
         ps__send_saved(b, p->layer, p->c, id, p->bound[id]);
       if (last_use[id] != i || (p->keep >> id & 1) || p->bound[id] == PS__NO_VT)
         continue;
-      const bool going_home = send && fate_of(b, p->layer, p->c, id) == PS_FATE_HOST;
-      ps__vt_free_late(b, p->bound[id], going_home ? b->s->spec->saved_lag : 0);
+      const bool to_host = send && fate_of(b, p->layer, p->c, id) == PS_FATE_HOST;
+      ps__vt_free_late(b, p->bound[id], to_host ? b->s->spec->saved_lag : 0);
       p->bound[id] = PS__NO_VT;
     }
   }
 }
 
-static pass begin_pass(ps__builder *b, uint32_t layer, uint32_t c) {
+static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
-  const ps__group *g = group_of(b, c);
-  pass p = {.layer = layer, .c = c};
+  const ps__attention_group *g = group_of(b, c);
+  chunk_pass p = {.layer = layer, .c = c};
   p.shape = (ps__chunk_shape){
       .n_tokens = k->n_tokens,
       .row0 = k->row0,
@@ -182,14 +182,14 @@ static pass begin_pass(ps__builder *b, uint32_t layer, uint32_t c) {
 }
 
 static bool last_of_group(const ps__builder *b, uint32_t c) {
-  const ps__group *g = group_of(b, c);
+  const ps__attention_group *g = group_of(b, c);
   return b->round->first_chunk + c == g->first_chunk + g->n_chunks - 1;
 }
 
 void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   ps__block *block = &b->s->block;
-  pass p = begin_pass(b, layer, c);
-  uint32_t *kv = ps__saved_slot(b, b->kept, layer, group_home(b, c), PS__T_KV);
+  chunk_pass p = begin_chunk_pass(b, layer, c);
+  uint32_t *kv = ps__saved_entry(b, b->kept, layer, group_first(b, c), PS__T_KV);
   if (*kv == PS__NO_VT)
     *kv = ps__vt_new(b, PS__SPACE_DEVICE, tensor_bytes(b, c, PS__T_KV));
   p.bound[PS__T_X] = b->x[c];
@@ -205,9 +205,9 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
 
   for (uint32_t t = 0; t < PS__N_TENSORS; t++)
     if ((p.keep >> t & 1) && t != PS__T_KV && t != PS__T_X && t != PS__T_Y)
-      *ps__saved_slot(b, b->kept, layer, c, t) = p.bound[t];
+      *ps__saved_entry(b, b->kept, layer, c, t) = p.bound[t];
   if (fate_of(b, layer, c, PS__T_X) == PS_FATE_DEVICE)
-    *ps__saved_slot(b, b->kept, layer, c, PS__T_X) = b->x[c];
+    *ps__saved_entry(b, b->kept, layer, c, PS__T_X) = b->x[c];
   else
     ps__vt_free_late(b, b->x[c], b->s->spec->saved_lag);
   const int kv_fate = fate_of(b, layer, c, PS__T_KV);
@@ -224,8 +224,8 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
 /* ---- backward -------------------------------------------------------------------------------- */
 
 static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor) {
-  uint32_t *away = ps__saved_slot(b, b->away, layer, c, tensor);
-  uint32_t *kept = ps__saved_slot(b, b->kept, layer, c, tensor);
+  uint32_t *away = ps__saved_entry(b, b->away, layer, c, tensor);
+  uint32_t *kept = ps__saved_entry(b, b->kept, layer, c, tensor);
   if (*away == PS__NO_VT)
     return;
   *kept = ps__vt_new(b, PS__SPACE_DEVICE, b->s->vt[*away].bytes);
@@ -243,21 +243,21 @@ void ps__fetch_saved(ps__builder *b, uint32_t step_idx) {
     return;
   const uint32_t layer = layers - step_idx / n, c = n - 1 - step_idx % n;
   if (last_of_group(b, c))
-    fetch_tensor(b, layer, group_home(b, c), PS__T_KV);
+    fetch_tensor(b, layer, group_first(b, c), PS__T_KV);
   for (uint32_t t = 0; t < PS__N_TENSORS; t++)
     if (t != PS__T_KV)
       fetch_tensor(b, layer, c, t);
 }
 
 /* Put op (and before it, whatever makes what it reads) on the list. */
-static void list_with_sources(const ps__block *block, const ps__block_op *op, uint32_t again,
+static void list_with_sources(const ps__block *block, const ps__block_op *op, uint32_t recompute,
                               uint32_t *done, uint32_t *have, listed *list, uint32_t *n) {
   for (int j = 0; j < op->n_syms; j++) {
     const ps__sym y = op->sym[j];
     if (!is_tensor(y) || !(y.mode & PS_READ) || (*have >> y.id & 1))
       continue;
     for (uint32_t i = 0; i < block->n_fwd; i++) {
-      if (!(again >> i & 1) || (*done >> i & 1))
+      if (!(recompute >> i & 1) || (*done >> i & 1))
         continue;
       bool makes = false;
       for (int k = 0; k < block->fwd[i].n_syms; k++)
@@ -266,14 +266,14 @@ static void list_with_sources(const ps__block *block, const ps__block_op *op, ui
       if (!makes)
         continue;
       *done |= 1u << i;
-      list_with_sources(block, &block->fwd[i], again, done, have, list, n);
+      list_with_sources(block, &block->fwd[i], recompute, done, have, list, n);
       list[(*n)++] = (listed){&block->fwd[i], true};
     }
     *have |= 1u << y.id;
   }
 }
 
-static uint32_t tensors_at_hand(const pass *p) {
+static uint32_t tensors_at_hand(const chunk_pass *p) {
   uint32_t have = 0;
   for (uint32_t t = 0; t < PS__N_TENSORS; t++)
     if (p->bound[t] != PS__NO_VT)
@@ -281,12 +281,12 @@ static uint32_t tensors_at_hand(const pass *p) {
   return have;
 }
 
-static void bind_kept(ps__builder *b, pass *p) {
+static void bind_kept(ps__builder *b, chunk_pass *p) {
   for (uint32_t t = 0; t < PS__N_TENSORS; t++) {
     const bool group = b->s->block.tensor[t].group;
     if (b->s->block.tensor[t].item < 0 && !group)
       continue;
-    p->bound[t] = *ps__saved_slot(b, b->kept, p->layer, group ? group_home(b, p->c) : p->c, t);
+    p->bound[t] = *ps__saved_entry(b, b->kept, p->layer, group ? group_first(b, p->c) : p->c, t);
   }
 }
 
@@ -294,20 +294,20 @@ static void bind_kept(ps__builder *b, pass *p) {
  * backward. */
 static void rebuild_group_kv(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__block *block = &b->s->block;
-  const uint32_t first = group_home(b, c), n = group_of(b, c)->n_chunks;
-  uint32_t *kv = ps__saved_slot(b, b->kept, layer, first, PS__T_KV);
+  const uint32_t first = group_first(b, c), n = group_of(b, c)->n_chunks;
+  uint32_t *kv = ps__saved_entry(b, b->kept, layer, first, PS__T_KV);
   if (*kv != PS__NO_VT)
     return;
   *kv = ps__vt_new(b, PS__SPACE_DEVICE, tensor_bytes(b, c, PS__T_KV));
   for (uint32_t i = first; i < first + n; i++) {
-    pass p = begin_pass(b, layer, i);
+    chunk_pass p = begin_chunk_pass(b, layer, i);
     bind_kept(b, &p);
     const uint32_t have = tensors_at_hand(&p);
-    const uint32_t again = ps__block_recompute(block, 1u << PS__T_KV, have & ~(1u << PS__T_KV));
+    const uint32_t recompute = ps__block_recompute(block, 1u << PS__T_KV, have & ~(1u << PS__T_KV));
     listed list[PS__MAX_FWD];
     uint32_t m = 0;
     for (uint32_t f = 0; f < block->n_fwd; f++)
-      if (again >> f & 1)
+      if (recompute >> f & 1)
         list[m++] = (listed){&block->fwd[f], true};
     p.keep = have | 1u << PS__T_KV;
     emit_list(b, &p, list, m, PS__PHASE_RECOMPUTE, false);
@@ -316,19 +316,19 @@ static void rebuild_group_kv(ps__builder *b, uint32_t layer, uint32_t c) {
 
 void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__block *block = &b->s->block;
-  const uint32_t home = group_home(b, c);
-  uint32_t *kv = ps__saved_slot(b, b->kept, layer, home, PS__T_KV),
-           *dkv = ps__saved_slot(b, b->kept, layer, home, PS__T_DKV);
+  const uint32_t first = group_first(b, c);
+  uint32_t *kv = ps__saved_entry(b, b->kept, layer, first, PS__T_KV),
+           *dkv = ps__saved_entry(b, b->kept, layer, first, PS__T_DKV);
   if (group_of(b, c)->n_chunks > 1 && last_of_group(b, c)) {
     /* the fetches of the whole group are due now: its keys and values may have to be rebuilt
      * from them */
-    for (uint32_t i = home; i <= c; i++)
+    for (uint32_t i = first; i <= c; i++)
       for (uint32_t t = 0; *kv == PS__NO_VT && t < PS__N_TENSORS; t++)
         if (t == PS__T_X || t == PS__T_QKV)
           fetch_tensor(b, layer, i, t);
     rebuild_group_kv(b, layer, c);
   }
-  pass p = begin_pass(b, layer, c);
+  chunk_pass p = begin_chunk_pass(b, layer, c);
   bind_kept(b, &p);
   p.bound[PS__T_DY] = b->dy[c];
   if (*dkv == PS__NO_VT)
@@ -339,16 +339,16 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
     p.keep |= 1u << PS__T_KV | 1u << PS__T_DKV;
 
   uint32_t have = tensors_at_hand(&p), done = 0, n = 0;
-  const uint32_t again = ps__block_recompute(block, ps__block_backward_needs(block), have);
+  const uint32_t recompute = ps__block_recompute(block, ps__block_backward_needs(block), have);
   listed list[PS__MAX_FWD + PS__MAX_BWD];
   for (uint32_t i = 0; i < block->n_bwd; i++) {
-    list_with_sources(block, &block->bwd[i], again, &done, &have, list, &n);
+    list_with_sources(block, &block->bwd[i], recompute, &done, &have, list, &n);
     list[n++] = (listed){&block->bwd[i], false};
   }
   emit_list(b, &p, list, n, PS__PHASE_BACKWARD, false);
   for (uint32_t t = 0; t < PS__N_TENSORS; t++)
     if (!block->tensor[t].group)
-      *ps__saved_slot(b, b->kept, layer, c, t) = PS__NO_VT;
+      *ps__saved_entry(b, b->kept, layer, c, t) = PS__NO_VT;
   if (group_over)
     *kv = *dkv = PS__NO_VT;
   ps__tick(b);
@@ -370,7 +370,7 @@ static uint32_t head_unit(const ps__builder *b) {
 static head_place find_head(const ps__builder *b) {
   const ps__step *s = b->s;
   const uint32_t unit = head_unit(b);
-  ps__run_info run[PS__NORM_SLOTS];
+  ps__run_info run[PS__MAX_UNIT_SPANS];
   const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run);
   const uint64_t e = ps_dtype_bytes(s->dt);
   return (head_place){b->unit[unit].weights, b->unit[unit].grad, run[n - 1].offset * e,
@@ -401,7 +401,7 @@ static void head_slice(ps__builder *b, uint32_t c, uint32_t row, uint32_t rows, 
   ps__step *s = b->s;
   end_full_contribution(b);
   const bool first = b->head_slices++ % s->sums.additions == 0;
-  const ps__batch_block block = ps__batch_block_of(ps__chunk_of(b, c)->n_tokens);
+  const ps__batch_chunk fields = ps__batch_chunk_of(ps__chunk_of(b, c)->n_tokens);
   const uint32_t d = s->cfg->dim, v = s->cfg->vocab_size;
   const uint64_t e = ps_dtype_bytes(s->dt), norm_at = (uint64_t)row * d * e,
                  norm_bytes = (uint64_t)rows * d * e;
@@ -419,8 +419,8 @@ static void head_slice(ps__builder *b, uint32_t c, uint32_t row, uint32_t rows, 
   const ps__args_cross_entropy ce = {.rows = rows, .vocab = v, .dt = s->dt};
   const ps__vaccess loss[4] = {
       ps__whole(b, z, PS_READ_WRITE),
-      ps__part(b->batch[c], PS_READ, block.targets + 4ull * row, 4ull * rows),
-      ps__part(b->batch[c], PS_READ, block.scale, 4),
+      ps__part(b->batch[c], PS_READ, fields.targets + 4ull * row, 4ull * rows),
+      ps__part(b->batch[c], PS_READ, fields.scale, 4),
       ps__part(row_loss, PS_WRITE, 4ull * row, 4ull * rows)};
   ps__emit(b, &ps__k_cross_entropy, PS__S_COMPUTE, &ce, sizeof ce, loss, 4,
            ps__bytes_work(3.0 * (double)z_bytes), tag);

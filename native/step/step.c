@@ -2,9 +2,9 @@
 #include "step/emit.h"
 #include <string.h>
 
-ps__batch_block ps__batch_block_of(uint32_t n_tokens) {
+ps__batch_chunk ps__batch_chunk_of(uint32_t n_tokens) {
   const uint64_t field = (4ull * n_tokens + 63) / 64 * 64;
-  return (ps__batch_block){.tokens = 0,
+  return (ps__batch_chunk){.tokens = 0,
                            .targets = field,
                            .doc_start = 2 * field,
                            .position = 3 * field,
@@ -13,7 +13,7 @@ ps__batch_block ps__batch_block_of(uint32_t n_tokens) {
 }
 
 uint32_t ps__unit_runs(const ps__block *b, const ps_model_config *cfg, uint32_t unit,
-                       ps__run_info out[PS__NORM_SLOTS]) {
+                       ps__run_info out[PS__MAX_UNIT_SPANS]) {
   uint32_t n = 0;
   if (unit >= 1 && unit <= cfg->n_layers) {
     for (int i = 0; i < PS__N_RUNS; i++)
@@ -28,8 +28,8 @@ uint32_t ps__unit_runs(const ps__block *b, const ps_model_config *cfg, uint32_t 
   if (unit)
     for (i = n_params; i > 0 && ps_model_param(cfg, i - 1, &p) == PS_OK && p.unit == unit;)
       i--;
-  for (;
-       i < n_params && n < PS__NORM_SLOTS && ps_model_param(cfg, i, &p) == PS_OK && p.unit == unit;
+  for (; i < n_params && n < PS__MAX_UNIT_SPANS && ps_model_param(cfg, i, &p) == PS_OK &&
+         p.unit == unit;
        i++)
     out[n++] = (ps__run_info){p.offset, p.n};
   return n;
@@ -97,11 +97,12 @@ static void make_batch(ps__builder *b) {
   uint64_t at = sizeof(ps__batch_header);
   for (uint32_t i = 0; i < s->layout->n_chunks; i++) {
     s->batch_offset[i] = at;
-    at += ps__batch_block_of(s->layout->chunk[i].n_tokens).bytes;
+    at += ps__batch_chunk_of(s->layout->chunk[i].n_tokens).bytes;
   }
   s->batch = ps__vt_persistent(b, PS__SPACE_HOST, at);
   s->row_loss = ps__vt_persistent(b, PS__SPACE_HOST, 4 * s->layout->n_tokens);
-  s->norms = ps__vt_persistent(b, PS__SPACE_HOST, 8ull * PS__NORM_SLOTS * ps_model_n_units(s->cfg));
+  s->norms =
+      ps__vt_persistent(b, PS__SPACE_HOST, 8ull * PS__MAX_UNIT_SPANS * ps_model_n_units(s->cfg));
   s->stats = ps__vt_persistent(b, PS__SPACE_HOST, sizeof(ps__step_stats));
   const ps__vaccess load = ps__whole(b, s->batch, PS_WRITE);
   ps__emit_hook(b, PS__HOOK_LOAD, 0, PS__S_IO, &load, 1, (ps_work){.bytes = (double)at},
@@ -111,7 +112,7 @@ static void make_batch(ps__builder *b) {
 void ps__copy_batch(ps__builder *b, uint32_t round) {
   const ps__round *r = &b->s->layout->round[round];
   for (uint32_t i = r->first_chunk; i < r->first_chunk + r->n_chunks; i++) {
-    const uint64_t bytes = ps__batch_block_of(b->s->layout->chunk[i].n_tokens).bytes;
+    const uint64_t bytes = ps__batch_chunk_of(b->s->layout->chunk[i].n_tokens).bytes;
     b->step_batch[i] = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
     ps__emit_copy(b, PS__S_H2D, ps__part(b->s->batch, PS_READ, b->s->batch_offset[i], bytes),
                   ps__whole(b, b->step_batch[i], PS_WRITE),
@@ -129,7 +130,7 @@ static void emit_loss(ps__builder *b) {
                 (ps_tag){-1, -1, -1, PS__PHASE_HEAD});
 }
 
-static void head_visit(ps__builder *b) {
+static void head_pass(ps__builder *b) {
   const ps__step *s = b->s;
   const uint32_t n = b->round->n_chunks, unit = s->cfg->n_layers + 1;
   for (uint32_t j = 0; j < s->spec->saved_lead; j++)
@@ -148,7 +149,7 @@ static void head_visit(ps__builder *b) {
     ps__grad_end(b, 0, false);
 }
 
-static void backward_visit(ps__builder *b, uint32_t layer) {
+static void backward_pass(ps__builder *b, uint32_t layer) {
   const uint32_t n = b->round->n_chunks, layers = b->s->cfg->n_layers;
   ps__grad_begin(b, layer);
   for (uint32_t c = n; c-- > 0;) {
@@ -164,40 +165,40 @@ static void backward_visit(ps__builder *b, uint32_t layer) {
   }
 }
 
-static void run_visit(ps__builder *b, uint32_t idx) {
-  const ps__visit *v = &b->visit[idx];
+static void run_pass(ps__builder *b, uint32_t idx) {
+  const ps__pass *v = &b->pass[idx];
   const uint32_t n = b->round->n_chunks;
   ps__fetch_ahead(b, idx);
   switch (v->kind) {
-  case PS__VISIT_EMBED:
+  case PS__PASS_EMBED:
     for (uint32_t c = 0; c < n; c++)
       ps__embed_forward(b, c);
     break;
-  case PS__VISIT_BLOCK:
+  case PS__PASS_BLOCK:
     for (uint32_t c = 0; c < n; c++)
       ps__forward_chunk(b, v->unit, c);
     break;
-  case PS__VISIT_HEAD: head_visit(b); break;
-  case PS__VISIT_BLOCK_BACK: backward_visit(b, v->unit); break;
-  case PS__VISIT_EMBED_BACK:
+  case PS__PASS_HEAD: head_pass(b); break;
+  case PS__PASS_BLOCK_BACK: backward_pass(b, v->unit); break;
+  case PS__PASS_EMBED_BACK:
     for (uint32_t c = n; c-- > 0;) {
-      if (!b->s->spec->embed_at_home && ps__contribution_begins(b, c))
+      if (!b->s->spec->embed_on_host && ps__contribution_begins(b, c))
         ps__grad_begin(b, 0);
       ps__embed_backward(b, c);
-      if (!b->s->spec->embed_at_home && ps__contribution_ends(b, c))
+      if (!b->s->spec->embed_on_host && ps__contribution_ends(b, c))
         ps__grad_end(b, 0, c > 0);
     }
     break;
   }
-  ps__visit_done(b, idx);
+  ps__pass_done(b, idx);
 }
 
 static void emit_rounds(ps__builder *b) {
-  for (uint32_t i = 0; i < b->n_visits && !b->s->out_of_memory; i++) {
-    b->round_idx = b->visit[i].round;
+  for (uint32_t i = 0; i < b->n_passes && !b->s->out_of_memory; i++) {
+    b->round_idx = b->pass[i].round;
     b->round = &b->s->layout->round[b->round_idx];
     b->batch = b->step_batch + b->round->first_chunk;
-    run_visit(b, i);
+    run_pass(b, i);
   }
   ps__flush_late(b);
   ps__emit_updates(b);
@@ -238,20 +239,20 @@ static void builder_free(ps__builder *b) {
   ps__free(b->kept);
   ps__free(b->away);
   ps__free(b->unit);
-  ps__free(b->visit);
+  ps__free(b->pass);
   ps__free(b->late);
   ps__free(b->coming);
 }
 
 static ps_status check_spec(const ps_model_config *cfg, const ps__spec *spec) {
-  if (spec->embed_at_home && (cfg->tied_embeddings || spec->param_resident[0] ||
-                              spec->grad_resident[0] || ps__updated_there(spec, 0)))
+  if (spec->embed_on_host && (cfg->tied_embeddings || spec->param_resident[0] ||
+                              spec->grad_resident[0] || ps__updated_on_device(spec, 0)))
     return ps__fail(PS_EINTERNAL, "the embedding cannot be at home and on the device");
   for (uint32_t u = 0; u < spec->n_units; u++) {
     if (spec->update_resident[u] && spec->update_streamed[u])
       return ps__fail(PS_EINTERNAL, "unit %u: its moments are on the device and come to it", u);
     if (spec->update_split[u] &&
-        (!spec->clip || ps__updated_there(spec, u) || (u == 0 && spec->embed_at_home)))
+        (!spec->clip || ps__updated_on_device(spec, u) || (u == 0 && spec->embed_on_host)))
       return ps__fail(PS_EINTERNAL, "unit %u: its update cannot be split", u);
   }
   return PS_OK;
@@ -267,7 +268,7 @@ ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layou
   PS_TRY(check_spec(cfg, spec));
   s->sums = ps__contributions_of(layout, spec->head_slice, s->dt, false);
   s->of_step = ps__contributions_of(layout, spec->head_slice, s->dt, true);
-  ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT, .rows_home = PS__NO_VT};
+  ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT, .rows_host = PS__NO_VT};
   ps_status st = ps__block_init(&s->block, cfg, s->dt, layout->seq_len);
   if (st == PS_OK && !builder_init(&b))
     st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
@@ -293,8 +294,8 @@ ps_status ps__step_map(ps__step *s) {
       return ps__fail(PS_ENOMEM, "out of memory for the memory map of %zu tensors", s->n_vt);
   }
   for (size_t i = 0; i < s->n_vt; i++)
-    if (s->vt[i].lent_by)
-      s->vt[i].offset += s->vt[s->vt[i].lent_by - 1].offset;
+    if (s->vt[i].alias_of)
+      s->vt[i].offset += s->vt[s->vt[i].alias_of - 1].offset;
   return PS_OK;
 }
 
@@ -312,7 +313,7 @@ void ps__step_free(ps__step *s) {
   ps__free(s->op);
   ps__free(s->access);
   ps__free(s->args);
-  ps__free(s->home);
+  ps__free(s->unit_host);
   ps__free(s->batch_offset);
   memset(s, 0, sizeof *s);
 }
@@ -346,7 +347,7 @@ ps_status ps__step_program(const ps__step *s, ps_program **out) {
   return PS_OK;
 }
 
-static ps_status add_preamble_op(const ps__step *s, ps_program **p, const ps_kernel *kernel,
+static ps_status add_prologue_op(const ps__step *s, ps_program **p, const ps_kernel *kernel,
                                  uint32_t from, uint32_t to) {
   const ps__vt *t = &s->vt[to];
   const ps__args_fill fill = {t->bytes};
@@ -365,22 +366,22 @@ static ps_status add_preamble_op(const ps__step *s, ps_program **p, const ps_ker
   return ps_program_add(*p, &op, NULL);
 }
 
-ps_status ps__step_preamble(const ps__step *s, ps_program **out) {
+ps_status ps__step_prologue(const ps__step *s, ps_program **out) {
   ps_program *p = NULL;
   ps_status st = PS_OK;
   for (uint32_t u = 0; st == PS_OK && u < s->spec->n_units; u++) {
-    const ps__home *h = &s->home[u];
+    const ps__unit_host *h = &s->unit_host[u];
     if (!ps__weights_stay(s->spec, u))
       continue;
-    st = add_preamble_op(s, &p, NULL, h->weights, h->device_weights);
+    st = add_prologue_op(s, &p, NULL, h->weights, h->device_weights);
     if (!s->spec->update_resident[u])
       continue;
     if (st == PS_OK && h->device_master != PS__NO_VT)
-      st = add_preamble_op(s, &p, NULL, h->master, h->device_master);
+      st = add_prologue_op(s, &p, NULL, h->master, h->device_master);
     if (st == PS_OK)
-      st = add_preamble_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->m);
+      st = add_prologue_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->m);
     if (st == PS_OK)
-      st = add_preamble_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->v);
+      st = add_prologue_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->v);
   }
   if (st != PS_OK)
     ps_program_destroy(p);

@@ -47,7 +47,7 @@ typedef struct ps__spec {
   /* the first so many blocks, as far as they are streamed, keep their parameters from a round's
    * backward visit to the next round's forward visit: the passes are a zigzag, and at its lower
    * turn the memory of the saved tensors is free */
-  uint32_t turn_blocks;
+  uint32_t blocks_kept;
   uint32_t n_units, n_layers, n_chunks;    /* n_chunks: chunks of the largest round */
   uint8_t *param_resident, *grad_resident; /* [n_units] */
   /* [n_units]: optimizer state on the device too, and the update runs there; needs
@@ -66,7 +66,7 @@ typedef struct ps__spec {
   uint8_t *update_split;
   /* the table never needs the device: its rows are gathered at home, and their gradients added
    * there. Untied models only, with unit 0 resident in no way and updated at home */
-  bool embed_at_home;
+  bool embed_on_host;
   /* gradients come home even where the update does not need them there */
   bool keep_grads;
   uint8_t *fate; /* [n_layers][n_chunks][PS__N_ITEMS], PS_FATE_* */
@@ -74,13 +74,13 @@ typedef struct ps__spec {
 static inline uint8_t *ps__spec_fate(const ps__spec *s, uint32_t layer, uint32_t chunk, int item) {
   return &s->fate[((size_t)layer * s->n_chunks + chunk) * PS__N_ITEMS + (size_t)item];
 }
-static inline bool ps__updated_there(const ps__spec *s, uint32_t unit) {
+static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
   return s->update_resident[unit] || s->update_streamed[unit];
 }
 /* Resident parameters that are updated in place are never fetched: they are on the device from
- * the preamble on. */
+ * the prologue on. */
 static inline bool ps__weights_stay(const ps__spec *s, uint32_t unit) {
-  return s->param_resident[unit] && ps__updated_there(s, unit);
+  return s->param_resident[unit] && ps__updated_on_device(s, unit);
 }
 /* everything recomputed, nothing resident */
 ps_status ps__spec_init(ps__spec *s, const ps_model_config *m, const ps__layout *l);
@@ -91,7 +91,7 @@ void ps__spec_free(ps__spec *s);
 /* One function serves all; ptr by what:
  *   LOAD    W batch (whole host batch)
  *   LOSS    R batch, R row_loss f32[step tokens], W stats.loss and valid_tokens
- *   NORM    R norms f64[n_units][PS__NORM_SLOTS], W the second half of stats, its step last and
+ *   NORM    R norms f64[n_units][PS__MAX_UNIT_SPANS], W the second half of stats, its step last and
  *           on success only
  *   ADAMW   RW weights (fp32-master: the master), RW m, RW v, R gradient, then fp32-master: W
  *           bf16 copy, then with clipping: R the second half
@@ -130,7 +130,7 @@ typedef struct ps__args_hook {
   ps__step_hooks *hooks;
   uint32_t what, unit;
 } ps__args_hook;
-enum { PS__NORM_SLOTS = 16 };
+enum { PS__MAX_UNIT_SPANS = 16 };
 /* Written by different ops, so each half has its own 64 bytes. */
 typedef struct ps__step_stats {
   double loss;
@@ -153,17 +153,17 @@ typedef struct ps__batch_header {
   uint64_t pad[6];
 } ps__batch_header;
 /* BYTES from the block's start */
-typedef struct ps__batch_block {
+typedef struct ps__batch_chunk {
   uint64_t tokens, targets, doc_start, position, scale, bytes;
-} ps__batch_block;
-ps__batch_block ps__batch_block_of(uint32_t n_tokens);
+} ps__batch_chunk;
+ps__batch_chunk ps__batch_chunk_of(uint32_t n_tokens);
 
 /* ---- the step -------------------------------------------------------------------------------- */
-/* high: see ps__memmap(). lent_by: where it is not 0, the tensor lies in vt[lent_by - 1], from
+/* high: see ps__memmap(). alias_of: where it is not 0, the tensor lies in vt[alias_of - 1], from
  * @offset on until ps__step_map() adds that one's own; the memory map passes it over. */
 typedef struct ps__vt {
   uint64_t bytes, offset;
-  uint32_t first, last, lent_by;
+  uint32_t first, last, alias_of;
   uint8_t space;
   bool persistent, high;
 } ps__vt;
@@ -185,12 +185,12 @@ enum { PS__NO_VT = UINT32_MAX };
  * device_weights: where parameters are resident; device_master: where all state is. After every
  * step home has the truth: the master where there is one, else the weights, and m and v that are
  * there. The bf16 home beside a master does not follow where the device's weights stay
- * (ps__weights_stay): read the master (ps__master_at), and the preamble, which
+ * (ps__weights_stay): read the master (ps__master_at), and the prologue, which
  * sends the bf16 home, comes before the first update. */
-typedef struct ps__home {
+typedef struct ps__unit_host {
   uint32_t weights, master, grad, m, v, device_weights, device_master;
   uint64_t n;
-} ps__home;
+} ps__unit_host;
 
 typedef struct ps__step {
   const ps_model_config *cfg;
@@ -207,8 +207,8 @@ typedef struct ps__step {
   bool out_of_memory;
   ps__contributions sums, of_step; /* of the layout; of the step that it stands for */
   /* at home */
-  ps__home *home;         /* [n_units] */
-  uint64_t *batch_offset; /* [n_chunks] BYTES from the batch's start */
+  ps__unit_host *unit_host; /* [n_units] */
+  uint64_t *batch_offset;   /* [n_chunks] BYTES from the batch's start */
   uint32_t batch, row_loss, norms, stats;
   /* results */
   uint64_t space_bytes[PS__N_SPACES]; /* memory map's peaks */
@@ -231,10 +231,10 @@ ps_status ps__step_build(ps__step *s, const ps_model_config *cfg, const ps__layo
 void ps__step_free(ps__step *s);
 /* ps__step_program() - the same as a program of the engine, addresses in place. */
 ps_status ps__step_program(const ps__step *s, ps_program **out);
-/* ps__step_preamble() - what must run once before the first step: weights to the device where
+/* ps__step_prologue() - what must run once before the first step: weights to the device where
  * they stay; master too and moments to zero where all state is there.
  * @out NULL when there is nothing to do. */
-ps_status ps__step_preamble(const ps__step *s, ps_program **out);
+ps_status ps__step_prologue(const ps__step *s, ps_program **out);
 /* ps__memmap() - give every tensor of a space its offset; returns the peak in BYTES, or
  * UINT64_MAX when memory is out. Longest-lived first, each at the lowest offset where it
  * overlaps nothing alive at the same time; those marked high at the highest below what the map
@@ -247,7 +247,8 @@ uint64_t ps__memmap(ps__vt *vt, size_t n, uint32_t space);
 uint64_t ps__memmap_bound(const ps__vt *vt, size_t n, uint32_t n_ops, uint32_t space);
 /* ps__memmap_check() - no two tensors alive at the same time overlap. For tests and asserts. */
 bool ps__memmap_check(const ps__vt *vt, size_t n, uint32_t space);
-/* Parameter runs of a unit, in order: what sums of squares are taken of. At most PS__NORM_SLOTS. */
+/* Parameter runs of a unit, in order: what sums of squares are taken of. At most
+ * PS__MAX_UNIT_SPANS. */
 uint32_t ps__unit_runs(const ps__block *b, const ps_model_config *cfg, uint32_t unit,
-                       ps__run_info out[PS__NORM_SLOTS]);
+                       ps__run_info out[PS__MAX_UNIT_SPANS]);
 #endif

@@ -3,7 +3,7 @@
 #include <string.h>
 
 static uint64_t unit_bytes(const ps__builder *b, uint32_t unit) {
-  return b->s->home[unit].n * ps_dtype_bytes(b->s->dt);
+  return b->s->unit_host[unit].n * ps_dtype_bytes(b->s->dt);
 }
 
 ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase) {
@@ -16,17 +16,17 @@ static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
 }
 
 /* Whether anything of the unit's gradient comes home. */
-static bool grad_comes_home(const ps__builder *b, uint32_t unit) {
+static bool grad_goes_to_host(const ps__builder *b, uint32_t unit) {
   const ps__spec *spec = b->s->spec;
-  return !ps__updated_there(spec, unit) || spec->keep_grads ||
+  return !ps__updated_on_device(spec, unit) || spec->keep_grads ||
          (!spec->grad_resident[unit] && n_contributions(b, unit) > 1);
 }
 
 /* Homes by recipe: fp32 keeps weights, moments and gradients in fp32; fp32-master adds the bf16
  * copy that travels; bf16 is bf16 throughout. */
-static void make_home(ps__builder *b, uint32_t unit) {
+static void make_unit_host(ps__builder *b, uint32_t unit) {
   ps__step *s = b->s;
-  ps__home *h = &s->home[unit];
+  ps__unit_host *h = &s->unit_host[unit];
   const uint64_t state = s->spec->recipe == PS_RECIPE_BF16 ? 2 : 4, travels = ps_dtype_bytes(s->dt);
   h->n = ps_model_unit_elements(s->cfg, unit);
   h->weights = ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels);
@@ -34,64 +34,64 @@ static void make_home(ps__builder *b, uint32_t unit) {
                   ? ps__vt_persistent(b, PS__SPACE_HOST, h->n * 4)
                   : PS__NO_VT;
   h->grad =
-      grad_comes_home(b, unit) ? ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels) : PS__NO_VT;
-  const bool there = s->spec->update_resident[unit];
-  h->m = ps__vt_persistent(b, there ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state);
-  h->v = ps__vt_persistent(b, there ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state);
+      grad_goes_to_host(b, unit) ? ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels) : PS__NO_VT;
+  const bool on_device = s->spec->update_resident[unit];
+  h->m = ps__vt_persistent(b, on_device ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state);
+  h->v = ps__vt_persistent(b, on_device ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state);
   h->device_weights = s->spec->param_resident[unit]
                           ? ps__vt_persistent(b, PS__SPACE_DEVICE, h->n * travels)
                           : PS__NO_VT;
-  h->device_master = there && h->master != PS__NO_VT
+  h->device_master = on_device && h->master != PS__NO_VT
                          ? ps__vt_persistent(b, PS__SPACE_DEVICE, h->n * 4)
                          : PS__NO_VT;
 }
 
-static void make_visits(ps__builder *b) {
+static void make_passes(ps__builder *b) {
   const uint32_t layers = b->s->cfg->n_layers;
-  ps__visit *v = b->visit;
+  ps__pass *v = b->pass;
   for (uint32_t r = 0; r < b->s->layout->n_rounds; r++) {
-    *v++ = (ps__visit){PS__VISIT_EMBED, r, 0};
+    *v++ = (ps__pass){PS__PASS_EMBED, r, 0};
     for (uint32_t l = 1; l <= layers; l++)
-      *v++ = (ps__visit){PS__VISIT_BLOCK, r, l};
-    *v++ = (ps__visit){PS__VISIT_HEAD, r, layers + 1};
+      *v++ = (ps__pass){PS__PASS_BLOCK, r, l};
+    *v++ = (ps__pass){PS__PASS_HEAD, r, layers + 1};
     for (uint32_t l = layers; l >= 1; l--)
-      *v++ = (ps__visit){PS__VISIT_BLOCK_BACK, r, l};
-    *v++ = (ps__visit){PS__VISIT_EMBED_BACK, r, 0};
+      *v++ = (ps__pass){PS__PASS_BLOCK_BACK, r, l};
+    *v++ = (ps__pass){PS__PASS_EMBED_BACK, r, 0};
   }
-  b->n_visits = (uint32_t)(v - b->visit);
+  b->n_passes = (uint32_t)(v - b->pass);
 }
 
 ps_status ps__units_init(ps__builder *b) {
   ps__step *s = b->s;
   const uint32_t n_units = ps_model_n_units(s->cfg);
-  s->home = ps__calloc(n_units, sizeof *s->home);
+  s->unit_host = ps__calloc(n_units, sizeof *s->unit_host);
   b->unit = ps__calloc(n_units, sizeof *b->unit);
-  b->visit = ps__calloc((size_t)s->layout->n_rounds * (2 * s->cfg->n_layers + 3), sizeof *b->visit);
+  b->pass = ps__calloc((size_t)s->layout->n_rounds * (2 * s->cfg->n_layers + 3), sizeof *b->pass);
   b->coming = ps__calloc(n_units, sizeof *b->coming);
-  if (!s->home || !b->unit || !b->visit || !b->coming)
+  if (!s->unit_host || !b->unit || !b->pass || !b->coming)
     return ps__fail(PS_ENOMEM, "out of memory for the step's units");
   for (uint32_t u = 0; u < n_units; u++) {
-    make_home(b, u);
-    b->unit[u] = (ps__unit_state){.weights = s->home[u].device_weights,
-                                  .grad = PS__NO_VT,
-                                  .total = PS__NO_VT,
-                                  .low = PS__NO_VT,
-                                  .sums = PS__NO_VT,
-                                  .there = {PS__NO_VT, PS__NO_VT, PS__NO_VT, PS__NO_VT},
-                                  .fetched = ps__weights_stay(s->spec, u)};
+    make_unit_host(b, u);
+    b->unit[u] = (ps__unit_progress){.weights = s->unit_host[u].device_weights,
+                                     .grad = PS__NO_VT,
+                                     .total = PS__NO_VT,
+                                     .low = PS__NO_VT,
+                                     .sums = PS__NO_VT,
+                                     .state = {PS__NO_VT, PS__NO_VT, PS__NO_VT, PS__NO_VT},
+                                     .fetched = ps__weights_stay(s->spec, u)};
   }
-  make_visits(b);
+  make_passes(b);
   return PS_OK;
 }
 
 /* Units whose parameters a visit reads: its own, the table where it serves as lm_head, none for
  * the embedding's backward and an embedding at home. */
-static uint32_t visit_units(const ps__builder *b, const ps__visit *v, uint32_t out[2]) {
+static uint32_t pass_units(const ps__builder *b, const ps__pass *v, uint32_t out[2]) {
   uint32_t n = 0;
-  if (v->kind == PS__VISIT_EMBED_BACK || (v->kind == PS__VISIT_EMBED && b->s->spec->embed_at_home))
+  if (v->kind == PS__PASS_EMBED_BACK || (v->kind == PS__PASS_EMBED && b->s->spec->embed_on_host))
     return 0;
   out[n++] = v->unit;
-  if (v->kind == PS__VISIT_HEAD && b->s->cfg->tied_embeddings)
+  if (v->kind == PS__PASS_HEAD && b->s->cfg->tied_embeddings)
     out[n++] = 0;
   return n;
 }
@@ -111,18 +111,18 @@ bool ps__contribution_ends(const ps__builder *b, uint32_t c) {
 /* The running contribution is the last to a total that was summed at home so far, of a unit that
  * is updated on the device: what is there comes in and the rest is done here. The same additions
  * in the same order, and neither the norm nor the update waits for the host's. */
-static bool ends_there(const ps__builder *b, uint32_t unit) {
+static bool ends_on_device(const ps__builder *b, uint32_t unit) {
   const uint32_t i = b->unit[unit].contribution;
   return b->s->spec->update_streamed[unit] && !b->s->spec->grad_resident[unit] && i > 0 &&
          i + 1 == n_contributions(b, unit);
 }
 
 static void fetch_total(ps__builder *b, uint32_t unit) {
-  ps__unit_state *u = &b->unit[unit];
+  ps__unit_progress *u = &b->unit[unit];
   const uint32_t low = u->low;
-  if (u->total != PS__NO_VT || !ends_there(b, unit))
+  if (u->total != PS__NO_VT || !ends_on_device(b, unit))
     return;
-  u->total = ps__bring(b, b->s->home[unit].grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  u->total = ps__bring(b, b->s->unit_host[unit].grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
   if (low == PS__NO_VT)
     return;
   u->low = ps__bring(b, low, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
@@ -130,13 +130,13 @@ static void fetch_total(ps__builder *b, uint32_t unit) {
 }
 
 /* Whether parameters that visit @v reads stay for the next round's forward visit. */
-static bool stays_over_turn(const ps__builder *b, const ps__visit *v) {
-  return v->kind == PS__VISIT_BLOCK_BACK && v->round + 1 < b->s->layout->n_rounds &&
-         v->unit <= b->s->spec->turn_blocks;
+static bool kept_across_rounds(const ps__builder *b, const ps__pass *v) {
+  return v->kind == PS__PASS_BLOCK_BACK && v->round + 1 < b->s->layout->n_rounds &&
+         v->unit <= b->s->spec->blocks_kept;
 }
 
-static void fetch_unit(ps__builder *b, const ps__visit *v, uint32_t unit) {
-  ps__unit_state *u = &b->unit[unit];
+static void fetch_unit(ps__builder *b, const ps__pass *v, uint32_t unit) {
+  ps__unit_progress *u = &b->unit[unit];
   const bool resident = b->s->spec->param_resident[unit];
   u->pins++;
   if (resident ? u->fetched : u->weights != PS__NO_VT)
@@ -145,9 +145,9 @@ static void fetch_unit(ps__builder *b, const ps__visit *v, uint32_t unit) {
   if (!resident) {
     u->weights = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit));
     if (u->weights != PS__NO_VT)
-      b->s->vt[u->weights].high = stays_over_turn(b, v);
+      b->s->vt[u->weights].high = kept_across_rounds(b, v);
   }
-  ps__emit_copy(b, PS__S_H2D, ps__whole(b, b->s->home[unit].weights, PS_READ),
+  ps__emit_copy(b, PS__S_H2D, ps__whole(b, b->s->unit_host[unit].weights, PS_READ),
                 ps__whole(b, u->weights, PS_WRITE), ps__unit_tag(b, unit, PS__PHASE_FORWARD));
 }
 
@@ -156,42 +156,42 @@ static void fetch_unit(ps__builder *b, const ps__visit *v, uint32_t unit) {
  * them, come earlier. */
 static uint32_t lead_of(const ps__builder *b, uint32_t now, uint32_t next) {
   const uint32_t lead = b->s->spec->param_lead;
-  return b->visit[next].round > b->visit[now].round ? 4 * lead : lead;
+  return b->pass[next].round > b->pass[now].round ? 4 * lead : lead;
 }
 
-static void fetch_visit(ps__builder *b, const ps__visit *v) {
+static void fetch_pass(ps__builder *b, const ps__pass *v) {
   uint32_t units[2];
-  const uint32_t n = visit_units(b, v, units);
+  const uint32_t n = pass_units(b, v, units);
   for (uint32_t i = 0; i < n; i++)
     fetch_unit(b, v, units[i]);
-  if (v->kind == PS__VISIT_BLOCK_BACK && v->round + 1 == b->s->layout->n_rounds)
+  if (v->kind == PS__PASS_BLOCK_BACK && v->round + 1 == b->s->layout->n_rounds)
     fetch_total(b, v->unit);
 }
 
-void ps__fetch_ahead(ps__builder *b, uint32_t visit_idx) {
-  while (b->next_fetch < b->n_visits &&
-         b->next_fetch <= visit_idx + lead_of(b, visit_idx, b->next_fetch)) {
-    const ps__visit *v = &b->visit[b->next_fetch++];
-    const bool gathers = v->kind == PS__VISIT_EMBED && b->s->spec->embed_at_home;
-    if (v->kind == PS__VISIT_EMBED)
+void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx) {
+  while (b->next_fetch < b->n_passes &&
+         b->next_fetch <= pass_idx + lead_of(b, pass_idx, b->next_fetch)) {
+    const ps__pass *v = &b->pass[b->next_fetch++];
+    const bool gathers = v->kind == PS__PASS_EMBED && b->s->spec->embed_on_host;
+    if (v->kind == PS__PASS_EMBED)
       ps__copy_batch(b, v->round);
     /* the first block's: gathering takes longer, and neither is of use alone */
     if (gathers)
-      fetch_visit(b, &b->visit[b->next_fetch++]);
+      fetch_pass(b, &b->pass[b->next_fetch++]);
     else
-      fetch_visit(b, v);
+      fetch_pass(b, v);
     if (gathers)
       ps__gather_round(b, v->round);
   }
 }
 
-void ps__visit_done(ps__builder *b, uint32_t visit_idx) {
+void ps__pass_done(ps__builder *b, uint32_t pass_idx) {
   uint32_t units[2];
-  const ps__visit *v = &b->visit[visit_idx];
-  const uint32_t n = visit_units(b, v, units);
+  const ps__pass *v = &b->pass[pass_idx];
+  const uint32_t n = pass_units(b, v, units);
   for (uint32_t i = 0; i < n; i++) {
-    ps__unit_state *u = &b->unit[units[i]];
-    if (--u->pins > 0 || b->s->spec->param_resident[units[i]] || stays_over_turn(b, v))
+    ps__unit_progress *u = &b->unit[units[i]];
+    if (--u->pins > 0 || b->s->spec->param_resident[units[i]] || kept_across_rounds(b, v))
       continue;
     ps__vt_free(b, u->weights);
     u->weights = PS__NO_VT;
@@ -199,7 +199,7 @@ void ps__visit_done(ps__builder *b, uint32_t visit_idx) {
 }
 
 void ps__grad_begin(ps__builder *b, uint32_t unit) {
-  ps__unit_state *u = &b->unit[unit];
+  ps__unit_progress *u = &b->unit[unit];
   u->grad = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit));
   if (b->s->spec->grad_resident[unit] && u->contribution == 0)
     u->total = u->grad;
@@ -208,11 +208,11 @@ void ps__grad_begin(ps__builder *b, uint32_t unit) {
 
 /* Sums of squares of the unit's runs. On the device: returns the tensor that holds them (the
  * caller frees it). */
-static uint32_t emit_sumsq_there(ps__builder *b, uint32_t unit, uint32_t grad) {
+static uint32_t emit_sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t grad) {
   ps__step *s = b->s;
-  ps__run_info run[PS__NORM_SLOTS];
+  ps__run_info run[PS__MAX_UNIT_SPANS];
   const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run),
-                 out = ps__vt_new(b, PS__SPACE_DEVICE, PS__NORM_SLOTS * 8);
+                 out = ps__vt_new(b, PS__SPACE_DEVICE, PS__MAX_UNIT_SPANS * 8);
   const uint64_t e = ps_dtype_bytes(s->dt);
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   for (uint32_t i = 0; i < n; i++) {
@@ -223,7 +223,7 @@ static uint32_t emit_sumsq_there(ps__builder *b, uint32_t unit, uint32_t grad) {
              ps__bytes_work((double)(run[i].n * e)), tag);
   }
   ps__emit_copy(b, PS__S_D2H, ps__part(out, PS_READ, 0, n * 8),
-                ps__part(s->norms, PS_WRITE, (uint64_t)unit * PS__NORM_SLOTS * 8, n * 8),
+                ps__part(s->norms, PS_WRITE, (uint64_t)unit * PS__MAX_UNIT_SPANS * 8, n * 8),
                 ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
   return out;
 }
@@ -231,8 +231,8 @@ static uint32_t emit_sumsq_there(ps__builder *b, uint32_t unit, uint32_t grad) {
 /* How contribution i is added to the unit's total in @space, as accumulate takes it. The first
  * addition of a total with low bytes makes them. */
 static ps__args_accumulate addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t space) {
-  ps__unit_state *u = &b->unit[unit];
-  const uint64_t n = b->s->home[unit].n;
+  ps__unit_progress *u = &b->unit[unit];
+  const uint64_t n = b->s->unit_host[unit].n;
   const uint32_t mode = ps__sum_mode_of(b, unit, i);
   if ((mode & PS_LOW_WRITE) && u->low == PS__NO_VT)
     u->low = ps__vt_new(b, space, n);
@@ -263,25 +263,26 @@ static void low_used(ps__builder *b, uint32_t unit, uint32_t mode) {
 /* total += grad, both in @space; the caller frees @grad. */
 static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t space, uint32_t grad,
                           uint32_t total, ps_tag tag) {
-  const bool home = space == PS__SPACE_HOST;
+  const bool on_host = space == PS__SPACE_HOST;
   const ps__args_accumulate a = addition(b, unit, i, space);
   ps__vaccess access[3] = {ps__whole(b, grad, PS_READ), ps__whole(b, total, PS_READ_WRITE)};
   const bool low = b->unit[unit].low != PS__NO_VT;
   if (low)
     access[2] = ps__whole(b, b->unit[unit].low, low_access(a.mode));
-  ps__emit(b, home ? &ps__k_accumulate_host : &ps__k_accumulate, home ? PS__S_HOST : PS__S_COMPUTE,
-           &a, sizeof a, access, low ? 3 : 2, addition_work(&a), tag);
+  ps__emit(b, on_host ? &ps__k_accumulate_host : &ps__k_accumulate,
+           on_host ? PS__S_HOST : PS__S_COMPUTE, &a, sizeof a, access, low ? 3 : 2,
+           addition_work(&a), tag);
   low_used(b, unit, a.mode);
 }
 
 /* At home, of the total; @staging is added to it first, in the same pass, unless it is none (an
  * embedding at home: its low bytes, where it has some, are rounded away); padding between runs
  * is nobody's. */
-static void emit_sumsq_home(ps__builder *b, uint32_t unit, uint32_t i, uint32_t staging) {
+static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32_t staging) {
   ps__step *s = b->s;
-  ps__run_info run[PS__NORM_SLOTS];
-  const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run), grad = s->home[unit].grad;
-  const uint64_t e = ps_dtype_bytes(s->dt), at = (uint64_t)unit * PS__NORM_SLOTS * 8;
+  ps__run_info run[PS__MAX_UNIT_SPANS];
+  const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run), grad = s->unit_host[unit].grad;
+  const uint64_t e = ps_dtype_bytes(s->dt), at = (uint64_t)unit * PS__MAX_UNIT_SPANS * 8;
   const bool add = staging != PS__NO_VT;
   ps__args_accumulate whole = {.dt = s->dt, .n_threads = s->spec->sum_threads, .mode = PS_LOW_READ};
   if (add)
@@ -314,31 +315,31 @@ static void emit_sumsq_home(ps__builder *b, uint32_t unit, uint32_t i, uint32_t 
 
 /* Contribution i to the total at home: the first is written there, others are added; with the
  * last (@total) come the sums of squares. */
-static void add_at_home(ps__builder *b, uint32_t unit, uint32_t device_grad, uint32_t i, bool total,
+static void add_on_host(ps__builder *b, uint32_t unit, uint32_t device_grad, uint32_t i, bool total,
                         uint32_t lag) {
-  const ps__home *h = &b->s->home[unit];
+  const ps__unit_host *h = &b->s->unit_host[unit];
   const uint32_t to = i == 0 ? h->grad : ps__vt_new(b, PS__SPACE_HOST, unit_bytes(b, unit));
   ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, to, PS_WRITE),
                 ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
   if (i == 0)
     return;
   if (total)
-    emit_sumsq_home(b, unit, i, to);
+    emit_sumsq_on_host(b, unit, i, to);
   else
     emit_addition(b, unit, i, PS__SPACE_HOST, to, h->grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
   ps__vt_free_late(b, to, lag);
 }
 
-void ps__total_at_home(ps__builder *b, uint32_t unit) {
-  emit_sumsq_home(b, unit, 0, PS__NO_VT);
+void ps__total_on_host(ps__builder *b, uint32_t unit) {
+  emit_sumsq_on_host(b, unit, 0, PS__NO_VT);
   ps__total_ready(b, unit);
 }
 
 void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
   ps__step *s = b->s;
-  ps__unit_state *u = &b->unit[unit];
-  const bool resident = s->spec->grad_resident[unit], there = ps__updated_there(s->spec, unit),
-             ends = ends_there(b, unit);
+  ps__unit_progress *u = &b->unit[unit];
+  const bool resident = s->spec->grad_resident[unit],
+             on_device = ps__updated_on_device(s->spec, unit), ends = ends_on_device(b, unit);
   const uint32_t n = n_contributions(b, unit), i = u->contribution++;
   const bool last = i + 1 == n;
   if (ends || (resident && i > 0)) {
@@ -350,15 +351,15 @@ void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
    * contribution. */
   const bool total_here = resident || ends || n == 1;
   const uint32_t leaving = resident || ends ? u->total : u->grad;
-  const uint32_t sums = last && total_here ? emit_sumsq_there(b, unit, leaving) : PS__NO_VT;
-  if (last ? !there || s->spec->keep_grads : !resident)
-    add_at_home(b, unit, leaving, resident || ends ? 0 : i, last, more ? 0 : s->spec->sum_lag);
-  if (last && there)
+  const uint32_t sums = last && total_here ? emit_sumsq_on_device(b, unit, leaving) : PS__NO_VT;
+  if (last ? !on_device || s->spec->keep_grads : !resident)
+    add_on_host(b, unit, leaving, resident || ends ? 0 : i, last, more ? 0 : s->spec->sum_lag);
+  if (last && on_device)
     u->total = leaving; /* stays until the update */
   else if (!resident || last)
     ps__vt_free_late(b, leaving, s->spec->grad_lag);
   u->grad = PS__NO_VT;
-  if (there && !s->spec->clip)
+  if (on_device && !s->spec->clip)
     u->sums = sums; /* these too */
   else
     ps__vt_free_late(b, sums, s->spec->grad_lag);

@@ -5,16 +5,16 @@
 #include "step/emit.h"
 #include "optim/optim.h"
 
-uint32_t ps__bring(ps__builder *b, uint32_t home, ps_tag tag) {
-  const ps__vaccess from = ps__whole(b, home, PS_READ);
+uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag) {
+  const ps__vaccess from = ps__whole(b, host, PS_READ);
   const uint32_t vt = ps__vt_new(b, PS__SPACE_DEVICE, from.bytes);
   ps__emit_copy(b, PS__S_H2D, from, ps__whole(b, vt, PS_WRITE), tag);
   return vt;
 }
 
-static void send_home(ps__builder *b, uint32_t from, uint32_t home, ps_tag tag) {
-  ps__emit_copy(b, PS__S_D2H, ps__whole(b, from, PS_READ), ps__whole(b, home, PS_WRITE), tag);
-  b->last_home = home;
+static void send_to_host(ps__builder *b, uint32_t from, uint32_t host, ps_tag tag) {
+  ps__emit_copy(b, PS__S_D2H, ps__whole(b, from, PS_READ), ps__whole(b, host, PS_WRITE), tag);
+  b->last_sent = host;
 }
 
 /* What tells an update on the device without clipping whether the host gave the step up. Not
@@ -33,9 +33,9 @@ static uint32_t send_header(ps__builder *b, ps_tag tag) {
 /* A streamed unit's moments, master and weights on their way in; weights that its last visit
  * fetched are there and stay. */
 static void stream_in(ps__builder *b, uint32_t unit) {
-  const ps__home *h = &b->s->home[unit];
-  ps__unit_state *u = &b->unit[unit];
-  ps__state *at = &u->there;
+  const ps__unit_host *h = &b->s->unit_host[unit];
+  ps__unit_progress *u = &b->unit[unit];
+  ps__optimizer_state *at = &u->state;
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   at->weights = u->weights != PS__NO_VT ? u->weights : ps__bring(b, h->weights, tag);
   if (!b->s->spec->param_resident[unit])
@@ -48,17 +48,17 @@ static void stream_in(ps__builder *b, uint32_t unit) {
 
 /* Weights first: the next step's forward pass waits for them. */
 static void stream_out(ps__builder *b, uint32_t unit) {
-  const ps__home *h = &b->s->home[unit];
-  const ps__state *at = &b->unit[unit].there;
+  const ps__unit_host *h = &b->s->unit_host[unit];
+  const ps__optimizer_state *at = &b->unit[unit].state;
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   const bool resident = b->s->spec->param_resident[unit], master = h->master != PS__NO_VT;
   const uint32_t lag = b->s->spec->grad_lag;
   if (!resident || !master)
-    send_home(b, at->weights, h->weights, tag);
+    send_to_host(b, at->weights, h->weights, tag);
   if (master)
-    send_home(b, at->master, h->master, tag);
-  send_home(b, at->m, h->m, tag);
-  send_home(b, at->v, h->v, tag);
+    send_to_host(b, at->master, h->master, tag);
+  send_to_host(b, at->m, h->m, tag);
+  send_to_host(b, at->v, h->v, tag);
   if (!resident)
     ps__vt_free_late(b, at->weights, lag);
   ps__vt_free_late(b, at->master, lag);
@@ -68,10 +68,10 @@ static void stream_out(ps__builder *b, uint32_t unit) {
 
 /* The op itself: on the host stream over home, or on compute over device memory, where @scale is
  * the norm's half of stats or, without clipping, the unit's sums of squares. */
-static void emit_adamw(ps__builder *b, uint32_t unit, const ps__state *at, uint32_t grad,
+static void emit_adamw(ps__builder *b, uint32_t unit, const ps__optimizer_state *at, uint32_t grad,
                        uint32_t scale) {
   const ps__step *s = b->s;
-  const bool there = ps__updated_there(s->spec, unit), master = at->master != PS__NO_VT,
+  const bool on_device = ps__updated_on_device(s->spec, unit), master = at->master != PS__NO_VT,
              split = s->spec->update_split[unit];
   const double bytes_each = ps__update_bytes(PS_OPTIMIZER_ADAMW, s->spec->recipe,
                                              split ? PS_UPDATE_WEIGHTS : PS_UPDATE_WHOLE);
@@ -85,22 +85,22 @@ static void emit_adamw(ps__builder *b, uint32_t unit, const ps__state *at, uint3
   access[n++] = ps__whole(b, grad, PS_READ);
   if (master)
     access[n++] = ps__whole(b, at->weights, PS_WRITE);
-  if (there)
+  if (on_device)
     access[n++] = ps__whole(b, scale, PS_READ);
   else if (s->spec->clip)
     access[n++] = ps__part(s->stats, PS_READ, 64, 64);
   else
-    access[n++] =
-        ps__part(s->norms, PS_READ, (uint64_t)unit * PS__NORM_SLOTS * 8, PS__NORM_SLOTS * 8);
-  if (there && !s->spec->clip)
+    access[n++] = ps__part(s->norms, PS_READ, (uint64_t)unit * PS__MAX_UNIT_SPANS * 8,
+                           PS__MAX_UNIT_SPANS * 8);
+  if (on_device && !s->spec->clip)
     access[n++] = ps__whole(b, send_header(b, tag), PS_READ);
-  ps__emit_hook(b, PS__HOOK_ADAMW, unit, there ? PS__S_COMPUTE : PS__S_HOST, access, n,
-                ps__bytes_work(bytes_each * (double)s->home[unit].n), tag);
+  ps__emit_hook(b, PS__HOOK_ADAMW, unit, on_device ? PS__S_COMPUTE : PS__S_HOST, access, n,
+                ps__bytes_work(bytes_each * (double)s->unit_host[unit].n), tag);
 }
 
 static void emit_moments(ps__builder *b, uint32_t unit) {
   const ps__step *s = b->s;
-  const ps__home *h = &s->home[unit];
+  const ps__unit_host *h = &s->unit_host[unit];
   const ps__vaccess access[4] = {ps__whole(b, h->m, PS_READ_WRITE),
                                  ps__whole(b, h->v, PS_READ_WRITE), ps__whole(b, h->grad, PS_READ),
                                  ps__part(s->stats, PS_READ, 64, 64)};
@@ -115,26 +115,26 @@ static void emit_moments(ps__builder *b, uint32_t unit) {
  * is updated there. */
 static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
   const ps__step *s = b->s;
-  const ps__home *h = &s->home[unit];
-  ps__unit_state *u = &b->unit[unit];
-  const ps__state home = {h->weights, h->master, h->m, h->v};
-  if (!ps__updated_there(s->spec, unit)) {
-    emit_adamw(b, unit, &home, h->grad, PS__NO_VT);
+  const ps__unit_host *h = &s->unit_host[unit];
+  ps__unit_progress *u = &b->unit[unit];
+  const ps__optimizer_state host = {h->weights, h->master, h->m, h->v};
+  if (!ps__updated_on_device(s->spec, unit)) {
+    emit_adamw(b, unit, &host, h->grad, PS__NO_VT);
     return;
   }
   if (s->spec->update_resident[unit])
-    u->there = (ps__state){h->device_weights, h->device_master, h->m, h->v};
-  else if (u->there.m == PS__NO_VT)
+    u->state = (ps__optimizer_state){h->device_weights, h->device_master, h->m, h->v};
+  else if (u->state.m == PS__NO_VT)
     stream_in(b, unit);
-  emit_adamw(b, unit, &u->there, u->total, s->spec->clip ? clip_scale : u->sums);
+  emit_adamw(b, unit, &u->state, u->total, s->spec->clip ? clip_scale : u->sums);
   ps__vt_free(b, u->total);
   ps__vt_free(b, u->sums);
   if (s->spec->update_streamed[unit])
     stream_out(b, unit);
   else if (h->master != PS__NO_VT)
-    send_home(b, h->device_master, h->master, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+    send_to_host(b, h->device_master, h->master, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
   else
-    send_home(b, h->device_weights, h->weights, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+    send_to_host(b, h->device_weights, h->weights, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
 }
 
 /* Without clipping: streamed units whose moments have had their time to come in. */
@@ -162,20 +162,20 @@ void ps__emit_updates(ps__builder *b) {
   const ps_tag tag = {-1, -1, -1, PS__PHASE_UPDATE};
   const ps__vaccess half = ps__part(s->stats, PS_WRITE, 64, 64);
   const ps__vaccess norm[2] = {ps__whole(b, s->norms, PS_READ), half};
-  bool any_there = false;
+  bool any_on_device = false;
   for (uint32_t u = 0; u < n_units; u++)
-    any_there |= ps__updated_there(s->spec, u);
+    any_on_device |= ps__updated_on_device(s->spec, u);
   update_arrived(b, true);
   ps__emit_hook(b, PS__HOOK_NORM, 0, PS__S_HOST, norm, 2, (ps_work){0}, tag);
   if (s->spec->clip) {
-    const uint32_t scale = any_there ? ps__vt_new(b, PS__SPACE_DEVICE, 64) : PS__NO_VT;
-    if (any_there)
+    const uint32_t scale = any_on_device ? ps__vt_new(b, PS__SPACE_DEVICE, 64) : PS__NO_VT;
+    if (any_on_device)
       ps__emit_copy(b, PS__S_H2D, ps__part(s->stats, PS_READ, 64, 64),
                     ps__whole(b, scale, PS_WRITE), tag);
     /* as the forward pass needs them; but nothing waits for an embedding at home: see
      * ps__gather_round() */
     for (uint32_t i = 0; i < n_units; i++) {
-      update(b, s->spec->embed_at_home ? (i + 1) % n_units : i, scale);
+      update(b, s->spec->embed_on_host ? (i + 1) % n_units : i, scale);
       ps__tick(b);
     }
     ps__vt_free(b, scale);
@@ -184,9 +184,10 @@ void ps__emit_updates(ps__builder *b) {
   /* The report is the end of a step's weights: behind the host stream's updates by order, behind
    * the last state on its way home by reading it, as that stream is in order. */
   ps__vaccess report[2] = {ps__whole(b, s->stats, PS_READ)};
-  if (any_there)
-    report[1] = ps__whole(b, b->last_home, PS_READ);
-  ps__emit_hook(b, PS__HOOK_REPORT, 0, PS__S_HOST, report, any_there ? 2 : 1, (ps_work){0}, tag);
+  if (any_on_device)
+    report[1] = ps__whole(b, b->last_sent, PS_READ);
+  ps__emit_hook(b, PS__HOOK_REPORT, 0, PS__S_HOST, report, any_on_device ? 2 : 1, (ps_work){0},
+                tag);
   /* as the next step's first backward pass needs the gradients' homes */
   for (uint32_t u = n_units; u-- > 0;)
     if (s->spec->update_split[u])

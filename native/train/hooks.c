@@ -53,7 +53,7 @@ static ps_status check_batch(const ps_trainer *t, uint64_t step, uint64_t *valid
 /* Where each token's document begins, in rows of its group: at its sequence's start, at a
  * document token, or behind a document end token. */
 static void fill_block(const ps_trainer *t, const ps__chunk *k, float scale, char *block) {
-  const ps__batch_block at = ps__batch_block_of(k->n_tokens);
+  const ps__batch_chunk at = ps__batch_chunk_of(k->n_tokens);
   const uint64_t s = t->plan->cfg.seq_len;
   int32_t *doc = (int32_t *)(void *)(block + at.doc_start),
           *pos = (int32_t *)(void *)(block + at.position);
@@ -133,7 +133,7 @@ static const char *unit_name(const ps_trainer *t, uint32_t unit, char buf[32]) {
 }
 
 static double unit_sumsq(const ps_trainer *t, const double *slots, uint32_t unit) {
-  ps__run_info run[PS__NORM_SLOTS];
+  ps__run_info run[PS__MAX_UNIT_SPANS];
   const uint32_t n = ps__unit_runs(&t->plan->step.block, &t->plan->model, unit, run);
   double sum = 0;
   for (uint32_t i = 0; i < n; i++)
@@ -160,10 +160,10 @@ static ps_status grad_norm(ps_trainer *t, const ps_launch *l) {
   const double *slots = l->ptr[0];
   double sum = 0;
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++)
-    sum += unit_sumsq(t, slots + (size_t)u * PS__NORM_SLOTS, u);
+    sum += unit_sumsq(t, slots + (size_t)u * PS__MAX_UNIT_SPANS, u);
   /* from above, as gradients flow: where it began */
   for (uint32_t u = t->plan->spec.n_units; !isfinite(sum) && u-- > 0;)
-    if (!isfinite(unit_sumsq(t, slots + (size_t)u * PS__NORM_SLOTS, u)))
+    if (!isfinite(unit_sumsq(t, slots + (size_t)u * PS__MAX_UNIT_SPANS, u)))
       return not_finite(t, l, u);
   /* as torch.nn.utils.clip_grad_norm_ */
   const double norm = sqrt(sum), scale = t->cfg.clip_norm / (norm + 1e-6);
@@ -202,7 +202,7 @@ static ps__update_gate gate_of(const ps_trainer *t, uint32_t unit, uint64_t id, 
   if (t->plan->cfg.clip)
     return (ps__update_gate){
         .step = &stats_of(gate)->step, .expected = id, .scale = &stats_of(gate)->clip_scale};
-  ps__run_info run[PS__NORM_SLOTS];
+  ps__run_info run[PS__MAX_UNIT_SPANS];
   return (ps__update_gate){.step = header ? &header->step : NULL,
                            .expected = id,
                            .sumsq = gate,
@@ -211,7 +211,7 @@ static ps__update_gate gate_of(const ps_trainer *t, uint32_t unit, uint64_t id, 
 }
 
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit) {
-  const ps__home *h = &t->plan->step.home[unit];
+  const ps__unit_host *h = &t->plan->step.unit_host[unit];
   const bool master = h->master != PS__NO_VT;
   return (ps__arrays){.w = ps__host_at(t, master ? h->master : h->weights),
                       .w_bf16 = master ? ps__host_at(t, h->weights) : NULL,
@@ -238,7 +238,7 @@ static ps_status gather(const ps_trainer *t, uint32_t chunk, const ps_launch *l)
  * given up later, units may be updated, as of one that fails half-way. */
 static ps_status update(ps_trainer *t, uint32_t unit, ps__update_part part, const ps_launch *l) {
   const ps_plan *p = t->plan;
-  const bool on_device = ps__updated_there(&p->spec, unit);
+  const bool on_device = ps__updated_on_device(&p->spec, unit);
   const uint32_t backend = on_device ? t->engine->cfg.backend : PS_BACKEND_CPU,
                  first = t->first_segment[unit], n = t->first_segment[unit + 1] - first;
   ps__update u = update_of(t, l->step);

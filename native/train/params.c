@@ -5,14 +5,14 @@
 enum { PIECE = 1 << 24 }; /* elements read at a time */
 
 void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32) {
-  const ps__home *h = &t->plan->step.home[unit];
+  const ps__unit_host *h = &t->plan->step.unit_host[unit];
   *fp32 = t->plan->cfg.recipe != PS_RECIPE_BF16;
   return (char *)ps__host_at(t, h->master != PS__NO_VT ? h->master : h->weights) +
          offset * (*fp32 ? 4 : 2);
 }
 
 void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p) {
-  const ps__home *h = &t->plan->step.home[p->unit];
+  const ps__unit_host *h = &t->plan->step.unit_host[p->unit];
   if (h->master == PS__NO_VT)
     return;
   ps__convert_f32_to_bf16((uint16_t *)ps__host_at(t, h->weights) + p->offset,
@@ -64,11 +64,11 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
   ps_param_info p;
   PS_TRY(check_param(t, param, n, dst, &p));
   PS_TRY(ps__trainer_idle(t));
-  if (ps__updated_there(&t->plan->spec, p.unit) && !t->plan->spec.keep_grads)
+  if (ps__updated_on_device(&t->plan->spec, p.unit) && !t->plan->spec.keep_grads)
     return ps__fail(
         PS_ESTATE,
         "the gradient of %s stays on the device: make the plan with keep_grads to read it", p.name);
-  const char *grad = ps__host_at(t, t->plan->step.home[p.unit].grad);
+  const char *grad = ps__host_at(t, t->plan->step.unit_host[p.unit].grad);
   if (t->plan->step.dt == PS_F32)
     memcpy(dst, grad + p.offset * 4, n * 4);
   else

@@ -48,7 +48,7 @@ ps_status ps__rows_create(ps__rows **out, uint64_t n_rows, uint64_t dim) {
 void ps__rows_destroy(ps__rows *r) { ps__free(r); }
 
 static rows_job job_of(const ps_trainer *t, uint32_t id, const ps__update *u) {
-  const ps__home *h = &t->plan->step.home[0];
+  const ps__unit_host *h = &t->plan->step.unit_host[0];
   rows_job j = {.rows = t->rows,
                 .id = id,
                 .simd = ps__simd_best(),

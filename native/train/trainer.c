@@ -140,7 +140,7 @@ static ps_status make_segments(ps_trainer *t) {
     }
   }
   t->first_segment[n_units] = n;
-  return t->plan->spec.embed_at_home ? ps__rows_create(&t->rows, m->vocab_size, m->dim) : PS_OK;
+  return t->plan->spec.embed_on_host ? ps__rows_create(&t->rows, m->vocab_size, m->dim) : PS_OK;
 }
 
 static ps_status open_engine(ps_trainer *t) {
@@ -254,7 +254,7 @@ static ps_status start_run(ps_trainer *t) {
   ps_schedule *once = NULL;
   ps_run *run = NULL;
   ps_run_config cfg = {.struct_bytes = sizeof cfg};
-  PS_TRY(ps__step_preamble(&t->plan->step, &prologue));
+  PS_TRY(ps__step_prologue(&t->plan->step, &prologue));
   ps_status st = PS_OK;
   if (prologue) {
     st = ps_schedule_compile(&once, prologue);

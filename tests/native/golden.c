@@ -153,10 +153,10 @@ static void print_schedule(const ps_schedule *schedule) {
   }
 }
 
-static void print_preamble(const ps_plan *plan) {
+static void print_prologue(const ps_plan *plan) {
   ps_program *program = NULL;
   ps_schedule *schedule = NULL;
-  CHECK(ps__step_preamble(&plan->step, &program) == PS_OK);
+  CHECK(ps__step_prologue(&plan->step, &program) == PS_OK);
   if (!program)
     return;
   CHECK(ps_schedule_compile(&schedule, program) == PS_OK);
@@ -226,7 +226,7 @@ int main(int argc, char **argv) {
   if (!json)
     goto failed;
   puts(json);
-  print_preamble(plan);
+  print_prologue(plan);
   print_schedule(ps_plan_schedule(plan));
   CHECK(ps_plan_destroy(plan) == PS_OK);
   return 0;

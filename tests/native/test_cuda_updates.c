@@ -61,7 +61,7 @@ static void decide(ps__spec *s, variant which) {
   memset(s->update_streamed, streamed, s->n_units);
   if (which != MIXED)
     return;
-  s->embed_at_home = true;
+  s->embed_on_host = true;
   for (uint32_t u = 1; u < s->n_units; u++) {
     s->update_streamed[u] = u % 2;
     s->update_split[u] = s->clip && u % 2 == 0;
@@ -139,8 +139,10 @@ static void hash_state(ps_trainer *t, outcome *o) {
   }
   const ps__step *s = &t->plan->step;
   for (uint32_t u = 0; u < s->spec->n_units && !s->spec->update_resident[u]; u++) {
-    o->moments = hash(o->moments, ps__host_at(t, s->home[u].m), s->vt[s->home[u].m].bytes);
-    o->moments = hash(o->moments, ps__host_at(t, s->home[u].v), s->vt[s->home[u].v].bytes);
+    o->moments =
+        hash(o->moments, ps__host_at(t, s->unit_host[u].m), s->vt[s->unit_host[u].m].bytes);
+    o->moments =
+        hash(o->moments, ps__host_at(t, s->unit_host[u].v), s->vt[s->unit_host[u].v].bytes);
   }
 }
 

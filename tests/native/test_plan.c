@@ -104,7 +104,7 @@ static void poison(ps_trainer *t, bool first) {
   const ps__step *s = &t->plan->step;
   uint64_t state_end[PS__N_SPACES] = {0};
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
-    const ps__home *h = &s->home[u];
+    const ps__unit_host *h = &s->unit_host[u];
     const bool stay = ps__weights_stay(&t->plan->spec, u);
     const uint32_t state[6] = {
         h->weights, h->master, h->m, h->v, stay ? h->device_weights : PS__NO_VT, h->device_master};
@@ -117,7 +117,7 @@ static void poison(ps_trainer *t, bool first) {
     if (h->grad != PS__NO_VT)
       memset(ps__host_at(t, h->grad), 0xff, s->vt[h->grad].bytes);
   }
-  /* nothing is there yet: the preamble comes with the first step */
+  /* nothing is there yet: the prologue comes with the first step */
   if (first)
     state_end[PS__SPACE_DEVICE] = 0;
   for (uint32_t space = 0; space < PS__N_SPACES; space++)
@@ -136,7 +136,7 @@ static uint64_t hash_state(const ps_trainer *t) {
   const ps__step *s = &t->plan->step;
   uint64_t h = 0;
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
-    const ps__home *at = &s->home[u];
+    const ps__unit_host *at = &s->unit_host[u];
     /* with master weights only these come home from weights that stay on the device: what
      * travels is there */
     const bool stay = ps__weights_stay(&t->plan->spec, u) && at->master != PS__NO_VT;
@@ -216,7 +216,7 @@ static void check_report(const ps__step *s) {
   for (size_t i = 0; i < s->n_op; i++)
     for (uint32_t u = 0; s->op[i].stream == PS__S_D2H && u < s->spec->n_units; u++) {
       const uint32_t to = s->access[s->op[i].access + 1].vt;
-      const ps__home *h = &s->home[u];
+      const ps__unit_host *h = &s->unit_host[u];
       if (to == h->weights || to == h->master || to == h->m || to == h->v)
         last = to;
     }
@@ -281,7 +281,7 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
   spec->grad_lag = rnd_below(state, MAX_LEAD);
   spec->sum_lag = rnd_below(state, 3 * MAX_LEAD);
   spec->sum_threads = rnd_below(state, 3);
-  spec->turn_blocks = rnd_below(state, spec->n_layers + 1);
+  spec->blocks_kept = rnd_below(state, spec->n_layers + 1);
   for (uint32_t u = 0; u < spec->n_units; u++) {
     spec->param_resident[u] = rnd_below(state, 2) != 0;
     spec->grad_resident[u] = rnd_below(state, 2) != 0;
@@ -290,10 +290,10 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
     spec->update_resident[u] =
         spec->param_resident[u] && (spec->grad_resident[u] || !several) && rnd_below(state, 2);
     spec->update_streamed[u] = !spec->update_resident[u] && rnd_below(state, 2);
-    spec->update_split[u] = spec->clip && !ps__updated_there(spec, u) && rnd_below(state, 2);
+    spec->update_split[u] = spec->clip && !ps__updated_on_device(spec, u) && rnd_below(state, 2);
   }
-  spec->embed_at_home = !m->cfg.tied_embeddings && rnd_below(state, 2);
-  if (spec->embed_at_home)
+  spec->embed_on_host = !m->cfg.tied_embeddings && rnd_below(state, 2);
+  if (spec->embed_on_host)
     spec->param_resident[0] = spec->grad_resident[0] = spec->update_resident[0] =
         spec->update_streamed[0] = spec->update_split[0] = 0;
   for (uint32_t layer = 0; layer < spec->n_layers; layer++)
@@ -314,8 +314,8 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
          (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
          (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which,
          s->param_lead, s->saved_lead, s->saved_lag, s->grad_lag);
-  printf("%u blocks kept at the turns%s\n", s->turn_blocks,
-         s->embed_at_home ? ", embedding at home" : "");
+  printf("%u blocks kept at the turns%s\n", s->blocks_kept,
+         s->embed_on_host ? ", embedding at home" : "");
   for (uint32_t u = 0; u < s->n_units; u++) {
     printf("unit %u param %u grad %u update %u streamed %u split %u\n", u, s->param_resident[u],
            s->grad_resident[u], s->update_resident[u], s->update_streamed[u], s->update_split[u]);
