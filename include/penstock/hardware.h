@@ -53,19 +53,19 @@ typedef struct ps_thread_rate {
  * On the CPU backend the host's n_threads compute and a "device" copy is a copy in host memory. */
 /* What a host op and copies get of the host's memory at the same time. */
 enum {
-  PS_SHARE_H2D = 1,
-  PS_SHARE_D2H = 2,
-  PS_SHARE_SUMS = 4,
-  PS_SHARE_OPTIMIZER = 8,
-  PS_MAX_MEMORY_SHARES = 16
+  PS_CONTENTION_H2D = 1,
+  PS_CONTENTION_D2H = 2,
+  PS_CONTENTION_SUMS = 4,
+  PS_CONTENTION_OPTIMIZER = 8,
+  PS_MAX_CONTENTION_RATES = 16
 };
-typedef struct ps_memory_share {
+typedef struct ps_contention_rate {
   /* which of these run: sums or the optimizer, alone or beside copies; 0 behind the last entry */
   uint32_t kinds;
   uint32_t threads; /* that the sums or the optimizer run on */
   /* a copy that is not among them: alone */
   double h2d_bytes_per_s, d2h_bytes_per_s, host_bytes_per_s;
-} ps_memory_share;
+} ps_contention_rate;
 
 /* Where rates come from. PS_MEASURED_TIGHT: from ps_hardware_measure() in less memory than it
  * takes in full. */
@@ -117,7 +117,7 @@ typedef struct ps_hardware {
   double memory_bytes_per_s;
   /* CUDA: how they divide it, as measured, sums on several numbers of threads, of which the
    * planner chooses one; empty: unknown, in proportion to what each asks for */
-  ps_memory_share memory_shares[PS_MAX_MEMORY_SHARES];
+  ps_contention_rate contention[PS_MAX_CONTENTION_RATES];
   double op_ns; /* fixed cost of an op on the compute stream */
   /* for MFU: dense peak of the GPU, by a sourced table; measured GEMM rate on a CPU; 0: unknown */
   double peak_flops_per_s;

@@ -68,19 +68,19 @@ typedef struct ps_plan_config {
   uint64_t reserve_bytes;
 } ps_plan_config;
 
-/* The fate of a saved activation between the forward and the backward pass of its chunk:
- *   PS_FATE_DEVICE     it stays in device memory.
- *   PS_FATE_HOST       it is copied to host memory and back.
- *   PS_FATE_RECOMPUTE  it is dropped, and the backward pass computes it again.
- *   PS_FATE_FIRST      in a step's first round as PS_FATE_HOST, in the other rounds as
- *                      PS_FATE_RECOMPUTE. In the first round no gradient has come home yet, and
- *                      the copy may use the gradients' host memory. */
+/* The policy of a saved activation, between the forward and the backward pass of its chunk:
+ *   PS_POLICY_DEVICE            it stays in device memory.
+ *   PS_POLICY_HOST              it is copied to host memory and back.
+ *   PS_POLICY_RECOMPUTE         it is dropped, and the backward pass computes it again.
+ *   PS_POLICY_HOST_FIRST_ROUND  in a step's first round as PS_POLICY_HOST, in the other rounds as
+ *                               PS_POLICY_RECOMPUTE. In the first round no gradient has come home
+ *                               yet, and the copy may use the gradients' host memory. */
 enum {
-  PS_FATE_DEVICE = 0,
-  PS_FATE_HOST = 1,
-  PS_FATE_RECOMPUTE = 2,
-  PS_FATE_FIRST = 3,
-  PS_N_FATES = 4
+  PS_POLICY_DEVICE = 0,
+  PS_POLICY_HOST = 1,
+  PS_POLICY_RECOMPUTE = 2,
+  PS_POLICY_HOST_FIRST_ROUND = 3,
+  PS_N_POLICIES = 4
 };
 
 /* Numbers of a plan. Shares are of saved bytes (x is always saved, the others as the plan says). */

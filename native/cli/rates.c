@@ -91,11 +91,11 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
 /* The rates of copies and of a host op that run at once. */
 static void contention_lines(FILE *out, const ps_hardware *hw) {
   char what[64];
-  for (const ps_memory_share *s = hw->memory_shares;
-       s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++) {
-    const bool to_device = s->kinds & PS_SHARE_H2D, to_host = s->kinds & PS_SHARE_D2H;
-    snprintf(what, sizeof what, "%s on %u threads%s", s->kinds & PS_SHARE_SUMS ? "sums" : "AdamW",
-             s->threads,
+  for (const ps_contention_rate *s = hw->contention;
+       s < hw->contention + PS_MAX_CONTENTION_RATES && s->kinds; s++) {
+    const bool to_device = s->kinds & PS_CONTENTION_H2D, to_host = s->kinds & PS_CONTENTION_D2H;
+    snprintf(what, sizeof what, "%s on %u threads%s",
+             s->kinds & PS_CONTENTION_SUMS ? "sums" : "AdamW", s->threads,
              to_device && to_host ? ", copies both ways"
              : to_device          ? ", copies to the device"
              : to_host            ? ", copies to the host"
@@ -182,13 +182,13 @@ static void tables_json(cli_json *j, const ps_hardware *hw) {
 
 static void contention_json(cli_json *j, const ps_hardware *hw) {
   cli_json_open(j, "memory_shares", '[');
-  for (uint32_t i = 0; i < PS_MAX_MEMORY_SHARES && hw->memory_shares[i].kinds; i++) {
+  for (uint32_t i = 0; i < PS_MAX_CONTENTION_RATES && hw->contention[i].kinds; i++) {
     cli_json_open(j, NULL, '{');
-    cli_json_count(j, "kinds", hw->memory_shares[i].kinds);
-    cli_json_count(j, "threads", hw->memory_shares[i].threads);
-    cli_json_number(j, "h2d_bytes_per_s", hw->memory_shares[i].h2d_bytes_per_s);
-    cli_json_number(j, "d2h_bytes_per_s", hw->memory_shares[i].d2h_bytes_per_s);
-    cli_json_number(j, "host_bytes_per_s", hw->memory_shares[i].host_bytes_per_s);
+    cli_json_count(j, "kinds", hw->contention[i].kinds);
+    cli_json_count(j, "threads", hw->contention[i].threads);
+    cli_json_number(j, "h2d_bytes_per_s", hw->contention[i].h2d_bytes_per_s);
+    cli_json_number(j, "d2h_bytes_per_s", hw->contention[i].d2h_bytes_per_s);
+    cli_json_number(j, "host_bytes_per_s", hw->contention[i].host_bytes_per_s);
     cli_json_close(j, '}');
   }
   cli_json_close(j, ']');

@@ -118,13 +118,13 @@ static const table tables[] = {{"gemm_bf16",
                                 {"forward_flops_per_s", "backward_flops_per_s"},
                                 offsetof(ps_attention_rate, forward_flops_per_s)},
                                {"memory_shares",
-                                offsetof(ps_hardware, memory_shares),
-                                sizeof(ps_memory_share),
-                                PS_MAX_MEMORY_SHARES,
+                                offsetof(ps_hardware, contention),
+                                sizeof(ps_contention_rate),
+                                PS_MAX_CONTENTION_RATES,
                                 {"kinds", "threads"},
                                 NULL,
                                 {"h2d_bytes_per_s", "d2h_bytes_per_s", "host_bytes_per_s"},
-                                offsetof(ps_memory_share, h2d_bytes_per_s)},
+                                offsetof(ps_contention_rate, h2d_bytes_per_s)},
                                {"optimizer_by_threads",
                                 offsetof(ps_hardware, optimizer_by_threads),
                                 sizeof(ps_thread_rate),
@@ -178,13 +178,13 @@ static ps_status read_tables(ps_hardware *hw, const ps__json *j, const char *pat
     for (size_t i = 0; i < ps__json_length(list); i++)
       PS_TRY(read_entry(hw, t, i, ps__json_at(list, i), path));
   }
-  for (const ps_memory_share *s = hw->memory_shares;
-       s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++)
-    if (s->kinds < PS_SHARE_SUMS || s->kinds >= PS_SHARE_OPTIMIZER + PS_SHARE_SUMS)
+  for (const ps_contention_rate *s = hw->contention;
+       s < hw->contention + PS_MAX_CONTENTION_RATES && s->kinds; s++)
+    if (s->kinds < PS_CONTENTION_SUMS || s->kinds >= PS_CONTENTION_OPTIMIZER + PS_CONTENTION_SUMS)
       return ps__fail(PS_EFORMAT,
                       "%s: memory_shares[%zu].kinds %u: neither sums (4) nor the optimizer (8) "
                       "with copies to the device (1), to the host (2) or both",
-                      path, (size_t)(s - hw->memory_shares), s->kinds);
+                      path, (size_t)(s - hw->contention), s->kinds);
   bool whole = !hw->attention[0].rows;
   for (const ps_attention_rate *r = hw->attention;
        r < hw->attention + PS_MAX_ATTENTION_RATES && r->rows; r++) {

@@ -422,14 +422,14 @@ static ps_status measure_gpu(bench *b, ps_hardware *hw, bool at_length) {
                         .args = &sum,
                         .bytes_a_run = 3.0 * (double)b->bytes / LOAD_PARTS};
     at_work[n].whole.exec.pool = pool[i];
-    loads[n] =
-        (ps__host_load){&at_work[n], PS_SHARE_SUMS, threads, load_start, load_bytes, load_stop};
+    loads[n] = (ps__host_load){&at_work[n], PS_CONTENTION_SUMS, threads,
+                               load_start,  load_bytes,         load_stop};
     n++;
   }
   at_work[n] = (load){
       .whole = *b, .run = case_optimizer, .bytes_a_run = 7.0 * (double)b->bytes / LOAD_PARTS};
-  loads[n] = (ps__host_load){&at_work[n], PS_SHARE_OPTIMIZER, hw->n_threads,
-                             load_start,  load_bytes,         load_stop};
+  loads[n] = (ps__host_load){
+      &at_work[n], PS_CONTENTION_OPTIMIZER, hw->n_threads, load_start, load_bytes, load_stop};
   const ps__host_work work = {{b->memory + 4 * b->bytes, b->set_bytes, b->n_sets}, loads, n + 1};
   if (st == PS_OK)
     st = ps__cuda_measure(hw, b->seconds, at_length, &work);

@@ -4,7 +4,7 @@
 #include "core/core.h"
 #include <string.h>
 
-const char *const ps__item_name[PS__N_ITEMS] = {"x", "qkv", "q", "kv", "attn_out", "h", "gate_up"};
+const char *const ps__saved_name[PS__N_SAVED] = {"x", "qkv", "q", "kv", "attn_out", "h", "gate_up"};
 
 enum {
   F_NORM1,
@@ -109,16 +109,16 @@ static void describe_tensors(ps__block *b) {
                  k = (uint64_t)c->n_kv_heads * c->head_dim, d = c->dim, f = c->ffn_dim;
   const bool qk = c->qk_norm != 0;
   const ps__tensor_info t[PS__N_TENSORS] = {
-      [PS__T_X] = {"x", d * e, false, PS__ITEM_X},
+      [PS__T_X] = {"x", d * e, false, PS__SAVED_X},
       [PS__T_N1] = {"norm1", d * e, false, -1},
-      [PS__T_QKV] = {"qkv", (a + 2 * k) * e, false, qk ? PS__ITEM_QKV : -1},
-      [PS__T_Q] = {"q", a * e, false, qk ? -1 : PS__ITEM_Q},
-      [PS__T_KV] = {"kv", 2 * k * e, true, qk ? -1 : PS__ITEM_KV},
-      [PS__T_O] = {"attn_out", a * e, false, PS__ITEM_O},
-      [PS__T_LSE] = {"lse", 4ull * c->n_heads, false, PS__ITEM_O},
-      [PS__T_H] = {"h", d * e, false, PS__ITEM_H},
+      [PS__T_QKV] = {"qkv", (a + 2 * k) * e, false, qk ? PS__SAVED_QKV : -1},
+      [PS__T_Q] = {"q", a * e, false, qk ? -1 : PS__SAVED_Q},
+      [PS__T_KV] = {"kv", 2 * k * e, true, qk ? -1 : PS__SAVED_KV},
+      [PS__T_O] = {"attn_out", a * e, false, PS__SAVED_O},
+      [PS__T_LSE] = {"lse", 4ull * c->n_heads, false, PS__SAVED_O},
+      [PS__T_H] = {"h", d * e, false, PS__SAVED_H},
       [PS__T_N2] = {"norm2", d * e, false, -1},
-      [PS__T_GU] = {"gate_up", 2 * f * e, false, PS__ITEM_GU},
+      [PS__T_GU] = {"gate_up", 2 * f * e, false, PS__SAVED_GU},
       [PS__T_S] = {"swiglu", f * e, false, -1},
       [PS__T_Y] = {"y", d * e, false, -1},
       [PS__T_DY] = {"dy", d * e, false, -1},
@@ -132,14 +132,15 @@ static void describe_tensors(ps__block *b) {
   };
   memcpy(b->tensor, t, sizeof t);
   for (int i = 0; i < PS__N_TENSORS; i++)
-    if (t[i].item >= 0) {
-      b->has_item[t[i].item] = true;
-      b->item_row_bytes[t[i].item] += t[i].row_bytes;
+    if (t[i].saved >= 0) {
+      b->has_saved[t[i].saved] = true;
+      b->saved_row_bytes[t[i].saved] += t[i].row_bytes;
     }
 }
 
 /* A run begins at the tensor whose name ends in `first` and has n elements. */
-static bool find_run(const ps_model_config *cfg, const char *first, uint64_t n, ps__run_info *out) {
+static bool find_span(const ps_model_config *cfg, const char *first, uint64_t n,
+                      ps__span_info *out) {
   ps_param_info p;
   for (uint32_t i = 0; i < ps_model_n_params(cfg); i++) {
     if (ps_model_param(cfg, i, &p) != PS_OK || p.unit != 1)
@@ -182,17 +183,17 @@ ps_status ps__block_init(ps__block *b, const ps_model_config *cfg, ps_dtype dt, 
   describe_tensors(b);
   const uint64_t d = cfg->dim, a = (uint64_t)cfg->n_heads * cfg->head_dim,
                  k = (uint64_t)cfg->n_kv_heads * cfg->head_dim, f = cfg->ffn_dim;
-  bool ok = find_run(cfg, ".input_layernorm.weight", d, &b->run[PS__P_NORM1]) &&
-            find_run(cfg, ".q_proj.weight", (a + 2 * k) * d, &b->run[PS__P_WQKV]) &&
-            find_run(cfg, ".o_proj.weight", d * a, &b->run[PS__P_WO]) &&
-            find_run(cfg, ".post_attention_layernorm.weight", d, &b->run[PS__P_NORM2]) &&
-            find_run(cfg, ".gate_proj.weight", 2 * f * d, &b->run[PS__P_WGU]) &&
-            find_run(cfg, ".down_proj.weight", d * f, &b->run[PS__P_WDOWN]);
+  bool ok = find_span(cfg, ".input_layernorm.weight", d, &b->span[PS__P_NORM1]) &&
+            find_span(cfg, ".q_proj.weight", (a + 2 * k) * d, &b->span[PS__P_WQKV]) &&
+            find_span(cfg, ".o_proj.weight", d * a, &b->span[PS__P_WO]) &&
+            find_span(cfg, ".post_attention_layernorm.weight", d, &b->span[PS__P_NORM2]) &&
+            find_span(cfg, ".gate_proj.weight", 2 * f * d, &b->span[PS__P_WGU]) &&
+            find_span(cfg, ".down_proj.weight", d * f, &b->span[PS__P_WDOWN]);
   if (cfg->qkv_bias)
-    ok = ok && find_run(cfg, ".q_proj.bias", a + 2 * k, &b->run[PS__P_BQKV]);
+    ok = ok && find_span(cfg, ".q_proj.bias", a + 2 * k, &b->span[PS__P_BQKV]);
   if (cfg->qk_norm)
-    ok = ok && find_run(cfg, ".q_norm.weight", cfg->head_dim, &b->run[PS__P_QNORM]) &&
-         find_run(cfg, ".k_norm.weight", cfg->head_dim, &b->run[PS__P_KNORM]);
+    ok = ok && find_span(cfg, ".q_norm.weight", cfg->head_dim, &b->span[PS__P_QNORM]) &&
+         find_span(cfg, ".k_norm.weight", cfg->head_dim, &b->span[PS__P_KNORM]);
   if (!ok)
     return ps__fail(PS_EINTERNAL, "the block's parameter table lacks a tensor that its ops need");
   build_forward(b);

@@ -36,21 +36,21 @@ typedef enum ps__tensor {
   PS__N_TENSORS
 } ps__tensor;
 
-/* Saved items: what has a fate of its own. */
-typedef enum ps__item {
-  PS__ITEM_X,
-  PS__ITEM_QKV,
-  PS__ITEM_Q,
-  PS__ITEM_KV,
-  PS__ITEM_O,
-  PS__ITEM_H,
-  PS__ITEM_GU,
-  PS__N_ITEMS
-} ps__item;
-extern const char *const ps__item_name[PS__N_ITEMS];
+/* Saved items: what has a policy of its own. */
+typedef enum ps__saved {
+  PS__SAVED_X,
+  PS__SAVED_QKV,
+  PS__SAVED_Q,
+  PS__SAVED_KV,
+  PS__SAVED_O,
+  PS__SAVED_H,
+  PS__SAVED_GU,
+  PS__N_SAVED
+} ps__saved;
+extern const char *const ps__saved_name[PS__N_SAVED];
 
 /* Fused runs of parameters inside a block's unit. */
-typedef enum ps__param_run {
+typedef enum ps__param_span {
   PS__P_NORM1,
   PS__P_WQKV,
   PS__P_BQKV,
@@ -60,20 +60,20 @@ typedef enum ps__param_run {
   PS__P_NORM2,
   PS__P_WGU,
   PS__P_WDOWN,
-  PS__N_RUNS
-} ps__param_run;
+  PS__N_SPANS
+} ps__param_span;
 
 typedef struct ps__tensor_info {
   const char *name;
   uint64_t row_bytes; /* BYTES a token (a group row for group tensors) */
   bool group;
-  int item; /* the saved item it belongs to, -1: never saved */
+  int saved; /* the saved item it belongs to, -1: never saved */
 } ps__tensor_info;
 
 /* ELEMENTS in the unit; n 0: the block has no such run */
-typedef struct ps__run_info {
+typedef struct ps__span_info {
   uint64_t offset, n;
-} ps__run_info;
+} ps__span_info;
 
 /* What an access of an op means. */
 typedef enum ps__sym_kind {
@@ -101,9 +101,9 @@ typedef struct ps__block {
   uint32_t dt;      /* device dtype */
   ps__args_qkv qkv; /* but for n_tokens and accumulate_dw */
   ps__tensor_info tensor[PS__N_TENSORS];
-  ps__run_info run[PS__N_RUNS];
-  bool has_item[PS__N_ITEMS];
-  uint64_t item_row_bytes[PS__N_ITEMS];
+  ps__span_info span[PS__N_SPANS];
+  bool has_saved[PS__N_SAVED];
+  uint64_t saved_row_bytes[PS__N_SAVED];
   ps__block_op fwd[PS__MAX_FWD], bwd[PS__MAX_BWD];
   uint32_t n_fwd, n_bwd;
 } ps__block;

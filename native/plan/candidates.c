@@ -41,8 +41,8 @@ double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m) 
   const ps__layout *l = &sp->microbatch[m->microbatch].layout;
   double bytes = 0;
   for (uint32_t c = 0; c < l->round[0].n_chunks && c < l->chunks_per_round; c++)
-    for (int i = 0; i < PS__N_GROUPS; i++)
-      bytes += (double)ps__group_bytes(&sp->block, i, l->chunk[c].n_tokens);
+    for (int i = 0; i < PS__N_SAVED_SETS; i++)
+      bytes += (double)ps__saved_set_bytes(&sp->block, i, l->chunk[c].n_tokens);
   return bytes * sp->plan->model.n_layers / PS__SAVED_PARTS;
 }
 
@@ -130,7 +130,7 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
       if (op->stream == PS__S_H2D && op->tag.chunk >= 0 && op->tag.layer < 0)
         base->batch_bytes += (uint64_t)op->work.bytes;
     }
-    st = boundary_bytes(sp, &s, s.saved_bytes[PS_FATE_DEVICE], &boundary);
+    st = boundary_bytes(sp, &s, s.saved_bytes[PS_POLICY_DEVICE], &boundary);
     base->device_bytes = ps__device_overhead(sp->plan, &s, &scratch) + boundary;
     base->host_bytes = ps__host_overhead(sp->plan, &s, &scratch, &trace);
     mb->n_ops = s.n_op;
@@ -151,8 +151,8 @@ static ps_status measure_microbatch(const ps__search_space *sp, ps__microbatch *
 
 /* ---- recomputation --------------------------------------------------------------------------- */
 
-enum { N_MASKS = 1 << PS__N_GROUPS };
-/* by which groups of ps__item_group[] are at hand */
+enum { N_MASKS = 1 << PS__N_SAVED_SETS };
+/* by which groups of ps__saved_set[] are at hand */
 typedef struct recompute_table {
   double ns[N_MASKS];
 } recompute_table;
@@ -160,9 +160,9 @@ typedef struct recompute_table {
 static uint32_t tensors_of(const ps__block *b, uint32_t mask) {
   uint32_t have = 0;
   for (int t = 0; t < PS__N_TENSORS; t++)
-    for (int i = 0; i < PS__N_GROUPS; i++)
-      if ((mask >> i & 1) && b->tensor[t].item >= 0 &&
-          (b->tensor[t].item == ps__item_group[i][0] || b->tensor[t].item == ps__item_group[i][1]))
+    for (int i = 0; i < PS__N_SAVED_SETS; i++)
+      if ((mask >> i & 1) && b->tensor[t].saved >= 0 &&
+          (b->tensor[t].saved == ps__saved_set[i][0] || b->tensor[t].saved == ps__saved_set[i][1]))
         have |= 1u << t;
   return have;
 }
@@ -231,19 +231,19 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
   *out = (ps__saved_sums){0};
   for (uint32_t layer = 0; layer < sp->plan->model.n_layers; layer++)
     for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
-      uint8_t fate[PS__N_ITEMS];
+      uint8_t policy[PS__N_SAVED];
       uint32_t mask = 0;
       uint64_t offloaded = 0;
       ps__allocate_policies(&d, &sp->block, l->chunk[c].n_tokens, c >= l->chunks_per_round,
-                            ps__at_boundary(sp, l, layer, c), fate);
-      for (int i = 0; i < PS__N_GROUPS; i++) {
-        const uint64_t bytes = ps__group_bytes(&sp->block, i, l->chunk[c].n_tokens);
-        const uint8_t to = fate[ps__item_group[i][0]];
-        if (to != PS_FATE_RECOMPUTE)
+                            ps__at_boundary(sp, l, layer, c), policy);
+      for (int i = 0; i < PS__N_SAVED_SETS; i++) {
+        const uint64_t bytes = ps__saved_set_bytes(&sp->block, i, l->chunk[c].n_tokens);
+        const uint8_t to = policy[ps__saved_set[i][0]];
+        if (to != PS_POLICY_RECOMPUTE)
           mask |= 1u << i;
-        if (to == PS_FATE_DEVICE)
+        if (to == PS_POLICY_DEVICE)
           out->device_bytes += bytes;
-        if (to == PS_FATE_HOST)
+        if (to == PS_POLICY_HOST)
           offloaded += bytes;
       }
       first += offloaded;

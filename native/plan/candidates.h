@@ -116,11 +116,11 @@ double ps__unit_part_bytes(const ps__search_space *sp);
 
 /* ---- decisions (policy.c) -------------------------------------------------------------------- */
 /* Saved items in the order in which they are worth their bytes, two where one without the other
- * saves nothing (else PS__N_ITEMS). */
-enum { PS__N_GROUPS = 6 };
-extern const uint8_t ps__item_group[PS__N_GROUPS][2];
+ * saves nothing (else PS__N_SAVED). */
+enum { PS__N_SAVED_SETS = 6 };
+extern const uint8_t ps__saved_set[PS__N_SAVED_SETS][2];
 /* in a cell of so many tokens */
-uint64_t ps__group_bytes(const ps__block *b, int group, uint32_t n_tokens);
+uint64_t ps__saved_set_bytes(const ps__block *b, int group, uint32_t n_tokens);
 /* Deals a round's cells their fates in forward order: what goes home first, then what stays,
  * each as soon as its share of the bytes seen so far allows, so that both are spread evenly over
  * the pass and the link is kept busy from the first layer to the last; of the rest what goes
@@ -134,7 +134,7 @@ typedef struct ps__policy_allocator {
 } ps__policy_allocator;
 ps__policy_allocator ps__policy_allocator_of(const ps__layout *l, const ps__candidate *m);
 void ps__allocate_policies(ps__policy_allocator *d, const ps__block *b, uint32_t n_tokens,
-                           bool extra, bool turn, uint8_t fate[PS__N_ITEMS]);
+                           bool extra, bool turn, uint8_t policy[PS__N_SAVED]);
 /* of a round as large as most, or of the first; layer from 0 */
 bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t layer, uint32_t c);
 bool ps__among(uint32_t unit, uint32_t parts); /* @parts of PS__UNIT_PARTS, spread evenly */

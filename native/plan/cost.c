@@ -159,42 +159,43 @@ static double fraction(double part, double whole) {
 
 /* ---- what shares the host's memory ----------------------------------------------------------- */
 
-enum { H2D, D2H, SUMS, OPTIMIZER }; /* places of the bits of ps_memory_share.kinds */
+enum { H2D, D2H, SUMS, OPTIMIZER }; /* places of the bits of ps_contention_rate.kinds */
 
 /* The entry of these kinds with sums on @sum_threads, 0: on as many as the first entry of sums;
  * NULL: none. */
-static const ps_memory_share *contention_of(const ps_hardware *hw, uint32_t kinds,
-                                            uint32_t sum_threads) {
-  const ps_memory_share *end = hw->memory_shares + PS_MAX_MEMORY_SHARES;
-  for (const ps_memory_share *s = hw->memory_shares; s < end && s->kinds; s++)
+static const ps_contention_rate *contention_of(const ps_hardware *hw, uint32_t kinds,
+                                               uint32_t sum_threads) {
+  const ps_contention_rate *end = hw->contention + PS_MAX_CONTENTION_RATES;
+  for (const ps_contention_rate *s = hw->contention; s < end && s->kinds; s++)
     if (s->kinds == kinds &&
-        (!(kinds & PS_SHARE_SUMS) || !sum_threads || s->threads == sum_threads))
+        (!(kinds & PS_CONTENTION_SUMS) || !sum_threads || s->threads == sum_threads))
       return s;
   return NULL;
 }
 
 uint32_t ps__sum_threads(const ps_hardware *hw, uint32_t i) {
-  for (const ps_memory_share *s = hw->memory_shares;
-       s < hw->memory_shares + PS_MAX_MEMORY_SHARES && s->kinds; s++)
-    if (s->kinds == PS_SHARE_SUMS && i-- == 0)
+  for (const ps_contention_rate *s = hw->contention;
+       s < hw->contention + PS_MAX_CONTENTION_RATES && s->kinds; s++)
+    if (s->kinds == PS_CONTENTION_SUMS && i-- == 0)
       return s->threads;
   return 0;
 }
 
 double ps__sum_speed(const ps_hardware *hw, uint32_t threads) {
-  const ps_memory_share *all = contention_of(hw, PS_SHARE_SUMS, 0),
-                        *some = contention_of(hw, PS_SHARE_SUMS, threads);
+  const ps_contention_rate *all = contention_of(hw, PS_CONTENTION_SUMS, 0),
+                           *some = contention_of(hw, PS_CONTENTION_SUMS, threads);
   return all && some ? some->host_bytes_per_s / all->host_bytes_per_s : 1;
 }
 
-static double rate_in(const ps_memory_share *s, int kind) {
+static double rate_in(const ps_contention_rate *s, int kind) {
   return kind == H2D ? s->h2d_bytes_per_s : kind == D2H ? s->d2h_bytes_per_s : s->host_bytes_per_s;
 }
 
 /* A copy alone has the link's rate, a host op alone its entry's. */
 static double slowdown(const ps_hardware *hw, int kind, uint32_t kinds, uint32_t sum_threads) {
-  const ps_memory_share *beside = contention_of(hw, kinds, sum_threads),
-                        *alone = kind >= SUMS ? contention_of(hw, 1u << kind, sum_threads) : NULL;
+  const ps_contention_rate *beside = contention_of(hw, kinds, sum_threads),
+                           *alone =
+                               kind >= SUMS ? contention_of(hw, 1u << kind, sum_threads) : NULL;
   if (!(kinds >> kind & 1) || !beside || (kind >= SUMS && !alone))
     return 1;
   return larger(1, (kind == H2D   ? hw->h2d_bytes_per_s
@@ -215,7 +216,7 @@ ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_
 
 /* By measured shares where there are some; else in proportion to what each would take. */
 static void draw_on_memory(const ps__cost_model *m, int kind, double rate, ps_sim_cost *out) {
-  if (m->hw->memory_shares[0].kinds) {
+  if (m->hw->contention[0].kinds) {
     out->kind = 1u << kind;
     out->slower = m->slower[kind];
   } else
@@ -257,7 +258,7 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
                                     : one;
     if (class == PS_CLASS_OPTIMIZER)
       draw_on_memory(m, is_sum(op->kernel) ? SUMS : OPTIMIZER, host_rate(hw, op->kernel), out);
-    if (op->stream == PS__S_IO && !hw->memory_shares[0].kinds)
+    if (op->stream == PS__S_IO && !hw->contention[0].kinds)
       out->demand[PS__RES_MEMORY] = fraction(hw->gather_bytes_per_s, hw->memory_bytes_per_s);
   }
 }

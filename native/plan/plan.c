@@ -239,9 +239,9 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
     o->turn_units +=
         p->layout.n_rounds > 1 && u > 0 && u <= p->spec.blocks_kept && !p->spec.param_resident[u];
   }
-  o->saved_device_bytes = s->saved_bytes[PS_FATE_DEVICE];
-  o->saved_host_bytes = s->saved_bytes[PS_FATE_HOST] + s->saved_bytes[PS_FATE_FIRST];
-  o->saved_recompute_bytes = s->saved_bytes[PS_FATE_RECOMPUTE];
+  o->saved_device_bytes = s->saved_bytes[PS_POLICY_DEVICE];
+  o->saved_host_bytes = s->saved_bytes[PS_POLICY_HOST] + s->saved_bytes[PS_POLICY_HOST_FIRST_ROUND];
+  o->saved_recompute_bytes = s->saved_bytes[PS_POLICY_RECOMPUTE];
   o->h2d_bytes = s->copied_bytes[0];
   o->d2h_bytes = s->copied_bytes[1];
   ps_flops f;

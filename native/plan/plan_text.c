@@ -197,18 +197,18 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
   ps__jsonw_end(w);
 }
 
-static void json_fates(ps__jsonw *w, const ps_plan *p) {
-  static const char *const fate_name[PS_N_FATES] = {"device", "host", "recompute",
-                                                    "host in the first round"};
+static void json_policies(ps__jsonw *w, const ps_plan *p) {
+  static const char *const policy_name[PS_N_POLICIES] = {"device", "host", "recompute",
+                                                         "host in the first round"};
   ps__jsonw_array(w, "layers");
   for (uint32_t layer = 0; layer < p->spec.n_layers; layer++) {
     ps__jsonw_array(w, NULL);
     for (uint32_t c = 0; c < p->spec.n_chunks; c++) {
       ps__jsonw_object(w, NULL);
-      for (int item = 0; item < PS__N_ITEMS; item++)
-        if (p->step.block.has_item[item])
-          ps__jsonw_string(w, ps__item_name[item],
-                           fate_name[*ps__spec_fate(&p->spec, layer, c, item)]);
+      for (int saved = 0; saved < PS__N_SAVED; saved++)
+        if (p->step.block.has_saved[saved])
+          ps__jsonw_string(w, ps__saved_name[saved],
+                           policy_name[*ps__spec_policy(&p->spec, layer, c, saved)]);
       ps__jsonw_end(w);
     }
     ps__jsonw_end(w);
@@ -249,7 +249,7 @@ const char *ps_plan_json(ps_plan *plan) {
   ps__jsonw_bool(w, "measured", plan->hw.measured != 0);
   ps__jsonw_end(w);
   json_units(w, plan);
-  json_fates(w, plan);
+  json_policies(w, plan);
   ps__jsonw_end(w);
   size_t n;
   const char *made = ps__jsonw_text(w, &n);

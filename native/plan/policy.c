@@ -14,79 +14,80 @@ bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_
 /* x has to be somewhere; attention costs the most time a byte to do again; of the others, whose
  * products cost about the same a byte, the early ones first. q and kv come from one product: one
  * without the other saves nothing. */
-const uint8_t ps__item_group[PS__N_GROUPS][2] = {
-    {PS__ITEM_X, PS__N_ITEMS}, {PS__ITEM_O, PS__N_ITEMS}, {PS__ITEM_QKV, PS__N_ITEMS},
-    {PS__ITEM_Q, PS__ITEM_KV}, {PS__ITEM_H, PS__N_ITEMS}, {PS__ITEM_GU, PS__N_ITEMS}};
+const uint8_t ps__saved_set[PS__N_SAVED_SETS][2] = {
+    {PS__SAVED_X, PS__N_SAVED},  {PS__SAVED_O, PS__N_SAVED}, {PS__SAVED_QKV, PS__N_SAVED},
+    {PS__SAVED_Q, PS__SAVED_KV}, {PS__SAVED_H, PS__N_SAVED}, {PS__SAVED_GU, PS__N_SAVED}};
 
-uint64_t ps__group_bytes(const ps__block *b, int i, uint32_t n_tokens) {
+uint64_t ps__saved_set_bytes(const ps__block *b, int i, uint32_t n_tokens) {
   uint64_t bytes = 0;
   for (int k = 0; k < 2; k++)
-    if (ps__item_group[i][k] < PS__N_ITEMS && b->has_item[ps__item_group[i][k]])
-      bytes += b->item_row_bytes[ps__item_group[i][k]] * n_tokens;
+    if (ps__saved_set[i][k] < PS__N_SAVED && b->has_saved[ps__saved_set[i][k]])
+      bytes += b->saved_row_bytes[ps__saved_set[i][k]] * n_tokens;
   return bytes;
 }
 
-static void set_fate(const ps__block *b, int i, uint8_t to, uint8_t fate[PS__N_ITEMS]) {
+static void set_policy(const ps__block *b, int i, uint8_t to, uint8_t policy[PS__N_SAVED]) {
   for (int k = 0; k < 2; k++)
-    if (ps__item_group[i][k] < PS__N_ITEMS && b->has_item[ps__item_group[i][k]])
-      fate[ps__item_group[i][k]] = to;
+    if (ps__saved_set[i][k] < PS__N_SAVED && b->has_saved[ps__saved_set[i][k]])
+      policy[ps__saved_set[i][k]] = to;
 }
 
 /* A chunk that the first round has more than the others: the memory is dealt out to what every
  * round has, so that its x goes home, more of it by its own share, and the rest is done again. */
 static void allocate_extra(ps__policy_allocator *d, const ps__block *b, uint32_t n_tokens,
-                           uint8_t fate[PS__N_ITEMS]) {
-  fate[PS__ITEM_X] = d->host_fraction > 0 || d->extra_fraction > 0 ? PS_FATE_HOST : PS_FATE_DEVICE;
-  for (int i = 1; i < PS__N_GROUPS; i++)
-    d->extra += d->extra_fraction * (double)ps__group_bytes(b, i, n_tokens);
-  for (int i = 1; i < PS__N_GROUPS && d->extra_fraction > 0; i++) {
-    const double bytes = (double)ps__group_bytes(b, i, n_tokens);
+                           uint8_t policy[PS__N_SAVED]) {
+  policy[PS__SAVED_X] =
+      d->host_fraction > 0 || d->extra_fraction > 0 ? PS_POLICY_HOST : PS_POLICY_DEVICE;
+  for (int i = 1; i < PS__N_SAVED_SETS; i++)
+    d->extra += d->extra_fraction * (double)ps__saved_set_bytes(b, i, n_tokens);
+  for (int i = 1; i < PS__N_SAVED_SETS && d->extra_fraction > 0; i++) {
+    const double bytes = (double)ps__saved_set_bytes(b, i, n_tokens);
     if (bytes == 0 || d->extra < bytes / 2)
       continue;
     d->extra -= bytes;
-    set_fate(b, i, PS_FATE_HOST, fate);
+    set_policy(b, i, PS_POLICY_HOST, policy);
   }
 }
 
 void ps__allocate_policies(ps__policy_allocator *d, const ps__block *b, uint32_t n_tokens,
-                           bool extra, bool boundary, uint8_t fate[PS__N_ITEMS]) {
-  memset(fate, PS_FATE_RECOMPUTE, PS__N_ITEMS);
+                           bool extra, bool boundary, uint8_t policy[PS__N_SAVED]) {
+  memset(policy, PS_POLICY_RECOMPUTE, PS__N_SAVED);
   if (boundary && d->device_fraction > 0) {
-    for (int i = 0; i < PS__N_GROUPS; i++)
-      set_fate(b, i, PS_FATE_DEVICE, fate);
+    for (int i = 0; i < PS__N_SAVED_SETS; i++)
+      set_policy(b, i, PS_POLICY_DEVICE, policy);
     return;
   }
   if (extra && d->device_fraction < 1) {
-    allocate_extra(d, b, n_tokens, fate);
+    allocate_extra(d, b, n_tokens, policy);
     return;
   }
-  for (int i = 0; i < PS__N_GROUPS; i++) {
-    const double bytes = (double)ps__group_bytes(b, i, n_tokens);
+  for (int i = 0; i < PS__N_SAVED_SETS; i++) {
+    const double bytes = (double)ps__saved_set_bytes(b, i, n_tokens);
     d->device += d->device_fraction * bytes;
     d->host += d->host_fraction * bytes;
   }
-  for (int i = 0; i < PS__N_GROUPS; i++) {
-    const double bytes = (double)ps__group_bytes(b, i, n_tokens);
-    uint8_t to = PS_FATE_RECOMPUTE;
+  for (int i = 0; i < PS__N_SAVED_SETS; i++) {
+    const double bytes = (double)ps__saved_set_bytes(b, i, n_tokens);
+    uint8_t to = PS_POLICY_RECOMPUTE;
     if (bytes == 0)
       continue;
     if (d->host_fraction > 0 && d->host >= bytes / 2)
-      to = PS_FATE_HOST;
+      to = PS_POLICY_HOST;
     else if (i == 0 || d->device_fraction >= 1 ||
              (d->device_fraction > 0 && d->device >= bytes / 2))
-      to = PS_FATE_DEVICE;
-    if (to == PS_FATE_HOST)
+      to = PS_POLICY_DEVICE;
+    if (to == PS_POLICY_HOST)
       d->host -= bytes;
-    if (to == PS_FATE_DEVICE)
+    if (to == PS_POLICY_DEVICE)
       d->device -= bytes;
-    if (to == PS_FATE_RECOMPUTE && !d->extras) {
+    if (to == PS_POLICY_RECOMPUTE && !d->extras) {
       d->extra += d->extra_fraction * bytes;
       if (d->extra >= bytes / 2 && d->extra_fraction > 0) {
         d->extra -= bytes;
-        to = PS_FATE_FIRST;
+        to = PS_POLICY_HOST_FIRST_ROUND;
       }
     }
-    set_fate(b, i, to, fate);
+    set_policy(b, i, to, policy);
   }
 }
 
@@ -125,9 +126,9 @@ static uint32_t blocks_kept(const ps__search_space *sp, const ps__layout *layout
   uint64_t room = 0, kept = 0;
   for (uint32_t l = 0; l < s->n_layers; l++)
     for (uint32_t c = 0; c < layout->chunks_per_round; c++)
-      for (int i = 0; i < PS__N_ITEMS; i++)
-        if (sp->block.has_item[i] && *ps__spec_fate(s, l, c, i) == PS_FATE_DEVICE)
-          room += sp->block.item_row_bytes[i] * layout->chunk[c].n_tokens;
+      for (int i = 0; i < PS__N_SAVED; i++)
+        if (sp->block.has_saved[i] && *ps__spec_policy(s, l, c, i) == PS_POLICY_DEVICE)
+          room += sp->block.saved_row_bytes[i] * layout->chunk[c].n_tokens;
   for (uint32_t u = 1; u <= s->n_layers; u++) {
     if (!s->param_resident[u])
       kept += ps_model_unit_elements(&sp->plan->model, u) * e;
@@ -176,7 +177,7 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
     for (uint32_t c = 0; c < spec->n_chunks; c++)
       ps__allocate_policies(&d, &sp->block, layout->chunk[c].n_tokens,
                             c >= layout->chunks_per_round, ps__at_boundary(sp, layout, l, c),
-                            ps__spec_fate(spec, l, c, 0));
+                            ps__spec_policy(spec, l, c, 0));
   spec->blocks_kept = blocks_kept(sp, layout, spec);
   return PS_OK;
 }

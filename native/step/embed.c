@@ -65,7 +65,7 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
     ps__emit_copy(b, PS__S_H2D, ps__whole(b, rows, PS_READ),
                   ps__whole(b, b->gathered[i].x, PS_WRITE), tag);
     /* where the first block's input is kept in any case */
-    const bool stays = *ps__spec_fate(s->spec, 0, c, PS__ITEM_X) == PS_FATE_HOST;
+    const bool stays = *ps__spec_policy(s->spec, 0, c, PS__SAVED_X) == PS_POLICY_HOST;
     ps__vt_free(b, before);
     b->gathered[i].host = stays ? rows : PS__NO_VT;
     before = stays ? PS__NO_VT : rows;

@@ -26,12 +26,15 @@ static ps_tag chunk_tag(const ps__builder *b, uint32_t unit, uint32_t c, int pha
                   phase};
 }
 
-static int fate_of(const ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor) {
+static int policy_of(const ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor) {
   const ps__tensor_info *t = &b->s->block.tensor[tensor];
-  if (t->item < 0)
-    return PS_FATE_RECOMPUTE;
-  const int fate = *ps__spec_fate(b->s->spec, layer - 1, t->group ? group_first(b, c) : c, t->item);
-  return fate != PS_FATE_FIRST ? fate : b->round_idx == 0 ? PS_FATE_HOST : PS_FATE_RECOMPUTE;
+  if (t->saved < 0)
+    return PS_POLICY_RECOMPUTE;
+  const int policy =
+      *ps__spec_policy(b->s->spec, layer - 1, t->group ? group_first(b, c) : c, t->saved);
+  return policy != PS_POLICY_HOST_FIRST_ROUND ? policy
+         : b->round_idx == 0                  ? PS_POLICY_HOST
+                                              : PS_POLICY_RECOMPUTE;
 }
 
 static uint64_t tensor_bytes(const ps__builder *b, uint32_t c, uint32_t tensor) {
@@ -65,7 +68,7 @@ static uint32_t host_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
 }
 
 void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor, uint32_t vt) {
-  if (fate_of(b, layer, c, tensor) != PS_FATE_HOST)
+  if (policy_of(b, layer, c, tensor) != PS_POLICY_HOST)
     return;
   const bool group = b->s->block.tensor[tensor].group;
   uint32_t *away = ps__saved_entry(b, b->away, layer, group ? group_first(b, c) : c, tensor);
@@ -109,11 +112,11 @@ static void emit_block_op(ps__builder *b, chunk_pass *p, const ps__block_op *op,
       break;
     case PS__SYM_PARAM:
       access[i] =
-          ps__part(u->weights, mode, s->block.run[y.id].offset * e, s->block.run[y.id].n * e);
+          ps__part(u->weights, mode, s->block.span[y.id].offset * e, s->block.span[y.id].n * e);
       break;
     case PS__SYM_GRAD:
       access[i] = ps__part(u->grad, p->shape.first_grad ? PS_WRITE : PS_READ_WRITE,
-                           s->block.run[y.id].offset * e, s->block.run[y.id].n * e);
+                           s->block.span[y.id].offset * e, s->block.span[y.id].n * e);
       break;
     case PS__SYM_DOC:
       access[i] = ps__part(b->batch[p->c], PS_READ, fields.doc_start, 4ull * k->n_tokens);
@@ -158,7 +161,7 @@ static void emit_list(ps__builder *b, chunk_pass *p, const listed *list, uint32_
         ps__send_saved(b, p->layer, p->c, id, p->bound[id]);
       if (last_use[id] != i || (p->keep >> id & 1) || p->bound[id] == PS__NO_VT)
         continue;
-      const bool to_host = send && fate_of(b, p->layer, p->c, id) == PS_FATE_HOST;
+      const bool to_host = send && policy_of(b, p->layer, p->c, id) == PS_POLICY_HOST;
       ps__vt_free_late(b, p->bound[id], to_host ? b->s->spec->saved_lag : 0);
       p->bound[id] = PS__NO_VT;
     }
@@ -196,7 +199,7 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   p.bound[PS__T_KV] = *kv;
   p.keep = 1u << PS__T_X | 1u << PS__T_KV | 1u << PS__T_Y;
   for (uint32_t t = 0; t < PS__N_TENSORS; t++)
-    if (block->tensor[t].item >= 0 && fate_of(b, layer, c, t) == PS_FATE_DEVICE)
+    if (block->tensor[t].saved >= 0 && policy_of(b, layer, c, t) == PS_POLICY_DEVICE)
       p.keep |= 1u << t;
   listed list[PS__MAX_FWD];
   for (uint32_t i = 0; i < block->n_fwd; i++)
@@ -206,13 +209,13 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   for (uint32_t t = 0; t < PS__N_TENSORS; t++)
     if ((p.keep >> t & 1) && t != PS__T_KV && t != PS__T_X && t != PS__T_Y)
       *ps__saved_entry(b, b->kept, layer, c, t) = p.bound[t];
-  if (fate_of(b, layer, c, PS__T_X) == PS_FATE_DEVICE)
+  if (policy_of(b, layer, c, PS__T_X) == PS_POLICY_DEVICE)
     *ps__saved_entry(b, b->kept, layer, c, PS__T_X) = b->x[c];
   else
     ps__vt_free_late(b, b->x[c], b->s->spec->saved_lag);
-  const int kv_fate = fate_of(b, layer, c, PS__T_KV);
-  if (last_of_group(b, c) && kv_fate != PS_FATE_DEVICE) {
-    ps__vt_free_late(b, *kv, kv_fate == PS_FATE_HOST ? b->s->spec->saved_lag : 0);
+  const int kv_policy = policy_of(b, layer, c, PS__T_KV);
+  if (last_of_group(b, c) && kv_policy != PS_POLICY_DEVICE) {
+    ps__vt_free_late(b, *kv, kv_policy == PS_POLICY_HOST ? b->s->spec->saved_lag : 0);
     *kv = PS__NO_VT;
   }
   b->x[c] = p.bound[PS__T_Y];
@@ -284,7 +287,7 @@ static uint32_t tensors_at_hand(const chunk_pass *p) {
 static void bind_kept(ps__builder *b, chunk_pass *p) {
   for (uint32_t t = 0; t < PS__N_TENSORS; t++) {
     const bool group = b->s->block.tensor[t].group;
-    if (b->s->block.tensor[t].item < 0 && !group)
+    if (b->s->block.tensor[t].saved < 0 && !group)
       continue;
     p->bound[t] = *ps__saved_entry(b, b->kept, p->layer, group ? group_first(b, p->c) : p->c, t);
   }
@@ -370,11 +373,11 @@ static uint32_t head_unit(const ps__builder *b) {
 static head_place find_head(const ps__builder *b) {
   const ps__step *s = b->s;
   const uint32_t unit = head_unit(b);
-  ps__run_info run[PS__MAX_UNIT_SPANS];
-  const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run);
+  ps__span_info span[PS__MAX_UNIT_SPANS];
+  const uint32_t n = ps__unit_spans(&s->block, s->cfg, unit, span);
   const uint64_t e = ps_dtype_bytes(s->dt);
-  return (head_place){b->unit[unit].weights, b->unit[unit].grad, run[n - 1].offset * e,
-                      run[n - 1].n * e};
+  return (head_place){b->unit[unit].weights, b->unit[unit].grad, span[n - 1].offset * e,
+                      span[n - 1].n * e};
 }
 
 /* Slices of a contribution are counted over the round, so that one may end amid a chunk, before

@@ -12,13 +12,13 @@ ps__batch_chunk ps__batch_chunk_of(uint32_t n_tokens) {
                            .bytes = 4 * field + 64};
 }
 
-uint32_t ps__unit_runs(const ps__block *b, const ps_model_config *cfg, uint32_t unit,
-                       ps__run_info out[PS__MAX_UNIT_SPANS]) {
+uint32_t ps__unit_spans(const ps__block *b, const ps_model_config *cfg, uint32_t unit,
+                        ps__span_info out[PS__MAX_UNIT_SPANS]) {
   uint32_t n = 0;
   if (unit >= 1 && unit <= cfg->n_layers) {
-    for (int i = 0; i < PS__N_RUNS; i++)
-      if (b->run[i].n)
-        out[n++] = b->run[i];
+    for (int i = 0; i < PS__N_SPANS; i++)
+      if (b->span[i].n)
+        out[n++] = b->span[i];
     return n;
   }
   /* the embedding's parameters come first, the head's last */
@@ -31,23 +31,23 @@ uint32_t ps__unit_runs(const ps__block *b, const ps_model_config *cfg, uint32_t 
   for (; i < n_params && n < PS__MAX_UNIT_SPANS && ps_model_param(cfg, i, &p) == PS_OK &&
          p.unit == unit;
        i++)
-    out[n++] = (ps__run_info){p.offset, p.n};
+    out[n++] = (ps__span_info){p.offset, p.n};
   return n;
 }
 
 /* ---- spec ------------------------------------------------------------------------------------ */
 
 static ps_status spec_alloc(ps__spec *s) {
-  const size_t fates = (size_t)s->n_layers * s->n_chunks * PS__N_ITEMS;
+  const size_t policies = (size_t)s->n_layers * s->n_chunks * PS__N_SAVED;
   s->param_resident = ps__calloc(s->n_units, 1);
   s->grad_resident = ps__calloc(s->n_units, 1);
   s->update_resident = ps__calloc(s->n_units, 1);
   s->update_streamed = ps__calloc(s->n_units, 1);
   s->update_split = ps__calloc(s->n_units, 1);
-  s->fate = ps__calloc(fates, 1);
+  s->policy = ps__calloc(policies, 1);
   if (s->param_resident && s->grad_resident && s->update_resident && s->update_streamed &&
-      s->update_split && s->fate) {
-    memset(s->fate, PS_FATE_RECOMPUTE, fates);
+      s->update_split && s->policy) {
+    memset(s->policy, PS_POLICY_RECOMPUTE, policies);
     return PS_OK;
   }
   ps__spec_free(s);
@@ -63,7 +63,7 @@ ps_status ps__spec_init(ps__spec *s, const ps_model_config *m, const ps__layout 
   PS_TRY(spec_alloc(s));
   for (uint32_t layer = 0; layer < s->n_layers; layer++)
     for (uint32_t c = 0; c < s->n_chunks; c++)
-      *ps__spec_fate(s, layer, c, PS__ITEM_X) = PS_FATE_DEVICE;
+      *ps__spec_policy(s, layer, c, PS__SAVED_X) = PS_POLICY_DEVICE;
   return PS_OK;
 }
 
@@ -75,7 +75,7 @@ ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src) {
   memcpy(dst->update_resident, src->update_resident, src->n_units);
   memcpy(dst->update_streamed, src->update_streamed, src->n_units);
   memcpy(dst->update_split, src->update_split, src->n_units);
-  memcpy(dst->fate, src->fate, (size_t)src->n_layers * src->n_chunks * PS__N_ITEMS);
+  memcpy(dst->policy, src->policy, (size_t)src->n_layers * src->n_chunks * PS__N_SAVED);
   return PS_OK;
 }
 
@@ -85,9 +85,9 @@ void ps__spec_free(ps__spec *s) {
   ps__free(s->update_resident);
   ps__free(s->update_streamed);
   ps__free(s->update_split);
-  ps__free(s->fate);
+  ps__free(s->policy);
   s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->update_split =
-      s->fate = NULL;
+      s->policy = NULL;
 }
 
 /* ---- rounds ---------------------------------------------------------------------------------- */
@@ -207,10 +207,10 @@ static void emit_rounds(ps__builder *b) {
 static void count_saved(ps__step *s) {
   for (uint32_t layer = 0; layer < s->spec->n_layers; layer++)
     for (uint32_t c = 0; c < s->layout->round[0].n_chunks; c++)
-      for (int item = 0; item < PS__N_ITEMS; item++)
-        if (s->block.has_item[item])
-          s->saved_bytes[*ps__spec_fate(s->spec, layer, c, item)] +=
-              s->block.item_row_bytes[item] * s->layout->chunk[c].n_tokens;
+      for (int saved = 0; saved < PS__N_SAVED; saved++)
+        if (s->block.has_saved[saved])
+          s->saved_bytes[*ps__spec_policy(s->spec, layer, c, saved)] +=
+              s->block.saved_row_bytes[saved] * s->layout->chunk[c].n_tokens;
 }
 
 static bool builder_init(ps__builder *b) {

@@ -69,10 +69,11 @@ typedef struct ps__spec {
   bool embed_on_host;
   /* gradients come home even where the update does not need them there */
   bool keep_grads;
-  uint8_t *fate; /* [n_layers][n_chunks][PS__N_ITEMS], PS_FATE_* */
+  uint8_t *policy; /* [n_layers][n_chunks][PS__N_SAVED], PS_POLICY_* */
 } ps__spec;
-static inline uint8_t *ps__spec_fate(const ps__spec *s, uint32_t layer, uint32_t chunk, int item) {
-  return &s->fate[((size_t)layer * s->n_chunks + chunk) * PS__N_ITEMS + (size_t)item];
+static inline uint8_t *ps__spec_policy(const ps__spec *s, uint32_t layer, uint32_t chunk,
+                                       int saved) {
+  return &s->policy[((size_t)layer * s->n_chunks + chunk) * PS__N_SAVED + (size_t)saved];
 }
 static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
   return s->update_resident[unit] || s->update_streamed[unit];
@@ -211,9 +212,9 @@ typedef struct ps__step {
   uint64_t *batch_offset;   /* [n_chunks] BYTES from the batch's start */
   uint32_t batch, row_loss, norms, stats;
   /* results */
-  uint64_t space_bytes[PS__N_SPACES]; /* memory map's peaks */
-  uint64_t saved_bytes[PS_N_FATES];   /* of the largest round */
-  uint64_t copied_bytes[2];           /* a step: to the device, to the host */
+  uint64_t space_bytes[PS__N_SPACES];  /* memory map's peaks */
+  uint64_t saved_bytes[PS_N_POLICIES]; /* of the largest round */
+  uint64_t copied_bytes[2];            /* a step: to the device, to the host */
   double model_flops, recompute_flops;
   size_t scratch_bytes[PS__N_STREAMS];
 } ps__step;
@@ -249,6 +250,6 @@ uint64_t ps__memmap_bound(const ps__vt *vt, size_t n, uint32_t n_ops, uint32_t s
 bool ps__memmap_check(const ps__vt *vt, size_t n, uint32_t space);
 /* Parameter runs of a unit, in order: what sums of squares are taken of. At most
  * PS__MAX_UNIT_SPANS. */
-uint32_t ps__unit_runs(const ps__block *b, const ps_model_config *cfg, uint32_t unit,
-                       ps__run_info out[PS__MAX_UNIT_SPANS]);
+uint32_t ps__unit_spans(const ps__block *b, const ps_model_config *cfg, uint32_t unit,
+                        ps__span_info out[PS__MAX_UNIT_SPANS]);
 #endif

@@ -210,17 +210,17 @@ void ps__grad_begin(ps__builder *b, uint32_t unit) {
  * caller frees it). */
 static uint32_t emit_sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t grad) {
   ps__step *s = b->s;
-  ps__run_info run[PS__MAX_UNIT_SPANS];
-  const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run),
+  ps__span_info span[PS__MAX_UNIT_SPANS];
+  const uint32_t n = ps__unit_spans(&s->block, s->cfg, unit, span),
                  out = ps__vt_new(b, PS__SPACE_DEVICE, PS__MAX_UNIT_SPANS * 8);
   const uint64_t e = ps_dtype_bytes(s->dt);
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   for (uint32_t i = 0; i < n; i++) {
-    const ps__args_sumsq a = {.n = run[i].n, .dt = s->dt};
-    const ps__vaccess access[2] = {ps__part(grad, PS_READ, run[i].offset * e, run[i].n * e),
+    const ps__args_sumsq a = {.n = span[i].n, .dt = s->dt};
+    const ps__vaccess access[2] = {ps__part(grad, PS_READ, span[i].offset * e, span[i].n * e),
                                    ps__part(out, PS_WRITE, i * 8, 8)};
     ps__emit(b, &ps__k_sumsq, PS__S_COMPUTE, &a, sizeof a, access, 2,
-             ps__bytes_work((double)(run[i].n * e)), tag);
+             ps__bytes_work((double)(span[i].n * e)), tag);
   }
   ps__emit_copy(b, PS__S_D2H, ps__part(out, PS_READ, 0, n * 8),
                 ps__part(s->norms, PS_WRITE, (uint64_t)unit * PS__MAX_UNIT_SPANS * 8, n * 8),
@@ -280,8 +280,8 @@ static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t sp
  * is nobody's. */
 static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32_t staging) {
   ps__step *s = b->s;
-  ps__run_info run[PS__MAX_UNIT_SPANS];
-  const uint32_t n = ps__unit_runs(&s->block, s->cfg, unit, run), grad = s->unit_host[unit].grad;
+  ps__span_info span[PS__MAX_UNIT_SPANS];
+  const uint32_t n = ps__unit_spans(&s->block, s->cfg, unit, span), grad = s->unit_host[unit].grad;
   const uint64_t e = ps_dtype_bytes(s->dt), at = (uint64_t)unit * PS__MAX_UNIT_SPANS * 8;
   const bool add = staging != PS__NO_VT;
   ps__args_accumulate whole = {.dt = s->dt, .n_threads = s->spec->sum_threads, .mode = PS_LOW_READ};
@@ -293,22 +293,22 @@ static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32
                                   : &ps__k_sumsq_host;
   for (uint32_t k = 0; k < n; k++) {
     ps__args_accumulate part = whole;
-    const ps__args_sumsq squares = {.n = run[k].n, .dt = s->dt, .n_threads = s->spec->sum_threads};
-    const uint64_t offset = run[k].offset * e, bytes = run[k].n * e;
+    const ps__args_sumsq squares = {.n = span[k].n, .dt = s->dt, .n_threads = s->spec->sum_threads};
+    const uint64_t offset = span[k].offset * e, bytes = span[k].n * e;
     ps__vaccess access[4];
     uint32_t m = 0;
-    part.n = run[k].n;
-    part.first = run[k].offset;
+    part.n = span[k].n;
+    part.first = span[k].offset;
     if (add)
       access[m++] = ps__part(staging, PS_READ, offset, bytes);
     access[m++] = ps__part(grad, add || low ? PS_READ_WRITE : PS_READ, offset, bytes);
     access[m++] = ps__part(s->norms, PS_WRITE, at + k * 8, 8);
     if (low)
-      access[m++] = ps__part(b->unit[unit].low, PS_READ, run[k].offset, run[k].n);
+      access[m++] = ps__part(b->unit[unit].low, PS_READ, span[k].offset, span[k].n);
     const double each = (add ? 3.0 : low ? 2.0 : 1.0) * (double)e + (low ? 1 : 0);
     ps__emit(b, kernel, PS__S_HOST, add || low ? (const void *)&part : &squares,
              add || low ? sizeof part : sizeof squares, access, m,
-             ps__bytes_work(each * (double)run[k].n), ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+             ps__bytes_work(each * (double)span[k].n), ps__unit_tag(b, unit, PS__PHASE_UPDATE));
   }
   low_used(b, unit, 0);
 }

@@ -133,8 +133,8 @@ static const char *unit_name(const ps_trainer *t, uint32_t unit, char buf[32]) {
 }
 
 static double unit_sumsq(const ps_trainer *t, const double *slots, uint32_t unit) {
-  ps__run_info run[PS__MAX_UNIT_SPANS];
-  const uint32_t n = ps__unit_runs(&t->plan->step.block, &t->plan->model, unit, run);
+  ps__span_info run[PS__MAX_UNIT_SPANS];
+  const uint32_t n = ps__unit_spans(&t->plan->step.block, &t->plan->model, unit, run);
   double sum = 0;
   for (uint32_t i = 0; i < n; i++)
     sum += slots[i];
@@ -202,12 +202,12 @@ static ps__update_gate gate_of(const ps_trainer *t, uint32_t unit, uint64_t id, 
   if (t->plan->cfg.clip)
     return (ps__update_gate){
         .step = &stats_of(gate)->step, .expected = id, .scale = &stats_of(gate)->clip_scale};
-  ps__run_info run[PS__MAX_UNIT_SPANS];
+  ps__span_info run[PS__MAX_UNIT_SPANS];
   return (ps__update_gate){.step = header ? &header->step : NULL,
                            .expected = id,
                            .sumsq = gate,
                            .n_sumsq =
-                               ps__unit_runs(&t->plan->step.block, &t->plan->model, unit, run)};
+                               ps__unit_spans(&t->plan->step.block, &t->plan->model, unit, run)};
 }
 
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit) {

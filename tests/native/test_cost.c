@@ -212,16 +212,16 @@ static void host_ops_have_their_own_rates(const ps_hardware *hw) {
  * two; AdamW beside copies both ways. */
 static void memory_is_divided_as_measured(const ps_hardware *of) {
   ps_hardware hw = *of;
-  const uint32_t in = PS_SHARE_H2D, home = PS_SHARE_D2H, sums = PS_SHARE_SUMS,
-                 adamw = PS_SHARE_OPTIMIZER;
-  const ps_memory_share is[] = {{sums, 4, 50e9, 50e9, 100e9},
-                                {sums | in, 4, 40e9, 50e9, 80e9},
-                                {sums | in | home, 4, 20e9, 40e9, 50e9},
-                                {sums, 2, 50e9, 50e9, 60e9},
-                                {sums | in | home, 2, 45e9, 48e9, 40e9},
-                                {adamw, 4, 50e9, 50e9, 90e9},
-                                {adamw | in | home, 4, 25e9, 60e9, 30e9}};
-  memcpy(hw.memory_shares, is, sizeof is);
+  const uint32_t in = PS_CONTENTION_H2D, home = PS_CONTENTION_D2H, sums = PS_CONTENTION_SUMS,
+                 adamw = PS_CONTENTION_OPTIMIZER;
+  const ps_contention_rate is[] = {{sums, 4, 50e9, 50e9, 100e9},
+                                   {sums | in, 4, 40e9, 50e9, 80e9},
+                                   {sums | in | home, 4, 20e9, 40e9, 50e9},
+                                   {sums, 2, 50e9, 50e9, 60e9},
+                                   {sums | in | home, 2, 45e9, 48e9, 40e9},
+                                   {adamw, 4, 50e9, 50e9, 90e9},
+                                   {adamw | in | home, 4, 25e9, 60e9, 30e9}};
+  memcpy(hw.contention, is, sizeof is);
   hw.backend = PS_BACKEND_CUDA;
   hw.h2d_bytes_per_s = hw.d2h_bytes_per_s = 50e9;
   CHECK(ps__sum_threads(&hw, 0) == 4 && ps__sum_threads(&hw, 1) == 2 &&

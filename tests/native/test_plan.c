@@ -265,7 +265,7 @@ static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *
   spec->clip = cfg->clip != 0;
   memset(spec->param_resident, 1, spec->n_units);
   memset(spec->grad_resident, 1, spec->n_units);
-  memset(spec->fate, PS_FATE_DEVICE, (size_t)spec->n_layers * spec->n_chunks * PS__N_ITEMS);
+  memset(spec->policy, PS_POLICY_DEVICE, (size_t)spec->n_layers * spec->n_chunks * PS__N_SAVED);
 }
 
 /* Every decision by itself; a bias of the draw (mostly one fate, or an even mix) reaches the
@@ -298,12 +298,13 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
         spec->update_streamed[0] = spec->update_split[0] = 0;
   for (uint32_t layer = 0; layer < spec->n_layers; layer++)
     for (uint32_t c = 0; c < spec->n_chunks; c++)
-      for (int item = 0; item < PS__N_ITEMS; item++) {
-        uint32_t fate = favour < 3 && rnd_below(state, 4) ? favour : rnd_below(state, PS_N_FATES);
+      for (int saved = 0; saved < PS__N_SAVED; saved++) {
+        uint32_t policy =
+            favour < 3 && rnd_below(state, 4) ? favour : rnd_below(state, PS_N_POLICIES);
         /* a block's input is always kept somewhere */
-        if (item == PS__ITEM_X && fate >= PS_FATE_RECOMPUTE)
-          fate = rnd_below(state, 2);
-        *ps__spec_fate(spec, layer, c, item) = (uint8_t)fate;
+        if (saved == PS__SAVED_X && policy >= PS_POLICY_RECOMPUTE)
+          policy = rnd_below(state, 2);
+        *ps__spec_policy(spec, layer, c, saved) = (uint8_t)policy;
       }
 }
 
@@ -323,8 +324,8 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
   for (uint32_t layer = 0; layer < s->n_layers; layer++)
     for (uint32_t c = 0; c < s->n_chunks; c++) {
       printf("layer %u chunk %u:", layer, c);
-      for (int item = 0; item < PS__N_ITEMS; item++)
-        printf(" %s=%u", ps__item_name[item], *ps__spec_fate(s, layer, c, item));
+      for (int saved = 0; saved < PS__N_SAVED; saved++)
+        printf(" %s=%u", ps__saved_name[saved], *ps__spec_policy(s, layer, c, saved));
       printf("\n");
     }
 }

@@ -536,10 +536,10 @@ static ps_status keep_flowing(bench *b, flow *f) {
 /* What a host op and @copies get of the host's memory while all of them want it. Each flows at
  * its own rate, which is counted over the second half of the time. */
 static ps_status measure_share(bench *b, double seconds, const ps__host_load *load, uint32_t copies,
-                               ps_memory_share *out) {
+                               ps_contention_rate *out) {
   flow flows[2] = {{.stream = b->in, .event = b->event[0], .copy = case_h2d},
                    {.stream = b->out, .event = b->event[1], .copy = case_d2h}};
-  const uint32_t wanted[2] = {copies & PS_SHARE_H2D, copies & PS_SHARE_D2H};
+  const uint32_t wanted[2] = {copies & PS_CONTENTION_H2D, copies & PS_CONTENTION_D2H};
   uint64_t at_half[2] = {0}, half = 0;
   double host = 0;
   ps_status st = PS_OK;
@@ -570,24 +570,24 @@ static ps_status measure_share(bench *b, double seconds, const ps__host_load *lo
   for (int i = 0; i < 2; i++)
     if (wanted[i])
       rate[i] = (double)((flows[i].n_done - at_half[i]) * COPY) / s;
-  *out = (ps_memory_share){.kinds = copies | load->kind,
-                           .threads = load->threads,
-                           .h2d_bytes_per_s = rate[0],
-                           .d2h_bytes_per_s = rate[1],
-                           .host_bytes_per_s = host / s};
+  *out = (ps_contention_rate){.kinds = copies | load->kind,
+                              .threads = load->threads,
+                              .h2d_bytes_per_s = rate[0],
+                              .d2h_bytes_per_s = rate[1],
+                              .host_bytes_per_s = host / s};
   return PS_OK;
 }
 
 /* Each load alone and beside every set of copies. */
 static ps_status measure_memory(bench *b, double seconds) {
-  static const uint32_t copies[PS__CUDA_CASES_A_LOAD] = {0, PS_SHARE_H2D, PS_SHARE_D2H,
-                                                         PS_SHARE_H2D | PS_SHARE_D2H};
-  ps_memory_share *s = b->hw->memory_shares;
+  static const uint32_t copies[PS__CUDA_CASES_A_LOAD] = {0, PS_CONTENTION_H2D, PS_CONTENTION_D2H,
+                                                         PS_CONTENTION_H2D | PS_CONTENTION_D2H};
+  ps_contention_rate *s = b->hw->contention;
   for (uint32_t i = 0;
-       i < b->host->n_loads && (i + 1) * PS__CUDA_CASES_A_LOAD <= PS_MAX_MEMORY_SHARES; i++)
+       i < b->host->n_loads && (i + 1) * PS__CUDA_CASES_A_LOAD <= PS_MAX_CONTENTION_RATES; i++)
     for (int k = 0; k < PS__CUDA_CASES_A_LOAD; k++)
       PS_TRY(measure_share(b, seconds, &b->host->load[i], copies[k], s++));
-  const ps_memory_share *all = &b->hw->memory_shares[PS__CUDA_CASES_A_LOAD - 1];
+  const ps_contention_rate *all = &b->hw->contention[PS__CUDA_CASES_A_LOAD - 1];
   b->hw->memory_bytes_per_s = all->h2d_bytes_per_s + all->d2h_bytes_per_s + all->host_bytes_per_s;
   return PS_OK;
 }

@@ -20,7 +20,7 @@ void ps__cuda_place(uint32_t device, void *p, uint64_t bytes);
 /* Work of the host to have beside copies. */
 typedef struct ps__host_load {
   void *arg;
-  uint32_t kind, threads;        /* PS_SHARE_*; that it runs on */
+  uint32_t kind, threads;        /* PS_CONTENTION_*; that it runs on */
   ps_status (*start)(void *arg); /* returns when it is at work */
   double (*bytes)(void *arg);    /* read and written since */
   void (*stop)(void *arg);
