@@ -299,7 +299,7 @@ def run(a):
         "clip_norm": CLIP,
         "seed": a.seed,
         "device_mem": a.device_mem,
-        "planned_device_bytes": report["device_bytes"],
+        "planned_device_bytes": report["device_used_bytes"],
         "resident_param_units": report["resident_param_units"],
         "n_units": report["n_units"],
         "curves": curves,

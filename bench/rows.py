@@ -122,8 +122,8 @@ def row_of(case, metrics, plan, seconds):
         "loss": [m["loss"] for m in metrics],
         "device_peak_gib": last["device_peak_bytes"] / 2**30,
         "host_peak_gib": last["host_peak_bytes"] / 2**30,
-        "planned_device_gib": plan["device_bytes"] / 2**30,
-        "planned_host_gib": plan["host_bytes"] / 2**30,
+        "planned_device_gib": plan["device_used_bytes"] / 2**30,
+        "planned_host_gib": plan["host_used_bytes"] / 2**30,
         "wall_s": seconds,
     }
 

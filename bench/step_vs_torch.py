@@ -180,7 +180,7 @@ def report(a, times, plans, trainers):
             busy = max(r["stream_busy_s"][1:]) / r["step_s"]
             row |= {
                 "of_uncapped": round(s / free, 3),
-                "device_bytes": r["device_bytes"],
+                "device_used_bytes": r["device_used_bytes"],
                 "chunk_tokens": r["chunk_tokens"],
                 "chunks_per_round": r["chunks_per_round"],
                 "n_rounds": r["n_rounds"],

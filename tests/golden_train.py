@@ -91,7 +91,7 @@ def train(folder, case):
         "resident_param_units",
         "resident_grad_units",
         "resident_update_units",
-        "turn_units",
+        "units_kept",
         "saved_device_bytes",
         "saved_host_bytes",
         "saved_recompute_bytes",
@@ -99,7 +99,7 @@ def train(folder, case):
     return {
         "openblas": " ".join(blas.scipy_openblas_get_config().decode().split()[:2]),
         "plan": {name: report[name] for name in shown}
-        | {"embed_at_home": plan.json()["embed_on_host"]},
+        | {"embed_on_host": plan.json()["embed_on_host"]},
         "steps": steps,
         "sha256": sha256((p.name, w) for p, w in weights),
         "sha256_of_units": {

@@ -162,23 +162,23 @@ def different_plans(model, hardware, kw):
     """Under caps of device memory from all that a plan can use down to the smallest feasible,
     twelve of them evenly spaced; then under ever smaller caps of host memory, so that less is sent
     there and more is recomputed. One plan for each set of decisions."""
-    most = Plan(model, hardware=hardware, **kw).report["device_bytes"]
+    most = Plan(model, hardware=hardware, **kw).report["device_used_bytes"]
     least, _ = Plan.smallest(model, hardware=hardware, **kw)
     plans = {}
     for i in reversed(range(12)):
         cap = least + (most - least) * i // 11
         plan = Plan(model, hardware=hardware, device_mem=cap, **kw)
-        assert plan.report["device_bytes"] <= cap
+        assert plan.report["device_used_bytes"] <= cap
         plans.setdefault(decisions(plan), plan)
     for device in (least, (least + most) // 2, most):
         plan = Plan(model, hardware=hardware, device_mem=device, **kw)
         for _ in range(3):
-            cap = plan.report["host_bytes"] - 1
+            cap = plan.report["host_used_bytes"] - 1
             try:
                 plan = Plan(model, hardware=hardware, device_mem=device, host_mem=cap, **kw)
             except BudgetError:
                 break
-            assert plan.report["host_bytes"] <= cap
+            assert plan.report["host_used_bytes"] <= cap
             plans.setdefault(decisions(plan), plan)
     return list(plans.values())
 
@@ -193,7 +193,7 @@ def test_every_budget_gives_the_same_bits(case, model_dir, hardware):
     reports = [p.report for p in plans]
     assert (
         len(plans) >= 6
-        and reports[0]["resident_param_units"] + plans[0].json()["embed_at_home"]
+        and reports[0]["resident_param_units"] + plans[0].json()["embed_on_host"]
         == reports[0]["n_units"]
     )
     assert any(r["resident_param_units"] <= 1 for r in reports) and any(
@@ -211,7 +211,7 @@ def test_every_budget_gives_the_same_bits(case, model_dir, hardware):
         assert seen[0] == expected[0]
         for key, value in weights.items():
             assert value == expected[1][key], key
-        assert within_a_unit(metrics[-1].device_peak_bytes, plan.report["device_bytes"])
+        assert within_a_unit(metrics[-1].device_peak_bytes, plan.report["device_used_bytes"])
         assert within_a_unit(metrics[-1].host_arena_peak_bytes, plan.report["host_arena_bytes"])
     losses = [loss for loss, _ in expected[0]]
     assert len(set(losses)) == STEPS and all(np.isfinite(losses))
@@ -356,14 +356,14 @@ def test_the_process_stays_under_its_host_cap(threads, model_dir, tmp_path):
             folder, shard, tmp_path / str(i), cache, threads, *options
         )
         assert code == 0, peak
-        planned = find(plan, "host_bytes")
+        planned = find(plan, "host_used_bytes")
         assert planned <= cap or not cap
         assert last["host_peak_bytes"] <= planned
         # the whole process, from start to end, as the kernel counted it
         assert peak - last["device_peak_bytes"] <= planned
         # not wasteful either: at most 12 MiB and 6 MiB a thread are set aside in vain
         assert planned - last["host_peak_bytes"] <= (12 + 8 + 6 * threads) * MIB
-        assert within_a_unit(last["device_peak_bytes"], find(plan, "device_bytes"))
+        assert within_a_unit(last["device_peak_bytes"], find(plan, "device_used_bytes"))
         assert within_a_unit(last["host_arena_peak_bytes"], find(plan, "host_arena_bytes"))
 
 
@@ -382,7 +382,7 @@ plan = Plan(ModelConfig.read(folder), seq_len=64, tokens_per_step=512, recipe="f
 rng = np.random.default_rng(0)
 with Trainer(folder, plan, lambda step: (rng.integers(0, {VOCAB}, 512), rng.integers(0, {VOCAB}, 512))) as trainer:
     last = list(trainer.steps(5))[-1]
-print(json.dumps([last.host_peak_bytes, plan.report["host_bytes"], plan.report["host_arena_bytes"]]))
+print(json.dumps([last.host_peak_bytes, plan.report["host_used_bytes"], plan.report["host_arena_bytes"]]))
 """
     out = subprocess.run(
         [sys.executable, "-c", script, str(model_dir("llama"))],

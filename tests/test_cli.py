@@ -255,7 +255,7 @@ def test_a_run_writes_metrics_plan_timeline_and_model(job, tmp_path):
         and summary["interrupted"] is False
     )
     plan = json.loads((tmp_path / "out/plan.json").read_text())
-    assert summary["device_peak_bytes"] == plan["device_bytes"] <= 5 << 20
+    assert summary["device_peak_bytes"] == plan["device_used_bytes"] <= 5 << 20
     assert summary["step_s_median"] == sorted(m["step_s"] for m in metrics[2:])[1]
     timeline = json.loads((tmp_path / "out/timeline.json").read_text())["traceEvents"]
     steps = {e["args"]["step"] for e in timeline if e["ph"] == "X"}

@@ -50,8 +50,8 @@ def test_a_short_demo_leaves_everything_it_promises(tmp_path):
     assert len(losses) == 4 and losses[-1] < losses[0]
     plan = json.loads((out / "plan.json").read_text())
     assert (
-        plan["device_bytes"] <= plan["device_cap_bytes"]
-        and 0 < plan["host_bytes"] <= plan["host_cap_bytes"]
+        plan["device_used_bytes"] <= plan["device_mem_bytes"]
+        and 0 < plan["host_used_bytes"] <= plan["host_mem_bytes"]
     )
     assert plan["resident_param_units"] < plan["n_units"]  # the caps force streaming
     report, samples = ((out / name).read_text() for name in ("report.txt", "samples.txt"))

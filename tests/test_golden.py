@@ -2,7 +2,7 @@
 against the files of tests/golden.
 
 CASE.plan.json is the whole of plan.json: decisions, the exact predicted step time, and how many
-plans the search looked at. CASE.schedule.json has SHA-256 sums of the compiled step, column by
+candidates the search evaluated. CASE.schedule.json has SHA-256 sums of the compiled step, column by
 column (tests/native/golden.c prints them): all ops in program order, prologue first.
 CASE.weights.json has losses, gradient norms and the SHA-256 of all weights after three steps on the
 CPU backend.
@@ -67,7 +67,7 @@ PLANS = {
         CPU,
         "tiny-qwen2",
         {},
-        dict(recipe="bf16", seq_len=128, tokens_per_step=2048, device_bytes=4 * MIB, clip=1),
+        dict(recipe="bf16", seq_len=128, tokens_per_step=2048, device_mem_bytes=4 * MIB, clip=1),
     ),
     "cpu-qk-norm-slices-master": (
         CPU,
@@ -78,7 +78,7 @@ PLANS = {
             seq_len=2048,
             tokens_per_step=4096,
             chunk_tokens=500,
-            device_bytes=16 * MIB,
+            device_mem_bytes=16 * MIB,
             clip=1,
         ),
     ),
@@ -86,7 +86,9 @@ PLANS = {
         CPU,
         "demo",
         {},
-        dict(recipe="bf16", seq_len=256, device_bytes=48 * MIB, host_bytes=380 * MIB, clip=1),
+        dict(
+            recipe="bf16", seq_len=256, device_mem_bytes=48 * MIB, host_mem_bytes=380 * MIB, clip=1
+        ),
     ),
     "h200-1b-uncapped-bf16": (
         H200,
@@ -103,8 +105,8 @@ PLANS = {
             seq_len=4096,
             tokens_per_step=16384,
             chunk_tokens=4096,
-            device_bytes=20 * GIB,
-            host_bytes=60 * GIB,
+            device_mem_bytes=20 * GIB,
+            host_mem_bytes=60 * GIB,
             clip=1,
             deterministic=1,
             keep_grads=1,
@@ -120,8 +122,8 @@ PLANS = {
             tokens_per_step=32768,
             chunk_tokens=8192,
             chunks_per_round=2,
-            device_bytes=24 * GIB,
-            host_bytes=84 * GIB,
+            device_mem_bytes=24 * GIB,
+            host_mem_bytes=84 * GIB,
             clip=1,
             one_document=1,
         ),
@@ -135,8 +137,8 @@ PLANS = {
             seq_len=2048,
             tokens_per_step=16384,
             chunk_tokens=4096,
-            device_bytes=6 * GIB,
-            host_bytes=24 * GIB,
+            device_mem_bytes=6 * GIB,
+            host_mem_bytes=24 * GIB,
             clip=0,
         ),
     ),
@@ -148,8 +150,8 @@ PLANS = {
             recipe="bf16",
             seq_len=2048,
             tokens_per_step=16384,
-            device_bytes=6 * GIB,
-            host_bytes=16 * GIB,
+            device_mem_bytes=6 * GIB,
+            host_mem_bytes=16 * GIB,
             clip=0,
         ),
     ),
@@ -162,8 +164,8 @@ PLANS = {
             seq_len=32768,
             tokens_per_step=65536,
             chunk_tokens=8192,
-            device_bytes=4 * GIB,
-            host_bytes=16 * GIB,
+            device_mem_bytes=4 * GIB,
+            host_mem_bytes=16 * GIB,
             clip=1,
         ),
     ),
@@ -177,8 +179,8 @@ PLANS = {
             tokens_per_step=16384,
             chunk_tokens=8192,
             chunks_per_round=1,
-            device_bytes=4 * GIB,
-            host_bytes=40 * GIB,
+            device_mem_bytes=4 * GIB,
+            host_mem_bytes=40 * GIB,
             clip=1,
         ),
     ),
@@ -190,8 +192,8 @@ PLANS = {
             recipe="fp32-master",
             seq_len=4096,
             tokens_per_step=8192,
-            device_bytes=6 * GIB,
-            host_bytes=40 * GIB,
+            device_mem_bytes=6 * GIB,
+            host_mem_bytes=40 * GIB,
             clip=1,
         ),
     ),
@@ -205,8 +207,8 @@ LONG_PLANS = {
             recipe="bf16",
             seq_len=8192,
             tokens_per_step=65536,
-            device_bytes=24 * GIB,
-            host_bytes=84 * GIB,
+            device_mem_bytes=24 * GIB,
+            host_mem_bytes=84 * GIB,
             clip=1,
         ),
     ),
@@ -218,8 +220,8 @@ LONG_PLANS = {
             recipe="bf16",
             seq_len=8192,
             tokens_per_step=65536,
-            device_bytes=90 * GIB,
-            host_bytes=84 * GIB,
+            device_mem_bytes=90 * GIB,
+            host_mem_bytes=84 * GIB,
             clip=1,
         ),
     ),
@@ -231,8 +233,8 @@ LONG_PLANS = {
             recipe="fp32-master",
             seq_len=4096,
             tokens_per_step=16384,
-            device_bytes=6 * GIB,
-            host_bytes=40 * GIB,
+            device_mem_bytes=6 * GIB,
+            host_mem_bytes=40 * GIB,
             clip=1,
         ),
     ),
@@ -263,7 +265,7 @@ WEIGHTS = {
             clip=True,
         ),
     ),
-    "train-embedding-at-home-master": (
+    "train-embedding-on-host-master": (
         "tiny-llama",
         LARGE_VOCABULARY,
         dict(
@@ -276,7 +278,7 @@ WEIGHTS = {
             clip=True,
         ),
     ),
-    "train-embedding-at-home-bf16": (
+    "train-embedding-on-host-bf16": (
         "tiny-qwen3",
         LARGE_VOCABULARY | {"tie_word_embeddings": False},
         dict(
@@ -303,7 +305,7 @@ def writing(request):
 
 
 def layout(value, indent=0):
-    """JSON, indented; a short object of plain values, as a unit or a chunk's fates, on one line."""
+    """JSON, indented; a short object of plain values, as a unit or a chunk's policies, on one line."""
     inside = "\n" + " " * (indent + 1)
     if isinstance(value, dict) and (
         indent == 0

@@ -286,7 +286,7 @@ def test_a_described_machine_is_planned_for_with_the_host_memory_that_is_given(p
         [*command, "--host-mem", "2GiB"], capture_output=True, text=True, check=True
     )
     plan = json.loads(planned.stdout)
-    assert 100 << 20 < plan["host_bytes"] <= plan["host_cap_bytes"] == 2 << 30
+    assert 100 << 20 < plan["host_used_bytes"] <= plan["host_mem_bytes"] == 2 << 30
     grid = subprocess.run(
         [*command, "--grid-device", "1TiB", "--grid-host", "2GiB"],
         capture_output=True,

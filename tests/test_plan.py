@@ -102,9 +102,9 @@ def test_more_memory_is_never_slower(question, tmp_path):
         256 * MIB
     )  # this process grows from plan to plan, and its own size would count against the cap
     free = Plan(model, hardware=hardware, **ask).report
-    device = [free["device_bytes"] * i // 6 for i in range(1, 8)]
+    device = [free["device_used_bytes"] * i // 6 for i in range(1, 8)]
     host = [
-        free["reserve_bytes"] + (free["host_bytes"] * 2 - free["reserve_bytes"]) * i // 6
+        free["reserve_bytes"] + (free["host_used_bytes"] * 2 - free["reserve_bytes"]) * i // 6
         for i in range(1, 7)
     ]
     step = np.array(
@@ -129,33 +129,33 @@ def test_a_report_is_consistent_and_the_plan_the_same_when_asked_again(question,
     change, ask, hardware = question
     model = config(tmp_path, **change)
     ask["reserve"] = 256 * MIB  # as above
-    most = Plan(model, hardware=hardware, **ask).report["device_bytes"]
+    most = Plan(model, hardware=hardware, **ask).report["device_used_bytes"]
     least, _ = Plan.smallest(model, hardware=hardware, **ask)
     cap = int(least + share * (most - least))
     plan, again = (Plan(model, hardware=hardware, device_mem=cap, **ask) for _ in range(2))
     r = plan.report
     assert plan.json() == again.json() and str(plan) == str(again)
     assert (
-        r["device_bytes"] <= cap
-        and r["device_bytes"] % (2 * MIB) == r["host_arena_bytes"] % (2 * MIB) == 0
+        r["device_used_bytes"] <= cap
+        and r["device_used_bytes"] % (2 * MIB) == r["host_arena_bytes"] % (2 * MIB) == 0
     )
     assert (
-        r["host_bytes"]
+        r["host_used_bytes"]
         >= r["host_arena_bytes"] + r["scratch_bytes"] + r["trace_bytes"] + r["reserve_bytes"]
     )
     assert (
         r["n_chunks"] * r["chunk_tokens"] >= r["tokens_per_step"]
         and r["n_rounds"] * r["chunks_per_round"] >= r["n_chunks"]
     )
-    assert r["resident_param_units"] + r["turn_units"] <= r["n_units"] and (
-        r["n_rounds"] > 1 or not r["turn_units"]
+    assert r["resident_param_units"] + r["units_kept"] <= r["n_units"] and (
+        r["n_rounds"] > 1 or not r["units_kept"]
     )
     d = plan.json()
-    fates = [
-        fate.split()[0] for layer in d["layers"] for chunk in layer for fate in chunk.values()
+    policies = [
+        policy.split()[0] for layer in d["layers"] for chunk in layer for policy in chunk.values()
     ]  # host in the first round: host
-    for fate in ("device", "host", "recompute"):
-        assert (r[f"saved_{fate}_bytes"] > 0) == (fate in fates)
+    for policy in ("device", "host", "recompute"):
+        assert (r[f"saved_{policy}_bytes"] > 0) == (policy in policies)
     events, ends = plan.simulate(3)
     check_trace(plan, events, ends)
     busy = np.zeros(5)
@@ -192,7 +192,7 @@ def test_transfers_and_recomputation_are_those_counted_by_hand(tmp_path):
     }
     hardware = rates(copy=1e7)  # so slow a link that whatever can stay, stays
     plan = Plan(model, hardware=hardware, **ask)
-    r, at_home = plan.report, plan.json()["embed_at_home"]
+    r, on_host = plan.report, plan.json()["embed_on_host"]
     padded = {}
     for p in model.params():
         padded[p.unit] = max(padded.get(p.unit, 0), p.offset + int(np.prod(p.shape)))
@@ -208,10 +208,10 @@ def test_transfers_and_recomputation_are_those_counted_by_hand(tmp_path):
         r["saved_device_bytes"] == layers * tokens * row
         and r["saved_host_bytes"] == r["saved_recompute_bytes"] == 0
     )
-    for cap in range(2 * MIB, r["device_bytes"], 2 * MIB):
+    for cap in range(2 * MIB, r["device_used_bytes"], 2 * MIB):
         if p := plan_or_none(model, hardware, ask, device_mem=cap):
             assert (
-                sum(p.report[f"saved_{fate}_bytes"] for fate in ("device", "host", "recompute"))
+                sum(p.report[f"saved_{policy}_bytes"] for policy in ("device", "host", "recompute"))
                 == layers * tokens * row
             )
     if r[
@@ -223,8 +223,8 @@ def test_transfers_and_recomputation_are_those_counted_by_hand(tmp_path):
         assert r["d2h_bytes"] == 2 * elements * 4 + tokens * 4 + norms
     else:
         table, rows = 4 * padded[0], 4 * width * tokens
-        assert r["h2d_bytes"] == batch + elements * 4 - at_home * (table - rows)
-        assert r["d2h_bytes"] == elements * 4 + tokens * 4 + norms - at_home * (
+        assert r["h2d_bytes"] == batch + elements * 4 - on_host * (table - rows)
+        assert r["d2h_bytes"] == elements * 4 + tokens * 4 + norms - on_host * (
             table + 8 - rows - tokens * 4
         )
     pairs = tokens // 128 * 128 * 128 / 2
@@ -253,9 +253,9 @@ def test_an_embedding_at_home_costs_its_rows_on_the_link(tmp_path):
     plan = Plan(model, hardware=hardware, device_mem=least, **ask)
     r, d = plan.report, plan.json()
     assert (
-        d["embed_at_home"]
-        and d["units"][0]["parameters"] == d["units"][0]["gradients"] == "at home"
-        and "gathered at home" in str(plan)
+        d["embed_on_host"]
+        and d["units"][0]["parameters"] == d["units"][0]["gradients"] == "host"
+        and "gathered on the host" in str(plan)
     )
     table, logits = 4 * 16384 * width, 4 * chunk * 16384
     assert (
@@ -362,7 +362,7 @@ def test_recomputing_costs_the_products_of_what_is_not_saved(tmp_path):
             )
         except BudgetError:
             break
-        cap = plans[-1].report["host_bytes"] - 1
+        cap = plans[-1].report["host_used_bytes"] - 1
     seen = set()
     for plan in plans:
         recomputed = [
@@ -395,8 +395,8 @@ def test_large_models_are_planned_without_touching_memory(name, seconds):
         hardware=rates(host_memory_bytes=1 << 43),
     )
     assert time.monotonic() - begin < seconds
-    assert resident() - before < 512 * MIB < plan.report["device_bytes"]
-    assert plan.report["device_bytes"] <= 20 << 30
+    assert resident() - before < 512 * MIB < plan.report["device_used_bytes"]
+    assert plan.report["device_used_bytes"] <= 20 << 30
 
 
 def test_a_large_search_is_the_same_on_one_cpu_as_on_all():
@@ -422,7 +422,7 @@ def test_a_large_search_is_the_same_on_one_cpu_as_on_all():
         os.sched_setaffinity(0, cpus)
     assert alone.json() == everywhere.json()
     report = alone.report
-    assert report["device_bytes"] <= 22 << 30 and report["host_bytes"] <= 90 << 30
+    assert report["device_used_bytes"] <= 22 << 30 and report["host_used_bytes"] <= 90 << 30
     assert (
         report["n_candidates"] > 100000 and report["n_rounds"] > 5
     )  # looked at with fewer rounds, refined
@@ -445,7 +445,7 @@ def test_the_smallest_caps_of_a_large_family_have_a_plan():
     model = ModelConfig.read(ROOT / "models/8b.json")
     least, _ = Plan.smallest(model, **on_a_4090())
     for device in (least, least + least // 50):
-        assert Plan(model, device_mem=device, **on_a_4090()).report["device_bytes"] <= device
+        assert Plan(model, device_mem=device, **on_a_4090()).report["device_used_bytes"] <= device
     with pytest.raises(BudgetError, match=f"smallest plan takes {least} bytes"):
         Plan(model, device_mem=least - 1, **on_a_4090())
 
@@ -647,7 +647,10 @@ def test_more_goes_home_in_the_first_round_where_gradients_leave_their_homes_to_
     )
     cells = [cell for layer in plan.json()["layers"] for cell in layer]
     first = [
-        item for cell in cells for item, fate in cell.items() if fate == "host in the first round"
+        item
+        for cell in cells
+        for item, policy in cell.items()
+        if policy == "host in the first round"
     ]
     assert plan.report["n_rounds"] == 2 and len(first) >= 4 and "x" not in first
     width = {
@@ -659,18 +662,18 @@ def test_more_goes_home_in_the_first_round_where_gradients_leave_their_homes_to_
         "gate_up": 2 * 14336,
     }  # bf16; log-sum-exp is fp32
 
-    def sent(*fates):
+    def sent(*policies):
         return sum(
             2 * 32768 * width[item]
             for cell in cells
-            for item, fate in cell.items()
-            if fate in fates
+            for item, policy in cell.items()
+            if policy in policies
         )
 
     assert plan.report["saved_host_bytes"] == sent(
         "host", "host in the first round"
     )  # the report is of the first round
-    assert plan.report["host_bytes"] - sent("host") - 64 * 10**9 < sent(
+    assert plan.report["host_used_bytes"] - sent("host") - 64 * 10**9 < sent(
         "host in the first round"
     )  # less than that of its own: the rest lies in gradients' homes
 

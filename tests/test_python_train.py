@@ -88,11 +88,13 @@ def test_plan_reports_fits_its_caps_and_refuses_one_byte_less_than_the_smallest(
     plan = Plan(model, seq_len=SEQ, device_mem=device)
     report = plan.report
     assert (
-        report["device_bytes"] <= device
+        report["device_used_bytes"] <= device
         and report["tokens_per_step"] == 8 * SEQ
         and report["step_s"] > 0
     )
-    assert plan.json()["device_bytes"] == report["device_bytes"] and "predicted" in str(plan)
+    assert plan.json()["device_used_bytes"] == report["device_used_bytes"] and "predicted" in str(
+        plan
+    )
     with pytest.raises(penstock.BudgetError, match="device memory"):
         Plan(model, seq_len=SEQ, device_mem=device - 1)
     assert host > 0
@@ -119,7 +121,7 @@ def test_losses_do_not_depend_on_the_budget_and_metrics_are_complete(model, tiny
             runs.append(([m.loss for m in metrics], trainer.read(Q_PROJ)))
             assert [m.step for m in metrics] == [0, 1, 2, 3] and trainer.steps_done == 4
             assert all(
-                m.device_peak_bytes == plan.report["device_bytes"]
+                m.device_peak_bytes == plan.report["device_used_bytes"]
                 and m.tokens == 512
                 and m.grad_norm > 0
                 for m in metrics
@@ -401,7 +403,7 @@ def test_an_embedding_at_home_is_updated_to_the_same_bits(recipe, clip_norm, tmp
         ) as trainer:
             losses = [m.loss for m in trainer.steps(steps)]
             return (
-                plan.json()["embed_at_home"],
+                plan.json()["embed_on_host"],
                 losses,
                 trainer.read("model.embed_tokens.weight"),
                 trainer.read("lm_head.weight"),

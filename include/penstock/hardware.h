@@ -157,23 +157,23 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  * scratch than plans foresee, or finding documents where no library does it, is left out of the
  * table. n_threads 0: all CPUs (CUDA: two less, which feed the GPU and its copies, where there
  * are four). Blocks.
- * @host_bytes: cap of the process's host memory, 0: none. On the CPU backend 206 MB + 5 MB a
+ * @host_mem_bytes: cap of the process's host memory, 0: none. On the CPU backend 206 MB + 5 MB a
  * thread are taken for the time; where the cap or the system (a cgroup) leaves less, smaller
  * buffers, and the rates are PS_MEASURED_TIGHT: those of memory may then be a cache's. Errors:
  * PS_EINVAL, PS_ENOMEM, PS_EDEVICE; PS_EBUDGET less than 38 MB + 5 MB a thread are left (on CUDA
  * 1.6 GiB). */
 PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device,
-                                     uint32_t n_threads, uint64_t host_bytes, double seconds);
+                                     uint32_t n_threads, uint64_t host_mem_bytes, double seconds);
 
-/* ps_hardware_ample() - 1 where ps_hardware_measure() with these @host_bytes has the memory that
- * it takes in full, on the machine of @hw; for rates that are PS_MEASURED_TIGHT, which may then
- * be measured anew. */
-PS_API int ps_hardware_ample(const ps_hardware *hw, uint64_t host_bytes);
+/* ps_hardware_ample() - 1 where ps_hardware_measure() with these @host_mem_bytes has the memory
+ * that it takes in full, on the machine of @hw; for rates that are PS_MEASURED_TIGHT, which may
+ * then be measured anew. */
+PS_API int ps_hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes);
 
 /* ps_hardware_profile() - the same at length (@seconds 0: 5; on CUDA 125, which is 2.6 s a case,
  * the host's in three quarters of the memory that is free), and what the struct has for people. */
 PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device,
-                                     uint32_t n_threads, uint64_t host_bytes, double seconds);
+                                     uint32_t n_threads, uint64_t host_mem_bytes, double seconds);
 
 /* ps_hardware_read() / _write() - rates as JSON; facts are taken anew from the machine. A file
  * of another machine (CPU, GPU, CPU count or thread count differ), of other libraries (driver,

@@ -32,10 +32,10 @@ typedef struct ps_plan_config {
   /* cap of device memory, BYTES: on CUDA all that the driver reports for the process (context,
    * libraries, scratch and arena), on the CPU backend the device arena; 0: what the device has,
    * no cap on the CPU backend */
-  uint64_t device_bytes;
+  uint64_t device_mem_bytes;
   /* cap of the process's resident memory, BYTES, the CPU backend's device arena apart; 0: what
    * the machine allows */
-  uint64_t host_bytes;
+  uint64_t host_mem_bytes;
   uint64_t seq_len;         /* tokens a sequence */
   uint64_t tokens_per_step; /* rounded down to whole sequences, at least one; 0: 8 sequences */
   /* 0: the planner chooses; else pinned: a multiple of seq_len, or less (slices, the last one
@@ -63,8 +63,8 @@ typedef struct ps_plan_config {
   uint32_t reserved;
   /* Host memory that the process takes besides arena, scratch and trace, BYTES: program and
    * libraries, stacks, buffers of OpenBLAS and of loading, on CUDA the driver. It counts against
-   * host_bytes. 0: computed from the resident set that the process had when it first asked for a
-   * hardware description or a plan; what the process allocates later changes no plan. */
+   * host_mem_bytes. 0: computed from the resident set that the process had when it first asked for
+   * a hardware description or a plan; what the process allocates later changes no plan. */
   uint64_t reserve_bytes;
 } ps_plan_config;
 
@@ -91,15 +91,15 @@ typedef struct ps_plan_report {
   uint32_t first_round_chunks;
   uint64_t chunk_tokens, tokens_per_step, n_sequences, head_slice_tokens;
   /* arena + scratch + overhead: held against the device cap */
-  uint64_t device_bytes;
+  uint64_t device_used_bytes;
   /* exact sizes of the arenas: the memory map's peaks */
   uint64_t device_arena_bytes, host_arena_bytes;
   /* CUDA: scratch and workspaces; context, kernels and libraries. CPU backend: 0 */
   uint64_t device_scratch_bytes, device_overhead_bytes;
   /* arena + scratch + trace + reserve: held against the host cap */
-  uint64_t host_bytes;
+  uint64_t host_used_bytes;
   uint64_t scratch_bytes, reserve_bytes, trace_bytes;
-  uint64_t device_cap_bytes, host_cap_bytes; /* as given; 0: none */
+  uint64_t device_mem_bytes, host_mem_bytes; /* as given; 0: none */
   /* update: optimizer state on the device too */
   uint64_t resident_param_units, resident_grad_units, resident_update_units, n_units;
   /* updated on the device, moments coming from home for it and going back */
@@ -107,7 +107,7 @@ typedef struct ps_plan_report {
   /* updated at home in two parts: weights first, moments behind all weights */
   uint64_t split_update_units;
   /* streamed, but kept from a round's backward pass to the next round's forward pass */
-  uint64_t turn_units;
+  uint64_t units_kept;
   /* the first round, which may be larger; all layers and chunks */
   uint64_t saved_device_bytes, saved_host_bytes, saved_recompute_bytes;
   uint64_t h2d_bytes, d2h_bytes;        /* a step */
@@ -147,13 +147,13 @@ PS_API ps_status ps_plan_create_sharing(ps_plan **out, ps_evaluations *shared,
 PS_API ps_status ps_plan_destroy(ps_plan *plan);
 PS_API ps_status ps_plan_get_report(const ps_plan *plan, ps_plan_report *out);
 
-/* ps_plan_smallest() - the least device memory (under cfg->host_bytes) and the least host memory
- * (under cfg->device_bytes) for which ps_plan_create() succeeds, BYTES; 0 where none does. Exact
- * (1 byte less of cap is refused) where all plans of the family can be looked at; of large
- * models and steps the least of those looked at in some seconds. */
+/* ps_plan_smallest() - the least device memory (under cfg->host_mem_bytes) and the least host
+ * memory (under cfg->device_mem_bytes) for which ps_plan_create() succeeds, BYTES; 0 where none
+ * does. Exact (1 byte less of cap is refused) where all plans of the family can be looked at; of
+ * large models and steps the least of those looked at in some seconds. */
 PS_API ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *cfg,
-                                  const ps_hardware *hw, uint64_t *device_bytes,
-                                  uint64_t *host_bytes);
+                                  const ps_hardware *hw, uint64_t *device_mem_bytes,
+                                  uint64_t *host_mem_bytes);
 
 /* ps_plan_text() - the plan in words and a small table, for a person; ps_plan_json() -
  * everything, unit by unit and fate by fate, for scripts. Owned by the plan. NULL when memory

@@ -33,8 +33,8 @@ static int search(const cli_job *job, ps_evaluations *shared, cli_cell *cell) {
   ps_hardware hardware = job->hardware;
   ps_plan_report report = {.struct_bytes = sizeof report};
   ps_plan *plan = NULL;
-  cfg.device_bytes = cell->device_mem_bytes;
-  cfg.host_bytes = cell->host_mem_bytes;
+  cfg.device_mem_bytes = cell->device_mem_bytes;
+  cfg.host_mem_bytes = cell->host_mem_bytes;
   /* the machine to plan for has at least the cap of host memory; 0: its memory is not checked */
   hardware.host_memory_bytes = 0;
   ps_status st = ps_plan_create_sharing(&plan, shared, &job->config, &cfg, &hardware);

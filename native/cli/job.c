@@ -326,8 +326,8 @@ int cli_job_prepare(cli_job *j) {
   j->plan_config = (ps_plan_config){
       .struct_bytes = sizeof j->plan_config,
       .recipe = j->recipe,
-      .device_bytes = j->device_mem,
-      .host_bytes = j->host_mem,
+      .device_mem_bytes = j->device_mem,
+      .host_mem_bytes = j->host_mem,
       .seq_len = j->seq_len,
       .tokens_per_step = j->tokens_per_step,
       .chunk_tokens = j->chunk_tokens,

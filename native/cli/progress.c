@@ -21,10 +21,10 @@ void cli_progress_begin(cli_progress *p, const cli_job *job) {
       .quiet = job->quiet,
       .tty = isatty(STDERR_FILENO),
       .n_steps = job->steps,
-      .device_mem_bytes =
-          job->report.device_cap_bytes ? job->report.device_cap_bytes : job->report.device_bytes,
+      .device_mem_bytes = job->report.device_mem_bytes ? job->report.device_mem_bytes
+                                                       : job->report.device_used_bytes,
       .host_mem_bytes =
-          job->report.host_cap_bytes ? job->report.host_cap_bytes : job->report.host_bytes,
+          job->report.host_mem_bytes ? job->report.host_mem_bytes : job->report.host_used_bytes,
       .started_s = cli_now_s(),
       .printed_s = cli_now_s(),
   };

@@ -157,12 +157,12 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
           r->predicted_step_s, r->step_s_median,
           r->predicted_step_s > 0 ? r->step_s_median / r->predicted_step_s : 0);
   print_deviation(out, job, r);
-  fprintf(out, "device memory   plan %s  measured %s  cap %s\n", cli_bytes(a, plan->device_bytes),
-          cli_bytes(b, r->device_peak_bytes),
-          plan->device_cap_bytes ? cli_bytes(c, plan->device_cap_bytes) : "none");
-  fprintf(out, "host memory     plan %s  measured %s  cap %s\n", cli_bytes(a, plan->host_bytes),
-          cli_bytes(b, r->host_peak_bytes),
-          plan->host_cap_bytes ? cli_bytes(c, plan->host_cap_bytes) : "none");
+  fprintf(out, "device memory   plan %s  measured %s  cap %s\n",
+          cli_bytes(a, plan->device_used_bytes), cli_bytes(b, r->device_peak_bytes),
+          plan->device_mem_bytes ? cli_bytes(c, plan->device_mem_bytes) : "none");
+  fprintf(out, "host memory     plan %s  measured %s  cap %s\n",
+          cli_bytes(a, plan->host_used_bytes), cli_bytes(b, r->host_peak_bytes),
+          plan->host_mem_bytes ? cli_bytes(c, plan->host_mem_bytes) : "none");
   if (r->timeline_path) {
     fprintf(out, "stream        busy   waiting\n");
     for (uint32_t s = 0; s < r->n_streams; s++)
@@ -200,11 +200,11 @@ void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r) {
   cli_json_number(&j, "predicted_step_s", r->predicted_step_s);
   cli_json_number(&j, "tokens_per_s", r->wall_s > 0 ? (double)r->tokens / r->wall_s : 0);
   cli_json_count(&j, "device_peak_bytes", r->device_peak_bytes);
-  cli_json_count(&j, "device_used_bytes", job->report.device_bytes);
-  cli_json_count(&j, "device_mem_bytes", job->report.device_cap_bytes);
+  cli_json_count(&j, "device_used_bytes", job->report.device_used_bytes);
+  cli_json_count(&j, "device_mem_bytes", job->report.device_mem_bytes);
   cli_json_count(&j, "host_peak_bytes", r->host_peak_bytes);
-  cli_json_count(&j, "host_used_bytes", job->report.host_bytes);
-  cli_json_count(&j, "host_mem_bytes", job->report.host_cap_bytes);
+  cli_json_count(&j, "host_used_bytes", job->report.host_used_bytes);
+  cli_json_count(&j, "host_mem_bytes", job->report.host_mem_bytes);
   cli_json_open(&j, "streams", '[');
   for (uint32_t s = 0; s < r->n_streams; s++) {
     cli_json_open(&j, NULL, '{');

@@ -527,21 +527,21 @@ static uint64_t in_full(const ps_hardware *hw, bool at_length) {
 
 /* Memory that measuring may take of @host_bytes for the whole process (0: no cap) and of what
  * the system has. */
-static uint64_t room(uint64_t host_bytes) {
+static uint64_t room(uint64_t host_mem_bytes) {
   const uint64_t held = ps__resident_bytes(), free = ps__host_memory_free(),
-                 within = host_bytes > held ? host_bytes - held : 0;
-  return host_bytes && within < free ? within : free;
+                 within = host_mem_bytes > held ? host_mem_bytes - held : 0;
+  return host_mem_bytes && within < free ? within : free;
 }
 
-int ps_hardware_ample(const ps_hardware *hw, uint64_t host_bytes) {
-  return hw && in_full(hw, false) <= room(host_bytes);
+int ps_hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes) {
+  return hw && in_full(hw, false) <= room(host_mem_bytes);
 }
 
 /* The full size where there is room, else what there is room for. */
 static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool at_length,
-                               uint64_t host_bytes) {
+                               uint64_t host_mem_bytes) {
   const bool gpu = hw->backend == PS_BACKEND_CUDA;
-  const uint64_t have = room(host_bytes), mib = 1 << 20,
+  const uint64_t have = room(host_mem_bytes), mib = 1 << 20,
                  least = gpu ? LEAST_LARGE_BUFFER : LEAST_BUFFER;
   const uint32_t n = at_length ? 5 : 4; /* one more to touch first */
   char need[32], there[32];
@@ -563,13 +563,13 @@ static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool at_l
 }
 
 static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads,
-                     uint64_t host_bytes, double seconds, bool at_length) {
+                     uint64_t host_mem_bytes, double seconds, bool at_length) {
   if (!out || !(seconds >= 0))
     return ps__fail(PS_EINVAL, "measuring a machine: out must be given and seconds not negative");
   ps_hardware hw;
   PS_TRY(ps__hardware_facts(&hw, backend, device, n_threads));
   bench b = {.beside_gpu = backend == PS_BACKEND_CUDA};
-  PS_TRY(choose_buffer(&b.bytes, &hw, at_length, host_bytes));
+  PS_TRY(choose_buffer(&b.bytes, &hw, at_length, host_mem_bytes));
   if (seconds == 0)
     seconds = b.beside_gpu ? (at_length ? 125 : 16) : at_length ? 5 : 1;
   b.seconds = seconds_a_case(seconds, b.beside_gpu, at_length);
@@ -600,11 +600,11 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
 }
 
 ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device,
-                              uint32_t n_threads, uint64_t host_bytes, double seconds) {
-  return run(out, backend, device, n_threads, host_bytes, seconds, false);
+                              uint32_t n_threads, uint64_t host_mem_bytes, double seconds) {
+  return run(out, backend, device, n_threads, host_mem_bytes, seconds, false);
 }
 
 ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device,
-                              uint32_t n_threads, uint64_t host_bytes, double seconds) {
-  return run(out, backend, device, n_threads, host_bytes, seconds, true);
+                              uint32_t n_threads, uint64_t host_mem_bytes, double seconds) {
+  return run(out, backend, device, n_threads, host_mem_bytes, seconds, true);
 }

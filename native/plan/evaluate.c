@@ -76,14 +76,14 @@ uint64_t ps__budget(const ps__search *s, uint64_t ops) {
   return layers > 32 ? ops * layers / 32 : ops;
 }
 
-bool ps__fits_under(const ps__search *s, uint64_t device_cap, uint64_t host_cap,
+bool ps__fits_under(const ps__search *s, uint64_t device_mem, uint64_t host_mem,
                     const uint64_t bytes[PS__N_SPACES]) {
-  return bytes[PS__SPACE_DEVICE] <= device_cap && bytes[PS__SPACE_HOST] <= host_cap &&
+  return bytes[PS__SPACE_DEVICE] <= device_mem && bytes[PS__SPACE_HOST] <= host_mem &&
          ps__host_taken(s, bytes) <= s->machine;
 }
 
 bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
-  return ps__fits_under(s, s->device_cap, s->host_cap, bytes);
+  return ps__fits_under(s, s->device_mem, s->host_mem, bytes);
 }
 
 /* From one round's first op on the compute stream to the next one's, of the last two rounds

@@ -19,7 +19,7 @@ typedef struct ps__search {
   /* of each size's members of the family that stream all blocks' parameters, and that keep some
    * on the device: far apart */
   ps__fastest fastest[2 * PS__MAX_MICROBATCHES];
-  uint64_t device_cap, host_cap, machine; /* machine: host memory in all */
+  uint64_t device_mem, host_mem, machine; /* machine: host memory in all */
   uint64_t best_miss, n_ops;              /* n_ops: emitted and simulated so far */
   uint8_t *evaluated;                     /* [family.n_members] 1: looked at */
   /* look at steps with all their rounds, though shorter ones tell nearly the same */
@@ -73,7 +73,7 @@ uint64_t ps__budget(const ps__search *s, uint64_t ops);
 /* Whether so many bytes are within both caps and the machine's memory; what of it is host
  * memory. */
 bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_SPACES]);
-bool ps__fits_under(const ps__search *s, uint64_t device_cap, uint64_t host_cap,
+bool ps__fits_under(const ps__search *s, uint64_t device_mem, uint64_t host_mem,
                     const uint64_t bytes[PS__N_SPACES]);
 uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__N_SPACES]);
 /* ps__evaluate_begin() - in bytes what no map of the candidate goes below. ps__evaluate_map() - the

@@ -175,25 +175,25 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
   char host[32], need[32], cap[32], lower[128];
   const ps_plan_config *c = &p->cfg;
   const uint64_t there = p->hw.backend == PS_BACKEND_CUDA ? p->hw.device_memory_bytes : 0;
-  const bool gpu = there && (!c->device_bytes || there < c->device_bytes);
+  const bool gpu = there && (!c->device_mem_bytes || there < c->device_mem_bytes);
   what_to_lower(lower, p, r->smallest_device != 0);
   if (r->smallest_device)
-    ps__format_bytes_apart(need, r->smallest_device, cap, gpu ? there : c->device_bytes);
+    ps__format_bytes_apart(need, r->smallest_device, cap, gpu ? there : c->device_mem_bytes);
   else if (r->smallest_host)
-    ps__format_bytes_apart(need, r->smallest_host, cap, c->host_bytes);
+    ps__format_bytes_apart(need, r->smallest_host, cap, c->host_mem_bytes);
   if (r->smallest_device && gpu)
     return ps__fail(PS_EBUDGET,
                     "needs %s of device memory, this GPU has %s that nothing else uses: end what "
                     "else uses it, or lower %s "
                     "(the smallest plan takes %llu bytes)",
                     need, cap, lower, (unsigned long long)r->smallest_device);
-  if (r->smallest_device && p->hw.host_memory_bytes && c->host_bytes > p->hw.host_memory_bytes)
+  if (r->smallest_device && p->hw.host_memory_bytes && c->host_mem_bytes > p->hw.host_memory_bytes)
     return ps__fail(
         PS_EBUDGET,
         "%s of host memory given, the machine has %s, with which %s of device memory are needed: "
         "take a machine with more host memory, or raise "
         "--device-mem (the smallest plan takes %llu bytes)",
-        ps__format_bytes(host, c->host_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
+        ps__format_bytes(host, c->host_mem_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
         ps__format_bytes(need, r->smallest_device), (unsigned long long)r->smallest_device);
   if (r->smallest_device)
     return ps__fail(PS_EBUDGET,
@@ -222,13 +222,15 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->n_sequences = l->n_sequences;
   o->head_slice_tokens = p->spec.head_slice;
   o->device_arena_bytes = ps__arena_round(s->space_bytes[PS__SPACE_DEVICE]);
-  o->device_bytes = o->device_arena_bytes + ps__device_overhead(p, s, &o->device_scratch_bytes);
-  o->device_overhead_bytes = o->device_bytes - o->device_arena_bytes - o->device_scratch_bytes;
+  o->device_used_bytes =
+      o->device_arena_bytes + ps__device_overhead(p, s, &o->device_scratch_bytes);
+  o->device_overhead_bytes = o->device_used_bytes - o->device_arena_bytes - o->device_scratch_bytes;
   o->host_arena_bytes = ps__arena_round(s->space_bytes[PS__SPACE_HOST]);
-  o->host_bytes = o->host_arena_bytes + ps__host_overhead(p, s, &o->scratch_bytes, &o->trace_bytes);
+  o->host_used_bytes =
+      o->host_arena_bytes + ps__host_overhead(p, s, &o->scratch_bytes, &o->trace_bytes);
   o->reserve_bytes = p->cfg.reserve_bytes;
-  o->device_cap_bytes = p->cfg.device_bytes;
-  o->host_cap_bytes = p->cfg.host_bytes;
+  o->device_mem_bytes = p->cfg.device_mem_bytes;
+  o->host_mem_bytes = p->cfg.host_mem_bytes;
   o->n_units = p->spec.n_units;
   for (uint32_t u = 0; u < p->spec.n_units; u++) {
     o->resident_param_units += p->spec.param_resident[u];
@@ -236,7 +238,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
     o->resident_update_units += p->spec.update_resident[u];
     o->streamed_update_units += p->spec.update_streamed[u];
     o->split_update_units += p->spec.update_split[u];
-    o->turn_units +=
+    o->units_kept +=
         p->layout.n_rounds > 1 && u > 0 && u <= p->spec.blocks_kept && !p->spec.param_resident[u];
   }
   o->saved_device_bytes = s->saved_bytes[PS_POLICY_DEVICE];
@@ -326,7 +328,7 @@ void ps_evaluations_destroy(ps_evaluations *e) {
 /* PS_EINVAL where @p is of another model, batch or machine than the plans before. */
 static ps_status share(ps_evaluations *e, const ps_plan *p) {
   ps_plan_config cfg = p->cfg;
-  cfg.device_bytes = cfg.host_bytes = 0;
+  cfg.device_mem_bytes = cfg.host_mem_bytes = 0;
   if (!e->used) {
     e->model = p->model;
     e->cfg = cfg;
@@ -417,9 +419,11 @@ ps_status ps_plan_get_report(const ps_plan *plan, ps_plan_report *out) {
 }
 
 ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *cfg,
-                           const ps_hardware *hw, uint64_t *device_bytes, uint64_t *host_bytes) {
-  if (!device_bytes || !host_bytes)
-    return ps__fail(PS_EINVAL, "ps_plan_smallest: device_bytes and host_bytes must be given");
+                           const ps_hardware *hw, uint64_t *device_mem_bytes,
+                           uint64_t *host_mem_bytes) {
+  if (!device_mem_bytes || !host_mem_bytes)
+    return ps__fail(PS_EINVAL,
+                    "ps_plan_smallest: device_mem_bytes and host_mem_bytes must be given");
   ps_plan *p = NULL;
   ps__search_result r;
   ps__memo *memo = NULL;
@@ -431,8 +435,8 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   ps_plan_destroy(p);
   if (st != PS_OK)
     return st;
-  *device_bytes = r.smallest_device;
-  *host_bytes = r.smallest_host;
+  *device_mem_bytes = r.smallest_device;
+  *host_mem_bytes = r.smallest_host;
   return PS_OK;
 }
 

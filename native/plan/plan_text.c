@@ -33,23 +33,23 @@ __attribute__((format(printf, 2, 3))) static void say(text *t, const char *fmt, 
 
 static void say_memory(text *t, const ps_plan_report *r) {
   char a[32], b[32], c[32], d[32], e[32];
-  if (r->device_cap_bytes)
-    say(t, "device memory    %s of %s", ps__format_bytes(a, r->device_bytes),
-        ps__format_bytes(b, r->device_cap_bytes));
+  if (r->device_mem_bytes)
+    say(t, "device memory    %s of %s", ps__format_bytes(a, r->device_used_bytes),
+        ps__format_bytes(b, r->device_mem_bytes));
   else
-    say(t, "device memory    %s (no cap)", ps__format_bytes(a, r->device_bytes));
+    say(t, "device memory    %s (no cap)", ps__format_bytes(a, r->device_used_bytes));
   if (r->device_overhead_bytes)
     say(t, ": arena %s, scratch %s, context and libraries %s",
         ps__format_bytes(a, r->device_arena_bytes), ps__format_bytes(b, r->device_scratch_bytes),
         ps__format_bytes(c, r->device_overhead_bytes));
   say(t, "\n");
-  ps__format_bytes(a, r->host_bytes);
+  ps__format_bytes(a, r->host_used_bytes);
   ps__format_bytes(c, r->host_arena_bytes);
   ps__format_bytes(d, r->scratch_bytes + r->trace_bytes);
   ps__format_bytes(e, r->reserve_bytes);
-  if (r->host_cap_bytes)
+  if (r->host_mem_bytes)
     say(t, "host memory      %s of %s: arena %s, scratch and trace %s, process %s\n", a,
-        ps__format_bytes(b, r->host_cap_bytes), c, d, e);
+        ps__format_bytes(b, r->host_mem_bytes), c, d, e);
   else
     say(t, "host memory      %s (no cap): arena %s, scratch and trace %s, process %s\n", a, c, d,
         e);
@@ -75,18 +75,18 @@ static void write_text(text *t, const ps_plan *p) {
     say(t, ", the first of %u", r->first_round_chunks);
   say(t, "; head and loss in slices of %llu\n", (unsigned long long)r->head_slice_tokens);
   say_memory(t, r);
-  char turn[64] = "";
-  if (r->turn_units)
-    snprintf(turn, sizeof turn, ", %llu more kept from a round to the next",
-             (unsigned long long)r->turn_units);
+  char kept[64] = "";
+  if (r->units_kept)
+    snprintf(kept, sizeof kept, ", %llu more kept from a round to the next",
+             (unsigned long long)r->units_kept);
   say(t, "parameters       %s (%llu of %llu units%s), gradients %s, optimizer state %s (%s)\n",
       where(r->resident_param_units, r->n_units), (unsigned long long)r->resident_param_units,
-      (unsigned long long)r->n_units, turn, where(r->resident_grad_units, r->n_units),
+      (unsigned long long)r->n_units, kept, where(r->resident_grad_units, r->n_units),
       r->resident_update_units ? "on the device" : "at the host",
       ps_recipe_name((ps_recipe)p->cfg.recipe));
   if (p->spec.sum_threads && p->spec.sum_threads < p->hw.n_threads && p->layout.n_rounds > 1)
     say(t,
-        "gradients        added at home by %u of %u threads: copies get more of the host's "
+        "gradients        added on the host by %u of %u threads: copies get more of the host's "
         "memory\n",
         p->spec.sum_threads, p->hw.n_threads);
   if (r->streamed_update_units)
@@ -96,12 +96,12 @@ static void write_text(text *t, const ps_plan *p) {
         (unsigned long long)r->streamed_update_units);
   if (r->split_update_units)
     say(t,
-        "%s %llu units at home in two parts: their weights first, their moments behind all "
+        "%s %llu units on the host in two parts: the weights first, the moments after all "
         "weights\n",
         r->streamed_update_units ? "                " : "updates         ",
         (unsigned long long)r->split_update_units);
   if (p->spec.embed_on_host)
-    say(t, "embedding        gathered at home, its gradient added there\n");
+    say(t, "embedding        gathered on the host, its gradient added there\n");
   say(t, "saved tensors    first round: %s on the device, %s sent to the host, %s recomputed\n",
       ps__format_bytes(a, r->saved_device_bytes), ps__format_bytes(b, r->saved_host_bytes),
       ps__format_bytes(c, r->saved_recompute_bytes));
@@ -119,7 +119,7 @@ static void write_text(text *t, const ps_plan *p) {
   for (uint32_t i = 0; i < PS__N_STREAMS; i++)
     say(t, "  %-14s %8.3f s busy (%3.0f%%)\n", ps_plan_stream_name(i), r->stream_busy_s[i],
         r->step_s > 0 ? 100 * r->stream_busy_s[i] / r->step_s : 0);
-  say(t, "%llu ops and %llu waits a step; %u plans looked at, %u fit\n",
+  say(t, "%llu ops and %llu waits a step; %u candidates, %u of those evaluated fit\n",
       (unsigned long long)r->n_ops, (unsigned long long)r->n_waits, r->n_candidates, r->n_feasible);
 }
 
@@ -152,13 +152,13 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
                {"n_chunks", r->n_chunks},
                {"chunk_tokens", r->chunk_tokens},
                {"head_slice_tokens", r->head_slice_tokens},
-               {"device_bytes", r->device_bytes},
+               {"device_used_bytes", r->device_used_bytes},
                {"device_arena_bytes", r->device_arena_bytes},
                {"device_scratch_bytes", r->device_scratch_bytes},
                {"device_overhead_bytes", r->device_overhead_bytes},
-               {"device_cap_bytes", r->device_cap_bytes},
-               {"host_bytes", r->host_bytes},
-               {"host_cap_bytes", r->host_cap_bytes},
+               {"device_mem_bytes", r->device_mem_bytes},
+               {"host_used_bytes", r->host_used_bytes},
+               {"host_mem_bytes", r->host_mem_bytes},
                {"host_arena_bytes", r->host_arena_bytes},
                {"scratch_bytes", r->scratch_bytes},
                {"trace_bytes", r->trace_bytes},
@@ -168,7 +168,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
                {"resident_update_units", r->resident_update_units},
                {"streamed_update_units", r->streamed_update_units},
                {"split_update_units", r->split_update_units},
-               {"turn_units", r->turn_units},
+               {"units_kept", r->units_kept},
                {"n_units", r->n_units},
                {"saved_device_bytes", r->saved_device_bytes},
                {"saved_host_bytes", r->saved_host_bytes},
@@ -184,7 +184,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_uint(w, field[i].name, field[i].value);
   ps__jsonw_string(w, "recipe", ps_recipe_name((ps_recipe)p->cfg.recipe));
   ps__jsonw_bool(w, "clip", p->cfg.clip != 0);
-  ps__jsonw_bool(w, "embed_at_home", p->spec.embed_on_host);
+  ps__jsonw_bool(w, "embed_on_host", p->spec.embed_on_host);
   ps__jsonw_number(w, "model_flops", r->model_flops);
   ps__jsonw_number(w, "recompute_flops", r->recompute_flops);
   ps__jsonw_number(w, "predicted_step_s", r->step_s);
@@ -221,7 +221,7 @@ static void json_units(ps__jsonw *w, const ps_plan *p) {
   for (uint32_t u = 0; u < p->spec.n_units; u++) {
     ps__jsonw_object(w, NULL);
     ps__jsonw_uint(w, "elements", p->step.unit_host[u].n);
-    const char *const streamed = u == 0 && p->spec.embed_on_host ? "at home" : "streamed";
+    const char *const streamed = u == 0 && p->spec.embed_on_host ? "host" : "streamed";
     ps__jsonw_string(w, "parameters", p->spec.param_resident[u] ? "resident" : streamed);
     ps__jsonw_string(w, "gradients", p->spec.grad_resident[u] ? "resident" : streamed);
     ps__jsonw_string(w, "optimizer_state", p->spec.update_resident[u] ? "device" : "host");

@@ -225,7 +225,7 @@ static ps_status confirm_best(ps__search *s) {
 static ps_status spend_host(ps__search *s) {
   const double most_ns = s->best[0].ns;
   const int layers = s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255;
-  for (int by = 16; by > 0 && s->best[0].ns > 0 && s->host_cap != UINT64_MAX; by /= 2) {
+  for (int by = 16; by > 0 && s->best[0].ns > 0 && s->host_mem != UINT64_MAX; by /= 2) {
     const ps__fastest before = s->best[0];
     ps__candidate m = before.candidate;
     ps__evaluation e;
@@ -256,16 +256,16 @@ static ps_status keep_best(ps__search *s) {
 
 static uint64_t beyond(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
   const uint64_t d = bytes[PS__SPACE_DEVICE], h = bytes[PS__SPACE_HOST];
-  return (d > s->device_cap ? d - s->device_cap : 0) + (h > s->host_cap ? h - s->host_cap : 0);
+  return (d > s->device_mem ? d - s->device_mem : 0) + (h > s->host_mem ? h - s->host_mem : 0);
 }
 
 static void note_smallest(ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
   ps__search_result *r = s->out;
   const uint64_t device = bytes[PS__SPACE_DEVICE], host = bytes[PS__SPACE_HOST];
   const bool machine = ps__host_taken(s, bytes) <= s->machine;
-  if (machine && host <= s->host_cap && (r->smallest_device == 0 || device < r->smallest_device))
+  if (machine && host <= s->host_mem && (r->smallest_device == 0 || device < r->smallest_device))
     r->smallest_device = device;
-  if (machine && device <= s->device_cap && (r->smallest_host == 0 || host < r->smallest_host))
+  if (machine && device <= s->device_mem && (r->smallest_host == 0 || host < r->smallest_host))
     r->smallest_host = host;
   if (r->any_device == 0 || beyond(s, bytes) < s->best_miss) {
     r->any_device = device;
@@ -280,9 +280,9 @@ static bool could_be_smallest(const ps__search *s, const uint64_t bytes[PS__N_SP
   const uint64_t device = bytes[PS__SPACE_DEVICE], host = bytes[PS__SPACE_HOST];
   const bool machine = ps__host_taken(s, bytes) <= s->machine;
   return r->any_device == 0 ||
-         (machine && host <= s->host_cap &&
+         (machine && host <= s->host_mem &&
           (r->smallest_device == 0 || device < r->smallest_device)) ||
-         (machine && device <= s->device_cap &&
+         (machine && device <= s->device_mem &&
           (r->smallest_host == 0 || host < r->smallest_host)) ||
          (!r->smallest_device && !r->smallest_host && beyond(s, bytes) < s->best_miss);
 }
@@ -373,8 +373,8 @@ static ps_status ladder_search_init(ladder_search *r, const ps__search *s, uint6
   if (!r->s)
     return ps__fail(PS_ENOMEM, "out of memory for the search");
   *r->s = *s;
-  r->s->device_cap = device;
-  r->s->host_cap = host;
+  r->s->device_mem = device;
+  r->s->host_mem = host;
   r->s->out = &r->out;
   r->s->evaluated = ps__calloc(s->space.n_candidates + 1, sizeof *r->s->evaluated);
   return r->s->evaluated ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the search");
@@ -405,7 +405,7 @@ static const double LADDER_WORTH = 1.02;
 
 static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADDER_SEARCHES],
                                    uint32_t *n, uint64_t device, uint64_t host) {
-  const double most = LADDER_WORTH * least_estimate(s, s->device_cap, s->host_cap),
+  const double most = LADDER_WORTH * least_estimate(s, s->device_mem, s->host_mem),
                here = device && host ? least_estimate(s, device, host) : 0;
   if (*n == MAX_LADDER_SEARCHES || ps__budget(s, *n + 1) > MOST_BUDGETS || here == 0 || here > most)
     return PS_OK;
@@ -419,11 +419,11 @@ static ps_status find_on_ladder(ps__search *s) {
   ladder_search r[MAX_LADDER_SEARCHES] = {0};
   ps__pool *pool;
   uint32_t n = 1;
-  ps_status st = ladder_search_init(&r[0], s, s->device_cap, s->host_cap);
+  ps_status st = ladder_search_init(&r[0], s, s->device_mem, s->host_mem);
   if (st == PS_OK && s->large)
-    st = add_ladder_search(s, r, &n, ladder_cap_below(s->device_cap), s->host_cap);
+    st = add_ladder_search(s, r, &n, ladder_cap_below(s->device_mem), s->host_mem);
   if (st == PS_OK && s->large)
-    st = add_ladder_search(s, r, &n, s->device_cap, ladder_cap_below(s->host_cap));
+    st = add_ladder_search(s, r, &n, s->device_mem, ladder_cap_below(s->host_mem));
   if (st == PS_OK)
     st = ps__pool_create(&pool, ps__search_space_workers(&s->space, n), "ladder");
   if (st == PS_OK) {
@@ -453,12 +453,12 @@ ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__sear
   s->plan = plan;
   s->memo = memo;
   s->out = out;
-  s->device_cap = plan->cfg.device_bytes ? plan->cfg.device_bytes : UINT64_MAX;
-  s->host_cap = plan->cfg.host_bytes ? plan->cfg.host_bytes : UINT64_MAX;
+  s->device_mem = plan->cfg.device_mem_bytes ? plan->cfg.device_mem_bytes : UINT64_MAX;
+  s->host_mem = plan->cfg.host_mem_bytes ? plan->cfg.host_mem_bytes : UINT64_MAX;
   s->machine = hw->host_memory_bytes ? hw->host_memory_bytes : UINT64_MAX;
   if (hw->backend == PS_BACKEND_CUDA && hw->device_memory_bytes &&
-      hw->device_memory_bytes < s->device_cap)
-    s->device_cap = hw->device_memory_bytes;
+      hw->device_memory_bytes < s->device_mem)
+    s->device_mem = hw->device_memory_bytes;
   ps_status st = ps__search_space_init(&s->space, plan, &plan->hooks);
   out->n_candidates = (uint32_t)s->space.n_candidates;
   s->prune = true;

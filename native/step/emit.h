@@ -138,7 +138,7 @@ void ps__total_ready(ps__builder *b, uint32_t unit);
 void ps__emit_updates(ps__builder *b);
 
 /* ---- the embedding (embed.c) ----------------------------------------------------------------- */
-/* embed_at_home: the round's rows, gathered and on their way to the device */
+/* embed_on_host: the round's rows, gathered and on their way to the device */
 void ps__gather_round(ps__builder *b, uint32_t round);
 /* its blocks of the batch on their way to the device (step.c) */
 void ps__copy_batch(ps__builder *b, uint32_t round);

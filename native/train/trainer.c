@@ -173,14 +173,14 @@ static ps_status open_engine(ps_trainer *t) {
 static ps_status note_memory(ps_trainer *t, bool opening) {
   char used[32], cap[32], planned[32];
   uint64_t now = 0;
-  const uint64_t given = t->plan->cfg.device_bytes;
+  const uint64_t given = t->plan->cfg.device_mem_bytes;
   PS_TRY(ps__engine_memory(t->engine, &now));
   if (now > t->device_peak)
     t->device_peak = now;
   if (!given || t->device_peak <= given || t->warned)
     return PS_OK;
   ps__format_bytes_apart(used, t->device_peak, cap, given);
-  ps__format_bytes(planned, t->plan->report.device_bytes);
+  ps__format_bytes(planned, t->plan->report.device_used_bytes);
   if (opening)
     return ps__fail(
         PS_EBUDGET,

@@ -23,7 +23,7 @@ def main(model_dir: str, shards: str, out: str, steps: str = "8") -> list[float]
     smallest, _ = Plan.smallest(model, seq_len=SEQ_LEN)
     roomy = Plan(model, seq_len=SEQ_LEN)
     cap = (
-        smallest + roomy.report["device_bytes"]
+        smallest + roomy.report["device_used_bytes"]
     ) // 2  # halfway between what is needed and what would be welcome
     try:
         Plan(model, seq_len=SEQ_LEN, device_mem=smallest - 1)

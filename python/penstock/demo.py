@@ -125,14 +125,14 @@ def choose_caps(plan_command: list) -> tuple[int, int, dict]:
     roomy = json.loads(call(*plan_command))
     smallest = json.loads(call(*plan_command, "--smallest"))
     least = smallest["smallest_device_bytes"]
-    device = (least + (roomy["device_bytes"] - least) // 4) // MIB * MIB
+    device = (least + (roomy["device_used_bytes"] - least) // 4) // MIB * MIB
     least_host = json.loads(call(*plan_command, "--smallest", f"--device-mem={device}"))[
         "smallest_host_bytes"
     ]
     host = (least_host + least_host // 10) // MIB * MIB
     plan = json.loads(call(*plan_command, f"--device-mem={device}", f"--host-mem={host}"))
     console.print(
-        f"Without caps the plan takes {roomy['device_bytes'] / MIB:.0f} MiB of device memory; the smallest plan takes "
+        f"Without caps the plan takes {roomy['device_used_bytes'] / MIB:.0f} MiB of device memory; the smallest plan takes "
         f"{least / MIB:.0f}. Given: [bold]--device-mem {device // MIB}MiB --host-mem {host // MIB}MiB[/]"
     )
     return device, host, plan

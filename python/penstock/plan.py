@@ -286,8 +286,8 @@ class Plan(Owner):
         return struct(
             "ps_plan_config",
             recipe=which[0],
-            device_bytes=parse_bytes(device_mem, "device_mem"),
-            host_bytes=parse_bytes(host_mem, "host_mem"),
+            device_mem_bytes=parse_bytes(device_mem, "device_mem"),
+            host_mem_bytes=parse_bytes(host_mem, "host_mem"),
             seq_len=seq_len,
             tokens_per_step=tokens_per_step,
             chunk_tokens=chunk_tokens,

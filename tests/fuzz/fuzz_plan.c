@@ -65,8 +65,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
   if (pins & 8)
     c.first_round_chunks = 1 + word(&b, 1);
   c.clip = pins >> 4 & 1, c.keep_grads = pins >> 5 & 1, c.one_document = pins >> 6 & 1;
-  c.device_bytes = word(&b, 4);
-  c.host_bytes = word(&b, 5);
+  c.device_mem_bytes = word(&b, 4);
+  c.host_mem_bytes = word(&b, 5);
   ps_hardware hw;
   describe(&hw, &b);
   ps_plan *plan = NULL;
@@ -76,8 +76,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
   if (st == PS_OK) {
     if (ps_plan_get_report(plan, &r) != PS_OK || !(r.step_s > 0))
       abort();
-    if ((c.device_bytes && r.device_bytes > c.device_bytes) ||
-        (c.host_bytes && r.host_bytes > c.host_bytes))
+    if ((c.device_mem_bytes && r.device_used_bytes > c.device_mem_bytes) ||
+        (c.host_mem_bytes && r.host_used_bytes > c.host_mem_bytes))
       abort();
   }
   ps_plan_destroy(plan);

@@ -296,12 +296,12 @@ def budgets(where, backend, recipe, clip, layout):
     """Plans from everything resident down to the smallest device, each unlike the others."""
     kw = {"recipe": recipe, "clip": clip > 0, "layout": layout, **SAME_BITS}
     plans = [make_plan(where, backend, **kw)]
-    most, least = plans[0].report["device_bytes"], smallest(where, backend, **kw)
+    most, least = plans[0].report["device_used_bytes"], smallest(where, backend, **kw)
     seen = {decisions(plans[0])}
     for i in reversed(range(8)):
         cap = least + (most - least) * i // 8
         plan = make_plan(where, backend, device_mem=cap, **kw)
-        assert plan.report["device_bytes"] <= cap
+        assert plan.report["device_used_bytes"] <= cap
         if decisions(plan) not in seen:
             seen.add(decisions(plan))
             plans.append(plan)
@@ -480,7 +480,7 @@ def test_the_driver_reports_no_more_than_was_planned(profile, tmp_path):
         run_dir = tmp_path / str(i)
         done = penstock(*train, run_dir, *(["--device-mem", cap] if cap else []))
         assert done.returncode == 0, done.stderr
-        planned = json.loads((run_dir / "plan.json").read_text())["device_bytes"]
+        planned = json.loads((run_dir / "plan.json").read_text())["device_used_bytes"]
         peaks = [
             json.loads(line)["device_peak_bytes"]
             for line in (run_dir / "metrics.jsonl").read_text().splitlines()

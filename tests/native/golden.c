@@ -172,8 +172,8 @@ static void set_field(ps_plan_config *c, char *word) {
     const char *name;
     uint64_t *large;
     uint32_t *small;
-  } field[] = {{"device_bytes", &c->device_bytes, NULL},
-               {"host_bytes", &c->host_bytes, NULL},
+  } field[] = {{"device_mem_bytes", &c->device_mem_bytes, NULL},
+               {"host_mem_bytes", &c->host_mem_bytes, NULL},
                {"seq_len", &c->seq_len, NULL},
                {"tokens_per_step", &c->tokens_per_step, NULL},
                {"chunk_tokens", &c->chunk_tokens, NULL},

@@ -88,15 +88,15 @@ static void plan_one(uint64_t *state, uint64_t seed, const ps_hardware *cpu) {
       uint64_t device, host;
       CHECK(ps_plan_smallest(&model, &cfg, &hw, &device, &host) == PS_OK);
       if (rnd_below(state, 2))
-        cfg.device_bytes = device + device / ONE_OF(1, 8, 64);
+        cfg.device_mem_bytes = device + device / ONE_OF(1, 8, 64);
       else
-        cfg.host_bytes = host + host / ONE_OF(1, 8, 64);
+        cfg.host_mem_bytes = host + host / ONE_OF(1, 8, 64);
     }
     const ps_status st = ps_plan_create(&plan, &model, &cfg, &hw);
     if (st == PS_OK) {
       CHECK(ps_plan_get_report(plan, &r) == PS_OK);
-      CHECK(!cfg.device_bytes || r.device_bytes <= cfg.device_bytes);
-      CHECK(!cfg.host_bytes || r.host_bytes <= cfg.host_bytes);
+      CHECK(!cfg.device_mem_bytes || r.device_used_bytes <= cfg.device_mem_bytes);
+      CHECK(!cfg.host_mem_bytes || r.host_used_bytes <= cfg.host_mem_bytes);
       CHECK(r.step_s > 0);
     } else
       CHECK(st == PS_EBUDGET ||
@@ -146,7 +146,7 @@ static void test_a_cap_far_beyond(const ps_hardware *cpu) {
     CHECK(ps_plan_create(&plan, &model, &cfg, &hw) == PS_OK);
     CHECK(ps_plan_get_report(plan, &r[i]) == PS_OK);
     ps_plan_destroy(plan);
-    cfg.device_bytes = 1ull << 50;
+    cfg.device_mem_bytes = 1ull << 50;
   }
   CHECK(r[0].step_s == r[1].step_s);
   printf("ok a cap of 2^50 bytes is as none\n");
@@ -178,17 +178,17 @@ static void test_shared_evaluations(const ps_hardware *hw) {
   CHECK(ps_evaluations_create(&shared) == PS_OK);
   for (uint32_t i = 0; i < 4; i++) { /* all of what a plan takes that has no cap, then less */
     ps_plan *alone = NULL, *sharing = NULL;
-    c.device_bytes = all.device_bytes / 8 * (8 - 2 * i);
+    c.device_mem_bytes = all.device_used_bytes / 8 * (8 - 2 * i);
     CHECK(ps_plan_create(&alone, &m, &c, hw) == PS_OK);
     CHECK(ps_plan_create_sharing(&sharing, shared, &m, &c, hw) == PS_OK);
     CHECK(!strcmp(ps_plan_json(alone), ps_plan_json(sharing)));
     CHECK(ps_plan_get_report(sharing, &r) == PS_OK &&
-          (i == 0 || r.device_bytes < all.device_bytes));
+          (i == 0 || r.device_used_bytes < all.device_used_bytes));
     all = i == 0 ? r : all;
     CHECK(ps_plan_destroy(alone) == PS_OK && ps_plan_destroy(sharing) == PS_OK);
   }
   ps_plan *plan = NULL;
-  c.device_bytes = 4096; /* nothing fits: the least caps share them too */
+  c.device_mem_bytes = 4096; /* nothing fits: the least caps share them too */
   CHECK_FAILS(ps_plan_create_sharing(&plan, shared, &m, &c, hw), PS_EBUDGET, "device memory");
   c.seq_len = 128;
   CHECK_FAILS(ps_plan_create_sharing(&plan, shared, &m, &c, hw), PS_EINVAL, "only the caps");

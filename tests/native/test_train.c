@@ -86,8 +86,8 @@ static ps_plan *make_plan(uint32_t recipe, bool clip, placement where) {
   if (where >= STREAMED)
     return make_streamed_plan(&cfg, where == STREAMED);
   if (where == TIGHT)
-    CHECK(ps_plan_smallest(&model, &cfg, &hw, &cfg.device_bytes, &host) == PS_OK &&
-          cfg.device_bytes > 0);
+    CHECK(ps_plan_smallest(&model, &cfg, &hw, &cfg.device_mem_bytes, &host) == PS_OK &&
+          cfg.device_mem_bytes > 0);
   CHECK(ps_plan_create(&plan, &model, &cfg, &hw) == PS_OK);
   return plan;
 }
