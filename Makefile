@@ -18,7 +18,8 @@
 #           | "1 4": both
 #   NVCCFLAGS  yours, added behind the project's own
 #   V       0: a short line a file (default) | 1: the commands
-#   SAN     thread | address,undefined: build with sanitizers (use another BUILD)
+#   SAN     thread | address,undefined: build with sanitizers and asserts (use another BUILD)
+#   DEBUG   0 (default): without asserts | 1: with asserts, -O0 -g unless you give CFLAGS (use another BUILD)
 # What was built with other settings in the same BUILD is built again.
 BUILD ?= build
 VENV ?= $(BUILD)/venv
@@ -29,7 +30,8 @@ CUDA ?= auto
 CUDNN ?= 1
 FLASH_ATTN ?= 0
 V ?= 0
-CFLAGS ?= -O2 -g
+DEBUG ?= 0
+CFLAGS ?= $(if $(filter 1,$(DEBUG)),-O0 -g,-O2 -g)
 CXXFLAGS ?= -O1
 
 # The folder of the checkout may have spaces in its path: nothing here needs it.
@@ -55,7 +57,8 @@ PS_LDLIBS := -lm -ldl
 ifneq ($(SAN),)
 PS_CFLAGS += -fsanitize=$(SAN) -fno-omit-frame-pointer -DPS_SANITIZED=1
 PS_LDFLAGS += -fsanitize=$(SAN)
-else
+else ifneq ($(DEBUG),1)
+PS_CPPFLAGS += -DNDEBUG
 PS_CFLAGS += -Wframe-larger-than=40960
 endif
 

@@ -84,7 +84,7 @@ def test_a_checkout_with_a_space_builds_and_a_changed_setting_builds_again(check
     )
     everything = compiles("CC=gcc -pipe")
     assert everything > 60 and compiles() == 0
-    for setting in ("CFLAGS=-O0 -g1", "CPPFLAGS=-DNDEBUG", "SAN=address", "BLAS=system"):
+    for setting in ("CFLAGS=-O0 -g1", "CPPFLAGS=-DX=1", "DEBUG=1", "SAN=address", "BLAS=system"):
         assert compiles(setting) == everything, setting
     link = make(*QUICK, "LDFLAGS=-Wl,-O1", "-n", "lib", cwd=checkout).stdout
     assert " -c native/" not in link and " -shared " in link and "-Wl,-O1" in link

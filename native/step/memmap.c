@@ -254,18 +254,3 @@ uint64_t ps__memmap_bound(const ps__vt *vt, size_t n, uint32_t n_ops, uint32_t s
   ps__free(change);
   return base + peak;
 }
-
-bool ps__memmap_check(const ps__vt *vt, size_t n, uint32_t space) {
-  for (size_t i = 0; i < n; i++)
-    for (size_t j = i + 1; j < n; j++) {
-      const ps__vt *a = &vt[i], *b = &vt[j];
-      if (a->space != space || b->space != space || a->bytes == 0 || b->bytes == 0 || a->alias_of ||
-          b->alias_of)
-        continue;
-      const bool together =
-          a->persistent || b->persistent || (a->first < b->last && b->first < a->last);
-      if (together && a->offset < b->offset + b->bytes && b->offset < a->offset + a->bytes)
-        return false;
-    }
-  return true;
-}

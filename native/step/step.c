@@ -1,5 +1,6 @@
 /* step.c - the order of a step: rounds of forward, head, backward; then updates. */
 #include "step/emit.h"
+#include <assert.h>
 #include <string.h>
 
 ps__batch_chunk ps__batch_chunk_of(uint32_t n_tokens) {
@@ -282,6 +283,7 @@ ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layou
       st = ps__fail(PS_ENOMEM, "out of memory for a step of %zu ops", s->n_op);
   }
   builder_free(&b);
+  assert(st != PS_OK || ps__step_valid(s));
   if (st != PS_OK)
     ps__step_free(s);
   return st;
@@ -296,6 +298,8 @@ ps_status ps__step_map(ps__step *s) {
   for (size_t i = 0; i < s->n_vt; i++)
     if (s->vt[i].alias_of)
       s->vt[i].offset += s->vt[s->vt[i].alias_of - 1].offset;
+  for (uint32_t space = 0; space < PS__N_SPACES; space++)
+    assert(ps__memmap_valid(s->vt, s->n_vt, space, s->space_bytes[space]));
   return PS_OK;
 }
 

@@ -246,8 +246,19 @@ uint64_t ps__memmap(ps__vt *vt, size_t n, uint32_t space);
 /* ps__memmap_bound() - BYTES alive at once at most: no map of the space is smaller. UINT64_MAX
  * when memory is out. */
 uint64_t ps__memmap_bound(const ps__vt *vt, size_t n, uint32_t n_ops, uint32_t space);
-/* ps__memmap_check() - no two tensors alive at the same time overlap. For tests and asserts. */
-bool ps__memmap_check(const ps__vt *vt, size_t n, uint32_t space);
+/* ps__memmap_valid() - whether a space's map of @bytes holds: no two tensors that are alive at the
+ * same time overlap, all lie within @bytes, and an alias lies within its owner. For asserts and
+ * tests; offsets as ps__step_map() leaves them. Time: O(n log n). Errors: none. */
+bool ps__memmap_valid(const ps__vt *vt, size_t n, uint32_t space, uint64_t bytes);
+/* ps__step_valid() - whether an emitted step holds, mapped or not:
+ *   - every access lies within its tensor and its tensor's lifetime;
+ *   - no op reads a tensor that no earlier op wrote, persistent ones apart;
+ *   - no op uses a tensor while an alias has its memory;
+ *   - every tensor is freed, fetched parameters among them;
+ *   - a copy moves as many bytes as it reads, between the two spaces;
+ *   - every total has all its contributions, added in their order.
+ * For asserts and tests. Time: O(ops). Errors: none. */
+bool ps__step_valid(const ps__step *s);
 /* Parameter runs of a unit, in order: what sums of squares are taken of. At most
  * PS__MAX_UNIT_SPANS. */
 uint32_t ps__unit_spans(const ps__block *b, const ps_model_config *cfg, uint32_t unit,

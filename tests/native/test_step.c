@@ -1,0 +1,152 @@
+/* test_step.c - the checks of a step and of its memory map: each test breaks one invariant of a
+ * valid step, sees the check fail, and mends it. */
+#include "check.h"
+#include "step/step.h"
+#include <stdio.h>
+
+enum { SEQ_LEN = 64, N_SEQUENCES = 24 };
+
+static const ps_model_config model = {.struct_bytes = sizeof model,
+                                      .vocab_size = 64,
+                                      .n_layers = 3,
+                                      .dim = 32,
+                                      .n_kv_heads = 2,
+                                      .n_heads = 2,
+                                      .head_dim = 16,
+                                      .ffn_dim = 32,
+                                      .max_positions = 4096,
+                                      .bos_token_id = -1,
+                                      .eos_token_id = -1,
+                                      .norm_eps = 1e-5f,
+                                      .rope_factor = 1,
+                                      .rope_low_freq = 1,
+                                      .rope_high_freq = 1,
+                                      .rope_theta = 1e4};
+
+typedef struct built {
+  ps__layout layout;
+  ps__spec spec;
+  ps__step_hooks hooks;
+  ps__step step;
+} built;
+
+/* 24 rounds of bf16, all saved activations offloaded. Totals have 24 contributions and low bytes.
+ * In the first round the offloaded activations are aliases of gradients. */
+static void build(built *b) {
+  CHECK(ps__layout_init(&b->layout, SEQ_LEN, N_SEQUENCES, SEQ_LEN, 1, 0) == PS_OK);
+  CHECK(ps__spec_init(&b->spec, &model, &b->layout) == PS_OK);
+  b->spec.recipe = PS_RECIPE_BF16;
+  b->spec.chunk_tokens = SEQ_LEN;
+  b->spec.chunks_per_round = b->spec.first_round_chunks = 1;
+  b->spec.head_slice = SEQ_LEN;
+  b->spec.clip = true;
+  b->spec.param_lead = b->spec.saved_lead = b->spec.saved_lag = b->spec.grad_lag = 1;
+  memset(b->spec.policy, PS_POLICY_HOST, (size_t)b->spec.n_layers * b->spec.n_chunks * PS__N_SAVED);
+  CHECK(ps__step_build(&b->step, &model, &b->layout, &b->spec, &b->hooks) == PS_OK);
+}
+
+static bool map_valid(const ps__step *s) {
+  for (uint32_t space = 0; space < PS__N_SPACES; space++)
+    if (!ps__memmap_valid(s->vt, s->n_vt, space, s->space_bytes[space]))
+      return false;
+  return true;
+}
+
+/* @field takes @value for one check, which must fail. */
+#define CATCHES(valid, s, field, value)                                                            \
+  do {                                                                                             \
+    const __typeof__(field) kept_ = (field);                                                       \
+    (field) = (value);                                                                             \
+    CHECK(!valid(s));                                                                              \
+    (field) = kept_;                                                                               \
+    CHECK(valid(s));                                                                               \
+  } while (0)
+
+static size_t first_where(const ps__step *s, bool alias, bool persistent) {
+  for (size_t i = 0; i < s->n_vt; i++)
+    if ((s->vt[i].alias_of != 0) == alias && s->vt[i].persistent == persistent)
+      return i;
+  CHECK(!"a tensor of this kind");
+  return 0;
+}
+
+/* A copy to the device and a tensor that it writes. */
+static size_t first_fetch(const ps__step *s) {
+  for (size_t i = 0; i < s->n_op; i++)
+    if (s->op[i].stream == PS__S_H2D)
+      return i;
+  CHECK(!"a copy to the device");
+  return 0;
+}
+
+static size_t op_of(const ps__step *s, const ps_kernel *kernel) {
+  for (size_t i = 0; i < s->n_op; i++)
+    if (s->op[i].kernel == kernel)
+      return i;
+  CHECK(!"an op of this kernel");
+  return 0;
+}
+
+static void test_memmap(ps__step *s) {
+  CHECK(map_valid(s));
+  const size_t alias = first_where(s, true, false), kept = first_where(s, false, true);
+  ps__vt *a = &s->vt[alias];
+  const ps__vt *owner = &s->vt[a->alias_of - 1];
+  /* two that are alive at once, one moved onto the other */
+  size_t other = kept + 1;
+  while (!(s->vt[other].persistent && s->vt[other].space == s->vt[kept].space))
+    other++;
+  CATCHES(map_valid, s, s->vt[other].offset, s->vt[kept].offset);
+  CATCHES(map_valid, s, s->vt[other].offset, s->space_bytes[s->vt[other].space]);
+  CATCHES(map_valid, s, a->offset, owner->offset + owner->bytes);
+  CATCHES(map_valid, s, a->bytes, owner->bytes + 1);
+  CATCHES(map_valid, s, a->space, (uint8_t)PS__SPACE_DEVICE);
+  /* two aliases of one gradient, alive at once */
+  for (size_t i = alias + 1; i < s->n_vt; i++) {
+    ps__vt *b = &s->vt[i];
+    if (b->alias_of == a->alias_of && b->first < a->last) {
+      CATCHES(map_valid, s, b->offset, a->offset);
+      printf("ok a broken memory map is caught\n");
+      return;
+    }
+  }
+  CHECK(!"two aliases of one gradient");
+}
+
+static void test_step(ps__step *s) {
+  CHECK(ps__step_valid(s));
+  const size_t fetch = first_fetch(s);
+  ps__vop *op = &s->op[fetch];
+  ps__vaccess *to = &s->access[op->access + 1];
+  ps__vt *t = &s->vt[to->vt];
+  CATCHES(ps__step_valid, s, to->offset, to->offset + 1);
+  CATCHES(ps__step_valid, s, to->bytes, 0);
+  CATCHES(ps__step_valid, s, to->vt, (uint32_t)s->n_vt);
+  CATCHES(ps__step_valid, s, to->mode, PS_READ); /* then nobody has written it */
+  CATCHES(ps__step_valid, s, op->stream, (uint32_t)PS__S_D2H);
+  CATCHES(ps__step_valid, s, t->first, (uint32_t)fetch + 1);
+  CATCHES(ps__step_valid, s, t->last, (uint32_t)fetch);
+  CATCHES(ps__step_valid, s, t->last, UINT32_MAX); /* never freed */
+  /* a total that lacks a contribution, and one whose contributions change places */
+  ps__vop *sum = &s->op[op_of(s, &ps__k_accumulate_host)];
+  ps__args_accumulate *args = (ps__args_accumulate *)(void *)(s->args + sum->args);
+  CATCHES(ps__step_valid, s, args->index, args->index + 1);
+  CATCHES(ps__step_valid, s, sum->kernel, &ps__k_sumsq_host);
+  /* a gradient that is used while saved activations lie in its memory */
+  ps__vt *alias = &s->vt[first_where(s, true, false)];
+  CATCHES(ps__step_valid, s, alias->last, (uint32_t)s->n_op);
+  printf("ok a broken step is caught\n");
+}
+
+int main(void) {
+  built b = {0};
+  const int64_t before = ps__live_allocations();
+  build(&b);
+  test_memmap(&b.step);
+  test_step(&b.step);
+  ps__step_free(&b.step);
+  ps__spec_free(&b.spec);
+  ps__layout_free(&b.layout);
+  CHECK(ps__live_allocations() == before);
+  return 0;
+}
