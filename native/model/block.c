@@ -76,8 +76,8 @@ static void build_forward(ps__block *b) {
   OP(f, n, ps__k_gemm, F_DOWN, T_R(S), P(WDOWN), T_W(Y), T_R(H));
 }
 
-/* The norm outputs appear here as reads: the step builder finds the forward op that makes them
- * and puts it in front of their first use, as for any tensor that is not at hand. */
+/* The norms' outputs are read here although they are never saved: the step builder puts the forward
+ * op that makes a missing tensor in front of its first use. */
 static void build_backward(ps__block *b) {
   ps__block_op *o = b->bwd;
   uint32_t *n = &b->n_bwd;
@@ -138,7 +138,7 @@ static void describe_tensors(ps__block *b) {
     }
 }
 
-/* A run begins at the tensor whose name ends in `first` and has n elements. */
+/* A span begins at the tensor whose name ends in `first`; it has n elements. */
 static bool find_span(const ps_model_config *cfg, const char *first, uint64_t n,
                       ps__span_info *out) {
   ps_param_info p;
@@ -254,8 +254,8 @@ static uint32_t put_attention(const ps__block *b, const ps__chunk_shape *c, void
                                 .accumulate_dkv = backward && !c->first_dkv,
                                 .document_rows = c->document_rows};
   const double width = (double)m->n_heads * m->head_dim;
-  /* forward 2 products of 2 FLOP a pair and element; backward 5, of which the score recompute is
-   * not model work */
+  /* Forward: 2 products of 2 FLOP a pair and element. Backward: 5 products, of which the recomputed
+   * scores are no model work. */
   work->flops = c->pairs * width * (backward ? 10.0 : 4.0);
   work->model_flops = c->pairs * width * (backward ? 8.0 : 4.0);
   work->bytes = (double)c->n_tokens * b->tensor[PS__T_Q].row_bytes * (backward ? 5.0 : 2.0);

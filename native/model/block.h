@@ -1,17 +1,16 @@
-/* block.h - a block as data: its tensors, its forward ops and its backward ops, over named
- * tensors and parameter runs.
+/* block.h - a block as data: its tensors, its forward ops and its backward ops.
  *
- * An op is a kernel and a list of symbolic accesses in the kernel's ptr order. The step builder
- * (native/step/step.c) binds them to memory, derives lifetimes from first and last use, and
- * derives what to recompute. Nothing here knows where anything lives, so another kind of block
- * is another table. */
+ * An op is a kernel and a list of symbolic accesses in the order of the kernel's pointers. The step
+ * builder (native/step) binds the symbols to memory, derives lifetimes from first and last use, and
+ * derives what to recompute. Nothing here knows where a tensor lies, so another kind of block is
+ * another table. */
 #ifndef PS_MODEL_BLOCK_H
 #define PS_MODEL_BLOCK_H
 #include "kernels/ops.h"
 #include <stdbool.h>
 
-/* Tensors of a block, for one chunk of T tokens. GROUP tensors have rows for the whole group
- * (see docs/design.md). */
+/* Tensors of a block for one chunk of T tokens. A group tensor has the rows of the chunk's whole
+ * attention group (docs/glossary.md). */
 typedef enum ps__tensor {
   PS__T_X,    /* [T,D]      block input */
   PS__T_N1,   /* [T,D]      first norm's output */
@@ -22,21 +21,21 @@ typedef enum ps__tensor {
   PS__T_LSE,  /* [T,heads]  fp32 log-sum-exp */
   PS__T_H,    /* [T,D]      post-attention residual */
   PS__T_N2,   /* [T,D]      second norm's output */
-  PS__T_GU,   /* [T,2F]     gate and up; the backward pass turns it into its gradient in place */
+  PS__T_GU,   /* [T,2F]     gate and up; the backward pass overwrites it with its gradient */
   PS__T_S,    /* [T,F]      SwiGLU product */
   PS__T_Y,    /* [T,D]      block output */
-  PS__T_DY,   /* [T,D]      gradient of the residual stream, updated in place from dY to dX */
-  PS__T_DS,   /* [T,F]      gradient of the SwiGLU product, then that product once more, in place */
+  PS__T_DY,   /* [T,D]      gradient of the residual stream: dY, overwritten with dX */
+  PS__T_DS,   /* [T,F]      gradient of the SwiGLU product, then overwritten with the product */
   PS__T_DN2,  /* [T,D] */
   PS__T_DO,   /* [T,A] */
   PS__T_DQ,   /* [T,A] */
-  PS__T_DKV,  /* [group,2K] fp32, added to by the group's chunks */
+  PS__T_DKV,  /* [group,2K] fp32; the chunks of the group add to it */
   PS__T_DQKV, /* [T,A+2K] */
   PS__T_DN1,  /* [T,D] */
   PS__N_TENSORS
 } ps__tensor;
 
-/* Saved items: what has a policy of its own. */
+/* Saved activations: each has a policy of its own. */
 typedef enum ps__saved {
   PS__SAVED_X,
   PS__SAVED_QKV,
@@ -49,7 +48,7 @@ typedef enum ps__saved {
 } ps__saved;
 extern const char *const ps__saved_name[PS__N_SAVED];
 
-/* Fused runs of parameters inside a block's unit. */
+/* Spans of a block's unit: parameters that lie one after the other and are one operand. */
 typedef enum ps__param_span {
   PS__P_NORM1,
   PS__P_WQKV,
@@ -65,22 +64,22 @@ typedef enum ps__param_span {
 
 typedef struct ps__tensor_info {
   const char *name;
-  uint64_t row_bytes; /* BYTES a token (a group row for group tensors) */
+  uint64_t row_bytes; /* BYTES a token; of a group tensor, a row of the group */
   bool group;
-  int saved; /* the saved item it belongs to, -1: never saved */
+  int saved; /* ps__saved that it belongs to; -1: never saved */
 } ps__tensor_info;
 
-/* ELEMENTS in the unit; n 0: the block has no such run */
+/* A span in its unit, in ELEMENTS. n 0: the block has no such span. */
 typedef struct ps__span_info {
   uint64_t offset, n;
 } ps__span_info;
 
-/* What an access of an op means. */
+/* What an access of an op stands for. */
 typedef enum ps__sym_kind {
-  PS__SYM_TENSOR, /* a tensor: own rows of the chunk */
+  PS__SYM_TENSOR, /* a tensor: the chunk's own rows */
   PS__SYM_PREFIX, /* a group tensor: rows 0 .. row0+T */
-  PS__SYM_PARAM,  /* a parameter run */
-  PS__SYM_GRAD,   /* its gradient: written by the round's first chunk, added to by later ones */
+  PS__SYM_PARAM,  /* a span of parameters */
+  PS__SYM_GRAD,   /* its gradient: a contribution's first chunk writes it, later chunks add to it */
   PS__SYM_DOC,
   PS__SYM_POS /* the batch's doc_start and position, int32[T] */
 } ps__sym_kind;
@@ -91,7 +90,7 @@ typedef struct ps__sym {
 enum { PS__OP_MAX_SYMS = 10, PS__ARGS_BYTES = 640 };
 typedef struct ps__block_op {
   const ps_kernel *kernel;
-  uint8_t n_syms, what; /* what: which op (switch in ps__block_op_args) */
+  uint8_t n_syms, what; /* what: which op, for ps__block_op_args() */
   ps__sym sym[PS__OP_MAX_SYMS];
 } ps__block_op;
 
@@ -108,32 +107,33 @@ typedef struct ps__block {
   uint32_t n_fwd, n_bwd;
 } ps__block;
 
-/* Where an op runs, as far as its arguments and work depend on it. */
+/* The chunk that an op works on, as far as its arguments and its work depend on it. */
 typedef struct ps__chunk_shape {
-  uint32_t n_tokens, row0; /* this chunk's rows of its group */
-  /* (query, key) pairs of this chunk under the causal mask, documents not counted */
+  uint32_t n_tokens, row0; /* row0: the chunk's first row in its group */
+  /* (query, key) pairs of the chunk under the causal mask; documents are not counted */
   double pairs;
-  bool first_grad;        /* first chunk of the round to touch the unit's gradient */
+  bool first_grad;        /* first chunk of a contribution to the unit's gradient */
   bool first_dkv;         /* first chunk of the group in backward order */
   uint32_t document_rows; /* as in ps__args_attention */
 } ps__chunk_shape;
 
 /* ps__block_init() - the block of @cfg with storage dtype @dt, trained on sequences of @seq_len
- * tokens. PS_EINTERNAL when the parameter names are not as expected; PS_EINVAL names what
- * ps__rope_table() refuses. */
+ * tokens. Errors: PS_EINTERNAL where the family's parameters lack one that the ops need; PS_EINVAL
+ * names what ps__rope_table() refuses. */
 ps_status ps__block_init(ps__block *b, const ps_model_config *cfg, ps_dtype dt, uint64_t seq_len);
-/* ps__block_op_args() - fill the argument block (returns its bytes) and the work of @op on a
- * chunk. */
+/* ps__block_op_args() - the arguments and the work of @op on a chunk. @args has room for
+ * PS__ARGS_BYTES; returns the bytes used. */
 uint32_t ps__block_op_args(const ps__block *b, const ps__block_op *op, const ps__chunk_shape *c,
                            void *args, ps_work *work);
-/* ps__block_recompute() - which forward ops must run again so that @need (bit set of tensors)
- * exists, given @have: a bit set of indices into fwd[]. Walks back from what is needed and stops
- * at what is there. */
+/* ps__block_recompute() - the forward ops that must run again so that all tensors of @need exist.
+ * @need and @have are bit sets of tensors; returns a bit set of indices into fwd[]. Goes back from
+ * what is needed to the ops that make it, and stops at what is there. */
 uint32_t ps__block_recompute(const ps__block *b, uint32_t need, uint32_t have);
-/* Tensors (bit set) that the backward ops read and the forward pass makes. */
+/* ps__block_backward_needs() - tensors (a bit set) that the backward ops read and the forward pass
+ * makes. */
 uint32_t ps__block_backward_needs(const ps__block *b);
 
-/* The GEMM argument block and its work, for the head too. */
+/* Arguments and work of a GEMM, for blocks and for the head. */
 ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
                             uint32_t dt);
 ps_work ps__gemm_work(const ps__args_gemm *g);

@@ -1,9 +1,9 @@
-/* step.h - a training step as a program: from decisions (a spec) to ops over tensors with
- * lifetimes, to a memory map, to a ps_program. Built once for each plan that is looked at; pure.
+/* step.h - a training step as a program. Decisions (a spec) become ops over tensors with lifetimes,
+ * then a memory map, then a ps_program. Every candidate that the planner evaluates has one. Pure.
  *
  * Tensors here are virtual: a space, a size and a lifetime in program order [first op, last op).
- * The memory map gives each an offset so that tensors alive at the same time never overlap;
- * hazards on the shared ranges are the engine's to derive. */
+ * The memory map gives each an offset such that tensors alive at the same time never overlap. The
+ * engine derives the hazards of the shared memory. */
 #ifndef PS_STEP_STEP_H
 #define PS_STEP_STEP_H
 #include "model/block.h"
@@ -31,43 +31,43 @@ enum {
 /* ---- decisions ------------------------------------------------------------------------------- */
 typedef struct ps__spec {
   ps_recipe recipe;
-  uint32_t backend, cudnn_version;  /* who runs the device streams: for scratch */
+  uint32_t backend, cudnn_version;  /* of the device streams: for scratch */
   bool deterministic, one_document; /* one_document: every sequence is one document */
   uint64_t chunk_tokens, chunks_per_round, first_round_chunks, head_slice;
   bool clip;
-  /* How far ahead transfers are issued, in program order: parameters by visits of a unit, saved
-   * tensors by chunk steps; and how many chunk steps (visits for gradients) memory that is on
-   * its way home stays reserved. 0 means just in time. */
+  /* Prefetch distances, in program order: parameters are fetched so many layer passes ahead, saved
+   * activations so many chunk passes ahead. Lags: memory whose contents go to the host stays
+   * reserved for so many chunk passes. 0: just in time. */
   uint32_t param_lead, saved_lead, saved_lag, grad_lag;
-  /* as grad_lag, at home: memory of contributions that are to be added, so that the host stream
-   * may fall behind in a backward pass and catch up in the next forward pass */
+  /* Chunk passes for which host memory of contributions stays reserved until they are added. The
+   * host stream may thus fall behind in a backward pass and catch up in the next forward pass. */
   uint32_t sum_lag;
-  /* that sums of gradients at home run on; 0: all of the host stream's */
-  uint32_t sum_threads;
-  /* the first so many blocks, as far as they are streamed, keep their parameters from a round's
-   * backward visit to the next round's forward visit: the passes are a zigzag, and at its lower
-   * turn the memory of the saved tensors is free */
+  uint32_t sum_threads; /* that add gradients on the host; 0: all of the host stream's */
+  /* Streamed blocks among the first so many keep their parameters across rounds: from a round's
+   * backward pass to the next round's forward pass. There the memory of saved activations is
+   * free. */
   uint32_t blocks_kept;
   uint32_t n_units, n_layers, n_chunks;    /* n_chunks: chunks of the largest round */
   uint8_t *param_resident, *grad_resident; /* [n_units] */
-  /* [n_units]: optimizer state on the device too, and the update runs there; needs
-   * param_resident, and grad_resident where gradients have several contributions */
+  /* [n_units]: optimizer state is device-resident and the update runs on the device. Needs
+   * param_resident, and grad_resident where the total has several contributions. */
   uint8_t *update_resident;
-  /* [n_units]: optimizer state at home, the update on the device: the moments (and a master)
-   * come in for it and go home after it. They come as soon as the step's gradient is complete
-   * where param_lead is not 0, else right before the update; the gradient stays on the device
-   * from its last contribution on. Not with update_resident */
+  /* [n_units]: optimizer state is on the host, the update runs on the device. The state comes to
+   * the device for the update and goes back after it. It comes as soon as the unit's total is
+   * complete where param_lead is not 0, else right before the update. The gradient stays on the
+   * device from its last contribution on. Excludes update_resident. */
   uint8_t *update_streamed;
-  /* [n_units]: the update at home is made in two parts: the weights', in forward order among
-   * the other updates, and the moments' behind all of these, from the last unit to the first:
-   * the next step's first forward pass waits for less. Meanwhile the unit's gradient stays, and
-   * its home is not lent to saved tensors. With clipping only, with updates at home, and not of
-   * an embedding at home */
+  /* [n_units]: the update on the host runs in two parts, so that the next step's first forward pass
+   * waits for less. The weights' part runs in forward order among the other updates; the moments'
+   * parts run after all of these, from the last unit to the first. Until then the unit's gradient
+   * stays, and no saved activation is an alias of it. Needs clipping and an update on the host;
+   * excludes an embedding on the host. */
   uint8_t *update_split;
-  /* the table never needs the device: its rows are gathered at home, and their gradients added
-   * there. Untied models only, with unit 0 resident in no way and updated at home */
+  /* The embedding's table is never on the device: its rows are gathered on the host, and their
+   * gradients are added there. Untied models only; unit 0 is then device-resident in no way and
+   * updated on the host. */
   bool embed_on_host;
-  /* gradients come home even where the update does not need them there */
+  /* gradients are copied to the host even where the update does not need them there */
   bool keep_grads;
   uint8_t *policy; /* [n_layers][n_chunks][PS__N_SAVED], PS_POLICY_* */
 } ps__spec;
@@ -78,41 +78,42 @@ static inline uint8_t *ps__spec_policy(const ps__spec *s, uint32_t layer, uint32
 static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
   return s->update_resident[unit] || s->update_streamed[unit];
 }
-/* Resident parameters that are updated in place are never fetched: they are on the device from
- * the prologue on. */
+/* Resident parameters that are updated on the device are never fetched: they are there from the
+ * prologue on. */
 static inline bool ps__weights_stay(const ps__spec *s, uint32_t unit) {
   return s->param_resident[unit] && ps__updated_on_device(s, unit);
 }
-/* everything recomputed, nothing resident */
+/* ps__spec_init() - everything recomputed but the blocks' inputs, nothing device-resident.
+ * Errors: PS_ENOMEM. Freed by ps__spec_free(). */
 ps_status ps__spec_init(ps__spec *s, const ps_model_config *m, const ps__layout *l);
+/* ps__spec_copy() - a copy that owns its arrays. Errors: PS_ENOMEM. */
 ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src);
 void ps__spec_free(ps__spec *s);
 
 /* ---- host ops: what the trainer does inside the program -------------------------------------- */
-/* One function serves all; ptr by what:
- *   LOAD    W batch (whole host batch)
+/* One function serves all hooks. Pointers, by what:
+ *   LOAD    W batch (the whole host batch)
  *   LOSS    R batch, R row_loss f32[step tokens], W stats.loss and valid_tokens
- *   NORM    R norms f64[n_units][PS__MAX_UNIT_SPANS], W the second half of stats, its step last and
- *           on success only
- *   ADAMW   RW weights (fp32-master: the master), RW m, RW v, R gradient, then fp32-master: W
- *           bf16 copy, then with clipping: R the second half
- *           of stats, without: R the unit's norms and, on the device, R the batch header. On the
- *           host stream, or on compute over device
- *           memory: the same function, in which on a GPU every pointer is to device memory. It
- *           touches nothing when the step in stats
- *           (without clipping on the device: in the batch header) is not its own: the host gave
- *           its step up (engine/backend.h).
- *           A unit whose update is split: RW weights, R m, R v, and the rest alike; MOMENTS does
- *           the others
- *   MOMENTS RW m, RW v, R gradient, R the second half of stats. On the host stream; touches
- *   nothing when the step in stats is not its own
- *   GATHER  R token ids of a chunk, R the second half of stats (without clipping: the
- *           embedding's norms), W the tokens' rows of the table. Unit: the step's chunk.
- *           Runs beside the ADAMW of the step before on an embedding at home, and is ordered
- *           with it row by row by the trainer (train/rows.c), not by accesses to the
- *           table: that ADAMW has ended before the step's next op on the table or its gradient,
- *           which are behind the chunk's backward pass
- *   REPORT  R stats, then where units are updated on the device: R what comes home last */
+ *   NORM    R norms f64[n_units][PS__MAX_UNIT_SPANS], W the second half of stats: its step last,
+ *           and on success only
+ *   ADAMW   RW weights (fp32-master: the master copy), RW m, RW v, R gradient;
+ *           fp32-master: W bf16 copy;
+ *           with clipping: R the second half of stats;
+ *           without: R the unit's norms and, on the device, R the batch header.
+ *           A split update: R m, R v, the rest alike; MOMENTS writes the moments.
+ *           Runs on the host stream, or on compute over device memory. On a GPU every pointer is to
+ *           device memory. Writes nothing when the step in stats is not its own (on the device
+ *           without clipping: in the batch header): the host then gave its step up
+ *           (engine/backend.h).
+ *   MOMENTS RW m, RW v, R gradient, R the second half of stats. On the host stream. Writes nothing
+ *           when the step in stats is not its own.
+ *   GATHER  R token ids of a chunk, R the second half of stats (without clipping: the embedding's
+ *           norms), W the tokens' rows of the table. Unit: the step's chunk.
+ *           Runs beside the last step's ADAMW of an embedding on the host. The trainer orders the
+ *           two row by row (train/rows.c); no access to the table does. That ADAMW ends before the
+ *           step's next op on the table or its gradient, which comes after the chunk's backward
+ *           pass.
+ *   REPORT  R stats; where units are updated on the device, R what is copied to the host last */
 typedef enum ps__hook {
   PS__HOOK_LOAD,
   PS__HOOK_LOSS,
@@ -126,16 +127,17 @@ typedef struct ps__step_hooks {
   void *ctx;
   ps_status (*fn)(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);
 } ps__step_hooks;
-/* of a host op; what: ps__hook */
+/* Arguments of a host op. what: ps__hook. */
 typedef struct ps__args_hook {
   ps__step_hooks *hooks;
   uint32_t what, unit;
 } ps__args_hook;
 enum { PS__MAX_UNIT_SPANS = 16 };
-/* Written by different ops, so each half has its own 64 bytes. */
+/* Different ops write the two halves, so each has 64 bytes of its own. */
 typedef struct ps__step_stats {
   double loss;
-  uint64_t valid_tokens; /* from the batch: who reads it later must not hold back the next batch */
+  /* the batch has it too, but a late reader of the batch would hold back the next one */
+  uint64_t valid_tokens;
   uint64_t pad0[6];
   double norm;
   float clip_scale;
@@ -144,24 +146,27 @@ typedef struct ps__step_stats {
   uint64_t pad2[5];
 } ps__step_stats;
 
-/* The batch: a 64-byte header, then a block a chunk with tokens, targets, doc_start and position
- * (int32[T] each, 64-byte aligned) and the scale 1/valid tokens (float in 64 bytes). The same
- * block is copied to the device. */
+/* The batch: a 64-byte header, then for each chunk
+ *   tokens, targets, doc_start, position   int32[T] each, 64-byte aligned
+ *   scale                                  float 1/valid tokens, in 64 bytes
+ * A chunk's part is copied to the device as it is. */
 typedef struct ps__batch_header {
   uint64_t valid_tokens;
-  /* 1 + the run's step that the batch is of; LOAD writes it last and on success only */
+  /* 1 + the run's step that the batch is of; LOAD writes it last, and on success only */
   uint64_t step;
   uint64_t pad[6];
 } ps__batch_header;
-/* BYTES from the block's start */
+/* Offsets in a chunk's part of the batch, BYTES. */
 typedef struct ps__batch_chunk {
   uint64_t tokens, targets, doc_start, position, scale, bytes;
 } ps__batch_chunk;
 ps__batch_chunk ps__batch_chunk_of(uint32_t n_tokens);
 
 /* ---- the step -------------------------------------------------------------------------------- */
-/* high: see ps__memmap(). alias_of: where it is not 0, the tensor lies in vt[alias_of - 1], from
- * @offset on until ps__step_map() adds that one's own; the memory map passes it over. */
+/* A virtual tensor, alive from op first to before op last; a persistent one always.
+ *   high      where ps__memmap() places it
+ *   alias_of  not 0: the tensor is an alias of vt[alias_of - 1] and has no memory of its own.
+ *             @offset is then in that tensor, until ps__step_map() adds its offset. */
 typedef struct ps__vt {
   uint64_t bytes, offset;
   uint32_t first, last, alias_of;
@@ -181,13 +186,16 @@ typedef struct ps__vop {
 } ps__vop;
 
 enum { PS__NO_VT = UINT32_MAX };
-/* Tensors of a unit, n elements. At the host: weights, master (fp32-master only), grad, and m
- * and v unless all state is on the device; grad is PS__NO_VT where no gradient comes home.
- * device_weights: where parameters are resident; device_master: where all state is. After every
- * step home has the truth: the master where there is one, else the weights, and m and v that are
- * there. The bf16 home beside a master does not follow where the device's weights stay
- * (ps__weights_stay): read the master (ps__master_at), and the prologue, which
- * sends the bf16 home, comes before the first update. */
+/* Tensors of a unit, n elements each; PS__NO_VT: none.
+ *   weights, master  on the host; master with fp32-master only
+ *   grad             on the host; none where no gradient is copied there
+ *   m, v             on the device where all optimizer state is, else on the host
+ *   device_weights   where parameters are device-resident
+ *   device_master    where optimizer state is device-resident, with fp32-master
+ * After every step the host has the unit's state: the master copy where there is one, else the
+ * weights; and m and v where they are on the host. The bf16 weights beside a master copy do not
+ * follow it where the device's weights stay (ps__weights_stay()): readers take the master copy
+ * (ps__master_at()). The prologue, which sends the bf16 weights, comes before the first update. */
 typedef struct ps__unit_host {
   uint32_t weights, master, grad, m, v, device_weights, device_master;
   uint64_t n;
@@ -199,51 +207,52 @@ typedef struct ps__step {
   const ps__spec *spec;
   ps__block block;
   ps_dtype dt;
-  /* what was emitted */
+  /* the program: pools of tensors, ops, accesses and arguments */
   ps__vt *vt;
   ps__vop *op;
   ps__vaccess *access;
   char *args;
   size_t n_vt, cap_vt, n_op, cap_op, n_access, cap_access, n_args, cap_args;
   bool out_of_memory;
-  ps__contributions sums, of_step; /* of the layout; of the step that it stands for */
-  /* at home */
+  ps__contributions sums, of_step; /* of the layout; of the whole step that it stands for */
+  /* tensors on the host */
   ps__unit_host *unit_host; /* [n_units] */
   uint64_t *batch_offset;   /* [n_chunks] BYTES from the batch's start */
   uint32_t batch, row_loss, norms, stats;
   /* results */
-  uint64_t space_bytes[PS__N_SPACES];  /* memory map's peaks */
-  uint64_t saved_bytes[PS_N_POLICIES]; /* of the largest round */
-  uint64_t copied_bytes[2];            /* a step: to the device, to the host */
+  uint64_t space_bytes[PS__N_SPACES];  /* the memory map's peaks */
+  uint64_t saved_bytes[PS_N_POLICIES]; /* by policy, of the largest round */
+  uint64_t copied_bytes[2];            /* of a step: to the device, to the host */
   double model_flops, recompute_flops;
   size_t scratch_bytes[PS__N_STREAMS];
 } ps__step;
 
-/* ps__step_emit() - emit the step of @spec, memory not mapped yet. cfg, layout, spec and hooks
- * are borrowed as long as the step (hooks as long as schedules made from it). Errors: PS_ENOMEM,
- * PS_EINTERNAL. Freed by ps__step_free(). */
+/* ps__step_emit() - emit the step of @spec; memory is not mapped yet. cfg, layout and spec are
+ * borrowed as long as the step lives, hooks as long as schedules made from it live.
+ * Errors: PS_ENOMEM, PS_EINTERNAL. Freed by ps__step_free(). */
 ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layout *layout,
                         const ps__spec *spec, ps__step_hooks *hooks);
-/* ps__step_map() - give its tensors their offsets and fill space_bytes. Errors: PS_ENOMEM. */
+/* ps__step_map() - give the tensors their offsets; fill space_bytes. Errors: PS_ENOMEM. */
 ps_status ps__step_map(ps__step *s);
-/* ps__step_build() - both; on an error nothing is left to free. */
+/* ps__step_build() - emit and map. On an error nothing is left to free. */
 ps_status ps__step_build(ps__step *s, const ps_model_config *cfg, const ps__layout *layout,
                          const ps__spec *spec, ps__step_hooks *hooks);
 void ps__step_free(ps__step *s);
-/* ps__step_program() - the same as a program of the engine, addresses in place. */
+/* ps__step_program() - the step as a program of the engine, with addresses. Errors: PS_ENOMEM. */
 ps_status ps__step_program(const ps__step *s, ps_program **out);
-/* ps__step_prologue() - what must run once before the first step: weights to the device where
- * they stay; master too and moments to zero where all state is there.
- * @out NULL when there is nothing to do. */
+/* ps__step_prologue() - what runs once before the first step: weights that stay on the device are
+ * copied there; where optimizer state is device-resident, the master copy too, and moments are set
+ * to zero. @out NULL where there is nothing to do. Errors: PS_ENOMEM. */
 ps_status ps__step_prologue(const ps__step *s, ps_program **out);
-/* ps__memmap() - give every tensor of a space its offset; returns the peak in BYTES, or
- * UINT64_MAX when memory is out. Longest-lived first, each at the lowest offset where it
- * overlaps nothing alive at the same time; those marked high at the highest below what the map
- * will need about. Parameters are: their lifetimes are nested around the lower turn between two
- * rounds and the saved tensors' around the upper one, so that two stacks share the memory from
- * its two ends. */
+/* ps__memmap() - give every tensor of a space its offset; returns the peak in BYTES, or UINT64_MAX
+ * when memory is out.
+ * The longest-lived tensor comes first. Each gets the lowest offset where it overlaps nothing alive
+ * at the same time. One marked high gets the highest offset below the size that the map will have,
+ * estimated. Parameters kept across rounds are high: their lifetimes are nested around the boundary
+ * of two rounds, those of saved activations around the forward/backward boundary. So two stacks
+ * grow from the two ends of the memory. */
 uint64_t ps__memmap(ps__vt *vt, size_t n, uint32_t space);
-/* ps__memmap_bound() - BYTES alive at once at most: no map of the space is smaller. UINT64_MAX
+/* ps__memmap_bound() - the most BYTES alive at once: no map of the space is smaller. UINT64_MAX
  * when memory is out. */
 uint64_t ps__memmap_bound(const ps__vt *vt, size_t n, uint32_t n_ops, uint32_t space);
 /* ps__memmap_valid() - whether a space's map of @bytes holds: no two tensors that are alive at the
@@ -259,8 +268,8 @@ bool ps__memmap_valid(const ps__vt *vt, size_t n, uint32_t space, uint64_t bytes
  *   - every total has all its contributions, added in their order.
  * For asserts and tests. Time: O(ops). Errors: none. */
 bool ps__step_valid(const ps__step *s);
-/* Parameter runs of a unit, in order: what sums of squares are taken of. At most
- * PS__MAX_UNIT_SPANS. */
+/* ps__unit_spans() - the spans of a unit in order, of which sums of squares are taken; returns how
+ * many, at most PS__MAX_UNIT_SPANS. */
 uint32_t ps__unit_spans(const ps__block *b, const ps_model_config *cfg, uint32_t unit,
                         ps__span_info out[PS__MAX_UNIT_SPANS]);
 #endif
