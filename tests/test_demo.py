@@ -56,7 +56,7 @@ def test_a_short_demo_leaves_everything_it_promises(tmp_path):
     assert plan["resident_param_units"] < plan["n_units"]  # the caps force streaming
     report, samples = ((out / name).read_text() for name in ("report.txt", "samples.txt"))
     assert (
-        "predicted beside measured" in report
+        "predicted and measured" in report
         and "where the time went" in report
         and f"loss {losses[0]:.3f} in the first step, {losses[-1]:.3f} in the last" in report
     )
