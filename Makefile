@@ -330,17 +330,18 @@ $(BIN): $(CLI_OBJ) $(LIB) $(STAMP_link)
 # Tests and benchmarks link the archive: they may call internal (ps__) functions, which the shared library hides.
 $(TEST_BIN): $(BUILD)/tests/%: $(BUILD)/obj/tests/native/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(call run,LINK,$@)$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
+	$(call run,LINK,$@)$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter %.o,$^) $(ARCHIVE) $(PS_LDLIBS) $(LDLIBS)
 ifeq ($(CUDA),1)
 $(BUILD)/tests/test_cuda_engine: $(BUILD)/obj/tests/native/cuda_mix.o # its kernels
 -include $(BUILD)/obj/tests/native/cuda_mix.d
 endif
+$(BUILD)/tests/test_cuda_ops $(BUILD)/tests/libops_shim.so $(BUILD)/bench/kernels: $(BUILD)/obj/tests/native/op_cases.o # the table of cases
 $(BUILD)/tests/test_grid: $(BUILD)/obj/native/cli/cells.o # the command line's, which the archive has not
 # What tests/test_ops.py loads: kernels by name; and the same with kernels for the baseline instruction set alone.
 $(BUILD)/tests/libops_shim.so: $(BUILD)/obj/tests/native/ops_shim.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(call run,LINK,$@)$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
-OPS_BASE_SRC := tests/native/ops_shim.c $(addprefix native/kernels/cpu/,convert.c cross_entropy.c embedding.c matmul.c reduce.c rmsnorm.c glu.c)
+	$(call run,LINK,$@)$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter %.o,$^) $(ARCHIVE) $(PS_LDLIBS) $(LDLIBS)
+OPS_BASE_SRC := tests/native/ops_shim.c tests/native/op_cases.c $(addprefix native/kernels/cpu/,convert.c cross_entropy.c embedding.c matmul.c reduce.c rmsnorm.c glu.c)
 $(BUILD)/tests/libops_shim_base.so: $(OPS_BASE_SRC) $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) -shared $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -DPS_BASELINE=1 $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
@@ -358,6 +359,6 @@ $(BUILD)/tests/libdisk_shim.so: tests/native/disk_shim.c
 	$(call run,LINK,$@)$(CC) -shared -D_GNU_SOURCE -std=gnu11 -fPIC -Wall -Wextra -O1 -o $@ $< -ldl
 $(BENCH_BIN): $(BUILD)/bench/%: $(BUILD)/obj/bench/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(call run,LINK,$@)$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(BENCH_LDLIBS) $(LDLIBS)
+	$(call run,LINK,$@)$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter %.o,$^) $(ARCHIVE) $(PS_LDLIBS) $(BENCH_LDLIBS) $(LDLIBS)
 
--include $(LIB_OBJ:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(BUILD)/obj/tests/native/attention_standin.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d) $(FUZZ_BIN:$(BUILD)/%=$(BUILD)/obj/tests/%.d)
+-include $(LIB_OBJ:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(BUILD)/obj/tests/native/op_cases.d $(BUILD)/obj/tests/native/attention_standin.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d) $(FUZZ_BIN:$(BUILD)/%=$(BUILD)/obj/tests/%.d)

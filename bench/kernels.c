@@ -4,6 +4,7 @@
  * both) One JSON line a kernel and shape: ms (best of repeats), rate, its unit and its share of
  * the ceiling. Ceilings are measured in the same run: memcpy on the same threads (reads plus
  * writes), and OpenBLAS's own threading on the same product. */
+#include "../tests/native/op_cases.h"
 #include "kernels/cpu/cpu.h"
 #include <cblas.h>
 #include <stdlib.h>
@@ -43,7 +44,7 @@ static void copy_run(void *arg) { ps__cpu_rows(&exec, *(int64_t *)arg, 1 << 20, 
 typedef struct call {
   const ps_kernel *kernel;
   const void *args;
-  void *ptr[8];
+  void *ptr[OP_MAX_OPERANDS];
   uint32_t n_ptr;
 } call;
 
@@ -71,14 +72,21 @@ static call prepare(const ps_kernel *kernel, const void *args, const size_t *byt
   return c;
 }
 
-/* A bandwidth-bound kernel: moved is the bytes its comment states. */
-static void elementwise(const ps_kernel *kernel, const void *args, const char *shape, uint32_t dt,
-                        double moved, const size_t *bytes, uint32_t n) {
-  call c = prepare(kernel, args, bytes, n);
-  double ms = best_ms(call_run, &c), rate = moved / ms * 1e-6;
+/* A bandwidth-bound kernel on the operands of its case. The rate counts the bytes that its
+ * description says. */
+static void bench_case(void *user, const op_case *k) {
+  const uint32_t dt = *(const uint32_t *)user;
+  size_t bytes[OP_MAX_OPERANDS];
+  for (uint32_t i = 0; i < k->n_operands; i++)
+    bytes[i] = k->operand[i].n * op_dtype_bytes(k->operand[i].dt);
+  call c = prepare(k->kernel, k->args, bytes, k->n_operands);
+  for (uint32_t i = 0; i < k->n_operands; i++)
+    if (k->operand[i].init)
+      memcpy(c.ptr[i], k->operand[i].init, bytes[i]);
+  const double ms = best_ms(call_run, &c), rate = k->kernel->info->work(k->args).bytes / ms * 1e-6;
   printf("{\"kernel\": \"%s\", \"shape\": \"%s\", \"dtype\": \"%s\", \"threads\": %u, \"ms\": "
          "%.4f, \"rate\": %.2f, \"unit\": \"GB/s\", \"of_copy\": %.3f}\n",
-         kernel->name, shape, dt == PS_BF16 ? "bf16" : "f32", n_threads, ms, rate,
+         k->kernel->name, k->name, dt == PS_BF16 ? "bf16" : "f32", n_threads, ms, rate,
          rate / copy_gb_s);
   fflush(stdout);
 }
@@ -94,42 +102,9 @@ static void fill_arena(void) {
 }
 
 static void bench_elementwise(uint32_t dt) {
-  size_t e = ps__dt_bytes(dt), t = 2048, d = 1024, f = 2816, v = 8192, big = 16 << 20;
-  ps__args_accumulate add = {.n = big, .dt = dt};
-  elementwise(&ps__k_accumulate, &add, "16M", dt, 3.0 * (double)(big * e),
-              (size_t[]){big * e, big * e}, 2);
-  ps__args_sumsq sq = {.n = big, .dt = dt};
-  elementwise(&ps__k_sumsq, &sq, "16M", dt, (double)(big * e), (size_t[]){big * e, 8}, 2);
-  elementwise(&ps__k_accumulate_sumsq_host, &add, "16M", dt, 3.0 * (double)(big * e),
-              (size_t[]){big * e, big * e, 8}, 3);
-  ps__args_rmsnorm norm = {
-      .rows = (uint32_t)t * 4, .cols = (uint32_t)d, .dt = dt, .add_dx = 1, .eps = 1e-5f};
-  size_t rows = 4 * t * d * e;
-  elementwise(&ps__k_rmsnorm_fwd, &norm, "8192x1024", dt, 2.0 * (double)rows,
-              (size_t[]){rows, d * e, rows}, 3);
-  elementwise(&ps__k_rmsnorm_bwd, &norm, "8192x1024", dt, 4.0 * (double)rows,
-              (size_t[]){rows, d * e, rows, rows, d * e}, 5);
-  ps__args_glu glu = {(uint32_t)t, (uint32_t)f, dt};
-  elementwise(&ps__k_glu_fwd, &glu, "2048x2816", dt, 3.0 * (double)(t * f * e),
-              (size_t[]){2 * t * f * e, t * f * e}, 2);
-  elementwise(&ps__k_glu_bwd, &glu, "2048x2816", dt, 6.0 * (double)(t * f * e),
-              (size_t[]){t * f * e, 2 * t * f * e}, 2);
-  ps__args_colsum col = {.rows = (uint32_t)t * 4, .cols = (uint32_t)d, .ld = (uint32_t)d, .dt = dt};
-  elementwise(&ps__k_colsum, &col, "8192x1024", dt, (double)rows, (size_t[]){rows, d * e}, 2);
-  int32_t *id = (int32_t *)arena; /* ptr 0 of both embedding kernels */
-  for (size_t i = 0; i < t; i++)
-    id[i] = (int32_t)(i * 7919 % v);
-  ps__args_embed emb = {(uint32_t)t, (uint32_t)v, (uint32_t)d, dt, 0};
-  elementwise(&ps__k_embed_fwd, &emb, "2048 of 8192x1024", dt, 2.0 * (double)(t * d * e),
-              (size_t[]){4 * t, v * d * e, t * d * e}, 3);
-  elementwise(&ps__k_embed_bwd, &emb, "2048 of 8192x1024", dt, (double)((t + v) * d * e),
-              (size_t[]){4 * t, t * d * e, v * d * e}, 3);
-  ps__args_cross_entropy ce = {(uint32_t)t, (uint32_t)v, dt};
-  int32_t *target = (int32_t *)(arena + ps__round_up(t * v * e, 4096));
-  for (size_t i = 0; i < t; i++)
-    target[i] = (int32_t)(i * 7919 % v);
-  elementwise(&ps__k_cross_entropy, &ce, "2048x8192", dt, 2.0 * (double)(t * v * e),
-              (size_t[]){t * v * e, 4 * t, 4, 4 * t}, 4);
+  for (uint32_t i = 0; i < n_op_table; i++)
+    if (op_table[i].kernel->op_class != PS_CLASS_GEMM)
+      op_cases(i, dt, OP_BENCH, 1, bench_case, &dt);
   fill_arena();
 }
 

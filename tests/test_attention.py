@@ -49,7 +49,7 @@ class Case:
 
     def args(self, accumulate=0):
         return struct.pack(
-            "8I", self.t, self.row0, self.h, self.kv_h, self.d, self.dt, accumulate, 0
+            "9I", self.t, self.row0, self.h, self.kv_h, self.d, self.dt, accumulate, 0, 0
         )
 
     def forward(self, **kw):

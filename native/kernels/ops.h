@@ -72,6 +72,8 @@ typedef struct ps__scratch_target {
 
 typedef struct ps__op_info {
   ps__rate rate;
+  /* What a launch works: from its arguments alone, in memory that nothing else touches. */
+  ps_work (*work)(const void *args);
   /* BYTES of scratch of a launch, by backend: of each worker on the CPU, of the stream on CUDA.
    * Pure, in every build: plans for a GPU are made on any machine. NULL: none. Where a library
    * decides on the GPU, an upper bound: prepare() gives the true figure. */
@@ -100,7 +102,15 @@ static inline size_t ps__op_scratch(const ps_kernel *k, uint32_t backend, const 
   return k->info && k->info->scratch[backend] ? k->info->scratch[backend](args, target) : 0;
 }
 
-/* The op called @name, NULL when there is none: for tests and benchmarks. */
+static inline ps_work ps__bytes_work(double bytes) {
+  ps_work work;
+  work.flops = work.model_flops = 0;
+  work.bytes = bytes;
+  return work;
+}
+
+/* Op @i of PS__OPS; the op called @name; NULL when there is none. For tests and benchmarks. */
+const ps_kernel *ps__op_at(uint32_t i);
 const ps_kernel *ps__op_by_name(const char *name);
 
 /* ---- the ops --------------------------------------------------------------------------------- */
@@ -248,6 +258,9 @@ typedef struct ps__args_attention {
    * d >= row0+n_tokens, or row0 is 0 and n_tokens a multiple of d; other values say nothing, as
    * 0 does, which is always right. Some backends are faster by it */
   uint32_t document_rows;
+  /* rows of a sequence, by which FLOPs are counted whatever documents it has; 0, or as many as
+   * n_tokens or more: the chunk is one sequence, or a slice of one */
+  uint32_t sequence_rows;
 } ps__args_attention;
 /* What document_rows says: documents of n_tokens / n rows each that the rows of the chunk are in
  * (with n > 1, row0 is 0); 0: doc_start alone says it. */

@@ -223,8 +223,6 @@ ps_work ps__gemm_work(const ps__args_gemm *g) {
   return (ps_work){.flops = flops, .bytes = bytes, .model_flops = flops};
 }
 
-ps_work ps__bytes_work(double bytes) { return (ps_work){.bytes = bytes}; }
-
 static uint32_t put_gemm(void *args, ps_work *work, ps__args_gemm g) {
   *work = ps__gemm_work(&g);
   memcpy(args, &g, sizeof g);

@@ -137,5 +137,4 @@ uint32_t ps__block_backward_needs(const ps__block *b);
 ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
                             uint32_t dt);
 ps_work ps__gemm_work(const ps__args_gemm *g);
-ps_work ps__bytes_work(double bytes);
 #endif

@@ -1,8 +1,9 @@
-/* ops_shim.c - a shared object for tests/test_ops.py: runs one cpu kernel by name, outside any
- * engine. */
+/* ops_shim.c - a shared object for tests/test_ops.py and test_op_cases.py: runs one cpu kernel by
+ * name, outside any engine, and hands out the table of cases. */
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vec.h"
 #include "model/rope.h"
+#include "op_cases.h"
 #include <string.h>
 
 /* Runs kernel @name on @n_threads threads. scratch is exactly what the kernel asks for, filled
@@ -54,3 +55,23 @@ PS_API void ops_bf16_to_f32(float *dst, const uint16_t *src, size_t n) {
 PS_API int64_t ops_live(void) { return ps__live_allocations(); }
 
 PS_API int ops_blas_ready(int n_threads) { return ps__cpu_blas_ready((uint32_t)n_threads); }
+
+/* ---- the table of cases (op_cases.h) --------------------------------------------------------- */
+
+/* The name of op @i, of entry @i, of the op whose gradient it is; NULL: none. */
+PS_API const char *ops_name(uint32_t i) { return ps__op_at(i) ? ps__op_at(i)->name : NULL; }
+PS_API const char *ops_entry(uint32_t i) {
+  return i < n_op_table ? op_table[i].kernel->name : NULL;
+}
+PS_API const char *ops_entry_gradient_of(uint32_t i) {
+  return op_table[i].gradient_of ? op_table[i].gradient_of->name : NULL;
+}
+
+typedef void (*case_fn)(const char *name, const void *args, uint32_t args_bytes,
+                        const op_operand *operand, uint32_t n_operands);
+static void hand_over(void *user, const op_case *c) {
+  (*(case_fn *)user)(c->name, c->args, c->args_bytes, c->operand, c->n_operands);
+}
+PS_API void ops_cases(uint32_t i, uint32_t dt, int sizes, uint64_t seed, case_fn fn) {
+  op_cases(i, dt, (op_sizes)sizes, seed, hand_over, &fn);
+}

@@ -113,11 +113,29 @@ static ps_status attention_bwd(const ps_launch *l) {
   return PS_OK;
 }
 
+/* (Query, key) pairs under the causal mask, counted as area: n^2/2 a sequence of n rows. */
+static double pairs(const ps__args_attention *a) {
+  const double n = a->n_tokens;
+  return a->sequence_rows && a->sequence_rows < a->n_tokens ? 0.5 * n * a->sequence_rows
+                                                            : n * a->row0 + 0.5 * n * n;
+}
+/* A product takes 2 FLOP a pair and element of a head; forward has two products, backward five,
+ * of which the scores computed again are not model work. */
+static ps_work work_of(const ps__args_attention *a, double flops, double model_flops, double rows) {
+  const double width = (double)a->n_heads * a->head_dim;
+  return (ps_work){.flops = pairs(a) * width * flops,
+                   .bytes = a->n_tokens * width * (double)ps__dt_bytes(a->dt) * rows,
+                   .model_flops = pairs(a) * width * model_flops};
+}
+static ps_work work_attention_fwd(const void *args) { return work_of(args, 4.0, 4.0, 2.0); }
+static ps_work work_attention_bwd(const void *args) { return work_of(args, 10.0, 8.0, 5.0); }
+
 const ps_kernel ps__k_attention_fwd = {
     .name = "attention_fwd",
     .op_class = PS_CLASS_ATTENTION,
     .fn = {attention_fwd, PS_CUDA_FN(attention_fwd)},
     .info = &(const ps__op_info){.rate = PS__RATE_ATTENTION_FWD,
+                                 .work = work_attention_fwd,
                                  .scratch = {scratch_attention_fwd, ps_scratch_attention_fwd},
                                  .prepare = PS_CUDA_FN(prepare_attention_fwd)},
 };
@@ -126,6 +144,7 @@ const ps_kernel ps__k_attention_bwd = {
     .op_class = PS_CLASS_ATTENTION,
     .fn = {attention_bwd, PS_CUDA_FN(attention_bwd)},
     .info = &(const ps__op_info){.rate = PS__RATE_ATTENTION_BWD,
+                                 .work = work_attention_bwd,
                                  .scratch = {scratch_attention_bwd, ps_scratch_attention_bwd},
                                  .prepare = PS_CUDA_FN(prepare_attention_bwd)},
 };

@@ -100,9 +100,14 @@ static ps_status cross_entropy(const ps_launch *l) {
   return PS_OK;
 }
 
+static ps_work work_cross_entropy(const void *args) {
+  const ps__args_cross_entropy *a = args;
+  return ps__bytes_work(3.0 * a->rows * a->vocab * (double)ps__dt_bytes(a->dt));
+}
+
 const ps_kernel ps__k_cross_entropy = {
     .name = "cross_entropy",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {cross_entropy, PS_CUDA_FN(cross_entropy)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_cross_entropy},
 };

@@ -251,22 +251,47 @@ static ps_status embed_bwd_host(const ps_launch *l) {
   return emb_add(l, &host->rows, host);
 }
 
+static double row_bytes(const ps__args_embed *a) {
+  return (double)a->n_tokens * a->dim * (double)ps__dt_bytes(a->dt);
+}
+static double table_bytes(const ps__args_embed *a) {
+  return (double)a->vocab * a->dim * (double)ps__dt_bytes(a->dt);
+}
+static ps_work work_embed_fwd(const void *args) { return ps__bytes_work(2.0 * row_bytes(args)); }
+static ps_work work_embed_bwd(const void *args) {
+  const ps__args_embed *a = args;
+  return ps__bytes_work(3.0 * row_bytes(a) + (a->accumulate ? 0 : table_bytes(a)));
+}
+/* Where every row is written or its low bytes are made, rows without a token count too. */
+static ps_work work_embed_bwd_host(const void *args) {
+  const ps__args_embed_host *a = args;
+  const ps__args_embed *r = &a->rows;
+  const bool low = a->mode & (PS_LOW_READ | PS_LOW_WRITE);
+  const double once = !r->accumulate            ? table_bytes(r)
+                      : a->mode == PS_LOW_WRITE ? (double)r->vocab * r->dim
+                                                : 0;
+  return ps__bytes_work(3.0 * row_bytes(r) + (low ? 2.0 * r->n_tokens * r->dim : 0) + once);
+}
+
 const ps_kernel ps__k_embed_fwd = {
     .name = "embed_fwd",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {embed_fwd, PS_CUDA_FN(embed_fwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_embed_fwd},
 };
 const ps_kernel ps__k_embed_bwd = {
     .name = "embed_bwd",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {embed_bwd, PS_CUDA_FN(embed_bwd)},
     .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .work = work_embed_bwd,
                                  .scratch = {scratch_embed_bwd, ps_scratch_embed_bwd}},
 };
 const ps_kernel ps__k_embed_bwd_host = {
     .name = "embed_bwd_host",
     .op_class = PS_CLASS_OPTIMIZER,
     .fn = {embed_bwd_host, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_ACCUMULATE, .scratch = {scratch_embed_bwd, NULL}},
+    .info = &(const ps__op_info){.rate = PS__RATE_ACCUMULATE,
+                                 .work = work_embed_bwd_host,
+                                 .scratch = {scratch_embed_bwd, NULL}},
 };

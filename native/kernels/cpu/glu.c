@@ -126,15 +126,23 @@ static ps_status glu_bwd(const ps_launch *l) {
   return PS_OK;
 }
 
+static ps_work work_glu_fwd(const void *args) {
+  const ps__args_glu *a = args;
+  return ps__bytes_work(3.0 * a->n_tokens * a->ffn_dim * (double)ps__dt_bytes(a->dt));
+}
+static ps_work work_glu_bwd(const void *args) {
+  return ps__bytes_work(2.0 * work_glu_fwd(args).bytes);
+}
+
 const ps_kernel ps__k_glu_fwd = {
     .name = "glu_fwd",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {glu_fwd, PS_CUDA_FN(glu_fwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_glu_fwd},
 };
 const ps_kernel ps__k_glu_bwd = {
     .name = "glu_bwd",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {glu_bwd, PS_CUDA_FN(glu_bwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_glu_bwd},
 };

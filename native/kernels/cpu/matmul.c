@@ -321,11 +321,20 @@ static ps_status gemm(const ps_launch *l) {
   return PS_OK;
 }
 
+static ps_work work_gemm(const void *args) {
+  const ps__args_gemm *a = args;
+  const double flops = 2.0 * a->m * a->n * a->k;
+  const double bytes = (double)ps__dt_bytes(a->dt_a) *
+                       ((double)a->m * a->k + (double)a->n * a->k + (double)a->m * a->n);
+  return (ps_work){.flops = flops, .bytes = bytes, .model_flops = flops};
+}
+
 const ps_kernel ps__k_gemm = {
     .name = "gemm",
     .op_class = PS_CLASS_GEMM,
     .fn = {gemm, PS_CUDA_FN(gemm)},
     .info = &(const ps__op_info){.rate = PS__RATE_GEMM,
+                                 .work = work_gemm,
                                  .scratch = {scratch_gemm, NULL},
                                  .blas = true,
                                  .tuned = PS_CUDA_FN(gemm_tuned),

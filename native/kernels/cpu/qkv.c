@@ -322,16 +322,31 @@ static ps_status qkv_split_bwd(const ps_launch *l) {
   return PS_OK;
 }
 
+/* Bytes of the rows of qkv, once. */
+static double row_bytes(const ps__args_qkv *a) {
+  return (double)a->n_tokens * (a->n_heads + 2.0 * a->n_kv_heads) * a->head_dim *
+         (double)ps__dt_bytes(a->dt);
+}
+static ps_work work_qkv_split_fwd(const void *args) {
+  return ps__bytes_work(2.0 * row_bytes(args));
+}
+static ps_work work_qkv_split_bwd(const void *args) {
+  return ps__bytes_work(3.0 * row_bytes(args));
+}
+
 const ps_kernel ps__k_qkv_split_fwd = {
     .name = "qkv_split_fwd",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {qkv_split_fwd, PS_CUDA_FN(qkv_split_fwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .scratch = {scratch_qkv_split_fwd, NULL}},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .work = work_qkv_split_fwd,
+                                 .scratch = {scratch_qkv_split_fwd, NULL}},
 };
 const ps_kernel ps__k_qkv_split_bwd = {
     .name = "qkv_split_bwd",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {qkv_split_bwd, PS_CUDA_FN(qkv_split_bwd)},
     .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .work = work_qkv_split_bwd,
                                  .scratch = {scratch_qkv_split_bwd, ps_scratch_qkv_split_bwd}},
 };

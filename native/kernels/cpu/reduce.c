@@ -295,52 +295,79 @@ static ps_status round_sumsq(const ps_launch *l) {
   return sum_squares(l, &t, true, a->n, a->n_threads, l->ptr[1]);
 }
 
+static ps_work work_fill_zero(const void *args) {
+  return ps__bytes_work((double)((const ps__args_fill *)args)->bytes);
+}
+/* Bytes of an element's low byte, read and written. */
+static double low_bytes(const ps__args_accumulate *a) {
+  return (a->mode & PS_LOW_READ ? 1 : 0) + (a->mode & PS_LOW_WRITE ? 1 : 0);
+}
+static ps_work work_accumulate(const void *args) {
+  const ps__args_accumulate *a = args;
+  return ps__bytes_work((3.0 * (double)ps__dt_bytes(a->dt) + low_bytes(a)) * (double)a->n);
+}
+static ps_work work_round_sumsq(const void *args) {
+  const ps__args_accumulate *a = args;
+  return ps__bytes_work((2.0 * (double)ps__dt_bytes(a->dt) + low_bytes(a)) * (double)a->n);
+}
+static ps_work work_sumsq(const void *args) {
+  const ps__args_sumsq *a = args;
+  return ps__bytes_work((double)ps__dt_bytes(a->dt) * (double)a->n);
+}
+static ps_work work_colsum(const void *args) {
+  const ps__args_colsum *a = args;
+  return ps__bytes_work((double)a->rows * a->cols * (double)ps__dt_bytes(a->dt));
+}
+
 const ps_kernel ps__k_fill_zero = {
     .name = "fill_zero",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {fill_zero, PS_CUDA_FN(fill_zero)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_fill_zero},
 };
 const ps_kernel ps__k_accumulate = {
     .name = "accumulate",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {accumulate, PS_CUDA_FN(accumulate)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_accumulate},
 };
 const ps_kernel ps__k_accumulate_host = {
     .name = "accumulate_host",
     .op_class = PS_CLASS_OPTIMIZER,
     .fn = {accumulate, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_ACCUMULATE},
+    .info = &(const ps__op_info){.rate = PS__RATE_ACCUMULATE, .work = work_accumulate},
 };
 const ps_kernel ps__k_colsum = {
     .name = "colsum",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {colsum, PS_CUDA_FN(colsum)},
     .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .work = work_colsum,
                                  .scratch = {scratch_colsum, ps_scratch_colsum}},
 };
 const ps_kernel ps__k_sumsq = {
     .name = "sumsq",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {sumsq, PS_CUDA_FN(sumsq)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .scratch = {NULL, ps_scratch_sumsq}},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .work = work_sumsq,
+                                 .scratch = {NULL, ps_scratch_sumsq}},
 };
 const ps_kernel ps__k_sumsq_host = {
     .name = "sumsq_host",
     .op_class = PS_CLASS_OPTIMIZER,
     .fn = {sumsq, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_SUMSQ},
+    .info = &(const ps__op_info){.rate = PS__RATE_SUMSQ, .work = work_sumsq},
 };
 const ps_kernel ps__k_accumulate_sumsq_host = {
     .name = "accumulate_sumsq_host",
     .op_class = PS_CLASS_OPTIMIZER,
     .fn = {accumulate_sumsq, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_ACCUMULATE_SUMSQ},
+    .info = &(const ps__op_info){.rate = PS__RATE_ACCUMULATE_SUMSQ, .work = work_accumulate},
 };
 const ps_kernel ps__k_round_sumsq_host = {
     .name = "round_sumsq_host",
     .op_class = PS_CLASS_OPTIMIZER,
     .fn = {round_sumsq, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_SUMSQ},
+    .info = &(const ps__op_info){.rate = PS__RATE_SUMSQ, .work = work_round_sumsq},
 };

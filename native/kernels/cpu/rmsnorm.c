@@ -166,16 +166,27 @@ static ps_status rmsnorm_bwd(const ps_launch *l) {
   return PS_OK;
 }
 
+static ps_work work_rmsnorm_fwd(const void *args) {
+  const ps__args_rmsnorm *a = args;
+  return ps__bytes_work((a->has_residual ? 3.0 : 2.0) * a->rows * a->cols *
+                        (double)ps__dt_bytes(a->dt));
+}
+static ps_work work_rmsnorm_bwd(const void *args) {
+  const ps__args_rmsnorm *a = args;
+  return ps__bytes_work(4.0 * a->rows * a->cols * (double)ps__dt_bytes(a->dt));
+}
+
 const ps_kernel ps__k_rmsnorm_fwd = {
     .name = "rmsnorm_fwd",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {rmsnorm_fwd, PS_CUDA_FN(rmsnorm_fwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_rmsnorm_fwd},
 };
 const ps_kernel ps__k_rmsnorm_bwd = {
     .name = "rmsnorm_bwd",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {rmsnorm_bwd, PS_CUDA_FN(rmsnorm_bwd)},
     .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .work = work_rmsnorm_bwd,
                                  .scratch = {scratch_rmsnorm_bwd, ps_scratch_rmsnorm_bwd}},
 };

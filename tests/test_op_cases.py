@@ -1,0 +1,275 @@
+"""Every op of the table of cases (tests/native/op_cases.c) on the CPU against PyTorch in fp64.
+
+The table gives arguments, operands and tolerances. Here is what it cannot say in C: the formula. FORWARD has it for each op that is no gradient; a gradient op's reference is
+autograd over the formula of the op that the table says it belongs to. run() of test_ops.py sees to
+threads, alignment, guards and instruction sets.
+"""
+
+import ctypes
+import functools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from test_ops import (  # noqa: E402
+    LIB,
+    Accumulate,
+    Colsum,
+    CrossEntropy,
+    Embed,
+    Fill,
+    Gemm,
+    Glu,
+    Rmsnorm,
+    Sumsq,
+    run,
+)
+
+
+class Qkv(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in "n_tokens n_heads n_kv_heads head_dim dt".split()),
+        *((name, ctypes.c_uint32) for name in "qk_norm accumulate_dw rotary_dim".split()),
+        *((name, ctypes.c_float) for name in "eps attention_factor norm_offset".split()),
+        ("inv_freq", ctypes.c_float * 128),
+    ]
+
+
+READ, WRITE = 1, 2
+F32, BF16, I32, F64 = 0, 1, 10, 11
+TORCH = {F32: torch.float32, BF16: torch.bfloat16, I32: torch.int32, F64: torch.float64}
+SIGNIFICAND = {F32: 24, BF16: 8, F64: 53}
+SMALL, SEED = 0, 11
+
+
+class Operand(ctypes.Structure):
+    _fields_ = [
+        ("mode", ctypes.c_uint32),
+        ("dt", ctypes.c_uint32),
+        ("n", ctypes.c_uint64),
+        ("init", ctypes.c_void_p),
+        ("ulps", ctypes.c_double),
+        ("rel", ctypes.c_double),
+        ("of_max", ctypes.c_double),
+    ]
+
+    def tensor(self):
+        dtype = TORCH[self.dt]
+        if not self.init or not self.n:
+            return torch.zeros(self.n, dtype=dtype)
+        n_bytes = self.n * dtype.itemsize
+        raw = bytearray(ctypes.string_at(self.init, n_bytes))
+        return torch.frombuffer(raw, dtype=dtype).clone()
+
+
+VISIT = ctypes.CFUNCTYPE(
+    None,
+    ctypes.c_char_p,
+    ctypes.c_void_p,
+    ctypes.c_uint32,
+    ctypes.POINTER(Operand),
+    ctypes.c_uint32,
+)
+LIB.ops_entry.restype = LIB.ops_name.restype = ctypes.c_char_p
+LIB.ops_entry_gradient_of.restype = ctypes.c_char_p
+
+
+def entries():
+    """(place in the table, kernel's name) of each."""
+    i = 0
+    while name := LIB.ops_entry(i):
+        yield i, name.decode()
+        i += 1
+
+
+def cases(entry, dt):
+    found = []
+
+    def visit(name, args, args_bytes, operands, n):
+        found.append(
+            (
+                name.decode(),
+                ctypes.string_at(args, args_bytes),
+                [(o.mode, o.dt, o.tensor(), (o.ulps, o.rel, o.of_max)) for o in operands[:n]],
+            )
+        )
+
+    LIB.ops_cases(entry, dt, SMALL, ctypes.c_uint64(SEED), VISIT(visit))
+    return found
+
+
+# ---- formulas: arguments and operands (fp64 where they are numbers) to the written operands, in order
+
+
+def rmsnorm(a, x, w, _, residual=None):
+    x = x.view(a.rows, a.cols)
+    y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + a.eps) * (w + a.weight_offset)
+    return [y if residual is None else y + residual.view_as(y)]
+
+
+def glu(a, gu, *_):
+    g, u = gu.view(a.n_tokens, 2 * a.ffn_dim).split(a.ffn_dim, 1)
+    gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+    return [(gelu if a.activation else torch.nn.functional.silu)(g) * u]
+
+
+def embedding(a, ids, table, *_):
+    return [table.view(a.vocab, a.dim)[ids.long()]]
+
+
+def turned(x, w, a, pos):
+    """RoPE at @pos of the first rotary_dim elements of each head, after an optional RMSNorm over
+    each head (1) or over all of them (2)."""
+    if a.qk_norm:
+        shape = (a.n_tokens, 1, -1) if a.qk_norm == 2 else (a.n_tokens, -1, a.head_dim)
+        y = x.reshape(shape)
+        y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + a.eps) * (w + a.norm_offset)
+        x = y.reshape(x.shape)
+    r = a.rotary_dim
+    inv_freq = torch.tensor(list(a.inv_freq[: r // 2]), dtype=torch.float64)
+    angle = pos.double()[:, None] * inv_freq
+    cos, sin = (
+        a.attention_factor * torch.cat([f(angle)] * 2, 1)[:, None] for f in (torch.cos, torch.sin)
+    )
+    x, rest = x.reshape(a.n_tokens, -1, a.head_dim).split([r, a.head_dim - r], -1)
+    half = torch.cat([-x[..., r // 2 :], x[..., : r // 2]], -1)
+    return torch.cat([x * cos + half * sin, rest], -1).reshape(a.n_tokens, -1)
+
+
+def qkv_split(a, qkv, pos, _q, _kv, wq=None, wk=None):
+    n_q, n_k = a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim
+    q, k, v = qkv.view(a.n_tokens, -1).split([n_q, n_k, n_k], 1)
+    return [turned(q, wq, a, pos), torch.cat([turned(k, wk, a, pos), v], 1)]
+
+
+def cross_entropy(a, z, target, scale, _):
+    z = z.view(a.rows, a.vocab).requires_grad_()
+    loss = torch.nn.functional.cross_entropy(z, target.long(), ignore_index=-1, reduction="none")
+    (loss.sum() * scale).backward()
+    return [z.grad, loss.detach()]
+
+
+def gemm(a, x, y, c, *added):
+    m, n, k, added = a.m, a.n, a.k, list(added)
+    x = x.view(-1, a.lda)[:, : m if a.trans_a else k]
+    y = y.view(-1, a.ldb)[:, : k if a.trans_b else n]
+    c = c.view(m, a.ldc)
+    out = (x.T if a.trans_a else x) @ (y.T if a.trans_b else y)
+    if a.accumulate:
+        out = out + c[:, :n]
+    if a.has_bias:
+        out = out + added.pop(0)
+    if a.has_residual:
+        out = out + added.pop(0).view(m, a.ldc)[:, :n]
+    return [torch.cat([out, c[:, n:]], 1)]
+
+
+FORWARD = {
+    "fill_zero": (Fill, lambda a, x: [torch.zeros_like(x)]),
+    "accumulate": (Accumulate, lambda a, g, total, low=None: [g + total, low]),
+    "accumulate_sumsq_host": (
+        Accumulate,
+        lambda a, g, total, _: [g + total, ((g + total) ** 2).sum().view(1)],
+    ),
+    "sumsq": (Sumsq, lambda a, g, _: [(g * g).sum().view(1)]),
+    "colsum": (
+        Colsum,
+        lambda a, dy, db: [dy.view(a.rows, a.ld)[:, : a.cols].sum(0) + (db if a.accumulate else 0)],
+    ),
+    "embed_fwd": (Embed, embedding),
+    "rmsnorm_fwd": (Rmsnorm, rmsnorm),
+    "qkv_split_fwd": (Qkv, qkv_split),
+    "glu_fwd": (Glu, glu),
+    "cross_entropy": (CrossEntropy, cross_entropy),
+    "gemm": (Gemm, gemm),
+}
+
+
+def derivative(formula, a, inputs, dy, leaves):
+    """Gradients of sum(formula * dy) by the inputs at places @leaves."""
+    inputs = list(inputs)
+    for i in leaves:
+        inputs[i] = inputs[i].clone().requires_grad_()
+    out = formula(a, *inputs)
+    return torch.autograd.grad(
+        out, [inputs[i] for i in leaves], [d.view_as(o) for d, o in zip(dy, out, strict=True)]
+    )
+
+
+def rmsnorm_bwd(formula, a, x, w, dy, dx, dw):
+    got = derivative(formula, a, (x, w, None), [dy], (0, 1))
+    return [got[0] + (dx if a.add_dx else 0), got[1] + (dw if a.accumulate_dw else 0)]
+
+
+def qkv_split_bwd(formula, a, dq, dkv, pos, dqkv, x=None, wq=None, wk=None, dwq=None, dwk=None):
+    if not a.qk_norm:
+        return derivative(formula, a, (dqkv, pos, None, None), [dq, dkv], (0,))
+    dx, gq, gk = derivative(formula, a, (x, pos, None, None, wq, wk), [dq, dkv], (0, 4, 5))
+    return [dx, gq + (dwq if a.accumulate_dw else 0), gk + (dwk if a.accumulate_dw else 0)]
+
+
+# How a gradient op's operands are those of its formula.
+GRADIENT = {
+    "embed_bwd": lambda formula, a, ids, dx, table: [
+        derivative(formula, a, (ids, table), [dx], (1,))[0] + (table if a.accumulate else 0)
+    ],
+    "rmsnorm_bwd": rmsnorm_bwd,
+    "qkv_split_bwd": qkv_split_bwd,
+    "glu_bwd": lambda formula, a, ds, gu: [
+        *formula(a, gu),
+        *derivative(formula, a, (gu,), [ds], (0,)),
+    ],
+}
+
+
+def exact(entry, name, raw, operands):
+    values = [t.double() if t.is_floating_point() else t for t in operands]
+    of = LIB.ops_entry_gradient_of(entry)
+    kind, formula = FORWARD[of.decode() if of else name]
+    args = kind.from_buffer_copy(raw)
+    return GRADIENT[name](formula, args, *values) if of else formula(args, *values)
+
+
+def assert_close(got, want, dt, tolerance, what):
+    ulps, rel, of_max = tolerance
+    if of_max == float("inf"):  # bits that are no number
+        return
+    got, want = got.double().flatten(), want.flatten()
+    same = (got == want) | (got.isnan() & want.isnan())
+    finite = torch.where(want.isfinite(), want, 0.0).abs()
+    ulp = torch.exp2(
+        torch.frexp(torch.maximum(finite, got.abs().nan_to_num(0)))[1] - SIGNIFICAND[dt]
+    )
+    # one rounding at the store: half an ulp; the smallest numbers have no smaller neighbour
+    limit = (ulps + 0.5) * ulp.double() + rel * finite + of_max * finite.max() + 1e-37
+    bad = ~(same | ((got - want).abs() <= limit))
+    assert not bad.any(), (
+        f"{what}: {int(bad.sum())} of {bad.numel()} off, first {got[bad][0].item()} "
+        f"for {want[bad][0].item()}, limit {limit[bad][0].item()}"
+    )
+
+
+@pytest.mark.parametrize("dt", [F32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("entry,name", list(entries()), ids=[n for _, n in entries()])
+def test_an_op_is_its_formula(entry, name, dt):
+    found = cases(entry, dt)
+    assert found or (name, dt) == ("fill_zero", BF16)  # zeros have no dtype
+    for shape, raw, operands in found:
+        modes = {READ: "r", WRITE: "w", READ | WRITE: "rw"}
+        args = ctypes.create_string_buffer(raw, len(raw))
+        got = run(name, args, [(modes[m], t) for m, _, t, _ in operands])
+        want = exact(entry, name, raw, [t for _, _, t, _ in operands])
+        written = [(d, tolerance) for m, d, _, tolerance in operands if m & WRITE]
+        for i, (g, (d, tolerance)) in enumerate(zip(got, written, strict=True)):
+            assert_close(g, want[i], d, tolerance, f"{name} {shape}, output {i}")
+
+
+def test_every_op_has_cases():
+    """But attention (tests/test_attention.py) and host sums (tests/test_ops.py, test_totals.py)."""
+    without = {"attention_fwd", "attention_bwd", "accumulate_host", "sumsq_host"}
+    without |= {"round_sumsq_host", "embed_bwd_host"}
+    ops, i = set(), 0
+    while name := LIB.ops_name(i):
+        ops.add(name.decode())
+        i += 1
+    assert ops - {name for _, name in entries()} == without
