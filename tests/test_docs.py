@@ -146,6 +146,16 @@ def test_every_link_of_a_page_opens():
         xml.etree.ElementTree.parse(picture)
 
 
+def test_every_section_that_the_sources_name_exists():
+    """As docs/design.md, "Metrics"."""
+    named = re.findall(r'docs/(\w+\.md), "([^"]+)"', sources())
+    assert named and not [
+        (page, section)
+        for page, section in named
+        if not re.search(rf"^#+ .*{section}", PAGES[ROOT / "docs" / page], re.M)
+    ]
+
+
 def test_no_page_uses_a_word_that_the_glossary_replaced():
     words = (
         r"at home|(?:comes?|goes|sent|sends?) home|lent|fates?|dealer|preamble|(?:low|upp)er turn"

@@ -69,8 +69,8 @@ typedef struct ps_work {
   double flops; /* floating-point operations */
   /* bytes moved through the memory of the unit that runs it, reads plus writes */
   double bytes;
-  /* the part of flops that counts as model work (see FACTS "Metrics" in docs/design.md); rest
-   * is recompute */
+  /* the part of flops that counts as model FLOPs (docs/design.md, "Metrics"); the rest is
+   * recomputation */
   double model_flops;
 } ps_work;
 
