@@ -1,5 +1,5 @@
-/* evaluate.h - evaluating a candidate: its ops, the memory that it takes, its time by simulation;
- * and the state of a search. */
+/* evaluate.h - the evaluation of a candidate: its ops, its memory, its time by simulation; and the
+ * state of a search. */
 #ifndef PS_PLAN_EVALUATE_H
 #define PS_PLAN_EVALUATE_H
 #include "plan/candidates.h"
@@ -15,19 +15,19 @@ typedef struct ps__search {
   ps__memo *memo; /* shared by searches of one model, batch and machine, whatever their caps */
   ps__search_result *out;
   ps__search_space space;
-  ps__fastest best[PS__N_BEST]; /* of all looked at, fastest first */
-  /* of each size's members of the family that stream all blocks' parameters, and that keep some
-   * on the device: far apart */
+  ps__fastest best[PS__N_BEST]; /* of all evaluated, the fastest first */
+  /* of each configuration two, far apart: the fastest that streams all blocks' parameters, and the
+   * fastest that keeps some on the device */
   ps__fastest fastest[2 * PS__MAX_MICROBATCHES];
-  uint64_t device_mem, host_mem, machine; /* machine: host memory in all */
+  uint64_t device_mem, host_mem, machine; /* the caps; host memory of the machine */
   uint64_t best_miss, n_ops;              /* n_ops: emitted and simulated so far */
-  uint8_t *evaluated;                     /* [family.n_members] 1: looked at */
-  /* look at steps with all their rounds, though shorter ones tell nearly the same */
+  uint8_t *evaluated;                     /* [space.n_candidates] 1: evaluated */
+  /* evaluate steps with all their rounds, although shorter ones tell nearly the same */
   bool whole;
-  bool large;                          /* not all of the family can be looked at */
-  bool prune;                          /* by slack below, and never look twice */
-  double factor[PS__MAX_MICROBATCHES]; /* by which a size's estimates are off */
-  /* least seen of what a member takes beyond its bound; 0: none seen */
+  bool large;                          /* not all candidates can be evaluated */
+  bool prune;                          /* by the slack below; and evaluate none twice */
+  double factor[PS__MAX_MICROBATCHES]; /* by which a configuration's estimates are off */
+  /* the least that evaluated candidates took beyond their bounds, BYTES; 0: none evaluated */
   uint64_t slack[PS__MAX_MICROBATCHES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_SPACES];
 } ps__search;
 
@@ -45,13 +45,13 @@ typedef struct ps__known {
 typedef struct ps__evaluation {
   ps__candidate candidate;
   ps__known known;
-  uint64_t bytes[PS__N_SPACES]; /* all of what the caps count: at least, once mapped exactly */
+  uint64_t bytes[PS__N_SPACES]; /* all that the caps count: at least; once mapped, exactly */
   bool mapped;                  /* bytes are exact */
   /* of the emitted step */
   ps__spec spec;
   ps__step step;
-  uint64_t missing;    /* of the host's bytes: what a step with all rounds takes more */
-  uint32_t n_left_out; /* rounds */
+  uint64_t missing;    /* host BYTES that a step with all its rounds takes more; in bytes already */
+  uint32_t n_left_out; /* rounds that the step lacks */
   bool emitted, step_mapped;
 } ps__evaluation;
 
@@ -66,12 +66,12 @@ ps__known ps__memo_get(ps__memo *memo, const ps__candidate *m, bool whole);
 void ps__memo_put(ps__memo *memo, const ps__candidate *m, bool whole, const ps__known *known);
 
 /* ---- evaluate.c ------------------------------------------------------------------------------ */
-/* ps__budget() - @ops is the work to spend on a model of up to 32 layers; on a deeper one more
- * in proportion, as each look at it costs, but no more than for so many. */
+/* ps__budget() - the ops to spend, where @ops are spent for a model of up to 32 layers. A deeper model
+ * gets more in proportion, as each of its evaluations costs more, up to PS__BUDGET_LAYERS. */
 enum { PS__BUDGET_LAYERS = 64 };
 uint64_t ps__budget(const ps__search *s, uint64_t ops);
-/* Whether so many bytes are within both caps and the machine's memory; what of it is host
- * memory. */
+/* ps__fits() - whether so many bytes are within both caps and the machine's memory.
+ * ps__host_taken() - what of them is memory of the host. */
 bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_SPACES]);
 bool ps__fits_under(const ps__search *s, uint64_t device_mem, uint64_t host_mem,
                     const uint64_t bytes[PS__N_SPACES]);
@@ -81,13 +81,13 @@ uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__N_SPACES])
 ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluation *e);
 ps_status ps__evaluate_map(ps__search *s, ps__evaluation *e);
 void ps__evaluation_free(ps__evaluation *e);
-/* ps__evaluate_time() - maps it where it may fit, simulates it where it does, with each number of
- * threads for sums, of which it sets the best, and notes it among the best.
- * @out_ns: what its step takes; 0 where it does not fit. */
+/* ps__evaluate_time() - map the candidate where it may fit; simulate it where it does, with each
+ * number of threads for sums, of which the best is set; note it among the best.
+ * @out_ns  of a step; 0 where it does not fit. Errors: PS_ENOMEM. */
 ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, double *out_ns);
 void ps__note_best(ps__search *s, double ns, const ps__candidate *m);
 
-/* local_search.c: ps__local_search() - from the fastest members of the fastest sizes to what lies
- * between the members, into best. Errors: PS_ENOMEM, PS_EDEVICE (threads). */
+/* ps__local_search() - vary the fastest candidates of the fastest configurations; results in
+ * s->best. Errors: PS_ENOMEM, PS_EDEVICE (threads). */
 ps_status ps__local_search(ps__search *s);
 #endif

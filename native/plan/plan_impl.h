@@ -1,4 +1,4 @@
-/* plan_impl.h - what a plan is, for the planner and the trainer. */
+/* plan_impl.h - a plan from the inside, for the planner and the trainer. */
 #ifndef PS_PLAN_IMPL_H
 #define PS_PLAN_IMPL_H
 #include "step/step.h"
@@ -7,7 +7,7 @@
 struct ps_plan {
   ps_model_config model;
   ps_plan_config cfg;    /* as given, defaults filled in */
-  bool head_slice_given; /* else cfg's is the least: see ps__head_slice() */
+  bool head_slice_given; /* by the user; else cfg has the least: ps__head_slice() */
   ps_hardware hw;
   ps__layout layout;
   ps__spec spec;
@@ -15,14 +15,14 @@ struct ps_plan {
   ps__step step;
   ps_schedule *schedule;
   ps_plan_report report;
-  double hfu_flops; /* a step: model FLOPs and all recomputation */
+  double hfu_flops; /* of a step: model FLOPs and all recomputation */
   char *text, *json;
   _Atomic uint32_t in_use; /* 1: a trainer has it */
 };
 
-/* ps__plan_from_spec() - the plan of decisions made elsewhere, without a search and without
- * caps. @spec is copied; it must be made for the layout that its own chunk_tokens and
- * chunks_per_round give. Errors: as ps_plan_create(), PS_EBUDGET aside. */
+/* ps__plan_from_spec() - a plan of given decisions, without a search and without caps. @spec is
+ * copied; it must be of the layout that its chunk_tokens and chunks_per_round give.
+ * Errors: as ps_plan_create(), without PS_EBUDGET. */
 ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
                              const ps_hardware *hw, const ps__spec *spec);
 
@@ -32,56 +32,56 @@ typedef struct ps__cost_model {
   const ps_hardware *hw;
   ps_dtype dt;
   uint32_t n_threads;
-  /* of sums at home on the plan's threads for them: times that of those on all */
+  /* speed of sums on the plan's threads for them, over that on all threads */
   double sum_speed;
-  /* ps_sim_cost.slower of copies to the device, to the host, sums and the optimizer */
+  /* ps_sim_cost.slower, for copies to the device, to the host, sums and the optimizer */
   double slower[PS_SIM_KINDS][1 << PS_SIM_KINDS];
 } ps__cost_model;
 ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_threads,
                                  uint32_t sum_threads);
-/* ps__sum_threads() - the @i-th number of threads that sums were measured on, all of the host
- * stream's first; 0: none. ps__sum_speed() - how fast they are on so many alone: times as fast
- * as on all. */
+/* ps__sum_threads() - the @i-th number of threads on which sums were measured; first all of the host
+ * stream's. 0: there is none.
+ * ps__sum_speed() - how fast sums run alone on so many threads, over that on all. */
 uint32_t ps__sum_threads(const ps_hardware *hw, uint32_t i);
 double ps__sum_speed(const ps_hardware *hw, uint32_t threads);
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */
-/* The same of a virtual op: ns alone on the machine. @args: as the kernel takes them, read for
- * products and attention. */
+/* ps__cost_ns() - the same of a virtual op: ns alone on the machine. @args: the kernel's arguments,
+ * read for products and attention. */
 double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream,
                    const void *args, ps_work work);
 
 /* ---- search.c -------------------------------------------------------------------------------- */
-/* simulated steps; the one with a step before and behind it is the steady state: the updates of
- * the last run beside nothing */
+/* Steps simulated, and the one that is the steady state: it has a step before it and one after it.
+ * The last step's updates run beside nothing. */
 enum { PS__SIM_STEPS = 3, PS__SIM_STEADY = 1 };
 typedef struct ps__search_result {
-  uint64_t smallest_device, smallest_host; /* BYTES of caps that would do; 0 where nothing does */
-  uint64_t any_device, any_host;           /* the plan that misses the caps least */
+  uint64_t smallest_device, smallest_host; /* BYTES: smallest caps; 0: none is enough */
+  uint64_t any_device, any_host;           /* BYTES of the plan that misses the caps least */
   uint32_t n_candidates, n_feasible;
 } ps__search_result;
-/* Tokens of a slice of the head and loss where chunks have so many: as given; by default, on a
- * GPU, as many as make a chunk at most PS__MOST_ADDITIONS slices (up to 4096 tokens), so that
- * the lm_head's gradient leaves the device no more often than the blocks'. */
+/* ps__head_slice() - tokens of a slice of the head and loss for chunks of @chunk_tokens: as the user
+ * gave. By default, on a GPU, a chunk has at most PS__MOST_ADDITIONS slices (of up to 4096 tokens):
+ * then the lm_head's gradient leaves the device no more often than the blocks'. */
 uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens);
 /* What is known of the candidates of a search space (memo.c). */
 typedef struct ps__memo ps__memo;
 ps_status ps__memo_create(ps__memo **out); /* PS_ENOMEM */
 void ps__memo_destroy(ps__memo *memo);     /* NULL is a no-op */
-/* Find the fastest spec under the caps (sizes_only: just the smallest caps). On PS_OK with
- * n_feasible > 0 and not sizes_only, layout and spec of the plan are set. plan->model, cfg, hw
- * are set before. */
+/* ps__find_plan() - the fastest plan under the caps; with @sizes_only, the smallest caps alone.
+ * Needs plan->model, cfg and hw. On PS_OK with n_feasible > 0, and not @sizes_only, plan->layout and
+ * plan->spec are set. Errors: PS_ENOMEM, PS_EINVAL, PS_EDEVICE (threads). */
 ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__search_result *out);
 /* ---- evaluate.c ------------------------------------------------------------------------------ */
-/* ns of a step in the steady state, from when the simulated steps ended: never less than any
- * stream works, or than a shared resource is drawn on, since what the first steps put off does
- * not count there. (Ops that an idle_gain shortens count in full: it is at most 1, so that idle
+/* ps__steady_ns() - ns of a step in the steady state, from the ends of the simulated steps. It is at
+ * least the work of every stream, and of every shared resource: the first steps put off work that
+ * their ends do not count. (Ops that idle_gain shortens count in full: it is at most 1, so that idle
  * time costs more than it gains.) */
 double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]);
-/* Host bytes that a step needs besides its arena. */
+/* ps__host_overhead() - host BYTES that a step takes besides its arena, and two parts of them. */
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
                            uint64_t *trace);
-/* Device bytes that a step needs besides its arena: CUDA's scratch with the products' workspace,
- * and its overhead. */
+/* ps__device_overhead() - device BYTES that a step takes besides its arena: CUDA's scratch with the
+ * products' workspace (@scratch), and its overhead. */
 uint64_t ps__device_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch);
 static inline uint64_t ps__arena_round(uint64_t bytes) {
   return (bytes + (2u << 20) - 1) >> 21 << 21;

@@ -54,7 +54,7 @@ static const char *on_host(const ps__vop *op) {
     return "the loss";
   const ps__rate rate = ps__op_rate(op->kernel);
   return rate == PS__RATE_OPTIMIZER    ? "the optimizer"
-         : rate >= PS__RATE_ACCUMULATE ? "sums of gradients at home"
+         : rate >= PS__RATE_ACCUMULATE ? "sums of gradients"
                                        : "the gradient norm";
 }
 

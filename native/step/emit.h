@@ -1,10 +1,10 @@
-/* emit.h - what the step builder is made of: emitting ops and tensors, parameters on the device,
- * gradients on their way home. */
+/* emit.h - the step builder's own parts: emitting ops and tensors, parameters on their way to the
+ * device, gradients on their way to the host. */
 #ifndef PS_STEP_EMIT_H
 #define PS_STEP_EMIT_H
 #include "step/step.h"
 
-/* A visit of a unit: all chunks of a round pass it before the next visit. */
+/* A layer pass: all chunks of a round pass the unit before the next layer pass begins. */
 typedef enum ps__pass_kind {
   PS__PASS_EMBED,
   PS__PASS_BLOCK,
@@ -16,34 +16,36 @@ typedef struct ps__pass {
   uint32_t kind, round, unit;
 } ps__pass;
 
-/* What an update works on. */
+/* The tensors that an update works on. */
 typedef struct ps__optimizer_state {
   uint32_t weights, master, m, v;
 } ps__optimizer_state;
 
 typedef struct ps__unit_progress {
-  uint32_t weights; /* device tensor, PS__NO_VT while not fetched */
-  uint32_t pins;    /* visits fetched for and not over */
-  bool fetched;     /* resident: this step's copy was issued */
+  uint32_t weights; /* device tensor; PS__NO_VT while it is not fetched */
+  uint32_t pins;    /* layer passes that it was fetched for and that have not ended */
+  bool fetched;     /* device-resident: this step's copy was issued */
   uint32_t grad;    /* device tensor of the running contribution */
-  /* device tensor of the step's total, where gradients are resident or the update runs there */
+  /* device tensor of the step's total, where gradients are device-resident or the update runs on
+   * the device */
   uint32_t total;
-  uint32_t low; /* its low bytes, wherever the total is; PS__NO_VT where it has none */
-  /* device tensor of its sums of squares, until an update there without clipping */
+  uint32_t low; /* the total's low bytes, in its space; PS__NO_VT: it has none */
+  /* device tensor of the total's sums of squares, until an update on the device without clipping */
   uint32_t sums;
   ps__optimizer_state state; /* on the device, for an update that runs there; else PS__NO_VT */
-  uint32_t contribution;     /* how many have ended */
-  /* BYTES of its gradient's home that the first round's saved tensors have */
+  uint32_t contribution;     /* contributions that have ended */
+  /* BYTES of its gradient on the host that aliases of the first round take */
   uint64_t alias_bytes;
 } ps__unit_progress;
 
-/* A chunk's embedding rows, where they are gathered at home: on the device; at home, where they
- * stay as the first block's saved input. */
+/* A chunk's embedding rows, gathered on the host. x: on the device. host: on the host, where they
+ * stay as the first block's saved input; else PS__NO_VT. */
 typedef struct ps__gathered {
   uint32_t x, host;
 } ps__gathered;
 
-/* A streamed unit whose moments come in, and the chunk step from which on it is updated. */
+/* A unit whose state is on its way to the device, and the chunk pass from which on it is
+ * updated. */
 typedef struct ps__coming {
   uint32_t unit, when;
 } ps__coming;
@@ -58,50 +60,51 @@ typedef struct ps__builder {
   ps__unit_progress *unit; /* [n_units] */
   ps__pass *pass;
   uint32_t n_passes, next_fetch;
-  uint32_t clock; /* chunk steps emitted so far, for late frees */
-  /* device copy of the batch header, which updates without clipping look at; PS__NO_VT before
-   * the first */
+  uint32_t clock; /* chunk passes emitted so far: the time of late frees */
+  /* device copy of the batch header, for updates without clipping; PS__NO_VT before the first */
   uint32_t header;
-  /* weights or moments at home that the device-to-host stream wrote last */
+  /* what the device-to-host stream wrote last of weights or state on the host */
   uint32_t last_sent;
-  /* [n_units], without clipping: in the order in which their totals were ready */
+  /* [n_units], without clipping: in the order in which totals were complete */
   ps__coming *coming;
   uint32_t n_coming, n_updated;
   ps__late_free *late;
   size_t n_late, cap_late;
-  ps__gathered *gathered; /* [n_chunks of the step] */
-  uint32_t *step_batch;   /* the same: blocks of the batch, device tensors */
-  uint64_t head_slices;   /* of the running round so far */
+  ps__gathered *gathered; /* [chunks of the step] */
+  uint32_t *step_batch;   /* [chunks of the step]: parts of the batch, device tensors */
+  uint64_t head_slices;   /* slices of the head in the running round so far */
   /* the final norm's gradient is in the running contribution of the head's unit */
   bool head_norm;
-  /* of the embedding's running contribution: token ids and gradient rows at home */
+  /* of the embedding's running contribution on the host: token ids and gradient rows */
   uint32_t rows_host;
-  /* of the running round; indexed by chunk of the round */
+  /* of the running round, by chunk of the round: */
   const ps__round *round;
   uint32_t round_idx;
-  /* device tensors [n_chunks]; batch is a place in step_batch */
+  /* device tensors [n_chunks]; batch points into step_batch */
   uint32_t *batch, *x, *dy;
-  /* [n_layers][n_chunks][PS__N_TENSORS]: saved tensors on the device, at the host */
+  /* saved activations [n_layers][n_chunks][PS__N_TENSORS]: on the device, on the host */
   uint32_t *kept, *away;
 } ps__builder;
 
 /* ---- tensors --------------------------------------------------------------------------------- */
-/* alive from the next op on */
+/* ps__vt_new() - a tensor that is alive from the next op on, until ps__vt_free().
+ * ps__vt_persistent() - one that is always alive. PS__NO_VT when memory is out. */
 uint32_t ps__vt_new(ps__builder *b, uint32_t space, uint64_t bytes);
 uint32_t ps__vt_persistent(ps__builder *b, uint32_t space, uint64_t bytes);
-/* a part of another's memory, while its own contents are not needed */
+/* ps__vt_alias() - BYTES of @by from @offset on, while the contents of @by are not needed. */
 uint32_t ps__vt_alias(ps__builder *b, uint32_t by, uint64_t offset, uint64_t bytes);
-/* dead after the last op emitted; PS__NO_VT is a no-op */
+/* ps__vt_free() - the last op emitted is the last of its life; PS__NO_VT is a no-op. */
 void ps__vt_free(ps__builder *b, uint32_t vt);
-/* after so many more chunk steps */
+/* ps__vt_free_late() - the same after @steps more chunk passes. */
 void ps__vt_free_late(ps__builder *b, uint32_t vt, uint32_t steps);
-/* a chunk step is over */
+/* ps__tick() - a chunk pass has ended. ps__flush_late() - all late frees are due now. */
 void ps__tick(ps__builder *b);
 void ps__flush_late(ps__builder *b);
 
 /* ---- ops ------------------------------------------------------------------------------------- */
 ps__vaccess ps__whole(const ps__builder *b, uint32_t vt, uint32_t mode);
 ps__vaccess ps__part(uint32_t vt, uint32_t mode, uint64_t offset, uint64_t bytes);
+/* ps__emit() - an op. Memory that is out is noted in the step and makes it a no-op. */
 void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const void *args,
               uint32_t args_bytes, const ps__vaccess *access, uint32_t n_access, ps_work work,
               ps_tag tag);
@@ -111,36 +114,43 @@ void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream
 
 /* ---- parameters and gradients (units.c) ------------------------------------------------------ */
 ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase);
-ps_status ps__units_init(ps__builder *b); /* homes, residents, visits */
-/* issue the copies of this visit and of those ahead */
+/* ps__units_init() - the units' host and device-resident tensors, the layer passes. Errors:
+ * PS_ENOMEM. */
+ps_status ps__units_init(ps__builder *b);
+/* ps__fetch_ahead() - issue the copies for this layer pass and for those within the prefetch
+ * distance. ps__pass_done() - free the parameters that no later pass was fetched for. */
 void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx);
 void ps__pass_done(ps__builder *b, uint32_t pass_idx);
-/* Chunks pass backwards, c from the round's last one down to 0. Is chunk c the first of a
- * contribution, the last of one? */
+/* Backward, the chunks of a round pass from the last one down to chunk 0. Whether chunk @c is the
+ * first of a contribution, the last of one. */
 bool ps__contribution_begins(const ps__builder *b, uint32_t c);
 bool ps__contribution_ends(const ps__builder *b, uint32_t c);
-/* how the unit's contribution i, from 1 on, is added to its total: ps__sum_mode() */
+/* ps__sum_mode() of the unit's contribution @i, from 1 on */
 uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i);
+/* ps__grad_begin() - a contribution begins: memory for it. */
 void ps__grad_begin(ps__builder *b, uint32_t unit);
-/* ps__grad_end() - the contribution is complete: on its way home. @more: another one of the same
- * round follows at once, and reuses its memory. */
+/* ps__grad_end() - the contribution is complete: it is added to the total, or copied to the host to
+ * be added there. @more: another one of the same round follows at once and reuses its memory. */
 void ps__grad_end(ps__builder *b, uint32_t unit, bool more);
-/* the step's gradient is complete at home: sums of squares and, without clipping, the update */
+/* ps__total_on_host() - the unit's total is complete on the host: sums of squares and, without
+ * clipping, the update. */
 void ps__total_on_host(ps__builder *b, uint32_t unit);
 
 /* ---- updates (updates.c) --------------------------------------------------------------------- */
-/* a device tensor and the copy of @home to it */
+/* ps__bring() - a new device tensor, and the copy of host tensor @host to it. */
 uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag);
-/* the unit's total and its sums of squares are there: moments come in; without clipping, the
- * update */
+/* ps__total_ready() - the unit's total and its sums of squares are complete: its state is brought
+ * where it is streamed and, without clipping, the unit is updated. */
 void ps__total_ready(ps__builder *b, uint32_t unit);
-/* with clipping: norm, then all units in forward order; report; the moments of split updates */
+/* ps__emit_updates() - with clipping, the norm, then all units in forward order; the report; the
+ * moments of split updates. */
 void ps__emit_updates(ps__builder *b);
 
 /* ---- the embedding (embed.c) ----------------------------------------------------------------- */
-/* embed_on_host: the round's rows, gathered and on their way to the device */
+/* ps__gather_round() - with embed_on_host: the round's rows are gathered and copied to the
+ * device. */
 void ps__gather_round(ps__builder *b, uint32_t round);
-/* its blocks of the batch on their way to the device (step.c) */
+/* ps__copy_batch() - the round's parts of the batch are copied to the device (step.c). */
 void ps__copy_batch(ps__builder *b, uint32_t round);
 void ps__embed_forward(ps__builder *b, uint32_t c);
 void ps__embed_backward(ps__builder *b, uint32_t c);
@@ -148,10 +158,10 @@ void ps__embed_backward(ps__builder *b, uint32_t c);
 /* ---- blocks and head (passes.c) -------------------------------------------------------------- */
 void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
 void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
-/* issue the fetches of backward chunk step number step_idx */
+/* ps__fetch_saved() - issue the copies for backward chunk pass number @step_idx of the round. */
 void ps__fetch_saved(ps__builder *b, uint32_t step_idx);
 void ps__head_chunk(ps__builder *b, uint32_t c);
-/* when its fate is the host */
+/* ps__send_saved() - copy a saved activation to the host, where that is its policy. */
 void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor, uint32_t vt);
 const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c);
 uint32_t *ps__saved_entry(ps__builder *b, uint32_t *table, uint32_t layer, uint32_t c,
