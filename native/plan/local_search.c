@@ -1,19 +1,22 @@
-/* local_search.c - varies the fastest candidates of a large search space, decision by decision. */
+/* local_search.c - varies the fastest candidates of a large search space, decision by decision,
+ * while the simulated time falls. */
 #include "plan/evaluate.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Ops emitted and simulated at most, over all starts (ps__budget() for deep models). */
+/* Ops emitted and simulated at most, over all seeds (ps__budget() for deep models). */
 static const uint64_t LOCAL_SEARCH_OPS = 8000000;
-static const double SEED_MOST_SLOWER = 1.15; /* than the fastest, before refining */
-/* Starts, of a number of tokens a round at most A_ROUND, that share the first quarter of them;
- * the better ones share the second; the best, with all rounds of a step, the rest. Side by side
- * where there are CPUs. */
+static const double SEED_MOST_SLOWER = 1.15; /* seed's time over the fastest candidate's, at most */
+/* There are three stages, each with its part of the ops:
+ *   all seeds, of which SEEDS_A_ROUND have the same number of tokens a round   a quarter
+ *   the N_SECOND_STAGE best                                                    a quarter
+ *   the N_LAST_STAGE best, with all rounds of a step                           a half
+ * The seeds of a stage are searched at once where there are CPUs. */
 enum { SEEDS_A_ROUND = 2, N_SEEDS = 8, N_SECOND_STAGE = 4, N_LAST_STAGE = 2 };
 
-/* What refining changes, a part at a time: see ps__candidate. The share on the device follows: it
- * takes what the cap leaves. */
+/* The decisions that a move changes, by one part at a time or more (ps__candidate). The parts on
+ * the device follow: they take what the cap leaves. */
 enum {
   MOVE_HOST,
   MOVE_PARAMS,
@@ -32,7 +35,7 @@ static int n_layers(const ps__search *s) {
 }
 
 static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
-  /* elsewhere the "device" has no processor of its own */
+  /* the CPU backend's "device" has no processor of its own */
   const bool cuda = s->plan->hw.backend == PS_BACKEND_CUDA;
   const int layers = n_layers(s);
   uint8_t *const field[N_MOVES] = {&m->host,  &m->keep.params, &m->keep.grads,
@@ -58,14 +61,14 @@ static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
   return true;
 }
 
-/* Gives @m the largest share on the device that fits, as far as a few looks tell, beginning from
- * one that should where a step like it took @taken bytes; what it takes too much of the host it
- * pays with its share there. */
+/* Gives @m as many parts on the device as fit, as far as a few evaluations tell. Begins with the
+ * number that should fit if a step like it took @taken bytes. Where the host's memory is exceeded,
+ * fewer parts are offloaded. */
 static ps_status fill_device(ps__search *s, ps__candidate *m, uint64_t taken, double *out_ns,
                              uint64_t *out_taken) {
   const double part = ps__saved_part_bytes(&s->space, m);
   const uint64_t cap = s->device_mem;
-  /* a tiny part: more than an int holds */
+  /* with tiny parts it is more than an int holds */
   const double room =
       cap == UINT64_MAX ? PS__SAVED_PARTS : trunc(((double)cap - (double)taken) / part);
   int parts = room > PS__SAVED_PARTS    ? PS__SAVED_PARTS
@@ -97,26 +100,26 @@ static ps_status fill_device(ps__search *s, ps__candidate *m, uint64_t taken, do
   return PS_OK;
 }
 
-/* Where a start's refinement is: the plan it is at, the device memory that takes, and the next
- * move to try: by step[@level], @failed of them in a row led nowhere; of the kicks
- * @kicked led nowhere since the last better plan. */
+/* The state of a seed's local search. */
 typedef struct descent {
-  ps__fastest at;
-  uint64_t taken;
-  uint32_t level, move, failed, n_perturbed;
+  ps__fastest at;       /* the plan that it is at */
+  uint64_t taken;       /* device BYTES of that plan */
+  uint32_t level, move; /* the next move, by step[level] parts */
+  uint32_t failed;      /* moves in a row that found nothing better */
+  uint32_t n_perturbed; /* perturbations since the last better plan */
   bool begun;
 } descent;
 
 static const int step[] = {6, 2, 1};
-/* From where no step leads on: decisions that are good together are passed by one step at a
- * time, such as contributions that wait while sums run on fewer threads. */
+/* Perturbations leave a local optimum: some decisions are better only together, which single steps
+ * pass by. One such pair is contributions that wait while sums run on fewer threads. */
 static const struct {
   int what, by;
 } perturbations[] = {{MOVE_SUMS, 14},  {MOVE_EXTRA, 24},   {MOVE_PARAMS, 8},
                      {MOVE_HOST, -10}, {MOVE_STREAMED, 8}, {MOVE_SUMS, -14}};
 enum { N_LEVELS = 3, N_PERTURBATIONS = sizeof perturbations / sizeof *perturbations };
 
-/* To @m, where it fits. */
+/* @out: @d at candidate @m; time 0 where it does not fit. */
 static ps_status try_candidate(ps__search *s, const descent *d, ps__candidate m, descent *out) {
   const ps__candidate *from = &d->at.candidate;
   const double units = (m.keep.params + m.keep.grads - from->keep.params - from->keep.grads) *
@@ -127,8 +130,8 @@ static ps_status try_candidate(ps__search *s, const descent *d, ps__candidate m,
   return PS_OK;
 }
 
-/* To the next better plan near it, as long as there is one: each decision by larger and then
- * smaller steps, up and down, and further the same way where that was better. */
+/* One move. Each decision is moved up and down, by larger steps first and then by smaller ones.
+ * After a better plan the same move is tried again. */
 static ps_status take_step(ps__search *s, descent *d) {
   const int what = (int)d->move / 2,
             by = (d->move % 2 ? -1 : 1) * (what >= MOVE_HEAD ? 1 : step[d->level]);
@@ -163,8 +166,9 @@ static ps_status perturb(ps__search *s, descent *d) {
   return PS_OK;
 }
 
-/* As it is or, with all its rounds, a little less where that is too much; and, where nothing was
- * refined yet, with what refined plans usually have, updates whole or split, if that is better. */
+/* The first plan of a seed: the candidate itself, with fewer parts on the device where it does not
+ * fit with all its rounds. Where it has not been varied yet, what plans usually end with is tried
+ * too: streamed state and waiting contributions, with updates whole or split. */
 static ps_status begin_at_seed(ps__search *s, descent *d) {
   const int layers = n_layers(s);
   descent usual = {0};
@@ -192,7 +196,7 @@ static ps_status begin_at_seed(ps__search *s, descent *d) {
   return PS_OK;
 }
 
-/* On from there until no kick leads to a better plan or @max_ops are used up. */
+/* Searches on from @d until no perturbation leads to a better plan, or @max_ops are spent. */
 static ps_status search_near(ps__search *s, descent *d, uint64_t max_ops) {
   const uint64_t end = s->n_ops + max_ops;
   if (!d->begun)
@@ -235,8 +239,8 @@ static int by_ns(const void *pa, const void *pb) {
              : a->candidate.keep.params > b->candidate.keep.params;
 }
 
-/* One size's refinement: a search of its own from there, so that sizes may be refined side by
- * side and how many are at work changes nothing. */
+/* The local search of one seed: a search state of its own, so that several run at once and their
+ * number changes no result. */
 typedef struct branch {
   ps__search *s;
   descent at;
@@ -258,7 +262,8 @@ static int by_branch(const void *pa, const void *pb) {
   return by_ns(&(*(branch *const *)pa)->at.at, &(*(branch *const *)pb)->at.at);
 }
 
-/* Where a host stream falls behind a little in each round, a few rounds do not show it. */
+/* The last stage: a host stream that falls behind a little in each round shows it only over all
+ * rounds. */
 static void with_all_rounds(branch *b) {
   b->s->whole = true;
   memset(b->s->best, 0, sizeof b->s->best);
@@ -303,9 +308,9 @@ static ps_status search_branches(ps__search *s, branch *b, uint32_t n) {
   return PS_OK;
 }
 
-/* The fastest members, but of each number of tokens a round A_ROUND at most: what refining gains
- * differs most between these, since small rounds add up the most gradients, and before it none
- * has its contributions wait or its updates elsewhere. */
+/* The seeds: the fastest candidates, but at most SEEDS_A_ROUND with the same number of tokens a
+ * round. What the local search gains differs most between these: small rounds add up the most
+ * gradients, and no candidate lets contributions wait or moves updates. */
 static uint32_t find_seeds(const ps__search *s, const ps__fastest *out[N_SEEDS]) {
   uint64_t tokens[N_SEEDS];
   uint32_t n = 0;
@@ -335,7 +340,7 @@ ps_status ps__local_search(ps__search *s) {
       st = ps__fail(PS_ENOMEM, "out of memory for the search");
       break;
     }
-    *b[n].s = *s; /* the family is shared and not written to */
+    *b[n].s = *s; /* the search space is shared and not written to */
     b[n].at.at = *from[n];
     b[n].s->out = &b[n].out;
     b[n].s->n_ops = 0;

@@ -1,32 +1,36 @@
-/* search.c - the fastest plan under both caps, in the search space (candidates.h) and,
- * where that is large, near its fastest members.
+/* search.c - the fastest plan under both caps: in the search space (candidates.h) and, where that
+ * is large, near its fastest candidates (local_search.c).
  *
- * The family does not depend on the caps, so a larger cap only admits more members: where all of
- * them are looked at, more memory never gives a slower plan. Members are looked at best estimate
- * first, after one of each size has told how far off its size's estimates are; looking is work
- * that grows from one stage to the next, each ruling members out before the next: the bounds,
- * emission, the bytes alive at once, the memory map, the simulation. Where a bound is no better
- * than the best simulated plan, the member is passed over. Large families are looked at within a
- * budget (MAX_OPS for 32 layers) and with fewer rounds a step, refined, and the fastest few
- * looked at whole. */
+ * The search space does not depend on the caps, so a larger cap only admits more candidates: where
+ * all are evaluated, more memory never gives a slower plan.
+ *
+ * Candidates are evaluated best estimate first. Before that one of each configuration is evaluated,
+ * which tells how far off the configuration's estimates are. An evaluation costs more from stage to
+ * stage, and each stage rules candidates out before the next: the bounds, emission, the bytes alive
+ * at once, the memory map, the simulation. A candidate whose bound is no better than the best
+ * simulated plan is passed over.
+ *
+ * A large search space has a budget (MAX_OPS for 32 layers). Its steps are evaluated with fewer
+ * rounds, the local search varies the best, and the fastest few are evaluated with all rounds. */
 #include "plan/evaluate.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Ops emitted and simulated at most in one search, over all plans looked at: some seconds;
- * ps__budget() for deep models. A family that needs more (long steps of deep models on a machine
- * where nothing is hidden) gives the best of those looked at. */
+/* Ops emitted and simulated at most in one search, over all evaluations: some seconds (ps__budget()
+ * for deep models). Where a search space needs more, the search gives the best of what it
+ * evaluated. Those are long steps of deep models on machines where nothing is hidden. */
 static const uint64_t MAX_OPS = 1200000;
-/* From so many ops in all members' steps on, steps are looked at with fewer of their rounds, and
- * what lies between the members is looked at too. */
+/* From so many ops in all candidates' steps on, steps are evaluated with fewer of their rounds, and
+ * the local search follows. */
 static const double LARGE_SPACE_OPS = 2e8;
-/* The same beside a GPU where a step has so many ops, however few the members are (a pinned
- * round's): what refining gains is up to a tenth of such a step. */
+/* The same on a GPU where a step has so many ops, however few the candidates are (a pinned round):
+ * the local search gains up to a tenth of such a step. */
 static const double LONG_STEP_OPS = 6000;
-/* From here on members are passed over that will not fit by what was seen of their like. */
+/* From here on a candidate is passed over if the slack of those like it says that it does not
+ * fit. */
 static const uint64_t PRUNE_OPS = 400000;
-enum { TRIES = 6 }; /* members of a size looked at for one that fits */
+enum { TRIES = 6 }; /* candidates of a configuration that are evaluated to find one that fits */
 
 /* ---- the fastest ----------------------------------------------------------------------------- */
 
@@ -56,8 +60,8 @@ static int by_rank(const void *pa, const void *pb) {
   return a->idx < b->idx ? -1 : a->idx > b->idx;
 }
 
-/* What members that differ in their shares alone were seen to take beyond their bounds, within a
- * few percent the same for all, to a bound. */
+/* Adds to a bound what evaluated candidates took beyond theirs. It is the same within a few percent
+ * for candidates that differ in their parts on the device and host alone. */
 static void add_slack(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_SPACES]) {
   for (uint32_t i = 0; s->prune && (s->large || s->n_ops > PRUNE_OPS) && i < PS__N_SPACES; i++)
     bytes[i] += s->slack[m->microbatch][m->residency][m->ahead][i] / 20 * 19;
@@ -83,7 +87,7 @@ static void note_slack(ps__search *s, const ps__candidate *m, const ps__evaluati
 
 static ps_status evaluate(ps__search *s, const ps__candidate *from, double *out_ns) {
   ps__evaluation e;
-  ps__candidate own = *from, *m = &own; /* searches side by side share the family */
+  ps__candidate own = *from, *m = &own; /* searches that run at once share the search space */
   s->evaluated[from - s->space.candidate] = 1;
   PS_TRY(ps__evaluate_begin(s, m, &e));
   note_slack(s, m, &e);
@@ -95,8 +99,8 @@ static ps_status evaluate(ps__search *s, const ps__candidate *from, double *out_
   return st;
 }
 
-/* Of each size the member of the best estimate that fits: it tells how far off the estimates of
- * its size are. */
+/* Of each configuration, evaluates the candidate of the best estimate that fits: it tells how far
+ * off the configuration's estimates are. */
 static ps_status evaluate_microbatches(ps__search *s) {
   double factor[PS__MAX_MICROBATCHES] = {0}, worst = 1;
   uint32_t tries[PS__MAX_MICROBATCHES] = {0};
@@ -117,7 +121,7 @@ static ps_status evaluate_microbatches(ps__search *s) {
   return PS_OK;
 }
 
-/* The next member in an order that is worth a look; NULL: none is left. */
+/* The next candidate in an order that is worth an evaluation; NULL: none is left. */
 static ps__candidate *next_of(const ps__search *s, const ranked *order, size_t *at) {
   const ps__search_space *sp = &s->space;
   while (*at < sp->n_candidates) {
@@ -130,8 +134,8 @@ static ps__candidate *next_of(const ps__search *s, const ranked *order, size_t *
   return NULL;
 }
 
-/* By the estimates and, in turn, by those corrected for what their size was seen to take: where
- * one is wrong the other may not be. */
+/* In the order of the estimates and, in turn, of the estimates times the factor of their
+ * configuration: where one order is wrong the other may not be. */
 static ps_status find_fastest(ps__search *s) {
   ps__search_space *sp = &s->space;
   ranked *order[2];
@@ -174,8 +178,7 @@ static int by_key(const void *pa, const void *pb) {
   return a->idx < b->idx ? -1 : a->idx > b->idx;
 }
 
-/* Where nothing of what was looked at fits: members that take the least of the device, until one
- * does. */
+/* Where no evaluated candidate fits: those that take the least device memory, until one fits. */
 static ps_status find_any_that_fits(ps__search *s) {
   const size_t n = s->space.n_candidates;
   keyed *order = ps__malloc((n + 1) * sizeof *order);
@@ -197,8 +200,8 @@ static ps_status find_any_that_fits(ps__search *s) {
   return st;
 }
 
-/* The fastest that holds with all its rounds: what shorter steps tell of time and memory is
- * nearly so, and the fastest of them may not fit by a hair. */
+/* The fastest plans, evaluated with all their rounds: shorter steps tell time and memory nearly,
+ * and the fastest may not fit by a little. */
 static ps_status confirm_best(ps__search *s) {
   ps__fastest few[PS__N_BEST];
   memcpy(few, s->best, sizeof few);
@@ -217,11 +220,10 @@ static ps_status confirm_best(ps__search *s) {
   return PS_OK;
 }
 
-/* Host memory that is left lets contributions wait longer to be added: in the simulation that
- * may gain nothing, but a host stream that is slower than foreseen then falls behind without
- * holding anything back. Not at the cost of time, which would be more than a plan for less
- * memory takes. Only of a cap that was given: who gave none did not ask for all that the machine
- * has. */
+/* Spends host memory that is left on contributions that wait longer to be added. The simulation may
+ * gain nothing by it. But a host stream that is slower than predicted then falls behind without
+ * holding anything back. Never at the cost of time: a plan for less memory would then be faster.
+ * Only of a cap that was given: without one nobody offered all that the machine has. */
 static ps_status spend_host(ps__search *s) {
   const double most_ns = s->best[0].ns;
   const int layers = s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255;
@@ -274,7 +276,7 @@ static void note_smallest(ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
   }
 }
 
-/* Whether a member of at least these sizes could be the smallest in some way. */
+/* Whether a candidate that takes at least @bytes could be the smallest in some way. */
 static bool could_be_smallest(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
   const ps__search_result *r = s->out;
   const uint64_t device = bytes[PS__SPACE_DEVICE], host = bytes[PS__SPACE_HOST];
@@ -302,7 +304,8 @@ static ps_status evaluate_bytes(ps__search *s, const ps__candidate *m) {
   return st;
 }
 
-/* By each space in turn, the least first: what is found early rules out most of the rest. */
+/* In the order of each space's bytes in turn, the least first: what is found early rules out most
+ * of the rest. */
 static ps_status find_smallest(ps__search *s) {
   const size_t n = s->space.n_candidates;
   keyed *order = ps__malloc((n + 1) * sizeof *order);
@@ -319,7 +322,7 @@ static ps_status find_smallest(ps__search *s) {
   return st;
 }
 
-/* Whether looking at all members is out of the question, or not enough. */
+/* Whether all candidates cannot be evaluated, or evaluating them is not enough. */
 static bool is_large(const ps__search *s) {
   const size_t n = s->space.n_candidates;
   double ops = 0;
@@ -329,10 +332,10 @@ static bool is_large(const ps__search *s) {
          (s->plan->hw.backend == PS_BACKEND_CUDA && ops > LONG_STEP_OPS * (double)n);
 }
 
-/* The fastest under the caps that @s has, in best. */
+/* The fastest plan under @s's caps, in s->best. */
 static ps_status find(ps__search *s) {
   for (int pass = 0; pass < 2 && s->best[0].ns == 0; pass++) {
-    s->prune = pass == 0; /* what fits by a hair is found by the second */
+    s->prune = pass == 0; /* the second pass finds what fits by a little */
     PS_TRY(find_fastest(s));
   }
   if (s->best[0].ns == 0)
@@ -342,13 +345,13 @@ static ps_status find(ps__search *s) {
   PS_TRY(ps__local_search(s));
   PS_TRY(confirm_best(s));
   PS_TRY(spend_host(s));
-  return s->best[0].ns > 0 ? PS_OK : find_fastest(s); /* with all their rounds from here on */
+  return s->best[0].ns > 0 ? PS_OK : find_fastest(s); /* now with all their rounds */
 }
 
 /* ---- a plan for less is a plan for more ------------------------------------------------------ */
 
-/* The rungs of a ladder of caps that is the same for all plans: 2^k and 3 * 2^k bytes. The
- * largest below @cap; 0: none. */
+/* The cap ladder: 2^k and 3 * 2^k bytes, the same for all plans. The largest cap of it below @cap;
+ * 0: none. */
 static uint64_t ladder_cap_below(uint64_t cap) {
   for (uint32_t k = 62; k-- > 0 && cap != UINT64_MAX;) {
     if (3ull << k < cap)
@@ -359,7 +362,7 @@ static uint64_t ladder_cap_below(uint64_t cap) {
   return 0;
 }
 
-/* A search under caps of its own: side by side with others, so that what it writes is its own. */
+/* A search under caps of its own. It runs beside others, so that what it writes is its own. */
 typedef struct ladder_search {
   ps__search *s;
   ps__search_result out;
@@ -388,7 +391,7 @@ static void ladder_search_task(void *arg, int64_t i, uint32_t worker) {
     snprintf(r->why, sizeof r->why, "%s", ps_last_error());
 }
 
-/* The estimate of the best member that fits under the caps; 0: none fits. */
+/* The estimate of the best candidate that fits under the caps; 0: none fits. */
 static double least_estimate(const ps__search *s, uint64_t device, uint64_t host) {
   for (size_t i = 0; i < s->space.n_candidates; i++) /* sorted */
     if (ps__fits_under(s, device, host, s->space.candidate[i].bytes))
@@ -399,8 +402,8 @@ static double least_estimate(const ps__search *s, uint64_t device, uint64_t host
 enum {
   MAX_LADDER_SEARCHES = 3,
   MOST_BUDGETS = 3
-}; /* of a model of 32 layers, for all searches of a plan */
-/* a rung is searched where by the estimates it costs no more */
+}; /* budgets of a model of 32 layers, for all searches of a plan */
+/* A cap of the ladder is searched where the estimates say that it costs at most so much time. */
 static const double LADDER_WORTH = 1.02;
 
 static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADDER_SEARCHES],
@@ -412,9 +415,9 @@ static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADD
   return ladder_search_init(&r[(*n)++], s, device, host);
 }
 
-/* The fastest found under both caps, under the next rung below the device's and under that below
- * the host's: which way a search goes depends on its caps, and where a step gains little by more
- * memory the search under less may find the faster plan. That fits here too. */
+/* The fastest plan found under three pairs of caps: both caps; the ladder's next cap below the
+ * device's; the same for the host's. The way of a search depends on its caps. Where more memory
+ * gains a step little, the search under less may find the faster plan, which fits here too. */
 static ps_status find_on_ladder(ps__search *s) {
   ladder_search r[MAX_LADDER_SEARCHES] = {0};
   ps__pool *pool;
