@@ -11,7 +11,7 @@ const ps__residency ps__residencies[PS__N_RESIDENCIES] = {
     {0, 0, 0, 0}, {0, 0, 1, 0},   {8, 0, 1, 0},   {16, 0, 1, 0},  {32, 0, 1, 0},
     {8, 8, 1, 0}, {16, 16, 1, 0}, {32, 16, 1, 0}, {32, 32, 1, 0}, {32, 32, 1, 1}};
 
-/* ---- a member -------------------------------------------------------------------------------- */
+/* ---- a candidate ----------------------------------------------------------------------------- */
 
 ps_status ps__candidate_spec(const ps__search_space *sp, const ps__candidate *m,
                              const ps__layout *l, ps__spec *out) {
@@ -54,7 +54,7 @@ double ps__unit_part_bytes(const ps__search_space *sp) {
   return bytes / PS__UNIT_PARTS;
 }
 
-enum { OPS_BESIDE = 1 << 20 }; /* of steps that are looked at side by side, about 1.3 KB each */
+enum { OPS_BESIDE = 1 << 20 }; /* of steps that are evaluated at once; about 1.3 KB each */
 
 uint32_t ps__search_space_workers(const ps__search_space *sp, uint32_t n) {
   const uint32_t n_cpus = ps__n_cpus();
@@ -68,15 +68,15 @@ uint32_t ps__search_space_workers(const ps__search_space *sp, uint32_t n) {
   return n < beside ? n : (uint32_t)beside;
 }
 
-/* ---- what a size costs in any case ----------------------------------------------------------- */
+/* ---- what a configuration costs in any case -------------------------------------------------- */
 
 static uint64_t unit_bytes(const ps__search_space *sp, uint32_t unit) {
   return ps_model_unit_elements(&sp->plan->model, unit) * ps_dtype_bytes((ps_dtype)sp->block.dt);
 }
 
-/* Most bytes alive on the device between the head and the end of the first backward chunk step,
- * beside all saved tensors, the head's and the last layer's units: while every saved tensor of
- * the round is alive, so much more is. */
+/* The most bytes alive on the device at the forward/backward boundary: between the head and the end
+ * of the first backward chunk pass, without saved activations and without the units of the head and
+ * the last layer. While every saved activation of the round is alive, so much more is. */
 static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, uint64_t saved,
                                 uint64_t *out) {
   const uint32_t layers = sp->plan->model.n_layers;
@@ -152,7 +152,7 @@ static ps_status measure_microbatch(const ps__search_space *sp, ps__microbatch *
 /* ---- recomputation --------------------------------------------------------------------------- */
 
 enum { N_MASKS = 1 << PS__N_SAVED_SETS };
-/* by which groups of ps__saved_set[] are at hand */
+/* ns of recomputation, by the sets of ps__saved_set[] that are there */
 typedef struct recompute_table {
   double ns[N_MASKS];
 } recompute_table;
@@ -185,18 +185,18 @@ static void fill_recompute(const ps__search_space *sp, const ps__chunk *k, uint3
     const uint32_t ops = ps__block_recompute(b, needs, tensors_of(b, mask) | x);
     out->ns[mask] = 0;
     for (uint32_t i = 0; i < b->n_fwd; i++)
-      /* norms and the like are done again in any case: counted already */
+      /* what every mask recomputes, such as norms, is in the base already */
       if ((ops >> i & 1) && !(always >> i & 1))
         out->ns[mask] += op_ns[i];
   }
 }
 
-/* Chunks of one shape share a table: there are as many shapes as slices of a sequence. */
+/* Chunks of one shape have one table: there are as many shapes as slices of a sequence. */
 static bool same_shape(const ps__chunk *a, const ps__chunk *b) {
   return a->n_tokens == b->n_tokens && a->row0 == b->row0 && a->pairs == b->pairs;
 }
 
-/* The chunk of the first group at the same place; its own where only the last one is shorter. */
+/* The chunk of the first group at the same place; @c itself where the last chunk is shorter. */
 static uint32_t like_chunk(const ps__layout *l, uint32_t c) {
   const uint32_t same = c % l->group[0].n_chunks;
   return same_shape(&l->chunk[same], &l->chunk[c]) ? same : c;
@@ -221,13 +221,13 @@ static ps_status recompute_tables(const ps__search_space *sp, const ps__microbat
   return PS_OK;
 }
 
-/* The rounds after the first deal the same fates to their chunks by position, which is how
- * ps__spec holds them. */
+/* The rounds after the first give their chunks the same policies by position, as ps__spec holds
+ * them. */
 static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const ps__candidate *m,
                       const recompute_table *table, const uint32_t *of_chunk, ps__saved_sums *out) {
   const ps__layout *l = &mb->layout;
   ps__policy_allocator d = ps__policy_allocator_of(l, m);
-  uint64_t first = 0, other = 0; /* sent home in the first round; in another */
+  uint64_t first = 0, other = 0; /* offloaded in the first round; in another */
   *out = (ps__saved_sums){0};
   for (uint32_t layer = 0; layer < sp->plan->model.n_layers; layer++)
     for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
@@ -257,7 +257,8 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
         out->offloaded_bytes += (double)offloaded * l->chunk[i].n_tokens / l->chunk[c].n_tokens;
       }
     }
-  /* the first round's has the blocks' gradients' homes (host_of_saved() in passes.c) */
+  /* what the first round offloads lies in the blocks' gradients on the host (host_of_saved() in
+   * passes.c) */
   const uint64_t aliased = unit_bytes(sp, 1) * sp->plan->model.n_layers;
   out->host_bytes = first > aliased ? first - aliased : 0;
   if (l->n_rounds > 1 && other > out->host_bytes)
@@ -268,8 +269,8 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
 
 static double larger(double a, double b) { return a > b ? a : b; }
 
-/* Bytes of a step on the link and in host and device memory that follow from where units are;
- * half of what is fetched in each round is for its forward pass. */
+/* BYTES of a step on the link, in host memory and in device memory, by where units are. Half of
+ * what is fetched in each round is for its forward pass. */
 typedef struct traffic {
   double to_device, to_host, host_ops, device_sums, device_updates, updates;
   double blocks; /* parameters of the streamed blocks, once */
@@ -286,8 +287,8 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
                                                       (ps_dtype)sp->block.dt, false);
   traffic t = {0};
-  /* its rows' gradients go home; but the first block's inputs do not, which are counted with
-   * the saved tensors */
+  /* Its rows' gradients are copied to the host. The first block's inputs are not, but they are
+   * counted with the saved activations. */
   if (table_on_host) {
     t.to_device = ps__lookup_bytes(sp, l);
     t.to_host = 4.0 * (double)l->n_tokens;
@@ -318,9 +319,9 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
   return t;
 }
 
-/* As unit_traffic() with what is not fetched again between two rounds: as many bytes as saved
- * tensors leave room for (ps__spec.turn_blocks), and the first blocks, whose next visit is
- * fetched for before the last one is over, as many as @ahead. */
+/* unit_traffic() without the parameters that are not fetched again between two rounds:
+ *   - as many bytes as saved activations leave room for (ps__spec.blocks_kept);
+ *   - the first @ahead blocks, whose next layer pass is fetched for before the last one is over. */
 static traffic with_kept_parameters(const ps__search_space *sp, const traffic *of,
                                     const ps__layout *l, const ps__saved_sums *s, uint32_t ahead) {
   traffic t = *of;
@@ -329,8 +330,8 @@ static traffic with_kept_parameters(const ps__search_space *sp, const traffic *o
   return t;
 }
 
-/* No stream works less than this, and no shared resource is drawn on less: the simulator, which
- * the member is judged by, keeps to both. */
+/* The bound of a candidate's time: no stream and no shared resource works less. The simulator,
+ * which judges candidates, keeps to both. */
 static double bound_of(const ps__search_space *sp, const ps__microbatch_base *base,
                        const ps__saved_sums *s, const traffic *t) {
   const ps_hardware *hw = sp->cost.hw;
@@ -360,10 +361,10 @@ static double bound_of(const ps__search_space *sp, const ps__microbatch_base *ba
   return bound;
 }
 
-/* What the step will take about: the passes of all rounds as fluids, each as long as the slowest
- * of compute, link and host memory, and of the updates what the first forward pass (with
- * clipping; without it, the last backward pass) does not hide. Transfers that are not issued
- * ahead hide behind nothing. */
+/* The estimate of a candidate's time. The forward passes of all rounds are taken as one fluid, and
+ * so are the backward passes: each takes as long as the slowest of compute, link and host memory.
+ * Of the updates, what their cover does not hide is added: the first forward pass with clipping,
+ * the last backward pass without. Transfers that are not issued ahead are hidden by nothing. */
 static double estimate_of(const ps__search_space *sp, const ps__microbatch_base *base,
                           const ps__saved_sums *s, const traffic *t, uint32_t ahead) {
   const ps_hardware *hw = sp->cost.hw;
@@ -419,7 +420,7 @@ static uint64_t host_state_bytes(const ps__search_space *sp, bool state) {
   return ps_model_n_elements(&sp->plan->model) * (each[sp->plan->cfg.recipe][state] + grads);
 }
 
-/* ---- members --------------------------------------------------------------------------------- */
+/* ---- candidates ------------------------------------------------------------------------------ */
 
 static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
   ps__microbatch *mb = &sp->microbatch[idx];
@@ -462,8 +463,9 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
   return st;
 }
 
-/* A chunk whose tensors, all of them at once, take less than an eighth of the largest unit's
- * parameters saves next to no memory over the next size and costs many times the ops. */
+/* Whether all tensors of a chunk together take less than an eighth of the largest unit's
+ * parameters. Such a chunk saves almost no memory over the next size, and costs many times the
+ * ops. */
 static bool needlessly_small(const ps__search_space *sp, uint64_t chunk_tokens) {
   uint64_t row = 0, unit = 0;
   for (int t = 0; t < PS__N_TENSORS; t++)
@@ -496,11 +498,11 @@ static double step_ops(const ps__search_space *sp, uint64_t chunk_tokens) {
   return chunks * (36.0 * sp->plan->model.n_layers + 8.0 * (double)slices);
 }
 
-/* Whole sequences where one fits, slices of one where not. */
+/* Chunk sizes: whole sequences where one fits, slices of one where it does not. */
 static uint32_t chunk_sizes(const ps__search_space *sp, uint64_t list[MAX_CHUNKS]) {
   static const uint64_t target[] = {256, 1024, 4096, 8192, 16384, 32768, 65536};
   const ps_plan_config *cfg = &sp->plan->cfg;
-  /* the largest for long sequences alone: attention is faster on longer slices */
+  /* the two largest are for long sequences: attention is faster on longer slices */
   const uint32_t n_targets = cfg->seq_len > 32768 ? 7 : cfg->seq_len > 16384 ? 6 : 5;
   uint32_t n = 0;
   if (cfg->chunk_tokens)
@@ -510,10 +512,10 @@ static uint32_t chunk_sizes(const ps__search_space *sp, uint64_t list[MAX_CHUNKS
         target[i] < cfg->seq_len ? target[i] : target[i] / cfg->seq_len * cfg->seq_len;
     if (tokens > cfg->tokens_per_step)
       tokens = cfg->tokens_per_step;
-    /* between 4096 and 16384 only memory of a GPU makes a difference */
+    /* between 4096 and 16384 only a GPU's memory makes a difference */
     if (target[i] == 8192 && sp->plan->hw.backend == PS_BACKEND_CPU)
       continue;
-    /* so many ops that a plan of them takes minutes to find */
+    /* a plan of so many ops takes minutes to find */
     const bool many =
         cfg->tokens_per_step / tokens * sp->plan->model.n_layers * OPS_A_CELL > MOST_STEP_OPS;
     if ((many || needlessly_small(sp, tokens)) && tokens < cfg->tokens_per_step &&
@@ -524,7 +526,7 @@ static uint32_t chunk_sizes(const ps__search_space *sp, uint64_t list[MAX_CHUNKS
   return n;
 }
 
-/* Chunks a round, in whole groups: one, some, all. */
+/* Chunks of a round, in whole groups: one group, some, all. */
 static uint32_t round_sizes(const ps__search_space *sp, uint64_t chunk_tokens,
                             uint64_t list[MAX_ROUNDS]) {
   static const uint64_t groups[] = {1, 2, 3, 4, 6, 8};
@@ -546,8 +548,8 @@ static uint32_t round_sizes(const ps__search_space *sp, uint64_t chunk_tokens,
 
 enum { MAX_FIRSTS = 3 };
 
-/* Chunks of the first round: like the others, or two or three times as many where the updates of
- * the step before run under its forward pass, which on a CPU would not hide them. */
+/* Chunks of the first round: as many as of the others, or two or three times as many where its
+ * forward pass hides the last step's updates. On a CPU it does not. */
 static uint32_t first_sizes(const ps__search_space *sp, uint64_t chunk_tokens, uint64_t a_round,
                             uint64_t list[MAX_FIRSTS]) {
   const ps_plan_config *cfg = &sp->plan->cfg;
@@ -562,9 +564,9 @@ static uint32_t first_sizes(const ps__search_space *sp, uint64_t chunk_tokens, u
   return n;
 }
 
-/* What emitting all the sizes may take: of the chunk sizes the largest, whose steps have the
- * fewest ops, as many as do not exceed it; and what a step may have at all, which takes 1.3 KB
- * an op and seconds to look at. */
+/* EMIT_OPS bounds the ops of all configurations' steps, which are emitted to measure them: of the
+ * chunk sizes the largest are taken, whose steps have the fewest ops. MOST_OPS bounds the ops of
+ * one step: 1.3 KB an op, seconds to evaluate. */
 static const double EMIT_OPS = 1.6e7, MOST_OPS = 1 << 20;
 
 /* The first of the ascending chunk sizes that is taken. */
@@ -603,7 +605,7 @@ typedef struct measuring {
   ps__search_space *sp;
   ps__step_hooks *hooks;
   ps_status status[PS__MAX_MICROBATCHES];
-  char why[PS__MAX_MICROBATCHES][128]; /* the last error is a thread's own */
+  char why[PS__MAX_MICROBATCHES][128]; /* each thread has a last error of its own */
 } measuring;
 
 static void measure_task(void *arg, int64_t i, uint32_t worker) {
@@ -614,7 +616,7 @@ static void measure_task(void *arg, int64_t i, uint32_t worker) {
     snprintf(m->why[i], sizeof m->why[i], "%s", ps_last_error());
 }
 
-/* All sizes side by side; the members follow in their order. */
+/* All configurations are measured at once; their candidates follow in order. */
 static ps_status measure_microbatches(ps__search_space *sp, ps__step_hooks *hooks) {
   measuring m = {.sp = sp, .hooks = hooks};
   ps__pool *pool;

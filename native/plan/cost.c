@@ -1,5 +1,5 @@
-/* cost.c - time of an op from its work: a fixed cost plus work over the measured rate, and its
- * share of CPUs, host memory and link. */
+/* cost.c - the time of an op from its work: a fixed cost plus work over the measured rate; and what
+ * it draws of CPUs, host memory and link. */
 #include "hardware/hardware_impl.h"
 #include "plan/plan_impl.h"
 #include <math.h>
@@ -18,8 +18,8 @@ typedef struct node {
   double x, rate;
 } node;
 
-/* At x: linear in log x between the nodes around it, in whatever order they come; outside them
- * the nearest one's. */
+/* The rate at x: linear in log x between the nodes around it, which come in any order; outside them
+ * the nearest node's. */
 static double rate_at(const node *n, uint32_t count, double x) {
   const node *below = NULL, *above = NULL;
   for (uint32_t i = 0; i < count; i++) {
@@ -52,7 +52,7 @@ static double rate_of(const ps_attention_rate *r, bool backward) {
   return backward ? r->backward_flops_per_s : r->forward_flops_per_s;
 }
 
-/* Entries without a prefix: what is known of the documents. */
+/* Kinds of entries without a prefix, by what is known of the documents. */
 typedef enum kind { WHOLE, PACKED, FOUND } kind;
 static kind kind_of(const ps_attention_rate *r) {
   return r->found ? FOUND : r->packed > 1 ? PACKED : WHOLE;
@@ -62,8 +62,8 @@ static kind kind_of_args(const ps__args_attention *a) {
   return !documents ? FOUND : documents > 1 ? PACKED : WHOLE;
 }
 
-/* Sequences of @length without a prefix; where the table has none of the kind, those of the one
- * before it. */
+/* Sequences of @length without a prefix. Where the table has none of the kind, the kind before it
+ * serves. */
 static double sequence_rate(const ps_hardware *hw, double length, kind want, bool backward) {
   for (int k = want; k >= WHOLE; k--) {
     node n[PS_MAX_ATTENTION_RATES];
@@ -91,7 +91,7 @@ static double slice_factor(const ps_hardware *hw, double ratio, bool backward) {
   return rate_at(n, count, ratio);
 }
 
-/* @pairs tell how long the sequences of a chunk are: n of length L have n L^2/2. */
+/* The pairs of a chunk tell how long its sequences are: n of length L have n L^2/2. */
 static double attention_rate(const ps_hardware *hw, const ps__args_attention *a, double pairs,
                              bool backward) {
   const double rows = a->n_tokens;
@@ -157,12 +157,13 @@ static double fraction(double part, double whole) {
   return whole > 0 && part < whole ? part / whole : 1.0;
 }
 
-/* ---- what shares the host's memory ----------------------------------------------------------- */
+/* ---- contention for the host's memory
+ * --------------------------------------------------------- */
 
 enum { H2D, D2H, SUMS, OPTIMIZER }; /* places of the bits of ps_contention_rate.kinds */
 
-/* The entry of these kinds with sums on @sum_threads, 0: on as many as the first entry of sums;
- * NULL: none. */
+/* The entry of these kinds with sums on @sum_threads threads; 0: on as many as the first entry of
+ * sums. NULL: none. */
 static const ps_contention_rate *contention_of(const ps_hardware *hw, uint32_t kinds,
                                                uint32_t sum_threads) {
   const ps_contention_rate *end = hw->contention + PS_MAX_CONTENTION_RATES;
@@ -191,7 +192,8 @@ static double rate_in(const ps_contention_rate *s, int kind) {
   return kind == H2D ? s->h2d_bytes_per_s : kind == D2H ? s->d2h_bytes_per_s : s->host_bytes_per_s;
 }
 
-/* A copy alone has the link's rate, a host op alone its entry's. */
+/* How much slower work of @kind is while @kinds run. Alone, a copy has the link's rate and a host
+ * op its entry's. */
 static double slowdown(const ps_hardware *hw, int kind, uint32_t kinds, uint32_t sum_threads) {
   const ps_contention_rate *beside = contention_of(hw, kinds, sum_threads),
                            *alone =
@@ -214,7 +216,8 @@ ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_
   return m;
 }
 
-/* By measured shares where there are some; else in proportion to what each would take. */
+/* By the measured contention where there is some; else each draws in proportion to its rate
+ * alone. */
 static void draw_on_memory(const ps__cost_model *m, int kind, double rate, ps_sim_cost *out) {
   if (m->hw->contention[0].kinds) {
     out->kind = 1u << kind;
@@ -223,8 +226,8 @@ static void draw_on_memory(const ps__cost_model *m, int kind, double rate, ps_si
     out->demand[PS__RES_MEMORY] = fraction(rate, m->hw->memory_bytes_per_s);
 }
 
-/* Copies draw on host memory as they read or write it: once on CUDA, twice (the device is there
- * too) on the CPU backend. */
+/* Copies draw on host memory when they read or write it: once on CUDA, twice on the CPU backend,
+ * whose device is host memory too. */
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
   const ps__cost_model *m = model;
   const ps_hardware *hw = m->hw;

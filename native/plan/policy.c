@@ -11,9 +11,9 @@ bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_
   return ps__among(unit, r->params) || (r->head && unit == sp->plan->model.n_layers + 1);
 }
 
-/* x has to be somewhere; attention costs the most time a byte to do again; of the others, whose
- * products cost about the same a byte, the early ones first. q and kv come from one product: one
- * without the other saves nothing. */
+/* A block's input must be somewhere. Attention costs the most time a byte to recompute. The
+ * products of the others cost about the same a byte: the early ones come first. q and kv come from
+ * one product, so that one without the other saves nothing. */
 const uint8_t ps__saved_set[PS__N_SAVED_SETS][2] = {
     {PS__SAVED_X, PS__N_SAVED},  {PS__SAVED_O, PS__N_SAVED}, {PS__SAVED_QKV, PS__N_SAVED},
     {PS__SAVED_Q, PS__SAVED_KV}, {PS__SAVED_H, PS__N_SAVED}, {PS__SAVED_GU, PS__N_SAVED}};
@@ -32,8 +32,9 @@ static void set_policy(const ps__block *b, int i, uint8_t to, uint8_t policy[PS_
       policy[ps__saved_set[i][k]] = to;
 }
 
-/* A chunk that the first round has more than the others: the memory is dealt out to what every
- * round has, so that its x goes home, more of it by its own share, and the rest is done again. */
+/* A chunk that only the first round has. The device memory belongs to what every round has, so the
+ * chunk's input is offloaded. More of it is offloaded by a fraction of its own, and the rest is
+ * recomputed. */
 static void allocate_extra(ps__policy_allocator *d, const ps__block *b, uint32_t n_tokens,
                            uint8_t policy[PS__N_SAVED]) {
   policy[PS__SAVED_X] =
@@ -118,8 +119,8 @@ bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t l
          (c + 1 == l->chunks_per_round || c + 1 == l->max_round_chunks);
 }
 
-/* As many blocks as there is room for at the lower turn: below a block the saved tensors of the
- * blocks above it are gone, and parameters take their place. */
+/* How many blocks are kept across rounds. At that boundary, below a block, the saved activations of
+ * the blocks above it are gone; parameters take their place as long as there is room. */
 static uint32_t blocks_kept(const ps__search_space *sp, const ps__layout *layout,
                             const ps__spec *s) {
   const uint64_t e = ps_dtype_bytes((ps_dtype)sp->block.dt);

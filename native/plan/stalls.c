@@ -1,11 +1,10 @@
-/* stalls.c - what each stream waited for, from a trace of the plan's schedule: measured or
+/* stalls.c - what each stream waited for, from a trace of the plan's schedule, measured or
  * simulated.
  *
- * A stream stalls between the end of one op and the start of its next. The stall is put down to
- * the last of the ops that the next one awaits, if that ended in the meantime; what is left
- * behind that op's end, and stalls where nothing was awaited that long, count as launch and
- * signals. What the first step of a trace awaited of the step before is not known: where the
- * trace has others, they alone count. */
+ * A stream stalls between the end of one op and the start of its next. The stall is put down to the
+ * last op that the next one awaits, if that ended in the meantime. Time after that op's end counts
+ * as launch and signals; so do stalls where nothing was awaited that long. What the first step of a
+ * trace awaited of the step before is unknown: it counts only where the trace has no other step. */
 #include "plan/plan_impl.h"
 #include <stdlib.h>
 #include <string.h>
@@ -139,8 +138,8 @@ static int by_stream_and_time(const void *pa, const void *pb) {
   return a->seconds > b->seconds ? -1 : a->seconds < b->seconds;
 }
 
-/* Each event in its place, of the step after the one before it: the ops that it names are looked
- * up unchecked from here on. */
+/* Each event is in its place, and of the step after the one before it: from here on the ops that
+ * events name are used unchecked. */
 static ps_status check_events(const ps_plan *p, const ps_trace_event *events, uint64_t n) {
   const uint64_t n_ops = p->step.n_op;
   for (uint64_t i = 0; i < n; i++) {
