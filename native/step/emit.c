@@ -1,4 +1,4 @@
-/* emit.c - emitting virtual tensors and ops. Memory running out is noted once in the step and
+/* emit.c - emitting virtual tensors and ops. Memory that runs out is noted in the step once, and
  * checked at the end. */
 #include "step/emit.h"
 #include <string.h>
@@ -97,8 +97,8 @@ static bool push_args(ps__step *s, const void *args, uint32_t bytes) {
   return true;
 }
 
-/* On CUDA the device streams' is device memory, and attention's an upper bound: what a library
- * really takes is asked when the run is opened. */
+/* On CUDA the scratch of device streams is device memory. Attention's is an upper bound: what a
+ * library really takes is asked when the run is opened. */
 static size_t scratch_bytes(const ps__spec *spec, const ps_kernel *kernel, uint32_t stream,
                             const void *args) {
   const ps__scratch_target target = {spec->deterministic, spec->cudnn_version};
@@ -151,7 +151,8 @@ void ps__emit_copy(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vacces
   ps__emit(b, NULL, stream, NULL, 0, access, 2, (ps_work){.bytes = (double)from.bytes}, tag);
 }
 
-/* ---- host ops: the kernel calls the hook that the plan holds and the trainer fills ----------- */
+/* ---- host ops: the kernel calls the hook of the plan, which the trainer sets
+ * ------------------- */
 static ps_status run_hook(const ps_launch *l) {
   const ps__args_hook *a = l->args;
   if (!a->hooks->fn)

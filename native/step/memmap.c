@@ -1,5 +1,5 @@
-/* memmap.c - offsets for tensors with lifetimes: greedy, longest-lived first, lowest fitting
- * offset, or highest for those that say so. */
+/* memmap.c - offsets for tensors with lifetimes: greedy, the longest-lived first, each at the
+ * lowest offset that fits, or the highest for those marked high. */
 #include "step/step.h"
 #include <stdlib.h>
 #include <string.h>
@@ -26,8 +26,8 @@ static int by_duration(const void *pa, const void *pb) {
 
 static uint64_t align_up(uint64_t x) { return (x + ALIGN - 1) / ALIGN * ALIGN; }
 
-/* Lowest offset >= at where [offset, offset+bytes) meets nothing alive with t. p is sorted by
- * begin. */
+/* The lowest offset >= at where [offset, offset+bytes) overlaps nothing alive with t. p is sorted
+ * by begin. */
 static uint64_t lowest_fit(const placed *p, size_t n, const ps__vt *t, uint64_t at) {
   for (size_t i = 0; i < n; i++) {
     if (p[i].begin >= at + t->bytes)
@@ -40,7 +40,7 @@ static uint64_t lowest_fit(const placed *p, size_t n, const ps__vt *t, uint64_t 
   return at;
 }
 
-/* Highest offset <= at where it does; UINT64_MAX: there is none from base on. */
+/* The highest offset <= at where it overlaps nothing; UINT64_MAX: there is none from base on. */
 static uint64_t highest_fit(const placed *p, size_t n, const ps__vt *t, uint64_t at,
                             uint64_t base) {
   for (size_t i = n; i-- > 0;) {
@@ -54,7 +54,7 @@ static uint64_t highest_fit(const placed *p, size_t n, const ps__vt *t, uint64_t
   return at;
 }
 
-/* What is placed, sorted by begin. */
+/* Tensors that have their place, sorted by begin. */
 typedef struct placed_list {
   placed *p;
   size_t n, cap;
@@ -77,15 +77,15 @@ static bool insert(placed_list *l, placed e) {
   return true;
 }
 
-/* A window of program order. Tensors alive throughout are merged into blocks of offsets (their
- * times are the window's), those alive in a part of it are kept one by one. */
+/* A window of program order. Tensors alive in all of it are merged into blocks of offsets; those
+ * alive in a part of it are listed one by one. */
 typedef struct window {
   placed_list whole, part;
 } window;
 typedef struct windows {
   window *w;
   uint32_t n, ops;
-} windows; /* ops: length of each */
+} windows; /* ops: length of each window */
 
 static void windows_free(windows *s) {
   for (uint32_t i = 0; s->w && i < s->n; i++) {
@@ -112,7 +112,7 @@ static bool append_whole(window *w, placed e) {
   return true;
 }
 
-/* Share the tensors placed so far, in order of begin, out over the windows. */
+/* Lists the tensors placed so far in the windows that they touch. l is sorted by begin. */
 static bool windows_init(windows *s, const placed_list *l, uint32_t n_ops, uint32_t ops) {
   *s = (windows){.n = n_ops / ops + 1, .ops = ops};
   s->w = ps__calloc(s->n, sizeof *s->w);
@@ -128,8 +128,8 @@ static bool windows_init(windows *s, const placed_list *l, uint32_t n_ops, uint3
   return ok;
 }
 
-/* As lowest_fit() over all that is placed: each list moves the offset up only past what is in
- * the way, until none does. */
+/* lowest_fit() over all that is placed: each list moves the offset up only past what is in the way,
+ * until none does. */
 static uint64_t windows_fit(const windows *s, const ps__vt *t, uint64_t base) {
   const uint32_t begin = window_of(s, t->first), end = window_of(s, t->last - 1) + 1;
   for (uint64_t at = base, before;;) {
@@ -165,12 +165,12 @@ static bool windows_insert(windows *s, placed e) {
 }
 
 enum { WINDOWS = 128, SPAN = 4, FEW = 512 };
-/* what is high is placed below what is alive at once at most and a 64th of it: about what holes
- * cost the 8B plans of bench/LOG.md */
+/* The ceiling of what is high: the most bytes alive at once and a 64th of it, about what holes cost
+ * the 8B plans of bench/LOG.md. */
 enum { CEILING_SLACK = 64 };
 
-/* The same offsets whichever lists are searched: while tensors are longer than a few windows,
- * one list of all; for the shorter ones (most of them) the lists of the windows they touch. */
+/* Either search gives the same offsets. While tensors are longer than a few windows, one list of
+ * all is searched; for shorter ones (most of them), the lists of the windows that they touch. */
 static uint64_t place_all(ps__vt *vt, const keyed *order, size_t m, uint32_t n_ops, uint64_t base,
                           uint64_t ceiling, bool *ok) {
   placed_list all = {0};
@@ -182,7 +182,7 @@ static uint64_t place_all(ps__vt *vt, const keyed *order, size_t m, uint32_t n_o
     if (!w.w && m > FEW && order[k].duration <= (uint64_t)SPAN * ops)
       *ok = windows_init(&w, &all, n_ops, ops);
     if (!*ok || t->last == t->first)
-      continue; /* alive for no op: anywhere will do */
+      continue; /* alive for no op: any offset does */
     uint64_t at = UINT64_MAX;
     if (t->high && base + t->bytes <= ceiling) {
       const uint64_t top = (ceiling - t->bytes) / ALIGN * ALIGN;

@@ -1,4 +1,5 @@
-/* step.c - the order of a step: rounds of forward, head, backward; then updates. */
+/* step.c - the order of a step: rounds of forward passes, head and backward passes; then
+ * updates. */
 #include "step/emit.h"
 #include <assert.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-/* units.c - parameters on their way in, gradients on their way home. */
+/* units.c - parameters on their way to the device, gradients on their way to the host. */
 #include "step/emit.h"
 #include <string.h>
 
@@ -15,15 +15,15 @@ static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
   return ps__unit_contributions(b->s->cfg, &b->s->sums, unit);
 }
 
-/* Whether anything of the unit's gradient comes home. */
+/* Whether anything of the unit's gradient is copied to the host. */
 static bool grad_goes_to_host(const ps__builder *b, uint32_t unit) {
   const ps__spec *spec = b->s->spec;
   return !ps__updated_on_device(spec, unit) || spec->keep_grads ||
          (!spec->grad_resident[unit] && n_contributions(b, unit) > 1);
 }
 
-/* Homes by recipe: fp32 keeps weights, moments and gradients in fp32; fp32-master adds the bf16
- * copy that travels; bf16 is bf16 throughout. */
+/* Host tensors by recipe. fp32: weights, moments and gradients in fp32. fp32-master: the bf16
+ * weights that travel besides. bf16: all in bf16. */
 static void make_unit_host(ps__builder *b, uint32_t unit) {
   ps__step *s = b->s;
   ps__unit_host *h = &s->unit_host[unit];
@@ -84,8 +84,8 @@ ps_status ps__units_init(ps__builder *b) {
   return PS_OK;
 }
 
-/* Units whose parameters a visit reads: its own, the table where it serves as lm_head, none for
- * the embedding's backward and an embedding at home. */
+/* Units whose parameters a layer pass reads: its own; for the head of a tied model the table too;
+ * none for the embedding's backward pass and for an embedding on the host. */
 static uint32_t pass_units(const ps__builder *b, const ps__pass *v, uint32_t out[2]) {
   uint32_t n = 0;
   if (v->kind == PS__PASS_EMBED_BACK || (v->kind == PS__PASS_EMBED && b->s->spec->embed_on_host))
@@ -108,9 +108,10 @@ bool ps__contribution_ends(const ps__builder *b, uint32_t c) {
   return c == 0 || ps__contribution_begins(b, c - 1);
 }
 
-/* The running contribution is the last to a total that was summed at home so far, of a unit that
- * is updated on the device: what is there comes in and the rest is done here. The same additions
- * in the same order, and neither the norm nor the update waits for the host's. */
+/* Whether the running contribution ends on the device: it is the last one of a total that was added
+ * on the host so far, of a unit that is updated on the device. The host's total comes to the device
+ * and the last addition is done there. The additions and their order stay the same, and neither
+ * norm nor update waits for the host's. */
 static bool ends_on_device(const ps__builder *b, uint32_t unit) {
   const uint32_t i = b->unit[unit].contribution;
   return b->s->spec->update_streamed[unit] && !b->s->spec->grad_resident[unit] && i > 0 &&
@@ -129,7 +130,7 @@ static void fetch_total(ps__builder *b, uint32_t unit) {
   ps__vt_free(b, low);
 }
 
-/* Whether parameters that visit @v reads stay for the next round's forward visit. */
+/* Whether the parameters that pass @v reads are kept for the next round's forward pass. */
 static bool kept_across_rounds(const ps__builder *b, const ps__pass *v) {
   return v->kind == PS__PASS_BLOCK_BACK && v->round + 1 < b->s->layout->n_rounds &&
          v->unit <= b->s->spec->blocks_kept;
@@ -151,9 +152,9 @@ static void fetch_unit(ps__builder *b, const ps__pass *v, uint32_t unit) {
                 ps__whole(b, u->weights, PS_WRITE), ps__unit_tag(b, unit, PS__PHASE_FORWARD));
 }
 
-/* How far ahead of visit @now the fetches of visit @next may be issued. Towards the end of a
- * round its saved tensors are gone, so the next round's first units, the large embedding among
- * them, come earlier. */
+/* How many layer passes ahead of pass @now the copies for pass @next may be issued. Towards the end
+ * of a round its saved activations are gone, so the next round's first units come earlier, the
+ * large embedding among them. */
 static uint32_t lead_of(const ps__builder *b, uint32_t now, uint32_t next) {
   const uint32_t lead = b->s->spec->param_lead;
   return b->pass[next].round > b->pass[now].round ? 4 * lead : lead;
@@ -175,7 +176,8 @@ void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx) {
     const bool gathers = v->kind == PS__PASS_EMBED && b->s->spec->embed_on_host;
     if (v->kind == PS__PASS_EMBED)
       ps__copy_batch(b, v->round);
-    /* the first block's: gathering takes longer, and neither is of use alone */
+    /* The first block's parameters come before the gathered rows: gathering takes longer, and
+     * neither is of use alone. */
     if (gathers)
       fetch_pass(b, &b->pass[b->next_fetch++]);
     else
@@ -206,8 +208,8 @@ void ps__grad_begin(ps__builder *b, uint32_t unit) {
   fetch_total(b, unit);
 }
 
-/* Sums of squares of the unit's runs. On the device: returns the tensor that holds them (the
- * caller frees it). */
+/* Sums of squares of the unit's spans, on the device. Returns the tensor that holds them; the
+ * caller frees it. */
 static uint32_t emit_sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t grad) {
   ps__step *s = b->s;
   ps__span_info span[PS__MAX_UNIT_SPANS];
@@ -228,8 +230,8 @@ static uint32_t emit_sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t gra
   return out;
 }
 
-/* How contribution i is added to the unit's total in @space, as accumulate takes it. The first
- * addition of a total with low bytes makes them. */
+/* How contribution i is added to the unit's total in @space. The first addition to a total with low
+ * bytes makes them. */
 static ps__args_accumulate addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t space) {
   ps__unit_progress *u = &b->unit[unit];
   const uint64_t n = b->s->unit_host[unit].n;
@@ -260,7 +262,7 @@ static void low_used(ps__builder *b, uint32_t unit, uint32_t mode) {
   b->unit[unit].low = PS__NO_VT;
 }
 
-/* total += grad, both in @space; the caller frees @grad. */
+/* total += grad, both in @space. The caller frees @grad. */
 static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t space, uint32_t grad,
                           uint32_t total, ps_tag tag) {
   const bool on_host = space == PS__SPACE_HOST;
@@ -275,9 +277,10 @@ static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t sp
   low_used(b, unit, a.mode);
 }
 
-/* At home, of the total; @staging is added to it first, in the same pass, unless it is none (an
- * embedding at home: its low bytes, where it has some, are rounded away); padding between runs
- * is nobody's. */
+/* Sums of squares of the unit's total on the host, span by span: padding between spans is not
+ * counted. @staging  a contribution that is added to the total first, in the same pass; PS__NO_VT:
+ * none (an
+ *           embedding on the host, whose low bytes are rounded away here). */
 static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32_t staging) {
   ps__step *s = b->s;
   ps__span_info span[PS__MAX_UNIT_SPANS];
@@ -313,8 +316,8 @@ static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32
   low_used(b, unit, 0);
 }
 
-/* Contribution i to the total at home: the first is written there, others are added; with the
- * last (@total) come the sums of squares. */
+/* Copies contribution i to the host. The first one becomes the total, the others are added to it.
+ * With the last one (@total) come the sums of squares. */
 static void add_on_host(ps__builder *b, uint32_t unit, uint32_t device_grad, uint32_t i, bool total,
                         uint32_t lag) {
   const ps__unit_host *h = &b->s->unit_host[unit];
@@ -347,8 +350,8 @@ void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
                   ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
     ps__vt_free(b, u->grad);
   }
-  /* The total is on the device where it is resident, ends there, or this is the only
-   * contribution. */
+  /* The total is on the device where gradients are device-resident, where it ends there, and where
+   * this is the only contribution. */
   const bool total_here = resident || ends || n == 1;
   const uint32_t leaving = resident || ends ? u->total : u->grad;
   const uint32_t sums = last && total_here ? emit_sumsq_on_device(b, unit, leaving) : PS__NO_VT;
@@ -360,7 +363,7 @@ void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
     ps__vt_free_late(b, leaving, s->spec->grad_lag);
   u->grad = PS__NO_VT;
   if (on_device && !s->spec->clip)
-    u->sums = sums; /* these too */
+    u->sums = sums; /* they stay too */
   else
     ps__vt_free_late(b, sums, s->spec->grad_lag);
   if (last)
