@@ -1,5 +1,5 @@
-/* embed.c - the embedding's passes: rows of a table on the device, or gathered from the table at
- * home and added to its gradient there. */
+/* embed.c - the embedding's passes. Its rows come from a table on the device; or they are gathered
+ * from the table on the host, and their gradients are added there. */
 #include "step/emit.h"
 
 static bool on_host(const ps__builder *b) { return b->s->spec->embed_on_host; }
@@ -21,11 +21,12 @@ static ps_tag embed_tag(uint32_t round, uint32_t chunk, int phase) {
   return (ps_tag){0, (int32_t)round, (int32_t)chunk, phase};
 }
 
-/* ---- at home --------------------------------------------------------------------------------- */
+/* ---- on the host
+ * --------------------------------------------------------------------------------- */
 
-/* The first round's rows come beside the table's update, which takes as long as three blocks'
- * and would hold back the step: what is gathered is updated first. Half of the tokens are taken
- * to be of rows that no token before them had. */
+/* The first round's rows are gathered beside the table's update. That takes as long as three
+ * blocks' updates and would hold the step back, so rows that are gathered are updated first. Half
+ * of the tokens are taken to be of rows that no token before them had. */
 static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__vaccess *token,
                          uint32_t rows, ps_tag tag) {
   const ps__step *s = b->s;
@@ -40,9 +41,9 @@ static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__v
                 tag);
 }
 
-/* On the io stream, which has nothing else to do once the batch is there: on the host stream the
- * next step's rows would queue behind all updates, and a round's behind the sums of gradients.
- * Two chunks are on their way at a time: one is gathered while the other crosses the link. */
+/* Gathering runs on the io stream, which is idle once the batch is there. On the host stream the
+ * next step's rows would queue after all updates, and a round's after the sums of gradients. Two
+ * chunks are on their way at a time: one is gathered while the other crosses the link. */
 void ps__gather_round(ps__builder *b, uint32_t round) {
   const ps__step *s = b->s;
   const ps__round *r = &s->layout->round[round];
@@ -64,7 +65,7 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
     b->gathered[i].x = ps__vt_new(b, PS__SPACE_DEVICE, n * row_bytes(b));
     ps__emit_copy(b, PS__S_H2D, ps__whole(b, rows, PS_READ),
                   ps__whole(b, b->gathered[i].x, PS_WRITE), tag);
-    /* where the first block's input is kept in any case */
+    /* the rows stay where the first block's input is kept on the host anyway */
     const bool stays = *ps__spec_policy(s->spec, 0, c, PS__SAVED_X) == PS_POLICY_HOST;
     ps__vt_free(b, before);
     b->gathered[i].host = stays ? rows : PS__NO_VT;
@@ -73,9 +74,9 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
   ps__vt_free(b, before);
 }
 
-/* The rows of the contribution that chunk c is in as ps__k_embed_bwd_host takes them: ids, then
- * gradients, in the order in which chunks pass backwards. */
-/* tokens of the round; from end_token down */
+/* The rows of the contribution that chunk c is in, as ps__k_embed_bwd_host takes them: ids, then
+ * gradients, in the order of the backward pass. */
+/* Tokens of the round, from end_token down. */
 typedef struct contribution_rows {
   uint32_t n_tokens, skip_tokens, end_token;
   uint64_t ids_bytes, bytes;
@@ -104,7 +105,7 @@ static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
   const ps__attention_group *g = &s->layout->group[last->group];
   const uint32_t n = ps__unit_contributions(s->cfg, &s->sums, 0), i = u->contribution++;
   uint32_t mode = i ? ps__sum_mode_of(b, 0, i) : 0;
-  /* rows without a token are not visited: all are rounded with the sums of squares */
+  /* the additions skip rows without a token: the sums of squares round all rows */
   if (mode == PS_LOW_READ)
     mode |= PS_LOW_WRITE;
   if (mode == PS_LOW_WRITE)
@@ -126,7 +127,7 @@ static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
       ps__part(s->unit_host[0].grad, i ? PS_READ_WRITE : PS_WRITE, 0, table_bytes(b))};
   if (low)
     access[3] = ps__whole(b, u->low, mode & PS_LOW_READ ? PS_READ_WRITE : PS_WRITE);
-  /* rows without a token, too */
+  /* here rows without a token count too */
   const double once = i == 0                 ? (double)table_bytes(b)
                       : mode == PS_LOW_WRITE ? (double)s->unit_host[0].n
                                              : 0;
@@ -139,13 +140,13 @@ static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
     ps__total_on_host(b, 0);
 }
 
-/* The ids come back from the device's copy of the batch: read at home, they would hold back the
- * next batch until the host stream has come so far. */
+/* The ids come from the device's copy of the batch. Read on the host they would hold back the next
+ * batch until the host stream has come so far. */
 static void send_rows(ps__builder *b, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
   const contribution_rows r = rows_of(b, c);
   const ps_tag tag = embed_tag(b->round_idx, b->round->first_chunk + c, PS__PHASE_BACKWARD);
-  /* later chunks came before */
+  /* later chunks come first */
   const uint64_t at =
       r.end_token - (k->first_token + k->n_tokens - ps__chunk_of(b, 0)->first_token);
   if (ps__contribution_begins(b, c))

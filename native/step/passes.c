@@ -1,5 +1,5 @@
-/* passes.c - one chunk through one unit: block forward and backward with recomputation, head and
- * loss. */
+/* passes.c - one chunk through one unit: a block's forward and backward pass with recomputation,
+ * the head and the loss. */
 #include "step/emit.h"
 #include <string.h>
 
@@ -16,7 +16,7 @@ static const ps__attention_group *group_of(const ps__builder *b, uint32_t c) {
   return &b->s->layout->group[ps__chunk_of(b, c)->group];
 }
 
-/* The chunk of the round whose table entries hold the group's shared tensors: the group's first. */
+/* The chunk of the round whose entries hold the group's shared tensors: the group's first. */
 static uint32_t group_first(const ps__builder *b, uint32_t c) {
   return group_of(b, c)->first_chunk - b->round->first_chunk;
 }
@@ -42,7 +42,7 @@ static uint64_t tensor_bytes(const ps__builder *b, uint32_t c, uint32_t tensor) 
   return t->row_bytes * (t->group ? group_of(b, c)->n_rows : ps__chunk_of(b, c)->n_tokens);
 }
 
-/* A chunk's own rows of a tensor (all of it, unless it is a group's). */
+/* The chunk's own rows of a tensor: all of it, unless it is a group tensor. */
 static ps__vaccess own_rows(const ps__builder *b, uint32_t c, uint32_t tensor, uint32_t vt,
                             uint32_t mode) {
   const ps__tensor_info *t = &b->s->block.tensor[tensor];
@@ -50,11 +50,11 @@ static ps__vaccess own_rows(const ps__builder *b, uint32_t c, uint32_t tensor, u
   return ps__part(vt, mode, t->group ? t->row_bytes * k->row0 : 0, t->row_bytes * k->n_tokens);
 }
 
-/* Home for a saved tensor that block @from made. In the first round the block's own gradient has
- * no contribution yet, and the update that read the last step's, where it was not split, came
- * before the block's forward pass: its home is free until the block's backward pass, which is
- * when the tensor is fetched for the last time. With several contributions in the round the
- * first comes home amid the backward pass. */
+/* Host memory for a saved activation that block @from made. In the first round it is an alias of
+ * the block's gradient on the host: that has no contribution yet, and the update that read the last
+ * step's gradient came before the block's forward pass, unless it was split. The gradient is needed
+ * from the block's backward pass on, when the activation is fetched for the last time. With several
+ * contributions a round the first one would come amid the backward pass: then there is no alias. */
 static uint32_t host_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
   const uint32_t grad = b->s->unit_host[from].grad;
   ps__unit_progress *u = &b->unit[from];
@@ -84,13 +84,13 @@ typedef struct chunk_pass {
   uint32_t layer, c;
   ps__chunk_shape shape;
   uint32_t bound[PS__N_TENSORS]; /* device tensors */
-  uint32_t keep;                 /* bit set: tensors that somebody else frees */
+  uint32_t keep;                 /* bit set: tensors that the caller frees */
 } chunk_pass;
 
 typedef struct listed {
   const ps__block_op *op;
   bool recompute;
-} listed; /* again: a recomputation */
+} listed; /* recompute: the op runs for the second time */
 
 static void emit_block_op(ps__builder *b, chunk_pass *p, const ps__block_op *op, int phase) {
   ps__step *s = b->s;
@@ -238,8 +238,8 @@ static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t te
   *away = PS__NO_VT;
 }
 
-/* Backward chunk steps of a round are numbered in their order: layer L first, in each layer the
- * last chunk first. */
+/* Backward chunk passes of a round are numbered in their order: the last layer first, in each layer
+ * the last chunk first. */
 void ps__fetch_saved(ps__builder *b, uint32_t step_idx) {
   const uint32_t n = b->round->n_chunks, layers = b->s->cfg->n_layers;
   if (step_idx >= n * layers)
@@ -252,7 +252,7 @@ void ps__fetch_saved(ps__builder *b, uint32_t step_idx) {
       fetch_tensor(b, layer, c, t);
 }
 
-/* Put op (and before it, whatever makes what it reads) on the list. */
+/* Puts the op on the list, and before it the ops that make what it reads. */
 static void list_with_sources(const ps__block *block, const ps__block_op *op, uint32_t recompute,
                               uint32_t *done, uint32_t *have, listed *list, uint32_t *n) {
   for (int j = 0; j < op->n_syms; j++) {
@@ -293,8 +293,7 @@ static void bind_kept(ps__builder *b, chunk_pass *p) {
   }
 }
 
-/* A group of several chunks needs the keys and values of all of them before its last chunk's
- * backward. */
+/* The last chunk's backward pass needs the keys and values of its whole group: recomputes them. */
 static void rebuild_group_kv(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__block *block = &b->s->block;
   const uint32_t first = group_first(b, c), n = group_of(b, c)->n_chunks;
@@ -323,8 +322,7 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   uint32_t *kv = ps__saved_entry(b, b->kept, layer, first, PS__T_KV),
            *dkv = ps__saved_entry(b, b->kept, layer, first, PS__T_DKV);
   if (group_of(b, c)->n_chunks > 1 && last_of_group(b, c)) {
-    /* the fetches of the whole group are due now: its keys and values may have to be rebuilt
-     * from them */
+    /* all of the group's copies are due now: its keys and values may be recomputed from them */
     for (uint32_t i = first; i <= c; i++)
       for (uint32_t t = 0; *kv == PS__NO_VT && t < PS__N_TENSORS; t++)
         if (t == PS__T_X || t == PS__T_QKV)
@@ -359,7 +357,7 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
 
 /* ---- head ------------------------------------------------------------------------------------ */
 
-/* Where the lm_head and its gradient are: in the head's unit behind the norm, or the embedding's
+/* Where the lm_head and its gradient are: in the head's unit after the norm, or the embedding's
  * table. */
 typedef struct head_place {
   uint32_t weights, grad;
@@ -380,8 +378,8 @@ static head_place find_head(const ps__builder *b) {
                       span[n - 1].n * e};
 }
 
-/* Slices of a contribution are counted over the round, so that one may end amid a chunk, before
- * the chunk has a gradient of the final norm. */
+/* Slices of a contribution are counted over the round, so a contribution may end amid a chunk,
+ * before that chunk has a gradient of the final norm: the norm's gradient is then set to zero. */
 static void end_full_contribution(ps__builder *b) {
   const uint32_t unit = head_unit(b);
   const uint64_t norm_bytes = b->s->cfg->dim * ps_dtype_bytes(b->s->dt);
@@ -434,7 +432,7 @@ static void head_slice(ps__builder *b, uint32_t c, uint32_t row, uint32_t rows, 
                              ps__part(h.grad, first ? PS_WRITE : PS_READ_WRITE, h.offset, h.bytes)};
   ps__emit(b, &ps__k_gemm, PS__S_COMPUTE, &g, sizeof g, dw, 3, ps__gemm_work(&g), tag);
 
-  /* the slice's normed rows were read for the last time: their gradient takes their place */
+  /* this is the last use of the slice's normed rows: their gradient overwrites them */
   g = ps__gemm_args(rows, d, v, false, false, s->dt);
   const ps__vaccess dn[3] = {ps__whole(b, z, PS_READ),
                              ps__part(h.weights, PS_READ, h.offset, h.bytes),
@@ -473,7 +471,7 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
   ps__emit_copy(b, PS__S_D2H, ps__whole(b, row_loss, PS_READ),
                 ps__part(s->row_loss, PS_WRITE, 4ull * k->first_token, 4ull * t), tag);
   b->head_norm = true;
-  /* the unit has the norm alone, which every chunk adds to */
+  /* with tied embeddings the unit has the norm alone, which every chunk adds to */
   if (s->cfg->tied_embeddings && c && ps__contribution_ends(b, c)) {
     ps__grad_end(b, unit, true);
     ps__grad_begin(b, unit);

@@ -1,7 +1,7 @@
-/* updates.c - the optimizer of each unit: at home; on the device where all its state is; or on
- * the device with moments that come in for the update and go home after it. With clipping behind
- * the whole norm, without it behind the unit's total. At home it may be made in two parts: what
- * the next forward pass waits for, and the rest. */
+/* updates.c - the optimizer of each unit. It runs on the host; on the device, where all its state
+ * is; or on the device with state that comes for the update and goes back after it. With clipping
+ * it runs after the whole norm, without clipping after the unit's total. On the host it may run in
+ * two parts: what the next forward pass waits for, then the rest. */
 #include "step/emit.h"
 #include "optim/optim.h"
 
@@ -17,9 +17,9 @@ static void send_to_host(ps__builder *b, uint32_t from, uint32_t host, ps_tag ta
   b->last_sent = host;
 }
 
-/* What tells an update on the device without clipping whether the host gave the step up. Not
- * sent before it is needed: it waits for the last update of the step before, and what is behind
- * it on the stream would wait with it. */
+/* The device's copy of the batch header tells an update on the device without clipping whether the
+ * host gave the step up. It is not sent before it is needed: the copy waits for the last update of
+ * the step before, and what comes after it on the stream would wait too. */
 static uint32_t send_header(ps__builder *b, ps_tag tag) {
   const uint64_t bytes = sizeof(ps__batch_header);
   if (b->header != PS__NO_VT)
@@ -30,8 +30,8 @@ static uint32_t send_header(ps__builder *b, ps_tag tag) {
   return b->header;
 }
 
-/* A streamed unit's moments, master and weights on their way in; weights that its last visit
- * fetched are there and stay. */
+/* A streamed unit's moments, master copy and weights come to the device. Weights that its last
+ * layer pass fetched are there already and stay. */
 static void stream_in(ps__builder *b, uint32_t unit) {
   const ps__unit_host *h = &b->s->unit_host[unit];
   ps__unit_progress *u = &b->unit[unit];
@@ -46,7 +46,7 @@ static void stream_in(ps__builder *b, uint32_t unit) {
   at->v = ps__bring(b, h->v, tag);
 }
 
-/* Weights first: the next step's forward pass waits for them. */
+/* Weights go first: the next step's forward pass waits for them. */
 static void stream_out(ps__builder *b, uint32_t unit) {
   const ps__unit_host *h = &b->s->unit_host[unit];
   const ps__optimizer_state *at = &b->unit[unit].state;
@@ -66,8 +66,8 @@ static void stream_out(ps__builder *b, uint32_t unit) {
   ps__vt_free_late(b, at->v, lag);
 }
 
-/* The op itself: on the host stream over home, or on compute over device memory, where @scale is
- * the norm's half of stats or, without clipping, the unit's sums of squares. */
+/* The update's op: on the host stream over host memory, or on compute over device memory. On the
+ * device @scale is the norm's half of stats or, without clipping, the unit's sums of squares. */
 static void emit_adamw(ps__builder *b, uint32_t unit, const ps__optimizer_state *at, uint32_t grad,
                        uint32_t scale) {
   const ps__step *s = b->s;
@@ -111,8 +111,8 @@ static void emit_moments(ps__builder *b, uint32_t unit) {
       ps__unit_tag(b, unit, PS__PHASE_UPDATE));
 }
 
-/* @clip_scale: the norm's half of stats on the device; none without clipping, or where no unit
- * is updated there. */
+/* @clip_scale: the norm's half of stats on the device; PS__NO_VT without clipping, or where no unit
+ * is updated on the device. */
 static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
   const ps__step *s = b->s;
   const ps__unit_host *h = &s->unit_host[unit];
@@ -137,7 +137,7 @@ static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
     send_to_host(b, h->device_weights, h->weights, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
 }
 
-/* Without clipping: streamed units whose moments have had their time to come in. */
+/* Without clipping: updates the streamed units whose state has had its time to arrive. */
 static void update_arrived(ps__builder *b, bool all) {
   for (; b->n_updated < b->n_coming && (all || b->coming[b->n_updated].when <= b->clock);
        b->n_updated++)
@@ -172,8 +172,8 @@ void ps__emit_updates(ps__builder *b) {
     if (any_on_device)
       ps__emit_copy(b, PS__S_H2D, ps__part(s->stats, PS_READ, 64, 64),
                     ps__whole(b, scale, PS_WRITE), tag);
-    /* as the forward pass needs them; but nothing waits for an embedding at home: see
-     * ps__gather_round() */
+    /* In the order in which the forward pass needs them. Nothing waits for an embedding on the
+     * host: ps__gather_round(). */
     for (uint32_t i = 0; i < n_units; i++) {
       update(b, s->spec->embed_on_host ? (i + 1) % n_units : i, scale);
       ps__tick(b);
@@ -181,14 +181,14 @@ void ps__emit_updates(ps__builder *b) {
     ps__vt_free(b, scale);
   }
   ps__vt_free(b, b->header);
-  /* The report is the end of a step's weights: behind the host stream's updates by order, behind
-   * the last state on its way home by reading it, as that stream is in order. */
+  /* The report ends a step's updates. It comes after the host stream's updates by order. It comes
+   * after the last copy of state to the host by reading it, as that stream is in order. */
   ps__vaccess report[2] = {ps__whole(b, s->stats, PS_READ)};
   if (any_on_device)
     report[1] = ps__whole(b, b->last_sent, PS_READ);
   ps__emit_hook(b, PS__HOOK_REPORT, 0, PS__S_HOST, report, any_on_device ? 2 : 1, (ps_work){0},
                 tag);
-  /* as the next step's first backward pass needs the gradients' homes */
+  /* in the order in which the next step's first backward pass needs the gradients' memory */
   for (uint32_t u = n_units; u-- > 0;)
     if (s->spec->update_split[u])
       emit_moments(b, u);
