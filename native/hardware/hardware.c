@@ -1,4 +1,4 @@
-/* hardware.c - this machine's facts, and rates estimated from them. */
+/* hardware.c - the facts of this machine, and rates estimated from them. */
 #include "hardware/hardware_impl.h"
 #ifdef PS_CUDA
 #  include "backends/cuda/probe.h"
@@ -80,10 +80,10 @@ static bool has_words(const char *name, const char *words) {
   return false;
 }
 
-/* Dense bf16 with fp32 accumulation, TFLOP/s, from NVIDIA's data sheets and architecture white
- * papers (H100 and H200 SXM, H100 PCIe and NVL, A100, L40S, RTX 6000 Ada; GeForce: the white
- * papers of Blackwell, Ada and Ampere). The first entry whose words are all in the name counts;
- * what shares a name with another chip is there as unknown. */
+/* Dense bf16 with fp32 accumulation, TFLOP/s. Sources: NVIDIA's data sheets and architecture white
+ * papers (H100 and H200 SXM, H100 PCIe and NVL, A100, L40S, RTX 6000 Ada; GeForce: the white papers
+ * of Blackwell, Ada and Ampere). The first entry whose words are all in the name counts. A chip
+ * that shares a name with another one is listed as unknown. */
 double ps_hardware_peak(const char *device_name) {
   static const struct {
     const char *a, *b;
@@ -100,8 +100,8 @@ double ps_hardware_peak(const char *device_name) {
   return 0;
 }
 
-/* A core of the last ten years does some 50 GFLOP/s in fp32 GEMM; one memory channel a pair of
- * cores some 10 GB/s. */
+/* A core of the last ten years does about 50 GFLOP/s in fp32 GEMM; one memory channel for two cores
+ * gives about 10 GB/s. */
 static void estimate_cpu(ps_hardware *hw) {
   const double t = hw->n_threads;
   hw->gemm_flops_per_s[PS_F32] = hw->peak_flops_per_s = 50e9 * t;
@@ -113,9 +113,9 @@ static void estimate_cpu(ps_hardware *hw) {
   hw->op_ns = 3000;
 }
 
-/* Shares of the ceilings that a power-bound H200 reaches (bench/LOG.md); where a ceiling is
- * unknown, 4096 FLOP a cycle and SM at 1.5 GHz, 8 GB/s of memory an SM (Hopper: 24), a link of
- * the GPU's time. */
+/* Fractions of the ceilings that a power-bound H200 reaches (bench/LOG.md). Where a ceiling is
+ * unknown: 4096 FLOP a cycle and SM at 1.5 GHz, 8 GB/s of memory an SM (Hopper: 24), a link of the
+ * GPU's time. */
 static void estimate_cuda(ps_hardware *hw) {
   const double peak = hw->peak_flops_per_s > 0 ? hw->peak_flops_per_s : 4096 * 1.5e9 * hw->n_sms;
   hw->gemm_flops_per_s[PS_BF16] = 0.66 * peak;
@@ -150,7 +150,7 @@ void ps__hardware_complete(ps_hardware *hw) {
     hw->accumulate_sumsq_bytes_per_s = hw->accumulate_bytes_per_s;
   if (!(hw->sumsq_bytes_per_s > 0))
     hw->sumsq_bytes_per_s = hw->optimizer_bytes_per_s;
-  /* one thread moves a core's share, but no more than a core keeps in flight */
+  /* one thread moves a core's part, but no more than a core keeps in flight */
   if (!(hw->gather_bytes_per_s > 0))
     hw->gather_bytes_per_s = memory < 16e9 ? memory : 16e9;
 }

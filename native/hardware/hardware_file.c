@@ -6,7 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
-/* Of a file that was measured; one that is older lacks rates or measured them otherwise. */
+/* Layout of a measured file. An older file lacks rates, or measured them otherwise. */
 enum { LAYOUT = 7 };
 
 typedef struct rate_field {
@@ -48,7 +48,8 @@ static double *rate_at(ps_hardware *hw, int i) {
   return (double *)(void *)((char *)hw + rates[i].offset);
 }
 
-/* Facts that ps__hardware_facts() finds on this machine, for one that is only described. */
+/* Facts that ps__hardware_facts() finds on this machine; of a machine that is only described, the
+ * file has them. */
 typedef struct fact_field {
   const char *name;
   size_t offset, bytes;
@@ -89,16 +90,18 @@ static void set_fact(ps_hardware *hw, int i, uint64_t value) {
          facts[i].bytes);
 }
 
-/* ---- tables: arrays of objects, an entry's numbers in the order of its struct ---------------- */
+/* ---- tables: arrays of objects; an entry has its numbers in the order of its struct
+ * ------------- */
 
 typedef struct table {
   const char *name;
   size_t offset, entry_bytes;
   uint32_t max;
-  /* uint32_t in front, NULL after the last; the first is 0 behind the last entry */
+  /* leading uint32_t fields, NULL after the last; a first field of 0 ends the table */
   const char *count[4];
-  const char *flag;    /* uint32_t behind them, 0 or 1, left out where it is 0; NULL: none */
-  const char *rate[4]; /* double behind all these */
+  const char
+      *flag; /* uint32_t after them, 0 or 1, left out of the file where it is 0; NULL: none */
+  const char *rate[4]; /* double fields after all these */
   size_t rates_offset; /* in the entry */
 } table;
 static const table tables[] = {{"gemm_bf16",
@@ -268,7 +271,7 @@ static bool same_number(const ps__json *j, const char *name, uint64_t here) {
   return ps__json_uint64(ps__json_get(j, name), &value) && value == here;
 }
 
-/* The machine that a file's rates are of is this one, with the libraries of then. */
+/* Whether a file's rates are of this machine with the same libraries. */
 static bool same_machine(const ps__json *j, const ps_hardware *hw) {
   const char *name = ps__json_string(ps__json_get(j, "name"), NULL),
              *device = ps__json_string(ps__json_get(j, "device_name"), NULL);

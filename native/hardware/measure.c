@@ -1,5 +1,5 @@
-/* measure.c - the host's rates by running the kernels themselves on realistic values; the GPU's
- * come from native/backends/cuda/measure.c. */
+/* measure.c - the host's rates, timed with the kernels themselves on realistic values. The GPU's
+ * are timed by native/backends/cuda/measure.c. */
 #include "hardware/hardware_impl.h"
 #include "kernels/cpu/cpu.h"
 #include "optim/optim.h"
@@ -16,7 +16,7 @@ typedef struct bench {
   ps__pool *io;        /* the io stream's threads */
   char *a, *b, *c, *d; /* four buffers: those of one of the sets */
   uint64_t bytes;      /* of each */
-  char *memory;        /* n_sets times four buffers and, beside a GPU, what copies go from and to */
+  char *memory;        /* n_sets sets: four buffers and, beside a GPU, what copies read and write */
   uint64_t set_bytes;
   uint32_t n_sets;
   const int32_t *ids;
@@ -24,12 +24,12 @@ typedef struct bench {
   bool beside_gpu;
 } bench;
 
-/* Beside a GPU the host's ops are measured on buffers that no cache holds and, at length, on
- * many sets of them in turn, since a machine's memory is not equally fast everywhere and a run
- * takes most of it; on the CPU backend a profile is quick. */
+/* Beside a GPU the host's ops are measured on buffers that no cache holds. A profile uses many sets
+ * of them in turn: a machine's memory is not equally fast everywhere, and a run takes most of it.
+ * On the CPU backend a profile is quick. */
 enum { BUFFER = 48 << 20, LARGE_BUFFER = 1 << 30, SCRATCH = 96 << 20 };
-/* Where memory is short, buffers are smaller. The least hold every case: rows gathered, and the
- * fp32 gradients of 4,096 rows of keys and values in a half. */
+/* Where memory is short, buffers are smaller. The least hold every case: gathered rows, and in one
+ * half the fp32 gradients of 4,096 rows of keys and values. */
 enum { LEAST_BUFFER = 8 << 20, LEAST_LARGE_BUFFER = 256 << 20 };
 
 static uint64_t full_bytes(bool beside_gpu) { return beside_gpu ? LARGE_BUFFER : BUFFER; }
@@ -48,9 +48,9 @@ static int by_value(const void *a, const void *b) {
 
 typedef void (*case_fn)(bench *b, const void *args);
 
-/* Seconds of a call, one set after the other: one to warm up, then as many as fit in the time,
- * at least three and each set's as often. The median; of several sets, whose memory may differ,
- * the mean. */
+/* Seconds of a call. After one call to warm up, the sets are used in turn: as many calls as fit in
+ * the time, at least three, and as many of each set. Of one set the median; of several, whose
+ * memory may differ, the mean. */
 static double time_case(bench *b, case_fn fn, const void *args) {
   double t[64], sum = 0;
   uint32_t n = 0;
@@ -116,8 +116,8 @@ static double gemm_rate(bench *b, uint32_t m, uint32_t n, uint32_t k, bool trans
   return 2.0 * m * n * k / time_case(b, case_gemm, &g);
 }
 
-/* q in a, kv in b, documents and d_o in d, o and its log-sum-exp in c; gradients in the second
- * halves of a and b. */
+/* q is in a, kv in b, documents and d_o in d, o and its log-sum-exp in c; gradients are in the
+ * second halves of a and b. */
 static void case_attention_fwd(bench *b, const void *args) {
   void *ptr[5] = {b->a, b->b, b->d, b->c, b->c + b->bytes / 2};
   launch(&b->exec, &ps__k_attention_fwd, args, ptr, 5);
@@ -195,8 +195,8 @@ static void case_memory(bench *b, const void *args) {
   ps__pool_run(b->exec.pool, 64, copy_slice, b);
 }
 
-/* 7 bytes move for each byte of weights, in bf16 and in fp32: w, m and v read and written, the
- * gradient read. */
+/* 7 bytes move for each byte of weights, in bf16 and in fp32: w, m and v are read and written, the
+ * gradient is read. */
 static void case_optimizer(bench *b, const void *args) {
   const ps__segment seg = {0, b->bytes / (b->beside_gpu ? 2 : 4), 0.1f};
   const ps__update u = {.optimizer = PS_OPTIMIZER_ADAMW,
@@ -230,9 +230,10 @@ static void case_sumsq(bench *b, const void *args) {
 }
 /* ---- a load ---------------------------------------------------------------------------------- */
 
-/* The optimizer, or sums of gradients, in a loop on a thread of its own: a sixteenth of a buffer
- * at a time, long enough to keep all threads busy, short enough to be counted, and one after the
- * other in the buffers' second half, in all sets in turn, so that no cache has seen it lately. */
+/* A load: the optimizer, or sums of gradients, in a loop on a thread of its own. It works on a
+ * sixteenth of a buffer at a time: long enough to keep all threads busy, short enough to be
+ * counted. It takes one after the other in the buffers' second halves, in all sets in turn, so that
+ * no cache holds them. */
 enum { LOAD_PARTS = 16, LOAD_TURNS = LOAD_PARTS / 2 };
 typedef struct load {
   bench whole;
@@ -288,8 +289,8 @@ static void case_gather(bench *b, const void *args) {
   launch(&exec, &ps__k_embed_fwd, args, ptr, 3);
 }
 
-/* Random rows of a table that fills half a buffer. Beside a GPU the optimizer runs meanwhile, as
- * it does when the next step's rows are gathered; on the CPU backend the simulator divides the
+/* Random rows of a table that fills half a buffer. Beside a GPU the optimizer runs meanwhile, as it
+ * does when the next step's rows are gathered. On the CPU backend the simulator divides the
  * CPUs. */
 static ps_status measure_gather(bench *b, ps_hardware *hw) {
   const uint32_t dim = b->beside_gpu ? 4096 : 512, dt = b->beside_gpu ? PS_BF16 : PS_F32;
@@ -343,7 +344,7 @@ static ps_status measure_threads(const bench *b, ps_hardware *hw) {
       continue;
     bench some = *b;
     some.seconds /= PS_MAX_THREAD_RATES;
-    some.n_sets = 1; /* a thread would take long for all of them */
+    some.n_sets = 1; /* one thread would take long for all sets */
     PS_TRY(ps__pool_create(&some.exec.pool, counts[i], "measure"));
     hw->optimizer_by_threads[n++] = (ps_thread_rate){counts[i], 0, optimizer_rate(&some)};
     ps__pool_destroy(some.exec.pool);
@@ -365,8 +366,8 @@ static void touch_task(void *arg, int64_t task, uint32_t worker) {
     *(volatile char *)(p + at) = 0;
 }
 
-/* Pages are asked for and touched as the engine does it: huge ones where the kernel has them, by
- * all CPUs. */
+/* Pages are mapped and touched as the engine does it: huge ones where the kernel has them, by all
+ * CPUs. */
 static ps_status measure_touch(uint64_t bytes, ps_hardware *hw) {
   void *p = NULL;
   ps__pool *pool;
@@ -384,8 +385,8 @@ static ps_status measure_touch(uint64_t bytes, ps_hardware *hw) {
 
 /* ---- all of it ------------------------------------------------------------------------------- */
 
-/* Values as in a model, not zeros: N(0, 0.02)-like from a small generator. A 32-bit word is a
- * small number in fp32 and two of them in bf16: its halves are the same. */
+/* Values as in a model, not zeros: like N(0, 0.02), from a small generator. A 32-bit word is a
+ * small number in fp32 and two of them in bf16: its halves are equal. */
 static void fill(char *p, uint64_t bytes, uint32_t seed) {
   uint32_t *word = (uint32_t *)(void *)p, x = seed * 2654435761u + 1;
   for (size_t i = 0; i < bytes / 4; i++) {
@@ -394,16 +395,16 @@ static void fill(char *p, uint64_t bytes, uint32_t seed) {
   }
 }
 
-/* Cases that share the time: the host's and, on the CPU backend, its compute's; with CUDA the
- * GPU's. Those for people by numbers of threads are one together. */
+/* Cases that divide the time: the host's; on the CPU backend, those of its compute; with CUDA, the
+ * GPU's. The cases for people by numbers of threads count as one. */
 enum { HOST_CASES = 5, COMPUTE_CASES = 3 * N_GEMM + 1 + 2 * N_ATTENTION + 2 + 3 };
 
-/* numbers of threads that sums are measured on beside copies: all, a half, a quarter */
+/* numbers of threads on which sums are measured beside copies: all, a half, a quarter */
 enum { SUM_THREADS = 3 };
 
 #ifdef PS_CUDA
-/* The GPU's rates, and what copies get of the host's memory beside sums on several numbers of
- * threads and beside the optimizer. */
+/* The GPU's rates; and contention: what copies get of the host's memory beside sums on several
+ * numbers of threads, and beside the optimizer. */
 static ps_status measure_gpu(bench *b, ps_hardware *hw, bool at_length) {
   const ps__args_accumulate sum = {.n = b->bytes / LOAD_PARTS / 2, .dt = PS_BF16};
   load at_work[SUM_THREADS + 1];
@@ -469,7 +470,7 @@ static double seconds_a_case(double seconds, bool beside_gpu, bool at_length) {
 
 enum { SET_PARTS = 64 };
 
-/* A part of the sets behind the first: values as there, moments zero. */
+/* Fills a part of a set after the first one: values as in the first, moments zero. */
 static void fill_part(void *arg, int64_t task, uint32_t worker) {
   const bench *b = arg;
   const uint64_t part = 2 * b->bytes / SET_PARTS, at = (uint64_t)task % SET_PARTS * part;
@@ -479,7 +480,8 @@ static void fill_part(void *arg, int64_t task, uint32_t worker) {
   memset(set + 2 * b->bytes + at, 0, part);
 }
 
-/* Three quarters of the memory that is free now, at length beside a GPU; a set otherwise. */
+/* A profile beside a GPU takes three quarters of the memory that is free now; else one set is
+ * taken. */
 static uint32_t sets_of(const bench *b, bool at_length) {
   if (!b->beside_gpu || !at_length)
     return 1;
@@ -509,8 +511,8 @@ static ps_status map_sets(bench *b, uint32_t device, bool at_length) {
   return PS_OK;
 }
 
-/* What measuring takes for @n buffers of @bytes each, and beside them: packed panels and the
- * stack of each compute thread, code that is touched first (7, 12 and 38 MB on 1, 2 and 8
+/* BYTES that measuring takes for @n buffers of @bytes each. Besides the buffers: packed panels and
+ * the stack of each compute thread, and code that is touched first (7, 12 and 38 MB on 1, 2 and 8
  * threads). */
 static uint64_t taken(const ps_hardware *hw, uint32_t n, uint64_t bytes) {
   uint64_t sum = n * bytes + (4 << 20) + hw->n_threads * (5ull << 20);
@@ -525,8 +527,8 @@ static uint64_t in_full(const ps_hardware *hw, bool at_length) {
   return taken(hw, 4, full_bytes(hw->backend == PS_BACKEND_CUDA)) + (at_length ? TOUCH_BYTES : 0);
 }
 
-/* Memory that measuring may take of @host_bytes for the whole process (0: no cap) and of what
- * the system has. */
+/* Memory that measuring may take of @host_mem_bytes, the cap of the whole process (0: none), and of
+ * what the system has. */
 static uint64_t room(uint64_t host_mem_bytes) {
   const uint64_t held = ps__resident_bytes(), free = ps__host_memory_free(),
                  within = host_mem_bytes > held ? host_mem_bytes - held : 0;
@@ -543,7 +545,7 @@ static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool at_l
   const bool gpu = hw->backend == PS_BACKEND_CUDA;
   const uint64_t have = room(host_mem_bytes), mib = 1 << 20,
                  least = gpu ? LEAST_LARGE_BUFFER : LEAST_BUFFER;
-  const uint32_t n = at_length ? 5 : 4; /* one more to touch first */
+  const uint32_t n = at_length ? 5 : 4; /* one more, for first touches */
   char need[32], there[32];
   *bytes = full_bytes(gpu);
   if (in_full(hw, at_length) <= have)
@@ -556,7 +558,7 @@ static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool at_l
   const uint64_t fits = (have - taken(hw, n, 0)) / n / mib * mib;
   if (fits < *bytes)
     *bytes = fits;
-  /* there is no room for what is beside the buffers in full */
+  /* there is no room for all that is besides the buffers */
   if (*bytes == full_bytes(gpu))
     *bytes -= mib;
   return PS_OK;
