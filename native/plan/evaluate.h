@@ -66,8 +66,8 @@ ps__known ps__memo_get(ps__memo *memo, const ps__candidate *m, bool whole);
 void ps__memo_put(ps__memo *memo, const ps__candidate *m, bool whole, const ps__known *known);
 
 /* ---- evaluate.c ------------------------------------------------------------------------------ */
-/* ps__budget() - the ops to spend, where @ops are spent for a model of up to 32 layers. A deeper model
- * gets more in proportion, as each of its evaluations costs more, up to PS__BUDGET_LAYERS. */
+/* ps__budget() - the ops to spend, where @ops are spent for a model of up to 32 layers. A deeper
+ * model gets more in proportion, as each of its evaluations costs more, up to PS__BUDGET_LAYERS. */
 enum { PS__BUDGET_LAYERS = 64 };
 uint64_t ps__budget(const ps__search *s, uint64_t ops);
 /* ps__fits() - whether so many bytes are within both caps and the machine's memory.

@@ -39,9 +39,9 @@ typedef struct ps__cost_model {
 } ps__cost_model;
 ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_threads,
                                  uint32_t sum_threads);
-/* ps__sum_threads() - the @i-th number of threads on which sums were measured; first all of the host
- * stream's. 0: there is none.
- * ps__sum_speed() - how fast sums run alone on so many threads, over that on all. */
+/* ps__sum_threads() - the @i-th number of threads on which sums were measured; first all of the
+ * host stream's. 0: there is none. ps__sum_speed() - how fast sums run alone on so many threads,
+ * over that on all. */
 uint32_t ps__sum_threads(const ps_hardware *hw, uint32_t i);
 double ps__sum_speed(const ps_hardware *hw, uint32_t threads);
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */
@@ -59,23 +59,23 @@ typedef struct ps__search_result {
   uint64_t any_device, any_host;           /* BYTES of the plan that misses the caps least */
   uint32_t n_candidates, n_feasible;
 } ps__search_result;
-/* ps__head_slice() - tokens of a slice of the head and loss for chunks of @chunk_tokens: as the user
- * gave. By default, on a GPU, a chunk has at most PS__MOST_ADDITIONS slices (of up to 4096 tokens):
- * then the lm_head's gradient leaves the device no more often than the blocks'. */
+/* ps__head_slice() - tokens of a slice of the head and loss for chunks of @chunk_tokens: as the
+ * user gave. By default, on a GPU, a chunk has at most PS__MOST_ADDITIONS slices (of up to 4096
+ * tokens): then the lm_head's gradient leaves the device no more often than the blocks'. */
 uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens);
 /* What is known of the candidates of a search space (memo.c). */
 typedef struct ps__memo ps__memo;
 ps_status ps__memo_create(ps__memo **out); /* PS_ENOMEM */
 void ps__memo_destroy(ps__memo *memo);     /* NULL is a no-op */
 /* ps__find_plan() - the fastest plan under the caps; with @sizes_only, the smallest caps alone.
- * Needs plan->model, cfg and hw. On PS_OK with n_feasible > 0, and not @sizes_only, plan->layout and
- * plan->spec are set. Errors: PS_ENOMEM, PS_EINVAL, PS_EDEVICE (threads). */
+ * Needs plan->model, cfg and hw. On PS_OK with n_feasible > 0, and not @sizes_only, plan->layout
+ * and plan->spec are set. Errors: PS_ENOMEM, PS_EINVAL, PS_EDEVICE (threads). */
 ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__search_result *out);
 /* ---- evaluate.c ------------------------------------------------------------------------------ */
-/* ps__steady_ns() - ns of a step in the steady state, from the ends of the simulated steps. It is at
- * least the work of every stream, and of every shared resource: the first steps put off work that
- * their ends do not count. (Ops that idle_gain shortens count in full: it is at most 1, so that idle
- * time costs more than it gains.) */
+/* ps__steady_ns() - ns of a step in the steady state, from the ends of the simulated steps. It is
+ * at least the work of every stream, and of every shared resource: the first steps put off work
+ * that their ends do not count. (Ops that idle_gain shortens count in full: it is at most 1, so
+ * that idle time costs more than it gains.) */
 double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]);
 /* ps__host_overhead() - host BYTES that a step takes besides its arena, and two parts of them. */
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
