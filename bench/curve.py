@@ -1,17 +1,19 @@
-"""The loss curve of Penstock beside PyTorch's: the same Llama, weights, tokens in the same order,
-and AdamW.
+"""Compares the loss curve of Penstock with PyTorch's.
 
-    python3 bench/curve.py --data SHARDS [--steps 200] [--config FILE] [--backend cuda] [--out
-    bench/results/curve-NAME.json] python3 bench/curve.py --plot bench/results/curve-NAME.json
-    makes the picture, .png beside it
+    python3 bench/curve.py --data SHARDS [--steps 200] [--config FILE] [--backend cuda] [--fp32]
+                           [--out bench/results/curve-NAME.json]
+    python3 bench/curve.py --plot bench/results/curve-NAME.json    draws the picture beside the JSON
 
-Both sides keep fp32 master weights and fp32 moments, and compute forward and backward in bf16 from
-weights rounded to bf16: Penstock by its recipe fp32-master, PyTorch eager with bf16 parameters that
-are copies of fp32 ones, a fused AdamW on those, losses from fp32 logits. Clipping, betas, eps,
-decay (matrices only) and each step's learning rate are the same. --fp32 adds PyTorch with
-everything in fp32: how far bf16 alone takes a curve. The default model has 12 layers of 768, 90 to
-130 million parameters by the data's vocabulary. On a machine without matplotlib the JSON is
-written, and the picture made from it elsewhere.
+Both sides train the same Llama from the same weights on the same tokens in the same order.
+Clipping, betas, eps, weight decay (of matrices alone) and each step's learning rate are the same.
+
+Both keep fp32 master weights and fp32 moments, and compute in bf16 with weights rounded to bf16:
+Penstock    by its recipe fp32-master
+PyTorch     eager, with bf16 copies of fp32 parameters, a fused AdamW on these, and fp32 logits
+
+--fp32 adds PyTorch with everything in fp32, which shows the effect of bf16 alone. The default model
+has 12 layers of 768: 90 to 130 million parameters, by the data's vocabulary. Without matplotlib
+only the JSON is written, and the picture can be drawn from it on another machine.
 """
 
 import argparse
@@ -54,36 +56,36 @@ def parse():
     )
     ap.add_argument("--data", nargs="+", help="token shards of real text")
     ap.add_argument(
-        "--config", help="another model's config.json; its vocab_size is the data's if it has none"
+        "--config", help="config.json of another model; without vocab_size it takes the data's"
     )
     ap.add_argument("--backend", default="auto", choices=["auto", "cpu", "cuda"])
     ap.add_argument("--steps", type=int, default=200)
     ap.add_argument("--seq-len", type=int, default=1024)
-    ap.add_argument("--tokens", type=int, default=8192, help="a step")
+    ap.add_argument("--tokens", type=int, default=8192, help="tokens a step")
     ap.add_argument(
         "--lr",
         type=float,
         default=6e-4,
-        help="at the peak; 10%% of the steps are warmup, then a cosine to a tenth",
+        help="peak learning rate; 10%% of the steps are warmup, then a cosine falls to a tenth",
     )
     ap.add_argument("--micro", type=int, default=8, help="sequences that PyTorch takes at a time")
-    ap.add_argument("--device-mem", help="Penstock's cap of device memory, as 2GiB")
+    ap.add_argument("--device-mem", help="Penstock's cap of device memory, such as 2GiB")
     ap.add_argument("--seed", type=int, default=1)
-    ap.add_argument("--fp32", action="store_true", help="PyTorch in fp32 too")
-    ap.add_argument("--commit", help="default: git's")
-    ap.add_argument("--out", help="default: bench/results/curve-DEVICE.json")
-    ap.add_argument("--plot", metavar="FILE", help="only draw this result")
+    ap.add_argument("--fp32", action="store_true", help="train PyTorch in fp32 too")
+    ap.add_argument("--commit", help="commit to record (default: git's)")
+    ap.add_argument("--out", help="file of the result (default: bench/results/curve-DEVICE.json)")
+    ap.add_argument("--plot", metavar="FILE", help="draw this result and stop")
     a = ap.parse_args()
     if not a.plot and not a.data:
         ap.error("--data or --plot is needed")
     return a
 
 
-# ---- what both train -----------------------------------------------------------------------------
+# ---- the model and the data of both sides --------------------------------------------------------
 
 
 def make_model(a, folder):
-    """The model directory with seeded weights."""
+    """Write the model directory with seeded weights."""
     from penstock import Dataset
 
     config = json.loads(Path(a.config).read_text()) if a.config else dict(LLAMA)
@@ -110,7 +112,7 @@ def make_model(a, folder):
 
 
 class Batches:
-    """batch(step): every sequence of the data once, in a seeded order."""
+    """batch(step) for both sides: each sequence of the data once, in a seeded order."""
 
     def __init__(self, a, vocab_size):
         from penstock import Dataset
@@ -123,7 +125,8 @@ class Batches:
         windows, wanted = self.data.n_sequences(a.seq_len), a.steps * self.n
         if windows < wanted:
             sys.exit(
-                f"the data has {windows} sequences of {a.seq_len} tokens, {a.steps} steps need {wanted}: fewer --steps or --tokens"
+                f"the data has {windows} sequences of {a.seq_len} tokens, {a.steps} steps need "
+                f"{wanted}: fewer --steps or --tokens"
             )
         self.order = np.random.default_rng(a.seed).permutation(windows)
 
@@ -139,7 +142,8 @@ class Batches:
 
 
 def penstock_side(a, where, batches):
-    """(figures of every step, the weights before the first, the plan's report and model)"""
+    """Train with Penstock. Returns the metrics of every step, the first weights, the plan's report
+    and the model."""
     from penstock import Hardware, ModelConfig, Plan, Trainer
 
     hardware = Hardware.estimate(0, a.backend)
@@ -184,8 +188,7 @@ def penstock_side(a, where, batches):
 
 
 def torch_side(a, model, weights, lrs, batches, device, dtype):
-    """The same steps in PyTorch eager: fp32 weights and moments, forward and backward in
-    `dtype`."""
+    """Train the same steps with PyTorch eager: fp32 weights and moments, compute in `dtype`."""
     import torch
     import torch_llama
 
@@ -243,7 +246,7 @@ def torch_side(a, model, weights, lrs, batches, device, dtype):
 
 
 def gap(one, other):
-    """The largest and the mean distance of two curves, nats."""
+    """The largest and the mean distance of two curves, in nats."""
     distance = np.abs(np.array(one["loss"]) - np.array(other["loss"]))
     return {
         "largest": float(distance.max()),
@@ -346,7 +349,8 @@ def plot(path):
         )
     top.set_ylabel("loss, nats")
     top.set_title(
-        f"{result['n_parameters'] / 1e6:.0f} M parameters, {result['tokens_per_step']} tokens a step, {result['device']}\n{sentence(result)}",
+        f"{result['n_parameters'] / 1e6:.0f} M parameters, {result['tokens_per_step']} tokens a "
+        f"step, {result['device']}\n{sentence(result)}",
         fontsize=10,
     )
     bottom.set_ylabel("difference")
@@ -375,7 +379,7 @@ def main():
     try:
         print(plot(out))
     except ImportError as e:
-        print(f"no picture here ({e}): bench/curve.py --plot {out}")
+        print(f"no picture, as {e}: draw it on another machine with bench/curve.py --plot {out}")
 
 
 if __name__ == "__main__":

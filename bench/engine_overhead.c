@@ -1,7 +1,10 @@
-/* engine_overhead.c - what the engine costs an op: empty ops on one stream; a step shaped like
- * training on five streams; compiling 100,000 ops with three accesses each over as many
- * different ranges. Usage: engine_overhead [steps]. Prints one JSON object a line: the best, the
- * median and the worst of 9 runs. */
+/* engine_overhead.c - measures what the engine costs an op.
+ *
+ * usage: engine_overhead [steps]
+ *
+ * Three cases: empty ops on one stream; empty ops of a step shaped like a training step, on five
+ * streams; compiling 100,000 ops with three accesses each, over as many ranges. Prints one JSON
+ * object a case: the best, the median and the worst of 9 runs. */
 #include "core/core.h"
 #include <penstock/engine.h>
 #include <stdlib.h>
@@ -21,15 +24,15 @@ static void must(ps_status st) {
   exit(1);
 }
 
-enum { COMPUTE, H2D, D2H, OPTIMIZER, DATA, N_STREAMS, SLOT = 4096 };
+enum { COMPUTE, H2D, D2H, OPTIMIZER, DATA, N_STREAMS, TILE_BYTES = 4096 };
 
 static void add(ps_program *p, uint32_t stream, const ps_access *a, uint32_t n) {
   must(ps_program_add(p, &(ps_op){.kernel = &k_empty, .stream = stream, .access = a, .n_access = n},
                       NULL));
 }
 
-static ps_access at(uint32_t space, uint32_t mode, uint64_t slot) {
-  return (ps_access){space, mode, slot * SLOT, SLOT};
+static ps_access at(uint32_t space, uint32_t mode, uint64_t tile) {
+  return (ps_access){space, mode, tile * TILE_BYTES, TILE_BYTES};
 }
 
 static ps_program *one_stream(void) {
@@ -40,10 +43,11 @@ static ps_program *one_stream(void) {
   return p;
 }
 
-/* Forward and backward over layers and chunks. Each layer's weights come from home (space 1)
- * into one of two device slots, its gradient goes home from one of two, an activation a chunk
- * goes out and comes back, the optimizer updates the layer, the data stream delivers tokens. 12
- * and 20 compute ops a layer and chunk, as a block has. */
+/* The forward and backward pass over layers and chunks. Each layer's weights are copied from the
+ * host (space 1) to one of two buffers on the device (space 0). Its gradient is copied to the host
+ * from one of two buffers. An activation a chunk is offloaded and fetched again. The optimizer
+ * updates the layer, and the data stream delivers tokens. A layer has 12 and 20 compute ops a
+ * chunk. */
 static ps_program *training(void) {
   enum {
     L = 16,
@@ -55,9 +59,9 @@ static ps_program *training(void) {
     ACT = 4,
     X = 8,
     OUT = 16,
-    HOME_W = 0,
-    HOME_G = 32,
-    HOME_A = 64,
+    HOST_W = 0,
+    HOST_G = 32,
+    HOST_A = 64,
     TOK = 400
   };
   ps_program *p;
@@ -65,28 +69,28 @@ static ps_program *training(void) {
   add(p, DATA, (ps_access[]){at(1, PS_WRITE, TOK)}, 1);
   add(p, H2D, (ps_access[]){at(1, PS_READ, TOK), at(0, PS_WRITE, OUT)}, 2);
   for (uint64_t l = 0; l < L; l++) {
-    add(p, H2D, (ps_access[]){at(1, PS_READ, HOME_W + l), at(0, PS_WRITE, W + l % 2)}, 2);
+    add(p, H2D, (ps_access[]){at(1, PS_READ, HOST_W + l), at(0, PS_WRITE, W + l % 2)}, 2);
     for (uint64_t c = 0; c < C; c++) {
       for (int i = 0; i < FWD; i++)
         add(p, COMPUTE,
             (ps_access[]){at(0, PS_READ, W + l % 2), at(0, PS_READ_WRITE, X + c),
                           at(0, PS_WRITE, ACT + c)},
             3);
-      add(p, D2H, (ps_access[]){at(0, PS_READ, ACT + c), at(1, PS_WRITE, HOME_A + l * C + c)}, 2);
+      add(p, D2H, (ps_access[]){at(0, PS_READ, ACT + c), at(1, PS_WRITE, HOST_A + l * C + c)}, 2);
     }
   }
   for (uint64_t l = L; l-- > 0;) {
-    add(p, H2D, (ps_access[]){at(1, PS_READ, HOME_W + l), at(0, PS_WRITE, W + l % 2)}, 2);
+    add(p, H2D, (ps_access[]){at(1, PS_READ, HOST_W + l), at(0, PS_WRITE, W + l % 2)}, 2);
     for (uint64_t c = C; c-- > 0;) {
-      add(p, H2D, (ps_access[]){at(1, PS_READ, HOME_A + l * C + c), at(0, PS_WRITE, ACT + c)}, 2);
+      add(p, H2D, (ps_access[]){at(1, PS_READ, HOST_A + l * C + c), at(0, PS_WRITE, ACT + c)}, 2);
       for (int i = 0; i < BWD; i++)
         add(p, COMPUTE,
             (ps_access[]){at(0, PS_READ, W + l % 2), at(0, PS_READ, ACT + c),
                           at(0, PS_READ_WRITE, G + l % 2)},
             3);
     }
-    add(p, D2H, (ps_access[]){at(0, PS_READ, G + l % 2), at(1, PS_WRITE, HOME_G + l)}, 2);
-    add(p, OPTIMIZER, (ps_access[]){at(1, PS_READ, HOME_G + l), at(1, PS_READ_WRITE, HOME_W + l)},
+    add(p, D2H, (ps_access[]){at(0, PS_READ, G + l % 2), at(1, PS_WRITE, HOST_G + l)}, 2);
+    add(p, OPTIMIZER, (ps_access[]){at(1, PS_READ, HOST_G + l), at(1, PS_READ_WRITE, HOST_W + l)},
         2);
   }
   return p;

@@ -1,9 +1,10 @@
-/* kernels.c - how fast is each cpu kernel against this machine's ceilings?
+/* kernels.c - measures each CPU kernel and compares it with this machine's peak.
  *
- * usage: kernels [threads [gemm | elementwise]]     (default: the CPUs this process may use,
- * both) One JSON line a kernel and shape: ms (best of repeats), rate, its unit and its share of
- * the ceiling. Ceilings are measured in the same run: memcpy on the same threads (reads plus
- * writes), and OpenBLAS's own threading on the same product. */
+ * usage: kernels [threads [gemm | elementwise]]     (default: all CPUs of this process, both kinds)
+ *
+ * Prints a JSON object for each kernel and shape: ms (the best of the repeats), the rate, its unit,
+ * and the fraction of the peak. The peak is measured in the same run: memcpy on the same threads
+ * (bytes read plus written), and OpenBLAS's own threading on the same product. */
 #include "../tests/native/op_cases.h"
 #include "kernels/cpu/cpu.h"
 #include <cblas.h>
@@ -115,8 +116,8 @@ static void blas_run(void *arg) {
                 (int)a->lda, c->ptr[1], (int)a->ldb, 0.0f, c->ptr[2], (int)a->ldc);
 }
 
-/* Ours, then OpenBLAS's own threading, in blocks: after a threaded product OpenBLAS's workers
- * spin for a while, and in turns of one run each they would take the cores from ours. */
+/* Measures our threading, then OpenBLAS's own, in blocks of runs. After a product OpenBLAS's
+ * workers spin for a while; in turns of one run each they would take the cores from ours. */
 static void bench_gemm(uint32_t m, uint32_t n, uint32_t k, uint8_t ta, uint8_t tb, uint8_t dt) {
   ps__args_gemm a = {.m = m,
                      .n = n,

@@ -1,4 +1,4 @@
-/* optimizer.c - how fast is the host AdamW, beside what a copy reaches on the same threads?
+/* optimizer.c - measures the host's AdamW, and compares it with a copy on the same threads.
  *
  *   build/bench/optimizer [--params N] [--reps N] [--threads N[,N...]]
  *
@@ -16,7 +16,7 @@
 #  include <emmintrin.h>
 #endif
 
-enum { BLOCK = 16384, MAX_REPS = 101, MAX_THREAD_COUNTS = 8 };
+enum { TASK_ELEMENTS = 16384, MAX_REPS = 101, MAX_THREAD_COUNTS = 8 };
 
 typedef struct state {
   uint64_t n;
@@ -29,7 +29,8 @@ typedef struct state {
 
 static void update_task(void *arg, int64_t task, uint32_t worker) {
   state *st = arg;
-  uint64_t first = (uint64_t)task * BLOCK, n = st->n - first < BLOCK ? st->n - first : BLOCK;
+  uint64_t first = (uint64_t)task * TASK_ELEMENTS,
+           n = st->n - first < TASK_ELEMENTS ? st->n - first : TASK_ELEMENTS;
   const ps__arrays all = {.w = st->w,
                           .w_bf16 = st->w_bf16,
                           .grad = st->grad,
@@ -40,8 +41,8 @@ static void update_task(void *arg, int64_t task, uint32_t worker) {
 
 static void copy_task(void *arg, int64_t task, uint32_t worker) {
   state *st = arg; /* w is copied to m: 4 n bytes each */
-  size_t first = (size_t)task * BLOCK * 16, total = st->n * 4,
-         n = total - first < BLOCK * 16 ? total - first : BLOCK * 16;
+  size_t first = (size_t)task * TASK_ELEMENTS * 16, total = st->n * 4,
+         n = total - first < TASK_ELEMENTS * 16 ? total - first : TASK_ELEMENTS * 16;
 #if defined(__x86_64__)
   if (st->streaming) {
     const __m128i *src = (const __m128i *)(st->w + first);
@@ -77,17 +78,17 @@ static void measure(ps__pool *pool, state *st, int reps) {
   static const char *const recipe_names[] = {"fp32", "fp32-master", "bf16"};
   static const char *const part_names[] = {"whole", "weights", "moments"};
   double update[MAX_REPS], copy[2][MAX_REPS];
-  int64_t copy_tasks = (int64_t)((st->n * 4 + BLOCK * 16 - 1) / (BLOCK * 16)),
-          tasks = (int64_t)((st->n + BLOCK - 1) / BLOCK);
+  int64_t copy_tasks = (int64_t)((st->n * 4 + TASK_ELEMENTS * 16 - 1) / (TASK_ELEMENTS * 16)),
+          tasks = (int64_t)((st->n + TASK_ELEMENTS - 1) / TASK_ELEMENTS);
   memset(st->m, 0, st->n * 4);
   memset(st->v, 0, st->n * 4);
   for (int r = -1; r < reps; r++) { /* -1: warm-up */
-    int slot = r < 0 ? 0 : r;
+    int rep = r < 0 ? 0 : r;
     for (st->streaming = 0; st->streaming < 2; st->streaming++)
-      copy[st->streaming][slot] = seconds(pool, copy_tasks, copy_task, st);
+      copy[st->streaming][rep] = seconds(pool, copy_tasks, copy_task, st);
     memset(st->m, 0, st->n * 4); /* the copy wrote there */
     st->u.step = (uint64_t)(r + 1);
-    update[slot] = seconds(pool, tasks, update_task, st);
+    update[rep] = seconds(pool, tasks, update_task, st);
   }
   double plain = median(copy[0], reps), nontemporal = median(copy[1], reps),
          t = median(update, reps);

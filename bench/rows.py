@@ -1,14 +1,15 @@
-"""Rows of training speed on a GPU: runs `penstock train` for each case with weights drawn from a
-seed, and writes one JSON object a case.
+"""Measures training speed on a GPU: one `penstock train` a case, one JSON object a case.
 
-    python3 bench/rows.py --data SHARDS --out bench/results/h200-8b.jsonl 8b:8192:24:70:180224
-    8b:8192:90:70:180224
+    python3 bench/rows.py --data SHARDS --out bench/results/h200-8b.jsonl \\
+        8b:8192:24:70:180224 8b:8192:90:70:180224
 
-A case is MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS_PER_STEP[:more options, as
-recipe=fp32-master,steps=6]; MODEL names a file of models/. DEVICE_GIB 0: no cap. Every step
-includes the optimizer and clipping; the first two (warm-up=N: N) are left out of the median. waits:
-what the compute stream waited for the longest, seconds of the traced step, measured and planned.
-Nothing but Python's standard library is needed.
+A case is MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS_PER_STEP[:MORE]. MODEL names a file of models/,
+whose weights are drawn from a seed. DEVICE_GIB 0 means no cap. MORE are options such as
+recipe=fp32-master,steps=6.
+
+Every step includes clipping and the optimizer. The first two steps do not count in the median;
+warm-up=N in MORE changes that. "waits" are the longest waits of the compute stream in the traced
+step, in seconds, measured and planned. The program needs Python's standard library alone.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def command_of(case, args, folder, run_dir):
     config = json.loads((ROOT / f"models/{model}.json").read_text())
     config["max_position_embeddings"] = max(
         seq_len, config["max_position_embeddings"]
-    )  # a shape is timed, not a model that knows such lengths
+    )  # only the shape matters here, not what the model was trained for
     (folder / "config.json").write_text(json.dumps(config))
     options = {
         "steps": "5",
@@ -170,10 +171,8 @@ def main():
     p.add_argument("--binary", type=Path, default=ROOT / "build/bin/penstock")
     p.add_argument("--data", nargs="+", required=True, help="token shards")
     p.add_argument("--out", type=Path, required=True)
-    p.add_argument(
-        "--keep", type=Path, help="keep each run's metrics, plan and timeline under this folder"
-    )
-    p.add_argument("--commit", default=None, help="default: git's")
+    p.add_argument("--keep", type=Path, help="folder for each run's metrics, plan and timeline")
+    p.add_argument("--commit", default=None, help="commit to record (default: git's)")
     p.add_argument("cases", nargs="+")
     args = p.parse_args()
     note = {

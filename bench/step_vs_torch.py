@@ -1,15 +1,15 @@
-"""Is an uncapped Penstock step as fast as PyTorch eager's, and what does the tightest feasible
-budget cost?
+"""Compares the time of a Penstock step with PyTorch eager's, without caps and under the least caps.
 
-Both sides train the same fp32 Llama from the same weights on the same tokens with the same threads
-in one process: forward, backward, exact global-norm clipping and AdamW. They take turns in blocks
-of steps, the first of each block is dropped, the median of the rest counts. PyTorch's side is
-eager: F.linear, F.scaled_dot_product_attention, F.rms_norm, fused AdamW.
+    make all venv-test
+    build/venv-test/bin/python bench/step_vs_torch.py [--config models/demo.json] [--seq-len 256]
+                                                      [--tokens 4096] [--blocks 5]
 
-  make all venv-test && build/venv-test/bin/python bench/step_vs_torch.py [--config
-  models/demo.json] [--seq-len 256] [--tokens 4096] [--blocks 5]
+Both sides train the same fp32 Llama in one process: the same weights, tokens and threads; forward,
+backward, clipping by the exact global norm, AdamW. The sides take turns in blocks of steps. The
+first step of a block does not count, and the median of the others does. PyTorch's side is eager:
+F.linear, F.scaled_dot_product_attention, F.rms_norm, fused AdamW.
 
-Prints a line of JSON a side; --out appends them to a file with machine and commit.
+Prints a line of JSON for each side. --out appends the lines to a file, with machine and commit.
 """
 
 import argparse
@@ -52,8 +52,7 @@ class TorchSide:
         self.model = torch_llama.Llama(model, self.p)
 
     def step(self, ids, targets, micro):
-        """One update; micro sequences at a time (gradient accumulation), as a user with this much
-        memory would."""
+        """One update, by gradient accumulation over `micro` sequences at a time."""
         t = self.torch
         begin = time.perf_counter()
         self.opt.zero_grad(set_to_none=True)
@@ -83,11 +82,11 @@ def parse():
         "--micro",
         type=int,
         default=0,
-        help="sequences PyTorch takes at a time; 0: the fastest of 1, 4 and all",
+        help="sequences that PyTorch takes at a time; 0: the fastest of 1, 4 and all",
     )
     ap.add_argument("--blocks", type=int, default=5)
     ap.add_argument(
-        "--steps", type=int, default=4, help="steps a block, the first of which is dropped"
+        "--steps", type=int, default=4, help="steps a block; the first one does not count"
     )
     ap.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     ap.add_argument("--out", help="append the rows to this file")
@@ -95,7 +94,7 @@ def parse():
 
 
 def batches(vocab, a):
-    """Zipf-like token ids, as text has, the same for both sides."""
+    """Token ids with the distribution of text (Zipf), the same for both sides."""
     rng = np.random.default_rng(0)
 
     ids = np.minimum(rng.zipf(1.2, a.tokens + 1) - 1, vocab - 1).astype(np.int32)
@@ -104,7 +103,7 @@ def batches(vocab, a):
 
 def main():
     a = parse()
-    if a.out:  # before minutes of work, not after
+    if a.out:  # checked before the measurement, which takes minutes
         Path(a.out).parent.mkdir(parents=True, exist_ok=True)
         open(a.out, "a").close()
     from penstock.model import ModelConfig

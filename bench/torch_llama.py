@@ -1,4 +1,4 @@
-"""A Llama in PyTorch eager, for the programs that stand Penstock beside it: F.linear,
+"""A Llama in PyTorch eager, for comparisons with Penstock: F.linear,
 F.scaled_dot_product_attention, F.rms_norm."""
 
 import torch
@@ -6,8 +6,8 @@ from torch.nn import functional as f
 
 
 class Llama:
-    """Logits of token ids [n, S] from `params` {name: tensor} of Penstock's ModelConfig `m`, in the
-    parameters' dtype; angles in fp32."""
+    """Computes the logits of token ids [n, S]. `params` maps the names of Penstock's ModelConfig
+    `m` to tensors, whose dtype is that of the computation; angles are fp32."""
 
     def __init__(self, m, params):
         self.m, self.p = m, params

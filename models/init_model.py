@@ -1,21 +1,29 @@
 #!/usr/bin/env python3
-"""Write a freshly initialised model directory in Hugging Face layout, by streaming.
+"""Writes a freshly initialised model directory in Hugging Face layout.
 
-    python models/init_model.py models/8b.json my_8B_model [--seed N] [--dtype bf16|fp32]
-    [--tokenizer tokenizer.json]
-                                                           [--max-shard-size 5GB] [--overwrite]
+    python models/init_model.py CONFIG OUT [--seed N] [--dtype bf16|fp32] [--tokenizer FILE]
+                                           [--max-shard-size 5GB] [--overwrite]
+    python models/init_model.py models/8b.json my_8B_model
 
-Needs numpy only. Memory stays below 200 MB whatever the model's size: values are made in slices of
-2^20 elements.
+Values, where L is num_hidden_layers:
+    matrices             normal(0, initializer_range), which is 0.02 by default
+    o_proj, down_proj    normal(0, initializer_range / sqrt(2 L)), so that the variance of the
+                         residual stream does not grow with depth
+    norms, biases        1, 0
 
-What a tensor holds depends on the seed and its name alone (Philox, keyed by both, one counter block
-for each slice), so the number of threads, the shard size and the order of tensors change nothing:
-    matrices            normal(0, initializer_range, 0.02 by default) o_proj, down_proj   the same
-    times 1/sqrt(2 * num_hidden_layers): the residual stream's variance does not grow with depth
-    norms 1, biases 0
-The directory appears under its name only when it is complete, and a model that is there is replaced
-as a whole or not at all; other files in its directory stay. Exit codes: 0 done, 1 the disk failed
-at the end, 2 bad input, 130 interrupted.
+- Memory stays below 200 MB whatever the model's size: values are made in slices of 2^20 elements.
+- A tensor's values depend on the seed and on its name alone. Philox is keyed by both, and each
+  slice has its own counter. The number of threads, the shard size and the order of tensors change
+  nothing.
+- The directory appears under its name when it is complete. A model in it is replaced as a whole or
+  not at all; other files in it stay.
+
+Exit codes: 0 done, 1 the disk failed at the end, 2 bad input, 130 interrupted.
+
+This script stands alone on purpose: it needs Python and numpy, but no build of Penstock. It
+therefore has its own copy of two things: open_input() (python/penstock/files.py,
+native/core/file.c) and the replacement of a model directory (native/io/stage.c). Change both copies
+together.
 """
 
 import argparse
@@ -57,15 +65,14 @@ class BadInput(Exception):
 
 
 class Halfway(Exception):
-    """The new model counts, but not all that belongs to replacing the old one is done."""
+    """The new model counts, but the replacement of the old one is not complete."""
 
 
 # ---- the config ----------------------------------------------------------------------------------
 
 
 def regular(path, flags):
-    """An opener that never waits, for a pipe say; this script stands alone, without
-    penstock.files."""
+    """An opener that never waits, for example for a named pipe. See the note on copies above."""
     fd = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
@@ -94,23 +101,27 @@ def load_config(path):
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
         given = cfg.get("architectures") or cfg.get("model_type")
         raise BadInput(
-            f"{path}: architectures is {json.dumps(given)}: one of {', '.join(ARCHITECTURES)} is needed"
+            f"{path}: architectures is {json.dumps(given)}: one of {', '.join(ARCHITECTURES)} is "
+            "needed"
         )
     cfg["architectures"], kind = names, ARCHITECTURES[names[0]]
     if cfg.setdefault("model_type", kind) != kind:
         raise BadInput(
-            f"{path}: model_type is {json.dumps(cfg['model_type'])} but architectures says {names[0]}"
+            f"{path}: model_type is {json.dumps(cfg['model_type'])} but architectures says "
+            f"{names[0]}"
         )
     sizes = read_sizes(path, cfg, kind)
     for key in ("attention_bias", "mlp_bias"):
         if cfg.get(key) and not (kind == "qwen2" and key == "attention_bias"):
             raise BadInput(
-                f"{path}: {key} is {json.dumps(cfg[key])}: such biases are not supported, set it to false"
+                f"{path}: {key} is {json.dumps(cfg[key])}: such biases are not supported, set it "
+                "to false"
             )
     std = cfg.get("initializer_range", 0.02)
     if isinstance(std, bool) or not isinstance(std, (int, float)) or not 0 < std <= 10:
         raise BadInput(
-            f"{path}: initializer_range is {json.dumps(std)}: a number above 0 and at most 10 is needed"
+            f"{path}: initializer_range is {json.dumps(std)}: a number above 0 and at most 10 is "
+            "needed"
         )
     return cfg, sizes
 
@@ -139,19 +150,21 @@ def read_sizes(path, cfg, kind):
     )
     absent = (
         32 if kind != "llama" and "num_key_value_heads" not in cfg else s.heads
-    )  # transformers' defaults
+    )  # the defaults of transformers
     s.kv_heads = size("num_key_value_heads", absent, limit=1 << 14)
     head_dim = 128 if kind == "qwen3" and "head_dim" not in cfg else None
     if head_dim is None and cfg.get("head_dim") is None:
         if s.dim % s.heads:
             raise BadInput(
-                f"{path}: hidden_size is {s.dim}: without head_dim it must be a multiple of num_attention_heads, {s.heads}"
+                f"{path}: hidden_size is {s.dim}: without head_dim it must be a multiple of "
+                f"num_attention_heads, {s.heads}"
             )
         head_dim = s.dim // s.heads
     s.head_dim = size("head_dim", head_dim, limit=4096)
     if s.heads % s.kv_heads:
         raise BadInput(
-            f"{path}: num_attention_heads is {s.heads}: it must be a multiple of num_key_value_heads, {s.kv_heads}"
+            f"{path}: num_attention_heads is {s.heads}: it must be a multiple of "
+            f"num_key_value_heads, {s.kv_heads}"
         )
     if s.head_dim % 2:
         raise BadInput(f"{path}: head_dim is {s.head_dim}: it must be even, RoPE turns pairs")
@@ -193,7 +206,7 @@ def list_tensors(cfg, s):
 
 
 def to_bf16(x):
-    """fp32 to bf16 bits, to nearest even; x is used up."""
+    """The bf16 bits of fp32 values, rounded to nearest even. Overwrites x."""
     bits = x.view(np.uint32)
     odd = bits >> 16
     odd &= 1
@@ -221,7 +234,7 @@ def make_slice(seed, tensor, k, n, dtype):
 
 
 def slices(seed, tensors, dtype, workers):
-    """All bytes of the tensors in order, made by a few threads ahead of the writer."""
+    """The bytes of all tensors in order. Threads make them ahead of the writer."""
     jobs = (
         (t, k, min(SLICE, math.prod(t.shape) - k * SLICE))
         for t in tensors
@@ -297,8 +310,8 @@ def write_json(path, value):
 
 
 def token_names(path, tokenizer):
-    """id -> token of a tokenizer.json, whatever its model (BPE and WordPiece: an object, Unigram: a
-    list)."""
+    """id -> token of a tokenizer.json. BPE and WordPiece have an object of tokens, Unigram a
+    list."""
     vocab = (tokenizer.get("model") or {}).get("vocab")
     if isinstance(vocab, dict):
         names = {i: t for t, i in vocab.items()}
@@ -313,11 +326,12 @@ def token_names(path, tokenizer):
 
 
 def load_tokenizer(path, cfg):
-    """tokenizer_config.json's content for AutoTokenizer."""
+    """The tokenizer_config.json that AutoTokenizer needs."""
     names = token_names(path, load_json(path))
     if max(names) >= cfg["vocab_size"]:
         raise BadInput(
-            f"{path}: has token id {max(names)}: the config's vocab_size is {cfg['vocab_size']}, raise it to {max(names) + 1} or more"
+            f"{path}: has token id {max(names)}: the config's vocab_size is {cfg['vocab_size']}, "
+            f"raise it to {max(names) + 1} or more"
         )
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if cfg.get("max_position_embeddings"):
@@ -333,14 +347,15 @@ def load_tokenizer(path, cfg):
 def write_tokenizer(folder, path, config):
     shutil.copyfile(path, os.path.join(folder, "tokenizer.json"))
     write_json(os.path.join(folder, "tokenizer_config.json"), config)
-    for name in TOKENIZER_COMPANIONS:  # what lies beside the given file knows better
+    for name in TOKENIZER_COMPANIONS:  # files beside the given tokenizer replace the derived ones
         beside = os.path.join(os.path.dirname(os.path.abspath(path)), name)
         if os.path.isfile(beside):
             shutil.copyfile(beside, os.path.join(folder, name))
 
 
-# ---- a directory's model, replaced as a whole: native/io/stage.c says how, and uses the same names
-# ----
+# ---- replacing the model of a directory as a whole -----------------------------------------------
+# native/io/stage.c explains the steps and uses the same names.
+
 
 OURS, SAVE, OLD, PENDING, REPLACING = (
     ".penstock-",
@@ -391,8 +406,8 @@ def there(path):
 
 
 def superseded(folder, name):
-    """Whether the whole model in the folder replaces an old one's file: weights of one stem are a
-    set, and so is a tokenizer."""
+    """The whole model in the folder replaces file `name` of an older model. Weights of one stem are
+    replaced together, and so are the files of a tokenizer."""
     m = WEIGHTS.fullmatch(name)
     names = [
         name,
@@ -408,7 +423,8 @@ def is_at(fd, path):
 
 
 def lock(fd, how):
-    """Whether it is locked; None where the file system has no locks."""
+    """True: locked now. False: another process has the lock. None: this file system has no
+    locks."""
     try:
         fcntl.flock(fd, how)
         return True
@@ -423,7 +439,7 @@ def sync(path):
     try:
         os.fsync(fd)
     except OSError as e:
-        if e.errno != errno.EINVAL:  # this file system has no such thing for directories
+        if e.errno != errno.EINVAL:  # EINVAL: this file system cannot sync directories
             raise
     finally:
         os.close(fd)
@@ -437,21 +453,19 @@ def copy_facts(source, target):
         try:
             os.setxattr(target, name, os.getxattr(source, name))
         except OSError:
-            if not name.startswith(
-                ("security.", "trusted.")
-            ):  # the system's, which it gives by itself
+            if not name.startswith(("security.", "trusted.")):  # the system sets these itself
                 raise
     os.chmod(target, stat.S_IMODE(st.st_mode))
     os.utime(target, ns=(st.st_atime_ns, st.st_mtime_ns))
 
 
 def carry(source, target):
-    """A link to a file; of a folder a copy that has links."""
+    """Link a file to `target`; copy a folder, with links to its files."""
     st = there(source)
     if st is None:
         return
     if st.st_dev != os.stat(os.path.dirname(source)).st_dev:
-        raise OSError(errno.EXDEV, "a mount stays where it is", source)
+        raise OSError(errno.EXDEV, "a mount point cannot be carried", source)
     if not stat.S_ISDIR(st.st_mode):
         os.link(source, target, follow_symlinks=False)
         return
@@ -473,8 +487,9 @@ def remove_tree(path):
 
 
 def retire(source, target, top, fresh):
-    """Empties the directory that the target has taken the place of; what the target does not know
-    goes there. Fresh: just now."""
+    """Empty a directory whose place `target` has taken. Files that `target` does not know move
+    there. top: both are model directories, not folders in them. fresh: the place was taken just
+    now."""
     os.chmod(source, 0o700)
     for name in os.listdir(source):
         a, b = os.path.join(source, name), os.path.join(target, name)
@@ -493,8 +508,7 @@ def retire(source, target, top, fresh):
 
 
 def move_pending(out):
-    """What is in out/.penstock-new takes its places; safe to be done again from wherever it
-    ended."""
+    """Move the files of out/.penstock-new into `out`. May be called again after any failure."""
     pending = os.path.join(out, PENDING)
     try:
         if there(os.path.join(pending, REPLACING)):
@@ -512,13 +526,14 @@ def move_pending(out):
         os.rmdir(pending)
     except OSError as e:
         raise Halfway(
-            f"{out}: the new model is whole in {pending}, which counts as its place, but moving it up failed: {e.filename or ''} "
-            f"{e.strerror}; the next save into {out} tries again"
+            f"{out}: the new model is complete in {pending} and counts, but "
+            f"{e.filename or 'a file'} cannot be "
+            f"moved: {e.strerror}; the next save into {out} tries again"
         ) from None
 
 
 def settle(out):
-    """A move that was cut off goes on; one that goes on beside us is waited for."""
+    """Complete the move of an earlier save, or wait for one that another process makes."""
     pending = os.path.join(out, PENDING)
     while there(pending):
         fd = os.open(pending, DIR_FLAGS)
@@ -531,7 +546,7 @@ def settle(out):
 
 
 def exchange(a, b):
-    """Whether the two directories have changed places; False: they cannot."""
+    """Let two directories change places. False: they cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
@@ -545,7 +560,7 @@ def exchange(a, b):
 
 
 class Stage:
-    """The directory that the new model is written into: path."""
+    """The directory `path`, into which the new model is written."""
 
     def __init__(self, out):
         self.target = os.path.realpath(out)
@@ -563,7 +578,7 @@ class Stage:
                 self.rename(SAVE)
                 self.beside = True
             except OSError:
-                pass  # it stays in the directory itself
+                pass  # the stage stays inside the directory
 
     def make(self, folder, prefix):
         while True:
@@ -572,7 +587,7 @@ class Stage:
             try:
                 self.fd = os.open(self.path, DIR_FLAGS)
             except FileNotFoundError:
-                continue  # taken for a leftover before it was locked
+                continue  # another save took it for a leftover
             except OSError:
                 os.rmdir(self.path)
                 raise
@@ -590,7 +605,7 @@ class Stage:
         self.path = path
 
     def clear(self, over):
-        """What saves that were cut off left goes."""
+        """Remove what saves that were cut off have left."""
         inside = (
             [os.path.join(self.target, n) for n in os.listdir(self.target) if n.startswith(SAVE)]
             if over
@@ -606,7 +621,8 @@ class Stage:
                 self.clear_one(path, over)
             except OSError as e:
                 print(
-                    f"init_model: {path}, which a save that was cut off left, cannot be removed: {e.strerror}",
+                    f"init_model: {path}, left by a save that was cut off, cannot be removed: "
+                    f"{e.strerror}",
                     file=sys.stderr,
                 )
 
@@ -628,7 +644,7 @@ class Stage:
 
     def abort(self):
         if self.fd is not None:
-            if is_at(self.fd, self.path):  # else it has changed places
+            if is_at(self.fd, self.path):  # not so after it has taken the target's place
                 remove_tree(self.path)
             os.close(self.fd)
             self.fd = None
@@ -649,7 +665,8 @@ class Stage:
             sync(self.parent)
         except OSError as e:
             raise Halfway(
-                f"{self.target}: has the new model, but whether that outlasts a power cut is not known: {e.strerror}"
+                f"{self.target}: has the new model, but it may not outlast a power cut: "
+                f"{e.strerror}"
             ) from None
 
     def change_places(self):
@@ -665,7 +682,7 @@ class Stage:
             copy_facts(self.target, self.path)
             ready = True
         except OSError:
-            ready = False  # something can have no second link
+            ready = False  # a file cannot be linked
         if ready:
             sync(self.path)
             self.rename(OLD)
@@ -677,13 +694,14 @@ class Stage:
                 if there(os.path.join(self.path, name)):
                     remove_tree(os.path.join(self.path, name))
             return False
-        self.sync_parent()  # until then the old directory must stay whole
+        self.sync_parent()  # until the exchange is on the disk, the old directory must stay whole
         try:
             retire(self.path, self.target, True, True)
         except OSError as e:
             print(
-                f"init_model: {self.target}: what it was before could not be removed and is in {self.path}: {e.strerror}; the next save into "
-                "it tries again",
+                f"init_model: {self.target}: has the new model, but the old directory could not be "
+                "removed: it is "
+                f"{self.path}: {e.strerror}; the next save tries again",
                 file=sys.stderr,
             )
         return True
@@ -706,7 +724,8 @@ class Stage:
             sync(self.target)
         except OSError as e:
             raise Halfway(
-                f"{self.target}: has the new model, but whether that outlasts a power cut is not known: {e.strerror}"
+                f"{self.target}: has the new model, but it may not outlast a power cut: "
+                f"{e.strerror}"
             ) from None
         move_pending(self.target)
 
@@ -736,19 +755,23 @@ def parse_args(argv):
     p.add_argument(
         "config", help="config.json of a Llama, Qwen2 or Qwen3 model, such as models/8b.json"
     )
-    p.add_argument("out", help="the directory to make")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("out", help="directory to make")
+    p.add_argument("--seed", type=int, default=0, help="seed of the values (default: 0)")
     p.add_argument(
         "--dtype",
         choices=sorted(DTYPES),
-        help="default: the config's torch_dtype, bf16 when it has none",
+        help="dtype of the tensors (default: the config's torch_dtype, else bf16)",
     )
-    p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to put into the directory")
+    p.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to copy into the directory")
     p.add_argument(
-        "--max-shard-size", type=shard_size, default="5GB", metavar="SIZE", help="default: 5GB"
+        "--max-shard-size",
+        type=shard_size,
+        default="5GB",
+        metavar="SIZE",
+        help="largest file (default: 5GB)",
     )
     p.add_argument(
-        "--overwrite", action="store_true", help="replace the model directory that is there"
+        "--overwrite", action="store_true", help="replace a model directory of this name"
     )
     return p.parse_args(argv)
 
@@ -767,7 +790,7 @@ def check_out(out, overwrite, need):
             for p in ("config.json", os.path.join(PENDING, "config.json"))
         ):
             raise BadInput(
-                f"{out}: has no config.json, so it is no model directory: it will not be overwritten"
+                f"{out}: has no config.json and so is no model directory: choose another name"
             )
     while not os.path.lexists(there):
         there = os.path.dirname(there)
@@ -775,13 +798,14 @@ def check_out(out, overwrite, need):
         free = shutil.disk_usage(there).free
         if need > free:
             raise BadInput(
-                f"{out}: needs {need / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free: free some or choose another place"
+                f"{out}: needs {need / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free: free "
+                "some, or choose another place"
             )
         os.makedirs(parent, exist_ok=True)
     except OSError as e:
         raise BadInput(f"{parent}: cannot be used: {e.strerror}") from None
     if there != parent:
-        print(f"init_model: {out}: its parent {parent} was not there and is made", file=sys.stderr)
+        print(f"init_model: {out}: its parent {parent} did not exist and is made", file=sys.stderr)
 
 
 def progress_printer(total):
@@ -820,7 +844,8 @@ def run(args):
     except OSError as e:
         raise BadInput(f"{args.out}: cannot be written: {e.strerror}") from None
     print(
-        f"{args.out}: {cfg['architectures'][0]}, {n:,} parameters in {len(tensors)} tensors, {args.dtype}, seed {args.seed}"
+        f"{args.out}: {cfg['architectures'][0]}, {n:,} parameters in {len(tensors)} tensors, "
+        f"{args.dtype}, seed {args.seed}"
     )
     try:
         progress, end = progress_printer(total)
@@ -830,13 +855,14 @@ def run(args):
         if args.tokenizer:
             write_tokenizer(stage.path, args.tokenizer, tokenizer)
         size = sum(e.stat().st_size for e in os.scandir(stage.path))
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # from here on it is one short act
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the replacement is short: let it finish
         stage.commit()
     finally:
         stage.abort()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     print(
-        f"{args.out}: {size:,} bytes in {len(files)} safetensors file{'s' * (len(files) > 1)}{', with tokenizer' if tokenizer else ''}"
+        f"{args.out}: {size:,} bytes in {len(files)} safetensors "
+        f"file{'s' * (len(files) > 1)}{', with tokenizer' if tokenizer else ''}"
     )
 
 
@@ -860,12 +886,12 @@ def main(argv=None):
         return 1
     except OSError as e:
         print(
-            f"init_model: {e.filename or args.out}: {e.strerror or e}: nothing was left behind",
+            f"init_model: {e.filename or args.out}: {e.strerror or e}: no file was left",
             file=sys.stderr,
         )
         return 2
     except KeyboardInterrupt:
-        print("init_model: interrupted: nothing was left behind", file=sys.stderr)
+        print("init_model: interrupted: no file was left", file=sys.stderr)
         return 130
     return 0
 

@@ -2,9 +2,10 @@
 """Streams a large array through a small device, with the engine alone, and shows that ops overlap.
 
 The host holds N tiles of the array; the device has room for BUFFERS of them. Three ops work on each
-tile: the h2d stream copies the tile to the device, the compute stream runs a Python callable, and the
-d2h stream copies the result to the host. The program says nothing of waits. The engine derives them
-from the regions that each op reads and writes: tile i + BUFFERS is fetched when its buffer is free.
+tile: the h2d stream copies the tile to the device, the compute stream runs a Python callable, and
+the d2h stream copies the result to the host. The program says nothing of waits. The engine derives
+them from the regions that each op reads and writes: tile i + BUFFERS is fetched when its buffer is
+free.
 
     PYTHONPATH=python python python/examples/dataflow.py [timeline.json]
 """
@@ -41,7 +42,8 @@ def build() -> Program:
 def main(timeline: str | None = None) -> np.ndarray:
     schedule = build().compile()
     print(
-        f"{schedule.n_ops} ops, {schedule.n_waits} waits; the device needs {schedule.space_bytes(DEVICE)} bytes, "
+        f"{schedule.n_ops} ops, {schedule.n_waits} waits; the device needs "
+        f"{schedule.space_bytes(DEVICE)} bytes, "
         f"the host {schedule.space_bytes(HOST)}"
     )
     print(

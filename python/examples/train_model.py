@@ -17,7 +17,8 @@ SEQ_LEN = 64
 def main(model_dir: str, shards: str, out: str, steps: str = "8") -> list[float]:
     model = ModelConfig.read(model_dir)
     print(
-        f"{model.architecture} with {model.n_elements:,} parameters in {len(model.params())} tensors"
+        f"{model.architecture} with {model.n_elements:,} parameters in {len(model.params())} "
+        "tensors"
     )
 
     smallest, _ = Plan.smallest(model, seq_len=SEQ_LEN)
@@ -46,12 +47,14 @@ def main(model_dir: str, shards: str, out: str, steps: str = "8") -> list[float]
         for m in trainer.steps(int(steps)):
             losses.append(m.loss)
             print(
-                f"step {m.step}  loss {m.loss:.4f}  {m.tokens_per_s:,.0f} tok/s  predicted {m.predicted_step_s:.3f} s, took {m.step_s:.3f} s"
+                f"step {m.step}  loss {m.loss:.4f}  {m.tokens_per_s:,.0f} tok/s  predicted "
+                f"{m.predicted_step_s:.3f} s, took {m.step_s:.3f} s"
             )
         name = "model.layers.0.self_attn.q_proj.weight"
         weights, gradient = trainer.read(name), trainer.grad(name)
         print(
-            f"{name}: {weights.shape}, rms {np.sqrt((weights**2).mean()):.4f}, gradient rms {np.sqrt((gradient**2).mean()):.2e}"
+            f"{name}: {weights.shape}, rms {np.sqrt((weights**2).mean()):.4f}, gradient rms "
+            f"{np.sqrt((gradient**2).mean()):.2e}"
         )
         trainer.write(name, weights)  # any array of the same shape
         trainer.save(out)

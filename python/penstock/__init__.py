@@ -1,12 +1,13 @@
-"""Penstock trains transformers that do not fit in the device's memory, by streaming them through it.
+"""Penstock trains transformers that do not fit in the device's memory, by streaming them through
+it.
 
 Two levels:
   training   ModelConfig, Hardware, Plan, Trainer, generate      (python/examples/train_model.py)
   dataflow   Engine, Program, Schedule, Run                      (python/examples/dataflow.py)
 
-The package is a thin shell over the C library: it takes declarations from the library's headers, and
-results and errors from its functions. A name is imported on first use, so that penstock.data works
-without a built library.
+The package is a thin shell over the C library: it takes declarations from the library's headers,
+and results and errors from its functions. A name is imported on first use, so that penstock.data
+works without a built library.
 """
 
 from importlib import import_module

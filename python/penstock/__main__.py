@@ -16,7 +16,8 @@ def main():
     program = next((p for p in places if p.exists()), None)
     if program is None:
         sys.exit(
-            f"penstock: the program is missing beside {library.parent / LIBRARY}: run `make` in the source tree, "
+            f"penstock: the program is missing beside {library.parent / LIBRARY}: run `make` in "
+            "the source tree, "
             "or install the package again"
         )
     os.execv(program, ["penstock", *sys.argv[1:]])

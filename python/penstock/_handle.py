@@ -20,8 +20,8 @@ from ._lib import BusyError, StateError, error, lib
 
 
 class Handle:
-    """A C object: `ptr`, and `destroy(ptr)`, which returns a ps_status or None. The handle keeps the
-    handles in `uses` alive until it has ended."""
+    """A C object: `ptr`, and `destroy(ptr)`, which returns a ps_status or None. The handle keeps
+    the handles in `uses` alive until it has ended."""
 
     def __init__(self, kind: str, ptr, destroy, uses=()):
         self.kind, self._destroy, self._uses = kind, destroy, tuple(uses)
@@ -83,8 +83,8 @@ class ActiveHandle(Handle):
     own (`with handle.beside()`). close() waits for both. Both locks are written in C, so that no
     signal handler runs between taking one and entering the `with` block.
 
-    cancel(ptr) stops the object's ops. at_rest(ptr) says that no op runs. `keep` holds references to
-    what the ops use.
+    cancel(ptr) stops the object's ops. at_rest(ptr) says that no op runs. `keep` holds references
+    to what the ops use.
     """
 
     def __init__(self, kind: str, ptr, destroy, uses=(), cancel=None, at_rest=None, keep=None):
@@ -99,13 +99,14 @@ class ActiveHandle(Handle):
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise StateError(
-                f"the {self.kind} belongs to process {self._process}; this process, {os.getpid()}, is a fork of it and "
+                f"the {self.kind} belongs to process {self._process}; this process, {os.getpid()}, "
+                "is a fork of it and "
                 "has none of its threads: make a new one here"
             )
 
     def turn(self):
-        """The lock of calls that take turns. Inside an op it is not waited for, because its holder may
-        wait for that op."""
+        """The lock of calls that take turns. Inside an op it is not waited for, because its holder
+        may wait for that op."""
         self._check_process()
         return _AtOnce(self) if lib.ps_op_engine() else self._turn
 
@@ -120,13 +121,14 @@ class ActiveHandle(Handle):
                 self._cancel(self._box[0])
 
     def close(self) -> None:
-        """Wait for other threads' calls, and end the object. Does nothing where it has ended, or in a
-        forked process."""
+        """Wait for other threads' calls, and end the object. Does nothing where it has ended, or in
+        a forked process."""
         if self._process != os.getpid() or not self._box:
             return
         if self._turn._is_owned() or self._beside._is_owned():
             raise StateError(
-                f"close() was called inside another call of this {self.kind} on the same thread, as by a signal handler: "
+                f"close() was called inside another call of this {self.kind} on the same thread, "
+                "as by a signal handler: "
                 "close it when that call has returned"
             )
         self.wait_for_dropped()
@@ -178,7 +180,8 @@ class _AtOnce:
     def __enter__(self):
         if not self._handle._turn.acquire(blocking=False):
             raise StateError(
-                f"another thread is inside a call of this {self._handle.kind} and may wait for the op or batch function "
+                f"another thread is inside a call of this {self._handle.kind} and may wait for the "
+                "op or batch function "
                 "that makes this call: call only where(), cancel() and steps_done there"
             )
 
@@ -220,8 +223,8 @@ def _end_dropped(handles: queue.SimpleQueue) -> None:
 
 
 def _at_exit() -> None:
-    """Stop all runs while ops can still call Python. Later they would wait for an interpreter that no
-    longer exists."""
+    """Stop all runs while ops can still call Python. Later they would wait for an interpreter that
+    no longer exists."""
     global _exiting
     for handle in {*_active, *_dropped}:
         if handle._cancel and handle._process == os.getpid():

@@ -1,8 +1,8 @@
 """The C library: its place, its declarations, and its errors as exceptions.
 
-The declarations (penstock.cdef) are generated from the public headers when the library is built, and
-lie beside it, so that both are of one version. The size of every public struct is compared when the
-library is loaded.
+The declarations (penstock.cdef) are generated from the public headers when the library is built,
+and lie beside it, so that both are of one version. The size of every public struct is compared when
+the library is loaded.
 """
 
 import os
@@ -81,8 +81,8 @@ for _code, _exception in _EXCEPTIONS.items():
 
 
 def _library_path() -> Path:
-    """The package's own library; else $PENSTOCK_LIB; else the one in $PENSTOCK_BUILD or, by default, in
-    the source tree's build/."""
+    """The package's own library; else $PENSTOCK_LIB; else the one in $PENSTOCK_BUILD or, by
+    default, in the source tree's build/."""
     package = Path(__file__).resolve().parent
     bundled = package / "_native" / LIBRARY
     if bundled.exists():
@@ -99,7 +99,8 @@ def _load():
     for needed in (path, declarations):
         if not needed.exists():
             raise ImportError(
-                f"penstock: {needed} is missing: run `make` in the source tree, or set PENSTOCK_LIB to {LIBRARY}"
+                f"penstock: {needed} is missing: run `make` in the source tree, or set "
+                f"PENSTOCK_LIB to {LIBRARY}"
             )
     ffi = FFI()
     ffi.cdef(declarations.read_text())
@@ -111,7 +112,8 @@ def _load():
         size = lib.ps_abi_size(name.encode())
         if size != ffi.sizeof(ctype):
             raise ImportError(
-                f"penstock: {name} has {size} bytes in {path} and {ffi.sizeof(ctype)} in {declarations.name}: "
+                f"penstock: {name} has {size} bytes in {path} and {ffi.sizeof(ctype)} in "
+                f"{declarations.name}: "
                 "run `make`, which makes both from the same headers"
             )
     return ffi, lib

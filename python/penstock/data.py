@@ -3,8 +3,8 @@
 python -m penstock.data --out DIR (--tokenizer FILE | --train-tokenizer SIZE) FILE...
 
 Reads text files and .jsonl files, and encodes them with a Hugging Face tokenizer.json, or with a
-byte-level BPE tokenizer that it first trains on the same text. Writes what `penstock train --data DIR`
-reads:
+byte-level BPE tokenizer that it first trains on the same text. Writes what `penstock train --data
+DIR` reads:
 
   DIR/train-00000.bin ...      training tokens
   DIR/val/val-00000.bin ...    validation tokens, with --val-fraction
@@ -13,9 +13,9 @@ reads:
 
 - A text file is one document, and so is each line of a .jsonl. Every document ends with the
   end-of-text token.
-- Text is read and encoded in pieces of about 64 Ki characters, so that memory is bounded whatever the
-  size of a file. A piece ends at a line end before a line that begins with a visible character, where
-  GPT-like tokenizers divide text too. All cores encode pieces.
+- Text is read and encoded in pieces of about 64 Ki characters, so that memory is bounded whatever
+  the size of a file. A piece ends at a line end before a line that begins with a visible character,
+  where GPT-like tokenizers divide text too. All cores encode pieces.
 - Validation takes a piece whenever it has less than its fraction. A document of one piece is never
   divided.
 - Files get temporary names and are renamed at the end. A run that fails leaves nothing.
@@ -87,7 +87,8 @@ def token_dtype(format: str, vocab_size: int) -> np.dtype:
     """The type of a token on disk: two bytes where all ids fit."""
     if format == "llmc-gpt2" and vocab_size > 65536:
         raise DataError(
-            f"format llmc-gpt2 has two bytes a token, but the vocabulary of {vocab_size} needs four: use penstock or llmc-llama3"
+            f"format llmc-gpt2 has two bytes a token, but the vocabulary of {vocab_size} needs "
+            "four: use penstock or llmc-llama3"
         )
     if format == "llmc-gpt2" or (format == "penstock" and vocab_size <= 65536):
         return np.dtype("<u2")
@@ -111,8 +112,8 @@ def pack_header(format: str, n_tokens: int, vocab_size: int) -> bytes:
 
 
 def read_header(path: str | os.PathLike) -> ShardHeader:
-    """The header of a shard of any of the four formats. DataError: the file is no shard, or its size
-    is not what its header says."""
+    """The header of a shard of any of the four formats. DataError: the file is no shard, or its
+    size is not what its header says."""
     try:
         with open_input(path) as f:
             raw = f.read(HEADER_BYTES)
@@ -121,14 +122,16 @@ def read_header(path: str | os.PathLike) -> ShardHeader:
         raise DataError(f"{path}: {e.strerror}") from e
     if len(raw) < HEADER_BYTES:
         raise DataError(
-            f"{path}: has {len(raw)} bytes, but the header of a token shard alone has {HEADER_BYTES}"
+            f"{path}: has {len(raw)} bytes, but the header of a token shard alone has "
+            f"{HEADER_BYTES}"
         )
     h = [int(x) for x in np.frombuffer(raw, dtype="<u4")]
     u2, i4, u4 = np.dtype("<u2"), np.dtype("<i4"), np.dtype("<u4")
     if raw[:8] == b"BIN.TOK\n":
         if h[2] not in (1, 2) or h[3] != 4:
             raise DataError(
-                f"{path}: is BIN.TOK version {h[2]} with {h[3]} bytes a token: versions 1 and 2 with 4 bytes are read"
+                f"{path}: is BIN.TOK version {h[2]} with {h[3]} bytes a token: versions 1 and 2 "
+                "with 4 bytes are read"
             )
         header = ShardHeader("bin.tok", h[4], i4, h[5] if h[2] == 2 else 0, h[6] == 1)
         masked = dataclasses.replace(header, has_masks=True)
@@ -153,7 +156,8 @@ def read_header(path: str | os.PathLike) -> ShardHeader:
             f", with masks {masked.file_bytes}" if header.format == "bin.tok" and h[6] > 1 else ""
         )
         raise DataError(
-            f"{path}: has {size} bytes, but its header's {header.n_tokens} tokens take {header.file_bytes}{either}"
+            f"{path}: has {size} bytes, but its header's {header.n_tokens} tokens take "
+            f"{header.file_bytes}{either}"
         )
     return header
 
@@ -217,8 +221,8 @@ class Source:
 
 
 def find_sources(files: Iterable[str | os.PathLike]) -> list[Source]:
-    """The files to read. A folder stands for its .txt, .md, .py and .jsonl files at any depth, a pattern
-    (also with **) for its matches; both are sorted by name. Each file is read once."""
+    """The files to read. A folder stands for its .txt, .md, .py and .jsonl files at any depth, a
+    pattern (also with **) for its matches; both are sorted by name. Each file is read once."""
     found: dict[Path, Source] = {}
     for item in files:
         item = os.fspath(item)
@@ -229,7 +233,8 @@ def find_sources(files: Iterable[str | os.PathLike]) -> list[Source]:
             ]
             if not inside:
                 raise DataError(
-                    f"{item}: the folder has no {', '.join(TEXT_SUFFIXES[:-1])} or {TEXT_SUFFIXES[-1]} file"
+                    f"{item}: the folder has no {', '.join(TEXT_SUFFIXES[:-1])} or "
+                    f"{TEXT_SUFFIXES[-1]} file"
                 )
             new = [Source(p, False) for p in sorted(inside)]
         elif path.exists():
@@ -251,8 +256,8 @@ _CUT = re.compile(r"\n(?=\S)")
 
 
 def _cut_pieces(chunks: Iterable[str]) -> Iterator[str]:
-    """Divide text into pieces of about PIECE_CHARS, as the module's docstring says. All pieces together
-    are the same text."""
+    """Divide text into pieces of about PIECE_CHARS, as the module's docstring says. All pieces
+    together are the same text."""
     text = ""
     for chunk in chunks:
         text += chunk
@@ -304,7 +309,8 @@ def _read_jsonl(path: Path, field: str, on_bytes: Callable[[int], None]) -> Iter
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
                 raise DataError(
-                    f"{path}: line {number} has no text in field {field!r}: name the field with --field"
+                    f"{path}: line {number} has no text in field {field!r}: name the field with "
+                    "--field"
                 )
             try:
                 text.encode("utf-8")
@@ -316,8 +322,9 @@ def _read_jsonl(path: Path, field: str, on_bytes: Callable[[int], None]) -> Iter
 
 
 class Reader:
-    """Iterates over the pieces of all documents: (document's index, piece). Empty documents are passed
-    over, and so are files of a folder or a pattern that are not UTF-8; .skipped lists those."""
+    """Iterates over the pieces of all documents: (document's index, piece). Empty documents are
+    passed over, and so are files of a folder or a pattern that are not UTF-8; .skipped lists
+    those."""
 
     def __init__(
         self,
@@ -375,14 +382,15 @@ def train_tokenizer(
     *,
     on_bytes: Callable[[int], None] = lambda n: None,
 ):
-    """Train a byte-level BPE tokenizer on the files. It encodes any text without loss, and token 0 is
-    "<|endoftext|>". The vocabulary is smaller than vocab_size where the text has no more pairs to
-    merge. The same text gives the same tokenizer."""
+    """Train a byte-level BPE tokenizer on the files. It encodes any text without loss, and token 0
+    is "<|endoftext|>". The vocabulary is smaller than vocab_size where the text has no more pairs
+    to merge. The same text gives the same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < 257:
         raise DataError(
-            f"a byte-level vocabulary of {vocab_size} is too small: 256 bytes and the end of text need 257"
+            f"a byte-level vocabulary of {vocab_size} is too small: 256 bytes and the end of text "
+            "need 257"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -431,8 +439,8 @@ def _named_eos(tokenizer_path: Path) -> str | None:
 
 
 def find_eos(tokenizer, wanted: str | None = None) -> tuple[str, int]:
-    """The end-of-text token and its id: `wanted`, or the first of the known names that the tokenizer
-    has."""
+    """The end-of-text token and its id: `wanted`, or the first of the known names that the
+    tokenizer has."""
     for name in (wanted,) if wanted else EOS_NAMES:
         idx = tokenizer.token_to_id(name)
         if idx is not None:
@@ -446,8 +454,8 @@ def find_eos(tokenizer, wanted: str | None = None) -> tuple[str, int]:
 
 
 class _Splitter:
-    """Gives encoded pieces to training or validation. A document ends with eos, in both where its pieces
-    are in both."""
+    """Gives encoded pieces to training or validation. A document ends with eos, in both where its
+    pieces are in both."""
 
     def __init__(self, writers: dict[str, ShardWriter], val_fraction: float, eos: int):
         self.writers, self.val_fraction = writers, val_fraction
@@ -495,12 +503,12 @@ def write_shards(
     extra_files: dict[str, bytes] | None = None,
     on_bytes: Callable[[int], None] = lambda n: None,
 ) -> dict:
-    """Encode files with a tokenizers.Tokenizer, and write shards, tokenizer.json and dataset.json into
-    the folder `out`.
+    """Encode files with a tokenizers.Tokenizer, and write shards, tokenizer.json and dataset.json
+    into the folder `out`.
 
     force replaces a data set that `out` has; without force such a data set is an error. extra_files
-    are written too, by name. Returns the contents of dataset.json, and under "skipped" the files that
-    were passed over because they are not UTF-8."""
+    are written too, by name. Returns the contents of dataset.json, and under "skipped" the files
+    that were passed over because they are not UTF-8."""
     if format not in WRITABLE:
         raise DataError(f"format {format!r} is unknown: give one of {', '.join(WRITABLE)}")
     limit = WRITABLE[format][2]
@@ -512,7 +520,8 @@ def write_shards(
     old = _existing(out)
     if old and not force:
         raise DataError(
-            f"{out} already has a data set ({old[0].name}): choose another folder, or replace it with --force"
+            f"{out} already has a data set ({old[0].name}): choose another folder, or replace it "
+            "with --force"
         )
     eos_token, eos_id = find_eos(tokenizer, eos)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -580,7 +589,8 @@ def _check_written(reader: Reader, writers: dict[str, ShardWriter], val_fraction
         raise DataError("the input has no text: every document is empty")
     if val_fraction > 0 and writers["val"].n_tokens == 0:
         raise DataError(
-            f"the input is one piece of {writers['train'].n_tokens} tokens, which cannot be divided into training and "
+            f"the input is one piece of {writers['train'].n_tokens} tokens, which cannot be "
+            "divided into training and "
             "validation: give more text, or leave --val-fraction out"
         )
 
@@ -750,7 +760,8 @@ def main(argv: list[str] | None = None) -> int:
         val = f", {s['val']['tokens']:,} of them for validation" if s["val"]["tokens"] else ""
         shards = len(s["train"]["shards"]) + len(s["val"]["shards"])
         print(
-            f"{args.out}: {s['tokens']:,} tokens{val}, {s['documents']:,} documents, vocabulary {s['vocab_size']:,}, "
+            f"{args.out}: {s['tokens']:,} tokens{val}, {s['documents']:,} documents, vocabulary "
+            f"{s['vocab_size']:,}, "
             f"{shards} shard{'s' if shards != 1 else ''}{left_out}"
         )
     return 0

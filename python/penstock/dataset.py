@@ -1,4 +1,5 @@
-"""Reads token shards. include/penstock/data.h describes their formats; penstock.data writes them."""
+"""Reads token shards. include/penstock/data.h describes their formats; penstock.data writes
+them."""
 
 import numpy as np
 
@@ -7,11 +8,11 @@ from ._lib import check, encode_path, ffi, lib
 
 
 class Dataset(Owner):
-    """One stream of tokens over shards. `paths`: files, or folders, which stand for their *.bin files
-    sorted by name. Every token id must be below vocab_size.
+    """One stream of tokens over shards. `paths`: files, or folders, which stand for their *.bin
+    files sorted by name. Every token id must be below vocab_size.
 
-    Raises FormatError (of a bad token it names shard and offset), InputOutputError, InvalidError (no
-    shard was found).
+    Raises FormatError (of a bad token it names shard and offset), InputOutputError, InvalidError
+    (no shard was found).
     """
 
     def __init__(self, paths, vocab_size: int):
@@ -34,8 +35,8 @@ class Dataset(Owner):
         return lib.ps_dataset_n_shards(self._handle.ptr)
 
     def n_sequences(self, seq_len: int) -> int:
-        """How many training sequences of seq_len tokens the shards hold. Each needs one token more, its
-        last target; none crosses shards."""
+        """How many training sequences of seq_len tokens the shards hold. Each needs one token more,
+        its last target; none crosses shards."""
         return lib.ps_dataset_n_sequences(self._handle.ptr, seq_len)
 
     def read(self, seq_len: int, idx: int) -> tuple[np.ndarray, np.ndarray]:

@@ -41,8 +41,8 @@ class Decoder:
         ]
 
     def feed(self, ids) -> np.ndarray:
-        """Read tokens, and return the logits after the last one. ValueError: no token, or an id past
-        the vocabulary."""
+        """Read tokens, and return the logits after the last one. ValueError: no token, or an id
+        past the vocabulary."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         if ids.size == 0 or ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise ValueError(
@@ -100,7 +100,8 @@ class Decoder:
 
 
 def _open(source):
-    """The configuration of a model directory or a Trainer, and the function that reads its tensors."""
+    """The configuration of a model directory or a Trainer, and the function that reads its
+    tensors."""
     if isinstance(source, (str, Path)):
         return ModelConfig.read(source), TensorFile(source).read
     return source.plan.model, source.read

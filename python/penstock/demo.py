@@ -39,7 +39,8 @@ class DemoError(Exception):
 
 
 def standard_library() -> list[Path]:
-    """About TEXT_BYTES of sources of Python's standard library: modules first, then packages, by name."""
+    """About TEXT_BYTES of sources of Python's standard library: modules first, then packages, by
+    name."""
     folder = Path(sysconfig.get_path("stdlib"))
     modules = sorted(folder.glob("*.py"))
     packages = sorted(
@@ -100,7 +101,8 @@ def make_data(files: list[Path], out: Path) -> dict:
     about = json.loads((out / "dataset.json").read_text())
     size = sum(path.stat().st_size for path in files if path.is_file())
     console.print(
-        f"{len(files)} files ({size / 1e6:.1f} MB) -> {about['tokens']:,} tokens of a vocabulary of {about['vocab_size']:,}, "
+        f"{len(files)} files ({size / 1e6:.1f} MB) -> {about['tokens']:,} tokens of a vocabulary "
+        f"of {about['vocab_size']:,}, "
         f"in {time.monotonic() - started:.0f} s"
     )
     return about
@@ -119,9 +121,9 @@ def make_model(data: Path, out: Path) -> None:
 
 
 def choose_caps(plan_command: list) -> tuple[int, int, dict]:
-    """The caps of the demo in bytes, and the plan under them. The device cap lies a quarter of the way
-    from the smallest that a plan fits in to what a plan without caps takes. The host cap is a tenth
-    above the smallest one under that device cap."""
+    """The caps of the demo in bytes, and the plan under them. The device cap lies a quarter of the
+    way from the smallest that a plan fits in to what a plan without caps takes. The host cap is a
+    tenth above the smallest one under that device cap."""
     roomy = json.loads(call(*plan_command))
     smallest = json.loads(call(*plan_command, "--smallest"))
     least = smallest["smallest_device_bytes"]
@@ -132,8 +134,10 @@ def choose_caps(plan_command: list) -> tuple[int, int, dict]:
     host = (least_host + least_host // 10) // MIB * MIB
     plan = json.loads(call(*plan_command, f"--device-mem={device}", f"--host-mem={host}"))
     console.print(
-        f"Without caps the plan takes {roomy['device_used_bytes'] / MIB:.0f} MiB of device memory; the smallest plan takes "
-        f"{least / MIB:.0f}. Given: [bold]--device-mem {device // MIB}MiB --host-mem {host // MIB}MiB[/]"
+        f"Without caps the plan takes {roomy['device_used_bytes'] / MIB:.0f} MiB of device memory; the "
+        "smallest plan takes "
+        f"{least / MIB:.0f}. Given: [bold]--device-mem {device // MIB}MiB --host-mem "
+        f"{host // MIB}MiB[/]"
     )
     return device, host, plan
 
@@ -167,8 +171,10 @@ def report(out: Path, summary: dict) -> None:
     n = summary["loss_mean_steps"]
     keep(
         out / "report.txt",
-        f"{summary['steps']} steps, {summary['tokens']:,} tokens in {summary['wall_s']:.0f} s, {summary['tokens_per_s']:,.0f} tokens/s; loss "
-        f"{summary['loss_first']:.3f} in the first step, {summary['loss_mean_last']:.3f} in the last{f' {n} (mean)' if n > 1 else ' step'}",
+        f"{summary['steps']} steps, {summary['tokens']:,} tokens in {summary['wall_s']:.0f} s, "
+        f"{summary['tokens_per_s']:,.0f} tokens/s; loss "
+        f"{summary['loss_first']:.3f} in the first step, {summary['loss_mean_last']:.3f} in the "
+        f"last{f' {n} (mean)' if n > 1 else ' step'}",
         table,
         trace.stream_table(timeline),
     )

@@ -1,9 +1,9 @@
 """The dataflow engine: ops with declared reads and writes, on streams, over arenas of memory.
 
-A Program lists ops in order, and says nothing of waits. compile() derives the waits from what the ops
-read and write, and returns a Schedule. A Run executes the Schedule on an Engine step after step. Steps
-overlap as far as hazards allow. See python/examples/dataflow.py; include/penstock/engine.h has the
-exact rules.
+A Program lists ops in order, and says nothing of waits. compile() derives the waits from what the
+ops read and write, and returns a Schedule. A Run executes the Schedule on an Engine step after
+step. Steps overlap as far as hazards allow. See python/examples/dataflow.py;
+include/penstock/engine.h has the exact rules.
 """
 
 import weakref
@@ -41,7 +41,8 @@ class Space:
 
 @dataclass(frozen=True)
 class Stream:
-    """A queue of ops. Up to `threads` threads work on one op, each with `scratch_bytes` of scratch."""
+    """A queue of ops. Up to `threads` threads work on one op, each with `scratch_bytes` of
+    scratch."""
 
     name: str
     kind: str = "compute"
@@ -85,7 +86,8 @@ class Engine(Owner):
         cfg = struct("ps_engine_config", n_spaces=len(spaces), n_streams=len(streams))
         if len(spaces) > len(cfg.space) or len(streams) > len(cfg.stream):
             raise ValueError(
-                f"{len(spaces)} spaces and {len(streams)} streams: at most {len(cfg.space)} and {len(cfg.stream)} are possible"
+                f"{len(spaces)} spaces and {len(streams)} streams: at most {len(cfg.space)} and "
+                f"{len(cfg.stream)} are possible"
             )
         for to, space in zip(cfg.space, spaces):
             to.bytes, to.kind = space.bytes, SPACE_KINDS[space.kind]
@@ -102,8 +104,8 @@ class Engine(Owner):
         self.spaces, self.streams = list(spaces), list(streams)
 
     def array(self, region: Region) -> np.ndarray:
-        """The region's memory as an array of its shape, without a copy. Use the array while no steps
-        are in flight, or inside a host op."""
+        """The region's memory as an array of its shape, without a copy. Use the array while no
+        steps are in flight, or inside a host op."""
         with self._handle.beside():
             size = lib.ps_engine_space_bytes(self._handle.ptr, region.space)
             base = _address(lib.ps_engine_space(self._handle.ptr, region.space))
@@ -125,8 +127,8 @@ class Engine(Owner):
         return out[0]
 
     def close(self) -> None:
-        """Stop the threads, and release the memory when the last array of it is dropped. BusyError: a
-        run of this engine is open."""
+        """Stop the threads, and release the memory when the last array of it is dropped. BusyError:
+        a run of this engine is open."""
         self._handle.close()
 
     def __enter__(self):
@@ -308,7 +310,8 @@ class Program(Owner):
 
 
 class Schedule(Owner):
-    """A compiled step: the program with its waits. Program.compile() makes one, and a Plan has one."""
+    """A compiled step: the program with its waits. Program.compile() makes one, and a Plan has
+    one."""
 
     def __init__(self, handle: Handle, keep=()):
         self._handle, self._keep = handle, keep
@@ -331,8 +334,8 @@ class Schedule(Owner):
         return lib.ps_schedule_space_bytes(self._handle.ptr, space)
 
     def op(self, idx: int) -> dict:
-        """One op as a dict: name, stream, position in its stream, waits as (stream, steps_back, value),
-        tag, work."""
+        """One op as a dict: name, stream, position in its stream, waits as (stream, steps_back,
+        value), tag, work."""
         view = ffi.new("ps_op_view *")
         check(lib.ps_schedule_op(self._handle.ptr, idx, view))
         return {
@@ -357,8 +360,8 @@ class Schedule(Owner):
         }
 
     def simulate(self, cost_ns, n_steps: int = 2):
-        """Execute the schedule on a virtual clock, on which an op takes cost_ns(op: dict) ns. Returns the
-        trace, and the end of each step in ns."""
+        """Execute the schedule on a virtual clock, on which an op takes cost_ns(op: dict) ns.
+        Returns the trace, and the end of each step in ns."""
         failures = []
 
         @ffi.callback("ps_sim_cost_fn", onerror=lambda _type, exc, _traceback: failures.append(exc))
@@ -402,17 +405,17 @@ class Schedule(Owner):
 
 
 class Run(Owner):
-    """One execution of a schedule on an engine, step after step. An engine has one run at a time. The
-    trace keeps the last `trace_steps` steps.
+    """One execution of a schedule on an engine, step after step. An engine has one run at a time.
+    The trace keeps the last `trace_steps` steps.
 
     with Run(engine, schedule, trace_steps=1) as run:
         run.submit(10); run.wait(); trace = run.trace()
 
-    Threads: calls of several threads take turns. Any thread may call cancel(), where() and steps_done
-    at any time, also inside an op.
+    Threads: calls of several threads take turns. Any thread may call cancel(), where() and
+    steps_done at any time, also inside an op.
 
-    A run that is not closed ends when it is dropped and its steps are done. One that still runs at the
-    interpreter's exit is cancelled.
+    A run that is not closed ends when it is dropped and its steps are done. One that still runs at
+    the interpreter's exit is cancelled.
     """
 
     def __init__(self, engine: Engine, schedule: Schedule, trace_steps: int = 0):
@@ -449,8 +452,8 @@ class Run(Owner):
         check(status)
 
     def cancel(self) -> None:
-        """Stop at the next op of every stream; wait() then raises CancelledError. Any thread may call
-        it. Does nothing once the run is closed."""
+        """Stop at the next op of every stream; wait() then raises CancelledError. Any thread may
+        call it. Does nothing once the run is closed."""
         self._handle.cancel()
 
     @property
@@ -467,8 +470,8 @@ class Run(Owner):
         return ffi.string(room).decode()
 
     def trace(self) -> np.ndarray:
-        """The traced events, an array of TRACE_DTYPE with times in ns since the run's start. StateError:
-        steps are in flight."""
+        """The traced events, an array of TRACE_DTYPE with times in ns since the run's start.
+        StateError: steps are in flight."""
         n = ffi.new("uint64_t *")
         with self._handle.turn():
             check(lib.ps_run_trace(self._handle.ptr, ffi.NULL, 0, n))
@@ -481,8 +484,8 @@ class Run(Owner):
         return events
 
     def close(self) -> None:
-        """Wait for the steps in flight, and release the run. Its engine can then be closed. StateError:
-        called inside an op of the run."""
+        """Wait for the steps in flight, and release the run. Its engine can then be closed.
+        StateError: called inside an op of the run."""
         self._handle.close()
         self._handle.failures.clear()
 

@@ -11,7 +11,8 @@ def open_input(path: str | os.PathLike, mode: str = "rb", **options):
     """open() for reading that never waits, as ps__open_input() of the library. A file that is not
     regular, such as a named pipe, is an OSError that says so.
 
-    models/init_model.py has the same function a second time, because it runs without this package."""
+    models/init_model.py has the same function a second time, because it runs without this
+    package."""
 
     def opener(name, flags):
         fd = os.open(name, flags | os.O_NONBLOCK)

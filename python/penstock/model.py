@@ -12,8 +12,9 @@ ROLES = ("matrix", "norm", "bias")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor under its Hugging Face name. role: "matrix", "norm" or "bias". unit: 0 is the embedding,
-    1 to n_layers are the blocks, n_layers + 1 is the head. offset: in the unit, in elements."""
+    """A tensor under its Hugging Face name. role: "matrix", "norm" or "bias". unit: 0 is the
+    embedding, 1 to n_layers are the blocks, n_layers + 1 is the head. offset: in the unit, in
+    elements."""
 
     index: int
     name: str
@@ -24,15 +25,16 @@ class Parameter:
 
 
 class ModelConfig:
-    """A model's configuration. The fields of ps_model_config (include/penstock/model.h) are attributes:
-    vocab_size, n_layers, dim and so on."""
+    """A model's configuration. The fields of ps_model_config (include/penstock/model.h) are
+    attributes: vocab_size, n_layers, dim and so on."""
 
     def __init__(self, ptr):
         self._ptr = ptr
 
     @classmethod
     def read(cls, path) -> "ModelConfig":
-        """Read a model directory or its config.json. FormatError names file, field, value and limit."""
+        """Read a model directory or its config.json. FormatError names file, field, value and
+        limit."""
         cfg = struct("ps_model_config")
         check(lib.ps_model_config_read(cfg, encode_path(path)))
         return cls(cfg)

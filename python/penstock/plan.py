@@ -1,4 +1,5 @@
-"""Plans of a training step under two memory caps, and the machine's rates that plans are made from."""
+"""Plans of a training step under two memory caps, and the machine's rates that plans are made
+from."""
 
 import json
 import os
@@ -46,9 +47,9 @@ _LEAST_WITHOUT_UNIT = 2**20
 
 
 def parse_bytes(size, name: str) -> int:
-    """The bytes of a size such as 20 * 2**30, "20GiB", "512MiB" or "2e9"; None and 0: no cap. `name` is
-    the argument's name, for messages. A number below 1 MiB without a unit is refused, because its
-    unit was forgotten."""
+    """The bytes of a size such as 20 * 2**30, "20GiB", "512MiB" or "2e9"; None and 0: no cap.
+    `name` is the argument's name, for messages. A number below 1 MiB without a unit is refused,
+    because its unit was forgotten."""
     if size is None:
         return 0
     match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", str(size))
@@ -75,15 +76,16 @@ def _backend(name: str) -> int:
 
 
 class Hardware:
-    """A machine and its rates. The fields of ps_hardware (include/penstock/hardware.h) are attributes."""
+    """A machine and its rates. The fields of ps_hardware (include/penstock/hardware.h) are
+    attributes."""
 
     def __init__(self, ptr):
         self._ptr = ptr
 
     @classmethod
     def estimate(cls, threads: int = 0, backend: str = "auto", gpu: int = 0) -> "Hardware":
-        """Rates estimated from core counts and clocks alone. backend "auto" is "cuda" where there is a
-        GPU, else "cpu"."""
+        """Rates estimated from core counts and clocks alone. backend "auto" is "cuda" where there
+        is a GPU, else "cpu"."""
         hw = struct("ps_hardware")
         check(lib.ps_hardware_estimate(hw, _backend(backend), gpu, threads))
         return cls(hw)
@@ -97,9 +99,9 @@ class Hardware:
         gpu: int = 0,
         host_mem=None,
     ) -> "Hardware":
-        """Measure matrix products, attention, a norm, copies and host ops, for about `seconds` in all.
-        0: 1 second, with a GPU 16, because a GPU's clock falls under load. host_mem: cap of the
-        process's memory meanwhile; BudgetError where it is too low."""
+        """Measure matrix products, attention, a norm, copies and host ops, for about `seconds` in
+        all. 0: 1 second, with a GPU 16, because a GPU's clock falls under load. host_mem: cap of
+        the process's memory meanwhile; BudgetError where it is too low."""
         hw = struct("ps_hardware")
         check(
             lib.ps_hardware_measure(
@@ -112,8 +114,8 @@ class Hardware:
     def profile(
         cls, threads: int = 0, seconds: float = 0.0, backend: str = "auto", gpu: int = 0
     ) -> "Hardware":
-        """Measure longer, as `penstock profile` does, and also rates that plans do not use. seconds 0:
-        5 seconds, with a GPU 125."""
+        """Measure longer, as `penstock profile` does, and also rates that plans do not use. seconds
+        0: 5 seconds, with a GPU 125."""
         hw = struct("ps_hardware")
         check(lib.ps_hardware_profile(hw, _backend(backend), gpu, threads, 0, seconds))
         return cls(hw)
@@ -134,11 +136,11 @@ class Hardware:
     def cached(
         cls, threads: int = 0, backend: str = "auto", gpu: int = 0, host_mem=None
     ) -> "Hardware":
-        """This machine's rates, measured once for each thread count and then read from the user's cache
-        ($XDG_CACHE_HOME/penstock or ~/.cache/penstock), which the command line uses too.
+        """This machine's rates, measured once for each thread count and then read from the user's
+        cache ($XDG_CACHE_HOME/penstock or ~/.cache/penstock), which the command line uses too.
 
-        Two cases give a warning. The cache cannot be written: the next call measures again. host_mem
-        leaves no room to measure: the rates are estimated."""
+        Two cases give a warning. The cache cannot be written: the next call measures again.
+        host_mem leaves no room to measure: the rates are estimated."""
         path = cls.cache_path(threads, backend, gpu)
         hw = struct("ps_hardware")
         if path:
@@ -161,7 +163,8 @@ class Hardware:
                 measured.write(path)
             except OSError as exc:
                 warnings.warn(
-                    f"this machine's rates are not cached: {exc if str(path) in str(exc) else f'{path}: {exc}'}",
+                    "this machine's rates are not cached: "
+                    f"{exc if str(path) in str(exc) else f'{path}: {exc}'}",
                     stacklevel=2,
                 )
         return measured
@@ -206,8 +209,8 @@ class Plan(Owner):
     one_document           every sequence is one document: attention is faster on a GPU, and the
                            trainer refuses document tokens
     deterministic          every run gives the same bits, on a GPU too
-    reserve                host memory of the process beside the plan's, in bytes or as "1GiB"; None:
-                           what the process held when it first asked for a Hardware or a Plan
+    reserve                host memory of the process beside the plan's, in bytes or as "1GiB";
+                           None: what the process held when it first asked for a Hardware or a Plan
     keep_grads             gradients are copied to the host wherever the update runs, for
                            Trainer.grad()
 
@@ -326,8 +329,8 @@ class Plan(Owner):
         reserve=None,
         hardware: Hardware | None = None,
     ) -> tuple[int, int]:
-        """The least device memory that a plan fits in under host_mem, and the least host memory under
-        device_mem, in bytes. One byte less is refused. 0: no plan fits."""
+        """The least device memory that a plan fits in under host_mem, and the least host memory
+        under device_mem, in bytes. One byte less is refused. 0: no plan fits."""
         hardware = hardware or Hardware.cached(
             threads, host_mem=host_mem if reserve is None else None
         )
@@ -378,14 +381,15 @@ class Plan(Owner):
         return [text(lib.ps_plan_stream_name(i)) for i in range(self.schedule.n_streams)]
 
     def stalls(self, trace: np.ndarray) -> list[dict]:
-        """What each stream waited for, from a trace of whole steps (Trainer.trace(), simulate()): dicts
-        of stream, what, awaited_stream, and seconds a step. They are sorted by stream; the longest wait
-        of a stream comes first."""
+        """What each stream waited for, from a trace of whole steps (Trainer.trace(), simulate()):
+        dicts of stream, what, awaited_stream, and seconds a step. They are sorted by stream; the
+        longest wait of a stream comes first."""
         room, n = 128, ffi.new("uint64_t *")
         out = ffi.new("ps_stall[]", room)
         if getattr(trace, "dtype", None) != TRACE_DTYPE:
             raise ValueError(
-                "stalls() takes a trace of Trainer.trace() or simulate(), an array of engine.TRACE_DTYPE"
+                "stalls() takes a trace of Trainer.trace() or simulate(), an array of "
+                "engine.TRACE_DTYPE"
             )
         events = np.ascontiguousarray(trace)
         check(

@@ -1,7 +1,8 @@
 """Draws the loss curve of a run, or a grid of plans.
 
 python -m penstock.plot metrics.jsonl loss.png    a run directory's metrics.jsonl
-python -m penstock.plot grid.json grid.png        what `penstock plan --grid-device ... --json` prints
+python -m penstock.plot grid.json grid.png        what `penstock plan --grid-device ... --json`
+                                                  prints
 """
 
 import json
@@ -11,8 +12,8 @@ from .files import open_input
 
 
 def read_metrics(path) -> list[dict]:
-    """The objects of a metrics.jsonl, or the one object of a grid. ValueError names a line that is no
-    object."""
+    """The objects of a metrics.jsonl, or the one object of a grid. ValueError names a line that is
+    no object."""
     out = []
     with open_input(path, "r", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -30,8 +31,8 @@ def read_metrics(path) -> list[dict]:
 
 
 def numbers(objects: list[dict], key: str, source) -> list[float]:
-    """A field of every step. null, which stands for a value that is not finite, becomes NaN. ValueError
-    names a step without the field."""
+    """A field of every step. null, which stands for a value that is not finite, becomes NaN.
+    ValueError names a step without the field."""
     for i, o in enumerate(objects):
         if (
             key not in o
@@ -39,7 +40,8 @@ def numbers(objects: list[dict], key: str, source) -> list[float]:
             or not isinstance(o[key], (int, float, type(None)))
         ):
             raise ValueError(
-                f"{source}: line {i + 1} has no number {key}: this is no metrics.jsonl of penstock train"
+                f"{source}: line {i + 1} has no number {key}: this is no metrics.jsonl of penstock "
+                "train"
             )
     return [float("nan") if o[key] is None else o[key] for o in objects]
 
@@ -99,8 +101,8 @@ def plot_loss(metrics: list[dict], path, title: str = "", source="metrics") -> N
 
 
 def plot_grid(grid: dict, path, title: str = "") -> None:
-    """Draw the predicted tokens per second over the caps of device memory (across) and host memory (up).
-    A cell is empty where no plan fits. ValueError: this is no grid."""
+    """Draw the predicted tokens per second over the caps of device memory (across) and host memory
+    (up). A cell is empty where no plan fits. ValueError: this is no grid."""
     check_grid(grid)
     import matplotlib
 

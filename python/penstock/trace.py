@@ -30,8 +30,8 @@ EVENT_DTYPE = np.dtype(
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events (EVENT_DTYPE, in seconds since the run's start) and the streams' names. wait_s is the time
-    for which the stream waited before the op could start."""
+    """Events (EVENT_DTYPE, in seconds since the run's start) and the streams' names. wait_s is the
+    time for which the stream waited before the op could start."""
 
     events: np.ndarray
     streams: list[str]
@@ -85,8 +85,9 @@ def load(path) -> Timeline:
 
 
 def step_boundaries(timeline: Timeline) -> np.ndarray:
-    """The start of the first traced step and the end of each, in seconds, on the first stream, which is
-    compute. Ops of several steps run at once; those of untraced steps are not in the trace."""
+    """The start of the first traced step and the end of each, in seconds, on the first stream,
+    which is compute. Ops of several steps run at once; those of untraced steps are not in the
+    trace."""
     mine = timeline.events[timeline.events["stream"] == 0]
     if not len(mine):
         return np.zeros(0)
@@ -97,8 +98,8 @@ def step_boundaries(timeline: Timeline) -> np.ndarray:
 
 
 def counted_period(timeline: Timeline) -> tuple[float, float]:
-    """Start and end of the period that counts: all traced steps but the first, because the trace lacks
-    the ops of the step before, which ran beside it. A single traced step counts itself."""
+    """Start and end of the period that counts: all traced steps but the first, because the trace
+    lacks the ops of the step before, which ran beside it. A single traced step counts itself."""
     at = step_boundaries(timeline)
     return (at[min(1, len(at) - 2)], at[-1]) if len(at) else (0.0, 0.0)
 
@@ -160,9 +161,9 @@ def stream_table(timeline: Timeline):
 
 
 def plot(timeline: Timeline, path, title: str = "") -> None:
-    """Draw the timeline: a row for each stream, coloured by the kind of op, from the start of the first
-    traced step on. Grey is time that a stream still spent on earlier steps. ValueError: the trace has
-    no op."""
+    """Draw the timeline: a row for each stream, coloured by the kind of op, from the start of the
+    first traced step on. Grey is time that a stream still spent on earlier steps. ValueError: the
+    trace has no op."""
     if not len(timeline.events):
         raise ValueError("the trace has no op: there is nothing to draw")
     import matplotlib

@@ -17,7 +17,8 @@ DTYPES = {"fp32": 0, "bf16": 1}
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a step did and what it took: the fields of ps_step_metrics (include/penstock/train.h)."""
+    """What a step did and what it took: the fields of ps_step_metrics
+    (include/penstock/train.h)."""
 
     step: int
     loss: float
@@ -48,14 +49,15 @@ def _as_int32(values, what: str, n: int) -> np.ndarray:
     past = np.flatnonzero((array < bounds.min) | (array > bounds.max))
     if past.size:
         raise ValueError(
-            f"{what}: {array[past[0]]} at position {past[0]} is past int32: give ids below the vocabulary's size, or -1 "
+            f"{what}: {array[past[0]]} at position {past[0]} is past int32: give ids below the "
+            "vocabulary's size, or -1 "
             "for a target that is not counted"
         )
     return np.ascontiguousarray(array, np.int32)
 
 
-# The callbacks hold no reference to their trainer. There is no cycle, and so the trainer ends with the
-# last reference to it.
+# The callbacks hold no reference to their trainer. There is no cycle, and so the trainer ends with
+# the last reference to it.
 
 
 def _batch_callback(data, failures: list):
@@ -105,8 +107,9 @@ class Trainer(Owner):
             print(metrics.step, metrics.loss)
         trainer.save("trained")
 
-    data                  a Dataset, a path, a list of paths, or batch(step) -> (tokens, targets): two
-                          integer arrays of tokens_per_step elements, sequence after sequence. A target
+    data                  a Dataset, a path, a list of paths, or batch(step) -> (tokens, targets):
+                          two integer arrays of tokens_per_step elements, sequence after sequence. A
+                          target
                           of -1 is not counted
     lr_schedule           constant, cosine, linear or wsd, over total_steps
     clip_norm             0: no clipping; the plan must then have clip=False
@@ -114,8 +117,8 @@ class Trainer(Owner):
     document_end_token    the token that ends a document; -1: none
     progress              progress(what, done_bytes, total_bytes) is called while weights are loaded
 
-    Threads: calls of several threads take turns. Any thread may call cancel(), where() and steps_done
-    at any time, also inside batch().
+    Threads: calls of several threads take turns. Any thread may call cancel(), where() and
+    steps_done at any time, also inside batch().
 
     A trainer that is not closed ends when it is dropped and its steps are done. One that still runs
     at the interpreter's exit is cancelled. Raises FormatError, InputOutputError, OutOfMemoryError,
@@ -209,10 +212,11 @@ class Trainer(Owner):
         check(status)
 
     def steps(self, n: int):
-        """Run n steps, and yield the StepMetrics of each. While a step is reported the next one runs.
+        """Run n steps, and yield the StepMetrics of each. While a step is reported the next one
+        runs.
 
-        The loop may be left early, by break, an exception or Ctrl-C. The step in flight then finishes
-        first. The weights are those after steps_done steps, and can be read and saved."""
+        The loop may be left early, by break, an exception or Ctrl-C. The step in flight then
+        finishes first. The weights are those after steps_done steps, and can be read and saved."""
         submitted = done = 0
         try:
             while done < n:
@@ -246,8 +250,8 @@ class Trainer(Owner):
         return rest
 
     def cancel(self) -> None:
-        """Stop at the next op. Some weights may then be one step ahead of the others; the error says so.
-        Any thread may call it. Does nothing once the trainer is closed."""
+        """Stop at the next op. Some weights may then be one step ahead of the others; the error
+        says so. Any thread may call it. Does nothing once the trainer is closed."""
         self._handle.cancel()
 
     @property
@@ -256,7 +260,8 @@ class Trainer(Owner):
             return lib.ps_trainer_steps_done(self._handle.ptr)
 
     def where(self) -> str:
-        """What each stream has done and what it waits for, a line a stream; "" before the first step."""
+        """What each stream has done and what it waits for, a line a stream; "" before the first
+        step."""
         room = ffi.new("char[]", 4096)
         with self._handle.beside():
             lib.ps_trainer_where(self._handle.ptr, room, len(room))
@@ -271,8 +276,8 @@ class Trainer(Owner):
         return self._read(lib.ps_trainer_read_param, name)
 
     def grad(self, name) -> np.ndarray:
-        """The last step's gradient of a parameter as float32, divided by the number of counted targets,
-        before clipping."""
+        """The last step's gradient of a parameter as float32, divided by the number of counted
+        targets, before clipping."""
         return self._read(lib.ps_trainer_read_grad, name)
 
     def _read(self, function, name) -> np.ndarray:
@@ -300,8 +305,9 @@ class Trainer(Owner):
             )
 
     def save(self, directory, dtype: str = "bf16") -> None:
-        """Save the model as a Hugging Face directory, with safetensors in "bf16" or "fp32". Whatever ends
-        the save, the directory holds the whole old model or the whole new one. Its other files stay."""
+        """Save the model as a Hugging Face directory, with safetensors in "bf16" or "fp32".
+        Whatever ends the save, the directory holds the whole old model or the whole new one. Its
+        other files stay."""
         with self._handle.turn():
             check(lib.ps_trainer_save(self._handle.ptr, encode_path(directory), DTYPES[dtype]))
 
@@ -323,7 +329,8 @@ class Trainer(Owner):
         self.plan.schedule.write_trace(path, self.trace(), self.plan.stream_names)
 
     def close(self) -> None:
-        """Wait for the steps in flight, and release the memory. StateError: called inside batch()."""
+        """Wait for the steps in flight, and release the memory. StateError: called inside
+        batch()."""
         self._handle.close()
 
     def __enter__(self):
