@@ -147,8 +147,8 @@ STEP = {"step": 0, "loss": 1.0, "lr": 1e-3, "tokens_per_s": 5.0}
     [
         (b"", "empty"),
         (b"\n", "line 1 is not JSON"),
-        (b"[1, 2]\n", "no object"),
-        (b"7\n", "no object"),
+        (b"[1, 2]\n", "not an object"),
+        (b"7\n", "not an object"),
         (b"{}\n", "no number step"),
         (b"\x89PNG\r\n\x1a\n\xff", "codec|JSON"),
         (json.dumps(STEP | {"loss": "low"}).encode(), "no number loss"),

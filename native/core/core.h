@@ -1,5 +1,6 @@
-/* core.h - what every layer of the library uses: errors, log, memory with fault injection,
- * threads, pools, machine facts. Internal. No CUDA header may be included by native/core. */
+/* core.h - the services that every layer of the library uses: errors, log, memory with fault
+ * injection, files, threads, pools, the machine's limits, JSON. Internal. native/core includes no
+ * CUDA header. */
 #ifndef PS_CORE_H
 #define PS_CORE_H
 #include <penstock/status.h>
@@ -8,6 +9,7 @@
 #include <stdio.h>
 
 /* ---- errors and log: log once where it happened, return the code upward ---------------------- */
+/* Set the thread's last error, and return @code. */
 ps_status ps__fail(ps_status code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 void ps__clear_error(void); /* ps_last_error() of this thread becomes "" */
 void ps__log(ps_log_level level, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
@@ -20,25 +22,27 @@ void ps__log(ps_log_level level, const char *fmt, ...) __attribute__((format(pri
 
 /* "27.4 GiB", "512.0 MiB", "3 B": for messages. Writes into buf and returns it. */
 const char *ps__format_bytes(char buf[32], uint64_t bytes);
-/* Two sizes that are compared: as many digits as tell them apart. */
+/* Format two sizes for a comparison, with as many digits as tell them apart. */
 void ps__format_bytes_apart(char a[32], uint64_t x, char b[32], uint64_t y);
 
-/* ---- memory: the library allocates through these only, so that tests can count and fail them */
-/* NULL on failure (or an injected one); free with ps__free */
+/* ---- memory: the library allocates by these alone, so that tests can count and fail them
+ * ------ */
+/* NULL on failure, also an injected one; free with ps__free() */
 void *ps__malloc(size_t bytes);
 void *ps__calloc(size_t n, size_t bytes);
 void *ps__realloc(void *p, size_t bytes);
 void ps__free(void *p);
 char *ps__strdup(const char *s);
-/* Page-aligned anonymous memory, zero, untouched until written; huge pages asked for. PS_ENOMEM
- * names what and bytes. */
+/* Map zero pages, with huge pages where the system has some. Pages take no memory until they are
+ * written. PS_ENOMEM names @what and the bytes. */
 ps_status ps__map(void **out, size_t bytes, const char *what);
 void ps__unmap(void *p, size_t bytes);
-/* Growable array: make room for one more element of *items (of *n, capacity *cap). false when
- * memory is out. */
+/* Make room for one more element in an array of @n elements and capacity *cap. False: no memory is
+ * left. */
 bool ps__grow(void **items, size_t n, size_t *cap, size_t item_bytes);
 
-/* ---- fault injection (exported for tests): the nth call from now of a kind fails; 0 disarms */
+/* ---- fault injection, exported for tests ----------------------------------------------------- */
+/* Let the @nth call of a kind from now on fail; 0: none. */
 typedef enum ps__fault {
   PS_FAULT_ALLOC = 0,
   PS_FAULT_READ = 1,
@@ -47,31 +51,32 @@ typedef enum ps__fault {
   PS_FAULT_KINDS = 4
 } ps__fault;
 PS_API void ps__fault_arm(int kind, int64_t nth);
-PS_API int64_t ps__fault_count(int kind);  /* calls of the kind since it was last armed */
+PS_API int64_t ps__fault_count(int kind);  /* calls of the kind since ps__fault_arm() */
 PS_API int64_t ps__live_allocations(void); /* allocations, maps and threads alive */
-/* who makes such a thing outside memory.c says so here */
+/* counts what is allocated outside memory.c */
 void ps__live_add(int64_t n);
-/* call sites outside core (reads, writes) ask this first */
+/* true: the call must fail. Code outside core asks this before it reads or writes. */
 bool ps__fault_hit(ps__fault kind);
 
 /* ---- files: whole reads and writes at an offset, errno in words, the file named -------------- */
 struct stat;
-/* Open an input file; the only way in which one is opened. Never waits: what is not a regular
- * file (a pipe nobody writes to, a device) is refused by what it is. @sb what fstat says of it.
- * On PS_OK the caller closes *fd. PS_EIO. */
+/* Open an input file without waiting. All input files are opened by this function. A file that is
+ * not regular, such as a pipe or a device, is PS_EIO, and the message says what it is. @sb: its
+ * fstat(). The caller closes *fd. python/penstock/files.py does the same in Python, and so does
+ * models/init_model.py, which stands alone. */
 ps_status ps__open_input(int *fd, struct stat *sb, const char *path);
 ps_status ps__pread_all(int fd, const char *path, void *dst, size_t bytes, uint64_t offset);
 ps_status ps__write_all(int fd, const char *path, const void *src, size_t bytes);
-/* Whether @path names something. A disk that does not say is PS_EIO: what cannot be looked at is
- * not taken for missing. */
+/* Whether @path exists. PS_EIO: the disk failed; such a file is not taken for missing. */
 ps_status ps__path_exists(const char *path, bool *exists);
-/* Where file @name of model directory @dir is: what a save had no time to move to its place
- * (io/stage.c) counts first. @out is to be freed. PS_EIO, PS_ENOMEM. */
+/* The path of file @name of model directory @dir: in .penstock-new, where a save that was cut off
+ * left the file (io/stage.c), else in @dir. The caller frees @out. PS_EIO, PS_ENOMEM. */
 #define PS__MODEL_PENDING ".penstock-new"
 ps_status ps__model_path(char **out, const char *dir, const char *name);
-/* A file that replaces @path whole: made under a random name beside it, which follows no link.
- * ps__replace_end() closes it and gives it the name, or, when @st is an error, removes it; it
- * returns @st, or what failed. @path may be a regular file or nothing. */
+/* Write a file that replaces @path as a whole. ps__replace_begin() makes it beside @path under a
+ * random name, so that no link is followed. ps__replace_end() closes it and renames it to @path, or
+ * removes it where @st is an error. It returns @st, or its own error. @path need not exist; it must
+ * not be anything but a regular file. */
 ps_status ps__replace_begin(int *fd, char **temporary, const char *path);
 ps_status ps__replace_end(int fd, char *temporary, const char *path, ps_status st);
 
@@ -84,40 +89,40 @@ typedef struct ps__thread ps__thread;
  * what is tried for OpenBLAS afterwards. PS_EDEVICE when refused. */
 ps_status ps__thread_start(ps__thread **out, void (*fn)(void *), void *arg, const char *name);
 void ps__thread_join(ps__thread *t); /* NULL is a no-op; frees t */
-/* no more threads awake than CPUs: spinning briefly costs nobody anything */
+/* True: no more threads are awake than there are CPUs, and spinning briefly takes no one's time. */
 bool ps__cores_idle(void);
 
-/* A counter that only grows, with blocking waits: spins briefly where cores are idle, then
- * sleeps on a futex. Signalling costs no system call unless somebody sleeps for that value. One
- * thread at a time signals; any number wait. */
+/* A counter that only grows, with waits for its values. A wait spins briefly where cores are idle,
+ * then sleeps on a futex. A signal makes a system call only if a thread sleeps for that value. One
+ * thread at a time signals; any number of threads wait. */
 typedef struct ps__timeline {
   _Alignas(64) _Atomic uint64_t value;
-  /* the lowest value that a sleeper waits for; UINT64_MAX: nobody sleeps */
+  /* the lowest value that a sleeping thread waits for; UINT64_MAX: none sleeps */
   _Atomic uint64_t next_wake;
   _Atomic uint32_t wake_word; /* the futex */
 } ps__timeline;
 void ps__timeline_init(ps__timeline *t);
 void ps__timeline_signal(ps__timeline *t, uint64_t value);
-/* Returns when t->value >= value, or when *abort_flag != 0 (then false). ps__timeline_kick()
- * makes sleepers look again. */
+/* Wait until t->value >= value; false: *abort_flag became nonzero first. ps__timeline_kick() wakes
+ * all sleeping threads, which then check both again. */
 bool ps__timeline_wait(ps__timeline *t, uint64_t value, const _Atomic uint32_t *abort_flag);
 void ps__timeline_kick(ps__timeline *t);
 
-/* A pool of threads for data-parallel loops. The caller of ps__pool_run is worker 0. Between
- * create and destroy nothing is allocated. Tasks 0..n-1 are handed out dynamically; what a task
- * computes must not depend on which worker runs it. */
+/* A pool of threads for data-parallel loops. The caller of ps__pool_run() is worker 0. Nothing is
+ * allocated between create and destroy. Workers take tasks 0 to n-1 as they become free; a task's
+ * result must not depend on the worker. */
 typedef struct ps__pool ps__pool;
 ps_status ps__pool_create(ps__pool **out, uint32_t n_threads, const char *name);
 void ps__pool_destroy(ps__pool *p);
 uint32_t ps__pool_size(const ps__pool *p);
 typedef void (*ps__task_fn)(void *arg, int64_t task, uint32_t worker);
 void ps__pool_run(ps__pool *p, int64_t n_tasks, ps__task_fn fn, void *arg);
-/* on so many of its threads, >= 1; one that is late from the run before may help. On one: the
- * caller's */
+/* Run on @n_threads of the pool's threads, at least 1; 1 is the caller's. A thread that is late
+ * from the run before may help. */
 void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__task_fn fn, void *arg);
 
-/* What a CPU kernel runs with: a pool, and scratch for each worker (64-byte aligned, reserved
- * before the first step). worker w's scratch is scratch + w * scratch_bytes. */
+/* The pool and the scratch that a CPU kernel runs with. Scratch is 64-byte aligned and reserved
+ * before the first step; worker w's begins at scratch + w * scratch_bytes. */
 typedef struct ps__cpu_exec {
   ps__pool *pool;
   char *scratch;
@@ -125,19 +130,19 @@ typedef struct ps__cpu_exec {
   uint32_t n_threads;   /* at most so many of the pool's; 0: all */
 } ps__cpu_exec;
 
-/* ---- machine facts --------------------------------------------------------------------------- */
+/* ---- what this process may use (machine.c) --------------------------------------------------- */
 /* CPUs this process may use: affinity mask and cgroup quota */
 uint32_t ps__n_cpus(void);
-/* BYTES: min of physical memory, cgroup v1/v2 limit, SLURM_MEM_PER_NODE */
+/* BYTES: the least of physical memory, the cgroup's limit (v1, v2) and SLURM_MEM_PER_NODE */
 uint64_t ps__host_memory_limit(void);
-/* BYTES that can be had without swapping, as the system tells; within that limit less what this
- * process holds */
+/* BYTES that can be taken without swapping, as the system estimates them; at most the limit above
+ * less what this process holds */
 uint64_t ps__host_memory_free(void);
 uint64_t ps__resident_bytes(void);      /* VmRSS of this process now */
 uint64_t ps__process_bytes(void);       /* the same when this was first called; any thread */
 uint64_t ps__resident_peak_bytes(void); /* VmHWM */
-/* The peak is counted from now on; free memory of the allocator goes back first. (Of the whole
- * process: ru_maxrss follows.) */
+/* Count the peak of the whole process from now on, ru_maxrss too. The allocator's free memory is
+ * returned to the system first. */
 void ps__resident_peak_reset(void);
 
 /* ---- JSON: a strict reader (RFC 8259, depth <= 64) with events or a tree; a writer ----------- */
@@ -150,15 +155,15 @@ typedef enum ps__json_kind {
   PS_JSON_OBJECT
 } ps__json_kind;
 
-/* A document's values in order, in the memory of the longest key and value. Duplicate keys are
- * not looked for. */
+/* A document as a sequence of events, one a value. The scan takes the memory of the longest key and
+ * value, and does not find duplicate keys. */
 typedef struct ps__json_scan ps__json_scan;
 typedef struct ps__json_event {
   ps__json_kind kind; /* of a value; an array or object begins here */
-  /* no value: the innermost array or object ends here, or outside of all the document */
+  /* No value: the innermost array or object ends here. Outside of all, the document ends. */
   bool end;
   bool boolean; /* a bool's value */
-  /* of a member of an object, NUL-terminated; as @text until the next call */
+  /* the key of an object's member, NUL-terminated; valid until the next call, as is text */
   const char *key;
   size_t key_bytes;
   const char *text; /* a string, or a number as it is written; NUL-terminated */
@@ -171,7 +176,7 @@ ps_status ps__json_scan_file(ps__json_scan **out, int fd, uint64_t offset, uint6
 /* both borrowed */
 ps_status ps__json_scan_text(ps__json_scan **out, const char *text, size_t bytes, const char *name);
 ps_status ps__json_scan_next(ps__json_scan *s, ps__json_event *e);
-/* past what began with the last event */
+/* Skip the rest of the array or object that began with @begin, the last event. */
 ps_status ps__json_scan_skip(ps__json_scan *s, const ps__json_event *begin);
 /* PS_EFORMAT with the name and the line */
 ps_status ps__json_scan_fail(const ps__json_scan *s, const char *what);

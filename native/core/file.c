@@ -1,4 +1,4 @@
-/* file.c - whole reads and writes; files replaced whole. */
+/* file.c - opens, reads and writes files, and replaces a file as a whole. */
 #include "core/core.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -20,7 +20,7 @@ static const char *what_it_is(mode_t mode) {
 ps_status ps__open_input(int *fd, struct stat *sb, const char *path) {
   int f = -1, failed = EIO;
   if (!ps__fault_hit(PS_FAULT_READ)) {
-    /* O_NONBLOCK: a pipe without a writer opens at once */
+    /* O_NONBLOCK: a pipe opens at once, with or without a writer */
     f = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     failed = errno;
   }
@@ -30,7 +30,7 @@ ps_status ps__open_input(int *fd, struct stat *sb, const char *path) {
     return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(failed));
   ps_status st = PS_OK;
   if (fstat(f, sb) != 0)
-    st = ps__fail(PS_EIO, "%s: cannot be looked at: %s", path, strerror(errno));
+    st = ps__fail(PS_EIO, "%s: cannot be read: %s", path, strerror(errno));
   else if (!S_ISREG(sb->st_mode))
     st = ps__fail(PS_EIO, "%s: is %s: a regular file is needed", path, what_it_is(sb->st_mode));
   if (st == PS_OK)
@@ -93,7 +93,7 @@ ps_status ps__write_all(int fd, const char *path, const void *src, size_t bytes)
 ps_status ps__path_exists(const char *path, bool *exists) {
   const bool found = access(path, F_OK) == 0;
   if (!found && errno != ENOENT && errno != ENOTDIR && errno != ENAMETOOLONG)
-    return ps__fail(PS_EIO, "%s: cannot be looked at: %s", path, strerror(errno));
+    return ps__fail(PS_EIO, "%s: cannot be read: %s", path, strerror(errno));
   *exists = found;
   return PS_OK;
 }
@@ -122,8 +122,7 @@ ps_status ps__replace_begin(int *fd, char **temporary, const char *path) {
   uint64_t x;
   struct stat sb;
   if (lstat(path, &sb) == 0 && !S_ISREG(sb.st_mode))
-    return ps__fail(
-        PS_EIO, "%s: is there and no regular file: it is not replaced, choose another name", path);
+    return ps__fail(PS_EIO, "%s: exists and is no regular file: choose another name", path);
   if (getrandom(&x, sizeof x, 0) != sizeof x)
     return ps__fail(PS_EIO, "%s: no random number for a temporary name: %s", path, strerror(errno));
   char *name = ps__malloc(bytes);

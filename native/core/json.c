@@ -1,8 +1,8 @@
-/* json.c - a JSON document as a tree, for documents that are small or are wanted whole.
+/* json.c - reads a JSON document as a tree, for documents that are small or needed as a whole.
  *
- * Texts lie in one buffer that is never longer than the document; a value takes 16 bytes, with
- * its key 24. An object of many keys carries an index sorted by key: duplicates are found and
- * keys looked up in O(log n). */
+ * All texts lie in one buffer that is never longer than the document. A value takes 16 bytes, 24
+ * with its key. An object of many keys has an index sorted by key, by which duplicates are found
+ * and keys are looked up in O(log n). */
 #include "core/core.h"
 #include <inttypes.h>
 #include <locale.h>
@@ -17,7 +17,7 @@ struct ps__json {
   union {
     const char *text; /* string, number */
     ps__json *items;  /* array */
-    /* object; from INDEX_FROM on their numbers by key, uint32_t, lie behind them */
+    /* object; with INDEX_FROM members or more, the index (uint32_t each) follows them in memory */
     struct member *members;
   };
   uint32_t n; /* bytes of a string or number; members of an array or object */
@@ -68,8 +68,8 @@ static ps_status fail_duplicate(const builder *b, const char *key) {
   return ps__json_scan_fail(b->scan, what);
 }
 
-/* The object gives back the room that it does not need. Refuses duplicate keys; makes the index
- * of a large object. */
+/* Frees the room that the object does not need, refuses duplicate keys, and makes the index of a
+ * large object. */
 static ps_status finish_object(const builder *b, ps__json *o) {
   const bool indexed = o->n >= INDEX_FROM;
   struct member *m =
@@ -98,7 +98,7 @@ static ps_status finish_object(const builder *b, ps__json *o) {
 
 static ps_status build(builder *b, const ps__json_event *e, ps__json *out);
 
-/* What was made so far hangs in *out also on failure, so that the caller frees it. */
+/* On failure too, *out holds what was made so far, so that the caller can free it. */
 static ps_status build_members(builder *b, ps__json *out) {
   const bool object = out->kind == PS_JSON_OBJECT;
   size_t cap = 0;
@@ -119,7 +119,7 @@ static ps_status build_members(builder *b, ps__json *out) {
     if (object)
       out->members[out->n].key = keep_text(b, e.key, e.key_bytes);
     *value = (ps__json){.kind = PS_JSON_NULL};
-    out->n++; /* counted first: a half-made child is freed with its parent */
+    out->n++; /* counted before it is built: on failure it is freed with its parent */
     PS_TRY(build(b, &e, value));
   }
   if (object)
@@ -160,7 +160,7 @@ void ps__json_free(ps__json *j) {
   ps__free(r);
 }
 
-/* Takes @scan over. */
+/* Closes @scan. */
 static ps_status build_document(ps__json **out, ps__json_scan *scan, size_t bytes,
                                 const char *name) {
   root *r = ps__calloc(1, sizeof *r);

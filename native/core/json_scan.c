@@ -1,10 +1,9 @@
 /* json_scan.c - strict JSON as a sequence of events: RFC 8259, UTF-8 validated, at most 64 levels.
  *
- * The text comes from memory or from a file that is read in pieces, so that a document of any
- * size takes the memory of its longest key and value. Strings are unescaped, numbers keep their
- * text, so that integers up to 2^64-1 are exact. Stricter than some: NaN, Infinity, a byte order
- * mark, lone surrogates and NUL in a key are refused. Duplicate keys are for those who keep keys
- * to find. */
+ * The text comes from memory, or from a file that is read in pieces, so that a document of any size
+ * takes the memory of its longest key and value. Strings are unescaped. Numbers keep their text, so
+ * that integers up to 2^64-1 are exact. Unlike some other readers this one refuses NaN, Infinity, a
+ * byte order mark, lone surrogates, and NUL in a key. It does not find duplicate keys. */
 #include "core/core.h"
 #include <errno.h>
 #include <inttypes.h>
@@ -13,11 +12,11 @@
 enum { MAX_DEPTH = 64, PIECE_BYTES = 1 << 16 };
 
 struct ps__json_scan {
-  const char *start, *p, *end; /* what is at hand of the text, and how far it was read */
-  uint64_t before;             /* bytes of the document in front of start */
+  const char *start, *p, *end; /* the text in memory, and the next character to read */
+  uint64_t before;             /* bytes of the document before start */
   uint64_t line;
-  int fd;                /* -1: the text is in memory, all of it at hand */
-  uint64_t offset, left; /* of the file, behind end */
+  int fd;                /* -1: the whole text is in memory */
+  uint64_t offset, left; /* of the file's text after end */
   char *piece;
   ps_status failed; /* reading the file failed */
   const char *name;
@@ -136,7 +135,7 @@ static ps_status put_utf8(ps__json_scan *s, uint32_t c) {
   return put(s, b, n);
 }
 
-/* Behind "\u": one code point, two escapes when it is a surrogate pair. */
+/* Reads the code point after "\u"; a surrogate pair has two escapes. */
 static ps_status read_unicode(ps__json_scan *s) {
   const place at = here(s);
   uint32_t hi, lo;

@@ -1,7 +1,8 @@
-/* json_write.c - the JSON writer: one line, Python's separators, into memory. Output is always
- * valid: bytes that are not UTF-8 become U+FFFD; a misuse (a key missing in an object, a key in
- * an array, a second root, an end too many) or memory running out makes ps__jsonw_text() return
- * NULL. */
+/* json_write.c - writes JSON into memory, on one line, with Python's separators.
+ *
+ * The output is always valid JSON. Bytes that are not UTF-8 become U+FFFD. After a misuse (a key
+ * missing in an object, a key in an array, a second root, an end too many), or when memory ran out,
+ * ps__jsonw_text() returns NULL. */
 #include "core/core.h"
 #include <inttypes.h>
 #include <locale.h>
@@ -17,7 +18,7 @@ struct ps__jsonw {
   bool failed, rooted;
   uint32_t depth;
   bool object[MAX_DEPTH]; /* what each open level is */
-  bool some[MAX_DEPTH];   /* whether it has a member yet */
+  bool some[MAX_DEPTH];   /* it has a member */
 };
 
 ps_status ps__jsonw_create(ps__jsonw **out) {
@@ -102,7 +103,7 @@ static void put_string(ps__jsonw *w, const char *value) {
   put(w, "\"", 1);
 }
 
-/* What stands before a value: a separator and the key. */
+/* Writes what precedes a value: a separator and the key. */
 static void begin(ps__jsonw *w, const char *key) {
   if (w->depth == 0) {
     if (w->rooted || key)

@@ -1,4 +1,4 @@
-/* machine.c - what this process may use: CPUs, memory, and what it holds. */
+/* machine.c - the CPUs and the memory that this process may use, and the memory that it holds. */
 #include "core/core.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -51,9 +51,9 @@ static bool cgroup_path(const char *controller, char *path, size_t bytes) {
   return found;
 }
 
-/* Call @visit with each folder from the process's own group up to the hierarchy's root at
- * @mount. In a container the path may be the host's: folders that are not there are passed over,
- * and the root is the container's. */
+/* Call @visit with each folder from the process's own cgroup up to the hierarchy's root at @mount.
+ * In a container the path may be the host's. Folders that do not exist are passed over; the root is
+ * the container's. */
 static void walk_cgroup(const char *mount, const char *controller,
                         void (*visit)(const char *dir, void *arg), void *arg) {
   char path[1024], dir[1200];
@@ -188,7 +188,7 @@ void ps__resident_peak_reset(void) {
 #endif
   int fd = open("/proc/self/clear_refs", O_WRONLY | O_CLOEXEC);
   if (fd < 0)
-    /* then the peak is that of the process's whole life: a bound still, only a higher one */
+    /* the peak of the process's whole life remains, which is an upper bound */
     return;
   ssize_t ignored = write(fd, "5", 1);
   (void)ignored;

@@ -86,8 +86,8 @@ static size_t whole_pages(size_t bytes) {
   return (bytes + page - 1) / page * page;
 }
 
-/* A mapping that starts on a huge-page boundary: map one huge page too much and give both ends
- * back. */
+/* A mapping that starts on a huge-page boundary: maps one huge page too much, and unmaps both
+ * ends. */
 static void *map_aligned(size_t bytes) {
   size_t slack = bytes >= HUGE_BYTES ? HUGE_BYTES : 0;
   if (bytes > SIZE_MAX - slack)
@@ -118,7 +118,7 @@ ps_status ps__map(void **out, size_t bytes, const char *what) {
     return ps__fail(PS_ENOMEM, "%s: %s of memory refused: %s", what, ps__format_bytes(text, bytes),
                     why);
   }
-  madvise(p, whole_pages(bytes), MADV_HUGEPAGE); /* a wish: without it small pages serve */
+  madvise(p, whole_pages(bytes), MADV_HUGEPAGE); /* may fail: small pages serve too */
   ps__live_add(1);
   *out = p;
   return PS_OK;

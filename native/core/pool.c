@@ -2,10 +2,10 @@
 #include "core/core.h"
 #include <stdatomic.h>
 
-/* A job is published by setting n_left; a task is claimed by lowering it from r to r-1, which
- * gives task n - r. While a claimed task is unfinished the caller cannot return, so that whoever
- * claimed one may read the job without a lock; who comes late finds n_left 0 or claims from a
- * newer job, which is as good. */
+/* A job is published by setting n_left. A worker that lowers n_left from r to r-1 has claimed task
+ * n - r. The caller cannot return while a claimed task is unfinished, so that a worker with a
+ * claimed task may read the job without a lock. A worker that comes late finds n_left 0, or claims
+ * a task of a newer job, which does no harm. */
 typedef struct worker {
   ps__pool *pool;
   ps__thread *thread;
@@ -14,7 +14,7 @@ typedef struct worker {
 
 struct ps__pool {
   ps__timeline start; /* number of the job */
-  ps__timeline done;  /* number of the last job whose end a worker other than the caller saw */
+  ps__timeline done;  /* number of the last job that a worker other than the caller finished */
   _Alignas(64) _Atomic int64_t n_left;
   _Alignas(64) _Atomic int64_t n_finished;
   _Alignas(64) ps__task_fn fn; /* the job */
@@ -22,14 +22,14 @@ struct ps__pool {
   int64_t n_tasks;
   uint64_t job;
   _Atomic uint32_t stop;
-  /* workers from it on leave the job to the others: one that is late may see another job's,
-   * which costs nothing but speed */
+  /* Workers from this index on take no task. A worker that is late may see another job's limit,
+   * which costs speed alone. */
   _Atomic uint32_t limit;
   uint32_t n_threads;
   worker workers[]; /* n_threads - 1 */
 };
 
-/* Claim and run tasks until none is left. True when the last task of the job ended here. */
+/* Claim and run tasks until none is left. True: the last task of job *job ended in this call. */
 static bool work(ps__pool *p, uint32_t idx, uint64_t *job) {
   bool last = false;
   int64_t left = atomic_load_explicit(&p->n_left, memory_order_relaxed);

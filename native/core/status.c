@@ -7,13 +7,13 @@
 enum { MESSAGE_BYTES = 1024 };
 
 static _Thread_local char last_error[MESSAGE_BYTES];
-/* a hook that fails inside the library must not call itself */
+/* so that a hook which calls the library, and fails there, is not called again */
 static _Thread_local bool inside_hook;
 
 static pthread_mutex_t hook_lock = PTHREAD_MUTEX_INITIALIZER;
 static ps_log_fn hook;
 static void *hook_user;
-static atomic_bool hook_set; /* so that logging costs one load when nobody listens */
+static atomic_bool hook_set; /* without a hook logging costs one load */
 
 const char *ps_status_name(ps_status code) {
   switch (code) {
@@ -89,8 +89,8 @@ char *ps_printable(char *dst, uint64_t room, const char *src) {
   return dst;
 }
 
-/* Format one line: newlines and carriage returns become spaces, and what names from files may do
- * to a terminal becomes readable. */
+/* Format one line: newlines and carriage returns become spaces, and control characters, which names
+ * from files may contain, become readable. */
 static void format_line(char out[MESSAGE_BYTES], const char *fmt, va_list ap) {
   char line[MESSAGE_BYTES];
   vsnprintf(line, MESSAGE_BYTES, fmt, ap);
@@ -112,7 +112,7 @@ void ps__log(ps_log_level level, const char *fmt, ...) {
 }
 
 ps_status ps__fail(ps_status code, const char *fmt, ...) {
-  char line[MESSAGE_BYTES]; /* apart from last_error, which may be one of the arguments */
+  char line[MESSAGE_BYTES]; /* not last_error, which may be one of the arguments */
   va_list ap;
   va_start(ap, fmt);
   format_line(line, fmt, ap);

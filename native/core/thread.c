@@ -28,7 +28,7 @@ struct ps__thread {
   char name[16];
 };
 
-/* threads of the library and the caller's that do not sleep on a timeline */
+/* threads of the library, and the caller's, that do not sleep on a timeline */
 static _Atomic int n_awake = 1;
 
 static void *thread_main(void *arg) {
@@ -43,8 +43,8 @@ static void *thread_main(void *arg) {
   return NULL;
 }
 
-/* The system's usual size (that of ulimit -s), which kernels and their libraries need a part of:
- * where it is tiny, more. */
+/* Kernels and their libraries need some stack. The system's size (ulimit -s) counts, unless it is
+ * tiny. */
 enum { LEAST_STACK_BYTES = 1 << 20 };
 static int start(ps__thread *t) {
   pthread_attr_t attr;
@@ -68,7 +68,7 @@ ps_status ps__thread_start(ps__thread **out, void (*fn)(void *), void *arg, cons
   t->arg = arg;
   sem_init(&t->ready, 0, 0);
   snprintf(t->name, sizeof t->name, "%s", name);
-  sigset_t all, before; /* signals are for the program's own threads */
+  sigset_t all, before; /* the program's own threads handle signals */
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   atomic_fetch_add_explicit(&n_awake, 1, memory_order_relaxed);
@@ -105,13 +105,15 @@ bool ps__cores_idle(void) {
 }
 
 /* ---- timelines ----------------------------------------------------------------------------------
- * A sleeper first lowers next_wake to what it waits for, then looks at value once more; the
- * signaller first stores value, then looks at next_wake. All four are sequentially consistent,
- * so that at least one of the two sees the other. The signaller withdraws next_wake before it
- * changes wake_word: a sleeper whose wish was withdrawn with others' read the old wake_word, so
- * it does not sleep but looks again and, where need be, wishes again. */
+ * A sleeper lowers next_wake to the value that it waits for, then reads value once more. The
+ * signaller stores value, then reads next_wake. All four accesses are sequentially consistent, so
+ * that at least one of the two sees the other's store.
+ *
+ * The signaller resets next_wake before it changes wake_word. A sleeper whose request was reset
+ * with those of others has read the old wake_word. It therefore does not sleep, but checks value
+ * again and, if need be, lowers next_wake again. */
 
-enum { SPINS = 256 }; /* 3 to 12 us: about what sleeping and waking costs */
+enum { SPINS = 256 }; /* 3 to 12 us: about the time of sleeping and waking */
 
 static void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -132,7 +134,7 @@ void ps__timeline_init(ps__timeline *t) {
 }
 
 void ps__timeline_kick(ps__timeline *t) {
-  int saved = errno; /* a signal handler may get here by way of ps_run_cancel() */
+  int saved = errno; /* a signal handler may call this, by ps_run_cancel() */
   atomic_fetch_add(&t->wake_word, 1);
   futex(&t->wake_word, FUTEX_WAKE, INT_MAX);
   errno = saved;
@@ -146,7 +148,7 @@ void ps__timeline_signal(ps__timeline *t, uint64_t value) {
   }
 }
 
-static void wish(ps__timeline *t, uint64_t value) {
+static void request_wake(ps__timeline *t, uint64_t value) {
   uint64_t lowest = atomic_load(&t->next_wake);
   while (value < lowest && !atomic_compare_exchange_weak(&t->next_wake, &lowest, value))
     ;
@@ -162,7 +164,7 @@ bool ps__timeline_wait(ps__timeline *t, uint64_t value, const _Atomic uint32_t *
   }
   for (;;) {
     uint32_t word = atomic_load(&t->wake_word);
-    wish(t, value);
+    request_wake(t, value);
     if (atomic_load(&t->value) >= value)
       return true;
     if (abort_flag && atomic_load(abort_flag) != 0)

@@ -1,10 +1,10 @@
-/* order.c - the order in which windows are visited: a keyed permutation of 0..n-1, computed from
- * the position alone.
+/* order.c - the order in which sequences are read: a keyed permutation of 0..n-1, computed from the
+ * position alone.
  *
- * A balanced Feistel network of 8 rounds over 2h bits, the smallest even number that holds n-1
- * and at least 8; what falls past n walks its cycle until it falls inside ("cycle walking"),
- * which keeps the map a bijection of 0..n-1. The domain is below 4n (256 for small n), so that 4
- * walks are expected at most, each 8 multiplications and shifts. */
+ * The permutation is a balanced Feistel network of 8 rounds over 2h bits: the smallest even number
+ * that holds n-1, at least 8. A result of n or more goes through the network again until it is
+ * below n ("cycle walking"), which keeps the map a bijection of 0..n-1. The domain is below 4n (256
+ * for small n), so that at most 4 passes are expected, each of 8 multiplications and shifts. */
 #include <penstock/data.h>
 
 enum { ROUNDS = 8, MIN_HALF_BITS = 4 };

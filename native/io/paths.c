@@ -1,4 +1,4 @@
-/* paths.c - joining paths; making what was written durable. */
+/* paths.c - joins paths, renames files, and brings them to the disk. */
 #include "io/io.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -39,7 +39,7 @@ ps_status ps__rename(const char *from, const char *to) {
 }
 
 ps_status ps__sync_open_dir(int fd, const char *dir) {
-  /* EINVAL: this file system has no such thing */
+  /* EINVAL: this file system cannot sync directories */
   if (!injected() && (fsync(fd) == 0 || errno == EINVAL))
     return PS_OK;
   return ps__fail(PS_EIO, "%s: bringing it to the disk failed: %s", dir, strerror(errno));

@@ -1,4 +1,4 @@
-/* safetensors.c - reading safetensors: one file, or a directory's set with its index.
+/* safetensors.c - reads safetensors: one file, or a directory's files with their index.
  *
  * A file: u64 little-endian N, N bytes of JSON, then the data to the end of the file. Checked
  * whole before anything is read: N against the file, each tensor's shape times dtype against its
@@ -34,7 +34,7 @@ typedef struct tensor {
   ps_tensor_info info;
   uint64_t begin; /* byte in the file */
   uint32_t file;
-  bool mapped; /* the index has named it */
+  bool mapped; /* the index names it */
 } tensor;
 
 struct ps_tensor_file {
@@ -67,7 +67,7 @@ static ps_status no_memory(const char *path) {
 
 /* ---- one tensor of a header ------------------------------------------------------------------ */
 
-/* A tensor's entry as it is read, before it is judged. */
+/* A tensor's entry as it is read, before it is checked. */
 typedef struct entry {
   const char *path, *name;
   bool has_dtype, has_shape, has_offsets;
@@ -343,7 +343,7 @@ static ps_status check_header(data_file *d, uint64_t file_bytes) {
   return PS_OK;
 }
 
-/* Opens the file; takes @path over, also on failure. */
+/* Opens the file. Frees @path or keeps it, on failure too. */
 static ps_status add_file(ps_tensor_file *f, char *path) {
   void *files = f->files;
   bool grown = ps__grow(&files, f->n_files, &f->cap_files, sizeof *f->files);
@@ -365,7 +365,7 @@ static ps_status add_file(ps_tensor_file *f, char *path) {
   return st;
 }
 
-/* ---- a directory's set ----------------------------------------------------------------------- */
+/* ---- the files of a directory ---------------------------------------------------------------- */
 
 static int compare_names(const void *a, const void *b, void *tensors) {
   const tensor *t = tensors;
@@ -395,7 +395,7 @@ static const char *base_name(const char *path) {
 }
 
 /* ---- an index ----
- * Read twice: first for the files that it names, then for what it says of each tensor. */
+ * It is read twice: first for the files that it names, then for the file of each tensor. */
 
 typedef struct weight_index {
   const char *path;
@@ -449,8 +449,8 @@ static ps_status check_mapped(ps_tensor_file *f, const ps__json_event *e, const 
   return PS_OK;
 }
 
-/* Every entry of the map goes into @list, or where that is NULL is checked against the tensors
- * of @f. */
+/* Adds every entry of the map to @list. Where @list is NULL, checks it against the tensors of
+ * @f. */
 static ps_status scan_map(ps__json_scan *s, ps_tensor_file *f, names *list, const weight_index *x) {
   ps__json_event e;
   size_t n = 0;
@@ -527,8 +527,8 @@ static ps_status open_index(ps_tensor_file *f, const char *dir, const char *inde
   return st;
 }
 
-/* As transformers: model.safetensors when it is there, else the index; before them what has not
- * moved to its place (ps__model_path). */
+/* Opens model.safetensors if it exists, else the index, as transformers does. Files of a save that
+ * was cut off come first (ps__model_path). */
 static ps_status open_dir(ps_tensor_file *f, const char *dir) {
   static const char *const entries[] = {PS__MODEL_PENDING "/model.safetensors",
                                         PS__MODEL_PENDING "/model.safetensors.index.json",

@@ -1,7 +1,8 @@
-/* safetensors_write.c - writing safetensors files, one or sharded with an index, streaming.
+/* safetensors_write.c - writes a safetensors file, or several with an index.
  *
- * All headers follow from the specs, so the data is written straight behind them, piece by
- * piece, into a stage (stage.c), whose files replace an earlier save's together. */
+ * All headers follow from the specs. A file's header is therefore written first, and its data after
+ * it, piece by piece. The files lie in a stage (stage.c), which replaces those of an earlier
+ * save. */
 #include <penstock/checkpoint.h>
 
 #include "io/io.h"
@@ -17,7 +18,7 @@
 enum { MAX_SHARDS = 99999 };
 
 typedef struct shard {
-  char *path;        /* that it will have: for messages */
+  char *path;        /* its final path, for messages */
   uint64_t first, n; /* of the specs */
   uint64_t bytes;    /* of data */
 } shard;
@@ -45,7 +46,7 @@ static ps_status no_memory(const char *dir) {
   return ps__fail(PS_ENOMEM, "%s: no memory left to prepare writing", dir);
 }
 
-/* Our own JSON was refused when it was read back. */
+/* The JSON that was written could not be read back. */
 static ps_status bad_names(const char *dir) {
   return ps__fail(PS_EINVAL,
                   "%s: names of tensors and of metadata must be UTF-8, and each used once (%s)",
@@ -134,8 +135,8 @@ static void shard_name(const ps_tensor_writer *w, size_t k, char *buf, size_t by
     snprintf(buf, bytes, "%s-%05zu-of-%05zu.safetensors", w->stem, k + 1, w->n_shards);
 }
 
-/* N, the JSON and spaces up to a multiple of 8. The JSON is read back strictly: that refuses
- * names that are not UTF-8. */
+/* Makes a header: its length, the JSON, and spaces up to a multiple of 8. The JSON is read back by
+ * the strict reader, which refuses names that are not UTF-8. */
 static ps_status make_header(ps_tensor_writer *w, size_t k) {
   const shard *s = &w->shards[k];
   uint64_t at = 0;
@@ -187,7 +188,8 @@ static ps_status make_header(ps_tensor_writer *w, size_t k) {
   return st;
 }
 
-/* The index; made for one file too, since reading it back finds a name that is used twice. */
+/* Makes the index. It is made for a single file too, because reading it back finds duplicate
+ * names. */
 static ps_status make_index(ps_tensor_writer *w) {
   uint64_t total = 0;
   char name[300];
@@ -235,8 +237,8 @@ static ps_status plan_files(ps_tensor_writer *w) {
   return make_index(w);
 }
 
-/* There is a stage, and room for all. Files that will be replaced count as used: they stay until
- * the end. */
+/* Opens the stage, and checks that the disk has room. Files that will be replaced stay until the
+ * end, and so do not count as free. */
 static ps_status prepare_place(ps_tensor_writer *w) {
   uint64_t need = w->index_bytes;
   struct statvfs fs;
@@ -354,7 +356,7 @@ static ps_status write_index(ps_tensor_writer *w) {
   return close_file(fd, path, ps__write_all(fd, path, w->index_text, w->index_bytes));
 }
 
-/* Trailing shards of empty tensors get their files here: no byte of data led to them. */
+/* Writes the last shards where they have only empty tensors, which no data has begun. */
 static ps_status finish_data(ps_tensor_writer *w) {
   for (;;) {
     const shard *s = &w->shards[w->at];

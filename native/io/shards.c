@@ -73,7 +73,7 @@ static ps_status parse_penstock(token_shard *s, const uint32_t h[16]) {
   return PS_OK;
 }
 
-/* What word 6 of a BIN.TOK header says of masks: llmq's first writer left its fill there. */
+/* What word 6 of a BIN.TOK header says of masks. MASKS_UNSAID: llmq's first writer left no flag. */
 typedef enum masks { MASKS_NONE = 0, MASKS = 1, MASKS_UNSAID = 2 } masks;
 
 static ps_status parse_bintok(token_shard *s, const uint32_t h[16], masks *m) {
@@ -123,8 +123,8 @@ static ps_status parse_header(token_shard *s, const unsigned char raw[HEADER_BYT
   return PS_OK;
 }
 
-/* The file's length must be what the header says; where the header does not say whether there
- * are masks, the length does. */
+/* The file's length must be what the header says. Where the header does not say whether there are
+ * masks, the length decides. */
 static ps_status check_length(token_shard *s, masks m) {
   uint64_t plain, masked;
   if (__builtin_mul_overflow(s->n_tokens, (uint64_t)s->token_bytes, &plain) ||
@@ -168,8 +168,9 @@ static ps_status past_vocabulary(const ps_dataset *ds, const token_shard *s, uin
       s->path, i, id, ds->vocab_size);
 }
 
-/* Tokens [first, first + n), each checked before it is used: the i-th of them is @tokens[i], and
- * for i > 0 @targets[i - 1]. Both are NULL, or have room for n - 1. */
+/* Reads and checks tokens [first, first + n). The i-th of them goes to @tokens[i] and, for i > 0,
+ * to
+ * @targets[i - 1]. Both are NULL, or have room for n - 1. */
 static ps_status read_tokens(const ps_dataset *ds, const token_shard *s, int fd, uint64_t first,
                              uint64_t n, int32_t *tokens, int32_t *targets) {
   uint8_t piece[PIECE_BYTES];
@@ -192,7 +193,7 @@ static ps_status read_tokens(const ps_dataset *ds, const token_shard *s, int fd,
   return PS_OK;
 }
 
-/* -1 for each of tokens [first, first + n) that the masks make no target. */
+/* Sets the targets of those of tokens [first, first + n) that are masked to -1. */
 static ps_status read_masks(const token_shard *s, int fd, uint64_t first, uint64_t n,
                             int32_t *targets) {
   uint8_t piece[PIECE_BYTES];
@@ -226,7 +227,7 @@ static ps_status check_shard(const ps_dataset *ds, token_shard *s, const struct 
                      NULL);
 }
 
-/* Takes @path over, also on failure. */
+/* Frees @path or keeps it, on failure too. */
 static ps_status add_shard(ps_dataset *ds, char *path) {
   void *shards = ds->shards;
   bool grown = ps__grow(&shards, ds->n, &ds->cap, sizeof *ds->shards);
@@ -253,7 +254,7 @@ static int by_text(const void *a, const void *b) {
   return strcmp(*(char *const *)a, *(char *const *)b);
 }
 
-/* The *.bin of a folder, sorted by name; names freed by the caller, also on failure. */
+/* Lists the *.bin files of a folder, sorted by name. The caller frees the names, on failure too. */
 static ps_status list_folder(const char *folder, char ***names, size_t *n) {
   size_t cap = 0;
   DIR *d = opendir(folder);
@@ -371,7 +372,8 @@ uint64_t ps_dataset_n_sequences(const ps_dataset *ds, uint64_t seq_len) {
   return sum;
 }
 
-/* The shard's descriptor; one that is opened for the call must be of the file that was checked. */
+/* The shard's descriptor. Where the file is opened for this call, it must be the one that was
+ * checked. */
 static ps_status take_fd(const token_shard *s, int *fd) {
   struct stat sb;
   *fd = s->fd;
@@ -381,14 +383,13 @@ static ps_status take_fd(const token_shard *s, int *fd) {
   if (sb.st_dev == s->device && sb.st_ino == s->inode && (uint64_t)sb.st_size == s->file_bytes)
     return PS_OK;
   close(*fd);
-  return ps__fail(
-      PS_EIO,
-      "%s: is not the file of %" PRIu64
-      " bytes any more that was opened: leave shards as they are while a run reads them",
-      s->path, s->file_bytes);
+  return ps__fail(PS_EIO,
+                  "%s: is no longer the file of %" PRIu64
+                  " bytes that was opened: do not change shards while a run reads them",
+                  s->path, s->file_bytes);
 }
 
-/* A read that failed, with a better reason where there is one. */
+/* Replaces the error of a failed read by a clearer one, if the file was cut off. */
 static ps_status why_not_read(const token_shard *s, int fd, ps_status st) {
   struct stat sb;
   if (st != PS_EIO || fstat(fd, &sb) != 0 || (uint64_t)sb.st_size >= s->file_bytes)
@@ -409,8 +410,8 @@ ps_status ps_dataset_read(ps_dataset *ds, uint64_t seq_len, uint64_t idx, int32_
     left -= windows(&ds->shards[k++], seq_len);
   if (k == ds->n)
     return ps__fail(PS_EINVAL,
-                    "sequence %" PRIu64 " was asked for: the data has %" PRIu64 " of %" PRIu64
-                    " tokens",
+                    "sequence %" PRIu64 " does not exist: the data has %" PRIu64
+                    " sequences of %" PRIu64 " tokens",
                     idx, ps_dataset_n_sequences(ds, seq_len), seq_len);
   const token_shard *s = &ds->shards[k];
   int fd;
