@@ -67,9 +67,8 @@ def command_of(case, args, folder, run_dir):
     model, seq_len, device, host, tokens, _, options = parse(case)
     folder.mkdir(parents=True)
     config = json.loads((ROOT / f"models/{model}.json").read_text())
-    config["max_position_embeddings"] = max(
-        seq_len, config["max_position_embeddings"]
-    )  # only the shape matters here, not what the model was trained for
+    # only the shape matters here, not what the model was trained for
+    config["max_position_embeddings"] = max(seq_len, config["max_position_embeddings"])
     (folder / "config.json").write_text(json.dumps(config))
     options = {
         "steps": "5",

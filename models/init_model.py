@@ -55,9 +55,8 @@ ARCHITECTURES = {
 DTYPES = {"bf16": ("BF16", 2, "bfloat16"), "fp32": ("F32", 4, "float32")}
 TOKENIZER_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
-Tensor = collections.namedtuple(
-    "Tensor", "name shape kind"
-)  # kind: "ones", "zeros", or the standard deviation
+# kind: "ones", "zeros", or the standard deviation
+Tensor = collections.namedtuple("Tensor", "name shape kind")
 
 
 class BadInput(Exception):
@@ -148,9 +147,8 @@ def read_sizes(path, cfg, kind):
         size("num_hidden_layers", limit=4096),
         size("num_attention_heads", limit=1 << 14),
     )
-    absent = (
-        32 if kind != "llama" and "num_key_value_heads" not in cfg else s.heads
-    )  # the defaults of transformers
+    # the defaults of transformers
+    absent = 32 if kind != "llama" and "num_key_value_heads" not in cfg else s.heads
     s.kv_heads = size("num_key_value_heads", absent, limit=1 << 14)
     head_dim = 128 if kind == "qwen3" and "head_dim" not in cfg else None
     if head_dim is None and cfg.get("head_dim") is None:
@@ -550,9 +548,8 @@ def exchange(a, b):
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
-    if (
-        libc.renameat2(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0
-    ):  # AT_FDCWD, RENAME_EXCHANGE
+    at_cwd, rename_exchange = -100, 2
+    if libc.renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), rename_exchange) == 0:
         return True
     if ctypes.get_errno() in REFUSED:
         return False

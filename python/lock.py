@@ -37,9 +37,8 @@ def resolve(source, name, options):
     """What uv finds for the .in file, as pylock.toml lists it."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / f"pylock.{name}.toml"
-        kept = (
-            HERE / f"requirements-{'test' if name == 'runtime' else name}.txt"
-        )  # one version of a package in both
+        # a package has one version in both files
+        kept = HERE / f"requirements-{'test' if name == 'runtime' else name}.txt"
         subprocess.run(
             [
                 "uv",

@@ -22,9 +22,8 @@ from setuptools.command.build_py import build_py
 from setuptools.dist import Distribution
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = os.environ.get(
-    "PENSTOCK_INSTALL_BUILD", "build/install"
-)  # as make gets it: make cannot take the whole path if it has spaces
+# relative, as make gets it: make cannot take a whole path that has spaces
+FOLDER = os.environ.get("PENSTOCK_INSTALL_BUILD", "build/install")
 BUILD = ROOT / FOLDER
 
 
@@ -53,9 +52,8 @@ class BuildWithLibrary(build_py):
             target = Path(self.build_lib) / "penstock" / "_native"
             target.mkdir(parents=True, exist_ok=True)
             for path in [*sorted((BUILD / "lib").iterdir()), BUILD / "bin" / "penstock"]:
-                if (
-                    path.suffix != ".a" and not path.is_symlink()
-                ):  # links lead to NVIDIA's libraries
+                # links lead to NVIDIA's libraries
+                if path.suffix != ".a" and not path.is_symlink():
                     shutil.copy2(path, target / path.name)
             shutil.copy2(ROOT / "LICENSE", target / "LICENSE")
             (target / "LICENSE-OpenBLAS").write_text(metadata("scipy-openblas32")["License"])

@@ -260,7 +260,7 @@ def test_more_shards_than_may_be_open_are_read(tmp_path):
         with pytest.raises(ps.Failed) as e:
             ds.read(2, 299)
         assert e.value.code == ps.EIO
-        ps.one_sentence(e.value.message, tmp_path / "299.bin", "not the file")
+        ps.one_sentence(e.value.message, tmp_path / "299.bin", "no longer the file")
         os.truncate(tmp_path / "000.bin", 1026)
         with pytest.raises(ps.Failed) as e:
             ds.read(2, 0)

@@ -239,7 +239,7 @@ static void print_options(const cli_command *c) {
   printf("\nexample:\n  %s\n", c->example);
 }
 
-/* One option at argv[*i]; moves *i to its last word. */
+/* Parses the option at argv[*i], and moves *i to its last word. */
 static int parse_option(const cli_command *c, int argc, char **argv, int *i) {
   char name[64];
   const char *word = argv[*i] + 2, *equals = strchr(word, '=');

@@ -129,7 +129,7 @@ static ps_train_config train_config(const cli_job *job, ps_dataset *ds) {
 
 /* ---- output files ---------------------------------------------------------------------------- */
 
-/* Folders, the lock, plan.json and an empty metrics.jsonl. */
+/* Makes and locks the run directory; writes plan.json and an empty metrics.jsonl. */
 static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics, int *lock) {
   int failed = cli_folder_make(job->run_dir);
   if (failed)

@@ -116,7 +116,7 @@ uint32_t ps__n_cpus(void) {
   walk_cgroup("/sys/fs/cgroup", "", cpu_quota_v2, &cpus);
   walk_cgroup("/sys/fs/cgroup/cpu", "cpu", cpu_quota_v1, &cpus);
   uint32_t n = (uint32_t)cpus;
-  n += (double)n < cpus; /* a part of a CPU is one too */
+  n += (double)n < cpus; /* a quota of a part of a CPU counts as one */
   return n ? n : 1;
 }
 

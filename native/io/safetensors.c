@@ -17,9 +17,9 @@
 #include <unistd.h>
 
 enum {
-  /* of a set: 26 MB of memory. The largest model that a config may describe has 49,155 */
+  /* takes 26 MB of memory; the largest model that a config may describe has 49,155 tensors */
   MAX_TENSORS = 1 << 17,
-  MAX_TEXT = 1 << 20, /* bytes of a name, or of a value of the metadata */
+  MAX_TEXT = 1 << 20, /* bytes of a name or of a metadata value */
   MAX_FILES = 1 << 16
 };
 
@@ -32,7 +32,7 @@ typedef struct data_file {
 typedef struct tensor {
   char *name;
   ps_tensor_info info;
-  uint64_t begin; /* byte in the file */
+  uint64_t begin; /* the byte of the file where its data begins */
   uint32_t file;
   bool mapped; /* the index names it */
 } tensor;
@@ -188,7 +188,7 @@ static ps_status check_shape_and_dtype(const entry *t, ps_tensor_info *info) {
   return PS_OK;
 }
 
-/* Fills everything of *out but its name; begin relative to the data. */
+/* Fills in *out, but for its name. Its begin is then relative to the start of all data. */
 static ps_status check_entry(const entry *t, uint64_t data_bytes, tensor *out) {
   const uint64_t begin = t->offset[0], end = t->offset[1];
   PS_TRY(check_shape_and_dtype(t, &out->info));
@@ -235,7 +235,7 @@ static int by_range(const void *a, const void *b) {
   return (x->info.bytes > y->info.bytes) - (x->info.bytes < y->info.bytes);
 }
 
-/* The tensors [from, n) of the file, sorted by place, cover its data exactly. */
+/* Checks that the file's tensors, sorted by place, cover its data without a hole or an overlap. */
 static ps_status check_coverage(const char *path, const tensor *t, size_t n, uint64_t data_bytes) {
   uint64_t at = 0;
   for (size_t i = 0; i < n; i++) {

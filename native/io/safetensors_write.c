@@ -19,25 +19,25 @@ enum { MAX_SHARDS = 99999 };
 
 typedef struct shard {
   char *path;        /* its final path, for messages */
-  uint64_t first, n; /* of the specs */
-  uint64_t bytes;    /* of data */
+  uint64_t first, n; /* its specs are [first, first + n) */
+  uint64_t bytes;    /* of its data */
 } shard;
 
 struct ps_tensor_writer {
   char *dir, *stem;
   ps__stage *stage;
   bool own_stage;
-  ps_tensor_spec *specs; /* names copied */
+  ps_tensor_spec *specs; /* names are copies */
   uint64_t n;
-  const char *const *meta; /* borrowed: used by create only */
+  const char *const *meta; /* borrowed, until create returns */
   uint32_t n_meta;
   shard *shards;
   size_t n_shards, cap_shards;
-  char *index_text; /* NULL when there is one file */
+  char *index_text; /* NULL where there is one file */
   size_t index_bytes;
-  int fd;           /* of the shard being written */
-  size_t at;        /* that shard */
-  uint64_t written; /* of its data */
+  size_t at;        /* the shard that is being written */
+  int fd;           /* open on that shard; -1: writing has failed or not begun */
+  uint64_t written; /* bytes of that shard's data */
   char **headers;
   size_t *header_bytes;
 };

@@ -1,9 +1,9 @@
-/* shards.c - token shards of several producers, read window by window.
+/* shards.c - reads token shards of several formats, sequence by sequence.
  *
- * Windows are read with pread() in small pieces through the stack: a data set of any size costs
- * no memory, in whatever order it is visited. (A mapping cannot promise that: one fault maps as
- * much as the kernel likes, whole folios of the page cache.) A shard that is cut off while it is
- * in use is an error of the window that is missing. */
+ * Sequences are read by pread() in small pieces on the stack. A dataset of any size thus costs no
+ * memory, in whatever order it is read. (A mapping cannot promise that: a page fault maps as much
+ * of the page cache as the kernel decides.) Where a shard is cut off while it is in use, only
+ * reading a missing sequence fails. */
 #include <penstock/data.h>
 
 #include "io/io.h"
@@ -19,22 +19,21 @@
 enum {
   HEADER_BYTES = 1024,
   CHECK_TOKENS = 1 << 20,
-  PIECE_BYTES = 1 << 14, /* of stack */
-  /* shards whose descriptor stays open: a process may have 1,024; the others are opened for
-   * each window */
+  PIECE_BYTES = 1 << 14, /* read at a time, on the stack */
+  /* Shards that stay open, of the 1,024 files that a process may have. Others are opened for each
+   * sequence. */
   KEPT_OPEN = 256
 };
 
 typedef struct token_shard {
   char *path;
-  int fd; /* -1: opened for each window */
+  int fd; /* -1: opened for each sequence */
   uint64_t file_bytes, n_tokens;
-  dev_t device; /* with the inode: whether the path still names this file */
+  dev_t device; /* device and inode tell whether the path still names this file */
   ino_t inode;
   uint32_t token_bytes; /* 2 or 4 */
-  bool signed_ids;      /* for messages: the format's tokens are int32 */
-  /* byte of the file: one bit a token, 0: no target; 0 when there are none */
-  uint64_t mask_at;
+  bool signed_ids;      /* the format's tokens are int32; for messages */
+  uint64_t mask_at;     /* the byte of the file where the masks begin; 0: it has none */
 } token_shard;
 
 struct ps_dataset {

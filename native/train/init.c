@@ -9,7 +9,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { PIECE = 1 << 16 }; /* elements of a task, even */
+enum { PIECE = 1 << 16 }; /* elements a task; even, as elements come in pairs */
 static const double STD = 0.02;
 
 typedef struct init_job {

@@ -330,30 +330,34 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
 
 /* ---- stepping -------------------------------------------------------------------------------- */
 
-static ps_status stick(ps_trainer *t, ps_status st) {
-  if (t->sticky == PS_OK) {
-    t->sticky = st;
-    char *why = t->sticky_message;
-    const size_t all = sizeof t->sticky_message, amid = 160; /* room for the addition below */
-    snprintf(why, all - amid, "%s", ps_last_error());
-    if (t->run)
-      ps__run_rest(t->run); /* from here on weights may be read and saved */
-    if ((st == PS_EDEVICE || st == PS_ECANCELLED) &&
-        atomic_load(&t->updating) > atomic_load(&t->ended))
-      snprintf(
-          why + strlen(why), amid,
-          "; this was during a step's updates: some weights, also in a model that is saved now, "
-          "may be one step ahead of the others");
-    ps_param_info p;
-    if (st == PS_ENUMERIC && ps__trainer_find_nonfinite(t, &p))
-      snprintf(why, all,
-               t->n_reported
-                   ? "step %llu: %s has weights that are not finite since the step "
-                     "before: lower --lr, or add --warmup-steps"
-                   : "step %llu: %s had weights that are not finite before training: this "
-                     "model is damaged, take another one",
-               (unsigned long long)(t->cfg.first_step + t->n_reported), p.name);
-  }
+/* Keeps the error that stops the trainer, and adds what it means for the weights. */
+static void keep_error(ps_trainer *t, ps_status st) {
+  enum { ADDED = 160 }; /* bytes that are left for the addition */
+  char *message = t->sticky_message;
+  const size_t bytes = sizeof t->sticky_message;
+  ps_param_info p;
+  t->sticky = st;
+  snprintf(message, bytes - ADDED, "%s", ps_last_error());
+  if (t->run)
+    ps__run_rest(t->run); /* from here on weights may be read and saved */
+  if ((st == PS_EDEVICE || st == PS_ECANCELLED) &&
+      atomic_load(&t->updating) > atomic_load(&t->ended))
+    snprintf(message + strlen(message), ADDED,
+             "; this was during a step's updates: some weights, also in a model that is saved now, "
+             "may be one step ahead of the others");
+  if (st == PS_ENUMERIC && ps__trainer_find_nonfinite(t, &p))
+    snprintf(message, bytes,
+             t->n_reported ? "step %llu: %s has weights that are not finite since the step before: "
+                             "lower --lr, or add --warmup-steps"
+                           : "step %llu: %s had weights that are not finite before training: this "
+                             "model is damaged, take another one",
+             (unsigned long long)(t->cfg.first_step + t->n_reported), p.name);
+}
+
+/* Stops the trainer with @st, unless an earlier error has stopped it; returns the first error. */
+static ps_status stop(ps_trainer *t, ps_status st) {
+  if (t->sticky == PS_OK)
+    keep_error(t, st);
   return ps__fail(t->sticky, "%s", t->sticky_message);
 }
 
@@ -370,7 +374,7 @@ ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {
     return ps__fail(PS_EINVAL, "ps_trainer_submit: no trainer");
   PS_TRY(outside_ops(t));
   if (t->sticky != PS_OK)
-    return stick(t, t->sticky);
+    return stop(t, t->sticky);
   if (n > PS__RING || t->n_submitted + n - t->n_reported > PS__RING)
     return ps__fail(PS_EBUSY,
                     "%llu steps are in flight and %llu more are submitted: at most %d may be in "
@@ -385,7 +389,7 @@ ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {
     st = ps_run_submit(t->run, n);
   /* Where earlier steps are not reported yet, the wait for the failed step returns the error. */
   if (st != PS_OK && t->n_reported == t->n_submitted)
-    return stick(t, st);
+    return stop(t, st);
   t->n_submitted += n;
   return PS_OK;
 }
@@ -422,7 +426,7 @@ ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
     return ps__fail(PS_EINVAL, "ps_trainer_wait: trainer and out must be given");
   PS_TRY(outside_ops(t));
   if (t->sticky != PS_OK)
-    return stick(t, t->sticky);
+    return stop(t, t->sticky);
   if (t->n_reported == t->n_submitted)
     return ps__fail(PS_ESTATE, "ps_trainer_wait: no step was submitted");
   const ps_status st = ps_run_wait(t->run, t->n_reported + 1);
@@ -431,7 +435,7 @@ ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
   /* Once its report ran, all weights of a step are in host memory. What was stopped after that is
    * only moments, and copies that nobody reads any more. */
   if (st != PS_OK && atomic_load(&t->ended) <= t->n_reported)
-    return stick(t, st);
+    return stop(t, st);
   fill_metrics(t, out);
   t->last_end_ns = t->ring[t->n_reported % PS__RING].end_ns;
   t->n_reported++;

@@ -23,9 +23,8 @@ def main(model_dir: str, shards: str, out: str, steps: str = "8") -> list[float]
 
     smallest, _ = Plan.smallest(model, seq_len=SEQ_LEN)
     roomy = Plan(model, seq_len=SEQ_LEN)
-    cap = (
-        smallest + roomy.report["device_used_bytes"]
-    ) // 2  # halfway between what is needed and what would be welcome
+    # halfway between the smallest plan and a plan without a cap
+    cap = (smallest + roomy.report["device_used_bytes"]) // 2
     try:
         Plan(model, seq_len=SEQ_LEN, device_mem=smallest - 1)
     except BudgetError as refusal:

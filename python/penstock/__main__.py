@@ -9,10 +9,8 @@ from ._lib import LIBRARY, _library_path
 
 def main():
     library = _library_path()
-    places = [
-        library.parent / "penstock",
-        library.parent.parent / "bin" / "penstock",
-    ]  # in the package; in a build folder
+    # in the package; in a build folder
+    places = [library.parent / "penstock", library.parent.parent / "bin" / "penstock"]
     program = next((p for p in places if p.exists()), None)
     if program is None:
         sys.exit(

@@ -90,10 +90,8 @@ class ActiveHandle(Handle):
     def __init__(self, kind: str, ptr, destroy, uses=(), cancel=None, at_rest=None, keep=None):
         super().__init__(kind, ptr, destroy, uses)
         self._process, self._cancel, self._at_rest, self._keep = os.getpid(), cancel, at_rest, keep
-        self._turn, self._beside = (
-            threading.RLock(),
-            threading.RLock(),
-        )  # reentrant, for a signal handler that makes a call inside a call
+        # reentrant, for a signal handler that makes a call inside a call
+        self._turn, self._beside = threading.RLock(), threading.RLock()
         _active.add(self)
 
     def _check_process(self) -> None:

@@ -135,9 +135,8 @@ def read_header(path: str | os.PathLike) -> ShardHeader:
             )
         header = ShardHeader("bin.tok", h[4], i4, h[5] if h[2] == 2 else 0, h[6] == 1)
         masked = dataclasses.replace(header, has_masks=True)
-        if (
-            h[6] > 1 and size == masked.file_bytes
-        ):  # llmq's first writer left no flag there: the file's length decides
+        # llmq's first writer left no flag in h[6]: the file's length decides
+        if h[6] > 1 and size == masked.file_bytes:
             header = masked
     elif h[:2] == [20240520, 1]:
         header = ShardHeader("llmc-gpt2", h[2], u2, 0)
@@ -489,6 +488,26 @@ def _batches(reader: Reader) -> Iterator[list[tuple[int, str]]]:
         yield batch
 
 
+def _check_options(
+    out: Path, format: str, shard_tokens: int, val_fraction: float, force: bool
+) -> list[Path]:
+    """Refuse options that are out of range. Returns the files of the data set that `out` has."""
+    if format not in WRITABLE:
+        raise DataError(f"format {format!r} is unknown: give one of {', '.join(WRITABLE)}")
+    limit = WRITABLE[format][2]
+    if not 2 <= shard_tokens <= limit:
+        raise DataError(f"{shard_tokens} tokens a shard: give 2 to {limit}")
+    if not 0.0 <= val_fraction < 1.0:
+        raise DataError(f"the validation fraction {val_fraction} is not at least 0 and below 1")
+    old = _existing(out)
+    if old and not force:
+        raise DataError(
+            f"{out} already has a data set ({old[0].name}): choose another folder, or replace it "
+            "with --force"
+        )
+    return old
+
+
 def write_shards(
     files: Iterable[str | os.PathLike],
     out: str | os.PathLike,
@@ -509,20 +528,8 @@ def write_shards(
     force replaces a data set that `out` has; without force such a data set is an error. extra_files
     are written too, by name. Returns the contents of dataset.json, and under "skipped" the files
     that were passed over because they are not UTF-8."""
-    if format not in WRITABLE:
-        raise DataError(f"format {format!r} is unknown: give one of {', '.join(WRITABLE)}")
-    limit = WRITABLE[format][2]
-    if not 2 <= shard_tokens <= limit:
-        raise DataError(f"{shard_tokens} tokens a shard: give 2 to {limit}")
-    if not 0.0 <= val_fraction < 1.0:
-        raise DataError(f"the validation fraction {val_fraction} is not at least 0 and below 1")
     out = Path(out)
-    old = _existing(out)
-    if old and not force:
-        raise DataError(
-            f"{out} already has a data set ({old[0].name}): choose another folder, or replace it "
-            "with --force"
-        )
+    old = _check_options(out, format, shard_tokens, val_fraction, force)
     eos_token, eos_id = find_eos(tokenizer, eos)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     token_dtype(format, vocab_size)

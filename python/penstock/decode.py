@@ -140,9 +140,8 @@ def generate(
     logits = decoder.feed(ids)
     while len(out) < n:
         if temperature > 0:
-            noise = -np.log(
-                -np.log(rng.random(logits.shape))
-            )  # Gumbel: the largest sum is a draw from the softmax
+            # Gumbel noise: the largest sum is a draw from the softmax
+            noise = -np.log(-np.log(rng.random(logits.shape)))
             token = int(np.argmax(logits / temperature + noise))
         else:
             token = int(np.argmax(logits))

@@ -208,43 +208,11 @@ def sample(model: Path, out: Path) -> None:
     keep(out, ("\n" + "-" * 40 + "\n").join(samples))
 
 
-def run(args) -> None:
-    build = Path(args.build).resolve()
-    out, binary = (
-        Path(args.out).resolve() if args.out else build / "demo",
-        build / "bin" / "penstock",
-    )
-    if not binary.exists():
-        raise DemoError(f"{binary} is missing: run make")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-
-    console.rule("1. text, tokenizer, shards")
-    about = make_data([Path(p) for p in args.text] or standard_library(), out / "data")
-    console.rule("2. a model")
-    make_model(out / "data", out / "init")
-    console.print(call(binary, "info", "--model", out / "init", "--seq-len", SEQ_LEN).strip())
-    console.rule("3. two memory caps that are too small")
-    cache = tempfile.TemporaryDirectory(
-        prefix="penstock-demo-"
-    )  # the demo measures for two seconds; the user's own rates, measured for longer, are kept
-    os.environ["XDG_CACHE_HOME"] = cache.name
-    call(binary, "profile", "--seconds", 2)
-    shape = [
-        "--model",
-        out / "init",
-        "--seq-len",
-        SEQ_LEN,
-        "--tokens-per-step",
-        TOKENS_PER_STEP,
-        "--recipe",
-        args.recipe,
-    ]
-    device, host, plan = choose_caps([binary, "plan", *shape, "--json", "--quiet"])
-    console.rule("4. training")
-    steps = args.steps or max(
-        FEWEST_STEPS, min(MOST_STEPS, int(TRAINING_SECONDS / plan["predicted_step_s"]))
-    )
+def train(
+    binary: Path, shape: list, caps: tuple[int, int], out: Path, about: dict, steps: int
+) -> dict:
+    """Train with the native binary. Returns its summary."""
+    device, host = caps
     trained = subprocess.run(
         [
             str(c)
@@ -282,7 +250,46 @@ def run(args) -> None:
     )
     if trained.returncode:
         raise SystemExit(trained.returncode)
-    summary = json.loads(trained.stdout)
+    return json.loads(trained.stdout)
+
+
+def run(args) -> None:
+    build = Path(args.build).resolve()
+    out, binary = (
+        Path(args.out).resolve() if args.out else build / "demo",
+        build / "bin" / "penstock",
+    )
+    if not binary.exists():
+        raise DemoError(f"{binary} is missing: run make")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+
+    console.rule("1. text, tokenizer, shards")
+    about = make_data([Path(p) for p in args.text] or standard_library(), out / "data")
+    console.rule("2. a model")
+    make_model(out / "data", out / "init")
+    console.print(call(binary, "info", "--model", out / "init", "--seq-len", SEQ_LEN).strip())
+    console.rule("3. two memory caps that are too small")
+    # The demo measures for two seconds. The user's own rates, measured for longer, are kept.
+    cache = tempfile.TemporaryDirectory(prefix="penstock-demo-")
+    os.environ["XDG_CACHE_HOME"] = cache.name
+    call(binary, "profile", "--seconds", 2)
+    shape = [
+        "--model",
+        out / "init",
+        "--seq-len",
+        SEQ_LEN,
+        "--tokens-per-step",
+        TOKENS_PER_STEP,
+        "--recipe",
+        args.recipe,
+    ]
+    device, host, plan = choose_caps([binary, "plan", *shape, "--json", "--quiet"])
+    console.rule("4. training")
+    steps = args.steps or max(
+        FEWEST_STEPS, min(MOST_STEPS, int(TRAINING_SECONDS / plan["predicted_step_s"]))
+    )
+    summary = train(binary, shape, (device, host), out, about, steps)
     console.rule("5. what happened")
     report(out, summary)
     console.rule("6. text from the trained model")

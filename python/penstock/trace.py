@@ -195,9 +195,10 @@ def plot(timeline: Timeline, path, title: str = "") -> None:
             axes.broken_barh(
                 list(zip(start, mine["end_s"] - first - start)), (i - 0.4, 0.8), facecolors=colour
             )
+        # until the stream came to its first traced op
         before = (
             (on_stream["start_s"] - on_stream["wait_s"]).min() - first if len(on_stream) else 0.0
-        )  # the stream came to its first traced op
+        )
         if before > 0:
             earlier = axes.broken_barh(
                 [(0, before)], (i - 0.4, 0.8), facecolors="0.92", hatch="//", edgecolor="0.8"
