@@ -14,6 +14,12 @@
 
 enum { ALIGN_ELEMENTS = 64 };
 
+/* The parameters of a block; 0: the configuration's family is unknown (ps_model_config_check()). */
+static uint32_t block_layout(const ps_model_config *c, ps__param_def s[PS__MAX_UNIT_PARAMS]) {
+  const ps__family *family = ps__family_at(c->family);
+  return family ? family->block_params(c, s) : 0;
+}
+
 static uint32_t unit_layout(const ps_model_config *c, uint32_t unit,
                             ps__param_def s[PS__MAX_UNIT_PARAMS]) {
   if (unit == 0) {
@@ -22,7 +28,7 @@ static uint32_t unit_layout(const ps_model_config *c, uint32_t unit,
     return 1;
   }
   if (unit <= c->n_layers)
-    return ps__family_at(c->family)->block_params(c, s);
+    return block_layout(c, s);
   s[0] = (ps__param_def){"model.norm.weight", PS_PARAM_NORM, 1, c->dim, 1, false};
   s[1] = (ps__param_def){"lm_head.weight", PS_PARAM_MATRIX, 2, c->vocab_size, c->dim, false};
   return c->tied_embeddings ? 1 : 2;
@@ -52,14 +58,14 @@ uint64_t ps_model_unit_elements(const ps_model_config *cfg, uint32_t unit) {
 
 uint32_t ps_model_n_params(const ps_model_config *cfg) {
   ps__param_def s[PS__MAX_UNIT_PARAMS];
-  return 1 + cfg->n_layers * ps__family_at(cfg->family)->block_params(cfg, s) +
-         (cfg->tied_embeddings ? 1 : 2);
+  return 1 + cfg->n_layers * block_layout(cfg, s) + (cfg->tied_embeddings ? 1 : 2);
 }
 
 ps_status ps_model_param(const ps_model_config *cfg, uint32_t idx, ps_param_info *out) {
   ps__param_def s[PS__MAX_UNIT_PARAMS];
-  uint32_t per_block = ps__family_at(cfg->family)->block_params(cfg, s),
-           total = ps_model_n_params(cfg), unit = 0, k = 0;
+  uint32_t per_block = block_layout(cfg, s), total = ps_model_n_params(cfg), unit = 0, k = 0;
+  if (!per_block)
+    return ps__fail(PS_EINVAL, "family %u of the model's configuration is unknown", cfg->family);
   if (idx >= total)
     return ps__fail(PS_EINVAL, "parameter %u was asked for: the model has %u", idx, total);
   if (idx > 0) {

@@ -53,6 +53,7 @@ class ModelConfig:
 
     @property
     def architecture(self) -> str:
+        check(lib.ps_model_config_check(self._ptr, b"model"))
         return text(lib.ps_model_family_name(self._ptr.family))
 
     @property
