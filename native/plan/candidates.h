@@ -35,6 +35,8 @@ typedef struct ps__candidate {
   double bound_ns, estimate_ns;
   uint64_t bytes[PS__N_SPACES]; /* bounds of all that the caps count */
   ps__residency keep;
+  /* number of its configuration; parts that stay on the device; parts that are offloaded; number
+   * of its prefetch distance */
   uint8_t microbatch, device, host, ahead;
   /* parts that the first round offloads beyond what every round does: of what its additional
    * chunks save (0: their block inputs alone), or, where it has none, of what the other rounds
@@ -130,19 +132,23 @@ extern const uint8_t ps__saved_set[PS__N_SAVED_SETS][2];
 /* BYTES of a set for a chunk of so many tokens; 0 where the block has none of it. */
 uint64_t ps__saved_set_bytes(const ps__block *b, int group, uint32_t n_tokens);
 /* The policy allocator gives the saved activations of a round's (layer, chunk) cells their
- * policies, cell by cell in forward order. Its budgets grow with the bytes that it has seen: each
- * by its fraction of them. A set is offloaded as soon as the host's budget allows, else kept as
- * soon as the device's does. So both are spread evenly over the pass, and the link is busy from the
- * first layer to the last. Of the rest, some are offloaded in the first round alone. @extra     the
- * cell is of a chunk that only the first round has. @boundary  the cell is the one that the
- * backward pass begins with. What it saved is on the device
- *            then in any case, and stays there. */
-/* device, host, extra: the budgets, in BYTES. extras: the first round has more chunks. */
+ * policies, cell by cell in forward order. It has a budget for the host, one for the device and one
+ * for the first round. A budget grows with the bytes seen, by its fraction of them, and shrinks by
+ * the bytes placed. A set is offloaded as soon as the host's budget allows, else kept as soon as
+ * the device's does. So both are used evenly over the pass, and the link is busy from the first
+ * layer to the last. What remains is offloaded in the first round alone where that budget allows,
+ * which grows by its fraction of what remains; else it is recomputed. The block's input never is.
+ * device, host, extra: the budgets, in BYTES. *_fraction: by which they grow.
+ * extras: the first round has more chunks than the others. */
 typedef struct ps__policy_allocator {
   double device, host, extra, device_fraction, host_fraction, extra_fraction;
   bool extras;
 } ps__policy_allocator;
 ps__policy_allocator ps__policy_allocator_of(const ps__layout *l, const ps__candidate *m);
+/* ps__allocate_policies() - the policies of one cell, and the budgets after it.
+ * @extra     the cell is of a chunk that only the first round has.
+ * @boundary  the backward pass begins with the cell (ps__at_boundary()). What it saves is on the
+ *            device then in any case, and stays there. */
 void ps__allocate_policies(ps__policy_allocator *d, const ps__block *b, uint32_t n_tokens,
                            bool extra, bool boundary, uint8_t policy[PS__N_SAVED]);
 /* Whether the backward pass begins with this cell, in a round of the usual size or the first. layer

@@ -20,13 +20,14 @@ typedef struct ps__search {
    * fastest that keeps some on the device */
   ps__fastest fastest[2 * PS__MAX_MICROBATCHES];
   uint64_t device_mem, host_mem, machine; /* the caps; host memory of the machine */
-  uint64_t best_miss, n_ops;              /* n_ops: emitted and simulated so far */
+  uint64_t best_miss;                     /* BYTES by which the nearest candidate misses the caps */
+  uint64_t n_ops;                         /* emitted and simulated so far */
   uint8_t *evaluated;                     /* [space.n_candidates] 1: evaluated */
   /* evaluate steps with all their rounds, although shorter ones tell nearly the same */
   bool whole;
   bool large;                          /* not all candidates can be evaluated */
   bool prune;                          /* by the slack below; and evaluate none twice */
-  double factor[PS__MAX_MICROBATCHES]; /* by which a configuration's estimates are off */
+  double factor[PS__MAX_MICROBATCHES]; /* simulated time over estimate, by configuration */
   /* the least that evaluated candidates took beyond their bounds, BYTES; 0: none evaluated */
   uint64_t slack[PS__MAX_MICROBATCHES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_SPACES];
 } ps__search;
@@ -71,7 +72,9 @@ void ps__memo_put(ps__memo *memo, const ps__candidate *m, bool whole, const ps__
 enum { PS__BUDGET_LAYERS = 64 };
 uint64_t ps__budget(const ps__search *s, uint64_t ops);
 /* ps__fits() - whether so many bytes are within both caps and the machine's memory.
- * ps__host_taken() - what of them is memory of the host. */
+ * ps__fits_under() - the same under other caps.
+ * ps__host_taken() - the part of them that is the machine's host memory. On the CPU backend that is
+ * all of them: its device is an arena in host memory. */
 bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_SPACES]);
 bool ps__fits_under(const ps__search *s, uint64_t device_mem, uint64_t host_mem,
                     const uint64_t bytes[PS__N_SPACES]);

@@ -27,6 +27,7 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
                              const ps_hardware *hw, const ps__spec *spec);
 
 /* ---- cost.c: what an op costs, for the simulator --------------------------------------------- */
+/* What ops of several streams share in the simulator. */
 enum { PS__RES_CPUS = 0, PS__RES_MEMORY = 1, PS__RES_LINK = 2 };
 typedef struct ps__cost_model {
   const ps_hardware *hw;
@@ -55,8 +56,10 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
  * The last step's updates run beside nothing. */
 enum { PS__SIM_STEPS = 3, PS__SIM_STEADY = 1 };
 typedef struct ps__search_result {
-  uint64_t smallest_device, smallest_host; /* BYTES: smallest caps; 0: none is enough */
-  uint64_t any_device, any_host;           /* BYTES of the plan that misses the caps least */
+  /* BYTES: the smallest device cap under the given host cap, and the smallest host cap under the
+   * given device cap, that a plan fits in; 0: none is enough */
+  uint64_t smallest_device, smallest_host;
+  uint64_t any_device, any_host; /* BYTES of the plan that misses the caps least */
   uint32_t n_candidates, n_feasible;
 } ps__search_result;
 /* ps__head_slice() - tokens of a slice of the head and loss for chunks of @chunk_tokens: as the
