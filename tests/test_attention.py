@@ -14,7 +14,19 @@ import struct
 
 import pytest
 import torch
-from kernel_calls import BF16, EINVAL, F32, TORCH_DTYPE, Buffer, U, call, poison, rounding, run
+from kernel_calls import (
+    BF16,
+    EINVAL,
+    F32,
+    TORCH_DTYPE,
+    Buffer,
+    U,
+    call,
+    poison,
+    refusal,
+    rounding,
+    run,
+)
 
 FLOOR = 2.0**-100  # probabilities under 2^-126 count as zero: far below what any sum here can show
 HEADS = [(1, 1), (4, 2), (8, 1), (6, 2)]
@@ -32,7 +44,21 @@ def doc_starts(n_tokens, row0, lengths):
 
 
 class Case:
-    def __init__(self, n_tokens, head_dim, heads, row0, dt, lengths, gain=1.0, seed=0):
+    def __init__(
+        self,
+        n_tokens,
+        head_dim,
+        heads,
+        row0,
+        dt,
+        lengths,
+        gain=1.0,
+        seed=0,
+        window=0,
+        scale=0.0,
+        softcap=0.0,
+    ):
+        self.window, self.scale, self.softcap = window, scale, softcap
         g = torch.Generator().manual_seed(seed)
         self.t, self.d, self.row0, self.dt, (self.h, self.kv_h) = (
             n_tokens,
@@ -49,7 +75,19 @@ class Case:
 
     def args(self, accumulate=0):
         return struct.pack(
-            "9I", self.t, self.row0, self.h, self.kv_h, self.d, self.dt, accumulate, 0, 0
+            "10I2f",
+            self.t,
+            self.row0,
+            self.h,
+            self.kv_h,
+            self.d,
+            self.dt,
+            accumulate,
+            0,
+            0,
+            self.window,
+            self.scale,
+            self.softcap,
         )
 
     def forward(self, **kw):
@@ -89,7 +127,13 @@ class Case:
             .repeat_interleave(self.h // self.kv_h, dim=1)
         )
         row, key = torch.arange(self.t) + self.row0, torch.arange(self.row0 + self.t)
-        return q, k, v, (key[None] <= row[:, None]) & (key[None] >= self.doc_start[:, None])
+        first = self.doc_start
+        if self.window:  # transformers' sliding window: key > query - window
+            first = torch.maximum(first, row + 1 - self.window)
+        return q, k, v, (key[None] <= row[:, None]) & (key[None] >= first[:, None])
+
+    def capped(self, s):
+        return torch.tanh(s / self.softcap) * self.softcap if self.softcap else s
 
     def heads_last(self, x):
         return x.transpose(0, 1).reshape(x.shape[1], -1)
@@ -103,8 +147,14 @@ class Case:
         """(value, bound B) of o, lse, dq, dkv. D is taken from the o that the kernel is given,
         which in bf16 is rounded."""
         q, k, v, mask = self.split()
-        c, g = 1 / math.sqrt(self.d), self.d_o.double().view(self.t, self.h, self.d).transpose(0, 1)
-        s = (q @ k.mT * c).masked_fill(~mask, -math.inf)
+        c, g = (
+            self.scale or 1 / math.sqrt(self.d),
+            self.d_o.double().view(self.t, self.h, self.d).transpose(0, 1),
+        )
+        product = q @ k.mT * c
+        s = self.capped(product).masked_fill(~mask, -math.inf)
+        slope = 1 - torch.tanh(product / self.softcap) ** 2 if self.softcap else 1.0
+        steep = 2.0 - slope if self.softcap else 1.0  # 1 + tanh^2: what 1 - tanh^2 is made of
         lse = s.logsumexp(-1)
         p, absolute = (s - lse[..., None]).exp(), q.abs() @ k.abs().mT * c
         o = p @ v
@@ -118,8 +168,8 @@ class Case:
             )
         )
         used = o_given.double().view(self.t, self.h, self.d).transpose(0, 1)
-        ds = p * (g @ v.mT - (g * used).sum(-1, keepdim=True)) * c
-        ds_abs = p * (g.abs() @ v.abs().mT + (g * used).abs().sum(-1, keepdim=True)) * c
+        ds = p * (g @ v.mT - (g * used).sum(-1, keepdim=True)) * c * slope
+        ds_abs = p * (g.abs() @ v.abs().mT + (g * used).abs().sum(-1, keepdim=True)) * c * steep
         value = [self.heads_last(o), lse.T, self.heads_last(ds @ k), self.fold(ds.mT @ q, p.mT @ g)]
         bound = [
             self.heads_last(p @ v.abs()),
@@ -167,12 +217,63 @@ def test_head_dims_that_are_no_multiple_of_a_vector(head_dim):
     check_all(Case(100, head_dim, (4, 2), 30, F32, [60, 45]))
 
 
-def test_oracle_agrees_with_autograd():
-    case = Case(130, 16, (4, 2), 70, F32, [90, 41, 200])
+# windows of one key, within a tile, of whole tiles, across chunk and document borders, past all
+WINDOWS = [1, 5, 64, 100, 128, 200, 1000]
+
+
+@pytest.mark.parametrize("dt", [F32, BF16])
+@pytest.mark.parametrize("lengths", [None, [7, 100, 1, 64, 150, 33]])
+@pytest.mark.parametrize("row0", [0, 64, 300])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_window(window, row0, lengths, dt):
+    check_all(Case(201, 32, (4, 2), row0, dt, lengths, window=window))
+
+
+@pytest.mark.parametrize("dt", [F32, BF16])
+@pytest.mark.parametrize("lengths", [None, [7, 100, 1, 64, 150, 33]])
+@pytest.mark.parametrize("softcap, gain", [(50.0, 1.0), (2.0, 1.0), (5.0, 40.0)])
+@pytest.mark.parametrize("window", [0, 70])
+def test_soft_cap_and_scale(window, softcap, gain, lengths, dt):
+    case = dict(window=window, softcap=softcap, scale=0.11, gain=gain)
+    check_all(Case(150, 48, (4, 2), 90, dt, lengths, **case))
+
+
+def test_scale_alone_and_its_default():
+    check_all(Case(100, 64, (4, 2), 30, F32, [60], scale=0.3))
+    default, given = (Case(100, 64, (4, 2), 0, F32, None, scale=s) for s in (0.0, 0.125))
+    assert all(torch.equal(a, b) for a, b in zip(default.forward(), given.forward()))
+
+
+def test_a_window_that_holds_all_keys_changes_no_bit():
+    plain, wide = (Case(200, 32, (4, 2), 70, BF16, [90, 300], window=w) for w in (0, 270))
+    first, second = plain.forward(), wide.forward()
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert all(torch.equal(a, b) for a, b in zip(plain.backward(*first), wide.backward(*second)))
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        (dict(scale=-1.0), "scale is -1"),
+        (dict(scale=math.nan), "scale is nan"),
+        (dict(softcap=-50.0), "softcap is -50"),
+        (dict(softcap=math.inf), "softcap is inf"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_by_name(changed, words):
+    case = Case(30, 16, (2, 1), 0, F32, None, **changed)
+    out = poison(case.q.shape, case.q.dtype), poison((30, 2), torch.float32)
+    assert words in refusal("attention_fwd", case.args(), [case.q, case.kv, case.doc_start, *out])
+
+
+@pytest.mark.parametrize("extra", [{}, dict(window=75, softcap=4.0, scale=0.3)])
+def test_oracle_agrees_with_autograd(extra):
+    case = Case(130, 16, (4, 2), 70, F32, [90, 41, 200], **extra)
     q, kv = case.q.double().requires_grad_(), case.kv.double().requires_grad_()
     case.q, case.kv = q, kv
     qh, k, v, mask = case.split()
-    o = case.heads_last(torch.softmax((qh @ k.mT / 4).masked_fill(~mask, -math.inf), -1) @ v)
+    s = case.capped(qh @ k.mT * (case.scale or 0.25)).masked_fill(~mask, -math.inf)
+    o = case.heads_last(torch.softmax(s, -1) @ v)
     dq, dkv = torch.autograd.grad(o, (q, kv), case.d_o.double())
     case.q, case.kv = q.detach(), kv.detach()
     for (value, _), want in zip(case.oracle(o.detach()), (o.detach(), None, dq, dkv)):
@@ -194,16 +295,17 @@ def test_threads_and_addresses_do_not_change_bits(dt):
 
 @pytest.mark.parametrize("dt", [F32, BF16])
 @pytest.mark.parametrize("lengths", [None, [130, 300, 55]])
-def test_four_chunks_equal_one_pass(lengths, dt):
+@pytest.mark.parametrize("extra", [{}, dict(window=190, softcap=3.0)])
+def test_four_chunks_equal_one_pass(extra, lengths, dt):
     """dK and dV add up over the chunks, last chunk first; the sums' order differs, so up to the
     tolerance."""
     n, rows = 4, 150
-    whole = Case(n * rows, 48, (4, 2), 0, dt, lengths)
+    whole = Case(n * rows, 48, (4, 2), 0, dt, lengths, **extra)
     o, lse = whole.forward()
     oracle = whole.oracle(o)
     dkv = poison(whole.kv.shape, torch.float32)
     for c in reversed(range(n)):
-        part = Case(rows, 48, (4, 2), c * rows, dt, lengths)
+        part = Case(rows, 48, (4, 2), c * rows, dt, lengths, **extra)
         at = slice(c * rows, (c + 1) * rows)
         part.q, part.d_o, part.kv = whole.q[at], whole.d_o[at], whole.kv[: (c + 1) * rows]
         part_o, part_lse = part.forward()

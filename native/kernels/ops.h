@@ -248,8 +248,9 @@ ps_status ps__check_qkv(const ps__args_qkv *a, const char *op);
 
 /* Attention over a GROUP of rows (a long sequence, or the sequences packed in a chunk): query
  * row i of this chunk is group row row0+i and sees keys doc_start[i] .. row0+i (inclusive),
- * doc_start[i] being the group row where its document begins. Scale 1/sqrt(head_dim). Tiles with
- * an online softmax: no (T,T) tensor exists. */
+ * doc_start[i] being the group row where its document begins; with a window at most the last
+ * `window` of them, its own included. s = scale * q k, with a soft cap softcap * tanh(s /
+ * softcap), and then the softmax. Tiles with an online softmax: no (T,T) tensor exists. */
 typedef struct ps__args_attention {
   uint32_t n_tokens; /* query rows of this chunk */
   uint32_t row0;     /* group row of the first of them; keys are group rows 0 .. row0+n_tokens-1 */
@@ -261,7 +262,12 @@ typedef struct ps__args_attention {
   /* rows of a sequence, by which FLOPs are counted whatever documents it has; 0, or as many as
    * n_tokens or more: the chunk is one sequence, or a slice of one */
   uint32_t sequence_rows;
+  uint32_t window;      /* keys; 0: no window */
+  float scale, softcap; /* scale 0: 1/sqrt(head_dim); softcap 0: none */
 } ps__args_attention;
+/* PS_EINVAL names @op, the field and its value (native/kernels/cpu/attention.c). */
+ps_status ps__check_attention(const ps__args_attention *a, const char *op);
+float ps__attention_scale(const ps__args_attention *a);
 /* What document_rows says: documents of n_tokens / n rows each that the rows of the chunk are in
  * (with n > 1, row0 is 0); 0: doc_start alone says it. */
 static inline uint32_t ps__attention_documents(const ps__args_attention *a) {

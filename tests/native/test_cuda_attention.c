@@ -162,18 +162,22 @@ static void bounds_of_head(void *arg, int64_t kh, uint32_t worker) {
   sample *s = j->s;
   const ps__args_attention *a = &s->a;
   const uint32_t d = a->head_dim, group = a->n_heads / a->n_kv_heads;
-  const float scale = 1.0f / sqrtf((float)d);
+  const float scale = ps__attention_scale(a), cap = a->softcap;
   for (uint32_t row = 0; row < a->n_tokens; row++)
     for (uint32_t h = (uint32_t)kh * group; h < ((uint32_t)kh + 1) * group; h++) {
       const size_t at = ((size_t)row * a->n_heads + h) * d;
       const float delta = dot(j->d_o + at, j->o + at, d),
                   lse = s->lse[(size_t)row * a->n_heads + h];
-      for (uint32_t key = (uint32_t)s->doc_start[row]; key <= a->row0 + row; key++) {
+      uint32_t key = (uint32_t)s->doc_start[row];
+      if (a->window && a->row0 + row + 1 > key + a->window)
+        key = a->row0 + row + 1 - a->window;
+      for (; key <= a->row0 + row; key++) {
         const size_t k = ((size_t)key * 2 * a->n_kv_heads + (size_t)kh) * d,
                      v = k + (size_t)a->n_kv_heads * d;
-        const float p = expf(dot(j->q + at, j->kv + k, d) * scale - lse);
+        const float x = dot(j->q + at, j->kv + k, d) * scale, t = cap > 0 ? tanhf(x / cap) : 0;
+        const float p = expf((cap > 0 ? cap * t : x) - lse);
         const float ds =
-            p * scale *
+            p * scale * (1 - t * t) *
             (fabsf(dot(j->d_o + at, j->kv + v, d) - delta) + 0x1p-12f * sqrtf((float)d));
         add_abs(s->bo + at, p, j->kv + v, d);
         add_abs(s->bdq + at, ds, j->kv + k, d);
@@ -327,6 +331,9 @@ static const char *refused(const ps__args_attention *a) {
   const uint32_t n = ps__attention_documents(a), group = a->n_heads / a->n_kv_heads;
   if (!strcmp(library, "cudnn") || a->n_tokens <= 16)
     return NULL;
+  if (a->softcap > 0 ||
+      (a->window && a->window < (n > 1 ? a->document_rows : a->row0 + a->n_tokens)))
+    return "left to cuDNN";
   if (a->head_dim != 64 && a->head_dim != 128)
     return "head_dim is not 64 or 128";
   if (!strcmp(library, "flash-attn"))
@@ -396,6 +403,44 @@ static void shapes(void) {
   check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, ONE, 0}, NULL);
   check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, ONE, 0}, NULL);
   check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, FOUND, 0}, late);
+}
+
+/* Windows within a tile and across chunk and document borders, soft caps and a scale of its own:
+ * known documents, documents found, behind a prefix. */
+static void windows_and_caps(void) {
+  static const int mixed[] = {7, 100, 1, 64, 150, 33, 0};
+  static const uint32_t window[] = {1, 5, 64, 100, 128, 300, 0}, row0[] = {0, 64, 1000};
+  for (size_t w = 0; w < sizeof window / sizeof *window; w++)
+    for (size_t r = 0; r < 3; r++) {
+      ps__args_attention a = {.n_tokens = 201,
+                              .row0 = row0[r],
+                              .n_heads = 4,
+                              .n_kv_heads = 2,
+                              .head_dim = w % 2 ? 128 : 64,
+                              .dt = PS_BF16,
+                              .document_rows = ONE,
+                              .window = window[w],
+                              .scale = 0.11f};
+      check_case(a, NULL);
+      a.softcap = 2.0f;
+      check_case(a, NULL);
+      a.document_rows = FOUND;
+      a.softcap = 0.0f;
+      check_case(a, mixed);
+    }
+  ps__args_attention few = {.n_tokens = 16, /* of the plain kernels */
+                            .row0 = 200,
+                            .n_heads = 4,
+                            .n_kv_heads = 2,
+                            .head_dim = 64,
+                            .dt = PS_BF16,
+                            .window = 70,
+                            .softcap = 3.0f};
+  check_case(few, NULL);
+  ps__args_attention four = {600, 0, 4, 2, 128, PS_BF16, 0, 150, .window = 70};
+  check_case(four, NULL);
+  four.softcap = 5.0f;
+  check_case(four, NULL);
 }
 
 /* Every number of query heads a kv head, behind a prefix and as documents: which kernel runs
@@ -705,6 +750,7 @@ static void everything(void) {
   static const int documents[] = {700, 900, 55, 300, 0};
   refusals();
   shapes();
+  windows_and_caps();
   groups(false);
   all_known_documents();
   for (int i = 0; i < 4; i++)

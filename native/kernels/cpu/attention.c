@@ -1,8 +1,9 @@
 /* attention.c - attention over the rows of a group, forward and backward: shapes, phases and the
  * choice of instruction set.
  *
- * math    query i of the chunk is group row r = row0+i and sees keys doc_start[i] <= k <= r. s =
- *         q k / sqrt(head_dim),
+ * math    query i of the chunk is group row r = row0+i and sees keys doc_start[i] <= k <= r, with
+ *         a window those with r - window < k. s = scale q k, with a soft cap softcap
+ *         tanh(scale q k / softcap),
  *         o = sum_k softmax(s)_k v_k, lse = log sum_k exp(s_k); backward as in attention_bwd.h.
  *         fp32 inside.
  * shapes  q, o, d_o, dq [T, heads*head_dim], kv [row0+T, 2*kv_heads*head_dim] in dt; dkv
@@ -46,8 +47,23 @@ static size_t scratch_attention_bwd(const void *args, const ps__scratch_target *
   return (9 * ATT_TILE * padded_dim(args) + 2 * ATT_TILE * ATT_TILE) * sizeof(float);
 }
 
+float ps__attention_scale(const ps__args_attention *a) {
+  return a->scale != 0.0f ? a->scale : (float)(1.0 / sqrt(a->head_dim));
+}
+
+ps_status ps__check_attention(const ps__args_attention *a, const char *op) {
+  if (!(a->scale >= 0.0f && a->scale < INFINITY))
+    return ps__fail(PS_EINVAL, "%s: scale is %g: it must be positive and finite, or 0", op,
+                    (double)a->scale);
+  if (!(a->softcap >= 0.0f && a->softcap < INFINITY))
+    return ps__fail(PS_EINVAL, "%s: softcap is %g: it must be positive and finite, or 0 for none",
+                    op, (double)a->softcap);
+  return PS_OK;
+}
+
 /* The shape, and doc_start: non-decreasing, within the group, at most the row itself. */
 static ps_status check(const ps__args_attention *a, const int32_t *doc_start, const char *name) {
+  PS_TRY(ps__check_attention(a, name));
   if (!a->n_tokens || !a->head_dim || !a->n_kv_heads || !a->n_heads || a->n_heads % a->n_kv_heads ||
       a->dt >= PS_N_DTYPES)
     return ps__fail(PS_EINVAL,
@@ -65,11 +81,14 @@ static ps_status check(const ps__args_attention *a, const int32_t *doc_start, co
 
 static ps__att_job job_of(const ps_launch *l) {
   const ps__args_attention *a = l->args;
+  const float log2e = 1.44269504f, scale = ps__attention_scale(a);
   return (ps__att_job){.a = *a,
                        .hp = padded_dim(a),
                        .ldq = (size_t)a->n_heads * a->head_dim,
                        .ldkv = 2 * (size_t)a->n_kv_heads * a->head_dim,
-                       .scale = (float)(1.0 / sqrt(a->head_dim)),
+                       .scale = scale,
+                       .product_scale = a->softcap > 0.0f ? scale / a->softcap : scale * log2e,
+                       .cap2 = a->softcap * log2e,
                        .q = l->ptr[0],
                        .kv = l->ptr[1],
                        .doc_start = l->ptr[2],
@@ -103,8 +122,8 @@ static ps_status attention_bwd(const ps_launch *l) {
     ps__cpu_rows(j.exec, j.a.row0, 256, zero_prefix, &j);
   int64_t n_tiles = att_n_tiles(&j.a), n_phases = 1; /* how far back the query tiles look */
   for (int64_t i = 0; i < n_tiles; i++)
-    n_phases = att_max(n_phases, 1 + ((int64_t)j.a.row0 + i * ATT_TILE - j.doc_start[i * ATT_TILE] +
-                                      ATT_TILE - 1) /
+    n_phases = att_max(n_phases, 1 + ((int64_t)j.a.row0 + i * ATT_TILE -
+                                      att_start(&j.a, j.doc_start, i * ATT_TILE) + ATT_TILE - 1) /
                                          ATT_TILE);
   for (j.phase = 0; j.phase < n_phases; j.phase++)
     ps__pool_run(j.exec->pool, n_tiles * j.a.n_kv_heads, isa()->bwd, &j);

@@ -1,10 +1,11 @@
 /* attention_bwd.h - one pair of a query tile and a key tile, backward. A template, included
  * after attention_isa.h.
  *
- * Keys lie in lanes: K and V are transposed once for all query heads of their group. With c =
- * 1/sqrt(head_dim), per head:
- *   S = Q K'  (times c log2(e)),  P = 2^(S - lse log2(e)),  dP = dO V',  D = rowsum(dO * O),  dS
- *   = c P * (dP - D) dV += P' dO,  dK += dS' Q,  dQ += dS K.
+ * Keys lie in lanes: K and V are transposed once for all query heads of their group. With the
+ * scale c, per head:
+ *   S = Q K'  (times c log2(e)),  P = 2^(S - lse log2(e)),  dP = dO V',  D = rowsum(dO * O),
+ *   dS = c P * (dP - D),  dV += P' dO,  dK += dS' Q,  dQ += dS K.
+ * With a soft cap, t = tanh(Q K' c / softcap):  S = t softcap log2(e),  dS = c P * (dP - D) (1 - t^2).
  * Blocks of 4 queries know the range of keys they see; what lies outside is neither computed nor
  * read. */
 typedef struct bwd_tile {
@@ -31,7 +32,7 @@ ATT_FN void bwd_begin(bwd_tile *t, float *scratch, const ps__att_job *j, int64_t
   t->nq = att_min(ATT_TILE, (int64_t)j->a.n_tokens - t->q0);
   for (int64_t i = 0; i < ATT_TILE; i++) {
     t->pos[i] = (int32_t)(j->a.row0 + t->q0 + i);
-    t->start[i] = j->doc_start[t->q0 + att_min(i, t->nq - 1)];
+    t->start[i] = att_start(&j->a, j->doc_start, t->q0 + att_min(i, t->nq - 1));
   }
 }
 
@@ -46,7 +47,7 @@ ATT_FN bool bwd_keys(bwd_tile *t, uint32_t kv_head, int64_t phase) {
     return false;
   load_tile(t->k, j, j->kv, j->ldkv, kv_head * d, t->key0, n_keys);
   load_tile(t->v, j, j->kv, j->ldkv, (j->a.n_kv_heads + kv_head) * d, t->key0, n_keys);
-  transpose(t->k_t, t->k, j->hp, j->hp, j->scale * 1.44269504f);
+  transpose(t->k_t, t->k, j->hp, j->hp, j->product_scale);
   transpose(t->v_t, t->v, j->hp, j->hp, 1.0f);
   for (int64_t r = 0; r < t->nq; r += ATT_ROWS) {
     int64_t a = att_min(att_max(t->start[r] - t->key0, 0), ATT_TILE),
@@ -92,18 +93,25 @@ ATT_FN void bwd_scores(bwd_tile *t, int64_t r) {
   for (int i = 0; i < VL; i++)
     lane[i] = i;
   const vf scale = v_set(j->scale);
+  const float cap2 = j->cap2;
   for (int64_t i = r; i < r + ATT_ROWS; i++) {
     const vf lse2 = v_set(t->lse2[i]), delta = v_set(t->delta[i]);
     const vi start = (vi){0} + t->start[i], pos = (vi){0} + t->pos[i];
     for (int64_t v = v0; v < v1; v++) {
       float *p = t->p + i * ATT_TILE + v * VL, *ds = t->ds + i * ATT_TILE + v * VL;
       int64_t first = t->key0 + v * VL;
-      vf x = v_load(p) - lse2;
+      vf x = v_load(p), slope = scale;
+      if (cap2 > 0.0f) {
+        x = v_tanh(x);
+        slope = scale * (v_set(1.0f) - x * x);
+        x = x * v_set(cap2);
+      }
+      x = x - lse2;
       if (first < t->start[i] || first + VL - 1 > t->pos[i])
         x = v_hide(x, lane + (int32_t)first, start, pos);
       x = v_exp2(x);
       v_store(p, x);
-      v_store(ds, x * (v_load(ds) - delta) * scale);
+      v_store(ds, x * (v_load(ds) - delta) * slope);
     }
   }
 }

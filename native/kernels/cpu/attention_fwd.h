@@ -4,7 +4,8 @@
  * Queries lie in lanes: S' = K Q' is made transposed (a row for each key), so that maximum and
  * sum over the keys are plain vector operations, K is read as it lies, and P' is what the
  * product with V wants. Per key tile: S', the new maxima m, P' = 2^(S' - m), l = l * 2^(m_old -
- * m) + sum P', O = O * 2^(m_old - m) + P V. Scores are kept times log2(e). */
+ * m) + sum P', O = O * 2^(m_old - m) + P V. Scores are kept times log2(e); a soft cap is applied
+ * to S' before the maxima. */
 typedef struct fwd_tile {
   const ps__att_job *j;
   /* [hp][TILE] scaled, [TILE][hp] x2, [key][query], [TILE][hp] */
@@ -47,6 +48,9 @@ ATT_FN void fwd_softmax(fwd_tile *t, int64_t v) {
   int64_t whole0 = att_max(t->start[q + VL - 1], t->key0) - t->key0,
           whole1 = att_min((int64_t)t->pos[q] + 1, t->key1) - t->key0;
   float *s = t->s + q;
+  if (t->j->cap2 > 0.0f)
+    for (int64_t k = a; k < b; k++)
+      v_store(s + k * ATT_TILE, v_tanh(v_load(s + k * ATT_TILE)) * v_set(t->j->cap2));
   vf old = v_load(t->m + q), m = old, m2 = old;
   for (int64_t k = a; k < b; k++) {
     if (k >= whole0 && k + 1 < whole1) {
@@ -79,11 +83,11 @@ ATT_FN void fwd_begin(fwd_tile *t, float *scratch, const ps__att_job *j, int64_t
   t->q_t = scratch, t->k = scratch + n, t->v = scratch + 2 * n, t->o = scratch + 3 * n,
   t->s = scratch + 4 * n;
   load_tile(t->k, j, j->q, j->ldq, (size_t)head * j->a.head_dim, q0, j->a.n_tokens);
-  transpose(t->q_t, t->k, j->hp, j->hp, j->scale * 1.44269504f);
+  transpose(t->q_t, t->k, j->hp, j->hp, j->product_scale);
   /* rows past the last are like the last, with q = 0; they are never stored */
   for (int64_t i = 0; i < ATT_TILE; i++) {
     t->pos[i] = (int32_t)(j->a.row0 + q0 + i);
-    t->start[i] = j->doc_start[q0 + att_min(i, nq - 1)];
+    t->start[i] = att_start(&j->a, j->doc_start, q0 + att_min(i, nq - 1));
     t->m[i] = -3.0e38f;
     t->l[i] = 0.0f;
   }

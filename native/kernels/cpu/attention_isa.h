@@ -88,6 +88,24 @@ ATT_INLINE vf v_exp2(vf x) {
   return p * (vf)((e + 127) << 23);
 }
 
+/* tanh(x), at most 2 ulp off: x + x^3 p(x^2) with Cephes' tanhf polynomial below 0.625, else
+ * 1 - 2 / (e^2|x| + 1) with x's sign. NaN stays NaN. */
+ATT_INLINE vf v_tanh(vf x) {
+  const vf low = v_set(-10.0f);
+  vf size = v_max(x, -x);    /* |x|; NaN passes, here and below */
+  size = -v_max(low, -size); /* tanh is 1 from 9.1 on */
+  vf z = x * x;
+  vf p = v_fma(v_set(-5.70498872745e-3f), z, v_set(2.06390887954e-2f));
+  p = v_fma(p, z, v_set(-5.37397155531e-2f));
+  p = v_fma(p, z, v_set(1.33314422036e-1f));
+  p = v_fma(p, z, v_set(-3.33332819422e-1f));
+  vf near = v_fma(p * z, x, x);
+  vf far = v_set(1.0f) - v_set(2.0f) / (v_exp2(size * v_set(2.88539008f)) + v_set(1.0f));
+  const vi sign = (vi)x & (vi)v_set(-0.0f);
+  far = (vf)((vi)far | sign);
+  return v_pick(size < v_set(0.625f), near, far);
+}
+
 /* Rows c..c+3 of a product, nv <= NV vectors wide: C[m,:] = row_scale[m] * C[m,:] + sum over k
  * of a[m*am + k*ak] * B[k,:]. A row_scale of NULL stands for zeros, without reading C. */
 ATT_INLINE void rows4(const int nv, int64_t n_k, const float *a, size_t am, size_t ak,

@@ -15,7 +15,9 @@ typedef struct ps__att_job {
   ps__args_attention a;
   size_t hp;        /* head_dim rounded up to 16: columns of a tile in scratch, zeros at the end */
   size_t ldq, ldkv; /* elements of a row of q, o, d_o, dq, and of kv, dkv */
-  float scale;      /* 1/sqrt(head_dim) */
+  /* q k times product_scale is the score times log2(e), or with a soft cap its tanh's argument,
+   * and the score times log2(e) is then cap2 * tanh */
+  float scale, product_scale, cap2;
   const void *q, *kv, *o, *d_o;
   const int32_t *doc_start;
   const float *lse_in;
@@ -35,6 +37,11 @@ extern const ps__att_isa ps__att_avx512, ps__att_avx2, ps__att_base;
 
 static inline int64_t att_n_tiles(const ps__args_attention *a) {
   return ((int64_t)a->n_tokens + ATT_TILE - 1) / ATT_TILE;
+}
+/* First group row that chunk row i sees. Non-decreasing in i, as doc_start is. */
+static inline int32_t att_start(const ps__args_attention *a, const int32_t *doc_start, int64_t i) {
+  const int64_t first = a->window ? (int64_t)a->row0 + i + 1 - a->window : 0;
+  return first > doc_start[i] ? (int32_t)first : doc_start[i];
 }
 static inline int64_t att_min(int64_t x, int64_t y) { return x < y ? x : y; }
 static inline int64_t att_max(int64_t x, int64_t y) { return x > y ? x : y; }

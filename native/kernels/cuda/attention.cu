@@ -172,10 +172,18 @@ struct plain {
   const __nv_bfloat16 *q, *kv, *o, *d_o;
   const int32_t *doc_start, *documents;
   float *lse;
-  uint32_t n_rows, row0, heads, kv_heads, d;
-  float scale;
+  uint32_t n_rows, row0, heads, kv_heads, d, window; /* window: UINT32_MAX where there is none */
+  float scale, cap;                                  /* cap 0: none */
   __device__ uint32_t begin() const {
     return documents ? (uint32_t)documents[PS_ATT_HEAD_PLAIN_ROW] : 0;
+  }
+  /* first key that query row @row sees */
+  __device__ uint32_t first(uint32_t row) const {
+    const uint32_t end = row0 + row + 1, from = end > window ? end - window : 0;
+    return max((uint32_t)doc_start[row], from);
+  }
+  __device__ float score(float product) const {
+    return cap > 0.0f ? cap * tanhf(product * scale / cap) : product * scale;
   }
   __device__ const __nv_bfloat16 *key(uint32_t row, uint32_t head) const {
     return kv + ((size_t)row * 2 * kv_heads + head) * d;
@@ -214,9 +222,9 @@ template <int N> __global__ void plain_fwd_k(const plain p, __nv_bfloat16 *out) 
                    kh = h / (p.heads / p.kv_heads);
     float q[N], x[N], o[N] = {}, top = -INFINITY, sum = 0.0f;
     load_row<N>(q, p.q + ((size_t)row * p.heads + h) * p.d, p.d);
-    for (uint32_t k = (uint32_t)p.doc_start[row]; k <= p.row0 + row; k++) {
+    for (uint32_t k = p.first(row); k <= p.row0 + row; k++) {
       load_row<N>(x, p.key(k, kh), p.d);
-      const float s = dot<N>(q, x) * p.scale, high = fmaxf(top, s), keep = expf(top - high),
+      const float s = p.score(dot<N>(q, x)), high = fmaxf(top, s), keep = expf(top - high),
                   w = expf(s - high);
       load_row<N>(x, p.key(k, p.kv_heads + kh), p.d);
 #pragma unroll
@@ -231,13 +239,16 @@ template <int N> __global__ void plain_fwd_k(const plain p, __nv_bfloat16 *out) 
   }
 }
 
-/* P and dS of one query row, head and key: p = exp(s - lse), ds = p (d_o v - d_o o) scale. */
+/* P and dS of one query row, head and key: p = exp(s - lse), ds = p (d_o v - d_o o) scale, with a
+ * soft cap times 1 - (s / cap)^2. */
 template <int N>
 __device__ __forceinline__ void pair(const plain &p, const float (&q)[N], const float (&g)[N],
                                      const float (&k)[N], const float (&v)[N], float lse,
                                      float delta, float *prob, float *ds) {
-  *prob = expf(dot<N>(q, k) * p.scale - lse);
-  *ds = *prob * (dot<N>(g, v) - delta) * p.scale;
+  const float s = p.score(dot<N>(q, k)),
+              slope = p.cap > 0.0f ? 1.0f - s / p.cap * (s / p.cap) : 1.0f;
+  *prob = expf(s - lse);
+  *ds = *prob * (dot<N>(g, v) - delta) * p.scale * slope;
 }
 
 /* dq for the rows from begin() on: a warp a row and head. */
@@ -253,7 +264,7 @@ template <int N> __global__ void plain_dq_k(const plain p, __nv_bfloat16 *dq) {
     load_row<N>(g, p.d_o + at, p.d);
     load_row<N>(v, p.o + at, p.d);
     const float delta = dot<N>(g, v), lse = p.lse[(size_t)row * p.heads + h];
-    for (uint32_t r = (uint32_t)p.doc_start[row]; r <= p.row0 + row; r++) {
+    for (uint32_t r = p.first(row); r <= p.row0 + row; r++) {
       load_row<N>(k, p.key(r, kh), p.d);
       load_row<N>(v, p.key(r, p.kv_heads + kh), p.d);
       pair<N>(p, q, g, k, v, lse, delta, &prob, &ds);
@@ -277,8 +288,8 @@ template <int N> __global__ void plain_dkv_k(const plain p, float *dkv, bool acc
     float k[N], v[N], q[N], g[N], o[N], dk[N] = {}, dv[N] = {}, prob, ds;
     load_row<N>(k, p.key(key, kh), p.d);
     load_row<N>(v, p.key(key, p.kv_heads + kh), p.d);
-    for (uint32_t row = key > p.row0 ? key - p.row0 : 0;
-         row < p.n_rows && (uint32_t)p.doc_start[row] <= key; row++)
+    for (uint32_t row = key > p.row0 ? key - p.row0 : 0; row < p.n_rows && p.first(row) <= key;
+         row++)
       for (uint32_t h = kh * group; h < (kh + 1) * group; h++) {
         const size_t at = ((size_t)row * p.heads + h) * p.d;
         load_row<N>(q, p.q + at, p.d);
@@ -316,7 +327,9 @@ static plain plain_of(const ps_launch *l, const int32_t *documents, bool backwar
           a->n_heads,
           a->n_kv_heads,
           a->head_dim,
-          (float)(1.0 / sqrt((double)a->head_dim))};
+          a->window ? a->window : UINT32_MAX,
+          ps__attention_scale(a),
+          a->softcap};
 }
 
 void ps_att_plain_fwd(cudaStream_t stream, const ps_launch *l, const int32_t *documents,
@@ -408,7 +421,9 @@ static std::mutex plans_lock;
 static bool same_shape(const ps__args_attention *a, const ps__args_attention *b) {
   return a->n_tokens == b->n_tokens && a->row0 == b->row0 && a->n_heads == b->n_heads &&
          a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim &&
-         ps__attention_documents(a) == ps__attention_documents(b);
+         ps__attention_documents(a) == ps__attention_documents(b) &&
+         ps_att_window(a) == ps_att_window(b) && a->softcap == b->softcap &&
+         ps__attention_scale(a) == ps__attention_scale(b);
 }
 
 static const entry *find(const ps__args_attention *a, bool backward, bool deterministic,
@@ -424,6 +439,9 @@ static const entry *find(const ps__args_attention *a, bool backward, bool determ
 }
 
 static ps_status check_shape(const ps__args_attention *a, const char *op) {
+  const ps_status st = ps__check_attention(a, op);
+  if (st != PS_OK)
+    return st;
   if (!a->n_tokens || !a->head_dim || !a->n_kv_heads || !a->n_heads || a->n_heads % a->n_kv_heads ||
       a->head_dim % 8)
     return ps__fail(PS_EINVAL, "%s: %u rows, %u heads, %u kv heads, head_dim %u is no valid shape",
@@ -453,11 +471,12 @@ static ps_status choose(const ps_att_shape *s, const char *op, const ps_att_prov
     snprintf(reasons + n, sizeof reasons - n, "%s%s: %s", n ? "; " : "", p->name, why);
   }
   return ps__fail(PS_EDEVICE,
-                  "%s: nothing here computes attention for %u rows at %u, head_dim %u (%s): "
+                  "%s: nothing here computes attention for %u rows at %u, head_dim %u, window %u, "
+                  "soft cap %g (%s): "
                   "install or update cuDNN 9 (pip install -U nvidia-cudnn-cu%d, or "
                   "name libcudnn.so.9 in PENSTOCK_CUDNN), or build with FLASH_ATTN=1",
-                  op, s->args.n_tokens, s->args.row0, s->args.head_dim, reasons,
-                  CUDART_VERSION / 1000);
+                  op, s->args.n_tokens, s->args.row0, s->args.head_dim, s->args.window,
+                  (double)s->args.softcap, reasons, CUDART_VERSION / 1000);
 }
 
 static ps_status prepare(const ps__args_attention *args, bool backward, bool deterministic,

@@ -24,6 +24,12 @@ typedef struct ps_att_shape {
   int device, sm; /* compute capability as 10*major + minor */
 } ps_att_shape;
 
+/* The window where it hides a key of some row, else 0. */
+static inline uint32_t ps_att_window(const ps__args_attention *a) {
+  const uint32_t keys = ps__attention_documents(a) > 1 ? a->document_rows : a->row0 + a->n_tokens;
+  return a->window < keys ? a->window : 0;
+}
+
 typedef struct ps_att_provider {
   const char *name;
   /* NULL where the provider takes the shape, else why not (one clause, static or thread-local). */

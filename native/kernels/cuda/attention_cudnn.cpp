@@ -153,6 +153,9 @@ static const char *refuses(const ps_att_shape *s) {
     return "head_dim is no multiple of 8, or too large for this GPU";
   if (known_documents(a))
     return NULL;
+  if (a->softcap > 0.0f)
+    return "with a soft cap, documents must be of known, equal length (set one document a "
+           "sequence)";
   if (s->sm / 10 != 9 && s->sm / 10 != 10)
     return "documents that are found on the device need compute capability 9.0 or 10.0 (or set one "
            "document a sequence)";
@@ -182,7 +185,9 @@ static tensor index_tensor(plan *p, const char *name, uid id, int64_t n) {
  * with ld elements a row. */
 struct operands {
   int64_t batch, rows, keys, d, heads, kv_heads;
-  bool square; /* every document has as many keys as query rows */
+  bool square;    /* every document has as many keys as query rows */
+  int64_t window; /* 0: none */
+  float scale, softcap;
   tensor len_q, len_kv, off_q, off_kv, off_dkv, off_lse;
   void shape(tensor t, int64_t h, int64_t n, int64_t ld, tensor off) const {
     t->set_dim({batch, h, n, d}).set_stride({n * ld, d, ld, 1});
@@ -222,6 +227,9 @@ static operands describe(plan *p, const ps_att_shape *s) {
   x.keys = a->row0 + x.rows;
   x.d = a->head_dim;
   x.square = a->row0 == 0;
+  x.window = ps_att_window(a);
+  x.scale = ps__attention_scale(a);
+  x.softcap = a->softcap;
   x.heads = a->n_heads;
   x.kv_heads = a->n_kv_heads;
   if (p->max_documents) {
@@ -236,21 +244,59 @@ static operands describe(plan *p, const ps_att_shape *s) {
   return x;
 }
 
-/* What forward and backward options have in common. Of square masks both alignments are the
- * same, and cuDNN is faster with the top left one. */
+/* Of square masks both alignments are the same, and cuDNN is faster with the top left one. */
+static fe::DiagonalAlignment_t alignment_of(const operands &x) {
+  return x.square ? fe::DiagonalAlignment_t::TOP_LEFT : fe::DiagonalAlignment_t::BOTTOM_RIGHT;
+}
+
+/* What forward and backward options have in common. A left bound of n keeps n keys, the query's
+ * own included. */
 template <typename options> static void causal(options &o, const operands &x) {
-  o.set_attn_scale((float)(1.0 / sqrt((double)x.d)));
-  o.set_diagonal_alignment(x.square ? fe::DiagonalAlignment_t::TOP_LEFT
-                                    : fe::DiagonalAlignment_t::BOTTOM_RIGHT);
+  o.set_attn_scale(x.scale);
+  o.set_diagonal_alignment(alignment_of(x));
   o.set_diagonal_band_right_bound(0);
+  if (x.window)
+    o.set_diagonal_band_left_bound((int)x.window);
   if (x.len_q)
     o.set_padding_mask(true).set_seq_len_q(x.len_q).set_seq_len_kv(x.len_kv);
+}
+
+/* softcap * tanh(score / softcap) and its way back. */
+namespace modify = fe::graph::attn::score_modifiers;
+using score_graph = std::shared_ptr<fe::graph::Graph>;
+static tensor cap_tensor(const operands &x) {
+  return std::make_shared<fe::graph::Tensor_attributes>(x.softcap);
+}
+
+/* Forward, the frontend takes a modifier in place of masks: it makes them too. */
+static void soft_cap(fe::graph::SDPA_attributes &o, const operands &x) {
+  o.set_attn_scale(x.scale);
+  o.set_score_mod([x](score_graph graph, tensor score) {
+    const std::optional<int64_t> left = x.window ? std::optional<int64_t>(x.window) : std::nullopt;
+    return modify::sliding_window_mask(
+        graph, modify::Softcap().forward(graph, score, cap_tensor(x)), alignment_of(x), left, 0,
+        x.rows, x.keys, nullptr, nullptr, nullptr, nullptr);
+  });
+}
+
+/* Backward, masks come after the modifier. */
+static void soft_cap(fe::graph::SDPA_backward_attributes &o, const operands &x) {
+  const auto cap = std::make_shared<modify::Softcap>();
+  o.set_score_mod([cap, x](score_graph graph, tensor score) {
+    return cap->forward(graph, score, cap_tensor(x));
+  });
+  o.set_score_mod_bprop([cap, x](score_graph graph, tensor gradient) {
+    return cap->backward(graph, gradient, cap_tensor(x));
+  });
 }
 
 static void build_forward(plan *p, const operands &x) {
   const int64_t ld = x.heads * x.d, ldkv = 2 * x.kv_heads * x.d;
   auto options = fe::graph::SDPA_attributes().set_name("attention_fwd").set_generate_stats(true);
-  causal(options, x);
+  if (x.softcap > 0.0f)
+    soft_cap(options, x);
+  else
+    causal(options, x);
   auto [o, lse] = p->graph.sdpa(x.input(p, "q", Q, x.heads, x.rows, ld, x.off_q),
                                 x.input(p, "k", K, x.kv_heads, x.keys, ldkv, x.off_kv),
                                 x.input(p, "v", V, x.kv_heads, x.keys, ldkv, x.off_kv), options);
@@ -265,6 +311,8 @@ static void build_backward(plan *p, const operands &x, bool deterministic) {
                      .set_name("attention_bwd")
                      .set_deterministic_algorithm(deterministic);
   causal(options, x);
+  if (x.softcap > 0.0f)
+    soft_cap(options, x);
   if (x.len_q)
     options.set_max_total_seq_len_q(x.rows).set_max_total_seq_len_kv(x.keys);
   tensor lse = p->graph.tensor(fe::graph::Tensor_attributes()

@@ -35,6 +35,8 @@ struct plan {
 const char *refuses(const ps_att_shape *s) {
   if (s->sm < 80)
     return "needs compute capability 8.0";
+  if (ps_att_window(&s->args) || s->args.softcap > 0.0f)
+    return "windows and soft caps are left to cuDNN";
   return s->args.head_dim == 64 || s->args.head_dim == 128 ? NULL : "head_dim is not 64 or 128";
 }
 
@@ -95,7 +97,7 @@ ps_status prepare(const ps_att_shape *s, void **out, size_t *scratch_bytes) {
 void describe(ps_flash::Flash_fwd_params *f, const ps_launch *l, const ps_att_shape *s,
               const plan *p, int32_t *documents, float *lse) {
   const ps__args_attention *a = &s->args;
-  const float scale = (float)(1.0 / sqrt((double)a->head_dim));
+  const float scale = ps__attention_scale(a);
   f->q_ptr = l->ptr[0];
   f->k_ptr = l->ptr[1];
   f->v_ptr = (char *)l->ptr[1] + 2 * (size_t)a->n_kv_heads * a->head_dim;

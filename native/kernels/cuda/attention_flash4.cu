@@ -73,6 +73,8 @@ const char *refuses(const ps_att_shape *s) {
   const uint32_t n = ps__attention_documents(a);
   if (s->sm != 90)
     return "needs compute capability 9.0";
+  if (ps_att_window(a) || a->softcap > 0.0f)
+    return "windows and soft caps are left to cuDNN";
   if (a->head_dim != 64 && a->head_dim != 128)
     return "head_dim is not 64 or 128";
   if (!find(FWD, a->head_dim, group_of(a)))
@@ -255,7 +257,7 @@ operands describe(const ps_launch *l, const ps__args_attention *a, const plan *p
                 {l->ptr[4],
                  {(int32_t)p->n, (int32_t)a->n_heads, (int32_t)p->rows},
                  {(int64_t)p->rows * a->n_heads, a->n_heads}},
-                (float)(1.0 / sqrt((double)d))};
+                ps__attention_scale(a)};
   x.v = x.k;
   x.v.data = (char *)x.k.data + 2 * (size_t)kv_width;
   return x;
