@@ -114,7 +114,7 @@ def glu(a, gu, *_):
 
 
 def embedding(a, ids, table, *_):
-    return [table.view(a.vocab, a.dim)[ids.long()]]
+    return [(a.scale or 1.0) * table.view(a.vocab, a.dim)[ids.long()]]
 
 
 def turned(x, w, a, pos):
@@ -144,7 +144,8 @@ def qkv_split(a, qkv, pos, _q, _kv, wq=None, wk=None):
 
 def cross_entropy(a, z, target, scale, _):
     z = z.view(a.rows, a.vocab).requires_grad_()
-    loss = torch.nn.functional.cross_entropy(z, target.long(), ignore_index=-1, reduction="none")
+    y = a.softcap * torch.tanh(z / a.softcap) if a.softcap else z
+    loss = torch.nn.functional.cross_entropy(y, target.long(), ignore_index=-1, reduction="none")
     (loss.sum() * scale).backward()
     return [z.grad, loss.detach()]
 
@@ -154,7 +155,7 @@ def gemm(a, x, y, c, *added):
     x = x.view(-1, a.lda)[:, : m if a.trans_a else k]
     y = y.view(-1, a.ldb)[:, : k if a.trans_b else n]
     c = c.view(m, a.ldc)
-    out = (x.T if a.trans_a else x) @ (y.T if a.trans_b else y)
+    out = (a.alpha or 1.0) * ((x.T if a.trans_a else x) @ (y.T if a.trans_b else y))
     if a.accumulate:
         out = out + c[:, :n]
     if a.has_bias:

@@ -58,14 +58,13 @@ def struct(name, fields):
 
 Fill = struct("Fill", [("Q", "bytes")])
 Accumulate = struct("Accumulate", [("Q", "n first"), ("I", "dt n_threads mode index")])
-Embed = struct("Embed", [("I", "n_tokens vocab dim dt accumulate")])
+Embed = struct("Embed", [("I", "n_tokens vocab dim dt accumulate"), ("f", "scale")])
 EmbedHost = struct(
     "EmbedHost",
     [
-        (
-            "I",
-            "n_tokens vocab dim dt accumulate chunk_tokens short_tokens group_tokens skip_tokens mode index",
-        )
+        ("I", "n_tokens vocab dim dt accumulate"),
+        ("f", "scale"),
+        ("I", "chunk_tokens short_tokens group_tokens skip_tokens mode index"),
     ],
 )
 Rmsnorm = struct(
@@ -81,11 +80,12 @@ Gemm = struct(
     [
         ("I", "m n k lda ldb ldc"),
         ("B", "trans_a trans_b accumulate has_bias has_residual dt_a dt_b dt_c"),
+        ("f", "alpha"),
     ],
 )
 Glu = struct("Glu", [("I", "n_tokens ffn_dim dt activation")])
 Colsum = struct("Colsum", [("I", "rows cols ld dt accumulate")])
-CrossEntropy = struct("CrossEntropy", [("I", "rows vocab dt")])
+CrossEntropy = struct("CrossEntropy", [("I", "rows vocab dt"), ("f", "softcap")])
 Sumsq = struct("Sumsq", [("Q", "n"), ("I", "dt n_threads")])
 
 
@@ -492,14 +492,17 @@ def test_colsum(rows, cols, ld, accumulate, dt):
 @pytest.mark.parametrize(
     "tokens,vocab,dim", [(1, 1, 1), (5, 7, 19), (64, 300, 256), (1000, 5000, 130)]
 )
-def test_embed_fwd_copies_rows(tokens, vocab, dim, dt):
+@pytest.mark.parametrize("scale", [0.0, 45.254834])
+def test_embed_fwd_copies_rows_times_scale(tokens, vocab, dim, scale, dt):
     ids, table = torch.randint(vocab, (tokens,), dtype=torch.int32), torch.randn(vocab, dim).to(dt)
     (out,) = run(
         "embed_fwd",
-        Embed(tokens, vocab, dim, CODE[dt], 0),
+        Embed(tokens, vocab, dim, CODE[dt], 0, scale),
         [("r", ids), ("r", table), ("w", torch.empty(tokens, dim, dtype=dt))],
     )
-    assert same_bits(out, table[ids.long()])
+    rows = table[ids.long()]
+    # as torch multiplies a tensor by a number: in fp32, one rounding
+    assert same_bits(out, (rows.float() * np.float32(scale).item()).to(dt) if scale else rows)
 
 
 @DTYPES
@@ -508,33 +511,31 @@ def test_embed_fwd_copies_rows(tokens, vocab, dim, dt):
     "tokens,vocab,dim,skew",
     [(1, 1, 1, 1), (5, 7, 19, 1), (64, 300, 256, 1), (999, 257, 530, 3), (3000, 70000, 24, 6)],
 )
-def test_embed_bwd_adds_rows_in_order(tokens, vocab, dim, skew, accumulate, dt):
+@pytest.mark.parametrize("scale", [0.0, 45.254834])
+def test_embed_bwd_adds_rows_in_order(tokens, vocab, dim, skew, scale, accumulate, dt):
     ids = (torch.rand(tokens) ** skew * vocab).to(torch.int32).clamp(max=vocab - 1)
     dx, old = torch.randn(tokens, dim).to(dt), torch.randn(vocab, dim).to(dt)
     (out,) = run(
         "embed_bwd",
-        Embed(tokens, vocab, dim, CODE[dt], accumulate),
+        Embed(tokens, vocab, dim, CODE[dt], accumulate, scale),
         [("r", ids), ("r", dx), ("rw" if accumulate else "w", old)],
     )
+    scale = scale or 1.0
     order = np.zeros(
         (vocab, dim), np.float32
     )  # the documented sum itself: fp32, in order of t, one rounding when added
     for t in range(tokens):
         order[ids[t]] += dx[t].float().numpy()
-    want = torch.from_numpy(order)
+    want = torch.from_numpy(order * np.float32(scale))
     if accumulate:
         seen = torch.zeros(vocab, dtype=torch.bool)
         seen[ids.long()] = True
         want = torch.where(seen[:, None], old.float() + want, old.float())
     assert same_bits(out + 0.0, want.to(dt) + 0.0)  # + 0.0: -0 counts as 0
-    ref = torch.zeros(vocab, dim, dtype=torch.float64).index_add_(0, ids.long(), dx.double()) + (
-        old.double() if accumulate else 0
-    )
-    size = (
-        torch.zeros(vocab, dim, dtype=torch.float64).index_add_(0, ids.long(), dx.double().abs())
-        + old.double().abs()
-    )
-    assert_within(out, ref, (int(torch.bincount(ids).max()) + 1) * U * size)
+    sums = lambda x: torch.zeros(vocab, dim, dtype=torch.float64).index_add_(0, ids.long(), x)
+    ref = scale * sums(dx.double()) + (old.double() if accumulate else 0)
+    size = scale * sums(dx.double().abs()) + old.double().abs()
+    assert_within(out, ref, (int(torch.bincount(ids).max()) + 3) * U * size)
 
 
 @DTYPES
@@ -559,19 +560,24 @@ def test_embed_bwd_host_leaves_the_bits_of_a_round_on_the_device(
         check_embed_host(vocab, dim, groups, short, chunk, n_full, skew, accumulate, dt, short)
 
 
-@pytest.mark.parametrize("mode", [LOW_WRITE, LOW_READ | LOW_WRITE, DITHER])
-def test_embed_bwd_host_dithered_or_with_low_bytes(mode):
-    check_embed_host(300, 270, 1, 40, 64, 3, 1, 1, BF16, 40, mode)
+@pytest.mark.parametrize("scale", [0.0, 45.254834])
+@pytest.mark.parametrize("mode", [0, LOW_WRITE, LOW_READ | LOW_WRITE, DITHER])
+def test_embed_bwd_host_dithered_or_with_low_bytes(mode, scale):
+    check_embed_host(300, 270, 1, 40, 64, 3, 1, 1, BF16, 40, mode, scale)
 
 
-def check_embed_host(vocab, dim, groups, short, chunk, n_full, skew, accumulate, dt, skip, mode=0):
+def check_embed_host(
+    vocab, dim, groups, short, chunk, n_full, skew, accumulate, dt, skip, mode=0, scale=0.0
+):
     sizes = ([short] + n_full * [chunk]) * groups
     a_group = sum(sizes) // groups
     sizes = sizes[1 if skip else 0 :]
     tokens = sum(sizes)
     ids = (torch.rand(tokens) ** skew * vocab).to(torch.int32).clamp(max=vocab - 1)
     dx, total = torch.randn(tokens, dim).to(dt), torch.randn(vocab, dim).to(dt)
-    args = EmbedHost(tokens, vocab, dim, CODE[dt], accumulate, chunk, short, a_group, skip, mode, 6)
+    args = EmbedHost(
+        tokens, vocab, dim, CODE[dt], accumulate, scale, chunk, short, a_group, skip, mode, 6
+    )
     bytes_ = torch.randint(256, (vocab, dim), dtype=torch.uint8)
     of_low = [("rw" if mode & LOW_READ else "w", bytes_)] if mode & (LOW_READ | LOW_WRITE) else []
     out = run(
@@ -583,7 +589,7 @@ def check_embed_host(vocab, dim, groups, short, chunk, n_full, skew, accumulate,
     for i, n in enumerate(sizes):
         (table,) = run(
             "embed_bwd",
-            Embed(n, vocab, dim, CODE[dt], i > 0),
+            Embed(n, vocab, dim, CODE[dt], i > 0, scale),
             [("r", ids[at : at + n]), ("r", dx[at : at + n]), ("rw" if i else "w", table)],
         )
         at += n
@@ -612,7 +618,7 @@ def test_an_id_out_of_range_is_refused_and_nothing_is_written(name, bad, token):
     ids[token] = bad
     out = torch.full((8 if name == "embed_fwd" else 50, 4), 5.0)
     args = (
-        EmbedHost(8, 50, 4, 0, 0, 8, 8, 8, 0, 0, 0)
+        EmbedHost(8, 50, 4, 0, 0, 0.0, 8, 8, 8, 0, 0, 0)
         if name == "embed_bwd_host"
         else Embed(8, 50, 4, 0, 0)
     )
@@ -819,7 +825,8 @@ def test_glu_refuses_by_name(name):
     "rows,vocab,spread",
     [(1, 1, 1), (3, 15, 1), (64, 64, 5), (33, 1000, 10), (5, 50257, 3), (2, 256000, 30)],
 )
-def test_cross_entropy_against_autograd(rows, vocab, spread, dt):
+@pytest.mark.parametrize("cap", [0.0, 30.0, 1.5])
+def test_cross_entropy_against_autograd(rows, vocab, spread, cap, dt):
     z, target = (
         (torch.randn(rows, vocab) * spread).to(dt),
         torch.randint(vocab, (rows,), dtype=torch.int32),
@@ -829,22 +836,25 @@ def test_cross_entropy_against_autograd(rows, vocab, spread, dt):
     scale = torch.tensor([1 / 37], dtype=F32)
     dz, loss = run(
         "cross_entropy",
-        CrossEntropy(rows, vocab, CODE[dt]),
+        CrossEntropy(rows, vocab, CODE[dt], cap),
         [("rw", z), ("r", target), ("r", scale), ("w", torch.empty(rows))],
     )
     Z = z.double().requires_grad_()
-    ref = torch.nn.functional.cross_entropy(Z, target.long(), ignore_index=-1, reduction="none")
+    Y = cap * torch.tanh(Z / cap) if cap else Z
+    ref = torch.nn.functional.cross_entropy(Y, target.long(), ignore_index=-1, reduction="none")
     (ref.sum() * scale.double()).backward()
-    reach = (z.double().amax(1) - z.double().amin(1)).clamp(
-        max=104
-    )  # z - max is rounded before exp: u*reach relative
+    y = Y.detach()
+    # y - max is rounded before exp: u*reach relative; a capped y is 5u of itself off
+    reach = (y.amax(1) - y.amin(1)).clamp(max=104) + (10 * y.abs().amax(1) if cap else 0)
     rel = (vocab / 64 + 7 + 8 + reach)[:, None] * U
+    # 1 - t^2 is off by 12u absolute, and never more than 1
+    slope = 1 - (y / cap) ** 2 + 12 * U / rel if cap else 1.0
     assert_within(loss, ref.detach(), rel[:, 0] + U * ref.detach().abs())
-    p = torch.softmax(z.double(), 1) * scale.double()
+    p = torch.softmax(y, 1) * scale.double()
     hot = torch.zeros_like(p)
     valid = target >= 0
     hot[valid, target[valid].long()] = scale.double()
-    assert_within(dz, Z.grad, rel * (p + hot) * valid[:, None] + 1e-37)
+    assert_within(dz, Z.grad, rel * (p + hot) * slope * valid[:, None] + 1e-37)
     assert not dz[~valid].any() and not loss[~valid].any()
 
 
@@ -882,7 +892,9 @@ def test_a_target_out_of_range_is_refused_and_nothing_is_written(bad):
 # ---- gemm ----------------------------------------------------------------------------------------
 
 
-def gemm_case(m, n, k, ta=0, tb=0, acc=0, bias=0, residual=0, dts=(F32, F32, F32), pad=0):
+def gemm_case(
+    m, n, k, ta=0, tb=0, acc=0, bias=0, residual=0, dts=(F32, F32, F32), pad=0, alpha=0.0
+):
     dt_a, dt_b, dt_c = dts
     a = torch.randn((k if ta else m), (m if ta else k) + pad).to(dt_a)
     b = torch.randn((n if tb else k), (k if tb else n) + 2 * pad).to(dt_b)
@@ -903,6 +915,7 @@ def gemm_case(m, n, k, ta=0, tb=0, acc=0, bias=0, residual=0, dts=(F32, F32, F32
         CODE[dt_a],
         CODE[dt_b],
         CODE[dt_c],
+        alpha,
     )
     operands = (
         [("r", a), ("r", b), ("rw" if acc else "w", c)]
@@ -912,11 +925,12 @@ def gemm_case(m, n, k, ta=0, tb=0, acc=0, bias=0, residual=0, dts=(F32, F32, F32
     (out,) = run("gemm", args, operands)
     x, y = a[:, : m if ta else k].double(), b[:, : k if tb else n].double()
     x, y = (x.T if ta else x), (y.T if tb else y)
-    ref, size = x @ y, x.abs() @ y.abs()
+    factor = np.float32(alpha or 1.0).item()
+    ref, size = factor * (x @ y), abs(factor) * (x.abs() @ y.abs())
     for wanted, term in [(acc, c[:, :n]), (bias, row), (residual, add[:, :n])]:
         if wanted:
             ref, size = ref + term.double(), size + term.double().abs()
-    assert_within(out[:, :n], ref, (k + 3) * U * size)
+    assert_within(out[:, :n], ref, (k + 3 + (alpha != 0)) * U * size)
     gap = out[:, n:]
     assert same_bits(gap, c[:, n:]) if acc else torch.isnan(gap).all(), (
         "gemm wrote between the rows of C"
@@ -943,6 +957,24 @@ def test_gemm_transposes_and_shapes(m, n, k, ta, tb):
 def test_gemm_dtypes_and_what_is_added(acc, bias, residual, dts):
     gemm_case(37, 65, 50, 0, 1, acc, bias, residual, dts)
     gemm_case(70, 90, 1030, 1, 0, acc, bias, residual, dts, pad=1)  # three blocks of K
+
+
+@pytest.mark.parametrize("alpha", [0.22, -3.0])
+@pytest.mark.parametrize("dts", [(F32, F32, F32), (BF16, BF16, BF16)], ids=["f32", "bf16"])
+@pytest.mark.parametrize("acc,bias,residual", [(0, 0, 0), (1, 0, 0), (0, 1, 1)])
+def test_gemm_times_alpha(acc, bias, residual, dts, alpha):
+    """alpha multiplies the product and nothing that is added to it."""
+    gemm_case(37, 65, 50, 0, 1, acc, bias, residual, dts, alpha=alpha)
+    gemm_case(70, 90, 1030, 1, 0, acc, bias, residual, dts, pad=1, alpha=alpha)
+
+
+def test_gemm_alpha_of_0_stands_for_1():
+    a, b, c = torch.randn(70, 300), torch.randn(300, 90), torch.empty(70, 90)
+    outs = [
+        run("gemm", Gemm(70, 90, 300, 300, 90, 90, alpha=x), [("r", a), ("r", b), ("w", c)])[0]
+        for x in (0.0, 1.0)
+    ]
+    assert same_bits(*outs)
 
 
 @pytest.mark.parametrize(
@@ -976,6 +1008,25 @@ def test_gemm_refuses_rows_that_do_not_fit():
     ):
         status, after = launch(LIB, "gemm", args, [t, t, t], 1)
         assert status == PS_EINVAL and "gemm" in LIB.ops_error().decode() and same_bits(after[2], t)
+
+
+@pytest.mark.parametrize(
+    "name, args, words",
+    [
+        ("gemm", Gemm(4, 4, 4, 4, 4, 4, alpha=math.nan), "alpha is nan"),
+        ("embed_fwd", Embed(4, 4, 4, 0, 0, -2.0), "scale is -2"),
+        ("embed_bwd", Embed(4, 4, 4, 0, 0, math.inf), "scale is inf"),
+        ("embed_bwd_host", EmbedHost(4, 4, 4, 0, 0, math.nan, 4, 4, 4), "scale is nan"),
+        ("embed_fwd", Embed(4, 4, 4, 2, 0), "dt is 2"),
+        ("cross_entropy", CrossEntropy(4, 4, 0, -30.0), "softcap is -30"),
+        ("cross_entropy", CrossEntropy(4, 4, 2), "dt is 2"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_by_name(name, args, words):
+    tensors = [torch.zeros(4, 4) for _ in range(4)]
+    status, after = launch(LIB, name, args, tensors, 1)
+    assert status == PS_EINVAL and words in LIB.ops_error().decode()
+    assert all(same_bits(a, b) for a, b in zip(tensors, after))
 
 
 def mapped_bytes():

@@ -156,17 +156,25 @@ typedef struct ps__args_accumulate {
 
 typedef struct ps__args_embed {
   uint32_t n_tokens, vocab, dim, dt, accumulate;
+  float scale; /* 0 stands for 1. Of dt's precision where transformers rounds it (Gemma) */
 } ps__args_embed;
-/* embed_fwd            out[t,:] = table[id[t],:].  ptr: R id i32[T], R table[V,D], W out[T,D].
- *                      An id out of range is PS_EFORMAT. */
-/* embed_bwd            dtable[v,:] (+)= sum over t with id[t]=v, in order of t, of dx[t,:] (fp32
- *                      sum, one rounding when added).
+/* PS_EINVAL names @op, the field and its value (native/kernels/cpu/embedding.c). */
+ps_status ps__check_embed(const ps__args_embed *a, const char *op);
+static inline float ps__embed_scale(const ps__args_embed *a) {
+  return a->scale == 0.0f ? 1.0f : a->scale;
+}
+/* A row of the table as embed_fwd hands it out: for who gathers rows in another way. */
+void ps__embed_row(void *out, const void *row, uint32_t dt, size_t dim, float scale);
+/* embed_fwd            out[t,:] = scale table[id[t],:], one rounding.  ptr: R id i32[T], R
+ *                      table[V,D], W out[T,D]. An id out of range is PS_EFORMAT. */
+/* embed_bwd            dtable[v,:] (+)= scale times the sum over t with id[t]=v, in order of t,
+ *                      of dx[t,:] (fp32 sum and product, one rounding when added).
  *                      accumulate 0 writes every row (zeros where no token).  ptr: R id[T], R
  *                      dx[T,D], W|RW dtable[V,D]. */
 /* embed_bwd_host       What embed_bwd over some chunks of a round, into a table that then is
  *                      written (rows.accumulate 0) or added (1) to the total, leaves in
- *                      the total: for each v with a token, contribution[v,:] = round(chunk's
- *                      sum), then round(contribution + sum) for each further
+ *                      the total: for each v with a token, contribution[v,:] = round(scale chunk's
+ *                      sum), then round(contribution + scale sum) for each further
  *                      chunk; total[v,:] = contribution, or as accumulate adds it (mode, index:
  *                      as there). A row without a token becomes zero (0), or is not
  *                      touched (1; where low[] is written but not read, its row becomes zero):
@@ -200,8 +208,8 @@ ps_status ps__check_rmsnorm(const ps__args_rmsnorm *a, const char *op);
  *                      ptr: R x, R w, R dy, W|RW dx, W|RW dw[cols] (RW with accumulate_dw). dx
  *                      does not alias dy or x. */
 
-/* gemm                 C[M,N] = op(A) op(B) (+ bias[N]) (+ residual[M,N], ld = ldc) (+ C when
- *                      accumulate); fp32 accumulate, one
+/* gemm                 C[M,N] = alpha op(A) op(B) (+ bias[N]) (+ residual[M,N], ld = ldc) (+ C
+ *                      when accumulate); fp32 accumulate, one
  *                      rounding. trans_a: A is stored [K,M]; trans_b: B is stored [N,K]. ld* in
  *                      elements;
  *                      bias and residual are of dt_c. Added in this order: C, product, bias,
@@ -211,7 +219,13 @@ ps_status ps__check_rmsnorm(const ps__args_rmsnorm *a, const char *op);
 typedef struct ps__args_gemm {
   uint32_t m, n, k, lda, ldb, ldc;
   uint8_t trans_a, trans_b, accumulate, has_bias, has_residual, dt_a, dt_b, dt_c;
+  float alpha; /* 0 stands for 1 */
 } ps__args_gemm;
+/* PS_EINVAL names the field and its value (native/kernels/cpu/matmul.c). */
+ps_status ps__check_gemm(const ps__args_gemm *a);
+static inline float ps__gemm_alpha(const ps__args_gemm *a) {
+  return a->alpha == 0.0f ? 1.0f : a->alpha;
+}
 
 /* RoPE turns the first rotary_dim elements of a head, in Hugging Face's layout: element i pairs
  * with i + rotary_dim/2, and its angle is position * inv_freq[i], the product and its range
@@ -303,12 +317,16 @@ typedef struct ps__args_colsum {
 
 typedef struct ps__args_cross_entropy {
   uint32_t rows, vocab, dt;
+  float softcap; /* 0: none */
 } ps__args_cross_entropy;
-/* cross_entropy        loss[r] = logsumexp(z[r]) - z[r,target]; z becomes dz = (softmax -
- *                      onehot)*inv_valid. target -1: loss 0,
- *                      dz 0. inv_valid = *scale (f32, device memory).  ptr: RW z[rows,V] dt, R
- *                      target i32[rows], R scale f32[1],
- *                      W loss f32[rows]. */
+/* PS_EINVAL names the field and its value (native/kernels/cpu/cross_entropy.c). */
+ps_status ps__check_cross_entropy(const ps__args_cross_entropy *a);
+/* cross_entropy        loss[r] = logsumexp(y[r]) - y[r,target]; y = z, or softcap * tanh(z /
+ *                      softcap); z becomes dz = (softmax(y) - onehot)*inv_valid, with a cap times
+ *                      1 - (y / softcap)^2. A z of -inf stays -inf. target -1: loss 0, dz 0.
+ *                      inv_valid = *scale (f32, device memory).
+ *                      ptr: RW z[rows,V] dt, R target i32[rows], R scale f32[1], W loss
+ *                      f32[rows]. */
 
 /* n_threads: as accumulate's */
 typedef struct ps__args_sumsq {

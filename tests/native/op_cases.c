@@ -279,7 +279,7 @@ static const uint32_t embed_test[][3] = {{1, 1, 1},         {7, 5, 33},       {1
                       embed_bench[][3] = {{2048, 8192, 1024}};
 static void embed_fwd(visit *v, uint32_t dt) {
   EACH(s, v, embed_test, embed_bench) {
-    const ps__args_embed a = {s[0], s[1], s[2], dt, 0};
+    const ps__args_embed a = {s[0], s[1], s[2], dt, 0, s_i % 2 ? 45.254834f : 0.0f};
     const uint64_t table = (uint64_t)s[1] * s[2];
     if (!wanted(v, table))
       continue;
@@ -291,7 +291,7 @@ static void embed_fwd(visit *v, uint32_t dt) {
 static void embed_bwd(visit *v, uint32_t dt) {
   EACH(s, v, embed_test, embed_bench)
   for (uint32_t add = 0; add < (v->sizes == OP_BENCH ? 1 : 2); add++) {
-    const ps__args_embed a = {s[0], s[1], s[2], dt, add};
+    const ps__args_embed a = {s[0], s[1], s[2], dt, add, s_i % 2 ? 45.254834f : 0.0f};
     const uint64_t table = (uint64_t)s[1] * s[2];
     if (!wanted(v, table))
       continue;
@@ -313,7 +313,9 @@ static void cross_entropy(visit *v, uint32_t dt) {
                      loss = {0, 5e-6, 2e-6};
   EACH(s, v, loss_test, loss_bench) {
     const uint32_t r = s[0], vocab = s[1];
-    const ps__args_cross_entropy a = {r, vocab, dt};
+    /* not where logits are -inf, which torch caps too */
+    const bool capped = v->sizes != OP_BENCH && s_i && s_i % 2 == 0;
+    const ps__args_cross_entropy a = {r, vocab, dt, capped ? 30.0f : 0.0f};
     const uint64_t n = (uint64_t)r * vocab;
     if (!wanted(v, n))
       continue;
@@ -436,7 +438,7 @@ static const uint32_t gemm_test[][3] = {{1, 1, 1},       {8, 16, 32},   {17, 33,
                       gemm_bench[][3] = {{2048, 1024, 1024}};
 enum { PLAIN, ACCUMULATE, BIAS, RESIDUAL, BOTH, TO_F32, N_FORMS };
 static void gemm_case(visit *v, uint32_t dt, const uint32_t *s, uint32_t pad, uint32_t trans,
-                      uint32_t form) {
+                      uint32_t form, float alpha) {
   const uint32_t m = s[0], n = s[1], k = s[2], dt_c = form == TO_F32 ? PS_F32 : dt;
   ps__args_gemm a = {.m = m,
                      .n = n,
@@ -448,7 +450,8 @@ static void gemm_case(visit *v, uint32_t dt, const uint32_t *s, uint32_t pad, ui
                      .has_residual = form == RESIDUAL || form == BOTH,
                      .dt_a = (uint8_t)dt,
                      .dt_b = (uint8_t)dt,
-                     .dt_c = (uint8_t)dt_c};
+                     .dt_c = (uint8_t)dt_c,
+                     .alpha = alpha};
   a.lda = (a.trans_a ? m : k) + pad, a.ldb = (a.trans_b ? k : n) + pad, a.ldc = n + pad;
   /* partial sums of K products near their result's size, in fp32, truncated by tensor cores at
    * worst; bf16 then an ulp; and with an addend cuBLASLt's kernels may round the product to bf16
@@ -473,7 +476,7 @@ static void gemm(visit *v, uint32_t dt) {
   for (uint32_t trans = v->sizes == OP_BENCH ? 2 : 0; trans < (v->sizes == OP_BENCH ? 3 : 4);
        trans++)
     for (uint32_t form = 0; form < (v->sizes == OP_BENCH ? 1 : N_FORMS); form++)
-      gemm_case(v, dt, s, s_i % 2 ? 8 : 0, trans, form);
+      gemm_case(v, dt, s, s_i % 2 ? 8 : 0, trans, form, s_i % 2 ? 0.22f : 0.0f);
 }
 
 /* ---- the table ------------------------------------------------------------------------------- */

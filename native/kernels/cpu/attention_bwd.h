@@ -5,7 +5,8 @@
  * scale c, per head:
  *   S = Q K'  (times c log2(e)),  P = 2^(S - lse log2(e)),  dP = dO V',  D = rowsum(dO * O),
  *   dS = c P * (dP - D),  dV += P' dO,  dK += dS' Q,  dQ += dS K.
- * With a soft cap, t = tanh(Q K' c / softcap):  S = t softcap log2(e),  dS = c P * (dP - D) (1 - t^2).
+ * With a soft cap, t = tanh(Q K' c / softcap):
+ *   S = t softcap log2(e),  dS = c P * (dP - D) (1 - t^2).
  * Blocks of 4 queries know the range of keys they see; what lies outside is neither computed nor
  * read. */
 typedef struct bwd_tile {

@@ -8,9 +8,15 @@ typedef struct ce_job {
   uint32_t dt;
   char *z;
   const int32_t *target;
-  float scale;
+  float scale, cap; /* cap 0: none */
   float *loss;
 } ce_job;
+
+/* tanh(z / cap); a capped logit is cap times that. -inf, as padding lanes have, stays -inf. */
+PS_VEC void ce_tanh(ps__v *t, const ps__v *z, float cap) {
+  *t = ps__v_tanh(*z / cap);
+  *t = ps__v_select(*z == ps__v_set(-INFINITY), *z, *t);
+}
 
 /* max and sum of exp(z - max) of a row; padding lanes are -inf, which exp turns to 0. 64 lanes,
  * fixed tree. */
@@ -27,18 +33,48 @@ PS_VEC float ce_row_max(const char *z, uint32_t dt, size_t n) {
   return ps__v_hmax(ps__v_max(ps__v_max(m[0], m[1]), ps__v_max(m[2], m[3])));
 }
 
-PS_VEC float ce_row_sum(const char *z, uint32_t dt, size_t n, float max) {
-  ps__v s[4] = {{0}};
+/* exp(y - max) of vectors of logits. */
+PS_VEC void ce_terms(ps__v *e, const ps__v *z, float max, bool capped, float cap) {
+  ps__v y = *z;
+  if (capped) {
+    ce_tanh(&y, z, cap);
+    y *= cap;
+  }
+  *e = ps__v_exp(y - max);
+}
+
+PS_VEC float ce_row_sum(const char *z, uint32_t dt, size_t n, float max, bool capped, float cap) {
+  ps__v s[4] = {{0}}, v, e;
   size_t i = 0;
   for (; i + 4 * PS_LANES <= n; i += 4 * PS_LANES)
-    for (int q = 0; q < 4; q++)
-      s[q] += ps__v_exp(ps__v_get(z, dt, i + (size_t)q * PS_LANES) - max);
-  for (; i < n; i += PS_LANES)
-    s[0] += ps__v_exp(ps__v_read(z, dt, i, n, -INFINITY) - max);
+    for (int q = 0; q < 4; q++) {
+      v = ps__v_get(z, dt, i + (size_t)q * PS_LANES);
+      ce_terms(&e, &v, max, capped, cap);
+      s[q] += e;
+    }
+  for (; i < n; i += PS_LANES) {
+    v = ps__v_read(z, dt, i, n, -INFINITY);
+    ce_terms(&e, &v, max, capped, cap);
+    s[0] += e;
+  }
   return ps__v_sum((s[0] + s[1]) + (s[2] + s[3]));
 }
 
-PS_VEC void ce_rows(const ce_job *j, int64_t first, int64_t end, uint32_t dt) {
+/* The gradient of a vector of logits: terms times k, with a cap times 1 - tanh^2. */
+PS_VEC void ce_grads(ps__v *g, const ps__v *z, float max, float k, bool capped, float cap) {
+  ps__v y = *z, slope;
+  if (!capped) {
+    *g = ps__v_exp(y - max) * k;
+    return;
+  }
+  ce_tanh(&y, z, cap);
+  slope = 1.0f - y * y;
+  slope = ps__v_select(*z == ps__v_set(-INFINITY), ps__v_set(0.0f), slope);
+  *g = ps__v_exp(y * cap - max) * k * slope;
+}
+
+PS_VEC void ce_rows(const ce_job *j, int64_t first, int64_t end, uint32_t dt, bool capped) {
+  const float cap = j->cap;
   size_t n = j->vocab, bytes = n * ps__dt_bytes(dt);
   for (int64_t r = first; r < end; r++) {
     char *z = j->z + (size_t)r * bytes;
@@ -48,32 +84,58 @@ PS_VEC void ce_rows(const ce_job *j, int64_t first, int64_t end, uint32_t dt) {
       j->loss[r] = 0.0f;
       continue;
     }
-    float max = ce_row_max(z, dt, n), sum = ce_row_sum(z, dt, n, max),
-          zt = ps__load1_f32(z, dt, (size_t)target);
+    float max = ce_row_max(z, dt, n), zt = ps__load1_f32(z, dt, (size_t)target), slope = 1.0f;
+    if (capped) { /* which keeps the order of logits */
+      const float t = ps__tanhf(zt / cap);
+      slope = 1.0f - t * t;
+      zt = cap * t;
+      max = cap * ps__tanhf(max / cap);
+    }
+    float sum = ce_row_sum(z, dt, n, max, capped, cap);
     float k = j->scale / sum, et = ps__expf(zt - max);
-    for (size_t i = 0; i < n; i += PS_LANES)
-      ps__v_write(z, dt, i, n, ps__v_exp(ps__v_read(z, dt, i, n, 0.0f) - max) * k);
+    for (size_t i = 0; i < n; i += PS_LANES) {
+      ps__v v = ps__v_read(z, dt, i, n, 0.0f), g;
+      ce_grads(&g, &v, max, k, capped, cap);
+      ps__v_write(z, dt, i, n, g);
+    }
     /* softmax - 1 at the target as -(sum - e)/sum: no cancellation beyond that of the sum */
     float dt_target = (et - sum) * k;
+    if (capped)
+      dt_target *= slope;
     ps__store_f32(z + (size_t)target * ps__dt_bytes(dt), dt, &dt_target, 1);
     j->loss[r] = (float)(log((double)sum) + ((double)max - (double)zt));
   }
 }
 
 PS_CLONES static void ce_run(const ce_job *j, int64_t first, int64_t end) {
-  if (j->dt == PS_BF16)
-    ce_rows(j, first, end, PS_BF16);
+  if (j->dt == PS_BF16 && j->cap > 0.0f)
+    ce_rows(j, first, end, PS_BF16, true);
+  else if (j->dt == PS_BF16)
+    ce_rows(j, first, end, PS_BF16, false);
+  else if (j->cap > 0.0f)
+    ce_rows(j, first, end, PS_F32, true);
   else
-    ce_rows(j, first, end, PS_F32);
+    ce_rows(j, first, end, PS_F32, false);
 }
 
 static void ce_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   ce_run(arg, first, end);
 }
 
+ps_status ps__check_cross_entropy(const ps__args_cross_entropy *a) {
+  if (!(a->softcap >= 0.0f && a->softcap < INFINITY))
+    return ps__fail(PS_EINVAL,
+                    "cross_entropy: softcap is %g: it must be positive and finite, or 0 for none",
+                    (double)a->softcap);
+  if (a->dt >= PS_N_DTYPES)
+    return ps__fail(PS_EINVAL, "cross_entropy: dt is %u: neither fp32 nor bf16", a->dt);
+  return PS_OK;
+}
+
 /* cross_entropy
- * math    loss[r] = log(sum_v exp(z[r,v] - max)) + max - z[r,t]; z[r,v] becomes
- *         (softmax(z[r])[v] - [v = t]) * scale;
+ * math    y = z, or softcap * tanh(z / softcap); loss[r] = log(sum_v exp(y[r,v] - max)) + max -
+ *         y[r,t]; z[r,v] becomes (softmax(y[r])[v] - [v = t]) * scale, with a cap times
+ *         1 - (y[r,v] / softcap)^2; a z of -inf stays -inf;
  *         target -1: loss 0, gradient 0. fp32 inside, the loss put together in fp64
  * shapes  z [rows,V] of dt, in place; target i32 [rows]; scale f32 [1] = 1 / valid tokens of the
  *         step; loss f32 [rows]
@@ -84,6 +146,7 @@ static void ce_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
 static ps_status cross_entropy(const ps_launch *l) {
   const ps__args_cross_entropy *a = l->args;
   const int32_t *target = l->ptr[1];
+  PS_TRY(ps__check_cross_entropy(a));
   for (uint32_t r = 0; r < a->rows; r++)
     if (target[r] < -1 || target[r] >= (int64_t)a->vocab)
       return ps__fail(PS_EFORMAT,
@@ -95,6 +158,7 @@ static ps_status cross_entropy(const ps_launch *l) {
                 .z = l->ptr[0],
                 .target = target,
                 .scale = *(const float *)l->ptr[2],
+                .cap = a->softcap,
                 .loss = l->ptr[3]};
   ps__cpu_rows(l->exec, a->rows, ps__block_rows(a->vocab), ce_task, &job);
   return PS_OK;

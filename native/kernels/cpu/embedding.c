@@ -1,5 +1,6 @@
 /* embedding.c - rows of the table by token, and their gradient. */
 #include "kernels/cpu/total.h"
+#include <math.h>
 #include "kernels/cuda/scratch.h"
 
 typedef struct emb_job {
@@ -24,20 +25,50 @@ static ps_status emb_check(const ps__args_embed *a, const int32_t *id) {
   return PS_OK;
 }
 
+ps_status ps__check_embed(const ps__args_embed *a, const char *op) {
+  if (!(a->scale >= 0.0f && a->scale < INFINITY))
+    return ps__fail(PS_EINVAL, "%s: scale is %g: it must be positive and finite, or 0 for none", op,
+                    (double)a->scale);
+  if (a->dt >= PS_N_DTYPES)
+    return ps__fail(PS_EINVAL, "%s: dt is %u: neither fp32 nor bf16", op, a->dt);
+  return PS_OK;
+}
+
+PS_VEC void emb_scale_row(void *out, const void *row, uint32_t dt, size_t dim, float scale) {
+  for (size_t i = 0; i < dim; i += PS_LANES)
+    ps__v_write(out, dt, i, dim, ps__v_read(row, dt, i, dim, 0.0f) * scale);
+}
+PS_CLONES static void embed_scale_row(void *out, const void *row, uint32_t dt, size_t dim,
+                                      float scale) {
+  if (dt == PS_BF16)
+    emb_scale_row(out, row, PS_BF16, dim, scale);
+  else
+    emb_scale_row(out, row, PS_F32, dim, scale);
+}
+
+void ps__embed_row(void *out, const void *row, uint32_t dt, size_t dim, float scale) {
+  if (scale == 1.0f)
+    memcpy(out, row, dim * ps__dt_bytes(dt));
+  else
+    embed_scale_row(out, row, dt, dim, scale);
+}
+
 static void emb_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const emb_job *j = arg;
-  size_t bytes = j->a->dim * ps__dt_bytes(j->a->dt);
+  const size_t bytes = j->a->dim * ps__dt_bytes(j->a->dt);
   for (int64_t t = first; t < end; t++)
-    memcpy(j->out + (size_t)t * bytes, j->in + (size_t)j->id[t] * bytes, bytes);
+    ps__embed_row(j->out + (size_t)t * bytes, j->in + (size_t)j->id[t] * bytes, j->a->dt, j->a->dim,
+                  ps__embed_scale(j->a));
 }
 
 /* embed_fwd
- * math    out[t,:] = table[id[t],:]
+ * math    out[t,:] = scale table[id[t],:], one rounding
  * shapes  id i32 [T], table [V,D], out [T,D] of dt
  * bytes   2*T*D*sizeof(dt).   errors  PS_EFORMAT: an id out of range, with its token; nothing is
  *         written then */
 static ps_status embed_fwd(const ps_launch *l) {
   const ps__args_embed *a = l->args;
+  PS_TRY(ps__check_embed(a, "embed_fwd"));
   PS_TRY(emb_check(a, l->ptr[0]));
   emb_job job = {.a = a, .id = l->ptr[0], .in = l->ptr[1], .out = l->ptr[2]};
   ps__cpu_rows(l->exec, a->n_tokens, ps__block_rows(a->dim), emb_fwd_task, &job);
@@ -74,6 +105,7 @@ enum { EMB_ROWS = 64, EMB_COLS = 2048, EMB_SUM = 256 };
 PS_VEC void emb_add_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, size_t c0, size_t n,
                         uint32_t dt) {
   float sum[EMB_SUM] = {0};
+  const float scale = ps__embed_scale(j->a);
   size_t dim = j->a->dim;
   char *out = ps__elem(j->out, dt, v * dim + c0);
   for (uint32_t i = lo; i < hi; i++) {
@@ -83,7 +115,7 @@ PS_VEC void emb_add_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, si
                   ps__v_read(sum, PS_F32, c, n, 0.0f) + ps__v_read(dx, dt, c, n, 0.0f));
   }
   for (size_t c = 0; c < n; c += PS_LANES) {
-    ps__v s = ps__v_read(sum, PS_F32, c, n, 0.0f);
+    ps__v s = ps__v_read(sum, PS_F32, c, n, 0.0f) * scale;
     if (j->a->accumulate)
       s = ps__v_read(out, dt, c, n, 0.0f) + s;
     ps__v_write(out, dt, c, n, s);
@@ -111,6 +143,7 @@ static uint32_t emb_chunk_end(const ps__args_embed_host *a, uint32_t t) {
 PS_VEC void emb_contribution(const emb_job *j, uint32_t lo, uint32_t hi, size_t c0, size_t n,
                              void *contribution, uint32_t dt) {
   float sum[EMB_SUM];
+  const float scale = ps__embed_scale(j->a);
   const size_t dim = j->a->dim;
   for (uint32_t i = lo; i < hi;) {
     const uint32_t end = emb_chunk_end(j->host, j->order[i]);
@@ -123,7 +156,7 @@ PS_VEC void emb_contribution(const emb_job *j, uint32_t lo, uint32_t hi, size_t 
                     ps__v_read(sum, PS_F32, c, n, 0.0f) + ps__v_read(dx, dt, c, n, 0.0f));
     }
     for (size_t c = 0; c < n; c += PS_LANES) {
-      ps__v s = ps__v_read(sum, PS_F32, c, n, 0.0f);
+      ps__v s = ps__v_read(sum, PS_F32, c, n, 0.0f) * scale;
       if (!first)
         s = ps__v_read(contribution, dt, c, n, 0.0f) + s;
       ps__v_write(contribution, dt, c, n, s);
@@ -209,6 +242,7 @@ static size_t scratch_embed_bwd(const void *args, const ps__scratch_target *targ
 static ps_status emb_add(const ps_launch *l, const ps__args_embed *a,
                          const ps__args_embed_host *host) {
   const ps__cpu_exec *exec = l->exec;
+  PS_TRY(ps__check_embed(a, host ? "embed_bwd_host" : "embed_bwd"));
   PS_TRY(emb_check(a, l->ptr[0]));
   emb_job job = {.a = a,
                  .host = host,
@@ -226,8 +260,8 @@ static ps_status emb_add(const ps_launch *l, const ps__args_embed *a,
 }
 
 /* embed_bwd
- * math    dtable[v,:] (+)= sum over t with id[t] = v, in order of t, of dx[t,:]; fp32 sum, one
- *         rounding when added
+ * math    dtable[v,:] (+)= scale times the sum over t with id[t] = v, in order of t, of dx[t,:];
+ *         fp32 sum and product, one rounding when added
  * shapes  id i32 [T], dx [T,D], dtable [V,D] of dt
  * bytes   (T*D + V*D)*sizeof(dt), or (1 to 3)*T*D*sizeof(dt) when accumulating: rows without a
  *         token are not touched then
@@ -236,8 +270,8 @@ static ps_status emb_add(const ps_launch *l, const ps__args_embed *a,
 static ps_status embed_bwd(const ps_launch *l) { return emb_add(l, l->args, NULL); }
 
 /* embed_bwd_host
- * math    each row with a token: contribution = the chunks' fp32 sums in order of t, chunk after
- *         chunk, rounded after each; total = contribution or
+ * math    each row with a token: contribution = the chunks' fp32 sums in order of t times scale,
+ *         chunk after chunk, rounded after each; total = contribution or
  *         accumulate's of total and contribution
  * shapes  id i32 [T], dx [T,D], total [V,D] of dt, low u8 [V,D]
  * bytes   (2 to 3)*T*D*sizeof(dt), V*D*sizeof(dt) where rows without a token are zeroed (the

@@ -4,6 +4,7 @@
 #include "kernels/cpu/vec.h"
 #include <cblas.h>
 #include <dlfcn.h>
+#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -266,8 +267,8 @@ static void gemm_tile(void *arg, int64_t task, uint32_t worker) {
                            : fetch(j->pa, a->dt_a, a->lda, i0, k0, m, k, sa);
     operand y = a->trans_b ? fetch(j->pb, a->dt_b, a->ldb, j0, k0, n, k, sb)
                            : fetch(j->pb, a->dt_b, a->ldb, k0, j0, k, n, sb);
-    ps__cpu_sgemm(a->trans_a, a->trans_b, (int)m, (int)n, (int)k, 1.0f, x.p, x.ld, y.p, y.ld,
-                  k0 || a->accumulate ? 1.0f : 0.0f, c, (int)ldc);
+    ps__cpu_sgemm(a->trans_a, a->trans_b, (int)m, (int)n, (int)k, ps__gemm_alpha(a), x.p, x.ld, y.p,
+                  y.ld, k0 || a->accumulate ? 1.0f : 0.0f, c, (int)ldc);
   }
   if (!narrow && !j->bias && !j->residual)
     return;
@@ -280,9 +281,15 @@ static void gemm_tile(void *arg, int64_t task, uint32_t worker) {
   }
 }
 
+ps_status ps__check_gemm(const ps__args_gemm *a) {
+  if (!(a->alpha > -INFINITY && a->alpha < INFINITY))
+    return ps__fail(PS_EINVAL, "gemm: alpha is %g: it must be finite", (double)a->alpha);
+  return PS_OK;
+}
+
 /* gemm
- * math    C = round(((accumulate ? C : 0) + op(A) op(B)) + bias + residual), fp32 inside, added
- *         in this order
+ * math    C = round(((accumulate ? C : 0) + alpha op(A) op(B)) + bias + residual), fp32 inside,
+ *         added in this order
  * shapes  op(A) [M,K] of dt_a, op(B) [K,N] of dt_b, C and residual [M,N] and bias [N] of dt_c,
  *         all row-major with leading
  *         dimensions in elements; C aliases nothing
@@ -295,6 +302,7 @@ static void gemm_tile(void *arg, int64_t task, uint32_t worker) {
  *              differently */
 static ps_status gemm(const ps_launch *l) {
   const ps__args_gemm *a = l->args;
+  PS_TRY(ps__check_gemm(a));
   uint32_t cols_a = a->trans_a ? a->m : a->k, cols_b = a->trans_b ? a->k : a->n;
   if (!a->m || !a->n || !a->k || a->lda < cols_a || a->ldb < cols_b || a->ldc < a->n)
     return ps__fail(

@@ -69,8 +69,17 @@ __device__ __forceinline__ void unpack(float (&x)[V], const words<T, V> &from) {
   }
 }
 
+/* A soft cap on logits: tanh(z / cap), and cap times that; -inf, as behind the end of a row, stays
+ * -inf. */
+__device__ __forceinline__ float tanh_of(float z, float cap) {
+  return z == -INFINITY ? z : tanhf(z / cap);
+}
+__device__ __forceinline__ float capped(float z, float cap) {
+  return z == -INFINITY ? z : cap * tanhf(z / cap);
+}
+
 /* Batch b of a row as a thread has it; -inf behind the end. */
-template <typename T, int V> struct batch {
+template <typename T, int V, bool CAP> struct batch {
   words<T, V> v[BATCH];
   static __device__ __forceinline__ uint32_t at(uint32_t b, int u) {
     return ((b * BATCH + u) * THREADS + threadIdx.x) * V;
@@ -93,7 +102,7 @@ template <typename T, int V> struct batch {
         v[u].w[1] = in.y, v[u].w[2] = in.z, v[u].w[3] = in.w;
     }
   }
-  __device__ __forceinline__ void add(float &m, float &s) const {
+  __device__ __forceinline__ void add(float &m, float &s, float cap) const {
     float x[V], top = -INFINITY, sum[V] = {};
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
@@ -102,6 +111,8 @@ template <typename T, int V> struct batch {
       for (int k = 0; k < V; k++)
         top = fmaxf(top, x[k]);
     }
+    if (CAP) /* which keeps the order of logits */
+      top = capped(top, cap);
     top = fmaxf(m, top);
     s = m == top ? s : s * exps<T>::ratio(m, top);
     m = top;
@@ -111,15 +122,15 @@ template <typename T, int V> struct batch {
       unpack<T, V>(x, v[u]);
 #pragma unroll
       for (int k = 0; k < V; k++)
-        sum[k] += exps<T>::term(x[k], from);
+        sum[k] += exps<T>::term(CAP ? capped(x[k], cap) : x[k], from);
     }
 #pragma unroll
     for (int k = 1; k < V; k++)
       sum[0] += sum[k];
     s += sum[0];
   }
-  __device__ __forceinline__ void store(T *z, uint32_t b, uint32_t vocab, float top,
-                                        float inv) const {
+  __device__ __forceinline__ void store(T *z, uint32_t b, uint32_t vocab, float top, float inv,
+                                        float cap) const {
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
       float x[V];
@@ -128,8 +139,14 @@ template <typename T, int V> struct batch {
         break;
       unpack<T, V>(x, v[u]);
 #pragma unroll
-      for (int k = 0; k < V; k++)
-        x[k] = exps<T>::term(x[k], top) * inv;
+      for (int k = 0; k < V; k++) {
+        if (CAP) {
+          const float t = tanh_of(x[k], cap), slope = t == -INFINITY ? 0.0f : 1.0f - t * t;
+          x[k] = exps<T>::term(cap * t, top) * inv * slope;
+        } else {
+          x[k] = exps<T>::term(x[k], top) * inv;
+        }
+      }
       ps_store<T, V>(z + i, x);
     }
   }
@@ -139,10 +156,10 @@ template <typename T, int V> struct batch {
  * then back from the end, whose last batch is still in registers and most of the rest in L2 (132
  * rows of 256 KB are 34 MB), for the gradient. The next batch is on its way while one is worked
  * on. */
-template <typename T, int V>
+template <typename T, int V, bool CAP>
 __global__ void __launch_bounds__(THREADS, 1)
     cross_entropy_k(T *logits, const int32_t *target, const float *scale, float *loss,
-                    uint32_t vocab) {
+                    uint32_t vocab, float cap) {
   T *z = logits + (size_t)blockIdx.x * vocab;
   const int32_t t = target[blockIdx.x];
   if (t < 0 || (uint32_t)t >= vocab) {
@@ -153,15 +170,15 @@ __global__ void __launch_bounds__(THREADS, 1)
       loss[blockIdx.x] = t == -1 ? 0.0f : __int_as_float(0x7fc00000);
     return;
   }
-  const float zt = ps_to_f32(z[t]);
+  const float raw = ps_to_f32(z[t]), zt = CAP ? capped(raw, cap) : raw;
   const uint32_t n = (vocab + THREADS * V * BATCH - 1) / (THREADS * V * BATCH);
-  batch<T, V> now, next;
+  batch<T, V, CAP> now, next;
   float m = -INFINITY, s = 0.0f;
   now.load(z, 0, vocab);
   for (uint32_t b = 0;; b++) {
     if (b + 1 < n)
       next.load(z, b + 1, vocab);
-    now.add(m, s);
+    now.add(m, s, cap);
     if (b + 1 == n)
       break;
     now = next;
@@ -174,18 +191,21 @@ __global__ void __launch_bounds__(THREADS, 1)
   for (uint32_t b = n; b-- > 0;) {
     if (b > 0)
       next.load(z, b - 1, vocab);
-    now.store(z, b, vocab, top, inv);
+    now.store(z, b, vocab, top, inv, cap);
     now = next;
   }
   /* At the target (term - s) * inv, by the thread that has just stored there: nothing cancels
    * but what the sum has. */
-  if (threadIdx.x == t / V % THREADS)
-    z[t] = ps_from_f32<T>((exps<T>::term(zt, top) - s) * inv);
+  if (threadIdx.x == t / V % THREADS) {
+    const float slope = CAP ? 1.0f - tanh_of(raw, cap) * tanh_of(raw, cap) : 1.0f;
+    z[t] = ps_from_f32<T>((exps<T>::term(zt, top) - s) * inv * slope);
+  }
 }
 
 /* cross_entropy
- * math    loss[r] = log(sum_v exp(z[r,v] - max)) + max - z[r,t]; z[r,v] becomes
- *         (softmax(z[r])[v] - [v = t]) * scale;
+ * math    y = z, or softcap * tanh(z / softcap); loss[r] = log(sum_v exp(y[r,v] - max)) + max -
+ *         y[r,t]; z[r,v] becomes (softmax(y[r])[v] - [v = t]) * scale, with a cap times
+ *         1 - (y[r,v] / softcap)^2; a z of -inf stays -inf;
  *         target -1: loss 0, gradient 0; any other target out of range: loss NaN, gradient 0.
  *         fp32 inside, the loss put together in fp64
  * shapes  z [rows,V] of dt, in place; target i32 [rows]; scale f32 [1] = 1 / valid tokens of the
@@ -201,14 +221,18 @@ __global__ void __launch_bounds__(THREADS, 1)
  *              within 4e-6 of scale */
 extern "C" ps_status ps__cuda_cross_entropy(const ps_launch *l) {
   const ps__args_cross_entropy *a = (const ps__args_cross_entropy *)l->args;
-  const ps_status st = ps_check(l, "cross_entropy", 4, a->dt, 0);
+  ps_status st = ps__check_cross_entropy(a);
+  if (st == PS_OK)
+    st = ps_check(l, "cross_entropy", 4, a->dt, 0);
   if (st != PS_OK || !a->rows || !a->vocab)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
   const bool whole = ps_whole(a->dt, a->vocab) && ps_aligned(l->ptr[0]);
   PS_DISPATCH(a->dt, whole,
-              cross_entropy_k<T, V><<<a->rows, THREADS, 0, stream>>>(
-                  (T *)l->ptr[0], (const int32_t *)l->ptr[1], (const float *)l->ptr[2],
-                  (float *)l->ptr[3], a->vocab));
+              const auto kernel =
+                  a->softcap > 0.0f ? cross_entropy_k<T, V, true> : cross_entropy_k<T, V, false>;
+              kernel<<<a->rows, THREADS, 0, stream>>>((T *)l->ptr[0], (const int32_t *)l->ptr[1],
+                                                      (const float *)l->ptr[2], (float *)l->ptr[3],
+                                                      a->vocab, a->softcap));
   return ps_launched("cross_entropy", cudaSuccess);
 }

@@ -4,9 +4,9 @@
 enum { THREADS = 256 };
 
 /* A block a token. */
-template <typename T, int V>
-__global__ void __launch_bounds__(THREADS)
-    embed_fwd_k(const int32_t *id, const T *table, T *out, uint32_t vocab, uint32_t dim) {
+template <typename T, int V, bool SCALED>
+__global__ void __launch_bounds__(THREADS) embed_fwd_k(const int32_t *id, const T *table, T *out,
+                                                       uint32_t vocab, uint32_t dim, float scale) {
   const int32_t v = id[blockIdx.x];
   const bool known = v >= 0 && (uint32_t)v < vocab;
   const T *from = table + (size_t)(known ? v : 0) * dim;
@@ -14,8 +14,14 @@ __global__ void __launch_bounds__(THREADS)
   for (uint32_t i = threadIdx.x * V; i < dim; i += THREADS * V) {
     float x[V];
     ps_vec<T, V> row = ps_load<T, V>(from + i);
-    if (known) {
+    if (known && !SCALED) {
       ps_put<T, V>(to + i, row);
+    } else if (known) {
+      ps_unpack<T, V>(x, row);
+#pragma unroll
+      for (int k = 0; k < V; k++)
+        x[k] *= scale;
+      ps_store<T, V>(to + i, x);
     } else {
 #pragma unroll
       for (int k = 0; k < V; k++)
@@ -26,21 +32,25 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 /* embed_fwd
- * math    out[t,:] = table[id[t],:]; an id out of range gives a row of NaN
+ * math    out[t,:] = scale table[id[t],:], one rounding; an id out of range gives a row of NaN
  * shapes  id i32 [T], table [V,D], out [T,D] of dt
  * bytes   2*T*D*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 134 MB, 28 us at 4.8 TB/s
- * determinism  bitwise: a copy.   reference  the cpu backend's, the same bits */
+ * determinism  bitwise: elementwise.   reference  the cpu backend's, the same bits */
 extern "C" ps_status ps__cuda_embed_fwd(const ps_launch *l) {
   const ps__args_embed *a = (const ps__args_embed *)l->args;
-  const ps_status st = ps_check(l, "embed_fwd", 3, a->dt, 0);
+  ps_status st = ps__check_embed(a, "embed_fwd");
+  if (st == PS_OK)
+    st = ps_check(l, "embed_fwd", 3, a->dt, 0);
   if (st != PS_OK || !a->n_tokens || !a->dim)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
   const bool whole = ps_whole(a->dt, a->dim) && ps_aligned(l->ptr[1]) && ps_aligned(l->ptr[2]);
-  PS_DISPATCH(
-      a->dt, whole,
-      embed_fwd_k<T, V><<<a->n_tokens, THREADS, 0, stream>>>(
-          (const int32_t *)l->ptr[0], (const T *)l->ptr[1], (T *)l->ptr[2], a->vocab, a->dim));
+  PS_DISPATCH(a->dt, whole,
+              const auto kernel =
+                  ps__embed_scale(a) == 1.0f ? embed_fwd_k<T, V, false> : embed_fwd_k<T, V, true>;
+              kernel<<<a->n_tokens, THREADS, 0, stream>>>((const int32_t *)l->ptr[0],
+                                                          (const T *)l->ptr[1], (T *)l->ptr[2],
+                                                          a->vocab, a->dim, ps__embed_scale(a)));
   return ps_launched("embed_fwd", cudaSuccess);
 }
 
@@ -97,7 +107,7 @@ __global__ void __launch_bounds__(THREADS) rank_k(const int32_t *id, lists s) {
  * the chain of its loads. */
 template <typename T, int V>
 __global__ void __launch_bounds__(THREADS)
-    embed_bwd_k(lists s, const T *dx, T *dtable, uint32_t dim, bool accumulate) {
+    embed_bwd_k(lists s, const T *dx, T *dtable, uint32_t dim, bool accumulate, float scale) {
   const uint32_t v_row = s.ids[blockIdx.x], first = s.first[blockIdx.x];
   if (blockIdx.x >= *s.n_ids)
     return;
@@ -122,6 +132,9 @@ __global__ void __launch_bounds__(THREADS)
   }
 #pragma unroll
   for (int k = 0; k < V; k++) {
+    /* rounded before it is added, as on the CPU: not one multiply-add */
+    sum[0][k] = __fmul_rn(sum[0][k], scale);
+    sum[1][k] = __fmul_rn(sum[1][k], scale);
     sum[0][k] = accumulate ? old[0][k] + sum[0][k] : sum[0][k];
     sum[1][k] = accumulate ? old[1][k] + sum[1][k] : sum[1][k];
   }
@@ -132,9 +145,8 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 /* embed_bwd
- * math    dtable[v,:] (+)= sum over t with id[t] = v, in order of t, of dx[t,:]; fp32 sum, one
- *         rounding when added; an id out of range
- *         adds nothing
+ * math    dtable[v,:] (+)= scale times the sum over t with id[t] = v, in order of t, of dx[t,:];
+ *         fp32 sum and product, one rounding when added; an id out of range adds nothing
  * shapes  id i32 [T], dx [T,D], dtable [V,D] of dt
  * bytes   (T*D + V*D)*sizeof(dt) of HBM, and rows with a token twice, or at most
  *         3*T*D*sizeof(dt) when accumulating: rows without a
@@ -148,7 +160,9 @@ __global__ void __launch_bounds__(THREADS)
 extern "C" ps_status ps__cuda_embed_bwd(const ps_launch *l) {
   const ps__args_embed *a = (const ps__args_embed *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  const ps_status st = ps_check(l, "embed_bwd", 3, a->dt, ps_scratch_embed_bwd(a, NULL));
+  ps_status st = ps__check_embed(a, "embed_bwd");
+  if (st == PS_OK)
+    st = ps_check(l, "embed_bwd", 3, a->dt, ps_scratch_embed_bwd(a, NULL));
   if (st != PS_OK || !a->vocab || !a->dim)
     return st;
   const int32_t *id = (const int32_t *)l->ptr[0];
@@ -174,6 +188,6 @@ extern "C" ps_status ps__cuda_embed_bwd(const ps_launch *l) {
       a->dt, whole,
       embed_bwd_k<T, V>
       <<<dim3(a->n_tokens, ps_ceil_div(a->dim, 2 * THREADS * V)), THREADS, 0, exec->stream>>>(
-          s, (const T *)l->ptr[1], (T *)l->ptr[2], a->dim, a->accumulate != 0));
+          s, (const T *)l->ptr[1], (T *)l->ptr[2], a->dim, a->accumulate != 0, ps__embed_scale(a)));
   return ps_launched("embed_bwd", cudaSuccess);
 }

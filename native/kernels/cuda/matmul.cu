@@ -95,7 +95,7 @@ typedef struct product {
   cublasLtMatrixLayoutOpaque_t first, second, c; /* op(B)', op(A)', C' */
   const void *a, *b, *addend, *bias;             /* addend: C, the residual, or C unread (beta 0) */
   void *out;
-  float beta;
+  float alpha, beta;
   shape_key key;
 } product;
 
@@ -106,6 +106,9 @@ static uint32_t alignment(const void *p) {
 }
 
 static ps_status check_args(const ps__args_gemm *a) {
+  const ps_status st = ps__check_gemm(a);
+  if (st != PS_OK)
+    return st;
   if (a->dt_a >= PS_N_DTYPES || a->dt_b != a->dt_a || a->dt_c >= PS_N_DTYPES ||
       (a->dt_a == PS_F32 && a->dt_c != PS_F32))
     return ps__fail(PS_EINVAL,
@@ -150,7 +153,7 @@ static cublasStatus_t set_desc(product *p, const ps__args_gemm *a) {
   return st;
 }
 
-/* The fields, not the padding. */
+/* What an algorithm depends on: the fields, not the padding, and not alpha. */
 static ps__args_gemm clean(const ps__args_gemm *a) {
   ps__args_gemm c;
   memset(&c, 0, sizeof c);
@@ -171,6 +174,7 @@ static ps_status make_product(product *p, const ps__cuda_exec *exec, const ps__a
   p->a = a, p->b = b, p->out = c;
   p->bias = args->has_bias ? bias : NULL;
   p->addend = args->has_residual ? residual : c;
+  p->alpha = ps__gemm_alpha(args);
   p->beta = args->accumulate || args->has_residual ? 1.0f : 0.0f;
   p->key.gemm.args = clean(args);
   p->key.gemm.workspace_bytes = exec->blas->workspace_bytes;
@@ -186,9 +190,8 @@ static ps_status make_product(product *p, const ps__cuda_exec *exec, const ps__a
 }
 
 static cublasStatus_t run(const ps__cuda_exec *exec, product *p, const cublasLtMatmulAlgo_t *algo) {
-  const float one = 1.0f;
-  return cublasLtMatmul(exec->blas->lt, &p->desc, &one, p->b, &p->first, p->a, &p->second, &p->beta,
-                        p->addend, &p->c, p->out, &p->c, algo, exec->blas->workspace,
+  return cublasLtMatmul(exec->blas->lt, &p->desc, &p->alpha, p->b, &p->first, p->a, &p->second,
+                        &p->beta, p->addend, &p->c, p->out, &p->c, algo, exec->blas->workspace,
                         exec->blas->workspace_bytes, exec->stream);
 }
 
@@ -409,7 +412,7 @@ extern "C" bool ps__cuda_gemm_tuned(const ps_launch *l) {
 }
 
 /* gemm
- * math    C = round(op(A) op(B) + addend + bias): fp32 products and sums; addend: C when
+ * math    C = round(alpha op(A) op(B) + addend + bias): fp32 products and sums; addend: C when
  *         accumulate, or the residual. One rounding for
  *         fp32 and for products alone; with an addend some of cuBLASLt's bf16 kernels round the
  *         product to bf16 before they add (seen
