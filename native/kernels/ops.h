@@ -70,8 +70,18 @@ typedef struct ps__scratch_target {
   uint32_t cudnn_version; /* as cudnnGetVersion() gives it, 0: none */
 } ps__scratch_target;
 
+/* What a chunk of a layer's rows decides of an op's arguments. */
+typedef struct ps__chunk_shape {
+  uint32_t n_tokens, row0; /* row0: the chunk's first row in its attention group */
+  bool first_grad;         /* first chunk of a contribution to the unit's gradient */
+  bool first_dkv;          /* first chunk of the attention group in backward order */
+  uint32_t document_rows;  /* as in ps__args_attention */
+} ps__chunk_shape;
+
 typedef struct ps__op_info {
   ps__rate rate;
+  /* Fill in what the chunk decides; the rest of @args is complete. NULL: the op is in no layer. */
+  void (*bind)(void *args, const ps__chunk_shape *chunk);
   /* What a launch works: from its arguments alone, in memory that nothing else touches. */
   ps_work (*work)(const void *args);
   /* BYTES of scratch of a launch, by backend: of each worker on the CPU, of the stream on CUDA.

@@ -90,15 +90,16 @@ typedef struct ps__sym {
 enum { PS__OP_MAX_SYMS = 10, PS__ARGS_BYTES = 640 };
 typedef struct ps__block_op {
   const ps_kernel *kernel;
-  uint8_t n_syms, what; /* what: which op, for ps__block_op_args() */
+  uint8_t n_syms;
+  uint16_t args_bytes;
   ps__sym sym[PS__OP_MAX_SYMS];
+  _Alignas(16) char args[PS__ARGS_BYTES]; /* but for what ps__op_info.bind fills in */
 } ps__block_op;
 
 enum { PS__MAX_FWD = 12, PS__MAX_BWD = 24 };
 typedef struct ps__block {
   ps_model_config cfg;
-  uint32_t dt;      /* device dtype */
-  ps__args_qkv qkv; /* but for n_tokens and accumulate_dw */
+  uint32_t dt; /* device dtype */
   ps__tensor_info tensor[PS__N_TENSORS];
   ps__span_info span[PS__N_SPANS];
   bool has_saved[PS__N_SAVED];
@@ -107,24 +108,13 @@ typedef struct ps__block {
   uint32_t n_fwd, n_bwd;
 } ps__block;
 
-/* The chunk that an op works on, as far as its arguments and its work depend on it. */
-typedef struct ps__chunk_shape {
-  uint32_t n_tokens, row0; /* row0: the chunk's first row in its group */
-  /* (query, key) pairs of the chunk under the causal mask; documents are not counted */
-  double pairs;
-  bool first_grad;        /* first chunk of a contribution to the unit's gradient */
-  bool first_dkv;         /* first chunk of the group in backward order */
-  uint32_t document_rows; /* as in ps__args_attention */
-} ps__chunk_shape;
-
 /* ps__block_init() - the block of @cfg with storage dtype @dt, trained on sequences of @seq_len
  * tokens. Errors: PS_EINTERNAL where the family's parameters lack one that the ops need; PS_EINVAL
  * names what ps__rope_table() refuses. */
 ps_status ps__block_init(ps__block *b, const ps_model_config *cfg, ps_dtype dt, uint64_t seq_len);
-/* ps__block_op_args() - the arguments and the work of @op on a chunk. @args has room for
- * PS__ARGS_BYTES; returns the bytes used. */
-uint32_t ps__block_op_args(const ps__block *b, const ps__block_op *op, const ps__chunk_shape *c,
-                           void *args, ps_work *work);
+/* ps__block_op_args() - the arguments of @op on a chunk, into @args, which has room for
+ * PS__ARGS_BYTES. */
+void ps__block_op_args(const ps__block_op *op, const ps__chunk_shape *c, void *args);
 /* ps__block_recompute() - the forward ops that must run again so that all tensors of @need exist.
  * @need and @have are bit sets of tensors; returns a bit set of indices into fwd[]. Goes back from
  * what is needed to the ops that make it, and stops at what is there. */
@@ -133,8 +123,7 @@ uint32_t ps__block_recompute(const ps__block *b, uint32_t need, uint32_t have);
  * makes. */
 uint32_t ps__block_backward_needs(const ps__block *b);
 
-/* Arguments and work of a GEMM, for blocks and for the head. */
+/* ps__gemm_args() - C[m,n] = op(A) op(B), without gaps between rows. */
 ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
                             uint32_t dt);
-ps_work ps__gemm_work(const ps__args_gemm *g);
 #endif

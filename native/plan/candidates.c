@@ -171,13 +171,13 @@ static void fill_recompute(const ps__search_space *sp, const ps__chunk *k, uint3
                            recompute_table *out) {
   const ps__block *b = &sp->block;
   const ps__chunk_shape shape = {
-      .n_tokens = k->n_tokens, .row0 = k->row0, .pairs = k->pairs, .document_rows = document_rows};
+      .n_tokens = k->n_tokens, .row0 = k->row0, .document_rows = document_rows};
   double op_ns[PS__MAX_FWD];
   for (uint32_t i = 0; i < b->n_fwd; i++) {
     _Alignas(16) char args[PS__ARGS_BYTES];
-    ps_work work;
-    (void)ps__block_op_args(b, &b->fwd[i], &shape, args, &work);
-    op_ns[i] = ps__cost_ns(&sp->cost, b->fwd[i].kernel, PS__S_COMPUTE, args, work);
+    ps__block_op_args(&b->fwd[i], &shape, args);
+    op_ns[i] = ps__cost_ns(&sp->cost, b->fwd[i].kernel, PS__S_COMPUTE, args,
+                           b->fwd[i].kernel->info->work(args));
   }
   const uint32_t x = 1u << PS__T_X, needs = ps__block_backward_needs(b),
                  always = ps__block_recompute(b, needs, tensors_of(b, N_MASKS - 1) | x);
@@ -193,7 +193,7 @@ static void fill_recompute(const ps__search_space *sp, const ps__chunk *k, uint3
 
 /* Chunks of one shape have one table: there are as many shapes as slices of a sequence. */
 static bool same_shape(const ps__chunk *a, const ps__chunk *b) {
-  return a->n_tokens == b->n_tokens && a->row0 == b->row0 && a->pairs == b->pairs;
+  return a->n_tokens == b->n_tokens && a->row0 == b->row0;
 }
 
 /* The chunk of the first group at the same place; @c itself where the last chunk is shorter. */

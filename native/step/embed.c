@@ -60,8 +60,7 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
     if (round == 0)
       gather_first(b, i, n, &access[0], rows, tag);
     else
-      ps__emit(b, &ps__k_embed_fwd, PS__S_IO, &a, sizeof a, access, 3,
-               ps__bytes_work(2.0 * (double)(n * row_bytes(b))), tag);
+      ps__emit(b, &ps__k_embed_fwd, PS__S_IO, &a, sizeof a, access, 3, tag);
     b->gathered[i].x = ps__vt_new(b, PS__SPACE_DEVICE, n * row_bytes(b));
     ps__emit_copy(b, PS__S_H2D, ps__whole(b, rows, PS_READ),
                   ps__whole(b, b->gathered[i].x, PS_WRITE), tag);
@@ -127,13 +126,7 @@ static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
       ps__part(s->unit_host[0].grad, i ? PS_READ_WRITE : PS_WRITE, 0, table_bytes(b))};
   if (low)
     access[3] = ps__whole(b, u->low, mode & PS_LOW_READ ? PS_READ_WRITE : PS_WRITE);
-  /* here rows without a token count too */
-  const double once = i == 0                 ? (double)table_bytes(b)
-                      : mode == PS_LOW_WRITE ? (double)s->unit_host[0].n
-                                             : 0;
   ps__emit(b, &ps__k_embed_bwd_host, PS__S_HOST, &a, sizeof a, access, low ? 4 : 3,
-           ps__bytes_work(3.0 * (double)(r->n_tokens * row_bytes(b)) +
-                          (low ? 2.0 * r->n_tokens * s->cfg->dim : 0) + once),
            embed_tag(b->round_idx, b->round->first_chunk, PS__PHASE_UPDATE));
   ps__vt_free_late(b, b->rows_host, s->spec->sum_lag);
   if (i + 1 == n)
@@ -173,7 +166,6 @@ static void look_up(ps__builder *b, uint32_t c) {
       ps__part(b->batch[c], PS_READ, ps__batch_chunk_of(k->n_tokens).tokens, 4ull * k->n_tokens),
       ps__part(b->unit[0].weights, PS_READ, 0, table_bytes(b)), ps__whole(b, b->x[c], PS_WRITE)};
   ps__emit(b, &ps__k_embed_fwd, PS__S_COMPUTE, &a, sizeof a, access, 3,
-           ps__bytes_work(2.0 * (double)(k->n_tokens * row_bytes(b))),
            embed_tag(b->round_idx, b->round->first_chunk + c, PS__PHASE_FORWARD));
   ps__send_saved(b, 1, c, PS__T_X, b->x[c]);
 }
@@ -196,8 +188,6 @@ static void add_rows(ps__builder *b, uint32_t c) {
       ps__whole(b, b->dy[c], PS_READ),
       ps__part(b->unit[0].grad, first ? PS_WRITE : PS_READ_WRITE, 0, table_bytes(b))};
   ps__emit(b, &ps__k_embed_bwd, PS__S_COMPUTE, &a, sizeof a, access, 3,
-           ps__bytes_work(3.0 * (double)(k->n_tokens * row_bytes(b)) +
-                          (first ? (double)table_bytes(b) : 0)),
            embed_tag(b->round_idx, b->round->first_chunk + c, PS__PHASE_BACKWARD));
 }
 

@@ -106,9 +106,9 @@ static size_t scratch_bytes(const ps__spec *spec, const ps_kernel *kernel, uint3
                         &target);
 }
 
-void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const void *args,
-              uint32_t args_bytes, const ps__vaccess *access, uint32_t n_access, ps_work work,
-              ps_tag tag) {
+static void emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const void *args,
+                 uint32_t args_bytes, const ps__vaccess *access, uint32_t n_access, ps_work work,
+                 ps_tag tag) {
   ps__step *s = b->s;
   ps__vop op = {.kernel = kernel,
                 .stream = stream,
@@ -145,10 +145,18 @@ out:
   s->out_of_memory = true;
 }
 
+void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const void *args,
+              uint32_t args_bytes, const ps__vaccess *access, uint32_t n_access, ps_tag tag) {
+  ps_work work = kernel->info->work(args);
+  if (tag.phase == PS__PHASE_RECOMPUTE)
+    work.model_flops = 0;
+  emit(b, kernel, stream, args, args_bytes, access, n_access, work, tag);
+}
+
 void ps__emit_copy(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vaccess to, ps_tag tag) {
   const ps__vaccess access[2] = {from, to};
   b->s->copied_bytes[stream == PS__S_D2H] += from.bytes;
-  ps__emit(b, NULL, stream, NULL, 0, access, 2, (ps_work){.bytes = (double)from.bytes}, tag);
+  emit(b, NULL, stream, NULL, 0, access, 2, (ps_work){.bytes = (double)from.bytes}, tag);
 }
 
 /* ---- host ops: the kernel calls the hook of the plan, which the trainer sets
@@ -179,5 +187,5 @@ static const ps_kernel hook_kernel[] = {
 void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream,
                    const ps__vaccess *access, uint32_t n_access, ps_work work, ps_tag tag) {
   const ps__args_hook a = {b->hooks, what, unit};
-  ps__emit(b, &hook_kernel[what], stream, &a, sizeof a, access, n_access, work, tag);
+  emit(b, &hook_kernel[what], stream, &a, sizeof a, access, n_access, work, tag);
 }

@@ -104,10 +104,10 @@ void ps__flush_late(ps__builder *b);
 /* ---- ops ------------------------------------------------------------------------------------- */
 ps__vaccess ps__whole(const ps__builder *b, uint32_t vt, uint32_t mode);
 ps__vaccess ps__part(uint32_t vt, uint32_t mode, uint64_t offset, uint64_t bytes);
-/* ps__emit() - an op. Memory that is out is noted in the step and makes it a no-op. */
+/* ps__emit() - an op, whose description says its work. Memory that is out is noted in the step and
+ * makes it a no-op. */
 void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const void *args,
-              uint32_t args_bytes, const ps__vaccess *access, uint32_t n_access, ps_work work,
-              ps_tag tag);
+              uint32_t args_bytes, const ps__vaccess *access, uint32_t n_access, ps_tag tag);
 void ps__emit_copy(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vaccess to, ps_tag tag);
 void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream,
                    const ps__vaccess *access, uint32_t n_access, ps_work work, ps_tag tag);

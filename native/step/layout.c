@@ -7,11 +7,8 @@ static void fill_packed(ps__layout *l, uint64_t seqs_per_chunk) {
   for (uint32_t i = 0; i < l->n_chunks; i++) {
     const uint64_t first = i * seqs_per_chunk, left = l->n_sequences - first;
     const uint64_t seqs = left < seqs_per_chunk ? left : seqs_per_chunk;
-    l->chunk[i] =
-        (ps__chunk){.first_token = first * l->seq_len,
-                    .n_tokens = (uint32_t)(seqs * l->seq_len),
-                    .group = i,
-                    .pairs = 0.5 * (double)seqs * (double)l->seq_len * (double)l->seq_len};
+    l->chunk[i] = (ps__chunk){
+        .first_token = first * l->seq_len, .n_tokens = (uint32_t)(seqs * l->seq_len), .group = i};
     l->group[i] =
         (ps__attention_group){.first_chunk = i, .n_chunks = 1, .n_rows = l->chunk[i].n_tokens};
   }
@@ -25,12 +22,10 @@ static void fill_sliced(ps__layout *l, uint64_t chunks_per_seq) {
     for (uint64_t j = 0; j < chunks_per_seq; j++) {
       const uint64_t row0 = j * l->chunk_tokens, left = l->seq_len - row0,
                      n = left < l->chunk_tokens ? left : l->chunk_tokens;
-      l->chunk[s * chunks_per_seq + j] =
-          (ps__chunk){.first_token = s * l->seq_len + row0,
-                      .n_tokens = (uint32_t)n,
-                      .row0 = (uint32_t)row0,
-                      .group = (uint32_t)s,
-                      .pairs = (double)n * (double)row0 + 0.5 * (double)n * (double)n};
+      l->chunk[s * chunks_per_seq + j] = (ps__chunk){.first_token = s * l->seq_len + row0,
+                                                     .n_tokens = (uint32_t)n,
+                                                     .row0 = (uint32_t)row0,
+                                                     .group = (uint32_t)s};
     }
   }
 }

@@ -11,7 +11,6 @@ typedef struct ps__chunk {
   uint32_t n_tokens;
   uint32_t row0; /* row of its first token in the group */
   uint32_t group;
-  double pairs; /* causal (query, key) pairs, counted as area: n^2/2 a sequence */
 } ps__chunk;
 
 typedef struct ps__attention_group {

@@ -127,11 +127,8 @@ static void emit_block_op(ps__builder *b, chunk_pass *p, const ps__block_op *op,
     }
   }
   _Alignas(16) char args[PS__ARGS_BYTES];
-  ps_work work;
-  const uint32_t bytes = ps__block_op_args(&s->block, op, &p->shape, args, &work);
-  if (phase == PS__PHASE_RECOMPUTE)
-    work.model_flops = 0;
-  ps__emit(b, op->kernel, PS__S_COMPUTE, args, bytes, access, op->n_syms, work,
+  ps__block_op_args(op, &p->shape, args);
+  ps__emit(b, op->kernel, PS__S_COMPUTE, args, op->args_bytes, access, op->n_syms,
            chunk_tag(b, p->layer, p->c, phase));
 }
 
@@ -175,7 +172,6 @@ static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
   p.shape = (ps__chunk_shape){
       .n_tokens = k->n_tokens,
       .row0 = k->row0,
-      .pairs = k->pairs,
       .first_grad = ps__contribution_begins(b, c),
       .first_dkv = k - b->s->layout->chunk == g->first_chunk + g->n_chunks - 1,
       .document_rows = b->s->spec->one_document ? (uint32_t)b->s->layout->seq_len : 0};
@@ -389,7 +385,7 @@ static void end_full_contribution(ps__builder *b) {
     const ps__args_fill fill = {norm_bytes};
     const ps__vaccess zero = ps__part(b->unit[unit].grad, PS_WRITE, 0, norm_bytes);
     ps__emit(b, &ps__k_fill_zero, PS__S_COMPUTE, &fill, sizeof fill, &zero, 1,
-             ps__bytes_work((double)norm_bytes), ps__unit_tag(b, unit, PS__PHASE_HEAD));
+             ps__unit_tag(b, unit, PS__PHASE_HEAD));
   }
   ps__grad_end(b, unit, true);
   ps__grad_begin(b, unit);
@@ -415,7 +411,7 @@ static void head_slice(ps__builder *b, uint32_t c, uint32_t row, uint32_t rows, 
   const ps__vaccess logits[3] = {ps__part(n1, PS_READ, norm_at, norm_bytes),
                                  ps__part(h.weights, PS_READ, h.offset, h.bytes),
                                  ps__whole(b, z, PS_WRITE)};
-  ps__emit(b, &ps__k_gemm, PS__S_COMPUTE, &g, sizeof g, logits, 3, ps__gemm_work(&g), tag);
+  ps__emit(b, &ps__k_gemm, PS__S_COMPUTE, &g, sizeof g, logits, 3, tag);
 
   const ps__args_cross_entropy ce = {.rows = rows, .vocab = v, .dt = s->dt};
   const ps__vaccess loss[4] = {
@@ -423,21 +419,20 @@ static void head_slice(ps__builder *b, uint32_t c, uint32_t row, uint32_t rows, 
       ps__part(b->batch[c], PS_READ, fields.targets + 4ull * row, 4ull * rows),
       ps__part(b->batch[c], PS_READ, fields.scale, 4),
       ps__part(row_loss, PS_WRITE, 4ull * row, 4ull * rows)};
-  ps__emit(b, &ps__k_cross_entropy, PS__S_COMPUTE, &ce, sizeof ce, loss, 4,
-           ps__bytes_work(3.0 * (double)z_bytes), tag);
+  ps__emit(b, &ps__k_cross_entropy, PS__S_COMPUTE, &ce, sizeof ce, loss, 4, tag);
 
   g = ps__gemm_args(v, d, rows, true, false, s->dt);
   g.accumulate = !first;
   const ps__vaccess dw[3] = {ps__whole(b, z, PS_READ), ps__part(n1, PS_READ, norm_at, norm_bytes),
                              ps__part(h.grad, first ? PS_WRITE : PS_READ_WRITE, h.offset, h.bytes)};
-  ps__emit(b, &ps__k_gemm, PS__S_COMPUTE, &g, sizeof g, dw, 3, ps__gemm_work(&g), tag);
+  ps__emit(b, &ps__k_gemm, PS__S_COMPUTE, &g, sizeof g, dw, 3, tag);
 
   /* this is the last use of the slice's normed rows: their gradient overwrites them */
   g = ps__gemm_args(rows, d, v, false, false, s->dt);
   const ps__vaccess dn[3] = {ps__whole(b, z, PS_READ),
                              ps__part(h.weights, PS_READ, h.offset, h.bytes),
                              ps__part(n1, PS_WRITE, norm_at, norm_bytes)};
-  ps__emit(b, &ps__k_gemm, PS__S_COMPUTE, &g, sizeof g, dn, 3, ps__gemm_work(&g), tag);
+  ps__emit(b, &ps__k_gemm, PS__S_COMPUTE, &g, sizeof g, dn, 3, tag);
   ps__vt_free(b, z);
 }
 
@@ -453,8 +448,7 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
   const ps__vaccess norm[3] = {ps__whole(b, b->x[c], PS_READ),
                                ps__part(b->unit[unit].weights, PS_READ, 0, d * e),
                                ps__whole(b, n1, PS_WRITE)};
-  ps__emit(b, &ps__k_rmsnorm_fwd, PS__S_COMPUTE, &fwd, sizeof fwd, norm, 3,
-           ps__bytes_work(2.0 * (double)bytes), tag);
+  ps__emit(b, &ps__k_rmsnorm_fwd, PS__S_COMPUTE, &fwd, sizeof fwd, norm, 3, tag);
   for (uint32_t row = 0; row < t; row += (uint32_t)s->spec->head_slice) {
     const uint32_t rows = t - row < s->spec->head_slice ? t - row : (uint32_t)s->spec->head_slice;
     head_slice(b, c, row, rows, n1, row_loss);
@@ -466,8 +460,7 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
       ps__whole(b, b->x[c], PS_READ), ps__part(b->unit[unit].weights, PS_READ, 0, d * e),
       ps__whole(b, n1, PS_READ), ps__whole(b, b->dy[c], PS_WRITE),
       ps__part(b->unit[unit].grad, b->head_norm ? PS_READ_WRITE : PS_WRITE, 0, d * e)};
-  ps__emit(b, &ps__k_rmsnorm_bwd, PS__S_COMPUTE, &bwd, sizeof bwd, back, 5,
-           ps__bytes_work(4.0 * (double)bytes), tag);
+  ps__emit(b, &ps__k_rmsnorm_bwd, PS__S_COMPUTE, &bwd, sizeof bwd, back, 5, tag);
   ps__emit_copy(b, PS__S_D2H, ps__whole(b, row_loss, PS_READ),
                 ps__part(s->row_loss, PS_WRITE, 4ull * k->first_token, 4ull * t), tag);
   b->head_norm = true;

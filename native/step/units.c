@@ -221,8 +221,7 @@ static uint32_t emit_sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t gra
     const ps__args_sumsq a = {.n = span[i].n, .dt = s->dt};
     const ps__vaccess access[2] = {ps__part(grad, PS_READ, span[i].offset * e, span[i].n * e),
                                    ps__part(out, PS_WRITE, i * 8, 8)};
-    ps__emit(b, &ps__k_sumsq, PS__S_COMPUTE, &a, sizeof a, access, 2,
-             ps__bytes_work((double)(span[i].n * e)), tag);
+    ps__emit(b, &ps__k_sumsq, PS__S_COMPUTE, &a, sizeof a, access, 2, tag);
   }
   ps__emit_copy(b, PS__S_D2H, ps__part(out, PS_READ, 0, n * 8),
                 ps__part(s->norms, PS_WRITE, (uint64_t)unit * PS__MAX_UNIT_SPANS * 8, n * 8),
@@ -249,12 +248,6 @@ static uint32_t low_access(uint32_t mode) {
   return (mode & PS_LOW_READ ? PS_READ : 0) | (mode & PS_LOW_WRITE ? PS_WRITE : 0);
 }
 
-static ps_work addition_work(const ps__args_accumulate *a) {
-  return ps__bytes_work((3.0 * (double)ps_dtype_bytes((ps_dtype)a->dt) +
-                         (a->mode & PS_LOW_READ ? 1 : 0) + (a->mode & PS_LOW_WRITE ? 1 : 0)) *
-                        (double)a->n);
-}
-
 static void low_used(ps__builder *b, uint32_t unit, uint32_t mode) {
   if (mode & PS_LOW_WRITE)
     return;
@@ -272,8 +265,7 @@ static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t sp
   if (low)
     access[2] = ps__whole(b, b->unit[unit].low, low_access(a.mode));
   ps__emit(b, on_host ? &ps__k_accumulate_host : &ps__k_accumulate,
-           on_host ? PS__S_HOST : PS__S_COMPUTE, &a, sizeof a, access, low ? 3 : 2,
-           addition_work(&a), tag);
+           on_host ? PS__S_HOST : PS__S_COMPUTE, &a, sizeof a, access, low ? 3 : 2, tag);
   low_used(b, unit, a.mode);
 }
 
@@ -308,10 +300,9 @@ static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32
     access[m++] = ps__part(s->norms, PS_WRITE, at + k * 8, 8);
     if (low)
       access[m++] = ps__part(b->unit[unit].low, PS_READ, span[k].offset, span[k].n);
-    const double each = (add ? 3.0 : low ? 2.0 : 1.0) * (double)e + (low ? 1 : 0);
     ps__emit(b, kernel, PS__S_HOST, add || low ? (const void *)&part : &squares,
              add || low ? sizeof part : sizeof squares, access, m,
-             ps__bytes_work(each * (double)span[k].n), ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+             ps__unit_tag(b, unit, PS__PHASE_UPDATE));
   }
   low_used(b, unit, 0);
 }

@@ -132,6 +132,17 @@ static ps_status attention_bwd(const ps_launch *l) {
   return PS_OK;
 }
 
+static void bind_attention(void *args, const ps__chunk_shape *chunk) {
+  ps__args_attention *a = args;
+  a->n_tokens = chunk->n_tokens;
+  a->row0 = chunk->row0;
+  a->document_rows = chunk->document_rows;
+}
+static void bind_attention_bwd(void *args, const ps__chunk_shape *chunk) {
+  bind_attention(args, chunk);
+  ((ps__args_attention *)args)->accumulate_dkv = !chunk->first_dkv;
+}
+
 /* (Query, key) pairs under the causal mask, counted as area: n^2/2 a sequence of n rows. */
 static double pairs(const ps__args_attention *a) {
   const double n = a->n_tokens;
@@ -155,6 +166,7 @@ const ps_kernel ps__k_attention_fwd = {
     .fn = {attention_fwd, PS_CUDA_FN(attention_fwd)},
     .info = &(const ps__op_info){.rate = PS__RATE_ATTENTION_FWD,
                                  .work = work_attention_fwd,
+                                 .bind = bind_attention,
                                  .scratch = {scratch_attention_fwd, ps_scratch_attention_fwd},
                                  .prepare = PS_CUDA_FN(prepare_attention_fwd)},
 };
@@ -164,6 +176,7 @@ const ps_kernel ps__k_attention_bwd = {
     .fn = {attention_bwd, PS_CUDA_FN(attention_bwd)},
     .info = &(const ps__op_info){.rate = PS__RATE_ATTENTION_BWD,
                                  .work = work_attention_bwd,
+                                 .bind = bind_attention_bwd,
                                  .scratch = {scratch_attention_bwd, ps_scratch_attention_bwd},
                                  .prepare = PS_CUDA_FN(prepare_attention_bwd)},
 };

@@ -126,6 +126,9 @@ static ps_status glu_bwd(const ps_launch *l) {
   return PS_OK;
 }
 
+static void bind_glu(void *args, const ps__chunk_shape *chunk) {
+  ((ps__args_glu *)args)->n_tokens = chunk->n_tokens;
+}
 static ps_work work_glu_fwd(const void *args) {
   const ps__args_glu *a = args;
   return ps__bytes_work(3.0 * a->n_tokens * a->ffn_dim * (double)ps__dt_bytes(a->dt));
@@ -138,11 +141,11 @@ const ps_kernel ps__k_glu_fwd = {
     .name = "glu_fwd",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {glu_fwd, PS_CUDA_FN(glu_fwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_glu_fwd},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_glu_fwd, .bind = bind_glu},
 };
 const ps_kernel ps__k_glu_bwd = {
     .name = "glu_bwd",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {glu_bwd, PS_CUDA_FN(glu_bwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_glu_bwd},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_glu_bwd, .bind = bind_glu},
 };

@@ -329,6 +329,12 @@ static ps_status gemm(const ps_launch *l) {
   return PS_OK;
 }
 
+/* The rows of a weight gradient's operands are summed over. */
+static void bind_gemm(void *args, const ps__chunk_shape *chunk) {
+  ps__args_gemm *g = args;
+  *(g->trans_a ? &g->k : &g->m) = chunk->n_tokens;
+  g->accumulate = g->trans_a && !chunk->first_grad;
+}
 static ps_work work_gemm(const void *args) {
   const ps__args_gemm *a = args;
   const double flops = 2.0 * a->m * a->n * a->k;
@@ -343,6 +349,7 @@ const ps_kernel ps__k_gemm = {
     .fn = {gemm, PS_CUDA_FN(gemm)},
     .info = &(const ps__op_info){.rate = PS__RATE_GEMM,
                                  .work = work_gemm,
+                                 .bind = bind_gemm,
                                  .scratch = {scratch_gemm, NULL},
                                  .blas = true,
                                  .tuned = PS_CUDA_FN(gemm_tuned),

@@ -327,6 +327,13 @@ static double row_bytes(const ps__args_qkv *a) {
   return (double)a->n_tokens * (a->n_heads + 2.0 * a->n_kv_heads) * a->head_dim *
          (double)ps__dt_bytes(a->dt);
 }
+static void bind_qkv_split_fwd(void *args, const ps__chunk_shape *chunk) {
+  ((ps__args_qkv *)args)->n_tokens = chunk->n_tokens;
+}
+static void bind_qkv_split_bwd(void *args, const ps__chunk_shape *chunk) {
+  bind_qkv_split_fwd(args, chunk);
+  ((ps__args_qkv *)args)->accumulate_dw = !chunk->first_grad;
+}
 static ps_work work_qkv_split_fwd(const void *args) {
   return ps__bytes_work(2.0 * row_bytes(args));
 }
@@ -340,6 +347,7 @@ const ps_kernel ps__k_qkv_split_fwd = {
     .fn = {qkv_split_fwd, PS_CUDA_FN(qkv_split_fwd)},
     .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
                                  .work = work_qkv_split_fwd,
+                                 .bind = bind_qkv_split_fwd,
                                  .scratch = {scratch_qkv_split_fwd, NULL}},
 };
 const ps_kernel ps__k_qkv_split_bwd = {
@@ -348,5 +356,6 @@ const ps_kernel ps__k_qkv_split_bwd = {
     .fn = {qkv_split_bwd, PS_CUDA_FN(qkv_split_bwd)},
     .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
                                  .work = work_qkv_split_bwd,
+                                 .bind = bind_qkv_split_bwd,
                                  .scratch = {scratch_qkv_split_bwd, ps_scratch_qkv_split_bwd}},
 };

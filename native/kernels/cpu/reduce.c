@@ -314,6 +314,11 @@ static ps_work work_sumsq(const void *args) {
   const ps__args_sumsq *a = args;
   return ps__bytes_work((double)ps__dt_bytes(a->dt) * (double)a->n);
 }
+static void bind_colsum(void *args, const ps__chunk_shape *chunk) {
+  ps__args_colsum *a = args;
+  a->rows = chunk->n_tokens;
+  a->accumulate = !chunk->first_grad;
+}
 static ps_work work_colsum(const void *args) {
   const ps__args_colsum *a = args;
   return ps__bytes_work((double)a->rows * a->cols * (double)ps__dt_bytes(a->dt));
@@ -343,6 +348,7 @@ const ps_kernel ps__k_colsum = {
     .fn = {colsum, PS_CUDA_FN(colsum)},
     .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
                                  .work = work_colsum,
+                                 .bind = bind_colsum,
                                  .scratch = {scratch_colsum, ps_scratch_colsum}},
 };
 const ps_kernel ps__k_sumsq = {

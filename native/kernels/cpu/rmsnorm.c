@@ -166,6 +166,13 @@ static ps_status rmsnorm_bwd(const ps_launch *l) {
   return PS_OK;
 }
 
+static void bind_rmsnorm_fwd(void *args, const ps__chunk_shape *chunk) {
+  ((ps__args_rmsnorm *)args)->rows = chunk->n_tokens;
+}
+static void bind_rmsnorm_bwd(void *args, const ps__chunk_shape *chunk) {
+  bind_rmsnorm_fwd(args, chunk);
+  ((ps__args_rmsnorm *)args)->accumulate_dw = !chunk->first_grad;
+}
 static ps_work work_rmsnorm_fwd(const void *args) {
   const ps__args_rmsnorm *a = args;
   return ps__bytes_work((a->has_residual ? 3.0 : 2.0) * a->rows * a->cols *
@@ -180,7 +187,9 @@ const ps_kernel ps__k_rmsnorm_fwd = {
     .name = "rmsnorm_fwd",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {rmsnorm_fwd, PS_CUDA_FN(rmsnorm_fwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_rmsnorm_fwd},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .work = work_rmsnorm_fwd,
+                                 .bind = bind_rmsnorm_fwd},
 };
 const ps_kernel ps__k_rmsnorm_bwd = {
     .name = "rmsnorm_bwd",
@@ -188,5 +197,6 @@ const ps_kernel ps__k_rmsnorm_bwd = {
     .fn = {rmsnorm_bwd, PS_CUDA_FN(rmsnorm_bwd)},
     .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
                                  .work = work_rmsnorm_bwd,
+                                 .bind = bind_rmsnorm_bwd,
                                  .scratch = {scratch_rmsnorm_bwd, ps_scratch_rmsnorm_bwd}},
 };
