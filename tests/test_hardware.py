@@ -270,7 +270,7 @@ def test_a_wrong_description_is_refused_by_the_fields_name(profiled, tmp_path, c
 def test_a_described_machine_is_planned_for_with_the_host_memory_that_is_given(profiled, tmp_path):
     """--host-mem is what the machine planned for has, however little FILE says; without it FILE's
     memory is the limit."""
-    config(tmp_path, vocab_size=32768, hidden_size=512)  # 300 MB at home
+    config(tmp_path, vocab_size=32768, hidden_size=512)  # 300 MB on the host
     command = [
         BINARY,
         "plan",

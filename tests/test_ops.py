@@ -419,7 +419,7 @@ def test_the_last_addition_to_a_total_with_low_bytes_and_its_squares(n, first):
     )
     (sums,) = run("sumsq_host", Sumsq(n, CODE[BF16]), [("r", expected), ("w", zero)])
     assert same_bits(added, expected) and squares.item() == sums.item()
-    # and where all additions were made before (an embedding at home): rounded alone, to the same
+    # and where all additions were made before (an embedding on the host): rounded alone, to the same
     # bits
     upper, lower = low_sum(total, low, g, first, 4, LOW_READ | LOW_WRITE)
     rounded, squares = run(

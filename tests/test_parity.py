@@ -431,7 +431,7 @@ def test_finite_differences(directory, name):
     along the gradient, so that the slope is not near 0. Two central differences, at h and h/2, are
     extrapolated: D = (4 D(h/2) - D(h)) / 3. What is left is smaller than their difference by about
     h^2 (taken: a tenth of it), and the loss's own noise over h. h is such that the loss changes by
-    at most 0.1. The smallest device, so that updates run at home and parameters may be written
+    at most 0.1. The smallest device, so that updates run on the host and parameters may be written
     between steps."""
     rng, (tokens, targets) = np.random.default_rng(3), documented(0)
     with open_trainer(

@@ -178,7 +178,7 @@ def check_trace(plan, events, ends):
 
 
 def test_transfers_and_recomputation_are_those_counted_by_hand(tmp_path):
-    """Everything resident: parameters travel once, gradients once (of an embedding at home its
+    """Everything resident: parameters travel once, gradients once (of an embedding on the host its
     rows, and ids), batch in, losses out, norms. Nothing but scores is recomputed."""
     model = config(tmp_path)
     tokens, layers, heads, width, chunk = 512, 4, 4, 64, 128
@@ -269,7 +269,7 @@ def test_an_embedding_at_home_costs_its_rows_on_the_link(tmp_path):
     to_device = rounds * (4 * 4 * chunk + 64) + tokens * row + rounds * sum(home) * chunk * row
     to_host = (
         tokens * (row + 4) + tokens * 4 + rounds * sum(home[1:]) * chunk * row
-    )  # the first block's input is at home already
+    )  # the first block's input is on the host already
     for i, u in enumerate(d["units"][1:], 1):
         to_device += (
             4
@@ -620,7 +620,7 @@ def test_to_pin_the_rounds_that_were_found_costs_nothing(tmp_path):
 
 
 def test_what_the_next_forward_pass_waits_for_is_shortened_where_it_waits(tmp_path):
-    """AdamW at home of 8B at 24 GiB takes longer than the first forward pass, so weights go first;
+    """AdamW on the host of 8B at 24 GiB takes longer than the first forward pass, so weights go first;
     without clipping updates run behind the backward pass, and nothing is split."""
     model, ask = (
         ModelConfig.read(ROOT / "models/8b.json"),
@@ -631,7 +631,7 @@ def test_what_the_next_forward_pass_waits_for_is_shortened_where_it_waits(tmp_pa
     home = r["n_units"] - r["resident_update_units"] - r["streamed_update_units"]
     assert home > r["split_update_units"] > home / 2 and "in two parts" in str(
         plan
-    )  # the embedding at home is not
+    )  # the embedding on the host is not
     assert free.report["split_update_units"] == 0 and "in two parts" not in str(free)
     assert (
         sum(unit["update"] == "host, weights first" for unit in plan.json()["units"])

@@ -183,7 +183,7 @@ def test_the_cap_does_not_change_the_bits_of_long_sums(directory, name):
 
 
 def test_gradients_that_never_come_home_have_no_home(tmp_path):
-    """All state on the device, in bf16: at home are the weights, the batch and little else (an
+    """All state on the device, in bf16: on the host are the weights, the batch and little else (an
     arena is whole 2 MiB)."""
     (tmp_path / "config.json").write_text((ROOT / "models/demo.json").read_text())
     model = ModelConfig.read(tmp_path)

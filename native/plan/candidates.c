@@ -453,7 +453,7 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
         m.bytes[PS__SPACE_HOST] = host[m.residency] + s.host_bytes;
         if (!ps__grow((void **)&sp->candidate, sp->n_candidates, &sp->cap_candidates,
                       sizeof *sp->candidate))
-          st = ps__fail(PS_ENOMEM, "out of memory for the family of plans");
+          st = ps__fail(PS_ENOMEM, "out of memory for the search space");
         else
           sp->candidate[sp->n_candidates++] = m;
       }

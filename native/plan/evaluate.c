@@ -1,4 +1,4 @@
-/* evaluate.c - a candidate's ops, memory and time; what a step takes beside its arenas. */
+/* evaluate.c - a candidate's ops, memory and time; what a step takes besides its arenas. */
 #include "hardware/hardware_impl.h"
 #include "plan/evaluate.h"
 #include "kernels/cuda/scratch.h"
@@ -35,8 +35,8 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
       *scratch += (uint64_t)s->scratch_bytes[i] * ps__stream_threads(plan, i);
   /* the trace, and what the program, the schedule and the run keep for each op */
   *trace = s->n_op * ((uint64_t)plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
-  /* tokens and targets of a batch as the source fills them; which rows of an embedding at home
-   * are updated */
+  /* tokens and targets of a batch as the source fills them; and which rows of an embedding on the
+   * host are updated */
   const uint64_t rows = s->spec->embed_on_host ? 4ull * plan->model.vocab_size : 0;
   return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows;
 }
@@ -86,8 +86,8 @@ bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
   return ps__fits_under(s, s->device_mem, s->host_mem, bytes);
 }
 
-/* From one round's first op on the compute stream to the next one's, of the last two rounds
- * before the last, in the steady step. */
+/* ns of a round in the steady step: from its first op on the compute stream to the next round's, of
+ * the last two rounds before the last. */
 static double round_ns(const ps__step *step, const ps_trace_event *events) {
   const int32_t from = (int32_t)step->layout->n_rounds - 3;
   double start[2] = {0};
@@ -99,7 +99,7 @@ static double round_ns(const ps__step *step, const ps_trace_event *events) {
   return start[1] - start[0];
 }
 
-/* @n_left_out: rounds that the step is shorter by than the one whose time is asked for. */
+/* @n_left_out: rounds that the step lacks of the one whose time is asked for. */
 static ps_status simulate(const ps__step *step, const ps_schedule *schedule, uint32_t n_left_out,
                           ps__cost_model *m, ps_trace_event *events, double *step_ns) {
   double end[PS__SIM_STEPS];
@@ -108,8 +108,8 @@ static ps_status simulate(const ps__step *step, const ps_schedule *schedule, uin
   return PS_OK;
 }
 
-/* With the number of threads for sums that is best: @out its place (ps__sum_threads()). It
- * changes what ops cost and nothing else. */
+/* The time with the best number of threads for sums. @out: its place (ps__sum_threads()). The
+ * number changes what ops cost and nothing else. */
 static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint32_t n_left_out,
                               uint8_t *out, double *out_ns) {
   ps_program *program = NULL;
@@ -135,7 +135,7 @@ static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint3
   return st;
 }
 
-/* ---- a member's exact size ------------------------------------------------------------------- */
+/* ---- a candidate's exact memory -------------------------------------------------------------- */
 
 void ps__evaluation_free(ps__evaluation *e) {
   if (!e->emitted)
@@ -145,7 +145,7 @@ void ps__evaluation_free(ps__evaluation *e) {
   e->emitted = false;
 }
 
-/* Host memory that a shorter step takes less: of the batch and for ops. */
+/* Host memory that a shortened step lacks: of the batch, and of what is kept for each op. */
 static uint64_t missing_bytes(const ps__search *s, const ps__microbatch *microbatch,
                               const ps__layout *l, const ps__step *step) {
   /* as the source fills them, as the device gets them, losses */
@@ -155,7 +155,7 @@ static uint64_t missing_bytes(const ps__search *s, const ps__microbatch *microba
          (uint64_t)ops * ((uint64_t)s->plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
 }
 
-/* The candidate's ops, where they are not there yet. */
+/* Emits the candidate's ops where that was not done yet. */
 static ps_status emit(ps__search *s, ps__evaluation *e) {
   const ps__microbatch *microbatch = &s->space.microbatch[e->candidate.microbatch];
   const ps__layout *l = s->whole ? &microbatch->layout : ps__microbatch_layout(microbatch);
@@ -238,7 +238,7 @@ void ps__note_best(ps__search *s, double ns, const ps__candidate *m) {
   uint32_t i = PS__N_BEST;
   for (uint32_t k = 0; k < PS__N_BEST; k++)
     if (s->best[k].ns == ns && s->best[k].candidate.microbatch == m->microbatch)
-      return; /* the same once more */
+      return; /* noted already */
   while (i > 0 && (s->best[i - 1].ns == 0 || ns < s->best[i - 1].ns))
     i--;
   if (i == PS__N_BEST)
@@ -247,7 +247,7 @@ void ps__note_best(ps__search *s, double ns, const ps__candidate *m) {
   s->best[i] = (ps__fastest){ns, *m};
 }
 
-/* @out_ns: what its step takes by simulation; 0 where it does not fit. */
+/* @out_ns: of a step, by simulation; 0 where it does not fit. */
 ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, double *out_ns) {
   *out_ns = 0;
   ps_status st = ps__fits(s, e->bytes) ? ps__evaluate_map(s, e) : PS_OK;

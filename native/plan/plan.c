@@ -1,5 +1,5 @@
-/* plan.c - a plan from its configuration: defaults, search, the memory map that will be run,
- * figures, refusal in words. */
+/* plan.c - a plan from its configuration: defaults, the search, the memory map of the run, the
+ * report, and refusals in words. */
 #include "plan/plan_impl.h"
 #include "hardware/hardware_impl.h"
 #include <string.h>
@@ -9,9 +9,9 @@ const char *ps_plan_stream_name(uint32_t stream) {
   return stream < PS__N_STREAMS ? stream_name[stream] : NULL;
 }
 
-/* Tokens whose logits take about 32 MiB, on a GPU 512: a power of two of at least 64, from the
- * vocabulary alone, never from a cap. A slice reads the lm_head twice and its gradient's sum
- * once, so on a GPU it must have a few hundred FLOP a byte of them. */
+/* Tokens whose logits take about 32 MiB, on a GPU 512 MiB: a power of two of at least 64. It
+ * follows from the vocabulary, never from a cap. A slice reads the lm_head twice and its gradient's
+ * sum once, so on a GPU it must have a few hundred FLOP for each byte of them. */
 static uint64_t default_head_slice(const ps_model_config *m, ps_dtype dt, uint32_t backend) {
   const uint64_t bytes = backend == PS_BACKEND_CUDA ? 512u << 20 : 32u << 20;
   uint64_t rows = 64;
@@ -29,17 +29,17 @@ uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens) {
   return rows;
 }
 
-/* What the process holds besides arenas, scratch and tables, BYTES:
- *   what it held before (interpreter, libraries): read once, so that no plan depends
- *     on those before it, and rounded up, so that the next process has the same answer to 8 MiB
- *   OpenBLAS's packed panels, a compute thread: tiles of at most 1024 by 1024, blocks
- *     of at most 512 deep, fp32: 2 panels of 1024 x 512 x 4                            4 MiB
- *   stack and allocator of a thread; streams: compute and host with n threads, 3 more  256 KiB
- *   loading: a piece of fp32 values (4 MiB); windows of token shards (1 MiB); code and
- *     data of libraries that training touches first (3 MiB)                            8 MiB
- * Measured (tests/test_budget.py holds the sum to it): 5 to 16 MiB of the 17 to 45 MiB beyond
- * what was held before, 1 to 8 threads. On CUDA the driver and libraries keep host memory of
- * their own, the more of it once kernels are loaded:              1 GiB */
+/* BYTES that the process holds besides arenas, scratch and tables:
+ *   what it held before: interpreter, libraries. Read once, so that no plan depends on the plans
+ *     before it; rounded up to 8 MiB, so that the next process gets the same answer
+ *   4 MiB a compute thread: OpenBLAS's packed panels, 2 of 1024 x 512 x 4. Tiles are at most 1024
+ *     by 1024, blocks at most 512 deep, fp32
+ *   256 KiB a thread: stack and allocator. Streams: compute and host with n threads, 3 more
+ *   8 MiB: loading. A piece of fp32 values (4 MiB), windows of token shards (1 MiB), code and
+ *     data of libraries that training touches first (3 MiB)
+ *   1 GiB on CUDA: host memory of the driver and its libraries, more of it once kernels are loaded
+ * Measured (tests/test_budget.py holds the sum to it): of the 17 to 45 MiB beyond what was held
+ * before, 5 to 16 MiB are used with 1 to 8 threads. */
 static uint64_t default_reserve(const ps_hardware *hw) {
   const uint64_t panels = 2ull * 1024 * 512 * 4, thread = 256 << 10, fixed = 8 << 20,
                  step = 8 << 20;
@@ -48,7 +48,7 @@ static uint64_t default_reserve(const ps_hardware *hw) {
          (2ull * hw->n_threads + 3) * thread + fixed;
 }
 
-/* Nothing that is kept in 32 bits from here on can wrap. */
+/* Within these ranges nothing that is kept in 32 bits can wrap. */
 static ps_status check_ranges(const ps_plan_config *c) {
   const struct {
     const char *name;
@@ -132,8 +132,8 @@ static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_
   return PS_OK;
 }
 
-/* Options whose lower value makes the smallest plan smaller: of device memory those that the
- * user pinned, else the sequence. */
+/* The options whose lower value makes the smallest plan smaller: for device memory those that the
+ * user gave, else the sequence length. */
 static const char *what_to_lower(char buf[128], const ps_plan *p, bool of_device) {
   const ps_plan_config *c = &p->cfg;
   const struct {
@@ -153,7 +153,7 @@ static const char *what_to_lower(char buf[128], const ps_plan *p, bool of_device
   return buf;
 }
 
-/* No cap alone would do. */
+/* Refuses where neither cap alone would be enough. */
 static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
   char dev[32], host[32], reserve[32], there[48] = "", has[32], lower[128];
   const uint64_t machine = p->hw.host_memory_bytes;
@@ -257,7 +257,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->n_feasible = r->n_feasible;
 }
 
-/* Steady state of the simulated trace: step time, and how long each stream works in a step. */
+/* The predicted step time, and how long each stream works in a steady step. */
 static ps_status predict(ps_plan *p) {
   const uint64_t n = ps_schedule_n_ops(p->schedule);
   double end[PS__SIM_STEPS], busiest = 0;
@@ -281,7 +281,7 @@ static ps_status predict(ps_plan *p) {
   return st;
 }
 
-/* From layout and spec, decided, to a plan that can run. */
+/* From a decided layout and spec to a plan that can run. */
 static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
   PS_TRY(ps__step_build(&p->step, &p->model, &p->layout, &p->spec, &p->hooks));
   ps_program *program = NULL;

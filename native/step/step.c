@@ -249,10 +249,11 @@ static void builder_free(ps__builder *b) {
 static ps_status check_spec(const ps_model_config *cfg, const ps__spec *spec) {
   if (spec->embed_on_host && (cfg->tied_embeddings || spec->param_resident[0] ||
                               spec->grad_resident[0] || ps__updated_on_device(spec, 0)))
-    return ps__fail(PS_EINTERNAL, "the embedding cannot be at home and on the device");
+    return ps__fail(PS_EINTERNAL, "the embedding cannot be on the host and on the device");
   for (uint32_t u = 0; u < spec->n_units; u++) {
     if (spec->update_resident[u] && spec->update_streamed[u])
-      return ps__fail(PS_EINTERNAL, "unit %u: its moments are on the device and come to it", u);
+      return ps__fail(PS_EINTERNAL,
+                      "unit %u: its optimizer state cannot be both resident and streamed", u);
     if (spec->update_split[u] &&
         (!spec->clip || ps__updated_on_device(spec, u) || (u == 0 && spec->embed_on_host)))
       return ps__fail(PS_EINTERNAL, "unit %u: its update cannot be split", u);

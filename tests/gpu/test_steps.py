@@ -338,7 +338,7 @@ def test_every_budget_gives_the_same_bits(directory, backend, case):
     assert any(r["resident_update_units"] == r["n_units"] for r in reports)  # AdamW on the device
     assert any(
         r["resident_update_units"] == 0 and r["resident_param_units"] <= 1 for r in reports
-    )  # AdamW at home, everything but perhaps the head streamed
+    )  # AdamW on the host, everything but perhaps the head streamed
     expected = trained(where, plans[0], clip)
     assert len({loss for loss, _ in expected[0]}) == STEPS
     for plan in plans[1:] + plans[:1]:  # and the first once more: twice in a row

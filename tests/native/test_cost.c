@@ -212,15 +212,15 @@ static void host_ops_have_their_own_rates(const ps_hardware *hw) {
  * two; AdamW beside copies both ways. */
 static void memory_is_divided_as_measured(const ps_hardware *of) {
   ps_hardware hw = *of;
-  const uint32_t in = PS_CONTENTION_H2D, home = PS_CONTENTION_D2H, sums = PS_CONTENTION_SUMS,
+  const uint32_t h2d = PS_CONTENTION_H2D, d2h = PS_CONTENTION_D2H, sums = PS_CONTENTION_SUMS,
                  adamw = PS_CONTENTION_OPTIMIZER;
   const ps_contention_rate is[] = {{sums, 4, 50e9, 50e9, 100e9},
-                                   {sums | in, 4, 40e9, 50e9, 80e9},
-                                   {sums | in | home, 4, 20e9, 40e9, 50e9},
+                                   {sums | h2d, 4, 40e9, 50e9, 80e9},
+                                   {sums | h2d | d2h, 4, 20e9, 40e9, 50e9},
                                    {sums, 2, 50e9, 50e9, 60e9},
-                                   {sums | in | home, 2, 45e9, 48e9, 40e9},
+                                   {sums | h2d | d2h, 2, 45e9, 48e9, 40e9},
                                    {adamw, 4, 50e9, 50e9, 90e9},
-                                   {adamw | in | home, 4, 25e9, 60e9, 30e9}};
+                                   {adamw | h2d | d2h, 4, 25e9, 60e9, 30e9}};
   memcpy(hw.contention, is, sizeof is);
   hw.backend = PS_BACKEND_CUDA;
   hw.h2d_bytes_per_s = hw.d2h_bytes_per_s = 50e9;
@@ -235,25 +235,25 @@ static void memory_is_divided_as_measured(const ps_hardware *of) {
       const ps_kernel *kernel;
       uint32_t stream, kind;
       double beside_sums_and_in, beside_sums, beside_adamw;
-    } op[] = {{NULL, PS__S_H2D, in, threads == 4 ? 50.0 / 40 : 1,
+    } op[] = {{NULL, PS__S_H2D, h2d, threads == 4 ? 50.0 / 40 : 1,
                threads == 4 ? 50.0 / 20 : 50.0 / 45, 2},
               /* never faster than alone */
-              {NULL, PS__S_D2H, home, 1, threads == 4 ? 50.0 / 40 : 50.0 / 48, 1},
+              {NULL, PS__S_D2H, d2h, 1, threads == 4 ? 50.0 / 40 : 50.0 / 48, 1},
               {&ps__k_accumulate_host, PS__S_HOST, sums, threads == 4 ? 100.0 / 80 : 1,
                threads == 4 ? 2 : 60.0 / 40, 1}};
     for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
       ps_sim_cost c;
       ps__cost(&m, &(ps_op_view){.kernel = op[i].kernel, .stream = op[i].stream, .work = work}, &c);
-      CHECK(c.kind == op[i].kind && c.slower[c.kind] == 1 && c.slower[in | home] == 1 &&
+      CHECK(c.kind == op[i].kind && c.slower[c.kind] == 1 && c.slower[h2d | d2h] == 1 &&
             c.demand[PS__RES_MEMORY] == 0);
-      CHECK(same(c.slower[sums | in], op[i].beside_sums_and_in) &&
-            same(c.slower[sums | in | home], op[i].beside_sums));
-      CHECK(same(c.slower[adamw | in | home], op[i].beside_adamw));
+      CHECK(same(c.slower[sums | h2d], op[i].beside_sums_and_in) &&
+            same(c.slower[sums | h2d | d2h], op[i].beside_sums));
+      CHECK(same(c.slower[adamw | h2d | d2h], op[i].beside_adamw));
     }
     const ps_kernel update = {.name = "adamw", .op_class = PS_CLASS_OPTIMIZER, .fn = {NULL, NULL}};
     ps_sim_cost c;
     ps__cost(&m, &(ps_op_view){.kernel = &update, .stream = PS__S_HOST, .work = work}, &c);
-    CHECK(c.kind == adamw && same(c.slower[adamw | in | home], 3) && same(c.ns, 1e6 + hw.op_ns));
+    CHECK(c.kind == adamw && same(c.slower[adamw | h2d | d2h], 3) && same(c.ns, 1e6 + hw.op_ns));
     ps__cost(&m,
              &(ps_op_view){.kernel = &ps__k_accumulate_host, .stream = PS__S_HOST, .work = work},
              &c);

@@ -1,8 +1,8 @@
-/* test_cuda_updates.c - where a unit is updated makes no difference on a GPU: at home, on the
- * device with all its state, on the device with moments that come and go. The same losses,
- * norms, parameters and moments, and after a step that was given up those of the step before:
- * work that was submitted runs on stale data and must leave no trace at home. Arguments: "short"
- * two of four cases; "cpu" the same on the CPU backend, which shows that the test holds. */
+/* test_cuda_updates.c - where a unit is updated makes no difference on a GPU: on the host, on the
+ * device with all its state, on the device with moments that come and go. The same losses, norms,
+ * parameters and moments, and after a step that was given up those of the step before: work that
+ * was submitted runs on stale data and must leave no trace on the host. Arguments: "short" two of
+ * four cases; "cpu" the same on the CPU backend, which shows that the test holds. */
 #include "tiny_model.h"
 #include "train/trainer.h"
 
@@ -41,13 +41,13 @@ typedef enum variant {
   N_VARIANTS
 } variant;
 static const char *const variant_name[] = {
-    "at home",
-    "at home in parts",
+    "on the host",
+    "on the host in parts",
     "resident",
     "streamed, just in time",
     "streamed, ahead",
     "streamed, parameters stay",
-    "every other streamed and the others in parts, embedding at home"};
+    "every other streamed and the others in parts, embedding on the host"};
 
 static void decide(ps__spec *s, variant which) {
   if (which == IN_PARTS && s->clip)
@@ -106,7 +106,7 @@ static ps_plan *make_plan(uint32_t recipe, bool clip, variant which) {
 
 typedef struct outcome {
   double loss[N_STEPS], norm[N_STEPS];
-  uint64_t parameters, moments; /* hashes; moments 0 where they are not at home */
+  uint64_t parameters, moments; /* hashes; moments 0 where they are not on the host */
 } outcome;
 
 static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets,

@@ -1,4 +1,4 @@
-/* test_plan.c - plans beyond the planner's family: random decisions, executed.
+/* test_plan.c - plans beyond the planner's search space: random decisions, executed.
  *
  * A spec may keep, send away or recompute every saved tensor of every (layer, chunk) by itself,
  * keep any units' parameters and gradients on the device and issue transfers any number of steps
@@ -75,7 +75,7 @@ static void make_model(model *m, const char *root) {
 
 typedef struct outcome {
   double loss[N_STEPS], norm[N_STEPS];
-  uint64_t state; /* hash of weights, master weights and moments at home */
+  uint64_t state; /* hash of weights, master weights and moments on the host */
 } outcome;
 
 static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
@@ -98,7 +98,7 @@ static ps_status slow_hook(void *ctx, ps__hook what, uint32_t unit, const ps_lau
 }
 
 /* 0xff everywhere is NaN in both dtypes. Weights and moments hold state and are left alone: they
- * come first in their space, but for what lies between them: gradients at home, and on the
+ * come first in their space, but for what lies between them: gradients on the host, and on the
  * device the weights that each step fetches anew. */
 static void poison(ps_trainer *t, bool first) {
   const ps__step *s = &t->plan->step;
@@ -137,8 +137,8 @@ static uint64_t hash_state(const ps_trainer *t) {
   uint64_t h = 0;
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
     const ps__unit_host *at = &s->unit_host[u];
-    /* with master weights only these come home from weights that stay on the device: what
-     * travels is there */
+    /* with master weights only these are copied to the host from weights that stay on the device:
+     * what travels is there */
     const bool stay = ps__weights_stay(&t->plan->spec, u) && at->master != PS__NO_VT;
     const uint32_t kept[4] = {stay ? at->device_weights : at->weights, at->master, at->m, at->v};
     for (int i = 0; i < 4; i++)
@@ -193,8 +193,9 @@ static void check_step(const ps__step *s) {
   }
 }
 
-/* The step ends with the report, which awaits the last of what the device-to-host stream brings
- * home for good, and the moments of the units whose updates are split, from the last one back. */
+/* The step ends with the report, which awaits the last of what the device-to-host stream writes to
+ * the host for good, and the moments of the units whose updates are split, from the last one
+ * back. */
 static void check_report(const ps__step *s) {
   size_t end = s->n_op;
   for (uint32_t u = 0; u < s->spec->n_units; u++)
@@ -258,7 +259,7 @@ static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *
   memset(spec->policy, PS_POLICY_DEVICE, (size_t)spec->n_layers * spec->n_chunks * PS__N_SAVED);
 }
 
-/* Every decision by itself; a bias of the draw (mostly one fate, or an even mix) reaches the
+/* Every decision by itself; a bias of the draw (mostly one policy, or an even mix) reaches the
  * corners too. */
 static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint64_t *state) {
   const ps__contributions sums = ps__contributions_of(
@@ -305,8 +306,8 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
          (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
          (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which,
          s->param_lead, s->saved_lead, s->saved_lag, s->grad_lag);
-  printf("%u blocks kept at the turns%s\n", s->blocks_kept,
-         s->embed_on_host ? ", embedding at home" : "");
+  printf("%u blocks kept across rounds%s\n", s->blocks_kept,
+         s->embed_on_host ? ", embedding on the host" : "");
   for (uint32_t u = 0; u < s->n_units; u++) {
     printf("unit %u param %u grad %u update %u streamed %u split %u\n", u, s->param_resident[u],
            s->grad_resident[u], s->update_resident[u], s->update_streamed[u], s->update_split[u]);

@@ -1,7 +1,7 @@
-/* test_train.c - training under failure: the Nth allocation, read, write or thread start fails,
- * the data ends in an error in the middle of a run, the loss or a gradient is not finite, a run
- * is cancelled at any moment. Each time an error with a message comes back, nothing leaks, and
- * weights at home are those of the last complete step. And who may end what when: plans and data
+/* test_train.c - training under failure: the Nth allocation, read, write or thread start fails, the
+ * data ends in an error in the middle of a run, the loss or a gradient is not finite, a run is
+ * cancelled at any moment. Each time an error with a message comes back, nothing leaks, and weights
+ * on the host are those of the last complete step. And who may end what when: plans and data
  * outlive their trainer, a batch function does not wait for itself. */
 #include "tiny_model.h"
 #include "plan/plan_impl.h"
@@ -53,8 +53,8 @@ static ps_train_config train_config(ps_dataset *ds, bool clip) {
 }
 
 /* The plan without a cap (everything is resident, updates included), the tightest (everything
- * streams, updates at home), one that streams everything and updates on the device all the same,
- * or one that streams everything and updates at home, with clipping in two parts. */
+ * streams, updates on the host), one that streams everything and updates on the device all the
+ * same, or one that streams everything and updates on the host, with clipping in two parts. */
 typedef enum placement { RESIDENT, TIGHT, STREAMED, IN_PARTS, N_PLACEMENTS } placement;
 
 static ps_plan *make_streamed_plan(const ps_plan_config *cfg, bool there) {
@@ -105,7 +105,7 @@ static ps_trainer *make_trainer(ps_plan *plan, const ps_train_config *c) {
   return t;
 }
 
-/* Hash of all parameters at home. */
+/* Hash of all parameters on the host. */
 static uint64_t weights(ps_trainer *t) {
   uint64_t h = 0;
   for (uint32_t i = 0; i < ps_model_n_params(&model); i++) {
@@ -266,8 +266,8 @@ static void test_fail_nth(void) {
 
 /* ---- an error in the middle ------------------------------------------------------------------ */
 
-/* Sequence @n of the run cannot be read: the steps before it come to their end, and are all that
- * home and a save know of. */
+/* Sequence @n of the run cannot be read: the steps before it complete, and are all that
+ * the host and a save know of. */
 static void read_fails(ps_plan *plan, ps_dataset *ds, bool clip, uint64_t n,
                        const uint64_t *expected) {
   const ps_train_config c = train_config(ds, clip);
