@@ -87,8 +87,9 @@ def questions(draw):
 
 
 def plan_or_none(model, hardware, ask, **caps):
+    """A plan under caps in bytes, given with their unit: a small number without one is refused."""
     try:
-        return Plan(model, hardware=hardware, **ask, **caps)
+        return Plan(model, hardware=hardware, **ask, **{k: f"{v}B" for k, v in caps.items()})
     except BudgetError:
         return None
 
