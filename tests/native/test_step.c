@@ -113,6 +113,24 @@ static void test_memmap(ps__step *s) {
   CHECK(!"two aliases of one gradient");
 }
 
+/* Two tensors, one after the other in memory or in time, and overlapping by a byte in both. */
+static void test_two_tensors(void) {
+  ps__vt vt[2] = {{.bytes = 512, .offset = 0, .first = 0, .last = 4},
+                  {.bytes = 256, .offset = 512, .first = 3, .last = 6}};
+  CHECK(ps__memmap_valid(vt, 2, PS__SPACE_DEVICE, 768));
+  CHECK(!ps__memmap_valid(vt, 2, PS__SPACE_DEVICE, 767));
+  vt[1].offset = 511; /* the first one's last byte */
+  CHECK(!ps__memmap_valid(vt, 2, PS__SPACE_DEVICE, 768));
+  vt[1].first = 4; /* the first one has ended */
+  CHECK(ps__memmap_valid(vt, 2, PS__SPACE_DEVICE, 768));
+  vt[1] = (ps__vt){.bytes = 256, .offset = 0, .first = 0, .last = 1};
+  vt[0].offset = 255; /* the second one's last byte */
+  CHECK(!ps__memmap_valid(vt, 2, PS__SPACE_DEVICE, 768));
+  vt[0].offset = 256;
+  CHECK(ps__memmap_valid(vt, 2, PS__SPACE_DEVICE, 768));
+  printf("ok two tensors may share memory or time, not both\n");
+}
+
 static void test_step(ps__step *s) {
   CHECK(ps__step_valid(s));
   const size_t fetch = first_fetch(s);
@@ -142,6 +160,7 @@ int main(void) {
   built b = {0};
   const int64_t before = ps__live_allocations();
   build(&b);
+  test_two_tensors();
   test_memmap(&b.step);
   test_step(&b.step);
   ps__step_free(&b.step);
