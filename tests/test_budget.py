@@ -87,6 +87,8 @@ CASES = {
     "qwen2-fp32-long": ("qwen2-tied", "fp32", False, LONG),
     "qwen3-bf16-clip-long-rounds": ("qwen3-tied", "bf16", True, LONG_ROUNDS),
     "qwen3-fp32-clip-one-round": ("qwen3-tied", "fp32", True, ONE),
+    "llama-bf16-clip-lion": ("llama", "bf16", True, PACKED_ROUNDS | {"optimizer": "lion"}),
+    "llama-fp32-master-sgd": ("llama", "fp32-master", False, ONE | {"optimizer": "sgd"}),
 }
 
 
@@ -225,6 +227,7 @@ def make_plan(model, hardware, reserve, **kw):
         kw.get("host_mem"),
         kw["tokens_per_step"],
         kw["recipe"],
+        kw.get("optimizer", "adamw"),
         kw["chunk_tokens"],
         kw["chunks_per_round"],
         0,

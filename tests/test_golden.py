@@ -246,6 +246,16 @@ WEIGHTS = {
     "train-fp32": ("tiny-llama", {}, dict(recipe="fp32", seq_len=64, clip=True)),
     "train-master": ("tiny-llama", {}, dict(recipe="fp32-master", seq_len=64, clip=True)),
     "train-bf16-no-clip": ("tiny-llama", {}, dict(recipe="bf16", seq_len=64, clip=False)),
+    "train-lion-bf16": (
+        "tiny-llama",
+        {},
+        dict(recipe="bf16", optimizer="lion", seq_len=64, clip=True),
+    ),
+    "train-sgd-master": (
+        "tiny-llama",
+        {},
+        dict(recipe="fp32-master", optimizer="sgd", seq_len=64, clip=False),
+    ),
     "train-tied-bias-bf16": ("tiny-qwen2", {}, dict(recipe="bf16", seq_len=64, clip=True)),
     "train-tied-qk-norm-master": (
         "tiny-qwen3",

@@ -22,7 +22,9 @@ class Update(c.Structure):
 
     _fields_ = (
         [(n, c.c_int) for n in ("optimizer", "recipe", "part")]
-        + [(n, c.c_float) for n in ("lr", "beta1", "beta2", "eps", "grad_scale", "c1", "c2")]
+        + [(n, c.c_float) for n in ("lr", "beta1", "beta2", "eps", "momentum", "grad_scale")]
+        + [("nesterov", c.c_bool)]
+        + [(n, c.c_float) for n in ("c1", "c2")]
         + [("seed", c.c_uint64), ("step", c.c_uint64)]
     )
 

@@ -17,10 +17,10 @@ extern "C" {
 typedef enum ps_dtype { PS_F32 = 0, PS_BF16 = 1, PS_N_DTYPES = 2 } ps_dtype;
 PS_API size_t ps_dtype_bytes(ps_dtype dtype); /* 4, 2; 0 for an unknown one */
 
-/* Recipes: the dtypes of weights, gradients and moments, and the bytes of a parameter on the host,
- * gradients included:
+/* Recipes: the dtypes of weights, gradients and optimizer state, and the bytes of a parameter on
+ * the host with AdamW's two states, gradients included:
  *   FP32         16  all fp32, on the device too
- *   FP32_MASTER  16  fp32 weights (the master copy) and moments; bf16 gradients and a bf16 copy of
+ *   FP32_MASTER  16  fp32 weights (the master copy) and state; bf16 gradients and a bf16 copy of
  *                    the weights; bf16 on the device
  *   BF16          8  all bf16; the optimizer's stores are rounded stochastically */
 typedef enum ps_recipe {

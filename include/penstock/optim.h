@@ -1,7 +1,11 @@
 /* penstock/optim.h - the optimizers: what a plan counts of each, and what a trainer is told.
  *
  * An optimizer keeps state[k], k < n_states, of every parameter besides the weight: fp32, in
- * recipe bf16 bf16. docs/design.md has the table of optimizers. */
+ * recipe bf16 bf16. Formulas and bytes: docs/design.md, "Optimizers".
+ *   ADAMW  two states. lr, beta1, beta2, eps, weight_decay (decoupled)
+ *   LION   one state. lr, beta1, beta2, weight_decay (decoupled)
+ *   SGD    with momentum, one state, as torch.optim.SGD with dampening 0. lr, momentum, nesterov,
+ *          weight_decay (added to the gradient) */
 #ifndef PENSTOCK_OPTIM_H
 #define PENSTOCK_OPTIM_H
 #include "model.h"
@@ -10,8 +14,28 @@
 extern "C" {
 #endif
 
-typedef enum ps_optimizer { PS_OPTIMIZER_ADAMW = 0, PS_N_OPTIMIZERS = 1 } ps_optimizer;
-PS_API const char *ps_optimizer_name(ps_optimizer optimizer); /* "adamw" */
+typedef enum ps_optimizer {
+  PS_OPTIMIZER_ADAMW = 0,
+  PS_OPTIMIZER_LION = 1,
+  PS_OPTIMIZER_SGD = 2,
+  PS_N_OPTIMIZERS = 3
+} ps_optimizer;
+PS_API const char *ps_optimizer_name(ps_optimizer optimizer); /* "adamw", "lion", "sgd" */
+PS_API ps_status ps_optimizer_parse(ps_optimizer *out, const char *name);
+
+/* What is set of an optimizer: fields of ps_train_config of the same names. */
+typedef enum ps_hyper {
+  PS_HYPER_LR = 0,
+  PS_HYPER_BETA1 = 1,
+  PS_HYPER_BETA2 = 2,
+  PS_HYPER_EPS = 3,
+  PS_HYPER_MOMENTUM = 4,
+  PS_HYPER_NESTEROV = 5,
+  PS_HYPER_WEIGHT_DECAY = 6,
+  PS_N_HYPERS = 7
+} ps_hyper;
+/* ps_optimizer_default() - its default; NAN where the optimizer does not know it. */
+PS_API double ps_optimizer_default(ps_optimizer optimizer, ps_hyper hyper);
 
 #ifdef __cplusplus
 }

@@ -12,6 +12,7 @@
 #ifndef PENSTOCK_PLAN_H
 #define PENSTOCK_PLAN_H
 #include "hardware.h"
+#include "optim.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -65,7 +66,7 @@ typedef struct ps_plan_config {
   /* 1: gradients are copied to the host even where the update runs on the device, so that
    * ps_trainer_read_grad() can read them. */
   uint32_t keep_grads;
-  uint32_t reserved;
+  uint32_t optimizer; /* ps_optimizer: its state counts as memory, its updates as time */
   /* Host memory that the process takes besides arena, scratch and trace, BYTES. It counts against
    * host_mem_bytes. It holds the program and its libraries, stacks, buffers of OpenBLAS and of
    * loading, and on CUDA the driver. 0: computed from the resident set that the process had when it
@@ -107,7 +108,7 @@ typedef struct ps_plan_report {
   /* Units updated on the device whose optimizer state is on the host: it is copied to the device
    * for the update and back after it. */
   uint64_t streamed_update_units;
-  /* Units updated on the host in two parts: the weights first, the moments after all weights. */
+  /* Units updated on the host in two parts: the weights first, the state after all weights. */
   uint64_t split_update_units;
   /* Streamed units whose parameters are kept across rounds: from a round's backward pass to the
    * next round's forward pass. */

@@ -56,16 +56,21 @@ enum { PS_MAX_STEPS = 1000000000 }; /* limit of every count of steps; more is PS
 typedef struct ps_train_config {
   uint32_t struct_bytes; /* sizeof(ps_train_config) */
   uint32_t lr_kind;      /* ps_lr_kind */
-  double lr, min_lr;     /* the learning rate's peak and its floor */
+  uint32_t optimizer;    /* ps_optimizer; the plan must be made for the same */
+  uint32_t nesterov;     /* 1: SGD with Nesterov's momentum */
+  /* Hyperparameters of the optimizer (penstock/optim.h). NAN: its default. One that the optimizer
+   * does not know is PS_EINVAL. lr is the learning rate's peak; weight decay applies to matrices
+   * alone. */
+  double lr, beta1, beta2, eps, momentum, weight_decay;
+  double min_lr; /* the learning rate's floor */
   /* total_steps is the schedule's length, counted from step 0. decay_steps is for WSD alone. */
   uint64_t warmup_steps, total_steps, decay_steps;
-  double beta1, beta2, eps, weight_decay; /* AdamW; decay applies to matrices alone */
   /* The limit of the gradient's global norm; 0: gradients are not clipped. The plan must be made
    * for the same choice (ps_plan_config.clip). */
   double clip_norm;
   uint64_t seed; /* of stochastic rounding, of shuffling and of weights that are drawn */
   /* Steps that were trained before. Schedule, data order and random bits go on from there. The
-   * optimizer's moments begin at zero, and their bias correction counts the updates of this run. */
+   * optimizer's state begins at zero, and its bias correction counts the updates of this run. */
   uint64_t first_step;
   /* Documents inside a sequence: attention does not cross their borders, and positions begin at 0
    * in each. Either the token that begins a document is given, or the token that ends one (such as
@@ -83,8 +88,8 @@ typedef struct ps_train_config {
   void *batch_user;
 } ps_train_config;
 
-/* ps_train_config_init() - fill in the defaults: constant lr 3e-4, betas 0.9 and 0.95, eps 1e-8,
- * weight decay 0.1, clip_norm 1, no document tokens. */
+/* ps_train_config_init() - fill in the defaults: AdamW with its own hyperparameters (all NAN), a
+ * constant learning rate, clip_norm 1, no document tokens. */
 PS_API void ps_train_config_init(ps_train_config *cfg);
 
 /* ps_train_config_check() - check @cfg for a model, without a plan and without data: ranges,

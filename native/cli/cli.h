@@ -151,8 +151,11 @@ typedef struct cli_job {
       first_round_chunks, head_slice_tokens;
   cli_device device;
   uint64_t warmup_steps, decay_steps, seed, trace_steps;
-  double lr, min_lr, weight_decay, beta1, beta2, clip_norm;
-  uint32_t recipe, lr_schedule, save_dtype;
+  /* NAN: the optimizer's default */
+  double lr, weight_decay, beta1, beta2, eps, momentum;
+  double min_lr, clip_norm;
+  bool nesterov;
+  uint32_t recipe, optimizer, lr_schedule, save_dtype;
   int32_t document_token, document_end_token;
   double save_wait; /* seconds for which a failing save is tried again */
   bool force, shuffle, json, quiet, smallest, deterministic, init_weights;

@@ -115,6 +115,10 @@ static ps_train_config train_config(const cli_job *job, ps_dataset *ds) {
   cfg.decay_steps = job->decay_steps;
   cfg.beta1 = job->beta1;
   cfg.beta2 = job->beta2;
+  cfg.eps = job->eps;
+  cfg.momentum = job->momentum;
+  cfg.nesterov = job->nesterov;
+  cfg.optimizer = job->optimizer;
   cfg.weight_decay = job->weight_decay;
   cfg.clip_norm = job->clip_norm;
   cfg.seed = job->seed;

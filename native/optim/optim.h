@@ -1,9 +1,9 @@
 /* optim.h - optimizers on the host (cuda_update.h: on the device): the update of one unit's
  * weights and state, fused, by segments.
  *
- * An optimizer is a row of ps__optimizers (optimizers.c) and a step: the arithmetic of one
- * element, written once in a header of its name (adamw.h) for all of scalar, AVX2, AVX-512 and
- * CUDA (steps.h says how). All in fp32, no FMA contraction, in the order that the step has:
+ * An optimizer is a row of PS__OPTIMIZERS and a step: the arithmetic of one element, written once
+ * in a header of its name (adamw.h) for all of scalar, AVX2, AVX-512 and CUDA (steps.h says how).
+ * All in fp32, no FMA contraction, in the order that the step has:
  *   g        = grad * grad_scale
  *   w', s'   = step(g, w, s),  s = state[0 .. n_states - 1]
  * recipe fp32         w, state, grad fp32
@@ -51,11 +51,19 @@ typedef enum ps__update_part {
   PS_N_UPDATE_PARTS = 3
 } ps__update_part;
 
+/* X(NAME, name, n_states, parts, state_op): PS_OPTIMIZER_NAME, which users and schedules call
+ * "name", has the step step_name (steps.h). parts: SPLITS where new state does not depend on
+ * weights, so that an update may be made in two parts, else WHOLE. state_op: the op's name of
+ * PS_UPDATE_STATE. */
+#define PS__OPTIMIZERS(X)                                                                          \
+  X(ADAMW, adamw, 2, SPLITS, "adamw_moments")                                                      \
+  X(LION, lion, 1, SPLITS, "lion_state")                                                           \
+  X(SGD, sgd, 1, WHOLE, "")
+
 typedef struct ps__optimizer {
-  const char *name;                       /* as users write it */
-  const char *op_name[PS_N_UPDATE_PARTS]; /* of the op that makes the part, in schedules */
+  const char *name;
   uint32_t n_states;
-  bool splits; /* new state does not depend on weights: an update may be made in two parts */
+  bool splits;
 } ps__optimizer;
 extern const ps__optimizer ps__optimizers[PS_N_OPTIMIZERS];
 
@@ -73,8 +81,14 @@ PS_API uint64_t ps__state_bytes(ps_optimizer optimizer, ps_recipe recipe);
  *   fp32, e = 4       12 + 8 n         12 + 4 n         4 + 8 n      w and grad of 4
  *   fp32-master, 4    12 + 8 n         12 + 4 n         2 + 8 n      w of 4, grad and copy of 2
  *   bf16, e = 2        6 + 4 n          6 + 2 n         2 + 4 n      w and grad of 2
- * AdamW, n = 2: 28, 20, 20; 28, 20, 18; 14, 10, 10. */
+ * AdamW, n = 2: 28, 20, 20; 28, 20, 18; 14, 10, 10. Lion, SGD, n = 1: 20, 16, 12; 20, 16, 10;
+ * 10, 8, 6. */
 PS_API double ps__update_bytes(ps_optimizer optimizer, ps_recipe recipe, ps__update_part part);
+
+/* ps__hypers_resolve() - check the hyperparameters of an optimizer, NAN where none was given, and
+ * put its defaults there. lr is left to who knows the schedule. PS_EINVAL names what is out of
+ * range or not the optimizer's. */
+PS_API ps_status ps__hypers_resolve(ps_optimizer optimizer, double hyper[PS_N_HYPERS]);
 
 /* ---- an update ------------------------------------------------------------------------------- */
 
@@ -83,7 +97,8 @@ typedef struct ps__update {
   ps_optimizer optimizer;
   ps_recipe recipe;
   ps__update_part part;
-  float lr, beta1, beta2, eps, grad_scale;
+  float lr, beta1, beta2, eps, momentum, grad_scale;
+  bool nesterov;
   float c1, c2;        /* AdamW's bias corrections: ps__update_correct() */
   uint64_t seed, step; /* key of the stochastic rounding */
 } ps__update;

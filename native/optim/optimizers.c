@@ -1,18 +1,98 @@
-/* optimizers.c - the table of optimizers. A row here, its step in a header of its name and its
- * line in PS__OPTIMIZERS (update_impl.h) are all that an optimizer is. */
+/* optimizers.c - the table of optimizers: their hyperparameters, what each stores and moves, and
+ * the operands of the update as an op. */
 #include "core/core.h"
-#include "optim/update_impl.h"
+#include "optim/optim.h"
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
 
 enum { WHOLE = 0, SPLITS = 1 };
-#define CONSTANTS(NAME, name, n, parts) NAME##_STATES = n, NAME##_SPLITS = parts,
-enum { PS__OPTIMIZERS(CONSTANTS) };
+#define ROW(NAME, name_, n, parts, state_op)                                                       \
+  [PS_OPTIMIZER_##NAME] = {.name = #name_, .n_states = n, .splits = parts},
+const ps__optimizer ps__optimizers[PS_N_OPTIMIZERS] = {PS__OPTIMIZERS(ROW)};
 
-const ps__optimizer ps__optimizers[PS_N_OPTIMIZERS] = {
-    [PS_OPTIMIZER_ADAMW] = {.name = "adamw",
-                            .op_name = {"adamw", "adamw", "adamw_moments"},
-                            .n_states = ADAMW_STATES,
-                            .splits = ADAMW_SPLITS},
+typedef struct hyper {
+  bool known; /* to the optimizer */
+  double preset, least, below;
+} hyper;
+#define HYPER(preset, least, below) {true, preset, least, below}
+static const hyper hypers[PS_N_OPTIMIZERS][PS_N_HYPERS] = {
+    [PS_OPTIMIZER_ADAMW] = {[PS_HYPER_LR] = HYPER(3e-4, -INFINITY, INFINITY),
+                            [PS_HYPER_BETA1] = HYPER(0.9, 0, 1),
+                            [PS_HYPER_BETA2] = HYPER(0.95, 0, 1),
+                            [PS_HYPER_EPS] = HYPER(1e-8, 1e-38, INFINITY),
+                            [PS_HYPER_WEIGHT_DECAY] = HYPER(0.1, 0, INFINITY)},
+    /* A third of AdamW's rate and three times its decay, as the paper advises. A beta2 of 0 would
+     * leave NaNs in the state that are not in the weight (steps.h). */
+    [PS_OPTIMIZER_LION] = {[PS_HYPER_LR] = HYPER(1e-4, -INFINITY, INFINITY),
+                           [PS_HYPER_BETA1] = HYPER(0.9, 0, 1),
+                           [PS_HYPER_BETA2] = HYPER(0.99, 1e-6, 1),
+                           [PS_HYPER_WEIGHT_DECAY] = HYPER(0.3, 0, INFINITY)},
+    /* PyTorch's, but for the momentum, which is 0 there. */
+    [PS_OPTIMIZER_SGD] = {[PS_HYPER_LR] = HYPER(1e-3, -INFINITY, INFINITY),
+                          [PS_HYPER_MOMENTUM] = HYPER(0.9, 0, 1),
+                          [PS_HYPER_NESTEROV] = HYPER(0, 0, 2),
+                          [PS_HYPER_WEIGHT_DECAY] = HYPER(0, 0, INFINITY)},
 };
+static const char *const hyper_name[PS_N_HYPERS] = {
+    [PS_HYPER_LR] = "lr",
+    [PS_HYPER_BETA1] = "beta1",
+    [PS_HYPER_BETA2] = "beta2",
+    [PS_HYPER_EPS] = "eps",
+    [PS_HYPER_MOMENTUM] = "momentum",
+    [PS_HYPER_NESTEROV] = "nesterov",
+    [PS_HYPER_WEIGHT_DECAY] = "weight-decay",
+};
+
+double ps_optimizer_default(ps_optimizer optimizer, ps_hyper h) {
+  const bool known = (unsigned)optimizer < PS_N_OPTIMIZERS && (unsigned)h < PS_N_HYPERS &&
+                     hypers[optimizer][h].known;
+  return known ? hypers[optimizer][h].preset : NAN;
+}
+
+/* A hyperparameter that the optimizer does not know: which ones do. */
+static ps_status not_its(ps_optimizer optimizer, int h) {
+  char who[64] = "";
+  for (int o = 0; o < PS_N_OPTIMIZERS; o++)
+    if (hypers[o][h].known)
+      snprintf(who + strlen(who), sizeof who - strlen(who), "%s%s", who[0] ? " and " : "",
+               ps__optimizers[o].name);
+  return ps__fail(PS_EINVAL, "--%s is of --optimizer %s, and the optimizer is %s: leave it out",
+                  hyper_name[h], who, ps__optimizers[optimizer].name);
+}
+
+ps_status ps__hypers_resolve(ps_optimizer optimizer, double value[PS_N_HYPERS]) {
+  for (int h = 0; h < PS_N_HYPERS; h++) {
+    const hyper *of = &hypers[optimizer][h];
+    if (isnan(value[h])) {
+      value[h] = of->preset;
+      continue;
+    }
+    if (!of->known)
+      return not_its(optimizer, h);
+    /* as updates see it */
+    if ((float)value[h] >= (float)of->least && (float)value[h] < (float)of->below)
+      continue;
+    if (isinf(of->below))
+      return ps__fail(PS_EINVAL, "--%s %g of %s must be finite and at least %g", hyper_name[h],
+                      value[h], ps__optimizers[optimizer].name, of->least);
+    return ps__fail(PS_EINVAL, "--%s %g of %s must be at least %g and below %g", hyper_name[h],
+                    value[h], ps__optimizers[optimizer].name, of->least, of->below);
+  }
+  if (value[PS_HYPER_NESTEROV] > 0 && !(value[PS_HYPER_MOMENTUM] > 0))
+    return ps__fail(PS_EINVAL, "--nesterov needs a --momentum above 0");
+  return PS_OK;
+}
+
+ps_status ps_optimizer_parse(ps_optimizer *out, const char *name) {
+  for (int i = 0; name && i < PS_N_OPTIMIZERS; i++)
+    if (!strcmp(name, ps__optimizers[i].name)) {
+      *out = (ps_optimizer)i;
+      return PS_OK;
+    }
+  return ps__fail(PS_EINVAL, "the optimizer \"%.40s\" is unknown: use adamw, lion or sgd",
+                  name ? name : "");
+}
 
 const char *ps_optimizer_name(ps_optimizer optimizer) {
   return (unsigned)optimizer < PS_N_OPTIMIZERS ? ps__optimizers[optimizer].name : "unknown";

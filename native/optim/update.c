@@ -99,6 +99,9 @@ __attribute__((noinline)) static ps__update_k constants(const ps__update *u, flo
                         .grad_scale = u->grad_scale,
                         .c1 = u->c1,
                         .c2 = u->c2,
+                        .decay = decay,
+                        .momentum = u->momentum,
+                        .nesterov = u->nesterov,
                         .sr_key = sr_key(u->seed, u->step),
                         .element = element0};
 }

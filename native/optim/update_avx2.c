@@ -22,6 +22,12 @@ TARGET static inline __m256 canonical(__m256 x) {
                           _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
 }
 
+TARGET static inline __m256 sign_of(__m256 x) {
+  const __m256i sign = AND(BITS(x), _mm256_set1_epi32((int)0x80000000u));
+  const __m256 one = _mm256_or_ps(FLOATS(sign), _mm256_set1_ps(1.0f));
+  return _mm256_blendv_ps(x, one, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ));
+}
+
 /* Whether a lane of either is a NaN. */
 TARGET static inline bool any_nan(__m256 a, __m256 b) {
   return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)) != 0;

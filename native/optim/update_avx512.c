@@ -22,6 +22,13 @@ TARGET static inline __m512 canonical(__m512 x) {
                                       _mm512_set1_epi32((int)PS__QUIET_NAN)));
 }
 
+TARGET static inline __m512 sign_of(__m512 x) {
+  const __m512i sign = AND(BITS(x), _mm512_set1_epi32((int)0x80000000u)),
+                one = _mm512_or_si512(sign, _mm512_castps_si512(_mm512_set1_ps(1.0f)));
+  return FLOATS(
+      _mm512_mask_mov_epi32(BITS(x), _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_OQ), one));
+}
+
 /* Whether a lane of either is a NaN. */
 TARGET static inline bool any_nan(__m512 a, __m512 b) {
   return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0;

@@ -21,10 +21,14 @@ extern "C" {
 /* What is the same for every element of a call; each field is rounded to fp32 once, so that all
  * variants start alike. X(name): the numbers that steps use. */
 #define PS__UPDATE_NUMBERS(X)                                                                      \
-  X(lr) X(lr_decay) X(beta1) X(beta1_rest) X(beta2) X(beta2_rest) X(eps) X(grad_scale) X(c1) X(c2)
+  X(lr)                                                                                            \
+  X(lr_decay)                                                                                      \
+  X(beta1)                                                                                         \
+  X(beta1_rest) X(beta2) X(beta2_rest) X(eps) X(grad_scale) X(c1) X(c2) X(decay) X(momentum)
 #define PS__UPDATE_FLOAT(name) float name;
 typedef struct ps__update_k {
   PS__UPDATE_NUMBERS(PS__UPDATE_FLOAT)
+  bool nesterov;
   uint64_t sr_key;  /* of seed and step */
   uint64_t element; /* global index of the first element */
 } ps__update_k;
@@ -32,11 +36,8 @@ typedef struct ps__update_k {
  * thread's floating-point mode. */
 ps__update_k ps__update_constants(const ps__update *u, float decay, uint64_t element0);
 
-/* What the compiler must know of an optimizer: X(NAME, name, n_states, parts). PS_OPTIMIZER_NAME
- * has the step step_name (steps.h); parts is SPLITS, or WHOLE for optimizers that are not split. */
-#define PS__OPTIMIZERS(X) X(ADAMW, adamw, 2, SPLITS)
-
-#define PS__N_STATES_CASE(NAME, name, n_states, parts)                                             \
+/* For PS__OPTIMIZERS (optim.h): what the compiler must know. */
+#define PS__N_STATES_CASE(NAME, name, n_states, parts, state_op)                                   \
 case PS_OPTIMIZER_##NAME: return n_states;
 PS__ANYWHERE static inline uint32_t ps__n_states(ps_optimizer optimizer) {
   switch (optimizer) {
@@ -88,11 +89,11 @@ extern const ps__update_table ps__update_avx512;
 #  define PS__UPDATE_ROW_SPLITS(optimizer, recipe)                                                 \
     {optimizer##_##recipe, optimizer##_##recipe##_weights, optimizer##_##recipe##_state}
 /* For PS__OPTIMIZERS; PS__UPDATE_ATTRIBUTES is the file's. */
-#  define PS__UPDATE_DEFINE(NAME, name, n_states, parts)                                           \
+#  define PS__UPDATE_DEFINE(NAME, name, n_states, parts, state_op)                                 \
     PS__UPDATE_FNS_##parts(PS__UPDATE_ATTRIBUTES, NAME, name, fp32)                                \
         PS__UPDATE_FNS_##parts(PS__UPDATE_ATTRIBUTES, NAME, name, master)                          \
             PS__UPDATE_FNS_##parts(PS__UPDATE_ATTRIBUTES, NAME, name, bf16)
-#  define PS__UPDATE_ROWS(NAME, name, n_states, parts)                                             \
+#  define PS__UPDATE_ROWS(NAME, name, n_states, parts, state_op)                                   \
     [PS_OPTIMIZER_##NAME] = {[PS_RECIPE_FP32] = PS__UPDATE_ROW_##parts(name, fp32),                \
                              [PS_RECIPE_FP32_MASTER] = PS__UPDATE_ROW_##parts(name, master),       \
                              [PS_RECIPE_BF16] = PS__UPDATE_ROW_##parts(name, bf16)},

@@ -13,6 +13,8 @@
 #define MUL(a, b) ((a) * (b))
 #define DIV(a, b) ((a) / (b))
 #define SQRT(a)   sqrtf(a)
+#define SIGN(a)   sign_of(a)
+static inline float sign_of(float x) { return x != x || x == 0 ? x : copysignf(1.0f, x); }
 #include "optim/steps.h"
 
 static inline float canonical(float x) {

@@ -6,8 +6,8 @@
  *                       AND(a, b), SET64(x)
  *   FIRST_WORDS         64-bit lanes 0, 2, 4, ...: the first words of a vector's groups, two
  *                       words a group; TABLE: the functions' table
- *   canonical(), any_nan(), load_bf16(), store_upper(), load_bits(), store_bits(), odd_halves(),
- *   mul64(): where the sets differ
+ *   canonical(), sign_of(), any_nan(), load_bf16(), store_upper(), load_bits(), store_bits(),
+ *   odd_halves(), mul64(): where the sets differ
  * Same bits as update_scalar.c: steps.h is the arithmetic of both (divide and square root are
  * exact), no FMA. What is left over goes to the scalar variant. Bytes: ps__update_bytes(). */
 
@@ -15,6 +15,7 @@
 #define VECTOR(name) VEC name;
 typedef struct vector_k {
   PS__UPDATE_NUMBERS(VECTOR)
+  bool nesterov;
 } vector_k;
 
 #define STEP      TARGET static inline __attribute__((always_inline))
@@ -25,11 +26,12 @@ typedef struct vector_k {
 #define MUL(a, b) V(mul_ps)(a, b)
 #define DIV(a, b) V(div_ps)(a, b)
 #define SQRT(a)   V(sqrt_ps)(a)
+#define SIGN(a)   sign_of(a)
 #include "optim/steps.h"
 
 #define BROADCAST(name) .name = V(set1_ps)(k->name),
 TARGET static inline vector_k broadcast(const ps__update_k *k) {
-  return (vector_k){PS__UPDATE_NUMBERS(BROADCAST)};
+  return (vector_k){PS__UPDATE_NUMBERS(BROADCAST).nesterov = k->nesterov};
 }
 
 /* The weights and the state of a vector of elements. */

@@ -279,8 +279,8 @@ typedef struct traffic {
 static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                             const ps__residency *r) {
   const ps_model_config *m = &sp->plan->model;
-  const double update = ps__update_bytes(PS_OPTIMIZER_ADAMW, (ps_recipe)sp->plan->cfg.recipe,
-                                         PS_UPDATE_WHOLE),
+  const double update = ps__update_bytes((ps_optimizer)sp->plan->cfg.optimizer,
+                                         (ps_recipe)sp->plan->cfg.recipe, PS_UPDATE_WHOLE),
                e = ps_dtype_bytes((ps_dtype)sp->block.dt);
   const uint32_t n_units = ps_model_n_units(m);
   const bool table_on_host = ps__embed_on_host(sp, l, r);
@@ -393,9 +393,10 @@ static double estimate_of(const ps__search_space *sp, const ps__microbatch_base 
 
 static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
                                const ps__residency *r) {
-  const uint64_t state = sp->plan->cfg.recipe == PS_RECIPE_BF16   ? 4
-                         : sp->plan->cfg.recipe == PS_RECIPE_FP32 ? 8
-                                                                  : 12;
+  const ps_plan_config *c = &sp->plan->cfg;
+  const ps_recipe recipe = (ps_recipe)c->recipe;
+  const uint64_t state = ps__state_bytes((ps_optimizer)c->optimizer, recipe) +
+                         (recipe == PS_RECIPE_FP32_MASTER ? 4 : 0);
   const uint64_t e = ps_dtype_bytes((ps_dtype)sp->block.dt);
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
                                                       (ps_dtype)sp->block.dt, false);
@@ -412,12 +413,15 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
   return bytes;
 }
 
+/* @state: whether that is on the device, and gradients then too. */
 static uint64_t host_state_bytes(const ps__search_space *sp, bool state) {
-  static const uint64_t each[PS_N_RECIPES][2] = {
-      [PS_RECIPE_FP32] = {16, 4}, [PS_RECIPE_FP32_MASTER] = {16, 6}, [PS_RECIPE_BF16] = {8, 2}};
-  const uint64_t grads =
-      state && sp->plan->cfg.keep_grads ? ps_dtype_bytes((ps_dtype)sp->block.dt) : 0;
-  return ps_model_n_elements(&sp->plan->model) * (each[sp->plan->cfg.recipe][state] + grads);
+  const ps_plan_config *c = &sp->plan->cfg;
+  const ps_recipe recipe = (ps_recipe)c->recipe;
+  const uint64_t travels = ps_dtype_bytes((ps_dtype)sp->block.dt),
+                 weights = travels + (recipe == PS_RECIPE_FP32_MASTER ? 4 : 0),
+                 grads = !state || c->keep_grads ? travels : 0,
+                 states = state ? 0 : ps__state_bytes((ps_optimizer)c->optimizer, recipe);
+  return ps_model_n_elements(&sp->plan->model) * (weights + grads + states);
 }
 
 /* ---- candidates ------------------------------------------------------------------------------ */

@@ -48,7 +48,7 @@ static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
       PS__UNIT_PARTS,
       s->space.microbatch[m->microbatch].layout.n_rounds > 1 ? PS__SAVED_PARTS : 0,
       cuda ? layers : 0,
-      cuda && s->plan->cfg.clip ? split : 0,
+      cuda && ps__may_split(s->plan) ? split : 0,
       layers,
       1,
       PS__N_AHEADS - 1};
@@ -187,7 +187,7 @@ static ps_status begin_at_seed(ps__search *s, descent *d) {
     *d = usual;
     m = d->at.candidate;
   }
-  if (!s->plan->cfg.clip)
+  if (!ps__may_split(s->plan))
     return PS_OK;
   m.split = (uint8_t)layers;
   PS_TRY(try_candidate(s, d, m, &usual));

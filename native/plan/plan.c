@@ -74,6 +74,9 @@ static ps_status check_config(ps_plan *p) {
   if (c->recipe >= PS_N_RECIPES)
     return ps__fail(PS_EINVAL, "recipe %u: unknown, one of fp32, fp32-master and bf16 is needed",
                     c->recipe);
+  if (c->optimizer >= PS_N_OPTIMIZERS)
+    return ps__fail(PS_EINVAL, "optimizer %u: unknown, one of adamw, lion and sgd is needed",
+                    c->optimizer);
   if (c->seq_len == 0)
     return ps__fail(PS_EINVAL, "the sequence length is 0: it must be at least 1 token");
   if (p->model.max_positions && c->seq_len > p->model.max_positions)

@@ -70,6 +70,10 @@ uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens);
 typedef struct ps__memo ps__memo;
 ps_status ps__memo_create(ps__memo **out); /* PS_ENOMEM */
 void ps__memo_destroy(ps__memo *memo);     /* NULL is a no-op */
+/* Whether updates of the plan's optimizer may be made in two parts (ps__spec.update_split). */
+static inline bool ps__may_split(const ps_plan *plan) {
+  return plan->cfg.clip && ps__optimizers[plan->cfg.optimizer].splits;
+}
 /* ps__find_plan() - the fastest plan under the caps; with @sizes_only, the smallest caps alone.
  * Needs plan->model, cfg and hw. On PS_OK with n_feasible > 0, and not @sizes_only, plan->layout
  * and plan->spec are set. Errors: PS_ENOMEM, PS_EINVAL, PS_EDEVICE (threads). */

@@ -84,6 +84,11 @@ static void write_text(text *t, const ps_plan *p) {
       (unsigned long long)r->n_units, kept, where(r->resident_grad_units, r->n_units),
       r->resident_update_units ? "on the device" : "at the host",
       ps_recipe_name((ps_recipe)p->cfg.recipe));
+  say(t, "optimizer        %s: %llu bytes of state a parameter, %s\n",
+      ps_optimizer_name(p->spec.optimizer),
+      (unsigned long long)ps__state_bytes(p->spec.optimizer, p->spec.recipe),
+      ps__format_bytes(a, ps__state_bytes(p->spec.optimizer, p->spec.recipe) *
+                              ps_model_n_elements(&p->model)));
   if (p->spec.sum_threads && p->spec.sum_threads < p->hw.n_threads && p->layout.n_rounds > 1)
     say(t,
         "gradients        added on the host by %u of %u threads: copies get more of the host's "
@@ -91,12 +96,12 @@ static void write_text(text *t, const ps_plan *p) {
         p->spec.sum_threads, p->hw.n_threads);
   if (r->streamed_update_units)
     say(t,
-        "updates          %llu units on the device, their moments coming from the host and going "
+        "updates          %llu units on the device, their state coming from the host and going "
         "back\n",
         (unsigned long long)r->streamed_update_units);
   if (r->split_update_units)
     say(t,
-        "%s %llu units on the host in two parts: the weights first, the moments after all "
+        "%s %llu units on the host in two parts: the weights first, the state after all "
         "weights\n",
         r->streamed_update_units ? "                " : "updates         ",
         (unsigned long long)r->split_update_units);

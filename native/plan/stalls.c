@@ -33,7 +33,7 @@ static void add(totals *t, uint32_t stream, uint32_t awaited, const char *what, 
 static const char *incoming(const ps_tag *t) {
   if (t->chunk < 0)
     return t->layer < 0                   ? "the clip scale"
-           : t->phase == PS__PHASE_UPDATE ? "moments"
+           : t->phase == PS__PHASE_UPDATE ? "optimizer state"
                                           : "parameters";
   return t->layer < 0                    ? "the batch"
          : t->phase == PS__PHASE_FORWARD ? "embedding rows"
@@ -45,7 +45,7 @@ static const char *outgoing(const ps_tag *t) {
     return "saved tensors to leave";
   if (t->chunk >= 0)
     return "losses or rows to leave";
-  return t->phase == PS__PHASE_UPDATE ? "new weights and moments to leave" : "gradients to leave";
+  return t->phase == PS__PHASE_UPDATE ? "new weights and state to leave" : "gradients to leave";
 }
 
 static const char *on_host(const ps__vop *op) {

@@ -168,16 +168,16 @@ static ps_status run_hook(const ps_launch *l) {
   return a->hooks->fn(a->hooks->ctx, (ps__hook)a->what, a->unit, l);
 }
 
+#define UPDATE_KERNELS(NAME, update, n_states, parts, update_state)                                \
+  [PS_OPTIMIZER_##NAME] = {                                                                        \
+      {.name = #update, .op_class = PS_CLASS_OPTIMIZER, .fn = {run_hook, run_hook}},               \
+      {.name = update_state, .op_class = PS_CLASS_OPTIMIZER, .fn = {run_hook, run_hook}}},
+static const ps_kernel update_kernel[PS_N_OPTIMIZERS][2] = {PS__OPTIMIZERS(UPDATE_KERNELS)};
+
 static const ps_kernel hook_kernel[] = {
     [PS__HOOK_LOAD] = {.name = "load_batch", .op_class = PS_CLASS_IO, .fn = {run_hook, run_hook}},
     [PS__HOOK_LOSS] = {.name = "loss", .op_class = PS_CLASS_OTHER, .fn = {run_hook, run_hook}},
     [PS__HOOK_NORM] = {.name = "grad_norm", .op_class = PS_CLASS_OTHER, .fn = {run_hook, run_hook}},
-    [PS__HOOK_ADAMW] = {.name = "adamw",
-                        .op_class = PS_CLASS_OPTIMIZER,
-                        .fn = {run_hook, run_hook}},
-    [PS__HOOK_MOMENTS] = {.name = "adamw_moments",
-                          .op_class = PS_CLASS_OPTIMIZER,
-                          .fn = {run_hook, run_hook}},
     [PS__HOOK_GATHER] = {.name = "embed_gather",
                          .op_class = PS_CLASS_IO,
                          .fn = {run_hook, run_hook}},
@@ -187,5 +187,9 @@ static const ps_kernel hook_kernel[] = {
 void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream,
                    const ps__vaccess *access, uint32_t n_access, ps_work work, ps_tag tag) {
   const ps__args_hook a = {b->hooks, what, unit};
-  emit(b, &hook_kernel[what], stream, &a, sizeof a, access, n_access, work, tag);
+  const bool updates = what == PS__HOOK_UPDATE || what == PS__HOOK_UPDATE_STATE;
+  const ps_kernel *kernel =
+      updates ? &update_kernel[b->s->spec->optimizer][what == PS__HOOK_UPDATE_STATE]
+              : &hook_kernel[what];
+  emit(b, kernel, stream, &a, sizeof a, access, n_access, work, tag);
 }

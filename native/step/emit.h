@@ -16,10 +16,10 @@ typedef struct ps__pass {
   uint32_t kind, round, unit;
 } ps__pass;
 
-/* The tensors that an update works on. */
-typedef struct ps__optimizer_state {
-  uint32_t weights, master, m, v;
-} ps__optimizer_state;
+/* The tensors that an update works on beside the gradient. */
+typedef struct ps__update_tensors {
+  uint32_t weights, master, state[PS_MAX_STATES];
+} ps__update_tensors;
 
 typedef struct ps__unit_progress {
   uint32_t weights; /* device tensor; PS__NO_VT while it is not fetched */
@@ -32,8 +32,8 @@ typedef struct ps__unit_progress {
   uint32_t low; /* the total's low bytes, in its space; PS__NO_VT: it has none */
   /* device tensor of the total's sums of squares, until an update on the device without clipping */
   uint32_t sums;
-  ps__optimizer_state state; /* on the device, for an update that runs there; else PS__NO_VT */
-  uint32_t contribution;     /* contributions that have ended */
+  ps__update_tensors updated; /* on the device, for an update that runs there; else PS__NO_VT */
+  uint32_t contribution;      /* contributions that have ended */
   /* BYTES of its gradient on the host that aliases of the first round take */
   uint64_t alias_bytes;
 } ps__unit_progress;
@@ -143,7 +143,7 @@ uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag);
  * where it is streamed and, without clipping, the unit is updated. */
 void ps__total_ready(ps__builder *b, uint32_t unit);
 /* ps__emit_updates() - with clipping, the norm, then all units in forward order; the report; the
- * moments of split updates. */
+ * state of split updates. */
 void ps__emit_updates(ps__builder *b);
 
 /* ---- the embedding (embed.c) ----------------------------------------------------------------- */

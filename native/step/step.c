@@ -252,10 +252,10 @@ static ps_status check_spec(const ps_model_config *cfg, const ps__spec *spec) {
     return ps__fail(PS_EINTERNAL, "the embedding cannot be on the host and on the device");
   for (uint32_t u = 0; u < spec->n_units; u++) {
     if (spec->update_resident[u] && spec->update_streamed[u])
-      return ps__fail(PS_EINTERNAL,
-                      "unit %u: its optimizer state cannot be both resident and streamed", u);
+      return ps__fail(PS_EINTERNAL, "unit %u: its state is on the device and comes to it", u);
     if (spec->update_split[u] &&
-        (!spec->clip || ps__updated_on_device(spec, u) || (u == 0 && spec->embed_on_host)))
+        (!spec->clip || !ps__optimizers[spec->optimizer].splits || ps__updated_on_device(spec, u) ||
+         (u == 0 && spec->embed_on_host)))
       return ps__fail(PS_EINTERNAL, "unit %u: its update cannot be split", u);
   }
   return PS_OK;
@@ -384,10 +384,8 @@ ps_status ps__step_prologue(const ps__step *s, ps_program **out) {
       continue;
     if (st == PS_OK && h->device_master != PS__NO_VT)
       st = add_prologue_op(s, &p, NULL, h->master, h->device_master);
-    if (st == PS_OK)
-      st = add_prologue_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->m);
-    if (st == PS_OK)
-      st = add_prologue_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->v);
+    for (uint32_t k = 0; st == PS_OK && k < ps__optimizers[s->spec->optimizer].n_states; k++)
+      st = add_prologue_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->state[k]);
   }
   if (st != PS_OK)
     ps_program_destroy(p);

@@ -7,6 +7,7 @@
 #ifndef PS_STEP_STEP_H
 #define PS_STEP_STEP_H
 #include "model/block.h"
+#include "optim/optim.h"
 #include "step/layout.h"
 #include <penstock/plan.h>
 
@@ -31,6 +32,7 @@ enum {
 /* ---- decisions ------------------------------------------------------------------------------- */
 typedef struct ps__spec {
   ps_recipe recipe;
+  ps_optimizer optimizer;
   uint32_t backend, cudnn_version;  /* of the device streams: for scratch */
   bool deterministic, one_document; /* one_document: every sequence is one document */
   uint64_t chunk_tokens, chunks_per_round, first_round_chunks, head_slice;
@@ -58,7 +60,7 @@ typedef struct ps__spec {
    * device from its last contribution on. Excludes update_resident. */
   uint8_t *update_streamed;
   /* [n_units]: the update on the host runs in two parts, so that the next step's first forward pass
-   * waits for less. The weights' part runs in forward order among the other updates; the moments'
+   * waits for less. The weights' part runs in forward order among the other updates; the state's
    * parts run after all of these, from the last unit to the first. Until then the unit's gradient
    * stays, and no saved activation is an alias of it. Needs clipping and an update on the host;
    * excludes an embedding on the host. */
@@ -83,6 +85,10 @@ static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
 static inline bool ps__weights_stay(const ps__spec *s, uint32_t unit) {
   return s->param_resident[unit] && ps__updated_on_device(s, unit);
 }
+/* What UPDATE makes of the unit's update; UPDATE_STATE makes the rest. */
+static inline ps__update_part ps__update_part_of(const ps__spec *s, uint32_t unit) {
+  return s->update_split[unit] ? PS_UPDATE_WEIGHTS : PS_UPDATE_WHOLE;
+}
 /* ps__spec_init() - everything recomputed but the blocks' inputs, nothing device-resident.
  * Errors: PS_ENOMEM. Freed by ps__spec_free(). */
 ps_status ps__spec_init(ps__spec *s, const ps_model_config *m, const ps__layout *l);
@@ -96,21 +102,18 @@ void ps__spec_free(ps__spec *s);
  *   LOSS    R batch, R row_loss f32[step tokens], W stats.loss and valid_tokens
  *   NORM    R norms f64[n_units][PS__MAX_UNIT_SPANS], W the second half of stats: its step last,
  *           and on success only
- *   ADAMW   RW weights (fp32-master: the master copy), RW m, RW v, R gradient;
- *           fp32-master: W bf16 copy;
- *           with clipping: R the second half of stats;
- *           without: R the unit's norms and, on the device, R the batch header.
- *           A split update: R m, R v, the rest alike; MOMENTS writes the moments.
+ *   UPDATE  the operands of ps__update_operands() (optim/optim.h). The gate is, with clipping, the
+ *           second half of stats; without, the unit's norms and, on the device, the batch header.
  *           Runs on the host stream, or on compute over device memory. On a GPU every pointer is to
  *           device memory. Writes nothing when the step in stats is not its own (on the device
  *           without clipping: in the batch header): the host then gave its step up
  *           (engine/backend.h).
- *   MOMENTS RW m, RW v, R gradient, R the second half of stats. On the host stream. Writes nothing
- *           when the step in stats is not its own.
+ *   UPDATE_STATE  the state's part of a split update, of which UPDATE is the weights' part. On the
+ *           host stream.
  *   GATHER  R token ids of a chunk, R the second half of stats (without clipping: the embedding's
  *           norms), W the tokens' rows of the table. Unit: the step's chunk.
- *           Runs beside the last step's ADAMW of an embedding on the host. The trainer orders the
- *           two row by row (train/rows.c); no access to the table does. That ADAMW ends before the
+ *           Runs beside the last step's UPDATE of an embedding on the host. The trainer orders the
+ *           two row by row (train/rows.c); no access to the table does. That UPDATE ends before the
  *           step's next op on the table or its gradient, which comes after the chunk's backward
  *           pass.
  *   REPORT  R stats; where units are updated on the device, R what is copied to the host last */
@@ -118,8 +121,8 @@ typedef enum ps__hook {
   PS__HOOK_LOAD,
   PS__HOOK_LOSS,
   PS__HOOK_NORM,
-  PS__HOOK_ADAMW,
-  PS__HOOK_MOMENTS,
+  PS__HOOK_UPDATE,
+  PS__HOOK_UPDATE_STATE,
   PS__HOOK_GATHER,
   PS__HOOK_REPORT
 } ps__hook;
@@ -189,15 +192,16 @@ enum { PS__NO_VT = UINT32_MAX };
 /* Tensors of a unit, n elements each; PS__NO_VT: none.
  *   weights, master  on the host; master with fp32-master only
  *   grad             on the host; none where no gradient is copied there
- *   m, v             on the device where all optimizer state is, else on the host
+ *   state            state[k] of the optimizer's states, PS__NO_VT past them: on the device where
+ *                    all optimizer state is, else on the host
  *   device_weights   where parameters are device-resident
  *   device_master    where optimizer state is device-resident, with fp32-master
  * After every step the host has the unit's state: the master copy where there is one, else the
- * weights; and m and v where they are on the host. The bf16 weights beside a master copy do not
+ * weights; and the states that are on the host. The bf16 weights beside a master copy do not
  * follow it where the device's weights stay (ps__weights_stay()): readers take the master copy
  * (ps__master_at()). The prologue, which sends the bf16 weights, comes before the first update. */
 typedef struct ps__unit_host {
-  uint32_t weights, master, grad, m, v, device_weights, device_master;
+  uint32_t weights, master, grad, state[PS_MAX_STATES], device_weights, device_master;
   uint64_t n;
 } ps__unit_host;
 
@@ -241,7 +245,7 @@ void ps__step_free(ps__step *s);
 /* ps__step_program() - the step as a program of the engine, with addresses. Errors: PS_ENOMEM. */
 ps_status ps__step_program(const ps__step *s, ps_program **out);
 /* ps__step_prologue() - what runs once before the first step: weights that stay on the device are
- * copied there; where optimizer state is device-resident, the master copy too, and moments are set
+ * copied there; where optimizer state is device-resident, the master copy too, and states are set
  * to zero. @out NULL where there is nothing to do. Errors: PS_ENOMEM. */
 ps_status ps__step_prologue(const ps__step *s, ps_program **out);
 /* ps__memmap() - give every tensor of a space its offset; returns the peak in BYTES, or UINT64_MAX

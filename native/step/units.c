@@ -22,12 +22,13 @@ static bool grad_goes_to_host(const ps__builder *b, uint32_t unit) {
          (!spec->grad_resident[unit] && n_contributions(b, unit) > 1);
 }
 
-/* Host tensors by recipe. fp32: weights, moments and gradients in fp32. fp32-master: the bf16
+/* Host tensors by recipe. fp32: weights, state and gradients in fp32. fp32-master: the bf16
  * weights that travel besides. bf16: all in bf16. */
 static void make_unit_host(ps__builder *b, uint32_t unit) {
   ps__step *s = b->s;
   ps__unit_host *h = &s->unit_host[unit];
-  const uint64_t state = s->spec->recipe == PS_RECIPE_BF16 ? 2 : 4, travels = ps_dtype_bytes(s->dt);
+  const uint64_t state = ps_dtype_bytes(ps__state_dtype(s->spec->recipe)),
+                 travels = ps_dtype_bytes(s->dt);
   h->n = ps_model_unit_elements(s->cfg, unit);
   h->weights = ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels);
   h->master = s->spec->recipe == PS_RECIPE_FP32_MASTER
@@ -36,8 +37,11 @@ static void make_unit_host(ps__builder *b, uint32_t unit) {
   h->grad =
       grad_goes_to_host(b, unit) ? ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels) : PS__NO_VT;
   const bool on_device = s->spec->update_resident[unit];
-  h->m = ps__vt_persistent(b, on_device ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state);
-  h->v = ps__vt_persistent(b, on_device ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state);
+  for (uint32_t k = 0; k < PS_MAX_STATES; k++)
+    h->state[k] =
+        k < ps__optimizers[s->spec->optimizer].n_states
+            ? ps__vt_persistent(b, on_device ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state)
+            : PS__NO_VT;
   h->device_weights = s->spec->param_resident[unit]
                           ? ps__vt_persistent(b, PS__SPACE_DEVICE, h->n * travels)
                           : PS__NO_VT;
@@ -77,7 +81,7 @@ ps_status ps__units_init(ps__builder *b) {
                                      .total = PS__NO_VT,
                                      .low = PS__NO_VT,
                                      .sums = PS__NO_VT,
-                                     .state = {PS__NO_VT, PS__NO_VT, PS__NO_VT, PS__NO_VT},
+                                     .updated = {PS__NO_VT, PS__NO_VT, {PS__NO_VT, PS__NO_VT}},
                                      .fetched = ps__weights_stay(s->spec, u)};
   }
   make_passes(b);

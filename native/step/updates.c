@@ -3,7 +3,11 @@
  * it runs after the whole norm, without clipping after the unit's total. On the host it may run in
  * two parts: what the next forward pass waits for, then the rest. */
 #include "step/emit.h"
-#include "optim/optim.h"
+#include <string.h>
+
+static uint32_t n_states(const ps__builder *b) {
+  return ps__optimizers[b->s->spec->optimizer].n_states;
+}
 
 uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag) {
   const ps__vaccess from = ps__whole(b, host, PS_READ);
@@ -30,26 +34,26 @@ static uint32_t send_header(ps__builder *b, ps_tag tag) {
   return b->header;
 }
 
-/* A streamed unit's moments, master copy and weights come to the device. Weights that its last
+/* A streamed unit's state, master copy and weights come to the device. Weights that its last
  * layer pass fetched are there already and stay. */
 static void stream_in(ps__builder *b, uint32_t unit) {
   const ps__unit_host *h = &b->s->unit_host[unit];
   ps__unit_progress *u = &b->unit[unit];
-  ps__optimizer_state *at = &u->state;
+  ps__update_tensors *at = &u->updated;
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   at->weights = u->weights != PS__NO_VT ? u->weights : ps__bring(b, h->weights, tag);
   if (!b->s->spec->param_resident[unit])
     u->weights = PS__NO_VT;
   if (h->master != PS__NO_VT)
     at->master = ps__bring(b, h->master, tag);
-  at->m = ps__bring(b, h->m, tag);
-  at->v = ps__bring(b, h->v, tag);
+  for (uint32_t k = 0; k < n_states(b); k++)
+    at->state[k] = ps__bring(b, h->state[k], tag);
 }
 
 /* Weights go first: the next step's forward pass waits for them. */
 static void stream_out(ps__builder *b, uint32_t unit) {
   const ps__unit_host *h = &b->s->unit_host[unit];
-  const ps__optimizer_state *at = &b->unit[unit].state;
+  const ps__update_tensors *at = &b->unit[unit].updated;
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   const bool resident = b->s->spec->param_resident[unit], master = h->master != PS__NO_VT;
   const uint32_t lag = b->s->spec->grad_lag;
@@ -57,58 +61,61 @@ static void stream_out(ps__builder *b, uint32_t unit) {
     send_to_host(b, at->weights, h->weights, tag);
   if (master)
     send_to_host(b, at->master, h->master, tag);
-  send_to_host(b, at->m, h->m, tag);
-  send_to_host(b, at->v, h->v, tag);
+  for (uint32_t k = 0; k < n_states(b); k++)
+    send_to_host(b, at->state[k], h->state[k], tag);
   if (!resident)
     ps__vt_free_late(b, at->weights, lag);
   ps__vt_free_late(b, at->master, lag);
-  ps__vt_free_late(b, at->m, lag);
-  ps__vt_free_late(b, at->v, lag);
+  for (uint32_t k = 0; k < n_states(b); k++)
+    ps__vt_free_late(b, at->state[k], lag);
 }
 
-/* The update's op: on the host stream over host memory, or on compute over device memory. On the
- * device @scale is the norm's half of stats or, without clipping, the unit's sums of squares. */
-static void emit_adamw(ps__builder *b, uint32_t unit, const ps__optimizer_state *at, uint32_t grad,
-                       uint32_t scale) {
+/* What an update's gate looks at: where it runs on the device @scale, which is the norm's half of
+ * stats or, without clipping, the unit's sums of squares. */
+static ps__vaccess gate_access(const ps__builder *b, uint32_t unit, uint32_t scale) {
   const ps__step *s = b->s;
-  const bool on_device = ps__updated_on_device(s->spec, unit), master = at->master != PS__NO_VT,
-             split = s->spec->update_split[unit];
-  const double bytes_each = ps__update_bytes(PS_OPTIMIZER_ADAMW, s->spec->recipe,
-                                             split ? PS_UPDATE_WEIGHTS : PS_UPDATE_WHOLE);
-  const uint32_t moments = split ? PS_READ : PS_READ_WRITE;
+  if (ps__updated_on_device(s->spec, unit))
+    return ps__whole(b, scale, PS_READ);
+  if (s->spec->clip)
+    return ps__part(s->stats, PS_READ, 64, 64);
+  return ps__part(s->norms, PS_READ, (uint64_t)unit * PS__MAX_UNIT_SPANS * 8,
+                  PS__MAX_UNIT_SPANS * 8);
+}
+
+/* The op itself: on the host stream over host memory, or on compute over device memory. */
+static void emit_update(ps__builder *b, uint32_t unit, ps__update_part part,
+                        const ps__update_tensors *at, uint32_t grad, uint32_t scale) {
+  const ps__spec *spec = b->s->spec;
+  const bool on_device = ps__updated_on_device(spec, unit), master = at->master != PS__NO_VT;
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
-  ps__vaccess access[7];
-  uint32_t n = 0;
-  access[n++] = ps__whole(b, master ? at->master : at->weights, PS_READ_WRITE);
-  access[n++] = ps__whole(b, at->m, moments);
-  access[n++] = ps__whole(b, at->v, moments);
-  access[n++] = ps__whole(b, grad, PS_READ);
-  if (master)
-    access[n++] = ps__whole(b, at->weights, PS_WRITE);
-  if (on_device)
-    access[n++] = ps__whole(b, scale, PS_READ);
-  else if (s->spec->clip)
-    access[n++] = ps__part(s->stats, PS_READ, 64, 64);
-  else
-    access[n++] = ps__part(s->norms, PS_READ, (uint64_t)unit * PS__MAX_UNIT_SPANS * 8,
-                           PS__MAX_UNIT_SPANS * 8);
-  if (on_device && !s->spec->clip)
-    access[n++] = ps__whole(b, send_header(b, tag), PS_READ);
-  ps__emit_hook(b, PS__HOOK_ADAMW, unit, on_device ? PS__S_COMPUTE : PS__S_HOST, access, n,
-                ps__bytes_work(bytes_each * (double)s->unit_host[unit].n), tag);
+  ps__operand_access operand[PS_N_OPERANDS];
+  ps__vaccess access[PS_N_OPERANDS];
+  const uint32_t n =
+      ps__update_operands(spec->optimizer, spec->recipe, part, on_device && !spec->clip, operand);
+  for (uint32_t i = 0; i < n; i++) {
+    const uint32_t mode = operand[i].mode;
+    switch (operand[i].operand) {
+    case PS_OPERAND_WEIGHTS:
+      access[i] = ps__whole(b, master ? at->master : at->weights, mode);
+      break;
+    case PS_OPERAND_GRAD: access[i] = ps__whole(b, grad, mode); break;
+    case PS_OPERAND_COPY: access[i] = ps__whole(b, at->weights, mode); break;
+    case PS_OPERAND_GATE: access[i] = gate_access(b, unit, scale); break;
+    case PS_OPERAND_HEADER: access[i] = ps__whole(b, send_header(b, tag), mode); break;
+    default: access[i] = ps__whole(b, at->state[operand[i].operand - PS_OPERAND_STATE], mode);
+    }
+  }
+  ps__emit_hook(b, part == PS_UPDATE_STATE ? PS__HOOK_UPDATE_STATE : PS__HOOK_UPDATE, unit,
+                on_device ? PS__S_COMPUTE : PS__S_HOST, access, n,
+                ps__bytes_work(ps__update_bytes(spec->optimizer, spec->recipe, part) *
+                               (double)b->s->unit_host[unit].n),
+                tag);
 }
 
-static void emit_moments(ps__builder *b, uint32_t unit) {
-  const ps__step *s = b->s;
-  const ps__unit_host *h = &s->unit_host[unit];
-  const ps__vaccess access[4] = {ps__whole(b, h->m, PS_READ_WRITE),
-                                 ps__whole(b, h->v, PS_READ_WRITE), ps__whole(b, h->grad, PS_READ),
-                                 ps__part(s->stats, PS_READ, 64, 64)};
-  ps__emit_hook(
-      b, PS__HOOK_MOMENTS, unit, PS__S_HOST, access, 4,
-      ps__bytes_work(ps__update_bytes(PS_OPTIMIZER_ADAMW, s->spec->recipe, PS_UPDATE_STATE) *
-                     (double)h->n),
-      ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+static ps__update_tensors on_host(const ps__unit_host *h) {
+  ps__update_tensors at = {.weights = h->weights, .master = h->master};
+  memcpy(at.state, h->state, sizeof at.state);
+  return at;
 }
 
 /* @clip_scale: the norm's half of stats on the device; PS__NO_VT without clipping, or where no unit
@@ -117,16 +124,19 @@ static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
   const ps__step *s = b->s;
   const ps__unit_host *h = &s->unit_host[unit];
   ps__unit_progress *u = &b->unit[unit];
-  const ps__optimizer_state host = {h->weights, h->master, h->m, h->v};
+  const ps__update_part part = ps__update_part_of(s->spec, unit);
+  const ps__update_tensors host = on_host(h);
   if (!ps__updated_on_device(s->spec, unit)) {
-    emit_adamw(b, unit, &host, h->grad, PS__NO_VT);
+    emit_update(b, unit, part, &host, h->grad, PS__NO_VT);
     return;
   }
-  if (s->spec->update_resident[unit])
-    u->state = (ps__optimizer_state){h->device_weights, h->device_master, h->m, h->v};
-  else if (u->state.m == PS__NO_VT)
+  if (s->spec->update_resident[unit]) {
+    u->updated = host; /* its states are the device's */
+    u->updated.weights = h->device_weights;
+    u->updated.master = h->device_master;
+  } else if (u->updated.weights == PS__NO_VT)
     stream_in(b, unit);
-  emit_adamw(b, unit, &u->state, u->total, s->spec->clip ? clip_scale : u->sums);
+  emit_update(b, unit, part, &u->updated, u->total, s->spec->clip ? clip_scale : u->sums);
   ps__vt_free(b, u->total);
   ps__vt_free(b, u->sums);
   if (s->spec->update_streamed[unit])
@@ -154,6 +164,12 @@ void ps__total_ready(ps__builder *b, uint32_t unit) {
   else if (!spec->clip)
     update(b, unit, PS__NO_VT);
   update_arrived(b, false);
+}
+
+static void emit_split_state(ps__builder *b, uint32_t unit) {
+  const ps__unit_host *h = &b->s->unit_host[unit];
+  const ps__update_tensors host = on_host(h);
+  emit_update(b, unit, PS_UPDATE_STATE, &host, h->grad, PS__NO_VT);
 }
 
 void ps__emit_updates(ps__builder *b) {
@@ -191,6 +207,6 @@ void ps__emit_updates(ps__builder *b) {
   /* in the order in which the next step's first backward pass needs the gradients' memory */
   for (uint32_t u = n_units; u-- > 0;)
     if (s->spec->update_split[u])
-      emit_moments(b, u);
+      emit_split_state(b, u);
   ps__flush_late(b);
 }

@@ -182,12 +182,14 @@ static ps_status grad_norm(ps_trainer *t, const ps_launch *l) {
  * so does the correction of its bias. */
 static ps__update update_of(const ps_trainer *t, uint64_t run_step) {
   const uint64_t step = t->cfg.first_step + run_step;
-  ps__update u = {.optimizer = PS_OPTIMIZER_ADAMW,
+  ps__update u = {.optimizer = t->plan->spec.optimizer,
                   .recipe = (ps_recipe)t->plan->cfg.recipe,
                   .lr = (float)ps__lr_at(&t->lr, step),
                   .beta1 = (float)t->cfg.beta1,
                   .beta2 = (float)t->cfg.beta2,
                   .eps = (float)t->cfg.eps,
+                  .momentum = (float)t->cfg.momentum,
+                  .nesterov = t->cfg.nesterov != 0,
                   .grad_scale = 1.0f,
                   .seed = t->cfg.seed,
                   .step = step};
@@ -213,10 +215,12 @@ static ps__update_gate gate_of(const ps_trainer *t, uint32_t unit, uint64_t id, 
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit) {
   const ps__unit_host *h = &t->plan->step.unit_host[unit];
   const bool master = h->master != PS__NO_VT;
-  return (ps__arrays){.w = ps__host_at(t, master ? h->master : h->weights),
-                      .w_bf16 = master ? ps__host_at(t, h->weights) : NULL,
-                      .grad = ps__host_at(t, h->grad),
-                      .state = {ps__host_at(t, h->m), ps__host_at(t, h->v)}};
+  ps__arrays a = {.w = ps__host_at(t, master ? h->master : h->weights),
+                  .w_bf16 = master ? ps__host_at(t, h->weights) : NULL,
+                  .grad = ps__host_at(t, h->grad)};
+  for (uint32_t k = 0; k < ps__optimizers[t->plan->spec.optimizer].n_states; k++)
+    a.state[k] = ps__host_at(t, h->state[k]);
+  return a;
 }
 
 /* Rows of a chunk's tokens, with the update of the step before, if there was one and the host
@@ -280,10 +284,8 @@ ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_lau
   case PS__HOOK_LOAD: return load_batch(t, launch);
   case PS__HOOK_LOSS: return sum_loss(t, launch);
   case PS__HOOK_NORM: return grad_norm(t, launch);
-  case PS__HOOK_ADAMW:
-    return update(t, unit, t->plan->spec.update_split[unit] ? PS_UPDATE_WEIGHTS : PS_UPDATE_WHOLE,
-                  launch);
-  case PS__HOOK_MOMENTS: return update(t, unit, PS_UPDATE_STATE, launch);
+  case PS__HOOK_UPDATE: return update(t, unit, ps__update_part_of(&t->plan->spec, unit), launch);
+  case PS__HOOK_UPDATE_STATE: return update(t, unit, PS_UPDATE_STATE, launch);
   case PS__HOOK_GATHER: return gather(t, unit, launch);
   default: return report(t, launch);
   }

@@ -7,11 +7,8 @@
 void ps_train_config_init(ps_train_config *cfg) {
   memset(cfg, 0, sizeof *cfg);
   cfg->struct_bytes = sizeof *cfg;
-  cfg->lr = 3e-4;
-  cfg->beta1 = 0.9;
-  cfg->beta2 = 0.95;
-  cfg->eps = 1e-8;
-  cfg->weight_decay = 0.1;
+  cfg->optimizer = PS_OPTIMIZER_ADAMW;
+  cfg->lr = cfg->beta1 = cfg->beta2 = cfg->eps = cfg->momentum = cfg->weight_decay = NAN;
   cfg->clip_norm = 1.0;
   cfg->document_token = cfg->document_end_token = -1;
 }
@@ -70,22 +67,36 @@ static ps_status check_documents(const ps_train_config *c, uint32_t vocab_size) 
   return PS_OK;
 }
 
-ps_status ps_train_config_check(const ps_train_config *c, const ps_model_config *model) {
-  if (!c || !model)
-    return ps__fail(PS_EINVAL, "ps_train_config_check: cfg and model must be given");
-  if (c->struct_bytes != sizeof *c)
-    return ps__fail(PS_EINVAL, "ps_train_config.struct_bytes is %u, %zu expected", c->struct_bytes,
-                    sizeof *c);
+/* Checks the hyperparameters and fills in the optimizer's defaults. */
+static ps_status resolve_hypers(ps_train_config *c) {
+  double h[PS_N_HYPERS] = {[PS_HYPER_LR] = c->lr,
+                           [PS_HYPER_BETA1] = c->beta1,
+                           [PS_HYPER_BETA2] = c->beta2,
+                           [PS_HYPER_EPS] = c->eps,
+                           [PS_HYPER_MOMENTUM] = c->momentum,
+                           [PS_HYPER_NESTEROV] = c->nesterov ? 1 : NAN,
+                           [PS_HYPER_WEIGHT_DECAY] = c->weight_decay};
+  if (c->optimizer >= PS_N_OPTIMIZERS)
+    return ps__fail(PS_EINVAL, "optimizer %u: unknown, one of adamw, lion and sgd is needed",
+                    c->optimizer);
+  PS_TRY(ps__hypers_resolve((ps_optimizer)c->optimizer, h));
+  c->lr = h[PS_HYPER_LR];
+  c->beta1 = h[PS_HYPER_BETA1];
+  c->beta2 = h[PS_HYPER_BETA2];
+  c->eps = h[PS_HYPER_EPS];
+  c->momentum = h[PS_HYPER_MOMENTUM];
+  c->weight_decay = h[PS_HYPER_WEIGHT_DECAY];
+  return PS_OK;
+}
+
+/* Everything but what plan and data say; fills in defaults. */
+static ps_status resolve_config(ps_train_config *c, const ps_model_config *model) {
+  PS_TRY(resolve_hypers(c));
   if (!(c->lr >= 0) || !isfinite(c->lr) || !(c->min_lr >= 0) || c->min_lr > c->lr)
     return ps__fail(
         PS_EINVAL,
         "--lr %g and --min-lr %g must be finite and not negative, and --min-lr not above --lr",
         c->lr, c->min_lr);
-  if (!(c->beta1 >= 0 && c->beta1 < 1) || !(c->beta2 >= 0 && c->beta2 < 1) || !(c->eps > 0))
-    return ps__fail(PS_EINVAL, "beta1 %g and beta2 %g must be in [0, 1), eps %g above 0", c->beta1,
-                    c->beta2, c->eps);
-  if (!(c->weight_decay >= 0) || !isfinite(c->weight_decay))
-    return ps__fail(PS_EINVAL, "weight decay %g must be finite and not negative", c->weight_decay);
   if (!(c->clip_norm >= 0))
     return ps__fail(PS_EINVAL, "clip_norm %g must not be negative; 0 means no clipping",
                     c->clip_norm);
@@ -93,10 +104,24 @@ ps_status ps_train_config_check(const ps_train_config *c, const ps_model_config 
   return check_documents(c, model->vocab_size);
 }
 
+ps_status ps_train_config_check(const ps_train_config *c, const ps_model_config *model) {
+  if (!c || !model)
+    return ps__fail(PS_EINVAL, "ps_train_config_check: cfg and model must be given");
+  if (c->struct_bytes != sizeof *c)
+    return ps__fail(PS_EINVAL, "ps_train_config.struct_bytes is %u, %zu expected", c->struct_bytes,
+                    sizeof *c);
+  ps_train_config resolved = *c;
+  return resolve_config(&resolved, model);
+}
+
 static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   PS_TRY(ps_train_config_check(c, &plan->model));
   if (!c->dataset == !c->batch_fn)
     return ps__fail(PS_EINVAL, "exactly one of dataset and batch_fn must be given");
+  if (c->optimizer != plan->cfg.optimizer)
+    return ps__fail(PS_EINVAL, "the optimizer is %s, but the plan was made for %s: plan anew",
+                    ps_optimizer_name((ps_optimizer)c->optimizer),
+                    ps_optimizer_name((ps_optimizer)plan->cfg.optimizer));
   if ((c->clip_norm > 0) != (plan->cfg.clip != 0))
     return ps__fail(PS_EINVAL, "clip_norm is %g, but the plan was made for %s: plan anew",
                     c->clip_norm, plan->cfg.clip ? "clipping" : "no clipping");
@@ -297,6 +322,7 @@ ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *pl
   }
   t->plan = plan;
   t->cfg = *cfg;
+  (void)resolve_hypers(&t->cfg); /* checked above */
   ps__dataset_use(cfg->dataset);
   plan->hooks = (ps__step_hooks){t, ps__trainer_hook};
   t->model_dir = ps__strdup(model_dir);

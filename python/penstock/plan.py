@@ -27,6 +27,7 @@ from .engine import TRACE_DTYPE, Schedule
 from .model import ModelConfig
 
 RECIPES = ("fp32", "fp32-master", "bf16")
+OPTIMIZERS = ("adamw", "lion", "sgd")
 _UNITS = {
     "": 1,
     "b": 1,
@@ -203,6 +204,7 @@ class Plan(Owner):
                            machine allows on the host
     tokens_per_step        0: 8 sequences
     recipe                 "fp32", "fp32-master" or "bf16"
+    optimizer              "adamw", "lion" or "sgd"; a Trainer of the plan uses it
     chunk_tokens, chunks_per_round, first_round_chunks, head_slice_tokens
                            0: the planner chooses
     clip                   the trainer will clip by the gradient's global norm
@@ -226,6 +228,7 @@ class Plan(Owner):
         host_mem=None,
         tokens_per_step: int = 0,
         recipe: str = "bf16",
+        optimizer: str = "adamw",
         chunk_tokens: int = 0,
         chunks_per_round: int = 0,
         first_round_chunks: int = 0,
@@ -249,6 +252,7 @@ class Plan(Owner):
             host_mem,
             tokens_per_step,
             recipe,
+            optimizer,
             chunk_tokens,
             chunks_per_round,
             head_slice_tokens,
@@ -272,6 +276,7 @@ class Plan(Owner):
         host_mem,
         tokens_per_step,
         recipe,
+        optimizer,
         chunk_tokens,
         chunks_per_round,
         head_slice_tokens,
@@ -284,11 +289,13 @@ class Plan(Owner):
         reserve=None,
         first_round_chunks=0,
     ):
-        which = ffi.new("ps_recipe *")
+        which, update = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
         check(lib.ps_recipe_parse(which, recipe.encode()))
+        check(lib.ps_optimizer_parse(update, optimizer.encode()))
         return struct(
             "ps_plan_config",
             recipe=which[0],
+            optimizer=update[0],
             device_mem_bytes=parse_bytes(device_mem, "device_mem"),
             host_mem_bytes=parse_bytes(host_mem, "host_mem"),
             seq_len=seq_len,
@@ -316,6 +323,7 @@ class Plan(Owner):
         host_mem=None,
         tokens_per_step: int = 0,
         recipe: str = "bf16",
+        optimizer: str = "adamw",
         chunk_tokens: int = 0,
         chunks_per_round: int = 0,
         first_round_chunks: int = 0,
@@ -340,6 +348,7 @@ class Plan(Owner):
             host_mem,
             tokens_per_step,
             recipe,
+            optimizer,
             chunk_tokens,
             chunks_per_round,
             head_slice_tokens,

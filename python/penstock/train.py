@@ -1,5 +1,6 @@
 """Trains a model directory by a plan."""
 
+import math
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -111,6 +112,9 @@ class Trainer(Owner):
                           two integer arrays of tokens_per_step elements, sequence after sequence. A
                           target
                           of -1 is not counted
+    lr, weight_decay      of the plan's optimizer; None: its default
+    beta1, beta2, eps     adamw's; beta1 and beta2 are lion's too. None: the optimizer's default
+    momentum, nesterov    sgd's
     lr_schedule           constant, cosine, linear or wsd, over total_steps
     clip_norm             0: no clipping; the plan must then have clip=False
     document_token        the token that begins a document; -1: none
@@ -131,16 +135,18 @@ class Trainer(Owner):
         plan: Plan,
         data,
         *,
-        lr: float = 3e-4,
+        lr: float | None = None,
         min_lr: float = 0.0,
         lr_schedule: str = "constant",
         warmup_steps: int = 0,
         total_steps: int = 0,
         decay_steps: int = 0,
-        beta1: float = 0.9,
-        beta2: float = 0.95,
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
+        beta1: float | None = None,
+        beta2: float | None = None,
+        eps: float | None = None,
+        momentum: float | None = None,
+        nesterov: bool = False,
+        weight_decay: float | None = None,
         clip_norm: float = 1.0,
         seed: int = 0,
         first_step: int = 0,
@@ -153,17 +159,30 @@ class Trainer(Owner):
             raise ValueError(f"lr_schedule {lr_schedule!r}: one of {', '.join(LR_SCHEDULES)}")
         cfg = struct("ps_train_config")
         lib.ps_train_config_init(cfg)
-        for name, value in {
-            "lr_kind": LR_SCHEDULES[lr_schedule],
+        hypers = {
             "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": eps,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+        }
+        for name, value in hypers.items():
+            if value is None:
+                continue
+            if math.isnan(value):
+                raise ValueError(
+                    f"{name} is nan: give a number, or None for the optimizer's default"
+                )
+            setattr(cfg, name, value)
+        for name, value in {
+            "optimizer": plan.config.optimizer,
+            "nesterov": int(nesterov),
+            "lr_kind": LR_SCHEDULES[lr_schedule],
             "min_lr": min_lr,
             "warmup_steps": warmup_steps,
             "total_steps": total_steps,
             "decay_steps": decay_steps,
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": eps,
-            "weight_decay": weight_decay,
             "clip_norm": clip_norm,
             "seed": seed,
             "first_step": first_step,

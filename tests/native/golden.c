@@ -65,7 +65,8 @@ static const struct args {
      {ARG(cross_entropy, U32, rows), ARG(cross_entropy, U32, vocab),
       ARG(cross_entropy, DTYPE, dt)}},
     {" sumsq sumsq_host ", {ARG(sumsq, U64, n), ARG(sumsq, DTYPE, dt), ARG(sumsq, U32, n_threads)}},
-    {" load_batch loss grad_norm adamw adamw_moments embed_gather report ", {ARG(hook, U32, unit)}},
+    {" load_batch loss grad_norm adamw adamw_moments lion lion_state sgd embed_gather report ",
+     {ARG(hook, U32, unit)}},
 };
 
 static uint64_t whole(const void *at, size_t bytes) {

@@ -177,6 +177,8 @@ static void same_bits(ps_optimizer optimizer, ps_recipe recipe, uint64_t length,
                      .beta1 = i % 4 ? 0.9f : 0.0f,
                      .beta2 = 0.95f,
                      .eps = i % 3 ? 1e-8f : 1e-38f,
+                     .momentum = i % 4 ? 0.9f : 0.0f,
+                     .nesterov = i % 2,
                      .seed = rnd(&seed),
                      .step = rnd_below(&seed, 1000)};
   gate.scale = i % 2 ? 1.0f : (float)rnd_below(&seed, 1000) * 1e-3f;
@@ -225,6 +227,7 @@ static void test_gate(void) {
                       .beta1 = 0.9f,
                       .beta2 = 0.95f,
                       .eps = 1e-8f,
+                      .momentum = 0.9f,
                       .c1 = 2,
                       .c2 = 3,
                       .grad_scale = 0.5f,

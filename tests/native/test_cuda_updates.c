@@ -1,8 +1,9 @@
 /* test_cuda_updates.c - where a unit is updated makes no difference on a GPU: on the host, on the
- * device with all its state, on the device with moments that come and go. The same losses, norms,
- * parameters and moments, and after a step that was given up those of the step before: work that
- * was submitted runs on stale data and must leave no trace on the host. Arguments: "short" two of
- * four cases; "cpu" the same on the CPU backend, which shows that the test holds. */
+ * device with all its state, on the device with state that comes and goes. Every optimizer gives
+ * the same losses, norms, parameters and state, and after a step that was given up those of the
+ * step before: work that was submitted runs on stale data and must leave no trace on the host.
+ * Arguments: "short" two of four cases of each optimizer; "cpu" the same on the CPU backend, which
+ * shows that the test holds. */
 #include "tiny_model.h"
 #include "train/trainer.h"
 
@@ -50,7 +51,8 @@ static const char *const variant_name[] = {
     "every other streamed and the others in parts, embedding on the host"};
 
 static void decide(ps__spec *s, variant which) {
-  if (which == IN_PARTS && s->clip)
+  const bool split = s->clip && ps__optimizers[s->optimizer].splits;
+  if (which == IN_PARTS && split)
     memset(s->update_split, 1, s->n_units);
   const bool streamed = which == JUST_IN_TIME || which == AHEAD || which == PARAMETERS_STAY;
   s->param_lead = s->saved_lead = s->saved_lag = s->grad_lag = s->sum_lag =
@@ -64,13 +66,14 @@ static void decide(ps__spec *s, variant which) {
   s->embed_on_host = true;
   for (uint32_t u = 1; u < s->n_units; u++) {
     s->update_streamed[u] = u % 2;
-    s->update_split[u] = s->clip && u % 2 == 0;
+    s->update_split[u] = split && u % 2 == 0;
   }
 }
 
-static ps_plan *make_plan(uint32_t recipe, bool clip, variant which) {
+static ps_plan *make_plan(ps_optimizer optimizer, uint32_t recipe, bool clip, variant which) {
   const ps_plan_config cfg = {.struct_bytes = sizeof cfg,
                               .recipe = recipe,
+                              .optimizer = optimizer,
                               .seq_len = SEQ_LEN,
                               .tokens_per_step = SEQ_LEN * SEQUENCES,
                               .chunk_tokens = SEQ_LEN,
@@ -87,6 +90,7 @@ static ps_plan *make_plan(uint32_t recipe, bool clip, variant which) {
         PS_OK);
   CHECK(ps__spec_init(&s, &model, &layout) == PS_OK);
   s.recipe = (ps_recipe)recipe;
+  s.optimizer = optimizer;
   s.backend = hw.backend;
   s.cudnn_version = hw.cudnn_version;
   s.deterministic = s.one_document = true;
@@ -106,7 +110,7 @@ static ps_plan *make_plan(uint32_t recipe, bool clip, variant which) {
 
 typedef struct outcome {
   double loss[N_STEPS], norm[N_STEPS];
-  uint64_t parameters, moments; /* hashes; moments 0 where they are not on the host */
+  uint64_t parameters, state; /* hashes; state 0 where it is not at home */
 } outcome;
 
 static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
@@ -139,10 +143,10 @@ static void hash_state(ps_trainer *t, outcome *o) {
   }
   const ps__step *s = &t->plan->step;
   for (uint32_t u = 0; u < s->spec->n_units && !s->spec->update_resident[u]; u++) {
-    o->moments =
-        hash(o->moments, ps__host_at(t, s->unit_host[u].m), s->vt[s->unit_host[u].m].bytes);
-    o->moments =
-        hash(o->moments, ps__host_at(t, s->unit_host[u].v), s->vt[s->unit_host[u].v].bytes);
+    for (uint32_t k = 0; k < ps__optimizers[s->spec->optimizer].n_states; k++) {
+      const ps__vt *v = &s->vt[s->unit_host[u].state[k]];
+      o->state = hash(o->state, t->host + v->offset, v->bytes);
+    }
   }
 }
 
@@ -154,6 +158,7 @@ static outcome train(ps_plan *plan, uint64_t n, uint64_t more) {
   ps_trainer *t;
   ps_step_metrics m;
   ps_train_config_init(&c);
+  c.optimizer = plan->cfg.optimizer;
   c.lr = 1e-2;
   c.clip_norm = plan->cfg.clip ? 0.5 : 0;
   c.batch_fn = fill_batch;
@@ -175,34 +180,35 @@ static outcome train(ps_plan *plan, uint64_t n, uint64_t more) {
 static bool same(const outcome *a, const outcome *b) {
   return memcmp(a->loss, b->loss, sizeof a->loss) == 0 &&
          memcmp(a->norm, b->norm, sizeof a->norm) == 0 && a->parameters == b->parameters &&
-         (!a->moments || !b->moments || a->moments == b->moments);
+         (!a->state || !b->state || a->state == b->state);
 }
 
 /* ---- the tests ------------------------------------------------------------------------------- */
 
-static void test_variants(uint32_t recipe, bool clip) {
+static void test_variants(ps_optimizer optimizer, uint32_t recipe, bool clip) {
   outcome whole, cut;
   for (variant which = 0; which < N_VARIANTS; which++) {
-    ps_plan *plan = make_plan(recipe, clip, which);
+    ps_plan *plan = make_plan(optimizer, recipe, clip, which);
     const outcome got = train(plan, N_STEPS, 0);
     if (which == AT_HOME)
       whole = got, cut = train(plan, FAILS_AT, 0);
     if (!same(&got, &whole))
-      printf("%s, recipe %s, clipping %s\n", variant_name[which], ps_recipe_name((ps_recipe)recipe),
-             clip ? "on" : "off");
+      printf("%s, %s, recipe %s, clipping %s\n", variant_name[which], ps_optimizer_name(optimizer),
+             ps_recipe_name((ps_recipe)recipe), clip ? "on" : "off");
     CHECK(same(&got, &whole) && whole.parameters != cut.parameters);
     for (int i = 0; i < N_FAILURES; i++) {
       const outcome stopped = train(plan, FAILS_AT, 1 + 2 * (uint64_t)i);
       if (!same(&stopped, &cut))
-        printf("after an error: %s, recipe %s, clipping %s\n", variant_name[which],
-               ps_recipe_name((ps_recipe)recipe), clip ? "on" : "off");
+        printf("after an error: %s, %s, recipe %s, clipping %s\n", variant_name[which],
+               ps_optimizer_name(optimizer), ps_recipe_name((ps_recipe)recipe),
+               clip ? "on" : "off");
       CHECK(same(&stopped, &cut));
     }
     ps_plan_destroy(plan);
   }
-  printf("ok recipe %s, clipping %s: the same bits wherever updates run, also after a step that is "
-         "given up\n",
-         ps_recipe_name((ps_recipe)recipe), clip ? "on" : "off");
+  printf("ok %s, recipe %s, clipping %s: the same bits wherever updates run, also after a step "
+         "that is given up\n",
+         ps_optimizer_name(optimizer), ps_recipe_name((ps_recipe)recipe), clip ? "on" : "off");
 }
 
 int main(int argc, char **argv) {
@@ -223,9 +229,10 @@ int main(int argc, char **argv) {
   const int64_t live = ps__live_allocations();
   /* attention on a GPU is in bf16 */
   static const uint32_t recipes[] = {PS_RECIPE_BF16, PS_RECIPE_FP32_MASTER};
-  for (int i = 0; i < 4; i++)
-    if (!brief || i == 1 || i == 2)
-      test_variants(recipes[i / 2], i & 1);
+  for (int optimizer = 0; optimizer < PS_N_OPTIMIZERS; optimizer++)
+    for (int i = 0; i < 4; i++)
+      if (!brief || i == 1 || i == 2)
+        test_variants((ps_optimizer)optimizer, recipes[i / 2], i & 1);
   CHECK(!cpu || ps__live_allocations() == live);
   remove_folder(model_dir);
   CHECK(rmdir(root) == 0);

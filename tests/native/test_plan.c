@@ -3,7 +3,7 @@
  * A spec may keep, send away or recompute every saved tensor of every (layer, chunk) by itself,
  * keep any units' parameters and gradients on the device and issue transfers any number of steps
  * ahead. Whatever it says, the memory map must hold together, every access must lie in its
- * tensor's lifetime, and losses, gradient norms, weights and moments must be the bits of the
+ * tensor's lifetime, and losses, gradient norms, weights and state must be the bits of the
  * plan that keeps parameters, gradients and saved tensors on the device. Memory is poisoned with
  * NaN before the run (and between steps, where they are run one by one), so that a read of what
  * this step did not write shows. */
@@ -75,7 +75,7 @@ static void make_model(model *m, const char *root) {
 
 typedef struct outcome {
   double loss[N_STEPS], norm[N_STEPS];
-  uint64_t state; /* hash of weights, master weights and moments on the host */
+  uint64_t state; /* hash of weights, master weights and state at home */
 } outcome;
 
 static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
@@ -97,8 +97,8 @@ static ps_status slow_hook(void *ctx, ps__hook what, uint32_t unit, const ps_lau
   return ps__trainer_hook(ctx, what, unit, launch);
 }
 
-/* 0xff everywhere is NaN in both dtypes. Weights and moments hold state and are left alone: they
- * come first in their space, but for what lies between them: gradients on the host, and on the
+/* 0xff everywhere is NaN in both dtypes. Weights and the optimizer's state are left alone: they
+ * come first in their space, but for what lies between them: gradients at home, and on the
  * device the weights that each step fetches anew. */
 static void poison(ps_trainer *t, bool first) {
   const ps__step *s = &t->plan->step;
@@ -106,9 +106,10 @@ static void poison(ps_trainer *t, bool first) {
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
     const ps__unit_host *h = &s->unit_host[u];
     const bool stay = ps__weights_stay(&t->plan->spec, u);
-    const uint32_t state[6] = {
-        h->weights, h->master, h->m, h->v, stay ? h->device_weights : PS__NO_VT, h->device_master};
-    for (int i = 0; i < 6; i++)
+    const uint32_t state[4 + PS_MAX_STATES] = {
+        h->weights,       h->master,   stay ? h->device_weights : PS__NO_VT,
+        h->device_master, h->state[0], h->state[1]};
+    for (int i = 0; i < 4 + PS_MAX_STATES; i++)
       if (state[i] != PS__NO_VT) {
         const ps__vt *v = &s->vt[state[i]];
         if (v->offset + v->bytes > state_end[v->space])
@@ -140,8 +141,9 @@ static uint64_t hash_state(const ps_trainer *t) {
     /* with master weights only these are copied to the host from weights that stay on the device:
      * what travels is there */
     const bool stay = ps__weights_stay(&t->plan->spec, u) && at->master != PS__NO_VT;
-    const uint32_t kept[4] = {stay ? at->device_weights : at->weights, at->master, at->m, at->v};
-    for (int i = 0; i < 4; i++)
+    const uint32_t kept[2 + PS_MAX_STATES] = {stay ? at->device_weights : at->weights, at->master,
+                                              at->state[0], at->state[1]};
+    for (int i = 0; i < 2 + PS_MAX_STATES; i++)
       if (kept[i] != PS__NO_VT) {
         const ps__vt *v = &s->vt[kept[i]];
         h = hash(h, (char *)ps_engine_space(t->engine, v->space) + v->offset, v->bytes);
@@ -154,6 +156,8 @@ static outcome train(const model *m, ps_plan *plan, bool one_by_one) {
   outcome o = {.state = 0};
   ps_train_config c = {0};
   ps_train_config_init(&c);
+  c.optimizer = plan->cfg.optimizer;
+  c.nesterov = c.optimizer == PS_OPTIMIZER_SGD && plan->cfg.clip;
   c.lr = 1e-2;
   c.clip_norm = plan->cfg.clip ? 0.5 : 0;
   c.document_token = 5;
@@ -193,22 +197,26 @@ static void check_step(const ps__step *s) {
   }
 }
 
-/* The step ends with the report, which awaits the last of what the device-to-host stream writes to
- * the host for good, and the moments of the units whose updates are split, from the last one
- * back. */
+/* The hook that an op calls; -1: none. */
+static int hook_of(const ps__step *s, size_t op) {
+  const ps__vop *o = &s->op[op];
+  const bool hook = o->kernel && o->args_bytes == sizeof(ps__args_hook) && !o->kernel->info;
+  return hook ? (int)((const ps__args_hook *)(const void *)(s->args + o->args))->what : -1;
+}
+/* The step ends with the report, which awaits the last of what the device-to-host stream brings
+ * home for good, and the state of the units whose updates are split, from the last one back. */
 static void check_report(const ps__step *s) {
   size_t end = s->n_op;
   for (uint32_t u = 0; u < s->spec->n_units; u++)
     if (s->spec->update_split[u])
-      CHECK(strcmp(s->op[--end].kernel->name, "adamw_moments") == 0 &&
-            s->op[end].tag.layer == (int32_t)u);
+      CHECK(hook_of(s, --end) == PS__HOOK_UPDATE_STATE && s->op[end].tag.layer == (int32_t)u);
   const ps__vop *report = &s->op[end - 1];
   uint32_t last = PS__NO_VT;
   for (size_t i = 0; i < s->n_op; i++)
     for (uint32_t u = 0; s->op[i].stream == PS__S_D2H && u < s->spec->n_units; u++) {
       const uint32_t to = s->access[s->op[i].access + 1].vt;
       const ps__unit_host *h = &s->unit_host[u];
-      if (to == h->weights || to == h->master || to == h->m || to == h->v)
+      if (to == h->weights || to == h->master || to == h->state[0] || to == h->state[1])
         last = to;
     }
   CHECK(strcmp(report->kernel->name, "report") == 0 &&
@@ -249,6 +257,7 @@ static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *
                           const ps__layout *l) {
   CHECK(ps__spec_init(spec, &m->cfg, l) == PS_OK);
   spec->recipe = (ps_recipe)cfg->recipe;
+  spec->optimizer = (ps_optimizer)cfg->optimizer;
   spec->chunk_tokens = cfg->chunk_tokens;
   spec->chunks_per_round = l->chunks_per_round;
   spec->first_round_chunks = l->first_round_chunks;
@@ -265,6 +274,7 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
   const ps__contributions sums = ps__contributions_of(
       l, spec->head_slice, spec->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16, false);
   const uint32_t favour = rnd_below(state, 4);
+  const bool may_split = spec->clip && ps__optimizers[spec->optimizer].splits;
   spec->keep_grads = rnd_below(state, 2) != 0;
   spec->param_lead = rnd_below(state, MAX_LEAD);
   spec->saved_lead = rnd_below(state, MAX_LEAD);
@@ -281,7 +291,7 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
     spec->update_resident[u] =
         spec->param_resident[u] && (spec->grad_resident[u] || !several) && rnd_below(state, 2);
     spec->update_streamed[u] = !spec->update_resident[u] && rnd_below(state, 2);
-    spec->update_split[u] = spec->clip && !ps__updated_on_device(spec, u) && rnd_below(state, 2);
+    spec->update_split[u] = may_split && !ps__updated_on_device(spec, u) && rnd_below(state, 2);
   }
   spec->embed_on_host = !m->cfg.tied_embeddings && rnd_below(state, 2);
   if (spec->embed_on_host)
@@ -300,14 +310,15 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
 }
 
 static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *s, int which) {
-  printf("case: %s recipe %u clip %u seq %llu x %llu, chunk %llu, round %llu, spec %d, leads %u %u "
-         "lags %u %u\n",
-         m->name, cfg->recipe, cfg->clip, (unsigned long long)cfg->seq_len,
-         (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
-         (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which,
-         s->param_lead, s->saved_lead, s->saved_lag, s->grad_lag);
-  printf("%u blocks kept across rounds%s\n", s->blocks_kept,
-         s->embed_on_host ? ", embedding on the host" : "");
+  printf(
+      "case: %s %s recipe %u clip %u seq %llu x %llu, chunk %llu, round %llu, spec %d, leads %u %u "
+      "lags %u %u\n",
+      m->name, ps_optimizer_name(s->optimizer), cfg->recipe, cfg->clip,
+      (unsigned long long)cfg->seq_len, (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
+      (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which,
+      s->param_lead, s->saved_lead, s->saved_lag, s->grad_lag);
+  printf("%u blocks kept at the turns%s\n", s->blocks_kept,
+         s->embed_on_host ? ", embedding at home" : "");
   for (uint32_t u = 0; u < s->n_units; u++) {
     printf("unit %u param %u grad %u update %u streamed %u split %u\n", u, s->param_resident[u],
            s->grad_resident[u], s->update_resident[u], s->update_streamed[u], s->update_split[u]);
@@ -337,7 +348,8 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
                               .head_slice_tokens = rnd_below(state, 4) ? 10 + rnd_below(state, 30)
                                                                        : 1 + rnd_below(state, 3),
                               .clip = rnd_below(state, 2),
-                              .n_threads = 2};
+                              .n_threads = 2,
+                              .optimizer = (idx + idx / N_MODELS) % PS_N_OPTIMIZERS};
   ps__layout layout;
   ps__spec spec;
   ps_plan *plan;
@@ -369,6 +381,76 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
   ps__spec_free(&spec);
   ps__layout_free(&layout);
   return SPECS_A_CASE;
+}
+
+/* ---- state is counted ------------------------------------------------------------------------ */
+
+typedef struct counted {
+  uint64_t host, device, in, out; /* BYTES: of state at either place; copied a step */
+} counted;
+
+static counted count(const model *m, ps_optimizer optimizer, ps_recipe recipe, bool resident,
+                     bool streamed) {
+  const ps_plan_config cfg = {.struct_bytes = sizeof cfg,
+                              .recipe = recipe,
+                              .optimizer = optimizer,
+                              .seq_len = 24,
+                              .tokens_per_step = 96,
+                              .chunk_tokens = 24,
+                              .chunks_per_round = 4,
+                              .head_slice_tokens = 24,
+                              .clip = 1,
+                              .n_threads = 2};
+  ps_hardware hw = {.struct_bytes = sizeof hw};
+  ps__layout layout;
+  ps__spec spec;
+  ps_plan *plan;
+  counted c = {0};
+  CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
+  CHECK(ps__layout_init(&layout, 24, 4, 24, 4, 0) == PS_OK);
+  resident_spec(&spec, m, &cfg, &layout);
+  memset(spec.update_resident, resident, spec.n_units);
+  memset(spec.update_streamed, streamed, spec.n_units);
+  CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
+  for (uint32_t u = 0; u < spec.n_units; u++)
+    for (int k = 0; k < PS_MAX_STATES; k++) {
+      const uint32_t vt = plan->step.unit_host[u].state[k];
+      if (vt != PS__NO_VT)
+        *(plan->step.vt[vt].space == PS__SPACE_HOST ? &c.host : &c.device) +=
+            plan->step.vt[vt].bytes;
+    }
+  c.in = plan->step.copied_bytes[0];
+  c.out = plan->step.copied_bytes[1];
+  ps_plan_destroy(plan);
+  ps__spec_free(&spec);
+  ps__layout_free(&layout);
+  return c;
+}
+
+/* Wherever state is, a parameter has as much as the table says, and where it is streamed as much
+ * crosses the link each way. */
+static void test_state_is_counted(void) {
+  const model *m = &models[0];
+  uint64_t n = 0; /* with what pads units */
+  for (uint32_t u = 0; u < ps_model_n_units(&m->cfg); u++)
+    n += ps_model_unit_elements(&m->cfg, u);
+  for (int i = 0; i < PS_N_OPTIMIZERS * PS_N_RECIPES; i++) {
+    const ps_optimizer o = (ps_optimizer)(i / PS_N_RECIPES);
+    const ps_recipe recipe = (ps_recipe)(i % PS_N_RECIPES);
+    const uint64_t each =
+        (o == PS_OPTIMIZER_ADAMW ? 2u : 1u) * (recipe == PS_RECIPE_BF16 ? 2u : 4u);
+    const counted host = count(m, o, recipe, false, false),
+                  device = count(m, o, recipe, true, false),
+                  streamed = count(m, o, recipe, false, true),
+                  adamw = count(m, PS_OPTIMIZER_ADAMW, recipe, false, true);
+    CHECK(ps__state_bytes(o, recipe) == each);
+    CHECK(host.host == n * each && host.device == 0);
+    CHECK(device.host == 0 && device.device == n * each);
+    CHECK(streamed.host == n * each && streamed.device == 0);
+    const uint64_t less = n * (ps__state_bytes(PS_OPTIMIZER_ADAMW, recipe) - each);
+    CHECK(adamw.in - streamed.in == less && adamw.out - streamed.out == less);
+  }
+  printf("ok every optimizer's state is counted, in memory and on the link\n");
 }
 
 /* ---- the memory map against the rule, word by word ------------------------------------------- */
@@ -475,6 +557,7 @@ int main(void) {
   CHECK(mkdtemp(root));
   for (uint32_t i = 0; i < N_MODELS; i++)
     make_model(&models[i], root);
+  test_state_is_counted();
   const int64_t before = ps__live_allocations();
   uint64_t state = 20261121;
   uint32_t n = 0;

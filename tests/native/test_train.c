@@ -573,7 +573,7 @@ static ps_status cancelling_hook(void *ctx, ps__hook what, uint32_t unit, const 
 }
 
 static void test_cancel_behind_updates(ps_dataset *ds) {
-  static const ps__hook in[] = {PS__HOOK_REPORT, PS__HOOK_MOMENTS};
+  static const ps__hook in[] = {PS__HOOK_REPORT, PS__HOOK_UPDATE_STATE};
   ps_plan *plan = make_plan(PS_RECIPE_BF16, true, IN_PARTS);
   const ps_train_config c = train_config(ds, true);
   know_steps(plan, &c);

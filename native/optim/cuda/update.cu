@@ -16,6 +16,10 @@
 #define MUL(a, b) __fmul_rn(a, b)
 #define DIV(a, b) __fdiv_rn(a, b)
 #define SQRT(a)   __fsqrt_rn(a)
+#define SIGN(a)   sign_of(a)
+__device__ __forceinline__ float sign_of(float x) {
+  return x != x || x == 0.0f ? x : copysignf(1.0f, x);
+}
 #include "optim/steps.h"
 
 enum { THREADS = 256, MAX_SEGMENTS = 16, MAX_SUMSQ = 32 };
@@ -39,12 +43,12 @@ template <> struct types<PS_RECIPE_BF16> {
 
 struct segment {
   uint64_t first, n;
-  float lr_decay;
+  float decay, lr_decay;
   uint32_t first_block, whole; /* whole: vectors are aligned, and whole groups of the generator */
 };
 struct job {
   ps__arrays a;
-  ps__update_k k; /* lr_decay: of the segment instead; element: of the unit's first */
+  ps__update_k k; /* decay, lr_decay: of the segment instead; element: of the unit's first */
   ps__update_gate gate;
   uint32_t n_segments;
   segment seg[MAX_SEGMENTS];
@@ -111,7 +115,7 @@ template <int V> __device__ __forceinline__ void store_copy(uint16_t *p, const f
 
 /* Elements [at, at + V) of the unit. */
 template <ps_optimizer OPTIMIZER, int RECIPE, int V>
-__device__ __forceinline__ void update(const job &j, float lr_decay, uint64_t at) {
+__device__ __forceinline__ void update(const job &j, const segment &of, uint64_t at) {
   using S = typename types<RECIPE>::state;
   using G = typename types<RECIPE>::grad;
   constexpr int N = ps__n_states(OPTIMIZER);
@@ -123,7 +127,8 @@ __device__ __forceinline__ void update(const job &j, float lr_decay, uint64_t at
   ps_read<G, V>(g, (const G *)j.a.grad + at);
   const float scale = j.gate.scale ? *j.gate.scale : j.k.grad_scale;
   ps__update_k k = j.k;
-  k.lr_decay = lr_decay;
+  k.decay = of.decay;
+  k.lr_decay = of.lr_decay;
 #pragma unroll
   for (int i = 0; i < V; i++) {
     float s[N];
@@ -157,15 +162,15 @@ __global__ void __launch_bounds__(THREADS, 4) update_k(const __grid_constant__ j
   const uint64_t begin = (uint64_t)(blockIdx.x - s.first_block) * THREADS * V,
                  i = begin + threadIdx.x * V;
   if (s.whole && i + V <= s.n) {
-    update<OPTIMIZER, RECIPE, V>(j, s.lr_decay, s.first + i);
+    update<OPTIMIZER, RECIPE, V>(j, s, s.first + i);
   } else if (s.whole) {
     for (uint64_t e = i; e < s.n; e++)
-      update<OPTIMIZER, RECIPE, 1>(j, s.lr_decay, s.first + e);
+      update<OPTIMIZER, RECIPE, 1>(j, s, s.first + e);
   } else {
     for (int e = 0; e < V; e++) {
       const uint64_t one = begin + e * THREADS + threadIdx.x;
       if (one < s.n)
-        update<OPTIMIZER, RECIPE, 1>(j, s.lr_decay, s.first + one);
+        update<OPTIMIZER, RECIPE, 1>(j, s, s.first + one);
     }
   }
 }
@@ -192,8 +197,8 @@ static uint32_t take(job *j, uint32_t *n_blocks, const ps__update *u, const ps__
                  aligned(from.w, V * state) && aligned(from.w_bf16, 2 * V);
     for (uint32_t a = 0; a < ps__n_states(OPTIMIZER); a++)
       whole = whole && aligned(from.state[a], V * state);
-    j->seg[k++] = {first, segments[i].n, ps__update_constants(u, segments[i].decay, 0).lr_decay,
-                   *n_blocks, whole};
+    const ps__update_k of = ps__update_constants(u, segments[i].decay, 0);
+    j->seg[k++] = {first, segments[i].n, of.decay, of.lr_decay, *n_blocks, whole};
     *n_blocks += ps_ceil_div(segments[i].n, THREADS * V);
   }
   j->n_segments = k;
@@ -215,7 +220,7 @@ static cudaError_t launch(job *j, const ps__update *u, const ps__segment *segmen
 
 typedef cudaError_t (*launch_fn)(job *j, const ps__update *u, const ps__segment *segments,
                                  uint32_t n, cudaStream_t stream);
-#define LAUNCHES(NAME, name, n_states, parts)                                                      \
+#define LAUNCHES(NAME, name, n_states, parts, state_op)                                            \
   {launch<PS_OPTIMIZER_##NAME, PS_RECIPE_FP32>,                                                    \
    launch<PS_OPTIMIZER_##NAME, PS_RECIPE_FP32_MASTER>,                                             \
    launch<PS_OPTIMIZER_##NAME, PS_RECIPE_BF16>},
