@@ -118,6 +118,10 @@ static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_
       cfg->struct_bytes != sizeof *cfg || hw->struct_bytes != sizeof *hw)
     return ps__fail(PS_EINVAL,
                     "ps_plan_create: model, cfg and hw must be given, each with struct_bytes set");
+  if (hw->backend >= PS_N_BACKENDS)
+    return ps__fail(PS_EINVAL,
+                    "ps_hardware.backend is %u: PS_BACKEND_CPU (0) or PS_BACKEND_CUDA (1)",
+                    hw->backend);
   PS_TRY(ps_model_config_check(model, "model"));
   ps_plan *p = ps__calloc(1, sizeof *p);
   if (!p)
