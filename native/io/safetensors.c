@@ -1,11 +1,13 @@
 /* safetensors.c - reads safetensors: one file, or a directory's files with their index.
  *
- * A file: u64 little-endian N, N bytes of JSON, then the data to the end of the file. Checked
- * whole before anything is read: N against the file, each tensor's shape times dtype against its
- * byte range, and that the ranges in order cover the data from its first byte to its last
- * without a hole or an overlap. Headers and indexes are read as events, in pieces: what stays of
- * them is a table of the tensors, some 200 bytes each. Stricter than the safetensors library:
- * duplicate tensors are refused, shapes have at most 8 dimensions, and the limits below. */
+ * A file is a little-endian u64 N, N bytes of JSON (the header), and the data. All of these are
+ * checked before any tensor is read:
+ *   - N is within the file.
+ *   - Each tensor's shape times its dtype is its byte range.
+ *   - The byte ranges together cover the data, without a hole or an overlap.
+ * Headers and indexes are read as events, in pieces. A table of the tensors stays in memory, about
+ * 200 bytes each. This reader is stricter than the safetensors library: it refuses duplicate tensors
+ * and more than 8 dimensions, and has the limits below. */
 #include <penstock/checkpoint.h>
 
 #include "io/io.h"

@@ -4,8 +4,8 @@ Python drops objects in any order: the finalizers of a garbage cycle may reach a
 trainer. Three rules follow:
 
 - A finalizer ends no C object that another one still uses. The end of the last user ends it.
-- A finalizer does not wait for ops that run Python, because it may run on the thread of such an op,
-  or on one that holds a lock which the op needs.
+- A finalizer does not wait for ops that run Python. It may itself run on the thread of such an op,
+  or on a thread that holds a lock which the op needs.
 - An object that is dropped with steps in flight is ended by a thread of its own.
 """
 
