@@ -82,6 +82,11 @@ static int show_machine(cli_json *j) {
   return CLI_OK;
 }
 
+static const char about[] =
+    "Describes this machine: its rates and its memory. With --model or --data it describes\n"
+    "a model directory or token shards instead. With both, the first token ids of each\n"
+    "shard are checked against the model's vocabulary.";
+
 int cli_info(int argc, char **argv) {
   const char *model = NULL;
   cli_texts data = {0};
@@ -113,10 +118,7 @@ int cli_info(int argc, char **argv) {
   };
   const cli_command command = {
       .usage = "info [--model DIR] [--data SHARDS...] [OPTIONS]",
-      .about =
-          "Describes this machine: its rates and its memory. With --model or --data it describes\n"
-          "a model directory or token shards instead. With both, the first token ids of each\n"
-          "shard are checked against the model's vocabulary.",
+      .about = about,
       .example = "penstock info --model my_8B_model --data shards/ --seq-len 4096",
       .options = options,
   };

@@ -35,6 +35,13 @@ static int print_smallest(cli_job *job) {
   return CLI_OK;
 }
 
+static const char about[] =
+    "Searches the fastest plan of a step under both caps and prints it: chunks and rounds,\n"
+    "what stays on the device, what is streamed, what is recomputed, the memory of both\n"
+    "arenas, the predicted step time and its bottleneck. Reads only the model's\n"
+    "config.json. Caps that are too small are refused, and the message says what is\n"
+    "missing. A --host-mem above the machine's memory is planned for all the same.";
+
 int cli_plan(int argc, char **argv) {
   cli_job job;
   cli_option options[CLI_MAX_OPTIONS];
@@ -68,12 +75,7 @@ int cli_plan(int argc, char **argv) {
   options[n + 4] = (cli_option){.name = NULL};
   const cli_command command = {
       .usage = "plan --model DIR --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
-      .about =
-          "Searches the fastest plan of a step under both caps and prints it: chunks and rounds,\n"
-          "what stays on the device, what is streamed, what is recomputed, the memory of both\n"
-          "arenas, the predicted step time and its bottleneck. Reads only the model's\n"
-          "config.json. Caps that are too small are refused, and the message says what is\n"
-          "missing. A --host-mem above the machine's memory is planned for all the same.",
+      .about = about,
       .example =
           "penstock plan --model my_8B_model --seq-len 8192 --device-mem 24GiB --host-mem 96GiB",
       .options = options,

@@ -2,6 +2,15 @@
 #include "cli/cli.h"
 #include <stdlib.h>
 
+static const char about[] =
+    "Measures this machine's rates under load: matrix products and attention in the shapes\n"
+    "of chunks, forward and backward; memory; copies each way, both ways, and beside\n"
+    "products; the optimizer by threads; host memory. Prints each rate beside the\n"
+    "hardware's peak, and keeps them in $XDG_CACHE_HOME/penstock (or ~/.cache/penstock).\n"
+    "plan and train read them there while machine, driver and libraries are the same.\n"
+    "Beside a GPU this takes three quarters of the free host memory, since memory is not\n"
+    "equally fast everywhere; with --quick it takes 4 GiB.";
+
 int cli_profile(int argc, char **argv) {
   cli_device device = {0};
   double seconds = 0;
@@ -43,14 +52,7 @@ int cli_profile(int argc, char **argv) {
   };
   const cli_command command = {
       .usage = "profile [OPTIONS]",
-      .about =
-          "Measures this machine's rates under load: matrix products and attention in the shapes\n"
-          "of chunks, forward and backward; memory; copies each way, both ways, and beside\n"
-          "products; the optimizer by threads; host memory. Prints each rate beside the\n"
-          "hardware's peak, and keeps them in $XDG_CACHE_HOME/penstock (or ~/.cache/penstock).\n"
-          "plan and train read them there while machine, driver and libraries are the same.\n"
-          "Beside a GPU this takes three quarters of the free host memory, since memory is not\n"
-          "equally fast everywhere; with --quick it takes 4 GiB.",
+      .about = about,
       .example = "penstock profile --seconds 20",
       .options = options,
   };
