@@ -416,5 +416,5 @@ def test_text_is_made_printable_within_its_room():
 
 
 def test_a_path_with_nul_is_refused(tiny_model):
-    with pytest.raises(ValueError, match="has no NUL"):
+    with pytest.raises(ValueError, match="contains a NUL"):
         ModelConfig.read(f"{tiny_model}\0.old")
