@@ -6,8 +6,8 @@
  *   - Each tensor's shape times its dtype is its byte range.
  *   - The byte ranges together cover the data, without a hole or an overlap.
  * Headers and indexes are read as events, in pieces. A table of the tensors stays in memory, about
- * 200 bytes each. This reader is stricter than the safetensors library: it refuses duplicate tensors
- * and more than 8 dimensions, and has the limits below. */
+ * 200 bytes each. This reader is stricter than the safetensors library: it refuses duplicate
+ * tensors and more than 8 dimensions, and has the limits below. */
 #include <penstock/checkpoint.h>
 
 #include "io/io.h"
