@@ -387,7 +387,7 @@ static void shapes(void) {
   for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
     for (int one = 0; one < 2; one++)
       check_case((ps__args_attention){rows[i], 0, heads[i % 4].h, heads[i % 4].kv, dims[i % 3],
-                                      PS_BF16, 0, one ? ONE : FOUND, 0},
+                                      PS_BF16, 0, one ? ONE : FOUND, 0, 0, 0, 0},
                  NULL);
   static const int mixed[] = {7, 100, 1, 64, 150, 33, 0}, equal[] = {64, 0}, ones[] = {1, 0},
                    late[] = {290, 50, 0}, longer[] = {900, 151, 700, 2, 0};
@@ -395,14 +395,15 @@ static void shapes(void) {
   static const uint32_t row0[] = {0, 64, 1000};
   for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
     for (size_t r = 0; r < 3; r++)
-      check_case((ps__args_attention){201, row0[r], 4, 2, dims[(i + r) % 2], PS_BF16, 0, FOUND, 0},
+      check_case((ps__args_attention){201, row0[r], 4, 2, dims[(i + r) % 2], PS_BF16, 0, FOUND, 0,
+                                      0, 0, 0},
                  lengths[i]);
   for (size_t r = 1; r < 3; r++)
-    check_case((ps__args_attention){201, row0[r], 4, 2, 128, PS_BF16, 0, ONE, 0}, NULL);
-  check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, FOUND, 0}, longer);
-  check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, ONE, 0}, NULL);
-  check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, ONE, 0}, NULL);
-  check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, FOUND, 0}, late);
+    check_case((ps__args_attention){201, row0[r], 4, 2, 128, PS_BF16, 0, ONE, 0, 0, 0, 0}, NULL);
+  check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, FOUND, 0, 0, 0, 0}, longer);
+  check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, ONE, 0, 0, 0, 0}, NULL);
+  check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, ONE, 0, 0, 0, 0}, NULL);
+  check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, FOUND, 0, 0, 0, 0}, late);
 }
 
 /* Windows within a tile and across chunk and document borders, soft caps and a scale of its own:
@@ -450,8 +451,10 @@ static void groups(bool deterministic) {
   gpu.deterministic = deterministic;
   for (size_t i = 0; i < sizeof group / sizeof *group; i++)
     for (uint32_t dim = 64; dim <= 128; dim += 64) {
-      check_case((ps__args_attention){201, 77, 2 * group[i], 2, dim, PS_BF16, 0, ONE, 0}, NULL);
-      check_case((ps__args_attention){300, 0, 2 * group[i], 2, dim, PS_BF16, 0, 150, 0}, NULL);
+      check_case((ps__args_attention){201, 77, 2 * group[i], 2, dim, PS_BF16, 0, ONE, 0, 0, 0, 0},
+                 NULL);
+      check_case((ps__args_attention){300, 0, 2 * group[i], 2, dim, PS_BF16, 0, 150, 0, 0, 0, 0},
+                 NULL);
     }
   gpu.deterministic = false;
 }
@@ -460,7 +463,7 @@ static void groups(bool deterministic) {
  * left (twice the cpu's, at twice the tolerance). */
 static void known_documents(uint32_t d, uint32_t n, uint32_t heads, uint32_t kv_heads,
                             uint32_t head_dim) {
-  ps__args_attention a = {n * d, 0, heads, kv_heads, head_dim, PS_BF16, 0, d, 0};
+  ps__args_attention a = {n * d, 0, heads, kv_heads, head_dim, PS_BF16, 0, d, 0, 0, 0, 0};
   CHECK(ps__attention_documents(&a) == n);
   if (is_refused(&a))
     return;
@@ -498,14 +501,15 @@ static void all_known_documents(void) {
   gpu.deterministic = false;
   known_documents(1, 24, 4, 2, 128); /* a batch of single rows: found */
   /* document_rows says nothing */
-  check_case((ps__args_attention){201, 0, 4, 2, 64, PS_BF16, 0, 100, 0},
+  check_case((ps__args_attention){201, 0, 4, 2, 64, PS_BF16, 0, 100, 0, 0, 0, 0},
              (const int[]){7, 100, 1, 0});
 }
 
 /* dkv summed over 4 chunks, last chunk first, against one pass on the cpu. */
 static void four_chunks(const int *lengths, uint32_t document_rows, uint32_t head_dim) {
   enum { N = 4, ROWS = 512 };
-  const ps__args_attention whole = {N * ROWS, 0, 4, 2, head_dim, PS_BF16, 0, document_rows};
+  const ps__args_attention whole = {N * ROWS,      0, 4, 2, head_dim, PS_BF16, 0,
+                                    document_rows, 0, 0, 0, 0};
   if (is_refused(&whole))
     return;
   sample s = make(whole, lengths, 7);
@@ -538,7 +542,7 @@ static void four_chunks(const int *lengths, uint32_t document_rows, uint32_t hea
 /* Deterministic: the same bits twice. A library that cannot do it for packed documents refuses
  * and says what can. */
 static void same_bits(uint32_t row0, const int *lengths, uint32_t document_rows) {
-  const ps__args_attention a = {2048, row0, 8, 2, 128, PS_BF16, 0, document_rows, 0};
+  const ps__args_attention a = {2048, row0, 8, 2, 128, PS_BF16, 0, document_rows, 0, 0, 0, 0};
   if (is_refused(&a))
     return;
   sample s = make(a, lengths, 9);
@@ -577,12 +581,12 @@ static void same_bits(uint32_t row0, const int *lengths, uint32_t document_rows)
 
 static void refusals(void) {
   size_t bytes;
-  ps__args_attention a = {64, 0, 4, 2, 64, PS_F32, 0, 0, 0};
+  ps__args_attention a = {64, 0, 4, 2, 64, PS_F32, 0, 0, 0, 0, 0, 0};
   CHECK_FAILS(ps__cuda_prepare_attention_fwd(&a, &gpu, &bytes), PS_EINVAL, "needs bf16");
   a.dt = PS_BF16;
   a.n_heads = 3;
   CHECK_FAILS(ps__cuda_prepare_attention_fwd(&a, &gpu, &bytes), PS_EINVAL, "no valid shape");
-  a = (ps__args_attention){77, 5, 4, 2, 64, PS_BF16, 0, 0, 0};
+  a = (ps__args_attention){77, 5, 4, 2, 64, PS_BF16, 0, 0, 0, 0, 0, 0};
   CHECK_FAILS(ps__cuda_attention_fwd(&(ps_launch){.args = &a, .exec = &gpu}), PS_EINVAL,
               "not prepared");
   a.head_dim = 264;
@@ -629,8 +633,9 @@ static void time_library(const char *name, sample *s, double pairs) {
 /* Library after library, so that they meet the same clock. */
 static void time_case(const char *name, uint32_t n_tokens, uint32_t row0, const int *lengths,
                       uint32_t document_rows) {
-  sample s = make((ps__args_attention){n_tokens, row0, 32, 8, 128, PS_BF16, 0, document_rows, 0},
-                  lengths, 3);
+  sample s =
+      make((ps__args_attention){n_tokens, row0, 32, 8, 128, PS_BF16, 0, document_rows, 0, 0, 0, 0},
+           lengths, 3);
   upload(&s);
   double pairs = 0;
   for (uint32_t i = 0; i < n_tokens; i++)

@@ -11,14 +11,13 @@ typedef struct norm_job {
   float *partial; /* [tiles, cols]: dw of each tile of rows */
 } norm_job;
 
-/* w + weight_offset for vectors of w: by adding -0 where there is no offset, which leaves every
- * bit of w, those of -0 too. */
-#define norm_offset(a) (-ps__v_set(-(a)->weight_offset))
+/* w + weight_offset; @shifted, a constant, says whether there is an offset: + 0 would turn -0. */
+#define weight(w) (shifted ? (w) + offset : (w))
 
 /* sums[0] = sum x^2, sums[1] = sum dy*(w + offset)*x (0 when dy is NULL). Lane j of accumulator q
  * adds elements 64i + 16q + j. */
 PS_VEC void norm_sums(float sums[2], const char *x, const char *w, const char *dy, uint32_t dt,
-                      size_t cols, const ps__v *offset) {
+                      size_t cols, bool shifted, float offset) {
   ps__v ss[4] = {{0}}, sg[4] = {{0}};
   size_t i = 0;
   for (; i + 4 * PS_LANES <= cols; i += 4 * PS_LANES) {
@@ -27,32 +26,32 @@ PS_VEC void norm_sums(float sums[2], const char *x, const char *w, const char *d
       ps__v v = ps__v_get(x, dt, at);
       ss[q] += v * v;
       if (dy)
-        sg[q] += ps__v_get(dy, dt, at) * (ps__v_get(w, dt, at) + *offset) * v;
+        sg[q] += ps__v_get(dy, dt, at) * weight(ps__v_get(w, dt, at)) * v;
     }
   }
   for (; i < cols; i += PS_LANES) {
     ps__v v = ps__v_read(x, dt, i, cols, 0.0f);
     ss[0] += v * v;
     if (dy)
-      sg[0] += ps__v_read(dy, dt, i, cols, 0.0f) * (ps__v_read(w, dt, i, cols, 0.0f) + *offset) * v;
+      sg[0] += ps__v_read(dy, dt, i, cols, 0.0f) * weight(ps__v_read(w, dt, i, cols, 0.0f)) * v;
   }
   sums[0] = ps__v_sum((ss[0] + ss[1]) + (ss[2] + ss[3]));
   sums[1] = ps__v_sum((sg[0] + sg[1]) + (sg[2] + sg[3]));
 }
 
-PS_VEC void norm_fwd_rows(const norm_job *j, int64_t first, int64_t end, uint32_t dt) {
+PS_VEC void norm_fwd_rows(const norm_job *j, int64_t first, int64_t end, uint32_t dt, bool shifted,
+                          bool residual) {
   size_t cols = j->a->cols, bytes = cols * ps__dt_bytes(dt);
-  const ps__v offset = norm_offset(j->a);
-  const bool residual = j->residual != NULL;
+  const float offset = j->a->weight_offset;
   for (int64_t r = first; r < end; r++) {
     const char *x = j->x + (size_t)r * bytes;
     char *y = j->y + (size_t)r * bytes;
     float sums[2];
-    norm_sums(sums, x, NULL, NULL, dt, cols, NULL);
+    norm_sums(sums, x, NULL, NULL, dt, cols, false, 0.0f);
     float rstd = 1.0f / sqrtf(sums[0] / (float)cols + j->a->eps);
     for (size_t i = 0; i < cols; i += PS_LANES) {
       ps__v v =
-          ps__v_read(x, dt, i, cols, 0.0f) * rstd * (ps__v_read(j->w, dt, i, cols, 0.0f) + offset);
+          ps__v_read(x, dt, i, cols, 0.0f) * rstd * weight(ps__v_read(j->w, dt, i, cols, 0.0f));
       if (residual)
         v += ps__v_read(j->residual + (size_t)r * bytes, dt, i, cols, 0.0f);
       ps__v_write(y, dt, i, cols, v);
@@ -60,15 +59,27 @@ PS_VEC void norm_fwd_rows(const norm_job *j, int64_t first, int64_t end, uint32_
   }
 }
 
-PS_CLONES static void norm_fwd(const norm_job *j, int64_t first, int64_t end) {
+/* Apart, so that an offset or a residual costs nothing where there is none. */
+PS_CLONES static void norm_fwd_plain(const norm_job *j, int64_t first, int64_t end) {
   if (j->a->dt == PS_BF16)
-    norm_fwd_rows(j, first, end, PS_BF16);
+    norm_fwd_rows(j, first, end, PS_BF16, false, false);
   else
-    norm_fwd_rows(j, first, end, PS_F32);
+    norm_fwd_rows(j, first, end, PS_F32, false, false);
+}
+
+PS_CLONES static void norm_fwd_more(const norm_job *j, int64_t first, int64_t end) {
+  if (j->a->dt == PS_BF16)
+    norm_fwd_rows(j, first, end, PS_BF16, true, j->residual != NULL);
+  else
+    norm_fwd_rows(j, first, end, PS_F32, true, j->residual != NULL);
 }
 
 static void norm_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
-  norm_fwd(arg, first, end);
+  const norm_job *j = arg;
+  if (j->a->weight_offset == 0.0f && !j->residual)
+    norm_fwd_plain(j, first, end);
+  else
+    norm_fwd_more(j, first, end);
 }
 
 ps_status ps__check_rmsnorm(const ps__args_rmsnorm *a, const char *op) {
@@ -100,20 +111,21 @@ static ps_status rmsnorm_fwd(const ps_launch *l) {
   return PS_OK;
 }
 
-PS_VEC void norm_bwd_rows(const norm_job *j, int64_t first, int64_t end, float *dw, uint32_t dt) {
+PS_VEC void norm_bwd_rows(const norm_job *j, int64_t first, int64_t end, float *dw, uint32_t dt,
+                          bool shifted) {
   size_t cols = j->a->cols, bytes = cols * ps__dt_bytes(dt);
   bool add = j->a->add_dx != 0;
-  const ps__v offset = norm_offset(j->a);
+  const float offset = j->a->weight_offset;
   for (int64_t r = first; r < end; r++) {
     const char *x = j->x + (size_t)r * bytes, *dy = j->dy + (size_t)r * bytes;
     char *dx = j->dx + (size_t)r * bytes;
     float sums[2];
-    norm_sums(sums, x, j->w, dy, dt, cols, &offset);
+    norm_sums(sums, x, j->w, dy, dt, cols, shifted, offset);
     float rstd = 1.0f / sqrtf(sums[0] / (float)cols + j->a->eps);
     float mean = sums[1] * rstd / (float)cols;
     for (size_t i = 0; i < cols; i += PS_LANES) {
       ps__v g = ps__v_read(dy, dt, i, cols, 0.0f), xh = ps__v_read(x, dt, i, cols, 0.0f) * rstd;
-      ps__v d = (g * (ps__v_read(j->w, dt, i, cols, 0.0f) + offset) - xh * mean) * rstd;
+      ps__v d = (g * weight(ps__v_read(j->w, dt, i, cols, 0.0f)) - xh * mean) * rstd;
       if (add)
         d += ps__v_read(dx, dt, i, cols, 0.0f);
       ps__v_write(dx, dt, i, cols, d);
@@ -122,11 +134,19 @@ PS_VEC void norm_bwd_rows(const norm_job *j, int64_t first, int64_t end, float *
   }
 }
 
-PS_CLONES static void norm_bwd(const norm_job *j, int64_t first, int64_t end, float *dw) {
+/* Apart, so that an offset costs nothing where there is none. */
+PS_CLONES static void norm_bwd_plain(const norm_job *j, int64_t first, int64_t end, float *dw) {
   if (j->a->dt == PS_BF16)
-    norm_bwd_rows(j, first, end, dw, PS_BF16);
+    norm_bwd_rows(j, first, end, dw, PS_BF16, false);
   else
-    norm_bwd_rows(j, first, end, dw, PS_F32);
+    norm_bwd_rows(j, first, end, dw, PS_F32, false);
+}
+
+PS_CLONES static void norm_bwd_more(const norm_job *j, int64_t first, int64_t end, float *dw) {
+  if (j->a->dt == PS_BF16)
+    norm_bwd_rows(j, first, end, dw, PS_BF16, true);
+  else
+    norm_bwd_rows(j, first, end, dw, PS_F32, true);
 }
 
 static void norm_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
@@ -134,7 +154,10 @@ static void norm_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker
   size_t cols = j->a->cols;
   float *dw = j->partial + (size_t)(first / ps__row_tile_rows(j->a->rows)) * cols;
   memset(dw, 0, cols * sizeof *dw);
-  norm_bwd(j, first, end, dw);
+  if (j->a->weight_offset == 0.0f)
+    norm_bwd_plain(j, first, end, dw);
+  else
+    norm_bwd_more(j, first, end, dw);
 }
 
 /* Partial sums of all tiles lie in worker 0's scratch. */
