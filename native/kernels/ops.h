@@ -13,7 +13,6 @@
 #define PS_KERNELS_OPS_H
 #include <penstock/engine.h>
 #include <penstock/model.h>
-
 #include <stdbool.h>
 
 #ifdef __cplusplus
@@ -82,7 +81,8 @@ typedef struct ps__op_info {
   ps__rate rate;
   /* Fill in what the chunk decides; the rest of @args is complete. NULL: the op is in no layer. */
   void (*bind)(void *args, const ps__chunk_shape *chunk);
-  /* What a launch works: from its arguments alone, in memory that nothing else touches. */
+  /* FLOPs and bytes of a launch, from its arguments alone. Model FLOPs count as in a first pass:
+   * whoever recomputes sets them to 0. */
   ps_work (*work)(const void *args);
   /* BYTES of scratch of a launch, by backend: of each worker on the CPU, of the stream on CUDA.
    * Pure, in every build: plans for a GPU are made on any machine. NULL: none. Where a library
