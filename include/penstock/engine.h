@@ -2,25 +2,33 @@
  * arenas of memory.
  *
  * How it works
- *   A PROGRAM is what one step does: ops in program order. Each op names its stream, a kernel,
- *   and the byte ranges of arenas ("spaces") that it reads and writes. Nobody wires an event:
- *   program order and the declared accesses say it all. COMPILING a program cuts every space at
- *   every boundary of a declared range into intervals, derives the hazards on intervals (read after
- *   write, write after read, write after write), drops what a stream's own order or an earlier
- *   wait already implies, and yields a SCHEDULE: for each stream a list of {waits, launch,
- *   signal}. Two consecutive steps are compiled and the second is kept: its waits on the step
- *   before are what makes consecutive steps overlap safely. An ENGINE owns the spaces' memory
- *   and one timeline a stream: a counter that only grows. Op i of a stream with n ops brings the
- *   counter to step*n + i + 1; waiting for another stream is waiting for a value of its counter.
- *   A RUN replays a schedule step after step: nothing is allocated, looked up or locked between
- *   its first and last step. The same schedule also runs on a virtual clock (ps_sim_run), which
- *   is what the planner minimises.
+ *   A PROGRAM is what one step does: ops in program order. Each op names a stream, a kernel, and
+ *   the byte ranges of arenas ("spaces") that it reads and writes. Nobody wires an event: the
+ *   engine derives every dependency from program order and the declared accesses.
  *
- * Spaces and streams are numbered, not named: what a space is (host, device) and what a stream
- * runs on is configuration. Threads: distinct objects are independent; one object is used by one
- * thread at a time, except where said. Nobody may be inside a call of an object that is being
- * destroyed. Processes: engines, runs and trainers have threads and belong to the process that
- * made them. The child of a fork() may not call anything on them. */
+ *   COMPILING a program yields a SCHEDULE: for each stream a list of {waits, launch, signal}. It
+ *   cuts every space into intervals, at every boundary of a declared range. It derives the hazards
+ *   on intervals: read after write, write after read, write after write. It drops waits that a
+ *   stream's own order or an earlier wait implies. It compiles two consecutive steps and keeps the
+ *   second, whose waits on the step before let consecutive steps overlap safely.
+ *
+ *   An ENGINE owns the memory of the spaces and one timeline a stream: a counter that only grows.
+ *   Op i of a stream with n ops brings the counter to step*n + i + 1. Waiting for another stream is
+ *   waiting for a value of its counter.
+ *
+ *   A RUN replays a schedule step after step. Between its first and its last step nothing is
+ *   allocated, looked up or locked. ps_sim_run() executes the same schedule on a virtual clock; the
+ *   planner minimises the time that it gives.
+ *
+ * Spaces and streams are numbered, not named. The configuration says what a space is (host or
+ * device) and what a stream runs on.
+ *
+ * Threads: distinct objects are independent. One thread at a time uses an object, except where a
+ * function says otherwise. An object is destroyed when no thread is inside a call on it.
+ * Processes: engines, runs and trainers have threads and belong to the process that made them. The
+ * child of a fork() may not call anything on them.
+ * Errors: a function that returns ps_status says why in ps_last_error(), and writes its outputs
+ * only on PS_OK. */
 #ifndef PENSTOCK_ENGINE_H
 #define PENSTOCK_ENGINE_H
 #include "status.h"
@@ -40,7 +48,7 @@ typedef struct ps_run ps_run;
 
 typedef enum ps_access_mode { PS_READ = 1, PS_WRITE = 2, PS_READ_WRITE = 3 } ps_access_mode;
 
-/* A range of a space: [offset, offset+bytes), BYTES. bytes > 0. Ranges of different ops may
+/* A range of a space: [offset, offset + bytes), in BYTES; bytes > 0. Ranges of different ops may
  * overlap in any way. */
 typedef struct ps_access {
   uint32_t space;
@@ -51,17 +59,19 @@ typedef struct ps_access {
 
 /* What a kernel gets when it runs. Everything is borrowed for the call. */
 typedef struct ps_launch {
-  const void *args; /* the op's argument block, as copied by ps_program_add() */
-  void *const *ptr; /* ptr[i] = address of access i */
+  const void *args; /* the op's argument block, as ps_program_add() copied it */
+  void *const *ptr; /* [n_ptr]: the address of each access, in their order */
   uint32_t n_ptr;
   uint32_t stream;
   uint64_t step; /* 0 for the run's first step */
   uint64_t op;   /* index of the op in program order */
-  void *exec;    /* where to run: on the CPU backend a ps__cpu_exec (threads and scratch) */
+  /* where to run, the backend's own: a ps__cpu_exec (threads and scratch) or a ps__cuda_exec */
+  void *exec;
 } ps_launch;
 
-/* Runs an op. Host streams and the CPU backend: returns when the work is done. A negative return
- * stops the run; set the message first (library code: ps__fail). */
+/* Runs an op, on a thread of the engine. On host streams and on the CPU backend it returns when the
+ * work is done; on a CUDA stream it queues the work and returns. A negative status stops the run,
+ * whose message quotes the thread's ps_last_error() where the op set one, else the status. */
 typedef ps_status (*ps_op_fn)(const ps_launch *launch);
 
 /* Work an op causes, for the cost model; 0 where it has none. */
@@ -86,8 +96,8 @@ typedef enum ps_op_class {
   PS_N_CLASSES = 7
 } ps_op_class;
 
-/* ps_op_engine() - the engine whose op the calling thread runs, NULL outside ops. Inside one, to
- * wait for another thread's call on the same run or trainer can be to wait for that very op. */
+/* ps_op_engine() - the engine whose op the calling thread runs; NULL outside ops. An op must not
+ * wait for another thread's call on the same run or trainer: the call may be waiting for the op. */
 PS_API ps_engine *ps_op_engine(void);
 
 /* A kernel: one const object for each, shared by every op that runs it. A NULL kernel in ps_op
@@ -113,9 +123,9 @@ typedef struct ps_tag {
 } ps_tag;
 
 typedef struct ps_op {
-  /* borrowed until the last schedule made from the program is destroyed; NULL: a copy */
+  /* NULL: a copy. Borrowed until the last schedule made from the program is destroyed */
   const ps_kernel *kernel;
-  const void *args; /* copied, args_bytes of it, aligned to 16 */
+  const void *args; /* copied: args_bytes BYTES, to an address that is a multiple of 16 */
   uint32_t args_bytes;
   uint32_t stream;
   const ps_access *access; /* copied */
@@ -127,16 +137,18 @@ typedef struct ps_op {
 /* ---- program --------------------------------------------------------------------------------- */
 
 /* ps_program_create() - an empty program over @n_spaces spaces and @n_streams streams.
- * @out on PS_OK owned by the caller, released by ps_program_destroy(). Errors: PS_EINVAL,
- * PS_ENOMEM. */
+ * @out  on PS_OK owned by the caller, released by ps_program_destroy().
+ * Errors: PS_EINVAL names the number and its limit (PS_MAX_SPACES, PS_MAX_STREAMS); PS_ENOMEM. */
 PS_API ps_status ps_program_create(ps_program **out, uint32_t n_spaces, uint32_t n_streams);
-/* NULL is a no-op; schedules made from it live on */
+/* ps_program_destroy() - NULL is a no-op. Schedules made from the program live on. */
 PS_API void ps_program_destroy(ps_program *program);
 
-/* ps_program_add() - append an op. @idx, may be NULL, gets its index in program order. Errors:
- * PS_EINVAL names the field (stream or space out of range, an empty or overflowing range, a copy
- * with other than two accesses of equal length, two accesses of one op that overlap where one
- * writes); PS_ENOMEM. */
+/* ps_program_add() - append an op.
+ * @op   borrowed for the call; its arguments and accesses are copied.
+ * @idx  gets the op's index in program order; may be NULL.
+ * Errors: PS_EINVAL names the field: a stream or space out of range, an empty or overflowing range,
+ * a copy without exactly two accesses of equal length, or two accesses of the op that overlap where
+ * one writes. PS_ENOMEM. */
 PS_API ps_status ps_program_add(ps_program *program, const ps_op *op, uint64_t *idx);
 PS_API uint64_t ps_program_n_ops(const ps_program *program);
 
@@ -155,19 +167,19 @@ typedef struct ps_wait {
  * ps_schedule_destroy(). Errors: PS_EINVAL, PS_ENOMEM. */
 PS_API ps_status ps_schedule_compile(ps_schedule **out, const ps_program *program);
 
-/* ps_schedule_destroy() - NULL is a no-op. PS_EBUSY while a run of it lives. */
+/* ps_schedule_destroy() - NULL is a no-op. Errors: PS_EBUSY while a run of the schedule lives. */
 PS_API ps_status ps_schedule_destroy(ps_schedule *schedule);
 
 PS_API uint32_t ps_schedule_n_streams(const ps_schedule *schedule);
 PS_API uint32_t ps_schedule_n_spaces(const ps_schedule *schedule);
 PS_API uint64_t ps_schedule_n_ops(const ps_schedule *schedule);
-/* after implied ones were dropped */
+/* Waits of a step, all streams together. */
 PS_API uint64_t ps_schedule_n_waits(const ps_schedule *schedule);
 PS_API uint64_t ps_schedule_stream_n_ops(const ps_schedule *schedule, uint32_t stream);
-/* Bytes of a space that the ops touch: the end of the highest range. */
+/* BYTES of a space that the ops touch: the end of the highest range. */
 PS_API uint64_t ps_schedule_space_bytes(const ps_schedule *schedule, uint32_t space);
 
-/* A read-only view of one op of a schedule; pointers live as long as the schedule. */
+/* One op of a schedule. The pointers are valid as long as the schedule lives. */
 typedef struct ps_op_view {
   const ps_kernel *kernel;
   const void *args;
@@ -178,6 +190,7 @@ typedef struct ps_op_view {
   ps_work work;
   ps_tag tag;
 } ps_op_view;
+/* ps_schedule_op() - op @idx in program order. Errors: PS_EINVAL where there is none. */
 PS_API ps_status ps_schedule_op(const ps_schedule *schedule, uint64_t idx, ps_op_view *out);
 
 /* ---- engine ---------------------------------------------------------------------------------- */
@@ -199,7 +212,7 @@ typedef struct ps_space_config {
 typedef struct ps_stream_config {
   uint32_t kind;      /* ps_stream_kind */
   uint32_t n_threads; /* threads that an op of this stream may use, >= 1 */
-  /* scratch memory for EACH of those threads; counted as host memory by the planner */
+  /* BYTES of scratch for EACH of those threads; on a CUDA stream of device memory, once */
   uint64_t scratch_bytes;
   char name[PS_NAME_BYTES];
 } ps_stream_config;
@@ -209,35 +222,38 @@ typedef struct ps_engine_config {
   uint32_t backend;      /* PS_BACKEND_CPU or PS_BACKEND_CUDA */
   uint32_t n_spaces, n_streams;
   uint32_t device; /* CUDA: which of the visible GPUs */
-  /* CUDA: 1 for the same bits in every run, at some speed; the CPU backend always is */
+  /* CUDA: 1 for the same bits in every run, at a lower speed. The CPU backend always gives them */
   uint32_t deterministic;
   ps_space_config space[PS_MAX_SPACES];
   ps_stream_config stream[PS_MAX_STREAMS];
 } ps_engine_config;
 
 /* ps_engine_create() - reserve every space and start the streams' threads.
- * @cfg borrowed for the call. @out on PS_OK an engine owned by the caller, released by
- * ps_engine_close(); untouched on error. Blocks: yes (first touch happens later, by whoever
- * writes). Errors: PS_EINVAL names the field; PS_ENOMEM names the space and its bytes;
- * PS_EDEVICE a thread could not start, or CUDA: not built in, no driver, one that is too old, no
- * GPU, refused to pin. Partial work is undone. CUDA: device spaces are allocated and zeroed,
- * host spaces touched by all threads and pinned (seconds). Streams of kind HOST run on threads
- * and may only touch host spaces; the others are CUDA streams, fed by one thread. */
+ * @cfg  borrowed for the call.
+ * @out  on PS_OK an engine owned by the caller, released by ps_engine_close().
+ * CPU: pages get memory when they are first written. CUDA: device spaces are allocated and zeroed;
+ * host spaces are touched by all threads and pinned. Streams of kind HOST run on threads and may
+ * touch host spaces only; the others are CUDA streams, fed by one thread.
+ * Blocks: yes; with CUDA for seconds. Partial work is undone on errors.
+ * Errors: PS_EINVAL names the field; PS_ENOMEM names the space and its bytes; PS_EDEVICE: a thread
+ * did not start, or CUDA is not built in, has no driver, too old a driver or no GPU, or refused to
+ * pin. */
 PS_API ps_status ps_engine_create(ps_engine **out, const ps_engine_config *cfg);
 
-/* ps_engine_close() - stop the threads and unmap the spaces. NULL is a no-op. PS_EBUSY while a
- * run lives. */
+/* ps_engine_close() - stop the threads and unmap the spaces. NULL is a no-op. Errors: PS_EBUSY
+ * while a run lives; the engine then stays as it is. */
 PS_API ps_status ps_engine_close(ps_engine *engine);
 
-/* ps_engine_space() - the host-visible address of a space, NULL when the backend has none or
- * @space is out of range. On the CPU backend every space has one. The caller may touch it while
- * no run is in flight, or inside its own host ops. */
+/* ps_engine_space() - the address of a space for the host; valid until ps_engine_close(). NULL for
+ * a GPU's device space, and where @space is out of range. The caller may touch the memory while no
+ * run is in flight, or inside its own host ops. */
 PS_API void *ps_engine_space(ps_engine *engine, uint32_t space);
+/* BYTES of a space, a multiple of 2 MiB; 0 where @space is out of range. */
 PS_API uint64_t ps_engine_space_bytes(const ps_engine *engine, uint32_t space);
 
 /* ps_engine_space_peak() - BYTES up to the end of the highest page of the space that was ever
- * touched, as the kernel reports it (mincore on the CPU backend). Not from the plan. On CUDA the
- * whole space: it is allocated, or touched and pinned, before the engine is there. */
+ * touched, as the operating system reports it (mincore on the CPU backend), not as a plan says. On
+ * CUDA the whole space, all of which ps_engine_create() allocates or touches. */
 PS_API ps_status ps_engine_space_peak(const ps_engine *engine, uint32_t space, uint64_t *out_bytes);
 
 /* ---- run ------------------------------------------------------------------------------------- */
@@ -247,46 +263,51 @@ typedef struct ps_run_config {
   uint32_t trace_steps;  /* keep the trace of the last so many steps; 0 keeps none */
 } ps_run_config;
 
-/* ps_run_create() - bind @schedule to @engine: addresses are resolved, the trace reserved.
- * Engine and schedule are borrowed until ps_run_destroy(). One run an engine at a time
- * (PS_EBUSY). Errors: PS_EINVAL (more spaces or streams than the engine has, a range past a
- * space, a kernel without a function on this backend, named); PS_ENOMEM. */
+/* ps_run_create() - bind @schedule to @engine: resolve addresses and reserve the trace.
+ * Engine and schedule are borrowed until ps_run_destroy(). An engine has one run at a time.
+ * @out  on PS_OK owned by the caller, released by ps_run_destroy().
+ * Errors: PS_EBUSY while another run of the engine lives; PS_EINVAL where the schedule has more
+ * spaces or streams than the engine, a range past a space's end, or a kernel without a function on
+ * this backend, which the message names; PS_ENOMEM. */
 PS_API ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
                                const ps_run_config *cfg);
 
-/* ps_run_submit() - let the streams execute @n_steps more steps; returns at once. Steps overlap
- * as far as hazards allow. Errors: the sticky error of the run. */
+/* ps_run_submit() - let the streams execute @n_steps more steps; returns at once. Steps overlap as
+ * far as hazards allow. Errors: the run's sticky error. */
 PS_API ps_status ps_run_submit(ps_run *run, uint64_t n_steps);
 
-/* ps_run_wait() - block until @n_steps steps, counted from the run's start, are complete on
- * every stream. When an op of step k fails, steps from k on stop at their next op and the ones
- * before k are completed: waiting for no more than k steps succeeds. Errors: PS_EINVAL (more
- * than were submitted); PS_ESTATE inside an op of the run; the sticky error: the first failing
- * op's status, with a message that says why and names the op, its layer and chunk. */
+/* ps_run_wait() - block until @n_steps steps, counted from the run's start, are complete on every
+ * stream. An op that fails in step k stops all streams at their next op of step k or later; the
+ * steps before k are completed. Waiting for k steps or fewer then succeeds.
+ * Errors: PS_EINVAL for more steps than were submitted; PS_ESTATE inside an op of the run; the
+ * sticky error: the status of the first op that failed, with a message that says why and names the
+ * op, its layer and chunk. */
 PS_API ps_status ps_run_wait(ps_run *run, uint64_t n_steps);
 
-/* ps_run_cancel() - stop at the next op boundary of every stream, in whatever step it is; any
- * thread and a signal handler may call. The run's sticky error becomes PS_ECANCELLED, unless an
- * op failed before. */
+/* ps_run_cancel() - stop every stream before its next op, whatever its step. The run's sticky error
+ * becomes PS_ECANCELLED, unless an op failed before. Any thread and a signal handler may call. */
 PS_API void ps_run_cancel(ps_run *run);
-PS_API uint64_t ps_run_steps_done(const ps_run *run); /* any thread */
-/* 1: no op runs or will: ps_run_destroy() then waits for none */
+/* Steps that every stream has completed. Any thread. */
+PS_API uint64_t ps_run_steps_done(const ps_run *run);
+/* 1: no op runs, and none will: ps_run_destroy() does not block. */
 PS_API int ps_run_at_rest(const ps_run *run);
 
-/* ps_run_where() - where each stream stands, in words: a line a stream with the op behind the
- * last one known to have ended, and what that op still waits for. To find out why nothing moves.
- * @text gets at most @bytes, terminator included. Any thread while the run lives. On CUDA a
- * device stream tells its place only where somebody awaits it, so it may be further. */
+/* ps_run_where() - why nothing moves, in words: for each stream a line with the op after the last
+ * one that is known to have ended, and what that op still waits for.
+ * @text  gets at most @bytes BYTES, terminator included.
+ * Any thread while the run lives. On CUDA a device stream reports its place only where another
+ * stream awaits it, so it may be further than the line says. */
 PS_API void ps_run_where(const ps_run *run, char *text, uint64_t bytes);
 
-/* ps_run_destroy() - waits for the streams to come to rest (after an error or a cancel they stop
- * at the next op). NULL is a no-op. PS_ESTATE inside an op of the run, which then lives on. */
+/* ps_run_destroy() - wait until all submitted steps are done, or after an error or a cancel until
+ * the streams have stopped, and release the run. NULL is a no-op. Errors: PS_ESTATE inside an op of
+ * the run, which then lives on. */
 PS_API ps_status ps_run_destroy(ps_run *run);
 
 /* ---- trace ----------------------------------------------------------------------------------- */
 
-/* Times are ns since the run's start (a run) or virtual ns (the simulator). queued <= start <=
- * end: queued is when the stream reached the op, start when its waits were satisfied. */
+/* Times in ns since the run's start, or in the simulator's virtual ns. queued <= start <= end: the
+ * stream reached the op, the op's waits were satisfied, the op ended. */
 typedef struct ps_trace_event {
   uint64_t step, op;
   uint64_t queued_ns, start_ns, end_ns;
@@ -294,9 +315,10 @@ typedef struct ps_trace_event {
   uint32_t reserved;
 } ps_trace_event;
 
-/* ps_run_trace() - copy the kept events, steps in order and program order inside a step, into
- * @events (room for @room) and their number into @n. With @events NULL only @n is written.
- * Errors: PS_ESTATE while steps are in flight; PS_EINVAL when room is too small. */
+/* ps_run_trace() - copy the kept events: steps in order, and program order inside a step.
+ * @events  has room for @room events; NULL: only @n is written.
+ * @n       gets their number.
+ * Errors: PS_ESTATE while steps are in flight; PS_EINVAL where @room is too small. */
 PS_API ps_status ps_run_trace(const ps_run *run, ps_trace_event *events, uint64_t room,
                               uint64_t *n);
 
@@ -309,9 +331,9 @@ PS_API ps_status ps_trace_write_json(const char *path, const ps_schedule *schedu
 
 /* ---- simulator ------------------------------------------------------------------------------- */
 
-/* Resources that running ops share, for the simulator: each op alone takes cost.ns and draws
- * demand[r] of resource r (0..1 of the whole). Where running ops together draw more than 1 of a
- * resource, all that draw on it slow down in proportion. */
+/* What an op costs in the simulator. Alone it takes `ns` and draws demand[r] of resource r, 0..1 of
+ * the whole. Where running ops together draw more than 1 of a resource, all ops that draw on it
+ * slow down in proportion. */
 enum { PS_SIM_RESOURCES = 4, PS_SIM_KINDS = 4 };
 typedef struct ps_sim_cost {
   double ns;
@@ -321,9 +343,9 @@ typedef struct ps_sim_cost {
   /* [1 << PS_SIM_KINDS], at least 1: how many times as long the op takes while ops of these
    * kinds run, its own among them. Borrowed until the simulation ends; NULL: none slows it */
   const double *slower;
-  /* 0..1: the op takes ns / (1 + the smaller of idle_most and idle_gain * the share of the last
-   * PS_SIM_IDLE_NS that its stream idled, older time counting less and less): a GPU bound by
-   * its power runs the faster the more it rests, up to its highest clock */
+  /* 0..1: the op takes ns / (1 + min(idle_most, idle_gain * idle)). idle is the fraction of the
+   * last PS_SIM_IDLE_NS that its stream idled; older time counts less and less. A GPU that is bound
+   * by its power runs the faster the more it rests, up to its highest clock. */
   double idle_gain;
   double idle_most; /* 0..1 */
 } ps_sim_cost;
@@ -331,9 +353,10 @@ enum { PS_SIM_IDLE_NS = 100000000 };
 typedef void (*ps_sim_cost_fn)(void *user, const ps_op_view *op, ps_sim_cost *out);
 
 /* ps_sim_run() - execute @n_steps steps of @schedule on a virtual clock. Pure and deterministic.
- * @events (may be NULL; room for n_steps * n_ops) gets the trace in ps_run_trace() order.
- * @step_end_ns (may be NULL; n_steps entries) gets when each step's last op ended. Errors:
- * PS_ENOMEM; PS_EINVAL. */
+ * @cost         is called once for each op of a step, with @user.
+ * @events       gets the trace in ps_run_trace()'s order: n_steps * n_ops entries; may be NULL.
+ * @step_end_ns  gets the time at which each step's last op ended: n_steps entries; may be NULL.
+ * Errors: PS_EINVAL names an op whose cost is out of range; PS_ENOMEM. */
 PS_API ps_status ps_sim_run(const ps_schedule *schedule, ps_sim_cost_fn cost, void *user,
                             uint64_t n_steps, ps_trace_event *events, double *step_end_ns);
 
