@@ -186,7 +186,7 @@ PS_API ps_status ps_plan_simulate(const ps_plan *plan, uint64_t n_steps, ps_trac
 typedef struct ps_stall {
   uint32_t stream, awaited_stream; /* equal: launch and signals */
   double seconds;                  /* a step */
-  char what[40];                   /* "parameters", "saved tensors", "the optimizer", ... */
+  char what[40];                   /* "parameters", "saved activations", "the optimizer", ... */
 } ps_stall;
 
 /* ps_plan_stalls() - how long each stream waited for what between two of its ops, per step.

@@ -82,7 +82,7 @@ static void write_text(text *t, const ps_plan *p) {
   say(t, "parameters       %s (%llu of %llu units%s), gradients %s, optimizer state %s (%s)\n",
       where(r->resident_param_units, r->n_units), (unsigned long long)r->resident_param_units,
       (unsigned long long)r->n_units, kept, where(r->resident_grad_units, r->n_units),
-      r->resident_update_units ? "on the device" : "at the host",
+      r->resident_update_units ? "on the device" : "on the host",
       ps_recipe_name((ps_recipe)p->cfg.recipe));
   say(t, "optimizer        %s: %llu bytes of state a parameter, %s\n",
       ps_optimizer_name(p->spec.optimizer),
@@ -107,7 +107,7 @@ static void write_text(text *t, const ps_plan *p) {
         (unsigned long long)r->split_update_units);
   if (p->spec.embed_on_host)
     say(t, "embedding        gathered on the host, its gradient added there\n");
-  say(t, "saved tensors    first round: %s on the device, %s sent to the host, %s recomputed\n",
+  say(t, "activations      first round: %s on the device, %s offloaded, %s recomputed\n",
       ps__format_bytes(a, r->saved_device_bytes), ps__format_bytes(b, r->saved_host_bytes),
       ps__format_bytes(c, r->saved_recompute_bytes));
   say(t, "traffic          a step: %s to the device, %s to the host\n",

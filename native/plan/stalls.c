@@ -37,12 +37,12 @@ static const char *incoming(const ps_tag *t) {
                                           : "parameters";
   return t->layer < 0                    ? "the batch"
          : t->phase == PS__PHASE_FORWARD ? "embedding rows"
-                                         : "saved tensors";
+                                         : "saved activations";
 }
 
 static const char *outgoing(const ps_tag *t) {
   if (t->phase == PS__PHASE_FORWARD)
-    return "saved tensors to leave";
+    return "saved activations to leave";
   if (t->chunk >= 0)
     return "losses or rows to leave";
   return t->phase == PS__PHASE_UPDATE ? "new weights and state to leave" : "gradients to leave";

@@ -4,9 +4,9 @@
  * keep any units' parameters and gradients on the device and issue transfers any number of steps
  * ahead. Whatever it says, the memory map must hold together, every access must lie in its
  * tensor's lifetime, and losses, gradient norms, weights and state must be the bits of the
- * plan that keeps parameters, gradients and saved tensors on the device. Memory is poisoned with
- * NaN before the run (and between steps, where they are run one by one), so that a read of what
- * this step did not write shows. */
+ * plan that keeps parameters, gradients and saved activations on the device. Memory is poisoned
+ * with NaN before the run (and between steps, where they are run one by one), so that a read of
+ * what this step did not write shows. */
 #include "tiny_model.h"
 #include "train/trainer.h"
 
