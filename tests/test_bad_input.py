@@ -98,15 +98,15 @@ def test_parents_of_out_and_of_the_run_directory_are_made_and_named(
         "1",
     ]
     for places, notes in (
-        (["--run-dir", "run", "--out", "a/b/c/"], ["--out a/b/c/: its parent a/b is"]),
-        (["--run-dir", "x/run", "--out", "out"], ["--run-dir x/run: its parent x is"]),
-        (["--out", "d/out"], ["--out d/out: its parent d is"]),
+        (["--run-dir", "run", "--out", "a/b/c/"], ["--out a/b/c/: its parent a/b"]),
+        (["--run-dir", "x/run", "--out", "out"], ["--run-dir x/run: its parent x"]),
+        (["--out", "d/out"], ["--out d/out: its parent d"]),
         (["--out", tmp_path / "e"], []),
     ):
         done = subprocess.run([*ask, *places], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         said = [line for line in done.stderr.splitlines() if "its parent" in line]
-        assert said == [f"penstock: {note} not there and will be made" for note in notes]
+        assert said == [f"penstock: {note} does not exist and will be made" for note in notes]
         assert done.stderr.find("its parent") < done.stderr.find("step 1/1")
     assert whole_model(tmp_path / "a/b/c") and [p.name for p in (tmp_path / "a/b").iterdir()] == [
         "c"

@@ -150,7 +150,7 @@ def test_a_step_of_minutes_is_said_before_it_begins(job, tiny_model, tmp_path):
     )
 
 
-@pytest.mark.parametrize("factor,how", [(1e-6, "less"), (1e3, "longer")])
+@pytest.mark.parametrize("factor,how", [(1e-6, "less"), (1e3, "more")])
 def test_a_prediction_far_off_points_to_profile(job, tiny_model, tmp_path, factor, how):
     """Rates that are not this machine's: only a run longer than its warm-up tells."""
     cache, threads = (
@@ -175,7 +175,7 @@ def test_a_prediction_far_off_points_to_profile(job, tiny_model, tmp_path, facto
             env=cache,
         )
         points = re.search(
-            rf"a step took \d+% {how} than predicted: .*\n +penstock profile --backend cpu --threads 1\n",
+            rf"a step took \d+% {how} time than predicted: .*\n +penstock profile --backend cpu --threads 1\n",
             done.stdout,
         )
         assert done.returncode == 0 and (points is not None) == (steps == 3), done.stdout
