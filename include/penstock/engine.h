@@ -77,7 +77,7 @@ typedef ps_status (*ps_op_fn)(const ps_launch *launch);
 /* Work an op causes, for the cost model; 0 where it has none. */
 typedef struct ps_work {
   double flops; /* floating-point operations */
-  /* bytes moved through the memory of the unit that runs it, reads plus writes */
+  /* bytes moved through the memory of the processor that runs it, reads plus writes */
   double bytes;
   /* the part of flops that counts as model FLOPs (docs/design.md, "Metrics"); the rest is
    * recomputation */

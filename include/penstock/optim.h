@@ -1,7 +1,7 @@
 /* penstock/optim.h - the optimizers: what a plan counts of each, and what a trainer is told.
  *
- * An optimizer keeps state[k], k < n_states, of every parameter besides the weight: fp32, in
- * recipe bf16 bf16. Formulas and bytes: docs/design.md, "Optimizers".
+ * An optimizer keeps state[k], k < n_states, of every parameter besides the weight: in
+ * bf16 under recipe bf16, else in fp32. Formulas and bytes: docs/design.md, "Optimizers".
  *   ADAMW  two states. lr, beta1, beta2, eps, weight_decay (decoupled)
  *   LION   one state. lr, beta1, beta2, weight_decay (decoupled)
  *   SGD    with momentum, one state, as torch.optim.SGD with dampening 0. lr, momentum, nesterov,
@@ -23,7 +23,7 @@ typedef enum ps_optimizer {
 PS_API const char *ps_optimizer_name(ps_optimizer optimizer); /* "adamw", "lion", "sgd" */
 PS_API ps_status ps_optimizer_parse(ps_optimizer *out, const char *name);
 
-/* What is set of an optimizer: fields of ps_train_config of the same names. */
+/* The hyperparameters of an optimizer: fields of ps_train_config of the same names. */
 typedef enum ps_hyper {
   PS_HYPER_LR = 0,
   PS_HYPER_BETA1 = 1,

@@ -212,8 +212,8 @@ PS_API ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst,
  * whole new one; penstock/checkpoint.h says how. On PS_OK the new model is on the disk. Until then
  * the disk holds both models. Of several saves into one @dir at a time each is whole, and the last
  * to end counts.
- * Errors: PS_EIO: what could not be written, and why. The old model counts, unless the message says
- *         that the new one does. PS_ENOMEM. PS_ESTATE: steps are in flight. */
+ * Errors: PS_EIO: what could not be written, and why. @dir holds the old model, unless the message
+ *         says that it holds the new one. PS_ENOMEM. PS_ESTATE: steps are in flight. */
 PS_API ps_status ps_trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype);
 
 /* ps_trainer_trace() - the ops of the last cfg.trace_steps steps, with their times; see

@@ -6,9 +6,10 @@
  *   - how many parts of the saved bytes stay on the device, and how many are offloaded;
  *   - a residency: which units stay on the device;
  *   - the prefetch distance.
- * Whether the embedding is on the host follows from configuration and residency: it is where that
- * is less traffic. Each candidate has bounds of its time and memory, which cost microseconds, and
- * an estimate of its time, in whose order the search evaluates. */
+ * Whether the embedding is on the host follows from configuration and residency: where that is
+ * less traffic and optimizer state is not on the device. Each candidate has bounds of its time
+ * and memory, which cost microseconds, and an estimate of its time, in whose order the search
+ * evaluates. */
 #ifndef PS_PLAN_CANDIDATES_H
 #define PS_PLAN_CANDIDATES_H
 #include "plan/plan_impl.h"
@@ -132,14 +133,14 @@ extern const uint8_t ps__saved_set[PS__N_SAVED_SETS][2];
 /* BYTES of a set for a chunk of so many tokens; 0 where the block has none of it. */
 uint64_t ps__saved_set_bytes(const ps__block *b, int group, uint32_t n_tokens);
 /* The policy allocator gives the saved activations of a round's (layer, chunk) cells their
- * policies, cell by cell in forward order. It has a budget for the host, one for the device and one
- * for the first round. A budget grows with the bytes seen, by its fraction of them, and shrinks by
- * the bytes placed. A set is offloaded as soon as the host's budget allows, else kept as soon as
- * the device's does. So both are used evenly over the pass, and the link is busy from the first
- * layer to the last. What remains is offloaded in the first round alone where that budget allows,
- * which grows by its fraction of what remains; else it is recomputed. The block's input never is.
- * device, host, extra: the budgets, in BYTES. *_fraction: by which they grow.
- * extras: the first round has more chunks than the others. */
+ * policies, cell by cell in forward order. It has an allowance for the host, one for the device
+ * and one for the first round. An allowance grows with the bytes seen, by its fraction of them,
+ * and shrinks by the bytes placed. A set is offloaded as soon as the host's budget allows, else
+ * kept as soon as the device's does. So both are used evenly over the pass, and the link is busy
+ * from the first layer to the last. What remains is offloaded in the first round alone where
+ * that budget allows, which grows by its fraction of what remains; else it is recomputed. The
+ * block's input never is. device, host, extra: the budgets, in BYTES. *_fraction: by which they
+ * grow. extras: the first round has more chunks than the others. */
 typedef struct ps__policy_allocator {
   double device, host, extra, device_fraction, host_fraction, extra_fraction;
   bool extras;

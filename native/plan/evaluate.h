@@ -26,7 +26,7 @@ typedef struct ps__search {
   /* evaluate steps with all their rounds, although shorter ones tell nearly the same */
   bool whole;
   bool large;                          /* not all candidates can be evaluated */
-  bool prune;                          /* by the slack below; and evaluate none twice */
+  bool prune;                          /* skip by the slack below, and what is evaluated */
   double factor[PS__MAX_MICROBATCHES]; /* simulated time over estimate, by configuration */
   /* the least that evaluated candidates took beyond their bounds, BYTES; 0: none evaluated */
   uint64_t slack[PS__MAX_MICROBATCHES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_SPACES];
@@ -90,7 +90,8 @@ void ps__evaluation_free(ps__evaluation *e);
 ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, double *out_ns);
 void ps__note_best(ps__search *s, double ns, const ps__candidate *m);
 
-/* ps__local_search() - vary the fastest candidates of the fastest configurations; results in
- * s->best. Errors: PS_ENOMEM, PS_EDEVICE (threads). */
+/* ps__local_search() - vary up to eight of the fastest candidates, within 15% of the best and at
+ * most two of a number of tokens a round; results in s->best. Errors: PS_ENOMEM, PS_EDEVICE
+ * (threads). */
 ps_status ps__local_search(ps__search *s);
 #endif

@@ -95,8 +95,8 @@ uint32_t ps__vt_persistent(ps__builder *b, uint32_t space, uint64_t bytes);
 uint32_t ps__vt_alias(ps__builder *b, uint32_t by, uint64_t offset, uint64_t bytes);
 /* ps__vt_free() - the last op emitted is the last of its life; PS__NO_VT is a no-op. */
 void ps__vt_free(ps__builder *b, uint32_t vt);
-/* ps__vt_free_late() - the same after @steps more chunk passes. */
-void ps__vt_free_late(ps__builder *b, uint32_t vt, uint32_t steps);
+/* ps__vt_free_late() - the same after so many more chunk passes. */
+void ps__vt_free_late(ps__builder *b, uint32_t vt, uint32_t chunk_passes);
 /* ps__tick() - a chunk pass has ended. ps__flush_late() - all late frees are due now. */
 void ps__tick(ps__builder *b);
 void ps__flush_late(ps__builder *b);
@@ -125,7 +125,7 @@ void ps__pass_done(ps__builder *b, uint32_t pass_idx);
  * first of a contribution, the last of one. */
 bool ps__contribution_begins(const ps__builder *b, uint32_t c);
 bool ps__contribution_ends(const ps__builder *b, uint32_t c);
-/* ps__sum_mode() of the unit's contribution @i, from 1 on */
+/* ps__sum_mode() of the unit's contribution @i > 0, counted from 0 */
 uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i);
 /* ps__grad_begin() - a contribution begins: memory for it. */
 void ps__grad_begin(ps__builder *b, uint32_t unit);
@@ -142,8 +142,8 @@ uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag);
 /* ps__total_ready() - the unit's total and its sums of squares are complete: its state is brought
  * where it is streamed and, without clipping, the unit is updated. */
 void ps__total_ready(ps__builder *b, uint32_t unit);
-/* ps__emit_updates() - with clipping, the norm, then all units in forward order; the report; the
- * state of split updates. */
+/* ps__emit_updates() - the norm; with clipping, all units in forward order, an embedding on the
+ * host last; the report; the state of split updates. */
 void ps__emit_updates(ps__builder *b);
 
 /* ---- the embedding (embed.c) ----------------------------------------------------------------- */
@@ -158,8 +158,8 @@ void ps__embed_backward(ps__builder *b, uint32_t c);
 /* ---- blocks and head (passes.c) -------------------------------------------------------------- */
 void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
 void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
-/* ps__fetch_saved() - issue the copies for backward chunk pass number @step_idx of the round. */
-void ps__fetch_saved(ps__builder *b, uint32_t step_idx);
+/* ps__fetch_saved() - issue the copies for the round's backward chunk pass number @pass_idx. */
+void ps__fetch_saved(ps__builder *b, uint32_t pass_idx);
 void ps__head_chunk(ps__builder *b, uint32_t c);
 /* ps__send_saved() - copy a saved activation to the host, where that is its policy. */
 void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor, uint32_t vt);

@@ -54,7 +54,7 @@ void ps__layout_free(ps__layout *l);
  * the sum of its contributions. How a bf16 total is kept depends on their number (kernels/ops.h):
  *   up to PS__MOST_NEAREST    each sum is rounded to nearest
  *   up to PS__MOST_DITHERED   each sum is dithered: no more memory or traffic
- *   more                      low bytes: 3 bytes an element instead of 2, 8 instead of 6 to add
+ *   more                      low bytes: 3 bytes an element instead of 2; 7 or 8 to add, not 6
  * So the relative error of a total does not grow with the tokens of a step. Let r be what one
  * rounding to bf16 leaves in the mean: 0.16%. A sum of n equal terms, rounded independently, is off
  * by
@@ -81,8 +81,8 @@ static inline uint32_t ps__unit_contributions(const ps_model_config *m, const ps
     return unit == 0 ? c->by_slice + c->by_chunk : c->by_chunk;
   return unit == m->n_layers + 1 ? c->by_slice : c->by_chunk;
 }
-/* ps__sum_mode() - how contribution @i (from 1 on) of @n is added: PS_DITHER and PS_LOW_* of
- * kernels/ops.h. @of_step: contributions of the step that the layout stands for. */
+/* ps__sum_mode() - how contribution @i > 0 of @n, counted from 0, is added: PS_DITHER and
+ * PS_LOW_* of kernels/ops.h. @of_step: contributions of the step that the layout stands for. */
 uint32_t ps__sum_mode(uint32_t i, uint32_t n, uint32_t of_step, ps_dtype dt);
 /* ps__sum_bytes() - BYTES of memory, read and written, that it takes to add @n contributions of
  * @elements. */

@@ -37,9 +37,10 @@ typedef struct ps__spec {
   bool deterministic, one_document; /* one_document: every sequence is one document */
   uint64_t chunk_tokens, chunks_per_round, first_round_chunks, head_slice;
   bool clip;
-  /* Prefetch distances, in program order: parameters are fetched so many layer passes ahead, saved
-   * activations so many chunk passes ahead. Lags: memory whose contents go to the host stays
-   * reserved for so many chunk passes. 0: just in time. */
+  /* Prefetch distances, in program order: parameters are fetched so many layer passes ahead,
+   * four times as many into the next round; saved activations so many chunk passes ahead. Lags:
+   * memory whose contents go to the host stays reserved for so many chunk passes. 0: just in
+   * time. */
   uint32_t param_lead, saved_lead, saved_lag, grad_lag;
   /* Chunk passes for which host memory of contributions stays reserved until they are added. The
    * host stream may thus fall behind in a backward pass and catch up in the next forward pass. */
@@ -62,8 +63,8 @@ typedef struct ps__spec {
   /* [n_units]: the update on the host runs in two parts, so that the next step's first forward pass
    * waits for less. The weights' part runs in forward order among the other updates; the state's
    * parts run after all of these, from the last unit to the first. Until then the unit's gradient
-   * stays, and no saved activation is an alias of it. Needs clipping and an update on the host;
-   * excludes an embedding on the host. */
+   * stays, and no saved activation is an alias of it. Needs clipping, an update on the host and
+   * an optimizer that splits (not SGD); excludes an embedding on the host. */
   uint8_t *update_split;
   /* The embedding's table is never on the device: its rows are gathered on the host, and their
    * gradients are added there. Untied models only; unit 0 is then device-resident in no way and
@@ -110,10 +111,13 @@ void ps__spec_free(ps__spec *s);
  *           (engine/backend.h).
  *   UPDATE_STATE  the state's part of a split update, of which UPDATE is the weights' part. On the
  *           host stream.
- *   GATHER  R token ids of a chunk, R the second half of stats (without clipping: the embedding's
+ *   GATHER  R token ids of a chunk, R the second half of stats (without clipping: the
+ *           embedding's
  *           norms), W the tokens' rows of the table. Unit: the step's chunk.
- *           Runs beside the last step's UPDATE of an embedding on the host. The trainer orders the
- *           two row by row (train/rows.c); no access to the table does. That UPDATE ends before the
+ *           Runs beside the UPDATE, of the step before, of an embedding on the host. The trainer
+ *           orders the
+ *           two row by row (train/rows.c); no access to the table does. That UPDATE ends before
+ *           the
  *           step's next op on the table or its gradient, which comes after the chunk's backward
  *           pass.
  *   REPORT  R stats; where units are updated on the device, R what is copied to the host last */
@@ -193,7 +197,7 @@ enum { PS__NO_VT = UINT32_MAX };
  *   weights, master  on the host; master with fp32-master only
  *   grad             on the host; none where no gradient is copied there
  *   state            state[k] of the optimizer's states, PS__NO_VT past them: on the device where
- *                    all optimizer state is, else on the host
+ *                    update_resident[unit], else on the host
  *   device_weights   where parameters are device-resident
  *   device_master    where optimizer state is device-resident, with fp32-master
  * After every step the host has the unit's state: the master copy where there is one, else the

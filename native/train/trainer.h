@@ -37,7 +37,7 @@ struct ps_trainer {
   ps__segment *segments;     /* parts with one weight decay, unit by unit */
   uint32_t *first_segment;   /* [n_units + 1] */
   uint64_t *first_element;   /* [n_units]: global index of a unit's first element */
-  ps__rows *rows;            /* of a host-resident embedding, else NULL */
+  ps__rows *rows;            /* of an embedding on the host, else NULL */
   ps__lr_schedule lr;
   uint64_t n_submitted, last_end_ns;
   _Atomic uint64_t n_reported;
@@ -68,10 +68,10 @@ static inline void *ps__host_at(const ps_trainer *t, uint32_t vt) {
 }
 /* The unit's arrays in host memory that an update works on (hooks.c). */
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit);
-/* The rows of a host-resident embedding, each with the step whose update it has (rows.c).
- * @id is 1 + the run's step whose update @u is. A gather with @id 0 makes no update. Update and
- * gather may run at once with the same id. The calls of one id end before those of the next id
- * begin. Errors of create: PS_ENOMEM. */
+/* The rows of an embedding on the host (rows.c). Each keeps the id of its latest update.
+ * @id is 1 + the run's step that update @u belongs to. A gather with @id 0 makes no update.
+ * Update and gather may run at once with the same id. The calls of one id end before those of
+ * the next id begin. Errors of create: PS_ENOMEM. */
 ps_status ps__rows_create(ps__rows **out, uint64_t n_rows, uint64_t dim);
 void ps__rows_destroy(ps__rows *r); /* NULL is a no-op */
 void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__update *u);
