@@ -131,6 +131,8 @@ typedef struct ps_plan_report {
  * Reads the process's memory once; reads no model data.
  * @out    on PS_OK a plan owned by the caller, released by ps_plan_destroy(); untouched on error.
  * Blocks: a few seconds for 8B on two cores; up to three times that where more memory gains little.
+ * The ops that a search emits and simulates are limited for every input. Of 80 random models and
+ * batches the longest search took 43 s of CPU and 1.5 GB, on a busy machine.
  * Memory: 1.3 KB an op of the step and thread, 2 GB at most.
  * Errors: PS_EINVAL names the field, or a step of more than 2^20 ops; PS_EBUDGET says what is
  *         missing and the nearest plan that fits; PS_ENOMEM. */

@@ -13,7 +13,7 @@ enum { SLOWER = 20 };
 #else
 enum { SLOWER = 1 };
 #endif
-/* plan.h says 50 s on the slowest core that was tried; others share this one's caches */
+/* plan.h has the longest that was seen; on a busy machine other work takes the caches */
 static const double MOST_CPU_S = 120;
 static const uint64_t MOST_BYTES = 3ull << 30;
 
