@@ -351,7 +351,7 @@ $(FUZZ_BIN): $(BUILD)/fuzz/%: $(BUILD)/obj/tests/fuzz/%.o $(BUILD)/obj/tests/fuz
 # What tests/test_golden.py trains with: the library with attention for AVX2 in place of that for AVX-512.
 $(AVX2_LIB): $(LIB_OBJ) $(BUILD)/obj/tests/native/attention_standin.o $(STAMP_link) $(CDEF)
 	@mkdir -p $(dir $@)
-	$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../../../lib' -o $@ $(filter-out %/attention_avx512.o,$(LIB_OBJ)) $(BUILD)/obj/tests/native/attention_standin.o $(PS_LDLIBS) $(LDLIBS)
+	$(call run,LINK,$@)$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../../../lib' -o $@ $(filter-out %/attention_avx512.o,$(LIB_OBJ)) $(BUILD)/obj/tests/native/attention_standin.o $(PS_LDLIBS) $(LDLIBS)
 	@cp $(CDEF) $(dir $@)
 # What tests/save_sweep.py and tests/test_faults.py preload.
 $(BUILD)/tests/libdisk_shim.so: tests/native/disk_shim.c
