@@ -14,7 +14,7 @@ class Llama:
 
     def rope(self, seq, device):
         d = self.m.head_dim
-        inv = self.m.rope_theta ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+        inv = self.m.rope.theta ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
         angle = torch.arange(seq, dtype=torch.float64)[:, None] * inv
         angle = torch.cat([angle, angle], -1)
         return angle.cos().float().to(device), angle.sin().float().to(device)

@@ -14,19 +14,30 @@ EINVAL, EFORMAT, ENOMEM, EIO, ESTATE = -1, -2, -4, -5, -7
 NONE = 2**64 - 1
 
 
+class Rope(c.Structure):
+    _fields_ = (
+        [(n, u32) for n in "kind rotary_dim original_positions keep_fraction".split()]
+        + [
+            (n, c.c_double)
+            for n in "theta factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow mscale mscale_all_dim".split()
+        ]
+        + [(n, c.c_double * 128) for n in ("short_factor", "long_factor")]
+    )
+
+
 class ModelConfig(c.Structure):
     _fields_ = (
         [
             (n, u32)
             for n in "struct_bytes family vocab_size n_layers dim n_heads n_kv_heads head_dim ffn_dim max_positions".split()
         ]
-        + [
-            (n, u32)
-            for n in "tied_embeddings qkv_bias qk_norm rope_scaling rope_original_positions".split()
-        ]
+        + [(n, u32) for n in "tied_embeddings activation qkv_bias qk_norm window".split()]
         + [("bos_token_id", i32), ("eos_token_id", i32)]
-        + [(n, f32) for n in "norm_eps rope_factor rope_low_freq rope_high_freq".split()]
-        + [("rope_theta", c.c_double)]
+        + [
+            (n, f32)
+            for n in "norm_eps attention_scale attention_softcap logit_softcap embedding_scale residual_scale logit_scale".split()
+        ]
+        + [("local_rope_theta", c.c_double), ("rope", Rope), ("layer_flags", c.c_uint8 * 4096)]
     )
 
 

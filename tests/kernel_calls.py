@@ -101,13 +101,13 @@ PAIRS = 128
 
 
 class Rope(ctypes.Structure):
-    """ps__rope of native/model/rope.h."""
+    """ps_rope of include/penstock/model.h."""
 
-    KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+    KINDS = ("default", "linear", "llama3", "yarn", "longrope")
     _fields_ = (
         [
             (name, ctypes.c_uint32)
-            for name in ("kind", "rotary_dim", "original_positions", "max_positions")
+            for name in ("kind", "rotary_dim", "original_positions", "keep_fraction")
         ]
         + [
             (name, ctypes.c_double)
@@ -123,21 +123,25 @@ class Rope(ctypes.Structure):
                 "mscale_all_dim",
             )
         ]
-        + [("keep_fraction", ctypes.c_bool)]
-        + [(name, ctypes.POINTER(ctypes.c_double)) for name in ("short_factor", "long_factor")]
+        + [(name, ctypes.c_double * PAIRS) for name in ("short_factor", "long_factor")]
     )
 
 
-def rope_table(kind, rotary_dim, seq_len=1, **fields):
+def rope_table(kind, rotary_dim, seq_len=1, max_positions=0, **fields):
     """inv_freq and the attention factor as native/model/rope.c computes them; a refusal is a
     ValueError with its message."""
-    lists = {k: (ctypes.c_double * len(v))(*v) for k, v in fields.items() if isinstance(v, list)}
+    lists = {k: (ctypes.c_double * PAIRS)(*v) for k, v in fields.items() if isinstance(v, list)}
     rope = Rope(kind=Rope.KINDS.index(kind), rotary_dim=rotary_dim, **{**fields, **lists})
     # ps__args_qkv: 8 integers, eps, attention_factor, norm_offset, inv_freq
     out = np.full(11 + PAIRS, np.nan, np.float32)
     shim = library()
-    shim.ops_rope_table.argtypes = [ctypes.c_void_p, ctypes.POINTER(Rope), ctypes.c_uint64]
-    if shim.ops_rope_table(out.ctypes.data, ctypes.byref(rope), seq_len) != 0:
+    shim.ops_rope_table.argtypes = [
+        ctypes.c_void_p,
+        ctypes.POINTER(Rope),
+        ctypes.c_uint32,
+        ctypes.c_uint64,
+    ]
+    if shim.ops_rope_table(out.ctypes.data, ctypes.byref(rope), max_positions, seq_len) != 0:
         raise ValueError(shim.ops_error().decode())
     assert out.view(np.uint32)[7] == rotary_dim and not out[11 + rotary_dim // 2 :].any()
     return out[11 : 11 + rotary_dim // 2], out[9]

@@ -67,8 +67,8 @@ def test_a_folder_and_the_file_itself_are_read_alike(tmp_path):
         a.n_kv_heads,
         a.head_dim,
         a.ffn_dim,
-    ) == (96, 0, 512, 2, 128, 8, 2, 16, 352)
-    assert (a.max_positions, a.bos_token_id, a.eos_token_id, a.rope_theta, a.rope_scaling) == (
+    ) == (ctypes.sizeof(ps.ModelConfig), 0, 512, 2, 128, 8, 2, 16, 352)
+    assert (a.max_positions, a.bos_token_id, a.eos_token_id, a.rope.theta, a.rope.kind) == (
         2048,
         1,
         2,
@@ -101,7 +101,7 @@ def test_defaults_are_those_of_transformers(tmp_path, cfg, drop):
         theirs.tie_word_embeddings,
     )
     assert (
-        c.rope_theta == theirs.rope_theta
+        c.rope.theta == theirs.rope_theta
         and c.norm_eps == ctypes.c_float(theirs.rms_norm_eps).value
     )
     assert (c.qkv_bias, c.qk_norm) == (cfg["model_type"] == "qwen2", cfg["model_type"] == "qwen3")
@@ -110,18 +110,16 @@ def test_defaults_are_those_of_transformers(tmp_path, cfg, drop):
 def test_rope_scaling_in_all_spellings(tmp_path):
     c = ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling=LLAMA3)))
     assert (
-        c.rope_scaling,
-        c.rope_factor,
-        c.rope_low_freq,
-        c.rope_high_freq,
-        c.rope_original_positions,
+        c.rope.kind,
+        c.rope.factor,
+        c.rope.low_freq_factor,
+        c.rope.high_freq_factor,
+        c.rope.original_positions,
     ) == (2, 8, 1, 4, 8192)
     c = ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling={"type": "linear", "factor": 4})))
-    assert (c.rope_scaling, c.rope_factor) == (1, 4)
+    assert (c.rope.kind, c.rope.factor) == (1, 4)
     assert (
-        ps.read_config(
-            save(tmp_path, dict(LLAMA, rope_scaling={"rope_type": "default"}))
-        ).rope_scaling
+        ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling={"rope_type": "default"}))).rope.kind
         == 0
     )
     assert (
@@ -130,7 +128,7 @@ def test_rope_scaling_in_all_spellings(tmp_path):
                 tmp_path,
                 dict(LLAMA, rope_scaling={"rope_type": "linear", "type": "linear", "factor": 4}),
             )
-        ).rope_scaling
+        ).rope.kind
         == 1
     )
     c = ps.read_config(
@@ -139,7 +137,7 @@ def test_rope_scaling_in_all_spellings(tmp_path):
             dict(without(LLAMA, "rope_theta"), rope_parameters=dict(LLAMA3, rope_theta=7e5)),
         )
     )
-    assert (c.rope_scaling, c.rope_theta) == (2, 7e5)
+    assert (c.rope.kind, c.rope.theta) == (2, 7e5)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,6 @@ YARN = dict(theta=1e4, factor=4.0, original_positions=4096)
 @pytest.mark.parametrize(
     "kind, rotary, fields, words",
     [
-        ("dynamic", 64, dict(theta=1e4, factor=2.0), ["rope_type", "dynamic"]),
         ("default", 63, dict(theta=1e4), ["63", "even"]),
         ("default", 258, dict(theta=1e4), ["258", "256"]),
         ("default", 64, dict(theta=0.0), ["rope_theta", "0"]),
@@ -165,7 +164,7 @@ YARN = dict(theta=1e4, factor=4.0, original_positions=4096)
         ("yarn", 64, dict(YARN, theta=1.0), ["rope_theta"]),
         ("yarn", 64, dict(YARN, attention_factor=-2.0), ["attention_factor", "-2"]),
         ("yarn", 64, dict(YARN, original_positions=0), ["original_max_position_embeddings"]),
-        ("longrope", 96, dict(YARN, short_factor=SHORT), ["long_factor", "48"]),
+        ("longrope", 96, dict(YARN, short_factor=SHORT), ["long_factor[0]", "0"]),
         (
             "longrope",
             96,

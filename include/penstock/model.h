@@ -38,32 +38,75 @@ PS_API ps_status ps_recipe_parse(ps_recipe *out, const char *name);
  * last. */
 PS_API const char *ps_model_family_name(uint32_t family);
 
-/* RoPE frequencies: inv_freq[i] = theta^(-2i/head_dim), then scaled.
- *   LINEAR  divides by factor.
- *   LLAMA3  as transformers' modeling_rope_utils: wavelengths above original/low_freq have their
- *           frequency divided by factor, those below original/high_freq keep it, linear between. */
+/* ---- configuration --------------------------------------------------------------------------- */
+
+/* RoPE frequencies: inv_freq[i] = theta^(-2i/rotary_dim), then scaled as transformers'
+ * modeling_rope_utils does. */
 typedef enum ps_rope_scaling {
   PS_ROPE_NONE = 0,
-  PS_ROPE_LINEAR = 1,
-  PS_ROPE_LLAMA3 = 2
+  PS_ROPE_LINEAR = 1,  /* divided by factor */
+  PS_ROPE_LLAMA3 = 2,  /* long wavelengths divided by factor, short ones kept, linear between */
+  PS_ROPE_YARN = 3,    /* arXiv 2309.00071 */
+  PS_ROPE_LONGROPE = 4 /* each frequency divided by its own factor, arXiv 2402.13753 */
 } ps_rope_scaling;
 
-/* The fields mean what Hugging Face's names mean. ps_model_config_check() checks them. */
+enum { PS_ROPE_PAIRS = 128, PS_MAX_LAYERS = 4096 };
+
+/* Fields have config.json's names; a kind reads those that it names. A number that config.json may
+ * lack is 0 where it does, and then transformers' default counts. */
+typedef struct ps_rope {
+  uint32_t kind;               /* ps_rope_scaling */
+  uint32_t rotary_dim;         /* elements of a head that are rotated; 0: head_dim */
+  uint32_t original_positions; /* original_max_position_embeddings: llama3, yarn, longrope */
+  uint32_t keep_fraction;      /* yarn: truncate is false */
+  double theta, factor;
+  double low_freq_factor, high_freq_factor;                       /* llama3 */
+  double attention_factor;                                        /* yarn, longrope */
+  double beta_fast, beta_slow, mscale, mscale_all_dim;            /* yarn */
+  double short_factor[PS_ROPE_PAIRS], long_factor[PS_ROPE_PAIRS]; /* longrope: rotary_dim / 2 */
+} ps_rope;
+
+/* The function of the gated MLP: act(gate) * up. */
+typedef enum ps_activation {
+  PS_ACTIVATION_SILU = 0,
+  PS_ACTIVATION_GELU_TANH = 1 /* GELU's tanh approximation */
+} ps_activation;
+
+/* What sets one layer's attention apart, a bit set. 0: it sees all of the document's earlier
+ * tokens and has RoPE. */
+enum {
+  PS_LAYER_WINDOW = 1,     /* sees ps_model_config.window tokens, its own among them */
+  PS_LAYER_NO_ROPE = 2,    /* SmolLM3 */
+  PS_LAYER_LOCAL_ROPE = 4, /* RoPE with local_rope_theta and no scaling (Gemma 3) */
+  PS_LAYER_FLAGS = 7
+};
+
+/* The fields mean what Hugging Face's names mean. ps_model_config_check() checks them. A scale or
+ * a cap of 0 stands for none. */
 typedef struct ps_model_config {
   uint32_t struct_bytes; /* sizeof(ps_model_config) */
   uint32_t family;       /* by ps_model_family_name() */
   uint32_t vocab_size, n_layers, dim, n_heads, n_kv_heads, head_dim, ffn_dim;
   uint32_t max_positions;   /* max_position_embeddings; 0 when the config has none */
   uint32_t tied_embeddings; /* tie_word_embeddings */
+  uint32_t activation;      /* ps_activation */
   /* Biases on q, k and v (Qwen2). Llama's attention_bias is refused: it has a bias on o too. */
   uint32_t qkv_bias;
-  uint32_t qk_norm;      /* RMSNorm over head_dim on q and k before RoPE (Qwen3) */
-  uint32_t rope_scaling; /* ps_rope_scaling */
-  uint32_t rope_original_positions;
+  /* RMSNorm on q and k before RoPE: 0 none; 1 over each head (Qwen3, Gemma 3); 2 over the whole
+   * row of all heads (OLMo 2) */
+  uint32_t qk_norm;
+  uint32_t window;                    /* sliding_window, for layers with PS_LAYER_WINDOW */
   int32_t bos_token_id, eos_token_id; /* -1 when the config has none */
   float norm_eps;
-  float rope_factor, rope_low_freq, rope_high_freq;
-  double rope_theta;
+  float attention_scale;   /* of the scores; 0: 1/sqrt(head_dim) */
+  float attention_softcap; /* scores become cap tanh(score / cap) (Gemma 2) */
+  float logit_softcap;     /* the same of the logits */
+  float embedding_scale;   /* of the looked-up rows (Gemma, Granite) */
+  float residual_scale;    /* of what a layer adds to the residual stream (Granite) */
+  float logit_scale;       /* of the logits, before the cap (Granite: 1 / logits_scaling) */
+  double local_rope_theta;
+  ps_rope rope;
+  uint8_t layer_flags[PS_MAX_LAYERS]; /* PS_LAYER_*, by layer from 0 */
 } ps_model_config;
 
 /* ps_model_config_read() - from DIR/config.json or from a config file itself. Architectures:

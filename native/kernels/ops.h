@@ -241,7 +241,6 @@ static inline float ps__gemm_alpha(const ps__args_gemm *a) {
  * with i + rotary_dim/2, and its angle is position * inv_freq[i], the product and its range
  * reduction in fp64. Cosine and sine are multiplied by attention_factor (YaRN, longrope; else
  * 1). native/model/rope.h fills the table. */
-enum { PS_ROPE_PAIRS = 128 };
 /* qk_norm: none; over each head, with weights of head_dim elements (Qwen3); over all heads of q
  * together, and over all of k, with weights of A and of K elements (OLMo 2). */
 enum { PS_QK_NORM_NONE = 0, PS_QK_NORM_HEAD = 1, PS_QK_NORM_ROW = 2 };

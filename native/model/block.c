@@ -67,21 +67,16 @@ static ps__args_gemm weight_grad_args(const ps__block *b, uint32_t n_out, uint32
 
 static ps_status qkv_args(ps__args_qkv *out, const ps__block *b, uint64_t seq_len) {
   const ps_model_config *m = &b->cfg;
-  const ps__rope rope = {.kind = m->rope_scaling,
-                         .rotary_dim = m->head_dim,
-                         .original_positions = m->rope_original_positions,
-                         .max_positions = m->max_positions,
-                         .theta = m->rope_theta,
-                         .factor = (double)m->rope_factor,
-                         .low_freq_factor = (double)m->rope_low_freq,
-                         .high_freq_factor = (double)m->rope_high_freq};
+  ps_rope rope = m->rope;
+  if (!rope.rotary_dim)
+    rope.rotary_dim = m->head_dim;
   *out = (ps__args_qkv){.n_heads = m->n_heads,
                         .n_kv_heads = m->n_kv_heads,
                         .head_dim = m->head_dim,
                         .dt = b->dt,
                         .qk_norm = m->qk_norm,
                         .eps = m->norm_eps};
-  return ps__rope_table(out, &rope, seq_len);
+  return ps__rope_table(out, &rope, m->max_positions, seq_len);
 }
 
 /* ---- the ops --------------------------------------------------------------------------------- */

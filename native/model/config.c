@@ -1,6 +1,7 @@
 /* config.c - Hugging Face config.json to ps_model_config: what all families have. What a family
  * adds is in native/model/families/. Whatever would change the math and is not computed here is
  * refused by name rather than ignored. */
+#include "kernels/ops.h"
 #include "model/family.h"
 
 #include <errno.h>
@@ -14,7 +15,6 @@
  * 2^45 elements (2^20 * 2^22 * 3 + 4 * 2^20 * 2^20), the model fewer than 2^58. */
 enum {
   MAX_VOCAB = 1 << 24,
-  MAX_LAYERS = 1 << 12,
   MAX_DIM = 1 << 20, /* hidden_size, and heads x head_dim */
   MAX_HEADS = 1 << 14,
   MAX_HEAD_DIM = 1 << 12,
@@ -26,7 +26,7 @@ enum {
 
 static ps_status check_sizes(const ps_model_config *c, const char *name) {
   PS_TRY(ps__config_in_range(name, "vocab_size", c->vocab_size, 1, MAX_VOCAB));
-  PS_TRY(ps__config_in_range(name, "num_hidden_layers", c->n_layers, 1, MAX_LAYERS));
+  PS_TRY(ps__config_in_range(name, "num_hidden_layers", c->n_layers, 1, PS_MAX_LAYERS));
   PS_TRY(ps__config_in_range(name, "hidden_size", c->dim, 1, MAX_DIM));
   PS_TRY(ps__config_in_range(name, "intermediate_size", c->ffn_dim, 1, MAX_FFN));
   PS_TRY(ps__config_in_range(name, "num_attention_heads", c->n_heads, 1, MAX_HEADS));
@@ -49,23 +49,57 @@ static ps_status check_sizes(const ps_model_config *c, const char *name) {
 }
 
 static ps_status check_rope(const ps_model_config *c, const char *name) {
-  if (!(c->rope_theta >= 1.0 && c->rope_theta <= 1e15))
-    return ps__fail(PS_EFORMAT, "%s: rope_theta is %g: it must be 1 to 1e15", name, c->rope_theta);
-  if (c->rope_scaling == PS_ROPE_NONE)
+  const ps_rope *r = &c->rope;
+  if (!(r->theta >= 1.0 && r->theta <= 1e15))
+    return ps__fail(PS_EFORMAT, "%s: rope_theta is %g: it must be 1 to 1e15", name, r->theta);
+  PS_TRY(ps__config_in_range(name, "the RoPE scaling's kind", r->kind, PS_ROPE_NONE,
+                             PS_ROPE_LONGROPE));
+  const uint32_t rotary = r->rotary_dim ? r->rotary_dim : c->head_dim;
+  if (rotary % 2 || rotary > c->head_dim)
+    return ps__fail(PS_EFORMAT,
+                    "%s: head_dim x partial_rotary_factor is %u: it must be even and at most "
+                    "head_dim, %u",
+                    name, rotary, c->head_dim);
+  if (r->kind == PS_ROPE_NONE)
     return PS_OK;
-  if (!(c->rope_factor >= 1.0f && c->rope_factor <= 1e6f))
+  if (r->kind != PS_ROPE_LONGROPE && !(r->factor >= 1.0 && r->factor <= 1e6))
     return ps__fail(PS_EFORMAT, "%s: the RoPE scaling's factor is %g: it must be 1 to 1e6", name,
-                    (double)c->rope_factor);
-  if (c->rope_scaling == PS_ROPE_LINEAR)
+                    r->factor);
+  if (r->kind != PS_ROPE_LLAMA3)
     return PS_OK;
-  if (!(c->rope_low_freq > 0.0f && c->rope_low_freq < c->rope_high_freq &&
-        c->rope_high_freq <= 1e6f))
+  if (!(r->low_freq_factor > 0.0 && r->low_freq_factor < r->high_freq_factor &&
+        r->high_freq_factor <= 1e6))
     return ps__fail(PS_EFORMAT,
                     "%s: the RoPE scaling's low_freq_factor is %g and its high_freq_factor %g: 0 < "
                     "low < high <= 1e6 is needed",
-                    name, (double)c->rope_low_freq, (double)c->rope_high_freq);
+                    name, r->low_freq_factor, r->high_freq_factor);
   return ps__config_in_range(name, "the RoPE scaling's original_max_position_embeddings",
-                             c->rope_original_positions, 1, MAX_POSITIONS);
+                             r->original_positions, 1, MAX_POSITIONS);
+}
+
+static bool scale_ok(float x) { return x >= 0.0f && x <= 1e6f; }
+
+static ps_status check_layers(const ps_model_config *c, const char *name) {
+  static const char *const field[] = {
+      "the scale of the attention scores", "attn_logit_softcapping",
+      "final_logit_softcapping",           "the scale of the embedding",
+      "the scale of the residual stream",  "the scale of the logits"};
+  const float scale[] = {c->attention_scale, c->attention_softcap, c->logit_softcap,
+                         c->embedding_scale, c->residual_scale,    c->logit_scale};
+  uint32_t flags = 0;
+  for (size_t i = 0; i < sizeof scale / sizeof *scale; i++)
+    if (!scale_ok(scale[i]))
+      return ps__fail(PS_EFORMAT, "%s: %s is %g: it must be 0 (none) to 1e6", name, field[i],
+                      (double)scale[i]);
+  for (uint32_t l = 0; l < c->n_layers; l++)
+    flags |= c->layer_flags[l];
+  PS_TRY(ps__config_in_range(name, "layer_flags", flags, 0, PS_LAYER_FLAGS));
+  if (flags & PS_LAYER_WINDOW)
+    PS_TRY(ps__config_in_range(name, "sliding_window", c->window, 1, MAX_POSITIONS));
+  if ((flags & PS_LAYER_LOCAL_ROPE) && !(c->local_rope_theta >= 1.0 && c->local_rope_theta <= 1e15))
+    return ps__fail(PS_EFORMAT, "%s: rope_local_base_freq is %g: it must be 1 to 1e15", name,
+                    c->local_rope_theta);
+  return PS_OK;
 }
 
 ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
@@ -83,8 +117,8 @@ ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
   PS_TRY(check_sizes(c, name));
   PS_TRY(ps__config_in_range(name, "tie_word_embeddings", c->tied_embeddings, 0, 1));
   PS_TRY(ps__config_in_range(name, "qkv_bias", c->qkv_bias, 0, 1));
-  PS_TRY(ps__config_in_range(name, "qk_norm", c->qk_norm, 0, 1));
-  PS_TRY(ps__config_in_range(name, "rope_scaling", c->rope_scaling, PS_ROPE_NONE, PS_ROPE_LLAMA3));
+  PS_TRY(ps__config_in_range(name, "qk_norm", c->qk_norm, 0, PS_QK_NORM_ROW));
+  PS_TRY(ps__config_in_range(name, "activation", c->activation, 0, PS_ACTIVATION_GELU_TANH));
   if (!(c->norm_eps >= FLT_MIN && c->norm_eps <= 1.0f))
     return ps__fail(PS_EFORMAT,
                     "%s: rms_norm_eps is %g: it must be above 0 (1.2e-38 in fp32) and at most 1",
@@ -94,6 +128,7 @@ ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
     if (ids[i] < -1 || ids[i] >= (int64_t)c->vocab_size)
       return ps__fail(PS_EFORMAT, "%s: %s is %d: it must be below vocab_size, %u (-1 for none)",
                       name, i ? "eos_token_id" : "bos_token_id", ids[i], c->vocab_size);
+  PS_TRY(check_layers(c, name));
   return check_rope(c, name);
 }
 

@@ -23,7 +23,7 @@ static ps_status read_rope_type(const ps__config_reader *r, const ps__json *s, c
 }
 
 static ps_status read_scaling(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
-  double factor = 0, low = 0, high = 0, partial = 0;
+  double partial = 0;
   const char *type = NULL;
   PS_TRY(read_rope_type(r, s, &type));
   PS_TRY(ps__config_number(r, s, "partial_rotary_factor", 1, &partial));
@@ -40,11 +40,10 @@ static ps_status read_scaling(const ps__config_reader *r, const ps__json *s, ps_
     return ps__fail(PS_EFORMAT,
                     "%s: rope_type is \"%.60s\": only default, linear and llama3 are supported",
                     r->path, type);
-  c->rope_scaling = llama3 ? PS_ROPE_LLAMA3 : PS_ROPE_LINEAR;
-  PS_TRY(ps__config_number(r, s, "factor", -1, &factor));
+  c->rope.kind = llama3 ? PS_ROPE_LLAMA3 : PS_ROPE_LINEAR;
+  PS_TRY(ps__config_number(r, s, "factor", -1, &c->rope.factor));
   if (!ps__config_field(s, "factor"))
     return ps__fail(PS_EFORMAT, "%s: factor is missing: rope_type \"%s\" needs it", r->path, type);
-  c->rope_factor = (float)factor;
   if (!llama3)
     return PS_OK;
   static const char *const needed[] = {"low_freq_factor", "high_freq_factor",
@@ -53,11 +52,9 @@ static ps_status read_scaling(const ps__config_reader *r, const ps__json *s, ps_
     if (!ps__config_field(s, needed[i]))
       return ps__fail(PS_EFORMAT, "%s: %s is missing: rope_type \"llama3\" needs it", r->path,
                       needed[i]);
-  PS_TRY(ps__config_number(r, s, needed[0], 0, &low));
-  PS_TRY(ps__config_number(r, s, needed[1], 0, &high));
-  c->rope_low_freq = (float)low;
-  c->rope_high_freq = (float)high;
-  return ps__config_uint(r, s, needed[2], PS__CONFIG_REQUIRED, &c->rope_original_positions);
+  PS_TRY(ps__config_number(r, s, needed[0], 0, &c->rope.low_freq_factor));
+  PS_TRY(ps__config_number(r, s, needed[1], 0, &c->rope.high_freq_factor));
+  return ps__config_uint(r, s, needed[2], PS__CONFIG_REQUIRED, &c->rope.original_positions);
 }
 
 ps_status ps__config_rope(const ps__config_reader *r, ps_model_config *c) {
@@ -75,11 +72,11 @@ ps_status ps__config_rope(const ps__config_reader *r, ps_model_config *c) {
   if (partial != 1)
     return ps__fail(PS_EFORMAT, "%s: partial_rotary_factor is %g: only 1 is supported", r->path,
                     partial);
-  PS_TRY(ps__config_number(r, r->j, "rope_theta", 10000.0, &c->rope_theta));
-  PS_TRY(ps__config_number(r, parameters, "rope_theta", c->rope_theta, &inner));
-  if (ps__config_field(r->j, "rope_theta") && inner != c->rope_theta)
+  PS_TRY(ps__config_number(r, r->j, "rope_theta", 10000.0, &c->rope.theta));
+  PS_TRY(ps__config_number(r, parameters, "rope_theta", c->rope.theta, &inner));
+  if (ps__config_field(r->j, "rope_theta") && inner != c->rope.theta)
     return ps__fail(PS_EFORMAT, "%s: rope_theta is %g, but %g in rope_parameters: they must agree",
-                    r->path, c->rope_theta, inner);
-  c->rope_theta = inner;
+                    r->path, c->rope.theta, inner);
+  c->rope.theta = inner;
   return s ? read_scaling(r, s, c) : PS_OK;
 }

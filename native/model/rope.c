@@ -19,16 +19,13 @@ static ps_status needs(const char *field, double value) {
   return ps__fail(PS_EINVAL, "rope_scaling.%s is %g: it must be positive and finite", field, value);
 }
 
-/* The length before any scaling. */
-static uint32_t positions_of(const ps__rope *r) {
-  return r->original_positions ? r->original_positions : r->max_positions;
+/* @original, below: the length before any scaling, where max_position_embeddings stands in for
+ * original_max_position_embeddings. */
+static ps_status needs_length(uint32_t original) {
+  return needs("original_max_position_embeddings", original);
 }
 
-static ps_status needs_length(const ps__rope *r) {
-  return needs("original_max_position_embeddings", positions_of(r));
-}
-
-static ps_status check_yarn(const ps__rope *r) {
+static ps_status check_yarn(const ps_rope *r, uint32_t original) {
   PS_TRY(needs("factor", r->factor));
   if (r->beta_fast < 0.0 || r->beta_slow < 0.0)
     return ps__fail(PS_EINVAL, "rope_scaling.%s is %g: it must not be negative",
@@ -36,27 +33,23 @@ static ps_status check_yarn(const ps__rope *r) {
                     r->beta_fast < 0.0 ? r->beta_fast : r->beta_slow);
   if (r->theta == 1.0)
     return ps__fail(PS_EINVAL, "rope_theta is 1: yarn divides by its logarithm");
-  return needs_length(r);
+  return needs_length(original);
 }
 
-static ps_status check_longrope(const ps__rope *r) {
+static ps_status check_longrope(const ps_rope *r, uint32_t original) {
   const double *const list[] = {r->short_factor, r->long_factor};
   static const char *const name[] = {"short_factor", "long_factor"};
-  for (int k = 0; k < 2; k++) {
-    if (!list[k])
-      return ps__fail(PS_EINVAL, "rope_scaling.%s is missing: longrope needs %u numbers", name[k],
-                      r->rotary_dim / 2);
+  for (int k = 0; k < 2; k++)
     for (uint32_t i = 0; i < r->rotary_dim / 2; i++)
       if (!positive(list[k][i]))
         return ps__fail(PS_EINVAL, "rope_scaling.%s[%u] is %g: it must be positive and finite",
                         name[k], i, list[k][i]);
-  }
   if (r->attention_factor == 0.0 && !r->original_positions)
     PS_TRY(needs("factor", r->factor));
-  return needs_length(r);
+  return needs_length(original);
 }
 
-static ps_status check(const ps__rope *r) {
+static ps_status check(const ps_rope *r, uint32_t original) {
   if (r->rotary_dim % 2 || r->rotary_dim > 2 * PS_ROPE_PAIRS)
     return ps__fail(PS_EINVAL,
                     "RoPE would turn %u elements of a head (head_dim * partial_rotary_factor): "
@@ -75,22 +68,19 @@ static ps_status check(const ps__rope *r) {
     PS_TRY(needs("factor", r->factor));
     PS_TRY(needs("low_freq_factor", r->low_freq_factor));
     PS_TRY(needs("high_freq_factor", r->high_freq_factor));
-    return needs_length(r);
-  case PS__ROPE_YARN: return check_yarn(r);
-  case PS__ROPE_LONGROPE: return check_longrope(r);
-  case PS__ROPE_DYNAMIC:
-    return ps__fail(PS_EINVAL, "rope_scaling.rope_type is dynamic, whose frequencies change with "
-                               "the length of each sequence: use yarn, linear or llama3");
+    return needs_length(original);
+  case PS_ROPE_YARN: return check_yarn(r, original);
+  case PS_ROPE_LONGROPE: return check_longrope(r, original);
   default: return ps__fail(PS_EINVAL, "rope_scaling has no kind %u", r->kind);
   }
 }
 
 /* theta^(2i/rotary_dim) */
-static float power_of(const ps__rope *r, uint32_t i) {
+static float power_of(const ps_rope *r, uint32_t i) {
   return (float)pow((float)r->theta, (float)(2 * i) / (float)r->rotary_dim);
 }
 
-static float llama3(const ps__rope *r, float f) {
+static float llama3(const ps_rope *r, float f) {
   const float original = (float)r->original_positions, low = (float)r->low_freq_factor,
               high = (float)r->high_freq_factor, factor = (float)r->factor;
   const float wavelen = 1.0f / f * (float)TAU,
@@ -105,14 +95,14 @@ static float llama3(const ps__rope *r, float f) {
 /* ---- yarn (Peng et al. 2023, arXiv 2309.00071) ----------------------------------------------- */
 
 /* The pair whose angle makes @turns turns in the original length. */
-static double yarn_pair(const ps__rope *r, double turns) {
-  return r->rotary_dim * log(positions_of(r) / (turns * TAU)) / (2.0 * log(r->theta));
+static double yarn_pair(const ps_rope *r, uint32_t original, double turns) {
+  return r->rotary_dim * log(original / (turns * TAU)) / (2.0 * log(r->theta));
 }
 
 /* Pairs below @from keep their frequency, those from @to on are divided by factor. */
-static void yarn_range(const ps__rope *r, double *from, double *to) {
-  double low = yarn_pair(r, r->beta_fast > 0.0 ? r->beta_fast : 32.0),
-         high = yarn_pair(r, r->beta_slow > 0.0 ? r->beta_slow : 1.0);
+static void yarn_range(const ps_rope *r, uint32_t original, double *from, double *to) {
+  double low = yarn_pair(r, original, r->beta_fast > 0.0 ? r->beta_fast : 32.0),
+         high = yarn_pair(r, original, r->beta_slow > 0.0 ? r->beta_slow : 1.0);
   if (!r->keep_fraction) {
     low = floor(low);
     high = ceil(high);
@@ -123,7 +113,7 @@ static void yarn_range(const ps__rope *r, double *from, double *to) {
     *to += 0.001;
 }
 
-static float yarn(const ps__rope *r, uint32_t i, double from, double to) {
+static float yarn(const ps_rope *r, uint32_t i, double from, double to) {
   const float power = power_of(r, i), kept = 1.0f / power,
               divided = 1.0f / ((float)r->factor * power);
   float ramp = ((float)i - (float)from) / (float)(to - from);
@@ -136,47 +126,49 @@ static double yarn_scale(double factor, double mscale) {
   return factor <= 1.0 ? 1.0 : 0.1 * mscale * log(factor) + 1.0;
 }
 
-static double attention_factor(const ps__rope *r) {
-  if (r->kind != PS__ROPE_YARN && r->kind != PS__ROPE_LONGROPE)
+static double attention_factor(const ps_rope *r, uint32_t original, uint32_t max_positions) {
+  if (r->kind != PS_ROPE_YARN && r->kind != PS_ROPE_LONGROPE)
     return 1.0;
   if (r->attention_factor > 0.0)
     return r->attention_factor;
-  if (r->kind == PS__ROPE_YARN && r->mscale != 0.0 && r->mscale_all_dim != 0.0)
+  if (r->kind == PS_ROPE_YARN && r->mscale != 0.0 && r->mscale_all_dim != 0.0)
     return yarn_scale(r->factor, r->mscale) / yarn_scale(r->factor, r->mscale_all_dim);
-  if (r->kind == PS__ROPE_YARN)
+  if (r->kind == PS_ROPE_YARN)
     return yarn_scale(r->factor, 1.0);
   /* longrope: the ratio of the lengths where config.json has both, as Phi-3's has, else factor */
   const double factor =
-      r->original_positions ? (double)r->max_positions / r->original_positions : r->factor;
-  return factor <= 1.0 ? 1.0 : sqrt(1.0 + log(factor) / log(positions_of(r)));
+      r->original_positions ? (double)max_positions / r->original_positions : r->factor;
+  return factor <= 1.0 ? 1.0 : sqrt(1.0 + log(factor) / log(original));
 }
 
-static float longrope(const ps__rope *r, uint32_t i, uint64_t seq_len) {
-  const double *factors = seq_len > positions_of(r) ? r->long_factor : r->short_factor;
+static float longrope(const ps_rope *r, uint32_t i, bool is_long) {
+  const double *factors = is_long ? r->long_factor : r->short_factor;
   return 1.0f / ((float)factors[i] * power_of(r, i));
 }
 
-ps_status ps__rope_table(ps__args_qkv *a, const ps__rope *r, uint64_t seq_len) {
+ps_status ps__rope_table(ps__args_qkv *a, const ps_rope *r, uint32_t max_positions,
+                         uint64_t seq_len) {
+  const uint32_t original = r->original_positions ? r->original_positions : max_positions;
   double from = 0.0, to = 0.0;
   float inv_freq[PS_ROPE_PAIRS] = {0};
   if (r->rotary_dim)
-    PS_TRY(check(r));
-  if (r->kind == PS__ROPE_YARN)
-    yarn_range(r, &from, &to);
+    PS_TRY(check(r, original));
+  if (r->kind == PS_ROPE_YARN)
+    yarn_range(r, original, &from, &to);
   for (uint32_t i = 0; i < r->rotary_dim / 2; i++) {
     const float f = 1.0f / power_of(r, i);
-    inv_freq[i] = r->kind == PS_ROPE_LINEAR      ? f / (float)r->factor
-                  : r->kind == PS_ROPE_LLAMA3    ? llama3(r, f)
-                  : r->kind == PS__ROPE_YARN     ? yarn(r, i, from, to)
-                  : r->kind == PS__ROPE_LONGROPE ? longrope(r, i, seq_len)
-                                                 : f;
+    inv_freq[i] = r->kind == PS_ROPE_LINEAR     ? f / (float)r->factor
+                  : r->kind == PS_ROPE_LLAMA3   ? llama3(r, f)
+                  : r->kind == PS_ROPE_YARN     ? yarn(r, i, from, to)
+                  : r->kind == PS_ROPE_LONGROPE ? longrope(r, i, seq_len > original)
+                                                : f;
     if (!positive(inv_freq[i]))
       return ps__fail(PS_EINVAL,
                       "rope_theta %g gives pair %u of %u the frequency %g: it must be "
                       "positive and finite",
                       r->theta, i, r->rotary_dim / 2, (double)inv_freq[i]);
   }
-  const double by = r->rotary_dim ? attention_factor(r) : 1.0;
+  const double by = r->rotary_dim ? attention_factor(r, original, max_positions) : 1.0;
   if (!positive((float)by))
     return ps__fail(PS_EINVAL,
                     "rope_scaling gives the attention factor %g: it must be positive and "

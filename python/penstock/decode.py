@@ -110,13 +110,17 @@ def _open(source):
 def inverse_frequencies(c: ModelConfig) -> np.ndarray:
     """RoPE's frequencies, float64 [head_dim / 2], as ps_rope_scaling of include/penstock/model.h
     defines them."""
-    freq = c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
-    if c.rope_scaling == ROPE_LINEAR:
-        return freq / c.rope_factor
-    if c.rope_scaling == ROPE_LLAMA3:
-        turns = c.rope_original_positions * freq / (2 * np.pi)  # over the original context
-        kept = np.clip((turns - c.rope_low_freq) / (c.rope_high_freq - c.rope_low_freq), 0, 1)
-        return freq * (kept + (1 - kept) / c.rope_factor)
+    freq = c.rope.theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
+    if c.rope.kind == ROPE_LINEAR:
+        return freq / c.rope.factor
+    if c.rope.kind == ROPE_LLAMA3:
+        turns = c.rope.original_positions * freq / (2 * np.pi)  # over the original context
+        kept = np.clip(
+            (turns - c.rope.low_freq_factor) / (c.rope.high_freq_factor - c.rope.low_freq_factor),
+            0,
+            1,
+        )
+        return freq * (kept + (1 - kept) / c.rope.factor)
     return freq
 
 

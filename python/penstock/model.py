@@ -48,7 +48,8 @@ class ModelConfig:
             raise AttributeError(f"ModelConfig has no field {name!r}") from None
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{k}={v}" for k, v in as_dict(self._ptr).items())
+        scalars = {k: v for k, v in as_dict(self._ptr).items() if not isinstance(v, list | dict)}
+        fields = ", ".join(f"{k}={v}" for k, v in scalars.items())
         return f"ModelConfig({fields})"
 
     @property

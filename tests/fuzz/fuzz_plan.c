@@ -39,7 +39,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
                        .bos_token_id = -1,
                        .eos_token_id = -1,
                        .norm_eps = 1e-5f,
-                       .rope_theta = 10000};
+                       .rope = {.theta = 10000}};
   m.n_kv_heads = 1 + (uint32_t)word(&b, 1) % 4;
   m.n_heads = m.n_kv_heads * (1 + (uint32_t)word(&b, 1) % 4);
   m.head_dim = 2 * (1 + (uint32_t)word(&b, 1) % 64);

@@ -200,13 +200,13 @@ static const uint32_t qkv_test[][4] = {{1, 1, 1, 2},      {5, 4, 2, 16},  {33, 8
 static ps__args_qkv qkv_args(const uint32_t *s, size_t i, uint32_t dt, uint32_t norm,
                              uint32_t accumulate) {
   const uint32_t d = s[3], part = i % 4 == 3 ? 0 : i % 4 == 2 ? d / 4 * 2 : d;
-  const ps__rope rope = {.kind = (uint32_t)(i % 3),
-                         .rotary_dim = part < 2 * PS_ROPE_PAIRS ? part : 2 * PS_ROPE_PAIRS,
-                         .original_positions = 8192,
-                         .theta = 5e5,
-                         .factor = 8,
-                         .low_freq_factor = 1,
-                         .high_freq_factor = 4};
+  const ps_rope rope = {.kind = (uint32_t)(i % 3),
+                        .rotary_dim = part < 2 * PS_ROPE_PAIRS ? part : 2 * PS_ROPE_PAIRS,
+                        .original_positions = 8192,
+                        .theta = 5e5,
+                        .factor = 8,
+                        .low_freq_factor = 1,
+                        .high_freq_factor = 4};
   ps__args_qkv a = {.n_tokens = s[0],
                     .n_heads = s[1],
                     .n_kv_heads = s[2],
@@ -216,7 +216,7 @@ static ps__args_qkv qkv_args(const uint32_t *s, size_t i, uint32_t dt, uint32_t 
                     .accumulate_dw = accumulate,
                     .eps = 1e-6f,
                     .norm_offset = i % 4 ? 0.0f : 1.0f};
-  if (ps__rope_table(&a, &rope, 1) != PS_OK)
+  if (ps__rope_table(&a, &rope, 8192, 1) != PS_OK)
     abort(); /* a kind that this table does not know how to ask for */
   if (i % 2)
     a.attention_factor = 1.25f;

@@ -38,8 +38,9 @@ PS_API int ops_run(const char *name, const void *args, void **ptrs, int n_ptr, i
   return status;
 }
 
-PS_API int ops_rope_table(ps__args_qkv *a, const ps__rope *r, uint64_t seq_len) {
-  return ps__rope_table(a, r, seq_len);
+PS_API int ops_rope_table(ps__args_qkv *a, const ps_rope *r, uint32_t max_positions,
+                          uint64_t seq_len) {
+  return ps__rope_table(a, r, max_positions, seq_len);
 }
 
 PS_API const char *ops_error(void) { return ps_last_error(); }

@@ -363,7 +363,7 @@ static void speeds(void) {
         12.0 * T * F, 0);
   ps__args_qkv q = {
       .n_tokens = T, .n_heads = 32, .n_kv_heads = 8, .head_dim = 128, .dt = PS_BF16, .eps = 1e-6f};
-  g_failed += ps__rope_table(&q, &(ps__rope){.rotary_dim = 128, .theta = 5e5}, 1) != PS_OK;
+  g_failed += ps__rope_table(&q, &(ps_rope){.rotary_dim = 128, .theta = 5e5}, 0, 1) != PS_OK;
   const double A = T * 4096.0, K = T * 1024.0;
   speed("qkv_split_fwd", ps__cuda_qkv_split_fwd, &q, AT(64, 1, 512, 768), 4 * (A + 2 * K), 0);
   speed("qkv_split_bwd", ps__cuda_qkv_split_bwd, &q, AT(64, 256, 1, 512), 4 * A + 12 * K, 0);

@@ -37,10 +37,7 @@ static ps_model_config random_model(uint64_t *state) {
                            .bos_token_id = -1,
                            .eos_token_id = -1,
                            .norm_eps = 1e-5f,
-                           .rope_factor = 1,
-                           .rope_low_freq = 1,
-                           .rope_high_freq = 1,
-                           .rope_theta = 1e4};
+                           .rope = {.theta = 1e4}};
 }
 
 static ps_plan_config random_config(uint64_t *state) {
@@ -125,10 +122,7 @@ static void test_a_cap_far_beyond(const ps_hardware *cpu) {
                                  .bos_token_id = -1,
                                  .eos_token_id = -1,
                                  .norm_eps = 1e-5f,
-                                 .rope_factor = 1,
-                                 .rope_low_freq = 1,
-                                 .rope_high_freq = 1,
-                                 .rope_theta = 1e4};
+                                 .rope = {.theta = 1e4}};
   ps_plan_config cfg = {.struct_bytes = sizeof cfg,
                         .recipe = PS_RECIPE_BF16,
                         .seq_len = 1,
@@ -170,7 +164,7 @@ static void test_shared_evaluations(const ps_hardware *hw) {
                              .bos_token_id = -1,
                              .eos_token_id = -1,
                              .norm_eps = 1e-5f,
-                             .rope_theta = 1e4};
+                             .rope = {.theta = 1e4}};
   ps_plan_config c = {
       .struct_bytes = sizeof c, .seq_len = 256, .tokens_per_step = 2048, .reserve_bytes = 1 << 28};
   ps_plan_report all = {.struct_bytes = sizeof all}, r = all;

@@ -18,10 +18,7 @@ static const ps_model_config model = {.struct_bytes = sizeof model,
                                       .bos_token_id = -1,
                                       .eos_token_id = -1,
                                       .norm_eps = 1e-5f,
-                                      .rope_factor = 1,
-                                      .rope_low_freq = 1,
-                                      .rope_high_freq = 1,
-                                      .rope_theta = 1e4};
+                                      .rope = {.theta = 1e4}};
 
 typedef struct built {
   ps__layout layout;
