@@ -1,6 +1,7 @@
 """Rates of a machine: measured in full, kept as JSON, read back, refused when they are not this
 machine's, and what plans make of them."""
 
+import itertools
 import json
 import os
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import BUILD, ROOT
 from penstock import BudgetError, FormatError, Hardware, ModelConfig, Plan
-from penstock._lib import StateError, check, encode_path, lib, struct
+from penstock._lib import StateError, check, encode_path, ffi, lib, struct
 from test_plan import config, rates
 
 BINARY = BUILD / "bin/penstock"
@@ -55,6 +56,8 @@ def with_found(profiled, path):
 
 
 def entries(table):
+    """Of a table; of the tables by dtype, that of bf16."""
+    table = table[lib.PS_BF16] if isinstance(table[0], list) else table
     return [e for e in table if next(iter(e.values()))]
 
 
@@ -88,7 +91,8 @@ def test_measuring_in_short_leaves_out_what_only_people_look_at():
 
 def test_a_file_gives_back_what_was_written(profiled, tmp_path):
     assert any(
-        e["found"] for e in read(with_found(profiled, tmp_path / "a.json")).as_dict()["attention"]
+        e["found"]
+        for e in entries(read(with_found(profiled, tmp_path / "a.json")).as_dict()["attention"])
     )
     read(tmp_path / "a.json").write(tmp_path / "b.json")
     assert json.loads((tmp_path / "a.json").read_text()) == json.loads(
@@ -100,6 +104,40 @@ def test_a_file_gives_back_what_was_written(profiled, tmp_path):
         == read(tmp_path / "a.json").as_dict()
         == profiled.as_dict()
     )
+
+
+def fill(struct_of, numbers):
+    """Every number of a struct gets a value of its own."""
+    for name, field in ffi.typeof(struct_of).fields:
+        kind, at = field.type.kind, getattr(struct_of, name)
+        if kind == "array" and field.type.item.cname != "char":
+            flat = [c for part in at for c in part] if field.type.item.kind == "array" else list(at)
+            for i, entry in enumerate(flat):
+                if isinstance(entry, ffi.CData):
+                    fill(entry, numbers)
+                else:
+                    at[i] = next(numbers)
+        elif kind == "primitive" and name not in ("struct_bytes", "reserved"):
+            setattr(struct_of, name, next(numbers))
+
+
+def test_every_field_is_in_the_file(tmp_path):
+    """Of all fields but the GPU's number, which is the reader's, not the machine's."""
+    hw = struct("ps_hardware")
+    fill(hw[0], itertools.count(1000))
+    hw.backend, hw.measured, hw.device = 1, 2, 0
+    for dtype in range(lib.PS_N_DTYPES):
+        for i, entry in enumerate(hw.attention[dtype]):
+            entry.kv_rows, entry.packed, entry.found = entry.rows, 1, i % 2
+    for i, entry in enumerate(hw.contention):
+        entry.kinds = 4 + i % 8
+    Hardware(hw).write(tmp_path / "a.json")
+    assert Hardware.read(tmp_path / "a.json").as_dict() == Hardware(hw).as_dict()
+
+
+def test_a_file_without_rates_of_later_versions_is_read(profiled, tmp_path):
+    later = dict.fromkeys(("gemm_fp32", "attention_fp32"))
+    assert read(changed(profiled, tmp_path / "a.json", **later)).as_dict() == profiled.as_dict()
 
 
 @pytest.mark.parametrize(
@@ -187,13 +225,12 @@ def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
             memory_bytes_per_s=2e10,
         )
     ).as_dict()
-    (attention,), (gemm,) = entries(d["attention"]), entries(d["gemm"])
+    assert not entries(d["attention"]) and not entries(d["gemm"])
     assert (
-        attention["forward_flops_per_s"],
-        attention["backward_flops_per_s"],
-        attention["packed"],
-    ) == (5e12, 4e12, 1)
-    assert {gemm[k] for k in gemm if k.endswith("per_s")} == {9e12}
+        d["attention_flops_per_s"][1],
+        d["attention_bwd_flops_per_s"][1],
+        d["gemm_flops_per_s"][1],
+    ) == (5e12, 4e12, 9e12)
     assert (
         d["measured"]
         and d["accumulate_bytes_per_s"] == d["sumsq_bytes_per_s"] == 3e9
@@ -242,7 +279,7 @@ WHOLE = {
         ),
         (
             {"attention_bf16": [WHOLE, WHOLE | {"found": 2}]},
-            r"attention_bf16\[1\]\.found is neither 0 nor 1",
+            r"attention_bf16\[1\]\.found is no whole number from 0 to 1",
         ),
         ({"attention_bf16": [WHOLE | {"found": 1}]}, r"needs an entry of a whole sequence"),
         ({"attention_bf16": [WHOLE | {"packed": 2}]}, r"needs an entry of a whole sequence"),
@@ -318,21 +355,21 @@ def test_where_packed_attention_is_slow_chunks_hold_one_sequence(tmp_path):
     model = config(tmp_path)
     for packed, found, chunk in ((1e11, 1e9, 4096), (1e9, 1e11, 1024)):
         hardware = rates(op_ns=2e5)
-        hardware._ptr.attention[0] = {
+        hardware._ptr.attention[lib.PS_BF16][0] = {
             "rows": 1024,
             "kv_rows": 1024,
             "packed": 1,
             "forward_flops_per_s": 1e11,
             "backward_flops_per_s": 1e11,
         }
-        hardware._ptr.attention[1] = {
+        hardware._ptr.attention[lib.PS_BF16][1] = {
             "rows": 4096,
             "kv_rows": 4096,
             "packed": 4,
             "forward_flops_per_s": packed,
             "backward_flops_per_s": packed,
         }
-        hardware._ptr.attention[2] = {
+        hardware._ptr.attention[lib.PS_BF16][2] = {
             "rows": 4096,
             "kv_rows": 4096,
             "packed": 4,

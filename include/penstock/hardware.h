@@ -11,8 +11,8 @@ extern "C" {
 
 enum { PS_MAX_GEMM_RATES = 6, PS_MAX_ATTENTION_RATES = 12, PS_MAX_THREAD_RATES = 6 };
 
-/* Products of a chunk's rows (tokens) with a model's weights in bf16. rows 0 ends a table. Between
- * two entries a rate is linear in log(rows); outside them it is the nearest entry's. */
+/* Products of a chunk's rows (tokens) with a model's weights. rows 0 ends a table. Between two
+ * entries a rate is linear in log(rows); outside them it is the nearest entry's. */
 typedef struct ps_gemm_rate {
   uint32_t rows, reserved;
   double forward_flops_per_s; /* Y = X W^T */
@@ -20,7 +20,7 @@ typedef struct ps_gemm_rate {
   double wgrad_flops_per_s;   /* dW = dY^T X: the sum is over the rows */
 } ps_gemm_rate;
 
-/* Attention of a chunk in bf16: 4*head_dim FLOP a visible pair forward, 10*head_dim backward.
+/* Attention of a chunk: 4*head_dim FLOP a visible pair forward, 10*head_dim backward.
  * rows 0 ends a table. There are four kinds of entries:
  *   whole    kv_rows = rows, packed 1: one sequence that is known to be one document
  *   packed   kv_rows = rows, packed >= 2: sequences of rows / packed, each known to be a document
@@ -70,9 +70,8 @@ typedef enum ps_measured { PS_ESTIMATED = 0, PS_MEASURED = 1, PS_MEASURED_TIGHT 
  *   - a rate is that of an op or a copy that runs alone;
  *   - bytes are those of one direction of a copy, and elsewhere those read plus those written;
  *   - a rate of 0 is unknown, and the planner refuses it.
- * Some rates are filled from others where they are 0: both tables of bf16 from gemm_flops_per_s and
- * from attention's two rates; accumulate and sumsq from the optimizer's; accumulate_sumsq from
- * accumulate's; gather from the memory's.
+ * Some rates are filled from others where they are 0: accumulate and sumsq from the optimizer's;
+ * accumulate_sumsq from accumulate's; gather from the memory's; a CPU's peak from its products.
  * On the CPU backend n_threads of the host compute, and a "device" copy is one in host memory. */
 typedef struct ps_hardware {
   uint32_t struct_bytes;       /* sizeof(ps_hardware) */
@@ -89,13 +88,14 @@ typedef struct ps_hardware {
   uint32_t flash4_version; /* CUDA: of the flash-attn-4 built in, 40000036 for 4.0.0b36; 0: none */
   char name[64];           /* CPU model as the system reports it */
   char device_name[64];    /* GPU model as the driver reports it; empty on the CPU backend */
-  /* A large product, by storage dtype. fp32: the rate of all products. bf16: the rate where the
-   * table has no entry. */
+  /* By storage dtype: a large product, and one whole sequence. They are the rates of all products
+   * and of all attention of a dtype whose table is empty. */
   double gemm_flops_per_s[PS_N_DTYPES];
-  double attention_flops_per_s[PS_N_DTYPES];     /* forward, one whole sequence; dtypes as above */
+  double attention_flops_per_s[PS_N_DTYPES];     /* forward */
   double attention_bwd_flops_per_s[PS_N_DTYPES]; /* backward */
-  ps_gemm_rate gemm[PS_MAX_GEMM_RATES];
-  ps_attention_rate attention[PS_MAX_ATTENTION_RATES];
+  /* the same by shape */
+  ps_gemm_rate gemm[PS_N_DTYPES][PS_MAX_GEMM_RATES];
+  ps_attention_rate attention[PS_N_DTYPES][PS_MAX_ATTENTION_RATES];
   double elementwise_bytes_per_s;          /* norms and the like, through device memory */
   double h2d_bytes_per_s, d2h_bytes_per_s; /* a copy to the device, to the host */
   double duplex_bytes_per_s;               /* each of the two while both run */

@@ -58,8 +58,8 @@ static void line(FILE *out, const char *what, double rate, double unit, const ch
 
 static void products_lines(FILE *out, const ps_hardware *hw, double peak) {
   char what[64];
-  for (uint32_t i = 0; i < PS_MAX_GEMM_RATES && hw->gemm[i].rows; i++) {
-    const ps_gemm_rate *r = &hw->gemm[i];
+  for (uint32_t i = 0; i < PS_MAX_GEMM_RATES && hw->gemm[PS_BF16][i].rows; i++) {
+    const ps_gemm_rate *r = &hw->gemm[PS_BF16][i];
     snprintf(what, sizeof what, "matrix products, %u rows, forward", r->rows);
     line(out, what, r->forward_flops_per_s, 1e9, "GFLOP/s", peak);
     line(out, "    gradient of inputs", r->dgrad_flops_per_s, 1e9, "GFLOP/s", peak);
@@ -70,8 +70,8 @@ static void products_lines(FILE *out, const ps_hardware *hw, double peak) {
 
 static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
   char what[64];
-  for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
-    const ps_attention_rate *r = &hw->attention[i];
+  for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[PS_BF16][i].rows; i++) {
+    const ps_attention_rate *r = &hw->attention[PS_BF16][i];
     if (r->kv_rows > r->rows)
       snprintf(what, sizeof what, "attention, %u rows after %u, forward", r->rows,
                r->kv_rows - r->rows);
@@ -157,24 +157,24 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
 
 static void tables_json(cli_json *j, const ps_hardware *hw) {
   cli_json_open(j, "gemm_bf16", '[');
-  for (uint32_t i = 0; i < PS_MAX_GEMM_RATES && hw->gemm[i].rows; i++) {
+  for (uint32_t i = 0; i < PS_MAX_GEMM_RATES && hw->gemm[PS_BF16][i].rows; i++) {
     cli_json_open(j, NULL, '{');
-    cli_json_count(j, "rows", hw->gemm[i].rows);
-    cli_json_number(j, "forward_flops_per_s", hw->gemm[i].forward_flops_per_s);
-    cli_json_number(j, "dgrad_flops_per_s", hw->gemm[i].dgrad_flops_per_s);
-    cli_json_number(j, "wgrad_flops_per_s", hw->gemm[i].wgrad_flops_per_s);
+    cli_json_count(j, "rows", hw->gemm[PS_BF16][i].rows);
+    cli_json_number(j, "forward_flops_per_s", hw->gemm[PS_BF16][i].forward_flops_per_s);
+    cli_json_number(j, "dgrad_flops_per_s", hw->gemm[PS_BF16][i].dgrad_flops_per_s);
+    cli_json_number(j, "wgrad_flops_per_s", hw->gemm[PS_BF16][i].wgrad_flops_per_s);
     cli_json_close(j, '}');
   }
   cli_json_close(j, ']');
   cli_json_open(j, "attention_bf16", '[');
-  for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
+  for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[PS_BF16][i].rows; i++) {
     cli_json_open(j, NULL, '{');
-    cli_json_count(j, "rows", hw->attention[i].rows);
-    cli_json_count(j, "kv_rows", hw->attention[i].kv_rows);
-    cli_json_count(j, "packed", hw->attention[i].packed);
-    cli_json_count(j, "found", hw->attention[i].found);
-    cli_json_number(j, "forward_flops_per_s", hw->attention[i].forward_flops_per_s);
-    cli_json_number(j, "backward_flops_per_s", hw->attention[i].backward_flops_per_s);
+    cli_json_count(j, "rows", hw->attention[PS_BF16][i].rows);
+    cli_json_count(j, "kv_rows", hw->attention[PS_BF16][i].kv_rows);
+    cli_json_count(j, "packed", hw->attention[PS_BF16][i].packed);
+    cli_json_count(j, "found", hw->attention[PS_BF16][i].found);
+    cli_json_number(j, "forward_flops_per_s", hw->attention[PS_BF16][i].forward_flops_per_s);
+    cli_json_number(j, "backward_flops_per_s", hw->attention[PS_BF16][i].backward_flops_per_s);
     cli_json_close(j, '}');
   }
   cli_json_close(j, ']');

@@ -104,7 +104,7 @@ double ps_hardware_peak(const char *device_name) {
  * gives about 10 GB/s. */
 static void estimate_cpu(ps_hardware *hw) {
   const double t = hw->n_threads;
-  hw->gemm_flops_per_s[PS_F32] = hw->peak_flops_per_s = 50e9 * t;
+  hw->gemm_flops_per_s[PS_F32] = 50e9 * t;
   hw->gemm_flops_per_s[PS_BF16] = 40e9 * t;
   hw->attention_flops_per_s[PS_F32] = hw->attention_bwd_flops_per_s[PS_F32] = 25e9 * t;
   hw->attention_flops_per_s[PS_BF16] = hw->attention_bwd_flops_per_s[PS_BF16] = 20e9 * t;
@@ -134,16 +134,9 @@ static void estimate_cuda(ps_hardware *hw) {
 }
 
 void ps__hardware_complete(ps_hardware *hw) {
-  const double gemm = hw->gemm_flops_per_s[PS_BF16], memory = hw->memory_bytes_per_s / 4;
-  if (!hw->gemm[0].rows)
-    hw->gemm[0] = (ps_gemm_rate){8192, 0, gemm, gemm, gemm};
-  if (!hw->attention[0].rows)
-    hw->attention[0] = (ps_attention_rate){8192,
-                                           8192,
-                                           1,
-                                           0,
-                                           hw->attention_flops_per_s[PS_BF16],
-                                           hw->attention_bwd_flops_per_s[PS_BF16]};
+  const double memory = hw->memory_bytes_per_s / 4;
+  if (hw->backend == PS_BACKEND_CPU && !(hw->peak_flops_per_s > 0))
+    hw->peak_flops_per_s = hw->gemm_flops_per_s[PS_F32];
   if (!(hw->accumulate_bytes_per_s > 0))
     hw->accumulate_bytes_per_s = hw->optimizer_bytes_per_s;
   if (!(hw->accumulate_sumsq_bytes_per_s > 0))

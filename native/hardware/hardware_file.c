@@ -1,4 +1,5 @@
-/* hardware_file.c - a machine's rates and facts as JSON. */
+/* hardware_file.c - a machine's rates and facts as JSON: one table of fields, which the reader and
+ * the writer walk. */
 #include "hardware/hardware_impl.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -9,178 +10,219 @@
 /* Layout of a measured file. An older file lacks rates, or measured them otherwise. */
 enum { LAYOUT = 7 };
 
-typedef struct rate_field {
-  const char *name;
-  size_t offset;
-  bool optional;
-} rate_field;
-#define RATE(name, member) {name, offsetof(ps_hardware, member), false}
-#define OPTIONAL(member)   {#member, offsetof(ps_hardware, member), true}
-static const rate_field rates[] = {
-    RATE("gemm_fp32_flops_per_s", gemm_flops_per_s[PS_F32]),
-    RATE("gemm_bf16_flops_per_s", gemm_flops_per_s[PS_BF16]),
-    RATE("attention_fp32_flops_per_s", attention_flops_per_s[PS_F32]),
-    RATE("attention_bf16_flops_per_s", attention_flops_per_s[PS_BF16]),
-    RATE("attention_bwd_fp32_flops_per_s", attention_bwd_flops_per_s[PS_F32]),
-    RATE("attention_bwd_bf16_flops_per_s", attention_bwd_flops_per_s[PS_BF16]),
-    RATE("elementwise_bytes_per_s", elementwise_bytes_per_s),
-    RATE("h2d_bytes_per_s", h2d_bytes_per_s),
-    RATE("d2h_bytes_per_s", d2h_bytes_per_s),
-    RATE("duplex_bytes_per_s", duplex_bytes_per_s),
-    RATE("optimizer_bytes_per_s", optimizer_bytes_per_s),
-    RATE("memory_bytes_per_s", memory_bytes_per_s),
-    RATE("op_ns", op_ns),
-    OPTIONAL(accumulate_bytes_per_s),
-    OPTIONAL(accumulate_sumsq_bytes_per_s),
-    OPTIONAL(sumsq_bytes_per_s),
-    OPTIONAL(gather_bytes_per_s),
-    OPTIONAL(idle_gain),
-    OPTIONAL(idle_most),
-    OPTIONAL(first_touch_bytes_per_s),
-    OPTIONAL(pin_bytes_per_s),
-    OPTIONAL(pageable_h2d_bytes_per_s),
-    OPTIONAL(pageable_d2h_bytes_per_s),
-    OPTIONAL(loaded_h2d_bytes_per_s),
-    OPTIONAL(loaded_d2h_bytes_per_s),
-    OPTIONAL(loaded_gemm_flops_per_s)};
-enum { N_RATES = sizeof rates / sizeof *rates };
-static double *rate_at(ps_hardware *hw, int i) {
-  return (double *)(void *)((char *)hw + rates[i].offset);
+/* ---- the table ------------------------------------------------------------------------------- */
+
+/* TEXT: char[max]. REAL: double. LIST: structs of entry_bytes, whose first member is a U32; a first
+ * member of 0 ends the list. */
+typedef enum field_type { TEXT, U32, U64, REAL, LIST } field_type;
+
+enum {
+  REQUIRED = 1, /* every file has it, a REAL is positive; else it may be missing, or 0 */
+  MACHINE = 2,  /* ps_hardware_read() takes it from the machine, not from the file */
+  SAME = 4,     /* ps_hardware_read() refuses a file whose value is not the machine's */
+  FACT = MACHINE | REQUIRED,
+  KEPT = MACHINE | SAME
+};
+
+typedef struct field {
+  const char *key; /* the unit of a value is in its key */
+  size_t offset;   /* in ps_hardware, or in the entry of a list */
+  field_type type;
+  uint32_t flags;
+  uint64_t min, max; /* of a whole number; of a TEXT's BYTES; of a LIST's entries */
+  const struct field *entry;
+  size_t entry_bytes;
+} field;
+#define END {.key = NULL}
+
+#define WHOLE(of, member, least, most, how)                                                        \
+  {.key = #member,                                                                                 \
+   .offset = offsetof(of, member),                                                                 \
+   .type = U32,                                                                                    \
+   .flags = how,                                                                                   \
+   .min = least,                                                                                   \
+   .max = most}
+#define POSITIVE(of, member) WHOLE(of, member, 1, UINT32_MAX, REQUIRED)
+#define RATE(of, member)                                                                           \
+  {.key = #member, .offset = offsetof(of, member), .type = REAL, .flags = REQUIRED}
+
+static const field gemm_entry[] = {
+    POSITIVE(ps_gemm_rate, rows), RATE(ps_gemm_rate, forward_flops_per_s),
+    RATE(ps_gemm_rate, dgrad_flops_per_s), RATE(ps_gemm_rate, wgrad_flops_per_s), END};
+static const field attention_entry[] = {POSITIVE(ps_attention_rate, rows),
+                                        POSITIVE(ps_attention_rate, kv_rows),
+                                        POSITIVE(ps_attention_rate, packed),
+                                        WHOLE(ps_attention_rate, found, 0, 1, 0),
+                                        RATE(ps_attention_rate, forward_flops_per_s),
+                                        RATE(ps_attention_rate, backward_flops_per_s),
+                                        END};
+static const field contention_entry[] = {
+    POSITIVE(ps_contention_rate, kinds),        POSITIVE(ps_contention_rate, threads),
+    RATE(ps_contention_rate, h2d_bytes_per_s),  RATE(ps_contention_rate, d2h_bytes_per_s),
+    RATE(ps_contention_rate, host_bytes_per_s), END};
+static const field thread_entry[] = {POSITIVE(ps_thread_rate, threads),
+                                     RATE(ps_thread_rate, bytes_per_s), END};
+
+#define AT(member) offsetof(ps_hardware, member)
+#define NAME(member, how)                                                                          \
+  {.key = #member,                                                                                 \
+   .offset = AT(member),                                                                           \
+   .type = TEXT,                                                                                   \
+   .flags = how,                                                                                   \
+   .max = sizeof((ps_hardware *)0)->member}
+#define COUNT(member, how) WHOLE(ps_hardware, member, 0, UINT32_MAX, how)
+#define BYTES(member, how)                                                                         \
+  {.key = #member, .offset = AT(member), .type = U64, .flags = how, .max = UINT64_MAX}
+#define REAL_AS(name, member, how) {.key = name, .offset = AT(member), .type = REAL, .flags = how}
+#define REAL_OF(member, how)       REAL_AS(#member, member, how)
+#define LIST_OF(name, member, list, most)                                                          \
+  {.key = name,                                                                                    \
+   .offset = AT(member),                                                                           \
+   .type = LIST,                                                                                   \
+   .max = most,                                                                                    \
+   .entry = list,                                                                                  \
+   .entry_bytes = sizeof *((ps_hardware *)0)->member}
+static const field fields[] = {
+    NAME(name, KEPT),
+    NAME(device_name, KEPT),
+    WHOLE(ps_hardware, backend, 0, PS_N_BACKENDS - 1, FACT),
+    COUNT(n_threads, FACT | SAME),
+    COUNT(n_cpus, FACT | SAME),
+    COUNT(compute_capability, FACT),
+    COUNT(n_sms, FACT),
+    COUNT(cudnn_version, FACT | SAME),
+    COUNT(driver_version, KEPT),
+    COUNT(cublaslt_version, KEPT),
+    COUNT(flash4_version, KEPT),
+    WHOLE(ps_hardware, measured, PS_ESTIMATED, PS_MEASURED_TIGHT, 0),
+    BYTES(host_memory_bytes, FACT),
+    BYTES(device_memory_bytes, FACT),
+    BYTES(device_overhead_bytes, REQUIRED),
+    REAL_OF(peak_flops_per_s, MACHINE),
+    REAL_OF(device_peak_bytes_per_s, MACHINE),
+    REAL_OF(link_peak_bytes_per_s, MACHINE),
+    REAL_AS("gemm_fp32_flops_per_s", gemm_flops_per_s[PS_F32], REQUIRED),
+    REAL_AS("gemm_bf16_flops_per_s", gemm_flops_per_s[PS_BF16], REQUIRED),
+    REAL_AS("attention_fp32_flops_per_s", attention_flops_per_s[PS_F32], REQUIRED),
+    REAL_AS("attention_bf16_flops_per_s", attention_flops_per_s[PS_BF16], REQUIRED),
+    REAL_AS("attention_bwd_fp32_flops_per_s", attention_bwd_flops_per_s[PS_F32], REQUIRED),
+    REAL_AS("attention_bwd_bf16_flops_per_s", attention_bwd_flops_per_s[PS_BF16], REQUIRED),
+    REAL_OF(elementwise_bytes_per_s, REQUIRED),
+    REAL_OF(h2d_bytes_per_s, REQUIRED),
+    REAL_OF(d2h_bytes_per_s, REQUIRED),
+    REAL_OF(duplex_bytes_per_s, REQUIRED),
+    REAL_OF(optimizer_bytes_per_s, REQUIRED),
+    REAL_OF(memory_bytes_per_s, REQUIRED),
+    REAL_OF(op_ns, REQUIRED),
+    REAL_OF(accumulate_bytes_per_s, 0),
+    REAL_OF(accumulate_sumsq_bytes_per_s, 0),
+    REAL_OF(sumsq_bytes_per_s, 0),
+    REAL_OF(gather_bytes_per_s, 0),
+    REAL_OF(idle_gain, 0),
+    REAL_OF(idle_most, 0),
+    REAL_OF(first_touch_bytes_per_s, 0),
+    REAL_OF(pin_bytes_per_s, 0),
+    REAL_OF(pageable_h2d_bytes_per_s, 0),
+    REAL_OF(pageable_d2h_bytes_per_s, 0),
+    REAL_OF(loaded_h2d_bytes_per_s, 0),
+    REAL_OF(loaded_d2h_bytes_per_s, 0),
+    REAL_OF(loaded_gemm_flops_per_s, 0),
+    LIST_OF("gemm_fp32", gemm[PS_F32], gemm_entry, PS_MAX_GEMM_RATES),
+    LIST_OF("gemm_bf16", gemm[PS_BF16], gemm_entry, PS_MAX_GEMM_RATES),
+    LIST_OF("attention_fp32", attention[PS_F32], attention_entry, PS_MAX_ATTENTION_RATES),
+    LIST_OF("attention_bf16", attention[PS_BF16], attention_entry, PS_MAX_ATTENTION_RATES),
+    LIST_OF("memory_shares", contention, contention_entry, PS_MAX_CONTENTION_RATES),
+    LIST_OF("optimizer_by_threads", optimizer_by_threads, thread_entry, PS_MAX_THREAD_RATES),
+    END};
+
+/* ---- reading --------------------------------------------------------------------------------- */
+
+typedef struct source {
+  const char *path;
+  uint32_t without; /* fields with one of these flags are left as they are */
+} source;
+
+static uint32_t u32_at(const char *at) {
+  uint32_t value;
+  memcpy(&value, at, sizeof value);
+  return value;
+}
+static uint64_t u64_at(const char *at) {
+  uint64_t value;
+  memcpy(&value, at, sizeof value);
+  return value;
+}
+static double real_at(const char *at) {
+  double value;
+  memcpy(&value, at, sizeof value);
+  return value;
 }
 
-/* Facts that ps__hardware_facts() finds on this machine; of a machine that is only described, the
- * file has them. */
-typedef struct fact_field {
-  const char *name;
-  size_t offset, bytes;
-  bool optional;
-} fact_field;
-#define FACT(member, optional)                                                                     \
-  {#member, offsetof(ps_hardware, member), sizeof((ps_hardware *)0)->member, optional}
-static const fact_field facts[] = {FACT(backend, false),
-                                   FACT(n_threads, false),
-                                   FACT(n_cpus, false),
-                                   FACT(compute_capability, false),
-                                   FACT(n_sms, false),
-                                   FACT(cudnn_version, false),
-                                   FACT(driver_version, true),
-                                   FACT(cublaslt_version, true),
-                                   FACT(flash4_version, true),
-                                   FACT(measured, true),
-                                   FACT(host_memory_bytes, false),
-                                   FACT(device_memory_bytes, false),
-                                   FACT(device_overhead_bytes, false)};
-enum { N_FACTS = sizeof facts / sizeof *facts };
-
-static uint64_t fact(const ps_hardware *hw, int i) {
-  const char *at = (const char *)hw + facts[i].offset;
-  uint32_t small;
-  uint64_t large;
-  memcpy(&small, at, sizeof small);
-  if (facts[i].bytes == sizeof small)
-    return small;
-  memcpy(&large, at, sizeof large);
-  return large;
-}
-
-static void set_fact(ps_hardware *hw, int i, uint64_t value) {
+static ps_status read_whole(char *at, const field *f, const ps__json *j, const source *s,
+                            const char *entry) {
+  uint64_t value;
+  if (!ps__json_uint64(j, &value) || value < f->min || value > f->max)
+    return f->max < UINT32_MAX
+               ? ps__fail(PS_EFORMAT, "%s: %s%s is no whole number from %llu to %llu", s->path,
+                          entry, f->key, (unsigned long long)f->min, (unsigned long long)f->max)
+               : ps__fail(PS_EFORMAT, "%s: %s%s is missing or no %swhole number", s->path, entry,
+                          f->key, f->min ? "positive " : "");
   const uint32_t small = (uint32_t)value;
-  memcpy((char *)hw + facts[i].offset,
-         facts[i].bytes == sizeof small ? (const void *)&small : (const void *)&value,
-         facts[i].bytes);
+  memcpy(at, f->type == U32 ? (const void *)&small : (const void *)&value,
+         f->type == U32 ? sizeof small : sizeof value);
+  return PS_OK;
 }
 
-/* ---- tables: arrays of objects; an entry has its numbers in the order of its struct
- * ------------- */
+static ps_status read_fields(char *base, const field *f, const ps__json *j, const source *s,
+                             const char *entry);
 
-typedef struct table {
-  const char *name;
-  size_t offset, entry_bytes;
-  uint32_t max;
-  /* leading uint32_t fields, NULL after the last; a first field of 0 ends the table */
-  const char *count[4];
-  const char
-      *flag; /* uint32_t after them, 0 or 1, left out of the file where it is 0; NULL: none */
-  const char *rate[4]; /* double fields after all these */
-  size_t rates_offset; /* in the entry */
-} table;
-static const table tables[] = {{"gemm_bf16",
-                                offsetof(ps_hardware, gemm),
-                                sizeof(ps_gemm_rate),
-                                PS_MAX_GEMM_RATES,
-                                {"rows"},
-                                NULL,
-                                {"forward_flops_per_s", "dgrad_flops_per_s", "wgrad_flops_per_s"},
-                                offsetof(ps_gemm_rate, forward_flops_per_s)},
-                               {"attention_bf16",
-                                offsetof(ps_hardware, attention),
-                                sizeof(ps_attention_rate),
-                                PS_MAX_ATTENTION_RATES,
-                                {"rows", "kv_rows", "packed"},
-                                "found",
-                                {"forward_flops_per_s", "backward_flops_per_s"},
-                                offsetof(ps_attention_rate, forward_flops_per_s)},
-                               {"memory_shares",
-                                offsetof(ps_hardware, contention),
-                                sizeof(ps_contention_rate),
-                                PS_MAX_CONTENTION_RATES,
-                                {"kinds", "threads"},
-                                NULL,
-                                {"h2d_bytes_per_s", "d2h_bytes_per_s", "host_bytes_per_s"},
-                                offsetof(ps_contention_rate, h2d_bytes_per_s)},
-                               {"optimizer_by_threads",
-                                offsetof(ps_hardware, optimizer_by_threads),
-                                sizeof(ps_thread_rate),
-                                PS_MAX_THREAD_RATES,
-                                {"threads"},
-                                NULL,
-                                {"bytes_per_s"},
-                                offsetof(ps_thread_rate, bytes_per_s)}};
-enum { N_TABLES = sizeof tables / sizeof *tables };
-
-static uint32_t *counts_of(ps_hardware *hw, const table *t, size_t i) {
-  return (uint32_t *)(void *)((char *)hw + t->offset + i * t->entry_bytes);
-}
-static double *rates_of(ps_hardware *hw, const table *t, size_t i) {
-  return (double *)(void *)((char *)hw + t->offset + i * t->entry_bytes + t->rates_offset);
-}
-
-static ps_status read_entry(ps_hardware *hw, const table *t, size_t i, const ps__json *j,
-                            const char *path) {
-  int k = 0;
-  uint64_t value = 0;
-  for (; t->count[k]; k++) {
-    if (!ps__json_uint64(ps__json_get(j, t->count[k]), &value) || value == 0 || value > UINT32_MAX)
-      return ps__fail(PS_EFORMAT, "%s: %s[%zu].%s is missing or no positive whole number", path,
-                      t->name, i, t->count[k]);
-    counts_of(hw, t, i)[k] = (uint32_t)value;
-  }
-  const ps__json *flag = t->flag ? ps__json_get(j, t->flag) : NULL;
-  if (flag && (!ps__json_uint64(flag, &value) || value > 1))
-    return ps__fail(PS_EFORMAT, "%s: %s[%zu].%s is neither 0 nor 1", path, t->name, i, t->flag);
-  if (flag)
-    counts_of(hw, t, i)[k] = (uint32_t)value;
-  for (k = 0; t->rate[k]; k++) {
-    double *rate = &rates_of(hw, t, i)[k];
-    *rate = ps__json_number(ps__json_get(j, t->rate[k]), 0);
-    if (!(*rate > 0))
-      return ps__fail(PS_EFORMAT, "%s: %s[%zu].%s is missing or not positive", path, t->name, i,
-                      t->rate[k]);
+static ps_status read_list(char *at, const field *f, const ps__json *j, const source *s) {
+  if (ps__json_type(j) != PS_JSON_ARRAY || ps__json_length(j) > f->max)
+    return ps__fail(PS_EFORMAT, "%s: %s must be a list of at most %llu entries", s->path, f->key,
+                    (unsigned long long)f->max);
+  for (size_t i = 0; i < ps__json_length(j); i++) {
+    char entry[64];
+    snprintf(entry, sizeof entry, "%s[%zu].", f->key, i);
+    PS_TRY(read_fields(at + i * f->entry_bytes, f->entry, ps__json_at(j, i), s, entry));
   }
   return PS_OK;
 }
 
-static ps_status read_tables(ps_hardware *hw, const ps__json *j, const char *path) {
-  for (const table *t = tables; t < tables + N_TABLES; t++) {
-    const ps__json *list = ps__json_get(j, t->name);
-    if (!list)
-      continue;
-    if (ps__json_type(list) != PS_JSON_ARRAY || ps__json_length(list) > t->max)
-      return ps__fail(PS_EFORMAT, "%s: %s must be a list of at most %u entries", path, t->name,
-                      t->max);
-    for (size_t i = 0; i < ps__json_length(list); i++)
-      PS_TRY(read_entry(hw, t, i, ps__json_at(list, i), path));
+static ps_status read_value(char *at, const field *f, const ps__json *j, const source *s,
+                            const char *entry) {
+  const bool required = f->flags & REQUIRED;
+  double real;
+  const char *text;
+  switch (f->type) {
+  case TEXT:
+    text = ps__json_string(j, NULL);
+    if (!text)
+      return ps__fail(PS_EFORMAT, "%s: %s is no text", s->path, f->key);
+    snprintf(at, f->max, "%s", text);
+    return PS_OK;
+  case REAL:
+    real = ps__json_number(j, -1);
+    if (required ? !(real > 0) : !(real >= 0))
+      return ps__fail(PS_EFORMAT, "%s: %s%s is missing or not positive", s->path, entry, f->key);
+    memcpy(at, &real, sizeof real);
+    return PS_OK;
+  case LIST: return read_list(at, f, j, s);
+  default: return read_whole(at, f, j, s, entry);
   }
+}
+
+/* @entry  "gemm_bf16[1]." before the keys in messages; "" outside lists. */
+static ps_status read_fields(char *base, const field *f, const ps__json *j, const source *s,
+                             const char *entry) {
+  for (; f->key; f++) {
+    const ps__json *value = ps__json_get(j, f->key);
+    if (!(f->flags & s->without) && (value || f->flags & REQUIRED))
+      PS_TRY(read_value(base + f->offset, f, value, s, entry));
+  }
+  return PS_OK;
+}
+
+static ps_status check_contention(const ps_hardware *hw, const char *path) {
   for (const ps_contention_rate *s = hw->contention;
        s < hw->contention + PS_MAX_CONTENTION_RATES && s->kinds; s++)
     if (s->kinds < PS_CONTENTION_SUMS || s->kinds >= PS_CONTENTION_OPTIMIZER + PS_CONTENTION_SUMS)
@@ -188,50 +230,35 @@ static ps_status read_tables(ps_hardware *hw, const ps__json *j, const char *pat
                       "%s: memory_shares[%zu].kinds %u: neither sums (4) nor the optimizer (8) "
                       "with copies to the device (1), to the host (2) or both",
                       path, (size_t)(s - hw->contention), s->kinds);
-  bool whole = !hw->attention[0].rows;
-  for (const ps_attention_rate *r = hw->attention;
-       r < hw->attention + PS_MAX_ATTENTION_RATES && r->rows; r++) {
+  return PS_OK;
+}
+
+static ps_status check_attention(const ps_attention_rate *list, const char *dtype,
+                                 const char *path) {
+  bool whole = !list[0].rows;
+  for (const ps_attention_rate *r = list; r < list + PS_MAX_ATTENTION_RATES && r->rows; r++) {
     if (r->kv_rows < r->rows || ((r->packed > 1 || r->found) && r->kv_rows > r->rows))
       return ps__fail(PS_EFORMAT,
-                      "%s: attention_bf16[%zu]: %u kv_rows for %u rows, packed %u, found %u: none "
+                      "%s: attention_%s[%zu]: %u kv_rows for %u rows, packed %u, found %u: none "
                       "of whole, packed, found and slice",
-                      path, (size_t)(r - hw->attention), r->kv_rows, r->rows, r->packed, r->found);
+                      path, dtype, (size_t)(r - list), r->kv_rows, r->rows, r->packed, r->found);
     whole |= r->kv_rows == r->rows && r->packed == 1 && !r->found;
   }
   return whole ? PS_OK
                : ps__fail(PS_EFORMAT,
-                          "%s: attention_bf16 needs an entry of a whole sequence (kv_rows as rows, "
+                          "%s: attention_%s needs an entry of a whole sequence (kv_rows as rows, "
                           "packed 1)",
-                          path);
+                          path, dtype);
 }
 
-static void write_table(ps__jsonw *w, ps_hardware *hw, const table *t) {
-  ps__jsonw_array(w, t->name);
-  for (size_t i = 0; i < t->max && counts_of(hw, t, i)[0]; i++) {
-    ps__jsonw_object(w, NULL);
-    int k = 0;
-    for (; t->count[k]; k++)
-      ps__jsonw_uint(w, t->count[k], counts_of(hw, t, i)[k]);
-    if (t->flag && counts_of(hw, t, i)[k])
-      ps__jsonw_uint(w, t->flag, 1);
-    for (k = 0; t->rate[k]; k++)
-      ps__jsonw_number(w, t->rate[k], rates_of(hw, t, i)[k]);
-    ps__jsonw_end(w);
-  }
-  ps__jsonw_end(w);
-}
-
-/* ---- a machine ------------------------------------------------------------------------------- */
-
-static ps_status read_rates(ps_hardware *hw, const ps__json *j, const char *path) {
-  for (int i = 0; i < N_RATES; i++) {
-    const ps__json *value = ps__json_get(j, rates[i].name);
-    *rate_at(hw, i) = ps__json_number(value, 0);
-    if (rates[i].optional ? value && !(*rate_at(hw, i) >= 0) : !(*rate_at(hw, i) > 0))
-      return ps__fail(PS_EFORMAT, "%s: %s is missing or not positive: run penstock profile", path,
-                      rates[i].name);
-  }
-  PS_TRY(read_tables(hw, j, path));
+/* The fields of @j but for those with one of the flags @without. */
+static ps_status read_machine(ps_hardware *hw, const ps__json *j, const char *path,
+                              uint32_t without) {
+  const source s = {path, without};
+  PS_TRY(read_fields((char *)hw, fields, j, &s, ""));
+  PS_TRY(check_contention(hw, path));
+  PS_TRY(check_attention(hw->attention[PS_F32], "fp32", path));
+  PS_TRY(check_attention(hw->attention[PS_BF16], "bf16", path));
   ps__hardware_complete(hw);
   return PS_OK;
 }
@@ -241,46 +268,25 @@ ps_status ps_hardware_describe(ps_hardware *out, const char *path) {
     return ps__fail(PS_EINVAL, "ps_hardware_describe: out and path must be given");
   ps__json *j = NULL;
   PS_TRY(ps__json_read_file(&j, path, 1 << 20));
-  ps_hardware hw = {.struct_bytes = sizeof hw, .measured = 1};
-  ps_status st = read_rates(&hw, j, path);
-  for (int i = 0; st == PS_OK && i < N_FACTS; i++) {
-    uint64_t value = 0;
-    const ps__json *given = ps__json_get(j, facts[i].name);
-    if (!ps__json_uint64(given, &value) && (given || !facts[i].optional))
-      st = ps__fail(PS_EFORMAT, "%s: %s is missing or no whole number", path, facts[i].name);
-    if (given)
-      set_fact(&hw, i, value);
-  }
-  const char *name = ps__json_string(ps__json_get(j, "name"), NULL),
-             *device = ps__json_string(ps__json_get(j, "device_name"), NULL);
-  snprintf(hw.name, sizeof hw.name, "%s", name ? name : "");
-  snprintf(hw.device_name, sizeof hw.device_name, "%s", device ? device : "");
-  hw.peak_flops_per_s = ps__json_number(ps__json_get(j, "peak_flops_per_s"), 0);
-  hw.device_peak_bytes_per_s = ps__json_number(ps__json_get(j, "device_peak_bytes_per_s"), 0);
-  hw.link_peak_bytes_per_s = ps__json_number(ps__json_get(j, "link_peak_bytes_per_s"), 0);
-  if (st == PS_OK && hw.backend >= PS_N_BACKENDS)
-    st = ps__fail(PS_EFORMAT, "%s: backend %u is unknown", path, hw.backend);
+  ps_hardware hw = {.struct_bytes = sizeof hw, .measured = PS_MEASURED};
+  const ps_status st = read_machine(&hw, j, path, 0);
   ps__json_free(j);
   if (st == PS_OK)
     *out = hw;
   return st;
 }
 
-static bool same_number(const ps__json *j, const char *name, uint64_t here) {
-  uint64_t value;
-  return ps__json_uint64(ps__json_get(j, name), &value) && value == here;
-}
-
-/* Whether a file's rates are of this machine with the same libraries. */
+/* Whether a file's rates are of this machine with the same libraries; what a file lacks is 0. */
 static bool same_machine(const ps__json *j, const ps_hardware *hw) {
-  const char *name = ps__json_string(ps__json_get(j, "name"), NULL),
-             *device = ps__json_string(ps__json_get(j, "device_name"), NULL);
-  return name && strcmp(name, hw->name) == 0 && device && strcmp(device, hw->device_name) == 0 &&
-         same_number(j, "n_cpus", hw->n_cpus) && same_number(j, "n_threads", hw->n_threads) &&
-         same_number(j, "driver_version", hw->driver_version) &&
-         same_number(j, "cudnn_version", hw->cudnn_version) &&
-         same_number(j, "cublaslt_version", hw->cublaslt_version) &&
-         ps__json_number(ps__json_get(j, "flash4_version"), 0) == hw->flash4_version;
+  for (const field *f = fields; f->key; f++) {
+    const char *at = (const char *)hw + f->offset;
+    const ps__json *value = ps__json_get(j, f->key);
+    const char *text = ps__json_string(value, NULL);
+    if (f->flags & SAME && (f->type == TEXT ? strcmp(text ? text : "", at) != 0
+                                            : ps__json_number(value, 0) != u32_at(at)))
+      return false;
+  }
+  return true;
 }
 
 ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t backend, uint32_t device,
@@ -291,7 +297,7 @@ ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t backend,
   PS_TRY(ps__json_read_file(&j, path, 1 << 20));
   ps_hardware hw;
   ps_status st = ps__hardware_facts(&hw, backend, device, n_threads);
-  if (st == PS_OK && !same_number(j, "layout", LAYOUT))
+  if (st == PS_OK && ps__json_number(ps__json_get(j, "layout"), 0) != LAYOUT)
     st = ps__fail(PS_ESTATE, "%s: measured by another version of penstock: run penstock profile",
                   path);
   if (st == PS_OK && !same_machine(j, &hw))
@@ -299,35 +305,41 @@ ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t backend,
                   "%s: measured on another machine, with other threads or other libraries: run "
                   "penstock profile",
                   path);
-  if (st == PS_OK)
-    st = read_rates(&hw, j, path);
-  if (st == PS_OK && backend == PS_BACKEND_CPU)
-    hw.peak_flops_per_s = hw.gemm_flops_per_s[PS_F32];
-  if (st == PS_OK && backend == PS_BACKEND_CUDA &&
-      !ps__json_uint64(ps__json_get(j, "device_overhead_bytes"), &hw.device_overhead_bytes))
-    st = ps__fail(PS_EFORMAT, "%s: device_overhead_bytes is missing: run penstock profile", path);
-  hw.measured = same_number(j, "measured", PS_MEASURED_TIGHT) ? PS_MEASURED_TIGHT : PS_MEASURED;
+  if (st == PS_OK) {
+    hw.measured = PS_MEASURED;
+    st = read_machine(&hw, j, path, MACHINE);
+  }
   ps__json_free(j);
   if (st == PS_OK)
     *out = hw;
   return st;
 }
 
-static void write_members(ps__jsonw *w, ps_hardware *hw) {
-  ps__jsonw_object(w, NULL);
-  ps__jsonw_uint(w, "layout", LAYOUT);
-  ps__jsonw_string(w, "name", hw->name);
-  ps__jsonw_string(w, "device_name", hw->device_name);
-  for (int i = 0; i < N_FACTS; i++)
-    ps__jsonw_uint(w, facts[i].name, fact(hw, i));
-  ps__jsonw_number(w, "peak_flops_per_s", hw->peak_flops_per_s);
-  ps__jsonw_number(w, "device_peak_bytes_per_s", hw->device_peak_bytes_per_s);
-  ps__jsonw_number(w, "link_peak_bytes_per_s", hw->link_peak_bytes_per_s);
-  for (int i = 0; i < N_RATES; i++)
-    ps__jsonw_number(w, rates[i].name, *rate_at(hw, i));
-  for (int i = 0; i < N_TABLES; i++)
-    write_table(w, hw, &tables[i]);
+/* ---- writing --------------------------------------------------------------------------------- */
+
+static void write_fields(ps__jsonw *w, const char *base, const field *f);
+
+static void write_list(ps__jsonw *w, const char *at, const field *f) {
+  ps__jsonw_array(w, f->key);
+  for (uint64_t i = 0; i < f->max && u32_at(at + i * f->entry_bytes); i++) {
+    ps__jsonw_object(w, NULL);
+    write_fields(w, at + i * f->entry_bytes, f->entry);
+    ps__jsonw_end(w);
+  }
   ps__jsonw_end(w);
+}
+
+static void write_fields(ps__jsonw *w, const char *base, const field *f) {
+  for (; f->key; f++) {
+    const char *at = base + f->offset;
+    switch (f->type) {
+    case TEXT: ps__jsonw_string(w, f->key, at); break;
+    case U32: ps__jsonw_uint(w, f->key, u32_at(at)); break;
+    case U64: ps__jsonw_uint(w, f->key, u64_at(at)); break;
+    case REAL: ps__jsonw_number(w, f->key, real_at(at)); break;
+    case LIST: write_list(w, at, f); break;
+    }
+  }
 }
 
 ps_status ps_hardware_write(const ps_hardware *hw, const char *path) {
@@ -335,8 +347,10 @@ ps_status ps_hardware_write(const ps_hardware *hw, const char *path) {
     return ps__fail(PS_EINVAL, "ps_hardware_write: hw and path must be given");
   ps__jsonw *w = NULL;
   PS_TRY(ps__jsonw_create(&w));
-  ps_hardware copy = *hw;
-  write_members(w, &copy);
+  ps__jsonw_object(w, NULL);
+  ps__jsonw_uint(w, "layout", LAYOUT);
+  write_fields(w, (const char *)hw, fields);
+  ps__jsonw_end(w);
   size_t n;
   const char *text = ps__jsonw_text(w, &n);
   char *temporary;

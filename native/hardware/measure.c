@@ -159,25 +159,27 @@ static void case_copy(bench *b, const void *args) { memcpy(b->c, b->a, b->bytes)
 
 static void measure_compute(bench *b, ps_hardware *hw) {
   const ps__args_rmsnorm norm = {.rows = NORM_ROWS, .cols = NORM_COLS, .dt = PS_F32, .eps = 1e-5f};
+  ps_gemm_rate *gemm = hw->gemm[PS_BF16];
+  ps_attention_rate *attention = hw->attention[PS_BF16];
   for (uint32_t i = 0; i < N_GEMM; i++) {
     const uint32_t rows = gemm_rows[i];
-    hw->gemm[i] = (ps_gemm_rate){rows, 0, gemm_rate(b, rows, OUT, IN, false, true, PS_BF16),
-                                 gemm_rate(b, rows, IN, OUT, false, false, PS_BF16),
-                                 gemm_rate(b, OUT, IN, rows, true, false, PS_BF16)};
+    gemm[i] = (ps_gemm_rate){rows, 0, gemm_rate(b, rows, OUT, IN, false, true, PS_BF16),
+                             gemm_rate(b, rows, IN, OUT, false, false, PS_BF16),
+                             gemm_rate(b, OUT, IN, rows, true, false, PS_BF16)};
   }
-  hw->gemm_flops_per_s[PS_BF16] = hw->gemm[N_GEMM - 1].forward_flops_per_s;
+  hw->gemm_flops_per_s[PS_BF16] = gemm[N_GEMM - 1].forward_flops_per_s;
   hw->gemm_flops_per_s[PS_F32] = hw->peak_flops_per_s =
       gemm_rate(b, 512, OUT, IN, false, true, PS_F32);
   for (uint32_t i = 0; i < N_ATTENTION; i++) {
-    hw->attention[i] = attention_shapes[i];
-    measure_attention(b, &hw->attention[i], PS_BF16);
+    attention[i] = attention_shapes[i];
+    measure_attention(b, &attention[i], PS_BF16);
   }
   ps_attention_rate fp32 = {512, 512, 1, 0, 0, 0};
   measure_attention(b, &fp32, PS_F32);
   hw->attention_flops_per_s[PS_F32] = fp32.forward_flops_per_s;
   hw->attention_bwd_flops_per_s[PS_F32] = fp32.backward_flops_per_s;
-  hw->attention_flops_per_s[PS_BF16] = hw->attention[1].forward_flops_per_s;
-  hw->attention_bwd_flops_per_s[PS_BF16] = hw->attention[1].backward_flops_per_s;
+  hw->attention_flops_per_s[PS_BF16] = attention[1].forward_flops_per_s;
+  hw->attention_bwd_flops_per_s[PS_BF16] = attention[1].backward_flops_per_s;
   hw->elementwise_bytes_per_s = 8.0 * NORM_ROWS * NORM_COLS / time_case(b, case_elementwise, &norm);
   hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s =
       (double)b->bytes / time_case(b, case_copy, NULL);

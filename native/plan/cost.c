@@ -38,13 +38,11 @@ static double rate_at(const node *n, uint32_t count, double x) {
 static double gemm_rate(const ps_hardware *hw, const ps__args_gemm *g) {
   node n[PS_MAX_GEMM_RATES];
   uint32_t count = 0;
-  if (g->dt_a != PS_BF16)
-    return hw->gemm_flops_per_s[g->dt_a];
-  for (const ps_gemm_rate *r = hw->gemm; count < PS_MAX_GEMM_RATES && r->rows; r++)
+  for (const ps_gemm_rate *r = hw->gemm[g->dt_a]; count < PS_MAX_GEMM_RATES && r->rows; r++)
     n[count++] = (node){r->rows, g->trans_a   ? r->wgrad_flops_per_s
                                  : g->trans_b ? r->forward_flops_per_s
                                               : r->dgrad_flops_per_s};
-  return rate_at(n, count, g->trans_a ? g->k : g->m);
+  return count ? rate_at(n, count, g->trans_a ? g->k : g->m) : hw->gemm_flops_per_s[g->dt_a];
 }
 
 static bool is_slice(const ps_attention_rate *r) { return r->kv_rows > r->rows; }
@@ -64,43 +62,41 @@ static kind kind_of_args(const ps__args_attention *a) {
 
 /* Sequences of @length without a prefix. Where the table has none of the kind, the kind before it
  * serves. */
-static double sequence_rate(const ps_hardware *hw, double length, kind want, bool backward) {
+static double sequence_rate(const ps_attention_rate *table, double length, kind want,
+                            bool backward) {
   for (int k = want; k >= WHOLE; k--) {
     node n[PS_MAX_ATTENTION_RATES];
     uint32_t count = 0;
-    for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
-      const ps_attention_rate *r = &hw->attention[i];
+    for (const ps_attention_rate *r = table; r < table + PS_MAX_ATTENTION_RATES && r->rows; r++)
       if (!is_slice(r) && (int)kind_of(r) == k)
         n[count++] = (node){(double)r->rows / r->packed, rate_of(r, backward)};
-    }
     if (count)
       return rate_at(n, count, length);
   }
   return 0;
 }
 
-static double slice_factor(const ps_hardware *hw, double ratio, bool backward) {
+static double slice_factor(const ps_attention_rate *table, double ratio, bool backward) {
   node n[PS_MAX_ATTENTION_RATES + 1] = {{1, 1}};
   uint32_t count = 1;
-  for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[i].rows; i++) {
-    const ps_attention_rate *r = &hw->attention[i];
+  for (const ps_attention_rate *r = table; r < table + PS_MAX_ATTENTION_RATES && r->rows; r++)
     if (is_slice(r))
       n[count++] = (node){(double)r->kv_rows / r->rows,
-                          rate_of(r, backward) / sequence_rate(hw, r->rows, WHOLE, backward)};
-  }
+                          rate_of(r, backward) / sequence_rate(table, r->rows, WHOLE, backward)};
   return rate_at(n, count, ratio);
 }
 
 /* The pairs of a chunk tell how long its sequences are: n of length L have n L^2/2. */
 static double attention_rate(const ps_hardware *hw, const ps__args_attention *a, double pairs,
                              bool backward) {
+  const ps_attention_rate *table = hw->attention[a->dt];
   const double rows = a->n_tokens;
-  if (a->dt != PS_BF16)
+  if (!table->rows)
     return (backward ? hw->attention_bwd_flops_per_s : hw->attention_flops_per_s)[a->dt];
   if (a->row0 == 0)
-    return sequence_rate(hw, 2 * pairs / rows, kind_of_args(a), backward);
-  return sequence_rate(hw, rows, kind_of_args(a), backward) *
-         slice_factor(hw, (a->row0 + rows) / rows, backward);
+    return sequence_rate(table, 2 * pairs / rows, kind_of_args(a), backward);
+  return sequence_rate(table, rows, kind_of_args(a), backward) *
+         slice_factor(table, (a->row0 + rows) / rows, backward);
 }
 
 /* ---- ops ------------------------------------------------------------------------------------- */

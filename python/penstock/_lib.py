@@ -156,6 +156,12 @@ def struct(name: str, **fields):
     return value
 
 
+def _as_list(array) -> list:
+    kind = ffi.typeof(array).item.kind
+    item = as_dict if kind == "struct" else _as_list if kind == "array" else lambda v: v
+    return [item(v) for v in array]
+
+
 def as_dict(value) -> dict:
     """A struct's fields as Python values: char arrays as str, other arrays as lists, structs as
     dicts; struct_bytes and reserved left out."""
@@ -166,14 +172,7 @@ def as_dict(value) -> dict:
             continue
         content = getattr(value, name)
         if field.type.kind == "array":
-            item = field.type.item
-            content = (
-                text(content)
-                if item.cname == "char"
-                else [as_dict(c) for c in content]
-                if item.kind == "struct"
-                else list(content)
-            )
+            content = text(content) if field.type.item.cname == "char" else _as_list(content)
         out[name] = content
     return out
 

@@ -29,11 +29,11 @@ static ps_hardware random_machine(void) {
                     .memory_bytes_per_s = 8e9};
   const uint32_t rows[] = {4096, 256, 1024};
   for (int i = 0; i < 3; i++)
-    hw.gemm[i] = (ps_gemm_rate){rows[i], 0, random_rate(), random_rate(), random_rate()};
+    hw.gemm[PS_BF16][i] = (ps_gemm_rate){rows[i], 0, random_rate(), random_rate(), random_rate()};
   for (int i = 0; i < N_SHAPES; i++) {
-    hw.attention[i] = shapes[(i + 3) % N_SHAPES];
-    hw.attention[i].forward_flops_per_s = random_rate();
-    hw.attention[i].backward_flops_per_s = random_rate();
+    hw.attention[PS_BF16][i] = shapes[(i + 3) % N_SHAPES];
+    hw.attention[PS_BF16][i].forward_flops_per_s = random_rate();
+    hw.attention[PS_BF16][i].backward_flops_per_s = random_rate();
   }
   hw.gemm_flops_per_s[PS_F32] = 5e12;
   hw.attention_flops_per_s[PS_F32] = 6e12;
@@ -80,7 +80,7 @@ static double gemm(const ps_hardware *hw, uint32_t rows, bool ta, bool tb, uint8
 static bool same(double a, double b) { return fabs(a - b) <= 1e-12 * fabs(b); }
 static const ps_attention_rate *entry(const ps_hardware *hw, uint32_t rows, uint32_t kv_rows,
                                       uint32_t packed, uint32_t found) {
-  const ps_attention_rate *r = hw->attention;
+  const ps_attention_rate *r = hw->attention[PS_BF16];
   while (r->rows != rows || r->kv_rows != kv_rows || r->packed != packed || r->found != found)
     r++;
   return r;
@@ -92,13 +92,13 @@ static double of(const ps_attention_rate *r, bool backward) {
 static void entries_are_met(const ps_hardware *hw) {
   for (int i = 0; i < N_SHAPES; i++)
     for (int backward = 0; backward < 2; backward++) {
-      const ps_attention_rate *r = &hw->attention[i];
+      const ps_attention_rate *r = &hw->attention[PS_BF16][i];
       CHECK(same(attention(hw, r->rows, r->kv_rows, (double)r->rows / r->packed, !r->found,
                            backward, PS_BF16),
                  of(r, backward)));
     }
   for (int i = 0; i < 3; i++) {
-    const ps_gemm_rate *r = &hw->gemm[i];
+    const ps_gemm_rate *r = &hw->gemm[PS_BF16][i];
     CHECK(same(gemm(hw, r->rows, false, true, PS_BF16), r->forward_flops_per_s));
     CHECK(same(gemm(hw, r->rows, false, false, PS_BF16), r->dgrad_flops_per_s));
     CHECK(same(gemm(hw, r->rows, true, false, PS_BF16), r->wgrad_flops_per_s));
@@ -157,16 +157,16 @@ static void a_kind_without_entries_has_those_of_the_kind_before(const ps_hardwar
   }
   uint32_t n = 0;
   for (int i = 0; i < N_SHAPES; i++)
-    if (!hw->attention[i].found)
-      some.attention[n++] = hw->attention[i];
-  some.attention[n].rows = 0;
+    if (!hw->attention[PS_BF16][i].found)
+      some.attention[PS_BF16][n++] = hw->attention[PS_BF16][i];
+  some.attention[PS_BF16][n].rows = 0;
   for (int b = 0; b < 2; b++)
     CHECK(same(by_found_length(&some, 1024, b), of(entry(hw, 8192, 8192, 8, 0), b)));
   n = 0;
   for (int i = 0; i < N_SHAPES; i++)
-    if (!hw->attention[i].found && hw->attention[i].packed == 1)
-      some.attention[n++] = hw->attention[i];
-  some.attention[n].rows = 0;
+    if (!hw->attention[PS_BF16][i].found && hw->attention[PS_BF16][i].packed == 1)
+      some.attention[PS_BF16][n++] = hw->attention[PS_BF16][i];
+  some.attention[PS_BF16][n].rows = 0;
   for (int b = 0; b < 2; b++)
     CHECK(same(by_found_length(&some, 2048, b), of(entry(hw, 2048, 2048, 1, 0), b)) &&
           same(by_packed_length(&some, 2048, b), of(entry(hw, 2048, 2048, 1, 0), b)));

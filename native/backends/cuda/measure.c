@@ -363,9 +363,9 @@ static ps_status measure_attention(bench *b, int which, double seconds) {
   PS_TRY(time_parts(b, &t, seconds, s));
   r.forward_flops_per_s = 4 * pairs / s[0];
   r.backward_flops_per_s = 10 * pairs / s[1];
-  while (hw->attention[i].rows)
+  while (hw->attention[PS_BF16][i].rows)
     i++;
-  hw->attention[i] = r;
+  hw->attention[PS_BF16][i] = r;
   for (int dt = 0; which == ATTENTION_USUAL && dt < PS_N_DTYPES; dt++) {
     hw->attention_flops_per_s[dt] = r.forward_flops_per_s;
     hw->attention_bwd_flops_per_s[dt] = r.backward_flops_per_s;
@@ -378,6 +378,7 @@ static ps_status measure_attention(bench *b, int which, double seconds) {
 /* @full: seconds of the usual products, the three of them. */
 static ps_status measure_products(bench *b, double seconds, double *full) {
   ps_hardware *hw = b->hw;
+  ps_gemm_rate *gemm = hw->gemm[PS_BF16];
   double s[MAX_PARTS];
   timed t = {run_products, &gemm_rows[GEMM_USUAL], MAX_PARTS, usual_attention, ATTENTION_SHARE};
   PS_TRY(tune_products(b));
@@ -386,13 +387,13 @@ static ps_status measure_products(bench *b, double seconds, double *full) {
     const double flops = product_flops(gemm_rows[i]);
     t.arg = &gemm_rows[i];
     PS_TRY(time_parts(b, &t, seconds, s));
-    hw->gemm[i] =
+    gemm[i] =
         (ps_gemm_rate){gemm_rows[i], 0, flops / s[FORWARD], flops / s[DGRAD], flops / s[WGRAD]};
   }
-  hw->gemm_flops_per_s[PS_BF16] = hw->gemm[N_GEMM - 1].forward_flops_per_s;
+  hw->gemm_flops_per_s[PS_BF16] = gemm[N_GEMM - 1].forward_flops_per_s;
   *full = product_flops(gemm_rows[GEMM_USUAL]) *
-          (1 / hw->gemm[GEMM_USUAL].forward_flops_per_s +
-           1 / hw->gemm[GEMM_USUAL].dgrad_flops_per_s + 1 / hw->gemm[GEMM_USUAL].wgrad_flops_per_s);
+          (1 / gemm[GEMM_USUAL].forward_flops_per_s + 1 / gemm[GEMM_USUAL].dgrad_flops_per_s +
+           1 / gemm[GEMM_USUAL].wgrad_flops_per_s);
   PS_TRY(time_parts(b, &(timed){.part = run_fp32, .n_parts = 1}, seconds / 2, s));
   hw->gemm_flops_per_s[PS_F32] = 2.0 * TOKENS * DIM * DIM / s[0];
   return PS_OK;
@@ -618,9 +619,9 @@ static ps_status measure_loaded(bench *b, double seconds) {
   ps_hardware *hw = b->hw;
   const double flops = product_flops(gemm_rows[GEMM_USUAL]), bytes = (double)COPY;
   const uint32_t n_products = 16,
-                 n_copies =
-                     1 + (uint32_t)(n_products * flops / hw->gemm[GEMM_USUAL].forward_flops_per_s *
-                                    hw->duplex_bytes_per_s / bytes);
+                 n_copies = 1 + (uint32_t)(n_products * flops /
+                                           hw->gemm[PS_BF16][GEMM_USUAL].forward_flops_per_s *
+                                           hw->duplex_bytes_per_s / bytes);
   double total[3] = {0};
   uint32_t n = 0;
   PS_TRY(loaded_turn(b, n_products, n_copies, total));
