@@ -21,7 +21,7 @@ enum { TASK_ELEMENTS = 16384, MAX_REPS = 101, MAX_THREAD_COUNTS = 8 };
 typedef struct state {
   uint64_t n;
   char *w, *m, *v, *grad;
-  uint16_t *w_bf16;
+  uint16_t *copy;
   ps__simd simd;
   ps__update u;
   int streaming; /* copy with non-temporal stores */
@@ -31,10 +31,7 @@ static void update_task(void *arg, int64_t task, uint32_t worker) {
   state *st = arg;
   uint64_t first = (uint64_t)task * TASK_ELEMENTS,
            n = st->n - first < TASK_ELEMENTS ? st->n - first : TASK_ELEMENTS;
-  const ps__arrays all = {.w = st->w,
-                          .w_bf16 = st->w_bf16,
-                          .grad = st->grad,
-                          .state = {st->m, st->v}},
+  const ps__arrays all = {.w = st->w, .copy = st->copy, .grad = st->grad, .state = {st->m, st->v}},
                    a = ps__arrays_from(&all, st->u.recipe, first);
   ps__update_elements(st->simd, &st->u, n, &a, 0.1f, first);
 }
@@ -112,7 +109,7 @@ static int fill(state *st) {
               {(void **)&st->m, "first moments"},
               {(void **)&st->v, "second moments"},
               {(void **)&st->grad, "gradients"},
-              {(void **)&st->w_bf16, "bf16 weights"}};
+              {(void **)&st->copy, "bf16 weights"}};
   for (size_t i = 0; i < sizeof maps / sizeof *maps; i++)
     if (ps__map(maps[i].at, st->n * 4, maps[i].what) != PS_OK)
       return 0;
@@ -122,7 +119,7 @@ static int fill(state *st) {
     ((uint32_t *)st->w)[i] = 0x3f803f80u | r;
     ((uint32_t *)st->grad)[i] = 0x3c003c00u | r;
   }
-  memset(st->w_bf16, 0, st->n * 2);
+  memset(st->copy, 0, st->n * 2);
   return 1;
 }
 

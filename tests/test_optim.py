@@ -34,7 +34,7 @@ def at(a):
 
 
 class Arrays(c.Structure):
-    _fields_ = [(n, c.c_void_p) for n in ("w", "w_bf16", "grad")] + [("state", c.c_void_p * 2)]
+    _fields_ = [(n, c.c_void_p) for n in ("w", "copy", "grad")] + [("state", c.c_void_p * 2)]
 
 
 def arrays(w, grad, *state, copy=None):

@@ -10,6 +10,7 @@
  * tensors and more than 8 dimensions, and has the limits below. */
 #include <penstock/checkpoint.h>
 
+#include "core/dtype.h"
 #include "io/io.h"
 #include <errno.h>
 #include <inttypes.h>
@@ -628,53 +629,6 @@ uint64_t ps_tensors_find(const ps_tensor_file *f, const char *name) {
 
 /* ---- reading with conversion ----------------------------------------------------------------- */
 
-static float f16_to_f32(uint16_t h) {
-  uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 0x3FF, bits;
-  if (exponent == 31)
-    bits = sign | 0x7F800000 | fraction << 13;
-  else if (exponent)
-    bits = sign | (exponent + 112) << 23 | fraction << 13;
-  else if (!fraction)
-    bits = sign;
-  else { /* subnormal: shift the leading one out */
-    int shift = __builtin_clz(fraction) - 21;
-    bits = sign | (uint32_t)(113 - shift) << 23 | (fraction << shift & 0x3FF) << 13;
-  }
-  float f;
-  memcpy(&f, &bits, 4);
-  return f;
-}
-
-static float bf16_to_f32(uint16_t h) {
-  uint32_t bits = (uint32_t)h << 16;
-  float f;
-  memcpy(&f, &bits, 4);
-  return f;
-}
-
-/* Round to nearest even; a NaN stays one. */
-static uint16_t f32_to_bf16(float f) {
-  uint32_t bits;
-  memcpy(&bits, &f, 4);
-  if ((bits & 0x7FFFFFFF) > 0x7F800000)
-    return (uint16_t)(bits >> 16 | 0x40);
-  return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
-enum { KIND_F32, KIND_BF16, KIND_F16 };
-
-static void convert(const void *src, int kind, ps_dtype dtype, void *dst, size_t n) {
-  const float *f = src;
-  const uint16_t *h = src;
-  for (size_t i = 0; i < n; i++) {
-    float v = kind == KIND_F32 ? f[i] : kind == KIND_BF16 ? bf16_to_f32(h[i]) : f16_to_f32(h[i]);
-    if (dtype == PS_F32)
-      ((float *)dst)[i] = v;
-    else
-      ((uint16_t *)dst)[i] = f32_to_bf16(v);
-  }
-}
-
 ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint64_t n,
                           ps_dtype dtype, void *dst) {
   size_t to = ps_dtype_bytes(dtype);
@@ -690,22 +644,20 @@ ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint6
                     "%s: tensor \"%s\": elements %" PRIu64 " to %" PRIu64
                     " were asked for, it has %" PRIu64,
                     d->path, t->name, first, first + n, t->info.n);
-  int kind = !strcmp(t->info.dtype, "F32")    ? KIND_F32
-             : !strcmp(t->info.dtype, "BF16") ? KIND_BF16
-                                              : KIND_F16;
-  if (kind == KIND_F16 && strcmp(t->info.dtype, "F16"))
+  const uint32_t kind = ps__dtype_of_file(t->info.dtype);
+  if (kind == PS__N_FILE_DTYPES)
     return ps__fail(PS_EFORMAT,
                     "%s: tensor \"%s\": dtype is %s, only F32, BF16 and F16 are converted", d->path,
                     t->name, t->info.dtype);
-  size_t from = kind == KIND_F32 ? 4 : 2;
+  const size_t from = ps__dtypes[kind].bytes;
   uint64_t at = t->begin + first * from;
-  if ((kind == KIND_F32 && dtype == PS_F32) || (kind == KIND_BF16 && dtype == PS_BF16))
+  if (kind == (uint32_t)dtype)
     return ps__pread_all(d->fd, d->path, dst, n * from, at);
   _Alignas(64) char piece[16384];
   for (uint64_t done = 0; done < n;) {
     uint64_t m = n - done < sizeof piece / from ? n - done : sizeof piece / from;
     PS_TRY(ps__pread_all(d->fd, d->path, piece, m * from, at + done * from));
-    convert(piece, kind, dtype, (char *)dst + done * to, m);
+    ps__convert((char *)dst + done * to, dtype, piece, kind, m);
     done += m;
   }
   return PS_OK;

@@ -5,6 +5,7 @@
  * save. */
 #include <penstock/checkpoint.h>
 
+#include "core/dtype.h"
 #include "io/io.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -151,7 +152,7 @@ static ps_status make_header(ps_tensor_writer *w, size_t k) {
   for (uint64_t i = s->first; i < s->first + s->n; i++) {
     const ps_tensor_spec *t = &w->specs[i];
     ps__jsonw_object(j, t->name);
-    ps__jsonw_string(j, "dtype", t->dtype == PS_F32 ? "F32" : "BF16");
+    ps__jsonw_string(j, "dtype", ps__dtypes[t->dtype].file_name);
     ps__jsonw_array(j, "shape");
     for (uint32_t d = 0; d < t->n_dims; d++)
       ps__jsonw_uint(j, NULL, t->shape[d]);

@@ -11,8 +11,8 @@
  * any number of threads and any address alignment of 16 bytes. */
 #ifndef PS_KERNELS_OPS_H
 #define PS_KERNELS_OPS_H
+#include "core/dtype.h"
 #include <penstock/engine.h>
-#include <penstock/model.h>
 #include <stdbool.h>
 
 #ifdef __cplusplus
@@ -364,29 +364,6 @@ static inline uint64_t ps__sumsq_tile(uint64_t n) {
                  whole = (each + PS_SQ_LANES - 1) / PS_SQ_LANES * PS_SQ_LANES;
   return whole < 65536 ? 65536 : whole;
 }
-
-/* ---- conversions shared by kernels, optimizer and io (native/kernels/cpu/convert.c) ---------- */
-static inline float ps__bf16_to_f32(uint16_t h) {
-  union {
-    uint32_t u;
-    float f;
-  } v;
-  v.u = (uint32_t)h << 16;
-  return v.f;
-}
-/* Round to nearest even; NaN stays a quiet NaN. */
-static inline uint16_t ps__f32_to_bf16(float f) {
-  union {
-    float f;
-    uint32_t u;
-  } v;
-  v.f = f;
-  if ((v.u & 0x7fffffffu) > 0x7f800000u)
-    return (uint16_t)((v.u >> 16) | 0x40u);
-  return (uint16_t)((v.u + 0x7fffu + ((v.u >> 16) & 1u)) >> 16);
-}
-void ps__convert_bf16_to_f32(float *dst, const uint16_t *src, size_t n);
-void ps__convert_f32_to_bf16(uint16_t *dst, const float *src, size_t n);
 
 #ifdef __cplusplus
 }

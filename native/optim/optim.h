@@ -21,6 +21,7 @@
  * for state[0], 32-47 for state[1]. element is the global element index: unit_base + offset. */
 #ifndef PS_OPTIM_H
 #define PS_OPTIM_H
+#include "optim/recipe.h"
 #include <penstock/engine.h>
 #include <penstock/optim.h>
 #include <stdbool.h>
@@ -37,8 +38,6 @@ PS_API ps__simd ps__simd_best(void); /* what this CPU runs */
 PS_API uint64_t ps__sr_random(uint64_t seed, uint64_t step, uint64_t element);
 
 /* ---- the table ------------------------------------------------------------------------------- */
-
-enum { PS_MAX_STATES = 2 }; /* an optimizer; one more needs 16 more random bits an element */
 
 /* What of an update is made: the weights (and their bf16 copy) and the state in one pass; or the
  * weights alone, which is what a forward pass waits for, and the state later from the same
@@ -67,15 +66,9 @@ typedef struct ps__optimizer {
 } ps__optimizer;
 extern const ps__optimizer ps__optimizers[PS_N_OPTIMIZERS];
 
-/* Storage by recipe: of the weights that are updated and of each state; of gradients. */
-static inline ps_dtype ps__state_dtype(ps_recipe recipe) {
-  return recipe == PS_RECIPE_BF16 ? PS_BF16 : PS_F32;
-}
-static inline ps_dtype ps__grad_dtype(ps_recipe recipe) {
-  return recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
-}
-/* BYTES of state that a parameter has. */
+/* BYTES of state that a parameter has; BYTES of its master copy, 0 without one. */
 PS_API uint64_t ps__state_bytes(ps_optimizer optimizer, ps_recipe recipe);
+PS_API uint64_t ps__master_bytes(ps_recipe recipe);
 /* BYTES of memory that an element's update takes, read and written. With n states of e bytes:
  *                     whole            weights          state
  *   fp32, e = 4       12 + 8 n         12 + 4 n         4 + 8 n      w and grad of 4
@@ -108,11 +101,12 @@ typedef struct ps__update {
 PS_API void ps__update_correct(ps__update *u, uint64_t t);
 
 /* A unit's arrays, or some elements of them. w: the weights that are updated, in recipe
- * fp32-master the master, whose copy is w_bf16 (else NULL). Of PS_UPDATE_STATE w and w_bf16 may
+ * fp32-master the master, whose copy in the recipe's `weights` is copy (else NULL). Of
+ * PS_UPDATE_STATE w and copy may
  * be NULL. Aligned to their elements; types by recipe as above. */
 typedef struct ps__arrays {
   void *w;
-  uint16_t *w_bf16;
+  void *copy;
   const void *grad;
   void *state[PS_MAX_STATES];
 } ps__arrays;
@@ -121,7 +115,7 @@ PS_API ps__arrays ps__arrays_from(const ps__arrays *a, ps_recipe recipe, uint64_
 
 /* ps__update_elements() - update the first @n elements of @a, whose global index is @element0
  * and whose weight decay is @decay. PS_UPDATE_WEIGHTS only reads the state; PS_UPDATE_STATE
- * touches neither w nor w_bf16. Single-threaded: callers split. */
+ * touches neither w nor copy. Single-threaded: callers split. */
 PS_API void ps__update_elements(ps__simd simd, const ps__update *u, uint64_t n, const ps__arrays *a,
                                 float decay, uint64_t element0);
 

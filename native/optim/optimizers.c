@@ -99,14 +99,21 @@ const char *ps_optimizer_name(ps_optimizer optimizer) {
 }
 
 uint64_t ps__state_bytes(ps_optimizer optimizer, ps_recipe recipe) {
-  return ps__optimizers[optimizer].n_states * ps_dtype_bytes(ps__state_dtype(recipe));
+  uint64_t bytes = 0;
+  for (uint32_t k = 0; k < ps__optimizers[optimizer].n_states; k++)
+    bytes += ps__dtypes[ps__recipes[recipe].state[k]].bytes;
+  return bytes;
+}
+
+uint64_t ps__master_bytes(ps_recipe recipe) {
+  return ps__has_master(recipe) ? ps__dtypes[ps__recipes[recipe].updated].bytes : 0;
 }
 
 double ps__update_bytes(ps_optimizer optimizer, ps_recipe recipe, ps__update_part part) {
-  const uint64_t e = ps_dtype_bytes(ps__state_dtype(recipe)),
-                 state = ps__state_bytes(optimizer, recipe),
-                 grad = ps_dtype_bytes(ps__grad_dtype(recipe)),
-                 copy = recipe == PS_RECIPE_FP32_MASTER ? 2 : 0;
+  const ps__recipe *r = &ps__recipes[recipe];
+  const uint64_t e = ps__dtypes[r->updated].bytes, state = ps__state_bytes(optimizer, recipe),
+                 grad = ps__dtypes[r->grad].bytes,
+                 copy = ps__has_master(recipe) ? ps__dtypes[r->weights].bytes : 0;
   return (double)(part == PS_UPDATE_WHOLE     ? 2 * e + copy + 2 * state + grad
                   : part == PS_UPDATE_WEIGHTS ? 2 * e + copy + state + grad
                                               : 2 * state + grad);
@@ -122,7 +129,7 @@ uint32_t ps__update_operands(ps_optimizer optimizer, ps_recipe recipe, ps__updat
   for (uint32_t k = 0; k < ps__optimizers[optimizer].n_states; k++)
     out[n++] = (ps__operand_access){PS_OPERAND_STATE + k, state};
   out[n++] = (ps__operand_access){PS_OPERAND_GRAD, PS_READ};
-  if (weights && recipe == PS_RECIPE_FP32_MASTER)
+  if (weights && ps__has_master(recipe))
     out[n++] = (ps__operand_access){PS_OPERAND_COPY, PS_WRITE};
   out[n++] = (ps__operand_access){PS_OPERAND_GATE, PS_READ};
   if (header)
@@ -140,7 +147,7 @@ void *ps__operand_ptr(const ps__operand_access *operands, uint32_t n, uint32_t o
 
 ps__arrays ps__arrays_of(const ps__operand_access *operands, uint32_t n, void *const *ptr) {
   ps__arrays a = {.w = ps__operand_ptr(operands, n, PS_OPERAND_WEIGHTS, ptr),
-                  .w_bf16 = ps__operand_ptr(operands, n, PS_OPERAND_COPY, ptr),
+                  .copy = ps__operand_ptr(operands, n, PS_OPERAND_COPY, ptr),
                   .grad = ps__operand_ptr(operands, n, PS_OPERAND_GRAD, ptr)};
   for (uint32_t k = 0; k < PS_MAX_STATES; k++)
     a.state[k] = ps__operand_ptr(operands, n, PS_OPERAND_STATE + k, ptr);

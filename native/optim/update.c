@@ -114,13 +114,14 @@ ps__update_k ps__update_constants(const ps__update *u, float decay, uint64_t ele
 }
 
 ps__arrays ps__arrays_from(const ps__arrays *a, ps_recipe recipe, uint64_t first) {
-  const size_t e = ps_dtype_bytes(ps__state_dtype(recipe)),
-               grad = ps_dtype_bytes(ps__grad_dtype(recipe));
-  ps__arrays from = {.w = a->w ? (char *)a->w + first * e : NULL,
-                     .w_bf16 = a->w_bf16 ? a->w_bf16 + first : NULL,
-                     .grad = (const char *)a->grad + first * grad};
+  const ps__recipe *r = &ps__recipes[recipe];
+  ps__arrays from = {.w = a->w ? (char *)a->w + first * ps__dtypes[r->updated].bytes : NULL,
+                     .copy =
+                         a->copy ? (char *)a->copy + first * ps__dtypes[r->weights].bytes : NULL,
+                     .grad = (const char *)a->grad + first * ps__dtypes[r->grad].bytes};
   for (int i = 0; i < PS_MAX_STATES; i++)
-    from.state[i] = a->state[i] ? (char *)a->state[i] + first * e : NULL;
+    from.state[i] =
+        a->state[i] ? (char *)a->state[i] + first * ps__dtypes[r->state[i]].bytes : NULL;
   return from;
 }
 

@@ -52,6 +52,21 @@ PS__ANYWHERE static inline uint64_t ps__sr_mix(uint64_t z) {
   return z ^ (z >> 31);
 }
 
+/* The same as ps__recipes[]. */
+#define PS__RECIPE_CASE(NAME, name, weights, updated, grad, state0, state1, rounding)              \
+case PS_RECIPE_##NAME: {                                                                           \
+  const ps__recipe r = {name, weights, updated, grad, {state0, state1}, rounding};                 \
+  return r;                                                                                        \
+}
+PS__ANYWHERE static inline ps__recipe ps__recipe_of(ps_recipe recipe) {
+  switch (recipe) {
+    PS__RECIPES(PS__RECIPE_CASE)
+  default: break;
+  }
+  const ps__recipe none = {"", PS_F32, PS_F32, PS_F32, {PS_F32, PS_F32}, PS__TO_NEAREST};
+  return none;
+}
+
 /* The words of the group of four elements that @element is in: word[0] for w, word[1 + k] for
  * state[k]; the element's 16 bits start at bit 16 * (element % 4). */
 PS__ANYWHERE static inline void ps__sr_words(uint64_t word[1 + PS_MAX_STATES], uint64_t key,
@@ -72,31 +87,32 @@ extern const ps__update_table ps__update_avx512;
 #endif
 
 #ifndef __CUDACC__
-/* The functions of a table, from update_fp32, update_master and update_bf16 that have optimizer
- * and part as their last arguments: inlined, so that what a part does not need is not computed. */
+/* The functions of a table, from update_as() that has recipe, optimizer and part as its first and
+ * last arguments: inlined, so that what a recipe or a part does not need is not computed. */
 #  define PS__UPDATE_INLINE static inline __attribute__((always_inline))
-#  define PS__UPDATE_FN(attributes, name, OPTIMIZER, recipe, PART)                                 \
+#  define PS__UPDATE_FN(attributes, name, OPTIMIZER, RECIPE, PART)                                 \
     attributes static void name(uint64_t n, const ps__arrays *a, const ps__update_k *k) {          \
-      update_##recipe(n, a, k, PS_OPTIMIZER_##OPTIMIZER, PS_UPDATE_##PART);                        \
+      update_as(PS_RECIPE_##RECIPE, n, a, k, PS_OPTIMIZER_##OPTIMIZER, PS_UPDATE_##PART);          \
     }
-#  define PS__UPDATE_FNS_WHOLE(attributes, OPTIMIZER, optimizer, recipe)                           \
-    PS__UPDATE_FN(attributes, optimizer##_##recipe, OPTIMIZER, recipe, WHOLE)
-#  define PS__UPDATE_FNS_SPLITS(attributes, OPTIMIZER, optimizer, recipe)                          \
-    PS__UPDATE_FNS_WHOLE(attributes, OPTIMIZER, optimizer, recipe)                                 \
-    PS__UPDATE_FN(attributes, optimizer##_##recipe##_weights, OPTIMIZER, recipe, WEIGHTS)          \
-    PS__UPDATE_FN(attributes, optimizer##_##recipe##_state, OPTIMIZER, recipe, STATE)
-#  define PS__UPDATE_ROW_WHOLE(optimizer, recipe) {optimizer##_##recipe, NULL, NULL}
-#  define PS__UPDATE_ROW_SPLITS(optimizer, recipe)                                                 \
-    {optimizer##_##recipe, optimizer##_##recipe##_weights, optimizer##_##recipe##_state}
+#  define PS__UPDATE_FNS_WHOLE(attributes, OPTIMIZER, optimizer, RECIPE)                           \
+    PS__UPDATE_FN(attributes, optimizer##_##RECIPE, OPTIMIZER, RECIPE, WHOLE)
+#  define PS__UPDATE_FNS_SPLITS(attributes, OPTIMIZER, optimizer, RECIPE)                          \
+    PS__UPDATE_FNS_WHOLE(attributes, OPTIMIZER, optimizer, RECIPE)                                 \
+    PS__UPDATE_FN(attributes, optimizer##_##RECIPE##_weights, OPTIMIZER, RECIPE, WEIGHTS)          \
+    PS__UPDATE_FN(attributes, optimizer##_##RECIPE##_state, OPTIMIZER, RECIPE, STATE)
+#  define PS__UPDATE_ROW_WHOLE(optimizer, RECIPE)                                                  \
+    [PS_RECIPE_##RECIPE] = {optimizer##_##RECIPE, NULL, NULL},
+#  define PS__UPDATE_ROW_SPLITS(optimizer, RECIPE)                                                 \
+    [PS_RECIPE_##RECIPE] = {optimizer##_##RECIPE, optimizer##_##RECIPE##_weights,                  \
+                            optimizer##_##RECIPE##_state},
 /* For PS__OPTIMIZERS; PS__UPDATE_ATTRIBUTES is the file's. */
 #  define PS__UPDATE_DEFINE(NAME, name, n_states, parts, state_op)                                 \
-    PS__UPDATE_FNS_##parts(PS__UPDATE_ATTRIBUTES, NAME, name, fp32)                                \
-        PS__UPDATE_FNS_##parts(PS__UPDATE_ATTRIBUTES, NAME, name, master)                          \
-            PS__UPDATE_FNS_##parts(PS__UPDATE_ATTRIBUTES, NAME, name, bf16)
+    PS__UPDATE_FNS_##parts(PS__UPDATE_ATTRIBUTES, NAME, name, FP32)                                \
+        PS__UPDATE_FNS_##parts(PS__UPDATE_ATTRIBUTES, NAME, name, FP32_MASTER)                     \
+            PS__UPDATE_FNS_##parts(PS__UPDATE_ATTRIBUTES, NAME, name, BF16)
 #  define PS__UPDATE_ROWS(NAME, name, n_states, parts, state_op)                                   \
-    [PS_OPTIMIZER_##NAME] = {[PS_RECIPE_FP32] = PS__UPDATE_ROW_##parts(name, fp32),                \
-                             [PS_RECIPE_FP32_MASTER] = PS__UPDATE_ROW_##parts(name, master),       \
-                             [PS_RECIPE_BF16] = PS__UPDATE_ROW_##parts(name, bf16)},
+    [PS_OPTIMIZER_##NAME] = {PS__UPDATE_ROW_##parts(name, FP32) PS__UPDATE_ROW_##parts(            \
+        name, FP32_MASTER) PS__UPDATE_ROW_##parts(name, BF16)},
 
 /* A statement for each state, the number j a constant: what it names stays in
  * registers. */

@@ -70,13 +70,13 @@ static void update_tail(uint64_t n, uint64_t i, const ps__arrays *a, const ps__u
   ps__update_scalar[optimizer][recipe][part](n - i, &rest, &tail);
 }
 
-/* fp32 and fp32-master, whose gradient is bf16 and whose weights have a copy. */
+/* Weights and state in fp32; the gradient is fp32 or bf16, and the copy, if there is one, bf16. */
 TARGET PS__UPDATE_INLINE void update_wide(ps_recipe recipe, uint64_t n, const ps__arrays *a,
                                           const ps__update_k *k, ps_optimizer optimizer,
                                           ps__update_part part) {
-  const bool master = recipe == PS_RECIPE_FP32_MASTER;
+  const ps__recipe r = ps__recipe_of(recipe);
   const uint32_t n_states = ps__n_states(optimizer);
-  const uint64_t grad_bytes = master ? 2 : 4;
+  const uint64_t grad_bytes = ps__dtypes[r.grad].bytes;
   const ps__arrays at = *a; /* registers: stores may change what a points to */
   const vector_k c = broadcast(k);
   uint64_t i = 0;
@@ -87,32 +87,23 @@ TARGET PS__UPDATE_INLINE void update_wide(ps_recipe recipe, uint64_t n, const ps
     elements x;
     EACH_STATE(j, x.s[j] = V(loadu_ps)((float *)at.state[j] + i));
     x.w = part == PS_UPDATE_STATE ? x.s[0] : V(loadu_ps)(w);
-    step(optimizer, &c, MUL(master ? load_bf16(g) : V(loadu_ps)(g), c.grad_scale), &x.w, x.s);
+    step(optimizer, &c, MUL(r.grad == PS_F32 ? V(loadu_ps)(g) : load_bf16(g), c.grad_scale), &x.w,
+         x.s);
     if (__builtin_expect(found_nan(n_states, part, &x), 0))
       canonical_all(n_states, &x);
     if (part != PS_UPDATE_STATE)
       V(storeu_ps)(w, x.w);
-    if (part != PS_UPDATE_STATE && master)
-      store_upper(at.w_bf16 + i, x.w, nearest_even(x.w));
+    if (part != PS_UPDATE_STATE && r.updated != r.weights)
+      store_upper((uint16_t *)at.copy + i, x.w, nearest_even(x.w));
     if (part != PS_UPDATE_WEIGHTS)
       EACH_STATE(j, V(storeu_ps)((float *)at.state[j] + i, x.s[j]));
   }
   update_tail(n, i, a, k, optimizer, recipe, part);
 }
 
-TARGET PS__UPDATE_INLINE void update_fp32(uint64_t n, const ps__arrays *a, const ps__update_k *k,
-                                          ps_optimizer optimizer, ps__update_part part) {
-  update_wide(PS_RECIPE_FP32, n, a, k, optimizer, part);
-}
-
-TARGET PS__UPDATE_INLINE void update_master(uint64_t n, const ps__arrays *a, const ps__update_k *k,
-                                            ps_optimizer optimizer, ps__update_part part) {
-  update_wide(PS_RECIPE_FP32_MASTER, n, a, k, optimizer, part);
-}
-
-/* bf16, two vectors at a time: the even elements and the odd ones. So a load is one shift and
- * one AND, and a store one shift and one merge, without a shuffle; a word's four 16-bit pieces
- * are in place for its four elements. */
+/* All in bf16 and rounded stochastically, two vectors at a time: the even elements and the odd
+ * ones. So a load is one shift and one AND, and a store one shift and one merge, without a shuffle;
+ * a word's four 16-bit pieces are in place for its four elements. */
 typedef struct pair {
   elements even, odd;
 } pair;
@@ -129,8 +120,9 @@ TARGET static inline void store_pair(uint16_t *p, VEC even, VEC odd, VECI r) {
   store_bits(p, odd_halves(V(srli_epi32)(e, 16), o));
 }
 
-TARGET PS__UPDATE_INLINE void update_bf16(uint64_t n, const ps__arrays *a, const ps__update_k *k,
-                                          ps_optimizer optimizer, ps__update_part part) {
+TARGET PS__UPDATE_INLINE void update_pairs(ps_recipe recipe, uint64_t n, const ps__arrays *a,
+                                           const ps__update_k *k, ps_optimizer optimizer,
+                                           ps__update_part part) {
   const uint32_t n_states = ps__n_states(optimizer);
   /* vectors begin at a group of four */
   const uint64_t to_group = (0 - k->element) % 4, head = to_group < n ? to_group : n;
@@ -140,7 +132,7 @@ TARGET PS__UPDATE_INLINE void update_bf16(uint64_t n, const ps__arrays *a, const
   VECI sr = V(add_epi64)(SET64(k->sr_key + (2 * ((k->element + head) / 4) + 1) * PS__SR_GAMMA),
                          mul64(FIRST_WORDS, PS__SR_GAMMA));
   if (head)
-    ps__update_scalar[optimizer][PS_RECIPE_BF16][part](head, a, k);
+    ps__update_scalar[optimizer][recipe][part](head, a, k);
   uint64_t i = head;
   for (; i + 2 * LANES <= n; i += 2 * LANES) {
     uint16_t *const w = (uint16_t *)at.w + i;
@@ -172,7 +164,23 @@ TARGET PS__UPDATE_INLINE void update_bf16(uint64_t n, const ps__arrays *a, const
     }
     sr = V(add_epi64)(sr, next); /* LANES / 2 groups of 2 words on */
   }
-  update_tail(n, i, a, k, optimizer, PS_RECIPE_BF16, part);
+  update_tail(n, i, a, k, optimizer, recipe, part);
+}
+
+/* A recipe that neither of the two is for is updated one element at a time. */
+TARGET PS__UPDATE_INLINE void update_as(ps_recipe recipe, uint64_t n, const ps__arrays *a,
+                                        const ps__update_k *k, ps_optimizer optimizer,
+                                        ps__update_part part) {
+  const ps__recipe r = ps__recipe_of(recipe);
+  const bool same = r.state[0] == r.updated && r.state[1] == r.updated;
+  if (same && r.updated == PS_F32 && (r.grad == PS_F32 || r.grad == PS_BF16) &&
+      (r.weights == PS_F32 || r.weights == PS_BF16))
+    update_wide(recipe, n, a, k, optimizer, part);
+  else if (same && r.updated == PS_BF16 && r.grad == PS_BF16 && r.weights == PS_BF16 &&
+           r.rounding == PS__STOCHASTIC)
+    update_pairs(recipe, n, a, k, optimizer, part);
+  else
+    update_tail(n, 0, a, k, optimizer, recipe, part);
 }
 
 #define PS__UPDATE_ATTRIBUTES TARGET

@@ -395,8 +395,8 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
                                const ps__residency *r) {
   const ps_plan_config *c = &sp->plan->cfg;
   const ps_recipe recipe = (ps_recipe)c->recipe;
-  const uint64_t state = ps__state_bytes((ps_optimizer)c->optimizer, recipe) +
-                         (recipe == PS_RECIPE_FP32_MASTER ? 4 : 0);
+  const uint64_t state =
+      ps__state_bytes((ps_optimizer)c->optimizer, recipe) + ps__master_bytes(recipe);
   const uint64_t e = ps_dtype_bytes((ps_dtype)sp->block.dt);
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
                                                       (ps_dtype)sp->block.dt, false);
@@ -418,7 +418,7 @@ static uint64_t host_state_bytes(const ps__search_space *sp, bool state) {
   const ps_plan_config *c = &sp->plan->cfg;
   const ps_recipe recipe = (ps_recipe)c->recipe;
   const uint64_t travels = ps_dtype_bytes((ps_dtype)sp->block.dt),
-                 weights = travels + (recipe == PS_RECIPE_FP32_MASTER ? 4 : 0),
+                 weights = travels + ps__master_bytes(recipe),
                  grads = !state || c->keep_grads ? travels : 0,
                  states = state ? 0 : ps__state_bytes((ps_optimizer)c->optimizer, recipe);
   return ps_model_n_elements(&sp->plan->model) * (weights + grads + states);
@@ -639,7 +639,7 @@ static ps_status measure_microbatches(ps__search_space *sp, ps__step_hooks *hook
 
 ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, ps__step_hooks *hooks) {
   const ps_plan_config *cfg = &plan->cfg;
-  const ps_dtype dt = cfg->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
+  const ps_dtype dt = ps__recipes[cfg->recipe].weights;
   uint64_t chunks[MAX_CHUNKS], rounds[MAX_ROUNDS];
   memset(sp, 0, sizeof *sp);
   sp->plan = plan;

@@ -95,7 +95,7 @@ static ps_status check_config(ps_plan *p) {
         "chunk of %llu tokens: must be a multiple of the sequence length %llu, or less than it",
         (unsigned long long)c->chunk_tokens, (unsigned long long)c->seq_len);
   const ps_hardware *hw = &p->hw;
-  const ps_dtype dt = c->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
+  const ps_dtype dt = ps__recipes[c->recipe].weights;
   if (!(hw->gemm_flops_per_s[dt] > 0) || !(hw->attention_flops_per_s[dt] > 0) ||
       !(hw->attention_bwd_flops_per_s[dt] > 0) || !(hw->elementwise_bytes_per_s > 0) ||
       !(hw->h2d_bytes_per_s > 0) || !(hw->d2h_bytes_per_s > 0) || !(hw->duplex_bytes_per_s > 0) ||

@@ -30,14 +30,14 @@ static ps_tag embed_tag(uint32_t round, uint32_t chunk, int phase) {
 static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__vaccess *token,
                          uint32_t rows, ps_tag tag) {
   const ps__step *s = b->s;
-  const double state = s->spec->recipe == PS_RECIPE_BF16 ? 14 : 28;
+  const double update = ps__update_bytes(s->spec->optimizer, s->spec->recipe, PS_UPDATE_WHOLE);
   const ps__vaccess access[3] = {*token,
                                  s->spec->clip
                                      ? ps__part(s->stats, PS_READ, 64, 64)
                                      : ps__part(s->norms, PS_READ, 0, PS__MAX_UNIT_SPANS * 8),
                                  ps__whole(b, rows, PS_WRITE)};
   ps__emit_hook(b, PS__HOOK_GATHER, chunk, PS__S_IO, access, 3,
-                ps__bytes_work(2.0 * (double)(n * row_bytes(b)) + 0.5 * state * n * s->cfg->dim),
+                ps__bytes_work(2.0 * (double)(n * row_bytes(b)) + 0.5 * update * n * s->cfg->dim),
                 tag);
 }
 

@@ -108,7 +108,7 @@ static uint32_t parts(uint64_t n, uint32_t of) { return (uint32_t)(n / of + (n %
 
 ps__contributions ps__contributions_of(const ps__layout *l, uint64_t head_slice, ps_dtype dt,
                                        bool left_out) {
-  ps__contributions c = {.additions = dt == PS_BF16 ? PS__MOST_ADDITIONS : UINT32_MAX};
+  ps__contributions c = {.additions = ps__dtypes[dt].low_bytes ? PS__MOST_ADDITIONS : UINT32_MAX};
   for (uint32_t r = 0; r < l->n_rounds; r++) {
     const ps__chunk *k = l->chunk + l->round[r].first_chunk;
     const uint32_t n = l->round[r].n_chunks, rounds = left_out && r == 1 ? 1 + l->n_left_out : 1;
@@ -122,7 +122,7 @@ ps__contributions ps__contributions_of(const ps__layout *l, uint64_t head_slice,
 }
 
 uint32_t ps__sum_mode(uint32_t i, uint32_t n, uint32_t of_step, ps_dtype dt) {
-  if (dt != PS_BF16 || of_step <= PS__MOST_NEAREST)
+  if (!ps__dtypes[dt].low_bytes || of_step <= PS__MOST_NEAREST)
     return 0;
   if (of_step <= PS__MOST_DITHERED || n < 3)
     return PS_DITHER;

@@ -267,10 +267,11 @@ ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layou
   s->cfg = cfg;
   s->layout = layout;
   s->spec = spec;
-  s->dt = spec->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16;
+  s->recipe = &ps__recipes[spec->recipe];
+  s->dt = s->recipe->weights;
   PS_TRY(check_spec(cfg, spec));
-  s->sums = ps__contributions_of(layout, spec->head_slice, s->dt, false);
-  s->of_step = ps__contributions_of(layout, spec->head_slice, s->dt, true);
+  s->sums = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, false);
+  s->of_step = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, true);
   ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT, .rows_host = PS__NO_VT};
   ps_status st = ps__block_init(&s->block, cfg, s->dt, layout->seq_len);
   if (st == PS_OK && !builder_init(&b))

@@ -194,16 +194,16 @@ typedef struct ps__vop {
 
 enum { PS__NO_VT = UINT32_MAX };
 /* Tensors of a unit, n elements each; PS__NO_VT: none.
- *   weights, master  on the host; master with fp32-master only
+ *   weights, master  on the host; master where the recipe has one
  *   grad             on the host; none where no gradient is copied there
  *   state            state[k] of the optimizer's states, PS__NO_VT past them: on the device where
  *                    update_resident[unit], else on the host
  *   device_weights   where parameters are device-resident
- *   device_master    where optimizer state is device-resident, with fp32-master
+ *   device_master    where optimizer state is device-resident and there is a master
  * After every step the host has the unit's state: the master copy where there is one, else the
- * weights; and the states that are on the host. The bf16 weights beside a master copy do not
+ * weights; and the states that are on the host. The weights beside a master copy do not
  * follow it where the device's weights stay (ps__weights_stay()): readers take the master copy
- * (ps__master_at()). The prologue, which sends the bf16 weights, comes before the first update. */
+ * (ps__master_at()). The prologue, which sends these weights, comes before the first update. */
 typedef struct ps__unit_host {
   uint32_t weights, master, grad, state[PS_MAX_STATES], device_weights, device_master;
   uint64_t n;
@@ -213,8 +213,9 @@ typedef struct ps__step {
   const ps_model_config *cfg;
   const ps__layout *layout;
   const ps__spec *spec;
+  const ps__recipe *recipe;
   ps__block block;
-  ps_dtype dt;
+  ps_dtype dt; /* recipe->weights: of parameters on the device, and of activations */
   /* the program: pools of tensors, ops, accesses and arguments */
   ps__vt *vt;
   ps__vop *op;

@@ -2,8 +2,8 @@
 #include "step/emit.h"
 #include <string.h>
 
-static uint64_t unit_bytes(const ps__builder *b, uint32_t unit) {
-  return b->s->unit_host[unit].n * ps_dtype_bytes(b->s->dt);
+static uint64_t unit_bytes(const ps__builder *b, uint32_t unit, ps_dtype dtype) {
+  return b->s->unit_host[unit].n * ps_dtype_bytes(dtype);
 }
 
 ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase) {
@@ -22,31 +22,28 @@ static bool grad_goes_to_host(const ps__builder *b, uint32_t unit) {
          (!spec->grad_resident[unit] && n_contributions(b, unit) > 1);
 }
 
-/* Host tensors by recipe. fp32: weights, state and gradients in fp32. fp32-master: the bf16
- * weights that travel besides. bf16: all in bf16. */
 static void make_unit_host(ps__builder *b, uint32_t unit) {
   ps__step *s = b->s;
   ps__unit_host *h = &s->unit_host[unit];
-  const uint64_t state = ps_dtype_bytes(ps__state_dtype(s->spec->recipe)),
-                 travels = ps_dtype_bytes(s->dt);
   h->n = ps_model_unit_elements(s->cfg, unit);
-  h->weights = ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels);
-  h->master = s->spec->recipe == PS_RECIPE_FP32_MASTER
-                  ? ps__vt_persistent(b, PS__SPACE_HOST, h->n * 4)
-                  : PS__NO_VT;
-  h->grad =
-      grad_goes_to_host(b, unit) ? ps__vt_persistent(b, PS__SPACE_HOST, h->n * travels) : PS__NO_VT;
+  const uint64_t weights = unit_bytes(b, unit, s->recipe->weights),
+                 updated = unit_bytes(b, unit, s->recipe->updated);
+  h->weights = ps__vt_persistent(b, PS__SPACE_HOST, weights);
+  h->master =
+      ps__has_master(s->spec->recipe) ? ps__vt_persistent(b, PS__SPACE_HOST, updated) : PS__NO_VT;
+  h->grad = grad_goes_to_host(b, unit)
+                ? ps__vt_persistent(b, PS__SPACE_HOST, unit_bytes(b, unit, s->recipe->grad))
+                : PS__NO_VT;
   const bool on_device = s->spec->update_resident[unit];
   for (uint32_t k = 0; k < PS_MAX_STATES; k++)
-    h->state[k] =
-        k < ps__optimizers[s->spec->optimizer].n_states
-            ? ps__vt_persistent(b, on_device ? PS__SPACE_DEVICE : PS__SPACE_HOST, h->n * state)
-            : PS__NO_VT;
-  h->device_weights = s->spec->param_resident[unit]
-                          ? ps__vt_persistent(b, PS__SPACE_DEVICE, h->n * travels)
-                          : PS__NO_VT;
+    h->state[k] = k < ps__optimizers[s->spec->optimizer].n_states
+                      ? ps__vt_persistent(b, on_device ? PS__SPACE_DEVICE : PS__SPACE_HOST,
+                                          unit_bytes(b, unit, s->recipe->state[k]))
+                      : PS__NO_VT;
+  h->device_weights =
+      s->spec->param_resident[unit] ? ps__vt_persistent(b, PS__SPACE_DEVICE, weights) : PS__NO_VT;
   h->device_master = on_device && h->master != PS__NO_VT
-                         ? ps__vt_persistent(b, PS__SPACE_DEVICE, h->n * 4)
+                         ? ps__vt_persistent(b, PS__SPACE_DEVICE, updated)
                          : PS__NO_VT;
 }
 
@@ -102,7 +99,7 @@ static uint32_t pass_units(const ps__builder *b, const ps__pass *v, uint32_t out
 
 uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i) {
   return ps__sum_mode(i, n_contributions(b, unit),
-                      ps__unit_contributions(b->s->cfg, &b->s->of_step, unit), b->s->dt);
+                      ps__unit_contributions(b->s->cfg, &b->s->of_step, unit), b->s->recipe->grad);
 }
 
 bool ps__contribution_begins(const ps__builder *b, uint32_t c) {
@@ -148,7 +145,7 @@ static void fetch_unit(ps__builder *b, const ps__pass *v, uint32_t unit) {
     return;
   u->fetched = true;
   if (!resident) {
-    u->weights = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit));
+    u->weights = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit, b->s->recipe->weights));
     if (u->weights != PS__NO_VT)
       b->s->vt[u->weights].high = kept_across_rounds(b, v);
   }
@@ -206,7 +203,7 @@ void ps__pass_done(ps__builder *b, uint32_t pass_idx) {
 
 void ps__grad_begin(ps__builder *b, uint32_t unit) {
   ps__unit_progress *u = &b->unit[unit];
-  u->grad = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit));
+  u->grad = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit, b->s->recipe->grad));
   if (b->s->spec->grad_resident[unit] && u->contribution == 0)
     u->total = u->grad;
   fetch_total(b, unit);
@@ -219,10 +216,10 @@ static uint32_t emit_sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t gra
   ps__span_info span[PS__MAX_UNIT_SPANS];
   const uint32_t n = ps__unit_spans(&s->block, s->cfg, unit, span),
                  out = ps__vt_new(b, PS__SPACE_DEVICE, PS__MAX_UNIT_SPANS * 8);
-  const uint64_t e = ps_dtype_bytes(s->dt);
+  const uint64_t e = ps_dtype_bytes(s->recipe->grad);
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   for (uint32_t i = 0; i < n; i++) {
-    const ps__args_sumsq a = {.n = span[i].n, .dt = s->dt};
+    const ps__args_sumsq a = {.n = span[i].n, .dt = s->recipe->grad};
     const ps__vaccess access[2] = {ps__part(grad, PS_READ, span[i].offset * e, span[i].n * e),
                                    ps__part(out, PS_WRITE, i * 8, 8)};
     ps__emit(b, &ps__k_sumsq, PS__S_COMPUTE, &a, sizeof a, access, 2, tag);
@@ -242,7 +239,7 @@ static ps__args_accumulate addition(ps__builder *b, uint32_t unit, uint32_t i, u
   if ((mode & PS_LOW_WRITE) && u->low == PS__NO_VT)
     u->low = ps__vt_new(b, space, n);
   return (ps__args_accumulate){.n = n,
-                               .dt = b->s->dt,
+                               .dt = b->s->recipe->grad,
                                .n_threads = space == PS__SPACE_HOST ? b->s->spec->sum_threads : 0,
                                .mode = mode,
                                .index = i};
@@ -281,9 +278,10 @@ static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32
   ps__step *s = b->s;
   ps__span_info span[PS__MAX_UNIT_SPANS];
   const uint32_t n = ps__unit_spans(&s->block, s->cfg, unit, span), grad = s->unit_host[unit].grad;
-  const uint64_t e = ps_dtype_bytes(s->dt), at = (uint64_t)unit * PS__MAX_UNIT_SPANS * 8;
+  const ps_dtype dt = s->recipe->grad;
+  const uint64_t e = ps_dtype_bytes(dt), at = (uint64_t)unit * PS__MAX_UNIT_SPANS * 8;
   const bool add = staging != PS__NO_VT;
-  ps__args_accumulate whole = {.dt = s->dt, .n_threads = s->spec->sum_threads, .mode = PS_LOW_READ};
+  ps__args_accumulate whole = {.dt = dt, .n_threads = s->spec->sum_threads, .mode = PS_LOW_READ};
   if (add)
     whole = addition(b, unit, i, PS__SPACE_HOST);
   const bool low = b->unit[unit].low != PS__NO_VT;
@@ -292,7 +290,7 @@ static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32
                                   : &ps__k_sumsq_host;
   for (uint32_t k = 0; k < n; k++) {
     ps__args_accumulate part = whole;
-    const ps__args_sumsq squares = {.n = span[k].n, .dt = s->dt, .n_threads = s->spec->sum_threads};
+    const ps__args_sumsq squares = {.n = span[k].n, .dt = dt, .n_threads = s->spec->sum_threads};
     const uint64_t offset = span[k].offset * e, bytes = span[k].n * e;
     ps__vaccess access[4];
     uint32_t m = 0;
@@ -316,7 +314,8 @@ static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32
 static void add_on_host(ps__builder *b, uint32_t unit, uint32_t device_grad, uint32_t i, bool total,
                         uint32_t lag) {
   const ps__unit_host *h = &b->s->unit_host[unit];
-  const uint32_t to = i == 0 ? h->grad : ps__vt_new(b, PS__SPACE_HOST, unit_bytes(b, unit));
+  const uint32_t to =
+      i == 0 ? h->grad : ps__vt_new(b, PS__SPACE_HOST, unit_bytes(b, unit, b->s->recipe->grad));
   ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, to, PS_WRITE),
                 ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
   if (i == 0)

@@ -216,7 +216,7 @@ ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit) {
   const ps__unit_host *h = &t->plan->step.unit_host[unit];
   const bool master = h->master != PS__NO_VT;
   ps__arrays a = {.w = ps__host_at(t, master ? h->master : h->weights),
-                  .w_bf16 = master ? ps__host_at(t, h->weights) : NULL,
+                  .copy = master ? ps__host_at(t, h->weights) : NULL,
                   .grad = ps__host_at(t, h->grad)};
   for (uint32_t k = 0; k < ps__optimizers[t->plan->spec.optimizer].n_states; k++)
     a.state[k] = ps__host_at(t, h->state[k]);

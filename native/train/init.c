@@ -16,7 +16,7 @@ typedef struct init_job {
   char *dst;
   uint64_t n, element0, seed; /* element0 counts over the whole model: no two tensors are alike */
   float mean, std;
-  bool fp32;
+  ps_dtype dtype;
 } init_job;
 
 static uint64_t mix(uint64_t x) {
@@ -27,12 +27,8 @@ static uint64_t mix(uint64_t x) {
 }
 
 static void put(const init_job *j, uint64_t i, float x) {
-  if (i >= j->n)
-    return;
-  if (j->fp32)
-    ((float *)(void *)j->dst)[i] = x;
-  else
-    ((uint16_t *)(void *)j->dst)[i] = ps__f32_to_bf16(x);
+  if (i < j->n)
+    ps__store1_f32(j->dst, j->dtype, i, x);
 }
 
 static void init_piece(void *arg, int64_t task, uint32_t worker) {
@@ -62,12 +58,12 @@ ps_status ps__trainer_init(ps_trainer *t, ps_progress_fn progress, void *progres
   ps_status st = PS_OK;
   for (uint32_t i = 0; st == PS_OK && i < ps_model_n_params(m); i++) {
     ps_param_info p;
-    init_job j = {.n = 0, .element0 = done, .seed = t->cfg.seed};
+    init_job j = {.n = 0, .element0 = done, .seed = t->cfg.seed, .dtype = ps__master_dtype(t)};
     st = ps_model_param(m, i, &p);
     if (st != PS_OK)
       break;
     const bool out = ends_in(p.name, ".o_proj.weight") || ends_in(p.name, ".down_proj.weight");
-    j.dst = ps__master_at(t, p.unit, p.offset, &j.fp32);
+    j.dst = ps__master_at(t, p.unit, p.offset);
     j.n = p.n;
     j.mean = p.role == PS_PARAM_NORM ? 1.0f : 0.0f;
     j.std = p.role != PS_PARAM_MATRIX ? 0.0f : (float)(out ? STD / sqrt(2.0 * m->n_layers) : STD);

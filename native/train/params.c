@@ -4,19 +4,21 @@
 
 enum { PIECE = 1 << 24 }; /* elements read at a time */
 
-void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32) {
+ps_dtype ps__master_dtype(const ps_trainer *t) { return t->plan->step.recipe->updated; }
+
+void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset) {
   const ps__unit_host *h = &t->plan->step.unit_host[unit];
-  *fp32 = t->plan->cfg.recipe != PS_RECIPE_BF16;
   return (char *)ps__host_at(t, h->master != PS__NO_VT ? h->master : h->weights) +
-         offset * (*fp32 ? 4 : 2);
+         offset * ps_dtype_bytes(ps__master_dtype(t));
 }
 
 void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p) {
   const ps__unit_host *h = &t->plan->step.unit_host[p->unit];
   if (h->master == PS__NO_VT)
     return;
-  ps__convert_f32_to_bf16((uint16_t *)ps__host_at(t, h->weights) + p->offset,
-                          (const float *)ps__host_at(t, h->master) + p->offset, p->n);
+  const ps__recipe *r = t->plan->step.recipe;
+  ps__convert((char *)ps__host_at(t, h->weights) + p->offset * ps_dtype_bytes(r->weights),
+              r->weights, ps__master_at(t, p->unit, p->offset), r->updated, p->n);
 }
 
 static ps_status check_param(const ps_trainer *t, uint32_t param, uint64_t n, const void *data,
@@ -32,30 +34,20 @@ static ps_status check_param(const ps_trainer *t, uint32_t param, uint64_t n, co
 
 ps_status ps_trainer_read_param(ps_trainer *t, uint32_t param, float *dst, uint64_t n) {
   ps_param_info p;
-  bool fp32;
   PS_TRY(check_param(t, param, n, dst, &p));
   PS_TRY(ps__trainer_idle(t));
-  const void *src = ps__master_at(t, p.unit, p.offset, &fp32);
-  if (fp32)
-    memcpy(dst, src, n * 4);
-  else
-    ps__convert_bf16_to_f32(dst, src, n);
+  ps__convert(dst, PS_F32, ps__master_at(t, p.unit, p.offset), ps__master_dtype(t), n);
   return PS_OK;
 }
 
 ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src, uint64_t n) {
   ps_param_info p;
-  bool fp32;
   PS_TRY(check_param(t, param, n, src, &p));
   PS_TRY(ps__trainer_idle(t));
   if (t->n_submitted && ps__weights_stay(&t->plan->spec, p.unit))
     return ps__fail(PS_ESTATE, "%s is device-resident: write it before the first step is submitted",
                     p.name);
-  void *dst = ps__master_at(t, p.unit, p.offset, &fp32);
-  if (fp32)
-    memcpy(dst, src, n * 4);
-  else
-    ps__convert_f32_to_bf16(dst, src, n);
+  ps__convert(ps__master_at(t, p.unit, p.offset), ps__master_dtype(t), src, PS_F32, n);
   ps__trainer_refresh_copy(t, &p);
   return PS_OK;
 }
@@ -69,10 +61,8 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
         PS_ESTATE,
         "the gradient of %s stays on the device: make the plan with keep_grads to read it", p.name);
   const char *grad = ps__host_at(t, t->plan->step.unit_host[p.unit].grad);
-  if (t->plan->step.dt == PS_F32)
-    memcpy(dst, grad + p.offset * 4, n * 4);
-  else
-    ps__convert_bf16_to_f32(dst, (const uint16_t *)(const void *)grad + p.offset, n);
+  const ps_dtype dtype = t->plan->step.recipe->grad;
+  ps__convert(dst, PS_F32, grad + p.offset * ps_dtype_bytes(dtype), dtype, n);
   return PS_OK;
 }
 
@@ -93,13 +83,12 @@ static ps_status check_tensor(const ps_trainer *t, const ps_tensor_info *info,
 }
 
 static ps_status load_param(ps_trainer *t, ps_tensor_file *f, const ps_param_info *p) {
-  bool fp32;
+  const ps_dtype dtype = ps__master_dtype(t);
   const uint64_t idx = ps_tensors_find(f, p->name);
-  char *dst = ps__master_at(t, p->unit, p->offset, &fp32);
+  char *dst = ps__master_at(t, p->unit, p->offset);
   for (uint64_t first = 0; first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
-    PS_TRY(
-        ps_tensors_read(f, idx, first, n, fp32 ? PS_F32 : PS_BF16, dst + first * (fp32 ? 4 : 2)));
+    PS_TRY(ps_tensors_read(f, idx, first, n, dtype, dst + first * ps_dtype_bytes(dtype)));
   }
   ps__trainer_refresh_copy(t, p);
   return PS_OK;
@@ -153,13 +142,14 @@ ps_status ps__trainer_open_weights(const ps_trainer *t, ps_tensor_file **out) {
 ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress,
                            void *progress_user) {
   const ps_model_config *m = &t->plan->model;
-  const uint64_t total = ps_model_n_elements(m) * (t->plan->cfg.recipe == PS_RECIPE_BF16 ? 2 : 4);
+  const uint64_t bytes = ps_dtype_bytes(ps__master_dtype(t)),
+                 total = ps_model_n_elements(m) * bytes;
   uint64_t done = 0;
   for (uint32_t i = 0; i < ps_model_n_params(m); i++) {
     ps_param_info p;
     PS_TRY(ps_model_param(m, i, &p));
     PS_TRY(load_param(t, f, &p));
-    done += p.n * (t->plan->cfg.recipe == PS_RECIPE_BF16 ? 2 : 4);
+    done += p.n * bytes;
     if (progress)
       progress(progress_user, "loading weights", done, total);
   }
@@ -168,23 +158,27 @@ ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn prog
 
 /* ---- looking for what is not finite ---------------------------------------------------------- */
 
-/* A float whose exponent bits are all set is not finite. A bf16 is the upper half of a float. */
-static bool all_finite(const void *values, uint64_t n, bool fp32) {
-  const uint32_t *single = values;
-  const uint16_t *half = values;
+/* A float whose exponent bits are all set is not finite. */
+static bool all_finite(const char *values, uint64_t n, ps_dtype dtype) {
+  union {
+    float f[1024];
+    uint32_t bits[1024];
+  } piece;
   bool ok = true;
-  for (uint64_t i = 0; i < n; i++)
-    ok &= ((fp32 ? single[i] : (uint32_t)half[i] << 16) & 0x7f800000u) != 0x7f800000u;
+  for (uint64_t i = 0; ok && i < n; i += 1024) {
+    const uint64_t m = n - i < 1024 ? n - i : 1024;
+    ps__convert(piece.f, PS_F32, values + i * ps_dtype_bytes(dtype), dtype, m);
+    for (uint64_t j = 0; j < m; j++)
+      ok &= (piece.bits[j] & 0x7f800000u) != 0x7f800000u;
+  }
   return ok;
 }
 
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out) {
   for (uint32_t i = 0; i < ps_model_n_params(&t->plan->model); i++) {
-    bool fp32;
     if (ps_model_param(&t->plan->model, i, out) != PS_OK)
       return false;
-    const void *values = ps__master_at(t, out->unit, out->offset, &fp32);
-    if (!all_finite(values, out->n, fp32))
+    if (!all_finite(ps__master_at(t, out->unit, out->offset), out->n, ps__master_dtype(t)))
       return true;
   }
   return false;

@@ -108,7 +108,7 @@ static void gather_task(void *arg, int64_t task, uint32_t worker) {
   const rows_job *j = arg;
   const uint64_t first = (uint64_t)task * GATHER_ROWS,
                  end = first + GATHER_ROWS < j->n_tokens ? first + GATHER_ROWS : j->n_tokens;
-  const size_t bytes = j->rows->dim * (j->u.recipe == PS_RECIPE_FP32 ? 4 : 2);
+  const size_t bytes = j->rows->dim * ps_dtype_bytes(ps__recipes[j->u.recipe].weights);
   for (uint64_t i = first; i < end; i++) {
     if (j->id)
       ensure_updated(j, (uint64_t)j->token[i]);

@@ -15,17 +15,14 @@ enum { PIECE = 1 << 20 /* elements converted at a time */ };
 
 static ps_status append_param(ps_trainer *t, ps_tensor_writer *w, const ps_param_info *p,
                               ps_dtype dtype, void *buffer) {
-  bool fp32;
-  const char *src = ps__master_at(t, p->unit, p->offset, &fp32);
+  const ps_dtype from = ps__master_dtype(t);
+  const char *src = ps__master_at(t, p->unit, p->offset);
   for (uint64_t first = 0; first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
-    const void *data = src + first * (fp32 ? 4 : 2);
-    if (fp32 && dtype == PS_BF16)
-      ps__convert_f32_to_bf16(buffer, data, n);
-    if (!fp32 && dtype == PS_F32)
-      ps__convert_bf16_to_f32(buffer, data, n);
-    PS_TRY(
-        ps_tensors_append(w, fp32 == (dtype == PS_F32) ? data : buffer, n * ps_dtype_bytes(dtype)));
+    const void *data = src + first * ps_dtype_bytes(from);
+    if (dtype != from)
+      ps__convert(buffer, dtype, data, from, n);
+    PS_TRY(ps_tensors_append(w, dtype == from ? data : buffer, n * ps_dtype_bytes(dtype)));
   }
   return PS_OK;
 }
@@ -116,7 +113,7 @@ static bool is_dtype_key(const char *key) {
 static ps_status write_config(const char *from, int out, const char *to, ps_dtype dtype) {
   ps__json *config = NULL;
   ps__jsonw *w = NULL;
-  const char *const name = dtype == PS_BF16 ? "bfloat16" : "float32";
+  const char *const name = ps__dtypes[dtype].torch_name;
   bool named = false;
   PS_TRY(ps__json_read_file(&config, from, PS__MAX_CONFIG_BYTES));
   ps_status st = ps__jsonw_create(&w);

@@ -57,11 +57,13 @@ ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn prog
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out);
 /* Draw the weights from the seed instead of reading them (init.c). */
 ps_status ps__trainer_init(ps_trainer *t, ps_progress_fn progress, void *progress_user);
-/* Round the master copy, where there is one, to the bf16 weights that are streamed (params.c). */
+/* Round the master copy, where there is one, to the weights that are streamed (params.c). */
 void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p);
 /* Element @offset of a unit's parameters in the array that the optimizer updates: the master copy
  * where there is one, else the weights (params.c). */
-void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset, bool *fp32);
+void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset);
+/* Its dtype. */
+ps_dtype ps__master_dtype(const ps_trainer *t);
 /* Tensor @vt of the step in the host space. */
 static inline void *ps__host_at(const ps_trainer *t, uint32_t vt) {
   return t->host + t->plan->step.vt[vt].offset;

@@ -77,7 +77,7 @@ static uint64_t whole(const void *at, size_t bytes) {
 
 static const char *dtype_name(uint64_t dtype) {
   CHECK(dtype < PS_N_DTYPES);
-  return dtype == PS_F32 ? "fp32" : "bf16";
+  return ps__dtypes[dtype].name;
 }
 
 static void print_arg(const arg *a, const char *block) {

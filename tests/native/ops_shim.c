@@ -1,7 +1,7 @@
 /* ops_shim.c - a shared object for tests/test_ops.py and test_op_cases.py: runs one cpu kernel by
  * name, outside any engine, and hands out the table of cases. */
 #include "kernels/cpu/cpu.h"
-#include "kernels/cpu/vec.h"
+#include "core/vec.h"
 #include "model/rope.h"
 #include "op_cases.h"
 #include <string.h>
@@ -44,14 +44,18 @@ PS_API int ops_rope_table(ps__args_qkv *a, const ps_rope *r, uint32_t max_positi
 }
 
 PS_API const char *ops_error(void) { return ps_last_error(); }
-PS_API void ops_exp(float *dst, const float *src, size_t n) { ps__expf_array(dst, src, n); }
+PS_CLONES static void shim_exp(float *dst, const float *src, size_t n) {
+  for (size_t i = 0; i < n; i += PS_LANES)
+    ps__v_write(dst, PS_F32, i, n, ps__v_exp(ps__v_read(src, PS_F32, i, n, 0.0f)));
+}
+PS_API void ops_exp(float *dst, const float *src, size_t n) { shim_exp(dst, src, n); }
 PS_API float ops_exp1(float x) { return ps__expf(x); }
 PS_API void ops_f32_to_bf16(uint16_t *dst, const float *src, size_t n) {
-  ps__convert_f32_to_bf16(dst, src, n);
+  ps__convert(dst, PS_BF16, src, PS_F32, n);
 }
 PS_API uint16_t ops_f32_to_bf16_1(float x) { return ps__f32_to_bf16(x); }
 PS_API void ops_bf16_to_f32(float *dst, const uint16_t *src, size_t n) {
-  ps__convert_bf16_to_f32(dst, src, n);
+  ps__convert(dst, PS_F32, src, PS_BF16, n);
 }
 PS_API int64_t ops_live(void) { return ps__live_allocations(); }
 

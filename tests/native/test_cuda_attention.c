@@ -189,10 +189,10 @@ static void bounds_of_head(void *arg, int64_t kh, uint32_t worker) {
 
 static void bounds(sample *s) {
   job j = {s, host(4 * s->nq), host(4 * s->nkv), host(4 * s->nq), host(4 * s->nq)};
-  ps__convert_bf16_to_f32(j.q, s->q, s->nq);
-  ps__convert_bf16_to_f32(j.kv, s->kv, s->nkv);
-  ps__convert_bf16_to_f32(j.d_o, s->d_o, s->nq);
-  ps__convert_bf16_to_f32(j.o, s->o, s->nq);
+  ps__convert(j.q, PS_F32, s->q, PS_BF16, s->nq);
+  ps__convert(j.kv, PS_F32, s->kv, PS_BF16, s->nkv);
+  ps__convert(j.d_o, PS_F32, s->d_o, PS_BF16, s->nq);
+  ps__convert(j.o, PS_F32, s->o, PS_BF16, s->nq);
   s->bo = host(4 * s->nq), s->bdq = host(4 * s->nq), s->bdkv = host(4 * s->nkv);
   ps__pool_run(cpu.pool, s->a.n_kv_heads, bounds_of_head, &j);
   free(j.q), free(j.kv), free(j.d_o), free(j.o);

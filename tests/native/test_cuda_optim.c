@@ -40,9 +40,11 @@ static void need(cudaError_t e, const char *what) {
 }
 
 static size_t bytes_of(ps_recipe recipe, int array) {
-  if (array == COPY)
-    return 2;
-  return array == GRAD ? (recipe == PS_RECIPE_FP32 ? 4 : 2) : recipe == PS_RECIPE_BF16 ? 2 : 4;
+  const ps__recipe *r = &ps__recipes[recipe];
+  return ps_dtype_bytes(array == COPY   ? r->weights
+                        : array == GRAD ? r->grad
+                        : array == W    ? r->updated
+                                        : r->state[array == V]);
 }
 
 /* One value in @odd is a special one: zeros, denormals, the ends of the range, infinities, NaNs
@@ -83,8 +85,7 @@ static ps__arrays arrays_of(const update *u, char *const base[N_ARRAYS]) {
   for (int a = 0; a < N_ARRAYS; a++)
     p[a] = base[a] + u->shift[a] * bytes_of(u->s.recipe, a);
   return (ps__arrays){.w = p[W],
-                      .w_bf16 =
-                          u->s.recipe == PS_RECIPE_FP32_MASTER ? (uint16_t *)(void *)p[COPY] : NULL,
+                      .copy = ps__has_master(u->s.recipe) ? p[COPY] : NULL,
                       .grad = p[GRAD],
                       .state = {p[M], p[V]}};
 }

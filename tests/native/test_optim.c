@@ -98,17 +98,17 @@ static void fill_one(unsigned char *p, int is_bf16, int positive, uint32_t odd) 
 }
 
 static void fill(ps_recipe recipe, uint32_t odd) {
-  int state = recipe == PS_RECIPE_BF16;
-  fill_one(start.w, state, 0, odd);
-  fill_one(start.m, state, 0, odd);
-  fill_one(start.v, state, 1, odd);
-  fill_one(start.grad, recipe != PS_RECIPE_FP32, 0, odd);
+  const ps__recipe *r = &ps__recipes[recipe];
+  fill_one(start.w, r->updated == PS_BF16, 0, odd);
+  fill_one(start.m, r->state[0] == PS_BF16, 0, odd);
+  fill_one(start.v, r->state[1] == PS_BF16, 1, odd);
+  fill_one(start.grad, r->grad == PS_BF16, 0, odd);
   memset(start.copy, 0xa5, sizeof start.copy);
 }
 
 static ps__arrays arrays_of(arrays *a, ps_recipe recipe) {
   return (ps__arrays){.w = a->w,
-                      .w_bf16 = recipe == PS_RECIPE_FP32_MASTER ? a->copy : NULL,
+                      .copy = ps__has_master(recipe) ? a->copy : NULL,
                       .grad = a->grad,
                       .state = {a->m, a->v}};
 }

@@ -271,8 +271,8 @@ static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *
 /* Every decision by itself; a bias of the draw (mostly one policy, or an even mix) reaches the
  * corners too. */
 static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint64_t *state) {
-  const ps__contributions sums = ps__contributions_of(
-      l, spec->head_slice, spec->recipe == PS_RECIPE_FP32 ? PS_F32 : PS_BF16, false);
+  const ps__contributions sums =
+      ps__contributions_of(l, spec->head_slice, ps__recipes[spec->recipe].grad, false);
   const uint32_t favour = rnd_below(state, 4);
   const bool may_split = spec->clip && ps__optimizers[spec->optimizer].splits;
   spec->keep_grads = rnd_below(state, 2) != 0;
@@ -438,7 +438,7 @@ static void test_state_is_counted(void) {
     const ps_optimizer o = (ps_optimizer)(i / PS_N_RECIPES);
     const ps_recipe recipe = (ps_recipe)(i % PS_N_RECIPES);
     const uint64_t each =
-        (o == PS_OPTIMIZER_ADAMW ? 2u : 1u) * (recipe == PS_RECIPE_BF16 ? 2u : 4u);
+        (o == PS_OPTIMIZER_ADAMW ? 2u : 1u) * ps_dtype_bytes(ps__recipes[recipe].state[0]);
     const counted host = count(m, o, recipe, false, false),
                   device = count(m, o, recipe, true, false),
                   streamed = count(m, o, recipe, false, true),

@@ -1,5 +1,5 @@
 /* cpu.h - what the cpu kernels share: loops over rows, loads and stores by dtype,
- * exp, OpenBLAS.
+ * OpenBLAS.
  *
  * Determinism: how a kernel cuts its work depends on shapes only, never on the number of
  * threads, and every sum has a fixed order (lanes of vec.h, then a fixed tree). The library is
@@ -8,6 +8,7 @@
 #ifndef PS_KERNELS_CPU_H
 #define PS_KERNELS_CPU_H
 #include "core/core.h"
+#include "core/dtype.h"
 #include "kernels/ops.h"
 
 /* A CUDA function of an op, for the entry of PS_BACKEND_CUDA; NULL in a build without CUDA. */
@@ -18,18 +19,8 @@
 #  define PS_CUDA_FN(op) NULL
 #endif
 
-/* A function compiled for several instruction sets, chosen at load. Give it to static functions
- * only, with names that no other file uses: clang 14 names the chooser so that other files do
- * not find it, yet collide with it. ifuncs do not work under sanitizers, nor outside glibc.
- * PS_BASELINE is for tests that compare. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(PS_SANITIZED) && !defined(PS_BASELINE)
-#  define PS_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#  define PS_CLONES
-#endif
-
 static inline size_t ps__round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
-static inline size_t ps__dt_bytes(uint32_t dt) { return dt == PS_BF16 ? 2 : 4; }
+static inline size_t ps__dt_bytes(uint32_t dt) { return ps__dtypes[dt].bytes; }
 /* Address of element i of an array of dtype dt. */
 static inline void *ps__elem(void *base, uint32_t dt, size_t i) {
   return (char *)base + i * ps__dt_bytes(dt);
@@ -43,10 +34,11 @@ static inline void *ps__scratch(const ps__cpu_exec *exec, uint32_t worker) {
 }
 
 /* dst[0..n) = src[0..n) as fp32; dst[0..n) = src[0..n) rounded to dt. No overlap. */
-void ps__load_f32(float *dst, const void *src, uint32_t dt, size_t n);
-void ps__store_f32(void *dst, uint32_t dt, const float *src, size_t n);
-static inline float ps__load1_f32(const void *p, uint32_t dt, size_t i) {
-  return dt == PS_BF16 ? ps__bf16_to_f32(((const uint16_t *)p)[i]) : ((const float *)p)[i];
+static inline void ps__load_f32(float *dst, const void *src, uint32_t dt, size_t n) {
+  ps__dtypes[dt].to_f32(dst, src, n);
+}
+static inline void ps__store_f32(void *dst, uint32_t dt, const float *src, size_t n) {
+  ps__dtypes[dt].from_f32(dst, src, n);
 }
 
 /* Calls fn for [first, end) ranges of @block rows covering [0, n), on the pool (in place when
@@ -57,10 +49,6 @@ static inline int64_t ps__block_rows(size_t cols) {
 }
 typedef void (*ps__rows_fn)(void *arg, int64_t first, int64_t end, uint32_t worker);
 void ps__cpu_rows(const ps__cpu_exec *exec, int64_t n, int64_t block, ps__rows_fn fn, void *arg);
-
-/* dst = exp(src), at most 2 ulp off over the whole range (vec.h has the inline forms, with the
- * same bits); dst may be src. */
-void ps__expf_array(float *dst, const float *src, size_t n);
 
 /* Sums over rows in a fixed order: the rows are cut in ps__n_row_tiles() tiles of
  * ps__row_tile_rows() rows; the kernel leaves each tile's fp32 partial sum in

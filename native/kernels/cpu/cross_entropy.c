@@ -1,6 +1,6 @@
 /* cross_entropy.c - loss and gradient of the logits in one pass over each row, in place. */
 #include "kernels/cpu/cpu.h"
-#include "kernels/cpu/vec.h"
+#include "core/vec.h"
 #include <math.h>
 
 typedef struct ce_job {
@@ -108,14 +108,10 @@ PS_VEC void ce_rows(const ce_job *j, int64_t first, int64_t end, uint32_t dt, bo
 }
 
 PS_CLONES static void ce_run(const ce_job *j, int64_t first, int64_t end) {
-  if (j->dt == PS_BF16 && j->cap > 0.0f)
-    ce_rows(j, first, end, PS_BF16, true);
-  else if (j->dt == PS_BF16)
-    ce_rows(j, first, end, PS_BF16, false);
-  else if (j->cap > 0.0f)
-    ce_rows(j, first, end, PS_F32, true);
+  if (j->cap > 0.0f)
+    PS__BY_DTYPE(j->dt, DT, ce_rows(j, first, end, DT, true));
   else
-    ce_rows(j, first, end, PS_F32, false);
+    PS__BY_DTYPE(j->dt, DT, ce_rows(j, first, end, DT, false));
 }
 
 static void ce_task(void *arg, int64_t first, int64_t end, uint32_t worker) {

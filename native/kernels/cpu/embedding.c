@@ -40,10 +40,7 @@ PS_VEC void emb_scale_row(void *out, const void *row, uint32_t dt, size_t dim, f
 }
 PS_CLONES static void embed_scale_row(void *out, const void *row, uint32_t dt, size_t dim,
                                       float scale) {
-  if (dt == PS_BF16)
-    emb_scale_row(out, row, PS_BF16, dim, scale);
-  else
-    emb_scale_row(out, row, PS_F32, dim, scale);
+  PS__BY_DTYPE(dt, DT, emb_scale_row(out, row, DT, dim, scale));
 }
 
 void ps__embed_row(void *out, const void *row, uint32_t dt, size_t dim, float scale) {
@@ -123,10 +120,7 @@ PS_VEC void emb_add_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, si
 }
 PS_CLONES static void embed_add_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, size_t c0,
                                     size_t n) {
-  if (j->a->dt == PS_BF16)
-    emb_add_row(j, lo, hi, v, c0, n, PS_BF16);
-  else
-    emb_add_row(j, lo, hi, v, c0, n, PS_F32);
+  PS__BY_DTYPE(j->a->dt, DT, emb_add_row(j, lo, hi, v, c0, n, DT));
 }
 
 /* Where the chunk of token t ends. */
@@ -165,10 +159,7 @@ PS_VEC void emb_contribution(const emb_job *j, uint32_t lo, uint32_t hi, size_t 
 }
 PS_CLONES static void embed_contribution(const emb_job *j, uint32_t lo, uint32_t hi, size_t c0,
                                          size_t n, void *contribution) {
-  if (j->a->dt == PS_BF16)
-    emb_contribution(j, lo, hi, c0, n, contribution, PS_BF16);
-  else
-    emb_contribution(j, lo, hi, c0, n, contribution, PS_F32);
+  PS__BY_DTYPE(j->a->dt, DT, emb_contribution(j, lo, hi, c0, n, contribution, DT));
 }
 
 static void embed_total_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, size_t c0,

@@ -1,7 +1,7 @@
 /* glu.c - the gated activation of the feed-forward layer (Shazeer 2020, arXiv 2002.05202),
  * forward and backward. */
 #include "kernels/cpu/cpu.h"
-#include "kernels/cpu/vec.h"
+#include "core/vec.h"
 
 typedef struct glu_job {
   size_t ffn;
@@ -59,14 +59,10 @@ PS_VEC void glu_bwd_rows(const glu_job *j, int64_t first, int64_t end, uint32_t 
 /* Of a job's dtype and activation, each a constant. */
 #define GLU_ROWS(rows, j, first, end)                                                              \
   do {                                                                                             \
-    if ((j)->dt == PS_BF16 && (j)->activation == PS_GLU_SILU)                                      \
-      rows(j, first, end, PS_BF16, PS_GLU_SILU);                                                   \
-    else if ((j)->dt == PS_BF16)                                                                   \
-      rows(j, first, end, PS_BF16, PS_GLU_GELU_TANH);                                              \
-    else if ((j)->activation == PS_GLU_SILU)                                                       \
-      rows(j, first, end, PS_F32, PS_GLU_SILU);                                                    \
+    if ((j)->activation == PS_GLU_SILU)                                                            \
+      PS__BY_DTYPE((j)->dt, DT, rows(j, first, end, DT, PS_GLU_SILU));                             \
     else                                                                                           \
-      rows(j, first, end, PS_F32, PS_GLU_GELU_TANH);                                               \
+      PS__BY_DTYPE((j)->dt, DT, rows(j, first, end, DT, PS_GLU_GELU_TANH));                        \
   } while (0)
 
 PS_CLONES static void glu_fwd_run(const glu_job *j, int64_t first, int64_t end) {

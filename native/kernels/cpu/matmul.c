@@ -1,7 +1,7 @@
 /* matmul.c - matrix products by OpenBLAS, held to one thread, over tiles of C that the pool
  * shares out. */
 #include "kernels/cpu/cpu.h"
-#include "kernels/cpu/vec.h"
+#include "core/vec.h"
 #include <cblas.h>
 #include <dlfcn.h>
 #include <math.h>
@@ -142,7 +142,7 @@ void ps__cpu_blas_release(uint32_t n_threads) {
  * ones smaller. */
 typedef struct tiling {
   uint32_t tile_m, tile_n, parts_m, parts_n;
-  /* K is taken in blocks of this where an operand is converted from bf16; else all at once */
+  /* K is taken in blocks of this where an operand is converted to fp32; else all at once */
   uint32_t block_k;
   size_t a_floats, b_floats, c_floats; /* scratch of a worker, in fp32 */
 } tiling;
@@ -157,7 +157,7 @@ static uint32_t part_size(uint32_t n, uint32_t parts) {
  * flops, where packing costs OpenBLAS under 5%; small ones: two tiles as soon as that is worth
  * waking a thread; an even number when there are few. */
 static tiling tile_product(const ps__args_gemm *a) {
-  bool convert = a->dt_a == PS_BF16 || a->dt_b == PS_BF16 || a->dt_c == PS_BF16;
+  bool convert = a->dt_a != PS_F32 || a->dt_b != PS_F32 || a->dt_c != PS_F32;
   uint32_t side = convert ? 512 : 1024, pm = (a->m + side - 1) / side,
            pn = (a->n + side - 1) / side;
   double flops = 2.0 * a->m * a->n * a->k;
@@ -180,11 +180,11 @@ static tiling tile_product(const ps__args_gemm *a) {
   t.parts_m = (a->m + t.tile_m - 1) / t.tile_m;
   t.parts_n = (a->n + t.tile_n - 1) / t.tile_n;
   t.block_k = a->dt_a == PS_F32 && a->dt_b == PS_F32 ? a->k : a->k < 512 ? a->k : 512;
-  if (a->dt_a == PS_BF16)
+  if (a->dt_a != PS_F32)
     t.a_floats = ps__round_up((size_t)t.tile_m * t.block_k, 16);
-  if (a->dt_b == PS_BF16)
+  if (a->dt_b != PS_F32)
     t.b_floats = ps__round_up((size_t)t.tile_n * t.block_k, 16);
-  if (a->dt_c == PS_BF16)
+  if (a->dt_c != PS_F32)
     t.c_floats = ps__round_up((size_t)t.tile_m * t.tile_n, 16);
   return t;
 }
@@ -220,7 +220,7 @@ static operand fetch(const void *base, uint32_t dt, uint32_t ld, uint32_t row, u
   if (dt == PS_F32)
     return (operand){p, (int)ld};
   for (uint32_t r = 0; r < rows; r++)
-    ps__convert_bf16_to_f32(scratch + (size_t)r * cols, ps__celem(p, dt, (size_t)r * ld), cols);
+    ps__load_f32(scratch + (size_t)r * cols, ps__celem(p, dt, (size_t)r * ld), dt, cols);
   return (operand){scratch, (int)cols};
 }
 
@@ -238,10 +238,7 @@ PS_VEC void finish_row(void *c, const float *v, const void *bias, const void *re
 }
 PS_CLONES static void gemm_finish_row(void *c, const float *v, const void *bias,
                                       const void *residual, size_t n, uint32_t dt) {
-  if (dt == PS_BF16)
-    finish_row(c, v, bias, residual, n, PS_BF16);
-  else
-    finish_row(c, v, bias, residual, n, PS_F32);
+  PS__BY_DTYPE(dt, DT, finish_row(c, v, bias, residual, n, DT));
 }
 
 static void gemm_tile(void *arg, int64_t task, uint32_t worker) {
@@ -254,13 +251,13 @@ static void gemm_tile(void *arg, int64_t task, uint32_t worker) {
            n = a->n - j0 < t->tile_n ? a->n - j0 : t->tile_n;
   float *sa = t->a_floats + t->b_floats + t->c_floats ? ps__scratch(j->exec, worker) : NULL;
   float *sb = sa ? sa + t->a_floats : NULL;
-  bool narrow = a->dt_c == PS_BF16;
+  bool narrow = a->dt_c != PS_F32;
   void *c_out = ps__elem(j->pc, a->dt_c, (size_t)i0 * a->ldc + j0);
   float *c = narrow ? sb + t->b_floats : c_out;
   uint32_t ldc = narrow ? n : a->ldc;
   if (narrow && a->accumulate)
     for (uint32_t r = 0; r < m; r++)
-      ps__convert_bf16_to_f32(c + (size_t)r * n, ps__celem(c_out, PS_BF16, (size_t)r * a->ldc), n);
+      ps__load_f32(c + (size_t)r * n, ps__celem(c_out, a->dt_c, (size_t)r * a->ldc), a->dt_c, n);
   for (uint32_t k0 = 0; k0 < a->k; k0 += t->block_k) {
     uint32_t k = a->k - k0 < t->block_k ? a->k - k0 : t->block_k;
     operand x = a->trans_a ? fetch(j->pa, a->dt_a, a->lda, k0, i0, k, m, sa)

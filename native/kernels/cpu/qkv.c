@@ -18,7 +18,7 @@
  * reference    tests/test_qkv.py: PyTorch in fp64, transformers' LlamaRotaryEmbedding */
 #include "kernels/cpu/cpu.h"
 #include "kernels/cuda/scratch.h"
-#include "kernels/cpu/vec.h"
+#include "core/vec.h"
 #include <math.h>
 
 enum { ROPE_ROWS = 32 }; /* rows that share one filling of the table of sines */
@@ -195,9 +195,9 @@ static void fwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
       ps__load_f32(s.row, ps__celem(j->qkv, a->dt, (size_t)t * (n_q + 2 * n_k) + c), a->dt, d);
       if (a->qk_norm) {
         norm_row(s.row, c < n_q ? j->w : j->w + w_q, d, a->eps);
-        if (a->dt == PS_BF16) { /* the rounding between norm and RoPE */
-          ps__store_f32(s.x, PS_BF16, s.row, d);
-          ps__load_f32(s.row, s.x, PS_BF16, d);
+        if (a->dt != PS_F32) { /* the rounding between norm and RoPE */
+          ps__store_f32(s.x, a->dt, s.row, d);
+          ps__load_f32(s.row, s.x, a->dt, d);
         }
       }
       rotate_heads(j, &s, s.row, d, t - first, 1.0f);

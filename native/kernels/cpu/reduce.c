@@ -65,10 +65,7 @@ PS_VEC void col_rows(const col_job *j, int64_t first, int64_t end, float *sum, u
   }
 }
 PS_CLONES static void reduce_cols(const col_job *j, int64_t first, int64_t end, float *sum) {
-  if (j->a->dt == PS_BF16)
-    col_rows(j, first, end, sum, PS_BF16);
-  else
-    col_rows(j, first, end, sum, PS_F32);
+  PS__BY_DTYPE(j->a->dt, DT, col_rows(j, first, end, sum, DT));
 }
 static void col_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const col_job *j = arg;
@@ -117,10 +114,7 @@ PS_VEC void partials_cols(const partials_job *j, size_t first, size_t end, uint3
   }
 }
 PS_CLONES static void reduce_partials(const partials_job *j, int64_t first, int64_t end) {
-  if (j->dt == PS_BF16)
-    partials_cols(j, (size_t)first, (size_t)end, PS_BF16);
-  else
-    partials_cols(j, (size_t)first, (size_t)end, PS_F32);
+  PS__BY_DTYPE(j->dt, DT, partials_cols(j, (size_t)first, (size_t)end, DT));
 }
 static void partials_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   reduce_partials(arg, first, end);
@@ -148,6 +142,7 @@ typedef struct sq_job {
 typedef struct sq_rows {
   void (*add)(const void *x, size_t n_rows, double *lane, size_t ahead);
   size_t n;
+  bool pairs; /* even ones and then the odd ones */
 } sq_rows;
 enum { SQ_AHEAD = 4096 };
 #define SQ_ROWS(NAME, TARGET, DT, N, WIDEN, ADD_SQUARE)                                            \
@@ -188,16 +183,22 @@ SQ_ROWS(sq_rows_bf16_avx512, SQ_AVX512, PS_BF16, 8, SQ_WIDEN_AVX512, SQ_ADD_AVX5
 SQ_ROWS(sq_rows_f32_avx512, SQ_AVX512, PS_F32, 8, SQ_WIDEN_AVX512, SQ_ADD_AVX512)
 #endif
 static sq_rows sq_rows_of(uint32_t dt) {
+  static const sq_rows any[PS_N_DTYPES] = {
+      [PS_F32] = {sq_rows_f32, 4, false}, [PS_BF16] = {sq_rows_bf16, 4, true}};
 #if defined(__x86_64__) && !defined(PS_BASELINE)
+  static const sq_rows avx2[PS_N_DTYPES] = {
+      [PS_F32] = {sq_rows_f32_avx2, 4, false}, [PS_BF16] = {sq_rows_bf16_avx2, 4, true}};
+  static const sq_rows avx512[PS_N_DTYPES] = {
+      [PS_F32] = {sq_rows_f32_avx512, 8, false}, [PS_BF16] = {sq_rows_bf16_avx512, 8, true}};
   if (__builtin_cpu_supports("avx512f"))
-    return (sq_rows){dt == PS_BF16 ? sq_rows_bf16_avx512 : sq_rows_f32_avx512, 8};
+    return avx512[dt];
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    return (sq_rows){dt == PS_BF16 ? sq_rows_bf16_avx2 : sq_rows_f32_avx2, 4};
+    return avx2[dt];
 #endif
-  return (sq_rows){dt == PS_BF16 ? sq_rows_bf16 : sq_rows_f32, 4};
+  return any[dt];
 }
 
-/* The lanes of bf16 in the elements' order again. */
+/* The lanes of pairs in the elements' order again. */
 PS_VEC void sq_order(double lane[PS_SQ_LANES], size_t n) {
   for (size_t j = 0; j < PS_SQ_LANES; j += 2 * n) {
     double was[16];
@@ -222,7 +223,7 @@ PS_VEC double sq_tile(const sq_job *j, size_t first, size_t end, uint32_t dt) {
     /* copies would get less of the memory: see ps__total_range() */
     rows.add(ps__celem(j->t.total, dt, base), 1, lane, 0);
   }
-  if (dt == PS_BF16)
+  if (rows.pairs)
     sq_order(lane, rows.n);
   const size_t rest = first + whole * PS_SQ_LANES;
   if (j->changes)
@@ -237,7 +238,9 @@ PS_VEC double sq_tile(const sq_job *j, size_t first, size_t end, uint32_t dt) {
   return lane[0];
 }
 PS_CLONES static double reduce_squares(const sq_job *j, size_t first, size_t end) {
-  return j->t.dt == PS_BF16 ? sq_tile(j, first, end, PS_BF16) : sq_tile(j, first, end, PS_F32);
+  double sum = 0.0;
+  PS__BY_DTYPE(j->t.dt, DT, sum = sq_tile(j, first, end, DT));
+  return sum;
 }
 static void sq_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   sq_job *j = arg;

@@ -1,7 +1,7 @@
 /* rmsnorm.c - RMSNorm over rows, forward and backward (Zhang & Sennrich 2019, arXiv 1910.07467). */
 #include "kernels/cpu/cpu.h"
 #include "kernels/cuda/scratch.h"
-#include "kernels/cpu/vec.h"
+#include "core/vec.h"
 #include <math.h>
 
 typedef struct norm_job {
@@ -61,17 +61,11 @@ PS_VEC void norm_fwd_rows(const norm_job *j, int64_t first, int64_t end, uint32_
 
 /* Apart, so that an offset or a residual costs nothing where there is none. */
 PS_CLONES static void norm_fwd_plain(const norm_job *j, int64_t first, int64_t end) {
-  if (j->a->dt == PS_BF16)
-    norm_fwd_rows(j, first, end, PS_BF16, false, false);
-  else
-    norm_fwd_rows(j, first, end, PS_F32, false, false);
+  PS__BY_DTYPE(j->a->dt, DT, norm_fwd_rows(j, first, end, DT, false, false));
 }
 
 PS_CLONES static void norm_fwd_more(const norm_job *j, int64_t first, int64_t end) {
-  if (j->a->dt == PS_BF16)
-    norm_fwd_rows(j, first, end, PS_BF16, true, j->residual != NULL);
-  else
-    norm_fwd_rows(j, first, end, PS_F32, true, j->residual != NULL);
+  PS__BY_DTYPE(j->a->dt, DT, norm_fwd_rows(j, first, end, DT, true, j->residual != NULL));
 }
 
 static void norm_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
@@ -136,17 +130,11 @@ PS_VEC void norm_bwd_rows(const norm_job *j, int64_t first, int64_t end, float *
 
 /* Apart, so that an offset costs nothing where there is none. */
 PS_CLONES static void norm_bwd_plain(const norm_job *j, int64_t first, int64_t end, float *dw) {
-  if (j->a->dt == PS_BF16)
-    norm_bwd_rows(j, first, end, dw, PS_BF16, false);
-  else
-    norm_bwd_rows(j, first, end, dw, PS_F32, false);
+  PS__BY_DTYPE(j->a->dt, DT, norm_bwd_rows(j, first, end, dw, DT, false));
 }
 
 PS_CLONES static void norm_bwd_more(const norm_job *j, int64_t first, int64_t end, float *dw) {
-  if (j->a->dt == PS_BF16)
-    norm_bwd_rows(j, first, end, dw, PS_BF16, true);
-  else
-    norm_bwd_rows(j, first, end, dw, PS_F32, true);
+  PS__BY_DTYPE(j->a->dt, DT, norm_bwd_rows(j, first, end, dw, DT, true));
 }
 
 static void norm_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {

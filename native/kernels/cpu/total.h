@@ -2,7 +2,7 @@
 #ifndef PS_KERNELS_TOTAL_H
 #define PS_KERNELS_TOTAL_H
 #include "kernels/cpu/cpu.h"
-#include "kernels/cpu/vec.h"
+#include "core/vec.h"
 
 /* total[i] += g[i]; mode: of ops.h. g NULL: nothing is added, a total with low bytes (mode
  * PS_LOW_READ) is rounded. */
@@ -100,16 +100,19 @@ PS_VEC void ps__total_bf16(const ps__total *t, size_t first, size_t end, uint32_
     ps__total_one(t, i, mode, add);
 }
 
+PS_VEC void ps__total_plain(const ps__total *t, size_t first, size_t end, uint32_t dt) {
+  for (size_t i = first; i < end; i += PS_LANES)
+    ps__v_write(t->total, dt, i, end,
+                ps__v_read(t->total, dt, i, end, 0.0f) + ps__v_read(t->g, dt, i, end, 0.0f));
+}
+
 /* Elements [first, end). Nothing is asked for ahead, though sums alone would be faster by a
  * quarter: copies to the device, which backward passes wait for, then get 25 to 31 GB/s of the
  * host's memory beside them instead of 43 to 46 (bench/LOG.md, 2026-11-22). */
 PS_VEC void ps__total_range(const ps__total *t, size_t first, size_t end) {
-  if (t->dt == PS_F32) {
-    for (size_t i = first; i < end; i += PS_LANES)
-      ps__v_write(t->total, PS_F32, i, end,
-                  ps__v_read(t->total, PS_F32, i, end, 0.0f) +
-                      ps__v_read(t->g, PS_F32, i, end, 0.0f));
-  } else if (!t->g)
+  if (!ps__dtypes[t->dt].low_bytes)
+    PS__BY_DTYPE(t->dt, DT, ps__total_plain(t, first, end, DT));
+  else if (!t->g)
     ps__total_bf16(t, first, end, PS_LOW_READ, false);
   else if (t->mode == 0)
     ps__total_bf16(t, first, end, 0, true);

@@ -24,21 +24,25 @@ __device__ __forceinline__ float sign_of(float x) {
 
 enum { THREADS = 256, MAX_SEGMENTS = 16, MAX_SUMSQ = 32 };
 
+template <int DTYPE> struct storage;
+template <> struct storage<PS_F32> {
+  using type = float;
+};
+template <> struct storage<PS_BF16> {
+  using type = __nv_bfloat16;
+};
 /* What a recipe stores, and how many elements a thread takes: 16 bytes of weights. */
 template <int RECIPE> struct types {
-  using state = float;
-  using grad = __nv_bfloat16;
-  static constexpr int wide = 4;
-};
-template <> struct types<PS_RECIPE_FP32> {
-  using state = float;
-  using grad = float;
-  static constexpr int wide = 4;
-};
-template <> struct types<PS_RECIPE_BF16> {
-  using state = __nv_bfloat16;
-  using grad = __nv_bfloat16;
-  static constexpr int wide = 8;
+  static constexpr ps__recipe of = ps__recipe_of((ps_recipe)RECIPE);
+  static constexpr bool master = of.updated != of.weights;
+  using state = typename storage<of.updated>::type;
+  using grad = typename storage<of.grad>::type;
+  static constexpr int wide = 16 / sizeof(state);
+  static_assert(of.state[0] == of.updated && of.state[1] == of.updated,
+                "weights and states are read as one type");
+  static_assert((of.rounding == PS__STOCHASTIC) == (of.updated == PS_BF16),
+                "store_rounded() rounds bf16 stochastically");
+  static_assert(!master || of.weights == PS_BF16, "store_copy() makes bf16");
 };
 
 struct segment {
@@ -145,8 +149,8 @@ __device__ __forceinline__ void update(const job &j, const segment &of, uint64_t
 #pragma unroll
   for (int a = 0; a < N; a++)
     store_rounded<V>((S *)j.a.state[a] + at, state[a], k.sr_key, k.element + at, 1 + a);
-  if constexpr (RECIPE == PS_RECIPE_FP32_MASTER)
-    store_copy<V>(j.a.w_bf16 + at, w);
+  if constexpr (types<RECIPE>::master)
+    store_copy<V>((uint16_t *)j.a.copy + at, w);
 }
 
 /* A block takes THREADS * V elements of one segment. */
@@ -194,7 +198,7 @@ static uint32_t take(job *j, uint32_t *n_blocks, const ps__update *u, const ps__
       continue;
     const ps__arrays from = ps__arrays_from(&j->a, (ps_recipe)RECIPE, first);
     bool whole = (j->k.element + first) % 4 == 0 && aligned(from.grad, V * grad) &&
-                 aligned(from.w, V * state) && aligned(from.w_bf16, 2 * V);
+                 aligned(from.w, V * state) && aligned(from.copy, 2 * V);
     for (uint32_t a = 0; a < ps__n_states(OPTIMIZER); a++)
       whole = whole && aligned(from.state[a], V * state);
     const ps__update_k of = ps__update_constants(u, segments[i].decay, 0);
@@ -228,7 +232,7 @@ static const launch_fn launches[PS_N_OPTIMIZERS][PS_N_RECIPES] = {PS__OPTIMIZERS
 
 /* update
  * math    optim.h; nothing at all where the gate is closed
- * shapes  w, state [n] fp32, grad [n] fp32 (fp32) or bf16 and w_bf16 [n] (fp32-master), or all
+ * shapes  w, state [n] fp32, grad [n] fp32 (fp32) or bf16 and copy [n] (fp32-master), or all
  *         [n] bf16
  * bytes   ps__update_bytes(). AdamW: 218 M elements (an 8B layer) bf16 -> 3.05 GB, 636 us at 4.8
  *         TB/s; some 75 instructions an element, a third of them the generator's, take 500 us
@@ -244,11 +248,11 @@ extern "C" ps_status ps__cuda_update_unit(void *exec, const ps__update *u,
     return ps__fail(PS_EINVAL, "update: optimizer %u, recipe %u, part %u is not there",
                     (unsigned)u->optimizer, (unsigned)u->recipe, (unsigned)u->part);
   const char *const name = ps__optimizers[u->optimizer].name;
-  const size_t state = ps_dtype_bytes(ps__state_dtype(u->recipe)),
-               grad = ps_dtype_bytes(ps__grad_dtype(u->recipe));
-  const bool master = u->recipe == PS_RECIPE_FP32_MASTER;
+  const size_t state = ps__dtypes[ps__recipes[u->recipe].updated].bytes,
+               grad = ps__dtypes[ps__recipes[u->recipe].grad].bytes;
+  const bool master = ps__has_master(u->recipe);
   bool good = a->w && a->grad && aligned(a->w, state) && aligned(a->grad, grad) &&
-              (!master || (a->w_bf16 && aligned(a->w_bf16, 2)));
+              (!master || (a->copy && aligned(a->copy, 2)));
   for (uint32_t i = 0; i < ps__optimizers[u->optimizer].n_states; i++)
     good = good && a->state[i] && aligned(a->state[i], state);
   if (!good)
@@ -261,7 +265,7 @@ extern "C" ps_status ps__cuda_update_unit(void *exec, const ps__update *u,
   j.k = ps__update_constants(u, 0.0f, unit_element0);
   j.gate = *gate;
   if (!master)
-    j.a.w_bf16 = NULL;
+    j.a.copy = NULL;
   return ps_launched(
       name, launches[u->optimizer][u->recipe](&j, u, segments, n_segments,
                                               static_cast<const ps__cuda_exec *>(exec)->stream));

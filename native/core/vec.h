@@ -5,10 +5,21 @@
  * PS_CLONES. Vectors go to functions by address (all are inlined) and ps__v_* macros give them
  * back as values: passing them by value to a function of another instruction set is an error in
  * clang and an ABI note in gcc. */
-#ifndef PS_KERNELS_VEC_H
-#define PS_KERNELS_VEC_H
-#include "kernels/ops.h"
+#ifndef PS_CORE_VEC_H
+#define PS_CORE_VEC_H
+#include "core/dtype.h"
+#include <stdint.h>
 #include <string.h>
+
+/* A function compiled for several instruction sets, chosen at load. Give it to static functions
+ * only, with names that no other file uses: clang 14 names the chooser so that other files do
+ * not find it, yet collide with it. ifuncs do not work under sanitizers, nor outside glibc.
+ * PS_BASELINE is for tests that compare. */
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(PS_SANITIZED) && !defined(PS_BASELINE)
+#  define PS_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#  define PS_CLONES
+#endif
 
 enum { PS_LANES = 16 };
 typedef float ps__v __attribute__((vector_size(64)));
@@ -27,8 +38,8 @@ typedef uint16_t ps__vh __attribute__((vector_size(32)));
   })
 
 /* Loads and stores of 16 elements at any alignment: elements i .. i+15 of an array of dtype dt.
- * Give a constant dt, so that the branch goes away. bf16 is rounded to nearest even, NaN stays a
- * quiet NaN: the same as ps__f32_to_bf16. */
+ * Give a constant dt (PS__BY_DTYPE below), so that the branch goes away. bf16 is rounded to nearest
+ * even, NaN stays a quiet NaN: the same as ps__f32_to_bf16. */
 PS_VEC void ps__v_get_to(ps__v *v, const void *base, uint32_t dt, size_t i) {
   if (dt == PS_BF16) {
     ps__vh h;
@@ -68,24 +79,33 @@ PS_VEC void ps__v_put_from(void *base, uint32_t dt, size_t i, const ps__v *v) {
 #define ps__v_load(p)     ps__v_get(p, PS_F32, 0)
 #define ps__v_store(p, v) ps__v_put(p, PS_F32, 0, v)
 
+/* The statement for a dtype @dt, with the constant @DT in its place. Each dtype is a line here, and
+ * a case in the functions above. */
+#define PS__BY_DTYPE(dt, DT, ...)                                                                  \
+  do {                                                                                             \
+    switch (dt) {                                                                                  \
+      PS__DTYPE_CASE(PS_F32, DT, __VA_ARGS__)                                                      \
+      PS__DTYPE_CASE(PS_BF16, DT, __VA_ARGS__)                                                     \
+    }                                                                                              \
+  } while (0)
+#define PS__DTYPE_CASE(of, DT, ...)                                                                \
+case of: {                                                                                         \
+  enum { DT = of };                                                                                \
+  __VA_ARGS__;                                                                                     \
+} break;
+
 /* Ends of rows: the n < 16 elements from i on, through 16 floats in memory; lanes past n read as
  * fill. */
 __attribute__((noinline, unused)) static void ps__tail_get(float t[PS_LANES], const void *base,
                                                            uint32_t dt, size_t i, size_t n,
                                                            float fill) {
   for (size_t j = 0; j < PS_LANES; j++)
-    t[j] = j >= n          ? fill
-           : dt == PS_BF16 ? ps__bf16_to_f32(((const uint16_t *)base)[i + j])
-                           : ((const float *)base)[i + j];
+    t[j] = j >= n ? fill : ps__load1_f32(base, dt, i + j);
 }
 __attribute__((noinline, unused)) static void ps__tail_put(void *base, uint32_t dt, size_t i,
                                                            size_t n, const float t[PS_LANES]) {
-  for (size_t j = 0; j < n && j < PS_LANES; j++) {
-    if (dt == PS_BF16)
-      ((uint16_t *)base)[i + j] = ps__f32_to_bf16(t[j]);
-    else
-      ((float *)base)[i + j] = t[j];
-  }
+  for (size_t j = 0; j < n && j < PS_LANES; j++)
+    ps__store1_f32(base, dt, i + j, t[j]);
 }
 /* Elements i .. min(i+16, n)-1 of an array, missing lanes as fill; and the store. */
 #define ps__v_read(base, dt, i, n, fill)                                                           \

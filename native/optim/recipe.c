@@ -1,0 +1,31 @@
+/* recipe.c - the table of recipes. */
+#include "optim/recipe.h"
+#include "core/core.h"
+#include <string.h>
+
+#define ROW(NAME, name_, weights_, updated_, grad_, state0, state1, rounding_)                     \
+  [PS_RECIPE_##NAME] = {.name = name_,                                                             \
+                        .weights = weights_,                                                       \
+                        .updated = updated_,                                                       \
+                        .grad = grad_,                                                             \
+                        .state = {state0, state1},                                                 \
+                        .rounding = rounding_},
+const ps__recipe ps__recipes[PS_N_RECIPES] = {PS__RECIPES(ROW)};
+
+#define ONE_DTYPE(NAME, name, weights, updated, grad, state0, state1, rounding)                    \
+  _Static_assert((weights) == (grad), name ": an op of a layer has one dtype");
+PS__RECIPES(ONE_DTYPE)
+
+const char *ps_recipe_name(ps_recipe recipe) {
+  return (unsigned)recipe < PS_N_RECIPES ? ps__recipes[recipe].name : "unknown";
+}
+
+ps_status ps_recipe_parse(ps_recipe *out, const char *name) {
+  for (int i = 0; name && i < PS_N_RECIPES; i++)
+    if (!strcmp(name, ps__recipes[i].name)) {
+      *out = (ps_recipe)i;
+      return PS_OK;
+    }
+  return ps__fail(PS_EINVAL, "the state recipe \"%.40s\" is unknown: use fp32, fp32-master or bf16",
+                  name ? name : "");
+}

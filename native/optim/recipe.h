@@ -1,0 +1,43 @@
+/* recipe.h - the table of recipes: the dtypes of a unit's arrays. A header for C, C++ and CUDA. */
+#ifndef PS_OPTIM_RECIPE_H
+#define PS_OPTIM_RECIPE_H
+#include "core/dtype.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { PS_MAX_STATES = 2 }; /* an optimizer; one more needs 16 more random bits an element */
+
+/* How the optimizer stores updated weights and states that are narrower than fp32. */
+typedef enum ps__rounding { PS__TO_NEAREST, PS__STOCHASTIC } ps__rounding;
+
+typedef struct ps__recipe {
+  const char *name;
+  /* Of weights on the host, the link and the device (copies do not convert), and of activations. */
+  ps_dtype weights;
+  /* Of the weights that the optimizer updates. Another one than `weights`: they are an array of
+   * their own, the master copy, and `weights` are its copy, rounded to nearest even. */
+  ps_dtype updated;
+  /* Of gradients and their totals, on the device, the link and the host. It is that of `weights`,
+   * because an op of a layer has one dtype. */
+  ps_dtype grad;
+  ps_dtype state[PS_MAX_STATES];
+  ps__rounding rounding;
+} ps__recipe;
+
+/* X(NAME, "name", weights, updated, grad, state[0], state[1], rounding): PS_RECIPE_NAME, which
+ * users call "name". */
+#define PS__RECIPES(X)                                                                             \
+  X(FP32, "fp32", PS_F32, PS_F32, PS_F32, PS_F32, PS_F32, PS__TO_NEAREST)                          \
+  X(FP32_MASTER, "fp32-master", PS_BF16, PS_F32, PS_BF16, PS_F32, PS_F32, PS__TO_NEAREST)          \
+  X(BF16, "bf16", PS_BF16, PS_BF16, PS_BF16, PS_BF16, PS_BF16, PS__STOCHASTIC)
+extern const ps__recipe ps__recipes[PS_N_RECIPES];
+
+static inline bool ps__has_master(ps_recipe recipe) {
+  return ps__recipes[recipe].updated != ps__recipes[recipe].weights;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif
