@@ -175,30 +175,32 @@ static inline ps_status ps_check(const ps_launch *l, const char *op, uint32_t n_
   return PS_OK;
 }
 
-/* Runs body with T the element type of dt and V a full vector where `whole`, else 1. */
-#define PS_DISPATCH(dt, whole, ...)                                                                \
+/* Runs body with T the element type of dt. Each dtype is a case here. */
+#define PS_BY_TYPE(dt, ...)                                                                        \
   do {                                                                                             \
-    if ((dt) == PS_BF16) {                                                                         \
-      using T = __nv_bfloat16;                                                                     \
-      if (whole) {                                                                                 \
-        constexpr int V = ps_full<T>;                                                              \
-        __VA_ARGS__;                                                                               \
-      } else {                                                                                     \
-        constexpr int V = 1;                                                                       \
-        __VA_ARGS__;                                                                               \
-      }                                                                                            \
-    } else {                                                                                       \
+    switch (dt) {                                                                                  \
+    case PS_F32: {                                                                                 \
       using T = float;                                                                             \
-      if (whole) {                                                                                 \
-        constexpr int V = ps_full<T>;                                                              \
-        __VA_ARGS__;                                                                               \
-      } else {                                                                                     \
-        constexpr int V = 1;                                                                       \
-        __VA_ARGS__;                                                                               \
-      }                                                                                            \
+      __VA_ARGS__;                                                                                 \
+    } break;                                                                                       \
+    case PS_BF16: {                                                                                \
+      using T = __nv_bfloat16;                                                                     \
+      __VA_ARGS__;                                                                                 \
+    } break;                                                                                       \
     }                                                                                              \
   } while (0)
+/* The same, with V a full vector where `whole`, else 1. */
+#define PS_DISPATCH(dt, whole, ...)                                                                \
+  PS_BY_TYPE(                                                                                      \
+      dt,                                                                                          \
+      if (whole) {                                                                                 \
+        constexpr int V = ps_full<T>;                                                              \
+        __VA_ARGS__;                                                                               \
+      } else {                                                                                     \
+        constexpr int V = 1;                                                                       \
+        __VA_ARGS__;                                                                               \
+      })
 /* Are rows of n elements of dt, at aligned addresses, made of whole vectors? */
-static inline bool ps_whole(uint32_t dt, uint64_t n) { return n % (dt == PS_BF16 ? 8 : 4) == 0; }
+static inline bool ps_whole(uint32_t dt, uint64_t n) { return n % ps_vector_elements(dt) == 0; }
 
 #endif

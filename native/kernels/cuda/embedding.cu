@@ -175,7 +175,7 @@ extern "C" ps_status ps__cuda_embed_bwd(const ps_launch *l) {
   cudaError_t e =
       cudaMemsetAsync(s.count, 0, ((size_t)a->vocab + 2) * sizeof *s.count, exec->stream);
   if (e == cudaSuccess && !a->accumulate)
-    e = cudaMemsetAsync(l->ptr[2], 0, (size_t)a->vocab * a->dim * (a->dt == PS_BF16 ? 2 : 4),
+    e = cudaMemsetAsync(l->ptr[2], 0, (size_t)a->vocab * a->dim * ps__dtypes[a->dt].bytes,
                         exec->stream);
   if (e != cudaSuccess || !blocks)
     return ps_launched("embed_bwd", e);

@@ -99,7 +99,10 @@ typedef struct product {
   shape_key key;
 } product;
 
-static cudaDataType_t type_of(uint32_t dt) { return dt == PS_BF16 ? CUDA_R_16BF : CUDA_R_32F; }
+static cudaDataType_t type_of(uint32_t dt) {
+  static const cudaDataType_t types[PS_N_DTYPES] = {CUDA_R_32F, CUDA_R_16BF}; /* by ps_dtype */
+  return types[dt];
+}
 static uint32_t alignment(const void *p) {
   const uintptr_t at = (uintptr_t)p;
   return !at ? 0 : at % 256 == 0 ? 256 : (uint32_t)(at & (~at + 1));

@@ -602,7 +602,7 @@ static ps_status check_shape(const ps_launch *l, const char *op, uint32_t n_ptr,
 /* May threads take whole vectors of pairs? With a norm, a head's threads must be a power of two
  * inside a warp. */
 static bool vectors_fit(const ps_launch *l, const ps__args_qkv *a, uint32_t n_aligned) {
-  const uint32_t half = a->head_dim / 2, v = a->dt == PS_BF16 ? 8 : 4, g = half / v,
+  const uint32_t half = a->head_dim / 2, v = ps_vector_elements(a->dt), g = half / v,
                  turned = a->rotary_dim / 2;
   for (uint32_t i = 0; i < n_aligned; i++)
     if (!ps_aligned(l->ptr[i]))
@@ -669,10 +669,7 @@ extern "C" ps_status ps__cuda_qkv_split_fwd(const ps_launch *l) {
   if (st != PS_OK || !a->n_tokens)
     return st;
   const rope_table rope = rope_of(a);
-  if (a->dt == PS_BF16)
-    launch_fwd<__nv_bfloat16>(l, a, rope);
-  else
-    launch_fwd<float>(l, a, rope);
+  PS_BY_TYPE(a->dt, launch_fwd<T>(l, a, rope));
   return ps_launched("qkv_split_fwd", cudaSuccess);
 }
 
@@ -735,8 +732,7 @@ extern "C" ps_status ps__cuda_qkv_split_bwd(const ps_launch *l) {
   const bool fit = vectors_fit(l, a, a->qk_norm ? 7 : 4);
   cudaError_t e = cudaSuccess;
   if (a->n_tokens)
-    e = a->dt == PS_BF16 ? launch_bwd<__nv_bfloat16>(l, a, rope, fit)
-                         : launch_bwd<float>(l, a, rope, fit);
+    PS_BY_TYPE(a->dt, e = launch_bwd<T>(l, a, rope, fit));
   const float *partial = (const float *)exec->scratch;
   for (int which = 0; which < 2 && a->qk_norm && e == cudaSuccess; which++) {
     const uint32_t n = n_partials(a, fit),

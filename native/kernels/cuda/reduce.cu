@@ -180,12 +180,8 @@ __global__ void __launch_bounds__(ADD_COLS *ADD_SLICES)
 cudaError_t ps_add_partials(cudaStream_t stream, void *out, uint32_t dt, const float *partial,
                             uint32_t n_tiles, uint32_t ld, uint32_t cols, bool accumulate) {
   const dim3 grid(ps_ceil_div(cols, ADD_COLS)), block(ADD_COLS, ADD_SLICES);
-  if (dt == PS_BF16)
-    add_partials_k<<<grid, block, 0, stream>>>((__nv_bfloat16 *)out, partial, n_tiles, ld, cols,
-                                               accumulate);
-  else
-    add_partials_k<<<grid, block, 0, stream>>>((float *)out, partial, n_tiles, ld, cols,
-                                               accumulate);
+  PS_BY_TYPE(dt, (add_partials_k<<<grid, block, 0, stream>>>((T *)out, partial, n_tiles, ld, cols,
+                                                             accumulate)));
   return cudaGetLastError();
 }
 

@@ -310,8 +310,7 @@ extern "C" ps_status ps__cuda_rmsnorm_bwd(const ps_launch *l) {
   float *partial = (float *)exec->scratch;
   cudaError_t e = cudaSuccess;
   if (a->rows)
-    e = a->dt == PS_BF16 ? rmsnorm_bwd_of<__nv_bfloat16>(l, a, whole, partial)
-                         : rmsnorm_bwd_of<float>(l, a, whole, partial);
+    PS_BY_TYPE(a->dt, e = rmsnorm_bwd_of<T>(l, a, whole, partial));
   if (e == cudaSuccess)
     e = ps_add_partials(exec->stream, l->ptr[4], a->dt, partial,
                         ps_n_row_tiles(a->rows, PS_NORM_TILES), a->cols, a->cols,

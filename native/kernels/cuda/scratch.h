@@ -18,10 +18,13 @@ static inline uint32_t ps_n_row_tiles(uint32_t rows, uint32_t most) {
   return (rows + g - 1) / g;
 }
 
+/* Elements of a full vector, of 16 bytes. */
+static inline uint32_t ps_vector_elements(uint32_t dt) { return 16 / ps__dtypes[dt].bytes; }
+
 /* Heads that a block of qkv_split takes, q, k and v counted alike: at most 384 threads, of which
  * each has 16 bytes of half a head. */
 static inline uint32_t ps_qkv_heads_each(const ps__args_qkv *a) {
-  const uint32_t v = a->dt == PS_BF16 ? 8 : 4,
+  const uint32_t v = ps_vector_elements(a->dt),
                  threads = a->head_dim / 2 < v ? 1 : a->head_dim / 2 / v,
                  heads = a->n_heads + 2 * a->n_kv_heads;
   const uint32_t n = (heads + 384 / threads - 1) / (384 / threads);
