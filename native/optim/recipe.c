@@ -26,6 +26,6 @@ ps_status ps_recipe_parse(ps_recipe *out, const char *name) {
       *out = (ps_recipe)i;
       return PS_OK;
     }
-  return ps__fail(PS_EINVAL, "the state recipe \"%.40s\" is unknown: use fp32, fp32-master or bf16",
+  return ps__fail(PS_EINVAL, "the state recipe \"%.40s\" is unknown: use " PS__RECIPE_NAMES,
                   name ? name : "");
 }

@@ -31,6 +31,11 @@ typedef struct ps__recipe {
   X(FP32, "fp32", PS_F32, PS_F32, PS_F32, PS_F32, PS_F32, PS__TO_NEAREST)                          \
   X(FP32_MASTER, "fp32-master", PS_BF16, PS_F32, PS_BF16, PS_F32, PS_F32, PS__TO_NEAREST)          \
   X(BF16, "bf16", PS_BF16, PS_BF16, PS_BF16, PS_BF16, PS_BF16, PS__STOCHASTIC)
+/* Their names in the same order, for macros with arguments of their own. */
+#define PS__EACH_RECIPE(X, ...)                                                                    \
+  X(FP32, __VA_ARGS__) X(FP32_MASTER, __VA_ARGS__) X(BF16, __VA_ARGS__)
+/* For messages. */
+#define PS__RECIPE_NAMES "fp32, fp32-master or bf16"
 extern const ps__recipe ps__recipes[PS_N_RECIPES];
 
 static inline bool ps__has_master(ps_recipe recipe) {

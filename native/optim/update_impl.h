@@ -94,25 +94,22 @@ extern const ps__update_table ps__update_avx512;
     attributes static void name(uint64_t n, const ps__arrays *a, const ps__update_k *k) {          \
       update_as(PS_RECIPE_##RECIPE, n, a, k, PS_OPTIMIZER_##OPTIMIZER, PS_UPDATE_##PART);          \
     }
-#  define PS__UPDATE_FNS_WHOLE(attributes, OPTIMIZER, optimizer, RECIPE)                           \
+#  define PS__UPDATE_FNS_WHOLE(RECIPE, attributes, OPTIMIZER, optimizer)                           \
     PS__UPDATE_FN(attributes, optimizer##_##RECIPE, OPTIMIZER, RECIPE, WHOLE)
-#  define PS__UPDATE_FNS_SPLITS(attributes, OPTIMIZER, optimizer, RECIPE)                          \
-    PS__UPDATE_FNS_WHOLE(attributes, OPTIMIZER, optimizer, RECIPE)                                 \
+#  define PS__UPDATE_FNS_SPLITS(RECIPE, attributes, OPTIMIZER, optimizer)                          \
+    PS__UPDATE_FNS_WHOLE(RECIPE, attributes, OPTIMIZER, optimizer)                                 \
     PS__UPDATE_FN(attributes, optimizer##_##RECIPE##_weights, OPTIMIZER, RECIPE, WEIGHTS)          \
     PS__UPDATE_FN(attributes, optimizer##_##RECIPE##_state, OPTIMIZER, RECIPE, STATE)
-#  define PS__UPDATE_ROW_WHOLE(optimizer, RECIPE)                                                  \
+#  define PS__UPDATE_ROW_WHOLE(RECIPE, optimizer)                                                  \
     [PS_RECIPE_##RECIPE] = {optimizer##_##RECIPE, NULL, NULL},
-#  define PS__UPDATE_ROW_SPLITS(optimizer, RECIPE)                                                 \
+#  define PS__UPDATE_ROW_SPLITS(RECIPE, optimizer)                                                 \
     [PS_RECIPE_##RECIPE] = {optimizer##_##RECIPE, optimizer##_##RECIPE##_weights,                  \
                             optimizer##_##RECIPE##_state},
 /* For PS__OPTIMIZERS; PS__UPDATE_ATTRIBUTES is the file's. */
 #  define PS__UPDATE_DEFINE(NAME, name, n_states, parts, state_op)                                 \
-    PS__UPDATE_FNS_##parts(PS__UPDATE_ATTRIBUTES, NAME, name, FP32)                                \
-        PS__UPDATE_FNS_##parts(PS__UPDATE_ATTRIBUTES, NAME, name, FP32_MASTER)                     \
-            PS__UPDATE_FNS_##parts(PS__UPDATE_ATTRIBUTES, NAME, name, BF16)
+    PS__EACH_RECIPE(PS__UPDATE_FNS_##parts, PS__UPDATE_ATTRIBUTES, NAME, name)
 #  define PS__UPDATE_ROWS(NAME, name, n_states, parts, state_op)                                   \
-    [PS_OPTIMIZER_##NAME] = {PS__UPDATE_ROW_##parts(name, FP32) PS__UPDATE_ROW_##parts(            \
-        name, FP32_MASTER) PS__UPDATE_ROW_##parts(name, BF16)},
+    [PS_OPTIMIZER_##NAME] = {PS__EACH_RECIPE(PS__UPDATE_ROW_##parts, name)},
 
 /* A statement for each state, the number j a constant: what it names stays in
  * registers. */

@@ -72,8 +72,7 @@ static ps_status check_config(ps_plan *p) {
   ps_plan_config *c = &p->cfg;
   PS_TRY(check_ranges(c));
   if (c->recipe >= PS_N_RECIPES)
-    return ps__fail(PS_EINVAL, "recipe %u: unknown, one of fp32, fp32-master and bf16 is needed",
-                    c->recipe);
+    return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
   if (c->optimizer >= PS_N_OPTIMIZERS)
     return ps__fail(PS_EINVAL, "optimizer %u: unknown, one of adamw, lion and sgd is needed",
                     c->optimizer);

@@ -26,8 +26,8 @@ from ._lib import (
 from .engine import TRACE_DTYPE, Schedule
 from .model import ModelConfig
 
-RECIPES = ("fp32", "fp32-master", "bf16")
-OPTIMIZERS = ("adamw", "lion", "sgd")
+RECIPES = tuple(text(lib.ps_recipe_name(i)) for i in range(lib.PS_N_RECIPES))
+OPTIMIZERS = tuple(text(lib.ps_optimizer_name(i)) for i in range(lib.PS_N_OPTIMIZERS))
 _UNITS = {
     "": 1,
     "b": 1,

@@ -224,10 +224,9 @@ static cudaError_t launch(job *j, const ps__update *u, const ps__segment *segmen
 
 typedef cudaError_t (*launch_fn)(job *j, const ps__update *u, const ps__segment *segments,
                                  uint32_t n, cudaStream_t stream);
-#define LAUNCHES(NAME, name, n_states, parts, state_op)                                            \
-  {launch<PS_OPTIMIZER_##NAME, PS_RECIPE_FP32>,                                                    \
-   launch<PS_OPTIMIZER_##NAME, PS_RECIPE_FP32_MASTER>,                                             \
-   launch<PS_OPTIMIZER_##NAME, PS_RECIPE_BF16>},
+#define LAUNCH(RECIPE, NAME) launch<PS_OPTIMIZER_##NAME, PS_RECIPE_##RECIPE>,
+/* By optimizer and recipe. */
+#define LAUNCHES(NAME, name, n_states, parts, state_op) {PS__EACH_RECIPE(LAUNCH, NAME)},
 static const launch_fn launches[PS_N_OPTIMIZERS][PS_N_RECIPES] = {PS__OPTIMIZERS(LAUNCHES)};
 
 /* update
