@@ -103,7 +103,7 @@ static int ascending(const void *a, const void *b) {
 
 static void measure(const char *name, ps_program *p, uint32_t trace_steps, uint64_t n_steps) {
   ps_engine_config cfg = {
-      .struct_bytes = sizeof cfg, .backend = PS_BACKEND_CPU, .n_spaces = 2, .n_streams = N_STREAMS};
+      .struct_bytes = sizeof cfg, .n_places = 1, .n_spaces = 2, .n_streams = N_STREAMS};
   cfg.space[0].bytes = cfg.space[1].bytes = 4 << 20;
   for (uint32_t i = 0; i < N_STREAMS; i++)
     cfg.stream[i].n_threads = 1;

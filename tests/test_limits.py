@@ -103,7 +103,7 @@ def mapped():
     return int(open("/proc/self/statm").read().split()[0])
 
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # threads start late
-engine = Engine([Space(4096)], [Stream(str(i), "host") for i in range(4)])
+engine = Engine([Space(4096)], [Stream(str(i)) for i in range(4)])
 before = mapped()
 time.sleep(0.2)
 print(mapped() - before)

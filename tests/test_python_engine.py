@@ -15,7 +15,7 @@ from penstock import Engine, Program, Region, Run, Space, Stream, _lib
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python/examples"))
-TWO_STREAMS = [Stream("compute"), Stream("host", "host")]
+TWO_STREAMS = [Stream("compute"), Stream("host")]
 
 
 def one_space(n_floats=1024):

@@ -33,7 +33,7 @@ def refused(call, text, error=StateError):
 
 
 def engine():
-    return Engine([Space(4096)], [Stream("compute"), Stream("host", "host")])
+    return Engine([Space(4096)], [Stream("compute"), Stream("host")])
 
 
 def run_of(*ops, on=None):
@@ -404,7 +404,7 @@ for region in (Region(0, 2**21 - 8, 4), Region(0, -4, 4), Region(0, 2**62, 4), R
     "a plan's schedule without a trainer": """
 made = plan()
 need = [made.schedule.space_bytes(i) for i in range(2)]
-run = Run(Engine([Space(need[0]), Space(need[1])], [Stream(str(i), "host", scratch_bytes=1 << 20) for i in range(5)]), made.schedule)
+run = Run(Engine([Space(need[0]), Space(need[1])], [Stream(str(i), scratch_bytes=1 << 20) for i in range(5)]), made.schedule)
 del made
 gc.collect()
 run.submit()

@@ -20,8 +20,9 @@
  *   allocated, looked up or locked. ps_sim_run() executes the same schedule on a virtual clock; the
  *   planner minimises the time that it gives.
  *
- * Spaces and streams are numbered, not named. The configuration says what a space is (host or
- * device) and what a stream runs on.
+ * Places, links, spaces and streams are numbered, not named. A PLACE is the host or a device. A
+ * space lies at a place, a stream runs at a place, and a LINK leads from one place to another. The
+ * configuration says how many there are of each, and what each is.
  *
  * Threads: distinct objects are independent. One thread at a time uses an object, except where a
  * function says otherwise. An object is destroyed when no thread is inside a call on it.
@@ -37,7 +38,14 @@
 extern "C" {
 #endif
 
-enum { PS_MAX_SPACES = 8, PS_MAX_STREAMS = 16, PS_MAX_ACCESSES = 12, PS_NAME_BYTES = 32 };
+enum {
+  PS_MAX_PLACES = 8,
+  PS_MAX_LINKS = 16,
+  PS_MAX_SPACES = 8,
+  PS_MAX_STREAMS = 16,
+  PS_MAX_ACCESSES = 12,
+  PS_NAME_BYTES = 32
+};
 
 typedef struct ps_engine ps_engine;
 typedef struct ps_program ps_program;
@@ -195,22 +203,31 @@ PS_API ps_status ps_schedule_op(const ps_schedule *schedule, uint64_t idx, ps_op
 
 /* ---- engine ---------------------------------------------------------------------------------- */
 
-typedef enum ps_space_kind { PS_SPACE_HOST = 0, PS_SPACE_DEVICE = 1 } ps_space_kind;
-typedef enum ps_stream_kind {
-  PS_STREAM_COMPUTE = 0, /* kernels on the device */
-  PS_STREAM_H2D = 1,
-  PS_STREAM_D2H = 2,
-  PS_STREAM_HOST = 3, /* host threads: optimizer, data, callbacks */
-} ps_stream_kind;
+typedef enum ps_place_kind { PS_PLACE_HOST = 0, PS_PLACE_DEVICE = 1 } ps_place_kind;
+
+typedef struct ps_place {
+  uint32_t kind;    /* ps_place_kind */
+  uint32_t backend; /* PS_BACKEND_* of its streams: CPU for a host, the same for all devices */
+  uint32_t device;  /* CUDA: which of the visible GPUs */
+  uint32_t reserved;
+  uint64_t cap_bytes;      /* BYTES that its spaces and overhead_bytes may take; 0: no cap */
+  uint64_t overhead_bytes; /* BYTES that it takes besides: scratch, context, kernels, libraries */
+} ps_place;
+
+typedef struct ps_link {
+  uint32_t from, to; /* places */
+  uint32_t stream;   /* whose copies take this link; a stream of links runs nothing else */
+  uint32_t resource; /* links with the same number share one bandwidth */
+} ps_link;
 
 typedef struct ps_space_config {
   uint64_t bytes; /* BYTES of arena, rounded up to 2 MiB; may be 0 */
-  uint32_t kind;  /* ps_space_kind */
+  uint32_t place;
   uint32_t reserved;
 } ps_space_config;
 
 typedef struct ps_stream_config {
-  uint32_t kind;      /* ps_stream_kind */
+  uint32_t place;     /* where its ops run; of a stream of links, where its copies are issued */
   uint32_t n_threads; /* threads that an op of this stream may use, >= 1 */
   /* BYTES of scratch for EACH of those threads; on a CUDA stream of device memory, once */
   uint64_t scratch_bytes;
@@ -219,11 +236,11 @@ typedef struct ps_stream_config {
 
 typedef struct ps_engine_config {
   uint32_t struct_bytes; /* sizeof(ps_engine_config) */
-  uint32_t backend;      /* PS_BACKEND_CPU or PS_BACKEND_CUDA */
-  uint32_t n_spaces, n_streams;
-  uint32_t device; /* CUDA: which of the visible GPUs */
+  uint32_t n_places, n_links, n_spaces, n_streams;
   /* CUDA: 1 for the same bits in every run, at a lower speed. The CPU backend always gives them */
   uint32_t deterministic;
+  ps_place place[PS_MAX_PLACES];
+  ps_link link[PS_MAX_LINKS];
   ps_space_config space[PS_MAX_SPACES];
   ps_stream_config stream[PS_MAX_STREAMS];
 } ps_engine_config;
@@ -231,13 +248,13 @@ typedef struct ps_engine_config {
 /* ps_engine_create() - reserve every space and start the streams' threads.
  * @cfg  borrowed for the call.
  * @out  on PS_OK an engine owned by the caller, released by ps_engine_close().
- * CPU: pages get memory when they are first written. CUDA: device spaces are allocated and zeroed;
- * host spaces are touched by all threads and pinned. Streams of kind HOST run on threads and may
- * touch host spaces only; the others are CUDA streams, fed by one thread.
+ * CPU: pages get memory when they are first written; a device is an arena in host memory. CUDA: one
+ * device at most; its spaces are allocated and zeroed; host spaces are touched by all threads and
+ * pinned. Streams of a host run on threads; those of a device are CUDA streams, fed by one thread.
  * Blocks: yes; with CUDA for seconds. Partial work is undone on errors.
- * Errors: PS_EINVAL names the field; PS_ENOMEM names the space and its bytes; PS_EDEVICE: a thread
- * did not start, or CUDA is not built in, has no driver, too old a driver or no GPU, or refused to
- * pin. */
+ * Errors: PS_EINVAL names the field; PS_EBUDGET the place whose spaces and overhead exceed its cap;
+ * PS_ENOMEM the space and its bytes; PS_EDEVICE: a thread did not start, or CUDA is not built in,
+ * has no driver, too old a driver or no GPU, or refused to pin. */
 PS_API ps_status ps_engine_create(ps_engine **out, const ps_engine_config *cfg);
 
 /* ps_engine_close() - stop the threads and unmap the spaces. NULL is a no-op. Errors: PS_EBUSY
@@ -266,9 +283,11 @@ typedef struct ps_run_config {
 /* ps_run_create() - bind @schedule to @engine: resolve addresses and reserve the trace.
  * Engine and schedule are borrowed until ps_run_destroy(). An engine has one run at a time.
  * @out  on PS_OK owned by the caller, released by ps_run_destroy().
+ * An op may touch spaces of its stream's place and of hosts. On a stream of links it is a copy
+ * along one of them.
  * Errors: PS_EBUSY while another run of the engine lives; PS_EINVAL where the schedule has more
- * spaces or streams than the engine, a range past a space's end, or a kernel without a function on
- * this backend, which the message names; PS_ENOMEM. */
+ * spaces or streams than the engine, a range past a space's end, an op that touches another place,
+ * or a kernel without a function on this backend, which the message names; PS_ENOMEM. */
 PS_API ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
                                const ps_run_config *cfg);
 

@@ -29,8 +29,6 @@ enum { PS__STAMP_QUEUED, PS__STAMP_START, PS__STAMP_END };
 
 typedef struct ps__backend {
   const char *name;
-  /* index of ps_kernel.fn for ops of @stream */
-  uint32_t (*fn_id)(const ps_engine_config *cfg, uint32_t stream);
   /* Streams with their threads, scratch and counters. @cfg is checked already. */
   ps_status (*open)(ps__device **out, const ps_engine_config *cfg);
   void (*close)(ps__device *dev); /* NULL is a no-op */
@@ -79,6 +77,26 @@ typedef struct ps__backend {
   /* every wait looks at its abort flag; a signal handler may call */
   void (*kick)(ps__device *dev);
 } ps__backend;
+
+/* ---- what a configuration says --------------------------------------------------------------- */
+
+static inline const ps_place *ps__space_place(const ps_engine_config *cfg, uint32_t space) {
+  return &cfg->place[cfg->space[space].place];
+}
+/* ps__stream_place() - where the ops of a stream run; its backend is the index of ps_kernel.fn. */
+static inline const ps_place *ps__stream_place(const ps_engine_config *cfg, uint32_t stream) {
+  return &cfg->place[cfg->stream[stream].place];
+}
+static inline bool ps__runs_on_host(const ps_engine_config *cfg, uint32_t stream) {
+  return ps__stream_place(cfg, stream)->kind == PS_PLACE_HOST;
+}
+/* ps__has_links() - whether a stream runs the copies of links, and nothing else. */
+static inline bool ps__has_links(const ps_engine_config *cfg, uint32_t stream) {
+  for (uint32_t i = 0; i < cfg->n_links; i++)
+    if (cfg->link[i].stream == stream)
+      return true;
+  return false;
+}
 
 extern const ps__backend ps__backend_cpu;
 #ifdef PS_CUDA

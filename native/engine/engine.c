@@ -10,10 +10,54 @@ static const ps__backend *const backends[PS_N_BACKENDS] = {
 };
 static const uint64_t SPACE_UNIT_BYTES = (uint64_t)2 << 20;
 
+static ps_status check_place(const ps_engine_config *cfg, uint32_t i) {
+  const ps_place *p = &cfg->place[i];
+  if (p->kind > PS_PLACE_DEVICE)
+    return ps__fail(PS_EINVAL, "engine: place %u: kind %u is unknown", i, p->kind);
+  if (p->backend >= PS_N_BACKENDS)
+    return ps__fail(PS_EINVAL, "engine: place %u: backend %u is unknown", i, p->backend);
+  if (p->kind == PS_PLACE_HOST && p->backend != PS_BACKEND_CPU)
+    return ps__fail(PS_EINVAL, "engine: place %u: backend %u, but the host's is %d", i, p->backend,
+                    PS_BACKEND_CPU);
+  for (uint32_t k = 0; k < i; k++)
+    if (p->kind == PS_PLACE_DEVICE && cfg->place[k].kind == PS_PLACE_DEVICE &&
+        cfg->place[k].backend != p->backend)
+      return ps__fail(PS_EINVAL, "engine: place %u: backend %u, but that of place %u is %u", i,
+                      p->backend, k, cfg->place[k].backend);
+  if (!backends[p->backend])
+    return ps__fail(PS_EDEVICE, "this library was built without CUDA: install the CUDA toolkit "
+                                "(12.4 or newer) and run make CUDA=1, or "
+                                "use the cpu backend");
+  return PS_OK;
+}
+
+static ps_status check_link(const ps_engine_config *cfg, uint32_t i) {
+  const ps_link *k = &cfg->link[i];
+  if (k->from >= cfg->n_places || k->to >= cfg->n_places || k->from == k->to)
+    return ps__fail(PS_EINVAL, "engine: link %u: from %u to %u: no two of %u places", i, k->from,
+                    k->to, cfg->n_places);
+  if (k->stream >= cfg->n_streams)
+    return ps__fail(PS_EINVAL, "engine: link %u: stream %u is not below %u", i, k->stream,
+                    cfg->n_streams);
+  return PS_OK;
+}
+
+static ps_status check_space(const ps_engine_config *cfg, uint32_t i) {
+  const ps_space_config *s = &cfg->space[i];
+  if (s->place >= cfg->n_places)
+    return ps__fail(PS_EINVAL, "engine: space %u: place %u is not below %u", i, s->place,
+                    cfg->n_places);
+  if (s->bytes > (uint64_t)1 << 48)
+    return ps__fail(PS_EINVAL, "engine: space %u: bytes %llu is past 256 TiB", i,
+                    (unsigned long long)s->bytes);
+  return PS_OK;
+}
+
 static ps_status check_stream(const ps_engine_config *cfg, uint32_t i) {
   const ps_stream_config *s = &cfg->stream[i];
-  if (s->kind > PS_STREAM_HOST)
-    return ps__fail(PS_EINVAL, "engine: stream %u: kind %u is unknown", i, s->kind);
+  if (s->place >= cfg->n_places)
+    return ps__fail(PS_EINVAL, "engine: stream %u: place %u is not below %u", i, s->place,
+                    cfg->n_places);
   if (s->n_threads == 0 || s->n_threads > 4096)
     return ps__fail(PS_EINVAL, "engine: stream %u: n_threads %u is not in 1..4096", i,
                     s->n_threads);
@@ -25,31 +69,65 @@ static ps_status check_stream(const ps_engine_config *cfg, uint32_t i) {
   return PS_OK;
 }
 
+static uint64_t arena_bytes(const ps_space_config *s) {
+  return (s->bytes + SPACE_UNIT_BYTES - 1) / SPACE_UNIT_BYTES * SPACE_UNIT_BYTES;
+}
+
+/* What a place's spaces and overhead take is within its cap. */
+static ps_status check_cap(const ps_engine_config *cfg, uint32_t i) {
+  const ps_place *p = &cfg->place[i];
+  uint64_t arenas = 0;
+  char spaces[32], overhead[32], cap[32];
+  for (uint32_t k = 0; k < cfg->n_spaces; k++)
+    if (cfg->space[k].place == i)
+      arenas += arena_bytes(&cfg->space[k]);
+  if (!p->cap_bytes || (arenas <= p->cap_bytes && p->overhead_bytes <= p->cap_bytes - arenas))
+    return PS_OK;
+  return ps__fail(PS_EBUDGET,
+                  "engine: place %u: spaces of %s and an overhead of %s exceed its cap of %s", i,
+                  ps__format_bytes(spaces, arenas), ps__format_bytes(overhead, p->overhead_bytes),
+                  ps__format_bytes(cap, p->cap_bytes));
+}
+
+static ps_status check_counts(const ps_engine_config *cfg) {
+  const struct {
+    const char *name;
+    uint32_t n, least, most;
+  } count[] = {{"n_places", cfg->n_places, 1, PS_MAX_PLACES},
+               {"n_links", cfg->n_links, 0, PS_MAX_LINKS},
+               {"n_spaces", cfg->n_spaces, 1, PS_MAX_SPACES},
+               {"n_streams", cfg->n_streams, 1, PS_MAX_STREAMS}};
+  for (size_t i = 0; i < sizeof count / sizeof *count; i++)
+    if (count[i].n < count[i].least || count[i].n > count[i].most)
+      return ps__fail(PS_EINVAL, "engine: %s %u is not in %u..%u", count[i].name, count[i].n,
+                      count[i].least, count[i].most);
+  return PS_OK;
+}
+
 static ps_status check_config(const ps_engine_config *cfg) {
   if (cfg->struct_bytes != sizeof *cfg)
     return ps__fail(PS_EINVAL, "engine: struct_bytes is %u, this library's is %zu",
                     cfg->struct_bytes, sizeof *cfg);
-  if (cfg->backend >= PS_N_BACKENDS)
-    return ps__fail(PS_EINVAL, "engine: backend %u is unknown", cfg->backend);
-  if (!backends[cfg->backend])
-    return ps__fail(PS_EDEVICE, "this library was built without CUDA: install the CUDA toolkit "
-                                "(12.4 or newer) and run make CUDA=1, or "
-                                "use the cpu backend");
-  if (cfg->n_spaces == 0 || cfg->n_spaces > PS_MAX_SPACES)
-    return ps__fail(PS_EINVAL, "engine: n_spaces %u is not in 1..%d", cfg->n_spaces, PS_MAX_SPACES);
-  if (cfg->n_streams == 0 || cfg->n_streams > PS_MAX_STREAMS)
-    return ps__fail(PS_EINVAL, "engine: n_streams %u is not in 1..%d", cfg->n_streams,
-                    PS_MAX_STREAMS);
-  for (uint32_t i = 0; i < cfg->n_spaces; i++) {
-    if (cfg->space[i].kind > PS_SPACE_DEVICE)
-      return ps__fail(PS_EINVAL, "engine: space %u: kind %u is unknown", i, cfg->space[i].kind);
-    if (cfg->space[i].bytes > (uint64_t)1 << 48)
-      return ps__fail(PS_EINVAL, "engine: space %u: bytes %llu is past 256 TiB", i,
-                      (unsigned long long)cfg->space[i].bytes);
-  }
+  PS_TRY(check_counts(cfg));
+  for (uint32_t i = 0; i < cfg->n_places; i++)
+    PS_TRY(check_place(cfg, i));
+  for (uint32_t i = 0; i < cfg->n_links; i++)
+    PS_TRY(check_link(cfg, i));
+  for (uint32_t i = 0; i < cfg->n_spaces; i++)
+    PS_TRY(check_space(cfg, i));
   for (uint32_t i = 0; i < cfg->n_streams; i++)
     PS_TRY(check_stream(cfg, i));
+  for (uint32_t i = 0; i < cfg->n_places; i++)
+    PS_TRY(check_cap(cfg, i));
   return PS_OK;
+}
+
+/* That of the devices; without a device the host's. */
+static const ps__backend *backend_of(const ps_engine_config *cfg) {
+  for (uint32_t i = 0; i < cfg->n_places; i++)
+    if (cfg->place[i].kind == PS_PLACE_DEVICE)
+      return backends[cfg->place[i].backend];
+  return &ps__backend_cpu;
 }
 
 /* The engine whose driver this thread is. */
@@ -102,11 +180,8 @@ static void release(ps_engine *e) {
 
 static ps_status acquire(ps_engine *e) {
   PS_TRY(e->backend->open(&e->device, &e->cfg));
-  for (uint32_t i = 0; i < e->cfg.n_spaces; i++) {
-    uint64_t bytes =
-        (e->cfg.space[i].bytes + SPACE_UNIT_BYTES - 1) / SPACE_UNIT_BYTES * SPACE_UNIT_BYTES;
-    PS_TRY(e->backend->map(e->device, i, bytes, &e->space[i]));
-  }
+  for (uint32_t i = 0; i < e->cfg.n_spaces; i++)
+    PS_TRY(e->backend->map(e->device, i, arena_bytes(&e->cfg.space[i]), &e->space[i]));
   return start_drivers(e);
 }
 
@@ -116,7 +191,7 @@ ps_status ps_engine_create(ps_engine **out, const ps_engine_config *cfg) {
   PS_TRY(ps__map(&memory, sizeof(ps_engine), "engine"));
   ps_engine *e = memory;
   e->cfg = *cfg;
-  e->backend = backends[cfg->backend];
+  e->backend = backend_of(cfg);
   ps__timeline_init(&e->started);
   ps_status st = acquire(e);
   if (st == PS_OK)

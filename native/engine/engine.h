@@ -37,10 +37,10 @@ typedef struct ps__resolved {
 } ps__resolved;
 
 /* Where a driver is, and its order to leave at the next op. */
-typedef struct ps__place {
+typedef struct ps__progress {
   _Alignas(64) _Atomic uint64_t at; /* the step */
   _Atomic uint32_t leave;
-} ps__place;
+} ps__progress;
 
 struct ps_run {
   ps__timeline allowed;   /* steps submitted, which drivers may execute */
@@ -49,7 +49,7 @@ struct ps_run {
   _Atomic int error;      /* the first failure's status */
   _Atomic uint32_t told;  /* message is written, before limit is lowered */
   char message[1024];
-  ps__place place[PS_MAX_STREAMS + 1]; /* of each driver, and of the caller */
+  ps__progress progress[PS_MAX_STREAMS + 1]; /* of each driver, and of the caller */
   ps_engine *engine;
   ps_schedule *schedule;
   uint64_t trace_steps, start_ns;

@@ -5,6 +5,44 @@
 
 /* ---- binding --------------------------------------------------------------------------------- */
 
+/* Along which link a stream's copy goes, as the configuration counts them; n_links: along none. */
+static uint32_t link_of(const ps_engine_config *cfg, uint32_t stream, const ps_access *access) {
+  const uint32_t from = cfg->space[access[0].space].place, to = cfg->space[access[1].space].place;
+  uint32_t i = 0;
+  while (i < cfg->n_links &&
+         (cfg->link[i].stream != stream || cfg->link[i].from != from || cfg->link[i].to != to))
+    i++;
+  return i;
+}
+
+/* An op runs where its stream does: it touches that place and hosts; on a stream of links it copies
+ * along one of them. */
+static ps_status check_place(const ps_engine *e, const ps__oplist *l, size_t i) {
+  const ps_engine_config *cfg = &e->cfg;
+  const ps__op *op = &l->ops[i];
+  const ps_access *access = &l->access[op->access];
+  const ps_place *place = ps__stream_place(cfg, op->stream);
+  if (op->kernel && !op->kernel->fn[place->backend])
+    return ps__fail(PS_EINVAL, "run: kernel %s (op %zu) has no function on stream %u of backend %s",
+                    op->kernel->name, i, op->stream,
+                    place->kind == PS_PLACE_HOST ? ps__backend_cpu.name : e->backend->name);
+  if (ps__has_links(cfg, op->stream))
+    return !op->kernel && link_of(cfg, op->stream, access) < cfg->n_links
+               ? PS_OK
+               : ps__fail(PS_EINVAL, "run: op %zu (%s) is no copy along a link of stream %u", i,
+                          ps__op_name(op), op->stream);
+  for (uint32_t a = 0; a < op->n_access; a++) {
+    const ps_place *touched = ps__space_place(cfg, access[a].space);
+    if (touched != place && touched->kind != PS_PLACE_HOST)
+      return ps__fail(PS_EINVAL,
+                      "run: op %zu (%s) of stream %u at place %u touches space %u, which is at "
+                      "place %u, a device",
+                      i, ps__op_name(op), op->stream, cfg->stream[op->stream].place,
+                      access[a].space, cfg->space[access[a].space].place);
+  }
+  return PS_OK;
+}
+
 static ps_status check_binding(const ps_engine *e, const ps_schedule *s, const ps_run_config *cfg) {
   const ps__oplist *l = &s->list;
   if (cfg->struct_bytes != sizeof *cfg)
@@ -22,10 +60,7 @@ static ps_status check_binding(const ps_engine *e, const ps_schedule *s, const p
           PS_EINVAL, "run: the schedule uses %llu bytes of space %u, the engine has %llu",
           (unsigned long long)l->space_bytes[i], i, (unsigned long long)e->space[i].bytes);
   for (size_t i = 0; i < l->n_ops; i++)
-    if (l->ops[i].kernel && !l->ops[i].kernel->fn[e->backend->fn_id(&e->cfg, l->ops[i].stream)])
-      return ps__fail(PS_EINVAL,
-                      "run: kernel %s (op %zu) has no function on stream %u of backend %s",
-                      l->ops[i].kernel->name, i, l->ops[i].stream, e->backend->name);
+    PS_TRY(check_place(e, l, i));
   return PS_OK;
 }
 
@@ -55,7 +90,7 @@ static void resolve(ps_run *r) {
           (char *)e->space[l->access[op->access + a].space].addr + l->access[op->access + a].offset;
     uint32_t d = driver[op->stream];
     r->steps[r->driver_first[d] + next[d]++] = (ps__resolved){
-        .fn = op->kernel ? op->kernel->fn[e->backend->fn_id(&e->cfg, op->stream)] : NULL,
+        .fn = op->kernel ? op->kernel->fn[ps__stream_place(&e->cfg, op->stream)->backend] : NULL,
         .args = l->args + op->args,
         .ptr = ptr,
         .wait = r->schedule->waits + op->wait,
@@ -125,8 +160,8 @@ static void stop(ps_run *r, uint64_t step) {
     ;
   atomic_store(&r->stop, 1);
   for (uint32_t i = 0; i <= PS_MAX_STREAMS; i++)
-    if (atomic_load(&r->place[i].at) >= step)
-      atomic_store(&r->place[i].leave, 1);
+    if (atomic_load(&r->progress[i].at) >= step)
+      atomic_store(&r->progress[i].leave, 1);
   r->engine->backend->kick(r->engine->device);
   ps__timeline_kick(&r->allowed);
 }
@@ -170,7 +205,8 @@ static void fail_device(ps_run *r, ps_status code) {
   int none = PS_OK;
   if (atomic_compare_exchange_strong(&r->error, &none, code)) {
     while (stream + 1 < l->n_streams &&
-           (e->cfg.stream[stream].kind != PS_STREAM_COMPUTE || !l->stream_n_ops[stream]))
+           (ps__runs_on_host(&e->cfg, stream) || ps__has_links(&e->cfg, stream) ||
+            !l->stream_n_ops[stream]))
       stream++;
     uint64_t n = l->stream_n_ops[stream] ? l->stream_n_ops[stream] : 1,
              at = e->backend->counter(e->device, stream);
@@ -273,7 +309,7 @@ static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomi
 void ps__run_drive(ps_run *r, uint32_t driver) {
   const ps__resolved *first = r->steps + r->driver_first[driver],
                      *end = r->steps + r->driver_first[driver + 1];
-  ps__place *place = &r->place[driver];
+  ps__progress *place = &r->progress[driver];
   ps__clear_error();
   if (first == end)
     return;
@@ -308,14 +344,14 @@ static bool caller_waits(ps_run *r, uint64_t n_steps) {
   for (uint32_t s = 0; s < l->n_streams; s++)
     if (l->stream_n_ops[s] &&
         !e->backend->wait(e->device, PS__CALLER, s, n_steps * l->stream_n_ops[s],
-                          &r->place[PS_MAX_STREAMS].leave))
+                          &r->progress[PS_MAX_STREAMS].leave))
       return false;
   return true;
 }
 
 /* Sleep until every stream has done @n_steps, or all of the fewer steps that will be done. */
 static void wait_steps(ps_run *r, uint64_t n_steps) {
-  ps__place *me = &r->place[PS_MAX_STREAMS];
+  ps__progress *me = &r->progress[PS_MAX_STREAMS];
   for (;;) {
     uint64_t limit = atomic_load(&r->limit), n = n_steps < limit ? n_steps : limit;
     if (n == 0)

@@ -18,10 +18,10 @@ uint64_t ps__device_overhead(const ps_plan *plan, const ps__step *s, uint64_t *s
   *scratch = 0;
   if (plan->hw.backend != PS_BACKEND_CUDA)
     return 0;
-  for (uint32_t i = 0; i < PS__N_STREAMS; i++) {
+  for (uint32_t i = 0; i < s->at->n_streams; i++) {
     const uint64_t blas =
-        i == PS__S_COMPUTE ? ps__cuda_workspace_bytes(plan->hw.compute_capability) : 0;
-    if (!ps__stream_on_host(i))
+        !ps__link_of(s->at, i) ? ps__cuda_workspace_bytes(plan->hw.compute_capability) : 0;
+    if (!ps__stream_on_host(s->at, i))
       *scratch += ps__arena_round(s->scratch_bytes[i] + blas);
   }
   return *scratch + plan->hw.device_overhead_bytes;
@@ -30,8 +30,8 @@ uint64_t ps__device_overhead(const ps_plan *plan, const ps__step *s, uint64_t *s
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
                            uint64_t *trace) {
   *scratch = 0;
-  for (uint32_t i = 0; i < PS__N_STREAMS; i++)
-    if (plan->hw.backend == PS_BACKEND_CPU || ps__stream_on_host(i))
+  for (uint32_t i = 0; i < s->at->n_streams; i++)
+    if (plan->hw.backend == PS_BACKEND_CPU || ps__stream_on_host(s->at, i))
       *scratch += (uint64_t)s->scratch_bytes[i] * ps__stream_threads(plan, i);
   /* the trace, and what the program, the schedule and the run keep for each op */
   *trace = s->n_op * ((uint64_t)plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);

@@ -4,9 +4,41 @@
 #include "hardware/hardware_impl.h"
 #include <string.h>
 
-static const char *const stream_name[PS__N_STREAMS] = {"compute", "h2d", "d2h", "host", "io"};
 const char *ps_plan_stream_name(uint32_t stream) {
-  return stream < PS__N_STREAMS ? stream_name[stream] : NULL;
+  return stream < ps__one_device.n_streams ? ps__one_device.stream[stream].name : NULL;
+}
+
+void ps__plan_engine(const ps_plan *p, ps_engine_config *out) {
+  const ps__places *at = p->step.at;
+  const ps_plan_report *r = &p->report;
+  const uint64_t
+      used[] = {[PS__SPACE_DEVICE] = r->device_used_bytes, [PS__SPACE_HOST] = r->host_used_bytes},
+      cap[] = {
+          [PS__SPACE_DEVICE] = p->cfg.device_mem_bytes, [PS__SPACE_HOST] = p->cfg.host_mem_bytes};
+  *out = (ps_engine_config){.struct_bytes = sizeof *out,
+                            .n_places = at->n_places,
+                            .n_links = at->n_links,
+                            .n_spaces = at->n_places,
+                            .n_streams = at->n_streams,
+                            .deterministic = p->cfg.deterministic};
+  memcpy(out->link, at->link, sizeof out->link);
+  for (uint32_t i = 0; i < at->n_places; i++) {
+    const uint64_t arena = ps__arena_round(p->step.space_bytes[i]);
+    const bool device = at->kind[i] == PS_PLACE_DEVICE;
+    out->space[i] = (ps_space_config){.bytes = arena, .place = i};
+    out->place[i] = (ps_place){.kind = at->kind[i],
+                               .backend = device ? p->hw.backend : PS_BACKEND_CPU,
+                               .device = device ? p->hw.device : 0,
+                               .cap_bytes = cap[i],
+                               .overhead_bytes = used[i] - arena};
+  }
+  for (uint32_t i = 0; i < at->n_streams; i++) {
+    ps_stream_config *s = &out->stream[i];
+    *s = (ps_stream_config){.place = at->stream[i].place,
+                            .n_threads = ps__stream_threads(p, i),
+                            .scratch_bytes = p->step.scratch_bytes[i]};
+    snprintf(s->name, sizeof s->name, "%s", at->stream[i].name);
+  }
 }
 
 /* Tokens whose logits take about 32 MiB, on a GPU 512 MiB: a power of two of at least 64. It

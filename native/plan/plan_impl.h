@@ -26,6 +26,9 @@ struct ps_plan {
 ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
                              const ps_hardware *hw, const ps__spec *spec);
 
+/* ps__plan_engine() - the engine that runs the plan: its places, links and streams. */
+void ps__plan_engine(const ps_plan *p, ps_engine_config *out);
+
 /* ---- cost.c: what an op costs, for the simulator --------------------------------------------- */
 /* What ops of several streams share in the simulator. */
 enum { PS__RES_CPUS = 0, PS__RES_MEMORY = 1, PS__RES_LINK = 2 };

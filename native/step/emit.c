@@ -99,11 +99,12 @@ static bool push_args(ps__step *s, const void *args, uint32_t bytes) {
 
 /* On CUDA the scratch of device streams is device memory. Attention's is an upper bound: what a
  * library really takes is asked when the run is opened. */
-static size_t scratch_bytes(const ps__spec *spec, const ps_kernel *kernel, uint32_t stream,
+static size_t scratch_bytes(const ps__step *s, const ps_kernel *kernel, uint32_t stream,
                             const void *args) {
+  const ps__spec *spec = s->spec;
   const ps__scratch_target target = {spec->deterministic, spec->cudnn_version};
-  return ps__op_scratch(kernel, ps__stream_on_host(stream) ? PS_BACKEND_CPU : spec->backend, args,
-                        &target);
+  return ps__op_scratch(kernel, ps__stream_on_host(s->at, stream) ? PS_BACKEND_CPU : spec->backend,
+                        args, &target);
 }
 
 static void emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const void *args,
@@ -132,7 +133,7 @@ static void emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const
   s->op[s->n_op++] = op;
   s->model_flops += work.model_flops;
   if (kernel) {
-    const size_t scratch = scratch_bytes(s->spec, kernel, stream, args);
+    const size_t scratch = scratch_bytes(s, kernel, stream, args);
     if (scratch > s->scratch_bytes[stream])
       s->scratch_bytes[stream] = scratch;
     if (tag.phase == PS__PHASE_RECOMPUTE)

@@ -268,6 +268,7 @@ ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layou
   s->layout = layout;
   s->spec = spec;
   s->recipe = &ps__recipes[spec->recipe];
+  s->at = &ps__one_device;
   s->dt = s->recipe->weights;
   PS_TRY(check_spec(cfg, spec));
   s->sums = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, false);

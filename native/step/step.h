@@ -9,6 +9,7 @@
 #include "model/block.h"
 #include "optim/optim.h"
 #include "step/layout.h"
+#include "step/places.h"
 #include <penstock/plan.h>
 
 enum { PS__SPACE_DEVICE = 0, PS__SPACE_HOST = 1, PS__N_SPACES = 2 };
@@ -20,7 +21,6 @@ enum {
   PS__S_IO = 4,
   PS__N_STREAMS = 5
 };
-static inline bool ps__stream_on_host(uint32_t stream) { return stream >= PS__S_HOST; }
 enum {
   PS__PHASE_FORWARD = 0,
   PS__PHASE_HEAD = 1,
@@ -214,6 +214,7 @@ typedef struct ps__step {
   const ps__layout *layout;
   const ps__spec *spec;
   const ps__recipe *recipe;
+  const ps__places *at; /* whose numbers spaces and streams have */
   ps__block block;
   ps_dtype dt; /* recipe->weights: of parameters on the device, and of activations */
   /* the program: pools of tensors, ops, accesses and arguments */

@@ -243,7 +243,7 @@ static ps_status gather(const ps_trainer *t, uint32_t chunk, const ps_launch *l)
 static ps_status update(ps_trainer *t, uint32_t unit, ps__update_part part, const ps_launch *l) {
   const ps_plan *p = t->plan;
   const bool on_device = ps__updated_on_device(&p->spec, unit);
-  const uint32_t backend = on_device ? t->engine->cfg.backend : PS_BACKEND_CPU,
+  const uint32_t backend = on_device ? p->hw.backend : PS_BACKEND_CPU,
                  first = t->first_segment[unit], n = t->first_segment[unit + 1] - first;
   ps__update u = update_of(t, l->step);
   u.part = part;

@@ -170,24 +170,8 @@ static ps_status make_segments(ps_trainer *t) {
 
 static ps_status open_engine(ps_trainer *t) {
   const ps_plan *p = t->plan;
-  ps_engine_config e = {.struct_bytes = sizeof e,
-                        .backend = p->hw.backend,
-                        .device = p->hw.device,
-                        .deterministic = p->cfg.deterministic,
-                        .n_spaces = PS__N_SPACES,
-                        .n_streams = PS__N_STREAMS};
-  static const uint32_t kind[PS__N_STREAMS] = {PS_STREAM_COMPUTE, PS_STREAM_H2D, PS_STREAM_D2H,
-                                               PS_STREAM_HOST, PS_STREAM_HOST};
-  e.space[PS__SPACE_DEVICE] =
-      (ps_space_config){.bytes = p->report.device_arena_bytes, .kind = PS_SPACE_DEVICE};
-  e.space[PS__SPACE_HOST] =
-      (ps_space_config){.bytes = p->report.host_arena_bytes, .kind = PS_SPACE_HOST};
-  for (uint32_t i = 0; i < PS__N_STREAMS; i++) {
-    e.stream[i] = (ps_stream_config){.kind = kind[i],
-                                     .n_threads = ps__stream_threads(p, i),
-                                     .scratch_bytes = p->step.scratch_bytes[i]};
-    snprintf(e.stream[i].name, sizeof e.stream[i].name, "%s", ps_plan_stream_name(i));
-  }
+  ps_engine_config e;
+  ps__plan_engine(p, &e);
   PS_TRY(ps_engine_create(&t->engine, &e));
   t->host = ps_engine_space(t->engine, PS__SPACE_HOST);
   return PS_OK;

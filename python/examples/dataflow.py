@@ -13,7 +13,7 @@ free.
 import sys
 
 import numpy as np
-from penstock import Engine, Program, Region, Run, Space, Stream
+from penstock import Engine, Link, Place, Program, Region, Run, Space, Stream
 
 N, BUFFERS, WIDTH, STEPS = 12, 3, 1 << 16, 4
 DEVICE, HOST = 0, 1
@@ -52,12 +52,11 @@ def main(timeline: str | None = None) -> np.ndarray:
         "= (stream, steps back, value)",
     )
 
-    spaces = [
-        Space(schedule.space_bytes(DEVICE), "device"),
-        Space(schedule.space_bytes(HOST), "host"),
-    ]
-    streams = [Stream("compute"), Stream("h2d", "h2d"), Stream("d2h", "d2h")]
-    with Engine(spaces, streams) as engine:
+    places = [Place("device"), Place("host")]
+    links = [Link(HOST, DEVICE, stream=H2D), Link(DEVICE, HOST, stream=D2H)]
+    spaces = [Space(schedule.space_bytes(place), place) for place in (DEVICE, HOST)]
+    streams = [Stream(name, DEVICE) for name in ("compute", "h2d", "d2h")]
+    with Engine(spaces, streams, places, links) as engine:
         tiles = engine.array(Region(HOST, 0, (N, WIDTH), "f4"))
         tiles[:] = np.arange(N, dtype=np.float32)[:, None]
         with Run(engine, schedule, trace_steps=1) as run:

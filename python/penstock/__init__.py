@@ -14,6 +14,8 @@ from importlib import import_module
 
 _MODULE_OF = {
     "Engine": "engine",
+    "Link": "engine",
+    "Place": "engine",
     "Program": "engine",
     "Region": "engine",
     "Run": "engine",

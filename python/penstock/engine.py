@@ -15,8 +15,8 @@ import numpy as np
 from ._handle import ActiveHandle, Handle, Owner
 from ._lib import check, encode_path, error, ffi, lib, struct, text
 
-SPACE_KINDS = {"host": 0, "device": 1}
-STREAM_KINDS = {"compute": 0, "h2d": 1, "d2h": 2, "host": 3}
+PLACE_KINDS = {"host": 0, "device": 1}
+BACKENDS = {"cpu": 0, "cuda": 1}
 TRACE_DTYPE = np.dtype(
     [
         ("step", "u8"),
@@ -32,20 +32,45 @@ assert TRACE_DTYPE.itemsize == ffi.sizeof("ps_trace_event")
 
 
 @dataclass(frozen=True)
+class Place:
+    """The host, or a device: kind "host" or "device". Spaces lie at places, streams run there.
+
+    backend         "cpu" or "cuda", of a device; `device` is which of the visible GPUs
+    cap_bytes       what its spaces and overhead_bytes may take; 0: no cap
+    """
+
+    kind: str = "host"
+    backend: str = "cpu"
+    device: int = 0
+    cap_bytes: int = 0
+    overhead_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way for copies from one place to another. `stream` runs its copies, and nothing else."""
+
+    source: int
+    target: int
+    stream: int
+    resource: int = 0
+
+
+@dataclass(frozen=True)
 class Space:
-    """An arena: `bytes` of memory, kind "host" or "device"."""
+    """An arena: `bytes` of memory at a place."""
 
     bytes: int
-    kind: str = "host"
+    place: int = 0
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A queue of ops. Up to `threads` threads work on one op, each with `scratch_bytes` of
-    scratch."""
+    """A queue of ops, which run at a place. Up to `threads` threads work on one op, each with
+    `scratch_bytes` of scratch."""
 
     name: str
-    kind: str = "compute"
+    place: int = 0
     threads: int = 1
     scratch_bytes: int = 0
 
@@ -75,25 +100,44 @@ class Region:
 
 
 class Engine(Owner):
-    """Owns the spaces' memory and the streams' threads.
+    """Owns the spaces' memory and the streams' threads. Places, links, spaces and streams are
+    known by their index in these lists; without `places` all is on the host.
 
-    Engine([Space(1 << 20, "device"), Space(1 << 24)], [Stream("compute"), Stream("h2d", "h2d")])
+    Engine([Space(1 << 20, 0), Space(1 << 24, 1)], [Stream("compute", 0), Stream("h2d", 0)],
+           [Place("device"), Place("host")], [Link(1, 0, stream=1)])
 
-    Raises InvalidError, OutOfMemoryError, DeviceError.
+    Raises InvalidError, BudgetError, OutOfMemoryError, DeviceError.
     """
 
-    def __init__(self, spaces: list[Space], streams: list[Stream]):
-        cfg = struct("ps_engine_config", n_spaces=len(spaces), n_streams=len(streams))
-        if len(spaces) > len(cfg.space) or len(streams) > len(cfg.stream):
-            raise ValueError(
-                f"{len(spaces)} spaces and {len(streams)} streams: at most {len(cfg.space)} and "
-                f"{len(cfg.stream)} are possible"
+    def __init__(
+        self,
+        spaces: list[Space],
+        streams: list[Stream],
+        places: list[Place] = (Place(),),
+        links: list[Link] = (),
+    ):
+        given = {"place": places, "link": links, "space": spaces, "stream": streams}
+        cfg = struct("ps_engine_config", **{f"n_{k}s": len(v) for k, v in given.items()})
+        for name, entries in given.items():
+            most = len(getattr(cfg, name))
+            if len(entries) > most:
+                raise ValueError(f"{len(entries)} {name}s: at most {most} are possible")
+        for to, place in zip(cfg.place, places):
+            to.kind, to.backend, to.device = (
+                PLACE_KINDS[place.kind],
+                BACKENDS[place.backend],
+                place.device,
             )
+            to.cap_bytes, to.overhead_bytes = place.cap_bytes, place.overhead_bytes
+        for to, link in zip(cfg.link, links):
+            to.stream, to.resource = link.stream, link.resource
+            setattr(to, "from", link.source)
+            to.to = link.target
         for to, space in zip(cfg.space, spaces):
-            to.bytes, to.kind = space.bytes, SPACE_KINDS[space.kind]
+            to.bytes, to.place = space.bytes, space.place
         for to, stream in zip(cfg.stream, streams):
-            to.kind, to.n_threads, to.scratch_bytes = (
-                STREAM_KINDS[stream.kind],
+            to.place, to.n_threads, to.scratch_bytes = (
+                stream.place,
                 stream.threads,
                 stream.scratch_bytes,
             )

@@ -5,8 +5,8 @@
 #  include "check.h"
 #  include <penstock/engine.h>
 int main(void) {
-  ps_engine_config cfg = {
-      .struct_bytes = sizeof cfg, .backend = PS_BACKEND_CUDA, .n_spaces = 1, .n_streams = 1};
+  ps_engine_config cfg = {.struct_bytes = sizeof cfg, .n_places = 1, .n_spaces = 1, .n_streams = 1};
+  cfg.place[0] = (ps_place){.kind = PS_PLACE_DEVICE, .backend = PS_BACKEND_CUDA};
   ps_engine *e;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EDEVICE, "make CUDA=1");
   printf("ok skipped: built without CUDA, which an engine refuses in words\n");
@@ -29,16 +29,15 @@ enum { COMPUTE, H2D, D2H, HOST_A, HOST_B, N_STREAMS, HOST_STREAMS = 1 << HOST_A 
 enum { DEVICE, HOST };
 
 static ps_engine *open_engine(uint64_t bytes) {
-  static const uint32_t kind[N_STREAMS] = {PS_STREAM_COMPUTE, PS_STREAM_H2D, PS_STREAM_D2H,
-                                           PS_STREAM_HOST, PS_STREAM_HOST};
-  ps_engine_config cfg = {.struct_bytes = sizeof cfg,
-                          .backend = PS_BACKEND_CUDA,
-                          .n_spaces = 2,
-                          .n_streams = N_STREAMS};
-  cfg.space[DEVICE] = (ps_space_config){.bytes = bytes, .kind = PS_SPACE_DEVICE};
-  cfg.space[HOST] = (ps_space_config){.bytes = bytes, .kind = PS_SPACE_HOST};
+  ps_engine_config cfg = {
+      .struct_bytes = sizeof cfg, .n_places = 2, .n_spaces = 2, .n_streams = N_STREAMS};
+  cfg.place[DEVICE] = (ps_place){.kind = PS_PLACE_DEVICE, .backend = PS_BACKEND_CUDA};
+  cfg.place[HOST] = (ps_place){.kind = PS_PLACE_HOST};
+  cfg.space[DEVICE] = (ps_space_config){.bytes = bytes, .place = DEVICE};
+  cfg.space[HOST] = (ps_space_config){.bytes = bytes, .place = HOST};
   for (uint32_t i = 0; i < N_STREAMS; i++)
-    cfg.stream[i] = (ps_stream_config){.kind = kind[i], .n_threads = 1, .scratch_bytes = 4096};
+    cfg.stream[i] = (ps_stream_config){
+        .place = HOST_STREAMS >> i & 1 ? HOST : DEVICE, .n_threads = 1, .scratch_bytes = 4096};
   ps_engine *e;
   CHECK(ps_engine_create(&e, &cfg) == PS_OK);
   return e;
@@ -190,7 +189,7 @@ static void test_refusals(void) {
   add(p, &k_work, HOST_A, 0, DEVICE, PS_WRITE, 0);
   ps_schedule *s = compiled(p);
   CHECK_FAILS(ps_run_create(&r, e, s, &rc), PS_EINVAL,
-              "op 0 (work) of host stream 3 touches space 0");
+              "op 0 (work) of stream 3 at place 1 touches space 0");
   CHECK(ps_schedule_destroy(s) == PS_OK);
   p = program();
   add_copy(p, H2D, HOST, 0, HOST, 8, 8);
@@ -198,17 +197,17 @@ static void test_refusals(void) {
   CHECK_FAILS(ps_run_create(&r, e, s, &rc), PS_EINVAL, "host memory to host memory");
   CHECK(ps_schedule_destroy(s) == PS_OK && ps_engine_space(e, DEVICE) == NULL &&
         ps_engine_space(e, HOST) != NULL);
-  ps_engine_config cfg = {.struct_bytes = sizeof cfg,
-                          .backend = PS_BACKEND_CUDA,
-                          .n_spaces = 1,
-                          .n_streams = 1,
-                          .device = 99};
+  ps_engine_config cfg = {.struct_bytes = sizeof cfg, .n_places = 1, .n_spaces = 1, .n_streams = 1};
+  cfg.place[0] = (ps_place){.kind = PS_PLACE_DEVICE, .backend = PS_BACKEND_CUDA, .device = 99};
   cfg.stream[0].n_threads = 1;
   ps_engine *none;
   CHECK_FAILS(ps_engine_create(&none, &cfg), PS_EDEVICE, "GPU 99");
-  cfg.device = 0;
-  cfg.space[0] = (ps_space_config){.bytes = (uint64_t)1 << 46, .kind = PS_SPACE_DEVICE};
+  cfg.place[0].device = 0;
+  cfg.space[0].bytes = (uint64_t)1 << 46;
   CHECK_FAILS(ps_engine_create(&none, &cfg), PS_ENOMEM, "lower --device-mem");
+  cfg.n_places = 2;
+  cfg.place[1] = cfg.place[0];
+  CHECK_FAILS(ps_engine_create(&none, &cfg), PS_EINVAL, "2 places are GPUs");
   CHECK(ps_engine_close(e) == PS_OK);
   printf("ok what the GPU cannot do is refused by op, GPU and bytes\n");
 }
@@ -393,9 +392,9 @@ int main(int argc, char **argv) {
   bool child = argc > 1 && strcmp(argv[1], "--stray") == 0;
   uint64_t n = argc > 1 && !child ? strtoull(argv[1], NULL, 10) : 2000,
            seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-  ps_engine_config cfg = {
-      .struct_bytes = sizeof cfg, .backend = PS_BACKEND_CUDA, .n_spaces = 1, .n_streams = 1};
-  cfg.stream[0] = (ps_stream_config){.kind = PS_STREAM_HOST, .n_threads = 1};
+  ps_engine_config cfg = {.struct_bytes = sizeof cfg, .n_places = 2, .n_spaces = 1, .n_streams = 1};
+  cfg.place[1] = (ps_place){.kind = PS_PLACE_DEVICE, .backend = PS_BACKEND_CUDA};
+  cfg.stream[0].n_threads = 1;
   if (!child && access("/proc/driver/nvidia/version", F_OK) == 0)
     test_device_error("/proc/self/exe");
   int64_t before = ps__live_allocations();

@@ -8,12 +8,13 @@
 
 static ps_engine_config config(uint32_t n_streams, uint64_t bytes) {
   ps_engine_config cfg = {
-      .struct_bytes = sizeof cfg, .backend = PS_BACKEND_CPU, .n_spaces = 2, .n_streams = n_streams};
-  cfg.space[0] = (ps_space_config){.bytes = bytes, .kind = PS_SPACE_DEVICE};
-  cfg.space[1] = (ps_space_config){.bytes = bytes, .kind = PS_SPACE_HOST};
+      .struct_bytes = sizeof cfg, .n_places = 2, .n_spaces = 2, .n_streams = n_streams};
+  cfg.place[0] = (ps_place){.kind = PS_PLACE_DEVICE};
+  cfg.place[1] = (ps_place){.kind = PS_PLACE_HOST};
+  cfg.space[0] = (ps_space_config){.bytes = bytes, .place = 0};
+  cfg.space[1] = (ps_space_config){.bytes = bytes, .place = 1};
   for (uint32_t i = 0; i < n_streams; i++) {
-    cfg.stream[i] =
-        (ps_stream_config){.kind = PS_STREAM_HOST, .n_threads = 1, .scratch_bytes = 100};
+    cfg.stream[i] = (ps_stream_config){.place = 0, .n_threads = 1, .scratch_bytes = 100};
     snprintf(cfg.stream[i].name, sizeof cfg.stream[i].name, "s%u", i);
   }
   return cfg;
@@ -96,8 +97,8 @@ static void test_engine_checks(void) {
   cfg.struct_bytes--;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "struct_bytes");
   cfg = config(2, 4096);
-  cfg.backend = PS_BACKEND_CUDA + 5;
-  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "backend");
+  cfg.place[0].backend = PS_BACKEND_CUDA + 5;
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "place 0: backend 6 is unknown");
   cfg = config(2, 4096);
   cfg.stream[1].n_threads = 0;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "stream 1: n_threads 0");

@@ -3,14 +3,12 @@
 #include "random_program.h"
 
 static ps_engine *engine_of(uint32_t n_streams) {
-  ps_engine_config cfg = {.struct_bytes = sizeof cfg,
-                          .backend = PS_BACKEND_CPU,
-                          .n_spaces = RP_SPACES,
-                          .n_streams = n_streams};
+  ps_engine_config cfg = {
+      .struct_bytes = sizeof cfg, .n_places = 1, .n_spaces = RP_SPACES, .n_streams = n_streams};
   for (uint32_t i = 0; i < RP_SPACES; i++)
     cfg.space[i].bytes = RP_SPACE_BYTES;
   for (uint32_t i = 0; i < n_streams; i++)
-    cfg.stream[i] = (ps_stream_config){.kind = i % 4, .n_threads = 1};
+    cfg.stream[i].n_threads = 1;
   ps_engine *e;
   CHECK(ps_engine_create(&e, &cfg) == PS_OK);
   return e;

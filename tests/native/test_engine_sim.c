@@ -258,7 +258,7 @@ static void test_traces(uint64_t n_programs) {
           memcmp(ev, again, 4 * n_ops * sizeof *ev) == 0);
 
     ps_engine_config cfg = {
-        .struct_bytes = sizeof cfg, .n_spaces = RP_SPACES, .n_streams = n_streams};
+        .struct_bytes = sizeof cfg, .n_places = 1, .n_spaces = RP_SPACES, .n_streams = n_streams};
     for (uint32_t i = 0; i < n_streams; i++)
       cfg.stream[i].n_threads = 1;
     cfg.space[0].bytes = cfg.space[1].bytes = RP_SPACE_BYTES;

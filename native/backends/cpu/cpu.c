@@ -71,7 +71,6 @@ static ps_status cpu_peak(ps__device *dev, const ps__mapping *m, uint64_t *out_b
   return PS_OK;
 }
 
-static uint32_t cpu_fn_id(const ps_engine_config *cfg, uint32_t stream) { return PS_BACKEND_CPU; }
 static uint32_t cpu_driver(const ps_engine_config *cfg, uint32_t stream) { return stream; }
 static void *cpu_exec(ps__device *dev, uint32_t stream) { return &dev->stream[stream].exec; }
 
@@ -133,7 +132,6 @@ static void cpu_leave(ps__device *dev, uint32_t driver) {}
 
 const ps__backend ps__backend_cpu = {
     .name = "cpu",
-    .fn_id = cpu_fn_id,
     .open = cpu_open,
     .close = cpu_close,
     .map = cpu_map,

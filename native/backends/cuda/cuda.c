@@ -47,20 +47,30 @@ static int attribute(const ps__device *dev, CUdevice_attribute what) {
   return dev->cu->DeviceGetAttribute(&value, what, dev->dev) == CUDA_SUCCESS ? value : 0;
 }
 
+/* Contexts, drivers and events here are those of one GPU. */
+static ps_status find_gpu(ps__device *dev) {
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < dev->cfg.n_places; i++)
+    if (dev->cfg.place[i].kind == PS_PLACE_DEVICE && n++ == 0)
+      dev->gpu = dev->cfg.place[i].device;
+  return n == 1 ? PS_OK
+                : ps__fail(PS_EINVAL, "engine: %u places are GPUs: the cuda backend has one", n);
+}
+
 static ps_status open_context(ps__device *dev) {
   int n = 0;
   PS_TRY(ps__cuda_driver_open(&dev->cu));
   PS__CUDA_TRY(dev->cu, DeviceGetCount(&n));
-  if (dev->cfg.device >= (uint32_t)n)
+  if (dev->gpu >= (uint32_t)n)
     return ps__fail(PS_EDEVICE,
                     "GPU %u is asked for, %d visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES",
-                    dev->cfg.device, n);
-  PS__CUDA_TRY(dev->cu, DeviceGet(&dev->dev, (int)dev->cfg.device));
-  PS_TRY(ps__cuda_supported(dev->cu, dev->dev, dev->cfg.device));
+                    dev->gpu, n);
+  PS__CUDA_TRY(dev->cu, DeviceGet(&dev->dev, (int)dev->gpu));
+  PS_TRY(ps__cuda_supported(dev->cu, dev->dev, dev->gpu));
   if (!attribute(dev, CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING))
     return ps__fail(PS_EDEVICE,
                     "GPU %u has no unified addresses with the host, which the cuda backend needs",
-                    dev->cfg.device);
+                    dev->gpu);
   dev->mem_ops = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS) &&
                  !atomic_load(&without_mem_ops);
   dev->host_pointers = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
@@ -68,14 +78,14 @@ static ps_status open_context(ps__device *dev) {
   if (!dev->mem_ops)
     ps__log(PS_LOG_WARN,
             "GPU %u has no 64-bit stream memory operations: waits between host and GPU cost more",
-            dev->cfg.device);
+            dev->gpu);
   CUcontext ctx;
   uint64_t others;
-  ps__cuda_usage_begin(dev->cu, dev->cfg.device, &others);
+  ps__cuda_usage_begin(dev->cu, dev->gpu, &others);
   CUresult r = dev->cu->DevicePrimaryCtxRetain(&ctx, dev->dev);
   if (r == CUDA_ERROR_OUT_OF_MEMORY)
     return ps__fail(PS_ENOMEM, "GPU %u has no memory left for a context: end what else uses it",
-                    dev->cfg.device);
+                    dev->gpu);
   if (r != CUDA_SUCCESS)
     return ps__cuda_fail(dev->cu, r, "cuDevicePrimaryCtxRetain");
   dev->ctx = ctx;
@@ -100,12 +110,12 @@ static ps_status device_memory(ps__device *dev, CUdeviceptr *out, size_t bytes, 
 static ps_status open_device_stream(ps__device *dev, uint32_t idx) {
   ps__cuda_stream *s = &dev->stream[idx];
   const ps_stream_config *cfg = &dev->cfg.stream[idx];
-  bool compute = cfg->kind == PS_STREAM_COMPUTE;
+  bool compute = !ps__has_links(&dev->cfg, idx);
   size_t blas_bytes = ps__cuda_workspace_bytes(
       10u * (uint32_t)attribute(dev, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR));
   s->exec = (ps__cuda_exec){.scratch_bytes =
                                 ((size_t)cfg->scratch_bytes * cfg->n_threads + 255) / 256 * 256,
-                            .device = (int)dev->cfg.device,
+                            .device = (int)dev->gpu,
                             .n_sms = attribute(dev, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
                             .deterministic = dev->cfg.deterministic != 0};
   PS__CUDA_TRY(dev->cu, StreamCreate(&s->stream, CU_STREAM_NON_BLOCKING));
@@ -131,7 +141,7 @@ static ps_status open_streams(ps__device *dev) {
     ps__cuda_stream *s = &dev->stream[i];
     s->word = (_Atomic uint64_t *)(void *)((char *)dev->words + i * WORD_BYTES);
     s->word_dev = words + i * WORD_BYTES;
-    if (ps__cuda_is_host(&dev->cfg, i))
+    if (ps__runs_on_host(&dev->cfg, i))
       PS_TRY(ps__host_stream_open(&s->host, &dev->cfg.stream[i], i));
     else
       PS_TRY(open_device_stream(dev, i));
@@ -145,7 +155,9 @@ static ps_status cuda_open(ps__device **out, const ps_engine_config *cfg) {
   PS_TRY(ps__map(&memory, sizeof(ps__device), "CUDA device"));
   ps__device *dev = memory;
   dev->cfg = *cfg;
-  ps_status st = open_context(dev);
+  ps_status st = find_gpu(dev);
+  if (st == PS_OK)
+    st = open_context(dev);
   if (st == PS_OK) {
     dev->cu->CtxPushCurrent(dev->ctx);
     st = open_streams(dev);
@@ -160,16 +172,12 @@ static ps_status cuda_open(ps__device **out, const ps_engine_config *cfg) {
 
 /* ---- what the engine asks -------------------------------------------------------------------- */
 
-static uint32_t cuda_fn_id(const ps_engine_config *cfg, uint32_t stream) {
-  return ps__cuda_is_host(cfg, stream) ? PS_BACKEND_CPU : PS_BACKEND_CUDA;
-}
-
 /* All device streams share one driver, numbered as the first of them. */
 static uint32_t cuda_driver(const ps_engine_config *cfg, uint32_t stream) {
   uint32_t first = 0;
-  if (ps__cuda_is_host(cfg, stream))
+  if (ps__runs_on_host(cfg, stream))
     return stream;
-  while (ps__cuda_is_host(cfg, first))
+  while (ps__runs_on_host(cfg, first))
     first++;
   return first;
 }
@@ -371,14 +379,13 @@ static void cuda_signal(ps__device *dev, uint32_t stream, uint64_t value) {
 static ps_status cuda_memory(ps__device *dev, uint64_t *out_bytes) {
   CUcontext old;
   PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
-  const ps_status st = ps__cuda_memory_used(dev->cfg.device, out_bytes);
+  const ps_status st = ps__cuda_memory_used(dev->gpu, out_bytes);
   dev->cu->CtxPopCurrent(&old);
   return st;
 }
 
 const ps__backend ps__backend_cuda = {
     .name = "cuda",
-    .fn_id = cuda_fn_id,
     .open = cuda_open,
     .close = cuda_close,
     .map = ps__cuda_map,

@@ -61,6 +61,7 @@ typedef struct ps__cuda_stream {
 struct ps__device {
   const ps__cuda_driver *cu;
   ps_engine_config cfg;
+  uint32_t gpu; /* which of the visible ones: that of the only place that is a device */
   CUdevice dev;
   CUcontext ctx;
   /* stream memory operations; kernels may use the host's addresses of pinned memory */
@@ -106,9 +107,5 @@ void ps__cuda_settle(ps__device *dev, ps_trace_event *events);
 void ps__cuda_note_error(ps__device *dev, CUresult r, const char *call); /* health() will say so */
 /* for tests: engines opened from now on do without, as if the device could not */
 void ps__cuda_without_mem_ops(bool without);
-
-static inline bool ps__cuda_is_host(const ps_engine_config *cfg, uint32_t stream) {
-  return cfg->stream[stream].kind == PS_STREAM_HOST;
-}
 
 #endif

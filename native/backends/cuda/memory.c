@@ -143,8 +143,8 @@ ps_status ps__cuda_map(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapp
   CUcontext old;
   if (bytes) {
     PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
-    ps_status st = dev->cfg.space[space].kind == PS_SPACE_DEVICE ? map_device(dev, space, bytes, &m)
-                                                                 : map_host(dev, space, bytes, &m);
+    const bool host = ps__space_place(&dev->cfg, space)->kind == PS_PLACE_HOST;
+    ps_status st = host ? map_host(dev, space, bytes, &m) : map_device(dev, space, bytes, &m);
     dev->cu->CtxPopCurrent(&old);
     PS_TRY(st);
   }

@@ -14,15 +14,11 @@
 
 static ps_status check_op(const ps__device *dev, const ps_schedule *s, size_t i) {
   const ps__op *op = &s->list.ops[i];
-  bool on_host = ps__cuda_is_host(&dev->cfg, op->stream);
+  bool on_host = ps__runs_on_host(&dev->cfg, op->stream);
   uint32_t n_host = 0;
   for (uint32_t a = 0; a < op->n_access; a++) {
     uint32_t space = s->list.access[op->access + a].space;
-    n_host += dev->cfg.space[space].kind == PS_SPACE_HOST;
-    if (on_host && dev->cfg.space[space].kind != PS_SPACE_HOST)
-      return ps__fail(PS_EINVAL,
-                      "run: op %zu (%s) of host stream %u touches space %u, which is on the device",
-                      i, ps__op_name(op), op->stream, space);
+    n_host += ps__space_place(&dev->cfg, space)->kind == PS_PLACE_HOST;
   }
   if (!on_host && op->kernel && n_host && !dev->host_pointers)
     return ps__fail(
@@ -40,7 +36,7 @@ static ps_status check_op(const ps__device *dev, const ps_schedule *s, size_t i)
 static void number(ps__device *dev, const ps_schedule *s, uint64_t *n_notes) {
   uint32_t host_streams = 0;
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
-    host_streams |= (uint32_t)ps__cuda_is_host(&dev->cfg, i) << i;
+    host_streams |= (uint32_t)ps__runs_on_host(&dev->cfg, i) << i;
   uint32_t n_events = 0, notes = 0;
   for (size_t i = 0; i < s->list.n_ops; i++) {
     const ps__op *op = &s->list.ops[i];

@@ -41,7 +41,7 @@ static ps_status find_distinct(const ps__device *dev, const ps_schedule *s, dist
   }
   for (size_t i = 0; i < n; i++) {
     const ps__op *op = &s->list.ops[i];
-    if (!op->kernel || ps__cuda_is_host(&dev->cfg, op->stream) ||
+    if (!op->kernel || ps__runs_on_host(&dev->cfg, op->stream) ||
         op->kernel->fn[PS_BACKEND_CUDA] == op->kernel->fn[PS_BACKEND_CPU])
       continue;
     size_t at = hash_of(s, op) & (room - 1);
@@ -99,7 +99,7 @@ static ps_status run_once(ps__device *dev, const ps_schedule *s, const distinct 
 
 static ps_status zero_spaces(ps__device *dev) {
   for (uint32_t i = 0; i < dev->cfg.n_spaces; i++)
-    if (dev->cfg.space[i].kind == PS_SPACE_DEVICE && dev->space[i].bytes)
+    if (ps__space_place(&dev->cfg, i)->kind == PS_PLACE_DEVICE && dev->space[i].bytes)
       PS__CUDA_TRY(dev->cu,
                    MemsetD8((CUdeviceptr)(uintptr_t)dev->space[i].addr, 0, dev->space[i].bytes));
   return PS_OK;
@@ -134,7 +134,7 @@ static ps_status fill_spaces(ps__device *dev) {
   }
   ps_status st = PS_OK;
   for (uint32_t i = 0; i < dev->cfg.n_spaces && st == PS_OK; i++)
-    if (dev->cfg.space[i].kind == PS_SPACE_DEVICE && dev->space[i].bytes)
+    if (ps__space_place(&dev->cfg, i)->kind == PS_PLACE_DEVICE && dev->space[i].bytes)
       st = fill_space(dev, &dev->space[i], pattern);
   ps__unmap(pattern, PATTERN);
   return st;
@@ -181,7 +181,7 @@ ps_status ps__cuda_prepare_ops(ps__device *dev, const ps_schedule *s) {
   for (size_t i = 0; i < s->list.n_ops; i++) {
     const ps__op *op = &s->list.ops[i];
     const ps__op_info *info = op->kernel ? op->kernel->info : NULL;
-    if (!info || !info->prepare || ps__cuda_is_host(&dev->cfg, op->stream))
+    if (!info || !info->prepare || ps__runs_on_host(&dev->cfg, op->stream))
       continue;
     ps__cuda_exec *exec = &dev->stream[op->stream].exec;
     char need[32], have[32];
