@@ -48,6 +48,42 @@ static ps_status check_sizes(const ps_model_config *c, const char *name) {
   return PS_OK;
 }
 
+/* yarn and longrope. A value of 0 stands for transformers' default. */
+static ps_status check_rope_lengths(const ps_model_config *c, const char *name) {
+  const ps_rope *r = &c->rope;
+  static const char *const field[] = {"attention_factor", "beta_fast", "beta_slow", "mscale",
+                                      "mscale_all_dim"};
+  const double value[] = {r->attention_factor, r->beta_fast, r->beta_slow, r->mscale,
+                          r->mscale_all_dim};
+  for (size_t i = 0; i < sizeof value / sizeof *value; i++)
+    if (!(value[i] >= 0.0 && value[i] <= 1e6))
+      return ps__fail(PS_EFORMAT, "%s: the RoPE scaling's %s is %g: it must be 0 to 1e6", name,
+                      field[i], value[i]);
+  PS_TRY(ps__config_in_range(name, "the RoPE scaling's original_max_position_embeddings",
+                             r->original_positions, 0, MAX_POSITIONS));
+  if (!c->max_positions && (r->kind == PS_ROPE_LONGROPE || !r->original_positions))
+    return ps__fail(PS_EFORMAT, "%s: max_position_embeddings is missing: the RoPE scaling needs it",
+                    name);
+  if (r->kind == PS_ROPE_YARN && r->theta == 1.0)
+    return ps__fail(PS_EFORMAT, "%s: rope_theta is 1: yarn divides by its logarithm", name);
+  if (r->kind == PS_ROPE_YARN)
+    return PS_OK;
+  const uint32_t n = (r->rotary_dim ? r->rotary_dim : c->head_dim) / 2;
+  for (uint32_t i = 0; i < n && i < PS_ROPE_PAIRS; i++)
+    for (int k = 0; k < 2; k++) {
+      const double x = k ? r->long_factor[i] : r->short_factor[i];
+      if (!(x > 0.0 && x <= 1e6))
+        return ps__fail(PS_EFORMAT, "%s: %s[%u] is %g: it must be above 0 and at most 1e6", name,
+                        k ? "long_factor" : "short_factor", i, x);
+    }
+  if (r->attention_factor == 0.0 && !r->original_positions && !(r->factor >= 1.0))
+    return ps__fail(PS_EFORMAT,
+                    "%s: factor is missing: rope_type \"longrope\" needs it, attention_factor or "
+                    "original_max_position_embeddings",
+                    name);
+  return PS_OK;
+}
+
 static ps_status check_rope(const ps_model_config *c, const char *name) {
   const ps_rope *r = &c->rope;
   if (!(r->theta >= 1.0 && r->theta <= 1e15))
@@ -65,6 +101,8 @@ static ps_status check_rope(const ps_model_config *c, const char *name) {
   if (r->kind != PS_ROPE_LONGROPE && !(r->factor >= 1.0 && r->factor <= 1e6))
     return ps__fail(PS_EFORMAT, "%s: the RoPE scaling's factor is %g: it must be 1 to 1e6", name,
                     r->factor);
+  if (r->kind == PS_ROPE_YARN || r->kind == PS_ROPE_LONGROPE)
+    return check_rope_lengths(c, name);
   if (r->kind != PS_ROPE_LLAMA3)
     return PS_OK;
   if (!(r->low_freq_factor > 0.0 && r->low_freq_factor < r->high_freq_factor &&
@@ -150,6 +188,13 @@ static ps_status find_family(const ps__config_reader *r, uint32_t *out) {
   const char *class = ps__json_string(a ? ps__json_at(a, 0) : NULL, NULL),
              *type = ps__json_string(t, NULL);
   char names[512];
+  static const char *const parts[] = {"text_config", "vision_config", "audio_config"};
+  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+    if (ps__config_field(r->j, parts[i]))
+      return ps__fail(PS_EFORMAT,
+                      "%s: %s is set: a model of several kinds of input is not supported, use the "
+                      "text model alone, with its text_config as config.json",
+                      r->path, parts[i]);
   if (!a && !t)
     return ps__fail(PS_EFORMAT,
                     "%s: architectures and model_type are missing: the config must give one",
@@ -177,11 +222,58 @@ static ps_status find_family(const ps__config_reader *r, uint32_t *out) {
                   family_names(names, sizeof names));
 }
 
+/* Keys that change the math of the families that have them, and the value that changes nothing;
+ * null and false never do. */
+static const struct {
+  const char *key;
+  double neutral; /* NAN: every number counts */
+} family_keys[] = {{"sliding_window", NAN},
+                   {"use_sliding_window", NAN},
+                   {"sliding_window_pattern", NAN},
+                   {"no_rope_layers", NAN},
+                   {"no_rope_layer_interval", NAN},
+                   {"rope_local_base_freq", NAN},
+                   {"query_pre_attn_scalar", NAN},
+                   {"attn_logit_softcapping", NAN},
+                   {"final_logit_softcapping", NAN},
+                   {"use_bidirectional_attention", NAN},
+                   {"clip_qkv", NAN},
+                   {"attention_multiplier", NAN},
+                   {"embedding_multiplier", 1},
+                   {"residual_multiplier", 1},
+                   {"logits_scaling", 1}};
+
+static bool is_own_key(const ps__family *family, const char *key) {
+  for (const char *const *k = family->own_keys; k && *k; k++)
+    if (!strcmp(*k, key))
+      return true;
+  return false;
+}
+
+/* A key of another family: transformers ignores it, and the model is not what its file says. */
+static ps_status refuse_keys(const ps__config_reader *r, const ps__family *family) {
+  for (size_t i = 0; i < sizeof family_keys / sizeof *family_keys; i++) {
+    const char *key = family_keys[i].key;
+    const ps__json *v = ps__config_field(r->j, key);
+    if (!v || is_own_key(family, key) ||
+        (ps__json_type(v) == PS_JSON_BOOL && !ps__json_bool(v, true)) ||
+        (ps__json_type(v) == PS_JSON_NUMBER && ps__json_number(v, 0) == family_keys[i].neutral))
+      continue;
+    const char *text = ps__json_number_text(v);
+    return ps__fail(PS_EFORMAT,
+                    "%s: %s is %.40s: model_type \"%s\" has no such field, remove it or name the "
+                    "model's own family",
+                    r->path, key, text ? text : ps__config_kind(v), family->model_type);
+  }
+  return PS_OK;
+}
+
 /* Fields whose presence means another model than the one we compute. */
 static ps_status refuse_foreign(const ps__config_reader *r, const ps__family *family) {
   static const char *const objects[] = {"quantization_config", "compression_config"};
   static const char *const counts[] = {"num_experts", "num_local_experts", "n_routed_experts",
                                        "moe_intermediate_size"};
+  static const char *const dropouts[] = {"attention_dropout", "resid_pdrop", "embd_pdrop"};
   uint32_t n, bias, mlp_bias;
   double x = 0;
   for (size_t i = 0; i < 2; i++)
@@ -200,8 +292,8 @@ static ps_status refuse_foreign(const ps__config_reader *r, const ps__family *fa
   PS_TRY(ps__config_uint(r, r->j, "pretraining_tp", 1, &n));
   if (n > 1)
     return ps__fail(PS_EFORMAT, "%s: pretraining_tp is %u: only 1 is supported", r->path, n);
-  PS_TRY(ps__config_bool(r, "attention_bias", false, &bias));
-  PS_TRY(ps__config_bool(r, "mlp_bias", false, &mlp_bias));
+  PS_TRY(ps__config_bool(r, r->j, "attention_bias", false, &bias));
+  PS_TRY(ps__config_bool(r, r->j, "mlp_bias", false, &mlp_bias));
   if (bias && !family->has_qkv_bias)
     return ps__fail(PS_EFORMAT,
                     "%s: attention_bias is true: it puts a bias on o_proj, which is not supported",
@@ -209,20 +301,31 @@ static ps_status refuse_foreign(const ps__config_reader *r, const ps__family *fa
   if (mlp_bias)
     return ps__fail(PS_EFORMAT, "%s: mlp_bias is true: biases in the MLP are not supported",
                     r->path);
-  PS_TRY(ps__config_number(r, r->j, "attention_dropout", 0, &x));
-  if (x != 0)
-    return ps__fail(PS_EFORMAT,
-                    "%s: attention_dropout is %g: dropout is not supported, set it to 0", r->path,
-                    x);
-  const ps__json *act = ps__config_field(r->j, "hidden_act");
+  for (size_t i = 0; i < 3; i++) {
+    PS_TRY(ps__config_number(r, r->j, dropouts[i], 0, &x));
+    if (x != 0)
+      return ps__fail(PS_EFORMAT, "%s: %s is %g: dropout is not supported, set it to 0", r->path,
+                      dropouts[i], x);
+  }
+  return refuse_keys(r, family);
+}
+
+static ps_status read_activation(const ps__config_reader *r, const ps__family *family,
+                                 ps_model_config *c) {
+  static const char *const names[] = {"silu", "gelu_pytorch_tanh"}; /* by ps_activation */
+  const char *key = family->activation_key ? family->activation_key : "hidden_act",
+             *want = names[family->activation];
+  const ps__json *act = ps__config_field(r->j, key);
   const char *name = ps__json_string(act, NULL);
+  c->activation = family->activation;
   if (act && !name)
-    return ps__fail(PS_EFORMAT, "%s: hidden_act is %s: it must be \"silu\"", r->path,
-                    ps__config_kind(act));
-  if (act && strcmp(name, "silu") && strcmp(name, "swish"))
-    return ps__fail(PS_EFORMAT, "%s: hidden_act is \"%.60s\": only \"silu\" is supported", r->path,
-                    name);
-  return PS_OK;
+    return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be \"%s\"", r->path, key,
+                    ps__config_kind(act), want);
+  if (!act || !strcmp(name, want) ||
+      (c->activation == PS_ACTIVATION_SILU && !strcmp(name, "swish")))
+    return PS_OK;
+  return ps__fail(PS_EFORMAT, "%s: %s is \"%.60s\": only \"%s\" is supported", r->path, key, name,
+                  want);
 }
 
 static ps_status read_sizes(const ps__config_reader *r, const ps__family *family,
@@ -265,24 +368,41 @@ static ps_status read_config(const ps__config_reader *r, ps_model_config *out) {
   const ps__family *family = ps__family_at(c.family);
   PS_TRY(refuse_foreign(r, family));
   PS_TRY(read_sizes(r, family, &c));
-  PS_TRY(ps__config_number(r, r->j, "rms_norm_eps", 1e-6, &eps));
+  PS_TRY(read_activation(r, family, &c));
+  PS_TRY(ps__config_number(r, r->j, "rms_norm_eps",
+                           family->default_norm_eps > 0 ? family->default_norm_eps : 1e-6, &eps));
   c.norm_eps = (float)eps;
-  PS_TRY(ps__config_bool(r, "tie_word_embeddings", false, &c.tied_embeddings));
+  PS_TRY(
+      ps__config_bool(r, r->j, "tie_word_embeddings", family->tied_by_default, &c.tied_embeddings));
   PS_TRY(ps__config_token(r, "bos_token_id", c.vocab_size, &c.bos_token_id));
   PS_TRY(ps__config_token(r, "eos_token_id", c.vocab_size, &c.eos_token_id));
   c.qkv_bias = family->has_qkv_bias;
-  c.qk_norm = family->has_qk_norm;
+  c.qk_norm = family->qk_norm;
+  PS_TRY(check_sizes(&c, r->path)); /* bounds what the rest of reading goes over */
   PS_TRY(ps__config_rope(r, &c));
-  PS_TRY(ps_model_config_check(&c, r->path));
   PS_TRY(family->read(r, &c));
+  PS_TRY(ps_model_config_check(&c, r->path));
   *out = c;
   return PS_OK;
 }
 
-ps_status ps_model_config_read(ps_model_config *out, const char *path) {
-  if (!out || !path)
-    return ps__fail(PS_EINVAL,
-                    "ps_model_config_read: no path or no place for the result was given");
+/* What the blocks do not compute yet. */
+static ps_status refuse_undescribed(const ps_model_config *c, const char *path) {
+  const ps__family *family = ps__family_at(c->family);
+  uint32_t flags = 0;
+  for (uint32_t i = 0; i < c->n_layers; i++)
+    flags |= c->layer_flags[i];
+  if (!family->block_params)
+    return ps__fail(PS_EFORMAT, "%s: model_type is \"%s\": its layers cannot be trained yet", path,
+                    family->model_type);
+  if (flags)
+    return ps__fail(PS_EFORMAT, "%s: sliding_window is %u: sliding windows cannot be trained yet",
+                    path, c->window);
+  return PS_OK;
+}
+
+/* @described: of families alone whose layers can be trained. */
+static ps_status read_path(ps_model_config *out, const char *path, bool described) {
   struct stat st;
   if (stat(path, &st) != 0)
     return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
@@ -292,10 +412,26 @@ ps_status ps_model_config_read(ps_model_config *out, const char *path) {
   else if (!(file = ps__strdup(path)))
     return ps__fail(PS_ENOMEM, "%s: no memory left to read the config", path);
   ps__json *j = NULL;
+  ps_model_config c;
   ps_status r = ps__json_read_file(&j, file, PS__MAX_CONFIG_BYTES);
   if (r == PS_OK)
-    r = read_config(&(ps__config_reader){.j = j, .path = file}, out);
+    r = read_config(&(ps__config_reader){.j = j, .path = file}, &c);
+  if (r == PS_OK && described)
+    r = refuse_undescribed(&c, file);
+  if (r == PS_OK)
+    *out = c;
   ps__json_free(j);
   ps__free(file);
   return r;
+}
+
+ps_status ps__config_read(ps_model_config *out, const char *path) {
+  return read_path(out, path, false);
+}
+
+ps_status ps_model_config_read(ps_model_config *out, const char *path) {
+  if (!out || !path)
+    return ps__fail(PS_EINVAL,
+                    "ps_model_config_read: no path or no place for the result was given");
+  return read_path(out, path, true);
 }

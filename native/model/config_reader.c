@@ -45,9 +45,18 @@ ps_status ps__config_number(const ps__config_reader *r, const ps__json *from, co
   return PS_OK;
 }
 
-ps_status ps__config_bool(const ps__config_reader *r, const char *key, bool fallback,
-                          uint32_t *out) {
-  const ps__json *v = ps__config_field(r->j, key);
+ps_status ps__config_positive(const ps__config_reader *r, const char *key, double fallback,
+                              double *out) {
+  PS_TRY(ps__config_number(r, r->j, key, fallback, out));
+  if (*out > 0 && *out <= 1e6)
+    return PS_OK;
+  return ps__fail(PS_EFORMAT, "%s: %s is %g: it must be above 0 and at most 1e6", r->path, key,
+                  *out);
+}
+
+ps_status ps__config_bool(const ps__config_reader *r, const ps__json *from, const char *key,
+                          bool fallback, uint32_t *out) {
+  const ps__json *v = ps__config_field(from, key);
   if (v && ps__json_type(v) != PS_JSON_BOOL)
     return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be true or false", r->path, key,
                     ps__config_kind(v));
@@ -75,7 +84,13 @@ ps_status ps__config_in_range(const char *name, const char *field, uint32_t valu
   return ps__fail(PS_EFORMAT, "%s: %s is %u: it must be %u to %u", name, field, value, lo, hi);
 }
 
-ps_status ps__config_full_attention(const ps__config_reader *r, ps_model_config *c) {
+/* Entry @i of layer_types; NULL where it is no string. */
+static const char *layer_type(const ps__json *types, size_t i) {
+  return ps__json_string(ps__json_at(types, i), NULL);
+}
+
+static ps_status read_layer_types(const ps__config_reader *r, const ps_model_config *c,
+                                  const ps__json **out) {
   const ps__json *types = ps__config_field(r->j, "layer_types");
   if (types && ps__json_type(types) != PS_JSON_ARRAY)
     return ps__fail(PS_EFORMAT, "%s: layer_types is %s: it must be a list", r->path,
@@ -84,12 +99,63 @@ ps_status ps__config_full_attention(const ps__config_reader *r, ps_model_config 
     return ps__fail(PS_EFORMAT,
                     "%s: layer_types has %zu entries: it must have num_hidden_layers, %u", r->path,
                     ps__json_length(types), c->n_layers);
+  *out = types;
+  return PS_OK;
+}
+
+ps_status ps__config_full_attention(const ps__config_reader *r, ps_model_config *c) {
+  const ps__json *types = NULL;
+  PS_TRY(read_layer_types(r, c, &types));
   for (size_t i = 0; i < ps__json_length(types); i++) {
-    const char *type = ps__json_string(ps__json_at(types, i), NULL);
+    const char *type = layer_type(types, i);
     if (!type || strcmp(type, "full_attention"))
       return ps__fail(PS_EFORMAT,
                       "%s: layer_types[%zu] is \"%.60s\": only \"full_attention\" is supported",
                       r->path, i, type ? type : "not a string");
   }
   return PS_OK;
+}
+
+ps_status ps__config_layer_types(const ps__config_reader *r, ps_model_config *c, uint8_t flags,
+                                 bool *given, uint32_t *sliding) {
+  const ps__json *types = NULL;
+  PS_TRY(read_layer_types(r, c, &types));
+  *given = types != NULL;
+  *sliding = 0;
+  for (size_t i = 0; i < ps__json_length(types); i++) {
+    const char *type = layer_type(types, i);
+    const bool slides = type && !strcmp(type, "sliding_attention");
+    if (!slides && (!type || strcmp(type, "full_attention")))
+      return ps__fail(PS_EFORMAT,
+                      "%s: layer_types[%zu] is \"%.60s\": only \"full_attention\" and "
+                      "\"sliding_attention\" are supported",
+                      r->path, i, type ? type : "not a string");
+    if (slides)
+      c->layer_flags[i] |= flags;
+    *sliding += slides;
+  }
+  return PS_OK;
+}
+
+ps_status ps__config_window(const ps__config_reader *r, uint32_t fallback, uint32_t *out) {
+  const bool is_null =
+      ps__json_get(r->j, "sliding_window") && !ps__config_field(r->j, "sliding_window");
+  *out = 0;
+  if (is_null)
+    return PS_OK;
+  PS_TRY(ps__config_uint(r, r->j, "sliding_window", fallback, out));
+  if (*out == 0 && ps__config_field(r->j, "sliding_window"))
+    return ps__fail(PS_EFORMAT, "%s: sliding_window is 0: it must be above 0, or null for none",
+                    r->path);
+  return PS_OK;
+}
+
+ps_status ps__config_needs_window(const ps__config_reader *r, const ps_model_config *c,
+                                  uint32_t sliding, const char *why) {
+  if (!sliding || c->window)
+    return PS_OK;
+  return ps__fail(PS_EFORMAT,
+                  "%s: layer_types has sliding_attention in %u layers, but %s: give the window, or "
+                  "name them full_attention",
+                  r->path, sliding, why);
 }

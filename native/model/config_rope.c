@@ -7,11 +7,10 @@ static ps_status read_rope_type(const ps__config_reader *r, const ps__json *s, c
   const ps__json *t = ps__config_field(s, "rope_type"), *old = ps__config_field(s, "type");
   const char *type = ps__json_string(t ? t : old, NULL), *old_type = ps__json_string(old, NULL);
   if (!type)
-    return ps__fail(
-        PS_EFORMAT,
-        "%s: the RoPE parameters have no rope_type: \"default\", \"linear\" or \"llama3\" is "
-        "needed",
-        r->path);
+    return ps__fail(PS_EFORMAT,
+                    "%s: the RoPE parameters have no rope_type: \"default\", \"linear\", "
+                    "\"llama3\", \"yarn\" or \"longrope\" is needed",
+                    r->path);
   if (old && (!old_type || strcmp(type, old_type)))
     return ps__fail(PS_EFORMAT,
                     "%s: the RoPE parameters' rope_type is \"%.60s\", but their type is %s%.60s%s: "
@@ -22,61 +21,172 @@ static ps_status read_rope_type(const ps__config_reader *r, const ps__json *s, c
   return PS_OK;
 }
 
+/* A scaling needs all of @keys, which end with NULL. */
+static ps_status need_keys(const ps__config_reader *r, const ps__json *s, const char *type,
+                           const char *const *keys) {
+  for (; *keys; keys++)
+    if (!ps__config_field(s, *keys))
+      return ps__fail(PS_EFORMAT, "%s: %s is missing: rope_type \"%s\" needs it", r->path, *keys,
+                      type);
+  return PS_OK;
+}
+
+static ps_status read_linear(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
+  static const char *const needed[] = {"factor", NULL};
+  PS_TRY(need_keys(r, s, "linear", needed));
+  return ps__config_number(r, s, "factor", 0, &c->rope.factor);
+}
+
+static ps_status read_llama3(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
+  static const char *const needed[] = {"factor", "low_freq_factor", "high_freq_factor",
+                                       "original_max_position_embeddings", NULL};
+  PS_TRY(need_keys(r, s, "llama3", needed));
+  PS_TRY(ps__config_number(r, s, needed[0], 0, &c->rope.factor));
+  PS_TRY(ps__config_number(r, s, needed[1], 0, &c->rope.low_freq_factor));
+  PS_TRY(ps__config_number(r, s, needed[2], 0, &c->rope.high_freq_factor));
+  return ps__config_uint(r, s, needed[3], PS__CONFIG_REQUIRED, &c->rope.original_positions);
+}
+
+static ps_status read_yarn(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
+  static const char *const needed[] = {"factor", NULL};
+  uint32_t truncate = 1;
+  PS_TRY(need_keys(r, s, "yarn", needed));
+  PS_TRY(ps__config_number(r, s, "factor", 0, &c->rope.factor));
+  PS_TRY(ps__config_number(r, s, "attention_factor", 0, &c->rope.attention_factor));
+  PS_TRY(ps__config_number(r, s, "beta_fast", 0, &c->rope.beta_fast));
+  PS_TRY(ps__config_number(r, s, "beta_slow", 0, &c->rope.beta_slow));
+  PS_TRY(ps__config_number(r, s, "mscale", 0, &c->rope.mscale));
+  PS_TRY(ps__config_number(r, s, "mscale_all_dim", 0, &c->rope.mscale_all_dim));
+  PS_TRY(ps__config_bool(r, s, "truncate", true, &truncate));
+  c->rope.keep_fraction = !truncate;
+  return ps__config_uint(r, s, "original_max_position_embeddings", 0, &c->rope.original_positions);
+}
+
+static ps_status read_factors(const ps__config_reader *r, const ps__json *s, const char *key,
+                              uint32_t n, double *out) {
+  const ps__json *list = ps__config_field(s, key);
+  if (ps__json_type(list) != PS_JSON_ARRAY)
+    return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be a list of numbers", r->path, key,
+                    ps__config_kind(list));
+  if (ps__json_length(list) != n || n > PS_ROPE_PAIRS)
+    return ps__fail(PS_EFORMAT,
+                    "%s: %s has %zu entries: it must have half as many as RoPE turns elements of a "
+                    "head, %u, and at most %d",
+                    r->path, key, ps__json_length(list), n, PS_ROPE_PAIRS);
+  for (uint32_t i = 0; i < n; i++) {
+    const ps__json *x = ps__json_at(list, i);
+    if (ps__json_type(x) != PS_JSON_NUMBER)
+      return ps__fail(PS_EFORMAT, "%s: %s[%u] is %s: it must be a number", r->path, key, i,
+                      ps__config_kind(x));
+    out[i] = ps__json_number(x, 0);
+  }
+  return PS_OK;
+}
+
+/* transformers 4 reads original_max_position_embeddings beside rope_scaling alone, transformers 5
+ * reads it in rope_parameters. */
+static ps_status read_longrope(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
+  static const char *const key = "original_max_position_embeddings", *const needed[] = {
+                                                                         "short_factor",
+                                                                         "long_factor", NULL};
+  const uint32_t n = (c->rope.rotary_dim ? c->rope.rotary_dim : c->head_dim) / 2,
+                 fallback = ps__family_at(c->family)->default_original_positions;
+  uint32_t inner = 0, outer = 0;
+  PS_TRY(need_keys(r, s, "longrope", needed));
+  PS_TRY(read_factors(r, s, needed[0], n, c->rope.short_factor));
+  PS_TRY(read_factors(r, s, needed[1], n, c->rope.long_factor));
+  PS_TRY(ps__config_number(r, s, "factor", 0, &c->rope.factor));
+  PS_TRY(ps__config_number(r, s, "attention_factor", 0, &c->rope.attention_factor));
+  PS_TRY(ps__config_uint(r, s, key, 0, &inner));
+  PS_TRY(ps__config_uint(r, r->j, key, 0, &outer));
+  if (inner && inner != outer && (outer || !ps__config_field(r->j, "rope_parameters")))
+    return ps__fail(PS_EFORMAT,
+                    "%s: %s is %u in rope_scaling, and %u beside it: both must be there and agree",
+                    r->path, key, inner, outer);
+  c->rope.original_positions = outer ? outer : inner ? inner : fallback;
+  return PS_OK;
+}
+
+static const struct {
+  const char *type;
+  uint32_t kind;
+  ps_status (*read)(const ps__config_reader *r, const ps__json *s, ps_model_config *c);
+} scalings[] = {
+    {"linear", PS_ROPE_LINEAR, read_linear},
+    {"llama3", PS_ROPE_LLAMA3, read_llama3},
+    {"yarn", PS_ROPE_YARN, read_yarn},
+    {"longrope", PS_ROPE_LONGROPE, read_longrope},
+};
+
 static ps_status read_scaling(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
-  double partial = 0;
   const char *type = NULL;
   PS_TRY(read_rope_type(r, s, &type));
-  PS_TRY(ps__config_number(r, s, "partial_rotary_factor", 1, &partial));
-  if (partial != 1)
-    return ps__fail(PS_EFORMAT, "%s: partial_rotary_factor is %g: only 1 is supported", r->path,
-                    partial);
   if (ps__config_field(s, "mrope_section"))
     return ps__fail(PS_EFORMAT, "%s: mrope_section is set: multimodal RoPE is not supported",
                     r->path);
   if (!strcmp(type, "default"))
     return PS_OK;
-  bool llama3 = !strcmp(type, "llama3");
-  if (!llama3 && strcmp(type, "linear"))
-    return ps__fail(PS_EFORMAT,
-                    "%s: rope_type is \"%.60s\": only default, linear and llama3 are supported",
-                    r->path, type);
-  c->rope.kind = llama3 ? PS_ROPE_LLAMA3 : PS_ROPE_LINEAR;
-  PS_TRY(ps__config_number(r, s, "factor", -1, &c->rope.factor));
-  if (!ps__config_field(s, "factor"))
-    return ps__fail(PS_EFORMAT, "%s: factor is missing: rope_type \"%s\" needs it", r->path, type);
-  if (!llama3)
+  /* Phi-3's first files say "su", and "yarn" for what became longrope */
+  if (ps__family_at(c->family)->default_original_positions &&
+      (!strcmp(type, "su") || !strcmp(type, "yarn")))
+    type = "longrope";
+  for (size_t i = 0; i < sizeof scalings / sizeof *scalings; i++)
+    if (!strcmp(type, scalings[i].type)) {
+      c->rope.kind = scalings[i].kind;
+      return scalings[i].read(r, s, c);
+    }
+  return ps__fail(PS_EFORMAT,
+                  "%s: rope_type is \"%.60s\": only default, linear, llama3, yarn and longrope are "
+                  "supported",
+                  r->path, type);
+}
+
+/* A number that stands in rope_parameters, beside them, or in both alike. */
+static ps_status read_in_either(const ps__config_reader *r, const ps__json *inside, const char *key,
+                                double fallback, double *out) {
+  double outer = 0;
+  PS_TRY(ps__config_number(r, r->j, key, fallback, &outer));
+  PS_TRY(ps__config_number(r, inside, key, outer, out));
+  if (ps__config_field(r->j, key) && *out != outer)
+    return ps__fail(PS_EFORMAT, "%s: %s is %g, but %g in rope_parameters: they must agree", r->path,
+                    key, outer, *out);
+  return PS_OK;
+}
+
+static ps_status read_partial(const ps__config_reader *r, const ps__json *inside,
+                              ps_model_config *c) {
+  double partial = 0;
+  PS_TRY(read_in_either(r, inside, "partial_rotary_factor", 1, &partial));
+  if (partial == 1)
     return PS_OK;
-  static const char *const needed[] = {"low_freq_factor", "high_freq_factor",
-                                       "original_max_position_embeddings"};
-  for (size_t i = 0; i < 3; i++)
-    if (!ps__config_field(s, needed[i]))
-      return ps__fail(PS_EFORMAT, "%s: %s is missing: rope_type \"llama3\" needs it", r->path,
-                      needed[i]);
-  PS_TRY(ps__config_number(r, s, needed[0], 0, &c->rope.low_freq_factor));
-  PS_TRY(ps__config_number(r, s, needed[1], 0, &c->rope.high_freq_factor));
-  return ps__config_uint(r, s, needed[2], PS__CONFIG_REQUIRED, &c->rope.original_positions);
+  if (!ps__family_at(c->family)->has_partial_rope)
+    return ps__fail(PS_EFORMAT, "%s: partial_rotary_factor is %g: only 1 is supported", r->path,
+                    partial);
+  if (!(partial > 0 && partial < 1 && (uint32_t)(c->head_dim * partial) > 0))
+    return ps__fail(PS_EFORMAT,
+                    "%s: partial_rotary_factor is %g: it must be above 0 and at most 1, and leave "
+                    "elements of a head to turn",
+                    r->path, partial);
+  c->rope.rotary_dim = (uint32_t)(c->head_dim * partial);
+  return PS_OK;
 }
 
 ps_status ps__config_rope(const ps__config_reader *r, ps_model_config *c) {
+  const ps__family *family = ps__family_at(c->family);
   const ps__json *scaling = ps__config_field(r->j, "rope_scaling"),
                  *parameters = ps__config_field(r->j, "rope_parameters");
   const ps__json *s = parameters ? parameters : scaling;
-  double partial = 0, inner = 0;
   if (scaling && parameters)
     return ps__fail(PS_EFORMAT,
                     "%s: rope_scaling and rope_parameters are both set: keep one of them", r->path);
   if (s && ps__json_type(s) != PS_JSON_OBJECT)
     return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be an object", r->path,
                     parameters ? "rope_parameters" : "rope_scaling", ps__config_kind(s));
-  PS_TRY(ps__config_number(r, r->j, "partial_rotary_factor", 1, &partial));
-  if (partial != 1)
-    return ps__fail(PS_EFORMAT, "%s: partial_rotary_factor is %g: only 1 is supported", r->path,
-                    partial);
-  PS_TRY(ps__config_number(r, r->j, "rope_theta", 10000.0, &c->rope.theta));
-  PS_TRY(ps__config_number(r, parameters, "rope_theta", c->rope.theta, &inner));
-  if (ps__config_field(r->j, "rope_theta") && inner != c->rope.theta)
-    return ps__fail(PS_EFORMAT, "%s: rope_theta is %g, but %g in rope_parameters: they must agree",
-                    r->path, c->rope.theta, inner);
-  c->rope.theta = inner;
+  if (family->has_local_rope && ps__config_field(parameters, "full_attention"))
+    s = ps__config_field(parameters, "full_attention");
+  PS_TRY(read_in_either(r, parameters ? s : NULL, "rope_theta",
+                        family->default_rope_theta > 0 ? family->default_rope_theta : 10000.0,
+                        &c->rope.theta));
+  PS_TRY(read_partial(r, s, c));
   return s ? read_scaling(r, s, c) : PS_OK;
 }

@@ -24,8 +24,11 @@ ps_status ps__config_uint(const ps__config_reader *r, const ps__json *from, cons
                           uint32_t fallback, uint32_t *out);
 ps_status ps__config_number(const ps__config_reader *r, const ps__json *from, const char *key,
                             double fallback, double *out);
-ps_status ps__config_bool(const ps__config_reader *r, const char *key, bool fallback,
-                          uint32_t *out);
+ps_status ps__config_bool(const ps__config_reader *r, const ps__json *from, const char *key,
+                          bool fallback, uint32_t *out);
+/* ps__config_positive() - a number of the config above 0 and at most 1e6. */
+ps_status ps__config_positive(const ps__config_reader *r, const char *key, double fallback,
+                              double *out);
 /* ps__config_token() - a token id, or the first of a list; -1 where it is absent, negative or past
  * the vocabulary. Token ids serve sampling alone. */
 ps_status ps__config_token(const ps__config_reader *r, const char *key, uint32_t vocab,
@@ -34,10 +37,24 @@ ps_status ps__config_token(const ps__config_reader *r, const char *key, uint32_t
 ps_status ps__config_in_range(const char *name, const char *field, uint32_t value, uint32_t lo,
                               uint32_t hi);
 /* ps__config_rope() - theta and scaling, from rope_theta and rope_scaling or, as transformers 5
- * writes them, from rope_parameters (config_rope.c). */
+ * writes them, from rope_parameters (config_rope.c). Goes by the family of @c. */
 ps_status ps__config_rope(const ps__config_reader *r, ps_model_config *c);
 /* ps__config_full_attention() - PS_EFORMAT where layer_types names another kind of attention. */
 ps_status ps__config_full_attention(const ps__config_reader *r, ps_model_config *c);
+/* ps__config_layer_types() - layer_types, where it is there: a layer with "sliding_attention" gets
+ * @flags and, in *sliding, counts. *given: the list is there. Errors: PS_EFORMAT for another length
+ * than num_hidden_layers, or another kind of attention. */
+ps_status ps__config_layer_types(const ps__config_reader *r, ps_model_config *c, uint8_t flags,
+                                 bool *given, uint32_t *sliding);
+/* ps__config_window() - sliding_window, @fallback where it is absent and 0 where it is null. */
+ps_status ps__config_window(const ps__config_reader *r, uint32_t fallback, uint32_t *out);
+/* ps__config_needs_window() - PS_EFORMAT where @sliding layers have sliding attention, but the
+ * config has no sliding_window for them, for @why. */
+ps_status ps__config_needs_window(const ps__config_reader *r, const ps_model_config *c,
+                                  uint32_t sliding, const char *why);
+
+/* ps__config_read() - ps_model_config_read(), also of families without described layers. */
+PS_API ps_status ps__config_read(ps_model_config *out, const char *path);
 
 /* ---- a family -------------------------------------------------------------------------------- */
 
@@ -54,10 +71,18 @@ enum { PS__MAX_UNIT_PARAMS = 16 };
 
 typedef struct ps__family {
   const char *model_type, *architecture; /* config.json's "model_type", "architectures"[0] */
-  /* what transformers takes for absent keys; 0: num_attention_heads, hidden_size over it */
-  uint32_t default_kv_heads, default_head_dim;
+  /* What transformers takes for absent keys. 0: num_attention_heads, hidden_size over it, no
+   * original_max_position_embeddings, 10000, 1e-6 */
+  uint32_t default_kv_heads, default_head_dim, default_original_positions;
+  double default_rope_theta, default_norm_eps;
+  bool tied_by_default;
   bool has_qkv_bias; /* whatever attention_bias says */
-  bool has_qk_norm;
+  bool has_partial_rope;
+  bool has_local_rope;         /* layers with sliding attention have RoPE of their own */
+  uint32_t qk_norm;            /* as ps_model_config.qk_norm */
+  uint32_t activation;         /* ps_activation, the one that is computed */
+  const char *activation_key;  /* NULL: "hidden_act" */
+  const char *const *own_keys; /* which of config.c's keys of some families it reads; then NULL */
   /* reads the family's own keys into @c and refuses what would change the math; the keys that
    * all families have are in @c already */
   ps_status (*read)(const ps__config_reader *r, ps_model_config *c);
@@ -65,7 +90,9 @@ typedef struct ps__family {
   uint32_t (*block_params)(const ps_model_config *c, ps__param_def out[PS__MAX_UNIT_PARAMS]);
 } ps__family;
 
-extern const ps__family ps__family_llama, ps__family_qwen2, ps__family_qwen3;
+extern const ps__family ps__family_llama, ps__family_qwen2, ps__family_qwen3, ps__family_mistral,
+    ps__family_ministral, ps__family_phi3, ps__family_olmo2, ps__family_gemma2, ps__family_gemma3,
+    ps__family_granite, ps__family_smollm3;
 
 /* ps__family_at() - by ps_model_config.family; NULL past the last. */
 const ps__family *ps__family_at(uint32_t idx);

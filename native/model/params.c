@@ -17,7 +17,7 @@ enum { ALIGN_ELEMENTS = 64 };
 /* The parameters of a block; 0: the configuration's family is unknown (ps_model_config_check()). */
 static uint32_t block_layout(const ps_model_config *c, ps__param_def s[PS__MAX_UNIT_PARAMS]) {
   const ps__family *family = ps__family_at(c->family);
-  return family ? family->block_params(c, s) : 0;
+  return family && family->block_params ? family->block_params(c, s) : 0;
 }
 
 static uint32_t unit_layout(const ps_model_config *c, uint32_t unit,

@@ -1,0 +1,113 @@
+/* gemma.c - Gemma 2 and 3 (text): norms with 1 + w before and after attention and MLP, GeGLU, a
+ * scaled embedding, layers with windows between layers without. Gemma 2 has soft caps; Gemma 3 has
+ * norms on the heads of q and k, and RoPE of their own in the layers with windows. Defaults are
+ * those of transformers' Gemma2Config and Gemma3TextConfig (4.57). */
+#include "model/family.h"
+#include <math.h>
+#include <string.h>
+
+/* @flags for the layers of layer_types with sliding attention, without it for all layers but each
+ * @pattern-th. */
+static ps_status read_layers(const ps__config_reader *r, ps_model_config *c, uint8_t flags,
+                             uint32_t pattern) {
+  uint32_t sliding;
+  bool given = false;
+  PS_TRY(ps__config_window(r, 4096, &c->window));
+  PS_TRY(ps__config_layer_types(r, c, flags, &given, &sliding));
+  for (uint32_t i = 0; !given && i < c->n_layers; i++)
+    if ((i + 1) % pattern) {
+      c->layer_flags[i] = flags;
+      sliding++;
+    }
+  return ps__config_needs_window(r, c, sliding, "sliding_window is null");
+}
+
+static ps_status read_scales(const ps__config_reader *r, ps_model_config *c) {
+  double scalar = 0;
+  PS_TRY(ps__config_positive(r, "query_pre_attn_scalar", 256, &scalar));
+  c->attention_scale = (float)(1.0 / sqrt(scalar));
+  c->embedding_scale = (float)sqrt((double)c->dim);
+  return PS_OK;
+}
+
+/* A soft cap, @fallback where it is absent; null, which is 0 here, stands for none. */
+static ps_status read_cap(const ps__config_reader *r, const char *key, double fallback,
+                          float *out) {
+  double cap = 0;
+  const bool absent = !ps__json_get(r->j, key);
+  *out = absent ? (float)fallback : 0.0f;
+  if (!ps__config_field(r->j, key))
+    return PS_OK;
+  PS_TRY(ps__config_positive(r, key, fallback, &cap));
+  *out = (float)cap;
+  return PS_OK;
+}
+
+static ps_status read_gemma2(const ps__config_reader *r, ps_model_config *c) {
+  PS_TRY(read_scales(r, c));
+  PS_TRY(read_cap(r, "attn_logit_softcapping", 50.0, &c->attention_softcap));
+  PS_TRY(read_cap(r, "final_logit_softcapping", 30.0, &c->logit_softcap));
+  return read_layers(r, c, PS_LAYER_WINDOW, 2);
+}
+
+/* RoPE of the layers with windows: rope_local_base_freq or, as transformers 5 writes it,
+ * rope_parameters.sliding_attention. */
+static ps_status read_local_rope(const ps__config_reader *r, ps_model_config *c) {
+  const ps__json *local = ps__config_field(ps__config_field(r->j, "rope_parameters"),
+                                           "sliding_attention"),
+                 *type = ps__config_field(local, "rope_type");
+  double beside = 0;
+  PS_TRY(ps__config_number(r, r->j, "rope_local_base_freq", 10000.0, &beside));
+  PS_TRY(ps__config_number(r, local, "rope_theta", beside, &c->local_rope_theta));
+  if (ps__config_field(r->j, "rope_local_base_freq") && c->local_rope_theta != beside)
+    return ps__fail(PS_EFORMAT,
+                    "%s: rope_local_base_freq is %g, but rope_theta is %g in "
+                    "rope_parameters.sliding_attention: they must agree",
+                    r->path, beside, c->local_rope_theta);
+  const char *name = ps__json_string(type, NULL);
+  if (type && (!name || strcmp(name, "default")))
+    return ps__fail(PS_EFORMAT,
+                    "%s: rope_parameters.sliding_attention has rope_type \"%.60s\": only "
+                    "\"default\" is supported there",
+                    r->path, name ? name : ps__config_kind(type));
+  return PS_OK;
+}
+
+static ps_status read_gemma3(const ps__config_reader *r, ps_model_config *c) {
+  uint32_t pattern = 0;
+  PS_TRY(read_scales(r, c));
+  PS_TRY(read_cap(r, "final_logit_softcapping", 0, &c->logit_softcap));
+  PS_TRY(ps__config_uint(r, r->j, "sliding_window_pattern", 6, &pattern));
+  PS_TRY(ps__config_in_range(r->path, "sliding_window_pattern", pattern, 1, UINT32_MAX));
+  PS_TRY(read_local_rope(r, c));
+  return read_layers(r, c, PS_LAYER_WINDOW | PS_LAYER_LOCAL_ROPE, pattern);
+}
+
+static const char *const gemma2_keys[] = {"sliding_window", "query_pre_attn_scalar",
+                                          "attn_logit_softcapping", "final_logit_softcapping",
+                                          NULL};
+static const char *const gemma3_keys[] = {"sliding_window",          "query_pre_attn_scalar",
+                                          "final_logit_softcapping", "sliding_window_pattern",
+                                          "rope_local_base_freq",    NULL};
+
+const ps__family ps__family_gemma2 = {.model_type = "gemma2",
+                                      .architecture = "Gemma2ForCausalLM",
+                                      .default_kv_heads = 4,
+                                      .default_head_dim = 256,
+                                      .tied_by_default = true,
+                                      .activation = PS_ACTIVATION_GELU_TANH,
+                                      .activation_key = "hidden_activation",
+                                      .own_keys = gemma2_keys,
+                                      .read = read_gemma2};
+const ps__family ps__family_gemma3 = {.model_type = "gemma3_text",
+                                      .architecture = "Gemma3ForCausalLM",
+                                      .default_kv_heads = 4,
+                                      .default_head_dim = 256,
+                                      .default_rope_theta = 1e6,
+                                      .tied_by_default = true,
+                                      .has_local_rope = true,
+                                      .qk_norm = 1,
+                                      .activation = PS_ACTIVATION_GELU_TANH,
+                                      .activation_key = "hidden_activation",
+                                      .own_keys = gemma3_keys,
+                                      .read = read_gemma3};

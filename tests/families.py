@@ -1,0 +1,171 @@
+"""Tiny configurations of every family, for all tests that go over families.
+
+Each uses what its family has: windows shorter than a test's sequences, layers of both kinds,
+grouped queries, scales and caps far from 1. A name is a family, or a family and what is special.
+"""
+
+COMMON = dict(
+    vocab_size=160,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-5,
+    rope_theta=5000.0,
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=None,
+    torch_dtype="float32",
+)
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+
+
+def longrope(n):
+    """Factors of n pairs."""
+    return dict(
+        type="longrope",
+        short_factor=[1.0 + 0.05 * i for i in range(n)],
+        long_factor=[1.2 + 0.7 * i for i in range(n)],
+    )
+
+
+def family(model_type, architecture, **changes):
+    return dict(COMMON, model_type=model_type, architectures=[architecture], **changes)
+
+
+def llama(**changes):
+    return family("llama", "LlamaForCausalLM", hidden_act="silu", **changes)
+
+
+def qwen2(**changes):
+    return family("qwen2", "Qwen2ForCausalLM", hidden_act="silu", **changes)
+
+
+def qwen3(**changes):
+    return family("qwen3", "Qwen3ForCausalLM", hidden_act="silu", head_dim=24, **changes)
+
+
+def mistral(**changes):
+    return family("mistral", "MistralForCausalLM", hidden_act="silu", sliding_window=9, **changes)
+
+
+def ministral(**changes):
+    return family(
+        "ministral",
+        "MinistralForCausalLM",
+        hidden_act="silu",
+        head_dim=24,
+        sliding_window=9,
+        layer_types=ALTERNATING,
+        **changes,
+    )
+
+
+def phi3(**changes):
+    """Phi-4-mini's shape: RoPE on three quarters of a head, longrope."""
+    phi = dict(
+        hidden_act="silu",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        partial_rotary_factor=0.75,
+        rope_scaling=longrope(6),
+        original_max_position_embeddings=16,
+        sliding_window=None,
+        tie_word_embeddings=True,
+    )
+    return dict(family("phi3", "Phi3ForCausalLM"), **dict(phi, **changes))
+
+
+def olmo2(**changes):
+    return family("olmo2", "Olmo2ForCausalLM", hidden_act="silu", **changes)
+
+
+GEMMA = dict(
+    hidden_activation="gelu_pytorch_tanh",
+    head_dim=24,
+    query_pre_attn_scalar=20,
+    sliding_window=9,
+    tie_word_embeddings=True,
+)
+
+
+def gemma2(**changes):
+    gemma = dict(GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
+    return dict(family("gemma2", "Gemma2ForCausalLM"), **dict(gemma, **changes))
+
+
+def gemma3(**changes):
+    gemma = dict(
+        GEMMA,
+        final_logit_softcapping=None,
+        sliding_window_pattern=2,
+        rope_local_base_freq=300.0,
+        rope_scaling=None,
+    )
+    return dict(family("gemma3_text", "Gemma3ForCausalLM"), **dict(gemma, **changes))
+
+
+def granite(**changes):
+    multipliers = dict(
+        embedding_multiplier=3.0,
+        attention_multiplier=0.15,
+        residual_multiplier=0.4,
+        logits_scaling=2.5,
+        tie_word_embeddings=True,
+    )
+    return dict(
+        family("granite", "GraniteForCausalLM", hidden_act="silu"), **dict(multipliers, **changes)
+    )
+
+
+def smollm3(**changes):
+    smol = dict(
+        hidden_act="silu",
+        no_rope_layer_interval=2,
+        no_rope_layers=None,
+        use_sliding_window=False,
+        sliding_window=None,
+        layer_types=None,
+        tie_word_embeddings=True,
+    )
+    return dict(family("smollm3", "SmolLM3ForCausalLM"), **dict(smol, **changes))
+
+
+# One of each family.
+FAMILIES = {
+    "mistral": mistral(),
+    "ministral": ministral(),
+    "phi3": phi3(),
+    "olmo2": olmo2(),
+    "gemma2": gemma2(),
+    "gemma3": gemma3(),
+    "granite": granite(),
+    "smollm3": smollm3(),
+}
+# What else a config of a family may say.
+VARIANTS = {
+    "llama-yarn": llama(rope_scaling=YARN),
+    "qwen2-window": qwen2(use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    "qwen3-window": qwen3(use_sliding_window=True, sliding_window=9, layer_types=ALTERNATING),
+    "mistral-full": mistral(num_key_value_heads=4) | dict(sliding_window=None),
+    "phi3-short": phi3(original_max_position_embeddings=64, tie_word_embeddings=False),
+    "phi3-window": phi3(
+        rope_scaling=None, partial_rotary_factor=1.0, num_key_value_heads=4, sliding_window=9
+    ),
+    "olmo2-linear": olmo2(rope_scaling=dict(type="linear", factor=4.0)),
+    "gemma2-plain": gemma2(
+        attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False
+    ),
+    "gemma3-linear": gemma3(
+        rope_scaling=dict(rope_type="linear", factor=8.0),
+        final_logit_softcapping=3.0,
+        tie_word_embeddings=False,
+    ),
+    "granite-untied": granite(tie_word_embeddings=False),
+    "smollm3-window": smollm3(use_sliding_window=True, sliding_window=9, no_rope_layers=[1, 0, 1]),
+}
+CONFIGS = {**FAMILIES, **VARIANTS}

@@ -1,0 +1,508 @@
+"""config.json of every family: it reads as transformers' AutoConfig reads it, with keys missing
+too; what is out of range, of another family or not computed is refused by the field's name."""
+
+import copy
+import ctypes
+import json
+import math
+import os
+import subprocess
+
+import io_native as ps
+import pytest
+from conftest import BUILD
+from families import ALTERNATING, CONFIGS, FAMILIES, YARN, gemma3, longrope, phi3
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_config import junk
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+WINDOW, NO_ROPE, LOCAL_ROPE = 1, 2, 4
+# without transformers' default here: a model of a default's size is nobody's model
+REQUIRED = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+]
+# model_type: without it transformers reads nothing; max_position_embeddings: ours stays unknown
+EXCEPTED = ("architectures", "model_type", "max_position_embeddings")
+GELU = ("gemma2", "gemma3_text")
+KINDS = {"default": 0, "linear": 1, "llama3": 2, "yarn": 3, "longrope": 4}
+
+
+def save(folder, cfg):
+    (folder / "config.json").write_text(json.dumps(cfg))
+    return folder
+
+
+def read(folder):
+    out = ps.ModelConfig()
+    ps.check(ps.lib.ps__config_read(ctypes.byref(out), os.fsencode(folder)))
+    return out
+
+
+def without(cfg, *keys):
+    return {k: v for k, v in cfg.items() if k not in keys}
+
+
+def refused(folder, cfg, *parts):
+    with pytest.raises(ps.Failed) as e:
+        read(save(folder, cfg))
+    assert e.value.code == ps.EFORMAT
+    ps.one_sentence(e.value.message, folder / "config.json", *parts)
+
+
+def f32(x):
+    return ctypes.c_float(x).value
+
+
+# ---- as transformers reads it --------------------------------------------------------------------
+
+
+def flags_of(t):
+    """The flags of a layer, by transformers' modeling files."""
+    types = getattr(t, "layer_types", None)
+    window = getattr(t, "sliding_window", None)
+    if t.model_type in ("smollm3", "qwen2", "qwen3") and not t.use_sliding_window:
+        window = None
+    out = []
+    for i in range(t.num_hidden_layers):
+        slides = window is not None and (types is None or types[i] == "sliding_attention")
+        flags = WINDOW if slides else 0
+        if t.model_type == "gemma3_text" and slides:
+            flags |= LOCAL_ROPE
+        if t.model_type == "smollm3" and not t.no_rope_layers[i]:
+            flags |= NO_ROPE
+        out.append(flags)
+    return out
+
+
+def scales_of(t):
+    """(embedding, attention, residual, logits, cap of the scores, cap of the logits); 0: none."""
+    if t.model_type in GELU:
+        caps = (
+            t.attn_logit_softcapping if t.model_type == "gemma2" else None,
+            t.final_logit_softcapping,
+        )
+        return (
+            math.sqrt(t.hidden_size),
+            t.query_pre_attn_scalar**-0.5,
+            0,
+            0,
+            *(c or 0 for c in caps),
+        )
+    if t.model_type == "granite":
+        return (
+            t.embedding_multiplier,
+            t.attention_multiplier,
+            t.residual_multiplier,
+            1 / t.logits_scaling,
+            0,
+            0,
+        )
+    return (0,) * 6
+
+
+def check_rope(c, t):
+    s = getattr(t, "rope_scaling", None) or {"rope_type": "default"}
+    kind = s.get("rope_type", s.get("type"))
+    assert (c.rope.theta, c.rope.kind) == (t.rope_theta, KINDS[kind])
+    partial = getattr(t, "partial_rotary_factor", 1.0)
+    assert (c.rope.rotary_dim or c.head_dim) == int(c.head_dim * partial)
+    assert c.rope.factor == s.get("factor", 0)
+    if kind == "longrope":
+        n = len(s["short_factor"])
+        assert list(c.rope.short_factor[:n]) == s["short_factor"]
+        assert list(c.rope.long_factor[:n]) == s["long_factor"]
+        assert c.rope.original_positions == t.original_max_position_embeddings
+    if kind == "yarn":
+        assert c.rope.original_positions == s.get("original_max_position_embeddings", 0)
+        for key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            assert getattr(c.rope, key) == s.get(key, 0)
+    if t.model_type == "gemma3_text":
+        assert c.local_rope_theta == t.rope_local_base_freq
+
+
+def check_alike(folder, cfg):
+    """False: transformers does not take this config, and then neither do we."""
+    from transformers import AutoConfig
+
+    try:
+        t = AutoConfig.from_pretrained(save(folder, cfg))
+    except Exception:
+        with pytest.raises(ps.Failed) as e:
+            read(folder)
+        ps.one_sentence(e.value.message, folder / "config.json")
+        return False
+    c = read(folder)
+    head_dim = getattr(t, "head_dim", None) or t.hidden_size // t.num_attention_heads
+    assert ps.lib.ps_model_family_name(c.family).decode() == (cfg.get("model_type") or t.model_type)
+    assert (c.n_kv_heads, c.head_dim) == (t.num_key_value_heads, head_dim)
+    assert (c.vocab_size, c.dim, c.ffn_dim) == (t.vocab_size, t.hidden_size, t.intermediate_size)
+    assert c.norm_eps == f32(t.rms_norm_eps)
+    assert bool(c.tied_embeddings) == t.tie_word_embeddings
+    assert c.activation == (t.model_type in GELU)
+    assert c.qk_norm == {"qwen3": 1, "gemma3_text": 1, "olmo2": 2}.get(t.model_type, 0)
+    flags = flags_of(t)
+    assert list(c.layer_flags[: c.n_layers]) == flags
+    if any(f & WINDOW for f in flags):
+        assert c.window == t.sliding_window
+    found = (
+        c.embedding_scale,
+        c.attention_scale,
+        c.residual_scale,
+        c.logit_scale,
+        c.attention_softcap,
+        c.logit_softcap,
+    )
+    assert found == tuple(f32(x) for x in scales_of(t))
+    check_rope(c, t)
+    return True
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_reads_as_transformers_reads_it(tmp_path, name):
+    assert check_alike(tmp_path, CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_missing_field_is_transformers_default_or_named(tmp_path, name):
+    cfg = dict(CONFIGS[name])
+    if cfg["model_type"] not in ("phi3", "olmo2", "granite", "llama"):
+        cfg.update(num_attention_heads=32)  # a multiple of the default of num_key_value_heads
+    alike = 0
+    for key in cfg:
+        if key in REQUIRED:
+            refused(tmp_path, without(cfg, key), f"{key} is missing")
+        elif key not in EXCEPTED and (name, key) != ("qwen3-window", "use_sliding_window"):
+            alike += check_alike(tmp_path, without(cfg, key))
+    assert alike >= 9
+    refused(tmp_path, without(cfg, "model_type", "architectures"), "architectures", "model_type")
+    assert read(save(tmp_path, without(cfg, "architectures"))).n_layers == 3
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_null_is_read_as_transformers_reads_it(tmp_path, name):
+    for key in (
+        "sliding_window",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "rope_scaling",
+        "layer_types",
+        "no_rope_layers",
+    ):
+        if key in CONFIGS[name] and (name, key) not in (
+            # transformers reads these, and its model then fails: a window is needed
+            ("gemma2", "sliding_window"),
+            ("gemma2-plain", "sliding_window"),
+            ("gemma3", "sliding_window"),
+            ("gemma3-linear", "sliding_window"),
+            ("ministral", "sliding_window"),
+            ("qwen3-window", "sliding_window"),
+        ):
+            assert check_alike(tmp_path, dict(CONFIGS[name], **{key: None}))
+
+
+def test_the_defaults_of_gemma3(tmp_path):
+    """Every sixth layer has no window, as the published models have it."""
+    cfg = dict(without(gemma3(), "sliding_window_pattern"), num_hidden_layers=13)
+    assert check_alike(tmp_path, cfg)
+    flags = read(tmp_path).layer_flags[:13]
+    assert [i for i in range(13) if not flags[i]] == [5, 11]
+
+
+def test_rope_parameters_of_transformers_5(tmp_path):
+    nested = dict(
+        full_attention=dict(rope_type="linear", factor=8.0, rope_theta=7e5),
+        sliding_attention=dict(rope_type="default", rope_theta=2e4),
+    )
+    cfg = without(gemma3(), "rope_theta", "rope_scaling", "rope_local_base_freq")
+    c = read(save(tmp_path, dict(cfg, rope_parameters=nested)))
+    assert (c.rope.theta, c.rope.kind, c.rope.factor, c.local_rope_theta) == (7e5, 1, 8, 2e4)
+    refused(
+        tmp_path,
+        dict(cfg, rope_parameters=nested, rope_local_base_freq=1e4),
+        "rope_local_base_freq is 10000",
+        "20000",
+    )
+    nested["sliding_attention"]["rope_type"] = "linear"
+    refused(tmp_path, dict(cfg, rope_parameters=nested), "sliding_attention", "linear", "default")
+
+    cfg = without(
+        phi3(), "rope_theta", "rope_scaling", "partial_rotary_factor",
+        "original_max_position_embeddings",
+    )  # fmt: skip
+    inner = dict(
+        without(longrope(6), "type"),
+        rope_type="longrope",
+        rope_theta=9e3,
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=20,
+    )
+    c = read(save(tmp_path, dict(cfg, rope_parameters=inner)))
+    assert (c.rope.theta, c.rope.kind, c.rope.rotary_dim, c.rope.original_positions) == (
+        9e3,
+        4,
+        12,
+        20,
+    )
+    refused(
+        tmp_path,
+        dict(cfg, rope_parameters=inner, original_max_position_embeddings=16),
+        "original_max_position_embeddings is 20",
+        "16",
+    )
+
+
+def test_yarn_in_full(tmp_path):
+    yarn = dict(
+        YARN, beta_fast=16.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.5, attention_factor=1.1
+    )
+    cfg = dict(CONFIGS["llama-yarn"], rope_scaling=yarn)
+    assert check_alike(tmp_path, cfg)
+    assert read(tmp_path).rope.keep_fraction == 0
+    assert read(
+        save(tmp_path, dict(cfg, rope_scaling=dict(yarn, truncate=False)))
+    ).rope.keep_fraction
+
+
+def test_the_old_names_of_longrope(tmp_path):
+    for old in ("su", "yarn"):
+        cfg = phi3(rope_scaling=dict(longrope(6), type=old))
+        assert check_alike(tmp_path, cfg) and read(tmp_path).rope.kind == KINDS["longrope"]
+
+
+def test_a_mistral_with_layer_types_is_a_ministral(tmp_path):
+    from transformers import AutoConfig
+
+    cfg = dict(CONFIGS["mistral"], layer_types=ALTERNATING)
+    assert AutoConfig.from_pretrained(save(tmp_path, cfg)).model_type == "ministral"
+    assert list(read(tmp_path).layer_flags[:3]) == [WINDOW, 0, WINDOW]
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+ABSURD = [-1, 1.5, 2**31, 2**64, 1e300, "8", True, [], {}]
+WITH_WINDOW = ("mistral", "ministral", "phi3-window", "gemma2", "gemma3", "qwen2-window")
+OUT_OF_RANGE = (
+    [(n, key, v) for n in FAMILIES for key in REQUIRED for v in (0, *ABSURD)]
+    + [(n, "sliding_window", v) for n in WITH_WINDOW for v in (0, *ABSURD)]
+    + [(n, "rms_norm_eps", v) for n in FAMILIES for v in (0, -1e-6, 1e-60, 2, "1")]
+    + [(n, "rope_theta", v) for n in FAMILIES for v in (0, 1e300, "x")]
+    + [(n, "head_dim", v) for n in FAMILIES for v in (0, 15, 4098)]
+    + [(n, "num_key_value_heads", v) for n in FAMILIES for v in (0, 3, "2")]
+    + [(n, "tie_word_embeddings", "yes") for n in FAMILIES]
+    + [
+        ("granite", key, v)
+        for key in (
+            "embedding_multiplier",
+            "attention_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+        )
+        for v in (0, -1, 1e7, "1", [])
+    ]
+    + [("granite", "logits_scaling", 1e-7)]
+    + [
+        (n, key, v)
+        for n, key in (
+            ("gemma2", "query_pre_attn_scalar"),
+            ("gemma3", "query_pre_attn_scalar"),
+            ("gemma2", "attn_logit_softcapping"),
+            ("gemma2", "final_logit_softcapping"),
+            ("gemma3", "final_logit_softcapping"),
+        )
+        for v in (0, -1, 1e7, "1", [])
+    ]
+    + [("gemma3", "sliding_window_pattern", v) for v in (0, -1, 1.5, "6")]
+    + [("gemma3", "rope_local_base_freq", v) for v in (0, 1e300, "x")]
+    + [("smollm3", "no_rope_layer_interval", v) for v in (0, -1, 1.5, "4")]
+    + [
+        ("smollm3", "no_rope_layers", v)
+        for v in ("all", [1, 1], [1, 2, 1], [1, True, 1], [1, "0", 1], {})
+    ]
+    + [
+        (n, "layer_types", v)
+        for n in ("mistral", "ministral", "gemma2", "gemma3", "smollm3", "qwen3-window")
+        for v in ("sliding_attention", ALTERNATING[:2], ["chunked_attention"] * 3, [1, 2, 3])
+    ]
+    + [(n, "layer_types", ALTERNATING) for n in ("phi3", "olmo2", "granite", "llama-yarn")]
+    + [("phi3", "partial_rotary_factor", v) for v in (0, -1, 1.5, 0.01, "1")]
+    + [("phi3", "original_max_position_embeddings", v) for v in ABSURD]
+)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_value_out_of_range_is_named(tmp_path, name):
+    for which, key, value in OUT_OF_RANGE:
+        if which == name:
+            refused(tmp_path, dict(CONFIGS[name], **{key: value}), key)
+
+
+def test_every_family_has_values_out_of_range():
+    assert {n for n, _, _ in OUT_OF_RANGE} >= set(FAMILIES)
+
+
+OWN_KEYS = {
+    "sliding_window": (9, "mistral ministral phi3 gemma2 gemma3 smollm3"),
+    "use_sliding_window": (True, "smollm3"),
+    "sliding_window_pattern": (2, "gemma3"),
+    "no_rope_layers": ([1, 0, 1], "smollm3"),
+    "no_rope_layer_interval": (4, "smollm3"),
+    "rope_local_base_freq": (1e4, "gemma3"),
+    "query_pre_attn_scalar": (256, "gemma2 gemma3"),
+    "attn_logit_softcapping": (50.0, "gemma2"),
+    "final_logit_softcapping": (30.0, "gemma2 gemma3"),
+    "use_bidirectional_attention": (True, ""),
+    "clip_qkv": (8.0, ""),
+    "embedding_multiplier": (12.0, "granite"),
+    "attention_multiplier": (0.1, "granite"),
+    "residual_multiplier": (0.2, "granite"),
+    "logits_scaling": (8.0, "granite"),
+}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "llama-yarn", "qwen2-window"])
+def test_a_field_of_another_family_is_named(tmp_path, name):
+    cfg, family = CONFIGS[name], name.split("-")[0]
+    for key, (value, owners) in OWN_KEYS.items():
+        if family not in owners.split() and not (family == "qwen2" and "sliding_window" in key):
+            refused(tmp_path, dict(cfg, **{key: value}), f"{key} is ", cfg["model_type"])
+            read(save(tmp_path, dict(cfg, **{key: None})))
+    for key in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        read(save(tmp_path, dict(cfg, **{key: 1})))
+
+
+NOT_COMPUTED = [
+    (dict(attention_bias=True), ["attention_bias"]),
+    (dict(mlp_bias=True), ["mlp_bias"]),
+    (dict(attention_dropout=0.1), ["attention_dropout", "0.1"]),
+    (dict(resid_pdrop=0.1), ["resid_pdrop", "0.1"]),
+    (dict(embd_pdrop=0.1), ["embd_pdrop", "0.1"]),
+    (dict(num_experts=8), ["num_experts", "8"]),
+    (dict(num_local_experts=8), ["num_local_experts", "8"]),
+    (dict(quantization_config={"bits": 4}), ["quantization_config"]),
+    (dict(vision_config={"hidden_size": 8}), ["vision_config", "text"]),
+    (dict(text_config={"hidden_size": 8}), ["text_config"]),
+    (dict(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), ["rope_type", "dynamic"]),
+    (dict(architectures=["LlamaForCausalLM"]), ["model_type", "LlamaForCausalLM"]),
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_not_computed_is_refused_by_name(tmp_path, name):
+    for change, parts in NOT_COMPUTED:
+        refused(tmp_path, dict(CONFIGS[name], **change), *parts)
+    key = "hidden_activation" if name.startswith("gemma") else "hidden_act"
+    wrong = "silu" if name.startswith("gemma") else "gelu_pytorch_tanh"
+    for act in (wrong, "gelu", "relu", 1):
+        refused(tmp_path, dict(CONFIGS[name], **{key: act}), key)
+    if name != "phi3":
+        refused(tmp_path, dict(CONFIGS[name], partial_rotary_factor=0.5), "partial_rotary_factor")
+
+
+@pytest.mark.parametrize(
+    "name, change, parts",
+    [
+        ("phi3", dict(rope_scaling=longrope(5)), ["short_factor", "5", "6"]),
+        ("phi3", dict(rope_scaling=dict(longrope(6), long_factor=3)), ["long_factor", "number"]),
+        (
+            "phi3",
+            dict(rope_scaling=dict(longrope(6), long_factor=[1, 1, 0, 1, 1, 1])),
+            ["long_factor[2]", "0"],
+        ),
+        (
+            "phi3",
+            dict(rope_scaling=dict(longrope(6), short_factor=[1, 1, "x", 1, 1, 1])),
+            ["short_factor[2]", "string"],
+        ),
+        (
+            "phi3",
+            dict(rope_scaling=without(longrope(6), "long_factor")),
+            ["long_factor", "missing"],
+        ),
+        ("phi3", dict(max_position_embeddings=None), ["max_position_embeddings", "missing"]),
+        ("phi3", dict(head_dim=600, partial_rotary_factor=1.0), ["short_factor"]),
+        ("llama-yarn", dict(rope_scaling=without(YARN, "factor")), ["factor", "missing"]),
+        ("llama-yarn", dict(rope_scaling=dict(YARN, factor=0.5)), ["factor", "0.5"]),
+        ("llama-yarn", dict(rope_scaling=dict(YARN, beta_fast=-1)), ["beta_fast", "-1"]),
+        ("llama-yarn", dict(rope_scaling=dict(YARN, truncate=1)), ["truncate"]),
+        ("llama-yarn", dict(rope_theta=1), ["rope_theta is 1"]),
+        (
+            "llama-yarn",
+            dict(
+                rope_scaling=without(YARN, "original_max_position_embeddings"),
+                max_position_embeddings=None,
+            ),
+            ["max_position_embeddings", "missing"],
+        ),
+        ("gemma2", dict(sliding_window=None), ["sliding_window is null", "2 layers"]),
+        ("ministral", dict(sliding_window=None), ["sliding_window is null", "layer_types"]),
+        (
+            "qwen3-window",
+            dict(use_sliding_window=False),
+            ["use_sliding_window is false", "layer_types"],
+        ),
+        (
+            "smollm3",
+            dict(sliding_window=9, layer_types=ALTERNATING),
+            ["use_sliding_window is false", "layer_types"],
+        ),
+        (
+            "gemma3",
+            dict(model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"]),
+            ["Gemma3ForConditionalGeneration", "gemma3_text"],
+        ),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused(tmp_path, name, change, parts):
+    refused(tmp_path, dict(CONFIGS[name], **change), *parts)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_binary_refuses_bad_configs_with_exit_code_2(tmp_path, name):
+    own = {
+        "phi3": dict(partial_rotary_factor=2),
+        "olmo2": dict(rms_norm_eps=0),
+        "granite": dict(residual_multiplier=-1),
+        "smollm3": dict(no_rope_layers=[1]),
+    }.get(name, dict(sliding_window=0))
+    for change in (own, dict(vocab_size=None), dict(clip_qkv=8.0)):
+        (key,) = change
+        (tmp_path / "in").mkdir(exist_ok=True)
+        save(tmp_path / "in", dict(CONFIGS[name], **change))
+        done = subprocess.run(
+            [BUILD / "bin/penstock", "train", "--model", "in", "--data", "none"]
+            + ["--seq-len", "32", "--out", "out"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        ps.one_sentence(done.stderr.strip(), key)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+
+
+@settings(
+    max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.sampled_from(sorted(CONFIGS)), st.data())
+def test_mutated_configs_are_read_or_refused_in_one_sentence(tmp_path, name, data):
+    cfg = copy.deepcopy(CONFIGS[name])
+    for _ in range(data.draw(st.integers(1, 3))):
+        scaling = cfg.get("rope_scaling")
+        at = scaling if isinstance(scaling, dict) and scaling and data.draw(st.booleans()) else cfg
+        at[data.draw(st.sampled_from(sorted(at)))] = data.draw(junk)
+    try:
+        c = read(save(tmp_path, cfg))
+    except ps.Failed as e:
+        assert e.code == ps.EFORMAT
+        ps.one_sentence(e.message, tmp_path / "config.json")
+        return
+    assert ps.lib.ps_model_config_check(ctypes.byref(c), b"x") == 0
+
+
+def test_nothing_leaks():
+    assert ps.lib.ps__live_allocations() == 0
