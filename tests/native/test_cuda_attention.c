@@ -442,6 +442,13 @@ static void windows_and_caps(void) {
   check_case(four, NULL);
   four.softcap = 5.0f;
   check_case(four, NULL);
+  gpu.deterministic = true;
+  check_case(four, NULL);
+  gpu.deterministic = false;
+  ps__args_attention wide = {700, 300, 4, 2, 256, PS_BF16, 0, ONE, .window = 400, .softcap = 50.0f};
+  check_case(wide, NULL);
+  wide.window = 0;
+  check_case(wide, NULL);
 }
 
 /* Every number of query heads a kv head, behind a prefix and as documents: which kernel runs
