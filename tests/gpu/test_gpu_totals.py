@@ -29,7 +29,9 @@ def where(tmp_path_factory):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp32-master"])
-@pytest.mark.parametrize("layout", [*totals.LAYOUTS, *totals.LONG])
+@pytest.mark.parametrize(
+    "layout", [*totals.LAYOUTS, *(pytest.param(n, marks=pytest.mark.long) for n in totals.LONG)]
+)
 def test_the_gradient_of_a_repeated_sequence(where, layout, recipe):
     copies, chunk, a_round = {**totals.LAYOUTS, **totals.LONG}[layout]
     assert (
