@@ -638,19 +638,24 @@ static void time_library(const char *name, sample *s, double pairs) {
 }
 
 /* Library after library, so that they meet the same clock. */
-static void time_case(const char *name, uint32_t n_tokens, uint32_t row0, const int *lengths,
-                      uint32_t document_rows) {
-  sample s =
-      make((ps__args_attention){n_tokens, row0, 32, 8, 128, PS_BF16, 0, document_rows, 0, 0, 0, 0},
-           lengths, 3);
+static void time_args(const char *name, ps__args_attention a, const int *lengths) {
+  sample s = make(a, lengths, 3);
   upload(&s);
   double pairs = 0;
-  for (uint32_t i = 0; i < n_tokens; i++)
-    pairs += (double)(row0 + i + 1) - s.doc_start[i];
+  for (uint32_t i = 0; i < a.n_tokens; i++) {
+    const uint32_t keys = a.row0 + i + 1 - (uint32_t)s.doc_start[i];
+    pairs += a.window && a.window < keys ? a.window : keys;
+  }
   for (size_t i = 0; i < N_LIBRARIES; i++)
     if (use(libraries[i]))
       time_library(name, &s, pairs);
   drop(&s);
+}
+static void time_case(const char *name, uint32_t n_tokens, uint32_t row0, const int *lengths,
+                      uint32_t document_rows) {
+  time_args(name,
+            (ps__args_attention){n_tokens, row0, 32, 8, 128, PS_BF16, 0, document_rows, 0, 0, 0, 0},
+            lengths);
 }
 
 static void timings(void) {
@@ -684,6 +689,15 @@ static void timings(void) {
   time_case("8 documents of 1024, deterministic", 8192, 0, NULL, 1024);
   time_case("8192 found, deterministic", 8192, 0, NULL, FOUND);
   gpu.deterministic = false;
+  for (int i = 1; i < 4; i++) {
+    const uint32_t window = i & 1 ? 4096 : 0;
+    const float softcap = i & 2 ? 50 : 0;
+    char name[64];
+    snprintf(name, sizeof name, "8192 one document, window %u, soft cap %g", window,
+             (double)softcap);
+    ps__args_attention a = {8192, 0, 32, 8, 128, PS_BF16, 0, ONE, 0, window, 0, softcap};
+    time_args(name, a, NULL);
+  }
 }
 
 /* ---- our own kernels, counted by hand -------------------------------------------------------- */

@@ -20,8 +20,8 @@
  * time    H200, cuDNN 9.19, 32/8 heads of 128, TFLOP/s forward / backward: 8192 rows 618 / 502
  *         (deterministic 617 / 445), found on the device
  *         563 / 466, behind a prefix of 8192 627 / 392, 2 x 8192 632 / 500 (found 594 / 461), 8
- *         x 1024 448 / 278 (found 355 / 240). 8192 rows in ms: 0.88 / 2.70, a window of 4096 0.69 /
- *         2.09, a soft cap 1.20 / 3.13, both 0.89 / 2.53
+ *         x 1024 448 / 278 (found 355 / 240), window 4096 594 / 494, soft cap 460 / 439, both
+ *         463 / 407
  *         (test_cuda_attention time).
  * determinism  forward always; backward with exec->deterministic, else dQ is added with atomics.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
