@@ -46,12 +46,11 @@ class ParamInfo(c.Structure):
         (n, u32) for n in ("unit", "role", "n_dims", "reserved")
     ]
     _fields_ += [("shape", u64 * 2), ("offset", u64), ("n", u64)]
+    _fields_ += [("init_mean", f32), ("init_std", f32)]
 
 
 class Flops(c.Structure):
-    _fields_ = [
-        (n, c.c_double) for n in ("layer_matmul", "attn_fwd", "attn_bwd", "head", "sequence")
-    ]
+    _fields_ = [(n, c.c_double) for n in ("matmul", "attn_fwd", "attn_bwd", "head", "sequence")]
 
 
 class TensorInfo(c.Structure):
@@ -86,12 +85,15 @@ def _load():
         ("ps_model_family_name", s, [u32]),
         ("ps_model_config_read", i32, [c.POINTER(ModelConfig), s]),
         ("ps_model_config_check", i32, [c.POINTER(ModelConfig), s]),
-        ("ps_model_n_units", u32, [c.POINTER(ModelConfig)]),
-        ("ps_model_unit_elements", u64, [c.POINTER(ModelConfig), u32]),
-        ("ps_model_n_params", u32, [c.POINTER(ModelConfig)]),
-        ("ps_model_param", i32, [c.POINTER(ModelConfig), u32, c.POINTER(ParamInfo)]),
-        ("ps_model_n_elements", u64, [c.POINTER(ModelConfig)]),
-        ("ps_model_flops", i32, [c.POINTER(ModelConfig), u64, c.POINTER(Flops)]),
+        ("ps_model_create", i32, [c.POINTER(c.c_void_p), c.POINTER(ModelConfig)]),
+        ("ps_model_destroy", None, [c.c_void_p]),
+        ("ps_model_n_units", u32, [c.c_void_p]),
+        ("ps_model_unit_elements", u64, [c.c_void_p, u32]),
+        ("ps_model_n_params", u32, [c.c_void_p]),
+        ("ps_model_param", i32, [c.c_void_p, u32, c.POINTER(ParamInfo)]),
+        ("ps_model_find", u32, [c.c_void_p, s]),
+        ("ps_model_n_elements", u64, [c.c_void_p]),
+        ("ps_model_flops", i32, [c.c_void_p, u64, c.POINTER(Flops)]),
         ("ps_tensors_open", i32, [pp, s]),
         ("ps_tensors_close", None, [p]),
         ("ps_tensors_count", u64, [p]),
@@ -138,6 +140,17 @@ def read_config(path):
     out = ModelConfig()
     check(lib.ps_model_config_read(c.byref(out), os.fsencode(path)))
     return out
+
+
+class Model:
+    """The ps_model of a configuration."""
+
+    def __init__(self, config):
+        self._as_parameter_ = c.c_void_p()
+        check(lib.ps_model_create(c.byref(self._as_parameter_), c.byref(config)))
+
+    def __del__(self):
+        lib.ps_model_destroy(self)
 
 
 class Tensors:

@@ -331,7 +331,7 @@ def test_mutated_configs_are_read_or_refused_in_one_sentence(tmp_path, cfg, data
         ps.one_sentence(e.message, tmp_path / "config.json")
         return
     assert ps.lib.ps_model_config_check(ctypes.byref(c), b"x") == 0
-    assert ps.lib.ps_model_n_elements(ctypes.byref(c)) > 0
+    assert ps.lib.ps_model_n_elements(ps.Model(c)) > 0
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -340,10 +340,10 @@ MODELS = sorted((ps.ROOT / "models").glob("*.json"))
 
 
 def params(c):
-    out = []
-    for i in range(ps.lib.ps_model_n_params(ctypes.byref(c))):
+    m, out = ps.Model(c), []
+    for i in range(ps.lib.ps_model_n_params(m)):
         p = ps.ParamInfo()
-        ps.check(ps.lib.ps_model_param(ctypes.byref(c), i, ctypes.byref(p)))
+        ps.check(ps.lib.ps_model_param(m, i, ctypes.byref(p)))
         out.append(p)
     return out
 
@@ -351,6 +351,7 @@ def params(c):
 @pytest.mark.parametrize("path", MODELS, ids=lambda p: p.stem)
 def test_units_are_laid_out_in_aligned_runs_without_overlap(path):
     c = ps.read_config(path)
+    m = ps.Model(c)
     fused = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "up_proj.weight")
     at, last = 0, -1
     total = sum(p.n for p in params(c))
@@ -359,7 +360,7 @@ def test_units_are_laid_out_in_aligned_runs_without_overlap(path):
         if p.unit != last:
             assert p.unit == last + 1 and p.offset == 0
             if last >= 0:
-                assert ps.lib.ps_model_unit_elements(ctypes.byref(c), last) == (at + 63) // 64 * 64
+                assert ps.lib.ps_model_unit_elements(m, last) == (at + 63) // 64 * 64
         elif name.endswith(fused):
             assert p.offset == at
         else:
@@ -367,10 +368,10 @@ def test_units_are_laid_out_in_aligned_runs_without_overlap(path):
         assert p.n == p.shape[0] * p.shape[1] and (p.n_dims == 2 or p.shape[1] == 1)
         assert p.role == (2 if name.endswith("bias") else 1 if "norm" in name else 0)
         at, last = p.offset + p.n, p.unit
-    assert last == c.n_layers + 1 == ps.lib.ps_model_n_units(ctypes.byref(c)) - 1
-    assert ps.lib.ps_model_unit_elements(ctypes.byref(c), last) == (at + 63) // 64 * 64
-    assert total == ps.lib.ps_model_n_elements(ctypes.byref(c))
-    assert ps.lib.ps_model_unit_elements(ctypes.byref(c), last + 1) == 0
+    assert last == c.n_layers + 1 == ps.lib.ps_model_n_units(m) - 1
+    assert ps.lib.ps_model_unit_elements(m, last) == (at + 63) // 64 * 64
+    assert total == ps.lib.ps_model_n_elements(m)
+    assert ps.lib.ps_model_unit_elements(m, last + 1) == 0
 
 
 @pytest.mark.parametrize(
@@ -392,13 +393,13 @@ def test_names_and_shapes_are_those_of_transformers(path):
     "name, billions", [("1b", 1.498), ("8b", 8.030), ("15b", 15.01), ("32b", 32.76)]
 )
 def test_shipped_sizes_are_the_published_ones(name, billions):
-    c = ps.read_config(ps.ROOT / f"models/{name}.json")
-    assert ps.lib.ps_model_n_elements(ctypes.byref(c)) / 1e9 == pytest.approx(billions, abs=0.005)
+    m = ps.Model(ps.read_config(ps.ROOT / f"models/{name}.json"))
+    assert ps.lib.ps_model_n_elements(m) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 def test_flops_follow_the_formula_of_the_design():
-    c, f = ps.read_config(ps.ROOT / "models/8b.json"), ps.Flops()
-    ps.check(ps.lib.ps_model_flops(ctypes.byref(c), 4096, ctypes.byref(f)))
+    m, f = ps.Model(ps.read_config(ps.ROOT / "models/8b.json")), ps.Flops()
+    ps.check(ps.lib.ps_model_flops(m, 4096, ctypes.byref(f)))
     s, d, a, k, ffn, v, n = 4096, 4096, 4096, 1024, 14336, 128256, 32
     matmul, fwd, bwd, head = (
         2 * s * (2 * d * a + 2 * d * k + 3 * d * ffn),
@@ -406,19 +407,20 @@ def test_flops_follow_the_formula_of_the_design():
         4 * s * s * a,
         6 * s * d * v,
     )
-    assert (f.layer_matmul, f.attn_fwd, f.attn_bwd, f.head) == (matmul, fwd, bwd, head)
+    assert (f.matmul, f.attn_fwd, f.attn_bwd, f.head) == (n * matmul, n * fwd, n * bwd, head)
     assert f.sequence == n * (3 * matmul + fwd + bwd) + head
-    assert ps.lib.ps_model_flops(ctypes.byref(c), 0, ctypes.byref(f)) == ps.EINVAL
+    for seq_len in (0, 2**30 + 1):
+        assert ps.lib.ps_model_flops(m, seq_len, ctypes.byref(f)) == ps.EINVAL
 
 
-def test_an_index_past_the_parameters_is_refused():
-    c, p = ps.read_config(MODELS[0]), ps.ParamInfo()
-    assert (
-        ps.lib.ps_model_param(
-            ctypes.byref(c), ps.lib.ps_model_n_params(ctypes.byref(c)), ctypes.byref(p)
-        )
-        == ps.EINVAL
-    )
+def test_parameters_are_found_by_name_and_by_index():
+    m, p = ps.Model(ps.read_config(MODELS[0])), ps.ParamInfo()
+    n = ps.lib.ps_model_n_params(m)
+    for i in range(n):
+        ps.check(ps.lib.ps_model_param(m, i, ctypes.byref(p)))
+        assert ps.lib.ps_model_find(m, p.name) == i
+    assert ps.lib.ps_model_find(m, b"model.layers.0") == 2**32 - 1
+    assert ps.lib.ps_model_param(m, n, ctypes.byref(p)) == ps.EINVAL
 
 
 def test_nothing_leaks():

@@ -82,11 +82,12 @@ def test_the_library_finds_every_parameter_in_it(tmp_path, name, dtype):
     with ps.Tensors(tmp_path / "m") as f:
         infos = {n: (d, s) for n, d, s, _, _ in f.infos()}
     assert {d for d, _ in infos.values()} == {"BF16" if dtype == "bf16" else "F32"}
-    n = ps.lib.ps_model_n_params(ctypes.byref(c))
+    m = ps.Model(c)
+    n = ps.lib.ps_model_n_params(m)
     assert len(infos) == n
     for i in range(n):
         p = ps.ParamInfo()
-        ps.check(ps.lib.ps_model_param(ctypes.byref(c), i, ctypes.byref(p)))
+        ps.check(ps.lib.ps_model_param(m, i, ctypes.byref(p)))
         assert infos[p.name.decode()][1] == tuple(p.shape[: p.n_dims])
 
 

@@ -139,26 +139,38 @@ typedef struct ps_param_info {
    * other without a gap, so that each is one fused matrix. */
   uint64_t offset;
   uint64_t n; /* elements */
+  /* a fresh model draws it from the normal distribution N(init_mean, init_std) */
+  float init_mean, init_std;
 } ps_param_info;
 
+/* A model of a configuration: its units and parameters. */
+typedef struct ps_model ps_model;
+/* ps_model_create() - Errors: those of ps_model_config_check(); PS_EINVAL names what is wrong with
+ * RoPE; PS_ENOMEM. Freed by ps_model_destroy(). The other functions only read: any thread may call
+ * them. */
+PS_API ps_status ps_model_create(ps_model **out, const ps_model_config *cfg);
+PS_API void ps_model_destroy(ps_model *m);
 /* ps_model_n_units() - n_layers + 2. ps_model_unit_elements() - elements of a unit with its zero
  * padding, a multiple of 64. ps_model_n_params() - tensors of the model. */
-PS_API uint32_t ps_model_n_units(const ps_model_config *cfg);
-PS_API uint64_t ps_model_unit_elements(const ps_model_config *cfg, uint32_t unit);
-PS_API uint32_t ps_model_n_params(const ps_model_config *cfg);
+PS_API uint32_t ps_model_n_units(const ps_model *m);
+PS_API uint64_t ps_model_unit_elements(const ps_model *m, uint32_t unit);
+PS_API uint32_t ps_model_n_params(const ps_model *m);
 /* ps_model_param() - tensor @idx, in unit order. Errors: PS_EINVAL past the last. */
-PS_API ps_status ps_model_param(const ps_model_config *cfg, uint32_t idx, ps_param_info *out);
+PS_API ps_status ps_model_param(const ps_model *m, uint32_t idx, ps_param_info *out);
+/* ps_model_find() - the tensor of that name; UINT32_MAX when there is none. Time: O(1). */
+PS_API uint32_t ps_model_find(const ps_model *m, const char *name);
 /* ps_model_n_elements() - parameters of the model: without padding, tied ones once. */
-PS_API uint64_t ps_model_n_elements(const ps_model_config *cfg);
+PS_API uint64_t ps_model_n_elements(const ps_model *m);
 
 /* ---- model FLOPs (formulas: docs/design.md, "Metrics") --------------------------------------- */
+/* Of one sequence: matmul, products with the blocks' parameters in a forward pass; attention in all
+ * blocks; the head's products, both ways. sequence: 3 matmul + attn_fwd + attn_bwd + head. */
 typedef struct ps_flops {
-  double layer_matmul, attn_fwd, attn_bwd, head; /* one sequence */
-  /* all of it: L (3 layer_matmul + attn_fwd + attn_bwd) + head */
-  double sequence;
+  double matmul, attn_fwd, attn_bwd, head, sequence;
 } ps_flops;
-/* ps_model_flops() - model FLOPs of a sequence of @seq_len tokens. Errors: PS_EINVAL for 0. */
-PS_API ps_status ps_model_flops(const ps_model_config *cfg, uint64_t seq_len, ps_flops *out);
+/* ps_model_flops() - model FLOPs of a sequence of @seq_len tokens. Errors: PS_EINVAL where it is
+ * not 1 to 2^30. */
+PS_API ps_status ps_model_flops(const ps_model *m, uint64_t seq_len, ps_flops *out);
 
 #ifdef __cplusplus
 }

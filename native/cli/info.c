@@ -6,12 +6,16 @@ static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_
   char bytes[32], shown[8192];
   cfg->struct_bytes = sizeof *cfg;
   ps_status st = ps_model_config_read(cfg, path);
+  ps_model *m = NULL;
   ps_flops flops = {0};
+  if (st == PS_OK)
+    st = ps_model_create(&m, cfg);
   if (st == PS_OK && seq_len)
-    st = ps_model_flops(cfg, seq_len, &flops);
+    st = ps_model_flops(m, seq_len, &flops);
+  const uint64_t n = m ? ps_model_n_elements(m) : 0;
+  ps_model_destroy(m);
   if (st != PS_OK)
     return cli_fail_status(st, true);
-  uint64_t n = ps_model_n_elements(cfg);
   if (j) {
     cli_json_open(j, "model", '{');
     cli_json_text(j, "architecture", ps_model_family_name(cfg->family));

@@ -59,9 +59,13 @@ static int check_space(const cli_job *job, const char *path) {
       strcpy(place, slash ? "/" : ".");
   }
   free(place);
-  const uint64_t need =
-                     ps_model_n_elements(&job->config) * ps_dtype_bytes((ps_dtype)job->save_dtype),
+  ps_model *m;
+  const ps_status st = ps_model_create(&m, &job->config);
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
+  const uint64_t need = ps_model_n_elements(m) * ps_dtype_bytes((ps_dtype)job->save_dtype),
                  room = (uint64_t)fs.f_bavail * fs.f_frsize;
+  ps_model_destroy(m);
   if (fs.f_blocks == 0 || need <= room) /* some file systems do not say */
     return CLI_OK;
   return cli_fail(

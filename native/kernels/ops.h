@@ -72,7 +72,7 @@ typedef struct ps__scratch_target {
 /* What a chunk of a layer's rows decides of an op's arguments. */
 typedef struct ps__chunk_shape {
   uint32_t n_tokens, row0; /* row0: the chunk's first row in its attention group */
-  bool first_grad;         /* first chunk of a contribution to the unit's gradient */
+  bool first_grad;         /* the first that writes a contribution to the unit's gradient */
   bool first_dkv;          /* first chunk of the attention group in backward order */
   uint32_t document_rows;  /* as in ps__args_attention */
 } ps__chunk_shape;
@@ -306,8 +306,7 @@ static inline uint32_t ps__attention_documents(const ps__args_attention *a) {
  *                      written (accumulate_dkv 0) or added to (1), in an order that does not
  *                      depend on threads. */
 
-/* activation: SwiGLU's silu, or GeGLU's gelu in torch's approximate="tanh" (Gemma). */
-enum { PS_GLU_SILU = 0, PS_GLU_GELU_TANH = 1 };
+/* activation: ps_activation. SwiGLU has silu, GeGLU gelu in torch's approximate="tanh" (Gemma). */
 typedef struct ps__args_glu {
   uint32_t n_tokens, ffn_dim, dt, activation;
 } ps__args_glu;

@@ -392,7 +392,7 @@ static ps_status refuse_undescribed(const ps_model_config *c, const char *path) 
   uint32_t flags = 0;
   for (uint32_t i = 0; i < c->n_layers; i++)
     flags |= c->layer_flags[i];
-  if (!family->block_params)
+  if (!family->describe)
     return ps__fail(PS_EFORMAT, "%s: model_type is \"%s\": its layers cannot be trained yet", path,
                     family->model_type);
   if (flags)

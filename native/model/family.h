@@ -1,4 +1,4 @@
-/* family.h - what a family of models is: how its config.json reads and which parameters a block
+/* family.h - what a family of models is: how its config.json reads and what layers it
  * has. A family is one file of native/model/families/ and one line of the table in family.c. */
 #ifndef PS_MODEL_FAMILY_H
 #define PS_MODEL_FAMILY_H
@@ -58,17 +58,6 @@ PS_API ps_status ps__config_read(ps_model_config *out, const char *path);
 
 /* ---- a family -------------------------------------------------------------------------------- */
 
-/* One tensor of a unit under its name on disk; in a block, the name after "model.layers.N.". */
-typedef struct ps__param_def {
-  const char *name;
-  uint32_t role; /* ps_param_role */
-  uint32_t n_dims;
-  uint64_t rows, cols; /* cols 1: a vector */
-  bool fused;          /* lies in the unit right after the tensor before it, as one matrix */
-} ps__param_def;
-
-enum { PS__MAX_UNIT_PARAMS = 16 };
-
 typedef struct ps__family {
   const char *model_type, *architecture; /* config.json's "model_type", "architectures"[0] */
   /* What transformers takes for absent keys. 0: num_attention_heads, hidden_size over it, no
@@ -86,8 +75,8 @@ typedef struct ps__family {
   /* reads the family's own keys into @c and refuses what would change the math; the keys that
    * all families have are in @c already */
   ps_status (*read)(const ps__config_reader *r, ps_model_config *c);
-  /* a block's tensors in the order in which they lie in the unit; returns how many */
-  uint32_t (*block_params)(const ps_model_config *c, ps__param_def out[PS__MAX_UNIT_PARAMS]);
+  /* adds the model's units: native/model/define.h, native/model/decoder.h */
+  ps_status (*describe)(ps_model *m);
 } ps__family;
 
 extern const ps__family ps__family_llama, ps__family_qwen2, ps__family_qwen3, ps__family_mistral,
@@ -96,6 +85,6 @@ extern const ps__family ps__family_llama, ps__family_qwen2, ps__family_qwen3, ps
 
 /* ps__family_at() - by ps_model_config.family; NULL past the last. */
 const ps__family *ps__family_at(uint32_t idx);
-/* The pre-norm block with fused q|k|v and gate|up, which the families above share. */
-uint32_t ps__llama_block_params(const ps_model_config *c, ps__param_def out[PS__MAX_UNIT_PARAMS]);
+/* The pre-norm decoder of the families above. */
+ps_status ps__describe_llama(ps_model *m);
 #endif

@@ -40,17 +40,23 @@ ps_status ps__search_space_shorten(ps__search_space *sp) {
 double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m) {
   const ps__layout *l = &sp->microbatch[m->microbatch].layout;
   double bytes = 0;
-  for (uint32_t c = 0; c < l->round[0].n_chunks && c < l->chunks_per_round; c++)
-    for (int i = 0; i < PS__N_SAVED_SETS; i++)
-      bytes += (double)ps__saved_set_bytes(&sp->block, i, l->chunk[c].n_tokens);
-  return bytes * sp->plan->model.n_layers / PS__SAVED_PARTS;
+  for (uint32_t u = 1; u < ps__head_unit(sp->plan->model); u++) {
+    const ps__layer_def *d = ps__layer_of(sp->plan->model, u);
+    for (uint32_t c = 0; c < l->round[0].n_chunks && c < l->chunks_per_round; c++)
+      for (uint32_t i = 0; i < d->n_saved; i++)
+        bytes += (double)(d->saved[i].row_bytes * l->chunk[c].n_tokens);
+  }
+  return bytes / PS__SAVED_PARTS;
+}
+
+static uint64_t unit_bytes(const ps__search_space *sp, uint32_t unit) {
+  return sp->plan->model->unit[unit].n * ps_dtype_bytes(sp->plan->model->dt);
 }
 
 double ps__unit_part_bytes(const ps__search_space *sp) {
   double bytes = 0;
-  for (uint32_t u = 0; u < ps_model_n_units(&sp->plan->model); u++)
-    bytes += (double)(ps_model_unit_elements(&sp->plan->model, u) *
-                      ps_dtype_bytes((ps_dtype)sp->block.dt));
+  for (uint32_t u = 0; u < sp->plan->model->n_units; u++)
+    bytes += (double)unit_bytes(sp, u);
   return bytes / PS__UNIT_PARTS;
 }
 
@@ -70,16 +76,12 @@ uint32_t ps__search_space_workers(const ps__search_space *sp, uint32_t n) {
 
 /* ---- what a configuration costs in any case -------------------------------------------------- */
 
-static uint64_t unit_bytes(const ps__search_space *sp, uint32_t unit) {
-  return ps_model_unit_elements(&sp->plan->model, unit) * ps_dtype_bytes((ps_dtype)sp->block.dt);
-}
-
 /* The most bytes alive on the device at the forward/backward boundary: between the head and the end
  * of the first backward chunk pass, without saved activations and without the units of the head and
  * the last layer. While every saved activation of the round is alive, so much more is. */
 static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, uint64_t saved,
                                 uint64_t *out) {
-  const uint32_t layers = sp->plan->model.n_layers;
+  const uint32_t layers = sp->plan->model->cfg.n_layers;
   uint64_t alive = 0, most = 0;
   int64_t *change = ps__calloc(s->n_op + 1, sizeof *change);
   if (!change)
@@ -100,7 +102,7 @@ static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, u
   }
   ps__free(change);
   const uint64_t apart = saved + 2 * (unit_bytes(sp, layers + 1) + unit_bytes(sp, layers)) +
-                         (sp->plan->model.tied_embeddings ? 2 * unit_bytes(sp, 0) : 0);
+                         (sp->plan->model->cfg.tied_embeddings ? 2 * unit_bytes(sp, 0) : 0);
   *out = most > apart ? most - apart : 0;
   return PS_OK;
 }
@@ -114,7 +116,7 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
   uint64_t scratch, trace, boundary = 0;
   *base = (ps__microbatch_base){0};
   PS_TRY(ps__decide(sp, &mb->layout, &all, embed_on_host, &spec));
-  ps_status st = ps__step_emit(&s, &sp->plan->model, &mb->layout, &spec, hooks);
+  ps_status st = ps__step_emit(&s, sp->plan->model, &mb->layout, &spec, hooks);
   if (st == PS_OK) {
     size_t n_compute = 0;
     for (size_t i = 0; i < s.n_op; i++) {
@@ -144,49 +146,47 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
 
 static ps_status measure_microbatch(const ps__search_space *sp, ps__microbatch *mb,
                                     ps__step_hooks *hooks) {
-  for (uint32_t on_host = 0; on_host <= !sp->plan->model.tied_embeddings; on_host++)
+  for (uint32_t on_host = 0; on_host <= !sp->plan->model->cfg.tied_embeddings; on_host++)
     PS_TRY(measure_base(sp, mb, on_host, hooks));
   return PS_OK;
 }
 
 /* ---- recomputation --------------------------------------------------------------------------- */
 
-enum { N_MASKS = 1 << PS__N_SAVED_SETS };
-/* ns of recomputation, by the sets of ps__saved_set[] that are there */
+enum { MAX_MASKS = 1 << PS__MAX_SAVED_SETS };
+/* ns of recomputation in a block, by the sets of saved activations that are there */
 typedef struct recompute_table {
-  double ns[N_MASKS];
+  double ns[MAX_MASKS];
 } recompute_table;
 
-static uint32_t tensors_of(const ps__block *b, uint32_t mask) {
-  uint32_t have = 0;
-  for (int t = 0; t < PS__N_TENSORS; t++)
-    for (int i = 0; i < PS__N_SAVED_SETS; i++)
-      if ((mask >> i & 1) && b->tensor[t].saved >= 0 &&
-          (b->tensor[t].saved == ps__saved_set[i][0] || b->tensor[t].saved == ps__saved_set[i][1]))
-        have |= 1u << t;
+static ps__set tensors_of(const ps__layer_def *d, uint32_t mask) {
+  ps__set have = 0;
+  for (uint32_t t = 0; t < d->n_tensors; t++)
+    if (d->tensor[t].saved != PS__NONE && (mask >> d->saved[d->tensor[t].saved].set & 1))
+      have |= ps__only(t);
   return have;
 }
 
-static void fill_recompute(const ps__search_space *sp, const ps__chunk *k, uint32_t document_rows,
-                           recompute_table *out) {
-  const ps__block *b = &sp->block;
+static void fill_recompute(const ps__search_space *sp, const ps__layer_def *d, const ps__chunk *k,
+                           uint32_t document_rows, recompute_table *out) {
   const ps__chunk_shape shape = {
       .n_tokens = k->n_tokens, .row0 = k->row0, .document_rows = document_rows};
-  double op_ns[PS__MAX_FWD];
-  for (uint32_t i = 0; i < b->n_fwd; i++) {
+  double op_ns[PS__SET_BITS];
+  for (uint32_t i = 0; i < d->n_fwd; i++) {
     _Alignas(16) char args[PS__ARGS_BYTES];
-    ps__block_op_args(&b->fwd[i], &shape, args);
-    op_ns[i] = ps__cost_ns(&sp->cost, b->fwd[i].kernel, PS__S_COMPUTE, args,
-                           b->fwd[i].kernel->info->work(args));
+    ps__op_args(&d->fwd[i], &shape, args);
+    op_ns[i] = ps__cost_ns(&sp->cost, d->fwd[i].kernel, PS__S_COMPUTE, args,
+                           d->fwd[i].kernel->info->work(args));
   }
-  const uint32_t x = 1u << PS__T_X, needs = ps__block_backward_needs(b),
-                 always = ps__block_recompute(b, needs, tensors_of(b, N_MASKS - 1) | x);
-  for (uint32_t mask = 0; mask < N_MASKS; mask++) {
-    const uint32_t ops = ps__block_recompute(b, needs, tensors_of(b, mask) | x);
+  const uint32_t n_masks = 1u << d->n_sets;
+  const ps__set x = ps__only((uint32_t)d->input),
+                always = ps__recompute(d, d->needs, tensors_of(d, n_masks - 1) | x);
+  for (uint32_t mask = 0; mask < n_masks; mask++) {
+    const ps__set ops = ps__recompute(d, d->needs, tensors_of(d, mask) | x);
     out->ns[mask] = 0;
-    for (uint32_t i = 0; i < b->n_fwd; i++)
+    for (uint32_t i = 0; i < d->n_fwd; i++)
       /* what every mask recomputes, such as norms, is in the base already */
-      if ((ops >> i & 1) && !(always >> i & 1))
+      if (ps__in(ops & ~always, i))
         out->ns[mask] += op_ns[i];
   }
 }
@@ -202,11 +202,13 @@ static uint32_t like_chunk(const ps__layout *l, uint32_t c) {
   return same_shape(&l->chunk[same], &l->chunk[c]) ? same : c;
 }
 
+/* The tables of a chunk's shape follow each other, one for each of the model's definitions. */
 static ps_status recompute_tables(const ps__search_space *sp, const ps__microbatch *mb,
                                   recompute_table **table, uint32_t **of_chunk) {
   const ps__layout *l = &mb->layout;
+  const ps_model *m = sp->plan->model;
   uint32_t n = 0;
-  *table = ps__malloc(l->n_chunks * sizeof **table);
+  *table = ps__calloc((size_t)l->n_chunks * m->n_defs, sizeof **table);
   *of_chunk = ps__malloc(l->n_chunks * sizeof **of_chunk);
   if (!*table || !*of_chunk)
     return ps__fail(PS_ENOMEM, "out of memory for %u chunks", l->n_chunks);
@@ -215,8 +217,10 @@ static ps_status recompute_tables(const ps__search_space *sp, const ps__microbat
     (*of_chunk)[c] = same < c ? (*of_chunk)[same] : n;
     if (same < c)
       continue;
-    fill_recompute(sp, &l->chunk[c], sp->plan->cfg.one_document ? (uint32_t)l->seq_len : 0,
-                   &(*table)[n++]);
+    for (uint32_t d = 0; d < m->n_defs; d++, n++)
+      if (m->def[d]->n_saved)
+        fill_recompute(sp, m->def[d], &l->chunk[c],
+                       sp->plan->cfg.one_document ? (uint32_t)l->seq_len : 0, &(*table)[n]);
   }
   return PS_OK;
 }
@@ -229,18 +233,20 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
   ps__policy_allocator d = ps__policy_allocator_of(l, m);
   uint64_t first = 0, other = 0; /* offloaded in the first round; in another */
   *out = (ps__saved_sums){0};
-  for (uint32_t layer = 0; layer < sp->plan->model.n_layers; layer++)
+  for (uint32_t layer = 0; layer < sp->plan->model->cfg.n_layers; layer++) {
+    const ps__unit_def *unit = &sp->plan->model->unit[layer + 1];
+    const ps__layer_def *def = unit->layer;
     for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
-      uint8_t policy[PS__N_SAVED];
+      uint8_t policy[PS__MAX_SAVED];
       uint32_t mask = 0;
       uint64_t offloaded = 0;
-      ps__allocate_policies(&d, &sp->block, l->chunk[c].n_tokens, c >= l->chunks_per_round,
+      ps__allocate_policies(&d, def, l->chunk[c].n_tokens, c >= l->chunks_per_round,
                             ps__at_boundary(sp, l, layer, c), policy);
-      for (int i = 0; i < PS__N_SAVED_SETS; i++) {
-        const uint64_t bytes = ps__saved_set_bytes(&sp->block, i, l->chunk[c].n_tokens);
-        const uint8_t to = policy[ps__saved_set[i][0]];
+      for (uint32_t i = 0; i < def->n_saved; i++) {
+        const uint64_t bytes = def->saved[i].row_bytes * l->chunk[c].n_tokens;
+        const uint8_t to = policy[i];
         if (to != PS_POLICY_RECOMPUTE)
-          mask |= 1u << i;
+          mask |= 1u << def->saved[i].set;
         if (to == PS_POLICY_DEVICE)
           out->device_bytes += bytes;
         if (to == PS_POLICY_HOST)
@@ -253,13 +259,16 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
         if (c >= l->round[r].n_chunks)
           continue;
         const uint32_t i = l->round[r].first_chunk + c;
-        out->recompute_ns += table[of_chunk[i]].ns[mask];
+        out->recompute_ns += table[of_chunk[i] + unit->def].ns[mask];
         out->offloaded_bytes += (double)offloaded * l->chunk[i].n_tokens / l->chunk[c].n_tokens;
       }
     }
+  }
   /* what the first round offloads lies in the blocks' gradients on the host (host_of_saved() in
    * passes.c) */
-  const uint64_t aliased = unit_bytes(sp, 1) * sp->plan->model.n_layers;
+  uint64_t aliased = 0;
+  for (uint32_t u = 1; u < ps__head_unit(sp->plan->model); u++)
+    aliased += unit_bytes(sp, u);
   out->host_bytes = first > aliased ? first - aliased : 0;
   if (l->n_rounds > 1 && other > out->host_bytes)
     out->host_bytes = other;
@@ -278,14 +287,14 @@ typedef struct traffic {
 
 static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                             const ps__residency *r) {
-  const ps_model_config *m = &sp->plan->model;
+  const ps_model *m = sp->plan->model;
   const double update = ps__update_bytes((ps_optimizer)sp->plan->cfg.optimizer,
                                          (ps_recipe)sp->plan->cfg.recipe, PS_UPDATE_WHOLE),
-               e = ps_dtype_bytes((ps_dtype)sp->block.dt);
-  const uint32_t n_units = ps_model_n_units(m);
+               e = ps_dtype_bytes(sp->plan->model->dt);
+  const uint32_t n_units = m->n_units;
   const bool table_on_host = ps__embed_on_host(sp, l, r);
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
-                                                      (ps_dtype)sp->block.dt, false);
+                                                      sp->plan->model->dt, false);
   traffic t = {0};
   /* Its rows' gradients are copied to the host. The first block's inputs are not, but they are
    * counted with the saved activations. */
@@ -301,7 +310,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     const uint32_t contributions = ps__unit_contributions(m, &sums, u);
     const bool grads = ps__among(u, r->grads) && contributions > 1;
     const double added =
-        ps__sum_bytes(bytes / e, contributions, contributions, (ps_dtype)sp->block.dt);
+        ps__sum_bytes(bytes / e, contributions, contributions, sp->plan->model->dt);
     t.to_device += r->state ? 0 : ps__params_stay(sp, r, u) ? bytes : passes * bytes * l->n_rounds;
     if (!r->state && !ps__params_stay(sp, r, u) && u > 0 && u + 1 < n_units)
       t.blocks += bytes;
@@ -397,12 +406,12 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
   const ps_recipe recipe = (ps_recipe)c->recipe;
   const uint64_t state =
       ps__state_bytes((ps_optimizer)c->optimizer, recipe) + ps__master_bytes(recipe);
-  const uint64_t e = ps_dtype_bytes((ps_dtype)sp->block.dt);
+  const uint64_t e = ps_dtype_bytes(sp->plan->model->dt);
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
-                                                      (ps_dtype)sp->block.dt, false);
+                                                      sp->plan->model->dt, false);
   uint64_t bytes = 0;
-  for (uint32_t u = ps__embed_on_host(sp, l, r); u < ps_model_n_units(&sp->plan->model); u++) {
-    const bool several = ps__unit_contributions(&sp->plan->model, &sums, u) > 1;
+  for (uint32_t u = ps__embed_on_host(sp, l, r); u < sp->plan->model->n_units; u++) {
+    const bool several = ps__unit_contributions(sp->plan->model, &sums, u) > 1;
     if (ps__params_stay(sp, r, u))
       bytes += unit_bytes(sp, u);
     if (r->state)
@@ -417,11 +426,11 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
 static uint64_t host_state_bytes(const ps__search_space *sp, bool state) {
   const ps_plan_config *c = &sp->plan->cfg;
   const ps_recipe recipe = (ps_recipe)c->recipe;
-  const uint64_t travels = ps_dtype_bytes((ps_dtype)sp->block.dt),
+  const uint64_t travels = ps_dtype_bytes(sp->plan->model->dt),
                  weights = travels + ps__master_bytes(recipe),
                  grads = !state || c->keep_grads ? travels : 0,
                  states = state ? 0 : ps__state_bytes((ps_optimizer)c->optimizer, recipe);
-  return ps_model_n_elements(&sp->plan->model) * (weights + grads + states);
+  return sp->plan->model->n_elements * (weights + grads + states);
 }
 
 /* ---- candidates ------------------------------------------------------------------------------ */
@@ -471,10 +480,11 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
  * parameters. Such a chunk saves almost no memory over the next size, and costs many times the
  * ops. */
 static bool needlessly_small(const ps__search_space *sp, uint64_t chunk_tokens) {
+  const ps__layer_def *block = ps__layer_of(sp->plan->model, 1);
   uint64_t row = 0, unit = 0;
-  for (int t = 0; t < PS__N_TENSORS; t++)
-    row += sp->block.tensor[t].row_bytes;
-  for (uint32_t u = 0; u < ps_model_n_units(&sp->plan->model); u++)
+  for (uint32_t t = 0; t < block->n_tensors; t++)
+    row += block->tensor[t].row_bytes;
+  for (uint32_t u = 0; u < sp->plan->model->n_units; u++)
     if (unit_bytes(sp, u) > unit)
       unit = unit_bytes(sp, u);
   return chunk_tokens * row < unit / 8;
@@ -499,7 +509,7 @@ static double step_ops(const ps__search_space *sp, uint64_t chunk_tokens) {
   const double chunks =
       a_chunk >= 1 ? ceil(sequences / a_chunk)
                    : sequences * (double)((cfg->seq_len + chunk_tokens - 1) / chunk_tokens);
-  return chunks * (36.0 * sp->plan->model.n_layers + 8.0 * (double)slices);
+  return chunks * (36.0 * sp->plan->model->cfg.n_layers + 8.0 * (double)slices);
 }
 
 /* Chunk sizes: whole sequences where one fits, slices of one where it does not. */
@@ -521,7 +531,7 @@ static uint32_t chunk_sizes(const ps__search_space *sp, uint64_t list[MAX_CHUNKS
       continue;
     /* a plan of so many ops takes minutes to find */
     const bool many =
-        cfg->tokens_per_step / tokens * sp->plan->model.n_layers * OPS_A_CELL > MOST_STEP_OPS;
+        cfg->tokens_per_step / tokens * sp->plan->model->cfg.n_layers * OPS_A_CELL > MOST_STEP_OPS;
     if ((many || needlessly_small(sp, tokens)) && tokens < cfg->tokens_per_step &&
         i + 1 < n_targets)
       continue;
@@ -638,13 +648,10 @@ static ps_status measure_microbatches(ps__search_space *sp, ps__step_hooks *hook
 }
 
 ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, ps__step_hooks *hooks) {
-  const ps_plan_config *cfg = &plan->cfg;
-  const ps_dtype dt = ps__recipes[cfg->recipe].weights;
   uint64_t chunks[MAX_CHUNKS], rounds[MAX_ROUNDS];
   memset(sp, 0, sizeof *sp);
   sp->plan = plan;
-  sp->cost = ps__cost_model_of(&plan->hw, dt, plan->hw.n_threads, 0);
-  PS_TRY(ps__block_init(&sp->block, &plan->model, dt, cfg->seq_len));
+  sp->cost = ps__cost_model_of(&plan->hw, plan->model->dt, plan->hw.n_threads, 0);
   const uint32_t n_chunks = chunk_sizes(sp, chunks);
   uint32_t begin;
   PS_TRY(first_size(sp, chunks, n_chunks, &begin));

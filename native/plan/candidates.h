@@ -93,7 +93,6 @@ typedef struct ps__saved_sums {
 typedef struct ps__search_space {
   const ps_plan *plan;
   ps__cost_model cost;
-  ps__block block;
   uint32_t n_microbatches;
   ps__microbatch microbatch[PS__MAX_MICROBATCHES];
   ps__candidate *candidate;
@@ -126,12 +125,6 @@ double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m);
 double ps__unit_part_bytes(const ps__search_space *sp);
 
 /* ---- decisions (policy.c) -------------------------------------------------------------------- */
-/* Saved activations in the order of what a byte of them is worth. A set has two where one without
- * the other saves nothing, else one and PS__N_SAVED. */
-enum { PS__N_SAVED_SETS = 6 };
-extern const uint8_t ps__saved_set[PS__N_SAVED_SETS][2];
-/* BYTES of a set for a chunk of so many tokens; 0 where the block has none of it. */
-uint64_t ps__saved_set_bytes(const ps__block *b, int group, uint32_t n_tokens);
 /* The policy allocator gives the saved activations of a round's (layer, chunk) cells their
  * policies, cell by cell in forward order. It has an allowance for the host, one for the device
  * and one for the first round. An allowance grows with the bytes seen, by its fraction of them,
@@ -147,11 +140,12 @@ typedef struct ps__policy_allocator {
 } ps__policy_allocator;
 ps__policy_allocator ps__policy_allocator_of(const ps__layout *l, const ps__candidate *m);
 /* ps__allocate_policies() - the policies of one cell, and the budgets after it.
+ * @policy    [n_saved] of the layer
  * @extra     the cell is of a chunk that only the first round has.
  * @boundary  the backward pass begins with the cell (ps__at_boundary()). What it saves is on the
  *            device then in any case, and stays there. */
-void ps__allocate_policies(ps__policy_allocator *d, const ps__block *b, uint32_t n_tokens,
-                           bool extra, bool boundary, uint8_t policy[PS__N_SAVED]);
+void ps__allocate_policies(ps__policy_allocator *d, const ps__layer_def *layer, uint32_t n_tokens,
+                           bool extra, bool boundary, uint8_t *policy);
 /* Whether the backward pass begins with this cell, in a round of the usual size or the first. layer
  * from 0. */
 bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t layer, uint32_t c);

@@ -37,7 +37,7 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
   *trace = s->n_op * ((uint64_t)plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
   /* tokens and targets of a batch as the source fills them; and which rows of an embedding on the
    * host are updated */
-  const uint64_t rows = s->spec->embed_on_host ? 4ull * plan->model.vocab_size : 0;
+  const uint64_t rows = s->spec->embed_on_host ? 4ull * plan->model->cfg.vocab_size : 0;
   return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows;
 }
 
@@ -71,8 +71,9 @@ uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__N_SPACES])
 }
 
 uint64_t ps__budget(const ps__search *s, uint64_t ops) {
-  const uint32_t layers =
-      s->plan->model.n_layers < PS__BUDGET_LAYERS ? s->plan->model.n_layers : PS__BUDGET_LAYERS;
+  const uint32_t layers = s->plan->model->cfg.n_layers < PS__BUDGET_LAYERS
+                              ? s->plan->model->cfg.n_layers
+                              : PS__BUDGET_LAYERS;
   return layers > 32 ? ops * layers / 32 : ops;
 }
 
@@ -162,7 +163,7 @@ static ps_status emit(ps__search *s, ps__evaluation *e) {
   if (e->emitted)
     return PS_OK;
   PS_TRY(ps__candidate_spec(&s->space, &e->candidate, l, &e->spec));
-  const ps_status st = ps__step_emit(&e->step, &s->plan->model, l, &e->spec, &s->plan->hooks);
+  const ps_status st = ps__step_emit(&e->step, s->plan->model, l, &e->spec, &s->plan->hooks);
   if (st != PS_OK) {
     ps__spec_free(&e->spec);
     return st;

@@ -31,7 +31,7 @@ enum {
 };
 
 static int n_layers(const ps__search *s) {
-  return s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255;
+  return s->plan->model->cfg.n_layers < 255 ? (int)s->plan->model->cfg.n_layers : 255;
 }
 
 static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {

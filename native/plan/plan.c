@@ -110,10 +110,10 @@ static ps_status check_config(ps_plan *p) {
                     c->optimizer);
   if (c->seq_len == 0)
     return ps__fail(PS_EINVAL, "the sequence length is 0: it must be at least 1 token");
-  if (p->model.max_positions && c->seq_len > p->model.max_positions)
+  if (p->model->cfg.max_positions && c->seq_len > p->model->cfg.max_positions)
     return ps__fail(PS_EINVAL,
                     "the sequence length %llu is past the model's max_position_embeddings %u",
-                    (unsigned long long)c->seq_len, p->model.max_positions);
+                    (unsigned long long)c->seq_len, p->model->cfg.max_positions);
   if (c->tokens_per_step == 0)
     c->tokens_per_step = 8 * c->seq_len;
   if (c->tokens_per_step < c->seq_len)
@@ -137,7 +137,7 @@ static ps_status check_config(ps_plan *p) {
     p->hw.n_threads = c->n_threads;
   p->head_slice_given = c->head_slice_tokens != 0;
   if (!p->head_slice_given)
-    c->head_slice_tokens = default_head_slice(&p->model, dt, hw->backend);
+    c->head_slice_tokens = default_head_slice(&p->model->cfg, dt, hw->backend);
   if (c->reserve_bytes == 0)
     c->reserve_bytes = default_reserve(&p->hw);
   return PS_OK;
@@ -157,11 +157,14 @@ static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_
   ps_plan *p = ps__calloc(1, sizeof *p);
   if (!p)
     return ps__fail(PS_ENOMEM, "out of memory for a plan");
-  p->model = *model;
   p->cfg = *cfg;
   p->hw = *hw;
   ps__hardware_complete(&p->hw);
-  const ps_status st = check_config(p);
+  /* check_config() names a recipe that there is not */
+  const ps_dtype dt = cfg->recipe < PS_N_RECIPES ? ps__recipes[cfg->recipe].weights : PS_F32;
+  ps_status st = ps__model_create(&p->model, model, dt, cfg->seq_len);
+  if (st == PS_OK)
+    st = check_config(p);
   if (st != PS_OK) {
     ps_plan_destroy(p);
     return st;
@@ -285,7 +288,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->h2d_bytes = s->copied_bytes[0];
   o->d2h_bytes = s->copied_bytes[1];
   ps_flops f;
-  if (ps_model_flops(&p->model, p->cfg.seq_len, &f) == PS_OK)
+  if (ps_model_flops(p->model, p->cfg.seq_len, &f) == PS_OK)
     o->model_flops = f.sequence * (double)l->n_sequences;
   o->recompute_flops = s->recompute_flops;
   p->hfu_flops = o->model_flops + o->recompute_flops;
@@ -321,7 +324,7 @@ static ps_status predict(ps_plan *p) {
 
 /* From a decided layout and spec to a plan that can run. */
 static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
-  PS_TRY(ps__step_build(&p->step, &p->model, &p->layout, &p->spec, &p->hooks));
+  PS_TRY(ps__step_build(&p->step, p->model, &p->layout, &p->spec, &p->hooks));
   ps_program *program = NULL;
   ps_status st = ps__step_program(&p->step, &program);
   if (st == PS_OK)
@@ -368,12 +371,12 @@ static ps_status share(ps_evaluations *e, const ps_plan *p) {
   ps_plan_config cfg = p->cfg;
   cfg.device_mem_bytes = cfg.host_mem_bytes = 0;
   if (!e->used) {
-    e->model = p->model;
+    e->model = p->model->cfg;
     e->cfg = cfg;
     e->hw = p->hw;
     e->used = true;
   }
-  if (memcmp(&e->model, &p->model, sizeof e->model) || memcmp(&e->cfg, &cfg, sizeof cfg) ||
+  if (memcmp(&e->model, &p->model->cfg, sizeof e->model) || memcmp(&e->cfg, &cfg, sizeof cfg) ||
       memcmp(&e->hw, &p->hw, sizeof e->hw))
     return ps__fail(PS_EINVAL,
                     "plan: the shared evaluations are of another model, configuration or machine: "
@@ -443,6 +446,7 @@ ps_status ps_plan_destroy(ps_plan *p) {
   ps__step_free(&p->step);
   ps__spec_free(&p->spec);
   ps__layout_free(&p->layout);
+  ps_model_destroy(p->model);
   ps__free(p->text);
   ps__free(p->json);
   ps__free(p);

@@ -5,7 +5,7 @@
 #include <stdatomic.h>
 
 struct ps_plan {
-  ps_model_config model;
+  ps_model *model;
   ps_plan_config cfg;    /* as given, defaults filled in */
   bool head_slice_given; /* by the user; else cfg has the least: ps__head_slice() */
   ps_hardware hw;

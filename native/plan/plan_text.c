@@ -87,8 +87,8 @@ static void write_text(text *t, const ps_plan *p) {
   say(t, "optimizer        %s: %llu bytes of state a parameter, %s\n",
       ps_optimizer_name(p->spec.optimizer),
       (unsigned long long)ps__state_bytes(p->spec.optimizer, p->spec.recipe),
-      ps__format_bytes(a, ps__state_bytes(p->spec.optimizer, p->spec.recipe) *
-                              ps_model_n_elements(&p->model)));
+      ps__format_bytes(a,
+                       ps__state_bytes(p->spec.optimizer, p->spec.recipe) * p->model->n_elements));
   if (p->spec.sum_threads && p->spec.sum_threads < p->hw.n_threads && p->layout.n_rounds > 1)
     say(t,
         "gradients        added on the host by %u of %u threads: copies get more of the host's "
@@ -207,13 +207,12 @@ static void json_policies(ps__jsonw *w, const ps_plan *p) {
                                                          "host in the first round"};
   ps__jsonw_array(w, "layers");
   for (uint32_t layer = 0; layer < p->spec.n_layers; layer++) {
+    const ps__layer_def *d = ps__layer_of(p->model, layer + 1);
     ps__jsonw_array(w, NULL);
     for (uint32_t c = 0; c < p->spec.n_chunks; c++) {
       ps__jsonw_object(w, NULL);
-      for (int saved = 0; saved < PS__N_SAVED; saved++)
-        if (p->step.block.has_saved[saved])
-          ps__jsonw_string(w, ps__saved_name[saved],
-                           policy_name[*ps__spec_policy(&p->spec, layer, c, saved)]);
+      for (uint32_t i = 0; i < d->n_saved; i++)
+        ps__jsonw_string(w, d->saved[i].name, policy_name[*ps__spec_policy(&p->spec, layer, c, i)]);
       ps__jsonw_end(w);
     }
     ps__jsonw_end(w);

@@ -8,67 +8,53 @@ bool ps__among(uint32_t unit, uint32_t parts) {
 }
 
 bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_t unit) {
-  return ps__among(unit, r->params) || (r->head && unit == sp->plan->model.n_layers + 1);
+  return ps__among(unit, r->params) || (r->head && unit == ps__head_unit(sp->plan->model));
 }
 
-/* A block's input must be somewhere. Attention costs the most time a byte to recompute. The
- * products of the others cost about the same a byte: the early ones come first. q and kv come from
- * one product, so that one without the other saves nothing. */
-const uint8_t ps__saved_set[PS__N_SAVED_SETS][2] = {
-    {PS__SAVED_X, PS__N_SAVED},  {PS__SAVED_O, PS__N_SAVED}, {PS__SAVED_QKV, PS__N_SAVED},
-    {PS__SAVED_Q, PS__SAVED_KV}, {PS__SAVED_H, PS__N_SAVED}, {PS__SAVED_GU, PS__N_SAVED}};
-
-uint64_t ps__saved_set_bytes(const ps__block *b, int i, uint32_t n_tokens) {
-  uint64_t bytes = 0;
-  for (int k = 0; k < 2; k++)
-    if (ps__saved_set[i][k] < PS__N_SAVED && b->has_saved[ps__saved_set[i][k]])
-      bytes += b->saved_row_bytes[ps__saved_set[i][k]] * n_tokens;
-  return bytes;
-}
-
-static void set_policy(const ps__block *b, int i, uint8_t to, uint8_t policy[PS__N_SAVED]) {
-  for (int k = 0; k < 2; k++)
-    if (ps__saved_set[i][k] < PS__N_SAVED && b->has_saved[ps__saved_set[i][k]])
-      policy[ps__saved_set[i][k]] = to;
+static void set_policy(const ps__layer_def *d, uint32_t set, uint8_t to, uint8_t *policy) {
+  for (uint32_t i = 0; i < d->n_saved; i++)
+    if (d->saved[i].set == set)
+      policy[i] = to;
 }
 
 /* A chunk that only the first round has. The device memory belongs to what every round has, so the
  * chunk's input is offloaded. More of it is offloaded by a fraction of its own, and the rest is
  * recomputed. */
-static void allocate_extra(ps__policy_allocator *d, const ps__block *b, uint32_t n_tokens,
-                           uint8_t policy[PS__N_SAVED]) {
-  policy[PS__SAVED_X] =
-      d->host_fraction > 0 || d->extra_fraction > 0 ? PS_POLICY_HOST : PS_POLICY_DEVICE;
-  for (int i = 1; i < PS__N_SAVED_SETS; i++)
-    d->extra += d->extra_fraction * (double)ps__saved_set_bytes(b, i, n_tokens);
-  for (int i = 1; i < PS__N_SAVED_SETS && d->extra_fraction > 0; i++) {
-    const double bytes = (double)ps__saved_set_bytes(b, i, n_tokens);
+static void allocate_extra(ps__policy_allocator *d, const ps__layer_def *layer, uint32_t n_tokens,
+                           uint8_t *policy) {
+  set_policy(layer, 0,
+             d->host_fraction > 0 || d->extra_fraction > 0 ? PS_POLICY_HOST : PS_POLICY_DEVICE,
+             policy);
+  for (uint32_t i = 1; i < layer->n_sets; i++)
+    d->extra += d->extra_fraction * (double)ps__saved_set_bytes(layer, i, n_tokens);
+  for (uint32_t i = 1; i < layer->n_sets && d->extra_fraction > 0; i++) {
+    const double bytes = (double)ps__saved_set_bytes(layer, i, n_tokens);
     if (bytes == 0 || d->extra < bytes / 2)
       continue;
     d->extra -= bytes;
-    set_policy(b, i, PS_POLICY_HOST, policy);
+    set_policy(layer, i, PS_POLICY_HOST, policy);
   }
 }
 
-void ps__allocate_policies(ps__policy_allocator *d, const ps__block *b, uint32_t n_tokens,
-                           bool extra, bool boundary, uint8_t policy[PS__N_SAVED]) {
-  memset(policy, PS_POLICY_RECOMPUTE, PS__N_SAVED);
+void ps__allocate_policies(ps__policy_allocator *d, const ps__layer_def *layer, uint32_t n_tokens,
+                           bool extra, bool boundary, uint8_t *policy) {
+  memset(policy, PS_POLICY_RECOMPUTE, layer->n_saved);
   if (boundary && d->device_fraction > 0) {
-    for (int i = 0; i < PS__N_SAVED_SETS; i++)
-      set_policy(b, i, PS_POLICY_DEVICE, policy);
+    for (uint32_t i = 0; i < layer->n_sets; i++)
+      set_policy(layer, i, PS_POLICY_DEVICE, policy);
     return;
   }
   if (extra && d->device_fraction < 1) {
-    allocate_extra(d, b, n_tokens, policy);
+    allocate_extra(d, layer, n_tokens, policy);
     return;
   }
-  for (int i = 0; i < PS__N_SAVED_SETS; i++) {
-    const double bytes = (double)ps__saved_set_bytes(b, i, n_tokens);
+  for (uint32_t i = 0; i < layer->n_sets; i++) {
+    const double bytes = (double)ps__saved_set_bytes(layer, i, n_tokens);
     d->device += d->device_fraction * bytes;
     d->host += d->host_fraction * bytes;
   }
-  for (int i = 0; i < PS__N_SAVED_SETS; i++) {
-    const double bytes = (double)ps__saved_set_bytes(b, i, n_tokens);
+  for (uint32_t i = 0; i < layer->n_sets; i++) {
+    const double bytes = (double)ps__saved_set_bytes(layer, i, n_tokens);
     uint8_t to = PS_POLICY_RECOMPUTE;
     if (bytes == 0)
       continue;
@@ -88,7 +74,7 @@ void ps__allocate_policies(ps__policy_allocator *d, const ps__block *b, uint32_t
         to = PS_POLICY_HOST_FIRST_ROUND;
       }
     }
-    set_policy(b, i, to, policy);
+    set_policy(layer, i, to, policy);
   }
 }
 
@@ -100,22 +86,22 @@ ps__policy_allocator ps__policy_allocator_of(const ps__layout *l, const ps__cand
 }
 
 double ps__lookup_bytes(const ps__search_space *sp, const ps__layout *l) {
-  return (double)l->n_tokens * sp->plan->model.dim * ps_dtype_bytes((ps_dtype)sp->block.dt);
+  return (double)l->n_tokens * sp->plan->model->cfg.dim * ps_dtype_bytes(sp->plan->model->dt);
 }
 double ps__table_bytes(const ps__search_space *sp) {
-  return (double)sp->plan->model.vocab_size * sp->plan->model.dim *
-         ps_dtype_bytes((ps_dtype)sp->block.dt);
+  return (double)sp->plan->model->cfg.vocab_size * sp->plan->model->cfg.dim *
+         ps_dtype_bytes(sp->plan->model->dt);
 }
 
 bool ps__embed_on_host(const ps__search_space *sp, const ps__layout *l, const ps__residency *r) {
   const double to_device = ps__params_stay(sp, r, 0) ? 1 : l->n_rounds,
                to_host = ps__among(0, r->grads) ? 1 : l->n_rounds;
-  return !sp->plan->model.tied_embeddings && !r->state &&
+  return !sp->plan->model->cfg.tied_embeddings && !r->state &&
          2 * ps__lookup_bytes(sp, l) < (to_device + to_host) * ps__table_bytes(sp);
 }
 
 bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t layer, uint32_t c) {
-  return layer + 1 == sp->plan->model.n_layers &&
+  return layer + 1 == sp->plan->model->cfg.n_layers &&
          (c + 1 == l->chunks_per_round || c + 1 == l->max_round_chunks);
 }
 
@@ -123,16 +109,18 @@ bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t l
  * the blocks above it are gone; parameters take their place as long as there is room. */
 static uint32_t blocks_kept(const ps__search_space *sp, const ps__layout *layout,
                             const ps__spec *s) {
-  const uint64_t e = ps_dtype_bytes((ps_dtype)sp->block.dt);
+  const uint64_t e = ps_dtype_bytes(sp->plan->model->dt);
   uint64_t room = 0, kept = 0;
-  for (uint32_t l = 0; l < s->n_layers; l++)
+  for (uint32_t l = 0; l < s->n_layers; l++) {
+    const ps__layer_def *d = ps__layer_of(sp->plan->model, l + 1);
     for (uint32_t c = 0; c < layout->chunks_per_round; c++)
-      for (int i = 0; i < PS__N_SAVED; i++)
-        if (sp->block.has_saved[i] && *ps__spec_policy(s, l, c, i) == PS_POLICY_DEVICE)
-          room += sp->block.saved_row_bytes[i] * layout->chunk[c].n_tokens;
+      for (uint32_t i = 0; i < d->n_saved; i++)
+        if (*ps__spec_policy(s, l, c, i) == PS_POLICY_DEVICE)
+          room += d->saved[i].row_bytes * layout->chunk[c].n_tokens;
+  }
   for (uint32_t u = 1; u <= s->n_layers; u++) {
     if (!s->param_resident[u])
-      kept += ps_model_unit_elements(&sp->plan->model, u) * e;
+      kept += sp->plan->model->unit[u].n * e;
     if (kept > room)
       return u - 1;
   }
@@ -143,7 +131,7 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
                      bool embed_on_host, ps__spec *spec) {
   const ps_plan *plan = sp->plan;
   const ps__residency *r = &m->keep;
-  PS_TRY(ps__spec_init(spec, &plan->model, layout));
+  PS_TRY(ps__spec_init(spec, plan->model, layout));
   spec->recipe = (ps_recipe)plan->cfg.recipe;
   spec->optimizer = (ps_optimizer)plan->cfg.optimizer;
   spec->backend = plan->hw.backend;
@@ -161,9 +149,9 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->keep_grads = plan->cfg.keep_grads != 0;
   spec->embed_on_host = embed_on_host;
   const ps__contributions sums =
-      ps__contributions_of(layout, spec->head_slice, (ps_dtype)sp->block.dt, false);
+      ps__contributions_of(layout, spec->head_slice, sp->plan->model->dt, false);
   for (uint32_t u = 0; u < spec->n_units; u++) {
-    const bool several = ps__unit_contributions(&plan->model, &sums, u) > 1,
+    const bool several = ps__unit_contributions(plan->model, &sums, u) > 1,
                table_on_host = u == 0 && embed_on_host;
     spec->param_resident[u] = ps__params_stay(sp, r, u) && !table_on_host;
     spec->grad_resident[u] = ps__among(u, r->grads) && several && !table_on_host;
@@ -177,7 +165,7 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   ps__policy_allocator d = ps__policy_allocator_of(layout, m);
   for (uint32_t l = 0; l < spec->n_layers; l++)
     for (uint32_t c = 0; c < spec->n_chunks; c++)
-      ps__allocate_policies(&d, &sp->block, layout->chunk[c].n_tokens,
+      ps__allocate_policies(&d, ps__layer_of(plan->model, l + 1), layout->chunk[c].n_tokens,
                             c >= layout->chunks_per_round, ps__at_boundary(sp, layout, l, c),
                             ps__spec_policy(spec, l, c, 0));
   spec->blocks_kept = blocks_kept(sp, layout, spec);

@@ -226,7 +226,7 @@ static ps_status confirm_best(ps__search *s) {
  * Only of a cap that was given: without one nobody offered all that the machine has. */
 static ps_status spend_host(ps__search *s) {
   const double most_ns = s->best[0].ns;
-  const int layers = s->plan->model.n_layers < 255 ? (int)s->plan->model.n_layers : 255;
+  const int layers = s->plan->model->cfg.n_layers < 255 ? (int)s->plan->model->cfg.n_layers : 255;
   for (int by = 16; by > 0 && s->best[0].ns > 0 && s->host_mem != UINT64_MAX; by /= 2) {
     const ps__fastest before = s->best[0];
     ps__candidate m = before.candidate;

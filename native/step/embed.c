@@ -4,17 +4,19 @@
 
 static bool on_host(const ps__builder *b) { return b->s->spec->embed_on_host; }
 
-static uint64_t row_bytes(const ps__builder *b) {
-  return (uint64_t)b->s->cfg->dim * ps_dtype_bytes(b->s->dt);
-}
-static uint64_t table_bytes(const ps__builder *b) { return b->s->cfg->vocab_size * row_bytes(b); }
-
+/* The lookup's arguments, and what its rows and its table take. */
 static ps__args_embed embed_args(const ps__builder *b, uint32_t n_tokens, bool accumulate) {
-  return (ps__args_embed){.n_tokens = n_tokens,
-                          .vocab = b->s->cfg->vocab_size,
-                          .dim = b->s->cfg->dim,
-                          .dt = b->s->dt,
-                          .accumulate = accumulate};
+  ps__args_embed a = *ps__embed_args_of(b->s->model);
+  a.n_tokens = n_tokens;
+  a.accumulate = accumulate;
+  return a;
+}
+static uint64_t row_bytes(const ps__builder *b) {
+  const ps__layer_def *d = ps__layer_of(b->s->model, 0);
+  return d->tensor[d->output].row_bytes;
+}
+static uint64_t table_bytes(const ps__builder *b) {
+  return ps__embed_args_of(b->s->model)->vocab * row_bytes(b);
 }
 
 static ps_tag embed_tag(uint32_t round, uint32_t chunk, int phase) {
@@ -34,10 +36,11 @@ static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__v
   const ps__vaccess access[3] = {*token,
                                  s->spec->clip
                                      ? ps__part(s->stats, PS_READ, 64, 64)
-                                     : ps__part(s->norms, PS_READ, 0, PS__MAX_UNIT_SPANS * 8),
+                                     : ps__part(s->norms, PS_READ, 0, ps__norm_slots(s->model) * 8),
                                  ps__whole(b, rows, PS_WRITE)};
   ps__emit_hook(b, PS__HOOK_GATHER, chunk, PS__S_IO, access, 3,
-                ps__bytes_work(2.0 * (double)(n * row_bytes(b)) + 0.5 * update * n * s->cfg->dim),
+                ps__bytes_work(2.0 * (double)(n * row_bytes(b)) +
+                               0.5 * update * n * ps__embed_args_of(s->model)->dim),
                 tag);
 }
 
@@ -47,6 +50,8 @@ static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__v
 void ps__gather_round(ps__builder *b, uint32_t round) {
   const ps__step *s = b->s;
   const ps__round *r = &s->layout->round[round];
+  const ps__layer_def *first = ps__layer_of(s->model, 1);
+  const uint32_t saved = (uint32_t)first->tensor[first->input].saved;
   uint32_t before = PS__NO_VT;
   for (uint32_t c = 0; c < r->n_chunks; c++) {
     const uint32_t i = r->first_chunk + c, n = s->layout->chunk[i].n_tokens;
@@ -65,7 +70,7 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
     ps__emit_copy(b, PS__S_H2D, ps__whole(b, rows, PS_READ),
                   ps__whole(b, b->gathered[i].x, PS_WRITE), tag);
     /* the rows stay where the first block's input is kept on the host anyway */
-    const bool stays = *ps__spec_policy(s->spec, 0, c, PS__SAVED_X) == PS_POLICY_HOST;
+    const bool stays = *ps__spec_policy(s->spec, 0, c, saved) == PS_POLICY_HOST;
     ps__vt_free(b, before);
     b->gathered[i].host = stays ? rows : PS__NO_VT;
     before = stays ? PS__NO_VT : rows;
@@ -102,7 +107,7 @@ static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
   ps__unit_progress *u = &b->unit[0];
   const ps__chunk *first = ps__chunk_of(b, 0), *last = ps__chunk_of(b, b->round->n_chunks - 1);
   const ps__attention_group *g = &s->layout->group[last->group];
-  const uint32_t n = ps__unit_contributions(s->cfg, &s->sums, 0), i = u->contribution++;
+  const uint32_t n = ps__unit_contributions(s->model, &s->sums, 0), i = u->contribution++;
   uint32_t mode = i ? ps__sum_mode_of(b, 0, i) : 0;
   /* the additions skip rows without a token: the sums of squares round all rows */
   if (mode == PS_LOW_READ)
@@ -158,37 +163,15 @@ static void send_rows(ps__builder *b, uint32_t c) {
 
 /* ---- both ------------------------------------------------------------------------------------ */
 
-static void look_up(ps__builder *b, uint32_t c) {
-  const ps__chunk *k = ps__chunk_of(b, c);
-  const ps__args_embed a = embed_args(b, k->n_tokens, false);
-  b->x[c] = ps__vt_new(b, PS__SPACE_DEVICE, k->n_tokens * row_bytes(b));
-  const ps__vaccess access[3] = {
-      ps__part(b->batch[c], PS_READ, ps__batch_chunk_of(k->n_tokens).tokens, 4ull * k->n_tokens),
-      ps__part(b->unit[0].weights, PS_READ, 0, table_bytes(b)), ps__whole(b, b->x[c], PS_WRITE)};
-  ps__emit(b, &ps__k_embed_fwd, PS__S_COMPUTE, &a, sizeof a, access, 3,
-           embed_tag(b->round_idx, b->round->first_chunk + c, PS__PHASE_FORWARD));
-  ps__send_saved(b, 1, c, PS__T_X, b->x[c]);
-}
-
 void ps__embed_forward(ps__builder *b, uint32_t c) {
   if (on_host(b)) {
     const ps__gathered *g = &b->gathered[b->round->first_chunk + c];
     b->x[c] = g->x;
-    *ps__saved_entry(b, b->away, 1, c, PS__T_X) = g->host;
-  } else
-    look_up(b, c);
-}
-
-static void add_rows(ps__builder *b, uint32_t c) {
-  const ps__chunk *k = ps__chunk_of(b, c);
-  const bool first = ps__contribution_begins(b, c);
-  const ps__args_embed a = embed_args(b, k->n_tokens, !first);
-  const ps__vaccess access[3] = {
-      ps__part(b->batch[c], PS_READ, ps__batch_chunk_of(k->n_tokens).tokens, 4ull * k->n_tokens),
-      ps__whole(b, b->dy[c], PS_READ),
-      ps__part(b->unit[0].grad, first ? PS_WRITE : PS_READ_WRITE, 0, table_bytes(b))};
-  ps__emit(b, &ps__k_embed_bwd, PS__S_COMPUTE, &a, sizeof a, access, 3,
-           embed_tag(b->round_idx, b->round->first_chunk + c, PS__PHASE_BACKWARD));
+    *ps__saved_entry(b, b->away, 1, c, (uint32_t)ps__layer_of(b->s->model, 1)->input) = g->host;
+  } else {
+    ps__look_up(b, c);
+    ps__send_input(b, 1, c);
+  }
 }
 
 void ps__embed_backward(ps__builder *b, uint32_t c) {
@@ -196,7 +179,7 @@ void ps__embed_backward(ps__builder *b, uint32_t c) {
   if (on_host(b))
     send_rows(b, c);
   else
-    add_rows(b, c);
+    ps__add_rows(b, c);
   ps__vt_free_late(b, b->dy[c], lag);
   ps__vt_free_late(b, b->batch[c], lag);
 }

@@ -73,7 +73,7 @@ typedef struct ps__builder {
   ps__gathered *gathered; /* [chunks of the step] */
   uint32_t *step_batch;   /* [chunks of the step]: parts of the batch, device tensors */
   uint64_t head_slices;   /* slices of the head in the running round so far */
-  /* the final norm's gradient is in the running contribution of the head's unit */
+  /* the gradient of the head's chunk-wise ops, the final norm's, is in the running contribution of the head's unit */
   bool head_norm;
   /* of the embedding's running contribution on the host: token ids and gradient rows */
   uint32_t rows_host;
@@ -82,7 +82,7 @@ typedef struct ps__builder {
   uint32_t round_idx;
   /* device tensors [n_chunks]; batch points into step_batch */
   uint32_t *batch, *x, *dy;
-  /* saved activations [n_layers][n_chunks][PS__N_TENSORS]: on the device, on the host */
+  /* saved activations [n_layers][n_chunks][max_tensors]: on the device, on the host */
   uint32_t *kept, *away;
 } ps__builder;
 
@@ -155,7 +155,7 @@ void ps__copy_batch(ps__builder *b, uint32_t round);
 void ps__embed_forward(ps__builder *b, uint32_t c);
 void ps__embed_backward(ps__builder *b, uint32_t c);
 
-/* ---- blocks and head (passes.c) -------------------------------------------------------------- */
+/* ---- layers (passes.c) -------------------------------------------------------------- */
 void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
 void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
 /* ps__fetch_saved() - issue the copies for the round's backward chunk pass number @pass_idx. */
@@ -163,6 +163,11 @@ void ps__fetch_saved(ps__builder *b, uint32_t pass_idx);
 void ps__head_chunk(ps__builder *b, uint32_t c);
 /* ps__send_saved() - copy a saved activation to the host, where that is its policy. */
 void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor, uint32_t vt);
+/* ps__send_input() - the same of the chunk's input of @layer; nothing where that is the head. */
+void ps__send_input(ps__builder *b, uint32_t layer, uint32_t c);
+/* ps__look_up(), ps__add_rows() - the embedding's passes over a table on the device. */
+void ps__look_up(ps__builder *b, uint32_t c);
+void ps__add_rows(ps__builder *b, uint32_t c);
 const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c);
 uint32_t *ps__saved_entry(ps__builder *b, uint32_t *table, uint32_t layer, uint32_t c,
                           uint32_t tensor);

@@ -2,8 +2,8 @@
  * rounds; and how gradients are summed over them. */
 #ifndef PS_STEP_LAYOUT_H
 #define PS_STEP_LAYOUT_H
-#include <penstock/model.h>
 #include "core/core.h"
+#include "model/model.h"
 #include <penstock/plan.h>
 
 typedef struct ps__chunk {
@@ -75,11 +75,9 @@ ps__contributions ps__contributions_of(const ps__layout *l, uint64_t head_slice,
                                        bool left_out);
 /* ps__unit_contributions() - of one unit. With tied embeddings unit 0 has the lm_head's
  * contributions and its own. */
-static inline uint32_t ps__unit_contributions(const ps_model_config *m, const ps__contributions *c,
+static inline uint32_t ps__unit_contributions(const ps_model *m, const ps__contributions *c,
                                               uint32_t unit) {
-  if (m->tied_embeddings)
-    return unit == 0 ? c->by_slice + c->by_chunk : c->by_chunk;
-  return unit == m->n_layers + 1 ? c->by_slice : c->by_chunk;
+  return (m->unit[unit].by_slice ? c->by_slice : 0) + (m->unit[unit].by_chunk ? c->by_chunk : 0);
 }
 /* ps__sum_mode() - how contribution @i > 0 of @n, counted from 0, is added: PS_DITHER and
  * PS_LOW_* of kernels/ops.h. @of_step: contributions of the step that the layout stands for. */

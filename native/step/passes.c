@@ -1,5 +1,5 @@
-/* passes.c - one chunk through one unit: a block's forward and backward pass with recomputation,
- * the head and the loss. */
+/* passes.c - one chunk through one unit, as the unit's layer definition says: forward and backward
+ * passes with recomputation, the head slice by slice. */
 #include "step/emit.h"
 #include <string.h>
 
@@ -9,7 +9,12 @@ const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c) {
 
 uint32_t *ps__saved_entry(ps__builder *b, uint32_t *table, uint32_t layer, uint32_t c,
                           uint32_t tensor) {
-  return &table[(((size_t)layer - 1) * b->s->spec->n_chunks + c) * PS__N_TENSORS + tensor];
+  return &table[(((size_t)layer - 1) * b->s->spec->n_chunks + c) * b->s->model->max_tensors +
+                tensor];
+}
+
+static const ps__layer_def *layer_of(const ps__builder *b, uint32_t unit) {
+  return ps__layer_of(b->s->model, unit);
 }
 
 static const ps__attention_group *group_of(const ps__builder *b, uint32_t c) {
@@ -21,33 +26,50 @@ static uint32_t group_first(const ps__builder *b, uint32_t c) {
   return group_of(b, c)->first_chunk - b->round->first_chunk;
 }
 
+static bool is_group(const ps__layer_def *d, uint32_t tensor) {
+  return d->tensor[tensor].rows == PS__ROWS_GROUP;
+}
+
+static uint32_t home_chunk(const ps__builder *b, const ps__layer_def *d, uint32_t c,
+                           uint32_t tensor) {
+  return is_group(d, tensor) ? group_first(b, c) : c;
+}
+
 static ps_tag chunk_tag(const ps__builder *b, uint32_t unit, uint32_t c, int phase) {
   return (ps_tag){(int32_t)unit, (int32_t)b->round_idx, (int32_t)(b->round->first_chunk + c),
                   phase};
 }
 
 static int policy_of(const ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor) {
-  const ps__tensor_info *t = &b->s->block.tensor[tensor];
-  if (t->saved < 0)
+  const ps__layer_def *d = layer_of(b, layer);
+  const int saved = d->tensor[tensor].saved;
+  if (saved == PS__NONE)
     return PS_POLICY_RECOMPUTE;
   const int policy =
-      *ps__spec_policy(b->s->spec, layer - 1, t->group ? group_first(b, c) : c, t->saved);
+      *ps__spec_policy(b->s->spec, layer - 1, home_chunk(b, d, c, tensor), (uint32_t)saved);
   return policy != PS_POLICY_HOST_FIRST_ROUND ? policy
          : b->round_idx == 0                  ? PS_POLICY_HOST
                                               : PS_POLICY_RECOMPUTE;
 }
 
-static uint64_t tensor_bytes(const ps__builder *b, uint32_t c, uint32_t tensor) {
-  const ps__tensor_info *t = &b->s->block.tensor[tensor];
-  return t->row_bytes * (t->group ? group_of(b, c)->n_rows : ps__chunk_of(b, c)->n_tokens);
+static uint64_t tensor_bytes(const ps__builder *b, const ps__layer_def *d, uint32_t c,
+                             uint32_t tensor) {
+  const uint64_t row = d->tensor[tensor].row_bytes;
+  switch (d->tensor[tensor].rows) {
+  case PS__ROWS_GROUP: return row * group_of(b, c)->n_rows;
+  case PS__ROWS_ONE: return row;
+  default: return row * ps__chunk_of(b, c)->n_tokens;
+  }
 }
 
 /* The chunk's own rows of a tensor: all of it, unless it is a group tensor. */
-static ps__vaccess own_rows(const ps__builder *b, uint32_t c, uint32_t tensor, uint32_t vt,
-                            uint32_t mode) {
-  const ps__tensor_info *t = &b->s->block.tensor[tensor];
+static ps__vaccess own_rows(const ps__builder *b, const ps__layer_def *d, uint32_t c,
+                            uint32_t tensor, uint32_t vt, uint32_t mode) {
+  const uint64_t row = d->tensor[tensor].row_bytes;
   const ps__chunk *k = ps__chunk_of(b, c);
-  return ps__part(vt, mode, t->group ? t->row_bytes * k->row0 : 0, t->row_bytes * k->n_tokens);
+  if (!is_group(d, tensor))
+    return ps__part(vt, mode, 0, tensor_bytes(b, d, c, tensor));
+  return ps__part(vt, mode, row * k->row0, row * k->n_tokens);
 }
 
 /* Host memory for a saved activation that block @from made. In the first round it is an alias of
@@ -68,114 +90,144 @@ static uint32_t host_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
 }
 
 void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor, uint32_t vt) {
+  const ps__layer_def *d = layer_of(b, layer);
   if (policy_of(b, layer, c, tensor) != PS_POLICY_HOST)
     return;
-  const bool group = b->s->block.tensor[tensor].group;
-  uint32_t *away = ps__saved_entry(b, b->away, layer, group ? group_first(b, c) : c, tensor);
+  uint32_t *away = ps__saved_entry(b, b->away, layer, home_chunk(b, d, c, tensor), tensor);
   if (*away == PS__NO_VT)
-    *away = host_of_saved(b, tensor == PS__T_X ? layer - 1 : layer, tensor_bytes(b, c, tensor));
-  ps__emit_copy(b, PS__S_D2H, own_rows(b, c, tensor, vt, PS_READ),
-                own_rows(b, c, tensor, *away, PS_WRITE), chunk_tag(b, layer, c, PS__PHASE_FORWARD));
+    *away = host_of_saved(b, (int)tensor == d->input ? layer - 1 : layer,
+                          tensor_bytes(b, d, c, tensor));
+  ps__emit_copy(b, PS__S_D2H, own_rows(b, d, c, tensor, vt, PS_READ),
+                own_rows(b, d, c, tensor, *away, PS_WRITE),
+                chunk_tag(b, layer, c, PS__PHASE_FORWARD));
 }
 
-/* ---- binding and emitting a block's ops ------------------------------------------------------ */
+void ps__send_input(ps__builder *b, uint32_t layer, uint32_t c) {
+  if (layer <= b->s->spec->n_layers)
+    ps__send_saved(b, layer, c, (uint32_t)layer_of(b, layer)->input, b->x[c]);
+}
 
+/* ---- binding and emitting a layer's ops ------------------------------------------------------ */
+
+/* A chunk on its way through a unit.
+ *   slice_row  of a sliced op: the slice's first row in the chunk; shape has its rows
+ *   bound      device tensors
+ *   keep       tensors that the caller frees */
 typedef struct chunk_pass {
-  uint32_t layer, c;
+  const ps__layer_def *d;
+  uint32_t unit, c, slice_row;
   ps__chunk_shape shape;
-  uint32_t bound[PS__N_TENSORS]; /* device tensors */
-  uint32_t keep;                 /* bit set: tensors that the caller frees */
+  uint32_t bound[PS__SET_BITS];
+  ps__set keep;
 } chunk_pass;
 
 typedef struct listed {
-  const ps__block_op *op;
+  const ps__op_def *op;
   bool recompute;
 } listed; /* recompute: the op runs for the second time */
 
-static void emit_block_op(ps__builder *b, chunk_pass *p, const ps__block_op *op, int phase) {
-  ps__step *s = b->s;
-  const ps__unit_progress *u = &b->unit[p->layer];
-  const ps__chunk *k = ps__chunk_of(b, p->c);
-  const ps__batch_chunk fields = ps__batch_chunk_of(k->n_tokens);
-  const uint64_t e = ps_dtype_bytes(s->dt);
-  ps__vaccess access[PS__OP_MAX_SYMS];
-  for (int i = 0; i < op->n_syms; i++) {
-    const ps__sym y = op->sym[i];
-    uint32_t mode = y.mode;
-    switch (y.kind) {
-    case PS__SYM_TENSOR: access[i] = own_rows(b, p->c, y.id, p->bound[y.id], mode); break;
-    case PS__SYM_PREFIX:
-      if (mode == PS_WRITE && !p->shape.first_dkv)
-        mode = PS_READ_WRITE;
-      access[i] = ps__part(p->bound[y.id], mode, 0,
-                           s->block.tensor[y.id].row_bytes * (k->row0 + k->n_tokens));
-      break;
-    case PS__SYM_PARAM:
-      access[i] =
-          ps__part(u->weights, mode, s->block.span[y.id].offset * e, s->block.span[y.id].n * e);
-      break;
-    case PS__SYM_GRAD:
-      access[i] = ps__part(u->grad, p->shape.first_grad ? PS_WRITE : PS_READ_WRITE,
-                           s->block.span[y.id].offset * e, s->block.span[y.id].n * e);
-      break;
-    case PS__SYM_DOC:
-      access[i] = ps__part(b->batch[p->c], PS_READ, fields.doc_start, 4ull * k->n_tokens);
-      break;
-    default:
-      access[i] = ps__part(b->batch[p->c], PS_READ, fields.position, 4ull * k->n_tokens);
-      break;
-    }
-  }
-  _Alignas(16) char args[PS__ARGS_BYTES];
-  ps__block_op_args(op, &p->shape, args);
-  ps__emit(b, op->kernel, PS__S_COMPUTE, args, op->args_bytes, access, op->n_syms,
-           chunk_tag(b, p->layer, p->c, phase));
+static ps__vaccess span_access(const ps__builder *b, const chunk_pass *p, ps__sym y) {
+  const ps__span_def *span = &p->d->span[y.id];
+  const ps__unit_progress *u = &b->unit[span->of_embedding ? 0 : p->unit];
+  const uint64_t e = ps_dtype_bytes(b->s->dt);
+  if (y.kind == PS__SYM_PARAM)
+    return ps__part(u->weights, y.mode, span->offset * e, span->n * e);
+  return ps__part(u->grad, p->shape.first_grad ? PS_WRITE : PS_READ_WRITE, span->offset * e,
+                  span->n * e);
 }
 
-static bool is_tensor(ps__sym y) { return y.kind == PS__SYM_TENSOR || y.kind == PS__SYM_PREFIX; }
+static ps__vaccess batch_access(const ps__builder *b, const chunk_pass *p, ps__sym y) {
+  const ps__batch_chunk f = ps__batch_chunk_of(ps__chunk_of(b, p->c)->n_tokens);
+  const uint64_t at[] = {[PS__BATCH_TOKENS] = f.tokens,
+                         [PS__BATCH_TARGETS] = f.targets,
+                         [PS__BATCH_DOC_START] = f.doc_start,
+                         [PS__BATCH_POSITION] = f.position,
+                         [PS__BATCH_SCALE] = f.scale};
+  if (y.id == PS__BATCH_SCALE)
+    return ps__part(b->batch[p->c], PS_READ, f.scale, 4);
+  return ps__part(b->batch[p->c], PS_READ, at[y.id] + 4ull * p->slice_row,
+                  4ull * p->shape.n_tokens);
+}
 
-/* Emit a list: tensors that an op writes and nobody made are made; a tensor dies after its last
- * use in the list. */
+static ps__vaccess tensor_access(const ps__builder *b, const chunk_pass *p, ps__sym y,
+                                 bool sliced) {
+  const ps__tensor_def *t = &p->d->tensor[y.id];
+  const uint32_t vt = p->bound[y.id];
+  if (y.kind == PS__SYM_PREFIX)
+    return ps__part(vt, y.mode == PS_WRITE && !p->shape.first_dkv ? PS_READ_WRITE : y.mode, 0,
+                    t->row_bytes * (p->shape.row0 + p->shape.n_tokens));
+  if (sliced && t->rows == PS__ROWS_TOKEN)
+    return ps__part(vt, y.mode, t->row_bytes * p->slice_row, t->row_bytes * p->shape.n_tokens);
+  if (t->rows == PS__ROWS_SLICE)
+    return ps__whole(b, vt, y.mode);
+  return own_rows(b, p->d, p->c, y.id, vt, y.mode);
+}
+
+static void emit_op(ps__builder *b, const chunk_pass *p, const ps__op_def *op, int phase) {
+  ps__vaccess access[PS__OP_MAX_SYMS];
+  _Alignas(16) char args[PS__ARGS_BYTES];
+  for (uint32_t i = 0; i < op->n_syms; i++) {
+    const ps__sym y = op->sym[i];
+    access[i] = y.kind == PS__SYM_BATCH ? batch_access(b, p, y)
+                : ps__sym_is_tensor(y)  ? tensor_access(b, p, y, op->sliced)
+                                        : span_access(b, p, y);
+  }
+  ps__op_args(op, &p->shape, args);
+  ps__emit(b, op->kernel, PS__S_COMPUTE, args, op->args_bytes, access, op->n_syms,
+           chunk_tag(b, p->unit, p->c, phase));
+}
+
+/* The tensors that an op uses and nobody made are made. */
+static void make_tensors(ps__builder *b, chunk_pass *p, const ps__op_def *op) {
+  for (uint32_t j = 0; j < op->n_syms; j++) {
+    const uint32_t id = op->sym[j].id;
+    if (!ps__sym_is_tensor(op->sym[j]) || p->bound[id] != PS__NO_VT)
+      continue;
+    const uint64_t bytes = p->d->tensor[id].rows == PS__ROWS_SLICE
+                               ? p->d->tensor[id].row_bytes * p->shape.n_tokens
+                               : tensor_bytes(b, p->d, p->c, id);
+    p->bound[id] = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
+  }
+}
+
+/* Emit a list: a tensor dies after its last use in the list. */
 static void emit_list(ps__builder *b, chunk_pass *p, const listed *list, uint32_t n, int phase,
                       bool send) {
-  uint32_t last_use[PS__N_TENSORS] = {0};
+  uint32_t last_use[PS__SET_BITS] = {0};
   for (uint32_t i = 0; i < n; i++)
-    for (int j = 0; j < list[i].op->n_syms; j++)
-      if (is_tensor(list[i].op->sym[j]))
+    for (uint32_t j = 0; j < list[i].op->n_syms; j++)
+      if (ps__sym_is_tensor(list[i].op->sym[j]))
         last_use[list[i].op->sym[j].id] = i;
   for (uint32_t i = 0; i < n; i++) {
-    const ps__block_op *op = list[i].op;
-    for (int j = 0; j < op->n_syms; j++)
-      if (is_tensor(op->sym[j]) && p->bound[op->sym[j].id] == PS__NO_VT)
-        p->bound[op->sym[j].id] =
-            ps__vt_new(b, PS__SPACE_DEVICE, tensor_bytes(b, p->c, op->sym[j].id));
-    emit_block_op(b, p, op, list[i].recompute ? PS__PHASE_RECOMPUTE : phase);
-    for (int j = 0; j < op->n_syms; j++) {
+    const ps__op_def *op = list[i].op;
+    make_tensors(b, p, op);
+    emit_op(b, p, op, list[i].recompute ? PS__PHASE_RECOMPUTE : phase);
+    for (uint32_t j = 0; j < op->n_syms; j++) {
       const uint32_t id = op->sym[j].id;
-      if (!is_tensor(op->sym[j]))
+      if (!ps__sym_is_tensor(op->sym[j]))
         continue;
       if (send && (op->sym[j].mode & PS_WRITE))
-        ps__send_saved(b, p->layer, p->c, id, p->bound[id]);
-      if (last_use[id] != i || (p->keep >> id & 1) || p->bound[id] == PS__NO_VT)
+        ps__send_saved(b, p->unit, p->c, id, p->bound[id]);
+      if (last_use[id] != i || ps__in(p->keep, id) || p->bound[id] == PS__NO_VT)
         continue;
-      const bool to_host = send && policy_of(b, p->layer, p->c, id) == PS_POLICY_HOST;
+      const bool to_host = send && policy_of(b, p->unit, p->c, id) == PS_POLICY_HOST;
       ps__vt_free_late(b, p->bound[id], to_host ? b->s->spec->saved_lag : 0);
       p->bound[id] = PS__NO_VT;
     }
   }
 }
 
-static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
+static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t unit, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
   const ps__attention_group *g = group_of(b, c);
-  chunk_pass p = {.layer = layer, .c = c};
+  chunk_pass p = {.d = layer_of(b, unit), .unit = unit, .c = c};
   p.shape = (ps__chunk_shape){
       .n_tokens = k->n_tokens,
       .row0 = k->row0,
       .first_grad = ps__contribution_begins(b, c),
       .first_dkv = k - b->s->layout->chunk == g->first_chunk + g->n_chunks - 1,
       .document_rows = b->s->spec->one_document ? (uint32_t)b->s->layout->seq_len : 0};
-  for (int t = 0; t < PS__N_TENSORS; t++)
+  for (int t = 0; t < PS__SET_BITS; t++)
     p.bound[t] = PS__NO_VT;
   return p;
 }
@@ -185,38 +237,53 @@ static bool last_of_group(const ps__builder *b, uint32_t c) {
   return b->round->first_chunk + c == g->first_chunk + g->n_chunks - 1;
 }
 
-void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
-  ps__block *block = &b->s->block;
-  chunk_pass p = begin_chunk_pass(b, layer, c);
-  uint32_t *kv = ps__saved_entry(b, b->kept, layer, group_first(b, c), PS__T_KV);
-  if (*kv == PS__NO_VT)
-    *kv = ps__vt_new(b, PS__SPACE_DEVICE, tensor_bytes(b, c, PS__T_KV));
-  p.bound[PS__T_X] = b->x[c];
-  p.bound[PS__T_KV] = *kv;
-  p.keep = 1u << PS__T_X | 1u << PS__T_KV | 1u << PS__T_Y;
-  for (uint32_t t = 0; t < PS__N_TENSORS; t++)
-    if (block->tensor[t].saved >= 0 && policy_of(b, layer, c, t) == PS_POLICY_DEVICE)
-      p.keep |= 1u << t;
-  listed list[PS__MAX_FWD];
-  for (uint32_t i = 0; i < block->n_fwd; i++)
-    list[i] = (listed){&block->fwd[i], false};
-  emit_list(b, &p, list, block->n_fwd, PS__PHASE_FORWARD, true);
+/* ---- forward --------------------------------------------------------------------------------- */
 
-  for (uint32_t t = 0; t < PS__N_TENSORS; t++)
-    if ((p.keep >> t & 1) && t != PS__T_KV && t != PS__T_X && t != PS__T_Y)
+/* The group's tensors of @set, bound to @p: the group's first chunk to come makes them. */
+static void bind_group(ps__builder *b, chunk_pass *p, ps__set set) {
+  for (uint32_t t = 0; t < p->d->n_tensors; t++) {
+    if (!ps__in(set, t))
+      continue;
+    uint32_t *entry = ps__saved_entry(b, b->kept, p->unit, group_first(b, p->c), t);
+    if (*entry == PS__NO_VT)
+      *entry = ps__vt_new(b, PS__SPACE_DEVICE, tensor_bytes(b, p->d, p->c, t));
+    p->bound[t] = *entry;
+  }
+}
+
+void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
+  chunk_pass p = begin_chunk_pass(b, layer, c);
+  const ps__layer_def *d = p.d;
+  const uint32_t input = (uint32_t)d->input, output = (uint32_t)d->output;
+  bind_group(b, &p, d->group);
+  p.bound[input] = b->x[c];
+  ps__set saved = 0;
+  for (uint32_t t = 0; t < d->n_tensors; t++)
+    if (policy_of(b, layer, c, t) == PS_POLICY_DEVICE)
+      saved |= ps__only(t);
+  p.keep = saved | d->group | ps__only(input) | ps__only(output);
+  listed list[PS__SET_BITS];
+  for (uint32_t i = 0; i < d->n_fwd; i++)
+    list[i] = (listed){&d->fwd[i], false};
+  emit_list(b, &p, list, d->n_fwd, PS__PHASE_FORWARD, true);
+
+  for (uint32_t t = 0; t < d->n_tensors; t++)
+    if (ps__in(saved & ~d->group, t) && t != input)
       *ps__saved_entry(b, b->kept, layer, c, t) = p.bound[t];
-  if (policy_of(b, layer, c, PS__T_X) == PS_POLICY_DEVICE)
-    *ps__saved_entry(b, b->kept, layer, c, PS__T_X) = b->x[c];
+  if (ps__in(saved, input))
+    *ps__saved_entry(b, b->kept, layer, c, input) = b->x[c];
   else
     ps__vt_free_late(b, b->x[c], b->s->spec->saved_lag);
-  const int kv_policy = policy_of(b, layer, c, PS__T_KV);
-  if (last_of_group(b, c) && kv_policy != PS_POLICY_DEVICE) {
-    ps__vt_free_late(b, *kv, kv_policy == PS_POLICY_HOST ? b->s->spec->saved_lag : 0);
-    *kv = PS__NO_VT;
+  for (uint32_t t = 0; t < d->n_tensors && last_of_group(b, c); t++) {
+    if (!ps__in(d->group & ~saved, t))
+      continue;
+    const bool to_host = policy_of(b, layer, c, t) == PS_POLICY_HOST;
+    uint32_t *entry = ps__saved_entry(b, b->kept, layer, group_first(b, c), t);
+    ps__vt_free_late(b, *entry, to_host ? b->s->spec->saved_lag : 0);
+    *entry = PS__NO_VT;
   }
-  b->x[c] = p.bound[PS__T_Y];
-  if (layer < b->s->cfg->n_layers)
-    ps__send_saved(b, layer + 1, c, PS__T_X, b->x[c]);
+  b->x[c] = p.bound[output];
+  ps__send_input(b, layer + 1, c);
   ps__tick(b);
 }
 
@@ -237,241 +304,239 @@ static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t te
 /* Backward chunk passes of a round are numbered in their order: the last layer first, in each layer
  * the last chunk first. */
 void ps__fetch_saved(ps__builder *b, uint32_t step_idx) {
-  const uint32_t n = b->round->n_chunks, layers = b->s->cfg->n_layers;
+  const uint32_t n = b->round->n_chunks, layers = b->s->spec->n_layers;
   if (step_idx >= n * layers)
     return;
   const uint32_t layer = layers - step_idx / n, c = n - 1 - step_idx % n;
-  if (last_of_group(b, c))
-    fetch_tensor(b, layer, group_first(b, c), PS__T_KV);
-  for (uint32_t t = 0; t < PS__N_TENSORS; t++)
-    if (t != PS__T_KV)
+  const ps__layer_def *d = layer_of(b, layer);
+  for (uint32_t t = 0; t < d->n_tensors && last_of_group(b, c); t++)
+    if (is_group(d, t))
+      fetch_tensor(b, layer, group_first(b, c), t);
+  for (uint32_t t = 0; t < d->n_tensors; t++)
+    if (!is_group(d, t))
       fetch_tensor(b, layer, c, t);
 }
 
 /* Puts the op on the list, and before it the ops that make what it reads. */
-static void list_with_sources(const ps__block *block, const ps__block_op *op, uint32_t recompute,
-                              uint32_t *done, uint32_t *have, listed *list, uint32_t *n) {
-  for (int j = 0; j < op->n_syms; j++) {
+static void list_with_sources(const ps__layer_def *d, const ps__op_def *op, ps__set recompute,
+                              ps__set *done, ps__set *have, listed *list, uint32_t *n) {
+  for (uint32_t j = 0; j < op->n_syms; j++) {
     const ps__sym y = op->sym[j];
-    if (!is_tensor(y) || !(y.mode & PS_READ) || (*have >> y.id & 1))
+    if (!ps__sym_is_tensor(y) || !(y.mode & PS_READ) || ps__in(*have, y.id))
       continue;
-    for (uint32_t i = 0; i < block->n_fwd; i++) {
-      if (!(recompute >> i & 1) || (*done >> i & 1))
+    for (uint32_t i = 0; i < d->n_fwd; i++) {
+      if (!ps__in(recompute & ~*done, i))
         continue;
       bool makes = false;
-      for (int k = 0; k < block->fwd[i].n_syms; k++)
-        makes |= block->fwd[i].sym[k].kind == PS__SYM_TENSOR && block->fwd[i].sym[k].id == y.id &&
-                 (block->fwd[i].sym[k].mode & PS_WRITE);
+      for (uint32_t k = 0; k < d->fwd[i].n_syms; k++)
+        makes |= d->fwd[i].sym[k].kind == PS__SYM_TENSOR && d->fwd[i].sym[k].id == y.id &&
+                 (d->fwd[i].sym[k].mode & PS_WRITE);
       if (!makes)
         continue;
-      *done |= 1u << i;
-      list_with_sources(block, &block->fwd[i], recompute, done, have, list, n);
-      list[(*n)++] = (listed){&block->fwd[i], true};
+      *done |= ps__only(i);
+      list_with_sources(d, &d->fwd[i], recompute, done, have, list, n);
+      list[(*n)++] = (listed){&d->fwd[i], true};
     }
-    *have |= 1u << y.id;
+    *have |= ps__only(y.id);
   }
 }
 
-static uint32_t tensors_at_hand(const chunk_pass *p) {
-  uint32_t have = 0;
-  for (uint32_t t = 0; t < PS__N_TENSORS; t++)
+static ps__set tensors_at_hand(const chunk_pass *p) {
+  ps__set have = 0;
+  for (uint32_t t = 0; t < p->d->n_tensors; t++)
     if (p->bound[t] != PS__NO_VT)
-      have |= 1u << t;
+      have |= ps__only(t);
   return have;
 }
 
 static void bind_kept(ps__builder *b, chunk_pass *p) {
-  for (uint32_t t = 0; t < PS__N_TENSORS; t++) {
-    const bool group = b->s->block.tensor[t].group;
-    if (b->s->block.tensor[t].saved < 0 && !group)
-      continue;
-    p->bound[t] = *ps__saved_entry(b, b->kept, p->layer, group ? group_first(b, p->c) : p->c, t);
-  }
+  for (uint32_t t = 0; t < p->d->n_tensors; t++)
+    if (p->d->tensor[t].saved != PS__NONE || is_group(p->d, t))
+      p->bound[t] = *ps__saved_entry(b, b->kept, p->unit, home_chunk(b, p->d, p->c, t), t);
 }
 
-/* The last chunk's backward pass needs the keys and values of its whole group: recomputes them. */
-static void rebuild_group_kv(ps__builder *b, uint32_t layer, uint32_t c) {
-  const ps__block *block = &b->s->block;
+static ps__set missing_of_group(ps__builder *b, uint32_t layer, uint32_t first) {
+  const ps__layer_def *d = layer_of(b, layer);
+  ps__set missing = 0;
+  for (uint32_t t = 0; t < d->n_tensors; t++)
+    if (ps__in(d->group, t) && *ps__saved_entry(b, b->kept, layer, first, t) == PS__NO_VT)
+      missing |= ps__only(t);
+  return missing;
+}
+
+/* The last chunk's backward pass needs the tensors of its whole group, such as keys and values:
+ * recomputes those that are not there. */
+static void rebuild_group(ps__builder *b, uint32_t layer, uint32_t c) {
+  const ps__layer_def *d = layer_of(b, layer);
   const uint32_t first = group_first(b, c), n = group_of(b, c)->n_chunks;
-  uint32_t *kv = ps__saved_entry(b, b->kept, layer, first, PS__T_KV);
-  if (*kv != PS__NO_VT)
+  const ps__set missing = missing_of_group(b, layer, first);
+  if (!missing)
     return;
-  *kv = ps__vt_new(b, PS__SPACE_DEVICE, tensor_bytes(b, c, PS__T_KV));
+  /* all of the group's copies are due now: it may be recomputed from them */
+  for (uint32_t i = first; i < first + n; i++)
+    for (uint32_t t = 0; t < d->n_tensors; t++)
+      if (ps__in(d->group_sources, t) && d->tensor[t].saved != PS__NONE)
+        fetch_tensor(b, layer, i, t);
   for (uint32_t i = first; i < first + n; i++) {
     chunk_pass p = begin_chunk_pass(b, layer, i);
     bind_kept(b, &p);
-    const uint32_t have = tensors_at_hand(&p);
-    const uint32_t recompute = ps__block_recompute(block, 1u << PS__T_KV, have & ~(1u << PS__T_KV));
-    listed list[PS__MAX_FWD];
+    bind_group(b, &p, missing);
+    const ps__set have = tensors_at_hand(&p),
+                  recompute = ps__recompute(d, missing, have & ~missing);
+    listed list[PS__SET_BITS];
     uint32_t m = 0;
-    for (uint32_t f = 0; f < block->n_fwd; f++)
-      if (recompute >> f & 1)
-        list[m++] = (listed){&block->fwd[f], true};
-    p.keep = have | 1u << PS__T_KV;
+    for (uint32_t f = 0; f < d->n_fwd; f++)
+      if (ps__in(recompute, f))
+        list[m++] = (listed){&d->fwd[f], true};
+    p.keep = have;
     emit_list(b, &p, list, m, PS__PHASE_RECOMPUTE, false);
   }
 }
 
 void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
-  const ps__block *block = &b->s->block;
+  const ps__layer_def *d = layer_of(b, layer);
   const uint32_t first = group_first(b, c);
-  uint32_t *kv = ps__saved_entry(b, b->kept, layer, first, PS__T_KV),
-           *dkv = ps__saved_entry(b, b->kept, layer, first, PS__T_DKV);
-  if (group_of(b, c)->n_chunks > 1 && last_of_group(b, c)) {
-    /* all of the group's copies are due now: its keys and values may be recomputed from them */
-    for (uint32_t i = first; i <= c; i++)
-      for (uint32_t t = 0; *kv == PS__NO_VT && t < PS__N_TENSORS; t++)
-        if (t == PS__T_X || t == PS__T_QKV)
-          fetch_tensor(b, layer, i, t);
-    rebuild_group_kv(b, layer, c);
-  }
+  const ps__set shared = d->group | d->grad_group;
+  if (group_of(b, c)->n_chunks > 1 && last_of_group(b, c))
+    rebuild_group(b, layer, c);
   chunk_pass p = begin_chunk_pass(b, layer, c);
   bind_kept(b, &p);
-  p.bound[PS__T_DY] = b->dy[c];
-  if (*dkv == PS__NO_VT)
-    p.bound[PS__T_DKV] = *dkv = ps__vt_new(b, PS__SPACE_DEVICE, tensor_bytes(b, c, PS__T_DKV));
-  p.keep = 1u << PS__T_DY;
+  p.bound[d->grad] = b->dy[c];
+  bind_group(b, &p, d->grad_group);
+  p.keep = ps__only((uint32_t)d->grad);
   const bool group_over = ps__chunk_of(b, c)->row0 == 0;
   if (!group_over)
-    p.keep |= 1u << PS__T_KV | 1u << PS__T_DKV;
+    p.keep |= shared;
 
-  uint32_t have = tensors_at_hand(&p), done = 0, n = 0;
-  const uint32_t recompute = ps__block_recompute(block, ps__block_backward_needs(block), have);
-  listed list[PS__MAX_FWD + PS__MAX_BWD];
-  for (uint32_t i = 0; i < block->n_bwd; i++) {
-    list_with_sources(block, &block->bwd[i], recompute, &done, &have, list, &n);
-    list[n++] = (listed){&block->bwd[i], false};
+  ps__set have = tensors_at_hand(&p), done = 0;
+  uint32_t n = 0;
+  const ps__set recompute = ps__recompute(d, d->needs, have);
+  listed list[2 * PS__SET_BITS];
+  for (uint32_t i = 0; i < d->n_bwd; i++) {
+    list_with_sources(d, &d->bwd[i], recompute, &done, &have, list, &n);
+    list[n++] = (listed){&d->bwd[i], false};
   }
   emit_list(b, &p, list, n, PS__PHASE_BACKWARD, false);
-  for (uint32_t t = 0; t < PS__N_TENSORS; t++)
-    if (!block->tensor[t].group)
+  for (uint32_t t = 0; t < d->n_tensors; t++) {
+    if (!is_group(d, t))
       *ps__saved_entry(b, b->kept, layer, c, t) = PS__NO_VT;
-  if (group_over)
-    *kv = *dkv = PS__NO_VT;
+    else if (group_over)
+      *ps__saved_entry(b, b->kept, layer, first, t) = PS__NO_VT;
+  }
   ps__tick(b);
+}
+
+/* ---- the embedding on the device ------------------------------------------------------------- */
+
+void ps__look_up(ps__builder *b, uint32_t c) {
+  chunk_pass p = begin_chunk_pass(b, 0, c);
+  p.shape.first_grad = true;
+  make_tensors(b, &p, &p.d->fwd[0]);
+  emit_op(b, &p, &p.d->fwd[0], PS__PHASE_FORWARD);
+  b->x[c] = p.bound[p.d->output];
+}
+
+void ps__add_rows(ps__builder *b, uint32_t c) {
+  chunk_pass p = begin_chunk_pass(b, 0, c);
+  p.bound[p.d->grad] = b->dy[c];
+  emit_op(b, &p, &p.d->bwd[0], PS__PHASE_BACKWARD);
 }
 
 /* ---- head ------------------------------------------------------------------------------------ */
 
-/* Where the lm_head and its gradient are: in the head's unit after the norm, or the embedding's
- * table. */
-typedef struct head_place {
-  uint32_t weights, grad;
-  uint64_t offset, bytes;
-} head_place;
-
-static uint32_t head_unit(const ps__builder *b) {
-  return b->s->cfg->tied_embeddings ? 0 : b->s->cfg->n_layers + 1;
-}
-
-static head_place find_head(const ps__builder *b) {
-  const ps__step *s = b->s;
-  const uint32_t unit = head_unit(b);
-  ps__span_info span[PS__MAX_UNIT_SPANS];
-  const uint32_t n = ps__unit_spans(&s->block, s->cfg, unit, span);
-  const uint64_t e = ps_dtype_bytes(s->dt);
-  return (head_place){b->unit[unit].weights, b->unit[unit].grad, span[n - 1].offset * e,
-                      span[n - 1].n * e};
-}
-
 /* Slices of a contribution are counted over the round, so a contribution may end amid a chunk,
- * before that chunk has a gradient of the final norm: the norm's gradient is then set to zero. */
-static void end_full_contribution(ps__builder *b) {
-  const uint32_t unit = head_unit(b);
-  const uint64_t norm_bytes = b->s->cfg->dim * ps_dtype_bytes(b->s->dt);
+ * before that chunk's own ops have written their gradients, such as the final norm's: these are
+ * then set to zero. */
+static void end_full_contribution(ps__builder *b, const chunk_pass *p, uint32_t unit) {
   if (b->head_slices == 0 || b->head_slices % b->s->sums.additions)
     return;
-  if (unit > 0 && !b->head_norm) {
-    const ps__args_fill fill = {norm_bytes};
-    const ps__vaccess zero = ps__part(b->unit[unit].grad, PS_WRITE, 0, norm_bytes);
-    ps__emit(b, &ps__k_fill_zero, PS__S_COMPUTE, &fill, sizeof fill, &zero, 1,
-             ps__unit_tag(b, unit, PS__PHASE_HEAD));
-  }
+  for (uint32_t i = 0; i < p->d->n_fwd && unit == p->unit && !b->head_norm; i++)
+    for (uint32_t j = 0; j < p->d->fwd[i].n_syms; j++) {
+      const ps__sym y = p->d->fwd[i].sym[j];
+      if (p->d->fwd[i].sliced || y.kind != PS__SYM_GRAD)
+        continue;
+      const uint64_t e = ps_dtype_bytes(b->s->dt);
+      const ps__args_fill fill = {p->d->span[y.id].n * e};
+      const ps__vaccess zero =
+          ps__part(b->unit[unit].grad, PS_WRITE, p->d->span[y.id].offset * e, fill.bytes);
+      ps__emit(b, &ps__k_fill_zero, PS__S_COMPUTE, &fill, sizeof fill, &zero, 1,
+               ps__unit_tag(b, unit, PS__PHASE_HEAD));
+    }
   ps__grad_end(b, unit, true);
   ps__grad_begin(b, unit);
-  if (unit > 0)
+  if (unit == p->unit)
     b->head_norm = false;
 }
 
-static void head_slice(ps__builder *b, uint32_t c, uint32_t row, uint32_t rows, uint32_t n1,
-                       uint32_t row_loss) {
-  ps__step *s = b->s;
-  end_full_contribution(b);
-  const bool first = b->head_slices++ % s->sums.additions == 0;
-  const ps__batch_chunk fields = ps__batch_chunk_of(ps__chunk_of(b, c)->n_tokens);
-  const uint32_t d = s->cfg->dim, v = s->cfg->vocab_size;
-  const uint64_t e = ps_dtype_bytes(s->dt), norm_at = (uint64_t)row * d * e,
-                 norm_bytes = (uint64_t)rows * d * e;
-  const head_place h = find_head(b);
-  const ps_tag tag = chunk_tag(b, s->cfg->n_layers + 1, c, PS__PHASE_HEAD);
-  const uint64_t z_bytes = (uint64_t)rows * v * e;
-  const uint32_t z = ps__vt_new(b, PS__SPACE_DEVICE, z_bytes);
+static void free_slices(ps__builder *b, chunk_pass *p) {
+  for (uint32_t t = 0; t < p->d->n_tensors; t++)
+    if (p->d->tensor[t].rows == PS__ROWS_SLICE) {
+      ps__vt_free(b, p->bound[t]);
+      p->bound[t] = PS__NO_VT;
+    }
+}
 
-  ps__args_gemm g = ps__gemm_args(rows, v, d, false, true, s->dt);
-  const ps__vaccess logits[3] = {ps__part(n1, PS_READ, norm_at, norm_bytes),
-                                 ps__part(h.weights, PS_READ, h.offset, h.bytes),
-                                 ps__whole(b, z, PS_WRITE)};
-  ps__emit(b, &ps__k_gemm, PS__S_COMPUTE, &g, sizeof g, logits, 3, tag);
-
-  const ps__args_cross_entropy ce = {.rows = rows, .vocab = v, .dt = s->dt};
-  const ps__vaccess loss[4] = {
-      ps__whole(b, z, PS_READ_WRITE),
-      ps__part(b->batch[c], PS_READ, fields.targets + 4ull * row, 4ull * rows),
-      ps__part(b->batch[c], PS_READ, fields.scale, 4),
-      ps__part(row_loss, PS_WRITE, 4ull * row, 4ull * rows)};
-  ps__emit(b, &ps__k_cross_entropy, PS__S_COMPUTE, &ce, sizeof ce, loss, 4, tag);
-
-  g = ps__gemm_args(v, d, rows, true, false, s->dt);
-  g.accumulate = !first;
-  const ps__vaccess dw[3] = {ps__whole(b, z, PS_READ), ps__part(n1, PS_READ, norm_at, norm_bytes),
-                             ps__part(h.grad, first ? PS_WRITE : PS_READ_WRITE, h.offset, h.bytes)};
-  ps__emit(b, &ps__k_gemm, PS__S_COMPUTE, &g, sizeof g, dw, 3, tag);
-
-  /* this is the last use of the slice's normed rows: their gradient overwrites them */
-  g = ps__gemm_args(rows, d, v, false, false, s->dt);
-  const ps__vaccess dn[3] = {ps__whole(b, z, PS_READ),
-                             ps__part(h.weights, PS_READ, h.offset, h.bytes),
-                             ps__part(n1, PS_WRITE, norm_at, norm_bytes)};
-  ps__emit(b, &ps__k_gemm, PS__S_COMPUTE, &g, sizeof g, dn, 3, tag);
-  ps__vt_free(b, z);
+/* The ops from @i on that run slice by slice; returns the first after them. Tensors that the slices
+ * fill row by row are made before. */
+static uint32_t emit_slices(ps__builder *b, chunk_pass *p, uint32_t i) {
+  const ps__layer_def *d = p->d;
+  const ps__chunk_shape whole = p->shape;
+  const uint32_t rows = (uint32_t)b->s->spec->head_slice, unit = ps__sliced_unit(b->s->model);
+  uint32_t end = i;
+  for (; end < d->n_fwd && d->fwd[end].sliced; end++)
+    for (uint32_t j = 0; j < d->fwd[end].n_syms; j++) {
+      const ps__sym y = d->fwd[end].sym[j];
+      if (ps__sym_is_tensor(y) && d->tensor[y.id].rows != PS__ROWS_SLICE &&
+          p->bound[y.id] == PS__NO_VT)
+        p->bound[y.id] = ps__vt_new(b, PS__SPACE_DEVICE, tensor_bytes(b, d, p->c, y.id));
+    }
+  for (p->slice_row = 0; p->slice_row < whole.n_tokens; p->slice_row += rows) {
+    const uint32_t left = whole.n_tokens - p->slice_row;
+    end_full_contribution(b, p, unit);
+    p->shape.first_grad = b->head_slices++ % b->s->sums.additions == 0;
+    p->shape.n_tokens = left < rows ? left : rows;
+    for (uint32_t k = i; k < end; k++) {
+      make_tensors(b, p, &d->fwd[k]);
+      emit_op(b, p, &d->fwd[k], PS__PHASE_HEAD);
+    }
+    free_slices(b, p);
+  }
+  p->slice_row = 0;
+  p->shape = whole;
+  return end;
 }
 
 void ps__head_chunk(ps__builder *b, uint32_t c) {
   ps__step *s = b->s;
   const ps__chunk *k = ps__chunk_of(b, c);
-  const uint32_t unit = s->cfg->n_layers + 1, t = k->n_tokens, d = s->cfg->dim;
-  const uint64_t e = ps_dtype_bytes(s->dt), bytes = (uint64_t)t * d * e;
-  const ps_tag tag = chunk_tag(b, unit, c, PS__PHASE_HEAD);
-  const ps__args_rmsnorm fwd = {.rows = t, .cols = d, .dt = s->dt, .eps = s->cfg->norm_eps};
-  const uint32_t n1 = ps__vt_new(b, PS__SPACE_DEVICE, bytes),
-                 row_loss = ps__vt_new(b, PS__SPACE_DEVICE, 4ull * t);
-  const ps__vaccess norm[3] = {ps__whole(b, b->x[c], PS_READ),
-                               ps__part(b->unit[unit].weights, PS_READ, 0, d * e),
-                               ps__whole(b, n1, PS_WRITE)};
-  ps__emit(b, &ps__k_rmsnorm_fwd, PS__S_COMPUTE, &fwd, sizeof fwd, norm, 3, tag);
-  for (uint32_t row = 0; row < t; row += (uint32_t)s->spec->head_slice) {
-    const uint32_t rows = t - row < s->spec->head_slice ? t - row : (uint32_t)s->spec->head_slice;
-    head_slice(b, c, row, rows, n1, row_loss);
+  const uint32_t unit = ps__head_unit(s->model);
+  chunk_pass p = begin_chunk_pass(b, unit, c);
+  const ps__layer_def *d = p.d;
+  p.bound[d->input] = b->x[c];
+  for (uint32_t i = 0; i < d->n_fwd;) {
+    if (d->fwd[i].sliced) {
+      i = emit_slices(b, &p, i);
+      continue;
+    }
+    p.shape.first_grad = !b->head_norm;
+    make_tensors(b, &p, &d->fwd[i]);
+    emit_op(b, &p, &d->fwd[i++], PS__PHASE_HEAD);
   }
-  ps__args_rmsnorm bwd = fwd;
-  bwd.accumulate_dw = b->head_norm;
-  b->dy[c] = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
-  const ps__vaccess back[5] = {
-      ps__whole(b, b->x[c], PS_READ), ps__part(b->unit[unit].weights, PS_READ, 0, d * e),
-      ps__whole(b, n1, PS_READ), ps__whole(b, b->dy[c], PS_WRITE),
-      ps__part(b->unit[unit].grad, b->head_norm ? PS_READ_WRITE : PS_WRITE, 0, d * e)};
-  ps__emit(b, &ps__k_rmsnorm_bwd, PS__S_COMPUTE, &bwd, sizeof bwd, back, 5, tag);
+  b->dy[c] = p.bound[d->grad];
+  const uint32_t row_loss = p.bound[d->loss];
   ps__emit_copy(b, PS__S_D2H, ps__whole(b, row_loss, PS_READ),
-                ps__part(s->row_loss, PS_WRITE, 4ull * k->first_token, 4ull * t), tag);
+                ps__part(s->row_loss, PS_WRITE, 4ull * k->first_token, 4ull * k->n_tokens),
+                chunk_tag(b, unit, c, PS__PHASE_HEAD));
   b->head_norm = true;
-  /* with tied embeddings the unit has the norm alone, which every chunk adds to */
-  if (s->cfg->tied_embeddings && c && ps__contribution_ends(b, c)) {
+  /* where the slices' gradient is another unit's (tied embeddings), every chunk adds to this one */
+  if (ps__sliced_unit(s->model) != unit && c && ps__contribution_ends(b, c)) {
     ps__grad_end(b, unit, true);
     ps__grad_begin(b, unit);
     b->head_norm = false;
   }
-  ps__vt_free(b, n1);
-  ps__vt_free(b, b->x[c]);
+  for (uint32_t t = 0; t < d->n_tensors; t++)
+    if ((int)t != d->grad && (int)t != d->loss)
+      ps__vt_free(b, p.bound[t]);
   ps__vt_free_late(b, row_loss, s->spec->saved_lag);
   ps__tick(b);
 }

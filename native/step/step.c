@@ -14,33 +14,10 @@ ps__batch_chunk ps__batch_chunk_of(uint32_t n_tokens) {
                            .bytes = 4 * field + 64};
 }
 
-uint32_t ps__unit_spans(const ps__block *b, const ps_model_config *cfg, uint32_t unit,
-                        ps__span_info out[PS__MAX_UNIT_SPANS]) {
-  uint32_t n = 0;
-  if (unit >= 1 && unit <= cfg->n_layers) {
-    for (int i = 0; i < PS__N_SPANS; i++)
-      if (b->span[i].n)
-        out[n++] = b->span[i];
-    return n;
-  }
-  /* the embedding's parameters come first, the head's last */
-  ps_param_info p;
-  uint32_t i = 0;
-  const uint32_t n_params = ps_model_n_params(cfg);
-  if (unit)
-    for (i = n_params; i > 0 && ps_model_param(cfg, i - 1, &p) == PS_OK && p.unit == unit;)
-      i--;
-  for (; i < n_params && n < PS__MAX_UNIT_SPANS && ps_model_param(cfg, i, &p) == PS_OK &&
-         p.unit == unit;
-       i++)
-    out[n++] = (ps__span_info){p.offset, p.n};
-  return n;
-}
-
 /* ---- spec ------------------------------------------------------------------------------------ */
 
 static ps_status spec_alloc(ps__spec *s) {
-  const size_t policies = (size_t)s->n_layers * s->n_chunks * PS__N_SAVED;
+  const size_t policies = (size_t)s->n_layers * s->n_chunks * s->n_saved;
   s->param_resident = ps__calloc(s->n_units, 1);
   s->grad_resident = ps__calloc(s->n_units, 1);
   s->update_resident = ps__calloc(s->n_units, 1);
@@ -57,15 +34,18 @@ static ps_status spec_alloc(ps__spec *s) {
                   s->n_chunks);
 }
 
-ps_status ps__spec_init(ps__spec *s, const ps_model_config *m, const ps__layout *l) {
+ps_status ps__spec_init(ps__spec *s, const ps_model *m, const ps__layout *l) {
   memset(s, 0, sizeof *s);
-  s->n_units = ps_model_n_units(m);
-  s->n_layers = m->n_layers;
+  s->n_units = m->n_units;
+  s->n_layers = m->cfg.n_layers;
+  s->n_saved = m->max_saved;
   s->n_chunks = l->max_round_chunks;
   PS_TRY(spec_alloc(s));
-  for (uint32_t layer = 0; layer < s->n_layers; layer++)
+  for (uint32_t layer = 0; layer < s->n_layers; layer++) {
+    const ps__layer_def *d = ps__layer_of(m, layer + 1);
     for (uint32_t c = 0; c < s->n_chunks; c++)
-      *ps__spec_policy(s, layer, c, PS__SAVED_X) = PS_POLICY_DEVICE;
+      *ps__spec_policy(s, layer, c, (uint32_t)d->tensor[d->input].saved) = PS_POLICY_DEVICE;
+  }
   return PS_OK;
 }
 
@@ -77,7 +57,7 @@ ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src) {
   memcpy(dst->update_resident, src->update_resident, src->n_units);
   memcpy(dst->update_streamed, src->update_streamed, src->n_units);
   memcpy(dst->update_split, src->update_split, src->n_units);
-  memcpy(dst->policy, src->policy, (size_t)src->n_layers * src->n_chunks * PS__N_SAVED);
+  memcpy(dst->policy, src->policy, (size_t)src->n_layers * src->n_chunks * src->n_saved);
   return PS_OK;
 }
 
@@ -104,7 +84,7 @@ static void make_batch(ps__builder *b) {
   s->batch = ps__vt_persistent(b, PS__SPACE_HOST, at);
   s->row_loss = ps__vt_persistent(b, PS__SPACE_HOST, 4 * s->layout->n_tokens);
   s->norms =
-      ps__vt_persistent(b, PS__SPACE_HOST, 8ull * PS__MAX_UNIT_SPANS * ps_model_n_units(s->cfg));
+      ps__vt_persistent(b, PS__SPACE_HOST, 8ull * ps__norm_slots(s->model) * s->model->n_units);
   s->stats = ps__vt_persistent(b, PS__SPACE_HOST, sizeof(ps__step_stats));
   const ps__vaccess load = ps__whole(b, s->batch, PS_WRITE);
   ps__emit_hook(b, PS__HOOK_LOAD, 0, PS__S_IO, &load, 1, (ps_work){.bytes = (double)at},
@@ -134,12 +114,13 @@ static void emit_loss(ps__builder *b) {
 
 static void head_pass(ps__builder *b) {
   const ps__step *s = b->s;
-  const uint32_t n = b->round->n_chunks, unit = s->cfg->n_layers + 1;
+  const uint32_t n = b->round->n_chunks, unit = ps__head_unit(s->model),
+                 sliced = ps__sliced_unit(s->model);
   for (uint32_t j = 0; j < s->spec->saved_lead; j++)
     ps__fetch_saved(b, j);
   ps__grad_begin(b, unit);
-  if (s->cfg->tied_embeddings)
-    ps__grad_begin(b, 0);
+  if (sliced != unit)
+    ps__grad_begin(b, sliced);
   b->head_slices = 0;
   b->head_norm = false;
   for (uint32_t c = n; c-- > 0;)
@@ -147,12 +128,12 @@ static void head_pass(ps__builder *b) {
   if (b->round_idx + 1 == s->layout->n_rounds)
     emit_loss(b);
   ps__grad_end(b, unit, false);
-  if (s->cfg->tied_embeddings)
-    ps__grad_end(b, 0, false);
+  if (sliced != unit)
+    ps__grad_end(b, sliced, false);
 }
 
 static void backward_pass(ps__builder *b, uint32_t layer) {
-  const uint32_t n = b->round->n_chunks, layers = b->s->cfg->n_layers;
+  const uint32_t n = b->round->n_chunks, layers = b->s->spec->n_layers;
   ps__grad_begin(b, layer);
   for (uint32_t c = n; c-- > 0;) {
     const uint32_t j = (layers - layer) * n + (n - 1 - c);
@@ -207,17 +188,18 @@ static void emit_rounds(ps__builder *b) {
 }
 
 static void count_saved(ps__step *s) {
-  for (uint32_t layer = 0; layer < s->spec->n_layers; layer++)
+  for (uint32_t layer = 0; layer < s->spec->n_layers; layer++) {
+    const ps__layer_def *d = ps__layer_of(s->model, layer + 1);
     for (uint32_t c = 0; c < s->layout->round[0].n_chunks; c++)
-      for (int saved = 0; saved < PS__N_SAVED; saved++)
-        if (s->block.has_saved[saved])
-          s->saved_bytes[*ps__spec_policy(s->spec, layer, c, saved)] +=
-              s->block.saved_row_bytes[saved] * s->layout->chunk[c].n_tokens;
+      for (uint32_t i = 0; i < d->n_saved; i++)
+        s->saved_bytes[*ps__spec_policy(s->spec, layer, c, i)] +=
+            d->saved[i].row_bytes * s->layout->chunk[c].n_tokens;
+  }
 }
 
 static bool builder_init(ps__builder *b) {
   const ps__spec *spec = b->s->spec;
-  const size_t saved = (size_t)spec->n_layers * spec->n_chunks * PS__N_TENSORS;
+  const size_t saved = (size_t)spec->n_layers * spec->n_chunks * b->s->model->max_tensors;
   b->step_batch = ps__malloc(b->s->layout->n_chunks * sizeof *b->step_batch);
   b->x = ps__malloc(spec->n_chunks * sizeof *b->x);
   b->dy = ps__malloc(spec->n_chunks * sizeof *b->dy);
@@ -246,8 +228,8 @@ static void builder_free(ps__builder *b) {
   ps__free(b->coming);
 }
 
-static ps_status check_spec(const ps_model_config *cfg, const ps__spec *spec) {
-  if (spec->embed_on_host && (cfg->tied_embeddings || spec->param_resident[0] ||
+static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
+  if (spec->embed_on_host && (model->cfg.tied_embeddings || spec->param_resident[0] ||
                               spec->grad_resident[0] || ps__updated_on_device(spec, 0)))
     return ps__fail(PS_EINTERNAL, "the embedding cannot be on the host and on the device");
   for (uint32_t u = 0; u < spec->n_units; u++) {
@@ -261,21 +243,21 @@ static ps_status check_spec(const ps_model_config *cfg, const ps__spec *spec) {
   return PS_OK;
 }
 
-ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layout *layout,
+ps_status ps__step_emit(ps__step *s, const ps_model *model, const ps__layout *layout,
                         const ps__spec *spec, ps__step_hooks *hooks) {
   memset(s, 0, sizeof *s);
-  s->cfg = cfg;
+  s->model = model;
   s->layout = layout;
   s->spec = spec;
   s->recipe = &ps__recipes[spec->recipe];
   s->at = &ps__one_device;
   s->dt = s->recipe->weights;
-  PS_TRY(check_spec(cfg, spec));
+  PS_TRY(check_spec(model, spec));
   s->sums = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, false);
   s->of_step = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, true);
   ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT, .rows_host = PS__NO_VT};
-  ps_status st = ps__block_init(&s->block, cfg, s->dt, layout->seq_len);
-  if (st == PS_OK && !builder_init(&b))
+  ps_status st = PS_OK;
+  if (!builder_init(&b))
     st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
   if (st == PS_OK)
     st = ps__units_init(&b);
@@ -307,9 +289,9 @@ ps_status ps__step_map(ps__step *s) {
   return PS_OK;
 }
 
-ps_status ps__step_build(ps__step *s, const ps_model_config *cfg, const ps__layout *layout,
+ps_status ps__step_build(ps__step *s, const ps_model *model, const ps__layout *layout,
                          const ps__spec *spec, ps__step_hooks *hooks) {
-  PS_TRY(ps__step_emit(s, cfg, layout, spec, hooks));
+  PS_TRY(ps__step_emit(s, model, layout, spec, hooks));
   const ps_status st = ps__step_map(s);
   if (st != PS_OK)
     ps__step_free(s);

@@ -6,7 +6,7 @@
  * engine derives the hazards of the shared memory. */
 #ifndef PS_STEP_STEP_H
 #define PS_STEP_STEP_H
-#include "model/block.h"
+#include "model/model.h"
 #include "optim/optim.h"
 #include "step/layout.h"
 #include "step/places.h"
@@ -50,7 +50,8 @@ typedef struct ps__spec {
    * backward pass to the next round's forward pass. There the memory of saved activations is
    * free. */
   uint32_t blocks_kept;
-  uint32_t n_units, n_layers, n_chunks;    /* n_chunks: chunks of the largest round */
+  /* n_chunks: chunks of the largest round; n_saved: the most that a layer may save */
+  uint32_t n_units, n_layers, n_chunks, n_saved;
   uint8_t *param_resident, *grad_resident; /* [n_units] */
   /* [n_units]: optimizer state is device-resident and the update runs on the device. Needs
    * param_resident, and grad_resident where the total has several contributions. */
@@ -72,11 +73,11 @@ typedef struct ps__spec {
   bool embed_on_host;
   /* gradients are copied to the host even where the update does not need them there */
   bool keep_grads;
-  uint8_t *policy; /* [n_layers][n_chunks][PS__N_SAVED], PS_POLICY_* */
+  uint8_t *policy; /* [n_layers][n_chunks][n_saved], PS_POLICY_* */
 } ps__spec;
 static inline uint8_t *ps__spec_policy(const ps__spec *s, uint32_t layer, uint32_t chunk,
-                                       int saved) {
-  return &s->policy[((size_t)layer * s->n_chunks + chunk) * PS__N_SAVED + (size_t)saved];
+                                       uint32_t saved) {
+  return &s->policy[((size_t)layer * s->n_chunks + chunk) * s->n_saved + saved];
 }
 static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
   return s->update_resident[unit] || s->update_streamed[unit];
@@ -92,7 +93,7 @@ static inline ps__update_part ps__update_part_of(const ps__spec *s, uint32_t uni
 }
 /* ps__spec_init() - everything recomputed but the blocks' inputs, nothing device-resident.
  * Errors: PS_ENOMEM. Freed by ps__spec_free(). */
-ps_status ps__spec_init(ps__spec *s, const ps_model_config *m, const ps__layout *l);
+ps_status ps__spec_init(ps__spec *s, const ps_model *m, const ps__layout *l);
 /* ps__spec_copy() - a copy that owns its arrays. Errors: PS_ENOMEM. */
 ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src);
 void ps__spec_free(ps__spec *s);
@@ -101,7 +102,7 @@ void ps__spec_free(ps__spec *s);
 /* One function serves all hooks. Pointers, by what:
  *   LOAD    W batch (the whole host batch)
  *   LOSS    R batch, R row_loss f32[step tokens], W stats.loss and valid_tokens
- *   NORM    R norms f64[n_units][PS__MAX_UNIT_SPANS], W the second half of stats: its step last,
+ *   NORM    R norms f64[n_units][ps__norm_slots()], W the second half of stats: its step last,
  *           and on success only
  *   UPDATE  the operands of ps__update_operands() (optim/optim.h). The gate is, with clipping, the
  *           second half of stats; without, the unit's norms and, on the device, the batch header.
@@ -139,7 +140,8 @@ typedef struct ps__args_hook {
   ps__step_hooks *hooks;
   uint32_t what, unit;
 } ps__args_hook;
-enum { PS__MAX_UNIT_SPANS = 16 };
+/* Sums of squares that are reserved for each unit: one for each of its spans. */
+static inline uint32_t ps__norm_slots(const ps_model *m) { return (m->max_spans + 15) / 16 * 16; }
 /* Different ops write the two halves, so each has 64 bytes of its own. */
 typedef struct ps__step_stats {
   double loss;
@@ -210,13 +212,12 @@ typedef struct ps__unit_host {
 } ps__unit_host;
 
 typedef struct ps__step {
-  const ps_model_config *cfg;
+  const ps_model *model;
   const ps__layout *layout;
   const ps__spec *spec;
   const ps__recipe *recipe;
   const ps__places *at; /* whose numbers spaces and streams have */
-  ps__block block;
-  ps_dtype dt; /* recipe->weights: of parameters on the device, and of activations */
+  ps_dtype dt;          /* recipe->weights: of parameters on the device, and of activations */
   /* the program: pools of tensors, ops, accesses and arguments */
   ps__vt *vt;
   ps__vop *op;
@@ -237,15 +238,15 @@ typedef struct ps__step {
   size_t scratch_bytes[PS__N_STREAMS];
 } ps__step;
 
-/* ps__step_emit() - emit the step of @spec; memory is not mapped yet. cfg, layout and spec are
+/* ps__step_emit() - emit the step of @spec; memory is not mapped yet. model, layout and spec are
  * borrowed as long as the step lives, hooks as long as schedules made from it live.
  * Errors: PS_ENOMEM, PS_EINTERNAL. Freed by ps__step_free(). */
-ps_status ps__step_emit(ps__step *s, const ps_model_config *cfg, const ps__layout *layout,
+ps_status ps__step_emit(ps__step *s, const ps_model *model, const ps__layout *layout,
                         const ps__spec *spec, ps__step_hooks *hooks);
 /* ps__step_map() - give the tensors their offsets; fill space_bytes. Errors: PS_ENOMEM. */
 ps_status ps__step_map(ps__step *s);
 /* ps__step_build() - emit and map. On an error nothing is left to free. */
-ps_status ps__step_build(ps__step *s, const ps_model_config *cfg, const ps__layout *layout,
+ps_status ps__step_build(ps__step *s, const ps_model *model, const ps__layout *layout,
                          const ps__spec *spec, ps__step_hooks *hooks);
 void ps__step_free(ps__step *s);
 /* ps__step_program() - the step as a program of the engine, with addresses. Errors: PS_ENOMEM. */
@@ -278,8 +279,4 @@ bool ps__memmap_valid(const ps__vt *vt, size_t n, uint32_t space, uint64_t bytes
  *   - every total has all its contributions, added in their order.
  * For asserts and tests. Time: O(ops). Errors: none. */
 bool ps__step_valid(const ps__step *s);
-/* ps__unit_spans() - the spans of a unit in order, of which sums of squares are taken; returns how
- * many, at most PS__MAX_UNIT_SPANS. */
-uint32_t ps__unit_spans(const ps__block *b, const ps_model_config *cfg, uint32_t unit,
-                        ps__span_info out[PS__MAX_UNIT_SPANS]);
 #endif

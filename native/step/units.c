@@ -12,7 +12,7 @@ ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase) {
 }
 
 static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
-  return ps__unit_contributions(b->s->cfg, &b->s->sums, unit);
+  return ps__unit_contributions(b->s->model, &b->s->sums, unit);
 }
 
 /* Whether anything of the unit's gradient is copied to the host. */
@@ -25,7 +25,7 @@ static bool grad_goes_to_host(const ps__builder *b, uint32_t unit) {
 static void make_unit_host(ps__builder *b, uint32_t unit) {
   ps__step *s = b->s;
   ps__unit_host *h = &s->unit_host[unit];
-  h->n = ps_model_unit_elements(s->cfg, unit);
+  h->n = s->model->unit[unit].n;
   const uint64_t weights = unit_bytes(b, unit, s->recipe->weights),
                  updated = unit_bytes(b, unit, s->recipe->updated);
   h->weights = ps__vt_persistent(b, PS__SPACE_HOST, weights);
@@ -48,7 +48,7 @@ static void make_unit_host(ps__builder *b, uint32_t unit) {
 }
 
 static void make_passes(ps__builder *b) {
-  const uint32_t layers = b->s->cfg->n_layers;
+  const uint32_t layers = b->s->spec->n_layers;
   ps__pass *v = b->pass;
   for (uint32_t r = 0; r < b->s->layout->n_rounds; r++) {
     *v++ = (ps__pass){PS__PASS_EMBED, r, 0};
@@ -64,10 +64,10 @@ static void make_passes(ps__builder *b) {
 
 ps_status ps__units_init(ps__builder *b) {
   ps__step *s = b->s;
-  const uint32_t n_units = ps_model_n_units(s->cfg);
+  const uint32_t n_units = s->model->n_units;
   s->unit_host = ps__calloc(n_units, sizeof *s->unit_host);
   b->unit = ps__calloc(n_units, sizeof *b->unit);
-  b->pass = ps__calloc((size_t)s->layout->n_rounds * (2 * s->cfg->n_layers + 3), sizeof *b->pass);
+  b->pass = ps__calloc((size_t)s->layout->n_rounds * (2 * s->spec->n_layers + 3), sizeof *b->pass);
   b->coming = ps__calloc(n_units, sizeof *b->coming);
   if (!s->unit_host || !b->unit || !b->pass || !b->coming)
     return ps__fail(PS_ENOMEM, "out of memory for the step's units");
@@ -92,14 +92,15 @@ static uint32_t pass_units(const ps__builder *b, const ps__pass *v, uint32_t out
   if (v->kind == PS__PASS_EMBED_BACK || (v->kind == PS__PASS_EMBED && b->s->spec->embed_on_host))
     return 0;
   out[n++] = v->unit;
-  if (v->kind == PS__PASS_HEAD && b->s->cfg->tied_embeddings)
-    out[n++] = 0;
+  if (v->kind == PS__PASS_HEAD && ps__sliced_unit(b->s->model) != v->unit)
+    out[n++] = ps__sliced_unit(b->s->model);
   return n;
 }
 
 uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i) {
   return ps__sum_mode(i, n_contributions(b, unit),
-                      ps__unit_contributions(b->s->cfg, &b->s->of_step, unit), b->s->recipe->grad);
+                      ps__unit_contributions(b->s->model, &b->s->of_step, unit),
+                      b->s->recipe->grad);
 }
 
 bool ps__contribution_begins(const ps__builder *b, uint32_t c) {
@@ -213,9 +214,9 @@ void ps__grad_begin(ps__builder *b, uint32_t unit) {
  * caller frees it. */
 static uint32_t emit_sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t grad) {
   ps__step *s = b->s;
-  ps__span_info span[PS__MAX_UNIT_SPANS];
-  const uint32_t n = ps__unit_spans(&s->block, s->cfg, unit, span),
-                 out = ps__vt_new(b, PS__SPACE_DEVICE, PS__MAX_UNIT_SPANS * 8);
+  const ps__span_def *span = ps__layer_of(s->model, unit)->span;
+  const uint32_t n = ps__own_spans(s->model, unit), slots = ps__norm_slots(s->model),
+                 out = ps__vt_new(b, PS__SPACE_DEVICE, slots * 8);
   const uint64_t e = ps_dtype_bytes(s->recipe->grad);
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   for (uint32_t i = 0; i < n; i++) {
@@ -225,7 +226,7 @@ static uint32_t emit_sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t gra
     ps__emit(b, &ps__k_sumsq, PS__S_COMPUTE, &a, sizeof a, access, 2, tag);
   }
   ps__emit_copy(b, PS__S_D2H, ps__part(out, PS_READ, 0, n * 8),
-                ps__part(s->norms, PS_WRITE, (uint64_t)unit * PS__MAX_UNIT_SPANS * 8, n * 8),
+                ps__part(s->norms, PS_WRITE, (uint64_t)unit * slots * 8, n * 8),
                 ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
   return out;
 }
@@ -276,10 +277,10 @@ static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t sp
  *           embedding on the host, whose low bytes are rounded away here). */
 static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32_t staging) {
   ps__step *s = b->s;
-  ps__span_info span[PS__MAX_UNIT_SPANS];
-  const uint32_t n = ps__unit_spans(&s->block, s->cfg, unit, span), grad = s->unit_host[unit].grad;
+  const ps__span_def *span = ps__layer_of(s->model, unit)->span;
+  const uint32_t n = ps__own_spans(s->model, unit), grad = s->unit_host[unit].grad;
   const ps_dtype dt = s->recipe->grad;
-  const uint64_t e = ps_dtype_bytes(dt), at = (uint64_t)unit * PS__MAX_UNIT_SPANS * 8;
+  const uint64_t e = ps_dtype_bytes(dt), at = (uint64_t)unit * ps__norm_slots(s->model) * 8;
   const bool add = staging != PS__NO_VT;
   ps__args_accumulate whole = {.dt = dt, .n_threads = s->spec->sum_threads, .mode = PS_LOW_READ};
   if (add)

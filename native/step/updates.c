@@ -78,8 +78,8 @@ static ps__vaccess gate_access(const ps__builder *b, uint32_t unit, uint32_t sca
     return ps__whole(b, scale, PS_READ);
   if (s->spec->clip)
     return ps__part(s->stats, PS_READ, 64, 64);
-  return ps__part(s->norms, PS_READ, (uint64_t)unit * PS__MAX_UNIT_SPANS * 8,
-                  PS__MAX_UNIT_SPANS * 8);
+  return ps__part(s->norms, PS_READ, (uint64_t)unit * ps__norm_slots(s->model) * 8,
+                  ps__norm_slots(s->model) * 8);
 }
 
 /* The op itself: on the host stream over host memory, or on compute over device memory. */
@@ -174,7 +174,7 @@ static void emit_split_state(ps__builder *b, uint32_t unit) {
 
 void ps__emit_updates(ps__builder *b) {
   ps__step *s = b->s;
-  const uint32_t n_units = ps_model_n_units(s->cfg);
+  const uint32_t n_units = s->model->n_units;
   const ps_tag tag = {-1, -1, -1, PS__PHASE_UPDATE};
   const ps__vaccess half = ps__part(s->stats, PS_WRITE, 64, 64);
   const ps__vaccess norm[2] = {ps__whole(b, s->norms, PS_READ), half};

@@ -184,7 +184,7 @@ static bool totals_valid(const ps__step *s) {
       valid = idx == next[s->op[i].tag.layer]++;
   }
   for (uint32_t u = 0; next && valid && u < s->spec->n_units; u++)
-    valid = next[u] == ps__unit_contributions(s->cfg, &s->sums, u);
+    valid = next[u] == ps__unit_contributions(s->model, &s->sums, u);
   free(next);
   return valid;
 }

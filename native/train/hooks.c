@@ -23,7 +23,7 @@ enum { NOT_COUNTED = -1, TORCH_NOT_COUNTED = -100 /* ignore_index of torch.nn.Cr
  * kernels know. */
 static ps_status check_batch(const ps_trainer *t, uint64_t step, uint64_t *valid) {
   const uint64_t n = t->plan->layout.n_tokens, s = t->plan->cfg.seq_len;
-  const int32_t vocab = (int32_t)t->plan->model.vocab_size;
+  const int32_t vocab = (int32_t)t->plan->model->cfg.vocab_size;
   *valid = 0;
   for (uint64_t i = 0; i < n; i++) {
     const int32_t token = t->tokens[i],
@@ -126,15 +126,14 @@ static ps_status sum_loss(const ps_trainer *t, const ps_launch *l) {
 static const char *unit_name(const ps_trainer *t, uint32_t unit, char buf[32]) {
   if (unit == 0)
     return "the embedding";
-  if (unit > t->plan->model.n_layers)
+  if (unit > t->plan->model->cfg.n_layers)
     return "the head";
   snprintf(buf, 32, "layer %u", unit - 1);
   return buf;
 }
 
 static double unit_sumsq(const ps_trainer *t, const double *slots, uint32_t unit) {
-  ps__span_info run[PS__MAX_UNIT_SPANS];
-  const uint32_t n = ps__unit_spans(&t->plan->step.block, &t->plan->model, unit, run);
+  const uint32_t n = ps__own_spans(t->plan->model, unit);
   double sum = 0;
   for (uint32_t i = 0; i < n; i++)
     sum += slots[i];
@@ -160,10 +159,10 @@ static ps_status grad_norm(ps_trainer *t, const ps_launch *l) {
   const double *slots = l->ptr[0];
   double sum = 0;
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++)
-    sum += unit_sumsq(t, slots + (size_t)u * PS__MAX_UNIT_SPANS, u);
+    sum += unit_sumsq(t, slots + (size_t)u * ps__norm_slots(t->plan->model), u);
   /* from above, as gradients flow: where it began */
   for (uint32_t u = t->plan->spec.n_units; !isfinite(sum) && u-- > 0;)
-    if (!isfinite(unit_sumsq(t, slots + (size_t)u * PS__MAX_UNIT_SPANS, u)))
+    if (!isfinite(unit_sumsq(t, slots + (size_t)u * ps__norm_slots(t->plan->model), u)))
       return not_finite(t, l, u);
   /* as torch.nn.utils.clip_grad_norm_ */
   const double norm = sqrt(sum), scale = t->cfg.clip_norm / (norm + 1e-6);
@@ -204,12 +203,10 @@ static ps__update_gate gate_of(const ps_trainer *t, uint32_t unit, uint64_t id, 
   if (t->plan->cfg.clip)
     return (ps__update_gate){
         .step = &stats_of(gate)->step, .expected = id, .scale = &stats_of(gate)->clip_scale};
-  ps__span_info run[PS__MAX_UNIT_SPANS];
   return (ps__update_gate){.step = header ? &header->step : NULL,
                            .expected = id,
                            .sumsq = gate,
-                           .n_sumsq =
-                               ps__unit_spans(&t->plan->step.block, &t->plan->model, unit, run)};
+                           .n_sumsq = ps__own_spans(t->plan->model, unit)};
 }
 
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit) {

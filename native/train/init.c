@@ -1,16 +1,12 @@
-/* init.c - draws the weights for a training from scratch, from the same distribution as
- * models/init_model.py but with other bits.
- *
- * Norms are 1 and biases 0. Matrices are N(0, 0.02). Those that write into the residual stream
- * (o_proj, down_proj) are N(0, 0.02 / sqrt(2 layers)), as in GPT-2 (Radford et al. 2019, section
- * 2.3). Element i of a model depends on the seed and on i alone: splitmix64 makes a word for each
+/* init.c - draws the weights for a training from scratch, from the distributions that the model's
+ * description gives (ps_param_info.init_mean, init_std): those of models/init_model.py, with other
+ * bits. Element i of a model depends on the seed and on i alone: splitmix64 makes a word for each
  * pair of elements, and Box and Muller's transform makes the pair of it. */
 #include "train/trainer.h"
 #include <math.h>
 #include <string.h>
 
 enum { PIECE = 1 << 16 }; /* elements a task; even, as elements come in pairs */
-static const double STD = 0.02;
 
 typedef struct init_job {
   char *dst;
@@ -44,35 +40,27 @@ static void init_piece(void *arg, int64_t task, uint32_t worker) {
   }
 }
 
-static bool ends_in(const char *name, const char *with) {
-  const size_t n = strlen(name), m = strlen(with);
-  return n >= m && strcmp(name + n - m, with) == 0;
-}
-
 ps_status ps__trainer_init(ps_trainer *t, ps_progress_fn progress, void *progress_user) {
-  const ps_model_config *m = &t->plan->model;
-  const uint64_t total = ps_model_n_elements(m);
+  const ps_model *m = t->plan->model;
+  const uint64_t total = m->n_elements;
   uint64_t done = 0;
   ps__pool *pool;
   PS_TRY(ps__pool_create(&pool, ps__n_cpus(), "ps-init"));
-  ps_status st = PS_OK;
-  for (uint32_t i = 0; st == PS_OK && i < ps_model_n_params(m); i++) {
-    ps_param_info p;
-    init_job j = {.n = 0, .element0 = done, .seed = t->cfg.seed, .dtype = ps__master_dtype(t)};
-    st = ps_model_param(m, i, &p);
-    if (st != PS_OK)
-      break;
-    const bool out = ends_in(p.name, ".o_proj.weight") || ends_in(p.name, ".down_proj.weight");
-    j.dst = ps__master_at(t, p.unit, p.offset);
-    j.n = p.n;
-    j.mean = p.role == PS_PARAM_NORM ? 1.0f : 0.0f;
-    j.std = p.role != PS_PARAM_MATRIX ? 0.0f : (float)(out ? STD / sqrt(2.0 * m->n_layers) : STD);
-    ps__pool_run(pool, (int64_t)((p.n + PIECE - 1) / PIECE), init_piece, &j);
-    ps__trainer_refresh_copy(t, &p);
-    done += p.n;
+  for (uint32_t i = 0; i < m->n_params; i++) {
+    const ps_param_info *p = &m->param[i];
+    init_job j = {.dst = ps__master_at(t, p->unit, p->offset),
+                  .n = p->n,
+                  .element0 = done,
+                  .seed = t->cfg.seed,
+                  .mean = p->init_mean,
+                  .std = p->init_std,
+                  .dtype = ps__master_dtype(t)};
+    ps__pool_run(pool, (int64_t)((p->n + PIECE - 1) / PIECE), init_piece, &j);
+    ps__trainer_refresh_copy(t, p);
+    done += p->n;
     if (progress)
       progress(progress_user, "drawing weights", done * 2, total * 2);
   }
   ps__pool_destroy(pool);
-  return st;
+  return PS_OK;
 }

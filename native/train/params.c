@@ -25,7 +25,7 @@ static ps_status check_param(const ps_trainer *t, uint32_t param, uint64_t n, co
                              ps_param_info *p) {
   if (!t || !data)
     return ps__fail(PS_EINVAL, "trainer and data must be given");
-  PS_TRY(ps_model_param(&t->plan->model, param, p));
+  PS_TRY(ps_model_param(t->plan->model, param, p));
   if (n != p->n)
     return ps__fail(PS_EINVAL, "%s has %llu elements, %llu given", p->name,
                     (unsigned long long)p->n, (unsigned long long)n);
@@ -97,16 +97,12 @@ static ps_status load_param(ps_trainer *t, ps_tensor_file *f, const ps_param_inf
 /* A tensor that the model does not know is refused: without it the math would be another model's.
  * Two kinds are passed over: rotary tables of old files, which are derived, and a tied head. */
 static ps_status check_unknown(const ps_trainer *t, const ps_tensor_file *f) {
-  const ps_model_config *m = &t->plan->model;
+  const ps_model *m = t->plan->model;
   for (uint64_t i = 0; i < ps_tensors_count(f); i++) {
     ps_tensor_info info;
-    ps_param_info p;
     PS_TRY(ps_tensors_info(f, i, &info));
-    bool known = strstr(info.name, "rotary_emb.inv_freq") ||
-                 (m->tied_embeddings && strcmp(info.name, "lm_head.weight") == 0);
-    for (uint32_t k = 0; !known && k < ps_model_n_params(m); k++)
-      known = ps_model_param(m, k, &p) == PS_OK && strcmp(p.name, info.name) == 0;
-    if (!known)
+    if (ps_model_find(m, info.name) == UINT32_MAX && !strstr(info.name, "rotary_emb.inv_freq") &&
+        !(m->cfg.tied_embeddings && strcmp(info.name, "lm_head.weight") == 0))
       return ps__fail(PS_EFORMAT,
                       "%s: tensor %s is not part of the model that config.json describes",
                       t->model_dir, info.name);
@@ -115,16 +111,15 @@ static ps_status check_unknown(const ps_trainer *t, const ps_tensor_file *f) {
 }
 
 static ps_status check_known(const ps_trainer *t, const ps_tensor_file *f) {
-  for (uint32_t i = 0; i < ps_model_n_params(&t->plan->model); i++) {
+  for (uint32_t i = 0; i < t->plan->model->n_params; i++) {
+    const ps_param_info *p = &t->plan->model->param[i];
     ps_tensor_info info;
-    ps_param_info p;
-    PS_TRY(ps_model_param(&t->plan->model, i, &p));
-    const uint64_t idx = ps_tensors_find(f, p.name);
+    const uint64_t idx = ps_tensors_find(f, p->name);
     if (idx == UINT64_MAX)
       return ps__fail(PS_EFORMAT, "%s: tensor %s is missing from its safetensors", t->model_dir,
-                      p.name);
+                      p->name);
     PS_TRY(ps_tensors_info(f, idx, &info));
-    PS_TRY(check_tensor(t, &info, &p));
+    PS_TRY(check_tensor(t, &info, p));
   }
   return PS_OK;
 }
@@ -141,15 +136,12 @@ ps_status ps__trainer_open_weights(const ps_trainer *t, ps_tensor_file **out) {
 
 ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress,
                            void *progress_user) {
-  const ps_model_config *m = &t->plan->model;
-  const uint64_t bytes = ps_dtype_bytes(ps__master_dtype(t)),
-                 total = ps_model_n_elements(m) * bytes;
+  const ps_model *m = t->plan->model;
+  const uint64_t bytes = ps_dtype_bytes(ps__master_dtype(t)), total = m->n_elements * bytes;
   uint64_t done = 0;
-  for (uint32_t i = 0; i < ps_model_n_params(m); i++) {
-    ps_param_info p;
-    PS_TRY(ps_model_param(m, i, &p));
-    PS_TRY(load_param(t, f, &p));
-    done += p.n * bytes;
+  for (uint32_t i = 0; i < m->n_params; i++) {
+    PS_TRY(load_param(t, f, &m->param[i]));
+    done += m->param[i].n * bytes;
     if (progress)
       progress(progress_user, "loading weights", done, total);
   }
@@ -175,9 +167,8 @@ static bool all_finite(const char *values, uint64_t n, ps_dtype dtype) {
 }
 
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out) {
-  for (uint32_t i = 0; i < ps_model_n_params(&t->plan->model); i++) {
-    if (ps_model_param(&t->plan->model, i, out) != PS_OK)
-      return false;
+  for (uint32_t i = 0; i < t->plan->model->n_params; i++) {
+    *out = t->plan->model->param[i];
     if (!all_finite(ps__master_at(t, out->unit, out->offset), out->n, ps__master_dtype(t)))
       return true;
   }

@@ -15,6 +15,8 @@ static const uint32_t BUSY = 1u << 31;
 
 struct ps__rows {
   uint64_t n, dim;         /* of the table */
+  uint32_t dt;             /* of the gathered rows */
+  float scale;             /* which the gathered rows get */
   _Atomic uint32_t done[]; /* [n] */
 };
 
@@ -34,13 +36,16 @@ typedef struct rows_job {
   uint64_t n_tokens;
 } rows_job;
 
-ps_status ps__rows_create(ps__rows **out, uint64_t n_rows, uint64_t dim) {
+ps_status ps__rows_create(ps__rows **out, const ps__args_embed *args) {
+  const uint64_t n_rows = args->vocab;
   ps__rows *r = ps__calloc(1, sizeof *r + n_rows * sizeof *r->done);
   if (!r)
     return ps__fail(PS_ENOMEM, "out of memory for a table of %llu rows",
                     (unsigned long long)n_rows);
   r->n = n_rows;
-  r->dim = dim;
+  r->dim = args->dim;
+  r->dt = args->dt;
+  r->scale = ps__embed_scale(args);
   *out = r;
   return PS_OK;
 }
@@ -108,11 +113,13 @@ static void gather_task(void *arg, int64_t task, uint32_t worker) {
   const rows_job *j = arg;
   const uint64_t first = (uint64_t)task * GATHER_ROWS,
                  end = first + GATHER_ROWS < j->n_tokens ? first + GATHER_ROWS : j->n_tokens;
-  const size_t bytes = j->rows->dim * ps_dtype_bytes(ps__recipes[j->u.recipe].weights);
+  const ps__rows *r = j->rows;
+  const size_t bytes = r->dim * ps_dtype_bytes((ps_dtype)r->dt);
   for (uint64_t i = first; i < end; i++) {
     if (j->id)
       ensure_updated(j, (uint64_t)j->token[i]);
-    memcpy(j->out + i * bytes, j->from + (size_t)j->token[i] * bytes, bytes);
+    ps__embed_row(j->out + i * bytes, j->from + (size_t)j->token[i] * bytes, r->dt, r->dim,
+                  r->scale);
   }
 }
 

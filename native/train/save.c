@@ -29,21 +29,17 @@ static ps_status append_param(ps_trainer *t, ps_tensor_writer *w, const ps_param
 
 static ps_status save_tensors(ps_trainer *t, ps__stage *stage, const char *dir, ps_dtype dtype,
                               uint64_t max_shard_bytes) {
-  const ps_model_config *m = &t->plan->model;
-  const uint32_t n = ps_model_n_params(m);
-  ps_param_info *params = ps__calloc(n, sizeof *params);
+  const uint32_t n = t->plan->model->n_params;
+  const ps_param_info *params = t->plan->model->param;
   ps_tensor_spec *specs = ps__calloc(n, sizeof *specs);
   void *buffer = ps__malloc(4ull * PIECE);
   ps_tensor_writer *w = NULL;
-  ps_status st =
-      params && specs && buffer ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for saving");
-  for (uint32_t i = 0; st == PS_OK && i < n; i++) {
-    st = ps_model_param(m, i, &params[i]);
+  ps_status st = specs && buffer ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for saving");
+  for (uint32_t i = 0; st == PS_OK && i < n; i++)
     specs[i] = (ps_tensor_spec){.name = params[i].name,
                                 .dtype = dtype,
                                 .n_dims = params[i].n_dims,
                                 .shape = {params[i].shape[0], params[i].shape[1]}};
-  }
   if (st == PS_OK)
     st = ps__tensors_create(&w, stage, dir, "model", specs, n, max_shard_bytes, NULL, 0);
   if (st == PS_OK) {
@@ -54,7 +50,6 @@ static ps_status save_tensors(ps_trainer *t, ps__stage *stage, const char *dir, 
     else
       ps_tensors_abort(w);
   }
-  ps__free(params);
   ps__free(specs);
   ps__free(buffer);
   return st;

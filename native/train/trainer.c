@@ -115,7 +115,7 @@ ps_status ps_train_config_check(const ps_train_config *c, const ps_model_config 
 }
 
 static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
-  PS_TRY(ps_train_config_check(c, &plan->model));
+  PS_TRY(ps_train_config_check(c, &plan->model->cfg));
   if (!c->dataset == !c->batch_fn)
     return ps__fail(PS_EINVAL, "exactly one of dataset and batch_fn must be given");
   if (c->optimizer != plan->cfg.optimizer)
@@ -143,9 +143,9 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
 }
 
 static ps_status make_segments(ps_trainer *t) {
-  const ps_model_config *m = &t->plan->model;
-  const uint32_t n_units = t->plan->spec.n_units, n_params = ps_model_n_params(m);
-  t->segments = ps__calloc(n_params, sizeof *t->segments);
+  const ps_model *m = t->plan->model;
+  const uint32_t n_units = m->n_units;
+  t->segments = ps__calloc(m->n_params, sizeof *t->segments);
   t->first_segment = ps__calloc(n_units + 1, sizeof *t->first_segment);
   t->first_element = ps__calloc(n_units, sizeof *t->first_element);
   if (!t->segments || !t->first_segment || !t->first_element)
@@ -155,17 +155,15 @@ static ps_status make_segments(ps_trainer *t) {
   for (uint32_t u = 0; u < n_units; u++) {
     t->first_segment[u] = n;
     t->first_element[u] = element;
-    element += ps_model_unit_elements(m, u);
-    for (uint32_t i = 0; i < n_params; i++) {
-      ps_param_info p;
-      PS_TRY(ps_model_param(m, i, &p));
-      if (p.unit == u)
-        t->segments[n++] = (ps__segment){
-            p.offset, p.n, p.role == PS_PARAM_MATRIX ? (float)t->cfg.weight_decay : 0.0f};
+    element += m->unit[u].n;
+    for (uint32_t i = 0; i < m->unit[u].n_params; i++) {
+      const ps_param_info *p = &m->param[m->unit[u].first_param + i];
+      t->segments[n++] = (ps__segment){
+          p->offset, p->n, p->role == PS_PARAM_MATRIX ? (float)t->cfg.weight_decay : 0.0f};
     }
   }
   t->first_segment[n_units] = n;
-  return t->plan->spec.embed_on_host ? ps__rows_create(&t->rows, m->vocab_size, m->dim) : PS_OK;
+  return t->plan->spec.embed_on_host ? ps__rows_create(&t->rows, ps__embed_args_of(m)) : PS_OK;
 }
 
 static ps_status open_engine(ps_trainer *t) {
@@ -209,7 +207,7 @@ static ps_status note_memory(ps_trainer *t, bool opening) {
 static ps_status check_model(const ps_trainer *t) {
   ps_model_config m;
   PS_TRY(ps_model_config_read(&m, t->model_dir));
-  if (memcmp(&m, &t->plan->model, sizeof m) != 0)
+  if (memcmp(&m, &t->plan->model->cfg, sizeof m) != 0)
     return ps__fail(PS_EINVAL,
                     "%s: its config.json describes another model than the plan: make a plan for it",
                     t->model_dir);

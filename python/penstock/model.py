@@ -57,17 +57,22 @@ class ModelConfig:
         check(lib.ps_model_config_check(self._ptr, b"model"))
         return text(lib.ps_model_family_name(self._ptr.family))
 
+    def _model(self):
+        """The model of the configuration, a ps_model; FormatError where it is out of range."""
+        out = ffi.new("ps_model **")
+        check(lib.ps_model_create(out, self._ptr))
+        return ffi.gc(out[0], lib.ps_model_destroy)
+
     @property
     def n_elements(self) -> int:
         """The number of parameters; tied ones count once."""
-        return lib.ps_model_n_elements(self._ptr)
+        return lib.ps_model_n_elements(self._model())
 
     def params(self) -> list[Parameter]:
         """Every parameter tensor, in the library's order."""
-        check(lib.ps_model_config_check(self._ptr, b"model"))
-        out, info = [], ffi.new("ps_param_info *")
-        for i in range(lib.ps_model_n_params(self._ptr)):
-            check(lib.ps_model_param(self._ptr, i, info))
+        model, out, info = self._model(), [], ffi.new("ps_param_info *")
+        for i in range(lib.ps_model_n_params(model)):
+            check(lib.ps_model_param(model, i, info))
             shape = tuple(info.shape[d] for d in range(info.n_dims))
             out.append(
                 Parameter(i, text(info.name), shape, ROLES[info.role], info.unit, info.offset)
@@ -75,9 +80,10 @@ class ModelConfig:
         return out
 
     def flops(self, seq_len: int) -> dict:
-        """Model FLOPs of one sequence: layer_matmul, attn_fwd, attn_bwd, head, sequence."""
+        """Model FLOPs of one sequence: matmul (the blocks' products, forward), attn_fwd,
+        attn_bwd, head, sequence (all of it)."""
         out = struct("ps_flops")
-        check(lib.ps_model_flops(self._ptr, seq_len, out))
+        check(lib.ps_model_flops(self._model(), seq_len, out))
         return as_dict(out)
 
 

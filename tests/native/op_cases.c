@@ -165,11 +165,11 @@ static const uint32_t glu_test[][2] = {{1, 1},     {1, 14336},  {3, 7},
  * where sig is 1. bf16: exp within 1e-5 */
 static op_tolerance glu_tolerance(uint32_t dt, uint32_t activation) {
   return dt == PS_BF16 ? (op_tolerance){1, 2e-5, 2e-6}
-                       : (op_tolerance){0, activation == PS_GLU_SILU ? 1e-6 : 4e-6, 2e-7};
+                       : (op_tolerance){0, activation == PS_ACTIVATION_SILU ? 1e-6 : 4e-6, 2e-7};
 }
 static void glu_fwd(visit *v, uint32_t dt) {
   EACH(s, v, glu_test, glu_bench) {
-    const ps__args_glu a = {s[0], s[1], dt, s_i % 2 ? PS_GLU_GELU_TANH : PS_GLU_SILU};
+    const ps__args_glu a = {s[0], s[1], dt, s_i % 2 ? PS_ACTIVATION_GELU_TANH : PS_ACTIVATION_SILU};
     const uint64_t n = (uint64_t)s[0] * s[1];
     if (!wanted(v, 2 * n))
       continue;
@@ -179,7 +179,7 @@ static void glu_fwd(visit *v, uint32_t dt) {
 }
 static void glu_bwd(visit *v, uint32_t dt) {
   EACH(s, v, glu_test, glu_bench) {
-    const ps__args_glu a = {s[0], s[1], dt, s_i % 2 ? PS_GLU_GELU_TANH : PS_GLU_SILU};
+    const ps__args_glu a = {s[0], s[1], dt, s_i % 2 ? PS_ACTIVATION_GELU_TANH : PS_ACTIVATION_SILU};
     const uint64_t n = (uint64_t)s[0] * s[1];
     if (!wanted(v, 2 * n))
       continue;

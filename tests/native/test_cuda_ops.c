@@ -357,10 +357,10 @@ static void speeds(void) {
   speed("rmsnorm_bwd add_dx", ps__cuda_rmsnorm_bwd,
         &(ps__args_rmsnorm){T, D, PS_BF16, 1, 1, 1e-5f, 0, 0}, AT(64, 1024, 256, 512, 1040), 4 * x,
         0);
-  speed("glu_fwd", ps__cuda_glu_fwd, &(ps__args_glu){T, F, PS_BF16, PS_GLU_SILU}, AT(64, 1024),
-        6.0 * T * F, 0);
-  speed("glu_bwd", ps__cuda_glu_bwd, &(ps__args_glu){T, F, PS_BF16, PS_GLU_SILU}, AT(1024, 64),
-        12.0 * T * F, 0);
+  speed("glu_fwd", ps__cuda_glu_fwd, &(ps__args_glu){T, F, PS_BF16, PS_ACTIVATION_SILU},
+        AT(64, 1024), 6.0 * T * F, 0);
+  speed("glu_bwd", ps__cuda_glu_bwd, &(ps__args_glu){T, F, PS_BF16, PS_ACTIVATION_SILU},
+        AT(1024, 64), 12.0 * T * F, 0);
   ps__args_qkv q = {
       .n_tokens = T, .n_heads = 32, .n_kv_heads = 8, .head_dim = 128, .dt = PS_BF16, .eps = 1e-6f};
   g_failed += ps__rope_table(&q, &(ps_rope){.rotary_dim = 128, .theta = 5e5}, 0, 1) != PS_OK;

@@ -27,6 +27,7 @@ static const char config_json[] =
 
 static char root[256], model_dir[300];
 static ps_model_config model;
+static ps_model *params; /* of it */
 static ps_hardware hw;
 
 /* ---- where updates run ----------------------------------------------------------------------- */
@@ -88,7 +89,7 @@ static ps_plan *make_plan(ps_optimizer optimizer, uint32_t recipe, bool clip, va
   ps__spec s;
   CHECK(ps__layout_init(&layout, SEQ_LEN, SEQUENCES, cfg.chunk_tokens, cfg.chunks_per_round, 0) ==
         PS_OK);
-  CHECK(ps__spec_init(&s, &model, &layout) == PS_OK);
+  CHECK(ps__spec_init(&s, params, &layout) == PS_OK);
   s.recipe = (ps_recipe)recipe;
   s.optimizer = optimizer;
   s.backend = hw.backend;
@@ -133,9 +134,9 @@ static uint64_t hash(uint64_t h, const void *p, uint64_t bytes) {
 }
 
 static void hash_state(ps_trainer *t, outcome *o) {
-  for (uint32_t i = 0; i < ps_model_n_params(&model); i++) {
+  for (uint32_t i = 0; i < ps_model_n_params(params); i++) {
     ps_param_info p;
-    CHECK(ps_model_param(&model, i, &p) == PS_OK);
+    CHECK(ps_model_param(params, i, &p) == PS_OK);
     float *x = malloc(p.n * sizeof *x);
     CHECK(x && ps_trainer_read_param(t, i, x, p.n) == PS_OK);
     o->parameters = hash(o->parameters, x, p.n * sizeof *x);
@@ -226,6 +227,7 @@ int main(int argc, char **argv) {
   CHECK(mkdtemp(root));
   snprintf(model_dir, sizeof model_dir, "%s/model", root);
   tiny_model_write(model_dir, config_json, &model);
+  CHECK(ps_model_create(&params, &model) == PS_OK);
   const int64_t live = ps__live_allocations();
   /* attention on a GPU is in bf16 */
   static const uint32_t recipes[] = {PS_RECIPE_BF16, PS_RECIPE_FP32_MASTER};

@@ -24,6 +24,7 @@ typedef struct model {
   const char *name, *json;
   char dir[256];
   ps_model_config cfg;
+  ps_model *made;
 } model;
 
 #define COMMON                                                                                     \
@@ -255,7 +256,7 @@ enum { N_SHAPES = sizeof shapes / sizeof *shapes, N_CASES = N_MODELS * N_SHAPES 
 
 static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *cfg,
                           const ps__layout *l) {
-  CHECK(ps__spec_init(spec, &m->cfg, l) == PS_OK);
+  CHECK(ps__spec_init(spec, m->made, l) == PS_OK);
   spec->recipe = (ps_recipe)cfg->recipe;
   spec->optimizer = (ps_optimizer)cfg->optimizer;
   spec->chunk_tokens = cfg->chunk_tokens;
@@ -265,7 +266,7 @@ static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *
   spec->clip = cfg->clip != 0;
   memset(spec->param_resident, 1, spec->n_units);
   memset(spec->grad_resident, 1, spec->n_units);
-  memset(spec->policy, PS_POLICY_DEVICE, (size_t)spec->n_layers * spec->n_chunks * PS__N_SAVED);
+  memset(spec->policy, PS_POLICY_DEVICE, (size_t)spec->n_layers * spec->n_chunks * spec->n_saved);
 }
 
 /* Every decision by itself; a bias of the draw (mostly one policy, or an even mix) reaches the
@@ -287,7 +288,7 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
     spec->param_resident[u] = rnd_below(state, 2) != 0;
     spec->grad_resident[u] = rnd_below(state, 2) != 0;
     /* an update on the device needs parameters and the gradient's total there */
-    const bool several = ps__unit_contributions(&m->cfg, &sums, u) > 1;
+    const bool several = ps__unit_contributions(m->made, &sums, u) > 1;
     spec->update_resident[u] =
         spec->param_resident[u] && (spec->grad_resident[u] || !several) && rnd_below(state, 2);
     spec->update_streamed[u] = !spec->update_resident[u] && rnd_below(state, 2);
@@ -299,11 +300,11 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
         spec->update_streamed[0] = spec->update_split[0] = 0;
   for (uint32_t layer = 0; layer < spec->n_layers; layer++)
     for (uint32_t c = 0; c < spec->n_chunks; c++)
-      for (int saved = 0; saved < PS__N_SAVED; saved++) {
+      for (uint32_t saved = 0; saved < spec->n_saved; saved++) {
         uint32_t policy =
             favour < 3 && rnd_below(state, 4) ? favour : rnd_below(state, PS_N_POLICIES);
         /* a block's input is always kept somewhere */
-        if (saved == PS__SAVED_X && policy >= PS_POLICY_RECOMPUTE)
+        if (saved == 0 && policy >= PS_POLICY_RECOMPUTE)
           policy = rnd_below(state, 2);
         *ps__spec_policy(spec, layer, c, saved) = (uint8_t)policy;
       }
@@ -326,8 +327,9 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
   for (uint32_t layer = 0; layer < s->n_layers; layer++)
     for (uint32_t c = 0; c < s->n_chunks; c++) {
       printf("layer %u chunk %u:", layer, c);
-      for (int saved = 0; saved < PS__N_SAVED; saved++)
-        printf(" %s=%u", ps__saved_name[saved], *ps__spec_policy(s, layer, c, saved));
+      for (uint32_t saved = 0; saved < s->n_saved; saved++)
+        printf(" %s=%u", ps__layer_of(m->made, layer + 1)->saved[saved].name,
+               *ps__spec_policy(s, layer, c, saved));
       printf("\n");
     }
 }
@@ -432,8 +434,8 @@ static counted count(const model *m, ps_optimizer optimizer, ps_recipe recipe, b
 static void test_state_is_counted(void) {
   const model *m = &models[0];
   uint64_t n = 0; /* with what pads units */
-  for (uint32_t u = 0; u < ps_model_n_units(&m->cfg); u++)
-    n += ps_model_unit_elements(&m->cfg, u);
+  for (uint32_t u = 0; u < m->made->n_units; u++)
+    n += m->made->unit[u].n;
   for (int i = 0; i < PS_N_OPTIMIZERS * PS_N_RECIPES; i++) {
     const ps_optimizer o = (ps_optimizer)(i / PS_N_RECIPES);
     const ps_recipe recipe = (ps_recipe)(i % PS_N_RECIPES);
@@ -557,6 +559,8 @@ int main(void) {
   CHECK(mkdtemp(root));
   for (uint32_t i = 0; i < N_MODELS; i++)
     make_model(&models[i], root);
+  for (uint32_t i = 0; i < N_MODELS; i++)
+    CHECK(ps_model_create(&models[i].made, &models[i].cfg) == PS_OK);
   test_state_is_counted();
   const int64_t before = ps__live_allocations();
   uint64_t state = 20261121;

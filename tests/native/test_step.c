@@ -24,22 +24,25 @@ typedef struct built {
   ps__layout layout;
   ps__spec spec;
   ps__step_hooks hooks;
+  ps_model *model;
   ps__step step;
 } built;
 
 /* 24 rounds of bf16, all saved activations offloaded. Totals have 24 contributions and low bytes.
  * In the first round the offloaded activations are aliases of gradients. */
 static void build(built *b) {
+  CHECK(ps__model_create(&b->model, &model, PS_BF16, SEQ_LEN) == PS_OK);
   CHECK(ps__layout_init(&b->layout, SEQ_LEN, N_SEQUENCES, SEQ_LEN, 1, 0) == PS_OK);
-  CHECK(ps__spec_init(&b->spec, &model, &b->layout) == PS_OK);
+  CHECK(ps__spec_init(&b->spec, b->model, &b->layout) == PS_OK);
   b->spec.recipe = PS_RECIPE_BF16;
   b->spec.chunk_tokens = SEQ_LEN;
   b->spec.chunks_per_round = b->spec.first_round_chunks = 1;
   b->spec.head_slice = SEQ_LEN;
   b->spec.clip = true;
   b->spec.param_lead = b->spec.saved_lead = b->spec.saved_lag = b->spec.grad_lag = 1;
-  memset(b->spec.policy, PS_POLICY_HOST, (size_t)b->spec.n_layers * b->spec.n_chunks * PS__N_SAVED);
-  CHECK(ps__step_build(&b->step, &model, &b->layout, &b->spec, &b->hooks) == PS_OK);
+  memset(b->spec.policy, PS_POLICY_HOST,
+         (size_t)b->spec.n_layers * b->spec.n_chunks * b->spec.n_saved);
+  CHECK(ps__step_build(&b->step, b->model, &b->layout, &b->spec, &b->hooks) == PS_OK);
 }
 
 static bool map_valid(const ps__step *s) {
@@ -161,6 +164,7 @@ int main(void) {
   test_memmap(&b.step);
   test_step(&b.step);
   ps__step_free(&b.step);
+  ps_model_destroy(b.model);
   ps__spec_free(&b.spec);
   ps__layout_free(&b.layout);
   CHECK(ps__live_allocations() == before);

@@ -27,6 +27,7 @@ static const char config_json[] =
 
 static char root[256], model_dir[300], shard[300], new_dir[300], old_dir[300];
 static ps_model_config model;
+static ps_model *params; /* of it */
 static ps_hardware hw;
 
 /* ---- pieces ---------------------------------------------------------------------------------- */
@@ -63,7 +64,7 @@ static ps_plan *make_streamed_plan(const ps_plan_config *cfg, bool there) {
   ps__spec spec;
   CHECK(ps__layout_init(&layout, cfg->seq_len, SEQUENCES, cfg->chunk_tokens, cfg->chunks_per_round,
                         0) == PS_OK);
-  CHECK(ps__spec_init(&spec, &model, &layout) == PS_OK);
+  CHECK(ps__spec_init(&spec, params, &layout) == PS_OK);
   spec.recipe = (ps_recipe)cfg->recipe;
   spec.chunk_tokens = layout.chunk_tokens;
   spec.chunks_per_round = layout.chunks_per_round;
@@ -108,9 +109,9 @@ static ps_trainer *make_trainer(ps_plan *plan, const ps_train_config *c) {
 /* Hash of all parameters on the host. */
 static uint64_t weights(ps_trainer *t) {
   uint64_t h = 0;
-  for (uint32_t i = 0; i < ps_model_n_params(&model); i++) {
+  for (uint32_t i = 0; i < ps_model_n_params(params); i++) {
     ps_param_info p;
-    CHECK(ps_model_param(&model, i, &p) == PS_OK);
+    CHECK(ps_model_param(params, i, &p) == PS_OK);
     float *x = malloc(p.n * sizeof *x);
     CHECK(x && ps_trainer_read_param(t, i, x, p.n) == PS_OK);
     for (uint64_t k = 0; k < p.n; k++) {
@@ -206,7 +207,7 @@ static void check_whole(const char *dir) {
   ps_tensor_file *f;
   CHECK(count_names(dir, ".part") == 0 && count_names(dir, "safetensors") == 1);
   CHECK(ps_model_config_read(&m, dir) == PS_OK && ps_tensors_open(&f, dir) == PS_OK);
-  CHECK(ps_tensors_count(f) == ps_model_n_params(&model));
+  CHECK(ps_tensors_count(f) == ps_model_n_params(params));
   ps_tensors_close(f);
 }
 
@@ -379,19 +380,15 @@ static void test_targets_not_counted(void) {
 /* ---- not finite ------------------------------------------------------------------------------ */
 
 static uint32_t param_named(const char *name) {
-  for (uint32_t i = 0; i < ps_model_n_params(&model); i++) {
-    ps_param_info p;
-    if (ps_model_param(&model, i, &p) == PS_OK && strcmp(p.name, name) == 0)
-      return i;
-  }
-  CHECK(!"a parameter of that name");
-  return 0;
+  const uint32_t i = ps_model_find(params, name);
+  CHECK(i != UINT32_MAX);
+  return i;
 }
 
 static void fill_param(ps_trainer *t, const char *name, float value) {
   const uint32_t idx = param_named(name);
   ps_param_info p;
-  CHECK(ps_model_param(&model, idx, &p) == PS_OK);
+  CHECK(ps_model_param(params, idx, &p) == PS_OK);
   float *x = malloc(p.n * sizeof *x);
   CHECK(x);
   for (uint64_t k = 0; k < p.n; k++)
@@ -718,6 +715,7 @@ int main(void) {
   snprintf(new_dir, sizeof new_dir, "%s/new", root);
   snprintf(old_dir, sizeof old_dir, "%s/old", root);
   tiny_model_write(model_dir, config_json, &model);
+  CHECK(ps_model_create(&params, &model) == PS_OK);
   tiny_model_write(old_dir, config_json, &model);
   tiny_shard_write(shard, 5000, VOCAB);
   hw.struct_bytes = sizeof hw;

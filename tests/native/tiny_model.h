@@ -18,12 +18,14 @@ static inline void tiny_model_write(const char *dir, const char *json, ps_model_
   CHECK(f && fputs(json, f) >= 0 && fclose(f) == 0);
   *cfg = (ps_model_config){.struct_bytes = sizeof *cfg};
   CHECK(ps_model_config_read(cfg, dir) == PS_OK);
-  const uint32_t n = ps_model_n_params(cfg);
+  ps_model *m;
+  CHECK(ps_model_create(&m, cfg) == PS_OK);
+  const uint32_t n = ps_model_n_params(m);
   ps_param_info *info = calloc(n, sizeof *info);
   ps_tensor_spec *spec = calloc(n, sizeof *spec);
   CHECK(info && spec);
   for (uint32_t i = 0; i < n; i++) {
-    CHECK(ps_model_param(cfg, i, &info[i]) == PS_OK);
+    CHECK(ps_model_param(m, i, &info[i]) == PS_OK);
     spec[i] = (ps_tensor_spec){.name = info[i].name,
                                .dtype = PS_F32,
                                .n_dims = info[i].n_dims,
@@ -41,6 +43,7 @@ static inline void tiny_model_write(const char *dir, const char *json, ps_model_
   CHECK(ps_tensors_finish(w) == PS_OK);
   free(info);
   free(spec);
+  ps_model_destroy(m);
 }
 
 /* An llm.c gpt-2 shard of @n random tokens below @vocab. */

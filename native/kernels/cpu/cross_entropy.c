@@ -160,6 +160,9 @@ static ps_status cross_entropy(const ps_launch *l) {
   return PS_OK;
 }
 
+static void bind_cross_entropy(void *args, const ps__chunk_shape *chunk) {
+  ((ps__args_cross_entropy *)args)->rows = chunk->n_tokens;
+}
 static ps_work work_cross_entropy(const void *args) {
   const ps__args_cross_entropy *a = args;
   return ps__bytes_work(3.0 * a->rows * a->vocab * (double)ps__dt_bytes(a->dt));
@@ -169,5 +172,7 @@ const ps_kernel ps__k_cross_entropy = {
     .name = "cross_entropy",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {cross_entropy, PS_CUDA_FN(cross_entropy)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_cross_entropy},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .work = work_cross_entropy,
+                                 .bind = bind_cross_entropy},
 };

@@ -282,6 +282,11 @@ static double row_bytes(const ps__args_embed *a) {
 static double table_bytes(const ps__args_embed *a) {
   return (double)a->vocab * a->dim * (double)ps__dt_bytes(a->dt);
 }
+static void bind_embed(void *args, const ps__chunk_shape *chunk) {
+  ps__args_embed *a = args;
+  a->n_tokens = chunk->n_tokens;
+  a->accumulate = !chunk->first_grad;
+}
 static ps_work work_embed_fwd(const void *args) { return ps__bytes_work(2.0 * row_bytes(args)); }
 static ps_work work_embed_bwd(const void *args) {
   const ps__args_embed *a = args;
@@ -302,7 +307,8 @@ const ps_kernel ps__k_embed_fwd = {
     .name = "embed_fwd",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {embed_fwd, PS_CUDA_FN(embed_fwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_embed_fwd},
+    .info =
+        &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_embed_fwd, .bind = bind_embed},
 };
 const ps_kernel ps__k_embed_bwd = {
     .name = "embed_bwd",
@@ -310,6 +316,7 @@ const ps_kernel ps__k_embed_bwd = {
     .fn = {embed_bwd, PS_CUDA_FN(embed_bwd)},
     .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
                                  .work = work_embed_bwd,
+                                 .bind = bind_embed,
                                  .scratch = {scratch_embed_bwd, ps_scratch_embed_bwd}},
 };
 const ps_kernel ps__k_embed_bwd_host = {

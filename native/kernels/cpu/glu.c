@@ -15,12 +15,12 @@ typedef struct glu_job {
 #define GELU_A 1.5957691216057308f
 #define GELU_B 0.044715f
 PS_VEC void glu_below(ps__v *below, const ps__v *x, uint32_t activation) {
-  const ps__v k = activation == PS_GLU_SILU ? *x : (*x * *x * GELU_B + 1.0f) * *x * GELU_A;
+  const ps__v k = activation == PS_ACTIVATION_SILU ? *x : (*x * *x * GELU_B + 1.0f) * *x * GELU_A;
   *below = 1.0f + ps__v_exp(-k);
 }
 /* x times the derivative of k. */
 PS_VEC void glu_slope(ps__v *slope, const ps__v *x, uint32_t activation) {
-  *slope = activation == PS_GLU_SILU ? *x : (*x * *x * (3.0f * GELU_B) + 1.0f) * *x * GELU_A;
+  *slope = activation == PS_ACTIVATION_SILU ? *x : (*x * *x * (3.0f * GELU_B) + 1.0f) * *x * GELU_A;
 }
 
 PS_VEC void glu_fwd_rows(const glu_job *j, int64_t first, int64_t end, uint32_t dt,
@@ -59,10 +59,10 @@ PS_VEC void glu_bwd_rows(const glu_job *j, int64_t first, int64_t end, uint32_t 
 /* Of a job's dtype and activation, each a constant. */
 #define GLU_ROWS(rows, j, first, end)                                                              \
   do {                                                                                             \
-    if ((j)->activation == PS_GLU_SILU)                                                            \
-      PS__BY_DTYPE((j)->dt, DT, rows(j, first, end, DT, PS_GLU_SILU));                             \
+    if ((j)->activation == PS_ACTIVATION_SILU)                                                     \
+      PS__BY_DTYPE((j)->dt, DT, rows(j, first, end, DT, PS_ACTIVATION_SILU));                      \
     else                                                                                           \
-      PS__BY_DTYPE((j)->dt, DT, rows(j, first, end, DT, PS_GLU_GELU_TANH));                        \
+      PS__BY_DTYPE((j)->dt, DT, rows(j, first, end, DT, PS_ACTIVATION_GELU_TANH));                 \
   } while (0)
 
 PS_CLONES static void glu_fwd_run(const glu_job *j, int64_t first, int64_t end) {
@@ -81,7 +81,7 @@ static void glu_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker)
 }
 
 ps_status ps__check_glu(const ps__args_glu *a, const char *op) {
-  if (a->activation > PS_GLU_GELU_TANH)
+  if (a->activation > PS_ACTIVATION_GELU_TANH)
     return ps__fail(PS_EINVAL, "%s: activation is %u: neither silu nor gelu_tanh", op,
                     a->activation);
   if (a->dt >= PS_N_DTYPES)

@@ -330,7 +330,8 @@ static ps_status gemm(const ps_launch *l) {
 static void bind_gemm(void *args, const ps__chunk_shape *chunk) {
   ps__args_gemm *g = args;
   *(g->trans_a ? &g->k : &g->m) = chunk->n_tokens;
-  g->accumulate = g->trans_a && !chunk->first_grad;
+  if (g->trans_a)
+    g->accumulate = !chunk->first_grad;
 }
 static ps_work work_gemm(const void *args) {
   const ps__args_gemm *a = args;

@@ -86,8 +86,8 @@ extern "C" ps_status ps__cuda_glu_fwd(const ps_launch *l) {
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
   const bool whole = ps_whole(a->dt, a->ffn_dim) && ps_aligned(l->ptr[0]) && ps_aligned(l->ptr[1]);
   PS_DISPATCH(a->dt, whole,
-              const auto kernel =
-                  a->activation == PS_GLU_SILU ? glu_fwd_k<T, V, false> : glu_fwd_k<T, V, true>;
+              const auto kernel = a->activation == PS_ACTIVATION_SILU ? glu_fwd_k<T, V, false>
+                                                                      : glu_fwd_k<T, V, true>;
               kernel<<<grid_of(a->n_tokens, a->ffn_dim, V), THREADS, 0, stream>>>(
                   (const T *)l->ptr[0], (T *)l->ptr[1], a->n_tokens, a->ffn_dim));
   return ps_launched("glu_fwd", cudaSuccess);
@@ -112,8 +112,8 @@ extern "C" ps_status ps__cuda_glu_bwd(const ps_launch *l) {
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
   const bool whole = ps_whole(a->dt, a->ffn_dim) && ps_aligned(l->ptr[0]) && ps_aligned(l->ptr[1]);
   PS_DISPATCH(a->dt, whole,
-              const auto kernel =
-                  a->activation == PS_GLU_SILU ? glu_bwd_k<T, V, false> : glu_bwd_k<T, V, true>;
+              const auto kernel = a->activation == PS_ACTIVATION_SILU ? glu_bwd_k<T, V, false>
+                                                                      : glu_bwd_k<T, V, true>;
               kernel<<<grid_of(a->n_tokens, a->ffn_dim, V), THREADS, 0, stream>>>(
                   (T *)l->ptr[0], (T *)l->ptr[1], a->n_tokens, a->ffn_dim));
   return ps_launched("glu_bwd", cudaSuccess);

@@ -1,0 +1,418 @@
+/* decoder.c - the dense decoder as layer definitions: embedding, block and head. */
+#include "model/decoder.h"
+#include "core/core.h"
+#include "model/rope.h"
+#include <math.h>
+#include <stdio.h>
+
+/* ---- arguments, but for what a chunk decides (ps__op_info.bind) ------------------------------ */
+
+static ps__args_rmsnorm norm_args(const ps_model *m, float offset) {
+  return (ps__args_rmsnorm){
+      .cols = m->cfg.dim, .dt = m->dt, .eps = m->cfg.norm_eps, .weight_offset = offset};
+}
+
+/* Y = X W^T, with W[n_out, n_in]. */
+static ps__args_gemm forward_args(const ps_model *m, uint32_t n_out, uint32_t n_in) {
+  return ps__gemm_args(0, n_out, n_in, false, true, m->dt);
+}
+
+/* dX = dY W. */
+static ps__args_gemm input_grad_args(const ps_model *m, uint32_t n_out, uint32_t n_in) {
+  return ps__gemm_args(0, n_in, n_out, false, false, m->dt);
+}
+
+/* dW (+)= dY^T X. */
+static ps__args_gemm weight_grad_args(const ps_model *m, uint32_t n_out, uint32_t n_in) {
+  return ps__gemm_args(n_out, n_in, 0, true, false, m->dt);
+}
+
+static ps__args_attention attention_args(const ps_model *m, uint32_t flags) {
+  return (ps__args_attention){.n_heads = m->cfg.n_heads,
+                              .n_kv_heads = m->cfg.n_kv_heads,
+                              .head_dim = m->cfg.head_dim,
+                              .dt = m->dt,
+                              .sequence_rows = (uint32_t)m->seq_len,
+                              .window = flags & PS_LAYER_WINDOW ? m->cfg.window : 0,
+                              .scale = m->cfg.attention_scale,
+                              .softcap = m->cfg.attention_softcap};
+}
+
+static ps_status qkv_args(ps__args_qkv *out, const ps_model *m, uint32_t flags, float offset) {
+  const ps_model_config *c = &m->cfg;
+  ps_rope rope = c->rope;
+  if (flags & PS_LAYER_LOCAL_ROPE)
+    rope = (ps_rope){.rotary_dim = c->rope.rotary_dim, .theta = c->local_rope_theta};
+  if (!rope.rotary_dim)
+    rope.rotary_dim = c->head_dim;
+  if (flags & PS_LAYER_NO_ROPE)
+    rope.rotary_dim = 0;
+  *out = (ps__args_qkv){.n_heads = c->n_heads,
+                        .n_kv_heads = c->n_kv_heads,
+                        .head_dim = c->head_dim,
+                        .dt = m->dt,
+                        .qk_norm = c->qk_norm,
+                        .eps = c->norm_eps,
+                        .norm_offset = offset};
+  return ps__rope_table(out, &rope, c->max_positions, m->seq_len);
+}
+
+/* ---- the block ------------------------------------------------------------------------------- */
+
+/* A block under construction. T tokens, D dim, A heads x head_dim, K kv_heads x head_dim, F ffn
+ * dim. Tensors and spans by index in the definition. */
+typedef struct block {
+  const ps_model *m;
+  const ps__decoder *names;
+  ps__layer_def *d;
+  uint32_t dim, a, k, f;
+  bool pre1, post1, pre2, post2; /* which norms there are */
+  uint8_t x;                     /* [T,D]      block input */
+  uint8_t n1;                    /* [T,D]      normed input of attention */
+  uint8_t qkv;                   /* [T,A+2K]   fused product */
+  uint8_t q;                     /* [T,A]      after RoPE (and QK-norm) */
+  uint8_t kv;                    /* [group,2K] keys and values after RoPE */
+  uint8_t o;                     /* [T,A]      attention output */
+  uint8_t lse;                   /* [T,heads]  fp32 log-sum-exp */
+  uint8_t po;                    /* [T,D]      with a post norm: what it norms */
+  uint8_t h;                     /* [T,D]      residual stream after attention */
+  uint8_t n2;                    /* [T,D]      normed input of the MLP */
+  uint8_t gu;    /* [T,2F]     gate and up; the backward pass overwrites it with its gradient */
+  uint8_t s;     /* [T,F]      gated product */
+  uint8_t py;    /* [T,D]      with a post norm: what it norms */
+  uint8_t y;     /* [T,D]      block output */
+  uint8_t dy;    /* [T,D]      gradient of the residual stream: dY, overwritten with dX */
+  uint8_t dpost; /* [T,D]      gradient of po or py */
+  uint8_t ds;    /* [T,F]      gradient of s, then overwritten with s */
+  uint8_t dn2;   /* [T,D] */
+  uint8_t dout;  /* [T,A] */
+  uint8_t dq;    /* [T,A] */
+  uint8_t dkv;   /* [group,2K] fp32; the chunks of the group add to it */
+  uint8_t dqkv;  /* [T,A+2K] */
+  uint8_t dn1;   /* [T,D] */
+  uint8_t w_norm1, w_qkv, b_qkv, w_qnorm, w_knorm, w_o, w_post1, w_norm2, w_gu, w_down, w_post2;
+} block;
+
+/* A norm's weights; a fresh model's norm multiplies by 1. */
+static uint8_t norm_param(block *b, const char *name, uint32_t n) {
+  if (!name)
+    return 0;
+  const uint8_t span = ps__def_param(b->d, name, PS_PARAM_NORM, n, 0);
+  ps__def_init(b->d, 1.0 - (double)b->names->norm_offset, 0);
+  return span;
+}
+
+/* A matrix that writes into the residual stream. A fresh model's is smaller the more layers there
+ * are, as in GPT-2 (Radford et al. 2019, section 2.3). */
+static uint8_t residual_param(block *b, const char *name, uint32_t n_in) {
+  const uint8_t span = ps__def_param(b->d, name, PS_PARAM_MATRIX, b->dim, n_in);
+  ps__def_init(b->d, 0, 0.02 / sqrt(2.0 * b->m->cfg.n_layers));
+  return span;
+}
+
+/* In the order in which they lie in the unit. */
+static void define_params(block *b) {
+  const ps__decoder *n = b->names;
+  const ps_model_config *c = &b->m->cfg;
+  const bool row_norm = c->qk_norm == PS_QK_NORM_ROW;
+  ps__layer_def *d = b->d;
+  b->w_norm1 = norm_param(b, n->attention_norm, b->dim);
+  b->w_qkv = ps__def_param(d, n->q, PS_PARAM_MATRIX, n->k ? b->a : b->a + 2 * b->k, b->dim);
+  if (n->k) {
+    ps__def_param_after(d, n->k, PS_PARAM_MATRIX, b->k, b->dim);
+    ps__def_param_after(d, n->v, PS_PARAM_MATRIX, b->k, b->dim);
+  }
+  if (c->qkv_bias) {
+    b->b_qkv = ps__def_param(d, n->q_bias, PS_PARAM_BIAS, b->a, 0);
+    ps__def_param_after(d, n->k_bias, PS_PARAM_BIAS, b->k, 0);
+    ps__def_param_after(d, n->v_bias, PS_PARAM_BIAS, b->k, 0);
+  }
+  if (c->qk_norm) {
+    b->w_qnorm = norm_param(b, n->q_norm, row_norm ? b->a : c->head_dim);
+    b->w_knorm = norm_param(b, n->k_norm, row_norm ? b->k : c->head_dim);
+  }
+  b->w_o = residual_param(b, n->o, b->a);
+  b->w_post1 = norm_param(b, n->attention_post_norm, b->dim);
+  b->w_norm2 = norm_param(b, n->mlp_norm, b->dim);
+  b->w_gu = ps__def_param(d, n->gate, PS_PARAM_MATRIX, n->up ? b->f : 2 * b->f, b->dim);
+  if (n->up)
+    ps__def_param_after(d, n->up, PS_PARAM_MATRIX, b->f, b->dim);
+  b->w_down = residual_param(b, n->down, b->f);
+  b->w_post2 = norm_param(b, n->mlp_post_norm, b->dim);
+}
+
+static uint8_t tokens(block *b, const char *name, uint64_t cols) {
+  return ps__def_tensor(b->d, name, PS__ROWS_TOKEN, cols, b->m->dt);
+}
+static uint8_t tokens_if(block *b, bool there, const char *name, uint64_t cols) {
+  return there ? tokens(b, name, cols) : 0;
+}
+
+static void define_tensors(block *b) {
+  ps__layer_def *d = b->d;
+  b->x = tokens(b, "x", b->dim);
+  b->n1 = tokens_if(b, b->pre1, "norm1", b->dim);
+  b->qkv = tokens(b, "qkv", b->a + 2 * b->k);
+  b->q = tokens(b, "q", b->a);
+  b->kv = ps__def_tensor(d, "kv", PS__ROWS_GROUP, 2 * b->k, b->m->dt);
+  b->o = tokens(b, "attn_out", b->a);
+  b->lse = ps__def_tensor(d, "lse", PS__ROWS_TOKEN, b->m->cfg.n_heads, PS_F32);
+  b->po = tokens_if(b, b->post1, "attn_proj", b->dim);
+  b->h = tokens(b, "h", b->dim);
+  b->n2 = tokens_if(b, b->pre2, "norm2", b->dim);
+  b->gu = tokens(b, "gate_up", 2 * b->f);
+  b->s = tokens(b, "glu", b->f);
+  b->py = tokens_if(b, b->post2, "mlp_out", b->dim);
+  b->y = tokens(b, "y", b->dim);
+  b->dy = tokens(b, "dy", b->dim);
+  b->dpost = tokens_if(b, b->post1 || b->post2, "dpost", b->dim);
+  b->ds = tokens(b, "dglu", b->f);
+  b->dn2 = tokens_if(b, b->pre2, "dnorm2", b->dim);
+  b->dout = tokens(b, "dattn_out", b->a);
+  b->dq = tokens(b, "dq", b->a);
+  b->dkv = ps__def_tensor(d, "dkv", PS__ROWS_GROUP, 2 * b->k, PS_F32);
+  b->dqkv = tokens(b, "dqkv", b->a + 2 * b->k);
+  b->dn1 = tokens_if(b, b->pre1, "dnorm1", b->dim);
+  d->input = b->x;
+  d->output = b->y;
+  d->grad = b->dy;
+}
+
+/* Attention costs the most time a byte to recompute. What a post norm of the MLP norms comes next:
+ * 2F FLOPs an element. The products of the others cost about the same a byte: the early ones come
+ * first. Without QK-norm q and kv come from one product, so that one without the other saves
+ * nothing; with it, they come from qkv, which the norms' backward passes read too. Where a post
+ * norm stands before h, it makes h from what it norms. */
+static void define_saved(block *b) {
+  ps__layer_def *d = b->d;
+  ps__def_saved(d, b->x, "x", 0);
+  if (b->m->cfg.qk_norm) {
+    ps__def_saved(d, b->qkv, "qkv", 3);
+  } else {
+    ps__def_saved(d, b->q, "q", 4);
+    ps__def_saved(d, b->kv, "kv", 4);
+  }
+  ps__def_saved(d, b->o, "attn_out", 1);
+  ps__def_saved(d, b->lse, "attn_out", 1);
+  if (b->post1)
+    ps__def_saved(d, b->po, "attn_proj", 5);
+  else
+    ps__def_saved(d, b->h, "h", 5);
+  ps__def_saved(d, b->gu, "gate_up", 6);
+  if (b->post2)
+    ps__def_saved(d, b->py, "mlp_out", 2);
+}
+
+/* to = from + scale post(act W^T): the end of a half. */
+static void define_projection(block *b, uint8_t act, uint8_t w, uint32_t n_in, bool post,
+                              uint8_t normed, uint8_t w_post, uint8_t from, uint8_t to) {
+  ps__args_gemm g = forward_args(b->m, b->dim, n_in);
+  ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
+  g.alpha = b->m->cfg.residual_scale;
+  g.has_residual = !post;
+  norm.has_residual = true;
+  if (!post) {
+    PS__FWD(b->d, ps__k_gemm, g, PS__R(act), PS__P(w), PS__W(to), PS__R(from));
+    return;
+  }
+  PS__FWD(b->d, ps__k_gemm, g, PS__R(act), PS__P(w), PS__W(normed));
+  PS__FWD(b->d, ps__k_rmsnorm_fwd, norm, PS__R(normed), PS__P(w_post), PS__W(to), PS__R(from));
+}
+
+static ps_status define_forward(block *b, uint32_t flags) {
+  const ps_model_config *c = &b->m->cfg;
+  ps__layer_def *d = b->d;
+  const ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
+  const ps__args_attention attention = attention_args(b->m, flags);
+  const ps__args_glu glu = {.ffn_dim = b->f, .dt = b->m->dt, .activation = c->activation};
+  const ps__args_gemm to_gu = forward_args(b->m, 2 * b->f, b->dim);
+  ps__args_gemm to_qkv = forward_args(b->m, b->a + 2 * b->k, b->dim);
+  ps__args_qkv split;
+  to_qkv.has_bias = c->qkv_bias != 0;
+  PS_TRY(qkv_args(&split, b->m, flags, b->names->norm_offset));
+  if (b->pre1)
+    PS__FWD(d, ps__k_rmsnorm_fwd, norm, PS__R(b->x), PS__P(b->w_norm1), PS__W(b->n1));
+  PS__FWD(d, ps__k_gemm, to_qkv, PS__R(b->pre1 ? b->n1 : b->x), PS__P(b->w_qkv), PS__W(b->qkv),
+          PS__SYM_IF(c->qkv_bias, PS__P(b->b_qkv)));
+  PS__FWD(d, ps__k_qkv_split_fwd, split, PS__R(b->qkv), PS__B(PS__BATCH_POSITION), PS__W(b->q),
+          PS__W(b->kv), PS__SYM_IF(c->qk_norm, PS__P(b->w_qnorm)),
+          PS__SYM_IF(c->qk_norm, PS__P(b->w_knorm)));
+  PS__FWD(d, ps__k_attention_fwd, attention, PS__R(b->q), PS__PRE_R(b->kv),
+          PS__B(PS__BATCH_DOC_START), PS__W(b->o), PS__W(b->lse));
+  define_projection(b, b->o, b->w_o, b->a, b->post1, b->po, b->w_post1, b->x, b->h);
+  if (b->pre2)
+    PS__FWD(d, ps__k_rmsnorm_fwd, norm, PS__R(b->h), PS__P(b->w_norm2), PS__W(b->n2));
+  PS__FWD(d, ps__k_gemm, to_gu, PS__R(b->pre2 ? b->n2 : b->h), PS__P(b->w_gu), PS__W(b->gu));
+  PS__FWD(d, ps__k_glu_fwd, glu, PS__R(b->gu), PS__W(b->s));
+  define_projection(b, b->s, b->w_down, b->f, b->post2, b->py, b->w_post2, b->h, b->y);
+  return PS_OK;
+}
+
+/* The gradient of a half's product, from that of the residual stream: through the post norm where
+ * there is one. Returns the tensor that holds it. */
+static uint8_t define_post_backward(block *b, bool post, uint8_t normed, uint8_t w_post) {
+  const ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
+  if (!post)
+    return b->dy;
+  PS__BWD(b->d, ps__k_rmsnorm_bwd, norm, PS__R(normed), PS__P(w_post), PS__R(b->dy),
+          PS__W(b->dpost), PS__G(w_post));
+  return b->dpost;
+}
+
+/* dY += the gradient of a half's input: grad W, through the norm where there is one. */
+static void define_pre_backward(block *b, bool pre, uint8_t grad, uint8_t w, uint32_t n_out,
+                                uint8_t dnorm, uint8_t in, uint8_t w_norm) {
+  ps__args_gemm g = input_grad_args(b->m, n_out, b->dim);
+  ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
+  norm.add_dx = true;
+  if (!pre) {
+    g.accumulate = true;
+    PS__BWD(b->d, ps__k_gemm, g, PS__R(grad), PS__P(w), PS__RW(b->dy));
+    return;
+  }
+  PS__BWD(b->d, ps__k_gemm, g, PS__R(grad), PS__P(w), PS__W(dnorm));
+  PS__BWD(b->d, ps__k_rmsnorm_bwd, norm, PS__R(in), PS__P(w_norm), PS__R(dnorm), PS__RW(b->dy),
+          PS__G(w_norm));
+}
+
+static void define_mlp_backward(block *b) {
+  ps__layer_def *d = b->d;
+  const ps__args_glu glu = {.ffn_dim = b->f, .dt = b->m->dt, .activation = b->m->cfg.activation};
+  const ps__args_gemm dw_gu = weight_grad_args(b->m, 2 * b->f, b->dim);
+  ps__args_gemm ds = input_grad_args(b->m, b->dim, b->f),
+                dw_down = weight_grad_args(b->m, b->dim, b->f);
+  ds.alpha = dw_down.alpha = b->m->cfg.residual_scale;
+  const uint8_t dproduct = define_post_backward(b, b->post2, b->py, b->w_post2);
+  PS__BWD(d, ps__k_gemm, ds, PS__R(dproduct), PS__P(b->w_down), PS__W(b->ds));
+  PS__BWD(d, ps__k_glu_bwd, glu, PS__RW(b->ds), PS__RW(b->gu)); /* leaves s in ds */
+  PS__BWD(d, ps__k_gemm, dw_down, PS__R(dproduct), PS__R(b->ds), PS__G(b->w_down));
+  PS__BWD(d, ps__k_gemm, dw_gu, PS__R(b->gu), PS__R(b->pre2 ? b->n2 : b->h), PS__G(b->w_gu));
+  define_pre_backward(b, b->pre2, b->gu, b->w_gu, 2 * b->f, b->dn2, b->h, b->w_norm2);
+}
+
+static ps_status define_attention_backward(block *b, uint32_t flags) {
+  const ps_model_config *c = &b->m->cfg;
+  const uint32_t qkv = b->a + 2 * b->k;
+  ps__layer_def *d = b->d;
+  const ps__args_attention attention = attention_args(b->m, flags);
+  const ps__args_colsum bias = {.cols = qkv, .ld = qkv, .dt = b->m->dt};
+  const ps__args_gemm dw_qkv = weight_grad_args(b->m, qkv, b->dim);
+  ps__args_gemm dout = input_grad_args(b->m, b->dim, b->a),
+                dw_o = weight_grad_args(b->m, b->dim, b->a);
+  ps__args_qkv split;
+  dout.alpha = dw_o.alpha = c->residual_scale;
+  PS_TRY(qkv_args(&split, b->m, flags, b->names->norm_offset));
+  const uint8_t dproduct = define_post_backward(b, b->post1, b->po, b->w_post1);
+  PS__BWD(d, ps__k_gemm, dw_o, PS__R(dproduct), PS__R(b->o), PS__G(b->w_o));
+  PS__BWD(d, ps__k_gemm, dout, PS__R(dproduct), PS__P(b->w_o), PS__W(b->dout));
+  PS__BWD(d, ps__k_attention_bwd, attention, PS__R(b->q), PS__PRE_R(b->kv),
+          PS__B(PS__BATCH_DOC_START), PS__R(b->o), PS__R(b->lse), PS__R(b->dout), PS__W(b->dq),
+          PS__PRE_W(b->dkv));
+  if (c->qk_norm)
+    PS__BWD(d, ps__k_qkv_split_bwd, split, PS__R(b->dq), PS__R(b->dkv), PS__B(PS__BATCH_POSITION),
+            PS__W(b->dqkv), PS__R(b->qkv), PS__P(b->w_qnorm), PS__P(b->w_knorm), PS__G(b->w_qnorm),
+            PS__G(b->w_knorm));
+  else
+    PS__BWD(d, ps__k_qkv_split_bwd, split, PS__R(b->dq), PS__R(b->dkv), PS__B(PS__BATCH_POSITION),
+            PS__W(b->dqkv));
+  if (c->qkv_bias)
+    PS__BWD(d, ps__k_colsum, bias, PS__R(b->dqkv), PS__G(b->b_qkv));
+  PS__BWD(d, ps__k_gemm, dw_qkv, PS__R(b->dqkv), PS__R(b->pre1 ? b->n1 : b->x), PS__G(b->w_qkv));
+  define_pre_backward(b, b->pre1, b->dqkv, b->w_qkv, qkv, b->dn1, b->x, b->w_norm1);
+  return PS_OK;
+}
+
+/* Norms' outputs are read in the backward pass although they are never saved: the step builder puts
+ * the forward op that makes a missing tensor in front of its first use. */
+static ps_status describe_block(ps_model *m, const ps__decoder *names, uint32_t flags,
+                                ps__layer_def **out) {
+  const ps_model_config *c = &m->cfg;
+  block b = {.m = m,
+             .names = names,
+             .dim = c->dim,
+             .a = c->n_heads * c->head_dim,
+             .k = c->n_kv_heads * c->head_dim,
+             .f = c->ffn_dim,
+             .pre1 = names->attention_norm,
+             .post1 = names->attention_post_norm,
+             .pre2 = names->mlp_norm,
+             .post2 = names->mlp_post_norm};
+  PS_TRY(ps__model_add_def(m, &b.d));
+  define_params(&b);
+  define_tensors(&b);
+  define_saved(&b);
+  PS_TRY(define_forward(&b, flags));
+  define_mlp_backward(&b);
+  PS_TRY(define_attention_backward(&b, flags));
+  *out = b.d;
+  return PS_OK;
+}
+
+/* ---- embedding and head ---------------------------------------------------------------------- */
+
+static ps_status describe_embedding(ps_model *m) {
+  const ps_model_config *c = &m->cfg;
+  const ps__args_embed args = {
+      .vocab = c->vocab_size, .dim = c->dim, .dt = m->dt, .scale = c->embedding_scale};
+  ps__layer_def *d;
+  PS_TRY(ps__model_add_def(m, &d));
+  const uint8_t y = ps__def_tensor(d, "y", PS__ROWS_TOKEN, c->dim, m->dt),
+                dy = ps__def_tensor(d, "dy", PS__ROWS_TOKEN, c->dim, m->dt);
+  const uint8_t table =
+      ps__def_param(d, "embed_tokens.weight", PS_PARAM_MATRIX, c->vocab_size, c->dim);
+  d->output = y;
+  d->grad = dy;
+  PS__FWD(d, ps__k_embed_fwd, args, PS__B(PS__BATCH_TOKENS), PS__P(table), PS__W(y));
+  PS__BWD(d, ps__k_embed_bwd, args, PS__B(PS__BATCH_TOKENS), PS__R(dy), PS__G(table));
+  return ps__model_add_unit(m, d, "model.");
+}
+
+/* Final norm, logits and loss, and their backward passes. The logits of all of a chunk's tokens
+ * would take more memory than anything else, so they are made slice by slice. A slice's gradient
+ * overwrites the normed rows, whose last use it is. */
+static ps_status describe_head(ps_model *m, const ps__decoder *names) {
+  const ps_model_config *c = &m->cfg;
+  const uint32_t v = c->vocab_size, dim = c->dim;
+  ps__layer_def *d;
+  const ps__args_rmsnorm norm = norm_args(m, names->norm_offset);
+  const ps__args_cross_entropy loss = {.vocab = v, .dt = m->dt, .softcap = c->logit_softcap};
+  ps__args_gemm logits = forward_args(m, v, dim), dw = weight_grad_args(m, v, dim),
+                dn = input_grad_args(m, v, dim);
+  logits.alpha = dw.alpha = dn.alpha = c->logit_scale;
+  PS_TRY(ps__model_add_def(m, &d));
+  const uint8_t x = ps__def_tensor(d, "x", PS__ROWS_TOKEN, dim, m->dt),
+                n1 = ps__def_tensor(d, "norm", PS__ROWS_TOKEN, dim, m->dt),
+                row_loss = ps__def_tensor(d, "row_loss", PS__ROWS_TOKEN, 1, PS_F32),
+                z = ps__def_tensor(d, "logits", PS__ROWS_SLICE, v, m->dt),
+                dx = ps__def_tensor(d, "dx", PS__ROWS_TOKEN, dim, m->dt);
+  const uint8_t w_norm = ps__def_param(d, "model.norm.weight", PS_PARAM_NORM, dim, 0);
+  ps__def_init(d, 1.0 - (double)names->norm_offset, 0);
+  const uint8_t w = c->tied_embeddings
+                        ? ps__def_tied(d, (uint64_t)v * dim)
+                        : ps__def_param(d, "lm_head.weight", PS_PARAM_MATRIX, v, dim);
+  d->input = x;
+  d->grad = dx;
+  d->loss = row_loss;
+  PS__FWD(d, ps__k_rmsnorm_fwd, norm, PS__R(x), PS__P(w_norm), PS__W(n1));
+  PS__SLICE(d, ps__k_gemm, logits, PS__R(n1), PS__P(w), PS__W(z));
+  PS__SLICE(d, ps__k_cross_entropy, loss, PS__RW(z), PS__B(PS__BATCH_TARGETS),
+            PS__B(PS__BATCH_SCALE), PS__W(row_loss));
+  PS__SLICE(d, ps__k_gemm, dw, PS__R(z), PS__R(n1), PS__G(w));
+  PS__SLICE(d, ps__k_gemm, dn, PS__R(z), PS__P(w), PS__W(n1));
+  PS__FWD(d, ps__k_rmsnorm_bwd, norm, PS__R(x), PS__P(w_norm), PS__R(n1), PS__W(dx), PS__G(w_norm));
+  return ps__model_add_unit(m, d, "");
+}
+
+ps_status ps__describe_decoder(ps_model *m, const ps__decoder *names) {
+  ps__layer_def *kind[PS_LAYER_FLAGS + 1] = {NULL};
+  PS_TRY(describe_embedding(m));
+  for (uint32_t l = 0; l < m->cfg.n_layers; l++) {
+    const uint32_t flags = m->cfg.layer_flags[l];
+    char prefix[32];
+    snprintf(prefix, sizeof prefix, "model.layers.%u.", l);
+    if (!kind[flags])
+      PS_TRY(describe_block(m, names, flags, &kind[flags]));
+    PS_TRY(ps__model_add_unit(m, kind[flags], prefix));
+  }
+  return describe_head(m, names);
+}

@@ -1,0 +1,218 @@
+/* define.c - making and reading layer definitions. */
+#include "model/define.h"
+#include "core/core.h"
+#include <string.h>
+
+enum { ALIGN_ELEMENTS = 64 };
+
+static uint64_t round_up(uint64_t n) {
+  return (n + ALIGN_ELEMENTS - 1) / ALIGN_ELEMENTS * ALIGN_ELEMENTS;
+}
+
+static void note(ps__layer_def *d, ps_status st) {
+  if (d->status == PS_OK)
+    d->status = st;
+}
+
+/* Room for one more element; false where there was an error before or memory is out. */
+static bool grow(ps__layer_def *d, void **list, size_t n, size_t *cap, size_t each) {
+  if (d->status != PS_OK)
+    return false;
+  if (!ps__grow(list, n, cap, each))
+    note(d, ps__fail(PS_ENOMEM, "out of memory for a layer's definition"));
+  return d->status == PS_OK;
+}
+
+uint8_t ps__def_tensor(ps__layer_def *d, const char *name, ps__row_kind rows, uint64_t cols,
+                       ps_dtype dt) {
+  if (d->n_tensors == PS__SET_BITS) {
+    note(d, ps__fail(PS_EINTERNAL, "a layer has more than %d tensors", PS__SET_BITS));
+    return 0;
+  }
+  if (d->n_tensors == 0)
+    d->input = d->output = d->grad = d->loss = PS__NONE;
+  d->tensor[d->n_tensors] = (ps__tensor_def){
+      .name = name, .row_bytes = cols * ps_dtype_bytes(dt), .rows = rows, .saved = PS__NONE};
+  return (uint8_t)d->n_tensors++;
+}
+
+void ps__def_saved(ps__layer_def *d, uint8_t tensor, const char *name, uint32_t rank) {
+  uint32_t i = 0;
+  while (i < d->n_saved && strcmp(d->saved[i].name, name))
+    i++;
+  if (i == PS__MAX_SAVED) {
+    note(d, ps__fail(PS_EINTERNAL, "a layer saves more than %d activations", PS__MAX_SAVED));
+    return;
+  }
+  if (i == d->n_saved)
+    d->saved[d->n_saved++] = (ps__saved_def){.name = name, .rank = rank};
+  d->saved[i].row_bytes += d->tensor[tensor].row_bytes;
+  d->tensor[tensor].saved = (int)i;
+}
+
+static void add_param(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
+                      uint64_t cols, uint64_t offset) {
+  if (!grow(d, (void **)&d->param, d->n_params, &d->cap_params, sizeof *d->param))
+    return;
+  d->param[d->n_params++] = (ps__param_def){.name = name,
+                                            .role = role,
+                                            .n_dims = cols ? 2 : 1,
+                                            .rows = rows,
+                                            .cols = cols ? cols : 1,
+                                            .offset = offset,
+                                            .init_mean = role == PS_PARAM_NORM ? 1.0f : 0.0f,
+                                            .init_std = role == PS_PARAM_MATRIX ? 0.02f : 0.0f};
+}
+
+void ps__def_init(ps__layer_def *d, double mean, double std) {
+  if (d->n_params == 0 || d->status != PS_OK)
+    return;
+  d->param[d->n_params - 1].init_mean = (float)mean;
+  d->param[d->n_params - 1].init_std = (float)std;
+}
+
+static uint8_t add_span(ps__layer_def *d, ps__span_def span) {
+  if (d->n_spans > UINT8_MAX)
+    note(d, ps__fail(PS_EINTERNAL, "a layer has more than 256 spans of parameters"));
+  if (!grow(d, (void **)&d->span, d->n_spans, &d->cap_spans, sizeof *d->span))
+    return 0;
+  d->span[d->n_spans] = span;
+  return (uint8_t)d->n_spans++;
+}
+
+uint8_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
+                      uint64_t cols) {
+  const uint64_t n = rows * (cols ? cols : 1), offset = d->n_elements;
+  const uint8_t span = add_span(d, (ps__span_def){offset, n, false});
+  add_param(d, name, role, rows, cols, offset);
+  d->n_elements = round_up(offset + n);
+  return span;
+}
+
+void ps__def_param_after(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
+                         uint64_t cols) {
+  if (d->n_spans == 0 || d->status != PS_OK)
+    return;
+  ps__span_def *s = &d->span[d->n_spans - 1];
+  add_param(d, name, role, rows, cols, s->offset + s->n);
+  s->n += rows * (cols ? cols : 1);
+  d->n_elements = round_up(s->offset + s->n);
+}
+
+uint8_t ps__def_tied(ps__layer_def *d, uint64_t n) {
+  return add_span(d, (ps__span_def){0, n, true});
+}
+
+void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *kernel,
+                const void *args, size_t args_bytes, const ps__sym *sym, size_t n_syms) {
+  ps__op_def **list = backward ? &d->bwd : &d->fwd;
+  uint32_t *n = backward ? &d->n_bwd : &d->n_fwd;
+  if (args_bytes > PS__ARGS_BYTES || *n == PS__SET_BITS)
+    note(d, ps__fail(PS_EINTERNAL, "op %s of a layer: %zu bytes of arguments, op %u of the pass",
+                     kernel->name, args_bytes, *n));
+  if (!grow(d, (void **)list, *n, backward ? &d->cap_bwd : &d->cap_fwd, sizeof **list))
+    return;
+  ps__op_def *op = &(*list)[(*n)++];
+  *op = (ps__op_def){.kernel = kernel, .sliced = sliced, .args_bytes = (uint16_t)args_bytes};
+  for (size_t i = 0; i < n_syms; i++)
+    if (sym[i].mode && op->n_syms < PS__OP_MAX_SYMS)
+      op->sym[op->n_syms++] = sym[i];
+  memcpy(op->args, args, args_bytes);
+}
+
+/* ---- derived --------------------------------------------------------------------------------- */
+
+static ps__set accessed(const ps__op_def *op, uint32_t mode) {
+  ps__set set = 0;
+  for (uint32_t i = 0; i < op->n_syms; i++)
+    if (ps__sym_is_tensor(op->sym[i]) && (op->sym[i].mode & mode))
+      set |= ps__only(op->sym[i].id);
+  return set;
+}
+
+/* Sets are numbered by rank. */
+static ps_status number_sets(ps__layer_def *d) {
+  d->n_sets = 0;
+  for (uint32_t i = 0; i < d->n_saved; i++) {
+    uint32_t below = 0;
+    for (uint32_t j = 0; j < d->n_saved; j++) {
+      bool counted = d->saved[j].rank >= d->saved[i].rank;
+      for (uint32_t k = 0; k < j; k++)
+        counted |= d->saved[k].rank == d->saved[j].rank;
+      below += !counted;
+    }
+    d->saved[i].set = below;
+    if (below + 1 > d->n_sets)
+      d->n_sets = below + 1;
+  }
+  if (d->n_sets > PS__MAX_SAVED_SETS)
+    return ps__fail(PS_EINTERNAL, "a layer saves %u sets of activations: at most %d", d->n_sets,
+                    PS__MAX_SAVED_SETS);
+  if (d->n_saved && (d->input == PS__NONE || d->tensor[d->input].saved == PS__NONE ||
+                     d->saved[d->tensor[d->input].saved].set != 0))
+    return ps__fail(PS_EINTERNAL, "a layer that saves activations must save its input first");
+  return PS_OK;
+}
+
+ps_status ps__def_finish(ps__layer_def *d) {
+  ps__set written = 0, read = 0, grads = 0;
+  if (d->status != PS_OK)
+    return d->status;
+  PS_TRY(number_sets(d));
+  for (uint32_t i = 0; i < d->n_fwd; i++)
+    written |= accessed(&d->fwd[i], PS_WRITE);
+  for (uint32_t i = 0; i < d->n_bwd; i++) {
+    read |= accessed(&d->bwd[i], PS_READ);
+    grads |= accessed(&d->bwd[i], PS_WRITE);
+  }
+  d->made = written | (d->input == PS__NONE ? 0 : ps__only((uint32_t)d->input));
+  d->needs = read & d->made;
+  for (uint32_t t = 0; t < d->n_tensors; t++)
+    if (d->tensor[t].rows == PS__ROWS_GROUP) {
+      d->group |= ps__only(t) & written;
+      d->grad_group |= ps__only(t) & grads & ~written;
+    }
+  d->group_sources = d->group;
+  for (uint32_t i = d->n_fwd; i-- > 0;)
+    if (accessed(&d->fwd[i], PS_WRITE) & d->group_sources)
+      d->group_sources |= accessed(&d->fwd[i], PS_READ);
+  d->group_sources &= ~d->group;
+  return PS_OK;
+}
+
+void ps__def_free(ps__layer_def *d) {
+  if (!d)
+    return;
+  ps__free(d->param);
+  ps__free(d->span);
+  ps__free(d->fwd);
+  ps__free(d->bwd);
+  ps__free(d);
+}
+
+/* ---- reading --------------------------------------------------------------------------------- */
+
+void ps__op_args(const ps__op_def *op, const ps__chunk_shape *c, void *args) {
+  memcpy(args, op->args, op->args_bytes);
+  op->kernel->info->bind(args, c);
+}
+
+ps__set ps__recompute(const ps__layer_def *d, ps__set need, ps__set have) {
+  ps__set ops = 0;
+  need &= ~have;
+  for (uint32_t i = d->n_fwd; i-- > 0;) {
+    if (!(accessed(&d->fwd[i], PS_WRITE) & need))
+      continue;
+    ops |= ps__only(i);
+    need |= accessed(&d->fwd[i], PS_READ) & ~have;
+  }
+  return ops;
+}
+
+uint64_t ps__saved_set_bytes(const ps__layer_def *d, uint32_t set, uint32_t n_tokens) {
+  uint64_t bytes = 0;
+  for (uint32_t i = 0; i < d->n_saved; i++)
+    if (d->saved[i].set == set)
+      bytes += d->saved[i].row_bytes * n_tokens;
+  return bytes;
+}

@@ -1,0 +1,176 @@
+/* define.h - a layer as data: its tensors, its parameters, its forward and backward ops.
+ *
+ * A model is a list of units: the embedding, the blocks, the head. Each has a layer definition;
+ * blocks that are alike share one. An op of a definition is a kernel, its arguments and a list of
+ * symbols in the order of the kernel's pointers. The step builder (native/step) binds the symbols
+ * to memory, derives lifetimes from first and last use, and derives what to recompute. Nothing here
+ * knows where a tensor lies.
+ *
+ * The functions that make a definition note the first error in it and are no-ops from then on;
+ * ps__model_add_unit() returns that error. So a description is a list of calls without checks. */
+#ifndef PS_MODEL_DEFINE_H
+#define PS_MODEL_DEFINE_H
+#include "kernels/ops.h"
+#include <stdbool.h>
+
+/* A set of tensors or of forward ops of one definition, by index. */
+typedef uint64_t ps__set;
+enum { PS__SET_BITS = 64, PS__MAX_SAVED = 16, PS__MAX_SAVED_SETS = 8 };
+static inline bool ps__in(ps__set set, uint32_t i) { return set >> i & 1; }
+static inline ps__set ps__only(uint32_t i) { return (ps__set)1 << i; }
+
+/* How many rows a tensor has. One with several rows a token, such as what a router sends to each
+ * of a token's experts, has rows of TOKEN and that many times the columns. */
+typedef enum ps__row_kind {
+  PS__ROWS_TOKEN, /* a row for each of the chunk's tokens */
+  PS__ROWS_GROUP, /* for each token of the chunk's attention group (docs/glossary.md) */
+  PS__ROWS_SLICE, /* for each token of a slice: only in ops that run slice by slice */
+  PS__ROWS_ONE    /* one, for any chunk */
+} ps__row_kind;
+
+enum { PS__NONE = -1 };
+
+typedef struct ps__tensor_def {
+  const char *name;
+  uint64_t row_bytes; /* BYTES of a row */
+  uint32_t rows;      /* ps__row_kind */
+  int saved;          /* place in ps__layer_def.saved; PS__NONE: never saved */
+} ps__tensor_def;
+
+/* A saved activation: tensors of the forward pass that the backward pass reads, with one policy.
+ * Those of one rank are kept, offloaded or recomputed together, because one without the other saves
+ * nothing. The lower the rank, the more recomputation a byte of it saves; the input has rank 0. */
+typedef struct ps__saved_def {
+  const char *name;
+  uint64_t row_bytes;
+  uint32_t rank, set; /* set: the rank's number among the definition's ranks, in order */
+} ps__saved_def;
+
+/* A parameter tensor under its name on disk, after the unit's prefix. */
+typedef struct ps__param_def {
+  const char *name;
+  uint32_t role; /* ps_param_role */
+  uint32_t n_dims;
+  uint64_t rows, cols;       /* cols 1: a vector */
+  uint64_t offset;           /* in its unit, in ELEMENTS */
+  float init_mean, init_std; /* as in ps_param_info */
+} ps__param_def;
+
+/* A span: parameters of a unit that lie one after the other and are one operand. It starts at a
+ * multiple of 64 elements (128 or 256 bytes), with zeros before it. In ELEMENTS. */
+typedef struct ps__span_def {
+  uint64_t offset, n;
+  bool of_embedding; /* the span is the embedding's first one (tied embeddings) */
+} ps__span_def;
+
+/* What an access of an op stands for. */
+typedef enum ps__sym_kind {
+  PS__SYM_TENSOR, /* a tensor: the chunk's own rows, or the slice's */
+  PS__SYM_PREFIX, /* a group tensor: rows 0 .. row0+T */
+  PS__SYM_PARAM,  /* a span of parameters */
+  PS__SYM_GRAD,   /* its gradient: a contribution's first chunk writes it, later chunks add to it */
+  PS__SYM_BATCH   /* a field of the chunk's batch, ps__batch_field */
+} ps__sym_kind;
+typedef enum ps__batch_field {
+  PS__BATCH_TOKENS,    /* int32[T] */
+  PS__BATCH_TARGETS,   /* int32[T] */
+  PS__BATCH_DOC_START, /* int32[T] */
+  PS__BATCH_POSITION,  /* int32[T] */
+  PS__BATCH_SCALE      /* float: 1 / valid tokens of the step */
+} ps__batch_field;
+typedef struct ps__sym {
+  uint8_t kind, id, mode; /* mode: PS_READ, PS_WRITE */
+} ps__sym;
+
+enum { PS__OP_MAX_SYMS = 10, PS__ARGS_BYTES = 640 };
+typedef struct ps__op_def {
+  const ps_kernel *kernel;
+  uint8_t n_syms;
+  bool sliced; /* runs slice by slice of the chunk's tokens; such ops follow each other */
+  uint16_t args_bytes;
+  ps__sym sym[PS__OP_MAX_SYMS];
+  _Alignas(16) char args[PS__ARGS_BYTES]; /* but for what ps__op_info.bind fills in */
+} ps__op_def;
+
+/* Tensors with a role: the layer's input, its output, and the gradient of the residual stream,
+ * which the backward pass reads as the output's and leaves as the input's. loss: fp32, a row's
+ * loss, copied to the host. PS__NONE where there is none. */
+typedef struct ps__layer_def {
+  ps__tensor_def tensor[PS__SET_BITS];
+  ps__saved_def saved[PS__MAX_SAVED];
+  uint32_t n_tensors, n_saved, n_sets;
+  int input, output, grad, loss;
+  ps__param_def *param;
+  ps__span_def *span;
+  ps__op_def *fwd, *bwd;
+  uint32_t n_params, n_spans, n_fwd, n_bwd;
+  size_t cap_params, cap_spans, cap_fwd, cap_bwd;
+  uint64_t n_elements; /* of the unit, with padding: a multiple of 64 */
+  /* derived: */
+  ps__set made;          /* tensors that forward ops write, and the input */
+  ps__set needs;         /* those of them that backward ops read */
+  ps__set group;         /* group tensors that forward ops write */
+  ps__set group_sources; /* what these are made from, directly or not */
+  ps__set grad_group;    /* group tensors that only backward ops write */
+  ps_status status;
+} ps__layer_def;
+
+/* ---- describing a layer ---------------------------------------------------------------------- */
+/* ps__def_tensor() - a tensor of @cols elements a row; returns its index. Names are borrowed and
+ * must outlive the definition. */
+uint8_t ps__def_tensor(ps__layer_def *d, const char *name, ps__row_kind rows, uint64_t cols,
+                       ps_dtype dt);
+/* ps__def_saved() - @tensor may be saved, under @name: with other tensors of that name. */
+void ps__def_saved(ps__layer_def *d, uint8_t tensor, const char *name, uint32_t rank);
+/* ps__def_param() - a tensor of parameters, which begins a span; returns the span's index.
+ * @rows, @cols: its shape; cols 0: a vector of @rows.
+ * ps__def_param_after() - one that follows the last without a gap, in the same span. */
+uint8_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
+                      uint64_t cols);
+void ps__def_param_after(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
+                         uint64_t cols);
+/* ps__def_init() - what the last parameter is drawn from, where that is not the usual: N(0, 0.02)
+ * for matrices, 1 for norms, 0 for biases. */
+void ps__def_init(ps__layer_def *d, double mean, double std);
+/* ps__def_tied() - a span that is the embedding's first, of @n elements. */
+uint8_t ps__def_tied(ps__layer_def *d, uint64_t n);
+/* ps__def_op() - an op at the end of the forward or backward pass. Use PS__FWD() and PS__BWD(). */
+void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *kernel,
+                const void *args, size_t args_bytes, const ps__sym *sym, size_t n_syms);
+#define PS__DEF_OP(d, backward, sliced, kernel, args, ...)                                         \
+  do {                                                                                             \
+    const ps__sym s_[] = {__VA_ARGS__};                                                            \
+    ps__def_op(d, backward, sliced, &kernel, &args, sizeof args, s_, sizeof s_ / sizeof *s_);      \
+  } while (0)
+#define PS__FWD(d, kernel, args, ...)   PS__DEF_OP(d, false, false, kernel, args, __VA_ARGS__)
+#define PS__BWD(d, kernel, args, ...)   PS__DEF_OP(d, true, false, kernel, args, __VA_ARGS__)
+#define PS__SLICE(d, kernel, args, ...) PS__DEF_OP(d, false, true, kernel, args, __VA_ARGS__)
+/* Symbols; with PS__SYM_IF() an op has one more where a condition holds. */
+#define PS__R(tensor)                 ((ps__sym){PS__SYM_TENSOR, tensor, PS_READ})
+#define PS__W(tensor)                 ((ps__sym){PS__SYM_TENSOR, tensor, PS_WRITE})
+#define PS__RW(tensor)                ((ps__sym){PS__SYM_TENSOR, tensor, PS_READ_WRITE})
+#define PS__PRE_R(t)                  ((ps__sym){PS__SYM_PREFIX, t, PS_READ})
+#define PS__PRE_W(t)                  ((ps__sym){PS__SYM_PREFIX, t, PS_WRITE})
+#define PS__P(span)                   ((ps__sym){PS__SYM_PARAM, span, PS_READ})
+#define PS__G(span)                   ((ps__sym){PS__SYM_GRAD, span, PS_WRITE})
+#define PS__B(field)                  ((ps__sym){PS__SYM_BATCH, field, PS_READ})
+#define PS__SYM_IF(condition, symbol) ((condition) ? (symbol) : (ps__sym){PS__SYM_BATCH, 0, 0})
+
+/* ps__def_finish() - derive what is derived. Errors: the first one noted; PS_EINTERNAL names what
+ * is past a limit or missing. */
+ps_status ps__def_finish(ps__layer_def *d);
+void ps__def_free(ps__layer_def *d);
+
+/* ---- reading a definition -------------------------------------------------------------------- */
+static inline bool ps__sym_is_tensor(ps__sym y) {
+  return y.kind == PS__SYM_TENSOR || y.kind == PS__SYM_PREFIX;
+}
+/* ps__op_args() - the arguments of @op on a chunk or slice, into @args, which has room for
+ * PS__ARGS_BYTES. */
+void ps__op_args(const ps__op_def *op, const ps__chunk_shape *c, void *args);
+/* ps__recompute() - the forward ops that must run again so that all tensors of @need exist where
+ * those of @have do. Goes back from what is needed to the ops that make it. */
+ps__set ps__recompute(const ps__layer_def *d, ps__set need, ps__set have);
+/* ps__saved_set_bytes() - BYTES of a set of saved activations for a chunk of @n_tokens. */
+uint64_t ps__saved_set_bytes(const ps__layer_def *d, uint32_t set, uint32_t n_tokens);
+#endif

@@ -1,0 +1,253 @@
+/* model.c - a model made from its family's description; its parameters by number and by name; its
+ * FLOPs, which are those of its ops.
+ *
+ * The config must have passed ps_model_config_check(): then no product here overflows. */
+#include "model/model.h"
+#include "core/core.h"
+#include "model/family.h"
+#include <stdio.h>
+#include <string.h>
+
+/* ---- units ----------------------------------------------------------------------------------- */
+
+ps_status ps__model_begin(ps_model **out, const ps_model_config *cfg, ps_dtype dt,
+                          uint64_t seq_len) {
+  ps_model *m = ps__calloc(1, sizeof *m);
+  if (!m)
+    return ps__fail(PS_ENOMEM, "out of memory for a model");
+  m->cfg = *cfg;
+  m->dt = dt;
+  m->seq_len = seq_len;
+  *out = m;
+  return PS_OK;
+}
+
+ps_status ps__model_add_def(ps_model *m, ps__layer_def **out) {
+  ps__layer_def *d = ps__calloc(1, sizeof *d);
+  if (!d || !ps__grow((void **)&m->def, m->n_defs, &m->cap_defs, sizeof *m->def)) {
+    ps__free(d);
+    return ps__fail(PS_ENOMEM, "out of memory for a layer's definition");
+  }
+  m->def[m->n_defs++] = d;
+  *out = d;
+  return PS_OK;
+}
+
+static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+static ps_status add_param(ps_model *m, const ps__param_def *p, const char *prefix) {
+  ps_param_info info = {.unit = m->n_units,
+                        .role = p->role,
+                        .n_dims = p->n_dims,
+                        .shape = {p->rows, p->cols},
+                        .offset = p->offset,
+                        .n = p->rows * p->cols,
+                        .init_mean = p->init_mean,
+                        .init_std = p->init_std};
+  const int length = snprintf(info.name, sizeof info.name, "%s%s", prefix, p->name);
+  if (length < 0 || (size_t)length >= sizeof info.name)
+    return ps__fail(PS_EINTERNAL, "the parameter name %s%s is longer than %zu bytes", prefix,
+                    p->name, sizeof info.name - 1);
+  if (!ps__grow((void **)&m->param, m->n_params, &m->cap_params, sizeof *m->param))
+    return ps__fail(PS_ENOMEM, "out of memory for the model's parameters");
+  m->param[m->n_params++] = info;
+  m->n_elements += info.n;
+  return PS_OK;
+}
+
+/* Which units' gradients the ops of unit @u add to. */
+static void mark_gradients(ps_model *m, uint32_t u, const ps__op_def *op, uint32_t n_ops) {
+  const ps__layer_def *d = m->unit[u].layer;
+  bool own_slices = false;
+  for (uint32_t i = 0; i < n_ops; i++)
+    for (uint32_t j = 0; j < op[i].n_syms; j++) {
+      if (op[i].sym[j].kind != PS__SYM_GRAD)
+        continue;
+      ps__unit_def *to = &m->unit[d->span[op[i].sym[j].id].of_embedding ? 0 : u];
+      if (op[i].sliced)
+        to->by_slice = true;
+      else
+        to->by_chunk = true;
+      own_slices |= op[i].sliced && to == &m->unit[u];
+    }
+  if (own_slices)
+    m->unit[u].by_chunk = false;
+}
+
+ps_status ps__model_add_unit(ps_model *m, ps__layer_def *layer, const char *prefix) {
+  if (!layer->made)
+    PS_TRY(ps__def_finish(layer));
+  if (!ps__grow((void **)&m->unit, m->n_units, &m->cap_units, sizeof *m->unit))
+    return ps__fail(PS_ENOMEM, "out of memory for the model's units");
+  uint32_t def = 0;
+  while (m->def[def] != layer)
+    def++;
+  m->unit[m->n_units] = (ps__unit_def){.layer = layer,
+                                       .def = def,
+                                       .n = layer->n_elements,
+                                       .first_param = m->n_params,
+                                       .n_params = layer->n_params};
+  for (uint32_t i = 0; i < layer->n_params; i++)
+    PS_TRY(add_param(m, &layer->param[i], prefix));
+  m->max_tensors = larger(m->max_tensors, layer->n_tensors);
+  m->max_saved = larger(m->max_saved, layer->n_saved);
+  m->max_spans = larger(m->max_spans, layer->n_spans);
+  mark_gradients(m, m->n_units++, layer->fwd, layer->n_fwd);
+  mark_gradients(m, m->n_units - 1, layer->bwd, layer->n_bwd);
+  return PS_OK;
+}
+
+/* ---- parameters by name ---------------------------------------------------------------------- */
+
+/* FNV-1a (draft-eastlake-fnv). */
+static uint32_t hash(const char *name) {
+  uint32_t h = 2166136261u;
+  for (; *name; name++)
+    h = (h ^ (unsigned char)*name) * 16777619u;
+  return h;
+}
+
+static uint32_t *bucket_of(const ps_model *m, const char *name) {
+  uint32_t at = hash(name) & (m->n_buckets - 1);
+  while (m->bucket[at] != UINT32_MAX && strcmp(m->param[m->bucket[at]].name, name))
+    at = (at + 1) & (m->n_buckets - 1);
+  return &m->bucket[at];
+}
+
+static ps_status index_params(ps_model *m) {
+  m->n_buckets = 16;
+  while (m->n_buckets < 2 * m->n_params)
+    m->n_buckets *= 2;
+  m->bucket = ps__malloc(m->n_buckets * sizeof *m->bucket);
+  if (!m->bucket)
+    return ps__fail(PS_ENOMEM, "out of memory for the model's parameters");
+  memset(m->bucket, 0xff, m->n_buckets * sizeof *m->bucket);
+  for (uint32_t i = 0; i < m->n_params; i++) {
+    uint32_t *at = bucket_of(m, m->param[i].name);
+    if (*at != UINT32_MAX)
+      return ps__fail(PS_EINTERNAL, "the model has two parameters of the name %s",
+                      m->param[i].name);
+    *at = i;
+  }
+  return PS_OK;
+}
+
+uint32_t ps_model_find(const ps_model *m, const char *name) {
+  return m && name ? *bucket_of(m, name) : UINT32_MAX;
+}
+
+/* ---- the model ------------------------------------------------------------------------------- */
+
+ps_status ps__model_finish(ps_model **m) {
+  const ps_status st = index_params(*m);
+  if (st == PS_OK)
+    return PS_OK;
+  ps_model_destroy(*m);
+  *m = NULL;
+  return st;
+}
+
+ps_status ps__model_create(ps_model **out, const ps_model_config *cfg, ps_dtype dt,
+                           uint64_t seq_len) {
+  const ps__family *family = ps__family_at(cfg->family);
+  ps_model *m = NULL;
+  if (!family)
+    return ps__fail(PS_EINVAL, "family %u of the model's configuration is unknown", cfg->family);
+  PS_TRY(ps__model_begin(&m, cfg, dt, seq_len));
+  const ps_status st = family->describe(m);
+  if (st != PS_OK) {
+    ps_model_destroy(m);
+    return st;
+  }
+  PS_TRY(ps__model_finish(&m));
+  *out = m;
+  return PS_OK;
+}
+
+ps_status ps_model_create(ps_model **out, const ps_model_config *cfg) {
+  if (!out)
+    return ps__fail(PS_EINVAL, "ps_model_create: no place for the result was given");
+  PS_TRY(ps_model_config_check(cfg, "model"));
+  return ps__model_create(out, cfg, PS_F32, 0);
+}
+
+void ps_model_destroy(ps_model *m) {
+  if (!m)
+    return;
+  for (uint32_t i = 0; i < m->n_defs; i++)
+    ps__def_free(m->def[i]);
+  ps__free(m->def);
+  ps__free(m->unit);
+  ps__free(m->param);
+  ps__free(m->bucket);
+  ps__free(m);
+}
+
+uint32_t ps_model_n_units(const ps_model *m) { return m->n_units; }
+
+uint64_t ps_model_unit_elements(const ps_model *m, uint32_t unit) {
+  return unit < m->n_units ? m->unit[unit].n : 0;
+}
+
+uint32_t ps_model_n_params(const ps_model *m) { return m->n_params; }
+
+uint64_t ps_model_n_elements(const ps_model *m) { return m->n_elements; }
+
+ps_status ps_model_param(const ps_model *m, uint32_t idx, ps_param_info *out) {
+  if (idx >= m->n_params)
+    return ps__fail(PS_EINVAL, "parameter %u was asked for: the model has %u", idx, m->n_params);
+  *out = m->param[idx];
+  return PS_OK;
+}
+
+enum { MAX_SEQUENCE = 1 << 30 };
+
+/* ---- FLOPs ----------------------------------------------------------------------------------- */
+
+/* Model FLOPs of the ops of one class on a whole sequence. */
+static double flops_of(const ps__op_def *op, uint32_t n, ps_op_class op_class,
+                       const ps__chunk_shape *sequence) {
+  double flops = 0;
+  for (uint32_t i = 0; i < n; i++) {
+    _Alignas(16) char args[PS__ARGS_BYTES];
+    if (op[i].kernel->op_class != op_class)
+      continue;
+    ps__op_args(&op[i], sequence, args);
+    flops += op[i].kernel->info->work(args).model_flops;
+  }
+  return flops;
+}
+
+ps_status ps_model_flops(const ps_model *m, uint64_t seq_len, ps_flops *out) {
+  if (seq_len == 0 || seq_len > MAX_SEQUENCE)
+    return ps__fail(PS_EINVAL, "seq_len is %llu: it must be 1 to 2^30",
+                    (unsigned long long)seq_len);
+  const ps__chunk_shape sequence = {.n_tokens = (uint32_t)seq_len, .first_grad = true};
+  ps_flops f = {0};
+  for (uint32_t u = 1; u < ps__head_unit(m); u++) {
+    const ps__layer_def *d = ps__layer_of(m, u);
+    f.matmul += flops_of(d->fwd, d->n_fwd, PS_CLASS_GEMM, &sequence);
+    f.attn_fwd += flops_of(d->fwd, d->n_fwd, PS_CLASS_ATTENTION, &sequence);
+    f.attn_bwd += flops_of(d->bwd, d->n_bwd, PS_CLASS_ATTENTION, &sequence);
+  }
+  const ps__layer_def *head = ps__layer_of(m, ps__head_unit(m));
+  f.head = flops_of(head->fwd, head->n_fwd, PS_CLASS_GEMM, &sequence);
+  f.sequence = 3 * f.matmul + f.attn_fwd + f.attn_bwd + f.head;
+  *out = f;
+  return PS_OK;
+}
+
+ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
+                            uint32_t dt) {
+  return (ps__args_gemm){.m = m,
+                         .n = n,
+                         .k = k,
+                         .lda = trans_a ? m : k,
+                         .ldb = trans_b ? k : n,
+                         .ldc = n,
+                         .trans_a = trans_a,
+                         .trans_b = trans_b,
+                         .dt_a = (uint8_t)dt,
+                         .dt_b = (uint8_t)dt,
+                         .dt_c = (uint8_t)dt};
+}
