@@ -5,8 +5,8 @@
  *   MLP:        y = h + scale post(s W_down), s = act(g) u,  g|u = norm(h) W_gate|up
  *
  * Either norm of either half may be missing: the first one is the identity then, and so is the
- * second, post. A family whose layers are not of this kind describes them with native/model/define.h
- * itself. */
+ * second, post. A family whose layers are not of this kind describes them itself, with
+ * native/model/define.h. */
 #ifndef PS_MODEL_DECODER_H
 #define PS_MODEL_DECODER_H
 #include "model/model.h"

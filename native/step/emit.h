@@ -73,7 +73,8 @@ typedef struct ps__builder {
   ps__gathered *gathered; /* [chunks of the step] */
   uint32_t *step_batch;   /* [chunks of the step]: parts of the batch, device tensors */
   uint64_t head_slices;   /* slices of the head in the running round so far */
-  /* the gradient of the head's chunk-wise ops, the final norm's, is in the running contribution of the head's unit */
+  /* gradients of the head's ops that run once a chunk, the final norm's, are in the running
+   * contribution of the head's unit */
   bool head_norm;
   /* of the embedding's running contribution on the host: token ids and gradient rows */
   uint32_t rows_host;

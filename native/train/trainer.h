@@ -72,8 +72,8 @@ static inline void *ps__host_at(const ps_trainer *t, uint32_t vt) {
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit);
 /* The rows of an embedding on the host (rows.c). Each keeps the id of its latest update.
  * @id is 1 + the run's step that update @u belongs to. A gather with @id 0 makes no update.
- * @args: the lookup's. Update and gather may run at once with the same id. The calls of one id end before those of
- * the next id begin. Errors of create: PS_ENOMEM. */
+ * @args: the lookup's. Update and gather may run at once with the same id. The calls of one id end
+ * before those of the next id begin. Errors of create: PS_ENOMEM. */
 ps_status ps__rows_create(ps__rows **out, const ps__args_embed *args);
 void ps__rows_destroy(ps__rows *r); /* NULL is a no-op */
 void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__update *u);
