@@ -59,6 +59,8 @@ typedef enum ps__update_part {
   X(LION, lion, 1, SPLITS, "lion_state")                                                           \
   X(SGD, sgd, 1, WHOLE, "")
 
+#define PS__OPTIMIZER_NAMES "adamw, lion or sgd" /* for messages */
+
 typedef struct ps__optimizer {
   const char *name;
   uint32_t n_states;

@@ -90,7 +90,7 @@ ps_status ps_optimizer_parse(ps_optimizer *out, const char *name) {
       *out = (ps_optimizer)i;
       return PS_OK;
     }
-  return ps__fail(PS_EINVAL, "the optimizer \"%.40s\" is unknown: use adamw, lion or sgd",
+  return ps__fail(PS_EINVAL, "the optimizer \"%.40s\" is unknown: use " PS__OPTIMIZER_NAMES,
                   name ? name : "");
 }
 

@@ -106,8 +106,7 @@ static ps_status check_config(ps_plan *p) {
   if (c->recipe >= PS_N_RECIPES)
     return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
   if (c->optimizer >= PS_N_OPTIMIZERS)
-    return ps__fail(PS_EINVAL, "optimizer %u: unknown, one of adamw, lion and sgd is needed",
-                    c->optimizer);
+    return ps__fail(PS_EINVAL, "optimizer %u is unknown: use " PS__OPTIMIZER_NAMES, c->optimizer);
   if (c->seq_len == 0)
     return ps__fail(PS_EINVAL, "the sequence length is 0: it must be at least 1 token");
   if (p->model->cfg.max_positions && c->seq_len > p->model->cfg.max_positions)

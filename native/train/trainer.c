@@ -77,8 +77,7 @@ static ps_status resolve_hypers(ps_train_config *c) {
                            [PS_HYPER_NESTEROV] = c->nesterov ? 1 : NAN,
                            [PS_HYPER_WEIGHT_DECAY] = c->weight_decay};
   if (c->optimizer >= PS_N_OPTIMIZERS)
-    return ps__fail(PS_EINVAL, "optimizer %u: unknown, one of adamw, lion and sgd is needed",
-                    c->optimizer);
+    return ps__fail(PS_EINVAL, "optimizer %u is unknown: use " PS__OPTIMIZER_NAMES, c->optimizer);
   PS_TRY(ps__hypers_resolve((ps_optimizer)c->optimizer, h));
   c->lr = h[PS_HYPER_LR];
   c->beta1 = h[PS_HYPER_BETA1];
