@@ -350,13 +350,15 @@ PS_API ps_status ps_trace_write_json(const char *path, const ps_schedule *schedu
 
 /* ---- simulator ------------------------------------------------------------------------------- */
 
-/* What an op costs in the simulator. Alone it takes `ns` and draws demand[r] of resource r, 0..1 of
- * the whole. Where running ops together draw more than 1 of a resource, all ops that draw on it
- * slow down in proportion. */
-enum { PS_SIM_RESOURCES = 4, PS_SIM_KINDS = 4 };
+/* What an op costs in the simulator. Alone it takes `ns` and draws demand[i] of resource[i], 0..1
+ * of the whole; a demand of 0 ends the list. The caller numbers the resources: CPUs, a place's
+ * memory, a link's bus. Where running ops together draw more than 1 of a resource, all ops that
+ * draw on it slow down in proportion. */
+enum { PS_SIM_RESOURCES = 24, PS_SIM_DEMANDS = 4, PS_SIM_KINDS = 4 };
 typedef struct ps_sim_cost {
   double ns;
-  double demand[PS_SIM_RESOURCES];
+  double demand[PS_SIM_DEMANDS];
+  uint8_t resource[PS_SIM_DEMANDS]; /* below PS_SIM_RESOURCES */
   /* one bit of PS_SIM_KINDS, or 0: what the op counts as for others while it runs */
   uint32_t kind;
   /* [1 << PS_SIM_KINDS], at least 1: how many times as long the op takes while ops of these

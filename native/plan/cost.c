@@ -2,6 +2,7 @@
  * it draws of CPUs, host memory and link. */
 #include "hardware/hardware_impl.h"
 #include "plan/plan_impl.h"
+#include <assert.h>
 #include <math.h>
 
 static double rate_ns(double work, double per_s) { return per_s > 0 ? work / per_s * 1e9 : 0; }
@@ -134,19 +135,18 @@ static bool is_sum(const ps_kernel *kernel) { return ps__op_rate(kernel) >= PS__
 double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream,
                    const void *args, ps_work work) {
   const ps_hardware *hw = m->hw;
-  switch (stream) {
-  case PS__S_COMPUTE:
-    /* on the CPU backend the optimizer's rate is also that of updates on the "device" */
-    if (class_of(kernel) == PS_CLASS_OPTIMIZER && hw->backend == PS_BACKEND_CPU)
-      return hw->op_ns + rate_ns(work.bytes, hw->optimizer_bytes_per_s);
-    return hw->op_ns + device_ns(hw, kernel, args, work);
-  case PS__S_H2D: return hw->op_ns + rate_ns(work.bytes, hw->h2d_bytes_per_s);
-  case PS__S_D2H: return hw->op_ns + rate_ns(work.bytes, hw->d2h_bytes_per_s);
-  case PS__S_HOST:
+  const ps__places *at = m->at;
+  if (m->copy[stream].copies)
+    return hw->op_ns + rate_ns(work.bytes, m->copy[stream].bytes_per_s);
+  if (stream == at->io)
+    return hw->op_ns + rate_ns(work.bytes, hw->gather_bytes_per_s);
+  if (ps__stream_on_host(at, stream))
     return hw->op_ns +
            rate_ns(work.bytes, host_rate(hw, kernel) * (is_sum(kernel) ? m->sum_speed : 1));
-  default: return hw->op_ns + rate_ns(work.bytes, hw->gather_bytes_per_s);
-  }
+  /* on the CPU backend the optimizer's rate is also that of updates on the "device" */
+  if (class_of(kernel) == PS_CLASS_OPTIMIZER && hw->backend == PS_BACKEND_CPU)
+    return hw->op_ns + rate_ns(work.bytes, hw->optimizer_bytes_per_s);
+  return hw->op_ns + device_ns(hw, kernel, args, work);
 }
 
 static double fraction(double part, double whole) {
@@ -202,14 +202,37 @@ static double slowdown(const ps_hardware *hw, int kind, uint32_t kinds, uint32_t
                        rate_in(beside, kind));
 }
 
-ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_threads,
+/* Copies from a host read its memory, copies to one write it. No rate of copies between devices is
+ * measured, and no step has them. */
+static ps__copy_rate copy_rate(const ps_hardware *hw, const ps__places *at, const ps_link *link) {
+  const bool read = at->kind[link->from] == PS_PLACE_HOST;
+  assert(read != (at->kind[link->to] == PS_PLACE_HOST));
+  return (ps__copy_rate){.copies = true,
+                         .kind = read ? H2D : D2H,
+                         .bus = ps__bus_of(at, link->resource),
+                         .bytes_per_s = read ? hw->h2d_bytes_per_s : hw->d2h_bytes_per_s};
+}
+
+ps__cost_model ps__cost_model_of(const ps_hardware *hw, const ps__places *at, uint32_t n_threads,
                                  uint32_t sum_threads) {
   ps__cost_model m = {
-      .hw = hw, .dt = dt, .n_threads = n_threads, .sum_speed = ps__sum_speed(hw, sum_threads)};
+      .hw = hw, .at = at, .n_threads = n_threads, .sum_speed = ps__sum_speed(hw, sum_threads)};
+  while (at->kind[m.host] != PS_PLACE_HOST)
+    m.host++;
+  for (uint32_t i = 0; i < at->n_links; i++)
+    m.copy[at->link[i].stream] = copy_rate(hw, at, &at->link[i]);
   for (int kind = 0; kind < PS_SIM_KINDS; kind++)
     for (uint32_t kinds = 0; kinds < 1u << PS_SIM_KINDS; kinds++)
       m.slower[kind][kinds] = slowdown(hw, kind, kinds, sum_threads);
   return m;
+}
+
+static void draw(ps_sim_cost *out, uint8_t resource, double demand) {
+  int d = 0;
+  while (out->demand[d] > 0)
+    d++;
+  out->resource[d] = resource;
+  out->demand[d] = demand;
 }
 
 /* By the measured contention where there is some; else each draws in proportion to its rate
@@ -219,45 +242,63 @@ static void draw_on_memory(const ps__cost_model *m, int kind, double rate, ps_si
     out->kind = 1u << kind;
     out->slower = m->slower[kind];
   } else
-    out->demand[PS__RES_MEMORY] = fraction(rate, m->hw->memory_bytes_per_s);
+    draw(out, ps__memory_of(m->host), fraction(rate, m->hw->memory_bytes_per_s));
 }
 
 /* Copies draw on host memory when they read or write it: once on CUDA, twice on the CPU backend,
- * whose device is host memory too. */
-void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
-  const ps__cost_model *m = model;
+ * whose devices are host memory too. */
+static void draw_of_copy(const ps__cost_model *m, const ps__copy_rate *copy, ps_sim_cost *out) {
   const ps_hardware *hw = m->hw;
   const bool cpu = hw->backend == PS_BACKEND_CPU;
-  const double all = fraction(m->n_threads, hw->n_cpus), one = fraction(1, hw->n_cpus);
-  *out = (ps_sim_cost){.ns = ps__cost_ns(m, op->kernel, op->stream, op->args, op->work)};
+  draw_on_memory(m, copy->kind, (cpu ? 2 : 1) * copy->bytes_per_s, out);
+  if (cpu)
+    draw(out, ps__cpus_of(m->host), fraction(1, hw->n_cpus));
+  else
+    draw(out, copy->bus, fraction(copy->bytes_per_s, 2 * hw->duplex_bytes_per_s));
+}
+
+static void draw_of_host_op(const ps__cost_model *m, const ps_op_view *op, ps_sim_cost *out) {
+  const ps_hardware *hw = m->hw;
+  const bool optimizer = class_of(op->kernel) == PS_CLASS_OPTIMIZER, io = op->stream == m->at->io;
+  draw(out, ps__cpus_of(m->host),
+       fraction(optimizer ? m->n_threads
+                : io      ? ps__io_threads(m->n_threads)
+                          : 1,
+                hw->n_cpus));
+  if (optimizer)
+    draw_on_memory(m, is_sum(op->kernel) ? SUMS : OPTIMIZER, host_rate(hw, op->kernel), out);
+  else if (io && !hw->contention[0].kinds)
+    draw(out, ps__memory_of(m->host), fraction(hw->gather_bytes_per_s, hw->memory_bytes_per_s));
+}
+
+/* A GPU runs the faster the more it rests; the CPU backend's devices use the host's CPUs and
+ * memory. */
+static void draw_of_device_op(const ps__cost_model *m, const ps_op_view *op, ps_sim_cost *out) {
+  const ps_hardware *hw = m->hw;
   const uint32_t class = class_of(op->kernel);
-  if (op->stream == PS__S_H2D || op->stream == PS__S_D2H) {
-    const double rate = op->stream == PS__S_H2D ? hw->h2d_bytes_per_s : hw->d2h_bytes_per_s;
-    draw_on_memory(m, op->stream == PS__S_D2H ? D2H : H2D, (cpu ? 2 : 1) * rate, out);
-    if (cpu)
-      out->demand[PS__RES_CPUS] = one;
-    else
-      out->demand[PS__RES_LINK] = fraction(rate, 2 * hw->duplex_bytes_per_s);
-  } else if (op->stream == PS__S_COMPUTE) {
-    if (!cpu && (class == PS_CLASS_GEMM || class == PS_CLASS_ATTENTION)) {
+  if (hw->backend != PS_BACKEND_CPU) {
+    if (class == PS_CLASS_GEMM || class == PS_CLASS_ATTENTION) {
       out->idle_gain = smaller(hw->idle_gain, 1);
       out->idle_most = smaller(hw->idle_most, 1);
     }
-    if (!cpu)
-      return;
-    out->demand[PS__RES_CPUS] = class == PS_CLASS_COPY || class == PS_CLASS_OTHER ? one : all;
-    if (class == PS_CLASS_ELEMENTWISE)
-      out->demand[PS__RES_MEMORY] = fraction(hw->elementwise_bytes_per_s, hw->memory_bytes_per_s);
-    if (class == PS_CLASS_OPTIMIZER)
-      out->demand[PS__RES_MEMORY] = fraction(hw->optimizer_bytes_per_s, hw->memory_bytes_per_s);
-  } else {
-    out->demand[PS__RES_CPUS] = class == PS_CLASS_OPTIMIZER ? all
-                                : op->stream == PS__S_IO
-                                    ? fraction(ps__io_threads(m->n_threads), hw->n_cpus)
-                                    : one;
-    if (class == PS_CLASS_OPTIMIZER)
-      draw_on_memory(m, is_sum(op->kernel) ? SUMS : OPTIMIZER, host_rate(hw, op->kernel), out);
-    if (op->stream == PS__S_IO && !hw->contention[0].kinds)
-      out->demand[PS__RES_MEMORY] = fraction(hw->gather_bytes_per_s, hw->memory_bytes_per_s);
+    return;
   }
+  const bool one = class == PS_CLASS_COPY || class == PS_CLASS_OTHER;
+  draw(out, ps__cpus_of(m->host), fraction(one ? 1 : m->n_threads, hw->n_cpus));
+  if (class == PS_CLASS_ELEMENTWISE || class == PS_CLASS_OPTIMIZER)
+    draw(out, ps__memory_of(m->host),
+         fraction(class == PS_CLASS_OPTIMIZER ? hw->optimizer_bytes_per_s
+                                              : hw->elementwise_bytes_per_s,
+                  hw->memory_bytes_per_s));
+}
+
+void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
+  const ps__cost_model *m = model;
+  *out = (ps_sim_cost){.ns = ps__cost_ns(m, op->kernel, op->stream, op->args, op->work)};
+  if (m->copy[op->stream].copies)
+    draw_of_copy(m, &m->copy[op->stream], out);
+  else if (ps__stream_on_host(m->at, op->stream))
+    draw_of_host_op(m, op, out);
+  else
+    draw_of_device_op(m, op, out);
 }

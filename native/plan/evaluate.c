@@ -4,10 +4,10 @@
 #include "kernels/cuda/scratch.h"
 #include <string.h>
 
-uint32_t ps__stream_threads(const ps_plan *plan, uint32_t stream) {
-  if (stream == PS__S_IO)
+uint32_t ps__stream_threads(const ps_plan *plan, const ps__places *at, uint32_t stream) {
+  if (stream == at->io)
     return ps__io_threads(plan->hw.n_threads);
-  return stream == PS__S_HOST || (stream == PS__S_COMPUTE && plan->hw.backend == PS_BACKEND_CPU)
+  return stream == at->host_ops || (stream == at->compute && plan->hw.backend == PS_BACKEND_CPU)
              ? plan->hw.n_threads
              : 1;
 }
@@ -32,7 +32,7 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
   *scratch = 0;
   for (uint32_t i = 0; i < s->at->n_streams; i++)
     if (plan->hw.backend == PS_BACKEND_CPU || ps__stream_on_host(s->at, i))
-      *scratch += (uint64_t)s->scratch_bytes[i] * ps__stream_threads(plan, i);
+      *scratch += (uint64_t)s->scratch_bytes[i] * ps__stream_threads(plan, s->at, i);
   /* the trace, and what the program, the schedule and the run keep for each op */
   *trace = s->n_op * ((uint64_t)plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
   /* tokens and targets of a batch as the source fills them; and which rows of an embedding on the
@@ -42,7 +42,7 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
 }
 
 double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]) {
-  double stream[PS__N_STREAMS] = {0}, resource[PS_SIM_RESOURCES] = {0},
+  double stream[PS_MAX_STREAMS] = {0}, resource[PS_SIM_RESOURCES] = {0},
          most = end[PS__SIM_STEADY] - end[PS__SIM_STEADY - 1];
   for (size_t i = 0; i < s->n_op; i++) {
     const ps_op_view view = {.kernel = s->op[i].kernel,
@@ -52,10 +52,10 @@ double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__
     ps_sim_cost cost;
     ps__cost(m, &view, &cost);
     stream[view.stream] += cost.ns;
-    for (int r = 0; r < PS_SIM_RESOURCES; r++)
-      resource[r] += cost.ns * cost.demand[r];
+    for (int d = 0; d < PS_SIM_DEMANDS && cost.demand[d] > 0; d++)
+      resource[cost.resource[d]] += cost.ns * cost.demand[d];
   }
-  for (int i = 0; i < PS__N_STREAMS; i++)
+  for (uint32_t i = 0; i < s->at->n_streams; i++)
     if (stream[i] > most)
       most = stream[i];
   for (int r = 0; r < PS_SIM_RESOURCES; r++)
@@ -94,7 +94,7 @@ static double round_ns(const ps__step *step, const ps_trace_event *events) {
   double start[2] = {0};
   for (size_t i = step->n_op; i-- > 0;) {
     const int32_t k = step->op[i].tag.round - from;
-    if (step->op[i].stream == PS__S_COMPUTE && (k == 0 || k == 1))
+    if (step->op[i].stream == step->at->compute && (k == 0 || k == 1))
       start[k] = (double)events[PS__SIM_STEADY * step->n_op + i].start_ns;
   }
   return start[1] - start[0];
@@ -123,7 +123,7 @@ static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint3
     st = ps_schedule_compile(&schedule, program);
   for (uint32_t i = 0; st == PS_OK && (i == 0 || ps__sum_threads(hw, i)); i++) {
     double ns;
-    ps__cost_model m = ps__cost_model_of(hw, step->dt, hw->n_threads, ps__sum_threads(hw, i));
+    ps__cost_model m = ps__cost_model_of(hw, step->at, hw->n_threads, ps__sum_threads(hw, i));
     st = simulate(step, schedule, n_left_out, &m, events, &ns);
     if (st != PS_OK || (i > 0 && ns >= *out_ns))
       continue;

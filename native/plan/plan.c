@@ -35,7 +35,7 @@ void ps__plan_engine(const ps_plan *p, ps_engine_config *out) {
   for (uint32_t i = 0; i < at->n_streams; i++) {
     ps_stream_config *s = &out->stream[i];
     *s = (ps_stream_config){.place = at->stream[i].place,
-                            .n_threads = ps__stream_threads(p, i),
+                            .n_threads = ps__stream_threads(p, at, i),
                             .scratch_bytes = p->step.scratch_bytes[i]};
     snprintf(s->name, sizeof s->name, "%s", at->stream[i].name);
   }
@@ -306,12 +306,12 @@ static ps_status predict(ps_plan *p) {
     return ps__fail(PS_ENOMEM, "out of memory for the predicted trace");
   const ps_status st = ps_plan_simulate(p, PS__SIM_STEPS, events, end);
   if (st == PS_OK) {
-    ps__cost_model m = ps__cost_model_of(&p->hw, p->step.dt, p->hw.n_threads, p->spec.sum_threads);
+    ps__cost_model m = ps__cost_model_of(&p->hw, p->step.at, p->hw.n_threads, p->spec.sum_threads);
     p->report.step_s = ps__steady_ns(&p->step, &m, end) * 1e-9;
     for (uint64_t i = PS__SIM_STEADY * n; i < (PS__SIM_STEADY + 1) * n; i++)
       p->report.stream_busy_s[events[i].stream] +=
           (double)(events[i].end_ns - events[i].start_ns) * 1e-9;
-    for (uint32_t i = 0; i < PS__N_STREAMS; i++)
+    for (uint32_t i = 0; i < p->step.at->n_streams; i++)
       if (p->report.stream_busy_s[i] > busiest) {
         busiest = p->report.stream_busy_s[i];
         p->report.bottleneck_stream = i;
@@ -488,6 +488,6 @@ ps_status ps_plan_simulate(const ps_plan *plan, uint64_t n_steps, ps_trace_event
   if (!plan)
     return ps__fail(PS_EINVAL, "ps_plan_simulate: plan is NULL");
   ps__cost_model m =
-      ps__cost_model_of(&plan->hw, plan->step.dt, plan->hw.n_threads, plan->spec.sum_threads);
+      ps__cost_model_of(&plan->hw, plan->step.at, plan->hw.n_threads, plan->spec.sum_threads);
   return ps_sim_run(plan->schedule, ps__cost, &m, n_steps, events, step_end_ns);
 }

@@ -30,18 +30,32 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
 void ps__plan_engine(const ps_plan *p, ps_engine_config *out);
 
 /* ---- cost.c: what an op costs, for the simulator --------------------------------------------- */
-/* What ops of several streams share in the simulator. */
-enum { PS__RES_CPUS = 0, PS__RES_MEMORY = 1, PS__RES_LINK = 2 };
+/* What ops of several streams share in the simulator: of each place its CPUs and its memory, and
+ * what links share. */
+static inline uint8_t ps__cpus_of(uint32_t place) { return (uint8_t)(2 * place); }
+static inline uint8_t ps__memory_of(uint32_t place) { return (uint8_t)(2 * place + 1); }
+static inline uint8_t ps__bus_of(const ps__places *at, uint32_t resource) {
+  return (uint8_t)(2 * at->n_places + resource);
+}
+/* What a stream of links does: its copies' rate over an idle link, which bit of
+ * ps_contention_rate.kinds they are, and what their link shares. */
+typedef struct ps__copy_rate {
+  bool copies; /* false: the stream runs ops */
+  uint8_t kind, bus;
+  double bytes_per_s;
+} ps__copy_rate;
 typedef struct ps__cost_model {
   const ps_hardware *hw;
-  ps_dtype dt;
+  const ps__places *at;
+  uint32_t host; /* the place whose CPUs and memory host ops and copies use */
+  ps__copy_rate copy[PS_MAX_STREAMS];
   uint32_t n_threads;
   /* speed of sums on the plan's threads for them, over that on all threads */
   double sum_speed;
   /* ps_sim_cost.slower, for copies to the device, to the host, sums and the optimizer */
   double slower[PS_SIM_KINDS][1 << PS_SIM_KINDS];
 } ps__cost_model;
-ps__cost_model ps__cost_model_of(const ps_hardware *hw, ps_dtype dt, uint32_t n_threads,
+ps__cost_model ps__cost_model_of(const ps_hardware *hw, const ps__places *at, uint32_t n_threads,
                                  uint32_t sum_threads);
 /* ps__sum_threads() - the @i-th number of threads on which sums were measured; first all of the
  * host stream's. 0: there is none. ps__sum_speed() - how fast sums run alone on so many threads,
@@ -97,5 +111,5 @@ static inline uint64_t ps__arena_round(uint64_t bytes) {
   return (bytes + (2u << 20) - 1) >> 21 << 21;
 }
 /* Threads that a stream's ops may use. */
-uint32_t ps__stream_threads(const ps_plan *plan, uint32_t stream);
+uint32_t ps__stream_threads(const ps_plan *plan, const ps__places *at, uint32_t stream);
 #endif

@@ -12,6 +12,8 @@ typedef struct ps__places {
     const char *name;
     uint32_t place;
   } stream[PS_MAX_STREAMS];
+  /* who does what in a step: streams */
+  uint32_t compute, to_device, to_host, host_ops, io;
 } ps__places;
 
 /* The host, one device and the bus between them. */

@@ -43,7 +43,7 @@ static ps_hardware random_machine(void) {
 
 static double rate_of(const ps_hardware *hw, const ps_kernel *kernel, uint32_t stream,
                       const void *args, ps_work work) {
-  const ps__cost_model m = ps__cost_model_of(hw, PS_BF16, 2, 0);
+  const ps__cost_model m = ps__cost_model_of(hw, &ps__one_device, 2, 0);
   return (work.flops > 0 ? work.flops : work.bytes) / ps__cost_ns(&m, kernel, stream, args, work) *
          1e9;
 }
@@ -192,6 +192,13 @@ static void fp32_has_one_rate(const ps_hardware *hw) {
   CHECK(same(attention(hw, 100, 4000, 100, false, true, PS_F32), 7e12));
 }
 
+static double drawn(const ps_sim_cost *c, uint8_t resource) {
+  double sum = 0;
+  for (int d = 0; d < PS_SIM_DEMANDS && c->demand[d] > 0; d++)
+    sum += c->resource[d] == resource ? c->demand[d] : 0;
+  return sum;
+}
+
 static void host_ops_have_their_own_rates(const ps_hardware *hw) {
   const ps_work work = {.bytes = 1e6};
   const ps_kernel adamw = {.name = "adamw", .op_class = PS_CLASS_OPTIMIZER, .fn = {NULL, NULL}};
@@ -201,11 +208,11 @@ static void host_ops_have_their_own_rates(const ps_hardware *hw) {
         same(rate_of(hw, &ps__k_sumsq_host, PS__S_HOST, NULL, work), 3e9));
   CHECK(same(rate_of(hw, &ps__k_accumulate_sumsq_host, PS__S_HOST, NULL, work), 5e9));
   CHECK(same(rate_of(hw, &ps__k_embed_fwd, PS__S_IO, NULL, work), 4e9));
-  ps__cost_model m = ps__cost_model_of(hw, PS_BF16, 2, 0);
+  ps__cost_model m = ps__cost_model_of(hw, &ps__one_device, 2, 0);
   ps_sim_cost cost;
   ps__cost(&m, &(ps_op_view){.kernel = &ps__k_sumsq_host, .stream = PS__S_HOST, .work = work},
            &cost);
-  CHECK(cost.demand[PS__RES_MEMORY] == 3.0 / 8);
+  CHECK(drawn(&cost, ps__memory_of(PS__SPACE_HOST)) == 3.0 / 8);
 }
 
 /* Sums alone, beside copies to the device, and beside copies both ways, on four threads and on
@@ -230,7 +237,7 @@ static void memory_is_divided_as_measured(const ps_hardware *of) {
         same(ps__sum_speed(of, 2), 1));
   const ps_work work = {.bytes = 1e6};
   for (uint32_t threads = 2; threads <= 4; threads += 2) {
-    ps__cost_model m = ps__cost_model_of(&hw, PS_BF16, 4, threads);
+    ps__cost_model m = ps__cost_model_of(&hw, &ps__one_device, 4, threads);
     const struct {
       const ps_kernel *kernel;
       uint32_t stream, kind;
@@ -245,7 +252,7 @@ static void memory_is_divided_as_measured(const ps_hardware *of) {
       ps_sim_cost c;
       ps__cost(&m, &(ps_op_view){.kernel = op[i].kernel, .stream = op[i].stream, .work = work}, &c);
       CHECK(c.kind == op[i].kind && c.slower[c.kind] == 1 && c.slower[h2d | d2h] == 1 &&
-            c.demand[PS__RES_MEMORY] == 0);
+            drawn(&c, ps__memory_of(PS__SPACE_HOST)) == 0);
       CHECK(same(c.slower[sums | h2d], op[i].beside_sums_and_in) &&
             same(c.slower[sums | h2d | d2h], op[i].beside_sums));
       CHECK(same(c.slower[adamw | h2d | d2h], op[i].beside_adamw));
@@ -259,6 +266,45 @@ static void memory_is_divided_as_measured(const ps_hardware *of) {
              &c);
     CHECK(same(c.ns - hw.op_ns, 0.5e6 / (threads == 4 ? 1 : 0.6)));
   }
+}
+
+/* ns of a copy from the host to each of two devices at once, the buses of which have these numbers.
+ * The host's memory is enough for both. */
+static double two_copies(const ps_hardware *of, uint32_t bus_0, uint32_t bus_1) {
+  ps_hardware hw = *of;
+  hw.backend = PS_BACKEND_CUDA;
+  hw.h2d_bytes_per_s = hw.d2h_bytes_per_s = 50e9;
+  hw.duplex_bytes_per_s = 25e9; /* one copy takes all of a bus */
+  hw.memory_bytes_per_s = 200e9;
+  enum { HOST, DEVICE_0, DEVICE_1, N_STREAMS = 2 };
+  const ps__places at = {
+      .n_places = 3,
+      .kind = {[HOST] = PS_PLACE_HOST, [DEVICE_0] = PS_PLACE_DEVICE, [DEVICE_1] = PS_PLACE_DEVICE},
+      .n_links = 2,
+      .link = {{HOST, DEVICE_0, 0, bus_0}, {HOST, DEVICE_1, 1, bus_1}},
+      .n_streams = N_STREAMS,
+      .stream = {{"to 0", DEVICE_0}, {"to 1", DEVICE_1}},
+      .compute = PS_MAX_STREAMS,
+      .io = PS_MAX_STREAMS};
+  ps__cost_model m = ps__cost_model_of(&hw, &at, 2, 0);
+  ps_program *p;
+  ps_schedule *s;
+  double end;
+  CHECK(ps_program_create(&p, at.n_places, N_STREAMS) == PS_OK);
+  for (uint32_t i = 0; i < N_STREAMS; i++) {
+    const ps_access access[] = {{HOST, PS_READ, 0, 8}, {DEVICE_0 + i, PS_WRITE, 0, 8}};
+    const ps_op op = {.stream = i, .access = access, .n_access = 2, .work = {.bytes = 50e6}};
+    CHECK(ps_program_add(p, &op, NULL) == PS_OK);
+  }
+  CHECK(ps_schedule_compile(&s, p) == PS_OK);
+  CHECK(ps_sim_run(s, ps__cost, &m, 1, NULL, &end) == PS_OK);
+  ps_program_destroy(p);
+  CHECK(ps_schedule_destroy(s) == PS_OK);
+  return end;
+}
+
+static void links_share_what_the_places_say(const ps_hardware *hw) {
+  CHECK(same(two_copies(hw, 0, 1), 1e6) && same(two_copies(hw, 0, 0), 2e6));
 }
 
 /* Products and attention on a GPU gain where it idles; norms, which the memory bounds, copies
@@ -285,7 +331,7 @@ static void idle_time_shortens_what_takes_power(const ps_hardware *hw) {
     ps_hardware some = *hw;
     some.backend = backend;
     some.idle_gain = 0.5;
-    ps__cost_model m = ps__cost_model_of(&some, PS_BF16, 2, 0);
+    ps__cost_model m = ps__cost_model_of(&some, &ps__one_device, 2, 0);
     for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
       ps_sim_cost cost;
       const void *args = i == 0 ? (const void *)&g : i == 1 ? (const void *)&a : NULL;
@@ -346,6 +392,7 @@ int main(void) {
     outside_entries_the_nearest_counts(&hw);
     fp32_has_one_rate(&hw);
     host_ops_have_their_own_rates(&hw);
+    links_share_what_the_places_say(&hw);
     memory_is_divided_as_measured(&hw);
     idle_time_shortens_what_takes_power(&hw);
   }

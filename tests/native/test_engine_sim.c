@@ -193,6 +193,12 @@ static void bad_price(void *user, const ps_op_view *op, ps_sim_cost *out) {
   out->ns = *(double *)user;
 }
 
+/* Demands on the resources after the last. */
+static void nowhere_price(void *user, const ps_op_view *op, ps_sim_cost *out) {
+  out->demand[0] = 0.5;
+  out->resource[0] = PS_SIM_RESOURCES;
+}
+
 static void test_refusals(void) {
   ps_program *p;
   CHECK(ps_program_create(&p, 1, 1) == PS_OK);
@@ -201,6 +207,7 @@ static void test_refusals(void) {
   double bad[] = {-1, NAN, INFINITY}, end = 7;
   for (int i = 0; i < 3; i++)
     CHECK_FAILS(ps_sim_run(s, bad_price, &bad[i], 1, NULL, &end), PS_EINVAL, "op 0");
+  CHECK_FAILS(ps_sim_run(s, nowhere_price, NULL, 1, NULL, &end), PS_EINVAL, "not below 24");
   double aeon = 1e20, year = 3.2e16; /* ns; a trace's clock ends after 584 years */
   ps_trace_event event[300];
   CHECK_FAILS(ps_sim_run(s, bad_price, &aeon, 1, event, &end), PS_EINVAL, "op 0");
@@ -222,8 +229,10 @@ static void test_refusals(void) {
 static void random_price(void *user, const ps_op_view *op, ps_sim_cost *out) {
   uint64_t r = mix64(*(uint64_t *)user + op->position * 64 + op->stream);
   out->ns = (double)(r % 100); /* zero too */
-  for (int i = 0; i < PS_SIM_RESOURCES; i++)
+  for (int i = 0; i < PS_SIM_DEMANDS; i++) {
     out->demand[i] = (double)(mix64(r + (uint64_t)i) % 101) / 100;
+    out->resource[i] = (uint8_t)(mix64(r + 64 + (uint64_t)i) % PS_SIM_RESOURCES);
+  }
 }
 
 /* Events [n_steps x n_ops] of whole steps, the first of them step @first: order, and every

@@ -56,15 +56,15 @@ static ps_status price(sim *m, ps_sim_cost_fn cost, void *user) {
     cost(user, &view, c);
     bool ok = isfinite(c->ns) && c->ns >= 0 && c->idle_gain >= 0 && c->idle_gain <= 1 &&
               c->idle_most >= 0 && c->idle_most <= 1;
-    for (int r = 0; r < PS_SIM_RESOURCES; r++)
-      ok = ok && c->demand[r] >= 0 && c->demand[r] <= 1;
+    for (int d = 0; d < PS_SIM_DEMANDS; d++)
+      ok = ok && c->demand[d] >= 0 && c->demand[d] <= 1 && c->resource[d] < PS_SIM_RESOURCES;
     for (int k = 0; c->slower && k < 1 << PS_SIM_KINDS; k++)
       ok = ok && c->slower[k] >= 1 && isfinite(c->slower[k]);
     ok = ok && c->kind < 1 << PS_SIM_KINDS;
     if (!ok)
       return ps__fail(PS_EINVAL,
                       "sim: the cost of op %llu (%s) is not finite and positive, a demand or gain "
-                      "not in 0..1 or a slowdown below 1",
+                      "not in 0..1, a resource not below 24 or a slowdown below 1",
                       (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]));
     longest += c->ns * worst_slowdown(m, c) * (double)m->n_steps;
     if (longest > 9e18) /* of 2^64 that a trace's clock has */
@@ -126,9 +126,9 @@ static void start_ready(sim *m) {
 /* How much longer than alone a running op takes now. */
 static double slowdown(const sim *m, const ps_sim_cost *c) {
   double worst = 1;
-  for (int r = 0; r < PS_SIM_RESOURCES; r++)
-    if (c->demand[r] > 0 && m->drawn[r] > worst)
-      worst = m->drawn[r];
+  for (int d = 0; d < PS_SIM_DEMANDS && c->demand[d] > 0; d++)
+    if (m->drawn[c->resource[d]] > worst)
+      worst = m->drawn[c->resource[d]];
   if (c->slower && c->slower[m->kinds] > worst)
     worst = c->slower[m->kinds];
   return worst;
@@ -160,12 +160,14 @@ static bool advance(sim *m) {
   double slow[PS_MAX_STREAMS], dt = INFINITY;
   memset(m->drawn, 0, sizeof m->drawn);
   m->kinds = 0;
-  for (uint32_t i = 0; i < n; i++)
-    if (m->stream[i].cost)
-      m->kinds |= m->stream[i].cost->kind;
-  for (uint32_t i = 0; i < n; i++)
-    for (int r = 0; m->stream[i].cost && r < PS_SIM_RESOURCES; r++)
-      m->drawn[r] += m->stream[i].cost->demand[r];
+  for (uint32_t i = 0; i < n; i++) {
+    const ps_sim_cost *c = m->stream[i].cost;
+    if (!c)
+      continue;
+    m->kinds |= c->kind;
+    for (int d = 0; d < PS_SIM_DEMANDS && c->demand[d] > 0; d++)
+      m->drawn[c->resource[d]] += c->demand[d];
+  }
   for (uint32_t i = 0; i < n; i++)
     if (m->stream[i].cost) {
       slow[i] = slowdown(m, m->stream[i].cost);
