@@ -219,6 +219,8 @@ void ps__jsonw_string(ps__jsonw *w, const char *key, const char *value);
 void ps__jsonw_uint(ps__jsonw *w, const char *key, uint64_t value);
 /* NaN and infinities become null */
 void ps__jsonw_number(ps__jsonw *w, const char *key, double value);
+/* a number as it was read, so that 4.0 stays 4.0: ps__json_number_text() */
+void ps__jsonw_number_text(ps__jsonw *w, const char *key, const char *text);
 void ps__jsonw_bool(ps__jsonw *w, const char *key, bool value);
 /* NULL when memory ran out on the way */
 const char *ps__jsonw_text(ps__jsonw *w, size_t *bytes);

@@ -185,6 +185,11 @@ void ps__jsonw_number(ps__jsonw *w, const char *key, double value) {
   put_text(w, buf);
 }
 
+void ps__jsonw_number_text(ps__jsonw *w, const char *key, const char *text) {
+  begin(w, key);
+  put_text(w, text);
+}
+
 void ps__jsonw_bool(ps__jsonw *w, const char *key, bool value) {
   begin(w, key);
   put_text(w, value ? "true" : "false");

@@ -78,7 +78,6 @@ static void write_children(ps__jsonw *w, const ps__json *j) {
 }
 
 static void write_value(ps__jsonw *w, const char *key, const ps__json *j) {
-  uint64_t whole;
   switch (ps__json_type(j)) {
   case PS_JSON_OBJECT:
     ps__jsonw_object(w, key);
@@ -90,12 +89,7 @@ static void write_value(ps__jsonw *w, const char *key, const ps__json *j) {
     break;
   case PS_JSON_STRING: ps__jsonw_string(w, key, ps__json_string(j, NULL)); break;
   case PS_JSON_BOOL: ps__jsonw_bool(w, key, ps__json_bool(j, false)); break;
-  case PS_JSON_NUMBER:
-    if (ps__json_uint64(j, &whole))
-      ps__jsonw_uint(w, key, whole);
-    else
-      ps__jsonw_number(w, key, ps__json_number(j, 0));
-    break;
+  case PS_JSON_NUMBER: ps__jsonw_number_text(w, key, ps__json_number_text(j)); break;
   default: ps__jsonw_number(w, key, NAN); break; /* null */
   }
 }
