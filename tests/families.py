@@ -5,7 +5,7 @@ grouped queries, scales and caps far from 1. A name is a family, or a family and
 """
 
 COMMON = dict(
-    vocab_size=160,
+    vocab_size=512,
     hidden_size=64,
     intermediate_size=96,
     num_hidden_layers=3,
@@ -85,6 +85,7 @@ def olmo2(**changes):
 
 
 GEMMA = dict(
+    hidden_size=72,  # its root, the scale of the embedding, is not exact in bf16
     hidden_activation="gelu_pytorch_tanh",
     head_dim=24,
     query_pre_attn_scalar=20,
@@ -169,3 +170,15 @@ VARIANTS = {
     "smollm3-window": smollm3(use_sliding_window=True, sliding_window=9, no_rope_layers=[1, 0, 1]),
 }
 CONFIGS = {**FAMILIES, **VARIANTS}
+
+
+def deep(cfg):
+    """With more in it: the smallest arena, 2 MiB, does not hold all saved activations."""
+    changes = dict(num_hidden_layers=6, intermediate_size=352)
+    if cfg.get("layer_types"):
+        changes["layer_types"] = cfg["layer_types"] * 2
+    return {**cfg, **changes}
+
+
+DEEP = {f"{name}-deep": deep(cfg) for name, cfg in FAMILIES.items()}
+ALL = {**CONFIGS, **DEEP}

@@ -81,7 +81,6 @@ def _load():
         ("ps_last_error", s, []),
         ("ps_abi_size", c.c_size_t, [s]),
         ("ps__live_allocations", c.c_int64, []),
-        ("ps__config_read", i32, [c.POINTER(ModelConfig), s]),
         ("ps_model_family_name", s, [u32]),
         ("ps_model_config_read", i32, [c.POINTER(ModelConfig), s]),
         ("ps_model_config_check", i32, [c.POINTER(ModelConfig), s]),

@@ -37,19 +37,13 @@ def save(folder, cfg):
     return folder
 
 
-def read(folder):
-    out = ps.ModelConfig()
-    ps.check(ps.lib.ps__config_read(ctypes.byref(out), os.fsencode(folder)))
-    return out
-
-
 def without(cfg, *keys):
     return {k: v for k, v in cfg.items() if k not in keys}
 
 
 def refused(folder, cfg, *parts):
     with pytest.raises(ps.Failed) as e:
-        read(save(folder, cfg))
+        ps.read_config(save(folder, cfg))
     assert e.value.code == ps.EFORMAT
     ps.one_sentence(e.value.message, folder / "config.json", *parts)
 
@@ -133,10 +127,10 @@ def check_alike(folder, cfg):
         t = AutoConfig.from_pretrained(save(folder, cfg))
     except Exception:
         with pytest.raises(ps.Failed) as e:
-            read(folder)
+            ps.read_config(folder)
         ps.one_sentence(e.value.message, folder / "config.json")
         return False
-    c = read(folder)
+    c = ps.read_config(folder)
     head_dim = getattr(t, "head_dim", None) or t.hidden_size // t.num_attention_heads
     assert ps.lib.ps_model_family_name(c.family).decode() == (cfg.get("model_type") or t.model_type)
     assert (c.n_kv_heads, c.head_dim) == (t.num_key_value_heads, head_dim)
@@ -180,7 +174,7 @@ def test_a_missing_field_is_transformers_default_or_named(tmp_path, name):
             alike += check_alike(tmp_path, without(cfg, key))
     assert alike >= 9
     refused(tmp_path, without(cfg, "model_type", "architectures"), "architectures", "model_type")
-    assert read(save(tmp_path, without(cfg, "architectures"))).n_layers == 3
+    assert ps.read_config(save(tmp_path, without(cfg, "architectures"))).n_layers == 3
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -209,7 +203,7 @@ def test_the_defaults_of_gemma3(tmp_path):
     """Every sixth layer has no window, as the published models have it."""
     cfg = dict(without(gemma3(), "sliding_window_pattern"), num_hidden_layers=13)
     assert check_alike(tmp_path, cfg)
-    flags = read(tmp_path).layer_flags[:13]
+    flags = ps.read_config(tmp_path).layer_flags[:13]
     assert [i for i in range(13) if not flags[i]] == [5, 11]
 
 
@@ -219,7 +213,7 @@ def test_rope_parameters_of_transformers_5(tmp_path):
         sliding_attention=dict(rope_type="default", rope_theta=2e4),
     )
     cfg = without(gemma3(), "rope_theta", "rope_scaling", "rope_local_base_freq")
-    c = read(save(tmp_path, dict(cfg, rope_parameters=nested)))
+    c = ps.read_config(save(tmp_path, dict(cfg, rope_parameters=nested)))
     assert (c.rope.theta, c.rope.kind, c.rope.factor, c.local_rope_theta) == (7e5, 1, 8, 2e4)
     refused(
         tmp_path,
@@ -241,7 +235,7 @@ def test_rope_parameters_of_transformers_5(tmp_path):
         partial_rotary_factor=0.75,
         original_max_position_embeddings=20,
     )
-    c = read(save(tmp_path, dict(cfg, rope_parameters=inner)))
+    c = ps.read_config(save(tmp_path, dict(cfg, rope_parameters=inner)))
     assert (c.rope.theta, c.rope.kind, c.rope.rotary_dim, c.rope.original_positions) == (
         9e3,
         4,
@@ -262,8 +256,8 @@ def test_yarn_in_full(tmp_path):
     )
     cfg = dict(CONFIGS["llama-yarn"], rope_scaling=yarn)
     assert check_alike(tmp_path, cfg)
-    assert read(tmp_path).rope.keep_fraction == 0
-    assert read(
+    assert ps.read_config(tmp_path).rope.keep_fraction == 0
+    assert ps.read_config(
         save(tmp_path, dict(cfg, rope_scaling=dict(yarn, truncate=False)))
     ).rope.keep_fraction
 
@@ -271,7 +265,9 @@ def test_yarn_in_full(tmp_path):
 def test_the_old_names_of_longrope(tmp_path):
     for old in ("su", "yarn"):
         cfg = phi3(rope_scaling=dict(longrope(6), type=old))
-        assert check_alike(tmp_path, cfg) and read(tmp_path).rope.kind == KINDS["longrope"]
+        assert (
+            check_alike(tmp_path, cfg) and ps.read_config(tmp_path).rope.kind == KINDS["longrope"]
+        )
 
 
 def test_a_mistral_with_layer_types_is_a_ministral(tmp_path):
@@ -279,7 +275,7 @@ def test_a_mistral_with_layer_types_is_a_ministral(tmp_path):
 
     cfg = dict(CONFIGS["mistral"], layer_types=ALTERNATING)
     assert AutoConfig.from_pretrained(save(tmp_path, cfg)).model_type == "ministral"
-    assert list(read(tmp_path).layer_flags[:3]) == [WINDOW, 0, WINDOW]
+    assert list(ps.read_config(tmp_path).layer_flags[:3]) == [WINDOW, 0, WINDOW]
 
 
 # ---- refused -------------------------------------------------------------------------------------
@@ -370,9 +366,9 @@ def test_a_field_of_another_family_is_named(tmp_path, name):
     for key, (value, owners) in OWN_KEYS.items():
         if family not in owners.split() and not (family == "qwen2" and "sliding_window" in key):
             refused(tmp_path, dict(cfg, **{key: value}), f"{key} is ", cfg["model_type"])
-            read(save(tmp_path, dict(cfg, **{key: None})))
+            ps.read_config(save(tmp_path, dict(cfg, **{key: None})))
     for key in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
-        read(save(tmp_path, dict(cfg, **{key: 1})))
+        ps.read_config(save(tmp_path, dict(cfg, **{key: 1})))
 
 
 NOT_COMPUTED = [
@@ -496,7 +492,7 @@ def test_mutated_configs_are_read_or_refused_in_one_sentence(tmp_path, name, dat
         at = scaling if isinstance(scaling, dict) and scaling and data.draw(st.booleans()) else cfg
         at[data.draw(st.sampled_from(sorted(at)))] = data.draw(junk)
     try:
-        c = read(save(tmp_path, cfg))
+        c = ps.read_config(save(tmp_path, cfg))
     except ps.Failed as e:
         assert e.code == ps.EFORMAT
         ps.one_sentence(e.message, tmp_path / "config.json")

@@ -34,8 +34,7 @@ PS_API const char *ps_recipe_name(ps_recipe recipe); /* "fp32", "fp32-master", "
 PS_API ps_status ps_recipe_parse(ps_recipe *out, const char *name);
 
 /* ps_model_family_name() - the families that can be trained, by ps_model_config.family, under
- * their "model_type" in config.json: "llama", "qwen2", "qwen3". Static storage; NULL past the
- * last. */
+ * their "model_type" in config.json: "llama", "gemma2". Static storage; NULL past the last. */
 PS_API const char *ps_model_family_name(uint32_t family);
 
 /* ---- configuration --------------------------------------------------------------------------- */
@@ -109,11 +108,11 @@ typedef struct ps_model_config {
   uint8_t layer_flags[PS_MAX_LAYERS]; /* PS_LAYER_*, by layer from 0 */
 } ps_model_config;
 
-/* ps_model_config_read() - from DIR/config.json or from a config file itself. Architectures:
- * LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM (dense). Refused by name is a feature
- * that changes the math and is not supported: sliding windows in use, other activations, other RoPE
- * types, quantized weights. A file of more than 1 MiB is refused too. Errors: PS_EIO; PS_EFORMAT
- * names file, field, value and limit. */
+/* ps_model_config_read() - from DIR/config.json or from a config file itself, of a family of
+ * ps_model_family_name(). Absent keys have transformers' defaults. Refused by name is a field that
+ * changes the math and is not supported, or that the family does not have: other activations, other
+ * RoPE types, biases, dropout, experts, quantized weights, another family's multipliers. A file of
+ * more than 1 MiB is refused too. Errors: PS_EIO; PS_EFORMAT names file, field, value and limit. */
 PS_API ps_status ps_model_config_read(ps_model_config *out, const char *path);
 /* ps_model_config_check() - whether all fields are in range. Errors: PS_EFORMAT, PS_EINVAL name
  * @name_for_messages, field, value and limit. */

@@ -386,23 +386,10 @@ static ps_status read_config(const ps__config_reader *r, ps_model_config *out) {
   return PS_OK;
 }
 
-/* What the blocks do not compute yet. */
-static ps_status refuse_undescribed(const ps_model_config *c, const char *path) {
-  const ps__family *family = ps__family_at(c->family);
-  uint32_t flags = 0;
-  for (uint32_t i = 0; i < c->n_layers; i++)
-    flags |= c->layer_flags[i];
-  if (!family->describe)
-    return ps__fail(PS_EFORMAT, "%s: model_type is \"%s\": its layers cannot be trained yet", path,
-                    family->model_type);
-  if (flags)
-    return ps__fail(PS_EFORMAT, "%s: sliding_window is %u: sliding windows cannot be trained yet",
-                    path, c->window);
-  return PS_OK;
-}
-
-/* @described: of families alone whose layers can be trained. */
-static ps_status read_path(ps_model_config *out, const char *path, bool described) {
+ps_status ps_model_config_read(ps_model_config *out, const char *path) {
+  if (!out || !path)
+    return ps__fail(PS_EINVAL,
+                    "ps_model_config_read: no path or no place for the result was given");
   struct stat st;
   if (stat(path, &st) != 0)
     return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
@@ -412,26 +399,10 @@ static ps_status read_path(ps_model_config *out, const char *path, bool describe
   else if (!(file = ps__strdup(path)))
     return ps__fail(PS_ENOMEM, "%s: no memory left to read the config", path);
   ps__json *j = NULL;
-  ps_model_config c;
   ps_status r = ps__json_read_file(&j, file, PS__MAX_CONFIG_BYTES);
   if (r == PS_OK)
-    r = read_config(&(ps__config_reader){.j = j, .path = file}, &c);
-  if (r == PS_OK && described)
-    r = refuse_undescribed(&c, file);
-  if (r == PS_OK)
-    *out = c;
+    r = read_config(&(ps__config_reader){.j = j, .path = file}, out);
   ps__json_free(j);
   ps__free(file);
   return r;
-}
-
-ps_status ps__config_read(ps_model_config *out, const char *path) {
-  return read_path(out, path, false);
-}
-
-ps_status ps_model_config_read(ps_model_config *out, const char *path) {
-  if (!out || !path)
-    return ps__fail(PS_EINVAL,
-                    "ps_model_config_read: no path or no place for the result was given");
-  return read_path(out, path, true);
 }

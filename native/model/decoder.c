@@ -350,10 +350,12 @@ static ps_status describe_block(ps_model *m, const ps__decoder *names, uint32_t 
 
 /* ---- embedding and head ---------------------------------------------------------------------- */
 
-static ps_status describe_embedding(ps_model *m) {
+static ps_status describe_embedding(ps_model *m, const ps__decoder *names) {
   const ps_model_config *c = &m->cfg;
-  const ps__args_embed args = {
-      .vocab = c->vocab_size, .dim = c->dim, .dt = m->dt, .scale = c->embedding_scale};
+  const bool rounds = names->rounds_embedding_scale && m->dt == PS_BF16;
+  const float scale =
+      rounds ? ps__bf16_to_f32(ps__f32_to_bf16(c->embedding_scale)) : c->embedding_scale;
+  const ps__args_embed args = {.vocab = c->vocab_size, .dim = c->dim, .dt = m->dt, .scale = scale};
   ps__layer_def *d;
   PS_TRY(ps__model_add_def(m, &d));
   const uint8_t y = ps__def_tensor(d, "y", PS__ROWS_TOKEN, c->dim, m->dt),
@@ -405,7 +407,7 @@ static ps_status describe_head(ps_model *m, const ps__decoder *names) {
 
 ps_status ps__describe_decoder(ps_model *m, const ps__decoder *names) {
   ps__layer_def *kind[PS_LAYER_FLAGS + 1] = {NULL};
-  PS_TRY(describe_embedding(m));
+  PS_TRY(describe_embedding(m, names));
   for (uint32_t l = 0; l < m->cfg.n_layers; l++) {
     const uint32_t flags = m->cfg.layer_flags[l];
     char prefix[32];

@@ -20,7 +20,8 @@ typedef struct ps__decoder {
   const char *o;
   const char *gate, *up; /* up NULL: on disk gate has both */
   const char *down;
-  float norm_offset; /* added to the weights of all norms (Gemma: 1) */
+  float norm_offset;           /* added to the weights of all norms (Gemma: 1) */
+  bool rounds_embedding_scale; /* to the dtype of the activations (Gemma) */
 } ps__decoder;
 
 /* The names that most families have. */

@@ -53,9 +53,6 @@ ps_status ps__config_window(const ps__config_reader *r, uint32_t fallback, uint3
 ps_status ps__config_needs_window(const ps__config_reader *r, const ps_model_config *c,
                                   uint32_t sliding, const char *why);
 
-/* ps__config_read() - ps_model_config_read(), also of families without described layers. */
-PS_API ps_status ps__config_read(ps_model_config *out, const char *path);
-
 /* ---- a family -------------------------------------------------------------------------------- */
 
 typedef struct ps__family {

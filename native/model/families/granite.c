@@ -26,4 +26,5 @@ static const char *const own_keys[] = {"embedding_multiplier", "attention_multip
 const ps__family ps__family_granite = {.model_type = "granite",
                                        .architecture = "GraniteForCausalLM",
                                        .own_keys = own_keys,
-                                       .read = read_granite};
+                                       .read = read_granite,
+                                       .describe = ps__describe_llama};

@@ -1,6 +1,7 @@
 /* phi3.c - Phi-3 and Phi-4: Llama's block, on disk with q, k, v as one matrix and gate, up as one;
  * longrope, RoPE on a part of the head, a window in all layers. Defaults are those of transformers'
  * Phi3Config (4.57). */
+#include "model/decoder.h"
 #include "model/family.h"
 
 static ps_status read_phi3(const ps__config_reader *r, ps_model_config *c) {
@@ -11,6 +12,13 @@ static ps_status read_phi3(const ps__config_reader *r, ps_model_config *c) {
   return PS_OK;
 }
 
+static ps_status describe(ps_model *m) {
+  static const ps__decoder names = {
+      PS__DECODER_PRE_NORMS, .q = "self_attn.qkv_proj.weight", .o = "self_attn.o_proj.weight",
+      .gate = "mlp.gate_up_proj.weight", .down = "mlp.down_proj.weight"};
+  return ps__describe_decoder(m, &names);
+}
+
 static const char *const own_keys[] = {"sliding_window", NULL};
 
 const ps__family ps__family_phi3 = {.model_type = "phi3",
@@ -19,4 +27,5 @@ const ps__family ps__family_phi3 = {.model_type = "phi3",
                                     .default_norm_eps = 1e-5,
                                     .has_partial_rope = true,
                                     .own_keys = own_keys,
-                                    .read = read_phi3};
+                                    .read = read_phi3,
+                                    .describe = describe};

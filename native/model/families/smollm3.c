@@ -56,4 +56,5 @@ const ps__family ps__family_smollm3 = {.model_type = "smollm3",
                                        .default_rope_theta = 2e6,
                                        .tied_by_default = true,
                                        .own_keys = own_keys,
-                                       .read = read_smollm3};
+                                       .read = read_smollm3,
+                                       .describe = ps__describe_llama};

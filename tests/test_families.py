@@ -1,0 +1,256 @@
+"""Every family against transformers: loss and every gradient in fp32 and bf16, with several
+documents in a sequence, chunks that cut windows, the least device memory, and directories in and
+out.
+
+The oracle is transformers' own model in fp64. transformers takes norms and RoPE in fp32 even there,
+so in fp32 both sides are wrong by delta (tolerance.py) at most: sqrt(2) delta together.
+"""
+
+import functools
+import json
+import math
+
+import numpy as np
+import pytest
+import reference as ref
+import tolerance
+import torch
+import transformers
+from families import ALL, CONFIGS, DEEP, FAMILIES, VARIANTS
+from penstock.decode import Decoder
+from test_parity import (
+    END,
+    LAYOUTS,
+    batch,
+    documented,
+    gradients_of,
+    near,
+    open_trainer,
+    plain,
+    run,
+    smallest_plan,
+    transformers_loss,
+)
+from tolerance import check_gradients, loss_noise
+
+POST_NORMS = ("olmo2", "gemma2", "gemma3_text")
+OFFSET = ("gemma2", "gemma3_text")
+
+
+def delta(name, recipe, layout):
+    """A norm after attention and one after the MLP add two roundings each, one a direction."""
+    cfg = ALL[name]
+    exact = math.sqrt(2) if recipe == "fp32" else 1
+    a_layer = tolerance.A_LAYER + 4 * (cfg["model_type"] in POST_NORMS)
+    chunks = LAYOUTS[layout][3]
+    return exact * tolerance.delta(recipe, cfg["num_hidden_layers"], chunks, 512, a_layer)
+
+
+# ---- the other side ------------------------------------------------------------------------------
+
+
+@functools.cache
+def model_of(name):
+    """transformers' model with weights that use every part: products of unit size, norm weights
+    unlike each other, biases not zero."""
+    cfg = ALL[name]
+    config = transformers.AutoConfig.for_model(**cfg)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, p in sorted(model.named_parameters()):
+            x = torch.randn(p.shape, generator=generator)
+            if "norm" in key:
+                x = 0.2 * x + (cfg["model_type"] not in OFFSET)
+            elif key.endswith("bias"):
+                x = 0.3 * x
+            elif "embed" in key:
+                x = 0.1 * x
+            else:
+                x = x / math.sqrt(p.shape[1])
+            p.copy_(x)
+    return model
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    @functools.cache
+    def make(name):
+        where = tmp_path_factory.mktemp("families") / name
+        model_of(name).save_pretrained(where)
+        (where / "config.json").write_text(json.dumps(ALL[name]))
+        return where
+
+    return make
+
+
+def positions(tokens, documents):
+    """Restart after each token that ends a document: transformers then keeps documents apart."""
+    at = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
+    if documents:
+        begins = np.zeros(tokens.shape, bool)
+        begins[:, 1:] = tokens[:, :-1] == END
+        at -= np.maximum.accumulate(np.where(begins, at, 0), 1)
+    return torch.as_tensor(at)
+
+
+def note_spread(model, spread):
+    """Hooks that add, after each module's backward pass, the squares of its gradient's terms to
+    spread[parameter] (reference.py). Returns the hooks."""
+
+    def add(key, square):
+        spread[key] = spread.get(key, 0.0) + square.sum().item()
+
+    def on_forward(key, module, inputs, out):
+        x = inputs[0].detach()
+
+        def on_grad(g):
+            if isinstance(module, torch.nn.Embedding):
+                add(key, (g * getattr(module, "embed_scale", 1.0)).square())
+            elif isinstance(module, torch.nn.Linear):
+                add(key, g.square().sum(-1) * x.square().sum(-1))
+                if module.bias is not None:
+                    add(key.replace("weight", "bias"), g.square())
+            else:
+                eps = getattr(module, "eps", None) or module.variance_epsilon
+                add(key, (g * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).square())
+
+        out.register_hook(on_grad)
+
+    # tied weights are one parameter, which named_parameters() has once
+    names = {id(p): key for key, p in model.named_parameters()}
+    return [
+        module.register_forward_hook(functools.partial(on_forward, names[id(module.weight)]))
+        for module in model.modules()
+        if isinstance(getattr(module, "weight", None), torch.nn.Parameter)
+    ]
+
+
+@functools.cache
+def gradients(name, documents, rounded=False):
+    """(loss, {name: gradient}, {name: spread}) of the first batch. rounded: of bf16 weights."""
+    import copy
+
+    model, (tokens, targets) = copy.deepcopy(model_of(name)), batch(0, documents)
+    if rounded:
+        model = model.bfloat16()
+    model, spread = model.double(), {}
+    hooks = note_spread(model, spread)
+    logits = model(
+        torch.as_tensor(tokens).long(),
+        position_ids=positions(tokens, documents),
+        use_cache=False,
+    ).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.as_tensor(targets).long().flatten(), ignore_index=-1
+    )
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    grads = {key: p.grad for key, p in model.named_parameters()}
+    return loss.item(), grads, {key: math.sqrt(x) for key, x in spread.items()}
+
+
+# ---- loss and gradients --------------------------------------------------------------------------
+
+LAYOUTS_OF_FAMILIES = ("one-a-chunk", "packed", "sliced-4", "uneven-slices")
+CASES = [(n, layout, True) for n in FAMILIES for layout in LAYOUTS_OF_FAMILIES]
+CASES += [(n, layout, False) for n in FAMILIES for layout in ("packed", "sliced-4")]
+CASES += [(n, "uneven-slices", True) for n in VARIANTS] + [(n, "packed", False) for n in VARIANTS]
+
+
+def check(name, layout, documents, recipe="fp32", **more):
+    expected = gradients(name, documents, rounded=recipe != "fp32")
+    bound = delta(name, recipe, layout)
+    data = documented if documents else plain
+    with open_trainer(more.pop("where"), layout, recipe, data=data, **more) as trainer:
+        (first,) = run(trainer, 1)
+        check_gradients(gradients_of(trainer), expected, bound)
+    assert abs(first.loss - expected[0]) < loss_noise(bound, first.valid_tokens)
+
+
+@pytest.mark.parametrize(
+    "name, layout, documents",
+    CASES,
+    ids=[f"{n}-{layout}-{'documents' if d else 'plain'}" for n, layout, d in CASES],
+)
+def test_gradients_of_every_tensor(directory, name, layout, documents):
+    check(name, layout, documents, where=directory(name))
+
+
+def test_the_batches_reach_past_windows_and_lengths():
+    """Documents longer than the windows, and than Phi-3's length before scaling."""
+    tokens, _ = batch(0, True)
+    longest = positions(tokens, True).max().item() + 1
+    windows = [c["sliding_window"] for c in CONFIGS.values() if c.get("sliding_window")]
+    originals = [c.get("original_max_position_embeddings", 0) for c in CONFIGS.values()]
+    assert max(windows) < longest < tokens.shape[1]
+    assert any(0 < n < longest for n in originals) and any(n > tokens.shape[1] for n in originals)
+
+
+@pytest.mark.parametrize("name", [*DEEP, "gemma2", "gemma3"])
+def test_gradients_in_the_smallest_device(directory, name):
+    """Units are streamed, activations fetched or made again: by the right forward ops."""
+    where = directory(name)
+    plan = smallest_plan(where, "sliced-4")
+    fetched = plan.report["saved_host_bytes"]
+    assert fetched + plan.report["saved_recompute_bytes"] > 0
+    check(name, "sliced-4", True, where=where, plan=plan)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", pytest.param("fp32-master", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_in_bf16(directory, name, recipe):
+    check(name, "uneven-slices", True, recipe, where=directory(name))
+
+
+# ---- directories ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_trained_model_opens_in_transformers(directory, tmp_path, name):
+    where = directory(name)
+    with open_trainer(where, "packed", data=plain) as trainer:
+        first = run(trainer, 2)[0]
+        trainer.save(tmp_path / "saved", "fp32")
+        (third,) = run(trainer, 1)  # its loss is that of the saved weights
+    _, saved = ref.read_directory(tmp_path / "saved", torch.float32)
+    _, given = ref.read_directory(where, torch.float32)
+    assert {k: v.shape for k, v in saved.items()} == {k: v.shape for k, v in given.items()}
+    assert all(not torch.equal(saved[k], given[k]) for k in given)
+    texts = [(d / "config.json").read_text() for d in (tmp_path / "saved", where)]
+    # numbers as they stand: transformers takes 4.0 where it refuses 4
+    assert len({str(json.loads(t, parse_float=str)) for t in texts}) == 1
+    assert near(first.loss, transformers_loss(where, *plain(0)))
+    assert near(third.loss, transformers_loss(tmp_path / "saved", *plain(2)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_saved_in_bf16_opens_in_transformers(directory, tmp_path, name):
+    with open_trainer(directory(name), "packed", "bf16", data=plain) as trainer:
+        run(trainer, 1)
+        trainer.save(tmp_path / "saved", "bf16")
+        (after,) = run(trainer, 1)
+    loss = transformers_loss(tmp_path / "saved", *plain(1))
+    bound = delta(name, "bf16", "packed")
+    assert abs(after.loss - loss) < loss_noise(bound, after.valid_tokens)
+
+
+# ---- sampling ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_decoder_has_the_logits_of_transformers(directory, name):
+    """penstock.decode, at once and token by token, also where longrope changes its factors."""
+    ids = np.random.default_rng(0).integers(0, CONFIGS[name]["vocab_size"], 40)
+    with torch.no_grad():
+        model = model_of(name)
+        at = {n: model(torch.tensor(ids[:n])[None]).logits[0, -1].numpy() for n in (7, 8, 39, 40)}
+    decoder = Decoder(directory(name))
+    # both in fp32, and logits of up to about 4: a relative error of delta each
+    bound = 4 * delta(name, "fp32", "one-a-chunk")
+    assert np.abs(decoder.feed(ids) - at[40]).max() < bound
+    decoder.reset()
+    for first, last in ((0, 7), (7, 8), (8, 39), (39, 40)):
+        assert np.abs(decoder.feed(ids[first:last]) - at[last]).max() < bound
