@@ -77,14 +77,16 @@ uint64_t ps__budget(const ps__search *s, uint64_t ops) {
   return layers > 32 ? ops * layers / 32 : ops;
 }
 
-bool ps__fits_under(const ps__search *s, uint64_t device_mem, uint64_t host_mem,
+bool ps__fits_under(const ps__search *s, const uint64_t cap[PS__N_SPACES],
                     const uint64_t bytes[PS__N_SPACES]) {
-  return bytes[PS__SPACE_DEVICE] <= device_mem && bytes[PS__SPACE_HOST] <= host_mem &&
-         ps__host_taken(s, bytes) <= s->machine;
+  for (uint32_t i = 0; i < PS__N_SPACES; i++)
+    if (bytes[i] > cap[i])
+      return false;
+  return ps__host_taken(s, bytes) <= s->machine;
 }
 
 bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
-  return ps__fits_under(s, s->device_mem, s->host_mem, bytes);
+  return ps__fits_under(s, s->cap, bytes);
 }
 
 /* ns of a round in the steady step: from its first op on the compute stream to the next round's, of

@@ -19,10 +19,10 @@ typedef struct ps__search {
   /* of each configuration two, far apart: the fastest that streams all blocks' parameters, and the
    * fastest that keeps some on the device */
   ps__fastest fastest[2 * PS__MAX_MICROBATCHES];
-  uint64_t device_mem, host_mem, machine; /* the caps; host memory of the machine */
-  uint64_t best_miss;                     /* BYTES by which the nearest candidate misses the caps */
-  uint64_t n_ops;                         /* emitted and simulated so far */
-  uint8_t *evaluated;                     /* [space.n_candidates] 1: evaluated */
+  uint64_t cap[PS__N_SPACES], machine; /* BYTES by place; the machine's host memory */
+  uint64_t best_miss;                  /* BYTES by which the nearest candidate misses the caps */
+  uint64_t n_ops;                      /* emitted and simulated so far */
+  uint8_t *evaluated;                  /* [space.n_candidates] 1: evaluated */
   /* evaluate steps with all their rounds, although shorter ones tell nearly the same */
   bool whole;
   bool large;                          /* not all candidates can be evaluated */
@@ -76,7 +76,7 @@ uint64_t ps__budget(const ps__search *s, uint64_t ops);
  * ps__host_taken() - the part of them that is the machine's host memory. On the CPU backend that is
  * all of them: its device is an arena in host memory. */
 bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_SPACES]);
-bool ps__fits_under(const ps__search *s, uint64_t device_mem, uint64_t host_mem,
+bool ps__fits_under(const ps__search *s, const uint64_t cap[PS__N_SPACES],
                     const uint64_t bytes[PS__N_SPACES]);
 uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__N_SPACES]);
 /* ps__evaluate_begin() - in bytes what no map of the candidate goes below. ps__evaluate_map() - the

@@ -197,14 +197,16 @@ static const char *what_to_lower(char buf[128], const ps_plan *p, bool of_device
 static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
   char dev[32], host[32], reserve[32], there[48] = "", has[32], lower[128];
   const uint64_t machine = p->hw.host_memory_bytes;
-  const uint64_t taken = r->any_host + (p->hw.backend == PS_BACKEND_CPU ? r->any_device : 0);
+  const uint64_t taken =
+      r->any[PS__SPACE_HOST] + (p->hw.backend == PS_BACKEND_CPU ? r->any[PS__SPACE_DEVICE] : 0);
   const bool too_small = machine && taken > machine;
   if (machine)
     snprintf(there, sizeof there, "; the machine has %s in all", ps__format_bytes(has, machine));
   return ps__fail(PS_EBUDGET,
                   "no plan fits: the nearest needs %s of device memory and %s of host memory, of "
                   "which %s is for the process itself%s: %s, or lower %s",
-                  ps__format_bytes(dev, r->any_device), ps__format_bytes(host, r->any_host),
+                  ps__format_bytes(dev, r->any[PS__SPACE_DEVICE]),
+                  ps__format_bytes(host, r->any[PS__SPACE_HOST]),
                   ps__format_bytes(reserve, p->cfg.reserve_bytes), there,
                   too_small ? "take a machine with more host memory"
                             : "raise --device-mem and --host-mem to that",
@@ -216,35 +218,38 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
   const ps_plan_config *c = &p->cfg;
   const uint64_t there = p->hw.backend == PS_BACKEND_CUDA ? p->hw.device_memory_bytes : 0;
   const bool gpu = there && (!c->device_mem_bytes || there < c->device_mem_bytes);
-  what_to_lower(lower, p, r->smallest_device != 0);
-  if (r->smallest_device)
-    ps__format_bytes_apart(need, r->smallest_device, cap, gpu ? there : c->device_mem_bytes);
-  else if (r->smallest_host)
-    ps__format_bytes_apart(need, r->smallest_host, cap, c->host_mem_bytes);
-  if (r->smallest_device && gpu)
+  what_to_lower(lower, p, r->smallest[PS__SPACE_DEVICE] != 0);
+  if (r->smallest[PS__SPACE_DEVICE])
+    ps__format_bytes_apart(need, r->smallest[PS__SPACE_DEVICE], cap,
+                           gpu ? there : c->device_mem_bytes);
+  else if (r->smallest[PS__SPACE_HOST])
+    ps__format_bytes_apart(need, r->smallest[PS__SPACE_HOST], cap, c->host_mem_bytes);
+  if (r->smallest[PS__SPACE_DEVICE] && gpu)
     return ps__fail(PS_EBUDGET,
                     "needs %s of device memory, this GPU has %s that nothing else uses: end what "
                     "else uses it, or lower %s "
                     "(the smallest plan takes %llu bytes)",
-                    need, cap, lower, (unsigned long long)r->smallest_device);
-  if (r->smallest_device && p->hw.host_memory_bytes && c->host_mem_bytes > p->hw.host_memory_bytes)
+                    need, cap, lower, (unsigned long long)r->smallest[PS__SPACE_DEVICE]);
+  if (r->smallest[PS__SPACE_DEVICE] && p->hw.host_memory_bytes &&
+      c->host_mem_bytes > p->hw.host_memory_bytes)
     return ps__fail(
         PS_EBUDGET,
         "%s of host memory given, the machine has %s, with which %s of device memory are needed: "
         "take a machine with more host memory, or raise "
         "--device-mem (the smallest plan takes %llu bytes)",
         ps__format_bytes(host, c->host_mem_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
-        ps__format_bytes(need, r->smallest_device), (unsigned long long)r->smallest_device);
-  if (r->smallest_device)
+        ps__format_bytes(need, r->smallest[PS__SPACE_DEVICE]),
+        (unsigned long long)r->smallest[PS__SPACE_DEVICE]);
+  if (r->smallest[PS__SPACE_DEVICE])
     return ps__fail(PS_EBUDGET,
                     "needs %s of device memory, %s given: raise --device-mem, or lower %s (the "
                     "smallest plan takes %llu bytes)",
-                    need, cap, lower, (unsigned long long)r->smallest_device);
-  if (r->smallest_host)
+                    need, cap, lower, (unsigned long long)r->smallest[PS__SPACE_DEVICE]);
+  if (r->smallest[PS__SPACE_HOST])
     return ps__fail(PS_EBUDGET,
                     "needs %s of host memory, %s given: raise --host-mem, or lower %s (the "
                     "smallest plan takes %llu bytes)",
-                    need, cap, lower, (unsigned long long)r->smallest_host);
+                    need, cap, lower, (unsigned long long)r->smallest[PS__SPACE_HOST]);
   return refuse_both(p, r);
 }
 
@@ -476,8 +481,8 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   ps_plan_destroy(p);
   if (st != PS_OK)
     return st;
-  *device_mem_bytes = r.smallest_device;
-  *host_mem_bytes = r.smallest_host;
+  *device_mem_bytes = r.smallest[PS__SPACE_DEVICE];
+  *host_mem_bytes = r.smallest[PS__SPACE_HOST];
   return PS_OK;
 }
 

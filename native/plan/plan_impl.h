@@ -73,10 +73,10 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
  * The last step's updates run beside nothing. */
 enum { PS__SIM_STEPS = 3, PS__SIM_STEADY = 1 };
 typedef struct ps__search_result {
-  /* BYTES: the smallest device cap under the given host cap, and the smallest host cap under the
-   * given device cap, that a plan fits in; 0: none is enough */
-  uint64_t smallest_device, smallest_host;
-  uint64_t any_device, any_host; /* BYTES of the plan that misses the caps least */
+  /* BYTES by place: the smallest cap that a plan fits in under the other places' caps; 0: none is
+   * enough */
+  uint64_t smallest[PS__N_SPACES];
+  uint64_t any[PS__N_SPACES]; /* BYTES by place of the plan that misses the caps least */
   uint32_t n_candidates, n_feasible;
 } ps__search_result;
 /* ps__head_slice() - tokens of a slice of the head and loss for chunks of @chunk_tokens: as the

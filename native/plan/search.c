@@ -227,7 +227,7 @@ static ps_status confirm_best(ps__search *s) {
 static ps_status spend_host(ps__search *s) {
   const double most_ns = s->best[0].ns;
   const int layers = s->plan->model->cfg.n_layers < 255 ? (int)s->plan->model->cfg.n_layers : 255;
-  for (int by = 16; by > 0 && s->best[0].ns > 0 && s->host_mem != UINT64_MAX; by /= 2) {
+  for (int by = 16; by > 0 && s->best[0].ns > 0 && s->cap[PS__SPACE_HOST] != UINT64_MAX; by /= 2) {
     const ps__fastest before = s->best[0];
     ps__candidate m = before.candidate;
     ps__evaluation e;
@@ -257,21 +257,28 @@ static ps_status keep_best(ps__search *s) {
 /* ---- the smallest ---------------------------------------------------------------------------- */
 
 static uint64_t beyond(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
-  const uint64_t d = bytes[PS__SPACE_DEVICE], h = bytes[PS__SPACE_HOST];
-  return (d > s->device_mem ? d - s->device_mem : 0) + (h > s->host_mem ? h - s->host_mem : 0);
+  uint64_t sum = 0;
+  for (uint32_t i = 0; i < PS__N_SPACES; i++)
+    sum += bytes[i] > s->cap[i] ? bytes[i] - s->cap[i] : 0;
+  return sum;
+}
+
+/* Whether @bytes are smaller at @place than any plan's before, within the other places' caps. */
+static bool is_smallest(const ps__search *s, const uint64_t bytes[PS__N_SPACES], uint32_t place) {
+  const uint64_t least = s->out->smallest[place];
+  for (uint32_t i = 0; i < PS__N_SPACES; i++)
+    if (i != place && bytes[i] > s->cap[i])
+      return false;
+  return ps__host_taken(s, bytes) <= s->machine && (least == 0 || bytes[place] < least);
 }
 
 static void note_smallest(ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
   ps__search_result *r = s->out;
-  const uint64_t device = bytes[PS__SPACE_DEVICE], host = bytes[PS__SPACE_HOST];
-  const bool machine = ps__host_taken(s, bytes) <= s->machine;
-  if (machine && host <= s->host_mem && (r->smallest_device == 0 || device < r->smallest_device))
-    r->smallest_device = device;
-  if (machine && device <= s->device_mem && (r->smallest_host == 0 || host < r->smallest_host))
-    r->smallest_host = host;
-  if (r->any_device == 0 || beyond(s, bytes) < s->best_miss) {
-    r->any_device = device;
-    r->any_host = host;
+  for (uint32_t i = 0; i < PS__N_SPACES; i++)
+    if (is_smallest(s, bytes, i))
+      r->smallest[i] = bytes[i];
+  if (r->any[0] == 0 || beyond(s, bytes) < s->best_miss) {
+    memcpy(r->any, bytes, sizeof r->any);
     s->best_miss = beyond(s, bytes);
   }
 }
@@ -279,14 +286,13 @@ static void note_smallest(ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
 /* Whether a candidate that takes at least @bytes could be the smallest in some way. */
 static bool could_be_smallest(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
   const ps__search_result *r = s->out;
-  const uint64_t device = bytes[PS__SPACE_DEVICE], host = bytes[PS__SPACE_HOST];
-  const bool machine = ps__host_taken(s, bytes) <= s->machine;
-  return r->any_device == 0 ||
-         (machine && host <= s->host_mem &&
-          (r->smallest_device == 0 || device < r->smallest_device)) ||
-         (machine && device <= s->device_mem &&
-          (r->smallest_host == 0 || host < r->smallest_host)) ||
-         (!r->smallest_device && !r->smallest_host && beyond(s, bytes) < s->best_miss);
+  bool any_fits = false;
+  for (uint32_t i = 0; i < PS__N_SPACES; i++) {
+    if (is_smallest(s, bytes, i))
+      return true;
+    any_fits = any_fits || r->smallest[i];
+  }
+  return r->any[0] == 0 || (!any_fits && beyond(s, bytes) < s->best_miss);
 }
 
 static ps_status evaluate_bytes(ps__search *s, const ps__candidate *m) {
@@ -370,14 +376,13 @@ typedef struct ladder_search {
   char why[256];
 } ladder_search;
 
-static ps_status ladder_search_init(ladder_search *r, const ps__search *s, uint64_t device,
-                                    uint64_t host) {
+static ps_status ladder_search_init(ladder_search *r, const ps__search *s,
+                                    const uint64_t cap[PS__N_SPACES]) {
   *r = (ladder_search){.s = ps__malloc(sizeof *s)};
   if (!r->s)
     return ps__fail(PS_ENOMEM, "out of memory for the search");
   *r->s = *s;
-  r->s->device_mem = device;
-  r->s->host_mem = host;
+  memcpy(r->s->cap, cap, sizeof r->s->cap);
   r->s->out = &r->out;
   r->s->evaluated = ps__calloc(s->space.n_candidates + 1, sizeof *r->s->evaluated);
   return r->s->evaluated ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the search");
@@ -392,41 +397,43 @@ static void ladder_search_task(void *arg, int64_t i, uint32_t worker) {
 }
 
 /* The estimate of the best candidate that fits under the caps; 0: none fits. */
-static double least_estimate(const ps__search *s, uint64_t device, uint64_t host) {
+static double least_estimate(const ps__search *s, const uint64_t cap[PS__N_SPACES]) {
   for (size_t i = 0; i < s->space.n_candidates; i++) /* sorted */
-    if (ps__fits_under(s, device, host, s->space.candidate[i].bytes))
+    if (ps__fits_under(s, cap, s->space.candidate[i].bytes))
       return s->space.candidate[i].estimate_ns;
   return 0;
 }
 
 enum {
-  MAX_LADDER_SEARCHES = 3,
-  MOST_BUDGETS = 3
-}; /* budgets of a model of 32 layers, for all searches of a plan */
+  MAX_LADDER_SEARCHES = 1 + PS__N_SPACES,
+  MOST_BUDGETS = 3 /* of a model of 32 layers, for all searches of a plan */
+};
 /* A cap of the ladder is searched where the estimates say that it costs at most so much time. */
 static const double LADDER_WORTH = 1.02;
 
+/* Under the ladder's next cap below that of @place. */
 static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADDER_SEARCHES],
-                                   uint32_t *n, uint64_t device, uint64_t host) {
-  const double most = LADDER_WORTH * least_estimate(s, s->device_mem, s->host_mem),
-               here = device && host ? least_estimate(s, device, host) : 0;
+                                   uint32_t *n, uint32_t place) {
+  uint64_t cap[PS__N_SPACES];
+  memcpy(cap, s->cap, sizeof cap);
+  cap[place] = ladder_cap_below(cap[place]);
+  const double most = LADDER_WORTH * least_estimate(s, s->cap),
+               here = cap[place] ? least_estimate(s, cap) : 0;
   if (*n == MAX_LADDER_SEARCHES || ps__budget(s, *n + 1) > MOST_BUDGETS || here == 0 || here > most)
     return PS_OK;
-  return ladder_search_init(&r[(*n)++], s, device, host);
+  return ladder_search_init(&r[(*n)++], s, cap);
 }
 
-/* The fastest plan found under three pairs of caps: both caps; the ladder's next cap below the
- * device's; the same for the host's. The way of a search depends on its caps. Where more memory
- * gains a step little, the search under less may find the faster plan, which fits here too. */
+/* The fastest plan found under the caps, and under those with the ladder's next lower cap at one
+ * place after the other. The way of a search depends on its caps. Where more memory gains a step
+ * little, the search under less may find the faster plan, which fits here too. */
 static ps_status find_on_ladder(ps__search *s) {
   ladder_search r[MAX_LADDER_SEARCHES] = {0};
   ps__pool *pool;
   uint32_t n = 1;
-  ps_status st = ladder_search_init(&r[0], s, s->device_mem, s->host_mem);
-  if (st == PS_OK && s->large)
-    st = add_ladder_search(s, r, &n, ladder_cap_below(s->device_mem), s->host_mem);
-  if (st == PS_OK && s->large)
-    st = add_ladder_search(s, r, &n, s->device_mem, ladder_cap_below(s->host_mem));
+  ps_status st = ladder_search_init(&r[0], s, s->cap);
+  for (uint32_t i = 0; i < PS__N_SPACES && st == PS_OK && s->large; i++)
+    st = add_ladder_search(s, r, &n, i);
   if (st == PS_OK)
     st = ps__pool_create(&pool, ps__search_space_workers(&s->space, n), "ladder");
   if (st == PS_OK) {
@@ -456,12 +463,13 @@ ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__sear
   s->plan = plan;
   s->memo = memo;
   s->out = out;
-  s->device_mem = plan->cfg.device_mem_bytes ? plan->cfg.device_mem_bytes : UINT64_MAX;
-  s->host_mem = plan->cfg.host_mem_bytes ? plan->cfg.host_mem_bytes : UINT64_MAX;
+  uint64_t *device = &s->cap[PS__SPACE_DEVICE], *host = &s->cap[PS__SPACE_HOST];
+  *device = plan->cfg.device_mem_bytes ? plan->cfg.device_mem_bytes : UINT64_MAX;
+  *host = plan->cfg.host_mem_bytes ? plan->cfg.host_mem_bytes : UINT64_MAX;
   s->machine = hw->host_memory_bytes ? hw->host_memory_bytes : UINT64_MAX;
   if (hw->backend == PS_BACKEND_CUDA && hw->device_memory_bytes &&
-      hw->device_memory_bytes < s->device_mem)
-    s->device_mem = hw->device_memory_bytes;
+      hw->device_memory_bytes < *device)
+    *device = hw->device_memory_bytes;
   ps_status st = ps__search_space_init(&s->space, plan, &plan->hooks);
   out->n_candidates = (uint32_t)s->space.n_candidates;
   s->prune = true;
