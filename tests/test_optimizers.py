@@ -137,6 +137,7 @@ def test_plans_count_half_of_adamws_state(tiny_model, tmp_path, recipe, each):
     (tmp_path / "config.json").write_text(json.dumps(config))  # a plan needs no weights
     model = ModelConfig.read(tmp_path)
     plans = {o: make_plan(model, o, recipe=recipe) for o in ("adamw", "lion", "sgd")}
+    assert all(plan.json()["optimizer"] == o for o, plan in plans.items())
     adamw, lion, sgd = (
         p.report["device_arena_bytes"] + p.report["host_arena_bytes"] for p in plans.values()
     )

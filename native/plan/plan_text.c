@@ -188,6 +188,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
   for (size_t i = 0; i < sizeof field / sizeof *field; i++)
     ps__jsonw_uint(w, field[i].name, field[i].value);
   ps__jsonw_string(w, "recipe", ps_recipe_name((ps_recipe)p->cfg.recipe));
+  ps__jsonw_string(w, "optimizer", ps_optimizer_name(p->spec.optimizer));
   ps__jsonw_bool(w, "clip", p->cfg.clip != 0);
   ps__jsonw_bool(w, "embed_on_host", p->spec.embed_on_host);
   ps__jsonw_number(w, "model_flops", r->model_flops);
