@@ -52,13 +52,13 @@ if wanted native; then
       test_cuda_engine) arguments=300 ;; # random programs instead of 2000
       test_cuda_optim | test_cuda_updates) arguments=short ;;
     esac
-    run "$name" 150 "$program" $arguments
+    run "$name" 240 "$program" $arguments
     tell "$name"
   done
 fi
 
 if wanted steps; then # alone on the GPU: some hold what the driver reports against the plan
-  run steps 140 "$python" -m pytest -q -s -p no:cacheprovider -m "gpu and not long" tests/gpu tests/test_cuda_bad_input.py
+  run steps 200 "$python" -m pytest -q -s -p no:cacheprovider -m "gpu and not long" tests/gpu tests/test_cuda_bad_input.py
   tell steps
 fi
 
