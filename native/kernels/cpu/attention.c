@@ -143,9 +143,19 @@ static void bind_attention_bwd(void *args, const ps__chunk_shape *chunk) {
   ((ps__args_attention *)args)->accumulate_dkv = !chunk->first_dkv;
 }
 
+/* Pairs of the first @n rows of a sequence, each with @window keys at most. */
+static double pairs_in_window(double n, double window) {
+  return n <= window ? 0.5 * n * n : window * (n - 0.5 * window);
+}
 /* (Query, key) pairs under the causal mask, counted as area: n^2/2 a sequence of n rows. */
 static double pairs(const ps__args_attention *a) {
   const double n = a->n_tokens;
+  if (a->window) {
+    const bool packed = a->sequence_rows && a->sequence_rows < a->n_tokens;
+    const double s = a->sequence_rows, w = a->window, to = a->row0 + n;
+    return packed ? n / s * pairs_in_window(s, w)
+                  : pairs_in_window(to, w) - pairs_in_window(a->row0, w);
+  }
   return a->sequence_rows && a->sequence_rows < a->n_tokens ? 0.5 * n * a->sequence_rows
                                                             : n * a->row0 + 0.5 * n * n;
 }
