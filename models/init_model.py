@@ -9,7 +9,7 @@ Values, where L is num_hidden_layers:
     matrices             normal(0, initializer_range), which is 0.02 by default
     o_proj, down_proj    normal(0, initializer_range / sqrt(2 L)), so that the variance of the
                          residual stream does not grow with depth
-    norms, biases        1, 0
+    norms, biases        1, 0; where a family's norms multiply by 1 + w (Gemma), w is 0
 
 - Memory stays below 200 MB whatever the model's size: values are made in slices of 2^20 elements.
 - A tensor's values depend on the seed and on its name alone. Philox is keyed by both, and each
@@ -51,6 +51,25 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "ministral",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
+}
+GEMMA = ("gemma2", "gemma3_text")
+# what transformers takes for absent keys
+KV_HEADS = dict(qwen2=32, qwen3=32, mistral=8, ministral=8, gemma2=4, gemma3_text=4, smollm3=4)
+HEAD_DIM = dict(qwen3=128, gemma2=256, gemma3_text=256)
+TIED = (*GEMMA, "smollm3")
+# a block's norms, before and after o_proj in the file
+BEFORE = {"olmo2": ()}
+AFTER = {
+    "olmo2": ("post_attention", "post_feedforward"),
+    **dict.fromkeys(GEMMA, ("post_attention", "pre_feedforward", "post_feedforward")),
 }
 DTYPES = {"bf16": ("BF16", 2, "bfloat16"), "fp32": ("F32", 4, "float32")}
 TOKENIZER_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -147,10 +166,9 @@ def read_sizes(path, cfg, kind):
         size("num_hidden_layers", limit=4096),
         size("num_attention_heads", limit=1 << 14),
     )
-    # the defaults of transformers
-    absent = 32 if kind != "llama" and "num_key_value_heads" not in cfg else s.heads
+    absent = s.heads if "num_key_value_heads" in cfg else KV_HEADS.get(kind, s.heads)
     s.kv_heads = size("num_key_value_heads", absent, limit=1 << 14)
-    head_dim = 128 if kind == "qwen3" and "head_dim" not in cfg else None
+    head_dim = None if "head_dim" in cfg else HEAD_DIM.get(kind)
     if head_dim is None and cfg.get("head_dim") is None:
         if s.dim % s.heads:
             raise BadInput(
@@ -166,7 +184,7 @@ def read_sizes(path, cfg, kind):
         )
     if s.head_dim % 2:
         raise BadInput(f"{path}: head_dim is {s.head_dim}: it must be even, RoPE turns pairs")
-    s.tied = cfg.get("tie_word_embeddings", False)
+    s.tied = cfg.get("tie_word_embeddings", kind in TIED)
     if not isinstance(s.tied, bool):
         raise BadInput(
             f"{path}: tie_word_embeddings is {json.dumps(s.tied)}: true or false is needed"
@@ -178,24 +196,29 @@ def list_tensors(cfg, s):
     std = float(cfg.get("initializer_range", 0.02))
     out = std / math.sqrt(2 * s.layers)
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    one = "zeros" if s.kind in GEMMA else "ones"  # Gemma's norms multiply by 1 + w
     yield Tensor("model.embed_tokens.weight", (s.vocab, s.dim), std)
     for i in range(s.layers):
         p = f"model.layers.{i}."
-        yield Tensor(p + "input_layernorm.weight", (s.dim,), "ones")
-        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+        for name in BEFORE.get(s.kind, ("input",)):
+            yield Tensor(f"{p}{name}_layernorm.weight", (s.dim,), one)
+        fused = s.kind == "phi3"
+        for name, rows in [("qkv", q + 2 * kv)] if fused else (("q", q), ("k", kv), ("v", kv)):
             yield Tensor(f"{p}self_attn.{name}_proj.weight", (rows, s.dim), std)
         if s.kind == "qwen2":
             for name, rows in (("q", q), ("k", kv), ("v", kv)):
                 yield Tensor(f"{p}self_attn.{name}_proj.bias", (rows,), "zeros")
-        if s.kind == "qwen3":
-            yield Tensor(p + "self_attn.q_norm.weight", (s.head_dim,), "ones")
-            yield Tensor(p + "self_attn.k_norm.weight", (s.head_dim,), "ones")
+        if s.kind in ("qwen3", "gemma3_text", "olmo2"):
+            for name, n in (("q", q), ("k", kv)):
+                n = n if s.kind == "olmo2" else s.head_dim
+                yield Tensor(f"{p}self_attn.{name}_norm.weight", (n,), one)
         yield Tensor(p + "self_attn.o_proj.weight", (s.dim, q), out)
-        yield Tensor(p + "post_attention_layernorm.weight", (s.dim,), "ones")
-        yield Tensor(p + "mlp.gate_proj.weight", (s.ffn, s.dim), std)
-        yield Tensor(p + "mlp.up_proj.weight", (s.ffn, s.dim), std)
+        for name in AFTER.get(s.kind, ("post_attention",)):
+            yield Tensor(f"{p}{name}_layernorm.weight", (s.dim,), one)
+        for name, n in [("gate_up", 2)] if fused else (("gate", 1), ("up", 1)):
+            yield Tensor(f"{p}mlp.{name}_proj.weight", (n * s.ffn, s.dim), std)
         yield Tensor(p + "mlp.down_proj.weight", (s.dim, s.ffn), out)
-    yield Tensor("model.norm.weight", (s.dim,), "ones")
+    yield Tensor("model.norm.weight", (s.dim,), one)
     if not s.tied:
         yield Tensor("lm_head.weight", (s.vocab, s.dim), std)
 

@@ -9,6 +9,8 @@ so in fp32 both sides are wrong by delta (tolerance.py) at most: sqrt(2) delta t
 import functools
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -18,9 +20,11 @@ import torch
 import transformers
 from families import ALL, CONFIGS, DEEP, FAMILIES, VARIANTS
 from penstock.decode import Decoder
+from penstock.model import ModelConfig
 from test_parity import (
     END,
     LAYOUTS,
+    ROOT,
     batch,
     documented,
     gradients_of,
@@ -235,6 +239,32 @@ def test_a_model_saved_in_bf16_opens_in_transformers(directory, tmp_path, name):
     loss = transformers_loss(tmp_path / "saved", *plain(1))
     bound = delta(name, "bf16", "packed")
     assert abs(after.loss - loss) < loss_noise(bound, after.valid_tokens)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_fresh_model_opens_in_transformers(tmp_path, name):
+    """models/init_model.py: every parameter is there, norms multiply by 1, and all is trained."""
+    cfg = {k: v for k, v in FAMILIES[name].items() if k != "tie_word_embeddings"}  # the default
+    (tmp_path / "c.json").write_text(json.dumps(cfg))
+    words = [sys.executable, ROOT / "models/init_model.py", tmp_path / "c.json", tmp_path / "m"]
+    subprocess.run([*words, "--dtype", "fp32"], check=True, capture_output=True)
+    loss = transformers_loss(tmp_path / "m", *plain(0))  # nothing is missing or left over
+    with open_trainer(tmp_path / "m", "packed", data=plain) as trainer:
+        norm = {n: trainer.read(n) for n in trainer.params if "norm" in n}
+        assert all((w == (cfg["model_type"] not in OFFSET)).all() for w in norm.values())
+        (first,) = run(trainer, 1)
+    assert near(first.loss, loss)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attention_is_counted_within_its_windows(directory, name):
+    """A row has min(row, window) keys, as area."""
+    c, s = ModelConfig.read(directory(name)), 40
+    w = [c.window if c.layer_flags[i] & 1 else s for i in range(c.n_layers)]
+    pairs = sum(x * x / 2 + (s - x) * x for x in w)
+    flops = c.flops(s)
+    assert flops["attn_fwd"] == 4 * pairs * c.n_heads * c.head_dim
+    assert flops["attn_bwd"] == 8 * pairs * c.n_heads * c.head_dim
 
 
 # ---- sampling ------------------------------------------------------------------------------------
