@@ -192,8 +192,8 @@ static ps_status find_family(const ps__config_reader *r, uint32_t *out) {
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
     if (ps__config_field(r->j, parts[i]))
       return ps__fail(PS_EFORMAT,
-                      "%s: %s is set: a model of several kinds of input is not supported, use the "
-                      "text model alone, with its text_config as config.json",
+                      "%s: %s is set: multimodal models are not supported, save the text model "
+                      "alone and use that",
                       r->path, parts[i]);
   if (!a && !t)
     return ps__fail(PS_EFORMAT,
