@@ -68,9 +68,9 @@ BLAS_STAMP := $(BUILD)/lib/libscipy_openblas.so
 PS_CPPFLAGS += -I$(BUILD)/blas -DPS_BLAS_WHEEL=1
 BENCH_LDLIBS := -L$(BUILD)/lib -lscipy_openblas
 else
-BLAS_STAMP :=
-PS_CPPFLAGS += $(shell pkg-config --cflags openblas)
-BENCH_LDLIBS := $(shell pkg-config --libs openblas || echo -lopenblas)
+BLAS_STAMP := $(BUILD)/.done-cblas
+PS_CPPFLAGS += $(shell pkg-config --cflags openblas 2>/dev/null)
+BENCH_LDLIBS := $(shell pkg-config --libs openblas 2>/dev/null || echo -lopenblas)
 endif
 
 LIB_SRC := $(sort $(wildcard native/core/*.c native/engine/*.c native/backends/*/*.c native/kernels/*.c native/kernels/cpu/*.c native/optim/*.c \
@@ -252,9 +252,18 @@ endif
 # OpenBLAS out of the pinned wheel: it and what it needs beside our library (found by $ORIGIN), headers under $(BUILD)/blas.
 $(BUILD)/lib/libscipy_openblas.so: $(if $(BLAS_PYTHON),,$(VENV)/.done-requirements-runtime.txt)
 	@mkdir -p $(BUILD)/lib $(BUILD)/blas
-	@"$(or $(BLAS_PYTHON),$(VENV)/bin/python)" -c "import scipy_openblas32 as b, shutil, glob, os; \
+	@"$(or $(BLAS_PYTHON),$(VENV)/bin/python)" -c "import importlib.util, sys; \
+	 importlib.util.find_spec('scipy_openblas32') or sys.exit('make: ' + sys.executable + ' has no OpenBLAS: pip install -r python/requirements-runtime.txt, or leave BLAS_PYTHON out'); \
+	 import scipy_openblas32 as b, shutil, glob, os; \
 	 [shutil.copy(f, '$(BUILD)/blas') for f in glob.glob(os.path.join(b.get_include_dir(), '*.h'))]; \
 	 [shutil.copy(f, '$(BUILD)/lib') for f in glob.glob(os.path.join(b.get_lib_dir(), '*.so*'))]"
+
+# BLAS=system: whether the compiler finds the header.
+$(BUILD)/.done-cblas:
+	@mkdir -p $(BUILD)
+	@echo '#include <cblas.h>' | $(CC) $(PS_CPPFLAGS) $(CPPFLAGS) $(CFLAGS) -E -x c -o /dev/null - 2>/dev/null || \
+	 { echo "make: BLAS=system, but $(CC) finds no cblas.h: install OpenBLAS's headers (libopenblas-dev, openblas-devel), or leave BLAS out" >&2; exit 1; }
+	@touch $@
 
 # cuBLAS out of the pinned wheel of the toolkit's major version.
 $(BUILD)/cublas/cublasLt.h: $(if $(CUBLAS_PYTHON),,$(VENV)/.done-requirements-cuda$(CUDA_MAJOR).txt)

@@ -60,6 +60,22 @@ def test_a_build_folder_with_a_space_is_refused_in_one_sentence(variable, tmp_pa
     assert f'{variable}="{tmp_path}/a b" has a space in it' in done.stderr
 
 
+def test_an_openblas_that_is_not_there_is_one_sentence(tmp_path):
+    """Headers that the compiler does not find, here because it looks nowhere; and a Python without
+    the wheel."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    bare.chmod(0o755)
+    for settings, sentence in (
+        (["BLAS=system", "CPPFLAGS=-nostdinc"], "BLAS=system, but .* finds no cblas.h: install"),
+        ([f"BLAS_PYTHON={bare}"], "has no OpenBLAS: pip install -r"),
+    ):
+        done = make("-s", "-j2", "CUDA=0", f"BUILD={tmp_path / 'b'}", *settings, "lib")
+        lines = [x for x in done.stderr.splitlines() if not re.match(r"make: \*\*\* ", x)]
+        assert done.returncode == 2 and len(lines) == 1, done.stderr
+        assert re.match(f"make: .*{sentence}", lines[0])
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     """A copy of the sources in a folder with a space in its path, with the BLAS of the build under
