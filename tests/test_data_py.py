@@ -74,6 +74,19 @@ def shards(summary, out, part="train"):
     return [data.read_shard(folder / s["file"]) for s in summary[part]["shards"]]
 
 
+def test_a_parent_that_will_be_made_is_named(corpus, tmp_path):
+    """A slip in a long path is seen before the work; --quiet says nothing."""
+    ask = ["--train-tokenizer", 300, corpus / "b.md"]
+    for out, quiet, said in (
+        ("a/b/c", [], f"its parent {tmp_path / 'a/b'} does not exist and will be made\n"),
+        ("a/b/d", [], ""),
+        ("e/f", ["--quiet"], ""),
+    ):
+        stderr = run("--out", tmp_path / out, *quiet, *ask).stderr
+        assert stderr == (said and f"penstock.data: --out {tmp_path / out}: {said}")
+        assert (tmp_path / out / "dataset.json").exists()
+
+
 @pytest.mark.parametrize("format", ["penstock", "llmc-gpt2", "llmc-llama3"])
 def test_round_trip_over_several_shards(corpus, tokenizer, tmp_path, format):
     s = data.write_shards([corpus], tmp_path / "o", tokenizer, format=format, shard_tokens=10_000)

@@ -705,6 +705,12 @@ def _run(args: argparse.Namespace) -> dict:
             f"{args.out} already has a data set: choose another folder, or replace it with --force"
         )
     total = sum(s.path.stat().st_size for s in find_sources(args.files))
+    parent = Path(args.out).parent
+    if not parent.exists() and not args.quiet:  # its name may be mistyped
+        print(
+            f"penstock.data: --out {args.out}: its parent {parent} does not exist and will be made",
+            file=sys.stderr,
+        )
     console = Console(stderr=True, quiet=args.quiet or not sys.stderr.isatty())
     columns = (
         TextColumn("{task.description:<20}"),
