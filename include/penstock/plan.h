@@ -67,6 +67,10 @@ typedef struct ps_plan_config {
    * ps_trainer_read_grad() can read them. */
   uint32_t keep_grads;
   uint32_t optimizer; /* ps_optimizer: its state counts as memory, its updates as time */
+  /* The first so many layers are frozen: the embedding, then the blocks. They have no gradient, no
+   * optimizer state and no update, and the backward pass ends above them. With tied embeddings the
+   * lm_head is frozen with the embedding. 0: none. */
+  uint32_t n_frozen_layers;
   /* Host memory that the process takes besides arena, scratch and trace, BYTES. It counts against
    * host_mem_bytes. It holds the program and its libraries, stacks, buffers of OpenBLAS and of
    * loading, and on CUDA the driver. 0: computed from the resident set that the process had when it

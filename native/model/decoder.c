@@ -90,22 +90,22 @@ typedef struct block {
   uint8_t dkv;   /* [group,2K] fp32; the chunks of the group add to it */
   uint8_t dqkv;  /* [T,A+2K] */
   uint8_t dn1;   /* [T,D] */
-  uint8_t w_norm1, w_qkv, b_qkv, w_qnorm, w_knorm, w_o, w_post1, w_norm2, w_gu, w_down, w_post2;
+  uint16_t w_norm1, w_qkv, b_qkv, w_qnorm, w_knorm, w_o, w_post1, w_norm2, w_gu, w_down, w_post2;
 } block;
 
 /* A norm's weights; a fresh model's norm multiplies by 1. */
-static uint8_t norm_param(block *b, const char *name, uint32_t n) {
+static uint16_t norm_param(block *b, const char *name, uint32_t n) {
   if (!name)
     return 0;
-  const uint8_t span = ps__def_param(b->d, name, PS_PARAM_NORM, n, 0);
+  const uint16_t span = ps__def_param(b->d, name, PS_PARAM_NORM, n, 0);
   ps__def_init(b->d, 1.0 - (double)b->names->norm_offset, 0);
   return span;
 }
 
 /* A matrix that writes into the residual stream. A fresh model's is smaller the more layers there
  * are, as in GPT-2 (Radford et al. 2019, section 2.3). */
-static uint8_t residual_param(block *b, const char *name, uint32_t n_in) {
-  const uint8_t span = ps__def_param(b->d, name, PS_PARAM_MATRIX, b->dim, n_in);
+static uint16_t residual_param(block *b, const char *name, uint32_t n_in) {
+  const uint16_t span = ps__def_param(b->d, name, PS_PARAM_MATRIX, b->dim, n_in);
   ps__def_init(b->d, 0, 0.02 / sqrt(2.0 * b->m->cfg.n_layers));
   return span;
 }
@@ -204,8 +204,8 @@ static void define_saved(block *b) {
 }
 
 /* to = from + scale post(act W^T): the end of a half. */
-static void define_projection(block *b, uint8_t act, uint8_t w, uint32_t n_in, bool post,
-                              uint8_t normed, uint8_t w_post, uint8_t from, uint8_t to) {
+static void define_projection(block *b, uint8_t act, uint16_t w, uint32_t n_in, bool post,
+                              uint8_t normed, uint16_t w_post, uint8_t from, uint8_t to) {
   ps__args_gemm g = forward_args(b->m, b->dim, n_in);
   ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
   g.alpha = b->m->cfg.residual_scale;
@@ -250,7 +250,7 @@ static ps_status define_forward(block *b, uint32_t flags) {
 
 /* The gradient of a half's product, from that of the residual stream: through the post norm where
  * there is one. Returns the tensor that holds it. */
-static uint8_t define_post_backward(block *b, bool post, uint8_t normed, uint8_t w_post) {
+static uint8_t define_post_backward(block *b, bool post, uint8_t normed, uint16_t w_post) {
   const ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
   if (!post)
     return b->dy;
@@ -260,8 +260,8 @@ static uint8_t define_post_backward(block *b, bool post, uint8_t normed, uint8_t
 }
 
 /* dY += the gradient of a half's input: grad W, through the norm where there is one. */
-static void define_pre_backward(block *b, bool pre, uint8_t grad, uint8_t w, uint32_t n_out,
-                                uint8_t dnorm, uint8_t in, uint8_t w_norm) {
+static void define_pre_backward(block *b, bool pre, uint8_t grad, uint16_t w, uint32_t n_out,
+                                uint8_t dnorm, uint8_t in, uint16_t w_norm) {
   ps__args_gemm g = input_grad_args(b->m, n_out, b->dim);
   ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
   norm.add_dx = true;
@@ -338,6 +338,7 @@ static ps_status describe_block(ps_model *m, const ps__decoder *names, uint32_t 
              .pre2 = names->mlp_norm,
              .post2 = names->mlp_post_norm};
   PS_TRY(ps__model_add_def(m, &b.d));
+  ps__def_unit(b.d, ps__is_frozen(m));
   define_params(&b);
   define_tensors(&b);
   define_saved(&b);
@@ -358,15 +359,16 @@ static ps_status describe_embedding(ps_model *m, const ps__decoder *names) {
   const ps__args_embed args = {.vocab = c->vocab_size, .dim = c->dim, .dt = m->dt, .scale = scale};
   ps__layer_def *d;
   PS_TRY(ps__model_add_def(m, &d));
+  ps__def_unit(d, ps__is_frozen(m));
   const uint8_t y = ps__def_tensor(d, "y", PS__ROWS_TOKEN, c->dim, m->dt),
                 dy = ps__def_tensor(d, "dy", PS__ROWS_TOKEN, c->dim, m->dt);
-  const uint8_t table =
+  const uint16_t table =
       ps__def_param(d, "embed_tokens.weight", PS_PARAM_MATRIX, c->vocab_size, c->dim);
   d->output = y;
   d->grad = dy;
   PS__FWD(d, ps__k_embed_fwd, args, PS__B(PS__BATCH_TOKENS), PS__P(table), PS__W(y));
   PS__BWD(d, ps__k_embed_bwd, args, PS__B(PS__BATCH_TOKENS), PS__R(dy), PS__G(table));
-  return ps__model_add_unit(m, d, "model.");
+  return ps__model_add_layer(m, d, "model.");
 }
 
 /* Final norm, logits and loss, and their backward passes. The logits of all of a chunk's tokens
@@ -382,16 +384,17 @@ static ps_status describe_head(ps_model *m, const ps__decoder *names) {
                 dn = input_grad_args(m, v, dim);
   logits.alpha = dw.alpha = dn.alpha = c->logit_scale;
   PS_TRY(ps__model_add_def(m, &d));
+  ps__def_unit(d, ps__is_frozen(m));
   const uint8_t x = ps__def_tensor(d, "x", PS__ROWS_TOKEN, dim, m->dt),
                 n1 = ps__def_tensor(d, "norm", PS__ROWS_TOKEN, dim, m->dt),
                 row_loss = ps__def_tensor(d, "row_loss", PS__ROWS_TOKEN, 1, PS_F32),
                 z = ps__def_tensor(d, "logits", PS__ROWS_SLICE, v, m->dt),
                 dx = ps__def_tensor(d, "dx", PS__ROWS_TOKEN, dim, m->dt);
-  const uint8_t w_norm = ps__def_param(d, "model.norm.weight", PS_PARAM_NORM, dim, 0);
+  const uint16_t w_norm = ps__def_param(d, "model.norm.weight", PS_PARAM_NORM, dim, 0);
   ps__def_init(d, 1.0 - (double)names->norm_offset, 0);
-  const uint8_t w = c->tied_embeddings
-                        ? ps__def_tied(d, (uint64_t)v * dim)
-                        : ps__def_param(d, "lm_head.weight", PS_PARAM_MATRIX, v, dim);
+  const uint16_t w = c->tied_embeddings
+                         ? ps__def_tied(d, (uint64_t)v * dim, m->unit[0].frozen)
+                         : ps__def_param(d, "lm_head.weight", PS_PARAM_MATRIX, v, dim);
   d->input = x;
   d->grad = dx;
   d->loss = row_loss;
@@ -402,19 +405,20 @@ static ps_status describe_head(ps_model *m, const ps__decoder *names) {
   PS__SLICE(d, ps__k_gemm, dw, PS__R(z), PS__R(n1), PS__G(w));
   PS__SLICE(d, ps__k_gemm, dn, PS__R(z), PS__P(w), PS__W(n1));
   PS__FWD(d, ps__k_rmsnorm_bwd, norm, PS__R(x), PS__P(w_norm), PS__R(n1), PS__W(dx), PS__G(w_norm));
-  return ps__model_add_unit(m, d, "");
+  return ps__model_add_layer(m, d, "");
 }
 
 ps_status ps__describe_decoder(ps_model *m, const ps__decoder *names) {
-  ps__layer_def *kind[PS_LAYER_FLAGS + 1] = {NULL};
+  ps__layer_def *kind[2][PS_LAYER_FLAGS + 1] = {{NULL}}; /* frozen or not */
   PS_TRY(describe_embedding(m, names));
   for (uint32_t l = 0; l < m->cfg.n_layers; l++) {
     const uint32_t flags = m->cfg.layer_flags[l];
+    ps__layer_def **def = &kind[ps__is_frozen(m)][flags];
     char prefix[32];
     snprintf(prefix, sizeof prefix, "model.layers.%u.", l);
-    if (!kind[flags])
-      PS_TRY(describe_block(m, names, flags, &kind[flags]));
-    PS_TRY(ps__model_add_unit(m, kind[flags], prefix));
+    if (!*def)
+      PS_TRY(describe_block(m, names, flags, def));
+    PS_TRY(ps__model_add_layer(m, *def, prefix));
   }
   return describe_head(m, names);
 }

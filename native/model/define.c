@@ -71,21 +71,36 @@ void ps__def_init(ps__layer_def *d, double mean, double std) {
   d->param[d->n_params - 1].init_std = (float)std;
 }
 
-static uint8_t add_span(ps__layer_def *d, ps__span_def span) {
-  if (d->n_spans > UINT8_MAX)
-    note(d, ps__fail(PS_EINTERNAL, "a layer has more than 256 spans of parameters"));
+static uint16_t add_span(ps__layer_def *d, ps__span_def span) {
+  if (d->n_spans > UINT16_MAX)
+    note(d, ps__fail(PS_EINTERNAL, "a layer has more than 65536 spans of parameters"));
   if (!grow(d, (void **)&d->span, d->n_spans, &d->cap_spans, sizeof *d->span))
     return 0;
   d->span[d->n_spans] = span;
-  return (uint8_t)d->n_spans++;
+  return (uint16_t)d->n_spans++;
 }
 
-uint8_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
-                      uint64_t cols) {
-  const uint64_t n = rows * (cols ? cols : 1), offset = d->n_elements;
-  const uint8_t span = add_span(d, (ps__span_def){offset, n, false});
-  add_param(d, name, role, rows, cols, offset);
-  d->n_elements = round_up(offset + n);
+void ps__def_unit(ps__layer_def *d, bool frozen) {
+  if (!grow(d, (void **)&d->unit, d->n_units, &d->cap_units, sizeof *d->unit))
+    return;
+  d->unit[d->n_units++] =
+      (ps__unit_def){.first_span = d->n_spans, .first_param = d->n_params, .frozen = frozen};
+}
+
+uint16_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
+                       uint64_t cols) {
+  if (d->n_units == 0)
+    ps__def_unit(d, false);
+  if (d->status != PS_OK)
+    return 0;
+  ps__unit_def *u = &d->unit[d->n_units - 1];
+  const uint64_t n = rows * (cols ? cols : 1);
+  const uint16_t span = add_span(
+      d, (ps__span_def){.offset = u->n, .n = n, .unit = d->n_units - 1, .frozen = u->frozen});
+  add_param(d, name, role, rows, cols, u->n);
+  u->n_spans++;
+  u->n_params++;
+  u->n = round_up(u->n + n);
   return span;
 }
 
@@ -93,20 +108,43 @@ void ps__def_param_after(ps__layer_def *d, const char *name, ps_param_role role,
                          uint64_t cols) {
   if (d->n_spans == 0 || d->status != PS_OK)
     return;
+  ps__unit_def *u = &d->unit[d->n_units - 1];
   ps__span_def *s = &d->span[d->n_spans - 1];
   add_param(d, name, role, rows, cols, s->offset + s->n);
   s->n += rows * (cols ? cols : 1);
-  d->n_elements = round_up(s->offset + s->n);
+  u->n_params++;
+  u->n = round_up(s->offset + s->n);
 }
 
-uint8_t ps__def_tied(ps__layer_def *d, uint64_t n) {
-  return add_span(d, (ps__span_def){0, n, true});
+uint16_t ps__def_tied(ps__layer_def *d, uint64_t n, bool frozen) {
+  return add_span(d, (ps__span_def){.n = n, .of_embedding = true, .frozen = frozen});
+}
+
+static bool is_frozen(const ps__layer_def *d, ps__sym y) {
+  return y.kind == PS__SYM_GRAD && d->span[y.id].frozen;
+}
+
+/* Whether all that the op writes are gradients of frozen parameters. */
+static bool is_idle(const ps__layer_def *d, const ps__sym *sym, size_t n_syms) {
+  size_t frozen = 0, writes = 0;
+  for (size_t i = 0; i < n_syms; i++) {
+    writes += (sym[i].mode & PS_WRITE) != 0;
+    frozen += is_frozen(d, sym[i]);
+  }
+  return frozen && frozen == writes;
+}
+
+/* A tensor in the place of a frozen span's gradient. */
+static ps__sym unread(ps__layer_def *d, ps__sym y) {
+  return PS__W(ps__def_tensor(d, "unread", PS__ROWS_ONE, d->span[y.id].n, d->dt));
 }
 
 void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *kernel,
                 const void *args, size_t args_bytes, const ps__sym *sym, size_t n_syms) {
   ps__op_def **list = backward ? &d->bwd : &d->fwd;
   uint32_t *n = backward ? &d->n_bwd : &d->n_fwd;
+  if (d->status != PS_OK || is_idle(d, sym, n_syms))
+    return;
   if (args_bytes > PS__ARGS_BYTES || *n == PS__SET_BITS)
     note(d, ps__fail(PS_EINTERNAL, "op %s of a layer: %zu bytes of arguments, op %u of the pass",
                      kernel->name, args_bytes, *n));
@@ -115,8 +153,10 @@ void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *k
   ps__op_def *op = &(*list)[(*n)++];
   *op = (ps__op_def){.kernel = kernel, .sliced = sliced, .args_bytes = (uint16_t)args_bytes};
   for (size_t i = 0; i < n_syms; i++)
-    if (sym[i].mode && op->n_syms < PS__OP_MAX_SYMS)
-      op->sym[op->n_syms++] = sym[i];
+    if (sym[i].mode && op->n_syms < PS__OP_MAX_SYMS) {
+      op->has_unread |= is_frozen(d, sym[i]);
+      op->sym[op->n_syms++] = is_frozen(d, sym[i]) ? unread(d, sym[i]) : sym[i];
+    }
   memcpy(op->args, args, args_bytes);
 }
 
@@ -185,6 +225,7 @@ void ps__def_free(ps__layer_def *d) {
     return;
   ps__free(d->param);
   ps__free(d->span);
+  ps__free(d->unit);
   ps__free(d->fwd);
   ps__free(d->bwd);
   ps__free(d);

@@ -1,13 +1,13 @@
 /* define.h - a layer as data: its tensors, its parameters, its forward and backward ops.
  *
- * A model is a list of units: the embedding, the blocks, the head. Each has a layer definition;
- * blocks that are alike share one. An op of a definition is a kernel, its arguments and a list of
+ * A model is a list of layers: the embedding, the blocks, the head. Each has a definition; blocks
+ * that are alike share one. An op of a definition is a kernel, its arguments and a list of
  * symbols in the order of the kernel's pointers. The step builder (native/step) binds the symbols
  * to memory, derives lifetimes from first and last use, and derives what to recompute. Nothing here
  * knows where a tensor lies.
  *
  * The functions that make a definition note the first error in it and are no-ops from then on;
- * ps__model_add_unit() returns that error. So a description is a list of calls without checks. */
+ * ps__model_add_layer() returns that error. So a description is a list of calls without checks. */
 #ifndef PS_MODEL_DEFINE_H
 #define PS_MODEL_DEFINE_H
 #include "kernels/ops.h"
@@ -60,8 +60,19 @@ typedef struct ps__param_def {
  * multiple of 64 elements (128 or 256 bytes), with zeros before it. In ELEMENTS. */
 typedef struct ps__span_def {
   uint64_t offset, n;
+  uint32_t unit;     /* of the layer's units */
   bool of_embedding; /* the span is the embedding's first one (tied embeddings) */
+  bool frozen;       /* has no gradient */
 } ps__span_def;
+
+/* A unit: parameters that move between host and device together, as spans that follow each other.
+ * A layer has one or more, such as an adapter beside what it adapts, or one for each expert. A
+ * frozen unit has no gradient, no optimizer state and no update. */
+typedef struct ps__unit_def {
+  uint32_t first_span, n_spans, first_param, n_params;
+  uint64_t n; /* elements with padding, a multiple of 64 */
+  bool frozen;
+} ps__unit_def;
 
 /* What an access of an op stands for. */
 typedef enum ps__sym_kind {
@@ -79,14 +90,16 @@ typedef enum ps__batch_field {
   PS__BATCH_SCALE      /* float: 1 / valid tokens of the step */
 } ps__batch_field;
 typedef struct ps__sym {
-  uint8_t kind, id, mode; /* mode: PS_READ, PS_WRITE */
+  uint8_t kind, mode; /* mode: PS_READ, PS_WRITE */
+  uint16_t id;        /* of the tensor, span or field */
 } ps__sym;
 
 enum { PS__OP_MAX_SYMS = 10, PS__ARGS_BYTES = 640 };
 typedef struct ps__op_def {
   const ps_kernel *kernel;
   uint8_t n_syms;
-  bool sliced; /* runs slice by slice of the chunk's tokens; such ops follow each other */
+  bool sliced;     /* runs slice by slice of the chunk's tokens; such ops follow each other */
+  bool has_unread; /* a frozen parameter's gradient goes to a tensor that nobody reads: no sums */
   uint16_t args_bytes;
   ps__sym sym[PS__OP_MAX_SYMS];
   _Alignas(16) char args[PS__ARGS_BYTES]; /* but for what ps__op_info.bind fills in */
@@ -102,11 +115,12 @@ typedef struct ps__layer_def {
   int input, output, grad, loss;
   ps__param_def *param;
   ps__span_def *span;
+  ps__unit_def *unit;
   ps__op_def *fwd, *bwd;
-  uint32_t n_params, n_spans, n_fwd, n_bwd;
-  size_t cap_params, cap_spans, cap_fwd, cap_bwd;
-  uint64_t n_elements; /* of the unit, with padding: a multiple of 64 */
+  uint32_t n_params, n_spans, n_units, n_fwd, n_bwd;
+  size_t cap_params, cap_spans, cap_units, cap_fwd, cap_bwd;
   /* derived: */
+  ps_dtype dt;           /* of gradients of parameters, as kernels write them */
   ps__set made;          /* tensors that forward ops write, and the input */
   ps__set needs;         /* those of them that backward ops read */
   ps__set group;         /* group tensors that forward ops write */
@@ -122,19 +136,23 @@ uint8_t ps__def_tensor(ps__layer_def *d, const char *name, ps__row_kind rows, ui
                        ps_dtype dt);
 /* ps__def_saved() - @tensor may be saved, under @name: with other tensors of that name. */
 void ps__def_saved(ps__layer_def *d, uint8_t tensor, const char *name, uint32_t rank);
+/* ps__def_unit() - the parameters that follow are a unit of their own. */
+void ps__def_unit(ps__layer_def *d, bool frozen);
 /* ps__def_param() - a tensor of parameters, which begins a span; returns the span's index.
  * @rows, @cols: its shape; cols 0: a vector of @rows.
  * ps__def_param_after() - one that follows the last without a gap, in the same span. */
-uint8_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
-                      uint64_t cols);
+uint16_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
+                       uint64_t cols);
 void ps__def_param_after(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
                          uint64_t cols);
 /* ps__def_init() - what the last parameter is drawn from, where that is not the usual: N(0, 0.02)
  * for matrices, 1 for norms, 0 for biases. */
 void ps__def_init(ps__layer_def *d, double mean, double std);
 /* ps__def_tied() - a span that is the embedding's first, of @n elements. */
-uint8_t ps__def_tied(ps__layer_def *d, uint64_t n);
-/* ps__def_op() - an op at the end of the forward or backward pass. Use PS__FWD() and PS__BWD(). */
+uint16_t ps__def_tied(ps__layer_def *d, uint64_t n, bool frozen);
+/* ps__def_op() - an op at the end of the forward or backward pass. Use PS__FWD() and PS__BWD(). An
+ * op that writes gradients of frozen parameters alone is left out; what an op writes beside other
+ * things goes to a tensor that nobody reads. */
 void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *kernel,
                 const void *args, size_t args_bytes, const ps__sym *sym, size_t n_syms);
 #define PS__DEF_OP(d, backward, sliced, kernel, args, ...)                                         \
@@ -146,14 +164,14 @@ void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *k
 #define PS__BWD(d, kernel, args, ...)   PS__DEF_OP(d, true, false, kernel, args, __VA_ARGS__)
 #define PS__SLICE(d, kernel, args, ...) PS__DEF_OP(d, false, true, kernel, args, __VA_ARGS__)
 /* Symbols; with PS__SYM_IF() an op has one more where a condition holds. */
-#define PS__R(tensor)                 ((ps__sym){PS__SYM_TENSOR, tensor, PS_READ})
-#define PS__W(tensor)                 ((ps__sym){PS__SYM_TENSOR, tensor, PS_WRITE})
-#define PS__RW(tensor)                ((ps__sym){PS__SYM_TENSOR, tensor, PS_READ_WRITE})
-#define PS__PRE_R(t)                  ((ps__sym){PS__SYM_PREFIX, t, PS_READ})
-#define PS__PRE_W(t)                  ((ps__sym){PS__SYM_PREFIX, t, PS_WRITE})
-#define PS__P(span)                   ((ps__sym){PS__SYM_PARAM, span, PS_READ})
-#define PS__G(span)                   ((ps__sym){PS__SYM_GRAD, span, PS_WRITE})
-#define PS__B(field)                  ((ps__sym){PS__SYM_BATCH, field, PS_READ})
+#define PS__R(tensor)                 ((ps__sym){PS__SYM_TENSOR, PS_READ, tensor})
+#define PS__W(tensor)                 ((ps__sym){PS__SYM_TENSOR, PS_WRITE, tensor})
+#define PS__RW(tensor)                ((ps__sym){PS__SYM_TENSOR, PS_READ_WRITE, tensor})
+#define PS__PRE_R(t)                  ((ps__sym){PS__SYM_PREFIX, PS_READ, t})
+#define PS__PRE_W(t)                  ((ps__sym){PS__SYM_PREFIX, PS_WRITE, t})
+#define PS__P(span)                   ((ps__sym){PS__SYM_PARAM, PS_READ, span})
+#define PS__G(span)                   ((ps__sym){PS__SYM_GRAD, PS_WRITE, span})
+#define PS__B(field)                  ((ps__sym){PS__SYM_BATCH, PS_READ, field})
 #define PS__SYM_IF(condition, symbol) ((condition) ? (symbol) : (ps__sym){PS__SYM_BATCH, 0, 0})
 
 /* ps__def_finish() - derive what is derived. Errors: the first one noted; PS_EINTERNAL names what

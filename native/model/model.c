@@ -28,6 +28,7 @@ ps_status ps__model_add_def(ps_model *m, ps__layer_def **out) {
     ps__free(d);
     return ps__fail(PS_ENOMEM, "out of memory for a layer's definition");
   }
+  d->dt = m->dt;
   m->def[m->n_defs++] = d;
   *out = d;
   return PS_OK;
@@ -35,7 +36,7 @@ ps_status ps__model_add_def(ps_model *m, ps__layer_def **out) {
 
 static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-static ps_status add_param(ps_model *m, const ps__param_def *p, const char *prefix) {
+static ps_status add_param(ps_model *m, const ps__param_def *p, const char *prefix, bool frozen) {
   ps_param_info info = {.unit = m->n_units,
                         .role = p->role,
                         .n_dims = p->n_dims,
@@ -52,48 +53,68 @@ static ps_status add_param(ps_model *m, const ps__param_def *p, const char *pref
     return ps__fail(PS_ENOMEM, "out of memory for the model's parameters");
   m->param[m->n_params++] = info;
   m->n_elements += info.n;
+  m->n_trained += frozen ? 0 : info.n;
   return PS_OK;
 }
 
-/* Which units' gradients the ops of unit @u add to. */
-static void mark_gradients(ps_model *m, uint32_t u, const ps__op_def *op, uint32_t n_ops) {
-  const ps__layer_def *d = m->unit[u].layer;
-  bool own_slices = false;
+/* Which units' gradients a layer's ops add to. */
+static ps_status mark_gradients(ps_model *m, uint32_t layer, const ps__op_def *op, uint32_t n_ops) {
+  const ps__layer *l = &m->layer[layer];
+  uint32_t sliced = UINT32_MAX;
   for (uint32_t i = 0; i < n_ops; i++)
     for (uint32_t j = 0; j < op[i].n_syms; j++) {
       if (op[i].sym[j].kind != PS__SYM_GRAD)
         continue;
-      ps__unit_def *to = &m->unit[d->span[op[i].sym[j].id].of_embedding ? 0 : u];
-      if (op[i].sliced)
-        to->by_slice = true;
-      else
-        to->by_chunk = true;
-      own_slices |= op[i].sliced && to == &m->unit[u];
+      const uint32_t u = ps__unit_of_span(m, layer, &l->def->span[op[i].sym[j].id]);
+      if (!op[i].sliced) {
+        m->unit[u].by_chunk = true;
+        continue;
+      }
+      if (sliced != UINT32_MAX && sliced != u)
+        return ps__fail(PS_EINTERNAL, "slices of the head add to units %u and %u", sliced, u);
+      m->unit[u].by_slice = true;
+      sliced = u;
     }
-  if (own_slices)
-    m->unit[u].by_chunk = false;
+  if (sliced != UINT32_MAX && sliced >= l->first_unit)
+    m->unit[sliced].by_chunk = false;
+  return PS_OK;
 }
 
-ps_status ps__model_add_unit(ps_model *m, ps__layer_def *layer, const char *prefix) {
-  if (!layer->made)
-    PS_TRY(ps__def_finish(layer));
+static ps_status add_unit(ps_model *m, const ps__layer_def *def, const ps__unit_def *of,
+                          const char *prefix) {
   if (!ps__grow((void **)&m->unit, m->n_units, &m->cap_units, sizeof *m->unit))
     return ps__fail(PS_ENOMEM, "out of memory for the model's units");
-  uint32_t def = 0;
-  while (m->def[def] != layer)
-    def++;
-  m->unit[m->n_units] = (ps__unit_def){.layer = layer,
-                                       .def = def,
-                                       .n = layer->n_elements,
-                                       .first_param = m->n_params,
-                                       .n_params = layer->n_params};
-  for (uint32_t i = 0; i < layer->n_params; i++)
-    PS_TRY(add_param(m, &layer->param[i], prefix));
-  m->max_tensors = larger(m->max_tensors, layer->n_tensors);
-  m->max_saved = larger(m->max_saved, layer->n_saved);
-  m->max_spans = larger(m->max_spans, layer->n_spans);
-  mark_gradients(m, m->n_units++, layer->fwd, layer->n_fwd);
-  mark_gradients(m, m->n_units - 1, layer->bwd, layer->n_bwd);
+  m->unit[m->n_units] = (ps__unit){.layer = m->n_layers,
+                                   .first_param = m->n_params,
+                                   .n_params = of->n_params,
+                                   .n_spans = of->n_spans,
+                                   .span = &def->span[of->first_span],
+                                   .n = of->n,
+                                   .frozen = of->frozen};
+  for (uint32_t i = 0; i < of->n_params; i++)
+    PS_TRY(add_param(m, &def->param[of->first_param + i], prefix, of->frozen));
+  m->max_spans = larger(m->max_spans, of->n_spans);
+  m->n_units++;
+  return PS_OK;
+}
+
+ps_status ps__model_add_layer(ps_model *m, ps__layer_def *def, const char *prefix) {
+  uint32_t idx = 0;
+  if (!def->made)
+    PS_TRY(ps__def_finish(def));
+  if (!ps__grow((void **)&m->layer, m->n_layers, &m->cap_layers, sizeof *m->layer))
+    return ps__fail(PS_ENOMEM, "out of memory for the model's layers");
+  while (m->def[idx] != def)
+    idx++;
+  m->layer[m->n_layers] =
+      (ps__layer){.def = def, .def_idx = idx, .first_unit = m->n_units, .n_units = def->n_units};
+  for (uint32_t i = 0; i < def->n_units; i++)
+    PS_TRY(add_unit(m, def, &def->unit[i], prefix));
+  m->max_tensors = larger(m->max_tensors, def->n_tensors);
+  m->max_saved = larger(m->max_saved, def->n_saved);
+  PS_TRY(mark_gradients(m, m->n_layers, def->fwd, def->n_fwd));
+  PS_TRY(mark_gradients(m, m->n_layers, def->bwd, def->n_bwd));
+  m->n_layers++;
   return PS_OK;
 }
 
@@ -148,12 +169,13 @@ ps_status ps__model_finish(ps_model **m) {
 }
 
 ps_status ps__model_create(ps_model **out, const ps_model_config *cfg, ps_dtype dt,
-                           uint64_t seq_len) {
+                           uint64_t seq_len, uint32_t n_frozen) {
   const ps__family *family = ps__family_at(cfg->family);
   ps_model *m = NULL;
   if (!family)
     return ps__fail(PS_EINVAL, "family %u of the model's configuration is unknown", cfg->family);
   PS_TRY(ps__model_begin(&m, cfg, dt, seq_len));
+  m->n_frozen = n_frozen;
   const ps_status st = family->describe(m);
   if (st != PS_OK) {
     ps_model_destroy(m);
@@ -168,7 +190,7 @@ ps_status ps_model_create(ps_model **out, const ps_model_config *cfg) {
   if (!out)
     return ps__fail(PS_EINVAL, "ps_model_create: no place for the result was given");
   PS_TRY(ps_model_config_check(cfg, "model"));
-  return ps__model_create(out, cfg, PS_F32, 0);
+  return ps__model_create(out, cfg, PS_F32, 0, 0);
 }
 
 void ps_model_destroy(ps_model *m) {
@@ -177,6 +199,7 @@ void ps_model_destroy(ps_model *m) {
   for (uint32_t i = 0; i < m->n_defs; i++)
     ps__def_free(m->def[i]);
   ps__free(m->def);
+  ps__free(m->layer);
   ps__free(m->unit);
   ps__free(m->param);
   ps__free(m->bucket);
@@ -224,13 +247,13 @@ ps_status ps_model_flops(const ps_model *m, uint64_t seq_len, ps_flops *out) {
                     (unsigned long long)seq_len);
   const ps__chunk_shape sequence = {.n_tokens = (uint32_t)seq_len, .first_grad = true};
   ps_flops f = {0};
-  for (uint32_t u = 1; u < ps__head_unit(m); u++) {
-    const ps__layer_def *d = ps__layer_of(m, u);
+  for (uint32_t l = 1; l < ps__head_layer(m); l++) {
+    const ps__layer_def *d = ps__layer_of(m, l);
     f.matmul += flops_of(d->fwd, d->n_fwd, PS_CLASS_GEMM, &sequence);
     f.attn_fwd += flops_of(d->fwd, d->n_fwd, PS_CLASS_ATTENTION, &sequence);
     f.attn_bwd += flops_of(d->bwd, d->n_bwd, PS_CLASS_ATTENTION, &sequence);
   }
-  const ps__layer_def *head = ps__layer_of(m, ps__head_unit(m));
+  const ps__layer_def *head = ps__layer_of(m, ps__head_layer(m));
   f.head = flops_of(head->fwd, head->n_fwd, PS_CLASS_GEMM, &sequence);
   f.sequence = 3 * f.matmul + f.attn_fwd + f.attn_bwd + f.head;
   *out = f;

@@ -3,67 +3,107 @@
 #define PS_MODEL_MODEL_H
 #include "model/define.h"
 
-typedef struct ps__unit_def {
-  const ps__layer_def *layer;
-  uint32_t def; /* its place in ps_model.def */
-  uint64_t n;   /* elements with padding, as the layer's */
-  uint32_t first_param, n_params;
+/* A layer: the embedding is layer 0, the blocks are 1..L, the head is L+1. */
+typedef struct ps__layer {
+  const ps__layer_def *def;
+  uint32_t def_idx; /* its place in ps_model.def */
+  uint32_t first_unit, n_units;
+} ps__layer;
+
+/* A unit of the model: of one layer (ps__unit_def). */
+typedef struct ps__unit {
+  uint32_t layer, first_param, n_params, n_spans;
+  const ps__span_def *span; /* [n_spans], the layer's */
+  uint64_t n;               /* elements with padding */
+  bool frozen;
   /* What the contributions to the unit's gradient come from: chunks; slices of chunks. Where the
    * unit's own layer has both, the chunks' parts are in the slices' contributions. */
   bool by_chunk, by_slice;
-} ps__unit_def;
+} ps__unit;
 
 struct ps_model {
   ps_model_config cfg;
-  ps_dtype dt;      /* of activations and of parameters on the device */
-  uint64_t seq_len; /* of a training sequence; 0: unknown */
+  ps_dtype dt;       /* of activations and of parameters on the device */
+  uint64_t seq_len;  /* of a training sequence; 0: unknown */
+  uint32_t n_frozen; /* layers from the embedding on whose units are frozen */
   /* distinct definitions; owned */
   ps__layer_def **def;
-  uint32_t n_defs, n_units, n_params;
-  size_t cap_defs, cap_units, cap_params;
-  ps__unit_def *unit;
+  uint32_t n_defs, n_layers, n_units, n_params; /* n_layers: with embedding and head */
+  size_t cap_defs, cap_layers, cap_units, cap_params;
+  ps__layer *layer;
+  ps__unit *unit;
   ps_param_info *param;
-  uint32_t *bucket, n_buckets; /* parameters by the hash of their names; UINT32_MAX: free */
-  uint64_t n_elements;         /* without padding */
-  /* the most of any definition */
-  uint32_t max_tensors, max_saved, max_spans;
+  uint32_t *bucket, n_buckets;     /* parameters by the hash of their names; UINT32_MAX: free */
+  uint64_t n_elements;             /* without padding */
+  uint64_t n_trained;              /* of them, those of units that are not frozen */
+  uint32_t max_tensors, max_saved; /* of any definition */
+  uint32_t max_spans;              /* of any unit */
 };
 
-/* ps__model_create() - as ps_model_create(), with what the definitions of ops depend on.
+/* ps__model_create() - as ps_model_create(), with what the definitions of ops depend on. The units
+ * of the first @n_frozen layers are frozen.
  * ps__model_begin(), ps__model_finish() - the same around a description: for models that no family
  * describes. ps__model_finish() frees the model on an error. */
 ps_status ps__model_create(ps_model **out, const ps_model_config *cfg, ps_dtype dt,
-                           uint64_t seq_len);
+                           uint64_t seq_len, uint32_t n_frozen);
 ps_status ps__model_begin(ps_model **out, const ps_model_config *cfg, ps_dtype dt,
                           uint64_t seq_len);
 ps_status ps__model_finish(ps_model **m);
 /* ps__model_add_def() - an empty definition, which the model owns. Errors: PS_ENOMEM. */
 ps_status ps__model_add_def(ps_model *m, ps__layer_def **out);
-/* ps__model_add_unit() - the model's next unit; @prefix comes before the names of its parameters.
+/* ps__model_add_layer() - the model's next layer; @prefix comes before the names of its parameters.
  * Finishes the definition when it is used for the first time. Errors: the definition's; PS_ENOMEM;
  * PS_EINTERNAL for a name that is too long. */
-ps_status ps__model_add_unit(ps_model *m, ps__layer_def *layer, const char *prefix);
+ps_status ps__model_add_layer(ps_model *m, ps__layer_def *def, const char *prefix);
+/* ps__is_frozen() - whether the next layer to be added is frozen. */
+static inline bool ps__is_frozen(const ps_model *m) { return m->n_layers < m->n_frozen; }
 
-static inline const ps__layer_def *ps__layer_of(const ps_model *m, uint32_t unit) {
-  return m->unit[unit].layer;
+static inline const ps__layer_def *ps__layer_of(const ps_model *m, uint32_t layer) {
+  return m->layer[layer].def;
 }
-static inline uint32_t ps__head_unit(const ps_model *m) { return m->n_units - 1; }
-/* ps__sliced_unit() - the unit that the head's slices add to: the head's or, with tied embeddings,
- * the embedding's. */
+static inline uint32_t ps__head_layer(const ps_model *m) { return m->n_layers - 1; }
+static inline bool ps__is_block(const ps_model *m, uint32_t layer) {
+  return layer > 0 && layer < ps__head_layer(m);
+}
+/* ps__unit_of_span() - which unit of the model a layer's span is of. */
+static inline uint32_t ps__unit_of_span(const ps_model *m, uint32_t layer,
+                                        const ps__span_def *span) {
+  return span->of_embedding ? 0 : m->layer[layer].first_unit + span->unit;
+}
+/* ps__sliced_unit() - the unit that the head's slices add to: one of the head's or, with tied
+ * embeddings, the embedding's. */
 static inline uint32_t ps__sliced_unit(const ps_model *m) {
-  return m->unit[ps__head_unit(m)].by_slice ? ps__head_unit(m) : 0;
+  uint32_t u = m->layer[ps__head_layer(m)].first_unit;
+  while (u < m->n_units && !m->unit[u].by_slice)
+    u++;
+  return u < m->n_units ? u : 0;
 }
-/* ps__own_spans() - spans of the unit's own parameters; they come before tied ones. */
-static inline uint32_t ps__own_spans(const ps_model *m, uint32_t unit) {
-  const ps__layer_def *d = m->unit[unit].layer;
-  uint32_t n = 0;
-  while (n < d->n_spans && !d->span[n].of_embedding)
-    n++;
+/* ps__tied() - whether the head multiplies with the embedding's table. */
+static inline bool ps__tied(const ps_model *m) {
+  const ps__layer_def *d = ps__layer_of(m, ps__head_layer(m));
+  for (uint32_t i = 0; i < d->n_spans; i++)
+    if (d->span[i].of_embedding)
+      return true;
+  return false;
+}
+/* ps__first_trained() - the first layer with a unit that is not frozen: the backward pass ends
+ * there. */
+static inline uint32_t ps__first_trained(const ps_model *m) {
+  uint32_t u = 0;
+  while (u + 1 < m->n_units && m->unit[u].frozen)
+    u++;
+  return m->unit[u].layer;
+}
+/* ps__layer_elements() - of all units of a layer, with padding. */
+static inline uint64_t ps__layer_elements(const ps_model *m, uint32_t layer) {
+  uint64_t n = 0;
+  for (uint32_t i = 0; i < m->layer[layer].n_units; i++)
+    n += m->unit[m->layer[layer].first_unit + i].n;
   return n;
 }
 /* ps__embed_args_of() - the arguments of the embedding's lookup, but for n_tokens. */
 static inline const ps__args_embed *ps__embed_args_of(const ps_model *m) {
-  return (const ps__args_embed *)(const void *)m->unit[0].layer->fwd[0].args;
+  return (const ps__args_embed *)(const void *)m->layer[0].def->fwd[0].args;
 }
 
 /* ps__gemm_args() - C[m,n] = op(A) op(B), without gaps between rows. */

@@ -40,8 +40,9 @@ ps_status ps__search_space_shorten(ps__search_space *sp) {
 double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m) {
   const ps__layout *l = &sp->microbatch[m->microbatch].layout;
   double bytes = 0;
-  for (uint32_t u = 1; u < ps__head_unit(sp->plan->model); u++) {
-    const ps__layer_def *d = ps__layer_of(sp->plan->model, u);
+  for (uint32_t layer = ps__first_saving(sp->plan->model) + 1;
+       layer < ps__head_layer(sp->plan->model); layer++) {
+    const ps__layer_def *d = ps__layer_of(sp->plan->model, layer);
     for (uint32_t c = 0; c < l->round[0].n_chunks && c < l->chunks_per_round; c++)
       for (uint32_t i = 0; i < d->n_saved; i++)
         bytes += (double)(d->saved[i].row_bytes * l->chunk[c].n_tokens);
@@ -51,6 +52,10 @@ double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m) 
 
 static uint64_t unit_bytes(const ps__search_space *sp, uint32_t unit) {
   return sp->plan->model->unit[unit].n * ps_dtype_bytes(sp->plan->model->dt);
+}
+
+static uint64_t layer_bytes(const ps__search_space *sp, uint32_t layer) {
+  return ps__layer_elements(sp->plan->model, layer) * ps_dtype_bytes(sp->plan->model->dt);
 }
 
 double ps__unit_part_bytes(const ps__search_space *sp) {
@@ -101,8 +106,8 @@ static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, u
       most = alive;
   }
   ps__free(change);
-  const uint64_t apart = saved + 2 * (unit_bytes(sp, layers + 1) + unit_bytes(sp, layers)) +
-                         (sp->plan->model->cfg.tied_embeddings ? 2 * unit_bytes(sp, 0) : 0);
+  const uint64_t apart = saved + 2 * (layer_bytes(sp, layers + 1) + layer_bytes(sp, layers)) +
+                         (ps__tied(sp->plan->model) ? 2 * unit_bytes(sp, 0) : 0);
   *out = most > apart ? most - apart : 0;
   return PS_OK;
 }
@@ -146,7 +151,7 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
 
 static ps_status measure_microbatch(const ps__search_space *sp, ps__microbatch *mb,
                                     ps__step_hooks *hooks) {
-  for (uint32_t on_host = 0; on_host <= !sp->plan->model->cfg.tied_embeddings; on_host++)
+  for (uint32_t on_host = 0; on_host <= !ps__tied(sp->plan->model); on_host++)
     PS_TRY(measure_base(sp, mb, on_host, hooks));
   return PS_OK;
 }
@@ -233,9 +238,10 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
   ps__policy_allocator d = ps__policy_allocator_of(l, m);
   uint64_t first = 0, other = 0; /* offloaded in the first round; in another */
   *out = (ps__saved_sums){0};
-  for (uint32_t layer = 0; layer < sp->plan->model->cfg.n_layers; layer++) {
-    const ps__unit_def *unit = &sp->plan->model->unit[layer + 1];
-    const ps__layer_def *def = unit->layer;
+  for (uint32_t layer = ps__first_saving(sp->plan->model); layer < sp->plan->model->cfg.n_layers;
+       layer++) {
+    const ps__layer *of = &sp->plan->model->layer[layer + 1];
+    const ps__layer_def *def = of->def;
     for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
       uint8_t policy[PS__MAX_SAVED];
       uint32_t mask = 0;
@@ -259,7 +265,7 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
         if (c >= l->round[r].n_chunks)
           continue;
         const uint32_t i = l->round[r].first_chunk + c;
-        out->recompute_ns += table[of_chunk[i] + unit->def].ns[mask];
+        out->recompute_ns += table[of_chunk[i] + of->def_idx].ns[mask];
         out->offloaded_bytes += (double)offloaded * l->chunk[i].n_tokens / l->chunk[c].n_tokens;
       }
     }
@@ -267,8 +273,9 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
   /* what the first round offloads lies in the blocks' gradients on the host (host_of_saved() in
    * passes.c) */
   uint64_t aliased = 0;
-  for (uint32_t u = 1; u < ps__head_unit(sp->plan->model); u++)
-    aliased += unit_bytes(sp, u);
+  for (uint32_t u = 0; u < sp->plan->model->n_units; u++)
+    if (ps__is_block(sp->plan->model, sp->plan->model->unit[u].layer))
+      aliased += unit_bytes(sp, u);
   out->host_bytes = first > aliased ? first - aliased : 0;
   if (l->n_rounds > 1 && other > out->host_bytes)
     out->host_bytes = other;
@@ -291,7 +298,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
   const double update = ps__update_bytes((ps_optimizer)sp->plan->cfg.optimizer,
                                          (ps_recipe)sp->plan->cfg.recipe, PS_UPDATE_WHOLE),
                e = ps_dtype_bytes(sp->plan->model->dt);
-  const uint32_t n_units = m->n_units;
+  const uint32_t n_units = m->n_units, first_trained = ps__first_trained(m);
   const bool table_on_host = ps__embed_on_host(sp, l, r);
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
                                                       sp->plan->model->dt, false);
@@ -306,14 +313,23 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
   }
   for (uint32_t u = table_on_host; u < n_units; u++) {
     /* at least */
-    const double bytes = (double)unit_bytes(sp, u), passes = u == 0 || u + 2 >= n_units ? 1 : 2;
+    const uint32_t layer = m->unit[u].layer;
+    const double bytes = (double)unit_bytes(sp, u),
+                 passes =
+                     layer < first_trained || layer == 0 || layer + 1 >= ps__head_layer(m) ? 1 : 2;
     const uint32_t contributions = ps__unit_contributions(m, &sums, u);
-    const bool grads = ps__among(u, r->grads) && contributions > 1;
+    const bool grads = ps__among(u, r->grads) && contributions > 1, frozen = m->unit[u].frozen,
+               stays = ps__params_stay(sp, r, u);
     const double added =
         ps__sum_bytes(bytes / e, contributions, contributions, sp->plan->model->dt);
-    t.to_device += r->state ? 0 : ps__params_stay(sp, r, u) ? bytes : passes * bytes * l->n_rounds;
-    if (!r->state && !ps__params_stay(sp, r, u) && u > 0 && u + 1 < n_units)
+    if (!stays && (frozen || !r->state))
+      t.to_device += passes * bytes * l->n_rounds;
+    else if (stays && !frozen && !r->state)
+      t.to_device += bytes;
+    if ((frozen || !r->state) && !stays && ps__is_block(m, layer))
       t.blocks += bytes;
+    if (frozen)
+      continue;
     t.to_host += r->state ? bytes : grads ? bytes : contributions * bytes;
     if (grads)
       t.device_sums += added;
@@ -334,7 +350,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
 static traffic with_kept_parameters(const ps__search_space *sp, const traffic *of,
                                     const ps__layout *l, const ps__saved_sums *s, uint32_t ahead) {
   traffic t = *of;
-  const double kept = larger((double)s->device_bytes, (double)(ahead * unit_bytes(sp, 1)));
+  const double kept = larger((double)s->device_bytes, (double)(ahead * layer_bytes(sp, 1)));
   t.to_device -= (l->n_rounds - 1) * (kept < t.blocks ? kept : t.blocks);
   return t;
 }
@@ -414,7 +430,7 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
     const bool several = ps__unit_contributions(sp->plan->model, &sums, u) > 1;
     if (ps__params_stay(sp, r, u))
       bytes += unit_bytes(sp, u);
-    if (r->state)
+    if (r->state && !sp->plan->model->unit[u].frozen)
       bytes += unit_bytes(sp, u) / e * state;
     if (ps__among(u, r->grads) && several && l->n_rounds > 1)
       bytes += unit_bytes(sp, u);
@@ -426,11 +442,11 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
 static uint64_t host_state_bytes(const ps__search_space *sp, bool state) {
   const ps_plan_config *c = &sp->plan->cfg;
   const ps_recipe recipe = (ps_recipe)c->recipe;
-  const uint64_t travels = ps_dtype_bytes(sp->plan->model->dt),
-                 weights = travels + ps__master_bytes(recipe),
+  const uint64_t travels = ps_dtype_bytes(sp->plan->model->dt), master = ps__master_bytes(recipe),
                  grads = !state || c->keep_grads ? travels : 0,
                  states = state ? 0 : ps__state_bytes((ps_optimizer)c->optimizer, recipe);
-  return sp->plan->model->n_elements * (weights + grads + states);
+  return sp->plan->model->n_elements * travels +
+         sp->plan->model->n_trained * (master + grads + states);
 }
 
 /* ---- candidates ------------------------------------------------------------------------------ */

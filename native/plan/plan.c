@@ -107,6 +107,11 @@ static ps_status check_config(ps_plan *p) {
     return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
   if (c->optimizer >= PS_N_OPTIMIZERS)
     return ps__fail(PS_EINVAL, "optimizer %u is unknown: use " PS__OPTIMIZER_NAMES, c->optimizer);
+  if (p->model->n_trained == 0)
+    return ps__fail(PS_EINVAL,
+                    "n_frozen_layers is %u, but the model has %u layers with embedding and head: "
+                    "one at least must be trained",
+                    c->n_frozen_layers, p->model->n_layers);
   if (c->seq_len == 0)
     return ps__fail(PS_EINVAL, "the sequence length is 0: it must be at least 1 token");
   if (p->model->cfg.max_positions && c->seq_len > p->model->cfg.max_positions)
@@ -161,7 +166,7 @@ static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_
   ps__hardware_complete(&p->hw);
   /* check_config() names a recipe that there is not */
   const ps_dtype dt = cfg->recipe < PS_N_RECIPES ? ps__recipes[cfg->recipe].weights : PS_F32;
-  ps_status st = ps__model_create(&p->model, model, dt, cfg->seq_len);
+  ps_status st = ps__model_create(&p->model, model, dt, cfg->seq_len, cfg->n_frozen_layers);
   if (st == PS_OK)
     st = check_config(p);
   if (st != PS_OK) {
@@ -291,9 +296,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->saved_recompute_bytes = s->saved_bytes[PS_POLICY_RECOMPUTE];
   o->h2d_bytes = s->copied_bytes[0];
   o->d2h_bytes = s->copied_bytes[1];
-  ps_flops f;
-  if (ps_model_flops(p->model, p->cfg.seq_len, &f) == PS_OK)
-    o->model_flops = f.sequence * (double)l->n_sequences;
+  o->model_flops = s->model_flops;
   o->recompute_flops = s->recompute_flops;
   p->hfu_flops = o->model_flops + o->recompute_flops;
   o->n_ops = ps_schedule_n_ops(p->schedule);

@@ -84,11 +84,16 @@ static void write_text(text *t, const ps_plan *p) {
       (unsigned long long)r->n_units, kept, where(r->resident_grad_units, r->n_units),
       r->resident_update_units ? "on the device" : "on the host",
       ps_recipe_name((ps_recipe)p->cfg.recipe));
+  if (p->cfg.n_frozen_layers)
+    say(t, "frozen           the first %u of %u layers, %.3g of %.3g billion parameters\n",
+        p->cfg.n_frozen_layers, p->model->n_layers,
+        1e-9 * (double)(p->model->n_elements - p->model->n_trained),
+        1e-9 * (double)p->model->n_elements);
   say(t, "optimizer        %s: %llu bytes of state a parameter, %s\n",
       ps_optimizer_name(p->spec.optimizer),
       (unsigned long long)ps__state_bytes(p->spec.optimizer, p->spec.recipe),
       ps__format_bytes(a,
-                       ps__state_bytes(p->spec.optimizer, p->spec.recipe) * p->model->n_elements));
+                       ps__state_bytes(p->spec.optimizer, p->spec.recipe) * p->model->n_trained));
   if (p->spec.sum_threads && p->spec.sum_threads < p->hw.n_threads && p->layout.n_rounds > 1)
     say(t,
         "gradients        added on the host by %u of %u threads: copies get more of the host's "
@@ -228,12 +233,14 @@ static void json_units(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_uint(w, "elements", p->step.unit_host[u].n);
     const char *const streamed = u == 0 && p->spec.embed_on_host ? "host" : "streamed";
     ps__jsonw_string(w, "parameters", p->spec.param_resident[u] ? "resident" : streamed);
-    ps__jsonw_string(w, "gradients", p->spec.grad_resident[u] ? "resident" : streamed);
-    ps__jsonw_string(w, "optimizer_state", p->spec.update_resident[u] ? "device" : "host");
-    ps__jsonw_string(w, "update",
-                     ps__updated_on_device(&p->spec, u) ? "device"
-                     : p->spec.update_split[u]          ? "host, weights first"
-                                                        : "host");
+    if (!p->model->unit[u].frozen) {
+      ps__jsonw_string(w, "gradients", p->spec.grad_resident[u] ? "resident" : streamed);
+      ps__jsonw_string(w, "optimizer_state", p->spec.update_resident[u] ? "device" : "host");
+      ps__jsonw_string(w, "update",
+                       ps__updated_on_device(&p->spec, u) ? "device"
+                       : p->spec.update_split[u]          ? "host, weights first"
+                                                          : "host");
+    }
     ps__jsonw_end(w);
   }
   ps__jsonw_end(w);

@@ -8,7 +8,8 @@ bool ps__among(uint32_t unit, uint32_t parts) {
 }
 
 bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_t unit) {
-  return ps__among(unit, r->params) || (r->head && unit == ps__head_unit(sp->plan->model));
+  return ps__among(unit, r->params) ||
+         (r->head && sp->plan->model->unit[unit].layer == ps__head_layer(sp->plan->model));
 }
 
 static void set_policy(const ps__layer_def *d, uint32_t set, uint8_t to, uint8_t *policy) {
@@ -96,7 +97,7 @@ double ps__table_bytes(const ps__search_space *sp) {
 bool ps__embed_on_host(const ps__search_space *sp, const ps__layout *l, const ps__residency *r) {
   const double to_device = ps__params_stay(sp, r, 0) ? 1 : l->n_rounds,
                to_host = ps__among(0, r->grads) ? 1 : l->n_rounds;
-  return !sp->plan->model->cfg.tied_embeddings && !r->state &&
+  return !ps__tied(sp->plan->model) && !r->state &&
          2 * ps__lookup_bytes(sp, l) < (to_device + to_host) * ps__table_bytes(sp);
 }
 
@@ -111,18 +112,21 @@ static uint32_t blocks_kept(const ps__search_space *sp, const ps__layout *layout
                             const ps__spec *s) {
   const uint64_t e = ps_dtype_bytes(sp->plan->model->dt);
   uint64_t room = 0, kept = 0;
-  for (uint32_t l = 0; l < s->n_layers; l++) {
+  for (uint32_t l = ps__first_saving(sp->plan->model); l < s->n_layers; l++) {
     const ps__layer_def *d = ps__layer_of(sp->plan->model, l + 1);
     for (uint32_t c = 0; c < layout->chunks_per_round; c++)
       for (uint32_t i = 0; i < d->n_saved; i++)
         if (*ps__spec_policy(s, l, c, i) == PS_POLICY_DEVICE)
           room += d->saved[i].row_bytes * layout->chunk[c].n_tokens;
   }
-  for (uint32_t u = 1; u <= s->n_layers; u++) {
+  for (uint32_t u = 0; u < s->n_units; u++) {
+    const ps__unit *unit = &sp->plan->model->unit[u];
+    if (!ps__is_block(sp->plan->model, unit->layer))
+      continue;
     if (!s->param_resident[u])
-      kept += sp->plan->model->unit[u].n * e;
+      kept += unit->n * e;
     if (kept > room)
-      return u - 1;
+      return unit->layer - 1;
   }
   return s->n_layers;
 }
@@ -151,19 +155,20 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   const ps__contributions sums =
       ps__contributions_of(layout, spec->head_slice, sp->plan->model->dt, false);
   for (uint32_t u = 0; u < spec->n_units; u++) {
+    const uint32_t layer = plan->model->unit[u].layer;
     const bool several = ps__unit_contributions(plan->model, &sums, u) > 1,
-               table_on_host = u == 0 && embed_on_host;
+               table_on_host = u == 0 && embed_on_host, trained = !plan->model->unit[u].frozen;
     spec->param_resident[u] = ps__params_stay(sp, r, u) && !table_on_host;
     spec->grad_resident[u] = ps__among(u, r->grads) && several && !table_on_host;
-    spec->update_resident[u] = r->state;
-    spec->update_streamed[u] = !r->state && u > 0 && u <= m->streamed;
-    const bool among = u == spec->n_layers + 1
+    spec->update_resident[u] = r->state && trained;
+    spec->update_streamed[u] = !r->state && layer > 0 && layer <= m->streamed && trained;
+    const bool among = layer == ps__head_layer(plan->model)
                            ? m->split > 0
-                           : u > m->streamed && u < (uint32_t)m->streamed + m->split;
-    spec->update_split[u] = !r->state && spec->clip && u > 0 && among;
+                           : layer > m->streamed && layer < (uint32_t)m->streamed + m->split;
+    spec->update_split[u] = !r->state && spec->clip && layer > 0 && among && trained;
   }
   ps__policy_allocator d = ps__policy_allocator_of(layout, m);
-  for (uint32_t l = 0; l < spec->n_layers; l++)
+  for (uint32_t l = ps__first_saving(plan->model); l < spec->n_layers; l++)
     for (uint32_t c = 0; c < spec->n_chunks; c++)
       ps__allocate_policies(&d, ps__layer_of(plan->model, l + 1), layout->chunk[c].n_tokens,
                             c >= layout->chunks_per_round, ps__at_boundary(sp, layout, l, c),

@@ -26,9 +26,9 @@ static ps_tag embed_tag(uint32_t round, uint32_t chunk, int phase) {
 /* ---- on the host
  * --------------------------------------------------------------------------------- */
 
-/* The first round's rows are gathered beside the table's update. That takes as long as three
- * blocks' updates and would hold the step back, so rows that are gathered are updated first. Half
- * of the tokens are taken to be of rows that no token before them had. */
+/* The first round's rows are gathered beside the update of a table that is trained. That takes as
+ * long as three blocks' updates and would hold the step back, so rows that are gathered are updated
+ * first. Half of the tokens are taken to be of rows that no token before them had. */
 static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__vaccess *token,
                          uint32_t rows, ps_tag tag) {
   const ps__step *s = b->s;
@@ -62,7 +62,7 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
         ps__part(s->batch, PS_READ, s->batch_offset[i] + ps__batch_chunk_of(n).tokens, 4ull * n),
         ps__part(s->unit_host[0].weights, PS_READ, 0, table_bytes(b)),
         ps__whole(b, rows, PS_WRITE)};
-    if (round == 0)
+    if (round == 0 && !s->model->unit[0].frozen)
       gather_first(b, i, n, &access[0], rows, tag);
     else
       ps__emit(b, &ps__k_embed_fwd, PS__S_IO, &a, sizeof a, access, 3, tag);
@@ -70,7 +70,8 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
     ps__emit_copy(b, PS__S_H2D, ps__whole(b, rows, PS_READ),
                   ps__whole(b, b->gathered[i].x, PS_WRITE), tag);
     /* the rows stay where the first block's input is kept on the host anyway */
-    const bool stays = *ps__spec_policy(s->spec, 0, c, saved) == PS_POLICY_HOST;
+    const bool stays =
+        b->first_trained <= 1 && *ps__spec_policy(s->spec, 0, c, saved) == PS_POLICY_HOST;
     ps__vt_free(b, before);
     b->gathered[i].host = stays ? rows : PS__NO_VT;
     before = stays ? PS__NO_VT : rows;
@@ -176,9 +177,9 @@ void ps__embed_forward(ps__builder *b, uint32_t c) {
 
 void ps__embed_backward(ps__builder *b, uint32_t c) {
   const uint32_t lag = on_host(b) ? b->s->spec->grad_lag : 0;
-  if (on_host(b))
+  if (on_host(b) && !b->s->model->unit[0].frozen)
     send_rows(b, c);
-  else
+  else if (!on_host(b))
     ps__add_rows(b, c);
   ps__vt_free_late(b, b->dy[c], lag);
   ps__vt_free_late(b, b->batch[c], lag);

@@ -4,7 +4,7 @@
 #define PS_STEP_EMIT_H
 #include "step/step.h"
 
-/* A layer pass: all chunks of a round pass the unit before the next layer pass begins. */
+/* A layer pass: all chunks of a round pass the layer before the next layer pass begins. */
 typedef enum ps__pass_kind {
   PS__PASS_EMBED,
   PS__PASS_BLOCK,
@@ -13,7 +13,7 @@ typedef enum ps__pass_kind {
   PS__PASS_EMBED_BACK
 } ps__pass_kind;
 typedef struct ps__pass {
-  uint32_t kind, round, unit;
+  uint32_t kind, round, layer;
 } ps__pass;
 
 /* The tensors that an update works on beside the gradient. */
@@ -60,7 +60,8 @@ typedef struct ps__builder {
   ps__unit_progress *unit; /* [n_units] */
   ps__pass *pass;
   uint32_t n_passes, next_fetch;
-  uint32_t clock; /* chunk passes emitted so far: the time of late frees */
+  uint32_t first_trained; /* ps__first_trained() */
+  uint32_t clock;         /* chunk passes emitted so far: the time of late frees */
   /* device copy of the batch header, for updates without clipping; PS__NO_VT before the first */
   uint32_t header;
   /* what the device-to-host stream wrote last of weights or state on the host */
@@ -114,6 +115,8 @@ void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream
                    const ps__vaccess *access, uint32_t n_access, ps_work work, ps_tag tag);
 
 /* ---- parameters and gradients (units.c) ------------------------------------------------------ */
+/* ps__unit_tag() - the tag of an op that is about unit @unit: its layer; chunk -1 for the layer's
+ * first unit, -2 for its second, and so on. */
 ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase);
 /* ps__units_init() - the units' host and device-resident tensors, the layer passes. Errors:
  * PS_ENOMEM. */
@@ -133,6 +136,9 @@ void ps__grad_begin(ps__builder *b, uint32_t unit);
 /* ps__grad_end() - the contribution is complete: it is added to the total, or copied to the host to
  * be added there. @more: another one of the same round follows at once and reuses its memory. */
 void ps__grad_end(ps__builder *b, uint32_t unit, bool more);
+/* The same for all units of a layer that have a gradient of their own layer's ops. */
+void ps__layer_grads_begin(ps__builder *b, uint32_t layer);
+void ps__layer_grads_end(ps__builder *b, uint32_t layer, bool more);
 /* ps__total_on_host() - the unit's total is complete on the host: sums of squares and, without
  * clipping, the update. */
 void ps__total_on_host(ps__builder *b, uint32_t unit);

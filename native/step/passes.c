@@ -13,8 +13,8 @@ uint32_t *ps__saved_entry(ps__builder *b, uint32_t *table, uint32_t layer, uint3
                 tensor];
 }
 
-static const ps__layer_def *layer_of(const ps__builder *b, uint32_t unit) {
-  return ps__layer_of(b->s->model, unit);
+static const ps__layer_def *layer_of(const ps__builder *b, uint32_t layer) {
+  return ps__layer_of(b->s->model, layer);
 }
 
 static const ps__attention_group *group_of(const ps__builder *b, uint32_t c) {
@@ -43,8 +43,8 @@ static ps_tag chunk_tag(const ps__builder *b, uint32_t unit, uint32_t c, int pha
 static int policy_of(const ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor) {
   const ps__layer_def *d = layer_of(b, layer);
   const int saved = d->tensor[tensor].saved;
-  if (saved == PS__NONE)
-    return PS_POLICY_RECOMPUTE;
+  if (saved == PS__NONE || layer < b->first_trained)
+    return PS_POLICY_RECOMPUTE; /* below the first trained layer nothing goes back */
   const int policy =
       *ps__spec_policy(b->s->spec, layer - 1, home_chunk(b, d, c, tensor), (uint32_t)saved);
   return policy != PS_POLICY_HOST_FIRST_ROUND ? policy
@@ -72,16 +72,17 @@ static ps__vaccess own_rows(const ps__builder *b, const ps__layer_def *d, uint32
   return ps__part(vt, mode, row * k->row0, row * k->n_tokens);
 }
 
-/* Host memory for a saved activation that block @from made. In the first round it is an alias of
- * the block's gradient on the host: that has no contribution yet, and the update that read the last
- * step's gradient came before the block's forward pass, unless it was split. The gradient is needed
- * from the block's backward pass on, when the activation is fetched for the last time. With several
- * contributions a round the first one would come amid the backward pass: then there is no alias. */
+/* Host memory for a saved activation that layer @from made. In the first round it is an alias of
+ * the gradient of the layer's first unit on the host. That has no contribution yet, and the update
+ * that read the last step's gradient came before the layer's forward pass, unless it was split. The
+ * gradient is needed from the layer's backward pass on, when the activation is fetched for the last
+ * time. With several contributions a round the first one would come amid the backward pass: then
+ * there is no alias. */
 static uint32_t host_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
-  const uint32_t grad = b->s->unit_host[from].grad;
-  ps__unit_progress *u = &b->unit[from];
+  const uint32_t unit = b->s->model->layer[from].first_unit, grad = b->s->unit_host[unit].grad;
+  ps__unit_progress *u = &b->unit[unit];
   const bool free = b->round_idx == 0 && b->round->n_chunks <= b->s->sums.additions && from > 0 &&
-                    grad != PS__NO_VT && !b->s->spec->update_split[from];
+                    grad != PS__NO_VT && !b->s->spec->update_split[unit];
   if (!free || u->alias_bytes + bytes > b->s->vt[grad].bytes)
     return ps__vt_new(b, PS__SPACE_HOST, bytes);
   const uint64_t at = u->alias_bytes;
@@ -109,13 +110,13 @@ void ps__send_input(ps__builder *b, uint32_t layer, uint32_t c) {
 
 /* ---- binding and emitting a layer's ops ------------------------------------------------------ */
 
-/* A chunk on its way through a unit.
+/* A chunk on its way through a layer.
  *   slice_row  of a sliced op: the slice's first row in the chunk; shape has its rows
  *   bound      device tensors
  *   keep       tensors that the caller frees */
 typedef struct chunk_pass {
   const ps__layer_def *d;
-  uint32_t unit, c, slice_row;
+  uint32_t layer, c, slice_row;
   ps__chunk_shape shape;
   uint32_t bound[PS__SET_BITS];
   ps__set keep;
@@ -128,7 +129,7 @@ typedef struct listed {
 
 static ps__vaccess span_access(const ps__builder *b, const chunk_pass *p, ps__sym y) {
   const ps__span_def *span = &p->d->span[y.id];
-  const ps__unit_progress *u = &b->unit[span->of_embedding ? 0 : p->unit];
+  const ps__unit_progress *u = &b->unit[ps__unit_of_span(b->s->model, p->layer, span)];
   const uint64_t e = ps_dtype_bytes(b->s->dt);
   if (y.kind == PS__SYM_PARAM)
     return ps__part(u->weights, y.mode, span->offset * e, span->n * e);
@@ -172,9 +173,11 @@ static void emit_op(ps__builder *b, const chunk_pass *p, const ps__op_def *op, i
                 : ps__sym_is_tensor(y)  ? tensor_access(b, p, y, op->sliced)
                                         : span_access(b, p, y);
   }
-  ps__op_args(op, &p->shape, args);
+  ps__chunk_shape shape = p->shape;
+  shape.first_grad |= op->has_unread;
+  ps__op_args(op, &shape, args);
   ps__emit(b, op->kernel, PS__S_COMPUTE, args, op->args_bytes, access, op->n_syms,
-           chunk_tag(b, p->unit, p->c, phase));
+           chunk_tag(b, p->layer, p->c, phase));
 }
 
 /* The tensors that an op uses and nobody made are made. */
@@ -207,20 +210,20 @@ static void emit_list(ps__builder *b, chunk_pass *p, const listed *list, uint32_
       if (!ps__sym_is_tensor(op->sym[j]))
         continue;
       if (send && (op->sym[j].mode & PS_WRITE))
-        ps__send_saved(b, p->unit, p->c, id, p->bound[id]);
+        ps__send_saved(b, p->layer, p->c, id, p->bound[id]);
       if (last_use[id] != i || ps__in(p->keep, id) || p->bound[id] == PS__NO_VT)
         continue;
-      const bool to_host = send && policy_of(b, p->unit, p->c, id) == PS_POLICY_HOST;
+      const bool to_host = send && policy_of(b, p->layer, p->c, id) == PS_POLICY_HOST;
       ps__vt_free_late(b, p->bound[id], to_host ? b->s->spec->saved_lag : 0);
       p->bound[id] = PS__NO_VT;
     }
   }
 }
 
-static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t unit, uint32_t c) {
+static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
   const ps__attention_group *g = group_of(b, c);
-  chunk_pass p = {.d = layer_of(b, unit), .unit = unit, .c = c};
+  chunk_pass p = {.d = layer_of(b, layer), .layer = layer, .c = c};
   p.shape = (ps__chunk_shape){
       .n_tokens = k->n_tokens,
       .row0 = k->row0,
@@ -244,7 +247,7 @@ static void bind_group(ps__builder *b, chunk_pass *p, ps__set set) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++) {
     if (!ps__in(set, t))
       continue;
-    uint32_t *entry = ps__saved_entry(b, b->kept, p->unit, group_first(b, p->c), t);
+    uint32_t *entry = ps__saved_entry(b, b->kept, p->layer, group_first(b, p->c), t);
     if (*entry == PS__NO_VT)
       *entry = ps__vt_new(b, PS__SPACE_DEVICE, tensor_bytes(b, p->d, p->c, t));
     p->bound[t] = *entry;
@@ -308,6 +311,8 @@ void ps__fetch_saved(ps__builder *b, uint32_t step_idx) {
   if (step_idx >= n * layers)
     return;
   const uint32_t layer = layers - step_idx / n, c = n - 1 - step_idx % n;
+  if (layer < b->first_trained)
+    return;
   const ps__layer_def *d = layer_of(b, layer);
   for (uint32_t t = 0; t < d->n_tensors && last_of_group(b, c); t++)
     if (is_group(d, t))
@@ -352,7 +357,7 @@ static ps__set tensors_at_hand(const chunk_pass *p) {
 static void bind_kept(ps__builder *b, chunk_pass *p) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++)
     if (p->d->tensor[t].saved != PS__NONE || is_group(p->d, t))
-      p->bound[t] = *ps__saved_entry(b, b->kept, p->unit, home_chunk(b, p->d, p->c, t), t);
+      p->bound[t] = *ps__saved_entry(b, b->kept, p->layer, home_chunk(b, p->d, p->c, t), t);
 }
 
 static ps__set missing_of_group(ps__builder *b, uint32_t layer, uint32_t first) {
@@ -438,33 +443,44 @@ void ps__look_up(ps__builder *b, uint32_t c) {
 
 void ps__add_rows(ps__builder *b, uint32_t c) {
   chunk_pass p = begin_chunk_pass(b, 0, c);
+  if (p.d->n_bwd == 0) /* frozen */
+    return;
   p.bound[p.d->grad] = b->dy[c];
   emit_op(b, &p, &p.d->bwd[0], PS__PHASE_BACKWARD);
 }
 
 /* ---- head ------------------------------------------------------------------------------------ */
 
-/* Slices of a contribution are counted over the round, so a contribution may end amid a chunk,
- * before that chunk's own ops have written their gradients, such as the final norm's: these are
- * then set to zero. */
-static void end_full_contribution(ps__builder *b, const chunk_pass *p, uint32_t unit) {
-  if (b->head_slices == 0 || b->head_slices % b->s->sums.additions)
-    return;
-  for (uint32_t i = 0; i < p->d->n_fwd && unit == p->unit && !b->head_norm; i++)
+/* Sets to zero what the head's ops that run once a chunk, such as the final norm's, would have
+ * written of a unit's gradient. */
+static void zero_chunk_grads(ps__builder *b, const chunk_pass *p, uint32_t unit) {
+  const uint64_t e = ps_dtype_bytes(b->s->dt);
+  for (uint32_t i = 0; i < p->d->n_fwd; i++)
     for (uint32_t j = 0; j < p->d->fwd[i].n_syms; j++) {
       const ps__sym y = p->d->fwd[i].sym[j];
-      if (p->d->fwd[i].sliced || y.kind != PS__SYM_GRAD)
+      if (p->d->fwd[i].sliced || y.kind != PS__SYM_GRAD ||
+          ps__unit_of_span(b->s->model, p->layer, &p->d->span[y.id]) != unit)
         continue;
-      const uint64_t e = ps_dtype_bytes(b->s->dt);
       const ps__args_fill fill = {p->d->span[y.id].n * e};
       const ps__vaccess zero =
           ps__part(b->unit[unit].grad, PS_WRITE, p->d->span[y.id].offset * e, fill.bytes);
       ps__emit(b, &ps__k_fill_zero, PS__S_COMPUTE, &fill, sizeof fill, &zero, 1,
                ps__unit_tag(b, unit, PS__PHASE_HEAD));
     }
+}
+
+/* Slices of a contribution are counted over the round, so a contribution may end amid a chunk,
+ * before that chunk's own ops have written their gradients: these are then set to zero. */
+static void end_full_contribution(ps__builder *b, const chunk_pass *p, uint32_t unit) {
+  const bool own = b->s->model->unit[unit].layer == p->layer;
+  if (!b->s->model->unit[unit].by_slice || b->head_slices == 0 ||
+      b->head_slices % b->s->sums.additions)
+    return;
+  if (own && !b->head_norm)
+    zero_chunk_grads(b, p, unit);
   ps__grad_end(b, unit, true);
   ps__grad_begin(b, unit);
-  if (unit == p->unit)
+  if (own)
     b->head_norm = false;
 }
 
@@ -509,8 +525,8 @@ static uint32_t emit_slices(ps__builder *b, chunk_pass *p, uint32_t i) {
 void ps__head_chunk(ps__builder *b, uint32_t c) {
   ps__step *s = b->s;
   const ps__chunk *k = ps__chunk_of(b, c);
-  const uint32_t unit = ps__head_unit(s->model);
-  chunk_pass p = begin_chunk_pass(b, unit, c);
+  const uint32_t head = ps__head_layer(s->model);
+  chunk_pass p = begin_chunk_pass(b, head, c);
   const ps__layer_def *d = p.d;
   p.bound[d->input] = b->x[c];
   for (uint32_t i = 0; i < d->n_fwd;) {
@@ -526,12 +542,12 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
   const uint32_t row_loss = p.bound[d->loss];
   ps__emit_copy(b, PS__S_D2H, ps__whole(b, row_loss, PS_READ),
                 ps__part(s->row_loss, PS_WRITE, 4ull * k->first_token, 4ull * k->n_tokens),
-                chunk_tag(b, unit, c, PS__PHASE_HEAD));
+                chunk_tag(b, head, c, PS__PHASE_HEAD));
   b->head_norm = true;
-  /* where the slices' gradient is another unit's (tied embeddings), every chunk adds to this one */
-  if (ps__sliced_unit(s->model) != unit && c && ps__contribution_ends(b, c)) {
-    ps__grad_end(b, unit, true);
-    ps__grad_begin(b, unit);
+  /* where the slices' gradient is another layer's (tied embeddings), every chunk adds to these */
+  if (s->model->unit[ps__sliced_unit(s->model)].layer != head && c && ps__contribution_ends(b, c)) {
+    ps__layer_grads_end(b, head, true);
+    ps__layer_grads_begin(b, head);
     b->head_norm = false;
   }
   for (uint32_t t = 0; t < d->n_tensors; t++)

@@ -36,6 +36,7 @@ static ps_status spec_alloc(ps__spec *s) {
 
 ps_status ps__spec_init(ps__spec *s, const ps_model *m, const ps__layout *l) {
   memset(s, 0, sizeof *s);
+  s->model = m;
   s->n_units = m->n_units;
   s->n_layers = m->cfg.n_layers;
   s->n_saved = m->max_saved;
@@ -114,12 +115,13 @@ static void emit_loss(ps__builder *b) {
 
 static void head_pass(ps__builder *b) {
   const ps__step *s = b->s;
-  const uint32_t n = b->round->n_chunks, unit = ps__head_unit(s->model),
+  const uint32_t n = b->round->n_chunks, head = ps__head_layer(s->model),
                  sliced = ps__sliced_unit(s->model);
+  const bool elsewhere = s->model->unit[sliced].by_slice && s->model->unit[sliced].layer != head;
   for (uint32_t j = 0; j < s->spec->saved_lead; j++)
     ps__fetch_saved(b, j);
-  ps__grad_begin(b, unit);
-  if (sliced != unit)
+  ps__layer_grads_begin(b, head);
+  if (elsewhere)
     ps__grad_begin(b, sliced);
   b->head_slices = 0;
   b->head_norm = false;
@@ -127,14 +129,14 @@ static void head_pass(ps__builder *b) {
     ps__head_chunk(b, c);
   if (b->round_idx + 1 == s->layout->n_rounds)
     emit_loss(b);
-  ps__grad_end(b, unit, false);
-  if (sliced != unit)
+  ps__layer_grads_end(b, head, false);
+  if (elsewhere)
     ps__grad_end(b, sliced, false);
 }
 
 static void backward_pass(ps__builder *b, uint32_t layer) {
   const uint32_t n = b->round->n_chunks, layers = b->s->spec->n_layers;
-  ps__grad_begin(b, layer);
+  ps__layer_grads_begin(b, layer);
   for (uint32_t c = n; c-- > 0;) {
     const uint32_t j = (layers - layer) * n + (n - 1 - c);
     for (uint32_t k = 0; k <= b->s->spec->saved_lead; k++)
@@ -142,9 +144,9 @@ static void backward_pass(ps__builder *b, uint32_t layer) {
     ps__backward_chunk(b, layer, c);
     if (!ps__contribution_ends(b, c))
       continue;
-    ps__grad_end(b, layer, c > 0);
+    ps__layer_grads_end(b, layer, c > 0);
     if (c)
-      ps__grad_begin(b, layer);
+      ps__layer_grads_begin(b, layer);
   }
 }
 
@@ -159,17 +161,17 @@ static void run_pass(ps__builder *b, uint32_t idx) {
     break;
   case PS__PASS_BLOCK:
     for (uint32_t c = 0; c < n; c++)
-      ps__forward_chunk(b, v->unit, c);
+      ps__forward_chunk(b, v->layer, c);
     break;
   case PS__PASS_HEAD: head_pass(b); break;
-  case PS__PASS_BLOCK_BACK: backward_pass(b, v->unit); break;
+  case PS__PASS_BLOCK_BACK: backward_pass(b, v->layer); break;
   case PS__PASS_EMBED_BACK:
     for (uint32_t c = n; c-- > 0;) {
       if (!b->s->spec->embed_on_host && ps__contribution_begins(b, c))
-        ps__grad_begin(b, 0);
+        ps__layer_grads_begin(b, 0);
       ps__embed_backward(b, c);
       if (!b->s->spec->embed_on_host && ps__contribution_ends(b, c))
-        ps__grad_end(b, 0, c > 0);
+        ps__layer_grads_end(b, 0, c > 0);
     }
     break;
   }
@@ -188,7 +190,7 @@ static void emit_rounds(ps__builder *b) {
 }
 
 static void count_saved(ps__step *s) {
-  for (uint32_t layer = 0; layer < s->spec->n_layers; layer++) {
+  for (uint32_t layer = ps__first_saving(s->model); layer < s->spec->n_layers; layer++) {
     const ps__layer_def *d = ps__layer_of(s->model, layer + 1);
     for (uint32_t c = 0; c < s->layout->round[0].n_chunks; c++)
       for (uint32_t i = 0; i < d->n_saved; i++)
@@ -229,10 +231,13 @@ static void builder_free(ps__builder *b) {
 }
 
 static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
-  if (spec->embed_on_host && (model->cfg.tied_embeddings || spec->param_resident[0] ||
+  if (spec->embed_on_host && (ps__tied(model) || spec->param_resident[0] ||
                               spec->grad_resident[0] || ps__updated_on_device(spec, 0)))
     return ps__fail(PS_EINTERNAL, "the embedding cannot be on the host and on the device");
   for (uint32_t u = 0; u < spec->n_units; u++) {
+    if (model->unit[u].frozen &&
+        (spec->grad_resident[u] || ps__updated_on_device(spec, u) || spec->update_split[u]))
+      return ps__fail(PS_EINTERNAL, "unit %u is frozen: it has no gradient and no update", u);
     if (spec->update_resident[u] && spec->update_streamed[u])
       return ps__fail(PS_EINTERNAL, "unit %u: its state is on the device and comes to it", u);
     if (spec->update_split[u] &&

@@ -31,6 +31,7 @@ enum {
 
 /* ---- decisions ------------------------------------------------------------------------------- */
 typedef struct ps__spec {
+  const ps_model *model; /* borrowed */
   ps_recipe recipe;
   ps_optimizer optimizer;
   uint32_t backend, cudnn_version;  /* of the device streams: for scratch */
@@ -82,10 +83,15 @@ static inline uint8_t *ps__spec_policy(const ps__spec *s, uint32_t layer, uint32
 static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
   return s->update_resident[unit] || s->update_streamed[unit];
 }
-/* Resident parameters that are updated on the device are never fetched: they are there from the
- * prologue on. */
+/* Resident parameters that are updated on the device, or never, are not fetched: they are there
+ * from the prologue on. */
 static inline bool ps__weights_stay(const ps__spec *s, uint32_t unit) {
-  return s->param_resident[unit] && ps__updated_on_device(s, unit);
+  return s->param_resident[unit] && (ps__updated_on_device(s, unit) || s->model->unit[unit].frozen);
+}
+/* ps__first_saving() - the first block, from 0, that saves activations. */
+static inline uint32_t ps__first_saving(const ps_model *m) {
+  const uint32_t first = ps__first_trained(m);
+  return first ? first - 1 : 0;
 }
 /* What UPDATE makes of the unit's update; UPDATE_STATE makes the rest. */
 static inline ps__update_part ps__update_part_of(const ps__spec *s, uint32_t unit) {
@@ -196,7 +202,7 @@ typedef struct ps__vop {
 
 enum { PS__NO_VT = UINT32_MAX };
 /* Tensors of a unit, n elements each; PS__NO_VT: none.
- *   weights, master  on the host; master where the recipe has one
+ *   weights, master  on the host; master where the recipe has one and the unit is not frozen
  *   grad             on the host; none where no gradient is copied there
  *   state            state[k] of the optimizer's states, PS__NO_VT past them: on the device where
  *                    update_resident[unit], else on the host

@@ -7,8 +7,12 @@ static uint64_t unit_bytes(const ps__builder *b, uint32_t unit, ps_dtype dtype) 
 }
 
 ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase) {
-  return (ps_tag){
-      .layer = (int32_t)unit, .round = (int32_t)b->round_idx, .chunk = -1, .phase = phase};
+  const ps_model *m = b->s->model;
+  const uint32_t layer = m->unit[unit].layer, place = unit - m->layer[layer].first_unit;
+  return (ps_tag){.layer = (int32_t)layer,
+                  .round = (int32_t)b->round_idx,
+                  .chunk = -1 - (int32_t)place,
+                  .phase = phase};
 }
 
 static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
@@ -18,6 +22,8 @@ static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
 /* Whether anything of the unit's gradient is copied to the host. */
 static bool grad_goes_to_host(const ps__builder *b, uint32_t unit) {
   const ps__spec *spec = b->s->spec;
+  if (b->s->model->unit[unit].frozen)
+    return false;
   return !ps__updated_on_device(spec, unit) || spec->keep_grads ||
          (!spec->grad_resident[unit] && n_contributions(b, unit) > 1);
 }
@@ -25,18 +31,20 @@ static bool grad_goes_to_host(const ps__builder *b, uint32_t unit) {
 static void make_unit_host(ps__builder *b, uint32_t unit) {
   ps__step *s = b->s;
   ps__unit_host *h = &s->unit_host[unit];
+  const bool frozen = s->model->unit[unit].frozen;
   h->n = s->model->unit[unit].n;
   const uint64_t weights = unit_bytes(b, unit, s->recipe->weights),
                  updated = unit_bytes(b, unit, s->recipe->updated);
   h->weights = ps__vt_persistent(b, PS__SPACE_HOST, weights);
-  h->master =
-      ps__has_master(s->spec->recipe) ? ps__vt_persistent(b, PS__SPACE_HOST, updated) : PS__NO_VT;
+  h->master = ps__has_master(s->spec->recipe) && !frozen
+                  ? ps__vt_persistent(b, PS__SPACE_HOST, updated)
+                  : PS__NO_VT;
   h->grad = grad_goes_to_host(b, unit)
                 ? ps__vt_persistent(b, PS__SPACE_HOST, unit_bytes(b, unit, s->recipe->grad))
                 : PS__NO_VT;
   const bool on_device = s->spec->update_resident[unit];
   for (uint32_t k = 0; k < PS_MAX_STATES; k++)
-    h->state[k] = k < ps__optimizers[s->spec->optimizer].n_states
+    h->state[k] = k < ps__optimizers[s->spec->optimizer].n_states && !frozen
                       ? ps__vt_persistent(b, on_device ? PS__SPACE_DEVICE : PS__SPACE_HOST,
                                           unit_bytes(b, unit, s->recipe->state[k]))
                       : PS__NO_VT;
@@ -55,7 +63,7 @@ static void make_passes(ps__builder *b) {
     for (uint32_t l = 1; l <= layers; l++)
       *v++ = (ps__pass){PS__PASS_BLOCK, r, l};
     *v++ = (ps__pass){PS__PASS_HEAD, r, layers + 1};
-    for (uint32_t l = layers; l >= 1; l--)
+    for (uint32_t l = layers; l >= 1 && l >= b->first_trained; l--)
       *v++ = (ps__pass){PS__PASS_BLOCK_BACK, r, l};
     *v++ = (ps__pass){PS__PASS_EMBED_BACK, r, 0};
   }
@@ -81,20 +89,29 @@ ps_status ps__units_init(ps__builder *b) {
                                      .updated = {PS__NO_VT, PS__NO_VT, {PS__NO_VT, PS__NO_VT}},
                                      .fetched = ps__weights_stay(s->spec, u)};
   }
+  b->first_trained = ps__first_trained(s->model);
   make_passes(b);
   return PS_OK;
 }
 
-/* Units whose parameters a layer pass reads: its own; for the head of a tied model the table too;
- * none for the embedding's backward pass and for an embedding on the host. */
-static uint32_t pass_units(const ps__builder *b, const ps__pass *v, uint32_t out[2]) {
-  uint32_t n = 0;
+/* Whether a layer pass reads the parameters of unit @unit: those of its own layer, and for the head
+ * of a tied model the table; none for the embedding's backward pass and for an embedding on the
+ * host. */
+static bool pass_reads(const ps__builder *b, const ps__pass *v, uint32_t unit) {
   if (v->kind == PS__PASS_EMBED_BACK || (v->kind == PS__PASS_EMBED && b->s->spec->embed_on_host))
-    return 0;
-  out[n++] = v->unit;
-  if (v->kind == PS__PASS_HEAD && ps__sliced_unit(b->s->model) != v->unit)
-    out[n++] = ps__sliced_unit(b->s->model);
-  return n;
+    return false;
+  return b->s->model->unit[unit].layer == v->layer ||
+         (unit == 0 && v->kind == PS__PASS_HEAD && ps__tied(b->s->model));
+}
+
+/* What may be among them, in the order in which they are fetched: the layer's units, then the
+ * table. */
+static uint32_t pass_unit(const ps__builder *b, const ps__pass *v, uint32_t i) {
+  const ps__layer *l = &b->s->model->layer[v->layer];
+  return i < l->n_units ? l->first_unit + i : 0;
+}
+static uint32_t n_pass_units(const ps__builder *b, const ps__pass *v) {
+  return b->s->model->layer[v->layer].n_units + (v->kind == PS__PASS_HEAD);
 }
 
 uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i) {
@@ -135,7 +152,7 @@ static void fetch_total(ps__builder *b, uint32_t unit) {
 /* Whether the parameters that pass @v reads are kept for the next round's forward pass. */
 static bool kept_across_rounds(const ps__builder *b, const ps__pass *v) {
   return v->kind == PS__PASS_BLOCK_BACK && v->round + 1 < b->s->layout->n_rounds &&
-         v->unit <= b->s->spec->blocks_kept;
+         v->layer <= b->s->spec->blocks_kept;
 }
 
 static void fetch_unit(ps__builder *b, const ps__pass *v, uint32_t unit) {
@@ -163,12 +180,13 @@ static uint32_t lead_of(const ps__builder *b, uint32_t now, uint32_t next) {
 }
 
 static void fetch_pass(ps__builder *b, const ps__pass *v) {
-  uint32_t units[2];
-  const uint32_t n = pass_units(b, v, units);
-  for (uint32_t i = 0; i < n; i++)
-    fetch_unit(b, v, units[i]);
+  const ps__layer *l = &b->s->model->layer[v->layer];
+  for (uint32_t i = 0; i < n_pass_units(b, v); i++)
+    if (pass_reads(b, v, pass_unit(b, v, i)))
+      fetch_unit(b, v, pass_unit(b, v, i));
   if (v->kind == PS__PASS_BLOCK_BACK && v->round + 1 == b->s->layout->n_rounds)
-    fetch_total(b, v->unit);
+    for (uint32_t i = 0; i < l->n_units; i++)
+      fetch_total(b, l->first_unit + i);
 }
 
 void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx) {
@@ -190,12 +208,12 @@ void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx) {
 }
 
 void ps__pass_done(ps__builder *b, uint32_t pass_idx) {
-  uint32_t units[2];
   const ps__pass *v = &b->pass[pass_idx];
-  const uint32_t n = pass_units(b, v, units);
-  for (uint32_t i = 0; i < n; i++) {
-    ps__unit_progress *u = &b->unit[units[i]];
-    if (--u->pins > 0 || b->s->spec->param_resident[units[i]] || kept_across_rounds(b, v))
+  for (uint32_t i = 0; i < n_pass_units(b, v); i++) {
+    const uint32_t unit = pass_unit(b, v, i);
+    ps__unit_progress *u = &b->unit[unit];
+    if (!pass_reads(b, v, unit) || --u->pins > 0 || b->s->spec->param_resident[unit] ||
+        kept_across_rounds(b, v))
       continue;
     ps__vt_free(b, u->weights);
     u->weights = PS__NO_VT;
@@ -214,8 +232,8 @@ void ps__grad_begin(ps__builder *b, uint32_t unit) {
  * caller frees it. */
 static uint32_t emit_sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t grad) {
   ps__step *s = b->s;
-  const ps__span_def *span = ps__layer_of(s->model, unit)->span;
-  const uint32_t n = ps__own_spans(s->model, unit), slots = ps__norm_slots(s->model),
+  const ps__span_def *span = s->model->unit[unit].span;
+  const uint32_t n = s->model->unit[unit].n_spans, slots = ps__norm_slots(s->model),
                  out = ps__vt_new(b, PS__SPACE_DEVICE, slots * 8);
   const uint64_t e = ps_dtype_bytes(s->recipe->grad);
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
@@ -277,8 +295,8 @@ static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t sp
  *           embedding on the host, whose low bytes are rounded away here). */
 static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32_t staging) {
   ps__step *s = b->s;
-  const ps__span_def *span = ps__layer_of(s->model, unit)->span;
-  const uint32_t n = ps__own_spans(s->model, unit), grad = s->unit_host[unit].grad;
+  const ps__span_def *span = s->model->unit[unit].span;
+  const uint32_t n = s->model->unit[unit].n_spans, grad = s->unit_host[unit].grad;
   const ps_dtype dt = s->recipe->grad;
   const uint64_t e = ps_dtype_bytes(dt), at = (uint64_t)unit * ps__norm_slots(s->model) * 8;
   const bool add = staging != PS__NO_VT;
@@ -363,4 +381,24 @@ void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
     ps__vt_free_late(b, sums, s->spec->grad_lag);
   if (last)
     ps__total_ready(b, unit);
+}
+
+/* Whether ops of the unit's own layer add to its gradient: what slices alone add to the embedding's
+ * comes from the head. */
+static bool has_own_gradient(const ps__builder *b, uint32_t unit) {
+  return b->s->model->unit[unit].by_chunk || (b->s->model->unit[unit].by_slice && unit > 0);
+}
+
+void ps__layer_grads_begin(ps__builder *b, uint32_t layer) {
+  const ps__layer *l = &b->s->model->layer[layer];
+  for (uint32_t u = l->first_unit; u < l->first_unit + l->n_units; u++)
+    if (has_own_gradient(b, u))
+      ps__grad_begin(b, u);
+}
+
+void ps__layer_grads_end(ps__builder *b, uint32_t layer, bool more) {
+  const ps__layer *l = &b->s->model->layer[layer];
+  for (uint32_t u = l->first_unit; u < l->first_unit + l->n_units; u++)
+    if (has_own_gradient(b, u))
+      ps__grad_end(b, u, more);
 }

@@ -126,6 +126,8 @@ static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
   ps__unit_progress *u = &b->unit[unit];
   const ps__update_part part = ps__update_part_of(s->spec, unit);
   const ps__update_tensors host = on_host(h);
+  if (s->model->unit[unit].frozen)
+    return;
   if (!ps__updated_on_device(s->spec, unit)) {
     emit_update(b, unit, part, &host, h->grad, PS__NO_VT);
     return;

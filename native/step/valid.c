@@ -171,17 +171,22 @@ static int64_t contribution_of(const ps__step *s, const ps__vop *op) {
   return a->first ? -1 : (int64_t)a->index;
 }
 
+/* ps__unit_tag(), read back. */
+static uint32_t unit_of(const ps__step *s, const ps__vop *op) {
+  return s->model->layer[op->tag.layer].first_unit + (uint32_t)(-1 - op->tag.chunk);
+}
+
 /* Every unit's contributions are added in their order, and none is left out. The first one is the
  * total until the second comes; an embedding on the host adds the first one too. */
 static bool totals_valid(const ps__step *s) {
   uint32_t *next = calloc(s->spec->n_units, sizeof *next);
   bool valid = true;
   for (uint32_t u = 0; next && u < s->spec->n_units; u++)
-    next[u] = !(u == 0 && s->spec->embed_on_host);
+    next[u] = !(u == 0 && s->spec->embed_on_host) && !s->model->unit[u].frozen;
   for (size_t i = 0; next && valid && i < s->n_op; i++) {
     const int64_t idx = contribution_of(s, &s->op[i]);
     if (idx >= 0)
-      valid = idx == next[s->op[i].tag.layer]++;
+      valid = idx == next[unit_of(s, &s->op[i])]++;
   }
   for (uint32_t u = 0; next && valid && u < s->spec->n_units; u++)
     valid = next[u] == ps__unit_contributions(s->model, &s->sums, u);

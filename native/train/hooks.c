@@ -124,18 +124,20 @@ static ps_status sum_loss(const ps_trainer *t, const ps_launch *l) {
 }
 
 static const char *unit_name(const ps_trainer *t, uint32_t unit, char buf[32]) {
-  if (unit == 0)
+  const ps_model *m = t->plan->model;
+  const uint32_t layer = m->unit[unit].layer;
+  if (layer == 0)
     return "the embedding";
-  if (unit > t->plan->model->cfg.n_layers)
+  if (layer == ps__head_layer(m))
     return "the head";
-  snprintf(buf, 32, "layer %u", unit - 1);
+  snprintf(buf, 32, "layer %u", layer - 1);
   return buf;
 }
 
 static double unit_sumsq(const ps_trainer *t, const double *slots, uint32_t unit) {
-  const uint32_t n = ps__own_spans(t->plan->model, unit);
+  const ps__unit *u = &t->plan->model->unit[unit];
   double sum = 0;
-  for (uint32_t i = 0; i < n; i++)
+  for (uint32_t i = 0; i < u->n_spans && !u->frozen; i++)
     sum += slots[i];
   return sum;
 }
@@ -206,7 +208,7 @@ static ps__update_gate gate_of(const ps_trainer *t, uint32_t unit, uint64_t id, 
   return (ps__update_gate){.step = header ? &header->step : NULL,
                            .expected = id,
                            .sumsq = gate,
-                           .n_sumsq = ps__own_spans(t->plan->model, unit)};
+                           .n_sumsq = t->plan->model->unit[unit].n_spans};
 }
 
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit) {

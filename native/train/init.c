@@ -54,7 +54,7 @@ ps_status ps__trainer_init(ps_trainer *t, ps_progress_fn progress, void *progres
                   .seed = t->cfg.seed,
                   .mean = p->init_mean,
                   .std = p->init_std,
-                  .dtype = ps__master_dtype(t)};
+                  .dtype = ps__master_dtype(t, p->unit)};
     ps__pool_run(pool, (int64_t)((p->n + PIECE - 1) / PIECE), init_piece, &j);
     ps__trainer_refresh_copy(t, p);
     done += p->n;

@@ -4,12 +4,15 @@
 
 enum { PIECE = 1 << 24 }; /* elements read at a time */
 
-ps_dtype ps__master_dtype(const ps_trainer *t) { return t->plan->step.recipe->updated; }
+ps_dtype ps__master_dtype(const ps_trainer *t, uint32_t unit) {
+  const ps__recipe *r = t->plan->step.recipe;
+  return t->plan->model->unit[unit].frozen ? r->weights : r->updated;
+}
 
 void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset) {
   const ps__unit_host *h = &t->plan->step.unit_host[unit];
   return (char *)ps__host_at(t, h->master != PS__NO_VT ? h->master : h->weights) +
-         offset * ps_dtype_bytes(ps__master_dtype(t));
+         offset * ps_dtype_bytes(ps__master_dtype(t, unit));
 }
 
 void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p) {
@@ -36,7 +39,7 @@ ps_status ps_trainer_read_param(ps_trainer *t, uint32_t param, float *dst, uint6
   ps_param_info p;
   PS_TRY(check_param(t, param, n, dst, &p));
   PS_TRY(ps__trainer_idle(t));
-  ps__convert(dst, PS_F32, ps__master_at(t, p.unit, p.offset), ps__master_dtype(t), n);
+  ps__convert(dst, PS_F32, ps__master_at(t, p.unit, p.offset), ps__master_dtype(t, p.unit), n);
   return PS_OK;
 }
 
@@ -47,7 +50,7 @@ ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src
   if (t->n_submitted && ps__weights_stay(&t->plan->spec, p.unit))
     return ps__fail(PS_ESTATE, "%s is device-resident: write it before the first step is submitted",
                     p.name);
-  ps__convert(ps__master_at(t, p.unit, p.offset), ps__master_dtype(t), src, PS_F32, n);
+  ps__convert(ps__master_at(t, p.unit, p.offset), ps__master_dtype(t, p.unit), src, PS_F32, n);
   ps__trainer_refresh_copy(t, &p);
   return PS_OK;
 }
@@ -56,6 +59,8 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
   ps_param_info p;
   PS_TRY(check_param(t, param, n, dst, &p));
   PS_TRY(ps__trainer_idle(t));
+  if (t->plan->model->unit[p.unit].frozen)
+    return ps__fail(PS_ESTATE, "%s is frozen: it has no gradient", p.name);
   if (ps__updated_on_device(&t->plan->spec, p.unit) && !t->plan->spec.keep_grads)
     return ps__fail(
         PS_ESTATE,
@@ -83,7 +88,7 @@ static ps_status check_tensor(const ps_trainer *t, const ps_tensor_info *info,
 }
 
 static ps_status load_param(ps_trainer *t, ps_tensor_file *f, const ps_param_info *p) {
-  const ps_dtype dtype = ps__master_dtype(t);
+  const ps_dtype dtype = ps__master_dtype(t, p->unit);
   const uint64_t idx = ps_tensors_find(f, p->name);
   char *dst = ps__master_at(t, p->unit, p->offset);
   for (uint64_t first = 0; first < p->n; first += PIECE) {
@@ -137,11 +142,13 @@ ps_status ps__trainer_open_weights(const ps_trainer *t, ps_tensor_file **out) {
 ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress,
                            void *progress_user) {
   const ps_model *m = t->plan->model;
-  const uint64_t bytes = ps_dtype_bytes(ps__master_dtype(t)), total = m->n_elements * bytes;
+  uint64_t total = 0;
+  for (uint32_t i = 0; i < m->n_params; i++)
+    total += m->param[i].n * ps_dtype_bytes(ps__master_dtype(t, m->param[i].unit));
   uint64_t done = 0;
   for (uint32_t i = 0; i < m->n_params; i++) {
     PS_TRY(load_param(t, f, &m->param[i]));
-    done += m->param[i].n * bytes;
+    done += m->param[i].n * ps_dtype_bytes(ps__master_dtype(t, m->param[i].unit));
     if (progress)
       progress(progress_user, "loading weights", done, total);
   }
@@ -169,7 +176,8 @@ static bool all_finite(const char *values, uint64_t n, ps_dtype dtype) {
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out) {
   for (uint32_t i = 0; i < t->plan->model->n_params; i++) {
     *out = t->plan->model->param[i];
-    if (!all_finite(ps__master_at(t, out->unit, out->offset), out->n, ps__master_dtype(t)))
+    if (!all_finite(ps__master_at(t, out->unit, out->offset), out->n,
+                    ps__master_dtype(t, out->unit)))
       return true;
   }
   return false;

@@ -15,7 +15,7 @@ enum { PIECE = 1 << 20 /* elements converted at a time */ };
 
 static ps_status append_param(ps_trainer *t, ps_tensor_writer *w, const ps_param_info *p,
                               ps_dtype dtype, void *buffer) {
-  const ps_dtype from = ps__master_dtype(t);
+  const ps_dtype from = ps__master_dtype(t, p->unit);
   const char *src = ps__master_at(t, p->unit, p->offset);
   for (uint64_t first = 0; first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;

@@ -63,7 +63,7 @@ void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p);
  * where there is one, else the weights (params.c). */
 void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset);
 /* Its dtype. */
-ps_dtype ps__master_dtype(const ps_trainer *t);
+ps_dtype ps__master_dtype(const ps_trainer *t, uint32_t unit);
 /* Tensor @vt of the step in the host space. */
 static inline void *ps__host_at(const ps_trainer *t, uint32_t vt) {
   return t->host + t->plan->step.vt[vt].offset;

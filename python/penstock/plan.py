@@ -211,6 +211,7 @@ class Plan(Owner):
     one_document           every sequence is one document: attention is faster on a GPU, and the
                            trainer refuses document tokens
     deterministic          every run gives the same bits, on a GPU too
+    frozen_layers          the first so many layers are not trained: the embedding, then the blocks
     reserve                host memory of the process beside the plan's, in bytes or as "1GiB";
                            None: what the process held when it first asked for a Hardware or a Plan
     keep_grads             gradients are copied to the host wherever the update runs, for
@@ -239,6 +240,7 @@ class Plan(Owner):
         keep_grads: bool = True,
         one_document: bool = False,
         deterministic: bool = False,
+        frozen_layers: int = 0,
         reserve=None,
         hardware: Hardware | None = None,
     ):
@@ -264,6 +266,7 @@ class Plan(Owner):
             deterministic,
             reserve,
             first_round_chunks,
+            frozen_layers,
         )
         out = ffi.new("ps_plan **")
         check(lib.ps_plan_create(out, model._ptr, self.config, self.hardware._ptr))
@@ -288,6 +291,7 @@ class Plan(Owner):
         deterministic=False,
         reserve=None,
         first_round_chunks=0,
+        frozen_layers=0,
     ):
         which, update = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
         check(lib.ps_recipe_parse(which, recipe.encode()))
@@ -311,6 +315,7 @@ class Plan(Owner):
             deterministic=int(deterministic),
             reserve_bytes=parse_bytes(reserve, "reserve"),
             first_round_chunks=first_round_chunks,
+            n_frozen_layers=frozen_layers,
         )
 
     @classmethod
@@ -334,6 +339,7 @@ class Plan(Owner):
         keep_grads: bool = True,
         one_document: bool = False,
         deterministic: bool = False,
+        frozen_layers: int = 0,
         reserve=None,
         hardware: Hardware | None = None,
     ) -> tuple[int, int]:
@@ -360,6 +366,7 @@ class Plan(Owner):
             deterministic,
             reserve,
             first_round_chunks,
+            frozen_layers,
         )
         device, host = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))
