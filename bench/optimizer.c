@@ -1,13 +1,13 @@
-/* optimizer.c - measures the host's AdamW, and compares it with a copy on the same threads.
+/* optimizer.c - measures the host's optimizers, and compares them with a copy on the same threads.
  *
- *   build/bench/optimizer [--params N] [--reps N] [--threads N[,N...]]
+ *   build/bench/optimizer [--optimizer NAME] [--params N] [--reps N] [--threads N[,N...]]
  *
- * For each recipe, instruction set, number of threads and part of the update (the whole;
- * weights; moments): parameters a second, bytes a second (the bytes that must move:
- * ps__update_bytes()) and the copy's bytes a second (read plus written). Copy and update take
- * turns, so that both see the same machine; medians after one warm-up. The copy is the better of
- * a plain loop of vector moves (memcpy) and one with non-temporal stores. One JSON object a
- * line. */
+ * For each optimizer (or the one given), recipe, instruction set, number of threads and part of the
+ * update (the whole; where it splits, weights; state): parameters a second, bytes a second (the
+ * bytes that must move: ps__update_bytes()) and the copy's bytes a second (read plus written). Copy
+ * and update take turns, so that both see the same machine; medians after one warm-up. The copy is
+ * the better of a plain loop of vector moves (memcpy) and one with non-temporal stores. One JSON
+ * object a line. */
 #include "core/core.h"
 #include "optim/optim.h"
 #include <stdlib.h>
@@ -72,8 +72,7 @@ static double seconds(ps__pool *pool, int64_t tasks, ps__task_fn fn, state *st) 
 
 static void measure(ps__pool *pool, state *st, int reps) {
   static const char *const simd_names[] = {"scalar", "avx2", "avx512"};
-  static const char *const recipe_names[] = {"fp32", "fp32-master", "bf16"};
-  static const char *const part_names[] = {"whole", "weights", "moments"};
+  static const char *const part_names[] = {"whole", "weights", "state"};
   double update[MAX_REPS], copy[2][MAX_REPS];
   int64_t copy_tasks = (int64_t)((st->n * 4 + TASK_ELEMENTS * 16 - 1) / (TASK_ELEMENTS * 16)),
           tasks = (int64_t)((st->n + TASK_ELEMENTS - 1) / TASK_ELEMENTS);
@@ -92,12 +91,13 @@ static void measure(ps__pool *pool, state *st, int reps) {
   double copy_gb_s = 8.0 * (double)st->n / (plain < nontemporal ? plain : nontemporal) * 1e-9;
   double bytes = ps__update_bytes(st->u.optimizer, st->u.recipe, st->u.part) * (double)st->n,
          gb_s = bytes / t * 1e-9;
-  printf("{\"bench\":\"optimizer\",\"recipe\":\"%s\",\"simd\":\"%s\",\"part\":\"%s\",\"threads\":%"
+  printf("{\"bench\":\"optimizer\",\"optimizer\":\"%s\",\"recipe\":\"%s\",\"simd\":\"%s\",\"part\":"
+         "\"%s\",\"threads\":%"
          "u,\"params\":%llu,\"reps\":%d,\"gparam_s\":%.3f,"
          "\"gb_s\":%.2f,\"copy_gb_s\":%.2f,\"of_copy\":%.3f}\n",
-         recipe_names[st->u.recipe], simd_names[st->simd], part_names[st->u.part],
-         ps__pool_size(pool), (unsigned long long)st->n, reps, (double)st->n / t * 1e-9, gb_s,
-         copy_gb_s, gb_s / copy_gb_s);
+         ps_optimizer_name(st->u.optimizer), ps_recipe_name(st->u.recipe), simd_names[st->simd],
+         part_names[st->u.part], ps__pool_size(pool), (unsigned long long)st->n, reps,
+         (double)st->n / t * 1e-9, gb_s, copy_gb_s, gb_s / copy_gb_s);
   fflush(stdout);
 }
 
@@ -106,8 +106,8 @@ static int fill(state *st) {
     void **at;
     const char *what;
   } maps[] = {{(void **)&st->w, "weights"},
-              {(void **)&st->m, "first moments"},
-              {(void **)&st->v, "second moments"},
+              {(void **)&st->m, "state[0]"},
+              {(void **)&st->v, "state[1]"},
               {(void **)&st->grad, "gradients"},
               {(void **)&st->copy, "bf16 weights"}};
   for (size_t i = 0; i < sizeof maps / sizeof *maps; i++)
@@ -124,25 +124,54 @@ static int fill(state *st) {
 }
 
 static int usage(void) {
-  fprintf(stderr, "usage: optimizer [--params N>=1] [--reps 1..%d] [--threads N[,N...]]\n",
+  fprintf(stderr,
+          "usage: optimizer [--optimizer NAME] [--params N>=1] [--reps 1..%d] "
+          "[--threads N[,N...]]\n",
           MAX_REPS);
   return 2;
 }
 
+/* By its defaults; what an optimizer does not know is not read. */
+static ps__update update_of(ps_optimizer o) {
+  ps__update u = {.optimizer = o,
+                  .lr = (float)ps_optimizer_default(o, PS_HYPER_LR),
+                  .beta1 = (float)ps_optimizer_default(o, PS_HYPER_BETA1),
+                  .beta2 = (float)ps_optimizer_default(o, PS_HYPER_BETA2),
+                  .eps = (float)ps_optimizer_default(o, PS_HYPER_EPS),
+                  .momentum = (float)ps_optimizer_default(o, PS_HYPER_MOMENTUM),
+                  .grad_scale = 1.0f,
+                  .seed = 1};
+  ps__update_correct(&u, 1);
+  return u;
+}
+
+static void measure_optimizer(ps__pool *pool, state *st, ps_optimizer o, int reps) {
+  st->u = update_of(o);
+  for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
+    for (int simd = 0; simd <= (int)ps__simd_best(); simd++) {
+      st->u.recipe = (ps_recipe)recipe;
+      st->simd = (ps__simd)simd;
+      for (int part = 0; part < (ps__optimizers[o].splits ? PS_N_UPDATE_PARTS : 1); part++) {
+        st->u.part = (ps__update_part)part;
+        measure(pool, st, reps);
+      }
+    }
+}
+
 int main(int argc, char **argv) {
-  state st = {.n = 64u << 20,
-              .u = {.lr = 1e-3f,
-                    .beta1 = 0.9f,
-                    .beta2 = 0.999f,
-                    .eps = 1e-8f,
-                    .grad_scale = 1.0f,
-                    .seed = 1}};
+  state st = {.n = 64u << 20};
+  ps_optimizer only = PS_N_OPTIMIZERS; /* all */
   long threads[MAX_THREAD_COUNTS] = {1, 2}, reps = 7;
   int n_threads = 2;
   for (int i = 1; i < argc; i += 2) {
     if (i + 1 >= argc)
       return usage();
-    if (!strcmp(argv[i], "--params"))
+    if (!strcmp(argv[i], "--optimizer")) {
+      if (ps_optimizer_parse(&only, argv[i + 1]) != PS_OK) {
+        fprintf(stderr, "optimizer: %s\n", ps_last_error());
+        return 2;
+      }
+    } else if (!strcmp(argv[i], "--params"))
       st.n = strtoull(argv[i + 1], NULL, 10);
     else if (!strcmp(argv[i], "--reps"))
       reps = strtol(argv[i + 1], NULL, 10);
@@ -160,7 +189,6 @@ int main(int argc, char **argv) {
   if (st.n < 1 || reps < 1 || reps > MAX_REPS)
     return usage();
   st.n = (st.n + 15) / 16 * 16; /* whole cache lines for the copy */
-  ps__update_correct(&st.u, 1);
   if (!fill(&st)) {
     fprintf(stderr, "optimizer: %s\n", ps_last_error());
     return 1;
@@ -171,15 +199,9 @@ int main(int argc, char **argv) {
       fprintf(stderr, "optimizer: %s\n", ps_last_error());
       return 1;
     }
-    for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
-      for (int simd = 0; simd <= (int)ps__simd_best(); simd++) {
-        st.u.recipe = (ps_recipe)recipe;
-        st.simd = (ps__simd)simd;
-        for (int part = 0; part < PS_N_UPDATE_PARTS; part++) {
-          st.u.part = (ps__update_part)part;
-          measure(pool, &st, (int)reps);
-        }
-      }
+    for (int o = 0; o < PS_N_OPTIMIZERS; o++)
+      if (only == PS_N_OPTIMIZERS || (int)only == o)
+        measure_optimizer(pool, &st, (ps_optimizer)o, (int)reps);
     ps__pool_destroy(pool);
   }
   return 0;
