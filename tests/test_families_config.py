@@ -278,6 +278,44 @@ def test_a_mistral_with_layer_types_is_a_ministral(tmp_path):
     assert list(ps.read_config(tmp_path).layer_flags[:3]) == [WINDOW, 0, WINDOW]
 
 
+PUBLISHED = {
+    # vocabulary, dim, ffn, layers, heads, kv heads; what else; parameters; layers with windows,
+    # layers without RoPE
+    "mistral": ((32000, 4096, 14336, 32, 32, 8), {}, 7_241_732_096, 32, 0),
+    "phi3": ((100352, 5120, 17920, 40, 40, 10), {}, 14_659_507_200, 0, 0),
+    "olmo2": ((100352, 4096, 11008, 32, 32, 32), {}, 7_298_617_344, 0, 0),
+    "gemma2": ((256000, 3584, 14336, 42, 16, 8), {}, 9_241_705_984, 21, 0),
+    "gemma3": ((262144, 1152, 6912, 26, 4, 1), dict(sliding_window=512), 999_885_952, 22, 0),
+    "granite": (
+        (49155, 4096, 12800, 40, 32, 8),
+        dict(tie_word_embeddings=True),
+        8_170_848_256,
+        0,
+        0,
+    ),
+    "smollm3": ((128256, 2048, 11008, 36, 16, 4), {}, 3_075_098_624, 0, 9),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_parameters(tmp_path, name):
+    """Mistral 7B, Phi-4, OLMo 2 7B, Gemma 2 9B, Gemma 3 1B, Granite 3.1 8B, SmolLM3 3B."""
+    sizes, more, n, windows, no_rope = PUBLISHED[name]
+    keys = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    names = [*keys.split(), "num_key_value_heads"]
+    family = {k: FAMILIES[name][k] for k in ("model_type", "architectures")}
+    save(tmp_path, dict(zip(names, sizes, strict=True), **family, **more))
+    done = subprocess.run(
+        [BUILD / "bin/penstock", "info", "--model", "config.json", "--json"],
+        capture_output=True,
+        cwd=tmp_path,
+        check=True,
+    )
+    found = json.loads(done.stdout)["model"]
+    assert (found["parameters"], found["n_window_layers"]) == (n, windows)
+    assert found["n_no_rope_layers"] == no_rope
+
+
 # ---- refused -------------------------------------------------------------------------------------
 
 ABSURD = [-1, 1.5, 2**31, 2**64, 1e300, "8", True, [], {}]

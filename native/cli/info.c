@@ -2,6 +2,24 @@
 #include "cli/cli.h"
 #include <stdlib.h>
 
+static uint32_t layers_with(const ps_model_config *cfg, uint32_t flag) {
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < cfg->n_layers; i++)
+    n += (cfg->layer_flags[i] & flag) != 0;
+  return n;
+}
+
+/* What sets layers apart, after the model's line. */
+static void print_layers(const ps_model_config *cfg) {
+  const uint32_t windows = layers_with(cfg, PS_LAYER_WINDOW),
+                 no_rope = layers_with(cfg, PS_LAYER_NO_ROPE);
+  if (windows)
+    printf(", windows of %u tokens in %u layers", cfg->window, windows);
+  if (no_rope)
+    printf(", no RoPE in %u layers", no_rope);
+  printf("\n");
+}
+
 static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_config *cfg) {
   char bytes[32], shown[8192];
   cfg->struct_bytes = sizeof *cfg;
@@ -27,18 +45,21 @@ static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_
     cli_json_count(j, "head_dim", cfg->head_dim);
     cli_json_count(j, "ffn_dim", cfg->ffn_dim);
     cli_json_count(j, "vocab_size", cfg->vocab_size);
+    cli_json_count(j, "n_window_layers", layers_with(cfg, PS_LAYER_WINDOW));
+    cli_json_count(j, "n_no_rope_layers", layers_with(cfg, PS_LAYER_NO_ROPE));
     if (seq_len)
       cli_json_number(j, "flops_per_token", flops.sequence / (double)seq_len);
     cli_json_close(j, '}');
     return CLI_OK;
   }
   printf("%s: %s, %llu parameters (%s in bf16), %u layers, dim %u, %u/%u heads of %u, ffn %u, "
-         "vocabulary %u%s%s%s\n",
+         "vocabulary %u%s%s%s",
          ps_printable(shown, sizeof shown, path), ps_model_family_name(cfg->family),
          (unsigned long long)n, cli_bytes(bytes, 2 * n), cfg->n_layers, cfg->dim, cfg->n_heads,
          cfg->n_kv_heads, cfg->head_dim, cfg->ffn_dim, cfg->vocab_size,
          cfg->tied_embeddings ? ", tied embeddings" : "", cfg->qkv_bias ? ", qkv bias" : "",
          cfg->qk_norm ? ", qk norm" : "");
+  print_layers(cfg);
   if (seq_len)
     printf("  %.3f GFLOP a token at %llu tokens a sequence\n",
            flops.sequence / (double)seq_len / 1e9, (unsigned long long)seq_len);
