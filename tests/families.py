@@ -182,3 +182,14 @@ def deep(cfg):
 
 DEEP = {f"{name}-deep": deep(cfg) for name, cfg in FAMILIES.items()}
 ALL = {**CONFIGS, **DEEP}
+
+
+def wide(cfg):
+    """Of sizes that a GPU's libraries take: heads of 64 elements, of Gemma 128."""
+    gemma = cfg["model_type"] in ("gemma2", "gemma3_text")
+    changes = dict(hidden_size=256, intermediate_size=512, head_dim=128 if gemma else 64)
+    if cfg.get("sliding_window"):
+        changes["sliding_window"] = 37
+    if (cfg.get("rope_scaling") or {}).get("type") == "longrope":
+        changes["rope_scaling"] = longrope(24)
+    return {**cfg, **changes}
