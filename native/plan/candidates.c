@@ -93,7 +93,7 @@ static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, u
     return ps__fail(PS_ENOMEM, "out of memory for a plan's size");
   for (size_t i = 0; i < s->n_vt; i++) {
     const ps__vt *t = &s->vt[i];
-    if (t->space != PS__SPACE_DEVICE || t->persistent)
+    if (t->space != s->at->device || t->persistent)
       continue;
     change[t->first] += (int64_t)t->bytes;
     change[t->last] -= (int64_t)t->bytes;
@@ -101,7 +101,7 @@ static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, u
   for (size_t i = 0; i < s->n_op; i++) {
     const ps__vop *op = &s->op[i];
     alive += (uint64_t)change[i];
-    if (op->tag.phase == PS__PHASE_HEAD && op->tag.round == 0 && op->stream == PS__S_COMPUTE &&
+    if (op->tag.phase == PS__PHASE_HEAD && op->tag.round == 0 && op->stream == s->at->compute &&
         alive > most)
       most = alive;
   }
@@ -127,14 +127,15 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
     for (size_t i = 0; i < s.n_op; i++) {
       const ps__vop *op = &s.op[i];
       const double ns = ps__cost_ns(&sp->cost, op->kernel, op->stream, s.args + op->args, op->work);
-      n_compute += op->stream == PS__S_COMPUTE;
-      if (op->stream == PS__S_COMPUTE)
+      n_compute += op->stream == sp->plan->at->compute;
+      if (op->stream == sp->plan->at->compute)
         base->compute_ns += ns;
-      if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD)
+      if (op->stream == sp->plan->at->compute && op->tag.phase == PS__PHASE_FORWARD)
         base->forward_ns[0] += ns;
-      if (op->stream == PS__S_COMPUTE && op->tag.phase == PS__PHASE_FORWARD && op->tag.round == 0)
+      if (op->stream == sp->plan->at->compute && op->tag.phase == PS__PHASE_FORWARD &&
+          op->tag.round == 0)
         base->forward_ns[1] += ns;
-      if (op->stream == PS__S_H2D && op->tag.chunk >= 0 && op->tag.layer < 0)
+      if (op->stream == sp->plan->at->to_device && op->tag.chunk >= 0 && op->tag.layer < 0)
         base->batch_bytes += (uint64_t)op->work.bytes;
     }
     st = boundary_bytes(sp, &s, s.saved_bytes[PS_POLICY_DEVICE], &boundary);
@@ -180,7 +181,7 @@ static void fill_recompute(const ps__search_space *sp, const ps__layer_def *d, c
   for (uint32_t i = 0; i < d->n_fwd; i++) {
     _Alignas(16) char args[PS__ARGS_BYTES];
     ps__op_args(&d->fwd[i], &shape, args);
-    op_ns[i] = ps__cost_ns(&sp->cost, d->fwd[i].kernel, PS__S_COMPUTE, args,
+    op_ns[i] = ps__cost_ns(&sp->cost, d->fwd[i].kernel, sp->plan->at->compute, args,
                            d->fwd[i].kernel->info->work(args));
   }
   const uint32_t n_masks = 1u << d->n_sets;
@@ -478,8 +479,8 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
         const traffic now = with_kept_parameters(sp, &t[m.residency], &mb->layout, &s, m.ahead);
         m.bound_ns = bound_of(sp, base[m.residency], &s, &now);
         m.estimate_ns = larger(m.bound_ns, estimate_of(sp, base[m.residency], &s, &now, m.ahead));
-        m.bytes[PS__SPACE_DEVICE] = device[m.residency] + s.device_bytes;
-        m.bytes[PS__SPACE_HOST] = host[m.residency] + s.host_bytes;
+        m.bytes[sp->plan->at->device] = device[m.residency] + s.device_bytes;
+        m.bytes[sp->plan->at->host] = host[m.residency] + s.host_bytes;
         if (!ps__grow((void **)&sp->candidate, sp->n_candidates, &sp->cap_candidates,
                       sizeof *sp->candidate))
           st = ps__fail(PS_ENOMEM, "out of memory for the search space");
@@ -667,7 +668,7 @@ ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, ps__s
   uint64_t chunks[MAX_CHUNKS], rounds[MAX_ROUNDS];
   memset(sp, 0, sizeof *sp);
   sp->plan = plan;
-  sp->cost = ps__cost_model_of(&plan->hw, &ps__one_device, plan->hw.n_threads, 0);
+  sp->cost = ps__cost_model_of(&plan->hw, plan->at, plan->hw.n_threads, 0);
   const uint32_t n_chunks = chunk_sizes(sp, chunks);
   uint32_t begin;
   PS_TRY(first_size(sp, chunks, n_chunks, &begin));

@@ -65,9 +65,9 @@ double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__
 }
 
 /* On the CPU backend the device's arena is host memory too. */
-uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
-  return bytes[PS__SPACE_HOST] +
-         (s->plan->hw.backend == PS_BACKEND_CPU ? bytes[PS__SPACE_DEVICE] : 0);
+uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES]) {
+  return bytes[s->plan->at->host] +
+         (s->plan->hw.backend == PS_BACKEND_CPU ? bytes[s->plan->at->device] : 0);
 }
 
 uint64_t ps__budget(const ps__search *s, uint64_t ops) {
@@ -77,15 +77,15 @@ uint64_t ps__budget(const ps__search *s, uint64_t ops) {
   return layers > 32 ? ops * layers / 32 : ops;
 }
 
-bool ps__fits_under(const ps__search *s, const uint64_t cap[PS__N_SPACES],
-                    const uint64_t bytes[PS__N_SPACES]) {
-  for (uint32_t i = 0; i < PS__N_SPACES; i++)
+bool ps__fits_under(const ps__search *s, const uint64_t cap[PS__MAX_PLACES],
+                    const uint64_t bytes[PS__MAX_PLACES]) {
+  for (uint32_t i = 0; i < s->plan->at->n_places; i++)
     if (bytes[i] > cap[i])
       return false;
   return ps__host_taken(s, bytes) <= s->machine;
 }
 
-bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
+bool ps__fits(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES]) {
   return ps__fits_under(s, s->cap, bytes);
 }
 
@@ -187,20 +187,20 @@ static void remember(ps__search *s, const ps__evaluation *e) {
 
 /* @arena: BYTES of each arena; @out: with all that the caps count besides. */
 static void add_overhead(const ps__search *s, const ps__evaluation *e,
-                         const uint64_t arena[PS__N_SPACES], uint64_t out[PS__N_SPACES]) {
+                         const uint64_t arena[PS__MAX_PLACES], uint64_t out[PS__MAX_PLACES]) {
   uint64_t scratch, trace;
-  out[PS__SPACE_DEVICE] =
-      ps__arena_round(arena[PS__SPACE_DEVICE]) + ps__device_overhead(s->plan, &e->step, &scratch);
-  out[PS__SPACE_HOST] = ps__arena_round(arena[PS__SPACE_HOST]) +
-                        ps__host_overhead(s->plan, &e->step, &scratch, &trace) + e->missing;
+  out[s->plan->at->device] = ps__arena_round(arena[s->plan->at->device]) +
+                             ps__device_overhead(s->plan, &e->step, &scratch);
+  out[s->plan->at->host] = ps__arena_round(arena[s->plan->at->host]) +
+                           ps__host_overhead(s->plan, &e->step, &scratch, &trace) + e->missing;
 }
 
 ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluation *e) {
   *e = (ps__evaluation){.candidate = *m, .known = ps__memo_get(s->memo, m, all_rounds(s, m))};
   if (!e->known.n_op) {
-    uint64_t alive[PS__N_SPACES];
+    uint64_t alive[PS__MAX_PLACES];
     PS_TRY(emit(s, e));
-    for (uint32_t i = 0; i < PS__N_SPACES; i++) {
+    for (uint32_t i = 0; i < s->plan->at->n_places; i++) {
       alive[i] = ps__memmap_bound(e->step.vt, e->step.n_vt, (uint32_t)e->step.n_op, i);
       if (alive[i] == UINT64_MAX) {
         ps__evaluation_free(e);

@@ -9,12 +9,8 @@ const char *ps_plan_stream_name(uint32_t stream) {
 }
 
 void ps__plan_engine(const ps_plan *p, ps_engine_config *out) {
-  const ps__places *at = p->step.at;
+  const ps__places *at = p->at;
   const ps_plan_report *r = &p->report;
-  const uint64_t
-      used[] = {[PS__SPACE_DEVICE] = r->device_used_bytes, [PS__SPACE_HOST] = r->host_used_bytes},
-      cap[] = {
-          [PS__SPACE_DEVICE] = p->cfg.device_mem_bytes, [PS__SPACE_HOST] = p->cfg.host_mem_bytes};
   *out = (ps_engine_config){.struct_bytes = sizeof *out,
                             .n_places = at->n_places,
                             .n_links = at->n_links,
@@ -24,13 +20,15 @@ void ps__plan_engine(const ps_plan *p, ps_engine_config *out) {
   memcpy(out->link, at->link, sizeof out->link);
   for (uint32_t i = 0; i < at->n_places; i++) {
     const uint64_t arena = ps__arena_round(p->step.space_bytes[i]);
-    const bool device = at->kind[i] == PS_PLACE_DEVICE;
+    const bool device = i == at->device;
+    const uint64_t used = device ? r->device_used_bytes : r->host_used_bytes;
     out->space[i] = (ps_space_config){.bytes = arena, .place = i};
-    out->place[i] = (ps_place){.kind = at->kind[i],
-                               .backend = device ? p->hw.backend : PS_BACKEND_CPU,
-                               .device = device ? p->hw.device : 0,
-                               .cap_bytes = cap[i],
-                               .overhead_bytes = used[i] - arena};
+    out->place[i] =
+        (ps_place){.kind = at->kind[i],
+                   .backend = device ? p->hw.backend : PS_BACKEND_CPU,
+                   .device = device ? p->hw.device : 0,
+                   .cap_bytes = device ? p->cfg.device_mem_bytes : p->cfg.host_mem_bytes,
+                   .overhead_bytes = used - arena};
   }
   for (uint32_t i = 0; i < at->n_streams; i++) {
     ps_stream_config *s = &out->stream[i];
@@ -163,6 +161,7 @@ static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_
     return ps__fail(PS_ENOMEM, "out of memory for a plan");
   p->cfg = *cfg;
   p->hw = *hw;
+  p->at = &ps__one_device;
   ps__hardware_complete(&p->hw);
   /* check_config() names a recipe that there is not */
   const ps_dtype dt = cfg->recipe < PS_N_RECIPES ? ps__recipes[cfg->recipe].weights : PS_F32;
@@ -203,15 +202,15 @@ static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
   char dev[32], host[32], reserve[32], there[48] = "", has[32], lower[128];
   const uint64_t machine = p->hw.host_memory_bytes;
   const uint64_t taken =
-      r->any[PS__SPACE_HOST] + (p->hw.backend == PS_BACKEND_CPU ? r->any[PS__SPACE_DEVICE] : 0);
+      r->any[p->at->host] + (p->hw.backend == PS_BACKEND_CPU ? r->any[p->at->device] : 0);
   const bool too_small = machine && taken > machine;
   if (machine)
     snprintf(there, sizeof there, "; the machine has %s in all", ps__format_bytes(has, machine));
   return ps__fail(PS_EBUDGET,
                   "no plan fits: the nearest needs %s of device memory and %s of host memory, of "
                   "which %s is for the process itself%s: %s, or lower %s",
-                  ps__format_bytes(dev, r->any[PS__SPACE_DEVICE]),
-                  ps__format_bytes(host, r->any[PS__SPACE_HOST]),
+                  ps__format_bytes(dev, r->any[p->at->device]),
+                  ps__format_bytes(host, r->any[p->at->host]),
                   ps__format_bytes(reserve, p->cfg.reserve_bytes), there,
                   too_small ? "take a machine with more host memory"
                             : "raise --device-mem and --host-mem to that",
@@ -223,19 +222,19 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
   const ps_plan_config *c = &p->cfg;
   const uint64_t there = p->hw.backend == PS_BACKEND_CUDA ? p->hw.device_memory_bytes : 0;
   const bool gpu = there && (!c->device_mem_bytes || there < c->device_mem_bytes);
-  what_to_lower(lower, p, r->smallest[PS__SPACE_DEVICE] != 0);
-  if (r->smallest[PS__SPACE_DEVICE])
-    ps__format_bytes_apart(need, r->smallest[PS__SPACE_DEVICE], cap,
+  what_to_lower(lower, p, r->smallest[p->at->device] != 0);
+  if (r->smallest[p->at->device])
+    ps__format_bytes_apart(need, r->smallest[p->at->device], cap,
                            gpu ? there : c->device_mem_bytes);
-  else if (r->smallest[PS__SPACE_HOST])
-    ps__format_bytes_apart(need, r->smallest[PS__SPACE_HOST], cap, c->host_mem_bytes);
-  if (r->smallest[PS__SPACE_DEVICE] && gpu)
+  else if (r->smallest[p->at->host])
+    ps__format_bytes_apart(need, r->smallest[p->at->host], cap, c->host_mem_bytes);
+  if (r->smallest[p->at->device] && gpu)
     return ps__fail(PS_EBUDGET,
                     "needs %s of device memory, this GPU has %s that nothing else uses: end what "
                     "else uses it, or lower %s "
                     "(the smallest plan takes %llu bytes)",
-                    need, cap, lower, (unsigned long long)r->smallest[PS__SPACE_DEVICE]);
-  if (r->smallest[PS__SPACE_DEVICE] && p->hw.host_memory_bytes &&
+                    need, cap, lower, (unsigned long long)r->smallest[p->at->device]);
+  if (r->smallest[p->at->device] && p->hw.host_memory_bytes &&
       c->host_mem_bytes > p->hw.host_memory_bytes)
     return ps__fail(
         PS_EBUDGET,
@@ -243,18 +242,18 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
         "take a machine with more host memory, or raise "
         "--device-mem (the smallest plan takes %llu bytes)",
         ps__format_bytes(host, c->host_mem_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
-        ps__format_bytes(need, r->smallest[PS__SPACE_DEVICE]),
-        (unsigned long long)r->smallest[PS__SPACE_DEVICE]);
-  if (r->smallest[PS__SPACE_DEVICE])
+        ps__format_bytes(need, r->smallest[p->at->device]),
+        (unsigned long long)r->smallest[p->at->device]);
+  if (r->smallest[p->at->device])
     return ps__fail(PS_EBUDGET,
                     "needs %s of device memory, %s given: raise --device-mem, or lower %s (the "
                     "smallest plan takes %llu bytes)",
-                    need, cap, lower, (unsigned long long)r->smallest[PS__SPACE_DEVICE]);
-  if (r->smallest[PS__SPACE_HOST])
+                    need, cap, lower, (unsigned long long)r->smallest[p->at->device]);
+  if (r->smallest[p->at->host])
     return ps__fail(PS_EBUDGET,
                     "needs %s of host memory, %s given: raise --host-mem, or lower %s (the "
                     "smallest plan takes %llu bytes)",
-                    need, cap, lower, (unsigned long long)r->smallest[PS__SPACE_HOST]);
+                    need, cap, lower, (unsigned long long)r->smallest[p->at->host]);
   return refuse_both(p, r);
 }
 
@@ -271,11 +270,11 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->tokens_per_step = l->n_tokens;
   o->n_sequences = l->n_sequences;
   o->head_slice_tokens = p->spec.head_slice;
-  o->device_arena_bytes = ps__arena_round(s->space_bytes[PS__SPACE_DEVICE]);
+  o->device_arena_bytes = ps__arena_round(s->space_bytes[s->at->device]);
   o->device_used_bytes =
       o->device_arena_bytes + ps__device_overhead(p, s, &o->device_scratch_bytes);
   o->device_overhead_bytes = o->device_used_bytes - o->device_arena_bytes - o->device_scratch_bytes;
-  o->host_arena_bytes = ps__arena_round(s->space_bytes[PS__SPACE_HOST]);
+  o->host_arena_bytes = ps__arena_round(s->space_bytes[s->at->host]);
   o->host_used_bytes =
       o->host_arena_bytes + ps__host_overhead(p, s, &o->scratch_bytes, &o->trace_bytes);
   o->reserve_bytes = p->cfg.reserve_bytes;
@@ -484,8 +483,8 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   ps_plan_destroy(p);
   if (st != PS_OK)
     return st;
-  *device_mem_bytes = r.smallest[PS__SPACE_DEVICE];
-  *host_mem_bytes = r.smallest[PS__SPACE_HOST];
+  *device_mem_bytes = r.smallest[ps__one_device.device];
+  *host_mem_bytes = r.smallest[ps__one_device.host];
   return PS_OK;
 }
 

@@ -9,6 +9,7 @@ struct ps_plan {
   ps_plan_config cfg;    /* as given, defaults filled in */
   bool head_slice_given; /* by the user; else cfg has the least: ps__head_slice() */
   ps_hardware hw;
+  const ps__places *at;
   ps__layout layout;
   ps__spec spec;
   ps__step_hooks hooks; /* filled by the trainer */
@@ -75,8 +76,8 @@ enum { PS__SIM_STEPS = 3, PS__SIM_STEADY = 1 };
 typedef struct ps__search_result {
   /* BYTES by place: the smallest cap that a plan fits in under the other places' caps; 0: none is
    * enough */
-  uint64_t smallest[PS__N_SPACES];
-  uint64_t any[PS__N_SPACES]; /* BYTES by place of the plan that misses the caps least */
+  uint64_t smallest[PS__MAX_PLACES];
+  uint64_t any[PS__MAX_PLACES]; /* BYTES by place of the plan that misses the caps least */
   uint32_t n_candidates, n_feasible;
 } ps__search_result;
 /* ps__head_slice() - tokens of a slice of the head and loss for chunks of @chunk_tokens: as the

@@ -126,7 +126,7 @@ static void write_text(text *t, const ps_plan *p) {
       ps_plan_stream_name(r->bottleneck_stream),
       r->step_s > 0 ? 100 * r->stream_busy_s[r->bottleneck_stream] / r->step_s : 0,
       p->hw.measured ? "measured" : "estimated");
-  for (uint32_t i = 0; i < PS__N_STREAMS; i++)
+  for (uint32_t i = 0; i < p->at->n_streams; i++)
     say(t, "  %-14s %8.3f s busy (%3.0f%%)\n", ps_plan_stream_name(i), r->stream_busy_s[i],
         r->step_s > 0 ? 100 * r->stream_busy_s[i] / r->step_s : 0);
   say(t, "%llu ops and %llu waits a step; %u candidates, %u of those evaluated fit\n",
@@ -203,7 +203,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
                    r->step_s > 0 ? (double)r->tokens_per_step / r->step_s : 0);
   ps__jsonw_string(w, "bottleneck_stream", ps_plan_stream_name(r->bottleneck_stream));
   ps__jsonw_object(w, "stream_busy_s");
-  for (uint32_t i = 0; i < PS__N_STREAMS; i++)
+  for (uint32_t i = 0; i < p->at->n_streams; i++)
     ps__jsonw_number(w, ps_plan_stream_name(i), r->stream_busy_s[i]);
   ps__jsonw_end(w);
 }

@@ -62,13 +62,14 @@ static int by_rank(const void *pa, const void *pb) {
 
 /* Adds to a bound what evaluated candidates took beyond theirs. It is the same within a few percent
  * for candidates that differ in their parts on the device and host alone. */
-static void add_slack(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_SPACES]) {
-  for (uint32_t i = 0; s->prune && (s->large || s->n_ops > PRUNE_OPS) && i < PS__N_SPACES; i++)
+static void add_slack(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__MAX_PLACES]) {
+  for (uint32_t i = 0; s->prune && (s->large || s->n_ops > PRUNE_OPS) && i < s->plan->at->n_places;
+       i++)
     bytes[i] += s->slack[m->microbatch][m->residency][m->ahead][i] / 20 * 19;
 }
 
 static bool cannot_fit(const ps__search *s, const ps__candidate *m) {
-  uint64_t bytes[PS__N_SPACES] = {m->bytes[0], m->bytes[1]};
+  uint64_t bytes[PS__MAX_PLACES] = {m->bytes[0], m->bytes[1]};
   if (!ps__fits(s, bytes))
     return true;
   add_slack(s, m, bytes);
@@ -77,7 +78,7 @@ static bool cannot_fit(const ps__search *s, const ps__candidate *m) {
 
 static void note_slack(ps__search *s, const ps__candidate *m, const ps__evaluation *e) {
   const uint64_t *bytes = m->bytes;
-  for (uint32_t i = 0; i < PS__N_SPACES; i++) {
+  for (uint32_t i = 0; i < s->plan->at->n_places; i++) {
     uint64_t *slack = &s->slack[m->microbatch][m->residency][m->ahead][i],
              now = e->bytes[i] > bytes[i] ? e->bytes[i] - bytes[i] : 0;
     if (*slack == 0 || now < *slack)
@@ -184,7 +185,7 @@ static ps_status find_any_that_fits(ps__search *s) {
   keyed *order = ps__malloc((n + 1) * sizeof *order);
   ps_status st = order ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the order of %zu plans", n);
   for (size_t i = 0; st == PS_OK && i < n; i++)
-    order[i] = (keyed){s->space.candidate[i].bytes[PS__SPACE_DEVICE], (uint32_t)i};
+    order[i] = (keyed){s->space.candidate[i].bytes[s->plan->at->device], (uint32_t)i};
   if (st == PS_OK)
     qsort(order, n, sizeof *order, by_key);
   s->n_ops = 0;
@@ -227,7 +228,8 @@ static ps_status confirm_best(ps__search *s) {
 static ps_status spend_host(ps__search *s) {
   const double most_ns = s->best[0].ns;
   const int layers = s->plan->model->cfg.n_layers < 255 ? (int)s->plan->model->cfg.n_layers : 255;
-  for (int by = 16; by > 0 && s->best[0].ns > 0 && s->cap[PS__SPACE_HOST] != UINT64_MAX; by /= 2) {
+  for (int by = 16; by > 0 && s->best[0].ns > 0 && s->cap[s->plan->at->host] != UINT64_MAX;
+       by /= 2) {
     const ps__fastest before = s->best[0];
     ps__candidate m = before.candidate;
     ps__evaluation e;
@@ -256,25 +258,25 @@ static ps_status keep_best(ps__search *s) {
 
 /* ---- the smallest ---------------------------------------------------------------------------- */
 
-static uint64_t beyond(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
+static uint64_t beyond(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES]) {
   uint64_t sum = 0;
-  for (uint32_t i = 0; i < PS__N_SPACES; i++)
+  for (uint32_t i = 0; i < s->plan->at->n_places; i++)
     sum += bytes[i] > s->cap[i] ? bytes[i] - s->cap[i] : 0;
   return sum;
 }
 
 /* Whether @bytes are smaller at @place than any plan's before, within the other places' caps. */
-static bool is_smallest(const ps__search *s, const uint64_t bytes[PS__N_SPACES], uint32_t place) {
+static bool is_smallest(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES], uint32_t place) {
   const uint64_t least = s->out->smallest[place];
-  for (uint32_t i = 0; i < PS__N_SPACES; i++)
+  for (uint32_t i = 0; i < s->plan->at->n_places; i++)
     if (i != place && bytes[i] > s->cap[i])
       return false;
   return ps__host_taken(s, bytes) <= s->machine && (least == 0 || bytes[place] < least);
 }
 
-static void note_smallest(ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
+static void note_smallest(ps__search *s, const uint64_t bytes[PS__MAX_PLACES]) {
   ps__search_result *r = s->out;
-  for (uint32_t i = 0; i < PS__N_SPACES; i++)
+  for (uint32_t i = 0; i < s->plan->at->n_places; i++)
     if (is_smallest(s, bytes, i))
       r->smallest[i] = bytes[i];
   if (r->any[0] == 0 || beyond(s, bytes) < s->best_miss) {
@@ -284,10 +286,10 @@ static void note_smallest(ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
 }
 
 /* Whether a candidate that takes at least @bytes could be the smallest in some way. */
-static bool could_be_smallest(const ps__search *s, const uint64_t bytes[PS__N_SPACES]) {
+static bool could_be_smallest(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES]) {
   const ps__search_result *r = s->out;
   bool any_fits = false;
-  for (uint32_t i = 0; i < PS__N_SPACES; i++) {
+  for (uint32_t i = 0; i < s->plan->at->n_places; i++) {
     if (is_smallest(s, bytes, i))
       return true;
     any_fits = any_fits || r->smallest[i];
@@ -297,7 +299,7 @@ static bool could_be_smallest(const ps__search *s, const uint64_t bytes[PS__N_SP
 
 static ps_status evaluate_bytes(ps__search *s, const ps__candidate *m) {
   ps__evaluation e;
-  uint64_t bytes[PS__N_SPACES] = {m->bytes[0], m->bytes[1]};
+  uint64_t bytes[PS__MAX_PLACES] = {m->bytes[0], m->bytes[1]};
   add_slack(s, m, bytes);
   if (!could_be_smallest(s, bytes))
     return PS_OK;
@@ -316,7 +318,7 @@ static ps_status find_smallest(ps__search *s) {
   const size_t n = s->space.n_candidates;
   keyed *order = ps__malloc((n + 1) * sizeof *order);
   ps_status st = order ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the smallest plan");
-  for (uint32_t space = 0; st == PS_OK && space < PS__N_SPACES; space++) {
+  for (uint32_t space = 0; st == PS_OK && space < s->plan->at->n_places; space++) {
     for (size_t i = 0; i < n; i++)
       order[i] = (keyed){s->space.candidate[i].bytes[space], (uint32_t)i};
     qsort(order, n, sizeof *order, by_key);
@@ -377,7 +379,7 @@ typedef struct ladder_search {
 } ladder_search;
 
 static ps_status ladder_search_init(ladder_search *r, const ps__search *s,
-                                    const uint64_t cap[PS__N_SPACES]) {
+                                    const uint64_t cap[PS__MAX_PLACES]) {
   *r = (ladder_search){.s = ps__malloc(sizeof *s)};
   if (!r->s)
     return ps__fail(PS_ENOMEM, "out of memory for the search");
@@ -397,7 +399,7 @@ static void ladder_search_task(void *arg, int64_t i, uint32_t worker) {
 }
 
 /* The estimate of the best candidate that fits under the caps; 0: none fits. */
-static double least_estimate(const ps__search *s, const uint64_t cap[PS__N_SPACES]) {
+static double least_estimate(const ps__search *s, const uint64_t cap[PS__MAX_PLACES]) {
   for (size_t i = 0; i < s->space.n_candidates; i++) /* sorted */
     if (ps__fits_under(s, cap, s->space.candidate[i].bytes))
       return s->space.candidate[i].estimate_ns;
@@ -405,7 +407,7 @@ static double least_estimate(const ps__search *s, const uint64_t cap[PS__N_SPACE
 }
 
 enum {
-  MAX_LADDER_SEARCHES = 1 + PS__N_SPACES,
+  MAX_LADDER_SEARCHES = 1 + PS__MAX_PLACES,
   MOST_BUDGETS = 3 /* of a model of 32 layers, for all searches of a plan */
 };
 /* A cap of the ladder is searched where the estimates say that it costs at most so much time. */
@@ -414,7 +416,7 @@ static const double LADDER_WORTH = 1.02;
 /* Under the ladder's next cap below that of @place. */
 static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADDER_SEARCHES],
                                    uint32_t *n, uint32_t place) {
-  uint64_t cap[PS__N_SPACES];
+  uint64_t cap[PS__MAX_PLACES];
   memcpy(cap, s->cap, sizeof cap);
   cap[place] = ladder_cap_below(cap[place]);
   const double most = LADDER_WORTH * least_estimate(s, s->cap),
@@ -432,7 +434,7 @@ static ps_status find_on_ladder(ps__search *s) {
   ps__pool *pool;
   uint32_t n = 1;
   ps_status st = ladder_search_init(&r[0], s, s->cap);
-  for (uint32_t i = 0; i < PS__N_SPACES && st == PS_OK && s->large; i++)
+  for (uint32_t i = 0; i < s->plan->at->n_places && st == PS_OK && s->large; i++)
     st = add_ladder_search(s, r, &n, i);
   if (st == PS_OK)
     st = ps__pool_create(&pool, ps__search_space_workers(&s->space, n), "ladder");
@@ -463,7 +465,7 @@ ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__sear
   s->plan = plan;
   s->memo = memo;
   s->out = out;
-  uint64_t *device = &s->cap[PS__SPACE_DEVICE], *host = &s->cap[PS__SPACE_HOST];
+  uint64_t *device = &s->cap[s->plan->at->device], *host = &s->cap[s->plan->at->host];
   *device = plan->cfg.device_mem_bytes ? plan->cfg.device_mem_bytes : UINT64_MAX;
   *host = plan->cfg.host_mem_bytes ? plan->cfg.host_mem_bytes : UINT64_MAX;
   s->machine = hw->host_memory_bytes ? hw->host_memory_bytes : UINT64_MAX;

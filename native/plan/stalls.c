@@ -12,7 +12,7 @@
 enum { LABELS = 24 };
 
 typedef struct totals {
-  ps_stall stall[PS__N_STREAMS * LABELS];
+  ps_stall stall[PS_MAX_STREAMS * LABELS];
   uint32_t n;
 } totals;
 
@@ -57,19 +57,21 @@ static const char *on_host(const ps__vop *op) {
                                        : "the gradient norm";
 }
 
-static const char *label(const ps__vop *op) {
-  switch (op->stream) {
-  case PS__S_H2D: return incoming(&op->tag);
-  case PS__S_D2H: return outgoing(&op->tag);
-  case PS__S_HOST: return on_host(op);
-  case PS__S_IO: return op->tag.layer < 0 ? "the next batch" : "embedding rows gathered";
-  default: return "computation";
-  }
+static const char *label(const ps__places *at, const ps__vop *op) {
+  if (op->stream == at->to_device)
+    return incoming(&op->tag);
+  if (op->stream == at->to_host)
+    return outgoing(&op->tag);
+  if (op->stream == at->host_ops)
+    return on_host(op);
+  if (op->stream == at->io)
+    return op->tag.layer < 0 ? "the next batch" : "embedding rows gathered";
+  return "computation";
 }
 
 typedef struct lists {
-  uint32_t *op[PS__N_STREAMS];
-  uint32_t n[PS__N_STREAMS];
+  uint32_t *op[PS_MAX_STREAMS];
+  uint32_t n[PS_MAX_STREAMS];
   uint32_t *memory;
 } lists;
 
@@ -80,7 +82,7 @@ static ps_status list_streams(const ps_plan *p, lists *l) {
   if (!l->memory)
     return ps__fail(PS_ENOMEM, "out of memory for the stalls of %zu ops", n);
   uint32_t *at = l->memory;
-  for (uint32_t s = 0; s < PS__N_STREAMS; s++) {
+  for (uint32_t s = 0; s < p->at->n_streams; s++) {
     l->op[s] = at;
     for (size_t i = 0; i < n; i++)
       if (p->step.op[i].stream == s)
@@ -122,7 +124,8 @@ static ps_status stalls_of_stream(const ps_plan *p, const lists *l, const ps_tra
         const uint64_t until =
             blamed ? (awaited->end_ns < e->start_ns ? awaited->end_ns : e->start_ns) : before;
         if (blamed)
-          add(t, s, awaited->stream, label(&p->step.op[awaited->op]), (double)(until - before));
+          add(t, s, awaited->stream, label(p->at, &p->step.op[awaited->op]),
+              (double)(until - before));
         add(t, s, s, "launch and signals", (double)(e->start_ns - until));
       }
       if (e->end_ns > before)
@@ -169,7 +172,7 @@ ps_status ps_plan_stalls(const ps_plan *plan, const ps_trace_event *events, uint
   totals t = {.n = 0};
   PS_TRY(list_streams(plan, &l));
   ps_status st = PS_OK;
-  for (uint32_t s = 0; st == PS_OK && s < PS__N_STREAMS; s++)
+  for (uint32_t s = 0; st == PS_OK && s < plan->at->n_streams; s++)
     st = stalls_of_stream(plan, &l, events, n_steps, s, &t);
   ps__free(l.memory);
   if (st != PS_OK)

@@ -38,7 +38,7 @@ static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__v
                                      ? ps__part(s->stats, PS_READ, 64, 64)
                                      : ps__part(s->norms, PS_READ, 0, ps__norm_slots(s->model) * 8),
                                  ps__whole(b, rows, PS_WRITE)};
-  ps__emit_hook(b, PS__HOOK_GATHER, chunk, PS__S_IO, access, 3,
+  ps__emit_hook(b, PS__HOOK_GATHER, chunk, b->s->at->io, access, 3,
                 ps__bytes_work(2.0 * (double)(n * row_bytes(b)) +
                                0.5 * update * n * ps__embed_args_of(s->model)->dim),
                 tag);
@@ -57,7 +57,7 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
     const uint32_t i = r->first_chunk + c, n = s->layout->chunk[i].n_tokens;
     const ps__args_embed a = embed_args(b, n, false);
     const ps_tag tag = embed_tag(round, i, PS__PHASE_FORWARD);
-    const uint32_t rows = ps__vt_new(b, PS__SPACE_HOST, n * row_bytes(b));
+    const uint32_t rows = ps__vt_new(b, b->s->at->host, n * row_bytes(b));
     const ps__vaccess access[3] = {
         ps__part(s->batch, PS_READ, s->batch_offset[i] + ps__batch_chunk_of(n).tokens, 4ull * n),
         ps__part(s->unit_host[0].weights, PS_READ, 0, table_bytes(b)),
@@ -65,9 +65,9 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
     if (round == 0 && !s->model->unit[0].frozen)
       gather_first(b, i, n, &access[0], rows, tag);
     else
-      ps__emit(b, &ps__k_embed_fwd, PS__S_IO, &a, sizeof a, access, 3, tag);
-    b->gathered[i].x = ps__vt_new(b, PS__SPACE_DEVICE, n * row_bytes(b));
-    ps__emit_copy(b, PS__S_H2D, ps__whole(b, rows, PS_READ),
+      ps__emit(b, &ps__k_embed_fwd, b->s->at->io, &a, sizeof a, access, 3, tag);
+    b->gathered[i].x = ps__vt_new(b, b->s->at->device, n * row_bytes(b));
+    ps__emit_copy(b, b->s->at->to_device, ps__whole(b, rows, PS_READ),
                   ps__whole(b, b->gathered[i].x, PS_WRITE), tag);
     /* the rows stay where the first block's input is kept on the host anyway */
     const bool stays =
@@ -114,7 +114,7 @@ static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
   if (mode == PS_LOW_READ)
     mode |= PS_LOW_WRITE;
   if (mode == PS_LOW_WRITE)
-    u->low = ps__vt_new(b, PS__SPACE_HOST, s->unit_host[0].n);
+    u->low = ps__vt_new(b, b->s->at->host, s->unit_host[0].n);
   const bool low = u->low != PS__NO_VT;
   const ps__args_embed_host a = {
       .rows = embed_args(b, r->n_tokens, i > 0),
@@ -132,7 +132,7 @@ static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
       ps__part(s->unit_host[0].grad, i ? PS_READ_WRITE : PS_WRITE, 0, table_bytes(b))};
   if (low)
     access[3] = ps__whole(b, u->low, mode & PS_LOW_READ ? PS_READ_WRITE : PS_WRITE);
-  ps__emit(b, &ps__k_embed_bwd_host, PS__S_HOST, &a, sizeof a, access, low ? 4 : 3,
+  ps__emit(b, &ps__k_embed_bwd_host, b->s->at->host_ops, &a, sizeof a, access, low ? 4 : 3,
            embed_tag(b->round_idx, b->round->first_chunk, PS__PHASE_UPDATE));
   ps__vt_free_late(b, b->rows_host, s->spec->sum_lag);
   if (i + 1 == n)
@@ -149,13 +149,13 @@ static void send_rows(ps__builder *b, uint32_t c) {
   const uint64_t at =
       r.end_token - (k->first_token + k->n_tokens - ps__chunk_of(b, 0)->first_token);
   if (ps__contribution_begins(b, c))
-    b->rows_host = ps__vt_new(b, PS__SPACE_HOST, r.bytes);
+    b->rows_host = ps__vt_new(b, b->s->at->host, r.bytes);
   ps__emit_copy(
-      b, PS__S_D2H,
+      b, b->s->at->to_host,
       ps__part(b->batch[c], PS_READ, ps__batch_chunk_of(k->n_tokens).tokens, 4ull * k->n_tokens),
       ps__part(b->rows_host, PS_WRITE, 4 * at, 4ull * k->n_tokens), tag);
   ps__emit_copy(
-      b, PS__S_D2H, ps__whole(b, b->dy[c], PS_READ),
+      b, b->s->at->to_host, ps__whole(b, b->dy[c], PS_READ),
       ps__part(b->rows_host, PS_WRITE, r.ids_bytes + at * row_bytes(b), k->n_tokens * row_bytes(b)),
       tag);
   if (ps__contribution_ends(b, c))

@@ -84,7 +84,7 @@ static uint32_t host_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
   const bool free = b->round_idx == 0 && b->round->n_chunks <= b->s->sums.additions && from > 0 &&
                     grad != PS__NO_VT && !b->s->spec->update_split[unit];
   if (!free || u->alias_bytes + bytes > b->s->vt[grad].bytes)
-    return ps__vt_new(b, PS__SPACE_HOST, bytes);
+    return ps__vt_new(b, b->s->at->host, bytes);
   const uint64_t at = u->alias_bytes;
   u->alias_bytes += (bytes + 255) / 256 * 256;
   return ps__vt_alias(b, grad, at, bytes);
@@ -98,7 +98,7 @@ void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor,
   if (*away == PS__NO_VT)
     *away = host_of_saved(b, (int)tensor == d->input ? layer - 1 : layer,
                           tensor_bytes(b, d, c, tensor));
-  ps__emit_copy(b, PS__S_D2H, own_rows(b, d, c, tensor, vt, PS_READ),
+  ps__emit_copy(b, b->s->at->to_host, own_rows(b, d, c, tensor, vt, PS_READ),
                 own_rows(b, d, c, tensor, *away, PS_WRITE),
                 chunk_tag(b, layer, c, PS__PHASE_FORWARD));
 }
@@ -176,7 +176,7 @@ static void emit_op(ps__builder *b, const chunk_pass *p, const ps__op_def *op, i
   ps__chunk_shape shape = p->shape;
   shape.first_grad |= op->has_unread;
   ps__op_args(op, &shape, args);
-  ps__emit(b, op->kernel, PS__S_COMPUTE, args, op->args_bytes, access, op->n_syms,
+  ps__emit(b, op->kernel, b->s->at->compute, args, op->args_bytes, access, op->n_syms,
            chunk_tag(b, p->layer, p->c, phase));
 }
 
@@ -189,7 +189,7 @@ static void make_tensors(ps__builder *b, chunk_pass *p, const ps__op_def *op) {
     const uint64_t bytes = p->d->tensor[id].rows == PS__ROWS_SLICE
                                ? p->d->tensor[id].row_bytes * p->shape.n_tokens
                                : tensor_bytes(b, p->d, p->c, id);
-    p->bound[id] = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
+    p->bound[id] = ps__vt_new(b, b->s->at->device, bytes);
   }
 }
 
@@ -249,7 +249,7 @@ static void bind_group(ps__builder *b, chunk_pass *p, ps__set set) {
       continue;
     uint32_t *entry = ps__saved_entry(b, b->kept, p->layer, group_first(b, p->c), t);
     if (*entry == PS__NO_VT)
-      *entry = ps__vt_new(b, PS__SPACE_DEVICE, tensor_bytes(b, p->d, p->c, t));
+      *entry = ps__vt_new(b, b->s->at->device, tensor_bytes(b, p->d, p->c, t));
     p->bound[t] = *entry;
   }
 }
@@ -297,8 +297,8 @@ static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t te
   uint32_t *kept = ps__saved_entry(b, b->kept, layer, c, tensor);
   if (*away == PS__NO_VT)
     return;
-  *kept = ps__vt_new(b, PS__SPACE_DEVICE, b->s->vt[*away].bytes);
-  ps__emit_copy(b, PS__S_H2D, ps__whole(b, *away, PS_READ), ps__whole(b, *kept, PS_WRITE),
+  *kept = ps__vt_new(b, b->s->at->device, b->s->vt[*away].bytes);
+  ps__emit_copy(b, b->s->at->to_device, ps__whole(b, *away, PS_READ), ps__whole(b, *kept, PS_WRITE),
                 chunk_tag(b, layer, c, PS__PHASE_BACKWARD));
   ps__vt_free(b, *away);
   *away = PS__NO_VT;
@@ -464,7 +464,7 @@ static void zero_chunk_grads(ps__builder *b, const chunk_pass *p, uint32_t unit)
       const ps__args_fill fill = {p->d->span[y.id].n * e};
       const ps__vaccess zero =
           ps__part(b->unit[unit].grad, PS_WRITE, p->d->span[y.id].offset * e, fill.bytes);
-      ps__emit(b, &ps__k_fill_zero, PS__S_COMPUTE, &fill, sizeof fill, &zero, 1,
+      ps__emit(b, &ps__k_fill_zero, b->s->at->compute, &fill, sizeof fill, &zero, 1,
                ps__unit_tag(b, unit, PS__PHASE_HEAD));
     }
 }
@@ -504,7 +504,7 @@ static uint32_t emit_slices(ps__builder *b, chunk_pass *p, uint32_t i) {
       const ps__sym y = d->fwd[end].sym[j];
       if (ps__sym_is_tensor(y) && d->tensor[y.id].rows != PS__ROWS_SLICE &&
           p->bound[y.id] == PS__NO_VT)
-        p->bound[y.id] = ps__vt_new(b, PS__SPACE_DEVICE, tensor_bytes(b, d, p->c, y.id));
+        p->bound[y.id] = ps__vt_new(b, b->s->at->device, tensor_bytes(b, d, p->c, y.id));
     }
   for (p->slice_row = 0; p->slice_row < whole.n_tokens; p->slice_row += rows) {
     const uint32_t left = whole.n_tokens - p->slice_row;
@@ -540,7 +540,7 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
   }
   b->dy[c] = p.bound[d->grad];
   const uint32_t row_loss = p.bound[d->loss];
-  ps__emit_copy(b, PS__S_D2H, ps__whole(b, row_loss, PS_READ),
+  ps__emit_copy(b, b->s->at->to_host, ps__whole(b, row_loss, PS_READ),
                 ps__part(s->row_loss, PS_WRITE, 4ull * k->first_token, 4ull * k->n_tokens),
                 chunk_tag(b, head, c, PS__PHASE_HEAD));
   b->head_norm = true;

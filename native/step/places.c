@@ -1,21 +1,26 @@
 /* places.c - the places that a step may have: today one device beside the host. */
-#include "step/step.h"
+#include "step/places.h"
+
+enum { DEVICE, HOST, N_PLACES };
+enum { COMPUTE, TO_DEVICE, TO_HOST, HOST_OPS, IO, N_STREAMS };
 
 const ps__places ps__one_device = {
-    .n_places = PS__N_SPACES,
-    .kind = {[PS__SPACE_DEVICE] = PS_PLACE_DEVICE, [PS__SPACE_HOST] = PS_PLACE_HOST},
+    .n_places = N_PLACES,
+    .kind = {[DEVICE] = PS_PLACE_DEVICE, [HOST] = PS_PLACE_HOST},
     /* copies both ways share the bus */
     .n_links = 2,
-    .link = {{PS__SPACE_HOST, PS__SPACE_DEVICE, PS__S_H2D, 0},
-             {PS__SPACE_DEVICE, PS__SPACE_HOST, PS__S_D2H, 0}},
-    .n_streams = PS__N_STREAMS,
-    .stream = {[PS__S_COMPUTE] = {"compute", PS__SPACE_DEVICE},
-               [PS__S_H2D] = {"h2d", PS__SPACE_DEVICE},
-               [PS__S_D2H] = {"d2h", PS__SPACE_DEVICE},
-               [PS__S_HOST] = {"host", PS__SPACE_HOST},
-               [PS__S_IO] = {"io", PS__SPACE_HOST}},
-    .compute = PS__S_COMPUTE,
-    .to_device = PS__S_H2D,
-    .to_host = PS__S_D2H,
-    .host_ops = PS__S_HOST,
-    .io = PS__S_IO};
+    .link = {{HOST, DEVICE, TO_DEVICE, 0}, {DEVICE, HOST, TO_HOST, 0}},
+    .n_streams = N_STREAMS,
+    .stream = {[COMPUTE] = {"compute", DEVICE},
+               [TO_DEVICE] = {"h2d", DEVICE},
+               [TO_HOST] = {"d2h", DEVICE},
+               [HOST_OPS] = {"host", HOST},
+               [IO] = {"io", HOST}},
+    .device = DEVICE,
+    .host = HOST,
+    .compute = COMPUTE,
+    .to_device = TO_DEVICE,
+    .to_host = TO_HOST,
+    .host_ops = HOST_OPS,
+    .io = IO};
+_Static_assert((int)N_PLACES <= (int)PS__MAX_PLACES, "arrays by place are too short");

@@ -3,6 +3,9 @@
 #ifndef PS_STEP_PLACES_H
 #define PS_STEP_PLACES_H
 #include <penstock/engine.h>
+#include <stdbool.h>
+
+enum { PS__MAX_PLACES = 2 }; /* of a step, for arrays by place */
 
 typedef struct ps__places {
   uint32_t n_places, n_links, n_streams;
@@ -12,7 +15,8 @@ typedef struct ps__places {
     const char *name;
     uint32_t place;
   } stream[PS_MAX_STREAMS];
-  /* who does what in a step: streams */
+  /* who does what in a step: places, and streams */
+  uint32_t device, host;
   uint32_t compute, to_device, to_host, host_ops, io;
 } ps__places;
 

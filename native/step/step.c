@@ -82,13 +82,13 @@ static void make_batch(ps__builder *b) {
     s->batch_offset[i] = at;
     at += ps__batch_chunk_of(s->layout->chunk[i].n_tokens).bytes;
   }
-  s->batch = ps__vt_persistent(b, PS__SPACE_HOST, at);
-  s->row_loss = ps__vt_persistent(b, PS__SPACE_HOST, 4 * s->layout->n_tokens);
+  s->batch = ps__vt_persistent(b, b->s->at->host, at);
+  s->row_loss = ps__vt_persistent(b, b->s->at->host, 4 * s->layout->n_tokens);
   s->norms =
-      ps__vt_persistent(b, PS__SPACE_HOST, 8ull * ps__norm_slots(s->model) * s->model->n_units);
-  s->stats = ps__vt_persistent(b, PS__SPACE_HOST, sizeof(ps__step_stats));
+      ps__vt_persistent(b, b->s->at->host, 8ull * ps__norm_slots(s->model) * s->model->n_units);
+  s->stats = ps__vt_persistent(b, b->s->at->host, sizeof(ps__step_stats));
   const ps__vaccess load = ps__whole(b, s->batch, PS_WRITE);
-  ps__emit_hook(b, PS__HOOK_LOAD, 0, PS__S_IO, &load, 1, (ps_work){.bytes = (double)at},
+  ps__emit_hook(b, PS__HOOK_LOAD, 0, b->s->at->io, &load, 1, (ps_work){.bytes = (double)at},
                 (ps_tag){-1, -1, -1, PS__PHASE_FORWARD});
 }
 
@@ -96,8 +96,9 @@ void ps__copy_batch(ps__builder *b, uint32_t round) {
   const ps__round *r = &b->s->layout->round[round];
   for (uint32_t i = r->first_chunk; i < r->first_chunk + r->n_chunks; i++) {
     const uint64_t bytes = ps__batch_chunk_of(b->s->layout->chunk[i].n_tokens).bytes;
-    b->step_batch[i] = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
-    ps__emit_copy(b, PS__S_H2D, ps__part(b->s->batch, PS_READ, b->s->batch_offset[i], bytes),
+    b->step_batch[i] = ps__vt_new(b, b->s->at->device, bytes);
+    ps__emit_copy(b, b->s->at->to_device,
+                  ps__part(b->s->batch, PS_READ, b->s->batch_offset[i], bytes),
                   ps__whole(b, b->step_batch[i], PS_WRITE),
                   (ps_tag){-1, (int32_t)round, (int32_t)i, PS__PHASE_FORWARD});
   }
@@ -108,7 +109,7 @@ static void emit_loss(ps__builder *b) {
   const ps__vaccess access[3] = {ps__part(s->batch, PS_READ, 0, sizeof(ps__batch_header)),
                                  ps__whole(b, s->row_loss, PS_READ),
                                  ps__part(s->stats, PS_WRITE, 0, 64)};
-  ps__emit_hook(b, PS__HOOK_LOSS, 0, PS__S_HOST, access, 3,
+  ps__emit_hook(b, PS__HOOK_LOSS, 0, b->s->at->host_ops, access, 3,
                 ps__bytes_work(4.0 * (double)s->layout->n_tokens),
                 (ps_tag){-1, -1, -1, PS__PHASE_HEAD});
 }
@@ -281,7 +282,7 @@ ps_status ps__step_emit(ps__step *s, const ps_model *model, const ps__layout *la
 }
 
 ps_status ps__step_map(ps__step *s) {
-  for (uint32_t space = 0; space < PS__N_SPACES; space++) {
+  for (uint32_t space = 0; space < s->at->n_places; space++) {
     s->space_bytes[space] = ps__memmap(s->vt, s->n_vt, space);
     if (s->space_bytes[space] == UINT64_MAX)
       return ps__fail(PS_ENOMEM, "out of memory for the memory map of %zu tensors", s->n_vt);
@@ -289,7 +290,7 @@ ps_status ps__step_map(ps__step *s) {
   for (size_t i = 0; i < s->n_vt; i++)
     if (s->vt[i].alias_of)
       s->vt[i].offset += s->vt[s->vt[i].alias_of - 1].offset;
-  for (uint32_t space = 0; space < PS__N_SPACES; space++)
+  for (uint32_t space = 0; space < s->at->n_places; space++)
     assert(ps__memmap_valid(s->vt, s->n_vt, space, s->space_bytes[space]));
   return PS_OK;
 }
@@ -315,7 +316,7 @@ void ps__step_free(ps__step *s) {
 
 ps_status ps__step_program(const ps__step *s, ps_program **out) {
   ps_program *p = NULL;
-  PS_TRY(ps_program_create(&p, PS__N_SPACES, PS__N_STREAMS));
+  PS_TRY(ps_program_create(&p, s->at->n_places, s->at->n_streams));
   for (size_t i = 0; i < s->n_op; i++) {
     const ps__vop *v = &s->op[i];
     ps_access access[PS_MAX_ACCESSES];
@@ -352,12 +353,12 @@ static ps_status add_prologue_op(const ps__step *s, ps_program **p, const ps_ker
   const ps_op op = {.kernel = kernel,
                     .args = kernel ? &fill : NULL,
                     .args_bytes = kernel ? sizeof fill : 0,
-                    .stream = kernel ? PS__S_COMPUTE : PS__S_H2D,
+                    .stream = kernel ? s->at->compute : s->at->to_device,
                     .access = kernel ? &write : copy,
                     .n_access = kernel ? 1 : 2,
                     .tag = {-1, -1, -1, PS__PHASE_UPDATE}};
   if (!*p)
-    PS_TRY(ps_program_create(p, PS__N_SPACES, PS__N_STREAMS));
+    PS_TRY(ps_program_create(p, s->at->n_places, s->at->n_streams));
   return ps_program_add(*p, &op, NULL);
 }
 

@@ -12,15 +12,6 @@
 #include "step/places.h"
 #include <penstock/plan.h>
 
-enum { PS__SPACE_DEVICE = 0, PS__SPACE_HOST = 1, PS__N_SPACES = 2 };
-enum {
-  PS__S_COMPUTE = 0,
-  PS__S_H2D = 1,
-  PS__S_D2H = 2,
-  PS__S_HOST = 3,
-  PS__S_IO = 4,
-  PS__N_STREAMS = 5
-};
 enum {
   PS__PHASE_FORWARD = 0,
   PS__PHASE_HEAD = 1,
@@ -237,11 +228,11 @@ typedef struct ps__step {
   uint64_t *batch_offset;   /* [n_chunks] BYTES from the batch's start */
   uint32_t batch, row_loss, norms, stats;
   /* results */
-  uint64_t space_bytes[PS__N_SPACES];  /* the memory map's peaks */
-  uint64_t saved_bytes[PS_N_POLICIES]; /* by policy, of the largest round */
-  uint64_t copied_bytes[2];            /* of a step: to the device, to the host */
+  uint64_t space_bytes[PS__MAX_PLACES]; /* the memory map's peaks */
+  uint64_t saved_bytes[PS_N_POLICIES];  /* by policy, of the largest round */
+  uint64_t copied_bytes[2];             /* of a step: to the device, to the host */
   double model_flops, recompute_flops;
-  size_t scratch_bytes[PS__N_STREAMS];
+  size_t scratch_bytes[PS_MAX_STREAMS];
 } ps__step;
 
 /* ps__step_emit() - emit the step of @spec; memory is not mapped yet. model, layout and spec are

@@ -35,23 +35,23 @@ static void make_unit_host(ps__builder *b, uint32_t unit) {
   h->n = s->model->unit[unit].n;
   const uint64_t weights = unit_bytes(b, unit, s->recipe->weights),
                  updated = unit_bytes(b, unit, s->recipe->updated);
-  h->weights = ps__vt_persistent(b, PS__SPACE_HOST, weights);
+  h->weights = ps__vt_persistent(b, b->s->at->host, weights);
   h->master = ps__has_master(s->spec->recipe) && !frozen
-                  ? ps__vt_persistent(b, PS__SPACE_HOST, updated)
+                  ? ps__vt_persistent(b, b->s->at->host, updated)
                   : PS__NO_VT;
   h->grad = grad_goes_to_host(b, unit)
-                ? ps__vt_persistent(b, PS__SPACE_HOST, unit_bytes(b, unit, s->recipe->grad))
+                ? ps__vt_persistent(b, b->s->at->host, unit_bytes(b, unit, s->recipe->grad))
                 : PS__NO_VT;
   const bool on_device = s->spec->update_resident[unit];
   for (uint32_t k = 0; k < PS_MAX_STATES; k++)
     h->state[k] = k < ps__optimizers[s->spec->optimizer].n_states && !frozen
-                      ? ps__vt_persistent(b, on_device ? PS__SPACE_DEVICE : PS__SPACE_HOST,
+                      ? ps__vt_persistent(b, on_device ? b->s->at->device : b->s->at->host,
                                           unit_bytes(b, unit, s->recipe->state[k]))
                       : PS__NO_VT;
   h->device_weights =
-      s->spec->param_resident[unit] ? ps__vt_persistent(b, PS__SPACE_DEVICE, weights) : PS__NO_VT;
+      s->spec->param_resident[unit] ? ps__vt_persistent(b, b->s->at->device, weights) : PS__NO_VT;
   h->device_master = on_device && h->master != PS__NO_VT
-                         ? ps__vt_persistent(b, PS__SPACE_DEVICE, updated)
+                         ? ps__vt_persistent(b, b->s->at->device, updated)
                          : PS__NO_VT;
 }
 
@@ -163,11 +163,11 @@ static void fetch_unit(ps__builder *b, const ps__pass *v, uint32_t unit) {
     return;
   u->fetched = true;
   if (!resident) {
-    u->weights = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit, b->s->recipe->weights));
+    u->weights = ps__vt_new(b, b->s->at->device, unit_bytes(b, unit, b->s->recipe->weights));
     if (u->weights != PS__NO_VT)
       b->s->vt[u->weights].high = kept_across_rounds(b, v);
   }
-  ps__emit_copy(b, PS__S_H2D, ps__whole(b, b->s->unit_host[unit].weights, PS_READ),
+  ps__emit_copy(b, b->s->at->to_device, ps__whole(b, b->s->unit_host[unit].weights, PS_READ),
                 ps__whole(b, u->weights, PS_WRITE), ps__unit_tag(b, unit, PS__PHASE_FORWARD));
 }
 
@@ -222,7 +222,7 @@ void ps__pass_done(ps__builder *b, uint32_t pass_idx) {
 
 void ps__grad_begin(ps__builder *b, uint32_t unit) {
   ps__unit_progress *u = &b->unit[unit];
-  u->grad = ps__vt_new(b, PS__SPACE_DEVICE, unit_bytes(b, unit, b->s->recipe->grad));
+  u->grad = ps__vt_new(b, b->s->at->device, unit_bytes(b, unit, b->s->recipe->grad));
   if (b->s->spec->grad_resident[unit] && u->contribution == 0)
     u->total = u->grad;
   fetch_total(b, unit);
@@ -234,16 +234,16 @@ static uint32_t emit_sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t gra
   ps__step *s = b->s;
   const ps__span_def *span = s->model->unit[unit].span;
   const uint32_t n = s->model->unit[unit].n_spans, slots = ps__norm_slots(s->model),
-                 out = ps__vt_new(b, PS__SPACE_DEVICE, slots * 8);
+                 out = ps__vt_new(b, b->s->at->device, slots * 8);
   const uint64_t e = ps_dtype_bytes(s->recipe->grad);
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   for (uint32_t i = 0; i < n; i++) {
     const ps__args_sumsq a = {.n = span[i].n, .dt = s->recipe->grad};
     const ps__vaccess access[2] = {ps__part(grad, PS_READ, span[i].offset * e, span[i].n * e),
                                    ps__part(out, PS_WRITE, i * 8, 8)};
-    ps__emit(b, &ps__k_sumsq, PS__S_COMPUTE, &a, sizeof a, access, 2, tag);
+    ps__emit(b, &ps__k_sumsq, b->s->at->compute, &a, sizeof a, access, 2, tag);
   }
-  ps__emit_copy(b, PS__S_D2H, ps__part(out, PS_READ, 0, n * 8),
+  ps__emit_copy(b, b->s->at->to_host, ps__part(out, PS_READ, 0, n * 8),
                 ps__part(s->norms, PS_WRITE, (uint64_t)unit * slots * 8, n * 8),
                 ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
   return out;
@@ -259,7 +259,7 @@ static ps__args_accumulate addition(ps__builder *b, uint32_t unit, uint32_t i, u
     u->low = ps__vt_new(b, space, n);
   return (ps__args_accumulate){.n = n,
                                .dt = b->s->recipe->grad,
-                               .n_threads = space == PS__SPACE_HOST ? b->s->spec->sum_threads : 0,
+                               .n_threads = space == b->s->at->host ? b->s->spec->sum_threads : 0,
                                .mode = mode,
                                .index = i};
 }
@@ -278,14 +278,15 @@ static void low_used(ps__builder *b, uint32_t unit, uint32_t mode) {
 /* total += grad, both in @space. The caller frees @grad. */
 static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t space, uint32_t grad,
                           uint32_t total, ps_tag tag) {
-  const bool on_host = space == PS__SPACE_HOST;
+  const bool on_host = space == b->s->at->host;
   const ps__args_accumulate a = addition(b, unit, i, space);
   ps__vaccess access[3] = {ps__whole(b, grad, PS_READ), ps__whole(b, total, PS_READ_WRITE)};
   const bool low = b->unit[unit].low != PS__NO_VT;
   if (low)
     access[2] = ps__whole(b, b->unit[unit].low, low_access(a.mode));
   ps__emit(b, on_host ? &ps__k_accumulate_host : &ps__k_accumulate,
-           on_host ? PS__S_HOST : PS__S_COMPUTE, &a, sizeof a, access, low ? 3 : 2, tag);
+           on_host ? b->s->at->host_ops : b->s->at->compute, &a, sizeof a, access, low ? 3 : 2,
+           tag);
   low_used(b, unit, a.mode);
 }
 
@@ -302,7 +303,7 @@ static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32
   const bool add = staging != PS__NO_VT;
   ps__args_accumulate whole = {.dt = dt, .n_threads = s->spec->sum_threads, .mode = PS_LOW_READ};
   if (add)
-    whole = addition(b, unit, i, PS__SPACE_HOST);
+    whole = addition(b, unit, i, b->s->at->host);
   const bool low = b->unit[unit].low != PS__NO_VT;
   const ps_kernel *kernel = add   ? &ps__k_accumulate_sumsq_host
                             : low ? &ps__k_round_sumsq_host
@@ -321,7 +322,7 @@ static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32
     access[m++] = ps__part(s->norms, PS_WRITE, at + k * 8, 8);
     if (low)
       access[m++] = ps__part(b->unit[unit].low, PS_READ, span[k].offset, span[k].n);
-    ps__emit(b, kernel, PS__S_HOST, add || low ? (const void *)&part : &squares,
+    ps__emit(b, kernel, b->s->at->host_ops, add || low ? (const void *)&part : &squares,
              add || low ? sizeof part : sizeof squares, access, m,
              ps__unit_tag(b, unit, PS__PHASE_UPDATE));
   }
@@ -334,15 +335,15 @@ static void add_on_host(ps__builder *b, uint32_t unit, uint32_t device_grad, uin
                         uint32_t lag) {
   const ps__unit_host *h = &b->s->unit_host[unit];
   const uint32_t to =
-      i == 0 ? h->grad : ps__vt_new(b, PS__SPACE_HOST, unit_bytes(b, unit, b->s->recipe->grad));
-  ps__emit_copy(b, PS__S_D2H, ps__whole(b, device_grad, PS_READ), ps__whole(b, to, PS_WRITE),
-                ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
+      i == 0 ? h->grad : ps__vt_new(b, b->s->at->host, unit_bytes(b, unit, b->s->recipe->grad));
+  ps__emit_copy(b, b->s->at->to_host, ps__whole(b, device_grad, PS_READ),
+                ps__whole(b, to, PS_WRITE), ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
   if (i == 0)
     return;
   if (total)
     emit_sumsq_on_host(b, unit, i, to);
   else
-    emit_addition(b, unit, i, PS__SPACE_HOST, to, h->grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+    emit_addition(b, unit, i, b->s->at->host, to, h->grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
   ps__vt_free_late(b, to, lag);
 }
 
@@ -359,7 +360,7 @@ void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
   const uint32_t n = n_contributions(b, unit), i = u->contribution++;
   const bool last = i + 1 == n;
   if (ends || (resident && i > 0)) {
-    emit_addition(b, unit, i, PS__SPACE_DEVICE, u->grad, u->total,
+    emit_addition(b, unit, i, b->s->at->device, u->grad, u->total,
                   ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
     ps__vt_free(b, u->grad);
   }

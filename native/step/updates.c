@@ -11,13 +11,14 @@ static uint32_t n_states(const ps__builder *b) {
 
 uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag) {
   const ps__vaccess from = ps__whole(b, host, PS_READ);
-  const uint32_t vt = ps__vt_new(b, PS__SPACE_DEVICE, from.bytes);
-  ps__emit_copy(b, PS__S_H2D, from, ps__whole(b, vt, PS_WRITE), tag);
+  const uint32_t vt = ps__vt_new(b, b->s->at->device, from.bytes);
+  ps__emit_copy(b, b->s->at->to_device, from, ps__whole(b, vt, PS_WRITE), tag);
   return vt;
 }
 
 static void send_to_host(ps__builder *b, uint32_t from, uint32_t host, ps_tag tag) {
-  ps__emit_copy(b, PS__S_D2H, ps__whole(b, from, PS_READ), ps__whole(b, host, PS_WRITE), tag);
+  ps__emit_copy(b, b->s->at->to_host, ps__whole(b, from, PS_READ), ps__whole(b, host, PS_WRITE),
+                tag);
   b->last_sent = host;
 }
 
@@ -28,8 +29,8 @@ static uint32_t send_header(ps__builder *b, ps_tag tag) {
   const uint64_t bytes = sizeof(ps__batch_header);
   if (b->header != PS__NO_VT)
     return b->header;
-  b->header = ps__vt_new(b, PS__SPACE_DEVICE, bytes);
-  ps__emit_copy(b, PS__S_H2D, ps__part(b->s->batch, PS_READ, 0, bytes),
+  b->header = ps__vt_new(b, b->s->at->device, bytes);
+  ps__emit_copy(b, b->s->at->to_device, ps__part(b->s->batch, PS_READ, 0, bytes),
                 ps__whole(b, b->header, PS_WRITE), tag);
   return b->header;
 }
@@ -106,7 +107,7 @@ static void emit_update(ps__builder *b, uint32_t unit, ps__update_part part,
     }
   }
   ps__emit_hook(b, part == PS_UPDATE_STATE ? PS__HOOK_UPDATE_STATE : PS__HOOK_UPDATE, unit,
-                on_device ? PS__S_COMPUTE : PS__S_HOST, access, n,
+                on_device ? b->s->at->compute : b->s->at->host_ops, access, n,
                 ps__bytes_work(ps__update_bytes(spec->optimizer, spec->recipe, part) *
                                (double)b->s->unit_host[unit].n),
                 tag);
@@ -184,11 +185,11 @@ void ps__emit_updates(ps__builder *b) {
   for (uint32_t u = 0; u < n_units; u++)
     any_on_device |= ps__updated_on_device(s->spec, u);
   update_arrived(b, true);
-  ps__emit_hook(b, PS__HOOK_NORM, 0, PS__S_HOST, norm, 2, (ps_work){0}, tag);
+  ps__emit_hook(b, PS__HOOK_NORM, 0, b->s->at->host_ops, norm, 2, (ps_work){0}, tag);
   if (s->spec->clip) {
-    const uint32_t scale = any_on_device ? ps__vt_new(b, PS__SPACE_DEVICE, 64) : PS__NO_VT;
+    const uint32_t scale = any_on_device ? ps__vt_new(b, b->s->at->device, 64) : PS__NO_VT;
     if (any_on_device)
-      ps__emit_copy(b, PS__S_H2D, ps__part(s->stats, PS_READ, 64, 64),
+      ps__emit_copy(b, b->s->at->to_device, ps__part(s->stats, PS_READ, 64, 64),
                     ps__whole(b, scale, PS_WRITE), tag);
     /* In the order in which the forward pass needs them. Nothing waits for an embedding on the
      * host: ps__gather_round(). */
@@ -204,8 +205,8 @@ void ps__emit_updates(ps__builder *b) {
   ps__vaccess report[2] = {ps__whole(b, s->stats, PS_READ)};
   if (any_on_device)
     report[1] = ps__whole(b, b->last_sent, PS_READ);
-  ps__emit_hook(b, PS__HOOK_REPORT, 0, PS__S_HOST, report, any_on_device ? 2 : 1, (ps_work){0},
-                tag);
+  ps__emit_hook(b, PS__HOOK_REPORT, 0, b->s->at->host_ops, report, any_on_device ? 2 : 1,
+                (ps_work){0}, tag);
   /* in the order in which the next step's first backward pass needs the gradients' memory */
   for (uint32_t u = n_units; u-- > 0;)
     if (s->spec->update_split[u])

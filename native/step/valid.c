@@ -146,14 +146,14 @@ static bool access_valid(const ps__step *s, use *of, uint32_t op, const ps__vacc
 static bool op_valid(const ps__step *s, use *of, uint32_t idx) {
   const ps__vop *op = &s->op[idx];
   const ps__vaccess *a = s->access + op->access;
-  if (op->stream >= PS__N_STREAMS || op->n_access > PS_MAX_ACCESSES)
+  if (op->stream >= s->at->n_streams || op->n_access > PS_MAX_ACCESSES)
     return false;
   for (uint32_t i = 0; i < op->n_access; i++)
     if (!access_valid(s, of, idx, &a[i]))
       return false;
   if (op->kernel)
     return true;
-  const uint8_t from = op->stream == PS__S_D2H ? PS__SPACE_DEVICE : PS__SPACE_HOST;
+  const uint8_t from = op->stream == s->at->to_host ? s->at->device : s->at->host;
   return op->n_access == 2 && a[0].mode == PS_READ && a[1].mode == PS_WRITE &&
          a[0].bytes == a[1].bytes && s->vt[a[0].vt].space == from && s->vt[a[1].vt].space != from;
 }

@@ -170,7 +170,7 @@ static ps_status open_engine(ps_trainer *t) {
   ps_engine_config e;
   ps__plan_engine(p, &e);
   PS_TRY(ps_engine_create(&t->engine, &e));
-  t->host = ps_engine_space(t->engine, PS__SPACE_HOST);
+  t->host = ps_engine_space(t->engine, p->at->host);
   return PS_OK;
 }
 
@@ -419,8 +419,8 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
     m->hfu = p->hfu_flops / m->step_s / p->hw.peak_flops_per_s;
   }
   (void)note_memory(t, false);
-  (void)ps_engine_space_peak(t->engine, PS__SPACE_DEVICE, &m->device_peak_bytes);
-  (void)ps_engine_space_peak(t->engine, PS__SPACE_HOST, &m->host_arena_peak_bytes);
+  (void)ps_engine_space_peak(t->engine, p->at->device, &m->device_peak_bytes);
+  (void)ps_engine_space_peak(t->engine, p->at->host, &m->host_arena_peak_bytes);
   const uint64_t peak = ps__resident_peak_bytes(),
                  arena = p->hw.backend == PS_BACKEND_CPU ? m->device_peak_bytes : 0;
   m->host_peak_bytes = peak > arena ? peak - arena : 0;

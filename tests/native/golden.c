@@ -127,7 +127,6 @@ static void print_op(const ps_op_view *op) {
                                       [PS__PHASE_BACKWARD] = "backward",
                                       [PS__PHASE_UPDATE] = "update",
                                       [PS__PHASE_RECOMPUTE] = "recompute"};
-  static const char *const space[] = {[PS__SPACE_DEVICE] = "device", [PS__SPACE_HOST] = "host"};
   static const char *const mode[] = {[PS_READ] = "R", [PS_WRITE] = "W", [PS_READ_WRITE] = "RW"};
   const ps_tag *tag = &op->tag;
   CHECK((size_t)tag->phase < sizeof phase / sizeof *phase);
@@ -136,8 +135,9 @@ static void print_op(const ps_op_view *op) {
   print_args(op);
   putchar('\t');
   for (uint32_t i = 0; i < op->n_access; i++)
-    printf("%s:%s:%" PRIu64 "+%" PRIu64 " ", mode[op->access[i].mode], space[op->access[i].space],
-           op->access[i].offset, op->access[i].bytes);
+    printf("%s:%s:%" PRIu64 "+%" PRIu64 " ", mode[op->access[i].mode],
+           op->access[i].space == ps__one_device.host ? "host" : "device", op->access[i].offset,
+           op->access[i].bytes);
   printf("\tflops=%.17g bytes=%.17g model_flops=%.17g\t", op->work.flops, op->work.bytes,
          op->work.model_flops);
   for (uint32_t i = 0; i < op->n_wait; i++)

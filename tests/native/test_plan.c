@@ -103,7 +103,7 @@ static ps_status slow_hook(void *ctx, ps__hook what, uint32_t unit, const ps_lau
  * device the weights that each step fetches anew. */
 static void poison(ps_trainer *t, bool first) {
   const ps__step *s = &t->plan->step;
-  uint64_t state_end[PS__N_SPACES] = {0};
+  uint64_t state_end[PS__MAX_PLACES] = {0};
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
     const ps__unit_host *h = &s->unit_host[u];
     const bool stay = ps__weights_stay(&t->plan->spec, u);
@@ -121,8 +121,8 @@ static void poison(ps_trainer *t, bool first) {
   }
   /* nothing is there yet: the prologue comes with the first step */
   if (first)
-    state_end[PS__SPACE_DEVICE] = 0;
-  for (uint32_t space = 0; space < PS__N_SPACES; space++)
+    state_end[ps__one_device.device] = 0;
+  for (uint32_t space = 0; space < ps__one_device.n_places; space++)
     memset((char *)ps_engine_space(t->engine, space) + state_end[space], 0xff,
            ps_engine_space_bytes(t->engine, space) - state_end[space]);
 }
@@ -188,11 +188,11 @@ static outcome train(const model *m, ps_plan *plan, bool one_by_one) {
 
 static void check_step(const ps__step *s) {
   CHECK(ps__step_valid(s));
-  uint64_t end[PS__N_SPACES] = {0};
+  uint64_t end[PS__MAX_PLACES] = {0};
   for (size_t i = 0; i < s->n_vt; i++)
     if (s->vt[i].offset + s->vt[i].bytes > end[s->vt[i].space])
       end[s->vt[i].space] = s->vt[i].offset + s->vt[i].bytes;
-  for (uint32_t space = 0; space < PS__N_SPACES; space++) {
+  for (uint32_t space = 0; space < ps__one_device.n_places; space++) {
     CHECK(ps__memmap_valid(s->vt, s->n_vt, space, s->space_bytes[space]));
     CHECK(s->space_bytes[space] < end[space] + 256);
   }
@@ -214,7 +214,7 @@ static void check_report(const ps__step *s) {
   const ps__vop *report = &s->op[end - 1];
   uint32_t last = PS__NO_VT;
   for (size_t i = 0; i < s->n_op; i++)
-    for (uint32_t u = 0; s->op[i].stream == PS__S_D2H && u < s->spec->n_units; u++) {
+    for (uint32_t u = 0; s->op[i].stream == ps__one_device.to_host && u < s->spec->n_units; u++) {
       const uint32_t to = s->access[s->op[i].access + 1].vt;
       const ps__unit_host *h = &s->unit_host[u];
       if (to == h->weights || to == h->master || to == h->state[0] || to == h->state[1])
@@ -418,7 +418,7 @@ static counted count(const model *m, ps_optimizer optimizer, ps_recipe recipe, b
     for (int k = 0; k < PS_MAX_STATES; k++) {
       const uint32_t vt = plan->step.unit_host[u].state[k];
       if (vt != PS__NO_VT)
-        *(plan->step.vt[vt].space == PS__SPACE_HOST ? &c.host : &c.device) +=
+        *(plan->step.vt[vt].space == ps__one_device.host ? &c.host : &c.device) +=
             plan->step.vt[vt].bytes;
     }
   c.in = plan->step.copied_bytes[0];
