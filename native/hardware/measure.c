@@ -197,12 +197,16 @@ static void case_memory(bench *b, const void *args) {
   ps__pool_run(b->exec.pool, 64, copy_slice, b);
 }
 
-/* 7 bytes move for each byte of weights, in bf16 and in fp32: w, m and v are read and written, the
- * gradient is read. */
+/* What usually trains there. */
+static ps_recipe recipe_of(const bench *b) {
+  return b->beside_gpu ? PS_RECIPE_BF16 : PS_RECIPE_FP32;
+}
+static ps_dtype dtype_of(const bench *b) { return ps__recipes[recipe_of(b)].weights; }
+
 static void case_optimizer(bench *b, const void *args) {
-  const ps__segment seg = {0, b->bytes / (b->beside_gpu ? 2 : 4), 0.1f};
+  const ps__segment seg = {0, b->bytes / ps_dtype_bytes(dtype_of(b)), 0.1f};
   const ps__update u = {.optimizer = PS_OPTIMIZER_ADAMW,
-                        .recipe = b->beside_gpu ? PS_RECIPE_BF16 : PS_RECIPE_FP32,
+                        .recipe = recipe_of(b),
                         .lr = 1e-4f,
                         .beta1 = 0.9f,
                         .beta2 = 0.95f,
@@ -215,7 +219,9 @@ static void case_optimizer(bench *b, const void *args) {
   ps__update_on_pool(b->exec.pool, &u, &seg, 1, &a, 0);
 }
 static double optimizer_rate(bench *b) {
-  return 7.0 * (double)b->bytes / time_case(b, case_optimizer, NULL);
+  const uint64_t n = b->bytes / ps_dtype_bytes(dtype_of(b));
+  return ps__update_bytes(PS_OPTIMIZER_ADAMW, recipe_of(b), PS_UPDATE_WHOLE) * (double)n /
+         time_case(b, case_optimizer, NULL);
 }
 
 static void case_accumulate(bench *b, const void *args) {
@@ -295,7 +301,7 @@ static void case_gather(bench *b, const void *args) {
  * does when the next step's rows are gathered. On the CPU backend the simulator divides the
  * CPUs. */
 static ps_status measure_gather(bench *b, ps_hardware *hw) {
-  const uint32_t dim = b->beside_gpu ? 4096 : 512, dt = b->beside_gpu ? PS_BF16 : PS_F32;
+  const uint32_t dim = b->beside_gpu ? 4096 : 512, dt = dtype_of(b);
   const uint64_t row = dim * ps_dtype_bytes((ps_dtype)dt);
   const ps__args_embed a = {.n_tokens = b->beside_gpu ? 8192 : 4096,
                             .vocab = (uint32_t)(b->bytes / 2 / row),
@@ -318,7 +324,7 @@ static ps_status measure_gather(bench *b, ps_hardware *hw) {
 }
 
 static ps_status measure_host(bench *b, ps_hardware *hw) {
-  const uint32_t dt = b->beside_gpu ? PS_BF16 : PS_F32;
+  const uint32_t dt = dtype_of(b);
   const uint64_t n = b->bytes / ps_dtype_bytes((ps_dtype)dt);
   const ps__args_accumulate sum = {.n = n, .dt = dt};
   const ps__args_sumsq squares = {.n = n, .dt = dt};

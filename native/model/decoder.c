@@ -353,9 +353,11 @@ static ps_status describe_block(ps_model *m, const ps__decoder *names, uint32_t 
 
 static ps_status describe_embedding(ps_model *m, const ps__decoder *names) {
   const ps_model_config *c = &m->cfg;
-  const bool rounds = names->rounds_embedding_scale && m->dt == PS_BF16;
-  const float scale =
-      rounds ? ps__bf16_to_f32(ps__f32_to_bf16(c->embedding_scale)) : c->embedding_scale;
+  float scale = c->embedding_scale, stored;
+  if (names->rounds_embedding_scale) { /* to the dtype of activations */
+    ps__convert(&stored, m->dt, &scale, PS_F32, 1);
+    ps__convert(&scale, PS_F32, &stored, m->dt, 1);
+  }
   const ps__args_embed args = {.vocab = c->vocab_size, .dim = c->dim, .dt = m->dt, .scale = scale};
   ps__layer_def *d;
   PS_TRY(ps__model_add_def(m, &d));
