@@ -1,0 +1,107 @@
+/* test_model.c - what descriptions of families give beside the math that tests/test_families.py
+ * compares: constants, shared definitions, what a fresh model draws. */
+#include "check.h"
+#include "model/family.h"
+#include "model/model.h"
+#include <math.h>
+#include <stdio.h>
+
+enum { DIM = 72, LAYERS = 12 };
+
+static uint32_t family_called(const char *name) {
+  for (uint32_t i = 0; ps__family_at(i); i++)
+    if (!strcmp(ps__family_at(i)->model_type, name))
+      return i;
+  CHECK(!"a family of this name");
+  return 0;
+}
+
+static ps_model *create(const char *family, ps_dtype dt, float embedding_scale, uint8_t odd_flags) {
+  ps_model_config c = {.struct_bytes = sizeof c,
+                       .family = family_called(family),
+                       .vocab_size = 64,
+                       .n_layers = LAYERS,
+                       .dim = DIM,
+                       .n_kv_heads = 2,
+                       .n_heads = 2,
+                       .head_dim = 16,
+                       .ffn_dim = 32,
+                       .max_positions = 4096,
+                       .window = 8,
+                       .bos_token_id = -1,
+                       .eos_token_id = -1,
+                       .norm_eps = 1e-5f,
+                       .embedding_scale = embedding_scale,
+                       .local_rope_theta = 1e4,
+                       .rope = {.theta = 1e6}};
+  ps_model *m;
+  for (uint32_t l = 1; l < LAYERS; l += 2)
+    c.layer_flags[l] = odd_flags;
+  CHECK(ps__model_create(&m, &c, dt, 64, 0) == PS_OK);
+  return m;
+}
+
+static float embedding_scale(const char *family, ps_dtype dt) {
+  ps_model *m = create(family, dt, sqrtf(DIM), 0);
+  ps__args_embed args;
+  memcpy(&args, ps__layer_of(m, 0)->fwd[0].args, sizeof args);
+  ps_model_destroy(m);
+  return args.scale;
+}
+
+/* sqrt(72) = 8.4853 is 8.5 in bf16, where numbers from 8 to 16 are 1/16 apart. */
+static void test_gemma_rounds_the_scale_of_the_embedding(void) {
+  CHECK(embedding_scale("gemma2", PS_BF16) == 8.5f);
+  CHECK(embedding_scale("gemma3_text", PS_BF16) == 8.5f);
+  CHECK(embedding_scale("gemma2", PS_F32) == sqrtf(DIM));
+  CHECK(embedding_scale("granite", PS_BF16) == sqrtf(DIM));
+  printf("ok Gemma rounds the scale of the embedding\n");
+}
+
+/* Embedding, head, and a block for each set of flags. */
+static void test_layers_that_are_alike_share_a_definition(void) {
+  const struct {
+    const char *family;
+    uint8_t flags;
+    uint32_t n_defs;
+  } cases[] = {{"mistral", 0, 3},
+               {"gemma2", PS_LAYER_WINDOW, 4},
+               {"gemma3_text", PS_LAYER_WINDOW | PS_LAYER_LOCAL_ROPE, 4},
+               {"smollm3", PS_LAYER_NO_ROPE, 4}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    ps_model *m = create(cases[i].family, PS_BF16, 0, cases[i].flags);
+    CHECK(m->n_defs == cases[i].n_defs);
+    CHECK(ps__layer_of(m, 1) == ps__layer_of(m, 3));
+    CHECK((ps__layer_of(m, 1) == ps__layer_of(m, 2)) == !cases[i].flags);
+    ps_model_destroy(m);
+  }
+  printf("ok layers that are alike share a definition\n");
+}
+
+/* Where norms multiply by 1 + w, w begins at 0. */
+static void test_a_fresh_norm_multiplies_by_one(void) {
+  for (uint32_t f = 0; ps__family_at(f); f++) {
+    const char *name = ps__family_at(f)->model_type;
+    const bool offset = !strncmp(name, "gemma", 5);
+    ps_model *m = create(name, PS_BF16, 0, 0);
+    uint32_t norms = 0;
+    for (uint32_t i = 0; i < ps_model_n_params(m); i++) {
+      ps_param_info p;
+      CHECK(ps_model_param(m, i, &p) == PS_OK);
+      norms += p.role == PS_PARAM_NORM;
+      CHECK(p.role != PS_PARAM_NORM || (p.init_mean == (offset ? 0.0f : 1.0f) && p.init_std == 0));
+    }
+    CHECK(norms >= 2 * LAYERS + 1);
+    ps_model_destroy(m);
+  }
+  printf("ok a fresh norm multiplies by one\n");
+}
+
+int main(void) {
+  const int64_t before = ps__live_allocations();
+  test_gemma_rounds_the_scale_of_the_embedding();
+  test_layers_that_are_alike_share_a_definition();
+  test_a_fresh_norm_multiplies_by_one();
+  CHECK(ps__live_allocations() == before);
+  return 0;
+}
