@@ -179,7 +179,6 @@ def test_a_size_that_is_missing_or_absurd_is_named(tmp_path, key, value):
         (dict(attention_bias="no"), ["attention_bias"]),
         (dict(mlp_bias=True), ["mlp_bias"]),
         (dict(attention_dropout=0.1), ["attention_dropout", "0.1"]),
-        (dict(pretraining_tp=2), ["pretraining_tp", "2"]),
         (dict(num_experts=8), ["num_experts", "8"]),
         (dict(num_local_experts=8), ["num_local_experts"]),
         (dict(quantization_config={"bits": 4}), ["quantization_config"]),
@@ -263,6 +262,11 @@ def test_sliding_windows_are_read_only_where_they_are_in_use(tmp_path):
 def test_qwen3_with_biases_is_refused_and_qwen2_has_them_anyway(tmp_path):
     refused(tmp_path, dict(QWEN3, attention_bias=True), "attention_bias")
     assert ps.read_config(save(tmp_path, dict(QWEN2, attention_bias=True))).qkv_bias == 1
+
+
+def test_how_pretraining_cut_its_products_does_not_matter(tmp_path):
+    """transformers ignores it, and SmolLM3's published config says 2."""
+    assert ps.read_config(save(tmp_path, dict(LLAMA, pretraining_tp=2))).n_layers == 2
 
 
 def test_token_ids_past_the_vocabulary_count_as_none(tmp_path):

@@ -289,9 +289,6 @@ static ps_status refuse_foreign(const ps__config_reader *r, const ps__family *fa
                       "%s: %s is %u: mixtures of experts are not supported, use a dense model",
                       r->path, counts[i], n);
   }
-  PS_TRY(ps__config_uint(r, r->j, "pretraining_tp", 1, &n));
-  if (n > 1)
-    return ps__fail(PS_EFORMAT, "%s: pretraining_tp is %u: only 1 is supported", r->path, n);
   PS_TRY(ps__config_bool(r, r->j, "attention_bias", false, &bias));
   PS_TRY(ps__config_bool(r, r->j, "mlp_bias", false, &mlp_bias));
   if (bias && !family->has_qkv_bias)
