@@ -174,10 +174,14 @@ static void test_random(uint64_t n_programs, uint64_t seed) {
   for (uint64_t i = 0; i < n_programs; i++) {
     ps_program *p = random_ops(seed + i);
     CHECK(same_as_serial(e, p, PS__RULES_ALL, seed + i));
+#ifndef PS_SANITIZED /* its races are meant */
     wrong += !same_as_serial(e, p, PS__RULES_ALL & ~PS__RULE_RAW, seed + i);
+#endif
     ps_program_destroy(p);
   }
+#ifndef PS_SANITIZED
   CHECK(wrong > 0);
+#endif
   CHECK(ps_engine_close(e) == PS_OK);
   printf("ok %llu random programs on two devices; without read after write %llu ran wrong\n",
          (unsigned long long)n_programs, (unsigned long long)wrong);
