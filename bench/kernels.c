@@ -87,8 +87,7 @@ static void bench_case(void *user, const op_case *k) {
   const double ms = best_ms(call_run, &c), rate = k->kernel->info->work(k->args).bytes / ms * 1e-6;
   printf("{\"kernel\": \"%s\", \"shape\": \"%s\", \"dtype\": \"%s\", \"threads\": %u, \"ms\": "
          "%.4f, \"rate\": %.2f, \"unit\": \"GB/s\", \"of_copy\": %.3f}\n",
-         k->kernel->name, k->name, dt == PS_BF16 ? "bf16" : "f32", n_threads, ms, rate,
-         rate / copy_gb_s);
+         k->kernel->name, k->name, ps__dtypes[dt].name, n_threads, ms, rate, rate / copy_gb_s);
   fflush(stdout);
 }
 
@@ -147,8 +146,8 @@ static void bench_gemm(uint32_t m, uint32_t n, uint32_t k, uint8_t ta, uint8_t t
   printf("{\"kernel\": \"gemm\", \"shape\": \"%ux%ux%u%s%s\", \"dtype\": \"%s\", \"threads\": %u, "
          "\"ms\": %.4f, \"rate\": %.2f, \"unit\": \"GFLOP/s\", \"openblas_f32\": %.2f, "
          "\"of_openblas\": %.3f}\n",
-         m, n, k, ta ? " ta" : "", tb ? " tb" : "", dt == PS_BF16 ? "bf16" : "f32", n_threads,
-         ours * 1e-6, flops / ours, flops / blas, blas / ours);
+         m, n, k, ta ? " ta" : "", tb ? " tb" : "", ps__dtypes[dt].name, n_threads, ours * 1e-6,
+         flops / ours, flops / blas, blas / ours);
   fflush(stdout);
 }
 
@@ -175,7 +174,7 @@ int main(int argc, char **argv) {
   static const uint32_t shapes[][3] = {{2048, 2048, 512},  {2048, 1024, 1024}, {2048, 5632, 1024},
                                        {1024, 2816, 2048}, {256, 1024, 384},   {64, 512, 512}};
   const char *only = argc > 2 ? argv[2] : "";
-  for (uint8_t dt = PS_F32; dt <= PS_BF16 && strcmp(only, "elementwise"); dt++)
+  for (uint8_t dt = PS_F32; dt < PS_N_DTYPES && strcmp(only, "elementwise"); dt++)
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
       bench_gemm(shapes[i][0], shapes[i][1], shapes[i][2], 0, 1, dt);
       if (i == 1 || i == 3)
@@ -184,7 +183,7 @@ int main(int argc, char **argv) {
         bench_gemm(shapes[i][0], shapes[i][1], shapes[i][2], 1, 0, dt);
     }
   fill_arena();
-  for (uint32_t dt = PS_F32; dt <= PS_BF16 && strcmp(only, "gemm"); dt++)
+  for (uint32_t dt = PS_F32; dt < PS_N_DTYPES && strcmp(only, "gemm"); dt++)
     bench_elementwise(dt);
   ps__pool_destroy(exec.pool);
   ps__unmap(s, exec.scratch_bytes * n_threads);

@@ -24,17 +24,19 @@ static double uniform(void) {
 float op_normal(void) {
   return (float)((uniform() + uniform() + uniform() + uniform() - 2.0) * 1.7320508);
 }
-size_t op_dtype_bytes(uint32_t dt) { return dt == OP_F64 ? 8 : dt == PS_BF16 ? 2 : 4; }
+size_t op_dtype_bytes(uint32_t dt) {
+  return dt == OP_F64 ? 8 : dt == OP_I32 ? 4 : ps__dtypes[dt].bytes;
+}
 double op_value(const void *p, uint32_t dt, uint64_t i) {
-  return dt == PS_BF16  ? ps__bf16_to_f32(((const uint16_t *)p)[i])
-         : dt == OP_F64 ? ((const double *)p)[i]
+  return dt == OP_F64   ? ((const double *)p)[i]
          : dt == OP_I32 ? ((const int32_t *)p)[i]
-                        : ((const float *)p)[i];
+                        : ps__load1_f32(p, dt, i);
 }
 double op_ulp(double v, uint32_t dt) {
+  static const int significand[] = {[PS_F32] = 24, [PS_BF16] = 8, [OP_F64] = 53};
   int e;
   frexp(v, &e);
-  return ldexp(1.0, e - (dt == PS_BF16 ? 8 : dt == OP_F64 ? 53 : 24));
+  return ldexp(1.0, e - significand[dt]);
 }
 
 /* ---- operands -------------------------------------------------------------------------------- */
@@ -49,10 +51,7 @@ static op_operand drawn(uint32_t mode, uint32_t dt, uint64_t n, float scale, op_
   op_operand b = {mode, dt, n, malloc(n * op_dtype_bytes(dt) + 1), t};
   for (uint64_t i = 0; i < n; i++) {
     const float x = op_normal() * scale;
-    if (dt == PS_BF16)
-      ((uint16_t *)b.init)[i] = ps__f32_to_bf16(x);
-    else
-      ((float *)b.init)[i] = x;
+    ps__store1_f32(b.init, dt, i, x);
   }
   return b;
 }
@@ -102,7 +101,7 @@ static void run(visit *v, const void *args, uint32_t args_bytes, const op_operan
  * magnitude up to the sum of all terms' sizes, 0.64 n where the largest result is about 3
  * sqrt(n): 300 * 2^-24 * 0.2 sqrt(n), twice; errors being random, a tenth. */
 static op_tolerance row_sums(uint32_t dt, double n) {
-  return (op_tolerance){dt == PS_BF16, 4e-7, 1e-6 + 8e-7 * sqrt(n)};
+  return (op_tolerance){dt != PS_F32, 4e-7, 1e-6 + 8e-7 * sqrt(n)};
 }
 
 /* ---- norms and activations ------------------------------------------------------------------- */
@@ -112,9 +111,7 @@ static const uint32_t norm_test[][2] = {{1, 1},     {1, 4096},   {3, 8},     {7,
                                         {2100, 64}, {2049, 40},  {600, 8192}},
                       norm_bench[][2] = {{8192, 1024}};
 /* 12288 columns: 100 additions deep at most, 6e-6 of the mean square, half of that in rstd */
-static op_tolerance norm_tolerance(uint32_t dt) {
-  return (op_tolerance){dt == PS_BF16, 3e-6, 3e-6};
-}
+static op_tolerance norm_tolerance(uint32_t dt) { return (op_tolerance){dt != PS_F32, 3e-6, 3e-6}; }
 
 static void rmsnorm_fwd(visit *v, uint32_t dt) {
   EACH(s, v, norm_test, norm_bench) {
@@ -164,8 +161,8 @@ static const uint32_t glu_test[][2] = {{1, 1},     {1, 14336},  {3, 7},
  * gelu's exponent is a polynomial, 3 * 2^-24 off for each unit of its size, and counts up to 17,
  * where sig is 1. bf16: exp within 1e-5 */
 static op_tolerance glu_tolerance(uint32_t dt, uint32_t activation) {
-  return dt == PS_BF16 ? (op_tolerance){1, 2e-5, 2e-6}
-                       : (op_tolerance){0, activation == PS_ACTIVATION_SILU ? 1e-6 : 4e-6, 2e-7};
+  return dt != PS_F32 ? (op_tolerance){1, 2e-5, 2e-6}
+                      : (op_tolerance){0, activation == PS_ACTIVATION_SILU ? 1e-6 : 4e-6, 2e-7};
 }
 static void glu_fwd(visit *v, uint32_t dt) {
   EACH(s, v, glu_test, glu_bench) {
@@ -229,8 +226,8 @@ static void qkv_split_fwd(visit *v, uint32_t dt) {
     const uint64_t q = (uint64_t)s[1] * s[3] * s[0], k = (uint64_t)s[2] * s[3] * s[0];
     /* cos and sin within an ulp on either side: of the pair. With norm 3e-6 as rmsnorm; bf16
      * then rounds before the rotation too: an ulp, 2^-7, of the partner at worst */
-    const op_tolerance t = dt == PS_BF16 ? (op_tolerance){1, 0, norm ? 0x1p-7 : 1e-6}
-                                         : (op_tolerance){0, 0, norm ? 4e-6 : 5e-7};
+    const op_tolerance t = dt != PS_F32 ? (op_tolerance){1, 0, norm ? 0x1p-7 : 1e-6}
+                                        : (op_tolerance){0, 0, norm ? 4e-6 : 5e-7};
     if (!wanted(v, q + 2 * k))
       continue;
     const op_operand o[] = {in(dt, q + 2 * k, 1),
@@ -252,8 +249,8 @@ static void qkv_split_bwd(visit *v, uint32_t dt) {
     const uint64_t q = (uint64_t)s[1] * s[3] * s[0], k = (uint64_t)s[2] * s[3] * s[0],
                    of_q = norm ? ps__q_norm_elements(&a) : 0,
                    of_k = norm ? ps__k_norm_elements(&a) : 0;
-    const op_tolerance t = dt == PS_BF16 ? (op_tolerance){1, 0, norm ? 1e-5 : 1e-6}
-                                         : (op_tolerance){0, 0, norm ? 1e-5 : 5e-7};
+    const op_tolerance t = dt != PS_F32 ? (op_tolerance){1, 0, norm ? 1e-5 : 1e-6}
+                                        : (op_tolerance){0, 0, norm ? 1e-5 : 5e-7};
     if (!wanted(v, q + 2 * k))
       continue;
     const op_operand o[] = {in(dt, q, 1),
@@ -308,8 +305,8 @@ static void cross_entropy(visit *v, uint32_t dt) {
   /* bf16 exponents: 3e-6 at terms that matter, 2e-5 at 60 below the largest, nothing below
    * 1e-38; fp32: 1e-6 an exponent, sums of up to 128 terms a thread, and what cancels at the
    * target */
-  const op_tolerance grad = dt == PS_BF16 ? (op_tolerance){1, 2e-5, 1e-7}
-                                          : (op_tolerance){0, 1e-5, 1e-6},
+  const op_tolerance grad = dt != PS_F32 ? (op_tolerance){1, 2e-5, 1e-7}
+                                         : (op_tolerance){0, 1e-5, 1e-6},
                      loss = {0, 5e-6, 2e-6};
   EACH(s, v, loss_test, loss_bench) {
     const uint32_t r = s[0], vocab = s[1];
@@ -378,7 +375,9 @@ static void accumulate(visit *v, uint32_t dt) {
    * than an ulp of the total, 2^-7 of it; tests/test_ops.py has the bits */
   EACH(s, v, sum_test, sum_bench)
   for (uint32_t mode = 0;
-       mode <= (dt == PS_BF16 && v->sizes != OP_BENCH ? PS_DITHER : 0) && wanted(v, s[0]); mode++) {
+       mode <= (ps__dtypes[dt].low_bytes && v->sizes != OP_BENCH ? PS_DITHER : 0) &&
+       wanted(v, s[0]);
+       mode++) {
     const uint32_t n = s[0], low = mode & (PS_LOW_READ | PS_LOW_WRITE);
     const ps__args_accumulate a = {
         .n = n, .first = 1000003 * s_i, .dt = dt, .mode = mode, .index = 5 + mode};
@@ -457,8 +456,8 @@ static void gemm_case(visit *v, uint32_t dt, const uint32_t *s, uint32_t pad, ui
    * worst; bf16 then an ulp; and with an addend cuBLASLt's kernels may round the product to bf16
    * first (matmul.cu): half an ulp of a product, which is at most twice the largest output here,
    * addends being in [-1, 1] */
-  const bool twice = dt_c == PS_BF16 && (a.accumulate || a.has_bias || a.has_residual);
-  const op_tolerance t = {dt_c == PS_BF16, 1e-6, 1e-6 + 1e-6 * sqrt(k) + (twice ? 0x1p-8 : 0)};
+  const bool twice = dt_c != PS_F32 && (a.accumulate || a.has_bias || a.has_residual);
+  const op_tolerance t = {dt_c != PS_F32, 1e-6, 1e-6 + 1e-6 * sqrt(k) + (twice ? 0x1p-8 : 0)};
   /* C is updated where its rows have a margin, which must stay as it is: one row of poison would
    * not compare */
   op_operand o[5] = {in(dt, (uint64_t)a.lda * (a.trans_a ? k : m), 1),

@@ -169,17 +169,16 @@ static void check(void *user, const op_case *c) {
 }
 
 static void test_table(uint64_t seed) {
-  static const char *const dtype[] = {[PS_F32] = "fp32", [PS_BF16] = "bf16"};
-  for (uint32_t dt = PS_F32; dt <= PS_BF16; dt++)
+  for (uint32_t dt = PS_F32; dt < PS_N_DTYPES; dt++)
     for (uint32_t i = 0; i < n_op_table; i++) {
       const int before = g_failed;
       const ps_kernel *k = op_table[i].kernel;
       /* products need the tools that a sanitizer leaves out */
       if (!k->fn[PS_BACKEND_CUDA] || (g_short && k == &ps__k_gemm))
         continue;
-      op_cases(i, dt, g_short ? OP_SMALL : OP_ALL, seed, check, (void *)dtype[dt]);
+      op_cases(i, dt, g_short ? OP_SMALL : OP_ALL, seed, check, (void *)ps__dtypes[dt].name);
       if (g_failed == before)
-        printf("ok %s %s\n", k->name, dtype[dt]);
+        printf("ok %s %s\n", k->name, ps__dtypes[dt].name);
     }
 }
 
