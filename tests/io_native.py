@@ -108,7 +108,7 @@ def _load():
         ("ps_dataset_n_shards", u32, [p]),
         ("ps_dataset_n_tokens", u64, [p]),
         ("ps_dataset_n_sequences", u64, [p, u64]),
-        ("ps_dataset_read", i32, [p, u64, u64, p, p]),
+        ("ps_dataset_read", i32, [p, u64, u64, p, p, p]),
         ("ps_dataset_order", u64, [u64, u64, u64, i32]),
     ]:
         f = getattr(lib, name)
@@ -253,7 +253,10 @@ class Dataset:
         import numpy as np
 
         tokens, targets = np.zeros(max(seq_len, 1), np.int32), np.zeros(max(seq_len, 1), np.int32)
-        check(lib.ps_dataset_read(self.p, seq_len, idx, tokens.ctypes.data, targets.ctypes.data))
+        begins = np.full(max(seq_len, 1), 9, np.uint8)
+        out = (tokens.ctypes.data, targets.ctypes.data, begins.ctypes.data)
+        check(lib.ps_dataset_read(self.p, seq_len, idx, *out))
+        self.begins = begins
         return tokens, targets
 
 

@@ -14,6 +14,12 @@
  * 0 says that the token is no target. h[6] is 1 where there are masks and 0 where there are none.
  * Another h[6], as llmq's first writer left it, says nothing: then the file's length decides.
  *
+ * Beside a shard NAME.bin of any of these formats may lie a mask, NAME.mask: a header of 256
+ * little-endian int32 m[0] to m[255], then a byte a token. m[0]=20261122, m[1]=1, m[4..5]=n,
+ * m[6]=the CRC-32 of the first 1 MiB of NAME.bin, m[3]=the length of the rows in which documents
+ * are packed, or 0. The byte's bit 0 says that the token is a target, bit 1 that it begins a
+ * document. The other words and bits are 0. A shard has masks of its own or a mask file, not both.
+ *
  * A dataset is one shard or more, read as one stream of tokens. A folder stands for its *.bin
  * files, sorted by name. The target of a token is the next token of the same shard. */
 #ifndef PENSTOCK_DATA_H
@@ -46,14 +52,23 @@ PS_API uint64_t ps_dataset_n_tokens(const ps_dataset *ds);
  * short. */
 PS_API uint64_t ps_dataset_n_sequences(const ps_dataset *ds, uint64_t seq_len);
 
+/* ps_dataset_marks_documents() - 1: masks of the dataset say where documents begin, and a plan must
+ * not assume one document a sequence. 0: no shard has a mask file. */
+PS_API int ps_dataset_marks_documents(const ps_dataset *ds);
+
+/* ps_dataset_check() - check that sequences of @seq_len tokens can be read: there is one, and none
+ * cuts a row of packed documents. Errors: PS_EINVAL. */
+PS_API ps_status ps_dataset_check(const ps_dataset *ds, uint64_t seq_len);
+
 /* ps_dataset_read() - read sequence @idx, below ps_dataset_n_sequences().
  * @tokens, @targets  [seq_len] each. A masked target is -1.
+ * @begins            [seq_len] or NULL. 1: the mask says that a document begins at this token.
  * Threads: any number of threads at once. Allocates nothing; 16 KiB of stack.
  * Errors: PS_EINVAL: @idx or @seq_len. PS_EFORMAT: a token id past the vocabulary; the message has
  *         shard and offset. PS_EIO: reading failed, or the shard was cut off after it was opened.
  *         Of more than 256 shards only 256 stay open: another one may also have been replaced. */
 PS_API ps_status ps_dataset_read(ps_dataset *ds, uint64_t seq_len, uint64_t idx, int32_t *tokens,
-                                 int32_t *targets);
+                                 int32_t *targets, uint8_t *begins);
 
 /* ps_dataset_order() - the sequence that is read at position @pos of a training. Epoch
  * pos / n_sequences reads each sequence once, in an order drawn from (@seed, epoch). The order is

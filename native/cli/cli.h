@@ -157,7 +157,8 @@ typedef struct cli_job {
   bool nesterov;
   uint32_t recipe, optimizer, lr_schedule, save_dtype;
   int32_t document_token, document_end_token;
-  double save_wait; /* seconds for which a failing save is tried again */
+  bool data_marks_documents; /* masks of the data say where documents begin */
+  double save_wait;          /* seconds for which a failing save is tried again */
   bool force, shuffle, json, quiet, smallest, deterministic, init_weights;
   const char *hardware_file; /* of `penstock plan`: the machine to plan for */
   bool other_machine;        /* of `penstock plan`: --host-mem may exceed this machine's memory */

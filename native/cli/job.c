@@ -234,7 +234,8 @@ int cli_job_prepare(cli_job *j) {
       .clip = j->clip_norm > 0,
       .n_threads = (uint32_t)j->device.threads,
       .deterministic = j->deterministic,
-      .one_document = j->document_token < 0 && j->document_end_token < 0,
+      .one_document =
+          j->document_token < 0 && j->document_end_token < 0 && !j->data_marks_documents,
       .trace_steps = (uint32_t)j->trace_steps,
   };
   return CLI_OK;

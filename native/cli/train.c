@@ -82,7 +82,7 @@ static int check_outputs(const cli_job *job) {
   return code == CLI_OK ? cli_folder_check(job->run_dir, "run-dir") : code;
 }
 
-static int open_data(const cli_job *job, ps_dataset **out) {
+static int open_data(cli_job *job, ps_dataset **out) {
   if (!job->data.n)
     return cli_fail(
         CLI_REFUSED,
@@ -91,15 +91,12 @@ static int open_data(const cli_job *job, ps_dataset **out) {
   ps_status st = ps_dataset_open(&ds, job->data.item, job->data.n, job->config.vocab_size);
   if (st != PS_OK)
     return cli_fail_status(st, true);
-  if (ps_dataset_n_sequences(ds, job->seq_len) == 0) {
-    int code = cli_fail(CLI_REFUSED,
-                        "the data has %llu tokens in %u shards, but a sequence of --seq-len %llu "
-                        "needs %llu tokens in one shard: lower --seq-len, or give more data",
-                        (unsigned long long)ps_dataset_n_tokens(ds), ps_dataset_n_shards(ds),
-                        (unsigned long long)job->seq_len, (unsigned long long)job->seq_len + 1);
+  if ((st = ps_dataset_check(ds, job->seq_len)) != PS_OK) {
+    int code = cli_fail_status(st, true);
     ps_dataset_close(ds);
     return code;
   }
+  job->data_marks_documents = ps_dataset_marks_documents(ds) != 0;
   *out = ds;
   return CLI_OK;
 }

@@ -20,20 +20,32 @@ enum {
   HEADER_BYTES = 1024,
   CHECK_TOKENS = 1 << 20,
   PIECE_BYTES = 1 << 14, /* read at a time, on the stack */
-  /* Shards that stay open, of the 1,024 files that a process may have. Others are opened for each
-   * sequence. */
-  KEPT_OPEN = 256
+  /* Shards that stay open with their masks, of the 1,024 files that a process may have. Others are
+   * opened for each sequence. */
+  KEPT_OPEN = 256,
+  MASK_MAGIC = 20261122,
+  MASK_CRC_BYTES = 1 << 20 /* of the shard, which its mask's header knows */
 };
 
-typedef struct token_shard {
-  char *path;
-  int fd; /* -1: opened for each sequence */
-  uint64_t file_bytes, n_tokens;
+typedef struct input_file {
+  char *path; /* NULL: there is none */
+  int fd;     /* -1: opened for each sequence */
+  uint64_t bytes;
   dev_t device; /* device and inode tell whether the path still names this file */
   ino_t inode;
+} input_file;
+
+/* What a byte of a mask file says of its token. */
+enum { IS_TARGET = 1, BEGINS_DOCUMENT = 2 };
+
+typedef struct token_shard {
+  input_file file;
+  input_file mask; /* the mask file beside it */
+  uint64_t n_tokens;
   uint32_t token_bytes; /* 2 or 4 */
   bool signed_ids;      /* the format's tokens are int32; for messages */
-  uint64_t mask_at;     /* the byte of the file where the masks begin; 0: it has none */
+  uint32_t row_tokens;  /* documents are packed in rows of so many tokens; 0: the mask names none */
+  uint64_t mask_at;     /* the byte of the file where masks of one bit begin; 0: it has none */
 } token_shard;
 
 struct ps_dataset {
@@ -41,6 +53,7 @@ struct ps_dataset {
   size_t n, cap;
   uint64_t n_tokens;
   uint32_t vocab_size;
+  bool marks_documents;     /* a shard has a mask file */
   _Atomic uint32_t n_users; /* trainers that read it */
 };
 
@@ -64,9 +77,10 @@ static ps_status expect_version(const char *path, const char *producer, uint32_t
 }
 
 static ps_status parse_penstock(token_shard *s, const uint32_t h[16]) {
-  PS_TRY(expect_version(s->path, "Penstock", h[1], 1, 1));
+  PS_TRY(expect_version(s->file.path, "Penstock", h[1], 1, 1));
   if (h[2] != 2 && h[2] != 4)
-    return ps__fail(PS_EFORMAT, "%s: header word 2 is %u: a token has 2 or 4 bytes", s->path, h[2]);
+    return ps__fail(PS_EFORMAT, "%s: header word 2 is %u: a token has 2 or 4 bytes", s->file.path,
+                    h[2]);
   s->token_bytes = h[2];
   s->n_tokens = h[4] | (uint64_t)h[5] << 32;
   return PS_OK;
@@ -76,10 +90,10 @@ static ps_status parse_penstock(token_shard *s, const uint32_t h[16]) {
 typedef enum masks { MASKS_NONE = 0, MASKS = 1, MASKS_UNSAID = 2 } masks;
 
 static ps_status parse_bintok(token_shard *s, const uint32_t h[16], masks *m) {
-  PS_TRY(expect_version(s->path, "BIN.TOK", h[2], 1, 2));
+  PS_TRY(expect_version(s->file.path, "BIN.TOK", h[2], 1, 2));
   if (h[3] != 4)
-    return ps__fail(PS_EFORMAT, "%s: header word 3 is %u: a BIN.TOK token has 4 bytes", s->path,
-                    h[3]);
+    return ps__fail(PS_EFORMAT, "%s: header word 3 is %u: a BIN.TOK token has 4 bytes",
+                    s->file.path, h[3]);
   s->token_bytes = 4;
   s->signed_ids = true;
   s->n_tokens = h[4];
@@ -97,28 +111,28 @@ static ps_status parse_header(token_shard *s, const unsigned char raw[HEADER_BYT
   } else if (h[0] == 20261121) {
     return parse_penstock(s, h);
   } else if (h[0] == 20240520) {
-    PS_TRY(expect_version(s->path, "llm.c", h[1], 1, 1));
+    PS_TRY(expect_version(s->file.path, "llm.c", h[1], 1, 1));
     s->token_bytes = 2;
     s->n_tokens = h[2];
   } else if (h[0] == 20240801) {
-    PS_TRY(expect_version(s->path, "llm.c llama-3", h[1], 7, 7));
+    PS_TRY(expect_version(s->file.path, "llm.c llama-3", h[1], 7, 7));
     s->token_bytes = 4;
     s->n_tokens = h[2];
   } else if (h[0] == 20240522) {
     return ps__fail(PS_EFORMAT,
                     "%s: is an llm.c evaluation file (HellaSwag, MMLU): token shards are needed",
-                    s->path);
+                    s->file.path);
   } else {
     return ps__fail(PS_EFORMAT,
                     "%s: its magic number is %u, which no known token shard has: write shards with "
                     "python -m penstock.data",
-                    s->path, h[0]);
+                    s->file.path, h[0]);
   }
   if (s->n_tokens > INT32_MAX)
     return ps__fail(PS_EFORMAT,
                     "%s: its header claims %" PRIu64
                     " tokens: below 2^31 are allowed in this format",
-                    s->path, s->n_tokens);
+                    s->file.path, s->n_tokens);
   return PS_OK;
 }
 
@@ -130,9 +144,9 @@ static ps_status check_length(token_shard *s, masks m) {
       __builtin_add_overflow(plain, HEADER_BYTES, &plain) ||
       __builtin_add_overflow(plain, s->n_tokens / 8 + (s->n_tokens % 8 != 0), &masked))
     plain = masked = UINT64_MAX;
-  if (m != MASKS && s->file_bytes == plain)
+  if (m != MASKS && s->file.bytes == plain)
     return PS_OK;
-  if (m != MASKS_NONE && s->file_bytes == masked) {
+  if (m != MASKS_NONE && s->file.bytes == masked) {
     s->mask_at = plain;
     return PS_OK;
   }
@@ -140,14 +154,14 @@ static ps_status check_length(token_shard *s, masks m) {
     return ps__fail(PS_EFORMAT,
                     "%s: its header claims %" PRIu64 " tokens of %u bytes, which makes %" PRIu64
                     " bytes, with masks %" PRIu64 ", but the file has %" PRIu64 ": write it again",
-                    s->path, s->n_tokens, s->token_bytes, plain, masked, s->file_bytes);
+                    s->file.path, s->n_tokens, s->token_bytes, plain, masked, s->file.bytes);
   const uint64_t need = m == MASKS ? masked : plain;
   return ps__fail(PS_EFORMAT,
                   "%s: its header claims %" PRIu64 " tokens of %u bytes%s, which makes %" PRIu64
                   " bytes, but the file has %" PRIu64 ": %s, write it again",
-                  s->path, s->n_tokens, s->token_bytes, m == MASKS ? " and masks" : "", need,
-                  s->file_bytes,
-                  s->file_bytes < need ? "it may be truncated" : "something was appended to it");
+                  s->file.path, s->n_tokens, s->token_bytes, m == MASKS ? " and masks" : "", need,
+                  s->file.bytes,
+                  s->file.bytes < need ? "it may be truncated" : "something was appended to it");
 }
 
 /* ---- tokens ---------------------------------------------------------------------------------- */
@@ -159,12 +173,12 @@ static ps_status past_vocabulary(const ps_dataset *ds, const token_shard *s, uin
         PS_EFORMAT,
         "%s: token %" PRIu64
         " of the shard is %d: a token id is not negative (tokens that are no targets are masked)",
-        s->path, i, (int32_t)id);
+        s->file.path, i, (int32_t)id);
   return ps__fail(
       PS_EFORMAT,
       "%s: token %" PRIu64
       " of the shard is %u: the model's vocabulary has %u; use the tokenizer of this model",
-      s->path, i, id, ds->vocab_size);
+      s->file.path, i, id, ds->vocab_size);
 }
 
 /* Reads and checks tokens [first, first + n). The i-th of them goes to @tokens[i] and, for i > 0,
@@ -176,7 +190,8 @@ static ps_status read_tokens(const ps_dataset *ds, const token_shard *s, int fd,
   const uint32_t width = s->token_bytes, whole = PIECE_BYTES / width;
   for (uint64_t done = 0; done < n;) {
     const uint64_t m = n - done < whole ? n - done : whole;
-    PS_TRY(ps__pread_all(fd, s->path, piece, m * width, HEADER_BYTES + (first + done) * width));
+    PS_TRY(
+        ps__pread_all(fd, s->file.path, piece, m * width, HEADER_BYTES + (first + done) * width));
     for (uint64_t i = 0; i < m; i++) {
       const uint8_t *p = piece + i * width;
       const uint32_t id = width == 2 ? p[0] | (uint32_t)p[1] << 8 : le32(p);
@@ -192,14 +207,15 @@ static ps_status read_tokens(const ps_dataset *ds, const token_shard *s, int fd,
   return PS_OK;
 }
 
-/* Sets the targets of those of tokens [first, first + n) that are masked to -1. */
-static ps_status read_masks(const token_shard *s, int fd, uint64_t first, uint64_t n,
-                            int32_t *targets) {
+/* Sets the targets of those of tokens [first, first + n) that are masked to -1: from the bits after
+ * the tokens. */
+static ps_status read_bits(const token_shard *s, int fd, uint64_t first, uint64_t n,
+                           int32_t *targets) {
   uint8_t piece[PIECE_BYTES];
   for (uint64_t done = 0; done < n;) {
     const uint64_t byte = (first + done) / 8, end = (first + n - 1) / 8 + 1,
                    m = end - byte < PIECE_BYTES ? end - byte : PIECE_BYTES;
-    PS_TRY(ps__pread_all(fd, s->path, piece, m, s->mask_at + byte));
+    PS_TRY(ps__pread_all(fd, s->file.path, piece, m, s->mask_at + byte));
     for (; done < n && (first + done) / 8 < byte + m; done++)
       if (!(piece[(first + done) / 8 - byte] >> (first + done) % 8 & 1))
         targets[done] = -1;
@@ -207,23 +223,131 @@ static ps_status read_masks(const token_shard *s, int fd, uint64_t first, uint64
   return PS_OK;
 }
 
+/* Tokens [first, first + n] of the mask file. Sets targets that are masked to -1, and of the first
+ * n tokens @begins, unless it is NULL. */
+static ps_status read_mask(const token_shard *s, int fd, uint64_t first, uint64_t n,
+                           int32_t *targets, uint8_t *begins) {
+  uint8_t piece[PIECE_BYTES];
+  for (uint64_t done = 0; done <= n;) {
+    const uint64_t m = n + 1 - done < PIECE_BYTES ? n + 1 - done : PIECE_BYTES;
+    PS_TRY(ps__pread_all(fd, s->mask.path, piece, m, HEADER_BYTES + first + done));
+    for (uint64_t i = 0; i < m; i++) {
+      if (done + i && !(piece[i] & IS_TARGET))
+        targets[done + i - 1] = -1;
+      if (begins && done + i < n)
+        begins[done + i] = (piece[i] & BEGINS_DOCUMENT) != 0;
+    }
+    done += m;
+  }
+  return PS_OK;
+}
+
 /* ---- opening --------------------------------------------------------------------------------- */
+
+static void keep_identity(input_file *f, const struct stat *sb) {
+  f->bytes = (uint64_t)sb->st_size;
+  f->device = sb->st_dev;
+  f->inode = sb->st_ino;
+}
 
 static ps_status check_shard(const ps_dataset *ds, token_shard *s, const struct stat *sb) {
   unsigned char raw[HEADER_BYTES];
   masks m;
-  s->file_bytes = (uint64_t)sb->st_size;
-  s->device = sb->st_dev;
-  s->inode = sb->st_ino;
-  if (s->file_bytes < HEADER_BYTES)
+  keep_identity(&s->file, sb);
+  if (s->file.bytes < HEADER_BYTES)
     return ps__fail(PS_EFORMAT,
-                    "%s: has %" PRIu64 " bytes: a token shard starts with a header of %d", s->path,
-                    s->file_bytes, HEADER_BYTES);
-  PS_TRY(ps__pread_all(s->fd, s->path, raw, sizeof raw, 0));
+                    "%s: has %" PRIu64 " bytes: a token shard starts with a header of %d",
+                    s->file.path, s->file.bytes, HEADER_BYTES);
+  PS_TRY(ps__pread_all(s->file.fd, s->file.path, raw, sizeof raw, 0));
   PS_TRY(parse_header(s, raw, &m));
   PS_TRY(check_length(s, m));
-  return read_tokens(ds, s, s->fd, 0, s->n_tokens < CHECK_TOKENS ? s->n_tokens : CHECK_TOKENS, NULL,
-                     NULL);
+  return read_tokens(ds, s, s->file.fd, 0, s->n_tokens < CHECK_TOKENS ? s->n_tokens : CHECK_TOKENS,
+                     NULL, NULL);
+}
+
+/* The CRC-32 of zip and PNG (reflected polynomial 0xEDB88320) of the file's first bytes. */
+static ps_status crc_of_start(const input_file *f, uint32_t *out) {
+  uint32_t table[256], crc = UINT32_MAX;
+  uint8_t piece[PIECE_BYTES];
+  const uint64_t n = f->bytes < MASK_CRC_BYTES ? f->bytes : MASK_CRC_BYTES;
+  for (uint32_t i = 0; i < 256; i++) {
+    table[i] = i;
+    for (int k = 0; k < 8; k++)
+      table[i] = table[i] >> 1 ^ (table[i] & 1 ? 0xEDB88320u : 0);
+  }
+  for (uint64_t done = 0; done < n;) {
+    const uint64_t m = n - done < PIECE_BYTES ? n - done : PIECE_BYTES;
+    PS_TRY(ps__pread_all(f->fd, f->path, piece, m, done));
+    for (uint64_t i = 0; i < m; i++)
+      crc = crc >> 8 ^ table[(crc ^ piece[i]) & 255];
+    done += m;
+  }
+  *out = ~crc;
+  return PS_OK;
+}
+
+/* The mask file that lies open beside its shard. */
+static ps_status check_mask(token_shard *s) {
+  const char *path = s->mask.path;
+  unsigned char raw[HEADER_BYTES];
+  uint32_t crc;
+  if (s->mask.bytes < HEADER_BYTES)
+    return ps__fail(PS_EFORMAT, "%s: has %" PRIu64 " bytes: a mask starts with a header of %d",
+                    path, s->mask.bytes, HEADER_BYTES);
+  PS_TRY(ps__pread_all(s->mask.fd, path, raw, sizeof raw, 0));
+  const uint32_t magic = le32(raw), version = le32(raw + 4);
+  const uint64_t n = le32(raw + 16) | (uint64_t)le32(raw + 20) << 32;
+  if (magic != MASK_MAGIC || version != 1)
+    return ps__fail(PS_EFORMAT,
+                    "%s: begins with the words %u and %u, a mask of a token shard with %u and 1: "
+                    "write it again, or remove it",
+                    path, magic, version, (uint32_t)MASK_MAGIC);
+  if (s->mask_at)
+    return ps__fail(PS_EFORMAT, "%s: the shard has masks of its own: remove this file", path);
+  if (n != s->n_tokens)
+    return ps__fail(PS_EFORMAT,
+                    "%s: masks %" PRIu64 " tokens, but the shard has %" PRIu64 ": write both again",
+                    path, n, s->n_tokens);
+  if (s->mask.bytes - HEADER_BYTES != n)
+    return ps__fail(PS_EFORMAT,
+                    "%s: has %" PRIu64 " bytes, but its %" PRIu64 " tokens take %d and as many: "
+                    "write it again",
+                    path, s->mask.bytes, n, HEADER_BYTES);
+  PS_TRY(crc_of_start(&s->file, &crc));
+  if (crc != le32(raw + 24))
+    return ps__fail(PS_EFORMAT,
+                    "%s: was made for another shard: its header has the CRC %08x, the shard's "
+                    "first %d bytes have %08x: write both again",
+                    path, le32(raw + 24), MASK_CRC_BYTES, crc);
+  s->row_tokens = le32(raw + 12);
+  return PS_OK;
+}
+
+/* Open NAME.mask beside NAME.bin, if it is there. */
+static ps_status add_mask(token_shard *s) {
+  static const char suffix[] = ".mask";
+  struct stat sb;
+  const char *path = s->file.path;
+  const size_t k = strlen(path), stem = k > 4 && !strcmp(path + k - 4, ".bin") ? k - 4 : k;
+  char *name = ps__calloc(stem + sizeof suffix, 1);
+  if (!name)
+    return no_memory(path);
+  memcpy(name, path, stem);
+  memcpy(name + stem, suffix, sizeof suffix);
+  if (stat(name, &sb) != 0 && errno == ENOENT) {
+    ps__free(name);
+    return PS_OK;
+  }
+  s->mask.path = name;
+  PS_TRY(ps__open_input(&s->mask.fd, &sb, name));
+  keep_identity(&s->mask, &sb);
+  return check_mask(s);
+}
+
+static void shut(input_file *f) {
+  if (f->fd >= 0)
+    close(f->fd);
+  f->fd = -1;
 }
 
 /* Frees @path or keeps it, on failure too. */
@@ -237,14 +361,16 @@ static ps_status add_shard(ps_dataset *ds, char *path) {
     return st;
   }
   token_shard *s = &ds->shards[ds->n++];
-  *s = (token_shard){.path = path, .fd = -1};
+  *s = (token_shard){.file = {.path = path, .fd = -1}, .mask = {.fd = -1}};
   struct stat sb;
-  PS_TRY(ps__open_input(&s->fd, &sb, path));
+  PS_TRY(ps__open_input(&s->file.fd, &sb, path));
   PS_TRY(check_shard(ds, s, &sb));
+  PS_TRY(add_mask(s));
   ds->n_tokens += s->n_tokens;
+  ds->marks_documents |= s->mask.path != NULL;
   if (ds->n > KEPT_OPEN) {
-    close(s->fd);
-    s->fd = -1;
+    shut(&s->file);
+    shut(&s->mask);
   }
   return PS_OK;
 }
@@ -346,9 +472,10 @@ ps_status ps_dataset_close(ps_dataset *ds) {
     return ps__fail(PS_EBUSY, "dataset: %" PRIu32 " trainer(s) still read it: destroy them first",
                     n);
   for (size_t i = 0; i < ds->n; i++) {
-    if (ds->shards[i].fd >= 0)
-      close(ds->shards[i].fd);
-    ps__free(ds->shards[i].path);
+    shut(&ds->shards[i].file);
+    shut(&ds->shards[i].mask);
+    ps__free(ds->shards[i].file.path);
+    ps__free(ds->shards[i].mask.path);
   }
   ps__free(ds->shards);
   ps__free(ds);
@@ -359,6 +486,26 @@ ps_status ps_dataset_close(ps_dataset *ds) {
 
 uint32_t ps_dataset_n_shards(const ps_dataset *ds) { return (uint32_t)ds->n; }
 uint64_t ps_dataset_n_tokens(const ps_dataset *ds) { return ds->n_tokens; }
+
+int ps_dataset_marks_documents(const ps_dataset *ds) { return ds->marks_documents; }
+
+ps_status ps_dataset_check(const ps_dataset *ds, uint64_t seq_len) {
+  for (size_t i = 0; i < ds->n; i++) {
+    const token_shard *s = &ds->shards[i];
+    if (s->row_tokens && seq_len % s->row_tokens)
+      return ps__fail(PS_EINVAL,
+                      "%s: its documents are packed in rows of %u tokens, which sequences of "
+                      "%" PRIu64 " would cut: train with --seq-len %u, or pack the data anew",
+                      s->file.path, s->row_tokens, seq_len, s->row_tokens);
+  }
+  if (ps_dataset_n_sequences(ds, seq_len))
+    return PS_OK;
+  return ps__fail(PS_EINVAL,
+                  "the data has %" PRIu64 " tokens in %" PRIu32
+                  " shards, but a sequence of --seq-len %" PRIu64 " needs %" PRIu64
+                  " tokens in one shard: lower --seq-len, or give more data",
+                  ds->n_tokens, ps_dataset_n_shards(ds), seq_len, seq_len + 1);
+}
 
 static uint64_t windows(const token_shard *s, uint64_t seq_len) {
   return s->n_tokens ? (s->n_tokens - 1) / seq_len : 0;
@@ -371,36 +518,49 @@ uint64_t ps_dataset_n_sequences(const ps_dataset *ds, uint64_t seq_len) {
   return sum;
 }
 
-/* The shard's descriptor. Where the file is opened for this call, it must be the one that was
+/* The file's descriptor. Where the file is opened for this call, it must be the one that was
  * checked. */
-static ps_status take_fd(const token_shard *s, int *fd) {
+static ps_status take_fd(const input_file *f, int *fd) {
   struct stat sb;
-  *fd = s->fd;
-  if (s->fd >= 0)
+  *fd = f->fd;
+  if (f->fd >= 0)
     return PS_OK;
-  PS_TRY(ps__open_input(fd, &sb, s->path));
-  if (sb.st_dev == s->device && sb.st_ino == s->inode && (uint64_t)sb.st_size == s->file_bytes)
+  PS_TRY(ps__open_input(fd, &sb, f->path));
+  if (sb.st_dev == f->device && sb.st_ino == f->inode && (uint64_t)sb.st_size == f->bytes)
     return PS_OK;
   close(*fd);
   return ps__fail(PS_EIO,
                   "%s: is no longer the file of %" PRIu64
                   " bytes that was opened: do not change shards while a run reads them",
-                  s->path, s->file_bytes);
+                  f->path, f->bytes);
 }
 
-/* Replaces the error of a failed read by a clearer one, if the file was cut off. */
-static ps_status why_not_read(const token_shard *s, int fd, ps_status st) {
+/* Closes what take_fd() has opened. Replaces the error of a failed read by a clearer one, if the
+ * file was cut off. */
+static ps_status leave_fd(const input_file *f, int fd, ps_status st) {
   struct stat sb;
-  if (st != PS_EIO || fstat(fd, &sb) != 0 || (uint64_t)sb.st_size >= s->file_bytes)
-    return st;
-  return ps__fail(PS_EIO,
+  if (st == PS_EIO && fstat(fd, &sb) == 0 && (uint64_t)sb.st_size < f->bytes)
+    st = ps__fail(PS_EIO,
                   "%s: was cut from %" PRIu64 " to %" PRIu64
                   " bytes while it was in use: write it again",
-                  s->path, s->file_bytes, (uint64_t)sb.st_size);
+                  f->path, f->bytes, (uint64_t)sb.st_size);
+  if (fd != f->fd)
+    close(fd);
+  return st;
+}
+
+static ps_status read_shard(const ps_dataset *ds, const token_shard *s, uint64_t first, uint64_t n,
+                            int32_t *tokens, int32_t *targets) {
+  int fd;
+  PS_TRY(take_fd(&s->file, &fd));
+  ps_status st = read_tokens(ds, s, fd, first, n + 1, tokens, targets);
+  if (st == PS_OK && s->mask_at)
+    st = read_bits(s, fd, first + 1, n, targets);
+  return leave_fd(&s->file, fd, st);
 }
 
 ps_status ps_dataset_read(ps_dataset *ds, uint64_t seq_len, uint64_t idx, int32_t *tokens,
-                          int32_t *targets) {
+                          int32_t *targets, uint8_t *begins) {
   uint64_t left = idx;
   size_t k = 0;
   if (seq_len == 0)
@@ -413,13 +573,12 @@ ps_status ps_dataset_read(ps_dataset *ds, uint64_t seq_len, uint64_t idx, int32_
                     " sequences of %" PRIu64 " tokens",
                     idx, ps_dataset_n_sequences(ds, seq_len), seq_len);
   const token_shard *s = &ds->shards[k];
+  PS_TRY(read_shard(ds, s, left * seq_len, seq_len, tokens, targets));
+  if (begins)
+    memset(begins, 0, seq_len);
+  if (!s->mask.path)
+    return PS_OK;
   int fd;
-  PS_TRY(take_fd(s, &fd));
-  ps_status st = read_tokens(ds, s, fd, left * seq_len, seq_len + 1, tokens, targets);
-  if (st == PS_OK && s->mask_at)
-    st = read_masks(s, fd, left * seq_len + 1, seq_len, targets);
-  st = why_not_read(s, fd, st);
-  if (fd != s->fd)
-    close(fd);
-  return st;
+  PS_TRY(take_fd(&s->mask, &fd));
+  return leave_fd(&s->mask, fd, read_mask(s, fd, left * seq_len, seq_len, targets, begins));
 }

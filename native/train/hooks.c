@@ -12,7 +12,8 @@ static ps_status read_dataset(ps_trainer *t, uint64_t step) {
   for (uint64_t i = 0; i < n; i++) {
     const uint64_t window =
         ps_dataset_order(windows, step * n + i, t->cfg.seed, (int)t->cfg.shuffle);
-    PS_TRY(ps_dataset_read(t->cfg.dataset, s, window, t->tokens + i * s, t->targets + i * s));
+    PS_TRY(ps_dataset_read(t->cfg.dataset, s, window, t->tokens + i * s, t->targets + i * s,
+                           t->begins + i * s));
   }
   return PS_OK;
 }
@@ -45,16 +46,23 @@ static ps_status check_batch(const ps_trainer *t, uint64_t step, uint64_t *valid
     *valid += target >= 0;
   }
   if (*valid == 0)
-    return ps__fail(PS_ENUMERIC, "step %llu has no valid target: its loss is undefined",
+    return ps__fail(PS_ENUMERIC,
+                    "step %llu has no valid target: its loss is undefined; mask fewer of its "
+                    "tokens, or raise --tokens-per-step",
                     (unsigned long long)step);
   return PS_OK;
 }
 
-/* Where each token's document begins, in rows of its group: at its sequence's start, at a
- * document token, or behind a document end token. */
+/* A document begins at token @i of the batch: at its sequence's start, where a mask says so, at a
+ * document token, and after a document end token. */
+static bool document_begins(const ps_trainer *t, uint64_t i) {
+  return i % t->plan->cfg.seq_len == 0 || t->begins[i] || t->tokens[i] == t->cfg.document_token ||
+         t->tokens[i - 1] == t->cfg.document_end_token;
+}
+
+/* Where each token's document begins, in rows of its group. */
 static void fill_block(const ps_trainer *t, const ps__chunk *k, float scale, char *block) {
   const ps__batch_chunk at = ps__batch_chunk_of(k->n_tokens);
-  const uint64_t s = t->plan->cfg.seq_len;
   int32_t *doc = (int32_t *)(void *)(block + at.doc_start),
           *pos = (int32_t *)(void *)(block + at.position);
   memcpy(block + at.tokens, t->tokens + k->first_token, 4ull * k->n_tokens);
@@ -63,19 +71,13 @@ static void fill_block(const ps_trainer *t, const ps__chunk *k, float scale, cha
   int64_t start = k->row0;
   /* a slice: the document may have begun before */
   for (uint64_t i = k->first_token; k->row0 && i-- > k->first_token - k->row0;) {
-    const bool begins = i == k->first_token - k->row0 || t->tokens[i] == t->cfg.document_token ||
-                        t->tokens[i - 1] == t->cfg.document_end_token;
-    if (!begins)
+    if (!document_begins(t, i))
       continue;
     start = (int64_t)(i - (k->first_token - k->row0));
     break;
   }
   for (uint32_t i = 0; i < k->n_tokens; i++) {
-    const uint64_t g = k->first_token + i;
-    const bool sequence = g % s == 0;
-    const bool document = t->tokens[g] == t->cfg.document_token ||
-                          (!sequence && t->tokens[g - 1] == t->cfg.document_end_token);
-    if (sequence || document)
+    if (document_begins(t, k->first_token + i))
       start = (int64_t)k->row0 + i;
     doc[i] = (int32_t)start;
     pos[i] = (int32_t)((int64_t)k->row0 + i - start);

@@ -133,11 +133,12 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
     return ps__fail(PS_EINVAL,
                     "a document token is given, but the plan was made for one document a "
                     "sequence: plan without one_document");
-  if (c->dataset && ps_dataset_n_sequences(c->dataset, plan->cfg.seq_len) == 0)
-    return ps__fail(
-        PS_EINVAL,
-        "the data is too short: no shard holds the %llu tokens of one sequence and its last target",
-        (unsigned long long)plan->cfg.seq_len + 1);
+  if (plan->cfg.one_document && c->dataset && ps_dataset_marks_documents(c->dataset))
+    return ps__fail(PS_EINVAL,
+                    "the data's masks say where documents begin, but the plan was made for one "
+                    "document a sequence: plan without one_document");
+  if (c->dataset)
+    PS_TRY(ps_dataset_check(c->dataset, plan->cfg.seq_len));
   return PS_OK;
 }
 
@@ -241,7 +242,8 @@ static ps_status open_trainer(ps_trainer *t, ps_progress_fn progress, void *prog
                             .min_lr = c->min_lr};
   t->tokens = ps__calloc(t->plan->layout.n_tokens, sizeof *t->tokens);
   t->targets = ps__calloc(t->plan->layout.n_tokens, sizeof *t->targets);
-  if (!t->tokens || !t->targets)
+  t->begins = ps__calloc(t->plan->layout.n_tokens, 1);
+  if (!t->tokens || !t->targets || !t->begins)
     return ps__fail(PS_ENOMEM, "out of memory for a batch");
   PS_TRY(check_model(t));
   PS_TRY(make_segments(t));
@@ -327,6 +329,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   ps__free(t->model_dir);
   ps__free(t->tokens);
   ps__free(t->targets);
+  ps__free(t->begins);
   ps__free(t->segments);
   ps__free(t->first_segment);
   ps__free(t->first_element);

@@ -34,6 +34,7 @@ struct ps_trainer {
   uint64_t device_peak;
   bool warned;               /* the user was told that device_peak is past the cap */
   int32_t *tokens, *targets; /* a step's batch as the data source fills it */
+  uint8_t *begins;           /* 1: the dataset's mask begins a document here; else 0 */
   ps__segment *segments;     /* parts with one weight decay, unit by unit */
   uint32_t *first_segment;   /* [n_units + 1] */
   uint64_t *first_element;   /* [n_units]: global index of a unit's first element */

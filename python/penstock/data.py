@@ -36,6 +36,7 @@ import re
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,6 +168,25 @@ def read_shard(path: str | os.PathLike) -> np.ndarray:
     if h.n_tokens == 0:
         return np.zeros(0, dtype=h.dtype)
     return np.memmap(path, dtype=h.dtype, mode="r", offset=HEADER_BYTES, shape=(h.n_tokens,))
+
+
+IS_TARGET, BEGINS_DOCUMENT = 1, 2  # what a byte of a mask says of its token
+MASK_CRC_BYTES = 1 << 20  # of the shard, which its mask's header knows
+
+
+def mask_path(shard: str | os.PathLike) -> Path:
+    """NAME.mask of NAME.bin."""
+    return Path(shard).with_suffix(".mask")
+
+
+def write_mask(shard: str | os.PathLike, flags: np.ndarray, row_tokens: int = 0) -> None:
+    """Write the mask of a shard that is on disk. flags: IS_TARGET and BEGINS_DOCUMENT of each
+    token. row_tokens: the length of the rows in which documents are packed, if they are."""
+    h = np.zeros(HEADER_BYTES // 4, dtype="<u4")
+    with open(shard, "rb") as f:
+        crc = zlib.crc32(f.read(MASK_CRC_BYTES))
+    h[:7] = 20261122, 1, 0, row_tokens, len(flags) & 0xFFFFFFFF, len(flags) >> 32, crc
+    mask_path(shard).write_bytes(h.tobytes() + np.asarray(flags, np.uint8).tobytes())
 
 
 class ShardWriter:

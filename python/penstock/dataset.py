@@ -39,6 +39,11 @@ class Dataset(Owner):
         its last target; none crosses shards."""
         return lib.ps_dataset_n_sequences(self._handle.ptr, seq_len)
 
+    @property
+    def marks_documents(self) -> bool:
+        """Masks say where documents begin. A plan must not assume one document a sequence."""
+        return bool(lib.ps_dataset_marks_documents(self._handle.ptr))
+
     def read(self, seq_len: int, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and targets of sequence idx, int32 [seq_len] each. A masked target is -1."""
         tokens, targets = np.empty(seq_len, np.int32), np.empty(seq_len, np.int32)
@@ -49,6 +54,7 @@ class Dataset(Owner):
                 idx,
                 ffi.from_buffer("int32_t[]", tokens),
                 ffi.from_buffer("int32_t[]", targets),
+                ffi.NULL,
             )
         )
         return tokens, targets

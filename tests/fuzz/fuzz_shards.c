@@ -15,7 +15,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
       continue;
     const uint64_t at[] = {0, n - 1};
     for (int k = 0; k < 2; k++) {
-      ps_status read = ps_dataset_read(ds, lengths[i], at[k], tokens, targets);
+      ps_status read = ps_dataset_read(ds, lengths[i], at[k], tokens, targets, NULL);
       fuzz_check(read);
       for (uint64_t t = 0; read == PS_OK && t < lengths[i]; t++)
         if (tokens[t] < 0 || tokens[t] >= 1000)

@@ -103,7 +103,7 @@ static ps_status try_shards(void) {
   const char *paths[] = {at("shards"), at("shards/b.bin")};
   PS_TRY(ps_dataset_open(&ds, paths, 2, 512));
   CHECK(ps_dataset_n_shards(ds) == 3 && ps_dataset_n_tokens(ds) == 300);
-  ps_status st = ps_dataset_read(ds, 16, 3, tokens, targets);
+  ps_status st = ps_dataset_read(ds, 16, 3, tokens, targets, NULL);
   if (st == PS_OK)
     CHECK(tokens[0] == 48 && targets[15] == 64);
   ps_dataset_close(ds);
