@@ -161,6 +161,17 @@ def test_a_config_reads_as_transformers_reads_it(tmp_path, name):
     assert check_alike(tmp_path, CONFIGS[name])
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["diff", "full"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_transformers_writes_reads_alike(tmp_path, name, full):
+    from transformers import AutoConfig
+
+    mine = bytes(ps.read_config(save(tmp_path, CONFIGS[name])))
+    t = AutoConfig.for_model(**CONFIGS[name])
+    t.to_json_file(tmp_path / "config.json", use_diff=not full)
+    assert bytes(ps.read_config(tmp_path)) == mine
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_missing_field_is_transformers_default_or_named(tmp_path, name):
     cfg = dict(CONFIGS[name])
@@ -536,6 +547,11 @@ def test_mutated_configs_are_read_or_refused_in_one_sentence(tmp_path, name, dat
         ps.one_sentence(e.message, tmp_path / "config.json")
         return
     assert ps.lib.ps_model_config_check(ctypes.byref(c), b"x") == 0
+    try:
+        ps.Model(c)
+    except ps.Failed as e:
+        assert e.code == ps.EINVAL
+        ps.one_sentence(e.message)
 
 
 def test_nothing_leaks():

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from families import CONFIGS  # noqa: E402
 
 
 def safetensors(tensors, meta=None):
@@ -32,6 +35,7 @@ def shard(words, tokens, form):
 def main():
     out = Path(sys.argv[1])
     configs = [p.read_bytes() for p in sorted((ROOT / "models").glob("*.json"))]
+    families = [json.dumps(c).encode() for c in CONFIGS.values()]
     scaled = json.loads(configs[0]) | {
         "rope_scaling": {
             "rope_type": "llama3",
@@ -53,7 +57,7 @@ def main():
             b'"\xc3\xa9"',
             b"0",
         ],
-        "config": configs + [json.dumps(scaled).encode()],
+        "config": configs + families + [json.dumps(scaled).encode()],
         "safetensors": [
             safetensors(
                 {"a": ("F32", 4, [3, 2]), "b": ("BF16", 2, [4]), "c": ("F16", 2, [])},
