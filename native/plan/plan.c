@@ -145,6 +145,28 @@ static ps_status check_config(ps_plan *p) {
   return PS_OK;
 }
 
+/* @m is the plan's from here on, also after an error. */
+static ps_status plan_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
+                         const ps_hardware *hw) {
+  ps_plan *p = ps__calloc(1, sizeof *p);
+  if (!p) {
+    ps_model_destroy(m);
+    return ps__fail(PS_ENOMEM, "out of memory for a plan");
+  }
+  p->model = m;
+  p->cfg = *cfg;
+  p->hw = *hw;
+  p->at = &ps__one_device;
+  ps__hardware_complete(&p->hw);
+  const ps_status st = check_config(p);
+  if (st != PS_OK) {
+    ps_plan_destroy(p);
+    return st;
+  }
+  *out = p;
+  return PS_OK;
+}
+
 static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
                           const ps_hardware *hw) {
   if (!model || !cfg || !hw || model->struct_bytes != sizeof *model ||
@@ -156,24 +178,11 @@ static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_
                     "ps_hardware.backend is %u: PS_BACKEND_CPU (0) or PS_BACKEND_CUDA (1)",
                     hw->backend);
   PS_TRY(ps_model_config_check(model, "model"));
-  ps_plan *p = ps__calloc(1, sizeof *p);
-  if (!p)
-    return ps__fail(PS_ENOMEM, "out of memory for a plan");
-  p->cfg = *cfg;
-  p->hw = *hw;
-  p->at = &ps__one_device;
-  ps__hardware_complete(&p->hw);
+  ps_model *m;
   /* check_config() names a recipe that there is not */
   const ps_dtype dt = cfg->recipe < PS_N_RECIPES ? ps__recipes[cfg->recipe].weights : PS_F32;
-  ps_status st = ps__model_create(&p->model, model, dt, cfg->seq_len, cfg->n_frozen_layers);
-  if (st == PS_OK)
-    st = check_config(p);
-  if (st != PS_OK) {
-    ps_plan_destroy(p);
-    return st;
-  }
-  *out = p;
-  return PS_OK;
+  PS_TRY(ps__model_create(&m, model, dt, cfg->seq_len, cfg->n_frozen_layers));
+  return plan_of(out, m, cfg, hw);
 }
 
 /* The options whose lower value makes the smallest plan smaller: for device memory those that the
@@ -390,14 +399,9 @@ static ps_status share(ps_evaluations *e, const ps_plan *p) {
   return PS_OK;
 }
 
-ps_status ps_plan_create_sharing(ps_plan **out, ps_evaluations *shared,
-                                 const ps_model_config *model, const ps_plan_config *cfg,
-                                 const ps_hardware *hw) {
-  if (!out || !shared)
-    return ps__fail(PS_EINVAL, "ps_plan_create: out and the shared evaluations must be given");
-  ps_plan *p = NULL;
+/* The rest of making a plan, which is destroyed on an error. */
+static ps_status finish_plan(ps_plan **out, ps_plan *p, ps_evaluations *shared) {
   ps__search_result r;
-  PS_TRY(new_plan(&p, model, cfg, hw));
   ps_status st = share(shared, p);
   if (st == PS_OK)
     st = ps__find_plan(p, shared->memo, false, &r);
@@ -412,6 +416,31 @@ ps_status ps_plan_create_sharing(ps_plan **out, ps_evaluations *shared,
     ps_plan_destroy(p);
   else
     *out = p;
+  return st;
+}
+
+ps_status ps_plan_create_sharing(ps_plan **out, ps_evaluations *shared,
+                                 const ps_model_config *model, const ps_plan_config *cfg,
+                                 const ps_hardware *hw) {
+  ps_plan *p = NULL;
+  if (!out || !shared)
+    return ps__fail(PS_EINVAL, "ps_plan_create: out and the shared evaluations must be given");
+  PS_TRY(new_plan(&p, model, cfg, hw));
+  return finish_plan(out, p, shared);
+}
+
+ps_status ps__plan_of_model(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
+                            const ps_hardware *hw) {
+  ps_evaluations *own = NULL;
+  ps_plan *p = NULL;
+  ps_status st = plan_of(&p, m, cfg, hw);
+  if (st == PS_OK)
+    st = ps_evaluations_create(&own);
+  if (st == PS_OK)
+    st = finish_plan(out, p, own);
+  else
+    (void)ps_plan_destroy(p);
+  ps_evaluations_destroy(own);
   return st;
 }
 

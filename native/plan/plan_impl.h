@@ -27,6 +27,11 @@ struct ps_plan {
 ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
                              const ps_hardware *hw, const ps__spec *spec);
 
+/* ps__plan_of_model() - as ps_plan_create(), for a model that no family describes. Its dtype must
+ * be the recipe's, its sequence length the plan's. The plan owns it, and an error destroys it. */
+ps_status ps__plan_of_model(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
+                            const ps_hardware *hw);
+
 /* ps__plan_engine() - the engine that runs the plan: its places, links and streams. */
 void ps__plan_engine(const ps_plan *p, ps_engine_config *out);
 
