@@ -426,6 +426,7 @@ static void windows_and_caps(void) {
       a.softcap = 2.0f;
       check_case(a, NULL);
       a.document_rows = FOUND;
+      check_case(a, mixed);
       a.softcap = 0.0f;
       check_case(a, mixed);
     }

@@ -154,9 +154,6 @@ static const char *refuses(const ps_att_shape *s) {
     return "head_dim is no multiple of 8, or too large for this GPU";
   if (known_documents(a))
     return NULL;
-  if (a->softcap > 0.0f)
-    return "with a soft cap, documents must be of known, equal length (set one document a "
-           "sequence)";
   if (s->sm / 10 != 9 && s->sm / 10 != 10)
     return "documents that are found on the device need compute capability 9.0 or 10.0 (or set one "
            "document a sequence)";
@@ -278,10 +275,14 @@ static std::shared_ptr<modify::Softcap> soft_cap(options &o, const operands &x) 
   o.set_attn_scale(x.scale);
   o.set_score_mod([cap, x](score_graph graph, tensor score) {
     const std::optional<int64_t> left = x.window ? std::optional<int64_t>(x.window) : std::nullopt;
-    return modify::sliding_window_mask(graph, cap->forward(graph, score, cap_tensor(x)),
-                                       alignment_of(x), left, 0, x.rows, x.keys, nullptr, nullptr,
-                                       nullptr, nullptr);
+    score = cap->forward(graph, score, cap_tensor(x));
+    if (x.len_q)
+      score = modify::padding_mask(graph, score, x.len_kv, x.len_q);
+    return modify::sliding_window_mask(graph, score, alignment_of(x), left, 0, x.rows, x.keys,
+                                       x.len_q, x.len_kv, nullptr, nullptr);
   });
+  if (x.len_q)
+    o.set_seq_len_q(x.len_q).set_seq_len_kv(x.len_kv);
   return cap;
 }
 
