@@ -2,17 +2,20 @@
 
 python -m penstock.data --out DIR (--tokenizer FILE | --train-tokenizer SIZE) FILE...
 
-Reads text files and .jsonl files, and encodes them with a Hugging Face tokenizer.json, or with a
+Reads text, .jsonl and .parquet files, and encodes them with a Hugging Face tokenizer.json, or with a
 byte-level BPE tokenizer that it first trains on the same text. Writes what `penstock train --data
 DIR` reads:
 
   DIR/train-00000.bin ...      training tokens
   DIR/val/val-00000.bin ...    validation tokens, with --val-fraction
-  DIR/tokenizer.json           the tokenizer (and tokenizer_config.json where there is one)
-  DIR/dataset.json             tokens, documents, vocabulary, format
+  DIR/*.mask, DIR/val/*.mask   their masks, with conversations and pairs
+  DIR/tokenizer.json           the tokenizer (and its other files, where there are)
+  DIR/dataset.json             tokens, targets, documents, vocabulary, format, SHA-256 of each file
 
-- A text file is one document, and so is each line of a .jsonl. Every document ends with the
-  end-of-text token.
+- A text file is one document, and so is each record of a .jsonl or .parquet file. A text ends with
+  the end-of-text token.
+- A record is a text, a prompt with its completion, or a conversation. For the last two, shards get
+  masks (docs/data.md).
 - Text is read and encoded in pieces of about 64 Ki characters, so that memory is bounded whatever
   the size of a file. A piece ends at a line end before a line that begins with a visible character,
   where GPT-like tokenizers divide text too. All cores encode pieces.
@@ -21,7 +24,8 @@ DIR` reads:
 - Files get temporary names and are renamed at the end. A run that fails leaves nothing.
 - The same input gives the same bytes.
 
-This module needs numpy, tokenizers and rich, but not the native library.
+This module needs numpy, tokenizers and rich, but not the native library. Conversations need jinja2,
+Parquet files pyarrow.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ import argparse
 import codecs
 import dataclasses
 import glob
+import hashlib
 import json
 import os
 import re
@@ -43,20 +48,23 @@ from pathlib import Path
 
 import numpy as np
 
-from .files import open_input
+from .chat import TARGETS, TEMPLATE_FILES, ChatTemplate, check_messages, read_config
+from .files import DataError, open_input
 
 HEADER_BYTES = 1024
 PIECE_CHARS = 64 << 10  # a piece has at least so many characters, but for the last one
 PIECE_MAX_CHARS = 1 << 20  # and at most so many, where it has no line end to be cut at
 BATCH_CHARS = 4 << 20  # of the pieces that are encoded at once
 READ_BYTES = 1 << 20
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")  # of the files that are read from a folder
+TEXT_SUFFIXES = (
+    ".txt",
+    ".md",
+    ".py",
+    ".jsonl",
+    ".parquet",
+)  # of the files that are read from a folder
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 DEFAULT_SHARD_TOKENS = 100_000_000
-
-
-class DataError(Exception):
-    """The input is wrong. The text is one sentence for the user."""
 
 
 # ---- shard formats (the reference is include/penstock/data.h) ------------------------------------
@@ -182,37 +190,66 @@ def mask_path(shard: str | os.PathLike) -> Path:
 def write_mask(shard: str | os.PathLike, flags: np.ndarray, row_tokens: int = 0) -> None:
     """Write the mask of a shard that is on disk. flags: IS_TARGET and BEGINS_DOCUMENT of each
     token. row_tokens: the length of the rows in which documents are packed, if they are."""
-    h = np.zeros(HEADER_BYTES // 4, dtype="<u4")
     with open(shard, "rb") as f:
-        crc = zlib.crc32(f.read(MASK_CRC_BYTES))
-    h[:7] = 20261122, 1, 0, row_tokens, len(flags) & 0xFFFFFFFF, len(flags) >> 32, crc
-    mask_path(shard).write_bytes(h.tobytes() + np.asarray(flags, np.uint8).tobytes())
+        header = _mask_header(f, len(flags), row_tokens)
+    mask_path(shard).write_bytes(header + np.asarray(flags, np.uint8).tobytes())
+
+
+def _mask_header(shard, n_tokens: int, row_tokens: int) -> bytes:
+    shard.seek(0)
+    crc = zlib.crc32(shard.read(MASK_CRC_BYTES))
+    h = np.zeros(HEADER_BYTES // 4, dtype="<u4")
+    h[:7] = 20261122, 1, 0, row_tokens, n_tokens & 0xFFFFFFFF, n_tokens >> 32, crc
+    return h.tobytes()
 
 
 class ShardWriter:
-    """Appends tokens to shards PREFIX-00000.bin, PREFIX-00001.bin, ... of shard_tokens each."""
+    """Appends tokens to shards PREFIX-00000.bin, PREFIX-00001.bin, ... of shard_tokens each, and
+    their flags to masks beside them, if there are masks."""
 
-    def __init__(self, folder: Path, prefix: str, format: str, vocab_size: int, shard_tokens: int):
+    def __init__(
+        self,
+        folder: Path,
+        prefix: str,
+        format: str,
+        vocab_size: int,
+        shard_tokens: int,
+        masks: bool = False,
+    ):
         self.folder, self.prefix, self.format, self.vocab_size = folder, prefix, format, vocab_size
-        self.shard_tokens = shard_tokens
+        self.shard_tokens, self.masks = shard_tokens, masks
         self.dtype = token_dtype(format, vocab_size)
-        self.shards: list[dict] = []  # {"file", "tokens"} of each finished shard
-        self.n_tokens = 0
-        self._file, self._in_shard = None, 0
+        self.shards: list[dict] = []  # {"file", "tokens", "sha256"} of each finished shard
+        self.n_tokens = self.n_targets = 0
+        self._file, self._mask, self._in_shard = None, None, 0
 
-    def append(self, ids: np.ndarray) -> None:
+    def append(self, ids: np.ndarray, flags: np.ndarray | None = None) -> None:
+        """flags: of each token; None where there are no masks."""
         while len(ids):
             if self._file is None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._file = open(self.folder / f"{self.prefix}-{len(self.shards):05d}.bin", "wb")
-                self._file.write(bytes(HEADER_BYTES))
-            part = ids[: self.shard_tokens - self._in_shard]
-            self._file.write(part.astype(self.dtype).tobytes())
-            self._in_shard += len(part)
-            self.n_tokens += len(part)
-            ids = ids[len(part) :]
+                self._open()
+            n = min(len(ids), self.shard_tokens - self._in_shard)
+            self._file.write(ids[:n].astype(self.dtype).tobytes())
+            if self.masks:
+                self._mask.write(flags[:n].tobytes())
+                self.n_targets += int(np.count_nonzero(flags[:n] & IS_TARGET))
+                flags = flags[n:]
+            else:
+                self.n_targets += n
+            self._in_shard += n
+            self.n_tokens += n
+            ids = ids[n:]
             if self._in_shard == self.shard_tokens:
                 self.close()
+
+    def _open(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{self.prefix}-{len(self.shards):05d}.bin"
+        self._file = open(path, "w+b")
+        self._file.write(bytes(HEADER_BYTES))
+        if self.masks:
+            self._mask = open(mask_path(path), "w+b")
+            self._mask.write(bytes(HEADER_BYTES))
 
     def close(self) -> None:
         """Finish the shard that is being written, if there is one."""
@@ -220,14 +257,29 @@ class ShardWriter:
             return
         self._file.seek(0)
         self._file.write(pack_header(self.format, self._in_shard, self.vocab_size))
-        self.shards.append({"file": os.path.basename(self._file.name), "tokens": self._in_shard})
-        self._file.close()
-        self._file, self._in_shard = None, 0
+        shard = {"file": os.path.basename(self._file.name), "tokens": self._in_shard}
+        shard["sha256"] = _sha256(self._file)
+        if self.masks:
+            self._mask.seek(0)
+            self._mask.write(_mask_header(self._file, self._in_shard, 0))
+            shard["mask"] = os.path.basename(self._mask.name)
+            shard["mask_sha256"] = _sha256(self._mask)
+        self.shards.append(shard)
+        self.abandon()
 
     def abandon(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for f in (self._file, self._mask):
+            if f is not None:
+                f.close()
+        self._file, self._mask, self._in_shard = None, None, 0
+
+
+def _sha256(f) -> str:
+    digest = hashlib.sha256()
+    f.seek(0)
+    while piece := f.read(READ_BYTES):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 # ---- reading text --------------------------------------------------------------------------------
@@ -315,7 +367,7 @@ def _read_text(path: Path, on_bytes: Callable[[int], None]) -> Iterator[str]:
             on_bytes(len(raw))
 
 
-def _read_jsonl(path: Path, field: str, on_bytes: Callable[[int], None]) -> Iterator[str]:
+def _read_jsonl(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple[str, object]]:
     with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
             on_bytes(len(line))
@@ -325,61 +377,160 @@ def _read_jsonl(path: Path, field: str, on_bytes: Callable[[int], None]) -> Iter
                 record = json.loads(line)
             except ValueError as e:  # also text that is not UTF-8
                 raise DataError(f"{path}: line {number} is not JSON ({e})") from e
-            text = record.get(field) if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                raise DataError(
-                    f"{path}: line {number} has no text in field {field!r}: name the field with "
-                    "--field"
-                )
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as e:
-                raise DataError(
-                    f"{path}: line {number} has half of a surrogate pair, which is no character"
-                ) from e
-            yield text
+            yield f"{path}: line {number}", record
+
+
+def _read_parquet(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple[str, object]]:
+    try:
+        import pyarrow.parquet
+    except ImportError as e:
+        raise DataError(
+            f"{path}: Parquet files need pyarrow: pip install pyarrow, or convert them to .jsonl"
+        ) from e
+    number, done, size = 0, 0, path.stat().st_size
+    try:
+        with pyarrow.parquet.ParquetFile(path) as f:
+            total = f.metadata.num_rows
+            for batch in f.iter_batches(batch_size=1024):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", record
+                on_bytes(size * number // max(total, 1) - done)
+                done = size * number // max(total, 1)
+    except (pyarrow.ArrowException, OSError) as e:
+        text = " ".join(str(e).split())
+        raise DataError(f"{path}: cannot be read as Parquet: {text}") from e
+
+
+RECORD_READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+
+
+def _record_kind(record, field: str) -> str:
+    """What a record has: "text" in `field`, a "chat" in messages, or a "pair"."""
+    if isinstance(record, dict) and field not in record:
+        if "messages" in record:
+            return "chat"
+        if "prompt" in record and "completion" in record:
+            return "pair"
+    return "text"
+
+
+def first_record(source: Source) -> object:
+    """The first record of a .jsonl or .parquet file; None: a file of text, or an empty one."""
+    read = RECORD_READERS.get(source.path.suffix.lower())
+    try:
+        for _, record in read(source.path, lambda n: None) if read else ():
+            return record
+    except OSError as e:
+        raise DataError(f"{source.path}: {e.strerror}") from e
+    return None
+
+
+def has_conversations(source: Source, field: str) -> bool:
+    """The first record is one, also as a prompt and a completion that are lists of messages."""
+    record = first_record(source)
+    kind = _record_kind(record, field)
+    return kind == "chat" or kind == "pair" and isinstance(record["prompt"], list)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is encoded at once: a part of a document's text, or a whole pair or conversation."""
+
+    document: int  # its index
+    kind: str  # "text", "pair" or "chat"
+    text: str  # of a pair: the prompt
+    completion: str = ""  # of a pair
+    spans: tuple[tuple[int, int], ...] = ()  # of a conversation: the characters that are targets
+
+
+def _text_of(record, field: str, what: str, hint: str = "") -> str:
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f"{what} has no text in field {field!r}{hint}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise DataError(f"{what} has half of a surrogate pair, which is no character") from e
+    return text
 
 
 class Reader:
-    """Iterates over the pieces of all documents: (document's index, piece). Empty documents are
-    passed over, and so are files of a folder or a pattern that are not UTF-8; .skipped lists
-    those."""
+    """Iterates over the pieces of all documents. Empty documents are passed over, and so are files
+    of a folder or a pattern that are not UTF-8; .skipped lists those."""
 
     def __init__(
         self,
         sources: list[Source],
         field: str = "text",
         on_bytes: Callable[[int], None] = lambda n: None,
+        template: ChatTemplate | None = None,
+        targets: str = "answers",
     ):
         self.sources, self.field, self.on_bytes = sources, field, on_bytes
+        self.template, self.targets = template, targets
         self.n_documents = 0
         self.skipped: list[Path] = []
 
-    def __iter__(self) -> Iterator[tuple[int, str]]:
+    def __iter__(self) -> Iterator[Piece]:
         self.n_documents, self.skipped = 0, []
         for source in self.sources:
             try:
-                yield from self._documents(source)
+                for pieces in self._documents(source):
+                    empty = True
+                    for piece in pieces:
+                        empty = False
+                        yield piece
+                    self.n_documents += not empty
             except OSError as e:
                 raise DataError(f"{source.path}: {e.strerror}") from e
 
-    def _documents(self, source: Source) -> Iterator[tuple[int, str]]:
-        if source.path.suffix.lower() == ".jsonl":
-            documents: Iterable[Iterable[str]] = (
-                [t] for t in _read_jsonl(source.path, self.field, self.on_bytes)
-            )
+    def _documents(self, source: Source) -> Iterator[Iterable[Piece]]:
+        read = RECORD_READERS.get(source.path.suffix.lower())
+        if read:
+            kind = None
+            for what, record in read(source.path, self.on_bytes):
+                kind = kind or _record_kind(record, self.field)
+                yield self._record(kind, record, what)
         elif not source.named and not _is_utf8(source.path):
             self.skipped.append(source.path)
             self.on_bytes(source.path.stat().st_size)
-            return
         else:
-            documents = [_read_text(source.path, self.on_bytes)]
-        for chunks in documents:
-            empty = True
-            for piece in _cut_pieces(chunks):
-                empty = False
-                yield self.n_documents, piece
-            self.n_documents += not empty
+            yield self._text(_read_text(source.path, self.on_bytes))
+
+    def _text(self, chunks: Iterable[str]) -> Iterator[Piece]:
+        return (Piece(self.n_documents, "text", piece) for piece in _cut_pieces(chunks))
+
+    def _record(self, kind: str, record, what: str) -> Iterable[Piece]:
+        if kind == "text":
+            return self._text([_text_of(record, self.field, what, ": name the field with --field")])
+        if kind == "chat" or isinstance(record, dict) and isinstance(record.get("prompt"), list):
+            return [self._chat(kind, record, what)]
+        prompt, completion = (_text_of(record, f, what) for f in ("prompt", "completion"))
+        return [Piece(self.n_documents, "pair", prompt, completion)] if prompt + completion else []
+
+    def _chat(self, kind: str, record, what: str) -> Piece:
+        """A conversation, or a prompt and a completion that are lists of messages."""
+        if not isinstance(record, dict):
+            raise DataError(f"{what} is no object with 'messages', as the file's first one is")
+        if self.template is None:
+            raise DataError(
+                f"{what} is a conversation: give the tokenizer of a chat model with --tokenizer"
+            )
+        first = 0
+        if kind == "chat":
+            messages = check_messages(record.get("messages"), what)
+        else:
+            messages = check_messages(record["prompt"], what)
+            first = len(messages)
+            messages += check_messages(record.get("completion"), what)
+        tools = record.get("tools") or None
+        try:
+            text, spans = self.template.render_targets(messages, tools, self.targets, first)
+        except DataError as e:
+            raise DataError(f"{what}: {e}") from e
+        _text_of({"text": text}, "text", what)
+        return Piece(self.n_documents, "chat", text, spans=tuple(spans))
 
 
 def _is_utf8(path: Path) -> bool:
@@ -421,7 +572,8 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     reader = Reader(find_sources(files), field, on_bytes)
-    tokenizer.train_from_iterator((piece for _, piece in reader), trainer)
+    texts = (text for piece in reader for text in (piece.text, piece.completion) if text)
+    tokenizer.train_from_iterator(texts, trainer)
     if reader.n_documents == 0:
         raise DataError("the input has no text to train a tokenizer on")
     return tokenizer
@@ -446,14 +598,9 @@ def load_tokenizer(path: str | os.PathLike):
         raise DataError(f"{file}: cannot be read as a tokenizer: {e}") from e
 
 
-def _named_eos(tokenizer_path: Path) -> str | None:
-    """eos_token in the tokenizer_config.json beside a tokenizer; None: it has none."""
-    folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
-    try:
-        with open_input(folder / "tokenizer_config.json", "r", encoding="utf-8") as f:
-            token = json.load(f).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return None
+def _named_eos(folder: Path) -> str | None:
+    """eos_token in the tokenizer_config.json of a folder; None: it has none."""
+    token = read_config(folder).get("eos_token")
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -472,35 +619,55 @@ def find_eos(tokenizer, wanted: str | None = None) -> tuple[str, int]:
 # ---- writing -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Encoded:
+    document: int
+    ids: np.ndarray
+    is_target: np.ndarray  # of each token, bool
+    open: bool  # the document may go on, and ends with eos; else these are all its tokens
+
+
 class _Splitter:
-    """Gives encoded pieces to training or validation. A document ends with eos, in both where its
+    """Gives encoded pieces to training or validation. A text ends with eos, in both where its
     pieces are in both."""
 
     def __init__(self, writers: dict[str, ShardWriter], val_fraction: float, eos: int):
-        self.writers, self.val_fraction = writers, val_fraction
-        self.eos = np.array([eos], dtype=np.uint32)
-        self.document, self.split = -1, "train"
+        self.writers, self.val_fraction, self.eos = writers, val_fraction, eos
+        self.document, self.split, self.open = -1, "train", False
 
-    def add(self, document: int, ids: np.ndarray) -> None:
+    def add(self, piece: _Encoded) -> None:
         train, val = self.writers["train"], self.writers["val"]
         split = (
             "val" if val.n_tokens < self.val_fraction * (train.n_tokens + val.n_tokens) else "train"
         )
-        if self.document >= 0 and (document != self.document or split != self.split):
-            self.writers[self.split].append(self.eos)
-        self.writers[split].append(ids)
-        self.document, self.split = document, split
+        begins = piece.document != self.document or split != self.split
+        if begins:
+            self.end()
+        self._append(split, piece.ids, piece.is_target, begins)
+        self.document, self.split, self.open = piece.document, split, piece.open
 
     def end(self) -> None:
-        if self.document >= 0:
-            self.writers[self.split].append(self.eos)
+        if self.open:
+            self._append(self.split, np.array([self.eos], np.uint32), np.array([True]), False)
+        self.open = False
+
+    def _append(self, split: str, ids: np.ndarray, is_target: np.ndarray, begins: bool) -> None:
+        """The first token of a document is no target: nothing of the document stands before it."""
+        writer = self.writers[split]
+        if not writer.masks:
+            writer.append(ids)
+            return
+        flags = is_target.astype(np.uint8) * IS_TARGET
+        if begins:
+            flags[:1] = BEGINS_DOCUMENT
+        writer.append(ids, flags)
 
 
-def _batches(reader: Reader) -> Iterator[list[tuple[int, str]]]:
+def _batches(reader: Reader) -> Iterator[list[Piece]]:
     batch, chars = [], 0
-    for document, piece in reader:
-        batch.append((document, piece))
-        chars += len(piece)
+    for piece in reader:
+        batch.append(piece)
+        chars += len(piece.text) + len(piece.completion)
         if chars >= BATCH_CHARS:
             yield batch
             batch, chars = [], 0
@@ -539,11 +706,17 @@ def write_shards(
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     val_fraction: float = 0.0,
     force: bool = False,
+    targets: str = "answers",
+    template: ChatTemplate | None = None,
     extra_files: dict[str, bytes] | None = None,
     on_bytes: Callable[[int], None] = lambda n: None,
 ) -> dict:
     """Encode files with a tokenizers.Tokenizer, and write shards, tokenizer.json and dataset.json
     into the folder `out`.
+
+    Conversations need the tokenizer's `template`; `targets` says what of them is learned: "answers",
+    "last" or "all". Of pairs the completion is learned, with "all" the prompt too. Where there are
+    conversations or pairs, shards get masks.
 
     force replaces a data set that `out` has; without force such a data set is an error. extra_files
     are written too, by name. Returns the contents of dataset.json, and under "skipped" the files
@@ -553,18 +726,20 @@ def write_shards(
     eos_token, eos_id = find_eos(tokenizer, eos)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     token_dtype(format, vocab_size)
-    reader = Reader(find_sources(files), field, on_bytes)
+    sources = find_sources(files)
+    masks = any(_record_kind(first_record(s), field) != "text" for s in sources)
+    reader = Reader(sources, field, on_bytes, template, targets)
     try:
         out.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".penstock-data-", dir=out))
     except OSError as e:
         raise DataError(f"{out}: cannot be written: {e.strerror}") from e
     writers = {
-        "train": ShardWriter(work, "train", format, vocab_size, shard_tokens),
-        "val": ShardWriter(work / "val", "val", format, vocab_size, shard_tokens),
+        "train": ShardWriter(work, "train", format, vocab_size, shard_tokens, masks),
+        "val": ShardWriter(work / "val", "val", format, vocab_size, shard_tokens, masks),
     }
     try:
-        _encode_all(reader, tokenizer, _Splitter(writers, val_fraction, eos_id))
+        _encode_all(reader, tokenizer, eos_id, targets, _Splitter(writers, val_fraction, eos_id))
         for w in writers.values():
             w.close()
         _check_written(reader, writers, val_fraction)
@@ -577,8 +752,10 @@ def write_shards(
             "eos_token_id": eos_id,
             "documents": reader.n_documents,
             "tokens": sum(w.n_tokens for w in writers.values()),
-            "train": {"tokens": writers["train"].n_tokens, "shards": writers["train"].shards},
-            "val": {"tokens": writers["val"].n_tokens, "shards": writers["val"].shards},
+            **{
+                name: {"tokens": w.n_tokens, "targets": w.n_targets, "shards": w.shards}
+                for name, w in writers.items()
+            },
         }
         tokenizer.save(str(work / "tokenizer.json"))
         for name, content in (extra_files or {}).items():
@@ -594,26 +771,56 @@ def write_shards(
     return {**summary, "skipped": [str(p) for p in reader.skipped]}
 
 
-def _encode_all(reader: Reader, tokenizer, splitter: _Splitter) -> None:
+def _encode_all(reader: Reader, tokenizer, eos: int, targets: str, splitter: _Splitter) -> None:
     literal = tokenizer.encode_special_tokens
-    tokenizer.encode_special_tokens = (
-        True  # "<|endoftext|>" inside a text is encoded as plain characters
-    )
     try:
         for batch in _batches(reader):
-            encoded = tokenizer.encode_batch_fast(
-                [piece for _, piece in batch], add_special_tokens=False
-            )
-            for (document, _), e in zip(batch, encoded):
-                splitter.add(document, np.asarray(e.ids, dtype=np.uint32))
+            for piece in _encode(batch, tokenizer, eos, targets):
+                splitter.add(piece)
     finally:
         tokenizer.encode_special_tokens = literal
     splitter.end()
 
 
+def _encode(batch: list[Piece], tokenizer, eos: int, targets: str) -> Iterator[_Encoded]:
+    """Encode pieces, each kind at once. "<|endoftext|>" inside a text is encoded as plain
+    characters. In conversations and pairs special tokens are what they are."""
+    by_kind = {k: [p for p in batch if p.kind == k] for k in ("text", "pair", "chat")}
+    tokenizer.encode_special_tokens = True
+    fast = tokenizer.encode_batch_fast
+    texts = iter(fast([p.text for p in by_kind["text"]], add_special_tokens=False))
+    tokenizer.encode_special_tokens = False
+    prompts = iter(fast([p.text for p in by_kind["pair"]], add_special_tokens=True))
+    completions = iter(fast([p.completion for p in by_kind["pair"]], add_special_tokens=False))
+    chats = iter(
+        tokenizer.encode_batch([p.text for p in by_kind["chat"]], add_special_tokens=False)
+    )
+    for p in batch:
+        if p.kind == "text":
+            ids = np.asarray(next(texts).ids, np.uint32)
+            yield _Encoded(p.document, ids, np.ones(len(ids), bool), True)
+        elif p.kind == "pair":
+            prompt, completion = next(prompts).ids, next(completions).ids
+            ids = np.asarray([*prompt, *completion, eos], np.uint32)
+            learned = np.arange(len(ids)) >= (0 if targets == "all" else len(prompt))
+            yield _Encoded(p.document, ids, learned, False)
+        else:
+            encoded = next(chats)
+            begin = np.array([b for b, _ in encoded.offsets], np.int64)
+            learned = np.zeros(len(begin), bool)
+            for a, b in p.spans:
+                learned |= (begin >= a) & (begin < b)
+            yield _Encoded(p.document, np.asarray(encoded.ids, np.uint32), learned, False)
+
+
 def _check_written(reader: Reader, writers: dict[str, ShardWriter], val_fraction: float) -> None:
     if reader.n_documents == 0:
         raise DataError("the input has no text: every document is empty")
+    if writers["train"].n_tokens and not writers["train"].n_targets:
+        raise DataError(
+            f"none of the {writers['train'].n_tokens} tokens is a target: give conversations in "
+            "which the assistant answers, or --targets all"
+        )
     if val_fraction > 0 and writers["val"].n_tokens == 0:
         raise DataError(
             f"the input is one piece of {writers['train'].n_tokens} tokens, which cannot be "
@@ -625,11 +832,8 @@ def _check_written(reader: Reader, writers: dict[str, ShardWriter], val_fraction
 def _existing(out: Path) -> list[Path]:
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is a file; --out takes a folder")
-    return (
-        sorted(out.glob("*.bin"))
-        + sorted((out / "val").glob("*.bin"))
-        + sorted(out.glob("dataset.json"))
-    )
+    patterns = ("*.bin", "val/*.bin", "*.mask", "val/*.mask", "dataset.json")
+    return [p for pattern in patterns for p in sorted(out.glob(pattern))]
 
 
 def _move_into_place(work: Path, out: Path, old: list[Path]) -> None:
@@ -653,7 +857,7 @@ def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m penstock.data",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Write token shards for `penstock train --data DIR` from text.",
+        description="Write token shards for `penstock train --data DIR` from text and conversations.",
         epilog="example: python -m penstock.data --out data --train-tokenizer 8192 --val-fraction 0.01 "
         "book.txt notes/ 'dump/*.jsonl'",
     )
@@ -661,7 +865,8 @@ def _parser() -> argparse.ArgumentParser:
         "files",
         nargs="+",
         metavar="FILE",
-        help="text or .jsonl file; folder, of which .txt, .md, .py and .jsonl are read; or pattern",
+        help="text, .jsonl or .parquet file; folder, of which .txt, .md, .py, .jsonl and .parquet are "
+        "read; or pattern",
     )
     p.add_argument("--out", required=True, metavar="DIR", help="folder for the shards")
     which = p.add_mutually_exclusive_group(required=True)
@@ -682,7 +887,16 @@ def _parser() -> argparse.ArgumentParser:
         help="token that ends every document (default: the tokenizer's end-of-text token)",
     )
     p.add_argument(
-        "--field", default="text", help="field of a .jsonl line that has the text (default: text)"
+        "--field",
+        default="text",
+        help="field of a .jsonl or .parquet record that has the text (default: text)",
+    )
+    p.add_argument(
+        "--targets",
+        choices=TARGETS,
+        default="answers",
+        help="what is learned of conversations and of prompts with completions: the answers "
+        "(default), the last answer, or all",
     )
     p.add_argument(
         "--shard-tokens",
@@ -739,7 +953,7 @@ def _run(args: argparse.Namespace) -> dict:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    extra = {}
+    extra, template = {}, None
     with Progress(*columns, console=console, disable=console.quiet) as progress:
 
         def counter(what: str) -> Callable[[int], None]:
@@ -748,10 +962,14 @@ def _run(args: argparse.Namespace) -> dict:
 
         if args.tokenizer:
             tokenizer, path = load_tokenizer(args.tokenizer), Path(args.tokenizer)
-            config = (path if path.is_dir() else path.parent) / "tokenizer_config.json"
-            eos = args.eos or _named_eos(path)
-            if config.is_file():
-                extra[config.name] = config.read_bytes()
+            folder = path if path.is_dir() else path.parent
+            eos = args.eos or _named_eos(folder)
+            for name in ("tokenizer_config.json", *TEMPLATE_FILES):
+                if (folder / name).is_file():
+                    extra[name] = (folder / name).read_bytes()
+            sources = find_sources(args.files)
+            if any(has_conversations(s, args.field) for s in sources):
+                template = ChatTemplate(folder)
         else:
             tokenizer = train_tokenizer(
                 args.files, args.train_tokenizer, args.field, on_bytes=counter("training tokenizer")
@@ -773,6 +991,8 @@ def _run(args: argparse.Namespace) -> dict:
             shard_tokens=args.shard_tokens,
             val_fraction=args.val_fraction,
             force=args.force,
+            targets=args.targets,
+            template=template,
             extra_files=extra,
             on_bytes=counter("writing shards"),
         )
@@ -792,10 +1012,12 @@ def main(argv: list[str] | None = None) -> int:
         left_out = f"; {len(s['skipped'])} files left out, not UTF-8" if s["skipped"] else ""
         val = f", {s['val']['tokens']:,} of them for validation" if s["val"]["tokens"] else ""
         shards = len(s["train"]["shards"]) + len(s["val"]["shards"])
+        targets = s["train"]["targets"] + s["val"]["targets"]
         print(
             f"{args.out}: {s['tokens']:,} tokens{val}, {s['documents']:,} documents, vocabulary "
             f"{s['vocab_size']:,}, "
-            f"{shards} shard{'s' if shards != 1 else ''}{left_out}"
+            f"{shards} shard{'s' if shards != 1 else ''}{left_out}; "
+            f"{targets / s['tokens']:.1%} of the tokens are targets"
         )
     return 0
 

@@ -1,10 +1,14 @@
-"""Opening input files."""
+"""Opening input files, and the error of what is in them."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+
+
+class DataError(Exception):
+    """The input is wrong. The text is one sentence for the user."""
 
 
 def open_input(path: str | os.PathLike, mode: str = "rb", **options):

@@ -1,0 +1,290 @@
+"""penstock.data on conversations, pairs and Parquet: the tokens of transformers' chat templates,
+masks on answers, every refusal."""
+
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+from penstock import Dataset, data
+from penstock.chat import ChatTemplate
+from test_data_py import run
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + "
+    "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{%- if tools %}{{ tools | tojson }}{% endif %}\n"
+    "{% for m in messages %}\n"
+    "    {%- if m.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}\n"
+    "{{ '<|im_start|>' + m.role + '\n' }}\n"
+    "    {%- if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# as some models do: it drops what older answers thought
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def say(*texts, system=None):
+    roles = ["user", "assistant"] * len(texts)
+    turns = [{"role": r, "content": t} for r, t in zip(roles, texts)]
+    return ([{"role": "system", "content": system}] if system else []) + turns
+
+
+CONVERSATIONS = [
+    say("What is 2+2?", "It is 4.", "And doubled?", " 8, naïvely 世界 "),
+    say("Hello", "Hi! <|im_start|> is a token\n", system="Be brief."),
+    say("Nobody answers"),
+    say("once more", "with feeling 🚀"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer's directory; a test writes its template."""
+    from tokenizers import AddedToken
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "t.txt").write_text("the quick brown fox says hello: what is it? " * 50)
+    t = data.train_tokenizer([folder / "t.txt"], 300)
+    t.add_special_tokens([AddedToken(x, special=True) for x in ("<|im_start|>", "<|im_end|>")])
+    t.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def configure(folder, template, as_file=False):
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    config |= {"bos_token": {"content": "<|endoftext|>", "__type": "AddedToken"}}
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    if as_file:
+        (folder / "chat_template.jinja").write_text(template)
+    else:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def jsonl(path, records):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+def read_all(out, vocab=400):
+    """What the native reader gives as one sequence: tokens, and the targets of all but the first."""
+    ds = Dataset(out, vocab)
+    assert ds.n_shards == 1
+    tokens, targets = ds.read(ds.n_tokens - 1, 0)
+    ids = data.read_shard(out / "train-00000.bin")
+    np.testing.assert_array_equal(ids[:-1], tokens)
+    return np.asarray(ids, np.int64), np.r_[-1, targets]
+
+
+@pytest.mark.parametrize(
+    "template, as_file",
+    [(CHATML, False), (CHATML, True), (MARKED, True)],
+    ids=["in the config", "a file", "with marks"],
+)
+def test_a_batch_is_the_chat_templates_output_token_for_token(folder, tmp_path, template, as_file):
+    from transformers import PreTrainedTokenizerFast
+
+    configure(folder, template, as_file)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    tools = [{"type": "function", "function": {"name": "f", "description": "<é>"}}]
+    records = [{"messages": c, "tools": tools if i % 2 else None}
+               for i, c in enumerate(CONVERSATIONS)]  # fmt: skip
+    source = jsonl(tmp_path / "c.jsonl", records)
+    r = run("--out", tmp_path / "o", "--tokenizer", folder, source)
+    assert "4 documents" in r.stdout and "targets" in r.stdout
+    want, learned = [], []
+    for record in records:
+        ids = theirs.apply_chat_template(record["messages"], tools=record["tools"])
+        want.append(ids)
+        if template == MARKED:
+            marks = theirs.apply_chat_template(
+                record["messages"],
+                tools=record["tools"],
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )["assistant_masks"]
+        else:  # the tokens after each generation prompt, up to the next message
+            marks = np.zeros(len(ids), int)
+            for i, m in enumerate(record["messages"]):
+                if m["role"] == "assistant":
+                    a = len(theirs.apply_chat_template(record["messages"][:i],
+                                                       add_generation_prompt=True))  # fmt: skip
+                    marks[a : len(theirs.apply_chat_template(record["messages"][: i + 1]))] = 1
+        learned.append(marks)
+    ids, targets = read_all(tmp_path / "o")
+    assert ids.tolist() == sum(want, [])
+    np.testing.assert_array_equal(targets, np.where(np.concatenate(learned), ids, -1))
+    assert 0 < np.concatenate(learned).sum() < len(ids)
+    flags = np.fromfile(tmp_path / "o/train-00000.mask", np.uint8)[1024:]
+    begins = np.cumsum([0, *map(len, want)])[:-1]
+    assert np.flatnonzero(flags & data.BEGINS_DOCUMENT).tolist() == begins.tolist()
+    assert (tmp_path / "o/chat_template.jinja").exists() == as_file
+    s = json.loads((tmp_path / "o/dataset.json").read_text())["train"]
+    assert (s["tokens"], s["targets"]) == (len(ids), int((targets >= 0).sum()))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["plain", "with marks"])
+def test_the_last_answer_or_all_may_be_learned(folder, template):
+    t = ChatTemplate(configure(folder, template))
+    chat = CONVERSATIONS[0]
+    text, spans = t.render_targets(chat, targets="answers")
+    assert len(spans) == 2 and t.render_targets(chat, targets="last") == (text, spans[-1:])
+    assert [text[a:b].split("<|im_end|>")[0].strip() for a, b in spans] == [
+        chat[1]["content"],
+        chat[3]["content"].strip(),
+    ]
+    assert t.render_targets(chat, targets="all") == (text, [(0, len(text))])
+    assert t.render_targets(chat, first=2) == (text, spans[1:])
+
+
+def test_a_template_that_rewrites_older_answers_is_refused(folder, tmp_path):
+    configure(folder, FORGETFUL)
+    source = jsonl(tmp_path / "c.jsonl", [{"messages": c} for c in CONVERSATIONS])
+    r = run("--out", tmp_path / "o", "--tokenizer", folder, source, code=2)
+    assert "line 1: the chat template writes message 2 in another way" in r.stderr
+    assert not (tmp_path / "o").exists() or not list((tmp_path / "o").iterdir())
+    run("--out", tmp_path / "o", "--tokenizer", folder, "--targets", "last", source)
+
+
+def test_pairs_learn_the_completion(folder, tmp_path):
+    from tokenizers import Tokenizer
+
+    configure(folder, CHATML)
+    t = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    pairs = [{"prompt": "what is <|im_start|>", "completion": " it?"}, {"prompt": "", "completion": "fox"}]  # fmt: skip
+    source = jsonl(tmp_path / "p.jsonl", [*pairs, {"prompt": "", "completion": ""}])
+    for targets in ("answers", "all"):
+        out = tmp_path / targets
+        run("--out", out, "--tokenizer", folder, "--targets", targets, source)
+        want, learned, eos = [], [], t.token_to_id("<|im_end|>")
+        for p in pairs:
+            a, b = (t.encode(p[k]).ids for k in ("prompt", "completion"))
+            want += [*a, *b, eos]
+            learned += [0, *[targets == "all"] * (len(a) - 1), *[1] * (len(b) + 1)][
+                -len(a + b) - 1 :
+            ]
+            learned[-len(a + b) - 1] = 0
+        ids, got = read_all(out)
+        assert ids.tolist() == want
+        np.testing.assert_array_equal(got, np.where(learned, ids, -1))
+    # of messages: the conversation, of which only the completion's answers are learned
+    chat = CONVERSATIONS[0]
+    for name, record in (("a", {"prompt": chat[:3], "completion": chat[3:]}), ("b", {"messages": chat})):  # fmt: skip
+        targets = "answers" if name == "a" else "last"
+        source = jsonl(tmp_path / f"{name}.jsonl", [record])
+        run("--out", tmp_path / name, "--tokenizer", folder, "--targets", targets, source)
+    for file in ("train-00000.bin", "train-00000.mask"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_text_beside_conversations_is_learned_whole(folder, tmp_path):
+    configure(folder, CHATML)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text("quick fox")
+    jsonl(tmp_path / "in/b.jsonl", [{"messages": CONVERSATIONS[3]}])
+    run("--out", tmp_path / "o", "--tokenizer", folder, tmp_path / "in")
+    ids, targets = read_all(tmp_path / "o")
+    eos = ids.tolist().index(data.load_tokenizer(folder).token_to_id("<|im_end|>"))
+    assert (targets[1 : eos + 1] == ids[1 : eos + 1]).all() and (targets[[0, eos + 1]] == -1).all()
+
+
+def test_validation_never_divides_a_conversation(folder, tmp_path):
+    configure(folder, CHATML)
+    chats = [say(f"question {i}", f"answer {i}") for i in range(60)]
+    source = jsonl(tmp_path / "c.jsonl", [{"messages": c} for c in chats])
+    run("--out", tmp_path / "o", "--tokenizer", folder, "--val-fraction", 0.2, source)
+    t, seen = data.load_tokenizer(folder), []
+    for file in ("train-00000.bin", "val/val-00000.bin"):
+        flags = np.fromfile((tmp_path / "o" / file).with_suffix(".mask"), np.uint8)[1024:]
+        ids = data.read_shard(tmp_path / "o" / file)
+        for part in np.split(ids, np.flatnonzero(flags & data.BEGINS_DOCUMENT)[1:]):
+            seen.append(t.decode(part.tolist(), skip_special_tokens=False))
+    template = ChatTemplate(folder)
+    assert sorted(seen) == sorted(template.render(c) for c in chats)
+    run("--out", tmp_path / "o", "--tokenizer", folder, "--force", folder / "t.txt")
+    assert not list((tmp_path / "o").rglob("*.mask"))
+
+
+def test_bad_conversations_are_one_sentence_and_leave_nothing(folder, tmp_path):
+    good, out = {"messages": CONVERSATIONS[0]}, tmp_path / "out"
+    for template, records, says in [
+        (CHATML, [good, {"messages": []}], "line 2 has no list of messages"),
+        (CHATML, [good, {"text": "x"}], "line 2 has no list of messages"),
+        (CHATML, [good, [1]], "line 2 is no object"),
+        (CHATML, [{"messages": [{"content": "x"}]}], "message 1 is no object with a 'role'"),
+        (CHATML, [{"messages": [{"role": "user"}]}], "none of the 8 tokens is a target"),
+        (CHATML, [{"messages": [{"role": "user", "content": 5}]}, 7], "line 2 is no object"),
+        (MARKED, [{"messages": [{"role": "x", "content": ""}]}], "line 1: the chat template fails: no role x"),
+        (CHATML, [{"prompt": "x", "completion": 1}], "line 1 has no text in field 'completion'"),
+        (CHATML, [{"messages": say("\ud800")}], "surrogate"),
+        (None, [good], "has no chat template"),
+        ("{% if %}", [good], "is no jinja2"),
+    ]:  # fmt: skip
+        configure(folder, template)
+        source = jsonl(tmp_path / "c.jsonl", records)
+        assert says in run("--out", out, "--tokenizer", folder, source, code=2).stderr
+        assert not out.exists() or not list(out.iterdir())
+    r = run("--out", out, "--train-tokenizer", 300, jsonl(tmp_path / "c.jsonl", [good]), code=2)
+    assert "is a conversation: give the tokenizer of a chat model" in r.stderr
+
+
+def test_parquet_is_read_as_jsonl_is_or_asks_for_pyarrow(folder, tmp_path, monkeypatch):
+    """Where pyarrow is missing, an object stands for it that has the calls that are used."""
+    configure(folder, CHATML)
+    records = [{"messages": c} for c in CONVERSATIONS]
+    jsonl(tmp_path / "c.jsonl", records)
+    (tmp_path / "c.parquet").write_bytes(b"no Parquet")
+    tokenizer, template = data.load_tokenizer(folder), ChatTemplate(folder)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(data.DataError, match="need pyarrow: pip install pyarrow"):
+        data.write_shards([tmp_path / "c.parquet"], tmp_path / "n", tokenizer, template=template)
+    monkeypatch.undo()
+    try:
+        import pyarrow
+        import pyarrow.parquet
+
+        with pytest.raises(data.DataError, match="cannot be read as Parquet"):
+            data.write_shards([tmp_path / "c.parquet"], tmp_path / "n", tokenizer)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "c.parquet")
+    except ImportError:
+
+        class ParquetFile:
+            metadata = types.SimpleNamespace(num_rows=len(records))
+
+            def __init__(self, path):
+                pass
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                pass
+
+            def iter_batches(self, batch_size):
+                return [types.SimpleNamespace(to_pylist=lambda: records)]
+
+        parquet = types.SimpleNamespace(ParquetFile=ParquetFile)
+        pyarrow = types.SimpleNamespace(parquet=parquet, ArrowException=ValueError)
+        monkeypatch.setitem(sys.modules, "pyarrow", pyarrow)
+        monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
+    for name in ("c.jsonl", "c.parquet"):
+        done = []
+        out = tmp_path / name.replace(".", "-")
+        data.write_shards(
+            [tmp_path / name], out, tokenizer, template=template, on_bytes=done.append
+        )
+        assert sum(done) == (tmp_path / name).stat().st_size
+    for file in ("train-00000.bin", "train-00000.mask"):
+        one, two = ((tmp_path / d / file).read_bytes() for d in ("c-jsonl", "c-parquet"))
+        assert one == two
