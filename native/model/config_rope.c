@@ -126,10 +126,9 @@ static ps_status read_scaling(const ps__config_reader *r, const ps__json *s, ps_
                     r->path);
   if (!strcmp(type, "default"))
     return PS_OK;
-  /* Phi-3's first files say "su", and "yarn" for what became longrope */
-  if (ps__family_at(c->family)->default_original_positions &&
-      (!strcmp(type, "su") || !strcmp(type, "yarn")))
-    type = "longrope";
+  for (const char *const *old = ps__family_at(c->family)->longrope_names; old && *old; old++)
+    if (!strcmp(type, *old))
+      type = "longrope";
   for (size_t i = 0; i < sizeof scalings / sizeof *scalings; i++)
     if (!strcmp(type, scalings[i].type)) {
       c->rope.kind = scalings[i].kind;

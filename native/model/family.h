@@ -64,10 +64,11 @@ typedef struct ps__family {
   bool tied_by_default;
   bool has_qkv_bias; /* whatever attention_bias says */
   bool has_partial_rope;
-  bool has_local_rope;         /* layers with sliding attention have RoPE of their own */
-  uint32_t qk_norm;            /* as ps_model_config.qk_norm */
-  uint32_t activation;         /* ps_activation, the one that is computed */
-  const char *activation_key;  /* NULL: "hidden_act" */
+  bool has_local_rope;               /* layers with sliding attention have RoPE of their own */
+  uint32_t qk_norm;                  /* as ps_model_config.qk_norm */
+  uint32_t activation;               /* ps_activation, the one that is computed */
+  const char *activation_key;        /* NULL: "hidden_act" */
+  const char *const *longrope_names; /* old ones, which transformers still reads; then NULL */
   const char *const *own_keys; /* which of config.c's keys of some families it reads; then NULL */
   /* reads the family's own keys into @c and refuses what would change the math; the keys that
    * all families have are in @c already */

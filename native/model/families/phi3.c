@@ -20,12 +20,14 @@ static ps_status describe(ps_model *m) {
 }
 
 static const char *const own_keys[] = {"sliding_window", NULL};
+static const char *const longrope_names[] = {"su", "yarn", NULL};
 
 const ps__family ps__family_phi3 = {.model_type = "phi3",
                                     .architecture = "Phi3ForCausalLM",
                                     .default_original_positions = 4096,
                                     .default_norm_eps = 1e-5,
                                     .has_partial_rope = true,
+                                    .longrope_names = longrope_names,
                                     .own_keys = own_keys,
                                     .read = read_phi3,
                                     .describe = describe};
