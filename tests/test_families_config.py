@@ -3,6 +3,7 @@ too; what is out of range, of another family or not computed is refused by the f
 
 import copy
 import ctypes
+import gc
 import json
 import math
 import os
@@ -555,4 +556,5 @@ def test_mutated_configs_are_read_or_refused_in_one_sentence(tmp_path, name, dat
 
 
 def test_nothing_leaks():
+    gc.collect()  # models in the frames of exceptions
     assert ps.lib.ps__live_allocations() == 0
