@@ -1,5 +1,5 @@
 #!/bin/sh
-# run.sh [native] [steps] [sanitizers] - the tests that need a GPU, on an H200 in some seven minutes; without words all three parts. A line for each test
+# run.sh [native] [steps] [sanitizers] - the tests that need a GPU, on an H200 in some ten minutes; without words all three parts. A line for each test
 # with its time, and of one that failed the end of its log. Exit code 0: all passed; 77: there is no usable GPU, and why; else 1.
 #
 # Nothing is built or fetched, so that a build folder can be carried to a machine with a GPU:
@@ -58,7 +58,7 @@ if wanted native; then
 fi
 
 if wanted steps; then # alone on the GPU: some hold what the driver reports against the plan
-  run steps 200 "$python" -m pytest -q -s -p no:cacheprovider -m "gpu and not long" tests/gpu tests/test_cuda_bad_input.py
+  run steps 320 "$python" -m pytest -q -s -p no:cacheprovider -m "gpu and not long" tests/gpu tests/test_cuda_bad_input.py
   tell steps
 fi
 
