@@ -25,6 +25,7 @@ from test_cli import job, penstock, refused, words  # noqa: F401 (job is a fixtu
         ("--chunks-per-round", 2**20),
         ("--first-round-chunks", 2**20),
         ("--head-slice-tokens", 2**30),
+        ("--frozen-layers", 4097),
         ("--threads", 4096),
         ("--trace-steps", 10**6),
         ("--gpu", 1023),

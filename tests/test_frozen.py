@@ -4,9 +4,12 @@ The oracle is a training of all layers by the same engine: without clipping, the
 step get the bits that they get there, because a gradient depends on nothing below it. That the
 gradients themselves are right is what tests/test_parity.py shows."""
 
+import subprocess
+
 import numpy as np
 import pytest
-from penstock import Hardware, InvalidError, ModelConfig, Plan, StateError, Trainer
+from conftest import BUILD, words_of_training
+from penstock import Hardware, InvalidError, ModelConfig, Plan, StateError, TensorFile, Trainer
 from test_budget import LONG_ROUNDS, PACKED_ROUNDS, batch_of, decisions, model_dir  # noqa: F401
 
 STEPS = 3
@@ -85,5 +88,15 @@ def test_a_frozen_training_takes_less_memory_and_fewer_flops(model_dir, hardware
 
 def test_freezing_all_layers_is_refused(model_dir, hardware):  # noqa: F811
     model = ModelConfig.read(model_dir("llama"))
-    with pytest.raises(InvalidError, match="n_frozen_layers is 8.*8 layers"):
+    with pytest.raises(InvalidError, match="8 layers would be frozen.*has 8"):
         Plan(model, seq_len=64, frozen_layers=8, hardware=hardware)
+
+
+def test_the_command_freezes_too(tiny_model, tiny_shard, tmp_path):
+    options = ["--recipe", "fp32", "--save-dtype", "fp32", "--frozen-layers", "2"]
+    words = words_of_training(tiny_model, tiny_shard, "--steps", 2, "--out", tmp_path / "out")
+    subprocess.run([BUILD / "bin/penstock", *words, *options], check=True)
+    model = ModelConfig.read(tiny_model)
+    before, after = TensorFile(tiny_model), TensorFile(tmp_path / "out")
+    for p in model.params():
+        assert np.array_equal(before.read(p.name), after.read(p.name)) == (p.unit < 2), p.name

@@ -148,7 +148,7 @@ typedef struct cli_job {
   const char *model, *out, *run_dir;
   cli_texts data;
   uint64_t device_mem, host_mem, seq_len, tokens_per_step, steps, chunk_tokens, chunks_per_round,
-      first_round_chunks, head_slice_tokens;
+      first_round_chunks, head_slice_tokens, frozen_layers;
   cli_device device;
   uint64_t warmup_steps, decay_steps, seed, trace_steps;
   /* NAN: the optimizer's default */

@@ -89,6 +89,9 @@ static const job_option job_options[] = {
            .least = 1, .most = PS_MAX_ROWS,
            .help =
                "tokens for which head and loss run at once (default: from the vocabulary's size)"),
+    OPTION(ALWAYS, frozen_layers, .name = "frozen-layers", .kind = CLI_COUNT, .value = "N",
+           .most = PS_MAX_LAYERS + 1,
+           .help = "train none of the first N layers: the embedding, then the blocks (default 0)"),
     OPTION(ALWAYS, clip_norm, .name = "clip-norm", .kind = CLI_NUMBER, .value = "X",
            .help = "limit of the gradient's global norm; 0: none (default 1)"),
     OPTION(ALWAYS, device.backend, .name = "backend", .kind = CLI_CHOICE, .value = "NAME",
@@ -231,6 +234,7 @@ int cli_job_prepare(cli_job *j) {
       .chunks_per_round = j->chunks_per_round,
       .first_round_chunks = j->first_round_chunks,
       .head_slice_tokens = j->head_slice_tokens,
+      .n_frozen_layers = (uint32_t)j->frozen_layers,
       .clip = j->clip_norm > 0,
       .n_threads = (uint32_t)j->device.threads,
       .deterministic = j->deterministic,

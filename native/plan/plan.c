@@ -107,7 +107,7 @@ static ps_status check_config(ps_plan *p) {
     return ps__fail(PS_EINVAL, "optimizer %u is unknown: use " PS__OPTIMIZER_NAMES, c->optimizer);
   if (p->model->n_trained == 0)
     return ps__fail(PS_EINVAL,
-                    "n_frozen_layers is %u, but the model has %u layers with embedding and head: "
+                    "%u layers would be frozen, but the model has %u with embedding and head: "
                     "one at least must be trained",
                     c->n_frozen_layers, p->model->n_layers);
   if (c->seq_len == 0)
