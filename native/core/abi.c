@@ -6,6 +6,7 @@
 #include <penstock/hardware.h>
 #include <penstock/model.h>
 #include <penstock/plan.h>
+#include <penstock/resume.h>
 #include <penstock/train.h>
 #include <string.h>
 
@@ -14,22 +15,39 @@ static const struct {
   const char *name;
   size_t bytes;
 } table[] = {
-    ENTRY(ps_access),        ENTRY(ps_launch),
-    ENTRY(ps_work),          ENTRY(ps_kernel),
-    ENTRY(ps_tag),           ENTRY(ps_op),
-    ENTRY(ps_wait),          ENTRY(ps_op_view),
-    ENTRY(ps_place),         ENTRY(ps_link),
-    ENTRY(ps_space_config),  ENTRY(ps_stream_config),
-    ENTRY(ps_engine_config), ENTRY(ps_run_config),
-    ENTRY(ps_trace_event),   ENTRY(ps_sim_cost),
-    ENTRY(ps_tensor_info),   ENTRY(ps_tensor_spec),
-    ENTRY(ps_model_config),  ENTRY(ps_rope),
-    ENTRY(ps_param_info),    ENTRY(ps_flops),
-    ENTRY(ps_gemm_rate),     ENTRY(ps_attention_rate),
-    ENTRY(ps_thread_rate),   ENTRY(ps_contention_rate),
-    ENTRY(ps_hardware),      ENTRY(ps_plan_config),
-    ENTRY(ps_plan_report),   ENTRY(ps_stall),
-    ENTRY(ps_train_config),  ENTRY(ps_step_metrics),
+    ENTRY(ps_access),
+    ENTRY(ps_launch),
+    ENTRY(ps_work),
+    ENTRY(ps_kernel),
+    ENTRY(ps_tag),
+    ENTRY(ps_op),
+    ENTRY(ps_wait),
+    ENTRY(ps_op_view),
+    ENTRY(ps_place),
+    ENTRY(ps_link),
+    ENTRY(ps_space_config),
+    ENTRY(ps_stream_config),
+    ENTRY(ps_engine_config),
+    ENTRY(ps_run_config),
+    ENTRY(ps_trace_event),
+    ENTRY(ps_sim_cost),
+    ENTRY(ps_tensor_info),
+    ENTRY(ps_tensor_spec),
+    ENTRY(ps_model_config),
+    ENTRY(ps_rope),
+    ENTRY(ps_param_info),
+    ENTRY(ps_flops),
+    ENTRY(ps_gemm_rate),
+    ENTRY(ps_attention_rate),
+    ENTRY(ps_thread_rate),
+    ENTRY(ps_contention_rate),
+    ENTRY(ps_hardware),
+    ENTRY(ps_plan_config),
+    ENTRY(ps_plan_report),
+    ENTRY(ps_stall),
+    ENTRY(ps_train_config),
+    ENTRY(ps_step_metrics),
+    ENTRY(ps_checkpoint_info),
 };
 
 size_t ps_abi_size(const char *struct_name) {

@@ -212,6 +212,23 @@ ps_status ps__engine_memory(ps_engine *e, uint64_t *out_bytes) {
   return e->backend->memory ? e->backend->memory(e->device, out_bytes) : PS_OK;
 }
 
+static ps_status transfer(ps_engine *e, void *dst, const void *src, uint64_t bytes) {
+  if (e->backend->transfer)
+    return e->backend->transfer(e->device, dst, src, bytes);
+  memcpy(dst, src, bytes);
+  return PS_OK;
+}
+
+ps_status ps__engine_read(ps_engine *e, uint32_t space, uint64_t offset, void *dst,
+                          uint64_t bytes) {
+  return transfer(e, dst, (const char *)e->space[space].addr + offset, bytes);
+}
+
+ps_status ps__engine_write(ps_engine *e, uint32_t space, uint64_t offset, const void *src,
+                           uint64_t bytes) {
+  return transfer(e, (char *)e->space[space].addr + offset, src, bytes);
+}
+
 ps_status ps_engine_close(ps_engine *e) {
   if (!e)
     return PS_OK;

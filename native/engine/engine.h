@@ -70,6 +70,13 @@ bool ps__engine_drives(const ps_engine *engine);
  * a device has no memory of its own. Any time. */
 ps_status ps__engine_memory(ps_engine *engine, uint64_t *out_bytes);
 
+/* ps__engine_read(), ps__engine_write() - copy @bytes of a space from @offset on to @dst, or from
+ * @src; blocks. No op runs meanwhile. PS_EDEVICE. */
+ps_status ps__engine_read(ps_engine *engine, uint32_t space, uint64_t offset, void *dst,
+                          uint64_t bytes);
+ps_status ps__engine_write(ps_engine *engine, uint32_t space, uint64_t offset, const void *src,
+                           uint64_t bytes);
+
 void ps__run_drive(ps_run *run, uint32_t driver); /* on the driver's thread: until the run stops */
 void ps__run_rest(ps_run *run); /* wait until nobody executes anything; no step can follow */
 

@@ -5,6 +5,7 @@
 #include <penstock/checkpoint.h>
 #include <penstock/data.h>
 
+#define PS__MANIFEST "manifest.json"
 enum { PS__MAX_HEADER_BYTES = 100000000, PS__MAX_DIMS = 8 };
 
 /* "DIR/NAME" in memory that the caller frees; NULL: no memory is left. */
@@ -28,6 +29,10 @@ const char *ps__stage_path(const ps__stage *s);
  * On an error @dir has the old model or, where the message says so, the new one. */
 ps_status ps__stage_commit(ps__stage *s);
 void ps__stage_abort(ps__stage *s); /* removes it; NULL is a no-op */
+/* Remove what saves into directories PARENT/PREFIX... that were cut off have left. */
+void ps__stage_clear(const char *parent, const char *prefix);
+/* Remove directory @name of @parent. A kill on the way leaves what ps__stage_clear() removes. */
+ps_status ps__stage_remove(const char *parent, const char *name);
 /* Create @name in the stage. Messages name @what. PS_EIO. */
 ps_status ps__stage_create(int *fd, const ps__stage *s, const char *name, const char *what);
 /* the names of a tokenizer's files, which are replaced together; NULL ends the list */
@@ -37,6 +42,19 @@ extern const char *const ps__tokenizer_files[];
 ps_status ps__tensors_create(ps_tensor_writer **out, ps__stage *stage, const char *dir,
                              const char *stem, const ps_tensor_spec *specs, uint64_t n,
                              uint64_t max_shard_bytes, const char *const *meta, uint32_t n_meta);
+
+/* ps_tensors_open() of a directory's files of another stem. */
+ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *stem);
+
+/* ---- a directory's manifest (manifest.c) ----------------------------------------------------- */
+/* Write the array "files" of the object that @w is in: name, bytes and SHA-256 of each file of the
+ * stage. Several threads read the files. PS_EIO, PS_ENOMEM. */
+ps_status ps__manifest_files(ps__jsonw *w, const ps__stage *s);
+/* Check that directory @dir has the files of @manifest, with their bytes and SHA-256s.
+ * PS_EFORMAT names a file that differs or is missing, or the manifest @path where it is no
+ * manifest. PS_EIO, PS_ENOMEM. *bytes: of all files together. */
+ps_status ps__manifest_check(const ps__json *manifest, const char *path, const char *dir,
+                             uint64_t *bytes);
 
 /* Count a trainer that reads @ds, from use to leave; ps_dataset_close() meanwhile is PS_EBUSY. NULL
  * is a no-op. */

@@ -530,14 +530,14 @@ static ps_status open_index(ps_tensor_file *f, const char *dir, const char *inde
   return st;
 }
 
-/* Opens model.safetensors if it exists, else the index, as transformers does. Files of a save that
+/* Opens STEM.safetensors if it exists, else the index, as transformers does. Files of a save that
  * was cut off come first (ps__model_path). */
-static ps_status open_dir(ps_tensor_file *f, const char *dir) {
-  static const char *const entries[] = {PS__MODEL_PENDING "/model.safetensors",
-                                        PS__MODEL_PENDING "/model.safetensors.index.json",
-                                        "model.safetensors", "model.safetensors.index.json"};
+static ps_status open_dir(ps_tensor_file *f, const char *dir, const char *stem) {
   for (int i = 0; i < 4; i++) {
-    char *path = ps__path_join(dir, entries[i]);
+    char entry[300];
+    snprintf(entry, sizeof entry, "%s%s.safetensors%s", i < 2 ? PS__MODEL_PENDING "/" : "", stem,
+             i % 2 ? ".index.json" : "");
+    char *path = ps__path_join(dir, entry);
     bool there = false;
     if (!path)
       return PS_ENOMEM;
@@ -553,12 +553,12 @@ static ps_status open_dir(ps_tensor_file *f, const char *dir) {
       return st;
   }
   return ps__fail(PS_EIO,
-                  "%s: has neither model.safetensors nor model.safetensors.index.json: is it a "
+                  "%s: has neither %s.safetensors nor %s.safetensors.index.json: is it a "
                   "model directory?",
-                  dir);
+                  dir, stem, stem);
 }
 
-ps_status ps_tensors_open(ps_tensor_file **out, const char *path) {
+ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *stem) {
   if (!out || !path)
     return ps__fail(PS_EINVAL, "ps_tensors_open: no path or no place for the result was given");
   struct stat sb;
@@ -569,7 +569,7 @@ ps_status ps_tensors_open(ps_tensor_file **out, const char *path) {
     return no_memory(path);
   ps_status st;
   if (S_ISDIR(sb.st_mode)) {
-    st = open_dir(f, path);
+    st = open_dir(f, path, stem);
   } else {
     char *copy = ps__strdup(path);
     st = copy ? add_file(f, copy) : no_memory(path);
@@ -582,6 +582,10 @@ ps_status ps_tensors_open(ps_tensor_file **out, const char *path) {
   }
   *out = f;
   return PS_OK;
+}
+
+ps_status ps_tensors_open(ps_tensor_file **out, const char *path) {
+  return ps__tensors_open(out, path, "model");
 }
 
 void ps_tensors_close(ps_tensor_file *f) {

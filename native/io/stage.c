@@ -87,6 +87,17 @@ static void clear_leftovers(const ps__stage *s, int dir) {
     closedir(d);
 }
 
+void ps__stage_clear(const char *parent, const char *prefix) {
+  char start[NAME_MAX + 32];
+  snprintf(start, sizeof start, ".%s", prefix);
+  DIR *d = opendir(parent);
+  for (const char *e; d && (e = ps__next_name(d));)
+    if (ps__starts_with(e, start) && strstr(e, SAVE))
+      clear_one(dirfd(d), e, false, -1);
+  if (d)
+    closedir(d);
+}
+
 /* ---- opening --------------------------------------------------------------------------------- */
 
 static ps_status too_long(const char *dir) {
@@ -283,6 +294,17 @@ void ps__stage_abort(ps__stage *s) {
     close(s->fd);
   }
   ps__free(s);
+}
+
+ps_status ps__stage_remove(const char *parent, const char *name) {
+  char path[PATH_MAX], from[PATH_MAX];
+  if (snprintf(from, sizeof from, "%s/%s", parent, name) >= PATH_MAX)
+    return too_long(parent);
+  PS_TRY(random_path(path, parent, name, SAVE));
+  PS_TRY(ps__rename(from, path));
+  return ps__remove_tree(AT_FDCWD, path)
+             ? PS_OK
+             : ps__fail(PS_EIO, "%s: cannot be removed: %s", path, strerror(errno));
 }
 
 static ps_status take_name(ps__stage *s) {

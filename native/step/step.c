@@ -362,7 +362,7 @@ static ps_status add_prologue_op(const ps__step *s, ps_program **p, const ps_ker
   return ps_program_add(*p, &op, NULL);
 }
 
-ps_status ps__step_prologue(const ps__step *s, ps_program **out) {
+ps_status ps__step_prologue(const ps__step *s, bool new_state, ps_program **out) {
   ps_program *p = NULL;
   ps_status st = PS_OK;
   for (uint32_t u = 0; st == PS_OK && u < s->spec->n_units; u++) {
@@ -374,7 +374,8 @@ ps_status ps__step_prologue(const ps__step *s, ps_program **out) {
       continue;
     if (st == PS_OK && h->device_master != PS__NO_VT)
       st = add_prologue_op(s, &p, NULL, h->master, h->device_master);
-    for (uint32_t k = 0; st == PS_OK && k < ps__optimizers[s->spec->optimizer].n_states; k++)
+    for (uint32_t k = 0;
+         st == PS_OK && new_state && k < ps__optimizers[s->spec->optimizer].n_states; k++)
       st = add_prologue_op(s, &p, &ps__k_fill_zero, PS__NO_VT, h->state[k]);
   }
   if (st != PS_OK)

@@ -181,8 +181,8 @@ static ps_status grad_norm(ps_trainer *t, const ps_launch *l) {
 
 /* ---- updates --------------------------------------------------------------------------------- */
 
-/* The run's step @run_step. State begins at zero with the run, whatever steps came before it, and
- * so does the correction of its bias. */
+/* The run's step @run_step. The correction of AdamW's bias counts the updates that made the state:
+ * this run's, and in a resumed run those before it. */
 static ps__update update_of(const ps_trainer *t, uint64_t run_step) {
   const uint64_t step = t->cfg.first_step + run_step;
   ps__update u = {.optimizer = t->plan->spec.optimizer,
@@ -196,7 +196,7 @@ static ps__update update_of(const ps_trainer *t, uint64_t run_step) {
                   .grad_scale = 1.0f,
                   .seed = t->cfg.seed,
                   .step = step};
-  ps__update_correct(&u, run_step + 1);
+  ps__update_correct(&u, t->n_updates + run_step + 1);
   return u;
 }
 

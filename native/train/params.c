@@ -73,8 +73,7 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
 
 /* ---- loading --------------------------------------------------------------------------------- */
 
-static ps_status check_tensor(const ps_trainer *t, const ps_tensor_info *info,
-                              const ps_param_info *p) {
+static ps_status check_tensor(const char *dir, const ps_tensor_info *info, const ps_param_info *p) {
   const bool ok = info->n_dims == p->n_dims && info->shape[0] == p->shape[0] &&
                   (p->n_dims < 2 || info->shape[1] == p->shape[1]);
   if (ok)
@@ -82,7 +81,7 @@ static ps_status check_tensor(const ps_trainer *t, const ps_tensor_info *info,
   return ps__fail(
       PS_EFORMAT,
       "%s: tensor %s has %u dimensions beginning [%llu, %llu], config.json asks for [%llu%s%.0llu]",
-      t->model_dir, p->name, info->n_dims, (unsigned long long)(info->n_dims ? info->shape[0] : 0),
+      dir, p->name, info->n_dims, (unsigned long long)(info->n_dims ? info->shape[0] : 0),
       (unsigned long long)(info->n_dims > 1 ? info->shape[1] : 1), (unsigned long long)p->shape[0],
       p->n_dims > 1 ? ", " : "", (unsigned long long)(p->n_dims > 1 ? p->shape[1] : 0));
 }
@@ -101,7 +100,7 @@ static ps_status load_param(ps_trainer *t, ps_tensor_file *f, const ps_param_inf
 
 /* A tensor that the model does not know is refused: without it the math would be another model's.
  * Two kinds are passed over: rotary tables of old files, which are derived, and a tied head. */
-static ps_status check_unknown(const ps_trainer *t, const ps_tensor_file *f) {
+static ps_status check_unknown(const ps_trainer *t, const ps_tensor_file *f, const char *dir) {
   const ps_model *m = t->plan->model;
   for (uint64_t i = 0; i < ps_tensors_count(f); i++) {
     ps_tensor_info info;
@@ -109,31 +108,37 @@ static ps_status check_unknown(const ps_trainer *t, const ps_tensor_file *f) {
     if (ps_model_find(m, info.name) == UINT32_MAX && !strstr(info.name, "rotary_emb.inv_freq") &&
         !(m->cfg.tied_embeddings && strcmp(info.name, "lm_head.weight") == 0))
       return ps__fail(PS_EFORMAT,
-                      "%s: tensor %s is not part of the model that config.json describes",
-                      t->model_dir, info.name);
+                      "%s: tensor %s is not part of the model that config.json describes", dir,
+                      info.name);
   }
   return PS_OK;
 }
 
-static ps_status check_known(const ps_trainer *t, const ps_tensor_file *f) {
+static ps_status check_known(const ps_trainer *t, const ps_tensor_file *f, const char *dir,
+                             bool frozen) {
   for (uint32_t i = 0; i < t->plan->model->n_params; i++) {
     const ps_param_info *p = &t->plan->model->param[i];
     ps_tensor_info info;
     const uint64_t idx = ps_tensors_find(f, p->name);
+    if (idx == UINT64_MAX && !frozen && t->plan->model->unit[p->unit].frozen)
+      continue;
     if (idx == UINT64_MAX)
-      return ps__fail(PS_EFORMAT, "%s: tensor %s is missing from its safetensors", t->model_dir,
-                      p->name);
+      return ps__fail(PS_EFORMAT, "%s: tensor %s is missing from its safetensors", dir, p->name);
     PS_TRY(ps_tensors_info(f, idx, &info));
-    PS_TRY(check_tensor(t, &info, p));
+    PS_TRY(check_tensor(dir, &info, p));
   }
   return PS_OK;
 }
 
-ps_status ps__trainer_open_weights(const ps_trainer *t, ps_tensor_file **out) {
-  PS_TRY(ps_tensors_open(out, t->model_dir));
-  ps_status st = check_unknown(t, *out);
-  if (st == PS_OK)
-    st = check_known(t, *out);
+ps_status ps__trainer_check_tensors(const ps_trainer *t, const ps_tensor_file *f, const char *dir,
+                                    bool frozen) {
+  PS_TRY(check_unknown(t, f, dir));
+  return check_known(t, f, dir, frozen);
+}
+
+ps_status ps__trainer_open_weights(const ps_trainer *t, const char *dir, ps_tensor_file **out) {
+  PS_TRY(ps_tensors_open(out, dir));
+  const ps_status st = ps__trainer_check_tensors(t, *out, dir, true);
   if (st != PS_OK)
     ps_tensors_close(*out);
   return st;

@@ -157,8 +157,8 @@ static ps_status copy_small(ps_trainer *t, ps__stage *stage, const char *dir, co
   return st;
 }
 
-static ps_status write_model(ps_trainer *t, ps__stage *stage, const char *dir, ps_dtype dtype,
-                             uint64_t max_shard_bytes) {
+ps_status ps__trainer_write_model(ps_trainer *t, ps__stage *stage, const char *dir, ps_dtype dtype,
+                                  uint64_t max_shard_bytes) {
   for (const char *const *name = ps__tokenizer_files; *name; name++)
     PS_TRY(copy_small(t, stage, dir, *name, dtype));
   PS_TRY(copy_small(t, stage, dir, "generation_config.json", dtype));
@@ -173,7 +173,7 @@ ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype,
     return ps__fail(PS_EINVAL, "ps_trainer_save: trainer, dir and a known dtype must be given");
   PS_TRY(ps__trainer_idle(t));
   PS_TRY(ps__stage_open(&stage, dir));
-  const ps_status st = write_model(t, stage, dir, dtype, max_shard_bytes);
+  const ps_status st = ps__trainer_write_model(t, stage, dir, dtype, max_shard_bytes);
   if (st == PS_OK)
     return ps__stage_commit(stage);
   ps__stage_abort(stage);

@@ -1,6 +1,7 @@
 /* trainer.c - creates, steps and destroys a trainer. */
 #include "train/trainer.h"
 #include "io/io.h"
+#include "train/resume.h"
 #include <math.h>
 #include <string.h>
 
@@ -214,9 +215,9 @@ static ps_status check_model(const ps_trainer *t) {
   return PS_OK;
 }
 
-/* @weights is NULL where the weights are drawn from the seed. */
-static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_progress_fn progress,
-                                  void *progress_user) {
+/* @weights is NULL where the weights are drawn from the seed; @c where the state begins at zero. */
+static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, const ps_checkpoint *c,
+                                  ps_progress_fn progress, void *progress_user) {
   /* memory that measuring the machine and planning took does not count as this run's */
   ps__resident_peak_reset();
   const uint64_t bytes = t->plan->report.device_arena_bytes + t->plan->report.host_arena_bytes;
@@ -227,12 +228,14 @@ static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_pro
     progress(progress_user, "preparing kernels", bytes, bytes);
   PS_TRY(ps__engine_warm(t->engine, t->plan->schedule));
   PS_TRY(note_memory(t, true));
-  return weights ? ps__trainer_load(t, weights, progress, progress_user)
-                 : ps__trainer_init(t, progress, progress_user);
+  PS_TRY(weights ? ps__trainer_load(t, weights, progress, progress_user)
+                 : ps__trainer_init(t, progress, progress_user));
+  return c ? ps__resume_load(t, c, progress, progress_user) : PS_OK;
 }
 
-/* Errors of the model directory are found before any memory is reserved. */
-static ps_status open_trainer(ps_trainer *t, ps_progress_fn progress, void *progress_user) {
+/* Errors of the model directory and of the checkpoint are found before any memory is reserved. */
+static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progress_fn progress,
+                              void *progress_user) {
   const ps_train_config *c = &t->cfg;
   t->lr = (ps__lr_schedule){.kind = c->lr_kind,
                             .warmup_steps = c->warmup_steps,
@@ -248,9 +251,15 @@ static ps_status open_trainer(ps_trainer *t, ps_progress_fn progress, void *prog
   PS_TRY(check_model(t));
   PS_TRY(make_segments(t));
   ps_tensor_file *weights = NULL;
+  if (from) {
+    PS_TRY(ps__resume_check(t, from));
+    t->resumed = true;
+    t->cfg.first_step = from->info.step;
+    t->n_updates = from->info.n_updates;
+  }
   if (!c->init_weights)
-    PS_TRY(ps__trainer_open_weights(t, &weights));
-  const ps_status st = reserve_and_load(t, weights, progress, progress_user);
+    PS_TRY(ps__trainer_open_weights(t, from ? from->dir : t->model_dir, &weights));
+  const ps_status st = reserve_and_load(t, weights, from, progress, progress_user);
   ps_tensors_close(weights);
   return st;
 }
@@ -262,7 +271,7 @@ static ps_status start_run(ps_trainer *t) {
   ps_schedule *once = NULL;
   ps_run *run = NULL;
   ps_run_config cfg = {.struct_bytes = sizeof cfg};
-  PS_TRY(ps__step_prologue(&t->plan->step, &prologue));
+  PS_TRY(ps__step_prologue(&t->plan->step, !t->resumed, &prologue));
   ps_status st = PS_OK;
   if (prologue) {
     st = ps_schedule_compile(&once, prologue);
@@ -288,9 +297,9 @@ static ps_status start_run(ps_trainer *t) {
   return PS_OK;
 }
 
-ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *plan,
-                            const ps_train_config *cfg, ps_progress_fn progress,
-                            void *progress_user) {
+static ps_status create(ps_trainer **out, const char *model_dir, ps_plan *plan,
+                        const ps_train_config *cfg, const ps_checkpoint *from,
+                        ps_progress_fn progress, void *progress_user) {
   if (!out || !model_dir || !plan || !cfg)
     return ps__fail(PS_EINVAL, "ps_trainer_create: out, model_dir, plan and cfg must be given");
   PS_TRY(check_config(plan, cfg));
@@ -309,13 +318,27 @@ ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *pl
   ps__dataset_use(cfg->dataset);
   plan->hooks = (ps__step_hooks){t, ps__trainer_hook};
   t->model_dir = ps__strdup(model_dir);
-  const ps_status st = t->model_dir ? open_trainer(t, progress, progress_user)
+  const ps_status st = t->model_dir ? open_trainer(t, from, progress, progress_user)
                                     : ps__fail(PS_ENOMEM, "out of memory for a trainer");
   if (st != PS_OK)
     ps_trainer_destroy(t);
   else
     *out = t;
   return st;
+}
+
+ps_status ps_trainer_create(ps_trainer **out, const char *model_dir, ps_plan *plan,
+                            const ps_train_config *cfg, ps_progress_fn progress,
+                            void *progress_user) {
+  return create(out, model_dir, plan, cfg, NULL, progress, progress_user);
+}
+
+ps_status ps_trainer_resume(ps_trainer **out, const char *model_dir, ps_plan *plan,
+                            const ps_train_config *cfg, const ps_checkpoint *c,
+                            ps_progress_fn progress, void *progress_user) {
+  if (!c)
+    return ps__fail(PS_EINVAL, "ps_trainer_resume: a checkpoint must be given");
+  return create(out, model_dir, plan, cfg, c, progress, progress_user);
 }
 
 ps_status ps_trainer_destroy(ps_trainer *t) {

@@ -14,6 +14,7 @@ typedef struct ps__step_record {
 } ps__step_record;
 
 typedef struct ps__rows ps__rows;
+typedef struct ps__stage ps__stage; /* io/io.h */
 
 struct ps_trainer {
   ps_plan *plan;
@@ -40,6 +41,8 @@ struct ps_trainer {
   uint64_t *first_element;   /* [n_units]: global index of a unit's first element */
   ps__rows *rows;            /* of an embedding on the host, else NULL */
   ps__lr_schedule lr;
+  uint64_t n_updates; /* that made the optimizer's state before this run; 0: it begins at zero */
+  bool resumed;       /* the optimizer's state was loaded, on the device too */
   uint64_t n_submitted, last_end_ns;
   _Atomic uint64_t n_reported;
   ps__step_record ring[PS__RING];
@@ -47,9 +50,12 @@ struct ps_trainer {
 
 /* The host ops of a step's program (hooks.c). */
 ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);
-/* Open the model directory's tensors, and check that they are the model's: all of them, no other
- * tensor, the same shapes. @out is owned by the caller (params.c). */
-ps_status ps__trainer_open_weights(const ps_trainer *t, ps_tensor_file **out);
+/* Open the tensors of @dir, and check that they are the model's: all of them, no other tensor, the
+ * same shapes. @out is owned by the caller (params.c). */
+ps_status ps__trainer_open_weights(const ps_trainer *t, const char *dir, ps_tensor_file **out);
+/* The same check of tensors that are open; those of frozen units may be missing unless @frozen. */
+ps_status ps__trainer_check_tensors(const ps_trainer *t, const ps_tensor_file *f, const char *dir,
+                                    bool frozen);
 /* Read the weights into the host space (params.c). */
 ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress,
                            void *progress_user);
@@ -81,6 +87,9 @@ void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps_
 /* Copy the rows of token[n_tokens] to @out, each after its update. */
 void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__update *u,
                      const int32_t *token, uint64_t n_tokens, void *out);
+/* Write the model's files into @stage: tensors in @dtype, config.json, tokenizer (save.c). */
+ps_status ps__trainer_write_model(ps_trainer *t, ps__stage *stage, const char *dir, ps_dtype dtype,
+                                  uint64_t max_shard_bytes);
 /* PS_OK where no step is in flight, else PS_ESTATE. After an error no step is (trainer.c). */
 ps_status ps__trainer_idle(ps_trainer *t);
 /* exported for tests */

@@ -28,6 +28,7 @@ _MODULE_OF = {
     "Dataset": "dataset",
     "Hardware": "plan",
     "Plan": "plan",
+    "Checkpoint": "checkpoint",
     "StepMetrics": "train",
     "Trainer": "train",
     "Decoder": "decode",

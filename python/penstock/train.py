@@ -1,12 +1,14 @@
 """Trains a model directory by a plan."""
 
 import math
+import os
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from ._handle import ActiveHandle, Owner
 from ._lib import StateError, check, encode_path, error, ffi, lib, struct, text
+from .checkpoint import Checkpoint
 from .dataset import Dataset
 from .engine import TRACE_DTYPE
 from .model import Parameter
@@ -55,6 +57,25 @@ def _as_int32(values, what: str, n: int) -> np.ndarray:
             "for a target that is not counted"
         )
     return np.ascontiguousarray(array, np.int32)
+
+
+_HYPERS = {"lr", "beta1", "beta2", "eps", "momentum", "weight_decay"}
+_SETTINGS = _HYPERS | {
+    *("nesterov", "lr_schedule", "min_lr", "warmup_steps", "total_steps", "decay_steps"),
+    *("clip_norm", "seed", "first_step", "document_token", "document_end_token", "shuffle"),
+}
+
+
+def _set(cfg, settings: dict) -> None:
+    """Set fields of a ps_train_config by the names of Trainer's arguments."""
+    for name, value in settings.items():
+        if name in _HYPERS and math.isnan(value):
+            raise ValueError(f"{name} is nan: give a number, or None for the optimizer's default")
+        if name == "lr_schedule":
+            if value not in LR_SCHEDULES:
+                raise ValueError(f"lr_schedule {value!r}: one of {', '.join(LR_SCHEDULES)}")
+            name, value = "lr_kind", LR_SCHEDULES[value]
+        setattr(cfg, name, int(value) if isinstance(value, bool) else value)
 
 
 # The callbacks hold no reference to their trainer. There is no cycle, and so the trainer ends with
@@ -155,30 +176,18 @@ class Trainer(Owner):
         shuffle: bool = False,
         progress=None,
     ):
-        if lr_schedule not in LR_SCHEDULES:
-            raise ValueError(f"lr_schedule {lr_schedule!r}: one of {', '.join(LR_SCHEDULES)}")
         cfg = struct("ps_train_config")
         lib.ps_train_config_init(cfg)
-        hypers = {
+        cfg.optimizer = plan.config.optimizer
+        settings = {
             "lr": lr,
             "beta1": beta1,
             "beta2": beta2,
             "eps": eps,
             "momentum": momentum,
             "weight_decay": weight_decay,
-        }
-        for name, value in hypers.items():
-            if value is None:
-                continue
-            if math.isnan(value):
-                raise ValueError(
-                    f"{name} is nan: give a number, or None for the optimizer's default"
-                )
-            setattr(cfg, name, value)
-        for name, value in {
-            "optimizer": plan.config.optimizer,
-            "nesterov": int(nesterov),
-            "lr_kind": LR_SCHEDULES[lr_schedule],
+            "nesterov": nesterov,
+            "lr_schedule": lr_schedule,
             "min_lr": min_lr,
             "warmup_steps": warmup_steps,
             "total_steps": total_steps,
@@ -188,21 +197,44 @@ class Trainer(Owner):
             "first_step": first_step,
             "document_token": document_token,
             "document_end_token": document_end_token,
-            "shuffle": int(shuffle),
-            "trace_steps": plan.config.trace_steps,
-        }.items():
-            setattr(cfg, name, value)
+            "shuffle": shuffle,
+        }
+        _set(cfg, {name: value for name, value in settings.items() if value is not None})
+        self._open(model_dir, plan, data, cfg, progress)
+
+    @classmethod
+    def resume(cls, checkpoint, model_dir, plan: Plan, data, *, progress=None, **changes):
+        """A trainer that goes on from `checkpoint`: a Checkpoint, or the path of one. Schedule,
+        hyperparameters, seed and document tokens are the checkpoint's, unless `changes` has others
+        under the names of the constructor. With a plan made with checkpoint.plan_options, k + k
+        steps give the bits of 2k steps. Raises what the constructor raises; InvalidError also
+        where the run cannot go on from this checkpoint."""
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = Checkpoint(checkpoint)
+        cfg = struct("ps_train_config")
+        check(lib.ps_checkpoint_config(checkpoint._handle.ptr, cfg))
+        unknown = sorted(changes.keys() - _SETTINGS)
+        if unknown:
+            raise TypeError(f"{unknown[0]!r} is no setting of a trainer")
+        _set(cfg, changes)
+        trainer = cls.__new__(cls)
+        trainer._open(model_dir, plan, data, cfg, progress, checkpoint)
+        return trainer
+
+    def _open(self, model_dir, plan, data, cfg, progress, checkpoint=None):
+        cfg.trace_steps = plan.config.trace_steps
         self.plan, self._failures = plan, []
+        self._first_step = checkpoint.step if checkpoint else cfg.first_step
         self.params = {p.name: p for p in plan.model.params()}
         uses, source = self._bind_data(cfg, data)
         report = _progress_callback(progress, self._failures) if progress else ffi.NULL
         out = ffi.new("ps_trainer **")
         plan._handle.wait_for_dropped()
-        check(
-            lib.ps_trainer_create(
-                out, encode_path(model_dir), plan._handle.ptr, cfg, report, ffi.NULL
-            )
-        )
+        common = (out, encode_path(model_dir), plan._handle.ptr, cfg)
+        if checkpoint is None:
+            check(lib.ps_trainer_create(*common, report, ffi.NULL))
+        else:
+            check(lib.ps_trainer_resume(*common, checkpoint._handle.ptr, report, ffi.NULL))
         self._handle = ActiveHandle(
             "trainer",
             out[0],
@@ -329,6 +361,20 @@ class Trainer(Owner):
         other files stay."""
         with self._handle.turn():
             check(lib.ps_trainer_save(self._handle.ptr, encode_path(directory), DTYPES[dtype]))
+
+    def checkpoint(self, folder, keep: int = 0) -> str:
+        """Write the complete state as the checkpoint `folder`/step-N, whose path is returned.
+        StateError: steps are in flight. keep: how many of the newest checkpoints stay there; 0: all.
+        InputOutputError: the older checkpoints stay."""
+        os.makedirs(folder, exist_ok=True)
+        path = ffi.new("char[]", 4096)
+        with self._handle.turn():
+            step = self._first_step + lib.ps_trainer_steps_done(self._handle.ptr)
+            check(lib.ps_checkpoint_path(path, len(path), encode_path(folder), step))
+            check(lib.ps_trainer_checkpoint(self._handle.ptr, path))
+            if keep:
+                check(lib.ps_checkpoints_prune(encode_path(folder), keep))
+        return os.fsdecode(ffi.string(path))
 
     def trace(self) -> np.ndarray:
         """The trace of the last plan.config.trace_steps steps (engine.TRACE_DTYPE)."""

@@ -157,7 +157,7 @@ static void print_schedule(const ps_schedule *schedule) {
 static void print_prologue(const ps_plan *plan) {
   ps_program *program = NULL;
   ps_schedule *schedule = NULL;
-  CHECK(ps__step_prologue(&plan->step, &program) == PS_OK);
+  CHECK(ps__step_prologue(&plan->step, true, &program) == PS_OK);
   if (!program)
     return;
   CHECK(ps_schedule_compile(&schedule, program) == PS_OK);

@@ -7,6 +7,7 @@
 #include "plan/plan_impl.h"
 #include "train/trainer.h"
 #include <math.h>
+#include <penstock/resume.h>
 #include <penstock/train.h>
 #include <signal.h>
 #include <time.h>
@@ -66,6 +67,7 @@ static ps_plan *make_streamed_plan(const ps_plan_config *cfg, bool there) {
                         0) == PS_OK);
   CHECK(ps__spec_init(&spec, params, &layout) == PS_OK);
   spec.recipe = (ps_recipe)cfg->recipe;
+  spec.optimizer = (ps_optimizer)cfg->optimizer;
   spec.chunk_tokens = layout.chunk_tokens;
   spec.chunks_per_round = layout.chunks_per_round;
   spec.first_round_chunks = layout.first_round_chunks;
@@ -73,15 +75,15 @@ static ps_plan *make_streamed_plan(const ps_plan_config *cfg, bool there) {
   spec.clip = cfg->clip != 0;
   spec.param_lead = spec.saved_lead = spec.saved_lag = spec.grad_lag = spec.sum_lag = 1;
   memset(spec.update_streamed, there, spec.n_units);
-  memset(spec.update_split, !there && spec.clip, spec.n_units);
+  memset(spec.update_split, !there && spec.clip && ps__optimizers[spec.optimizer].splits,
+         spec.n_units);
   CHECK(ps__plan_from_spec(&plan, &model, cfg, &hw, &spec) == PS_OK);
   ps__spec_free(&spec);
   ps__layout_free(&layout);
   return plan;
 }
 
-static ps_plan *make_plan(uint32_t recipe, bool clip, placement where) {
-  ps_plan_config cfg = plan_config(recipe, clip);
+static ps_plan *make_plan_of(ps_plan_config cfg, placement where) {
   ps_plan *plan;
   uint64_t host;
   if (where >= STREAMED)
@@ -91,6 +93,10 @@ static ps_plan *make_plan(uint32_t recipe, bool clip, placement where) {
           cfg.device_mem_bytes > 0);
   CHECK(ps_plan_create(&plan, &model, &cfg, &hw) == PS_OK);
   return plan;
+}
+
+static ps_plan *make_plan(uint32_t recipe, bool clip, placement where) {
+  return make_plan_of(plan_config(recipe, clip), where);
 }
 
 static ps_dataset *open_shard(void) {
@@ -706,6 +712,80 @@ static void test_life(void) {
   ps__thread_join(thread[0]);
 }
 
+/* ---- checkpoints ----------------------------------------------------------------------------- */
+
+/* Hash of the weights and states in a checkpoint, which is then removed. */
+static uint64_t take_state(ps_trainer *t, const char *dir) {
+  uint64_t h = 0;
+  CHECK(ps_trainer_checkpoint(t, dir) == PS_OK);
+  static const char *const files[] = {"model", "exp_avg", "exp_avg_sq", "momentum_buffer"};
+  for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+    char path[400], buffer[4096];
+    snprintf(path, sizeof path, "%s/%s.safetensors", dir, files[i]);
+    FILE *f = fopen(path, "rb");
+    for (size_t n; f && (n = fread(buffer, 1, sizeof buffer, f)) > 0;)
+      for (size_t k = 0; k < n; k++)
+        h = mix64(h ^ (uint64_t)buffer[k] ^ i << 8);
+    if (f)
+      fclose(f);
+  }
+  remove_folder(dir);
+  return h;
+}
+
+/* The state after 2k steps; with a stop after k of them that goes on with another placement. */
+static uint64_t train_in_parts(const ps_plan_config *cfg, placement before, placement after,
+                               bool stops) {
+  enum { HALF = 3 };
+  ps_dataset *ds = open_shard();
+  ps_plan *plan = make_plan_of(*cfg, before);
+  ps_train_config c = train_config(ds, cfg->clip != 0);
+  c.optimizer = cfg->optimizer;
+  c.lr_kind = PS_LR_KIND_COSINE;
+  c.total_steps = 2 * HALF;
+  c.warmup_steps = 2;
+  c.seed = 7;
+  c.shuffle = 1;
+  ps_step_metrics m;
+  ps_trainer *t = make_trainer(plan, &c);
+  if (stops) {
+    ps_checkpoint *from;
+    train_steps(t, HALF);
+    CHECK(ps_trainer_checkpoint(t, new_dir) == PS_OK);
+    CHECK(ps_trainer_destroy(t) == PS_OK);
+    ps_plan_destroy(plan);
+    plan = make_plan_of(*cfg, after);
+    CHECK(ps_checkpoint_open(&from, new_dir) == PS_OK);
+    CHECK(ps_trainer_resume(&t, model_dir, plan, &c, from, NULL, NULL) == PS_OK);
+    ps_checkpoint_close(from);
+    remove_folder(new_dir);
+  }
+  for (uint64_t i = stops ? HALF : 0; i < 2 * HALF; i++)
+    CHECK(ps_trainer_submit(t, 1) == PS_OK && ps_trainer_wait(t, &m) == PS_OK && m.step == i);
+  const uint64_t state = take_state(t, new_dir);
+  CHECK(ps_trainer_destroy(t) == PS_OK);
+  ps_plan_destroy(plan);
+  CHECK(ps_dataset_close(ds) == PS_OK);
+  return state;
+}
+
+/* Every recipe and optimizer, with and without clipping; each placement is resumed by the next. */
+static void test_resume(void) {
+  unsigned n = 0;
+  for (uint32_t o = 0; o < PS_N_OPTIMIZERS; o++)
+    for (uint32_t r = 0; r < PS_N_RECIPES; r++)
+      for (int clip = 0; clip < 2; clip++) {
+        ps_plan_config cfg = plan_config(r, clip);
+        cfg.optimizer = o;
+        cfg.head_slice_tokens = SEQ_LEN;
+        const uint64_t whole = train_in_parts(&cfg, TIGHT, TIGHT, false);
+        for (int p = 0; p < N_PLACEMENTS; p += STEP, n++)
+          CHECK(train_in_parts(&cfg, (placement)p, (placement)((p + 1) % N_PLACEMENTS), true) ==
+                whole);
+      }
+  printf("ok %u resumed trainings have the bits of those that were not stopped\n", n);
+}
+
 int main(void) {
   const char *tmp = getenv("TMPDIR");
   snprintf(root, sizeof root, "%s/penstock-test-train-XXXXXX", tmp && *tmp ? tmp : "/tmp");
@@ -733,6 +813,7 @@ int main(void) {
   printf("ok a token past the vocabulary in the middle of a run is named\n");
   test_not_finite();
   test_cancel();
+  test_resume();
   test_own_batch();
   for (int i = 0; i < 5; i++)
     test_life();

@@ -394,6 +394,7 @@ const ps__backend ps__backend_cuda = {
     .driver = cuda_driver,
     .exec = cuda_exec,
     .copy = ps__cuda_copy,
+    .transfer = ps__cuda_transfer,
     .prepare = cuda_prepare,
     .finish = cuda_finish,
     .warm = ps__cuda_warm,

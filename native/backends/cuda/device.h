@@ -89,6 +89,7 @@ struct ps__device {
 ps_status ps__cuda_map(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out);
 void ps__cuda_unmap(ps__device *dev, const ps__mapping *m);
 ps_status ps__cuda_peak(ps__device *dev, const ps__mapping *m, uint64_t *out_bytes);
+ps_status ps__cuda_transfer(ps__device *dev, void *dst, const void *src, uint64_t bytes);
 ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void *src,
                         uint64_t bytes);
 /* prepare.c */

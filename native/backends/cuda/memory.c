@@ -207,3 +207,24 @@ ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void 
   }
   return PS_OK;
 }
+
+static ps_status transfer(ps__device *dev, void *dst, const void *src, uint64_t bytes) {
+  /* a host space is pinned in pieces, which one copy cannot cross */
+  for (uint64_t at = 0; at < bytes;) {
+    uint64_t n = left_in_piece(dev, (const char *)src + at, bytes - at);
+    n = left_in_piece(dev, (char *)dst + at, n);
+    PS__CUDA_TRY(dev->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst + at,
+                                      (CUdeviceptr)(uintptr_t)src + at, n, NULL));
+    at += n;
+  }
+  PS__CUDA_TRY(dev->cu, StreamSynchronize(NULL));
+  return PS_OK;
+}
+
+ps_status ps__cuda_transfer(ps__device *dev, void *dst, const void *src, uint64_t bytes) {
+  CUcontext old;
+  PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
+  const ps_status st = transfer(dev, dst, src, bytes);
+  dev->cu->CtxPopCurrent(&old);
+  return st;
+}

@@ -1,0 +1,84 @@
+/* penstock/resume.h - checkpoints: the complete state of a trainer on disk, and trainers that go on
+ * from one.
+ *
+ * A checkpoint is a directory:
+ *   config.json, tokenizer files      as in a model directory
+ *   model*.safetensors                the weights; of a recipe with a master copy, the master
+ *   STATE*.safetensors                the optimizer's states, under their parameters' names. STATE
+ *                                     is exp_avg and exp_avg_sq (adamw), exp_avg (lion),
+ *                                     momentum_buffer (sgd)
+ *   manifest.json                     step, settings, and bytes and SHA-256 of every other file
+ * So it is a model directory too. State is kept by parameter: a trainer resumes with another plan,
+ * under other caps and on another backend. With the batch cut as before (ps_checkpoint_info), k + k
+ * steps give the bits of 2k steps. docs/checkpoints.md is the user's page.
+ *
+ * Names of checkpoints in a folder are step-00000100 and alike. */
+#ifndef PENSTOCK_RESUME_H
+#define PENSTOCK_RESUME_H
+#include "train.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ps_checkpoint ps_checkpoint; /* one that was opened, and checked */
+
+typedef struct ps_checkpoint_info {
+  uint32_t struct_bytes; /* sizeof(ps_checkpoint_info) */
+  uint32_t recipe, optimizer, n_frozen_layers;
+  uint64_t step;      /* steps that were trained: the next step's number */
+  uint64_t n_updates; /* that made the optimizer's state */
+  uint64_t bytes;     /* BYTES of its files, the manifest apart */
+  /* The batch and its cut, as in ps_plan_config. */
+  uint64_t seq_len, tokens_per_step;
+  uint64_t chunk_tokens, chunks_per_round, first_round_chunks, head_slice_tokens;
+  uint64_t n_sequences; /* of the dataset, at seq_len; 0: the data came from a batch function */
+} ps_checkpoint_info;
+
+/* ps_trainer_checkpoint() - write the state after ps_trainer_steps_done() steps as directory @dir,
+ * whose parent must exist. An older checkpoint in @dir is replaced.
+ * Whatever ends the call, @dir is a whole checkpoint or is as it was; penstock/checkpoint.h says
+ * how. On PS_OK the checkpoint is on the disk.
+ * Errors: PS_EIO: what could not be written, and why. PS_ENOMEM. PS_EDEVICE.
+ *         PS_ESTATE: steps are in flight, or an error has stopped the trainer. */
+PS_API ps_status ps_trainer_checkpoint(ps_trainer *t, const char *dir);
+
+/* ps_checkpoint_open() - open @dir and check all its files against the manifest. Several threads
+ * read them.
+ * @out    owned by the caller, released by ps_checkpoint_close().
+ * Errors: PS_EFORMAT names the file that is damaged, cut off or missing. PS_EIO, PS_ENOMEM. */
+PS_API ps_status ps_checkpoint_open(ps_checkpoint **out, const char *dir);
+/* ps_checkpoint_latest() - open the newest whole checkpoint in @folder. One that is damaged gets a
+ * warning in the log. *out is NULL where @folder has none at all, or does not exist.
+ * Errors: PS_EFORMAT: there are checkpoints, and none is whole. PS_EIO, PS_ENOMEM. */
+PS_API ps_status ps_checkpoint_latest(ps_checkpoint **out, const char *folder);
+PS_API void ps_checkpoint_close(ps_checkpoint *c);            /* NULL is a no-op */
+PS_API const char *ps_checkpoint_dir(const ps_checkpoint *c); /* valid until close */
+PS_API ps_status ps_checkpoint_get_info(const ps_checkpoint *c, ps_checkpoint_info *out);
+/* ps_checkpoint_config() - set @cfg to the checkpoint's settings: schedule, hyperparameters, seed,
+ * document tokens, shuffle. Data is not among them, nor trace_steps. */
+PS_API ps_status ps_checkpoint_config(const ps_checkpoint *c, ps_train_config *cfg);
+
+/* ps_checkpoint_path() - FOLDER/step-00000100, for a step. PS_EINVAL: @bytes are too few. */
+PS_API ps_status ps_checkpoint_path(char *path, uint64_t bytes, const char *folder, uint64_t step);
+/* ps_checkpoints_prune() - remove all but the @keep newest checkpoints in @folder, and what calls
+ * that were cut off have left. Errors: PS_EIO. */
+PS_API ps_status ps_checkpoints_prune(const char *folder, uint64_t keep);
+
+/* ps_trainer_resume() - as ps_trainer_create(), but weights, state and step are @c's. The model
+ * directory gives config.json and the tokenizer alone.
+ * @c    borrowed for the call.
+ * @cfg  first_step and init_weights must be 0. Another learning rate, schedule, weight decay or
+ *       limit of the norm than the checkpoint's, and another cut of the batch, get a warning in the
+ *       log.
+ * Errors: those of ps_trainer_create(). PS_EINVAL: the model, recipe, optimizer, frozen layers,
+ *         batch, seed, order or number of sequences, or document tokens differ from the
+ *         checkpoint's; the message has both values. */
+PS_API ps_status ps_trainer_resume(ps_trainer **out, const char *model_dir, ps_plan *plan,
+                                   const ps_train_config *cfg, const ps_checkpoint *c,
+                                   ps_progress_fn progress, void *progress_user);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,189 @@
+/* manifest.c - the files of a directory with their bytes and SHA-256s: written, and checked. */
+#include "core/sha256.h"
+#include "io/stage.h"
+#include <errno.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { PIECE = 1 << 20, MAX_FILES = 100000 };
+
+/* A file to be read, and what came of it. */
+typedef struct entry {
+  char *path, *name;
+  uint64_t bytes;
+  char hex[65];
+  ps_status st;
+  char message[512];
+} entry;
+
+typedef struct entries {
+  entry *item;
+  size_t n, cap;
+} entries;
+
+static void free_entries(entries *e) {
+  for (size_t i = 0; i < e->n; i++) {
+    ps__free(e->item[i].path);
+    ps__free(e->item[i].name);
+  }
+  ps__free(e->item);
+}
+
+static ps_status no_memory(const char *dir) {
+  return ps__fail(PS_ENOMEM, "%s: no memory left for its manifest", dir);
+}
+
+/* Takes @path over. */
+static ps_status add(entries *e, const char *dir, char *path, const char *name, uint64_t bytes) {
+  void *items = e->item;
+  const bool grown = ps__grow(&items, e->n, &e->cap, sizeof *e->item);
+  e->item = items;
+  char *copy = grown && path ? ps__strdup(name) : NULL;
+  if (!copy) {
+    ps__free(path);
+    return no_memory(dir);
+  }
+  e->item[e->n++] = (entry){.path = path, .name = copy, .bytes = bytes};
+  return PS_OK;
+}
+
+static ps_status hash_file(entry *e, char *buffer) {
+  struct stat sb;
+  int fd;
+  ps__sha256 h;
+  ps__sha256_begin(&h);
+  PS_TRY(ps__open_input(&fd, &sb, e->path));
+  ps_status st = PS_OK;
+  e->bytes = (uint64_t)sb.st_size;
+  for (uint64_t at = 0; st == PS_OK && at < e->bytes; at += PIECE) {
+    const uint64_t n = e->bytes - at < PIECE ? e->bytes - at : PIECE;
+    st = ps__pread_all(fd, e->path, buffer, n, at);
+    if (st == PS_OK)
+      ps__sha256_add(&h, buffer, n);
+  }
+  close(fd);
+  ps__sha256_end(&h, e->hex);
+  return st;
+}
+
+static void hash_task(void *arg, int64_t task, uint32_t worker) {
+  entry *e = &((entries *)arg)->item[task];
+  char *buffer = ps__malloc(PIECE);
+  e->st = buffer ? hash_file(e, buffer) : no_memory(e->path);
+  if (e->st != PS_OK)
+    snprintf(e->message, sizeof e->message, "%s", ps_last_error());
+  ps__free(buffer);
+}
+
+static ps_status hash_all(entries *e) {
+  ps__pool *pool;
+  const uint32_t cpus = ps__n_cpus();
+  if (!e->n)
+    return PS_OK;
+  PS_TRY(ps__pool_create(&pool, e->n < cpus ? (uint32_t)e->n : cpus, "ps-hash"));
+  ps__pool_run(pool, (int64_t)e->n, hash_task, e);
+  ps__pool_destroy(pool);
+  for (size_t i = 0; i < e->n; i++)
+    if (e->item[i].st != PS_OK)
+      return ps__fail(e->item[i].st, "%s", e->item[i].message);
+  return PS_OK;
+}
+
+/* ---- writing --------------------------------------------------------------------------------- */
+
+static int by_name(const void *a, const void *b) {
+  return strcmp(((const entry *)a)->name, ((const entry *)b)->name);
+}
+
+static ps_status list_stage(entries *e, const char *dir) {
+  DIR *d = opendir(dir);
+  ps_status st = d ? PS_OK : ps__fail(PS_EIO, "%s: cannot be read: %s", dir, strerror(errno));
+  for (const char *name; st == PS_OK && (name = ps__next_name(d));)
+    st = add(e, dir, ps__path_join(dir, name), name, 0);
+  if (st == PS_OK && errno)
+    st = ps__fail(PS_EIO, "%s: cannot be read: %s", dir, strerror(errno));
+  if (d)
+    closedir(d);
+  return st;
+}
+
+ps_status ps__manifest_files(ps__jsonw *w, const ps__stage *s) {
+  entries e = {0};
+  ps_status st = list_stage(&e, ps__stage_path(s));
+  if (st == PS_OK)
+    st = hash_all(&e);
+  if (st == PS_OK) {
+    qsort(e.item, e.n, sizeof *e.item, by_name);
+    ps__jsonw_array(w, "files");
+    for (size_t i = 0; i < e.n; i++) {
+      ps__jsonw_object(w, NULL);
+      ps__jsonw_string(w, "name", e.item[i].name);
+      ps__jsonw_uint(w, "bytes", e.item[i].bytes);
+      ps__jsonw_string(w, "sha256", e.item[i].hex);
+      ps__jsonw_end(w);
+    }
+    ps__jsonw_end(w);
+  }
+  free_entries(&e);
+  return st;
+}
+
+/* ---- checking -------------------------------------------------------------------------------- */
+
+static ps_status add_listed(entries *e, const ps__json *file, const char *path, const char *dir,
+                            size_t i) {
+  const char *name = ps__json_string(ps__json_get(file, "name"), NULL);
+  const char *hex = ps__json_string(ps__json_get(file, "sha256"), NULL);
+  const ps__json *bytes = ps__json_get(file, "bytes");
+  uint64_t n;
+  char *at;
+  struct stat sb;
+  if (!name || !*name || *name == '.' || strchr(name, '/') || !hex || strlen(hex) != 64 || !bytes ||
+      !ps__json_uint64(bytes, &n))
+    return ps__fail(PS_EFORMAT, "%s: files[%zu] has no usable name, bytes and sha256", path, i);
+  PS_TRY(ps__model_path(&at, dir, name));
+  ps_status st = PS_OK;
+  if (stat(at, &sb) != 0)
+    st = errno == ENOENT ? ps__fail(PS_EFORMAT, "%s: is missing, but %s lists it", at, path)
+                         : ps__fail(PS_EIO, "%s: cannot be read: %s", at, strerror(errno));
+  else if ((uint64_t)sb.st_size != n)
+    st = ps__fail(PS_EFORMAT, "%s: has %lld bytes, %s says %llu", at, (long long)sb.st_size, path,
+                  (unsigned long long)n);
+  if (st == PS_OK)
+    return add(e, dir, at, name, n);
+  ps__free(at);
+  return st;
+}
+
+static ps_status check_listed(const entries *e, const ps__json *files, const char *path) {
+  for (size_t i = 0; i < e->n; i++) {
+    const char *hex = ps__json_string(ps__json_get(ps__json_at(files, i), "sha256"), NULL);
+    if (strcmp(hex, e->item[i].hex) != 0)
+      return ps__fail(PS_EFORMAT, "%s: its bytes are damaged: SHA-256 %.16s..., %s says %.16s...",
+                      e->item[i].path, e->item[i].hex, path, hex);
+  }
+  return PS_OK;
+}
+
+ps_status ps__manifest_check(const ps__json *manifest, const char *path, const char *dir,
+                             uint64_t *bytes) {
+  const ps__json *files = ps__json_get(manifest, "files");
+  entries e = {0};
+  if (!files || ps__json_type(files) != PS_JSON_ARRAY || ps__json_length(files) == 0 ||
+      ps__json_length(files) > MAX_FILES)
+    return ps__fail(PS_EFORMAT, "%s: has no list \"files\": it is no checkpoint's manifest", path);
+  ps_status st = PS_OK;
+  for (size_t i = 0; st == PS_OK && i < ps__json_length(files); i++)
+    st = add_listed(&e, ps__json_at(files, i), path, dir, i);
+  if (st == PS_OK)
+    st = hash_all(&e);
+  if (st == PS_OK)
+    st = check_listed(&e, files, path);
+  *bytes = 0;
+  for (size_t i = 0; i < e.n; i++)
+    *bytes += e.item[i].bytes;
+  free_entries(&e);
+  return st;
+}

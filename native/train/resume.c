@@ -1,0 +1,266 @@
+/* resume.c - opens checkpoints and checks them, and reads them into a new trainer. */
+#include "train/resume.h"
+#include <errno.h>
+#include <math.h>
+#include <string.h>
+#include <sys/stat.h>
+
+enum { PIECE_BYTES = 4 << 20, MAX_MANIFEST_BYTES = 64 << 20 };
+
+/* ---- opening --------------------------------------------------------------------------------- */
+
+static ps_status bad_entry(const char *path, const char *key) {
+  return ps__fail(PS_EFORMAT, "%s: \"%s\" is missing or has another type: the manifest is damaged",
+                  path, key);
+}
+
+static bool read_setting(const ps__json *value, const ps__setting *s, void *at) {
+  uint64_t n;
+  const double x = value ? ps__json_number(value, NAN) : NAN;
+  if (!value || (ps__json_type(value) != PS_JSON_NUMBER && ps__json_type(value) != PS_JSON_NULL))
+    return false;
+  switch (s->kind) {
+  case PS__F64: *(double *)at = x; return true;
+  case PS__I32:
+    if (!(x >= -1 && x <= INT32_MAX && x == floor(x)))
+      return false;
+    *(int32_t *)at = (int32_t)x;
+    return true;
+  default:
+    if (!ps__json_uint64(value, &n) || (s->kind == PS__U32 && n > UINT32_MAX))
+      return false;
+    if (s->kind == PS__U32)
+      *(uint32_t *)at = (uint32_t)n;
+    else
+      *(uint64_t *)at = n;
+    return true;
+  }
+}
+
+static ps_status read_settings(const ps__json *j, const char *path, const ps__setting *s,
+                               void *base) {
+  for (; s->key; s++)
+    if (!read_setting(ps__json_get(j, s->key), s, (char *)base + s->offset))
+      return bad_entry(path, s->key);
+  return PS_OK;
+}
+
+static ps_status read_count(const ps__json *j, const char *path, const char *key, uint64_t *out) {
+  const ps__json *value = ps__json_get(j, key);
+  return value && ps__json_uint64(value, out) ? PS_OK : bad_entry(path, key);
+}
+
+static ps_status read_names(ps_checkpoint *c, const ps__json *j, const char *path) {
+  const char *recipe = ps__json_string(ps__json_get(j, "recipe"), NULL),
+             *optimizer = ps__json_string(ps__json_get(j, "optimizer"), NULL);
+  ps_optimizer o;
+  c->info.recipe = 0;
+  while (recipe && c->info.recipe < PS_N_RECIPES &&
+         strcmp(ps__recipes[c->info.recipe].name, recipe) != 0)
+    c->info.recipe++;
+  if (!recipe || c->info.recipe == PS_N_RECIPES)
+    return bad_entry(path, "recipe");
+  if (!optimizer || ps_optimizer_parse(&o, optimizer) != PS_OK)
+    return bad_entry(path, "optimizer");
+  c->info.optimizer = c->train.optimizer = o;
+  return PS_OK;
+}
+
+static ps_status read_manifest(ps_checkpoint *c, const ps__json *j, const char *path) {
+  uint64_t version;
+  const char *format = ps__json_string(ps__json_get(j, "format"), NULL);
+  if (!format || strcmp(format, "penstock checkpoint") != 0)
+    return ps__fail(PS_EFORMAT, "%s: is no checkpoint's manifest", path);
+  PS_TRY(read_count(j, path, "version", &version));
+  if (version != 1)
+    return ps__fail(PS_EFORMAT,
+                    "%s: is of version %llu, and version 1 is read: take the penstock "
+                    "that wrote it",
+                    path, (unsigned long long)version);
+  PS_TRY(read_count(j, path, "step", &c->info.step));
+  PS_TRY(read_count(j, path, "n_updates", &c->info.n_updates));
+  PS_TRY(read_names(c, j, path));
+  PS_TRY(read_settings(ps__json_get(j, "batch"), path, ps__batch_settings, &c->info));
+  PS_TRY(read_settings(ps__json_get(j, "training"), path, ps__train_settings, &c->train));
+  return ps__manifest_check(j, path, c->dir, &c->info.bytes);
+}
+
+static ps_status open_checked(ps_checkpoint *c) {
+  char *path;
+  ps__json *j = NULL;
+  struct stat sb;
+  if (stat(c->dir, &sb) != 0 || !S_ISDIR(sb.st_mode))
+    return ps__fail(PS_EIO, "%s: is no checkpoint: %s", c->dir,
+                    S_ISDIR(sb.st_mode) ? strerror(errno) : "it is no directory");
+  PS_TRY(ps__model_path(&path, c->dir, PS__MANIFEST));
+  ps_status st = PS_OK;
+  if (stat(path, &sb) != 0)
+    st = ps__fail(errno == ENOENT ? PS_EFORMAT : PS_EIO, "%s: cannot be read: %s", path,
+                  strerror(errno));
+  if (st == PS_OK)
+    st = ps__json_read_file(&j, path, MAX_MANIFEST_BYTES);
+  if (st == PS_OK)
+    st = read_manifest(c, j, path);
+  ps__json_free(j);
+  ps__free(path);
+  for (uint32_t k = 0; st == PS_OK && k < ps__optimizers[c->info.optimizer].n_states; k++)
+    st = ps__tensors_open(&c->state[k], c->dir, ps__state_names[c->info.optimizer][k]);
+  return st;
+}
+
+ps_status ps_checkpoint_open(ps_checkpoint **out, const char *dir) {
+  if (!out || !dir || !*dir)
+    return ps__fail(PS_EINVAL, "ps_checkpoint_open: out and dir must be given");
+  ps_checkpoint *c = ps__calloc(1, sizeof *c);
+  if (!c || !(c->dir = ps__strdup(dir))) {
+    ps__free(c);
+    return ps__fail(PS_ENOMEM, "%s: no memory left to open it", dir);
+  }
+  c->info.struct_bytes = sizeof c->info;
+  ps_train_config_init(&c->train);
+  const ps_status st = open_checked(c);
+  if (st == PS_OK)
+    *out = c;
+  else
+    ps_checkpoint_close(c);
+  return st;
+}
+
+void ps_checkpoint_close(ps_checkpoint *c) {
+  if (!c)
+    return;
+  for (uint32_t k = 0; k < PS_MAX_STATES; k++)
+    ps_tensors_close(c->state[k]);
+  ps__free(c->dir);
+  ps__free(c);
+}
+
+const char *ps_checkpoint_dir(const ps_checkpoint *c) { return c ? c->dir : ""; }
+
+ps_status ps_checkpoint_get_info(const ps_checkpoint *c, ps_checkpoint_info *out) {
+  if (!c || !out || out->struct_bytes != sizeof *out)
+    return ps__fail(PS_EINVAL, "ps_checkpoint_get_info: checkpoint and out with its struct_bytes "
+                               "must be given");
+  *out = c->info;
+  return PS_OK;
+}
+
+ps_status ps_checkpoint_config(const ps_checkpoint *c, ps_train_config *cfg) {
+  if (!c || !cfg)
+    return ps__fail(PS_EINVAL, "ps_checkpoint_config: checkpoint and cfg must be given");
+  *cfg = c->train;
+  return PS_OK;
+}
+
+/* ---- may it go on? --------------------------------------------------------------------------- */
+
+static double value_of(const ps__setting *s, const void *base) {
+  const void *at = (const char *)base + s->offset;
+  switch (s->kind) {
+  case PS__U32: return *(const uint32_t *)at;
+  case PS__I32: return *(const int32_t *)at;
+  case PS__U64: return (double)*(const uint64_t *)at;
+  default: return *(const double *)at;
+  }
+}
+
+static bool same_value(const ps__setting *s, const void *a, const void *b) {
+  const double x = value_of(s, a), y = value_of(s, b);
+  if (s->kind == PS__U64)
+    return *(const uint64_t *)(const void *)((const char *)a + s->offset) ==
+           *(const uint64_t *)(const void *)((const char *)b + s->offset);
+  return x == y || (isnan(x) && isnan(y));
+}
+
+static ps_status check_settings(const ps_checkpoint *c, const ps__setting *s, const void *now,
+                                const void *then) {
+  for (; s->key; s++) {
+    if (same_value(s, now, then))
+      continue;
+    const double x = value_of(s, now), y = value_of(s, then);
+    if (s->fixed)
+      return ps__fail(PS_EINVAL,
+                      "%s was written with %s %.17g, and this run has %.17g: give the "
+                      "checkpoint's, or begin a new run with --model %s",
+                      c->dir, s->option, y, x, c->dir);
+    ps__log(PS_LOG_WARN,
+            "%s was written with %s %.17g, and this run has %.17g: it goes on with other bits than "
+            "the run that was not stopped",
+            c->dir, s->option, y, x);
+  }
+  return PS_OK;
+}
+
+ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c) {
+  ps_checkpoint_info now;
+  ps_model_config m;
+  const ps_train_config settings = ps__checkpoint_settings(t);
+  ps__checkpoint_info_of(t, &now);
+  PS_TRY(ps_model_config_read(&m, c->dir));
+  if (memcmp(&m, &t->plan->model->cfg, sizeof m) != 0)
+    return ps__fail(PS_EINVAL, "%s is of another model than %s: give its own model directory",
+                    c->dir, t->model_dir);
+  if (now.recipe != c->info.recipe)
+    return ps__fail(PS_EINVAL,
+                    "%s was written with recipe %s, and this run has %s: give the "
+                    "checkpoint's",
+                    c->dir, ps__recipes[c->info.recipe].name, ps__recipes[now.recipe].name);
+  if (now.optimizer != c->info.optimizer)
+    return ps__fail(PS_EINVAL,
+                    "%s was written with optimizer %s, and this run has %s: give the "
+                    "checkpoint's",
+                    c->dir, ps_optimizer_name((ps_optimizer)c->info.optimizer),
+                    ps_optimizer_name((ps_optimizer)now.optimizer));
+  if (t->cfg.first_step || t->cfg.init_weights)
+    return ps__fail(PS_EINVAL,
+                    "%s says at which step and with which weights the run goes on: "
+                    "first_step %llu and init_weights %u must be 0",
+                    c->dir, (unsigned long long)t->cfg.first_step, t->cfg.init_weights);
+  PS_TRY(check_settings(c, ps__batch_settings, &now, &c->info));
+  PS_TRY(check_settings(c, ps__train_settings, &settings, &c->train));
+  for (uint32_t k = 0; k < ps__optimizers[c->info.optimizer].n_states; k++)
+    PS_TRY(ps__trainer_check_tensors(t, c->state[k], c->dir, false));
+  return PS_OK;
+}
+
+/* ---- loading --------------------------------------------------------------------------------- */
+
+static ps_status load_state(ps_trainer *t, ps_tensor_file *f, const ps_param_info *p, uint32_t k,
+                            char *buffer) {
+  const ps__vt *vt = &t->plan->step.vt[t->plan->step.unit_host[p->unit].state[k]];
+  const ps_dtype dtype = t->plan->step.recipe->state[k];
+  const uint64_t element = ps_dtype_bytes(dtype), piece = PIECE_BYTES / element,
+                 idx = ps_tensors_find(f, p->name), at = vt->offset + p->offset * element;
+  const bool on_host = vt->space == t->plan->at->host;
+  for (uint64_t first = 0; first < p->n; first += piece) {
+    const uint64_t n = p->n - first < piece ? p->n - first : piece;
+    char *dst = on_host ? t->host + at + first * element : buffer;
+    PS_TRY(ps_tensors_read(f, idx, first, n, dtype, dst));
+    if (!on_host)
+      PS_TRY(ps__engine_write(t->engine, vt->space, at + first * element, buffer, n * element));
+  }
+  return PS_OK;
+}
+
+ps_status ps__resume_load(ps_trainer *t, const ps_checkpoint *c, ps_progress_fn progress,
+                          void *progress_user) {
+  const ps_model *m = t->plan->model;
+  const uint32_t n_states = ps__optimizers[c->info.optimizer].n_states;
+  const uint64_t total =
+      m->n_trained * ps__state_bytes((ps_optimizer)c->info.optimizer, (ps_recipe)c->info.recipe);
+  uint64_t done = 0;
+  char *buffer = ps__malloc(PIECE_BYTES);
+  ps_status st = buffer ? PS_OK : ps__fail(PS_ENOMEM, "%s: no memory left to read it", c->dir);
+  for (uint32_t k = 0; st == PS_OK && k < n_states; k++)
+    for (uint32_t i = 0; st == PS_OK && i < m->n_params; i++) {
+      const ps_param_info *p = &m->param[i];
+      if (m->unit[p->unit].frozen)
+        continue;
+      st = load_state(t, c->state[k], p, k, buffer);
+      done += p->n * ps_dtype_bytes(t->plan->step.recipe->state[k]);
+      if (progress)
+        progress(progress_user, "loading optimizer state", done, total);
+    }
+  ps__free(buffer);
+  return st;
+}
