@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from penstock import Dataset, data
 from penstock.chat import ChatTemplate
+from penstock.shards import BEGINS_DOCUMENT, read_shard
 from test_data_py import run
 
 CHATML = (
@@ -82,7 +83,7 @@ def read_all(out, vocab=400):
     ds = Dataset(out, vocab)
     assert ds.n_shards == 1
     tokens, targets = ds.read(ds.n_tokens - 1, 0)
-    ids = data.read_shard(out / "train-00000.bin")
+    ids = read_shard(out / "train-00000.bin")
     np.testing.assert_array_equal(ids[:-1], tokens)
     return np.asarray(ids, np.int64), np.r_[-1, targets]
 
@@ -102,7 +103,7 @@ def test_a_batch_is_the_chat_templates_output_token_for_token(folder, tmp_path, 
                for i, c in enumerate(CONVERSATIONS)]  # fmt: skip
     source = jsonl(tmp_path / "c.jsonl", records)
     r = run("--out", tmp_path / "o", "--tokenizer", folder, source)
-    assert "4 documents" in r.stdout and "targets" in r.stdout
+    assert "4 documents" in r.stdout and "are targets" in r.stdout
     want, learned = [], []
     for record in records:
         ids = theirs.apply_chat_template(record["messages"], tools=record["tools"])
@@ -128,7 +129,7 @@ def test_a_batch_is_the_chat_templates_output_token_for_token(folder, tmp_path, 
     assert 0 < np.concatenate(learned).sum() < len(ids)
     flags = np.fromfile(tmp_path / "o/train-00000.mask", np.uint8)[1024:]
     begins = np.cumsum([0, *map(len, want)])[:-1]
-    assert np.flatnonzero(flags & data.BEGINS_DOCUMENT).tolist() == begins.tolist()
+    assert np.flatnonzero(flags & BEGINS_DOCUMENT).tolist() == begins.tolist()
     assert (tmp_path / "o/chat_template.jinja").exists() == as_file
     s = json.loads((tmp_path / "o/dataset.json").read_text())["train"]
     assert (s["tokens"], s["targets"]) == (len(ids), int((targets >= 0).sum()))
@@ -207,8 +208,8 @@ def test_validation_never_divides_a_conversation(folder, tmp_path):
     t, seen = data.load_tokenizer(folder), []
     for file in ("train-00000.bin", "val/val-00000.bin"):
         flags = np.fromfile((tmp_path / "o" / file).with_suffix(".mask"), np.uint8)[1024:]
-        ids = data.read_shard(tmp_path / "o" / file)
-        for part in np.split(ids, np.flatnonzero(flags & data.BEGINS_DOCUMENT)[1:]):
+        ids = read_shard(tmp_path / "o" / file)
+        for part in np.split(ids, np.flatnonzero(flags & BEGINS_DOCUMENT)[1:]):
             seen.append(t.decode(part.tolist(), skip_special_tokens=False))
     template = ChatTemplate(folder)
     assert sorted(seen) == sorted(template.render(c) for c in chats)

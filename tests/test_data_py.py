@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 from penstock import data  # noqa: E402
+from penstock.shards import read_header, read_shard  # noqa: E402
 
 UNICODE = "Grüße, 世界! 🚀\n\ttabs  and   spaces \r\nnaïve — Ελληνικά\n<|endoftext|> is text here\n"
 
@@ -71,7 +72,7 @@ def documents(tokenizer, ids, eos=0):
 
 def shards(summary, out, part="train"):
     folder = Path(out) if part == "train" else Path(out) / "val"
-    return [data.read_shard(folder / s["file"]) for s in summary[part]["shards"]]
+    return [read_shard(folder / s["file"]) for s in summary[part]["shards"]]
 
 
 def test_a_parent_that_will_be_made_is_named(corpus, tmp_path):
@@ -97,7 +98,7 @@ def test_round_trip_over_several_shards(corpus, tokenizer, tmp_path, format):
     ) == s["tokens"]
     assert documents(tokenizer, np.concatenate(parts)) == texts(corpus)
     assert s["documents"] == 3
-    h = data.read_header(tmp_path / "o" / "train-00000.bin")
+    h = read_header(tmp_path / "o" / "train-00000.bin")
     assert (h.format, h.dtype.itemsize) == (format, 4 if format == "llmc-llama3" else 2)
     assert sorted(p.name for p in (tmp_path / "o").iterdir()) == sorted(
         [x["file"] for x in s["train"]["shards"]] + ["dataset.json", "tokenizer.json"]
@@ -290,12 +291,12 @@ def test_read_shard_knows_every_variant(tmp_path):
     for raw, dtype, masks, name in variants:
         (tmp_path / "s.bin").write_bytes(raw + ids.astype(dtype).tobytes() + masks)
         assert (
-            list(data.read_shard(tmp_path / "s.bin")) == list(ids)
-            and data.read_header(tmp_path / "s.bin").format == name
+            list(read_shard(tmp_path / "s.bin")) == list(ids)
+            and read_header(tmp_path / "s.bin").format == name
         )
         (tmp_path / "s.bin").write_bytes((raw + ids.astype(dtype).tobytes() + masks)[:-1])
         with pytest.raises(data.DataError, match="tokens take"):
-            data.read_shard(tmp_path / "s.bin")
+            read_shard(tmp_path / "s.bin")
     for raw, says in [
         (b"abc", "has 3 bytes"),
         (header([1, 2]), "no known format of token shards"),
@@ -303,7 +304,7 @@ def test_read_shard_knows_every_variant(tmp_path):
     ]:
         (tmp_path / "s.bin").write_bytes(raw)
         with pytest.raises(data.DataError, match=says):
-            data.read_shard(tmp_path / "s.bin")
+            read_shard(tmp_path / "s.bin")
 
 
 def test_module_does_not_load_the_native_library():

@@ -117,12 +117,12 @@ def test_a_directory_or_a_device_in_the_place_of_a_file_is_named(model, tmp_path
 
 
 def test_a_pipe_is_refused_by_the_readers_in_python(tmp_path, monkeypatch):
-    from penstock import data, plot, trace
+    from penstock import data, plot, shards, trace
 
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for read, error in (
-        (data.read_header, data.DataError),
+        (shards.read_header, data.DataError),
         (data.load_tokenizer, data.DataError),
         (trace.load, OSError),
         (plot.read_metrics, OSError),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import BUILD, words_of_training, write_shard
 from penstock import Dataset, InvalidError, ModelConfig, Plan, Trainer
-from penstock.data import BEGINS_DOCUMENT, IS_TARGET, mask_path, write_mask
+from penstock.shards import BEGINS_DOCUMENT, IS_TARGET, mask_path, write_mask
 
 SEQ = 64
 

@@ -8,14 +8,16 @@ DIR` reads:
 
   DIR/train-00000.bin ...      training tokens
   DIR/val/val-00000.bin ...    validation tokens, with --val-fraction
-  DIR/*.mask, DIR/val/*.mask   their masks, with conversations and pairs
+  DIR/*.mask, DIR/val/*.mask   their masks: with conversations, pairs, --pack
   DIR/tokenizer.json           the tokenizer (and its other files, where there are)
-  DIR/dataset.json             tokens, targets, documents, vocabulary, format, SHA-256 of each file
+  DIR/dataset.json             tokens, targets, padding, documents, vocabulary, SHA-256 of each shard
 
 - A text file is one document, and so is each record of a .jsonl or .parquet file. A text ends with
   the end-of-text token.
 - A record is a text, a prompt with its completion, or a conversation. For the last two, shards get
   masks (docs/data.md).
+- With --pack best-fit, whole documents share rows of --seq-len tokens, and the rest of a row is
+  padding. Otherwise documents follow one another.
 - Text is read and encoded in pieces of about 64 Ki characters, so that memory is bounded whatever
   the size of a file. A piece ends at a line end before a line that begins with a visible character,
   where GPT-like tokenizers divide text too. All cores encode pieces.
@@ -32,254 +34,38 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import dataclasses
 import glob
-import hashlib
 import json
 import os
 import re
 import shutil
 import sys
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from .chat import TARGETS, TEMPLATE_FILES, ChatTemplate, check_messages, read_config
+from .chat import TARGETS, TEMPLATE_FILES, ChatTemplate, check_messages, special_tokens
 from .files import DataError, open_input
+from .packing import LONG, Packer
+from .shards import (
+    BEGINS_DOCUMENT,
+    IS_TARGET,
+    READ_BYTES,
+    WRITABLE,
+    ShardWriter,
+    token_dtype,
+)
 
-HEADER_BYTES = 1024
 PIECE_CHARS = 64 << 10  # a piece has at least so many characters, but for the last one
 PIECE_MAX_CHARS = 1 << 20  # and at most so many, where it has no line end to be cut at
 BATCH_CHARS = 4 << 20  # of the pieces that are encoded at once
-READ_BYTES = 1 << 20
-TEXT_SUFFIXES = (
-    ".txt",
-    ".md",
-    ".py",
-    ".jsonl",
-    ".parquet",
-)  # of the files that are read from a folder
+# of the files that are read from a folder
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 DEFAULT_SHARD_TOKENS = 100_000_000
-
-
-# ---- shard formats (the reference is include/penstock/data.h) ------------------------------------
-
-
-@dataclass(frozen=True)
-class ShardHeader:
-    format: str  # "penstock", "llmc-gpt2", "llmc-llama3" or "bin.tok"
-    n_tokens: int
-    dtype: np.dtype  # of a token on disk
-    vocab_size: int  # 0 when the format does not say
-    has_masks: bool = False
-
-    @property
-    def file_bytes(self) -> int:
-        masks = (self.n_tokens + 7) // 8 if self.has_masks else 0
-        return HEADER_BYTES + self.n_tokens * self.dtype.itemsize + masks
-
-
-# name: magic, version, the largest count of tokens in a shard
-WRITABLE = {
-    "penstock": (20261121, 1, 2**63 - 1),
-    "llmc-gpt2": (20240520, 1, 2**31 - 1),
-    "llmc-llama3": (20240801, 7, 2**31 - 1),
-}
-
-
-def token_dtype(format: str, vocab_size: int) -> np.dtype:
-    """The type of a token on disk: two bytes where all ids fit."""
-    if format == "llmc-gpt2" and vocab_size > 65536:
-        raise DataError(
-            f"format llmc-gpt2 has two bytes a token, but the vocabulary of {vocab_size} needs "
-            "four: use penstock or llmc-llama3"
-        )
-    if format == "llmc-gpt2" or (format == "penstock" and vocab_size <= 65536):
-        return np.dtype("<u2")
-    return np.dtype("<u4")
-
-
-def pack_header(format: str, n_tokens: int, vocab_size: int) -> bytes:
-    magic, version, _ = WRITABLE[format]
-    h = np.zeros(HEADER_BYTES // 4, dtype="<u4")
-    h[0], h[1] = magic, version
-    if format == "penstock":
-        h[2], h[4], h[5], h[6] = (
-            token_dtype(format, vocab_size).itemsize,
-            n_tokens & 0xFFFFFFFF,
-            n_tokens >> 32,
-            vocab_size,
-        )
-    else:
-        h[2] = n_tokens
-    return h.tobytes()
-
-
-def read_header(path: str | os.PathLike) -> ShardHeader:
-    """The header of a shard of any of the four formats. DataError: the file is no shard, or its
-    size is not what its header says."""
-    try:
-        with open_input(path) as f:
-            raw = f.read(HEADER_BYTES)
-            size = os.fstat(f.fileno()).st_size
-    except OSError as e:
-        raise DataError(f"{path}: {e.strerror}") from e
-    if len(raw) < HEADER_BYTES:
-        raise DataError(
-            f"{path}: has {len(raw)} bytes, but the header of a token shard alone has "
-            f"{HEADER_BYTES}"
-        )
-    h = [int(x) for x in np.frombuffer(raw, dtype="<u4")]
-    u2, i4, u4 = np.dtype("<u2"), np.dtype("<i4"), np.dtype("<u4")
-    if raw[:8] == b"BIN.TOK\n":
-        if h[2] not in (1, 2) or h[3] != 4:
-            raise DataError(
-                f"{path}: is BIN.TOK version {h[2]} with {h[3]} bytes a token: versions 1 and 2 "
-                "with 4 bytes are read"
-            )
-        header = ShardHeader("bin.tok", h[4], i4, h[5] if h[2] == 2 else 0, h[6] == 1)
-        masked = dataclasses.replace(header, has_masks=True)
-        # llmq's first writer left no flag in h[6]: the file's length decides
-        if h[6] > 1 and size == masked.file_bytes:
-            header = masked
-    elif h[:2] == [20240520, 1]:
-        header = ShardHeader("llmc-gpt2", h[2], u2, 0)
-    elif h[:2] == [20240801, 7]:
-        header = ShardHeader("llmc-llama3", h[2], u4, 0)
-    elif h[:2] == [20261121, 1]:
-        if h[2] not in (2, 4):
-            raise DataError(f"{path}: its header says {h[2]} bytes a token: 2 or 4 are read")
-        header = ShardHeader("penstock", h[4] | h[5] << 32, u2 if h[2] == 2 else u4, h[6])
-    else:
-        raise DataError(
-            f"{path}: no known format of token shards begins with the words {h[0]}, {h[1]}"
-        )
-    if size != header.file_bytes:
-        either = (
-            f", with masks {masked.file_bytes}" if header.format == "bin.tok" and h[6] > 1 else ""
-        )
-        raise DataError(
-            f"{path}: has {size} bytes, but its header's {header.n_tokens} tokens take "
-            f"{header.file_bytes}{either}"
-        )
-    return header
-
-
-def read_shard(path: str | os.PathLike) -> np.ndarray:
-    """The tokens of a shard of any format as a read-only memory map."""
-    h = read_header(path)
-    if h.n_tokens == 0:
-        return np.zeros(0, dtype=h.dtype)
-    return np.memmap(path, dtype=h.dtype, mode="r", offset=HEADER_BYTES, shape=(h.n_tokens,))
-
-
-IS_TARGET, BEGINS_DOCUMENT = 1, 2  # what a byte of a mask says of its token
-MASK_CRC_BYTES = 1 << 20  # of the shard, which its mask's header knows
-
-
-def mask_path(shard: str | os.PathLike) -> Path:
-    """NAME.mask of NAME.bin."""
-    return Path(shard).with_suffix(".mask")
-
-
-def write_mask(shard: str | os.PathLike, flags: np.ndarray, row_tokens: int = 0) -> None:
-    """Write the mask of a shard that is on disk. flags: IS_TARGET and BEGINS_DOCUMENT of each
-    token. row_tokens: the length of the rows in which documents are packed, if they are."""
-    with open(shard, "rb") as f:
-        header = _mask_header(f, len(flags), row_tokens)
-    mask_path(shard).write_bytes(header + np.asarray(flags, np.uint8).tobytes())
-
-
-def _mask_header(shard, n_tokens: int, row_tokens: int) -> bytes:
-    shard.seek(0)
-    crc = zlib.crc32(shard.read(MASK_CRC_BYTES))
-    h = np.zeros(HEADER_BYTES // 4, dtype="<u4")
-    h[:7] = 20261122, 1, 0, row_tokens, n_tokens & 0xFFFFFFFF, n_tokens >> 32, crc
-    return h.tobytes()
-
-
-class ShardWriter:
-    """Appends tokens to shards PREFIX-00000.bin, PREFIX-00001.bin, ... of shard_tokens each, and
-    their flags to masks beside them, if there are masks."""
-
-    def __init__(
-        self,
-        folder: Path,
-        prefix: str,
-        format: str,
-        vocab_size: int,
-        shard_tokens: int,
-        masks: bool = False,
-    ):
-        self.folder, self.prefix, self.format, self.vocab_size = folder, prefix, format, vocab_size
-        self.shard_tokens, self.masks = shard_tokens, masks
-        self.dtype = token_dtype(format, vocab_size)
-        self.shards: list[dict] = []  # {"file", "tokens", "sha256"} of each finished shard
-        self.n_tokens = self.n_targets = 0
-        self._file, self._mask, self._in_shard = None, None, 0
-
-    def append(self, ids: np.ndarray, flags: np.ndarray | None = None) -> None:
-        """flags: of each token; None where there are no masks."""
-        while len(ids):
-            if self._file is None:
-                self._open()
-            n = min(len(ids), self.shard_tokens - self._in_shard)
-            self._file.write(ids[:n].astype(self.dtype).tobytes())
-            if self.masks:
-                self._mask.write(flags[:n].tobytes())
-                self.n_targets += int(np.count_nonzero(flags[:n] & IS_TARGET))
-                flags = flags[n:]
-            else:
-                self.n_targets += n
-            self._in_shard += n
-            self.n_tokens += n
-            ids = ids[n:]
-            if self._in_shard == self.shard_tokens:
-                self.close()
-
-    def _open(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{self.prefix}-{len(self.shards):05d}.bin"
-        self._file = open(path, "w+b")
-        self._file.write(bytes(HEADER_BYTES))
-        if self.masks:
-            self._mask = open(mask_path(path), "w+b")
-            self._mask.write(bytes(HEADER_BYTES))
-
-    def close(self) -> None:
-        """Finish the shard that is being written, if there is one."""
-        if self._file is None:
-            return
-        self._file.seek(0)
-        self._file.write(pack_header(self.format, self._in_shard, self.vocab_size))
-        shard = {"file": os.path.basename(self._file.name), "tokens": self._in_shard}
-        shard["sha256"] = _sha256(self._file)
-        if self.masks:
-            self._mask.seek(0)
-            self._mask.write(_mask_header(self._file, self._in_shard, 0))
-            shard["mask"] = os.path.basename(self._mask.name)
-            shard["mask_sha256"] = _sha256(self._mask)
-        self.shards.append(shard)
-        self.abandon()
-
-    def abandon(self) -> None:
-        for f in (self._file, self._mask):
-            if f is not None:
-                f.close()
-        self._file, self._mask, self._in_shard = None, None, 0
-
-
-def _sha256(f) -> str:
-    digest = hashlib.sha256()
-    f.seek(0)
-    while piece := f.read(READ_BYTES):
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 # ---- reading text --------------------------------------------------------------------------------
@@ -292,8 +78,8 @@ class Source:
 
 
 def find_sources(files: Iterable[str | os.PathLike]) -> list[Source]:
-    """The files to read. A folder stands for its .txt, .md, .py and .jsonl files at any depth, a
-    pattern (also with **) for its matches; both are sorted by name. Each file is read once."""
+    """The files to read. A folder stands for its files of TEXT_SUFFIXES at any depth, a pattern
+    (also with **) for its matches; both are sorted by name. Each file is read once."""
     found: dict[Path, Source] = {}
     for item in files:
         item = os.fspath(item)
@@ -598,12 +384,6 @@ def load_tokenizer(path: str | os.PathLike):
         raise DataError(f"{file}: cannot be read as a tokenizer: {e}") from e
 
 
-def _named_eos(folder: Path) -> str | None:
-    """eos_token in the tokenizer_config.json of a folder; None: it has none."""
-    token = read_config(folder).get("eos_token")
-    return token.get("content") if isinstance(token, dict) else token
-
-
 def find_eos(tokenizer, wanted: str | None = None) -> tuple[str, int]:
     """The end-of-text token and its id: `wanted`, or the first of the known names that the
     tokenizer has."""
@@ -631,7 +411,7 @@ class _Splitter:
     """Gives encoded pieces to training or validation. A text ends with eos, in both where its
     pieces are in both."""
 
-    def __init__(self, writers: dict[str, ShardWriter], val_fraction: float, eos: int):
+    def __init__(self, writers: dict[str, ShardWriter | Packer], val_fraction: float, eos: int):
         self.writers, self.val_fraction, self.eos = writers, val_fraction, eos
         self.document, self.split, self.open = -1, "train", False
 
@@ -676,7 +456,7 @@ def _batches(reader: Reader) -> Iterator[list[Piece]]:
 
 
 def _check_options(
-    out: Path, format: str, shard_tokens: int, val_fraction: float, force: bool
+    out: Path, format: str, shard_tokens: int, val_fraction: float, force: bool, seq_len: int
 ) -> list[Path]:
     """Refuse options that are out of range. Returns the files of the data set that `out` has."""
     if format not in WRITABLE:
@@ -684,6 +464,11 @@ def _check_options(
     limit = WRITABLE[format][2]
     if not 2 <= shard_tokens <= limit:
         raise DataError(f"{shard_tokens} tokens a shard: give 2 to {limit}")
+    if seq_len and not 2 <= seq_len < shard_tokens:
+        raise DataError(
+            f"rows of --seq-len {seq_len}: give 2 to {shard_tokens - 1}, one less than a shard's "
+            "tokens"
+        )
     if not 0.0 <= val_fraction < 1.0:
         raise DataError(f"the validation fraction {val_fraction} is not at least 0 and below 1")
     old = _existing(out)
@@ -708,6 +493,9 @@ def write_shards(
     force: bool = False,
     targets: str = "answers",
     template: ChatTemplate | None = None,
+    seq_len: int = 0,
+    long: str = "divide",
+    pad: str | None = None,
     extra_files: dict[str, bytes] | None = None,
     on_bytes: Callable[[int], None] = lambda n: None,
 ) -> dict:
@@ -718,16 +506,21 @@ def write_shards(
     "last" or "all". Of pairs the completion is learned, with "all" the prompt too. Where there are
     conversations or pairs, shards get masks.
 
+    seq_len: documents are packed in rows of so many tokens (best fit), with padding, and shards
+    get masks; 0: they follow one another. long: what happens to a document that is longer, "divide"
+    or "drop". pad: the token of the padding; None: the end of text.
+
     force replaces a data set that `out` has; without force such a data set is an error. extra_files
     are written too, by name. Returns the contents of dataset.json, and under "skipped" the files
     that were passed over because they are not UTF-8."""
     out = Path(out)
-    old = _check_options(out, format, shard_tokens, val_fraction, force)
+    old = _check_options(out, format, shard_tokens, val_fraction, force, seq_len)
     eos_token, eos_id = find_eos(tokenizer, eos)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     token_dtype(format, vocab_size)
     sources = find_sources(files)
-    masks = any(_record_kind(first_record(s), field) != "text" for s in sources)
+    pad_id = eos_id if pad is None else find_eos(tokenizer, pad)[1]
+    masks = seq_len > 0 or any(_record_kind(first_record(s), field) != "text" for s in sources)
     reader = Reader(sources, field, on_bytes, template, targets)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -735,14 +528,31 @@ def write_shards(
     except OSError as e:
         raise DataError(f"{out}: cannot be written: {e.strerror}") from e
     writers = {
-        "train": ShardWriter(work, "train", format, vocab_size, shard_tokens, masks),
-        "val": ShardWriter(work / "val", "val", format, vocab_size, shard_tokens, masks),
+        name: ShardWriter(
+            folder, name, format, vocab_size, shard_tokens, masks, row_tokens=seq_len, pad=pad_id
+        )
+        for name, folder in (("train", work), ("val", work / "val"))
     }
+    takers: dict = writers
+    if seq_len:
+        takers = {name: Packer(w, seq_len, pad_id, long) for name, w in writers.items()}
     try:
-        _encode_all(reader, tokenizer, eos_id, targets, _Splitter(writers, val_fraction, eos_id))
+        _encode_all(reader, tokenizer, eos_id, targets, _Splitter(takers, val_fraction, eos_id))
+        for packer in takers.values() if seq_len else ():
+            packer.end()
         for w in writers.values():
             w.close()
         _check_written(reader, writers, val_fraction)
+        packing = {"pack": "none"}
+        if seq_len:
+            packing = {
+                "pack": "best-fit",
+                "seq_len": seq_len,
+                "padding": sum(p.n_padding for p in takers.values())
+                + sum(len(w.shards) for w in writers.values()),
+                "long_documents": sum(p.n_long for p in takers.values()),
+                "dropped_tokens": sum(p.n_dropped_tokens for p in takers.values()),
+            }
         summary = {
             "format": format,
             "bytes_per_token": writers["train"].dtype.itemsize,
@@ -752,6 +562,7 @@ def write_shards(
             "eos_token_id": eos_id,
             "documents": reader.n_documents,
             "tokens": sum(w.n_tokens for w in writers.values()),
+            **packing,
             **{
                 name: {"tokens": w.n_tokens, "targets": w.n_targets, "shards": w.shards}
                 for name, w in writers.items()
@@ -821,6 +632,8 @@ def _check_written(reader: Reader, writers: dict[str, ShardWriter], val_fraction
             f"none of the {writers['train'].n_tokens} tokens is a target: give conversations in "
             "which the assistant answers, or --targets all"
         )
+    if not writers["train"].n_tokens and not writers["val"].n_tokens:
+        raise DataError("every document is longer than a row: raise --seq-len, or divide them")
     if val_fraction > 0 and writers["val"].n_tokens == 0:
         raise DataError(
             f"the input is one piece of {writers['train'].n_tokens} tokens, which cannot be "
@@ -899,6 +712,22 @@ def _parser() -> argparse.ArgumentParser:
         "(default), the last answer, or all",
     )
     p.add_argument(
+        "--pack",
+        choices=("none", "best-fit"),
+        default="none",
+        help="none (default): documents follow one another, and sequences cut them; best-fit: whole "
+        "documents in rows of --seq-len tokens",
+    )
+    p.add_argument(
+        "--seq-len", type=int, metavar="N", help="tokens a row, as `penstock train` is given"
+    )
+    p.add_argument(
+        "--long",
+        choices=LONG,
+        default="divide",
+        help="what --pack does with a document that is longer than a row (default: divide)",
+    )
+    p.add_argument(
         "--shard-tokens",
         type=int,
         default=DEFAULT_SHARD_TOKENS,
@@ -934,6 +763,10 @@ def _run(args: argparse.Namespace) -> dict:
         TransferSpeedColumn,
     )
 
+    if (args.pack == "none") != (args.seq_len is None):
+        raise DataError("--pack best-fit and --seq-len belong together: give both or neither")
+    if args.pack == "none" and args.long != "divide":
+        raise DataError(f"--long {args.long} is for --pack best-fit alone")
     if _existing(Path(args.out)) and not args.force:  # checked before a tokenizer is trained
         raise DataError(
             f"{args.out} already has a data set: choose another folder, or replace it with --force"
@@ -953,7 +786,7 @@ def _run(args: argparse.Namespace) -> dict:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    extra, template = {}, None
+    extra, template, pad = {}, None, None
     with Progress(*columns, console=console, disable=console.quiet) as progress:
 
         def counter(what: str) -> Callable[[int], None]:
@@ -963,10 +796,11 @@ def _run(args: argparse.Namespace) -> dict:
         if args.tokenizer:
             tokenizer, path = load_tokenizer(args.tokenizer), Path(args.tokenizer)
             folder = path if path.is_dir() else path.parent
-            eos = args.eos or _named_eos(folder)
+            eos = args.eos or special_tokens(folder).get("eos_token")
             for name in ("tokenizer_config.json", *TEMPLATE_FILES):
                 if (folder / name).is_file():
                     extra[name] = (folder / name).read_bytes()
+            pad = special_tokens(folder).get("pad_token")
             sources = find_sources(args.files)
             if any(has_conversations(s, args.field) for s in sources):
                 template = ChatTemplate(folder)
@@ -993,6 +827,9 @@ def _run(args: argparse.Namespace) -> dict:
             force=args.force,
             targets=args.targets,
             template=template,
+            seq_len=args.seq_len or 0,
+            long=args.long,
+            pad=pad,
             extra_files=extra,
             on_bytes=counter("writing shards"),
         )
@@ -1013,11 +850,13 @@ def main(argv: list[str] | None = None) -> int:
         val = f", {s['val']['tokens']:,} of them for validation" if s["val"]["tokens"] else ""
         shards = len(s["train"]["shards"]) + len(s["val"]["shards"])
         targets = s["train"]["targets"] + s["val"]["targets"]
+        long = f", {s['long_documents']:,} longer than a row" if s.get("long_documents") else ""
         print(
-            f"{args.out}: {s['tokens']:,} tokens{val}, {s['documents']:,} documents, vocabulary "
-            f"{s['vocab_size']:,}, "
+            f"{args.out}: {s['tokens']:,} tokens{val}, {s['documents']:,} documents{long}, "
+            f"vocabulary {s['vocab_size']:,}, "
             f"{shards} shard{'s' if shards != 1 else ''}{left_out}; "
-            f"{targets / s['tokens']:.1%} of the tokens are targets"
+            f"{s.get('padding', 0) / s['tokens']:.1%} of the tokens are padding, "
+            f"{targets / s['tokens']:.1%} are targets"
         )
     return 0
 
