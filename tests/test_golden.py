@@ -20,6 +20,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import families
 import pytest
 from conftest import BUILD, ROOT
 
@@ -30,7 +31,8 @@ CPU, H200, RTX4090, RTX5090 = (
     *(ROOT / f"docs/hardware-{name}.json" for name in ("h200", "rtx4090", "rtx5090")),
 )
 
-# name: (hardware, config.json of models/, what is changed in it, fields of ps_plan_config)
+# name: (hardware, config.json of models/ or of families.py, what is changed in it, fields of
+# ps_plan_config)
 DEEP = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -55,6 +57,16 @@ QWEN3_LONG = {
     "head_dim": 128,
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
+}
+GEMMA3_LARGE = {
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
 }
 PLANS = {
     "cpu-2-layers-fp32": (
@@ -197,6 +209,21 @@ PLANS = {
             clip=1,
         ),
     ),
+    "rtx5090-windows-post-norms-frozen-bf16": (
+        RTX5090,
+        "gemma3-deep",
+        GEMMA3_LARGE,
+        dict(
+            recipe="bf16",
+            seq_len=8192,
+            tokens_per_step=32768,
+            chunk_tokens=4096,
+            device_mem_bytes=5 * GIB,
+            host_mem_bytes=24 * GIB,
+            clip=1,
+            n_frozen_layers=3,
+        ),
+    ),
 }
 LONG_PLANS = {
     "h200-8b-24-84-bf16": (
@@ -240,8 +267,16 @@ LONG_PLANS = {
     ),
 }
 
-# name: (config.json of models/, what is changed in it, arguments of Plan)
+# name: (config.json of models/ or of families.py, what is changed in it, arguments of Plan)
 LARGE_VOCABULARY = {"vocab_size": 4096}
+SLICES = dict(
+    seq_len=64,
+    tokens_per_step=512,
+    chunk_tokens=24,
+    chunks_per_round=6,
+    device_mem=3 * MIB,
+    clip=True,
+)
 WEIGHTS = {
     "train-fp32": ("tiny-llama", {}, dict(recipe="fp32", seq_len=64, clip=True)),
     "train-master": ("tiny-llama", {}, dict(recipe="fp32-master", seq_len=64, clip=True)),
@@ -300,6 +335,14 @@ WEIGHTS = {
             device_mem=6 * MIB,
             clip=True,
         ),
+    ),
+    "train-soft-caps-windows-bf16": ("gemma2-deep", {}, dict(recipe="bf16") | SLICES),
+    "train-post-norms-master": ("olmo2-deep", {}, dict(recipe="fp32-master") | SLICES),
+    "train-longrope-fp32": ("phi3-deep", {}, dict(recipe="fp32") | SLICES),
+    "train-multipliers-frozen-bf16": (
+        "granite-untied",
+        {},
+        dict(recipe="bf16", seq_len=64, clip=False, frozen_layers=2),
     ),
 }
 OPENBLAS = BUILD / "lib/libscipy_openblas.so"
@@ -390,6 +433,8 @@ def built(name):
 
 
 def config(base, changes):
+    if base in families.ALL:
+        return families.ALL[base] | changes
     return json.loads((ROOT / f"models/{base}.json").read_text()) | changes
 
 

@@ -187,7 +187,8 @@ static void set_field(ps_plan_config *c, char *word) {
                {"trace_steps", NULL, &c->trace_steps},
                {"deterministic", NULL, &c->deterministic},
                {"one_document", NULL, &c->one_document},
-               {"keep_grads", NULL, &c->keep_grads}};
+               {"keep_grads", NULL, &c->keep_grads},
+               {"n_frozen_layers", NULL, &c->n_frozen_layers}};
   char *value = strchr(word, '=');
   CHECK(value);
   *value++ = 0;
