@@ -189,6 +189,20 @@ def test_pairs_learn_the_completion(folder, tmp_path):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
+def test_conversations_of_sharegpt_are_messages(folder, tmp_path):
+    configure(folder, CHATML)
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    turns = [[{"from": names[m["role"]], "value": m["content"]} for m in c] for c in CONVERSATIONS]
+    for name, records in (
+        ("a", [{"messages": c} for c in CONVERSATIONS]),
+        ("b", [{"id": 1, "conversations": t} for t in turns]),
+    ):
+        source = jsonl(tmp_path / f"{name}.jsonl", records)
+        run("--out", tmp_path / name, "--tokenizer", folder, source)
+    for file in ("train-00000.bin", "train-00000.mask"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
 def test_text_beside_conversations_is_learned_whole(folder, tmp_path):
     configure(folder, CHATML)
     (tmp_path / "in").mkdir()
@@ -221,7 +235,7 @@ def test_bad_conversations_are_one_sentence_and_leave_nothing(folder, tmp_path):
     good, out = {"messages": CONVERSATIONS[0]}, tmp_path / "out"
     for template, records, says in [
         (CHATML, [good, {"messages": []}], "line 2 has no list of messages"),
-        (CHATML, [good, {"text": "x"}], "line 2 has no list of messages"),
+        (CHATML, [good, {"text": "x"}], "line 2 has no list of messages in 'messages'"),
         (CHATML, [good, [1]], "line 2 is no object"),
         (CHATML, [{"messages": [{"content": "x"}]}], "message 1 is no object with a 'role'"),
         (CHATML, [{"messages": [{"role": "user"}]}], "none of the 8 tokens is a target"),

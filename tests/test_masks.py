@@ -6,6 +6,8 @@ import io_native as ps
 import numpy as np
 import pytest
 from conftest import BUILD, words_of_training, write_shard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from penstock import Dataset, InvalidError, ModelConfig, Plan, Trainer
 from penstock.shards import BEGINS_DOCUMENT, IS_TARGET, mask_path, write_mask
 
@@ -66,6 +68,30 @@ def test_a_mask_of_another_shard_of_the_same_length_is_refused(tmp_path):
     write_shard(tmp_path / "x.bin", np.arange(100) + 1)
     with pytest.raises(ps.Failed, match="another shard"):
         ps.Dataset(tmp_path / "x.bin")
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2**32 - 1)), max_size=2),
+    st.integers(-9, 9),
+)
+def test_mutated_masks_are_read_or_refused(tmp_path, words, more):
+    shard = masked_shard(tmp_path / "x.bin", np.arange(50), np.ones(50))
+    raw = bytearray(mask_path(shard).read_bytes())
+    for k, v in words:
+        raw[4 * k : 4 * k + 4] = v.to_bytes(4, "little")
+    mask_path(shard).write_bytes(raw[:more] if more < 0 else raw + b"\0" * more)
+    try:
+        with ps.Dataset(shard, vocab=512) as ds:
+            assert more == 0
+            for i in range(ds.n(7)):
+                ds.read(7, i)
+    except ps.Failed as e:
+        ps.one_sentence(e.message, tmp_path / "x.mask")
 
 
 def test_masked_shards_that_do_not_stay_open_are_read_and_checked(tmp_path):

@@ -186,11 +186,22 @@ class ChatTemplate:
         return len(before), len(upto)
 
 
-def check_messages(messages, what: str) -> list[dict]:
-    """Messages as a template expects them: objects with a role. DataError begins with `what`."""
+def read_messages(record: dict, field: str, what: str) -> list[dict]:
+    """The messages of a record's field: objects with a role. In "conversations" ShareGPT's "from"
+    and "value" are read too. DataError begins with `what`."""
+    messages = record.get(field)
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise DataError(f"{what} has no list of messages in 'messages'")
+        raise DataError(f"{what} has no list of messages in {field!r}")
+    if field == "conversations":
+        messages = [_from_sharegpt(m) for m in messages]
     for i, m in enumerate(messages, 1):
         if not isinstance(m, dict) or not isinstance(m.get("role"), str):
             raise DataError(f"{what}: message {i} is no object with a 'role'")
     return list(messages)
+
+
+def _from_sharegpt(message):
+    if not isinstance(message, dict) or "from" not in message:
+        return message
+    role = {"human": "user", "gpt": "assistant"}.get(message["from"], message["from"])
+    return {"role": role, "content": message.get("value")}

@@ -47,7 +47,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .chat import TARGETS, TEMPLATE_FILES, ChatTemplate, check_messages, special_tokens
+from .chat import TARGETS, TEMPLATE_FILES, ChatTemplate, read_messages, special_tokens
 from .files import DataError, open_input
 from .packing import LONG, Packer
 from .shards import (
@@ -194,7 +194,7 @@ RECORD_READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 def _record_kind(record, field: str) -> str:
     """What a record has: "text" in `field`, a "chat" in messages, or a "pair"."""
     if isinstance(record, dict) and field not in record:
-        if "messages" in record:
+        if "messages" in record or "conversations" in record:
             return "chat"
         if "prompt" in record and "completion" in record:
             return "pair"
@@ -305,11 +305,14 @@ class Reader:
             )
         first = 0
         if kind == "chat":
-            messages = check_messages(record.get("messages"), what)
+            field = "messages"
+            if field not in record and "conversations" in record:
+                field = "conversations"
+            messages = read_messages(record, field, what)
         else:
-            messages = check_messages(record["prompt"], what)
+            messages = read_messages(record, "prompt", what)
             first = len(messages)
-            messages += check_messages(record.get("completion"), what)
+            messages += read_messages(record, "completion", what)
         tools = record.get("tools") or None
         try:
             text, spans = self.template.render_targets(messages, tools, self.targets, first)

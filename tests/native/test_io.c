@@ -100,12 +100,17 @@ static ps_status try_config(void) {
 static ps_status try_shards(void) {
   ps_dataset *ds = NULL;
   int32_t tokens[16], targets[16];
+  uint8_t begins[16];
   const char *paths[] = {at("shards"), at("shards/b.bin")};
   PS_TRY(ps_dataset_open(&ds, paths, 2, 512));
   CHECK(ps_dataset_n_shards(ds) == 3 && ps_dataset_n_tokens(ds) == 300);
   ps_status st = ps_dataset_read(ds, 16, 3, tokens, targets, NULL);
   if (st == PS_OK)
     CHECK(tokens[0] == 48 && targets[15] == 64);
+  if (st == PS_OK) /* 6 sequences of a.bin come before */
+    st = ps_dataset_read(ds, 16, 7, tokens, targets, begins);
+  if (st == PS_OK)
+    CHECK(tokens[0] == 16 && targets[3] == 20 && targets[4] == -1 && begins[4] && !begins[3]);
   ps_dataset_close(ds);
   return st;
 }
@@ -185,6 +190,10 @@ static void prepare(void) {
     uint32_t h[256];
     uint16_t tokens[100];
   } shard = {{20240520, 1, 100}, {0}};
+  struct {
+    uint32_t h[256];
+    uint8_t flags[100];
+  } mask = {{20261122, 1, 0, 0, 100, 0, 0x8D4455D4}, {0}}; /* the CRC-32 of b.bin */
   const char *tmp = getenv("TMPDIR");
   snprintf(root, sizeof root, "%s/penstock-test-io-XXXXXX", tmp && *tmp ? tmp : "/tmp");
   CHECK(mkdtemp(root));
@@ -193,6 +202,8 @@ static void prepare(void) {
   CHECK(mkdir(at("shards"), 0777) == 0);
   put_file(at("shards/a.bin"), &shard, 1024 + 200);
   put_file(at("shards/b.bin"), &shard, 1024 + 200);
+  mask.flags[20] = 3;
+  put_file(at("shards/b.mask"), &mask, sizeof mask);
   put_file(at("config.json"), config, strlen(config));
   CHECK(save(at("saved")) == PS_OK && save(at("again")) == PS_OK);
 }
