@@ -17,8 +17,7 @@ os.environ["PENSTOCK_BUILD"] = str(BUILD)
 sys.path.insert(0, str(ROOT / "python"))
 
 # A shell that starts the tests in the background leaves them SIGINT ignored, which programs
-# inherit: the tests of Ctrl-C would
-# wait for ever.
+# inherit: the tests of Ctrl-C would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's, alike
 

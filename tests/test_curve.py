@@ -42,9 +42,8 @@ def test_penstock_and_pytorch_have_the_same_curve(tiny_shard, tmp_path):
         len(ours["loss"]) == len(theirs["loss"]) == 10 and ours["loss"][-1] < ours["loss"][0] - 0.1
     )
     # As test_parity.py derives it: noise of a loss in bf16 (4 layers, at most 8 chunks), and
-    # updates whose elements below that noise
-    # go either way (a share delta of them, so kappa is sqrt(delta)); both sides are off by as much,
-    # independently.
+    # updates whose elements below that noise go either way (a share delta of them, so kappa is
+    # sqrt(delta)); both sides are off by as much, independently.
     delta = tolerance.delta("fp32-master", 4, 8, 512)
     walk, gaps = 0.0, [abs(a - b) for a, b in zip(ours["loss"], theirs["loss"])]
     for step, (lr, norm) in enumerate(zip(result["lr"], theirs["grad_norm"])):

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 # fp32 on both sides, sums of at most 352 terms over 4 layers: relative error about depth *
-# sqrt(terms) * 2^-24 = 4e-6 of logits
-# of size about 1; ten times that.
+# sqrt(terms) * 2^-24 = 4e-6 of logits of size about 1; ten times that.
 TOLERANCE = 5e-5
 
 

@@ -64,9 +64,8 @@ def test_the_directory_opens_in_transformers_without_missing_or_unexpected_keys(
         assert torch.equal(model.state_dict()[k], t), k
     loss = model(torch.arange(64)[None], labels=torch.arange(64)[None]).loss.item()
     # logits of a fresh model are near 0: the loss is that of a uniform guess, log V; the logits'
-    # variance v (below 0.2, from std 0.02
-    # at dim <= 320, rows of unit rms: v = dim * 0.02^2) adds v/2 on average, its noise over 63
-    # tokens sqrt(v/63)
+    # variance v (below 0.2, from std 0.02 at dim <= 320, rows of unit rms: v = dim * 0.02^2) adds
+    # v/2 on average, its noise over 63 tokens sqrt(v/63)
     v = model.config.hidden_size * 0.02**2
     if not model.config.tie_word_embeddings:  # tied, a token's logit for itself is not near 0
         assert abs(loss - math.log(model.config.vocab_size) - v / 2) < 5 * math.sqrt(v / 63)

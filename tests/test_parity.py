@@ -279,18 +279,14 @@ def test_gradients_in_bf16(directory, name, layout, recipe):
 
 # ---- twenty steps --------------------------------------------------------------------------------
 # AdamW divides by |g| + eps: an element whose gradient is as small as the rounding noise n = delta
-# rms(g) moves anyhow. With
-# |g| spread evenly near 0 (density about 0.4 / rms), the mean square error of an update, in units
-# of lr, is
-# integral of (n / max(|g|, eps))^2 = 1.6 delta^2 rms / eps, so its root is kappa = delta sqrt(1.6
-# rms / eps) (at least delta).
-# Here EPS = 1e-5: with rms(g) = |g| / sqrt(N) = 5e-3 and delta = 1.2e-5 kappa is 3e-4. The errors
-# of the elements have random
+# rms(g) moves anyhow. With |g| spread evenly near 0 (density about 0.4 / rms), the mean square
+# error of an update, in units of lr, is integral of (n / max(|g|, eps))^2 = 1.6 delta^2 rms / eps,
+# so its root is kappa = delta sqrt(1.6 rms / eps) (at least delta). Here EPS = 1e-5: with rms(g) =
+# |g| / sqrt(N) = 5e-3 and delta = 1.2e-5 kappa is 3e-4. The errors of the elements have random
 # signs, so that after k steps the loss is wrong by kappa * |g| * sqrt(sum of lr^2), taken three
-# times for 3 sigma: 2e-5 at the end.
-# With PyTorch's eps = 1e-8 the problem is ill-posed in itself: the elements below the noise, a
-# share of delta, move by lr either
-# way, so that kappa is sqrt(delta).
+# times for 3 sigma: 2e-5 at the end. With PyTorch's eps = 1e-8 the problem is ill-posed in itself:
+# the elements below the noise, a share of delta, move by lr either way, so that kappa is
+# sqrt(delta).
 
 
 def check_steps(steps, figures, recipe, layout, kappa, weights_noise=0.0):

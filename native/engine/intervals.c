@@ -2,9 +2,8 @@
 #include "engine/schedule.h"
 #include <string.h>
 
-/* Sort ascending, by bytes from the lowest; a byte that all keys share costs one pass of
- * reading. Returns @keys or
- * @other, whichever holds the result. */
+/* Sort ascending, by bytes from the lowest; a byte that all keys share costs one pass of reading.
+ * Returns @keys or @other, whichever holds the result. */
 static uint64_t *radix_sort(uint64_t *keys, uint64_t *other, size_t n) {
   for (unsigned shift = 0; shift < 64; shift += 8) {
     size_t count[256] = {0};

@@ -1,14 +1,15 @@
-/* ops.h - the op table: every kernel of the model with its arguments, the order of its accesses
- * and its math; and how an op describes itself.
+/* ops.h - the op table: every kernel of the model with its arguments, the order of its accesses and
+ * its math; and how an op describes itself.
  *
  * Each op is one const ps_kernel, ps__k_<op>. Its CPU function and its description stand in
- * native/kernels/cpu/<family>.c, its CUDA function in native/kernels/cuda/<family>.cu.
- * Argument blocks are plain structs of shapes without padding, so that equal ops have equal
- * bytes; addresses arrive in ps_launch.ptr in the order listed ("ptr:"), R read, W write, RW
- * both. T tokens (rows), D model dim, A = heads*head_dim, K = kv_heads*head_dim, F ffn dim, V
- * vocab. All matrices row-major. dt is the storage dtype; arithmetic is fp32 inside (fp64 where
- * said) with one rounding (to nearest even) at the store. Every kernel gives the same bits for
- * any number of threads and any address alignment of 16 bytes. */
+ * native/kernels/cpu/<family>.c, its CUDA function in native/kernels/cuda/<family>.cu. Argument
+ * blocks are plain structs of shapes without padding, so that equal ops have equal bytes. Addresses
+ * arrive in ps_launch.ptr in the order listed after "ptr:", with R read, W write, RW both.
+ *
+ * T tokens (rows), D model dim, A = heads*head_dim, K = kv_heads*head_dim, F ffn dim, V vocab. All
+ * matrices are row-major. dt is the storage dtype. Arithmetic is fp32 inside (fp64 where said) with
+ * one rounding (to nearest even) at the store. Every kernel gives the same bits for any number of
+ * threads and any address alignment of 16 bytes. */
 #ifndef PS_KERNELS_OPS_H
 #define PS_KERNELS_OPS_H
 #include "core/dtype.h"
@@ -82,7 +83,7 @@ typedef struct ps__op_info {
   /* Fill in what the chunk decides; the rest of @args is complete. NULL: the op is in no layer. */
   void (*bind)(void *args, const ps__chunk_shape *chunk);
   /* FLOPs and bytes of a launch, from its arguments alone. Model FLOPs count as in a first pass:
-   * whoever recomputes sets them to 0. */
+   * the builder of a recomputed op sets them to 0. */
   ps_work (*work)(const void *args);
   /* BYTES of scratch of a launch, by backend: of each worker on the CPU, of the stream on CUDA.
    * Pure, in every build: plans for a GPU are made on any machine. NULL: none. Where a library
@@ -136,14 +137,14 @@ typedef struct ps__args_fill {
  * 2^16:
  *   0            total[i] = f rounded to nearest even
  *   PS_DITHER    total[i] = the upper 16 bits of (bits of f + dither): unbiased, and since
- *                40503/2^16 is the golden ratio the dithers of consecutive
- *                additions cancel: equal terms leave about an ulp, however many there are,
- *                others the square root of their number
+ *                40503/2^16 is the golden ratio the dithers of consecutive additions cancel: equal
+ *                terms leave about an ulp, however many there are, others the square root of their
+ *                number
  *   PS_LOW_*     the total is an fp32 number cut to 24 bits (16 of significand), the upper 16 in
- *   total[], the next 8 in low[]:
- *                bits = (bits of f + dither / 2^8) & ~255.  PS_LOW_READ: low[] is read, else it
- *                counts as 0; PS_LOW_WRITE: bits are stored in total[] and low[], without it
- *                they are rounded to bf16 in total[]: the last addition
+ *                total[], the next 8 in low[]: bits = (bits of f + dither / 2^8) & ~255.
+ *                PS_LOW_READ: low[] is read, else it counts as 0. PS_LOW_WRITE: bits are stored in
+ *                total[] and low[]; without it they are rounded to bf16 in total[]: the last
+ *                addition
  * All but 0 for bf16 alone. */
 enum { PS_LOW_READ = 1, PS_LOW_WRITE = 2, PS_DITHER = 4 };
 enum { PS_DITHER_ELEMENT = 37345, PS_DITHER_INDEX = 40503 };
@@ -173,7 +174,7 @@ ps_status ps__check_embed(const ps__args_embed *a, const char *op);
 static inline float ps__embed_scale(const ps__args_embed *a) {
   return a->scale == 0.0f ? 1.0f : a->scale;
 }
-/* A row of the table as embed_fwd hands it out: for who gathers rows in another way. */
+/* A row of the table as embed_fwd computes it, for code that gathers rows in another way. */
 void ps__embed_row(void *out, const void *row, uint32_t dt, size_t dim, float scale);
 /* embed_fwd            out[t,:] = scale table[id[t],:], one rounding.  ptr: R id i32[T], R
  *                      table[V,D], W out[T,D]. An id out of range is PS_EFORMAT. */
@@ -181,22 +182,22 @@ void ps__embed_row(void *out, const void *row, uint32_t dt, size_t dim, float sc
  *                      of dx[t,:] (fp32 sum and product, one rounding when added).
  *                      accumulate 0 writes every row (zeros where no token).  ptr: R id[T], R
  *                      dx[T,D], W|RW dtable[V,D]. */
-/* embed_bwd_host       What embed_bwd over some chunks of a round, into a table that then is
- *                      written (rows.accumulate 0) or added (1) to the total, leaves in
- *                      the total: for each v with a token, contribution[v,:] = round(scale chunk's
- *                      sum), then round(contribution + scale sum) for each further
- *                      chunk; total[v,:] = contribution, or as accumulate adds it (mode, index:
- *                      as there). A row without a token becomes zero (0), or is not
- *                      touched (1; where low[] is written but not read, its row becomes zero):
- *                      of the same bits, since x + 0 = x; but -0, which a sum of
- *                      embed_bwd is only when it underflows in bf16, stays -0.
- *                      The T tokens (rows.n_tokens) lie chunk by chunk in the order in which
- *                      their backward passes come: groups of
- *                      group_tokens, in each a chunk of short_tokens (the sequence's last
- *                      slice), then chunks of chunk_tokens. skip_tokens: of whole
- *                      chunks of the round that came before these.
- *                      For host streams alone (class OPTIMIZER).  ptr: R id[T], R dx[T,D], W|RW
- *                      total[V,D], then with PS_LOW_*: W|RW low u8[V,D]. */
+/* embed_bwd_host       The total's part of embed_bwd over some chunks of a round, followed by
+ *                      writing the result to the total (rows.accumulate 0) or adding it (1). For
+ *                      each v with a token, contribution[v,:] = round(scale chunk's sum), then
+ *                      round(contribution + scale sum) for each further chunk; total[v,:] =
+ *                      contribution, or as accumulate adds it (mode, index: as there).
+ *                      A row without a token becomes zero (0) or is not touched (1); where low[] is
+ *                      written but not read, its row becomes zero. These are the same bits, since x
+ *                      + 0 = x; but -0, which a sum of embed_bwd is only when it underflows in
+ *                      bf16, stays -0.
+ *                      The T tokens (rows.n_tokens) lie chunk by chunk in the order of their
+ *                      backward passes: groups of group_tokens, in each a chunk of short_tokens
+ *                      (the sequence's last slice), then chunks of chunk_tokens. skip_tokens:
+ *                      tokens of whole chunks of the round that came before these.
+ *                      For host streams alone (class OPTIMIZER).
+ *                      ptr: R id[T], R dx[T,D], W|RW total[V,D], then with PS_LOW_*: W|RW low
+ *                      u8[V,D]. */
 typedef struct ps__args_embed_host {
   ps__args_embed rows;
   uint32_t chunk_tokens, short_tokens, group_tokens, skip_tokens, mode, index;
@@ -218,12 +219,10 @@ ps_status ps__check_rmsnorm(const ps__args_rmsnorm *a, const char *op);
  *                      ptr: R x, R w, R dy, W|RW dx, W|RW dw[cols] (RW with accumulate_dw). dx
  *                      does not alias dy or x. */
 
-/* gemm                 C[M,N] = alpha op(A) op(B) (+ bias[N]) (+ residual[M,N], ld = ldc) (+ C
- *                      when accumulate); fp32 accumulate, one
- *                      rounding. trans_a: A is stored [K,M]; trans_b: B is stored [N,K]. ld* in
- *                      elements;
- *                      bias and residual are of dt_c. Added in this order: C, product, bias,
- *                      residual.
+/* gemm                 C[M,N] = alpha op(A) op(B) (+ bias[N]) (+ residual[M,N], ld = ldc) (+ C when
+ *                      accumulate); fp32 accumulate, one rounding. trans_a: A is stored [K,M];
+ *                      trans_b: B is stored [N,K]. ld* in elements; bias and residual are of dt_c.
+ *                      Added in this order: C, product, bias, residual.
  *                      ptr: R A, R B, W|RW C (RW with accumulate), then R bias if has_bias, then
  *                      R residual if has_residual. */
 typedef struct ps__args_gemm {
@@ -302,9 +301,8 @@ static inline uint32_t ps__attention_documents(const ps__args_attention *a) {
 /* attention_fwd        ptr: R q[T,A], R kv[row0+T,2K], R doc_start i32[T], W o[T,A], W lse
  *                      f32[T,n_heads]. */
 /* attention_bwd        ptr: R q, R kv, R doc_start, R o, R lse, R d_o[T,A], W dq[T,A], W|RW dkv
- *                      f32[row0+T,2K]: all rows are
- *                      written (accumulate_dkv 0) or added to (1), in an order that does not
- *                      depend on threads. */
+ *                      f32[row0+T,2K]: all rows are written (accumulate_dkv 0) or added to (1), in
+ *                      an order that does not depend on threads. */
 
 /* activation: ps_activation. SwiGLU has silu, GeGLU gelu in torch's approximate="tanh" (Gemma). */
 typedef struct ps__args_glu {
@@ -341,14 +339,12 @@ typedef struct ps__args_sumsq {
   uint64_t n;
   uint32_t dt, n_threads;
 } ps__args_sumsq;
-/* sumsq                sum of squares in fp64: tiles of ps__sumsq_tile(n) elements; in each
- *                      1024 lanes, lane j adds the tile's
- *                      elements j, j+1024, ... in order, then the lanes are added as a binary
- *                      tree (j += j+512, then 256, ...);
- *                      the tiles' sums are added in order. Exact products, so FMA does not
- *                      change it, and at most 256 tiles,
- *                      so that a device has all of them at work and a chain is n/2^18 additions
- *                      long.
+/* sumsq                sum of squares in fp64: tiles of ps__sumsq_tile(n) elements; in each 1024
+ *                      lanes, lane j adds the tile's elements j, j+1024, ... in order, then the
+ *                      lanes are added as a binary tree (j += j+512, then 256, ...); the tiles'
+ *                      sums are added in order. Exact products, so FMA does not change it, and at
+ *                      most 256 tiles, so that a device has all of them at work and a chain is
+ *                      n/2^18 additions long.
  *                      ptr: R g[n], W out f64[1]. sumsq_host is the same on host streams (class
  *                      OPTIMIZER).
  * accumulate_sumsq_host  accumulate_host, then sumsq_host of the total, in one pass and with

@@ -1,5 +1,5 @@
-/* family.h - what a family of models is: how its config.json reads and what layers it
- * has. A family is one file of native/model/families/ and one line of the table in family.c. */
+/* family.h - what a family of models is: how its config.json reads and what layers it has. A family
+ * is one file of native/model/families/ and one line of the table in family.c. */
 #ifndef PS_MODEL_FAMILY_H
 #define PS_MODEL_FAMILY_H
 #include "core/core.h"

@@ -102,10 +102,9 @@ typedef struct ps__update {
  * the t-th update of the state, 1 for the first. */
 PS_API void ps__update_correct(ps__update *u, uint64_t t);
 
-/* A unit's arrays, or some elements of them. w: the weights that are updated, in recipe
- * fp32-master the master, whose copy in the recipe's `weights` is copy (else NULL). Of
- * PS_UPDATE_STATE w and copy may
- * be NULL. Aligned to their elements; types by recipe as above. */
+/* A unit's arrays, or some elements of them. w: the weights that are updated, in recipe fp32-master
+ * the master, whose copy in the recipe's `weights` is copy (else NULL). Of PS_UPDATE_STATE w and
+ * copy may be NULL. Aligned to their elements; types by recipe as above. */
 typedef struct ps__arrays {
   void *w;
   void *copy;

@@ -111,8 +111,7 @@ extern const ps__update_table ps__update_avx512;
 #  define PS__UPDATE_ROWS(NAME, name, n_states, parts, state_op)                                   \
     [PS_OPTIMIZER_##NAME] = {PS__EACH_RECIPE(PS__UPDATE_ROW_##parts, name)},
 
-/* A statement for each state, the number j a constant: what it names stays in
- * registers. */
+/* A statement for each state, the number j a constant: what it names stays in registers. */
 #  define EACH_STATE(j, ...)                                                                       \
     do {                                                                                           \
       {                                                                                            \

@@ -109,15 +109,11 @@ void ps__spec_free(ps__spec *s);
  *           (engine/backend.h).
  *   UPDATE_STATE  the state's part of a split update, of which UPDATE is the weights' part. On the
  *           host stream.
- *   GATHER  R token ids of a chunk, R the second half of stats (without clipping: the
- *           embedding's
- *           norms), W the tokens' rows of the table. Unit: the step's chunk.
- *           Runs beside the UPDATE, of the step before, of an embedding on the host. The trainer
- *           orders the
- *           two row by row (train/rows.c); no access to the table does. That UPDATE ends before
- *           the
- *           step's next op on the table or its gradient, which comes after the chunk's backward
- *           pass.
+ *   GATHER  R token ids of a chunk, R the second half of stats (without clipping: the embedding's
+ *           norms), W the tokens' rows of the table. Unit: the step's chunk. Runs beside the
+ *           UPDATE, of the step before, of an embedding on the host. The trainer orders the two row
+ *           by row (train/rows.c); no access to the table does. That UPDATE ends before the step's
+ *           next op on the table or its gradient, which comes after the chunk's backward pass.
  *   REPORT  R stats; where units are updated on the device, R what is copied to the host last */
 typedef enum ps__hook {
   PS__HOOK_LOAD,

@@ -111,7 +111,7 @@ static ps_plan *make_plan(ps_optimizer optimizer, uint32_t recipe, bool clip, va
 
 typedef struct outcome {
   double loss[N_STEPS], norm[N_STEPS];
-  uint64_t parameters, state; /* hashes; state 0 where it is not at home */
+  uint64_t parameters, state; /* hashes; state 0 where it is on the device */
 } outcome;
 
 static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets,

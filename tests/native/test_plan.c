@@ -76,7 +76,7 @@ static void make_model(model *m, const char *root) {
 
 typedef struct outcome {
   double loss[N_STEPS], norm[N_STEPS];
-  uint64_t state; /* hash of weights, master weights and state at home */
+  uint64_t state; /* hash of weights, master weights and state in host memory */
 } outcome;
 
 static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
@@ -99,8 +99,8 @@ static ps_status slow_hook(void *ctx, ps__hook what, uint32_t unit, const ps_lau
 }
 
 /* 0xff everywhere is NaN in both dtypes. Weights and the optimizer's state are left alone: they
- * come first in their space, but for what lies between them: gradients at home, and on the
- * device the weights that each step fetches anew. */
+ * come first in their space, but for what lies between them: host-resident gradients, and
+ * on the device the weights that each step fetches anew. */
 static void poison(ps_trainer *t, bool first) {
   const ps__step *s = &t->plan->step;
   uint64_t state_end[PS__MAX_PLACES] = {0};
@@ -318,8 +318,8 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
       (unsigned long long)cfg->seq_len, (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
       (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which,
       s->param_lead, s->saved_lead, s->saved_lag, s->grad_lag);
-  printf("%u blocks kept at the turns%s\n", s->blocks_kept,
-         s->embed_on_host ? ", embedding at home" : "");
+  printf("%u blocks kept across rounds%s\n", s->blocks_kept,
+         s->embed_on_host ? ", embedding on the host" : "");
   for (uint32_t u = 0; u < s->n_units; u++) {
     printf("unit %u param %u grad %u update %u streamed %u split %u\n", u, s->param_resident[u],
            s->grad_resident[u], s->update_resident[u], s->update_streamed[u], s->update_split[u]);

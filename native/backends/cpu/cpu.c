@@ -1,5 +1,6 @@
-/* cpu.c - the CPU backend: every stream is a thread with a pool of its own, device memory is an
- * arena apart, copies are real copies. It is complete, and the oracle for every other backend. */
+/* cpu.c - the CPU backend: every stream is a thread with a pool of its own, device memory is a
+ * separate arena, copies are real copies. It is complete, and the reference for every other
+ * backend. */
 #include "backends/host/stream.h"
 #include "engine/schedule.h"
 #include "kernels/cpu/cpu.h"
@@ -51,7 +52,7 @@ static ps_status cpu_map(ps__device *dev, uint32_t space, uint64_t bytes, ps__ma
 
 static void cpu_unmap(ps__device *dev, const ps__mapping *m) { ps__unmap(m->host, m->bytes); }
 
-/* From the top down, 16 MiB of pages a look, to the first one that is there. */
+/* From the top down, 16 MiB of pages at a time, to the first page that is resident. */
 static ps_status cpu_peak(ps__device *dev, const ps__mapping *m, uint64_t *out_bytes) {
   enum { PAGES = 4096 };
   unsigned char there[PAGES];
@@ -109,7 +110,7 @@ static ps_status cpu_prepare(ps__device *dev, const ps_schedule *schedule, uint6
   return PS_OK;
 }
 
-/* What products need is had, or refused, before the first step. */
+/* Memory for products is reserved, or refused, before the first step. */
 static ps_status cpu_warm(ps__device *dev, const ps_schedule *schedule) {
   uint32_t n = 0;
   bool multiplies[PS_MAX_STREAMS] = {false};

@@ -106,7 +106,7 @@ static ps_status device_memory(ps__device *dev, CUdeviceptr *out, size_t bytes, 
   return PS_OK;
 }
 
-/* Scratch, and on compute streams the products' workspace behind it. */
+/* Scratch, followed on compute streams by the products' workspace. */
 static ps_status open_device_stream(ps__device *dev, uint32_t idx) {
   ps__cuda_stream *s = &dev->stream[idx];
   const ps_stream_config *cfg = &dev->cfg.stream[idx];
@@ -192,11 +192,11 @@ static void cuda_enter(ps__device *dev) {
   prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul);
 }
 
-/* The last host stream to give up lets pass who waits for any of them on the device; then every
- * device stream comes to its end. Not before the last: an order between two device ops may hold
- * only by way of a host op (schedule.c drops what is implied), and what the steps before send
- * home must be there before the step that is given up reads it and sends it again. No host
- * stream waits for that step. */
+/* The last host stream to give up releases every device stream that waits for a host stream; every
+ * device stream then comes to its end. No earlier host stream may do so, for two reasons. An order
+ * between two device ops may hold only by way of a host op (schedule.c drops implied waits). And
+ * the copies to the host of the steps before must be complete before the given-up step reads that
+ * memory and copies it again. No host stream waits for the given-up step. */
 static void cuda_leave(ps__device *dev, uint32_t driver) {
   uint32_t n_host = 0;
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
@@ -223,7 +223,7 @@ static uint64_t cuda_counter(ps__device *dev, uint32_t stream) {
                    : atomic_load(&s->host.line.value);
 }
 
-static void cuda_kick(ps__device *dev) { /* who looks at words looks at its flag as well */
+static void cuda_kick(ps__device *dev) { /* a thread that polls words reads its flag too */
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
     ps__timeline_kick(&dev->stream[i].host.line);
 }
@@ -355,7 +355,7 @@ static void CUDA_CB write_note(void *arg) {
 static void cuda_signal(ps__device *dev, uint32_t stream, uint64_t value) {
   ps__cuda_stream *s = &dev->stream[stream];
   if (!s->stream) {
-    /* before the timeline: who is woken by it may give the word up */
+    /* before the counter: a thread that the counter wakes may give the word up */
     atomic_store_explicit(s->word, value, memory_order_release);
     ps__timeline_signal(&s->host.line, value);
     return;

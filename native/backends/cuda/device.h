@@ -1,28 +1,26 @@
 /* device.h - the CUDA backend from the inside.
  *
- * Device streams are CUDA streams, fed in program order by one thread; host streams are the CPU
- * backend's. Who waits how:
+ * Device streams are CUDA streams. One thread submits their ops in program order. Host streams are
+ * the CPU backend's. A WORD is a stream's counter in pinned memory, which the other side reads. Who
+ * waits how:
  *   device for device   an event, recorded after the awaited op (events below)
- *   device for host     the stream waits until the host stream's word, pinned, is at least the
- *                       value
- *   host for device     the stream writes its word; the thread looks at it: spins 20 us, then
- *                       every 20 us, which with the
- *                       kernel's slack gives a latency under 100 us (nothing can wake a thread
- *                       from the device)
- *   host for host       the timeline's futex
- * A word is compared as the hardware does, by the sign of a 64-bit difference; when all host
+ *   device for host     the device stream waits until the host stream's word is at least the value
+ *   host for device     the device stream writes its word, and the host thread polls the word: it
+ *                       spins for 20 us, then looks every 20 us. With the slack of the kernel's
+ *                       timer the latency is under 100 us. A device cannot wake a thread.
+ *   host for host       the counter's futex
+ * A word is compared as the hardware does, by the sign of a 64-bit difference. When all host
  * streams have given up, their words are INT64_MAX.
  *
- * Without 64-bit stream memory operations (virtual GPUs of old drivers) a device stream's wait
- * for a host stream blocks the submitting thread, which is right and late, and the words of
- * device streams are written by cuLaunchHostFunc, 6 us idle and up to 270 us under load.
+ * Virtual GPUs of old drivers have no 64-bit stream memory operations. There a device stream's wait
+ * for a host stream blocks the submitting thread: correct, but late. The words of device streams
+ * are then written by cuLaunchHostFunc, 6 us when idle and up to 270 us under load.
  *
- * Submitting cannot lock up, though a full CUDA queue blocks the submitting thread and streams
- * may share a hardware queue: all that was submitted comes earlier in program order than what
- * was not, and waits only point back in that order. But while it blocks, the submitting thread
- * holds the driver's lock: whoever the GPU waits for - a host stream's thread - must not call
- * the driver, or neither ever goes on. So host streams only look at words, and a thread of its
- * own asks for the device's health. */
+ * Submitting cannot deadlock, though a full CUDA queue blocks the submitting thread and streams may
+ * share a hardware queue. All submitted ops come earlier in program order than all others, and
+ * waits only point back in that order. But a blocked submitting thread holds the driver's lock. A
+ * host stream's thread that the GPU waits for must therefore not call the driver. So host streams
+ * only read words, and a separate thread asks for the device's health. */
 #ifndef PS_BACKENDS_CUDA_DEVICE_H
 #define PS_BACKENDS_CUDA_DEVICE_H
 #include "backends/cuda/driver.h"
@@ -51,7 +49,7 @@ typedef struct ps__cuda_stream {
   CUstream stream;      /* NULL on host streams */
   CUdeviceptr scratch;
   ps__cuda_exec exec;
-  /* its counter, pinned; on host streams a copy of the timeline's value for the device */
+  /* its counter, pinned; on host streams a copy of the stream's counter for the device */
   _Atomic uint64_t *word;
   CUdeviceptr word_dev;
   uint64_t n_ops;   /* of a step of the run */

@@ -35,14 +35,14 @@ typedef struct ps__cuda_driver {
  * and what to do. */
 ps_status ps__cuda_driver_open(const ps__cuda_driver **out);
 
-/* Whether the library's kernels run on GPU @device (number @idx in messages): bf16 needs compute
- * capability 8.0, and machine code is for its own major version from its minor version on, which
- * is what CUDA_ARCH chose; the last of CUDA_ARCH is there as PTX too, for all newer GPUs.
- * PS_EDEVICE names what to build. */
+/* Whether the library's kernels run on GPU @device (number @idx in messages). bf16 needs compute
+ * capability 8.0. Machine code runs on its own major version, from its minor version on; CUDA_ARCH
+ * chooses the versions at build time. The last entry of CUDA_ARCH is also built as PTX, for all
+ * newer GPUs. Errors: PS_EDEVICE names what to build. */
 ps_status ps__cuda_supported(const ps__cuda_driver *cu, CUdevice device, uint32_t idx);
 
-/* What other processes hold of GPU @device, BYTES, as it was when the GPU was first looked at:
- * to be called before its context is made (usage.c). */
+/* What other processes hold of GPU @device, BYTES, as it was at the first look at the GPU. To be
+ * called before the GPU's context is made (usage.c). */
 void ps__cuda_usage_begin(const ps__cuda_driver *cu, uint32_t device, uint64_t *others);
 
 /* The NUMA node that the GPU hangs on, -1 where the system does not say (facts.c). */

@@ -108,10 +108,10 @@ static ps_status time_case(bench *b, case_fn fn, double seconds, double *out) {
 
 static ps_status case_both(bench *b);
 
-/* A case of one part or more, timed by events on exec.stream. After each turn of the parts runs,
- * untimed, @between for about @share of a turn's time: a GPU that is bound by its power sets its
- * clock by what ran in the last tenths of a second, and in a step products and attention take
- * turns. Where there is a @between, copies run both ways meanwhile, for COPIES_SHARE of the
+/* A case of one or several parts, timed by events on exec.stream. Each turn of the parts is
+ * followed by @between, untimed, for about @share of the turn's time. The reason: a GPU that is
+ * bound by its power sets its clock by the last tenths of a second, and in a step products and
+ * attention alternate. With a @between, copies run both ways meanwhile, for COPIES_SHARE of the
  * time. */
 typedef struct timed {
   ps_status (*part)(bench *b, const void *arg, uint32_t part);
@@ -146,8 +146,8 @@ static ps_status add_elapsed(const bench *b, CUevent from, CUevent to, double *s
   return PS_OK;
 }
 
-/* How often a turn repeats each part, so that it is long beside an event, and what runs between.
- * The first call of each loads what it needs. */
+/* How often a turn repeats each part, so that a part is long beside an event, and what runs between
+ * turns. The first call of each kernel loads what the kernel needs. */
 static ps_status choose_counts(bench *b, const timed *t, counts *n) {
   static const double least = 5e-3, shortest = 1e-5;
   double turn = 0, s = 0;
@@ -200,16 +200,16 @@ static ps_status time_parts(bench *b, const timed *t, double seconds, double out
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-/* A place for @bytes between two others in MiB, another one each time: a step's operands come
- * from memory, not from the GPU's cache. */
+/* A place for @bytes between two others in MiB, another one each time: a step's operands come from
+ * memory, not from the GPU's cache. */
 static void *next_place(bench *b, uint64_t from, uint64_t to, uint64_t bytes) {
   const uint64_t room = ((to - from) * MIB - bytes) / MIB,
                  at = room ? b->n_products * 97ull % (room + 1) : 0;
   return b->values + (from + at) * MIB;
 }
 
-/* Y = X W^T (attention's and down's with the residual added), dX = dY W or dW = dY^T X of
- * product @i over @rows rows; addresses of the operands, and how many they are. */
+/* Product @i over @rows rows: Y = X W^T (attention's and down's with the residual added), dX = dY W
+ * or dW = dY^T X. Gives the addresses of the operands and their number. */
 static ps__args_gemm product_args(bench *b, int i, uint32_t rows, uint32_t part, void *ptr[4],
                                   uint32_t *n_ptr) {
   const uint32_t out = products[i].out, in = products[i].in;
@@ -318,8 +318,8 @@ static ps_status usual_attention(bench *b) {
   return run_attention(b, &a, 1);
 }
 
-/* Plans for the shape, and its documents on the device. @fits: its scratch is no more than was
- * foreseen, and where documents are to be found a library finds them. */
+/* Plans for the shape, and its documents on the device. @fits: the scratch is no more than plans
+ * foresee, and a library finds the documents where they are to be found. */
 static ps_status prepare_attention(bench *b, const ps_attention_rate *r, bool *fits) {
   const ps__args_attention a = attention_args(r);
   int32_t *doc_start = (int32_t *)(void *)(place(b, 0) + COPY);
@@ -341,8 +341,8 @@ static ps_status prepare_attention(bench *b, const ps_attention_rate *r, bool *f
   return settle(b);
 }
 
-/* Into the next free entry of the table. A shape that takes more scratch than plans foresee, or
- * that no library takes, is left out: runs do not have it either. */
+/* Measure into the next free entry of the table. A shape that takes more scratch than plans
+ * foresee, or that no library takes, is left out: runs do not have it either. */
 static ps_status measure_attention(bench *b, int which, double seconds) {
   ps_hardware *hw = b->hw;
   ps_attention_rate r = attention_shapes[which];
@@ -401,10 +401,10 @@ static ps_status measure_products(bench *b, double seconds, double *full) {
 
 /* ---- idle time ------------------------------------------------------------------------------- */
 
-/* Products of the usual rows and then attention, copies beside them as ever, and after each such
- * turn a pause of @pause of its time: by how much the products are faster than @full seconds,
- * which they take where the GPU never rests, and the share of time that it rested. Over the
- * second half of the time. */
+/* The gain of idle time. Products of the usual rows and then attention run beside copies, and after
+ * each such turn the GPU pauses for @pause of the turn's time. Measured over the second half of the
+ * time: how much faster the products are than @full, their seconds on a GPU that never pauses, and
+ * the share of time that the GPU idled. */
 static ps_status rest(bench *b, double seconds, double full, double pause, double *gain,
                       double *rested) {
   const CUevent *e = b->event[0];
@@ -444,8 +444,8 @@ static ps_status rest(bench *b, double seconds, double full, double pause, doubl
 
 static double within_1(double x) { return x < 0 ? 0 : x < 1 ? x : 1; }
 
-/* With short pauses the gain goes with them; with pauses as long as the work the clock is at its
- * highest. */
+/* With short pauses the gain is proportional to them. With pauses as long as the work the clock is
+ * at its highest. */
 static ps_status measure_idle(bench *b, double seconds, double full) {
   double gain, rested;
   PS_TRY(rest(b, seconds, full, 1.0 / 12, &gain, &rested));
@@ -534,8 +534,8 @@ static ps_status keep_flowing(bench *b, flow *f) {
   return PS_OK;
 }
 
-/* What a host op and @copies get of the host's memory while all of them want it. Each flows at
- * its own rate, which is counted over the second half of the time. */
+/* What a host op and @copies get of the host's memory bandwidth while all of them run. Each flows
+ * at its own rate, counted over the second half of the time. */
 static ps_status measure_share(bench *b, double seconds, const ps__host_load *load, uint32_t copies,
                                ps_contention_rate *out) {
   flow flows[2] = {{.stream = b->in, .event = b->event[0], .copy = case_h2d},
@@ -595,8 +595,8 @@ static ps_status measure_memory(bench *b, double seconds) {
 
 /* ---- for people ------------------------------------------------------------------------------ */
 
-/* Products and copies both ways, as many as take equally long by the rates of each alone; each
- * stream by its own events. */
+/* Products and copies both ways at once, each as many as take equally long by its own rate; each
+ * stream is timed by its own events. */
 static ps_status loaded_turn(bench *b, uint32_t n_products, uint32_t n_copies, double total[3]) {
   CUevent *compute = b->event[0], *in = b->event[0] + 2, *out = b->event[1];
   PS__CUDA_TRY(b->cu, EventRecord(compute[0], b->exec.stream));
@@ -691,8 +691,8 @@ static ps_status fill(bench *b) {
   return settle(b);
 }
 
-/* The ops of a usual step come first, attention between products: what they make the driver take
- * is device_overhead_bytes. */
+/* The ops of a usual step come first, attention between products: the memory that the driver takes
+ * for them is device_overhead_bytes. */
 static ps_status measure(bench *b, double seconds, bool at_length, uint64_t bytes) {
   uint64_t used = 0;
   double full;

@@ -1,13 +1,15 @@
 /* prepare.c - what a run needs between its first and last step, made before the first.
  *
- * EVENTS. Each op that another device stream awaits has two events, used by the parity of the
- * step: op X of step k records event (X, k mod 2), and waits for it are submitted in step k or
- * k+1 (ps_wait.steps_back is 0 or 1). Reuse is safe because one thread submits everything in
- * program order, step after step: a wait for (X,k) is submitted after the record of (X,k), as
- * all waits point back in that order, and before the record of (X,k+2), which belongs to a later
- * step than any of them; and cuStreamWaitEvent() binds to the record that is the latest when it
- * is called, so that recording the event anew changes nothing for waits that were submitted,
- * however far the GPU is behind. */
+ * EVENTS. Each op that another device stream awaits has two events, used by the parity of the step:
+ * op X of step k records event (X, k mod 2). Waits for it are submitted in step k or k+1
+ * (ps_wait.steps_back is 0 or 1). Reuse is safe because one thread submits everything in program
+ * order, step after step:
+ * - A wait for (X,k) is submitted after the record of (X,k), since all waits point back in that
+ *   order.
+ * - It is submitted before the record of (X,k+2), which belongs to a later step than any wait for
+ *   (X,k).
+ * - cuStreamWaitEvent() binds to the latest record at the time of the call. A later record of the
+ *   event changes nothing for submitted waits, however far the GPU lags. */
 #include "backends/cuda/device.h"
 #include <stdatomic.h>
 #include <string.h>

@@ -1,13 +1,13 @@
-/* trace.c - when device ops ran, without a synchronize: two timing events an op, read when the
- * run is at rest.
+/* trace.c - when device ops ran, without a synchronize: two timing events an op, read when the run
+ * is at rest.
  *
- * A field holds PENDING until settle() replaces it. GPU times become host times by two base
- * events, each recorded on an idle stream between two looks at the host's clock (the best of
- * several: a few us wide): one when the run was made, one in settle(). cuEventElapsedTime()
- * gives milliseconds as float, 24 bits: so times are taken from the earliest event of the trace,
- * where they are short, and that one's distance to the second base places them all. A run long
- * enough (1 s) also gives the ratio of the two clocks. queued is when the stream was free for
- * the op and the op was submitted. */
+ * A field holds PENDING until settle() replaces it. GPU times become host times by two base events,
+ * one recorded when the run is made, one in settle(). A base event is recorded on an idle stream
+ * between two readings of the host's clock; the best of several pairs is a few us apart.
+ * cuEventElapsedTime() gives milliseconds as float with 24 bits. So times are taken from the
+ * earliest event of the trace, where they are short, and the distance of the earliest event to the
+ * second base places all of them. A run of 1 s or more also gives the ratio of the two clocks.
+ * queued is the time when the stream was free for the op and the op was submitted. */
 #include "backends/cuda/device.h"
 #include <string.h>
 
@@ -20,12 +20,12 @@ static CUstream any_stream(const ps__device *dev) {
   return NULL;
 }
 
-/* Record @event on an idle stream; *at_ns is then the host's time of it. */
+/* Record @event on an idle stream; *at_ns is then the host's time of the event. */
 static ps_status set_base(const ps__device *dev, CUevent event, uint64_t *at_ns) {
   const ps__cuda_driver *cu = dev->cu;
   uint64_t best = UINT64_MAX, before, after;
   CUstream stream = any_stream(dev);
-  /* the last one may be a poor one: go on until it is near the best */
+  /* the last pair may be a poor one: go on until a pair is near the best */
   for (int i = 0; i < 8; i++) {
     before = ps__now_ns();
     PS__CUDA_TRY(cu, EventRecord(event, stream));

@@ -1,5 +1,5 @@
-/* usage.c - device memory as the driver reports it, and the link, by NVML, which comes with the
- * driver and is opened at run time. */
+/* usage.c - device memory and the PCIe link, as NVML reports them. NVML comes with the driver and
+ * is opened at run time. */
 #include "backends/cuda/driver.h"
 #include "backends/cuda/probe.h"
 #include <dlfcn.h>

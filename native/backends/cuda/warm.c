@@ -1,12 +1,12 @@
-/* warm.c - everything that a schedule's device ops would load, build or choose on their first
- * launch, before the first step: attention plans, kernels' modules, the fastest algorithm of
- * each product's shape. So the first step is like the others, and the driver's figure of memory
- * is final.
+/* warm.c - before the first step, everything that device ops would load, build or choose on their
+ * first launch: attention plans, kernels' modules, the fastest algorithm of each product's shape.
+ * So the first step is like the others, and the driver's figure of memory is final.
  *
  * Each distinct op (kernel and arguments) runs once, at the addresses of its first occurrence:
- * on zeros, which are valid ids, positions and documents; then products whose algorithm was
- * never chosen on this GPU are timed on values as in a model, since zeros flatter, and the
- * choices kept on disk; then the device spaces are zeroed again. */
+ * 1. All of them run on zeros, which are valid ids, positions and documents.
+ * 2. Products whose algorithm was never chosen on this GPU are timed on values as in a model, since
+ *    zeros flatter. The choices are kept on disk.
+ * 3. The device spaces are zeroed again. */
 #include "backends/cuda/device.h"
 #include "kernels/cuda/cuda_ops.h"
 #include <string.h>
@@ -26,8 +26,8 @@ static uint64_t hash_of(const ps_schedule *s, const ps__op *op) {
   return h;
 }
 
-/* The first op of each kind among device streams' kernels; ops whose function is the host's as
- * well (hooks) are the caller's own affair. */
+/* The first op of each kind among the device streams' kernels. Ops that have one function for the
+ * host and the device (hooks) are left to the caller. */
 static ps_status find_distinct(const ps__device *dev, const ps_schedule *s, distinct *d) {
   const size_t n = s->list.n_ops;
   size_t room = 1;

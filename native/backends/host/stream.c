@@ -19,7 +19,7 @@ void ps__host_stream_close(ps__host_stream *s) {
   ps__unmap(s->exec.scratch, s->scratch_total);
 }
 
-/* copy: dst[0..bytes) = src[0..bytes), in pieces shared out over the stream's threads.
+/* copy: dst[0..bytes) = src[0..bytes), in pieces divided among the stream's threads.
  * bytes 2*bytes of memory traffic; any number of threads gives the same bits. */
 typedef struct copy_job {
   char *dst;

@@ -1,5 +1,5 @@
-/* stream.h - a stream that runs on host threads: what the CPU backend has for every stream,
- * others for their host streams. */
+/* stream.h - a stream that runs on host threads: every stream of the CPU backend, and the host
+ * streams of the others. */
 #ifndef PS_BACKENDS_HOST_STREAM_H
 #define PS_BACKENDS_HOST_STREAM_H
 #include "engine/backend.h"

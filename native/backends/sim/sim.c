@@ -1,12 +1,13 @@
 /* sim.c - execute a schedule on a virtual clock.
  *
- * A fluid model: between two events every running op advances at a constant rate; an op that
- * draws on a resource whose draws add up to D > 1 advances at 1/D of its own speed, and one that
- * ops of other kinds slow at what its table says (the slowest of all counts). An event is the
- * end of an op. After it the streams whose next op's waits are satisfied start it, shortened by
- * its idle_gain; rates follow. Deterministic: streams are always looked at in their order, and
- * no clock or random number is read. Cost: O(ops x streams) for the events and O(waits) for the
- * waits. */
+ * A fluid model: between two events every running op advances at a constant rate.
+ * - An op that draws on a resource whose draws add up to D > 1 advances at 1/D of its own speed.
+ * - An op that ops of other kinds slow advances at the speed that its table gives. The slowest of
+ *   all speeds counts.
+ * An event is the end of an op. After an event each stream whose next op's waits are satisfied
+ * starts that op, shortened by the op's idle_gain; then the rates are computed anew.
+ * Deterministic: streams are always taken in their order, and no clock or random number is read.
+ * Cost: O(ops x streams) for the events and O(waits) for the waits. */
 #include "engine/schedule.h"
 #include <math.h>
 #include <string.h>
@@ -17,8 +18,8 @@ typedef struct sim_stream {
   const ps_sim_cost *cost; /* of the running op, NULL: none runs */
   double left;             /* of its ns */
   double queued, start;
-  /* share of time without an op, older time counting less; when it was worked out, a point at
-   * which an op ended or began */
+  /* share of time without an op, older time counting less; and the time of its last update, which
+   * is an op's start or end */
   double idle, idle_at;
 } sim_stream;
 
@@ -35,8 +36,8 @@ typedef struct sim {
   sim_stream stream[PS_MAX_STREAMS];
 } sim;
 
-/* How many times longer than alone an op may take: a resource is drawn on by at most one op a
- * stream. */
+/* How many times longer than alone an op may take at most: at most one op a stream draws on a
+ * resource. */
 static double worst_slowdown(const sim *m, const ps_sim_cost *c) {
   double worst = m->schedule->list.n_streams;
   for (int k = 0; c->slower && k < 1 << PS_SIM_KINDS; k++)
@@ -99,8 +100,8 @@ static bool satisfied(const sim *m, const ps__op *op, uint64_t step) {
   return true;
 }
 
-/* Brings a stream's share of idle time up to now, @idle: whether it had no op since it was
- * worked out. */
+/* Brings a stream's share of idle time up to now. @idle: the stream has had no op since the last
+ * update. */
 static void note_idle(const sim *m, sim_stream *s, bool idle) {
   const double keep = exp((s->idle_at - m->now) / PS_SIM_IDLE_NS);
   s->idle = s->idle * keep + (idle ? 1 - keep : 0);

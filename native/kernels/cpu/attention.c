@@ -1,24 +1,22 @@
 /* attention.c - attention over the rows of a group, forward and backward: shapes, phases and the
  * choice of instruction set.
  *
- * math    query i of the chunk is group row r = row0+i and sees keys doc_start[i] <= k <= r, with
- *         a window those with r - window < k. s = scale q k, with a soft cap softcap
- *         tanh(scale q k / softcap),
+ * math    query i of the chunk is group row r = row0+i and sees keys doc_start[i] <= k <= r, with a
+ *         window those with r - window < k.
+ *         s = scale q k, with a soft cap softcap tanh(scale q k / softcap);
  *         o = sum_k softmax(s)_k v_k, lse = log sum_k exp(s_k); backward as in attention_bwd.h.
  *         fp32 inside.
- * shapes  q, o, d_o, dq [T, heads*head_dim], kv [row0+T, 2*kv_heads*head_dim] in dt; dkv
- *         likewise in fp32; lse [T, heads] fp32.
- *         Query head h uses kv head h / (heads/kv_heads): K and V are never expanded.
- * work    tiles of 64 queries by 64 keys, cut relative to the diagonal; key tiles that nobody of
- *         the query tile sees are skipped,
- *         and inside a tile blocks of 4 rows skip what they do not see. No (T,T) tensor: scratch
- *         is a few tiles for each worker.
- * bytes   forward: q and o once, kv once for each query tile that sees it. flops: 4*head_dim for
- *         each visible pair and head,
- *         backward 10*head_dim (fp32) or 14*head_dim (bf16, which makes dq in a second pass so
- *         that it is rounded once).
- * determinism  what a task computes and the order of additions to dq and dkv (phases) follow
- *              from shapes and doc_start alone.
+ * shapes  q, o, d_o, dq [T, heads*head_dim], kv [row0+T, 2*kv_heads*head_dim] in dt; dkv likewise
+ *         in fp32; lse [T, heads] fp32. Query head h uses kv head h / (heads/kv_heads): K and V are
+ *         never expanded.
+ * work    tiles of 64 queries by 64 keys, cut relative to the diagonal. Key tiles that no query of
+ *         the tile sees are skipped. Inside a tile, blocks of 4 rows skip the keys that they do not
+ *         see. No (T,T) tensor: scratch is a few tiles for each worker.
+ * bytes   forward: q and o once, kv once for each query tile that sees it.
+ * flops   for each visible pair and head: forward 4*head_dim; backward 10*head_dim (fp32) or
+ *         14*head_dim (bf16, which makes dq in a second pass, so that dq is rounded once).
+ * determinism  what a task computes and the order of additions to dq and dkv (phases) follow from
+ *              shapes and doc_start alone.
  * reference    tests/test_attention.py, PyTorch in fp64 */
 #include "kernels/cpu/attention_job.h"
 #include "kernels/cuda/scratch.h"
@@ -159,8 +157,8 @@ static double pairs(const ps__args_attention *a) {
   return a->sequence_rows && a->sequence_rows < a->n_tokens ? 0.5 * n * a->sequence_rows
                                                             : n * a->row0 + 0.5 * n * n;
 }
-/* A product takes 2 FLOP a pair and element of a head; forward has two products, backward five,
- * of which the scores computed again are not model work. */
+/* A product takes 2 FLOP a pair and element of a head. Forward has two products. Backward has five;
+ * the one that computes the scores again is not model work. */
 static ps_work work_of(const ps__args_attention *a, double flops, double model_flops, double rows) {
   const double width = (double)a->n_heads * a->head_dim;
   return (ps_work){.flops = pairs(a) * width * flops,

@@ -154,9 +154,9 @@ ATT_INLINE void put_row(float *dst, const float *src, size_t n, bool add) {
       dst[i] += src[i];
 }
 
-/* Phase p: query tile i meets the key tile p tiles before its diagonal, so that no two tasks of
- * a phase share a row of dq or of dkv, and every row gets its parts in order of phases. Phase 0
- * covers each of the chunk's own rows once: it writes. */
+/* Phase p: query tile i meets the key tile p tiles before its diagonal. So no two tasks of a phase
+ * share a row of dq or of dkv, and every row gets its parts in order of phases. Phase 0 covers each
+ * of the chunk's own rows once: it writes, later phases add. */
 ATT_FN void bwd_task(void *arg, int64_t task, uint32_t worker) {
   const ps__att_job *j = arg;
   const ps__args_attention *a = &j->a;

@@ -1,11 +1,12 @@
 /* attention_fwd.h - one query tile of one head, forward. A template, included after
  * attention_isa.h.
  *
- * Queries lie in lanes: S' = K Q' is made transposed (a row for each key), so that maximum and
- * sum over the keys are plain vector operations, K is read as it lies, and P' is what the
- * product with V wants. Per key tile: S', the new maxima m, P' = 2^(S' - m), l = l * 2^(m_old -
- * m) + sum P', O = O * 2^(m_old - m) + P V. Scores are kept times log2(e); a soft cap is applied
- * to S' before the maxima. */
+ * Queries lie in lanes: S' = K Q' is made transposed, with a row for each key. So maximum and sum
+ * over the keys are plain vector operations, K is read as it lies, and P' has the layout that the
+ * product with V needs. Per key tile:
+ *   S', the new maxima m, P' = 2^(S' - m), l = l * 2^(m_old - m) + sum P',
+ *   O = O * 2^(m_old - m) + P V.
+ * Scores are kept times log2(e); a soft cap is applied to S' before the maxima. */
 typedef struct fwd_tile {
   const ps__att_job *j;
   /* [hp][TILE] scaled, [TILE][hp] x2, [key][query], [TILE][hp] */

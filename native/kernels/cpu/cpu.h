@@ -1,10 +1,8 @@
-/* cpu.h - what the cpu kernels share: loops over rows, loads and stores by dtype,
- * OpenBLAS.
+/* cpu.h - what the cpu kernels share: loops over rows, loads and stores by dtype, OpenBLAS.
  *
- * Determinism: how a kernel cuts its work depends on shapes only, never on the number of
- * threads, and every sum has a fixed order (lanes of vec.h, then a fixed tree). The library is
- * built with -ffp-contract=off, so that the variants of PS_CLONES differ in speed and not in
- * bits. */
+ * Determinism: how a kernel cuts its work depends on shapes only, never on the number of threads.
+ * Every sum has a fixed order: lanes of vec.h, then a fixed tree. The library is built with
+ * -ffp-contract=off, so that the variants of PS_CLONES differ in speed and not in bits. */
 #ifndef PS_KERNELS_CPU_H
 #define PS_KERNELS_CPU_H
 #include "core/core.h"
@@ -50,10 +48,10 @@ static inline int64_t ps__block_rows(size_t cols) {
 typedef void (*ps__rows_fn)(void *arg, int64_t first, int64_t end, uint32_t worker);
 void ps__cpu_rows(const ps__cpu_exec *exec, int64_t n, int64_t block, ps__rows_fn fn, void *arg);
 
-/* Sums over rows in a fixed order: the rows are cut in ps__n_row_tiles() tiles of
- * ps__row_tile_rows() rows; the kernel leaves each tile's fp32 partial sum in
- * partial[tile*cols + c], and ps__add_partials adds them in order of tiles: out[c] =
- * round(sum) or, when accumulate, round(out[c] + sum). */
+/* Sums over rows in a fixed order. The rows are cut in ps__n_row_tiles() tiles of
+ * ps__row_tile_rows() rows. The kernel leaves each tile's fp32 partial sum in partial[tile*cols +
+ * c]. ps__add_partials() adds the partial sums in order of tiles: out[c] = round(sum) or, when
+ * accumulate, round(out[c] + sum). */
 static inline int64_t ps__row_tile_rows(uint32_t rows) {
   return rows <= 64 * 64 ? 64 : (int64_t)(rows + 63) / 64;
 }
@@ -68,13 +66,13 @@ void ps__add_partials(const ps__cpu_exec *exec, void *out, uint32_t dt, const fl
  * OpenBLAS is held to one thread. */
 void ps__cpu_sgemm(bool trans_a, bool trans_b, int m, int n, int k, float alpha, const float *a,
                    int lda, const float *b, int ldb, float beta, float *c, int ldc);
-/* Opens OpenBLAS, sets it to one thread and makes the buffers that @n_threads threads in
- * products hold, so that no product asks the system for memory. Costs nothing where all that was
- * done. ps__cpu_sgemm may be called only after this (the gemm kernel sees to it itself). Errors:
- * PS_ENOMEM, PS_EDEVICE where there is no OpenBLAS. */
+/* Opens OpenBLAS, limits it to one thread, and makes the buffers that @n_threads threads in
+ * products hold, so that no product asks the system for memory. A second call costs nothing.
+ * ps__cpu_sgemm() may be called only after this function; the gemm kernel calls it itself. Errors:
+ * PS_ENOMEM; PS_EDEVICE where there is no OpenBLAS. */
 ps_status ps__cpu_blas_ready(uint32_t n_threads);
-/* ps__cpu_blas_hold() - the same beside all that others hold, until ps__cpu_blas_release(): devices
- * of one process multiply at once. Any thread. */
+/* ps__cpu_blas_hold() - the same in addition to all buffers that others hold, until
+ * ps__cpu_blas_release(): the devices of one process multiply at once. Any thread. */
 ps_status ps__cpu_blas_hold(uint32_t n_threads);
 void ps__cpu_blas_release(uint32_t n_threads);
 

@@ -130,15 +130,16 @@ ps_status ps__check_cross_entropy(const ps__args_cross_entropy *a) {
 
 /* cross_entropy
  * math    y = z, or softcap * tanh(z / softcap); loss[r] = log(sum_v exp(y[r,v] - max)) + max -
- *         y[r,t]; z[r,v] becomes (softmax(y[r])[v] - [v = t]) * scale, with a cap times
- *         1 - (y[r,v] / softcap)^2; a z of -inf stays -inf;
- *         target -1: loss 0, gradient 0. fp32 inside, the loss put together in fp64
+ *         y[r,t];
+ *         z[r,v] becomes (softmax(y[r])[v] - [v = t]) * scale, with a soft cap that times
+ *         1 - (y[r,v] / softcap)^2. A z of -inf stays -inf. target -1: loss 0, gradient 0.
+ *         fp32 inside, the loss put together in fp64.
  * shapes  z [rows,V] of dt, in place; target i32 [rows]; scale f32 [1] = 1 / valid tokens of the
  *         step; loss f32 [rows]
  * bytes   2*rows*V*sizeof(dt) when a row fits the cache (three passes over it)
- * determinism  bitwise: a row is one thread's, sums in 64 lanes and a fixed tree
- * errors  PS_EFORMAT: a target that is neither -1 nor an id, with its row; nothing is written
- *         then */
+ * determinism  bitwise: one thread has a row; sums in 64 lanes and a fixed tree
+ * errors  PS_EFORMAT: a target that is neither -1 nor an id, with its row. Nothing is written
+ *         then. */
 static ps_status cross_entropy(const ps_launch *l) {
   const ps__args_cross_entropy *a = l->args;
   const int32_t *target = l->ptr[1];

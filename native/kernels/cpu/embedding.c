@@ -254,23 +254,23 @@ static ps_status emb_add(const ps_launch *l, const ps__args_embed *a,
  * math    dtable[v,:] (+)= scale times the sum over t with id[t] = v, in order of t, of dx[t,:];
  *         fp32 sum and product, one rounding when added
  * shapes  id i32 [T], dx [T,D], dtable [V,D] of dt
- * bytes   (T*D + V*D)*sizeof(dt), or (1 to 3)*T*D*sizeof(dt) when accumulating: rows without a
- *         token are not touched then
- * determinism  bitwise: tokens are sorted (stable) and each element is summed by one thread
- * errors  PS_EFORMAT: an id out of range, with its token; nothing is written then */
+ * bytes   (T*D + V*D)*sizeof(dt); when accumulating (1 to 3)*T*D*sizeof(dt), since rows without a
+ *         token are not touched
+ * determinism  bitwise: tokens are sorted (stable) and one thread sums each element
+ * errors  PS_EFORMAT: an id out of range, with its token. Nothing is written then. */
 static ps_status embed_bwd(const ps_launch *l) { return emb_add(l, l->args, NULL); }
 
 /* embed_bwd_host
  * math    each row with a token: contribution = the chunks' fp32 sums in order of t times scale,
- *         chunk after chunk, rounded after each; total = contribution or
- *         accumulate's of total and contribution
+ *         chunk after chunk, rounded after each; total = contribution, or what accumulate makes of
+ *         total and contribution
  * shapes  id i32 [T], dx [T,D], total [V,D] of dt, low u8 [V,D]
- * bytes   (2 to 3)*T*D*sizeof(dt), V*D*sizeof(dt) where rows without a token are zeroed (the
- *         first contribution of a step), V*D where their low bytes are (the
- *         second); rows with a token may have (1 to 2)*T*D of low bytes
- * determinism  bitwise: as embed_bwd.   reference  embed_bwd and accumulate, the same bits
- *              (tests/test_ops.py)
- * errors  PS_EFORMAT: an id out of range, with its token; nothing is written then */
+ * bytes   (2 to 3)*T*D*sizeof(dt). The first contribution of a step also zeroes the rows without a
+ *         token, V*D*sizeof(dt); the second their low bytes, V*D. Rows with a token may have (1 to
+ *         2)*T*D of low bytes.
+ * determinism  bitwise: as embed_bwd
+ * reference    embed_bwd and accumulate, the same bits (tests/test_ops.py)
+ * errors  PS_EFORMAT: an id out of range, with its token. Nothing is written then. */
 static ps_status embed_bwd_host(const ps_launch *l) {
   const ps__args_embed_host *host = l->args;
   return emb_add(l, &host->rows, host);

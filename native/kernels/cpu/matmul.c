@@ -1,5 +1,5 @@
-/* matmul.c - matrix products by OpenBLAS, held to one thread, over tiles of C that the pool
- * shares out. */
+/* matmul.c - matrix products by OpenBLAS, held to one thread, over tiles of C that the pool divides
+ * among its threads. */
 #include "kernels/cpu/cpu.h"
 #include "core/vec.h"
 #include <cblas.h>
@@ -20,10 +20,10 @@
 #define NAME_OF(name)  NAME_OF_(name)
 
 /* ---- OpenBLAS -----------------------------------------------------------------------------------
- * It maps memory when it is loaded and whenever a product finds all its buffers in use, and
- * where the system refuses, it tries again for ever. So it is opened at first use and not linked
- * (what needs no product never meets it), and before each time that it will map memory as much
- * is mapped and given back: refusal is then an error like any other. */
+ * OpenBLAS maps memory when it is loaded, and whenever a product finds all buffers in use. Where
+ * the system refuses, OpenBLAS tries again for ever. So it is opened at first use and not linked: a
+ * program without products never loads it. Before each mapping by OpenBLAS, as much memory is
+ * mapped and unmapped here: a refusal is then an error like any other. */
 enum {
   BLAS_BUFFER_BYTES = 33 << 20 /* what a thread in a product holds: 32 MiB and its rim */,
   BLAS_OPEN_BYTES = 96 << 20
@@ -46,8 +46,8 @@ static ps_status try_memory(size_t bytes, const char *what) {
   return PS_OK;
 }
 
-/* On one CPU for the time: OpenBLAS starts a thread for every other that it sees, and ours are
- * all that are wanted. */
+/* Runs on one CPU meanwhile: OpenBLAS starts a thread for every other CPU that it sees, and the
+ * pool has all the threads that are needed. */
 static void *open_on_one_cpu(void) {
   cpu_set_t all[8]; /* 8,192 CPUs */
   const int cpu = sched_getcpu();
@@ -87,8 +87,8 @@ void ps__cpu_sgemm(bool trans_a, bool trans_b, int m, int n, int k, float alpha,
         n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
-/* As many at a time as threads will multiply: a buffer that is given back stays mapped and
- * serves whichever product is next. */
+/* Makes as many buffers at once as threads will multiply at once. A released buffer stays mapped
+ * and serves the next product. */
 static ps_status make_buffers(uint32_t n) {
   if (n_buffers >= n)
     return PS_OK;
@@ -153,9 +153,9 @@ static uint32_t part_size(uint32_t n, uint32_t parts) {
   return size < n ? size : n;
 }
 
-/* Large products: tiles of at most 1024 a side and up to 8 of them while they stay above 2^30
- * flops, where packing costs OpenBLAS under 5%; small ones: two tiles as soon as that is worth
- * waking a thread; an even number when there are few. */
+/* Large products: tiles of at most 1024 a side, and up to 8 tiles while each has more than 2^30
+ * FLOPs, where packing costs OpenBLAS under 5%. Small products: two tiles as soon as the work is
+ * worth waking a thread. Where there are few tiles, their number is even. */
 static tiling tile_product(const ps__args_gemm *a) {
   bool convert = a->dt_a != PS_F32 || a->dt_b != PS_F32 || a->dt_c != PS_F32;
   uint32_t side = convert ? 512 : 1024, pm = (a->m + side - 1) / side,
@@ -287,16 +287,13 @@ ps_status ps__check_gemm(const ps__args_gemm *a) {
 /* gemm
  * math    C = round(((accumulate ? C : 0) + alpha op(A) op(B)) + bias + residual), fp32 inside,
  *         added in this order
- * shapes  op(A) [M,K] of dt_a, op(B) [K,N] of dt_b, C and residual [M,N] and bias [N] of dt_c,
- *         all row-major with leading
- *         dimensions in elements; C aliases nothing
- * bytes   A*dt_a + B*dt_b + C*dt_c when tiles stay in cache; scratch only where bf16 is
- *         converted: at most
- *         (2*512*512 + 512*512) fp32 = 3 MiB a worker
- * determinism  bitwise: tiles and blocks of K follow from the shape, each tile is one
- *              single-threaded OpenBLAS product.
- *              Other OpenBLAS builds, or other CPUs (it picks its kernel at load), may round
- *              differently */
+ * shapes  op(A) [M,K] of dt_a, op(B) [K,N] of dt_b, C and residual [M,N] and bias [N] of dt_c, all
+ *         row-major with leading dimensions in elements. C aliases nothing.
+ * bytes   A*dt_a + B*dt_b + C*dt_c when tiles stay in cache
+ * scratch only where bf16 is converted: at most (2*512*512 + 512*512) fp32 = 3 MiB a worker
+ * determinism  bitwise: tiles and blocks of K follow from the shape, and each tile is one
+ *              single-threaded OpenBLAS product. Other OpenBLAS builds or other CPUs may round
+ *              differently: OpenBLAS picks its kernel when it is loaded. */
 static ps_status gemm(const ps_launch *l) {
   const ps__args_gemm *a = l->args;
   PS_TRY(ps__check_gemm(a));

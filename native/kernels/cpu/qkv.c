@@ -1,5 +1,5 @@
-/* qkv.c - the fused q, k, v product split by use: optional RMSNorm over each head
- * (Qwen3) or over all heads together (OLMo 2), RoPE, and the way back.
+/* qkv.c - the fused q, k, v product split by use: optional RMSNorm over each head (Qwen3) or over
+ * all heads together (OLMo 2), RoPE, and the way back.
  *
  * math    y = round(x * rstd * (w + norm_offset)), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm,
  *         else y = x); at angle a = pos * inv_freq[i], c = attention_factor * cos a,
@@ -77,9 +77,9 @@ static qkv_scratch scratch_of(const qkv_job *j, uint32_t worker) {
 }
 
 /* cosines and sines of pos * inv_freq[i], times @by; n is a multiple of 16. The product and its
- * reduction by multiples of pi/2 in fp64 (pi/2 in two parts, the first of 33 bits: n*hi is exact up
- * to n = 2^20, and beyond as good as the product itself); Taylor's polynomials up to r^11 and r^10
- * leave (pi/4)^12/12! = 1.2e-10, far under half an ulp of fp32 (3e-8). */
+ * reduction by multiples of pi/2 are in fp64. pi/2 has two parts, the first of 33 bits: n*hi is
+ * exact up to n = 2^20, and beyond as good as the product itself. Taylor's polynomials up to r^11
+ * and r^10 leave (pi/4)^12/12! = 1.2e-10, far under half an ulp of fp32 (3e-8). */
 PS_CLONES static void rope_angles(float *restrict cosines, float *restrict sines,
                                   const float *inv_freq, int32_t pos, float by, size_t n) {
   typedef double vd __attribute__((vector_size(64)));

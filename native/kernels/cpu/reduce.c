@@ -136,9 +136,9 @@ typedef struct sq_job {
 } sq_job;
 
 /* lane[j] += the squares of elements j, j + 1024, ... of n_rows rows, in order. A register of
- * doubles takes N of them; of bf16, which stands two in a word, each 2N elements' even ones and
- * then the odd ones, so that nothing is shuffled. Rows are read from end to end, memory @ahead
- * bytes on is asked for; the lanes stay in the first cache. */
+ * doubles takes N elements. Two bf16 stand in a word: each 2N elements give their even ones and
+ * then their odd ones, so that nothing is shuffled. Rows are read from end to end, with a prefetch
+ * of the memory @ahead bytes on; the lanes stay in the L1 cache. */
 typedef struct sq_rows {
   void (*add)(const void *x, size_t n_rows, double *lane, size_t ahead);
   size_t n;
@@ -264,13 +264,12 @@ static ps_status sum_squares(const ps_launch *l, const ps__total *t, bool change
 }
 
 /* sumsq, sumsq_host
- * math    sum of squares in fp64: tiles of ps__sumsq_tile(n) elements; in each 1024 lanes,
- *         lane j adds elements j, j+1024, ... in
- *         order, then j += j+512, 256, ... 1; then the tiles in order
+ * math    sum of squares in fp64: tiles of ps__sumsq_tile(n) elements; in each 1024 lanes, lane j
+ *         adds elements j, j+1024, ... in order, then j += j+512, 256, ... 1; then the tiles in
+ *         order
  * shapes  g [n] of dt, out f64 [1]
- * bytes   n*sizeof(dt).   determinism  bitwise: tiles are cut by n only and each is one
- *         thread's; products of two fp32 are
- *         exact in fp64, so that FMA changes nothing */
+ * bytes   n*sizeof(dt).   determinism  bitwise: tiles are cut by n only and each is one thread's;
+ *         products of two fp32 are exact in fp64, so that FMA changes nothing */
 static ps_status sumsq(const ps_launch *l) {
   const ps__args_sumsq *a = l->args;
   return sum_squares(l, &(ps__total){.total = l->ptr[0], .dt = a->dt}, false, a->n, a->n_threads,

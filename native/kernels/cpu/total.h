@@ -1,4 +1,4 @@
-/* total.h - adding to a total, in all the ways of ops.h, for the kernels that do so. */
+/* total.h - adding to a total in each of the modes of ops.h, for the kernels that add. */
 #ifndef PS_KERNELS_TOTAL_H
 #define PS_KERNELS_TOTAL_H
 #include "kernels/cpu/cpu.h"
@@ -106,9 +106,9 @@ PS_VEC void ps__total_plain(const ps__total *t, size_t first, size_t end, uint32
                 ps__v_read(t->total, dt, i, end, 0.0f) + ps__v_read(t->g, dt, i, end, 0.0f));
 }
 
-/* Elements [first, end). Nothing is asked for ahead, though sums alone would be faster by a
- * quarter: copies to the device, which backward passes wait for, then get 25 to 31 GB/s of the
- * host's memory beside them instead of 43 to 46 (bench/LOG.md, 2026-11-22). */
+/* Elements [first, end). There is no prefetch, though sums alone would be faster by a quarter with
+ * one: copies to the device, which backward passes wait for, would then get 25 to 31 GB/s of the
+ * host's memory beside the sums instead of 43 to 46 (bench/LOG.md, 2026-11-22). */
 PS_VEC void ps__total_range(const ps__total *t, size_t first, size_t end) {
   if (!ps__dtypes[t->dt].low_bytes)
     PS__BY_DTYPE(t->dt, DT, ps__total_plain(t, first, end, DT));

@@ -358,7 +358,7 @@ void ps_att_plain_bwd(cudaStream_t stream, const ps_launch *l, const int32_t *do
   }
 }
 
-/* As a provider: a few rows, which is what libraries refuse. A warp a row makes no use of tensor
+/* As a provider: chunks of few rows, which libraries refuse. A warp a row makes no use of tensor
  * cores, so long chunks are left to libraries. */
 enum { PLAIN_ROWS = 16 };
 static const char *plain_refuses(const ps_att_shape *s) {
@@ -399,8 +399,8 @@ static const ps_att_provider *const flash4 = &ps_att_flash4;
 static const ps_att_provider *const flash4 = NULL;
 #endif
 enum { N_PROVIDERS = 4 };
-/* In the order of asking: on 9.0 flash-attn-4 is the fastest; from there on cuDNN is faster than
- * flash-attn, before it has no packed documents. */
+/* In the order of asking. On 9.0 flash-attn-4 is the fastest. From 9.0 on cuDNN is faster than
+ * flash-attn; before 9.0 cuDNN has no packed documents. */
 static const ps_att_provider *const newer[N_PROVIDERS] = {flash4, cudnn, flash, &ps_att_plain},
                                     *const ampere[N_PROVIDERS] = {flash, cudnn, &ps_att_plain,
                                                                   NULL};

@@ -1,10 +1,10 @@
-/* attention_cuda.h - attention on CUDA: providers behind one op, and what they share
- * (attention.cu). Of the host, C and C++; no device code.
+/* attention_cuda.h - attention on CUDA: the providers of one op, and what they share
+ * (attention.cu). Host code, C and C++; no device code.
  *
- * A provider is a kept library (or our own plain kernels). Each says what it takes, builds a
- * plan a shape before the first step, and then launches without waiting or allocating. They are
- * asked in an order that depends on the GPU (attention.cu); the first that takes a shape gets
- * it. */
+ * A provider is a kept library, or our own plain kernels. Each says which shapes it takes, builds a
+ * plan for a shape before the first step, and then launches without waiting or allocating.
+ * Providers are asked in an order that depends on the GPU (attention.cu). The first provider that
+ * takes a shape gets it. */
 #ifndef PS_KERNELS_CUDA_ATTENTION_CUDA_H
 #define PS_KERNELS_CUDA_ATTENTION_CUDA_H
 #include "kernels/cuda/cuda_ops.h"

@@ -5,24 +5,19 @@
  *         rounding) and are added to fp32 dkv by us.
  * shapes  K and V are strided views of the interleaved kv rows, nothing is gathered. Two graphs:
  *         known          n documents of as many rows each, a batch: [n, heads, T/n, d] on [n,
- *                        kv_heads, T/n, d] (with n = 1: row0+T keys), causal
- *                        (aligned at the bottom right); log-sum-exp is [n, heads, T/n] there and
- *                        transposed by us (before 9.26 the backward
- *                        pass reads no other layout);
- *         found          ragged ("THD"): a batch of ps_att_max_documents(), lengths and
- *                        offsets found on the device from
- *                        doc_start (ps_att_find_documents); log-sum-exp is written and read as
- *                        [T, heads] in place.
+ *                        kv_heads, T/n, d] (with n = 1: row0+T keys), causal (aligned at the bottom
+ *                        right); log-sum-exp is [n, heads, T/n] there and transposed by us (before
+ *                        9.26 the backward pass reads no other layout);
+ *         found          ragged ("THD"): a batch of ps_att_max_documents(), lengths and offsets
+ *                        found on the device from doc_start (ps_att_find_documents); log-sum-exp is
+ *                        written and read as [T, heads] in place.
  * scratch documents, dK and dV in bf16 (4*(row0+T)*kv_heads*d bytes), transposed log-sum-exp,
- * cuDNN's own workspace (fp32 dQ, and
- *         dK and dV of every query head): linear in T; cuDNN's deterministic backward needs
- *         T*(row0+T)*heads*2 bytes before 9.25.
+ *         cuDNN's own workspace (fp32 dQ, and dK and dV of every query head): linear in T; cuDNN's
+ *         deterministic backward needs T*(row0+T)*heads*2 bytes before 9.25.
  * time    H200, cuDNN 9.19, 32/8 heads of 128, TFLOP/s forward / backward: 8192 rows 618 / 502
- *         (deterministic 617 / 445), found on the device
- *         563 / 466, behind a prefix of 8192 627 / 392, 2 x 8192 632 / 500 (found 594 / 461), 8
- *         x 1024 448 / 278 (found 355 / 240), window 4096 594 / 494, soft cap 460 / 439, both
- *         463 / 407
- *         (test_cuda_attention time).
+ *         (deterministic 617 / 445), found on the device 563 / 466, after a prefix of 8192 627 /
+ *         392, 2 x 8192 632 / 500 (found 594 / 461), 8 x 1024 448 / 278 (found 355 / 240), window
+ *         4096 594 / 494, soft cap 460 / 439, both 463 / 407 (test_cuda_attention time).
  * determinism  forward always; backward with exec->deterministic, else dQ is added with atomics.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
 #include "kernels/cuda/attention_cuda.h"
@@ -259,16 +254,16 @@ template <typename options> static void causal(options &o, const operands &x) {
     o.set_padding_mask(true).set_seq_len_q(x.len_q).set_seq_len_kv(x.len_kv);
 }
 
-/* The frontend takes a modifier of scores in place of masks, so this one masks too: softcap *
- * tanh(score / softcap), then what a query does not see is -inf. There the gradient is 0 before
- * the way back, which needs no mask. */
+/* The frontend takes a modifier of scores in place of masks, so this modifier masks too: softcap *
+ * tanh(score / softcap), then -inf where the query does not see the key. There the gradient is 0
+ * before the modifier's backward, which needs no mask. */
 namespace modify = fe::graph::attn::score_modifiers;
 using score_graph = std::shared_ptr<fe::graph::Graph>;
 static tensor cap_tensor(const operands &x) {
   return std::make_shared<fe::graph::Tensor_attributes>(x.softcap);
 }
 
-/* Returns what the way back needs of the way there. */
+/* Returns the tensors of the forward pass that the backward pass needs. */
 template <typename options>
 static std::shared_ptr<modify::Softcap> soft_cap(options &o, const operands &x) {
   const auto cap = std::make_shared<modify::Softcap>();

@@ -1,21 +1,19 @@
 /* attention_flash.cu - attention through flash-attn's FA2 kernels, compiled with `make
  * FLASH_ATTN=1` from its source package (flash/).
  *
- * math    as in ops.h; bf16 in and out, fp32 softmax. dK and dV leave in bf16 for every query
- *         head (one rounding) and are added over a group's heads
- *         and to fp32 dkv by us; dQ is summed in fp32.
- * shapes  head_dim 64 or 128, any rows: K and V are strided views of the interleaved kv rows.
- *         One document is a batch of 1; several are a batch of ps_att_max_documents(), found
- *         on the device (ps_att_find_documents, in rows), those after them go to the plain
- *         kernels. Log-sum-exp is [heads, T] there and
- *         transposed by us.
+ * math    as in ops.h; bf16 in and out, fp32 softmax. dK and dV leave in bf16 for every query head
+ *         (one rounding) and are added over a group's heads and to fp32 dkv by us; dQ is summed in
+ *         fp32.
+ * shapes  head_dim 64 or 128, any rows: K and V are strided views of the interleaved kv rows. One
+ *         document is a batch of 1; several are a batch of ps_att_max_documents(), found on the
+ *         device (ps_att_find_documents, in rows), those after them go to the plain kernels.
+ *         Log-sum-exp is [heads, T] there and transposed by us.
  * scratch log-sum-exp and documents; backward also 4*heads*(T+128*max_documents)*(head_dim+1)
  *         bytes for dQ and the rows' sums (dQ once for each of ceil(SMs/heads) splits when
  *         deterministic), 4*(row0+T)*heads*head_dim bytes for dK and dV.
  * time    H200, 32/8 heads of 128, T = 8192, TFLOP/s forward / backward: one document 352 / 301
- *         (deterministic 187), found on the device 346 / 295,
- *         behind a prefix of 8192 380 / 327, 8 documents of 1024 235 / 186 (test_cuda_attention
- *         time).
+ *         (deterministic 187), found on the device 346 / 295, after a prefix of 8192 380 / 327, 8
+ *         documents of 1024 235 / 186 (test_cuda_attention time).
  * determinism  forward always; backward with exec->deterministic, else dQ is added with atomics.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
 #include "kernels/cuda/attention_cuda.h"

@@ -2,21 +2,20 @@
  * compiled ahead of time by `make FLASH_ATTN=4` (flash4/generate.py says from what, and with
  * which arguments).
  *
- * math    as in ops.h; bf16 in and out, fp32 softmax. dQ, and dK and dV of a group of query
- *         heads, are summed in fp32 by the kernels; dK and dV go
- *         from there to fp32 dkv without another rounding (finish_dkv_k). With one query head a
- *         kv head they leave in bf16.
+ * math    as in ops.h; bf16 in and out, fp32 softmax. dQ, and dK and dV of a group of query heads,
+ *         are summed in fp32 by the kernels; dK and dV go from there to fp32 dkv without another
+ *         rounding (finish_dkv_k). With one query head a kv head they leave in bf16.
  * shapes  head_dim 64 or 128; the groups of generate.py; documents of known length, a batch: [n,
  *         T/n, heads, d] on [n, T/n, kv_heads, d] (with n = 1:
  *         row0+T keys), causal (aligned at the bottom right). Q, K, V, O and log-sum-exp are
  *         strided views of the op's tensors, nothing is gathered.
- * scratch backward: rows rounded up to tiles, 4*heads*(d+2) bytes each for dQ and the rows'
- * sums; keys rounded up to 128, 8*kv_heads*d bytes each for dK
- *         and dV (4*kv_heads*d, not rounded up, with one query head a kv head); deterministic:
- *         an int for each tile of dQ, and two of dK and dV.
- * time    H200, 32/8 heads of 128, TFLOP/s forward / backward: 8192 rows 686 / 525
- *         (deterministic 500), 2 x 8192 667 / 546, 8192 behind 8192
- *         702 / 586, behind 57344 659 / 590 (test_cuda_attention time, beside cuDNN's).
+ * scratch backward: rows rounded up to tiles, 4*heads*(d+2) bytes each for dQ and the rows' sums;
+ *         keys rounded up to 128, 8*kv_heads*d bytes each for dK and dV (4*kv_heads*d, not rounded
+ *         up, with one query head a kv head); deterministic: an int for each tile of dQ, and two of
+ *         dK and dV.
+ * time    H200, 32/8 heads of 128, TFLOP/s forward / backward: 8192 rows 686 / 525 (deterministic
+ *         500), 2 x 8192 667 / 546, 8192 behind 8192 702 / 586, behind 57344 659 / 590
+ *         (test_cuda_attention time, beside cuDNN's).
  * determinism  forward always; backward with exec->deterministic: blocks take turns in adding to
  *              dQ, dK and dV. Else they add as they come.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
@@ -166,10 +165,9 @@ ps_status prepare(const ps_att_shape *s, void **out, size_t *scratch_bytes) {
 
 /* dkv[b, row, h] (+)= sums[b, h, row] of dk, by @scale, and of dv: heads h of dk and then of dv,
  * blockIdx.y.
- * order   a tile of 128 keys is 2 halves of 64 (a warp group's), of d/8 columns j, of 128
- *         threads, of 4: thread t of a half has of columns
- *         8j + 2(t%4) and the next one first row t/32*16 + t%32/4, then the row 8 below (the
- *         accumulator of wgmma m64).
+ * order   a tile of 128 keys is 2 halves of 64 (a warp group's), of d/8 columns j, of 128 threads,
+ *         of 4: thread t of a half has of columns 8j + 2(t%4) and the next one first row t/32*16 +
+ *         t%32/4, then the row 8 below (the accumulator of wgmma m64).
  * bytes   16*rows*kv_heads*d (24 when accumulating).   determinism  bitwise. */
 template <int D, bool ACCUMULATE>
 __global__ void __launch_bounds__(256)

@@ -69,8 +69,8 @@ __device__ __forceinline__ void unpack(float (&x)[V], const words<T, V> &from) {
   }
 }
 
-/* A soft cap on logits: tanh(z / cap), and cap times that; -inf, as behind the end of a row, stays
- * -inf. */
+/* A soft cap on logits: tanh(z / cap), and cap times that. -inf, which stands after the end of a
+ * row, stays -inf. */
 __device__ __forceinline__ float tanh_of(float z, float cap) {
   return z == -INFINITY ? z : tanhf(z / cap);
 }
@@ -78,7 +78,7 @@ __device__ __forceinline__ float capped(float z, float cap) {
   return z == -INFINITY ? z : cap * tanhf(z / cap);
 }
 
-/* Batch b of a row as a thread has it; -inf behind the end. */
+/* Batch b of a row as a thread has it; -inf after the row's end. */
 template <typename T, int V, bool CAP> struct batch {
   words<T, V> v[BATCH];
   static __device__ __forceinline__ uint32_t at(uint32_t b, int u) {
@@ -152,10 +152,10 @@ template <typename T, int V, bool CAP> struct batch {
   }
 };
 
-/* A block a row. First for the maximum and the sum, which is scaled whenever the maximum grows;
- * then back from the end, whose last batch is still in registers and most of the rest in L2 (132
- * rows of 256 KB are 34 MB), for the gradient. The next batch is on its way while one is worked
- * on. */
+/* A block a row. The first pass computes the maximum and the sum, which is rescaled whenever the
+ * maximum grows. The second pass computes the gradient from the end of the row backwards: the last
+ * batch is still in registers, and most of the rest in L2 (132 rows of 256 KB are 34 MB). The next
+ * batch is in flight while one is worked on. */
 template <typename T, int V, bool CAP>
 __global__ void __launch_bounds__(THREADS, 1)
     cross_entropy_k(T *logits, const int32_t *target, const float *scale, float *loss,
@@ -204,19 +204,20 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 /* cross_entropy
  * math    y = z, or softcap * tanh(z / softcap); loss[r] = log(sum_v exp(y[r,v] - max)) + max -
- *         y[r,t]; z[r,v] becomes (softmax(y[r])[v] - [v = t]) * scale, with a cap times
- *         1 - (y[r,v] / softcap)^2; a z of -inf stays -inf;
- *         target -1: loss 0, gradient 0; any other target out of range: loss NaN, gradient 0.
- *         fp32 inside, the loss put together in fp64
+ *         y[r,t];
+ *         z[r,v] becomes (softmax(y[r])[v] - [v = t]) * scale, with a soft cap that times
+ *         1 - (y[r,v] / softcap)^2. A z of -inf stays -inf. target -1: loss 0, gradient 0; any
+ *         other target out of range: loss NaN, gradient 0. fp32 inside, the loss put together in
+ *         fp64.
  * shapes  z [rows,V] of dt, in place; target i32 [rows]; scale f32 [1] = 1 / valid tokens of the
  *         step; loss f32 [rows]
- * bytes   2*rows*V*sizeof(dt) of HBM where the second read is from L2, else 3; 2048 x 128256
- *         bf16 -> 1.05 GB, 219 us at 4.8 TB/s; two
- *         exponentials an element, 16 a clock and SM, take 140 us. Measured on an H200, of copy
- *         bandwidth: 72%, 344 us; 512 rows 69%, 89
- *         us; logits that a product has just left in L2: 128 rows 92%, 16.7 us, and 64, half the
- *         SMs, 51%, 15.1 us
- * determinism  bitwise: a row is one block's, a thread's elements in order, then fixed trees.
+ * bytes   2*rows*V*sizeof(dt) of HBM where the second read is from L2, else 3*rows*V*sizeof(dt);
+ *         2048 x 128256 bf16 -> 1.05 GB, 219 us at 4.8 TB/s. Two exponentials an element, 16 a
+ *         clock and SM, take 140 us.
+ * time    H200, with the share of copy bandwidth: 2048 rows 344 us, 72%; 512 rows 89 us, 69%.
+ *         Logits that a product has just left in L2: 128 rows 16.7 us, 92%; 64 rows, half the SMs,
+ *         15.1 us, 51%.
+ * determinism  bitwise: one block has a row; a thread's elements in order, then fixed trees
  * reference    the cpu backend's: loss within 4e-6 of 1 + |loss|; gradient 1 ulp of bf16, fp32
  *              within 4e-6 of scale */
 extern "C" ps_status ps__cuda_cross_entropy(const ps_launch *l) {

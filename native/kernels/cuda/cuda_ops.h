@@ -24,11 +24,11 @@ uint32_t ps__cuda_cudnn_version(void);
 /* flash-attn-4's version, 40000036 for 4.0.0b36; 0 where it is not built in. */
 uint32_t ps__cuda_flash4_version(void);
 
-/* Descriptions' prepare() of attention: chooses the provider for the shape @args and builds its
- * plan, kept for the process's life. @exec: a ps__cuda_exec, of which `deterministic` is read. A
- * launch of a shape that was not prepared with the same exec->deterministic is refused. Takes 0.1
- * to 0.5 s a shape, before the first step. The caller has made the device's context current.
- * @scratch_bytes: what the plan takes. Threads: any, one at a time. Errors: PS_EINVAL the shape;
+/* The prepare() of attention's descriptions: chooses the provider for the shape @args and builds
+ * its plan, kept for the process's life. Takes 0.1 to 0.5 s a shape, before the first step. A
+ * launch of a shape that was not prepared with the same exec->deterministic is refused. @exec: a
+ * ps__cuda_exec, of which `deterministic` is read. @scratch_bytes: what the plan takes. The caller
+ * has made the device's context current. Threads: any, one at a time. Errors: PS_EINVAL the shape;
  * PS_EDEVICE no provider takes it, with each one's reason; PS_ENOMEM. */
 ps_status ps__cuda_prepare_attention_fwd(const void *args, void *exec, size_t *scratch_bytes);
 ps_status ps__cuda_prepare_attention_bwd(const void *args, void *exec, size_t *scratch_bytes);
@@ -38,25 +38,25 @@ ps_status ps__cuda_prepare_attention_bwd(const void *args, void *exec, size_t *s
  * forgotten. False where it is not built in; nothing changes then. */
 bool ps__cuda_attention_only(const char *provider);
 
-/* Descriptions' tune() of products: times cuBLASLt's candidates for the launch's shape on its
- * stream and keeps the fastest for later launches of that shape, for a long one (0.2 ms) the
- * fastest under load, which takes a second; the operands are device memory of the launch's sizes
- * and alignments (up to 256 bytes), filled with realistic values (C is overwritten). A shape that
- * is tuned is not timed again. Before the first step only: waits for the stream. A shape that was
- * not tuned takes the first candidate, and so does every shape where exec->deterministic is set.
- * Errors: PS_EINVAL as the launch; PS_EDEVICE; PS_ENOMEM. */
+/* The tune() of products' descriptions: times cuBLASLt's candidates for the launch's shape on its
+ * stream, and keeps the fastest for later launches of that shape. For a long product (0.2 ms) that
+ * is the fastest under load, which takes a second to find. The operands are device memory of the
+ * launch's sizes and alignments (up to 256 bytes), filled with realistic values; C is overwritten.
+ * A tuned shape is not timed again. Before the first step only: waits for the stream. A shape that
+ * was not tuned takes the first candidate, and so does every shape where exec->deterministic is
+ * set. Errors: PS_EINVAL as the launch; PS_EDEVICE; PS_ENOMEM. */
 ps_status ps__cuda_tune_gemm(const ps_launch *l);
 
-/* Descriptions' tuned(): would ps__cuda_tune_gemm() have nothing to time: because the shape was
- * tuned, or the cache has its algorithm, or exec->deterministic is set? The operands are addresses
- * only. */
+/* The tuned() of products' descriptions: true where ps__cuda_tune_gemm() has nothing to time,
+ * because the shape was tuned, or the cache has its algorithm, or exec->deterministic is set. The
+ * operands are addresses only. */
 bool ps__cuda_gemm_tuned(const ps_launch *l);
 
-/* ps__cuda_blas_use_cache() - tuning on @blas takes what an earlier process chose on this GPU
- * with this cuBLASLt, and remembers what it chooses: in a file in @folder, by NULL in the user's
+/* ps__cuda_blas_use_cache() - tuning on @blas uses the choices of earlier processes on this GPU
+ * with this cuBLASLt, and records its own, in a file in @folder; NULL: in the user's cache folder
  * (gemm_cache.h). The device's context is current. Errors: PS_EDEVICE; PS_ENOMEM.
  * ps__cuda_blas_save_cache() - write the file where something new was chosen: after the last
- * tuning. What fails is logged. */
+ * tuning. A failure is logged. */
 ps_status ps__cuda_blas_use_cache(ps__cuda_blas *blas, const char *folder);
 void ps__cuda_blas_save_cache(ps__cuda_blas *blas);
 

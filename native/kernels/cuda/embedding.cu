@@ -56,9 +56,10 @@ extern "C" ps_status ps__cuda_embed_fwd(const ps_launch *l) {
 
 /* ---- backward: tokens in the order of their ids ---------------------------------------------- */
 
-/* Scratch, all u32. Each id that occurs gets a segment of `found` and `order`; which comes first
- * depends on the order of integer atomics, and so do the places in a segment, until each token's
- * rank among those of its id says its place in `order`: what is added up does not depend on it. */
+/* Scratch, all u32. Each id that occurs gets a segment of `found` and `order`. The order of the
+ * segments and of the places in a segment depends on the order of integer atomics. A token's place
+ * in `order` then follows from its rank among the tokens of its id, so the sums do not depend on
+ * the atomics. */
 struct lists {
   uint32_t *count;           /* [V] tokens of an id */
   uint32_t *n_ids, *n_found; /* ids that occur; tokens that have a place */
@@ -102,9 +103,9 @@ __global__ void __launch_bounds__(THREADS) rank_k(const int32_t *id, lists s) {
   s.order[rank] = t;
 }
 
-/* Block (i, y): a piece of the row of the i-th id that occurs; two vectors a thread. What does
- * not depend on each other is asked for at once: most ids have one token, and a block's time is
- * the chain of its loads. */
+/* Block (i, y): a piece of the row of the i-th id that occurs; two vectors a thread. Independent
+ * loads are issued together: most ids have one token, and a block's time is the chain of its
+ * loads. */
 template <typename T, int V>
 __global__ void __launch_bounds__(THREADS)
     embed_bwd_k(lists s, const T *dx, T *dtable, uint32_t dim, bool accumulate, float scale) {
@@ -148,12 +149,10 @@ __global__ void __launch_bounds__(THREADS)
  * math    dtable[v,:] (+)= scale times the sum over t with id[t] = v, in order of t, of dx[t,:];
  *         fp32 sum and product, one rounding when added; an id out of range adds nothing
  * shapes  id i32 [T], dx [T,D], dtable [V,D] of dt
- * bytes   (T*D + V*D)*sizeof(dt) of HBM, and rows with a token twice, or at most
- *         3*T*D*sizeof(dt) when accumulating: rows without a
- *         token are not touched then; 8192 x 4096 into 128256 bf16 -> 1.12 GB, 233 us at 4.8
- *         TB/s, accumulating at most 201 MB, 42 us.
- *         Measured on an H200, of copy bandwidth: all rows 82%, 321 us; accumulating 53% of
- *         those bytes, 89 us
+ * bytes   (T*D + V*D)*sizeof(dt) of HBM, and rows with a token twice, or at most 3*T*D*sizeof(dt)
+ *         when accumulating: rows without a token are not touched then; 8192 x 4096 into 128256
+ *         bf16 -> 1.12 GB, 233 us at 4.8 TB/s, accumulating at most 201 MB, 42 us. Measured on an
+ *         H200, of copy bandwidth: all rows 82%, 321 us; accumulating 53% of those bytes, 89 us
  * determinism  bitwise: integer atomics only, tokens of an id in order, each element summed by
  *              one thread.
  * reference    the cpu backend's, the same bits */

@@ -22,10 +22,10 @@ typedef struct ps__gemm_choice {
 
 typedef struct ps__gemm_cache ps__gemm_cache;
 
-/* ps__gemm_cache_open() - the choices saved for @gpu and @version in @folder; NULL: the folder
- * PENSTOCK_CACHE, else XDG_CACHE_HOME/penstock, else ~/.cache/penstock, else none, and then
- * nothing is saved. No file: empty. A file that is damaged or was written for another GPU or
- * version is left out with a line in the log; the next save replaces it. @out owned by the
+/* ps__gemm_cache_open() - the choices saved for @gpu and @version in @folder. NULL: the folder
+ * PENSTOCK_CACHE, else XDG_CACHE_HOME/penstock, else ~/.cache/penstock, else none, and then nothing
+ * is saved. Without a file the cache is empty. A damaged file, or one for another GPU or version,
+ * is not used: the log says so in a line, and the next save replaces the file. @out is owned by the
  * caller. Errors: PS_ENOMEM. */
 PS_API ps_status ps__gemm_cache_open(ps__gemm_cache **out, const char *folder, const char *gpu,
                                      uint64_t version);

@@ -288,8 +288,8 @@ static float time_runs(const ps__cuda_exec *exec, product *p, const cublasLtMatm
   return cudaEventElapsedTime(&ms, from, to) == cudaSuccess ? ms / (float)n : -1.0f;
 }
 
-/* The same of TIMED_RUNS runs behind a first one that loads the kernel; where a second one takes
- * twice as long as @best (negative: none yet) that is all. */
+/* The same of TIMED_RUNS runs after a first one that loads the kernel. One run more is enough where
+ * it takes twice as long as @best (negative: none yet). */
 static float time_of(const ps__cuda_exec *exec, product *p, const cublasLtMatmulAlgo_t *algo,
                      cudaEvent_t from, cudaEvent_t to, float best) {
   if (run(exec, p, algo) != CUBLAS_STATUS_SUCCESS)
@@ -300,10 +300,10 @@ static float time_of(const ps__cuda_exec *exec, product *p, const cublasLtMatmul
              : time_runs(exec, p, algo, from, to, TIMED_RUNS);
 }
 
-/* Milliseconds a run of each of @n candidates under load; negative when one does not run. A
- * large GPU is bound by its power: a burst says nothing about what is fastest when the clock has
- * fallen to what the candidate itself leaves it, a tenth of a second later. Each runs for
- * LOAD_MS, of which the second half counts, right behind the one before it, and all of them in
+/* Milliseconds a run of each of @n candidates under load; negative when one does not run. A large
+ * GPU is bound by its power. A burst does not show the fastest candidate: a tenth of a second later
+ * the clock falls to what the candidate's own power allows. Each candidate runs for LOAD_MS, of
+ * which the second half counts, immediately after the one before, and all candidates take several
  * turns. */
 static cudaError_t time_under_load(const ps__cuda_exec *exec, product *p,
                                    const cublasLtMatmulHeuristicResult_t *found, const int *which,
@@ -326,8 +326,8 @@ static cudaError_t time_under_load(const ps__cuda_exec *exec, product *p,
   return cudaSuccess;
 }
 
-/* The fastest of @n candidates in a burst, @ms each; under load, where the product is long
- * enough to matter, among those that are not far behind it. */
+/* The fastest of @n candidates in a burst, @ms each. Where the product is long enough to matter:
+ * the fastest under load among those within BURST_SLACK of the burst's fastest. */
 static cudaError_t fastest(const ps__cuda_exec *exec, product *p,
                            const cublasLtMatmulHeuristicResult_t *found, const float *ms, int n,
                            cudaEvent_t from, cudaEvent_t to, int *out) {
@@ -416,19 +416,17 @@ extern "C" bool ps__cuda_gemm_tuned(const ps_launch *l) {
 
 /* gemm
  * math    C = round(alpha op(A) op(B) + addend + bias): fp32 products and sums; addend: C when
- *         accumulate, or the residual. One rounding for
- *         fp32 and for products alone; with an addend some of cuBLASLt's bf16 kernels round the
- *         product to bf16 before they add (seen
- *         on an H200 with cuBLASLt 13.0, as PyTorch does when it accumulates a bf16 gradient):
- *         tests/cuda allows for that half ulp
- * shapes  A [M,K] or [K,M] when trans_a, B [K,N] or [N,K] when trans_b, C and residual [M,N];
- *         bias [N]; bf16 x bf16 -> bf16 or fp32,
- *         fp32 x fp32 -> fp32 (fp32 arithmetic, not TF32)
+ *         accumulate, or the residual. One rounding for fp32 and for products alone; with an addend
+ *         some of cuBLASLt's bf16 kernels round the product to bf16 before they add (seen on an
+ *         H200 with cuBLASLt 13.0, as PyTorch does when it accumulates a bf16 gradient): tests/cuda
+ *         allows for that half ulp
+ * shapes  A [M,K] or [K,M] when trans_a, B [K,N] or [N,K] when trans_b, C and residual [M,N]; bias
+ *         [N]; bf16 x bf16 -> bf16 or fp32, fp32 x fp32 -> fp32 (fp32 arithmetic, not TF32)
  * flops   2*M*N*K; bf16 at 8B shapes 690-800 TFLOP/s in a burst on an H200, 667 sustained (power)
  * bytes   the operands once at least; scratch: the workspace given to ps__cuda_blas_create
- * determinism  the same algorithm gives the same bits; which one is timed once a shape, under
- *              load where it is long (ps__cuda_tune_gemm), or the first candidate
- *              where exec->deterministic is set.
+ * determinism  the same algorithm gives the same bits; which one is timed once a shape, under load
+ *              where it is long (ps__cuda_tune_gemm), or the first candidate where
+ *              exec->deterministic is set.
  * reference    fp64 on the host: K * 2^-24 * sum |a*b| and half an ulp of bf16 */
 extern "C" ps_status ps__cuda_gemm(const ps_launch *l) {
   const ps__args_gemm *a = (const ps__args_gemm *)l->args;

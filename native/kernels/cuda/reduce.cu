@@ -114,8 +114,7 @@ static ps_status accumulate_total(const ps_launch *l) {
  *         kernels/ops.h says
  * shapes  g, total [n] of dt; low u8 [n]
  * bytes   3*n*sizeof(dt) of HBM, and n for each of reading and writing low; 218 M bf16 (an 8B
- *         layer) -> 1.31 GB, 272 us at 4.8 TB/s, with low bytes read and
- *         written 1.75 GB, 363 us
+ *         layer) -> 1.31 GB, 272 us at 4.8 TB/s, with low bytes read and written 1.75 GB, 363 us
  * determinism  bitwise: elementwise.   reference  the cpu backend's, the same bits */
 extern "C" ps_status ps__cuda_accumulate(const ps_launch *l) {
   const ps__args_accumulate *a = (const ps__args_accumulate *)l->args;
@@ -335,14 +334,13 @@ __global__ void __launch_bounds__(PS_SQ_TILES)
 }
 
 /* sumsq
- * math    sum of squares in fp64 over at most 256 tiles of whole multiples of 1024 elements:
- *         1024 lanes a tile, lane j adds elements
- *         j, j+1024, ... in order, then j += j+512, 256, ... 1, then the tiles in order (ops.h)
+ * math    sum of squares in fp64 over at most 256 tiles of whole multiples of 1024 elements: 1024
+ *         lanes a tile, lane j adds elements j, j+1024, ... in order, then j += j+512, 256, ... 1,
+ *         then the tiles in order (ops.h)
  * shapes  g [n] of dt, out f64 [1]
  * bytes   n*sizeof(dt) of HBM; 218 M bf16 (an 8B layer) -> 436 MB, 91 us at 4.8 TB/s; two fp64
- *         operations an element take
- *         30 us beside it; chains of n / 2^18 additions. Measured on an H200: 85 to 87% of copy
- *         bandwidth, 119 us
+ *         operations an element take 30 us beside it; chains of n / 2^18 additions. Measured on an
+ *         H200: 85 to 87% of copy bandwidth, 119 us
  * determinism  bitwise, and the bits of the cpu backend: products of two fp32 are exact in fp64,
  *              so FMA changes nothing */
 extern "C" ps_status ps__cuda_sumsq(const ps_launch *l) {

@@ -128,9 +128,9 @@ template <int THREADS, int NV, bool ADD>
 constexpr int bwd_stages =
     bwd_row_bytes<THREADS, NV, ADD> > 24576 ? 98304 / bwd_row_bytes<THREADS, NV, ADD> : 4;
 
-/* A block a tile of rows; thread j owns the vectors j, j+THREADS, ... (NV of them), keeps their
- * weights and their dw in registers and copies their part of the rows to come to shared memory
- * in the background: zeros past the end of a row, which then add nothing. */
+/* A block a tile of rows. Thread j owns the vectors j, j+THREADS, ... (NV of them) and keeps their
+ * weights and their dw in registers. It copies its part of the next rows to shared memory in the
+ * background. Past the end of a row it copies zeros, which then add nothing. */
 template <typename T, int V, int THREADS, int NV, bool ADD>
 __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     rmsnorm_bwd_k(const T *x, const T *w, const T *dy, T *dx, float *partial, uint32_t rows,
@@ -287,11 +287,10 @@ static cudaError_t rmsnorm_bwd_of(const ps_launch *l, const ps__args_rmsnorm *a,
  * math    xh = x*rstd; g = dy*(w + weight_offset); d = rstd*(g - xh*mean_c(g*xh));
  *         dx = add_dx ? dx + d : d; dw (+)= sum_r dy*xh
  * shapes  x, dy, dx [rows,cols], w, dw [cols], all of dt; dx aliases neither x nor dy
- * bytes   3 or 4 (add_dx) * rows*cols*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 201 or 268 MB, 42
- *         or 56 us at 4.8 TB/s; scratch: at
- *         most 256 tiles * cols fp32 (4 MB), written and read from L2. Measured on an H200, of
- *         copy bandwidth: 69%, 69 us, of which 57
- *         the rows; with add_dx 75%, 84 us, of which 71 the rows
+ * bytes   3 or 4 (add_dx) * rows*cols*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 201 or 268 MB, 42 or
+ *         56 us at 4.8 TB/s; scratch: at most 256 tiles * cols fp32 (4 MB), written and read from
+ *         L2. Measured on an H200, of copy bandwidth: 69%, 69 us, of which 57 the rows; with add_dx
+ *         75%, 84 us, of which 71 the rows
  * determinism  bitwise: tiles of rows by shape; dw adds rows in order in a tile, then the
  *              tiles in a fixed tree.
  * reference    the cpu backend's: dx as the forward's; dw within rows * 2^-24 * sum |dy*xh|, and

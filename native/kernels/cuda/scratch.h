@@ -75,12 +75,15 @@ static inline size_t ps_scratch_sumsq(const void *args, const ps__scratch_target
 /* the version from which cuDNN's deterministic backward needs linear workspace */
 enum { PS_CUDNN_LINEAR_DETERMINISTIC = 92500 };
 
-/* What attention takes at most, before a library was asked: documents, log-sum-exp
- * transposed; backward dK and dV in bf16, and the library's own: fp32 dQ with softmax sums, dK
- * and dV of every query head, and for documents that are found dQ's padding (flash-attn 2.8) or
- * dK and dV once more (cuDNN 9.19), for several that are known the rows of their last tiles; a
- * score a pair where cuDNN's deterministic backward is the old one. flash-attn's deterministic
- * backward may take more. Checked by tests/native/test_cuda_attention.c. */
+/* Scratch that attention takes at most, before a library is asked:
+ * - documents, and log-sum-exp transposed;
+ * - backward: dK and dV in bf16;
+ * - backward, the library's own: fp32 dQ with softmax sums, dK and dV of every query head;
+ * - found documents: dQ's padding (flash-attn 2.8), or dK and dV once more (cuDNN 9.19);
+ * - several known documents: the rows of their last tiles;
+ * - a score a pair where cuDNN's deterministic backward is the old one.
+ * flash-attn's deterministic backward may take more. Checked by
+ * tests/native/test_cuda_attention.c. */
 static inline size_t ps_scratch_attention(const ps__args_attention *a, bool backward,
                                           const ps__scratch_target *target) {
   const size_t t = a->n_tokens, keys = (size_t)a->row0 + a->n_tokens,

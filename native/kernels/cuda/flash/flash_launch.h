@@ -11,7 +11,7 @@
 #include <cuda_runtime_api.h>
 #include <flash.h>
 
-/* Rows of padding behind each document in dq_accum and dsoftmax_sum: no block of queries is
+/* Rows of padding after each document in dq_accum and dsoftmax_sum: no block of queries is
  * larger. */
 enum { PS_FLASH_PAD = 128 };
 

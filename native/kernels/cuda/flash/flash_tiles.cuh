@@ -4,9 +4,9 @@
 #include "kernels/cuda/flash/flash_launch.h"
 #include <stdint.h>
 
-/* The @index-th tile of @block rows, counted through the documents: *doc and the tile's number
- * in it; false behind the last one. @cu: n + 1 first rows, NULL for one document of @rows rows.
- * Every warp of a block calls it whole: lanes add up the tiles of 32 documents at once. */
+/* The @index-th tile of @block rows, counted through the documents: *doc and the tile's number in
+ * it; false after the last tile. @cu: n + 1 first rows, NULL for one document of @rows rows. Every
+ * warp of a block calls it whole: lanes add up the tiles of 32 documents at once. */
 __device__ inline bool locate(const int *cu, int n, int rows, int block, int index, int *doc,
                               int *tile) {
   *doc = 0;
