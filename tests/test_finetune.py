@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 
 import io_native as ps
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import tolerance
 import torch
 import transformers
+from conftest import BUILD
 from penstock import ModelConfig, Plan, Trainer, data
 from penstock.chat import ChatTemplate
 from test_data_chat import CHATML, configure, say
@@ -101,3 +103,14 @@ def test_a_hundred_steps_are_those_of_transformers(tiny_model, shards):
         bound = math.sqrt(2) * math.hypot(noise, 3 * kappa * norm * math.sqrt(walk))
         assert abs(m.loss - loss) < bound, f"step {m.step}: {m.loss}, theirs {loss}, {bound:.2g}"
         walk += LR * LR
+
+
+def test_the_command_trains_on_packed_shards_and_does_not_cut_rows(tiny_model, shards, tmp_path):
+    for seq_len, code in ((SEQ, 0), (2 * SEQ, 0), (SEQ + 32, 2)):
+        words = ["train", "--model", tiny_model, "--data", shards, "--seq-len", seq_len]
+        words += ["--steps", 1, "--quiet", "--run-dir", tmp_path / str(seq_len)]
+        words = [BUILD / "bin/penstock", *map(str, words)]
+        r = subprocess.run(words, capture_output=True, text=True)
+        assert r.returncode == code, r.stderr
+        assert (tmp_path / str(seq_len)).exists() == (code == 0)
+    ps.one_sentence(r.stderr.strip(), "packed in rows of 64 tokens", "--seq-len 64")
