@@ -2,9 +2,13 @@
 full disk or a kill leave. tests/native/test_train.c has all recipes, optimizers and placements."""
 
 import ctypes
+import errno
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -201,3 +205,168 @@ def test_what_a_run_cannot_go_on_from_is_refused(tiny_model, tiny_shard, tmp_pat
         Trainer.resume(checkpoint, other, make_plan(other), tiny_shard)
     with pytest.raises(TypeError, match="'learning_rate' is no setting"):
         Trainer.resume(checkpoint, tiny_model, same, tiny_shard, learning_rate=1)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+SHIM = BUILD / "tests/libdisk_shim.so"
+CAPS = ((), ("--device-mem", "4MiB"), ("--device-mem", "6MiB"))
+
+
+def words(model, shard, out, *more, caps=()):
+    fixed = "--seq-len 64 --tokens-per-step 256 --backend cpu --threads 2 --lr 1e-2 --seed 3"
+    files = ("--model", model, "--data", shard, "--out", out)
+    words = (BUILD / "bin/penstock", "train", *files, *fixed.split(), "--shuffle", *caps, *more)
+    return [str(word) for word in words]
+
+
+def train(*args, env=None, rc=0, **caps):
+    done = subprocess.run(
+        words(*args, **caps),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | (env or {}),
+    )
+    assert done.returncode == rc, done.stderr
+    return done.stderr
+
+
+def metrics(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines], [line["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model, tiny_shard, tmp_path_factory):
+    """A run of 12 steps that was never stopped."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    train(tiny_model, tiny_shard, out, "--steps", 12, "--checkpoint-every", 12)
+    return out
+
+
+def same(out, whole):
+    newest = "checkpoints/step-00000012"
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert state_of(out / newest) == state_of(whole / newest)
+    assert metrics(out) == metrics(whole)
+    Checkpoint(out / newest).close()
+
+
+def kill_and_resume(model, shard, out, rng, inside):
+    """Runs that are killed at random, or (the first `inside`) while a checkpoint is written, until
+    one comes to its end. Returns how many kills there were, and how many inside a write."""
+    folder, kills, within = out / "checkpoints", 0, 0
+    slow = os.environ | {"LD_PRELOAD": str(SHIM), "DISK_SHIM_FAIL": "0", "DISK_SHIM_FSYNC_MS": "15"}
+    more = ("--steps", 12, "--checkpoint-every", 2, "--resume", "auto", "--force", "--quiet")
+    while True:
+        command = words(model, shard, out, *more, caps=CAPS[kills % 3])
+        run = subprocess.Popen(command, env=slow, stderr=subprocess.PIPE, text=True)
+        end = time.monotonic() + rng.uniform(0.3, 1.2)
+        left = set(folder.glob(".step-*"))
+        while run.poll() is None and (within < inside or time.monotonic() < end):
+            if within < inside and set(folder.glob(".step-*")) - left:
+                time.sleep(rng.uniform(0, 0.06))
+                break
+            time.sleep(0.001)
+        run.kill()
+        error = run.communicate()[1]
+        if run.returncode != -9:
+            assert run.returncode == 0, error
+            return kills, within
+        kills += 1
+        within += bool(set(folder.glob(".step-*")) - left)
+
+
+def test_killed_runs_resume_to_the_same_bits(whole, tiny_model, tiny_shard, tmp_path):
+    kills, within = kill_and_resume(
+        tiny_model, tiny_shard, tmp_path / "out", np.random.default_rng(1), inside=3
+    )
+    assert kills >= 3 and within >= 3
+    same(tmp_path / "out", whole)
+
+
+@pytest.mark.long
+def test_30_kills(whole, tiny_model, tiny_shard, tmp_path):
+    rng, kills, within = np.random.default_rng(2), 0, 0
+    for i in range(30):
+        more = kill_and_resume(tiny_model, tiny_shard, tmp_path / str(i), rng, inside=2)
+        kills, within = kills + more[0], within + more[1]
+        same(tmp_path / str(i), whole)
+        if kills >= 30 and within >= 10:
+            break
+    assert kills >= 30 and within >= 10, (kills, within)
+
+
+def test_a_stopped_run_goes_on_from_any_checkpoint(whole, tiny_model, tiny_shard, tmp_path):
+    out = tmp_path / "out"
+    train(tiny_model, tiny_shard, out, "--steps", 8, "--checkpoint-every", 3, "--keep", 9)
+    names = sorted(p.name for p in (out / "checkpoints").iterdir())
+    assert names == ["step-00000003", "step-00000006"]
+    text = train(
+        *(tiny_model, tiny_shard, out, "--steps", 12, "--checkpoint-every", 12, "--force"),
+        *("--keep", 9, "--resume", out / "checkpoints/step-00000003"),
+        caps=CAPS[1],
+    )
+    assert "step 12/12" in text
+    same(out, whole)
+    assert "other bits" not in text
+    text = train(
+        *(tiny_model, tiny_shard, out, "--steps", 12, "--lr", 2e-2, "--chunk-tokens", 128),
+        *("--force", "--resume", out / "checkpoints/step-00000003"),
+    )
+    assert "with lr 0.01, and this run has 0.02" in text
+    assert "with chunk-tokens " in text and "loss" in text
+    assert metrics(out)[0] == metrics(whole)[0] and metrics(out)[1] != metrics(whole)[1]
+    # nothing is left to train: the model is saved all the same
+    (out / "model.safetensors").unlink()
+    train(tiny_model, tiny_shard, out, "--steps", 12, "--resume", "latest", "--force")
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_bad_input_is_refused_and_nothing_is_written(whole, tiny_model, tiny_shard, tmp_path):
+    out, good = tmp_path / "out", whole / "checkpoints/step-00000012"
+    damaged = tmp_path / "damaged"
+    shutil.copytree(good, damaged)
+    flip(damaged / "exp_avg.safetensors")
+    for options, message in (
+        (("--resume", "latest"), "has no checkpoint"),
+        (("--resume", tmp_path / "none"), "No such file"),
+        (("--resume", tiny_model), "manifest.json"),
+        (("--resume", damaged), "exp_avg.safetensors: its bytes are damaged"),
+        (("--resume", good, "--steps", 5), "past --steps 5"),
+        (("--resume", good, "--steps", 13, "--seed", 4), "seed 3, and this run has 4"),
+        (("--resume", good, "--steps", 13, "--recipe", "fp32"), "recipe bf16"),
+        (("--checkpoint-every", 0), "a whole number from 1"),
+        (("--keep", 0), "a whole number from 1"),
+    ):
+        text = train(tiny_model, tiny_shard, out, *options, rc=2)
+        assert message in text and text.count("penstock:") == 1, text
+        assert not out.exists()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_warning(whole, tiny_model, tiny_shard, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "checkpoints").write_text("a file in the way")
+    text = train(tiny_model, tiny_shard, out, "--steps", 12, "--checkpoint-every", 6)
+    assert "checkpoints cannot be made: Not a directory" in text
+    assert "no checkpoint of step 6 was written; the run goes on without any" in text
+    assert metrics(out) == metrics(whole)
+    # a full disk, in the middle of the second of three
+    out, failed = tmp_path / "full", 0
+    for call in (25, 40, 55):
+        text = train(
+            *(tiny_model, tiny_shard, out, "--steps", 12, "--checkpoint-every", 4, "--force"),
+            env={
+                "LD_PRELOAD": str(SHIM),
+                "DISK_SHIM_UNDER": str(out / "checkpoints"),
+                "DISK_SHIM_FAIL": str(call),
+                "DISK_SHIM_ERRNO": str(errno.ENOSPC),
+            },
+        )
+        warned = "was written; the run goes on" in text
+        failed += warned and "No space left on device" in text
+        same(out, whole) if "step 12 was" not in text else None
+        assert not list((out / "checkpoints").glob(".step*"))
+    assert failed >= 1, text

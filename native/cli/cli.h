@@ -8,7 +8,7 @@
  *   130  stopped by Ctrl-C */
 #ifndef PENSTOCK_CLI_H
 #define PENSTOCK_CLI_H
-#include <penstock/train.h>
+#include <penstock/resume.h>
 #include <stdbool.h>
 #include <stdio.h>
 
@@ -151,6 +151,10 @@ typedef struct cli_job {
       first_round_chunks, head_slice_tokens, frozen_layers;
   cli_device device;
   uint64_t warmup_steps, decay_steps, seed, trace_steps;
+  uint64_t checkpoint_every, keep; /* steps, 0: no checkpoints; how many stay */
+  const char *resume;              /* a checkpoint's directory, "latest" or "auto"; NULL: none */
+  uint64_t first_step;             /* of this run; set by cli_resume_open() */
+  uint64_t checkpointed;           /* the step of the newest checkpoint; 0: none */
   /* NAN: the optimizer's default */
   double lr, weight_decay, beta1, beta2, eps, momentum;
   double min_lr, clip_norm;
@@ -178,7 +182,7 @@ void cli_job_free(cli_job *job);
 
 /* cli_job_options() - fill @options, which has room for CLI_MAX_OPTIONS, with the options of a plan
  * and, where @training, those of a training run. Returns how many; a NULL name follows the last. */
-enum { CLI_MAX_OPTIONS = 48 };
+enum { CLI_MAX_OPTIONS = 64 };
 uint32_t cli_job_options(cli_job *job, cli_option *options, bool training);
 
 /* cli_job_check() - check that required options are given, and read the model's configuration.
@@ -204,6 +208,17 @@ typedef struct cli_cell {
  * under its own caps, and those of cells whose caps are no larger. So the shown speed never falls
  * where caps grow (cells.c). */
 void cli_cells_choose(cli_cell *cell, uint32_t n);
+
+/* ---- checkpoints (checkpoints.c) ------------------------------------------------------------- */
+/* cli_resume_open() - open the checkpoint that --resume means, and take from it how the batch is
+ * cut. *out is NULL where the run begins anew. The caller closes it. Exit code.
+ * cli_checkpoint() - write the state after @step steps, and remove the oldest. A failure is only
+ * printed.
+ * cli_metrics_keep() - replace metrics.jsonl by its lines before @first_step, and open it for
+ * writing. Exit code. */
+int cli_resume_open(cli_job *job, ps_checkpoint **out);
+void cli_checkpoint(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t step);
+int cli_metrics_keep(const char *path, uint64_t first_step, FILE **out);
 
 /* ---- training (train.c, progress.c, summary.c) ----------------------------------------------- */
 int cli_train_job(cli_job *job); /* all of a training after its options are parsed; exit code */

@@ -30,6 +30,7 @@ void cli_job_init(cli_job *job) {
       .document_end_token = -1,
       .trace_steps = 2,
       .save_wait = 600,
+      .keep = 2,
   };
 }
 
@@ -164,6 +165,15 @@ static const job_option job_options[] = {
            .help = "how long to try a failing save again without a terminal (default 600)"),
     OPTION(TRAINING, save_dtype, .name = "save-dtype", .kind = CLI_CHOICE, .value = "NAME",
            .choices = dtypes, .help = "dtype of the saved model: bf16 (default) or fp32"),
+    OPTION(TRAINING, checkpoint_every, .name = "checkpoint-every", .kind = CLI_COUNT, .value = "N",
+           .least = 1, .most = PS_MAX_STEPS,
+           .help = "write the complete state every N steps, and when the run is stopped, into "
+                   "checkpoints/ of the run directory (default: never)"),
+    OPTION(TRAINING, keep, .name = "keep", .kind = CLI_COUNT, .value = "K", .least = 1,
+           .most = PS_MAX_STEPS, .help = "how many of the newest checkpoints stay (default 2)"),
+    OPTION(TRAINING, resume, .name = "resume", .kind = CLI_TEXT, .value = "WHAT",
+           .help = "go on from a checkpoint: its directory, or latest, the newest whole one of the "
+                   "run directory, or auto, the same where there is one"),
     OPTION(TRAINING, run_dir, .name = "run-dir", .kind = CLI_TEXT, .value = "DIR",
            .help =
                "directory for metrics.jsonl, plan.json, timeline.json (default: --out, else .)"),

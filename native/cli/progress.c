@@ -20,7 +20,8 @@ void cli_progress_begin(cli_progress *p, const cli_job *job) {
   *p = (cli_progress){
       .quiet = job->quiet,
       .tty = isatty(STDERR_FILENO),
-      .n_steps = job->steps,
+      .first_step = job->first_step,
+      .n_steps = job->steps - job->first_step,
       .device_mem_bytes = job->report.device_mem_bytes ? job->report.device_mem_bytes
                                                        : job->report.device_used_bytes,
       .host_mem_bytes =
@@ -113,7 +114,8 @@ void cli_progress_step(cli_progress *p, const ps_step_metrics *m, uint64_t n_don
   if (!due(p, n_done == 1 || n_done == p->n_steps))
     return;
   double per_step = (cli_now_s() - p->started_s) / (double)n_done;
-  snprintf(parts[0].text, sizeof parts->text, "step %" PRIu64 "/%" PRIu64, n_done, p->n_steps);
+  snprintf(parts[0].text, sizeof parts->text, "step %" PRIu64 "/%" PRIu64, p->first_step + n_done,
+           p->first_step + p->n_steps);
   snprintf(parts[1].text, sizeof parts->text, "loss %.4f", m->loss);
   snprintf(parts[2].text, sizeof parts->text, "%.0f tok/s", m->tokens_per_s);
   snprintf(parts[3].text, sizeof parts->text, "ETA %s",

@@ -162,7 +162,7 @@ int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
   if (cli_interrupts() > 1)
     return cli_fail(CLI_INTERRUPTED, "stopped at once; nothing is saved");
   cli_progress_note(p, "saving %s, after %llu complete steps", job->out,
-                    (unsigned long long)r->n_done);
+                    (unsigned long long)(job->first_step + r->n_done));
   for (;;) {
     const ps_status st = save_once(job, t, asking || !until);
     r->saved = st == PS_OK;

@@ -19,11 +19,13 @@
 static _Atomic(ps_trainer *) running; /* the trainer while it steps, else NULL */
 static atomic_bool nothing_written = true;
 static atomic_int n_interrupts;
-static atomic_bool saving;              /* a save may be ended anywhere: see ps_trainer_save() */
+/* 0; 1 while the model, 2 while a checkpoint is written, which may be ended anywhere: see
+ * ps_trainer_save() */
+static atomic_int saving;
 static const char *_Atomic first_words; /* printed at the first Ctrl-C; NULL: nothing */
 
 int cli_interrupts(void) { return atomic_load(&n_interrupts); }
-void cli_saving(bool now) { atomic_store(&saving, now); }
+void cli_saving(bool now) { atomic_store(&saving, now ? 1 : 0); }
 
 static void on_interrupt(int signal_number) {
   if (atomic_load(&nothing_written))
@@ -31,11 +33,15 @@ static void on_interrupt(int signal_number) {
   if (signal_number == SIGHUP && atomic_load(&n_interrupts))
     return;
   int n = atomic_fetch_add(&n_interrupts, 1) + 1;
-  if (atomic_load(&saving)) {
-    static const char *const said[] = {
-        "\npenstock: the model is being saved; Ctrl-C again stops at once\n",
-        "\npenstock: stopped at once; --out has its old contents or the whole new model\n"};
-    const ssize_t heard = write(STDERR_FILENO, said[n > 1], strlen(said[n > 1]));
+  const int what = atomic_load(&saving);
+  if (what) {
+    static const char *const said[2][2] = {
+        {"\npenstock: the model is being saved; Ctrl-C again stops at once\n",
+         "\npenstock: stopped at once; --out has its old contents or the whole new model\n"},
+        {"\npenstock: a checkpoint is being written; Ctrl-C again stops at once\n",
+         "\npenstock: stopped at once; the checkpoints before this one are whole\n"}};
+    const char *words = said[what - 1][n > 1];
+    const ssize_t heard = write(STDERR_FILENO, words, strlen(words));
     (void)heard; /* nobody reads stderr: nothing is lost */
     if (n > 1)
       _exit(CLI_INTERRUPTED);
@@ -101,7 +107,7 @@ static int open_data(cli_job *job, ps_dataset **out) {
   return CLI_OK;
 }
 
-static ps_train_config train_config(const cli_job *job, ps_dataset *ds) {
+static ps_train_config train_config(const cli_job *job, ps_dataset *ds, bool resumed) {
   ps_train_config cfg = {.struct_bytes = sizeof cfg};
   ps_train_config_init(&cfg);
   cfg.lr_kind = job->lr_schedule;
@@ -123,14 +129,15 @@ static ps_train_config train_config(const cli_job *job, ps_dataset *ds) {
   cfg.document_end_token = job->document_end_token;
   cfg.shuffle = job->shuffle;
   cfg.trace_steps = (uint32_t)job->trace_steps;
-  cfg.init_weights = job->init_weights;
+  cfg.init_weights = job->init_weights && !resumed;
   cfg.dataset = ds;
   return cfg;
 }
 
 /* ---- output files ---------------------------------------------------------------------------- */
 
-/* Makes and locks the run directory; writes plan.json and an empty metrics.jsonl. */
+/* Makes and locks the run directory; writes plan.json and a metrics.jsonl with the steps before
+ * this run, of which a new run has none. */
 static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics, int *lock) {
   int failed = cli_folder_make(job->run_dir);
   if (failed)
@@ -143,7 +150,7 @@ static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics, i
   if (!r->metrics_path || !r->plan_path)
     return cli_fail(CLI_FAILED, "out of memory");
   code = cli_file_replace(r->plan_path, ps_plan_json(job->plan), NULL);
-  return code == CLI_OK ? cli_file_replace(r->metrics_path, NULL, metrics) : code;
+  return code == CLI_OK ? cli_metrics_keep(r->metrics_path, job->first_step, metrics) : code;
 }
 
 /* Appends a line. Where that fails, the file keeps its whole lines. */
@@ -205,7 +212,7 @@ typedef struct watchdog {
   ps_trainer *t;
   double patience_s;
   _Atomic uint64_t n_done;
-  _Atomic bool over;
+  _Atomic bool over, paused; /* paused: while a checkpoint is written */
   pthread_t thread;
 } watchdog;
 
@@ -216,7 +223,7 @@ static void *watch_steps(void *arg) {
   while (!atomic_load(&w->over)) {
     char text[2048];
     nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
-    if (atomic_load(&w->n_done) != n) {
+    if (atomic_load(&w->n_done) != n || atomic_load(&w->paused)) {
       n = atomic_load(&w->n_done);
       since = cli_now_s();
     }
@@ -241,23 +248,39 @@ static void watch_end(watchdog *w) {
   pthread_join(w->thread, NULL);
 }
 
+static void write_checkpoint(cli_job *job, ps_trainer *t, cli_progress *p, watchdog *dog,
+                             uint64_t step) {
+  atomic_store(&dog->paused, true);
+  atomic_store(&saving, 2);
+  cli_checkpoint(job, t, p, step);
+  atomic_store(&saving, 0);
+  atomic_store(&dog->paused, false);
+}
+
+/* How many steps may be submitted in all, after @n_done: no step is in flight at a checkpoint. */
+static uint64_t submit_limit(const cli_job *job, uint64_t n_done) {
+  const uint64_t n = job->steps - job->first_step, ahead = n - n_done < 2 ? n : n_done + 2,
+                 every = job->checkpoint_every,
+                 next = every ? (job->first_step + n_done) / every * every + every : UINT64_MAX;
+  return next < job->first_step + ahead ? next - job->first_step : ahead;
+}
+
 /* Trains, with two steps in flight. After Ctrl-C, or when metrics cannot be written, no further
  * step is submitted, and those in flight are waited for, so that the model can be saved. */
 static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics,
                      cli_run_result *r) {
-  double *step_s = calloc(job->steps, sizeof *step_s);
+  const uint64_t n_steps = job->steps - job->first_step;
+  double *step_s = calloc(n_steps + 1, sizeof *step_s);
   if (!step_s)
     return cli_fail(CLI_FAILED, "out of memory for the times of %llu steps",
-                    (unsigned long long)job->steps);
+                    (unsigned long long)n_steps);
   int code = CLI_OK;
   uint64_t submitted = 0;
-  watchdog dog;
+  watchdog dog = {0};
   const bool watched = watch_begin(&dog, t, job);
   for (;;) {
     r->interrupted = r->interrupted || atomic_load(&n_interrupts);
-    uint64_t ahead = r->interrupted || code != CLI_OK ? 0
-                     : job->steps - r->n_done < 2     ? job->steps
-                                                      : r->n_done + 2;
+    uint64_t ahead = r->interrupted || code != CLI_OK ? 0 : submit_limit(job, r->n_done);
     ps_status st = ahead > submitted ? ps_trainer_submit(t, ahead - submitted) : PS_OK;
     submitted = ahead > submitted ? ahead : submitted;
     if (st == PS_OK && r->n_done == submitted)
@@ -276,6 +299,9 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
     cli_progress_step(p, &m, r->n_done);
     if (code == CLI_OK)
       code = write_metrics(metrics, r->metrics_path, &m);
+    if (job->checkpoint_every && r->n_done == submitted &&
+        ((job->first_step + r->n_done) % job->checkpoint_every == 0 || cli_interrupts()))
+      write_checkpoint(job, t, p, &dog, job->first_step + r->n_done);
   }
   if (watched)
     watch_end(&dog);
@@ -341,9 +367,9 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   r->wall_s = cli_now_s() - started;
   if (fclose(metrics) != 0 && code == CLI_OK)
     code = cli_fail(CLI_FAILED, "%s cannot be written: %s", r->metrics_path, strerror(errno));
-  if (code == CLI_OK)
+  if (code == CLI_OK && r->n_done)
     code = report_trace(job, t, r);
-  if (job->out && r->n_done && code != CLI_INTERRUPTED) {
+  if (job->out && (r->n_done || job->first_step) && code != CLI_INTERRUPTED) {
     /* After an error too: the weights are those of the last complete step. */
     int kept = cli_save(job, t, p, r);
     code = code == CLI_OK ? kept : code;
@@ -389,7 +415,7 @@ static void on_progress(void *user, const char *what, uint64_t done_bytes, uint6
   cli_progress_load(o->p, what, done_bytes, total_bytes);
 }
 
-static int train(cli_job *job, int *lock) {
+static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   ps_dataset *ds = NULL;
   ps_status st;
   int code = cli_job_check(job);
@@ -400,7 +426,12 @@ static int train(cli_job *job, int *lock) {
   catch_interrupts();
   if (code == CLI_OK)
     code = open_data(job, &ds);
-  ps_train_config cfg = train_config(job, ds);
+  if (code == CLI_OK && job->resume) {
+    ps_log_set(job->quiet ? NULL : print_warning, NULL);
+    code = cli_resume_open(job, from);
+    ps_log_set(NULL, NULL); /* the settings are checked twice, and their warnings printed once */
+  }
+  ps_train_config cfg = train_config(job, ds, *from != NULL);
   /* checked before the search, which takes longer */
   if (code == CLI_OK && (st = ps_train_config_check(&cfg, &job->config)) != PS_OK)
     code = cli_fail_status(st, true);
@@ -413,6 +444,7 @@ static int train(cli_job *job, int *lock) {
   if (!job->steps) {
     job->steps = ps_dataset_n_sequences(ds, job->seq_len) / job->report.n_sequences;
     job->steps += !job->steps;
+    job->steps = job->steps < job->first_step ? job->first_step : job->steps;
   }
   cli_progress p;
   cli_progress_begin(&p, job);
@@ -420,9 +452,13 @@ static int train(cli_job *job, int *lock) {
   cfg.total_steps = job->steps;
   if (!job->quiet)
     ps_log_set(print_warning, NULL);
-  st = ps_trainer_create(&t, job->model, job->plan, &cfg, on_progress, &(opening){job, &p});
+  opening o = {job, &p};
+  if (*from)
+    st = ps_trainer_resume(&t, job->model, job->plan, &cfg, *from, on_progress, &o);
+  else
+    st = ps_trainer_create(&t, job->model, job->plan, &cfg, on_progress, &o);
   cli_progress_end(&p);
-  cli_run_result r = {.n_wanted = job->steps};
+  cli_run_result r = {.n_wanted = job->steps - job->first_step};
   code = st == PS_OK ? run_and_save(job, t, &p, &r, lock) : cli_fail_status(st, true);
   ps_trainer_destroy(t);
   ps_dataset_close(ds);
@@ -436,7 +472,9 @@ static int train(cli_job *job, int *lock) {
 int cli_train_job(cli_job *job) {
   int lock = -1;
   const char *run_dir = job->run_dir = job->run_dir ? job->run_dir : job->out ? job->out : ".";
-  const int code = train(job, &lock);
+  ps_checkpoint *from = NULL;
+  const int code = train(job, &from, &lock);
+  ps_checkpoint_close(from);
   cli_run_unlock(run_dir, lock);
   return code;
 }

@@ -89,9 +89,10 @@ static ps_status open_checked(ps_checkpoint *c) {
   char *path;
   ps__json *j = NULL;
   struct stat sb;
-  if (stat(c->dir, &sb) != 0 || !S_ISDIR(sb.st_mode))
-    return ps__fail(PS_EIO, "%s: is no checkpoint: %s", c->dir,
-                    S_ISDIR(sb.st_mode) ? strerror(errno) : "it is no directory");
+  if (stat(c->dir, &sb) != 0)
+    return ps__fail(PS_EIO, "%s: cannot be read: %s", c->dir, strerror(errno));
+  if (!S_ISDIR(sb.st_mode))
+    return ps__fail(PS_EFORMAT, "%s: is no directory, and a checkpoint is one", c->dir);
   PS_TRY(ps__model_path(&path, c->dir, PS__MANIFEST));
   ps_status st = PS_OK;
   if (stat(path, &sb) != 0)
@@ -172,29 +173,33 @@ static bool same_value(const ps__setting *s, const void *a, const void *b) {
   return x == y || (isnan(x) && isnan(y));
 }
 
-static ps_status check_settings(const ps_checkpoint *c, const ps__setting *s, const void *now,
-                                const void *then) {
-  for (; s->key; s++) {
-    if (same_value(s, now, then))
-      continue;
-    const double x = value_of(s, now), y = value_of(s, then);
-    if (s->fixed)
+/* Refuse what differs and must not. */
+static ps_status check_fixed(const ps_checkpoint *c, const ps__setting *s, const void *now,
+                             const void *then) {
+  for (; s->key; s++)
+    if (s->fixed && !same_value(s, now, then))
       return ps__fail(PS_EINVAL,
-                      "%s was written with %s %.17g, and this run has %.17g: give the "
+                      "%s was written with %s %.10g, and this run has %.10g: give the "
                       "checkpoint's, or begin a new run with --model %s",
-                      c->dir, s->option, y, x, c->dir);
-    ps__log(PS_LOG_WARN,
-            "%s was written with %s %.17g, and this run has %.17g: it goes on with other bits than "
-            "the run that was not stopped",
-            c->dir, s->option, y, x);
-  }
+                      c->dir, s->option, value_of(s, then), value_of(s, now), c->dir);
   return PS_OK;
+}
+
+/* Report what differs and may. */
+static void report_changes(const ps_checkpoint *c, const ps__setting *s, const void *now,
+                           const void *then) {
+  for (; s->key; s++)
+    if (!s->fixed && !same_value(s, now, then))
+      ps__log(PS_LOG_WARN,
+              "%s was written with %s %.10g, and this run has %.10g: it goes on with other bits "
+              "than the run that was not stopped",
+              c->dir, s->option, value_of(s, then), value_of(s, now));
 }
 
 ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c) {
   ps_checkpoint_info now;
   ps_model_config m;
-  const ps_train_config settings = ps__checkpoint_settings(t);
+  ps_train_config settings = ps__checkpoint_settings(t);
   ps__checkpoint_info_of(t, &now);
   PS_TRY(ps_model_config_read(&m, c->dir));
   if (memcmp(&m, &t->plan->model->cfg, sizeof m) != 0)
@@ -216,10 +221,14 @@ ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c) {
                     "%s says at which step and with which weights the run goes on: "
                     "first_step %llu and init_weights %u must be 0",
                     c->dir, (unsigned long long)t->cfg.first_step, t->cfg.init_weights);
-  PS_TRY(check_settings(c, ps__batch_settings, &now, &c->info));
-  PS_TRY(check_settings(c, ps__train_settings, &settings, &c->train));
+  PS_TRY(check_fixed(c, ps__batch_settings, &now, &c->info));
+  PS_TRY(check_fixed(c, ps__train_settings, &settings, &c->train));
   for (uint32_t k = 0; k < ps__optimizers[c->info.optimizer].n_states; k++)
     PS_TRY(ps__trainer_check_tensors(t, c->state[k], c->dir, false));
+  if (settings.lr_kind == PS_LR_KIND_CONSTANT) /* the schedule's length changes nothing */
+    settings.total_steps = c->train.total_steps;
+  report_changes(c, ps__batch_settings, &now, &c->info);
+  report_changes(c, ps__train_settings, &settings, &c->train);
   return PS_OK;
 }
 

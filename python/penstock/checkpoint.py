@@ -56,7 +56,7 @@ class Checkpoint(Owner):
         }
 
     def close(self) -> None:
-        self._handle.close()
+        self._handle.drop()
 
     def __enter__(self):
         return self
