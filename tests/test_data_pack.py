@@ -88,7 +88,7 @@ def test_packed_documents_are_whole(texts, tokenizer, source, tmp_path, monkeypa
     for t in texts:
         ids = [*tokenizer.encode(t).ids, 0]
         parts = [ids[i : i + N] for i in range(0, len(ids), N)]
-        want += parts if len(parts) == 1 or long == "divide" else []
+        want += [p for p in parts if len(p) > 1] if len(parts) == 1 or long == "divide" else []
     assert sorted(documents_of(rows)) == sorted(want)
     content, dropped = sum(map(len, want)), sum(len(t.split()) + 1 for t in texts)
     assert (s["long_documents"], s["seq_len"], s["documents"]) == (2, N, len(texts))
@@ -99,6 +99,19 @@ def test_packed_documents_are_whole(texts, tokenizer, source, tmp_path, monkeypa
     assert len(shards) > 3 and all(n == 15 * N + 1 for n in shards[:-1])
     # no two rows of a buffer fit in one, and so at most one of them is half empty
     assert len(rows) * N < 2 * content + 2 * N * (1 + content // buffer)
+
+
+def test_every_row_has_a_target(tokenizer, tmp_path):
+    """A prompt that fills rows of its own, and one whose completion is empty, leave only what has
+    a target."""
+    pairs = [("the " * 3 * N, "fox"), ("lazy dogs", ""), ("quick", "fox")]
+    records = [json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in pairs]
+    (tmp_path / "p.jsonl").write_text("".join(records))
+    s = data.write_shards([tmp_path / "p.jsonl"], tmp_path / "o", tokenizer, seq_len=N, pad="<pad>")
+    rows = read_rows(tmp_path / "o")
+    assert len(rows) == 1 and all((targets >= 0).any() for _, targets, _ in rows)
+    # the end of text after an empty completion is learned; of the first pair the prompt's rows go
+    assert (s["dropped_tokens"], s["train"]["targets"]) == (3 * N, 1 + 1 + 2)
 
 
 def test_the_command_packs_conversations_and_reports_padding(tmp_path):

@@ -636,7 +636,10 @@ def _check_written(reader: Reader, writers: dict[str, ShardWriter], val_fraction
             "which the assistant answers, or --targets all"
         )
     if not writers["train"].n_tokens and not writers["val"].n_tokens:
-        raise DataError("every document is longer than a row: raise --seq-len, or divide them")
+        raise DataError(
+            "no document is left to pack, because each is longer than a row or has no target: "
+            "raise --seq-len, or give other --long or --targets"
+        )
     if val_fraction > 0 and writers["val"].n_tokens == 0:
         raise DataError(
             f"the input is one piece of {writers['train'].n_tokens} tokens, which cannot be "

@@ -10,7 +10,7 @@ import bisect
 
 import numpy as np
 
-from .shards import BEGINS_DOCUMENT
+from .shards import BEGINS_DOCUMENT, IS_TARGET
 
 BUFFER_TOKENS = 16 << 20  # documents of so many tokens are packed at once
 LONG = ("divide", "drop")
@@ -39,7 +39,7 @@ class Packer:
     documents and their rows.
 
     long: a document that is longer than a row is divided into rows and a rest, each a document, or
-    it is dropped."""
+    it is dropped. A document without a target is dropped, so that every row has a target."""
 
     masks = True
 
@@ -74,17 +74,19 @@ class Packer:
         n = (len(ids) - 1) // self.row_tokens * self.row_tokens
         if self.long == "drop":
             n = len(ids)
-            self.n_dropped_tokens += n
-            self.n_tokens -= n
+            self._drop(n)
         else:
             for i in range(0, n, self.row_tokens):
                 self._keep(ids[i : i + self.row_tokens], flags[i : i + self.row_tokens])
         self._parts, self._size = [(ids[n:], flags[n:])], len(ids) - n
 
+    def _drop(self, n: int) -> None:
+        self.n_dropped_tokens += n
+        self.n_tokens -= n
+
     def _finish(self) -> None:
         if self._size and self._is_long and self.long == "drop":
-            self.n_dropped_tokens += self._size
-            self.n_tokens -= self._size
+            self._drop(self._size)
         elif self._size:
             self._keep(*(np.concatenate(a) for a in zip(*self._parts)))
         self._parts, self._size, self._is_long = [], 0, False
@@ -93,6 +95,9 @@ class Packer:
         """A part of a long document is a document too: its first token has nothing before it."""
         flags = flags.copy()
         flags[0] = BEGINS_DOCUMENT
+        if not (flags & IS_TARGET).any():
+            self._drop(len(ids))
+            return
         self._documents.append((ids, flags))
         self._buffered += len(ids)
         if self._buffered >= BUFFER_TOKENS:
