@@ -95,18 +95,18 @@ bool ps__cores_idle(void);
 /* A counter that only grows, with waits for its values. A wait spins briefly where cores are idle,
  * then sleeps on a futex. A signal makes a system call only if a thread sleeps for that value. One
  * thread at a time signals; any number of threads wait. */
-typedef struct ps__timeline {
+typedef struct ps__counter {
   _Alignas(64) _Atomic uint64_t value;
   /* the lowest value that a sleeping thread waits for; UINT64_MAX: none sleeps */
   _Atomic uint64_t next_wake;
   _Atomic uint32_t wake_word; /* the futex */
-} ps__timeline;
-void ps__timeline_init(ps__timeline *t);
-void ps__timeline_signal(ps__timeline *t, uint64_t value);
-/* Wait until t->value >= value; false: *abort_flag became nonzero first. ps__timeline_kick() wakes
+} ps__counter;
+void ps__counter_init(ps__counter *t);
+void ps__counter_signal(ps__counter *t, uint64_t value);
+/* Wait until t->value >= value; false: *abort_flag became nonzero first. ps__counter_wake() wakes
  * all sleeping threads, which then check both again. */
-bool ps__timeline_wait(ps__timeline *t, uint64_t value, const _Atomic uint32_t *abort_flag);
-void ps__timeline_kick(ps__timeline *t);
+bool ps__counter_wait(ps__counter *t, uint64_t value, const _Atomic uint32_t *abort_flag);
+void ps__counter_wake(ps__counter *t);
 
 /* A pool of threads for data-parallel loops. The caller of ps__pool_run() is worker 0. Nothing is
  * allocated between create and destroy. Workers take tasks 0 to n-1 as they become free; a task's

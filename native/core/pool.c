@@ -13,8 +13,8 @@ typedef struct worker {
 } worker;
 
 struct ps__pool {
-  ps__timeline start; /* number of the job */
-  ps__timeline done;  /* number of the last job that a worker other than the caller finished */
+  ps__counter start; /* number of the job */
+  ps__counter done;  /* number of the last job that a worker other than the caller finished */
   _Alignas(64) _Atomic int64_t n_left;
   _Alignas(64) _Atomic int64_t n_finished;
   _Alignas(64) ps__task_fn fn; /* the job */
@@ -51,11 +51,11 @@ static void worker_main(void *arg) {
   ps__pool *p = w->pool;
   uint64_t job = 0;
   for (uint64_t seen = 0;;) {
-    if (!ps__timeline_wait(&p->start, seen + 1, &p->stop) || atomic_load(&p->stop))
+    if (!ps__counter_wait(&p->start, seen + 1, &p->stop) || atomic_load(&p->stop))
       return;
     seen = atomic_load(&p->start.value);
     if (w->idx < atomic_load_explicit(&p->limit, memory_order_relaxed) && work(p, w->idx, &job))
-      ps__timeline_signal(&p->done, job);
+      ps__counter_signal(&p->done, job);
   }
 }
 
@@ -66,8 +66,8 @@ ps_status ps__pool_create(ps__pool **out, uint32_t n_threads, const char *name) 
   size_t bytes = sizeof(ps__pool) + (n_threads - 1) * sizeof(worker);
   PS_TRY(ps__map(&memory, bytes, name));
   ps__pool *p = memory;
-  ps__timeline_init(&p->start);
-  ps__timeline_init(&p->done);
+  ps__counter_init(&p->start);
+  ps__counter_init(&p->done);
   p->n_threads = n_threads;
   for (uint32_t i = 0; i + 1 < n_threads; i++) {
     p->workers[i] = (worker){.pool = p, .idx = i + 1};
@@ -85,7 +85,7 @@ void ps__pool_destroy(ps__pool *p) {
   if (!p)
     return;
   atomic_store(&p->stop, 1);
-  ps__timeline_kick(&p->start);
+  ps__counter_wake(&p->start);
   for (uint32_t i = 0; i + 1 < p->n_threads; i++)
     ps__thread_join(p->workers[i].thread);
   ps__unmap(p, sizeof(ps__pool) + (p->n_threads - 1) * sizeof(worker));
@@ -111,7 +111,7 @@ void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__tas
   atomic_store_explicit(&p->limit, n_threads, memory_order_relaxed);
   atomic_store_explicit(&p->n_finished, 0, memory_order_relaxed);
   atomic_store_explicit(&p->n_left, n_tasks, memory_order_release);
-  ps__timeline_signal(&p->start, job);
+  ps__counter_signal(&p->start, job);
   if (!work(p, 0, &last_job))
-    ps__timeline_wait(&p->done, job, NULL);
+    ps__counter_wait(&p->done, job, NULL);
 }

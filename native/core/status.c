@@ -1,4 +1,4 @@
-/* status.c - status names, the last error of each thread, the log hook, the version. */
+/* status.c - status names, the last error of each thread, the log function, the version. */
 #include "core/core.h"
 #include <pthread.h>
 #include <stdatomic.h>
@@ -7,13 +7,13 @@
 enum { MESSAGE_BYTES = 1024 };
 
 static _Thread_local char last_error[MESSAGE_BYTES];
-/* so that a hook which calls the library, and fails there, is not called again */
-static _Thread_local bool inside_hook;
+/* so that a log function which calls the library, and fails there, is not called again */
+static _Thread_local bool inside_log_fn;
 
-static pthread_mutex_t hook_lock = PTHREAD_MUTEX_INITIALIZER;
-static ps_log_fn hook;
-static void *hook_user;
-static atomic_bool hook_set; /* without a hook logging costs one load */
+static pthread_mutex_t log_lock = PTHREAD_MUTEX_INITIALIZER;
+static ps_log_fn log_fn;
+static void *log_user;
+static atomic_bool log_fn_set; /* without a log function logging costs one load */
 
 const char *ps_status_name(ps_status code) {
   switch (code) {
@@ -38,22 +38,22 @@ void ps__clear_error(void) { last_error[0] = 0; }
 const char *ps_version(void) { return "0.1.0"; }
 
 void ps_log_set(ps_log_fn fn, void *user) {
-  pthread_mutex_lock(&hook_lock);
-  hook = fn;
-  hook_user = user;
-  atomic_store(&hook_set, fn != NULL);
-  pthread_mutex_unlock(&hook_lock);
+  pthread_mutex_lock(&log_lock);
+  log_fn = fn;
+  log_user = user;
+  atomic_store(&log_fn_set, fn != NULL);
+  pthread_mutex_unlock(&log_lock);
 }
 
 static void emit(ps_log_level level, const char *message) {
-  if (inside_hook)
+  if (inside_log_fn)
     return;
-  inside_hook = true;
-  pthread_mutex_lock(&hook_lock);
-  if (hook)
-    hook(hook_user, level, message);
-  pthread_mutex_unlock(&hook_lock);
-  inside_hook = false;
+  inside_log_fn = true;
+  pthread_mutex_lock(&log_lock);
+  if (log_fn)
+    log_fn(log_user, level, message);
+  pthread_mutex_unlock(&log_lock);
+  inside_log_fn = false;
 }
 
 /* Bytes of the UTF-8 character at @c; 0 where there is none, and for the control characters,
@@ -101,7 +101,7 @@ static void format_line(char out[MESSAGE_BYTES], const char *fmt, va_list ap) {
 }
 
 void ps__log(ps_log_level level, const char *fmt, ...) {
-  if (!atomic_load_explicit(&hook_set, memory_order_relaxed))
+  if (!atomic_load_explicit(&log_fn_set, memory_order_relaxed))
     return;
   char line[MESSAGE_BYTES];
   va_list ap;
@@ -118,7 +118,7 @@ ps_status ps__fail(ps_status code, const char *fmt, ...) {
   format_line(line, fmt, ap);
   va_end(ap);
   memcpy(last_error, line, strlen(line) + 1);
-  if (atomic_load_explicit(&hook_set, memory_order_relaxed))
+  if (atomic_load_explicit(&log_fn_set, memory_order_relaxed))
     emit(PS_LOG_DEBUG, line);
   return code;
 }

@@ -1,4 +1,4 @@
-/* thread.c - threads, time, and timelines: counters that only grow, on a futex. */
+/* thread.c - threads, time, and counters that only grow, on a futex. */
 #include "core/core.h"
 #include <errno.h>
 #include <limits.h>
@@ -28,7 +28,7 @@ struct ps__thread {
   char name[16];
 };
 
-/* threads of the library, and the caller's, that do not sleep on a timeline */
+/* threads of the library, and the caller's, that do not sleep on a counter */
 static _Atomic int n_awake = 1;
 
 static void *thread_main(void *arg) {
@@ -104,7 +104,7 @@ bool ps__cores_idle(void) {
   return atomic_load_explicit(&n_awake, memory_order_relaxed) <= n;
 }
 
-/* ---- timelines ----------------------------------------------------------------------------------
+/* ---- counters -----------------------------------------------------------------------------------
  * A sleeper lowers next_wake to the value that it waits for, then reads value once more. The
  * signaller stores value, then reads next_wake. All four accesses are sequentially consistent, so
  * that at least one of the two sees the other's store.
@@ -127,34 +127,34 @@ static void futex(_Atomic uint32_t *word, int what, uint32_t value) {
   syscall(SYS_futex, (uint32_t *)word, what | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
 }
 
-void ps__timeline_init(ps__timeline *t) {
+void ps__counter_init(ps__counter *t) {
   atomic_init(&t->value, 0);
   atomic_init(&t->next_wake, UINT64_MAX);
   atomic_init(&t->wake_word, 0);
 }
 
-void ps__timeline_kick(ps__timeline *t) {
+void ps__counter_wake(ps__counter *t) {
   int saved = errno; /* a signal handler may call this, by ps_run_cancel() */
   atomic_fetch_add(&t->wake_word, 1);
   futex(&t->wake_word, FUTEX_WAKE, INT_MAX);
   errno = saved;
 }
 
-void ps__timeline_signal(ps__timeline *t, uint64_t value) {
+void ps__counter_signal(ps__counter *t, uint64_t value) {
   atomic_store(&t->value, value);
   if (value >= atomic_load(&t->next_wake)) {
     atomic_store(&t->next_wake, UINT64_MAX);
-    ps__timeline_kick(t);
+    ps__counter_wake(t);
   }
 }
 
-static void request_wake(ps__timeline *t, uint64_t value) {
+static void request_wake(ps__counter *t, uint64_t value) {
   uint64_t lowest = atomic_load(&t->next_wake);
   while (value < lowest && !atomic_compare_exchange_weak(&t->next_wake, &lowest, value))
     ;
 }
 
-bool ps__timeline_wait(ps__timeline *t, uint64_t value, const _Atomic uint32_t *abort_flag) {
+bool ps__counter_wait(ps__counter *t, uint64_t value, const _Atomic uint32_t *abort_flag) {
   if (atomic_load_explicit(&t->value, memory_order_acquire) >= value)
     return true;
   for (int spins = SPINS; spins > 0 && ps__cores_idle(); spins--) {

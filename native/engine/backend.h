@@ -1,7 +1,7 @@
 /* backend.h - what a backend implements: one const table of functions.
  *
  * A DEVICE is what a backend opens for one engine: the memory of its spaces, its streams and
- * their timelines. The engine owns the threads. A DRIVER is one of these threads: it takes the
+ * their counters. The engine owns the threads. A DRIVER is one of these threads: it takes the
  * ops of its streams in program order, and driver() says which streams share one. On the CPU
  * every stream has a driver of its own, and the backend's functions block that thread. A backend
  * with submission queues gives all its device streams one driver, and its functions enqueue on
@@ -78,7 +78,7 @@ typedef struct ps__backend {
   /* PS_EDEVICE when the device failed: sticky, with the driver's words */
   ps_status (*health)(ps__device *dev);
   /* every wait looks at its abort flag; a signal handler may call */
-  void (*kick)(ps__device *dev);
+  void (*wake)(ps__device *dev);
 } ps__backend;
 
 /* ---- what a configuration says --------------------------------------------------------------- */

@@ -142,10 +142,10 @@ static void driver_main(void *arg) {
   ps_engine *e = d->engine;
   driven = e;
   e->backend->enter(e->device);
-  for (uint64_t n = 1; ps__timeline_wait(&e->started, n, &e->stop); n++) {
+  for (uint64_t n = 1; ps__counter_wait(&e->started, n, &e->stop); n++) {
     ps__run_drive(e->run, (uint32_t)(d - e->driver));
     e->backend->leave(e->device, d->number);
-    ps__timeline_signal(&d->parked, n);
+    ps__counter_signal(&d->parked, n);
   }
 }
 
@@ -159,7 +159,7 @@ static ps_status start_drivers(ps_engine *e) {
     ps__driver *d = &e->driver[e->n_drivers];
     d->engine = e;
     d->number = number;
-    ps__timeline_init(&d->parked);
+    ps__counter_init(&d->parked);
     PS_TRY(ps__thread_start(&d->thread, driver_main, d,
                             e->cfg.stream[s].name[0] ? e->cfg.stream[s].name : "ps-stream"));
     e->n_drivers++;
@@ -169,7 +169,7 @@ static ps_status start_drivers(ps_engine *e) {
 
 static void release(ps_engine *e) {
   atomic_store(&e->stop, 1);
-  ps__timeline_kick(&e->started);
+  ps__counter_wake(&e->started);
   for (uint32_t i = 0; i < e->n_drivers; i++)
     ps__thread_join(e->driver[i].thread);
   for (uint32_t i = 0; i < e->cfg.n_spaces && e->device; i++)
@@ -187,12 +187,12 @@ static ps_status acquire(ps_engine *e) {
 
 ps_status ps_engine_create(ps_engine **out, const ps_engine_config *cfg) {
   PS_TRY(check_config(cfg));
-  void *memory; /* mapped: timelines are aligned to cache lines */
+  void *memory; /* mapped: counters are aligned to cache lines */
   PS_TRY(ps__map(&memory, sizeof(ps_engine), "engine"));
   ps_engine *e = memory;
   e->cfg = *cfg;
   e->backend = backend_of(cfg);
-  ps__timeline_init(&e->started);
+  ps__counter_init(&e->started);
   ps_status st = acquire(e);
   if (st == PS_OK)
     *out = e;

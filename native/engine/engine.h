@@ -9,7 +9,7 @@ typedef struct ps__driver {
   struct ps_engine *engine;
   ps__thread *thread;
   uint32_t number;
-  ps__timeline parked; /* the number of runs this driver has left */
+  ps__counter parked; /* the number of runs this driver has left */
 } ps__driver;
 
 struct ps_engine {
@@ -19,7 +19,7 @@ struct ps_engine {
   ps__mapping space[PS_MAX_SPACES];
   ps_run *run; /* the one that lives, or NULL */
   uint64_t n_runs;
-  ps__timeline started; /* the number of runs handed to the drivers */
+  ps__counter started; /* the number of runs handed to the drivers */
   _Atomic uint32_t stop;
   uint32_t n_drivers;
   ps__driver driver[PS_MAX_STREAMS];
@@ -43,7 +43,7 @@ typedef struct ps__progress {
 } ps__progress;
 
 struct ps_run {
-  ps__timeline allowed;   /* steps submitted, which drivers may execute */
+  ps__counter allowed;    /* steps submitted, which drivers may execute */
   _Atomic uint64_t limit; /* steps that come to their end: from here on they stop (run.c) */
   _Atomic uint32_t stop;  /* limit was lowered */
   _Atomic int error;      /* the first failure's status */

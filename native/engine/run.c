@@ -115,10 +115,10 @@ ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
                         const ps_run_config *cfg) {
   PS_TRY(check_binding(engine, schedule, cfg));
   const ps__oplist *l = &schedule->list;
-  void *memory; /* mapped: timelines are aligned to cache lines */
+  void *memory; /* mapped: counters are aligned to cache lines */
   PS_TRY(ps__map(&memory, sizeof(ps_run), "run"));
   ps_run *r = memory;
-  ps__timeline_init(&r->allowed);
+  ps__counter_init(&r->allowed);
   atomic_init(&r->limit, UINT64_MAX);
   r->engine = engine;
   r->schedule = schedule;
@@ -141,7 +141,7 @@ ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
   atomic_fetch_add(&schedule->n_runs, 1);
   r->start_ns = ps__now_ns();
   engine->run = r;
-  ps__timeline_signal(&engine->started, ++engine->n_runs);
+  ps__counter_signal(&engine->started, ++engine->n_runs);
   *out = r;
   return PS_OK;
 }
@@ -162,8 +162,8 @@ static void stop(ps_run *r, uint64_t step) {
   for (uint32_t i = 0; i <= PS_MAX_STREAMS; i++)
     if (atomic_load(&r->progress[i].at) >= step)
       atomic_store(&r->progress[i].leave, 1);
-  r->engine->backend->kick(r->engine->device);
-  ps__timeline_kick(&r->allowed);
+  r->engine->backend->wake(r->engine->device);
+  ps__counter_wake(&r->allowed);
 }
 
 /* ", layer 3, round 1, chunk 2": what of it applies. */
@@ -313,7 +313,7 @@ void ps__run_drive(ps_run *r, uint32_t driver) {
   ps__clear_error();
   if (first == end)
     return;
-  for (uint64_t step = 0; ps__timeline_wait(&r->allowed, step + 1, &r->stop); step++) {
+  for (uint64_t step = 0; ps__counter_wait(&r->allowed, step + 1, &r->stop); step++) {
     atomic_store(&place->at, step);
     if (atomic_load(&r->limit) <= step)
       return;
@@ -334,7 +334,7 @@ ps_status ps_run_submit(ps_run *r, uint64_t n_steps) {
                  before = submitted(r);
   if (n_steps > UINT64_MAX / n_ops - 1 - before)
     return ps__fail(PS_EINVAL, "run: %llu more steps are too many", (unsigned long long)n_steps);
-  ps__timeline_signal(&r->allowed, before + n_steps);
+  ps__counter_signal(&r->allowed, before + n_steps);
   return PS_OK;
 }
 
@@ -447,7 +447,7 @@ void ps__run_rest(ps_run *r) {
   wait_steps(r, submitted(r));
   stop(r, 0);
   for (uint32_t i = 0; i < r->engine->n_drivers; i++)
-    ps__timeline_wait(&r->engine->driver[i].parked, r->engine->n_runs, NULL);
+    ps__counter_wait(&r->engine->driver[i].parked, r->engine->n_runs, NULL);
 }
 
 ps_status ps_run_destroy(ps_run *r) {

@@ -5,15 +5,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Ops emitted and simulated at most, over all seeds (ps__budget() for deep models). */
+/* Ops emitted and simulated at most, over all starting points (ps__budget() for deep models). */
 static const uint64_t LOCAL_SEARCH_OPS = 8000000;
-static const double SEED_MOST_SLOWER = 1.15; /* seed's time over the fastest candidate's, at most */
+/* a starting point's time over the fastest candidate's, at most */
+static const double START_MOST_SLOWER = 1.15;
 /* There are three stages, each with its part of the ops:
- *   all seeds, of which SEEDS_A_ROUND have the same number of tokens a round   a quarter
+ *   all starting points: STARTS_A_ROUND a number of tokens a round            a quarter
  *   the N_SECOND_STAGE best                                                    a quarter
  *   the N_LAST_STAGE best, with all rounds of a step                           a half
- * The seeds of a stage are searched at once where there are CPUs. */
-enum { SEEDS_A_ROUND = 2, N_SEEDS = 8, N_SECOND_STAGE = 4, N_LAST_STAGE = 2 };
+ * The starting points of a stage are searched at once where there are CPUs. */
+enum { STARTS_A_ROUND = 2, N_STARTS = 8, N_SECOND_STAGE = 4, N_LAST_STAGE = 2 };
 
 /* The decisions that a move changes, by one part at a time or more (ps__candidate). The parts on
  * the device follow: they take what the cap leaves. */
@@ -100,7 +101,7 @@ static ps_status fill_device(ps__search *s, ps__candidate *m, uint64_t taken, do
   return PS_OK;
 }
 
-/* The state of a seed's local search. */
+/* The state of a starting point's local search. */
 typedef struct descent {
   ps__fastest at;       /* the plan that it is at */
   uint64_t taken;       /* device BYTES of that plan */
@@ -166,10 +167,11 @@ static ps_status perturb(ps__search *s, descent *d) {
   return PS_OK;
 }
 
-/* The first plan of a seed: the candidate itself, with fewer parts on the device where it does not
- * fit with all its rounds. Where it has not been varied yet, what plans usually end with is tried
- * too: streamed state and waiting contributions, with updates whole or split. */
-static ps_status begin_at_seed(ps__search *s, descent *d) {
+/* The first plan of a starting point: the candidate itself, with fewer parts on the device where it
+ * does not fit with all its rounds. Where the candidate was not varied yet, two usual features of
+ * final plans are tried too: streamed state and waiting contributions, with updates whole or
+ * split. */
+static ps_status begin_at_start(ps__search *s, descent *d) {
   const int layers = n_layers(s);
   descent usual = {0};
   ps__candidate m = d->at.candidate;
@@ -200,7 +202,7 @@ static ps_status begin_at_seed(ps__search *s, descent *d) {
 static ps_status search_near(ps__search *s, descent *d, uint64_t max_ops) {
   const uint64_t end = s->n_ops + max_ops;
   if (!d->begun)
-    PS_TRY(begin_at_seed(s, d));
+    PS_TRY(begin_at_start(s, d));
   descent best = *d;
   while (d->taken && s->n_ops < end) {
     if (d->level == N_LEVELS) {
@@ -239,8 +241,8 @@ static int by_ns(const void *pa, const void *pb) {
              : a->candidate.keep.params > b->candidate.keep.params;
 }
 
-/* The local search of one seed: a search state of its own, so that several run at once and their
- * number changes no result. */
+/* The local search of one starting point has a search state of its own. So several searches run at
+ * once, and their number changes no result. */
 typedef struct branch {
   ps__search *s;
   descent at;
@@ -274,12 +276,12 @@ static void with_all_rounds(branch *b) {
 
 static ps_status search_branches(ps__search *s, branch *b, uint32_t n) {
   ps__pool *pool;
-  branch *order[N_SEEDS];
+  branch *order[N_STARTS];
   const uint32_t few = n < N_LAST_STAGE ? n : N_LAST_STAGE;
   PS_TRY(ps__pool_create(&pool, ps__search_space_workers(&s->space, n), "search"));
   for (uint32_t i = 0; i < n; i++) {
     order[i] = &b[i];
-    b[i].max_ops = ps__budget(s, LOCAL_SEARCH_OPS / 4 / N_SEEDS);
+    b[i].max_ops = ps__budget(s, LOCAL_SEARCH_OPS / 4 / N_STARTS);
   }
   ps__pool_run(pool, n, branch_task, order);
   qsort(order, n, sizeof *order, by_branch);
@@ -308,33 +310,34 @@ static ps_status search_branches(ps__search *s, branch *b, uint32_t n) {
   return PS_OK;
 }
 
-/* The seeds: the fastest candidates, but at most SEEDS_A_ROUND with the same number of tokens a
- * round. What the local search gains differs most between these: small rounds add up the most
- * gradients, and no candidate lets contributions wait or moves updates. */
-static uint32_t find_seeds(const ps__search *s, const ps__fastest *out[N_SEEDS]) {
-  uint64_t tokens[N_SEEDS];
+/* The starting points: the fastest candidates, but at most STARTS_A_ROUND with the same number of
+ * tokens a round. The gain of the local search differs most between numbers of tokens a round:
+ * small rounds add up the most gradients, and no candidate lets contributions wait or moves
+ * updates. */
+static uint32_t find_starts(const ps__search *s, const ps__fastest *out[N_STARTS]) {
+  uint64_t tokens[N_STARTS];
   uint32_t n = 0;
   for (const ps__fastest *f = s->fastest; f < s->fastest + 2 * PS__MAX_MICROBATCHES && f->ns > 0 &&
-                                          f->ns < SEED_MOST_SLOWER * s->best[0].ns && n < N_SEEDS;
+                                          f->ns < START_MOST_SLOWER * s->best[0].ns && n < N_STARTS;
        f++) {
     const ps__layout *l = &s->space.microbatch[f->candidate.microbatch].layout;
     uint32_t like = 0;
     tokens[n] = l->chunk_tokens * l->chunks_per_round;
     for (uint32_t i = 0; i < n; i++)
       like += tokens[i] == tokens[n];
-    if (like < SEEDS_A_ROUND)
+    if (like < STARTS_A_ROUND)
       out[n++] = f;
   }
   return n;
 }
 
 ps_status ps__local_search(ps__search *s) {
-  branch b[N_SEEDS] = {0};
-  const ps__fastest *from[N_SEEDS];
+  branch b[N_STARTS] = {0};
+  const ps__fastest *from[N_STARTS];
   ps_status st = PS_OK;
   qsort(s->fastest, sizeof s->fastest / sizeof *s->fastest, sizeof *s->fastest, by_ns);
   uint32_t n = 0;
-  for (const uint32_t most = find_seeds(s, from); n < most; n++) {
+  for (const uint32_t most = find_starts(s, from); n < most; n++) {
     b[n].s = ps__malloc(sizeof *s);
     if (!b[n].s) {
       st = ps__fail(PS_ENOMEM, "out of memory for the search");

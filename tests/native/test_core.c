@@ -1,4 +1,4 @@
-/* test_core.c - status, memory, files, threads, timelines, pools, machine facts. */
+/* test_core.c - status, memory, files, threads, counters, pools, machine facts. */
 #include "core/core.h"
 #include <fcntl.h>
 #include <pthread.h>
@@ -16,11 +16,11 @@
   } while (0)
 
 static char logged[256];
-static void log_hook(void *user, ps_log_level level, const char *message) {
+static void log_line_fn(void *user, ps_log_level level, const char *message) {
   (void)level;
   snprintf(logged, sizeof logged, "%s%s", (const char *)user, message);
-  /* must not call the hook again, nor wait for its own lock */
-  ps__fail(PS_EINVAL, "from inside the hook");
+  /* must not call the log function again, nor wait for its own lock */
+  ps__fail(PS_EINVAL, "from inside the log function");
 }
 
 static void test_status(void) {
@@ -29,7 +29,7 @@ static void test_status(void) {
   CHECK(ps__fail(PS_EIO, "a\nb %d", 7) == PS_EIO && strcmp(ps_last_error(), "a b 7") == 0);
   CHECK(ps__fail(PS_EIO, "op: %s", ps_last_error()) == PS_EIO &&
         strcmp(ps_last_error(), "op: a b 7") == 0);
-  ps_log_set(log_hook, "> ");
+  ps_log_set(log_line_fn, "> ");
   ps__log(PS_LOG_INFO, "line %d", 1);
   CHECK(strcmp(logged, "> line 1") == 0);
   ps_log_set(NULL, NULL);
@@ -98,26 +98,26 @@ static void test_files(void) {
 
 /* Two threads pass a counter back and forth: every lost wake-up hangs. */
 typedef struct ping {
-  ps__timeline *mine, *theirs;
+  ps__counter *mine, *theirs;
   uint64_t n;
 } ping;
 static void ping_main(void *arg) {
   ping *p = arg;
   for (uint64_t i = 1; i <= p->n; i++) {
-    ps__timeline_signal(p->mine, i);
-    CHECK(ps__timeline_wait(p->theirs, i, NULL));
+    ps__counter_signal(p->mine, i);
+    CHECK(ps__counter_wait(p->theirs, i, NULL));
   }
 }
 
 static void wait_for_abort(void *arg) {
   void **a = arg;
-  CHECK(!ps__timeline_wait(a[0], 5, a[1]));
+  CHECK(!ps__counter_wait(a[0], 5, a[1]));
 }
 
-static void test_timelines(uint64_t n) {
-  static ps__timeline t[2];
-  ps__timeline_init(&t[0]);
-  ps__timeline_init(&t[1]);
+static void test_counters(uint64_t n) {
+  static ps__counter t[2];
+  ps__counter_init(&t[0]);
+  ps__counter_init(&t[1]);
   ping a = {&t[0], &t[1], n}, b = {&t[1], &t[0], n};
   ps__thread *ta, *tb, *tc;
   CHECK(ps__thread_start(&ta, ping_main, &a, "ping") == PS_OK &&
@@ -125,14 +125,14 @@ static void test_timelines(uint64_t n) {
   ps__thread_join(ta);
   ps__thread_join(tb);
   _Atomic uint32_t stop = 0;
-  ps__timeline_init(&t[0]);
+  ps__counter_init(&t[0]);
   void *args[] = {&t[0], &stop};
   CHECK(ps__thread_start(&tc, wait_for_abort, args, "sleeper") == PS_OK);
   usleep(2000);
   atomic_store(&stop, 1);
-  ps__timeline_kick(&t[0]);
+  ps__counter_wake(&t[0]);
   ps__thread_join(tc);
-  printf("ok timelines\n");
+  printf("ok counters\n");
 }
 
 typedef struct sums {
@@ -195,7 +195,7 @@ int main(int argc, char **argv) {
   test_status();
   test_memory();
   test_files();
-  test_timelines((uint64_t)(20000 / scale));
+  test_counters((uint64_t)(20000 / scale));
   test_pools(4000 / scale);
   test_machine();
   return 0;

@@ -82,16 +82,16 @@ static ps_status cpu_copy(ps__device *dev, uint32_t stream, void *dst, const voi
 }
 
 static void cpu_signal(ps__device *dev, uint32_t stream, uint64_t value) {
-  ps__timeline_signal(&dev->stream[stream].line, value);
+  ps__counter_signal(&dev->stream[stream].counter, value);
 }
 
 static bool cpu_wait(ps__device *dev, uint32_t stream, uint32_t awaited, uint64_t value,
                      const _Atomic uint32_t *abort_flag) {
-  return ps__timeline_wait(&dev->stream[awaited].line, value, abort_flag);
+  return ps__counter_wait(&dev->stream[awaited].counter, value, abort_flag);
 }
 
 static uint64_t cpu_counter(ps__device *dev, uint32_t stream) {
-  return atomic_load(&dev->stream[stream].line.value);
+  return atomic_load(&dev->stream[stream].counter.value);
 }
 static void cpu_stamp(ps__device *dev, uint32_t stream, int what, ps_trace_event *ev) {
   ps__host_stamp(what, ev);
@@ -99,14 +99,14 @@ static void cpu_stamp(ps__device *dev, uint32_t stream, int what, ps_trace_event
 static void cpu_settle(ps__device *dev, ps_trace_event *events) {}
 static ps_status cpu_health(ps__device *dev) { return PS_OK; }
 
-static void cpu_kick(ps__device *dev) {
+static void cpu_wake(ps__device *dev) {
   for (uint32_t i = 0; i < dev->n_streams; i++)
-    ps__timeline_kick(&dev->stream[i].line);
+    ps__counter_wake(&dev->stream[i].counter);
 }
 
 static ps_status cpu_prepare(ps__device *dev, const ps_schedule *schedule, uint64_t trace_steps) {
   for (uint32_t i = 0; i < dev->n_streams; i++)
-    ps__timeline_init(&dev->stream[i].line);
+    ps__counter_init(&dev->stream[i].counter);
   return PS_OK;
 }
 
@@ -152,5 +152,5 @@ const ps__backend ps__backend_cpu = {
     .stamp = cpu_stamp,
     .settle = cpu_settle,
     .health = cpu_health,
-    .kick = cpu_kick,
+    .wake = cpu_wake,
 };

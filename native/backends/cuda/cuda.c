@@ -220,12 +220,12 @@ static void cuda_leave(ps__device *dev, uint32_t driver) {
 static uint64_t cuda_counter(ps__device *dev, uint32_t stream) {
   ps__cuda_stream *s = &dev->stream[stream];
   return s->stream ? atomic_load_explicit(s->word, memory_order_acquire)
-                   : atomic_load(&s->host.line.value);
+                   : atomic_load(&s->host.counter.value);
 }
 
-static void cuda_kick(ps__device *dev) { /* a thread that polls words reads its flag too */
+static void cuda_wake(ps__device *dev) { /* a thread that polls words reads its flag too */
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
-    ps__timeline_kick(&dev->stream[i].host.line);
+    ps__counter_wake(&dev->stream[i].host.counter);
 }
 
 /* ---- failures -------------------------------------------------------------------------------- */
@@ -332,13 +332,13 @@ static bool cuda_wait(ps__device *dev, uint32_t stream, uint32_t awaited, uint64
   CUstream waiter = stream == PS__CALLER ? NULL : dev->stream[stream].stream;
   if (!waiter)
     return a->stream ? watch(dev, a, value, abort_flag)
-                     : ps__timeline_wait(&a->host.line, value, abort_flag);
+                     : ps__counter_wait(&a->host.counter, value, abort_flag);
   if (a->stream)
     return submitted(
         dev, dev->cu->StreamWaitEvent(waiter, event_at(dev, a, value), CU_EVENT_WAIT_DEFAULT),
         "cuStreamWaitEvent");
   if (!dev->mem_ops)
-    return ps__timeline_wait(&a->host.line, value, abort_flag);
+    return ps__counter_wait(&a->host.counter, value, abort_flag);
   if (atomic_load_explicit(a->word, memory_order_acquire) >= value)
     return true;
   return submitted(dev,
@@ -357,7 +357,7 @@ static void cuda_signal(ps__device *dev, uint32_t stream, uint64_t value) {
   if (!s->stream) {
     /* before the counter: a thread that the counter wakes may give the word up */
     atomic_store_explicit(s->word, value, memory_order_release);
-    ps__timeline_signal(&s->host.line, value);
+    ps__counter_signal(&s->host.counter, value);
     return;
   }
   const ps__cuda_op *op = &s->ops[(value - 1) % s->n_ops];
@@ -407,5 +407,5 @@ const ps__backend ps__backend_cuda = {
     .stamp = ps__cuda_stamp,
     .settle = ps__cuda_settle,
     .health = cuda_health,
-    .kick = cuda_kick,
+    .wake = cuda_wake,
 };

@@ -111,7 +111,7 @@ ps_status ps__cuda_prepare(ps__device *dev, const ps_schedule *s, uint64_t trace
   for (size_t i = 0; i < s->list.n_ops; i++)
     PS_TRY(check_op(dev, s, i));
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++) {
-    ps__timeline_init(&dev->stream[i].host.line);
+    ps__counter_init(&dev->stream[i].host.counter);
     atomic_store(dev->stream[i].word, 0);
   }
   atomic_store(&dev->n_left, 0);

@@ -4,7 +4,7 @@
 
 ps_status ps__host_stream_open(ps__host_stream *s, const ps_stream_config *cfg, uint32_t idx) {
   char what[64];
-  ps__timeline_init(&s->line);
+  ps__counter_init(&s->counter);
   s->exec.scratch_bytes = ((size_t)cfg->scratch_bytes + 63) / 64 * 64;
   s->scratch_total = (uint64_t)s->exec.scratch_bytes * cfg->n_threads;
   snprintf(what, sizeof what, "scratch of stream %u (%s)", idx, cfg->name);

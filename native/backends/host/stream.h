@@ -5,7 +5,7 @@
 #include "engine/backend.h"
 
 typedef struct ps__host_stream {
-  ps__timeline line;
+  ps__counter counter;
   ps__cpu_exec exec;
   uint64_t scratch_total;
 } ps__host_stream;
