@@ -12,7 +12,7 @@
  *   stream's own order or an earlier wait implies. It compiles two consecutive steps and keeps the
  *   second, whose waits on the step before let consecutive steps overlap safely.
  *
- *   An ENGINE owns the memory of the spaces and one timeline a stream: a counter that only grows.
+ *   An ENGINE owns the memory of the spaces and one counter a stream, which only grows.
  *   Op i of a stream with n ops brings the counter to step*n + i + 1. Waiting for another stream is
  *   waiting for a value of its counter.
  *
@@ -154,9 +154,10 @@ PS_API void ps_program_destroy(ps_program *program);
 /* ps_program_add() - append an op.
  * @op   borrowed for the call; its arguments and accesses are copied.
  * @idx  gets the op's index in program order; may be NULL.
- * Errors: PS_EINVAL names the field: a stream or space out of range, an empty or overflowing range,
- * a copy without exactly two accesses of equal length, or two accesses of the op that overlap where
- * one writes. PS_ENOMEM. */
+ * Errors: PS_ENOMEM; PS_EINVAL names the field:
+ *   - a stream or space out of range, an empty or overflowing range;
+ *   - a copy that has not exactly two accesses of equal length;
+ *   - two accesses of the op that overlap where one writes. */
 PS_API ps_status ps_program_add(ps_program *program, const ps_op *op, uint64_t *idx);
 PS_API uint64_t ps_program_n_ops(const ps_program *program);
 
@@ -269,8 +270,8 @@ PS_API void *ps_engine_space(ps_engine *engine, uint32_t space);
 PS_API uint64_t ps_engine_space_bytes(const ps_engine *engine, uint32_t space);
 
 /* ps_engine_space_peak() - BYTES up to the end of the highest page of the space that was ever
- * touched, as the operating system reports it (mincore on the CPU backend), not as a plan says. On
- * CUDA the whole space, all of which ps_engine_create() allocates or touches. */
+ * touched. The figure is the operating system's (mincore on the CPU backend), not a plan's. On CUDA
+ * it is the whole space, all of which ps_engine_create() allocates or touches. */
 PS_API ps_status ps_engine_space_peak(const ps_engine *engine, uint32_t space, uint64_t *out_bytes);
 
 /* ---- run ------------------------------------------------------------------------------------- */
@@ -285,9 +286,11 @@ typedef struct ps_run_config {
  * @out  on PS_OK owned by the caller, released by ps_run_destroy().
  * An op may touch spaces of its stream's place and of hosts. On a stream of links it is a copy
  * along one of them.
- * Errors: PS_EBUSY while another run of the engine lives; PS_EINVAL where the schedule has more
- * spaces or streams than the engine, a range past a space's end, an op that touches another place,
- * or a kernel without a function on this backend, which the message names; PS_ENOMEM. */
+ * Errors: PS_EBUSY while another run of the engine lives; PS_ENOMEM; PS_EINVAL where the schedule
+ * has one of these, which the message names:
+ *   - more spaces or streams than the engine;
+ *   - a range past a space's end, or an op that touches another place;
+ *   - a kernel without a function on this backend. */
 PS_API ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
                                const ps_run_config *cfg);
 
@@ -299,8 +302,8 @@ PS_API ps_status ps_run_submit(ps_run *run, uint64_t n_steps);
  * stream. An op that fails in step k stops all streams at their next op of step k or later; the
  * steps before k are completed. Waiting for k steps or fewer then succeeds.
  * Errors: PS_EINVAL for more steps than were submitted; PS_ESTATE inside an op of the run; the
- * sticky error: the status of the first op that failed, with a message that says why and names the
- * op, its layer and chunk. */
+ * sticky error, which is the status of the first op that failed. Its message says why, and names
+ * the op, its layer and chunk. */
 PS_API ps_status ps_run_wait(ps_run *run, uint64_t n_steps);
 
 /* ps_run_cancel() - stop every stream before its next op, whatever its step. The run's sticky error
@@ -311,8 +314,8 @@ PS_API uint64_t ps_run_steps_done(const ps_run *run);
 /* 1: no op runs, and none will: ps_run_destroy() does not block. */
 PS_API int ps_run_at_rest(const ps_run *run);
 
-/* ps_run_where() - why nothing moves, in words: for each stream a line with the op after the last
- * one that is known to have ended, and what that op still waits for.
+/* ps_run_where() - why nothing moves, in words: a line for each stream. The line names the op after
+ * the last one that is known to have ended, and what that op still waits for.
  * @text  gets at most @bytes BYTES, terminator included.
  * Any thread while the run lives. On CUDA a device stream reports its place only where another
  * stream awaits it, so it may be further than the line says. */

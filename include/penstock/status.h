@@ -1,4 +1,4 @@
-/* penstock/status.h - status codes, the last error in words, the log hook, version and sizes.
+/* penstock/status.h - status codes, the last error in words, the log function, version and sizes.
  *
  * A function of the library that can fail returns a ps_status: 0 on success, negative on failure.
  * Its outputs are written last, and stay untouched on failure. The library never prints, exits or
@@ -50,8 +50,8 @@ PS_API const char *ps_status_name(ps_status code);
  * when nothing failed yet. */
 PS_API const char *ps_last_error(void);
 
-/* ps_printable() - copy @src to @dst in a form that is safe to print on a terminal: a control
- * character or a byte that is not UTF-8 becomes "\x1b" and the like. The library's messages have
+/* ps_printable() - copy @src to @dst in a form that is safe to print on a terminal. A control
+ * character, or a byte that is not UTF-8, becomes "\x1b" and the like. The library's messages have
  * this form. @room is BYTES of @dst with the final NUL; the rest of a longer text is left out.
  * Returns @dst. */
 PS_API char *ps_printable(char *dst, uint64_t room, const char *src);
