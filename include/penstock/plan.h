@@ -71,6 +71,9 @@ typedef struct ps_plan_config {
    * optimizer state and no update, and the backward pass ends above them. With tied embeddings the
    * lm_head is frozen with the embedding. 0: none. */
   uint32_t n_frozen_layers;
+  /* 1: no layer is trained, and a step computes the loss alone. n_frozen_layers, optimizer and clip
+   * do not count then. */
+  uint32_t forward_only, reserved;
   /* Host memory that the process takes besides arena, scratch and trace, BYTES. It counts against
    * host_mem_bytes. It holds the program and its libraries, stacks, buffers of OpenBLAS and of
    * loading, and on CUDA the driver. 0: computed from the resident set that the process had when it

@@ -163,7 +163,7 @@ typedef struct cli_job {
   int32_t document_token, document_end_token;
   bool data_marks_documents; /* masks of the data say where documents begin */
   double save_wait;          /* seconds for which a failing save is tried again */
-  bool force, shuffle, json, quiet, smallest, deterministic, init_weights;
+  bool force, shuffle, json, quiet, smallest, deterministic, init_weights, forward_only;
   const char *hardware_file; /* of `penstock plan`: the machine to plan for */
   bool other_machine;        /* of `penstock plan`: --host-mem may exceed this machine's memory */
 
@@ -221,6 +221,10 @@ void cli_checkpoint(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t step)
 int cli_metrics_keep(const char *path, uint64_t first_step, FILE **out);
 
 /* ---- training (train.c, progress.c, summary.c) ----------------------------------------------- */
+/* cli_open_data() - the token shards of --data, checked. cli_train_config() - the job's options for
+ * a trainer that reads them. */
+int cli_open_data(cli_job *job, ps_dataset **out);
+ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, bool resumed);
 int cli_train_job(cli_job *job); /* all of a training after its options are parsed; exit code */
 int cli_interrupts(void);        /* how often this run was asked to stop */
 /* While the model is saved, the first Ctrl-C lets the save finish and the second ends the
@@ -281,6 +285,7 @@ void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r);
 /* ---- subcommands: argv[0] is the subcommand -------------------------------------------------- */
 int cli_train(int argc, char **argv);
 int cli_plan(int argc, char **argv);
+int cli_eval(int argc, char **argv);
 int cli_info(int argc, char **argv);
 int cli_demo(int argc, char **argv);
 int cli_profile(int argc, char **argv);

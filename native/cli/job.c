@@ -246,6 +246,7 @@ int cli_job_prepare(cli_job *j) {
       .head_slice_tokens = j->head_slice_tokens,
       .n_frozen_layers = (uint32_t)j->frozen_layers,
       .clip = j->clip_norm > 0,
+      .forward_only = j->forward_only,
       .n_threads = (uint32_t)j->device.threads,
       .deterministic = j->deterministic,
       .one_document =

@@ -12,6 +12,7 @@ static const struct {
   const char *about;
 } commands[] = {
     {"train", cli_train, "train a model directory under two memory caps"},
+    {"eval", cli_eval, "compute a model's loss on data, without training"},
     {"plan", cli_plan, "show what train would do, without training"},
     {"demo", cli_demo, "train for a few steps: demo HOST_GIB DEV_GIB SEQLEN MODEL_DIR"},
     {"info", cli_info, "describe this machine, a model directory, token shards"},

@@ -88,7 +88,7 @@ static int check_outputs(const cli_job *job) {
   return code == CLI_OK ? cli_folder_check(job->run_dir, "run-dir") : code;
 }
 
-static int open_data(cli_job *job, ps_dataset **out) {
+int cli_open_data(cli_job *job, ps_dataset **out) {
   if (!job->data.n)
     return cli_fail(
         CLI_REFUSED,
@@ -107,7 +107,7 @@ static int open_data(cli_job *job, ps_dataset **out) {
   return CLI_OK;
 }
 
-static ps_train_config train_config(const cli_job *job, ps_dataset *ds, bool resumed) {
+ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, bool resumed) {
   ps_train_config cfg = {.struct_bytes = sizeof cfg};
   ps_train_config_init(&cfg);
   cfg.lr_kind = job->lr_schedule;
@@ -425,13 +425,13 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     code = cli_run_lock(job->run_dir, false, lock);
   catch_interrupts();
   if (code == CLI_OK)
-    code = open_data(job, &ds);
+    code = cli_open_data(job, &ds);
   if (code == CLI_OK && job->resume) {
     ps_log_set(job->quiet ? NULL : print_warning, NULL);
     code = cli_resume_open(job, from);
     ps_log_set(NULL, NULL); /* the settings are checked twice, and their warnings printed once */
   }
-  ps_train_config cfg = train_config(job, ds, *from != NULL);
+  ps_train_config cfg = cli_train_config(job, ds, *from != NULL);
   /* checked before the search, which takes longer */
   if (code == CLI_OK && (st = ps_train_config_check(&cfg, &job->config)) != PS_OK)
     code = cli_fail_status(st, true);

@@ -397,14 +397,18 @@ static ps_status describe_head(ps_model *m, const ps__decoder *names) {
   const uint16_t w = c->tied_embeddings
                          ? ps__def_tied(d, (uint64_t)v * dim, m->unit[0].frozen)
                          : ps__def_param(d, "lm_head.weight", PS_PARAM_MATRIX, v, dim);
+  /* where no layer is trained nothing goes back: the loss is all that is asked for */
+  const bool forward_only = ps__is_frozen(m);
   d->input = x;
-  d->grad = dx;
+  d->grad = forward_only ? PS__NONE : dx;
   d->loss = row_loss;
   PS__FWD(d, ps__k_rmsnorm_fwd, norm, PS__R(x), PS__P(w_norm), PS__W(n1));
   PS__SLICE(d, ps__k_gemm, logits, PS__R(n1), PS__P(w), PS__W(z));
   PS__SLICE(d, ps__k_cross_entropy, loss, PS__RW(z), PS__B(PS__BATCH_TARGETS),
             PS__B(PS__BATCH_SCALE), PS__W(row_loss));
   PS__SLICE(d, ps__k_gemm, dw, PS__R(z), PS__R(n1), PS__G(w));
+  if (forward_only)
+    return ps__model_add_layer(m, d, "");
   PS__SLICE(d, ps__k_gemm, dn, PS__R(z), PS__P(w), PS__W(n1));
   PS__FWD(d, ps__k_rmsnorm_bwd, norm, PS__R(x), PS__P(w_norm), PS__R(n1), PS__W(dx), PS__G(w_norm));
   return ps__model_add_layer(m, d, "");

@@ -105,7 +105,11 @@ static ps_status check_config(ps_plan *p) {
     return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
   if (c->optimizer >= PS_N_OPTIMIZERS)
     return ps__fail(PS_EINVAL, "optimizer %u is unknown: use " PS__OPTIMIZER_NAMES, c->optimizer);
-  if (p->model->n_trained == 0)
+  if (c->forward_only > 1)
+    return ps__fail(PS_EINVAL, "forward_only is %u: 0 or 1 is needed", c->forward_only);
+  if (c->forward_only)
+    c->clip = 0;
+  else if (p->model->n_trained == 0)
     return ps__fail(PS_EINVAL,
                     "%u layers would be frozen, but the model has %u with embedding and head: "
                     "one at least must be trained",
@@ -181,7 +185,8 @@ static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_
   ps_model *m;
   /* check_config() names a recipe that there is not */
   const ps_dtype dt = cfg->recipe < PS_N_RECIPES ? ps__recipes[cfg->recipe].weights : PS_F32;
-  PS_TRY(ps__model_create(&m, model, dt, cfg->seq_len, cfg->n_frozen_layers));
+  PS_TRY(ps__model_create(&m, model, dt, cfg->seq_len,
+                          cfg->forward_only ? UINT32_MAX : cfg->n_frozen_layers));
   return plan_of(out, m, cfg, hw);
 }
 

@@ -538,7 +538,7 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
     make_tensors(b, &p, &d->fwd[i]);
     emit_op(b, &p, &d->fwd[i++], PS__PHASE_HEAD);
   }
-  b->dy[c] = p.bound[d->grad];
+  b->dy[c] = d->grad == PS__NONE ? PS__NO_VT : p.bound[d->grad];
   const uint32_t row_loss = p.bound[d->loss];
   ps__emit_copy(b, b->s->at->to_host, ps__whole(b, row_loss, PS_READ),
                 ps__part(s->row_loss, PS_WRITE, 4ull * k->first_token, 4ull * k->n_tokens),

@@ -212,6 +212,7 @@ class Plan(Owner):
                            trainer refuses document tokens
     deterministic          every run gives the same bits, on a GPU too
     frozen_layers          the first so many layers are not trained: the embedding, then the blocks
+    forward_only           nothing is trained: a step of a Trainer computes the loss alone
     reserve                host memory of the process beside the plan's, in bytes or as "1GiB";
                            None: what the process held when it first asked for a Hardware or a Plan
     keep_grads             gradients are copied to the host wherever the update runs, for
@@ -241,6 +242,7 @@ class Plan(Owner):
         one_document: bool = False,
         deterministic: bool = False,
         frozen_layers: int = 0,
+        forward_only: bool = False,
         reserve=None,
         hardware: Hardware | None = None,
     ):
@@ -267,6 +269,7 @@ class Plan(Owner):
             reserve,
             first_round_chunks,
             frozen_layers,
+            forward_only,
         )
         out = ffi.new("ps_plan **")
         check(lib.ps_plan_create(out, model._ptr, self.config, self.hardware._ptr))
@@ -292,6 +295,7 @@ class Plan(Owner):
         reserve=None,
         first_round_chunks=0,
         frozen_layers=0,
+        forward_only=False,
     ):
         which, update = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
         check(lib.ps_recipe_parse(which, recipe.encode()))
@@ -316,6 +320,7 @@ class Plan(Owner):
             reserve_bytes=parse_bytes(reserve, "reserve"),
             first_round_chunks=first_round_chunks,
             n_frozen_layers=frozen_layers,
+            forward_only=int(forward_only),
         )
 
     @classmethod
@@ -340,6 +345,7 @@ class Plan(Owner):
         one_document: bool = False,
         deterministic: bool = False,
         frozen_layers: int = 0,
+        forward_only: bool = False,
         reserve=None,
         hardware: Hardware | None = None,
     ) -> tuple[int, int]:
@@ -367,6 +373,7 @@ class Plan(Owner):
             reserve,
             first_round_chunks,
             frozen_layers,
+            forward_only,
         )
         device, host = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))

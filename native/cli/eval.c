@@ -1,0 +1,130 @@
+/* eval.c - `penstock eval`: the loss of a model on data, without training. */
+#include "cli/cli.h"
+#include <math.h>
+#include <string.h>
+
+typedef struct result {
+  double nll, seconds; /* nll: the sum of the tokens' losses */
+  uint64_t tokens, counted;
+} result;
+
+/* Two steps are in flight: the second one's batch comes in while the first one computes. */
+static int run_steps(const cli_job *job, ps_trainer *t, result *r) {
+  ps_status st = ps_trainer_submit(t, job->steps < 2 ? job->steps : 2);
+  for (uint64_t i = 0; st == PS_OK && i < job->steps; i++) {
+    ps_step_metrics m;
+    st = ps_trainer_wait(t, &m);
+    if (st != PS_OK)
+      break;
+    r->nll += m.loss * (double)m.valid_tokens;
+    r->tokens += m.tokens;
+    r->counted += m.valid_tokens;
+    r->seconds += m.step_s;
+    if (i + 2 < job->steps)
+      st = ps_trainer_submit(t, 1);
+  }
+  return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
+}
+
+static void show(const cli_job *job, const result *r) {
+  const double loss = r->nll / (double)r->counted;
+  if (job->json) {
+    cli_json j = {.out = stdout};
+    cli_json_open(&j, NULL, '{');
+    cli_json_number(&j, "loss", loss);
+    cli_json_number(&j, "perplexity", exp(loss));
+    cli_json_count(&j, "tokens", r->tokens);
+    cli_json_count(&j, "valid_tokens", r->counted);
+    cli_json_count(&j, "steps", job->steps);
+    cli_json_number(&j, "tokens_per_s", (double)r->tokens / r->seconds);
+    cli_json_count(&j, "device_used_bytes", job->report.device_used_bytes);
+    cli_json_count(&j, "host_used_bytes", job->report.host_used_bytes);
+    cli_json_close(&j, '}');
+    putchar('\n');
+    return;
+  }
+  printf("loss %.6f, perplexity %.4g, over %llu targets of %llu tokens; %.0f tokens/s\n", loss,
+         exp(loss), (unsigned long long)r->counted, (unsigned long long)r->tokens,
+         (double)r->tokens / r->seconds);
+}
+
+static int evaluate(cli_job *job) {
+  ps_dataset *ds = NULL;
+  ps_trainer *t = NULL;
+  result r = {0};
+  int code = cli_job_check(job);
+  if (code == CLI_OK)
+    code = cli_open_data(job, &ds);
+  job->forward_only = true;
+  if (code == CLI_OK)
+    code = cli_job_plan(job);
+  if (code == CLI_OK && !job->steps) {
+    job->steps = ps_dataset_n_sequences(ds, job->seq_len) / job->report.n_sequences;
+    job->steps += !job->steps;
+  }
+  if (code == CLI_OK) {
+    const ps_train_config cfg = cli_train_config(job, ds, false);
+    const ps_status st = ps_trainer_create(&t, job->model, job->plan, &cfg, NULL, NULL);
+    code = st == PS_OK ? run_steps(job, t, &r) : cli_fail_status(st, true);
+  }
+  ps_trainer_destroy(t);
+  ps_dataset_close(ds);
+  if (code == CLI_OK)
+    show(job, &r);
+  return code;
+}
+
+/* The options of a training that say what is computed, and where. */
+static const char *const kept[] = {"model",
+                                   "data",
+                                   "steps",
+                                   "seq-len",
+                                   "device-mem",
+                                   "host-mem",
+                                   "recipe",
+                                   "backend",
+                                   "tokens-per-step",
+                                   "chunk-tokens",
+                                   "gpu",
+                                   "threads",
+                                   "json",
+                                   "chunks-per-round",
+                                   "head-slice-tokens",
+                                   "document-token",
+                                   "deterministic",
+                                   "quiet",
+                                   "document-end-token"};
+
+int cli_eval(int argc, char **argv) {
+  cli_job job;
+  cli_option options[CLI_MAX_OPTIONS];
+  cli_job_init(&job);
+  job.clip_norm = 0;
+  job.trace_steps = 0;
+  cli_job_options(&job, options, true);
+  size_t n = 0;
+  for (size_t i = 0; options[i].name; i++) {
+    bool keep = false;
+    for (size_t k = 0; k < sizeof kept / sizeof *kept; k++)
+      keep |= !strcmp(options[i].name, kept[k]);
+    if (keep)
+      options[n++] = options[i];
+    if (keep && !strcmp(options[n - 1].name, "steps"))
+      options[n - 1].help = "steps to compute (default: once through the data)";
+  }
+  options[n] = (cli_option){.name = NULL};
+  const cli_command command = {
+      .usage = "eval --model DIR --data SHARDS... --seq-len N [--device-mem SIZE] [--host-mem "
+               "SIZE] [OPTIONS]",
+      .about = "Prints the model's loss and perplexity on the data: the mean over all targets.\n"
+               "Whole steps are computed, sequence after sequence; a rest that is no whole step\n"
+               "is left out. Memory is planned for the forward pass alone. Nothing is written.",
+      .example = "penstock eval --model trained --data validation/ --seq-len 4096",
+      .options = options,
+  };
+  int code = cli_parse(&command, argc, argv);
+  if (code == CLI_OK)
+    code = evaluate(&job);
+  cli_job_free(&job);
+  return code < 0 ? CLI_OK : code;
+}
