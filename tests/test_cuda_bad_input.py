@@ -241,7 +241,7 @@ def test_a_gpu_that_the_library_has_no_code_for(standin, tiny_model, tiny_shard,
 
 
 def test_a_gpu_newer_than_the_library_is_taken(standin, tiny_model, tiny_shard, tmp_path):
-    """By the PTX of the newest architecture: what is refused then is what comes behind it."""
+    """By the PTX of the newest architecture: what is refused then comes after it."""
     one_sentence(
         train(
             tiny_model,

@@ -203,7 +203,7 @@ def gradients(name, documents, rounded=False):
 
 @functools.cache
 def training(name, eps):
-    """The 20 steps in fp64: figures of the steps, weights behind the last."""
+    """The 20 steps in fp64: figures of the steps, weights after the last."""
     model = oracle(name)
     figures = model.train(documented, STEPS, lr_at, CLIP, eps=eps)
     return figures, {k: v.detach().numpy() for k, v in model.w.items()}

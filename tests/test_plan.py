@@ -167,7 +167,7 @@ def test_a_report_is_consistent_and_the_plan_the_same_when_asked_again(question,
 
 
 def check_trace(plan, events, ends):
-    """Streams run one op at a time, in order; whoever waits starts behind whom it waits for."""
+    """Streams run one op at a time, in order; an op starts after the ops that it awaits."""
     assert len(events) == 3 * plan.schedule.n_ops and (np.diff(ends) > 0).all()
     assert (
         (events["queued_ns"] <= events["start_ns"]) & (events["start_ns"] <= events["end_ns"])
@@ -622,7 +622,7 @@ def test_to_pin_the_rounds_that_were_found_costs_nothing(tmp_path):
 
 def test_what_the_next_forward_pass_waits_for_is_shortened_where_it_waits(tmp_path):
     """AdamW on the host of 8B at 24 GiB takes longer than the first forward pass, so weights go first;
-    without clipping updates run behind the backward pass, and nothing is split."""
+    without clipping updates run after the backward pass, and nothing is split."""
     model, ask = (
         ModelConfig.read(ROOT / "models/8b.json"),
         on_an_h200(tmp_path, 128, seq_len=8192, host_mem="84GiB") | {"device_mem": "24GiB"},

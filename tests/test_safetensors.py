@@ -314,7 +314,7 @@ BAD = {
         ['"b"', "hole"],
     ),
     "hole in front": (raw({"a": entry(F, [1], 4, 8)}, b"12345678"), ['"a"', "hole"]),
-    "data behind": (raw({"a": entry(F, [1], 0, 4)}, b"12345"), ["byte 4", "5"]),
+    "data after the end": (raw({"a": entry(F, [1], 0, 4)}, b"12345"), ["byte 4", "5"]),
     "half a byte": (raw({"a": entry("F4", [1], 0, 0)}), ['"a"', "whole bytes"]),
     "metadata no object": (raw({"__metadata__": 3}), ["__metadata__"]),
     "metadata no string": (raw({"__metadata__": {"k": 1}}), ["__metadata__", '"k"']),
@@ -325,7 +325,7 @@ BAD = {
     ),
     "metadata too long": (raw({"__metadata__": {"k": "x" * 2**20}}), ["longer than 1048576 bytes"]),
     "no end": (raw(b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'), ["comma or }"]),
-    "more behind the end": (raw(b"{} 0"), ["something follows"]),
+    "more after the end": (raw(b"{} 0"), ["something follows"]),
 }
 
 

@@ -9,8 +9,7 @@
  *     stamp(), wait()... , stamp(), copy() or the kernel with launch.exec = exec(), stamp(),
  *     signal()
  * A failed kernel or copy stops the run. A driver submits the ops of all its streams in program
- * order, and every wait is for an op that comes earlier in that order: so a driver never waits
- * for itself. */
+ * order, and every wait is for an earlier op of that order. So a driver never waits for itself. */
 #ifndef PS_ENGINE_BACKEND_H
 #define PS_ENGINE_BACKEND_H
 #include "core/core.h"
@@ -55,14 +54,14 @@ typedef struct ps__backend {
   /* BYTES of device memory that the driver reports for this process; NULL where a device has no
    * memory of its own. */
   ps_status (*memory)(ps__device *dev, uint64_t *out_bytes);
-  /* On a driver's thread: before its first run; and when a run gives its streams no more ops,
-   * back when they are at rest. After an error or a cancel, device ops that were submitted
-   * already run although a host op before them will not: what they compute belongs to steps that
-   * are given up. */
+  /* On a driver's thread: enter() before its first run; leave() when a run gives its streams no
+   * more ops. leave() returns when the streams are at rest. After an error or a cancel, submitted
+   * device ops still run although a host op before them will not. Their results belong to steps
+   * that are given up. */
   void (*enter)(ps__device *dev);
   void (*leave)(ps__device *dev, uint32_t driver);
-  /* The counter of @stream becomes @value once the work before has ended. Whoever awaits it is
-   * known from the schedule (ps__op.waiters): for the others nothing need happen, but for a
+  /* The counter of @stream becomes @value once the work before has ended. The schedule says which
+   * streams await the op (ps__op.waiters). An op that no stream awaits needs no signal, except a
    * step's last op on the stream, which the caller awaits. */
   void (*signal)(ps__device *dev, uint32_t stream, uint64_t value);
   /* @stream (or PS__CALLER) goes on when @awaited's counter is at least @value. False when
@@ -77,7 +76,7 @@ typedef struct ps__backend {
   void (*settle)(ps__device *dev, ps_trace_event *events);
   /* PS_EDEVICE when the device failed: sticky, with the driver's words */
   ps_status (*health)(ps__device *dev);
-  /* every wait looks at its abort flag; a signal handler may call */
+  /* every wait checks its abort flag again; a signal handler may call */
   void (*wake)(ps__device *dev);
 } ps__backend;
 

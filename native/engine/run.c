@@ -147,11 +147,12 @@ ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
 }
 
 /* ---- stopping -----------------------------------------------------------------------------------
- * An op that fails in step k stops step k and every later one; the steps before k, which never
- * wait for those, go on to their end, so that what they have half updated becomes whole. A
- * cancel stops all of them. Each driver (and the caller, which waits like one) says which step
- * it is at and then looks at the limit; who stops lowers the limit and then looks where each is:
- * at least one of the two sees the other, and nobody sleeps for an op that will not come. */
+ * An op that fails in step k stops step k and every later step. The steps before k never wait for
+ * those. They go on to their end, so that half-made updates become whole. A cancel stops all steps.
+ *
+ * Each driver (and the caller, which waits like one) stores the number of its step and then reads
+ * the limit. The stopping thread lowers the limit and then reads where each driver is. At least one
+ * of the two sees the other's store, so no thread sleeps for an op that will not come. */
 
 /* Steps from @step on stop. Everything here may run in a signal handler. */
 static void stop(ps_run *r, uint64_t step) {

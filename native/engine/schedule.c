@@ -1,15 +1,16 @@
 /* schedule.c - derive the hazards of a program that is repeated step after step (docs/design.md,
  * section 2).
  *
- * The program is walked twice. A TIME is a value of a stream's counter in that double walk: op i
- * of a stream with n ops has time walk * n + i + 1. A CLOCK holds for each stream the latest
- * time that is known to have passed; every op keeps the clock it ran under, so that who waits
- * for an op also learns what that op had waited for.
+ * The program is walked twice. A TIME is a value of a stream's counter in that double walk: op i of
+ * a stream with n ops has time walk * n + i + 1. A CLOCK holds for each stream the latest time that
+ * is known to have passed. Every op keeps the clock that it ran under. So a stream that waits for
+ * an op also knows all that the op waited for.
  *
- * Why the second walk may be replayed for every step, the first included: all orderings point
- * forward in program order, so that those between two ops of one step come about inside that
- * step and are the same in both walks; and a conflict over two steps or more is covered by the
- * stream's own order between an op and itself one step later. */
+ * The second walk may be replayed for every step, the first included, for two reasons:
+ * - All orderings point forward in program order. Those between two ops of one step therefore arise
+ *   inside that step, and are the same in both walks.
+ * - A conflict over two steps or more is covered by the stream's own order between an op and the
+ *   same op one step later. */
 #include "engine/schedule.h"
 #include <string.h>
 
@@ -166,7 +167,8 @@ static ps_status compiler_init(compiler *c, const ps_program *program, unsigned 
   return PS_OK;
 }
 
-/* Tell each awaited op who waits for it: a backend need not signal what nobody looks at. */
+/* Note at each awaited op the streams that wait for it: a backend need not signal an op that no
+ * stream awaits. */
 static ps_status mark_waiters(ps_schedule *s) {
   ps__oplist *l = &s->list;
   uint64_t first[PS_MAX_STREAMS], n = 0;

@@ -413,7 +413,7 @@ enum { SUM_THREADS = 3 };
 #ifdef PS_CUDA
 /* The GPU's rates; and contention: what copies get of the host's memory beside sums on several
  * numbers of threads, and beside the optimizer. */
-static ps_status measure_gpu(bench *b, ps_hardware *hw, bool at_length) {
+static ps_status measure_gpu(bench *b, ps_hardware *hw, bool profile) {
   const ps__args_accumulate sum = {.n = b->bytes / LOAD_PARTS / 2, .dt = PS_BF16};
   load at_work[SUM_THREADS + 1];
   ps__host_load loads[SUM_THREADS + 1];
@@ -441,35 +441,35 @@ static ps_status measure_gpu(bench *b, ps_hardware *hw, bool at_length) {
       &at_work[n], PS_CONTENTION_OPTIMIZER, hw->n_threads, load_start, load_bytes, load_stop};
   const ps__host_work work = {{b->memory + 4 * b->bytes, b->set_bytes, b->n_sets}, loads, n + 1};
   if (st == PS_OK)
-    st = ps__cuda_measure(hw, b->seconds, at_length, &work);
+    st = ps__cuda_measure(hw, b->seconds, profile, &work);
   for (uint32_t i = 1; i < SUM_THREADS; i++)
     ps__pool_destroy(pool[i]);
   return st;
 }
 #endif
 
-static ps_status measure(bench *b, ps_hardware *hw, bool at_length) {
+static ps_status measure(bench *b, ps_hardware *hw, bool profile) {
   if (!b->beside_gpu)
     measure_compute(b, hw);
   PS_TRY(measure_host(b, hw));
-  if (at_length)
+  if (profile)
     PS_TRY(measure_threads(b, hw));
-  if (at_length)
+  if (profile)
     PS_TRY(measure_touch(b->bytes < full_bytes(b->beside_gpu) ? b->bytes : TOUCH_BYTES, hw));
 #ifdef PS_CUDA
   if (b->beside_gpu)
-    PS_TRY(measure_gpu(b, hw, at_length));
+    PS_TRY(measure_gpu(b, hw, profile));
 #endif
   hw->measured = b->bytes < full_bytes(b->beside_gpu) ? PS_MEASURED_TIGHT : PS_MEASURED;
   return PS_OK;
 }
 
-static double seconds_a_case(double seconds, bool beside_gpu, bool at_length) {
-  double cases = HOST_CASES + at_length;
+static double seconds_a_case(double seconds, bool beside_gpu, bool profile) {
+  double cases = HOST_CASES + profile;
 #ifdef PS_CUDA
   if (beside_gpu)
     cases += PS__CUDA_CASES + PS__CUDA_CASES_A_LOAD * (SUM_THREADS + 1) +
-             (at_length ? PS__CUDA_MORE_CASES : 0);
+             (profile ? PS__CUDA_MORE_CASES : 0);
 #endif
   return seconds / (beside_gpu ? cases : cases + COMPUTE_CASES);
 }
@@ -490,20 +490,20 @@ static void fill_part(void *arg, int64_t task, uint32_t worker) {
 
 /* A profile beside a GPU takes three quarters of the memory that is free now; else one set is
  * taken. */
-static uint32_t sets_of(const bench *b, bool at_length) {
-  if (!b->beside_gpu || !at_length)
+static uint32_t sets_of(const bench *b, bool profile) {
+  if (!b->beside_gpu || !profile)
     return 1;
   const uint64_t n = ps__host_memory_free() / 4 * 3 / b->set_bytes;
   return n < 1 ? 1 : n > 63 ? 63 : (uint32_t)n; /* time_case() keeps 64 times */
 }
 
-static ps_status map_sets(bench *b, uint32_t device, bool at_length) {
+static ps_status map_sets(bench *b, uint32_t device, bool profile) {
   b->set_bytes = 4 * b->bytes;
 #ifdef PS_CUDA
   if (b->beside_gpu)
     b->set_bytes += 2ull * PS__COPY_BYTES;
 #endif
-  b->n_sets = sets_of(b, at_length);
+  b->n_sets = sets_of(b, profile);
   PS_TRY(ps__map((void **)&b->memory, b->n_sets * b->set_bytes, "measuring the machine"));
 #ifdef PS_CUDA
   if (b->beside_gpu)
@@ -531,8 +531,8 @@ static uint64_t taken(const ps_hardware *hw, uint32_t n, uint64_t bytes) {
   return sum;
 }
 
-static uint64_t in_full(const ps_hardware *hw, bool at_length) {
-  return taken(hw, 4, full_bytes(hw->backend == PS_BACKEND_CUDA)) + (at_length ? TOUCH_BYTES : 0);
+static uint64_t in_full(const ps_hardware *hw, bool profile) {
+  return taken(hw, 4, full_bytes(hw->backend == PS_BACKEND_CUDA)) + (profile ? TOUCH_BYTES : 0);
 }
 
 /* Memory that measuring may take of @host_mem_bytes, the cap of the whole process (0: none), and of
@@ -548,15 +548,15 @@ int ps_hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes) {
 }
 
 /* The full size where there is room, else what there is room for. */
-static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool at_length,
+static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool profile,
                                uint64_t host_mem_bytes) {
   const bool gpu = hw->backend == PS_BACKEND_CUDA;
   const uint64_t have = room(host_mem_bytes), mib = 1 << 20,
                  least = gpu ? LEAST_LARGE_BUFFER : LEAST_BUFFER;
-  const uint32_t n = at_length ? 5 : 4; /* one more, for first touches */
+  const uint32_t n = profile ? 5 : 4; /* one more, for first touches */
   char need[32], there[32];
   *bytes = full_bytes(gpu);
-  if (in_full(hw, at_length) <= have)
+  if (in_full(hw, profile) <= have)
     return PS_OK;
   if (taken(hw, n, least) > have)
     return ps__fail(PS_EBUDGET,
@@ -573,16 +573,16 @@ static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool at_l
 }
 
 static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads,
-                     uint64_t host_mem_bytes, double seconds, bool at_length) {
+                     uint64_t host_mem_bytes, double seconds, bool profile) {
   if (!out || !(seconds >= 0))
     return ps__fail(PS_EINVAL, "measuring a machine: out must be given and seconds not negative");
   ps_hardware hw;
   PS_TRY(ps__hardware_facts(&hw, backend, device, n_threads));
   bench b = {.beside_gpu = backend == PS_BACKEND_CUDA};
-  PS_TRY(choose_buffer(&b.bytes, &hw, at_length, host_mem_bytes));
+  PS_TRY(choose_buffer(&b.bytes, &hw, profile, host_mem_bytes));
   if (seconds == 0)
-    seconds = b.beside_gpu ? (at_length ? 125 : 16) : at_length ? 5 : 1;
-  b.seconds = seconds_a_case(seconds, b.beside_gpu, at_length);
+    seconds = b.beside_gpu ? (profile ? 125 : 16) : profile ? 5 : 1;
+  b.seconds = seconds_a_case(seconds, b.beside_gpu, profile);
   char *scratch = NULL;
   const size_t scratch_bytes = (size_t)SCRATCH * hw.n_threads;
   ps_status st = ps__pool_create(&b.exec.pool, hw.n_threads, "measure");
@@ -595,9 +595,9 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
   if (st == PS_OK && !b.beside_gpu)
     st = ps__cpu_blas_ready(hw.n_threads);
   if (st == PS_OK)
-    st = map_sets(&b, device, at_length);
+    st = map_sets(&b, device, profile);
   if (st == PS_OK)
-    st = measure(&b, &hw, at_length);
+    st = measure(&b, &hw, profile);
   if (st == PS_OK)
     *out = hw;
   if (scratch)

@@ -99,7 +99,7 @@ typedef struct ps__op_def {
   const ps_kernel *kernel;
   uint8_t n_syms;
   bool sliced;     /* runs slice by slice of the chunk's tokens; such ops follow each other */
-  bool has_unread; /* a frozen parameter's gradient goes to a tensor that nobody reads: no sums */
+  bool has_unread; /* a frozen parameter's gradient goes to a tensor that no op reads: no sums */
   uint16_t args_bytes;
   ps__sym sym[PS__OP_MAX_SYMS];
   _Alignas(16) char args[PS__ARGS_BYTES]; /* but for what ps__op_info.bind fills in */

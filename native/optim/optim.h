@@ -1,9 +1,9 @@
 /* optim.h - optimizers on the host (cuda_update.h: on the device): the update of one unit's
  * weights and state, fused, by segments.
  *
- * An optimizer is a row of PS__OPTIMIZERS and a step: the arithmetic of one element, written once
- * in a header of its name (adamw.h) for all of scalar, AVX2, AVX-512 and CUDA (steps.h says how).
- * All in fp32, no FMA contraction, in the order that the step has:
+ * An optimizer is a row of PS__OPTIMIZERS and a step function, the arithmetic of one element. The
+ * step function is written once, in a header of the optimizer's name (adamw.h), for scalar, AVX2,
+ * AVX-512 and CUDA (steps.h says how). All in fp32, no FMA contraction, in the function's order:
  *   g        = grad * grad_scale
  *   w', s'   = step(g, w, s),  s = state[0 .. n_states - 1]
  * recipe fp32         w, state, grad fp32
@@ -11,11 +11,11 @@
  * recipe bf16         w, state, grad bf16; w' and s' rounded stochastically: (bits + r) >> 16
  *                     with 16 random bits r of the counter-based generator below (not applied to
  *                     infinities and NaN)
- * AVX-512, AVX2, scalar and CUDA give the same bits for every input; which host variant runs is
- * chosen once by the CPU, and can be forced for tests. Denormals are computed with, never
- * flushed, whatever the calling thread's mode (it is set for the call and put back). Infinities
- * follow IEEE 754. A NaN is stored as the one quiet NaN 0x7fc00000 (0x7fc0 in bf16), whatever
- * its origin. A finite value beyond the largest bf16 may round to infinity.
+ * AVX-512, AVX2, scalar and CUDA give the same bits for every input. The CPU decides once which
+ * host variant runs; tests can force one. Denormals are computed with, never flushed, whatever the
+ * calling thread's mode (it is set for the call and put back). Infinities follow IEEE 754. A NaN is
+ * stored as the one quiet NaN 0x7fc00000 (0x7fc0 in bf16), whatever its origin. A finite value
+ * beyond the largest bf16 may round to infinity.
  * Generator: ps__sr_random(seed, step, element): splitmix64's finalizer over a Weyl sequence, two
  * words for four elements and their exclusive or (formula in update.c); bits 0-15 for w, 16-31
  * for state[0], 32-47 for state[1]. element is the global element index: unit_base + offset. */
@@ -39,10 +39,10 @@ PS_API uint64_t ps__sr_random(uint64_t seed, uint64_t step, uint64_t element);
 
 /* ---- the table ------------------------------------------------------------------------------- */
 
-/* What of an update is made: the weights (and their bf16 copy) and the state in one pass; or the
- * weights alone, which is what a forward pass waits for, and the state later from the same
- * gradient. Both parts, the weights' first, leave the bits of the whole: the random bits are a
- * function of the element. For optimizers that split only. */
+/* The part of an update that is made. WHOLE: the weights (and their bf16 copy) and the state in one
+ * pass. WEIGHTS: the weights alone, which a forward pass waits for. STATE: the state, later, from
+ * the same gradient. Both parts, the weights' first, give the bits of the whole: the random bits
+ * are a function of the element. For optimizers that split only. */
 typedef enum ps__update_part {
   PS_UPDATE_WHOLE = 0,
   PS_UPDATE_WEIGHTS = 1,
@@ -122,7 +122,7 @@ PS_API void ps__update_elements(ps__simd simd, const ps__update *u, uint64_t n, 
 
 /* The operands of an update as an op. The list of an op's operands is the order of its accesses:
  * the step builder declares them by it, and the launcher finds their addresses by it. GATE is
- * what the gate looks at (below) but for HEADER, the batch header on the device. */
+ * what the gate reads (below) but for HEADER, the batch header on the device. */
 typedef enum ps__operand {
   PS_OPERAND_WEIGHTS, /* that are updated: the master where there is one */
   PS_OPERAND_STATE,   /* state[k]: PS_OPERAND_STATE + k */
@@ -149,17 +149,16 @@ typedef struct ps__segment {
   float decay;
 } ps__segment;
 
-/* What an update looks at before it touches anything: after a failure on the host the work that
- * was submitted still runs, on stale data (engine/backend.h), and must leave the weights of the
- * last complete step. All fields are looked at when the update runs; on a GPU they point to
- * device memory. */
+/* What an update checks before it writes. After a failure on the host, submitted work still runs on
+ * stale data (engine/backend.h) and must leave the weights of the last complete step. All fields
+ * are read when the update runs; on a GPU they point to device memory. */
 typedef struct ps__update_gate {
   /* nothing is done unless *step == expected: the host lets steps pass by number; NULL: any */
   const uint64_t *step;
   uint64_t expected;
   /* the gradient's scale, instead of ps__update.grad_scale; NULL: that one */
   const float *scale;
-  /* nothing is done unless these n_sumsq (at most 32) are finite; NULL: not looked at */
+  /* nothing is done unless these n_sumsq (at most 32) are finite; NULL: not checked */
   const double *sumsq;
   uint32_t n_sumsq;
 } ps__update_gate;

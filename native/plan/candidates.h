@@ -39,9 +39,9 @@ typedef struct ps__candidate {
   /* number of its configuration; parts that stay on the device; parts that are offloaded; number
    * of its prefetch distance */
   uint8_t microbatch, device, host, ahead;
-  /* parts that the first round offloads beyond what every round does: of what its additional
-   * chunks save (0: their block inputs alone), or, where it has none, of what the other rounds
-   * recompute */
+  /* parts that the first round offloads beyond what every round does: parts of what its additional
+   * chunks save (0: their block inputs alone). Without additional chunks: parts of what the other
+   * rounds recompute. */
   uint8_t extra;
   /* the first so many blocks are updated on the device with their state on the host. The next
    * forward pass needs these blocks first, and the host gets a start with the others' updates.
@@ -152,9 +152,10 @@ bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t l
 /* Whether @unit is among @parts of PS__UNIT_PARTS, spread evenly. */
 bool ps__among(uint32_t unit, uint32_t parts);
 bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_t unit);
-/* BYTES of all embedding rows that a step looks up; of the embedding's table; and whether the
- * embedding is on the host: where its rows, once to the device and once back, are fewer bytes than
- * its table in all layer passes. */
+/* ps__lookup_bytes() - BYTES of all embedding rows that a step looks up. ps__table_bytes() - BYTES
+ * of the embedding's table.
+ * The embedding is on the host where its rows, once to the device and once back, are fewer bytes
+ * than its table in all layer passes. */
 double ps__lookup_bytes(const ps__search_space *sp, const ps__layout *l);
 double ps__table_bytes(const ps__search_space *sp);
 bool ps__embed_on_host(const ps__search_space *sp, const ps__layout *l, const ps__residency *r);

@@ -84,9 +84,9 @@ uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES
 ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluation *e);
 ps_status ps__evaluate_map(ps__search *s, ps__evaluation *e);
 void ps__evaluation_free(ps__evaluation *e);
-/* ps__evaluate_time() - map the candidate where it may fit; simulate it where it does, with each
- * number of threads for sums, of which the best is set; note it among the best.
- * @out_ns  of a step; 0 where it does not fit. Errors: PS_ENOMEM. */
+/* ps__evaluate_time() - map the candidate where it may fit. Where it fits, simulate it with each
+ * number of threads for sums, keep the best number, and note the candidate among the best.
+ * @out_ns  of a step; 0 where the candidate does not fit. Errors: PS_ENOMEM. */
 ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, double *out_ns);
 void ps__note_best(ps__search *s, double ns, const ps__candidate *m);
 

@@ -244,9 +244,10 @@ ps_status ps__step_build(ps__step *s, const ps_model *model, const ps__layout *l
 void ps__step_free(ps__step *s);
 /* ps__step_program() - the step as a program of the engine, with addresses. Errors: PS_ENOMEM. */
 ps_status ps__step_program(const ps__step *s, ps_program **out);
-/* ps__step_prologue() - what runs once before the first step: weights that stay on the device are
- * copied there; where optimizer state is device-resident, the master copy too, and @new_state sets
- * states to zero. @out NULL where there is nothing to do. Errors: PS_ENOMEM. */
+/* ps__step_prologue() - the program that runs once before the first step. It copies weights that
+ * stay on the device. Where optimizer state is device-resident it copies the master copy too, and
+ * with @new_state it sets the states to zero. @out NULL where there is nothing to do. Errors:
+ * PS_ENOMEM. */
 ps_status ps__step_prologue(const ps__step *s, bool new_state, ps_program **out);
 /* ps__memmap() - give every tensor of a space its offset; returns the peak in BYTES, or UINT64_MAX
  * when memory is out.

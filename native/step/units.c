@@ -94,9 +94,9 @@ ps_status ps__units_init(ps__builder *b) {
   return PS_OK;
 }
 
-/* Whether a layer pass reads the parameters of unit @unit: those of its own layer, and for the head
- * of a tied model the table; none for the embedding's backward pass and for an embedding on the
- * host. */
+/* Whether a layer pass reads the parameters of unit @unit. A pass reads those of its own layer; the
+ * head of a tied model also reads the table. The embedding's backward pass, and an embedding on the
+ * host, read none. */
 static bool pass_reads(const ps__builder *b, const ps__pass *v, uint32_t unit) {
   if (v->kind == PS__PASS_EMBED_BACK || (v->kind == PS__PASS_EMBED && b->s->spec->embed_on_host))
     return false;

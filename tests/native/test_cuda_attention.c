@@ -407,7 +407,7 @@ static void shapes(void) {
 }
 
 /* Windows within a tile and across chunk and document borders, soft caps and a scale of its own:
- * known documents, documents found, behind a prefix. */
+ * known documents, documents found, after a prefix. */
 static void windows_and_caps(void) {
   static const int mixed[] = {7, 100, 1, 64, 150, 33, 0};
   static const uint32_t window[] = {1, 5, 64, 100, 128, 300, 0}, row0[] = {0, 64, 1000};
@@ -452,7 +452,7 @@ static void windows_and_caps(void) {
   check_case(wide, NULL);
 }
 
-/* Every number of query heads a kv head, behind a prefix and as documents: which kernel runs
+/* Every number of query heads a kv head, after a prefix and as documents: which kernel runs
  * depends on it. */
 static void groups(bool deterministic) {
   static const uint32_t group[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16};

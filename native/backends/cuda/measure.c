@@ -693,7 +693,7 @@ static ps_status fill(bench *b) {
 
 /* The ops of a usual step come first, attention between products: the memory that the driver takes
  * for them is device_overhead_bytes. */
-static ps_status measure(bench *b, double seconds, bool at_length, uint64_t bytes) {
+static ps_status measure(bench *b, double seconds, bool profile, uint64_t bytes) {
   uint64_t used = 0;
   double full;
   bool fits;
@@ -704,14 +704,14 @@ static ps_status measure(bench *b, double seconds, bool at_length, uint64_t byte
   PS_TRY(measure_products(b, seconds, &full));
   PS_TRY(measure_idle(b, seconds, full));
   PS_TRY(measure_bandwidths(b, seconds));
-  if (at_length)
+  if (profile)
     PS_TRY(measure_loaded(b, seconds));
   PS_TRY(ps__cuda_memory_used(b->hw->device, &used));
   b->hw->device_overhead_bytes = ps_round_up((used > bytes ? used - bytes : 0) + MARGIN, 2u << 20);
   for (int i = 0; i < N_ATTENTION; i++)
     PS_TRY(measure_attention(b, i, seconds));
   PS_TRY(measure_memory(b, seconds));
-  return at_length ? measure_pageable(b, seconds) : PS_OK;
+  return profile ? measure_pageable(b, seconds) : PS_OK;
 }
 
 static uint64_t scratch_needed(const ps_hardware *hw) {
@@ -771,7 +771,7 @@ static void release(bench *b) {
     b->cu->MemFree(b->memory);
 }
 
-ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool at_length,
+ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
                            const ps__host_work *host) {
   bench b = {.hw = hw, .host = host};
   CUdevice dev;
@@ -788,7 +788,7 @@ ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool at_length,
     return ps__cuda_fail(b.cu, r, "cuDevicePrimaryCtxRetain");
   ps_status st = reserve(&b, &bytes);
   if (st == PS_OK)
-    st = measure(&b, seconds, at_length, bytes);
+    st = measure(&b, seconds, profile, bytes);
   release(&b);
   b.cu->CtxPopCurrent(&old);
   return st;

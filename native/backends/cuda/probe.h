@@ -38,9 +38,9 @@ typedef struct ps__host_places {
 /* ps__cuda_driver_there() - whether there is a driver, usable or not. */
 bool ps__cuda_driver_there(void);
 
-/* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw; with @at_length also the
+/* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw; with @profile also the
  * figures that only people read.
- * @seconds  of each of PS__CUDA_CASES cases (PS__CUDA_MORE_CASES more with @at_length). The first
+ * @seconds  of each of PS__CUDA_CASES cases (PS__CUDA_MORE_CASES more with @profile). The first
  *           two cases are load that is not counted: a large GPU is bound by its power, and its
  *           clock falls only after some seconds. Of every other case the second half counts.
  * @host     places to copy from and to, and loads: gradient sums, on all threads first, and the
@@ -48,7 +48,7 @@ bool ps__cuda_driver_there(void);
  *           bandwidth (contention). memory_bytes_per_s is the whole bandwidth beside the first
  *           load.
  * Products are measured with attention between them and attention with products between, as in a
- * step. Takes 3.6 GiB of device memory meanwhile and pins @host's places; with @at_length 1 GiB
+ * step. Takes 3.6 GiB of device memory meanwhile and pins @host's places; with @profile 1 GiB
  * more of host memory. CUDA has no fp32 attention: its rate is bf16's. Errors: PS_EDEVICE,
  * PS_ENOMEM. */
 enum { PS__CUDA_CASES = 24, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 2 };
@@ -57,7 +57,7 @@ typedef struct ps__host_work {
   const ps__host_load *load;
   uint32_t n_loads;
 } ps__host_work;
-ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool at_length,
+ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
                            const ps__host_work *host);
 
 /* ps__cuda_memory_used() - BYTES of GPU @device that the driver reports for this process: its entry

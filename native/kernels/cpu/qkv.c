@@ -1,5 +1,5 @@
 /* qkv.c - the fused q, k, v product split by use: optional RMSNorm over each head (Qwen3) or over
- * all heads together (OLMo 2), RoPE, and the way back.
+ * all heads together (OLMo 2), RoPE, and the backward pass.
  *
  * math    y = round(x * rstd * (w + norm_offset)), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm,
  *         else y = x); at angle a = pos * inv_freq[i], c = attention_factor * cos a,

@@ -1,5 +1,5 @@
 /* qkv.cu - the fused q, k, v product split by use: optional RMSNorm over each head (Qwen3) or over
- * all heads together (OLMo 2), RoPE, and the way back.
+ * all heads together (OLMo 2), RoPE, and the backward pass.
  *
  * math    y = round(x * rstd * (w + norm_offset)), rstd = 1/sqrt(mean(x^2) + eps) (with qk_norm,
  *         else y = x); at angle a = pos * inv_freq[i], c = attention_factor * cos a,
@@ -534,7 +534,7 @@ __global__ void __launch_bounds__(THREADS)
   const uint32_t first = blockIdx.x * j.tile, end = min(first + j.tile, j.n_tokens);
   float *dwq = j.partial_q + (size_t)blockIdx.x * n_q,
         *dwk = j.partial_k + (size_t)blockIdx.x * n_k;
-  /* the gradients of a pair before the norm's way back */
+  /* the gradients of a pair before the norm's backward pass */
   auto grads = [&](const row_pair &at, uint32_t t, float &a, float &b) {
     const T *dq = j.dq + (size_t)t * n_q;
     const float *dkv = j.dkv + (size_t)t * 2 * n_k - n_q;
