@@ -786,6 +786,66 @@ static void test_resume(void) {
   printf("ok %u resumed trainings have the bits of those that were not stopped\n", n);
 }
 
+/* The newest whole checkpoint of @folder is of @step. */
+static void check_newest(const char *folder, uint64_t step) {
+  ps_checkpoint *c;
+  ps_checkpoint_info info = {.struct_bytes = sizeof info};
+  CHECK(ps_checkpoint_latest(&c, folder) == PS_OK && c);
+  CHECK(ps_checkpoint_get_info(c, &info) == PS_OK && info.step == step);
+  ps_checkpoint_close(c);
+}
+
+/* Every allocation, read, write and thread start of writing a checkpoint fails, then of opening
+ * one. A checkpoint that was not written leaves nothing, and the one before it is whole. */
+static void test_checkpoint_faults(void) {
+  char first[400], second[400];
+  int64_t places[2] = {0};
+  ps_dataset *ds = open_shard();
+  ps_plan *plan = make_plan(PS_RECIPE_BF16, true, RESIDENT);
+  const ps_train_config c = train_config(ds, true);
+  ps_trainer *t = make_trainer(plan, &c);
+  CHECK(mkdir(new_dir, 0777) == 0);
+  CHECK(ps_checkpoint_path(first, sizeof first, new_dir, 1) == PS_OK);
+  CHECK(ps_checkpoint_path(second, sizeof second, new_dir, 2) == PS_OK);
+  train_steps(t, 1);
+  CHECK(ps_trainer_checkpoint(t, first) == PS_OK);
+  ps_step_metrics m;
+  CHECK(ps_trainer_submit(t, 1) == PS_OK && ps_trainer_wait(t, &m) == PS_OK);
+  const int64_t live = ps__live_allocations();
+  const int files = open_files();
+  for (int i = 0; i < 2 * PS_FAULT_KINDS; i++) {
+    const bool writes = i < PS_FAULT_KINDS;
+    bool failed = true;
+    for (int64_t n = 1; failed; n += STEP, places[writes] += failed) {
+      ps_checkpoint *from = NULL;
+      if (!writes)
+        CHECK(ps_trainer_checkpoint(t, second) == PS_OK);
+      ps__fault_arm(i % PS_FAULT_KINDS, n);
+      const ps_status st =
+          writes ? ps_trainer_checkpoint(t, second) : ps_checkpoint_open(&from, second);
+      failed = ps__fault_count(i % PS_FAULT_KINDS) >= n;
+      ps__fault_arm(i % PS_FAULT_KINDS, 0);
+      CHECK(failed ? st < 0 && ps_last_error()[0] : st == PS_OK);
+      CHECK((from != NULL) == (!writes && st == PS_OK));
+      ps_checkpoint_close(from);
+      CHECK(ps__live_allocations() == live && open_files() == files);
+      CHECK(count_names(new_dir, "penstock") == 0);
+      const bool there = access(second, F_OK) == 0;
+      CHECK(there || st < 0);
+      check_newest(new_dir, there ? 2 : 1);
+      if (there)
+        remove_folder(second);
+    }
+  }
+  remove_folder(first);
+  CHECK(rmdir(new_dir) == 0 && ps_trainer_destroy(t) == PS_OK);
+  ps_plan_destroy(plan);
+  CHECK(ps_dataset_close(ds) == PS_OK);
+  printf("ok a checkpoint that cannot be written or read leaves the one before it: %lld and %lld "
+         "places\n",
+         (long long)places[1], (long long)places[0]);
+}
+
 int main(void) {
   const char *tmp = getenv("TMPDIR");
   snprintf(root, sizeof root, "%s/penstock-test-train-XXXXXX", tmp && *tmp ? tmp : "/tmp");
@@ -814,6 +874,7 @@ int main(void) {
   test_not_finite();
   test_cancel();
   test_resume();
+  test_checkpoint_faults();
   test_own_batch();
   for (int i = 0; i < 5; i++)
     test_life();
