@@ -2,7 +2,8 @@
  *
  * A directory DIR holds its tensors in model.safetensors, or in several files
  * model-0000i-of-0000n.safetensors with model.safetensors.index.json. A tensor may lie in any file.
- * Reading takes F32, BF16 and F16 and converts them.
+ * Reading takes F32, BF16 and F16 and converts them. Checkpoints, with optimizer state, are in
+ * penstock/resume.h.
  *
  * A model in a directory is replaced as a whole, whatever ends a save:
  *   1. The new model is written into a directory of its own beside DIR, and brought to the disk.

@@ -96,7 +96,7 @@ typedef enum ps_op_class {
   PS_CLASS_OTHER = 0, /* fixed cost only */
   PS_CLASS_GEMM = 1,
   PS_CLASS_ATTENTION = 2,
-  /* bandwidth-bound kernels: norms, rope, swiglu, embedding, cross-entropy */
+  /* bandwidth-bound kernels: norms, RoPE, GLU, embedding, cross-entropy, sums on the device */
   PS_CLASS_ELEMENTWISE = 3,
   PS_CLASS_COPY = 4,      /* between spaces */
   PS_CLASS_OPTIMIZER = 5, /* host optimizer and host gradient sums */
@@ -122,12 +122,16 @@ typedef struct ps_kernel {
   const struct ps__op_info *info;
 } ps_kernel;
 
-/* Where an op belongs in the model, for traces and messages; -1 where it does not apply. */
+/* Where an op belongs in the model, for traces and messages. -1 where a field does not apply.
+ *   layer  0 the embedding, 1..L the blocks, L+1 the head
+ *   round  of the step
+ *   chunk  of the step; negative: the op is about the layer's unit -1 - chunk
+ *   phase  the caller's own classification; a plan's ops have PS__PHASE_* (native/step/step.h) */
 typedef struct ps_tag {
   int32_t layer;
   int32_t round;
   int32_t chunk;
-  int32_t phase; /* the caller's own classification: the model uses ps_phase of model.h */
+  int32_t phase;
 } ps_tag;
 
 typedef struct ps_op {
@@ -230,7 +234,8 @@ typedef struct ps_space_config {
 typedef struct ps_stream_config {
   uint32_t place;     /* where its ops run; of a stream of links, where its copies are issued */
   uint32_t n_threads; /* threads that an op of this stream may use, >= 1 */
-  /* BYTES of scratch for EACH of those threads; on a CUDA stream of device memory, once */
+  /* BYTES of scratch for EACH of those threads. Host streams and the CPU backend have it in host
+   * memory; a CUDA stream has that of all its threads as one range of device memory. */
   uint64_t scratch_bytes;
   char name[PS_NAME_BYTES];
 } ps_stream_config;
@@ -253,9 +258,11 @@ typedef struct ps_engine_config {
  * device at most; its spaces are allocated and zeroed; host spaces are touched by all threads and
  * pinned. Streams of a host run on threads; those of a device are CUDA streams, fed by one thread.
  * Blocks: yes; with CUDA for seconds. Partial work is undone on errors.
- * Errors: PS_EINVAL names the field; PS_EBUDGET the place whose spaces and overhead exceed its cap;
- * PS_ENOMEM the space and its bytes; PS_EDEVICE: a thread did not start, or CUDA is not built in,
- * has no driver, too old a driver or no GPU, or refused to pin. */
+ * Errors: PS_EINVAL: the message names the field.
+ *         PS_EBUDGET: spaces and overhead of a place exceed its cap; the message names the place.
+ *         PS_ENOMEM: the message names the space and its bytes.
+ *         PS_EDEVICE: a thread did not start; or CUDA is not built in, has no driver, too old a
+ *         driver or no GPU, or refused to pin. */
 PS_API ps_status ps_engine_create(ps_engine **out, const ps_engine_config *cfg);
 
 /* ps_engine_close() - stop the threads and unmap the spaces. NULL is a no-op. Errors: PS_EBUSY
@@ -286,11 +293,12 @@ typedef struct ps_run_config {
  * @out  on PS_OK owned by the caller, released by ps_run_destroy().
  * An op may touch spaces of its stream's place and of hosts. On a stream of links it is a copy
  * along one of them.
- * Errors: PS_EBUSY while another run of the engine lives; PS_ENOMEM; PS_EINVAL where the schedule
- * has one of these, which the message names:
- *   - more spaces or streams than the engine;
- *   - a range past a space's end, or an op that touches another place;
- *   - a kernel without a function on this backend. */
+ * Errors: PS_EBUSY: another run of the engine lives.
+ *         PS_EINVAL: the schedule has one of these, which the message names:
+ *           - more spaces or streams than the engine;
+ *           - a range past a space's end, or an op that touches another place;
+ *           - a kernel without a function on this backend.
+ *         PS_ENOMEM. */
 PS_API ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
                                const ps_run_config *cfg);
 
@@ -301,9 +309,10 @@ PS_API ps_status ps_run_submit(ps_run *run, uint64_t n_steps);
 /* ps_run_wait() - block until @n_steps steps, counted from the run's start, are complete on every
  * stream. An op that fails in step k stops all streams at their next op of step k or later; the
  * steps before k are completed. Waiting for k steps or fewer then succeeds.
- * Errors: PS_EINVAL for more steps than were submitted; PS_ESTATE inside an op of the run; the
- * sticky error, which is the status of the first op that failed. Its message says why, and names
- * the op, its layer and chunk. */
+ * Errors: PS_EINVAL: @n_steps is more than were submitted.
+ *         PS_ESTATE: the call is made inside an op of the run.
+ *         The sticky error: the status of the first op that failed. The message says why and names
+ *         the op, its layer and chunk. */
 PS_API ps_status ps_run_wait(ps_run *run, uint64_t n_steps);
 
 /* ps_run_cancel() - stop every stream before its next op, whatever its step. The run's sticky error

@@ -55,8 +55,8 @@ enum {
   PS_MAX_CONTENTION_RATES = 16
 };
 typedef struct ps_contention_rate {
-  uint32_t
-      kinds; /* PS_CONTENTION_*: sums or the optimizer, alone or beside copies; 0 ends a table */
+  /* PS_CONTENTION_*: sums or the optimizer, alone or beside copies; 0 ends a table */
+  uint32_t kinds;
   uint32_t threads; /* of the sums or the optimizer */
   /* A copy that is not among the kinds has its rate alone. */
   double h2d_bytes_per_s, d2h_bytes_per_s, host_bytes_per_s;
@@ -103,14 +103,15 @@ typedef struct ps_hardware {
   double accumulate_bytes_per_s;           /* gradient sums on the host */
   double accumulate_sumsq_bytes_per_s;     /* a sum and its squares in one pass: the last sum's */
   double sumsq_bytes_per_s;                /* sums of squares on the host */
-  /* Rows of the embedding that the io stream's threads gather, and that stream's other ops. It has
-   * 1 thread below 8 n_threads, else half of them. Beside a GPU the optimizer runs meanwhile. */
+  /* BYTES per second at which the io stream gathers rows of the embedding and runs its other ops.
+   * The stream has 1 thread where n_threads is below 8, else n_threads / 2. On CUDA it is measured
+   * beside the optimizer. */
   double gather_bytes_per_s;
-  /* CUDA, 0..1: by how much products and attention run faster, times the fraction of the time
-   * that the GPU idles. A GPU bound by its power spends on its clock what it saves while it
-   * rests. 0: it is not bound by its power, or unknown. */
+  /* CUDA, 0..1: products and attention take 1 / (1 + idle_gain * idle) of their time, where idle
+   * is the fraction of the time that the GPU idled before. idle_most bounds the product, as the
+   * clock has a highest value. 0: the GPU is not bound by its power, or unknown. */
   double idle_gain;
-  double idle_most; /* CUDA, 0..1: the most that idling gains, as the clock has a highest value */
+  double idle_most;          /* CUDA, 0..1 */
   double memory_bytes_per_s; /* host memory bandwidth that copies and host ops divide */
   /* CUDA: how copies and host ops divide it, as measured, with sums on several numbers of threads
    * of which the planner chooses one. Empty: in proportion to what each takes alone. */

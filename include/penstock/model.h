@@ -1,6 +1,6 @@
 /* penstock/model.h - a model: its configuration, its parameters, and where each lies in its unit.
  *
- * A model is a list of UNITS:
+ * A model is a list of UNITS, today one for each layer:
  *   - unit 0 is the embedding;
  *   - units 1..L are the blocks;
  *   - unit L+1 is the head: the final norm and lm_head, with tied embeddings the norm alone.
@@ -85,6 +85,7 @@ enum {
 typedef struct ps_model_config {
   uint32_t struct_bytes; /* sizeof(ps_model_config) */
   uint32_t family;       /* by ps_model_family_name() */
+  /* n_layers: blocks (num_hidden_layers) */
   uint32_t vocab_size, n_layers, dim, n_heads, n_kv_heads, head_dim, ffn_dim;
   uint32_t max_positions;   /* max_position_embeddings; 0 when the config has none */
   uint32_t tied_embeddings; /* tie_word_embeddings */
@@ -105,7 +106,7 @@ typedef struct ps_model_config {
   float logit_scale;       /* of the logits, before the cap (Granite: 1 / logits_scaling) */
   double local_rope_theta;
   ps_rope rope;
-  uint8_t layer_flags[PS_MAX_LAYERS]; /* PS_LAYER_*, by layer from 0 */
+  uint8_t layer_flags[PS_MAX_LAYERS]; /* PS_LAYER_*, by block from 0 */
 } ps_model_config;
 
 /* ps_model_config_read() - from DIR/config.json or from a config file itself, of a family of

@@ -110,10 +110,10 @@ typedef struct ps_plan_report {
   uint64_t host_used_bytes; /* arena + scratch + trace + reserve; at most host_mem_bytes */
   uint64_t scratch_bytes, reserve_bytes, trace_bytes; /* of the host */
   uint64_t device_mem_bytes, host_mem_bytes;          /* the caps as given; 0: none */
-  /* Units whose parameters, gradients, optimizer state are device-resident; units in all. */
+  /* Units in all; units whose parameters, gradients are device-resident. resident_update_units:
+   * their optimizer state is device-resident, and the update runs there. */
   uint64_t resident_param_units, resident_grad_units, resident_update_units, n_units;
-  /* Units updated on the device whose optimizer state is on the host: it is copied to the device
-   * for the update and back after it. */
+  /* The update runs on the device; the state comes from the host for it and goes back after it. */
   uint64_t streamed_update_units;
   /* Units updated on the host in two parts: the weights first, the state after all weights. */
   uint64_t split_update_units;
@@ -133,8 +133,9 @@ typedef struct ps_plan_report {
 } ps_plan_report;
 
 /* ps_plan_create() - search for the fastest plan under both caps.
- * All candidates of the search space are evaluated. For large models and steps the search stops at
- * a budget of ops, which is the same on every machine. The result is deterministic.
+ * Every candidate is evaluated, or passed over because its bound is no better than the best plan.
+ * For large models and steps the search stops after a number of ops, the same on every machine. The
+ * result is deterministic.
  * Reads the process's memory once; reads no model data.
  * @out    on PS_OK a plan owned by the caller, released by ps_plan_destroy(); untouched on error.
  * Blocks: a few seconds for 8B on two cores; up to three times that where more memory gains little.

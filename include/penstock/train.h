@@ -69,8 +69,9 @@ typedef struct ps_train_config {
    * for the same choice (ps_plan_config.clip). */
   double clip_norm;
   uint64_t seed; /* of stochastic rounding, of shuffling and of weights that are drawn */
-  /* Steps that were trained before. Schedule, data order and random bits go on from there. The
-   * optimizer's state begins at zero, and its bias correction counts the updates of this run. */
+  /* Steps that were trained before. Schedule, data order and random bits go on from there. With
+   * ps_trainer_create() the optimizer's state begins at zero, and its bias correction counts the
+   * updates of this run. penstock/resume.h goes on with the state of a checkpoint. */
   uint64_t first_step;
   /* Documents inside a sequence: attention does not cross their borders, and positions begin at 0
    * in each. Either the token that begins a document is given, or the token that ends one (such as

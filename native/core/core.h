@@ -25,8 +25,8 @@ const char *ps__format_bytes(char buf[32], uint64_t bytes);
 /* Format two sizes for a comparison, with as many digits as tell them apart. */
 void ps__format_bytes_apart(char a[32], uint64_t x, char b[32], uint64_t y);
 
-/* ---- memory: the library allocates by these alone, so that tests can count and fail them
- * ------ */
+/* ---- memory ---------------------------------------------------------------------------------- */
+/* The library allocates by these alone, so that tests can count and fail them. */
 /* NULL on failure, also an injected one; free with ps__free() */
 void *ps__malloc(size_t bytes);
 void *ps__calloc(size_t n, size_t bytes);

@@ -15,11 +15,12 @@
  *     The new ones move up, config.json last. A program that does not know .penstock-new so finds a
  *     whole model or no config.json. The next save completes a move that was cut off (pending.c).
  *
- * Names, where BASE is DIR's own name and X is random: DIR/.penstock-save-X           a stage. The
- *   next save removes one that was left. PARENT/.BASE.penstock-save-X   the same
+ * Names, where BASE is DIR's own name and X is random:
+ *   DIR/.penstock-save-X           a stage. The next save removes one that was left.
+ *   PARENT/.BASE.penstock-save-X   the same
  *   PARENT/.BASE.penstock-old-X    a stage about to change places, or the old directory. Of one
- *   that
- *                                  was left, files that are no model and not in DIR go back to DIR.
+ *                                  that was left, files that are no model and not in DIR go back to
+ *                                  DIR.
  *   DIR/.penstock-new              see above. While it has a file .replacing, files of the old
  *                                  model may still be in DIR.
  * A save holds a lock (flock) on its directory. models/init_model.py, which stands alone, uses the

@@ -2,14 +2,16 @@
  * its math; and how an op describes itself.
  *
  * Each op is one const ps_kernel, ps__k_<op>. Its CPU function and its description stand in
- * native/kernels/cpu/<family>.c, its CUDA function in native/kernels/cuda/<family>.cu. Argument
- * blocks are plain structs of shapes without padding, so that equal ops have equal bytes. Addresses
- * arrive in ps_launch.ptr in the order listed after "ptr:", with R read, W write, RW both.
- *
- * T tokens (rows), D model dim, A = heads*head_dim, K = kv_heads*head_dim, F ffn dim, V vocab. All
- * matrices are row-major. dt is the storage dtype. Arithmetic is fp32 inside (fp64 where said) with
- * one rounding (to nearest even) at the store. Every kernel gives the same bits for any number of
- * threads and any address alignment of 16 bytes. */
+ * native/kernels/cpu/<family>.c, its CUDA function in native/kernels/cuda/<family>.cu.
+ *   - Argument blocks are plain structs of shapes without padding: equal ops have equal bytes.
+ *   - Addresses arrive in ps_launch.ptr in the order listed after "ptr:". R: the op reads, W: it
+ *     writes, RW: both. W|RW: RW where the op accumulates, else W.
+ *   - T tokens (rows), D model dim, A = heads*head_dim, K = kv_heads*head_dim, F ffn dim, V vocab.
+ *   - All matrices are row-major. dt is the storage dtype.
+ *   - Arithmetic is fp32 inside (fp64 where said), with one rounding (to nearest even) at the
+ *     store.
+ *   - Every kernel gives the same bits for any number of threads and any address alignment of 16
+ *     bytes. */
 #ifndef PS_KERNELS_OPS_H
 #define PS_KERNELS_OPS_H
 #include "core/dtype.h"
@@ -131,21 +133,19 @@ typedef struct ps__args_fill {
 } ps__args_fill;
 /* fill_zero            ptr: W dst[bytes] */
 
-/* How a contribution is added to a total, total[i] += g[i]. A bf16 total that gets many
- * additions, each rounded to nearest, would stall: what is under half an ulp of it vanishes. So
- * with f = total + g in fp32 and a dither of 16 bits, (37345 (first + i) + 40503 index) mod
- * 2^16:
- *   0            total[i] = f rounded to nearest even
- *   PS_DITHER    total[i] = the upper 16 bits of (bits of f + dither): unbiased, and since
- *                40503/2^16 is the golden ratio the dithers of consecutive additions cancel: equal
- *                terms leave about an ulp, however many there are, others the square root of their
- *                number
- *   PS_LOW_*     the total is an fp32 number cut to 24 bits (16 of significand), the upper 16 in
- *                total[], the next 8 in low[]: bits = (bits of f + dither / 2^8) & ~255.
- *                PS_LOW_READ: low[] is read, else it counts as 0. PS_LOW_WRITE: bits are stored in
- *                total[] and low[]; without it they are rounded to bf16 in total[]: the last
- *                addition
- * All but 0 for bf16 alone. */
+/* How a contribution is added to a total, total[i] += g[i]. A bf16 total that gets many additions,
+ * each rounded to nearest, would stall: an addition of less than half an ulp of it vanishes. Let
+ * f = total + g in fp32, and dither = (37345 (first + i) + 40503 index) mod 2^16.
+ *   0          total[i] = f rounded to nearest even.
+ *   PS_DITHER  total[i] = the upper 16 bits of (bits of f + dither): unbiased. 40503/2^16 is the
+ *              golden ratio, so the dithers of consecutive additions cancel: equal terms leave
+ *              about an ulp, however many there are, and others the square root of their number.
+ *   PS_LOW_*   The total is an fp32 number cut to 24 bits (16 of significand), the upper 16 in
+ *              total[], the next 8 in low[]: bits = (bits of f + dither / 2^8) & ~255.
+ *     PS_LOW_READ   low[] is read; without it, low[] counts as 0 (the first addition).
+ *     PS_LOW_WRITE  bits are stored in total[] and low[]; without it, they are rounded to bf16 in
+ *                   total[] (the last addition).
+ * All modes but 0 are for bf16 alone. */
 enum { PS_LOW_READ = 1, PS_LOW_WRITE = 2, PS_DITHER = 4 };
 enum { PS_DITHER_ELEMENT = 37345, PS_DITHER_INDEX = 40503 };
 static inline uint32_t ps__dither(uint64_t element, uint32_t index) {
@@ -182,20 +182,21 @@ void ps__embed_row(void *out, const void *row, uint32_t dt, size_t dim, float sc
  *                      of dx[t,:] (fp32 sum and product, one rounding when added).
  *                      accumulate 0 writes every row (zeros where no token).  ptr: R id[T], R
  *                      dx[T,D], W|RW dtable[V,D]. */
-/* embed_bwd_host       The total's part of embed_bwd over some chunks of a round, followed by
- *                      writing the result to the total (rows.accumulate 0) or adding it (1). For
- *                      each v with a token, contribution[v,:] = round(scale chunk's sum), then
- *                      round(contribution + scale sum) for each further chunk; total[v,:] =
- *                      contribution, or as accumulate adds it (mode, index: as there).
- *                      A row without a token becomes zero (0) or is not touched (1); where low[] is
- *                      written but not read, its row becomes zero. These are the same bits, since x
- *                      + 0 = x; but -0, which a sum of embed_bwd is only when it underflows in
+/* embed_bwd_host       The host's embed_bwd: it adds one contribution to the total, with the bits
+ *                      of embed_bwd and accumulate on the device. For host streams alone (class
+ *                      OPTIMIZER).
+ *                      Rows with tokens: contribution[v,:] = round(scale times the first chunk's
+ *                      sum), then round(contribution + scale times its sum) for each further chunk.
+ *                      total[v,:] = contribution (rows.accumulate 0), or as accumulate adds it (1;
+ *                      mode and index as there).
+ *                      Other rows: zero (0), or not touched (1); where low[] is written but not
+ *                      read, the row of low[] becomes zero. These are the same bits, since x + 0 =
+ *                      x. One exception: -0, which a sum of embed_bwd is only when it underflows in
  *                      bf16, stays -0.
- *                      The T tokens (rows.n_tokens) lie chunk by chunk in the order of their
- *                      backward passes: groups of group_tokens, in each a chunk of short_tokens
- *                      (the sequence's last slice), then chunks of chunk_tokens. skip_tokens:
- *                      tokens of whole chunks of the round that came before these.
- *                      For host streams alone (class OPTIMIZER).
+ *                      Order of tokens: the T tokens (rows.n_tokens) lie chunk by chunk in the
+ *                      order of their backward passes: groups of group_tokens, in each a chunk of
+ *                      short_tokens (the sequence's last slice), then chunks of chunk_tokens.
+ *                      skip_tokens: tokens of whole chunks of the round that came before these.
  *                      ptr: R id[T], R dx[T,D], W|RW total[V,D], then with PS_LOW_*: W|RW low
  *                      u8[V,D]. */
 typedef struct ps__args_embed_host {
@@ -219,10 +220,10 @@ ps_status ps__check_rmsnorm(const ps__args_rmsnorm *a, const char *op);
  *                      ptr: R x, R w, R dy, W|RW dx, W|RW dw[cols] (RW with accumulate_dw). dx
  *                      does not alias dy or x. */
 
-/* gemm                 C[M,N] = alpha op(A) op(B) (+ bias[N]) (+ residual[M,N], ld = ldc) (+ C when
- *                      accumulate); fp32 accumulate, one rounding. trans_a: A is stored [K,M];
- *                      trans_b: B is stored [N,K]. ld* in elements; bias and residual are of dt_c.
- *                      Added in this order: C, product, bias, residual.
+/* gemm                 C[M,N] = (C +) alpha op(A) op(B) (+ bias[N]) (+ residual[M,N]), added in
+ *                      this order in fp32, with one rounding. C is a term with accumulate.
+ *                      trans_a: A is stored [K,M]; trans_b: B is stored [N,K]. ld* are in elements;
+ *                      residual has ldc. Bias and residual are of dt_c.
  *                      ptr: R A, R B, W|RW C (RW with accumulate), then R bias if has_bias, then
  *                      R residual if has_residual. */
 typedef struct ps__args_gemm {
@@ -236,7 +237,7 @@ static inline float ps__gemm_alpha(const ps__args_gemm *a) {
   return a->alpha == 0.0f ? 1.0f : a->alpha;
 }
 
-/* RoPE turns the first rotary_dim elements of a head, in Hugging Face's layout: element i pairs
+/* RoPE rotates the first rotary_dim elements of a head, in Hugging Face's layout: element i pairs
  * with i + rotary_dim/2, and its angle is position * inv_freq[i], the product and its range
  * reduction in fp64. Cosine and sine are multiplied by attention_factor (YaRN, longrope; else
  * 1). native/model/rope.h fills the table. */
@@ -268,14 +269,14 @@ ps_status ps__check_qkv(const ps__args_qkv *a, const char *op);
  *                      ptr: R dq, R dkv f32, R pos, W dqkv, then with qk_norm R qkv (raw), R wq,
  *                      R wk, W|RW dwq, W|RW dwk. */
 
-/* Attention over a GROUP of rows (a long sequence, or the sequences packed in a chunk): query
- * row i of this chunk is group row row0+i and sees keys doc_start[i] .. row0+i (inclusive),
- * doc_start[i] being the group row where its document begins; with a window at most the last
- * `window` of them, its own included. s = scale * q k, with a soft cap softcap * tanh(s /
- * softcap), and then the softmax. Tiles with an online softmax: no (T,T) tensor exists. */
+/* Attention over the rows of an attention group (a long sequence, or the sequences packed in a
+ * chunk). Query row i of this chunk is group row row0+i. It sees keys doc_start[i] .. row0+i
+ * (inclusive), where doc_start[i] is the group row at which its document begins; with a window at
+ * most the last `window` of them, its own included. s = scale * q k, with a soft cap softcap *
+ * tanh(s / softcap), and then the softmax. Tiles with an online softmax: no (T,T) tensor exists. */
 typedef struct ps__args_attention {
   uint32_t n_tokens; /* query rows of this chunk */
-  uint32_t row0;     /* group row of the first of them; keys are group rows 0 .. row0+n_tokens-1 */
+  uint32_t row0;     /* group row of the first of them; keys: group rows [0, row0 + n_tokens) */
   uint32_t n_heads, n_kv_heads, head_dim, dt, accumulate_dkv;
   /* d > 0: the caller knows that every document has d rows: doc_start[i] = (row0+i)/d*d. Either
    * d >= row0+n_tokens, or row0 is 0 and n_tokens a multiple of d; other values say nothing, as
@@ -300,9 +301,10 @@ static inline uint32_t ps__attention_documents(const ps__args_attention *a) {
 }
 /* attention_fwd        ptr: R q[T,A], R kv[row0+T,2K], R doc_start i32[T], W o[T,A], W lse
  *                      f32[T,n_heads]. */
-/* attention_bwd        ptr: R q, R kv, R doc_start, R o, R lse, R d_o[T,A], W dq[T,A], W|RW dkv
- *                      f32[row0+T,2K]: all rows are written (accumulate_dkv 0) or added to (1), in
- *                      an order that does not depend on threads. */
+/* attention_bwd        All rows of dkv are written (accumulate_dkv 0) or added to (1), in an order
+ *                      that does not depend on threads.
+ *                      ptr: R q, R kv, R doc_start, R o, R lse, R d_o[T,A], W dq[T,A], W|RW dkv
+ *                      f32[row0+T,2K]. */
 
 /* activation: ps_activation. SwiGLU has silu, GeGLU gelu in torch's approximate="tanh" (Gemma). */
 typedef struct ps__args_glu {
@@ -339,12 +341,13 @@ typedef struct ps__args_sumsq {
   uint64_t n;
   uint32_t dt, n_threads;
 } ps__args_sumsq;
-/* sumsq                sum of squares in fp64: tiles of ps__sumsq_tile(n) elements; in each 1024
- *                      lanes, lane j adds the tile's elements j, j+1024, ... in order, then the
- *                      lanes are added as a binary tree (j += j+512, then 256, ...); the tiles'
- *                      sums are added in order. Exact products, so FMA does not change it, and at
- *                      most 256 tiles, so that a device has all of them at work and a chain is
- *                      n/2^18 additions long.
+/* sumsq                Sum of squares in fp64, in one order:
+ *                      1. g is cut into tiles of ps__sumsq_tile(n) elements. A tile has 1024 lanes;
+ *                         lane j adds the squares of the tile's elements j, j+1024, ... in order.
+ *                      2. The lanes are added as a binary tree: j += j+512, then j+256, ...
+ *                      3. The tiles' sums are added in order.
+ *                      Products are exact, so FMA does not change it. There are at most 256 tiles,
+ *                      so that a device works on all of them and a chain is n/2^18 additions long.
  *                      ptr: R g[n], W out f64[1]. sumsq_host is the same on host streams (class
  *                      OPTIMIZER).
  * accumulate_sumsq_host  accumulate_host, then sumsq_host of the total, in one pass and with

@@ -4,14 +4,15 @@
  *   attention:  h = x + scale post(o W_o),    o = attention(norm(x) W_qkv)
  *   MLP:        y = h + scale post(s W_down), s = act(g) u,  g|u = norm(h) W_gate|up
  *
- * Either norm of either half may be missing: the first one is the identity then, and so is the
- * second, post. A family whose layers are not of this kind describes them itself, with
- * native/model/define.h. */
+ * norm and post are RMSNorms; where a block has none, the identity. scale is residual_scale. A
+ * family whose layers are not of this kind describes them itself, with native/model/define.h. */
 #ifndef PS_MODEL_DECODER_H
 #define PS_MODEL_DECODER_H
 #include "model/model.h"
 
-/* Names of a block's parameters after "model.layers.N.". NULL: the block has none. */
+/* Names of a block's parameters after "model.layers.N.". NULL: the block has none, but for k, v and
+ * up, see there. Names outside blocks are fixed: model.embed_tokens.weight, model.norm.weight,
+ * lm_head.weight. */
 typedef struct ps__decoder {
   const char *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm;
   const char *q, *k, *v; /* k and v NULL: on disk q has all three */

@@ -24,7 +24,7 @@ static inline ps__set ps__only(uint32_t i) { return (ps__set)1 << i; }
 typedef enum ps__row_kind {
   PS__ROWS_TOKEN, /* a row for each of the chunk's tokens */
   PS__ROWS_GROUP, /* for each token of the chunk's attention group (docs/glossary.md) */
-  PS__ROWS_SLICE, /* for each token of a slice: only in ops that run slice by slice */
+  PS__ROWS_SLICE, /* for each token of a head slice: only in ops that run slice by slice */
   PS__ROWS_ONE    /* one, for any chunk */
 } ps__row_kind;
 
@@ -34,7 +34,7 @@ typedef struct ps__tensor_def {
   const char *name;
   uint64_t row_bytes; /* BYTES of a row */
   uint32_t rows;      /* ps__row_kind */
-  int saved;          /* place in ps__layer_def.saved; PS__NONE: never saved */
+  int saved;          /* index in ps__layer_def.saved; PS__NONE: never saved */
 } ps__tensor_def;
 
 /* A saved activation: tensors of the forward pass that the backward pass reads, with one policy.
@@ -76,8 +76,8 @@ typedef struct ps__unit_def {
 
 /* What an access of an op stands for. */
 typedef enum ps__sym_kind {
-  PS__SYM_TENSOR, /* a tensor: the chunk's own rows, or the slice's */
-  PS__SYM_PREFIX, /* a group tensor: rows 0 .. row0+T */
+  PS__SYM_TENSOR, /* a tensor: the chunk's own rows, or the head slice's */
+  PS__SYM_PREFIX, /* a group tensor's rows [0, row0 + n_tokens) */
   PS__SYM_PARAM,  /* a span of parameters */
   PS__SYM_GRAD,   /* its gradient: a contribution's first chunk writes it, later chunks add to it */
   PS__SYM_BATCH   /* a field of the chunk's batch, ps__batch_field */
@@ -98,16 +98,18 @@ enum { PS__OP_MAX_SYMS = 10, PS__ARGS_BYTES = 640 };
 typedef struct ps__op_def {
   const ps_kernel *kernel;
   uint8_t n_syms;
-  bool sliced;     /* runs slice by slice of the chunk's tokens; such ops follow each other */
+  bool sliced;     /* runs head slice by head slice of the chunk; such ops follow each other */
   bool has_unread; /* a frozen parameter's gradient goes to a tensor that no op reads: no sums */
   uint16_t args_bytes;
   ps__sym sym[PS__OP_MAX_SYMS];
   _Alignas(16) char args[PS__ARGS_BYTES]; /* but for what ps__op_info.bind fills in */
 } ps__op_def;
 
-/* Tensors with a role: the layer's input, its output, and the gradient of the residual stream,
- * which the backward pass reads as the output's and leaves as the input's. loss: fp32, a row's
- * loss, copied to the host. PS__NONE where there is none. */
+/* Tensors with a role; PS__NONE: the layer has none.
+ *   input, output
+ *   grad   the gradient of the residual stream: on entry to the backward pass the output's, on exit
+ *          the input's
+ *   loss   fp32, one a row, copied to the host */
 typedef struct ps__layer_def {
   ps__tensor_def tensor[PS__SET_BITS];
   ps__saved_def saved[PS__MAX_SAVED];
@@ -150,9 +152,9 @@ void ps__def_param_after(ps__layer_def *d, const char *name, ps_param_role role,
 void ps__def_init(ps__layer_def *d, double mean, double std);
 /* ps__def_tied() - a span that is the embedding's first, of @n elements. */
 uint16_t ps__def_tied(ps__layer_def *d, uint64_t n, bool frozen);
-/* ps__def_op() - an op at the end of the forward or backward pass. Use PS__FWD() and PS__BWD(). An
- * op that writes gradients of frozen parameters alone is left out; what an op writes beside other
- * things goes to a tensor that nobody reads. */
+/* ps__def_op() - append an op to the forward or backward pass. Use PS__FWD(), PS__BWD() or
+ * PS__SLICE(). An op that writes gradients of frozen parameters alone is left out. Where it also
+ * writes something else, the frozen gradient goes to a tensor that no op reads. */
 void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *kernel,
                 const void *args, size_t args_bytes, const ps__sym *sym, size_t n_syms);
 #define PS__DEF_OP(d, backward, sliced, kernel, args, ...)                                         \
@@ -163,7 +165,7 @@ void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *k
 #define PS__FWD(d, kernel, args, ...)   PS__DEF_OP(d, false, false, kernel, args, __VA_ARGS__)
 #define PS__BWD(d, kernel, args, ...)   PS__DEF_OP(d, true, false, kernel, args, __VA_ARGS__)
 #define PS__SLICE(d, kernel, args, ...) PS__DEF_OP(d, false, true, kernel, args, __VA_ARGS__)
-/* Symbols; with PS__SYM_IF() an op has one more where a condition holds. */
+/* Symbols. PS__SYM_IF(): @symbol where @condition holds, else none: ps__def_op() leaves it out. */
 #define PS__R(tensor)                 ((ps__sym){PS__SYM_TENSOR, PS_READ, tensor})
 #define PS__W(tensor)                 ((ps__sym){PS__SYM_TENSOR, PS_WRITE, tensor})
 #define PS__RW(tensor)                ((ps__sym){PS__SYM_TENSOR, PS_READ_WRITE, tensor})
@@ -183,7 +185,7 @@ void ps__def_free(ps__layer_def *d);
 static inline bool ps__sym_is_tensor(ps__sym y) {
   return y.kind == PS__SYM_TENSOR || y.kind == PS__SYM_PREFIX;
 }
-/* ps__op_args() - the arguments of @op on a chunk or slice, into @args, which has room for
+/* ps__op_args() - the arguments of @op on a chunk or head slice, into @args, which has room for
  * PS__ARGS_BYTES. */
 void ps__op_args(const ps__op_def *op, const ps__chunk_shape *c, void *args);
 /* ps__recompute() - the forward ops that must run again so that all tensors of @need exist where

@@ -83,6 +83,7 @@ extern const ps__family ps__family_llama, ps__family_qwen2, ps__family_qwen3, ps
 
 /* ps__family_at() - by ps_model_config.family; NULL past the last. */
 const ps__family *ps__family_at(uint32_t idx);
-/* The pre-norm decoder of the families above. */
+/* ps__describe_llama() - Llama's pre-norm decoder, for families with its names. Errors: as
+ * ps__describe_decoder() (native/model/decoder.h). */
 ps_status ps__describe_llama(ps_model *m);
 #endif

@@ -28,7 +28,7 @@ struct ps_model {
   uint32_t n_frozen; /* layers from the embedding on whose units are frozen */
   /* distinct definitions; owned */
   ps__layer_def **def;
-  uint32_t n_defs, n_layers, n_units, n_params; /* n_layers: with embedding and head */
+  uint32_t n_defs, n_layers, n_units, n_params; /* n_layers: blocks, embedding, head */
   size_t cap_defs, cap_layers, cap_units, cap_params;
   ps__layer *layer;
   ps__unit *unit;

@@ -76,8 +76,8 @@ typedef struct ps__microbatch {
   ps__layout shorter;
   uint32_t n_left_out;
   size_t n_ops; /* of a step, about */
-  ps__microbatch_base
-      base[2]; /* [whether the embedding is on the host]; tied models have [0] alone */
+  /* [whether the embedding is on the host]; tied models have [0] alone */
+  ps__microbatch_base base[2];
   /* the grids are three times as coarse: the step has very many ops, or ops with so little work
    * that their fixed cost decides */
   bool coarse;

@@ -153,10 +153,9 @@ static double fraction(double part, double whole) {
   return whole > 0 && part < whole ? part / whole : 1.0;
 }
 
-/* ---- contention for the host's memory
- * --------------------------------------------------------- */
+/* ---- contention for the host's memory -------------------------------------------------------- */
 
-enum { H2D, D2H, SUMS, OPTIMIZER }; /* places of the bits of ps_contention_rate.kinds */
+enum { H2D, D2H, SUMS, OPTIMIZER }; /* numbers of the bits of ps_contention_rate.kinds */
 
 /* The entry of these kinds with sums on @sum_threads threads; 0: on as many as the first entry of
  * sums. NULL: none. */

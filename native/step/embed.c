@@ -23,8 +23,7 @@ static ps_tag embed_tag(uint32_t round, uint32_t chunk, int phase) {
   return (ps_tag){0, (int32_t)round, (int32_t)chunk, phase};
 }
 
-/* ---- on the host
- * --------------------------------------------------------------------------------- */
+/* ---- on the host ----------------------------------------------------------------------------- */
 
 /* The first round's rows are gathered beside the update of a table that is trained. That takes as
  * long as three blocks' updates and would hold the step back, so rows that are gathered are updated

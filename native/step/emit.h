@@ -153,16 +153,18 @@ void ps__total_ready(ps__builder *b, uint32_t unit);
  * host last; the report; the state of split updates. */
 void ps__emit_updates(ps__builder *b);
 
+/* ---- the batch (step.c) ---------------------------------------------------------------------- */
+/* ps__copy_batch() - the round's parts of the batch are copied to the device. */
+void ps__copy_batch(ps__builder *b, uint32_t round);
+
 /* ---- the embedding (embed.c) ----------------------------------------------------------------- */
 /* ps__gather_round() - with embed_on_host: the round's rows are gathered and copied to the
  * device. */
 void ps__gather_round(ps__builder *b, uint32_t round);
-/* ps__copy_batch() - the round's parts of the batch are copied to the device (step.c). */
-void ps__copy_batch(ps__builder *b, uint32_t round);
 void ps__embed_forward(ps__builder *b, uint32_t c);
 void ps__embed_backward(ps__builder *b, uint32_t c);
 
-/* ---- layers (passes.c) -------------------------------------------------------------- */
+/* ---- layers (passes.c) ----------------------------------------------------------------------- */
 void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
 void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
 /* ps__fetch_saved() - issue the copies for the round's backward chunk pass number @pass_idx. */

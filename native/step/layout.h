@@ -56,8 +56,8 @@ void ps__layout_free(ps__layout *l);
  *   up to PS__MOST_DITHERED   each sum is dithered: no more memory or traffic
  *   more                      low bytes: 3 bytes an element instead of 2; 7 or 8 to add, not 6
  * So the relative error of a total does not grow with the tokens of a step. Let r be what one
- * rounding to bf16 leaves in the mean: 0.16%. A sum of n equal terms, rounded independently, is off
- * by
+ * rounding to bf16 leaves in the mean: 0.16%. The error of a sum of n equal terms, rounded
+ * independently:
  *   to nearest       r sqrt(sum of (k/n)^2, k = 2..n): 1.8 r for n = 8, 1.3 r for n = 4
  *   dithered         r sqrt(2n/3): 3.3 r for n = 16
  *   with low bytes   r
@@ -69,8 +69,8 @@ typedef struct ps__contributions {
   /* contributions of a step: to units that every chunk adds to; to the lm_head's unit */
   uint32_t by_chunk, by_slice;
 } ps__contributions;
-/* ps__contributions_of() - of this layout; with @left_out, of the step that it stands for. @dt: of
- * gradients. */
+/* ps__contributions_of() - of this layout; with @left_out, of the step that it stands for.
+ * @dt: of gradients. */
 ps__contributions ps__contributions_of(const ps__layout *l, uint64_t head_slice, ps_dtype dt,
                                        bool left_out);
 /* ps__unit_contributions() - of one unit. With tied embeddings unit 0 has the lm_head's

@@ -29,10 +29,12 @@ typedef struct ps__spec {
   bool deterministic, one_document; /* one_document: every sequence is one document */
   uint64_t chunk_tokens, chunks_per_round, first_round_chunks, head_slice;
   bool clip;
-  /* Prefetch distances, in program order: parameters are fetched so many layer passes ahead,
-   * four times as many into the next round; saved activations so many chunk passes ahead. Lags:
-   * memory whose contents go to the host stays reserved for so many chunk passes. 0: just in
-   * time. */
+  /* In program order; 0: none.
+   *   param_lead  layer passes by which parameters are fetched ahead; across the end of a round,
+   *               four times as many
+   *   saved_lead  chunk passes by which saved activations are fetched ahead
+   *   saved_lag, grad_lag  chunk passes for which device memory stays reserved while its contents
+   *               go to the host */
   uint32_t param_lead, saved_lead, saved_lag, grad_lag;
   /* Chunk passes for which host memory of contributions stays reserved until they are added. The
    * host stream may thus fall behind in a backward pass and catch up in the next forward pass. */
@@ -42,7 +44,8 @@ typedef struct ps__spec {
    * backward pass to the next round's forward pass. There the memory of saved activations is
    * free. */
   uint32_t blocks_kept;
-  /* n_chunks: chunks of the largest round; n_saved: the most that a layer may save */
+  /* n_layers: blocks; n_chunks: chunks of the largest round; n_saved: the most that a layer may
+   * save */
   uint32_t n_units, n_layers, n_chunks, n_saved;
   uint8_t *param_resident, *grad_resident; /* [n_units] */
   /* [n_units]: optimizer state is device-resident and the update runs on the device. Needs
@@ -65,7 +68,7 @@ typedef struct ps__spec {
   bool embed_on_host;
   /* gradients are copied to the host even where the update does not need them there */
   bool keep_grads;
-  uint8_t *policy; /* [n_layers][n_chunks][n_saved], PS_POLICY_* */
+  uint8_t *policy; /* [n_layers: blocks from 0][n_chunks][n_saved], PS_POLICY_* */
 } ps__spec;
 static inline uint8_t *ps__spec_policy(const ps__spec *s, uint32_t layer, uint32_t chunk,
                                        uint32_t saved) {
@@ -74,8 +77,8 @@ static inline uint8_t *ps__spec_policy(const ps__spec *s, uint32_t layer, uint32
 static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
   return s->update_resident[unit] || s->update_streamed[unit];
 }
-/* Resident parameters that are updated on the device, or never, are not fetched: they are there
- * from the prologue on. */
+/* ps__weights_stay() - whether the unit's weights are on the device from the prologue on and are
+ * never fetched: they are resident, and either updated on the device or frozen. */
 static inline bool ps__weights_stay(const ps__spec *s, uint32_t unit) {
   return s->param_resident[unit] && (ps__updated_on_device(s, unit) || s->model->unit[unit].frozen);
 }
@@ -109,11 +112,11 @@ void ps__spec_free(ps__spec *s);
  *           (engine/backend.h).
  *   UPDATE_STATE  the state's part of a split update, of which UPDATE is the weights' part. On the
  *           host stream.
- *   GATHER  R token ids of a chunk, R the second half of stats (without clipping: the embedding's
- *           norms), W the tokens' rows of the table. Unit: the step's chunk. Runs beside the
- *           UPDATE, of the step before, of an embedding on the host. The trainer orders the two row
- *           by row (train/rows.c); no access to the table does. That UPDATE ends before the step's
- *           next op on the table or its gradient, which comes after the chunk's backward pass.
+ *   GATHER  R token ids of a chunk; R the second half of stats (without clipping: the embedding's
+ *           norms); W the tokens' rows of the table. Its `unit` is the step's chunk. The previous
+ *           step's UPDATE of an embedding on the host runs at the same time: the trainer orders the
+ *           two row by row (train/rows.c). That UPDATE ends before this step's next op on the table
+ *           or its gradient, which comes after the chunk's backward pass.
  *   REPORT  R stats; where units are updated on the device, R what is copied to the host last */
 typedef enum ps__hook {
   PS__HOOK_LOAD,
@@ -133,7 +136,8 @@ typedef struct ps__args_hook {
   ps__step_hooks *hooks;
   uint32_t what, unit;
 } ps__args_hook;
-/* Sums of squares that are reserved for each unit: one for each of its spans. */
+/* ps__norm_slots() - sums of squares that are reserved for each unit: one for each of its spans,
+ * rounded up to 16, 128 bytes, so that units share no cache line. */
 static inline uint32_t ps__norm_slots(const ps_model *m) { return (m->max_spans + 15) / 16 * 16; }
 /* Different ops write the two halves, so each has 64 bytes of its own. */
 typedef struct ps__step_stats {
@@ -218,7 +222,9 @@ typedef struct ps__step {
   char *args;
   size_t n_vt, cap_vt, n_op, cap_op, n_access, cap_access, n_args, cap_args;
   bool out_of_memory;
-  ps__contributions sums, of_step; /* of the layout; of the whole step that it stands for */
+  /* sums: contributions of the layout. of_step: of the full step, where the layout leaves rounds
+   * out (ps__search_space_shorten()). */
+  ps__contributions sums, of_step;
   /* tensors on the host */
   ps__unit_host *unit_host; /* [n_units] */
   uint64_t *batch_offset;   /* [n_chunks] BYTES from the batch's start */

@@ -291,8 +291,8 @@ static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t sp
 }
 
 /* Sums of squares of the unit's total on the host, span by span: padding between spans is not
- * counted. @staging  a contribution that is added to the total first, in the same pass; PS__NO_VT:
- * none (an
+ * counted.
+ * @staging  a contribution that is added to the total first, in the same pass. PS__NO_VT: none (an
  *           embedding on the host, whose low bytes are rounded away here). */
 static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32_t staging) {
   ps__step *s = b->s;

@@ -128,7 +128,7 @@ static void poison(ps_trainer *t, bool first) {
 }
 
 static uint64_t hash(uint64_t h, const void *p, uint64_t bytes) {
-  const uint64_t *w = p; /* homes are whole multiples of 64 elements */
+  const uint64_t *w = p; /* arrays on the host are multiples of 64 elements */
   for (uint64_t i = 0; i < bytes / 8; i++)
     h = mix64(h ^ w[i]);
   return h;
@@ -204,8 +204,9 @@ static int hook_of(const ps__step *s, size_t op) {
   const bool hook = o->kernel && o->args_bytes == sizeof(ps__args_hook) && !o->kernel->info;
   return hook ? (int)((const ps__args_hook *)(const void *)(s->args + o->args))->what : -1;
 }
-/* The step ends with the report, which awaits the last of what the device-to-host stream brings
- * home for good, and the state of the units whose updates are split, from the last one back. */
+/* The step ends with the report, which awaits the last of the weights and state that the
+ * device-to-host stream copies, and the state of the units whose updates are split, from the last
+ * one back. */
 static void check_report(const ps__step *s) {
   size_t end = s->n_op;
   for (uint32_t u = 0; u < s->spec->n_units; u++)

@@ -7,8 +7,8 @@
 #include <math.h>
 #include <string.h>
 
-/* @flags for the layers of layer_types with sliding attention, without it for all layers but each
- * @pattern-th. */
+/* Give @flags to the layers with windows: those that layer_types calls sliding or, where
+ * layer_types is absent, all layers but every @pattern-th. */
 static ps_status read_layers(const ps__config_reader *r, ps_model_config *c, uint8_t flags,
                              uint32_t pattern) {
   uint32_t sliding;
