@@ -171,9 +171,10 @@ static int64_t contribution_of(const ps__step *s, const ps__vop *op) {
   return a->first ? -1 : (int64_t)a->index;
 }
 
-/* ps__unit_tag(), read back. */
+/* ps__unit_tag(), read back. An op of a chunk, the embedding's, is about its layer's first unit. */
 static uint32_t unit_of(const ps__step *s, const ps__vop *op) {
-  return s->model->layer[op->tag.layer].first_unit + (uint32_t)(-1 - op->tag.chunk);
+  const int32_t chunk = op->tag.chunk;
+  return s->model->layer[op->tag.layer].first_unit + (chunk < 0 ? (uint32_t)(-1 - chunk) : 0);
 }
 
 /* Every unit's contributions are added in their order, and none is left out. The first one is the
