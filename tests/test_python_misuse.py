@@ -391,7 +391,7 @@ refused(lambda: Trainer(MODEL_DIR, made, SHARD), "num_hidden_layers is 429496729
 for name, field in _lib.ffi.typeof(made.config).item.fields:
     setattr(made.config, name, 2**31 - 1)
 made.model._ptr.n_layers = model.n_layers
-refused(lambda: Trainer(MODEL_DIR, made, SHARD), "optimizer 2147483647: unknown", penstock.InvalidError)
+refused(lambda: Trainer(MODEL_DIR, made, SHARD), "optimizer 2147483647 is unknown", penstock.InvalidError)
 made.config.optimizer = 0
 refused(lambda: Trainer(MODEL_DIR, made, SHARD), "trace_steps is 2147483647: the plan counted memory for at most 2", penstock.InvalidError)
 """,

@@ -154,7 +154,7 @@ static ps_status not_finite(const ps_trainer *t, const ps_launch *l, uint32_t un
                         : "the units above it are updated, the others not");
 }
 
-/* Ops get the half of stats that they are about, at home or on the device. */
+/* Ops get the half of stats that they are about, on the host or on the device. */
 static ps__step_stats *stats_of(void *second_half) {
   return (ps__step_stats *)(void *)((char *)second_half - offsetof(ps__step_stats, norm));
 }
