@@ -582,6 +582,7 @@ def on_an_h200(tmp_path, host_gib, **kw):
     )
 
 
+@pytest.mark.long
 def test_no_pinned_round_of_a_deep_model_is_faster_than_the_plan_that_was_found(tmp_path):
     """Looks at a plan of 64 layers cost twice those of 32, and few of them fit; where a round is
     pinned all that is spent goes to it."""

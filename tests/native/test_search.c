@@ -9,9 +9,9 @@
 #include <time.h>
 
 #ifdef PS_SANITIZED
-enum { SLOWER = 20 };
+enum { SLOWER = 20, MOST_TOKENS = 1 << 17 };
 #else
-enum { SLOWER = 1 };
+enum { SLOWER = 1, MOST_TOKENS = 1 << 22 };
 #endif
 /* plan.h has the longest that was seen; on a busy machine other work takes the caches */
 static const double MOST_CPU_S = 120;
@@ -50,7 +50,7 @@ static ps_plan_config random_config(uint64_t *state) {
                       .trace_steps = 2,
                       .reserve_bytes = 1 << 28};
   c.tokens_per_step = seq * ONE_OF(1, 3, 8, 33, 64, 512, 4097);
-  if (c.tokens_per_step > 1 << 22)
+  if (c.tokens_per_step > MOST_TOKENS)
     c.tokens_per_step = seq;
   if (rnd_below(state, 3) == 0)
     c.chunk_tokens = rnd_below(state, 2) ? seq * ONE_OF(1, 2, 3) : 1 + seq / ONE_OF(2, 3, 7, 100);
@@ -126,7 +126,7 @@ static void test_a_cap_far_beyond(const ps_hardware *cpu) {
   ps_plan_config cfg = {.struct_bytes = sizeof cfg,
                         .recipe = PS_RECIPE_BF16,
                         .seq_len = 1,
-                        .tokens_per_step = 64,
+                        .tokens_per_step = SLOWER > 1 ? 16 : 64,
                         .chunk_tokens = 1,
                         .chunks_per_round = 4,
                         .clip = 1,
@@ -170,7 +170,8 @@ static void test_shared_evaluations(const ps_hardware *hw) {
   ps_plan_report all = {.struct_bytes = sizeof all}, r = all;
   ps_evaluations *shared;
   CHECK(ps_evaluations_create(&shared) == PS_OK);
-  for (uint32_t i = 0; i < 4; i++) { /* all of what a plan takes that has no cap, then less */
+  for (uint32_t i = 0; i < (SLOWER > 1 ? 2 : 4);
+       i++) { /* all of what a plan takes that has no cap, then less */
     ps_plan *alone = NULL, *sharing = NULL;
     c.device_mem_bytes = all.device_used_bytes / 8 * (8 - 2 * i);
     CHECK(ps_plan_create(&alone, &m, &c, hw) == PS_OK);
