@@ -74,7 +74,7 @@ BENCH_LDLIBS := $(shell pkg-config --libs openblas 2>/dev/null || echo -lopenbla
 endif
 
 LIB_SRC := $(sort $(wildcard native/core/*.c native/engine/*.c native/backends/*/*.c native/kernels/*.c native/kernels/cpu/*.c native/optim/*.c \
-             native/model/*.c native/model/families/*.c native/hardware/*.c native/step/*.c native/plan/*.c native/train/*.c native/io/*.c) native/kernels/cuda/gemm_cache.c)
+             native/model/*.c native/model/families/*.c native/hardware/*.c native/step/*.c native/plan/*.c native/generate/*.c native/train/*.c native/io/*.c) native/kernels/cuda/gemm_cache.c)
 
 # CUDA. The driver and cuBLASLt are opened at run time, so that what is built here also loads on machines without a GPU.
 NVCC := $(firstword $(if $(CUDA_HOME),$(wildcard $(CUDA_HOME)/bin/nvcc),$(realpath $(shell command -v nvcc)) $(wildcard /usr/local/cuda/bin/nvcc)))
@@ -198,8 +198,9 @@ venv: $(VENV)/.done-requirements-runtime.txt ## the Python environment the demo 
 venv-test: $(VENV_TEST)/.done-references ## another one with the tests' references
 demo: all venv ## train a small model on this Python's own sources under two memory caps (TEXT="files": on yours)
 	@PENSTOCK_BUILD="$(abspath $(BUILD))" PYTHONPATH=python $(VENV)/bin/python -m penstock.demo --build "$(BUILD)" $(if $(TEXT),--text $(TEXT)) $(DEMO_ARGS)
+# One process a CPU, at most four: a test's own threads and memory come on top.
 test: all native-tests venv-test ## build everything, then every test but the long ones (TESTS="files or options of pytest": some)
-	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q $(or $(TESTS),tests)
+	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q -n auto --maxprocesses=4 --dist loadgroup $(or $(TESTS),tests)
 test-long: all native-tests venv-test ## the tests that take minutes, which make test leaves out (TESTS="...": some)
 	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q -m long $(or $(TESTS),tests)
 golden: all native-tests venv-test ## write the files of tests/golden anew: a change of them is a commit of its own that says why
@@ -346,11 +347,12 @@ $(BUILD)/tests/test_cuda_engine: $(BUILD)/obj/tests/native/cuda_mix.o # its kern
 endif
 $(BUILD)/tests/test_cuda_ops $(BUILD)/tests/libops_shim.so $(BUILD)/bench/kernels: $(BUILD)/obj/tests/native/op_cases.o # the table of cases
 $(BUILD)/tests/test_grid: $(BUILD)/obj/native/cli/cells.o # the command line's, which the archive has not
+$(BUILD)/fuzz/fuzz_toml: $(BUILD)/obj/native/cli/toml.o # likewise
 # What tests/test_ops.py loads: kernels by name; and the same with kernels for the baseline instruction set alone.
 $(BUILD)/tests/libops_shim.so: $(BUILD)/obj/tests/native/ops_shim.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter %.o,$^) $(ARCHIVE) $(PS_LDLIBS) $(LDLIBS)
-OPS_BASE_SRC := tests/native/ops_shim.c tests/native/op_cases.c native/core/dtype.c $(addprefix native/kernels/cpu/,cross_entropy.c embedding.c matmul.c reduce.c rmsnorm.c glu.c)
+OPS_BASE_SRC := tests/native/ops_shim.c tests/native/op_cases.c native/core/dtype.c $(addprefix native/kernels/cpu/,cross_entropy.c embedding.c matmul.c matmul_rows.c attention_cached.c reduce.c rmsnorm.c glu.c)
 $(BUILD)/tests/libops_shim_base.so: $(OPS_BASE_SRC) $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) -shared $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -DPS_BASELINE=1 $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)

@@ -118,17 +118,7 @@ static void blas_run(void *arg) {
 /* Measures our threading, then OpenBLAS's own, in blocks of runs. After a product OpenBLAS's
  * workers spin for a while; in turns of one run each they would take the cores from ours. */
 static void bench_gemm(uint32_t m, uint32_t n, uint32_t k, uint8_t ta, uint8_t tb, uint8_t dt) {
-  ps__args_gemm a = {.m = m,
-                     .n = n,
-                     .k = k,
-                     .lda = ta ? m : k,
-                     .ldb = tb ? k : n,
-                     .ldc = n,
-                     .trans_a = ta,
-                     .trans_b = tb,
-                     .dt_a = dt,
-                     .dt_b = dt,
-                     .dt_c = dt};
+  const ps__args_gemm a = ps__gemm_args(m, n, k, ta, tb, dt);
   size_t e = 4; /* room for OpenBLAS's fp32 product too */
   call c = prepare(&ps__k_gemm, &a, (size_t[]){e * m * k, e * k * n, e * m * n}, 3);
   double ours = 1e30, blas = 1e30, flops = 2.0 * m * n * k;

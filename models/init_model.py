@@ -354,7 +354,12 @@ def load_tokenizer(path, cfg):
             f"{path}: has token id {max(names)}: the config's vocab_size is {cfg['vocab_size']}, "
             f"raise it to {max(names) + 1} or more"
         )
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        # what a model's forward() takes: transformers would add token_type_ids
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
     if cfg.get("max_position_embeddings"):
         config["model_max_length"] = cfg["max_position_embeddings"]
     for which in ("bos", "eos"):

@@ -38,7 +38,7 @@ def resolve(source, name, options):
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / f"pylock.{name}.toml"
         # a package has one version in both files
-        kept = HERE / f"requirements-{'test' if name == 'runtime' else name}.txt"
+        kept = HERE / f"requirements-{'test' if name in ('runtime', 'export', 'log') else name}.txt"
         subprocess.run(
             [
                 "uv",

@@ -63,6 +63,13 @@ def gpu_missing():
 
 
 def pytest_collection_modifyitems(items):
+    for item in items:
+        # What of pytest-xdist's processes runs a test: a file's tests share one, for its fixtures'
+        # sake, and so do all tests of the GPU. Native programs need no fixtures.
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
+        elif item.path.name != "test_native.py":
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
     marked = [
         i for i in items if i.get_closest_marker("gpu") and i.path.name != "test_native.py"
     ]  # native programs say for themselves

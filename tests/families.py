@@ -4,6 +4,10 @@ Each uses what its family has: windows shorter than a test's sequences, layers o
 grouped queries, scales and caps far from 1. A name is a family, or a family and what is special.
 """
 
+import math
+
+OFFSET = ("gemma2", "gemma3_text")  # model types whose norms multiply by 1 + w
+
 COMMON = dict(
     vocab_size=512,
     hidden_size=64,
@@ -193,3 +197,28 @@ def wide(cfg):
     if (cfg.get("rope_scaling") or {}).get("type") == "longrope":
         changes["rope_scaling"] = longrope(24)
     return {**cfg, **changes}
+
+
+def random_model(cfg, seed=1):
+    """transformers' model with weights that use every part: products of unit size, norm weights
+    unlike each other, biases not zero."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**cfg)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, p in sorted(model.named_parameters()):
+            x = torch.randn(p.shape, generator=generator)
+            if "norm" in key:
+                x = 0.2 * x + (cfg["model_type"] not in OFFSET)
+            elif key.endswith("bias"):
+                x = 0.3 * x
+            elif "embed" in key:
+                x = 0.1 * x
+            else:
+                x = x / math.sqrt(p.shape[1])
+            p.copy_(x)
+    return model

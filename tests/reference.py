@@ -111,6 +111,7 @@ class Reference:
         self.cfg, self.dtype = cfg, dtype
         self.document_token, self.document_end_token = document_token, document_end_token
         self.w = {k: v.detach().to(dtype, copy=True).requires_grad_() for k, v in weights.items()}
+        self.z_loss = self.label_smoothing = 0.0
         # (parameter, rows of its input or None, output): the spread is made of them
         self.terms = []
 
@@ -193,7 +194,10 @@ class Reference:
         logits = self.linear(x, head)
         picked = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
         valid = targets >= 0
-        return ((logits.logsumexp(-1) - picked) * valid).sum() / valid.sum()
+        lse = logits.logsumexp(-1)
+        self.cross_entropy = (((lse - picked) * valid).sum() / valid.sum()).item()
+        picked = (1 - self.label_smoothing) * picked + self.label_smoothing * logits.mean(-1)
+        return ((lse - picked + self.z_loss * lse**2) * valid).sum() / valid.sum()
 
     def gradients(self, tokens, targets):
         """(loss, {name: gradient}, {name: spread})"""

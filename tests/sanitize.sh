@@ -1,8 +1,8 @@
 #!/bin/sh
 # sanitize.sh - the native tests and a short training under ThreadSanitizer, then under AddressSanitizer + UBSan; fuzz targets and the
 # Python package under the latter.
-# Called by `make test-sanitize` with VENV, VENV_TEST and BUILD set; builds into $BUILD/tsan and $BUILD/asan. A finding ends it with exit
-# code 1 and the sanitizer's report.
+# Called by `make test-sanitize` with VENV, VENV_TEST and BUILD set; builds into $BUILD/tsan and $BUILD/asan. The two sanitizers run at the
+# same time, each in a shell of its own. A finding ends its shell with the sanitizer's report, and both with exit code 1.
 set -eu
 cd "$(dirname "$0")/.."
 build=${BUILD:-build} venv=${VENV:-$build/venv}; venv_test=${VENV_TEST:-$venv-test}
@@ -18,7 +18,7 @@ open(sys.argv[1], "wb").write(struct.pack("<256i", 20240520, 1, len(tokens), *[0
 PY
 
 check() { # NAME SAN
-  name=$1 out=$build/$1
+  name=$1 out=$build/$1 log=$work/$1.log
   echo "== $name: build"
   make -s VENV="$venv" BUILD="$out" SAN="$2" CUDNN=0 CFLAGS="-O1 -g" all native-tests fuzz-programs
   LD_LIBRARY_PATH="$(cd "$out/lib" && pwd)" # a sanitizer's dlopen does not look where our library's own would
@@ -27,37 +27,50 @@ check() { # NAME SAN
     arguments=
     case $program in *test_engine_hazards) arguments=500 ;; esac # random programs: each is slow here
     echo "== $name: $(basename "$program") $arguments"
-    "$program" $arguments >"$work/log" 2>&1 || { cat "$work/log"; echo "sanitize: $program failed"; exit 1; }
+    "$program" $arguments >"$log" 2>&1 || { cat "$log"; echo "sanitize: $program failed"; exit 1; }
   done
   for caps in "" "--device-mem 4MiB --chunk-tokens 64 --chunks-per-round 2"; do
     for recipe in fp32 fp32-master bf16; do
       echo "== $name: training, $recipe $caps"
       "$out/bin/penstock" train --model "$work/model" --data "$work/data.bin" --seq-len 64 --tokens-per-step 256 --steps 3 --recipe $recipe $caps \
-        --run-dir "$work/run" --out "$work/out" --force --quiet >"$work/log" 2>&1 || { cat "$work/log"; echo "sanitize: training failed"; exit 1; }
+        --run-dir "$work/$name-run" --out "$work/$name-out" --force --quiet >"$log" 2>&1 || { cat "$log"; echo "sanitize: training failed"; exit 1; }
     done
   done
 }
-check tsan thread
-check asan address,undefined,float-cast-overflow
 
 # Loaders and planner with broken input; FUZZ_SECONDS and FUZZ_SEED for more than a look.
-"$venv/bin/python" tests/fuzz/corpus.py "$work/corpus"
-for program in "$build"/asan/fuzz/fuzz_*; do
-  name=$(basename "$program")
-  echo "== asan: $name"
-  "$program" "$work/corpus/${name#fuzz_}" "${FUZZ_SECONDS:-5}" "${FUZZ_SEED:-1}" >"$work/log" 2>&1 || {
-    cat "$work/log"; echo "sanitize: $name failed; its input is in fuzz-crash or fuzz-slow"; exit 1; }
-  tail -1 "$work/log"
-done
+fuzz() {
+  "$venv/bin/python" tests/fuzz/corpus.py "$work/corpus"
+  for program in "$build"/asan/fuzz/fuzz_*; do
+    name=$(basename "$program")
+    echo "== asan: $name"
+    "$program" "$work/corpus/${name#fuzz_}" "${FUZZ_SECONDS:-5}" "${FUZZ_SEED:-1}" >"$log" 2>&1 || {
+      cat "$log"; echo "sanitize: $name failed; its input is in fuzz-crash or fuzz-slow"; exit 1; }
+    tail -1 "$log"
+  done
+}
 
 # The Python package: its examples, and its misuse. The interpreter itself leaks, which is not our finding.
 python_with_asan() {
   echo "== asan: $*"
   LD_PRELOAD="$(${CC:-cc} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0:handle_segv=0 LD_LIBRARY_PATH="$(realpath "$build/asan/lib")" \
-    PYTHONMALLOC=malloc PENSTOCK_BUILD="$build/asan" PYTHONPATH=python "$venv_test/bin/python" "$@" >"$work/log" 2>&1 || {
-      cat "$work/log"; echo "sanitize: $* failed"; exit 1; }
+    PYTHONMALLOC=malloc PENSTOCK_BUILD="$build/asan" PYTHONPATH=python "$venv_test/bin/python" "$@" >"$log" 2>&1 || {
+      cat "$log"; echo "sanitize: $* failed"; exit 1; }
 }
-python_with_asan python/examples/dataflow.py
-python_with_asan python/examples/train_model.py "$work/model" "$work/data.bin" "$work/saved"
-python_with_asan -m pytest -q tests/test_python_misuse.py
-echo "sanitize: no findings"
+
+(
+  check tsan thread
+) &
+tsan=$!
+(
+  check asan address,undefined,float-cast-overflow
+  fuzz
+  python_with_asan python/examples/dataflow.py
+  python_with_asan python/examples/train_model.py "$work/model" "$work/data.bin" "$work/saved"
+  python_with_asan -m pytest -q tests/test_python_misuse.py
+) &
+asan=$! failed=0
+wait "$tsan" || failed=1
+wait "$asan" || failed=1
+[ "$failed" = 0 ] && echo "sanitize: no findings"
+exit "$failed"

@@ -6,15 +6,26 @@ import errno
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import BUILD, ROOT
-from penstock import Checkpoint, FormatError, Hardware, InvalidError, ModelConfig, Plan, Trainer
+from penstock import (
+    Checkpoint,
+    FormatError,
+    Hardware,
+    InvalidError,
+    ModelConfig,
+    Plan,
+    StateError,
+    Trainer,
+)
 from safetensors.numpy import load_file
 
 K = 2  # steps before the checkpoint, and after it
@@ -119,6 +130,8 @@ def test_any_tool_reads_a_checkpoint(tiny_model, tiny_shard, tmp_path):
             assert (moments[name] == np.float32(0.5) * trainer.grad(name)).all()
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["step"] == 1 and manifest["training"]["beta1"] == 0.5
+    assert manifest["data"] == [str(tiny_shard)]
+    assert manifest["run"] == shlex.join(sys.orig_argv)
     for file in manifest["files"]:
         data = (path / file["name"]).read_bytes()
         assert len(data) == file["bytes"] and hashlib.sha256(data).hexdigest() == file["sha256"]
@@ -178,6 +191,86 @@ def test_only_the_newest_are_kept(tiny_model, tiny_shard, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
+def names(folder):
+    return sorted(p.name for p in Path(folder).iterdir())
+
+
+def test_newest_is_the_one_written_last(tiny_model, tiny_shard, tmp_path):
+    """A run that goes on from an older checkpoint leaves the later steps of another run behind."""
+    with Trainer(tiny_model, make_plan(tiny_model), tiny_shard) as trainer:
+        paths = [trainer.checkpoint(tmp_path) for _ in range(4) if run(trainer, 1)]
+    with Trainer.resume(
+        paths[0], tiny_model, make_plan(tiny_model), tiny_shard, lr=1e-2
+    ) as trainer:
+        run(trainer, 1)
+        trainer.checkpoint(tmp_path)
+    serial = {
+        p.name: json.loads((p / "manifest.json").read_text())["serial"] for p in tmp_path.iterdir()
+    }
+    assert serial == {f"step-{i:08}": s for i, s in ((1, 1), (2, 5), (3, 3), (4, 4))}
+    newest = Checkpoint.latest(tmp_path)
+    assert newest.step == 2
+    # a folder of its own goes on counting from the checkpoint that the run began from
+    with Trainer.resume(newest, tiny_model, make_plan(tiny_model), tiny_shard) as trainer:
+        path = Path(trainer.checkpoint(tmp_path / "other"))
+        assert json.loads((path / "manifest.json").read_text())["serial"] == 6
+        shutil.rmtree(path)
+        path.parent.rmdir()
+        run(trainer, 3)
+        trainer.checkpoint(tmp_path, keep=2)
+    assert names(tmp_path) == ["step-00000002", "step-00000005"]
+
+
+def test_checkpoints_beside_steps_in_python(tiny_model, tiny_shard, tmp_path):
+    """Begun after every other step, or after a time, while steps run: what resumes from each is the
+    state of that step. A failure is a warning."""
+    how = {"lr": 1e-2, "seed": 5}
+    with Trainer(tiny_model, make_plan(tiny_model), tiny_shard, **how) as trainer:
+        metrics = list(trainer.steps(6, tmp_path / "c", checkpoint_every=2, keep=9))
+        whole = state_of(Path(trainer.checkpoint(tmp_path / "whole")))
+    assert names(tmp_path / "c") == [f"step-{i:08}" for i in (2, 4, 6)]
+    assert state_of(tmp_path / "c/step-00000006") == whole
+    for step in (2, 4):
+        plan = make_plan(tiny_model, device_mem=4 << 20)
+        with Trainer.resume(
+            tmp_path / f"c/step-{step:08}", tiny_model, plan, tiny_shard
+        ) as trainer:
+            assert run(trainer, 6 - step) == [m.loss for m in metrics[step:]]
+            assert state_of(Path(trainer.checkpoint(tmp_path / "again"))) == whole
+    with Trainer(tiny_model, make_plan(tiny_model), tiny_shard, **how) as trainer:
+        steps = trainer.steps(6, tmp_path / "t", checkpoint_every="0.0001m")
+        assert [m.loss for m in steps] == [m.loss for m in metrics]
+        assert 1 <= len([Checkpoint(p) for p in (tmp_path / "t").iterdir()]) <= 2
+        (tmp_path / "file").write_text("")
+        with pytest.warns(UserWarning, match="training goes on.*file"):
+            assert len(list(trainer.steps(2, tmp_path / "file", checkpoint_every=1))) == 2
+        for bad in (0, -1, "0m", "m", "1.5", "3d", 1.5):
+            with pytest.raises(ValueError, match="is no interval"):
+                next(trainer.steps(1, tmp_path, checkpoint_every=bad))
+
+
+def test_a_checkpoint_beside_steps_is_ended_once(tiny_model, tiny_shard, tmp_path):
+    with Trainer(tiny_model, make_plan(tiny_model), tiny_shard) as trainer:
+        assert trainer.finish_checkpoint() is None
+        steps = trainer.steps(4)
+        next(steps)  # another step is in flight
+        with pytest.raises(StateError, match="in flight"):
+            trainer.checkpoint(tmp_path)
+        path = trainer.checkpoint(tmp_path, wait=False)
+        assert path.endswith(f"step-{trainer.steps_submitted:08}") and trainer.steps_submitted > 1
+        with pytest.raises(StateError, match="being written"):
+            list(steps) and trainer.write(
+                "model.norm.weight", np.ones(trainer.params["model.norm.weight"].shape)
+            )
+        report = trainer.finish_checkpoint()
+        assert report.path == path and report.n_bytes == Checkpoint(path).n_bytes
+        assert 0 < report.held_s <= report.durable_s
+        last = trainer.checkpoint(tmp_path / "last")
+        trainer.checkpoint(tmp_path / "pending", wait=False)
+    # close() completed it
+    assert state_of(tmp_path / "pending" / Path(last).name) == state_of(Path(last))
+
+
 def test_what_a_run_cannot_go_on_from_is_refused(tiny_model, tiny_shard, tmp_path):
     with Trainer(tiny_model, make_plan(tiny_model), tiny_shard, seed=1) as trainer:
         run(trainer, 1)
@@ -213,8 +306,8 @@ SHIM = BUILD / "tests/libdisk_shim.so"
 CAPS = ((), ("--device-mem", "4MiB"), ("--device-mem", "6MiB"))
 
 
-def words(model, shard, out, *more, caps=()):
-    fixed = "--seq-len 64 --tokens-per-step 256 --backend cpu --threads 2 --lr 1e-2 --seed 3"
+def words(model, shard, out, *more, caps=(), backend="cpu"):
+    fixed = f"--seq-len 64 --tokens-per-step 256 --backend {backend} --threads 2 --lr 1e-2 --seed 3"
     files = ("--model", model, "--data", shard, "--out", out)
     words = (BUILD / "bin/penstock", "train", *files, *fixed.split(), "--shuffle", *caps, *more)
     return [str(word) for word in words]
@@ -253,20 +346,32 @@ def same(out, whole):
     Checkpoint(out / newest).close()
 
 
-def kill_and_resume(model, shard, out, rng, inside):
-    """Runs that are killed at random, or (the first `inside`) while a checkpoint is written, until
-    one comes to its end. Returns how many kills there were, and how many inside a write."""
+def slow(folder, ms=15, write_ms=0):
+    """The environment in which writing a checkpoint takes its time, and reads the state late."""
+    return {
+        "LD_PRELOAD": str(SHIM),
+        "DISK_SHIM_FAIL": "0",
+        "DISK_SHIM_FSYNC_MS": str(ms),
+        "DISK_SHIM_WRITE_MS": str(write_ms),
+        "DISK_SHIM_UNDER": str(folder),
+    }
+
+
+def kill_and_resume(model, shard, out, rng, inside, caps=CAPS, most_s=1.2, backend="cpu", more=()):
+    """Runs that are killed at random, or (the first `inside`) while a checkpoint is written beside
+    the steps, until one comes to its end. Returns how many kills there were, and how many inside a
+    write."""
     folder, kills, within = out / "checkpoints", 0, 0
-    slow = os.environ | {"LD_PRELOAD": str(SHIM), "DISK_SHIM_FAIL": "0", "DISK_SHIM_FSYNC_MS": "15"}
-    more = ("--steps", 12, "--checkpoint-every", 2, "--resume", "auto", "--force", "--quiet")
+    env = os.environ | slow(folder, write_ms=1)
+    more += ("--steps", 12, "--checkpoint-every", 2, "--resume", "auto", "--force", "--quiet")
     while True:
-        command = words(model, shard, out, *more, caps=CAPS[kills % 3])
-        run = subprocess.Popen(command, env=slow, stderr=subprocess.PIPE, text=True)
-        end = time.monotonic() + rng.uniform(0.3, 1.2)
+        command = words(model, shard, out, *more, caps=caps[kills % 3], backend=backend)
+        run = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        end = time.monotonic() + rng.uniform(most_s / 4, most_s)
         left = set(folder.glob(".step-*"))
         while run.poll() is None and (within < inside or time.monotonic() < end):
             if within < inside and set(folder.glob(".step-*")) - left:
-                time.sleep(rng.uniform(0, 0.06))
+                time.sleep(rng.uniform(0, 0.1))
                 break
             time.sleep(0.001)
         run.kill()
@@ -296,6 +401,93 @@ def test_30_kills(whole, tiny_model, tiny_shard, tmp_path):
         if kills >= 30 and within >= 10:
             break
     assert kills >= 30 and within >= 10, (kills, within)
+
+
+def test_steps_go_on_while_a_slow_checkpoint_is_written(whole, tiny_model, tiny_shard, tmp_path):
+    """Updates wait for the writers, and both results have the bits of a run without checkpoints in
+    the middle. The log says how long they waited."""
+    for name, caps in enumerate(CAPS):
+        out = tmp_path / str(name)
+        every = ("--steps", 12, "--checkpoint-every", 3, "--keep", 9)
+        text = train(
+            tiny_model, tiny_shard, out, *every, caps=caps, env=slow(out / "checkpoints", 1, 3)
+        )
+        assert text.count(" on the disk after ") == 4 and "GB/s), for which updates waited" in text
+        waited = [float(line.split()[-2]) for line in text.splitlines() if "updates waited" in line]
+        assert sum(waited) > 0
+        same(out, whole)
+        train(
+            *(tiny_model, tiny_shard, out, "--steps", 12, "--checkpoint-every", 12, "--force"),
+            *("--keep", 9, "--resume", out / "checkpoints/step-00000003"),
+        )
+        same(out, whole)
+
+
+def test_validations_beside_a_slow_checkpoint(whole, tiny_model, tiny_shard, tmp_path):
+    """A validation runs in the memory of the paused steps, of which the writers read the state."""
+    out = tmp_path / "out"
+    more = ("--steps", 12, "--checkpoint-every", 3, "--keep", 9, "--val", tiny_shard)
+    more += ("--val-every", 3, "--val-tokens", 512)
+    text = train(tiny_model, tiny_shard, out, *more, env=slow(out / "checkpoints", 1, 3))
+    assert text.count(" on the disk after ") == 4
+    newest = "checkpoints/step-00000012"
+    assert state_of(out / newest) == state_of(whole / newest)
+    train(
+        *(tiny_model, tiny_shard, out, "--steps", 12, "--checkpoint-every", 12, "--force"),
+        *("--keep", 9, "--resume", out / "checkpoints/step-00000006"),
+    )
+    assert state_of(out / newest) == state_of(whole / newest)
+
+
+def test_a_stop_while_a_checkpoint_is_written(whole, tiny_model, tiny_shard, tmp_path):
+    """SIGTERM completes it, and leaves one of the last step. A second one ends the process, and
+    leaves nothing that is taken for a checkpoint."""
+    for n in (1, 2):
+        out = tmp_path / str(n)
+        folder = out / "checkpoints"
+        more = ("--steps", 12, "--checkpoint-every", 4)
+        command = words(tiny_model, tiny_shard, out, *more)
+        env = os.environ | slow(folder, 15, 5)
+        run = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        while run.poll() is None and not list(folder.glob(".step-*")):
+            time.sleep(0.001)
+        for _ in range(n):
+            run.terminate()
+            time.sleep(0.05)
+        error = run.communicate(timeout=60)[1]
+        assert run.returncode == 130, error
+        found = Checkpoint.latest(folder)
+        assert n == 2 or found.step == len(metrics(out)[0]) < 12, error
+        assert n == 2 or not list(folder.glob(".step-*"))
+        train(tiny_model, tiny_shard, out, *more, "--resume", "auto", "--force")
+        assert state_of(folder / "step-00000012") == state_of(whole / "checkpoints/step-00000012")
+        assert not list(folder.glob(".step-*"))
+
+
+def test_checkpoints_by_time(whole, tiny_model, tiny_shard, tmp_path):
+    """The manifest has the resolved run, which runs, and the data."""
+    out = tmp_path / "out"
+    more = ("--steps", 12, "--keep", 99, "--checkpoint-every")
+    train(tiny_model, tiny_shard, out, *more, "0.0005m")
+    paths = sorted((out / "checkpoints").iterdir())
+    assert 2 <= len(paths) <= 12
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    manifest = json.loads((paths[0] / "manifest.json").read_text())
+    assert manifest["data"] == [str(tiny_shard)]
+    assert 'checkpoint-every = "0.0005m"' in manifest["run"]
+    assert manifest["run"] == (out / "run.toml").read_text()
+    (tmp_path / "again.toml").write_text(manifest["run"])
+    command = [BUILD / "bin/penstock", "train", "--config", tmp_path / "again.toml", "--force"]
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    for bad in ("0.5", "true", '"x"', '["30m"]'):
+        text = manifest["run"].replace('"0.0005m"', bad)
+        (tmp_path / "again.toml").write_text(text)
+        again = subprocess.run(command, capture_output=True, text=True)
+        assert again.returncode == 2 and "again.toml:" in again.stderr
+    train(tiny_model, tiny_shard, tmp_path / "h", *more, "5h")
+    assert not (tmp_path / "h/checkpoints").exists()
 
 
 def test_a_stopped_run_goes_on_from_any_checkpoint(whole, tiny_model, tiny_shard, tmp_path):
@@ -338,6 +530,10 @@ def test_bad_input_is_refused_and_nothing_is_written(whole, tiny_model, tiny_sha
         (("--resume", good, "--steps", 13, "--seed", 4), "seed 3, and this run has 4"),
         (("--resume", good, "--steps", 13, "--recipe", "fp32"), "recipe bf16"),
         (("--checkpoint-every", 0), "a whole number from 1"),
+        (("--checkpoint-every", "1.5"), "a whole number from 1"),
+        (("--checkpoint-every", "0m"), "or a time such as 30m"),
+        (("--checkpoint-every", "-3h"), "or a time such as 30m"),
+        (("--checkpoint-every", "30x"), "or a time such as 30m"),
         (("--keep", 0), "a whole number from 1"),
     ):
         text = train(tiny_model, tiny_shard, out, *options, rc=2)
@@ -351,8 +547,18 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning(whole, tiny_model, tin
     (out / "checkpoints").write_text("a file in the way")
     text = train(tiny_model, tiny_shard, out, "--steps", 12, "--checkpoint-every", 6)
     assert "checkpoints cannot be made: Not a directory" in text
-    assert "no checkpoint of step 6 was written; the run goes on without any" in text
+    assert "no checkpoint of step 6 was written: " in text and text.count("goes on") == 2
+    assert "the run goes on, without any checkpoint so far" in text
     assert metrics(out) == metrics(whole)
+    # a file system that became read-only
+    out = tmp_path / "read-only"
+    text = train(
+        *(tiny_model, tiny_shard, out, "--steps", 12, "--checkpoint-every", 6, "--keep", 9),
+        env=slow(out / "checkpoints", 0)
+        | {"DISK_SHIM_FAIL": "1", "DISK_SHIM_ERRNO": str(errno.EROFS)},
+    )
+    assert "no checkpoint of step 6 was written: " in text and "Read-only file system" in text
+    assert names(out / "checkpoints") == ["step-00000012"]
     # a full disk, in the middle of the second of three
     out, failed = tmp_path / "full", 0
     for call in (25, 40, 55):
@@ -365,8 +571,10 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning(whole, tiny_model, tin
                 "DISK_SHIM_ERRNO": str(errno.ENOSPC),
             },
         )
-        warned = "was written; the run goes on" in text
+        warned = "was written: " in text and "; the run goes on, " in text
         failed += warned and "No space left on device" in text
+        if "step 8 was" in text:
+            assert f"the newest checkpoint is {out}/checkpoints/step-00000004" in text
         same(out, whole) if "step 12 was" not in text else None
         assert not list((out / "checkpoints").glob(".step*"))
     assert failed >= 1, text

@@ -29,8 +29,17 @@ METRICS = {
     "host_arena_peak_bytes",
     "grad_norm",
     "lr",
+    "n_skipped",
     "mfu",
     "hfu",
+    "total_steps",
+    "samples",
+    "consumed_samples",
+    "consumed_tokens",
+    "elapsed_s",
+    "eta_s",
+    "tflops",
+    "time_s",
 }
 
 
@@ -93,7 +102,7 @@ def refused(done, pattern, code=2):
         ({"--chunk-tokens": "0"}, "--chunk-tokens 0: give a whole number from 1"),
         ({"--modle": "x"}, r"there is no option --modle: did you mean --model\?"),
         ({"--frobnicate": "x"}, r"there is no option --frobnicate \(--help"),
-        ({"--shuffle=yes": None}, "--shuffle takes no value"),
+        ({"--shuffle=yes": None}, "--shuffle yes: give true or false"),
         ({"--out": None}, "--out needs a value"),
         ({"--document-token": "-2"}, "--document-token -2"),
         ({"--beta2": "1.5"}, "beta2"),
@@ -256,6 +265,16 @@ def test_a_run_writes_metrics_plan_timeline_and_model(job, tmp_path):
     )
     plan = json.loads((tmp_path / "out/plan.json").read_text())
     assert summary["device_peak_bytes"] == plan["device_used_bytes"] <= 5 << 20
+    assert json.loads((tmp_path / "out/summary.json").read_text()) == summary
+    last = metrics[-1]
+    assert (last["total_steps"], last["samples"], last["consumed_samples"]) == (5, 8, 40)
+    assert [m["consumed_tokens"] for m in metrics] == [512 * i for i in range(1, 6)]
+    assert last["tflops"] == pytest.approx(plan["model_flops"] / last["step_s"] * 1e-12)
+    assert last["eta_s"] == 0 and metrics[0]["eta_s"] > metrics[3]["eta_s"] > 0
+    assert all(
+        b["elapsed_s"] - a["elapsed_s"] == pytest.approx(b["time_s"] - a["time_s"], abs=0.05)
+        for a, b in zip(metrics, metrics[1:])
+    )
     assert summary["step_s_median"] == sorted(m["step_s"] for m in metrics[2:])[1]
     timeline = json.loads((tmp_path / "out/timeline.json").read_text())["traceEvents"]
     steps = {e["args"]["step"] for e in timeline if e["ph"] == "X"}
@@ -277,7 +296,8 @@ def test_without_out_no_model_is_saved_and_quiet_says_nothing(job, tmp_path):
         cwd=tmp_path,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "plan.json"]
+    files = ["metrics.jsonl", "plan.json", "run.toml", "summary.json"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == files
 
 
 def test_option_forms_are_equivalent(job, tmp_path):
@@ -296,7 +316,7 @@ def test_option_forms_are_equivalent(job, tmp_path):
 def test_progress_names_loss_speed_eta_and_both_memories(job, tmp_path):
     done = penstock("train", *words(job | {"--run-dir": tmp_path}))
     assert re.search(
-        r"^step 3/3  loss \d\.\d{4}  \d+ tok/s  ETA 0s  device [\d.]+ \wiB/[\d.]+ \wiB  host [\d.]+ \wiB/[\d.]+ \wiB$",
+        r"^step 3/3  loss \d\.\d{4}  .*  \d+ tok/s  .*  ETA 0s  device [\d.]+/[\d.]+ \wiB  host [\d.]+/[\d.]+ \wiB$",
         done.stderr,
         re.M,
     )

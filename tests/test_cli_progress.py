@@ -47,15 +47,21 @@ def on_terminal(columns, *args, env=None):
     [
         (
             200,
-            r"step 40/40  loss [\d.]+  \d+ tok/s  ETA 0s  device [\d.]+ \wiB/[\d.]+ \wiB  host [\d.]+ \wiB/[\d.]+ \wiB",
+            r"step 40/40  loss [\d.]+  grad norm [\d.e-]+  lr 1.00e-02  320 samples, 20.5k tokens  batch 8x64  "
+            r"\d+ tok/s  [\d.e-]+ TFLOP/s  MFU [\d.]+%  elapsed \d+s  ETA 0s  device [\d.]+/[\d.]+ \wiB  host [\d.]+/[\d.]+ \wiB",
         ),
-        (80, r"step 40/40  loss [\d.]+  \d+ tok/s  ETA 0s  device \d+%  host \d+%"),
+        (
+            80,
+            r"step 40/40  loss [\d.]+(  grad norm [\d.e-]+)?  \d+ tok/s  ETA 0s  device \d+%  host \d+%",
+        ),
         (40, r"step 40/40  loss [\d.]+  ETA 0s"),
         (12, r"step 40/40"),
     ],
 )
 def test_the_progress_line_fits_the_terminal_and_is_redrawn_in_place(job, tmp_path, columns, says):
-    seen = on_terminal(columns, "train", *words(job | {"--steps": 40, "--run-dir": tmp_path}))
+    seen = on_terminal(
+        columns, "train", *words(job | {"--steps": 40, "--lr": "1e-2", "--run-dir": tmp_path})
+    )
     drawn = re.findall(r"\r\x1b\[K([^\r]*)", seen)
     steps = [text for text in drawn if text.startswith("step ")]
     assert len(steps) > 1 and re.fullmatch(says, steps[-1].strip("\n")), steps

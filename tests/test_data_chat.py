@@ -7,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from penstock import Dataset, data
+from penstock import Dataset, data, rendering
 from penstock.chat import ChatTemplate
 from penstock.shards import BEGINS_DOCUMENT, read_shard
 from test_data_py import run
@@ -303,3 +303,49 @@ def test_parquet_is_read_as_jsonl_is_or_asks_for_pyarrow(folder, tmp_path, monke
     for file in ("train-00000.bin", "train-00000.mask"):
         one, two = ((tmp_path / d / file).read_bytes() for d in ("c-jsonl", "c-parquet"))
         assert one == two
+
+
+# ---- several processes ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many(folder, tmp_path):
+    """900 conversations of a folder with the template CHATML: more than one batch of each of two
+    processes."""
+    (folder / "chat_template.jinja").write_text(CHATML)
+    records = [{"messages": say(f"question {i}", f"answer {i * i}")} for i in range(900)]
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path, records
+
+
+def render(folder, path, processes):
+    template = ChatTemplate(folder)
+    reader = data.Reader(data.find_sources([path]), template=template, processes=processes)
+    return [(p.document, p.text, p.spans) for p in reader]
+
+
+def test_several_processes_render_the_same_in_the_same_order(folder, many, monkeypatch):
+    path, records = many
+    started = []
+    start = rendering.ProcessPoolExecutor
+
+    def count(*args):
+        started.append(args)
+        return start(*args)
+
+    monkeypatch.setattr(rendering, "ProcessPoolExecutor", count)
+    alone = render(folder, path, 1)
+    assert len(alone) == 900 and not started
+    assert render(folder, path, 2) == alone and len(started) == 1
+    path.write_text("".join(json.dumps(r) + "\n" for r in records[:256]))
+    assert render(folder, path, 2) == alone[:256] and len(started) == 1
+
+
+def test_a_wrong_record_of_another_process_is_named(folder, many):
+    path, records = many
+    records[700] = {"messages": [{"content": "no role"}]}
+    records[800] = {"messages": []}
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    with pytest.raises(data.DataError, match="line 701: message 1 is no object with a 'role'"):
+        render(folder, path, 2)

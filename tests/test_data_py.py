@@ -84,7 +84,7 @@ def test_a_parent_that_will_be_made_is_named(corpus, tmp_path):
         ("e/f", ["--quiet"], ""),
     ):
         stderr = run("--out", tmp_path / out, *quiet, *ask).stderr
-        assert stderr == (said and f"penstock.data: --out {tmp_path / out}: {said}")
+        assert stderr == (said and f"penstock data: --out {tmp_path / out}: {said}")
         assert (tmp_path / out / "dataset.json").exists()
 
 
@@ -315,3 +315,14 @@ def test_module_does_not_load_the_native_library():
         ).returncode
         == 0
     )
+
+
+def test_transformers_gives_a_model_no_more_than_it_takes(corpus, tmp_path):
+    """AutoTokenizer adds token_type_ids by default, which generate() of a Llama refuses."""
+    from transformers import AutoTokenizer
+
+    run("--out", tmp_path / "out", "--train-tokenizer", 500, corpus)
+    assert set(AutoTokenizer.from_pretrained(tmp_path / "out")("def")) == {
+        "input_ids",
+        "attention_mask",
+    }

@@ -39,6 +39,8 @@ def test_a_short_demo_leaves_everything_it_promises(tmp_path):
         "model",
         "metrics.jsonl",
         "plan.json",
+        "run.toml",
+        "summary.json",
         "loss.png",
         "timeline.json",
         "timeline.png",

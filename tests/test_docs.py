@@ -15,7 +15,9 @@ PAGES = {p: p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").
 TEXT = "\n".join(PAGES.values())
 SHELL = [
     line.split("#")[0]
-    for block in re.findall(r"```sh\n(.*?)```", TEXT, re.S)
+    for page, text in PAGES.items()
+    if page.name != "tutorial.md"  # tests/test_tutorial.py runs it
+    for block in re.findall(r"```sh\n(.*?)```", text, re.S)
     for line in block.replace("\\\n", " ").splitlines()
 ]
 PYTHON = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.S)
@@ -68,15 +70,38 @@ def test_every_line_of_a_plan_that_the_page_explains_is_printed():
     assert len(labels) > 8 and set(labels) == printed
 
 
+def test_every_field_of_metrics_is_explained_once():
+    def written(file, function):
+        text = (ROOT / "native/cli" / file).read_text().split(f"{function}(")[1].split("\n}\n")[0]
+        return re.findall(r'cli_json_\w+\(&?j, "(\w+)"', text)
+
+    fields = written("metrics.c", "void step_json") + written("metrics.c", "int cli_metrics_write")
+    fields += written("validation.c", "void cli_val_metrics")
+    table = (ROOT / "docs/watch.md").read_text().split("## The fields of")[1].split("\n## ")[0]
+    first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    assert len(fields) > 25 and sorted(re.findall(r"`(\w+)`", " ".join(first))) == sorted(fields)
+
+
 def test_every_option_that_a_page_names_is_in_a_help_text():
     texts = "".join(
         subprocess.run(
             [BUILD / "bin/penstock", c, "--help"], capture_output=True, text=True, check=True
         ).stdout
-        for c in ("train", "plan", "demo", "info", "profile")
+        for c in ("train", "plan", "demo", "info", "profile", "generate")
     )
     texts += "".join(
-        (ROOT / f).read_text() for f in ("python/penstock/data.py", "python/penstock/trace.py")
+        (ROOT / f"python/penstock/{name}.py").read_text()
+        for name in (
+            "data",
+            "export",
+            "compare",
+            "generate",
+            "trace",
+            "watch",
+            "report",
+            "sample",
+            "log",
+        )
     )
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", TEXT))
     assert named and not {o for o in named if f"--{o}" not in texts}
@@ -99,9 +124,10 @@ def test_every_command_of_a_page_exists():
                 assert (ROOT / words[1]).exists(), line
             else:
                 assert words[0].endswith("bin/python"), line
-                script = (
-                    words[1] if words[1] != "-m" else "python/" + words[2].replace(".", "/") + ".py"
-                )
+                script = words[1]
+                if script == "-m":
+                    module = words[2] if words[2] != "penstock" else f"penstock.{words[3]}"
+                    script = f"python/{module.replace('.', '/')}.py"
                 assert (ROOT / script).exists(), line
 
 

@@ -3,7 +3,7 @@ documents in a sequence, chunks that cut windows, the least device memory, and d
 out.
 
 The oracle is transformers' own model in fp64. transformers takes norms and RoPE in fp32 even there,
-so in fp32 both sides are wrong by delta (tolerance.py) at most: sqrt(2) delta together.
+so in fp32 both sides are wrong by delta (penstock/tolerance.py) at most: sqrt(2) delta together.
 """
 
 import functools
@@ -17,9 +17,8 @@ import pytest
 import reference as ref
 import tolerance
 import torch
-import transformers
-from families import ALL, CONFIGS, DEEP, FAMILIES, VARIANTS
-from penstock.decode import Decoder
+from families import ALL, CONFIGS, DEEP, FAMILIES, OFFSET, VARIANTS, random_model
+from penstock import Generator
 from penstock.model import ModelConfig
 from test_parity import (
     END,
@@ -35,17 +34,14 @@ from test_parity import (
     smallest_plan,
     transformers_loss,
 )
-from tolerance import check_gradients, loss_noise
-
-POST_NORMS = ("olmo2", "gemma2", "gemma3_text")
-OFFSET = ("gemma2", "gemma3_text")
+from tolerance import check_gradients, loss_noise, note_spread
 
 
 def delta(name, recipe, layout):
-    """A norm after attention and one after the MLP add two roundings each, one a direction."""
     cfg = ALL[name]
     exact = math.sqrt(2) if recipe == "fp32" else 1
-    a_layer = tolerance.A_LAYER + 4 * (cfg["model_type"] in POST_NORMS)
+    post_norms = cfg["model_type"] in tolerance.FAMILIES_WITH_POST_NORMS
+    a_layer = tolerance.A_LAYER + tolerance.POST_NORMS * post_norms
     chunks = LAYOUTS[layout][3]
     return exact * tolerance.delta(recipe, cfg["num_hidden_layers"], chunks, 512, a_layer)
 
@@ -55,26 +51,7 @@ def delta(name, recipe, layout):
 
 @functools.cache
 def model_of(name):
-    """transformers' model with weights that use every part: products of unit size, norm weights
-    unlike each other, biases not zero."""
-    cfg = ALL[name]
-    config = transformers.AutoConfig.for_model(**cfg)
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for key, p in sorted(model.named_parameters()):
-            x = torch.randn(p.shape, generator=generator)
-            if "norm" in key:
-                x = 0.2 * x + (cfg["model_type"] not in OFFSET)
-            elif key.endswith("bias"):
-                x = 0.3 * x
-            elif "embed" in key:
-                x = 0.1 * x
-            else:
-                x = x / math.sqrt(p.shape[1])
-            p.copy_(x)
-    return model
+    return random_model(ALL[name])
 
 
 @pytest.fixture(scope="module")
@@ -97,38 +74,6 @@ def positions(tokens, documents):
         begins[:, 1:] = tokens[:, :-1] == END
         at -= np.maximum.accumulate(np.where(begins, at, 0), 1)
     return torch.as_tensor(at)
-
-
-def note_spread(model, spread):
-    """Hooks that add, after each module's backward pass, the squares of its gradient's terms to
-    spread[parameter] (reference.py). Returns the hooks."""
-
-    def add(key, square):
-        spread[key] = spread.get(key, 0.0) + square.sum().item()
-
-    def on_forward(key, module, inputs, out):
-        x = inputs[0].detach()
-
-        def on_grad(g):
-            if isinstance(module, torch.nn.Embedding):
-                add(key, (g * getattr(module, "embed_scale", 1.0)).square())
-            elif isinstance(module, torch.nn.Linear):
-                add(key, g.square().sum(-1) * x.square().sum(-1))
-                if module.bias is not None:
-                    add(key.replace("weight", "bias"), g.square())
-            else:
-                eps = getattr(module, "eps", None) or module.variance_epsilon
-                add(key, (g * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).square())
-
-        out.register_hook(on_grad)
-
-    # tied weights are one parameter, which named_parameters() has once
-    names = {id(p): key for key, p in model.named_parameters()}
-    return [
-        module.register_forward_hook(functools.partial(on_forward, names[id(module.weight)]))
-        for module in model.modules()
-        if isinstance(getattr(module, "weight", None), torch.nn.Parameter)
-    ]
 
 
 @functools.cache
@@ -267,20 +212,43 @@ def test_attention_is_counted_within_its_windows(directory, name):
     assert flops["attn_bwd"] == 8 * pairs * c.n_heads * c.head_dim
 
 
-# ---- sampling ------------------------------------------------------------------------------------
+# ---- generation ----------------------------------------------------------------------------------
+
+
+def greedy(model, ids, n):
+    """What transformers' generate() takes after @ids, and the smallest distance of its logits from
+    the runner-up's."""
+    out = model.generate(
+        torch.tensor([ids]),
+        max_new_tokens=n,
+        do_sample=False,
+        pad_token_id=0,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(out.scores).topk(2).values
+    new = out.sequences[0, len(ids) :].tolist()
+    return [t for t in new if t != END_OF_TEXT], float((best[:, 0] - best[:, 1]).min())
+
+
+END_OF_TEXT = 2  # COMMON's eos_token_id, where transformers stops
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_decoder_has_the_logits_of_transformers(directory, name):
-    """penstock.decode, at once and token by token, also where longrope changes its factors."""
-    ids = np.random.default_rng(0).integers(0, CONFIGS[name]["vocab_size"], 40)
-    with torch.no_grad():
-        model = model_of(name)
-        at = {n: model(torch.tensor(ids[:n])[None]).logits[0, -1].numpy() for n in (7, 8, 39, 40)}
-    decoder = Decoder(directory(name))
-    # both in fp32, and logits of up to about 4: a relative error of delta each
-    bound = 4 * delta(name, "fp32", "one-a-chunk")
-    assert np.abs(decoder.feed(ids) - at[40]).max() < bound
-    decoder.reset()
-    for first, last in ((0, 7), (7, 8), (8, 39), (39, 40)):
-        assert np.abs(decoder.feed(ids[first:last]) - at[last]).max() < bound
+def test_greedy_tokens_are_those_of_transformers(directory, name):
+    """Prompts of several lengths at once, whose steps cut them. They are longer than longrope's
+    original context, so that both sides have its long factors throughout."""
+    model, rng, prompts, expected = model_of(name), np.random.default_rng(0), [], []
+    # both in fp32, and logits of up to about 4: a relative error of delta each, twice
+    bound = 2 * 4 * delta(name, "fp32", "one-a-chunk")
+    while len(prompts) < 3:
+        ids = rng.integers(3, CONFIGS[name]["vocab_size"], 34 + 3 * len(prompts)).tolist()
+        tokens, gap = greedy(model, ids, 8)
+        if gap > bound:
+            prompts.append(ids)
+            expected.append(tokens)
+    with Generator(
+        directory(name), batch=2, context=48, dtype="fp32", prefill_tokens=25
+    ) as generator:
+        got = generator.run(prompts, max_new_tokens=8, stop_tokens=[END_OF_TEXT])
+    assert got == expected

@@ -1,97 +1,350 @@
-"""penstock.decode against transformers: same weights on disk, same logits, no code shared."""
+"""Generation: the tokens of a prompt depend on nothing but the model and the prompt's own request.
+tests/test_families.py compares the tokens of every family with those of transformers."""
 
 import json
+import os
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from penstock.decode import Decoder, generate
-from transformers import AutoModelForCausalLM
+import transformers
+from conftest import ROOT
+from penstock import BudgetError, Generator, InvalidError
+from penstock.generate import Text
 
-ROOT = Path(__file__).resolve().parent.parent
-# fp32 on both sides, sums of at most 352 terms over 4 layers: relative error about depth *
-# sqrt(terms) * 2^-24 = 4e-6 of logits of size about 1; ten times that.
-TOLERANCE = 5e-5
+BINARY = ROOT / os.environ.get("PENSTOCK_BUILD", "build") / "bin" / "penstock"
 
 
-def make_model(tmp_path, name, **changes):
+def make_model(where, name="tiny-llama", dtype="fp32", **changes):
     config = json.loads((ROOT / "models" / f"{name}.json").read_text()) | changes
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    out = tmp_path / "model"
-    subprocess.run(
-        [
-            sys.executable,
-            ROOT / "models/init_model.py",
-            tmp_path / "config.json",
-            out,
-            "--dtype",
-            "fp32",
-            "--seed",
-            "3",
-        ],
-        check=True,
-        capture_output=True,
+    (where / "config.json").write_text(json.dumps(config))
+    command = [
+        sys.executable,
+        ROOT / "models/init_model.py",
+        where / "config.json",
+        where / "model",
+    ]
+    subprocess.run([*command, "--dtype", dtype, "--seed", "3"], check=True, capture_output=True)
+    return where / "model"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """6 blocks of about 4 MiB in fp32: larger than the 2 MiB that memory is rounded to."""
+    return make_model(
+        tmp_path_factory.mktemp("generate"),
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=6,
     )
-    return out
 
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(1)
+    return [rng.integers(3, 512, n).tolist() for n in (5, 1, 17, 40, 2)]
+
+
+SAMPLED = dict(max_new_tokens=40, temperature=1.0, seed=[7, 8, 9, 10, 11])
+
+
+def tokens(model, prompts, run=SAMPLED, **options):
+    with Generator(model, **{"context": 96, "batch": 5} | options) as generator:
+        return generator.run(prompts, **run), generator.report
+
+
+# ---- what tokens do not depend on ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_tokens_do_not_depend_on_the_batch(model, prompts, dtype):
+    """40 tokens drawn from 512: a logit that differed would change some of them."""
+    together, _ = tokens(model, prompts, dtype=dtype)
+    for i, prompt in enumerate(prompts):
+        alone, _ = tokens(model, [prompt], SAMPLED | {"seed": SAMPLED["seed"][i]}, dtype=dtype)
+        assert alone == [together[i]]
+    assert tokens(model, prompts, dtype=dtype, batch=2)[0] == together
+    assert tokens(model, prompts, dtype=dtype, prefill_tokens=3)[0] == together
+    assert tokens(model, prompts, dtype=dtype, threads=1)[0] == together
+    assert tokens(model, prompts, dtype=dtype, context=300)[0] == together
+
+
+def test_tokens_do_not_depend_on_the_cap(model, prompts):
+    resident, report = tokens(model, prompts, dtype="fp32")
+    assert report["n_resident"] == report["n_blocks"] == 6 and not report["streamed_bytes"]
+    seen = set()
+    for cap in range(report["least_device_bytes"], report["device_used_bytes"], 4 << 20):
+        streamed, r = tokens(model, prompts, dtype="fp32", device_mem=cap)
+        assert streamed == resident
+        assert r["device_used_bytes"] <= cap and r["n_resident"] < 6
+        assert r["streamed_bytes"] == (6 - r["n_resident"]) * r["block_bytes"]
+        seen.add(r["n_resident"])
+    assert seen >= {0, 1, 2}
+
+
+def test_a_cap_that_is_too_small_is_refused_with_its_parts(model):
+    least = tokens(model, [[1]], dict(max_new_tokens=1))[1]["least_device_bytes"]
+    tokens(model, [[1]], dict(max_new_tokens=1), device_mem=least)
+    with pytest.raises(BudgetError, match=r"needs .* given: .* head, 2 x .* cache of 5 x 96"):
+        Generator(model, context=96, batch=5, device_mem=least - 1)
+    with pytest.raises(BudgetError, match=r"of host memory, .* for the embedding"):
+        Generator(model, context=96, host_mem=2 << 20)
+
+
+# ---- drawing -------------------------------------------------------------------------------------
+
+
+def test_greedy_takes_no_seed_and_draws_follow_theirs(model):
+    with Generator(model, context=64, batch=4) as generator:
+
+        def run(**options):
+            return generator.run([[5, 6, 7]] * 2, max_new_tokens=20, **options)
+
+        greedy = run()
+        assert greedy[0] == greedy[1] == run(seed=9)[0]
+        assert run(temperature=1.0, top_k=1) == run(temperature=1.0, top_p=1e-6) == greedy
+        first, second = run(temperature=1.0, seed=[1, 2])
+        assert first != second and run(temperature=1.0, seed=[2, 1]) == [second, first]
+
+
+def test_draws_have_the_distribution_of_transformers(model):
+    """One token of 2,000 seeds, after temperature, top_k and top_p."""
+    ids, n, settings = [4, 5, 6], 2000, dict(temperature=0.4, top_k=12, top_p=0.85)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        scores = reference(torch.tensor([ids])).logits[:, -1]
+    for kind, value in zip(("Temperature", "TopK", "TopP"), settings.values(), strict=True):
+        scores = getattr(transformers, f"{kind}LogitsWarper")(value)(None, scores)
+    p = scores.softmax(-1)[0].double().numpy()
+    with Generator(model, context=8, batch=200, dtype="fp32") as generator:
+        drawn = generator.run([ids] * n, max_new_tokens=1, seed=list(range(n)), **settings)
+    counts = np.bincount(np.array(drawn).ravel(), minlength=len(p))
+    kept = p > 0
+    assert 3 < kept.sum() < 12 and not counts[~kept].any()
+    # chi-squared with kept - 1 degrees of freedom: its mean plus 6 deviations
+    freedom = kept.sum() - 1
+    chi = ((counts[kept] - n * p[kept]) ** 2 / (n * p[kept])).sum()
+    assert chi < freedom + 6 * np.sqrt(2 * freedom)
+
+
+# ---- ending --------------------------------------------------------------------------------------
+
+
+def test_a_stop_token_ends_one_text(model, prompts):
+    free, _ = tokens(model, prompts)
+    stop = free[0][10]
+    stopped, _ = tokens(model, prompts, SAMPLED | {"stop_tokens": [stop]})
+    assert stopped == [t[: t.index(stop)] if stop in t else t for t in free]
+    assert len(stopped[0]) <= 10
+
+
+def test_the_caller_ends_one_text_or_the_call(model, prompts):
+    free, _ = tokens(model, prompts)
+    with Generator(model, context=96, batch=5) as generator:
+        seen = []
+
+        def three(prompt, token):
+            seen.append((prompt, token))
+            return prompt == 1 and len([p for p, _ in seen if p == 1]) == 3
+
+        got = generator.run(prompts, on_token=three, **SAMPLED)
+        assert got == [free[0], free[1][:3], *free[2:]]
+        for i, want in enumerate(got):
+            assert [t for p, t in seen if p == i] == want
+        stats = generator.stats
+        assert stats["new_tokens"] == sum(map(len, got)) == len(seen)
+        assert stats["prompt_tokens"] == sum(map(len, prompts))
+
+        def fail(prompt, token):
+            raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            generator.run(prompts, on_token=fail, **SAMPLED)
+        assert generator.run(prompts, **SAMPLED) == free  # and it goes on
+
+
+class Letters:
+    """A tokenizer of bytes."""
+
+    def decode(self, ids, skip_special_tokens):
+        return bytes(ids).decode("utf-8", "replace")
+
+
+def test_text_comes_in_whole_characters_and_before_a_stop_string():
+    text = Text(Letters(), ["STOP", "äx"])
+    given = [text.add(b) for b in "aä Säy ST".encode()]
+    assert "".join(given) == "aä Säy " and not text.ended
+    assert given == ["a", "", "", "ä ", "", "", "S", "äy", " ", "", ""]
+    assert text.add(ord("A")) == "STA"
+    rest = [text.add(b) for b in b"bSTO"]
+    assert rest == ["b", "", "", ""]
+    assert text.add(ord("P")) == "" and text.ended
+    assert text.end() == "" and text.text == "aä Säy STAb"
+    text = Text(Letters(), ["STOP"])
+    assert [text.add(b) for b in b"xST"] == ["x", "", ""]
+    assert text.end() == "ST" and text.text == "xST"
+
+
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name,changes",
+    "prompt,options,words",
     [
-        ("tiny-llama", {}),
-        ("tiny-qwen2", {}),
-        ("tiny-qwen3", {}),
-        ("tiny-llama", {"rope_scaling": LLAMA3_ROPE}),
-        ("tiny-llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+        ([], {}, "prompt 1 has no token"),
+        ([512], {}, "token 512 is not in the vocabulary: 0 to 511"),
+        ([-1], {}, "token -1 is not in the vocabulary"),
+        ([1], {"stop_tokens": [600]}, "stop token 600 is not in the vocabulary"),
+        ([1] * 10, {"max_new_tokens": 7}, "has 10 tokens, and 7 new .* the context is 16"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ([1], {"temperature": -1.0}, "temperature is -1"),
+        ([1], {"temperature": float("nan")}, "temperature is nan"),
+        ([1], {"top_p": 0.0}, "top_p is 0"),
+        ([1], {"top_p": 1.5}, "top_p is 1.5"),
     ],
 )
-def test_logits_are_those_of_transformers(tmp_path, name, changes):
-    model_dir = make_model(tmp_path, name, **changes)
-    reference = AutoModelForCausalLM.from_pretrained(
-        model_dir, torch_dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    ids = np.random.default_rng(0).integers(0, reference.config.vocab_size, 40)
-    with torch.no_grad():
-        expected = reference(torch.tensor(ids)[None]).logits[0].numpy()
-    decoder = Decoder(model_dir)
-    assert np.abs(decoder.feed(ids) - expected[-1]).max() < TOLERANCE
-    decoder.reset()  # the same through the cache, in pieces
-    for first, last in ((0, 7), (7, 8), (8, 39), (39, 40)):
-        assert np.abs(decoder.feed(ids[first:last]) - expected[last - 1]).max() < TOLERANCE
+def test_a_bad_request_is_refused(model, prompt, options, words):
+    with Generator(model, context=16) as generator:
+        with pytest.raises(InvalidError, match=words):
+            generator.run([prompt], **{"max_new_tokens": 4} | options)
+        assert len(generator.run([[1]], max_new_tokens=4)[0]) == 4
 
 
-def test_greedy_is_repeatable_and_sampling_follows_its_seed(tmp_path):
-    decoder = Decoder(make_model(tmp_path, "tiny-llama"))
-    assert generate(decoder, [1, 2, 3], 8, temperature=0) == generate(
-        decoder, [1, 2, 3], 8, temperature=0, seed=9
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        ({"batch": 0}, "0 sequences at once: 1 to 1024"),
+        ({"batch": 1025}, "1025 sequences at once"),
+        ({"context": 0}, "a context of 0 tokens"),
+        ({"prefill_tokens": 1 << 40}, "prefill_tokens is"),
+    ],
+)
+def test_a_bad_configuration_is_refused(model, options, words):
+    with pytest.raises(InvalidError, match=words):
+        Generator(model, **options)
+
+
+# ---- the commands --------------------------------------------------------------------------------
+
+
+def native(*words):
+    return subprocess.run([BINARY, "generate", *map(str, words)], capture_output=True, text=True)
+
+
+def test_the_binary_prints_token_ids(model, prompts, tmp_path):
+    expected, _ = tokens(model, prompts, dict(max_new_tokens=9))
+    one = native("--model", model, "--tokens", str(prompts[2]), "--max-new-tokens", 9)
+    assert one.returncode == 0, one.stderr
+    assert [int(t) for t in one.stdout.split()] == expected[2]
+    assert re.search(r"prefill: 17 tokens, .* tokens/s; decode: 8 tokens, .* tokens/s", one.stderr)
+    (tmp_path / "prompts").write_text("".join(f"{json.dumps(p)}\n" for p in prompts))
+    words = ["--model", model, "--prompts", tmp_path / "prompts", "--max-new-tokens", 9]
+    lines = native(*words, "--quiet", "--batch", 2)
+    assert lines.stderr == ""
+    assert [[int(t) for t in line.split()] for line in lines.stdout.splitlines()] == expected
+    found = json.loads(native(*words, "--json").stdout)
+    assert found["tokens"] == expected and found["decode_tokens_per_s"] > 0
+    plan = json.loads(native(*words, "--json", "--plan").stdout)
+    assert plan["blocks"] == plan["resident_blocks"] == 6 and "tokens" not in plan
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["--tokens", "1"], "--model DIR is missing"),
+        (["--model", "MODEL"], "give either --tokens IDS or --prompts FILE"),
+        (["--model", "MODEL", "--tokens", "1,x"], "--tokens: 'x' is no token id"),
+        (["--model", "MODEL", "--tokens", ""], "--tokens is empty"),
+        (["--model", "MODEL", "--tokens", "600"], "token 600 is not in the vocabulary"),
+        (["--model", "MODEL", "--prompts", "missing"], "--prompts missing: No such file"),
+        (["--model", "missing", "--tokens", "1"], "missing"),
+        (
+            ["--model", "MODEL", "--tokens", "1", "--device-mem", "1MiB"],
+            "of device memory, 1.0 MiB",
+        ),
+        (["--model", "MODEL", "--tokens", "1", "--top-p", "2"], "--top-p 2: give a number from"),
+    ],
+)
+def test_the_binary_refuses_bad_input_in_one_sentence(model, words, message):
+    done = native(*[str(model) if w == "MODEL" else w for w in words])
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chat_model(model):
+    """The model with a tokenizer of bytes and a chat template."""
+    from penstock.data import train_tokenizer
+
+    (model / "text").write_text("the cat sat on the mat. " * 20)
+    train_tokenizer([model / "text"], 300).save(str(model / "tokenizer.json"))
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    (model / "chat_template.jinja").write_text(template)
+    return model
+
+
+def command(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", "generate", *map(str, words)],
+        capture_output=True,
+        text=True,
     )
-    assert generate(decoder, [1, 2, 3], 12, seed=1) == generate(decoder, [1, 2, 3], 12, seed=1)
-    assert generate(decoder, [1, 2, 3], 12, temperature=2, seed=1) != generate(
-        decoder, [1, 2, 3], 12, temperature=2, seed=2
-    )
 
 
-def test_generation_stops_at_the_end_token(tmp_path):
-    decoder = Decoder(make_model(tmp_path, "tiny-llama"))
-    tokens = generate(decoder, [5], 20, temperature=1, seed=4)
-    assert (
-        generate(decoder, [5], 20, temperature=1, seed=4, end_token=tokens[3])
-        == tokens[: tokens.index(tokens[3])]
-    )
+def test_text_is_the_tokens_decoded(chat_model, tmp_path):
+    from penstock.data import load_tokenizer
+
+    tokenizer = load_tokenizer(chat_model)
+
+    def text_of(prompt):
+        run = dict(max_new_tokens=12, stop_tokens=[2])
+        return tokenizer.decode(tokens(chat_model, [tokenizer.encode(prompt).ids], run)[0][0])
+
+    options = ["--model", chat_model, "--max-new-tokens", 12]
+    one = command(*options, "--prompt", "the cat")
+    assert one.returncode == 0, one.stderr
+    assert one.stdout == text_of("the cat") + "\n"
+    assert "tokens/s" in one.stderr
+    chat = command(*options, "--prompt", "the cat", "--chat", "--system", "sat", "--quiet")
+    assert chat.stdout == text_of("<system>sat<user>the cat<assistant>") + "\n"
+    assert chat.stderr == ""
+    messages = [{"role": "user", "content": "on"}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'"the cat"\n{{"prompt": "mat"}}\n{json.dumps({"messages": messages})}\n')
+    lines = [json.loads(x) for x in command(*options, "--prompts", file).stdout.splitlines()]
+    asked = ["the cat", "mat", "<user>on<assistant>"]
+    assert [line["text"] for line in lines] == [text_of(p) for p in asked]
+    assert lines[2]["messages"] == messages and lines[0]["new_tokens"] <= 12
+    stop = text_of("the cat")[3:5]
+    cut = command(*options, "--prompt", "the cat", "--stop", stop)
+    assert cut.stdout == text_of("the cat").split(stop)[0] + "\n"
 
 
-def test_ids_past_the_vocabulary_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="token id, each from 0 to 511"):
-        Decoder(make_model(tmp_path, "tiny-llama")).feed([512])
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        ([], "give either --prompt TEXT or --prompts FILE"),
+        (["--prompt", ""], "prompt 1 has no token"),
+        (["--prompt", "x", "--system", "y"], "give --chat too"),
+        (["--prompts", "missing"], "missing: cannot be read"),
+        (["--prompt", "x", "--device-mem", "6"], "is not a size|is 6 bytes: write"),
+        (["--prompt", "x", "--device-mem", "2MiB"], "needs .* of device memory"),
+        (["--prompt", "x", "--seed", "-1"], "seed|unsigned|range"),
+        (["--prompt", "x", "--top-k", str(1 << 70)], "top_k|big|range|large"),
+    ],
+)
+def test_the_command_refuses_bad_input_in_one_sentence(chat_model, words, message):
+    done = command("--model", chat_model, *words)
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    assert re.search(message, done.stderr) and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+    done = command("--model", make_model(tmp_path), "--prompt", "x")
+    assert done.returncode == 2 and "tokenizer.json" in done.stderr

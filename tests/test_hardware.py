@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import BUILD, ROOT
 from penstock import BudgetError, FormatError, Hardware, ModelConfig, Plan
-from penstock._lib import StateError, check, encode_path, ffi, lib, struct
+from penstock._lib import check, encode_path, ffi, lib, struct
+from penstock.errors import StateError
 from test_plan import config, rates
 
 BINARY = BUILD / "bin/penstock"

@@ -19,7 +19,7 @@ ORDER = [
     ["hardware"],
     ["step"],
     ["plan"],
-    ["train"],
+    ["train", "generate"],
     ["cli"],
 ]
 ALLOWED = {

@@ -35,6 +35,15 @@ class Qkv(ctypes.Structure):
     ]
 
 
+class Attention(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in "n_tokens row0 n_heads n_kv_heads head_dim".split()),
+        *((name, ctypes.c_uint32) for name in "dt accumulate_dkv document_rows".split()),
+        *((name, ctypes.c_uint32) for name in "sequence_rows window".split()),
+        *((name, ctypes.c_float) for name in "scale softcap".split()),
+    ]
+
+
 READ, WRITE = 1, 2
 F32, BF16, I32, F64 = 0, 1, 10, 11
 TORCH = {F32: torch.float32, BF16: torch.bfloat16, I32: torch.int32, F64: torch.float64}
@@ -145,9 +154,20 @@ def qkv_split(a, qkv, pos, _q, _kv, wq=None, wk=None):
 def cross_entropy(a, z, target, scale, _):
     z = z.view(a.rows, a.vocab).requires_grad_()
     y = a.softcap * torch.tanh(z / a.softcap) if a.softcap else z
-    loss = torch.nn.functional.cross_entropy(y, target.long(), ignore_index=-1, reduction="none")
-    (loss.sum() * scale).backward()
-    return [z.grad, loss.detach()]
+    ce = {"ignore_index": -1, "reduction": "none"}
+    loss = torch.nn.functional.cross_entropy(y, target.long(), **ce)
+    if not a.z_loss and not a.label_smoothing:
+        (loss.sum() * scale).backward()
+        return [z.grad, loss.detach()]
+    counted = (target >= 0).double()
+    lse, mean = y.logsumexp(-1), y.mean(-1)
+    smoothed = torch.nn.functional.cross_entropy(
+        y, target.long(), label_smoothing=a.label_smoothing, **ce
+    )
+    ((smoothed + a.z_loss * lse**2 * counted).sum() * scale).backward()
+    # a mean of -inf is none that anyone counts
+    terms = [loss, lse**2 * counted, torch.where(target >= 0, lse - mean, 0.0)]
+    return [z.grad, torch.stack(terms, 1).detach()]
 
 
 def gemm(a, x, y, c, *added):
@@ -163,6 +183,22 @@ def gemm(a, x, y, c, *added):
     if a.has_residual:
         out = out + added.pop(0).view(m, a.ldc)[:, :n]
     return [torch.cat([out, c[:, n:]], 1)]
+
+
+def attention_cached(a, q, kv, sequence, _o, _lse, pos, cache):
+    cache = cache.clone().view(-1, a.sequence_rows, 2, a.n_kv_heads, a.head_dim)
+    there = pos >= 0
+    cache[sequence[there].long(), pos[there].long()] = kv.view(-1, *cache.shape[2:])[there]
+    q = q.view(a.n_tokens, a.n_kv_heads, -1, a.head_dim)
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=q.dtype)
+    for i in there.nonzero().flatten().tolist():
+        end = int(pos[i]) + 1
+        keys, values = cache[int(sequence[i]), max(0, end - (a.window or end)) : end].unbind(1)
+        score = torch.einsum("hgd,khd->hgk", q[i], keys) * (a.scale or a.head_dim**-0.5)
+        score = a.softcap * torch.tanh(score / a.softcap) if a.softcap else score
+        out[i] = torch.einsum("hgk,khd->hgd", score.softmax(-1), values)
+        lse[i] = score.logsumexp(-1)
+    return [out, lse, cache]
 
 
 FORWARD = {
@@ -183,6 +219,8 @@ FORWARD = {
     "glu_fwd": (Glu, glu),
     "cross_entropy": (CrossEntropy, cross_entropy),
     "gemm": (Gemm, gemm),
+    "gemm_rows": (Gemm, gemm),
+    "attention_cached": (Attention, attention_cached),
 }
 
 
@@ -274,3 +312,26 @@ def test_every_op_has_cases():
         ops.add(name.decode())
         i += 1
     assert ops - {name for _, name in entries()} == without
+
+
+@pytest.mark.parametrize("dt", [F32, BF16], ids=["fp32", "bf16"])
+def test_a_row_of_gemm_rows_does_not_depend_on_the_others(dt):
+    """OpenBLAS's products do: test that the shapes tell the two apart, in fp32."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 2048).to(TORCH[dt]) for n in (64, 1000))
+
+    def product(name, rows):
+        a = Gemm(m=len(rows), n=1000, k=2048, lda=2048, ldb=2048, ldc=1000)
+        a.trans_b, a.dt_a, a.dt_b, a.dt_c = 1, dt, dt, dt
+        out = torch.zeros(len(rows), 1000, dtype=x.dtype)
+        return run(name, a, [("r", x[rows].contiguous()), ("r", w), ("w", out)])[0]
+
+    picks = [[5], [0, 5], [5, 1, 2], list(range(6)), list(range(5, 38))]
+    same = {
+        name: all(
+            torch.equal(product(name, rows)[rows.index(5)], product(name, list(range(64)))[5])
+            for rows in picks
+        )
+        for name in ("gemm_rows", "gemm")
+    }
+    assert same["gemm_rows"] and (dt == BF16 or not same["gemm"])

@@ -85,7 +85,9 @@ Gemm = struct(
 )
 Glu = struct("Glu", [("I", "n_tokens ffn_dim dt activation")])
 Colsum = struct("Colsum", [("I", "rows cols ld dt accumulate")])
-CrossEntropy = struct("CrossEntropy", [("I", "rows vocab dt"), ("f", "softcap")])
+CrossEntropy = struct(
+    "CrossEntropy", [("I", "rows vocab dt"), ("f", "softcap z_loss label_smoothing")]
+)
 Sumsq = struct("Sumsq", [("Q", "n"), ("I", "dt n_threads")])
 
 
@@ -1020,6 +1022,10 @@ def test_gemm_refuses_rows_that_do_not_fit():
         ("embed_fwd", Embed(4, 4, 4, 2, 0), "dt is 2"),
         ("cross_entropy", CrossEntropy(4, 4, 0, -30.0), "softcap is -30"),
         ("cross_entropy", CrossEntropy(4, 4, 2), "dt is 2"),
+        ("cross_entropy", CrossEntropy(4, 4, 0, 0, -1.0), "z_loss is -1"),
+        ("cross_entropy", CrossEntropy(4, 4, 0, 0, float("inf")), "z_loss is inf"),
+        ("cross_entropy", CrossEntropy(4, 4, 0, 0, 0, 1.5), "label_smoothing is 1.5"),
+        ("cross_entropy", CrossEntropy(4, 4, 0, 0, 0, float("nan")), "label_smoothing is nan"),
     ],
 )
 def test_arguments_out_of_range_are_refused_by_name(name, args, words):

@@ -344,13 +344,6 @@ def test_the_training_example_learns_and_saves(tiny_model, tiny_shard, tmp_path,
     assert "one byte less than the smallest plan is refused" in capsys.readouterr().out
 
 
-def test_generation_reads_a_trainer_as_it_reads_a_directory(plan, tiny_model, tiny_shard):
-    with Trainer(tiny_model, plan, tiny_shard) as trainer:
-        assert penstock.generate(trainer, [1, 2], 5, temperature=0) == penstock.generate(
-            tiny_model, [1, 2], 5, temperature=0
-        )
-
-
 @pytest.mark.parametrize("recipe", ["fp32", "fp32-master", "bf16"])
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
 def test_an_embedding_at_home_is_updated_to_the_same_bits(recipe, clip_norm, tmp_path):

@@ -108,6 +108,8 @@ def test_a_second_run_in_the_same_directory_is_refused_with_the_firsts_process_i
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
         "metrics.jsonl",
         "plan.json",
+        "run.toml",
+        "summary.json",
         "timeline.json",
     }
 

@@ -21,7 +21,8 @@
  * document. The other words and bits are 0. A shard has masks of its own or a mask file, not both.
  *
  * A dataset is one shard or more, read as one stream of tokens. A folder stands for its *.bin
- * files, sorted by name. The target of a token is the next token of the same shard. */
+ * files, sorted by name. The target of a token is the next token of the same shard. Where paths
+ * have weights, the dataset is a mix: its parts are read in turn, each by its share. */
 #ifndef PENSTOCK_DATA_H
 #define PENSTOCK_DATA_H
 #include "status.h"
@@ -34,7 +35,9 @@ typedef struct ps_dataset ps_dataset;
 
 /* ps_dataset_open() - open the shards.
  * @out         owned by the caller, released by ps_dataset_close().
- * @paths       1 or more files or folders, borrowed for the call.
+ * @paths       1 or more files or folders, borrowed for the call. A path that does not exist and
+ *              ends with a colon and a number is read as "A:0.7,B:0.3": parts with weights, which
+ *              need not add up to 1. All paths have weights, or none has.
  * @vocab_size  every token id must be below it. The first 1 Mi tokens of each shard are checked
  *              here, all others when they are read.
  * Errors: PS_EIO. PS_EFORMAT names the shard and what is wrong with it, and of a bad token its
@@ -52,9 +55,31 @@ PS_API uint64_t ps_dataset_n_tokens(const ps_dataset *ds);
  * short. */
 PS_API uint64_t ps_dataset_n_sequences(const ps_dataset *ds, uint64_t seq_len);
 
+/* One of the parts of a mix. */
+typedef struct ps_dataset_part {
+  uint32_t struct_bytes; /* sizeof(ps_dataset_part) */
+  uint32_t reserved;
+  const char *path; /* valid until ps_dataset_close() */
+  double share;     /* of the sequences of a training: its weight, divided by the sum of all */
+  uint64_t n_sequences;
+} ps_dataset_part;
+
+/* ps_dataset_n_weighted() - the parts of a mix; 0: the dataset has no weights.
+ * ps_dataset_weighted() - part @k. Errors: PS_EINVAL: there is no such part.
+ * ps_dataset_mix() - a number that tells mixes of other shares apart; 0: no weights. */
+PS_API uint32_t ps_dataset_n_weighted(const ps_dataset *ds);
+PS_API ps_status ps_dataset_weighted(const ps_dataset *ds, uint32_t k, uint64_t seq_len,
+                                     ps_dataset_part *out);
+PS_API uint64_t ps_dataset_mix(const ps_dataset *ds);
+
 /* ps_dataset_marks_documents() - 1: masks of the dataset say where documents begin, and a plan must
  * not assume one document a sequence. 0: no shard has a mask file. */
 PS_API int ps_dataset_marks_documents(const ps_dataset *ds);
+
+/* ps_dataset_targets() - which part of the tokens are targets, by the masks. Reads all masks.
+ * @share  on PS_OK 0 to 1; the last token of a shard, which is no target, counts as one.
+ * Errors: PS_EIO. */
+PS_API ps_status ps_dataset_targets(const ps_dataset *ds, double *share);
 
 /* ps_dataset_check() - check that sequences of @seq_len tokens can be read: there is one, and none
  * cuts a row of packed documents. Errors: PS_EINVAL. */
@@ -75,6 +100,12 @@ PS_API ps_status ps_dataset_read(ps_dataset *ds, uint64_t seq_len, uint64_t idx,
  * computed without a table in O(1), and so a training resumes in O(1). @shuffle 0: the sequence is
  * pos modulo n_sequences. */
 PS_API uint64_t ps_dataset_order(uint64_t n_sequences, uint64_t pos, uint64_t seed, int shuffle);
+/* ps_dataset_at() - the sequence of the dataset at position @pos of a training, for
+ * ps_dataset_read(). Without weights it is that of ps_dataset_order(). Of a mix, each part has
+ * epochs of its own, and after any number of positions each part has had its share of them, to one
+ * for each part before it. Computed in O(parts + shards) from the position alone. */
+PS_API uint64_t ps_dataset_at(const ps_dataset *ds, uint64_t seq_len, uint64_t pos, uint64_t seed,
+                              int shuffle);
 
 #ifdef __cplusplus
 }

@@ -123,9 +123,9 @@ PS_API ps_status ps_model_config_check(const ps_model_config *cfg, const char *n
 /* ---- parameters ------------------------------------------------------------------------------ */
 
 typedef enum ps_param_role {
-  PS_PARAM_MATRIX = 0, /* has weight decay */
-  PS_PARAM_NORM = 1,   /* RMSNorm weight: no weight decay by default */
-  PS_PARAM_BIAS = 2    /* no weight decay by default */
+  PS_PARAM_MATRIX = 0,
+  PS_PARAM_NORM = 1, /* RMSNorm weight */
+  PS_PARAM_BIAS = 2
 } ps_param_role;
 
 enum { PS_PARAM_NAME_BYTES = 96 };
@@ -134,13 +134,14 @@ typedef struct ps_param_info {
   char name[PS_PARAM_NAME_BYTES];
   uint32_t unit, role; /* ps_param_role */
   uint32_t n_dims;     /* 1 or 2 */
-  uint32_t reserved;
+  uint32_t init_uniform;
   uint64_t shape[2]; /* row-major, shape[1] = 1 for a vector */
   /* ELEMENTS from the start of the unit. No alignment is promised: q, k, v and gate, up follow each
    * other without a gap, so that each is one fused matrix. */
   uint64_t offset;
   uint64_t n; /* elements */
-  /* a fresh model draws it from the normal distribution N(init_mean, init_std) */
+  /* A fresh model draws it from the normal distribution N(init_mean, init_std); with init_uniform
+   * from the uniform distribution of the same mean and standard deviation. */
   float init_mean, init_std;
 } ps_param_info;
 
@@ -162,6 +163,37 @@ PS_API ps_status ps_model_param(const ps_model *m, uint32_t idx, ps_param_info *
 PS_API uint32_t ps_model_find(const ps_model *m, const char *name);
 /* ps_model_n_elements() - parameters of the model: without padding, tied ones once. */
 PS_API uint64_t ps_model_n_elements(const ps_model *m);
+
+/* ---- LoRA (arXiv 2106.09685) -----------------------------------------------------------------
+ * The model's own weights are frozen. Each projection W of the targets, in every block, has an
+ * adapter of two matrices, A[rank, n_in] and B[n_out, rank], which are trained:
+ *   y = x W^T + s (x A^T) B^T,   s = alpha / rank; with rslora alpha / sqrt(rank)
+ * There is no dropout. */
+enum {
+  PS_LORA_Q_PROJ = 1,
+  PS_LORA_K_PROJ = 2,
+  PS_LORA_V_PROJ = 4,
+  PS_LORA_O_PROJ = 8,
+  PS_LORA_GATE_PROJ = 16,
+  PS_LORA_UP_PROJ = 32,
+  PS_LORA_DOWN_PROJ = 64,
+  PS_LORA_QKV_PROJ = 128,     /* q, k and v where they are one matrix on disk (Phi-3) */
+  PS_LORA_GATE_UP_PROJ = 256, /* gate and up, alike */
+  PS_LORA_ALL = 511,          /* all of these that the model has */
+  PS_N_LORA_TARGETS = 9
+};
+#define PS_MAX_LORA_ALPHA 1e6
+typedef struct ps_lora {
+  uint32_t rank;    /* 0: no adapters; the other fields are 0 then */
+  uint32_t targets; /* PS_LORA_*, a bit set */
+  uint32_t rslora, reserved;
+  double alpha;
+} ps_lora;
+/* ps_lora_targets_parse() - targets from their names with commas, "q_proj,v_proj", or from
+ * "all-linear", which is PS_LORA_ALL. Errors: PS_EINVAL names the unknown one.
+ * ps_lora_targets_text() - the names with commas. Errors: PS_EINVAL: @bytes are too few. */
+PS_API ps_status ps_lora_targets_parse(uint32_t *out, const char *names);
+PS_API ps_status ps_lora_targets_text(char *buf, uint64_t bytes, uint32_t targets);
 
 /* ---- model FLOPs (formulas: docs/design.md, "Metrics") --------------------------------------- */
 /* Of one sequence: matmul, products with the blocks' parameters in a forward pass; attention in all

@@ -28,6 +28,14 @@ enum {
   PS_MAX_THREADS = 4096
 };
 #define PS_MAX_STEP_TOKENS (1ull << 40)
+#define PS_MAX_Z_LOSS      1e3
+enum { PS_MAX_RAMP = 64, PS_MAX_RAMP_STEPS = 1000000000 }; /* stages; their steps in all */
+
+/* A stage of a batch ramp: so many steps of so many tokens. */
+typedef struct ps_ramp_stage {
+  uint64_t tokens_per_step; /* from seq_len to ps_plan_config.tokens_per_step */
+  uint64_t n_steps;         /* 1 at least */
+} ps_ramp_stage;
 
 /* What a plan is asked for. 0 leaves a choice to the planner where a field says so. */
 typedef struct ps_plan_config {
@@ -74,11 +82,29 @@ typedef struct ps_plan_config {
   /* 1: no layer is trained, and a step computes the loss alone. n_frozen_layers, optimizer and clip
    * do not count then. */
   uint32_t forward_only, reserved;
+  /* Batch ramp: the training's first steps have fewer tokens, stage after stage; tokens_per_step is
+   * that of all steps after the ramp. The plan is made for those: its decisions and its cut of
+   * chunks and rounds hold in every stage. Borrowed for the call. */
+  const ps_ramp_stage *ramp; /* [n_ramp] */
+  uint32_t n_ramp, reserved2;
+  /* Terms of the loss that is trained, beside the cross-entropy of each counted target. Both are 0
+   * with forward_only.
+   *   z_loss           z_loss * logsumexp(logits)^2 (PaLM, arXiv 2204.02311); at most PS_MAX_Z_LOSS
+   *   label_smoothing  of the target's distribution this part is uniform over the vocabulary, as in
+   *                    torch.nn.CrossEntropyLoss; below 1 */
+  double z_loss, label_smoothing;
+  /* Adapters. The model's own weights are frozen then, and n_frozen_layers must be 0. With
+   * forward_only the adapters are frozen too, and count in the loss. */
+  ps_lora lora;
   /* Host memory that the process takes besides arena, scratch and trace, BYTES. It counts against
    * host_mem_bytes. It holds the program and its libraries, stacks, buffers of OpenBLAS and of
    * loading, and on CUDA the driver. 0: computed from the resident set that the process had when it
    * first asked for a hardware description or a plan. Later allocations change no plan. */
   uint64_t reserve_bytes;
+  /* Tokens of a validation (ps_trainer_validate()), rounded down to whole sequences, and to steps
+   * of equal size that are no larger than a step of training. It runs in the memory of training,
+   * and the plan is the same without it. 0: none. */
+  uint64_t val_tokens;
 } ps_plan_config;
 
 /* The policy of a saved activation, between the forward and the backward pass of its chunk:
@@ -130,6 +156,9 @@ typedef struct ps_plan_report {
   uint64_t n_ops, n_waits;              /* of a step */
   uint32_t n_candidates, n_feasible;    /* in the search space; evaluated and within the caps */
   uint32_t bottleneck_stream;           /* the busiest */
+  /* of a validation, and of each of its steps; predicted seconds of a validation */
+  uint64_t val_tokens, val_step_tokens;
+  double val_s;
 } ps_plan_report;
 
 /* ps_plan_create() - search for the fastest plan under both caps.
@@ -164,14 +193,23 @@ PS_API ps_status ps_plan_create_sharing(ps_plan **out, ps_evaluations *shared,
 /* ps_plan_destroy() - release a plan; NULL is a no-op.
  * Errors: PS_EBUSY while a trainer or a run of its schedule lives; the plan then lives on. */
 PS_API ps_status ps_plan_destroy(ps_plan *plan);
+/* ps_plan_model() - the model as the plan trains it, with its adapters. Borrowed from the plan. */
+PS_API const ps_model *ps_plan_model(const ps_plan *plan);
 /* ps_plan_get_report() - copy the plan's figures to @out. Errors: PS_EINVAL. */
 PS_API ps_status ps_plan_get_report(const ps_plan *plan, ps_plan_report *out);
+
+/* ps_plan_sequences_before() - how many sequences a training has read before step @step, the batch
+ * ramp's steps among them.
+ * ps_plan_steps_of() - how many whole steps @n_sequences sequences are, from the first stage of the
+ * batch ramp on. Errors: PS_EINVAL. */
+PS_API uint64_t ps_plan_sequences_before(const ps_plan *plan, uint64_t step);
+PS_API ps_status ps_plan_steps_of(const ps_plan *plan, uint64_t n_sequences, uint64_t *out);
 
 /* ps_plan_smallest() - the smallest caps for which ps_plan_create() succeeds, in BYTES:
  * @device_mem_bytes under cfg->host_mem_bytes, @host_mem_bytes under cfg->device_mem_bytes.
  * 0 where no cap is enough. Exact (one byte less is refused) where all candidates can be
  * evaluated. For large models and steps, the least of those evaluated in some seconds.
- * Errors: as ps_plan_create(), without PS_EBUDGET. */
+ * Errors: as ps_plan_create(), without PS_EBUDGET; PS_EINVAL with val_tokens. */
 PS_API ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *cfg,
                                   const ps_hardware *hw, uint64_t *device_mem_bytes,
                                   uint64_t *host_mem_bytes);

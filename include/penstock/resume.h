@@ -4,10 +4,13 @@
  * A checkpoint is a directory:
  *   config.json, tokenizer files      as in a model directory
  *   model*.safetensors                the weights; of a recipe with a master copy, the master
+ *   adapter_*                         with LoRA instead of these: the adapters, in PEFT's layout.
+ *                                     The manifest names the frozen weights by their SHA-256
  *   STATE*.safetensors                the optimizer's states, under their parameters' names. STATE
  *                                     is exp_avg and exp_avg_sq (adamw), exp_avg (lion),
  *                                     momentum_buffer (sgd)
- *   manifest.json                     step, settings, and bytes and SHA-256 of every other file
+ *   manifest.json                     step, settings, the run, the data's paths, serial, and bytes
+ *                                     and SHA-256 of every other file
  * So it is a model directory too. State is kept by parameter: a trainer resumes with another plan,
  * under other caps and on another backend. With the batch cut as before (ps_checkpoint_info), k + k
  * steps give the bits of 2k steps. docs/checkpoints.md is the user's page.
@@ -27,28 +30,69 @@ typedef struct ps_checkpoint_info {
   uint32_t struct_bytes; /* sizeof(ps_checkpoint_info) */
   uint32_t recipe, optimizer, n_frozen_layers;
   uint64_t step;      /* steps that were trained: the next step's number */
-  uint64_t n_updates; /* that made the optimizer's state */
+  uint64_t n_updates; /* that made the optimizer's state; skipped steps count */
+  uint64_t n_skipped; /* steps that were skipped (ps_non_finite) */
   uint64_t bytes;     /* BYTES of its files, the manifest apart */
   /* The batch and its cut, as in ps_plan_config. */
   uint64_t seq_len, tokens_per_step;
   uint64_t chunk_tokens, chunks_per_round, first_round_chunks, head_slice_tokens;
   uint64_t n_sequences; /* of the dataset, at seq_len; 0: the data came from a batch function */
+  double z_loss, label_smoothing;
+  uint64_t data_mix; /* ps_dataset_mix() of the dataset */
+  ps_lora lora;
 } ps_checkpoint_info;
 
-/* ps_trainer_checkpoint() - write the state after ps_trainer_steps_done() steps as directory @dir,
- * whose parent must exist. An older checkpoint in @dir is replaced.
- * Whatever ends the call, @dir is a whole checkpoint or is as it was; penstock/checkpoint.h says
- * how. On PS_OK the checkpoint is on the disk.
- * Errors: PS_EIO: what could not be written, and why. PS_ENOMEM. PS_EDEVICE.
- *         PS_ESTATE: steps are in flight, or an error has stopped the trainer. */
+/* What writing a checkpoint took. Seconds count from ps_trainer_checkpoint_begin(). */
+typedef struct ps_checkpoint_report {
+  uint32_t struct_bytes; /* sizeof(ps_checkpoint_report) */
+  uint32_t reserved;
+  uint64_t step, bytes; /* as in ps_checkpoint_info */
+  uint64_t serial;      /* the newest checkpoint of a folder has the highest */
+  double held_s;        /* until the state was read, and updates waited for nothing any more */
+  double durable_s;     /* until the checkpoint was on the disk under its name */
+  double waited_s;      /* for which updates waited; added up over the streams that run them */
+} ps_checkpoint_report;
+
+/* ps_trainer_checkpoint_begin() - begin to write the state after all steps that are submitted so
+ * far as directory @dir, whose parent must exist. An older checkpoint in @dir is replaced.
+ *
+ * Threads of the library write while these steps end and further ones run. There is no second copy
+ * of the state. Each unit of the model is written between its updates of two steps. An update that
+ * comes to a unit before the writers waits.
+ *
+ * Whatever ends the write, @dir is a whole checkpoint or is as it was; penstock/checkpoint.h says
+ * how. The checkpoint gets its name after the caller has come back for a further step or for the
+ * end, so that what the caller writes about a step is older than its checkpoint. A failure of the
+ * write stops no step. An error of a later step leaves the checkpoint alone. A cancel, or an error
+ * of one of its steps, gives it up. ps_trainer_destroy() completes it.
+ * Blocks: no. In a run without clipping whose plan updates units on the device, the next
+ *         ps_trainer_submit() blocks until these units are written.
+ * Errors: PS_EBUSY: the checkpoint before was not ended. PS_ESTATE: an error has stopped the
+ *         trainer. PS_ENOMEM, PS_EDEVICE: no thread could be started. */
+PS_API ps_status ps_trainer_checkpoint_begin(ps_trainer *t, const char *dir);
+/* ps_trainer_checkpoint_running() - 1 while ps_trainer_checkpoint_end() would block. */
+PS_API int ps_trainer_checkpoint_running(const ps_trainer *t);
+/* ps_trainer_checkpoint_end() - wait until the checkpoint that was begun is on the disk.
+ * @out    NULL, or a report that is filled in on PS_OK.
+ * Blocks: the steps that it is of must have been submitted, and need not have been waited for.
+ * Errors: PS_EIO: what could not be written, and why. PS_ENOMEM. PS_EDEVICE. PS_ECANCELLED.
+ *         PS_ESTATE: none was begun; an error stopped the run before the checkpoint's last step
+ *         ended; or a batch function called. */
+PS_API ps_status ps_trainer_checkpoint_end(ps_trainer *t, ps_checkpoint_report *out);
+/* ps_trainer_checkpoint() - begin and end, with no step in flight: the state after
+ * ps_trainer_steps_done() steps.
+ * Errors: those of both. PS_ESTATE: steps are in flight. */
 PS_API ps_status ps_trainer_checkpoint(ps_trainer *t, const char *dir);
+/* ps_trainer_steps_submitted() - how many steps were submitted since create. */
+PS_API uint64_t ps_trainer_steps_submitted(const ps_trainer *t);
 
 /* ps_checkpoint_open() - open @dir and check all its files against the manifest. Several threads
  * read them.
  * @out    owned by the caller, released by ps_checkpoint_close().
  * Errors: PS_EFORMAT names the file that is damaged, cut off or missing. PS_EIO, PS_ENOMEM. */
 PS_API ps_status ps_checkpoint_open(ps_checkpoint **out, const char *dir);
-/* ps_checkpoint_latest() - open the newest whole checkpoint in @folder. One that is damaged gets a
+/* ps_checkpoint_latest() - open the newest whole checkpoint in @folder: that with the highest
+ * serial, which is the one written last, whatever its step. One that is damaged gets a
  * warning in the log. *out is NULL where @folder has none at all, or does not exist.
  * Errors: PS_EFORMAT: there are checkpoints, and none is whole. PS_EIO, PS_ENOMEM. */
 PS_API ps_status ps_checkpoint_latest(ps_checkpoint **out, const char *folder);
@@ -68,9 +112,9 @@ PS_API ps_status ps_checkpoints_prune(const char *folder, uint64_t keep);
 /* ps_trainer_resume() - as ps_trainer_create(), but weights, state and step are @c's. The model
  * directory gives config.json and the tokenizer alone.
  * @c    borrowed for the call.
- * @cfg  first_step and init_weights must be 0. Another learning rate, schedule, weight decay or
- *       limit of the norm than the checkpoint's, and another cut of the batch, get a warning in the
- *       log.
+ * @cfg  first_step and init_weights must be 0. Another learning rate, schedule, weight decay,
+ *       limit of the norm, z-loss or label smoothing than the checkpoint's, and another cut of the
+ *       batch, get a warning in the log.
  * Errors: those of ps_trainer_create(). PS_EINVAL: the model, recipe, optimizer, frozen layers,
  *         batch, seed, order or number of sequences, or document tokens differ from the
  *         checkpoint's; the message has both values. */

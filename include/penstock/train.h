@@ -51,6 +51,23 @@ typedef enum ps_lr_kind {
 typedef ps_status (*ps_batch_fn)(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
                                  uint64_t n_tokens);
 
+/* Parameters that get no weight decay, as bits. */
+enum {
+  PS_NO_DECAY_NORM = 1,      /* weights of norms */
+  PS_NO_DECAY_BIAS = 2,      /* biases */
+  PS_NO_DECAY_EMBEDDING = 4, /* the input embedding; with tied embeddings the lm_head with it */
+  PS_NO_DECAY_ALL = 7        /* of the bits above */
+};
+
+/* What a trainer does with a step whose loss or gradient is not finite. */
+typedef enum ps_non_finite {
+  PS_NON_FINITE_STOP = 0, /* stops, before anything of the step is updated */
+  /* Leaves weights and state as they are, and goes on with the next step's data. The plan must be
+   * made with clip, because updates wait for the norm. A skipped step counts in the schedule and in
+   * AdamW's bias correction. */
+  PS_NON_FINITE_SKIP = 1
+} ps_non_finite;
+
 enum { PS_MAX_STEPS = 1000000000 }; /* limit of every count of steps; more is PS_EINVAL */
 
 typedef struct ps_train_config {
@@ -59,14 +76,13 @@ typedef struct ps_train_config {
   uint32_t optimizer;    /* ps_optimizer; the plan must be made for the same */
   uint32_t nesterov;     /* 1: SGD with Nesterov's momentum */
   /* Hyperparameters of the optimizer (penstock/optim.h). NAN: its default. One that the optimizer
-   * does not know is PS_EINVAL. lr is the learning rate's peak; weight decay applies to matrices
-   * alone. */
+   * does not know is PS_EINVAL. lr is the learning rate's peak. */
   double lr, beta1, beta2, eps, momentum, weight_decay;
   double min_lr; /* the learning rate's floor */
   /* total_steps is the schedule's length, counted from step 0. decay_steps is for WSD alone. */
   uint64_t warmup_steps, total_steps, decay_steps;
   /* The limit of the gradient's global norm; 0: gradients are not clipped. The plan must be made
-   * for the same choice (ps_plan_config.clip). */
+   * for the same choice (ps_plan_config.clip), and with PS_NON_FINITE_SKIP for clipping. */
   double clip_norm;
   uint64_t seed; /* of stochastic rounding, of shuffling and of weights that are drawn */
   /* Steps that were trained before. Schedule, data order and random bits go on from there. With
@@ -82,15 +98,27 @@ typedef struct ps_train_config {
   uint32_t trace_steps; /* the trace keeps the last so many steps; at most the plan's */
   /* 1: draw the weights from seed. The model directory then needs config.json alone. */
   uint32_t init_weights;
-  uint32_t reserved;
+  uint32_t no_decay; /* PS_NO_DECAY_*: which parameters get no weight decay */
+  /* With a plan that has adapters: the directory of those to go on training, in PEFT's layout
+   * (penstock/adapter.h), borrowed for the call. NULL: fresh ones, whose A is drawn from seed and
+   * whose B is zero. */
+  const char *adapter_dir;
+  uint64_t max_skips; /* with PS_NON_FINITE_SKIP: so many steps in a row may be skipped */
+  uint32_t non_finite, reserved; /* ps_non_finite */
   /* Exactly one of dataset and batch_fn is given. Both are borrowed until destroy. */
   ps_dataset *dataset;
   ps_batch_fn batch_fn;
   void *batch_user;
+  /* What the run is, for the manifests of its checkpoints: its TOML file, or the command that
+   * started it; NULL: unknown. Borrowed for the call that creates the trainer. */
+  const char *run;
+  /* What ps_trainer_validate() reads; NULL: nothing. The plan must be made with val_tokens.
+   * Borrowed until destroy. */
+  ps_dataset *val_dataset;
 } ps_train_config;
 
 /* ps_train_config_init() - fill in the defaults: AdamW with its own hyperparameters (all NAN), a
- * constant learning rate, clip_norm 1, no document tokens. */
+ * constant learning rate, clip_norm 1, no document tokens, no decay of norms and biases. */
 PS_API void ps_train_config_init(ps_train_config *cfg);
 
 /* ps_train_config_check() - check @cfg for a model, without a plan and without data: ranges,
@@ -101,8 +129,11 @@ PS_API ps_status ps_train_config_check(const ps_train_config *cfg, const ps_mode
 
 /* What a step did and what it took. */
 typedef struct ps_step_metrics {
-  uint64_t step;                 /* 0-based, first_step included */
-  double loss;                   /* mean over the counted targets, in nats */
+  uint64_t step; /* 0-based, first_step included */
+  double loss;   /* cross-entropy, mean over the counted targets, in nats */
+  /* With z-loss or label smoothing (ps_plan_config): what was minimized, and the z-loss in it, both
+   * as means. Else loss, and 0. */
+  double objective, z_loss;
   uint64_t tokens, valid_tokens; /* of the batch; those whose target is counted */
   double grad_norm;              /* global L2 norm before clipping */
   double lr;                     /* that the update used */
@@ -114,6 +145,8 @@ typedef struct ps_step_metrics {
   /* Fractions of ps_hardware.peak_flops_per_s; 0 where that is unknown. mfu counts the model's
    * FLOPs, hfu also those of recomputation. */
   double mfu, hfu;
+  uint64_t skipped;   /* 1: the step was skipped, as its loss or its gradient was not finite */
+  uint64_t n_skipped; /* steps that were skipped so far, also before a resume */
   /* BYTES at their peak so far. CUDA: what the driver reported for this process. CPU backend: the
    * device arena up to its highest page that was written. */
   uint64_t device_peak_bytes, host_arena_peak_bytes;
@@ -175,6 +208,23 @@ PS_API ps_status ps_trainer_submit(ps_trainer *t, uint64_t n);
  *     step ahead of the others.
  *   - clip_norm is 0 and a gradient is not finite. Layers above the one named are a step ahead. */
 PS_API ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out);
+/* The result of a validation. */
+typedef struct ps_validation {
+  double loss, perplexity;       /* mean over the counted targets, in nats; its exponential */
+  uint64_t tokens, valid_tokens; /* read; those whose target is counted */
+  double seconds;                /* that training waited */
+} ps_validation;
+
+/* ps_trainer_validate() - the loss on the first ps_plan_report.val_tokens tokens of val_dataset,
+ * with the weights as they are, in the memory of training. A training gives the same bits with and
+ * without validations. A loss that is not finite is no error.
+ * @out  on PS_OK the result; untouched on error.
+ * Blocks: until the validation is done.
+ * Errors that stop the trainer, as those of wait do: what the dataset returned, PS_ECANCELLED,
+ *         PS_EDEVICE, PS_ENOMEM. The weights are those of the last step.
+ * Errors that do not: PS_ESTATE: steps are in flight, or the call is made inside the trainer's own
+ *         batch function. PS_EINVAL: there is no val_dataset, or no target in it is counted. */
+PS_API ps_status ps_trainer_validate(ps_trainer *t, ps_validation *out);
 /* ps_trainer_cancel() - stop every step that is not complete, for good: no further op starts. The
  * wait for the first of these steps returns PS_ECANCELLED. A step is complete once all its weights
  * are in host memory. NULL is a no-op.
@@ -218,7 +268,8 @@ PS_API ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst,
 PS_API ps_status ps_trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype);
 
 /* ps_trainer_trace() - the ops of the last cfg.trace_steps steps, with their times; see
- * ps_run_trace(). Errors: PS_ESTATE: no step was submitted yet. */
+ * ps_run_trace(). During a batch ramp none: the plan's schedule is that of the steps after it.
+ * Errors: PS_ESTATE: no step was submitted yet. */
 PS_API ps_status ps_trainer_trace(const ps_trainer *t, ps_trace_event *events, uint64_t room,
                                   uint64_t *n);
 

@@ -92,17 +92,33 @@ static bool parse_bytes(const char *text, uint64_t *out, bool *has_unit) {
   return false;
 }
 
-int cli_parse_size(const char *option, const char *text, uint64_t *out) {
+int cli_parse_size(const char *label, const char *text, uint64_t *out) {
   uint64_t bytes;
   bool has_unit;
   if (!parse_bytes(text, &bytes, &has_unit) || bytes == 0)
-    return cli_fail(CLI_REFUSED, "--%s %s is no size: give one such as 20GiB, 512MiB or 2e9",
-                    option, text);
+    return cli_fail(CLI_REFUSED, "%s %s is no size: give one such as 20GiB, 512MiB or 2e9", label,
+                    text);
   if (!has_unit && bytes < CLI_LEAST_SIZE)
-    return cli_fail(CLI_REFUSED, "--%s %s is %" PRIu64 " byte%s: write %s%s", option, text, bytes,
+    return cli_fail(CLI_REFUSED, "%s %s is %" PRIu64 " byte%s: write %s%s", label, text, bytes,
                     bytes == 1 ? "" : "s", text, bytes < 1024 ? "GiB" : "MiB");
   *out = bytes;
   return CLI_OK;
+}
+
+/* 200, 30m, 1.5h. */
+static bool parse_every(const cli_option *o, const char *text, cli_every *out) {
+  const char *unit;
+  double value;
+  if (!parse_number(text, &value, &unit) || !(value > 0))
+    return false;
+  *out = (cli_every){0};
+  if (strcmp(unit, "m") == 0 || strcmp(unit, "h") == 0)
+    out->seconds = value * (*unit == 'm' ? 60 : 3600);
+  else if (*unit || value < 1 || value > o->most || value != floor(value))
+    return false;
+  else
+    out->steps = (uint64_t)value;
+  return true;
 }
 
 /* @text is a number of the option's range. @whole: a whole number, also written as 2e5. */
@@ -112,20 +128,65 @@ static bool in_range(const char *text, double least, double most, bool whole, do
          (!whole || *out == floor(*out));
 }
 
-static int refuse_value(const cli_option *o, const char *text, const char *wanted) {
-  return cli_fail(CLI_REFUSED, "--%s %s: give %s", o->name, text, wanted);
+void cli_clear_list(const cli_option *o) {
+  if (o->kind == CLI_TEXTS)
+    ((cli_texts *)o->out)->n = 0;
+  if (o->kind == CLI_SET)
+    *(uint32_t *)o->out = 0;
 }
 
-static int set_value(const cli_option *o, const char *text) {
+static bool is_list(const cli_option *o) { return o->kind == CLI_TEXTS || o->kind == CLI_SET; }
+
+static int refuse_value(const char *label, const char *text, const char *wanted) {
+  return cli_fail(CLI_REFUSED, "%s %s: give %s", label, text, wanted);
+}
+
+/* "fp32, fp32-master or bf16" */
+static void list_choices(const char *const *choices, char *out, size_t room) {
+  out[0] = 0;
+  for (uint32_t i = 0; choices[i]; i++) {
+    const size_t used = strlen(out);
+    snprintf(out + used, room - used, "%s%s", !i ? "" : choices[i + 1] ? ", " : " or ", choices[i]);
+  }
+}
+
+/* Adds the choices of @text, which commas separate. */
+static int add_choices(const cli_option *o, const char *label, const char *text) {
+  char wanted[96];
+  uint32_t bits = 0;
+  for (const char *at = text, *end; at; at = *end ? end + 1 : NULL) {
+    end = at + strcspn(at, ",");
+    const size_t n = (size_t)(end - at);
+    uint32_t i = 0;
+    while (o->choices[i] && (strlen(o->choices[i]) != n || strncmp(o->choices[i], at, n) != 0))
+      i++;
+    if (!o->choices[i] && (n != 4 || strncmp("none", at, n) != 0)) {
+      list_choices(o->choices, wanted, sizeof wanted);
+      return cli_fail(CLI_REFUSED, "%s %s: give none, or some of %s with commas between them",
+                      label, text, wanted);
+    }
+    bits |= o->choices[i] ? 1u << i : 0;
+  }
+  *(uint32_t *)o->out |= bits;
+  return CLI_OK;
+}
+
+int cli_set_value(const cli_option *o, const char *label, const char *text) {
   const bool whole = o->kind == CLI_COUNT;
   const double most = o->most > 0 ? o->most : whole ? 9007199254740992.0 : 1e30;
   double value;
   char wanted[96];
+  if (o->given)
+    *o->given = true;
   switch (o->kind) {
-  case CLI_FLAG: *(bool *)o->out = true; return CLI_OK;
+  case CLI_FLAG:
+    if (strcmp(text, "true") != 0 && strcmp(text, "false") != 0)
+      return refuse_value(label, text, "true or false");
+    *(bool *)o->out = text[0] == 't';
+    return CLI_OK;
   case CLI_TEXT:
     if (!text[0])
-      return cli_fail(CLI_REFUSED, "--%s is empty", o->name);
+      return cli_fail(CLI_REFUSED, "%s is empty", label);
     *(const char **)o->out = text;
     return CLI_OK;
   case CLI_TEXTS: {
@@ -140,36 +201,35 @@ static int set_value(const cli_option *o, const char *text) {
   case CLI_COUNT:
     snprintf(wanted, sizeof wanted, "a whole number from %.0f to %.0f", o->least, most);
     if (!in_range(text, o->least, most, whole, &value))
-      return refuse_value(o, text, wanted);
+      return refuse_value(label, text, wanted);
     *(uint64_t *)o->out = (uint64_t)value;
     return CLI_OK;
   case CLI_ID:
     if (!in_range(text, -1, INT32_MAX, true, &value))
-      return refuse_value(o, text, "a token id, or -1 for none");
+      return refuse_value(label, text, "a token id, or -1 for none");
     *(int32_t *)o->out = (int32_t)value;
     return CLI_OK;
-  case CLI_BYTES: return cli_parse_size(o->name, text, o->out);
+  case CLI_BYTES: return cli_parse_size(label, text, o->out);
   case CLI_NUMBER:
     snprintf(wanted, sizeof wanted, "a number from %g to %g", o->least, most);
     if (!in_range(text, o->least, most, whole, &value))
-      return refuse_value(o, text, wanted);
+      return refuse_value(label, text, wanted);
     *(double *)o->out = value;
     return CLI_OK;
+  case CLI_EVERY:
+    return parse_every(o, text, o->out)
+               ? CLI_OK
+               : refuse_value(label, text,
+                              "a whole number from 1, of steps, or a time such as 30m or 2h");
   case CLI_CHOICE:
-    wanted[0] = 0;
-    for (uint32_t i = 0; o->choices[i]; i++) {
+    for (uint32_t i = 0; o->choices[i]; i++)
       if (strcmp(text, o->choices[i]) == 0) {
         *(uint32_t *)o->out = i;
         return CLI_OK;
       }
-      size_t used = strlen(wanted);
-      snprintf(wanted + used, sizeof wanted - used, "%s%s",
-               !i                  ? ""
-               : o->choices[i + 1] ? ", "
-                                   : " or ",
-               o->choices[i]);
-    }
-    return refuse_value(o, text, wanted);
+    list_choices(o->choices, wanted, sizeof wanted);
+    return refuse_value(label, text, wanted);
+  case CLI_SET: return add_choices(o, label, text);
   }
   return CLI_OK;
 }
@@ -199,14 +259,25 @@ static unsigned distance(const char *a, const char *b) {
   return row[nb];
 }
 
-static int refuse_option(const cli_command *c, const char *name) {
+const cli_option *cli_find_option(const cli_option *options, const char *name) {
+  while (options->name && strcmp(options->name, name) != 0)
+    options++;
+  return options->name ? options : NULL;
+}
+
+const cli_option *cli_nearest_option(const cli_option *options, const char *name) {
   const cli_option *nearest = NULL;
   unsigned least = 4; /* names that differ by 4 edits or more are no slip of the hand */
-  for (const cli_option *o = c->options; o->name; o++)
+  for (const cli_option *o = options; o->name; o++)
     if (distance(name, o->name) < least) {
       least = distance(name, o->name);
       nearest = o;
     }
+  return nearest;
+}
+
+static int refuse_option(const cli_command *c, const char *name) {
+  const cli_option *nearest = cli_nearest_option(c->options, name);
   if (nearest)
     return cli_fail(CLI_REFUSED, "there is no option --%s: did you mean --%s?", name,
                     nearest->name);
@@ -239,43 +310,59 @@ static void print_options(const cli_command *c) {
   printf("\nexample:\n  %s\n", c->example);
 }
 
-/* Parses the option at argv[*i], and moves *i to its last word. */
-static int parse_option(const cli_command *c, int argc, char **argv, int *i) {
-  char name[64];
+/* Parses the option at argv[*i], and moves *i to its last word. The first words of a list replace
+ * those of a run's file. */
+static int parse_option(const cli_command *c, int argc, char **argv, int *i, bool *given) {
+  char name[64], label[72];
   const char *word = argv[*i] + 2, *equals = strchr(word, '=');
   snprintf(name, sizeof name, "%.*s", (int)(equals ? (size_t)(equals - word) : strlen(word)), word);
-  const cli_option *o = c->options;
-  while (o->name && strcmp(o->name, name) != 0)
-    o++;
-  if (!o->name)
+  const cli_option *o = cli_find_option(c->options, name);
+  if (!o)
     return refuse_option(c, name);
-  if (o->given)
-    *o->given = true;
+  snprintf(label, sizeof label, "--%s", name);
   if (o->kind == CLI_FLAG)
-    return equals ? cli_fail(CLI_REFUSED, "--%s takes no value", name) : set_value(o, NULL);
+    return cli_set_value(o, label, equals ? equals + 1 : "true");
+  if (!given[o - c->options])
+    cli_clear_list(o);
+  given[o - c->options] = true;
   if (equals)
-    return set_value(o, equals + 1);
+    return cli_set_value(o, label, equals + 1);
   if (*i + 1 >= argc || strncmp(argv[*i + 1], "--", 2) == 0)
     return cli_fail(CLI_REFUSED, "--%s needs a value: --%s %s", name, name, o->value);
   int code = CLI_OK;
   do
-    code = set_value(o, argv[++*i]);
-  while (code == CLI_OK && o->kind == CLI_TEXTS && *i + 1 < argc &&
-         strncmp(argv[*i + 1], "--", 2) != 0);
+    code = cli_set_value(o, label, argv[++*i]);
+  while (code == CLI_OK && is_list(o) && *i + 1 < argc && strncmp(argv[*i + 1], "--", 2) != 0);
   return code;
+}
+
+/* The file of the last --config. */
+static const char *run_file_of(int argc, char **argv) {
+  static const char config[] = "--config=";
+  const char *path = NULL;
+  for (int i = 1; i < argc; i++)
+    if (strncmp(argv[i], config, sizeof config - 1) == 0)
+      path = argv[i] + sizeof config - 1;
+    else if (strncmp(argv[i], config, sizeof config - 2) == 0 && !argv[i][sizeof config - 2])
+      path = i + 1 < argc ? argv[i + 1] : NULL; /* a missing one is refused later */
+  return path;
 }
 
 int cli_parse(const cli_command *c, int argc, char **argv) {
   uint32_t n_positional = 0;
+  bool given[CLI_MAX_OPTIONS] = {false};
   for (int i = 1; i < argc; i++)
     if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
       print_options(c);
       return -1;
     }
+  const char *run_file = c->job ? run_file_of(argc, argv) : NULL;
+  int code = run_file ? cli_run_file_read(c, run_file) : CLI_OK;
+  if (code != CLI_OK)
+    return code;
   for (int i = 1; i < argc; i++) {
-    int code = CLI_OK;
     if (strncmp(argv[i], "--", 2) == 0)
-      code = parse_option(c, argc, argv, &i);
+      code = parse_option(c, argc, argv, &i, given);
     else if (n_positional < c->n_positional)
       c->positional[n_positional++] = argv[i];
     else

@@ -1,5 +1,5 @@
-/* checkpoints.c - the checkpoints of `penstock train`: which one a run goes on from, and writing
- * them. A checkpoint that cannot be written is a warning, and the run goes on. */
+/* checkpoints.c - the checkpoints of `penstock train`: which one a run goes on from, and when the
+ * next is written. A checkpoint that cannot be written is a warning, and the run goes on. */
 #include "cli/cli.h"
 #include <errno.h>
 #include <limits.h>
@@ -54,6 +54,7 @@ int cli_resume_open(cli_job *job, ps_checkpoint **out) {
     return code;
   }
   job->first_step = info.step;
+  job->checkpoints.newest = strdup(ps_checkpoint_dir(*out));
   take(&job->tokens_per_step, info.tokens_per_step);
   take(&job->chunk_tokens, info.chunk_tokens);
   take(&job->chunks_per_round, info.chunks_per_round);
@@ -63,74 +64,96 @@ int cli_resume_open(cli_job *job, ps_checkpoint **out) {
   return CLI_OK;
 }
 
-static bool write_one(const cli_job *job, ps_trainer *t, uint64_t step, const char *folder,
-                      char path[PATH_MAX]) {
+/* ---- writing --------------------------------------------------------------------------------- */
+
+static bool wanted(const cli_job *job) {
+  return job->checkpoint_every.steps || job->checkpoint_every.seconds > 0;
+}
+
+/* One sentence: the step, the cause, and what there is. */
+static void not_written(const cli_job *job, uint64_t step, const char *why) {
+  const char *newest = job->checkpoints.newest;
+  cli_fail(CLI_FAILED, "no checkpoint of step %llu was written: %s; the run goes on, %s%s",
+           (unsigned long long)step, why,
+           newest ? "and the newest checkpoint is " : "without any checkpoint so far",
+           newest ? newest : "");
+}
+
+static void begin(cli_job *job, ps_trainer *t, uint64_t step, const char *folder) {
+  cli_checkpoints *c = &job->checkpoints;
+  char path[PATH_MAX], why[PATH_MAX + 64];
   const int failed = cli_folder_make(folder);
-  ps_status st = PS_OK;
   if (failed)
-    fprintf(stderr, "penstock: %s cannot be made: %s\n", folder, strerror(failed));
-  else if ((st = ps_checkpoint_path(path, PATH_MAX, folder, step)) == PS_OK)
-    st = ps_trainer_checkpoint(t, path);
-  if (st != PS_OK)
-    cli_fail_status(st, false);
-  if (failed || st != PS_OK)
-    return false;
-  if (ps_checkpoints_prune(folder, job->keep) != PS_OK)
-    cli_fail_status(PS_EIO, false);
-  return true;
-}
-
-void cli_checkpoint(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t step) {
-  char path[PATH_MAX], *folder = folder_of(job);
-  const double before = cli_now_s();
-  cli_progress_end(p);
-  const bool written = folder && write_one(job, t, step, folder, path);
-  free(folder);
-  if (written) {
-    job->checkpointed = step;
-    cli_progress_note(p, "checkpoint %s, in %.1f s", path, cli_now_s() - before);
+    snprintf(why, sizeof why, "%s cannot be made: %s", folder, strerror(failed));
+  else if (ps_checkpoint_path(path, sizeof path, folder, step) != PS_OK)
+    snprintf(why, sizeof why, "%s", ps_last_error());
+  else if (!(c->writing = strdup(path)))
+    snprintf(why, sizeof why, "out of memory");
+  else if (ps_trainer_checkpoint_begin(t, path) != PS_OK)
+    snprintf(why, sizeof why, "%s", ps_last_error());
+  else
     return;
-  }
-  cli_fail(CLI_FAILED,
-           job->checkpointed
-               ? "no checkpoint of step %llu was written; the run goes on, and the newest "
-                 "checkpoint is of step %llu"
-               : "no checkpoint of step %llu was written; the run goes on without any",
-           (unsigned long long)step, (unsigned long long)job->checkpointed);
+  free(c->writing);
+  c->writing = NULL;
+  not_written(job, step, why);
 }
 
-/* ---- metrics.jsonl of a resumed run ---------------------------------------------------------- */
-
-/* The lines of the steps before @first. What follows is trained again. */
-static size_t whole_lines(const char *text, size_t bytes, uint64_t first) {
-  size_t kept = 0;
-  for (size_t at = 0; at < bytes;) {
-    const char *end = memchr(text + at, '\n', bytes - at);
-    unsigned long long step;
-    if (!end || sscanf(text + at, "{\"step\": %llu,", &step) != 1 || step >= first)
-      break;
-    kept = at = (size_t)(end - text) + 1;
-  }
-  return kept;
+uint64_t cli_checkpoint_room(const cli_job *job, uint64_t step, uint64_t n) {
+  const uint64_t every = job->checkpoint_every.steps, left = every ? every - step % every : n;
+  return left < n ? left : n;
 }
 
-int cli_metrics_keep(const char *path, uint64_t first_step, FILE **out) {
-  struct stat sb;
-  FILE *old = first_step ? fopen(path, "rb") : NULL;
-  char *text = NULL;
-  size_t n = 0;
-  if (first_step && !old && errno != ENOENT)
-    return cli_fail(CLI_FAILED, "%s cannot be read: %s", path, strerror(errno));
-  if (old && fstat(fileno(old), &sb) == 0 && (text = malloc((size_t)sb.st_size + 1)))
-    n = whole_lines(text, fread(text, 1, (size_t)sb.st_size, old), first_step);
-  const bool failed = old && (!text || ferror(old));
-  if (old)
-    fclose(old);
-  int code = failed ? cli_fail(CLI_FAILED, "%s cannot be read", path) : CLI_OK;
-  if (n)
-    text[n - 1] = 0; /* cli_file_replace() ends the last line */
-  if (code == CLI_OK)
-    code = cli_file_replace(path, n ? text : NULL, out);
-  free(text);
-  return code;
+void cli_checkpoint_due(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t step, bool now) {
+  cli_checkpoints *c = &job->checkpoints;
+  const cli_every *every = &job->checkpoint_every;
+  if (!wanted(job) || step == c->begun)
+    return;
+  if (!now && every->steps && step % every->steps)
+    return;
+  /* an interval counts from the begin of the last checkpoint, but two do not run at once */
+  if (!now && !every->steps && (cli_now_s() < c->due_s || c->writing))
+    return;
+  cli_checkpoint_end(job, t, p, true);
+  char *folder = folder_of(job);
+  c->begun = step;
+  c->due_s = cli_now_s() + every->seconds;
+  if (folder)
+    begin(job, t, step, folder);
+  else
+    not_written(job, step, "out of memory");
+  free(folder);
+}
+
+static void written(cli_job *job, cli_progress *p, const ps_checkpoint_report *r) {
+  cli_checkpoints *c = &job->checkpoints;
+  char size[32], *folder = folder_of(job);
+  free(c->newest);
+  c->newest = c->writing;
+  cli_progress_end(p);
+  cli_progress_note(p,
+                    "checkpoint %s: %s on the disk after %.1f s (%.2f GB/s), for which updates "
+                    "waited %.1f s",
+                    c->newest, cli_bytes(size, r->bytes), r->durable_s,
+                    (double)r->bytes * 1e-9 / r->durable_s, r->waited_s);
+  if (!folder || ps_checkpoints_prune(folder, job->keep) != PS_OK)
+    cli_fail_status(folder ? PS_EIO : PS_ENOMEM, false);
+  free(folder);
+}
+
+void cli_checkpoint_end(cli_job *job, ps_trainer *t, cli_progress *p, bool wait) {
+  cli_checkpoints *c = &job->checkpoints;
+  ps_checkpoint_report r = {.struct_bytes = sizeof r};
+  if (!c->writing || (!wait && ps_trainer_checkpoint_running(t)))
+    return;
+  cli_saving(CLI_SAVES_CHECKPOINT);
+  const ps_status st = ps_trainer_checkpoint_end(t, &r);
+  cli_saving(CLI_SAVES_NOTHING);
+  if (st == PS_OK)
+    written(job, p, &r);
+  else {
+    cli_progress_end(p);
+    not_written(job, c->begun, ps_last_error());
+    free(c->writing);
+  }
+  c->writing = NULL;
 }

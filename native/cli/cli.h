@@ -8,6 +8,7 @@
  *   130  stopped by Ctrl-C */
 #ifndef PENSTOCK_CLI_H
 #define PENSTOCK_CLI_H
+#include <penstock/adapter.h>
 #include <penstock/resume.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -27,14 +28,16 @@ const char *cli_duration(char buf[32], double seconds); /* "1h02m", "3m20s", "12
 /* ---- command lines (args.c) ------------------------------------------------------------------ */
 
 typedef enum cli_kind {
-  CLI_FLAG,   /* bool */
+  CLI_FLAG,   /* bool: --name, --name=false */
   CLI_TEXT,   /* const char * */
   CLI_TEXTS,  /* cli_texts: one value or more, up to the next option; may be repeated */
   CLI_COUNT,  /* uint64_t from .least to .most: 1000, 2e5 */
   CLI_ID,     /* int32_t: a token id, or -1 */
   CLI_BYTES,  /* uint64_t: 20GiB, 512MiB, 2e9 */
   CLI_NUMBER, /* double, from .least to .most */
-  CLI_CHOICE  /* uint32_t: index into .choices, which NULL ends */
+  CLI_EVERY,  /* cli_every: 200 steps, 30m, 2h */
+  CLI_CHOICE, /* uint32_t: index into .choices, which NULL ends */
+  CLI_SET     /* uint32_t: bit i for .choices[i]; "a,b", "a b" or "none" */
 } cli_kind;
 
 typedef struct cli_texts {
@@ -42,11 +45,17 @@ typedef struct cli_texts {
   uint32_t n;
 } cli_texts;
 
+/* An interval: steps or seconds; the other one is 0. Both are 0 where none was given. */
+typedef struct cli_every {
+  uint64_t steps;
+  double seconds;
+} cli_every;
+
 /* cli_parse_size() - parse a memory cap such as "20GiB" or "2e9" to BYTES. Where @text is no size
- * the result is CLI_REFUSED, after a message. A number below CLI_LEAST_SIZE without a unit is
- * refused too, because its unit was forgotten. */
+ * the result is CLI_REFUSED, after a message that begins with @label, such as "--host-mem". A
+ * number below CLI_LEAST_SIZE without a unit is refused too, because its unit was forgotten. */
 enum { CLI_LEAST_SIZE = 1 << 20 };
-int cli_parse_size(const char *option, const char *text, uint64_t *out);
+int cli_parse_size(const char *label, const char *text, uint64_t *out);
 
 typedef struct cli_option {
   const char *name; /* without the dashes */
@@ -58,7 +67,22 @@ typedef struct cli_option {
   double least, most;
   const char *const *choices;
   bool *given; /* may be NULL */
+  /* The table of a run's file in which the option is a key; "": the option is no key. */
+  const char *table;
 } cli_option;
+enum { CLI_MAX_OPTIONS = 96 }; /* of a command */
+
+/* cli_set_value() - set an option to @text. A message begins with @label: "--lr", or the file, the
+ * line and the key. The text is borrowed while the option's value is used. CLI_OK or CLI_REFUSED.
+ * cli_clear_list() - let the next value of a list or a set replace those before.
+ * cli_find_option() - an option by its name; cli_nearest_option() - one whose name is similar.
+ * NULL: there is none. */
+int cli_set_value(const cli_option *option, const char *label, const char *text);
+void cli_clear_list(const cli_option *option);
+const cli_option *cli_find_option(const cli_option *options, const char *name);
+const cli_option *cli_nearest_option(const cli_option *options, const char *name);
+
+typedef struct cli_job cli_job;
 
 typedef struct cli_command {
   const char *usage; /* "train --model DIR --data SHARDS ..." */
@@ -67,10 +91,12 @@ typedef struct cli_command {
   const cli_option *options; /* ended by a NULL name; --help is added */
   const char **positional;   /* n_positional texts, all needed */
   uint32_t n_positional;
+  cli_job *job; /* of a command that takes --config; else NULL */
 } cli_command;
 
-/* cli_parse() - parse @argv. Returns CLI_OK, CLI_REFUSED after a message, or -1 after --help was
- * printed. Texts point into @argv. The caller frees the lists of CLI_TEXTS. */
+/* cli_parse() - parse @argv, after the file of --config, which @argv overrides. Returns CLI_OK,
+ * CLI_REFUSED after a message, or -1 after --help was printed. Texts point into @argv and into
+ * job->run_text. The caller frees the lists of CLI_TEXTS. */
 int cli_parse(const cli_command *command, int argc, char **argv);
 
 /* ---- JSON on a stream (json.c) --------------------------------------------------------------- */
@@ -143,23 +169,39 @@ void cli_hardware_print(FILE *out, const ps_hardware *hw); /* a few lines */
 void cli_hardware_table(FILE *out, const ps_hardware *hw);
 void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw);
 
+/* What a run has of checkpoints (checkpoints.c). */
+typedef struct cli_checkpoints {
+  char *newest, *writing; /* paths, or NULL */
+  uint64_t begun;         /* the step of the last one that was begun; 0: none */
+  double due_s;           /* when the next is due, of an interval in seconds */
+} cli_checkpoints;
+
 /* ---- a job: options and plan of train, plan and demo (job.c) --------------------------------- */
-typedef struct cli_job {
+struct cli_job {
   const char *model, *out, *run_dir;
-  cli_texts data;
+  const char *run_file; /* of --config, or NULL */
+  char *run_text;       /* holds the texts of that file */
+  cli_texts data, batch_ramp;
+  ps_ramp_stage ramp[PS_MAX_RAMP]; /* of batch_ramp; set by cli_ramp_parse() */
+  cli_texts val;                   /* validation data; "none" */
+  bool val_found;                  /* val is what the data tool split off, and owns its items */
+  uint64_t val_every, val_tokens;  /* 0: by cli_val_open(); where there is no validation, 0 */
   uint64_t device_mem, host_mem, seq_len, tokens_per_step, steps, chunk_tokens, chunks_per_round,
       first_round_chunks, head_slice_tokens, frozen_layers;
   cli_device device;
   uint64_t warmup_steps, decay_steps, seed, trace_steps;
-  uint64_t checkpoint_every, keep; /* steps, 0: no checkpoints; how many stay */
-  const char *resume;              /* a checkpoint's directory, "latest" or "auto"; NULL: none */
-  uint64_t first_step;             /* of this run; set by cli_resume_open() */
-  uint64_t checkpointed;           /* the step of the newest checkpoint; 0: none */
+  cli_every checkpoint_every;
+  uint64_t keep;       /* how many checkpoints stay */
+  const char *resume;  /* a checkpoint's directory, "latest" or "auto"; NULL: none */
+  uint64_t first_step; /* of this run; set by cli_resume_open() */
+  cli_checkpoints checkpoints;
   /* NAN: the optimizer's default */
   double lr, weight_decay, beta1, beta2, eps, momentum;
-  double min_lr, clip_norm;
+  double min_lr, clip_norm, z_loss, label_smoothing;
+  uint64_t max_skips; /* in a row, where non_finite is PS_NON_FINITE_SKIP */
+  uint32_t non_finite;
   bool nesterov;
-  uint32_t recipe, optimizer, lr_schedule, save_dtype;
+  uint32_t recipe, optimizer, lr_schedule, save_dtype, no_decay;
   int32_t document_token, document_end_token;
   bool data_marks_documents; /* masks of the data say where documents begin */
   double save_wait;          /* seconds for which a failing save is tried again */
@@ -167,12 +209,18 @@ typedef struct cli_job {
   const char *hardware_file; /* of `penstock plan`: the machine to plan for */
   bool other_machine;        /* of `penstock plan`: --host-mem may exceed this machine's memory */
 
-  ps_model_config config; /* set by cli_job_check() */
-  ps_hardware hardware;   /* set by cli_job_prepare(), as is plan_config */
+  uint64_t lora_rank;                 /* 0: not given */
+  double lora_alpha;                  /* NAN: not given */
+  const char *lora_targets, *adapter; /* NULL: not given */
+  bool lora_rslora, recipe_given, save_dtype_given;
+
+  ps_model_config config; /* set by cli_job_check(), as is lora */
+  ps_lora lora;
+  ps_hardware hardware; /* set by cli_job_prepare(), as is plan_config */
   ps_plan_config plan_config;
   ps_plan *plan;         /* set by cli_job_plan() */
   ps_plan_report report; /* set by cli_job_plan() */
-} cli_job;
+};
 
 /* cli_out_check() - check that the model can be saved into @path: it has no model, or --force is
  * given, and the disk has room. Exit code. */
@@ -182,9 +230,11 @@ void cli_job_free(cli_job *job);
 
 /* cli_job_options() - fill @options, which has room for CLI_MAX_OPTIONS, with the options of a plan
  * and, where @training, those of a training run. Returns how many; a NULL name follows the last. */
-enum { CLI_MAX_OPTIONS = 64 };
 uint32_t cli_job_options(cli_job *job, cli_option *options, bool training);
 
+/* cli_lora_resolve() - set job->lora from the options and the adapter, and with LoRA the defaults
+ * that differ: recipe fp32-master, adapters saved in fp32 (lora.c). Exit code. */
+int cli_lora_resolve(cli_job *job);
 /* cli_job_check() - check that required options are given, and read the model's configuration.
  * cli_job_prepare() - get the machine's rates, and fill in the plan's configuration.
  * cli_job_plan() - prepare, and search a plan.
@@ -192,6 +242,25 @@ uint32_t cli_job_options(cli_job *job, cli_option *options, bool training);
 int cli_job_check(cli_job *job);
 int cli_job_prepare(cli_job *job);
 int cli_job_plan(cli_job *job);
+
+/* cli_ramp_parse() - the stages of --batch-ramp (ramp.c). Exit code. */
+int cli_ramp_parse(cli_job *job);
+
+/* ---- a run's file (run_file.c) --------------------------------------------------------------- */
+/* cli_run_file_read() - set options by the TOML file of --config. Its keys are the options that a
+ * training has. One that this command has not, or that means something else there, is checked and
+ * left out. Exit code.
+ * cli_run_file_show() - print the file with every option: its value or its default. Exit code.
+ * cli_run_file_check() - check that run.toml in the run directory may be written: only one that
+ * penstock wrote is replaced. Exit code.
+ * cli_run_file_text() - the run as it was resolved, as such a file. The caller frees it; NULL when
+ * memory ran out.
+ * cli_run_file_write() - write the run as it was resolved: every option with the value used. */
+int cli_run_file_read(const cli_command *command, const char *path);
+int cli_run_file_show(const char *path);
+int cli_run_file_check(const cli_job *job);
+char *cli_run_file_text(const cli_job *job);
+int cli_run_file_write(const cli_job *job);
 
 /* cli_plan_grid() - print the predicted tokens per second of a prepared job under each pair of
  * caps, as a table or as JSON (grid.c). Exit code. */
@@ -212,37 +281,85 @@ void cli_cells_choose(cli_cell *cell, uint32_t n);
 /* ---- checkpoints (checkpoints.c) ------------------------------------------------------------- */
 /* cli_resume_open() - open the checkpoint that --resume means, and take from it how the batch is
  * cut. *out is NULL where the run begins anew. The caller closes it. Exit code.
- * cli_checkpoint() - write the state after @step steps, and remove the oldest. A failure is only
- * printed.
- * cli_metrics_keep() - replace metrics.jsonl by its lines before @first_step, and open it for
- * writing. Exit code. */
+ * cli_checkpoint_room() - how many of @n steps may be submitted after @step, up to the next
+ * checkpoint.
+ * cli_checkpoint_due() - @step steps are submitted: begin a checkpoint where one is due, or where
+ * @now. A failure is only printed, here and below.
+ * cli_checkpoint_end() - end a checkpoint that is written, and remove the oldest. Where @wait is
+ * false, one that is not complete yet goes on. */
 int cli_resume_open(cli_job *job, ps_checkpoint **out);
-void cli_checkpoint(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t step);
+uint64_t cli_checkpoint_room(const cli_job *job, uint64_t step, uint64_t n);
+void cli_checkpoint_due(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t step, bool now);
+void cli_checkpoint_end(cli_job *job, ps_trainer *t, cli_progress *p, bool wait);
+
+/* ---- metrics.jsonl (metrics.c) --------------------------------------------------------------- */
+/* What the log and metrics.jsonl say of a step beside its own figures. docs/watch.md
+ * explains each field. */
+typedef struct cli_step {
+  uint64_t total_steps, samples, consumed_samples, consumed_tokens;
+  double elapsed_s, eta_s, tflops, time_s;
+} cli_step;
+/* cli_step_note() - fill in @s, which is zeros before the first of the run's @n_done steps. */
+void cli_step_note(cli_step *s, const cli_job *job, const ps_step_metrics *m, double elapsed_s,
+                   uint64_t n_done);
+
+/* cli_metrics_keep() - replace the file by its lines before @first_step, and open it for writing.
+ * cli_metrics_write() - append a line. Where that fails, the file keeps its whole lines. @v: the
+ * validation after the step; NULL: none.
+ * Both return exit codes. */
 int cli_metrics_keep(const char *path, uint64_t first_step, FILE **out);
+int cli_metrics_write(const cli_job *job, FILE *f, const char *path, const ps_step_metrics *m,
+                      const cli_step *s, const ps_validation *v);
+
+/* ---- validation (validation.c) --------------------------------------------------------------- */
+/* cli_val_open() - open the validation data of --val or, by default, what the data tool split off.
+ * Fill in val_every and val_tokens. *out is NULL where there is no validation. The caller closes
+ * it, after an error too. Exit code.
+ * cli_val_note() - say what is validated, and how often.
+ * cli_val_next() - the next step after @step that validations follow; cli_val_due() - whether one
+ * follows step @step, counted from 1.
+ * cli_validate() - validate now. Exit code.
+ * cli_val_metrics() - the fields of a line of metrics.jsonl. */
+typedef struct cli_run_result cli_run_result;
+int cli_val_open(cli_job *job, const ps_dataset *train, ps_dataset **out);
+void cli_val_free(cli_job *job);
+void cli_val_note(const cli_job *job, cli_progress *p);
+uint64_t cli_val_next(const cli_job *job, uint64_t step);
+bool cli_val_due(const cli_job *job, uint64_t step);
+int cli_validate(ps_trainer *t, cli_progress *p, cli_run_result *r, uint64_t step,
+                 ps_validation *out);
+void cli_val_metrics(cli_json *j, const ps_validation *v);
+void cli_val_summary_print(FILE *out, const cli_run_result *r);
+void cli_val_summary_json(cli_json *j, const cli_run_result *r);
 
 /* ---- training (train.c, progress.c, summary.c) ----------------------------------------------- */
 /* cli_open_data() - the token shards of --data, checked. cli_train_config() - the job's options for
  * a trainer that reads them. */
 int cli_open_data(cli_job *job, ps_dataset **out);
-ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, bool resumed);
+/* The shares of a mix, a line each, and how many epochs of each part @n_sequences are (0: left
+ * out). Prints nothing where the data has no weights. */
+void cli_print_mix(FILE *out, const ps_dataset *ds, uint64_t seq_len, uint64_t n_sequences);
+ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset *val, bool resumed);
 int cli_train_job(cli_job *job); /* all of a training after its options are parsed; exit code */
 int cli_interrupts(void);        /* how often this run was asked to stop */
-/* While the model is saved, the first Ctrl-C lets the save finish and the second ends the
- * process. */
-void cli_saving(bool now);
+/* While the model or a checkpoint is waited for, the first Ctrl-C lets it finish. The second one
+ * ends the process. */
+typedef enum cli_saves { CLI_SAVES_NOTHING, CLI_SAVES_MODEL, CLI_SAVES_CHECKPOINT } cli_saves;
+void cli_saving(cli_saves what);
 
 struct cli_progress {
   bool quiet, tty, line_open;
-  uint64_t first_step, n_steps;
+  uint64_t first_step;
   uint64_t device_mem_bytes, host_mem_bytes; /* the caps or, without one, what the plan takes */
   double started_s, printed_s;
   const char *loading; /* the last printed stage of loading */
+  double val_loss;     /* the last validation's; NAN: none */
 };
 double cli_now_s(void);
 void cli_progress_begin(cli_progress *p, const cli_job *job);
 void cli_progress_load(cli_progress *p, const char *what, uint64_t done_bytes,
                        uint64_t total_bytes);
-void cli_progress_step(cli_progress *p, const ps_step_metrics *m, uint64_t n_done);
+void cli_progress_step(cli_progress *p, const ps_step_metrics *m, const cli_step *s);
 /* "plan 3 of 12, 8 s" */
 void cli_progress_count(cli_progress *p, const char *what, uint64_t done, uint64_t total);
 void cli_progress_note(cli_progress *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
@@ -252,7 +369,7 @@ void cli_progress_clear(cli_progress *p); /* removes an open line from the termi
 /* The times of the first CLI_WARMUP_STEPS steps do not count in the median. */
 enum { CLI_MAX_STALLS = 64, CLI_RECENT_LOSSES = 50, CLI_WARMUP_STEPS = 2 };
 /* The results of a run, for its summary. */
-typedef struct cli_run_result {
+struct cli_run_result {
   uint64_t n_done, n_wanted, tokens;
   /* loss_recent: a ring; step i is at i modulo CLI_RECENT_LOSSES */
   double loss_first, loss_recent[CLI_RECENT_LOSSES], wall_s;
@@ -268,7 +385,12 @@ typedef struct cli_run_result {
   bool interrupted, saved;
   char *metrics_path, *plan_path, *timeline_path;
   char *other_out; /* where the model was saved instead of --out */
-} cli_run_result;
+  /* validations: how many, their seconds, the last one and the steps before it */
+  uint64_t n_skipped; /* steps of this training, also before a resume */
+  uint64_t n_validations, val_step;
+  double val_s;
+  ps_validation val_last;
+};
 /* cli_save() - save the model into job->out (save.c). Where that fails the user is asked for
  * another directory. Without a terminal the save is tried again for job->save_wait seconds. Exit
  * code. */
@@ -280,12 +402,15 @@ void cli_note_loss(cli_run_result *r, double loss);
 /* cli_stalls() - fill in both lists of stalls. Exit code. */
 int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events, uint64_t n);
 void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r);
-void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r);
+/* cli_summary_write() - write summary.json into the run directory and, with --json, to stdout. */
+void cli_summary_remove(const cli_job *job); /* that of an earlier run */
+int cli_summary_write(const cli_job *job, const cli_run_result *r);
 
 /* ---- subcommands: argv[0] is the subcommand -------------------------------------------------- */
 int cli_train(int argc, char **argv);
 int cli_plan(int argc, char **argv);
 int cli_eval(int argc, char **argv);
+int cli_generate(int argc, char **argv);
 int cli_info(int argc, char **argv);
 int cli_demo(int argc, char **argv);
 int cli_profile(int argc, char **argv);

@@ -39,7 +39,7 @@ static int find_data(cli_job *job, char **folder) {
   if (stat(*folder, &st) != 0 || !S_ISDIR(st.st_mode))
     return cli_fail(CLI_REFUSED,
                     "no token shards: give --data SHARDS, or put them in %s (python -m "
-                    "penstock.data makes them from text)",
+                    "penstock data makes them from text)",
                     *folder);
   job->data.item[0] = *folder;
   job->data.n = 1;
@@ -74,6 +74,7 @@ int cli_demo(int argc, char **argv) {
           "--data, or the *.bin files in MODEL_DIR/data.",
       .example = "penstock demo 80 20 4096 my_8B_model --data shards/",
       .options = options,
+      .job = &job,
       .positional = positional,
       .n_positional = 4,
   };

@@ -63,7 +63,7 @@ static int evaluate(cli_job *job) {
     job->steps += !job->steps;
   }
   if (code == CLI_OK) {
-    const ps_train_config cfg = cli_train_config(job, ds, false);
+    const ps_train_config cfg = cli_train_config(job, ds, NULL, false);
     const ps_status st = ps_trainer_create(&t, job->model, job->plan, &cfg, NULL, NULL);
     code = st == PS_OK ? run_steps(job, t, &r) : cli_fail_status(st, true);
   }
@@ -75,13 +75,15 @@ static int evaluate(cli_job *job) {
 }
 
 /* The options of a training that say what is computed, and where. */
-static const char *const kept[] = {"model",
+static const char *const kept[] = {"config",
+                                   "model",
                                    "data",
                                    "steps",
                                    "seq-len",
                                    "device-mem",
                                    "host-mem",
                                    "recipe",
+                                   "adapter",
                                    "backend",
                                    "tokens-per-step",
                                    "chunk-tokens",
@@ -109,8 +111,10 @@ int cli_eval(int argc, char **argv) {
       keep |= !strcmp(options[i].name, kept[k]);
     if (keep)
       options[n++] = options[i];
-    if (keep && !strcmp(options[n - 1].name, "steps"))
+    if (keep && !strcmp(options[n - 1].name, "steps")) {
       options[n - 1].help = "steps to compute (default: once through the data)";
+      options[n - 1].table = ""; /* a run's file has the steps of a training */
+    }
   }
   options[n] = (cli_option){.name = NULL};
   const cli_command command = {
@@ -121,6 +125,7 @@ int cli_eval(int argc, char **argv) {
                "is left out. Memory is planned for the forward pass alone. Nothing is written.",
       .example = "penstock eval --model trained --data validation/ --seq-len 4096",
       .options = options,
+      .job = &job,
   };
   int code = cli_parse(&command, argc, argv);
   if (code == CLI_OK)

@@ -21,9 +21,11 @@ static int parse_side(const cli_texts *texts, const char *option, uint64_t out[M
   if (texts->n > MAX_SIDE)
     return cli_fail(CLI_REFUSED, "--%s: %u sizes given, at most %d are taken", option, texts->n,
                     MAX_SIDE);
+  char label[32];
   int code = CLI_OK;
+  snprintf(label, sizeof label, "--%s", option);
   for (uint32_t i = 0; i < texts->n && code == CLI_OK; i++)
-    code = cli_parse_size(option, texts->item[i], &out[i]);
+    code = cli_parse_size(label, texts->item[i], &out[i]);
   return code;
 }
 

@@ -85,6 +85,7 @@ static int show_data(cli_json *j, const cli_texts *paths, uint32_t vocab_size, u
     if (seq_len)
       printf("  %llu sequences of %llu tokens\n", (unsigned long long)n_sequences,
              (unsigned long long)seq_len);
+    cli_print_mix(stdout, ds, seq_len, 0);
   }
   ps_dataset_close(ds);
   return CLI_OK;
@@ -107,13 +108,41 @@ static int show_machine(cli_json *j) {
   return CLI_OK;
 }
 
+static int describe(const char *model, const cli_texts *data, uint64_t seq_len, bool as_json) {
+  int code = CLI_OK;
+  char *text = NULL; /* the JSON object is printed only when it is complete */
+  size_t bytes = 0;
+  cli_json json = {.out = as_json ? open_memstream(&text, &bytes) : NULL},
+           *j = json.out ? &json : NULL;
+  if (as_json && !j)
+    code = cli_fail(CLI_FAILED, "out of memory");
+  if (j)
+    cli_json_open(j, NULL, '{');
+  ps_model_config cfg = {.vocab_size = INT32_MAX}; /* without a model any token id is valid */
+  if (code == CLI_OK && !model && !data->n)
+    code = show_machine(j);
+  if (code == CLI_OK && model)
+    code = show_model(j, model, seq_len, &cfg);
+  if (code == CLI_OK && data->n)
+    code = show_data(j, data, cfg.vocab_size, seq_len);
+  if (j) {
+    cli_json_close(j, '}');
+    fclose(json.out);
+    if (code == CLI_OK)
+      puts(text);
+  }
+  free(text);
+  return code;
+}
+
 static const char about[] =
     "Describes this machine: its rates and its memory. With --model or --data it describes\n"
     "a model directory or token shards instead. With both, the first token ids of each\n"
-    "shard are checked against the model's vocabulary.";
+    "shard are checked against the model's vocabulary. With --config it checks a run's TOML\n"
+    "file and prints it with every option: its value, or the default.";
 
 int cli_info(int argc, char **argv) {
-  const char *model = NULL;
+  const char *model = NULL, *config = NULL;
   cli_texts data = {0};
   uint64_t seq_len = 0;
   bool as_json = false;
@@ -135,6 +164,11 @@ int cli_info(int argc, char **argv) {
        .least = 1,
        .most = PS_MAX_ROWS,
        .help = "tokens a sequence: adds FLOPs a token and sequences in the data"},
+      {.name = "config",
+       .kind = CLI_TEXT,
+       .out = &config,
+       .value = "FILE",
+       .help = "check a run's TOML file and print it with every option, instead"},
       {.name = "json",
        .kind = CLI_FLAG,
        .out = &as_json,
@@ -148,28 +182,10 @@ int cli_info(int argc, char **argv) {
       .options = options,
   };
   int code = cli_parse(&command, argc, argv);
-  char *text = NULL; /* the JSON object is printed only when it is complete */
-  size_t bytes = 0;
-  cli_json json = {.out = code == CLI_OK && as_json ? open_memstream(&text, &bytes) : NULL},
-           *j = json.out ? &json : NULL;
-  if (code == CLI_OK && as_json && !j)
-    code = cli_fail(CLI_FAILED, "out of memory");
-  if (j)
-    cli_json_open(j, NULL, '{');
-  ps_model_config cfg = {.vocab_size = INT32_MAX}; /* without a model any token id is valid */
-  if (code == CLI_OK && !model && !data.n)
-    code = show_machine(j);
-  if (code == CLI_OK && model)
-    code = show_model(j, model, seq_len, &cfg);
-  if (code == CLI_OK && data.n)
-    code = show_data(j, &data, cfg.vocab_size, seq_len);
-  if (j) {
-    cli_json_close(j, '}');
-    fclose(json.out);
-    if (code == CLI_OK)
-      puts(text);
-  }
-  free(text);
+  if (code == CLI_OK && config && (model || data.n || as_json))
+    code = cli_fail(CLI_REFUSED, "--config is shown alone: leave --model, --data and --json out");
+  else if (code == CLI_OK)
+    code = config ? cli_run_file_show(config) : describe(model, &data, seq_len, as_json);
   free(data.item);
   return code < 0 ? CLI_OK : code;
 }

@@ -1,13 +1,16 @@
 /* job.c - the options of train, plan and demo, and the plan that follows from them. */
 #include "cli/cli.h"
 #include <sys/stat.h>
+#include <math.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
 static const char *const recipes[] = {"fp32", "fp32-master", "bf16", NULL};
 static const char *const optimizers[] = {"adamw", "lion", "sgd", NULL};
+static const char *const non_finite[] = {"stop", "skip", NULL};
 static const char *const lr_schedules[] = {"constant", "cosine", "linear", "wsd", NULL};
+static const char *const decay_groups[] = {"norm", "bias", "embedding", NULL};
 static const char *const dtypes[] = {"fp32", "bf16", NULL};
 
 void cli_job_init(cli_job *job) {
@@ -20,11 +23,15 @@ void cli_job_init(cli_job *job) {
       .min_lr = defaults.min_lr,
       .lr_schedule = defaults.lr_kind,
       .weight_decay = defaults.weight_decay,
+      .no_decay = defaults.no_decay,
       .beta1 = defaults.beta1,
       .beta2 = defaults.beta2,
       .eps = defaults.eps,
       .momentum = defaults.momentum,
       .clip_norm = defaults.clip_norm,
+      .lora_alpha = NAN,
+      .non_finite = defaults.non_finite,
+      .max_skips = defaults.max_skips,
       .seed = defaults.seed,
       .document_token = -1,
       .document_end_token = -1,
@@ -36,7 +43,12 @@ void cli_job_init(cli_job *job) {
 
 void cli_job_free(cli_job *job) {
   ps_plan_destroy(job->plan);
+  free(job->checkpoints.newest);
+  free(job->checkpoints.writing);
   free(job->data.item);
+  free(job->batch_ramp.item);
+  free(job->run_text);
+  cli_val_free(job);
 }
 
 /* An option, and where in a cli_job its value goes: BYTES from the start. */
@@ -51,50 +63,93 @@ typedef struct job_option {
     when, AT(field), 0, { __VA_ARGS__ }                                                            \
   }
 
-/* In the order of --help. */
+/* In the order of --help. .table: of a run's file; "run" where none is given. */
 static const job_option job_options[] = {
-    OPTION(ALWAYS, model, .name = "model", .kind = CLI_TEXT, .value = "DIR",
+    OPTION(ALWAYS, run_file, .name = "config", .table = "", .kind = CLI_TEXT, .value = "FILE",
+           .help = "a TOML file with the options of a run, which the command line overrides"),
+    OPTION(ALWAYS, model, .name = "model", .table = "model", .kind = CLI_TEXT, .value = "DIR",
            .help = "model directory in Hugging Face layout: config.json and safetensors"),
-    OPTION(TRAINING, data, .name = "data", .kind = CLI_TEXTS, .value = "SHARDS...",
-           .help = "token shards: .bin files, or folders of them"),
-    OPTION(TRAINING, steps, .name = "steps", .kind = CLI_COUNT, .value = "N", .least = 1,
-           .most = PS_MAX_STEPS, .help = "steps to train (default: once through the data)"),
-    OPTION(ALWAYS, seq_len, .name = "seq-len", .kind = CLI_COUNT, .value = "N", .least = 1,
-           .most = PS_MAX_ROWS, .help = "tokens a sequence"),
-    OPTION(ALWAYS, device_mem, .name = "device-mem", .kind = CLI_BYTES, .value = "SIZE",
+    OPTION(TRAINING, data, .name = "data", .table = "data", .kind = CLI_TEXTS, .value = "SHARDS...",
+           .help = "token shards: .bin files, or folders of them; A:0.7,B:0.3 mixes by weight"),
+    OPTION(
+        TRAINING, steps, .name = "steps", .kind = CLI_COUNT, .value = "N", .least = 1,
+        .most = PS_MAX_STEPS,
+        .help =
+            "steps of the whole training, a resumed one included (default: once through the data)"),
+    OPTION(ALWAYS, seq_len, .name = "seq-len", .table = "data", .kind = CLI_COUNT, .value = "N",
+           .least = 1, .most = PS_MAX_ROWS, .help = "tokens a sequence"),
+    OPTION(ALWAYS, device_mem, .name = "device-mem", .table = "memory", .kind = CLI_BYTES,
+           .value = "SIZE",
            .help = "cap of the process's device memory, such as 20GiB (default: all there is)"),
     OPTION(
-        ALWAYS, host_mem, .name = "host-mem", .kind = CLI_BYTES, .value = "SIZE",
+        ALWAYS, host_mem, .name = "host-mem", .table = "memory", .kind = CLI_BYTES, .value = "SIZE",
         .help =
             "cap of the process's host memory, such as 80GiB (default: what the machine allows)"),
-    OPTION(ALWAYS, tokens_per_step, .name = "tokens-per-step", .kind = CLI_COUNT, .value = "N",
-           .least = 1, .most = PS_MAX_STEP_TOKENS,
+    OPTION(ALWAYS, tokens_per_step, .name = "tokens-per-step", .table = "data", .kind = CLI_COUNT,
+           .value = "N", .least = 1, .most = PS_MAX_STEP_TOKENS,
            .help = "tokens of a step, rounded down to whole sequences (default: 8 sequences)"),
-    OPTION(
-        ALWAYS, recipe, .name = "recipe", .kind = CLI_CHOICE, .value = "NAME", .choices = recipes,
-        .help =
-            "dtypes: fp32, fp32-master (16 bytes of host memory a parameter) or bf16 (8; default)"),
-    OPTION(ALWAYS, optimizer, .name = "optimizer", .kind = CLI_CHOICE, .value = "NAME",
-           .choices = optimizers,
+    OPTION(ALWAYS, batch_ramp, .name = "batch-ramp", .table = "schedule", .kind = CLI_TEXTS,
+           .value = "TOKENS:STEPS...",
+           .help = "the first STEPS steps have TOKENS tokens, stage after stage; all later ones "
+                   "--tokens-per-step"),
+    {ALWAYS,
+     AT(recipe),
+     AT(recipe_given),
+     {.name = "recipe",
+      .table = "model",
+      .kind = CLI_CHOICE,
+      .value = "NAME",
+      .choices = recipes,
+      .help = "dtypes: fp32, fp32-master (16 bytes of host memory a parameter; default with LoRA) "
+              "or bf16 (8; default)"}},
+    OPTION(ALWAYS, optimizer, .name = "optimizer", .table = "optimizer", .kind = CLI_CHOICE,
+           .value = "NAME", .choices = optimizers,
            .help = "adamw (default), lion or sgd; lion and sgd keep half of adamw's state"),
-    OPTION(ALWAYS, chunk_tokens, .name = "chunk-tokens", .kind = CLI_COUNT, .value = "N",
-           .least = 1, .most = PS_MAX_ROWS,
+    OPTION(ALWAYS, chunk_tokens, .name = "chunk-tokens", .table = "memory", .kind = CLI_COUNT,
+           .value = "N", .least = 1, .most = PS_MAX_ROWS,
            .help = "tokens a chunk: a multiple of --seq-len, or less than it (default: planned)"),
-    OPTION(ALWAYS, chunks_per_round, .name = "chunks-per-round", .kind = CLI_COUNT, .value = "N",
-           .least = 1, .most = PS_MAX_CHUNKS, .help = "chunks a round (default: planned)"),
-    OPTION(ALWAYS, first_round_chunks, .name = "first-round-chunks", .kind = CLI_COUNT,
-           .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
+    OPTION(ALWAYS, chunks_per_round, .name = "chunks-per-round", .table = "memory",
+           .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
+           .help = "chunks a round (default: planned)"),
+    OPTION(ALWAYS, first_round_chunks, .name = "first-round-chunks", .table = "memory",
+           .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
            .help = "chunks of the first round, which may be larger (default: planned, or "
                    "--chunks-per-round)"),
-    OPTION(ALWAYS, head_slice_tokens, .name = "head-slice-tokens", .kind = CLI_COUNT, .value = "N",
-           .least = 1, .most = PS_MAX_ROWS,
+    OPTION(ALWAYS, head_slice_tokens, .name = "head-slice-tokens", .table = "memory",
+           .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_ROWS,
            .help =
                "tokens for which head and loss run at once (default: from the vocabulary's size)"),
-    OPTION(ALWAYS, frozen_layers, .name = "frozen-layers", .kind = CLI_COUNT, .value = "N",
-           .most = PS_MAX_LAYERS + 1,
+    OPTION(ALWAYS, frozen_layers, .name = "frozen-layers", .table = "model", .kind = CLI_COUNT,
+           .value = "N", .most = PS_MAX_LAYERS + 1,
            .help = "train none of the first N layers: the embedding, then the blocks (default 0)"),
-    OPTION(ALWAYS, clip_norm, .name = "clip-norm", .kind = CLI_NUMBER, .value = "X",
-           .help = "limit of the gradient's global norm; 0: none (default 1)"),
+    OPTION(ALWAYS, lora_rank, .name = "lora-rank", .table = "model", .kind = CLI_COUNT,
+           .value = "R", .least = 1, .most = 1 << 20,
+           .help = "train LoRA adapters of rank R beside the frozen model, without dropout"),
+    OPTION(ALWAYS, lora_alpha, .name = "lora-alpha", .table = "model", .kind = CLI_NUMBER,
+           .value = "A", .most = PS_MAX_LORA_ALPHA,
+           .help = "an adapter's product is scaled by A / R (default: twice the rank)"),
+    OPTION(ALWAYS, lora_targets, .name = "lora-targets", .table = "model", .kind = CLI_TEXT,
+           .value = "NAMES",
+           .help = "the adapted projections, such as q_proj,v_proj, or all-linear (default)"),
+    OPTION(ALWAYS, lora_rslora, .name = "lora-rslora", .table = "model", .kind = CLI_FLAG,
+           .help = "scale by A over the root of R instead (rsLoRA)"),
+    OPTION(ALWAYS, adapter, .name = "adapter", .table = "model", .kind = CLI_TEXT, .value = "DIR",
+           .help = "a LoRA adapter in PEFT's layout, which train trains further"),
+    OPTION(ALWAYS, clip_norm, .name = "clip-norm", .table = "optimizer", .kind = CLI_NUMBER,
+           .value = "X", .help = "limit of the gradient's global norm; 0: none (default 1)"),
+    OPTION(ALWAYS, z_loss, .name = "z-loss", .table = "optimizer", .kind = CLI_NUMBER, .value = "X",
+           .most = PS_MAX_Z_LOSS,
+           .help = "adds X * logsumexp(logits)^2 to the loss, such as 1e-4 (default 0: none)"),
+    OPTION(ALWAYS, label_smoothing, .name = "label-smoothing", .table = "optimizer",
+           .kind = CLI_NUMBER, .value = "X", .most = 0.999,
+           .help = "spreads this part of the target over the whole vocabulary (default 0)"),
+    OPTION(ALWAYS, non_finite, .name = "non-finite", .table = "optimizer", .kind = CLI_CHOICE,
+           .value = "NAME", .choices = non_finite,
+           .help = "where a loss or gradient is not finite: stop (default), or skip the step's "
+                   "update"),
+    OPTION(TRAINING, max_skips, .name = "max-skips", .table = "optimizer", .kind = CLI_COUNT,
+           .value = "N", .least = 1, .most = PS_MAX_STEPS,
+           .help = "stop after more than N skipped steps in a row (default 10)"),
     OPTION(ALWAYS, device.backend, .name = "backend", .kind = CLI_CHOICE, .value = "NAME",
            .choices = cli_backends,
            .help = "cuda, cpu or auto, which is cuda where there is a GPU (default)"),
@@ -115,47 +170,62 @@ static const job_option job_options[] = {
            .help = "every run gives the same bits, on a GPU too; some kernels are slower"),
     OPTION(ALWAYS, device.peak_tflops, .name = "peak-tflops", .kind = CLI_NUMBER, .value = "X",
            .help = "the GPU's dense bf16 peak, for MFU (default: known by the GPU's name)"),
-    OPTION(ALWAYS, trace_steps, .name = "trace-steps", .kind = CLI_COUNT, .value = "N",
-           .most = PS_MAX_TRACE_STEPS,
+    OPTION(TRAINING, val, .name = "val", .table = "data", .kind = CLI_TEXTS, .value = "SHARDS...",
+           .help = "validation data, or none (default: what penstock data split off --data)"),
+    OPTION(TRAINING, val_every, .name = "val-every", .table = "log", .kind = CLI_COUNT,
+           .value = "N", .least = 1, .most = PS_MAX_STEPS,
+           .help = "validate after every N steps, and at the end (default: about 20 times a run, "
+                   "every 10 to 1000 steps)"),
+    OPTION(ALWAYS, val_tokens, .name = "val-tokens", .table = "log", .kind = CLI_COUNT,
+           .value = "T", .least = 1, .most = PS_MAX_STEP_TOKENS,
+           .help = "tokens of a validation, the same ones each time (default: about 2% of the "
+                   "run's time; plan: no validation)"),
+    OPTION(ALWAYS, trace_steps, .name = "trace-steps", .table = "log", .kind = CLI_COUNT,
+           .value = "N", .most = PS_MAX_TRACE_STEPS,
            .help = "how many of the last steps timeline.json shows; 0: no such file (default 2)"),
-    OPTION(ALWAYS, json, .name = "json", .kind = CLI_FLAG,
+    OPTION(ALWAYS, json, .name = "json", .table = "log", .kind = CLI_FLAG,
            .help = "print one JSON object on stdout"),
-    OPTION(ALWAYS, quiet, .name = "quiet", .kind = CLI_FLAG,
+    OPTION(ALWAYS, quiet, .name = "quiet", .table = "log", .kind = CLI_FLAG,
            .help = "print errors only, no progress and no summary"),
-    OPTION(TRAINING, lr, .name = "lr", .kind = CLI_NUMBER, .value = "X",
+    OPTION(TRAINING, lr, .name = "lr", .table = "optimizer", .kind = CLI_NUMBER, .value = "X",
            .help = "peak learning rate (default 3e-4; lion 1e-4, sgd 1e-3)"),
-    OPTION(TRAINING, min_lr, .name = "min-lr", .kind = CLI_NUMBER, .value = "X",
-           .help = "floor of the learning rate (default 0)"),
-    OPTION(TRAINING, lr_schedule, .name = "lr-schedule", .kind = CLI_CHOICE, .value = "NAME",
-           .choices = lr_schedules,
+    OPTION(TRAINING, min_lr, .name = "min-lr", .table = "schedule", .kind = CLI_NUMBER,
+           .value = "X", .help = "floor of the learning rate (default 0)"),
+    OPTION(TRAINING, lr_schedule, .name = "lr-schedule", .table = "schedule", .kind = CLI_CHOICE,
+           .value = "NAME", .choices = lr_schedules,
            .help = "constant (default), cosine, linear or wsd (warmup-stable-decay)"),
-    OPTION(TRAINING, warmup_steps, .name = "warmup-steps", .kind = CLI_COUNT, .value = "N",
-           .most = PS_MAX_STEPS,
+    OPTION(TRAINING, warmup_steps, .name = "warmup-steps", .table = "schedule", .kind = CLI_COUNT,
+           .value = "N", .most = PS_MAX_STEPS,
            .help = "first steps, in which the learning rate rises linearly (default 0)"),
-    OPTION(TRAINING, decay_steps, .name = "decay-steps", .kind = CLI_COUNT, .value = "N",
-           .most = PS_MAX_STEPS, .help = "last steps, in which wsd lowers the learning rate"),
-    OPTION(TRAINING, weight_decay, .name = "weight-decay", .kind = CLI_NUMBER, .value = "X",
-           .help = "weight decay, of matrices alone (default 0.1; lion 0.3, sgd 0)"),
-    OPTION(TRAINING, beta1, .name = "beta1", .kind = CLI_NUMBER, .value = "X",
+    OPTION(TRAINING, decay_steps, .name = "decay-steps", .table = "schedule", .kind = CLI_COUNT,
+           .value = "N", .most = PS_MAX_STEPS,
+           .help = "last steps, in which wsd lowers the learning rate"),
+    OPTION(TRAINING, weight_decay, .name = "weight-decay", .table = "optimizer", .kind = CLI_NUMBER,
+           .value = "X", .help = "weight decay (default 0.1; lion 0.3, sgd 0)"),
+    OPTION(TRAINING, no_decay, .name = "no-decay", .table = "optimizer", .kind = CLI_SET,
+           .value = "GROUPS", .choices = decay_groups,
+           .help = "what gets no weight decay, of norm, bias and embedding (default norm,bias)"),
+    OPTION(TRAINING, beta1, .name = "beta1", .table = "optimizer", .kind = CLI_NUMBER, .value = "X",
            .help = "beta1 of adamw and lion (default 0.9)"),
-    OPTION(TRAINING, beta2, .name = "beta2", .kind = CLI_NUMBER, .value = "X",
+    OPTION(TRAINING, beta2, .name = "beta2", .table = "optimizer", .kind = CLI_NUMBER, .value = "X",
            .help = "beta2 of adamw (default 0.95) and lion (0.99)"),
-    OPTION(TRAINING, eps, .name = "eps", .kind = CLI_NUMBER, .value = "X",
+    OPTION(TRAINING, eps, .name = "eps", .table = "optimizer", .kind = CLI_NUMBER, .value = "X",
            .help = "eps of adamw (default 1e-8)"),
-    OPTION(TRAINING, momentum, .name = "momentum", .kind = CLI_NUMBER, .value = "X",
-           .help = "momentum of sgd (default 0.9)"),
-    OPTION(TRAINING, nesterov, .name = "nesterov", .kind = CLI_FLAG,
+    OPTION(TRAINING, momentum, .name = "momentum", .table = "optimizer", .kind = CLI_NUMBER,
+           .value = "X", .help = "momentum of sgd (default 0.9)"),
+    OPTION(TRAINING, nesterov, .name = "nesterov", .table = "optimizer", .kind = CLI_FLAG,
            .help = "sgd with Nesterov's momentum"),
     OPTION(TRAINING, seed, .name = "seed", .kind = CLI_COUNT, .value = "N",
            .help = "seed of stochastic rounding, --shuffle and --init-weights (default 0)"),
-    OPTION(TRAINING, init_weights, .name = "init-weights", .kind = CLI_FLAG,
+    OPTION(TRAINING, init_weights, .name = "init-weights", .table = "model", .kind = CLI_FLAG,
            .help = "draw the weights from --seed; the model directory needs config.json alone"),
-    OPTION(TRAINING, shuffle, .name = "shuffle", .kind = CLI_FLAG,
+    OPTION(TRAINING, shuffle, .name = "shuffle", .table = "data", .kind = CLI_FLAG,
            .help = "read the sequences in an order drawn from --seed"),
-    OPTION(TRAINING, document_token, .name = "document-token", .kind = CLI_ID, .value = "ID",
+    OPTION(TRAINING, document_token, .name = "document-token", .table = "data", .kind = CLI_ID,
+           .value = "ID",
            .help = "this token begins a document: attention stays in it, positions restart"),
-    OPTION(TRAINING, document_end_token, .name = "document-end-token", .kind = CLI_ID,
-           .value = "ID", .help = "the token after this one begins a document"),
+    OPTION(TRAINING, document_end_token, .name = "document-end-token", .table = "data",
+           .kind = CLI_ID, .value = "ID", .help = "the token after this one begins a document"),
     OPTION(TRAINING, out, .name = "out", .kind = CLI_TEXT, .value = "DIR",
            .help = "save the trained model into this directory (default: it is not saved)"),
     OPTION(TRAINING, force, .name = "force", .kind = CLI_FLAG,
@@ -163,20 +233,28 @@ static const job_option job_options[] = {
     OPTION(TRAINING, save_wait, .name = "save-wait", .kind = CLI_NUMBER, .value = "SECONDS",
            .most = 1e6,
            .help = "how long to try a failing save again without a terminal (default 600)"),
-    OPTION(TRAINING, save_dtype, .name = "save-dtype", .kind = CLI_CHOICE, .value = "NAME",
-           .choices = dtypes, .help = "dtype of the saved model: bf16 (default) or fp32"),
-    OPTION(TRAINING, checkpoint_every, .name = "checkpoint-every", .kind = CLI_COUNT, .value = "N",
+    {TRAINING,
+     AT(save_dtype),
+     AT(save_dtype_given),
+     {.name = "save-dtype",
+      .kind = CLI_CHOICE,
+      .value = "NAME",
+      .choices = dtypes,
+      .help = "dtype of the saved model: bf16 (default) or fp32 (default of adapters)"}},
+    OPTION(TRAINING, checkpoint_every, .name = "checkpoint-every", .table = "checkpoint",
+           .kind = CLI_EVERY, .value = "N", .most = PS_MAX_STEPS,
+           .help = "write the complete state every N steps, or every 30m or 2h, and when the run "
+                   "is stopped, into checkpoints/ of the run directory (default: never)"),
+    OPTION(TRAINING, keep, .name = "keep", .table = "checkpoint", .kind = CLI_COUNT, .value = "K",
            .least = 1, .most = PS_MAX_STEPS,
-           .help = "write the complete state every N steps, and when the run is stopped, into "
-                   "checkpoints/ of the run directory (default: never)"),
-    OPTION(TRAINING, keep, .name = "keep", .kind = CLI_COUNT, .value = "K", .least = 1,
-           .most = PS_MAX_STEPS, .help = "how many of the newest checkpoints stay (default 2)"),
-    OPTION(TRAINING, resume, .name = "resume", .kind = CLI_TEXT, .value = "WHAT",
+           .help = "how many of the newest checkpoints stay (default 2)"),
+    OPTION(TRAINING, resume, .name = "resume", .table = "checkpoint", .kind = CLI_TEXT,
+           .value = "WHAT",
            .help = "go on from a checkpoint: its directory, or latest, the newest whole one of the "
                    "run directory, or auto, the same where there is one"),
     OPTION(TRAINING, run_dir, .name = "run-dir", .kind = CLI_TEXT, .value = "DIR",
-           .help =
-               "directory for metrics.jsonl, plan.json, timeline.json (default: --out, else .)"),
+           .help = "directory for metrics.jsonl, run.toml, plan.json, summary.json, timeline.json "
+                   "and checkpoints/ (default: --out, else .)"),
 };
 
 uint32_t cli_job_options(cli_job *j, cli_option *options, bool training) {
@@ -187,6 +265,7 @@ uint32_t cli_job_options(cli_job *j, cli_option *options, bool training) {
       continue;
     options[n] = o->option;
     options[n].out = (char *)j + o->at;
+    options[n].table = o->option.table ? o->option.table : "run";
     options[n++].given = o->given ? (bool *)((char *)j + o->given) : NULL;
   }
   options[n] = (cli_option){.name = NULL};
@@ -207,7 +286,7 @@ int cli_job_check(cli_job *j) {
         j->model);
   j->config.struct_bytes = sizeof j->config;
   ps_status st = ps_model_config_read(&j->config, j->model);
-  return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
+  return st == PS_OK ? cli_lora_resolve(j) : cli_fail_status(st, true);
 }
 
 static int get_hardware(cli_job *j) {
@@ -227,7 +306,9 @@ static int get_hardware(cli_job *j) {
 }
 
 int cli_job_prepare(cli_job *j) {
-  int code = get_hardware(j);
+  int code = cli_ramp_parse(j);
+  if (code == CLI_OK)
+    code = get_hardware(j);
   if (code != CLI_OK)
     return code;
   if (j->other_machine && j->host_mem)
@@ -240,18 +321,24 @@ int cli_job_prepare(cli_job *j) {
       .host_mem_bytes = j->host_mem,
       .seq_len = j->seq_len,
       .tokens_per_step = j->tokens_per_step,
+      .ramp = j->ramp,
+      .n_ramp = j->forward_only ? 0 : j->batch_ramp.n,
       .chunk_tokens = j->chunk_tokens,
       .chunks_per_round = j->chunks_per_round,
       .first_round_chunks = j->first_round_chunks,
       .head_slice_tokens = j->head_slice_tokens,
       .n_frozen_layers = (uint32_t)j->frozen_layers,
-      .clip = j->clip_norm > 0,
+      .clip = j->clip_norm > 0 || j->non_finite == PS_NON_FINITE_SKIP,
+      .z_loss = j->forward_only ? 0 : j->z_loss,
+      .label_smoothing = j->forward_only ? 0 : j->label_smoothing,
       .forward_only = j->forward_only,
+      .lora = j->lora,
       .n_threads = (uint32_t)j->device.threads,
       .deterministic = j->deterministic,
       .one_document =
           j->document_token < 0 && j->document_end_token < 0 && !j->data_marks_documents,
       .trace_steps = (uint32_t)j->trace_steps,
+      .val_tokens = j->val_tokens,
   };
   return CLI_OK;
 }

@@ -6,6 +6,15 @@
 #include <string.h>
 #include <unistd.h>
 
+/* The command is written in Python; python/penstock/__main__.py runs it. */
+static int in_python(int argc, char **argv) {
+  (void)argc;
+  return cli_fail(CLI_REFUSED,
+                  "'%s' is a command of the Python package, which make python installs: run python "
+                  "-m penstock %s",
+                  argv[0], argv[0]);
+}
+
 static const struct {
   const char *name;
   int (*run)(int argc, char **argv);
@@ -13,10 +22,19 @@ static const struct {
 } commands[] = {
     {"train", cli_train, "train a model directory under two memory caps"},
     {"eval", cli_eval, "compute a model's loss on data, without training"},
+    {"generate", cli_generate, "print the tokens that follow prompts"},
     {"plan", cli_plan, "show what train would do, without training"},
     {"demo", cli_demo, "train for a few steps: demo HOST_GIB DEV_GIB SEQLEN MODEL_DIR"},
     {"info", cli_info, "describe this machine, a model directory, token shards"},
     {"profile", cli_profile, "measure this machine's rates and cache them"},
+    {"data", in_python, "write token shards from text: python -m penstock data"},
+    {"export", in_python, "write a GGUF file or a directory: python -m penstock export"},
+    {"compare", in_python, "compare with transformers: python -m penstock compare"},
+    {"merge", in_python, "add a LoRA adapter to a model's weights: python -m penstock merge"},
+    {"watch", in_python, "follow a run in the terminal: python -m penstock watch"},
+    {"report", in_python, "write a run as an HTML page: python -m penstock report"},
+    {"sample", in_python, "generate text from each checkpoint of a run: python -m penstock sample"},
+    {"log", in_python, "write a run for TensorBoard, W&B: python -m penstock log"},
     {"version", cli_version, "print the version"},
 };
 enum { N_COMMANDS = sizeof commands / sizeof commands[0] };
@@ -78,10 +96,7 @@ static int run(int argc, char **argv) {
   for (size_t i = 0; i < N_COMMANDS; i++)
     if (strcmp(argv[1], commands[i].name) == 0)
       return commands[i].run(argc - 1, argv + 1);
-  return cli_fail(
-      CLI_REFUSED,
-      "there is no command '%s': train, plan, demo, info, profile or version (penstock --help)",
-      argv[1]);
+  return cli_fail(CLI_REFUSED, "there is no command '%s' (penstock --help lists them)", argv[1]);
 }
 
 int main(int argc, char **argv) {

@@ -35,6 +35,16 @@ static int print_smallest(cli_job *job) {
   return CLI_OK;
 }
 
+/* What the plan needs of --data, and the share of targets. */
+static int read_data(cli_job *job, double *targets) {
+  ps_dataset *ds = NULL;
+  const int code = cli_open_data(job, &ds);
+  const ps_status st = code == CLI_OK ? ps_dataset_targets(ds, targets) : PS_OK;
+  const int failed = st == PS_OK ? code : cli_fail_status(st, true);
+  ps_dataset_close(ds);
+  return failed;
+}
+
 static const char about[] =
     "Searches the fastest plan of a step under both caps and prints it: chunks and rounds,\n"
     "what stays on the device, what is streamed, what is recomputed, the memory of both\n"
@@ -72,17 +82,27 @@ int cli_plan(int argc, char **argv) {
                                 .out = &hosts,
                                 .value = "SIZE...",
                                 .help = "the --host-mem of the table's rows"};
-  options[n + 4] = (cli_option){.name = NULL};
+  options[n + 4] = (cli_option){.name = "data",
+                                .kind = CLI_TEXTS,
+                                .out = &job.data,
+                                .value = "SHARDS...",
+                                .help = "plan for these token shards: whether masks mark documents "
+                                        "in them; and print how many of the tokens are targets"};
+  options[n + 5] = (cli_option){.name = NULL};
   const cli_command command = {
       .usage = "plan --model DIR --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
       .about = about,
       .example =
           "penstock plan --model my_8B_model --seq-len 8192 --device-mem 24GiB --host-mem 96GiB",
       .options = options,
+      .job = &job,
   };
   int code = cli_parse(&command, argc, argv);
+  double targets = 0;
   if (code == CLI_OK)
     code = cli_job_check(&job);
+  if (code == CLI_OK && job.data.n)
+    code = read_data(&job, &targets);
   if (code == CLI_OK)
     code = job.smallest || devices.n || hosts.n ? cli_job_prepare(&job) : cli_job_plan(&job);
   if (code == CLI_OK && (devices.n || hosts.n)) {
@@ -94,6 +114,9 @@ int cli_plan(int argc, char **argv) {
     code = text ? CLI_OK : cli_fail(CLI_FAILED, "out of memory");
     if (text)
       puts(text);
+    if (text && job.data.n && !job.json)
+      printf("data             %.1f%% of the tokens are targets: %.0f of them a second\n",
+             100 * targets, targets * job.report.tokens_per_step / job.report.step_s);
   }
   cli_job_free(&job);
   free(devices.item);

@@ -1,14 +1,15 @@
 /* progress.c - progress on stderr. A terminal shows one line that is redrawn and never wider than
- * the terminal. Elsewhere a line comes every few seconds. */
+ * the terminal. Elsewhere a line comes with every step, and at most once a second. */
 #include "cli/cli.h"
 #include <inttypes.h>
+#include <math.h>
 #include <stdarg.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <time.h>
 #include <unistd.h>
 
-static const double every_s = 5; /* from line to line where stderr is no terminal */
+static const double every_s = 1; /* from line to line where stderr is no terminal */
 
 double cli_now_s(void) {
   struct timespec ts;
@@ -21,13 +22,13 @@ void cli_progress_begin(cli_progress *p, const cli_job *job) {
       .quiet = job->quiet,
       .tty = isatty(STDERR_FILENO),
       .first_step = job->first_step,
-      .n_steps = job->steps - job->first_step,
       .device_mem_bytes = job->report.device_mem_bytes ? job->report.device_mem_bytes
                                                        : job->report.device_used_bytes,
       .host_mem_bytes =
           job->report.host_mem_bytes ? job->report.host_mem_bytes : job->report.host_used_bytes,
       .started_s = cli_now_s(),
       .printed_s = cli_now_s(),
+      .val_loss = NAN,
   };
 }
 
@@ -98,32 +99,89 @@ void cli_progress_load(cli_progress *p, const char *what, uint64_t done_bytes,
   put_line(p, parts, 3);
 }
 
-/* "device 14.0 MiB/17.0 MiB"; "device 82%". */
+/* "device 14.0/17.0 MiB"; "device 82%". */
 static void memory_part(part *out, const char *name, uint64_t bytes, uint64_t cap) {
   char used[32], most[32];
-  snprintf(out->text, sizeof out->text, "%s %s/%s", name, cli_bytes(used, bytes),
-           cli_bytes(most, cap));
+  cli_bytes(used, bytes);
+  const char *unit = strchr(used, ' '), *cap_unit = strchr(cli_bytes(most, cap), ' ');
+  const bool same = unit && cap_unit && strcmp(unit, cap_unit) == 0;
+  snprintf(out->text, sizeof out->text, "%s %.*s/%s", name,
+           same ? (int)(unit - used) : (int)sizeof used, used, most);
   snprintf(out->brief, sizeof out->brief, "%s %.0f%%", name,
            cap ? 100.0 * (double)bytes / (double)cap : 100);
 }
 
-void cli_progress_step(cli_progress *p, const ps_step_metrics *m, uint64_t n_done) {
-  char eta[32];
-  part parts[] = {{.rank = 0}, {.rank = 1}, {.rank = 3}, {.rank = 2}, {.rank = 4}, {.rank = 5}};
+/* "5.24M" */
+static const char *short_count(char buf[8], uint64_t n) {
+  double x = (double)n;
+  unsigned unit = 0;
+  for (; x >= 1000 && unit < 4; unit++)
+    x /= 1000;
+  snprintf(buf, 8, unit ? "%.3g%c" : "%.0f", x < 1e6 ? x : 1e6, " kMGT"[unit]);
+  return buf;
+}
+
+/* Set both forms of a part. */
+static void say(part *out, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+static void say(part *out, const char *fmt, ...) {
+  va_list ap;
+  va_start(ap, fmt);
+  vsnprintf(out->text, sizeof out->text, fmt, ap);
+  va_end(ap);
+  memcpy(out->brief, out->text, sizeof out->brief - 1);
+}
+
+/* The parts of a step's line, in their order. */
+enum {
+  STEP,
+  LOSS,
+  VAL,
+  SKIPPED,
+  GRAD,
+  LR,
+  CONSUMED,
+  BATCH,
+  SPEED,
+  FLOPS,
+  MFU,
+  ELAPSED,
+  ETA,
+  DEVICE,
+  HOST
+};
+static const unsigned ranks[] = {
+    [STEP] = 0,  [LOSS] = 1,   [ETA] = 2,       [SKIPPED] = 3,  [VAL] = 4,
+    [SPEED] = 5, [DEVICE] = 6, [HOST] = 7,      [GRAD] = 8,     [LR] = 9,
+    [MFU] = 10,  [FLOPS] = 11, [CONSUMED] = 12, [ELAPSED] = 13, [BATCH] = 14};
+
+void cli_progress_step(cli_progress *p, const ps_step_metrics *m, const cli_step *s) {
+  char a[8], b[8], time[32];
+  part parts[sizeof ranks / sizeof *ranks] = {0};
   enum { N = sizeof parts / sizeof *parts };
-  if (!due(p, n_done == 1 || n_done == p->n_steps))
+  const uint64_t step = m->step + 1;
+  if (!due(p, step == p->first_step + 1 || step == s->total_steps))
     return;
-  double per_step = (cli_now_s() - p->started_s) / (double)n_done;
-  snprintf(parts[0].text, sizeof parts->text, "step %" PRIu64 "/%" PRIu64, p->first_step + n_done,
-           p->first_step + p->n_steps);
-  snprintf(parts[1].text, sizeof parts->text, "loss %.4f", m->loss);
-  snprintf(parts[2].text, sizeof parts->text, "%.0f tok/s", m->tokens_per_s);
-  snprintf(parts[3].text, sizeof parts->text, "ETA %s",
-           cli_duration(eta, per_step * (double)(p->n_steps - n_done)));
-  for (unsigned i = 0; i < 4; i++)
-    memcpy(parts[i].brief, parts[i].text, sizeof parts->brief - 1);
-  memory_part(&parts[4], "device", m->device_peak_bytes, p->device_mem_bytes);
-  memory_part(&parts[5], "host", m->host_peak_bytes, p->host_mem_bytes);
+  for (unsigned i = 0; i < N; i++)
+    parts[i].rank = ranks[i];
+  say(&parts[STEP], "step %" PRIu64 "/%" PRIu64, step, s->total_steps);
+  say(&parts[LOSS], "loss %.4f", m->loss);
+  if (isfinite(p->val_loss))
+    say(&parts[VAL], "val %.4f", p->val_loss);
+  if (m->n_skipped)
+    say(&parts[SKIPPED], "%" PRIu64 " skipped", m->n_skipped);
+  say(&parts[GRAD], "grad norm %.3g", m->grad_norm);
+  say(&parts[LR], "lr %.2e", m->lr);
+  say(&parts[CONSUMED], "%s samples, %s tokens", short_count(a, s->consumed_samples),
+      short_count(b, s->consumed_tokens));
+  say(&parts[BATCH], "batch %" PRIu64 "x%" PRIu64, s->samples, m->tokens / s->samples);
+  say(&parts[SPEED], "%.0f tok/s", m->tokens_per_s);
+  say(&parts[FLOPS], "%.3g TFLOP/s", s->tflops);
+  if (m->mfu > 0)
+    say(&parts[MFU], "MFU %.1f%%", 100 * m->mfu);
+  say(&parts[ELAPSED], "elapsed %s", cli_duration(time, s->elapsed_s));
+  say(&parts[ETA], "ETA %s", cli_duration(time, s->eta_s));
+  memory_part(&parts[DEVICE], "device", m->device_peak_bytes, p->device_mem_bytes);
+  memory_part(&parts[HOST], "host", m->host_peak_bytes, p->host_mem_bytes);
   put_line(p, parts, N);
 }
 

@@ -59,6 +59,8 @@ static int check_space(const cli_job *job, const char *path) {
       strcpy(place, slash ? "/" : ".");
   }
   free(place);
+  if (job->lora.rank) /* an adapter is small */
+    return CLI_OK;
   ps_model *m;
   const ps_status st = ps_model_create(&m, &job->config);
   if (st != PS_OK)
@@ -146,9 +148,9 @@ static answer ask(cli_job *job, cli_run_result *r) {
 /* Save. @aloud: print why it failed. */
 static ps_status save_once(const cli_job *job, ps_trainer *t, bool aloud) {
   const int failed = cli_folder_make_parent(job->out);
-  cli_saving(true);
+  cli_saving(CLI_SAVES_MODEL);
   const ps_status st = failed ? PS_EIO : ps_trainer_save(t, job->out, (ps_dtype)job->save_dtype);
-  cli_saving(false);
+  cli_saving(CLI_SAVES_NOTHING);
   if (failed && aloud)
     cli_fail(CLI_FAILED, "%s cannot be made: %s", job->out, strerror(failed));
   else if (st != PS_OK && aloud)

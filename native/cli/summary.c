@@ -5,6 +5,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* The period that counts: from the end of compute's first traced step to the end of its last. Ops
  * of several steps run at once, and the trace lacks those of earlier steps, which run beside its
@@ -153,6 +154,10 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
           r->wall_s > 0 ? (double)r->tokens / r->wall_s : 0);
   fprintf(out, "loss            %.4f in the first step, %.4f in the last ", r->loss_first, loss);
   fprintf(out, n > 1 ? "%" PRIu64 " (mean)\n" : "step\n", n);
+  cli_val_summary_print(out, r);
+  if (r->n_skipped)
+    fprintf(out, "skipped         %" PRIu64 " step%s, whose loss or gradient was not finite\n",
+            r->n_skipped, r->n_skipped == 1 ? "" : "s");
   fprintf(out, "step time       predicted %.3f s  measured %.3f s (median)  ratio %.2f\n",
           r->predicted_step_s, r->step_s_median,
           r->predicted_step_s > 0 ? r->step_s_median / r->predicted_step_s : 0);
@@ -176,12 +181,13 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
     fprintf(out, ", timeline %s", ps_printable(path, sizeof path, r->timeline_path));
   fputc('\n', out);
   if (r->saved)
-    fprintf(out, "model saved in %s\n", ps_printable(path, sizeof path, job->out));
+    fprintf(out, "%s saved in %s\n", job->lora.rank ? "adapter" : "model",
+            ps_printable(path, sizeof path, job->out));
   if (ferror(stderr))
     fprintf(out, "progress is incomplete: stderr could not be written\n");
 }
 
-void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r) {
+static void summary_json(FILE *out, const cli_job *job, const cli_run_result *r) {
   cli_json j = {.out = out};
   cli_json_open(&j, NULL, '{');
   cli_json_count(&j, "steps", r->n_done);
@@ -196,6 +202,8 @@ void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r) {
   const double mean = mean_loss(r, &n);
   cli_json_number(&j, "loss_mean_last", mean);
   cli_json_count(&j, "loss_mean_steps", n);
+  cli_val_summary_json(&j, r);
+  cli_json_count(&j, "n_skipped", r->n_skipped);
   cli_json_number(&j, "step_s_median", r->step_s_median);
   cli_json_number(&j, "predicted_step_s", r->predicted_step_s);
   cli_json_number(&j, "tokens_per_s", r->wall_s > 0 ? (double)r->tokens / r->wall_s : 0);
@@ -223,4 +231,30 @@ void cli_summary_json(FILE *out, const cli_job *job, const cli_run_result *r) {
     cli_json_text(&j, "model", job->out);
   cli_json_close(&j, '}');
   fputc('\n', out);
+}
+
+void cli_summary_remove(const cli_job *job) {
+  char *path = cli_path_join(job->run_dir, "summary.json");
+  if (path)
+    unlink(path);
+  free(path);
+}
+
+int cli_summary_write(const cli_job *job, const cli_run_result *r) {
+  char *text = NULL, *path = cli_path_join(job->run_dir, "summary.json");
+  size_t bytes = 0;
+  FILE *f = path ? open_memstream(&text, &bytes) : NULL;
+  if (f)
+    summary_json(f, job, r);
+  const bool ok = f && fclose(f) == 0 && bytes;
+  int code = ok ? CLI_OK : cli_fail(CLI_FAILED, "out of memory for the summary");
+  if (ok && job->json)
+    fputs(text, stdout);
+  if (ok) {
+    text[bytes - 1] = 0; /* cli_file_replace() ends the line */
+    code = cli_file_replace(path, text, NULL);
+  }
+  free(text);
+  free(path);
+  return code;
 }

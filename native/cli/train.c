@@ -2,6 +2,8 @@
  * and saves. */
 #include "cli/cli.h"
 #include <errno.h>
+#include <inttypes.h>
+#include <math.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -19,13 +21,11 @@
 static _Atomic(ps_trainer *) running; /* the trainer while it steps, else NULL */
 static atomic_bool nothing_written = true;
 static atomic_int n_interrupts;
-/* 0; 1 while the model, 2 while a checkpoint is written, which may be ended anywhere: see
- * ps_trainer_save() */
-static atomic_int saving;
+static atomic_int saving; /* cli_saves: writing it may be ended anywhere, see ps_trainer_save() */
 static const char *_Atomic first_words; /* printed at the first Ctrl-C; NULL: nothing */
 
 int cli_interrupts(void) { return atomic_load(&n_interrupts); }
-void cli_saving(bool now) { atomic_store(&saving, now ? 1 : 0); }
+void cli_saving(cli_saves what) { atomic_store(&saving, (int)what); }
 
 static void on_interrupt(int signal_number) {
   if (atomic_load(&nothing_written))
@@ -85,14 +85,16 @@ static int check_outputs(const cli_job *job) {
     return cli_fail(CLI_REFUSED, "--out %s is the model directory itself: give another one",
                     job->out);
   int code = job->out ? cli_out_check(job, job->out) : CLI_OK;
-  return code == CLI_OK ? cli_folder_check(job->run_dir, "run-dir") : code;
+  if (code == CLI_OK)
+    code = cli_folder_check(job->run_dir, "run-dir");
+  return code == CLI_OK ? cli_run_file_check(job) : code;
 }
 
 int cli_open_data(cli_job *job, ps_dataset **out) {
   if (!job->data.n)
     return cli_fail(
         CLI_REFUSED,
-        "--data is missing: give token shards (python -m penstock.data makes them from text)");
+        "--data is missing: give token shards (python -m penstock data makes them from text)");
   ps_dataset *ds = NULL;
   ps_status st = ps_dataset_open(&ds, job->data.item, job->data.n, job->config.vocab_size);
   if (st != PS_OK)
@@ -107,7 +109,8 @@ int cli_open_data(cli_job *job, ps_dataset **out) {
   return CLI_OK;
 }
 
-ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, bool resumed) {
+ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset *val,
+                                 bool resumed) {
   ps_train_config cfg = {.struct_bytes = sizeof cfg};
   ps_train_config_init(&cfg);
   cfg.lr_kind = job->lr_schedule;
@@ -123,21 +126,26 @@ ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, bool resume
   cfg.nesterov = job->nesterov;
   cfg.optimizer = job->optimizer;
   cfg.weight_decay = job->weight_decay;
+  cfg.no_decay = job->no_decay;
   cfg.clip_norm = job->clip_norm;
+  cfg.non_finite = job->non_finite;
+  cfg.max_skips = job->max_skips;
   cfg.seed = job->seed;
   cfg.document_token = job->document_token;
   cfg.document_end_token = job->document_end_token;
   cfg.shuffle = job->shuffle;
   cfg.trace_steps = (uint32_t)job->trace_steps;
-  cfg.init_weights = job->init_weights && !resumed;
+  cfg.init_weights = job->init_weights && (!resumed || job->lora.rank);
+  cfg.adapter_dir = resumed ? NULL : job->adapter;
   cfg.dataset = ds;
+  cfg.val_dataset = val;
   return cfg;
 }
 
 /* ---- output files ---------------------------------------------------------------------------- */
 
-/* Makes and locks the run directory; writes plan.json and a metrics.jsonl with the steps before
- * this run, of which a new run has none. */
+/* Makes and locks the run directory; writes plan.json, run.toml and a metrics.jsonl with the steps
+ * before this run, of which a new run has none; removes an earlier run's summary. */
 static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics, int *lock) {
   int failed = cli_folder_make(job->run_dir);
   if (failed)
@@ -149,35 +157,11 @@ static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics, i
   r->plan_path = cli_path_join(job->run_dir, "plan.json");
   if (!r->metrics_path || !r->plan_path)
     return cli_fail(CLI_FAILED, "out of memory");
+  cli_summary_remove(job);
   code = cli_file_replace(r->plan_path, ps_plan_json(job->plan), NULL);
+  if (code == CLI_OK)
+    code = cli_run_file_write(job);
   return code == CLI_OK ? cli_metrics_keep(r->metrics_path, job->first_step, metrics) : code;
-}
-
-/* Appends a line. Where that fails, the file keeps its whole lines. */
-static int write_metrics(FILE *f, const char *path, const ps_step_metrics *m) {
-  long before = ftell(f);
-  cli_json j = {.out = f};
-  cli_json_open(&j, NULL, '{');
-  cli_json_count(&j, "step", m->step);
-  cli_json_number(&j, "loss", m->loss);
-  cli_json_count(&j, "tokens", m->tokens);
-  cli_json_count(&j, "valid_tokens", m->valid_tokens);
-  cli_json_number(&j, "step_s", m->step_s);
-  cli_json_number(&j, "predicted_step_s", m->predicted_step_s);
-  cli_json_number(&j, "tokens_per_s", m->tokens_per_s);
-  cli_json_count(&j, "device_peak_bytes", m->device_peak_bytes);
-  cli_json_count(&j, "host_peak_bytes", m->host_peak_bytes);
-  cli_json_count(&j, "host_arena_peak_bytes", m->host_arena_peak_bytes);
-  cli_json_number(&j, "grad_norm", m->grad_norm);
-  cli_json_number(&j, "lr", m->lr);
-  cli_json_number(&j, "mfu", m->mfu);
-  cli_json_number(&j, "hfu", m->hfu);
-  cli_json_close(&j, '}');
-  fputc('\n', f);
-  if (fflush(f) == 0 && !ferror(f))
-    return CLI_OK;
-  int code = cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(errno));
-  return before < 0 || ftruncate(fileno(f), before) != 0 ? CLI_FAILED : code;
 }
 
 /* ---- the run --------------------------------------------------------------------------------- */
@@ -201,6 +185,7 @@ static void note_step(cli_run_result *r, const ps_step_metrics *m, double *step_
   cli_note_loss(r, m->loss);
   step_s[r->n_done++] = m->step_s;
   r->tokens += m->tokens;
+  r->n_skipped = m->n_skipped;
   r->predicted_step_s = m->predicted_step_s;
   r->device_peak_bytes = m->device_peak_bytes;
   r->host_peak_bytes = m->host_peak_bytes;
@@ -248,21 +233,35 @@ static void watch_end(watchdog *w) {
   pthread_join(w->thread, NULL);
 }
 
-static void write_checkpoint(cli_job *job, ps_trainer *t, cli_progress *p, watchdog *dog,
-                             uint64_t step) {
-  atomic_store(&dog->paused, true);
-  atomic_store(&saving, 2);
-  cli_checkpoint(job, t, p, step);
-  atomic_store(&saving, 0);
-  atomic_store(&dog->paused, false);
+/* Submits up to @most steps in all. A checkpoint is begun between its last step and the next. */
+static ps_status submit_steps(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t *submitted,
+                              uint64_t most) {
+  ps_status st = PS_OK;
+  while (st == PS_OK && *submitted < most) {
+    const uint64_t step = job->first_step + *submitted,
+                   n = cli_checkpoint_room(job, step, most - *submitted);
+    st = ps_trainer_submit(t, n);
+    *submitted += n;
+    if (st == PS_OK)
+      cli_checkpoint_due(job, t, p, step + n, false);
+  }
+  return st;
 }
 
-/* How many steps may be submitted in all, after @n_done: no step is in flight at a checkpoint. */
+/* How many steps may be submitted in all, after @n_done: two are in flight, but none is where a
+ * validation comes. */
 static uint64_t submit_limit(const cli_job *job, uint64_t n_done) {
   const uint64_t n = job->steps - job->first_step, ahead = n - n_done < 2 ? n : n_done + 2,
-                 every = job->checkpoint_every,
-                 next = every ? (job->first_step + n_done) / every * every + every : UINT64_MAX;
-  return next < job->first_step + ahead ? next - job->first_step : ahead;
+                 val = cli_val_next(job, job->first_step + n_done);
+  return val - job->first_step < ahead ? val - job->first_step : ahead;
+}
+
+static int validate(ps_trainer *t, cli_progress *p, watchdog *dog, cli_run_result *r, uint64_t step,
+                    ps_validation *out) {
+  atomic_store(&dog->paused, true);
+  const int code = cli_validate(t, p, r, step, out);
+  atomic_store(&dog->paused, false);
+  return code;
 }
 
 /* Trains, with two steps in flight. After Ctrl-C, or when metrics cannot be written, no further
@@ -277,12 +276,13 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
   int code = CLI_OK;
   uint64_t submitted = 0;
   watchdog dog = {0};
+  cli_step s = {0};
   const bool watched = watch_begin(&dog, t, job);
   for (;;) {
     r->interrupted = r->interrupted || atomic_load(&n_interrupts);
-    uint64_t ahead = r->interrupted || code != CLI_OK ? 0 : submit_limit(job, r->n_done);
-    ps_status st = ahead > submitted ? ps_trainer_submit(t, ahead - submitted) : PS_OK;
-    submitted = ahead > submitted ? ahead : submitted;
+    ps_status st = submit_steps(
+        job, t, p, &submitted, r->interrupted || code != CLI_OK ? 0 : submit_limit(job, r->n_done));
+    atomic_store(&dog.paused, ps_trainer_checkpoint_running(t) != 0);
     if (st == PS_OK && r->n_done == submitted)
       break;
     ps_step_metrics m = {0};
@@ -296,15 +296,27 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
     }
     note_step(r, &m, step_s);
     atomic_fetch_add(&dog.n_done, 1);
-    cli_progress_step(p, &m, r->n_done);
+    cli_step_note(&s, job, &m, cli_now_s() - p->started_s, r->n_done);
+    cli_progress_step(p, &m, &s);
+    if (m.skipped)
+      cli_progress_note(
+          p, "step %" PRIu64 " is skipped: its %s is not finite; %" PRIu64 " skipped so far",
+          m.step + 1, isfinite(m.loss) ? "gradient" : "loss", m.n_skipped);
+    ps_validation v;
+    const uint64_t step = job->first_step + r->n_done;
+    const bool due = code == CLI_OK && cli_val_due(job, step);
+    const int validated = due ? validate(t, p, &dog, r, step, &v) : CLI_OK;
     if (code == CLI_OK)
-      code = write_metrics(metrics, r->metrics_path, &m);
-    if (job->checkpoint_every && r->n_done == submitted &&
-        ((job->first_step + r->n_done) % job->checkpoint_every == 0 || cli_interrupts()))
-      write_checkpoint(job, t, p, &dog, job->first_step + r->n_done);
+      code = cli_metrics_write(job, metrics, r->metrics_path, &m, &s,
+                               due && validated == CLI_OK ? &v : NULL);
+    code = code == CLI_OK ? validated : code;
+    cli_checkpoint_end(job, t, p, false);
   }
   if (watched)
     watch_end(&dog);
+  if (code == CLI_OK && r->interrupted && r->n_done)
+    cli_checkpoint_due(job, t, p, job->first_step + r->n_done, true);
+  cli_checkpoint_end(job, t, p, true);
   cli_progress_end(p);
   /* The second Ctrl-C may come after the last step. It then skips what follows, the save too. */
   if (code == CLI_INTERRUPTED || (code == CLI_OK && atomic_load(&n_interrupts) > 1))
@@ -362,6 +374,7 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   if (code != CLI_OK)
     return code;
   double started = p->started_s = cli_now_s();
+  job->checkpoints.due_s = started + job->checkpoint_every.seconds;
   code = run_steps(job, t, p, metrics, r);
   atomic_store(&running, NULL);
   r->wall_s = cli_now_s() - started;
@@ -375,10 +388,10 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
     code = code == CLI_OK ? kept : code;
     r->interrupted = r->interrupted || cli_interrupts();
   }
-  if (code == CLI_OK && job->json)
-    cli_summary_json(stdout, job, r);
-  else if (code == CLI_OK && !job->quiet)
+  if (code == CLI_OK && !job->json && !job->quiet)
     cli_summary_print(stdout, job, r);
+  if (code == CLI_OK)
+    code = cli_summary_write(job, r);
   return code == CLI_OK && r->interrupted ? CLI_INTERRUPTED : code;
 }
 
@@ -400,6 +413,7 @@ static void show_plan(const cli_job *job, cli_progress *p) {
     cli_folder_note(p, job->out, "out");
   if (!job->out || strcmp(job->out, job->run_dir) != 0)
     cli_folder_note(p, job->run_dir, "run-dir");
+  cli_val_note(job, p);
 }
 
 typedef struct opening {
@@ -416,7 +430,7 @@ static void on_progress(void *user, const char *what, uint64_t done_bytes, uint6
 }
 
 static int train(cli_job *job, ps_checkpoint **from, int *lock) {
-  ps_dataset *ds = NULL;
+  ps_dataset *ds = NULL, *val = NULL;
   ps_status st;
   int code = cli_job_check(job);
   if (code == CLI_OK)
@@ -431,7 +445,9 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     code = cli_resume_open(job, from);
     ps_log_set(NULL, NULL); /* the settings are checked twice, and their warnings printed once */
   }
-  ps_train_config cfg = cli_train_config(job, ds, *from != NULL);
+  if (code == CLI_OK)
+    code = cli_val_open(job, ds, &val);
+  ps_train_config cfg = cli_train_config(job, ds, val, *from != NULL);
   /* checked before the search, which takes longer */
   if (code == CLI_OK && (st = ps_train_config_check(&cfg, &job->config)) != PS_OK)
     code = cli_fail_status(st, true);
@@ -439,16 +455,21 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     code = cli_job_plan(job);
   if (code != CLI_OK) {
     ps_dataset_close(ds);
+    ps_dataset_close(val);
     return code;
   }
   if (!job->steps) {
-    job->steps = ps_dataset_n_sequences(ds, job->seq_len) / job->report.n_sequences;
+    (void)ps_plan_steps_of(job->plan, ps_dataset_n_sequences(ds, job->seq_len), &job->steps);
     job->steps += !job->steps;
     job->steps = job->steps < job->first_step ? job->first_step : job->steps;
   }
+  if (!job->quiet)
+    cli_print_mix(stderr, ds, job->seq_len, ps_plan_sequences_before(job->plan, job->steps));
   cli_progress p;
   cli_progress_begin(&p, job);
   ps_trainer *t = NULL;
+  char *run = cli_run_file_text(job); /* NULL, without memory: the manifests lack it */
+  cfg.run = run;
   cfg.total_steps = job->steps;
   if (!job->quiet)
     ps_log_set(print_warning, NULL);
@@ -457,11 +478,13 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     st = ps_trainer_resume(&t, job->model, job->plan, &cfg, *from, on_progress, &o);
   else
     st = ps_trainer_create(&t, job->model, job->plan, &cfg, on_progress, &o);
+  free(run);
   cli_progress_end(&p);
   cli_run_result r = {.n_wanted = job->steps - job->first_step};
   code = st == PS_OK ? run_and_save(job, t, &p, &r, lock) : cli_fail_status(st, true);
   ps_trainer_destroy(t);
   ps_dataset_close(ds);
+  ps_dataset_close(val);
   free(r.metrics_path);
   free(r.plan_path);
   free(r.timeline_path);
@@ -489,8 +512,10 @@ int cli_train(int argc, char **argv) {
                "SIZE] [OPTIONS]",
       .about =
           "Trains the model under both memory caps: plans the step, streams what does not fit,\n"
-          "and writes metrics.jsonl (an object a step), plan.json and timeline.json. Caps that\n"
-          "are too small and bad input are refused before anything is written, with exit code 2.\n"
+          "and writes metrics.jsonl (an object a step), run.toml, plan.json, summary.json and\n"
+          "timeline.json.\n"
+          "Caps that are too small and bad input are refused before anything is written, with\n"
+          "exit code 2.\n"
           "The first Ctrl-C lets the steps in flight finish and saves the model if --out is\n"
           "given. The second one stops at once. SIGTERM does the same, SIGHUP only the first.\n"
           "Where the model cannot be saved at the end, the terminal asks for another directory;\n"
@@ -500,6 +525,7 @@ int cli_train(int argc, char **argv) {
                  "80GiB --seq-len 4096 --steps 1000 \\\n"
                  "    --lr 2e-5 --lr-schedule cosine --warmup-steps 50 --out trained",
       .options = options,
+      .job = &job,
   };
   int code = cli_parse(&command, argc, argv);
   if (code == CLI_OK)

@@ -1,8 +1,10 @@
 /* abi.c - sizes of the public structs by name, for callers in other languages. */
 #include "core/core.h"
+#include <penstock/adapter.h>
 #include <penstock/checkpoint.h>
 #include <penstock/data.h>
 #include <penstock/engine.h>
+#include <penstock/generate.h>
 #include <penstock/hardware.h>
 #include <penstock/model.h>
 #include <penstock/plan.h>
@@ -37,17 +39,26 @@ static const struct {
     ENTRY(ps_rope),
     ENTRY(ps_param_info),
     ENTRY(ps_flops),
+    ENTRY(ps_lora),
     ENTRY(ps_gemm_rate),
     ENTRY(ps_attention_rate),
     ENTRY(ps_thread_rate),
     ENTRY(ps_contention_rate),
     ENTRY(ps_hardware),
     ENTRY(ps_plan_config),
+    ENTRY(ps_ramp_stage),
     ENTRY(ps_plan_report),
     ENTRY(ps_stall),
     ENTRY(ps_train_config),
     ENTRY(ps_step_metrics),
+    ENTRY(ps_validation),
     ENTRY(ps_checkpoint_info),
+    ENTRY(ps_checkpoint_report),
+    ENTRY(ps_generate_config),
+    ENTRY(ps_generate_report),
+    ENTRY(ps_generate_request),
+    ENTRY(ps_generate_stats),
+    ENTRY(ps_dataset_part),
 };
 
 size_t ps_abi_size(const char *struct_name) {

@@ -40,7 +40,7 @@ typedef struct ps__backend {
   void *(*exec)(ps__device *dev, uint32_t stream);
   ps_status (*copy)(ps__device *dev, uint32_t stream, void *dst, const void *src, uint64_t bytes);
   /* Copy @bytes between device memory and host memory that need not be pinned; blocks. Any thread,
-   * while no op runs. NULL where the host may touch all spaces. */
+   * also while ops run that do not touch these bytes. NULL where the host may touch all spaces. */
   ps_status (*transfer)(ps__device *dev, void *dst, const void *src, uint64_t bytes);
   /* Before each run, while no stream is being driven: counters to 0, and what its steps need is
    * reserved, so that they need nothing more. @schedule is borrowed until finish(). PS_EINVAL

@@ -202,7 +202,7 @@ ps_status ps_engine_create(ps_engine **out, const ps_engine_config *cfg) {
 }
 
 ps_status ps__engine_warm(ps_engine *e, const ps_schedule *schedule) {
-  if (e->run)
+  if (e->n_living)
     return ps__fail(PS_EBUSY, "engine: a run lives");
   return e->backend->warm ? e->backend->warm(e->device, schedule) : PS_OK;
 }
@@ -232,7 +232,7 @@ ps_status ps__engine_write(ps_engine *e, uint32_t space, uint64_t offset, const 
 ps_status ps_engine_close(ps_engine *e) {
   if (!e)
     return PS_OK;
-  if (e->run)
+  if (e->n_living)
     return ps__fail(PS_EBUSY, "engine: a run still lives");
   release(e);
   return PS_OK;

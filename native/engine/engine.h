@@ -17,8 +17,9 @@ struct ps_engine {
   const ps__backend *backend;
   ps__device *device;
   ps__mapping space[PS_MAX_SPACES];
-  ps_run *run; /* the one that lives, or NULL */
-  uint64_t n_runs;
+  ps_run *run;         /* the one that the drivers are given, or NULL */
+  uint32_t n_living;   /* runs, paused ones among them */
+  uint64_t n_runs;     /* that began or went on */
   ps__counter started; /* the number of runs handed to the drivers */
   _Atomic uint32_t stop;
   uint32_t n_drivers;
@@ -46,6 +47,9 @@ struct ps_run {
   ps__counter allowed;    /* steps submitted, which drivers may execute */
   _Atomic uint64_t limit; /* steps that come to their end: from here on they stop (run.c) */
   _Atomic uint32_t stop;  /* limit was lowered */
+  _Atomic uint32_t idle;  /* drivers without a step leave: the run stops or pauses */
+  _Atomic uint32_t paused;
+  _Atomic uint64_t first; /* step that the streams' counters count from: the last pause's */
   _Atomic int error;      /* the first failure's status */
   _Atomic uint32_t told;  /* message is written, before limit is lowered */
   char message[1024];
@@ -71,13 +75,20 @@ bool ps__engine_drives(const ps_engine *engine);
 ps_status ps__engine_memory(ps_engine *engine, uint64_t *out_bytes);
 
 /* ps__engine_read(), ps__engine_write() - copy @bytes of a space from @offset on to @dst, or from
- * @src; blocks. No op runs meanwhile. PS_EDEVICE. */
+ * @src; blocks. Ops that run meanwhile touch other bytes. PS_EDEVICE. */
 ps_status ps__engine_read(ps_engine *engine, uint32_t space, uint64_t offset, void *dst,
                           uint64_t bytes);
 ps_status ps__engine_write(ps_engine *engine, uint32_t space, uint64_t offset, const void *src,
                            uint64_t bytes);
 
-void ps__run_drive(ps_run *run, uint32_t driver); /* on the driver's thread: until the run stops */
+/* ps__run_pause() - wait until all submitted steps are done, and release the engine: another run
+ * may be created, or go on. A paused run keeps its steps and its trace. It takes no steps, and
+ * nothing of it runs. Errors: the run's sticky error; the run is then paused all the same.
+ * ps__run_go_on() - end the pause. Errors: PS_EBUSY: another run has the engine. The sticky error;
+ * PS_ENOMEM, PS_EDEVICE: the backend refused. The run then stays paused. */
+PS_API ps_status ps__run_pause(ps_run *run);
+PS_API ps_status ps__run_go_on(ps_run *run);
+void ps__run_drive(ps_run *run, uint32_t driver); /* on the driver's thread: until the run leaves */
 void ps__run_rest(ps_run *run); /* wait until nobody executes anything; no step can follow */
 
 #endif

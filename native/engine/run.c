@@ -48,8 +48,6 @@ static ps_status check_binding(const ps_engine *e, const ps_schedule *s, const p
   if (cfg->struct_bytes != sizeof *cfg)
     return ps__fail(PS_EINVAL, "run: struct_bytes is %u, this library's is %zu", cfg->struct_bytes,
                     sizeof *cfg);
-  if (e->run)
-    return ps__fail(PS_EBUSY, "run: the engine has a run already");
   if (l->n_spaces > e->cfg.n_spaces || l->n_streams > e->cfg.n_streams)
     return ps__fail(PS_EINVAL,
                     "run: the schedule uses %u spaces and %u streams, the engine has %u and %u",
@@ -111,6 +109,23 @@ static void release(ps_run *r) {
   ps__unmap(r, sizeof *r);
 }
 
+/* Gives the engine to a run. Its streams count their ops from the next step on. */
+static ps_status begin(ps_run *r) {
+  ps_engine *e = r->engine;
+  if (e->run)
+    return ps__fail(PS_EBUSY, "run: the engine has a run already");
+  PS_TRY(e->backend->prepare(e->device, r->schedule, r->trace_steps));
+  atomic_store(&r->first, atomic_load(&r->allowed.value));
+  atomic_store(&r->paused, 0);
+  /* a cancel may come at any time: it stores stop before idle */
+  atomic_store(&r->idle, 0);
+  if (atomic_load(&r->stop))
+    atomic_store(&r->idle, 1);
+  e->run = r;
+  ps__counter_signal(&e->started, ++e->n_runs);
+  return PS_OK;
+}
+
 ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
                         const ps_run_config *cfg) {
   PS_TRY(check_binding(engine, schedule, cfg));
@@ -133,15 +148,14 @@ ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
                     cfg->trace_steps);
   }
   resolve(r);
-  ps_status st = engine->backend->prepare(engine->device, schedule, cfg->trace_steps);
+  r->start_ns = ps__now_ns();
+  const ps_status st = begin(r);
   if (st != PS_OK) {
     release(r);
     return st;
   }
   atomic_fetch_add(&schedule->n_runs, 1);
-  r->start_ns = ps__now_ns();
-  engine->run = r;
-  ps__counter_signal(&engine->started, ++engine->n_runs);
+  engine->n_living++;
   *out = r;
   return PS_OK;
 }
@@ -160,6 +174,7 @@ static void stop(ps_run *r, uint64_t step) {
   while (step < limit && !atomic_compare_exchange_weak(&r->limit, &limit, step))
     ;
   atomic_store(&r->stop, 1);
+  atomic_store(&r->idle, 1);
   for (uint32_t i = 0; i <= PS_MAX_STREAMS; i++)
     if (atomic_load(&r->progress[i].at) >= step)
       atomic_store(&r->progress[i].leave, 1);
@@ -217,7 +232,8 @@ static void fail_device(ps_run *r, ps_status code) {
     char where[96];
     describe_tag(where, sizeof where, &l->ops[i].tag);
     snprintf(r->message, sizeof r->message, "%s (at or after op %zu, %s%s, of the run's step %llu)",
-             ps_last_error(), i, ps__op_name(&l->ops[i]), where, (unsigned long long)(at / n));
+             ps_last_error(), i, ps__op_name(&l->ops[i]), where,
+             (unsigned long long)(atomic_load(&r->first) + at / n));
     atomic_store(&r->told, 1);
   }
   while (!atomic_load(&r->told))
@@ -242,14 +258,15 @@ static ps_status sticky(const ps_run *r) {
 
 /* ---- driving --------------------------------------------------------------------------------- */
 
-static bool wait_all(const ps_run *r, const ps__resolved *s, uint64_t step,
+/* @since: steps since the run has had the engine. */
+static bool wait_all(const ps_run *r, const ps__resolved *s, uint64_t since,
                      const _Atomic uint32_t *leave) {
   const ps_engine *e = r->engine;
   for (uint32_t i = 0; i < s->n_wait; i++) {
     const ps_wait *w = &s->wait[i];
-    if (w->steps_back > step)
+    if (w->steps_back > since)
       continue;
-    uint64_t value = (step - w->steps_back) * r->schedule->list.stream_n_ops[w->stream] + w->value;
+    uint64_t value = (since - w->steps_back) * r->schedule->list.stream_n_ops[w->stream] + w->value;
     if (!e->backend->wait(e->device, s->stream, w->stream, value, leave))
       return false;
   }
@@ -273,6 +290,7 @@ static ps_status launch(const ps_run *r, const ps__resolved *s, uint64_t step) {
 /* One op: false when the run stops. */
 static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomic uint32_t *leave) {
   const ps_engine *e = r->engine;
+  const uint64_t since = step - atomic_load_explicit(&r->first, memory_order_relaxed);
   ps_trace_event *ev = NULL;
   if (r->trace_steps) {
     ev = &r->events[step % r->trace_steps * r->schedule->list.n_ops + s->op];
@@ -282,7 +300,7 @@ static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomi
     ev->stream = s->stream;
     e->backend->stamp(e->device, s->stream, PS__STAMP_QUEUED, ev);
   }
-  if (!wait_all(r, s, step, leave)) {
+  if (!wait_all(r, s, since, leave)) {
     if (!atomic_load(leave))
       fail_device(r, e->backend->health(e->device));
     return false;
@@ -303,7 +321,7 @@ static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomi
   if (ev)
     e->backend->stamp(e->device, s->stream, PS__STAMP_END, ev);
   e->backend->signal(e->device, s->stream,
-                     step * r->schedule->list.stream_n_ops[s->stream] + s->position + 1);
+                     since * r->schedule->list.stream_n_ops[s->stream] + s->position + 1);
   return true;
 }
 
@@ -314,7 +332,8 @@ void ps__run_drive(ps_run *r, uint32_t driver) {
   ps__clear_error();
   if (first == end)
     return;
-  for (uint64_t step = 0; ps__counter_wait(&r->allowed, step + 1, &r->stop); step++) {
+  for (uint64_t step = atomic_load(&r->first); ps__counter_wait(&r->allowed, step + 1, &r->idle);
+       step++) {
     atomic_store(&place->at, step);
     if (atomic_load(&r->limit) <= step)
       return;
@@ -331,6 +350,8 @@ static uint64_t submitted(const ps_run *r) { return atomic_load(&r->allowed.valu
 
 ps_status ps_run_submit(ps_run *r, uint64_t n_steps) {
   PS_TRY(sticky(r));
+  if (atomic_load(&r->paused))
+    return ps__fail(PS_ESTATE, "run: it is paused and takes no steps");
   const uint64_t n_ops = r->schedule->list.n_ops ? r->schedule->list.n_ops : 1,
                  before = submitted(r);
   if (n_steps > UINT64_MAX / n_ops - 1 - before)
@@ -342,9 +363,10 @@ ps_status ps_run_submit(ps_run *r, uint64_t n_steps) {
 static bool caller_waits(ps_run *r, uint64_t n_steps) {
   const ps__oplist *l = &r->schedule->list;
   const ps_engine *e = r->engine;
-  for (uint32_t s = 0; s < l->n_streams; s++)
+  const uint64_t first = atomic_load(&r->first);
+  for (uint32_t s = 0; s < l->n_streams && n_steps > first; s++)
     if (l->stream_n_ops[s] &&
-        !e->backend->wait(e->device, PS__CALLER, s, n_steps * l->stream_n_ops[s],
+        !e->backend->wait(e->device, PS__CALLER, s, (n_steps - first) * l->stream_n_ops[s],
                           &r->progress[PS_MAX_STREAMS].leave))
       return false;
   return true;
@@ -355,7 +377,7 @@ static void wait_steps(ps_run *r, uint64_t n_steps) {
   ps__progress *me = &r->progress[PS_MAX_STREAMS];
   for (;;) {
     uint64_t limit = atomic_load(&r->limit), n = n_steps < limit ? n_steps : limit;
-    if (n == 0)
+    if (n == 0 || atomic_load(&r->paused))
       return;
     atomic_store(&me->leave, 0);
     atomic_store(&me->at, n - 1);
@@ -385,11 +407,12 @@ ps_status ps_run_wait(ps_run *r, uint64_t n_steps) {
 
 uint64_t ps_run_steps_done(const ps_run *r) {
   const ps__oplist *l = &r->schedule->list;
+  const uint64_t first = atomic_load(&r->first);
   uint64_t done = submitted(r);
-  for (uint32_t s = 0; s < l->n_streams; s++) {
-    uint64_t n = l->stream_n_ops[s]
-                     ? r->engine->backend->counter(r->engine->device, s) / l->stream_n_ops[s]
-                     : done;
+  for (uint32_t s = 0; s < l->n_streams && !atomic_load(&r->paused); s++) {
+    uint64_t n = l->stream_n_ops[s] ? first + r->engine->backend->counter(r->engine->device, s) /
+                                                  l->stream_n_ops[s]
+                                    : done;
     done = n < done ? n : done;
   }
   return done;
@@ -397,6 +420,8 @@ uint64_t ps_run_steps_done(const ps_run *r) {
 
 int ps_run_at_rest(const ps_run *r) {
   const ps_engine *e = r->engine;
+  if (atomic_load(&r->paused))
+    return 1;
   if (!atomic_load(&r->stop))
     return ps_run_steps_done(r) >= submitted(r);
   for (uint32_t i = 0; i < e->n_drivers; i++)
@@ -420,6 +445,9 @@ void ps_run_where(const ps_run *r, char *text, uint64_t bytes) {
 #define SAY(...) at += at < bytes ? (uint64_t)snprintf(text + at, bytes - at, __VA_ARGS__) : 0
   if (bytes)
     text[0] = 0;
+  if (atomic_load(&r->paused))
+    return;
+  const uint64_t first = atomic_load(&r->first);
   for (uint32_t s = 0; s < l->n_streams; s++)
     done[s] = e->backend->counter(e->device, s);
   for (uint32_t s = 0; s < l->n_streams; s++) {
@@ -429,8 +457,8 @@ void ps_run_where(const ps_run *r, char *text, uint64_t bytes) {
       continue;
     describe_tag(where, sizeof where, &op->tag);
     SAY("%s%s: step %llu, %llu of %llu ops ended, then %s%s", at ? "\n" : "", e->cfg.stream[s].name,
-        (unsigned long long)step, (unsigned long long)(done[s] % n), (unsigned long long)n,
-        ps__op_name(op), where);
+        (unsigned long long)(first + step), (unsigned long long)(done[s] % n),
+        (unsigned long long)n, ps__op_name(op), where);
     for (uint32_t i = 0; i < op->n_wait; i++) {
       const ps_wait *w = &r->schedule->waits[op->wait + i];
       if (w->steps_back > step)
@@ -444,11 +472,38 @@ void ps_run_where(const ps_run *r, char *text, uint64_t bytes) {
 #undef SAY
 }
 
+/* Until every driver has left the run. */
+static void wait_parked(const ps_run *r) {
+  for (uint32_t i = 0; i < r->engine->n_drivers; i++)
+    ps__counter_wait(&r->engine->driver[i].parked, r->engine->n_runs, NULL);
+}
+
 void ps__run_rest(ps_run *r) {
   wait_steps(r, submitted(r));
   stop(r, 0);
-  for (uint32_t i = 0; i < r->engine->n_drivers; i++)
-    ps__counter_wait(&r->engine->driver[i].parked, r->engine->n_runs, NULL);
+  if (!atomic_load(&r->paused))
+    wait_parked(r);
+}
+
+ps_status ps__run_pause(ps_run *r) {
+  ps_engine *e = r->engine;
+  if (atomic_load(&r->paused))
+    return sticky(r);
+  const ps_status st = ps_run_wait(r, submitted(r));
+  atomic_store(&r->idle, 1);
+  ps__counter_wake(&r->allowed);
+  wait_parked(r);
+  if (r->trace_steps)
+    e->backend->settle(e->device, r->events);
+  atomic_store(&r->paused, 1);
+  e->backend->finish(e->device);
+  e->run = NULL;
+  return st;
+}
+
+ps_status ps__run_go_on(ps_run *r) {
+  PS_TRY(sticky(r));
+  return atomic_load(&r->paused) ? begin(r) : PS_OK;
 }
 
 ps_status ps_run_destroy(ps_run *r) {
@@ -458,8 +513,11 @@ ps_status ps_run_destroy(ps_run *r) {
     return ps__fail(PS_ESTATE, "run: an op of it cannot close it, which would wait for that op: "
                                "close it on another thread");
   ps__run_rest(r);
-  r->engine->backend->finish(r->engine->device);
-  r->engine->run = NULL;
+  if (!atomic_load(&r->paused)) {
+    r->engine->backend->finish(r->engine->device);
+    r->engine->run = NULL;
+  }
+  r->engine->n_living--;
   atomic_fetch_sub(&r->schedule->n_runs, 1);
   release(r);
   return PS_OK;

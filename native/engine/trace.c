@@ -12,7 +12,7 @@ static uint64_t after_start(const ps_run *r, uint64_t ns) {
 ps_status ps_run_trace(const ps_run *r, ps_trace_event *events, uint64_t room, uint64_t *n) {
   if (!ps_run_at_rest(r))
     return ps__fail(PS_ESTATE, "trace: steps are in flight");
-  if (r->trace_steps)
+  if (r->trace_steps && !atomic_load(&r->paused))
     r->engine->backend->settle(r->engine->device, r->events);
   uint64_t n_ops = r->schedule->list.n_ops, last = 0, found = 0;
   for (uint64_t i = 0; i < n_ops * r->trace_steps; i++)

@@ -102,17 +102,7 @@ static void case_gemm(bench *b, const void *args) {
 
 static double gemm_rate(bench *b, uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
                         uint32_t dt) {
-  const ps__args_gemm g = {.m = m,
-                           .n = n,
-                           .k = k,
-                           .lda = trans_a ? m : k,
-                           .ldb = trans_b ? k : n,
-                           .ldc = n,
-                           .trans_a = trans_a,
-                           .trans_b = trans_b,
-                           .dt_a = (uint8_t)dt,
-                           .dt_b = (uint8_t)dt,
-                           .dt_c = (uint8_t)dt};
+  const ps__args_gemm g = ps__gemm_args(m, n, k, trans_a, trans_b, dt);
   return 2.0 * m * n * k / time_case(b, case_gemm, &g);
 }
 

@@ -2,6 +2,7 @@
 #ifndef PS_IO_H
 #define PS_IO_H
 #include "core/core.h"
+#include "core/sha256.h"
 #include <penstock/checkpoint.h>
 #include <penstock/data.h>
 
@@ -35,6 +36,8 @@ void ps__stage_clear(const char *parent, const char *prefix);
 ps_status ps__stage_remove(const char *parent, const char *name);
 /* Create @name in the stage. Messages name @what. PS_EIO. */
 ps_status ps__stage_create(int *fd, const ps__stage *s, const char *name, const char *what);
+/* Count @bytes that will be written into the stage; returns all that were counted so far. */
+uint64_t ps__stage_need(ps__stage *s, uint64_t bytes);
 /* the names of a tokenizer's files, which are replaced together; NULL ends the list */
 extern const char *const ps__tokenizer_files[];
 
@@ -43,19 +46,47 @@ ps_status ps__tensors_create(ps_tensor_writer **out, ps__stage *stage, const cha
                              const char *stem, const ps_tensor_spec *specs, uint64_t n,
                              uint64_t max_shard_bytes, const char *const *meta, uint32_t n_meta);
 
+/* The files of a writer may be written in any order and by several threads, instead of by
+ * ps_tensors_append(). Each is begun, gets its data in the order of its specs, and is ended by one
+ * thread. All of them come before ps_tensors_finish(). */
+typedef struct ps__hashed { /* a file, for the manifest */
+  char name[256], hex[65];
+  uint64_t bytes;
+} ps__hashed;
+typedef struct ps__tensors_file {
+  ps_tensor_writer *writer;
+  const char *path; /* for messages */
+  int fd;
+  ps__sha256 sha;
+  uint64_t bytes, left, flushed; /* written; data to come; on their way to the disk */
+} ps__tensors_file;
+uint64_t ps__tensors_n_files(const ps_tensor_writer *w);
+/* File @k has specs *first to *first + *n - 1. */
+void ps__tensors_in_file(const ps_tensor_writer *w, uint64_t k, uint64_t *first, uint64_t *n);
+/* ps__tensors_end() comes after each begin, also a failed one. PS_EIO. */
+ps_status ps__tensors_begin(ps__tensors_file *f, ps_tensor_writer *w, uint64_t k);
+ps_status ps__tensors_put(ps__tensors_file *f, const void *data, uint64_t bytes);
+/* Close the file. Where @st is PS_OK, bring it to the disk and fill in @out. Returns @st or its own
+ * error. */
+ps_status ps__tensors_end(ps__tensors_file *f, ps_status st, ps__hashed *out);
+
 /* ps_tensors_open() of a directory's files of another stem. */
 ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *stem);
 
 /* ---- a directory's manifest (manifest.c) ----------------------------------------------------- */
 /* Write the array "files" of the object that @w is in: name, bytes and SHA-256 of each file of the
- * stage. Several threads read the files. PS_EIO, PS_ENOMEM. */
-ps_status ps__manifest_files(ps__jsonw *w, const ps__stage *s);
+ * stage. @known has those of @n_known files, which are not read again. *bytes: of all files
+ * together. PS_EIO, PS_ENOMEM. */
+ps_status ps__manifest_files(ps__jsonw *w, const ps__stage *s, const ps__hashed *known,
+                             size_t n_known, uint64_t *bytes);
 /* Check that directory @dir has the files of @manifest, with their bytes and SHA-256s.
  * PS_EFORMAT names a file that differs or is missing, or the manifest @path where it is no
  * manifest. PS_EIO, PS_ENOMEM. *bytes: of all files together. */
 ps_status ps__manifest_check(const ps__json *manifest, const char *path, const char *dir,
                              uint64_t *bytes);
 
+/* Path of data file @i of a dataset, in order; NULL: there are no more. Valid until close. */
+const char *ps__dataset_path(const ps_dataset *ds, uint64_t i);
 /* Count a trainer that reads @ds, from use to leave; ps_dataset_close() meanwhile is PS_EBUSY. NULL
  * is a no-op. */
 void ps__dataset_use(ps_dataset *ds);

@@ -14,6 +14,7 @@ typedef struct entry {
   char *path, *name;
   uint64_t bytes;
   char hex[65];
+  bool known; /* bytes and hex are given: the file is not read */
   ps_status st;
   char message[512];
 } entry;
@@ -70,6 +71,8 @@ static ps_status hash_file(entry *e, char *buffer) {
 
 static void hash_task(void *arg, int64_t task, uint32_t worker) {
   entry *e = &((entries *)arg)->item[task];
+  if (e->known)
+    return;
   char *buffer = ps__malloc(PIECE);
   e->st = buffer ? hash_file(e, buffer) : no_memory(e->path);
   if (e->st != PS_OK)
@@ -109,9 +112,22 @@ static ps_status list_stage(entries *e, const char *dir) {
   return st;
 }
 
-ps_status ps__manifest_files(ps__jsonw *w, const ps__stage *s) {
+static void take_known(entry *e, const ps__hashed *known, size_t n_known) {
+  for (size_t k = 0; k < n_known && !e->known; k++)
+    if (strcmp(known[k].name, e->name) == 0) {
+      e->known = true;
+      e->bytes = known[k].bytes;
+      memcpy(e->hex, known[k].hex, sizeof e->hex);
+    }
+}
+
+ps_status ps__manifest_files(ps__jsonw *w, const ps__stage *s, const ps__hashed *known,
+                             size_t n_known, uint64_t *bytes) {
   entries e = {0};
   ps_status st = list_stage(&e, ps__stage_path(s));
+  *bytes = 0;
+  for (size_t i = 0; i < e.n; i++)
+    take_known(&e.item[i], known, n_known);
   if (st == PS_OK)
     st = hash_all(&e);
   if (st == PS_OK) {
@@ -123,6 +139,7 @@ ps_status ps__manifest_files(ps__jsonw *w, const ps__stage *s) {
       ps__jsonw_uint(w, "bytes", e.item[i].bytes);
       ps__jsonw_string(w, "sha256", e.item[i].hex);
       ps__jsonw_end(w);
+      *bytes += e.item[i].bytes;
     }
     ps__jsonw_end(w);
   }

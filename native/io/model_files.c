@@ -52,7 +52,8 @@ static size_t weights_stem(const char *name) {
 
 bool ps__in_model(const char *name) {
   return strcmp(name, "config.json") == 0 || strcmp(name, "generation_config.json") == 0 ||
-         strcmp(name, PS__MANIFEST) == 0 || in_tokenizer(name) || weights_stem(name);
+         strcmp(name, PS__MANIFEST) == 0 || strcmp(name, "adapter_config.json") == 0 ||
+         in_tokenizer(name) || weights_stem(name);
 }
 
 int ps__exists_in(int dir, const char *name) {

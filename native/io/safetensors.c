@@ -552,10 +552,16 @@ static ps_status open_dir(ps_tensor_file *f, const char *dir, const char *stem) 
     if (st != PS_OK || there)
       return st;
   }
-  return ps__fail(PS_EIO,
-                  "%s: has neither %s.safetensors nor %s.safetensors.index.json: is it a "
-                  "model directory?",
-                  dir, stem, stem);
+  char *adapter = ps__path_join(dir, "adapter_config.json");
+  bool is_adapter = false;
+  ps_status st = adapter ? ps__path_exists(adapter, &is_adapter) : PS_ENOMEM;
+  ps__free(adapter);
+  if (st == PS_OK)
+    st = ps__fail(PS_EIO, "%s: has neither %s.safetensors nor %s.safetensors.index.json: %s", dir,
+                  stem, stem,
+                  is_adapter ? "it holds an adapter, of which penstock merge makes a model"
+                             : "is it a model directory?");
+  return st;
 }
 
 ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *stem) {

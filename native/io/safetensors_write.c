@@ -1,7 +1,8 @@
 /* safetensors_write.c - writes a safetensors file, or several with an index.
  *
  * All headers follow from the specs. A file's header is therefore written first, and its data after
- * it, piece by piece. The files lie in a stage (stage.c), which replaces those of an earlier
+ * it, piece by piece: by appending to one file after the other, or by several threads, each of
+ * which writes a file. The files lie in a stage (stage.c), which replaces those of an earlier
  * save. */
 #include <penstock/checkpoint.h>
 
@@ -10,13 +11,14 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-enum { MAX_SHARDS = 99999 };
+enum { MAX_SHARDS = 99999, FLUSH_BYTES = 16 << 20 };
 
 typedef struct shard {
   char *path;        /* its final path, for messages */
@@ -36,9 +38,11 @@ struct ps_tensor_writer {
   size_t n_shards, cap_shards;
   char *index_text; /* NULL where there is one file */
   size_t index_bytes;
-  size_t at;        /* the shard that is being written */
-  int fd;           /* open on that shard; -1: writing has failed or not begun */
-  uint64_t written; /* bytes of that shard's data */
+  size_t at;              /* the shard that is being appended to */
+  bool begun;             /* the first shard was opened for appending */
+  int fd;                 /* open on that shard; -1: writing has failed or not begun */
+  uint64_t written;       /* bytes of that shard's data */
+  _Atomic size_t n_whole; /* shards that ps__tensors_end() has closed */
   char **headers;
   size_t *header_bytes;
 };
@@ -249,6 +253,7 @@ static ps_status prepare_place(ps_tensor_writer *w) {
   w->own_stage = !w->stage;
   if (w->own_stage)
     PS_TRY(ps__stage_open(&w->stage, w->dir));
+  need = ps__stage_need(w->stage, need);
   if (statvfs(ps__stage_path(w->stage), &fs) == 0 && fs.f_blocks > 0 &&
       need / fs.f_frsize >= fs.f_bavail)
     return ps__fail(PS_EIO, "%s: needs %s of disk, %s are free: free some or choose another place",
@@ -259,11 +264,16 @@ static ps_status prepare_place(ps_tensor_writer *w) {
 
 /* ---- writing --------------------------------------------------------------------------------- */
 
+static ps_status create_shard(int *fd, const ps_tensor_writer *w, size_t k) {
+  const char *path = w->shards[k].path;
+  return ps__stage_create(fd, w->stage, strrchr(path, '/') + 1, path);
+}
+
 static ps_status open_shard(ps_tensor_writer *w) {
-  const char *path = w->shards[w->at].path;
-  PS_TRY(ps__stage_create(&w->fd, w->stage, strrchr(path, '/') + 1, path));
+  PS_TRY(create_shard(&w->fd, w, w->at));
+  w->begun = true;
   w->written = 0;
-  return ps__write_all(w->fd, path, w->headers[w->at], w->header_bytes[w->at]);
+  return ps__write_all(w->fd, w->shards[w->at].path, w->headers[w->at], w->header_bytes[w->at]);
 }
 
 static ps_status close_file(int fd, const char *path, ps_status st) {
@@ -287,8 +297,7 @@ static ps_status prepare(ps_tensor_writer *w, const char *dir, const char *stem,
   PS_TRY(copy_specs(w, specs, n));
   PS_TRY(cut_shards(w, max_shard_bytes));
   PS_TRY(plan_files(w));
-  PS_TRY(prepare_place(w));
-  return open_shard(w);
+  return prepare_place(w);
 }
 
 ps_status ps__tensors_create(ps_tensor_writer **out, ps__stage *stage, const char *dir,
@@ -323,6 +332,8 @@ ps_status ps_tensors_create(ps_tensor_writer **out, const char *dir, const char 
 
 ps_status ps_tensors_append(ps_tensor_writer *w, const void *data, uint64_t bytes) {
   const char *p = data;
+  if (!w->begun)
+    PS_TRY(open_shard(w));
   while (bytes > 0) {
     shard *s = &w->shards[w->at];
     if (w->written == s->bytes) {
@@ -346,6 +357,63 @@ ps_status ps_tensors_append(ps_tensor_writer *w, const void *data, uint64_t byte
   return PS_OK;
 }
 
+/* ---- files in any order, by several threads -------------------------------------------------- */
+
+uint64_t ps__tensors_n_files(const ps_tensor_writer *w) { return w->n_shards; }
+
+void ps__tensors_in_file(const ps_tensor_writer *w, uint64_t k, uint64_t *first, uint64_t *n) {
+  *first = w->shards[k].first;
+  *n = w->shards[k].n;
+}
+
+/* The disk begins to write early, so that the last fsync() finds little left. */
+static void flush_early(ps__tensors_file *f, bool all) {
+  if (f->bytes - f->flushed < (all ? 1 : FLUSH_BYTES))
+    return;
+  (void)sync_file_range(f->fd, (off_t)f->flushed, (off_t)(f->bytes - f->flushed),
+                        SYNC_FILE_RANGE_WRITE);
+  f->flushed = f->bytes;
+}
+
+static ps_status put(ps__tensors_file *f, const void *data, uint64_t bytes) {
+  ps__sha256_add(&f->sha, data, bytes);
+  PS_TRY(ps__write_all(f->fd, f->path, data, bytes));
+  f->bytes += bytes;
+  flush_early(f, false);
+  return PS_OK;
+}
+
+ps_status ps__tensors_begin(ps__tensors_file *f, ps_tensor_writer *w, uint64_t k) {
+  *f = (ps__tensors_file){.writer = w, .path = w->shards[k].path, .fd = -1};
+  f->left = w->shards[k].bytes;
+  ps__sha256_begin(&f->sha);
+  PS_TRY(create_shard(&f->fd, w, k));
+  return put(f, w->headers[k], w->header_bytes[k]);
+}
+
+ps_status ps__tensors_put(ps__tensors_file *f, const void *data, uint64_t bytes) {
+  if (bytes > f->left)
+    return ps__fail(PS_ESTATE, "%s: more bytes were given than its tensors have", f->path);
+  f->left -= bytes;
+  return put(f, data, bytes);
+}
+
+ps_status ps__tensors_end(ps__tensors_file *f, ps_status st, ps__hashed *out) {
+  if (f->fd < 0)
+    return st;
+  if (st == PS_OK && f->left)
+    st = ps__fail(PS_ESTATE, "%s: %" PRIu64 " bytes of data are still missing", f->path, f->left);
+  flush_early(f, true);
+  st = close_file(f->fd, f->path, st);
+  if (st != PS_OK)
+    return st;
+  out->bytes = f->bytes;
+  snprintf(out->name, sizeof out->name, "%s", strrchr(f->path, '/') + 1);
+  ps__sha256_end(&f->sha, out->hex);
+  atomic_fetch_add(&f->writer->n_whole, 1);
+  return PS_OK;
+}
+
 /* ---- ending ---------------------------------------------------------------------------------- */
 
 static ps_status write_index(ps_tensor_writer *w) {
@@ -359,6 +427,10 @@ static ps_status write_index(ps_tensor_writer *w) {
 
 /* Writes the last shards where they have only empty tensors, which no data has begun. */
 static ps_status finish_data(ps_tensor_writer *w) {
+  if (atomic_load(&w->n_whole) == w->n_shards)
+    return PS_OK;
+  if (!w->begun)
+    PS_TRY(open_shard(w));
   for (;;) {
     const shard *s = &w->shards[w->at];
     if (w->fd < 0)

@@ -6,7 +6,7 @@
  * reading a missing sequence fails. */
 #include <penstock/data.h>
 
-#include "io/io.h"
+#include "io/mix.h"
 #include <dirent.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -51,6 +51,7 @@ typedef struct token_shard {
 struct ps_dataset {
   token_shard *shards;
   size_t n, cap;
+  ps__sources sources; /* in the order of their shards */
   uint64_t n_tokens;
   uint32_t vocab_size;
   bool marks_documents;     /* a shard has a mask file */
@@ -125,7 +126,7 @@ static ps_status parse_header(token_shard *s, const unsigned char raw[HEADER_BYT
   } else {
     return ps__fail(PS_EFORMAT,
                     "%s: its magic number is %u, which no known token shard has: write shards with "
-                    "python -m penstock.data",
+                    "python -m penstock data",
                     s->file.path, h[0]);
   }
   if (s->n_tokens > INT32_MAX)
@@ -444,14 +445,26 @@ ps_status ps_dataset_open(ps_dataset **out, const char *const *paths, uint32_t n
   ds->vocab_size = vocab_size;
   ps_status st = PS_OK;
   for (uint32_t i = 0; i < n_paths && st == PS_OK; i++)
-    st = paths[i] ? add_path(ds, paths[i])
+    st = paths[i] ? ps__mix_parse(paths[i], &ds->sources)
                   : ps__fail(PS_EINVAL, "path %u of the token shards is NULL", i);
+  if (st == PS_OK)
+    st = ps__mix_check(&ds->sources);
+  for (size_t i = 0; i < ds->sources.n && st == PS_OK; i++) {
+    ps__source *s = &ds->sources.item[i];
+    s->first_shard = ds->n;
+    st = add_path(ds, s->path);
+    s->n_shards = ds->n - s->first_shard;
+  }
   if (st != PS_OK) {
     ps_dataset_close(ds);
     return st;
   }
   *out = ds;
   return PS_OK;
+}
+
+const char *ps__dataset_path(const ps_dataset *ds, uint64_t i) {
+  return ds && i < ds->n ? ds->shards[i].file.path : NULL;
 }
 
 void ps__dataset_use(ps_dataset *ds) {
@@ -477,6 +490,7 @@ ps_status ps_dataset_close(ps_dataset *ds) {
     ps__free(ds->shards[i].file.path);
     ps__free(ds->shards[i].mask.path);
   }
+  ps__mix_free(&ds->sources);
   ps__free(ds->shards);
   ps__free(ds);
   return PS_OK;
@@ -498,6 +512,16 @@ ps_status ps_dataset_check(const ps_dataset *ds, uint64_t seq_len) {
                       "%" PRIu64 " would cut: train with --seq-len %u, or pack the data anew",
                       s->file.path, s->row_tokens, seq_len, s->row_tokens);
   }
+  ps_dataset_part part;
+  for (uint32_t k = 0; k < ps_dataset_n_weighted(ds); k++) {
+    PS_TRY(ps_dataset_weighted(ds, k, seq_len, &part));
+    if (!part.n_sequences)
+      return ps__fail(PS_EINVAL,
+                      "%s: has no shard with the %" PRIu64
+                      " tokens that a sequence of --seq-len %" PRIu64
+                      " needs: lower --seq-len, or leave it out of the mix",
+                      part.path, seq_len + 1, seq_len);
+  }
   if (ps_dataset_n_sequences(ds, seq_len))
     return PS_OK;
   return ps__fail(PS_EINVAL,
@@ -511,11 +535,68 @@ static uint64_t windows(const token_shard *s, uint64_t seq_len) {
   return s->n_tokens ? (s->n_tokens - 1) / seq_len : 0;
 }
 
-uint64_t ps_dataset_n_sequences(const ps_dataset *ds, uint64_t seq_len) {
+static uint64_t windows_of(const ps_dataset *ds, size_t first, size_t n, uint64_t seq_len) {
   uint64_t sum = 0;
-  for (size_t i = 0; seq_len && i < ds->n; i++)
+  for (size_t i = first; seq_len && i < first + n; i++)
     sum += windows(&ds->shards[i], seq_len);
   return sum;
+}
+
+uint64_t ps_dataset_n_sequences(const ps_dataset *ds, uint64_t seq_len) {
+  return windows_of(ds, 0, ds->n, seq_len);
+}
+
+/* ---- mixes ----------------------------------------------------------------------------------- */
+
+static bool is_mix(const ps_dataset *ds) { return ds->sources.item[0].weight > 0; }
+
+uint32_t ps_dataset_n_weighted(const ps_dataset *ds) {
+  return is_mix(ds) ? (uint32_t)ds->sources.n : 0;
+}
+
+static double share_of(const ps_dataset *ds, uint32_t k) {
+  double sum = 0;
+  for (size_t i = 0; i < ds->sources.n; i++)
+    sum += ds->sources.item[i].weight;
+  return ds->sources.item[k].weight / sum;
+}
+
+ps_status ps_dataset_weighted(const ps_dataset *ds, uint32_t k, uint64_t seq_len,
+                              ps_dataset_part *out) {
+  if (k >= ps_dataset_n_weighted(ds))
+    return ps__fail(PS_EINVAL, "part %u of the data was asked for: it has %u with weights", k,
+                    ps_dataset_n_weighted(ds));
+  const ps__source *s = &ds->sources.item[k];
+  *out = (ps_dataset_part){.struct_bytes = sizeof *out,
+                           .path = s->path,
+                           .share = share_of(ds, k),
+                           .n_sequences = windows_of(ds, s->first_shard, s->n_shards, seq_len)};
+  return PS_OK;
+}
+
+/* FNV-1a of the shares. */
+uint64_t ps_dataset_mix(const ps_dataset *ds) {
+  uint64_t h = 0xCBF29CE484222325u;
+  for (uint32_t k = 0; k < ps_dataset_n_weighted(ds); k++) {
+    const double share = share_of(ds, k);
+    uint8_t bytes[sizeof share];
+    memcpy(bytes, &share, sizeof bytes);
+    for (size_t i = 0; i < sizeof bytes; i++)
+      h = (h ^ bytes[i]) * 0x100000001B3u;
+  }
+  return is_mix(ds) ? h : 0;
+}
+
+uint64_t ps_dataset_at(const ps_dataset *ds, uint64_t seq_len, uint64_t pos, uint64_t seed,
+                       int shuffle) {
+  if (!is_mix(ds))
+    return ps_dataset_order(ps_dataset_n_sequences(ds, seq_len), pos, seed, shuffle);
+  uint64_t count;
+  const size_t k = ps__mix_at(&ds->sources, pos, seed, shuffle, &count);
+  const ps__source *s = &ds->sources.item[k];
+  return windows_of(ds, 0, s->first_shard, seq_len) +
+         ps_dataset_order(windows_of(ds, s->first_shard, s->n_shards, seq_len), count, seed + k,
+                          shuffle);
 }
 
 /* The file's descriptor. Where the file is opened for this call, it must be the one that was
@@ -581,4 +662,38 @@ ps_status ps_dataset_read(ps_dataset *ds, uint64_t seq_len, uint64_t idx, int32_
   int fd;
   PS_TRY(take_fd(&s->mask, &fd));
   return leave_fd(&s->mask, fd, read_mask(s, fd, left * seq_len, seq_len, targets, begins));
+}
+
+/* ---- targets --------------------------------------------------------------------------------- */
+
+/* Adds the targets among bytes [from, end) of a file: bytes of a mask file, or bits. */
+static ps_status count_targets(const input_file *f, uint64_t from, uint64_t end, bool bits,
+                               uint64_t *n) {
+  uint8_t piece[PIECE_BYTES];
+  int fd;
+  PS_TRY(take_fd(f, &fd));
+  ps_status st = PS_OK;
+  while (st == PS_OK && from < end) {
+    const uint64_t m = end - from < PIECE_BYTES ? end - from : PIECE_BYTES;
+    st = ps__pread_all(fd, f->path, piece, m, from);
+    for (uint64_t i = 0; st == PS_OK && i < m; i++)
+      *n += bits ? (uint64_t)__builtin_popcount(piece[i]) : piece[i] & IS_TARGET;
+    from += m;
+  }
+  return leave_fd(f, fd, st);
+}
+
+ps_status ps_dataset_targets(const ps_dataset *ds, double *share) {
+  uint64_t n = 0;
+  for (size_t i = 0; i < ds->n; i++) {
+    const token_shard *s = &ds->shards[i];
+    if (s->mask.path)
+      PS_TRY(count_targets(&s->mask, HEADER_BYTES, s->mask.bytes, false, &n));
+    else if (s->mask_at)
+      PS_TRY(count_targets(&s->file, s->mask_at, s->file.bytes, true, &n));
+    else
+      n += s->n_tokens;
+  }
+  *share = ds->n_tokens ? (double)n / (double)ds->n_tokens : 0;
+  return PS_OK;
 }

@@ -44,7 +44,8 @@ struct ps__stage {
   char path[PATH_MAX];
   int fd; /* open on the stage, which it locks */
   mode_t mode;
-  bool beside; /* in DIR's parent */
+  bool beside;         /* in DIR's parent */
+  uint64_t need_bytes; /* that will be written */
 };
 
 /* ---- leftovers ------------------------------------------------------------------------------- */
@@ -241,6 +242,8 @@ ps_status ps__stage_create(int *fd, const ps__stage *s, const char *name, const 
   *fd = f;
   return PS_OK;
 }
+
+uint64_t ps__stage_need(ps__stage *s, uint64_t bytes) { return s->need_bytes += bytes; }
 
 const char *ps__stage_path(const ps__stage *s) { return s->path; }
 

@@ -33,10 +33,12 @@ extern "C" {
   X(rmsnorm_fwd)                                                                                   \
   X(rmsnorm_bwd)                                                                                   \
   X(gemm)                                                                                          \
+  X(gemm_rows)                                                                                     \
   X(qkv_split_fwd)                                                                                 \
   X(qkv_split_bwd)                                                                                 \
   X(attention_fwd)                                                                                 \
   X(attention_bwd)                                                                                 \
+  X(attention_cached)                                                                              \
   X(glu_fwd)                                                                                       \
   X(glu_bwd)                                                                                       \
   X(colsum)                                                                                        \
@@ -82,6 +84,12 @@ typedef struct ps__chunk_shape {
 
 typedef struct ps__op_info {
   ps__rate rate;
+  /* What computes the op in generation: of the same arguments, with the same pointers first. NULL:
+   * the op itself. On the CPU a row of what it writes does not depend on the other rows. */
+  const ps_kernel *in_generation;
+  /* Such a kernel reads and extends a layer's keys and values: in the place of doc_start it gets
+   * the rows' sequences, and after the other pointers their positions and the cache. */
+  bool caches;
   /* Fill in what the chunk decides; the rest of @args is complete. NULL: the op is in no layer. */
   void (*bind)(void *args, const ps__chunk_shape *chunk);
   /* FLOPs and bytes of a launch, from its arguments alone. Model FLOPs count as in a first pass:
@@ -231,8 +239,14 @@ typedef struct ps__args_gemm {
   uint8_t trans_a, trans_b, accumulate, has_bias, has_residual, dt_a, dt_b, dt_c;
   float alpha; /* 0 stands for 1 */
 } ps__args_gemm;
+/* ps__gemm_args() - C[m,n] = op(A) op(B), without gaps between rows. */
+ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
+                            uint32_t dt);
 /* PS_EINVAL names the field and its value (native/kernels/cpu/matmul.c). */
 ps_status ps__check_gemm(const ps__args_gemm *a);
+/* gemm_rows            gemm of trans_a 0, trans_b 1, accumulate 0, dt_a = dt_b, for generation. On
+ *                      the CPU a row of C does not depend on the other rows, nor on their number.
+ *                      On CUDA it is gemm.  ptr: as gemm. */
 static inline float ps__gemm_alpha(const ps__args_gemm *a) {
   return a->alpha == 0.0f ? 1.0f : a->alpha;
 }
@@ -306,6 +320,17 @@ static inline uint32_t ps__attention_documents(const ps__args_attention *a) {
  *                      ptr: R q, R kv, R doc_start, R o, R lse, R d_o[T,A], W dq[T,A], W|RW dkv
  *                      f32[row0+T,2K]. */
 
+/* attention_cached     Attention of T rows of several sequences against each one's keys and values
+ *                      so far, which the cache holds: sequence_rows rows a sequence. Row t is
+ *                      position pos[t] of sequence sequence[t]: cache[sequence, pos] = kv[t], for
+ *                      all rows first. Then it sees the keys up to its own, with a window at most
+ *                      the last `window` of them. pos -1: no row; o and lse become 0. No two rows
+ *                      have the same place. row0, document_rows and accumulate_dkv say nothing.
+ *                      ptr: R q[T,A], R kv[T,2K], R sequence i32[T], W o[T,A], W lse
+ *                      f32[T,n_heads], R pos i32[T], RW cache[sequences,sequence_rows,2K]. */
+/* PS_EINVAL names the shape (native/kernels/cpu/attention_cached.c). */
+ps_status ps__check_attention_cached(const ps__args_attention *a);
+
 /* activation: ps_activation. SwiGLU has silu, GeGLU gelu in torch's approximate="tanh" (Gemma). */
 typedef struct ps__args_glu {
   uint32_t n_tokens, ffn_dim, dt, activation;
@@ -325,16 +350,28 @@ typedef struct ps__args_colsum {
 
 typedef struct ps__args_cross_entropy {
   uint32_t rows, vocab, dt;
-  float softcap; /* 0: none */
+  float softcap;                 /* 0: none */
+  float z_loss, label_smoothing; /* coefficients; 0: none */
 } ps__args_cross_entropy;
+/* Columns of the loss: 1, with z-loss or label smoothing 3. */
+static inline uint32_t ps__loss_columns(float z_loss, float label_smoothing) {
+  return z_loss > 0 || label_smoothing > 0 ? 3 : 1;
+}
 /* PS_EINVAL names the field and its value (native/kernels/cpu/cross_entropy.c). */
 ps_status ps__check_cross_entropy(const ps__args_cross_entropy *a);
 /* cross_entropy        loss[r] = logsumexp(y[r]) - y[r,target]; y = z, or softcap * tanh(z /
  *                      softcap); z becomes dz = (softmax(y) - onehot)*inv_valid, with a cap times
  *                      1 - (y / softcap)^2. A z of -inf stays -inf. target -1: loss 0, dz 0.
  *                      inv_valid = *scale (f32, device memory).
+ *                      z-loss (PaLM, arXiv 2204.02311, 5.1), label smoothing (arXiv 1512.00567, 7;
+ *                      torch.nn.CrossEntropyLoss): with e = label_smoothing, l = logsumexp(y[r])
+ *                      the gradient is that of
+ *                        (1 - e)*loss[r] + e*(l - mean(y[r])) + z_loss*l^2
+ *                      and dz = ((1 + 2*z_loss*l)*softmax(y) - (1 - e)*onehot - e/V)*inv_valid,
+ *                      with a cap times 1 - (y / softcap)^2. The columns of a row's loss are then
+ *                      loss[r], l^2 and l - mean(y[r]).
  *                      ptr: RW z[rows,V] dt, R target i32[rows], R scale f32[1], W loss
- *                      f32[rows]. */
+ *                      f32[rows, ps__loss_columns()]. */
 
 /* n_threads: as accumulate's */
 typedef struct ps__args_sumsq {

@@ -1,6 +1,7 @@
 /* decoder.c - the dense decoder as layer definitions: embedding, block and head. */
 #include "model/decoder.h"
 #include "core/core.h"
+#include "model/lora.h"
 #include "model/rope.h"
 #include <math.h>
 #include <stdio.h>
@@ -62,7 +63,7 @@ static ps_status qkv_args(ps__args_qkv *out, const ps_model *m, uint32_t flags, 
 /* A block under construction. T tokens, D dim, A heads x head_dim, K kv_heads x head_dim, F ffn
  * dim. Tensors and spans by index in the definition. */
 typedef struct block {
-  const ps_model *m;
+  ps_model *m;
   const ps__decoder *names;
   ps__layer_def *d;
   uint32_t dim, a, k, f;
@@ -91,6 +92,7 @@ typedef struct block {
   uint8_t dqkv;  /* [T,A+2K] */
   uint8_t dn1;   /* [T,D] */
   uint16_t w_norm1, w_qkv, b_qkv, w_qnorm, w_knorm, w_o, w_post1, w_norm2, w_gu, w_down, w_post2;
+  ps__adapter lora[PS_N_LORA_TARGETS]; /* by target */
 } block;
 
 /* A norm's weights; a fresh model's norm multiplies by 1. */
@@ -139,6 +141,31 @@ static void define_params(block *b) {
     ps__def_param_after(d, n->up, PS_PARAM_MATRIX, b->f, b->dim);
   b->w_down = residual_param(b, n->down, b->f);
   b->w_post2 = norm_param(b, n->mlp_post_norm, b->dim);
+}
+
+/* The adapters' unit. Phi-3 has q, k, v and gate, up as one target each. */
+static ps_status define_adapters(block *b) {
+  const bool qkv = !b->names->k, gu = !b->names->up;
+  const struct {
+    bool there;
+    uint32_t n_out, n_in;
+  } site[PS_N_LORA_TARGETS] = {
+      {!qkv, b->a, b->dim},   {!qkv, b->k, b->dim},
+      {!qkv, b->k, b->dim},   {true, b->dim, b->a},
+      {!gu, b->f, b->dim},    {!gu, b->f, b->dim},
+      {true, b->dim, b->f},   {qkv, b->a + 2 * b->k, b->dim},
+      {gu, 2 * b->f, b->dim},
+  };
+  uint32_t there = 0;
+  if (!b->m->lora.rank)
+    return PS_OK;
+  for (uint32_t i = 0; i < PS_N_LORA_TARGETS; i++)
+    there |= (uint32_t)site[i].there << i;
+  PS_TRY(ps__lora_resolve(b->m, there));
+  ps__def_adapter_unit(b->d, ps__is_frozen(b->m));
+  for (uint32_t i = 0; i < PS_N_LORA_TARGETS; i++)
+    PS_TRY(ps__lora_define(b->m, b->d, i, site[i].n_out, site[i].n_in, &b->lora[i]));
+  return PS_OK;
 }
 
 static uint8_t tokens(block *b, const char *name, uint64_t cols) {
@@ -203,9 +230,39 @@ static void define_saved(block *b) {
     ps__def_saved(d, b->py, "mlp_out", 2);
 }
 
+/* An output that several targets share, or its gradient: the columns of each. Others have none. */
+typedef struct shared {
+  uint8_t tensor;
+  uint32_t cols, n;
+  struct {
+    uint32_t target, first;
+  } part[4];
+} shared;
+
+enum { Q, K, V, O, GATE, UP, DOWN, QKV, GATE_UP }; /* numbers of the bits of PS_LORA_* */
+
+static shared qkv_parts(const block *b, uint8_t tensor) {
+  return (shared){tensor, b->a + 2 * b->k, 4, {{Q, 0}, {K, b->a}, {V, b->a + b->k}, {QKV, 0}}};
+}
+static shared gate_up_parts(const block *b, uint8_t tensor) {
+  return (shared){tensor, 2 * b->f, 3, {{GATE, 0}, {UP, b->f}, {GATE_UP, 0}}};
+}
+static ps__columns columns_of(const shared *s, uint32_t i) {
+  return (ps__columns){s->tensor, s->cols, s->part[i].first};
+}
+static ps__columns whole(const block *b, uint8_t tensor) {
+  return (ps__columns){tensor, b->dim, 0};
+}
+
+static void adapt_shared(block *b, uint8_t x, shared y) {
+  for (uint32_t i = 0; i < y.n; i++)
+    ps__lora_forward(b->m, b->d, &b->lora[y.part[i].target], x, columns_of(&y, i), 1);
+}
+
 /* to = from + scale post(act W^T): the end of a half. */
-static void define_projection(block *b, uint8_t act, uint16_t w, uint32_t n_in, bool post,
-                              uint8_t normed, uint16_t w_post, uint8_t from, uint8_t to) {
+static void define_projection(block *b, uint8_t act, uint16_t w, uint32_t target, uint32_t n_in,
+                              bool post, uint8_t normed, uint16_t w_post, uint8_t from,
+                              uint8_t to) {
   ps__args_gemm g = forward_args(b->m, b->dim, n_in);
   ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
   g.alpha = b->m->cfg.residual_scale;
@@ -213,9 +270,11 @@ static void define_projection(block *b, uint8_t act, uint16_t w, uint32_t n_in, 
   norm.has_residual = true;
   if (!post) {
     PS__FWD(b->d, ps__k_gemm, g, PS__R(act), PS__P(w), PS__W(to), PS__R(from));
+    ps__lora_forward(b->m, b->d, &b->lora[target], act, whole(b, to), g.alpha);
     return;
   }
   PS__FWD(b->d, ps__k_gemm, g, PS__R(act), PS__P(w), PS__W(normed));
+  ps__lora_forward(b->m, b->d, &b->lora[target], act, whole(b, normed), g.alpha);
   PS__FWD(b->d, ps__k_rmsnorm_fwd, norm, PS__R(normed), PS__P(w_post), PS__W(to), PS__R(from));
 }
 
@@ -234,17 +293,19 @@ static ps_status define_forward(block *b, uint32_t flags) {
     PS__FWD(d, ps__k_rmsnorm_fwd, norm, PS__R(b->x), PS__P(b->w_norm1), PS__W(b->n1));
   PS__FWD(d, ps__k_gemm, to_qkv, PS__R(b->pre1 ? b->n1 : b->x), PS__P(b->w_qkv), PS__W(b->qkv),
           PS__SYM_IF(c->qkv_bias, PS__P(b->b_qkv)));
+  adapt_shared(b, b->pre1 ? b->n1 : b->x, qkv_parts(b, b->qkv));
   PS__FWD(d, ps__k_qkv_split_fwd, split, PS__R(b->qkv), PS__B(PS__BATCH_POSITION), PS__W(b->q),
           PS__W(b->kv), PS__SYM_IF(c->qk_norm, PS__P(b->w_qnorm)),
           PS__SYM_IF(c->qk_norm, PS__P(b->w_knorm)));
   PS__FWD(d, ps__k_attention_fwd, attention, PS__R(b->q), PS__PRE_R(b->kv),
           PS__B(PS__BATCH_DOC_START), PS__W(b->o), PS__W(b->lse));
-  define_projection(b, b->o, b->w_o, b->a, b->post1, b->po, b->w_post1, b->x, b->h);
+  define_projection(b, b->o, b->w_o, O, b->a, b->post1, b->po, b->w_post1, b->x, b->h);
   if (b->pre2)
     PS__FWD(d, ps__k_rmsnorm_fwd, norm, PS__R(b->h), PS__P(b->w_norm2), PS__W(b->n2));
   PS__FWD(d, ps__k_gemm, to_gu, PS__R(b->pre2 ? b->n2 : b->h), PS__P(b->w_gu), PS__W(b->gu));
+  adapt_shared(b, b->pre2 ? b->n2 : b->h, gate_up_parts(b, b->gu));
   PS__FWD(d, ps__k_glu_fwd, glu, PS__R(b->gu), PS__W(b->s));
-  define_projection(b, b->s, b->w_down, b->f, b->post2, b->py, b->w_post2, b->h, b->y);
+  define_projection(b, b->s, b->w_down, DOWN, b->f, b->post2, b->py, b->w_post2, b->h, b->y);
   return PS_OK;
 }
 
@@ -259,18 +320,29 @@ static uint8_t define_post_backward(block *b, bool post, uint8_t normed, uint16_
   return b->dpost;
 }
 
+/* The gradients of adapters that share an output, and what they add to @dx. */
+static void adapt_shared_backward(block *b, uint8_t x, shared dy, uint8_t dx) {
+  for (uint32_t i = 0; i < dy.n; i++) {
+    const ps__adapter *a = &b->lora[dy.part[i].target];
+    ps__lora_input_grad(b->m, b->d, a, columns_of(&dy, i), 1, dx);
+    ps__lora_weight_grads(b->m, b->d, a, columns_of(&dy, i), 1, x);
+  }
+}
+
 /* dY += the gradient of a half's input: grad W, through the norm where there is one. */
-static void define_pre_backward(block *b, bool pre, uint8_t grad, uint16_t w, uint32_t n_out,
-                                uint8_t dnorm, uint8_t in, uint16_t w_norm) {
-  ps__args_gemm g = input_grad_args(b->m, n_out, b->dim);
+static void define_pre_backward(block *b, bool pre, shared grad, uint16_t w, uint8_t dnorm,
+                                uint8_t normed, uint8_t in, uint16_t w_norm) {
+  ps__args_gemm g = input_grad_args(b->m, grad.cols, b->dim);
   ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
   norm.add_dx = true;
   if (!pre) {
     g.accumulate = true;
-    PS__BWD(b->d, ps__k_gemm, g, PS__R(grad), PS__P(w), PS__RW(b->dy));
+    PS__BWD(b->d, ps__k_gemm, g, PS__R(grad.tensor), PS__P(w), PS__RW(b->dy));
+    adapt_shared_backward(b, in, grad, b->dy);
     return;
   }
-  PS__BWD(b->d, ps__k_gemm, g, PS__R(grad), PS__P(w), PS__W(dnorm));
+  PS__BWD(b->d, ps__k_gemm, g, PS__R(grad.tensor), PS__P(w), PS__W(dnorm));
+  adapt_shared_backward(b, normed, grad, dnorm);
   PS__BWD(b->d, ps__k_rmsnorm_bwd, norm, PS__R(in), PS__P(w_norm), PS__R(dnorm), PS__RW(b->dy),
           PS__G(w_norm));
 }
@@ -284,10 +356,13 @@ static void define_mlp_backward(block *b) {
   ds.alpha = dw_down.alpha = b->m->cfg.residual_scale;
   const uint8_t dproduct = define_post_backward(b, b->post2, b->py, b->w_post2);
   PS__BWD(d, ps__k_gemm, ds, PS__R(dproduct), PS__P(b->w_down), PS__W(b->ds));
+  ps__lora_input_grad(b->m, d, &b->lora[DOWN], whole(b, dproduct), ds.alpha, b->ds);
   PS__BWD(d, ps__k_glu_bwd, glu, PS__RW(b->ds), PS__RW(b->gu)); /* leaves s in ds */
+  ps__lora_weight_grads_late(b->m, d, &b->lora[DOWN], whole(b, dproduct), ds.alpha, b->ds);
   PS__BWD(d, ps__k_gemm, dw_down, PS__R(dproduct), PS__R(b->ds), PS__G(b->w_down));
   PS__BWD(d, ps__k_gemm, dw_gu, PS__R(b->gu), PS__R(b->pre2 ? b->n2 : b->h), PS__G(b->w_gu));
-  define_pre_backward(b, b->pre2, b->gu, b->w_gu, 2 * b->f, b->dn2, b->h, b->w_norm2);
+  define_pre_backward(b, b->pre2, gate_up_parts(b, b->gu), b->w_gu, b->dn2, b->n2, b->h,
+                      b->w_norm2);
 }
 
 static ps_status define_attention_backward(block *b, uint32_t flags) {
@@ -305,6 +380,8 @@ static ps_status define_attention_backward(block *b, uint32_t flags) {
   const uint8_t dproduct = define_post_backward(b, b->post1, b->po, b->w_post1);
   PS__BWD(d, ps__k_gemm, dw_o, PS__R(dproduct), PS__R(b->o), PS__G(b->w_o));
   PS__BWD(d, ps__k_gemm, dout, PS__R(dproduct), PS__P(b->w_o), PS__W(b->dout));
+  ps__lora_input_grad(b->m, d, &b->lora[O], whole(b, dproduct), dout.alpha, b->dout);
+  ps__lora_weight_grads(b->m, d, &b->lora[O], whole(b, dproduct), dout.alpha, b->o);
   PS__BWD(d, ps__k_attention_bwd, attention, PS__R(b->q), PS__PRE_R(b->kv),
           PS__B(PS__BATCH_DOC_START), PS__R(b->o), PS__R(b->lse), PS__R(b->dout), PS__W(b->dq),
           PS__PRE_W(b->dkv));
@@ -318,7 +395,7 @@ static ps_status define_attention_backward(block *b, uint32_t flags) {
   if (c->qkv_bias)
     PS__BWD(d, ps__k_colsum, bias, PS__R(b->dqkv), PS__G(b->b_qkv));
   PS__BWD(d, ps__k_gemm, dw_qkv, PS__R(b->dqkv), PS__R(b->pre1 ? b->n1 : b->x), PS__G(b->w_qkv));
-  define_pre_backward(b, b->pre1, b->dqkv, b->w_qkv, qkv, b->dn1, b->x, b->w_norm1);
+  define_pre_backward(b, b->pre1, qkv_parts(b, b->dqkv), b->w_qkv, b->dn1, b->n1, b->x, b->w_norm1);
   return PS_OK;
 }
 
@@ -338,8 +415,9 @@ static ps_status describe_block(ps_model *m, const ps__decoder *names, uint32_t 
              .pre2 = names->mlp_norm,
              .post2 = names->mlp_post_norm};
   PS_TRY(ps__model_add_def(m, &b.d));
-  ps__def_unit(b.d, ps__is_frozen(m));
+  ps__def_unit(b.d, ps__base_is_frozen(m));
   define_params(&b);
+  PS_TRY(define_adapters(&b));
   define_tensors(&b);
   define_saved(&b);
   PS_TRY(define_forward(&b, flags));
@@ -361,7 +439,7 @@ static ps_status describe_embedding(ps_model *m, const ps__decoder *names) {
   const ps__args_embed args = {.vocab = c->vocab_size, .dim = c->dim, .dt = m->dt, .scale = scale};
   ps__layer_def *d;
   PS_TRY(ps__model_add_def(m, &d));
-  ps__def_unit(d, ps__is_frozen(m));
+  ps__def_unit(d, ps__base_is_frozen(m));
   const uint8_t y = ps__def_tensor(d, "y", PS__ROWS_TOKEN, c->dim, m->dt),
                 dy = ps__def_tensor(d, "dy", PS__ROWS_TOKEN, c->dim, m->dt);
   const uint16_t table =
@@ -381,15 +459,21 @@ static ps_status describe_head(ps_model *m, const ps__decoder *names) {
   const uint32_t v = c->vocab_size, dim = c->dim;
   ps__layer_def *d;
   const ps__args_rmsnorm norm = norm_args(m, names->norm_offset);
-  const ps__args_cross_entropy loss = {.vocab = v, .dt = m->dt, .softcap = c->logit_softcap};
+  const ps__args_cross_entropy loss = {.vocab = v,
+                                       .dt = m->dt,
+                                       .softcap = c->logit_softcap,
+                                       .z_loss = m->loss.z_loss,
+                                       .label_smoothing = m->loss.label_smoothing};
   ps__args_gemm logits = forward_args(m, v, dim), dw = weight_grad_args(m, v, dim),
                 dn = input_grad_args(m, v, dim);
   logits.alpha = dw.alpha = dn.alpha = c->logit_scale;
   PS_TRY(ps__model_add_def(m, &d));
-  ps__def_unit(d, ps__is_frozen(m));
+  ps__def_unit(d, ps__base_is_frozen(m));
   const uint8_t x = ps__def_tensor(d, "x", PS__ROWS_TOKEN, dim, m->dt),
                 n1 = ps__def_tensor(d, "norm", PS__ROWS_TOKEN, dim, m->dt),
-                row_loss = ps__def_tensor(d, "row_loss", PS__ROWS_TOKEN, 1, PS_F32),
+                row_loss = ps__def_tensor(d, "row_loss", PS__ROWS_TOKEN,
+                                          ps__loss_columns(m->loss.z_loss, m->loss.label_smoothing),
+                                          PS_F32),
                 z = ps__def_tensor(d, "logits", PS__ROWS_SLICE, v, m->dt),
                 dx = ps__def_tensor(d, "dx", PS__ROWS_TOKEN, dim, m->dt);
   const uint16_t w_norm = ps__def_param(d, "model.norm.weight", PS_PARAM_NORM, dim, 0);
@@ -402,6 +486,7 @@ static ps_status describe_head(ps_model *m, const ps__decoder *names) {
   d->input = x;
   d->grad = forward_only ? PS__NONE : dx;
   d->loss = row_loss;
+  d->logits = z;
   PS__FWD(d, ps__k_rmsnorm_fwd, norm, PS__R(x), PS__P(w_norm), PS__W(n1));
   PS__SLICE(d, ps__k_gemm, logits, PS__R(n1), PS__P(w), PS__W(z));
   PS__SLICE(d, ps__k_cross_entropy, loss, PS__RW(z), PS__B(PS__BATCH_TARGETS),

@@ -1,6 +1,7 @@
 /* define.c - making and reading layer definitions. */
 #include "model/define.h"
 #include "core/core.h"
+#include <math.h>
 #include <string.h>
 
 enum { ALIGN_ELEMENTS = 64 };
@@ -30,7 +31,7 @@ uint8_t ps__def_tensor(ps__layer_def *d, const char *name, ps__row_kind rows, ui
     return 0;
   }
   if (d->n_tensors == 0)
-    d->input = d->output = d->grad = d->loss = PS__NONE;
+    d->input = d->output = d->grad = d->loss = d->logits = PS__NONE;
   d->tensor[d->n_tensors] = (ps__tensor_def){
       .name = name, .row_bytes = cols * ps_dtype_bytes(dt), .rows = rows, .saved = PS__NONE};
   return (uint8_t)d->n_tensors++;
@@ -71,6 +72,12 @@ void ps__def_init(ps__layer_def *d, double mean, double std) {
   d->param[d->n_params - 1].init_std = (float)std;
 }
 
+void ps__def_init_uniform(ps__layer_def *d, double limit) {
+  ps__def_init(d, 0, limit / sqrt(3.0)); /* the standard deviation of that distribution */
+  if (d->n_params && d->status == PS_OK)
+    d->param[d->n_params - 1].init_uniform = true;
+}
+
 static uint16_t add_span(ps__layer_def *d, ps__span_def span) {
   if (d->n_spans > UINT16_MAX)
     note(d, ps__fail(PS_EINTERNAL, "a layer has more than 65536 spans of parameters"));
@@ -85,6 +92,12 @@ void ps__def_unit(ps__layer_def *d, bool frozen) {
     return;
   d->unit[d->n_units++] =
       (ps__unit_def){.first_span = d->n_spans, .first_param = d->n_params, .frozen = frozen};
+}
+
+void ps__def_adapter_unit(ps__layer_def *d, bool frozen) {
+  ps__def_unit(d, frozen);
+  if (d->status == PS_OK)
+    d->unit[d->n_units - 1].adapter = true;
 }
 
 uint16_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,

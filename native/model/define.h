@@ -53,7 +53,8 @@ typedef struct ps__param_def {
   uint32_t n_dims;
   uint64_t rows, cols;       /* cols 1: a vector */
   uint64_t offset;           /* in its unit, in ELEMENTS */
-  float init_mean, init_std; /* as in ps_param_info */
+  float init_mean, init_std; /* as in ps_param_info, as is init_uniform */
+  bool init_uniform;
 } ps__param_def;
 
 /* A span: parameters of a unit that lie one after the other and are one operand. It starts at a
@@ -66,12 +67,13 @@ typedef struct ps__span_def {
 } ps__span_def;
 
 /* A unit: parameters that move between host and device together, as spans that follow each other.
- * A layer has one or more, such as an adapter beside what it adapts, or one for each expert. A
+ * A layer has one or more, such as adapters beside what they adapt, or one for each expert. A
  * frozen unit has no gradient, no optimizer state and no update. */
 typedef struct ps__unit_def {
   uint32_t first_span, n_spans, first_param, n_params;
   uint64_t n; /* elements with padding, a multiple of 64 */
   bool frozen;
+  bool adapter; /* lies in an adapter's files, not in the model's (native/model/lora.h) */
 } ps__unit_def;
 
 /* What an access of an op stands for. */
@@ -92,6 +94,9 @@ typedef enum ps__batch_field {
 typedef struct ps__sym {
   uint8_t kind, mode; /* mode: PS_READ, PS_WRITE */
   uint16_t id;        /* of the tensor, span or field */
+  /* Of a tensor with rows of tokens: the access begins so many BYTES into it. A range of columns is
+   * an operand that begins in the first row and has the leading dimension of the whole tensor. */
+  uint32_t skip;
 } ps__sym;
 
 enum { PS__OP_MAX_SYMS = 10, PS__ARGS_BYTES = 640 };
@@ -109,12 +114,13 @@ typedef struct ps__op_def {
  *   input, output
  *   grad   the gradient of the residual stream: on entry to the backward pass the output's, on exit
  *          the input's
- *   loss   fp32, one a row, copied to the host */
+ *   loss   fp32, ps__loss_columns() of a row, copied to the host
+ *   logits what the loss is computed from: generation ends with the op that writes them */
 typedef struct ps__layer_def {
   ps__tensor_def tensor[PS__SET_BITS];
   ps__saved_def saved[PS__MAX_SAVED];
   uint32_t n_tensors, n_saved, n_sets;
-  int input, output, grad, loss;
+  int input, output, grad, loss, logits;
   ps__param_def *param;
   ps__span_def *span;
   ps__unit_def *unit;
@@ -138,8 +144,10 @@ uint8_t ps__def_tensor(ps__layer_def *d, const char *name, ps__row_kind rows, ui
                        ps_dtype dt);
 /* ps__def_saved() - @tensor may be saved, under @name: with other tensors of that name. */
 void ps__def_saved(ps__layer_def *d, uint8_t tensor, const char *name, uint32_t rank);
-/* ps__def_unit() - the parameters that follow are a unit of their own. */
+/* ps__def_unit() - the parameters that follow are a unit of their own.
+ * ps__def_adapter_unit() - the same of adapters' parameters. */
 void ps__def_unit(ps__layer_def *d, bool frozen);
+void ps__def_adapter_unit(ps__layer_def *d, bool frozen);
 /* ps__def_param() - a tensor of parameters, which begins a span; returns the span's index.
  * @rows, @cols: its shape; cols 0: a vector of @rows.
  * ps__def_param_after() - one that follows the last without a gap, in the same span. */
@@ -150,6 +158,9 @@ void ps__def_param_after(ps__layer_def *d, const char *name, ps_param_role role,
 /* ps__def_init() - what the last parameter is drawn from, where that is not the usual: N(0, 0.02)
  * for matrices, 1 for norms, 0 for biases. */
 void ps__def_init(ps__layer_def *d, double mean, double std);
+/* ps__def_init_uniform() - the last parameter is drawn from the uniform distribution over [-limit,
+ * limit]. */
+void ps__def_init_uniform(ps__layer_def *d, double limit);
 /* ps__def_tied() - a span that is the embedding's first, of @n elements. */
 uint16_t ps__def_tied(ps__layer_def *d, uint64_t n, bool frozen);
 /* ps__def_op() - append an op to the forward or backward pass. Use PS__FWD(), PS__BWD() or
@@ -166,15 +177,18 @@ void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *k
 #define PS__BWD(d, kernel, args, ...)   PS__DEF_OP(d, true, false, kernel, args, __VA_ARGS__)
 #define PS__SLICE(d, kernel, args, ...) PS__DEF_OP(d, false, true, kernel, args, __VA_ARGS__)
 /* Symbols. PS__SYM_IF(): @symbol where @condition holds, else none: ps__def_op() leaves it out. */
-#define PS__R(tensor)                 ((ps__sym){PS__SYM_TENSOR, PS_READ, tensor})
-#define PS__W(tensor)                 ((ps__sym){PS__SYM_TENSOR, PS_WRITE, tensor})
-#define PS__RW(tensor)                ((ps__sym){PS__SYM_TENSOR, PS_READ_WRITE, tensor})
-#define PS__PRE_R(t)                  ((ps__sym){PS__SYM_PREFIX, PS_READ, t})
-#define PS__PRE_W(t)                  ((ps__sym){PS__SYM_PREFIX, PS_WRITE, t})
-#define PS__P(span)                   ((ps__sym){PS__SYM_PARAM, PS_READ, span})
-#define PS__G(span)                   ((ps__sym){PS__SYM_GRAD, PS_WRITE, span})
-#define PS__B(field)                  ((ps__sym){PS__SYM_BATCH, PS_READ, field})
-#define PS__SYM_IF(condition, symbol) ((condition) ? (symbol) : (ps__sym){PS__SYM_BATCH, 0, 0})
+#define PS__R(tensor)  ((ps__sym){PS__SYM_TENSOR, PS_READ, tensor, 0})
+#define PS__W(tensor)  ((ps__sym){PS__SYM_TENSOR, PS_WRITE, tensor, 0})
+#define PS__RW(tensor) ((ps__sym){PS__SYM_TENSOR, PS_READ_WRITE, tensor, 0})
+/* A tensor from byte @skip of its first row on: ps__sym.skip. */
+#define PS__R_FROM(t, skip)           ((ps__sym){PS__SYM_TENSOR, PS_READ, t, skip})
+#define PS__RW_FROM(t, skip)          ((ps__sym){PS__SYM_TENSOR, PS_READ_WRITE, t, skip})
+#define PS__PRE_R(t)                  ((ps__sym){PS__SYM_PREFIX, PS_READ, t, 0})
+#define PS__PRE_W(t)                  ((ps__sym){PS__SYM_PREFIX, PS_WRITE, t, 0})
+#define PS__P(span)                   ((ps__sym){PS__SYM_PARAM, PS_READ, span, 0})
+#define PS__G(span)                   ((ps__sym){PS__SYM_GRAD, PS_WRITE, span, 0})
+#define PS__B(field)                  ((ps__sym){PS__SYM_BATCH, PS_READ, field, 0})
+#define PS__SYM_IF(condition, symbol) ((condition) ? (symbol) : (ps__sym){PS__SYM_BATCH, 0, 0, 0})
 
 /* ps__def_finish() - derive what is derived. Errors: the first one noted; PS_EINTERNAL names what
  * is past a limit or missing. */

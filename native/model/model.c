@@ -5,6 +5,7 @@
 #include "model/model.h"
 #include "core/core.h"
 #include "model/family.h"
+#include "model/lora.h"
 #include <stdio.h>
 #include <string.h>
 
@@ -44,7 +45,8 @@ static ps_status add_param(ps_model *m, const ps__param_def *p, const char *pref
                         .offset = p->offset,
                         .n = p->rows * p->cols,
                         .init_mean = p->init_mean,
-                        .init_std = p->init_std};
+                        .init_std = p->init_std,
+                        .init_uniform = p->init_uniform};
   const int length = snprintf(info.name, sizeof info.name, "%s%s", prefix, p->name);
   if (length < 0 || (size_t)length >= sizeof info.name)
     return ps__fail(PS_EINTERNAL, "the parameter name %s%s is longer than %zu bytes", prefix,
@@ -90,7 +92,8 @@ static ps_status add_unit(ps_model *m, const ps__layer_def *def, const ps__unit_
                                    .n_spans = of->n_spans,
                                    .span = &def->span[of->first_span],
                                    .n = of->n,
-                                   .frozen = of->frozen};
+                                   .frozen = of->frozen,
+                                   .adapter = of->adapter};
   for (uint32_t i = 0; i < of->n_params; i++)
     PS_TRY(add_param(m, &def->param[of->first_param + i], prefix, of->frozen));
   m->max_spans = larger(m->max_spans, of->n_spans);
@@ -169,14 +172,21 @@ ps_status ps__model_finish(ps_model **m) {
 }
 
 ps_status ps__model_create(ps_model **out, const ps_model_config *cfg, ps_dtype dt,
-                           uint64_t seq_len, uint32_t n_frozen) {
+                           uint64_t seq_len, uint32_t n_frozen, const ps__loss_terms *loss,
+                           const ps_lora *lora) {
   const ps__family *family = ps__family_at(cfg->family);
   ps_model *m = NULL;
   if (!family)
     return ps__fail(PS_EINVAL, "family %u of the model's configuration is unknown", cfg->family);
   PS_TRY(ps__model_begin(&m, cfg, dt, seq_len));
   m->n_frozen = n_frozen;
-  const ps_status st = family->describe(m);
+  if (loss)
+    m->loss = *loss;
+  ps_status st = lora ? ps__lora_check(lora) : PS_OK;
+  if (st == PS_OK && lora)
+    m->lora = *lora;
+  if (st == PS_OK)
+    st = family->describe(m);
   if (st != PS_OK) {
     ps_model_destroy(m);
     return st;
@@ -190,7 +200,7 @@ ps_status ps_model_create(ps_model **out, const ps_model_config *cfg) {
   if (!out)
     return ps__fail(PS_EINVAL, "ps_model_create: no place for the result was given");
   PS_TRY(ps_model_config_check(cfg, "model"));
-  return ps__model_create(out, cfg, PS_F32, 0, 0);
+  return ps__model_create(out, cfg, PS_F32, 0, 0, NULL, NULL);
 }
 
 void ps_model_destroy(ps_model *m) {
@@ -223,9 +233,9 @@ ps_status ps_model_param(const ps_model *m, uint32_t idx, ps_param_info *out) {
   return PS_OK;
 }
 
-enum { MAX_SEQUENCE = 1 << 30 };
-
 /* ---- FLOPs ----------------------------------------------------------------------------------- */
+
+enum { MAX_SEQUENCE = 1 << 30 };
 
 /* Model FLOPs of the ops of one class on a whole sequence. */
 static double flops_of(const ps__op_def *op, uint32_t n, ps_op_class op_class,
@@ -258,19 +268,4 @@ ps_status ps_model_flops(const ps_model *m, uint64_t seq_len, ps_flops *out) {
   f.sequence = 3 * f.matmul + f.attn_fwd + f.attn_bwd + f.head;
   *out = f;
   return PS_OK;
-}
-
-ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
-                            uint32_t dt) {
-  return (ps__args_gemm){.m = m,
-                         .n = n,
-                         .k = k,
-                         .lda = trans_a ? m : k,
-                         .ldb = trans_b ? k : n,
-                         .ldc = n,
-                         .trans_a = trans_a,
-                         .trans_b = trans_b,
-                         .dt_a = (uint8_t)dt,
-                         .dt_b = (uint8_t)dt,
-                         .dt_c = (uint8_t)dt};
 }

@@ -2,6 +2,7 @@
 #ifndef PS_MODEL_MODEL_H
 #define PS_MODEL_MODEL_H
 #include "model/define.h"
+#include <penstock/checkpoint.h>
 
 /* A layer: the embedding is layer 0, the blocks are 1..L, the head is L+1. */
 typedef struct ps__layer {
@@ -15,17 +16,24 @@ typedef struct ps__unit {
   uint32_t layer, first_param, n_params, n_spans;
   const ps__span_def *span; /* [n_spans], the layer's */
   uint64_t n;               /* elements with padding */
-  bool frozen;
+  bool frozen, adapter;     /* adapter: as in ps__unit_def */
   /* What the contributions to the unit's gradient come from: chunks; slices of chunks. Where the
    * unit's own layer has both, the chunks' parts are in the slices' contributions. */
   bool by_chunk, by_slice;
 } ps__unit;
+
+/* Terms of the loss beside the cross-entropy: coefficients, 0: none (ops.h). */
+typedef struct ps__loss_terms {
+  float z_loss, label_smoothing;
+} ps__loss_terms;
 
 struct ps_model {
   ps_model_config cfg;
   ps_dtype dt;       /* of activations and of parameters on the device */
   uint64_t seq_len;  /* of a training sequence; 0: unknown */
   uint32_t n_frozen; /* layers from the embedding on whose units are frozen */
+  ps__loss_terms loss;
+  ps_lora lora; /* rank 0: no adapters. With adapters all other units are frozen */
   /* distinct definitions; owned */
   ps__layer_def **def;
   uint32_t n_defs, n_layers, n_units, n_params; /* n_layers: blocks, embedding, head */
@@ -42,10 +50,14 @@ struct ps_model {
 
 /* ps__model_create() - as ps_model_create(), with what the definitions of ops depend on. The units
  * of the first @n_frozen layers are frozen.
+ * @loss  NULL: no terms beside the cross-entropy.
+ * @lora  adapters for the blocks' projections; NULL or rank 0: none. The model keeps it with
+ *        PS_LORA_ALL resolved. Errors: PS_EINVAL: what is wrong with it.
  * ps__model_begin(), ps__model_finish() - the same around a description: for models that no family
  * describes. ps__model_finish() frees the model on an error. */
 ps_status ps__model_create(ps_model **out, const ps_model_config *cfg, ps_dtype dt,
-                           uint64_t seq_len, uint32_t n_frozen);
+                           uint64_t seq_len, uint32_t n_frozen, const ps__loss_terms *loss,
+                           const ps_lora *lora);
 ps_status ps__model_begin(ps_model **out, const ps_model_config *cfg, ps_dtype dt,
                           uint64_t seq_len);
 ps_status ps__model_finish(ps_model **m);
@@ -55,8 +67,17 @@ ps_status ps__model_add_def(ps_model *m, ps__layer_def **out);
  * Finishes the definition when it is used for the first time. Errors: the definition's; PS_ENOMEM;
  * PS_EINTERNAL for a name that is too long. */
 ps_status ps__model_add_layer(ps_model *m, ps__layer_def *def, const char *prefix);
-/* ps__is_frozen() - whether the next layer to be added is frozen. */
+/* ps__model_check_tensors() - check that the tensors of @f, opened from @dir, are the model's: no
+ * other tensor, the same shapes; with @weights all but adapters', else all of units that are
+ * trained. Errors: PS_EFORMAT names the tensor. */
+ps_status ps__model_check_tensors(const ps_model *m, const ps_tensor_file *f, const char *dir,
+                                  bool weights);
+/* ps__is_frozen() - whether the next layer to be added is frozen, its adapters too.
+ * ps__base_is_frozen() - whether its own parameters are. */
 static inline bool ps__is_frozen(const ps_model *m) { return m->n_layers < m->n_frozen; }
+static inline bool ps__base_is_frozen(const ps_model *m) {
+  return ps__is_frozen(m) || m->lora.rank > 0;
+}
 
 static inline const ps__layer_def *ps__layer_of(const ps_model *m, uint32_t layer) {
   return m->layer[layer].def;
@@ -101,12 +122,13 @@ static inline uint64_t ps__layer_elements(const ps_model *m, uint32_t layer) {
     n += m->unit[m->layer[layer].first_unit + i].n;
   return n;
 }
+/* ps__loss_row_bytes() - what the loss's op writes for a token, BYTES. */
+static inline uint64_t ps__loss_row_bytes(const ps_model *m) {
+  const ps__layer_def *d = ps__layer_of(m, ps__head_layer(m));
+  return d->tensor[d->loss].row_bytes;
+}
 /* ps__embed_args_of() - the arguments of the embedding's lookup, but for n_tokens. */
 static inline const ps__args_embed *ps__embed_args_of(const ps_model *m) {
   return (const ps__args_embed *)(const void *)m->layer[0].def->fwd[0].args;
 }
-
-/* ps__gemm_args() - C[m,n] = op(A) op(B), without gaps between rows. */
-ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
-                            uint32_t dt);
 #endif

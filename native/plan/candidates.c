@@ -139,7 +139,8 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
         base->batch_bytes += (uint64_t)op->work.bytes;
     }
     st = boundary_bytes(sp, &s, s.saved_bytes[PS_POLICY_DEVICE], &boundary);
-    base->device_bytes = ps__device_overhead(sp->plan, &s, &scratch) + boundary;
+    base->device_bytes =
+        ps__device_overhead(&sp->plan->hw, s.at, s.scratch_bytes, &scratch) + boundary;
     base->host_bytes = ps__host_overhead(sp->plan, &s, &scratch, &trace);
     mb->n_ops = s.n_op;
     mb->coarse |=
@@ -319,7 +320,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                  passes =
                      layer < first_trained || layer == 0 || layer + 1 >= ps__head_layer(m) ? 1 : 2;
     const uint32_t contributions = ps__unit_contributions(m, &sums, u);
-    const bool grads = ps__among(u, r->grads) && contributions > 1, frozen = m->unit[u].frozen,
+    const bool grads = ps__among(sp, u, r->grads) && contributions > 1, frozen = m->unit[u].frozen,
                stays = ps__params_stay(sp, r, u);
     const double added =
         ps__sum_bytes(bytes / e, contributions, contributions, sp->plan->model->dt);
@@ -433,7 +434,7 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
       bytes += unit_bytes(sp, u);
     if (r->state && !sp->plan->model->unit[u].frozen)
       bytes += unit_bytes(sp, u) / e * state;
-    if (ps__among(u, r->grads) && several && l->n_rounds > 1)
+    if (ps__among(sp, u, r->grads) && several && l->n_rounds > 1)
       bytes += unit_bytes(sp, u);
   }
   return bytes;
@@ -517,7 +518,8 @@ static uint32_t add_number(uint64_t *list, uint32_t n, uint64_t value) {
 
 enum { MAX_CHUNKS = 8, MAX_ROUNDS = 8 };
 
-/* About how many ops a step of such chunks has: 36 a block and chunk, 8 a slice of the head. */
+/* About how many ops a step of such chunks has: 36 a block and chunk, 8 an adapter of it, 8 a slice
+ * of the head. */
 static double step_ops(const ps__search_space *sp, uint64_t chunk_tokens) {
   const ps_plan_config *cfg = &sp->plan->cfg;
   const uint64_t slices = (chunk_tokens + cfg->head_slice_tokens - 1) / cfg->head_slice_tokens;
@@ -526,7 +528,9 @@ static double step_ops(const ps__search_space *sp, uint64_t chunk_tokens) {
   const double chunks =
       a_chunk >= 1 ? ceil(sequences / a_chunk)
                    : sequences * (double)((cfg->seq_len + chunk_tokens - 1) / chunk_tokens);
-  return chunks * (36.0 * sp->plan->model->cfg.n_layers + 8.0 * (double)slices);
+  const ps_lora *lora = &sp->plan->model->lora;
+  const int block = 36 + 8 * (lora->rank ? __builtin_popcount(lora->targets) : 0);
+  return chunks * ((double)block * sp->plan->model->cfg.n_layers + 8.0 * (double)slices);
 }
 
 /* Chunk sizes: whole sequences where one fits, slices of one where it does not. */

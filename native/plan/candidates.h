@@ -149,8 +149,8 @@ void ps__allocate_policies(ps__policy_allocator *d, const ps__layer_def *layer, 
 /* Whether the backward pass begins with this cell, in a round of the usual size or the first. layer
  * from 0. */
 bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t layer, uint32_t c);
-/* Whether @unit is among @parts of PS__UNIT_PARTS, spread evenly. */
-bool ps__among(uint32_t unit, uint32_t parts);
+/* Whether @unit is among @parts of PS__UNIT_PARTS, spread evenly. A layer's units go together. */
+bool ps__among(const ps__search_space *sp, uint32_t unit, uint32_t parts);
 bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_t unit);
 /* ps__lookup_bytes() - BYTES of all embedding rows that a step looks up. ps__table_bytes() - BYTES
  * of the embedding's table.

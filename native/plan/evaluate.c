@@ -4,37 +4,47 @@
 #include "kernels/cuda/scratch.h"
 #include <string.h>
 
-uint32_t ps__stream_threads(const ps_plan *plan, const ps__places *at, uint32_t stream) {
+uint32_t ps__stream_threads(const ps_hardware *hw, const ps__places *at, uint32_t stream) {
   if (stream == at->io)
-    return ps__io_threads(plan->hw.n_threads);
-  return stream == at->host_ops || (stream == at->compute && plan->hw.backend == PS_BACKEND_CPU)
-             ? plan->hw.n_threads
+    return ps__io_threads(hw->n_threads);
+  return stream == at->host_ops || (stream == at->compute && hw->backend == PS_BACKEND_CPU)
+             ? hw->n_threads
              : 1;
 }
 
 /* The scratch of a stream and the products' workspace are one allocation
  * (native/backends/cuda/cuda.c), in the driver's units of 2 MiB. */
-uint64_t ps__device_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch) {
+uint64_t ps__device_overhead(const ps_hardware *hw, const ps__places *at,
+                             const size_t *scratch_bytes, uint64_t *scratch) {
   *scratch = 0;
-  if (plan->hw.backend != PS_BACKEND_CUDA)
+  if (hw->backend != PS_BACKEND_CUDA)
     return 0;
-  for (uint32_t i = 0; i < s->at->n_streams; i++) {
+  for (uint32_t i = 0; i < at->n_streams; i++) {
     const uint64_t blas =
-        !ps__link_of(s->at, i) ? ps__cuda_workspace_bytes(plan->hw.compute_capability) : 0;
-    if (!ps__stream_on_host(s->at, i))
-      *scratch += ps__arena_round(s->scratch_bytes[i] + blas);
+        !ps__link_of(at, i) ? ps__cuda_workspace_bytes(hw->compute_capability) : 0;
+    if (!ps__stream_on_host(at, i))
+      *scratch += ps__arena_round(scratch_bytes[i] + blas);
   }
-  return *scratch + plan->hw.device_overhead_bytes;
+  return *scratch + hw->device_overhead_bytes;
+}
+
+uint64_t ps__host_scratch(const ps_hardware *hw, const ps__places *at,
+                          const size_t *scratch_bytes) {
+  uint64_t bytes = 0;
+  for (uint32_t i = 0; i < at->n_streams; i++)
+    if (hw->backend == PS_BACKEND_CPU || ps__stream_on_host(at, i))
+      bytes += (uint64_t)scratch_bytes[i] * ps__stream_threads(hw, at, i);
+  return bytes;
 }
 
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
                            uint64_t *trace) {
-  *scratch = 0;
-  for (uint32_t i = 0; i < s->at->n_streams; i++)
-    if (plan->hw.backend == PS_BACKEND_CPU || ps__stream_on_host(s->at, i))
-      *scratch += (uint64_t)s->scratch_bytes[i] * ps__stream_threads(plan, s->at, i);
+  *scratch = ps__host_scratch(&plan->hw, s->at, s->scratch_bytes);
   /* the trace, and what the program, the schedule and the run keep for each op */
-  *trace = s->n_op * ((uint64_t)plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
+  *trace = s->n_op * ((uint64_t)plan->cfg.trace_steps * sizeof(ps_trace_event) + 512) +
+           (plan->val ? plan->val->step.n_op * 512 : 0);
+  for (uint32_t i = 0; i < plan->n_ramp; i++)
+    *trace += plan->ramp[i].step.n_op * 512;
   /* tokens and targets of a batch as the source fills them; and which rows of an embedding on the
    * host are updated */
   const uint64_t rows = s->spec->embed_on_host ? 4ull * plan->model->cfg.vocab_size : 0;
@@ -152,7 +162,8 @@ void ps__evaluation_free(ps__evaluation *e) {
 static uint64_t missing_bytes(const ps__search *s, const ps__microbatch *microbatch,
                               const ps__layout *l, const ps__step *step) {
   /* as the source fills them, as the device gets them, losses */
-  const uint64_t tokens = microbatch->layout.n_tokens - l->n_tokens, a_token = 8 + 16 + 4;
+  const uint64_t tokens = microbatch->layout.n_tokens - l->n_tokens,
+                 a_token = 8 + 16 + ps__loss_row_bytes(s->plan->model);
   const double ops = (double)step->n_op * ((double)microbatch->layout.n_chunks / l->n_chunks - 1);
   return tokens * a_token +
          (uint64_t)ops * ((uint64_t)s->plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
@@ -189,8 +200,9 @@ static void remember(ps__search *s, const ps__evaluation *e) {
 static void add_overhead(const ps__search *s, const ps__evaluation *e,
                          const uint64_t arena[PS__MAX_PLACES], uint64_t out[PS__MAX_PLACES]) {
   uint64_t scratch, trace;
-  out[s->plan->at->device] = ps__arena_round(arena[s->plan->at->device]) +
-                             ps__device_overhead(s->plan, &e->step, &scratch);
+  out[s->plan->at->device] =
+      ps__arena_round(arena[s->plan->at->device]) +
+      ps__device_overhead(&s->plan->hw, e->step.at, e->step.scratch_bytes, &scratch);
   out[s->plan->at->host] = ps__arena_round(arena[s->plan->at->host]) +
                            ps__host_overhead(s->plan, &e->step, &scratch, &trace) + e->missing;
 }

@@ -33,7 +33,7 @@ void ps__plan_engine(const ps_plan *p, ps_engine_config *out) {
   for (uint32_t i = 0; i < at->n_streams; i++) {
     ps_stream_config *s = &out->stream[i];
     *s = (ps_stream_config){.place = at->stream[i].place,
-                            .n_threads = ps__stream_threads(p, at, i),
+                            .n_threads = ps__stream_threads(&p->hw, at, i),
                             .scratch_bytes = p->step.scratch_bytes[i]};
     snprintf(s->name, sizeof s->name, "%s", at->stream[i].name);
   }
@@ -70,7 +70,7 @@ uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens) {
  *   1 GiB on CUDA: host memory of the driver and its libraries, more of it once kernels are loaded
  * Measured (tests/test_budget.py holds the sum to it): of the 17 to 45 MiB beyond what was held
  * before, 5 to 16 MiB are used with 1 to 8 threads. */
-static uint64_t default_reserve(const ps_hardware *hw) {
+uint64_t ps__host_reserve(const ps_hardware *hw) {
   const uint64_t panels = 2ull * 1024 * 512 * 4, thread = 256 << 10, fixed = 8 << 20,
                  step = 8 << 20;
   const uint64_t driver = hw->backend == PS_BACKEND_CUDA ? 1ull << 30 : 0;
@@ -89,6 +89,7 @@ static ps_status check_ranges(const ps_plan_config *c) {
                {"chunks_per_round", c->chunks_per_round, PS_MAX_CHUNKS},
                {"first_round_chunks", c->first_round_chunks, PS_MAX_CHUNKS},
                {"head_slice_tokens", c->head_slice_tokens, PS_MAX_ROWS},
+               {"val_tokens", c->val_tokens, PS_MAX_STEP_TOKENS},
                {"n_threads", c->n_threads, PS_MAX_THREADS},
                {"trace_steps", c->trace_steps, PS_MAX_TRACE_STEPS}};
   for (size_t i = 0; i < sizeof field / sizeof *field; i++)
@@ -105,8 +106,26 @@ static ps_status check_config(ps_plan *p) {
     return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
   if (c->optimizer >= PS_N_OPTIMIZERS)
     return ps__fail(PS_EINVAL, "optimizer %u is unknown: use " PS__OPTIMIZER_NAMES, c->optimizer);
+  if (!(c->z_loss >= 0 && c->z_loss <= PS_MAX_Z_LOSS))
+    return ps__fail(PS_EINVAL, "--z-loss %g: give a number from 0 to %g", c->z_loss, PS_MAX_Z_LOSS);
+  if (!(c->label_smoothing >= 0 && c->label_smoothing < 1))
+    return ps__fail(PS_EINVAL, "--label-smoothing %g: give a number from 0 to below 1",
+                    c->label_smoothing);
+  if (c->forward_only && (c->z_loss > 0 || c->label_smoothing > 0))
+    return ps__fail(PS_EINVAL,
+                    "z_loss is %g and label_smoothing %g: a plan that trains nothing "
+                    "has neither",
+                    c->z_loss, c->label_smoothing);
   if (c->forward_only > 1)
     return ps__fail(PS_EINVAL, "forward_only is %u: 0 or 1 is needed", c->forward_only);
+  if (c->forward_only && c->val_tokens)
+    return ps__fail(PS_EINVAL, "val_tokens is %llu: a plan that trains nothing has no validation",
+                    (unsigned long long)c->val_tokens);
+  if (c->lora.rank && c->n_frozen_layers)
+    return ps__fail(PS_EINVAL,
+                    "%u layers would be frozen, but with LoRA all of the model is: give either "
+                    "frozen layers or a LoRA rank",
+                    c->n_frozen_layers);
   if (c->forward_only)
     c->clip = 0;
   else if (p->model->n_trained == 0)
@@ -145,7 +164,7 @@ static ps_status check_config(ps_plan *p) {
   if (!p->head_slice_given)
     c->head_slice_tokens = default_head_slice(&p->model->cfg, dt, hw->backend);
   if (c->reserve_bytes == 0)
-    c->reserve_bytes = default_reserve(&p->hw);
+    c->reserve_bytes = ps__host_reserve(&p->hw);
   return PS_OK;
 }
 
@@ -171,8 +190,8 @@ static ps_status plan_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
   return PS_OK;
 }
 
-static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
-                          const ps_hardware *hw) {
+ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
+                       const ps_hardware *hw) {
   if (!model || !cfg || !hw || model->struct_bytes != sizeof *model ||
       cfg->struct_bytes != sizeof *cfg || hw->struct_bytes != sizeof *hw)
     return ps__fail(PS_EINVAL,
@@ -185,8 +204,10 @@ static ps_status new_plan(ps_plan **out, const ps_model_config *model, const ps_
   ps_model *m;
   /* check_config() names a recipe that there is not */
   const ps_dtype dt = cfg->recipe < PS_N_RECIPES ? ps__recipes[cfg->recipe].weights : PS_F32;
+  const ps__loss_terms loss = {(float)cfg->z_loss, (float)cfg->label_smoothing};
   PS_TRY(ps__model_create(&m, model, dt, cfg->seq_len,
-                          cfg->forward_only ? UINT32_MAX : cfg->n_frozen_layers));
+                          cfg->forward_only ? UINT32_MAX : cfg->n_frozen_layers, &loss,
+                          &cfg->lora));
   return plan_of(out, m, cfg, hw);
 }
 
@@ -286,7 +307,8 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->head_slice_tokens = p->spec.head_slice;
   o->device_arena_bytes = ps__arena_round(s->space_bytes[s->at->device]);
   o->device_used_bytes =
-      o->device_arena_bytes + ps__device_overhead(p, s, &o->device_scratch_bytes);
+      o->device_arena_bytes +
+      ps__device_overhead(&p->hw, s->at, s->scratch_bytes, &o->device_scratch_bytes);
   o->device_overhead_bytes = o->device_used_bytes - o->device_arena_bytes - o->device_scratch_bytes;
   o->host_arena_bytes = ps__arena_round(s->space_bytes[s->at->host]);
   o->host_used_bytes =
@@ -301,8 +323,9 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
     o->resident_update_units += p->spec.update_resident[u];
     o->streamed_update_units += p->spec.update_streamed[u];
     o->split_update_units += p->spec.update_split[u];
-    o->units_kept +=
-        p->layout.n_rounds > 1 && u > 0 && u <= p->spec.blocks_kept && !p->spec.param_resident[u];
+    const uint32_t layer = p->model->unit[u].layer;
+    o->units_kept += p->layout.n_rounds > 1 && layer > 0 && layer <= p->spec.blocks_kept &&
+                     !p->spec.param_resident[u];
   }
   o->saved_device_bytes = s->saved_bytes[PS_POLICY_DEVICE];
   o->saved_host_bytes = s->saved_bytes[PS_POLICY_HOST] + s->saved_bytes[PS_POLICY_HOST_FIRST_ROUND];
@@ -316,10 +339,15 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->n_waits = ps_schedule_n_waits(p->schedule);
   o->n_candidates = r->n_candidates;
   o->n_feasible = r->n_feasible;
+  if (!p->val)
+    return;
+  o->val_tokens = p->val_steps * p->val->layout.n_tokens;
+  o->val_step_tokens = p->val->layout.n_tokens;
+  o->val_s = (double)p->val_steps * p->val->report.step_s;
 }
 
 /* The predicted step time, and how long each stream works in a steady step. */
-static ps_status predict(ps_plan *p) {
+ps_status ps__plan_predict(ps_plan *p) {
   const uint64_t n = ps_schedule_n_ops(p->schedule);
   double end[PS__SIM_STEPS], busiest = 0;
   ps_trace_event *events = ps__malloc(PS__SIM_STEPS * n * sizeof *events);
@@ -350,9 +378,15 @@ static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
   if (st == PS_OK)
     st = ps_schedule_compile(&p->schedule, program);
   ps_program_destroy(program);
+  if (st == PS_OK)
+    st = ps__plan_ramp(p);
+  if (st == PS_OK && p->cfg.val_tokens)
+    st = ps__plan_validation(p);
   PS_TRY(st);
   fill_report(p, r);
-  return predict(p);
+  PS_TRY(ps__plan_ramp_check(p));
+  PS_TRY(ps__plan_validation_check(p));
+  return ps__plan_predict(p);
 }
 
 /* ---- evaluations that plans share ------------------------------------------------------------ */
@@ -430,7 +464,7 @@ ps_status ps_plan_create_sharing(ps_plan **out, ps_evaluations *shared,
   ps_plan *p = NULL;
   if (!out || !shared)
     return ps__fail(PS_EINVAL, "ps_plan_create: out and the shared evaluations must be given");
-  PS_TRY(new_plan(&p, model, cfg, hw));
+  PS_TRY(ps__plan_new(&p, model, cfg, hw));
   return finish_plan(out, p, shared);
 }
 
@@ -462,7 +496,7 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
                              const ps_hardware *hw, const ps__spec *spec) {
   ps_plan *p = NULL;
   const ps__search_result r = {0};
-  PS_TRY(new_plan(&p, model, cfg, hw));
+  PS_TRY(ps__plan_new(&p, model, cfg, hw));
   ps_status st =
       ps__layout_init(&p->layout, p->cfg.seq_len, p->cfg.tokens_per_step / p->cfg.seq_len,
                       spec->chunk_tokens, spec->chunks_per_round, spec->first_round_chunks);
@@ -483,6 +517,8 @@ ps_status ps_plan_destroy(ps_plan *p) {
   if (atomic_load(&p->in_use))
     return ps__fail(PS_EBUSY, "plan: a trainer still uses it: destroy the trainer first");
   PS_TRY(ps_schedule_destroy(p->schedule));
+  ps__plan_ramp_free(p);
+  (void)ps_plan_destroy(p->val);
   ps__step_free(&p->step);
   ps__spec_free(&p->spec);
   ps__layout_free(&p->layout);
@@ -506,10 +542,13 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   if (!device_mem_bytes || !host_mem_bytes)
     return ps__fail(PS_EINVAL,
                     "ps_plan_smallest: device_mem_bytes and host_mem_bytes must be given");
+  if (cfg && cfg->val_tokens)
+    return ps__fail(PS_EINVAL,
+                    "the smallest caps are those of training alone: leave --val-tokens out");
   ps_plan *p = NULL;
   ps__search_result r;
   ps__memo *memo = NULL;
-  PS_TRY(new_plan(&p, model, cfg, hw));
+  PS_TRY(ps__plan_new(&p, model, cfg, hw));
   ps_status st = ps__memo_create(&memo);
   if (st == PS_OK)
     st = ps__find_plan(p, memo, true, &r);
@@ -521,6 +560,8 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   *host_mem_bytes = r.smallest[ps__one_device.host];
   return PS_OK;
 }
+
+const ps_model *ps_plan_model(const ps_plan *plan) { return plan ? plan->model : NULL; }
 
 ps_schedule *ps_plan_schedule(ps_plan *plan) { return plan ? plan->schedule : NULL; }
 

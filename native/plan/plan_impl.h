@@ -17,9 +17,41 @@ struct ps_plan {
   ps_schedule *schedule;
   ps_plan_report report;
   double hfu_flops; /* of a step: model FLOPs and all recomputation */
+  /* cfg.val_tokens: the validation's plan, whose step is mapped over this one's, and how many of
+   * its steps are a validation. NULL: none. */
+  ps_plan *val;
+  uint64_t val_steps;
+  struct ps__ramp *ramp; /* [n_ramp]; stages whose build failed are half filled */
+  uint32_t n_ramp;
   char *text, *json;
   _Atomic uint32_t in_use; /* 1: a trainer has it */
 };
+
+/* ---- ramp.c: steps of a batch ramp ----------------------------------------------------------- */
+/* A stage: n_steps steps of n_sequences sequences, from first_step of the training on. */
+typedef struct ps__ramp {
+  uint64_t n_steps, n_sequences, first_step, first_sequence;
+  ps__layout layout;
+  ps__step step; /* mapped over the plan's */
+  ps_schedule *schedule;
+  double step_s; /* predicted */
+} ps__ramp;
+/* What a step of the training is made of: a stage's, or after the ramp the plan's own. Steps
+ * [first_step, end_step) are alike. first_sequence: sequences read before first_step. */
+typedef struct ps__step_size {
+  const ps__layout *layout;
+  const ps__step *step;
+  ps_schedule *schedule;
+  uint64_t first_step, end_step, first_sequence;
+  double step_s;
+} ps__step_size;
+ps__step_size ps__step_size_at(const ps_plan *p, uint64_t step);
+/* ps__plan_ramp() - check and plan the stages of p->cfg over the step of @p, which is mapped; widen
+ * its arenas where a stage needs more. Errors: PS_EINVAL, PS_ENOMEM.
+ * ps__plan_ramp_check() - PS_EBUDGET where the report of @p is past a cap. */
+ps_status ps__plan_ramp(ps_plan *p);
+ps_status ps__plan_ramp_check(const ps_plan *p);
+void ps__plan_ramp_free(ps_plan *p);
 
 /* ps__plan_from_spec() - a plan of given decisions, without a search and without caps. @spec is
  * copied; it must be of the layout that its chunk_tokens and chunks_per_round give.
@@ -31,6 +63,20 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
  * be the recipe's, its sequence length the plan's. The plan owns it, and an error destroys it. */
 ps_status ps__plan_of_model(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
                             const ps_hardware *hw);
+
+/* ps__plan_new() - a plan without decisions: its model, and the configuration with its defaults.
+ * Errors: PS_EINVAL, PS_ENOMEM. ps__plan_predict() - fill in the report's times of a compiled plan.
+ * Errors: PS_ENOMEM. */
+ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
+                       const ps_hardware *hw);
+ps_status ps__plan_predict(ps_plan *p);
+
+/* ---- validation.c: the validation beside a training ------------------------------------------ */
+/* ps__plan_validation() - plan the validation that p->cfg asks for, over the step of @p, which is
+ * mapped; widen the arenas of @p where the validation needs more. Errors: PS_ENOMEM, PS_EINVAL.
+ * ps__plan_validation_check() - PS_EBUDGET where the report of @p is past a cap. */
+ps_status ps__plan_validation(ps_plan *p);
+ps_status ps__plan_validation_check(const ps_plan *p);
 
 /* ps__plan_engine() - the engine that runs the plan: its places, links and streams. */
 void ps__plan_engine(const ps_plan *p, ps_engine_config *out);
@@ -110,12 +156,17 @@ double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__
 /* ps__host_overhead() - host BYTES that a step takes besides its arena, and two parts of them. */
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
                            uint64_t *trace);
-/* ps__device_overhead() - device BYTES that a step takes besides its arena: CUDA's scratch with the
- * products' workspace (@scratch), and its overhead. */
-uint64_t ps__device_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch);
+/* ps__device_overhead() - device BYTES that a program takes besides its arena: CUDA's scratch with
+ * the products' workspace (@scratch), and its overhead. ps__host_scratch() - host BYTES of scratch.
+ * @scratch_bytes: of each stream. */
+uint64_t ps__device_overhead(const ps_hardware *hw, const ps__places *at,
+                             const size_t *scratch_bytes, uint64_t *scratch);
+uint64_t ps__host_scratch(const ps_hardware *hw, const ps__places *at, const size_t *scratch_bytes);
+/* ps__host_reserve() - BYTES that the process holds besides arenas, scratch and tables (plan.c). */
+uint64_t ps__host_reserve(const ps_hardware *hw);
 static inline uint64_t ps__arena_round(uint64_t bytes) {
   return (bytes + (2u << 20) - 1) >> 21 << 21;
 }
 /* Threads that a stream's ops may use. */
-uint32_t ps__stream_threads(const ps_plan *plan, const ps__places *at, uint32_t stream);
+uint32_t ps__stream_threads(const ps_hardware *hw, const ps__places *at, uint32_t stream);
 #endif

@@ -55,6 +55,17 @@ static void say_memory(text *t, const ps_plan_report *r) {
         e);
 }
 
+static void say_validation(text *t, const ps_plan *p) {
+  const ps_plan_report *r = &p->report;
+  if (p->val)
+    say(t,
+        "validation       %llu tokens in %llu step%s of %u round%s, in the same memory; predicted "
+        "%.3f s\n",
+        (unsigned long long)r->val_tokens, (unsigned long long)p->val_steps,
+        p->val_steps == 1 ? "" : "s", p->val->layout.n_rounds,
+        p->val->layout.n_rounds == 1 ? "" : "s", r->val_s);
+}
+
 static const char *where(uint64_t some, uint64_t all) {
   return some == all ? "resident" : some ? "partly resident" : "streamed";
 }
@@ -89,6 +100,12 @@ static void write_text(text *t, const ps_plan *p) {
         p->cfg.n_frozen_layers, p->model->n_layers,
         1e-9 * (double)(p->model->n_elements - p->model->n_trained),
         1e-9 * (double)p->model->n_elements);
+  if (p->model->lora.rank) {
+    char names[160];
+    (void)ps_lora_targets_text(names, sizeof names, p->model->lora.targets);
+    say(t, "adapters         LoRA of rank %u, alpha %g, %.3g million parameters: %s\n",
+        p->model->lora.rank, p->model->lora.alpha, 1e-6 * (double)p->model->n_trained, names);
+  }
   say(t, "optimizer        %s: %llu bytes of state a parameter, %s\n",
       ps_optimizer_name(p->spec.optimizer),
       (unsigned long long)ps__state_bytes(p->spec.optimizer, p->spec.recipe),
@@ -117,6 +134,11 @@ static void write_text(text *t, const ps_plan *p) {
       ps__format_bytes(c, r->saved_recompute_bytes));
   say(t, "traffic          a step: %s to the device, %s to the host\n",
       ps__format_bytes(a, r->h2d_bytes), ps__format_bytes(b, r->d2h_bytes));
+  for (uint32_t i = 0; i < p->n_ramp; i++)
+    say(t, "batch ramp       %llu steps of %llu tokens: %u round%s; predicted %.3f s a step\n",
+        (unsigned long long)p->ramp[i].n_steps, (unsigned long long)p->ramp[i].layout.n_tokens,
+        p->ramp[i].layout.n_rounds, p->ramp[i].layout.n_rounds == 1 ? "" : "s", p->ramp[i].step_s);
+  say_validation(t, p);
   say(t, "work             %.3g model FLOPs a step, %.1f%% more recomputed\n", r->model_flops,
       r->model_flops > 0 ? 100 * r->recompute_flops / r->model_flops : 0);
   say(t,
@@ -201,6 +223,25 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
   ps__jsonw_number(w, "predicted_step_s", r->step_s);
   ps__jsonw_number(w, "predicted_tokens_per_s",
                    r->step_s > 0 ? (double)r->tokens_per_step / r->step_s : 0);
+  if (p->val) {
+    ps__jsonw_uint(w, "val_tokens", r->val_tokens);
+    ps__jsonw_uint(w, "val_step_tokens", r->val_step_tokens);
+    ps__jsonw_uint(w, "val_chunks_per_round", p->val->layout.chunks_per_round);
+    ps__jsonw_uint(w, "val_h2d_bytes", p->val->step.copied_bytes[0]);
+    ps__jsonw_number(w, "predicted_val_s", r->val_s);
+  }
+  if (p->n_ramp) {
+    ps__jsonw_array(w, "batch_ramp");
+    for (uint32_t i = 0; i < p->n_ramp; i++) {
+      ps__jsonw_object(w, NULL);
+      ps__jsonw_uint(w, "steps", p->ramp[i].n_steps);
+      ps__jsonw_uint(w, "tokens_per_step", p->ramp[i].layout.n_tokens);
+      ps__jsonw_uint(w, "n_rounds", p->ramp[i].layout.n_rounds);
+      ps__jsonw_number(w, "predicted_step_s", p->ramp[i].step_s);
+      ps__jsonw_end(w);
+    }
+    ps__jsonw_end(w);
+  }
   ps__jsonw_string(w, "bottleneck_stream", ps_plan_stream_name(r->bottleneck_stream));
   ps__jsonw_object(w, "stream_busy_s");
   for (uint32_t i = 0; i < p->at->n_streams; i++)

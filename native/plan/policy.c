@@ -3,12 +3,13 @@
 #include "plan/candidates.h"
 #include <string.h>
 
-bool ps__among(uint32_t unit, uint32_t parts) {
-  return (unit + 1) * parts / PS__UNIT_PARTS != unit * parts / PS__UNIT_PARTS;
+bool ps__among(const ps__search_space *sp, uint32_t unit, uint32_t parts) {
+  const uint32_t layer = sp->plan->model->unit[unit].layer;
+  return (layer + 1) * parts / PS__UNIT_PARTS != layer * parts / PS__UNIT_PARTS;
 }
 
 bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_t unit) {
-  return ps__among(unit, r->params) ||
+  return ps__among(sp, unit, r->params) ||
          (r->head && sp->plan->model->unit[unit].layer == ps__head_layer(sp->plan->model));
 }
 
@@ -96,7 +97,7 @@ double ps__table_bytes(const ps__search_space *sp) {
 
 bool ps__embed_on_host(const ps__search_space *sp, const ps__layout *l, const ps__residency *r) {
   const double to_device = ps__params_stay(sp, r, 0) ? 1 : l->n_rounds,
-               to_host = ps__among(0, r->grads) ? 1 : l->n_rounds;
+               to_host = ps__among(sp, 0, r->grads) ? 1 : l->n_rounds;
   return !ps__tied(sp->plan->model) && !r->state &&
          2 * ps__lookup_bytes(sp, l) < (to_device + to_host) * ps__table_bytes(sp);
 }
@@ -159,7 +160,7 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
     const bool several = ps__unit_contributions(plan->model, &sums, u) > 1,
                table_on_host = u == 0 && embed_on_host, trained = !plan->model->unit[u].frozen;
     spec->param_resident[u] = ps__params_stay(sp, r, u) && !table_on_host;
-    spec->grad_resident[u] = ps__among(u, r->grads) && several && !table_on_host;
+    spec->grad_resident[u] = ps__among(sp, u, r->grads) && several && !table_on_host;
     spec->update_resident[u] = r->state && trained;
     spec->update_streamed[u] = !r->state && layer > 0 && layer <= m->streamed && trained;
     const bool among = layer == ps__head_layer(plan->model)

@@ -154,6 +154,8 @@ static ps__vaccess tensor_access(const ps__builder *b, const chunk_pass *p, ps__
                                  bool sliced) {
   const ps__tensor_def *t = &p->d->tensor[y.id];
   const uint32_t vt = p->bound[y.id];
+  if (y.skip)
+    return ps__part(vt, y.mode, y.skip, tensor_bytes(b, p->d, p->c, y.id) - y.skip);
   if (y.kind == PS__SYM_PREFIX)
     return ps__part(vt, y.mode == PS_WRITE && !p->shape.first_dkv ? PS_READ_WRITE : y.mode, 0,
                     t->row_bytes * (p->shape.row0 + p->shape.n_tokens));
@@ -193,14 +195,20 @@ static void make_tensors(ps__builder *b, chunk_pass *p, const ps__op_def *op) {
   }
 }
 
-/* Emit a list: a tensor dies after its last use in the list. */
+/* Emit a list: a tensor dies after its last use in the list, and is sent to the host after its last
+ * write. */
 static void emit_list(ps__builder *b, chunk_pass *p, const listed *list, uint32_t n, int phase,
                       bool send) {
-  uint32_t last_use[PS__SET_BITS] = {0};
+  uint32_t last_use[PS__SET_BITS] = {0}, last_write[PS__SET_BITS] = {0};
   for (uint32_t i = 0; i < n; i++)
-    for (uint32_t j = 0; j < list[i].op->n_syms; j++)
-      if (ps__sym_is_tensor(list[i].op->sym[j]))
-        last_use[list[i].op->sym[j].id] = i;
+    for (uint32_t j = 0; j < list[i].op->n_syms; j++) {
+      const ps__sym y = list[i].op->sym[j];
+      if (!ps__sym_is_tensor(y))
+        continue;
+      last_use[y.id] = i;
+      if (y.mode & PS_WRITE)
+        last_write[y.id] = i;
+    }
   for (uint32_t i = 0; i < n; i++) {
     const ps__op_def *op = list[i].op;
     make_tensors(b, p, op);
@@ -209,7 +217,7 @@ static void emit_list(ps__builder *b, chunk_pass *p, const listed *list, uint32_
       const uint32_t id = op->sym[j].id;
       if (!ps__sym_is_tensor(op->sym[j]))
         continue;
-      if (send && (op->sym[j].mode & PS_WRITE))
+      if (send && (op->sym[j].mode & PS_WRITE) && last_write[id] == i)
         ps__send_saved(b, p->layer, p->c, id, p->bound[id]);
       if (last_use[id] != i || ps__in(p->keep, id) || p->bound[id] == PS__NO_VT)
         continue;
@@ -322,14 +330,15 @@ void ps__fetch_saved(ps__builder *b, uint32_t step_idx) {
       fetch_tensor(b, layer, c, t);
 }
 
-/* Puts the op on the list, and before it the ops that make what it reads. */
-static void list_with_sources(const ps__layer_def *d, const ps__op_def *op, ps__set recompute,
-                              ps__set *done, ps__set *have, listed *list, uint32_t *n) {
+/* Puts on the list the ops that make what @op reads: forward ops below @end, in their order. */
+static void list_sources(const ps__layer_def *d, const ps__op_def *op, uint32_t end,
+                         ps__set recompute, ps__set *done, ps__set *have, listed *list,
+                         uint32_t *n) {
   for (uint32_t j = 0; j < op->n_syms; j++) {
     const ps__sym y = op->sym[j];
     if (!ps__sym_is_tensor(y) || !(y.mode & PS_READ) || ps__in(*have, y.id))
       continue;
-    for (uint32_t i = 0; i < d->n_fwd; i++) {
+    for (uint32_t i = 0; i < end; i++) {
       if (!ps__in(recompute & ~*done, i))
         continue;
       bool makes = false;
@@ -339,7 +348,7 @@ static void list_with_sources(const ps__layer_def *d, const ps__op_def *op, ps__
       if (!makes)
         continue;
       *done |= ps__only(i);
-      list_with_sources(d, &d->fwd[i], recompute, done, have, list, n);
+      list_sources(d, &d->fwd[i], i, recompute, done, have, list, n);
       list[(*n)++] = (listed){&d->fwd[i], true};
     }
     *have |= ps__only(y.id);
@@ -418,7 +427,7 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__set recompute = ps__recompute(d, d->needs, have);
   listed list[2 * PS__SET_BITS];
   for (uint32_t i = 0; i < d->n_bwd; i++) {
-    list_with_sources(d, &d->bwd[i], recompute, &done, &have, list, &n);
+    list_sources(d, &d->bwd[i], d->n_fwd, recompute, &done, &have, list, &n);
     list[n++] = (listed){&d->bwd[i], false};
   }
   emit_list(b, &p, list, n, PS__PHASE_BACKWARD, false);
@@ -540,9 +549,11 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
   }
   b->dy[c] = d->grad == PS__NONE ? PS__NO_VT : p.bound[d->grad];
   const uint32_t row_loss = p.bound[d->loss];
-  ps__emit_copy(b, b->s->at->to_host, ps__whole(b, row_loss, PS_READ),
-                ps__part(s->row_loss, PS_WRITE, 4ull * k->first_token, 4ull * k->n_tokens),
-                chunk_tag(b, head, c, PS__PHASE_HEAD));
+  const uint64_t row_bytes = ps__loss_row_bytes(s->model);
+  ps__emit_copy(
+      b, b->s->at->to_host, ps__whole(b, row_loss, PS_READ),
+      ps__part(s->row_loss, PS_WRITE, row_bytes * k->first_token, row_bytes * k->n_tokens),
+      chunk_tag(b, head, c, PS__PHASE_HEAD));
   b->head_norm = true;
   /* where the slices' gradient is another layer's (tied embeddings), every chunk adds to these */
   if (s->model->unit[ps__sliced_unit(s->model)].layer != head && c && ps__contribution_ends(b, c)) {

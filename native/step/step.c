@@ -83,7 +83,8 @@ static void make_batch(ps__builder *b) {
     at += ps__batch_chunk_of(s->layout->chunk[i].n_tokens).bytes;
   }
   s->batch = ps__vt_persistent(b, b->s->at->host, at);
-  s->row_loss = ps__vt_persistent(b, b->s->at->host, 4 * s->layout->n_tokens);
+  s->row_loss =
+      ps__vt_persistent(b, b->s->at->host, ps__loss_row_bytes(s->model) * s->layout->n_tokens);
   s->norms =
       ps__vt_persistent(b, b->s->at->host, 8ull * ps__norm_slots(s->model) * s->model->n_units);
   s->stats = ps__vt_persistent(b, b->s->at->host, sizeof(ps__step_stats));
@@ -110,7 +111,7 @@ static void emit_loss(ps__builder *b) {
                                  ps__whole(b, s->row_loss, PS_READ),
                                  ps__part(s->stats, PS_WRITE, 0, 64)};
   ps__emit_hook(b, PS__HOOK_LOSS, 0, b->s->at->host_ops, access, 3,
-                ps__bytes_work(4.0 * (double)s->layout->n_tokens),
+                ps__bytes_work((double)(ps__loss_row_bytes(s->model) * s->layout->n_tokens)),
                 (ps_tag){-1, -1, -1, PS__PHASE_HEAD});
 }
 

@@ -101,7 +101,7 @@ void ps__spec_free(ps__spec *s);
 /* ---- host ops: what the trainer does inside the program -------------------------------------- */
 /* One function serves all hooks. Pointers, by what:
  *   LOAD    W batch (the whole host batch)
- *   LOSS    R batch, R row_loss f32[step tokens], W stats.loss and valid_tokens
+ *   LOSS    R batch, R row_loss f32[step tokens, columns], W stats.loss to valid_tokens
  *   NORM    R norms f64[n_units][ps__norm_slots()], W the second half of stats: its step last,
  *           and on success only
  *   UPDATE  the operands of ps__update_operands() (optim/optim.h). The gate is, with clipping, the
@@ -142,9 +142,10 @@ static inline uint32_t ps__norm_slots(const ps_model *m) { return (m->max_spans 
 /* Different ops write the two halves, so each has 64 bytes of its own. */
 typedef struct ps__step_stats {
   double loss;
+  double z_loss, objective; /* of ps_step_metrics */
   /* the batch has it too, but a late reader of the batch would hold back the next one */
   uint64_t valid_tokens;
-  uint64_t pad0[6];
+  uint64_t pad0[4];
   double norm;
   float clip_scale;
   uint32_t pad1;
@@ -244,6 +245,15 @@ ps_status ps__step_emit(ps__step *s, const ps_model *model, const ps__layout *la
                         const ps__spec *spec, ps__step_hooks *hooks);
 /* ps__step_map() - give the tensors their offsets; fill space_bytes. Errors: PS_ENOMEM. */
 ps_status ps__step_map(ps__step *s);
+/* ps__step_map_over() - map the emitted step @s so that it may run whenever no step of @t, which is
+ * mapped, is in flight: weights, state, batch, losses and stats lie where those of @t do, and all
+ * else lies past the persistent tensors of @t. @s must have no more tokens than @t, the same units,
+ * and of a unit no persistent tensor that @t lacks. It is a forward-only step or has the spec of
+ * @t. space_bytes counts the tensors of @t that persist.
+ * Errors: PS_ENOMEM, PS_EINTERNAL.
+ * ps__step_widen() - let arenas and scratch of @s be large enough for @by too. */
+ps_status ps__step_map_over(ps__step *s, const ps__step *t);
+void ps__step_widen(ps__step *s, const ps__step *by);
 /* ps__step_build() - emit and map. On an error nothing is left to free. */
 ps_status ps__step_build(ps__step *s, const ps_model *model, const ps__layout *layout,
                          const ps__spec *spec, ps__step_hooks *hooks);

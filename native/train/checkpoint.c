@@ -1,15 +1,34 @@
-/* checkpoint.c - writes checkpoints, and names, finds and removes them in a folder. */
+/* checkpoint.c - writes checkpoints, beside the steps that follow.
+ *
+ * ps_trainer_checkpoint_begin() starts a thread. That thread writes the tensors with some more
+ * (arrays.c), each part of the state after the last update that the checkpoint has, while the next
+ * update of the part waits (hold.c). Then come the manifest and the rename that makes the
+ * checkpoint whole. Whatever fails leaves no checkpoint, and training goes on. */
+#include "train/adapter.h"
+#include "train/arrays.h"
 #include "train/resume.h"
-#include <dirent.h>
 #include <errno.h>
 #include <math.h>
 #include <stddef.h>
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-enum { PIECE_BYTES = 4 << 20 };                 /* of state that comes from the device, at a time */
-static const uint64_t SHARD_BYTES = 1000000000; /* a file; several threads hash the files */
+/* A file: threads hash files, so there are many more of these than threads. */
+static const uint64_t FILE_BYTES = 256000000;
+
+struct ps__writing {
+  ps__thread *thread;
+  ps_trainer *t;
+  char *dir;
+  uint64_t n_steps; /* of the run */
+  uint64_t begin_ns;
+  ps_status st;
+  char message[1024];
+  ps_checkpoint_report report;
+  _Atomic uint32_t over;
+};
 
 const char *const ps__state_names[PS_N_OPTIMIZERS][PS_MAX_STATES] = {
     [PS_OPTIMIZER_ADAMW] = {"exp_avg", "exp_avg_sq"},
@@ -17,7 +36,9 @@ const char *const ps__state_names[PS_N_OPTIMIZERS][PS_MAX_STATES] = {
     [PS_OPTIMIZER_SGD] = {"momentum_buffer"},
 };
 
-#define TRAIN(key, option, kind, fixed) {#key, option, kind, offsetof(ps_train_config, key), fixed}
+#define TRAIN(key, option, kind, fixed)                                                            \
+  {#key, option, kind, offsetof(ps_train_config, key), fixed, false}
+#define NEWER(type, key, option, kind) {#key, option, kind, offsetof(type, key), false, true}
 const ps__setting ps__train_settings[] = {
     TRAIN(lr_kind, "lr-schedule", PS__U32, false),
     TRAIN(lr, "lr", PS__F64, false),
@@ -31,7 +52,10 @@ const ps__setting ps__train_settings[] = {
     TRAIN(momentum, "momentum", PS__F64, false),
     TRAIN(nesterov, "nesterov", PS__U32, false),
     TRAIN(weight_decay, "weight-decay", PS__F64, false),
+    NEWER(ps_train_config, no_decay, "no-decay", PS__U32),
     TRAIN(clip_norm, "clip-norm", PS__F64, false),
+    NEWER(ps_train_config, non_finite, "non-finite", PS__U32),
+    NEWER(ps_train_config, max_skips, "max-skips", PS__U64),
     TRAIN(seed, "seed", PS__U64, true),
     TRAIN(shuffle, "shuffle", PS__U32, true),
     TRAIN(document_token, "document-token", PS__I32, true),
@@ -40,20 +64,30 @@ const ps__setting ps__train_settings[] = {
 };
 
 #define BATCH(key, option, kind, fixed)                                                            \
-  {#key, option, kind, offsetof(ps_checkpoint_info, key), fixed}
+  {#key, option, kind, offsetof(ps_checkpoint_info, key), fixed, false}
+#define LORA(key, kind)                                                                            \
+  {"lora_" #key, "lora-" #key, kind, offsetof(ps_checkpoint_info, lora.key), true, true}
 const ps__setting ps__batch_settings[] = {
     BATCH(n_frozen_layers, "frozen layers", PS__U32, true),
     BATCH(seq_len, "seq-len", PS__U64, true),
     BATCH(tokens_per_step, "tokens-per-step", PS__U64, true),
     BATCH(n_sequences, "number of sequences in the data", PS__U64, true),
+    {"data_mix", "weights of the data", PS__U64, offsetof(ps_checkpoint_info, data_mix), true,
+     true},
     BATCH(chunk_tokens, "chunk-tokens", PS__U64, false),
     BATCH(chunks_per_round, "chunks-per-round", PS__U64, false),
     BATCH(first_round_chunks, "first-round-chunks", PS__U64, false),
     BATCH(head_slice_tokens, "head-slice-tokens", PS__U64, false),
+    LORA(rank, PS__U32),
+    LORA(alpha, PS__F64),
+    LORA(targets, PS__U32),
+    LORA(rslora, PS__U32),
+    NEWER(ps_checkpoint_info, z_loss, "z-loss", PS__F64),
+    NEWER(ps_checkpoint_info, label_smoothing, "label-smoothing", PS__F64),
     {.key = NULL},
 };
 
-void ps__checkpoint_info_of(const ps_trainer *t, ps_checkpoint_info *out) {
+void ps__checkpoint_info_of(const ps_trainer *t, uint64_t n_steps, ps_checkpoint_info *out) {
   const ps_plan_config *c = &t->plan->cfg;
   const ps_plan_report *r = &t->plan->report;
   *out = (ps_checkpoint_info){
@@ -61,15 +95,19 @@ void ps__checkpoint_info_of(const ps_trainer *t, ps_checkpoint_info *out) {
       .recipe = c->recipe,
       .optimizer = c->optimizer,
       .n_frozen_layers = c->n_frozen_layers,
-      .step = t->cfg.first_step + t->n_reported,
-      .n_updates = t->n_updates + t->n_reported,
+      .step = t->cfg.first_step + n_steps,
+      .n_updates = t->n_updates + n_steps,
       .seq_len = c->seq_len,
       .tokens_per_step = r->tokens_per_step,
       .chunk_tokens = r->chunk_tokens,
       .chunks_per_round = r->chunks_per_round,
       .first_round_chunks = r->first_round_chunks,
       .head_slice_tokens = r->head_slice_tokens,
+      .lora = t->plan->model->lora,
+      .z_loss = c->z_loss,
+      .label_smoothing = c->label_smoothing,
       .n_sequences = t->cfg.dataset ? ps_dataset_n_sequences(t->cfg.dataset, c->seq_len) : 0,
+      .data_mix = t->cfg.dataset ? ps_dataset_mix(t->cfg.dataset) : 0,
   };
 }
 
@@ -89,61 +127,6 @@ ps_train_config ps__checkpoint_settings(const ps_trainer *t) {
   return c;
 }
 
-/* ---- states ---------------------------------------------------------------------------------- */
-
-static ps_status append_state(ps_trainer *t, ps_tensor_writer *w, const ps_param_info *p,
-                              uint32_t k, void *buffer) {
-  const ps__vt *vt = &t->plan->step.vt[t->plan->step.unit_host[p->unit].state[k]];
-  const uint64_t element = ps_dtype_bytes(t->plan->step.recipe->state[k]), n = p->n * element,
-                 first = vt->offset + p->offset * element;
-  if (vt->space == t->plan->at->host)
-    return ps_tensors_append(w, t->host + first, n);
-  for (uint64_t at = 0; at < n; at += PIECE_BYTES) {
-    const uint64_t m = n - at < PIECE_BYTES ? n - at : PIECE_BYTES;
-    PS_TRY(ps__engine_read(t->engine, vt->space, first + at, buffer, m));
-    PS_TRY(ps_tensors_append(w, buffer, m));
-  }
-  return PS_OK;
-}
-
-static ps_status append_states(ps_trainer *t, ps_tensor_writer *w, uint32_t k, void *buffer) {
-  const ps_model *m = t->plan->model;
-  for (uint32_t i = 0; i < m->n_params; i++)
-    if (!m->unit[m->param[i].unit].frozen)
-      PS_TRY(append_state(t, w, &m->param[i], k, buffer));
-  return PS_OK;
-}
-
-static ps_status write_state(ps_trainer *t, ps__stage *stage, const char *dir, uint32_t k) {
-  const ps_model *m = t->plan->model;
-  ps_tensor_spec *specs = ps__calloc(m->n_params, sizeof *specs);
-  void *buffer = ps__malloc(PIECE_BYTES);
-  ps_tensor_writer *w = NULL;
-  uint32_t n = 0;
-  ps_status st = specs && buffer ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for a checkpoint");
-  for (uint32_t i = 0; st == PS_OK && i < m->n_params; i++) {
-    const ps_param_info *p = &m->param[i];
-    if (!m->unit[p->unit].frozen)
-      specs[n++] = (ps_tensor_spec){.name = p->name,
-                                    .dtype = t->plan->step.recipe->state[k],
-                                    .n_dims = p->n_dims,
-                                    .shape = {p->shape[0], p->shape[1]}};
-  }
-  if (st == PS_OK)
-    st = ps__tensors_create(&w, stage, dir, ps__state_names[t->plan->spec.optimizer][k], specs, n,
-                            SHARD_BYTES, NULL, 0);
-  if (st == PS_OK) {
-    st = append_states(t, w, k, buffer);
-    if (st == PS_OK)
-      st = ps_tensors_finish(w);
-    else
-      ps_tensors_abort(w);
-  }
-  ps__free(specs);
-  ps__free(buffer);
-  return st;
-}
-
 /* ---- the manifest ---------------------------------------------------------------------------- */
 
 static void write_settings(ps__jsonw *w, const char *key, const ps__setting *s, const void *base) {
@@ -160,37 +143,60 @@ static void write_settings(ps__jsonw *w, const char *key, const ps__setting *s, 
   ps__jsonw_end(w);
 }
 
-static ps_status fill_manifest(const ps_trainer *t, const ps__stage *stage, ps__jsonw *w) {
+/* The data's paths, without links where they can be resolved. */
+static void write_data(ps__jsonw *w, const ps_dataset *ds) {
+  char real[PATH_MAX];
+  const char *path;
+  ps__jsonw_array(w, "data");
+  for (uint64_t i = 0; (path = ps__dataset_path(ds, i)); i++)
+    ps__jsonw_string(w, NULL, realpath(path, real) ? real : path);
+  ps__jsonw_end(w);
+}
+
+static ps_status fill_manifest(ps__writing *c, const ps__stage *stage, const ps__output *o,
+                               ps__jsonw *w) {
+  const ps_trainer *t = c->t;
   ps_checkpoint_info info;
   const ps_train_config settings = ps__checkpoint_settings(t);
-  ps__checkpoint_info_of(t, &info);
+  ps__checkpoint_info_of(t, c->n_steps, &info);
+  info.n_skipped = ps__skips_before(t);
   ps__jsonw_object(w, NULL);
   ps__jsonw_string(w, "format", "penstock checkpoint");
   ps__jsonw_uint(w, "version", 1);
   ps__jsonw_string(w, "penstock", ps_version());
+  ps__jsonw_uint(w, "serial", c->report.serial);
   ps__jsonw_uint(w, "step", info.step);
   ps__jsonw_uint(w, "n_updates", info.n_updates);
-  ps__jsonw_uint(w, "sequences_read", info.step * t->plan->layout.n_sequences);
+  ps__jsonw_uint(w, "n_skipped", info.n_skipped);
+  ps__jsonw_uint(w, "sequences_read", ps_plan_sequences_before(t->plan, info.step));
   ps__jsonw_string(w, "recipe", ps__recipes[info.recipe].name);
   ps__jsonw_string(w, "optimizer", ps_optimizer_name((ps_optimizer)info.optimizer));
+  if (t->run_text)
+    ps__jsonw_string(w, "run", t->run_text);
+  if (ps__has_adapters(t)) {
+    char hex[65];
+    PS_TRY(ps__base_hash(c->t, hex));
+    ps__jsonw_string(w, "base_sha256", hex);
+  }
+  write_data(w, t->cfg.dataset);
   write_settings(w, "batch", ps__batch_settings, &info);
   write_settings(w, "training", ps__train_settings, &settings);
-  PS_TRY(ps__manifest_files(w, stage));
+  PS_TRY(ps__manifest_files(w, stage, o->hashed, o->n_hashed, &c->report.bytes));
   ps__jsonw_end(w);
   return PS_OK;
 }
 
-static ps_status write_manifest(const ps_trainer *t, const ps__stage *stage, const char *dir) {
+static ps_status write_manifest(ps__writing *c, const ps__stage *stage, const ps__output *o) {
   ps__jsonw *w;
   size_t n;
   int fd = -1;
-  char *path = ps__path_join(dir, PS__MANIFEST);
-  ps_status st = path ? ps__jsonw_create(&w) : ps__fail(PS_ENOMEM, "out of memory for %s", dir);
+  char *path = ps__path_join(c->dir, PS__MANIFEST);
+  ps_status st = path ? ps__jsonw_create(&w) : ps__fail(PS_ENOMEM, "out of memory for %s", c->dir);
   if (st != PS_OK) {
     ps__free(path);
     return st;
   }
-  st = fill_manifest(t, stage, w);
+  st = fill_manifest(c, stage, o, w);
   const char *text = st == PS_OK ? ps__jsonw_text(w, &n) : NULL;
   if (st == PS_OK && !text)
     st = ps__fail(PS_ENOMEM, "out of memory for %s", path);
@@ -207,150 +213,173 @@ static ps_status write_manifest(const ps_trainer *t, const ps__stage *stage, con
   return st;
 }
 
-/* ---- the checkpoint -------------------------------------------------------------------------- */
+/* ---- the writer's thread --------------------------------------------------------------------- */
 
-static ps_status write_all(ps_trainer *t, ps__stage *stage, const char *dir) {
-  PS_TRY(ps__trainer_write_model(t, stage, dir, t->plan->step.recipe->updated, SHARD_BYTES));
-  for (uint32_t k = 0; k < ps__optimizers[t->plan->spec.optimizer].n_states; k++)
-    PS_TRY(write_state(t, stage, dir, k));
-  return write_manifest(t, stage, dir);
+static double seconds_since(uint64_t begin_ns) { return (double)(ps__now_ns() - begin_ns) * 1e-9; }
+
+static ps_status write_arrays(ps__writing *c, ps__stage *stage, ps__output *o) {
+  const ps_trainer *t = c->t;
+  ps__array array[1 + PS_MAX_STATES] = {
+      {ps__weights_stem(t), t->plan->step.recipe->updated, PS__WEIGHTS}};
+  *o = (ps__output){.stage = stage,
+                    .dir = c->dir,
+                    .array = array,
+                    .n_arrays = 1 + ps__optimizers[t->plan->spec.optimizer].n_states,
+                    .max_file_bytes = FILE_BYTES,
+                    .held = true};
+  for (uint32_t k = 0; k + 1 < o->n_arrays; k++)
+    array[1 + k] = (ps__array){ps__state_names[t->plan->spec.optimizer][k],
+                               t->plan->step.recipe->state[k], (int)k};
+  const ps_status st = ps__trainer_write_arrays(c->t, o);
+  c->report.held_s = seconds_since(c->begin_ns);
+  ps__hold_release_all(c->t->hold); /* where writing failed, and what is frozen */
+  return st;
 }
 
-/* The last step's updates have ended, also those that its report does not wait for. */
-static ps_status check_whole(ps_trainer *t) {
-  PS_TRY(ps__trainer_idle(t));
-  if (t->sticky != PS_OK || atomic_load(&t->cancelled) ||
-      (t->run && ps_run_wait(t->run, t->n_reported) != PS_OK))
-    return ps__fail(PS_ESTATE, "an error or a cancel has stopped the trainer: optimizer states may "
-                               "be of two steps, and no checkpoint is written");
-  return PS_OK;
+/* The folder that the checkpoint is in says its serial. */
+static ps_status find_serial(ps__writing *c) {
+  char folder[PATH_MAX];
+  const char *slash = strrchr(c->dir, '/');
+  snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - c->dir) : 1, slash ? c->dir : ".");
+  return ps__checkpoints_next_serial(slash == c->dir ? "/" : folder, c->t->serial,
+                                     &c->report.serial);
 }
 
-ps_status ps_trainer_checkpoint(ps_trainer *t, const char *dir) {
+static ps_status write_all(ps__writing *c, ps__stage *stage) {
+  ps__output o = {0};
+  ps_status st = write_arrays(c, stage, &o);
+  if (st == PS_OK)
+    st = ps__trainer_write_config(c->t, stage, c->dir, c->t->plan->step.recipe->updated);
+  if (st == PS_OK)
+    st = find_serial(c);
+  if (st == PS_OK)
+    st = write_manifest(c, stage, &o);
+  if (st == PS_OK)
+    st = ps__hold_await_seen(c->t->hold);
+  ps__free(o.hashed);
+  return st;
+}
+
+static ps_status write_checkpoint(ps__writing *c) {
   ps__stage *stage;
-  if (!t || !dir || !*dir)
-    return ps__fail(PS_EINVAL, "ps_trainer_checkpoint: trainer and dir must be given");
-  PS_TRY(check_whole(t));
-  PS_TRY(ps__stage_open(&stage, dir));
-  const ps_status st = write_all(t, stage, dir);
+  ps_status st = ps__stage_open(&stage, c->dir);
+  if (st != PS_OK) {
+    ps__hold_release_all(c->t->hold);
+    return st;
+  }
+  st = write_all(c, stage);
   if (st == PS_OK)
     return ps__stage_commit(stage);
   ps__stage_abort(stage);
   return st;
 }
 
-/* ---- a folder of checkpoints ----------------------------------------------------------------- */
-
-#define PREFIX "step-"
-
-ps_status ps_checkpoint_path(char *path, uint64_t bytes, const char *folder, uint64_t step) {
-  const int n = snprintf(path, bytes, "%s/" PREFIX "%08llu", folder, (unsigned long long)step);
-  return n >= 0 && (uint64_t)n < bytes
-             ? PS_OK
-             : ps__fail(PS_EINVAL, "%.200s...: the path is too long", folder);
+static void write_beside(void *arg) {
+  ps__writing *c = arg;
+  c->st = write_checkpoint(c);
+  if (c->st != PS_OK)
+    snprintf(c->message, sizeof c->message, "%s", ps_last_error());
+  c->report.durable_s = seconds_since(c->begin_ns);
+  c->report.waited_s = (double)ps__hold_waited_ns(c->t->hold) * 1e-9;
+  atomic_store(&c->over, 1);
 }
 
-/* PREFIX and 8 digits, or more where the step has more. */
-static bool is_checkpoint(const char *name, uint64_t *step) {
-  const size_t k = sizeof PREFIX - 1, n = strlen(name);
-  if (strncmp(name, PREFIX, k) != 0 || n < k + 8 || n > k + 18 ||
-      strspn(name + k, "0123456789") != n - k)
-    return false;
-  *step = strtoull(name + k, NULL, 10);
-  return true;
+/* ---- the caller ------------------------------------------------------------------------------ */
+
+static void free_writing(ps__writing *c) {
+  ps__free(c->dir);
+  ps__free(c);
 }
 
-typedef struct found {
-  char *name;
-  uint64_t step;
-} found;
-
-static int newest_first(const void *a, const void *b) {
-  const uint64_t x = ((const found *)a)->step, y = ((const found *)b)->step;
-  return (x < y) - (x > y);
-}
-
-static void free_list(found *list, size_t n) {
-  for (size_t i = 0; i < n; i++)
-    ps__free(list[i].name);
-  ps__free(list);
-}
-
-/* The checkpoints of @folder by name, newest first. None where it does not exist. */
-static ps_status list_folder(const char *folder, found **out, size_t *n) {
-  found *list = NULL;
-  size_t cap = 0;
-  uint64_t step;
-  ps_status st = PS_OK;
-  *n = 0;
-  DIR *d = opendir(folder);
-  if (!d && errno != ENOENT)
-    return ps__fail(PS_EIO, "%s: cannot be read: %s", folder, strerror(errno));
-  errno = 0;
-  for (const struct dirent *e; d && st == PS_OK && (e = readdir(d)); errno = 0) {
-    if (!is_checkpoint(e->d_name, &step))
-      continue;
-    void *items = list;
-    const bool grown = ps__grow(&items, *n, &cap, sizeof *list);
-    list = items;
-    if (grown && (list[*n].name = ps__strdup(e->d_name)))
-      list[(*n)++].step = step;
-    else
-      st = ps__fail(PS_ENOMEM, "%s: no memory left to list it", folder);
+static ps_status start(ps_trainer *t, const char *dir) {
+  ps__writing *c = ps__calloc(1, sizeof *c);
+  if (!c || !(c->dir = ps__strdup(dir))) {
+    ps__free(c);
+    return ps__fail(PS_ENOMEM, "%s: no memory left to write it", dir);
   }
-  if (d && st == PS_OK && errno)
-    st = ps__fail(PS_EIO, "%s: cannot be read: %s", folder, strerror(errno));
-  if (d)
-    closedir(d);
-  if (st == PS_OK && *n)
-    qsort(list, *n, sizeof *list, newest_first);
-  if (st == PS_OK)
-    *out = list;
-  else
-    free_list(list, *n);
-  return st;
-}
-
-static ps_status open_in(ps_checkpoint **out, const char *folder, const char *name) {
-  char *path = ps__path_join(folder, name);
-  const ps_status st = path ? ps_checkpoint_open(out, path)
-                            : ps__fail(PS_ENOMEM, "%s: no memory left for a path", folder);
-  ps__free(path);
-  return st;
-}
-
-ps_status ps_checkpoint_latest(ps_checkpoint **out, const char *folder) {
-  found *list;
-  size_t n;
-  if (!out || !folder)
-    return ps__fail(PS_EINVAL, "ps_checkpoint_latest: out and folder must be given");
-  *out = NULL;
-  PS_TRY(list_folder(folder, &list, &n));
-  ps_status st = PS_OK;
-  for (size_t i = 0; i < n; i++) {
-    st = open_in(out, folder, list[i].name);
-    if (st != PS_EFORMAT && st != PS_EIO)
-      break;
-    ps__log(PS_LOG_WARN, "%s/%s is no whole checkpoint and is passed over: %s", folder,
-            list[i].name, ps_last_error());
+  c->t = t;
+  c->n_steps = t->n_submitted;
+  c->report.struct_bytes = sizeof c->report;
+  c->report.step = t->cfg.first_step + c->n_steps;
+  c->begin_ns = ps__now_ns();
+  ps__skips_mark(t, c->n_steps);
+  ps__hold_begin(t->hold, c->n_steps);
+  const ps_status st = ps__thread_start(&c->thread, write_beside, c, "ps-checkpoint");
+  if (st != PS_OK) {
+    ps__hold_release_all(t->hold);
+    free_writing(c);
+    return st;
   }
-  if (st == PS_EFORMAT || st == PS_EIO)
-    st = ps__fail(PS_EFORMAT, "%s: none of its %zu checkpoints is whole; of the oldest: %s", folder,
-                  n, ps_last_error());
-  free_list(list, n);
+  t->writing = c;
+  return PS_OK;
+}
+
+ps_status ps_trainer_checkpoint_begin(ps_trainer *t, const char *dir) {
+  if (!t || !dir || !*dir)
+    return ps__fail(PS_EINVAL, "ps_trainer_checkpoint_begin: trainer and dir must be given");
+  if (t->writing)
+    return ps__fail(PS_EBUSY, "%s is being written: end it with ps_trainer_checkpoint_end() first",
+                    t->writing->dir);
+  if (t->sticky != PS_OK || atomic_load(&t->cancelled))
+    return ps__fail(PS_ESTATE, "an error or a cancel has stopped the trainer: optimizer states may "
+                               "be of two steps, and no checkpoint is written");
+  return start(t, dir);
+}
+
+int ps_trainer_checkpoint_running(const ps_trainer *t) {
+  return t && t->writing && !atomic_load(&t->writing->over);
+}
+
+ps_status ps_trainer_checkpoint_end(ps_trainer *t, ps_checkpoint_report *out) {
+  if (!t || (out && out->struct_bytes != sizeof *out))
+    return ps__fail(PS_EINVAL, "ps_trainer_checkpoint_end: trainer, and struct_bytes of a report, "
+                               "must be given");
+  ps__writing *c = t->writing;
+  if (!c)
+    return ps__fail(PS_ESTATE, "no checkpoint is being written");
+  if (ps__engine_drives(t->engine))
+    return ps__fail(PS_ESTATE, "a batch function cannot end a checkpoint, which waits for the "
+                               "batch: end it on another thread");
+  if (t->run && ps__trainer_run_wait(t, c->n_steps) != PS_OK)
+    ps__hold_stop(t->hold, false); /* updates that did not come do not come any more */
+  ps__hold_seen(t->hold, c->n_steps);
+  ps__thread_join(c->thread);
+  t->writing = NULL;
+  const ps_status st = c->st;
+  if (st == PS_OK) {
+    t->serial = c->report.serial;
+    if (out)
+      *out = c->report;
+  } else
+    (void)ps__fail(st, "%s", c->message);
+  free_writing(c);
   return st;
 }
 
-ps_status ps_checkpoints_prune(const char *folder, uint64_t keep) {
-  found *list;
-  size_t n;
-  if (!folder)
-    return ps__fail(PS_EINVAL, "ps_checkpoints_prune: folder must be given");
-  ps__stage_clear(folder, PREFIX);
-  PS_TRY(list_folder(folder, &list, &n));
-  ps_status st = PS_OK;
-  for (size_t i = n; st == PS_OK && i-- > keep;)
-    st = ps__stage_remove(folder, list[i].name);
-  free_list(list, n);
-  return st;
+void ps__trainer_end_writing(ps_trainer *t) {
+  if (!t->writing)
+    return;
+  ps__hold_seen(t->hold, t->writing->n_steps);
+  ps__hold_stop(t->hold, false);
+  if (ps_trainer_checkpoint_end(t, NULL) != PS_OK && !atomic_load(&t->cancelled))
+    ps__log(PS_LOG_WARN, "the checkpoint that was being written is lost: %s", ps_last_error());
 }
+
+/* The last step's updates have ended, also those that its report does not wait for. */
+static ps_status check_whole(ps_trainer *t) {
+  PS_TRY(ps__trainer_idle(t));
+  if (t->sticky == PS_OK && t->run && ps__trainer_run_wait(t, t->n_reported) != PS_OK)
+    return ps__fail(PS_ESTATE, "an error or a cancel has stopped the trainer: optimizer states may "
+                               "be of two steps, and no checkpoint is written");
+  return PS_OK;
+}
+
+ps_status ps_trainer_checkpoint(ps_trainer *t, const char *dir) {
+  if (!t || !dir || !*dir)
+    return ps__fail(PS_EINVAL, "ps_trainer_checkpoint: trainer and dir must be given");
+  PS_TRY(check_whole(t));
+  PS_TRY(ps_trainer_checkpoint_begin(t, dir));
+  return ps_trainer_checkpoint_end(t, NULL);
+}
+
+uint64_t ps_trainer_steps_submitted(const ps_trainer *t) { return t ? t->n_submitted : 0; }

@@ -7,11 +7,11 @@
 /* ---- batch ----------------------------------------------------------------------------------- */
 
 static ps_status read_dataset(ps_trainer *t, uint64_t step) {
-  const uint64_t s = t->plan->cfg.seq_len, n = t->plan->layout.n_sequences,
-                 windows = ps_dataset_n_sequences(t->cfg.dataset, s);
+  const uint64_t s = t->plan->cfg.seq_len, n = t->size.layout->n_sequences,
+                 first = ps_plan_sequences_before(t->plan, step);
   for (uint64_t i = 0; i < n; i++) {
     const uint64_t window =
-        ps_dataset_order(windows, step * n + i, t->cfg.seed, (int)t->cfg.shuffle);
+        ps_dataset_at(t->cfg.dataset, s, first + i, t->cfg.seed, (int)t->cfg.shuffle);
     PS_TRY(ps_dataset_read(t->cfg.dataset, s, window, t->tokens + i * s, t->targets + i * s,
                            t->begins + i * s));
   }
@@ -20,36 +20,28 @@ static ps_status read_dataset(ps_trainer *t, uint64_t step) {
 
 enum { NOT_COUNTED = -1, TORCH_NOT_COUNTED = -100 /* ignore_index of torch.nn.CrossEntropyLoss */ };
 
-/* Checks tokens and targets, and brings the targets that are not counted to the one value that
- * kernels know. */
-static ps_status check_batch(const ps_trainer *t, uint64_t step, uint64_t *valid) {
-  const uint64_t n = t->plan->layout.n_tokens, s = t->plan->cfg.seq_len;
+/* Checks the first @n tokens and targets, and brings the targets that are not counted to the one
+ * value that kernels know. @what: the batch's name. */
+static ps_status check_batch(const ps_trainer *t, const char *what, uint64_t n, uint64_t *valid) {
+  const uint64_t s = t->plan->cfg.seq_len;
   const int32_t vocab = (int32_t)t->plan->model->cfg.vocab_size;
   *valid = 0;
   for (uint64_t i = 0; i < n; i++) {
     const int32_t token = t->tokens[i],
                   target = t->targets[i] == TORCH_NOT_COUNTED ? NOT_COUNTED : t->targets[i];
     if (token < 0 || token >= vocab)
-      return ps__fail(
-          PS_EFORMAT,
-          "step %llu, sequence %llu, position %llu: token %d is no id of the vocabulary of %d",
-          (unsigned long long)step, (unsigned long long)(i / s), (unsigned long long)(i % s), token,
-          vocab);
+      return ps__fail(PS_EFORMAT,
+                      "%s, sequence %llu, position %llu: token %d is no id of the vocabulary of %d",
+                      what, (unsigned long long)(i / s), (unsigned long long)(i % s), token, vocab);
     if (target < NOT_COUNTED || target >= vocab)
       return ps__fail(PS_EFORMAT,
-                      "step %llu, sequence %llu, position %llu: target %d is no id of the "
-                      "vocabulary of %d: -1 or -100 says "
-                      "that a target is not counted",
-                      (unsigned long long)step, (unsigned long long)(i / s),
-                      (unsigned long long)(i % s), target, vocab);
+                      "%s, sequence %llu, position %llu: target %d is no id of the vocabulary of "
+                      "%d: -1 or -100 says that a target is not counted",
+                      what, (unsigned long long)(i / s), (unsigned long long)(i % s), target,
+                      vocab);
     t->targets[i] = target;
     *valid += target >= 0;
   }
-  if (*valid == 0)
-    return ps__fail(PS_ENUMERIC,
-                    "step %llu has no valid target: its loss is undefined; mask fewer of its "
-                    "tokens, or raise --tokens-per-step",
-                    (unsigned long long)step);
   return PS_OK;
 }
 
@@ -84,17 +76,30 @@ static void fill_block(const ps_trainer *t, const ps__chunk *k, float scale, cha
   }
 }
 
+ps_status ps__batch_fill(const ps_trainer *t, const char *what, const ps__step *s, void *batch,
+                         uint64_t *valid) {
+  const ps__layout *layout = s->layout;
+  PS_TRY(check_batch(t, what, layout->n_tokens, valid));
+  const float scale = *valid ? (float)(1.0 / (double)*valid) : 0;
+  for (uint32_t i = 0; i < layout->n_chunks; i++)
+    fill_block(t, &layout->chunk[i], scale, (char *)batch + s->batch_offset[i]);
+  return PS_OK;
+}
+
 static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
   const uint64_t step = t->cfg.first_step + l->step;
-  const ps__layout *layout = &t->plan->layout;
   uint64_t valid;
-  PS_TRY(t->cfg.batch_fn
-             ? t->cfg.batch_fn(t->cfg.batch_user, step, t->tokens, t->targets, layout->n_tokens)
-             : read_dataset(t, step));
-  PS_TRY(check_batch(t, step, &valid));
-  for (uint32_t i = 0; i < layout->n_chunks; i++)
-    fill_block(t, &layout->chunk[i], (float)(1.0 / (double)valid),
-               (char *)l->ptr[0] + t->plan->step.batch_offset[i]);
+  char what[32];
+  snprintf(what, sizeof what, "step %llu", (unsigned long long)step);
+  PS_TRY(t->cfg.batch_fn ? t->cfg.batch_fn(t->cfg.batch_user, step, t->tokens, t->targets,
+                                           t->size.layout->n_tokens)
+                         : read_dataset(t, step));
+  PS_TRY(ps__batch_fill(t, what, t->size.step, l->ptr[0], &valid));
+  if (valid == 0)
+    return ps__fail(PS_ENUMERIC,
+                    "%s has no valid target: its loss is undefined; mask fewer of its tokens, or "
+                    "raise --tokens-per-step",
+                    what);
   *(ps__batch_header *)l->ptr[0] = (ps__batch_header){.valid_tokens = valid, .step = l->step + 1};
   /* units are updated while the step goes on */
   if (!t->plan->cfg.clip)
@@ -104,54 +109,32 @@ static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
 
 /* ---- loss and norm --------------------------------------------------------------------------- */
 
-static ps_status sum_loss(const ps_trainer *t, const ps_launch *l) {
-  const ps__batch_header *batch = l->ptr[0];
-  const float *row = l->ptr[1];
+double ps__sum_rows(const float *row, uint64_t n, uint64_t n_columns) {
   double sum = 0;
-  for (uint64_t i = 0; i < t->plan->layout.n_tokens; i++)
-    sum += row[i];
-  const double loss = sum / (double)batch->valid_tokens;
-  if (!isfinite(loss))
-    return ps__fail(PS_ENUMERIC,
-                    "step %llu: the loss is %s; nothing was updated in this step: lower --lr, or "
-                    "look at the data",
-                    (unsigned long long)(t->cfg.first_step + l->step),
-                    isnan(loss) ? "not a number"
-                    : loss > 0  ? "infinite"
-                                : "minus infinity");
-  ps__step_stats *stats = l->ptr[2];
-  stats->loss = loss;
-  stats->valid_tokens = batch->valid_tokens;
-  return PS_OK;
-}
-
-static const char *unit_name(const ps_trainer *t, uint32_t unit, char buf[32]) {
-  const ps_model *m = t->plan->model;
-  const uint32_t layer = m->unit[unit].layer;
-  if (layer == 0)
-    return "the embedding";
-  if (layer == ps__head_layer(m))
-    return "the head";
-  snprintf(buf, 32, "layer %u", layer - 1);
-  return buf;
-}
-
-static double unit_sumsq(const ps_trainer *t, const double *slots, uint32_t unit) {
-  const ps__unit *u = &t->plan->model->unit[unit];
-  double sum = 0;
-  for (uint32_t i = 0; i < u->n_spans && !u->frozen; i++)
-    sum += slots[i];
+  for (uint64_t i = 0; i < n; i++)
+    sum += row[i * n_columns];
   return sum;
 }
 
-static ps_status not_finite(const ps_trainer *t, const ps_launch *l, uint32_t unit) {
-  char buf[32];
-  return ps__fail(
-      PS_ENUMERIC,
-      "step %llu: the gradient of %s is not finite; %s: lower --lr, or look at the data",
-      (unsigned long long)(t->cfg.first_step + l->step), unit_name(t, unit, buf),
-      t->plan->cfg.clip ? "nothing was updated in this step"
-                        : "the units above it are updated, the others not");
+static ps_status sum_loss(ps_trainer *t, const ps_launch *l) {
+  const ps__batch_header *batch = l->ptr[0];
+  const uint64_t n = t->size.layout->n_tokens, n_columns = ps__loss_row_bytes(t->plan->model) / 4;
+  const ps__loss_terms *terms = &t->plan->model->loss;
+  const float *row = l->ptr[1];
+  double mean[3] = {0};
+  for (uint64_t c = 0; c < n_columns; c++)
+    mean[c] = ps__sum_rows(row + c, n, n_columns) / (double)batch->valid_tokens;
+  const double loss = mean[0], e = n_columns > 1 ? (double)terms->label_smoothing : 0,
+               z_loss = (double)terms->z_loss * mean[1];
+  t->skips.loss_bad = !isfinite(loss);
+  if (!isfinite(loss))
+    PS_TRY(ps__loss_is_bad(t, l->step, loss, row, n_columns));
+  ps__step_stats *stats = l->ptr[2];
+  stats->loss = loss;
+  stats->z_loss = z_loss;
+  stats->objective = n_columns > 1 ? (1 - e) * loss + e * mean[2] + z_loss : loss;
+  stats->valid_tokens = batch->valid_tokens;
+  return PS_OK;
 }
 
 /* Ops get the half of stats that they are about, on the host or on the device. */
@@ -162,16 +145,18 @@ static ps__step_stats *stats_of(void *second_half) {
 static ps_status grad_norm(ps_trainer *t, const ps_launch *l) {
   const double *slots = l->ptr[0];
   double sum = 0;
+  ps_status st;
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++)
-    sum += unit_sumsq(t, slots + (size_t)u * ps__norm_slots(t->plan->model), u);
-  /* from above, as gradients flow: where it began */
-  for (uint32_t u = t->plan->spec.n_units; !isfinite(sum) && u-- > 0;)
-    if (!isfinite(unit_sumsq(t, slots + (size_t)u * ps__norm_slots(t->plan->model), u)))
-      return not_finite(t, l, u);
+    sum += ps__unit_sumsq(t, slots + (size_t)u * ps__norm_slots(t->plan->model), u);
+  const bool bad = ps__step_is_bad(t, l->step, slots, sum, &st);
+  PS_TRY(st);
   /* as torch.nn.utils.clip_grad_norm_ */
   const double norm = sqrt(sum), scale = t->cfg.clip_norm / (norm + 1e-6);
   ps__step_stats *half = stats_of(l->ptr[1]);
   half->norm = norm;
+  /* the gates of this step's updates stay closed: half->step is an earlier step's */
+  if (bad)
+    return PS_OK;
   half->clip_scale = t->cfg.clip_norm > 0 && scale < 1 ? (float)scale : 1.0f;
   if (t->plan->cfg.clip)
     atomic_store(&t->updating, l->step + 1);
@@ -226,22 +211,25 @@ ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit) {
 
 /* Rows of a chunk's tokens, with the update of the step before, if there was one and the host
  * did not give it up. */
-static ps_status gather(const ps_trainer *t, uint32_t chunk, const ps_launch *l) {
+static ps_status gather(ps_trainer *t, uint32_t chunk, const ps_launch *l) {
   const ps__cpu_exec *exec = l->exec;
   ps__update u = update_of(t, l->step ? l->step - 1 : 0);
   const ps__update_gate gate = gate_of(t, 0, l->step, l->ptr[1], NULL);
   const bool updated = l->step && ps__gate_open(&gate);
+  for (uint32_t p = 0; updated && p < PS__N_PARTS; p++)
+    PS_TRY(ps__hold_wait(t->hold, 0, p, l->step - 1));
   if (updated && gate.scale)
     u.grad_scale = *gate.scale;
   ps__rows_gather(t, exec->pool, updated ? (uint32_t)l->step : 0, &u, l->ptr[0],
-                  t->plan->layout.chunk[chunk].n_tokens, l->ptr[2]);
+                  t->size.layout->chunk[chunk].n_tokens, l->ptr[2]);
   return PS_OK;
 }
 
 /* A step that the host gave up updates nothing, which counts where ops run on although one
  * before them failed: on GPUs. Without clipping that is known from the batch: of a step that was
  * given up later, units may be updated, as of one that fails half-way. */
-static ps_status update(ps_trainer *t, uint32_t unit, ps__update_part part, const ps_launch *l) {
+static ps_status update_unit(ps_trainer *t, uint32_t unit, ps__update_part part,
+                             const ps_launch *l) {
   const ps_plan *p = t->plan;
   const bool on_device = ps__updated_on_device(&p->spec, unit);
   const uint32_t backend = on_device ? p->hw.backend : PS_BACKEND_CPU,
@@ -256,7 +244,8 @@ static ps_status update(ps_trainer *t, uint32_t unit, ps__update_part part, cons
       gate_of(t, unit, l->step + 1, ps__operand_ptr(operand, n_operands, PS_OPERAND_GATE, l->ptr),
               ps__operand_ptr(operand, n_operands, PS_OPERAND_HEADER, l->ptr));
   if (backend == PS_BACKEND_CPU && !ps__gate_open(&gate))
-    return gate.step && *gate.step != gate.expected ? PS_OK : not_finite(t, l, unit);
+    return gate.step && *gate.step != gate.expected ? PS_OK
+                                                    : ps__unit_is_bad(t, l->step, unit, gate.sumsq);
   if (unit == 0 && t->rows) {
     if (gate.scale)
       u.grad_scale = *gate.scale;
@@ -267,20 +256,46 @@ static ps_status update(ps_trainer *t, uint32_t unit, ps__update_part part, cons
                                   &gate);
 }
 
+/* On a GPU the submitting thread awaits a part before it launches the part's update: no stream that
+ * the GPU waits for may depend on the writer, which calls the driver (backends/cuda/device.h). Such
+ * an update is done later than this: REPORT says so. */
+static ps_status update(ps_trainer *t, uint32_t unit, ps__update_part part, const ps_launch *l) {
+  const bool writes[PS__N_PARTS] = {
+      [PS__PART_WEIGHTS] = part != PS_UPDATE_STATE, [PS__PART_STATE] = part != PS_UPDATE_WEIGHTS};
+  for (uint32_t p = 0; p < PS__N_PARTS; p++)
+    if (writes[p])
+      PS_TRY(ps__hold_wait(t->hold, unit, p, l->step));
+  PS_TRY(update_unit(t, unit, part, l));
+  for (uint32_t p = 0; p < PS__N_PARTS; p++)
+    if (writes[p] && !ps__updated_on_device(&t->plan->spec, unit))
+      ps__hold_made(t->hold, unit, p, l->step);
+  return PS_OK;
+}
+
 static ps_status report(ps_trainer *t, const ps_launch *l) {
   const ps__step_stats *stats = l->ptr[0];
   ps__step_record *r = &t->ring[l->step % PS__RING];
   r->loss = stats->loss;
+  r->z_loss = stats->z_loss;
+  r->objective = stats->objective;
   r->norm = stats->norm;
   r->lr = ps__lr_at(&t->lr, t->cfg.first_step + l->step);
   r->valid_tokens = stats->valid_tokens;
+  r->skipped = t->skips.now;
+  r->n_skipped = atomic_load(&t->skips.n);
   r->end_ns = ps__now_ns();
   atomic_store(&t->ended, l->step + 1);
+  for (uint32_t u = 0; u < t->plan->spec.n_units; u++)
+    for (uint32_t p = 0; ps__updated_on_device(&t->plan->spec, u) && p < PS__N_PARTS; p++)
+      ps__hold_made(t->hold, u, p, l->step);
+  ps__hold_reported(t->hold, l->step);
   return PS_OK;
 }
 
-ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch) {
+ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *in_run) {
   ps_trainer *t = ctx;
+  ps_launch of_trainer = *in_run, *launch = &of_trainer;
+  launch->step += t->run_first;
   switch (what) {
   case PS__HOOK_LOAD: return load_batch(t, launch);
   case PS__HOOK_LOSS: return sum_loss(t, launch);

@@ -47,9 +47,15 @@ ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src
   ps_param_info p;
   PS_TRY(check_param(t, param, n, src, &p));
   PS_TRY(ps__trainer_idle(t));
-  if (t->n_submitted && ps__weights_stay(&t->plan->spec, p.unit))
-    return ps__fail(PS_ESTATE, "%s is device-resident: write it before the first step is submitted",
+  if (t->writing)
+    return ps__fail(PS_ESTATE, "%s is part of a checkpoint that is being written: end that first",
                     p.name);
+  if (t->run && ps__weights_stay(&t->plan->spec, p.unit))
+    return ps__fail(PS_ESTATE,
+                    "%s is device-resident: write it before the first step is submitted, and "
+                    "before the first validation",
+                    p.name);
+  t->base_hash[0] = 0;
   ps__convert(ps__master_at(t, p.unit, p.offset), ps__master_dtype(t, p.unit), src, PS_F32, n);
   ps__trainer_refresh_copy(t, &p);
   return PS_OK;
@@ -73,22 +79,9 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
 
 /* ---- loading --------------------------------------------------------------------------------- */
 
-static ps_status check_tensor(const char *dir, const ps_tensor_info *info, const ps_param_info *p) {
-  const bool ok = info->n_dims == p->n_dims && info->shape[0] == p->shape[0] &&
-                  (p->n_dims < 2 || info->shape[1] == p->shape[1]);
-  if (ok)
-    return PS_OK;
-  return ps__fail(
-      PS_EFORMAT,
-      "%s: tensor %s has %u dimensions beginning [%llu, %llu], config.json asks for [%llu%s%.0llu]",
-      dir, p->name, info->n_dims, (unsigned long long)(info->n_dims ? info->shape[0] : 0),
-      (unsigned long long)(info->n_dims > 1 ? info->shape[1] : 1), (unsigned long long)p->shape[0],
-      p->n_dims > 1 ? ", " : "", (unsigned long long)(p->n_dims > 1 ? p->shape[1] : 0));
-}
-
-static ps_status load_param(ps_trainer *t, ps_tensor_file *f, const ps_param_info *p) {
+ps_status ps__trainer_load_param(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
+                                 const ps_param_info *p) {
   const ps_dtype dtype = ps__master_dtype(t, p->unit);
-  const uint64_t idx = ps_tensors_find(f, p->name);
   char *dst = ps__master_at(t, p->unit, p->offset);
   for (uint64_t first = 0; first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
@@ -98,49 +91,19 @@ static ps_status load_param(ps_trainer *t, ps_tensor_file *f, const ps_param_inf
   return PS_OK;
 }
 
-/* A tensor that the model does not know is refused: without it the math would be another model's.
- * Two kinds are passed over: rotary tables of old files, which are derived, and a tied head. */
-static ps_status check_unknown(const ps_trainer *t, const ps_tensor_file *f, const char *dir) {
-  const ps_model *m = t->plan->model;
-  for (uint64_t i = 0; i < ps_tensors_count(f); i++) {
-    ps_tensor_info info;
-    PS_TRY(ps_tensors_info(f, i, &info));
-    if (ps_model_find(m, info.name) == UINT32_MAX && !strstr(info.name, "rotary_emb.inv_freq") &&
-        !(m->cfg.tied_embeddings && strcmp(info.name, "lm_head.weight") == 0))
-      return ps__fail(PS_EFORMAT,
-                      "%s: tensor %s is not part of the model that config.json describes", dir,
-                      info.name);
-  }
-  return PS_OK;
-}
-
-static ps_status check_known(const ps_trainer *t, const ps_tensor_file *f, const char *dir,
-                             bool frozen) {
-  for (uint32_t i = 0; i < t->plan->model->n_params; i++) {
-    const ps_param_info *p = &t->plan->model->param[i];
-    ps_tensor_info info;
-    const uint64_t idx = ps_tensors_find(f, p->name);
-    if (idx == UINT64_MAX && !frozen && t->plan->model->unit[p->unit].frozen)
-      continue;
-    if (idx == UINT64_MAX)
-      return ps__fail(PS_EFORMAT, "%s: tensor %s is missing from its safetensors", dir, p->name);
-    PS_TRY(ps_tensors_info(f, idx, &info));
-    PS_TRY(check_tensor(dir, &info, p));
-  }
-  return PS_OK;
-}
-
 ps_status ps__trainer_check_tensors(const ps_trainer *t, const ps_tensor_file *f, const char *dir,
-                                    bool frozen) {
-  PS_TRY(check_unknown(t, f, dir));
-  return check_known(t, f, dir, frozen);
+                                    bool weights) {
+  return ps__model_check_tensors(t->plan->model, f, dir, weights);
 }
 
 ps_status ps__trainer_open_weights(const ps_trainer *t, const char *dir, ps_tensor_file **out) {
-  PS_TRY(ps_tensors_open(out, dir));
-  const ps_status st = ps__trainer_check_tensors(t, *out, dir, true);
-  if (st != PS_OK)
-    ps_tensors_close(*out);
+  ps_tensor_file *f;
+  PS_TRY(ps_tensors_open(&f, dir));
+  const ps_status st = ps__trainer_check_tensors(t, f, dir, true);
+  if (st == PS_OK)
+    *out = f;
+  else
+    ps_tensors_close(f);
   return st;
 }
 
@@ -149,10 +112,13 @@ ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn prog
   const ps_model *m = t->plan->model;
   uint64_t total = 0;
   for (uint32_t i = 0; i < m->n_params; i++)
-    total += m->param[i].n * ps_dtype_bytes(ps__master_dtype(t, m->param[i].unit));
+    if (!m->unit[m->param[i].unit].adapter)
+      total += m->param[i].n * ps_dtype_bytes(ps__master_dtype(t, m->param[i].unit));
   uint64_t done = 0;
   for (uint32_t i = 0; i < m->n_params; i++) {
-    PS_TRY(load_param(t, f, &m->param[i]));
+    if (m->unit[m->param[i].unit].adapter)
+      continue;
+    PS_TRY(ps__trainer_load_param(t, f, ps_tensors_find(f, m->param[i].name), &m->param[i]));
     done += m->param[i].n * ps_dtype_bytes(ps__master_dtype(t, m->param[i].unit));
     if (progress)
       progress(progress_user, "loading weights", done, total);

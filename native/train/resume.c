@@ -1,11 +1,12 @@
 /* resume.c - opens checkpoints and checks them, and reads them into a new trainer. */
 #include "train/resume.h"
+#include "train/adapter.h"
 #include <errno.h>
 #include <math.h>
 #include <string.h>
 #include <sys/stat.h>
 
-enum { PIECE_BYTES = 4 << 20, MAX_MANIFEST_BYTES = 64 << 20 };
+enum { PIECE_BYTES = 4 << 20 };
 
 /* ---- opening --------------------------------------------------------------------------------- */
 
@@ -39,9 +40,11 @@ static bool read_setting(const ps__json *value, const ps__setting *s, void *at) 
 
 static ps_status read_settings(const ps__json *j, const char *path, const ps__setting *s,
                                void *base) {
-  for (; s->key; s++)
-    if (!read_setting(ps__json_get(j, s->key), s, (char *)base + s->offset))
+  for (; s->key; s++) {
+    const ps__json *value = ps__json_get(j, s->key);
+    if (!(s->newer && !value) && !read_setting(value, s, (char *)base + s->offset))
       return bad_entry(path, s->key);
+  }
   return PS_OK;
 }
 
@@ -77,8 +80,14 @@ static ps_status read_manifest(ps_checkpoint *c, const ps__json *j, const char *
                     "%s: is of version %llu, and version 1 is read: take the penstock "
                     "that wrote it",
                     path, (unsigned long long)version);
+  PS_TRY(read_count(j, path, "serial", &c->serial));
   PS_TRY(read_count(j, path, "step", &c->info.step));
   PS_TRY(read_count(j, path, "n_updates", &c->info.n_updates));
+  const char *base = ps__json_string(ps__json_get(j, "base_sha256"), NULL);
+  snprintf(c->base_hash, sizeof c->base_hash, "%s", base ? base : "");
+  if (ps__json_get(j, "n_skipped")) /* older checkpoints count none */
+    PS_TRY(read_count(j, path, "n_skipped", &c->info.n_skipped));
+  PS_TRY(read_count(j, path, "sequences_read", &c->sequences_read));
   PS_TRY(read_names(c, j, path));
   PS_TRY(read_settings(ps__json_get(j, "batch"), path, ps__batch_settings, &c->info));
   PS_TRY(read_settings(ps__json_get(j, "training"), path, ps__train_settings, &c->train));
@@ -99,7 +108,7 @@ static ps_status open_checked(ps_checkpoint *c) {
     st = ps__fail(errno == ENOENT ? PS_EFORMAT : PS_EIO, "%s: cannot be read: %s", path,
                   strerror(errno));
   if (st == PS_OK)
-    st = ps__json_read_file(&j, path, MAX_MANIFEST_BYTES);
+    st = ps__json_read_file(&j, path, PS__MAX_MANIFEST_BYTES);
   if (st == PS_OK)
     st = read_manifest(c, j, path);
   ps__json_free(j);
@@ -200,7 +209,7 @@ ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c) {
   ps_checkpoint_info now;
   ps_model_config m;
   ps_train_config settings = ps__checkpoint_settings(t);
-  ps__checkpoint_info_of(t, &now);
+  ps__checkpoint_info_of(t, 0, &now);
   PS_TRY(ps_model_config_read(&m, c->dir));
   if (memcmp(&m, &t->plan->model->cfg, sizeof m) != 0)
     return ps__fail(PS_EINVAL, "%s is of another model than %s: give its own model directory",
@@ -216,13 +225,21 @@ ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c) {
                     "checkpoint's",
                     c->dir, ps_optimizer_name((ps_optimizer)c->info.optimizer),
                     ps_optimizer_name((ps_optimizer)now.optimizer));
-  if (t->cfg.first_step || t->cfg.init_weights)
+  /* beside adapters, init_weights draws the frozen weights, which the checkpoint lacks */
+  if (t->cfg.first_step || (t->cfg.init_weights && !ps__has_adapters(t)))
     return ps__fail(PS_EINVAL,
                     "%s says at which step and with which weights the run goes on: "
                     "first_step %llu and init_weights %u must be 0",
                     c->dir, (unsigned long long)t->cfg.first_step, t->cfg.init_weights);
   PS_TRY(check_fixed(c, ps__batch_settings, &now, &c->info));
   PS_TRY(check_fixed(c, ps__train_settings, &settings, &c->train));
+  const uint64_t read = ps_plan_sequences_before(t->plan, c->info.step);
+  if (read != c->sequences_read)
+    return ps__fail(PS_EINVAL,
+                    "%s was written after %llu sequences, and with this run's batch ramp step %llu "
+                    "comes after %llu: give the checkpoint's --batch-ramp",
+                    c->dir, (unsigned long long)c->sequences_read, (unsigned long long)c->info.step,
+                    (unsigned long long)read);
   for (uint32_t k = 0; k < ps__optimizers[c->info.optimizer].n_states; k++)
     PS_TRY(ps__trainer_check_tensors(t, c->state[k], c->dir, false));
   if (settings.lr_kind == PS_LR_KIND_CONSTANT) /* the schedule's length changes nothing */
@@ -251,8 +268,23 @@ static ps_status load_state(ps_trainer *t, ps_tensor_file *f, const ps_param_inf
   return PS_OK;
 }
 
+/* The frozen weights that were loaded are those that the adapters were trained beside. */
+static ps_status check_base(ps_trainer *t, const ps_checkpoint *c) {
+  char hex[65];
+  if (!ps__has_adapters(t))
+    return PS_OK;
+  PS_TRY(ps__base_hash(t, hex));
+  return strcmp(hex, c->base_hash) == 0
+             ? PS_OK
+             : ps__fail(PS_EINVAL,
+                        "%s has the adapters of a model with other weights than %s (SHA-256 "
+                        "%.16s..., not %.16s...): give the model that it was trained with",
+                        c->dir, t->model_dir, c->base_hash, hex);
+}
+
 ps_status ps__resume_load(ps_trainer *t, const ps_checkpoint *c, ps_progress_fn progress,
                           void *progress_user) {
+  PS_TRY(check_base(t, c));
   const ps_model *m = t->plan->model;
   const uint32_t n_states = ps__optimizers[c->info.optimizer].n_states;
   const uint64_t total =

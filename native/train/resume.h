@@ -5,10 +5,15 @@
 #include "train/trainer.h"
 #include <penstock/resume.h>
 
+enum { PS__MAX_MANIFEST_BYTES = 64 << 20 };
+
 struct ps_checkpoint {
   char *dir;
+  uint64_t serial; /* 0: of a manifest that has none */
   ps_checkpoint_info info;
-  ps_train_config train; /* the settings alone */
+  uint64_t sequences_read; /* by the steps before info.step */
+  ps_train_config train;   /* the settings alone */
+  char base_hash[65]; /* of the weights that an adapter's checkpoint lacks; "": it lacks none */
   ps_tensor_file *state[PS_MAX_STATES];
 };
 
@@ -20,12 +25,16 @@ typedef struct ps__setting {
   enum { PS__U32, PS__I32, PS__U64, PS__F64 } kind;
   size_t offset;
   bool fixed; /* another value than the checkpoint's is refused, not only reported */
+  bool newer; /* a manifest without it was written before there was a choice: it has the default */
 } ps__setting;
 extern const ps__setting ps__train_settings[], ps__batch_settings[]; /* a NULL key ends them */
-/* The settings of a trainer's own run. */
-void ps__checkpoint_info_of(const ps_trainer *t, ps_checkpoint_info *out);
+/* The settings of a trainer's own run after @n_steps of its steps. */
+void ps__checkpoint_info_of(const ps_trainer *t, uint64_t n_steps, ps_checkpoint_info *out);
 /* Its configuration; NAN for what its optimizer does not know. */
 ps_train_config ps__checkpoint_settings(const ps_trainer *t);
+/* The serial of @folder's next checkpoint, which is above @after too (folder.c). PS_EIO,
+ * PS_ENOMEM. */
+ps_status ps__checkpoints_next_serial(const char *folder, uint64_t after, uint64_t *out);
 /* Check that trainer @t may go on from @c; report what differs and is allowed. PS_EINVAL. */
 ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c);
 /* Read the optimizer's state from @c. The device spaces are warm. */

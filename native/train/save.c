@@ -1,59 +1,14 @@
 /* save.c - writes the model as a Hugging Face directory, as a whole or not at all (io/stage.c).
  * config.json gets the dtype of the saved tensors, because readers convert tensors to the dtype
  * that config.json names. */
-#include "train/trainer.h"
+#include "train/adapter.h"
+#include "train/arrays.h"
 #include "io/io.h"
 #include <errno.h>
 #include <math.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-enum { PIECE = 1 << 20 /* elements converted at a time */ };
-
-/* ---- tensors --------------------------------------------------------------------------------- */
-
-static ps_status append_param(ps_trainer *t, ps_tensor_writer *w, const ps_param_info *p,
-                              ps_dtype dtype, void *buffer) {
-  const ps_dtype from = ps__master_dtype(t, p->unit);
-  const char *src = ps__master_at(t, p->unit, p->offset);
-  for (uint64_t first = 0; first < p->n; first += PIECE) {
-    const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
-    const void *data = src + first * ps_dtype_bytes(from);
-    if (dtype != from)
-      ps__convert(buffer, dtype, data, from, n);
-    PS_TRY(ps_tensors_append(w, dtype == from ? data : buffer, n * ps_dtype_bytes(dtype)));
-  }
-  return PS_OK;
-}
-
-static ps_status save_tensors(ps_trainer *t, ps__stage *stage, const char *dir, ps_dtype dtype,
-                              uint64_t max_shard_bytes) {
-  const uint32_t n = t->plan->model->n_params;
-  const ps_param_info *params = t->plan->model->param;
-  ps_tensor_spec *specs = ps__calloc(n, sizeof *specs);
-  void *buffer = ps__malloc(4ull * PIECE);
-  ps_tensor_writer *w = NULL;
-  ps_status st = specs && buffer ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for saving");
-  for (uint32_t i = 0; st == PS_OK && i < n; i++)
-    specs[i] = (ps_tensor_spec){.name = params[i].name,
-                                .dtype = dtype,
-                                .n_dims = params[i].n_dims,
-                                .shape = {params[i].shape[0], params[i].shape[1]}};
-  if (st == PS_OK)
-    st = ps__tensors_create(&w, stage, dir, "model", specs, n, max_shard_bytes, NULL, 0);
-  if (st == PS_OK) {
-    for (uint32_t i = 0; st == PS_OK && i < n; i++)
-      st = append_param(t, w, &params[i], dtype, buffer);
-    if (st == PS_OK)
-      st = ps_tensors_finish(w);
-    else
-      ps_tensors_abort(w);
-  }
-  ps__free(specs);
-  ps__free(buffer);
-  return st;
-}
 
 /* ---- small files ----------------------------------------------------------------------------- */
 
@@ -157,13 +112,13 @@ static ps_status copy_small(ps_trainer *t, ps__stage *stage, const char *dir, co
   return st;
 }
 
-ps_status ps__trainer_write_model(ps_trainer *t, ps__stage *stage, const char *dir, ps_dtype dtype,
-                                  uint64_t max_shard_bytes) {
+ps_status ps__trainer_write_config(ps_trainer *t, ps__stage *stage, const char *dir,
+                                   ps_dtype dtype) {
   for (const char *const *name = ps__tokenizer_files; *name; name++)
     PS_TRY(copy_small(t, stage, dir, *name, dtype));
   PS_TRY(copy_small(t, stage, dir, "generation_config.json", dtype));
   PS_TRY(copy_small(t, stage, dir, "config.json", dtype));
-  return save_tensors(t, stage, dir, dtype, max_shard_bytes);
+  return ps__has_adapters(t) ? ps__adapter_write_config(t, stage, dir) : PS_OK;
 }
 
 ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype,
@@ -173,7 +128,16 @@ ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype,
     return ps__fail(PS_EINVAL, "ps_trainer_save: trainer, dir and a known dtype must be given");
   PS_TRY(ps__trainer_idle(t));
   PS_TRY(ps__stage_open(&stage, dir));
-  const ps_status st = ps__trainer_write_model(t, stage, dir, dtype, max_shard_bytes);
+  const ps__array weights = {ps__weights_stem(t), dtype, PS__WEIGHTS};
+  ps__output o = {.stage = stage,
+                  .dir = dir,
+                  .array = &weights,
+                  .n_arrays = 1,
+                  .max_file_bytes = max_shard_bytes};
+  ps_status st = ps__trainer_write_config(t, stage, dir, dtype);
+  if (st == PS_OK)
+    st = ps__trainer_write_arrays(t, &o);
+  ps__free(o.hashed);
   if (st == PS_OK)
     return ps__stage_commit(stage);
   ps__stage_abort(stage);

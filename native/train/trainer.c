@@ -1,6 +1,7 @@
 /* trainer.c - creates, steps and destroys a trainer. */
 #include "train/trainer.h"
 #include "io/io.h"
+#include "train/adapter.h"
 #include "train/resume.h"
 #include <math.h>
 #include <string.h>
@@ -11,7 +12,9 @@ void ps_train_config_init(ps_train_config *cfg) {
   cfg->optimizer = PS_OPTIMIZER_ADAMW;
   cfg->lr = cfg->beta1 = cfg->beta2 = cfg->eps = cfg->momentum = cfg->weight_decay = NAN;
   cfg->clip_norm = 1.0;
+  cfg->max_skips = 10;
   cfg->document_token = cfg->document_end_token = -1;
+  cfg->no_decay = PS_NO_DECAY_NORM | PS_NO_DECAY_BIAS;
 }
 
 static ps_status check_schedule(const ps_train_config *c) {
@@ -97,6 +100,9 @@ static ps_status resolve_config(ps_train_config *c, const ps_model_config *model
         PS_EINVAL,
         "--lr %g and --min-lr %g must be finite and not negative, and --min-lr not above --lr",
         c->lr, c->min_lr);
+  if (c->non_finite > PS_NON_FINITE_SKIP)
+    return ps__fail(PS_EINVAL, "non_finite is %u: ps_non_finite ends at %d", c->non_finite,
+                    PS_NON_FINITE_SKIP);
   if (!(c->clip_norm >= 0))
     return ps__fail(PS_EINVAL, "clip_norm %g must not be negative; 0 means no clipping",
                     c->clip_norm);
@@ -110,6 +116,9 @@ ps_status ps_train_config_check(const ps_train_config *c, const ps_model_config 
   if (c->struct_bytes != sizeof *c)
     return ps__fail(PS_EINVAL, "ps_train_config.struct_bytes is %u, %zu expected", c->struct_bytes,
                     sizeof *c);
+  if (c->no_decay > PS_NO_DECAY_ALL)
+    return ps__fail(PS_EINVAL, "no_decay is %u: PS_NO_DECAY_ALL is %d", c->no_decay,
+                    PS_NO_DECAY_ALL);
   ps_train_config resolved = *c;
   return resolve_config(&resolved, model);
 }
@@ -122,7 +131,11 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
     return ps__fail(PS_EINVAL, "the optimizer is %s, but the plan was made for %s: plan anew",
                     ps_optimizer_name((ps_optimizer)c->optimizer),
                     ps_optimizer_name((ps_optimizer)plan->cfg.optimizer));
-  if ((c->clip_norm > 0) != (plan->cfg.clip != 0))
+  if (c->non_finite == PS_NON_FINITE_SKIP && !plan->cfg.clip)
+    return ps__fail(PS_EINVAL,
+                    "steps that are not finite are to be skipped, but the plan was made "
+                    "for no clipping: plan with clip, so that updates wait for the norm");
+  if (c->non_finite != PS_NON_FINITE_SKIP && (c->clip_norm > 0) != (plan->cfg.clip != 0))
     return ps__fail(PS_EINVAL, "clip_norm is %g, but the plan was made for %s: plan anew",
                     c->clip_norm, plan->cfg.clip ? "clipping" : "no clipping");
   if (c->lr_kind != PS_LR_KIND_CONSTANT && c->total_steps == 0)
@@ -130,6 +143,10 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   if (c->trace_steps > plan->cfg.trace_steps)
     return ps__fail(PS_EINVAL, "trace_steps is %u: the plan counted memory for at most %u",
                     c->trace_steps, plan->cfg.trace_steps);
+  if (c->adapter_dir && !plan->model->lora.rank)
+    return ps__fail(PS_EINVAL,
+                    "an adapter is given, but the plan was made without LoRA: plan with its rank, "
+                    "alpha and targets (ps_adapter_read)");
   if (plan->cfg.one_document && (c->document_token >= 0 || c->document_end_token >= 0))
     return ps__fail(PS_EINVAL,
                     "a document token is given, but the plan was made for one document a "
@@ -140,12 +157,22 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
                     "document a sequence: plan without one_document");
   if (c->dataset)
     PS_TRY(ps_dataset_check(c->dataset, plan->cfg.seq_len));
-  return PS_OK;
+  return c->val_dataset ? ps__validation_check(plan, c->val_dataset) : PS_OK;
+}
+
+static bool decays(const ps_trainer *t, const ps_param_info *p) {
+  const uint32_t none = t->cfg.no_decay;
+  if (p->role == PS_PARAM_NORM)
+    return !(none & PS_NO_DECAY_NORM);
+  if (p->role == PS_PARAM_BIAS)
+    return !(none & PS_NO_DECAY_BIAS);
+  return t->plan->model->unit[p->unit].layer != 0 || !(none & PS_NO_DECAY_EMBEDDING);
 }
 
 static ps_status make_segments(ps_trainer *t) {
   const ps_model *m = t->plan->model;
   const uint32_t n_units = m->n_units;
+  PS_TRY(ps__hold_create(&t->hold, n_units));
   t->segments = ps__calloc(m->n_params, sizeof *t->segments);
   t->first_segment = ps__calloc(n_units + 1, sizeof *t->first_segment);
   t->first_element = ps__calloc(n_units, sizeof *t->first_element);
@@ -159,8 +186,8 @@ static ps_status make_segments(ps_trainer *t) {
     element += m->unit[u].n;
     for (uint32_t i = 0; i < m->unit[u].n_params; i++) {
       const ps_param_info *p = &m->param[m->unit[u].first_param + i];
-      t->segments[n++] = (ps__segment){
-          p->offset, p->n, p->role == PS_PARAM_MATRIX ? (float)t->cfg.weight_decay : 0.0f};
+      t->segments[n++] =
+          (ps__segment){p->offset, p->n, decays(t, p) ? (float)t->cfg.weight_decay : 0.0f};
     }
   }
   t->first_segment[n_units] = n;
@@ -215,9 +242,11 @@ static ps_status check_model(const ps_trainer *t) {
   return PS_OK;
 }
 
-/* @weights is NULL where the weights are drawn from the seed; @c where the state begins at zero. */
-static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, const ps_checkpoint *c,
-                                  ps_progress_fn progress, void *progress_user) {
+/* @weights and @adapters are NULL where they are drawn from the seed; @c where the state begins at
+ * zero. */
+static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_tensor_file *adapters,
+                                  const ps_checkpoint *c, ps_progress_fn progress,
+                                  void *progress_user) {
   /* memory that measuring the machine and planning took does not count as this run's */
   ps__resident_peak_reset();
   const uint64_t bytes = t->plan->report.device_arena_bytes + t->plan->report.host_arena_bytes;
@@ -227,9 +256,16 @@ static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, const 
   if (progress)
     progress(progress_user, "preparing kernels", bytes, bytes);
   PS_TRY(ps__engine_warm(t->engine, t->plan->schedule));
+  if (t->plan->val)
+    PS_TRY(ps__engine_warm(t->engine, t->plan->val->schedule));
+  for (uint32_t i = 0; i < t->plan->n_ramp; i++)
+    PS_TRY(ps__engine_warm(t->engine, t->plan->ramp[i].schedule));
   PS_TRY(note_memory(t, true));
   PS_TRY(weights ? ps__trainer_load(t, weights, progress, progress_user)
-                 : ps__trainer_init(t, progress, progress_user));
+                 : ps__trainer_init(t, false, progress, progress_user));
+  if (ps__has_adapters(t))
+    PS_TRY(adapters ? ps__adapter_load(t, adapters)
+                    : ps__trainer_init(t, true, progress, progress_user));
   return c ? ps__resume_load(t, c, progress, progress_user) : PS_OK;
 }
 
@@ -250,17 +286,27 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
     return ps__fail(PS_ENOMEM, "out of memory for a batch");
   PS_TRY(check_model(t));
   PS_TRY(make_segments(t));
-  ps_tensor_file *weights = NULL;
+  ps_tensor_file *weights = NULL, *adapters = NULL;
+  const char *adapter_dir = from && ps__has_adapters(t) ? from->dir : c->adapter_dir;
   if (from) {
     PS_TRY(ps__resume_check(t, from));
     t->resumed = true;
     t->cfg.first_step = from->info.step;
     t->n_updates = from->info.n_updates;
+    atomic_store(&t->skips.n, from->info.n_skipped);
+    t->serial = from->serial;
   }
+  t->size = ps__step_size_at(t->plan, t->cfg.first_step);
+  if (adapter_dir)
+    PS_TRY(ps__adapter_open_for(t, adapter_dir, &adapters));
+  ps_status st = PS_OK;
   if (!c->init_weights)
-    PS_TRY(ps__trainer_open_weights(t, from ? from->dir : t->model_dir, &weights));
-  const ps_status st = reserve_and_load(t, weights, from, progress, progress_user);
+    st = ps__trainer_open_weights(t, from && !ps__has_adapters(t) ? from->dir : t->model_dir,
+                                  &weights);
+  if (st == PS_OK)
+    st = reserve_and_load(t, weights, adapters, from, progress, progress_user);
   ps_tensors_close(weights);
+  ps_tensors_close(adapters);
   return st;
 }
 
@@ -287,7 +333,7 @@ static ps_status start_run(ps_trainer *t) {
   }
   cfg.trace_steps = t->cfg.trace_steps;
   if (st == PS_OK)
-    st = ps_run_create(&run, t->engine, t->plan->schedule, &cfg);
+    st = ps_run_create(&run, t->engine, t->size.schedule, &cfg);
   if (st != PS_OK)
     return st;
   atomic_store(&t->run, run);
@@ -296,6 +342,8 @@ static ps_status start_run(ps_trainer *t) {
     ps_run_cancel(run);
   return PS_OK;
 }
+
+ps_status ps__trainer_go_on(ps_trainer *t) { return t->run ? ps__run_go_on(t->run) : start_run(t); }
 
 static ps_status create(ps_trainer **out, const char *model_dir, ps_plan *plan,
                         const ps_train_config *cfg, const ps_checkpoint *from,
@@ -316,10 +364,16 @@ static ps_status create(ps_trainer **out, const char *model_dir, ps_plan *plan,
   t->cfg = *cfg;
   (void)resolve_hypers(&t->cfg); /* checked above */
   ps__dataset_use(cfg->dataset);
+  ps__dataset_use(cfg->val_dataset);
   plan->hooks = (ps__step_hooks){t, ps__trainer_hook};
+  if (plan->val)
+    plan->val->hooks = (ps__step_hooks){t, ps__validation_hook};
   t->model_dir = ps__strdup(model_dir);
-  const ps_status st = t->model_dir ? open_trainer(t, from, progress, progress_user)
-                                    : ps__fail(PS_ENOMEM, "out of memory for a trainer");
+  t->run_text = cfg->run ? ps__strdup(cfg->run) : NULL;
+  const ps_status st = t->model_dir && !t->run_text == !cfg->run
+                           ? open_trainer(t, from, progress, progress_user)
+                           : ps__fail(PS_ENOMEM, "out of memory for a trainer");
+  t->cfg.adapter_dir = NULL; /* it was borrowed for this call */
   if (st != PS_OK)
     ps_trainer_destroy(t);
   else
@@ -345,11 +399,20 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   if (!t)
     return PS_OK;
   PS_TRY(ps_run_destroy(t->run));
+  atomic_store(&t->run, NULL);
+  for (uint32_t i = 0; i < t->n_past_runs; i++)
+    (void)ps_run_destroy(t->past_run[i]);
+  ps__trainer_end_writing(t);
+  (void)ps_run_destroy(t->val.run);
   (void)ps_engine_close(t->engine);
   t->plan->hooks = (ps__step_hooks){0};
+  if (t->plan->val)
+    t->plan->val->hooks = (ps__step_hooks){0};
   atomic_store(&t->plan->in_use, 0);
   ps__dataset_leave(t->cfg.dataset);
+  ps__dataset_leave(t->cfg.val_dataset);
   ps__free(t->model_dir);
+  ps__free(t->run_text);
   ps__free(t->tokens);
   ps__free(t->targets);
   ps__free(t->begins);
@@ -357,6 +420,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   ps__free(t->first_segment);
   ps__free(t->first_element);
   ps__rows_destroy(t->rows);
+  ps__hold_destroy(t->hold);
   ps__free(t);
   return PS_OK;
 }
@@ -371,8 +435,11 @@ static void keep_error(ps_trainer *t, ps_status st) {
   ps_param_info p;
   t->sticky = st;
   snprintf(message, bytes - ADDED, "%s", ps_last_error());
+  if (t->val.run)
+    ps__run_rest(t->val.run);
   if (t->run)
     ps__run_rest(t->run); /* from here on weights may be read and saved */
+  ps__hold_stop(t->hold, false);
   if ((st == PS_EDEVICE || st == PS_ECANCELLED) &&
       atomic_load(&t->updating) > atomic_load(&t->ended))
     snprintf(message + strlen(message), ADDED,
@@ -387,15 +454,13 @@ static void keep_error(ps_trainer *t, ps_status st) {
              (unsigned long long)(t->cfg.first_step + t->n_reported), p.name);
 }
 
-/* Stops the trainer with @st, unless an earlier error has stopped it; returns the first error. */
-static ps_status stop(ps_trainer *t, ps_status st) {
+ps_status ps__trainer_stop(ps_trainer *t, ps_status st) {
   if (t->sticky == PS_OK)
     keep_error(t, st);
   return ps__fail(t->sticky, "%s", t->sticky_message);
 }
 
-/* Refuses calls by a batch function of this trainer, which would wait for itself. */
-static ps_status outside_ops(const ps_trainer *t) {
+ps_status ps__trainer_outside_ops(const ps_trainer *t) {
   return ps__engine_drives(t->engine)
              ? ps__fail(PS_ESTATE, "a batch function cannot step its own trainer, which waits for "
                                    "the batch: step the trainer on another thread")
@@ -405,9 +470,9 @@ static ps_status outside_ops(const ps_trainer *t) {
 ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {
   if (!t)
     return ps__fail(PS_EINVAL, "ps_trainer_submit: no trainer");
-  PS_TRY(outside_ops(t));
+  PS_TRY(ps__trainer_outside_ops(t));
   if (t->sticky != PS_OK)
-    return stop(t, t->sticky);
+    return ps__trainer_stop(t, t->sticky);
   if (n > PS__RING || t->n_submitted + n - t->n_reported > PS__RING)
     return ps__fail(PS_EBUSY,
                     "%llu steps are in flight and %llu more are submitted: at most %d may be in "
@@ -415,34 +480,43 @@ ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {
                     "some first",
                     (unsigned long long)(t->n_submitted - t->n_reported), (unsigned long long)n,
                     PS__RING);
-  ps_status st = t->run ? PS_OK : start_run(t);
+  ps__hold_seen(t->hold, t->n_reported);
+  ps_status st = ps__trainer_go_on(t);
   for (uint64_t i = 0; i < n; i++)
     t->ring[(t->n_submitted + i) % PS__RING].submit_ns = ps__now_ns();
+  t->n_submitted += n;
   if (st == PS_OK)
-    st = ps_run_submit(t->run, n);
+    st = ps__trainer_start_steps(t);
+  if (st != PS_OK)
+    t->n_submitted -= n;
   /* Where earlier steps are not reported yet, the wait for the failed step returns the error. */
   if (st != PS_OK && t->n_reported == t->n_submitted)
-    return stop(t, st);
-  t->n_submitted += n;
+    return ps__trainer_stop(t, st);
   return PS_OK;
 }
 
 static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
   const ps_plan *p = t->plan;
   const ps__step_record *r = &t->ring[t->n_reported % PS__RING];
+  const ps__step_size size = ps__step_size_at(p, t->cfg.first_step + t->n_reported);
+  const double part = (double)size.layout->n_tokens / (double)p->layout.n_tokens;
   const uint64_t begin = r->submit_ns > t->last_end_ns ? r->submit_ns : t->last_end_ns;
   *m = (ps_step_metrics){.step = t->cfg.first_step + t->n_reported,
                          .loss = r->loss,
-                         .tokens = p->layout.n_tokens,
+                         .objective = r->objective,
+                         .z_loss = r->z_loss,
+                         .tokens = size.layout->n_tokens,
                          .valid_tokens = r->valid_tokens,
                          .grad_norm = r->norm,
+                         .skipped = r->skipped,
+                         .n_skipped = r->n_skipped,
                          .lr = r->lr,
-                         .predicted_step_s = p->report.step_s};
+                         .predicted_step_s = size.step_s};
   m->step_s = (double)(r->end_ns - begin) * 1e-9;
   m->tokens_per_s = (double)m->tokens / m->step_s;
   if (p->hw.peak_flops_per_s > 0) {
-    m->mfu = p->report.model_flops / m->step_s / p->hw.peak_flops_per_s;
-    m->hfu = p->hfu_flops / m->step_s / p->hw.peak_flops_per_s;
+    m->mfu = part * p->report.model_flops / m->step_s / p->hw.peak_flops_per_s;
+    m->hfu = part * p->hfu_flops / m->step_s / p->hw.peak_flops_per_s;
   }
   (void)note_memory(t, false);
   (void)ps_engine_space_peak(t->engine, p->at->device, &m->device_peak_bytes);
@@ -457,18 +531,19 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
 ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
   if (!t || !out)
     return ps__fail(PS_EINVAL, "ps_trainer_wait: trainer and out must be given");
-  PS_TRY(outside_ops(t));
+  PS_TRY(ps__trainer_outside_ops(t));
   if (t->sticky != PS_OK)
-    return stop(t, t->sticky);
+    return ps__trainer_stop(t, t->sticky);
   if (t->n_reported == t->n_submitted)
     return ps__fail(PS_ESTATE, "ps_trainer_wait: no step was submitted");
-  const ps_status st = ps_run_wait(t->run, t->n_reported + 1);
+  ps__hold_seen(t->hold, t->n_reported);
+  const ps_status st = ps__trainer_run_wait(t, t->n_reported + 1);
   if (st != PS_OK)
     ps__run_rest(t->run); /* ops that were running have ended; the step's report may be one */
   /* Once its report ran, all weights of a step are in host memory. What was stopped after that is
    * only moments, and copies that nobody reads any more. */
   if (st != PS_OK && atomic_load(&t->ended) <= t->n_reported)
-    return stop(t, st);
+    return ps__trainer_stop(t, st);
   fill_metrics(t, out);
   t->last_end_ns = t->ring[t->n_reported % PS__RING].end_ns;
   t->n_reported++;
@@ -479,24 +554,28 @@ void ps_trainer_cancel(ps_trainer *t) {
   if (!t)
     return;
   atomic_store(&t->cancelled, 1);
-  ps_run *run = atomic_load(&t->run);
-  if (run)
-    ps_run_cancel(run);
+  ps_run *const run[2] = {atomic_load(&t->run), atomic_load(&t->val.run)};
+  for (int i = 0; i < 2; i++)
+    if (run[i])
+      ps_run_cancel(run[i]);
+  ps__hold_stop(t->hold, true);
 }
 
 uint64_t ps_trainer_steps_done(const ps_trainer *t) { return t ? t->n_reported : 0; }
 
 int ps_trainer_at_rest(const ps_trainer *t) {
-  ps_run *run = t ? atomic_load(&t->run) : NULL;
-  return !run || ps_run_at_rest(run);
+  ps_run *run = t ? atomic_load(&t->run) : NULL, *val = t ? atomic_load(&t->val.run) : NULL;
+  return (!run || ps_run_at_rest(run)) && (!val || ps_run_at_rest(val));
 }
 
 void ps_trainer_where(const ps_trainer *t, char *text, uint64_t bytes) {
-  ps_run *run = t ? atomic_load(&t->run) : NULL;
+  ps_run *run = t ? atomic_load(&t->run) : NULL, *val = t ? atomic_load(&t->val.run) : NULL;
+  if (bytes)
+    text[0] = 0;
   if (run)
     ps_run_where(run, text, bytes);
-  else if (bytes)
-    text[0] = 0;
+  if (val && bytes && !text[0]) /* of a paused run there is nothing to say */
+    ps_run_where(val, text, bytes);
 }
 
 ps_status ps__trainer_idle(ps_trainer *t) {
@@ -512,5 +591,6 @@ ps_status ps_trainer_trace(const ps_trainer *t, ps_trace_event *events, uint64_t
     return ps__fail(PS_EINVAL, "ps_trainer_trace: trainer and n must be given");
   if (!t->run)
     return ps__fail(PS_ESTATE, "no step was submitted yet");
-  return ps_run_trace(t->run, events, room, n);
+  *n = 0; /* the plan's schedule is that of the steps after a batch ramp */
+  return t->size.schedule == t->plan->schedule ? ps_run_trace(t->run, events, room, n) : PS_OK;
 }

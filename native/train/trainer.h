@@ -4,22 +4,43 @@
 #include "engine/engine.h"
 #include "plan/plan_impl.h"
 #include "optim/optim.h"
-#include <penstock/train.h>
+#include "train/hold.h"
+#include <penstock/resume.h>
 
 enum { PS__RING = 64 }; /* steps that may be submitted and not yet reported */
 
 typedef struct ps__step_record {
-  double loss, norm, lr;
-  uint64_t valid_tokens, submit_ns, end_ns;
+  double loss, z_loss, objective, norm, lr;
+  uint64_t valid_tokens, submit_ns, end_ns, skipped, n_skipped;
 } ps__step_record;
 
+/* Steps that were skipped. NORM writes it, on the host stream. A checkpoint marks a step before it
+ * is submitted, and reads how many of the steps before it were skipped. */
+typedef struct ps__skips {
+  _Atomic uint64_t n;
+  uint64_t in_a_row;
+  double bad_loss;               /* the last loss that was not finite, */
+  uint64_t bad_row;              /* and the first token of the step whose loss was not */
+  bool loss_bad, now;            /* of the running step: its loss is not finite; it is skipped */
+  _Atomic uint64_t mark, marked; /* marked: mark + 1 after NORM of the marked step has run */
+  uint64_t n_before_mark;
+} ps__skips;
+
+/* The validation that runs, and its run. */
+typedef struct ps__validation {
+  _Atomic(ps_run *) run; /* NULL before the first validation */
+  double sum;            /* of the losses of the tokens so far */
+  uint64_t n_valid, n_steps;
+} ps__validation;
+
 typedef struct ps__rows ps__rows;
-typedef struct ps__stage ps__stage; /* io/io.h */
+typedef struct ps__stage ps__stage;     /* io/io.h */
+typedef struct ps__writing ps__writing; /* checkpoint.c */
 
 struct ps_trainer {
   ps_plan *plan;
   ps_train_config cfg;
-  char *model_dir;
+  char *model_dir, *run_text; /* run_text: ps_train_config.run, or NULL */
   ps_engine *engine;
   /* NULL before the first submit. The run lives until destroy, also after an error, because a
    * cancel may come at any time. */
@@ -40,30 +61,79 @@ struct ps_trainer {
   uint32_t *first_segment;   /* [n_units + 1] */
   uint64_t *first_element;   /* [n_units]: global index of a unit's first element */
   ps__rows *rows;            /* of an embedding on the host, else NULL */
+  ps__hold *hold;            /* between updates and the checkpoint that is written */
+  ps__writing *writing;      /* that checkpoint, until ps_trainer_checkpoint_end(); else NULL */
+  uint64_t serial; /* of the newest checkpoint that this run began from or wrote; 0: none */
   ps__lr_schedule lr;
   uint64_t n_updates; /* that made the optimizer's state before this run; 0: it begins at zero */
   bool resumed;       /* the optimizer's state was loaded, on the device too */
+  ps__validation val;
+  char base_hash[65]; /* ps__base_hash(); empty before its first call */
+  ps__skips skips;
   uint64_t n_submitted, last_end_ns;
+  /* Of a batch ramp: what the steps of the run are made of, which step of the trainer is its first,
+   * and how many steps were given to runs. The runs of the sizes before are paused (stages.c). */
+  ps__step_size size;
+  uint64_t run_first, n_started;
+  ps_run *past_run[PS_MAX_RAMP];
+  uint32_t n_past_runs;
   _Atomic uint64_t n_reported;
   ps__step_record ring[PS__RING];
 };
 
+/* Give submitted steps to the run, and to the run of the next size once the steps of the last one
+ * are reported (stages.c). Errors: those of ps_run_create() and ps_run_submit().
+ * ps__trainer_run_wait() - wait until the first @n steps of the trainer are done. */
+ps_status ps__trainer_start_steps(ps_trainer *t);
+ps_status ps__trainer_run_wait(ps_trainer *t, uint64_t n);
 /* The host ops of a step's program (hooks.c). */
 ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);
+/* Check the batch that t->tokens, targets and begins hold, and fill in the batch of step @s, but
+ * its header. @what names the batch in messages. @valid: targets that are counted (hooks.c). */
+ps_status ps__batch_fill(const ps_trainer *t, const char *what, const ps__step *s, void *batch,
+                         uint64_t *valid);
+/* A loss or gradient that is not finite (nonfinite.c).
+ * ps__loss_is_bad() - LOSS: PS_ENUMERIC, or PS_OK where the step may be skipped.
+ * ps__step_is_bad() - NORM: whether the step's loss or gradient is not finite. *st gets
+ * PS_ENUMERIC, or PS_OK where the step is skipped. @slots: the norms.
+ * @row: the tokens' losses, @n_columns apart.
+ * ps__unit_is_bad() - an update without clipping: PS_ENUMERIC. @sumsq: of the unit's spans.
+ * ps__skips_mark() - a checkpoint after @step steps of this run begins; no later one is submitted.
+ * ps__skips_before() - how many steps of the training were skipped before the marked one. */
+ps_status ps__loss_is_bad(ps_trainer *t, uint64_t run_step, double loss, const float *row,
+                          uint64_t n_columns);
+bool ps__step_is_bad(ps_trainer *t, uint64_t run_step, const double *slots, double sum,
+                     ps_status *st);
+ps_status ps__unit_is_bad(const ps_trainer *t, uint64_t run_step, uint32_t unit,
+                          const double *sumsq);
+double ps__unit_sumsq(const ps_trainer *t, const double *slots, uint32_t unit);
+void ps__skips_mark(ps_trainer *t, uint64_t step);
+uint64_t ps__skips_before(const ps_trainer *t);
+/* The sum of a column of the tokens' losses, in their order (hooks.c). */
+double ps__sum_rows(const float *row, uint64_t n, uint64_t n_columns);
+/* Check that a trainer of @plan may validate on @ds: PS_EINVAL (validate.c). */
+ps_status ps__validation_check(const ps_plan *plan, const ps_dataset *ds);
+/* The host ops of a validation's program (validate.c). */
+ps_status ps__validation_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);
 /* Open the tensors of @dir, and check that they are the model's: all of them, no other tensor, the
  * same shapes. @out is owned by the caller (params.c). */
 ps_status ps__trainer_open_weights(const ps_trainer *t, const char *dir, ps_tensor_file **out);
-/* The same check of tensors that are open; those of frozen units may be missing unless @frozen. */
+/* The same check of tensors that are open. @weights: all but adapters' must be there; else all of
+ * units that are trained. */
 ps_status ps__trainer_check_tensors(const ps_trainer *t, const ps_tensor_file *f, const char *dir,
-                                    bool frozen);
-/* Read the weights into the host space (params.c). */
+                                    bool weights);
+/* Read parameter @p from tensor @idx of the file, into the host space (params.c). */
+ps_status ps__trainer_load_param(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
+                                 const ps_param_info *p);
+/* Read the weights into the host space, adapters apart (params.c). */
 ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress,
                            void *progress_user);
 /* Find the first parameter whose host-resident values are not all finite; false: there is none
  * (params.c). */
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out);
-/* Draw the weights from the seed instead of reading them (init.c). */
-ps_status ps__trainer_init(ps_trainer *t, ps_progress_fn progress, void *progress_user);
+/* Draw weights from the seed instead of reading them: adapters' alone, or all others (init.c). */
+ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress,
+                           void *progress_user);
 /* Round the master copy, where there is one, to the weights that are streamed (params.c). */
 void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p);
 /* Element @offset of a unit's parameters in the array that the optimizer updates: the master copy
@@ -87,9 +157,21 @@ void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps_
 /* Copy the rows of token[n_tokens] to @out, each after its update. */
 void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__update *u,
                      const int32_t *token, uint64_t n_tokens, void *out);
-/* Write the model's files into @stage: tensors in @dtype, config.json, tokenizer (save.c). */
-ps_status ps__trainer_write_model(ps_trainer *t, ps__stage *stage, const char *dir, ps_dtype dtype,
-                                  uint64_t max_shard_bytes);
+/* Write the model's files but its tensors into @stage: tokenizer, and config.json that names @dtype
+ * (save.c). */
+ps_status ps__trainer_write_config(ps_trainer *t, ps__stage *stage, const char *dir,
+                                   ps_dtype dtype);
+/* Complete the checkpoint that is being written, or after a cancel give it up. No step runs
+ * (checkpoint.c). */
+void ps__trainer_end_writing(ps_trainer *t);
+/* Create the run of steps, which takes parameters written until now to the device, or end its pause
+ * (trainer.c). */
+ps_status ps__trainer_go_on(ps_trainer *t);
+/* Stop the trainer with @st, unless an earlier error has stopped it. Returns the first error
+ * (trainer.c). */
+ps_status ps__trainer_stop(ps_trainer *t, ps_status st);
+/* Refuse a call by a batch function of this trainer, which would wait for itself (trainer.c). */
+ps_status ps__trainer_outside_ops(const ps_trainer *t);
 /* PS_OK where no step is in flight, else PS_ESTATE. After an error no step is (trainer.c). */
 ps_status ps__trainer_idle(ps_trainer *t);
 /* exported for tests */

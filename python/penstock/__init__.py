@@ -2,7 +2,7 @@
 it.
 
 Two levels:
-  training   ModelConfig, Hardware, Plan, Trainer, generate      (python/examples/train_model.py)
+  training   ModelConfig, Hardware, Plan, Trainer, Generator     (python/examples/train_model.py)
   dataflow   Engine, Program, Schedule, Run                      (python/examples/dataflow.py)
 
 The package is a thin shell over the C library: it takes declarations from the library's headers,
@@ -26,25 +26,28 @@ _MODULE_OF = {
     "Parameter": "model",
     "TensorFile": "model",
     "Dataset": "dataset",
+    "Lora": "lora",
     "Hardware": "plan",
     "Plan": "plan",
     "Checkpoint": "checkpoint",
+    "CheckpointReport": "checkpoint",
+    "RunLog": "runs",
     "StepMetrics": "train",
     "Trainer": "train",
-    "Decoder": "decode",
-    "generate": "decode",
-    "PenstockError": "_lib",
-    "InvalidError": "_lib",
-    "FormatError": "_lib",
-    "BudgetError": "_lib",
-    "OutOfMemoryError": "_lib",
-    "InputOutputError": "_lib",
-    "BusyError": "_lib",
-    "StateError": "_lib",
-    "CancelledError": "_lib",
-    "DeviceError": "_lib",
-    "NumericError": "_lib",
-    "InternalError": "_lib",
+    "Validation": "train",
+    "Generator": "generator",
+    "PenstockError": "errors",
+    "InvalidError": "errors",
+    "FormatError": "errors",
+    "BudgetError": "errors",
+    "OutOfMemoryError": "errors",
+    "InputOutputError": "errors",
+    "BusyError": "errors",
+    "StateError": "errors",
+    "CancelledError": "errors",
+    "DeviceError": "errors",
+    "NumericError": "errors",
+    "InternalError": "errors",
     "version": "_lib",
 }
 __all__ = sorted(_MODULE_OF)

@@ -1,23 +1,24 @@
 """The command `penstock`, also as `python -m penstock`: runs the program that belongs to this
-package's library."""
+package's library, but for the commands that are written in Python."""
 
 import os
 import sys
+from importlib import import_module
 
-from ._lib import LIBRARY, _library_path
+from ._lib import program_path
+
+# each a module with main(argv), which returns the exit code
+IN_PYTHON = ("compare", "data", "export", "generate", "log", "merge", "report", "sample", "watch")
+OF_IDS = {"--tokens", "--plan"}  # options of the binary's own `generate`, which needs no tokenizer
 
 
 def main():
-    library = _library_path()
-    # in the package; in a build folder
-    places = [library.parent / "penstock", library.parent.parent / "bin" / "penstock"]
-    program = next((p for p in places if p.exists()), None)
-    if program is None:
-        sys.exit(
-            f"penstock: the program is missing beside {library.parent / LIBRARY}: run `make` in "
-            "the source tree, "
-            "or install the package again"
-        )
+    if sys.argv[1:2] and sys.argv[1] in IN_PYTHON and not OF_IDS & set(sys.argv):
+        sys.exit(import_module(f"penstock.{sys.argv[1]}").main(sys.argv[2:]))
+    try:
+        program = program_path()
+    except FileNotFoundError as missing:
+        sys.exit(str(missing))
     os.execv(program, ["penstock", *sys.argv[1:]])
 
 

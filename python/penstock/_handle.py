@@ -16,7 +16,8 @@ import queue
 import threading
 import weakref
 
-from ._lib import BusyError, StateError, error, lib
+from ._lib import error, lib
+from .errors import BusyError, StateError
 
 
 class Handle:

@@ -1,11 +1,81 @@
 """Checkpoints on disk: what Trainer.checkpoint() wrote, opened and checked."""
 
 import os
+import time
+import warnings
+from dataclasses import dataclass
 
 from ._handle import Handle, Owner
 from ._lib import check, encode_path, ffi, lib, struct, text
+from .errors import PenstockError
+from .lora import Lora
 
 _CUT = ("chunk_tokens", "chunks_per_round", "first_round_chunks", "head_slice_tokens")
+_TERMS = ("z_loss", "label_smoothing")
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What writing a checkpoint took.
+
+    path, step, n_bytes   of the checkpoint
+    held_s                seconds until the state was read, and updates waited for nothing any more
+    durable_s             seconds until the checkpoint was on the disk under its name
+    waited_s              seconds for which updates waited, added up over the streams
+    """
+
+    path: str
+    step: int
+    n_bytes: int
+    held_s: float
+    durable_s: float
+    waited_s: float
+
+
+def every(interval) -> tuple[int, float]:
+    """(steps, seconds) of an interval: 200, "200", "30m" or "2h". One of the two is 0. ValueError
+    otherwise."""
+    number, unit = (str(interval)[:-1], str(interval)[-1:]) if interval else ("", "")
+    try:
+        if unit in ("m", "h") and 0 < (seconds := float(number) * (60 if unit == "m" else 3600)):
+            return 0, seconds
+        if 0 < (steps := int(number + unit)):
+            return steps, 0.0
+    except ValueError:
+        pass
+    raise ValueError(
+        f"{interval!r} is no interval: give a number of steps, or a time such as '30m'"
+    )
+
+
+class Checkpoints:
+    """The checkpoints of Trainer.steps(): when the next is begun. A failure is a warning."""
+
+    def __init__(self, trainer, folder, interval, keep: int):
+        self._trainer, self._folder, self._keep = trainer, folder, keep
+        self._steps, self._seconds = every(interval)
+        self._due = time.monotonic() + self._seconds
+
+    def submitted(self) -> None:
+        """Called after each submitted step: begin a checkpoint of it where one is due."""
+        if self._steps and self._trainer.steps_submitted % self._steps:
+            return
+        # an interval counts from the begin of the last one, but two do not run at once
+        if not self._steps and (time.monotonic() < self._due or self._trainer.checkpoint_runs):
+            return
+        self.end(wait=True)
+        self._due = time.monotonic() + self._seconds
+        self._try(self._trainer.checkpoint, self._folder, self._keep, False)
+
+    def end(self, wait: bool) -> None:
+        self._try(self._trainer.finish_checkpoint, wait)
+
+    @staticmethod
+    def _try(call, *args) -> None:
+        try:
+            call(*args)
+        except (PenstockError, OSError) as e:
+            warnings.warn(f"no checkpoint was written, and training goes on: {e}", stacklevel=4)
 
 
 class Checkpoint(Owner):
@@ -24,7 +94,7 @@ class Checkpoint(Owner):
 
     @classmethod
     def latest(cls, folder) -> "Checkpoint | None":
-        """The newest whole checkpoint of a folder; None where it has none at all. FormatError:
+        """The newest whole checkpoint of a folder: the one written last, whatever its step. None where it has none at all. FormatError:
         there are checkpoints, and none is whole."""
         out = ffi.new("ps_checkpoint **")
         check(lib.ps_checkpoint_latest(out, encode_path(folder)))
@@ -40,19 +110,22 @@ class Checkpoint(Owner):
         check(lib.ps_checkpoint_get_info(ptr, self._info))
         self.path = os.fsdecode(ffi.string(lib.ps_checkpoint_dir(ptr)))
         self.step, self.n_bytes = self._info.step, self._info.bytes
+        self.n_skipped = self._info.n_skipped
 
     @property
     def plan_options(self) -> dict:
         """Options of Plan with which a resumed run gives the same bits: recipe, optimizer, batch,
-        and how the batch is cut."""
+        how the batch is cut, terms of the loss."""
         cfg = struct("ps_train_config")
         check(lib.ps_checkpoint_config(self._handle.ptr, cfg))
         return {
-            name: getattr(self._info, name) for name in ("seq_len", "tokens_per_step", *_CUT)
+            name: getattr(self._info, name)
+            for name in ("seq_len", "tokens_per_step", *_CUT, *_TERMS)
         } | {
             "recipe": text(lib.ps_recipe_name(self._info.recipe)),
             "optimizer": text(lib.ps_optimizer_name(self._info.optimizer)),
-            "clip": cfg.clip_norm > 0,
+            "clip": cfg.clip_norm > 0 or cfg.non_finite == lib.PS_NON_FINITE_SKIP,
+            "lora": Lora.of(self._info.lora),
         }
 
     def close(self) -> None:

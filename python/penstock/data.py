@@ -43,13 +43,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from .chat import TARGETS, TEMPLATE_FILES, ChatTemplate, read_messages, special_tokens
+from .chat import TARGETS, TEMPLATE_FILES, ChatTemplate, special_tokens
+from .command import OK, Parser, run
 from .files import DataError, open_input
 from .packing import LONG, Packer
+from .rendering import render_all
 from .shards import (
     BEGINS_DOCUMENT,
     IS_TARGET,
@@ -252,9 +255,10 @@ class Reader:
         on_bytes: Callable[[int], None] = lambda n: None,
         template: ChatTemplate | None = None,
         targets: str = "answers",
+        processes: int = 1,
     ):
         self.sources, self.field, self.on_bytes = sources, field, on_bytes
-        self.template, self.targets = template, targets
+        self.template, self.targets, self.processes = template, targets, processes
         self.n_documents = 0
         self.skipped: list[Path] = []
 
@@ -274,10 +278,16 @@ class Reader:
     def _documents(self, source: Source) -> Iterator[Iterable[Piece]]:
         read = RECORD_READERS.get(source.path.suffix.lower())
         if read:
-            kind = None
-            for what, record in read(source.path, self.on_bytes):
-                kind = kind or _record_kind(record, self.field)
-                yield self._record(kind, record, what)
+            records = read(source.path, self.on_bytes)
+            what, record = next(records, (None, None))
+            if what is None:
+                return
+            kind, records = _record_kind(record, self.field), chain([(what, record)], records)
+            if kind == "chat" or kind == "pair" and isinstance(record["prompt"], list):
+                yield from self._conversations(kind, records)
+            else:
+                for what, record in records:
+                    yield self._record(kind, record, what)
         elif not source.named and not _is_utf8(source.path):
             self.skipped.append(source.path)
             self.on_bytes(source.path.stat().st_size)
@@ -290,36 +300,19 @@ class Reader:
     def _record(self, kind: str, record, what: str) -> Iterable[Piece]:
         if kind == "text":
             return self._text([_text_of(record, self.field, what, ": name the field with --field")])
-        if kind == "chat" or isinstance(record, dict) and isinstance(record.get("prompt"), list):
-            return [self._chat(kind, record, what)]
         prompt, completion = (_text_of(record, f, what) for f in ("prompt", "completion"))
         return [Piece(self.n_documents, "pair", prompt, completion)] if prompt + completion else []
 
-    def _chat(self, kind: str, record, what: str) -> Piece:
-        """A conversation, or a prompt and a completion that are lists of messages."""
-        if not isinstance(record, dict):
-            raise DataError(f"{what} is no object with 'messages', as the file's first one is")
+    def _conversations(self, kind: str, records: Iterator[tuple]) -> Iterator[list[Piece]]:
         if self.template is None:
             raise DataError(
-                f"{what} is a conversation: give the tokenizer of a chat model with --tokenizer"
+                f"{next(records)[0]} is a conversation: give the tokenizer of a chat model with "
+                "--tokenizer"
             )
-        first = 0
-        if kind == "chat":
-            field = "messages"
-            if field not in record and "conversations" in record:
-                field = "conversations"
-            messages = read_messages(record, field, what)
-        else:
-            messages = read_messages(record, "prompt", what)
-            first = len(messages)
-            messages += read_messages(record, "completion", what)
-        tools = record.get("tools") or None
-        try:
-            text, spans = self.template.render_targets(messages, tools, self.targets, first)
-        except DataError as e:
-            raise DataError(f"{what}: {e}") from e
-        _text_of({"text": text}, "text", what)
-        return Piece(self.n_documents, "chat", text, spans=tuple(spans))
+        jobs = ((kind, record, what) for what, record in records)
+        for what, text, spans in render_all(self.template, self.targets, jobs, self.processes):
+            _text_of({"text": text}, "text", what)
+            yield [Piece(self.n_documents, "chat", text, spans=tuple(spans))]
 
 
 def _is_utf8(path: Path) -> bool:
@@ -379,7 +372,7 @@ def load_tokenizer(path: str | os.PathLike):
             text = f.read()
     except OSError as e:
         raise DataError(
-            f"{file}: {e.strerror}: --tokenizer takes a Hugging Face tokenizer.json, or its folder"
+            f"{file}: {e.strerror}: give a Hugging Face tokenizer.json, or its folder"
         ) from e
     try:
         return Tokenizer.from_buffer(text)
@@ -501,6 +494,7 @@ def write_shards(
     pad: str | None = None,
     extra_files: dict[str, bytes] | None = None,
     on_bytes: Callable[[int], None] = lambda n: None,
+    processes: int = 1,
 ) -> dict:
     """Encode files with a tokenizers.Tokenizer, and write shards, tokenizer.json and dataset.json
     into the folder `out`.
@@ -513,6 +507,9 @@ def write_shards(
     get masks; 0: they follow one another. long: what happens to a document that is longer, "divide"
     or "drop". pad: the token of the padding; None: the end of text.
 
+    processes: how many of them render conversations. With more than 1, the caller's main module must
+    be one that can be imported, as multiprocessing asks.
+
     force replaces a data set that `out` has; without force such a data set is an error. extra_files
     are written too, by name. Returns the contents of dataset.json, and under "skipped" the files
     that were passed over because they are not UTF-8."""
@@ -524,7 +521,7 @@ def write_shards(
     sources = find_sources(files)
     pad_id = eos_id if pad is None else find_eos(tokenizer, pad)[1]
     masks = seq_len > 0 or any(_record_kind(first_record(s), field) != "text" for s in sources)
-    reader = Reader(sources, field, on_bytes, template, targets)
+    reader = Reader(sources, field, on_bytes, template, targets, processes)
     try:
         out.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".penstock-data-", dir=out))
@@ -672,12 +669,12 @@ def _move_into_place(work: Path, out: Path, old: list[Path]) -> None:
 # ---- command line --------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m penstock.data",
+def _parser() -> Parser:
+    p = Parser(
+        prog="penstock data",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Write token shards for `penstock train --data DIR` from text and conversations.",
-        epilog="example: python -m penstock.data --out data --train-tokenizer 8192 --val-fraction 0.01 "
+        epilog="example: penstock data --out data --train-tokenizer 8192 --val-fraction 0.01 "
         "book.txt notes/ 'dump/*.jsonl'",
     )
     p.add_argument(
@@ -781,7 +778,7 @@ def _run(args: argparse.Namespace) -> dict:
     parent = Path(args.out).parent
     if not parent.exists() and not args.quiet:  # its name may be mistyped
         print(
-            f"penstock.data: --out {args.out}: its parent {parent} does not exist and will be made",
+            f"penstock data: --out {args.out}: its parent {parent} does not exist and will be made",
             file=sys.stderr,
         )
     console = Console(stderr=True, quiet=args.quiet or not sys.stderr.isatty())
@@ -819,6 +816,8 @@ def _run(args: argparse.Namespace) -> dict:
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "eos_token": EOS_NAMES[0],
                 "clean_up_tokenization_spaces": False,
+                # what a model's forward() takes: transformers would add token_type_ids
+                "model_input_names": ["input_ids", "attention_mask"],
             }
             extra["tokenizer_config.json"] = (json.dumps(config, indent=1) + "\n").encode()
         return write_shards(
@@ -838,19 +837,12 @@ def _run(args: argparse.Namespace) -> dict:
             pad=pad,
             extra_files=extra,
             on_bytes=counter("writing shards"),
+            processes=len(os.sched_getaffinity(0)),
         )
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    try:
-        s = _run(args)
-    except DataError as e:
-        print(f"penstock.data: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("penstock.data: stopped; nothing was written", file=sys.stderr)
-        return 130
+def _write(args: argparse.Namespace) -> int:
+    s = _run(args)
     if not args.quiet:
         left_out = f"; {len(s['skipped'])} files left out, not UTF-8" if s["skipped"] else ""
         val = f", {s['val']['tokens']:,} of them for validation" if s["val"]["tokens"] else ""
@@ -864,7 +856,12 @@ def main(argv: list[str] | None = None) -> int:
             f"{s.get('padding', 0) / s['tokens']:.1%} of the tokens are padding, "
             f"{targets / s['tokens']:.1%} are targets"
         )
-    return 0
+    return OK
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    return run("penstock data", lambda: _write(args))
 
 
 if __name__ == "__main__":

@@ -184,26 +184,24 @@ def report(out: Path, summary: dict) -> None:
 
 def sample(model: Path, out: Path) -> None:
     """Write a few lines of the trained model to samples.txt."""
-    from tokenizers import Tokenizer
+    from penstock import Generator
+    from penstock.data import load_tokenizer
+    from penstock.generate import stop_tokens
 
-    from penstock.decode import Decoder, generate
-
-    tokenizer, decoder, samples = (
-        Tokenizer.from_file(str(model / "tokenizer.json")),
-        Decoder(model),
-        [],
-    )
-    for seed, prompt in enumerate(PROMPTS):
-        ids = tokenizer.encode(prompt).ids
-        ids += generate(
-            decoder,
-            ids,
-            SAMPLE_TOKENS,
+    tokenizer = load_tokenizer(model)
+    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    context = max(map(len, prompts)) + SAMPLE_TOKENS
+    with Generator(model, batch=len(prompts), context=context) as generator:
+        texts = generator.run(
+            prompts,
+            max_new_tokens=SAMPLE_TOKENS,
             temperature=0.6,
-            seed=seed,
-            end_token=decoder.config.eos_token_id,
+            seed=list(range(len(prompts))),
+            stop_tokens=stop_tokens(model),
         )
-        lines = [line for line in tokenizer.decode(ids).splitlines() if line.strip()]
+    samples = []
+    for prompt, new in zip(prompts, texts, strict=True):
+        lines = [line for line in tokenizer.decode(prompt + new).splitlines() if line.strip()]
         samples.append("\n".join(lines[:SAMPLE_LINES]))
     keep(out, ("\n" + "-" * 40 + "\n").join(samples))
 

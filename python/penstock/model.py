@@ -8,6 +8,8 @@ from ._handle import Handle, Owner
 from ._lib import as_dict, check, encode_path, ffi, lib, struct, text
 
 ROLES = ("matrix", "norm", "bias")
+DTYPES = {"fp32": lib.PS_F32, "bf16": lib.PS_BF16}
+_ARRAYS = {"fp32": np.float32, "bf16": np.uint16}  # numpy has no bf16: its bits
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,16 @@ class Parameter:
     role: str
     unit: int
     offset: int
+
+
+def params_of(model) -> list[Parameter]:
+    """Every parameter tensor of a ps_model, in the library's order."""
+    out, info = [], ffi.new("ps_param_info *")
+    for i in range(lib.ps_model_n_params(model)):
+        check(lib.ps_model_param(model, i, info))
+        shape = tuple(info.shape[d] for d in range(info.n_dims))
+        out.append(Parameter(i, text(info.name), shape, ROLES[info.role], info.unit, info.offset))
+    return out
 
 
 class ModelConfig:
@@ -70,14 +82,7 @@ class ModelConfig:
 
     def params(self) -> list[Parameter]:
         """Every parameter tensor, in the library's order."""
-        model, out, info = self._model(), [], ffi.new("ps_param_info *")
-        for i in range(lib.ps_model_n_params(model)):
-            check(lib.ps_model_param(model, i, info))
-            shape = tuple(info.shape[d] for d in range(info.n_dims))
-            out.append(
-                Parameter(i, text(info.name), shape, ROLES[info.role], info.unit, info.offset)
-            )
-        return out
+        return params_of(self._model())
 
     def flops(self, seq_len: int) -> dict:
         """Model FLOPs of one sequence: matmul (the blocks' products, forward), attn_fwd,
@@ -106,16 +111,52 @@ class TensorFile(Owner):
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor as float32. KeyError: it has no tensor of that name."""
+    def _find(self, name: str) -> tuple:
         idx = lib.ps_tensors_find(self._handle.ptr, name.encode())
         if idx == 2**64 - 1:
             raise KeyError(name)
-        info = self._info(idx)
-        array = np.empty(tuple(info.shape[d] for d in range(info.n_dims)), np.float32)
-        check(
-            lib.ps_tensors_read(
-                self._handle.ptr, idx, 0, info.n, lib.PS_F32, ffi.cast("void *", array.ctypes.data)
-            )
-        )
+        return idx, self._info(idx)
+
+    def shape(self, name: str) -> tuple:
+        info = self._find(name)[1]
+        return tuple(info.shape[d] for d in range(info.n_dims))
+
+    def dtype(self, name: str) -> str:
+        """As in the file's header: "BF16"."""
+        return text(self._find(name)[1].dtype)
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as float32. KeyError: it has no tensor of that name."""
+        return self.read_range(name, 0, None, "fp32").reshape(self.shape(name))
+
+    def read_range(self, name: str, first: int, n: int | None, dtype: str) -> np.ndarray:
+        """n elements from element `first` on, in one dimension; None: all. dtype "fp32", or "bf16",
+        whose bits are uint16: rounded to nearest even where the file has more."""
+        idx, info = self._find(name)
+        array = np.empty(info.n - first if n is None else n, _ARRAYS[dtype])
+        dst = ffi.cast("void *", array.ctypes.data)
+        check(lib.ps_tensors_read(self._handle.ptr, idx, first, array.size, DTYPES[dtype], dst))
         return array
+
+
+def write_tensors(directory, specs, dtype: str, pieces, max_shard_bytes: int) -> None:
+    """Write a model's safetensors into a directory, with an index where they are several files.
+    specs: (name, shape) of each tensor. pieces: arrays, which one after the other are the tensors'
+    data. Until all of it is on the disk the directory stays as it was."""
+    out, names = ffi.new("ps_tensor_writer **"), [ffi.new("char[]", n.encode()) for n, _ in specs]
+    given = ffi.new("ps_tensor_spec[]", len(specs))
+    for spec, name, (_, shape) in zip(given, names, specs, strict=True):
+        spec.name, spec.dtype, spec.n_dims = name, DTYPES[dtype], len(shape)
+        spec.shape[0 : len(shape)] = shape
+    where = encode_path(directory)
+    check(
+        lib.ps_tensors_create(out, where, b"model", given, len(specs), max_shard_bytes, ffi.NULL, 0)
+    )
+    try:
+        for piece in pieces:
+            data = ffi.cast("void *", piece.ctypes.data)
+            check(lib.ps_tensors_append(out[0], data, piece.nbytes))
+    except BaseException:
+        lib.ps_tensors_abort(out[0])
+        raise
+    check(lib.ps_tensors_finish(out[0]))

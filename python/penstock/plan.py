@@ -10,21 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from ._handle import Handle, Owner
-from ._lib import (
-    BudgetError,
-    FormatError,
-    InputOutputError,
-    StateError,
-    as_dict,
-    check,
-    encode_path,
-    ffi,
-    lib,
-    struct,
-    text,
-)
+from ._lib import as_dict, check, encode_path, ffi, lib, struct, text
 from .engine import TRACE_DTYPE, Schedule
-from .model import ModelConfig
+from .errors import BudgetError, FormatError, InputOutputError, StateError
+from .lora import Lora
+from .model import ModelConfig, Parameter, params_of
 
 RECIPES = tuple(text(lib.ps_recipe_name(i)) for i in range(lib.PS_N_RECIPES))
 OPTIMIZERS = tuple(text(lib.ps_optimizer_name(i)) for i in range(lib.PS_N_OPTIMIZERS))
@@ -195,6 +185,14 @@ class Hardware:
         return as_dict(self._ptr)
 
 
+def _set_ramp(config, batch_ramp):
+    """Sets config's batch ramp; returns the array that must live as long as the config needs it."""
+    stages = [{"tokens_per_step": tokens, "n_steps": steps} for tokens, steps in batch_ramp]
+    ramp = ffi.new("ps_ramp_stage[]", stages)
+    config.ramp, config.n_ramp = ramp, len(stages)
+    return ramp
+
+
 class Plan(Owner):
     """The fastest plan for one step of `model` under both caps.
 
@@ -203,7 +201,7 @@ class Plan(Owner):
     device_mem, host_mem   caps, in bytes or as "20GiB"; None: no cap on the device, and what the
                            machine allows on the host
     tokens_per_step        0: 8 sequences
-    recipe                 "fp32", "fp32-master" or "bf16"
+    recipe                 "fp32", "fp32-master" or "bf16"; None: "bf16", with lora "fp32-master"
     optimizer              "adamw", "lion" or "sgd"; a Trainer of the plan uses it
     chunk_tokens, chunks_per_round, first_round_chunks, head_slice_tokens
                            0: the planner chooses
@@ -213,6 +211,13 @@ class Plan(Owner):
     deterministic          every run gives the same bits, on a GPU too
     frozen_layers          the first so many layers are not trained: the embedding, then the blocks
     forward_only           nothing is trained: a step of a Trainer computes the loss alone
+    batch_ramp             [(tokens_per_step, steps), ...]: the training's first steps have fewer
+                           tokens, stage after stage
+    z_loss                 adds z_loss * logsumexp(logits)^2 to the loss that is trained
+    label_smoothing        this part of a target is spread over the vocabulary
+    val_tokens             tokens of a validation beside training (Trainer.validate()); 0: none. The
+                           plan is the same without
+    lora                   a Lora: adapters are trained, and the model's own weights are frozen
     reserve                host memory of the process beside the plan's, in bytes or as "1GiB";
                            None: what the process held when it first asked for a Hardware or a Plan
     keep_grads             gradients are copied to the host wherever the update runs, for
@@ -229,7 +234,7 @@ class Plan(Owner):
         device_mem=None,
         host_mem=None,
         tokens_per_step: int = 0,
-        recipe: str = "bf16",
+        recipe: str | None = None,
         optimizer: str = "adamw",
         chunk_tokens: int = 0,
         chunks_per_round: int = 0,
@@ -243,6 +248,11 @@ class Plan(Owner):
         deterministic: bool = False,
         frozen_layers: int = 0,
         forward_only: bool = False,
+        batch_ramp=(),
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+        val_tokens: int = 0,
+        lora: Lora | None = None,
         reserve=None,
         hardware: Hardware | None = None,
     ):
@@ -270,9 +280,16 @@ class Plan(Owner):
             first_round_chunks,
             frozen_layers,
             forward_only,
+            z_loss,
+            label_smoothing,
+            val_tokens,
+            lora,
         )
+        ramp = _set_ramp(self.config, batch_ramp)
         out = ffi.new("ps_plan **")
         check(lib.ps_plan_create(out, model._ptr, self.config, self.hardware._ptr))
+        self.config.ramp = ffi.NULL
+        del ramp
         self._handle = Handle("plan", out[0], lib.ps_plan_destroy)
 
     @staticmethod
@@ -296,11 +313,16 @@ class Plan(Owner):
         first_round_chunks=0,
         frozen_layers=0,
         forward_only=False,
+        z_loss=0.0,
+        label_smoothing=0.0,
+        val_tokens=0,
+        lora=None,
     ):
+        recipe = recipe or ("fp32-master" if lora else "bf16")
         which, update = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
         check(lib.ps_recipe_parse(which, recipe.encode()))
         check(lib.ps_optimizer_parse(update, optimizer.encode()))
-        return struct(
+        config = struct(
             "ps_plan_config",
             recipe=which[0],
             optimizer=update[0],
@@ -321,7 +343,13 @@ class Plan(Owner):
             first_round_chunks=first_round_chunks,
             n_frozen_layers=frozen_layers,
             forward_only=int(forward_only),
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+            val_tokens=val_tokens,
         )
+        if lora:
+            lora.fill(config.lora)
+        return config
 
     @classmethod
     def smallest(
@@ -332,7 +360,7 @@ class Plan(Owner):
         device_mem=None,
         host_mem=None,
         tokens_per_step: int = 0,
-        recipe: str = "bf16",
+        recipe: str | None = None,
         optimizer: str = "adamw",
         chunk_tokens: int = 0,
         chunks_per_round: int = 0,
@@ -346,6 +374,9 @@ class Plan(Owner):
         deterministic: bool = False,
         frozen_layers: int = 0,
         forward_only: bool = False,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+        lora: Lora | None = None,
         reserve=None,
         hardware: Hardware | None = None,
     ) -> tuple[int, int]:
@@ -374,10 +405,23 @@ class Plan(Owner):
             first_round_chunks,
             frozen_layers,
             forward_only,
+            z_loss,
+            label_smoothing,
+            lora=lora,
         )
         device, host = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))
         return device[0], host[0]
+
+    def params(self) -> list[Parameter]:
+        """Every parameter tensor that the plan trains or streams, adapters among them."""
+        return params_of(lib.ps_plan_model(self._handle.ptr))
+
+    def steps_of(self, n_sequences: int) -> int:
+        """How many whole steps so many sequences are, from the first stage of the batch ramp on."""
+        out = ffi.new("uint64_t *")
+        check(lib.ps_plan_steps_of(self._handle.ptr, n_sequences, out))
+        return out[0]
 
     @property
     def report(self) -> dict:

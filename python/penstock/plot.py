@@ -61,11 +61,13 @@ def window(n: int) -> int:
 
 
 def plot_loss(metrics: list[dict], path, title: str = "", source="metrics") -> None:
-    """Draw the loss of each step in nats a token, and smoothed; below it the learning rate and the
-    tokens per second."""
+    """Draw the loss of each step in nats a token, and smoothed, and the loss of validations; below
+    it the learning rate and the tokens per second."""
     steps, loss, rate, speed = (
         numbers(metrics, key, source) for key in ("step", "loss", "lr", "tokens_per_s")
     )
+    validated = [m for m in metrics if "val_loss" in m]
+    val_steps, val_loss = (numbers(validated, key, source) for key in ("step", "val_loss"))
     import matplotlib
 
     matplotlib.use("Agg")
@@ -83,6 +85,15 @@ def plot_loss(metrics: list[dict], path, title: str = "", source="metrics") -> N
         linewidth=2,
         label=f"mean of {window(len(loss))} steps",
     )
+    if validated:
+        upper.plot(
+            [step + 1 for step in val_steps],
+            val_loss,
+            color="tab:red",
+            marker="o",
+            markersize=3,
+            label="validation",
+        )
     upper.set_ylabel("loss, nats a token")
     upper.set_title(title)
     upper.legend(frameon=False)

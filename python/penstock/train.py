@@ -2,20 +2,40 @@
 
 import math
 import os
-from dataclasses import dataclass, fields
+import shlex
+import sys
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from . import run_file
 from ._handle import ActiveHandle, Owner
-from ._lib import StateError, check, encode_path, error, ffi, lib, struct, text
-from .checkpoint import Checkpoint
+from ._lib import check, encode_path, error, ffi, lib, struct, text
+from .checkpoint import Checkpoint, CheckpointReport, Checkpoints
 from .dataset import Dataset
 from .engine import TRACE_DTYPE
-from .model import Parameter
+from .errors import StateError
+from .model import DTYPES, Parameter
 from .plan import Plan
 
 LR_SCHEDULES = {"constant": 0, "cosine": 1, "linear": 2, "wsd": 3}
-DTYPES = {"fp32": 0, "bf16": 1}
+NON_FINITE = {"stop": lib.PS_NON_FINITE_STOP, "skip": lib.PS_NON_FINITE_SKIP}
+NO_DECAY = {
+    "norm": lib.PS_NO_DECAY_NORM,
+    "bias": lib.PS_NO_DECAY_BIAS,
+    "embedding": lib.PS_NO_DECAY_EMBEDDING,
+}
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The result of a validation: the fields of ps_validation (include/penstock/train.h)."""
+
+    loss: float
+    perplexity: float
+    tokens: int
+    valid_tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -25,10 +45,14 @@ class StepMetrics:
 
     step: int
     loss: float
+    objective: float
+    z_loss: float
     tokens: int
     valid_tokens: int
     grad_norm: float
     lr: float
+    skipped: int
+    n_skipped: int
     step_s: float
     predicted_step_s: float
     tokens_per_s: float
@@ -37,6 +61,12 @@ class StepMetrics:
     device_peak_bytes: int
     host_arena_peak_bytes: int
     host_peak_bytes: int
+    validation: Validation | None = None  # after the step, where steps() was asked for it
+
+
+def _fields(cls, out) -> dict:
+    """The fields of dataclass cls that the struct has."""
+    return {f.name: getattr(out, f.name) for f in fields(cls) if hasattr(out, f.name)}
 
 
 def _as_int32(values, what: str, n: int) -> np.ndarray:
@@ -61,8 +91,25 @@ def _as_int32(values, what: str, n: int) -> np.ndarray:
 
 _HYPERS = {"lr", "beta1", "beta2", "eps", "momentum", "weight_decay"}
 _SETTINGS = _HYPERS | {
-    *("nesterov", "lr_schedule", "min_lr", "warmup_steps", "total_steps", "decay_steps"),
-    *("clip_norm", "seed", "first_step", "document_token", "document_end_token", "shuffle"),
+    *(
+        "nesterov",
+        "no_decay",
+        "lr_schedule",
+        "min_lr",
+        "warmup_steps",
+        "total_steps",
+        "decay_steps",
+    ),
+    *(
+        "clip_norm",
+        "non_finite",
+        "max_skips",
+        "seed",
+        "first_step",
+        "document_token",
+        "document_end_token",
+        "shuffle",
+    ),
 }
 
 
@@ -75,6 +122,17 @@ def _set(cfg, settings: dict) -> None:
             if value not in LR_SCHEDULES:
                 raise ValueError(f"lr_schedule {value!r}: one of {', '.join(LR_SCHEDULES)}")
             name, value = "lr_kind", LR_SCHEDULES[value]
+        if name == "non_finite":
+            if value not in NON_FINITE:
+                raise ValueError(f"non_finite {value!r}: one of {', '.join(NON_FINITE)}")
+            value = NON_FINITE[value]
+        if name == "no_decay":
+            unknown = sorted(set(value) - NO_DECAY.keys())
+            if unknown or isinstance(value, str):
+                raise ValueError(
+                    f"no_decay {value!r}: give a list of some of {', '.join(NO_DECAY)}"
+                )
+            value = sum(NO_DECAY[group] for group in set(value))
         setattr(cfg, name, int(value) if isinstance(value, bool) else value)
 
 
@@ -136,10 +194,18 @@ class Trainer(Owner):
     lr, weight_decay      of the plan's optimizer; None: its default
     beta1, beta2, eps     adamw's; beta1 and beta2 are lion's too. None: the optimizer's default
     momentum, nesterov    sgd's
+    no_decay              what gets no weight decay: some of "norm", "bias", "embedding"
     lr_schedule           constant, cosine, linear or wsd, over total_steps
+    val                   validation data, as data but no function; the plan must have val_tokens
     clip_norm             0: no clipping; the plan must then have clip=False
+    non_finite            "stop", or "skip": leave weights and state as they are where a step's loss
+                          or gradient is not finite, of up to max_skips steps in a row. The plan
+                          must have clip=True
     document_token        the token that begins a document; -1: none
     document_end_token    the token that ends a document; -1: none
+    init_weights          draw the weights from seed; model_dir then needs config.json alone
+    adapter               of a plan with lora: the directory of an adapter to go on training, in
+                          PEFT's layout; None: a fresh one, drawn from seed
     progress              progress(what, done_bytes, total_bytes) is called while weights are loaded
 
     Threads: calls of several threads take turns. Any thread may call cancel(), where() and
@@ -168,12 +234,18 @@ class Trainer(Owner):
         momentum: float | None = None,
         nesterov: bool = False,
         weight_decay: float | None = None,
+        no_decay: tuple[str, ...] | list[str] = ("norm", "bias"),
         clip_norm: float = 1.0,
+        non_finite: str = "stop",
+        max_skips: int = 10,
         seed: int = 0,
         first_step: int = 0,
         document_token: int = -1,
         document_end_token: int = -1,
         shuffle: bool = False,
+        init_weights: bool = False,
+        val=None,
+        adapter=None,
         progress=None,
     ):
         cfg = struct("ps_train_config")
@@ -186,6 +258,7 @@ class Trainer(Owner):
             "eps": eps,
             "momentum": momentum,
             "weight_decay": weight_decay,
+            "no_decay": no_decay,
             "nesterov": nesterov,
             "lr_schedule": lr_schedule,
             "min_lr": min_lr,
@@ -193,17 +266,22 @@ class Trainer(Owner):
             "total_steps": total_steps,
             "decay_steps": decay_steps,
             "clip_norm": clip_norm,
+            "non_finite": non_finite,
+            "max_skips": max_skips,
             "seed": seed,
             "first_step": first_step,
             "document_token": document_token,
             "document_end_token": document_end_token,
             "shuffle": shuffle,
+            "init_weights": init_weights,
         }
         _set(cfg, {name: value for name, value in settings.items() if value is not None})
-        self._open(model_dir, plan, data, cfg, progress)
+        held = ffi.new("char[]", encode_path(adapter)) if adapter is not None else ffi.NULL
+        cfg.adapter_dir = held
+        self._open(model_dir, plan, data, cfg, progress, val=val)
 
     @classmethod
-    def resume(cls, checkpoint, model_dir, plan: Plan, data, *, progress=None, **changes):
+    def resume(cls, checkpoint, model_dir, plan: Plan, data, *, val=None, progress=None, **changes):
         """A trainer that goes on from `checkpoint`: a Checkpoint, or the path of one. Schedule,
         hyperparameters, seed and document tokens are the checkpoint's, unless `changes` has others
         under the names of the constructor. With a plan made with checkpoint.plan_options, k + k
@@ -218,15 +296,30 @@ class Trainer(Owner):
             raise TypeError(f"{unknown[0]!r} is no setting of a trainer")
         _set(cfg, changes)
         trainer = cls.__new__(cls)
-        trainer._open(model_dir, plan, data, cfg, progress, checkpoint)
+        trainer._open(model_dir, plan, data, cfg, progress, checkpoint, val)
         return trainer
 
-    def _open(self, model_dir, plan, data, cfg, progress, checkpoint=None):
+    @classmethod
+    def from_file(cls, path, *, progress=None, **changes):
+        """A trainer of the run that a TOML file describes (docs/recipes.md): `penstock train
+        --config` reads the same file. `changes` has other values under the keys' names, with _ for
+        -. Keys of the command alone, such as out and checkpoint-every, are checked and not used.
+        Raises InvalidError, which names file and line, and what Plan and the constructor raise."""
+        model_dir, plan, data, settings = run_file.prepare(path, changes)
+        return cls(model_dir, plan, data, progress=progress, **settings)
+
+    def _open(self, model_dir, plan, data, cfg, progress, checkpoint=None, val=None):
         cfg.trace_steps = plan.config.trace_steps
-        self.plan, self._failures = plan, []
+        self.total_steps = cfg.total_steps
+        self.plan, self._failures, self._writing = plan, [], None
+        run = cfg.run = ffi.new("char[]", shlex.join(sys.orig_argv).encode())
         self._first_step = checkpoint.step if checkpoint else cfg.first_step
-        self.params = {p.name: p for p in plan.model.params()}
+        self.params = {p.name: p for p in plan.params()}
         uses, source = self._bind_data(cfg, data)
+        if val is not None:
+            val = val if isinstance(val, Dataset) else Dataset(val, plan.model.vocab_size)
+            cfg.val_dataset = val._handle.ptr
+            uses, source = (*uses, val._handle), (source, val)
         report = _progress_callback(progress, self._failures) if progress else ffi.NULL
         out = ffi.new("ps_trainer **")
         plan._handle.wait_for_dropped()
@@ -244,6 +337,7 @@ class Trainer(Owner):
             lib.ps_trainer_at_rest,
             source,
         )
+        del run  # the library has a copy
         if self._failures:  # progress raised
             self.close()
             raise self._failures[0]
@@ -262,32 +356,71 @@ class Trainer(Owner):
             raise self._failures[0] from error(status)
         check(status)
 
-    def steps(self, n: int):
+    def steps(
+        self,
+        n: int,
+        checkpoints=None,
+        checkpoint_every=None,
+        keep: int = 2,
+        validate_every: int = 0,
+    ):
         """Run n steps, and yield the StepMetrics of each. While a step is reported the next one
-        runs.
+        runs, but where a validation follows: after each validate_every-th step of the training, 0:
+        never.
+
+        checkpoints        folder for checkpoints, which are written beside the steps
+        checkpoint_every   steps, counted from step 0, or a time: 200, "30m", "2h"
+        keep               how many of the newest checkpoints stay
+
+        A checkpoint that cannot be written is a warning, and training goes on. The last one is
+        complete when the loop ends.
 
         The loop may be left early, by break, an exception or Ctrl-C. The step in flight then
         finishes first. The weights are those after steps_done steps, and can be read and saved."""
+        if (checkpoints is None) != (checkpoint_every is None):
+            raise ValueError("checkpoints and checkpoint_every are given together")
+        writes = checkpoints is not None
+        if writes:
+            checkpoints = Checkpoints(self, checkpoints, checkpoint_every, keep)
         submitted = done = 0
         try:
             while done < n:
-                ahead = min(n, done + 2) - submitted
-                if ahead:
+                at = self._first_step + self.steps_done
+                stop = done + validate_every - at % validate_every if validate_every else n
+                while submitted < min(n, done + 2, stop):
+                    ahead = min(n, done + 2, stop) - submitted if not writes else 1
                     with self._handle.turn():
                         self._check(lib.ps_trainer_submit(self._handle.ptr, ahead))
                     submitted += ahead
+                    if writes:
+                        checkpoints.submitted()
                 metrics = self._wait()
                 done += 1
+                if validate_every and done == stop:
+                    metrics = replace(metrics, validation=self.validate())
                 yield metrics
+                if writes:
+                    checkpoints.end(wait=False)
         except (GeneratorExit, KeyboardInterrupt):
             self.finish()
             raise
+        finally:
+            if writes:
+                checkpoints.end(wait=True)
 
     def _wait(self) -> StepMetrics:
         out = ffi.new("ps_step_metrics *")
         with self._handle.turn():
             self._check(lib.ps_trainer_wait(self._handle.ptr, out))
-        return StepMetrics(**{f.name: getattr(out, f.name) for f in fields(StepMetrics)})
+        return StepMetrics(**_fields(StepMetrics, out))
+
+    def validate(self) -> Validation:
+        """The loss on the first plan.val_tokens tokens of val, with the weights as they are. A
+        training gives the same bits with it. StateError: steps are in flight."""
+        out = ffi.new("ps_validation *")
+        with self._handle.turn():
+            self._check(lib.ps_trainer_validate(self._handle.ptr, out))
+        return Validation(**_fields(Validation, out))
 
     def finish(self) -> list[StepMetrics]:
         """Wait for the steps in flight. Returns the metrics of the steps that no loop reported."""
@@ -355,26 +488,69 @@ class Trainer(Owner):
                 )
             )
 
-    def save(self, directory, dtype: str = "bf16") -> None:
-        """Save the model as a Hugging Face directory, with safetensors in "bf16" or "fp32".
+    def save(self, directory, dtype: str | None = None) -> None:
+        """Save the model as a Hugging Face directory, with safetensors in "bf16" (the default) or
+        "fp32". With a plan with lora: save the adapter in PEFT's layout, by default in "fp32".
         Whatever ends the save, the directory holds the whole old model or the whole new one. Its
         other files stay."""
+        dtype = dtype or ("fp32" if self.plan.config.lora.rank else "bf16")
         with self._handle.turn():
             check(lib.ps_trainer_save(self._handle.ptr, encode_path(directory), DTYPES[dtype]))
 
-    def checkpoint(self, folder, keep: int = 0) -> str:
+    def checkpoint(self, folder, keep: int = 0, wait: bool = True) -> str:
         """Write the complete state as the checkpoint `folder`/step-N, whose path is returned.
-        StateError: steps are in flight. keep: how many of the newest checkpoints stay there; 0: all.
+        keep: how many of the newest checkpoints stay there; 0: all.
+
+        With wait, no step may be in flight (StateError), and the checkpoint is on the disk at the
+        end. Without, it is of all steps that are submitted so far, and is written while these end
+        and others run. finish_checkpoint() then waits for it. So do the next checkpoint() and
+        close().
+
         InputOutputError: the older checkpoints stay."""
+        self.finish_checkpoint()
         os.makedirs(folder, exist_ok=True)
         path = ffi.new("char[]", 4096)
         with self._handle.turn():
-            step = self._first_step + lib.ps_trainer_steps_done(self._handle.ptr)
-            check(lib.ps_checkpoint_path(path, len(path), encode_path(folder), step))
-            check(lib.ps_trainer_checkpoint(self._handle.ptr, path))
+            done = self._first_step + lib.ps_trainer_steps_done(self._handle.ptr)
+            if wait and done < self.steps_submitted:
+                raise StateError("steps are in flight: wait for them, or give wait=False")
+            check(
+                lib.ps_checkpoint_path(path, len(path), encode_path(folder), self.steps_submitted)
+            )
+            check(lib.ps_trainer_checkpoint_begin(self._handle.ptr, path))
+        self._writing = os.fsdecode(ffi.string(path)), folder, keep
+        if wait:
+            self.finish_checkpoint()
+        return os.fsdecode(ffi.string(path))
+
+    @property
+    def steps_submitted(self) -> int:
+        """Steps that were submitted, first_step included: the next step's number."""
+        with self._handle.turn():
+            return self._first_step + lib.ps_trainer_steps_submitted(self._handle.ptr)
+
+    @property
+    def checkpoint_runs(self) -> bool:
+        """A checkpoint is being written, and finish_checkpoint() would wait."""
+        with self._handle.turn():
+            return bool(lib.ps_trainer_checkpoint_running(self._handle.ptr))
+
+    def finish_checkpoint(self, wait: bool = True) -> CheckpointReport | None:
+        """End the checkpoint that is being written, and remove those that are not kept. None where
+        there is none, or, without wait, where it is not complete yet. Raises what made it fail."""
+        if self._writing is None:
+            return None
+        if not wait and self.checkpoint_runs:
+            return None
+        (path, folder, keep), self._writing = self._writing, None
+        report = struct("ps_checkpoint_report")
+        with self._handle.turn():
+            check(lib.ps_trainer_checkpoint_end(self._handle.ptr, report))
             if keep:
                 check(lib.ps_checkpoints_prune(encode_path(folder), keep))
-        return os.fsdecode(ffi.string(path))
+        return CheckpointReport(
+            path, report.step, report.bytes, report.held_s, report.durable_s, report.waited_s
+        )
 
     def trace(self) -> np.ndarray:
         """The trace of the last plan.config.trace_steps steps (engine.TRACE_DTYPE)."""

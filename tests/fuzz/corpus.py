@@ -75,6 +75,8 @@ def main():
             + bytes(1024 - 32)
             + struct.pack("<300i", *tokens),
         ],
+        "toml": [p.read_bytes() for p in sorted((ROOT / "models").glob("*.toml"))]
+        + [b"[a]\nb = [1, 2e5, # c\n ]\r\nc = 'x'\n[d]\ne = \"\\u00e9\\n\"\nf = true\n"],
         "hardware": hardware,
         "plan": [bytes(random.randrange(256) for _ in range(48)) for _ in range(6)],
     }

@@ -3,6 +3,8 @@
  * of all, or writes half of what the Nth write was asked for. Refuses RENAME_EXCHANGE when told to.
  * A program that does not know of it is told by the environment:
  *   DISK_SHIM_FSYNC_MS  every fsync takes so long
+ *   DISK_SHIM_WRITE_MS  every write to a file below DISK_SHIM_UNDER takes so long, and then reads
+ *                       what it writes
  *   DISK_SHIM_FAIL      the Nth call fails, 0: none; only calls on files below DISK_SHIM_UNDER
  *                       count
  *   DISK_SHIM_ERRNO     what it fails with, 0: ENOSPC where it writes, else EIO
@@ -74,6 +76,8 @@ static void file_of(int fd, const char *path, char *out, size_t room) {
   snprintf(out + n, room - (size_t)n, "%s%s", path && path[0] != '/' ? "/" : "", path ? path : "");
 }
 
+/* Whether the call's file lies below DISK_SHIM_UNDER; also where there is none. A line of the log
+ * gets @name, unless it is NULL. */
 static bool counts(const char *name, int fd, const char *path) {
   char file[8192];
   const int before = errno;
@@ -81,7 +85,7 @@ static bool counts(const char *name, int fd, const char *path) {
   if (under) {
     file_of(fd, path, file, sizeof file - 64);
     result = strncmp(file, under, strlen(under)) == 0;
-    if (result && log_fd >= 0) {
+    if (result && name && log_fd >= 0) {
       char line[8192 + 64];
       const int n = snprintf(line, sizeof line, "%s %s\n", name, file);
       syscall(SYS_write, log_fd, line, (size_t)n);
@@ -173,13 +177,18 @@ SHIM(LOOKS, OF(d), DIR *, NULL, fdopendir, (int d), d)
 SHIM(LOOKS, OF(dirfd(d)), struct dirent *, NULL, readdir, (DIR * d), d)
 SHIM(LOOKS, OF(dirfd(d)), struct dirent64 *, NULL, readdir64, (DIR * d), d)
 
-int fsync(int fd) {
-  REAL(fsync);
-  const char *ms = getenv("DISK_SHIM_FSYNC_MS");
+/* Sleeps as many milliseconds as the environment says. */
+static void take_time(const char *variable) {
+  const char *ms = getenv(variable);
   const long n = ms ? atol(ms) : 0;
   struct timespec left = {n / 1000, n % 1000 * 1000000};
   while (n && nanosleep(&left, &left) != 0)
     continue;
+}
+
+int fsync(int fd) {
+  REAL(fsync);
+  take_time("DISK_SHIM_FSYNC_MS");
   return hit(LOOKS, "fsync", OF(fd)) ? -1 : real(fd);
 }
 
@@ -206,6 +215,8 @@ int close(int fd) {
 
 ssize_t write(int fd, const void *data, size_t bytes) {
   REAL(write);
+  if (under && counts(NULL, OF(fd)))
+    take_time("DISK_SHIM_WRITE_MS");
   if (!hit(WRITES, "write", OF(fd)))
     return real(fd, data, bytes);
   return atomic_load(&mode) == SHORT && bytes > 1 ? real(fd, data, bytes / 2) : -1;

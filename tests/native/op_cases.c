@@ -301,6 +301,8 @@ static void embed_bwd(visit *v, uint32_t dt) {
 static const uint32_t loss_test[][2] = {{1, 1},     {3, 7},      {17, 1000},
                                         {5, 32003}, {9, 128256}, {300, 512}},
                       loss_bench[][2] = {{2048, 8192}};
+/* z-loss and label smoothing, and both. The coefficients are large, so that a wrong one shows. */
+static const float loss_terms[][2] = {{0, 0}, {1e-2f, 0}, {0, 0.1f}, {3e-2f, 0.3f}};
 static void cross_entropy(visit *v, uint32_t dt) {
   /* bf16 exponents: 3e-6 at terms that matter, 2e-5 at 60 below the largest, nothing below
    * 1e-38; fp32: 1e-6 an exponent, sums of up to 128 terms a thread, and what cancels at the
@@ -309,27 +311,32 @@ static void cross_entropy(visit *v, uint32_t dt) {
                                          : (op_tolerance){0, 1e-5, 1e-6},
                      loss = {0, 5e-6, 2e-6};
   EACH(s, v, loss_test, loss_bench) {
-    const uint32_t r = s[0], vocab = s[1];
-    /* not where logits are -inf, which torch caps too */
-    const bool capped = v->sizes != OP_BENCH && s_i && s_i % 2 == 0;
-    const ps__args_cross_entropy a = {r, vocab, dt, capped ? 30.0f : 0.0f};
-    const uint64_t n = (uint64_t)r * vocab;
-    if (!wanted(v, n))
-      continue;
-    const op_operand o[] = {drawn(PS_READ_WRITE, dt, n, 6, grad),
-                            ints(r, r > 2 ? -1 : 0, vocab, false), in(PS_F32, 1, 1),
-                            out(PS_F32, r, loss)};
-    *(float *)o[2].init = 1.0f / 1024;
-    /* most of every other vector, and whole stretches, masked; the target not */
-    for (uint64_t i = 0; s_i % 2 && i < n; i++) {
-      const bool masked = i / 8 % 2 || i % vocab < vocab / 3,
-                 own = (int64_t)(i % vocab) == ((int32_t *)o[1].init)[i / vocab];
-      if (masked && !own && dt == PS_BF16)
-        ((uint16_t *)o[0].init)[i] = 0xff80;
-      if (masked && !own && dt == PS_F32)
-        ((uint32_t *)o[0].init)[i] = 0xff800000u;
+    for (uint32_t k = 0; k < (v->sizes == OP_BENCH ? 1 : 4); k++) {
+      const uint32_t r = s[0], vocab = s[1];
+      /* not where logits are -inf, which torch caps too, and which smoothing makes infinite */
+      const bool capped = v->sizes != OP_BENCH && s_i && s_i % 2 == 0,
+                 masks = s_i % 2 && loss_terms[k][1] == 0.0f;
+      const ps__args_cross_entropy a = {
+          r, vocab, dt, capped ? 30.0f : 0.0f, loss_terms[k][0], loss_terms[k][1]};
+      const uint64_t n = (uint64_t)r * vocab;
+      if (!wanted(v, n))
+        continue;
+      const op_operand o[] = {
+          drawn(PS_READ_WRITE, dt, n, 6, grad), ints(r, r > 2 ? -1 : 0, vocab, false),
+          in(PS_F32, 1, 1),
+          out(PS_F32, (uint64_t)r * ps__loss_columns(a.z_loss, a.label_smoothing), loss)};
+      *(float *)o[2].init = 1.0f / 1024;
+      /* most of every other vector, and whole stretches, masked; the target not */
+      for (uint64_t i = 0; masks && i < n; i++) {
+        const bool masked = i / 8 % 2 || i % vocab < vocab / 3,
+                   own = (int64_t)(i % vocab) == ((int32_t *)o[1].init)[i / vocab];
+        if (masked && !own && dt == PS_BF16)
+          ((uint16_t *)o[0].init)[i] = 0xff80;
+        if (masked && !own && dt == PS_F32)
+          ((uint32_t *)o[0].init)[i] = 0xff800000u;
+      }
+      CASE(v, &a, 4, o, "%ux%u z %g smooth %g", r, vocab, a.z_loss, a.label_smoothing);
     }
-    CASE(v, &a, 4, o, "%ux%u", r, vocab);
   }
 }
 
@@ -478,6 +485,64 @@ static void gemm(visit *v, uint32_t dt) {
       gemm_case(v, dt, s, s_i % 2 ? 8 : 0, trans, form, s_i % 2 ? 0.22f : 0.0f);
 }
 
+/* From one row, as when a single sequence is decoded, to a slice of a prompt. */
+static const uint32_t rows_test[][3] = {{1, 1, 1},   {1, 512, 128}, {2, 33, 5},    {3, 256, 1024},
+                                        {4, 16, 32}, {7, 72, 300},  {130, 128, 64}},
+                      rows_bench[][3] = {{1, 4096, 4096}};
+static void gemm_rows(visit *v, uint32_t dt) {
+  EACH(s, v, rows_test, rows_bench)
+  for (uint32_t form = 0; form < (v->sizes == OP_BENCH ? 1 : N_FORMS); form++)
+    if (form != ACCUMULATE)
+      gemm_case(v, dt, s, s_i % 2 ? 8 : 0, 2, form, s_i % 2 ? 0.22f : 0.0f);
+}
+
+/* ---- attention against a cache --------------------------------------------------------------- */
+
+/* rows, sequences, rows of the cache, heads, kv heads, head_dim, window. Rows are dealt out to the
+ * sequences one by one; each sequence ends at a place of its own. */
+static const uint32_t cached_test[][7] = {{1, 1, 1, 1, 1, 2, 0},       {1, 1, 300, 4, 1, 64, 0},
+                                          {3, 3, 200, 8, 2, 16, 7},    {5, 2, 40, 6, 2, 80, 16},
+                                          {70, 3, 100, 4, 4, 32, 0},   {2, 2, 130, 24, 2, 128, 0},
+                                          {1, 1, 2000, 2, 2, 256, 0},  {4, 4, 64, 3, 3, 6, 0},
+                                          {2, 1, 1100, 16, 2, 24, 900}},
+                      cached_bench[][7] = {{1, 1, 4096, 32, 8, 128, 0}};
+static void attention_cached(visit *v, uint32_t dt) {
+  EACH(s, v, cached_test, cached_bench) {
+    const uint32_t rows = s[0], n_sequences = s[1], cache_rows = s[2];
+    const ps__args_attention a = {.n_tokens = rows,
+                                  .n_heads = s[3],
+                                  .n_kv_heads = s[4],
+                                  .head_dim = s[5],
+                                  .dt = dt,
+                                  .sequence_rows = cache_rows,
+                                  .window = s[6],
+                                  .scale = s_i % 3 ? 0.0f : 0.3f,
+                                  .softcap = s_i % 4 == 1 ? 5.0f : 0.0f};
+    const uint64_t width = 2ull * s[4] * s[5], n = (uint64_t)n_sequences * cache_rows * width;
+    /* scores of size 1 to 4 within 1e-6 of themselves, and so the weights; 5e-6 of what they are
+     * added up to, twice; log-sum-exp as a score */
+    const op_tolerance t = {dt != PS_F32, 0, 1e-5}, t_lse = {0, 2e-6, 4e-6};
+    if (!wanted(v, n))
+      continue;
+    op_operand o[] = {in(dt, (uint64_t)rows * s[3] * s[5], 1),
+                      in(dt, rows * width, 1),
+                      ints(rows, 0, 1, false),
+                      out(dt, (uint64_t)rows * s[3] * s[5], t),
+                      out(PS_F32, (uint64_t)rows * s[3], t_lse),
+                      ints(rows, 0, 1, false),
+                      drawn(PS_READ_WRITE, dt, n, 1, exact)};
+    int32_t *sequence = o[2].init, *pos = o[5].init;
+    for (uint32_t i = 0; i < rows; i++) {
+      const uint32_t q = i % n_sequences, each = (rows - q + n_sequences - 1) / n_sequences,
+                     most = cache_rows - each, last = v->sizes == OP_BENCH ? most : most / (1 + q);
+      sequence[i] = (int32_t)q;
+      pos[i] = i && i == rows / 2 && rows > 2 ? -1 : (int32_t)(last + i / n_sequences);
+    }
+    CASE(v, &a, 7, o, "T%u of %u x %u heads %u/%u d%u window %u", rows, n_sequences, cache_rows,
+         s[3], s[4], s[5], s[6]);
+  }
+}
+
 /* ---- the table ------------------------------------------------------------------------------- */
 
 const op_entry op_table[] = {
@@ -499,6 +564,8 @@ const op_entry op_table[] = {
     {.kernel = &ps__k_glu_bwd, .cases = glu_bwd, .gradient_of = &ps__k_glu_fwd},
     {.kernel = &ps__k_cross_entropy, .cases = cross_entropy},
     {.kernel = &ps__k_gemm, .cases = gemm},
+    {.kernel = &ps__k_gemm_rows, .cases = gemm_rows},
+    {.kernel = &ps__k_attention_cached, .cases = attention_cached},
 };
 const uint32_t n_op_table = sizeof op_table / sizeof *op_table;
 

@@ -391,8 +391,9 @@ static void speeds(void) {
   for (uint32_t rows = 64; rows <= 2048; rows *= rows < 512 ? 2 : 4) {
     char name[64];
     snprintf(name, sizeof name, "cross_entropy %ux128256", rows);
-    speed(name, ps__cuda_cross_entropy, &(ps__args_cross_entropy){rows, V, PS_BF16, 0},
-          AT(1024, 0, 2, 8), 4.0 * rows * V, 0);
+    speed(name, ps__cuda_cross_entropy,
+          &(ps__args_cross_entropy){.rows = rows, .vocab = V, .dt = PS_BF16}, AT(1024, 0, 2, 8),
+          4.0 * rows * V, 0);
   }
   fill_arena();
   speeds_gemm(

@@ -1,5 +1,6 @@
 /* test_engine.c - the engine's contract: what is refused, what fails, how it stops, what it
  * leaves behind. */
+#include "engine/engine.h"
 #include "random_program.h"
 #include <fcntl.h>
 #include <pthread.h>
@@ -457,6 +458,78 @@ static void test_life(void) {
   ps_program_destroy(p);
 }
 
+/* ---- pausing --------------------------------------------------------------------------------- */
+
+/* The result depends on the order and on the number of the run's step. */
+static ps_status fold(const ps_launch *l) {
+  uint64_t *x = l->ptr[0];
+  *x = *x * 6364136223846793005u + l->op * 31 + l->step + 1;
+  return PS_OK;
+}
+static const ps_kernel k_fold = {.name = "fold", .op_class = PS_CLASS_OTHER, .fn = {fold}};
+
+static ps_schedule *folding(uint32_t n_ops, uint64_t offset) {
+  ps_program *p;
+  ps_schedule *s;
+  CHECK(ps_program_create(&p, 1, 4) == PS_OK);
+  for (uint32_t i = 0; i < n_ops; i++)
+    add(p, &k_fold, i % 4, NULL, 0, at(0, PS_READ_WRITE, offset));
+  CHECK(ps_schedule_compile(&s, p) == PS_OK);
+  ps_program_destroy(p);
+  return s;
+}
+
+static uint64_t value_at(ps_engine *e, uint64_t offset) {
+  uint64_t x;
+  memcpy(&x, (const char *)ps_engine_space(e, 0) + offset, sizeof x);
+  return x;
+}
+
+static void test_pause(void) {
+  enum { STEPS = 12, TRACED = 3 };
+  uint64_t want, n;
+  ps_schedule *sa = folding(7, 0), *sb = folding(3, 64);
+  ps_run_config rc = run_config(TRACED), plain = run_config(0);
+  ps_run *a, *b = NULL;
+  ps_trace_event events[TRACED * 7];
+  ps_engine *e = open_engine(4);
+  CHECK(ps_run_create(&a, e, sa, &rc) == PS_OK && ps_run_submit(a, STEPS) == PS_OK &&
+        ps_run_wait(a, STEPS) == PS_OK && ps_run_destroy(a) == PS_OK);
+  want = value_at(e, 0);
+  CHECK(ps_engine_close(e) == PS_OK);
+
+  e = open_engine(4);
+  CHECK(ps_run_create(&a, e, sa, &rc) == PS_OK);
+  CHECK_FAILS(ps_run_create(&b, e, sb, &plain), PS_EBUSY, "a run already");
+  for (uint64_t done = 0; done < STEPS;) {
+    const uint64_t k = done % 3 + 1; /* in flight when the pause is asked for */
+    CHECK(ps_run_submit(a, k) == PS_OK && ps__run_pause(a) == PS_OK);
+    done += k;
+    CHECK(ps_run_steps_done(a) == done && ps_run_wait(a, done) == PS_OK && ps_run_at_rest(a));
+    CHECK_FAILS(ps_run_submit(a, 1), PS_ESTATE, "paused");
+    if (b)
+      CHECK(ps__run_go_on(b) == PS_OK);
+    else
+      CHECK(ps_run_create(&b, e, sb, &plain) == PS_OK);
+    CHECK_FAILS(ps__run_go_on(a), PS_EBUSY, "a run already");
+    CHECK(ps_run_submit(b, 2) == PS_OK && ps__run_pause(b) == PS_OK && ps__run_go_on(a) == PS_OK);
+    if (done % 3 == 0 && done < STEPS)
+      CHECK(ps__run_pause(a) == PS_OK && ps__run_pause(a) == PS_OK && ps__run_go_on(a) == PS_OK);
+  }
+  CHECK(value_at(e, 0) == want && ps_run_steps_done(a) == STEPS);
+  for (int paused = 0; paused < 2; paused++) { /* the trace goes past pauses */
+    CHECK(ps_run_trace(a, events, TRACED * 7, &n) == PS_OK && n == TRACED * 7);
+    CHECK(events[0].step == STEPS - TRACED && events[n - 1].step == STEPS - 1);
+    CHECK(ps__run_pause(a) == PS_OK);
+  }
+  CHECK_FAILS(ps_engine_close(e), PS_EBUSY, "a run still lives");
+  ps_run_cancel(a); /* a paused run stays stopped */
+  CHECK_FAILS(ps__run_go_on(a), PS_ECANCELLED, "cancelled");
+  CHECK(ps_run_destroy(a) == PS_OK && ps__run_go_on(b) == PS_OK && ps_run_submit(b, 1) == PS_OK);
+  CHECK(ps_run_destroy(b) == PS_OK && ps_engine_close(e) == PS_OK);
+  CHECK(ps_schedule_destroy(sa) == PS_OK && ps_schedule_destroy(sb) == PS_OK);
+}
+
 int main(void) {
   int64_t before = ps__live_allocations();
   test_program_checks();
@@ -481,6 +554,9 @@ int main(void) {
   test_fail_nth(PS_FAULT_THREAD, PS_EDEVICE);
   test_no_allocation();
   test_life();
+  for (int i = 0; i < 20; i++)
+    test_pause();
+  printf("ok runs take turns on an engine, each as if it had not stopped\n");
   printf("ok an op neither waits for its run nor closes it; where() and steps_done() beside "
          "submit() and wait()\n");
   CHECK(ps__live_allocations() == before);

@@ -24,6 +24,7 @@ typedef struct model {
   const char *name, *json;
   char dir[256];
   ps_model_config cfg;
+  ps_lora lora;
   ps_model *made;
 } model;
 
@@ -64,6 +65,12 @@ static model models[] = {
              "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":2,\"num_key_"
              "value_heads\":2,\"head_dim\":16,"
              "\"tie_word_embeddings\":true,\"attention_bias\":false,\"use_sliding_window\":false}"},
+    {.name = "qwen2-lora",
+     .lora = {.rank = 3, .targets = PS_LORA_ALL, .alpha = 6},
+     .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
+             "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_"
+             "value_heads\":2,\"tie_word_embeddings\":false,"
+             "\"use_sliding_window\":false}"},
 };
 enum { N_MODELS = sizeof models / sizeof *models };
 
@@ -211,7 +218,8 @@ static void check_report(const ps__step *s) {
   size_t end = s->n_op;
   for (uint32_t u = 0; u < s->spec->n_units; u++)
     if (s->spec->update_split[u])
-      CHECK(hook_of(s, --end) == PS__HOOK_UPDATE_STATE && s->op[end].tag.layer == (int32_t)u);
+      CHECK(hook_of(s, --end) == PS__HOOK_UPDATE_STATE &&
+            s->op[end].tag.layer == (int32_t)s->model->unit[u].layer);
   const ps__vop *report = &s->op[end - 1];
   uint32_t last = PS__NO_VT;
   for (size_t i = 0; i < s->n_op; i++)
@@ -266,7 +274,8 @@ static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *
   spec->head_slice = cfg->head_slice_tokens;
   spec->clip = cfg->clip != 0;
   memset(spec->param_resident, 1, spec->n_units);
-  memset(spec->grad_resident, 1, spec->n_units);
+  for (uint32_t u = 0; u < spec->n_units; u++)
+    spec->grad_resident[u] = !m->made->unit[u].frozen;
   memset(spec->policy, PS_POLICY_DEVICE, (size_t)spec->n_layers * spec->n_chunks * spec->n_saved);
 }
 
@@ -287,6 +296,11 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
   spec->blocks_kept = rnd_below(state, spec->n_layers + 1);
   for (uint32_t u = 0; u < spec->n_units; u++) {
     spec->param_resident[u] = rnd_below(state, 2) != 0;
+    if (m->made->unit[u].frozen) {
+      spec->grad_resident[u] = spec->update_resident[u] = spec->update_streamed[u] =
+          spec->update_split[u] = 0;
+      continue;
+    }
     spec->grad_resident[u] = rnd_below(state, 2) != 0;
     /* an update on the device needs parameters and the gradient's total there */
     const bool several = ps__unit_contributions(m->made, &sums, u) > 1;
@@ -352,6 +366,7 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
                                                                        : 1 + rnd_below(state, 3),
                               .clip = rnd_below(state, 2),
                               .n_threads = 2,
+                              .lora = m->lora,
                               .optimizer = (idx + idx / N_MODELS) % PS_N_OPTIMIZERS};
   ps__layout layout;
   ps__spec spec;
@@ -561,7 +576,8 @@ int main(void) {
   for (uint32_t i = 0; i < N_MODELS; i++)
     make_model(&models[i], root);
   for (uint32_t i = 0; i < N_MODELS; i++)
-    CHECK(ps_model_create(&models[i].made, &models[i].cfg) == PS_OK);
+    CHECK(ps__model_create(&models[i].made, &models[i].cfg, PS_F32, 0, 0, NULL, &models[i].lora) ==
+          PS_OK);
   test_state_is_counted();
   const int64_t before = ps__live_allocations();
   uint64_t state = 20261121;

@@ -10,6 +10,7 @@
 #include <penstock/resume.h>
 #include <penstock/train.h>
 #include <signal.h>
+#include <sys/syscall.h>
 #include <time.h>
 
 #ifdef PS_SANITIZED
@@ -17,7 +18,7 @@ enum { STRIDE = 997, STEP = 13, N_CANCELS = 8, N_READS = 4, RECIPE_STEP = 2 };
 #else
 enum { STRIDE = 97, STEP = 1, N_CANCELS = 150, N_READS = 40, RECIPE_STEP = 1 };
 #endif
-enum { SEQ_LEN = 16, SEQUENCES = 4, VOCAB = 96, MAX_PARAMS = 64 };
+enum { SEQ_LEN = 16, SEQUENCES = 4, VOCAB = 96, MAX_PARAMS = 64, VAL_TOKENS = 7 * SEQ_LEN };
 
 static const char config_json[] =
     "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"vocab_size\":96,\"num_"
@@ -56,10 +57,19 @@ static ps_train_config train_config(ps_dataset *ds, bool clip) {
 
 /* The plan without a cap (everything is resident, updates included), the tightest (everything
  * streams, updates on the host), one that streams everything and updates on the device all the
- * same, or one that streams everything and updates on the host, with clipping in two parts. */
-typedef enum placement { RESIDENT, TIGHT, STREAMED, IN_PARTS, N_PLACEMENTS } placement;
+ * same, or one that streams everything and updates on the host, with clipping in two parts.
+ * STATE_STREAMED, of some tests: streams the state alone, and updates on the device. */
+typedef enum placement {
+  RESIDENT,
+  TIGHT,
+  STREAMED,
+  IN_PARTS,
+  N_PLACEMENTS,
+  STATE_STREAMED = N_PLACEMENTS
+} placement;
 
-static ps_plan *make_streamed_plan(const ps_plan_config *cfg, bool there) {
+static ps_plan *make_streamed_plan(const ps_plan_config *cfg, placement where) {
+  const bool there = where != IN_PARTS;
   ps_plan *plan;
   ps__layout layout;
   ps__spec spec;
@@ -74,6 +84,7 @@ static ps_plan *make_streamed_plan(const ps_plan_config *cfg, bool there) {
   spec.head_slice = SEQ_LEN;
   spec.clip = cfg->clip != 0;
   spec.param_lead = spec.saved_lead = spec.saved_lag = spec.grad_lag = spec.sum_lag = 1;
+  memset(spec.param_resident, where == STATE_STREAMED, spec.n_units);
   memset(spec.update_streamed, there, spec.n_units);
   memset(spec.update_split, !there && spec.clip && ps__optimizers[spec.optimizer].splits,
          spec.n_units);
@@ -85,12 +96,14 @@ static ps_plan *make_streamed_plan(const ps_plan_config *cfg, bool there) {
 
 static ps_plan *make_plan_of(ps_plan_config cfg, placement where) {
   ps_plan *plan;
-  uint64_t host;
+  uint64_t host, val_tokens = cfg.val_tokens;
   if (where >= STREAMED)
-    return make_streamed_plan(&cfg, where == STREAMED);
+    return make_streamed_plan(&cfg, where);
+  cfg.val_tokens = 0;
   if (where == TIGHT)
     CHECK(ps_plan_smallest(&model, &cfg, &hw, &cfg.device_mem_bytes, &host) == PS_OK &&
           cfg.device_mem_bytes > 0);
+  cfg.val_tokens = val_tokens;
   CHECK(ps_plan_create(&plan, &model, &cfg, &hw) == PS_OK);
   return plan;
 }
@@ -168,14 +181,18 @@ static ps_dataset *data_opened;
 
 static ps_status train_and_save(void) {
   ps_trainer *t = NULL;
-  const ps_train_config c = train_config(data_opened, true);
+  ps_train_config c = train_config(data_opened, true);
   ps_step_metrics m;
+  ps_validation v;
+  c.val_dataset = data_opened;
   reached = TRAINER;
   PS_TRY(ps_trainer_create(&t, model_dir, plan_made, &c, NULL, NULL));
   reached = STEPS;
   ps_status st = ps_trainer_submit(t, 2);
   for (int i = 0; st == PS_OK && i < 2; i++)
     st = ps_trainer_wait(t, &m);
+  if (st == PS_OK)
+    st = ps_trainer_validate(t, &v);
   if (st == PS_OK) {
     reached = SAVE_NEW;
     st = ps_trainer_save(t, new_dir, PS_F32);
@@ -258,7 +275,9 @@ static void test_fail_nth(void) {
                                      [PS_FAULT_WRITE] = "write",
                                      [PS_FAULT_THREAD] = "thread start"};
   data_opened = open_shard();
-  plan_made = make_plan(PS_RECIPE_BF16, true, RESIDENT);
+  ps_plan_config cfg = plan_config(PS_RECIPE_BF16, true);
+  cfg.val_tokens = VAL_TOKENS;
+  plan_made = make_plan_of(cfg, RESIDENT);
   /* the planner's search does the same for each candidate: strides will do */
   for (int kind = 0; kind < PS_FAULT_KINDS; kind++) {
     const int64_t n = fail_nth(kind, read_and_plan, STRIDE),
@@ -456,7 +475,7 @@ static void test_bad_gradient(ps_dataset *ds, int layer, placement where) {
   const ps_train_config c = train_config(ds, true);
   ps_trainer *t = make_trainer(plan, &c);
   ps_step_metrics m;
-  char name[64], text[64];
+  char name[64], text[128];
   static const struct {
     const char *what;
     float value;
@@ -465,7 +484,9 @@ static void test_bad_gradient(ps_dataset *ds, int layer, placement where) {
     snprintf(name, sizeof name, "model.layers.%d.mlp.%s_proj.weight", layer, part[i].what);
     fill_param(t, name, part[i].value);
   }
-  snprintf(text, sizeof text, "step 0: the gradient of layer %d is not finite", layer);
+  snprintf(text, sizeof text,
+           "step 0: the gradient of layer %d is not finite, first in model.layers.%d.", layer,
+           layer);
   const uint64_t before = weights(t);
   CHECK(ps_trainer_submit(t, 3) == PS_OK);
   CHECK_FAILS(ps_trainer_wait(t, &m), PS_ENUMERIC, text);
@@ -714,6 +735,16 @@ static void test_life(void) {
 
 /* ---- checkpoints ----------------------------------------------------------------------------- */
 
+static _Atomic long write_ns; /* every write takes so long before it reads the data */
+
+/* The library's too: the program's symbol comes first. */
+ssize_t write(int fd, const void *data, size_t bytes) {
+  const long ns = atomic_load(&write_ns);
+  if (ns)
+    nanosleep(&(struct timespec){.tv_nsec = ns}, NULL);
+  return syscall(SYS_write, fd, data, bytes);
+}
+
 /* Hash of the weights and states in a checkpoint, which is then removed. */
 static uint64_t take_state(ps_trainer *t, const char *dir) {
   uint64_t h = 0;
@@ -733,10 +764,33 @@ static uint64_t take_state(ps_trainer *t, const char *dir) {
   return h;
 }
 
+static double updates_waited_s; /* for checkpoints, of all runs */
+
+/* A checkpoint of @k steps that is written while the run goes on to its end. The writers are slow,
+ * so that updates come to parts of the state which are not written yet. */
+static uint64_t checkpoint_beside(ps_trainer *t, uint64_t k, uint64_t n, const char *dir) {
+  ps_checkpoint_report r = {.struct_bytes = sizeof r};
+  ps_step_metrics m;
+  train_steps(t, k - 1);
+  atomic_store(&write_ns, 100000);
+  CHECK(ps_trainer_submit(t, 1) == PS_OK);
+  CHECK(ps_trainer_checkpoint_begin(t, dir) == PS_OK && ps_trainer_steps_submitted(t) == k);
+  for (uint64_t i = k; i < n; i++)
+    CHECK(ps_trainer_submit(t, 1) == PS_OK && ps_trainer_wait(t, &m) == PS_OK && m.step == i - 1);
+  CHECK(ps_trainer_wait(t, &m) == PS_OK);
+  CHECK(ps_trainer_checkpoint_end(t, &r) == PS_OK && r.step == k && r.held_s <= r.durable_s);
+  atomic_store(&write_ns, 0);
+  updates_waited_s += r.waited_s;
+  char end[320];
+  snprintf(end, sizeof end, "%s/end", root);
+  return take_state(t, end);
+}
+
 /* The state after 2k steps; with a stop after k of them that goes on with another placement. */
 static uint64_t train_in_parts(const ps_plan_config *cfg, placement before, placement after,
                                bool stops) {
   enum { HALF = 3 };
+  uint64_t beside = 0;
   ps_dataset *ds = open_shard();
   ps_plan *plan = make_plan_of(*cfg, before);
   ps_train_config c = train_config(ds, cfg->clip != 0);
@@ -750,8 +804,7 @@ static uint64_t train_in_parts(const ps_plan_config *cfg, placement before, plac
   ps_trainer *t = make_trainer(plan, &c);
   if (stops) {
     ps_checkpoint *from;
-    train_steps(t, HALF);
-    CHECK(ps_trainer_checkpoint(t, new_dir) == PS_OK);
+    beside = checkpoint_beside(t, HALF, 2 * HALF, new_dir);
     CHECK(ps_trainer_destroy(t) == PS_OK);
     ps_plan_destroy(plan);
     plan = make_plan_of(*cfg, after);
@@ -763,13 +816,15 @@ static uint64_t train_in_parts(const ps_plan_config *cfg, placement before, plac
   for (uint64_t i = stops ? HALF : 0; i < 2 * HALF; i++)
     CHECK(ps_trainer_submit(t, 1) == PS_OK && ps_trainer_wait(t, &m) == PS_OK && m.step == i);
   const uint64_t state = take_state(t, new_dir);
+  CHECK(!stops || beside == state);
   CHECK(ps_trainer_destroy(t) == PS_OK);
   ps_plan_destroy(plan);
   CHECK(ps_dataset_close(ds) == PS_OK);
   return state;
 }
 
-/* Every recipe and optimizer, with and without clipping; each placement is resumed by the next. */
+/* Every recipe and optimizer, with and without clipping; each placement is resumed by the next. The
+ * checkpoint is written while its run goes on to the same bits. */
 static void test_resume(void) {
   unsigned n = 0;
   for (uint32_t o = 0; o < PS_N_OPTIMIZERS; o++)
@@ -783,7 +838,203 @@ static void test_resume(void) {
           CHECK(train_in_parts(&cfg, (placement)p, (placement)((p + 1) % N_PLACEMENTS), true) ==
                 whole);
       }
-  printf("ok %u resumed trainings have the bits of those that were not stopped\n", n);
+  CHECK(updates_waited_s > 0);
+  printf(
+      "ok %u resumed trainings have the bits of those that were not stopped; updates waited %.2f "
+      "s for their checkpoints\n",
+      n, updates_waited_s);
+}
+
+/* ---- skipped steps --------------------------------------------------------------------------- */
+
+/* Steps of the run whose loss or gradient is made infinite, as bits. */
+static uint64_t bad_loss, bad_gradient;
+
+static ps_status spoiling_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch) {
+  const uint64_t step = (uint64_t)1 << launch->step;
+  if (what == PS__HOOK_LOSS && (bad_loss & step))
+    ((float *)launch->ptr[1])[3] = INFINITY;
+  if (what == PS__HOOK_NORM && (bad_gradient & step))
+    ((double *)launch->ptr[0])[ps__norm_slots(((ps_trainer *)ctx)->plan->model)] = NAN;
+  return ps__trainer_hook(ctx, what, unit, launch);
+}
+
+static ps_trainer *make_spoiled(ps_plan *plan, ps_train_config *c) {
+  c->non_finite = PS_NON_FINITE_SKIP;
+  ps_trainer *t = make_trainer(plan, c);
+  plan->hooks.fn = spoiling_hook;
+  return t;
+}
+
+/* The state after @n steps. */
+static uint64_t train_spoiled(ps_plan *plan, uint32_t optimizer, uint64_t n, uint64_t n_skipped) {
+  ps_dataset *ds = open_shard();
+  ps_train_config c = train_config(ds, true);
+  ps_step_metrics m;
+  c.optimizer = optimizer;
+  ps_trainer *t = make_spoiled(plan, &c);
+  CHECK(ps_trainer_submit(t, n) == PS_OK);
+  for (uint64_t i = 0; i < n; i++) {
+    const bool bad = (bad_loss | bad_gradient) >> i & 1;
+    CHECK(ps_trainer_wait(t, &m) == PS_OK && m.step == i && m.skipped == bad);
+    CHECK(isfinite(m.loss) == !(bad_loss >> i & 1) && (bad || isfinite(m.grad_norm)));
+  }
+  CHECK(m.n_skipped == n_skipped);
+  const uint64_t state = take_state(t, new_dir);
+  CHECK(ps_trainer_destroy(t) == PS_OK && ps_dataset_close(ds) == PS_OK);
+  return state;
+}
+
+/* Every recipe and optimizer: a step that is skipped leaves all weights and states, and the next
+ * one goes on, wherever the state is. */
+static void test_skipped(void) {
+  for (uint32_t recipe = 0; recipe < PS_N_RECIPES; recipe += RECIPE_STEP)
+    for (uint32_t o = 0; o < PS_N_OPTIMIZERS; o++) {
+      ps_plan_config cfg = plan_config(recipe, true);
+      uint64_t want[3], got[3];
+      cfg.optimizer = o;
+      for (placement p = 0; p <= STATE_STREAMED; p++) {
+        bad_loss = 1 << 2;
+        bad_gradient = 1 << 3;
+        ps_plan *plan = make_plan_of(cfg, p);
+        got[0] = train_spoiled(plan, o, 2, 0);
+        got[1] = train_spoiled(plan, o, 4, 2);
+        got[2] = train_spoiled(plan, o, 5, 2);
+        ps_plan_destroy(plan);
+        CHECK(got[0] == got[1] && got[1] != got[2]);
+        if (!p)
+          memcpy(want, got, sizeof want);
+        CHECK(memcmp(want, got, sizeof want) == 0);
+      }
+    }
+  printf(
+      "ok a step that is not finite is skipped: weights and states stay, and the next goes on\n");
+}
+
+/* The count goes through a checkpoint; too many skips in a row stop the trainer. */
+static void test_many_skipped(void) {
+  ps_dataset *ds = open_shard();
+  ps_plan *plan = make_plan(PS_RECIPE_BF16, true, STREAMED);
+  ps_train_config c = train_config(ds, true);
+  ps_checkpoint *from;
+  ps_checkpoint_info info = {.struct_bytes = sizeof info};
+  ps_step_metrics m;
+  c.max_skips = 3;
+  bad_loss = 1 << 1 | 1 << 2 | 1 << 3;
+  bad_gradient = 1 << 5;
+  ps_trainer *t = make_spoiled(plan, &c);
+  CHECK(ps_trainer_submit(t, 5) == PS_OK);
+  CHECK(ps_trainer_checkpoint_begin(t, new_dir) == PS_OK && ps_trainer_submit(t, 2) == PS_OK);
+  for (int i = 0; i < 7; i++)
+    CHECK(ps_trainer_wait(t, &m) == PS_OK);
+  CHECK(m.n_skipped == 4 && !m.skipped && ps_trainer_checkpoint_end(t, NULL) == PS_OK);
+  CHECK(ps_trainer_destroy(t) == PS_OK && ps_checkpoint_open(&from, new_dir) == PS_OK);
+  CHECK(ps_checkpoint_get_info(from, &info) == PS_OK && info.step == 5 && info.n_skipped == 3);
+  bad_loss = 0xf << 1;
+  bad_gradient = 0;
+  c.non_finite = PS_NON_FINITE_SKIP;
+  CHECK(ps_trainer_resume(&t, model_dir, plan, &c, from, NULL, NULL) == PS_OK);
+  plan->hooks.fn = spoiling_hook;
+  ps_checkpoint_close(from);
+  CHECK(ps_trainer_submit(t, 6) == PS_OK);
+  for (int i = 0; i < 4; i++)
+    CHECK(ps_trainer_wait(t, &m) == PS_OK);
+  CHECK(m.n_skipped == 6 && m.step == 8);
+  CHECK_FAILS(
+      ps_trainer_wait(t, &m), PS_ENUMERIC,
+      "step 9: the loss is infinite, first in chunk 0 (sequence 0, position 3), after 3 steps");
+  CHECK(ps_trainer_destroy(t) == PS_OK);
+  remove_folder(new_dir);
+  ps_plan_destroy(plan);
+  plan = make_plan(PS_RECIPE_BF16, false, TIGHT);
+  c.clip_norm = 0;
+  CHECK_FAILS(ps_trainer_create(&t, model_dir, plan, &c, NULL, NULL), PS_EINVAL, "plan with clip");
+  ps_plan_destroy(plan);
+  plan = make_plan(PS_RECIPE_BF16, true, TIGHT); /* skipping without clipping */
+  bad_loss = 1 << 1;
+  t = make_spoiled(plan, &c);
+  CHECK(ps_trainer_submit(t, 3) == PS_OK);
+  for (int i = 0; i < 3; i++)
+    CHECK(ps_trainer_wait(t, &m) == PS_OK && m.skipped == (i == 1));
+  CHECK(ps_trainer_destroy(t) == PS_OK);
+  ps_plan_destroy(plan);
+  CHECK(ps_dataset_close(ds) == PS_OK);
+  printf("ok skipped steps are counted through a resume, and too many in a row stop the run\n");
+}
+
+/* ---- validation ------------------------------------------------------------------------------ */
+
+/* The state after some steps, between which a validation comes. */
+static uint64_t train_and_validate(ps_plan_config cfg, placement where, bool validates,
+                                   double losses[2]) {
+  ps_dataset *ds = open_shard();
+  ps_train_config c = train_config(ds, cfg.clip != 0);
+  ps_validation v;
+  ps_step_metrics m;
+  cfg.val_tokens = validates ? VAL_TOKENS : 0;
+  ps_plan *plan = make_plan_of(cfg, where);
+  c.val_dataset = validates ? ds : NULL;
+  c.optimizer = cfg.optimizer;
+  ps_trainer *t = make_trainer(plan, &c);
+  for (uint64_t i = 0; i < 6; i++) {
+    CHECK(ps_trainer_submit(t, 1) == PS_OK && ps_trainer_wait(t, &m) == PS_OK && m.step == i);
+    if (validates && i % 3 == 1)
+      CHECK(ps_trainer_validate(t, &v) == PS_OK && v.tokens == 6 * SEQ_LEN &&
+            (losses[i / 3] = v.loss) > 0);
+  }
+  const uint64_t state = take_state(t, new_dir);
+  CHECK(ps_trainer_destroy(t) == PS_OK);
+  ps_plan_destroy(plan);
+  CHECK(ps_dataset_close(ds) == PS_OK);
+  return state;
+}
+
+/* Every recipe, with and without clipping, wherever weights, masters and state are. */
+static void test_validation(void) {
+  for (uint32_t recipe = 0; recipe < PS_N_RECIPES; recipe += RECIPE_STEP)
+    for (int clip = 0; clip < 2; clip++) {
+      const ps_plan_config cfg = plan_config(recipe, clip);
+      double want[2], got[2];
+      for (placement p = 0; p <= STATE_STREAMED; p++) {
+        const uint64_t state = train_and_validate(cfg, p, true, p ? got : want);
+        CHECK(state == train_and_validate(cfg, p, false, NULL));
+        CHECK(want[0] != want[1] && (!p || memcmp(want, got, sizeof want) == 0));
+      }
+    }
+  printf("ok a validation has the same loss wherever the state is, and training does not see it\n");
+}
+
+/* A validation that fails stops the trainer, with the weights of the last step. */
+static void test_validation_fails(void) {
+  ps_dataset *ds = open_shard();
+  ps_plan_config cfg = plan_config(PS_RECIPE_BF16, true);
+  cfg.val_tokens = VAL_TOKENS;
+  ps_train_config c = train_config(ds, true);
+  c.val_dataset = ds;
+  ps_plan *plan = make_plan_of(cfg, TIGHT);
+  ps_validation v = {.tokens = 5};
+  for (int cancels = 0; cancels < 2; cancels++) {
+    ps_trainer *t = make_trainer(plan, &c);
+    CHECK(ps_trainer_validate(t, &v) == PS_OK); /* before the first step */
+    train_steps(t, 2);
+    const uint64_t before = weights(t);
+    v.tokens = 5;
+    if (cancels)
+      ps_trainer_cancel(t);
+    else
+      ps__fault_arm(PS_FAULT_READ, 5);
+    CHECK_FAILS(ps_trainer_validate(t, &v), cancels ? PS_ECANCELLED : PS_EIO,
+                cancels ? "cancelled" : shard);
+    ps__fault_arm(PS_FAULT_READ, 0);
+    CHECK(v.tokens == 5 && ps_trainer_at_rest(t) && ps_trainer_submit(t, 1) < 0 &&
+          ps_trainer_validate(t, &v) < 0 && weights(t) == before);
+    CHECK(ps_trainer_save(t, new_dir, PS_F32) == PS_OK);
+    remove_folder(new_dir);
+    CHECK(ps_trainer_destroy(t) == PS_OK);
+  }
+  ps_plan_destroy(plan);
+  CHECK(ps_dataset_close(ds) == PS_OK);
+  printf("ok a validation that fails stops training, and leaves its weights\n");
 }
 
 /* The newest whole checkpoint of @folder is of @step. */
@@ -874,6 +1125,10 @@ int main(void) {
   test_not_finite();
   test_cancel();
   test_resume();
+  test_skipped();
+  test_many_skipped();
+  test_validation();
+  test_validation_fails();
   test_checkpoint_faults();
   test_own_batch();
   for (int i = 0; i < 5; i++)

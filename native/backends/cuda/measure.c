@@ -221,18 +221,9 @@ static ps__args_gemm product_args(bench *b, int i, uint32_t rows, uint32_t part,
   ptr[3] = next_place(b, X, OUT, 2ull * m * n);
   b->n_products++;
   *n_ptr = 3 + residual;
-  return (ps__args_gemm){.m = m,
-                         .n = n,
-                         .k = k,
-                         .lda = ta ? m : k,
-                         .ldb = tb ? k : n,
-                         .ldc = n,
-                         .trans_a = ta,
-                         .trans_b = tb,
-                         .has_residual = residual,
-                         .dt_a = PS_BF16,
-                         .dt_b = PS_BF16,
-                         .dt_c = PS_BF16};
+  ps__args_gemm g = ps__gemm_args(m, n, k, ta, tb, PS_BF16);
+  g.has_residual = residual;
+  return g;
 }
 
 static ps_status run_products(bench *b, const void *rows, uint32_t part) {

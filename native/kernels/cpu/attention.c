@@ -173,6 +173,7 @@ const ps_kernel ps__k_attention_fwd = {
     .op_class = PS_CLASS_ATTENTION,
     .fn = {attention_fwd, PS_CUDA_FN(attention_fwd)},
     .info = &(const ps__op_info){.rate = PS__RATE_ATTENTION_FWD,
+                                 .in_generation = &ps__k_attention_cached,
                                  .work = work_attention_fwd,
                                  .bind = bind_attention,
                                  .scratch = {scratch_attention_fwd, ps_scratch_attention_fwd},

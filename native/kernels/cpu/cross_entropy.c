@@ -9,7 +9,8 @@ typedef struct ce_job {
   char *z;
   const int32_t *target;
   float scale, cap; /* cap 0: none */
-  float *loss;
+  float z_loss, smoothing;
+  float *loss; /* [rows, columns] */
 } ce_job;
 
 /* tanh(z / cap); a capped logit is cap times that. -inf, as padding lanes have, stays -inf. */
@@ -60,28 +61,53 @@ PS_VEC float ce_row_sum(const char *z, uint32_t dt, size_t n, float max, bool ca
   return ps__v_sum((s[0] + s[1]) + (s[2] + s[3]));
 }
 
-/* The gradient of a vector of logits: terms times k, with a cap times 1 - tanh^2. */
-PS_VEC void ce_grads(ps__v *g, const ps__v *z, float max, float k, bool capped, float cap) {
+/* The sum of a row's logits. 64 lanes, fixed tree. */
+PS_VEC float ce_row_total(const char *z, uint32_t dt, size_t n, bool capped, float cap) {
+  ps__v s[4] = {{0}}, y;
+  for (size_t i = 0, q = 0; i < n; i += PS_LANES, q = i / PS_LANES % 4) {
+    const ps__v v = ps__v_read(z, dt, i, n, 0.0f);
+    y = v;
+    if (capped) {
+      ce_tanh(&y, &v, cap);
+      y *= cap;
+    }
+    s[q] += y;
+  }
+  return ps__v_sum((s[0] + s[1]) + (s[2] + s[3]));
+}
+
+/* The gradient of a vector of logits: terms times k less @less, with a cap times 1 - tanh^2. */
+PS_VEC void ce_grads(ps__v *g, const ps__v *z, float max, float k, bool capped, float cap,
+                     bool more, float less) {
   ps__v y = *z, slope;
   if (!capped) {
     *g = ps__v_exp(y - max) * k;
+    if (more)
+      *g -= less;
     return;
   }
   ce_tanh(&y, z, cap);
   slope = 1.0f - y * y;
   slope = ps__v_select(*z == ps__v_set(-INFINITY), ps__v_set(0.0f), slope);
-  *g = ps__v_exp(y * cap - max) * k * slope;
+  *g = ps__v_exp(y * cap - max) * k;
+  if (more)
+    *g -= less;
+  *g *= slope;
 }
 
-PS_VEC void ce_rows(const ce_job *j, int64_t first, int64_t end, uint32_t dt, bool capped) {
+/* @more: with z-loss or label smoothing. */
+PS_VEC void ce_rows(const ce_job *j, int64_t first, int64_t end, uint32_t dt, bool capped,
+                    bool more) {
   const float cap = j->cap;
+  const uint32_t columns = more ? 3 : 1;
   size_t n = j->vocab, bytes = n * ps__dt_bytes(dt);
   for (int64_t r = first; r < end; r++) {
     char *z = j->z + (size_t)r * bytes;
     int32_t target = j->target[r];
+    float *loss = j->loss + (size_t)r * columns;
     if (target < 0) {
       memset(z, 0, bytes);
-      j->loss[r] = 0.0f;
+      memset(loss, 0, columns * sizeof *loss);
       continue;
     }
     float max = ce_row_max(z, dt, n), zt = ps__load1_f32(z, dt, (size_t)target), slope = 1.0f;
@@ -92,26 +118,42 @@ PS_VEC void ce_rows(const ce_job *j, int64_t first, int64_t end, uint32_t dt, bo
       max = cap * ps__tanhf(max / cap);
     }
     float sum = ce_row_sum(z, dt, n, max, capped, cap);
-    float k = j->scale / sum, et = ps__expf(zt - max);
-    for (size_t i = 0; i < n; i += PS_LANES) {
-      ps__v v = ps__v_read(z, dt, i, n, 0.0f), g;
-      ce_grads(&g, &v, max, k, capped, cap);
-      ps__v_write(z, dt, i, n, g);
-    }
+    float k = j->scale / sum, et = ps__expf(zt - max), less = 0.0f, pull = 0.0f;
     /* softmax - 1 at the target as -(sum - e)/sum: no cancellation beyond that of the sum */
     float dt_target = (et - sum) * k;
+    const double log_sum = log((double)sum);
+    if (more) {
+      const double lse = log_sum + (double)max,
+                   mean = (double)ce_row_total(z, dt, n, capped, cap) / (double)n;
+      pull = (float)(2.0 * (double)j->z_loss * lse);
+      less = (float)((double)j->smoothing / (double)n * (double)j->scale);
+      dt_target += (pull * et) * k + (j->smoothing * j->scale - less);
+      k += k * pull;
+      loss[1] = (float)(lse * lse);
+      loss[2] = (float)(lse - mean);
+    }
+    for (size_t i = 0; i < n; i += PS_LANES) {
+      ps__v v = ps__v_read(z, dt, i, n, 0.0f), g;
+      ce_grads(&g, &v, max, k, capped, cap, more, less);
+      ps__v_write(z, dt, i, n, g);
+    }
     if (capped)
       dt_target *= slope;
     ps__store_f32(z + (size_t)target * ps__dt_bytes(dt), dt, &dt_target, 1);
-    j->loss[r] = (float)(log((double)sum) + ((double)max - (double)zt));
+    loss[0] = (float)(log_sum + ((double)max - (double)zt));
   }
 }
 
 PS_CLONES static void ce_run(const ce_job *j, int64_t first, int64_t end) {
-  if (j->cap > 0.0f)
-    PS__BY_DTYPE(j->dt, DT, ce_rows(j, first, end, DT, true));
+  const bool more = ps__loss_columns(j->z_loss, j->smoothing) > 1;
+  if (more && j->cap > 0.0f)
+    PS__BY_DTYPE(j->dt, DT, ce_rows(j, first, end, DT, true, true));
+  else if (more)
+    PS__BY_DTYPE(j->dt, DT, ce_rows(j, first, end, DT, false, true));
+  else if (j->cap > 0.0f)
+    PS__BY_DTYPE(j->dt, DT, ce_rows(j, first, end, DT, true, false));
   else
-    PS__BY_DTYPE(j->dt, DT, ce_rows(j, first, end, DT, false));
+    PS__BY_DTYPE(j->dt, DT, ce_rows(j, first, end, DT, false, false));
 }
 
 static void ce_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
@@ -123,6 +165,12 @@ ps_status ps__check_cross_entropy(const ps__args_cross_entropy *a) {
     return ps__fail(PS_EINVAL,
                     "cross_entropy: softcap is %g: it must be positive and finite, or 0 for none",
                     (double)a->softcap);
+  if (!(a->z_loss >= 0.0f && a->z_loss < INFINITY))
+    return ps__fail(PS_EINVAL, "cross_entropy: z_loss is %g: it must be finite and 0 or more",
+                    (double)a->z_loss);
+  if (!(a->label_smoothing >= 0.0f && a->label_smoothing <= 1.0f))
+    return ps__fail(PS_EINVAL, "cross_entropy: label_smoothing is %g: it must be from 0 to 1",
+                    (double)a->label_smoothing);
   if (a->dt >= PS_N_DTYPES)
     return ps__fail(PS_EINVAL, "cross_entropy: dt is %u: neither fp32 nor bf16", a->dt);
   return PS_OK;
@@ -133,10 +181,11 @@ ps_status ps__check_cross_entropy(const ps__args_cross_entropy *a) {
  *         y[r,t];
  *         z[r,v] becomes (softmax(y[r])[v] - [v = t]) * scale, with a soft cap that times
  *         1 - (y[r,v] / softcap)^2. A z of -inf stays -inf. target -1: loss 0, gradient 0.
- *         fp32 inside, the loss put together in fp64.
+ *         fp32 inside, the loss put together in fp64. z-loss and label smoothing: ops.h.
  * shapes  z [rows,V] of dt, in place; target i32 [rows]; scale f32 [1] = 1 / valid tokens of the
- *         step; loss f32 [rows]
- * bytes   2*rows*V*sizeof(dt) when a row fits the cache (three passes over it)
+ *         step; loss f32 [rows], with z-loss or label smoothing [rows,3]
+ * bytes   2*rows*V*sizeof(dt) when a row fits the cache (three passes over it, four with z-loss or
+ *         label smoothing)
  * determinism  bitwise: one thread has a row; sums in 64 lanes and a fixed tree
  * errors  PS_EFORMAT: a target that is neither -1 nor an id, with its row. Nothing is written
  *         then. */
@@ -156,6 +205,8 @@ static ps_status cross_entropy(const ps_launch *l) {
                 .target = target,
                 .scale = *(const float *)l->ptr[2],
                 .cap = a->softcap,
+                .z_loss = a->z_loss,
+                .smoothing = a->label_smoothing,
                 .loss = l->ptr[3]};
   ps__cpu_rows(l->exec, a->rows, ps__block_rows(a->vocab), ce_task, &job);
   return PS_OK;

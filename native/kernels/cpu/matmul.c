@@ -343,6 +343,7 @@ const ps_kernel ps__k_gemm = {
     .op_class = PS_CLASS_GEMM,
     .fn = {gemm, PS_CUDA_FN(gemm)},
     .info = &(const ps__op_info){.rate = PS__RATE_GEMM,
+                                 .in_generation = &ps__k_gemm_rows,
                                  .work = work_gemm,
                                  .bind = bind_gemm,
                                  .scratch = {scratch_gemm, NULL},

@@ -54,6 +54,22 @@ template <typename T> __device__ __forceinline__ void merge_block(float &m, floa
     merge<T>(m, s, __shfl_xor_sync(0xffffffffu, m, w), __shfl_xor_sync(0xffffffffu, s, w));
 }
 
+/* The block's sum, in every thread, by a fixed tree. */
+__device__ __forceinline__ float sum_block(float x) {
+  __shared__ float part[WARPS];
+#pragma unroll
+  for (int w = 16; w > 0; w /= 2)
+    x += __shfl_xor_sync(0xffffffffu, x, w);
+  if (threadIdx.x % 32 == 0)
+    part[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = part[threadIdx.x % WARPS];
+#pragma unroll
+  for (int w = WARPS / 2; w > 0; w /= 2)
+    x += __shfl_xor_sync(0xffffffffu, x, w);
+  return x;
+}
+
 /* V elements as 32-bit words, so that in registers two bf16 share one. */
 template <typename T, int V> struct words {
   uint32_t w[V == 1 ? 1 : 4];
@@ -129,8 +145,24 @@ template <typename T, int V, bool CAP> struct batch {
       sum[0] += sum[k];
     s += sum[0];
   }
+  /* Adds the logits of batch b to @total. */
+  __device__ __forceinline__ void add_logits(float &total, uint32_t b, uint32_t vocab,
+                                             float cap) const {
+#pragma unroll
+    for (int u = 0; u < BATCH; u++) {
+      float x[V];
+      if (at(b, u) >= vocab)
+        break;
+      unpack<T, V>(x, v[u]);
+#pragma unroll
+      for (int k = 0; k < V; k++)
+        total += CAP ? capped(x[k], cap) : x[k];
+    }
+  }
+  /* The gradient: terms times @inv less @less, which is 0 unless MORE. */
+  template <bool MORE>
   __device__ __forceinline__ void store(T *z, uint32_t b, uint32_t vocab, float top, float inv,
-                                        float cap) const {
+                                        float less, float cap) const {
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
       float x[V];
@@ -142,9 +174,14 @@ template <typename T, int V, bool CAP> struct batch {
       for (int k = 0; k < V; k++) {
         if (CAP) {
           const float t = tanh_of(x[k], cap), slope = t == -INFINITY ? 0.0f : 1.0f - t * t;
-          x[k] = exps<T>::term(cap * t, top) * inv * slope;
+          if (MORE)
+            x[k] = (exps<T>::term(cap * t, top) * inv - less) * slope;
+          else
+            x[k] = exps<T>::term(cap * t, top) * inv * slope;
         } else {
           x[k] = exps<T>::term(x[k], top) * inv;
+          if (MORE)
+            x[k] -= less;
         }
       }
       ps_store<T, V>(z + i, x);
@@ -156,49 +193,69 @@ template <typename T, int V, bool CAP> struct batch {
  * maximum grows. The second pass computes the gradient from the end of the row backwards: the last
  * batch is still in registers, and most of the rest in L2 (132 rows of 256 KB are 34 MB). The next
  * batch is in flight while one is worked on. */
-template <typename T, int V, bool CAP>
+template <typename T, int V, bool CAP, bool MORE>
 __global__ void __launch_bounds__(THREADS, 1)
-    cross_entropy_k(T *logits, const int32_t *target, const float *scale, float *loss,
-                    uint32_t vocab, float cap) {
+    cross_entropy_k(T *logits, const int32_t *target, const float *scale, float *losses,
+                    uint32_t vocab, float cap, float z_loss, float smoothing) {
   T *z = logits + (size_t)blockIdx.x * vocab;
+  float *loss = losses + (size_t)blockIdx.x * (MORE ? 3 : 1);
   const int32_t t = target[blockIdx.x];
   if (t < 0 || (uint32_t)t >= vocab) {
     const float zero[V] = {};
     for (uint32_t i = threadIdx.x * V; i < vocab; i += THREADS * V)
       ps_store<T, V>(z + i, zero);
-    if (threadIdx.x == 0)
-      loss[blockIdx.x] = t == -1 ? 0.0f : __int_as_float(0x7fc00000);
+    if (threadIdx.x < (MORE ? 3 : 1))
+      loss[threadIdx.x] = t == -1 ? 0.0f : __int_as_float(0x7fc00000);
     return;
   }
   const float raw = ps_to_f32(z[t]), zt = CAP ? capped(raw, cap) : raw;
   const uint32_t n = (vocab + THREADS * V * BATCH - 1) / (THREADS * V * BATCH);
   batch<T, V, CAP> now, next;
-  float m = -INFINITY, s = 0.0f;
+  float m = -INFINITY, s = 0.0f, total = 0.0f;
   now.load(z, 0, vocab);
   for (uint32_t b = 0;; b++) {
     if (b + 1 < n)
       next.load(z, b + 1, vocab);
     now.add(m, s, cap);
+    if (MORE)
+      now.add_logits(total, b, vocab, cap);
     if (b + 1 == n)
       break;
     now = next;
   }
   merge_block<T>(m, s);
-  const float top = exps<T>::scaled(m), inv = *scale / s;
+  const float top = exps<T>::scaled(m);
+  float inv = *scale / s, less = 0.0f, pull = 0.0f;
+  if (MORE) {
+    const double lse = log((double)s / (double)exps<T>::term(m, top)) + (double)m;
+    total = sum_block(total);
+    pull = (float)(2.0 * (double)z_loss * lse);
+    less = (float)((double)smoothing / (double)vocab * (double)*scale);
+    if (threadIdx.x == 0) {
+      loss[1] = (float)(lse * lse);
+      loss[2] = (float)(lse - (double)total / (double)vocab);
+    }
+  }
   if (threadIdx.x == 0)
-    loss[blockIdx.x] =
-        (float)(log((double)s / (double)exps<T>::term(m, top)) + ((double)m - (double)zt));
+    loss[0] = (float)(log((double)s / (double)exps<T>::term(m, top)) + ((double)m - (double)zt));
+  const float inv_one = inv;
+  inv += MORE ? inv * pull : 0.0f;
   for (uint32_t b = n; b-- > 0;) {
     if (b > 0)
       next.load(z, b - 1, vocab);
-    now.store(z, b, vocab, top, inv, cap);
+    now.template store<MORE>(z, b, vocab, top, inv, less, cap);
     now = next;
   }
   /* At the target (term - s) * inv, by the thread that has just stored there: nothing cancels
    * but what the sum has. */
   if (threadIdx.x == t / V % THREADS) {
     const float slope = CAP ? 1.0f - tanh_of(raw, cap) * tanh_of(raw, cap) : 1.0f;
-    z[t] = ps_from_f32<T>((exps<T>::term(zt, top) - s) * inv * slope);
+    const float e = exps<T>::term(zt, top);
+    if (MORE)
+      z[t] = ps_from_f32<T>(((e - s) * inv_one + pull * e * inv_one + (smoothing * *scale - less)) *
+                            slope);
+    else
+      z[t] = ps_from_f32<T>((e - s) * inv_one * slope);
   }
 }
 
@@ -208,9 +265,9 @@ __global__ void __launch_bounds__(THREADS, 1)
  *         z[r,v] becomes (softmax(y[r])[v] - [v = t]) * scale, with a soft cap that times
  *         1 - (y[r,v] / softcap)^2. A z of -inf stays -inf. target -1: loss 0, gradient 0; any
  *         other target out of range: loss NaN, gradient 0. fp32 inside, the loss put together in
- *         fp64.
+ *         fp64. z-loss and label smoothing: ops.h.
  * shapes  z [rows,V] of dt, in place; target i32 [rows]; scale f32 [1] = 1 / valid tokens of the
- *         step; loss f32 [rows]
+ *         step; loss f32 [rows], with z-loss or label smoothing [rows,3]
  * bytes   2*rows*V*sizeof(dt) of HBM where the second read is from L2, else 3*rows*V*sizeof(dt);
  *         2048 x 128256 bf16 -> 1.05 GB, 219 us at 4.8 TB/s. Two exponentials an element, 16 a
  *         clock and SM, take 140 us.
@@ -229,11 +286,14 @@ extern "C" ps_status ps__cuda_cross_entropy(const ps_launch *l) {
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
   const bool whole = ps_whole(a->dt, a->vocab) && ps_aligned(l->ptr[0]);
+  const bool more = ps__loss_columns(a->z_loss, a->label_smoothing) > 1;
   PS_DISPATCH(a->dt, whole,
-              const auto kernel =
-                  a->softcap > 0.0f ? cross_entropy_k<T, V, true> : cross_entropy_k<T, V, false>;
-              kernel<<<a->rows, THREADS, 0, stream>>>((T *)l->ptr[0], (const int32_t *)l->ptr[1],
-                                                      (const float *)l->ptr[2], (float *)l->ptr[3],
-                                                      a->vocab, a->softcap));
+              const auto kernel = more ? (a->softcap > 0.0f ? cross_entropy_k<T, V, true, true>
+                                                            : cross_entropy_k<T, V, false, true>)
+                                  : a->softcap > 0.0f ? cross_entropy_k<T, V, true, false>
+                                                      : cross_entropy_k<T, V, false, false>;
+              kernel<<<a->rows, THREADS, 0, stream>>>(
+                  (T *)l->ptr[0], (const int32_t *)l->ptr[1], (const float *)l->ptr[2],
+                  (float *)l->ptr[3], a->vocab, a->softcap, a->z_loss, a->label_smoothing));
   return ps_launched("cross_entropy", cudaSuccess);
 }

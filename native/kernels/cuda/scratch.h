@@ -107,4 +107,37 @@ static inline size_t ps_scratch_attention_bwd(const void *args, const ps__scratc
   return ps_scratch_attention((const ps__args_attention *)args, true, target);
 }
 
+/* attention_cached: parts that the keys of a row are cut in, by shape alone, so that a GPU has
+ * enough blocks; and the parts' sums. */
+enum {
+  PS_CACHED_HEADS = 8,
+  PS_CACHED_BLOCKS = 512,
+  PS_CACHED_PARTS = 64,
+  PS_CACHED_PART_ROWS = 64
+};
+static inline uint32_t ps_cached_tiles(
+    const ps__args_attention *a) { /* heads that share a kv head */
+  return (a->n_heads / a->n_kv_heads + PS_CACHED_HEADS - 1) / PS_CACHED_HEADS;
+}
+static inline uint32_t ps_cached_parts(const ps__args_attention *a) {
+  const uint64_t blocks = (uint64_t)a->n_tokens * a->n_kv_heads * ps_cached_tiles(a);
+  const uint32_t rows = a->window && a->window < a->sequence_rows ? a->window : a->sequence_rows,
+                 most = (rows + PS_CACHED_PART_ROWS - 1) / PS_CACHED_PART_ROWS,
+                 n = blocks >= PS_CACHED_BLOCKS ? 1 : (uint32_t)(PS_CACHED_BLOCKS / blocks),
+                 cut = n < most ? n : most;
+  return cut < PS_CACHED_PARTS ? cut : PS_CACHED_PARTS;
+}
+static inline size_t ps_scratch_attention_cached(const void *args,
+                                                 const ps__scratch_target *target) {
+  const ps__args_attention *a = (const ps__args_attention *)args;
+  (void)target;
+  if (!a->n_tokens || !a->n_kv_heads || a->n_heads < a->n_kv_heads)
+    return 0; /* the launch refuses it */
+  const uint32_t parts = ps_cached_parts(a);
+  return parts < 2 ? 0
+                   : ps_round_up((size_t)parts * a->n_tokens * a->n_heads *
+                                     ((size_t)a->head_dim + 2) * sizeof(float),
+                                 256);
+}
+
 #endif

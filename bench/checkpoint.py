@@ -1,0 +1,155 @@
+"""Measures what a checkpoint beside the steps costs: two runs of `penstock train`, one JSON object.
+
+    python3 bench/checkpoint.py --data SHARDS --folder /scratch/run --out bench/results/ckpt.jsonl
+    python3 bench/checkpoint.py --model tiny-llama --backend cpu --device-gib 0 --host-gib 0 \\
+        --seq-len 64 --tokens 256 --data SHARDS --folder /tmp/run --out /tmp/ckpt.jsonl
+
+The first run has 2 N - 1 steps and one checkpoint, after N of them (--steps N). The median of steps
+2 to N, of which the first is left out, is the time of a step without a checkpoint. What the steps
+after N take more than that is the time lost. It says what an interval of 20 steps and one of 30
+minutes would cost.
+
+The second run resumes from the checkpoint, under --resume-gib where that is given, and trains two
+steps. Seconds to resume are from its start to its first step: planning, checking all SHA-256s,
+reserving memory and reading.
+
+--folder gets the run, with one checkpoint: 48 GB for 8B. It must not exist, and is removed. The
+program needs Python's standard library alone.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rows import ROOT, machine, text_of
+
+LINE = re.compile(r"checkpoint \S+: .* after ([\d.]+) s .*waited ([\d.]+) s")
+
+
+def command_of(args, model, steps, device_gib, more):
+    command = [str(args.binary), "train", "--model", str(model), "--data", *args.data]
+    options = {
+        "seq-len": args.seq_len,
+        "tokens-per-step": args.tokens,
+        "steps": steps,
+        "recipe": args.recipe,
+        "backend": args.backend,
+        "lr": "1e-5",
+        "run-dir": args.folder,
+    }
+    if device_gib:
+        options["device-mem"] = f"{device_gib:g}GiB"
+    if args.host_gib:
+        options["host-mem"] = f"{args.host_gib:g}GiB"
+    return command + [str(word) for k, v in options.items() for word in (f"--{k}", v)] + more
+
+
+def run(command, metrics_path, first=0):
+    """What the run said, its metrics, and the seconds from its start to the begin of its first
+    step."""
+    began, told, seconds = time.monotonic(), None, 0.0
+    done = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    said = []
+    for line in done.stderr:
+        said.append(line)
+        if told is None and (told := re.match(r"step (\d+)/", line)):
+            seconds = time.monotonic() - began
+    if done.wait() != 0:
+        sys.exit(f"{' '.join(command)}\n{''.join(said)}")
+    metrics = [json.loads(line) for line in open(metrics_path)]
+    trained = [m["step_s"] for m in metrics if first <= m["step"] < int(told[1])]
+    return "".join(said), metrics, seconds - sum(trained)
+
+
+def measure(args, model):
+    n, metrics_path = args.steps, args.folder / "metrics.jsonl"
+    writes = ["--init-weights", "--checkpoint-every", str(n)]
+    said, metrics, _ = run(
+        command_of(args, model, 2 * n - 1, args.device_gib, writes), metrics_path
+    )
+    found = LINE.search(said) or sys.exit(f"no checkpoint was written:\n{said}")
+    durable_s, waited_s = map(float, found.groups())
+    steps = [m["step_s"] for m in metrics]
+    step_s = statistics.median(steps[1:n])
+    lost_s = sum(steps[n:]) - step_s * (n - 1)
+    (path,) = (args.folder / "checkpoints").iterdir()
+    manifest = json.loads((path / "manifest.json").read_text())
+    n_bytes = sum(f["bytes"] for f in manifest["files"])
+    plan = json.loads((args.folder / "plan.json").read_text())
+    _, after, resume_s = run(
+        command_of(args, model, n + 2, args.resume_gib or args.device_gib, ["--resume", str(path)]),
+        metrics_path,
+        n,
+    )
+    peak = max(m["host_peak_bytes"] for m in metrics)
+    same = [m["loss"] for m in after[n:]] == [m["loss"] for m in metrics[n : n + 2]]
+    return {
+        "step_s": step_s,
+        "steps_s": steps,
+        "lost_s": lost_s,
+        "waited_s": waited_s,
+        "lost_at_20_steps": lost_s / (20 * step_s),
+        "lost_at_30_min": lost_s / 1800,
+        "gb": n_bytes / 1e9,
+        "n_files": len(manifest["files"]),
+        "durable_s": durable_s,
+        "gb_per_s": n_bytes / 1e9 / durable_s,
+        "resume_s": resume_s,
+        "resumed_loss_is_the_same": same,
+        "host_peak_gib": peak / 2**30,
+        "host_cap_gib": args.host_gib,
+        "planned_host_gib": plan["host_used_bytes"] / 2**30,
+        "device_peak_gib": metrics[-1]["device_peak_bytes"] / 2**30,
+    }
+
+
+def main():
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--binary", type=Path, default=ROOT / "build/bin/penstock")
+    p.add_argument("--model", default="8b", help="a file of models/ (default 8b)")
+    p.add_argument("--data", nargs="+", required=True, help="token shards")
+    p.add_argument("--folder", type=Path, required=True, help="for the run; is removed")
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--backend", default="cuda")
+    p.add_argument("--recipe", default="bf16")
+    p.add_argument("--device-gib", type=float, default=24, help="0: no cap")
+    p.add_argument("--resume-gib", type=float, default=0, help="of the run that resumes")
+    p.add_argument("--host-gib", type=float, default=80, help="0: no cap")
+    p.add_argument("--seq-len", type=int, default=4096)
+    p.add_argument("--tokens", type=int, default=65536, help="a step")
+    p.add_argument("--steps", type=int, default=7)
+    args = p.parse_args()
+    if args.folder.exists():
+        p.error(f"{args.folder} exists: give a folder that does not")
+    with tempfile.TemporaryDirectory() as work:
+        config = json.loads((ROOT / f"models/{args.model}.json").read_text())
+        # only the shape matters here, not what the model was trained for
+        config["max_position_embeddings"] = max(args.seq_len, config["max_position_embeddings"])
+        (Path(work) / "config.json").write_text(json.dumps(config))
+        try:
+            row = measure(args, Path(work))
+        finally:
+            shutil.rmtree(args.folder, ignore_errors=True)
+    row |= {
+        "model": args.model,
+        "tokens": args.tokens,
+        "machine": machine(),
+        "commit": text_of(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    with open(args.out, "a") as f:
+        f.write(json.dumps(row) + "\n")
+    print(json.dumps(row, indent=1))
+
+
+if __name__ == "__main__":
+    main()

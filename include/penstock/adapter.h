@@ -1,0 +1,25 @@
+/* penstock/adapter.h - LoRA adapters on disk, in PEFT's layout.
+ *
+ * A directory holds adapter_config.json and adapter_model.safetensors. A tensor is named
+ * base_model.model.model.layers.N.self_attn.q_proj.lora_A.weight, or lora_B. ps_trainer_save()
+ * writes such a directory when the plan has adapters (ps_plan_config.lora). */
+#ifndef PENSTOCK_ADAPTER_H
+#define PENSTOCK_ADAPTER_H
+#include "model.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ps_adapter_read() - what a plan must be made with to train the adapter in @dir: rank, alpha and
+ * targets.
+ * @out   untouched on error.
+ * Errors: PS_EIO. PS_EFORMAT names the file, the key and the value. Refused are keys that change
+ *         the math in a way that is not supported: DoRA, biases, other ranks for some layers,
+ *         further trained modules, a base model that the adapter's initialization changed. */
+PS_API ps_status ps_adapter_read(ps_lora *out, const char *dir);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,118 @@
+/* penstock/generate.h - text from a model: tokens that follow prompts, with a KV cache (keys and
+ * values of earlier tokens), under the same device cap as training.
+ *
+ * A generator owns an engine with two spaces, device and host. The blocks' weights are
+ * device-resident as far as the cap allows; the other blocks are streamed for each step. The head
+ * and the KV cache are always on the device, the embedding is always on the host.
+ *
+ *   ps_generate_config cfg = {.struct_bytes = sizeof cfg, .n_sequences = 4, .context = 2048};
+ *   ps_generator_create(&g, "model", &cfg, &hw, NULL, NULL);
+ *   ps_generator_run(g, requests, n, on_token, user, &stats);
+ *   ps_generator_destroy(g);
+ *
+ * On the CPU backend the tokens of a request are a function of the model, the dtype, the context of
+ * a model with longrope, and the request. Caps, threads and the other requests do not change them.
+ *
+ * Threads: one thread at a time calls the functions of a generator. */
+#ifndef PENSTOCK_GENERATE_H
+#define PENSTOCK_GENERATE_H
+#include "hardware.h"
+#include "model.h"
+#include "train.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ps_generator ps_generator;
+
+enum { PS_MAX_SEQUENCES = 1024 };
+
+typedef struct ps_generate_config {
+  uint32_t struct_bytes; /* sizeof(ps_generate_config) */
+  uint32_t dtype;        /* ps_dtype of weights, activations and KV cache */
+  /* Caps in BYTES; 0: none. On CUDA the device's memory is a cap too. */
+  uint64_t device_mem_bytes, host_mem_bytes;
+  uint64_t n_sequences; /* requests that are computed at once; 1 to PS_MAX_SEQUENCES */
+  /* Tokens that a sequence may have, its prompt among them. A model with longrope has its long
+   * factors where the context exceeds the original one. */
+  uint64_t context;
+  uint64_t prefill_tokens; /* of prompts that a step computes at once; 0: 128, on CUDA 1024 */
+  uint32_t deterministic;  /* CUDA: 1 for the same bits in every run */
+  uint32_t reserved;
+} ps_generate_config;
+
+/* What a generator takes, in BYTES, and what it does with the blocks. */
+typedef struct ps_generate_report {
+  uint64_t device_used_bytes, host_used_bytes;
+  uint64_t weights_bytes;  /* that a step reads on the device: blocks and head */
+  uint64_t streamed_bytes; /* of them, those that a step copies to the device */
+  uint64_t cache_bytes;    /* of all sequences together */
+  uint64_t block_bytes;    /* the largest block's weights */
+  uint64_t head_bytes;
+  uint64_t activation_bytes;     /* device memory of a step's tensors and batch */
+  uint64_t overhead_bytes;       /* on the device: kernels, libraries, scratch */
+  uint64_t least_device_bytes;   /* the smallest cap that does: two blocks at a time */
+  uint64_t prefill_tokens;       /* as used */
+  uint32_t n_blocks, n_resident; /* blocks, and those of them that are device-resident */
+} ps_generate_report;
+
+/* ps_generate_plan() - what a generator of this configuration takes on machine @hw. Pure.
+ * Errors: PS_EINVAL, PS_EFORMAT name the field; PS_EBUDGET names the cap and what it must hold. */
+PS_API ps_status ps_generate_plan(ps_generate_report *out, const ps_model_config *model,
+                                  const ps_generate_config *cfg, const ps_hardware *hw);
+
+/* ps_generator_create() - reserve memory by ps_generate_plan(), and load the weights of
+ * @model_dir. @cfg and @hw are borrowed for the call.
+ * @out       on PS_OK a generator that the caller owns and ps_generator_destroy() releases.
+ * @progress  as in ps_trainer_create(), or NULL.
+ * Blocks: while memory is reserved and weights are read.
+ * Errors: those of ps_generate_plan(); PS_EFORMAT, PS_EIO name a tensor or a file; PS_ENOMEM;
+ *         PS_EDEVICE. */
+PS_API ps_status ps_generator_create(ps_generator **out, const char *model_dir,
+                                     const ps_generate_config *cfg, const ps_hardware *hw,
+                                     ps_progress_fn progress, void *progress_user);
+/* ps_generator_destroy() - NULL is a no-op. */
+PS_API void ps_generator_destroy(ps_generator *g);
+/* ps_generator_report() - what it takes; valid until destroy. */
+PS_API const ps_generate_report *ps_generator_report(const ps_generator *g);
+
+/* A prompt and how its tokens are drawn. */
+typedef struct ps_generate_request {
+  const int32_t *tokens; /* the prompt */
+  uint64_t n_tokens;     /* at least 1 */
+  uint64_t max_new_tokens;
+  double temperature; /* 0: the most likely token, of equal ones the lowest id */
+  double top_p;       /* 0 < top_p <= 1: the likeliest tokens that have this much together */
+  uint64_t top_k;     /* only the k likeliest tokens; 0: all */
+  uint64_t seed;      /* equal seeds draw equal tokens */
+  const int32_t *stop_tokens; /* each ends the request and is not given to the caller */
+  uint64_t n_stop_tokens;
+} ps_generate_request;
+
+/* ps_token_fn() - the caller's function that gets each new token, on the thread of
+ * ps_generator_run(). Tokens of one request come in order.
+ * Returns 0 to go on; 1 to end this request; a negative value to end the call with
+ * PS_ECANCELLED. */
+typedef int (*ps_token_fn)(void *user, uint64_t request, int32_t token);
+
+/* Tokens and seconds of a call. Prefill: from the prompts to each request's first token. Decode:
+ * all later tokens. */
+typedef struct ps_generate_stats {
+  uint64_t prompt_tokens, new_tokens, decoded_tokens; /* decoded: new, but for each first one */
+  uint64_t prefill_steps, decode_steps;
+  double prefill_s, decode_s;
+} ps_generate_stats;
+
+/* ps_generator_run() - generate for @n requests, n_sequences of them at a time, in their order.
+ * @requests, what they point to, and @fn are borrowed for the call. @stats may be NULL.
+ * Errors: PS_EINVAL names the request, the field and the limit, before any token. PS_ENUMERIC:
+ *         logits are not finite. PS_ECANCELLED: @fn said so. PS_EDEVICE. After PS_EINVAL and
+ *         PS_ECANCELLED the generator may be used again. */
+PS_API ps_status ps_generator_run(ps_generator *g, const ps_generate_request *requests, uint64_t n,
+                                  ps_token_fn fn, void *user, ps_generate_stats *stats);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

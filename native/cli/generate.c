@@ -1,0 +1,430 @@
+/* generate.c - `penstock generate` on token ids. Text is Python's part: python -m penstock generate
+ * reads the tokenizer, and calls the same library. */
+#include "cli/cli.h"
+#include <errno.h>
+#include <limits.h>
+#include <penstock/generate.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char *const dtypes[] = {"fp32", "bf16", NULL};
+static const uint32_t dtype_of[] = {PS_F32, PS_BF16};
+
+typedef struct ids {
+  int32_t *id;
+  uint64_t n, room;
+} ids;
+
+typedef struct generation {
+  const char *model, *tokens, *prompts;
+  cli_texts stop;
+  uint64_t max_new, top_k, seed, context, batch, prefill;
+  double temperature, top_p;
+  uint64_t device_mem, host_mem;
+  uint32_t dtype;
+  cli_device device;
+  bool deterministic, plan_only, json, quiet;
+  ps_model_config config;
+  ps_hardware hw;
+  ps_generate_config cfg;
+  ids *prompt, *out, stops;
+  uint64_t n, printed; /* prompts; tokens so far */
+  const ps_generate_report *report;
+} generation;
+
+/* ---- input ----------------------------------------------------------------------------------- */
+
+static bool append(ids *a, int32_t id) {
+  if (a->n == a->room) {
+    const uint64_t room = a->room ? 2 * a->room : 64;
+    int32_t *more = realloc(a->id, room * sizeof *more);
+    if (!more)
+      return false;
+    a->id = more;
+    a->room = room;
+  }
+  a->id[a->n++] = id;
+  return true;
+}
+
+/* Token ids between commas, blanks or brackets: "1, 2, 3" and "[1, 2, 3]". */
+static int parse_ids(const char *text, const char *where, ids *out) {
+  for (const char *at = text; *at;) {
+    if (strchr(" \t\r\n,[]", *at)) {
+      at++;
+      continue;
+    }
+    char *end;
+    errno = 0;
+    const long v = strtol(at, &end, 10);
+    if (end == at || errno || v < 0 || v > INT_MAX || (*end && !strchr(" \t\r\n,[]", *end)))
+      return cli_fail(CLI_REFUSED,
+                      "%s: '%.20s' is no token id: give ids such as 1,2,3; for text run python -m "
+                      "penstock generate",
+                      where, at);
+    if (!append(out, (int32_t)v))
+      return cli_fail(CLI_FAILED, "out of memory for a prompt");
+    at = end;
+  }
+  return CLI_OK;
+}
+
+static int add_prompt(generation *g, const char *text, const char *where) {
+  ids *more = realloc(g->prompt, (g->n + 1) * sizeof *more);
+  if (!more)
+    return cli_fail(CLI_FAILED, "out of memory for %llu prompts", (unsigned long long)g->n);
+  g->prompt = more;
+  g->prompt[g->n] = (ids){0};
+  const int code = parse_ids(text, where, &g->prompt[g->n++]);
+  if (code == CLI_OK && !g->prompt[g->n - 1].n)
+    return cli_fail(CLI_REFUSED, "%s: there is no token id: give at least one", where);
+  return code;
+}
+
+static int read_prompts(generation *g) {
+  if (!g->tokens == !g->prompts)
+    return cli_fail(CLI_REFUSED, "give either --tokens IDS or --prompts FILE; for text run python "
+                                 "-m penstock generate");
+  if (g->tokens)
+    return add_prompt(g, g->tokens, "--tokens");
+  FILE *f = fopen(g->prompts, "re");
+  if (!f)
+    return cli_fail(CLI_REFUSED, "--prompts %s: %s", g->prompts, strerror(errno));
+  char *line = NULL, where[4200];
+  size_t room = 0;
+  int code = CLI_OK;
+  for (uint64_t i = 1; code == CLI_OK && getline(&line, &room, f) >= 0; i++) {
+    snprintf(where, sizeof where, "%.4000s: line %llu", g->prompts, (unsigned long long)i);
+    code = add_prompt(g, line, where);
+  }
+  if (code == CLI_OK && ferror(f))
+    code = cli_fail(CLI_REFUSED, "--prompts %s: it cannot be read", g->prompts);
+  else if (code == CLI_OK && !g->n)
+    code = cli_fail(CLI_REFUSED, "--prompts %s: the file is empty: give a line of ids a prompt",
+                    g->prompts);
+  free(line);
+  fclose(f);
+  return code;
+}
+
+static int prepare(generation *g) {
+  if (!g->model)
+    return cli_fail(CLI_REFUSED, "--model DIR is missing");
+  g->config.struct_bytes = sizeof g->config;
+  ps_status st = ps_model_config_read(&g->config, g->model);
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
+  int code = read_prompts(g);
+  for (uint32_t i = 0; i < g->stop.n && code == CLI_OK; i++)
+    code = parse_ids(g->stop.item[i], "--stop-tokens", &g->stops);
+  if (code == CLI_OK && !g->stop.n && g->config.eos_token_id >= 0 &&
+      !append(&g->stops, g->config.eos_token_id))
+    code = cli_fail(CLI_FAILED, "out of memory for a stop token");
+  uint64_t longest = 0;
+  for (uint64_t i = 0; i < g->n; i++)
+    longest = g->prompt[i].n > longest ? g->prompt[i].n : longest;
+  g->cfg = (ps_generate_config){.struct_bytes = sizeof g->cfg,
+                                .dtype = dtype_of[g->dtype],
+                                .device_mem_bytes = g->device_mem,
+                                .host_mem_bytes = g->host_mem,
+                                .n_sequences = g->n < g->batch ? g->n : g->batch,
+                                .context = g->context ? g->context : longest + g->max_new,
+                                .prefill_tokens = g->prefill,
+                                .deterministic = g->deterministic};
+  return code == CLI_OK ? cli_hardware_get(&g->hw, &g->device, g->host_mem, g->quiet) : code;
+}
+
+/* ---- output ---------------------------------------------------------------------------------- */
+
+/* Bounds of the decode steps a second; 0: unknown, or no bound. */
+static double memory_limit(const generation *g, const ps_generate_report *r) {
+  return g->hw.device_peak_bytes_per_s / (double)r->weights_bytes;
+}
+static double link_limit(const generation *g, const ps_generate_report *r) {
+  return r->streamed_bytes ? g->hw.h2d_bytes_per_s / (double)r->streamed_bytes : 0;
+}
+
+/* The bounds of a decode step's time: what the link and the device's memory take for its bytes. */
+static void show_plan(FILE *out, const generation *g, const ps_generate_report *r) {
+  char device[32], host[32], cache[32], streamed[32], weights[32];
+  fprintf(out,
+          "device memory %s, host memory %s; %u of %u blocks resident; KV cache %s for %llu x %llu "
+          "tokens\n",
+          cli_bytes(device, r->device_used_bytes), cli_bytes(host, r->host_used_bytes),
+          r->n_resident, r->n_blocks, cli_bytes(cache, r->cache_bytes),
+          (unsigned long long)g->cfg.n_sequences, (unsigned long long)g->cfg.context);
+  fprintf(out, "a step reads %s of weights", cli_bytes(weights, r->weights_bytes));
+  if (memory_limit(g, r) > 0)
+    fprintf(out, " (at most %.0f steps/s by the device's memory)", memory_limit(g, r));
+  if (r->streamed_bytes)
+    fprintf(out, ", %s of them over the link (at most %.2f steps/s at %.1f GB/s)",
+            cli_bytes(streamed, r->streamed_bytes), link_limit(g, r), g->hw.h2d_bytes_per_s * 1e-9);
+  fputc('\n', out);
+}
+
+static double rate(uint64_t tokens, double seconds) {
+  return seconds > 0 ? (double)tokens / seconds : 0;
+}
+
+static void plan_json(cli_json *j, const generation *g, const ps_generate_report *r) {
+  cli_json_number(j, "memory_steps_per_s", memory_limit(g, r));
+  cli_json_number(j, "link_steps_per_s", link_limit(g, r));
+  cli_json_count(j, "device_used_bytes", r->device_used_bytes);
+  cli_json_count(j, "host_used_bytes", r->host_used_bytes);
+  cli_json_count(j, "least_device_bytes", r->least_device_bytes);
+  cli_json_count(j, "weights_bytes", r->weights_bytes);
+  cli_json_count(j, "streamed_bytes", r->streamed_bytes);
+  cli_json_count(j, "cache_bytes", r->cache_bytes);
+  cli_json_count(j, "blocks", r->n_blocks);
+  cli_json_count(j, "resident_blocks", r->n_resident);
+  cli_json_count(j, "prefill_rows", r->prefill_tokens);
+}
+
+static void show_json(const generation *g, const ps_generate_report *r,
+                      const ps_generate_stats *s) {
+  cli_json j = {.out = stdout};
+  cli_json_open(&j, NULL, '{');
+  for (uint64_t i = 0; s && i < g->n; i++) {
+    if (i == 0)
+      cli_json_open(&j, "tokens", '[');
+    cli_json_open(&j, NULL, '[');
+    for (uint64_t k = 0; k < g->out[i].n; k++)
+      cli_json_count(&j, NULL, (uint64_t)g->out[i].id[k]);
+    cli_json_close(&j, ']');
+    if (i + 1 == g->n)
+      cli_json_close(&j, ']');
+  }
+  if (s) {
+    cli_json_count(&j, "prompt_tokens", s->prompt_tokens);
+    cli_json_count(&j, "new_tokens", s->new_tokens);
+    cli_json_number(&j, "prefill_tokens_per_s", rate(s->prompt_tokens, s->prefill_s));
+    cli_json_number(&j, "decode_tokens_per_s", rate(s->decoded_tokens, s->decode_s));
+    cli_json_number(&j, "prefill_s", s->prefill_s);
+    cli_json_number(&j, "decode_s", s->decode_s);
+  }
+  plan_json(&j, g, r);
+  cli_json_close(&j, '}');
+  putchar('\n');
+}
+
+static void show(const generation *g, const ps_generate_report *r, const ps_generate_stats *s) {
+  if (g->json) {
+    show_json(g, r, s);
+    return;
+  }
+  for (uint64_t i = 0; i < g->n && g->n > 1; i++) {
+    for (uint64_t k = 0; k < g->out[i].n; k++)
+      printf("%s%d", k ? " " : "", g->out[i].id[k]);
+    putchar('\n');
+  }
+  if (g->n == 1)
+    putchar('\n');
+  if (!g->quiet)
+    fprintf(stderr, "prefill: %llu tokens, %.1f tokens/s; decode: %llu tokens, %.1f tokens/s\n",
+            (unsigned long long)s->prompt_tokens, rate(s->prompt_tokens, s->prefill_s),
+            (unsigned long long)s->decoded_tokens, rate(s->decoded_tokens, s->decode_s));
+}
+
+/* The tokens of a single prompt are printed as they come. */
+static int take_token(void *user, uint64_t request, int32_t token) {
+  generation *g = user;
+  if (!append(&g->out[request], token))
+    return -1;
+  if (!g->printed++ && !g->quiet && !g->json) /* by then no input is refused any more */
+    show_plan(stderr, g, g->report);
+  if (g->n == 1 && !g->json) {
+    printf("%s%d", g->printed > 1 ? " " : "", token);
+    fflush(stdout);
+  }
+  return 0;
+}
+
+static int run(generation *g) {
+  ps_generator *gen = NULL;
+  ps_generate_stats stats;
+  ps_generate_request *request = calloc(g->n, sizeof *request);
+  g->out = calloc(g->n, sizeof *g->out);
+  if (!request || !g->out) {
+    free(request);
+    return cli_fail(CLI_FAILED, "out of memory for %llu prompts", (unsigned long long)g->n);
+  }
+  for (uint64_t i = 0; i < g->n; i++)
+    request[i] = (ps_generate_request){.tokens = g->prompt[i].id,
+                                       .n_tokens = g->prompt[i].n,
+                                       .max_new_tokens = g->max_new,
+                                       .temperature = g->temperature,
+                                       .top_p = g->top_p,
+                                       .top_k = g->top_k,
+                                       .seed = g->seed,
+                                       .stop_tokens = g->stops.id,
+                                       .n_stop_tokens = g->stops.n};
+  ps_status st = ps_generator_create(&gen, g->model, &g->cfg, &g->hw, NULL, NULL);
+  g->report = st == PS_OK ? ps_generator_report(gen) : NULL;
+  if (st == PS_OK)
+    st = ps_generator_run(gen, request, g->n, take_token, g, &stats);
+  const int code = st == PS_OK ? CLI_OK : cli_fail_status(st, !g->printed);
+  if (code == CLI_OK)
+    show(g, g->report, &stats);
+  ps_generator_destroy(gen);
+  free(request);
+  return code;
+}
+
+static int plan_only(generation *g) {
+  ps_generate_report r;
+  const ps_status st = ps_generate_plan(&r, &g->config, &g->cfg, &g->hw);
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
+  if (g->json)
+    show_json(g, &r, NULL);
+  else
+    show_plan(stdout, g, &r);
+  return CLI_OK;
+}
+
+int cli_generate(int argc, char **argv) {
+  generation g = {.max_new = 128, .top_p = 1, .batch = 8, .dtype = 1};
+  const cli_option options[] = {
+      {.name = "model",
+       .kind = CLI_TEXT,
+       .out = &g.model,
+       .value = "DIR",
+       .help = "model directory in Hugging Face layout"},
+      {.name = "tokens",
+       .kind = CLI_TEXT,
+       .out = &g.tokens,
+       .value = "IDS",
+       .help = "a prompt: token ids, such as 1,2,3"},
+      {.name = "prompts",
+       .kind = CLI_TEXT,
+       .out = &g.prompts,
+       .value = "FILE",
+       .help = "prompts: a line of token ids each"},
+      {.name = "max-new-tokens",
+       .kind = CLI_COUNT,
+       .out = &g.max_new,
+       .value = "N",
+       .help = "the most tokens to generate for a prompt (default 128)",
+       .least = 1,
+       .most = PS_MAX_ROWS},
+      {.name = "temperature",
+       .kind = CLI_NUMBER,
+       .out = &g.temperature,
+       .value = "T",
+       .help = "0: the most likely token (default 0)",
+       .most = 1e6},
+      {.name = "top-k",
+       .kind = CLI_COUNT,
+       .out = &g.top_k,
+       .value = "N",
+       .help = "draw from the N likeliest tokens; 0: from all (default 0)"},
+      {.name = "top-p",
+       .kind = CLI_NUMBER,
+       .out = &g.top_p,
+       .value = "P",
+       .help = "draw from the likeliest tokens whose probabilities add up to P (default 1)",
+       .least = 1e-9,
+       .most = 1},
+      {.name = "seed",
+       .kind = CLI_COUNT,
+       .out = &g.seed,
+       .value = "N",
+       .help = "seed of the draws (default 0)"},
+      {.name = "stop-tokens",
+       .kind = CLI_TEXTS,
+       .out = &g.stop,
+       .value = "IDS",
+       .help = "tokens that end a text (default: eos_token_id of the model)"},
+      {.name = "batch",
+       .kind = CLI_COUNT,
+       .out = &g.batch,
+       .value = "N",
+       .help = "the most prompts that are computed at once (default 8)",
+       .least = 1,
+       .most = PS_MAX_SEQUENCES},
+      {.name = "context",
+       .kind = CLI_COUNT,
+       .out = &g.context,
+       .value = "N",
+       .help =
+           "the most tokens of a prompt and its text together (default: what the longest needs)",
+       .least = 1,
+       .most = PS_MAX_ROWS},
+      {.name = "prefill-tokens",
+       .kind = CLI_COUNT,
+       .out = &g.prefill,
+       .value = "N",
+       .help = "tokens of prompts that a step computes at once (default 128, on a GPU 1024)",
+       .least = 1,
+       .most = PS_MAX_ROWS},
+      {.name = "device-mem",
+       .kind = CLI_BYTES,
+       .out = &g.device_mem,
+       .value = "SIZE",
+       .help = "cap of device memory (default: none)"},
+      {.name = "host-mem",
+       .kind = CLI_BYTES,
+       .out = &g.host_mem,
+       .value = "SIZE",
+       .help = "cap of host memory (default: none)"},
+      {.name = "dtype",
+       .kind = CLI_CHOICE,
+       .out = &g.dtype,
+       .value = "NAME",
+       .help = "dtype of weights, activations and KV cache: fp32 or bf16 (default)",
+       .choices = dtypes},
+      {.name = "backend",
+       .kind = CLI_CHOICE,
+       .out = &g.device.backend,
+       .value = "NAME",
+       .help = "cuda, cpu or auto, which is cuda where there is a GPU (default)",
+       .choices = cli_backends},
+      {.name = "gpu",
+       .kind = CLI_COUNT,
+       .out = &g.device.gpu,
+       .value = "N",
+       .help = "which of the visible GPUs (default 0)",
+       .most = CLI_MAX_GPU,
+       .given = &g.device.gpu_given},
+      {.name = "threads",
+       .kind = CLI_COUNT,
+       .out = &g.device.threads,
+       .value = "N",
+       .help = "host threads (default: all CPUs)",
+       .least = 1,
+       .most = PS_MAX_THREADS},
+      {.name = "deterministic",
+       .kind = CLI_FLAG,
+       .out = &g.deterministic,
+       .help = "every run gives the same bits, on a GPU too; some kernels are slower"},
+      {.name = "plan",
+       .kind = CLI_FLAG,
+       .out = &g.plan_only,
+       .help = "print the memory that generation takes and its limits, and stop"},
+      {.name = "json", .kind = CLI_FLAG, .out = &g.json, .help = "print one JSON object on stdout"},
+      {.name = "quiet", .kind = CLI_FLAG, .out = &g.quiet, .help = "print tokens alone"},
+      {.name = NULL}};
+  const cli_command command = {
+      .usage = "generate --model DIR (--tokens IDS | --prompts FILE) [--device-mem SIZE] [OPTIONS]",
+      .about = "Prints the token ids that follow each prompt. Blocks that do not fit under\n"
+               "--device-mem are streamed. The tokens of a prompt do not depend on the others.\n"
+               "For text, run python -m penstock generate, which reads the tokenizer.",
+      .example = "penstock generate --model my_8B_model --tokens 1,2,3 --device-mem 6GiB",
+      .options = options,
+  };
+  int code = cli_parse(&command, argc, argv);
+  if (code == CLI_OK)
+    code = prepare(&g);
+  if (code == CLI_OK)
+    code = g.plan_only ? plan_only(&g) : run(&g);
+  for (uint64_t i = 0; i < g.n; i++) {
+    free(g.prompt[i].id);
+    if (g.out)
+      free(g.out[i].id);
+  }
+  free(g.prompt);
+  free(g.out);
+  free(g.stops.id);
+  free(g.stop.item);
+  return code < 0 ? CLI_OK : code;
+}

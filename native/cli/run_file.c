@@ -1,0 +1,306 @@
+/* run_file.c - the TOML file of a run: read by --config, and written beside the results as it was
+ * resolved. Tables, keys, types and limits are those of the option table (job.c). */
+#include "cli/cli.h"
+#include "cli/toml.h"
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- reading --------------------------------------------------------------------------------- */
+
+typedef struct reading {
+  const cli_command *command;
+  const char *path;
+  cli_job unused; /* gets the values that the command does not take */
+  cli_option options[CLI_MAX_OPTIONS];
+  int code;
+} reading;
+
+static bool takes(cli_kind kind, const cli_toml_item *item) {
+  switch (kind) {
+  case CLI_FLAG: return !item->array && item->kind == CLI_TOML_BOOL;
+  case CLI_TEXT:
+  case CLI_CHOICE: return !item->array && item->kind == CLI_TOML_STRING;
+  case CLI_TEXTS:
+  case CLI_SET: return item->kind == CLI_TOML_STRING;
+  case CLI_BYTES:
+  case CLI_EVERY: return !item->array && item->kind != CLI_TOML_BOOL;
+  default: return !item->array && item->kind == CLI_TOML_NUMBER;
+  }
+}
+
+static const char *const wanted[] = {
+    [CLI_FLAG] = "true or false",
+    [CLI_TEXT] = "a string",
+    [CLI_TEXTS] = "a string or an array of strings",
+    [CLI_COUNT] = "a number",
+    [CLI_ID] = "a number",
+    [CLI_BYTES] = "a number or a string such as \"20GiB\"",
+    [CLI_NUMBER] = "a number",
+    [CLI_EVERY] = "a number of steps or a string such as \"30m\"",
+    [CLI_CHOICE] = "a string",
+    [CLI_SET] = "a string or an array of strings",
+};
+
+static int refuse_key(const reading *r, const cli_toml_item *item) {
+  const cli_option *nearest = cli_nearest_option(r->options, item->key);
+  const bool known = nearest && nearest->table[0];
+  return cli_fail(CLI_REFUSED, "%s:%u: there is no key %s in [%s]%s%s%s%s%s", r->path, item->line,
+                  item->key, item->table, known ? ": did you mean " : "",
+                  known ? nearest->name : "", known ? " in [" : "", known ? nearest->table : "",
+                  known ? "]?" : ": penstock train --help lists the options, which are the keys");
+}
+
+static int take_item(void *user, const cli_toml_item *item) {
+  reading *r = user;
+  char label[1024];
+  const cli_option *o = cli_find_option(r->options, item->key);
+  if (!o || strcmp(o->table, item->table) != 0)
+    return r->code = refuse_key(r, item);
+  if (!takes(o->kind, item))
+    return r->code = cli_fail(CLI_REFUSED, "%s:%u: %s takes %s", r->path, item->line, o->name,
+                              wanted[o->kind]);
+  const cli_option *own = cli_find_option(r->command->options, item->key);
+  const cli_option *set = own && own->table && own->table[0] ? own : o;
+  snprintf(label, sizeof label, "%s:%u: %s", r->path, item->line, o->name);
+  cli_clear_list(set);
+  for (uint32_t i = 0; i < item->n && r->code == CLI_OK; i++)
+    r->code = cli_set_value(set, label, item->value[i]);
+  return r->code;
+}
+
+/* The file's text, which the caller frees; NULL after a message. */
+static char *read_text(const char *path, size_t *bytes) {
+  FILE *f = fopen(path, "rb");
+  char *text = malloc(CLI_TOML_MAX_BYTES + 1);
+  errno = text ? errno : ENOMEM;
+  *bytes = f && text ? fread(text, 1, CLI_TOML_MAX_BYTES + 1, f) : 0;
+  if (!f || !text || ferror(f)) {
+    cli_fail(CLI_REFUSED, "--config %s cannot be read: %s", path, strerror(errno));
+    free(text);
+    text = NULL;
+  }
+  if (f)
+    fclose(f);
+  return text;
+}
+
+int cli_run_file_read(const cli_command *command, const char *path) {
+  size_t bytes;
+  char error[256], *text = read_text(path, &bytes);
+  if (!text)
+    return CLI_REFUSED;
+  reading r = {.command = command, .path = path, .code = CLI_OK};
+  cli_job_init(&r.unused);
+  cli_job_options(&r.unused, r.options, true);
+  const int st = cli_toml_read(text, bytes, take_item, &r, &command->job->run_text, error);
+  cli_job_free(&r.unused);
+  free(text);
+  return st < 0 ? cli_fail(CLI_REFUSED, "%s:%s", path, error) : r.code;
+}
+
+/* ---- writing --------------------------------------------------------------------------------- */
+
+static const char first_line[] = "# A run of penstock as it was resolved: every option with the "
+                                 "value used.\n";
+
+int cli_run_file_check(const cli_job *job) {
+  char line[sizeof first_line] = "", *path = cli_path_join(job->run_dir, "run.toml");
+  FILE *f = path ? fopen(path, "rb") : NULL;
+  const bool ours = f && fgets(line, sizeof line, f) && strcmp(line, first_line) == 0;
+  int code = CLI_OK;
+  if (!path)
+    code = cli_fail(CLI_FAILED, "out of memory");
+  else if ((f && !ours) || (!f && errno != ENOENT && errno != ENOTDIR))
+    code = cli_fail(CLI_REFUSED,
+                    "%s is no file that penstock wrote, and the resolved run would replace it: "
+                    "give another --run-dir, or --out",
+                    path);
+  if (f)
+    fclose(f);
+  free(path);
+  return code;
+}
+
+/* A basic string of UTF-8. */
+static void put_string(FILE *f, const char *text) {
+  putc('"', f);
+  for (const unsigned char *c = (const unsigned char *)text; *c; c++)
+    if (*c == '"' || *c == '\\')
+      fprintf(f, "\\%c", *c);
+    else if (*c < ' ' || *c == 0x7f)
+      fprintf(f, "\\u%04X", *c);
+    else
+      putc(*c, f);
+  putc('"', f);
+}
+
+/* The shortest of 15 to 17 digits that reads back as @value. */
+static void put_number(FILE *f, double value) {
+  char text[40];
+  for (int digits = 15; digits <= 17; digits++) {
+    snprintf(text, sizeof text, "%.*g", digits, value);
+    if (strtod(text, NULL) == value)
+      break;
+  }
+  fputs(text, f);
+}
+
+/* Whether the option has a value: it was given, or its default is one. */
+static bool has_value(const cli_option *o) {
+  switch (o->kind) {
+  case CLI_TEXT: return *(const char **)o->out != NULL;
+  case CLI_TEXTS: return ((const cli_texts *)o->out)->n > 0;
+  case CLI_BYTES: return *(const uint64_t *)o->out > 0;
+  case CLI_COUNT: return (double)*(const uint64_t *)o->out >= o->least && (!o->given || *o->given);
+  case CLI_NUMBER: return !isnan(*(const double *)o->out);
+  case CLI_EVERY: return ((const cli_every *)o->out)->steps || ((const cli_every *)o->out)->seconds;
+  case CLI_CHOICE: return !o->given || *o->given;
+  default: return true;
+  }
+}
+
+static bool is_utf8(const cli_option *o) {
+  const cli_texts *texts = o->out;
+  bool all = o->kind != CLI_TEXT || cli_toml_holds(*(const char **)o->out);
+  for (uint32_t i = 0; o->kind == CLI_TEXTS && i < texts->n; i++)
+    all = all && cli_toml_holds(texts->item[i]);
+  return all;
+}
+
+static void put_every(FILE *f, const cli_every *every) {
+  if (every->steps) {
+    fprintf(f, "%llu", (unsigned long long)every->steps);
+    return;
+  }
+  putc('"', f);
+  put_number(f, every->seconds / 60);
+  fputs("m\"", f);
+}
+
+static void put_value(FILE *f, const cli_option *o) {
+  switch (o->kind) {
+  case CLI_FLAG: fputs(*(const bool *)o->out ? "true" : "false", f); break;
+  case CLI_TEXT: put_string(f, *(const char **)o->out); break;
+  case CLI_TEXTS: {
+    const cli_texts *texts = o->out;
+    for (uint32_t i = 0; i < texts->n; i++) {
+      fputs(i ? ", " : "[", f);
+      put_string(f, texts->item[i]);
+    }
+    putc(']', f);
+    break;
+  }
+  case CLI_ID: fprintf(f, "%d", *(const int32_t *)o->out); break;
+  case CLI_NUMBER: put_number(f, *(const double *)o->out); break;
+  case CLI_EVERY: put_every(f, o->out); break;
+  case CLI_CHOICE: put_string(f, o->choices[*(const uint32_t *)o->out]); break;
+  case CLI_SET: {
+    const uint32_t bits = *(const uint32_t *)o->out;
+    putc('[', f);
+    for (uint32_t i = 0; o->choices[i]; i++)
+      if (bits >> i & 1) {
+        fputs(bits & ((1u << i) - 1) ? ", " : "", f);
+        put_string(f, o->choices[i]);
+      }
+    putc(']', f);
+    break;
+  }
+  default: fprintf(f, "%llu", (unsigned long long)*(const uint64_t *)o->out);
+  }
+}
+
+/* Every table in the order of its first option, and in it the options in theirs. */
+static void write_options(FILE *f, const cli_option *options) {
+  for (const cli_option *t = options; t->name; t++) {
+    const cli_option *first = options;
+    while (strcmp(first->table, t->table) != 0)
+      first++;
+    if (first != t || !t->table[0])
+      continue;
+    fprintf(f, "\n[%s]\n", t->table);
+    for (const cli_option *o = t; o->name; o++) {
+      if (strcmp(o->table, t->table) != 0)
+        continue;
+      if (!has_value(o)) {
+        fprintf(f, "# %s is not given\n", o->name);
+      } else if (!is_utf8(o)) {
+        fprintf(f, "# %s is not UTF-8: give it on the command line\n", o->name);
+      } else {
+        fprintf(f, "%s = ", o->name);
+        put_value(f, o);
+        putc('\n', f);
+      }
+    }
+  }
+}
+
+int cli_run_file_show(const char *path) {
+  cli_job job;
+  cli_option options[CLI_MAX_OPTIONS];
+  cli_job_init(&job);
+  cli_job_options(&job, options, true);
+  const cli_command command = {.options = options, .job = &job};
+  const int code = cli_run_file_read(&command, path);
+  if (code == CLI_OK)
+    write_options(stdout, options);
+  cli_job_free(&job);
+  return code;
+}
+
+/* What the plan and the optimizer chose where the user did not. */
+static void resolve(cli_job *job) {
+  const ps_plan_report *plan = &job->report;
+  double *const hyper[PS_N_HYPERS] = {[PS_HYPER_LR] = &job->lr,
+                                      [PS_HYPER_BETA1] = &job->beta1,
+                                      [PS_HYPER_BETA2] = &job->beta2,
+                                      [PS_HYPER_EPS] = &job->eps,
+                                      [PS_HYPER_MOMENTUM] = &job->momentum,
+                                      [PS_HYPER_WEIGHT_DECAY] = &job->weight_decay};
+  for (int h = 0; h < PS_N_HYPERS; h++)
+    if (hyper[h] && isnan(*hyper[h]))
+      *hyper[h] = ps_optimizer_default((ps_optimizer)job->optimizer, (ps_hyper)h);
+  job->tokens_per_step = plan->tokens_per_step;
+  job->chunk_tokens = plan->chunk_tokens;
+  job->chunks_per_round = plan->chunks_per_round;
+  job->first_round_chunks = plan->first_round_chunks;
+  job->head_slice_tokens = plan->head_slice_tokens;
+  job->recipe_given = job->save_dtype_given = true;
+  if (job->lora.rank) {
+    job->lora_rank = job->lora.rank;
+    job->lora_alpha = job->lora.alpha;
+    job->lora_rslora = job->lora.rslora != 0;
+  }
+}
+
+char *cli_run_file_text(const cli_job *job) {
+  cli_job resolved = *job;
+  cli_option options[CLI_MAX_OPTIONS];
+  char *text = NULL;
+  size_t bytes;
+  FILE *f = open_memstream(&text, &bytes);
+  if (!f)
+    return NULL;
+  resolve(&resolved);
+  cli_job_options(&resolved, options, true);
+  fputs(first_line, f);
+  write_options(f, options);
+  const bool whole = !ferror(f);
+  if (fclose(f) == 0 && whole)
+    return text;
+  free(text);
+  return NULL;
+}
+
+int cli_run_file_write(const cli_job *job) {
+  char *text = cli_run_file_text(job), *path = cli_path_join(job->run_dir, "run.toml");
+  int code = text && path ? CLI_OK : cli_fail(CLI_FAILED, "out of memory for run.toml");
+  if (code == CLI_OK) {
+    text[strlen(text) - 1] = 0; /* cli_file_replace() ends the last line */
+    code = cli_file_replace(path, text, NULL);
+  }
+  free(text);
+  free(path);
+  return code;
+}

@@ -1,0 +1,454 @@
+/* generator.c - a generator: its engine, its weights, and calls that generate. */
+#include "generate/generate.h"
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { PIECE = 1 << 21 };        /* elements of a tensor that are loaded at a time */
+enum { PREFILL, DECODE };        /* programs */
+enum { NOT_YET = -2, END = -1 }; /* in place of a token */
+enum { IN_FLIGHT = 2 };          /* decode steps: one computes, one is queued */
+
+/* A sequence of the group that is being generated. Host ops use it, but for given and open. */
+typedef struct sequence {
+  const ps_generate_request *request;
+  uint64_t n_new;           /* tokens that were drawn */
+  int32_t last;             /* the latest of them */
+  bool finished;            /* it draws no more */
+  bool draws;               /* in the running step */
+  bool open;                /* the caller gets more of its tokens */
+  uint64_t n_given;         /* tokens that the caller got */
+  _Atomic uint32_t stopped; /* the caller wants no more */
+} sequence;
+
+struct ps_generator {
+  ps__gen_plan plan;
+  ps__gen_hooks hooks;
+  ps_engine *engine;
+  char *host; /* the host space */
+  ps_schedule *schedule[2];
+  sequence *sequence;     /* [n_sequences] */
+  _Atomic int32_t *token; /* [n_sequences][context]: what each drew, END, or NOT_YET */
+  float *logits;          /* [threads][vocab] */
+  ps__gen_candidate *candidates;
+  uint32_t n; /* sequences of the group */
+  /* of the prompts' next row: its sequence, its position */
+  uint32_t at_sequence;
+  uint64_t at_position;
+  _Atomic uint32_t broken; /* 1 + the first sequence whose logits were not finite */
+};
+
+static _Atomic int32_t *token_at(const ps_generator *g, uint32_t i, uint64_t number) {
+  return &g->token[i * g->plan.cfg.context + number];
+}
+
+/* ---- a step's host ops ----------------------------------------------------------------------- */
+
+typedef struct batch {
+  int32_t *tokens, *sequence, *position, *out;
+} batch;
+
+static void set_row(const batch *b, uint32_t row, int32_t token, uint32_t sequence,
+                    uint64_t position) {
+  b->tokens[row] = token;
+  b->sequence[row] = (int32_t)sequence;
+  b->position[row] = (int32_t)position;
+}
+
+static void fill_prefill(ps_generator *g, const batch *b) {
+  for (uint32_t row = 0; row < g->plan.rows[PREFILL] && g->at_sequence < g->n; row++) {
+    sequence *s = &g->sequence[g->at_sequence];
+    const uint64_t at = g->at_position++;
+    set_row(b, row, s->request->tokens[at], g->at_sequence, at);
+    if (at + 1 < s->request->n_tokens)
+      continue;
+    b->out[g->at_sequence] = (int32_t)row;
+    s->draws = true;
+    g->at_sequence++;
+    g->at_position = 0;
+  }
+}
+
+static void fill_decode(ps_generator *g, const batch *b) {
+  for (uint32_t i = 0; i < g->n; i++) {
+    sequence *s = &g->sequence[i];
+    b->out[i] = (int32_t)i;
+    s->draws = !s->finished && !atomic_load(&s->stopped);
+    if (s->draws)
+      set_row(b, i, s->last, i, s->request->n_tokens + s->n_new - 1);
+  }
+}
+
+static ps_status fill(ps_generator *g, uint32_t program, char *memory) {
+  const ps__gen_batch *at = &g->plan.map.batch;
+  const batch b = {
+      (int32_t *)(void *)(memory + at->tokens), (int32_t *)(void *)(memory + at->sequence),
+      (int32_t *)(void *)(memory + at->position), (int32_t *)(void *)(memory + at->out)};
+  memset(memory, 0, at->bytes);
+  for (uint32_t row = 0; row < g->plan.rows[program]; row++)
+    b.position[row] = -1;
+  for (uint32_t i = 0; i < g->n; i++)
+    g->sequence[i].draws = false;
+  if (program == PREFILL)
+    fill_prefill(g, &b);
+  else
+    fill_decode(g, &b);
+  return PS_OK;
+}
+
+static bool stops(const ps_generate_request *r, int32_t token) {
+  for (uint64_t i = 0; i < r->n_stop_tokens; i++)
+    if (r->stop_tokens[i] == token)
+      return true;
+  return false;
+}
+
+typedef struct draw_job {
+  ps_generator *g;
+  const char *logits;
+} draw_job;
+
+static void draw(void *arg, int64_t task, uint32_t worker) {
+  const draw_job *j = arg;
+  ps_generator *g = j->g;
+  sequence *s = &g->sequence[task];
+  const ps_model *m = g->plan.model;
+  const uint32_t v = m->cfg.vocab_size;
+  const float cap = m->cfg.logit_softcap;
+  float *z = g->logits + (size_t)worker * v;
+  if (!s->draws)
+    return;
+  ps__convert(z, PS_F32, j->logits + (size_t)task * v * ps_dtype_bytes(m->dt), m->dt, v);
+  for (uint32_t i = 0; i < v && cap > 0; i++)
+    z[i] = cap * tanhf(z[i] / cap);
+  const int32_t id = ps__gen_draw(z, v, s->request, s->n_new, g->candidates + (size_t)worker * v);
+  if (id < 0) {
+    uint32_t none = 0;
+    atomic_compare_exchange_strong(&g->broken, &none, (uint32_t)task + 1);
+    return;
+  }
+  const bool ends = stops(s->request, id);
+  atomic_store(token_at(g, (uint32_t)task, s->n_new), ends ? END : id);
+  s->last = id;
+  s->finished = ends || ++s->n_new == s->request->max_new_tokens;
+}
+
+static ps_status hook(void *ctx, ps__gen_hook what, uint32_t program, const ps_launch *l) {
+  ps_generator *g = ctx;
+  if (what == PS__GEN_FILL)
+    return fill(g, program, l->ptr[1]);
+  draw_job job = {g, l->ptr[0]};
+  ps__pool_run(((const ps__cpu_exec *)l->exec)->pool, g->n, draw, &job);
+  if (atomic_load(&g->broken))
+    return ps__fail(PS_ENUMERIC,
+                    "the logits of prompt %u of the batch are not finite: the model is damaged, or "
+                    "needs --dtype fp32",
+                    atomic_load(&g->broken));
+  return PS_OK;
+}
+
+/* ---- creating -------------------------------------------------------------------------------- */
+
+static ps_status open_engine(ps_generator *g) {
+  const ps__gen_plan *p = &g->plan;
+  const ps__places *at = p->at;
+  ps_engine_config e = {.struct_bytes = sizeof e,
+                        .n_places = at->n_places,
+                        .n_links = at->n_links,
+                        .n_spaces = at->n_places,
+                        .n_streams = at->n_streams,
+                        .deterministic = p->cfg.deterministic};
+  memcpy(e.link, at->link, sizeof e.link);
+  for (uint32_t i = 0; i < at->n_places; i++) {
+    const bool device = i == at->device;
+    const uint64_t arena = ps__arena_round(device ? p->map.device.bytes : p->map.host.bytes),
+                   used = device ? p->report.device_used_bytes : p->report.host_used_bytes;
+    e.space[i] = (ps_space_config){.bytes = arena, .place = i};
+    e.place[i] = (ps_place){.kind = at->kind[i],
+                            .backend = device ? p->hw.backend : PS_BACKEND_CPU,
+                            .device = device ? p->hw.device : 0,
+                            .cap_bytes = device ? p->cfg.device_mem_bytes : p->cfg.host_mem_bytes,
+                            .overhead_bytes = used - arena};
+  }
+  for (uint32_t i = 0; i < at->n_streams; i++) {
+    e.stream[i] = (ps_stream_config){.place = at->stream[i].place,
+                                     .n_threads = ps__stream_threads(&p->hw, at, i),
+                                     .scratch_bytes = p->scratch_bytes[i]};
+    snprintf(e.stream[i].name, sizeof e.stream[i].name, "%s", at->stream[i].name);
+  }
+  PS_TRY(ps_engine_create(&g->engine, &e));
+  g->host = ps_engine_space(g->engine, at->host);
+  return PS_OK;
+}
+
+static ps_status compile(ps_generator *g) {
+  for (uint32_t i = 0; i < 2; i++) {
+    ps_program *program = NULL;
+    PS_TRY(ps__gen_program(&program, &g->plan, i, &g->hooks));
+    const ps_status st = ps_schedule_compile(&g->schedule[i], program);
+    ps_program_destroy(program);
+    PS_TRY(st);
+  }
+  return PS_OK;
+}
+
+/* Elements of @p from @layer on, through @piece where the layer is on the device. */
+static ps_status load_param(ps_generator *g, ps_tensor_file *f, const ps_param_info *p,
+                            uint32_t layer, char *piece) {
+  const ps_dtype dt = g->plan.model->dt;
+  const uint64_t e = ps_dtype_bytes(dt), idx = ps_tensors_find(f, p->name);
+  uint32_t space;
+  const uint64_t at = ps__gen_layer_at(&g->plan, layer, &space) +
+                      ps__gen_unit_offset(&g->plan, layer, p->unit) + p->offset * e;
+  const bool host = space == g->plan.at->host;
+  for (uint64_t first = 0; first < p->n; first += PIECE) {
+    const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
+    PS_TRY(ps_tensors_read(f, idx, first, n, dt, host ? g->host + at + first * e : piece));
+    if (!host)
+      PS_TRY(ps__engine_write(g->engine, space, at + first * e, piece, n * e));
+  }
+  return PS_OK;
+}
+
+static ps_status load(ps_generator *g, ps_tensor_file *f, ps_progress_fn progress, void *user) {
+  const ps_model *m = g->plan.model;
+  const uint64_t e = ps_dtype_bytes(m->dt);
+  char *piece = ps__malloc(PIECE * e);
+  uint64_t done = 0;
+  if (!piece)
+    return ps__fail(PS_ENOMEM, "out of memory for a piece of the weights");
+  ps_status st = PS_OK;
+  for (uint32_t i = 0; i < m->n_params && st == PS_OK; i++) {
+    const ps_param_info *p = &m->param[i];
+    st = load_param(g, f, p, m->unit[p->unit].layer, piece);
+    if (st == PS_OK && p->unit == 0 && ps__tied(m))
+      st = load_param(g, f, p, ps__head_layer(m), piece);
+    done += p->n * e;
+    if (st == PS_OK && progress)
+      progress(user, "loading weights", done, m->n_elements * e);
+  }
+  ps__free(piece);
+  return st;
+}
+
+/* The plan knows what kernels and libraries took when the machine was measured, not what they take
+ * now. */
+static ps_status note_memory(const ps_generator *g) {
+  char used[32], cap[32];
+  uint64_t now;
+  const uint64_t given = g->plan.cfg.device_mem_bytes;
+  PS_TRY(ps__engine_memory(g->engine, &now));
+  if (!given || now <= given)
+    return PS_OK;
+  ps__format_bytes_apart(used, now, cap, given);
+  ps__log(PS_LOG_WARN,
+          "the driver reports %s of device memory for this process, more than the cap of %s: run "
+          "penstock profile, which measures what driver and libraries take",
+          used, cap);
+  return PS_OK;
+}
+
+static ps_status reserve(ps_generator *g) {
+  const uint64_t n = g->plan.cfg.n_sequences, v = g->plan.model->cfg.vocab_size;
+  g->hooks = (ps__gen_hooks){g, hook};
+  g->sequence = ps__calloc(n, sizeof *g->sequence);
+  g->token = ps__calloc(n * g->plan.cfg.context, sizeof *g->token);
+  g->logits = ps__calloc(g->plan.hw.n_threads * v, sizeof *g->logits);
+  g->candidates = ps__calloc(g->plan.hw.n_threads * v, sizeof *g->candidates);
+  if (!g->sequence || !g->token || !g->logits || !g->candidates)
+    return ps__fail(PS_ENOMEM, "out of memory for a generator");
+  PS_TRY(compile(g));
+  PS_TRY(open_engine(g));
+  PS_TRY(ps__engine_warm(g->engine, g->schedule[PREFILL]));
+  PS_TRY(ps__engine_warm(g->engine, g->schedule[DECODE]));
+  return note_memory(g);
+}
+
+static ps_status create(ps_generator *g, const char *dir, const ps_generate_config *cfg,
+                        const ps_hardware *hw, ps_progress_fn progress, void *user) {
+  ps_model_config model;
+  ps_tensor_file *f = NULL;
+  PS_TRY(ps_model_config_read(&model, dir));
+  PS_TRY(ps__gen_plan_init(&g->plan, &model, cfg, hw));
+  PS_TRY(ps_tensors_open(&f, dir));
+  ps_status st = ps__model_check_tensors(g->plan.model, f, dir, true);
+  if (st == PS_OK)
+    st = reserve(g);
+  if (st == PS_OK)
+    st = load(g, f, progress, user);
+  ps_tensors_close(f);
+  return st;
+}
+
+ps_status ps_generator_create(ps_generator **out, const char *model_dir,
+                              const ps_generate_config *cfg, const ps_hardware *hw,
+                              ps_progress_fn progress, void *progress_user) {
+  if (!out || !model_dir || !cfg || !hw)
+    return ps__fail(PS_EINVAL, "ps_generator_create: out, model_dir, cfg and hw must be given");
+  ps_generator *g = ps__calloc(1, sizeof *g);
+  if (!g)
+    return ps__fail(PS_ENOMEM, "out of memory for a generator");
+  const ps_status st = create(g, model_dir, cfg, hw, progress, progress_user);
+  if (st != PS_OK)
+    ps_generator_destroy(g);
+  else
+    *out = g;
+  return st;
+}
+
+void ps_generator_destroy(ps_generator *g) {
+  if (!g)
+    return;
+  (void)ps_engine_close(g->engine);
+  for (uint32_t i = 0; i < 2; i++)
+    (void)ps_schedule_destroy(g->schedule[i]);
+  ps__gen_plan_free(&g->plan);
+  ps__free(g->sequence);
+  ps__free((void *)g->token);
+  ps__free(g->logits);
+  ps__free(g->candidates);
+  ps__free(g);
+}
+
+const ps_generate_report *ps_generator_report(const ps_generator *g) {
+  return g ? &g->plan.report : NULL;
+}
+
+/* ---- generating ------------------------------------------------------------------------------ */
+
+static ps_status check_ids(const ps_generator *g, uint64_t request, const char *what,
+                           const int32_t *id, uint64_t n) {
+  const uint32_t v = g->plan.model->cfg.vocab_size;
+  for (uint64_t i = 0; i < n; i++)
+    if (id[i] < 0 || (uint32_t)id[i] >= v)
+      return ps__fail(PS_EINVAL, "prompt %llu: %s %d is not in the vocabulary: 0 to %u are",
+                      (unsigned long long)request + 1, what, id[i], v - 1);
+  return PS_OK;
+}
+
+static ps_status check_request(const ps_generator *g, uint64_t i, const ps_generate_request *r) {
+  const unsigned long long number = i + 1;
+  const uint64_t context = g->plan.cfg.context;
+  if (!r->n_tokens || !r->tokens)
+    return ps__fail(PS_EINVAL, "prompt %llu has no token: give at least one", number);
+  if (!r->max_new_tokens)
+    return ps__fail(PS_EINVAL, "prompt %llu: max_new_tokens is 0: give at least 1", number);
+  if (r->n_tokens > context || r->max_new_tokens > context - r->n_tokens)
+    return ps__fail(PS_EINVAL,
+                    "prompt %llu has %llu tokens, and %llu new ones were asked for: the context is "
+                    "%llu",
+                    number, (unsigned long long)r->n_tokens, (unsigned long long)r->max_new_tokens,
+                    (unsigned long long)context);
+  if (!(r->temperature >= 0 && r->temperature <= 1e6))
+    return ps__fail(PS_EINVAL, "prompt %llu: temperature is %g: 0 to 1e6 are possible", number,
+                    r->temperature);
+  if (!(r->top_p > 0 && r->top_p <= 1))
+    return ps__fail(PS_EINVAL, "prompt %llu: top_p is %g: it must be above 0, and at most 1",
+                    number, r->top_p);
+  PS_TRY(check_ids(g, i, "token", r->tokens, r->n_tokens));
+  return check_ids(g, i, "stop token", r->stop_tokens, r->n_stop_tokens);
+}
+
+/* What a call of ps_generator_run() needs at each step. */
+typedef struct call {
+  ps_generator *g;
+  uint64_t first; /* request of the group's sequence 0 */
+  ps_token_fn fn;
+  void *user;
+  ps_generate_stats *stats;
+} call;
+
+/* Give the caller all tokens that have been drawn. *open: sequences that go on. */
+static ps_status deliver(const call *c, uint32_t *open) {
+  ps_generator *g = c->g;
+  *open = 0;
+  for (uint32_t i = 0; i < g->n; i++) {
+    sequence *s = &g->sequence[i];
+    while (s->open && s->n_given < s->request->max_new_tokens) {
+      const int32_t token = atomic_load(token_at(g, i, s->n_given));
+      if (token == NOT_YET)
+        break;
+      const int said = token == END ? 1 : c->fn(c->user, c->first + i, token);
+      if (said < 0)
+        return ps__fail(PS_ECANCELLED, "generation was stopped by the caller");
+      if (token != END) {
+        c->stats->decoded_tokens += s->n_given > 0;
+        c->stats->new_tokens++;
+        s->n_given++;
+      }
+      s->open = !said;
+    }
+    s->open = s->open && s->n_given < s->request->max_new_tokens;
+    atomic_store(&s->stopped, !s->open);
+    *open += s->open;
+  }
+  return PS_OK;
+}
+
+/* Run a program for at most @n_steps steps, until no sequence goes on. */
+static ps_status run_program(const call *c, uint32_t program, uint64_t n_steps, uint32_t *open) {
+  const ps_run_config cfg = {.struct_bytes = sizeof cfg};
+  ps_run *run = NULL;
+  uint64_t submitted = 0, done = 0;
+  const uint64_t begin = ps__now_ns();
+  PS_TRY(ps_run_create(&run, c->g->engine, c->g->schedule[program], &cfg));
+  ps_status st = PS_OK;
+  while (st == PS_OK && *open && done < n_steps) {
+    const uint64_t wanted = done + IN_FLIGHT < n_steps ? done + IN_FLIGHT : n_steps;
+    st = ps_run_submit(run, wanted - submitted);
+    submitted = wanted;
+    if (st == PS_OK)
+      st = ps_run_wait(run, ++done);
+    if (st == PS_OK)
+      st = deliver(c, open);
+  }
+  const double seconds = (double)(ps__now_ns() - begin) * 1e-9;
+  *(program == PREFILL ? &c->stats->prefill_s : &c->stats->decode_s) += seconds;
+  *(program == PREFILL ? &c->stats->prefill_steps : &c->stats->decode_steps) += done;
+  char message[1024];
+  snprintf(message, sizeof message, "%s", st == PS_OK ? "" : ps_last_error());
+  ps_run_destroy(run);
+  return st == PS_OK ? st : ps__fail(st, "%s", message);
+}
+
+static ps_status run_group(const call *c, const ps_generate_request *requests, uint32_t n) {
+  ps_generator *g = c->g;
+  uint64_t prompts = 0, most_new = 0;
+  uint32_t open = n;
+  g->n = n;
+  g->at_sequence = 0;
+  g->at_position = 0;
+  atomic_store(&g->broken, 0);
+  for (uint32_t i = 0; i < n; i++) {
+    sequence *s = &g->sequence[i];
+    s->request = &requests[i];
+    s->n_new = s->n_given = 0;
+    s->finished = s->draws = false;
+    s->open = true;
+    atomic_store(&s->stopped, 0);
+    for (uint64_t k = 0; k < requests[i].max_new_tokens; k++)
+      atomic_store(token_at(g, i, k), NOT_YET);
+    prompts += requests[i].n_tokens;
+    most_new = requests[i].max_new_tokens > most_new ? requests[i].max_new_tokens : most_new;
+  }
+  c->stats->prompt_tokens += prompts;
+  const uint64_t rows = g->plan.rows[PREFILL];
+  PS_TRY(run_program(c, PREFILL, (prompts + rows - 1) / rows, &open));
+  return open ? run_program(c, DECODE, most_new - 1, &open) : PS_OK;
+}
+
+ps_status ps_generator_run(ps_generator *g, const ps_generate_request *requests, uint64_t n,
+                           ps_token_fn fn, void *user, ps_generate_stats *stats) {
+  ps_generate_stats own;
+  if (!g || !requests || !fn)
+    return ps__fail(PS_EINVAL, "ps_generator_run: generator, requests and fn must be given");
+  for (uint64_t i = 0; i < n; i++)
+    PS_TRY(check_request(g, i, &requests[i]));
+  call c = {g, 0, fn, user, stats ? stats : &own};
+  *c.stats = (ps_generate_stats){0};
+  for (; c.first < n; c.first += g->n) {
+    const uint64_t left = n - c.first, room = g->plan.cfg.n_sequences;
+    PS_TRY(run_group(&c, requests + c.first, (uint32_t)(left < room ? left : room)));
+  }
+  return PS_OK;
+}

@@ -1,0 +1,191 @@
+/* lora.c - adapters as parameters and ops of a layer's definition; their targets by name. */
+#include "model/lora.h"
+#include "core/core.h"
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+/* By bit. Names on disk are PEFT's, after the layer's prefix. */
+#define TARGET(part, name) {#name, part "." #name ".lora_A.weight", part "." #name ".lora_B.weight"}
+static const struct {
+  const char *name, *a, *b;
+} target[PS_N_LORA_TARGETS] = {
+    TARGET("self_attn", q_proj), TARGET("self_attn", k_proj),   TARGET("self_attn", v_proj),
+    TARGET("self_attn", o_proj), TARGET("mlp", gate_proj),      TARGET("mlp", up_proj),
+    TARGET("mlp", down_proj),    TARGET("self_attn", qkv_proj), TARGET("mlp", gate_up_proj),
+};
+
+const char *ps__lora_target_name(uint32_t i) {
+  return i < PS_N_LORA_TARGETS ? target[i].name : NULL;
+}
+
+/* ---- checks ---------------------------------------------------------------------------------- */
+
+/* "q_proj, k_proj" of a bit set. */
+static const char *list_names(char *buf, size_t bytes, uint32_t targets) {
+  size_t n = 0;
+  buf[0] = 0;
+  for (uint32_t i = 0; i < PS_N_LORA_TARGETS; i++)
+    if (targets >> i & 1 && n < bytes)
+      n += (size_t)snprintf(buf + n, bytes - n, "%s%s", n ? ", " : "", target[i].name);
+  return buf;
+}
+
+ps_status ps_lora_targets_parse(uint32_t *out, const char *names) {
+  uint32_t targets = 0;
+  char known[160];
+  if (!out || !names)
+    return ps__fail(PS_EINVAL, "ps_lora_targets_parse: out and names must be given");
+  if (strcmp(names, "all-linear") == 0) {
+    *out = PS_LORA_ALL;
+    return PS_OK;
+  }
+  for (const char *at = names; at; at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL) {
+    const size_t n = strcspn(at, ",");
+    uint32_t i = 0;
+    while (i < PS_N_LORA_TARGETS && (strlen(target[i].name) != n || memcmp(target[i].name, at, n)))
+      i++;
+    if (i == PS_N_LORA_TARGETS)
+      return ps__fail(PS_EINVAL,
+                      "LoRA target '%.*s' is unknown: give all-linear, or a list with commas of %s",
+                      n < 60 ? (int)n : 60, at, list_names(known, sizeof known, PS_LORA_ALL));
+    targets |= 1u << i;
+  }
+  *out = targets;
+  return PS_OK;
+}
+
+ps_status ps_lora_targets_text(char *buf, uint64_t bytes, uint32_t targets) {
+  uint64_t need = 1;
+  for (uint32_t i = 0; i < PS_N_LORA_TARGETS; i++)
+    if (targets >> i & 1)
+      need += strlen(target[i].name) + 1;
+  if (!buf || bytes < need)
+    return ps__fail(PS_EINVAL, "ps_lora_targets_text: %llu bytes are too few, %llu are needed",
+                    (unsigned long long)bytes, (unsigned long long)need);
+  buf[0] = 0;
+  for (uint32_t i = 0; i < PS_N_LORA_TARGETS; i++)
+    if (targets >> i & 1) {
+      if (buf[0])
+        strcat(buf, ",");
+      strcat(buf, target[i].name);
+    }
+  return PS_OK;
+}
+
+ps_status ps__lora_check(const ps_lora *l) {
+  if (!l->rank)
+    return l->targets || l->alpha != 0 || l->rslora
+               ? ps__fail(PS_EINVAL, "the LoRA rank is 0, but alpha or targets are given: give a "
+                                     "rank of at least 1")
+               : PS_OK;
+  if (!(l->alpha > 0) || !(l->alpha <= PS_MAX_LORA_ALPHA))
+    return ps__fail(PS_EINVAL, "the LoRA alpha is %g: a number above 0 and up to %g is needed",
+                    l->alpha, PS_MAX_LORA_ALPHA);
+  if (!l->targets || l->targets & ~(uint32_t)PS_LORA_ALL)
+    return ps__fail(PS_EINVAL, "the LoRA targets are 0x%x: bits of PS_LORA_ALL (0x%x) are needed",
+                    l->targets, PS_LORA_ALL);
+  if (l->rslora > 1)
+    return ps__fail(PS_EINVAL, "rslora is %u: 0 or 1 is needed", l->rslora);
+  return PS_OK;
+}
+
+ps_status ps__lora_resolve(ps_model *m, uint32_t there) {
+  char missing[160], has[160];
+  if (m->lora.targets == PS_LORA_ALL)
+    m->lora.targets = there;
+  if (m->lora.targets & ~there)
+    return ps__fail(PS_EINVAL, "a %s block has no LoRA target %s: it has %s",
+                    ps_model_family_name(m->cfg.family),
+                    list_names(missing, sizeof missing, m->lora.targets & ~there),
+                    list_names(has, sizeof has, there));
+  return PS_OK;
+}
+
+/* ---- definitions ----------------------------------------------------------------------------- */
+
+static float scale_of(const ps_lora *l, float scale) {
+  const double s = l->alpha / (l->rslora ? sqrt(l->rank) : l->rank);
+  return (float)(s * (scale == 0.0f ? 1.0f : scale));
+}
+
+ps_status ps__lora_define(const ps_model *m, ps__layer_def *d, uint32_t i, uint32_t n_out,
+                          uint32_t n_in, ps__adapter *out) {
+  const uint32_t rank = m->lora.rank, least = n_out < n_in ? n_out : n_in;
+  *out = (ps__adapter){0};
+  if (!(m->lora.targets >> i & 1))
+    return PS_OK;
+  if (rank > least)
+    return ps__fail(PS_EINVAL,
+                    "the LoRA rank is %u, but %s is a matrix of [%u, %u]: a rank of at most %u is "
+                    "needed",
+                    rank, target[i].name, n_out, n_in, least);
+  *out = (ps__adapter){.n_out = n_out, .n_in = n_in, .rank = rank};
+  out->a = ps__def_param(d, target[i].a, PS_PARAM_MATRIX, rank, n_in);
+  ps__def_init_uniform(d, 1 / sqrt(n_in));
+  out->b = ps__def_param(d, target[i].b, PS_PARAM_MATRIX, n_out, rank);
+  ps__def_init(d, 0, 0);
+  out->z = ps__def_tensor(d, "lora_z", PS__ROWS_TOKEN, rank, m->dt);
+  out->dz = ps__def_tensor(d, "lora_dz", PS__ROWS_TOKEN, rank, m->dt);
+  return PS_OK;
+}
+
+static uint32_t skip_of(const ps_model *m, ps__columns c) {
+  return c.first * (uint32_t)ps_dtype_bytes(m->dt);
+}
+
+static void make_z(const ps_model *m, ps__layer_def *d, const ps__adapter *a, bool backward,
+                   uint8_t x, uint8_t z) {
+  const ps__args_gemm g = ps__gemm_args(0, a->rank, a->n_in, false, true, m->dt);
+  PS__DEF_OP(d, backward, false, ps__k_gemm, g, PS__R(x), PS__P(a->a), PS__W(z));
+}
+
+void ps__lora_forward(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint8_t x,
+                      ps__columns y, float scale) {
+  if (!a->n_out)
+    return;
+  ps__args_gemm g = ps__gemm_args(0, a->n_out, a->rank, false, true, m->dt);
+  g.ldc = y.cols;
+  g.accumulate = true;
+  g.alpha = scale_of(&m->lora, scale);
+  make_z(m, d, a, false, x, a->z);
+  PS__FWD(d, ps__k_gemm, g, PS__R(a->z), PS__P(a->b), PS__RW_FROM(y.tensor, skip_of(m, y)));
+}
+
+void ps__lora_input_grad(const ps_model *m, ps__layer_def *d, const ps__adapter *a, ps__columns dy,
+                         float scale, uint8_t dx) {
+  if (!a->n_out)
+    return;
+  ps__args_gemm dz = ps__gemm_args(0, a->rank, a->n_out, false, false, m->dt),
+                to_dx = ps__gemm_args(0, a->n_in, a->rank, false, false, m->dt);
+  dz.lda = dy.cols;
+  dz.alpha = scale_of(&m->lora, scale);
+  to_dx.accumulate = true;
+  PS__BWD(d, ps__k_gemm, dz, PS__R_FROM(dy.tensor, skip_of(m, dy)), PS__P(a->b), PS__W(a->dz));
+  PS__BWD(d, ps__k_gemm, to_dx, PS__R(a->dz), PS__P(a->a), PS__RW(dx));
+}
+
+static void weight_grads(const ps_model *m, ps__layer_def *d, const ps__adapter *a, ps__columns dy,
+                         float scale, uint8_t x, uint8_t z) {
+  ps__args_gemm db = ps__gemm_args(a->n_out, a->rank, 0, true, false, m->dt);
+  const ps__args_gemm da = ps__gemm_args(a->rank, a->n_in, 0, true, false, m->dt);
+  db.lda = dy.cols;
+  db.alpha = scale_of(&m->lora, scale);
+  PS__BWD(d, ps__k_gemm, db, PS__R_FROM(dy.tensor, skip_of(m, dy)), PS__R(z), PS__G(a->b));
+  PS__BWD(d, ps__k_gemm, da, PS__R(a->dz), PS__R(x), PS__G(a->a));
+}
+
+void ps__lora_weight_grads(const ps_model *m, ps__layer_def *d, const ps__adapter *a,
+                           ps__columns dy, float scale, uint8_t x) {
+  if (a->n_out)
+    weight_grads(m, d, a, dy, scale, x, a->z);
+}
+
+void ps__lora_weight_grads_late(const ps_model *m, ps__layer_def *d, const ps__adapter *a,
+                                ps__columns dy, float scale, uint8_t x) {
+  if (!a->n_out)
+    return;
+  const uint8_t z = ps__def_tensor(d, "lora_z", PS__ROWS_TOKEN, a->rank, m->dt);
+  make_z(m, d, a, true, x, z);
+  weight_grads(m, d, a, dy, scale, x, z);
+}

@@ -1,0 +1,52 @@
+/* lora.h - LoRA (arXiv 2106.09685, section 4.1): low-rank adapters beside frozen projections.
+ *
+ *   y  = x W^T + s (x A^T) B^T          A[rank, n_in], B[n_out, rank]
+ *   s  = alpha / rank; with rslora alpha / sqrt(rank) (arXiv 2312.03732)
+ *   z  = x A^T,  dz = s dY B            [T, rank] each
+ *   dB = s dY^T z,  dA = dz^T x,  dX = dY W + dz A
+ *
+ * All of it is products. Those with B add to columns of the projection's output, or read columns of
+ * its gradient: q, k and v are one output, and so are gate and up. A fresh adapter has B = 0, and A
+ * as PEFT draws it: uniform over [-1/sqrt(n_in), 1/sqrt(n_in)]. */
+#ifndef PS_MODEL_LORA_H
+#define PS_MODEL_LORA_H
+#include "model/model.h"
+
+/* An adapter of a layer under construction; n_out 0: there is none. Tensors and spans by index. */
+typedef struct ps__adapter {
+  uint32_t n_out, n_in, rank;
+  uint16_t a, b;
+  uint8_t z, dz; /* [T,rank] */
+} ps__adapter;
+
+/* Columns of a tensor of @cols columns: an adapter's output, or its gradient. */
+typedef struct ps__columns {
+  uint8_t tensor;
+  uint32_t cols, first;
+} ps__columns;
+
+/* The name of target i and its bit, e.g. "q_proj"; NULL past the last. */
+const char *ps__lora_target_name(uint32_t i);
+/* Check rank, alpha and targets, whatever the model. PS_EINVAL. */
+ps_status ps__lora_check(const ps_lora *l);
+/* Turn PS_LORA_ALL into the targets @there; PS_EINVAL where the model lacks a target. */
+ps_status ps__lora_resolve(ps_model *m, uint32_t there);
+
+/* Add the adapter of target @i, where it is one of the model's, to the unit. PS_EINVAL: the rank is
+ * too large. */
+ps_status ps__lora_define(const ps_model *m, ps__layer_def *d, uint32_t i, uint32_t n_out,
+                          uint32_t n_in, ps__adapter *out);
+/* z = x A^T, y += scale s z B^T. @x: a tensor of n_in columns. @scale: of the projection's own
+ * product. Without an adapter this and what follows do nothing. */
+void ps__lora_forward(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint8_t x,
+                      ps__columns y, float scale);
+/* dz = scale s dY B, dX += dz A. */
+void ps__lora_input_grad(const ps_model *m, ps__layer_def *d, const ps__adapter *a, ps__columns dy,
+                         float scale, uint8_t dx);
+/* dB (+)= scale s dY^T z, dA (+)= dz^T x. After ps__lora_input_grad(), which makes dz. */
+void ps__lora_weight_grads(const ps_model *m, ps__layer_def *d, const ps__adapter *a,
+                           ps__columns dy, float scale, uint8_t x);
+/* The same where @x is made in the backward pass: z is made from it there. */
+void ps__lora_weight_grads_late(const ps_model *m, ps__layer_def *d, const ps__adapter *a,
+                                ps__columns dy, float scale, uint8_t x);
+#endif

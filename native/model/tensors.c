@@ -1,0 +1,55 @@
+/* tensors.c - whether the tensors on disk are a model's: all of them, no other, the same shapes. */
+#include "model/model.h"
+#include "core/core.h"
+#include <string.h>
+
+static ps_status check_tensor(const char *dir, const ps_tensor_info *info, const ps_param_info *p) {
+  const bool ok = info->n_dims == p->n_dims && info->shape[0] == p->shape[0] &&
+                  (p->n_dims < 2 || info->shape[1] == p->shape[1]);
+  if (ok)
+    return PS_OK;
+  return ps__fail(
+      PS_EFORMAT,
+      "%s: tensor %s has %u dimensions beginning [%llu, %llu], config.json asks for [%llu%s%.0llu]",
+      dir, p->name, info->n_dims, (unsigned long long)(info->n_dims ? info->shape[0] : 0),
+      (unsigned long long)(info->n_dims > 1 ? info->shape[1] : 1), (unsigned long long)p->shape[0],
+      p->n_dims > 1 ? ", " : "", (unsigned long long)(p->n_dims > 1 ? p->shape[1] : 0));
+}
+
+/* A tensor that the model does not know is refused: without it the math would be another model's.
+ * Two kinds are passed over: rotary tables of old files, which are derived, and a tied head. */
+static ps_status check_unknown(const ps_model *m, const ps_tensor_file *f, const char *dir) {
+  for (uint64_t i = 0; i < ps_tensors_count(f); i++) {
+    ps_tensor_info info;
+    PS_TRY(ps_tensors_info(f, i, &info));
+    if (ps_model_find(m, info.name) == UINT32_MAX && !strstr(info.name, "rotary_emb.inv_freq") &&
+        !(m->cfg.tied_embeddings && strcmp(info.name, "lm_head.weight") == 0))
+      return ps__fail(PS_EFORMAT,
+                      "%s: tensor %s is not part of the model that config.json describes", dir,
+                      info.name);
+  }
+  return PS_OK;
+}
+
+static ps_status check_known(const ps_model *m, const ps_tensor_file *f, const char *dir,
+                             bool weights) {
+  for (uint32_t i = 0; i < m->n_params; i++) {
+    const ps_param_info *p = &m->param[i];
+    const ps__unit *u = &m->unit[p->unit];
+    ps_tensor_info info;
+    const uint64_t idx = ps_tensors_find(f, p->name);
+    if (idx == UINT64_MAX && (weights ? u->adapter : u->frozen))
+      continue;
+    if (idx == UINT64_MAX)
+      return ps__fail(PS_EFORMAT, "%s: tensor %s is missing from its safetensors", dir, p->name);
+    PS_TRY(ps_tensors_info(f, idx, &info));
+    PS_TRY(check_tensor(dir, &info, p));
+  }
+  return PS_OK;
+}
+
+ps_status ps__model_check_tensors(const ps_model *m, const ps_tensor_file *f, const char *dir,
+                                  bool weights) {
+  PS_TRY(check_unknown(m, f, dir));
+  return check_known(m, f, dir, weights);
+}

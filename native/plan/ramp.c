@@ -1,0 +1,149 @@
+/* ramp.c - the steps of a batch ramp: fewer tokens than a step of the plan, in the same memory.
+ *
+ * A step of the ramp has the plan's decisions and its cut of chunks and rounds, and fewer of them.
+ * It is mapped over the plan's step, so that weights, optimizer state and all else that outlives a
+ * step lie where the plan has them. The trainer goes from one step to the next and moves
+ * nothing. */
+#include "plan/plan_impl.h"
+#include <string.h>
+
+static ps_status check(const ps_plan *p) {
+  const ps_plan_config *c = &p->cfg;
+  uint64_t steps = 0;
+  if (c->n_ramp > PS_MAX_RAMP || (c->n_ramp && !c->ramp))
+    return ps__fail(PS_EINVAL, "the batch ramp has %u stages: at most %d are possible", c->n_ramp,
+                    PS_MAX_RAMP);
+  if (c->n_ramp && c->forward_only)
+    return ps__fail(PS_EINVAL, "a plan that trains nothing has no batch ramp: leave it out");
+  for (uint32_t i = 0; i < c->n_ramp; i++) {
+    const ps_ramp_stage *s = &c->ramp[i];
+    if (s->tokens_per_step < c->seq_len || s->tokens_per_step > c->tokens_per_step)
+      return ps__fail(PS_EINVAL,
+                      "stage %u of the batch ramp has %llu tokens a step: give from %llu, one "
+                      "sequence, to %llu, the tokens per step",
+                      i + 1, (unsigned long long)s->tokens_per_step, (unsigned long long)c->seq_len,
+                      (unsigned long long)c->tokens_per_step);
+    if (s->n_steps == 0 || s->n_steps > PS_MAX_RAMP_STEPS - steps)
+      return ps__fail(PS_EINVAL,
+                      "stage %u of the batch ramp has %llu steps: give at least 1, and at most %d "
+                      "in all stages",
+                      i + 1, (unsigned long long)s->n_steps, PS_MAX_RAMP_STEPS);
+    steps += s->n_steps;
+  }
+  return PS_OK;
+}
+
+static ps_status build(ps_plan *p, ps__ramp *r) {
+  const ps__layout *l = &p->layout;
+  ps_program *program = NULL;
+  double end[PS__SIM_STEPS];
+  PS_TRY(ps__layout_init(&r->layout, l->seq_len, r->n_sequences, l->chunk_tokens,
+                         l->chunks_per_round, l->first_round_chunks));
+  PS_TRY(ps__step_emit(&r->step, p->model, &r->layout, &p->spec, &p->hooks));
+  PS_TRY(ps__step_map_over(&r->step, &p->step));
+  ps_status st = ps__step_program(&r->step, &program);
+  if (st == PS_OK)
+    st = ps_schedule_compile(&r->schedule, program);
+  ps_program_destroy(program);
+  PS_TRY(st);
+  ps__cost_model m = ps__cost_model_of(&p->hw, p->at, p->hw.n_threads, p->spec.sum_threads);
+  PS_TRY(ps_sim_run(r->schedule, ps__cost, &m, PS__SIM_STEPS, NULL, end));
+  r->step_s = ps__steady_ns(&r->step, &m, end) * 1e-9;
+  ps__step_widen(&p->step, &r->step);
+  return PS_OK;
+}
+
+ps_status ps__plan_ramp(ps_plan *p) {
+  uint64_t step = 0, sequence = 0;
+  PS_TRY(check(p));
+  if (!p->cfg.n_ramp)
+    return PS_OK;
+  p->ramp = ps__calloc(p->cfg.n_ramp, sizeof *p->ramp);
+  if (!p->ramp)
+    return ps__fail(PS_ENOMEM, "out of memory for the batch ramp");
+  for (uint32_t i = 0; i < p->cfg.n_ramp; i++) {
+    ps__ramp *r = &p->ramp[p->n_ramp++];
+    r->n_steps = p->cfg.ramp[i].n_steps;
+    r->n_sequences = p->cfg.ramp[i].tokens_per_step / p->cfg.seq_len;
+    r->first_step = step;
+    r->first_sequence = sequence;
+    step += r->n_steps;
+    sequence += r->n_steps * r->n_sequences;
+    PS_TRY(build(p, r));
+  }
+  p->cfg.ramp = NULL; /* the caller's */
+  return PS_OK;
+}
+
+void ps__plan_ramp_free(ps_plan *p) {
+  for (uint32_t i = 0; i < p->n_ramp; i++) {
+    (void)ps_schedule_destroy(p->ramp[i].schedule);
+    ps__step_free(&p->ramp[i].step);
+    ps__layout_free(&p->ramp[i].layout);
+  }
+  ps__free(p->ramp);
+}
+
+static ps_status refuse(const char *what, const char *option, uint64_t used, uint64_t cap) {
+  char need[32], given[32];
+  ps__format_bytes_apart(need, used, given, cap);
+  return ps__fail(PS_EBUDGET,
+                  "with the batch ramp %s of %s memory are needed, %s given: raise --%s, or give "
+                  "the ramp fewer stages",
+                  need, what, given, option);
+}
+
+ps_status ps__plan_ramp_check(const ps_plan *p) {
+  const uint64_t device = p->cfg.device_mem_bytes, host = p->cfg.host_mem_bytes;
+  if (p->n_ramp && device && p->report.device_used_bytes > device)
+    return refuse("device", "device-mem", p->report.device_used_bytes, device);
+  if (p->n_ramp && host && p->report.host_used_bytes > host)
+    return refuse("host", "host-mem", p->report.host_used_bytes, host);
+  return PS_OK;
+}
+
+ps__step_size ps__step_size_at(const ps_plan *p, uint64_t step) {
+  uint64_t first = 0, sequence = 0;
+  for (uint32_t i = 0; i < p->n_ramp; i++) {
+    const ps__ramp *r = &p->ramp[i];
+    if (step < r->first_step + r->n_steps)
+      return (ps__step_size){.layout = &r->layout,
+                             .step = &r->step,
+                             .schedule = r->schedule,
+                             .first_step = r->first_step,
+                             .end_step = r->first_step + r->n_steps,
+                             .first_sequence = r->first_sequence,
+                             .step_s = r->step_s};
+    first = r->first_step + r->n_steps;
+    sequence = r->first_sequence + r->n_steps * r->n_sequences;
+  }
+  return (ps__step_size){.layout = &p->layout,
+                         .step = &p->step,
+                         .schedule = p->schedule,
+                         .first_step = first,
+                         .end_step = UINT64_MAX,
+                         .first_sequence = sequence,
+                         .step_s = p->report.step_s};
+}
+
+uint64_t ps_plan_sequences_before(const ps_plan *p, uint64_t step) {
+  const ps__step_size s = ps__step_size_at(p, step);
+  return s.first_sequence + (step - s.first_step) * s.layout->n_sequences;
+}
+
+ps_status ps_plan_steps_of(const ps_plan *plan, uint64_t n_sequences, uint64_t *out) {
+  if (!plan || !out)
+    return ps__fail(PS_EINVAL, "ps_plan_steps_of: plan and out must be given");
+  uint64_t steps = 0;
+  for (ps__step_size s; n_sequences; steps = s.end_step) {
+    s = ps__step_size_at(plan, steps);
+    const uint64_t n = n_sequences / s.layout->n_sequences;
+    if (s.end_step == UINT64_MAX || n < s.end_step - steps) {
+      steps += n;
+      break;
+    }
+    n_sequences -= (s.end_step - steps) * s.layout->n_sequences;
+  }
+  *out = steps;
+  return PS_OK;
+}

@@ -1,0 +1,130 @@
+/* validation.c - the validation beside a training: a forward-only step in the memory of the plan's
+ * step, which runs while no step of training is in flight.
+ *
+ * Nothing of the plan follows from it, so that a training gives the same bits with and without a
+ * validation. What is chosen here changes no bits either: how many chunks a round has, and how far
+ * ahead parameters are fetched. */
+#include "plan/plan_impl.h"
+#include <string.h>
+
+enum { MOST_LEAD = 2 };
+
+static void free_step(ps_plan *v) {
+  ps__step_free(&v->step);
+  ps__spec_free(&v->spec);
+  ps__layout_free(&v->layout);
+}
+
+/* The same parameters are on the device as between two steps of training; all others are
+ * streamed. */
+static ps_status decide(ps_plan *v, const ps__spec *of, uint32_t lead) {
+  ps__spec *s = &v->spec;
+  PS_TRY(ps__spec_init(s, v->model, &v->layout));
+  s->recipe = of->recipe;
+  s->optimizer = of->optimizer;
+  s->backend = of->backend;
+  s->cudnn_version = of->cudnn_version;
+  s->deterministic = of->deterministic;
+  s->one_document = of->one_document;
+  s->chunk_tokens = v->layout.chunk_tokens;
+  s->chunks_per_round = s->first_round_chunks = v->layout.chunks_per_round;
+  s->head_slice = of->head_slice;
+  s->embed_on_host = of->embed_on_host;
+  s->param_lead = lead;
+  for (uint32_t u = 0; u < s->n_units; u++)
+    s->param_resident[u] = ps__weights_stay(of, u);
+  return PS_OK;
+}
+
+/* The step with @chunks a round. *fits: it takes no more memory than the arenas of @p have. On an
+ * error nothing is left to free. */
+static ps_status try_step(const ps_plan *p, ps_plan *v, uint64_t chunks, uint32_t lead,
+                          bool *fits) {
+  const uint64_t sequences = v->cfg.tokens_per_step / v->cfg.seq_len;
+  PS_TRY(ps__layout_init(&v->layout, v->cfg.seq_len, sequences, p->layout.chunk_tokens, chunks,
+                         chunks));
+  ps_status st = decide(v, &p->spec, lead);
+  if (st == PS_OK)
+    st = ps__step_emit(&v->step, v->model, &v->layout, &v->spec, &v->hooks);
+  if (st == PS_OK)
+    st = ps__step_map_over(&v->step, &p->step);
+  if (st != PS_OK) {
+    free_step(v);
+    return st;
+  }
+  *fits = true;
+  for (uint32_t i = 0; i < p->at->n_places; i++)
+    *fits &= ps__arena_round(v->step.space_bytes[i]) <= ps__arena_round(p->step.space_bytes[i]);
+  return PS_OK;
+}
+
+/* The more chunks a round has, the fewer bytes cross the link. Without any prefetch the link is
+ * idle half of the time, so that is the last resort. Where nothing fits, the smallest step is
+ * left. */
+static ps_status find_step(const ps_plan *p, ps_plan *v) {
+  const uint64_t n = (v->cfg.tokens_per_step + p->layout.chunk_tokens - 1) / p->layout.chunk_tokens,
+                 most = n > p->layout.n_chunks ? p->layout.n_chunks : n;
+  bool fits = false;
+  for (uint32_t lead = MOST_LEAD + 1; lead-- > 0;)
+    for (uint64_t chunks = most, last = 0; chunks != last; chunks = (chunks + 1) / 2) {
+      free_step(v);
+      PS_TRY(try_step(p, v, chunks, lead, &fits));
+      if (fits)
+        return PS_OK;
+      last = chunks;
+    }
+  return PS_OK;
+}
+
+/* As many steps as needed for steps no larger than those of training, of equal size. */
+static void cut(ps_plan *p, uint64_t *sequences) {
+  const uint64_t n = p->cfg.val_tokens / p->cfg.seq_len, all = n ? n : 1;
+  p->val_steps = (all + p->layout.n_sequences - 1) / p->layout.n_sequences;
+  *sequences = all / p->val_steps;
+}
+
+ps_status ps__plan_validation(ps_plan *p) {
+  ps_plan_config cfg = p->cfg;
+  uint64_t sequences;
+  cut(p, &sequences);
+  cfg.forward_only = 1;
+  cfg.val_tokens = cfg.trace_steps = 0;
+  cfg.n_ramp = 0;
+  cfg.z_loss = cfg.label_smoothing = 0; /* the cross-entropy alone, as penstock eval */
+  cfg.tokens_per_step = sequences * cfg.seq_len;
+  PS_TRY(ps__plan_new(&p->val, &p->model->cfg, &cfg, &p->hw));
+  ps_program *program = NULL;
+  PS_TRY(find_step(p, p->val));
+  ps_status st = ps__step_program(&p->val->step, &program);
+  if (st == PS_OK)
+    st = ps_schedule_compile(&p->val->schedule, program);
+  ps_program_destroy(program);
+  if (st == PS_OK)
+    st = ps__plan_predict(p->val);
+  if (st == PS_OK)
+    ps__step_widen(&p->step, &p->val->step);
+  return st;
+}
+
+static ps_status refuse(const char *what, const char *option, uint64_t used, uint64_t cap) {
+  char need[32], given[32];
+  ps__format_bytes_apart(need, used, given, cap);
+  return ps__fail(PS_EBUDGET,
+                  "with validation %s of %s memory are needed, %s given: raise --%s, lower "
+                  "--val-tokens, or leave validation out (--val none)",
+                  need, what, given, option);
+}
+
+ps_status ps__plan_validation_check(const ps_plan *p) {
+  const ps_plan_report *r = &p->report;
+  const uint64_t there = p->hw.backend == PS_BACKEND_CUDA ? p->hw.device_memory_bytes : 0,
+                 given = p->cfg.device_mem_bytes,
+                 device = given && (!there || given < there) ? given : there,
+                 host = p->cfg.host_mem_bytes;
+  if (!p->val)
+    return PS_OK;
+  if (device && r->device_used_bytes > device)
+    return refuse("device", "device-mem", r->device_used_bytes, device);
+  return host && r->host_used_bytes > host ? refuse("host", "host-mem", r->host_used_bytes, host)
+                                           : PS_OK;
+}

@@ -1,0 +1,67 @@
+/* over.c - a step in the memory of another one, while none of that step runs. */
+#include "step/step.h"
+
+/* BYTES of the space's persistent tensors, which come first in its map. */
+static uint64_t persistent_bytes(const ps__step *t, uint32_t space) {
+  uint64_t end = 0;
+  for (size_t i = 0; i < t->n_vt; i++)
+    if (t->vt[i].persistent && !t->vt[i].alias_of && t->vt[i].space == space &&
+        t->vt[i].offset + t->vt[i].bytes > end)
+      end = t->vt[i].offset + t->vt[i].bytes;
+  return end;
+}
+
+/* Tensor @vt of @s lies where tensor @there of @t does. @block: the index of the persistent tensors
+ * of @t in the tensors of @s, for space 0. */
+static bool lie_over(ps__step *s, uint32_t vt, const ps__step *t, uint32_t there, uint32_t block) {
+  ps__vt *v = &s->vt[vt];
+  if (there == PS__NO_VT || v->bytes > t->vt[there].bytes || v->space != t->vt[there].space)
+    return false;
+  v->alias_of = block + v->space + 1;
+  v->offset = t->vt[there].offset;
+  return true;
+}
+
+static bool lie_over_unit(ps__step *s, uint32_t unit, const ps__step *t, uint32_t block) {
+  const ps__unit_host *h = &s->unit_host[unit], *there = &t->unit_host[unit];
+  const uint32_t own[] = {h->weights,  h->master,   h->grad,         h->device_weights,
+                          h->state[0], h->state[1], h->device_master},
+                 of_t[] = {there->weights,        there->master,   there->grad,
+                           there->device_weights, there->state[0], there->state[1],
+                           there->device_master};
+  bool fits = h->n == there->n;
+  for (size_t i = 0; fits && i < sizeof own / sizeof *own; i++)
+    fits = own[i] == PS__NO_VT || lie_over(s, own[i], t, of_t[i], block);
+  return fits;
+}
+
+ps_status ps__step_map_over(ps__step *s, const ps__step *t) {
+  const uint32_t n = s->at->n_places, block = (uint32_t)s->n_vt;
+  bool fits = s->spec->n_units == t->spec->n_units;
+  for (uint32_t space = 0; space < n; space++) {
+    if (!ps__grow((void **)&s->vt, s->n_vt, &s->cap_vt, sizeof *s->vt))
+      return ps__fail(PS_ENOMEM, "out of memory for the step's tables");
+    s->vt[s->n_vt++] = (ps__vt){.bytes = persistent_bytes(t, space),
+                                .last = UINT32_MAX,
+                                .space = (uint8_t)space,
+                                .persistent = true};
+  }
+  for (uint32_t u = 0; fits && u < s->spec->n_units; u++)
+    fits = lie_over_unit(s, u, t, block);
+  fits = fits && lie_over(s, s->batch, t, t->batch, block) &&
+         lie_over(s, s->row_loss, t, t->row_loss, block) &&
+         lie_over(s, s->norms, t, t->norms, block) && lie_over(s, s->stats, t, t->stats, block);
+  for (uint32_t i = 0; fits && i < block; i++)
+    fits = !s->vt[i].persistent || s->vt[i].alias_of;
+  return fits ? ps__step_map(s)
+              : ps__fail(PS_EINTERNAL, "a step has persistent tensors that the other one lacks");
+}
+
+void ps__step_widen(ps__step *s, const ps__step *by) {
+  for (uint32_t i = 0; i < s->at->n_places; i++)
+    if (by->space_bytes[i] > s->space_bytes[i])
+      s->space_bytes[i] = by->space_bytes[i];
+  for (uint32_t i = 0; i < s->at->n_streams; i++)
+    if (by->scratch_bytes[i] > s->scratch_bytes[i])
+      s->scratch_bytes[i] = by->scratch_bytes[i];
+}

@@ -1,0 +1,134 @@
+/* adapter.c - a trainer's adapters: loaded and saved in PEFT's layout; the hash of what they are
+ * for. */
+#include "train/adapter.h"
+#include "core/sha256.h"
+#include <errno.h>
+#include <string.h>
+#include <unistd.h>
+
+static bool is_adapter(const ps_trainer *t, const ps_param_info *p) {
+  return t->plan->model->unit[p->unit].adapter;
+}
+
+/* ---- loading --------------------------------------------------------------------------------- */
+
+ps_status ps__adapter_open_for(const ps_trainer *t, const char *dir, ps_tensor_file **out) {
+  ps_lora lora;
+  ps_tensor_file *f;
+  PS_TRY(ps__adapter_open(&lora, &f, dir));
+  const ps_status st = ps__adapter_check(t->plan->model, &lora, f, dir);
+  if (st == PS_OK)
+    *out = f;
+  else
+    ps_tensors_close(f);
+  return st;
+}
+
+ps_status ps__adapter_load(ps_trainer *t, ps_tensor_file *f) {
+  const ps_model *m = t->plan->model;
+  char name[PS__PEFT_NAME_BYTES];
+  for (uint32_t i = 0; i < m->n_params; i++) {
+    if (!is_adapter(t, &m->param[i]))
+      continue;
+    ps__peft_name(name, m->param[i].name);
+    PS_TRY(ps__trainer_load_param(t, f, ps_tensors_find(f, name), &m->param[i]));
+  }
+  return PS_OK;
+}
+
+/* ---- saving ---------------------------------------------------------------------------------- */
+
+/* The fields of PEFT's LoraConfig that say something; it has defaults for the others. */
+static void fill_config(const ps_trainer *t, ps__jsonw *w) {
+  const ps_lora *l = &t->plan->model->lora;
+  char names[160];
+  (void)ps_lora_targets_text(names, sizeof names, l->targets);
+  ps__jsonw_object(w, NULL);
+  ps__jsonw_string(w, "peft_type", "LORA");
+  ps__jsonw_string(w, "task_type", "CAUSAL_LM");
+  ps__jsonw_string(w, "base_model_name_or_path", t->model_dir);
+  ps__jsonw_uint(w, "r", l->rank);
+  ps__jsonw_number(w, "lora_alpha", l->alpha);
+  ps__jsonw_number(w, "lora_dropout", 0);
+  ps__jsonw_bool(w, "use_rslora", l->rslora != 0);
+  ps__jsonw_bool(w, "use_dora", false);
+  ps__jsonw_bool(w, "fan_in_fan_out", false);
+  ps__jsonw_bool(w, "inference_mode", true);
+  ps__jsonw_bool(w, "init_lora_weights", true);
+  ps__jsonw_string(w, "bias", "none");
+  ps__jsonw_array(w, "target_modules");
+  for (char *next = names, *at; (at = strsep(&next, ","));)
+    ps__jsonw_string(w, NULL, at);
+  ps__jsonw_end(w);
+  ps__jsonw_end(w);
+}
+
+ps_status ps__adapter_write_config(const ps_trainer *t, const ps__stage *stage, const char *dir) {
+  ps__jsonw *w;
+  size_t n;
+  int fd = -1;
+  char *path = ps__path_join(dir, "adapter_config.json");
+  ps_status st = path ? ps__jsonw_create(&w) : ps__fail(PS_ENOMEM, "out of memory for %s", dir);
+  if (st != PS_OK) {
+    ps__free(path);
+    return st;
+  }
+  fill_config(t, w);
+  const char *text = ps__jsonw_text(w, &n);
+  st = text ? ps__stage_create(&fd, stage, "adapter_config.json", path)
+            : ps__fail(PS_ENOMEM, "out of memory for %s", path);
+  if (st == PS_OK)
+    st = ps__write_all(fd, path, text, n);
+  if (st == PS_OK)
+    st = ps__sync(fd, path);
+  if (fd >= 0 && close(fd) != 0 && st == PS_OK)
+    st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
+  ps__jsonw_free(w);
+  ps__free(path);
+  return st;
+}
+
+/* ---- the base model's hash ------------------------------------------------------------------- */
+
+typedef struct hash_job {
+  const ps_trainer *t;
+  char (*hex)[65]; /* [n_params] */
+} hash_job;
+
+static void hash_param(void *arg, int64_t task, uint32_t worker) {
+  const hash_job *j = arg;
+  const ps_param_info *p = &j->t->plan->model->param[task];
+  ps__sha256 h;
+  (void)worker;
+  if (is_adapter(j->t, p))
+    return;
+  ps__sha256_begin(&h);
+  ps__sha256_add(&h, ps__master_at(j->t, p->unit, p->offset),
+                 p->n * ps_dtype_bytes(ps__master_dtype(j->t, p->unit)));
+  ps__sha256_end(&h, j->hex[task]);
+}
+
+ps_status ps__base_hash(ps_trainer *t, char hex[65]) {
+  const uint32_t n = t->plan->model->n_params;
+  ps__pool *pool;
+  ps__sha256 h;
+  if (!t->base_hash[0]) {
+    hash_job j = {t, ps__calloc(n, sizeof *j.hex)};
+    if (!j.hex)
+      return ps__fail(PS_ENOMEM, "out of memory for the base model's hash");
+    const ps_status st = ps__pool_create(&pool, ps__n_cpus(), "ps-hash");
+    if (st != PS_OK) {
+      ps__free(j.hex);
+      return st;
+    }
+    ps__pool_run(pool, n, hash_param, &j);
+    ps__pool_destroy(pool);
+    ps__sha256_begin(&h);
+    for (uint32_t i = 0; i < n; i++)
+      ps__sha256_add(&h, j.hex[i], strlen(j.hex[i]));
+    ps__sha256_end(&h, t->base_hash);
+    ps__free(j.hex);
+  }
+  memcpy(hex, t->base_hash, sizeof t->base_hash);
+  return PS_OK;
+}

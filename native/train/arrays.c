@@ -1,0 +1,250 @@
+/* arrays.c - writes weights and optimizer states as safetensors, with several threads.
+ *
+ * A thread takes the next file, and writes and hashes the file's tensors out of the arrays that the
+ * trainer works on. The state has no second copy: a thread's buffer has a piece of a tensor, where
+ * the tensor is converted or comes from the device. */
+#include "train/arrays.h"
+#include "train/adapter.h"
+#include <stdlib.h>
+#include <string.h>
+
+enum { PIECE_BYTES = 1 << 20, LEAST_THREADS = 2, MOST_THREADS = 8 };
+
+/* One that is to be written. Files are ordered by phase and unit; see order_of(). */
+typedef struct out_file {
+  uint32_t array, phase, unit;
+  uint64_t k; /* in the array's writer */
+} out_file;
+
+typedef struct job {
+  ps_trainer *t;
+  ps__output *o;
+  ps_tensor_writer *writer[1 + PS_MAX_STATES];
+  uint32_t *param[1 + PS_MAX_STATES]; /* [array][i]: the parameter of the array's tensor i */
+  out_file *file;
+  _Atomic uint32_t *left; /* [unit][part]: tensors that are not read yet */
+  char *buffers;          /* PIECE_BYTES for each thread */
+  _Atomic uint32_t failed;
+  ps_status st; /* the first failure's, with its message */
+  char message[1024];
+} job;
+
+static ps_status no_memory(const ps__output *o) {
+  return ps__fail(PS_ENOMEM, "%s: no memory left to write it", o->dir);
+}
+
+static uint32_t part_of(const ps__array *a) {
+  return a->what == PS__WEIGHTS ? PS__PART_WEIGHTS : PS__PART_STATE;
+}
+
+/* ---- preparing ------------------------------------------------------------------------------- */
+
+/* Whether the array has the parameter. The weights of a model with adapters are theirs alone. */
+static bool is_in(const job *j, const ps__array *array, const ps_param_info *p) {
+  const ps__unit *u = &j->t->plan->model->unit[p->unit];
+  if (array->what == PS__WEIGHTS)
+    return u->adapter || !ps__has_adapters(j->t);
+  return !u->frozen;
+}
+
+/* An adapter's weights are one file, as PEFT reads them. */
+static ps_status create_writer(job *j, uint32_t a) {
+  const ps_model *m = j->t->plan->model;
+  const ps__array *array = &j->o->array[a];
+  const bool adapter = array->what == PS__WEIGHTS && ps__has_adapters(j->t);
+  ps_tensor_spec *specs = ps__calloc(m->n_params, sizeof *specs);
+  char (*name)[PS__PEFT_NAME_BYTES] = ps__calloc(adapter ? m->n_params : 1, sizeof *name);
+  uint32_t n = 0;
+  j->param[a] = ps__calloc(m->n_params, sizeof *j->param[a]);
+  ps_status st = specs && name && j->param[a] ? PS_OK : no_memory(j->o);
+  for (uint32_t i = 0; st == PS_OK && i < m->n_params; i++) {
+    const ps_param_info *p = &m->param[i];
+    if (!is_in(j, array, p))
+      continue;
+    if (adapter)
+      ps__peft_name(name[n], p->name);
+    j->param[a][n] = i;
+    specs[n] = (ps_tensor_spec){.name = adapter ? name[n] : p->name,
+                                .dtype = array->dtype,
+                                .n_dims = p->n_dims,
+                                .shape = {p->shape[0], p->shape[1]}};
+    n++;
+    atomic_fetch_add(&j->left[p->unit * PS__N_PARTS + part_of(array)], 1);
+  }
+  if (st == PS_OK)
+    st = ps__tensors_create(&j->writer[a], j->o->stage, j->o->dir, array->stem, specs, n,
+                            adapter ? 0 : j->o->max_file_bytes, NULL, 0);
+  ps__free(specs);
+  ps__free(name);
+  return st;
+}
+
+/* Units that are updated on the device come first, then the others in the order of their updates,
+ * which is that of the forward pass. State whose update comes after the report comes last. */
+static void order_of(const job *j, uint32_t unit, uint32_t part, uint32_t *phase, uint32_t *at) {
+  const ps__spec *spec = &j->t->plan->spec;
+  const bool split = part == PS__PART_STATE && spec->update_split[unit];
+  *phase = ps__updated_on_device(spec, unit) ? 0 : split ? 2 : 1;
+  *at = spec->embed_on_host && unit == 0 ? spec->n_units : unit;
+}
+
+static void place_file(const job *j, out_file *f) {
+  uint64_t first, n;
+  ps__tensors_in_file(j->writer[f->array], f->k, &first, &n);
+  f->unit = n ? UINT32_MAX : 0;
+  for (uint64_t i = first; i < first + n; i++) {
+    uint32_t phase, unit;
+    order_of(j, j->t->plan->model->param[j->param[f->array][i]].unit,
+             part_of(&j->o->array[f->array]), &phase, &unit);
+    f->phase = phase > f->phase ? phase : f->phase;
+    f->unit = unit < f->unit ? unit : f->unit;
+  }
+}
+
+static int by_order(const void *x, const void *y) {
+  const out_file *a = x, *b = y;
+  if (a->phase != b->phase)
+    return a->phase < b->phase ? -1 : 1;
+  if (a->unit != b->unit)
+    return a->unit < b->unit ? -1 : 1;
+  if (a->k != b->k)
+    return a->k < b->k ? -1 : 1;
+  return (a->array > b->array) - (a->array < b->array);
+}
+
+static ps_status prepare(job *j, uint32_t n_threads) {
+  ps__output *o = j->o;
+  size_t n = 0;
+  j->left = ps__calloc((size_t)j->t->plan->model->n_units * PS__N_PARTS, sizeof *j->left);
+  j->buffers = ps__malloc((size_t)n_threads * PIECE_BYTES);
+  if (!j->left || !j->buffers)
+    return no_memory(o);
+  for (uint32_t a = 0; a < o->n_arrays; a++) {
+    PS_TRY(create_writer(j, a));
+    n += ps__tensors_n_files(j->writer[a]);
+  }
+  j->file = ps__calloc(n, sizeof *j->file);
+  o->hashed = ps__calloc(n, sizeof *o->hashed);
+  if (!j->file || !o->hashed)
+    return no_memory(o);
+  for (uint32_t a = 0; a < o->n_arrays; a++)
+    for (uint64_t k = 0; k < ps__tensors_n_files(j->writer[a]); k++) {
+      out_file *f = &j->file[o->n_hashed++];
+      *f = (out_file){.array = a, .k = k};
+      place_file(j, f);
+    }
+  qsort(j->file, n, sizeof *j->file, by_order);
+  return PS_OK;
+}
+
+/* ---- writing --------------------------------------------------------------------------------- */
+
+/* @bytes of the tensor in memory, from @offset on: where they lie, or in @buffer. */
+static ps_status fetch(const job *j, const ps__array *a, const ps_param_info *p, uint64_t offset,
+                       uint64_t bytes, void *buffer, const void **out) {
+  ps_trainer *t = j->t;
+  *out = buffer;
+  if (a->what == PS__WEIGHTS) {
+    *out = (const char *)ps__master_at(t, p->unit, p->offset) + offset;
+    return PS_OK;
+  }
+  const ps__vt *vt = &t->plan->step.vt[t->plan->step.unit_host[p->unit].state[a->what]];
+  const uint64_t at = vt->offset + p->offset * ps_dtype_bytes(a->dtype) + offset;
+  if (vt->space != t->plan->at->host)
+    return ps__engine_read(t->engine, vt->space, at, buffer, bytes);
+  *out = t->host + at;
+  return PS_OK;
+}
+
+static ps_status write_tensor(job *j, ps__tensors_file *f, const ps__array *a,
+                              const ps_param_info *p, void *buffer) {
+  const ps_dtype from = a->what == PS__WEIGHTS ? ps__master_dtype(j->t, p->unit) : a->dtype;
+  const uint64_t element = ps_dtype_bytes(from), piece = PIECE_BYTES / sizeof(float);
+  for (uint64_t first = 0; first < p->n; first += piece) {
+    const uint64_t n = p->n - first < piece ? p->n - first : piece;
+    const void *data;
+    if (atomic_load(&j->failed))
+      return PS_ECANCELLED;
+    if (j->o->held)
+      PS_TRY(ps__hold_check(j->t->hold));
+    PS_TRY(fetch(j, a, p, first * element, n * element, buffer, &data));
+    if (a->dtype != from) {
+      ps__convert(buffer, a->dtype, data, from, n);
+      data = buffer;
+    }
+    PS_TRY(ps__tensors_put(f, data, n * ps_dtype_bytes(a->dtype)));
+  }
+  return PS_OK;
+}
+
+static ps_status write_held_tensor(job *j, ps__tensors_file *f, const ps__array *a,
+                                   const ps_param_info *p, void *buffer) {
+  const uint32_t part = part_of(a);
+  if (!j->o->held)
+    return write_tensor(j, f, a, p, buffer);
+  if (!j->t->plan->model->unit[p->unit].frozen)
+    PS_TRY(ps__hold_await(j->t->hold, p->unit, part));
+  PS_TRY(write_tensor(j, f, a, p, buffer));
+  if (atomic_fetch_sub(&j->left[p->unit * PS__N_PARTS + part], 1) == 1)
+    ps__hold_release(j->t->hold, p->unit, part);
+  return PS_OK;
+}
+
+static ps_status write_file(job *j, const out_file *of, ps__hashed *hashed, void *buffer) {
+  ps_tensor_writer *w = j->writer[of->array];
+  uint64_t first, n;
+  ps__tensors_file f;
+  ps__tensors_in_file(w, of->k, &first, &n);
+  ps_status st = ps__tensors_begin(&f, w, of->k);
+  for (uint64_t i = first; st == PS_OK && i < first + n; i++)
+    st = write_held_tensor(j, &f, &j->o->array[of->array],
+                           &j->t->plan->model->param[j->param[of->array][i]], buffer);
+  return ps__tensors_end(&f, st, hashed);
+}
+
+static void write_task(void *arg, int64_t task, uint32_t worker) {
+  job *j = arg;
+  if (atomic_load(&j->failed))
+    return;
+  const ps_status st =
+      write_file(j, &j->file[task], &j->o->hashed[task], j->buffers + (size_t)worker * PIECE_BYTES);
+  uint32_t none = 0;
+  if (st != PS_OK && atomic_compare_exchange_strong(&j->failed, &none, 1)) {
+    j->st = st;
+    snprintf(j->message, sizeof j->message, "%s", ps_last_error());
+  }
+}
+
+static ps_status write_files(job *j, uint32_t n_threads) {
+  ps__pool *pool;
+  const uint32_t n = j->o->n_hashed < n_threads ? (uint32_t)j->o->n_hashed : n_threads;
+  PS_TRY(ps__pool_create(&pool, n, "ps-write"));
+  ps__pool_run(pool, (int64_t)j->o->n_hashed, write_task, j);
+  ps__pool_destroy(pool);
+  return j->st == PS_OK ? PS_OK : ps__fail(j->st, "%s", j->message);
+}
+
+/* Hashing bounds a thread. Half of the CPUs are left to training. */
+static uint32_t n_threads_of(void) {
+  const uint32_t half = ps__n_cpus() / 2;
+  return half < LEAST_THREADS ? LEAST_THREADS : half > MOST_THREADS ? MOST_THREADS : half;
+}
+
+ps_status ps__trainer_write_arrays(ps_trainer *t, ps__output *o) {
+  job j = {.t = t, .o = o};
+  const uint32_t n_threads = n_threads_of();
+  ps_status st = prepare(&j, n_threads);
+  if (st == PS_OK)
+    st = write_files(&j, n_threads);
+  for (uint32_t a = 0; a < o->n_arrays; a++) {
+    if (st == PS_OK)
+      st = ps_tensors_finish(j.writer[a]);
+    else
+      ps_tensors_abort(j.writer[a]);
+    ps__free(j.param[a]);
+  }
+  ps__free(j.file);
+  ps__free((void *)j.left);
+  ps__free(j.buffers);
+  return st;
+}

@@ -1,0 +1,53 @@
+/* stages.c - the steps of a batch ramp: one run for all steps of a size, one after the other on the
+ * same engine and in the same memory. A run of the next size begins when the steps of the last size
+ * are reported; steps that are submitted before wait here. */
+#include "train/trainer.h"
+
+/* The first step of the trainer after those that are as large as its step @n. */
+static uint64_t end_of(const ps_trainer *t, uint64_t n) {
+  const uint64_t end = ps__step_size_at(t->plan, t->cfg.first_step + n).end_step;
+  return end == UINT64_MAX ? end : end - t->cfg.first_step;
+}
+
+/* The last run pauses for good: a cancel may reach it at any time until the trainer's end. */
+static ps_status next_run(ps_trainer *t) {
+  const ps__step_size size = ps__step_size_at(t->plan, t->cfg.first_step + t->n_started);
+  const ps_run_config cfg = {.struct_bytes = sizeof cfg, .trace_steps = t->cfg.trace_steps};
+  ps_run *run = NULL;
+  PS_TRY(ps__run_pause(t->run));
+  PS_TRY(ps_run_create(&run, t->engine, size.schedule, &cfg));
+  t->size = size;
+  t->run_first = t->n_started;
+  t->past_run[t->n_past_runs++] = t->run;
+  atomic_store(&t->run, run);
+  /* a cancel may have come before there was a run to stop */
+  if (atomic_load(&t->cancelled))
+    ps_run_cancel(run);
+  return PS_OK;
+}
+
+/* Where steps of the next size come, the caller waits for those of the last one. */
+static ps_status start_more(ps_trainer *t) {
+  uint64_t end = end_of(t, t->run_first);
+  if (t->n_started == end) {
+    PS_TRY(next_run(t));
+    end = end_of(t, t->run_first);
+  }
+  const uint64_t last = t->n_submitted < end ? t->n_submitted : end;
+  PS_TRY(ps_run_submit(t->run, last - t->n_started));
+  t->n_started = last;
+  return PS_OK;
+}
+
+ps_status ps__trainer_start_steps(ps_trainer *t) {
+  while (t->n_started < t->n_submitted &&
+         (t->n_started < end_of(t, t->run_first) || t->n_reported == t->n_started))
+    PS_TRY(start_more(t));
+  return PS_OK;
+}
+
+ps_status ps__trainer_run_wait(ps_trainer *t, uint64_t n) {
+  while (n > t->n_started)
+    PS_TRY(start_more(t));
+  return n > t->run_first ? ps_run_wait(t->run, n - t->run_first) : PS_OK;
+}

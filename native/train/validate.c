@@ -1,0 +1,119 @@
+/* validate.c - the loss on data that is not trained on, between two steps.
+ *
+ * The steps of training pause, and the steps of the plan's validation (plan/validation.c) run on
+ * the same engine: in the memory that the paused steps use, with the weights where training keeps
+ * them.
+ * A validation writes no weights, no state and no norm: a training gives the same bits with it. */
+#include "io/io.h"
+#include "train/trainer.h"
+#include <math.h>
+#include <string.h>
+
+ps_status ps__validation_check(const ps_plan *plan, const ps_dataset *ds) {
+  if (!plan->val)
+    return ps__fail(PS_EINVAL, "val_dataset is given, but the plan was made without val_tokens: "
+                               "plan anew");
+  if (plan->cfg.one_document && ps_dataset_marks_documents(ds))
+    return ps__fail(PS_EINVAL,
+                    "the validation data's masks say where documents begin, but the plan was made "
+                    "for one document a sequence: plan without one_document");
+  PS_TRY(ps_dataset_check(ds, plan->cfg.seq_len));
+  const uint64_t have = ps_dataset_n_sequences(ds, plan->cfg.seq_len),
+                 need = plan->val_steps * plan->val->layout.n_sequences;
+  return have >= need ? PS_OK
+                      : ps__fail(PS_EINVAL,
+                                 "a validation reads %llu sequences of %llu tokens, but its data "
+                                 "has %llu: lower --val-tokens",
+                                 (unsigned long long)need, (unsigned long long)plan->cfg.seq_len,
+                                 (unsigned long long)have);
+}
+
+/* The same sequences in each validation: the data's first, of a mix by weight. */
+static ps_status load(ps_trainer *t, const ps_launch *l) {
+  const ps_plan *v = t->plan->val;
+  const uint64_t s = v->cfg.seq_len, n = v->layout.n_sequences, step = l->step % t->plan->val_steps;
+  uint64_t valid;
+  for (uint64_t i = 0; i < n; i++)
+    PS_TRY(ps_dataset_read(t->cfg.val_dataset, s,
+                           ps_dataset_at(t->cfg.val_dataset, s, step * n + i, 0, 0),
+                           t->tokens + i * s, t->targets + i * s, t->begins + i * s));
+  PS_TRY(ps__batch_fill(t, "validation", &v->step, l->ptr[0], &valid));
+  memset(t->begins, 0, v->layout.n_tokens); /* a batch function of training does not write it */
+  *(ps__batch_header *)l->ptr[0] = (ps__batch_header){.valid_tokens = valid};
+  return PS_OK;
+}
+
+/* As a step's loss, and as penstock eval adds up its steps: a mean over the step's targets. */
+static void add_loss(ps_trainer *t, const ps_launch *l) {
+  const ps__batch_header *batch = l->ptr[0];
+  const double n = (double)batch->valid_tokens;
+  if (!batch->valid_tokens)
+    return;
+  t->val.sum += ps__sum_rows(l->ptr[1], t->plan->val->layout.n_tokens, 1) / n * n;
+  t->val.n_valid += batch->valid_tokens;
+}
+
+ps_status ps__validation_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch) {
+  (void)unit;
+  if (what == PS__HOOK_LOAD)
+    return load(ctx, launch);
+  if (what == PS__HOOK_LOSS)
+    add_loss(ctx, launch);
+  return PS_OK; /* the norm and the report of the last step of training stay */
+}
+
+static ps_status begin(ps_trainer *t) {
+  ps_run *run = t->val.run;
+  const ps_run_config cfg = {.struct_bytes = sizeof cfg};
+  if (run)
+    return ps__run_go_on(run);
+  PS_TRY(ps_run_create(&run, t->engine, t->plan->val->schedule, &cfg));
+  atomic_store(&t->val.run, run);
+  /* a cancel may have come before there was a run to stop */
+  if (atomic_load(&t->cancelled))
+    ps_run_cancel(run);
+  return PS_OK;
+}
+
+static ps_status run_steps(ps_trainer *t) {
+  const uint64_t n = t->plan->val_steps;
+  /* what stays on the device is there from the first step on */
+  if (!t->run)
+    PS_TRY(ps__trainer_go_on(t));
+  PS_TRY(ps__run_pause(t->run));
+  PS_TRY(begin(t));
+  PS_TRY(ps_run_submit(t->val.run, n));
+  const ps_status st = ps_run_wait(t->val.run, t->val.n_steps + n);
+  t->val.n_steps += n;
+  PS_TRY(st);
+  PS_TRY(ps__run_pause(t->val.run));
+  return ps__trainer_go_on(t);
+}
+
+ps_status ps_trainer_validate(ps_trainer *t, ps_validation *out) {
+  if (!t || !out)
+    return ps__fail(PS_EINVAL, "ps_trainer_validate: trainer and out must be given");
+  if (!t->cfg.val_dataset)
+    return ps__fail(PS_EINVAL, "ps_trainer_validate: the trainer has no val_dataset");
+  PS_TRY(ps__trainer_outside_ops(t));
+  if (t->sticky != PS_OK)
+    return ps__trainer_stop(t, t->sticky);
+  PS_TRY(ps__trainer_idle(t));
+  const uint64_t start = ps__now_ns();
+  t->val.sum = 0;
+  t->val.n_valid = 0;
+  const ps_status st = run_steps(t);
+  if (st != PS_OK)
+    return ps__trainer_stop(t, st);
+  if (t->val.n_valid == 0)
+    return ps__fail(PS_EINVAL,
+                    "the validation data has no target in its first %llu tokens: give "
+                    "other data, or raise --val-tokens",
+                    (unsigned long long)t->plan->report.val_tokens);
+  *out = (ps_validation){.loss = t->val.sum / (double)t->val.n_valid,
+                         .tokens = t->plan->report.val_tokens,
+                         .valid_tokens = t->val.n_valid};
+  out->perplexity = exp(out->loss);
+  out->seconds = (double)(ps__now_ns() - start) * 1e-9;
+  return PS_OK;
+}

@@ -1,0 +1,374 @@
+"""`penstock compare`: a model in Penstock against the same model in transformers.
+
+python -m penstock compare DIR --hf [DIR]
+
+Both get the same tokens. Compared are the loss, the loss of each sequence, and every parameter's
+weights and gradient. The tolerance is that of penstock.tolerance. Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .command import FAILED, OK, Parser, run
+from .dataset import Dataset
+from .errors import InputOutputError
+from .files import DataError
+from .model import ModelConfig
+from .plan import RECIPES, Hardware, Plan
+from .tolerance import (
+    A_LAYER,
+    FAMILIES_WITH_POST_NORMS,
+    FUSED_ATTENTION,
+    POST_NORMS,
+    delta,
+    loss_noise,
+    note_spread,
+    relative_error,
+)
+from .train import Trainer
+
+
+@dataclass
+class Tensor:
+    name: str
+    same_weights: bool
+    max_error: float  # of an element of the gradient
+    relative_error: float  # of the gradient
+    ok: bool
+
+
+@dataclass
+class Loss:
+    what: str  # "all sequences", "sequence 0"
+    penstock: float
+    transformers: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return abs(self.penstock - self.transformers) < self.tolerance
+
+
+@dataclass
+class Tolerance:
+    """Of a gradient's relative error."""
+
+    value: float
+    formula: str
+
+
+@dataclass
+class Reference:
+    """What transformers computes: fp32, from weights that are rounded as Penstock's."""
+
+    losses: list[float]  # of all sequences, then of each
+    weights: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]
+    spread: dict[str, float]
+    logit_size: float  # root mean square
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+
+def random_batch(vocab_size: int, n: int, seq_len: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets [n, seq_len]."""
+    tokens = np.random.default_rng(seed).integers(0, vocab_size, (n, seq_len + 1), dtype=np.int32)
+    return tokens[:, :-1].copy(), tokens[:, 1:].copy()
+
+
+def data_batch(path, vocab_size: int, n: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first sequences of token shards. Masks count; each sequence is one document."""
+    dataset = Dataset(path, vocab_size)
+    have = dataset.n_sequences(seq_len)
+    if have < n:
+        raise DataError(
+            f"--data {path}: has {have} sequences of {seq_len} tokens, and {n} are asked for: lower "
+            "--sequences or --seq-len"
+        )
+    tokens, targets = zip(*(dataset.read(seq_len, i) for i in range(n)))
+    for i, row in enumerate(targets):
+        if (row < 0).all():
+            raise DataError(
+                f"--data {path}: sequence {i} has no target: raise --seq-len, or give other data"
+            )
+    return np.stack(tokens), np.stack(targets)
+
+
+# ---- the two sides -------------------------------------------------------------------------------
+
+
+def _import_transformers():
+    try:
+        import torch
+        import transformers
+    except ImportError as e:
+        raise DataError(
+            f"compare needs torch and transformers, and {e.name} is not installed: pip install "
+            "torch transformers"
+        ) from e
+    return torch, transformers
+
+
+def open_transformers(folder: Path):
+    """transformers' model of a directory, in fp32."""
+    torch, transformers = _import_transformers()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+            local_files_only=True,
+        )
+    except Exception as e:  # of many kinds
+        text = " ".join(str(e).split())
+        raise DataError(f"{folder}: transformers cannot open it: {text[:300]}") from e
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise DataError(f"{folder}: transformers misses the tensor {missing[0]}")
+    return model.eval()
+
+
+def reference(folder: Path, tokens: np.ndarray, targets: np.ndarray, rounded: bool) -> Reference:
+    """rounded: to bf16 first."""
+    torch, _ = _import_transformers()
+    model, spread = open_transformers(folder), {}
+    if rounded:
+        model = model.bfloat16().float()
+    hooks = note_spread(model, spread)
+    ids, wanted = (torch.as_tensor(a).long() for a in (tokens, targets))
+    logits = model(ids, use_cache=False).logits.float()
+    each = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), wanted.flatten(), ignore_index=-1, reduction="none"
+    ).view_as(wanted)
+    valid = wanted >= 0
+    (each.sum() / valid.sum()).backward()
+    for hook in hooks:
+        hook.remove()
+    sums, counts = each.detach().double().sum(1), valid.sum(1)
+    parameters = dict(model.named_parameters())
+    return Reference(
+        [(sums.sum() / counts.sum()).item(), *(sums / counts).tolist()],
+        {n: p.detach().numpy() for n, p in parameters.items()},
+        {n: p.grad.numpy() for n, p in parameters.items()},
+        {n: math.sqrt(x) for n, x in spread.items()},
+        logits.detach().double().square().mean().sqrt().item(),
+    )
+
+
+def _losses_of_sequences(folder: Path, plan: Plan, tokens, targets) -> list[float]:
+    with Trainer(folder, plan, lambda i: (tokens[i], targets[i]), clip_norm=0.0) as trainer:
+        return [m.loss for m in trainer.steps(len(tokens))]
+
+
+def compare(
+    folder: Path,
+    other: Path,
+    tokens: np.ndarray,
+    targets: np.ndarray,
+    *,
+    recipe: str = "fp32",
+    backend: str = "cpu",
+    device_mem=None,
+    host_mem=None,
+) -> tuple[list[Loss], list[Tensor], Tolerance]:
+    """The model of `folder` in Penstock against that of `other` in transformers."""
+    n, seq_len = tokens.shape
+    model, hardware = ModelConfig.read(folder), Hardware.estimate(backend=backend)
+    options = {
+        "seq_len": seq_len,
+        "recipe": recipe,
+        "clip": False,
+        "device_mem": device_mem,
+        "host_mem": host_mem,
+        "hardware": hardware,
+    }
+    whole = Plan(model, tokens_per_step=n * seq_len, **options)
+    single = Plan(model, tokens_per_step=seq_len, forward_only=True, **options)
+    expected = reference(other, tokens, targets, rounded=recipe != "fp32")
+    names = {p.name for p in model.params()}
+    for name in sorted(names ^ set(expected.weights)):
+        where = other if name in names else folder
+        raise DataError(
+            f"{where}: has no tensor {name}, unlike {folder if where == other else other}"
+        )
+    losses = _losses_of_sequences(folder, single, tokens, targets)
+    tolerance = derive_tolerance(model, whole, recipe, n * seq_len)
+    tensors = []
+    with Trainer(folder, whole, lambda _: (tokens, targets), clip_norm=0.0, lr=0.0) as trainer:
+        weights = {p: trainer.read(p) for p in trainer.params}
+        (metrics,) = trainer.steps(1)
+        for name in trainer.params:
+            found, wanted = trainer.grad(name), expected.gradients[name]
+            error = relative_error(found, wanted, expected.spread[name])
+            same = bool(np.array_equal(_rounded(weights[name], recipe), expected.weights[name]))
+            ok = same and error < tolerance.value
+            max_error = float(np.abs(found - wanted).max())
+            tensors.append(Tensor(name, same, max_error, error, ok))
+    found_losses = [metrics.loss, *losses]
+    counts = [int((targets >= 0).sum()), *((targets >= 0).sum(1).tolist())]
+    whats = ["all sequences", *(f"sequence {i}" for i in range(n))]
+    scale = tolerance.value * max(1.0, expected.logit_size)
+    return (
+        [
+            Loss(what, a, b, loss_noise(scale, c))
+            for what, a, b, c in zip(whats, found_losses, expected.losses, counts, strict=True)
+        ],
+        tensors,
+        tolerance,
+    )
+
+
+def _rounded(weights: np.ndarray, recipe: str) -> np.ndarray:
+    """As the device has them: a master copy is rounded to bf16, to nearest even."""
+    if recipe != "fp32-master":
+        return weights
+    bits = weights.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def derive_tolerance(model: ModelConfig, plan: Plan, recipe: str, n_tokens: int) -> Tolerance:
+    a_layer = A_LAYER + POST_NORMS * (model.architecture in FAMILIES_WITH_POST_NORMS)
+    a_layer += FUSED_ATTENTION * (plan.hardware.backend == "cuda")
+    n_chunks = plan.report["n_chunks"]
+    longest = max(model.vocab_size, model.ffn_dim, model.n_heads * model.head_dim, n_tokens)
+    value = delta(recipe, model.n_layers, n_chunks, longest, a_layer)
+    formula = f"u sqrt({a_layer} * {model.n_layers} layers + {n_chunks} chunks)"
+    if recipe == "fp32":  # transformers rounds as often
+        value *= math.sqrt(2)
+        return Tolerance(value, f"{formula} sqrt(2 * {longest} terms), u = 2^-24")
+    return Tolerance(value, f"{formula}, u = 2^-8")
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _parser() -> Parser:
+    p = Parser(
+        prog="penstock compare",
+        description="Compare loss and gradients of a model with transformers'.",
+        epilog="example: penstock compare my_model --hf --device-mem 64MiB",
+    )
+    p.add_argument("model", metavar="DIR", help="model directory, which Penstock loads")
+    p.add_argument(
+        "--hf",
+        nargs="?",
+        const="",
+        required=True,
+        metavar="DIR",
+        help="compare with transformers, which loads this directory (default: the same)",
+    )
+    p.add_argument("--recipe", choices=RECIPES, default="fp32", help="default: fp32")
+    p.add_argument("--backend", choices=("cpu", "cuda", "auto"), default="cpu", help="default: cpu")
+    p.add_argument("--seq-len", type=_positive, default=64, metavar="N", help="default: 64")
+    p.add_argument("--sequences", type=_positive, default=2, metavar="N", help="default: 2")
+    p.add_argument("--seed", type=int, default=0, help="of the random tokens (default: 0)")
+    p.add_argument(
+        "--data", metavar="DIR", help="token shards, whose first sequences are the tokens"
+    )
+    p.add_argument("--device-mem", metavar="SIZE", help="cap, so that weights are streamed")
+    p.add_argument("--host-mem", metavar="SIZE", help="cap of the host memory")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
+def _print_table(args, losses: list[Loss], tensors: list[Tensor], tolerance: Tolerance) -> None:
+    verdicts = {True: "ok", False: "DIFFERS"}
+    print(f"{args.recipe}, {args.sequences} sequences of {args.seq_len} tokens")
+    print(f"tolerance of gradients: {tolerance.value:.2e} = {tolerance.formula}\n")
+    print(f"{'loss':<24}{'Penstock':>12}{'transformers':>14}{'error':>11}{'tolerance':>11}")
+    for x in losses:
+        error = abs(x.penstock - x.transformers)
+        figures = f"{x.penstock:>12.6f}{x.transformers:>14.6f}{error:>11.1e}{x.tolerance:>11.1e}"
+        print(f"{x.what:<24}{figures}  {verdicts[x.ok]}")
+    width = max(len(t.name) for t in tensors) + 2
+    print(f"\n{'tensor':<{width}}{'weights':>8}{'max error':>11}{'relative':>10}")
+    for t in tensors:
+        weights = "same" if t.same_weights else "differ"
+        print(
+            f"{t.name:<{width}}{weights:>8}{t.max_error:>11.1e}{t.relative_error:>10.1e}  "
+            f"{verdicts[t.ok]}"
+        )
+
+
+def _verdict(losses: list[Loss], tensors: list[Tensor], tolerance: Tolerance) -> str | None:
+    """What differs; None: nothing."""
+    altered = [t.name for t in tensors if not t.same_weights]
+    if altered:
+        rest = f" (and {len(altered) - 1} more)" if len(altered) > 1 else ""
+        return f"the weights of {altered[0]}{rest} are not the same"
+    worst = max(tensors, key=lambda t: t.relative_error)
+    if not worst.ok:
+        return (
+            f"the gradient of {worst.name} is wrong by {worst.relative_error:.2e}, and "
+            f"{tolerance.value:.2e} is the tolerance"
+        )
+    wrong = next((x for x in losses if not x.ok), None)
+    return wrong and (
+        f"the loss of {wrong.what} is {wrong.penstock:.6f}, and {wrong.transformers:.6f} in "
+        "transformers"
+    )
+
+
+def _compare(args) -> int:
+    folder, other = Path(args.model), Path(args.hf or args.model)
+    try:
+        for path in (folder, other):
+            if not path.is_dir():
+                raise DataError(f"{path}: there is no such directory")
+        vocab_size = ModelConfig.read(folder).vocab_size
+        if args.data:
+            batch = data_batch(args.data, vocab_size, args.sequences, args.seq_len)
+        else:
+            batch = random_batch(vocab_size, args.sequences, args.seq_len, args.seed)
+        losses, tensors, tolerance = compare(
+            folder,
+            other,
+            *batch,
+            recipe=args.recipe,
+            backend=args.backend,
+            device_mem=args.device_mem,
+            host_mem=args.host_mem,
+        )
+    except (InputOutputError, ValueError) as e:  # compare writes nothing
+        raise DataError(str(e)) from e
+    difference = _verdict(losses, tensors, tolerance)
+    if args.json:
+        content = {
+            "model": os.fspath(folder),
+            "hf": os.fspath(other),
+            "recipe": args.recipe,
+            "ok": difference is None,
+            "difference": difference,
+            "tolerance": dataclasses.asdict(tolerance),
+            "losses": [dataclasses.asdict(x) | {"ok": x.ok} for x in losses],
+            "tensors": [dataclasses.asdict(t) for t in tensors],
+        }
+        print(json.dumps(content, indent=1))
+    else:
+        _print_table(args, losses, tensors, tolerance)
+        print("\n" + (f"differs: {difference}" if difference else "the same within tolerance"))
+    return FAILED if difference else OK
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    return run("penstock compare", lambda: _compare(args))

@@ -1,0 +1,399 @@
+"""`penstock export`: a model or a checkpoint as a GGUF file or as a Hugging Face directory.
+
+python -m penstock export --model DIR --to gguf|hf --out PATH [--dtype f32|bf16|q8_0]
+
+Tensors are read, converted and written in pieces, so that memory does not grow with the model. What
+is written has a temporary name until it is complete and on the disk. GGUF needs the package gguf.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ._lib import lib, text
+from .checkpoint import Checkpoint
+from .command import OK, Parser, run
+from .errors import FormatError, InputOutputError
+from .export_gguf import Tensor, describe, read_json
+from .files import DataError
+from .model import ModelConfig, Parameter, TensorFile, write_tensors
+
+TOKENIZER_FILES = (  # those of ps__tokenizer_files
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+DTYPES = {"f32": "fp32", "bf16": "bf16"}  # of safetensors: the library's names
+MAX_SHARD_BYTES = 5_000_000_000
+PIECE_ELEMENTS = 8 << 20  # that are converted at once
+OVERHEAD_BYTES = 64 << 20  # of a file beside its tensors, at most: tokenizer, headers
+
+
+# ---- the source ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model directory, opened, and what its weights are."""
+
+    folder: Path
+    what: str
+    model: ModelConfig
+    tensors: TensorFile
+    notes: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        """In which no weight is rounded."""
+        only_bf16 = all(self.tensors.dtype(p.name) == "BF16" for p in self.model.params())
+        return "bf16" if only_bf16 else "f32"
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return folder.is_dir() and any(p.is_dir() for p in folder.glob("step-*"))
+
+
+def _find(path: Path) -> tuple[Path, str, tuple[str, ...]]:
+    """The directory of the weights, what they are, and notes."""
+    inner = path / "checkpoints"
+    if (path / "manifest.json").exists():
+        checkpoint = Checkpoint(path)
+    elif (path / "config.json").exists():
+        beside = (f"{inner} has checkpoints: name one to export it",)
+        return path, "the model", beside if _has_checkpoints(inner) else ()
+    elif _has_checkpoints(inner):
+        checkpoint = Checkpoint.latest(inner)
+    elif _has_checkpoints(path):
+        checkpoint = Checkpoint.latest(path)
+    else:
+        raise DataError(
+            f"--model {path}: is no model directory, no checkpoint and no run directory with "
+            "checkpoints"
+        )
+    recipe = text(lib.ps_recipe_name(checkpoint._info.recipe))
+    weights = {"fp32-master": "the fp32 master copy", "fp32": "the fp32 weights"}
+    what = f"{weights.get(recipe, 'the weights')} after step {checkpoint.step} (recipe {recipe})"
+    return Path(checkpoint.path), what, ()
+
+
+def open_source(path: str | os.PathLike) -> Source:
+    """The model in a model directory, in a checkpoint, or in the newest whole checkpoint of a run
+    directory. All tensors of the model are there, of the right shape."""
+    path = Path(path)
+    if not path.is_dir():
+        raise DataError(f"--model {path}: there is no such directory")
+    if (path / ".penstock-new").exists():  # include/penstock/checkpoint.h
+        raise DataError(
+            f"--model {path}: a save into it was cut off: move the files of its .penstock-new into "
+            "it, config.json last"
+        )
+    folder, what, notes = _find(path)
+    model, tensors = ModelConfig.read(folder), TensorFile(folder)
+    for p in model.params():
+        if p.name not in tensors:
+            raise DataError(f"{folder}: tensor {p.name} is missing from its safetensors")
+        if tensors.shape(p.name) != p.shape:
+            raise DataError(
+                f"{folder}: tensor {p.name} has shape {tensors.shape(p.name)}, but config.json "
+                f"asks for {p.shape}"
+            )
+    return Source(folder, what, model, tensors, notes)
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+def _rows_at_once(tensor: Tensor) -> int:
+    """Rows of a piece; of reordered rows whole heads."""
+    rows = max(1, PIECE_ELEMENTS // tensor.columns)
+    if not tensor.heads:
+        return rows
+    head = tensor.shape[0] // tensor.heads
+    return max(1, rows // head) * head
+
+
+def _convert(gguf, source: Source, tensor: Tensor, first_row: int, n_rows: int) -> np.ndarray:
+    """Rows of a tensor as they stand in the file."""
+    if tensor.values is not None:
+        return tensor.values
+    dtype = "bf16" if tensor.kind == "BF16" else "fp32"
+    columns = tensor.columns
+    data = source.tensors.read_range(tensor.source, first_row * columns, n_rows * columns, dtype)
+    data = data.reshape(n_rows, columns)
+    if tensor.heads:  # element i of a head's first half goes before element i of its second half
+        half = tensor.shape[0] // tensor.heads // 2
+        data = data.reshape(-1, 2, half, columns).swapaxes(1, 2).reshape(n_rows, columns)
+    if tensor.offset:
+        data = data + np.float32(tensor.offset)
+    if tensor.kind == "Q8_0":
+        return gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q8_0)
+    return np.ascontiguousarray(data)
+
+
+class Pieces:
+    """A tensor's data, converted piece by piece by the pool's threads while pieces before it are
+    written. gguf.GGUFWriter asks an array for its nbytes and for tofile()."""
+
+    def __init__(self, gguf, source: Source, tensor: Tensor, pool, on_bytes: Callable):
+        self.gguf, self.source, self.tensor = gguf, source, tensor
+        self.pool, self.on_bytes, self.nbytes = pool, on_bytes, tensor.n_bytes
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        rows = self.tensor.shape[0] if len(self.tensor.shape) == 2 else 1
+        step, waiting = _rows_at_once(self.tensor), deque()
+        for first in range(0, rows, step):
+            n = min(step, rows - first)
+            waiting.append(
+                self.pool.submit(_convert, self.gguf, self.source, self.tensor, first, n)
+            )
+            if len(waiting) > self.pool._max_workers:
+                yield self._next(waiting)
+        while waiting:
+            yield self._next(waiting)
+
+    def _next(self, waiting: deque) -> np.ndarray:
+        piece = waiting.popleft().result()
+        self.on_bytes(piece.nbytes)
+        return piece
+
+    def tofile(self, file) -> None:
+        for piece in self:
+            piece.tofile(file)
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _work_folder(out: Path):
+    """A folder beside `out` for what is being written. What a killed export left there is removed.
+    A second export to `out` is refused."""
+    work = out.parent / f".{out.name}.penstock-export"
+    work.mkdir(exist_ok=True)
+    fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise DataError(f"--out {out}: another export is writing it") from e
+        try:
+            for left in work.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    finally:
+        os.close(fd)
+
+
+def _check_out(out: Path, n_bytes: int) -> None:
+    """Refuse what cannot be written, before anything is."""
+    if out.exists() or out.is_symlink():
+        raise DataError(f"--out {out}: exists already: remove it, or give another name")
+    if not out.parent.is_dir():
+        raise DataError(f"--out {out}: there is no directory {out.parent}")
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise DataError(f"--out {out}: the directory {out.parent} cannot be written")
+    free, needed = shutil.disk_usage(out.parent).free, n_bytes + OVERHEAD_BYTES
+    if free < needed:
+        raise DataError(
+            f"--out {out}: needs {needed / 1e9:.2f} GB of disk, and {free / 1e9:.2f} GB are free"
+        )
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0))))
+
+
+def write_gguf(gguf, source: Source, description, out: Path, on_bytes: Callable) -> None:
+    with _work_folder(out) as work, _pool() as pool:
+        file = work / out.name
+        writer = gguf.GGUFWriter(file, description.architecture)
+        try:
+            description.write_metadata(writer)
+            for t in description.tensors:
+                kind = gguf.GGMLQuantizationType[t.kind]
+                writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.n_bytes, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for t in description.tensors:
+                writer.write_tensor_data(Pieces(gguf, source, t, pool, on_bytes))
+            writer.flush()
+        finally:
+            writer.close()
+        _sync(file)
+        os.rename(file, out)
+        _sync(out.parent)
+
+
+def _generation_config(source: Source, config: dict) -> bytes:
+    """The model's own, or the token ids of config.json as transformers takes them."""
+    path = source.folder / "generation_config.json"
+    if path.exists():
+        return path.read_bytes()
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {n: config[n] for n in names if config.get(n) is not None}
+    return (json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n").encode()
+
+
+def write_hf(
+    source: Source, dtype: str, out: Path, on_bytes: Callable, max_shard_bytes=MAX_SHARD_BYTES
+) -> None:
+    config = read_json(source.folder / "config.json")
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    config[key] = {"f32": "float32", "bf16": "bfloat16"}[dtype]
+    tensors = [_as_is(p, dtype) for p in source.model.params()]
+    with _work_folder(out) as work, _pool() as pool:
+        folder = work / out.name
+        folder.mkdir()
+        pieces = (p for t in tensors for p in Pieces(None, source, t, pool, on_bytes))
+        specs = [(t.name, t.shape) for t in tensors]
+        write_tensors(folder, specs, DTYPES[dtype], pieces, max_shard_bytes)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (folder / "generation_config.json").write_bytes(_generation_config(source, config))
+        for name in TOKENIZER_FILES:
+            if (source.folder / name).exists():
+                shutil.copyfile(source.folder / name, folder / name)
+        for path in (*folder.iterdir(), folder):
+            _sync(path)
+        os.rename(folder, out)
+        _sync(out.parent)
+
+
+def _as_is(parameter: Parameter, dtype: str) -> Tensor:
+    return Tensor(parameter.name, parameter.shape, dtype.upper(), parameter.name)
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def _parser() -> Parser:
+    p = Parser(
+        prog="penstock export",
+        description="Write a model or a checkpoint as a GGUF file or a Hugging Face directory.",
+        epilog="example: penstock export --model my_trained --to gguf --dtype q8_0 --out my.gguf",
+    )
+    p.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="model directory; or checkpoint; or run directory, whose newest whole checkpoint is "
+        "taken where it has no model",
+    )
+    p.add_argument("--to", required=True, choices=("gguf", "hf"), help="what is written")
+    p.add_argument("--out", required=True, metavar="PATH", help="the new file or directory")
+    p.add_argument(
+        "--dtype",
+        choices=("f32", "bf16", "q8_0"),
+        help="of the matrices (default: as DIR has them); q8_0 for GGUF alone",
+    )
+    p.add_argument("--quiet", action="store_true", help="print errors only")
+    return p
+
+
+def _import_gguf():
+    try:
+        import gguf
+    except ImportError as e:
+        raise DataError(
+            "--to gguf needs the package gguf: pip install -r python/requirements-export.txt (or "
+            "pip install gguf)"
+        ) from e
+    return gguf
+
+
+def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
+    """Everything that may be refused: (source, dtype, write(on_bytes), tensors, bytes, notes)."""
+    if args.to == "hf" and args.dtype == "q8_0":
+        raise DataError("--dtype q8_0 is for --to gguf alone: give f32 or bf16")
+    if not args.out or args.out.endswith("/") and args.to == "gguf":
+        raise DataError(f"--out {args.out!r}: is no name of a file")
+    out = Path(os.path.abspath(args.out))
+    gguf = _import_gguf() if args.to == "gguf" else None
+    _check_out(out, 0)
+    source = open_source(args.model)
+    dtype = args.dtype or source.dtype
+    notes = list(source.notes)
+    if gguf:
+        d = describe(gguf, source.model, source.folder, dtype, source.folder.resolve().name)
+        notes += d.notes
+        n_bytes = sum(t.n_bytes for t in d.tensors)
+        n_tensors = len(d.tensors)
+
+        def write(on_bytes):
+            write_gguf(gguf, source, d, out, on_bytes)
+    else:
+        if not (source.folder / "tokenizer.json").exists():
+            notes.append(f"{source.folder} has no tokenizer.json: the export has no tokenizer")
+        n_bytes = sum(math.prod(p.shape) for p in source.model.params())
+        n_bytes *= {"f32": 4, "bf16": 2}[dtype]
+        n_tensors = len(source.model.params())
+
+        def write(on_bytes):
+            write_hf(source, dtype, out, on_bytes)
+
+    _check_out(out, n_bytes)
+    return source, dtype, write, n_tensors, n_bytes, notes
+
+
+def _export(args) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import TransferSpeedColumn as SpeedColumn
+
+    try:
+        source, dtype, write, n_tensors, n_bytes, notes = _prepare(args)
+    except (InputOutputError, OSError) as e:  # nothing was written yet
+        raise DataError(str(e)) from e
+    say = (lambda *_: None) if args.quiet else print
+    say(f"{source.folder}: {source.what}")
+    for note in notes:
+        say(f"note: {note}")
+    console = Console(stderr=True, quiet=args.quiet or not sys.stderr.isatty())
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), SpeedColumn())
+    begun = time.monotonic()
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=console.quiet) as bar:
+        task = bar.add_task("", total=n_bytes)
+        try:
+            write(lambda n: bar.advance(task, n))
+        except FormatError as e:  # the source changed meanwhile
+            raise InputOutputError(str(e)) from e
+    seconds = time.monotonic() - begun
+    say(
+        f"{args.out}: {n_tensors} tensors, {dtype.upper()}, {n_bytes / 1e9:.2f} GB in "
+        f"{seconds:.1f} s ({n_bytes / 1e9 / seconds:.2f} GB/s), on the disk"
+    )
+    return OK
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    return run("penstock export", lambda: _export(args))

@@ -1,0 +1,531 @@
+"""What a GGUF file says of a model: llama.cpp's names, metadata and tokenizer.
+
+describe() gives the file's tensors and a function that writes the metadata. What llama.cpp computes
+in another way than the model is refused with a DataError. penstock.export writes the file, with the
+package gguf."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ._lib import lib
+from .files import DataError, open_input
+from .model import ModelConfig
+
+# llama.cpp's architecture of each family. The models of "llama" have no windows there.
+ARCHITECTURES = {
+    "llama": "LLAMA",
+    "mistral": "LLAMA",
+    "ministral": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "gemma2": "GEMMA2",
+    "gemma3_text": "GEMMA3",
+    "phi3": "PHI3",
+    "olmo2": "OLMO2",
+    "granite": "GRANITE",
+    "smollm3": "SMOLLM3",
+}
+GEMMA = ("GEMMA2", "GEMMA3")
+# RoPE turns neighbours there, (2i, 2i + 1), and not (i, i + head_dim/2) as Hugging Face's layout.
+TURNS_NEIGHBOURS = ("LLAMA", "GRANITE", "SMOLLM3")
+HAS_WINDOWS = GEMMA
+NO_ROPE_EVERY = 4  # SmolLM3's layers without RoPE, which llama.cpp counts itself
+# The scalings that each architecture's graph applies, beside none.
+SCALINGS = {
+    "LLAMA": {"linear", "llama3", "yarn", "longrope"},
+    "GRANITE": {"linear", "llama3", "yarn", "longrope"},
+    "PHI3": {"linear", "yarn", "longrope"},
+    "QWEN2": {"linear", "yarn"},
+    "QWEN3": {"linear", "yarn"},
+    "OLMO2": {"linear", "yarn"},
+    "SMOLLM3": {"linear", "yarn"},
+    "GEMMA2": {"linear", "yarn"},
+    "GEMMA3": {"linear"},  # the layers with windows would be scaled too
+}
+SCALING_NAMES = {
+    lib.PS_ROPE_LINEAR: "linear",
+    lib.PS_ROPE_LLAMA3: "llama3",
+    lib.PS_ROPE_YARN: "yarn",
+    lib.PS_ROPE_LONGROPE: "longrope",
+}
+Q8_0_BLOCK = 32  # elements that share a scale
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the file to be written. `values`: its data where it is no parameter's."""
+
+    name: str
+    shape: tuple
+    kind: str  # "F32", "BF16" or "Q8_0"
+    source: str = ""  # the parameter's name
+    heads: int = 0  # rows are reordered within each of so many heads; 0: as they are
+    offset: float = 0.0  # added to each element
+    values: np.ndarray | None = None
+
+    @property
+    def columns(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def n_bytes(self) -> int:
+        n = math.prod(self.shape)
+        return {"F32": 4 * n, "BF16": 2 * n, "Q8_0": n // Q8_0_BLOCK * 34}[self.kind]
+
+
+@dataclass
+class Description:
+    architecture: str
+    tensors: list[Tensor]
+    write_metadata: Callable  # (gguf.GGUFWriter) -> None
+    notes: list[str] = field(default_factory=list)  # for the user
+
+
+def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> Description:
+    """The file of the model whose config.json and tokenizer lie in `folder`. gguf: the package.
+    dtype: "f32", "bf16" or "q8_0", of the matrices; all else is F32."""
+    family = model.architecture
+    if family not in ARCHITECTURES:
+        raise DataError(f"{folder}: llama.cpp has no architecture for the family {family}")
+    arch = ARCHITECTURES[family]
+    config = read_json(folder / "config.json")
+    _check_shape(folder, model, arch)
+    notes: list[str] = []
+    context = _context(folder, model, arch, notes)
+    scaling, factors = _rope(folder, model, arch)
+    tokenizer = _tokenizer(folder, model.vocab_size)
+    tensors = _tensors(gguf, model, arch, dtype) + factors
+    whole = [t.name for t in tensors if len(t.shape) == 2 and t.kind == "F32"]
+    if dtype == "q8_0" and whole:
+        notes.append(
+            f"{len(whole)} matrices stay F32, because their rows are no multiple of {Q8_0_BLOCK} "
+            f"elements: {whole[0]} and alike"
+        )
+
+    def write_metadata(writer) -> None:
+        writer.add_type("model")
+        # By "phi-3" and "phi3" in a name llama.cpp expects Phi-3's own special tokens.
+        writer.add_name(re.sub("phi-?3", "Phi 3", name, flags=re.IGNORECASE))
+        file_type = {"f32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}[dtype]
+        writer.add_file_type(gguf.LlamaFileType[file_type])
+        if dtype == "q8_0":
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        _write_sizes(writer, model, arch, context, config)
+        scaling(gguf, writer)
+        tokenizer(gguf, writer)
+
+    return Description(gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[arch]], tensors, write_metadata, notes)
+
+
+def read_json(path: Path) -> dict:
+    try:
+        with open_input(path) as f:
+            content = json.loads(f.read())
+    except OSError as e:
+        raise DataError(f"{path}: cannot be read: {e.strerror}") from e
+    except ValueError as e:
+        raise DataError(f"{path}: is not JSON: {e}") from e
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: is no JSON object")
+    return content
+
+
+# ---- what the architecture has -------------------------------------------------------------------
+
+
+def _check_shape(folder: Path, model: ModelConfig, arch: str) -> None:
+    """Refuse what llama.cpp's graph of the architecture computes differently."""
+    heads, head_dim = model.n_heads, model.head_dim
+    if arch in ("PHI3", "OLMO2") and heads * head_dim != model.dim:
+        raise DataError(
+            f"{folder}: {heads} heads of {head_dim} elements are not hidden_size {model.dim}, as "
+            f"llama.cpp's {arch.lower()} needs"
+        )
+    if arch in GEMMA:
+        largest = 46 if arch == "GEMMA2" else 62  # the 27B models scale in another way
+        width = model.dim // heads if model.n_layers == largest else head_dim
+        if abs(model.attention_scale * math.sqrt(width) - 1) > 1e-6:
+            raise DataError(
+                f"{folder}: query_pre_attn_scalar is {model.attention_scale**-2:g}: llama.cpp has "
+                f"{width} for {model.n_layers} layers and heads of {head_dim} elements, and no key "
+                "says otherwise"
+            )
+    if arch == "GEMMA2":
+        if not (model.attention_softcap and model.logit_softcap):
+            raise DataError(
+                f"{folder}: a soft cap of Gemma 2 is null: llama.cpp always caps its scores and "
+                "logits"
+            )
+        if not model.tied_embeddings:
+            raise DataError(
+                f"{folder}: tie_word_embeddings is false: llama.cpp takes Gemma 2's embedding as "
+                "its lm_head"
+            )
+    without = [i for i in range(model.n_layers) if model.layer_flags[i] & lib.PS_LAYER_NO_ROPE]
+    if arch == "SMOLLM3" and without != [*range(3, model.n_layers, NO_ROPE_EVERY)]:
+        raise DataError(
+            f"{folder}: no_rope_layers leaves layers {without} without RoPE: llama.cpp does so "
+            f"with every {NO_ROPE_EVERY}th layer"
+        )
+
+
+def _windowed(model: ModelConfig) -> list[bool]:
+    return [bool(model.layer_flags[i] & lib.PS_LAYER_WINDOW) for i in range(model.n_layers)]
+
+
+def _context(folder: Path, model: ModelConfig, arch: str, notes: list[str]) -> int:
+    """The context length. Where llama.cpp's graph has no windows, a context within the window
+    gives the same attention."""
+    if not model.max_positions:
+        raise DataError(f"{folder}: config.json has no max_position_embeddings, which GGUF needs")
+    if not any(_windowed(model)) or arch in HAS_WINDOWS or model.window >= model.max_positions:
+        return model.max_positions
+    notes.append(
+        f"the context length is {model.window} tokens, the sliding window, because llama.cpp has "
+        f"no windows for {model.architecture}; attention over more would differ"
+    )
+    return model.window
+
+
+def _write_sizes(writer, model: ModelConfig, arch: str, context: int, config: dict) -> None:
+    writer.add_vocab_size(model.vocab_size)
+    writer.add_context_length(context)
+    writer.add_embedding_length(model.dim)
+    writer.add_block_count(model.n_layers)
+    writer.add_feed_forward_length(model.ffn_dim)
+    writer.add_head_count(model.n_heads)
+    writer.add_head_count_kv(model.n_kv_heads)
+    writer.add_key_length(model.head_dim)
+    writer.add_value_length(model.head_dim)
+    writer.add_layer_norm_rms_eps(model.norm_eps)
+    if arch in HAS_WINDOWS and any(_windowed(model)):
+        writer.add_sliding_window(model.window)
+        writer.add_sliding_window_pattern(_windowed(model))
+    if arch == "GEMMA3":
+        writer.add_rope_freq_base_swa(model.local_rope_theta)
+    if arch == "GEMMA2":
+        writer.add_attn_logit_softcapping(model.attention_softcap)
+    if model.logit_softcap:
+        writer.add_final_logit_softcapping(model.logit_softcap)
+    if arch == "GRANITE":
+        writer.add_embedding_scale(model.embedding_scale)
+        writer.add_residual_scale(model.residual_scale)
+        writer.add_attention_scale(model.attention_scale)
+        writer.add_logit_scale(config.get("logits_scaling", 1))
+
+
+def _tensors(gguf, model: ModelConfig, arch: str, dtype: str) -> list[Tensor]:
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch], model.n_layers)
+    out = []
+    for p in model.params():
+        name = names.get_name(p.name, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise DataError(f"GGUF has no name for the tensor {p.name}")
+        kind, heads = "F32", 0
+        if len(p.shape) == 2:
+            kind = {"f32": "F32", "bf16": "BF16", "q8_0": "Q8_0"}[dtype]
+            if kind == "Q8_0" and p.shape[1] % Q8_0_BLOCK:
+                kind = "F32"
+            if arch in TURNS_NEIGHBOURS and ".self_attn.q_proj." in p.name:
+                heads = model.n_heads
+            if arch in TURNS_NEIGHBOURS and ".self_attn.k_proj." in p.name:
+                heads = model.n_kv_heads
+        offset = float(arch in GEMMA and p.role == "norm")
+        out.append(Tensor(name, p.shape, kind, p.name, heads, offset))
+    if arch == "OLMO2" and model.tied_embeddings:  # llama.cpp reads its lm_head always
+        embedding = next(t for t in out if t.name == "token_embd.weight")
+        out.append(
+            Tensor("output.weight", embedding.shape, embedding.kind, "model.embed_tokens.weight")
+        )
+    return out
+
+
+# ---- RoPE ----------------------------------------------------------------------------------------
+
+
+def _llama3_factors(rope, head_dim: int) -> np.ndarray:
+    """What each frequency is divided by (native/model/rope.c has the formula)."""
+    pairs = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    frequency = rope.theta**-pairs
+    turns = rope.original_positions * frequency / (2 * math.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    smooth = (turns - low) / (high - low)
+    between = 1 / ((1 - smooth) / rope.factor + smooth)
+    factors = np.where(turns > high, 1, np.where(turns < low, rope.factor, between))
+    return factors.astype(np.float32)
+
+
+def _attention_factor(rope, original: int, max_positions: int) -> float:
+    """As native/model/rope.c, for yarn and longrope."""
+
+    def of_yarn(mscale):
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1
+
+    if rope.attention_factor > 0:
+        return rope.attention_factor
+    if rope.kind == lib.PS_ROPE_YARN and rope.mscale and rope.mscale_all_dim:
+        return of_yarn(rope.mscale) / of_yarn(rope.mscale_all_dim)
+    if rope.kind == lib.PS_ROPE_YARN:
+        return of_yarn(1.0)
+    factor = max_positions / rope.original_positions if rope.original_positions else rope.factor
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def _rope(folder: Path, model: ModelConfig, arch: str) -> tuple[Callable, list[Tensor]]:
+    """A function that writes the RoPE keys, and the tensors of factors."""
+    rope = model.rope
+    rotary = rope.rotary_dim or model.head_dim
+    original = rope.original_positions or model.max_positions
+    kind = SCALING_NAMES.get(rope.kind)
+    if kind and kind not in SCALINGS[arch]:
+        raise DataError(
+            f"{folder}: rope_type {kind} has no place in llama.cpp's architecture {arch.lower()}"
+        )
+    if kind == "yarn" and (
+        (rope.beta_fast or 32) != 32 or (rope.beta_slow or 1) != 1 or rope.keep_fraction
+    ):
+        raise DataError(
+            f"{folder}: yarn with beta_fast {rope.beta_fast or 32:g}, beta_slow "
+            f"{rope.beta_slow or 1:g}, truncate {not rope.keep_fraction}: llama.cpp has 32, 1 and "
+            "true"
+        )
+    factors = {}
+    if kind == "llama3":
+        factors["rope_freqs.weight"] = _llama3_factors(rope, model.head_dim)
+    if kind == "longrope":
+        for name in ("long", "short"):
+            values = getattr(rope, f"{name}_factor")
+            factors[f"rope_factors_{name}.weight"] = np.array(
+                [values[i] for i in range(rotary // 2)], np.float32
+            )
+    tensors = [Tensor(n, v.shape, "F32", values=v) for n, v in factors.items()]
+
+    def write(gguf, writer) -> None:
+        writer.add_rope_dimension_count(rotary)
+        writer.add_rope_freq_base(rope.theta)
+        if kind in ("linear", "yarn", "longrope"):
+            writer.add_rope_scaling_type(gguf.RopeScalingType[kind.upper()])
+        if kind in ("linear", "yarn"):
+            writer.add_rope_scaling_factor(rope.factor)
+        if kind in ("yarn", "longrope"):
+            writer.add_rope_scaling_orig_ctx_len(original)
+            by = _attention_factor(rope, original, model.max_positions)
+            if kind == "yarn":  # llama.cpp multiplies by this itself
+                by /= max(0.1 * math.log(rope.factor) + 1, 1.0)
+            writer.add_rope_scaling_attn_factors(by)
+
+    return write, tensors
+
+
+# ---- tokenizer -----------------------------------------------------------------------------------
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CASED = (
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*"
+    r"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{ending}|[^\r\n\p{{L}}\p{{N}}]?"
+    r"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{ending}"
+    r"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How text is cut before merging, and whether a word of the vocabulary is taken as it is
+# (ignore_merges): llama.cpp's name of it. None: of either kind.
+_CUTS = {
+    ("bytes",): {None: "gpt-2"},
+    ("digits", "bytes"): {None: "smollm"},
+    (_GPT2,): {None: "gpt-2"},
+    (_CL100K.format(digits=r"\p{N}{1,3}"),): {True: "llama-bpe", False: "dbrx"},
+    (_CL100K.format(digits=r"\p{N}"),): {False: "qwen2"},
+    (_CASED.format(digits=r"\p{N}", ending=""),): {True: "tekken"},
+    (_CASED.format(digits=r"\p{N}{1,3}", ending=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"),): {
+        False: "gpt-4o"
+    },
+}
+
+
+def _tokenizer(folder: Path, vocab_size: int) -> Callable:
+    """A function that writes the tokenizer of tokenizer.json."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise DataError(f"{folder}: there is no tokenizer.json, which a GGUF file includes")
+    content = read_json(path)
+    model = content.get("model") or {}
+    kind = model.get("type", "BPE" if "merges" in model else None)
+    if kind != "BPE":
+        raise DataError(
+            f"{path}: is a tokenizer of type {kind}: only BPE is exported, byte-level or as "
+            "SentencePiece has it"
+        )
+    tokens, types = _vocabulary(path, content, vocab_size)
+    if model.get("byte_fallback"):
+        pre, scores = "default", _scores(path, model, tokens, types)
+        prefix = _space_prefix(path, content)
+    else:
+        pre, scores, prefix = _cut_name(path, content), None, None
+
+    def write(gguf, writer) -> None:
+        writer.add_tokenizer_model("gpt2" if scores is None else "llama")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        if scores is not None:
+            writer.add_token_scores(scores)
+            writer.add_add_space_prefix(prefix)
+        special = gguf.SpecialVocab(folder, load_merges=scores is None, n_vocab=vocab_size)
+        for name in ("bos", "eos"):
+            special.add_special_token.setdefault(name, False)
+        special.add_to_gguf(writer, quiet=True)
+
+    return write
+
+
+def _vocabulary(path: Path, content: dict, vocab_size: int) -> tuple[list[str], list[int]]:
+    """The text and the llama.cpp type of each token id. Ids without a token are unused."""
+    normal, unknown, control, user_defined, unused, byte = 1, 2, 3, 4, 5, 6
+    model = content["model"]
+    tokens = [f"[PAD{i}]" for i in range(vocab_size)]
+    types = [unused] * vocab_size
+    added = {t["id"]: t for t in content.get("added_tokens") or []}
+    largest = max([*model["vocab"].values(), *added])
+    if largest >= vocab_size:
+        raise DataError(
+            f"{path}: has a token of id {largest}, but config.json's vocab_size is {vocab_size}"
+        )
+    for token, i in model["vocab"].items():
+        tokens[i], types[i] = token, normal
+        if model.get("byte_fallback") and len(token) == 6 and token.startswith("<0x"):
+            types[i] = byte
+    for i, token in added.items():
+        special = token.get("special")
+        tokens[i], types[i] = token["content"], control if special else user_defined
+        if not special:  # llama.cpp finds these in the text as it was given
+            tokens[i] = tokens[i].replace("\u2581", " ")
+    if model.get("byte_fallback") and model.get("unk_token") in model["vocab"]:
+        types[model["vocab"][model["unk_token"]]] = unknown
+    return tokens, types
+
+
+def _pairs(model: dict) -> list[tuple[str, str]]:
+    return [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+
+
+def _scores(path: Path, model: dict, tokens: list[str], types: list[int]) -> list[float]:
+    """llama.cpp merges the two neighbours whose union has the highest score, tokenizer.json the two
+    whose merge stands first. A token's score is therefore the negative position of its merge. Both
+    are the same where all merges of a token stand together, and where every two tokens whose union
+    is a token have a merge: as in tokenizers that come from SentencePiece."""
+    scores, position, last = [0.0] * len(tokens), {}, None
+    pairs = _pairs(model)
+    for left, right in pairs:
+        union = left + right
+        if union != last and union in position:
+            raise DataError(
+                f"{path}: the merges of {union!r} do not stand together: GGUF's SentencePiece "
+                "vocabularies cannot express that"
+            )
+        position.setdefault(union, len(position))
+        last = union
+    given, vocab = set(pairs), model["vocab"]
+    special = {i for i, t in enumerate(types) if t in (2, 3, 4, 6)}
+    for token, i in vocab.items():
+        if i in special:
+            continue
+        scores[i] = -float(position.get(token, -1) + 1)
+        for k in range(1, len(token)):
+            left, right = token[:k], token[k:]
+            if (
+                vocab.get(left, i) not in special
+                and left in vocab
+                and right in vocab
+                and vocab[right] not in special
+                and (left, right) not in given
+            ):
+                raise DataError(
+                    f"{path}: {left!r} and {right!r} are tokens, and {token!r} is one without "
+                    "their merge: GGUF's SentencePiece vocabularies would merge them"
+                )
+    missing = [b for b in range(256) if f"<0x{b:02X}>" not in vocab]
+    if missing:
+        raise DataError(
+            f"{path}: has byte_fallback, but no token <0x{missing[0]:02X}>: llama.cpp needs all 256"
+        )
+    return scores
+
+
+def _steps(part: dict | None) -> list[dict]:
+    """The members of a normalizer or pre-tokenizer."""
+    if part is None:
+        return []
+    if part.get("type") == "Sequence":
+        members = part.get("normalizers") or part.get("pretokenizers") or []
+        return [step for member in members for step in _steps(member)]
+    return [part]
+
+
+def _unknown_step(path: Path, what: str, step: dict) -> DataError:
+    return DataError(
+        f"{path}: the {what} {step.get('type')} {json.dumps(step)[:120]} is not known in GGUF"
+    )
+
+
+def _space_prefix(path: Path, content: dict) -> bool:
+    """Whether a space is put before the text."""
+    prefix = False
+    for step in _steps(content.get("normalizer")):
+        if step["type"] == "Prepend" and step.get("prepend") == "\u2581":
+            prefix = True
+        elif (step["type"], step.get("pattern"), step.get("content")) != (
+            "Replace",
+            {"String": " "},
+            "\u2581",
+        ):
+            raise _unknown_step(path, "normalizer", step)
+    for step in _steps(content.get("pre_tokenizer")):
+        if step["type"] == "Metaspace" and step.get("replacement") == "\u2581":
+            scheme = step.get("prepend_scheme")
+            prefix |= scheme != "never" if scheme else step.get("add_prefix_space", True)
+        elif step["type"] != "Split" or step.get("pattern") != {"String": " "}:
+            raise _unknown_step(path, "pre-tokenizer", step)
+    return prefix
+
+
+def _cut_name(path: Path, content: dict) -> str:
+    """llama.cpp's name of how a byte-level tokenizer cuts text. A normalizer to NFC is left out, as
+    llama.cpp has none."""
+    for step in _steps(content.get("normalizer")):
+        if step["type"] != "NFC":
+            raise _unknown_step(path, "normalizer", step)
+    cuts, bytes_seen = [], False
+    for step in _steps(content.get("pre_tokenizer")):
+        if step["type"] == "ByteLevel" and not step.get("add_prefix_space"):
+            bytes_seen = True
+            cuts += ["bytes"] if step.get("use_regex", True) else []
+        elif step["type"] == "Digits" and step.get("individual_digits"):
+            cuts.append("digits")
+        elif step["type"] == "Split" and "Regex" in (step.get("pattern") or {}):
+            cuts.append(step["pattern"]["Regex"])
+        else:
+            raise _unknown_step(path, "pre-tokenizer", step)
+    if not bytes_seen:
+        raise DataError(
+            f"{path}: is a BPE tokenizer neither of bytes nor with byte_fallback, unlike GGUF's"
+        )
+    whole = bool(content["model"].get("ignore_merges"))
+    by_kind = _CUTS.get(tuple(cuts), {})
+    name = by_kind.get(None, by_kind.get(whole))
+    if name is None:
+        raise DataError(
+            f"{path}: cuts text by {', '.join(cuts) or 'nothing'} with ignore_merges {whole}, "
+            "which is not known to be one of llama.cpp's pre-tokenizers"
+        )
+    return name

@@ -1,0 +1,326 @@
+"""`penstock generate` on text: the tokenizer is the model directory's own.
+
+python -m penstock generate --model DIR --prompt TEXT [OPTIONS]
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from .chat import ChatTemplate, read_config, read_messages
+from .data import load_tokenizer
+from .files import DataError, open_input
+
+REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+
+
+class Text:
+    """A text that grows token by token. Characters of several tokens come when they are whole, and
+    what may be the beginning of a stop string comes when it is none."""
+
+    def __init__(self, tokenizer, stops=()):
+        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+        self._stops = [s for s in stops if s]
+        self._ids, self._from, self._read = [], 0, 0
+        self.text, self._given, self.ended = "", 0, False
+
+    def add(self, token: int) -> str:
+        """What there is to print after one more token."""
+        self._ids.append(token)
+        # decoded with the tokens before, as some tokenizers put a blank between tokens
+        before, now = (
+            self._decode(self._ids[self._from : end]) for end in (self._read, len(self._ids))
+        )
+        if now.endswith("\ufffd"):
+            return ""
+        self.text += now[len(before) :]
+        self._from, self._read = self._read, len(self._ids)
+        return self._give(self._cut())
+
+    def end(self) -> str:
+        """What was held back."""
+        if not self.ended:
+            now = self._decode(self._ids[self._from :])
+            self.text += now[len(self._decode(self._ids[self._from : self._read])) :]
+            self._cut()
+        return self._give(len(self.text))
+
+    def _cut(self) -> int:
+        """Up to where the text may be given; it ends before the first stop string."""
+        found = [at for s in self._stops if (at := self.text.find(s)) >= 0]
+        if found:
+            self.text, self.ended = self.text[: min(found)], True
+            return len(self.text)
+        held = (
+            n
+            for s in self._stops
+            for n in range(min(len(s) - 1, len(self.text)), 0, -1)
+            if self.text.endswith(s[:n])
+        )
+        return len(self.text) - max(held, default=0)
+
+    def _give(self, upto: int) -> str:
+        new = self.text[self._given : upto]
+        self._given = max(upto, self._given)
+        return new
+
+
+def stop_tokens(folder: Path) -> list[int]:
+    """The ids that end a text: of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        ids = read_config(folder, name).get("eos_token_id")
+        ids = [ids] if isinstance(ids, int) else ids
+        if isinstance(ids, list) and all(isinstance(i, int) for i in ids):
+            return ids
+    return []
+
+
+def read_prompts(path: Path) -> list:
+    """Of a file with a JSON value a line: a string, {"prompt": TEXT} or {"messages": [...]}."""
+    try:
+        with open_input(path, "r", encoding="utf-8") as f:
+            lines = f.read().splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise DataError(f"{path}: cannot be read: {e}") from e
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        what = f"{path}: line {number}"
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as e:
+            raise DataError(f"{what} is not JSON ({e})") from e
+        if isinstance(value, dict) and "messages" in value:
+            prompts.append(read_messages(value, "messages", what))
+        elif isinstance(value, dict) and isinstance(value.get("prompt"), str):
+            prompts.append(value["prompt"])
+        elif isinstance(value, str):
+            prompts.append(value)
+        else:
+            raise DataError(f"{what} is no string and has neither 'prompt' nor 'messages'")
+    if not prompts:
+        raise DataError(f"{path}: the file has no prompt: give a JSON value a line")
+    return prompts
+
+
+def encode_prompts(prompts: list, args, tokenizer, folder: Path) -> list[list[int]]:
+    """Token ids. With --chat, or of messages, by the chat template."""
+    template = None
+    encoded = []
+    for number, prompt in enumerate(prompts, 1):
+        messages = prompt if isinstance(prompt, list) else None
+        if args.chat and messages is None:
+            messages = [{"role": "user", "content": prompt}]
+        if messages and args.system is not None:
+            messages = [{"role": "system", "content": args.system}, *messages]
+        if messages:
+            template = template or ChatTemplate(folder)
+            text = template.render(messages, prompt=True)
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+        else:
+            ids = tokenizer.encode(prompt).ids
+        if not ids:
+            raise DataError(f"prompt {number} has no token: give some text")
+        encoded.append(ids)
+    return encoded
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="penstock generate",
+        description="Prints the text that follows each prompt. Blocks that do not fit under "
+        "--device-mem are streamed. The text of a prompt does not depend on the other prompts.",
+    )
+    p.add_argument("--model", required=True, metavar="DIR", help="model directory with a tokenizer")
+    p.add_argument("--prompt", metavar="TEXT", help="a prompt; its text is printed as it comes")
+    p.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='a JSON value a line: "TEXT", {"prompt": TEXT} or {"messages": [...]}; a line of JSON '
+        "is printed for each",
+    )
+    p.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is a user's message: apply the chat template",
+    )
+    p.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    p.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="the most tokens to generate for a prompt (default 128)",
+    )
+    p.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0: the most likely token (default)",
+    )
+    p.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draw from the N likeliest tokens (default 0: from all)",
+    )
+    p.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the likeliest tokens whose probabilities add up to P (default 1)",
+    )
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the draws (default 0)")
+    p.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="the text ends before TEXT; may be given several times",
+    )
+    p.add_argument(
+        "--batch",
+        type=int,
+        default=8,
+        metavar="N",
+        help="prompts that are computed at once (default 8)",
+    )
+    p.add_argument(
+        "--context",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the most tokens of a prompt and its text together (default: what the longest needs)",
+    )
+    p.add_argument(
+        "--prefill-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of prompts that a step computes at once (default 128, on a GPU 1024)",
+    )
+    p.add_argument(
+        "--device-mem", metavar="SIZE", help="cap of device memory, such as 6GiB (default: none)"
+    )
+    p.add_argument("--host-mem", metavar="SIZE", help="cap of host memory (default: none)")
+    p.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default="bf16",
+        help="dtype of weights, activations and KV cache (default bf16)",
+    )
+    p.add_argument(
+        "--backend",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto (default): cuda where there is a GPU",
+    )
+    p.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="host threads (default: all CPUs)"
+    )
+    p.add_argument("--quiet", action="store_true", help="print text alone")
+    return p
+
+
+def _generate(args) -> None:
+    from .generator import Generator
+
+    folder = Path(args.model)
+    if (args.prompt is None) == (args.prompts is None):
+        raise DataError("give either --prompt TEXT or --prompts FILE")
+    if args.system is not None and args.prompt is not None and not args.chat:
+        raise DataError("--system belongs to a conversation: give --chat too")
+    prompts = [args.prompt] if args.prompts is None else read_prompts(Path(args.prompts))
+    tokenizer = load_tokenizer(folder)
+    ids = encode_prompts(prompts, args, tokenizer, folder)
+    texts = [Text(tokenizer, args.stop) for _ in ids]
+    alone, said = args.prompts is None, []
+
+    def take(prompt: int, token: int) -> bool:
+        if not (args.quiet or said):  # by then no input is refused any more
+            said.append(_plan_line(generator.report))
+            print(f"penstock: {said[0]}", file=sys.stderr)
+        new = texts[prompt].add(token)
+        if alone and new:
+            print(new, end="", flush=True)
+        return texts[prompt].ended
+
+    with Generator(
+        folder,
+        batch=min(args.batch, len(ids)),
+        context=args.context or max(len(i) for i in ids) + args.max_new_tokens,
+        device_mem=args.device_mem,
+        host_mem=args.host_mem,
+        dtype=args.dtype,
+        prefill_tokens=args.prefill_tokens,
+        threads=args.threads,
+        backend=args.backend,
+    ) as generator:
+        tokens = generator.run(
+            ids,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=args.seed,
+            stop_tokens=stop_tokens(folder),
+            on_token=take,
+        )
+        for text, prompt, new in zip(texts, prompts, tokens, strict=True):
+            rest = text.end()
+            key = "messages" if isinstance(prompt, list) else "prompt"
+            line = {key: prompt, "text": text.text, "new_tokens": len(new)}
+            print(rest if alone else json.dumps(line, ensure_ascii=False))
+        if not args.quiet:
+            print(f"penstock: {_rate_line(generator.stats)}", file=sys.stderr)
+
+
+def _plan_line(r: dict) -> str:
+    mib = 1 << 20
+    line = (
+        f"{r['n_resident']} of {r['n_blocks']} blocks on the device, which holds "
+        f"{r['device_used_bytes'] / mib:,.0f} MiB ({r['cache_bytes'] / mib:,.0f} of cache)"
+    )
+    return line + (
+        f"; {r['streamed_bytes'] / mib:,.0f} MiB are streamed a step" if r["streamed_bytes"] else ""
+    )
+
+
+def _rate_line(s: dict) -> str:
+    rates = (
+        f"{name} {n} tokens, {n / seconds if seconds else 0:,.1f} tokens/s"
+        for name, n, seconds in (
+            ("prefill", s["prompt_tokens"], s["prefill_s"]),
+            ("decode", s["decoded_tokens"], s["decode_s"]),
+        )
+    )
+    return "; ".join(rates)
+
+
+def main(argv=None) -> int:
+    from .errors import BudgetError, FormatError, InputOutputError, InvalidError, PenstockError
+
+    args = _parser().parse_args(argv)
+    try:
+        _generate(args)
+    except (DataError, BudgetError, FormatError, InputOutputError, InvalidError) as e:
+        print(f"penstock: {e}", file=sys.stderr)
+        return REFUSED
+    except (ValueError, OverflowError) as e:  # sizes; numbers past their C type
+        print(f"penstock: {e}", file=sys.stderr)
+        return REFUSED
+    except PenstockError as e:
+        print(f"penstock: {e}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

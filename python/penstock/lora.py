@@ -1,0 +1,44 @@
+"""LoRA adapters: what a plan is made with, read from an adapter, merged into a model."""
+
+from dataclasses import dataclass
+
+from ._lib import check, encode_path, ffi, lib, struct, text
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters for a plan: y = x W^T + s (x A^T) B^T, with A[rank, n_in] and B[n_out, rank]. All
+    of the model's own weights are frozen. There is no dropout.
+
+    alpha    s = alpha / rank; None: twice the rank
+    targets  "all-linear", or names such as "q_proj,v_proj" or ["q_proj", "v_proj"]
+    rslora   s = alpha / sqrt(rank)
+    """
+
+    rank: int
+    alpha: float | None = None
+    targets: str | list | tuple = "all-linear"
+    rslora: bool = False
+
+    @classmethod
+    def read(cls, directory) -> "Lora":
+        """What the adapter in `directory`, in PEFT's layout, has. FormatError names what is not
+        supported."""
+        out = struct("ps_lora")
+        check(lib.ps_adapter_read(out, encode_path(directory)))
+        return cls.of(out)
+
+    @classmethod
+    def of(cls, lora) -> "Lora | None":
+        """That of a ps_lora; None where it has no adapters."""
+        names = ffi.new("char[]", 256)
+        check(lib.ps_lora_targets_text(names, len(names), lora.targets))
+        return cls(lora.rank, lora.alpha, text(names), bool(lora.rslora)) if lora.rank else None
+
+    def fill(self, out) -> None:
+        """Set a ps_lora."""
+        names = self.targets if isinstance(self.targets, str) else ",".join(self.targets)
+        targets = ffi.new("uint32_t *")
+        check(lib.ps_lora_targets_parse(targets, names.encode()))
+        out.rank, out.targets, out.rslora = self.rank, targets[0], self.rslora
+        out.alpha = 2 * self.rank if self.alpha is None else self.alpha

@@ -1,0 +1,126 @@
+"""`penstock merge`: a model with its LoRA adapter added to the weights, as a Hugging Face directory.
+
+python -m penstock merge --model DIR --adapter DIR --out DIR [--dtype f32|bf16]
+
+A projection becomes W + s B A, made in fp32 and rounded once. Tensors are read, added to and written
+in pieces, so that memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+from .command import OK, Parser, run
+from .errors import FormatError, InputOutputError
+from .export import Source, _check_out, open_source, write_hf
+from .files import DataError
+from .lora import Lora
+from .model import TensorFile
+
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+
+def _bf16(x: np.ndarray) -> np.ndarray:
+    """fp32 as the bits of bf16, rounded to nearest even."""
+    bits = x.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+class Merged:
+    """The tensors of a model with an adapter, as TensorFile reads them."""
+
+    def __init__(self, base: TensorFile, adapter: TensorFile, scale: float):
+        self.base, self.adapter, self.scale = base, adapter, np.float32(scale)
+
+    def dtype(self, name: str) -> str:
+        return self.base.dtype(name)
+
+    def read_range(self, name: str, first: int, n: int, dtype: str) -> np.ndarray:
+        """Whole rows: @first and @n are multiples of the columns."""
+        module = PREFIX + name.removesuffix(".weight")
+        if module + A not in self.adapter:
+            return self.base.read_range(name, first, n, dtype)
+        a, b = self.adapter.read(module + A), self.adapter.read(module + B)
+        w = self.base.read_range(name, first, n, "fp32").reshape(-1, a.shape[1])
+        row = first // a.shape[1]
+        w = w + self.scale * (b[row : row + len(w)] @ a)
+        return _bf16(w) if dtype == "bf16" else w
+
+
+def open_merged(model, adapter) -> Source:
+    """The model with the adapter. Every tensor of the adapter belongs to a matrix of the model."""
+    source, lora, folder = open_source(model), Lora.read(adapter), Path(adapter)
+    tensors = TensorFile(folder / "adapter_model.safetensors")
+    shapes, found = {p.name: p.shape for p in source.model.params()}, set()
+    for name, shape in shapes.items():
+        module = PREFIX + name.removesuffix(".weight")
+        if module + A not in tensors and module + B not in tensors:
+            continue
+        needed = {module + A: (lora.rank, shape[-1]), module + B: (shape[0], lora.rank)}
+        for key, want in needed.items():
+            if key not in tensors or tensors.shape(key) != want:
+                has = tensors.shape(key) if key in tensors else "none"
+                raise DataError(
+                    f"{folder}: tensor {key} has shape {has}, and this model needs {want}: the "
+                    "adapter is of another model or rank"
+                )
+        found |= needed.keys()
+    for name in tensors.names:
+        if name not in found:
+            raise DataError(
+                f"{folder}: tensor {name} has no matrix in {source.folder}: the adapter is of "
+                "another model"
+            )
+    scale = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+    return dataclasses.replace(source, tensors=Merged(source.tensors, tensors, scale))
+
+
+def _parser() -> Parser:
+    p = Parser(
+        prog="penstock merge",
+        description="Write a model with its LoRA adapter added to the weights, as a Hugging Face "
+        "directory.",
+        epilog="example: penstock merge --model my_model --adapter adapter --out merged",
+    )
+    p.add_argument("--model", required=True, metavar="DIR", help="the model that was trained with")
+    p.add_argument("--adapter", required=True, metavar="DIR", help="an adapter in PEFT's layout")
+    p.add_argument("--out", required=True, metavar="DIR", help="the new directory")
+    p.add_argument("--dtype", choices=("f32", "bf16"), help="default: as the model has it")
+    p.add_argument("--quiet", action="store_true", help="print errors only")
+    return p
+
+
+def _merge(args) -> int:
+    out = Path(os.path.abspath(args.out))
+    try:
+        _check_out(out, 0)
+        source = open_merged(args.model, args.adapter)
+        dtype = args.dtype or source.dtype
+        n = sum(math.prod(p.shape) for p in source.model.params())
+        n_bytes = n * {"f32": 4, "bf16": 2}[dtype]
+        _check_out(out, n_bytes)
+    except (InputOutputError, OSError) as e:  # nothing was written yet
+        raise DataError(str(e)) from e
+    begun = time.monotonic()
+    try:
+        write_hf(source, dtype, out, lambda n: None)
+    except FormatError as e:  # a directory changed meanwhile
+        raise InputOutputError(str(e)) from e
+    seconds = time.monotonic() - begun
+    if not args.quiet:
+        print(
+            f"{args.out}: {n / 1e9:.3g} billion parameters, {dtype.upper()}, {n_bytes / 1e9:.2f} GB "
+            f"in {seconds:.1f} s, on the disk"
+        )
+    return OK
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    return run("penstock merge", lambda: _merge(args))

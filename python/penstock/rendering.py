@@ -1,0 +1,85 @@
+"""Conversations of many records as text, in order, by several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+
+from .chat import ChatTemplate, read_messages
+from .files import DataError
+
+BATCH = 256  # records that a process renders at once
+AHEAD = 3  # batches a process that are read before the first of them is taken
+
+# (where the record is, text, characters that are targets)
+Rendered = tuple[str, str, list[tuple[int, int]]]
+
+
+def render_record(template: ChatTemplate, targets: str, kind: str, record, what: str) -> Rendered:
+    """A record that is a conversation ("chat"), or a prompt and a completion that are lists of
+    messages ("pair"). DataError begins with `what`."""
+    if not isinstance(record, dict):
+        raise DataError(f"{what} is no object with 'messages', as the file's first one is")
+    first = 0
+    if kind == "chat":
+        field = "messages"
+        if field not in record and "conversations" in record:
+            field = "conversations"
+        messages = read_messages(record, field, what)
+    else:
+        messages = read_messages(record, "prompt", what)
+        first = len(messages)
+        messages += read_messages(record, "completion", what)
+    try:
+        tools = record.get("tools") or None
+        return what, *template.render_targets(messages, tools, targets, first)
+    except DataError as e:
+        raise DataError(f"{what}: {e}") from e
+
+
+_in_worker: tuple[ChatTemplate, str]
+
+
+def _start_worker(folder, targets: str) -> None:
+    global _in_worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
+    _in_worker = ChatTemplate(folder), targets
+
+
+def _render_batch(jobs: list[tuple]) -> list[Rendered]:
+    return [render_record(*_in_worker, *job) for job in jobs]
+
+
+def render_all(
+    template: ChatTemplate, targets: str, jobs: Iterable[tuple], processes: int
+) -> Iterator[Rendered]:
+    """render_record() of each (kind, record, what), in their order. The first BATCH of them are
+    rendered here, so that a small file starts no process. The processes are new ones, not copies of
+    this one, which has threads."""
+    jobs = iter(jobs)
+    for job in islice(jobs, BATCH) if processes > 1 else jobs:
+        yield render_record(template, targets, *job)
+    batches = iter(lambda: list(islice(jobs, BATCH)), [])
+    first = next(batches, None)
+    if first is None:
+        return
+    pool = ProcessPoolExecutor(
+        processes,
+        multiprocessing.get_context("forkserver"),
+        _start_worker,
+        (template.folder, targets),
+    )
+    try:
+        waiting = deque([pool.submit(_render_batch, first)])
+        for batch in batches:
+            waiting.append(pool.submit(_render_batch, batch))
+            if len(waiting) >= AHEAD * processes:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,320 @@
+"""The command `penstock report`: a run as one HTML page that needs no other file and no network.
+
+penstock report RUN [-o report.html]
+
+RUN is a run directory of `penstock train` or of a RunLog.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import platform
+import time
+from collections import Counter
+from html import escape
+from pathlib import Path
+from statistics import median
+
+from . import command
+from ._lib import version
+from .files import DataError, open_input
+from .plot import smoothed
+from .runs import RunDirectory, column, thinned
+from .watch import duration, size
+
+POINTS, SAMPLES = 2000, 50  # of a curve; newest sampled texts
+GIB = 2**30
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
+       color: #222; background: #fff; }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margin-top: 2.5rem }
+table { border-collapse: collapse } th { text-align: left; font-weight: 600 }
+th, td { padding: .15rem 1.2rem .15rem 0; border-bottom: 1px solid #ddd; vertical-align: top }
+td.n { text-align: right; font-variant-numeric: tabular-nums }
+img { width: 100%; height: auto } pre { background: #f5f5f5; padding: .8rem; overflow-x: auto }
+"""
+
+
+def _svg(draw, height: float) -> str:
+    """An <img> of the figure that draw(axes) fills. As a data URL it shares no ids with others."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, height), constrained_layout=True)
+    title = draw(axes)
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+    out = io.BytesIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    data = base64.b64encode(out.getvalue()).decode()
+    return f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}">'
+
+
+def _curve(rows, key: str, label: str, colour: str, smooth: bool = False):
+    def draw(axes):
+        finite = [row for row in rows if abs(row.get(key, 0)) < float("inf")]
+        steps, values = thinned(*column(finite, key), POINTS)
+        axes.plot(steps, values, color=colour, alpha=0.35 if smooth else 1, linewidth=1)
+        if smooth:
+            axes.plot(steps, smoothed(values), color=colour, linewidth=2)
+        axes.set_ylabel(label)
+        return label
+
+    return draw
+
+
+def _loss(rows):
+    def draw(axes):
+        _curve(rows, "loss", "loss, nats a token", "tab:blue", smooth=True)(axes)
+        steps, values = column(rows, "val_loss")
+        if values:
+            axes.plot(steps, values, color="tab:red", marker="o", markersize=3, label="validation")
+            axes.legend(frameon=False)
+        return "loss and validation loss" if values else "loss"
+
+    return draw
+
+
+def _memory(rows, plan: dict):
+    def draw(axes):
+        for name, colour in (("device", "tab:orange"), ("host", "tab:purple")):
+            steps, values = thinned(*column(rows, f"{name}_peak_bytes"), POINTS)
+            axes.plot(steps, [v / GIB for v in values], color=colour, label=f"{name}, peak so far")
+            cap = plan.get(f"{name}_mem_bytes")
+            if cap:
+                axes.axhline(cap / GIB, color=colour, linestyle="--", label=f"{name}, cap")
+        axes.set_ylabel("GiB")
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False)
+        return "memory"
+
+    return draw
+
+
+def _table(rows, header=()) -> str:
+    """Cells that are not text are numbers, and stand on the right."""
+
+    def cell(value):
+        if isinstance(value, str):
+            return f"<td>{escape(value)}</td>"
+        text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+        return f'<td class="n">{text}</td>'
+
+    head = "".join(f"<th>{escape(h)}</th>" for h in header)
+    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
+    return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
+
+
+def _section(name: str, *parts: str) -> str:
+    anchor = name.lower().replace(" ", "-")
+    return f'<section id="{anchor}"><h2>{escape(name)}</h2>{"".join(parts)}</section>'
+
+
+def _summary(run: RunDirectory) -> str:
+    rows, last = run.metrics.rows, run.metrics.rows[-1]
+    of = f" of {run.total_steps:,}" if run.total_steps else ""
+    ended = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.last_time()))
+    out = [
+        ("state", f"{run.state()}; the last step ended at {ended}"),
+        ("steps", f"{last['step'] + 1:,}{of}"),
+        ("loss", f"{rows[0]['loss']:.4f} in the first step, {last['loss']:.4f} in the last"),
+    ]
+    steps, values = column(rows, "val_loss")
+    if values:
+        out.append(("validation loss", f"{values[-1]:.4f} after step {steps[-1]:,}"))
+    if "consumed_tokens" in last:
+        consumed = f"{last['consumed_samples']:,} samples, {last['consumed_tokens']:,} tokens"
+        out.append(("consumed", consumed))
+    if "elapsed_s" in last:
+        out.append(("elapsed", f"{duration(last['elapsed_s'])} since the last start"))
+    if "n_skipped" in last:
+        out.append(
+            ("skipped", f"{last['n_skipped']:,} steps, whose loss or gradient was not finite")
+        )
+    return _table(out)
+
+
+def _samples(run: RunDirectory) -> str:
+    body = [(f"{row['step']:,}", row["prompt"], row["text"]) for row in run.samples()[-SAMPLES:]]
+    return _table(body, ("after step", "prompt", "text"))
+
+
+def _predicted(run: RunDirectory) -> str:
+    rows, plan = run.metrics.rows, run.plan
+    usual = rows[2:] or rows  # the first steps warm caches up
+    step, speed = median(r["step_s"] for r in usual), median(r["tokens_per_s"] for r in usual)
+    pairs = [
+        ("step, seconds", plan.get("predicted_step_s"), step),
+        ("tokens/s", plan.get("predicted_tokens_per_s"), speed),
+    ]
+    for name in ("device", "host"):
+        used = plan.get(f"{name}_used_bytes", 0) / GIB
+        pairs.append((f"{name} memory, GiB", used, rows[-1].get(f"{name}_peak_bytes", 0) / GIB))
+    body = [(n, p, m, m / p if p else "-") for n, p, m in pairs if p is not None]
+    note = "<p>Times are medians of the steps after the first two; memory is the peak.</p>"
+    return _table(body, ("", "predicted", "measured", "ratio")) + note
+
+
+def _stalls(run: RunDirectory) -> str:
+    summary, plan = run.summary(), run.plan
+    step, busy = plan.get("predicted_step_s") or 1, plan.get("stream_busy_s", {})
+    predicted = {name: 100 * seconds / step for name, seconds in busy.items()}
+    if summary is None:
+        return (
+            "<p>The training has not ended by itself, so that nothing was measured.</p>"
+            + _table(predicted.items(), ("stream", "busy, %, predicted"))
+        )
+    streams = [
+        (s["name"], predicted.get(s["name"], 0.0), 100 * s["busy"], 100 * s["wait"])
+        for s in summary["streams"]
+    ]
+    stalls = [
+        (s["stream"], s["for"], s["from"], s["planned_seconds"], s["seconds"])
+        for s in summary["stalls"]
+    ]
+    return _table(streams, ("stream", "busy, %, predicted", "busy, %", "waiting, %")) + (
+        "<p>What the streams waited for, in seconds a step:</p>"
+        + _table(stalls, ("stream", "for", "from", "predicted", "measured"))
+    )
+
+
+def _plan(plan: dict) -> str:
+    def runs(units):
+        """Neighbouring units that are placed alike, as one line."""
+        first = 0
+        for i in range(1, len(units) + 1):
+            if i == len(units) or units[i] != units[first]:
+                unit = units[first]
+                names = f"{first}" if i - first == 1 else f"{first} to {i - 1}"
+                yield (names, unit["elements"], *(unit[k] for k in kinds))
+                first = i
+
+    kinds = ("parameters", "gradients", "optimizer_state", "update")
+    caps = [
+        (
+            name,
+            size(cap) if (cap := plan[f"{name}_mem_bytes"]) else "none",
+            size(plan[f"{name}_used_bytes"]),
+        )
+        for name in ("device", "host")
+    ]
+    cut = [
+        (_words(key), f"{plan[key]}")
+        for key in ("seq_len", "tokens_per_step", "n_sequences", "n_rounds", "chunks_per_round")
+        + ("chunk_tokens", "recipe", "optimizer", "bottleneck_stream")
+    ]
+    saved = Counter()
+    for chunks in plan["layers"]:
+        for chunk in chunks:
+            saved.update((name, where) for name, where in chunk.items())
+    policies = [(*key, n) for key, n in sorted(saved.items())]
+    return (
+        _table(caps, ("memory", "cap", "the plan takes"))
+        + "<h3>Batch</h3>"
+        + _table(cut)
+        + "<h3>Placement by unit</h3>"
+        + _table(runs(plan["units"]), ("units", "elements of each", *(map(_words, kinds))))
+        + "<h3>Saved activations</h3>"
+        + _table(policies, ("tensor", "place", "of layers and chunks"))
+    )
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _machine(plan: dict) -> str:
+    import matplotlib
+
+    hardware = plan.get("hardware", {})
+    return _table(
+        [
+            ("trained on", hardware.get("name", "unknown")),
+            ("device", hardware.get("device_name") or "no GPU"),
+            ("threads", hardware.get("n_threads", 0)),
+            ("rates", "measured" if hardware.get("measured") else "estimated"),
+            ("report written by", f"Penstock {version()}, Python {platform.python_version()}, "
+             f"matplotlib {matplotlib.__version__} on {platform.platform()}"),
+        ]
+    )  # fmt: skip
+
+
+def _command(run: RunDirectory) -> str:
+    path = run.path / "run.toml"
+    try:
+        with open_input(path, "r", encoding="utf-8") as file:
+            text = file.read()
+    except FileNotFoundError:
+        return "<p>The training was started from Python.</p>"
+    except (OSError, ValueError) as exc:
+        raise DataError(f"{path} cannot be read: {exc}") from exc
+    line = f"penstock train --config {path}"
+    return f"<pre>{escape(line)}</pre><p>The file:</p><pre>{escape(text)}</pre>"
+
+
+def page(run: RunDirectory) -> str:
+    """The page. DataError: the run has no step yet, or plan.json lacks a part."""
+    rows = run.metrics.rows
+    if not rows:
+        raise DataError(f"{run.metrics.path} is empty: the run has completed no step")
+    plots = [(_loss(rows), 4)] + [
+        (_curve(rows, *curve), 2.2)
+        for curve in (
+            ("grad_norm", "gradient norm", "tab:brown"),
+            ("lr", "learning rate", "tab:orange"),
+            ("tokens_per_s", "tokens / s", "tab:green"),
+        )
+    ]
+    plots.append((_memory(rows, run.plan), 2.6))
+    try:
+        sections = [
+            _section("Summary", _summary(run)),
+            _section("Curves", *(_svg(*plot) for plot in plots)),
+            *([_section("Samples", _samples(run))] if run.samples() else []),
+            _section("Predicted and measured", _predicted(run)),
+            _section("Streams and stalls", _stalls(run)),
+            _section("Plan", _plan(run.plan) if run.plan else "<p>There is no plan.json.</p>"),
+            _section("Command", _command(run)),
+            _section("Machine and versions", _machine(run.plan)),
+        ]
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise DataError(f"{run.path}: plan.json or summary.json lacks a part: {exc!r}") from exc
+    name = escape(str(run.path.resolve().name))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f'<link rel="icon" href="data:,"><title>{name}</title><style>{_STYLE}</style></head>'
+        f"<body><h1>{name}</h1>{''.join(sections)}</body></html>\n"
+    )
+
+
+def main(argv: list[str]) -> int:
+    parser = command.Parser(
+        prog="penstock report", description="Write a run as one self-contained HTML page."
+    )
+    parser.add_argument("run", metavar="RUN", help="the run directory (--run-dir, or --out)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: RUN/report.html")
+    args = parser.parse_args(argv)
+
+    def work() -> int:
+        run = RunDirectory(args.run)
+        run.refresh()
+        out = Path(args.output) if args.output else run.path / "report.html"
+        if out.is_dir():
+            raise DataError(f"--output {out} is a directory: give a file")
+        text, part = page(run), out.with_name(f"{out.name}.{os.getpid()}.part")
+        try:
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, out)
+        except OSError as exc:
+            part.unlink(missing_ok=True)
+            raise OSError(f"{out} cannot be written: {exc.strerror}") from exc
+        print(out)
+        return command.OK
+
+    return command.run("penstock report", work)

@@ -1,0 +1,293 @@
+"""Reads and writes run directories: metrics.jsonl as it grows, plan.json, and whether the run goes
+on. docs/watch.md lists the fields of metrics.jsonl."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from .files import DataError, open_input
+
+FINISHED, RUNNING, CRASHED, STOPPED = "finished", "running", "crashed", "stopped"
+_NEEDED = ("step", "loss", "lr", "grad_norm", "step_s", "tokens_per_s")
+
+
+def _lives(pid: int) -> bool:
+    """False for a killed process, too, that stays in /proc until its parent asks for its exit code:
+    in a container whose first process never asks, that is for ever."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+class Metrics:
+    """The objects of a metrics.jsonl that may still grow. rows has those read so far; null, which
+    stands for a value that is not finite, is NaN."""
+
+    def __init__(self, path):
+        self.path, self.rows = Path(path), []
+        self._inode, self._offset = None, 0
+
+    def poll(self) -> int | None:
+        """Read what is new. Returns the index of the first row that is new or has changed; None:
+        nothing has. A resumed run replaces the file. DataError: a line is no step of a run."""
+        try:
+            file = open_input(self.path)
+        except OSError as exc:
+            raise DataError(f"{self.path} cannot be read: {exc.strerror}") from exc
+        with file:
+            known, sb = len(self.rows), os.fstat(file.fileno())
+            old = None
+            if sb.st_ino != self._inode or sb.st_size < self._offset:
+                old, self.rows, self._offset, self._inode = self.rows, [], 0, sb.st_ino
+            file.seek(self._offset)
+            text = file.read()
+        whole = text.rfind(b"\n") + 1
+        for line in text[:whole].split(b"\n")[:-1]:
+            self.rows.append(self._parse(line))
+        self._offset += whole
+        if old is None:
+            return known if len(self.rows) > known else None
+        same = 0
+        while same < min(len(old), len(self.rows)) and _same(old[same], self.rows[same]):
+            same += 1
+        return same if same < max(len(old), len(self.rows)) else None
+
+    def _parse(self, line: bytes) -> dict:
+        where = f"{self.path}: line {len(self.rows) + 1}"
+        try:
+            row = json.loads(line)
+        except ValueError as exc:
+            raise DataError(f"{where} is not JSON: {exc}") from exc
+        if not isinstance(row, dict):
+            raise DataError(f"{where} is JSON, but no object: this is no metrics.jsonl")
+        for key in _NEEDED:
+            if key not in row:
+                raise DataError(f"{where} has no {key}: this is no metrics.jsonl of penstock train")
+        for key, value in row.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+                raise DataError(f"{where}: {key} is no number")
+            if value is None:
+                row[key] = float("nan")
+        return row
+
+
+def _prompt(row: dict) -> str:
+    return str(row["prompt"] if "prompt" in row else row["messages"][-1]["content"])
+
+
+def _same(a: dict, b: dict) -> bool:
+    return (a["step"], a.get("time_s"), a["step_s"]) == (b["step"], b.get("time_s"), b["step_s"])
+
+
+class RunDirectory:
+    """A run directory of `penstock train` or of a RunLog. DataError: it is none."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise DataError(f"{self.path} is no directory: give the run directory of a training")
+        if not (self.path / "metrics.jsonl").exists():
+            raise DataError(
+                f"{self.path} has no metrics.jsonl: give the run directory of a training "
+                "(--run-dir, or --out)"
+            )
+        self.metrics = Metrics(self.path / "metrics.jsonl")
+        self.plan = self._plan()
+
+    def _plan(self) -> dict:
+        return self._object("plan.json", "predicted_step_s") or {}
+
+    def _object(self, name: str, needed: str) -> dict | None:
+        """The object in a file, which has the key `needed`. None: there is no such file."""
+        path = self.path / name
+        try:
+            with open_input(path, "r", encoding="utf-8") as file:
+                value = json.load(file)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise DataError(f"{path} cannot be read: {exc.strerror}") from exc
+        except ValueError as exc:
+            raise DataError(f"{path} is not JSON: {exc}") from exc
+        if not isinstance(value, dict) or needed not in value:
+            raise DataError(f"{path} has no {needed}: penstock train did not write it")
+        return value
+
+    def refresh(self) -> int | None:
+        """Read what is new, as Metrics.poll(). A run that begins anew brings another plan."""
+        changed = self.metrics.poll()
+        if changed == 0:
+            self.plan = self._plan()
+        return changed
+
+    def summary(self) -> dict | None:
+        """What the training said at its end: `penstock train --json`. None: it has not ended so."""
+        return self._object("summary.json", "streams")
+
+    def samples(self) -> list[dict]:
+        """What `penstock sample` wrote: objects with step, text, and prompt or messages."""
+        path, out = self.path / "samples.jsonl", []
+        try:
+            with open_input(path, "r", encoding="utf-8") as file:
+                lines = file.read().splitlines()
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as exc:
+            raise DataError(f"{path} cannot be read: {exc}") from exc
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                out.append({"step": int(row["step"]), "prompt": _prompt(row), "text": row["text"]})
+            except (ValueError, KeyError, TypeError, IndexError) as exc:
+                raise DataError(f"{path}: line {number} is no sample: {exc!r}") from exc
+        return sorted(out, key=lambda row: row["step"])
+
+    def process(self) -> int | None:
+        """The process id that the lock of the directory names; None: it is not locked."""
+        try:
+            with open_input(self.path / ".penstock.lock") as file:
+                return int(file.read(32) or 0)
+        except (OSError, ValueError):
+            return None
+
+    def state(self) -> str:
+        """running; finished; stopped (ended by its user, or by an error that it reported); crashed:
+        the process is gone and its lock has stayed."""
+        pid = self.process()
+        if pid and _lives(pid):
+            return RUNNING
+        if pid is not None:
+            return CRASHED
+        rows = self.metrics.rows
+        done = rows and rows[-1]["step"] + 1 >= self.total_steps > 0
+        return FINISHED if done else STOPPED
+
+    @property
+    def total_steps(self) -> int:
+        """0: unknown."""
+        rows = self.metrics.rows
+        return int(rows[-1].get("total_steps", 0)) if rows else 0
+
+    def last_time(self) -> float:
+        """When the last step came, in seconds since 1970."""
+        rows = self.metrics.rows
+        if rows and "time_s" in rows[-1]:
+            return rows[-1]["time_s"]
+        return os.stat(self.metrics.path).st_mtime
+
+
+def column(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
+    """The steps, counted from 1, whose rows have the field, and its values."""
+    have = [row for row in rows if key in row]
+    return [row["step"] + 1 for row in have], [row[key] for row in have]
+
+
+def thinned(steps: list, values: list, n: int) -> tuple[list, list]:
+    """At most n points: means of neighbouring steps. NaN is left out of a mean."""
+    if len(steps) <= n:
+        return steps, values
+    xs, ys = [], []
+    for i in range(n):
+        part = slice(i * len(steps) // n, (i + 1) * len(steps) // n)
+        finite = [v for v in values[part] if v == v]
+        xs.append(sum(steps[part]) / len(steps[part]))
+        ys.append(sum(finite) / len(finite) if finite else float("nan"))
+    return xs, ys
+
+
+class RunLog:
+    """Writes the run directory of a Trainer: metrics.jsonl and plan.json, which `penstock watch`,
+    `report` and `log` read.
+
+    with Trainer(...) as trainer, RunLog("run", trainer) as log:
+        for metrics in trainer.steps(100):
+            log.write(metrics)
+
+    Of a resumed trainer the lines of the steps before it stay. DataError: another process writes
+    the directory."""
+
+    def __init__(self, folder, trainer):
+        self.path = Path(folder)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock_path = self.path / ".penstock.lock"
+        self._lock = self._locked()
+        self._plan, self._total = trainer.plan.json(), trainer.total_steps
+        self._started = time.monotonic()
+        path, part = self.path / "metrics.jsonl", self.path / "metrics.jsonl.part"
+        kept = self._before(path, trainer._first_step)
+        with open(part, "w", encoding="utf-8") as file:
+            file.writelines(kept)
+        last = json.loads(kept[-1]) if kept else {}
+        self._samples = last.get("consumed_samples", 0)
+        self._tokens = last.get("consumed_tokens", 0)
+        os.replace(part, path)
+        self._file = open(path, "a", encoding="utf-8")
+        (self.path / "plan.json").write_text(json.dumps(self._plan) + "\n", encoding="utf-8")
+
+    def _locked(self):
+        file = open(self._lock_path, "a+", encoding="ascii")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            file.close()
+            raise DataError(f"{self.path} is in use by another run: give another one") from exc
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        return file
+
+    @staticmethod
+    def _before(path: Path, first_step: int) -> list[str]:
+        if not first_step or not path.exists():
+            return []
+        metrics = Metrics(path)
+        metrics.poll()
+        n = sum(row["step"] < first_step for row in metrics.rows)
+        with open(path, encoding="utf-8") as file:
+            return file.readlines()[:n]
+
+    def write(self, metrics) -> None:
+        """Append the line of a step."""
+        row = {k: v for k, v in asdict(metrics).items() if isinstance(v, (int, float))}
+        del row["skipped"]  # n_skipped says it
+        validation = getattr(metrics, "validation", None)
+        if validation is not None:
+            row |= {f"val_{k}": v for k, v in asdict(validation).items()}
+            row["val_s"] = row.pop("val_seconds")
+        elapsed, left = time.monotonic() - self._started, self._total - metrics.step - 1
+        self._tokens += metrics.tokens
+        self._samples += metrics.tokens // self._plan["seq_len"]
+        # of a batch ramp's step, the part that it is of the plan's
+        flops = self._plan["model_flops"] * metrics.tokens / self._plan["tokens_per_step"]
+        row |= {
+            "total_steps": self._total,
+            "samples": metrics.tokens // self._plan["seq_len"],
+            "consumed_samples": self._samples,
+            "consumed_tokens": self._tokens,
+            "elapsed_s": elapsed,
+            "eta_s": max(0, left) * metrics.step_s,
+            "tflops": flops / metrics.step_s * 1e-12 if metrics.step_s else 0,
+            "time_s": time.time(),
+        }
+        finite = {k: v if abs(v) < float("inf") else None for k, v in row.items()}
+        self._file.write(json.dumps(finite) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.close()
+            self._lock_path.unlink(missing_ok=True)
+            self._lock.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()

@@ -1,0 +1,268 @@
+"""The command `penstock watch`: a run in the terminal, live.
+
+penstock watch RUN          until Ctrl-C, or until the run ends
+penstock watch RUN --once   one frame
+
+RUN is a run directory of `penstock train` or of a RunLog.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import numpy as np
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from . import command
+from .runs import CRASHED, FINISHED, RUNNING, RunDirectory, column, thinned
+
+RECENT = 50  # steps whose median speed is shown
+SLOW = 10  # a step that takes so many times the usual time is reported
+_STYLE = {RUNNING: "green", FINISHED: "blue", CRASHED: "red"}
+
+
+def duration(seconds: float) -> str:
+    """As the log line writes it: 1h02m, 3m20s, 12s."""
+    if not abs(seconds) < float("inf"):
+        return "?"
+    s = max(0, round(seconds))
+    if s >= 86400:
+        return f"{s // 86400}d{s % 86400 // 3600:02}h"
+    if s >= 3600:
+        return f"{s // 3600}h{s % 3600 // 60:02}m"
+    return f"{s // 60}m{s % 60:02}s" if s >= 60 else f"{s}s"
+
+
+def size(n_bytes: float) -> str:
+    """As the log line writes it: 24.0 MiB."""
+    unit = 0
+    while n_bytes >= 1024 and unit < 4:
+        n_bytes, unit = n_bytes / 1024, unit + 1
+    return f"{n_bytes:.{1 if unit else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+
+
+def chart(curves, width: int, height: int) -> Text:
+    """A diagram of curves (steps, values, style) in Braille dots, 2 by 4 a character; a later curve
+    covers an earlier one. rich has no diagrams."""
+    n = 2 * (width - 9)
+    finite = []
+    for xs, ys, style in curves:
+        xs, ys = np.array(thinned(xs, ys, n), float)
+        if np.isfinite(ys).any():
+            finite.append((xs[np.isfinite(ys)], ys[np.isfinite(ys)], style))
+    if not finite:
+        return Text("no value yet", style="dim")
+    x0, x1 = min(xs[0] for xs, _, _ in finite), max(xs[-1] for xs, _, _ in finite)
+    y0, y1 = min(ys.min() for _, ys, _ in finite), max(ys.max() for _, ys, _ in finite)
+    bits = np.array([[0x01, 0x02, 0x04, 0x40], [0x08, 0x10, 0x20, 0x80]])
+    masks, styles = np.zeros((height, n // 2), int), {}
+    for xs, ys, style in finite:
+        at = x0 + (x1 - x0) * np.arange(n) / (n - 1)
+        ends = np.searchsorted(at, [xs[0], xs[-1]])  # a single value has its dot too
+        drawn = np.arange(min(ends[0], n - 1), min(max(ends[1], ends[0]), n - 1) + 1)
+        scaled = (y1 - np.interp(at, xs, ys)) / (y1 - y0 or 1) * (4 * height - 1)
+        rows = np.rint(scaled[drawn]).astype(int)
+        for c, row, before in zip(drawn, rows, [rows[0], *rows]):
+            for r in range(min(row, before), max(row, before) + 1):
+                masks[r // 4, c // 2] |= bits[c % 2, r % 4]
+                styles[r // 4, c // 2] = style
+    out = Text(no_wrap=True)
+    for r, line in enumerate(masks):
+        label = {0: f"{y1:8.4g}", height - 1: f"{y0:8.4g}"}.get(r, " " * 8)
+        out.append(f"{label} ", style="dim")
+        for c, mask in enumerate(line):
+            out.append(chr(0x2800 + mask), style=styles.get((r, c), ""))
+        out.append("\n")
+    left, right = f"{x0:.0f}", f"step {x1:.0f}"
+    out.append(f"{' ' * 9}{left}{right:>{max(0, n // 2 - len(left))}}", style="dim")
+    return out
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    return grid
+
+
+def _state(run: RunDirectory, now: float) -> Text:
+    state, rows, last = run.state(), run.metrics.rows, run.last_time()
+    text = Text(state, style=f"bold {_STYLE.get(state, 'yellow')}")
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last))
+    ago = f"{when}, {duration(now - last)} ago"
+    if state == CRASHED:
+        text.append(f": process {run.process()} is gone; nothing has come since {ago}", "default")
+    elif state == RUNNING and not rows:
+        text.append(": no step has ended yet", "default")
+    elif state == RUNNING:
+        usual = median(row["step_s"] for row in rows[-RECENT:])
+        if now - last > max(30, SLOW * usual):
+            text.append(f": no step has ended since {ago}", "bold red")
+    else:
+        text.append(f": the last step ended at {ago}", "default")
+    return text
+
+
+def _progress(run: RunDirectory, row: dict, now: float) -> Table:
+    grid, total, done = _grid(), run.total_steps, row["step"] + 1
+    grid.add_row("state", _state(run, now))
+    line = f"{done:,} of {total:,}, {100 * done / total:.1f}%" if total else f"{done:,}"
+    grid.add_row("step", line)
+    if total:
+        grid.add_row("", ProgressBar(total=total, completed=done, width=50))
+    times = f"elapsed {duration(row['elapsed_s'])}" if "elapsed_s" in row else ""
+    if "eta_s" in row and run.state() == RUNNING:
+        times += f", ETA {duration(row['eta_s'])}"
+    if times:
+        grid.add_row("time", times)
+    if "consumed_tokens" in row:
+        consumed = f"{row['consumed_samples']:,} samples, {row['consumed_tokens']:,} tokens"
+        grid.add_row("consumed", consumed)
+        grid.add_row("global batch", f"{row['samples']:,} samples, {row['tokens']:,} tokens")
+    grid.add_row("learning rate", f"{row['lr']:.3e}")
+    return grid
+
+
+def _numbers(run: RunDirectory, rows: list[dict]) -> Table:
+    """The last step's numbers, and medians of the last steps' times."""
+    grid, row, recent = _grid(), rows[-1], rows[-RECENT:]
+    grid.add_row("loss", f"{row['loss']:.4f}")
+    steps, values = column(rows, "val_loss")
+    if values:
+        grid.add_row("validation", f"{values[-1]:.4f} at step {steps[-1]}, least {min(values):.4f}")
+    grid.add_row("grad norm", f"{row['grad_norm']:.4g}")
+    if "n_skipped" in row:
+        grid.add_row("skipped", f"{row['n_skipped']:,} steps, not finite")
+    grid.add_row("tokens/s", f"{median(r['tokens_per_s'] for r in recent):,.0f}")
+    if "tflops" in row:
+        grid.add_row("TFLOP/s", f"{median(r.get('tflops', 0) for r in recent):.4g}")
+    if row.get("mfu"):
+        grid.add_row("MFU", f"{100 * median(r.get('mfu', 0) for r in recent):.1f}%")
+    measured, predicted = median(r["step_s"] for r in recent), run.plan.get("predicted_step_s")
+    text = f"{measured:.3f} s"
+    if predicted:
+        text += f", predicted {predicted:.3f} s ({measured / predicted:.2f}x)"
+    grid.add_row("step time", text)
+    return grid
+
+
+def _memory(run: RunDirectory, row: dict) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    for name in ("device", "host"):
+        used = row.get(f"{name}_peak_bytes")
+        if used is None:
+            continue
+        planned = run.plan.get(f"{name}_used_bytes", 0)
+        cap = run.plan.get(f"{name}_mem_bytes", 0)
+        most = cap or planned or used or 1
+        bar = ProgressBar(
+            total=most,
+            completed=min(used, most),
+            width=16,
+            complete_style="red" if used > most else "cyan",
+            finished_style="cyan",
+        )
+        kind = " (cap)" if cap else " (plan)" if planned else ""
+        grid.add_row(Text(name, "dim"), bar, f"{size(used)} of {size(most)}{kind}")
+    return grid
+
+
+def _streams(run: RunDirectory) -> tuple:
+    """What the streams did at the end of the run; what the plan predicts until then."""
+    summary, grid = run.summary(), Table.grid(padding=(0, 2))
+    if summary:
+        grid.add_row(*(Text(t, "dim") for t in ("stream", "busy", "waiting")))
+        for s in summary["streams"]:
+            grid.add_row(s["name"], f"{100 * s['busy']:.0f}%", f"{100 * s['wait']:.0f}%")
+        stalls = [s for s in summary["stalls"] if s["stream"] == "compute"][:3]
+        waits = [Text(f"compute waits {s['seconds']:.3f} s a step for {s['for']}") for s in stalls]
+        return Group(grid, *waits), "streams: measured"
+    step, busy = run.plan.get("predicted_step_s") or 1, run.plan.get("stream_busy_s", {})
+    grid.add_row(*(Text(t, "dim") for t in ("stream", "busy")))
+    for name, seconds in busy.items():
+        grid.add_row(name, f"{100 * seconds / step:.0f}%")
+    return grid, "streams: predicted"
+
+
+def frame(run: RunDirectory, width: int, now: float):
+    """The dashboard of the rows that were read."""
+    rows, name = run.metrics.rows, Text(str(run.path))
+    if not rows:
+        return Panel(_state(run, now), title=name, title_align="left")
+    wide = width >= 100
+    left = min(width // 2, 90) if wide else width
+    loss = [(*column(rows, "loss"), "cyan")]
+    validation = column(rows, "val_loss")
+    if validation[0]:
+        loss.append((*validation, "bold yellow"))
+    title = "loss" + ", validation loss (yellow)" * bool(validation[0])
+    speed = [(*column(rows, "tokens_per_s"), "green")]
+    charts = Group(
+        Panel(chart(loss, left - 4, 10), title=title, title_align="left", width=left),
+        Panel(chart(speed, left - 4, 4), title="tokens/s", title_align="left", width=left),
+    )
+    streams, label = _streams(run)
+    recent = f"last {min(RECENT, len(rows))} steps"
+    tables = Group(
+        Panel(_numbers(run, rows), title=recent, title_align="left"),
+        Panel(_memory(run, rows[-1]), title="memory at its peak", title_align="left"),
+        Panel(streams, title=label, title_align="left"),
+    )
+    body = Table.grid()
+    if wide:
+        body.add_row(charts, tables)
+    else:
+        body.add_row(charts)
+        body.add_row(tables)
+    top = Panel(_progress(run, rows[-1], now), title=name, title_align="left", width=width)
+    samples = run.samples()[-1:]
+    shown = (
+        Panel(
+            Text.assemble((row["prompt"][-200:], "dim"), row["text"][:400]),
+            title=f"sampled after step {row['step']}",
+            title_align="left",
+            width=width,
+        )
+        for row in samples
+    )
+    return Group(top, body, *shown)
+
+
+def follow(run: RunDirectory, console: Console, every_s: float) -> None:
+    """Draw until the run ends."""
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        going = True
+        while going:
+            going = run.state() == RUNNING  # asked first: the last rows are then read
+            run.refresh()
+            live.update(frame(run, console.width, time.time()), refresh=True)
+            time.sleep(every_s if going else 0)
+
+
+def main(argv: list[str]) -> int:
+    parser = command.Parser(
+        prog="penstock watch", description="Show a run in the terminal while it trains."
+    )
+    parser.add_argument("run", metavar="RUN", help="the run directory (--run-dir, or --out)")
+    parser.add_argument("--once", action="store_true", help="print one frame and end")
+    args = parser.parse_args(argv)
+
+    def work() -> int:
+        run = RunDirectory(args.run)
+        run.refresh()
+        console = Console(highlight=False)
+        if args.once:
+            console.print(frame(run, console.width, time.time()))
+            return command.OK
+        try:
+            follow(run, console, 1.0)
+        except KeyboardInterrupt:  # the way to leave the dashboard
+            pass
+        return command.OK
+
+    return command.run("penstock watch", work)

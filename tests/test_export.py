@@ -1,0 +1,542 @@
+"""`penstock export`: GGUF files read back by the package gguf and run by llama.cpp, directories
+opened in transformers, checkpoints, refusals, and exports that are cut off."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import families
+import gguf
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from families import OFFSET, random_model
+from penstock import Hardware, ModelConfig, Plan, Trainer, data, export
+from penstock._lib import as_dict
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+TEXT = "The planner searches for the fastest step: 1,234 candidates, isn't that much?\n\n  Yes."
+
+
+def gemma(make, **changes):
+    """With the scale of attention that llama.cpp has."""
+    return make(query_pre_attn_scalar=24, **changes)
+
+
+# What GGUF can express, of every family.
+CONFIGS = {
+    "llama": families.llama(),
+    "llama-tied-llama3": families.llama(rope_scaling=LLAMA3, tie_word_embeddings=True),
+    "llama-yarn": families.llama(rope_scaling=families.YARN),
+    "mistral": families.mistral() | {"sliding_window": 128},
+    "ministral": families.ministral() | {"sliding_window": 128},
+    "qwen2": families.qwen2(),
+    "qwen3": families.qwen3(),
+    "gemma2": gemma(families.gemma2),
+    "gemma3": gemma(families.gemma3),
+    "gemma3-linear": gemma(families.gemma3, rope_scaling={"rope_type": "linear", "factor": 8.0}),
+    "phi3": families.phi3(),
+    "olmo2": families.olmo2(),
+    "olmo2-tied": families.olmo2(tie_word_embeddings=True),
+    "granite": families.granite(),
+    "smollm3": families.smollm3(no_rope_layer_interval=4, num_hidden_layers=5),
+}
+TURNED = ("llama", "mistral", "ministral", "granite", "smollm3")  # the rows of q and k
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+
+
+@functools.cache
+def tokenizer():
+    return data.train_tokenizer([ROOT / "docs/usage.md", ROOT / "docs/design.md"], 512)
+
+
+@functools.cache
+def model_of(name):
+    return random_model(CONFIGS[name])
+
+
+def write_model(folder, cfg, model):
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(cfg))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    @functools.cache
+    def make(name):
+        return write_model(tmp_path_factory.mktemp("export") / name, CONFIGS[name], model_of(name))
+
+    return make
+
+
+def run(*words):
+    return export.main([str(w) for w in words])
+
+
+def to_gguf(model, out, *more):
+    assert run("--model", model, "--to", "gguf", "--out", out, "--quiet", *more) == 0
+    return gguf.GGUFReader(out)
+
+
+# ---- GGUF: tensors -------------------------------------------------------------------------------
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def expected_name(name, cfg):
+    names = {**NAMES, **(POST_NORMS if cfg["model_type"] in (*OFFSET, "olmo2") else {})}
+    module, _, suffix = name.rpartition(".")
+    if not module.startswith("model.layers."):
+        return f"{names[module]}.{suffix}"
+    _, _, i, module = module.split(".", 3)
+    return f"blk.{i}.{names[module]}.{suffix}"
+
+
+def expected_values(name, x, cfg):
+    """As llama.cpp wants them, in fp32: halves of a head turned into neighbours, norms plus 1."""
+    if cfg["model_type"] in OFFSET and "norm" in name:
+        return x + 1
+    heads = {"q": cfg["num_attention_heads"], "k": cfg["num_key_value_heads"]}
+    for c, n in heads.items():
+        if cfg["model_type"] in TURNED and f"{c}_proj" in name:
+            first, second = x.reshape(n, 2, -1, x.shape[1]).unbind(1)
+            return torch.stack((first, second), 2).reshape(x.shape)
+    return x
+
+
+def q8_0(x):
+    """Blocks of 32: a scale d = max|x| / 127 in fp16, and 32 signed bytes, x / d rounded."""
+    blocks = x.reshape(-1, 32).numpy()
+    d = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
+    inverse = np.divide(1, d, out=np.zeros_like(d), where=d != 0)
+    scaled = blocks * inverse
+    q = np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5))
+    return np.hstack([d.astype(np.float16).view(np.uint8), q.astype(np.int8).view(np.uint8)])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8_0"])
+def test_gguf_has_the_weights_bit_for_bit(directory, tmp_path, name, dtype, monkeypatch):
+    cfg, source = CONFIGS[name], load_file(directory(name) / "model.safetensors")
+    monkeypatch.setattr(export, "PIECE_ELEMENTS", 700)  # several pieces a tensor
+    found = {
+        t.name: t for t in to_gguf(directory(name), tmp_path / "m.gguf", "--dtype", dtype).tensors
+    }
+    wanted = {expected_name(n, cfg): expected_values(n, x, cfg) for n, x in source.items()}
+    if name == "olmo2-tied":  # llama.cpp's OLMo 2 always reads it
+        wanted["output.weight"] = source["model.embed_tokens.weight"]
+    extra = {n for n in found if n.startswith("rope_f")}
+    assert set(found) - extra == set(wanted)
+    assert extra == {
+        "llama-tied-llama3": {"rope_freqs.weight"},
+        "phi3": {"rope_factors_long.weight", "rope_factors_short.weight"},
+    }.get(name, set())
+    for n, x in wanted.items():
+        got, kind = found[n], found[n].tensor_type.name
+        assert [*got.shape] == [*x.shape][::-1]
+        if dtype == "f32" or x.dim() == 1 or (dtype == "q8_0" and x.shape[1] % 32):
+            assert kind == "F32" and got.data.tobytes() == x.numpy().tobytes(), n
+        elif dtype == "bf16":
+            assert kind == "BF16"
+            assert got.data.tobytes() == x.bfloat16().view(torch.int16).numpy().tobytes(), n
+        else:
+            assert kind == "Q8_0" and got.data.tobytes() == q8_0(x).tobytes(), n
+
+
+def test_gguf_has_the_tokenizer(directory, tmp_path):
+    fields = to_gguf(directory("qwen3"), tmp_path / "m.gguf").fields
+    value = {name.removeprefix("tokenizer."): f.contents() for name, f in fields.items()}
+    content = json.loads((directory("qwen3") / "tokenizer.json").read_text())
+    assert value["ggml.model"] == "gpt2" and value["ggml.pre"] == "gpt-2"
+    assert value["ggml.tokens"] == sorted(
+        content["model"]["vocab"], key=content["model"]["vocab"].get
+    )
+    assert [m.split(" ") for m in value["ggml.merges"]] == content["model"]["merges"]
+    assert value["ggml.token_type"] == [3] + [1] * (len(value["ggml.tokens"]) - 1)
+    assert value["ggml.eos_token_id"] == 0 and value["chat_template"] == TEMPLATE
+
+
+# ---- GGUF: llama.cpp -----------------------------------------------------------------------------
+
+LLAMA_PYTHON = os.environ.get("LLAMA_PYTHON", sys.executable)
+
+
+@functools.cache
+def without_llama():
+    done = subprocess.run([LLAMA_PYTHON, "-c", "import llama_cpp"], capture_output=True)
+    return done.returncode != 0
+
+
+def greedy_of_llama(file, text, n=64):
+    if without_llama():
+        pytest.skip(
+            "llama-cpp-python is not installed (LLAMA_PYTHON names an interpreter that has it)"
+        )
+    done = subprocess.run(
+        [LLAMA_PYTHON, ROOT / "tests/llama_greedy.py"],
+        input=json.dumps({"file": str(file), "text": text, "n": n}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_llama_cpp_has_the_greedy_tokens_of_transformers(directory, tmp_path, name):
+    """Logits within the roundings of fp32; Gemma's within those of fp16, as llama.cpp's GELU is a
+    table in fp16."""
+    if name not in ("llama", "qwen3", "gemma2") and without_llama():
+        pytest.skip("llama-cpp-python is not installed: see the skips of llama, qwen3 and gemma2")
+    to_gguf(directory(name), tmp_path / "m.gguf")
+    got = greedy_of_llama(tmp_path / "m.gguf", TEXT)
+    model, ids = model_of(name), tokenizer().encode(TEXT).ids
+    assert got["tokens"] == ids
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, -1].numpy()
+        for _ in range(64):
+            ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+    error = np.abs(np.array(got["logits"]) - logits).max()
+    assert error < (4e-3 if CONFIGS[name]["model_type"] in OFFSET else 1e-5)
+    assert got["greedy"] == ids[-64:]
+
+
+def sentencepiece_like():
+    """Merges as SentencePiece's converters make them: every two tokens whose union is a token."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+
+    t = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    t.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=480, special_tokens=special, show_progress=False)
+    words = (ROOT / "docs/usage.md").read_text().split()
+    t.train_from_iterator(words, trainer)
+    content = json.loads(t.to_str())
+    vocab, normal = content["model"]["vocab"], {}
+    normal = {w: i for w, i in vocab.items() if w not in special}
+    rank = {"".join(m): i for i, m in reversed([*enumerate(content["model"]["merges"])])}
+    merges = [
+        (rank[w], k, [w[:k], w[k:]])
+        for w in normal
+        for k in range(1, len(w))
+        if w in rank and w[:k] in normal and w[k:] in normal
+    ]
+    content["model"]["merges"] = [m for _, _, m in sorted(merges)]
+    # bytes are normal tokens of the model, as SentencePiece's converters leave them
+    content["added_tokens"] = content["added_tokens"][:3]
+    t = Tokenizer.from_str(json.dumps(content))
+    t.decoder = decoders.ByteFallback()
+    return t, content
+
+
+def test_sentencepiece_vocabularies(directory, tmp_path):
+    folder = write_model(tmp_path / "m", CONFIGS["llama"], model_of("llama"))
+    t, content = sentencepiece_like()
+    t.save(str(folder / "tokenizer.json"))
+    fields = to_gguf(folder, tmp_path / "m.gguf").fields
+    value = {name.removeprefix("tokenizer.ggml."): f.contents() for name, f in fields.items()}
+    assert value["model"] == "llama" and value["add_space_prefix"] is True
+    assert value["token_type"][:4] == [2, 3, 3, 6] and value["token_type"][480:] == [5] * 32
+    best = max(
+        range(480),
+        key=lambda i: (
+            (value["token_type"][i] == 1 and value["scores"][i] < 0) * (1e9 + value["scores"][i])
+        ),
+    )
+    assert value["tokens"][best] == "".join(content["model"]["merges"][0])
+    text = "The planner's plan: 12 é 🚀 steps,  two spaces"
+    assert greedy_of_llama(tmp_path / "m.gguf", text, 1)["tokens"] == t.encode(text).ids
+
+
+# ---- Hugging Face directories --------------------------------------------------------------------
+
+
+def logits_of(model):
+    ids = torch.arange(40)[None] % 512
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_a_directory_has_the_same_logits_in_transformers_both_ways(tmp_path, name):
+    """Penstock -> transformers -> Penstock, for all that a config may say."""
+    cfg = families.CONFIGS[name]
+    model = random_model(cfg)
+    source = write_model(tmp_path / "source", cfg, model)
+    assert run("--model", source, "--to", "hf", "--out", tmp_path / "out", "--quiet") == 0
+    opened, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values())
+    assert opened.dtype == torch.float32 and torch.equal(logits_of(opened), logits_of(model))
+    opened.save_pretrained(tmp_path / "again")
+    assert (
+        run("--model", tmp_path / "again", "--to", "hf", "--out", tmp_path / "back", "--quiet") == 0
+    )
+    first, last = (load_file(tmp_path / d / "model.safetensors") for d in ("source", "back"))
+    assert first.keys() == last.keys() and all(torch.equal(first[k], last[k]) for k in first)
+    assert ("lm_head.weight" in last) != cfg["tie_word_embeddings"]
+    before, after = (as_dict(ModelConfig.read(tmp_path / d)._ptr) for d in ("source", "back"))
+    assert before == after
+
+
+def test_a_directory_is_complete(directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(export.write_hf, "__defaults__", (100_000,))
+    out = tmp_path / "out"
+    assert run("--model", directory("qwen3"), "--to", "hf", "--dtype", "bf16", "--out", out) == 0
+    names = {p.name for p in out.iterdir()}
+    shards = {n for n in names if n.endswith(".safetensors")}
+    assert len(shards) > 2 and names - shards == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert model.dtype == torch.bfloat16 and model.generation_config.eos_token_id == 2
+    for key, x in model_of("qwen3").state_dict().items():
+        assert torch.equal(model.state_dict()[key], x.bfloat16())
+    ids = AutoTokenizer.from_pretrained(out)(TEXT).input_ids
+    assert ids == tokenizer().encode(TEXT).ids
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run_directory(directory, tmp_path_factory):
+    """A run with an fp32 master copy and checkpoints of two steps; the weights of each."""
+    where, weights = tmp_path_factory.mktemp("run"), {}
+    model = ModelConfig.read(directory("llama"))
+    plan = Plan(
+        model, seq_len=32, tokens_per_step=64, recipe="fp32-master", threads=1,
+        hardware=Hardware.estimate(1, "cpu"),
+    )  # fmt: skip
+    batch = np.arange(64) % 500
+    with Trainer(directory("llama"), plan, lambda step: (batch, batch + 1), lr=1e-2) as trainer:
+        for step in (1, 2):
+            list(trainer.steps(1))
+            trainer.checkpoint(where / "checkpoints")
+            weights[step] = {n: trainer.read(n) for n in trainer.params}
+    return where, weights
+
+
+def weights_at(out):
+    return {k: x.numpy() for k, x in load_file(out / "model.safetensors").items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def test_the_newest_checkpoint_of_a_run_is_taken_with_its_master_copy(
+    run_directory, tmp_path, capsys
+):
+    where, weights = run_directory
+    newest, first = tmp_path / "newest", tmp_path / "first"
+    assert run("--model", where, "--to", "hf", "--out", newest) == 0
+    assert "the fp32 master copy after step 2 (recipe fp32-master)" in capsys.readouterr().out
+    assert same(weights_at(newest), weights[2])
+    named = where / "checkpoints/step-00000001"
+    assert run("--model", named, "--to", "hf", "--out", first, "--quiet") == 0
+    assert same(weights_at(first), weights[1])
+    tensors = {t.name: t.data for t in to_gguf(where, tmp_path / "m.gguf").tensors}
+    assert np.array_equal(
+        tensors["blk.1.ffn_up.weight"], weights[2]["model.layers.1.mlp.up_proj.weight"]
+    )
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_refused(run_directory, tmp_path, capsys):
+    where, weights = run_directory
+    shutil.copytree(where, tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/step-00000002"
+    raw = bytearray((newest / "model.safetensors").read_bytes())
+    raw[-100] ^= 1
+    (newest / "model.safetensors").write_bytes(raw)
+    out = tmp_path / "out"
+    assert run("--model", tmp_path / "run", "--to", "hf", "--out", out, "--quiet") == 0
+    assert same(weights_at(out), weights[1])
+    capsys.readouterr()
+    assert run("--model", newest, "--to", "hf", "--out", tmp_path / "no", "--quiet") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "model.safetensors" in error
+    assert not (tmp_path / "no").exists()
+
+
+# ---- refusals, and exports that are cut off ------------------------------------------------------
+
+REFUSED = {
+    "--model": ("--model nowhere --to hf --out o", "nowhere: there is no such directory"),
+    "no model": ("--model . --to hf --out o", "no model directory, no checkpoint"),
+    "--to": ("--model M --to onnx --out o", "invalid choice: 'onnx'"),
+    "no --out": ("--model M --to hf", "--out"),
+    "--out": ("--model M --to hf --out M", "exists already: remove it"),
+    "parent": ("--model M --to hf --out a/b", "there is no directory"),
+    "--dtype": ("--model M --to hf --dtype q8_0 --out o", "--dtype q8_0 is for --to gguf alone"),
+    "dtype": ("--model M --to gguf --dtype q4 --out o", "invalid choice: 'q4'"),
+    "option": ("--model M --to hf --out o --force", "unrecognized arguments: --force"),
+    "file": ("--model M --to gguf --out o/", "is no name of a file"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_options_are_refused(directory, tmp_path, monkeypatch, capsys, case):
+    words, message = REFUSED[case]
+    monkeypatch.chdir(tmp_path)
+    words = [str(directory("llama")) if w == "M" else w for w in words.split()]
+    try:
+        code = run(*words)
+    except SystemExit as e:
+        code = e.code
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1 and message in error
+    assert not [*tmp_path.iterdir()]
+
+
+INEXPRESSIBLE = {
+    "qwen3 llama3": (families.qwen3(rope_scaling=LLAMA3), "rope_type llama3 has no place"),
+    "gemma2 scale": (families.gemma2(), "query_pre_attn_scalar is 20: llama.cpp has 24"),
+    "gemma2 caps": (gemma(families.gemma2) | {"attn_logit_softcapping": None}, "soft cap"),
+    "gemma2 head": (gemma(families.gemma2, tie_word_embeddings=False), "tie_word_embeddings"),
+    "gemma3 yarn": (gemma(families.gemma3, rope_scaling=families.YARN), "rope_type yarn"),
+    "smollm3": (families.smollm3(), "leaves layers [1] without RoPE"),
+    "yarn": (families.llama(rope_scaling=families.YARN | {"beta_fast": 16}), "beta_fast 16"),
+    "olmo2": (families.olmo2(head_dim=24), "4 heads of 24 elements are not hidden_size 64"),
+}
+
+
+@pytest.mark.parametrize("case", INEXPRESSIBLE)
+def test_what_gguf_cannot_express_is_refused(tmp_path, capsys, case):
+    cfg, message = INEXPRESSIBLE[case]
+    folder = write_model(tmp_path / "m", cfg, random_model(cfg))
+    assert run("--model", folder, "--to", "gguf", "--out", tmp_path / "o.gguf") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_window_that_llama_cpp_has_not_is_the_context(tmp_path, capsys):
+    cfg = families.mistral()
+    folder = write_model(tmp_path / "m", cfg, random_model(cfg))
+    assert run("--model", folder, "--to", "gguf", "--out", tmp_path / "o.gguf") == 0
+    assert "the context length is 9 tokens, the sliding window" in capsys.readouterr().out
+    fields = gguf.GGUFReader(tmp_path / "o.gguf").fields
+    assert fields["llama.context_length"].contents() == 9
+
+
+TOKENIZERS = {
+    "missing": (None, "there is no tokenizer.json"),
+    "kind": ({"model": {"type": "Unigram", "vocab": []}}, "of type Unigram"),
+    "cut": ({"pre_tokenizer": {"type": "Whitespace"}}, "the pre-tokenizer Whitespace"),
+    "normalizer": ({"normalizer": {"type": "Lowercase"}}, "the normalizer Lowercase"),
+    "size": ({"added_tokens": [{"id": 512, "content": "x"}]}, "vocab_size is 512"),
+    "json": ("{", "is not JSON"),
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_tokenizers_that_gguf_has_not_are_refused(directory, tmp_path, capsys, case):
+    change, message = TOKENIZERS[case]
+    shutil.copytree(directory("llama"), tmp_path / "m")
+    path = tmp_path / "m/tokenizer.json"
+    content = json.loads(path.read_text())
+    if isinstance(change, dict):
+        path.write_text(json.dumps({**content, **change}))
+    else:
+        path.write_text(change) if change else path.unlink()
+    assert run("--model", tmp_path / "m", "--to", "gguf", "--out", tmp_path / "o") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+
+
+def test_without_gguf_the_command_for_it_is_named(directory, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert run("--model", directory("llama"), "--to", "gguf", "--out", tmp_path / "o") == 2
+    assert "pip install -r python/requirements-export.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["gguf", "hf"])
+def test_an_export_that_fails_leaves_nothing(directory, tmp_path, monkeypatch, capsys, to):
+    """Nor does one that was killed: its folder is removed by the next."""
+    left = tmp_path / ".o.penstock-export"
+    (left / "o").mkdir(parents=True)
+    (left / "o/model.safetensors").write_bytes(b"half")
+    words = ("--model", directory("llama"), "--to", to, "--out", tmp_path / "o", "--quiet")
+    convert, calls = export._convert, []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == 9:
+            raise OSError(28, "No space left on device")
+        return convert(*args)
+
+    monkeypatch.setattr(export, "_convert", fail)
+    assert run(*words) == 1 and "No space left" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.undo()
+    assert run(*words) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["o"]
+
+
+def test_two_exports_to_one_name_do_not_mix(directory, tmp_path, capsys):
+    with export._work_folder(tmp_path / "o"):
+        assert run("--model", directory("llama"), "--to", "hf", "--out", tmp_path / "o") == 2
+    assert "another export is writing it" in capsys.readouterr().err
+
+
+def test_the_command_runs(directory, tmp_path):
+    words = ["--model", directory("llama"), "--to", "hf", "--out", tmp_path / "o"]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "export", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "GB/s" in done.stdout and (tmp_path / "o/config.json").exists()

@@ -1,0 +1,522 @@
+"""What follows a run: penstock watch, report and log, and the RunLog that they read."""
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
+from io import StringIO
+
+import pytest
+from conftest import BUILD, ROOT
+from penstock import ModelConfig, Plan, RunLog, Trainer, runs, watch
+from penstock.data import train_tokenizer
+from penstock.files import DataError
+from rich.console import Console
+
+STEPS, SEQ = 6, 64
+HOSTILE = '"</pre><script>document.title = 1</script>&<img src=x onerror=alert(1)>'
+
+
+def command(name, *args, columns=140):
+    """The command in this process; what its program would print and return."""
+    out, err = StringIO(), StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        patch.setenv("COLUMNS", str(columns))
+        try:
+            code = import_module(f"penstock.{name}").main([str(a) for a in args])
+        except SystemExit as refusal:
+            code = refusal.code
+    return subprocess.CompletedProcess([name, *args], code, out.getvalue(), err.getvalue())
+
+
+def program(name, *args):
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", name, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python"), "PENSTOCK_BUILD": str(BUILD)},
+    )
+
+
+def refused(done, pattern):
+    assert done.returncode == 2 and done.stdout == "", done
+    assert done.stderr.count("\n") == 1 and re.match("penstock[ :]", done.stderr), done.stderr
+    assert re.search(pattern, done.stderr), done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, tiny_shard, tmp_path_factory):
+    """The run directory of a training from Python, and its metrics."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    plan = Plan(ModelConfig.read(tiny_model), seq_len=SEQ, device_mem="5MiB")
+    with (
+        Trainer(tiny_model, plan, tiny_shard, lr=1e-3, total_steps=STEPS) as trainer,
+        RunLog(folder, trainer) as log,
+    ):
+        steps = []
+        for metrics in trainer.steps(STEPS):
+            log.write(metrics)
+            steps.append(metrics)
+    return folder, steps
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy that a test may change."""
+    return shutil.copytree(trained[0], tmp_path / "run")
+
+
+def rows_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def put(run, rows):
+    """Replace metrics.jsonl, as a resumed run does."""
+    part = run / "metrics.part"
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.replace(part, run / "metrics.jsonl")
+
+
+def dead_process():
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+# ---- the run directory ---------------------------------------------------------------------------
+
+
+def test_a_run_log_holds_every_step_and_what_was_consumed(trained):
+    folder, steps = trained
+    rows, plan = rows_of(folder), json.loads((folder / "plan.json").read_text())
+    assert [(r["step"], r["loss"], r["lr"]) for r in rows] == [
+        (m.step, m.loss, m.lr) for m in steps
+    ]
+    assert [r["consumed_tokens"] for r in rows] == [512 * (i + 1) for i in range(STEPS)]
+    assert [r["consumed_samples"] for r in rows] == [8 * (i + 1) for i in range(STEPS)]
+    fields = (ROOT / "docs/watch.md").read_text().split("## The fields of")[1].split("## ")[0]
+    assert all(set(r) <= set(re.findall(r"`(\w+)`", fields)) for r in rows)
+    last = rows[-1]
+    assert last["total_steps"] == STEPS and last["eta_s"] == 0 and last["samples"] == 8
+    assert last["tflops"] == pytest.approx(plan["model_flops"] / last["step_s"] * 1e-12)
+    assert not (folder / ".penstock.lock").exists()
+
+
+def test_a_run_log_of_a_resumed_trainer_goes_on(tiny_model, tiny_shard, tmp_path):
+    plan = Plan(ModelConfig.read(tiny_model), seq_len=SEQ)
+    for first in (0, 2):
+        with (
+            Trainer(tiny_model, plan, tiny_shard, first_step=first, total_steps=9) as trainer,
+            RunLog(tmp_path / "run", trainer) as log,
+        ):
+            with pytest.raises(DataError, match="in use by another run"):
+                RunLog(tmp_path / "run", trainer)
+            for metrics in trainer.steps(3):
+                log.write(metrics)
+    rows = rows_of(tmp_path / "run")
+    assert [(r["step"], r["consumed_samples"]) for r in rows] == [(i, 8 * i + 8) for i in range(5)]
+
+
+def test_metrics_are_read_as_they_grow_and_as_a_resumed_run_replaces_them(run):
+    rows = rows_of(run)
+    put(run, rows[:3])
+    metrics = runs.Metrics(run / "metrics.jsonl")
+    assert metrics.poll() == 0 and metrics.poll() is None and len(metrics.rows) == 3
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(rows[3])[:40])
+        file.flush()
+        assert metrics.poll() is None  # half a line
+        file.write(json.dumps(rows[3])[40:] + "\n")
+    assert metrics.poll() == 3 and metrics.rows == rows[:4]
+    again = rows[:2] + [rows[2] | {"time_s": rows[2]["time_s"] + 100, "loss": None}]
+    put(run, again)
+    assert metrics.poll() == 2 and len(metrics.rows) == 3
+    assert metrics.rows[2]["loss"] != metrics.rows[2]["loss"]  # null is NaN
+    put(run, again)
+    assert metrics.poll() is None
+
+
+# ---- watch ---------------------------------------------------------------------------------------
+
+
+def test_a_frame_shows_the_numbers_of_a_finished_run(run):
+    rows = rows_of(run)
+    put(run, rows[:-1] + [rows[-1] | {"val_loss": 4.3219, "n_skipped": 2}])
+    shown = command("watch", run, "--once").stdout
+    for text in (
+        r"state +finished: the last step ended at \d{4}-",
+        rf"step +{STEPS} of {STEPS}, 100.0%",
+        r"consumed +48 samples, 3,072 tokens",
+        r"global batch +8 samples, 512 tokens",
+        r"learning rate +1.000e-03",
+        rf"loss +{rows[-1]['loss']:.4f}",
+        r"validation +4.3219 at step 6, least 4.3219",
+        r"skipped +2 steps, not finite",
+        r"step time +[\d.]+ s, predicted [\d.]+ s \([\d.]+x\)",
+        r"device .* [\d.]+ MiB of 5.0 MiB \(cap\)",
+        r"host .* MiB \(plan\)",
+        r"compute +\d+%",
+    ):
+        assert re.search(text, shown), (text, shown)
+    assert any(0x2800 < ord(c) < 0x2900 for c in shown)
+    assert max(map(len, shown.splitlines())) <= 140
+    narrow = command("watch", run, "--once", columns=60).stdout
+    assert max(map(len, narrow.splitlines())) <= 60 and "tokens/s" in narrow
+
+
+def test_a_run_that_crashed_says_since_when_nothing_came(run):
+    pid, rows = dead_process(), rows_of(run)
+    (run / ".penstock.lock").write_text(f"{pid}\n")
+    put(run, rows[:3] + [rows[3] | {"time_s": time.time() - 200}])
+    shown = command("watch", run, "--once").stdout
+    assert re.search(
+        rf"crashed: process {pid} is gone; nothing has come since .*, 3m2\ds ago", shown
+    )
+
+
+def test_a_killed_run_that_nobody_has_waited_for_has_crashed(run):
+    """Its process stays in /proc, as it does in a container whose first process reaps none."""
+    killed = subprocess.Popen(["sleep", "60"])
+    killed.kill()
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+    (run / ".penstock.lock").write_text(f"{killed.pid}\n")
+    assert f"crashed: process {killed.pid} is gone" in command("watch", run, "--once").stdout
+    killed.wait()
+
+
+def test_a_run_that_hangs_is_seen(run):
+    rows = rows_of(run)
+    (run / ".penstock.lock").write_text(f"{os.getpid()}\n")
+    assert re.search(r"state +running *│", command("watch", run, "--once").stdout)
+    put(run, rows[:3] + [rows[3] | {"time_s": time.time() - 500}])
+    shown = command("watch", run, "--once").stdout
+    assert re.search(r"running: no step has ended since .*, 8m2\ds ago", shown)
+    put(run, [])
+    assert "running: no step has ended yet" in command("watch", run, "--once").stdout
+
+
+def test_the_dashboard_follows_a_run_until_it_ends(run):
+    rows, lock, out = rows_of(run), run / ".penstock.lock", StringIO()
+    lock.write_text(f"{os.getpid()}\n")
+    put(run, rows[:2])
+    console = Console(file=out, force_terminal=True, width=120, height=60)
+    follower = threading.Thread(
+        target=watch.follow, args=(runs.RunDirectory(run), console, 0.02), daemon=True
+    )
+    follower.start()
+
+    def shows(text):
+        end = time.monotonic() + 30
+        while text not in out.getvalue() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert text in out.getvalue()
+
+    shows("2 of 6")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows[2:5]))
+    shows("5 of 6")
+    put(run, rows)
+    lock.unlink()
+    follower.join(30)
+    assert not follower.is_alive()
+    shows("finished")
+
+
+def test_a_chart_draws_each_value_in_its_row():
+    steps = list(range(1, 101))
+    lines = watch.chart([(steps, [float(s) for s in steps], "cyan")], 59, 5).plain.splitlines()
+    assert lines[0].startswith("     100 ") and lines[4].startswith("       1 ")
+    drawn = [[c for c, mark in enumerate(line[9:]) if ord(mark) > 0x2800] for line in lines[:5]]
+    assert drawn[0][-1] == 49 and drawn[4][0] == 0  # rises from left to right
+    assert all(above[0] >= below[-1] for above, below in zip(drawn, drawn[1:]))
+    nan = float("nan")
+    assert watch.chart([([1], [nan], "")], 59, 5).plain == "no value yet"
+
+
+# ---- report --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def report(run):
+    """A report whose run has validation losses, stalls and a hostile run.toml."""
+    rows = rows_of(run)
+    rows[2] |= {"loss": None, "n_skipped": 1}  # a skipped step
+    put(run, [row | {"val_loss": 5.0 - i / 10} for i, row in enumerate(rows)])
+    (run / "run.toml").write_text(f"# {HOSTILE}\n")
+    stall = {"stream": "compute", "for": HOSTILE, "from": "h2d", "seconds": 0.25}
+    summary = {
+        "streams": [{"name": "compute", "busy": 0.75, "wait": 0.125}],
+        "stalls": [stall | {"planned_seconds": 0.5}],
+    }
+    (run / "summary.json").write_text(json.dumps(summary))
+    done = command("report", run)
+    assert done.returncode == 0 and done.stdout == f"{run / 'report.html'}\n", done
+    return run / "report.html"
+
+
+SECTIONS = (
+    *("summary", "curves", "predicted-and-measured", "streams-and-stalls"),
+    *("plan", "command", "machine-and-versions"),
+)
+
+
+def test_a_report_is_one_escaped_page_with_all_its_parts(report, run):
+    text, plan = report.read_text(), json.loads((run / "plan.json").read_text())
+    assert "<script" not in text and "onerror=alert" not in text.replace(html.escape(HOSTILE), "")
+    assert text.count(html.escape(HOSTILE)) == 2
+    sources = re.findall(r'(?:src|href)="([^"]*)"', text)
+    assert sources and all(source.startswith("data:") for source in sources)
+    assert re.findall(r'<section id="([^"]*)"', text) == list(SECTIONS)
+    step = f"{plan['predicted_step_s']:,.4g}"
+    assert f'<td>step, seconds</td><td class="n">{step}</td>' in text
+    assert '<td class="n">0.5</td><td class="n">0.25</td>' in text  # the stall
+    assert f"{plan['units'][-1]['elements']:,}" in text and "5.0 MiB" in text
+    assert "4.5000 after step 6" in text
+
+
+BROWSER = next((p for n in ("chromium", "google-chrome") if (p := shutil.which(n))), None)
+ERRORS = (
+    "<script>var seen = []; addEventListener('error', e => seen.push(String(e)), true)</script>"
+)
+MEASURE = """<script>addEventListener('load', () => {
+  let out = {errors: seen, title: document.title, sections: [], images: [],
+             loaded: performance.getEntriesByType('resource').map(e => e.name)};
+  for (let s of document.querySelectorAll('section')) {
+    let box = s.getBoundingClientRect();
+    out.sections.push([s.id, s.checkVisibility() && box.width > 300 ? box.height : 0]); }
+  for (let i of document.images)
+    out.images.push([i.alt, i.complete ? i.naturalWidth : 0, i.getBoundingClientRect().height]);
+  let pre = document.createElement('pre');
+  pre.id = 'measured'; pre.textContent = JSON.stringify(out);
+  document.body.appendChild(pre); })</script>"""
+
+
+@pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on PATH")
+def test_a_browser_shows_every_section_and_curve_without_an_error(report, tmp_path):
+    """A script that the test adds measures the page after it was laid out."""
+    page = tmp_path / "measured.html"
+    text = report.read_text().replace("<head>", "<head>" + ERRORS, 1)
+    page.write_text(text.replace("</body>", MEASURE + "</body>"))
+    done = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+        + ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}"]
+        + ["--virtual-time-budget=10000", "--window-size=1000,800", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    found = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout, re.S)
+    assert found, done.stderr[-2000:]
+    seen = json.loads(html.unescape(found[1]))
+    assert ":CONSOLE" not in done.stderr and seen["errors"] == [], (seen, done.stderr[-2000:])
+    assert seen["title"] == "run" and [name for name, _ in seen["sections"]] == list(SECTIONS)
+    assert all(height > 40 for _, height in seen["sections"]), seen
+    names = "loss and validation loss", "gradient norm", "learning rate", "tokens / s", "memory"
+    assert tuple(name for name, _, _ in seen["images"]) == names
+    assert all(width > 400 and height > 100 for _, width, height in seen["images"]), seen
+    assert all(name.startswith("data:") for name in seen["loaded"]), seen
+
+
+# ---- sample --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sampled(trained, tiny_model, tmp_path_factory):
+    """A run directory with checkpoints of steps 2 and 4, whose model has a tokenizer."""
+    folder = tmp_path_factory.mktemp("sampled")
+    run = shutil.copytree(trained[0], folder / "run")
+    (folder / "text").write_text("the cat sat on the mat. " * 20)
+    for step in (2, 4):
+        checkpoint = run / f"checkpoints/step-{step:08}"
+        shutil.copytree(tiny_model, checkpoint)
+        train_tokenizer([folder / "text"], 300).save(str(checkpoint / "tokenizer.json"))
+        (checkpoint / "manifest.json").write_text("{}")
+    (run / "checkpoints/step-00000009").mkdir()  # a checkpoint that is not whole
+    return run
+
+
+def test_every_checkpoint_is_sampled_once_and_shown(sampled):
+    words = sampled, "--prompt", HOSTILE, "--max-new-tokens", "5"
+    done = program("sample", *words)
+    assert done.returncode == 0 and done.stderr == "", done
+    rows = [json.loads(line) for line in (sampled / "samples.jsonl").read_text().splitlines()]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == rows
+    assert [(r["step"], r["prompt"], r["new_tokens"]) for r in rows] == [
+        (4, HOSTILE, 5),
+        (2, HOSTILE, 5),
+    ]
+    assert rows[0]["text"] == rows[1]["text"] != ""  # the same weights
+    assert command("sample", *words).stdout == ""
+    assert "sampled after step 4" in command("watch", sampled, "--once").stdout
+    assert command("report", sampled).returncode == 0
+    text = (sampled / "report.html").read_text()
+    assert text.count(f"<td>{html.escape(HOSTILE)}</td>") == 2
+    assert f"<td>{html.escape(rows[0]['text'])}</td>" in text
+
+
+def test_what_cannot_be_sampled_is_refused(sampled, run, tmp_path):
+    refused(command("sample", run, "--prompt", "a"), "has no checkpoint to sample: train with")
+    refused(command("sample", run), "give either --prompt TEXT or --prompts FILE")
+    refused(command("sample", run, "--prompts", tmp_path / "none"), "cannot be read")
+    again = shutil.copytree(sampled, tmp_path / "again")
+    (again / "samples.jsonl").unlink(missing_ok=True)
+    refused(command("sample", again, "--prompt", "a", "--none"), "step-00000004: .*--none")
+    refused(command("sample", again, "--prompt", "a", "--top-p", "7"), "step-00000004: .*top_p")
+    (again / "samples.jsonl").write_text("{}\n")
+    for name in ("sample", "watch", "report"):
+        words = ["--prompt", "a"] if name == "sample" else ["--once"] if name == "watch" else []
+        refused(command(name, again, *words), "samples.jsonl: line 1 is no sample")
+
+
+# ---- log -----------------------------------------------------------------------------------------
+
+
+def events(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(run / "tensorboard"))
+    accumulator.Reload()
+    tags = accumulator.Tags()["scalars"]
+    return {tag: [(e.step, e.value, e.wall_time) for e in accumulator.Scalars(tag)] for tag in tags}
+
+
+def test_tensorboard_gets_every_step_once(run):
+    rows = rows_of(run)
+    put(run, rows[:3])
+    assert command("log", run, "--tensorboard").stdout.startswith("3 steps written")
+    put(run, rows)
+    assert command("log", run, "--tensorboard").stdout.startswith("3 steps written")
+    assert command("log", run, "--tensorboard").stdout.startswith("0 steps written")
+    seen = events(run)
+    assert [(s, t) for s, _, t in seen["train/loss"]] == [
+        (r["step"] + 1, r["time_s"]) for r in rows
+    ]
+    assert [v for _, v, _ in seen["train/loss"]] == pytest.approx([r["loss"] for r in rows])
+    assert {"train/grad_norm", "train/learning_rate", "perf/tokens_per_s", "perf/mfu"} <= set(seen)
+
+
+def test_tensorboard_shows_the_new_steps_of_a_resumed_run(run):
+    rows = rows_of(run)
+    assert command("log", run, "--tensorboard").returncode == 0
+    again = [row | {"time_s": row["time_s"] + 1000, "loss": 1.0} for row in rows[4:]]
+    put(run, rows[:4] + again[:1])
+    assert command("log", run, "--tensorboard").stdout.startswith("1 steps written")
+    seen = events(run)["train/loss"]
+    assert [s for s, _, _ in seen] == [1, 2, 3, 4, 5] and seen[-1][1] == 1.0
+
+
+class FakeWandb:
+    """In place of the package wandb: keeps the calls."""
+
+    Settings = dict
+
+    def __init__(self):
+        self.starts, self.logged, self.finished = [], [], 0
+
+    def init(self, **settings):
+        self.starts.append(settings)
+        self.dir = f"{settings['dir']}/wandb/offline-run/files"
+        return self
+
+    def log(self, values, step, commit):
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_wandb_gets_every_step_once_in_one_offline_run(run, monkeypatch):
+    rows, fake = rows_of(run), FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for part in (rows[:3], rows, rows):
+        put(run, part)
+        done = command("log", run, "--wandb", "--project", "mine")
+        assert done.returncode == 0 and "wandb sync" in done.stdout, done
+    first, second = fake.starts
+    assert first["id"] == second["id"] and first["config"]["tokens_per_step"] == 512
+    assert (first["mode"], first["project"], first["name"]) == ("offline", "mine", "run")
+    assert [step for step, _ in fake.logged] == [1, 2, 3, 4, 5, 6] and fake.finished == 2
+    assert [values["train/loss"] for _, values in fake.logged] == [r["loss"] for r in rows]
+
+
+def test_wandb_itself_takes_what_log_writes(run):
+    pytest.importorskip("wandb", reason="the package wandb is not installed")
+    done = program("log", run, "--wandb")
+    assert done.returncode == 0 and done.stdout.startswith(f"{STEPS} steps written"), done
+    folder = run / "wandb" / done.stdout.split("wandb sync ")[1].strip().rpartition("/")[2]
+    (file,) = folder.glob("run-*.wandb")
+    assert file.read_bytes().count(b"train/loss") >= STEPS
+    assert program("log", run, "--wandb").stdout.startswith("0 steps written")
+
+
+@pytest.mark.parametrize("name", ["watch", "report", "sample", "log"])
+def test_the_package_has_the_command(name):
+    done = program(name, "--none")
+    refused(done, rf"^penstock {name}: the following arguments are required: RUN$")
+    native = subprocess.run([BUILD / "bin/penstock", name], capture_output=True, text=True)
+    refused(native, f"run python -m penstock {name}\\b")
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["watch", "report", "log"])
+def test_a_run_that_is_none_is_refused_in_one_sentence(name, run, tmp_path):
+    once = {"watch": ["--once"], "report": [], "log": ["--tensorboard"]}[name]
+    refused(command(name), "required: RUN")
+    refused(command(name, tmp_path / "none", *once), "none is no directory")
+    refused(command(name, run / "plan.json", *once), "plan.json is no directory")
+    refused(command(name, tmp_path, *once), "has no metrics.jsonl")
+    rows = rows_of(run)
+    for text, pattern in (
+        ("{}\n", "line 1 has no step"),
+        ("7\n", "line 1 is JSON, but no object"),
+        ("\x00\n", "line 1 is not JSON"),
+        (json.dumps(rows[0]) + "\n" + json.dumps(rows[1] | {"lr": "low"}) + "\n", "line 2: lr is"),
+    ):
+        (run / "metrics.jsonl").write_text(text)
+        refused(command(name, run, *once), pattern)
+    put(run, rows)
+    (run / "plan.json").write_text("[1]")
+    refused(command(name, run, *once), "plan.json has no predicted_step_s")
+    assert sorted(p.name for p in run.iterdir()) == ["metrics.jsonl", "plan.json"]
+
+
+def test_what_a_report_cannot_show_or_write_is_refused(run):
+    refused(command("report", run, "-o", run), "is a directory")
+    done = command("report", run, "-o", run / "none/report.html")
+    assert done.returncode == 1 and "cannot be written" in done.stderr, done
+    (run / "plan.json").write_text('{"predicted_step_s": 1}')
+    refused(command("report", run), "lacks a part")
+    (run / "summary.json").write_text('{"streams": 7}')
+    refused(command("report", run), "lacks a part")
+    put(run, [])
+    refused(command("report", run), "has completed no step")
+
+
+def test_log_says_what_is_missing(run, monkeypatch):
+    refused(command("log", run), "nothing to write: give --tensorboard, --wandb or both")
+    for name in ("tensorboard", "wandb"):
+        with monkeypatch.context() as patch:
+            for module in [m for m in sys.modules if m.partition(".")[0] == name] + [name]:
+                patch.setitem(sys.modules, module, None)  # its import is an ImportError
+            done = command("log", run, f"--{name}")
+        refused(done, f"--{name} needs the package {name}: pip install -r python/requirements-log")
+    (run / "wandb").mkdir()
+    (run / "wandb/penstock.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    refused(command("log", run, "--wandb"), "penstock.json cannot be read")
+    put(run, [{k: v for k, v in row.items() if k != "time_s"} for row in rows_of(run)])
+    refused(command("log", run, "--tensorboard"), "line 6 has no time_s")
