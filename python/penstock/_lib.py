@@ -1,4 +1,4 @@
-"""The C library: its place, its declarations, and its errors as exceptions.
+"""The C library: its place and its declarations.
 
 The declarations (penstock.cdef) are generated from the public headers when the library is built,
 and lie beside it, so that both are of one version. The size of every public struct is compared when
@@ -10,74 +10,9 @@ from pathlib import Path
 
 from cffi import FFI
 
+from .errors import OF_STATUS, PenstockError
+
 LIBRARY, DECLARATIONS = "libpenstock.so", "penstock.cdef"
-
-
-class PenstockError(Exception):
-    """A call of the library failed. The text is the library's message; `code` is the ps_status."""
-
-    code = 0
-
-
-class InvalidError(PenstockError, ValueError):
-    """PS_EINVAL: an argument or an option is wrong."""
-
-
-class FormatError(PenstockError, ValueError):
-    """PS_EFORMAT: a file's contents are wrong."""
-
-
-class BudgetError(PenstockError):
-    """PS_EBUDGET: a memory cap is too small. The text says what is needed and what fits."""
-
-
-class OutOfMemoryError(PenstockError, MemoryError):
-    """PS_ENOMEM: the machine refused memory."""
-
-
-class InputOutputError(PenstockError, OSError):
-    """PS_EIO: reading or writing failed."""
-
-
-class BusyError(PenstockError):
-    """PS_EBUSY: an object that was opened from this one still lives."""
-
-
-class StateError(PenstockError):
-    """PS_ESTATE: called in the wrong order."""
-
-
-class CancelledError(PenstockError):
-    """PS_ECANCELLED: stopped on request."""
-
-
-class DeviceError(PenstockError):
-    """PS_EDEVICE: the device or a thread failed."""
-
-
-class NumericError(PenstockError, ArithmeticError):
-    """PS_ENUMERIC: a loss or a gradient is not finite."""
-
-
-class InternalError(PenstockError):
-    """PS_EINTERNAL: a defect of the library."""
-
-
-_EXCEPTIONS = {
-    -1: InvalidError,
-    -2: FormatError,
-    -3: BudgetError,
-    -4: OutOfMemoryError,
-    -5: InputOutputError,
-    -6: BusyError,
-    -7: StateError,
-    -8: CancelledError,
-    -9: DeviceError,
-    -10: NumericError,
-    -11: InternalError,
-}
-for _code, _exception in _EXCEPTIONS.items():
-    _exception.code = _code
 
 
 def _library_path() -> Path:
@@ -91,6 +26,20 @@ def _library_path() -> Path:
         return Path(os.environ["PENSTOCK_LIB"])
     root = package.parent.parent
     return root / os.environ.get("PENSTOCK_BUILD", "build") / "lib" / LIBRARY
+
+
+def program_path() -> Path:
+    """The program `penstock` that belongs to the library. FileNotFoundError: there is none."""
+    library = _library_path()
+    # in the package; in a build folder
+    places = [library.parent / "penstock", library.parent.parent / "bin" / "penstock"]
+    program = next((p for p in places if p.exists()), None)
+    if program is None:
+        raise FileNotFoundError(
+            f"penstock: the program is missing beside {library.parent / LIBRARY}: run `make` in "
+            "the source tree, or install the package again"
+        )
+    return program
 
 
 def _load():
@@ -129,7 +78,7 @@ def text(pointer) -> str:
 
 def error(status: int) -> PenstockError:
     """The exception for a negative status, with the calling thread's last error."""
-    return _EXCEPTIONS[status](text(lib.ps_last_error()) or text(lib.ps_status_name(status)))
+    return OF_STATUS[status](text(lib.ps_last_error()) or text(lib.ps_status_name(status)))
 
 
 def check(status: int) -> None:
@@ -173,6 +122,8 @@ def as_dict(value) -> dict:
         content = getattr(value, name)
         if field.type.kind == "array":
             content = text(content) if field.type.item.cname == "char" else _as_list(content)
+        elif field.type.kind == "struct":
+            content = as_dict(content)
         out[name] = content
     return out
 
