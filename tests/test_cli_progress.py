@@ -13,6 +13,7 @@ import termios
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from test_cli import BINARY, edit_config, job, penstock, refused, words  # noqa: F401 (job is a fixture)
 
 
@@ -217,3 +218,14 @@ def test_weights_that_are_not_finite_are_named(job, tiny_model, tmp_path, name, 
         and f"step 0: {name} had weights that are not finite before training" in done.stderr
     ), done.stderr
     assert "--lr" not in done.stderr
+
+
+def test_a_search_of_seconds_shows_its_progress_on_a_terminal_and_leaves_no_trace(tmp_path):
+    shutil.copy(ROOT / "models/8b.json", tmp_path / "config.json")
+    asked = ["plan", "--model", tmp_path, "--seq-len", 8192, "--tokens-per-step", 24576]
+    asked += ["--device-mem", "24GiB", "--host-mem", "84GiB"]
+    asked += ["--hardware", ROOT / "docs/hardware-h200.json"]
+    shown = on_terminal(80, *asked)
+    line = r"searching a plan, \d+ s:  \d+ evaluated  (none fits yet|best \d+ tokens/s)"
+    assert re.search(line, shown) and shown.endswith("\r\033[K")
+    assert all(len(x.removeprefix("\033[K")) < 80 for x in shown.split("\r"))

@@ -753,3 +753,35 @@ def test_a_host_cap_beyond_the_machine_is_said_to_be_one():
             hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"),
             reserve=1 << 30,
         )
+
+
+def test_the_advice_for_a_long_sequence_is_near_the_smallest_plan(tmp_path):
+    """Most candidates take more of the host than its cap. The search for the smallest device memory
+    does not spend its budget on them: it advised 153.8 GiB once, where 31.5 were enough."""
+    config = json.loads((ROOT / "models/8b.json").read_text()) | {
+        "max_position_embeddings": 1 << 19
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ask = on_an_h200(tmp_path, 512, seq_len=1 << 19, host_mem="250GiB")
+    ask |= {"tokens_per_step": 1 << 19, "device_mem": "24GiB"}
+    with pytest.raises(BudgetError, match="needs [0-9.]+ GiB of device memory") as refused:
+        Plan(ModelConfig.read(tmp_path), **ask)
+    assert float(re.search(r"needs ([0-9.]+) GiB", str(refused.value))[1]) < 36
+
+
+def test_a_search_tells_how_far_it_is(tmp_path):
+    cfg = ModelConfig.read(ROOT / "models/demo.json")
+    told = []
+    ask = {"seq_len": 64, "tokens_per_step": 1024, "device_mem": "400MiB"}
+    plan = Plan(cfg, progress=lambda n, best_s: told.append((n, best_s)), **ask)
+    assert [n for n, _ in told] == list(range(1, len(told) + 1))
+    best = [s for _, s in told if s > 0]
+    assert len(told) > 10 and best == sorted(best, reverse=True)
+    assert best[-1] == pytest.approx(plan.report["step_s"], rel=1e-6)
+    assert str(plan) == str(Plan(cfg, **ask))
+
+    def fails(n, _best_s):
+        raise RuntimeError(f"at {n}")
+
+    with pytest.raises(RuntimeError, match="at 1$"):
+        Plan(cfg, progress=fails, **ask)

@@ -37,6 +37,14 @@ typedef struct ps_ramp_stage {
   uint64_t n_steps;         /* 1 at least */
 } ps_ramp_stage;
 
+/* ps_plan_progress_fn() - the caller's function that a search calls as it evaluates candidates. A
+ * search has no known end: it ends where nothing better is left, or where its ops are spent.
+ * @n_evaluated  evaluations so far, over all searches of the plan
+ * @best_step_s  a step of the fastest plan so far that fits, predicted; 0: none yet
+ * Called from the search's threads, one call at a time. It must not call the planner, and the
+ * search waits while it runs. */
+typedef void (*ps_plan_progress_fn)(void *user, uint64_t n_evaluated, double best_step_s);
+
 /* What a plan is asked for. 0 leaves a choice to the planner where a field says so. */
 typedef struct ps_plan_config {
   uint32_t struct_bytes; /* sizeof(ps_plan_config) */
@@ -105,6 +113,8 @@ typedef struct ps_plan_config {
    * of equal size that are no larger than a step of training. It runs in the memory of training,
    * and the plan is the same without it. 0: none. */
   uint64_t val_tokens;
+  ps_plan_progress_fn progress; /* or NULL */
+  void *progress_user;
 } ps_plan_config;
 
 /* The policy of a saved activation, between the forward and the backward pass of its chunk:

@@ -360,6 +360,9 @@ void cli_progress_begin(cli_progress *p, const cli_job *job);
 void cli_progress_load(cli_progress *p, const char *what, uint64_t done_bytes,
                        uint64_t total_bytes);
 void cli_progress_step(cli_progress *p, const ps_step_metrics *m, const cli_step *s);
+/* "searching a plan, 8 s: 1242 evaluated, best 11402 tokens/s". On a terminal after half a second,
+ * elsewhere a line after each 5 s: most searches are shorter. @best 0: no plan fits so far. */
+void cli_progress_search(cli_progress *p, uint64_t n_evaluated, double best_tokens_per_s);
 /* "plan 3 of 12, 8 s" */
 void cli_progress_count(cli_progress *p, const char *what, uint64_t done, uint64_t total);
 void cli_progress_note(cli_progress *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));

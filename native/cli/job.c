@@ -343,11 +343,34 @@ int cli_job_prepare(cli_job *j) {
   return CLI_OK;
 }
 
+typedef struct search_view {
+  cli_progress progress;
+  double tokens_per_step;
+} search_view;
+
+static void on_evaluated(void *user, uint64_t n_evaluated, double best_step_s) {
+  search_view *v = user;
+  cli_progress_search(&v->progress, n_evaluated,
+                      best_step_s > 0 ? v->tokens_per_step / best_step_s : 0);
+}
+
+/* The tokens of a step as ps_plan_config says. */
+static double step_tokens(const ps_plan_config *c) {
+  const uint64_t n = c->tokens_per_step ? c->tokens_per_step / c->seq_len : 8;
+  return (double)((n ? n : 1) * c->seq_len);
+}
+
 int cli_job_plan(cli_job *j) {
   int code = cli_job_prepare(j);
   if (code != CLI_OK)
     return code;
-  ps_status st = ps_plan_create(&j->plan, &j->config, &j->plan_config, &j->hardware);
+  search_view view = {.tokens_per_step = step_tokens(&j->plan_config)};
+  cli_progress_begin(&view.progress, j);
+  ps_plan_config config = j->plan_config;
+  config.progress = on_evaluated;
+  config.progress_user = &view;
+  ps_status st = ps_plan_create(&j->plan, &j->config, &config, &j->hardware);
+  cli_progress_clear(&view.progress);
   if (st != PS_OK)
     return cli_fail_status(st, true);
   j->report.struct_bytes = sizeof j->report;

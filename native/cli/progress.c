@@ -195,6 +195,21 @@ void cli_progress_count(cli_progress *p, const char *what, uint64_t done, uint64
   put_line(p, parts, 1);
 }
 
+void cli_progress_search(cli_progress *p, uint64_t n_evaluated, double best_tokens_per_s) {
+  part parts[3] = {{.rank = 1}, {.rank = 2}, {.rank = 0}};
+  const double now_s = cli_now_s();
+  if ((p->tty ? now_s - p->started_s < 0.5 : now_s - p->printed_s < 5) || !due(p, false))
+    return;
+  snprintf(parts[0].text, sizeof parts->text, "searching a plan, %.0f s:", now_s - p->started_s);
+  snprintf(parts[0].brief, sizeof parts->brief, "%.0f s", now_s - p->started_s);
+  snprintf(parts[1].text, sizeof parts->text, "%" PRIu64 " evaluated", n_evaluated);
+  if (best_tokens_per_s > 0)
+    say(&parts[2], "best %.0f tokens/s", best_tokens_per_s);
+  else
+    say(&parts[2], "none fits yet");
+  put_line(p, parts, 3);
+}
+
 void cli_progress_clear(cli_progress *p) {
   if (p->line_open)
     fputs("\r\033[K", stderr);

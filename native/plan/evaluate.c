@@ -150,7 +150,20 @@ static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint3
 
 /* ---- a candidate's exact memory -------------------------------------------------------------- */
 
-void ps__evaluation_free(ps__evaluation *e) {
+/* An evaluation ended; @ns: a step of the candidate, 0 where it does not fit. */
+static void tell_watch(ps__search_watch *w, double ns) {
+  if (!w->fn)
+    return;
+  pthread_mutex_lock(&w->lock);
+  w->n_evaluated++;
+  if (ns > 0 && (w->best_ns == 0 || ns < w->best_ns))
+    w->best_ns = ns;
+  w->fn(w->user, w->n_evaluated, w->best_ns * 1e-9);
+  pthread_mutex_unlock(&w->lock);
+}
+
+void ps__evaluation_end(ps__search *s, ps__evaluation *e) {
+  tell_watch(s->watch, ps__fits(s, e->bytes) && e->mapped ? e->known.ns : 0);
   if (!e->emitted)
     return;
   ps__step_free(&e->step);
@@ -215,7 +228,7 @@ ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluati
     for (uint32_t i = 0; i < s->plan->at->n_places; i++) {
       alive[i] = ps__memmap_bound(e->step.vt, e->step.n_vt, (uint32_t)e->step.n_op, i);
       if (alive[i] == UINT64_MAX) {
-        ps__evaluation_free(e);
+        ps__evaluation_end(s, e);
         return ps__fail(PS_ENOMEM, "out of memory for a plan's size");
       }
     }

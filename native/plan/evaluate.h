@@ -3,6 +3,7 @@
 #ifndef PS_PLAN_EVALUATE_H
 #define PS_PLAN_EVALUATE_H
 #include "plan/candidates.h"
+#include <pthread.h>
 
 enum { PS__N_BEST = 8 };
 typedef struct ps__fastest {
@@ -10,10 +11,20 @@ typedef struct ps__fastest {
   ps__candidate candidate;
 } ps__fastest; /* ns 0: none */
 
+/* What the caller's progress function is told. The searches of a plan share it, and run at once. */
+typedef struct ps__search_watch {
+  pthread_mutex_t lock;
+  ps_plan_progress_fn fn; /* NULL: nobody watches */
+  void *user;
+  uint64_t n_evaluated;
+  double best_ns; /* 0: none fits so far */
+} ps__search_watch;
+
 typedef struct ps__search {
   ps_plan *plan;
   ps__memo *memo; /* shared by searches of one model, batch and machine, whatever their caps */
   ps__search_result *out;
+  ps__search_watch *watch;
   ps__search_space space;
   ps__fastest best[PS__N_BEST]; /* of all evaluated, the fastest first */
   /* of each configuration two, far apart: the fastest that streams all blocks' parameters, and the
@@ -80,10 +91,10 @@ bool ps__fits_under(const ps__search *s, const uint64_t cap[PS__MAX_PLACES],
                     const uint64_t bytes[PS__MAX_PLACES]);
 uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES]);
 /* ps__evaluate_begin() - in bytes what no map of the candidate goes below. ps__evaluate_map() - the
- * bytes exactly. Errors: PS_ENOMEM. Freed by ps__evaluation_free(). */
+ * bytes exactly. Errors: PS_ENOMEM. ps__evaluation_end() - release it, and tell who watches. */
 ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluation *e);
 ps_status ps__evaluate_map(ps__search *s, ps__evaluation *e);
-void ps__evaluation_free(ps__evaluation *e);
+void ps__evaluation_end(ps__search *s, ps__evaluation *e);
 /* ps__evaluate_time() - map the candidate where it may fit. Where it fits, simulate it with each
  * number of threads for sums, keep the best number, and note the candidate among the best.
  * @out_ns  of a step; 0 where the candidate does not fit. Errors: PS_ENOMEM. */

@@ -87,7 +87,7 @@ static ps_status fill_device(ps__search *s, ps__candidate *m, uint64_t taken, do
     const ps_status st = ps__evaluate_time(s, m, &e, out_ns);
     *out_taken = e.bytes[s->plan->at->device];
     const uint64_t host = e.bytes[s->plan->at->host];
-    ps__evaluation_free(&e);
+    ps__evaluation_end(s, &e);
     if (st != PS_OK || *out_ns > 0)
       return st;
     if (host > s->cap[s->plan->at->host]) {

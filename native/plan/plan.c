@@ -424,6 +424,8 @@ void ps_evaluations_destroy(ps_evaluations *e) {
 static ps_status share(ps_evaluations *e, const ps_plan *p) {
   ps_plan_config cfg = p->cfg;
   cfg.device_mem_bytes = cfg.host_mem_bytes = 0;
+  cfg.progress = NULL;
+  cfg.progress_user = NULL;
   if (!e->used) {
     e->model = p->model->cfg;
     e->cfg = cfg;

@@ -93,7 +93,7 @@ static ps_status evaluate(ps__search *s, const ps__candidate *from, double *out_
   PS_TRY(ps__evaluate_begin(s, m, &e));
   note_slack(s, m, &e);
   const ps_status st = ps__evaluate_time(s, m, &e, out_ns);
-  ps__evaluation_free(&e);
+  ps__evaluation_end(s, &e);
   ps__fastest *fastest = &s->fastest[2 * m->microbatch + (m->keep.params > 0)];
   if (*out_ns > 0 && (fastest->ns == 0 || *out_ns < fastest->ns))
     *fastest = (ps__fastest){*out_ns, *m};
@@ -213,7 +213,7 @@ static ps_status confirm_best(ps__search *s) {
     double ns;
     PS_TRY(ps__evaluate_begin(s, &few[i].candidate, &e));
     const ps_status st = ps__evaluate_time(s, &few[i].candidate, &e, &ns);
-    ps__evaluation_free(&e);
+    ps__evaluation_end(s, &e);
     if (st != PS_OK)
       return st;
     n_confirmed += ns > 0;
@@ -239,7 +239,7 @@ static ps_status spend_host(ps__search *s) {
     m.sums = (uint8_t)(m.sums + by);
     PS_TRY(ps__evaluate_begin(s, &m, &e));
     const ps_status st = ps__evaluate_time(s, &m, &e, &ns);
-    ps__evaluation_free(&e);
+    ps__evaluation_end(s, &e);
     if (st != PS_OK)
       return st;
     s->best[0] = ns > 0 && ns <= most_ns ? (ps__fastest){ns, m} : before;
@@ -285,47 +285,58 @@ static void note_smallest(ps__search *s, const uint64_t bytes[PS__MAX_PLACES]) {
   }
 }
 
-/* Whether a candidate that takes at least @bytes could be the smallest in some way. */
-static bool could_be_smallest(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES]) {
-  const ps__search_result *r = s->out;
-  bool any_fits = false;
-  for (uint32_t i = 0; i < s->plan->at->n_places; i++) {
-    if (is_smallest(s, bytes, i))
-      return true;
-    any_fits = any_fits || r->smallest[i];
-  }
-  return r->any[0] == 0 || (!any_fits && beyond(s, bytes) < s->best_miss);
+/* In place of a place: the nearest to all caps, where no cap alone is enough. */
+enum { NEAREST = PS__MAX_PLACES };
+
+/* Whether a candidate that takes at least @bytes could be the smallest at @place. */
+static bool could_be_smallest(const ps__search *s, uint32_t place,
+                              const uint64_t bytes[PS__MAX_PLACES]) {
+  return place == NEAREST ? s->out->any[0] == 0 || beyond(s, bytes) < s->best_miss
+                          : is_smallest(s, bytes, place);
 }
 
-static ps_status evaluate_bytes(ps__search *s, const ps__candidate *m) {
+static ps_status evaluate_bytes(ps__search *s, uint32_t place, const ps__candidate *m) {
   ps__evaluation e;
   uint64_t bytes[PS__MAX_PLACES] = {m->bytes[0], m->bytes[1]};
   add_slack(s, m, bytes);
-  if (!could_be_smallest(s, bytes))
+  if (!could_be_smallest(s, place, bytes))
     return PS_OK;
   PS_TRY(ps__evaluate_begin(s, m, &e));
   note_slack(s, m, &e);
-  ps_status st = could_be_smallest(s, e.bytes) ? ps__evaluate_map(s, &e) : PS_OK;
+  ps_status st = could_be_smallest(s, place, e.bytes) ? ps__evaluate_map(s, &e) : PS_OK;
   if (st == PS_OK && e.mapped)
     note_smallest(s, e.bytes);
-  ps__evaluation_free(&e);
+  ps__evaluation_end(s, &e);
   return st;
 }
 
-/* In the order of each space's bytes in turn, the least first: what is found early rules out most
- * of the rest. */
-static ps_status find_smallest(ps__search *s) {
+/* In the order of the bytes in @space, the least first: what is found early rules out most of the
+ * rest. */
+static ps_status find_smallest_at(ps__search *s, uint32_t place, uint32_t space, keyed *order) {
   const size_t n = s->space.n_candidates;
-  keyed *order = ps__malloc((n + 1) * sizeof *order);
+  ps_status st = PS_OK;
+  for (size_t i = 0; i < n; i++)
+    order[i] = (keyed){s->space.candidate[i].bytes[space], (uint32_t)i};
+  qsort(order, n, sizeof *order, by_key);
+  s->n_ops = 0;
+  for (size_t i = 0; st == PS_OK && i < n && s->n_ops <= ps__budget(s, 2 * MAX_OPS); i++)
+    st = evaluate_bytes(s, place, &s->space.candidate[order[i].idx]);
+  return st;
+}
+
+/* The smallest at each place, each with a budget of its own: it is not spent on candidates that
+ * another place's cap rules out. Where there is none, the nearest to all caps. */
+static ps_status find_smallest(ps__search *s) {
+  const uint32_t n_places = s->plan->at->n_places;
+  keyed *order = ps__malloc((s->space.n_candidates + 1) * sizeof *order);
   ps_status st = order ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the smallest plan");
-  for (uint32_t space = 0; st == PS_OK && space < s->plan->at->n_places; space++) {
-    for (size_t i = 0; i < n; i++)
-      order[i] = (keyed){s->space.candidate[i].bytes[space], (uint32_t)i};
-    qsort(order, n, sizeof *order, by_key);
-    for (size_t i = 0; st == PS_OK && i < n && s->n_ops <= ps__budget(s, (space + 1) * 2 * MAX_OPS);
-         i++)
-      st = evaluate_bytes(s, &s->space.candidate[order[i].idx]);
+  bool found = false;
+  for (uint32_t place = 0; st == PS_OK && place < n_places; place++) {
+    st = find_smallest_at(s, place, place, order);
+    found |= s->out->smallest[place] != 0;
   }
+  for (uint32_t space = 0; st == PS_OK && !found && space < n_places; space++)
+    st = find_smallest_at(s, NEAREST, space, order);
   ps__free(order);
   return st;
 }
@@ -465,6 +476,9 @@ ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__sear
   s->plan = plan;
   s->memo = memo;
   s->out = out;
+  ps__search_watch watch = {.fn = plan->cfg.progress, .user = plan->cfg.progress_user};
+  pthread_mutex_init(&watch.lock, NULL);
+  s->watch = &watch;
   uint64_t *device = &s->cap[s->plan->at->device], *host = &s->cap[s->plan->at->host];
   *device = plan->cfg.device_mem_bytes ? plan->cfg.device_mem_bytes : UINT64_MAX;
   *host = plan->cfg.host_mem_bytes ? plan->cfg.host_mem_bytes : UINT64_MAX;
@@ -486,6 +500,7 @@ ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__sear
   if (st == PS_OK && s->best[0].ns > 0)
     st = keep_best(s);
   ps__search_space_free(&s->space);
+  pthread_mutex_destroy(&watch.lock);
   ps__free(s);
   return st;
 }

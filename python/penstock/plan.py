@@ -222,6 +222,9 @@ class Plan(Owner):
                            None: what the process held when it first asked for a Hardware or a Plan
     keep_grads             gradients are copied to the host wherever the update runs, for
                            Trainer.grad()
+    progress               progress(n_evaluated, best_step_s) is called while the search runs:
+                           evaluations so far, and the predicted step of the fastest plan that fits
+                           (0: none yet). What it raises is raised after the search
 
     Raises InvalidError, and BudgetError, which says what is needed and what fits.
     """
@@ -255,6 +258,7 @@ class Plan(Owner):
         lora: Lora | None = None,
         reserve=None,
         hardware: Hardware | None = None,
+        progress=None,
     ):
         self.model = model
         self.hardware = hardware or Hardware.cached(
@@ -286,10 +290,21 @@ class Plan(Owner):
             lora,
         )
         ramp = _set_ramp(self.config, batch_ramp)
+        failures: list = []
+        watch = progress and ffi.callback(
+            "ps_plan_progress_fn",
+            lambda _user, n_evaluated, best_step_s: progress(n_evaluated, best_step_s),
+            onerror=lambda _type, exc, _traceback: failures.append(exc),
+        )
+        self.config.progress = watch or ffi.NULL
         out = ffi.new("ps_plan **")
-        check(lib.ps_plan_create(out, model._ptr, self.config, self.hardware._ptr))
-        self.config.ramp = ffi.NULL
-        del ramp
+        status = lib.ps_plan_create(out, model._ptr, self.config, self.hardware._ptr)
+        self.config.ramp = self.config.progress = ffi.NULL
+        del ramp, watch
+        if failures:
+            lib.ps_plan_destroy(out[0])
+            raise failures[0]
+        check(status)
         self._handle = Handle("plan", out[0], lib.ps_plan_destroy)
 
     @staticmethod
