@@ -26,9 +26,20 @@ static int by_op(const void *pa, const void *pb) {
 
 static uint64_t end_of(const ps__vt *t) { return t->offset + t->bytes; }
 
-static bool is_placed(const ps__vt *t, uint32_t space, bool aliases) {
-  return t->space == space && t->bytes > 0 && (t->alias_of != 0) == aliases &&
-         (t->persistent || t->first < t->last);
+static bool is_placed(const ps__vt *t, uint32_t space) {
+  return t->space == space && t->bytes > 0 && (t->persistent || t->first < t->last);
+}
+
+/* How many tensors the memory of @t passes through: 0 where @t has its own. More than
+ * PS__MAX_ALIAS_DEPTH: a chain that is too long, or that ends nowhere. */
+static uint32_t depth_of(const ps__vt *vt, size_t n, const ps__vt *t) {
+  uint32_t depth = 0;
+  for (; t->alias_of && depth <= PS__MAX_ALIAS_DEPTH; depth++) {
+    if (t->alias_of > n)
+      return UINT32_MAX;
+    t = &vt[t->alias_of - 1];
+  }
+  return depth;
 }
 
 /* Tensors that are alive, by offset: none overlaps another. */
@@ -65,14 +76,15 @@ static bool apply(alive_list *l, const ps__vt *vt, event e) {
   return true;
 }
 
-/* In order of the ops: no tensor begins to live where another one is alive. */
-static bool no_overlaps(const ps__vt *vt, size_t n, uint32_t space, bool aliases) {
+/* In order of the ops: no tensor of this depth begins to live where another one is alive. Those of
+ * two chains do not overlap either, because their owners do not. */
+static bool no_overlaps(const ps__vt *vt, size_t n, uint32_t space, uint32_t depth) {
   event *events = malloc((2 * n + 1) * sizeof *events);
   alive_list alive = {malloc((n + 1) * sizeof *alive.id), 0};
   size_t m = 0;
   bool valid = true;
   for (size_t i = 0; events && i < n; i++) {
-    if (!is_placed(&vt[i], space, aliases))
+    if (!is_placed(&vt[i], space) || depth_of(vt, n, &vt[i]) != depth)
       continue;
     events[m++] = (event){vt[i].persistent ? 0 : vt[i].first, (uint32_t)i, true};
     if (!vt[i].persistent)
@@ -87,22 +99,29 @@ static bool no_overlaps(const ps__vt *vt, size_t n, uint32_t space, bool aliases
   return valid;
 }
 
+/* An alias lies in its owner, and lives while the owner does. ps__step_map() adds offsets in the
+ * order of the tensors, so an owner that is an alias itself comes first. */
+static bool alias_valid(const ps__vt *vt, size_t n, uint32_t id) {
+  const ps__vt *t = &vt[id];
+  if (depth_of(vt, n, t) > PS__MAX_ALIAS_DEPTH)
+    return false;
+  const ps__vt *owner = &vt[t->alias_of - 1];
+  return owner->space == t->space && (!owner->alias_of || t->alias_of <= id) &&
+         t->offset >= owner->offset && end_of(t) <= end_of(owner) &&
+         (owner->persistent || (t->first >= owner->first && t->last <= owner->last));
+}
+
 bool ps__memmap_valid(const ps__vt *vt, size_t n, uint32_t space, uint64_t bytes) {
   for (size_t i = 0; i < n; i++) {
     const ps__vt *t = &vt[i];
-    if (!is_placed(t, space, false) && !is_placed(t, space, true))
-      continue;
-    if (end_of(t) > bytes || end_of(t) < t->offset)
-      return false;
-    if (!t->alias_of)
-      continue;
-    const ps__vt *owner = &vt[t->alias_of - 1];
-    if (owner->space != space || owner->alias_of || t->offset < owner->offset ||
-        end_of(t) > end_of(owner) ||
-        (!owner->persistent && (t->first < owner->first || t->last > owner->last)))
+    if (is_placed(t, space) && (end_of(t) > bytes || end_of(t) < t->offset ||
+                                (t->alias_of && !alias_valid(vt, n, (uint32_t)i))))
       return false;
   }
-  return no_overlaps(vt, n, space, false) && no_overlaps(vt, n, space, true);
+  for (uint32_t depth = 0; depth <= PS__MAX_ALIAS_DEPTH; depth++)
+    if (!no_overlaps(vt, n, space, depth))
+      return false;
+  return true;
 }
 
 /* ---- the step -------------------------------------------------------------------------------- */

@@ -131,6 +131,28 @@ static void test_two_tensors(void) {
   printf("ok two tensors may share memory or time, not both\n");
 }
 
+static bool four_valid(const ps__vt *vt) {
+  return ps__memmap_valid(vt, 4, ps__one_device.device, 1024);
+}
+
+/* Two aliases of an alias, as saved activations lie in a gradient that lies over another step's. */
+static void test_chain(void) {
+  ps__vt vt[4] = {{.bytes = 1024, .last = UINT32_MAX, .persistent = true},
+                  {.bytes = 512, .offset = 256, .last = 5, .alias_of = 1},
+                  {.bytes = 128, .offset = 256, .first = 1, .last = 4, .alias_of = 2},
+                  {.bytes = 128, .offset = 384, .first = 2, .last = 5, .alias_of = 2}};
+  CATCHES(four_valid, vt, vt[3].offset, 300); /* onto the alias beside it */
+  CATCHES(four_valid, vt, vt[2].offset, 0);   /* in the first owner, not in the second */
+  CATCHES(four_valid, vt, vt[3].offset, 700); /* past its owner */
+  CATCHES(four_valid, vt, vt[3].last, 6);     /* it outlives its owner */
+  CATCHES(four_valid, vt, vt[3].alias_of, 4); /* it owns itself */
+  CATCHES(four_valid, vt, vt[3].alias_of, 5); /* there is no such tensor */
+  CATCHES(four_valid, vt, vt[1].alias_of, 3); /* two own each other */
+  vt[3] = (ps__vt){.bytes = 64, .offset = 256, .first = 2, .last = 4, .alias_of = 3};
+  CHECK(!four_valid(vt)); /* a chain of three */
+  printf("ok aliases of an alias are checked\n");
+}
+
 static void test_step(ps__step *s) {
   CHECK(ps__step_valid(s));
   const size_t fetch = first_fetch(s);
@@ -161,6 +183,7 @@ int main(void) {
   const int64_t before = ps__live_allocations();
   build(&b);
   test_two_tensors();
+  test_chain();
   test_memmap(&b.step);
   test_step(&b.step);
   ps__step_free(&b.step);
