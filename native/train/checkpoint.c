@@ -356,6 +356,11 @@ ps_status ps_trainer_checkpoint_end(ps_trainer *t, ps_checkpoint_report *out) {
   return st;
 }
 
+void ps__trainer_await_written_steps(ps_trainer *t) {
+  if (t->writing)
+    (void)ps__trainer_run_wait(t, t->writing->n_steps); /* a failure is the checkpoint's too */
+}
+
 void ps__trainer_end_writing(ps_trainer *t) {
   if (!t->writing)
     return;

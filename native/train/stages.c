@@ -12,7 +12,7 @@ static uint64_t end_of(const ps_trainer *t, uint64_t n) {
 /* The last run pauses for good: a cancel may reach it at any time until the trainer's end. */
 static ps_status next_run(ps_trainer *t) {
   const ps__step_size size = ps__step_size_at(t->plan, t->cfg.first_step + t->n_started);
-  const ps_run_config cfg = {.struct_bytes = sizeof cfg, .trace_steps = t->cfg.trace_steps};
+  const ps_run_config cfg = ps__trainer_run_config(t, &size);
   ps_run *run = NULL;
   PS_TRY(ps__run_pause(t->run));
   PS_TRY(ps_run_create(&run, t->engine, size.schedule, &cfg));
@@ -47,7 +47,10 @@ ps_status ps__trainer_start_steps(ps_trainer *t) {
 }
 
 ps_status ps__trainer_run_wait(ps_trainer *t, uint64_t n) {
-  while (n > t->n_started)
+  while (n > t->n_started) {
+    if (t->sticky != PS_OK) /* no step begins after an error */
+      return ps__trainer_stop(t, t->sticky);
     PS_TRY(start_more(t));
+  }
   return n > t->run_first ? ps_run_wait(t->run, n - t->run_first) : PS_OK;
 }

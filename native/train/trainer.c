@@ -310,19 +310,26 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   return st;
 }
 
+ps_run_config ps__trainer_run_config(const ps_trainer *t, const ps__step_size *size) {
+  const bool traced = size->schedule == t->plan->schedule;
+  return (ps_run_config){.struct_bytes = sizeof(ps_run_config),
+                         .trace_steps = traced ? t->cfg.trace_steps : 0};
+}
+
 /* Run the prologue, if the plan has one, and create the run of steps. This happens at the first
  * submit, so that parameters written until then count. */
 static ps_status start_run(ps_trainer *t) {
   ps_program *prologue = NULL;
   ps_schedule *once = NULL;
   ps_run *run = NULL;
-  ps_run_config cfg = {.struct_bytes = sizeof cfg};
+  const ps_run_config untraced = {.struct_bytes = sizeof untraced},
+                      cfg = ps__trainer_run_config(t, &t->size);
   PS_TRY(ps__step_prologue(&t->plan->step, !t->resumed, &prologue));
   ps_status st = PS_OK;
   if (prologue) {
     st = ps_schedule_compile(&once, prologue);
     if (st == PS_OK)
-      st = ps_run_create(&run, t->engine, once, &cfg);
+      st = ps_run_create(&run, t->engine, once, &untraced);
     if (st == PS_OK)
       st = ps_run_submit(run, 1);
     if (st == PS_OK)
@@ -331,7 +338,6 @@ static ps_status start_run(ps_trainer *t) {
     (void)ps_schedule_destroy(once);
     ps_program_destroy(prologue);
   }
-  cfg.trace_steps = t->cfg.trace_steps;
   if (st == PS_OK)
     st = ps_run_create(&run, t->engine, t->size.schedule, &cfg);
   if (st != PS_OK)
@@ -398,6 +404,8 @@ ps_status ps_trainer_resume(ps_trainer **out, const char *model_dir, ps_plan *pl
 ps_status ps_trainer_destroy(ps_trainer *t) {
   if (!t)
     return PS_OK;
+  if (t->run && !ps__engine_drives(t->engine))
+    ps__trainer_await_written_steps(t);
   PS_TRY(ps_run_destroy(t->run));
   atomic_store(&t->run, NULL);
   for (uint32_t i = 0; i < t->n_past_runs; i++)

@@ -162,11 +162,17 @@ void ps__rows_gather(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps_
 ps_status ps__trainer_write_config(ps_trainer *t, ps__stage *stage, const char *dir,
                                    ps_dtype dtype);
 /* Complete the checkpoint that is being written, or after a cancel give it up. No step runs
- * (checkpoint.c). */
+ * (checkpoint.c).
+ * ps__trainer_await_written_steps() - before that, wait for the steps that the checkpoint is of:
+ * those of a batch ramp's next stage may not have begun. */
 void ps__trainer_end_writing(ps_trainer *t);
+void ps__trainer_await_written_steps(ps_trainer *t);
 /* Create the run of steps, which takes parameters written until now to the device, or end its pause
  * (trainer.c). */
 ps_status ps__trainer_go_on(ps_trainer *t);
+/* How the steps of @size run. Those of the plan's own schedule are traced, because the plan counts
+ * the memory of their trace alone (trainer.c). */
+ps_run_config ps__trainer_run_config(const ps_trainer *t, const ps__step_size *size);
 /* Stop the trainer with @st, unless an earlier error has stopped it. Returns the first error
  * (trainer.c). */
 ps_status ps__trainer_stop(ps_trainer *t, ps_status st);

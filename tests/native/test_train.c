@@ -1097,6 +1097,44 @@ static void test_checkpoint_faults(void) {
          (long long)places[1], (long long)places[0]);
 }
 
+/* ---- a batch ramp ---------------------------------------------------------------------------- */
+
+/* The plan counts the trace of its own steps alone, so no other step has one. A checkpoint of steps
+ * whose stage has not begun is completed by destroy. */
+static void test_ramp(void) {
+  const ps_ramp_stage stage[] = {{SEQ_LEN, 2}, {2 * SEQ_LEN, 2}};
+  ps_dataset *ds = open_shard();
+  ps_plan_config cfg = plan_config(PS_RECIPE_BF16, true);
+  ps_train_config c = train_config(ds, true);
+  uint64_t n;
+  cfg.ramp = stage;
+  cfg.n_ramp = 2;
+  c.trace_steps = cfg.trace_steps = 2;
+  CHECK(mkdir(new_dir, 0777) == 0);
+  for (uint64_t steps = 3; steps <= 6; steps++) {
+    ps_plan *plan = make_plan_of(cfg, RESIDENT);
+    ps_trainer *t = make_trainer(plan, &c);
+    char path[400];
+    train_steps(t, 1);
+    CHECK(ps_trainer_submit(t, steps - 1) == PS_OK);
+    CHECK(ps_checkpoint_path(path, sizeof path, new_dir, steps) == PS_OK);
+    CHECK(ps_trainer_checkpoint_begin(t, path) == PS_OK && ps_trainer_destroy(t) == PS_OK);
+    check_newest(new_dir, steps);
+    remove_folder(path);
+    t = make_trainer(plan, &c);
+    train_steps(t, steps);
+    CHECK(t->n_past_runs == (steps > 4 ? 2u : 1u));
+    for (uint32_t i = 0; i < t->n_past_runs; i++)
+      CHECK(ps_run_trace(t->past_run[i], NULL, 0, &n) == PS_OK && n == 0);
+    CHECK(ps_run_trace(t->run, NULL, 0, &n) == PS_OK && (n > 0) == (steps > 4));
+    CHECK(ps_trainer_destroy(t) == PS_OK);
+    ps_plan_destroy(plan);
+  }
+  CHECK(rmdir(new_dir) == 0 && ps_dataset_close(ds) == PS_OK);
+  printf(
+      "ok stages of a batch ramp have no trace, and destroy completes a checkpoint across them\n");
+}
+
 int main(void) {
   const char *tmp = getenv("TMPDIR");
   snprintf(root, sizeof root, "%s/penstock-test-train-XXXXXX", tmp && *tmp ? tmp : "/tmp");
@@ -1130,6 +1168,7 @@ int main(void) {
   test_validation();
   test_validation_fails();
   test_checkpoint_faults();
+  test_ramp();
   test_own_batch();
   for (int i = 0; i < 5; i++)
     test_life();
