@@ -243,6 +243,24 @@ ps_status ps__stage_create(int *fd, const ps__stage *s, const char *name, const 
   return PS_OK;
 }
 
+ps_status ps__stage_write_json(const ps__stage *s, const char *dir, const char *name,
+                               ps__jsonw *w) {
+  size_t n;
+  int fd = -1;
+  const char *text = ps__jsonw_text(w, &n);
+  char *path = text ? ps__path_join(dir, name) : NULL;
+  ps_status st = path ? ps__stage_create(&fd, s, name, path)
+                      : ps__fail(PS_ENOMEM, "%s: no memory left to write %s", dir, name);
+  if (st == PS_OK)
+    st = ps__write_all(fd, path, text, n);
+  if (st == PS_OK)
+    st = ps__sync(fd, path);
+  if (fd >= 0 && close(fd) != 0 && st == PS_OK)
+    st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
+  ps__free(path);
+  return st;
+}
+
 uint64_t ps__stage_need(ps__stage *s, uint64_t bytes) { return s->need_bytes += bytes; }
 
 const char *ps__stage_path(const ps__stage *s) { return s->path; }

@@ -1,10 +1,9 @@
 /* adapter.c - a trainer's adapters: loaded and saved in PEFT's layout; the hash of what they are
  * for. */
 #include "train/adapter.h"
+#include "train/arrays.h"
 #include "core/sha256.h"
-#include <errno.h>
 #include <string.h>
-#include <unistd.h>
 
 static bool is_adapter(const ps_trainer *t, const ps_param_info *p) {
   return t->plan->model->unit[p->unit].adapter;
@@ -65,26 +64,10 @@ static void fill_config(const ps_trainer *t, ps__jsonw *w) {
 
 ps_status ps__adapter_write_config(const ps_trainer *t, const ps__stage *stage, const char *dir) {
   ps__jsonw *w;
-  size_t n;
-  int fd = -1;
-  char *path = ps__path_join(dir, "adapter_config.json");
-  ps_status st = path ? ps__jsonw_create(&w) : ps__fail(PS_ENOMEM, "out of memory for %s", dir);
-  if (st != PS_OK) {
-    ps__free(path);
-    return st;
-  }
+  PS_TRY(ps__jsonw_create(&w));
   fill_config(t, w);
-  const char *text = ps__jsonw_text(w, &n);
-  st = text ? ps__stage_create(&fd, stage, "adapter_config.json", path)
-            : ps__fail(PS_ENOMEM, "out of memory for %s", path);
-  if (st == PS_OK)
-    st = ps__write_all(fd, path, text, n);
-  if (st == PS_OK)
-    st = ps__sync(fd, path);
-  if (fd >= 0 && close(fd) != 0 && st == PS_OK)
-    st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
+  const ps_status st = ps__stage_write_json(stage, dir, "adapter_config.json", w);
   ps__jsonw_free(w);
-  ps__free(path);
   return st;
 }
 
@@ -116,7 +99,7 @@ ps_status ps__base_hash(ps_trainer *t, char hex[65]) {
     hash_job j = {t, ps__calloc(n, sizeof *j.hex)};
     if (!j.hex)
       return ps__fail(PS_ENOMEM, "out of memory for the base model's hash");
-    const ps_status st = ps__pool_create(&pool, ps__n_cpus(), "ps-hash");
+    const ps_status st = ps__pool_create(&pool, ps__cpus_beside_training(), "ps-hash");
     if (st != PS_OK) {
       ps__free(j.hex);
       return st;

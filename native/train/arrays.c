@@ -224,9 +224,14 @@ static ps_status write_files(job *j, uint32_t n_threads) {
   return j->st == PS_OK ? PS_OK : ps__fail(j->st, "%s", j->message);
 }
 
-/* Hashing bounds a thread. Half of the CPUs are left to training. */
-static uint32_t n_threads_of(void) {
+uint32_t ps__cpus_beside_training(void) {
   const uint32_t half = ps__n_cpus() / 2;
+  return half ? half : 1;
+}
+
+/* Hashing bounds a thread. */
+static uint32_t n_threads_of(void) {
+  const uint32_t half = ps__cpus_beside_training();
   return half < LEAST_THREADS ? LEAST_THREADS : half > MOST_THREADS ? MOST_THREADS : half;
 }
 

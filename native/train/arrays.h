@@ -23,6 +23,8 @@ typedef struct ps__output {
   size_t n_hashed;
 } ps__output;
 
+/* CPUs for what runs beside the steps: half of all, because training has work for the others. */
+uint32_t ps__cpus_beside_training(void);
 /* Write the arrays' files and indexes into the stage, and bring them to the disk. The files are
  * written in the order in which their units are updated. PS_EIO, PS_ENOMEM, PS_EDEVICE; where held
  * PS_ESTATE and PS_ECANCELLED too. @o->hashed is NULL or the caller's in any case. */

@@ -7,13 +7,11 @@
 #include "train/adapter.h"
 #include "train/arrays.h"
 #include "train/resume.h"
-#include <errno.h>
 #include <math.h>
 #include <stddef.h>
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 /* A file: threads hash files, so there are many more of these than threads. */
 static const uint64_t FILE_BYTES = 256000000;
@@ -188,28 +186,11 @@ static ps_status fill_manifest(ps__writing *c, const ps__stage *stage, const ps_
 
 static ps_status write_manifest(ps__writing *c, const ps__stage *stage, const ps__output *o) {
   ps__jsonw *w;
-  size_t n;
-  int fd = -1;
-  char *path = ps__path_join(c->dir, PS__MANIFEST);
-  ps_status st = path ? ps__jsonw_create(&w) : ps__fail(PS_ENOMEM, "out of memory for %s", c->dir);
-  if (st != PS_OK) {
-    ps__free(path);
-    return st;
-  }
-  st = fill_manifest(c, stage, o, w);
-  const char *text = st == PS_OK ? ps__jsonw_text(w, &n) : NULL;
-  if (st == PS_OK && !text)
-    st = ps__fail(PS_ENOMEM, "out of memory for %s", path);
+  PS_TRY(ps__jsonw_create(&w));
+  ps_status st = fill_manifest(c, stage, o, w);
   if (st == PS_OK)
-    st = ps__stage_create(&fd, stage, PS__MANIFEST, path);
-  if (st == PS_OK)
-    st = ps__write_all(fd, path, text, n);
-  if (st == PS_OK)
-    st = ps__sync(fd, path);
-  if (fd >= 0 && close(fd) != 0 && st == PS_OK)
-    st = ps__fail(PS_EIO, "%s: closing it failed: %s", path, strerror(errno));
+    st = ps__stage_write_json(stage, c->dir, PS__MANIFEST, w);
   ps__jsonw_free(w);
-  ps__free(path);
   return st;
 }
 

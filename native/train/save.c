@@ -53,46 +53,52 @@ static bool is_dtype_key(const char *key) {
   return strcmp(key, "torch_dtype") == 0 || strcmp(key, "dtype") == 0;
 }
 
-/* Copies config.json. The dtype of the saved tensors replaces its torch_dtype or dtype. */
-static ps_status write_config(const char *from, int out, const char *to, ps_dtype dtype) {
-  ps__json *config = NULL;
-  ps__jsonw *w = NULL;
+/* config.json as the model has it, but that the dtype of the saved tensors replaces its torch_dtype
+ * or dtype. */
+static void fill_config(ps__jsonw *w, const ps__json *config, ps_dtype dtype) {
   const char *const name = ps__dtypes[dtype].torch_name;
   bool named = false;
-  PS_TRY(ps__json_read_file(&config, from, PS__MAX_CONFIG_BYTES));
-  ps_status st = ps__jsonw_create(&w);
-  if (st == PS_OK) {
-    ps__jsonw_object(w, NULL);
-    for (size_t i = 0; i < ps__json_length(config); i++) {
-      const char *key = ps__json_key(config, i);
-      if (is_dtype_key(key))
-        ps__jsonw_string(w, key, name);
-      else
-        write_value(w, key, ps__json_at(config, i));
-      named |= is_dtype_key(key);
-    }
-    if (!named)
-      ps__jsonw_string(w, "torch_dtype", name);
-    ps__jsonw_end(w);
-    size_t n;
-    const char *text = ps__jsonw_text(w, &n);
-    st = text ? ps__write_all(out, to, text, n) : ps__fail(PS_ENOMEM, "out of memory for %s", to);
-    if (st == PS_OK)
-      st = ps__sync(out, to);
-    ps__jsonw_free(w);
+  ps__jsonw_object(w, NULL);
+  for (size_t i = 0; i < ps__json_length(config); i++) {
+    const char *key = ps__json_key(config, i);
+    if (is_dtype_key(key))
+      ps__jsonw_string(w, key, name);
+    else
+      write_value(w, key, ps__json_at(config, i));
+    named |= is_dtype_key(key);
   }
+  if (!named)
+    ps__jsonw_string(w, "torch_dtype", name);
+  ps__jsonw_end(w);
+}
+
+static ps_status write_config(const ps_trainer *t, const ps__stage *stage, const char *dir,
+                              ps_dtype dtype) {
+  ps__json *config = NULL;
+  ps__jsonw *w = NULL;
+  char *from;
+  PS_TRY(ps__model_path(&from, t->model_dir, "config.json"));
+  ps_status st = ps__json_read_file(&config, from, PS__MAX_CONFIG_BYTES);
+  if (st == PS_OK)
+    st = ps__jsonw_create(&w);
+  if (st == PS_OK) {
+    fill_config(w, config, dtype);
+    st = ps__stage_write_json(stage, dir, "config.json", w);
+  }
+  ps__jsonw_free(w);
   ps__json_free(config);
+  ps__free(from);
   return st;
 }
 
-/* Copies the model directory's file @name, config.json with @dtype. Only config.json must exist. */
-static ps_status copy_small(ps_trainer *t, ps__stage *stage, const char *dir, const char *name,
-                            ps_dtype dtype) {
-  const bool config = strcmp(name, "config.json") == 0;
+/* Copies file @name of the model directory, where there is one. */
+static ps_status copy_small(const ps_trainer *t, const ps__stage *stage, const char *dir,
+                            const char *name) {
   char *from = NULL, *to = ps__path_join(dir, name);
-  ps_status st = to ? ps__model_path(&from, t->model_dir, name) : PS_ENOMEM;
-  bool exists = config;
-  if (st == PS_OK && !config)
+  ps_status st = to ? ps__model_path(&from, t->model_dir, name)
+                    : ps__fail(PS_ENOMEM, "%s: no memory left to write %s", dir, name);
+  bool exists = false;
+  if (st == PS_OK)
     st = ps__path_exists(from, &exists);
   struct stat sb;
   int in = -1, out = -1;
@@ -101,8 +107,7 @@ static ps_status copy_small(ps_trainer *t, ps__stage *stage, const char *dir, co
   if (in >= 0)
     st = ps__stage_create(&out, stage, name, to);
   if (out >= 0)
-    st = config ? write_config(from, out, to, dtype)
-                : copy_bytes(in, (uint64_t)sb.st_size, from, out, to);
+    st = copy_bytes(in, (uint64_t)sb.st_size, from, out, to);
   if (out >= 0 && close(out) != 0 && st == PS_OK)
     st = ps__fail(PS_EIO, "%s: closing it failed: %s", to, strerror(errno));
   if (in >= 0)
@@ -115,9 +120,9 @@ static ps_status copy_small(ps_trainer *t, ps__stage *stage, const char *dir, co
 ps_status ps__trainer_write_config(ps_trainer *t, ps__stage *stage, const char *dir,
                                    ps_dtype dtype) {
   for (const char *const *name = ps__tokenizer_files; *name; name++)
-    PS_TRY(copy_small(t, stage, dir, *name, dtype));
-  PS_TRY(copy_small(t, stage, dir, "generation_config.json", dtype));
-  PS_TRY(copy_small(t, stage, dir, "config.json", dtype));
+    PS_TRY(copy_small(t, stage, dir, *name));
+  PS_TRY(copy_small(t, stage, dir, "generation_config.json"));
+  PS_TRY(write_config(t, stage, dir, dtype));
   return ps__has_adapters(t) ? ps__adapter_write_config(t, stage, dir) : PS_OK;
 }
 
