@@ -218,11 +218,9 @@ static ps_status refuse_device(const ps__gen_plan *p, uint64_t cap) {
  * of the slots. */
 static ps_status choose(ps__gen_plan *p) {
   ps_generate_report *r = &p->report;
-  uint64_t scratch, cap = p->cfg.device_mem_bytes;
+  uint64_t scratch;
+  const uint64_t cap = ps__device_cap(&p->hw, p->cfg.device_mem_bytes);
   r->overhead_bytes = ps__device_overhead(&p->hw, p->at, p->scratch_bytes, &scratch);
-  if (p->hw.backend == PS_BACKEND_CUDA && p->hw.device_memory_bytes &&
-      (!cap || p->hw.device_memory_bytes < cap))
-    cap = p->hw.device_memory_bytes;
   r->least_device_bytes =
       with_blocks(p, r->n_blocks <= PS__GEN_SLOTS ? r->n_blocks : 0) + r->overhead_bytes;
   r->n_resident = r->n_blocks;

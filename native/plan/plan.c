@@ -255,12 +255,11 @@ static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
 static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
   char host[32], need[32], cap[32], lower[128];
   const ps_plan_config *c = &p->cfg;
-  const uint64_t there = p->hw.backend == PS_BACKEND_CUDA ? p->hw.device_memory_bytes : 0;
-  const bool gpu = there && (!c->device_mem_bytes || there < c->device_mem_bytes);
+  const uint64_t given = c->device_mem_bytes, device = ps__device_cap(&p->hw, given);
+  const bool gpu = device != given;
   what_to_lower(lower, p, r->smallest[p->at->device] != 0);
   if (r->smallest[p->at->device])
-    ps__format_bytes_apart(need, r->smallest[p->at->device], cap,
-                           gpu ? there : c->device_mem_bytes);
+    ps__format_bytes_apart(need, r->smallest[p->at->device], cap, device);
   else if (r->smallest[p->at->host])
     ps__format_bytes_apart(need, r->smallest[p->at->host], cap, c->host_mem_bytes);
   if (r->smallest[p->at->device] && gpu)
@@ -384,8 +383,7 @@ static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
     st = ps__plan_validation(p);
   PS_TRY(st);
   fill_report(p, r);
-  PS_TRY(ps__plan_ramp_check(p));
-  PS_TRY(ps__plan_validation_check(p));
+  PS_TRY(ps__plan_beside_check(p));
   return ps__plan_predict(p);
 }
 

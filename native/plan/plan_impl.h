@@ -47,10 +47,8 @@ typedef struct ps__step_size {
 } ps__step_size;
 ps__step_size ps__step_size_at(const ps_plan *p, uint64_t step);
 /* ps__plan_ramp() - check and plan the stages of p->cfg over the step of @p, which is mapped; widen
- * its arenas where a stage needs more. Errors: PS_EINVAL, PS_ENOMEM.
- * ps__plan_ramp_check() - PS_EBUDGET where the report of @p is past a cap. */
+ * its arenas where a stage needs more. Errors: PS_EINVAL, PS_ENOMEM. */
 ps_status ps__plan_ramp(ps_plan *p);
-ps_status ps__plan_ramp_check(const ps_plan *p);
 void ps__plan_ramp_free(ps_plan *p);
 
 /* ps__plan_from_spec() - a plan of given decisions, without a search and without caps. @spec is
@@ -73,10 +71,19 @@ ps_status ps__plan_predict(ps_plan *p);
 
 /* ---- validation.c: the validation beside a training ------------------------------------------ */
 /* ps__plan_validation() - plan the validation that p->cfg asks for, over the step of @p, which is
- * mapped; widen the arenas of @p where the validation needs more. Errors: PS_ENOMEM, PS_EINVAL.
- * ps__plan_validation_check() - PS_EBUDGET where the report of @p is past a cap. */
+ * mapped; widen the arenas of @p where the validation needs more. Errors: PS_ENOMEM, PS_EINVAL. */
 ps_status ps__plan_validation(ps_plan *p);
-ps_status ps__plan_validation_check(const ps_plan *p);
+
+/* ---- beside.c: the caps, with a batch ramp and a validation ---------------------------------- */
+/* ps__plan_beside_check() - PS_EBUDGET where the report of @p, which counts both, is past a cap or
+ * past what the GPU has. */
+ps_status ps__plan_beside_check(const ps_plan *p);
+/* BYTES: the device cap that holds, which is the lesser of the user's and the GPU's memory that is
+ * free; 0: none. */
+static inline uint64_t ps__device_cap(const ps_hardware *hw, uint64_t given) {
+  const uint64_t there = hw->backend == PS_BACKEND_CUDA ? hw->device_memory_bytes : 0;
+  return there && (!given || there < given) ? there : given;
+}
 
 /* ps__plan_engine() - the engine that runs the plan: its places, links and streams. */
 void ps__plan_engine(const ps_plan *p, ps_engine_config *out);

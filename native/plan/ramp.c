@@ -84,24 +84,6 @@ void ps__plan_ramp_free(ps_plan *p) {
   ps__free(p->ramp);
 }
 
-static ps_status refuse(const char *what, const char *option, uint64_t used, uint64_t cap) {
-  char need[32], given[32];
-  ps__format_bytes_apart(need, used, given, cap);
-  return ps__fail(PS_EBUDGET,
-                  "with the batch ramp %s of %s memory are needed, %s given: raise --%s, or give "
-                  "the ramp fewer stages",
-                  need, what, given, option);
-}
-
-ps_status ps__plan_ramp_check(const ps_plan *p) {
-  const uint64_t device = p->cfg.device_mem_bytes, host = p->cfg.host_mem_bytes;
-  if (p->n_ramp && device && p->report.device_used_bytes > device)
-    return refuse("device", "device-mem", p->report.device_used_bytes, device);
-  if (p->n_ramp && host && p->report.host_used_bytes > host)
-    return refuse("host", "host-mem", p->report.host_used_bytes, host);
-  return PS_OK;
-}
-
 ps__step_size ps__step_size_at(const ps_plan *p, uint64_t step) {
   uint64_t first = 0, sequence = 0;
   for (uint32_t i = 0; i < p->n_ramp; i++) {

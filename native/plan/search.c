@@ -480,12 +480,10 @@ ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__sear
   pthread_mutex_init(&watch.lock, NULL);
   s->watch = &watch;
   uint64_t *device = &s->cap[s->plan->at->device], *host = &s->cap[s->plan->at->host];
-  *device = plan->cfg.device_mem_bytes ? plan->cfg.device_mem_bytes : UINT64_MAX;
+  const uint64_t device_cap = ps__device_cap(hw, plan->cfg.device_mem_bytes);
+  *device = device_cap ? device_cap : UINT64_MAX;
   *host = plan->cfg.host_mem_bytes ? plan->cfg.host_mem_bytes : UINT64_MAX;
   s->machine = hw->host_memory_bytes ? hw->host_memory_bytes : UINT64_MAX;
-  if (hw->backend == PS_BACKEND_CUDA && hw->device_memory_bytes &&
-      hw->device_memory_bytes < *device)
-    *device = hw->device_memory_bytes;
   ps_status st = ps__search_space_init(&s->space, plan, &plan->hooks);
   out->n_candidates = (uint32_t)s->space.n_candidates;
   s->prune = true;

@@ -105,26 +105,3 @@ ps_status ps__plan_validation(ps_plan *p) {
     ps__step_widen(&p->step, &p->val->step);
   return st;
 }
-
-static ps_status refuse(const char *what, const char *option, uint64_t used, uint64_t cap) {
-  char need[32], given[32];
-  ps__format_bytes_apart(need, used, given, cap);
-  return ps__fail(PS_EBUDGET,
-                  "with validation %s of %s memory are needed, %s given: raise --%s, lower "
-                  "--val-tokens, or leave validation out (--val none)",
-                  need, what, given, option);
-}
-
-ps_status ps__plan_validation_check(const ps_plan *p) {
-  const ps_plan_report *r = &p->report;
-  const uint64_t there = p->hw.backend == PS_BACKEND_CUDA ? p->hw.device_memory_bytes : 0,
-                 given = p->cfg.device_mem_bytes,
-                 device = given && (!there || given < there) ? given : there,
-                 host = p->cfg.host_mem_bytes;
-  if (!p->val)
-    return PS_OK;
-  if (device && r->device_used_bytes > device)
-    return refuse("device", "device-mem", r->device_used_bytes, device);
-  return host && r->host_used_bytes > host ? refuse("host", "host-mem", r->host_used_bytes, host)
-                                           : PS_OK;
-}

@@ -1,0 +1,128 @@
+/* test_caps.c - what plans are said to take: a candidate's bound of host memory is one and counts
+ * what it can, and the caps hold for what runs in the place of the plan's step. */
+#include "check.h"
+#include "plan/candidates.h"
+
+enum { SEQ_LEN = 64, SEQUENCES = 8 };
+
+static const ps_model_config model = {.struct_bytes = sizeof model,
+                                      .vocab_size = 64,
+                                      .n_layers = 4,
+                                      .dim = 32,
+                                      .n_kv_heads = 2,
+                                      .n_heads = 2,
+                                      .head_dim = 16,
+                                      .ffn_dim = 64,
+                                      .max_positions = 4096,
+                                      .bos_token_id = -1,
+                                      .eos_token_id = -1,
+                                      .norm_eps = 1e-5f,
+                                      .rope = {.theta = 1e4}};
+static ps_hardware hw;
+
+static ps_plan_config config(void) {
+  return (ps_plan_config){.struct_bytes = sizeof(ps_plan_config),
+                          .recipe = PS_RECIPE_BF16,
+                          .seq_len = SEQ_LEN,
+                          .tokens_per_step = SEQ_LEN * SEQUENCES,
+                          .chunk_tokens = SEQ_LEN,
+                          .clip = 1,
+                          .n_threads = 2,
+                          .reserve_bytes = 1 << 20};
+}
+
+/* ---- bounds ---------------------------------------------------------------------------------- */
+
+/* Frozen blocks have no gradient that saved activations could lie in: where no block has one, all
+ * that is offloaded counts, beside the weights. */
+static void check_candidate(const ps__search_space *sp, const ps__candidate *m, bool no_grads) {
+  const ps_plan *p = sp->plan;
+  const ps__layout *l = &sp->microbatch[m->microbatch].layout;
+  const uint32_t host = p->at->host;
+  ps__step_hooks hooks;
+  ps__spec spec;
+  ps__step s;
+  uint64_t scratch, trace;
+  CHECK(ps__candidate_spec(sp, m, l, &spec) == PS_OK);
+  CHECK(ps__step_build(&s, p->model, l, &spec, &hooks) == PS_OK);
+  const uint64_t over = ps__host_overhead(p, &s, &scratch, &trace);
+  CHECK(m->bytes[host] <= ps__arena_round(s.space_bytes[host]) + over);
+  const uint64_t apart =
+      sp->microbatch[m->microbatch].base[ps__embed_on_host(sp, l, &m->keep)].host_bytes;
+  CHECK(!no_grads || l->n_rounds > 1 ||
+        m->bytes[host] >= apart + p->model->n_elements * 2 + s.saved_bytes[PS_POLICY_HOST]);
+  ps__step_free(&s);
+  ps__spec_free(&spec);
+}
+
+static void test_bounds(uint32_t n_frozen, uint32_t lora_rank) {
+  ps_plan_config cfg = config();
+  static ps__search_space sp; /* 48 KB */
+  ps_plan *p;
+  cfg.n_frozen_layers = n_frozen;
+  if (lora_rank)
+    cfg.lora = (ps_lora){.rank = lora_rank, .targets = PS_LORA_ALL, .alpha = 8};
+  CHECK(ps__plan_new(&p, &model, &cfg, &hw) == PS_OK);
+  CHECK(ps__search_space_init(&sp, p, &p->hooks) == PS_OK && sp.n_candidates > 100);
+  uint64_t most = 0;
+  for (size_t i = 0; i < sp.n_candidates; i += 29) {
+    check_candidate(&sp, &sp.candidate[i], lora_rank > 0);
+    if (sp.candidate[i].host > most)
+      most = sp.candidate[i].host;
+  }
+  CHECK(most > PS__SAVED_PARTS / 2);
+  ps__search_space_free(&sp);
+  CHECK(ps_plan_destroy(p) == PS_OK);
+}
+
+/* ---- the caps -------------------------------------------------------------------------------- */
+
+/* The plan as it would be where the GPU has @there bytes and the user gave @given. */
+static ps_status beside(const ps_plan *of, uint64_t there, uint64_t given) {
+  ps_plan p;
+  memcpy(&p, of, sizeof p);
+  p.hw.backend = PS_BACKEND_CUDA;
+  p.hw.device_memory_bytes = there;
+  p.cfg.device_mem_bytes = given;
+  return ps__plan_beside_check(&p);
+}
+
+static void test_beside(bool ramp, bool val) {
+  const ps_ramp_stage stage = {SEQ_LEN, 3};
+  ps_plan_config cfg = config();
+  ps_plan *p;
+  const char *with = ramp ? val ? "with the batch ramp and validation " : "with the batch ramp "
+                          : "with validation ";
+  cfg.ramp = &stage;
+  cfg.n_ramp = ramp;
+  cfg.val_tokens = val ? 2 * SEQ_LEN : 0;
+  CHECK(ps_plan_create(&p, &model, &cfg, &hw) == PS_OK);
+  const uint64_t used = p->report.device_used_bytes;
+  const bool guests = ramp || val; /* the search has seen to the plan's own step */
+  CHECK(beside(p, 0, 0) == PS_OK && beside(p, used, 0) == PS_OK && beside(p, used, used) == PS_OK);
+  CHECK((beside(p, used - 1, 0) == PS_EBUDGET) == guests);
+  if (guests) {
+    CHECK(strstr(ps_last_error(), with) && strstr(ps_last_error(), "this GPU has "));
+    CHECK_FAILS(beside(p, used - 1, used), PS_EBUDGET, "this GPU has ");
+    CHECK_FAILS(beside(p, used, used - 1), PS_EBUDGET, "raise --device-mem, or ");
+    CHECK_FAILS(beside(p, 0, used - 1), PS_EBUDGET, with);
+    p->cfg.host_mem_bytes = p->report.host_used_bytes - 1;
+    CHECK_FAILS(ps__plan_beside_check(p), PS_EBUDGET, "raise --host-mem, or ");
+  }
+  CHECK(ps_plan_destroy(p) == PS_OK);
+}
+
+int main(void) {
+  hw.struct_bytes = sizeof hw;
+  CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
+  const int64_t before = ps__live_allocations();
+  test_bounds(0, 0);
+  test_bounds(2, 0);
+  test_bounds(0, 4);
+  printf("ok candidates take as much host memory as they are said to, or more\n");
+  for (int i = 0; i < 4; i++)
+    test_beside(i & 1, i & 2);
+  printf("ok the caps hold with a batch ramp and with validation\n");
+  CHECK(ps__live_allocations() == before);
+  return 0;
+}
