@@ -232,6 +232,18 @@ static ps_status recompute_tables(const ps__search_space *sp, const ps__microbat
   return PS_OK;
 }
 
+/* The most bytes that saved activations take of gradients on the host in the first round: a block's
+ * first unit lends them, unless it is frozen and has no gradient (host_of_saved() in passes.c).
+ * Where updates are split there is no alias either, but which are is decided after this bound. */
+static uint64_t aliasable_bytes(const ps__search_space *sp) {
+  const ps_model *m = sp->plan->model;
+  uint64_t bytes = 0;
+  for (uint32_t layer = 1; layer < ps__head_layer(m); layer++)
+    if (!m->unit[m->layer[layer].first_unit].frozen)
+      bytes += unit_bytes(sp, m->layer[layer].first_unit);
+  return bytes;
+}
+
 /* The rounds after the first give their chunks the same policies by position, as ps__spec holds
  * them. */
 static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const ps__candidate *m,
@@ -272,12 +284,7 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
       }
     }
   }
-  /* what the first round offloads lies in the blocks' gradients on the host (host_of_saved() in
-   * passes.c) */
-  uint64_t aliased = 0;
-  for (uint32_t u = 0; u < sp->plan->model->n_units; u++)
-    if (ps__is_block(sp->plan->model, sp->plan->model->unit[u].layer))
-      aliased += unit_bytes(sp, u);
+  const uint64_t aliased = aliasable_bytes(sp);
   out->host_bytes = first > aliased ? first - aliased : 0;
   if (l->n_rounds > 1 && other > out->host_bytes)
     out->host_bytes = other;
