@@ -123,6 +123,16 @@ def test_a_missing_option_is_named(job, tmp_path, missing):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("words", ["--checkpoint-every 5", "--lr=1e-3", "--save-dtype bf16"])
+@pytest.mark.parametrize("command", ["plan", "eval"])
+def test_an_option_of_train_alone_is_said_to_be_one(command, words):
+    option = words.replace("=", " ").split()[0]
+    refused(
+        penstock(command, *words.split()),
+        f"{option} is an option of penstock train, not of penstock {command}: leave it out",
+    )
+
+
 def test_stray_words_and_unknown_commands_are_refused():
     refused(penstock("plan", "model"), "'model' is not expected here")
     refused(penstock("trian"), "there is no command 'trian'")

@@ -276,7 +276,20 @@ const cli_option *cli_nearest_option(const cli_option *options, const char *name
   return nearest;
 }
 
+static bool train_has(const char *name) {
+  cli_job job;
+  cli_option options[CLI_MAX_OPTIONS];
+  cli_job_init(&job);
+  cli_job_options(&job, options, true);
+  return cli_find_option(options, name) != NULL;
+}
+
 static int refuse_option(const cli_command *c, const char *name) {
+  if (train_has(name))
+    return cli_fail(CLI_REFUSED,
+                    "--%s is an option of penstock train, not of penstock %.*s: leave "
+                    "it out",
+                    name, (int)strcspn(c->usage, " "), c->usage);
   const cli_option *nearest = cli_nearest_option(c->options, name);
   if (nearest)
     return cli_fail(CLI_REFUSED, "there is no option --%s: did you mean --%s?", name,
