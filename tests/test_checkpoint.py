@@ -249,6 +249,16 @@ def test_checkpoints_beside_steps_in_python(tiny_model, tiny_shard, tmp_path):
                 next(trainer.steps(1, tmp_path, checkpoint_every=bad))
 
 
+def test_a_checkpoint_has_no_name_before_its_steps_are_reported(tiny_model, tiny_shard, tmp_path):
+    """Also where the next one is due at once: a kill leaves no checkpoint whose steps the caller
+    has not seen."""
+    with Trainer(tiny_model, make_plan(tiny_model), tiny_shard, lr=1e-2) as trainer:
+        for m in trainer.steps(4, checkpoints=tmp_path, checkpoint_every=1, keep=9):
+            named = sorted(p.name for p in tmp_path.glob("step-*"))
+            assert named == [f"step-{k:08}" for k in range(1, m.step + 1)][: len(named)]
+    assert len(list(tmp_path.glob("step-*"))) == 4
+
+
 def test_a_checkpoint_beside_steps_is_ended_once(tiny_model, tiny_shard, tmp_path):
     with Trainer(tiny_model, make_plan(tiny_model), tiny_shard) as trainer:
         assert trainer.finish_checkpoint() is None
@@ -421,6 +431,22 @@ def test_steps_go_on_while_a_slow_checkpoint_is_written(whole, tiny_model, tiny_
             *("--keep", 9, "--resume", out / "checkpoints/step-00000003"),
         )
         same(out, whole)
+
+
+def test_metrics_have_a_line_before_its_checkpoint_has_a_name(tiny_model, tiny_shard, tmp_path):
+    """In the order of the disk's calls, so that a run which is killed at any of them and resumed
+    has a line for every step."""
+    out, log = tmp_path / "out", tmp_path / "calls"
+    env = slow(out, ms=0) | {"DISK_SHIM_LOG": str(log)}
+    train(tiny_model, tiny_shard, out, "--steps", 6, "--checkpoint-every", 1, env=env)
+    lines = written = 0
+    for call in log.read_text().splitlines():
+        name, path = call.split(" ", 1)
+        lines += name == "fflush" and path.endswith("/metrics.jsonl")
+        if name.startswith("rename") and "/checkpoints/.step-" in path:  # to its name
+            written += 1
+            assert lines >= written
+    assert (lines, written) == (6, 6)
 
 
 def test_validations_beside_a_slow_checkpoint(whole, tiny_model, tiny_shard, tmp_path):

@@ -98,8 +98,14 @@ static void begin(cli_job *job, ps_trainer *t, uint64_t step, const char *folder
   not_written(job, step, why);
 }
 
-uint64_t cli_checkpoint_room(const cli_job *job, uint64_t step, uint64_t n) {
-  const uint64_t every = job->checkpoint_every.steps, left = every ? every - step % every : n;
+uint64_t cli_checkpoint_room(const cli_job *job, uint64_t step, uint64_t noted, uint64_t n) {
+  const cli_checkpoints *c = &job->checkpoints;
+  const uint64_t every = job->checkpoint_every.steps;
+  if (!every)
+    return n;
+  uint64_t left = every - step % every;
+  if (c->writing && c->begun > noted)
+    left--;
   return left < n ? left : n;
 }
 

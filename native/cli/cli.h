@@ -282,13 +282,15 @@ void cli_cells_choose(cli_cell *cell, uint32_t n);
 /* cli_resume_open() - open the checkpoint that --resume means, and take from it how the batch is
  * cut. *out is NULL where the run begins anew. The caller closes it. Exit code.
  * cli_checkpoint_room() - how many of @n steps may be submitted after @step, up to the next
- * checkpoint.
+ * checkpoint. The begin of that one ends the one that is written, which then gets its name. So 0
+ * where that would come before metrics.jsonl has the steps of the latter; @noted: the last step
+ * that it has.
  * cli_checkpoint_due() - @step steps are submitted: begin a checkpoint where one is due, or where
  * @now. A failure is only printed, here and below.
  * cli_checkpoint_end() - end a checkpoint that is written, and remove the oldest. Where @wait is
  * false, one that is not complete yet goes on. */
 int cli_resume_open(cli_job *job, ps_checkpoint **out);
-uint64_t cli_checkpoint_room(const cli_job *job, uint64_t step, uint64_t n);
+uint64_t cli_checkpoint_room(const cli_job *job, uint64_t step, uint64_t noted, uint64_t n);
 void cli_checkpoint_due(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t step, bool now);
 void cli_checkpoint_end(cli_job *job, ps_trainer *t, cli_progress *p, bool wait);
 

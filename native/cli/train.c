@@ -233,13 +233,16 @@ static void watch_end(watchdog *w) {
   pthread_join(w->thread, NULL);
 }
 
-/* Submits up to @most steps in all. A checkpoint is begun between its last step and the next. */
+/* Submits up to @most steps in all. A checkpoint is begun between its last step and the next.
+ * @noted: the last step that metrics.jsonl has. */
 static ps_status submit_steps(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t *submitted,
-                              uint64_t most) {
+                              uint64_t noted, uint64_t most) {
   ps_status st = PS_OK;
   while (st == PS_OK && *submitted < most) {
     const uint64_t step = job->first_step + *submitted,
-                   n = cli_checkpoint_room(job, step, most - *submitted);
+                   n = cli_checkpoint_room(job, step, noted, most - *submitted);
+    if (n == 0)
+      break;
     st = ps_trainer_submit(t, n);
     *submitted += n;
     if (st == PS_OK)
@@ -280,8 +283,9 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
   const bool watched = watch_begin(&dog, t, job);
   for (;;) {
     r->interrupted = r->interrupted || atomic_load(&n_interrupts);
-    ps_status st = submit_steps(
-        job, t, p, &submitted, r->interrupted || code != CLI_OK ? 0 : submit_limit(job, r->n_done));
+    ps_status st =
+        submit_steps(job, t, p, &submitted, job->first_step + r->n_done,
+                     r->interrupted || code != CLI_OK ? 0 : submit_limit(job, r->n_done));
     atomic_store(&dog.paused, ps_trainer_checkpoint_running(t) != 0);
     if (st == PS_OK && r->n_done == submitted)
       break;

@@ -54,7 +54,14 @@ class Checkpoints:
     def __init__(self, trainer, folder, interval, keep: int):
         self._trainer, self._folder, self._keep = trainer, folder, keep
         self._steps, self._seconds = every(interval)
-        self._due = time.monotonic() + self._seconds
+        self._due, self._begun = time.monotonic() + self._seconds, 0
+
+    def waits(self, reported: int) -> bool:
+        """The next step must not be submitted yet. A checkpoint is due after it, so that the one
+        that is being written ends first and gets its name. All of that one's steps are to be
+        reported before, of which `reported` are."""
+        due = self._steps and (self._trainer.steps_submitted + 1) % self._steps == 0
+        return bool(due) and reported < self._begun
 
     def submitted(self) -> None:
         """Called after each submitted step: begin a checkpoint of it where one is due."""
@@ -65,6 +72,7 @@ class Checkpoints:
             return
         self.end(wait=True)
         self._due = time.monotonic() + self._seconds
+        self._begun = self._trainer.steps_submitted
         self._try(self._trainer.checkpoint, self._folder, self._keep, False)
 
     def end(self, wait: bool) -> None:
@@ -94,8 +102,9 @@ class Checkpoint(Owner):
 
     @classmethod
     def latest(cls, folder) -> "Checkpoint | None":
-        """The newest whole checkpoint of a folder: the one written last, whatever its step. None where it has none at all. FormatError:
-        there are checkpoints, and none is whole."""
+        """The newest whole checkpoint of a folder: the one that was written last, whatever its
+        step. None where the folder has no checkpoint. Raises FormatError where it has some, and
+        none of them is whole."""
         out = ffi.new("ps_checkpoint **")
         check(lib.ps_checkpoint_latest(out, encode_path(folder)))
         if out[0] == ffi.NULL:

@@ -388,6 +388,8 @@ class Trainer(Owner):
                 at = self._first_step + self.steps_done
                 stop = done + validate_every - at % validate_every if validate_every else n
                 while submitted < min(n, done + 2, stop):
+                    if writes and checkpoints.waits(self._first_step + self.steps_done):
+                        break
                     ahead = min(n, done + 2, stop) - submitted if not writes else 1
                     with self._handle.turn():
                         self._check(lib.ps_trainer_submit(self._handle.ptr, ahead))
