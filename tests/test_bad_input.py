@@ -185,7 +185,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_advice(
         tiny_model, tiny_shard, "--lr", "1e30", "--steps", 50, "--run-dir", "run", cwd=tmp_path
     )
     steps = len(metrics(tmp_path / "run"))
-    one_sentence(done, 1, rf"step {steps}: the .* lower --lr, or look at the data")
+    one_sentence(done, 1, rf"step {steps + 1}: the .* lower --lr, or look at the data")
 
 
 @pytest.mark.parametrize("existing", [False, True])

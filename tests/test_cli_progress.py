@@ -215,7 +215,7 @@ def test_weights_that_are_not_finite_are_named(job, tiny_model, tmp_path, name, 
     )
     assert (
         done.returncode == 1
-        and f"step 0: {name} had weights that are not finite before training" in done.stderr
+        and f"step 1: {name} had weights that are not finite before training" in done.stderr
     ), done.stderr
     assert "--lr" not in done.stderr
 

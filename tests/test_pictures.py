@@ -102,7 +102,7 @@ def test_a_timeline_starts_at_its_first_steps_border_and_shows_all(tmp_path, mon
     (axes,) = figures[0].axes
     assert axes.get_xlim() == pytest.approx((0, 2.1))
     assert [line.get_xdata()[0] for line in axes.lines] == pytest.approx([0, 0.9, 1.9])
-    assert [text.get_text() for text in axes.texts] == ["step 7", "step 8"]
+    assert [text.get_text() for text in axes.texts] == ["step 8", "step 9"]
 
 
 def test_a_grid_says_of_what_it_is(tiny_model, tmp_path):

@@ -129,7 +129,7 @@ def test_where_says_what_each_stream_waits_for():
         assert "0 of 1 ops ended, then patient; waits for" in second and "to end 1 more" in second
         go.set()
         run.wait()
-        assert all("step 1" in line for line in run.where().splitlines())
+        assert all("step 2," in line for line in run.where().splitlines())
 
 
 def test_callbacks_live_as_long_as_the_schedule_needs_them():

@@ -177,33 +177,33 @@ TOKENS, TARGETS = np.zeros(512, np.int64), np.ones(512, np.int64)
     [
         (
             TOKENS,
-            "the batch of step 0 is a ndarray of 512: return \\(tokens, targets\\), 512 integers each",
+            "batch\\(0\\) is a ndarray of 512: return \\(tokens, targets\\), 512 integers each",
         ),
-        ((TOKENS,), "the batch of step 0 is a tuple of 1: return"),
-        (TOKENS[None], "the batch of step 0 is a ndarray of 1: return"),
+        ((TOKENS,), "batch\\(0\\) is a tuple of 1: return"),
+        (TOKENS[None], "batch\\(0\\) is a ndarray of 1: return"),
         ({"tokens": TOKENS, "targets": TARGETS}, "is a dict of 2: return"),
         (None, "is a NoneType: return"),
         (
             (TOKENS, TARGETS + 2**32),
-            "the targets of step 0: 4294967297 at position 0 is past int32",
+            "the targets of batch\\(0\\): 4294967297 at position 0 is past int32",
         ),
         (
             (TOKENS - 2**31 - 1, TARGETS),
-            "the tokens of step 0: -2147483649 at position 0 is past int32",
+            "the tokens of batch\\(0\\): -2147483649 at position 0 is past int32",
         ),
         (
             ([0] * 511 + [2**70], TARGETS),
-            "the tokens of step 0 have dtype object, and the first is 0: give integers",
+            "the tokens of batch\\(0\\) have dtype object, and the first is 0: give integers",
         ),
         (
             (TOKENS + 1.5, TARGETS),
-            "the tokens of step 0 have dtype float64, and the first is 1.5: give integers",
+            "the tokens of batch\\(0\\) have dtype float64, and the first is 1.5: give integers",
         ),
         (
             (TOKENS, TARGETS > 0),
-            "the targets of step 0 have dtype bool, and the first is True: give integers",
+            "the targets of batch\\(0\\) have dtype bool, and the first is True: give integers",
         ),
-        ((TOKENS, TARGETS[1:]), "the targets of step 0 are 511: give 512"),
+        ((TOKENS, TARGETS[1:]), "the targets of batch\\(0\\) are 511: give 512"),
     ],
 )
 def test_a_batch_that_is_none_is_refused_with_what_it_has(plan, tiny_model, batch, error):

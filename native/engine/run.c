@@ -202,7 +202,7 @@ static void fail_op(ps_run *r, const ps__resolved *s, uint64_t step, ps_status c
     describe_tag(where, sizeof where, &op->tag);
     snprintf(r->message, sizeof r->message, "%s (op %llu, %s%s, of the run's step %llu)",
              why[0] ? why : ps_status_name(code), (unsigned long long)s->op, ps__op_name(op), where,
-             (unsigned long long)step);
+             (unsigned long long)step + 1);
     atomic_store(&r->told, 1);
   }
   /* another stream failed this very moment and is writing its message */
@@ -233,7 +233,7 @@ static void fail_device(ps_run *r, ps_status code) {
     describe_tag(where, sizeof where, &l->ops[i].tag);
     snprintf(r->message, sizeof r->message, "%s (at or after op %zu, %s%s, of the run's step %llu)",
              ps_last_error(), i, ps__op_name(&l->ops[i]), where,
-             (unsigned long long)(atomic_load(&r->first) + at / n));
+             (unsigned long long)(atomic_load(&r->first) + at / n + 1));
     atomic_store(&r->told, 1);
   }
   while (!atomic_load(&r->told))
@@ -457,7 +457,7 @@ void ps_run_where(const ps_run *r, char *text, uint64_t bytes) {
       continue;
     describe_tag(where, sizeof where, &op->tag);
     SAY("%s%s: step %llu, %llu of %llu ops ended, then %s%s", at ? "\n" : "", e->cfg.stream[s].name,
-        (unsigned long long)(first + step), (unsigned long long)(done[s] % n),
+        (unsigned long long)(first + step + 1), (unsigned long long)(done[s] % n),
         (unsigned long long)n, ps__op_name(op), where);
     for (uint32_t i = 0; i < op->n_wait; i++) {
       const ps_wait *w = &r->schedule->waits[op->wait + i];

@@ -90,7 +90,7 @@ static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
   const uint64_t step = t->cfg.first_step + l->step;
   uint64_t valid;
   char what[32];
-  snprintf(what, sizeof what, "step %llu", (unsigned long long)step);
+  snprintf(what, sizeof what, "step %llu", (unsigned long long)step + 1); /* as in the log */
   PS_TRY(t->cfg.batch_fn ? t->cfg.batch_fn(t->cfg.batch_user, step, t->tokens, t->targets,
                                            t->size.layout->n_tokens)
                          : read_dataset(t, step));

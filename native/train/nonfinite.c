@@ -1,7 +1,8 @@
 /* nonfinite.c - a step whose loss or gradient is not finite: the run stops, or the step is skipped.
  *
  * A step is skipped by NORM: it does not put the step's number beside the norm, so the gates of all
- * updates of the step stay closed, on the host and on the device (optim/optim.h). */
+ * updates of the step stay closed, on the host and on the device (optim/optim.h). Messages count
+ * steps from 1, as the log does. */
 #include "train/trainer.h"
 #include <math.h>
 
@@ -59,7 +60,7 @@ static ps_status fail_loss(const ps_trainer *t, uint64_t run_step) {
   return ps__fail(PS_ENUMERIC,
                   "step %llu: the loss is %s, first in chunk %u (sequence %llu, position %llu)%s; "
                   "nothing was updated in this step: lower --lr, or look at the data",
-                  (unsigned long long)(t->cfg.first_step + run_step),
+                  (unsigned long long)(t->cfg.first_step + run_step + 1),
                   isnan(k->bad_loss) ? "not a number"
                   : k->bad_loss > 0  ? "infinite"
                                      : "minus infinity",
@@ -84,7 +85,7 @@ ps_status ps__unit_is_bad(const ps_trainer *t, uint64_t run_step, uint32_t unit,
       PS_ENUMERIC,
       "step %llu: the gradient of %s is not finite, first in %s%s; %s: lower --lr, or look at the "
       "data",
-      (unsigned long long)(t->cfg.first_step + run_step), unit_name(t, unit, buf),
+      (unsigned long long)(t->cfg.first_step + run_step + 1), unit_name(t, unit, buf),
       param_name(t, unit, sumsq), after_skips(t, after),
       t->plan->cfg.clip ? "nothing was updated in this step"
                         : "the units above it are updated, the others not");

@@ -237,7 +237,7 @@ ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c) {
   if (read != c->sequences_read)
     return ps__fail(PS_EINVAL,
                     "%s was written after %llu sequences, and with this run's batch ramp step %llu "
-                    "comes after %llu: give the checkpoint's --batch-ramp",
+                    "ends after %llu: give the checkpoint's --batch-ramp",
                     c->dir, (unsigned long long)c->sequences_read, (unsigned long long)c->info.step,
                     (unsigned long long)read);
   for (uint32_t k = 0; k < ps__optimizers[c->info.optimizer].n_states; k++)

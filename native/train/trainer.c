@@ -459,7 +459,7 @@ static void keep_error(ps_trainer *t, ps_status st) {
                              "lower --lr, or add --warmup-steps"
                            : "step %llu: %s had weights that are not finite before training: this "
                              "model is damaged, take another one",
-             (unsigned long long)(t->cfg.first_step + t->n_reported), p.name);
+             (unsigned long long)(t->cfg.first_step + t->n_reported + 1), p.name);
 }
 
 ps_status ps__trainer_stop(ps_trainer *t, ps_status st) {

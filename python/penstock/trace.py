@@ -206,7 +206,7 @@ def plot(timeline: Timeline, path, title: str = "") -> None:
     for border in at - first:
         axes.axvline(border, color="black", linewidth=1, linestyle="--")
     for step, begin, end in zip(np.unique(events["step"]), at - first, at[1:] - first):
-        axes.text((begin + end) / 2, -0.5, f"step {step}", ha="center", va="bottom", fontsize=9)
+        axes.text((begin + end) / 2, -0.5, f"step {step + 1}", ha="center", va="bottom", fontsize=9)
     present = [c for c in colours if (events["op_class"] == c).any()]
     handles = [plt.Rectangle((0, 0), 1, 1, color=colours[c]) for c in present] + (
         [earlier] if earlier else []

@@ -152,11 +152,11 @@ def _batch_callback(data, failures: list):
                 else type(batch).__name__
             )
             raise ValueError(
-                f"the batch of step {step} is a {got}: return (tokens, targets), {n} integers each"
+                f"batch({step}) is a {got}: return (tokens, targets), {n} integers each"
             )
         for dst, values, what in zip((tokens, targets), batch, ("tokens", "targets")):
             ffi.memmove(
-                dst, ffi.from_buffer(_as_int32(values, f"the {what} of step {step}", n)), 4 * n
+                dst, ffi.from_buffer(_as_int32(values, f"the {what} of batch({step})", n)), 4 * n
             )
         return lib.PS_OK
 

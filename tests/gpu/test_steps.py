@@ -370,8 +370,8 @@ def out_of_range(step):
 @pytest.mark.parametrize(
     "data, error, says",
     [
-        (fails, LookupError, f"of the run's step {FAILS_AT}"),
-        (out_of_range, ValueError, f"step {FAILS_AT}, sequence 1, position 7: token {VOCAB} "),
+        (fails, LookupError, f"of the run's step {FAILS_AT + 1}"),
+        (out_of_range, ValueError, f"step {FAILS_AT + 1}, sequence 1, position 7: token {VOCAB} "),
     ],
     ids=["batch-function", "token"],
 )

@@ -232,7 +232,7 @@ static void test_host_error(void) {
     CHECK(ps_run_submit(r, 100) == PS_OK);
     CHECK_FAILS(
         ps_run_wait(r, 100), PS_ENUMERIC,
-        "the loss is not finite (op 0, brittle, layer 3, round 1, chunk 2, of the run's step 2");
+        "the loss is not finite (op 0, brittle, layer 3, round 1, chunk 2, of the run's step 3");
     CHECK(ps_run_steps_done(r) == 2 && ps_run_wait(r, 2) == PS_OK &&
           ps_run_wait(r, 3) == PS_ENUMERIC);
     ps_run_destroy(r);
@@ -282,7 +282,7 @@ static void stray(void) {
   CHECK_FAILS(ps_run_wait(r, 50), PS_EDEVICE, "the GPU failed");
   printf("  says: %s\n", ps_last_error());
   CHECK(strstr(ps_last_error(),
-               "at or after op 1, stray, layer 3, round 1, chunk 2, of the run's step 2") &&
+               "at or after op 1, stray, layer 3, round 1, chunk 2, of the run's step 3") &&
         ps_run_steps_done(r) <= 2);
   ps_run_destroy(r);
   ps_run_config rc = {.struct_bytes = sizeof rc};

@@ -239,7 +239,7 @@ static void test_error(const ps_kernel *k, ps_status code, const char *why) {
   CHECK(ps_schedule_compile(&s, p) == PS_OK && ps_run_create(&r, e, s, &rc) == PS_OK &&
         ps_run_submit(r, 100) == PS_OK);
   CHECK_FAILS(ps_run_wait(r, 100), code, why);
-  CHECK(strstr(ps_last_error(), "layer 3, round 1, chunk 2, of the run's step 2") &&
+  CHECK(strstr(ps_last_error(), "layer 3, round 1, chunk 2, of the run's step 3") &&
         strstr(ps_last_error(), "(op 1, "));
   CHECK(ps_run_steps_done(r) == 2 && ps_run_submit(r, 1) == code && ps_run_wait(r, 3) == code);
   CHECK(ps_run_wait(r, 2) == PS_OK); /* steps before the failing one are whole */

@@ -353,7 +353,7 @@ static void test_alien_token(void) {
   ps_step_metrics m;
   CHECK(ps_trainer_submit(t, 5) == PS_OK && ps_trainer_wait(t, &m) == PS_OK &&
         ps_trainer_wait(t, &m) == PS_OK);
-  CHECK_FAILS(ps_trainer_wait(t, &m), PS_EFORMAT, "step 2, sequence 3, position 15: token 96");
+  CHECK_FAILS(ps_trainer_wait(t, &m), PS_EFORMAT, "step 3, sequence 3, position 15: token 96");
   ps_trainer_destroy(t);
   ps_plan_destroy(plan);
 }
@@ -431,7 +431,7 @@ static void test_bad_loss(ps_dataset *ds, uint32_t recipe, bool clip, placement 
   fill_param(t, "lm_head.weight", 3e38f);
   const uint64_t before = weights(t);
   CHECK(ps_trainer_submit(t, 4) == PS_OK);
-  CHECK(ps_trainer_wait(t, &m) == PS_ENUMERIC && strstr(ps_last_error(), "step 0") &&
+  CHECK(ps_trainer_wait(t, &m) == PS_ENUMERIC && strstr(ps_last_error(), "step 1: ") &&
         strstr(ps_last_error(), "--lr"));
   if (clip)
     CHECK(strstr(ps_last_error(), "the loss is infinite") ||
@@ -456,7 +456,7 @@ static void test_bad_rate(ps_dataset *ds, placement where) {
   ps_status st;
   while ((st = ps_trainer_wait(t, &m)) == PS_OK)
     n++;
-  snprintf(text, sizeof text, "step %llu", (unsigned long long)n);
+  snprintf(text, sizeof text, "step %llu", (unsigned long long)n + 1);
   CHECK(st == PS_ENUMERIC && n >= 1 && strstr(ps_last_error(), text) &&
         ps_trainer_steps_done(t) == n);
   const uint64_t after = weights(t);
@@ -485,7 +485,7 @@ static void test_bad_gradient(ps_dataset *ds, int layer, placement where) {
     fill_param(t, name, part[i].value);
   }
   snprintf(text, sizeof text,
-           "step 0: the gradient of layer %d is not finite, first in model.layers.%d.", layer,
+           "step 1: the gradient of layer %d is not finite, first in model.layers.%d.", layer,
            layer);
   const uint64_t before = weights(t);
   CHECK(ps_trainer_submit(t, 3) == PS_OK);
@@ -942,7 +942,7 @@ static void test_many_skipped(void) {
   CHECK(m.n_skipped == 6 && m.step == 8);
   CHECK_FAILS(
       ps_trainer_wait(t, &m), PS_ENUMERIC,
-      "step 9: the loss is infinite, first in chunk 0 (sequence 0, position 3), after 3 steps");
+      "step 10: the loss is infinite, first in chunk 0 (sequence 0, position 3), after 3 steps");
   CHECK(ps_trainer_destroy(t) == PS_OK);
   remove_folder(new_dir);
   ps_plan_destroy(plan);
