@@ -5,7 +5,6 @@
  * step lie where the plan has them. The trainer goes from one step to the next and moves
  * nothing. */
 #include "plan/plan_impl.h"
-#include <string.h>
 
 static ps_status check(const ps_plan *p) {
   const ps_plan_config *c = &p->cfg;

@@ -5,7 +5,6 @@
  * validation. What is chosen here changes no bits either: how many chunks a round has, and how far
  * ahead parameters are fetched. */
 #include "plan/plan_impl.h"
-#include <string.h>
 
 enum { MOST_LEAD = 2 };
 
