@@ -84,6 +84,17 @@ def cache_of_this_run(tmp_path_factory):
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """PyTorch on one thread: small matrices are slower on two."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """A model directory made from models/tiny-llama.json: vocabulary 512, 4 layers."""

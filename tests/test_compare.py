@@ -9,11 +9,12 @@ import sys
 import families
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT, write_shard
 from penstock import Hardware, ModelConfig, Plan, compare
 from penstock.shards import IS_TARGET, write_mask
 from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONFIGS = {
     "llama": families.llama(),
@@ -23,15 +24,6 @@ CONFIGS = {
     "llama-yarn": families.VARIANTS["llama-yarn"],
     "gemma3-linear": families.VARIANTS["gemma3-linear"],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Matrices this small are slower on two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

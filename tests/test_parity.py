@@ -24,6 +24,7 @@ from penstock.plan import Hardware, Plan
 from penstock.train import Trainer
 from tolerance import UNIT, check_gradients
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 SEQ, N_SEQ, END = 40, 5, 0  # tokens a sequence, sequences a step, the token that ends a document
@@ -53,15 +54,6 @@ LAYOUTS = {
     "packed-rounds": (80, 1, 3, 3),
     "sliced-rounds": (10, 4, 5, 20),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Matrices this small are slower on two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- what is trained -----------------------------------------------------------------------------
