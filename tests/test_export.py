@@ -1,9 +1,11 @@
 """`penstock export`: GGUF files read back by the package gguf and run by llama.cpp, directories
 opened in transformers, checkpoints, refusals, and exports that are cut off."""
 
+import ast
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from conftest import ROOT
 from families import OFFSET, random_model
 from penstock import Hardware, ModelConfig, Plan, Trainer, data, export
 from penstock._lib import as_dict
+from penstock.chat import TEMPLATE_FILES
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -158,7 +161,7 @@ def q8_0(x):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8_0"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "q8_0"])
 def test_gguf_has_the_weights_bit_for_bit(directory, tmp_path, name, dtype, monkeypatch):
     cfg, source = CONFIGS[name], load_file(directory(name) / "model.safetensors")
     monkeypatch.setattr(export, "PIECE_ELEMENTS", 700)  # several pieces a tensor
@@ -177,7 +180,7 @@ def test_gguf_has_the_weights_bit_for_bit(directory, tmp_path, name, dtype, monk
     for n, x in wanted.items():
         got, kind = found[n], found[n].tensor_type.name
         assert [*got.shape] == [*x.shape][::-1]
-        if dtype == "f32" or x.dim() == 1 or (dtype == "q8_0" and x.shape[1] % 32):
+        if dtype == "fp32" or x.dim() == 1 or (dtype == "q8_0" and x.shape[1] % 32):
             assert kind == "F32" and got.data.tobytes() == x.numpy().tobytes(), n
         elif dtype == "bf16":
             assert kind == "BF16"
@@ -540,3 +543,22 @@ def test_the_command_runs(directory, tmp_path):
         text=True,
     )
     assert done.returncode == 0 and "GB/s" in done.stdout and (tmp_path / "o/config.json").exists()
+
+
+def test_the_three_lists_of_tokenizer_files_agree():
+    """The library's, the export's, and that of init_model.py, which imports nothing of penstock."""
+    source = (ROOT / "native/io/model_files.c").read_text()
+    listed = re.search(r"ps__tokenizer_files\[\] = \{(.*?)NULL\}", source, re.DOTALL)[1]
+    names = tuple(re.findall(r'"([^"]+)"', listed))
+    tree = ast.parse((ROOT / "models/init_model.py").read_text())
+    values = {
+        t.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for t in node.targets
+        if isinstance(t, ast.Name)
+    }
+    assert "tokenizer.json" in names
+    assert names == export.TOKENIZER_FILES == ast.literal_eval(values["TOKENIZER"])
+    copied = ast.literal_eval(values["TOKENIZER_COMPANIONS"])
+    assert set(copied) | set(TEMPLATE_FILES) < set(names)

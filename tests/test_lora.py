@@ -333,7 +333,7 @@ def test_a_saved_adapter_opens_in_peft(directory, tmp_path, name):  # noqa: F811
     assert near(third.loss, loss_of(model.double(), *plain(2)).item())
 
 
-@pytest.mark.parametrize("name, dtype", [("qwen2", "f32"), ("gemma2", "f32"), ("llama", "bf16")])
+@pytest.mark.parametrize("name, dtype", [("qwen2", "fp32"), ("gemma2", "fp32"), ("llama", "bf16")])
 def test_a_merged_model_has_the_logits_of_peft(directory, tmp_path, name, dtype):  # noqa: F811
     """Both sums are made in fp32 and rounded once."""
     where, out = directory(name), tmp_path / "merged"
@@ -346,10 +346,10 @@ def test_a_merged_model_has_the_logits_of_peft(directory, tmp_path, name, dtype)
         out, dtype=torch.float32, attn_implementation="eager"
     )
     for (key, ours), theirs in zip(saved.state_dict().items(), merged.state_dict().values()):
-        ulp = 2.0 ** (-23 if dtype == "f32" else -8)
+        ulp = 2.0 ** (-23 if dtype == "fp32" else -8)
         scale = theirs.abs().clamp(min=0.1)  # the products of B and A are summed in another order
         assert ((ours - theirs).abs() <= 2 * ulp * scale).all(), key
-    if dtype == "f32":
+    if dtype == "fp32":
         tokens = torch.as_tensor(plain(0)[0]).long()
         with torch.no_grad():
             a, b = (m.eval().double()(tokens).logits for m in (saved, reference.base_model.model))

@@ -1,6 +1,6 @@
 """`penstock export`: a model or a checkpoint as a GGUF file or as a Hugging Face directory.
 
-python -m penstock export --model DIR --to gguf|hf --out PATH [--dtype f32|bf16|q8_0]
+python -m penstock export --model DIR --to gguf|hf --out PATH [--dtype fp32|bf16|q8_0]
 
 Tensors are read, converted and written in pieces, so that memory does not grow with the model. What
 is written has a temporary name until it is complete and on the disk. GGUF needs the package gguf.
@@ -28,7 +28,7 @@ from ._lib import lib, text
 from .checkpoint import Checkpoint
 from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError
-from .export_gguf import Tensor, describe, read_json
+from .export_gguf import KINDS, Tensor, describe, read_json
 from .files import DataError
 from .model import ModelConfig, Parameter, TensorFile, write_tensors
 
@@ -42,7 +42,6 @@ TOKENIZER_FILES = (  # those of ps__tokenizer_files
     "added_tokens.json",
     "chat_template.jinja",
 )
-DTYPES = {"f32": "fp32", "bf16": "bf16"}  # of safetensors: the library's names
 MAX_SHARD_BYTES = 5_000_000_000
 PIECE_ELEMENTS = 8 << 20  # that are converted at once
 OVERHEAD_BYTES = 64 << 20  # of a file beside its tensors, at most: tokenizer, headers
@@ -65,7 +64,7 @@ class Source:
     def dtype(self) -> str:
         """In which no weight is rounded."""
         only_bf16 = all(self.tensors.dtype(p.name) == "BF16" for p in self.model.params())
-        return "bf16" if only_bf16 else "f32"
+        return "bf16" if only_bf16 else "fp32"
 
 
 def _has_checkpoints(folder: Path) -> bool:
@@ -269,14 +268,14 @@ def write_hf(
 ) -> None:
     config = read_json(source.folder / "config.json")
     key = "dtype" if "dtype" in config else "torch_dtype"
-    config[key] = {"f32": "float32", "bf16": "bfloat16"}[dtype]
+    config[key] = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     tensors = [_as_is(p, dtype) for p in source.model.params()]
     with _work_folder(out) as work, _pool() as pool:
         folder = work / out.name
         folder.mkdir()
         pieces = (p for t in tensors for p in Pieces(None, source, t, pool, on_bytes))
         specs = [(t.name, t.shape) for t in tensors]
-        write_tensors(folder, specs, DTYPES[dtype], pieces, max_shard_bytes)
+        write_tensors(folder, specs, dtype, pieces, max_shard_bytes)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (folder / "generation_config.json").write_bytes(_generation_config(source, config))
         for name in TOKENIZER_FILES:
@@ -289,7 +288,7 @@ def write_hf(
 
 
 def _as_is(parameter: Parameter, dtype: str) -> Tensor:
-    return Tensor(parameter.name, parameter.shape, dtype.upper(), parameter.name)
+    return Tensor(parameter.name, parameter.shape, KINDS[dtype], parameter.name)
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -312,7 +311,7 @@ def _parser() -> Parser:
     p.add_argument("--out", required=True, metavar="PATH", help="the new file or directory")
     p.add_argument(
         "--dtype",
-        choices=("f32", "bf16", "q8_0"),
+        choices=("fp32", "bf16", "q8_0"),
         help="of the matrices (default: as DIR has them); q8_0 for GGUF alone",
     )
     p.add_argument("--quiet", action="store_true", help="print errors only")
@@ -333,7 +332,7 @@ def _import_gguf():
 def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
     """Everything that may be refused: (source, dtype, write(on_bytes), tensors, bytes, notes)."""
     if args.to == "hf" and args.dtype == "q8_0":
-        raise DataError("--dtype q8_0 is for --to gguf alone: give f32 or bf16")
+        raise DataError("--dtype q8_0 is for --to gguf alone: give fp32 or bf16")
     if not args.out or args.out.endswith("/") and args.to == "gguf":
         raise DataError(f"--out {args.out!r}: is no name of a file")
     out = Path(os.path.abspath(args.out))
@@ -354,7 +353,7 @@ def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
         if not (source.folder / "tokenizer.json").exists():
             notes.append(f"{source.folder} has no tokenizer.json: the export has no tokenizer")
         n_bytes = sum(math.prod(p.shape) for p in source.model.params())
-        n_bytes *= {"f32": 4, "bf16": 2}[dtype]
+        n_bytes *= {"fp32": 4, "bf16": 2}[dtype]
         n_tensors = len(source.model.params())
 
         def write(on_bytes):
@@ -388,7 +387,7 @@ def _export(args) -> int:
             raise InputOutputError(str(e)) from e
     seconds = time.monotonic() - begun
     say(
-        f"{args.out}: {n_tensors} tensors, {dtype.upper()}, {n_bytes / 1e9:.2f} GB in "
+        f"{args.out}: {n_tensors} tensors, {dtype}, {n_bytes / 1e9:.2f} GB in "
         f"{seconds:.1f} s ({n_bytes / 1e9 / seconds:.2f} GB/s), on the disk"
     )
     return OK

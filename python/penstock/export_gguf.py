@@ -57,6 +57,7 @@ SCALING_NAMES = {
     lib.PS_ROPE_LONGROPE: "longrope",
 }
 Q8_0_BLOCK = 32  # elements that share a scale
+KINDS = {"fp32": "F32", "bf16": "BF16", "q8_0": "Q8_0"}  # GGUF's names of a --dtype
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Description:
 
 def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> Description:
     """The file of the model whose config.json and tokenizer lie in `folder`. gguf: the package.
-    dtype: "f32", "bf16" or "q8_0", of the matrices; all else is F32."""
+    dtype: "fp32", "bf16" or "q8_0", of the matrices; all else is F32."""
     family = model.architecture
     if family not in ARCHITECTURES:
         raise DataError(f"{folder}: llama.cpp has no architecture for the family {family}")
@@ -114,7 +115,7 @@ def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> D
         writer.add_type("model")
         # By "phi-3" and "phi3" in a name llama.cpp expects Phi-3's own special tokens.
         writer.add_name(re.sub("phi-?3", "Phi 3", name, flags=re.IGNORECASE))
-        file_type = {"f32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}[dtype]
+        file_type = {"fp32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}[dtype]
         writer.add_file_type(gguf.LlamaFileType[file_type])
         if dtype == "q8_0":
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -231,7 +232,7 @@ def _tensors(gguf, model: ModelConfig, arch: str, dtype: str) -> list[Tensor]:
             raise DataError(f"GGUF has no name for the tensor {p.name}")
         kind, heads = "F32", 0
         if len(p.shape) == 2:
-            kind = {"f32": "F32", "bf16": "BF16", "q8_0": "Q8_0"}[dtype]
+            kind = KINDS[dtype]
             if kind == "Q8_0" and p.shape[1] % Q8_0_BLOCK:
                 kind = "F32"
             if arch in TURNS_NEIGHBOURS and ".self_attn.q_proj." in p.name:

@@ -1,6 +1,6 @@
 """`penstock merge`: a model with its LoRA adapter added to the weights, as a Hugging Face directory.
 
-python -m penstock merge --model DIR --adapter DIR --out DIR [--dtype f32|bf16]
+python -m penstock merge --model DIR --adapter DIR --out DIR [--dtype fp32|bf16]
 
 A projection becomes W + s B A, made in fp32 and rounded once. Tensors are read, added to and written
 in pieces, so that memory does not grow with the model.
@@ -91,7 +91,7 @@ def _parser() -> Parser:
     p.add_argument("--model", required=True, metavar="DIR", help="the model that was trained with")
     p.add_argument("--adapter", required=True, metavar="DIR", help="an adapter in PEFT's layout")
     p.add_argument("--out", required=True, metavar="DIR", help="the new directory")
-    p.add_argument("--dtype", choices=("f32", "bf16"), help="default: as the model has it")
+    p.add_argument("--dtype", choices=("fp32", "bf16"), help="default: as the model has it")
     p.add_argument("--quiet", action="store_true", help="print errors only")
     return p
 
@@ -103,7 +103,7 @@ def _merge(args) -> int:
         source = open_merged(args.model, args.adapter)
         dtype = args.dtype or source.dtype
         n = sum(math.prod(p.shape) for p in source.model.params())
-        n_bytes = n * {"f32": 4, "bf16": 2}[dtype]
+        n_bytes = n * {"fp32": 4, "bf16": 2}[dtype]
         _check_out(out, n_bytes)
     except (InputOutputError, OSError) as e:  # nothing was written yet
         raise DataError(str(e)) from e
@@ -115,7 +115,7 @@ def _merge(args) -> int:
     seconds = time.monotonic() - begun
     if not args.quiet:
         print(
-            f"{args.out}: {n / 1e9:.3g} billion parameters, {dtype.upper()}, {n_bytes / 1e9:.2f} GB "
+            f"{args.out}: {n / 1e9:.3g} billion parameters, {dtype}, {n_bytes / 1e9:.2f} GB "
             f"in {seconds:.1f} s, on the disk"
         )
     return OK
