@@ -301,7 +301,7 @@ class Trainer(Owner):
 
     @classmethod
     def from_file(cls, path, *, progress=None, **changes):
-        """A trainer of the run that a TOML file describes (docs/recipes.md): `penstock train
+        """A trainer of the run that a TOML file describes (docs/run-file.md): `penstock train
         --config` reads the same file. `changes` has other values under the keys' names, with _ for
         -. Keys of the command alone, such as out and checkpoint-every, are checked and not used.
         Raises InvalidError, which names file and line, and what Plan and the constructor raise."""
