@@ -36,8 +36,8 @@ void ps__stage_clear(const char *parent, const char *prefix);
 ps_status ps__stage_remove(const char *parent, const char *name);
 /* Create @name in the stage. Messages name @what. PS_EIO. */
 ps_status ps__stage_create(int *fd, const ps__stage *s, const char *name, const char *what);
-/* Create @name in the stage with the text that @w was given, and bring it to the disk. Messages name
- * the file in @dir. PS_EIO, PS_ENOMEM. */
+/* Create @name in the stage with the text that @w was given, and bring it to the disk. Messages
+ * name the file in @dir. PS_EIO, PS_ENOMEM. */
 ps_status ps__stage_write_json(const ps__stage *s, const char *dir, const char *name, ps__jsonw *w);
 /* Count @bytes that will be written into the stage; returns all that were counted so far. */
 uint64_t ps__stage_need(ps__stage *s, uint64_t bytes);

@@ -1,5 +1,5 @@
-/* beside.c - the memory of what runs in the place of the plan's step: the steps of a batch ramp, and
- * a validation. The search does not know of them, so the caps are checked once more. */
+/* beside.c - the memory of what runs in the place of the plan's step: the steps of a batch ramp,
+ * and a validation. The search does not know of them, so the caps are checked once more. */
 #include "plan/plan_impl.h"
 
 /* What is beside the plan's step, and what to do where it needs too much. */

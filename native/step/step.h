@@ -172,8 +172,8 @@ ps__batch_chunk ps__batch_chunk_of(uint32_t n_tokens);
 /* ---- the step -------------------------------------------------------------------------------- */
 /* A virtual tensor, alive from op first to before op last; a persistent one always.
  *   high      where ps__memmap() places it
- *   alias_of  not 0: the tensor is an alias of vt[alias_of - 1], its owner, and has no memory of its
- *             own. @offset is then in the owner, until ps__step_map() adds the owner's offset.
+ *   alias_of  not 0: the tensor is an alias of vt[alias_of - 1], its owner, and has no memory of
+ *             its own. @offset is then in the owner, until ps__step_map() adds the owner's offset.
  * The owner may be an alias too, which then comes before its alias in vt. A chain has at most
  * PS__MAX_ALIAS_DEPTH aliases: a saved activation lies in a gradient, and the gradient of a step
  * that is mapped over another one lies in the memory of that step. */
@@ -280,9 +280,10 @@ uint64_t ps__memmap(ps__vt *vt, size_t n, uint32_t space);
 /* ps__memmap_bound() - the most BYTES alive at once: no map of the space is smaller. UINT64_MAX
  * when memory is out. */
 uint64_t ps__memmap_bound(const ps__vt *vt, size_t n, uint32_t n_ops, uint32_t space);
-/* ps__memmap_valid() - whether a space's map of @bytes holds: no two tensors of the same alias depth
- * that are alive at the same time overlap, all lie within @bytes, and an alias lies within its owner
- * and its owner's life. For asserts and tests; offsets as ps__step_map() leaves them. Time: O(n log n). Errors: none. */
+/* ps__memmap_valid() - whether a space's map of @bytes holds: no two tensors of the same alias
+ * depth that are alive at the same time overlap, all lie within @bytes, and an alias lies within
+ * its owner and its owner's life. For asserts and tests; offsets as ps__step_map() leaves them.
+ * Time: O(n log n). Errors: none. */
 bool ps__memmap_valid(const ps__vt *vt, size_t n, uint32_t space, uint64_t bytes);
 /* ps__step_valid() - whether an emitted step holds, mapped or not:
  *   - every access lies within its tensor and its tensor's lifetime;

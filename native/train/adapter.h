@@ -28,6 +28,7 @@ static inline const char *ps__weights_stem(const ps_trainer *t) {
 /* Write adapter_config.json into @stage. */
 ps_status ps__adapter_write_config(const ps_trainer *t, const ps__stage *stage, const char *dir);
 /* The SHA-256 of the frozen weights in host memory, which does not change in a run: computed once,
- * and beside the steps in a run's first checkpoint. A checkpoint names the weights that it lacks by it. */
+ * and beside the steps in a run's first checkpoint. A checkpoint names the weights that it lacks by
+ * it. */
 ps_status ps__base_hash(ps_trainer *t, char hex[65]);
 #endif
