@@ -463,6 +463,26 @@ def test_a_second_ctrl_c_stops_at_once_and_saves_nothing(job, tmp_path):
     assert all(json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
 
 
+def test_pairs_of_caps_have_the_plans_that_are_found_alone(tiny_model):
+    ask = ("plan", "--model", tiny_model, "--seq-len", 64, "--tokens-per-step", 512)
+    done = penstock(*ask, "--pairs", "4MiB:4GiB", "1MiB:4GiB", "8MiB:none", "none:4GiB")
+    fits, small, no_host, no_device = map(json.loads, done.stdout.splitlines())
+    for line, caps in (
+        (fits, ("--device-mem", "4MiB", "--host-mem", "4GiB")),
+        (no_host, ("--device-mem", "8MiB")),
+        (no_device, ("--host-mem", "4GiB")),
+    ):
+        assert line["plan"] == json.loads(penstock(*ask, *caps, "--json").stdout)
+        assert line["predicted_hfu"] >= line["predicted_mfu"] > 0
+    assert (small["device_mem_bytes"], small["host_mem_bytes"]) == (1 << 20, 4 << 30)
+    refused = penstock(*ask, "--device-mem", "1MiB", "--host-mem", "4GiB").stderr
+    assert small["refused"] == refused.removeprefix("penstock: ").strip() and "plan" not in small
+    for wrong, said in (("4MiB", "DEVICE:HOST"), ("4MiB:much", "no size"), ("0:4GiB", "no size")):
+        done = penstock(*ask, "--pairs", wrong)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr
+        assert not done.stdout
+
+
 def test_a_grid_of_caps_is_predicted_and_drawn(tiny_model, tmp_path):
     ask = ("plan", "--model", tiny_model, "--seq-len", 64, "--tokens-per-step", 512)
     sizes = ("--grid-device", "1KiB", "4MiB", "64MiB", "--grid-host", "1MiB", "4GiB")

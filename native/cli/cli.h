@@ -265,6 +265,13 @@ int cli_run_file_write(const cli_job *job);
 /* cli_plan_grid() - print the predicted tokens per second of a prepared job under each pair of
  * caps, as a table or as JSON (grid.c). Exit code. */
 int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts);
+/* cli_plan_pairs() - print the plan of a prepared job under each of @pairs, "DEVICE:HOST", as a
+ * JSON object a line (pairs.c). Exit code.
+ * cli_plan_under() - search a plan under these caps, BYTES; 0: none. *out is the caller's, and
+ * untouched where no plan fits (PS_EBUDGET). @shared is borrowed, or NULL. */
+int cli_plan_pairs(cli_job *job, const cli_texts *pairs);
+ps_status cli_plan_under(const cli_job *job, ps_evaluations *shared, uint64_t device_mem,
+                         uint64_t host_mem, ps_plan **out, ps_plan_report *report);
 
 typedef struct cli_cell {
   uint64_t device_mem_bytes, host_mem_bytes; /* the caps */

@@ -31,19 +31,12 @@ static int parse_side(const cli_texts *texts, const char *option, uint64_t out[M
 
 /* Search a plan under a cell's caps. */
 static int search(const cli_job *job, ps_evaluations *shared, cli_cell *cell) {
-  ps_plan_config cfg = job->plan_config;
-  ps_hardware hardware = job->hardware;
-  ps_plan_report report = {.struct_bytes = sizeof report};
+  ps_plan_report report;
   ps_plan *plan = NULL;
-  cfg.device_mem_bytes = cell->device_mem_bytes;
-  cfg.host_mem_bytes = cell->host_mem_bytes;
-  /* the machine to plan for has at least the cap of host memory; 0: its memory is not checked */
-  hardware.host_memory_bytes = 0;
-  ps_status st = ps_plan_create_sharing(&plan, shared, &job->config, &cfg, &hardware);
+  const ps_status st =
+      cli_plan_under(job, shared, cell->device_mem_bytes, cell->host_mem_bytes, &plan, &report);
   if (st == PS_EBUDGET)
     return CLI_OK;
-  if (st == PS_OK)
-    st = ps_plan_get_report(plan, &report);
   ps_plan_destroy(plan);
   if (st != PS_OK)
     return cli_fail_status(st, true);

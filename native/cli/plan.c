@@ -88,7 +88,14 @@ int cli_plan(int argc, char **argv) {
                                 .value = "SHARDS...",
                                 .help = "plan for these token shards: whether masks mark documents "
                                         "in them; and print how many of the tokens are targets"};
-  options[n + 5] = (cli_option){.name = NULL};
+  cli_texts pairs = {0};
+  options[n + 5] = (cli_option){.name = "pairs",
+                                .kind = CLI_TEXTS,
+                                .out = &pairs,
+                                .value = "DEVICE:HOST...",
+                                .help = "print the plan under each pair of caps, such as "
+                                        "24GiB:84GiB, as a JSON object a line; none is no cap"};
+  options[n + 6] = (cli_option){.name = NULL};
   const cli_command command = {
       .usage = "plan --model DIR --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
       .about = about,
@@ -104,8 +111,11 @@ int cli_plan(int argc, char **argv) {
   if (code == CLI_OK && job.data.n)
     code = read_data(&job, &targets);
   if (code == CLI_OK)
-    code = job.smallest || devices.n || hosts.n ? cli_job_prepare(&job) : cli_job_plan(&job);
-  if (code == CLI_OK && (devices.n || hosts.n)) {
+    code = job.smallest || devices.n || hosts.n || pairs.n ? cli_job_prepare(&job)
+                                                           : cli_job_plan(&job);
+  if (code == CLI_OK && pairs.n) {
+    code = cli_plan_pairs(&job, &pairs);
+  } else if (code == CLI_OK && (devices.n || hosts.n)) {
     code = cli_plan_grid(&job, &devices, &hosts);
   } else if (code == CLI_OK && job.smallest) {
     code = print_smallest(&job);
@@ -121,5 +131,6 @@ int cli_plan(int argc, char **argv) {
   cli_job_free(&job);
   free(devices.item);
   free(hosts.item);
+  free(pairs.item);
   return code < 0 ? CLI_OK : code;
 }
