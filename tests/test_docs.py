@@ -103,6 +103,7 @@ def test_every_option_that_a_page_names_is_in_a_help_text():
             "log",
         )
     )
+    texts += "".join(p.read_text() for p in (ROOT / "bench").rglob("*.py"))
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", TEXT))
     assert named and not {o for o in named if f"--{o}" not in texts}
 

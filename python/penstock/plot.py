@@ -111,6 +111,34 @@ def plot_loss(metrics: list[dict], path, title: str = "", source="metrics") -> N
     plt.close(figure)
 
 
+def draw_cells(axes, device_gib, host_gib, cells, limits):
+    """Draw a heatmap over caps: device memory across, host memory up, in GiB; 0 is no cap. cells has
+    a row for each of host_gib, of (value, text); a cell without a value is grey. limits are the
+    ends of the colour scale. Returns the image, for a colour bar."""
+    import matplotlib
+
+    values = [[float("nan") if v is None else v for v, _ in row] for row in cells]
+    scale = matplotlib.colors.Normalize(*limits)
+    image = axes.imshow(values, origin="lower", aspect="auto", norm=scale)
+    axes.set_facecolor("0.85")
+    axes.set_xticks(range(len(device_gib)), [f"{gib:.4g}" if gib else "none" for gib in device_gib])
+    axes.set_yticks(range(len(host_gib)), [f"{gib:.4g}" if gib else "none" for gib in host_gib])
+    axes.tick_params(labelsize=8)
+    for y, row in enumerate(cells):
+        for x, (value, text) in enumerate(row):
+            light = value is None or scale(value) > 0.6  # of the colour below the text
+            axes.text(
+                x,
+                y,
+                text,
+                ha="center",
+                va="center",
+                fontsize=6 if value is None and len(text) > 1 else 8,
+                color="black" if light else "white",
+            )
+    return image
+
+
 def plot_grid(grid: dict, path, title: str = "") -> None:
     """Draw the predicted tokens per second over the caps of device memory (across) and host memory
     (up). A cell is empty where no plan fits. ValueError: this is no grid."""
@@ -120,34 +148,15 @@ def plot_grid(grid: dict, path, title: str = "") -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rate = [[value or float("nan") for value in row] for row in grid["tokens_per_s"]]
+    device, host = ([b / 2**30 for b in grid[k]] for k in ("device_mem_bytes", "host_mem_bytes"))
+    cells = [[(v, f"{v:,.0f}") if v else (None, "-") for v in row] for row in grid["tokens_per_s"]]
+    found = [v for row in cells for v, _ in row if v is not None]
     figure, axes = plt.subplots(
-        figsize=(
-            max(6, 1.5 + 0.9 * len(grid["device_mem_bytes"])),
-            2 + 0.6 * len(grid["host_mem_bytes"]),
-        ),
-        constrained_layout=True,
+        figsize=(max(6, 1.5 + 0.9 * len(device)), 2 + 0.6 * len(host)), constrained_layout=True
     )
-    image = axes.imshow(rate, origin="lower", aspect="auto")
-    axes.set_xticks(
-        range(len(grid["device_mem_bytes"])), [f"{b / 2**30:.3g}" for b in grid["device_mem_bytes"]]
-    )
-    axes.set_yticks(
-        range(len(grid["host_mem_bytes"])), [f"{b / 2**30:.3g}" for b in grid["host_mem_bytes"]]
-    )
+    image = draw_cells(axes, device, host, cells, (min(found), max(found)) if found else (0, 1))
     axes.set(xlabel="device memory, GiB", ylabel="host memory, GiB")
     axes.set_title(title, fontsize=10)
-    for y, row in enumerate(rate):
-        for x, value in enumerate(row):
-            axes.text(
-                x,
-                y,
-                f"{value:,.0f}" if value == value else "-",
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white" if value == value else "black",
-            )
     figure.colorbar(image, label="tokens / s, predicted")
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -1,0 +1,120 @@
+"""Measured cases: one `penstock train` a case, from seeded weights, with clipping and the optimizer
+in every step."""
+
+import array
+import json
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from cases import Case, vocabulary
+from machine import ROOT, die_with_parent, gpu_columns
+from predict import figures as planned
+from predict import plan_of, short_reason
+from results import FAILED, INFEASIBLE, OK
+
+# unless the case's options say otherwise
+DEFAULTS = {"clip-norm": "1", "lr": "1e-5", "warmup-steps": "100", "trace-steps": "1"}
+
+
+def random_shard(path: Path, n_tokens: int, vocab: int) -> None:
+    """A token shard (llm.c's llama-3 format) of seeded tokens, for the time of a step alone."""
+    header = array.array("i", [0] * 256)
+    header[:3] = array.array("i", [20240801, 7, n_tokens])
+    drawn = random.Random(1)
+    some = array.array("I", (drawn.randrange(vocab) for _ in range(min(n_tokens, 1 << 18))))
+    with open(path, "wb") as file:
+        header.tofile(file)
+        for done in range(0, n_tokens, len(some)):
+            some[: n_tokens - done].tofile(file)
+
+
+def command_of(case: Case, binary, data: list[str], model: Path, run_dir: Path) -> list[str]:
+    words = [str(binary), "train", "--model", str(model), "--init-weights", "--data", *data]
+    words += ["--seq-len", str(case.seq_len), "--tokens-per-step", str(case.tokens_per_step)]
+    words += ["--recipe", case.recipe, "--steps", str(case.steps)]
+    words += ["--run-dir", str(run_dir), "--quiet", "--json"]
+    for option, gib in (("--device-mem", case.device_gib), ("--host-mem", case.host_gib)):
+        words += [option, f"{gib!r}GiB"] if gib else []
+    for name, value in {**DEFAULTS, **dict(case.options)}.items():
+        words += [f"--{name}", value] if value else [f"--{name}"]
+    return words
+
+
+def _median(rows: list[dict], name: str):
+    values = [r[name] for r in rows if isinstance(r.get(name), (int, float))]
+    return statistics.median(values) if values else None
+
+
+def figures(metrics: list[dict], plan: dict, warm_up: int) -> dict:
+    timed, last = metrics[warm_up:], metrics[-1]
+    step_s, planned_s = statistics.median(m["step_s"] for m in timed), plan["predicted_step_s"]
+
+    def predicted(name):
+        return last[name] * last["step_s"] / planned_s if last[name] is not None else None
+
+    return {
+        **planned(plan, predicted("mfu"), predicted("hfu")),
+        "tokens_per_s": last["tokens"] / step_s,
+        "step_s": step_s,
+        "tflops": plan["model_flops"] / step_s * 1e-12,
+        "mfu": _median(timed, "mfu"),
+        "hfu": _median(timed, "hfu"),
+        "measured_over_predicted": step_s / planned_s,
+        "steps_timed": len(timed),
+        "device_peak_gib": last["device_peak_bytes"] / 2**30,
+        "host_peak_gib": last["host_peak_bytes"] / 2**30,
+        "loss": [m["loss"] for m in metrics],
+    }
+
+
+def _failed(returncode: int, said: str) -> dict:
+    message = said.splitlines()[-1].removeprefix("penstock: ") if said else ""
+    reason = short_reason(message) if returncode == 2 else ""
+    if reason:
+        return {"status": INFEASIBLE, "reason": reason, "message": message}
+    ended = f"exit {returncode}" if returncode >= 0 else f"signal {-returncode}"
+    return {"status": FAILED, "reason": ended, "message": message or f"ended with {ended}"}
+
+
+def run(case: Case, binary, data: list[str], keep: Path | None) -> dict:
+    """Train the case and return its row. data: token shards; none: seeded tokens."""
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        run_dir = keep or work / "run"
+        (work / "model").mkdir()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (work / "model/config.json").write_text(case.config)
+        shards = data or [str(work / "random.bin")]
+        if not data:
+            n_tokens = case.tokens_per_step * case.steps + case.seq_len + 1
+            random_shard(work / "random.bin", n_tokens, vocabulary(case.config))
+        command = command_of(case, binary, shards, work / "model", run_dir)
+        (run_dir / "metrics.jsonl").unlink(missing_ok=True)
+        began = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=die_with_parent())
+        shown = " ".join(command).replace(f"{work}/", "").replace(f"{ROOT}/", "")
+        row = {"wall_s": time.monotonic() - began, "command": shown}
+        if done.returncode != 0:
+            return {**_failed(done.returncode, done.stderr.strip()), **row}
+        return {"status": OK, **_measured(case, run_dir, done.stdout), **row}
+
+
+def _measured(case: Case, run_dir: Path, summary: str) -> dict:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    plan = json.loads((run_dir / "plan.json").read_text())
+    waits = [
+        {name: w[name] for name in ("for", "seconds", "planned_seconds")}
+        for w in json.loads(summary).get("stalls", [])
+        if w["stream"] == "compute"
+    ]
+    return {
+        **figures(metrics, plan, case.warm_up),
+        **gpu_columns(metrics[case.warm_up :]),
+        "waits": waits[:4],
+        "plan": plan_of(plan),
+    }
