@@ -126,12 +126,15 @@ typedef struct ps_kernel {
  *   layer  0 the embedding, 1..L the blocks, L+1 the head
  *   round  of the step
  *   chunk  of the step; negative: the op is about the layer's unit -1 - chunk
- *   phase  the caller's own classification; a plan's ops have PS__PHASE_* (native/step/step.h) */
+ *   phase  the caller's own classification; a plan's ops have PS__PHASE_* (native/step/step.h)
+ *   what   static text: what the op works on or moves, such as "qkv" or "weights". NULL: nothing to
+ *          say beside the kernel's name */
 typedef struct ps_tag {
   int32_t layer;
   int32_t round;
   int32_t chunk;
   int32_t phase;
+  const char *what;
 } ps_tag;
 
 typedef struct ps_op {

@@ -80,6 +80,10 @@ static void put_event(FILE *f, const ps_schedule *s, const ps_trace_event *e) {
           (unsigned long long)e->step, (unsigned long long)e->op, op->tag.layer, op->tag.round,
           op->tag.chunk, op->tag.phase);
   put_us(f, e->start_ns - e->queued_ns);
+  if (op->tag.what) {
+    fputs(",\"what\":", f);
+    put_string(f, op->tag.what);
+  }
   fputs("}}", f);
 }
 

@@ -96,18 +96,20 @@ typedef struct block {
 } block;
 
 /* A norm's weights; a fresh model's norm multiplies by 1. */
-static uint16_t norm_param(block *b, const char *name, uint32_t n) {
+static uint16_t norm_param(block *b, const char *name, const char *what, uint32_t n) {
   if (!name)
     return 0;
   const uint16_t span = ps__def_param(b->d, name, PS_PARAM_NORM, n, 0);
+  ps__def_what(b->d, what);
   ps__def_init(b->d, 1.0 - (double)b->names->norm_offset, 0);
   return span;
 }
 
 /* A matrix that writes into the residual stream. A fresh model's is smaller the more layers there
  * are, as in GPT-2 (Radford et al. 2019, section 2.3). */
-static uint16_t residual_param(block *b, const char *name, uint32_t n_in) {
+static uint16_t residual_param(block *b, const char *name, const char *what, uint32_t n_in) {
   const uint16_t span = ps__def_param(b->d, name, PS_PARAM_MATRIX, b->dim, n_in);
+  ps__def_what(b->d, what);
   ps__def_init(b->d, 0, 0.02 / sqrt(2.0 * b->m->cfg.n_layers));
   return span;
 }
@@ -118,29 +120,32 @@ static void define_params(block *b) {
   const ps_model_config *c = &b->m->cfg;
   const bool row_norm = c->qk_norm == PS_QK_NORM_ROW;
   ps__layer_def *d = b->d;
-  b->w_norm1 = norm_param(b, n->attention_norm, b->dim);
+  b->w_norm1 = norm_param(b, n->attention_norm, "attention norm", b->dim);
   b->w_qkv = ps__def_param(d, n->q, PS_PARAM_MATRIX, n->k ? b->a : b->a + 2 * b->k, b->dim);
+  ps__def_what(d, "qkv");
   if (n->k) {
     ps__def_param_after(d, n->k, PS_PARAM_MATRIX, b->k, b->dim);
     ps__def_param_after(d, n->v, PS_PARAM_MATRIX, b->k, b->dim);
   }
   if (c->qkv_bias) {
     b->b_qkv = ps__def_param(d, n->q_bias, PS_PARAM_BIAS, b->a, 0);
+    ps__def_what(d, "qkv bias");
     ps__def_param_after(d, n->k_bias, PS_PARAM_BIAS, b->k, 0);
     ps__def_param_after(d, n->v_bias, PS_PARAM_BIAS, b->k, 0);
   }
   if (c->qk_norm) {
-    b->w_qnorm = norm_param(b, n->q_norm, row_norm ? b->a : c->head_dim);
-    b->w_knorm = norm_param(b, n->k_norm, row_norm ? b->k : c->head_dim);
+    b->w_qnorm = norm_param(b, n->q_norm, "q and k norm", row_norm ? b->a : c->head_dim);
+    b->w_knorm = norm_param(b, n->k_norm, "q and k norm", row_norm ? b->k : c->head_dim);
   }
-  b->w_o = residual_param(b, n->o, b->a);
-  b->w_post1 = norm_param(b, n->attention_post_norm, b->dim);
-  b->w_norm2 = norm_param(b, n->mlp_norm, b->dim);
+  b->w_o = residual_param(b, n->o, "o", b->a);
+  b->w_post1 = norm_param(b, n->attention_post_norm, "attention post norm", b->dim);
+  b->w_norm2 = norm_param(b, n->mlp_norm, "mlp norm", b->dim);
   b->w_gu = ps__def_param(d, n->gate, PS_PARAM_MATRIX, n->up ? b->f : 2 * b->f, b->dim);
+  ps__def_what(d, "gate_up");
   if (n->up)
     ps__def_param_after(d, n->up, PS_PARAM_MATRIX, b->f, b->dim);
-  b->w_down = residual_param(b, n->down, b->f);
-  b->w_post2 = norm_param(b, n->mlp_post_norm, b->dim);
+  b->w_down = residual_param(b, n->down, "down", b->f);
+  b->w_post2 = norm_param(b, n->mlp_post_norm, "mlp post norm", b->dim);
 }
 
 /* The adapters' unit. Phi-3 has q, k, v and gate, up as one target each. */
@@ -477,10 +482,12 @@ static ps_status describe_head(ps_model *m, const ps__decoder *names) {
                 z = ps__def_tensor(d, "logits", PS__ROWS_SLICE, v, m->dt),
                 dx = ps__def_tensor(d, "dx", PS__ROWS_TOKEN, dim, m->dt);
   const uint16_t w_norm = ps__def_param(d, "model.norm.weight", PS_PARAM_NORM, dim, 0);
+  ps__def_what(d, "final norm");
   ps__def_init(d, 1.0 - (double)names->norm_offset, 0);
   const uint16_t w = c->tied_embeddings
                          ? ps__def_tied(d, (uint64_t)v * dim, m->unit[0].frozen)
                          : ps__def_param(d, "lm_head.weight", PS_PARAM_MATRIX, v, dim);
+  ps__def_what(d, "head");
   /* where no layer is trained nothing goes back: the loss is all that is asked for */
   const bool forward_only = ps__is_frozen(m);
   d->input = x;

@@ -65,6 +65,11 @@ static void add_param(ps__layer_def *d, const char *name, ps_param_role role, ui
                                             .init_std = role == PS_PARAM_MATRIX ? 0.02f : 0.0f};
 }
 
+void ps__def_what(ps__layer_def *d, const char *what) {
+  if (d->n_spans && d->status == PS_OK)
+    d->span[d->n_spans - 1].what = what;
+}
+
 void ps__def_init(ps__layer_def *d, double mean, double std) {
   if (d->n_params == 0 || d->status != PS_OK)
     return;
@@ -167,6 +172,8 @@ void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *k
   *op = (ps__op_def){.kernel = kernel, .sliced = sliced, .args_bytes = (uint16_t)args_bytes};
   for (size_t i = 0; i < n_syms; i++)
     if (sym[i].mode && op->n_syms < PS__OP_MAX_SYMS) {
+      if (!op->what && (sym[i].kind == PS__SYM_PARAM || sym[i].kind == PS__SYM_GRAD))
+        op->what = d->span[sym[i].id].what;
       op->has_unread |= is_frozen(d, sym[i]);
       op->sym[op->n_syms++] = is_frozen(d, sym[i]) ? unread(d, sym[i]) : sym[i];
     }

@@ -61,6 +61,7 @@ typedef struct ps__param_def {
  * multiple of 64 elements (128 or 256 bytes), with zeros before it. In ELEMENTS. */
 typedef struct ps__span_def {
   uint64_t offset, n;
+  const char *what;  /* what its ops work on, for traces and reports; NULL: no name */
   uint32_t unit;     /* of the layer's units */
   bool of_embedding; /* the span is the embedding's first one (tied embeddings) */
   bool frozen;       /* has no gradient */
@@ -102,6 +103,7 @@ typedef struct ps__sym {
 enum { PS__OP_MAX_SYMS = 10, PS__ARGS_BYTES = 640 };
 typedef struct ps__op_def {
   const ps_kernel *kernel;
+  const char *what; /* that of the first span among its symbols, as ps_tag.what; or NULL */
   uint8_t n_syms;
   bool sliced;     /* runs head slice by head slice of the chunk; such ops follow each other */
   bool has_unread; /* a frozen parameter's gradient goes to a tensor that no op reads: no sums */
@@ -155,6 +157,8 @@ uint16_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, u
                        uint64_t cols);
 void ps__def_param_after(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
                          uint64_t cols);
+/* ps__def_what() - the ops of the last span work on @what, as ps_tag.what. Borrowed like names. */
+void ps__def_what(ps__layer_def *d, const char *what);
 /* ps__def_init() - what the last parameter is drawn from, where that is not the usual: N(0, 0.02)
  * for matrices, 1 for norms, 0 for biases. */
 void ps__def_init(ps__layer_def *d, double mean, double std);

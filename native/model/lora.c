@@ -122,8 +122,10 @@ ps_status ps__lora_define(const ps_model *m, ps__layer_def *d, uint32_t i, uint3
                     rank, target[i].name, n_out, n_in, least);
   *out = (ps__adapter){.n_out = n_out, .n_in = n_in, .rank = rank};
   out->a = ps__def_param(d, target[i].a, PS_PARAM_MATRIX, rank, n_in);
+  ps__def_what(d, "adapter");
   ps__def_init_uniform(d, 1 / sqrt(n_in));
   out->b = ps__def_param(d, target[i].b, PS_PARAM_MATRIX, n_out, rank);
+  ps__def_what(d, "adapter");
   ps__def_init(d, 0, 0);
   out->z = ps__def_tensor(d, "lora_z", PS__ROWS_TOKEN, rank, m->dt);
   out->dz = ps__def_tensor(d, "lora_dz", PS__ROWS_TOKEN, rank, m->dt);

@@ -20,7 +20,7 @@ static uint64_t table_bytes(const ps__builder *b) {
 }
 
 static ps_tag embed_tag(uint32_t round, uint32_t chunk, int phase) {
-  return (ps_tag){0, (int32_t)round, (int32_t)chunk, phase};
+  return (ps_tag){.layer = 0, .round = (int32_t)round, .chunk = (int32_t)chunk, .phase = phase};
 }
 
 /* ---- on the host ----------------------------------------------------------------------------- */
@@ -67,7 +67,7 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
       ps__emit(b, &ps__k_embed_fwd, b->s->at->io, &a, sizeof a, access, 3, tag);
     b->gathered[i].x = ps__vt_new(b, b->s->at->device, n * row_bytes(b));
     ps__emit_copy(b, b->s->at->to_device, ps__whole(b, rows, PS_READ),
-                  ps__whole(b, b->gathered[i].x, PS_WRITE), tag);
+                  ps__whole(b, b->gathered[i].x, PS_WRITE), ps__about(tag, "embedding rows"));
     /* the rows stay where the first block's input is kept on the host anyway */
     const bool stays =
         b->first_trained <= 1 && *ps__spec_policy(s->spec, 0, c, saved) == PS_POLICY_HOST;
@@ -152,11 +152,11 @@ static void send_rows(ps__builder *b, uint32_t c) {
   ps__emit_copy(
       b, b->s->at->to_host,
       ps__part(b->batch[c], PS_READ, ps__batch_chunk_of(k->n_tokens).tokens, 4ull * k->n_tokens),
-      ps__part(b->rows_host, PS_WRITE, 4 * at, 4ull * k->n_tokens), tag);
+      ps__part(b->rows_host, PS_WRITE, 4 * at, 4ull * k->n_tokens), ps__about(tag, "token ids"));
   ps__emit_copy(
       b, b->s->at->to_host, ps__whole(b, b->dy[c], PS_READ),
       ps__part(b->rows_host, PS_WRITE, r.ids_bytes + at * row_bytes(b), k->n_tokens * row_bytes(b)),
-      tag);
+      ps__about(tag, "gradients of rows"));
   if (ps__contribution_ends(b, c))
     add_rows_on_host(b, &r);
 }

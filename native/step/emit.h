@@ -104,6 +104,11 @@ void ps__tick(ps__builder *b);
 void ps__flush_late(ps__builder *b);
 
 /* ---- ops ------------------------------------------------------------------------------------- */
+/* ps__about() - the tag of an op that works on @what or moves it. */
+static inline ps_tag ps__about(ps_tag tag, const char *what) {
+  tag.what = what;
+  return tag;
+}
 ps__vaccess ps__whole(const ps__builder *b, uint32_t vt, uint32_t mode);
 ps__vaccess ps__part(uint32_t vt, uint32_t mode, uint64_t offset, uint64_t bytes);
 /* ps__emit() - an op, whose description says its work. Memory that is out is noted in the step and

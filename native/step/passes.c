@@ -36,8 +36,10 @@ static uint32_t home_chunk(const ps__builder *b, const ps__layer_def *d, uint32_
 }
 
 static ps_tag chunk_tag(const ps__builder *b, uint32_t unit, uint32_t c, int phase) {
-  return (ps_tag){(int32_t)unit, (int32_t)b->round_idx, (int32_t)(b->round->first_chunk + c),
-                  phase};
+  return (ps_tag){.layer = (int32_t)unit,
+                  .round = (int32_t)b->round_idx,
+                  .chunk = (int32_t)(b->round->first_chunk + c),
+                  .phase = phase};
 }
 
 static int policy_of(const ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor) {
@@ -98,9 +100,10 @@ void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor,
   if (*away == PS__NO_VT)
     *away = host_of_saved(b, (int)tensor == d->input ? layer - 1 : layer,
                           tensor_bytes(b, d, c, tensor));
-  ps__emit_copy(b, b->s->at->to_host, own_rows(b, d, c, tensor, vt, PS_READ),
-                own_rows(b, d, c, tensor, *away, PS_WRITE),
-                chunk_tag(b, layer, c, PS__PHASE_FORWARD));
+  ps__emit_copy(
+      b, b->s->at->to_host, own_rows(b, d, c, tensor, vt, PS_READ),
+      own_rows(b, d, c, tensor, *away, PS_WRITE),
+      ps__about(chunk_tag(b, layer, c, PS__PHASE_FORWARD), d->saved[d->tensor[tensor].saved].name));
 }
 
 void ps__send_input(ps__builder *b, uint32_t layer, uint32_t c) {
@@ -179,7 +182,7 @@ static void emit_op(ps__builder *b, const chunk_pass *p, const ps__op_def *op, i
   shape.first_grad |= op->has_unread;
   ps__op_args(op, &shape, args);
   ps__emit(b, op->kernel, b->s->at->compute, args, op->args_bytes, access, op->n_syms,
-           chunk_tag(b, p->layer, p->c, phase));
+           ps__about(chunk_tag(b, p->layer, p->c, phase), op->what));
 }
 
 /* The tensors that an op uses and nobody made are made. */
@@ -306,8 +309,10 @@ static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t te
   if (*away == PS__NO_VT)
     return;
   *kept = ps__vt_new(b, b->s->at->device, b->s->vt[*away].bytes);
+  const ps__layer_def *d = layer_of(b, layer);
   ps__emit_copy(b, b->s->at->to_device, ps__whole(b, *away, PS_READ), ps__whole(b, *kept, PS_WRITE),
-                chunk_tag(b, layer, c, PS__PHASE_BACKWARD));
+                ps__about(chunk_tag(b, layer, c, PS__PHASE_BACKWARD),
+                          d->saved[d->tensor[tensor].saved].name));
   ps__vt_free(b, *away);
   *away = PS__NO_VT;
 }
@@ -474,7 +479,7 @@ static void zero_chunk_grads(ps__builder *b, const chunk_pass *p, uint32_t unit)
       const ps__vaccess zero =
           ps__part(b->unit[unit].grad, PS_WRITE, p->d->span[y.id].offset * e, fill.bytes);
       ps__emit(b, &ps__k_fill_zero, b->s->at->compute, &fill, sizeof fill, &zero, 1,
-               ps__unit_tag(b, unit, PS__PHASE_HEAD));
+               ps__about(ps__unit_tag(b, unit, PS__PHASE_HEAD), "gradients"));
     }
 }
 
@@ -553,7 +558,7 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
   ps__emit_copy(
       b, b->s->at->to_host, ps__whole(b, row_loss, PS_READ),
       ps__part(s->row_loss, PS_WRITE, row_bytes * k->first_token, row_bytes * k->n_tokens),
-      chunk_tag(b, head, c, PS__PHASE_HEAD));
+      ps__about(chunk_tag(b, head, c, PS__PHASE_HEAD), "losses"));
   b->head_norm = true;
   /* where the slices' gradient is another layer's (tied embeddings), every chunk adds to these */
   if (s->model->unit[ps__sliced_unit(s->model)].layer != head && c && ps__contribution_ends(b, c)) {

@@ -90,7 +90,7 @@ static void make_batch(ps__builder *b) {
   s->stats = ps__vt_persistent(b, b->s->at->host, sizeof(ps__step_stats));
   const ps__vaccess load = ps__whole(b, s->batch, PS_WRITE);
   ps__emit_hook(b, PS__HOOK_LOAD, 0, b->s->at->io, &load, 1, (ps_work){.bytes = (double)at},
-                (ps_tag){-1, -1, -1, PS__PHASE_FORWARD});
+                (ps_tag){.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_FORWARD});
 }
 
 void ps__copy_batch(ps__builder *b, uint32_t round) {
@@ -101,7 +101,11 @@ void ps__copy_batch(ps__builder *b, uint32_t round) {
     ps__emit_copy(b, b->s->at->to_device,
                   ps__part(b->s->batch, PS_READ, b->s->batch_offset[i], bytes),
                   ps__whole(b, b->step_batch[i], PS_WRITE),
-                  (ps_tag){-1, (int32_t)round, (int32_t)i, PS__PHASE_FORWARD});
+                  (ps_tag){.layer = -1,
+                           .round = (int32_t)round,
+                           .chunk = (int32_t)i,
+                           .phase = PS__PHASE_FORWARD,
+                           .what = "the batch"});
   }
 }
 
@@ -112,7 +116,7 @@ static void emit_loss(ps__builder *b) {
                                  ps__part(s->stats, PS_WRITE, 0, 64)};
   ps__emit_hook(b, PS__HOOK_LOSS, 0, b->s->at->host_ops, access, 3,
                 ps__bytes_work((double)(ps__loss_row_bytes(s->model) * s->layout->n_tokens)),
-                (ps_tag){-1, -1, -1, PS__PHASE_HEAD});
+                (ps_tag){.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_HEAD});
 }
 
 static void head_pass(ps__builder *b) {
@@ -357,7 +361,7 @@ static ps_status add_prologue_op(const ps__step *s, ps_program **p, const ps_ker
                     .stream = kernel ? s->at->compute : s->at->to_device,
                     .access = kernel ? &write : copy,
                     .n_access = kernel ? 1 : 2,
-                    .tag = {-1, -1, -1, PS__PHASE_UPDATE}};
+                    .tag = {.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_UPDATE}};
   if (!*p)
     PS_TRY(ps_program_create(p, s->at->n_places, s->at->n_streams));
   return ps_program_add(*p, &op, NULL);

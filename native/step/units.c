@@ -142,10 +142,11 @@ static void fetch_total(ps__builder *b, uint32_t unit) {
   const uint32_t low = u->low;
   if (u->total != PS__NO_VT || !ends_on_device(b, unit))
     return;
-  u->total = ps__bring(b, b->s->unit_host[unit].grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  const ps_tag tag = ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients");
+  u->total = ps__bring(b, b->s->unit_host[unit].grad, tag);
   if (low == PS__NO_VT)
     return;
-  u->low = ps__bring(b, low, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  u->low = ps__bring(b, low, tag);
   ps__vt_free(b, low);
 }
 
@@ -168,7 +169,8 @@ static void fetch_unit(ps__builder *b, const ps__pass *v, uint32_t unit) {
       b->s->vt[u->weights].high = kept_across_rounds(b, v);
   }
   ps__emit_copy(b, b->s->at->to_device, ps__whole(b, b->s->unit_host[unit].weights, PS_READ),
-                ps__whole(b, u->weights, PS_WRITE), ps__unit_tag(b, unit, PS__PHASE_FORWARD));
+                ps__whole(b, u->weights, PS_WRITE),
+                ps__about(ps__unit_tag(b, unit, PS__PHASE_FORWARD), "weights"));
 }
 
 /* How many layer passes ahead of pass @now the copies for pass @next may be issued. Towards the end
@@ -236,7 +238,7 @@ static uint32_t emit_sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t gra
   const uint32_t n = s->model->unit[unit].n_spans, slots = ps__norm_slots(s->model),
                  out = ps__vt_new(b, b->s->at->device, slots * 8);
   const uint64_t e = ps_dtype_bytes(s->recipe->grad);
-  const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
+  const ps_tag tag = ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients");
   for (uint32_t i = 0; i < n; i++) {
     const ps__args_sumsq a = {.n = span[i].n, .dt = s->recipe->grad};
     const ps__vaccess access[2] = {ps__part(grad, PS_READ, span[i].offset * e, span[i].n * e),
@@ -245,7 +247,7 @@ static uint32_t emit_sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t gra
   }
   ps__emit_copy(b, b->s->at->to_host, ps__part(out, PS_READ, 0, n * 8),
                 ps__part(s->norms, PS_WRITE, (uint64_t)unit * slots * 8, n * 8),
-                ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
+                ps__about(ps__unit_tag(b, unit, PS__PHASE_BACKWARD), "sums of squares"));
   return out;
 }
 
@@ -286,7 +288,7 @@ static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t sp
     access[2] = ps__whole(b, b->unit[unit].low, low_access(a.mode));
   ps__emit(b, on_host ? &ps__k_accumulate_host : &ps__k_accumulate,
            on_host ? b->s->at->host_ops : b->s->at->compute, &a, sizeof a, access, low ? 3 : 2,
-           tag);
+           ps__about(tag, "gradients"));
   low_used(b, unit, a.mode);
 }
 
@@ -324,7 +326,7 @@ static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32
       access[m++] = ps__part(b->unit[unit].low, PS_READ, span[k].offset, span[k].n);
     ps__emit(b, kernel, b->s->at->host_ops, add || low ? (const void *)&part : &squares,
              add || low ? sizeof part : sizeof squares, access, m,
-             ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+             ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients"));
   }
   low_used(b, unit, 0);
 }
@@ -337,7 +339,8 @@ static void add_on_host(ps__builder *b, uint32_t unit, uint32_t device_grad, uin
   const uint32_t to =
       i == 0 ? h->grad : ps__vt_new(b, b->s->at->host, unit_bytes(b, unit, b->s->recipe->grad));
   ps__emit_copy(b, b->s->at->to_host, ps__whole(b, device_grad, PS_READ),
-                ps__whole(b, to, PS_WRITE), ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
+                ps__whole(b, to, PS_WRITE),
+                ps__about(ps__unit_tag(b, unit, PS__PHASE_BACKWARD), "gradients"));
   if (i == 0)
     return;
   if (total)

@@ -31,7 +31,7 @@ static uint32_t send_header(ps__builder *b, ps_tag tag) {
     return b->header;
   b->header = ps__vt_new(b, b->s->at->device, bytes);
   ps__emit_copy(b, b->s->at->to_device, ps__part(b->s->batch, PS_READ, 0, bytes),
-                ps__whole(b, b->header, PS_WRITE), tag);
+                ps__whole(b, b->header, PS_WRITE), ps__about(tag, "the batch's header"));
   return b->header;
 }
 
@@ -42,13 +42,14 @@ static void stream_in(ps__builder *b, uint32_t unit) {
   ps__unit_progress *u = &b->unit[unit];
   ps__update_tensors *at = &u->updated;
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
-  at->weights = u->weights != PS__NO_VT ? u->weights : ps__bring(b, h->weights, tag);
+  at->weights =
+      u->weights != PS__NO_VT ? u->weights : ps__bring(b, h->weights, ps__about(tag, "weights"));
   if (!b->s->spec->param_resident[unit])
     u->weights = PS__NO_VT;
   if (h->master != PS__NO_VT)
-    at->master = ps__bring(b, h->master, tag);
+    at->master = ps__bring(b, h->master, ps__about(tag, "master weights"));
   for (uint32_t k = 0; k < n_states(b); k++)
-    at->state[k] = ps__bring(b, h->state[k], tag);
+    at->state[k] = ps__bring(b, h->state[k], ps__about(tag, "optimizer state"));
 }
 
 /* Weights go first: the next step's forward pass waits for them. */
@@ -59,11 +60,11 @@ static void stream_out(ps__builder *b, uint32_t unit) {
   const bool resident = b->s->spec->param_resident[unit], master = h->master != PS__NO_VT;
   const uint32_t lag = b->s->spec->grad_lag;
   if (!resident || !master)
-    send_to_host(b, at->weights, h->weights, tag);
+    send_to_host(b, at->weights, h->weights, ps__about(tag, "weights"));
   if (master)
-    send_to_host(b, at->master, h->master, tag);
+    send_to_host(b, at->master, h->master, ps__about(tag, "master weights"));
   for (uint32_t k = 0; k < n_states(b); k++)
-    send_to_host(b, at->state[k], h->state[k], tag);
+    send_to_host(b, at->state[k], h->state[k], ps__about(tag, "optimizer state"));
   if (!resident)
     ps__vt_free_late(b, at->weights, lag);
   ps__vt_free_late(b, at->master, lag);
@@ -142,12 +143,13 @@ static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
   emit_update(b, unit, part, &u->updated, u->total, s->spec->clip ? clip_scale : u->sums);
   ps__vt_free(b, u->total);
   ps__vt_free(b, u->sums);
+  const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   if (s->spec->update_streamed[unit])
     stream_out(b, unit);
   else if (h->master != PS__NO_VT)
-    send_to_host(b, h->device_master, h->master, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+    send_to_host(b, h->device_master, h->master, ps__about(tag, "master weights"));
   else
-    send_to_host(b, h->device_weights, h->weights, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+    send_to_host(b, h->device_weights, h->weights, ps__about(tag, "weights"));
 }
 
 /* Without clipping: updates the streamed units whose state has had its time to arrive. */
@@ -178,7 +180,7 @@ static void emit_split_state(ps__builder *b, uint32_t unit) {
 void ps__emit_updates(ps__builder *b) {
   ps__step *s = b->s;
   const uint32_t n_units = s->model->n_units;
-  const ps_tag tag = {-1, -1, -1, PS__PHASE_UPDATE};
+  const ps_tag tag = {.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_UPDATE};
   const ps__vaccess half = ps__part(s->stats, PS_WRITE, 64, 64);
   const ps__vaccess norm[2] = {ps__whole(b, s->norms, PS_READ), half};
   bool any_on_device = false;
@@ -190,7 +192,7 @@ void ps__emit_updates(ps__builder *b) {
     const uint32_t scale = any_on_device ? ps__vt_new(b, b->s->at->device, 64) : PS__NO_VT;
     if (any_on_device)
       ps__emit_copy(b, b->s->at->to_device, ps__part(s->stats, PS_READ, 64, 64),
-                    ps__whole(b, scale, PS_WRITE), tag);
+                    ps__whole(b, scale, PS_WRITE), ps__about(tag, "the norm"));
     /* In the order in which the forward pass needs them. Nothing waits for an embedding on the
      * host: ps__gather_round(). */
     for (uint32_t i = 0; i < n_units; i++) {

@@ -395,6 +395,7 @@ class Schedule(Owner):
                 "round": view.tag.round,
                 "chunk": view.tag.chunk,
                 "phase": view.tag.phase,
+                "what": text(view.tag.what) if view.tag.what else None,
             },
             "work": {
                 "flops": view.work.flops,

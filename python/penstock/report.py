@@ -1,6 +1,8 @@
-"""The command `penstock report`: a run as one HTML page that needs no other file and no network.
+"""The command `penstock report`: a run as one HTML page that needs no other file and no network, or
+several runs as the rows of a recipe table.
 
 penstock report RUN [-o report.html]
+penstock report --recipe-table RUN... [--window A:B | --last N] [--csv FILE] [--json FILE]
 
 RUN is a run directory of `penstock train` or of a RunLog.
 """
@@ -17,7 +19,7 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
-from . import command
+from . import command, recipe_table
 from ._lib import version
 from .files import DataError, open_input
 from .plot import smoothed
@@ -293,28 +295,80 @@ def page(run: RunDirectory) -> str:
     )
 
 
+def _replace(out: Path, text: str, option: str) -> None:
+    """Write a file as a whole, or leave what is there. DataError, OSError."""
+    if out.is_dir():
+        raise DataError(f"{option} {out} is a directory: give a file")
+    part = out.with_name(f"{out.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, out)
+    except OSError as exc:
+        part.unlink(missing_ok=True)
+        raise OSError(f"{out} cannot be written: {exc.strerror}") from exc
+
+
+def _page(args) -> int:
+    if len(args.run) > 1:
+        raise DataError(f"a page shows one run, {len(args.run)} given: give one, or --recipe-table")
+    for option in ("window", "last", "csv", "json"):
+        if getattr(args, option) is not None:
+            raise DataError(f"--{option} goes with --recipe-table")
+    run = RunDirectory(args.run[0])
+    run.refresh()
+    out = Path(args.output) if args.output else run.path / "report.html"
+    _replace(out, page(run), "--output")
+    print(out)
+    return command.OK
+
+
+def _recipe_table(args) -> int:
+    if args.output:
+        raise DataError("--output is the page's: --recipe-table writes --csv FILE and --json FILE")
+    if args.last is not None and args.last < 1:
+        raise DataError(f"--last {args.last}: give 1 or more steps")
+    window = recipe_table.parse_window(args.window) if args.window is not None else None
+    rows = []
+    for path in args.run:
+        run = RunDirectory(path)
+        run.refresh()
+        try:
+            rows.append(recipe_table.row_of(run, window, args.last))
+        except (KeyError, TypeError, AttributeError) as exc:
+            raise DataError(f"{run.path}: plan.json is not as a plan is: {exc!r}") from exc
+    for option, text_of in (("csv", recipe_table.csv_of), ("json", recipe_table.json_of)):
+        if getattr(args, option) is not None:
+            _replace(Path(getattr(args, option)), text_of(rows), f"--{option}")
+    print(recipe_table.text_of(rows, window is None and args.last is None))
+    return command.OK
+
+
 def main(argv: list[str]) -> int:
     parser = command.Parser(
-        prog="penstock report", description="Write a run as one self-contained HTML page."
+        prog="penstock report",
+        description="Write a run as one self-contained HTML page, or print several runs as the "
+        "rows of a recipe table.",
     )
-    parser.add_argument("run", metavar="RUN", help="the run directory (--run-dir, or --out)")
+    parser.add_argument(
+        "run", metavar="RUN", nargs="+", help="the run directory (--run-dir, or --out)"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="default: RUN/report.html")
+    parser.add_argument(
+        "--recipe-table",
+        action="store_true",
+        help="print speed, its deviation, days to 10^12 tokens and energy a token; no page",
+    )
+    window = parser.add_mutually_exclusive_group()
+    window.add_argument(
+        "--window",
+        metavar="A:B",
+        help="of --recipe-table: the steps that count, from 1, both included (default: all but "
+        f"the first {recipe_table.WARM_UP} of each start)",
+    )
+    window.add_argument("--last", metavar="N", type=int, help="the last N steps count")
+    parser.add_argument("--csv", metavar="FILE", help="write the table's figures as CSV too")
+    parser.add_argument("--json", metavar="FILE", help="write them as JSON too")
     args = parser.parse_args(argv)
-
-    def work() -> int:
-        run = RunDirectory(args.run)
-        run.refresh()
-        out = Path(args.output) if args.output else run.path / "report.html"
-        if out.is_dir():
-            raise DataError(f"--output {out} is a directory: give a file")
-        text, part = page(run), out.with_name(f"{out.name}.{os.getpid()}.part")
-        try:
-            part.write_text(text, encoding="utf-8")
-            os.replace(part, out)
-        except OSError as exc:
-            part.unlink(missing_ok=True)
-            raise OSError(f"{out} cannot be written: {exc.strerror}") from exc
-        print(out)
-        return command.OK
-
-    return command.run("penstock report", work)
+    return command.run(
+        "penstock report", lambda: _recipe_table(args) if args.recipe_table else _page(args)
+    )
