@@ -13,7 +13,9 @@ import torch
 import transformers
 from conftest import ROOT
 from penstock import BudgetError, Generator, InvalidError
-from penstock.generate import Text
+from penstock.__main__ import _in_python
+from penstock.files import DataError
+from penstock.generate import Text, read_prompts, stop_tokens
 
 BINARY = ROOT / os.environ.get("PENSTOCK_BUILD", "build") / "bin" / "penstock"
 
@@ -291,7 +293,13 @@ def chat_model(model):
 
 def command(*words):
     return subprocess.run(
-        [sys.executable, "-m", "penstock", "generate", *map(str, words)],
+        [
+            sys.executable,
+            "-m",
+            "penstock",
+            "generate",
+            *(w if isinstance(w, bytes) else str(w) for w in words),
+        ],
         capture_output=True,
         text=True,
     )
@@ -335,14 +343,61 @@ def test_text_is_the_tokens_decoded(chat_model, tmp_path):
         (["--prompts", "missing"], "missing: cannot be read"),
         (["--prompt", "x", "--device-mem", "6"], "is not a size|is 6 bytes: write"),
         (["--prompt", "x", "--device-mem", "2MiB"], "needs .* of device memory"),
-        (["--prompt", "x", "--seed", "-1"], "seed|unsigned|range"),
-        (["--prompt", "x", "--top-k", str(1 << 70)], "top_k|big|range|large"),
+        (["--prompt", "x", "--device-mem", "1e30"], "device_mem='1e30' is too large: .* 1e18"),
+        (["--prompt", "x", "--seed", "-1"], "--seed: '-1' is given, and a whole number from 0 to"),
+        (["--prompt", "x", "--top-k", str(1 << 70)], "--top-k: '1180591620717411303424' is given"),
+        (["--prompt", "x", "--batch", "1025"], "--batch: .* a whole number from 1 to 1024"),
+        (["--prompt", "x", "--max-new-tokens", "few"], "--max-new-tokens: 'few' is given, and a"),
+        (["--prompt", "x", "--top-p", "nan"], "top_p is nan"),
+        (["--prompt", "x", "--backend", "rocm"], "--backend: invalid choice: 'rocm'"),
+        (["--prompt", b"\xff"], "prompt 1 is no text: a part of it is no UTF-8"),
     ],
 )
 def test_the_command_refuses_bad_input_in_one_sentence(chat_model, words, message):
     done = command("--model", chat_model, *words)
     assert done.returncode == 2 and done.stdout == "", done.stderr
     assert re.search(message, done.stderr) and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("penstock generate: ")
+
+
+def test_prompts_may_have_any_line_separator_of_unicode(tmp_path):
+    """JSON leaves them as they are, and Python's splitlines() divides at them."""
+    prompts = ["a\u2028b", "c\x85d\u2029"]
+    (tmp_path / "p").write_text("".join(json.dumps(p, ensure_ascii=False) + "\n" for p in prompts))
+    assert read_prompts(tmp_path / "p") == prompts
+    (tmp_path / "p").write_text('\n"a"\r\n{"prompt": "b"}')
+    assert read_prompts(tmp_path / "p") == ["a", "b"]
+
+
+def test_the_ids_that_end_a_text_are_checked(tmp_path):
+    def ends(config):
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+        return stop_tokens(tmp_path)
+
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert ends({"eos_token_id": [3, 4]}) == [3, 4] and ends({"eos_token_id": 0}) == [0]
+    assert ends({}) == ends({"eos_token_id": None}) == [7]
+    for wrong in (-1, 1 << 31, "2", [1, "2"]):
+        with pytest.raises(DataError, match=r"generation_config.json: eos_token_id is .*no token"):
+            ends({"eos_token_id": wrong})
+
+
+def test_token_ids_go_to_the_binary_in_both_spellings(chat_model):
+    for ids in (["--tokens", "1,2"], ["--tokens=1,2"]):
+        done = command("--model", chat_model, *ids, "--max-new-tokens", 2, "--quiet")
+        assert done.returncode == 0 and len(done.stdout.split()) <= 2, done
+    assert _in_python(["sample", "run", "--prompt", "a", "--plan"])
+    assert not _in_python(["generate", "--plan"]) and not _in_python([])
+
+
+def test_a_full_disk_behind_stdout_is_an_error_in_one_sentence(chat_model):
+    words = [sys.executable, "-m", "penstock", "generate", "--model", chat_model, "--prompt", "x"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*words, "--quiet"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "penstock generate: stdout cannot be written: No space left on device\n",
+    )
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path):

@@ -12,8 +12,13 @@ IN_PYTHON = ("compare", "data", "export", "generate", "log", "merge", "report", 
 OF_IDS = {"--tokens", "--plan"}  # options of the binary's own `generate`, which needs no tokenizer
 
 
+def _in_python(words: list[str]) -> bool:
+    of_ids = any(word.partition("=")[0] in OF_IDS for word in words)
+    return words[:1] != [] and words[0] in IN_PYTHON and not (words[0] == "generate" and of_ids)
+
+
 def main():
-    if sys.argv[1:2] and sys.argv[1] in IN_PYTHON and not OF_IDS & set(sys.argv):
+    if _in_python(sys.argv[1:]):
         sys.exit(import_module(f"penstock.{sys.argv[1]}").main(sys.argv[2:]))
     try:
         program = program_path()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 
@@ -19,15 +20,61 @@ class Parser(argparse.ArgumentParser):
         self.exit(REFUSED, f"{self.prog}: {message}\n")
 
 
-def run(name: str, function: Callable[[], int]) -> int:
-    """The exit code of function(). Its errors become one sentence on stderr."""
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """The type of an option: a whole number from least to most."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is given, and a whole number from {least} to {most} is needed"
+            )
+        return value
+
+    return parse
+
+
+def put(text: str, end: str = "\n") -> None:
+    """print() that writes at once, and whose error says that stdout failed."""
     try:
-        return function()
+        print(text, end=end, flush=True)
+    except OSError as e:
+        raise OSError(f"stdout cannot be written: {e.strerror}") from e
+
+
+def _stdout_failure() -> str | None:
+    """Why the rest of stdout cannot be written; None: it can. After a failure Python's own attempt
+    at its end goes nowhere."""
+    try:
+        put("", end="")
+    except OSError as e:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return str(e)
+    return None
+
+
+def run(
+    name: str, function: Callable[[], int], stopped: str = "stopped; nothing was written"
+) -> int:
+    """The exit code of function(). Its errors become one sentence on stderr. stopped: the sentence
+    after Ctrl-C."""
+    code, message = FAILED, None
+    try:
+        code = function()
     except (DataError, InvalidError, FormatError, BudgetError) as e:
         code, message = REFUSED, str(e)
     except (PenstockError, OSError) as e:
-        code, message = FAILED, str(e)
+        message = str(e)
     except KeyboardInterrupt:
-        code, message = INTERRUPTED, "stopped; nothing was written"
-    print(f"{name}: {message}", file=sys.stderr)
+        code, message = INTERRUPTED, stopped
+    failure = _stdout_failure()
+    if failure and code in (OK, FAILED):
+        code, message = FAILED, failure
+    if message:
+        print(f"{name}: {message}", file=sys.stderr)
     return code

@@ -3,16 +3,15 @@
 python -m penstock generate --model DIR --prompt TEXT [OPTIONS]
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
+from . import command
 from .chat import ChatTemplate, read_config, read_messages
 from .data import load_tokenizer
+from .errors import DeviceError, InputOutputError, OutOfMemoryError
 from .files import DataError, open_input
-
-REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 
 
 class Text:
@@ -69,10 +68,13 @@ class Text:
 def stop_tokens(folder: Path) -> list[int]:
     """The ids that end a text: of generation_config.json, else of config.json."""
     for name in ("generation_config.json", "config.json"):
-        ids = read_config(folder, name).get("eos_token_id")
-        ids = [ids] if isinstance(ids, int) else ids
-        if isinstance(ids, list) and all(isinstance(i, int) for i in ids):
+        given = read_config(folder, name).get("eos_token_id")
+        if given is None:
+            continue
+        ids = given if isinstance(given, list) else [given]
+        if all(isinstance(i, int) and 0 <= i < 2**31 for i in ids):
             return ids
+        raise DataError(f"{folder / name}: eos_token_id is {given!r}, which is no token id")
     return []
 
 
@@ -80,7 +82,7 @@ def read_prompts(path: Path) -> list:
     """Of a file with a JSON value a line: a string, {"prompt": TEXT} or {"messages": [...]}."""
     try:
         with open_input(path, "r", encoding="utf-8") as f:
-            lines = f.read().splitlines()
+            lines = f.read().split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise DataError(f"{path}: cannot be read: {e}") from e
     prompts = []
@@ -118,17 +120,24 @@ def encode_prompts(prompts: list, args, tokenizer, folder: Path) -> list[list[in
         if messages:
             template = template or ChatTemplate(folder)
             text = template.render(messages, prompt=True)
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
         else:
-            ids = tokenizer.encode(prompt).ids
+            text = prompt
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise DataError(f"prompt {number} is no text: a part of it is no UTF-8") from e
+        ids = tokenizer.encode(text, add_special_tokens=not messages).ids
         if not ids:
             raise DataError(f"prompt {number} has no token: give some text")
         encoded.append(ids)
     return encoded
 
 
-def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def _parser() -> command.Parser:
+    from ._lib import lib
+
+    rows, large = lib.PS_MAX_ROWS, 2**53  # as the binary has them
+    p = command.Parser(
         prog="penstock generate",
         description="Prints the text that follows each prompt. Blocks that do not fit under "
         "--device-mem are streamed. The text of a prompt does not depend on the other prompts.",
@@ -149,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
     p.add_argument(
         "--max-new-tokens",
-        type=int,
+        type=command.whole(1, rows),
         default=128,
         metavar="N",
         help="the most tokens to generate for a prompt (default 128)",
@@ -163,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--top-k",
-        type=int,
+        type=command.whole(0, large),
         default=0,
         metavar="N",
         help="draw from the N likeliest tokens (default 0: from all)",
@@ -175,7 +184,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="P",
         help="draw from the likeliest tokens whose probabilities add up to P (default 1)",
     )
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the draws (default 0)")
+    p.add_argument(
+        "--seed",
+        type=command.whole(0, large),
+        default=0,
+        metavar="N",
+        help="seed of the draws (default 0)",
+    )
     p.add_argument(
         "--stop",
         action="append",
@@ -185,21 +200,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--batch",
-        type=int,
+        type=command.whole(1, lib.PS_MAX_SEQUENCES),
         default=8,
         metavar="N",
         help="prompts that are computed at once (default 8)",
     )
     p.add_argument(
         "--context",
-        type=int,
+        type=command.whole(1, rows),
         default=0,
         metavar="N",
         help="the most tokens of a prompt and its text together (default: what the longest needs)",
     )
     p.add_argument(
         "--prefill-tokens",
-        type=int,
+        type=command.whole(1, rows),
         default=0,
         metavar="N",
         help="tokens of prompts that a step computes at once (default 128, on a GPU 1024)",
@@ -221,13 +236,17 @@ def _parser() -> argparse.ArgumentParser:
         help="auto (default): cuda where there is a GPU",
     )
     p.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="host threads (default: all CPUs)"
+        "--threads",
+        type=command.whole(1, lib.PS_MAX_THREADS),
+        default=0,
+        metavar="N",
+        help="host threads (default: all CPUs)",
     )
     p.add_argument("--quiet", action="store_true", help="print text alone")
     return p
 
 
-def _generate(args) -> None:
+def _generate(args) -> int:
     from .generator import Generator
 
     folder = Path(args.model)
@@ -247,20 +266,25 @@ def _generate(args) -> None:
             print(f"penstock: {said[0]}", file=sys.stderr)
         new = texts[prompt].add(token)
         if alone and new:
-            print(new, end="", flush=True)
+            command.put(new, end="")
         return texts[prompt].ended
 
-    with Generator(
-        folder,
-        batch=min(args.batch, len(ids)),
-        context=args.context or max(len(i) for i in ids) + args.max_new_tokens,
-        device_mem=args.device_mem,
-        host_mem=args.host_mem,
-        dtype=args.dtype,
-        prefill_tokens=args.prefill_tokens,
-        threads=args.threads,
-        backend=args.backend,
-    ) as generator:
+    ends = stop_tokens(folder)
+    try:
+        generator = Generator(
+            folder,
+            batch=min(args.batch, len(ids)),
+            context=args.context or max(len(i) for i in ids) + args.max_new_tokens,
+            device_mem=args.device_mem,
+            host_mem=args.host_mem,
+            dtype=args.dtype,
+            prefill_tokens=args.prefill_tokens,
+            threads=args.threads,
+            backend=args.backend,
+        )
+    except (DeviceError, InputOutputError, OutOfMemoryError, ValueError) as e:  # nothing is printed
+        raise DataError(str(e)) from e
+    with generator:
         tokens = generator.run(
             ids,
             max_new_tokens=args.max_new_tokens,
@@ -268,16 +292,17 @@ def _generate(args) -> None:
             top_k=args.top_k,
             top_p=args.top_p,
             seed=args.seed,
-            stop_tokens=stop_tokens(folder),
+            stop_tokens=ends,
             on_token=take,
         )
         for text, prompt, new in zip(texts, prompts, tokens, strict=True):
             rest = text.end()
             key = "messages" if isinstance(prompt, list) else "prompt"
             line = {key: prompt, "text": text.text, "new_tokens": len(new)}
-            print(rest if alone else json.dumps(line, ensure_ascii=False))
+            command.put(rest if alone else json.dumps(line, ensure_ascii=False))
         if not args.quiet:
             print(f"penstock: {_rate_line(generator.stats)}", file=sys.stderr)
+    return command.OK
 
 
 def _plan_line(r: dict) -> str:
@@ -303,23 +328,8 @@ def _rate_line(s: dict) -> str:
 
 
 def main(argv=None) -> int:
-    from .errors import BudgetError, FormatError, InputOutputError, InvalidError, PenstockError
-
     args = _parser().parse_args(argv)
-    try:
-        _generate(args)
-    except (DataError, BudgetError, FormatError, InputOutputError, InvalidError) as e:
-        print(f"penstock: {e}", file=sys.stderr)
-        return REFUSED
-    except (ValueError, OverflowError) as e:  # sizes; numbers past their C type
-        print(f"penstock: {e}", file=sys.stderr)
-        return REFUSED
-    except PenstockError as e:
-        print(f"penstock: {e}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0
+    return command.run("penstock generate", lambda: _generate(args), "stopped")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_LEAST_WITHOUT_UNIT = 2**20
+_LEAST_WITHOUT_UNIT, _SIZES_END = 2**20, 1e18
 
 
 def parse_bytes(size, name: str) -> int:
@@ -46,9 +46,10 @@ def parse_bytes(size, name: str) -> int:
     match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if not match or match[2].lower() not in _UNITS:
         raise ValueError(f"{name}={size!r} is not a size: write 20GiB, 512MiB or 2e9")
-    size_bytes = (
-        int(float(match[1]) * _UNITS[match[2].lower()]) if isinstance(size, str) else int(size)
-    )
+    amount = float(match[1]) * _UNITS[match[2].lower()] if isinstance(size, str) else size
+    if amount >= _SIZES_END:
+        raise ValueError(f"{name}={size!r} is too large: it must be below 1e18 bytes")
+    size_bytes = int(amount)
     if not match[2] and 0 < size_bytes < _LEAST_WITHOUT_UNIT:
         raise ValueError(
             f'{name}={size!r} is {size_bytes} byte{"s" * (size_bytes != 1)}: write "{match[1]}{"GiB" if size_bytes < 1024 else "MiB"}"'
