@@ -117,6 +117,30 @@ def test_another_computation_with_the_same_weights_is_seen(llama, copy, capsys, 
     assert result["difference"].startswith("the gradient of model.")
 
 
+@pytest.mark.parametrize("error", [1.0, float("nan"), float("inf")])
+def test_a_gradient_that_is_wrong_differs_wherever_it_stands(error):
+    """Also one that is NaN, which is neither larger nor smaller than another."""
+    tensors = [compare.Tensor(name, True, 0.0, 0.01, True) for name in "abc"]
+    loss = compare.Loss("all sequences", 1.0, 1.0, 0.1)
+    for at in range(3):
+        wrong = compare.Tensor("w", True, error, error, False)
+        mixed = [*tensors[:at], wrong, *tensors[at:]]
+        said = compare._verdict([loss], mixed, compare.Tolerance(0.5, ""))
+        assert said.startswith("the gradient of w is wrong by")
+    assert compare._verdict([loss], tensors, compare.Tolerance(0.5, "")) is None
+
+
+def test_a_model_with_nan_is_no_traceback(llama, copy, capsys):
+    weights = load_file(copy / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert compare.main([str(copy), "--hf", "--seq-len", "40"]) == 1
+    error = capsys.readouterr().err
+    assert "not finite" in error and error.count("\n") == 1
+    result = compare._fields(compare.Tensor("w", True, 1.0, float("inf"), False))
+    assert result["relative_error"] is None and result["max_error"] == 1.0  # JSON has neither
+
+
 def test_tensors_that_one_side_lacks(llama, copy, capsys):
     cfg = CONFIGS["llama"] | {"tie_word_embeddings": True}
     (copy / "config.json").write_text(json.dumps(cfg))
@@ -131,9 +155,10 @@ REFUSED = {
     "other": ("M --hf nowhere", "nowhere: there is no such directory"),
     "unreadable": ("M --hf .", "transformers cannot open it"),
     "--recipe": ("M --hf --recipe fp8", "invalid choice: 'fp8'"),
-    "--seq-len": ("M --hf --seq-len 0", "--seq-len"),
-    "--seq-len words": ("M --hf --seq-len many", "--seq-len"),
-    "--sequences": ("M --hf --sequences -1", "--sequences"),
+    "--seq-len": ("M --hf --seq-len 0", "--seq-len: '0' is given, and a whole number from 1"),
+    "--seq-len words": ("M --hf --seq-len many", "--seq-len: 'many' is given"),
+    "--sequences": ("M --hf --sequences -1", "--sequences: '-1' is given"),
+    "--seed": ("M --hf --seed -1", "--seed: '-1' is given, and a whole number from 0"),
     "--device-mem": ("M --hf --device-mem much", "device_mem='much' is not a size"),
     "--host-mem": ("M --hf --host-mem 3MiB", "host"),
     "--data": ("M --hf --data nowhere", "nowhere"),

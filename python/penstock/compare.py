@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .command import FAILED, OK, Parser, run
+from .command import FAILED, OK, Parser, run, whole
 from .dataset import Dataset
 from .errors import InputOutputError
 from .files import DataError
@@ -212,7 +212,7 @@ def compare(
         for name in trainer.params:
             found, wanted = trainer.grad(name), expected.gradients[name]
             error = relative_error(found, wanted, expected.spread[name])
-            same = bool(np.array_equal(_rounded(weights[name], recipe), expected.weights[name]))
+            same = _same_bits(_rounded(weights[name], recipe), expected.weights[name])
             ok = same and error < tolerance.value
             max_error = float(np.abs(found - wanted).max())
             tensors.append(Tensor(name, same, max_error, error, ok))
@@ -238,6 +238,11 @@ def _rounded(weights: np.ndarray, recipe: str) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Also of NaN, which equals nothing."""
+    return np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
 def derive_tolerance(model: ModelConfig, plan: Plan, recipe: str, n_tokens: int) -> Tolerance:
     a_layer = A_LAYER + POST_NORMS * (model.architecture in FAMILIES_WITH_POST_NORMS)
     a_layer += FUSED_ATTENTION * (plan.hardware.backend == "cuda")
@@ -252,13 +257,6 @@ def derive_tolerance(model: ModelConfig, plan: Plan, recipe: str, n_tokens: int)
 
 
 # ---- command line --------------------------------------------------------------------------------
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 def _parser() -> Parser:
@@ -278,9 +276,16 @@ def _parser() -> Parser:
     )
     p.add_argument("--recipe", choices=RECIPES, default="fp32", help="default: fp32")
     p.add_argument("--backend", choices=("cpu", "cuda", "auto"), default="cpu", help="default: cpu")
-    p.add_argument("--seq-len", type=_positive, default=64, metavar="N", help="default: 64")
-    p.add_argument("--sequences", type=_positive, default=2, metavar="N", help="default: 2")
-    p.add_argument("--seed", type=int, default=0, help="of the random tokens (default: 0)")
+    size = whole(1, 2**30)
+    p.add_argument("--seq-len", type=size, default=64, metavar="N", help="default: 64")
+    p.add_argument("--sequences", type=size, default=2, metavar="N", help="default: 2")
+    p.add_argument(
+        "--seed",
+        type=whole(0, 2**53),
+        default=0,
+        metavar="N",
+        help="of the random tokens (default: 0)",
+    )
     p.add_argument(
         "--data", metavar="DIR", help="token shards, whose first sequences are the tokens"
     )
@@ -309,21 +314,32 @@ def _print_table(args, losses: list[Loss], tensors: list[Tensor], tolerance: Tol
         )
 
 
+def _finite(value, otherwise=None):
+    """The value; `otherwise` in place of a number that is not finite."""
+    return otherwise if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _fields(result) -> dict:
+    """Of a dataclass, as JSON has them: null stands for a number that is not finite."""
+    return {name: _finite(value) for name, value in dataclasses.asdict(result).items()}
+
+
 def _verdict(losses: list[Loss], tensors: list[Tensor], tolerance: Tolerance) -> str | None:
     """What differs; None: nothing."""
     altered = [t.name for t in tensors if not t.same_weights]
     if altered:
         rest = f" (and {len(altered) - 1} more)" if len(altered) > 1 else ""
         return f"the weights of {altered[0]}{rest} are not the same"
-    worst = max(tensors, key=lambda t: t.relative_error)
-    if not worst.ok:
+    wrong = [t for t in tensors if not t.ok]
+    if wrong:
+        worst = max(wrong, key=lambda t: _finite(t.relative_error, math.inf))
         return (
             f"the gradient of {worst.name} is wrong by {worst.relative_error:.2e}, and "
             f"{tolerance.value:.2e} is the tolerance"
         )
-    wrong = next((x for x in losses if not x.ok), None)
-    return wrong and (
-        f"the loss of {wrong.what} is {wrong.penstock:.6f}, and {wrong.transformers:.6f} in "
+    other = next((x for x in losses if not x.ok), None)
+    return other and (
+        f"the loss of {other.what} is {other.penstock:.6f}, and {other.transformers:.6f} in "
         "transformers"
     )
 
@@ -358,9 +374,9 @@ def _compare(args) -> int:
             "recipe": args.recipe,
             "ok": difference is None,
             "difference": difference,
-            "tolerance": dataclasses.asdict(tolerance),
-            "losses": [dataclasses.asdict(x) | {"ok": x.ok} for x in losses],
-            "tensors": [dataclasses.asdict(t) for t in tensors],
+            "tolerance": _fields(tolerance),
+            "losses": [_fields(x) | {"ok": x.ok} for x in losses],
+            "tensors": [_fields(t) for t in tensors],
         }
         print(json.dumps(content, indent=1))
     else:
