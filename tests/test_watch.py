@@ -1,5 +1,6 @@
 """What follows a run: penstock watch, report and log, and the RunLog that they read."""
 
+import fcntl
 import html
 import json
 import os
@@ -127,6 +128,34 @@ def test_a_run_log_of_a_resumed_trainer_goes_on(tiny_model, tiny_shard, tmp_path
                 log.write(metrics)
     rows = rows_of(tmp_path / "run")
     assert [(r["step"], r["consumed_samples"]) for r in rows] == [(i, 8 * i + 8) for i in range(5)]
+
+
+def test_a_run_log_that_cannot_begin_leaves_no_lock(tiny_model, tiny_shard, tmp_path):
+    plan = Plan(ModelConfig.read(tiny_model), seq_len=SEQ)
+    with Trainer(tiny_model, plan, tiny_shard, first_step=2, total_steps=9) as trainer:
+        (tmp_path / "metrics.jsonl").write_text("7\n")
+        with pytest.raises(DataError, match="line 1 is JSON, but no object"):
+            RunLog(tmp_path, trainer)
+        assert not (tmp_path / ".penstock.lock").exists()
+        (tmp_path / "metrics.jsonl").unlink()
+        RunLog(tmp_path, trainer).close()
+
+
+def test_a_lock_whose_name_was_removed_meanwhile_is_taken_anew(run, monkeypatch):
+    """The run before it ends between open() and flock(): the locked file has no name any more."""
+    log, flock, calls = RunLog.__new__(RunLog), fcntl.flock, []
+    log.path, log._lock_path = run, run / ".penstock.lock"
+
+    def end_before(file, how):
+        calls.append(how)
+        if len(calls) == 1:
+            log._lock_path.unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", end_before)
+    log._lock = log._locked()
+    assert len(calls) == 2 and log._lock_path.read_text() == f"{os.getpid()}\n"
+    log._unlock()
 
 
 def test_metrics_are_read_as_they_grow_and_as_a_resumed_run_replaces_them(run):
@@ -366,6 +395,20 @@ def test_every_checkpoint_is_sampled_once_and_shown(sampled):
     assert f"<td>{html.escape(rows[0]['text'])}</td>" in text
 
 
+def test_samples_are_read_whole_whatever_characters_they_have(run):
+    """splitlines() divides at U+2028, and a line that is being written has no end yet."""
+    directory, texts = runs.RunDirectory(run), ["a\u2028b\x85", "\x1b[2Jc"]
+    directory.add_samples([{"step": 2, "prompt": "p", "text": text} for text in texts])
+    with open(run / "samples.jsonl", "a") as file:
+        file.write('{"step": 4, "pro')
+    assert [row["text"] for row in directory.samples()] == texts
+    shown = command("watch", run, "--once").stdout
+    assert "\ufffd[2Jc" in shown and "\x1b" not in shown
+    directory.add_samples([{"step": 4, "prompt": "p", "text": "d"}])  # removes the half
+    assert [row["text"] for row in directory.samples()] == [*texts, "d"]
+    assert command("report", run).returncode == 0
+
+
 def test_what_cannot_be_sampled_is_refused(sampled, run, tmp_path):
     refused(command("sample", run, "--prompt", "a"), "has no checkpoint to sample: train with")
     refused(command("sample", run), "give either --prompt TEXT or --prompts FILE")
@@ -485,6 +528,11 @@ def test_a_run_that_is_none_is_refused_in_one_sentence(name, run, tmp_path):
         ("7\n", "line 1 is JSON, but no object"),
         ("\x00\n", "line 1 is not JSON"),
         (json.dumps(rows[0]) + "\n" + json.dumps(rows[1] | {"lr": "low"}) + "\n", "line 2: lr is"),
+        (json.dumps(rows[0] | {"step": None}) + "\n", "line 1: step is None, and a whole number"),
+        (json.dumps(rows[0] | {"total_steps": 0.5}) + "\n", "line 1: total_steps is 0.5, and a"),
+        (json.dumps(rows[0] | {"time_s": 1e300}) + "\n", "line 1: time_s is 1e[+]300, and sec"),
+        (json.dumps(rows[0] | {"lr": 10**400}) + "\n", "line 1: lr is too large for a number"),
+        (json.dumps(rows[0])[:-1] + ', "mfu": 1e999}\n', "line 1: mfu is too large"),
     ):
         (run / "metrics.jsonl").write_text(text)
         refused(command(name, run, *once), pattern)
@@ -496,12 +544,12 @@ def test_a_run_that_is_none_is_refused_in_one_sentence(name, run, tmp_path):
 
 def test_what_a_report_cannot_show_or_write_is_refused(run):
     refused(command("report", run, "-o", run), "is a directory")
-    done = command("report", run, "-o", run / "none/report.html")
-    assert done.returncode == 1 and "cannot be written" in done.stderr, done
+    refused(command("report", run, "-o", run / "none/report.html"), "there is no directory .*none")
     (run / "plan.json").write_text('{"predicted_step_s": 1}')
     refused(command("report", run), "lacks a part")
     (run / "summary.json").write_text('{"streams": 7}')
-    refused(command("report", run), "lacks a part")
+    for name, *more in (["report"], ["watch", "--once"]):
+        refused(command(name, run, *more), "lacks a part")
     put(run, [])
     refused(command("report", run), "has completed no step")
 

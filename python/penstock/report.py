@@ -23,7 +23,7 @@ from . import command, recipe_table
 from ._lib import version
 from .files import DataError, open_input
 from .plot import smoothed
-from .runs import RunDirectory, column, thinned
+from .runs import RunDirectory, column, shown, thinned
 from .watch import duration, size
 
 POINTS, SAMPLES = 2000, 50  # of a curve; newest sampled texts
@@ -273,7 +273,7 @@ def page(run: RunDirectory) -> str:
         )
     ]
     plots.append((_memory(rows, run.plan), 2.6))
-    try:
+    with shown(run):
         sections = [
             _section("Summary", _summary(run)),
             _section("Curves", *(_svg(*plot) for plot in plots)),
@@ -284,8 +284,6 @@ def page(run: RunDirectory) -> str:
             _section("Command", _command(run)),
             _section("Machine and versions", _machine(run.plan)),
         ]
-    except (KeyError, TypeError, AttributeError) as exc:
-        raise DataError(f"{run.path}: plan.json or summary.json lacks a part: {exc!r}") from exc
     name = escape(str(run.path.resolve().name))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -299,9 +297,11 @@ def _replace(out: Path, text: str, option: str) -> None:
     """Write a file as a whole, or leave what is there. DataError, OSError."""
     if out.is_dir():
         raise DataError(f"{option} {out} is a directory: give a file")
+    if not out.parent.is_dir():
+        raise DataError(f"{option} {out}: there is no directory {out.parent}")
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", errors="replace")
         os.replace(part, out)
     except OSError as exc:
         part.unlink(missing_ok=True)
@@ -332,10 +332,8 @@ def _recipe_table(args) -> int:
     for path in args.run:
         run = RunDirectory(path)
         run.refresh()
-        try:
+        with shown(run):
             rows.append(recipe_table.row_of(run, window, args.last))
-        except (KeyError, TypeError, AttributeError) as exc:
-            raise DataError(f"{run.path}: plan.json is not as a plan is: {exc!r}") from exc
     for option, text_of in (("csv", recipe_table.csv_of), ("json", recipe_table.json_of)):
         if getattr(args, option) is not None:
             _replace(Path(getattr(args, option)), text_of(rows), f"--{option}")

@@ -3,10 +3,13 @@ on. docs/watch.md lists the fields of metrics.jsonl."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +17,11 @@ from .files import DataError, open_input
 
 FINISHED, RUNNING, CRASHED, STOPPED = "finished", "running", "crashed", "stopped"
 _NEEDED = ("step", "loss", "lr", "grad_norm", "step_s", "tokens_per_s")
+_COUNTS = {"step", "total_steps", "samples", "tokens", "valid_tokens", "consumed_samples"} | {
+    *("consumed_tokens", "n_skipped", "val_tokens", "val_valid_tokens"),
+    *("device_peak_bytes", "host_peak_bytes", "host_arena_peak_bytes"),
+}
+_LAST_SECOND = 253402300799  # of the year 9999
 
 
 def _lives(pid: int) -> bool:
@@ -71,11 +79,31 @@ class Metrics:
             if key not in row:
                 raise DataError(f"{where} has no {key}: this is no metrics.jsonl of penstock train")
         for key, value in row.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
-                raise DataError(f"{where}: {key} is no number")
-            if value is None:
-                row[key] = float("nan")
+            row[key] = self._value(f"{where}: {key} is", key, value)
         return row
+
+    @staticmethod
+    def _value(what: str, key: str, value):
+        if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+            raise DataError(f"{what} no number")
+        if key in _COUNTS and not (isinstance(value, int) and 0 <= value < 2**63):
+            raise DataError(f"{what} {value}, and a whole number from 0 to 2^63 - 1 is needed")
+        if value is None:
+            return math.nan
+        if not abs(value) < 2**1023:
+            raise DataError(f"{what} too large for a number")
+        if key == "time_s" and not 0 <= value <= _LAST_SECOND:
+            raise DataError(f"{what} {value}, and seconds since 1970 are needed")
+        return value
+
+
+@contextlib.contextmanager
+def shown(run: RunDirectory) -> Iterator[None]:
+    """What shows a run's files knows of their objects by the keys that it needs."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError) as exc:
+        raise DataError(f"{run.path}: plan.json or summary.json lacks a part: {exc!r}") from exc
 
 
 def _prompt(row: dict) -> str:
@@ -136,7 +164,7 @@ class RunDirectory:
         path, out = self.path / "samples.jsonl", []
         try:
             with open_input(path, "r", encoding="utf-8") as file:
-                lines = file.read().splitlines()
+                lines = file.read().split("\n")[:-1]  # the last line may be half written
         except FileNotFoundError:
             return []
         except (OSError, ValueError) as exc:
@@ -148,6 +176,15 @@ class RunDirectory:
             except (ValueError, KeyError, TypeError, IndexError) as exc:
                 raise DataError(f"{path}: line {number} is no sample: {exc!r}") from exc
         return sorted(out, key=lambda row: row["step"])
+
+    def add_samples(self, rows: list[dict]) -> list[str]:
+        """Append objects. Returns their lines. What a killed process left of a line is removed."""
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        with open(self.path / "samples.jsonl", "ab+") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+            file.write("".join(lines).encode())
+        return lines
 
     def process(self) -> int | None:
         """The process id that the lock of the directory names; None: it is not locked."""
@@ -218,6 +255,13 @@ class RunLog:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock_path = self.path / ".penstock.lock"
         self._lock = self._locked()
+        try:
+            self._open(trainer)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _open(self, trainer) -> None:
         self._plan, self._total = trainer.plan.json(), trainer.total_steps
         self._started = time.monotonic()
         path, part = self.path / "metrics.jsonl", self.path / "metrics.jsonl.part"
@@ -232,12 +276,20 @@ class RunLog:
         (self.path / "plan.json").write_text(json.dumps(self._plan) + "\n", encoding="utf-8")
 
     def _locked(self):
-        file = open(self._lock_path, "a+", encoding="ascii")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
+        """The lock's file, as native/cli/outputs.c locks it: its holder removes it, and who has
+        locked a file whose name is gone opens the name again."""
+        while True:
+            file = open(self._lock_path, "a+", encoding="ascii")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self._lock_path)):
+                    break
+            except BlockingIOError as exc:
+                file.close()
+                raise DataError(f"{self.path} is in use by another run: give another one") from exc
+            except FileNotFoundError:
+                pass
             file.close()
-            raise DataError(f"{self.path} is in use by another run: give another one") from exc
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -283,8 +335,11 @@ class RunLog:
     def close(self) -> None:
         if not self._file.closed:
             self._file.close()
-            self._lock_path.unlink(missing_ok=True)
-            self._lock.close()
+            self._unlock()
+
+    def _unlock(self) -> None:
+        self._lock_path.unlink(missing_ok=True)
+        self._lock.close()
 
     def __enter__(self):
         return self

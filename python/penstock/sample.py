@@ -10,6 +10,7 @@ go to RUN/samples.jsonl, which `penstock watch` and `penstock report` show.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -41,19 +42,20 @@ def sample(folder: Path, prompts: list, options: list[str]) -> list[dict]:
         done = subprocess.run(
             [*program, "--model", folder, "--prompts", file.name, *options],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         )
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["it failed"]
         kind = DataError if done.returncode == command.REFUSED else OSError
-        raise kind(f"{folder}: {said[-1].removeprefix('penstock: ')}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+        raise kind(f"{folder}: {said[-1].removeprefix('penstock generate: ')}")
+    return [json.loads(line) for line in done.stdout.split("\n")[:-1]]
 
 
 def follow(run: RunDirectory, prompts: list, options: list[str], every_s: float) -> int:
     """Sample each checkpoint that is not sampled yet until the run ends, the newest first. Returns
     how many."""
-    n, going, out = 0, True, run.path / "samples.jsonl"
+    n, going = 0, True
     while going:
         going = run.state() == RUNNING  # asked first: the last checkpoint is then seen
         have = {row["step"] for row in run.samples()}
@@ -68,11 +70,7 @@ def follow(run: RunDirectory, prompts: list, options: list[str], every_s: float)
             if folder.exists():
                 raise
             continue  # the run has removed the checkpoint meanwhile
-        with open(out, "a", encoding="utf-8") as file:
-            for text in texts:
-                line = json.dumps({"step": step, **text}, ensure_ascii=False)
-                file.write(line + "\n")
-                print(line, flush=True)
+        command.put("".join(run.add_samples([{"step": step, **text} for text in texts])), end="")
         n, going = n + 1, True
     return n
 

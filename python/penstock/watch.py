@@ -8,6 +8,7 @@ RUN is a run directory of `penstock train` or of a RunLog.
 
 from __future__ import annotations
 
+import re
 import time
 from statistics import median
 
@@ -20,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import command
-from .runs import CRASHED, FINISHED, RUNNING, RunDirectory, column, thinned
+from .runs import CRASHED, FINISHED, RUNNING, RunDirectory, column, shown, thinned
 
 RECENT = 50  # steps whose median speed is shown
 SLOW = 10  # a step that takes so many times the usual time is reported
@@ -82,6 +83,11 @@ def chart(curves, width: int, height: int) -> Text:
     left, right = f"{x0:.0f}", f"step {x1:.0f}"
     out.append(f"{' ' * 9}{left}{right:>{max(0, n // 2 - len(left))}}", style="dim")
     return out
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal obeys: a model may have learned any character."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
 def _grid() -> Table:
@@ -178,19 +184,24 @@ def _streams(run: RunDirectory) -> tuple:
     if summary:
         grid.add_row(*(Text(t, "dim") for t in ("stream", "busy", "waiting")))
         for s in summary["streams"]:
-            grid.add_row(s["name"], f"{100 * s['busy']:.0f}%", f"{100 * s['wait']:.0f}%")
+            grid.add_row(Text(s["name"]), f"{100 * s['busy']:.0f}%", f"{100 * s['wait']:.0f}%")
         stalls = [s for s in summary["stalls"] if s["stream"] == "compute"][:3]
         waits = [Text(f"compute waits {s['seconds']:.3f} s a step for {s['for']}") for s in stalls]
         return Group(grid, *waits), "streams: measured"
     step, busy = run.plan.get("predicted_step_s") or 1, run.plan.get("stream_busy_s", {})
     grid.add_row(*(Text(t, "dim") for t in ("stream", "busy")))
     for name, seconds in busy.items():
-        grid.add_row(name, f"{100 * seconds / step:.0f}%")
+        grid.add_row(Text(name), f"{100 * seconds / step:.0f}%")
     return grid, "streams: predicted"
 
 
 def frame(run: RunDirectory, width: int, now: float):
-    """The dashboard of the rows that were read."""
+    """The dashboard of the rows that were read. DataError: a file of the run lacks a part."""
+    with shown(run):
+        return _frame(run, width, now)
+
+
+def _frame(run: RunDirectory, width: int, now: float):
     rows, name = run.metrics.rows, Text(str(run.path))
     if not rows:
         return Panel(_state(run, now), title=name, title_align="left")
@@ -223,7 +234,7 @@ def frame(run: RunDirectory, width: int, now: float):
     samples = run.samples()[-1:]
     shown = (
         Panel(
-            Text.assemble((row["prompt"][-200:], "dim"), row["text"][:400]),
+            Text.assemble((_printable(row["prompt"][-200:]), "dim"), _printable(row["text"][:400])),
             title=f"sampled after step {row['step']}",
             title_align="left",
             width=width,
