@@ -261,7 +261,13 @@ def test_the_binary_prints_token_ids(model, prompts, tmp_path):
         (["--model", "MODEL", "--tokens", "1,x"], "--tokens: 'x' is no token id"),
         (["--model", "MODEL", "--tokens", ""], "--tokens is empty"),
         (["--model", "MODEL", "--tokens", "600"], "token 600 is not in the vocabulary"),
-        (["--model", "MODEL", "--prompts", "missing"], "--prompts missing: No such file"),
+        (["--model", "MODEL", "--prompts", "missing"], "missing cannot be read: No such file"),
+        (["--model", "MODEL", "--prompts", "."], "--prompts . cannot be read: Is a dir"),
+        (["--model", "MODEL", "--tokens", "1", "--stop-tokens", ""], "--stop-tokens is empty"),
+        (
+            ["--model", "MODEL", "--tokens", "1", "--context", "1e9", "--plan"],
+            "of host memory, and the machine has",
+        ),
         (["--model", "missing", "--tokens", "1"], "missing"),
         (
             ["--model", "MODEL", "--tokens", "1", "--device-mem", "1MiB"],
@@ -272,6 +278,23 @@ def test_the_binary_prints_token_ids(model, prompts, tmp_path):
 )
 def test_the_binary_refuses_bad_input_in_one_sentence(model, words, message):
     done = native(*[str(model) if w == "MODEL" else w for w in words])
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("", "the file is empty"),
+        ("1\n\n2\n", "line 2: there is no token id: give at least one"),
+        ("1,2\0,3\n", "line 1 has a zero byte"),
+        ("1\n2,99999999999\n", "line 2: '99999999999' is no token id: give"),
+        ("[1, 2.5]\n", "line 1: '2.5' is no token id"),
+    ],
+)
+def test_a_file_of_token_ids_is_checked_line_by_line(model, tmp_path, text, message):
+    (tmp_path / "prompts").write_text(text)
+    done = native("--model", model, "--prompts", tmp_path / "prompts")
     assert done.returncode == 2 and done.stdout == ""
     assert message in done.stderr and done.stderr.count("\n") == 1
 

@@ -105,6 +105,20 @@ def test_a_pipe_in_the_place_of_a_machine_is_refused_at_once(model, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--config"],
+        ["info", "--config"],
+        ["generate", "--model", "MODEL", "--prompts"],
+    ],
+)
+def test_a_pipe_in_the_place_of_an_options_file_is_refused_at_once(model, tmp_path, words):
+    os.mkfifo(tmp_path / "pipe")
+    words = [model if w == "MODEL" else w for w in words]
+    refused([PENSTOCK, *words, tmp_path / "pipe"], tmp_path / "pipe", "not a regular file")
+
+
 def test_a_directory_or_a_device_in_the_place_of_a_file_is_named(model, tmp_path):
     (model / "config.json").unlink()
     (model / "config.json").mkdir()

@@ -190,6 +190,8 @@ int cli_set_value(const cli_option *o, const char *label, const char *text) {
     *(const char **)o->out = text;
     return CLI_OK;
   case CLI_TEXTS: {
+    if (!text[0])
+      return cli_fail(CLI_REFUSED, "%s is empty", label);
     cli_texts *texts = o->out;
     const char **grown = realloc(texts->item, (texts->n + 1) * sizeof *grown);
     if (!grown)

@@ -115,6 +115,10 @@ void cli_json_bool(cli_json *j, const char *key, bool value);
 
 /* ---- output files (outputs.c) ---------------------------------------------------------------- */
 
+/* cli_input_open() - open the regular file of --@option for reading. NULL after a message: the exit
+ * code is CLI_REFUSED. */
+FILE *cli_input_open(const char *option, const char *path);
+
 typedef struct cli_progress cli_progress;
 /* cli_folder_check() - check that a file can be written into folder @path, which need not exist
  * yet. Nothing stays of the check. CLI_REFUSED after a message that names --@option. */

@@ -49,19 +49,17 @@ static bool append(ids *a, int32_t id) {
 
 /* Token ids between commas, blanks or brackets: "1, 2, 3" and "[1, 2, 3]". */
 static int parse_ids(const char *text, const char *where, ids *out) {
-  for (const char *at = text; *at;) {
-    if (strchr(" \t\r\n,[]", *at)) {
-      at++;
-      continue;
-    }
+  static const char between[] = " \t\r\n,[]";
+  for (const char *at = text + strspn(text, between); *at; at += strspn(at, between)) {
     char *end;
     errno = 0;
     const long v = strtol(at, &end, 10);
-    if (end == at || errno || v < 0 || v > INT_MAX || (*end && !strchr(" \t\r\n,[]", *end)))
+    const size_t n = strcspn(at, between);
+    if (end != at + n || errno || v < 0 || v > INT_MAX)
       return cli_fail(CLI_REFUSED,
-                      "%s: '%.20s' is no token id: give ids such as 1,2,3; for text run python -m "
+                      "%s: '%.*s' is no token id: give ids such as 1,2,3; for text run python -m "
                       "penstock generate",
-                      where, at);
+                      where, n < 20 ? (int)n : 20, at);
     if (!append(out, (int32_t)v))
       return cli_fail(CLI_FAILED, "out of memory for a prompt");
     at = end;
@@ -87,18 +85,21 @@ static int read_prompts(generation *g) {
                                  "-m penstock generate");
   if (g->tokens)
     return add_prompt(g, g->tokens, "--tokens");
-  FILE *f = fopen(g->prompts, "re");
+  FILE *f = cli_input_open("prompts", g->prompts);
   if (!f)
-    return cli_fail(CLI_REFUSED, "--prompts %s: %s", g->prompts, strerror(errno));
+    return CLI_REFUSED;
   char *line = NULL, where[4200];
   size_t room = 0;
+  ssize_t n;
   int code = CLI_OK;
-  for (uint64_t i = 1; code == CLI_OK && getline(&line, &room, f) >= 0; i++) {
+  for (uint64_t i = 1; code == CLI_OK && (n = getline(&line, &room, f)) >= 0; i++) {
     snprintf(where, sizeof where, "%.4000s: line %llu", g->prompts, (unsigned long long)i);
-    code = add_prompt(g, line, where);
+    code = strlen(line) == (size_t)n
+               ? add_prompt(g, line, where)
+               : cli_fail(CLI_REFUSED, "%s has a zero byte: give token ids as text", where);
   }
   if (code == CLI_OK && ferror(f))
-    code = cli_fail(CLI_REFUSED, "--prompts %s: it cannot be read", g->prompts);
+    code = cli_fail(CLI_REFUSED, "--prompts %s cannot be read: %s", g->prompts, strerror(errno));
   else if (code == CLI_OK && !g->n)
     code = cli_fail(CLI_REFUSED, "--prompts %s: the file is empty: give a line of ids a prompt",
                     g->prompts);

@@ -1,4 +1,5 @@
-/* outputs.c - makes folders for output, replaces files in them, locks the run directory. */
+/* outputs.c - makes folders for output, replaces files in them, locks the run directory; opens
+ * input files. */
 #include "cli/cli.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -123,6 +124,21 @@ int cli_folder_check(const char *path, const char *option) {
   return failed ? cli_fail(CLI_REFUSED, "--%s %s cannot be written: %s", option, path,
                            strerror(failed))
                 : CLI_OK;
+}
+
+FILE *cli_input_open(const char *option, const char *path) {
+  struct stat sb = {0};
+  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a named pipe is not waited for */
+  const bool known = fd >= 0 && fstat(fd, &sb) == 0, regular = known && S_ISREG(sb.st_mode);
+  FILE *f = regular ? fdopen(fd, "rb") : NULL;
+  if (f)
+    return f;
+  errno = known && S_ISDIR(sb.st_mode) ? EISDIR : errno;
+  cli_fail(CLI_REFUSED, "--%s %s cannot be read: %s", option, path,
+           !known || regular || errno == EISDIR ? strerror(errno) : "it is not a regular file");
+  if (fd >= 0)
+    close(fd);
+  return NULL;
 }
 
 int cli_file_replace(const char *path, const char *text, FILE **stays_open) {

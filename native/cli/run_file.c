@@ -72,12 +72,11 @@ static int take_item(void *user, const cli_toml_item *item) {
 
 /* The file's text, which the caller frees; NULL after a message. */
 static char *read_text(const char *path, size_t *bytes) {
-  FILE *f = fopen(path, "rb");
-  char *text = malloc(CLI_TOML_MAX_BYTES + 1);
-  errno = text ? errno : ENOMEM;
-  *bytes = f && text ? fread(text, 1, CLI_TOML_MAX_BYTES + 1, f) : 0;
-  if (!f || !text || ferror(f)) {
-    cli_fail(CLI_REFUSED, "--config %s cannot be read: %s", path, strerror(errno));
+  FILE *f = cli_input_open("config", path);
+  char *text = f ? malloc(CLI_TOML_MAX_BYTES + 1) : NULL;
+  *bytes = text ? fread(text, 1, CLI_TOML_MAX_BYTES + 1, f) : 0;
+  if (f && (!text || ferror(f))) {
+    cli_fail(CLI_REFUSED, "--config %s cannot be read: %s", path, strerror(text ? errno : ENOMEM));
     free(text);
     text = NULL;
   }

@@ -240,6 +240,24 @@ static ps_status choose(ps__gen_plan *p) {
   return PS_OK;
 }
 
+/* On the CPU backend the device's memory is the host's, too. */
+static ps_status check_machine(const ps__gen_plan *p) {
+  const ps_generate_report *r = &p->report;
+  const uint64_t has = p->hw.host_memory_bytes,
+                 need = r->host_used_bytes +
+                        (p->hw.backend == PS_BACKEND_CPU ? r->device_used_bytes : 0);
+  char needs[32], there[32], cache[32];
+  if (!has || need <= has)
+    return PS_OK;
+  ps__format_bytes_apart(needs, need, there, has);
+  return ps__fail(PS_EBUDGET,
+                  "generation needs %s of host memory, and the machine has %s: lower --context, "
+                  "--batch or --prefill-tokens (the KV cache of %llu x %llu tokens takes %s), or "
+                  "take a machine with more memory",
+                  needs, there, (unsigned long long)p->cfg.n_sequences,
+                  (unsigned long long)p->cfg.context, ps__format_bytes(cache, r->cache_bytes));
+}
+
 /* BYTES beside the arena: scratch, the candidates of draws, the requests' tokens, a piece of a
  * tensor while it is loaded, programs, and what the process has anyway. */
 static ps_status check_host(ps__gen_plan *p) {
@@ -252,7 +270,7 @@ static ps_status check_host(ps__gen_plan *p) {
                        4 * p->cfg.n_sequences * p->cfg.context + 512ull * 64 * r->n_blocks +
                        ps__host_reserve(&p->hw);
   if (!cap || r->host_used_bytes <= cap)
-    return PS_OK;
+    return check_machine(p);
   ps__format_bytes_apart(need, r->host_used_bytes, given, cap);
   return ps__fail(
       PS_EBUDGET,
