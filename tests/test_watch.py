@@ -16,7 +16,7 @@ from io import StringIO
 
 import pytest
 from conftest import BUILD, ROOT
-from penstock import ModelConfig, Plan, RunLog, Trainer, runs, watch
+from penstock import Lora, ModelConfig, Plan, RunLog, Trainer, runs, watch
 from penstock.data import train_tokenizer
 from penstock.files import DataError
 from rich.console import Console
@@ -313,6 +313,16 @@ def test_a_report_is_one_escaped_page_with_all_its_parts(report, run):
     assert '<td class="n">0.5</td><td class="n">0.25</td>' in text  # the stall
     assert f"{plan['units'][-1]['elements']:,}" in text and "5.0 MiB" in text
     assert "4.5000 after step 6" in text
+
+
+def test_a_report_of_a_run_that_trains_a_part_says_so(run, tiny_model):
+    model = ModelConfig.read(tiny_model)
+    for options in ({"lora": Lora(4)}, {"frozen_layers": 2}):
+        plan = Plan(model, seq_len=SEQ, **options)
+        (run / "plan.json").write_text(json.dumps(plan.json()))
+        done = command("report", run)
+        assert done.returncode == 0, done.stderr
+        assert "<td>-</td><td>-</td><td>-</td></tr>" in (run / "report.html").read_text()
 
 
 BROWSER = next((p for n in ("chromium", "google-chrome") if (p := shutil.which(n))), None)

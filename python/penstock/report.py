@@ -193,7 +193,8 @@ def _plan(plan: dict) -> str:
             if i == len(units) or units[i] != units[first]:
                 unit = units[first]
                 names = f"{first}" if i - first == 1 else f"{first} to {i - 1}"
-                yield (names, unit["elements"], *(unit[k] for k in kinds))
+                # frozen units have no gradient, no state and no update
+                yield (names, unit["elements"], *(unit.get(k, "-") for k in kinds))
                 first = i
 
     kinds = ("parameters", "gradients", "optimizer_state", "update")
