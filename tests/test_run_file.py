@@ -197,6 +197,7 @@ def test_a_text_that_is_not_utf8_is_left_out_in_words(run, tmp_path):
     assert done.returncode == 0
     text = (tmp_path / "run/run.toml").read_text()
     assert "# out is not UTF-8: give it on the command line\n" in text
+    assert json.loads((tmp_path / "run/summary.json").read_text())["model"] == "a\ufffd"
 
 
 def test_a_run_toml_of_the_users_is_not_replaced(run, tmp_path):

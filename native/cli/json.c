@@ -1,16 +1,23 @@
 /* json.c - writes JSON to a stream. */
 #include "cli/cli.h"
+#include "cli/toml.h"
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
+/* A byte that is not UTF-8, as a file's name may have, becomes U+FFFD. */
 static void quoted(FILE *out, const char *text) {
+  const char *end = text + strlen(text), *wrong = cli_not_utf8(text, end);
   fputc('"', out);
-  for (const unsigned char *c = (const unsigned char *)text; *c; c++)
-    if (*c == '"' || *c == '\\')
+  for (const char *c = text; c < end; c++)
+    if (c == wrong) {
+      fputs("\\ufffd", out);
+      wrong = cli_not_utf8(c + 1, end);
+    } else if (*c == '"' || *c == '\\')
       fprintf(out, "\\%c", *c);
-    else if (*c < 0x20)
-      fprintf(out, "\\u%04x", *c);
+    else if ((unsigned char)*c < 0x20)
+      fprintf(out, "\\u%04x", (unsigned)*c);
     else
       fputc(*c, out);
   fputc('"', out);

@@ -128,6 +128,7 @@ int cli_folder_check(const char *path, const char *option) {
 
 FILE *cli_input_open(const char *option, const char *path) {
   struct stat sb = {0};
+  errno = 0;
   int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a named pipe is not waited for */
   const bool known = fd >= 0 && fstat(fd, &sb) == 0, regular = known && S_ISREG(sb.st_mode);
   FILE *f = regular ? fdopen(fd, "rb") : NULL;

@@ -160,11 +160,14 @@ static bool has_value(const cli_option *o) {
   }
 }
 
-static bool is_utf8(const cli_option *o) {
+static bool is_utf8(const char *text) { return !*cli_not_utf8(text, text + strlen(text)); }
+
+/* A TOML file can hold the option's value. */
+static bool can_hold(const cli_option *o) {
   const cli_texts *texts = o->out;
-  bool all = o->kind != CLI_TEXT || cli_toml_holds(*(const char **)o->out);
+  bool all = o->kind != CLI_TEXT || is_utf8(*(const char **)o->out);
   for (uint32_t i = 0; o->kind == CLI_TEXTS && i < texts->n; i++)
-    all = all && cli_toml_holds(texts->item[i]);
+    all = all && is_utf8(texts->item[i]);
   return all;
 }
 
@@ -224,7 +227,7 @@ static void write_options(FILE *f, const cli_option *options) {
         continue;
       if (!has_value(o)) {
         fprintf(f, "# %s is not given\n", o->name);
-      } else if (!is_utf8(o)) {
+      } else if (!can_hold(o)) {
         fprintf(f, "# %s is not UTF-8: give it on the command line\n", o->name);
       } else {
         fprintf(f, "%s = ", o->name);

@@ -79,8 +79,7 @@ static int end_line(reader *r) {
   return 0;
 }
 
-/* The first byte that is not UTF-8; @end where all are. */
-static const char *not_utf8(const char *at, const char *end) {
+const char *cli_not_utf8(const char *at, const char *end) {
   while (at < end) {
     const unsigned char c = (unsigned char)*at;
     const int more = c < 0x80 ? 0 : c < 0xc2 ? -1 : c < 0xe0 ? 1 : c < 0xf0 ? 2 : c < 0xf5 ? 3 : -1;
@@ -96,11 +95,6 @@ static const char *not_utf8(const char *at, const char *end) {
     at += more + 1;
   }
   return end;
-}
-
-bool cli_toml_holds(const char *text) {
-  const char *end = text + strlen(text);
-  return not_utf8(text, end) == end;
 }
 
 /* ---- names ----------------------------------------------------------------------------------- */
@@ -366,7 +360,7 @@ int cli_toml_read(const char *text, size_t bytes, cli_toml_fn take, void *user, 
   *storage = NULL;
   if (bytes > CLI_TOML_MAX_BYTES)
     return fail(&r, "the text has %zu bytes: at most %d are possible", bytes, CLI_TOML_MAX_BYTES);
-  const char *wrong = not_utf8(text, text + bytes);
+  const char *wrong = cli_not_utf8(text, text + bytes);
   if (wrong < r.end) {
     for (const char *c = text; c < wrong; c++)
       r.line += *c == '\n';

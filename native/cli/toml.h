@@ -44,7 +44,7 @@ typedef int (*cli_toml_fn)(void *user, const cli_toml_item *item);
 int cli_toml_read(const char *text, size_t bytes, cli_toml_fn take, void *user, char **storage,
                   char error[256]);
 
-/* Whether a TOML file can hold @text: it is UTF-8. */
-bool cli_toml_holds(const char *text);
+/* The first byte of @at to @end that is not UTF-8; @end where all are. */
+const char *cli_not_utf8(const char *at, const char *end);
 
 #endif
