@@ -243,6 +243,18 @@ def test_patterns_folders_and_files_that_are_not_utf8(tmp_path, tokenizer):
         data.write_shards([tmp_path / "in" / "sub" / "bad.txt"], tmp_path / "q", tokenizer)
 
 
+def test_a_full_disk_is_a_failure_and_leaves_nothing(corpus, tmp_path, monkeypatch, capsys):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(data.ShardWriter, "close", fail)
+    words = ["--out", tmp_path / "out", "--train-tokenizer", "300", "--quiet", corpus]
+    assert data.main([str(w) for w in words]) == 1
+    error = capsys.readouterr().err
+    assert error == f"penstock data: {tmp_path / 'out'}: writing failed: No space left on device\n"
+    assert not [*(tmp_path / "out").iterdir()]
+
+
 def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("hello")

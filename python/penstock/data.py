@@ -574,7 +574,7 @@ def write_shards(
         (work / "dataset.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         _move_into_place(work, out, old)
     except OSError as e:
-        raise DataError(f"{out}: writing failed: {e.strerror}") from e
+        raise OSError(f"{out}: writing failed: {e.strerror or e}") from e
     finally:
         for w in writers.values():
             w.abandon()
