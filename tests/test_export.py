@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -481,6 +482,12 @@ TOKENIZERS = {
     "normalizer": ({"normalizer": {"type": "Lowercase"}}, "the normalizer Lowercase"),
     "size": ({"added_tokens": [{"id": 512, "content": "x"}]}, "vocab_size is 512"),
     "json": ("{", "is not JSON"),
+    "model": ({"model": 7}, "is not as a tokenizer.json is"),
+    "no vocab": ({"model": {"type": "BPE", "merges": []}}, "is not as a tokenizer.json is"),
+    "empty": ({"model": {"type": "BPE", "vocab": {}}, "added_tokens": []}, "has no token"),
+    "negative": ({"added_tokens": [{"id": -1, "content": "x"}]}, "whose id is no number"),
+    "added": ({"added_tokens": [{}]}, "is not as a tokenizer.json is: KeyError('id')"),
+    "steps": ({"pre_tokenizer": "ByteLevel"}, "is not as a tokenizer.json is"),
 }
 
 
@@ -497,6 +504,37 @@ def test_tokenizers_that_gguf_has_not_are_refused(directory, tmp_path, capsys, c
     assert run("--model", tmp_path / "m", "--to", "gguf", "--out", tmp_path / "o") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
+
+
+def test_a_broken_tokenizer_config_is_refused_before_anything_is_written(
+    directory, tmp_path, capsys
+):
+    shutil.copytree(directory("llama"), tmp_path / "m")
+    (tmp_path / "m/tokenizer_config.json").write_text("{")
+    assert run("--model", tmp_path / "m", "--to", "gguf", "--out", tmp_path / "o") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "tokenizer_config.json: is not JSON" in error
+
+
+def test_a_directory_whose_name_is_not_utf8_is_exported(directory, tmp_path):
+    folder = shutil.copytree(directory("llama"), tmp_path / os.fsdecode(b"m\xff"))
+    fields = to_gguf(folder, tmp_path / "o.gguf").fields
+    assert fields["general.name"].contents() == "m\ufffd"
+
+
+@pytest.mark.parametrize("words", ["--to gguf", "--to hf"])
+def test_an_export_on_a_full_disk_names_the_output(directory, tmp_path, words):
+    words = [*words.split(), "--model", directory("llama"), "--out", tmp_path / "o", "--quiet"]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "export", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert str(tmp_path) in done.stderr and "File too large" in done.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 def test_without_gguf_the_command_for_it_is_named(directory, tmp_path, monkeypatch, capsys):

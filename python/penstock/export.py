@@ -27,7 +27,7 @@ import numpy as np
 from ._lib import lib, text
 from .checkpoint import Checkpoint
 from .command import OK, Parser, run
-from .errors import FormatError, InputOutputError
+from .errors import FormatError, InputOutputError, PenstockError
 from .export_gguf import KINDS, Tensor, describe, read_json
 from .files import DataError
 from .model import ModelConfig, Parameter, TensorFile, write_tensors
@@ -176,7 +176,7 @@ class Pieces:
 
     def tofile(self, file) -> None:
         for piece in self:
-            piece.tofile(file)
+            file.write(piece.data)  # unlike ndarray.tofile(), an error says why
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -206,6 +206,10 @@ def _work_folder(out: Path):
             for left in work.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             yield work
+        except PenstockError:
+            raise
+        except OSError as e:
+            raise e if e.filename else OSError(f"--out {out}: cannot be written: {e}") from e
         finally:
             shutil.rmtree(work, ignore_errors=True)
     finally:

@@ -102,7 +102,7 @@ def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> D
     notes: list[str] = []
     context = _context(folder, model, arch, notes)
     scaling, factors = _rope(folder, model, arch)
-    tokenizer = _tokenizer(folder, model.vocab_size)
+    tokenizer = _tokenizer(gguf, folder, model.vocab_size)
     tensors = _tensors(gguf, model, arch, dtype) + factors
     whole = [t.name for t in tensors if len(t.shape) == 2 and t.kind == "F32"]
     if dtype == "q8_0" and whole:
@@ -114,14 +114,15 @@ def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> D
     def write_metadata(writer) -> None:
         writer.add_type("model")
         # By "phi-3" and "phi3" in a name llama.cpp expects Phi-3's own special tokens.
-        writer.add_name(re.sub("phi-?3", "Phi 3", name, flags=re.IGNORECASE))
+        text = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        writer.add_name(re.sub("phi-?3", "Phi 3", text, flags=re.IGNORECASE))
         file_type = {"fp32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}[dtype]
         writer.add_file_type(gguf.LlamaFileType[file_type])
         if dtype == "q8_0":
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _write_sizes(writer, model, arch, context, config)
         scaling(gguf, writer)
-        tokenizer(gguf, writer)
+        tokenizer(writer)
 
     return Description(gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[arch]], tensors, write_metadata, notes)
 
@@ -354,12 +355,22 @@ _CUTS = {
 }
 
 
-def _tokenizer(folder: Path, vocab_size: int) -> Callable:
+def _tokenizer(gguf, folder: Path, vocab_size: int) -> Callable:
     """A function that writes the tokenizer of tokenizer.json."""
     path = folder / "tokenizer.json"
     if not path.exists():
         raise DataError(f"{folder}: there is no tokenizer.json, which a GGUF file includes")
     content = read_json(path)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).exists():
+            read_json(folder / name)
+    try:
+        return _tokenizer_of(gguf, path, content, vocab_size)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+        raise DataError(f"{path}: is not as a tokenizer.json is: {e!r}") from e
+
+
+def _tokenizer_of(gguf, path: Path, content: dict, vocab_size: int) -> Callable:
     model = content.get("model") or {}
     kind = model.get("type", "BPE" if "merges" in model else None)
     if kind != "BPE":
@@ -374,7 +385,11 @@ def _tokenizer(folder: Path, vocab_size: int) -> Callable:
     else:
         pre, scores, prefix = _cut_name(path, content), None, None
 
-    def write(gguf, writer) -> None:
+    special = gguf.SpecialVocab(path.parent, load_merges=scores is None, n_vocab=vocab_size)
+    for name in ("bos", "eos"):
+        special.add_special_token.setdefault(name, False)
+
+    def write(writer) -> None:
         writer.add_tokenizer_model("gpt2" if scores is None else "llama")
         writer.add_tokenizer_pre(pre)
         writer.add_token_list(tokens)
@@ -382,9 +397,6 @@ def _tokenizer(folder: Path, vocab_size: int) -> Callable:
         if scores is not None:
             writer.add_token_scores(scores)
             writer.add_add_space_prefix(prefix)
-        special = gguf.SpecialVocab(folder, load_merges=scores is None, n_vocab=vocab_size)
-        for name in ("bos", "eos"):
-            special.add_special_token.setdefault(name, False)
         special.add_to_gguf(writer, quiet=True)
 
     return write
@@ -397,7 +409,10 @@ def _vocabulary(path: Path, content: dict, vocab_size: int) -> tuple[list[str], 
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [unused] * vocab_size
     added = {t["id"]: t for t in content.get("added_tokens") or []}
-    largest = max([*model["vocab"].values(), *added])
+    ids = [*model["vocab"].values(), *added]
+    if not all(isinstance(i, int) and i >= 0 for i in ids) or not ids:
+        raise DataError(f"{path}: has no token, or one whose id is no number from 0")
+    largest = max(ids)
     if largest >= vocab_size:
         raise DataError(
             f"{path}: has a token of id {largest}, but config.json's vocab_size is {vocab_size}"
