@@ -349,3 +349,39 @@ def test_a_wrong_record_of_another_process_is_named(folder, many):
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
     with pytest.raises(data.DataError, match="line 701: message 1 is no object with a 'role'"):
         render(folder, path, 2)
+
+
+def test_a_process_that_is_killed_ends_the_command_in_one_sentence(
+    folder, many, tmp_path, monkeypatch, capsys
+):
+    class Killed(rendering.ProcessPoolExecutor):
+        def submit(self, *args):
+            future = super().submit(*args)
+            for process in self._processes.values():
+                process.kill()
+            return future
+
+    monkeypatch.setattr(rendering, "ProcessPoolExecutor", Killed)
+    monkeypatch.setattr(data.os, "sched_getaffinity", lambda pid: {0, 1})
+    words = ["--out", tmp_path / "o", "--tokenizer", folder, many[0]]
+    assert data.main([str(w) for w in words]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("penstock data: a process that renders conversations was killed")
+    assert error.count("\n") == 1 and not [*(tmp_path / "o").iterdir()]
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ({"conversations": [{"from": [], "value": "x"}]}, "line 1: message 1 is no object with a"),
+        ("[" * 100_000 + "]" * 100_000, "JSON that is nested too deeply"),
+    ],
+    ids=["role", "depth"],
+)
+def test_odd_records_are_refused_in_one_sentence(folder, tmp_path, capsys, record, message):
+    configure(folder, CHATML)
+    (tmp_path / "a.jsonl").write_text(record if isinstance(record, str) else json.dumps(record))
+    words = ["--out", tmp_path / "o", "--tokenizer", folder, tmp_path / "a.jsonl"]
+    assert data.main([str(w) for w in words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

@@ -203,5 +203,7 @@ def read_messages(record: dict, field: str, what: str) -> list[dict]:
 def _from_sharegpt(message):
     if not isinstance(message, dict) or "from" not in message:
         return message
-    role = {"human": "user", "gpt": "assistant"}.get(message["from"], message["from"])
+    role = message["from"]
+    if isinstance(role, str):
+        role = {"human": "user", "gpt": "assistant"}.get(role, role)
     return {"role": role, "content": message.get("value")}

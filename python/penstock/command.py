@@ -70,6 +70,8 @@ def run(
         code, message = REFUSED, str(e)
     except (PenstockError, OSError) as e:
         message = str(e)
+    except RecursionError:
+        code, message = REFUSED, "the input has JSON that is nested too deeply: give flat records"
     except KeyboardInterrupt:
         code, message = INTERRUPTED, stopped
     failure = _stdout_failure()

@@ -7,9 +7,11 @@ import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 
 from .chat import ChatTemplate, read_messages
+from .errors import PenstockError
 from .files import DataError
 
 BATCH = 256  # records that a process renders at once
@@ -81,5 +83,9 @@ def render_all(
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
+    except BrokenProcessPool as e:
+        raise PenstockError(
+            "a process that renders conversations was killed: see whether memory ran out"
+        ) from e
     finally:
         pool.shutdown(cancel_futures=True)
