@@ -225,9 +225,32 @@ def test_a_killed_run_that_nobody_has_waited_for_has_crashed(run):
     killed.wait()
 
 
-def test_a_run_that_hangs_is_seen(run):
-    rows = rows_of(run)
+def test_a_process_that_has_the_id_of_a_killed_run_is_another_one(run):
+    """As in a container that was started again, where ids are small and come again."""
     (run / ".penstock.lock").write_text(f"{os.getpid()}\n")
+    assert f"crashed: process {os.getpid()} is gone" in command("watch", run, "--once").stdout
+
+
+def test_a_run_that_ends_while_its_state_is_asked_for_has_not_crashed(run, monkeypatch):
+    (run / ".penstock.lock").write_text(f"{dead_process()}\n")
+    directory = runs.RunDirectory(run)
+    directory.refresh()
+    monkeypatch.setattr(runs, "_holds", lambda pid, lock: lock.unlink())
+    assert directory.state() == runs.FINISHED
+
+
+@pytest.fixture
+def running(run):
+    """The run directory as a running training has it."""
+    with open(run / ".penstock.lock", "w") as file:
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield run
+
+
+def test_a_run_that_hangs_is_seen(running):
+    run = running
+    rows = rows_of(run)
     assert re.search(r"state +running *│", command("watch", run, "--once").stdout)
     put(run, rows[:3] + [rows[3] | {"time_s": time.time() - 500}])
     shown = command("watch", run, "--once").stdout
@@ -236,9 +259,9 @@ def test_a_run_that_hangs_is_seen(run):
     assert "running: no step has ended yet" in command("watch", run, "--once").stdout
 
 
-def test_the_dashboard_follows_a_run_until_it_ends(run):
+def test_the_dashboard_follows_a_run_until_it_ends(running):
+    run = running
     rows, lock, out = rows_of(run), run / ".penstock.lock", StringIO()
-    lock.write_text(f"{os.getpid()}\n")
     put(run, rows[:2])
     console = Console(file=out, force_terminal=True, width=120, height=60)
     follower = threading.Thread(
@@ -427,6 +450,8 @@ def test_what_cannot_be_sampled_is_refused(sampled, run, tmp_path):
     (again / "samples.jsonl").unlink(missing_ok=True)
     refused(command("sample", again, "--prompt", "a", "--none"), "step-00000004: .*--none")
     refused(command("sample", again, "--prompt", "a", "--top-p", "7"), "step-00000004: .*top_p")
+    (again / "checkpoints/step-00000004/adapter_config.json").write_text("{}")
+    refused(command("sample", again, "--prompt", "a"), "step-00000004: a LoRA adapter is no model")
     (again / "samples.jsonl").write_text("{}\n")
     for name in ("sample", "watch", "report"):
         words = ["--prompt", "a"] if name == "sample" else ["--once"] if name == "watch" else []

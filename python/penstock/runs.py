@@ -24,14 +24,22 @@ _COUNTS = {"step", "total_steps", "samples", "tokens", "valid_tokens", "consumed
 _LAST_SECOND = 253402300799  # of the year 9999
 
 
-def _lives(pid: int) -> bool:
-    """False for a killed process, too, that stays in /proc until its parent asks for its exit code:
-    in a container whose first process never asks, that is for ever."""
+def _holds(pid: int, lock: Path) -> bool:
+    """Whether the process has the lock's file open. The id alone says little: a process that began
+    later may have it, above all in a container that was started again. A killed process whose
+    parent has not asked for its exit code is in /proc, without files."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+        wanted = os.stat(lock)
+        files = os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return True  # of another user
     except OSError:
         return False
+    for name in files:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.path.samestat(os.stat(f"/proc/{pid}/fd/{name}"), wanted):
+                return True
+    return False
 
 
 class Metrics:
@@ -127,6 +135,7 @@ class RunDirectory:
                 "(--run-dir, or --out)"
             )
         self.metrics = Metrics(self.path / "metrics.jsonl")
+        self._lock_path = self.path / ".penstock.lock"
         self.plan = self._plan()
 
     def _plan(self) -> dict:
@@ -189,7 +198,7 @@ class RunDirectory:
     def process(self) -> int | None:
         """The process id that the lock of the directory names; None: it is not locked."""
         try:
-            with open_input(self.path / ".penstock.lock") as file:
+            with open_input(self._lock_path) as file:
                 return int(file.read(32) or 0)
         except (OSError, ValueError):
             return None
@@ -198,9 +207,9 @@ class RunDirectory:
         """running; finished; stopped (ended by its user, or by an error that it reported); crashed:
         the process is gone and its lock has stayed."""
         pid = self.process()
-        if pid and _lives(pid):
+        if pid and _holds(pid, self._lock_path):
             return RUNNING
-        if pid is not None:
+        if pid is not None and self.process() == pid:  # else it has ended meanwhile
             return CRASHED
         rows = self.metrics.rows
         done = rows and rows[-1]["step"] + 1 >= self.total_steps > 0

@@ -48,7 +48,8 @@ def sample(folder: Path, prompts: list, options: list[str]) -> list[dict]:
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["it failed"]
         kind = DataError if done.returncode == command.REFUSED else OSError
-        raise kind(f"{folder}: {said[-1].removeprefix('penstock generate: ')}")
+        text = said[-1].removeprefix("penstock generate: ")
+        raise kind(text if str(folder) in text else f"{folder}: {text}")
     return [json.loads(line) for line in done.stdout.split("\n")[:-1]]
 
 
@@ -64,6 +65,11 @@ def follow(run: RunDirectory, prompts: list, options: list[str], every_s: float)
             time.sleep(every_s if going else 0)
             continue
         step, folder = max(waiting.items())
+        if (folder / "adapter_config.json").exists():
+            raise DataError(
+                f"{folder}: a LoRA adapter is no model: add it to the weights with penstock merge, "
+                "and generate with the merged model"
+            )
         try:
             texts = sample(folder, prompts, options)
         except (DataError, OSError):
