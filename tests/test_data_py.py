@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 from penstock import data  # noqa: E402
+from penstock.documents import PIECE_MAX_CHARS, cut_pieces  # noqa: E402
 from penstock.shards import read_header, read_shard  # noqa: E402
 
 UNICODE = "Grüße, 世界! 🚀\n\ttabs  and   spaces \r\nnaïve — Ελληνικά\n<|endoftext|> is text here\n"
@@ -107,7 +108,7 @@ def test_round_trip_over_several_shards(corpus, tokenizer, tmp_path, format):
 
 def test_pieces_do_not_change_the_tokens(corpus, tokenizer, tmp_path):
     whole = texts(corpus)[0]
-    assert len(list(data._cut_pieces([whole]))) > 3
+    assert len(list(cut_pieces([whole]))) > 3
     tokenizer.encode_special_tokens = True
     expected = tokenizer.encode(whole, add_special_tokens=False).ids
     tokenizer.encode_special_tokens = False
@@ -120,8 +121,8 @@ def test_pieces_do_not_change_the_tokens(corpus, tokenizer, tmp_path):
 )
 @pytest.mark.parametrize("step", [1 << 20, 70_001])
 def test_pieces_lose_nothing_and_are_bounded(text, step):
-    pieces = list(data._cut_pieces(text[i : i + step] for i in range(0, len(text), step)))
-    assert "".join(pieces) == text and all(0 < len(p) <= data.PIECE_MAX_CHARS for p in pieces)
+    pieces = list(cut_pieces(text[i : i + step] for i in range(0, len(text), step)))
+    assert "".join(pieces) == text and all(0 < len(p) <= PIECE_MAX_CHARS for p in pieces)
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path):

@@ -130,6 +130,19 @@ def test_a_directory_or_a_device_in_the_place_of_a_file_is_named(model, tmp_path
     )
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_a_pipe_in_the_place_of_text_is_refused_at_once(tmp_path, capsys, suffix):
+    from penstock import data
+
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    os.mkfifo(tmp_path / f"pipe{suffix}")
+    words = ["--out", tmp_path / "out", "--train-tokenizer", "300", tmp_path / f"pipe{suffix}"]
+    assert data.main([str(w) for w in words]) == 2
+    error = capsys.readouterr().err
+    assert f"pipe{suffix}" in error and "not a regular file" in error and error.count("\n") == 1
+
+
 def test_a_pipe_is_refused_by_the_readers_in_python(tmp_path, monkeypatch):
     from penstock import data, plot, shards, trace
 
