@@ -264,10 +264,6 @@ def test_the_binary_prints_token_ids(model, prompts, tmp_path):
         (["--model", "MODEL", "--prompts", "missing"], "missing cannot be read: No such file"),
         (["--model", "MODEL", "--prompts", "."], "--prompts . cannot be read: Is a dir"),
         (["--model", "MODEL", "--tokens", "1", "--stop-tokens", ""], "--stop-tokens is empty"),
-        (
-            ["--model", "MODEL", "--tokens", "1", "--context", "1e9", "--plan"],
-            "of host memory, and the machine has",
-        ),
         (["--model", "missing", "--tokens", "1"], "missing"),
         (
             ["--model", "MODEL", "--tokens", "1", "--device-mem", "1MiB"],

@@ -109,6 +109,21 @@ static void test_same_tokens(uint32_t dtype) {
   printf("ok the same tokens in batches of 2, 5 tokens of prompts a step\n");
 }
 
+/* Without caps, both memories must fit into the machine's: on the CPU backend together. */
+static void test_machine(void) {
+  const ps_generate_config cfg = config_of(PS_F32, PROMPTS);
+  ps_hardware small = hw;
+  ps_generate_report r;
+  small.host_memory_bytes = 0; /* unknown */
+  CHECK(ps_generate_plan(&r, &model, &cfg, &small) == PS_OK);
+  const uint64_t need = r.host_used_bytes + (on_cpu ? r.device_used_bytes : 0);
+  small.host_memory_bytes = need + (64u << 20); /* the process may have grown meanwhile */
+  CHECK(ps_generate_plan(&r, &model, &cfg, &small) == PS_OK);
+  small.host_memory_bytes = need / 2;
+  CHECK_FAILS(ps_generate_plan(&r, &model, &cfg, &small), PS_EBUDGET, "and the machine has");
+  printf("ok a machine with too little memory is refused\n");
+}
+
 static void test_ends(void) {
   const ps_generate_config cfg = config_of(PS_F32, PROMPTS);
   ps_generate_report report;
@@ -194,6 +209,7 @@ int main(int argc, char **argv) {
   test_draws();
   test_same_tokens(PS_F32);
   test_same_tokens(PS_BF16);
+  test_machine();
   test_ends();
   CHECK(!on_cpu || ps__live_allocations() == live);
   remove_folder(model_dir);
