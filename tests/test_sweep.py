@@ -3,6 +3,7 @@ model."""
 
 import csv
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -192,6 +193,13 @@ def test_the_pages_example_is_right(tmp_path):
         "1b 8192 24/84", "1b 8192 90/84", "8b 8192 24/84", "8b 8192 90/84", "8b 512 24/84",
         "8b 512 90/84", "8b 65536 40/110",
     ]  # fmt: skip
+
+
+def test_the_pages_heatmaps_are_there():
+    page = ROOT / "docs/performance.md"
+    paths = re.findall(r"^\[[\w-]+\]: (\S+\.png)$", page.read_text(), re.M)
+    sizes = [(page.parent / path).stat().st_size for path in paths]
+    assert len(sizes) == 12 and max(sizes) < 150_000
 
 
 # ---- resuming ------------------------------------------------------------------------------------
