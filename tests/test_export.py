@@ -522,6 +522,19 @@ def test_a_directory_whose_name_is_not_utf8_is_exported(directory, tmp_path):
     assert fields["general.name"].contents() == "m\ufffd"
 
 
+def test_a_name_that_stdout_cannot_have_is_no_error(directory, tmp_path):
+    """A locale such as en_US.UTF-8 makes stdout strict."""
+    folder = shutil.copytree(directory("llama"), tmp_path / os.fsdecode(b"m\xff"))
+    words = ["--model", folder, "--to", "hf", "--out", tmp_path / "o"]
+    env = {"PYTHONPATH": str(ROOT / "python"), "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "export", *words],
+        env={**os.environ, **env},
+        capture_output=True,
+    )
+    assert done.returncode == 0 and b"m\\udcff: the model" in done.stdout, done
+
+
 @pytest.mark.parametrize("words", ["--to gguf", "--to hf"])
 def test_an_export_on_a_full_disk_names_the_output(directory, tmp_path, words):
     words = [*words.split(), "--model", directory("llama"), "--out", tmp_path / "o", "--quiet"]

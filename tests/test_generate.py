@@ -409,6 +409,21 @@ def test_token_ids_go_to_the_binary_in_both_spellings(chat_model):
     assert not _in_python(["generate", "--plan"]) and not _in_python([])
 
 
+def test_a_terminal_without_unicode_gets_what_it_can_show(chat_model, tmp_path):
+    """A locale of ISO 8859-1, or of another encoding that lacks most characters."""
+    texts = "ü\U0001f600"
+    (tmp_path / "p").write_text(json.dumps(texts) + "\n")
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    options = ["--model", chat_model, "--max-new-tokens", "3", "--quiet"]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "generate", *options, "--prompts", tmp_path / "p"],
+        capture_output=True,
+        env=env,
+    )
+    assert done.returncode == 0 and done.stderr == b"", done
+    assert done.stdout.isascii() and json.loads(done.stdout)["prompt"] == texts
+
+
 def test_a_full_disk_behind_stdout_is_an_error_in_one_sentence(chat_model):
     words = [sys.executable, "-m", "penstock", "generate", "--model", chat_model, "--prompt", "x"]
     with open("/dev/full", "w") as full:

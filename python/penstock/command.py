@@ -64,6 +64,8 @@ def run(
     """The exit code of function(). Its errors become one sentence on stderr. stopped: the sentence
     after Ctrl-C."""
     code, message = FAILED, None
+    if hasattr(sys.stdout, "reconfigure"):  # a character that stdout has not is no error
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = function()
     except (DataError, InvalidError, FormatError, BudgetError) as e:

@@ -259,6 +259,7 @@ def _generate(args) -> int:
     ids = encode_prompts(prompts, args, tokenizer, folder)
     texts = [Text(tokenizer, args.stop) for _ in ids]
     alone, said = args.prompts is None, []
+    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
 
     def take(prompt: int, token: int) -> bool:
         if not (args.quiet or said):  # by then no input is refused any more
@@ -299,7 +300,7 @@ def _generate(args) -> int:
             rest = text.end()
             key = "messages" if isinstance(prompt, list) else "prompt"
             line = {key: prompt, "text": text.text, "new_tokens": len(new)}
-            command.put(rest if alone else json.dumps(line, ensure_ascii=False))
+            command.put(rest if alone else json.dumps(line, ensure_ascii=not unicode))
         if not args.quiet:
             print(f"penstock: {_rate_line(generator.stats)}", file=sys.stderr)
     return command.OK
