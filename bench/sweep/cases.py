@@ -332,8 +332,11 @@ def read(path, binary) -> Sweep:
     """The sweep of a TOML file. docs/performance.md and the files of bench/sweep show the keys."""
     try:
         import tomllib
-    except ImportError:  # Python 3.10
-        import tomli as tomllib
+    except ImportError:
+        try:
+            import tomli as tomllib
+        except ImportError as exc:
+            raise SweepError(f"{path}: Python 3.11 or the package tomli is needed") from exc
     path = Path(path)
     try:
         content = tomllib.loads(read_text(path))

@@ -2,6 +2,7 @@
 made from it. Also reads the rows of bench/rows.py, which the sweep replaced."""
 
 import csv
+import errno
 import fcntl
 import io
 import json
@@ -50,7 +51,7 @@ class Rows:
     def append(self, row: dict) -> None:
         line = (json.dumps(row) + "\n").encode()
         if os.write(self._fd, line) != len(line):
-            raise OSError(28, "the disk is full", str(self.path))
+            raise OSError(errno.ENOSPC, "the disk is full", str(self.path))
         os.fsync(self._fd)
         self.rows.append(row)
 
