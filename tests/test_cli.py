@@ -324,9 +324,10 @@ def test_option_forms_are_equivalent(job, tmp_path):
 
 
 def test_progress_names_loss_speed_eta_and_both_memories(job, tmp_path):
-    done = penstock("train", *words(job | {"--run-dir": tmp_path}))
+    done = penstock("train", *words(job | {"--run-dir": tmp_path, "--device-mem": "5MiB"}))
     assert re.search(
-        r"^step 3/3  loss \d\.\d{4}  .*  \d+ tok/s  .*  ETA 0s  device [\d.]+/[\d.]+ \wiB  host [\d.]+/[\d.]+ \wiB$",
+        r"^step 3/3  loss \d\.\d{4}  .*  \d+ tok/s  .*  ETA 0s\n  .*  device [\d.]+/[\d.]+ \wiB  host [\d.]+/[\d.]+ \wiB\n"
+        r"  step [\d.]+ s, [\d.]+ of predicted  h2d [\d.]+ \w?B/s  d2h [\d.]+ \w?B/s  updates [\d.]+ \w?B/s$",
         done.stderr,
         re.M,
     )
@@ -334,6 +335,11 @@ def test_progress_names_loss_speed_eta_and_both_memories(job, tmp_path):
         "predicted" in done.stdout
         and "measured" in done.stdout
         and re.search(r"compute +\d", done.stdout)
+        and re.search(
+            r"^while they ran  h2d [\d.]+ \w?B/s, d2h [\d.]+ \w?B/s, updates on the host [\d.]+ \w?B/s$",
+            done.stdout,
+            re.M,
+        )
     )
 
 

@@ -48,8 +48,8 @@ def on_terminal(columns, *args, env=None):
     [
         (
             200,
-            r"step 40/40  loss [\d.]+  grad norm [\d.e-]+  lr 1.00e-02  320 samples, 20.5k tokens  batch 8x64  "
-            r"\d+ tok/s  [\d.e-]+ TFLOP/s  MFU [\d.]+%  elapsed \d+s  ETA 0s  device [\d.]+/[\d.]+ \wiB  host [\d.]+/[\d.]+ \wiB",
+            r"step 40/40  loss [\d.]+  grad norm [\d.e-]+  lr 1.00e-02  \d+ tok/s  [\d.e-]+ TFLOP/s  MFU [\d.]+%  ETA 0s  "
+            r"320 samples, 20.5k tokens  batch 8x64  elapsed \d+s  device [\d.]+/[\d.]+ \wiB  host [\d.]+/[\d.]+ \wiB",
         ),
         (
             80,

@@ -76,7 +76,9 @@ def test_every_field_of_metrics_is_explained_once():
         return re.findall(r'cli_json_\w+\(&?j, "(\w+)"', text)
 
     fields = written("metrics.c", "void step_json") + written("metrics.c", "int cli_metrics_write")
-    fields += written("validation.c", "void cli_val_metrics")
+    fields += written("metrics.c", "void gpu_json") + written(
+        "validation.c", "void cli_val_metrics"
+    )
     table = (ROOT / "docs/watch.md").read_text().split("## The fields of")[1].split("\n## ")[0]
     first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     assert len(fields) > 25 and sorted(re.findall(r"`(\w+)`", " ".join(first))) == sorted(fields)

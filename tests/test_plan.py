@@ -330,6 +330,38 @@ def test_stalls_are_the_gaps_of_each_stream(tmp_path):
         plan.stalls(events[:-1])
 
 
+def test_throughput_is_the_plans_bytes_over_the_time_of_their_ops(tmp_path):
+    plan = Plan(
+        config(tmp_path),
+        hardware=rates(copy=5e7),
+        device_mem=Plan.smallest(
+            config(tmp_path), hardware=rates(), seq_len=128, tokens_per_step=512
+        )[0],
+        seq_len=128,
+        tokens_per_step=512,
+    )
+    events, _ = plan.simulate(3)
+    took = (events["end_ns"] - events["start_ns"]).astype(float) * 1e-9
+    seen, report = plan.throughput(events), plan.json()
+    for name, stream in (("h2d", 1), ("d2h", 2)):
+        seconds = took[events["stream"] == stream].sum()
+        assert seen[f"{name}_bytes_per_s"] == pytest.approx(3 * report[f"{name}_bytes"] / seconds)
+        assert 0 < seen[f"{name}_bytes_per_s"] <= 5e7 * (1 + 1e-9)
+    names = np.array([plan.schedule.op(i)["name"] for i in range(plan.schedule.n_ops)])
+    adamw = np.isin(names[events["op"]], ("adamw", "adamw_moments"))
+    updates = took[(events["stream"] == 3) & adamw]
+    assert len(updates) and report["resident_update_units"] == 0
+    # bf16: AdamW reads weight, gradient, m and v, and writes all but the gradient; in two parts
+    # both read the gradient, m and v
+    moved = sum(
+        u["elements"] * {"host": 14, "host, weights first": 20}[u["update"]]
+        for u in report["units"]
+    )
+    assert seen["update_bytes_per_s"] == pytest.approx(3 * moved / updates.sum())
+    with pytest.raises(InvalidError, match="whole steps"):
+        plan.throughput(events[:-1])
+
+
 def test_recomputing_costs_the_products_of_what_is_not_saved(tmp_path):
     """Whatever a plan saves: q and k and v, attention, o, gate and up run again where their results
     were not kept; down never does."""

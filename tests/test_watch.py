@@ -112,6 +112,10 @@ def test_a_run_log_holds_every_step_and_what_was_consumed(trained):
     last = rows[-1]
     assert last["total_steps"] == STEPS and last["eta_s"] == 0 and last["samples"] == 8
     assert last["tflops"] == pytest.approx(plan["model_flops"] / last["step_s"] * 1e-12)
+    for name in ("h2d", "d2h"):
+        rate = plan[f"{name}_bytes"] / last["step_s"]
+        assert last[f"{name}_bytes_per_s"] == pytest.approx(rate) and rate > 0
+    assert last["update_bytes_per_s"] > 0 and not any(key.startswith("gpu_") for key in last)
     assert not (folder / ".penstock.lock").exists()
 
 
@@ -203,6 +207,26 @@ def test_a_frame_shows_the_numbers_of_a_finished_run(run):
     assert max(map(len, shown.splitlines())) <= 140
     narrow = command("watch", run, "--once", columns=60).stdout
     assert max(map(len, narrow.splitlines())) <= 60 and "tokens/s" in narrow
+
+
+GPU = {"gpu_clock_mhz": 1410, "gpu_power_w": 685.5, "gpu_temperature_c": 61, "gpu_energy_j": 7}
+LINKS = {"h2d_bytes_per_s": 12.5e9, "d2h_bytes_per_s": 9.25e9, "update_bytes_per_s": 6e9}
+
+
+def test_links_and_sensors_are_shown_where_they_are_known(run):
+    rows = rows_of(run)
+    assert "GPU" not in command("watch", run, "--once").stdout
+    put(run, [row | LINKS | GPU for row in rows])
+    shown = command("watch", run, "--once").stdout
+    for text in (
+        r"copies to the device +12.5 GB/s",
+        r"copies to the host +9.25 GB/s",
+        r"updates on the host +6 GB/s",
+        r"GPU clock +1410 MHz",
+        r"GPU power +685.5 W",
+        r"GPU temperature +61 C",
+    ):
+        assert re.search(text, shown), (text, shown)
 
 
 def test_a_run_that_crashed_says_since_when_nothing_came(run):
@@ -305,12 +329,13 @@ def report(run):
     """A report whose run has validation losses, stalls and a hostile run.toml."""
     rows = rows_of(run)
     rows[2] |= {"loss": None, "n_skipped": 1}  # a skipped step
-    put(run, [row | {"val_loss": 5.0 - i / 10} for i, row in enumerate(rows)])
+    put(run, [row | LINKS | GPU | {"val_loss": 5.0 - i / 10} for i, row in enumerate(rows)])
     (run / "run.toml").write_text(f"# {HOSTILE}\n")
     stall = {"stream": "compute", "for": HOSTILE, "from": "h2d", "seconds": 0.25}
     summary = {
         "streams": [{"name": "compute", "busy": 0.75, "wait": 0.125}],
         "stalls": [stall | {"planned_seconds": 0.5}],
+        "while_busy": {"h2d_bytes_per_s": 48.5e9, "d2h_bytes_per_s": 0},
     }
     (run / "summary.json").write_text(json.dumps(summary))
     done = command("report", run)
@@ -319,7 +344,7 @@ def report(run):
 
 
 SECTIONS = (
-    *("summary", "curves", "predicted-and-measured", "streams-and-stalls"),
+    *("summary", "curves", "predicted-and-measured", "links-and-gpu", "streams-and-stalls"),
     *("plan", "command", "machine-and-versions"),
 )
 
@@ -336,6 +361,9 @@ def test_a_report_is_one_escaped_page_with_all_its_parts(report, run):
     assert '<td class="n">0.5</td><td class="n">0.25</td>' in text  # the stall
     assert f"{plan['units'][-1]['elements']:,}" in text and "5.0 MiB" in text
     assert "4.5000 after step 6" in text
+    numbers = "".join(f'<td class="n">{n}</td>' for n in ("12.5", "12.5", "12.5", "48.5"))
+    assert f"<td>copies to the device, GB/s</td>{numbers}" in text
+    assert "<td>GPU power, W</td>" in text and 'alt="GPU power, W"' in text
 
 
 def test_a_report_of_a_run_that_trains_a_part_says_so(run, tiny_model):
@@ -385,7 +413,14 @@ def test_a_browser_shows_every_section_and_curve_without_an_error(report, tmp_pa
     assert ":CONSOLE" not in done.stderr and seen["errors"] == [], (seen, done.stderr[-2000:])
     assert seen["title"] == "run" and [name for name, _ in seen["sections"]] == list(SECTIONS)
     assert all(height > 40 for _, height in seen["sections"]), seen
-    names = "loss and validation loss", "gradient norm", "learning rate", "tokens / s", "memory"
+    names = (
+        "loss and validation loss",
+        "gradient norm",
+        "learning rate",
+        "tokens / s",
+        "GPU power, W",
+        "memory",
+    )
     assert tuple(name for name, _, _ in seen["images"]) == names
     assert all(width > 400 and height > 100 for _, width, height in seen["images"]), seen
     assert all(name.startswith("data:") for name in seen["loaded"]), seen
@@ -483,6 +518,12 @@ def test_tensorboard_gets_every_step_once(run):
     ]
     assert [v for _, v, _ in seen["train/loss"]] == pytest.approx([r["loss"] for r in rows])
     assert {"train/grad_norm", "train/learning_rate", "perf/tokens_per_s", "perf/mfu"} <= set(seen)
+    assert {"perf/h2d_bytes_per_s", "perf/predicted_step_s"} <= set(
+        seen
+    ) and "gpu/power_w" not in seen
+    put(run, [row | GPU | {"time_s": row["time_s"] + 1000} for row in rows])
+    assert command("log", run, "--tensorboard").stdout.startswith("6 steps written")
+    assert [v for _, v, _ in events(run)["gpu/power_w"]] == [685.5] * STEPS
 
 
 def test_tensorboard_shows_the_new_steps_of_a_resumed_run(run):

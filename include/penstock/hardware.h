@@ -184,6 +184,21 @@ PS_API ps_status ps_hardware_write(const ps_hardware *hw, const char *path);
  * Errors: PS_EIO, PS_EFORMAT names the field. */
 PS_API ps_status ps_hardware_describe(ps_hardware *out, const char *path);
 
+/* What a GPU's sensors say, as its management library (NVML) reads them. 0: unknown. */
+typedef struct ps_gpu_state {
+  uint32_t struct_bytes, reserved; /* sizeof(ps_gpu_state) */
+  double clock_mhz;                /* of the SMs */
+  double power_w;                  /* of the board; the driver's mean over up to a second, by GPU */
+  double temperature_c;
+  double energy_j; /* that the board took since the driver was loaded, a counter */
+} ps_gpu_state;
+
+/* ps_hardware_gpu_state() - what the sensors of GPU @device say now. All fields are 0 on the CPU
+ * backend and where NVML is missing (libnvidia-ml.so.1, which comes with the driver).
+ * Threads: any. Blocks: four calls of NVML, without work on the GPU. Errors: PS_EINVAL: @out is
+ * NULL, or the backend is unknown. */
+PS_API ps_status ps_hardware_gpu_state(ps_gpu_state *out, uint32_t backend, uint32_t device);
+
 /* ps_hardware_n_gpus() - GPUs that the CUDA backend can use. 0 where the build has no CUDA, or
  * there is no driver or no GPU; ps_last_error() says which. */
 PS_API uint32_t ps_hardware_n_gpus(void);

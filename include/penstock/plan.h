@@ -258,6 +258,18 @@ typedef struct ps_stall {
 PS_API ps_status ps_plan_stalls(const ps_plan *plan, const ps_trace_event *events, uint64_t n,
                                 ps_stall *stalls, uint64_t room, uint64_t *n_stalls);
 
+/* BYTES a second while such ops run: copies to the device, copies to the host, the optimizer's
+ * updates on the host (read plus written). 0: the plan has none, or they took no time. */
+typedef struct ps_throughput {
+  uint32_t struct_bytes, reserved; /* sizeof(ps_throughput) */
+  double h2d_bytes_per_s, d2h_bytes_per_s, update_bytes_per_s;
+} ps_throughput;
+
+/* ps_plan_throughput() - the bytes of these ops over the sum of their times, of all events.
+ * @events  as of ps_plan_stalls(). Errors: PS_EINVAL names the event that is not the plan's. */
+PS_API ps_status ps_plan_throughput(const ps_plan *plan, const ps_trace_event *events, uint64_t n,
+                                    ps_throughput *out);
+
 #ifdef __cplusplus
 }
 #endif

@@ -153,6 +153,14 @@ typedef struct ps_step_metrics {
   /* BYTES of the process's resident set (VmHWM) at its peak since ps_trainer_create(), which resets
    * the peak; without the CPU backend's device arena. */
   uint64_t host_peak_bytes;
+  /* BYTES a second over step_s: the step's copies to the device and to the host; what its updates
+   * on the host read and write. Bytes are the plan's. */
+  double h2d_bytes_per_s, d2h_bytes_per_s, update_bytes_per_s;
+  /* Of ps_gpu_state, read once a step in ps_trainer_wait(). 0: unknown. */
+  double gpu_clock_mhz, gpu_power_w, gpu_temperature_c;
+  /* JOULES of the step, by the GPU's energy counter: the mean power since the step before was
+   * waited for, times step_s. 0: the GPU has no counter. */
+  double gpu_energy_j;
 } ps_step_metrics;
 
 /* ps_progress_fn() - the caller's function that ps_trainer_create() calls while it works.

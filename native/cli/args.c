@@ -38,6 +38,15 @@ const char *cli_bytes(char buf[32], uint64_t bytes) {
   return buf;
 }
 
+const char *cli_rate(char buf[32], double bytes_per_s) {
+  static const char *const unit[] = {"B/s", "kB/s", "MB/s", "GB/s", "TB/s"};
+  size_t u = 0;
+  for (; bytes_per_s >= 1000 && u < 4; u++)
+    bytes_per_s /= 1000;
+  snprintf(buf, 32, "%.*f %s", bytes_per_s < 100 && u ? 1 : 0, bytes_per_s, unit[u]);
+  return buf;
+}
+
 const char *cli_duration(char buf[32], double seconds) {
   uint64_t s = seconds > 0 ? (uint64_t)(seconds + 0.5) : 0;
   if (s >= 3600)

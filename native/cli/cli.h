@@ -23,6 +23,7 @@ enum { CLI_OK = 0, CLI_FAILED = 1, CLI_REFUSED = 2, CLI_INTERRUPTED = 130 };
 int cli_fail(int code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 int cli_fail_status(ps_status status, bool starting);
 const char *cli_bytes(char buf[32], uint64_t bytes);    /* "19.9 GiB" */
+const char *cli_rate(char buf[32], double bytes_per_s); /* "48.2 GB/s" */
 const char *cli_duration(char buf[32], double seconds); /* "1h02m", "3m20s", "12s" */
 
 /* ---- command lines (args.c) ------------------------------------------------------------------ */
@@ -398,6 +399,7 @@ struct cli_run_result {
   /* what streams waited for, measured and predicted; the longest wait of a stream comes first */
   ps_stall stall[CLI_MAX_STALLS], planned_stall[CLI_MAX_STALLS];
   uint64_t n_stalls, n_planned_stalls;
+  ps_throughput throughput; /* zeros without a trace */
   bool interrupted, saved;
   char *metrics_path, *plan_path, *timeline_path;
   char *other_out; /* where the model was saved instead of --out */
@@ -415,7 +417,7 @@ int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r);
  * which it waited for another stream (summary.c). */
 void cli_stream_fractions(cli_run_result *r, const ps_trace_event *events, uint64_t n);
 void cli_note_loss(cli_run_result *r, double loss);
-/* cli_stalls() - fill in both lists of stalls. Exit code. */
+/* cli_stalls() - fill in both lists of stalls, and the throughput. Exit code. */
 int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events, uint64_t n);
 void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r);
 /* cli_summary_write() - write summary.json into the run directory and, with --json, to stdout. */

@@ -36,6 +36,18 @@ static void step_json(cli_json *j, const cli_step *s) {
   cli_json_number(j, "time_s", s->time_s);
 }
 
+/* What no sensor says is left out. */
+static void gpu_json(cli_json *j, const ps_step_metrics *m) {
+  if (m->gpu_clock_mhz > 0)
+    cli_json_number(j, "gpu_clock_mhz", m->gpu_clock_mhz);
+  if (m->gpu_power_w > 0)
+    cli_json_number(j, "gpu_power_w", m->gpu_power_w);
+  if (m->gpu_temperature_c > 0)
+    cli_json_number(j, "gpu_temperature_c", m->gpu_temperature_c);
+  if (m->gpu_energy_j > 0)
+    cli_json_number(j, "gpu_energy_j", m->gpu_energy_j);
+}
+
 int cli_metrics_write(const cli_job *job, FILE *f, const char *path, const ps_step_metrics *m,
                       const cli_step *s, const ps_validation *v) {
   long before = ftell(f);
@@ -60,6 +72,10 @@ int cli_metrics_write(const cli_job *job, FILE *f, const char *path, const ps_st
   cli_json_count(&j, "n_skipped", m->n_skipped);
   cli_json_number(&j, "mfu", m->mfu);
   cli_json_number(&j, "hfu", m->hfu);
+  cli_json_number(&j, "h2d_bytes_per_s", m->h2d_bytes_per_s);
+  cli_json_number(&j, "d2h_bytes_per_s", m->d2h_bytes_per_s);
+  cli_json_number(&j, "update_bytes_per_s", m->update_bytes_per_s);
+  gpu_json(&j, m);
   step_json(&j, s);
   if (v)
     cli_val_metrics(&j, v);

@@ -1,5 +1,6 @@
 /* progress.c - progress on stderr. A terminal shows one line that is redrawn and never wider than
- * the terminal. Elsewhere a line comes with every step, and at most once a second. */
+ * the terminal. Elsewhere three lines come with every step, and at most once a second: what is
+ * learned and how fast, the batch and memory, what the machine does. */
 #include "cli/cli.h"
 #include <inttypes.h>
 #include <math.h>
@@ -46,6 +47,7 @@ static bool due(cli_progress *p, bool last) {
 
 /* A part of a line. A narrow terminal shows the brief form, which may be empty. Where the brief
  * forms do not fit either, parts are left out, the highest rank first. */
+enum { NOT_ON_TERMINAL = 100 }; /* the rank of a part that only a file's lines have */
 typedef struct part {
   char text[64], brief[32];
   unsigned rank;
@@ -69,16 +71,31 @@ static size_t join(char *line, size_t room, const part *parts, unsigned n, bool 
   return used;
 }
 
-static void put_line(const cli_progress *p, const part *parts, unsigned n) {
+/* A terminal's line. */
+static void put_fitting(const part *parts, unsigned n) {
   char line[512];
-  /* a full last column wraps on some terminals */
-  const size_t most = p->tty ? columns() - 1 : sizeof line;
+  const size_t most = columns() - 1; /* a full last column wraps on some terminals */
   unsigned rank = n;
   bool fits = join(line, sizeof line, parts, n, false, n) <= most;
   while (!fits && rank-- > 0)
     fits = join(line, sizeof line, parts, n, true, rank) <= most;
-  fprintf(stderr, "%.*s%s", (int)most, line, p->tty ? "" : "\n");
+  fprintf(stderr, "%.*s", (int)most, line);
+}
+
+/* @line_end: where the lines end that are no terminal's, as the number of their last part + 1. */
+static void put_lines(const cli_progress *p, const part *parts, const unsigned *line_end,
+                      unsigned n_lines) {
+  char line[512];
+  if (p->tty)
+    put_fitting(parts, line_end[n_lines - 1]);
+  for (unsigned i = 0, first = 0; i < n_lines && !p->tty; first = line_end[i++])
+    if (join(line, sizeof line, parts + first, line_end[i] - first, false, NOT_ON_TERMINAL))
+      fprintf(stderr, "%s%s\n", i ? "  " : "", line);
   fflush(stderr);
+}
+
+static void put_line(const cli_progress *p, const part *parts, unsigned n) {
+  put_lines(p, parts, &n, 1);
 }
 
 void cli_progress_load(cli_progress *p, const char *what, uint64_t done_bytes,
@@ -131,7 +148,7 @@ static void say(part *out, const char *fmt, ...) {
   memcpy(out->brief, out->text, sizeof out->brief - 1);
 }
 
-/* The parts of a step's line, in their order. */
+/* The parts of a step's lines, in their order. */
 enum {
   STEP,
   LOSS,
@@ -139,29 +156,80 @@ enum {
   SKIPPED,
   GRAD,
   LR,
-  CONSUMED,
-  BATCH,
   SPEED,
   FLOPS,
   MFU,
-  ELAPSED,
   ETA,
+  LEARNING_END,
+  CONSUMED = LEARNING_END,
+  BATCH,
+  ELAPSED,
   DEVICE,
-  HOST
+  HOST,
+  MEMORY_END,
+  TIME = MEMORY_END,
+  H2D,
+  D2H,
+  UPDATES,
+  GPU,
+  N_PARTS
 };
-static const unsigned ranks[] = {
-    [STEP] = 0,  [LOSS] = 1,   [ETA] = 2,       [SKIPPED] = 3,  [VAL] = 4,
-    [SPEED] = 5, [DEVICE] = 6, [HOST] = 7,      [GRAD] = 8,     [LR] = 9,
-    [MFU] = 10,  [FLOPS] = 11, [CONSUMED] = 12, [ELAPSED] = 13, [BATCH] = 14};
+static const unsigned line_end[] = {LEARNING_END, MEMORY_END, N_PARTS};
+static const unsigned ranks[N_PARTS] = {[STEP] = 0,
+                                        [LOSS] = 1,
+                                        [ETA] = 2,
+                                        [SKIPPED] = 3,
+                                        [VAL] = 4,
+                                        [SPEED] = 5,
+                                        [DEVICE] = 6,
+                                        [HOST] = 7,
+                                        [GRAD] = 8,
+                                        [LR] = 9,
+                                        [MFU] = 10,
+                                        [FLOPS] = 11,
+                                        [GPU] = 12,
+                                        [CONSUMED] = 13,
+                                        [ELAPSED] = 14,
+                                        [BATCH] = 15,
+                                        [TIME] = NOT_ON_TERMINAL,
+                                        [H2D] = NOT_ON_TERMINAL,
+                                        [D2H] = NOT_ON_TERMINAL,
+                                        [UPDATES] = NOT_ON_TERMINAL};
+
+/* "1410 MHz 685 W 61 C", without what is unknown. */
+static void gpu_part(part *out, const ps_step_metrics *m) {
+  const struct {
+    double value;
+    const char *unit;
+  } seen[] = {{m->gpu_clock_mhz, "MHz"}, {m->gpu_power_w, "W"}, {m->gpu_temperature_c, "C"}};
+  char text[32] = "";
+  size_t used = 0;
+  for (size_t i = 0; i < sizeof seen / sizeof *seen; i++)
+    if (seen[i].value > 0 && used < sizeof text)
+      used += (size_t)snprintf(text + used, sizeof text - used, "%s%.0f %s", used ? " " : "",
+                               seen[i].value, seen[i].unit);
+  say(out, "%s", text);
+}
+
+/* How fast the step was beside the plan, and what it moved a second. */
+static void machine_parts(part *parts, const ps_step_metrics *m) {
+  const double ratio = m->predicted_step_s > 0 ? m->step_s / m->predicted_step_s : 0;
+  char rate[32];
+  say(&parts[TIME], "step %.3f s, %.2f of predicted", m->step_s, ratio);
+  say(&parts[H2D], "h2d %s", cli_rate(rate, m->h2d_bytes_per_s));
+  say(&parts[D2H], "d2h %s", cli_rate(rate, m->d2h_bytes_per_s));
+  if (m->update_bytes_per_s > 0)
+    say(&parts[UPDATES], "updates %s", cli_rate(rate, m->update_bytes_per_s));
+  gpu_part(&parts[GPU], m);
+}
 
 void cli_progress_step(cli_progress *p, const ps_step_metrics *m, const cli_step *s) {
   char a[8], b[8], time[32];
-  part parts[sizeof ranks / sizeof *ranks] = {0};
-  enum { N = sizeof parts / sizeof *parts };
+  part parts[N_PARTS] = {0};
   const uint64_t step = m->step + 1;
   if (!due(p, step == p->first_step + 1 || step == s->total_steps))
     return;
-  for (unsigned i = 0; i < N; i++)
+  for (unsigned i = 0; i < N_PARTS; i++)
     parts[i].rank = ranks[i];
   say(&parts[STEP], "step %" PRIu64 "/%" PRIu64, step, s->total_steps);
   say(&parts[LOSS], "loss %.4f", m->loss);
@@ -182,7 +250,8 @@ void cli_progress_step(cli_progress *p, const ps_step_metrics *m, const cli_step
   say(&parts[ETA], "ETA %s", cli_duration(time, s->eta_s));
   memory_part(&parts[DEVICE], "device", m->device_peak_bytes, p->device_mem_bytes);
   memory_part(&parts[HOST], "host", m->host_peak_bytes, p->host_mem_bytes);
-  put_line(p, parts, N);
+  machine_parts(parts, m);
+  put_lines(p, parts, line_end, sizeof line_end / sizeof *line_end);
 }
 
 void cli_progress_count(cli_progress *p, const char *what, uint64_t done, uint64_t total) {

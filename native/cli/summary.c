@@ -48,7 +48,7 @@ void cli_stream_fractions(cli_run_result *r, const ps_trace_event *events, uint6
   }
 }
 
-/* The plan's stalls are those of the last two of three simulated steps: the first step begins with
+/* Stalls and throughput. The plan's stalls are those of the last two of three simulated steps: the first step begins with
  * idle streams, unlike the steps of a long run. */
 int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events, uint64_t n) {
   enum { SIMULATED = 3 };
@@ -58,6 +58,8 @@ int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *eve
     return cli_fail(CLI_FAILED, "out of memory for the simulated trace of %" PRIu64 " ops",
                     SIMULATED * n_ops);
   ps_status st = ps_plan_stalls(plan, events, n, r->stall, CLI_MAX_STALLS, &r->n_stalls);
+  if (st == PS_OK)
+    st = ps_plan_throughput(plan, events, n, &r->throughput);
   if (st == PS_OK)
     st = ps_plan_simulate(plan, SIMULATED, planned, NULL);
   if (st == PS_OK)
@@ -90,6 +92,24 @@ static void print_stalls(FILE *out, const cli_run_result *r, uint32_t stream) {
       fprintf(out, "%s%.3f s for %s (planned %.3f)", n++ ? ", " : "", r->stall[i].seconds,
               r->stall[i].what, planned_of(r, &r->stall[i]));
   fputc('\n', out);
+}
+
+/* "while they ran  h2d 48.2 GB/s, d2h 47.0 GB/s, updates on the host 96.1 GB/s" */
+static void print_throughput(FILE *out, const ps_throughput *t) {
+  const struct {
+    const char *name;
+    double bytes_per_s;
+  } part[] = {{"h2d", t->h2d_bytes_per_s},
+              {"d2h", t->d2h_bytes_per_s},
+              {"updates on the host", t->update_bytes_per_s}};
+  char rate[32];
+  uint32_t n = 0;
+  for (size_t i = 0; i < sizeof part / sizeof *part; i++)
+    if (part[i].bytes_per_s > 0)
+      fprintf(out, "%s%s %s", n++ ? ", " : "while they ran  ", part[i].name,
+              cli_rate(rate, part[i].bytes_per_s));
+  if (n)
+    fputc('\n', out);
 }
 
 static void stalls_json(cli_json *j, const cli_run_result *r) {
@@ -173,6 +193,7 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
     for (uint32_t s = 0; s < r->n_streams; s++)
       fprintf(out, "  %-10s %5.1f%%   %5.1f%%\n", ps_plan_stream_name(s), 100 * r->busy[s],
               100 * r->wait[s]);
+    print_throughput(out, &r->throughput);
     print_stalls(out, r, 0);
   }
   fprintf(out, "metrics %s", ps_printable(path, sizeof path, r->metrics_path));
@@ -223,6 +244,11 @@ static void summary_json(FILE *out, const cli_job *job, const cli_run_result *r)
   }
   cli_json_close(&j, ']');
   stalls_json(&j, r);
+  cli_json_open(&j, "while_busy", '{');
+  cli_json_number(&j, "h2d_bytes_per_s", r->throughput.h2d_bytes_per_s);
+  cli_json_number(&j, "d2h_bytes_per_s", r->throughput.d2h_bytes_per_s);
+  cli_json_number(&j, "update_bytes_per_s", r->throughput.update_bytes_per_s);
+  cli_json_close(&j, '}');
   cli_json_text(&j, "metrics", r->metrics_path);
   cli_json_text(&j, "plan", r->plan_path);
   if (r->timeline_path)

@@ -53,6 +53,21 @@ ps_status ps__hardware_facts(ps_hardware *hw, uint32_t backend, uint32_t device,
 #endif
 }
 
+ps_status ps_hardware_gpu_state(ps_gpu_state *out, uint32_t backend, uint32_t device) {
+  if (!out)
+    return ps__fail(PS_EINVAL, "ps_hardware_gpu_state: out is NULL");
+  if (backend >= PS_N_BACKENDS)
+    return ps__fail(PS_EINVAL, "backend %u is unknown", backend);
+  *out = (ps_gpu_state){.struct_bytes = sizeof *out};
+#ifdef PS_CUDA
+  if (backend == PS_BACKEND_CUDA)
+    ps__cuda_state(device, out);
+#else
+  (void)device;
+#endif
+  return PS_OK;
+}
+
 uint32_t ps_hardware_n_gpus(void) {
 #ifdef PS_CUDA
   return ps__cuda_n_devices();

@@ -159,14 +159,41 @@ static ps_status check_events(const ps_plan *p, const ps_trace_event *events, ui
   return PS_OK;
 }
 
+static ps_status check_trace(const ps_plan *p, const ps_trace_event *events, uint64_t n) {
+  if (n == 0 || n % p->step.n_op)
+    return ps__fail(PS_EINVAL, "%llu events are no whole steps of %zu ops", (unsigned long long)n,
+                    p->step.n_op);
+  return check_events(p, events, n);
+}
+
+ps_status ps_plan_throughput(const ps_plan *plan, const ps_trace_event *events, uint64_t n,
+                             ps_throughput *out) {
+  enum { H2D, D2H, UPDATES, KINDS };
+  double bytes[KINDS] = {0}, ns[KINDS] = {0};
+  if (!plan || !events || !out)
+    return ps__fail(PS_EINVAL, "ps_plan_throughput: plan, events and out must be given");
+  PS_TRY(check_trace(plan, events, n));
+  for (uint64_t i = 0; i < n; i++) {
+    const ps__vop *op = &plan->step.op[events[i].op];
+    const bool update = ps__is_host_update(&plan->step, op);
+    if (op->kernel && !update)
+      continue;
+    const int kind = update ? UPDATES : op->stream == plan->at->to_host ? D2H : H2D;
+    bytes[kind] += op->work.bytes;
+    ns[kind] += (double)(events[i].end_ns - events[i].start_ns);
+  }
+  *out = (ps_throughput){.struct_bytes = sizeof *out};
+  out->h2d_bytes_per_s = ns[H2D] > 0 ? bytes[H2D] / ns[H2D] * 1e9 : 0;
+  out->d2h_bytes_per_s = ns[D2H] > 0 ? bytes[D2H] / ns[D2H] * 1e9 : 0;
+  out->update_bytes_per_s = ns[UPDATES] > 0 ? bytes[UPDATES] / ns[UPDATES] * 1e9 : 0;
+  return PS_OK;
+}
+
 ps_status ps_plan_stalls(const ps_plan *plan, const ps_trace_event *events, uint64_t n,
                          ps_stall *stalls, uint64_t room, uint64_t *n_stalls) {
   if (!plan || !events || !n_stalls || (!stalls && room))
     return ps__fail(PS_EINVAL, "ps_plan_stalls: plan, events, stalls and n_stalls must be given");
-  if (n == 0 || n % plan->step.n_op)
-    return ps__fail(PS_EINVAL, "%llu events are no whole steps of %zu ops", (unsigned long long)n,
-                    plan->step.n_op);
-  PS_TRY(check_events(plan, events, n));
+  PS_TRY(check_trace(plan, events, n));
   const uint64_t n_steps = n / plan->step.n_op;
   lists l;
   totals t = {.n = 0};

@@ -192,5 +192,12 @@ void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream
   const ps_kernel *kernel =
       updates ? &update_kernel[b->s->spec->optimizer][what == PS__HOOK_UPDATE_STATE]
               : &hook_kernel[what];
+  if (updates && stream == b->s->at->host_ops)
+    b->s->update_bytes += work.bytes;
   emit(b, kernel, stream, &a, sizeof a, access, n_access, work, tag);
+}
+
+bool ps__is_host_update(const ps__step *s, const ps__vop *op) {
+  const ps_kernel *k = update_kernel[s->spec->optimizer];
+  return op->stream == s->at->host_ops && (op->kernel == &k[0] || op->kernel == &k[1]);
 }

@@ -238,6 +238,7 @@ typedef struct ps__step {
   uint64_t space_bytes[PS__MAX_PLACES]; /* the memory map's peaks */
   uint64_t saved_bytes[PS_N_POLICIES];  /* by policy, of the largest round */
   uint64_t copied_bytes[2];             /* of a step: to the device, to the host */
+  double update_bytes;                  /* of a step: what updates on the host read and write */
   double model_flops, recompute_flops;
   size_t scratch_bytes[PS_MAX_STREAMS];
 } ps__step;
@@ -264,6 +265,9 @@ ps_status ps__step_build(ps__step *s, const ps_model *model, const ps__layout *l
 void ps__step_free(ps__step *s);
 /* ps__step_program() - the step as a program of the engine, with addresses. Errors: PS_ENOMEM. */
 ps_status ps__step_program(const ps__step *s, ps_program **out);
+/* ps__is_host_update() - whether an op of the step is an optimizer's update on the host. */
+bool ps__is_host_update(const ps__step *s, const ps__vop *op);
+
 /* ps__step_prologue() - the program that runs once before the first step. It copies weights that
  * stay on the device. Where optimizer state is device-resident it copies the master copy too, and
  * with @new_state it sets the states to zero. @out NULL where there is nothing to do. Errors:

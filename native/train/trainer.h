@@ -54,7 +54,10 @@ struct ps_trainer {
   char *host; /* the host space */
   /* BYTES: the most device memory that the driver reported; 0 on the CPU backend */
   uint64_t device_peak;
-  bool warned;               /* the user was told that device_peak is past the cap */
+  bool warned; /* the user was told that device_peak is past the cap */
+  /* the GPU's energy counter, when it was last read, and the mean power before that */
+  double energy_j, mean_w;
+  uint64_t energy_ns;
   int32_t *tokens, *targets; /* a step's batch as the data source fills it */
   uint8_t *begins;           /* 1: the dataset's mask begins a document here; else 0 */
   ps__segment *segments;     /* parts with one weight decay, unit by unit */

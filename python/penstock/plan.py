@@ -102,6 +102,13 @@ class Hardware:
         )
         return cls(hw)
 
+    @staticmethod
+    def gpu_state(gpu: int = 0) -> dict:
+        """What the GPU's sensors say now: the fields of ps_gpu_state. 0: unknown."""
+        out = struct("ps_gpu_state")
+        check(lib.ps_hardware_gpu_state(out, lib.PS_BACKEND_CUDA, gpu))
+        return as_dict(out)
+
     @classmethod
     def profile(
         cls, threads: int = 0, seconds: float = 0.0, backend: str = "auto", gpu: int = 0
@@ -192,6 +199,14 @@ def _set_ramp(config, batch_ramp):
     ramp = ffi.new("ps_ramp_stage[]", stages)
     config.ramp, config.n_ramp = ramp, len(stages)
     return ramp
+
+
+def _events(trace, what: str) -> np.ndarray:
+    if getattr(trace, "dtype", None) != TRACE_DTYPE:
+        raise ValueError(
+            f"{what} takes a trace of Trainer.trace() or simulate(), an array of engine.TRACE_DTYPE"
+        )
+    return np.ascontiguousarray(trace)
 
 
 class Plan(Owner):
@@ -469,12 +484,7 @@ class Plan(Owner):
         longest wait of a stream comes first."""
         room, n = 128, ffi.new("uint64_t *")
         out = ffi.new("ps_stall[]", room)
-        if getattr(trace, "dtype", None) != TRACE_DTYPE:
-            raise ValueError(
-                "stalls() takes a trace of Trainer.trace() or simulate(), an array of "
-                "engine.TRACE_DTYPE"
-            )
-        events = np.ascontiguousarray(trace)
+        events = _events(trace, "stalls()")
         check(
             lib.ps_plan_stalls(
                 self._handle.ptr,
@@ -494,6 +504,17 @@ class Plan(Owner):
             }
             for s in out[0 : min(n[0], room)]
         ]
+
+    def throughput(self, trace: np.ndarray) -> dict:
+        """h2d_bytes_per_s, d2h_bytes_per_s and update_bytes_per_s (updates on the host) while such
+        ops run, from a trace as stalls() takes it. 0: there are none."""
+        events, out = _events(trace, "throughput()"), struct("ps_throughput")
+        check(
+            lib.ps_plan_throughput(
+                self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), out
+            )
+        )
+        return as_dict(out)
 
     def simulate(self, n_steps: int = 2) -> tuple[np.ndarray, np.ndarray]:
         """The predicted trace of n_steps steps (TRACE_DTYPE), and the end of each step in ns."""

@@ -23,7 +23,7 @@ from . import command, recipe_table
 from ._lib import version
 from .files import DataError, open_input
 from .plot import smoothed
-from .runs import RunDirectory, column, shown, thinned
+from .runs import LIVE, RunDirectory, column, live, shown, thinned
 from .watch import duration, size
 
 POINTS, SAMPLES = 2000, 50  # of a curve; newest sampled texts
@@ -162,6 +162,26 @@ def _predicted(run: RunDirectory) -> str:
     return _table(body, ("", "predicted", "measured", "ratio")) + note
 
 
+def _live(run: RunDirectory) -> str:
+    """What the machine did while the steps ran; while_busy is of the traced steps."""
+    usual = run.metrics.rows[2:] or run.metrics.rows
+    busy = (run.summary() or {}).get("while_busy", {})
+    keys = {what: key for what, key, _, _ in LIVE}
+    body = []
+    for what, unit, values in live(usual):
+        ran = busy.get(keys[what], 0)
+        body.append((f"{what}, {unit}", median(values), min(values), max(values)))
+        body[-1] += (ran * 1e-9 if ran else "-",)
+    if not body:
+        return "<p>The run has no such figures.</p>"
+    note = (
+        "<p>Of the steps after the first two. Bytes are those of the plan, over the time of the "
+        "whole step; in the last column over the time in which such ops ran, in the traced "
+        "steps.</p>"
+    )
+    return _table(body, ("", "median", "least", "most", "while they ran")) + note
+
+
 def _stalls(run: RunDirectory) -> str:
     summary, plan = run.summary(), run.plan
     step, busy = plan.get("predicted_step_s") or 1, plan.get("stream_busy_s", {})
@@ -273,6 +293,8 @@ def page(run: RunDirectory) -> str:
             ("tokens_per_s", "tokens / s", "tab:green"),
         )
     ]
+    if any("gpu_power_w" in row for row in rows):
+        plots.append((_curve(rows, "gpu_power_w", "GPU power, W", "tab:red"), 2.2))
     plots.append((_memory(rows, run.plan), 2.6))
     with shown(run):
         sections = [
@@ -280,6 +302,7 @@ def page(run: RunDirectory) -> str:
             _section("Curves", *(_svg(*plot) for plot in plots)),
             *([_section("Samples", _samples(run))] if run.samples() else []),
             _section("Predicted and measured", _predicted(run)),
+            _section("Links and GPU", _live(run)),
             _section("Streams and stalls", _stalls(run)),
             _section("Plan", _plan(run.plan) if run.plan else "<p>There is no plan.json.</p>"),
             _section("Command", _command(run)),

@@ -114,6 +114,27 @@ def shown(run: RunDirectory) -> Iterator[None]:
         raise DataError(f"{run.path}: plan.json or summary.json lacks a part: {exc!r}") from exc
 
 
+# The machine's live figures: what it is called, field of metrics.jsonl, unit, factor to the unit
+LIVE = (
+    ("copies to the device", "h2d_bytes_per_s", "GB/s", 1e-9),
+    ("copies to the host", "d2h_bytes_per_s", "GB/s", 1e-9),
+    ("updates on the host", "update_bytes_per_s", "GB/s", 1e-9),
+    ("GPU clock", "gpu_clock_mhz", "MHz", 1),
+    ("GPU power", "gpu_power_w", "W", 1),
+    ("GPU temperature", "gpu_temperature_c", "C", 1),
+)
+
+
+def live(rows: list[dict]) -> list[tuple[str, str, list[float]]]:
+    """The live figures that are known of all rows: what, unit, values."""
+    out = []
+    for what, key, unit, factor in LIVE:
+        values = [factor * row.get(key, 0) for row in rows]
+        if values and all(0 < v < float("inf") for v in values):
+            out.append((what, unit, values))
+    return out
+
+
 def _prompt(row: dict) -> str:
     return str(row["prompt"] if "prompt" in row else row["messages"][-1]["content"])
 
@@ -318,6 +339,7 @@ class RunLog:
         """Append the line of a step."""
         row = {k: v for k, v in asdict(metrics).items() if isinstance(v, (int, float))}
         del row["skipped"]  # n_skipped says it
+        row = {k: v for k, v in row.items() if v or not k.startswith("gpu_")}  # 0 is unknown
         validation = getattr(metrics, "validation", None)
         if validation is not None:
             row |= {f"val_{k}": v for k, v in asdict(validation).items()}

@@ -61,6 +61,13 @@ class StepMetrics:
     device_peak_bytes: int
     host_arena_peak_bytes: int
     host_peak_bytes: int
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    update_bytes_per_s: float
+    gpu_clock_mhz: float  # of the GPU's sensors, 0: unknown
+    gpu_power_w: float
+    gpu_temperature_c: float
+    gpu_energy_j: float
     validation: Validation | None = None  # after the step, where steps() was asked for it
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import command
-from .runs import CRASHED, FINISHED, RUNNING, RunDirectory, column, shown, thinned
+from .runs import CRASHED, FINISHED, RUNNING, RunDirectory, column, live, shown, thinned
 
 RECENT = 50  # steps whose median speed is shown
 SLOW = 10  # a step that takes so many times the usual time is reported
@@ -154,6 +154,8 @@ def _numbers(run: RunDirectory, rows: list[dict]) -> Table:
     if predicted:
         text += f", predicted {predicted:.3f} s ({measured / predicted:.2f}x)"
     grid.add_row("step time", text)
+    for what, unit, values in live(recent):
+        grid.add_row(what, f"{median(values):.4g} {unit}")
     return grid
 
 

@@ -81,7 +81,11 @@ static ps_status open_context(ps__device *dev) {
             dev->gpu);
   CUcontext ctx;
   uint64_t others;
-  ps__cuda_usage_begin(dev->cu, dev->gpu, &others);
+  if (!ps__cuda_usage_begin(dev->cu, dev->gpu, &others))
+    ps__log(PS_LOG_WARN,
+            "NVML (libnvidia-ml.so.1) does not show GPU %u: its clock, power and temperature are "
+            "unknown, and memory of other processes on it counts as this one's",
+            dev->gpu);
   CUresult r = dev->cu->DevicePrimaryCtxRetain(&ctx, dev->dev);
   if (r == CUDA_ERROR_OUT_OF_MEMORY)
     return ps__fail(PS_ENOMEM, "GPU %u has no memory left for a context: end what else uses it",

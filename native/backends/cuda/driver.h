@@ -42,8 +42,8 @@ ps_status ps__cuda_driver_open(const ps__cuda_driver **out);
 ps_status ps__cuda_supported(const ps__cuda_driver *cu, CUdevice device, uint32_t idx);
 
 /* What other processes hold of GPU @device, BYTES, as it was at the first look at the GPU. To be
- * called before the GPU's context is made (usage.c). */
-void ps__cuda_usage_begin(const ps__cuda_driver *cu, uint32_t device, uint64_t *others);
+ * called before the GPU's context is made (usage.c). False: NVML does not say, and *others is 0. */
+bool ps__cuda_usage_begin(const ps__cuda_driver *cu, uint32_t device, uint64_t *others);
 
 /* The NUMA node that the GPU hangs on, -1 where the system does not say (facts.c). */
 int ps__cuda_numa_node(const ps__cuda_driver *cu, CUdevice dev);

@@ -60,9 +60,14 @@ typedef struct ps__host_work {
 ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
                            const ps__host_work *host);
 
-/* ps__cuda_memory_used() - BYTES of GPU @device that the driver reports for this process: its entry
- * in the driver's list of processes. In containers the list may not show the process: then the
- * memory in use now less the memory in use before the first context. */
+/* ps__cuda_memory_used() - BYTES that GPU @device has lost to this process: what the whole GPU has in
+ * use now, less what it had in use before the first context, as nvidia-smi's memory.used shows it.
+ * That is more than the process's entry in the driver's list, which lacks page tables. Changes of
+ * other processes count where the list does not show them. Without NVML it is all that is in use. */
 ps_status ps__cuda_memory_used(uint32_t device, uint64_t *out_bytes);
+
+/* ps__cuda_state() - the sensors of GPU @device into @out, which is zeros and stays so where there
+ * is no driver, no such GPU or no NVML. */
+void ps__cuda_state(uint32_t device, ps_gpu_state *out);
 
 #endif
