@@ -8,6 +8,7 @@ for the driver, NVML and cuBLASLt of a machine with one thing wrong. What comes 
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -63,7 +64,7 @@ def environment(libraries, cache=None, **settings):
     )
 
 
-def train(model, shard, cwd, env, *more):
+def train(model, shard, cwd, env, *more, quiet=True):
     words = [
         BUILD / "bin/penstock",
         "train",
@@ -79,7 +80,7 @@ def train(model, shard, cwd, env, *more):
         "cuda",
         "--threads",
         2,
-        "--quiet",
+        *(["--quiet"] if quiet else []),
         "--run-dir",
         "run",
         *more,
@@ -251,6 +252,31 @@ def test_a_gpu_newer_than_the_library_is_taken(standin, tiny_model, tiny_shard, 
         ),
         "pinning stopped",
     )
+
+
+def test_the_sensors_come_through_the_library(standin):
+    code = "from penstock import Hardware; print(Hardware.gpu_state())"
+    env = environment(standin[0], STANDIN_CLOCK=1410, STANDIN_POWER=685500, STANDIN_ENERGY=9000)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=env | {"PYTHONPATH": str(ROOT / "python")},
+    )
+    seen = {"clock_mhz": 1410.0, "power_w": 685.5, "temperature_c": 0.0, "energy_j": 9.0}
+    assert done.stdout == f"{seen}\n", done
+
+
+@pytest.mark.skipif(driver_here(), reason="there is NVML here")
+def test_a_missing_nvml_is_said(standin, tiny_model, tiny_shard, tmp_path):
+    libraries = tmp_path / "libraries"
+    shutil.copytree(standin[0], libraries, symlinks=True)
+    (libraries / "libnvidia-ml.so.1").unlink()
+    for folder, missing in ((standin[0], False), (libraries, True)):
+        env = environment(folder, standin[1], STANDIN_PIN=2)
+        done = train(tiny_model, tiny_shard, tmp_path, env, quiet=False)
+        assert "pinning stopped" in done.stderr
+        assert ("NVML (libnvidia-ml.so.1) does not show GPU 0" in done.stderr) == missing, done
 
 
 @pytest.mark.gpu

@@ -48,8 +48,8 @@ void cli_stream_fractions(cli_run_result *r, const ps_trace_event *events, uint6
   }
 }
 
-/* Stalls and throughput. The plan's stalls are those of the last two of three simulated steps: the first step begins with
- * idle streams, unlike the steps of a long run. */
+/* Stalls and throughput. The plan's stalls are those of the last two of three simulated
+ * steps: the first step begins with idle streams, unlike the steps of a long run. */
 int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events, uint64_t n) {
   enum { SIMULATED = 3 };
   uint64_t n_ops = ps_schedule_n_ops(ps_plan_schedule((ps_plan *)plan));

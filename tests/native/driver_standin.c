@@ -1,6 +1,6 @@
-/* driver_standin.c - what test_cuda_bad_input.py puts in the place of NVIDIA's driver, NVML and
- * cuBLASLt: a machine whose GPU has something wrong with it. Nothing computes; memory of the
- * "device" is addresses only. The environment says what is wrong:
+/* driver_standin.c - what test_cuda_bad_input.py and test_nvml.py put in the place of NVIDIA's
+ * driver, NVML and cuBLASLt: a machine whose GPU has something wrong with it. Nothing computes;
+ * memory of the "device" is addresses only. The environment says what is wrong:
  *   STANDIN_VERSION     what cuDriverGetVersion tells (13000)        STANDIN_INIT    the result
  *                       of cuInit (0)
  *   STANDIN_GPUS        GPUs to be seen (1)                          STANDIN_CAPABILITY  their
@@ -8,14 +8,22 @@
  *   STANDIN_PIN, STANDIN_ALLOC, STANDIN_CONTEXT  results of cuMemHostRegister, cuMemAlloc of 1
  *   MiB or more, cuDevicePrimaryCtxRetain (0) STANDIN_GIB, STANDIN_USED_GIB  GiB of device
  *   memory (80), and how many other processes hold (0)
+ *   STANDIN_USED_MIB    more of it, in MiB (0)
+ *   STANDIN_PROCESSES   NVML's list: "own:300,4321:20" are MiB of this process and of process 4321
+ *                       (an empty list)
+ *   STANDIN_CLOCK, STANDIN_POWER, STANDIN_TEMPERATURE, STANDIN_ENERGY, STANDIN_GENERATION,
+ *   STANDIN_WIDTH  what NVML's sensors say, in NVML's units; without one the sensor says that it is
+ *   not supported
  * Types are as wide as the driver's interface has them; results are its numbers, 0 being
  * success. */
 #include <dlfcn.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static long setting(const char *name, long otherwise) {
   const char *text = getenv(name);
@@ -69,7 +77,8 @@ int cuDeviceTotalMem(size_t *bytes, int device) {
 }
 int cuMemGetInfo(size_t *free_bytes, size_t *total) {
   cuDeviceTotalMem(total, 0);
-  *free_bytes = *total - ((size_t)setting("STANDIN_USED_GIB", 0) << 30);
+  *free_bytes = *total - ((size_t)setting("STANDIN_USED_GIB", 0) << 30) -
+                ((size_t)setting("STANDIN_USED_MIB", 0) << 20);
   return 0;
 }
 int cuDeviceGetPCIBusId(char *id, int bytes, int device) {
@@ -137,22 +146,75 @@ int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t
   return 0;
 }
 
-/* ---- NVML: memory of the whole GPU ----------------------------------------------------------- */
+/* ---- NVML: memory of the whole GPU, processes, sensors --------------------------------------- */
+
+enum { NOT_SUPPORTED = 3 };
 
 typedef struct memory {
   unsigned long long total, free, used;
 } memory;
+typedef struct process {
+  unsigned pid;
+  unsigned long long used;
+  unsigned gpu_instance, compute_instance;
+} process;
+
+int standin_nvml_calls; /* since the start, by all threads */
 
 int nvmlInit_v2(void) { return 0; }
 int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **handle) {
+  standin_nvml_calls++;
   *handle = (void *)1;
   return 0;
 }
 int nvmlDeviceGetMemoryInfo(void *handle, memory *m) {
   size_t total, free_bytes;
+  standin_nvml_calls++;
   cuMemGetInfo(&free_bytes, &total);
   *m = (memory){total, free_bytes, total - free_bytes};
   return 0;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *n, process *list) {
+  const char *at = getenv("STANDIN_PROCESSES");
+  unsigned found = 0;
+  standin_nvml_calls++;
+  for (; at && *at && found < *n; found++) {
+    const bool own = strncmp(at, "own", 3) == 0;
+    char *end;
+    list[found] = (process){.pid = own ? (unsigned)getpid() : (unsigned)atoi(at)};
+    list[found].used = strtoull(strchr(at, ':') + 1, &end, 10) << 20;
+    at = *end ? end + 1 : end;
+  }
+  *n = found;
+  return 0;
+}
+
+static int sensor(const char *name, unsigned *value) {
+  const long v = setting(name, -1);
+  standin_nvml_calls++;
+  *value = (unsigned)v;
+  return v < 0 ? NOT_SUPPORTED : 0;
+}
+int nvmlDeviceGetClockInfo(void *handle, int which, unsigned *mhz) {
+  return which == 1 ? sensor("STANDIN_CLOCK", mhz) : NOT_SUPPORTED; /* the SMs' */
+}
+int nvmlDeviceGetTemperature(void *handle, int which, unsigned *celsius) {
+  return which == 0 ? sensor("STANDIN_TEMPERATURE", celsius) : NOT_SUPPORTED;
+}
+int nvmlDeviceGetPowerUsage(void *handle, unsigned *milliwatts) {
+  return sensor("STANDIN_POWER", milliwatts);
+}
+int nvmlDeviceGetTotalEnergyConsumption(void *handle, unsigned long long *millijoules) {
+  unsigned value;
+  const int status = sensor("STANDIN_ENERGY", &value);
+  *millijoules = value;
+  return status;
+}
+int nvmlDeviceGetMaxPcieLinkGeneration(void *handle, unsigned *generation) {
+  return sensor("STANDIN_GENERATION", generation);
+}
+int nvmlDeviceGetMaxPcieLinkWidth(void *handle, unsigned *lanes) {
+  return sensor("STANDIN_WIDTH", lanes);
 }
 
 /* ---- cuBLASLt: opens ------------------------------------------------------------------------- */

@@ -16,15 +16,17 @@ ps__nvml_gpu *ps__nvml_gpu_at(const char *pci_bus_id);
 /* BYTES of a GPU's memory. */
 typedef struct ps__nvml_memory {
   uint64_t used; /* by all; more than nvidia-smi's memory.used by what the driver always reserves */
-  uint64_t own, others; /* in the list of processes: this one's entry, those of all others */
-  bool listed; /* own and others are known: the list has this process. In containers it may lack it */
+  /* In the list of processes: this one's entry, those of all others. listed: both are known, as the
+   * list has this process. In containers it may lack it. */
+  uint64_t own, others;
+  bool listed;
 } ps__nvml_memory;
 /* ps__nvml_memory_of() - false: unknown. */
 bool ps__nvml_memory_of(ps__nvml_gpu *gpu, ps__nvml_memory *out);
 
 /* ps__nvml_lost() - BYTES that the GPU has lost to this process since @before, which is from before
- * the process's context: by how much nvidia-smi's memory.used has grown for it. Changes of other processes in the list are not counted. Those of processes
- * that the list lacks are. */
+ * the process's context: by how much nvidia-smi's memory.used has grown for it. Changes of other
+ * processes are not counted where the list shows them, and counted where it does not. */
 uint64_t ps__nvml_lost(const ps__nvml_memory *before, const ps__nvml_memory *now);
 
 /* ps__nvml_state() - the sensors into @out, which is zeros. */

@@ -60,10 +60,11 @@ typedef struct ps__host_work {
 ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
                            const ps__host_work *host);
 
-/* ps__cuda_memory_used() - BYTES that GPU @device has lost to this process: what the whole GPU has in
- * use now, less what it had in use before the first context, as nvidia-smi's memory.used shows it.
- * That is more than the process's entry in the driver's list, which lacks page tables. Changes of
- * other processes count where the list does not show them. Without NVML it is all that is in use. */
+/* ps__cuda_memory_used() - BYTES that GPU @device has lost to this process: what the whole GPU
+ * has in use now, less what it had in use before the first context, as nvidia-smi's memory.used
+ * shows it. That is more than the process's entry in the driver's list, which lacks page tables.
+ * Changes of other processes count where the list does not show them. Without NVML the figure is
+ * all that is in use. */
 ps_status ps__cuda_memory_used(uint32_t device, uint64_t *out_bytes);
 
 /* ps__cuda_state() - the sensors of GPU @device into @out, which is zeros and stays so where there
