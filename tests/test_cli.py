@@ -32,6 +32,9 @@ METRICS = {
     "n_skipped",
     "mfu",
     "hfu",
+    "h2d_bytes_per_s",
+    "d2h_bytes_per_s",
+    "update_bytes_per_s",
     "total_steps",
     "samples",
     "consumed_samples",
@@ -280,6 +283,10 @@ def test_a_run_writes_metrics_plan_timeline_and_model(job, tmp_path):
     assert (last["total_steps"], last["samples"], last["consumed_samples"]) == (5, 8, 40)
     assert [m["consumed_tokens"] for m in metrics] == [512 * i for i in range(1, 6)]
     assert last["tflops"] == pytest.approx(plan["model_flops"] / last["step_s"] * 1e-12)
+    for way in ("h2d", "d2h"):
+        moved = plan[f"{way}_bytes"] / last["step_s"]
+        assert last[f"{way}_bytes_per_s"] == pytest.approx(moved)
+        assert summary["while_busy"][f"{way}_bytes_per_s"] > 0
     assert last["eta_s"] == 0 and metrics[0]["eta_s"] > metrics[3]["eta_s"] > 0
     assert all(
         b["elapsed_s"] - a["elapsed_s"] == pytest.approx(b["time_s"] - a["time_s"], abs=0.05)
