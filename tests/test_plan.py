@@ -330,6 +330,23 @@ def test_stalls_are_the_gaps_of_each_stream(tmp_path):
         plan.stalls(events[:-1])
 
 
+def test_device_memory_counts_the_page_tables_of_pinned_host_memory(tmp_path):
+    """8 bytes a page of 4 KiB and 16 each 2 MiB, in whole 2 MiB; nothing where nothing is pinned."""
+    question = dict(seq_len=128, tokens_per_step=512)
+    gpu = Hardware.read(ROOT / "docs/hardware-h200.json")
+    for hardware, cuda in ((gpu, True), (rates(), False)):
+        least = Plan.smallest(config(tmp_path), hardware=hardware, **question)[0]
+        plan = Plan(config(tmp_path), hardware=hardware, device_mem=least, **question).json()
+        pages = plan["host_arena_bytes"] // 4096
+        tables = -(-(8 * pages + 16 * (pages // 512)) // (2 << 20)) * (2 << 20)
+        assert plan["device_tables_bytes"] == (tables if cuda else 0)
+        parts = ("arena", "scratch", "overhead", "tables")
+        assert plan["device_used_bytes"] == sum(plan[f"device_{part}_bytes"] for part in parts)
+        assert plan["device_used_bytes"] <= least
+        with pytest.raises(BudgetError):
+            Plan(config(tmp_path), hardware=hardware, device_mem=least - 1, **question)
+
+
 def test_throughput_is_the_plans_bytes_over_the_time_of_their_ops(tmp_path):
     plan = Plan(
         config(tmp_path),

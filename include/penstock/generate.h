@@ -51,7 +51,7 @@ typedef struct ps_generate_report {
   uint64_t block_bytes;    /* the largest block's weights */
   uint64_t head_bytes;
   uint64_t activation_bytes;     /* device memory of a step's tensors and batch */
-  uint64_t overhead_bytes;       /* on the device: kernels, libraries, scratch */
+  uint64_t overhead_bytes;       /* on the device: kernels, libraries, scratch, page tables */
   uint64_t least_device_bytes;   /* the smallest cap that does: two blocks at a time */
   uint64_t prefill_tokens;       /* as used */
   uint32_t n_blocks, n_resident; /* blocks, and those of them that are device-resident */

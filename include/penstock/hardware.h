@@ -122,7 +122,7 @@ typedef struct ps_hardware {
   double peak_flops_per_s;
   uint64_t host_memory_bytes;     /* the least of physical memory, cgroup and SLURM limits */
   uint64_t device_memory_bytes;   /* CUDA: of the GPU, less what other processes hold now */
-  uint64_t device_overhead_bytes; /* CUDA: context, kernels, libraries, as the driver reports it */
+  uint64_t device_overhead_bytes; /* CUDA: what the GPU loses to context, kernels, libraries */
   /* Ceilings as the driver reports them; 0: unknown. */
   double device_peak_bytes_per_s; /* CUDA: device memory's clock times its width */
   double link_peak_bytes_per_s;   /* CUDA: of the PCIe link, each way, without encoding */

@@ -49,8 +49,8 @@ typedef void (*ps_plan_progress_fn)(void *user, uint64_t n_evaluated, double bes
 typedef struct ps_plan_config {
   uint32_t struct_bytes; /* sizeof(ps_plan_config) */
   uint32_t recipe;       /* ps_recipe */
-  /* Cap of device memory, BYTES. On CUDA it bounds all that the driver reports for the process:
-   * context, libraries, scratch and arena. On the CPU backend it bounds the device arena.
+  /* Cap of device memory, BYTES. On CUDA it bounds all that the GPU loses to the process: context,
+   * libraries, scratch, arena and page tables. On the CPU backend it bounds the device arena.
    * 0: on CUDA the memory that the device has, on the CPU backend no cap. */
   uint64_t device_mem_bytes;
   /* Cap of the process's resident memory, BYTES, without the CPU backend's device arena.
@@ -139,11 +139,13 @@ typedef struct ps_plan_report {
   /* The first round may be larger: the last step's updates run beside its forward pass. */
   uint32_t first_round_chunks;
   uint64_t chunk_tokens, tokens_per_step, n_sequences, head_slice_tokens;
-  uint64_t device_used_bytes; /* arena + scratch + overhead; at most device_mem_bytes */
+  /* arena + scratch + overhead + tables; at most device_mem_bytes */
+  uint64_t device_used_bytes;
   uint64_t device_arena_bytes, host_arena_bytes; /* exact: the memory map's peaks */
   /* CUDA: scratch and workspaces; context, kernels and libraries. CPU backend: 0. */
   uint64_t device_scratch_bytes, device_overhead_bytes;
-  uint64_t host_used_bytes; /* arena + scratch + trace + reserve; at most host_mem_bytes */
+  uint64_t device_tables_bytes; /* CUDA: the GPU's page tables of the host arena, at most */
+  uint64_t host_used_bytes;     /* arena + scratch + trace + reserve; at most host_mem_bytes */
   uint64_t scratch_bytes, reserve_bytes, trace_bytes; /* of the host */
   uint64_t device_mem_bytes, host_mem_bytes;          /* the caps as given; 0: none */
   /* Units in all; units whose parameters, gradients are device-resident. resident_update_units:

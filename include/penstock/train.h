@@ -147,7 +147,7 @@ typedef struct ps_step_metrics {
   double mfu, hfu;
   uint64_t skipped;   /* 1: the step was skipped, as its loss or its gradient was not finite */
   uint64_t n_skipped; /* steps that were skipped so far, also before a resume */
-  /* BYTES at their peak so far. CUDA: what the driver reported for this process. CPU backend: the
+  /* BYTES at their peak so far. CUDA: what the GPU has lost to this process. CPU backend: the
    * device arena up to its highest page that was written. */
   uint64_t device_peak_bytes, host_arena_peak_bytes;
   /* BYTES of the process's resident set (VmHWM) at its peak since ps_trainer_create(), which resets

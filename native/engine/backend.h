@@ -51,7 +51,7 @@ typedef struct ps__backend {
    * first step is like the others. Device spaces are overwritten and left zero. NULL where there
    * is nothing of the kind. */
   ps_status (*warm)(ps__device *dev, const ps_schedule *schedule);
-  /* BYTES of device memory that the driver reports for this process; NULL where a device has no
+  /* BYTES of device memory that the device has lost to this process; NULL where a device has no
    * memory of its own. */
   ps_status (*memory)(ps__device *dev, uint64_t *out_bytes);
   /* On a driver's thread: enter() before its first run; leave() when a run gives its streams no

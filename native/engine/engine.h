@@ -70,7 +70,7 @@ ps_status ps__engine_warm(ps_engine *engine, const ps_schedule *schedule);
 /* ps__engine_drives() - whether the calling thread runs ops of @engine (NULL: no): what waits
  * for them there waits for itself. */
 bool ps__engine_drives(const ps_engine *engine);
-/* ps__engine_memory() - BYTES of device memory that the driver reports for this process; 0 where
+/* ps__engine_memory() - BYTES of device memory that the GPU has lost to this process; 0 where
  * a device has no memory of its own. Any time. */
 ps_status ps__engine_memory(ps_engine *engine, uint64_t *out_bytes);
 

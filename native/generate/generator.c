@@ -241,10 +241,11 @@ static ps_status note_memory(const ps_generator *g) {
   if (!given || now <= given)
     return PS_OK;
   ps__format_bytes_apart(used, now, cap, given);
-  ps__log(PS_LOG_WARN,
-          "the driver reports %s of device memory for this process, more than the cap of %s: run "
-          "penstock profile, which measures what driver and libraries take",
-          used, cap);
+  ps__log(
+      PS_LOG_WARN,
+      "the GPU has lost %s of its memory since this process began, more than the cap of %s: run "
+      "penstock profile, which measures what driver and libraries take",
+      used, cap);
   return PS_OK;
 }
 

@@ -199,6 +199,13 @@ static uint64_t with_blocks(const ps__gen_plan *p, uint32_t resident) {
                          (uint64_t)(resident + slots) * p->report.block_bytes);
 }
 
+/* All that the device holds with so many blocks resident: the others are in the host's arena. */
+static uint64_t device_bytes(const ps__gen_plan *p, uint32_t resident) {
+  const uint64_t streamed = (p->report.n_blocks - resident) * p->report.block_bytes;
+  return with_blocks(p, resident) + p->report.overhead_bytes +
+         ps__page_table_bytes(&p->hw, p->map.host.bytes + streamed);
+}
+
 static ps_status refuse_device(const ps__gen_plan *p, uint64_t cap) {
   const ps_generate_report *r = &p->report;
   char need[32], given[32], act[32], cache[32], head[32], block[32], over[32];
@@ -206,8 +213,8 @@ static ps_status refuse_device(const ps__gen_plan *p, uint64_t cap) {
   return ps__fail(
       PS_EBUDGET,
       "generation needs %s of device memory, %s given: %s for the head, 2 x %s for blocks, %s for "
-      "the KV cache of %llu x %llu tokens, %s for %u rows, %s for kernels and libraries: raise "
-      "--device-mem, or lower --context, --batch or --prefill-tokens",
+      "the KV cache of %llu x %llu tokens, %s for %u rows, %s for kernels, libraries and page "
+      "tables: raise --device-mem, or lower --context, --batch or --prefill-tokens",
       need, given, ps__format_bytes(head, r->head_bytes), ps__format_bytes(block, r->block_bytes),
       ps__format_bytes(cache, r->cache_bytes), (unsigned long long)p->cfg.n_sequences,
       (unsigned long long)p->cfg.context, ps__format_bytes(act, r->activation_bytes), most_rows(p),
@@ -221,13 +228,11 @@ static ps_status choose(ps__gen_plan *p) {
   uint64_t scratch;
   const uint64_t cap = ps__device_cap(&p->hw, p->cfg.device_mem_bytes);
   r->overhead_bytes = ps__device_overhead(&p->hw, p->at, p->scratch_bytes, &scratch);
-  r->least_device_bytes =
-      with_blocks(p, r->n_blocks <= PS__GEN_SLOTS ? r->n_blocks : 0) + r->overhead_bytes;
+  r->least_device_bytes = device_bytes(p, r->n_blocks <= PS__GEN_SLOTS ? r->n_blocks : 0);
   r->n_resident = r->n_blocks;
-  while (cap && r->n_resident && with_blocks(p, r->n_resident) + r->overhead_bytes > cap)
+  while (cap && r->n_resident && device_bytes(p, r->n_resident) > cap)
     r->n_resident--;
-  if (cap &&
-      (with_blocks(p, r->n_resident) + r->overhead_bytes > cap || r->least_device_bytes > cap))
+  if (cap && (device_bytes(p, r->n_resident) > cap || r->least_device_bytes > cap))
     return refuse_device(p, cap);
   const uint32_t streamed = r->n_blocks - r->n_resident;
   ps__gen_map *map = &p->map;
@@ -236,6 +241,7 @@ static ps_status choose(ps__gen_plan *p) {
   map->host.streamed = take(&map->host.bytes, streamed * r->block_bytes);
   for (uint32_t b = 0; b < r->n_blocks; b++)
     r->streamed_bytes += ps__gen_is_resident(p, b) ? 0 : layer_bytes(p, b + 1);
+  r->overhead_bytes += ps__page_table_bytes(&p->hw, map->host.bytes);
   r->device_used_bytes = ps__arena_round(map->device.bytes) + r->overhead_bytes;
   return PS_OK;
 }

@@ -487,7 +487,9 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
         const traffic now = with_kept_parameters(sp, &t[m.residency], &mb->layout, &s, m.ahead);
         m.bound_ns = bound_of(sp, base[m.residency], &s, &now);
         m.estimate_ns = larger(m.bound_ns, estimate_of(sp, base[m.residency], &s, &now, m.ahead));
-        m.bytes[sp->plan->at->device] = device[m.residency] + s.device_bytes;
+        const uint64_t arena = host[m.residency] - base[m.residency]->host_bytes + s.host_bytes;
+        m.bytes[sp->plan->at->device] =
+            device[m.residency] + s.device_bytes + ps__page_table_bytes(&sp->plan->hw, arena);
         m.bytes[sp->plan->at->host] = host[m.residency] + s.host_bytes;
         if (!ps__grow((void **)&sp->candidate, sp->n_candidates, &sp->cap_candidates,
                       sizeof *sp->candidate))

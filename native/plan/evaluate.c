@@ -14,6 +14,11 @@ uint32_t ps__stream_threads(const ps_hardware *hw, const ps__places *at, uint32_
 
 /* The scratch of a stream and the products' workspace are one allocation
  * (native/backends/cuda/cuda.c), in the driver's units of 2 MiB. */
+uint64_t ps__page_table_bytes(const ps_hardware *hw, uint64_t host_arena_bytes) {
+  return hw->backend == PS_BACKEND_CUDA ? ps__cuda_table_bytes(ps__arena_round(host_arena_bytes))
+                                        : 0;
+}
+
 uint64_t ps__device_overhead(const ps_hardware *hw, const ps__places *at,
                              const size_t *scratch_bytes, uint64_t *scratch) {
   *scratch = 0;
@@ -215,7 +220,8 @@ static void add_overhead(const ps__search *s, const ps__evaluation *e,
   uint64_t scratch, trace;
   out[s->plan->at->device] =
       ps__arena_round(arena[s->plan->at->device]) +
-      ps__device_overhead(&s->plan->hw, e->step.at, e->step.scratch_bytes, &scratch);
+      ps__device_overhead(&s->plan->hw, e->step.at, e->step.scratch_bytes, &scratch) +
+      ps__page_table_bytes(&s->plan->hw, arena[s->plan->at->host]);
   out[s->plan->at->host] = ps__arena_round(arena[s->plan->at->host]) +
                            ps__host_overhead(s->plan, &e->step, &scratch, &trace) + e->missing;
 }

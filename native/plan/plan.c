@@ -305,11 +305,12 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->n_sequences = l->n_sequences;
   o->head_slice_tokens = p->spec.head_slice;
   o->device_arena_bytes = ps__arena_round(s->space_bytes[s->at->device]);
-  o->device_used_bytes =
-      o->device_arena_bytes +
+  const uint64_t overhead =
       ps__device_overhead(&p->hw, s->at, s->scratch_bytes, &o->device_scratch_bytes);
-  o->device_overhead_bytes = o->device_used_bytes - o->device_arena_bytes - o->device_scratch_bytes;
   o->host_arena_bytes = ps__arena_round(s->space_bytes[s->at->host]);
+  o->device_tables_bytes = ps__page_table_bytes(&p->hw, o->host_arena_bytes);
+  o->device_overhead_bytes = overhead - o->device_scratch_bytes;
+  o->device_used_bytes = o->device_arena_bytes + overhead + o->device_tables_bytes;
   o->host_used_bytes =
       o->host_arena_bytes + ps__host_overhead(p, s, &o->scratch_bytes, &o->trace_bytes);
   o->reserve_bytes = p->cfg.reserve_bytes;

@@ -168,6 +168,9 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
  * @scratch_bytes: of each stream. */
 uint64_t ps__device_overhead(const ps_hardware *hw, const ps__places *at,
                              const size_t *scratch_bytes, uint64_t *scratch);
+/* ps__page_table_bytes() - device BYTES of the GPU's page tables of the host arena, which is
+ * pinned. */
+uint64_t ps__page_table_bytes(const ps_hardware *hw, uint64_t host_arena_bytes);
 uint64_t ps__host_scratch(const ps_hardware *hw, const ps__places *at, const size_t *scratch_bytes);
 /* ps__host_reserve() - BYTES that the process holds besides arenas, scratch and tables (plan.c). */
 uint64_t ps__host_reserve(const ps_hardware *hw);

@@ -39,9 +39,11 @@ static void say_memory(text *t, const ps_plan_report *r) {
   else
     say(t, "device memory    %s (no cap)", ps__format_bytes(a, r->device_used_bytes));
   if (r->device_overhead_bytes)
-    say(t, ": arena %s, scratch %s, context and libraries %s",
+    say(t,
+        ": arena %s, scratch %s,\n                 context and libraries %s, page tables of host "
+        "memory %s",
         ps__format_bytes(a, r->device_arena_bytes), ps__format_bytes(b, r->device_scratch_bytes),
-        ps__format_bytes(c, r->device_overhead_bytes));
+        ps__format_bytes(c, r->device_overhead_bytes), ps__format_bytes(d, r->device_tables_bytes));
   say(t, "\n");
   ps__format_bytes(a, r->host_used_bytes);
   ps__format_bytes(c, r->host_arena_bytes);
@@ -188,6 +190,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
                {"device_arena_bytes", r->device_arena_bytes},
                {"device_scratch_bytes", r->device_scratch_bytes},
                {"device_overhead_bytes", r->device_overhead_bytes},
+               {"device_tables_bytes", r->device_tables_bytes},
                {"device_mem_bytes", r->device_mem_bytes},
                {"host_used_bytes", r->host_used_bytes},
                {"host_mem_bytes", r->host_mem_bytes},

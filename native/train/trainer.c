@@ -203,7 +203,7 @@ static ps_status open_engine(ps_trainer *t) {
   return PS_OK;
 }
 
-/* Compares the device memory that the driver reports for this process with the cap. The plan knows
+/* Compares the device memory that the GPU has lost to this process with the cap. The plan knows
  * what kernels and libraries took when the machine was measured, not what they take now. */
 static ps_status note_memory(ps_trainer *t, bool opening) {
   char used[32], cap[32], planned[32];
@@ -219,14 +219,13 @@ static ps_status note_memory(ps_trainer *t, bool opening) {
   if (opening)
     return ps__fail(
         PS_EBUDGET,
-        "the driver reports %s of device memory for this process before the first step, more than "
-        "the cap of %s (%s planned): run penstock profile, which measures what driver and "
-        "libraries "
-        "take, or raise --device-mem",
+        "the GPU has lost %s of its memory since this process began, before the first step: more "
+        "than the cap of %s (%s planned): run penstock profile, which measures what driver and "
+        "libraries take, end what else has begun to use the GPU, or raise --device-mem",
         used, cap, planned);
   t->warned = true;
   ps__log(PS_LOG_WARN,
-          "the driver reports %s of device memory for this process, more than the cap of %s (%s "
+          "the GPU has lost %s of its memory since this process began, more than the cap of %s (%s "
           "planned)",
           used, cap, planned);
   return PS_OK;

@@ -52,7 +52,7 @@ struct ps_trainer {
   ps_status sticky; /* the error that stopped the trainer */
   char sticky_message[1024];
   char *host; /* the host space */
-  /* BYTES: the most device memory that the driver reported; 0 on the CPU backend */
+  /* BYTES: the most device memory that the GPU has lost to the process; 0 on the CPU backend */
   uint64_t device_peak;
   bool warned; /* the user was told that device_peak is past the cap */
   /* the GPU's energy counter, when it was last read, and the mean power before that */

@@ -83,7 +83,8 @@ bool ps__nvml_memory_of(ps__nvml_gpu *gpu, ps__nvml_memory *out) {
 
 uint64_t ps__nvml_lost(const ps__nvml_memory *before, const ps__nvml_memory *now) {
   /* a list without this process may hold it under another number, so nothing in it is used */
-  const uint64_t others = now->listed ? before->others : 0, others_now = now->listed ? now->others : 0;
+  const uint64_t others = now->listed ? before->others : 0,
+                 others_now = now->listed ? now->others : 0;
   const uint64_t taken = now->used + others, not_ours = before->used + others_now,
                  lost = taken > not_ours ? taken - not_ours : 0;
   return lost > now->own ? lost : now->own;

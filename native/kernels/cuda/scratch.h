@@ -41,6 +41,14 @@ static inline size_t ps__cuda_workspace_bytes(uint32_t compute_capability) {
   return (size_t)(compute_capability >= 90 ? 32 : 4) << 20;
 }
 
+/* The GPU's page tables of pinned host memory, which lie in device memory: at most 8 bytes for each
+ * page of 4 KiB, and 16 for each 2 MiB of them (NVIDIA, "Pascal MMU Format Changes", open-gpu-doc;
+ * later GPUs' entries have the same sizes). In units of 2 MiB. */
+static inline uint64_t ps__cuda_table_bytes(uint64_t pinned_bytes) {
+  const uint64_t unit = 2u << 20, bytes = pinned_bytes / 4096 * 8 + pinned_bytes / unit * 16;
+  return (bytes + unit - 1) / unit * unit;
+}
+
 static inline size_t ps_scratch_embed_bwd(const void *args, const ps__scratch_target *target) {
   const ps__args_embed *a = (const ps__args_embed *)args;
   (void)target;
