@@ -1,5 +1,6 @@
 """`penstock compare DIR --hf`: what is the same passes, what is not is named."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -57,6 +58,10 @@ def test_families_are_the_same(directory, capsys, name):
     # A bound that is far from what is found would see nothing.
     worst = max(t["relative_error"] for t in result["tensors"])
     assert 0.01 < worst / result["tolerance"]["value"] < 1
+    logits = result["logits"]
+    assert logits["n_tokens"] == logits["same_likeliest"] == 120
+    assert all(x["ok"] for x in logits["figures"])
+    assert 0.05 < logits["figures"][0]["found"] / logits["figures"][0]["tolerance"] < 0.5
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp32-master"])
@@ -66,6 +71,7 @@ def test_bf16_recipes(directory, capsys, name, recipe):
     assert code == 0
     worst = max(t["relative_error"] for t in result["tensors"])
     assert 0.1 < worst / result["tolerance"]["value"] < 1
+    assert all(0.1 < x["found"] / x["tolerance"] < 0.9 for x in result["logits"]["figures"])
 
 
 def test_under_the_least_device_memory_it_is_the_same(llama, capsys):
@@ -114,7 +120,48 @@ def test_another_computation_with_the_same_weights_is_seen(llama, copy, capsys, 
     (copy / "config.json").write_text(json.dumps(CONFIGS["llama"] | change))
     code, result = run(capsys, llama, "--hf", copy)
     assert code == 1 and all(t["same_weights"] for t in result["tensors"])
-    assert result["difference"].startswith("the gradient of model.")
+    assert result["difference"].startswith("the logits differ: relative error ")
+
+
+def test_what_differs_is_named(llama):
+    """Weights before logits, logits before gradients, gradients before losses."""
+    batch = compare.random_batch(512, 1, 20, 0)
+    result = compare.compare(llama, llama, *batch)
+    assert compare._verdict(result) is None
+    result.losses[1].penstock += 1
+    assert compare._verdict(result).startswith("the loss of sequence 0 is")
+    result.tensors[4] = dataclasses.replace(result.tensors[4], relative_error=2.0, ok=False)
+    assert f"gradient of {result.tensors[4].name} is wrong by 2" in compare._verdict(result)
+    result.logits.figures[2].found = 1.0
+    assert compare._verdict(result).startswith("the logits differ: KL divergence, mean 1.00e+00")
+    result.tensors[1].same_weights = False
+    assert result.tensors[1].name in compare._verdict(result)
+
+
+def test_errors_of_logits():
+    """Against formulas of all tokens together, of torch."""
+    found, wanted = torch.randn((2, 7, 33), generator=torch.Generator().manual_seed(1))
+    errors = compare.LogitErrors(wanted.numpy())
+    for token in reversed(range(7)):
+        errors(0, token, found[token].numpy())
+    result = errors.result(0.1)
+    size = wanted.square().mean(1).sqrt()
+    kl = torch.nn.functional.kl_div(
+        found.log_softmax(1), wanted.log_softmax(1), log_target=True, reduction="batchmean"
+    )
+    assert [x.found for x in result.figures] == pytest.approx(
+        [
+            ((found - wanted).norm() / wanted.norm()).item(),
+            ((found - wanted).abs().amax(1) / size).max().item(),
+            kl.item(),
+        ],
+        rel=1e-5,
+    )
+    assert result.same_likeliest == (found.argmax(1) == wanted.argmax(1)).sum()
+    assert not any(x.ok for x in result.figures)
+    missing = compare.LogitErrors(wanted.numpy())
+    missing(0, 0, wanted[0].numpy())
+    assert not missing.result(1e9).ok  # tokens that never came
 
 
 @pytest.mark.parametrize("error", [1.0, float("nan"), float("inf")])
@@ -198,5 +245,6 @@ def test_the_command_prints_a_table(llama):
         text=True,
     )
     assert done.returncode == 0 and done.stdout.endswith("the same within tolerance\n")
-    assert "u sqrt(18 * 3 layers" in done.stdout
+    assert "u sqrt(18 * 3 layers" in done.stdout and "u sqrt(8 * 3 layers" in done.stdout
+    assert "same likeliest token                   128 of 128" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100

@@ -89,7 +89,10 @@ typedef struct ps_plan_config {
   uint32_t n_frozen_layers;
   /* 1: no layer is trained, and a step computes the loss alone. n_frozen_layers, optimizer and clip
    * do not count then. */
-  uint32_t forward_only, reserved;
+  uint32_t forward_only;
+  /* 1: a step gives its logits to ps_train_config.logits_fn. They are copied to the host, slice by
+   * slice of the head. No other op changes. */
+  uint32_t keep_logits;
   /* Batch ramp: the training's first steps have fewer tokens, stage after stage; tokens_per_step is
    * that of all steps after the ramp. The plan is made for those: its decisions and its cut of
    * chunks and rounds hold in every stage. Borrowed for the call. */

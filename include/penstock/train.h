@@ -51,6 +51,16 @@ typedef enum ps_lr_kind {
 typedef ps_status (*ps_batch_fn)(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
                                  uint64_t n_tokens);
 
+/* ps_logits_fn() - the caller's function that gets the logits of one token.
+ * @step      as in ps_batch_fn().
+ * @token     of the step's tokens, sequence after sequence.
+ * @logits    [vocab_size], with the model's soft cap where it has one; valid during the call.
+ * Threads: a thread of the engine calls it, one call at a time: once for each token of a step, in
+ *          any order, before the step's metrics.
+ * Errors:  a negative return stops the run, and ps_trainer_wait() returns it. */
+typedef ps_status (*ps_logits_fn)(void *user, uint64_t step, uint64_t token, const float *logits,
+                                  uint64_t vocab_size);
+
 /* Parameters that get no weight decay, as bits. */
 enum {
   PS_NO_DECAY_NORM = 1,      /* weights of norms */
@@ -115,6 +125,9 @@ typedef struct ps_train_config {
   /* What ps_trainer_validate() reads; NULL: nothing. The plan must be made with val_tokens.
    * Borrowed until destroy. */
   ps_dataset *val_dataset;
+  /* Given with a plan that was made with keep_logits, else NULL. Borrowed until destroy. */
+  ps_logits_fn logits_fn;
+  void *logits_user;
 } ps_train_config;
 
 /* ps_train_config_init() - fill in the defaults: AdamW with its own hyperparameters (all NAN), a

@@ -114,13 +114,10 @@ static void draw(void *arg, int64_t task, uint32_t worker) {
   sequence *s = &g->sequence[task];
   const ps_model *m = g->plan.model;
   const uint32_t v = m->cfg.vocab_size;
-  const float cap = m->cfg.logit_softcap;
   float *z = g->logits + (size_t)worker * v;
   if (!s->draws)
     return;
-  ps__convert(z, PS_F32, j->logits + (size_t)task * v * ps_dtype_bytes(m->dt), m->dt, v);
-  for (uint32_t i = 0; i < v && cap > 0; i++)
-    z[i] = cap * tanhf(z[i] / cap);
+  ps__logits_of(m, z, j->logits + (size_t)task * v * ps_dtype_bytes(m->dt));
   const int32_t id = ps__gen_draw(z, v, s->request, s->n_new, g->candidates + (size_t)worker * v);
   if (id < 0) {
     uint32_t none = 0;

@@ -52,16 +52,9 @@ const ps_kernel *ps__gen_op(const ps__op_def *op, uint32_t rows, void *args) {
   return k;
 }
 
-static bool touches(const ps__op_def *op, uint32_t tensor, uint32_t mode) {
-  for (uint32_t i = 0; i < op->n_syms; i++)
-    if (ps__sym_is_tensor(op->sym[i]) && op->sym[i].id == tensor && op->sym[i].mode & mode)
-      return true;
-  return false;
-}
-
 uint32_t ps__gen_n_ops(const ps__layer_def *d) {
   for (uint32_t i = 0; i < d->n_fwd && d->logits != PS__NONE; i++)
-    if (touches(&d->fwd[i], (uint32_t)d->logits, PS_WRITE))
+    if (ps__uses(&d->fwd[i], d->logits, PS_WRITE))
       return i + 1;
   return d->n_fwd;
 }
@@ -83,7 +76,7 @@ uint64_t ps__gen_tensor_offset(const ps__gen_plan *p, const ps__layer_def *d, ui
   for (uint32_t i = 0; i < t; i++) {
     bool used = false;
     for (uint32_t k = 0; k < n; k++)
-      used |= touches(&d->fwd[k], i, PS_READ_WRITE);
+      used |= ps__uses(&d->fwd[k], (int)i, PS_READ_WRITE);
     at += used ? aligned(ps__gen_tensor_bytes(d, i, rows)) : 0;
   }
   return at;

@@ -203,6 +203,13 @@ void ps__def_free(ps__layer_def *d);
 static inline bool ps__sym_is_tensor(ps__sym y) {
   return y.kind == PS__SYM_TENSOR || y.kind == PS__SYM_PREFIX;
 }
+/* ps__uses() - whether @op accesses tensor @id in @mode, a bit or both; no op does PS__NONE. */
+static inline bool ps__uses(const ps__op_def *op, int id, uint32_t mode) {
+  for (uint32_t i = 0; i < op->n_syms; i++)
+    if (ps__sym_is_tensor(op->sym[i]) && op->sym[i].id == id && op->sym[i].mode & mode)
+      return true;
+  return false;
+}
 /* ps__op_args() - the arguments of @op on a chunk or head slice, into @args, which has room for
  * PS__ARGS_BYTES. */
 void ps__op_args(const ps__op_def *op, const ps__chunk_shape *c, void *args);

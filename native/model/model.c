@@ -4,8 +4,10 @@
  * The config must have passed ps_model_config_check(): then no product here overflows. */
 #include "model/model.h"
 #include "core/core.h"
+#include "core/dtype.h"
 #include "model/family.h"
 #include "model/lora.h"
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -249,6 +251,13 @@ static double flops_of(const ps__op_def *op, uint32_t n, ps_op_class op_class,
     flops += op[i].kernel->info->work(args).model_flops;
   }
   return flops;
+}
+
+void ps__logits_of(const ps_model *m, float *out, const void *z) {
+  const float cap = m->cfg.logit_softcap;
+  ps__convert(out, PS_F32, z, m->dt, m->cfg.vocab_size);
+  for (uint32_t i = 0; i < m->cfg.vocab_size && cap > 0; i++)
+    out[i] = cap * tanhf(out[i] / cap);
 }
 
 ps_status ps_model_flops(const ps_model *m, uint64_t seq_len, ps_flops *out) {

@@ -122,6 +122,9 @@ static inline uint64_t ps__layer_elements(const ps_model *m, uint32_t layer) {
     n += m->unit[m->layer[layer].first_unit + i].n;
   return n;
 }
+/* ps__logits_of() - a token's logits as fp32, with the model's soft cap, from what the head's op
+ * wrote: z[vocab_size] in the model's dtype. */
+void ps__logits_of(const ps_model *m, float *out, const void *z);
 /* ps__loss_row_bytes() - what the loss's op writes for a token, BYTES. */
 static inline uint64_t ps__loss_row_bytes(const ps_model *m) {
   const ps__layer_def *d = ps__layer_of(m, ps__head_layer(m));

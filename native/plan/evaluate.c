@@ -53,7 +53,9 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
   /* tokens and targets of a batch as the source fills them; and which rows of an embedding on the
    * host are updated */
   const uint64_t rows = s->spec->embed_on_host ? 4ull * plan->model->cfg.vocab_size : 0;
-  return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows;
+  /* a token's logits in fp32 */
+  const uint64_t logits = plan->cfg.keep_logits ? 4ull * plan->model->cfg.vocab_size : 0;
+  return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows + logits;
 }
 
 double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]) {

@@ -118,6 +118,11 @@ static ps_status check_config(ps_plan *p) {
                     c->z_loss, c->label_smoothing);
   if (c->forward_only > 1)
     return ps__fail(PS_EINVAL, "forward_only is %u: 0 or 1 is needed", c->forward_only);
+  if (c->keep_logits > 1)
+    return ps__fail(PS_EINVAL, "keep_logits is %u: 0 or 1 is needed", c->keep_logits);
+  if (c->keep_logits && c->tokens_per_step > UINT32_MAX)
+    return ps__fail(PS_EINVAL, "tokens per step are %llu: with keep_logits at most %u are possible",
+                    (unsigned long long)c->tokens_per_step, UINT32_MAX);
   if (c->forward_only && c->val_tokens)
     return ps__fail(PS_EINVAL, "val_tokens is %llu: a plan that trains nothing has no validation",
                     (unsigned long long)c->val_tokens);

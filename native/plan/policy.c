@@ -152,6 +152,7 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->sum_lag = m->ahead + m->sums;
   spec->sum_threads = ps__sum_threads(&plan->hw, m->threads);
   spec->keep_grads = plan->cfg.keep_grads != 0;
+  spec->keep_logits = plan->cfg.keep_logits != 0;
   spec->embed_on_host = embed_on_host;
   const ps__contributions sums =
       ps__contributions_of(layout, spec->head_slice, sp->plan->model->dt, false);

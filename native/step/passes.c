@@ -506,6 +506,20 @@ static void free_slices(ps__builder *b, chunk_pass *p) {
     }
 }
 
+/* The slice's logits go to the host before the loss's op turns them into their gradient. */
+static void give_logits(ps__builder *b, const chunk_pass *p) {
+  const uint32_t from = p->bound[p->d->logits],
+                 first = (uint32_t)ps__chunk_of(b, p->c)->first_token + p->slice_row;
+  const ps_tag tag = chunk_tag(b, p->layer, p->c, PS__PHASE_HEAD);
+  const ps__vaccess device = ps__whole(b, from, PS_READ);
+  const uint32_t host = ps__vt_new(b, b->s->at->host, device.bytes);
+  ps__emit_copy(b, b->s->at->to_host, device, ps__whole(b, host, PS_WRITE), tag);
+  const ps__vaccess read = ps__whole(b, host, PS_READ);
+  ps__emit_hook(b, PS__HOOK_LOGITS, first, b->s->at->host_ops, &read, 1,
+                ps__bytes_work((double)read.bytes), tag);
+  ps__vt_free(b, host);
+}
+
 /* The ops from @i on that run slice by slice; returns the first after them. Tensors that the slices
  * fill row by row are made before. */
 static uint32_t emit_slices(ps__builder *b, chunk_pass *p, uint32_t i) {
@@ -528,6 +542,9 @@ static uint32_t emit_slices(ps__builder *b, chunk_pass *p, uint32_t i) {
     for (uint32_t k = i; k < end; k++) {
       make_tensors(b, p, &d->fwd[k]);
       emit_op(b, p, &d->fwd[k], PS__PHASE_HEAD);
+      if (b->s->spec->keep_logits && ps__uses(&d->fwd[k], d->logits, PS_WRITE) &&
+          !ps__uses(&d->fwd[k], d->logits, PS_READ))
+        give_logits(b, p);
     }
     free_slices(b, p);
   }

@@ -68,6 +68,8 @@ typedef struct ps__spec {
   bool embed_on_host;
   /* gradients are copied to the host even where the update does not need them there */
   bool keep_grads;
+  /* logits are copied to the host for a LOGITS hook */
+  bool keep_logits;
   uint8_t *policy; /* [n_layers: blocks from 0][n_chunks][n_saved], PS_POLICY_* */
 } ps__spec;
 static inline uint8_t *ps__spec_policy(const ps__spec *s, uint32_t layer, uint32_t chunk,
@@ -101,6 +103,8 @@ void ps__spec_free(ps__spec *s);
 /* ---- host ops: what the trainer does inside the program -------------------------------------- */
 /* One function serves all hooks. Pointers, by what:
  *   LOAD    W batch (the whole host batch)
+ *   LOGITS  R logits of a head slice. Its `unit` is the slice's first token of the step. After it
+ *           the slice's memory on the host is reused.
  *   LOSS    R batch, R row_loss f32[step tokens, columns], W stats.loss to valid_tokens
  *   NORM    R norms f64[n_units][ps__norm_slots()], W the second half of stats: its step last,
  *           and on success only
@@ -120,6 +124,7 @@ void ps__spec_free(ps__spec *s);
  *   REPORT  R stats; where units are updated on the device, R what is copied to the host last */
 typedef enum ps__hook {
   PS__HOOK_LOAD,
+  PS__HOOK_LOGITS,
   PS__HOOK_LOSS,
   PS__HOOK_NORM,
   PS__HOOK_UPDATE,

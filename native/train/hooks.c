@@ -107,6 +107,29 @@ static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
   return PS_OK;
 }
 
+/* ---- logits ---------------------------------------------------------------------------------- */
+
+/* The head's slices end with the chunk. */
+static uint32_t slice_rows(const ps_trainer *t, uint64_t first) {
+  const ps__chunk *k = t->size.layout->chunk;
+  while (first >= k->first_token + k->n_tokens)
+    k++;
+  const uint64_t left = k->first_token + k->n_tokens - first, rows = t->plan->spec.head_slice;
+  return (uint32_t)(left < rows ? left : rows);
+}
+
+static ps_status give_logits(ps_trainer *t, uint64_t first, const ps_launch *l) {
+  const ps_model *m = t->plan->model;
+  const uint32_t v = m->cfg.vocab_size, n = slice_rows(t, first);
+  const char *row = l->ptr[0];
+  for (uint32_t i = 0; i < n; i++) {
+    ps__logits_of(m, t->logits, row + (size_t)i * v * ps_dtype_bytes(m->dt));
+    PS_TRY(
+        t->cfg.logits_fn(t->cfg.logits_user, t->cfg.first_step + l->step, first + i, t->logits, v));
+  }
+  return PS_OK;
+}
+
 /* ---- loss and norm --------------------------------------------------------------------------- */
 
 double ps__sum_rows(const float *row, uint64_t n, uint64_t n_columns) {
@@ -298,6 +321,7 @@ ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_lau
   launch->step += t->run_first;
   switch (what) {
   case PS__HOOK_LOAD: return load_batch(t, launch);
+  case PS__HOOK_LOGITS: return give_logits(t, unit, launch);
   case PS__HOOK_LOSS: return sum_loss(t, launch);
   case PS__HOOK_NORM: return grad_norm(t, launch);
   case PS__HOOK_UPDATE: return update(t, unit, ps__update_part_of(&t->plan->spec, unit), launch);

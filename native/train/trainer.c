@@ -127,6 +127,9 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   PS_TRY(ps_train_config_check(c, &plan->model->cfg));
   if (!c->dataset == !c->batch_fn)
     return ps__fail(PS_EINVAL, "exactly one of dataset and batch_fn must be given");
+  if (!c->logits_fn != !plan->cfg.keep_logits)
+    return ps__fail(PS_EINVAL, "logits_fn is %s, but the plan was made %s keep_logits: plan anew",
+                    c->logits_fn ? "given" : "missing", plan->cfg.keep_logits ? "with" : "without");
   if (c->optimizer != plan->cfg.optimizer)
     return ps__fail(PS_EINVAL, "the optimizer is %s, but the plan was made for %s: plan anew",
                     ps_optimizer_name((ps_optimizer)c->optimizer),
@@ -281,7 +284,9 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   t->tokens = ps__calloc(t->plan->layout.n_tokens, sizeof *t->tokens);
   t->targets = ps__calloc(t->plan->layout.n_tokens, sizeof *t->targets);
   t->begins = ps__calloc(t->plan->layout.n_tokens, 1);
-  if (!t->tokens || !t->targets || !t->begins)
+  if (c->logits_fn)
+    t->logits = ps__calloc(t->plan->model->cfg.vocab_size, sizeof *t->logits);
+  if (!t->tokens || !t->targets || !t->begins || (c->logits_fn && !t->logits))
     return ps__fail(PS_ENOMEM, "out of memory for a batch");
   PS_TRY(check_model(t));
   PS_TRY(make_segments(t));
@@ -423,6 +428,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   ps__free(t->tokens);
   ps__free(t->targets);
   ps__free(t->begins);
+  ps__free(t->logits);
   ps__free(t->segments);
   ps__free(t->first_segment);
   ps__free(t->first_element);

@@ -60,6 +60,7 @@ struct ps_trainer {
   uint64_t energy_ns;
   int32_t *tokens, *targets; /* a step's batch as the data source fills it */
   uint8_t *begins;           /* 1: the dataset's mask begins a document here; else 0 */
+  float *logits;             /* of a token, for logits_fn; else NULL */
   ps__segment *segments;     /* parts with one weight decay, unit by unit */
   uint32_t *first_segment;   /* [n_units + 1] */
   uint64_t *first_element;   /* [n_units]: global index of a unit's first element */

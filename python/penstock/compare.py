@@ -2,8 +2,9 @@
 
 python -m penstock compare DIR --hf [DIR]
 
-Both get the same tokens. Compared are the loss, the loss of each sequence, and every parameter's
-weights and gradient. The tolerance is that of penstock.tolerance. Needs torch and transformers.
+Both get the same tokens. Compared are the logits of all tokens, the loss, the loss of each
+sequence, and every parameter's weights and gradient. Logits are those of the training step whose
+gradients are compared. The tolerance is that of penstock.tolerance. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -26,9 +27,14 @@ from .plan import RECIPES, Hardware, Plan
 from .tolerance import (
     A_LAYER,
     FAMILIES_WITH_POST_NORMS,
+    FORWARD_A_LAYER,
+    FORWARD_FUSED_ATTENTION,
+    FORWARD_HEAD,
+    FORWARD_POST_NORMS,
     FUSED_ATTENTION,
     POST_NORMS,
     delta,
+    largest_of,
     loss_noise,
     note_spread,
     relative_error,
@@ -58,8 +64,33 @@ class Loss:
 
 
 @dataclass
+class Figure:
+    """Of all logits."""
+
+    what: str
+    found: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.found < self.tolerance
+
+
+@dataclass
+class Logits:
+    n_tokens: int
+    max_error: float
+    same_likeliest: int  # tokens after which both sides have the same likeliest one
+    figures: list[Figure]
+
+    @property
+    def ok(self) -> bool:
+        return all(x.ok for x in self.figures)
+
+
+@dataclass
 class Tolerance:
-    """Of a gradient's relative error."""
+    """Of a relative error: of a gradient, or of all logits."""
 
     value: float
     formula: str
@@ -73,7 +104,7 @@ class Reference:
     weights: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray]
     spread: dict[str, float]
-    logit_size: float  # root mean square
+    logits: np.ndarray  # [tokens, vocabulary]
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -163,13 +194,61 @@ def reference(folder: Path, tokens: np.ndarray, targets: np.ndarray, rounded: bo
         {n: p.detach().numpy() for n, p in parameters.items()},
         {n: p.grad.numpy() for n, p in parameters.items()},
         {n: math.sqrt(x) for n, x in spread.items()},
-        logits.detach().double().square().mean().sqrt().item(),
+        logits.detach().flatten(0, 1).numpy(),
     )
+
+
+class LogitErrors:
+    """A Trainer's on_logits, which compares each token's logits with those of transformers. So
+    Penstock's side never has the logits of all tokens."""
+
+    def __init__(self, expected: np.ndarray):
+        n = len(expected)
+        self.expected = expected
+        self.size, self.error, self.largest, self.kl = np.full((4, n), np.nan)  # of each token
+        self.same = np.zeros(n, bool)
+
+    @np.errstate(invalid="ignore", over="ignore")  # logits that are not finite differ
+    def __call__(self, _step: int, token: int, found: np.ndarray) -> None:
+        expected, found = self.expected[token].astype(np.float64), found.astype(np.float64)
+        error = np.abs(found - expected)
+        self.size[token] = np.sqrt(np.square(expected).mean())
+        self.error[token] = np.sqrt(np.square(error).mean())
+        self.largest[token] = error.max()
+        p, q = (x - x.max() - np.log(np.exp(x - x.max()).sum()) for x in (expected, found))
+        self.kl[token] = (np.exp(p) * (p - q)).sum()
+        self.same[token] = found.argmax() == expected.argmax()
+
+    def result(self, tolerance: float) -> Logits:
+        n, vocab_size = self.expected.shape
+        size = math.sqrt(np.square(self.size).mean())
+        relative = math.sqrt(np.square(self.error).mean()) / size
+        largest = float((self.largest / self.size).max())
+        figures = [
+            Figure("relative error", relative, tolerance),
+            Figure("largest error / token's size", largest, largest_of(n * vocab_size) * tolerance),
+            Figure("KL divergence, mean", float(self.kl.mean()), (tolerance * size) ** 2 / 2),
+        ]
+        return Logits(n, float(self.largest.max()), int(self.same.sum()), figures)
+
+
+def logit_size(logits: np.ndarray) -> float:
+    """The root mean square."""
+    return math.sqrt(sum(np.square(row, dtype=np.float64).mean() for row in logits) / len(logits))
 
 
 def _losses_of_sequences(folder: Path, plan: Plan, tokens, targets) -> list[float]:
     with Trainer(folder, plan, lambda i: (tokens[i], targets[i]), clip_norm=0.0) as trainer:
         return [m.loss for m in trainer.steps(len(tokens))]
+
+
+@dataclass
+class Comparison:
+    logits: Logits
+    losses: list[Loss]
+    tensors: list[Tensor]
+    logit_tolerance: Tolerance
+    tolerance: Tolerance  # of gradients
 
 
 def compare(
@@ -182,7 +261,7 @@ def compare(
     backend: str = "cpu",
     device_mem=None,
     host_mem=None,
-) -> tuple[list[Loss], list[Tensor], Tolerance]:
+) -> Comparison:
     """The model of `folder` in Penstock against that of `other` in transformers."""
     n, seq_len = tokens.shape
     model, hardware = ModelConfig.read(folder), Hardware.estimate(backend=backend)
@@ -194,7 +273,7 @@ def compare(
         "host_mem": host_mem,
         "hardware": hardware,
     }
-    whole = Plan(model, tokens_per_step=n * seq_len, **options)
+    whole = Plan(model, tokens_per_step=n * seq_len, keep_logits=True, **options)
     single = Plan(model, tokens_per_step=seq_len, forward_only=True, **options)
     expected = reference(other, tokens, targets, rounded=recipe != "fp32")
     names = {p.name for p in model.params()}
@@ -205,8 +284,10 @@ def compare(
         )
     losses = _losses_of_sequences(folder, single, tokens, targets)
     tolerance = derive_tolerance(model, whole, recipe, n * seq_len)
-    tensors = []
-    with Trainer(folder, whole, lambda _: (tokens, targets), clip_norm=0.0, lr=0.0) as trainer:
+    tensors, errors = [], LogitErrors(expected.logits)
+    with Trainer(
+        folder, whole, lambda _: (tokens, targets), clip_norm=0.0, lr=0.0, on_logits=errors
+    ) as trainer:
         weights = {p: trainer.read(p) for p in trainer.params}
         (metrics,) = trainer.steps(1)
         for name in trainer.params:
@@ -219,15 +300,13 @@ def compare(
     found_losses = [metrics.loss, *losses]
     counts = [int((targets >= 0).sum()), *((targets >= 0).sum(1).tolist())]
     whats = ["all sequences", *(f"sequence {i}" for i in range(n))]
-    scale = tolerance.value * max(1.0, expected.logit_size)
-    return (
-        [
-            Loss(what, a, b, loss_noise(scale, c))
-            for what, a, b, c in zip(whats, found_losses, expected.losses, counts, strict=True)
-        ],
-        tensors,
-        tolerance,
-    )
+    scale = tolerance.value * max(1.0, logit_size(expected.logits))
+    losses = [
+        Loss(what, a, b, loss_noise(scale, c))
+        for what, a, b, c in zip(whats, found_losses, expected.losses, counts, strict=True)
+    ]
+    of_logits = derive_logit_tolerance(model, whole, recipe)
+    return Comparison(errors.result(of_logits.value), losses, tensors, of_logits, tolerance)
 
 
 def _rounded(weights: np.ndarray, recipe: str) -> np.ndarray:
@@ -248,8 +327,20 @@ def derive_tolerance(model: ModelConfig, plan: Plan, recipe: str, n_tokens: int)
     a_layer += FUSED_ATTENTION * (plan.hardware.backend == "cuda")
     n_chunks = plan.report["n_chunks"]
     longest = max(model.vocab_size, model.ffn_dim, model.n_heads * model.head_dim, n_tokens)
-    value = delta(recipe, model.n_layers, n_chunks, longest, a_layer)
-    formula = f"u sqrt({a_layer} * {model.n_layers} layers + {n_chunks} chunks)"
+    return _tolerance(recipe, model.n_layers, a_layer, n_chunks, "chunks", longest)
+
+
+def derive_logit_tolerance(model: ModelConfig, plan: Plan, recipe: str) -> Tolerance:
+    a_layer = FORWARD_A_LAYER
+    a_layer += FORWARD_POST_NORMS * (model.architecture in FAMILIES_WITH_POST_NORMS)
+    a_layer += FORWARD_FUSED_ATTENTION * (plan.hardware.backend == "cuda")
+    longest = max(model.dim, model.ffn_dim, model.n_heads * model.head_dim, plan.config.seq_len)
+    return _tolerance(recipe, model.n_layers, a_layer, FORWARD_HEAD, "of the head", longest)
+
+
+def _tolerance(recipe, n_layers, a_layer, n_more, more, longest) -> Tolerance:
+    value = delta(recipe, n_layers, n_more, longest, a_layer)
+    formula = f"u sqrt({a_layer} * {n_layers} layers + {n_more} {more})"
     if recipe == "fp32":  # transformers rounds as often
         value *= math.sqrt(2)
         return Tolerance(value, f"{formula} sqrt(2 * {longest} terms), u = 2^-24")
@@ -262,7 +353,7 @@ def derive_tolerance(model: ModelConfig, plan: Plan, recipe: str, n_tokens: int)
 def _parser() -> Parser:
     p = Parser(
         prog="penstock compare",
-        description="Compare loss and gradients of a model with transformers'.",
+        description="Compare logits, loss and gradients of a model with transformers'.",
         epilog="example: penstock compare my_model --hf --device-mem 64MiB",
     )
     p.add_argument("model", metavar="DIR", help="model directory, which Penstock loads")
@@ -295,18 +386,27 @@ def _parser() -> Parser:
     return p
 
 
-def _print_table(args, losses: list[Loss], tensors: list[Tensor], tolerance: Tolerance) -> None:
+def _print_table(args, result: Comparison) -> None:
     verdicts = {True: "ok", False: "DIFFERS"}
+    logits, tolerance = result.logits, result.logit_tolerance
     print(f"{args.recipe}, {args.sequences} sequences of {args.seq_len} tokens")
+    print(f"tolerance of logits: {tolerance.value:.2e} = {tolerance.formula}")
+    tolerance = result.tolerance
     print(f"tolerance of gradients: {tolerance.value:.2e} = {tolerance.formula}\n")
-    print(f"{'loss':<24}{'Penstock':>12}{'transformers':>14}{'error':>11}{'tolerance':>11}")
-    for x in losses:
+    print(f"{'logits':<38}{'error':>11}{'tolerance':>11}")
+    for x in logits.figures:
+        print(f"{x.what:<38}{x.found:>11.1e}{x.tolerance:>11.1e}  {verdicts[x.ok]}")
+    print(f"{'largest error':<38}{logits.max_error:>11.1e}")
+    likeliest = f"{logits.same_likeliest} of {logits.n_tokens}"
+    print(f"{'same likeliest token':<32}{likeliest:>17}")
+    print(f"\n{'loss':<24}{'Penstock':>12}{'transformers':>14}{'error':>11}{'tolerance':>11}")
+    for x in result.losses:
         error = abs(x.penstock - x.transformers)
         figures = f"{x.penstock:>12.6f}{x.transformers:>14.6f}{error:>11.1e}{x.tolerance:>11.1e}"
         print(f"{x.what:<24}{figures}  {verdicts[x.ok]}")
-    width = max(len(t.name) for t in tensors) + 2
+    width = max(len(t.name) for t in result.tensors) + 2
     print(f"\n{'tensor':<{width}}{'weights':>8}{'max error':>11}{'relative':>10}")
-    for t in tensors:
+    for t in result.tensors:
         weights = "same" if t.same_weights else "differ"
         print(
             f"{t.name:<{width}}{weights:>8}{t.max_error:>11.1e}{t.relative_error:>10.1e}  "
@@ -324,20 +424,29 @@ def _fields(result) -> dict:
     return {name: _finite(value) for name, value in dataclasses.asdict(result).items()}
 
 
-def _verdict(losses: list[Loss], tensors: list[Tensor], tolerance: Tolerance) -> str | None:
+def _checked(result) -> dict:
+    return _fields(result) | {"ok": result.ok}
+
+
+def _verdict(result: Comparison) -> str | None:
     """What differs; None: nothing."""
-    altered = [t.name for t in tensors if not t.same_weights]
+    altered = [t.name for t in result.tensors if not t.same_weights]
     if altered:
         rest = f" (and {len(altered) - 1} more)" if len(altered) > 1 else ""
         return f"the weights of {altered[0]}{rest} are not the same"
-    wrong = [t for t in tensors if not t.ok]
+    figure = next((x for x in result.logits.figures if not x.ok), None)
+    if figure:
+        return (
+            f"the logits differ: {figure.what} {figure.found:.2e}, tolerance {figure.tolerance:.2e}"
+        )
+    wrong = [t for t in result.tensors if not t.ok]
     if wrong:
         worst = max(wrong, key=lambda t: _finite(t.relative_error, math.inf))
         return (
             f"the gradient of {worst.name} is wrong by {worst.relative_error:.2e}, and "
-            f"{tolerance.value:.2e} is the tolerance"
+            f"{result.tolerance.value:.2e} is the tolerance"
         )
-    other = next((x for x in losses if not x.ok), None)
+    other = next((x for x in result.losses if not x.ok), None)
     return other and (
         f"the loss of {other.what} is {other.penstock:.6f}, and {other.transformers:.6f} in "
         "transformers"
@@ -355,7 +464,7 @@ def _compare(args) -> int:
             batch = data_batch(args.data, vocab_size, args.sequences, args.seq_len)
         else:
             batch = random_batch(vocab_size, args.sequences, args.seq_len, args.seed)
-        losses, tensors, tolerance = compare(
+        result = compare(
             folder,
             other,
             *batch,
@@ -366,7 +475,7 @@ def _compare(args) -> int:
         )
     except (InputOutputError, ValueError) as e:  # compare writes nothing
         raise DataError(str(e)) from e
-    difference = _verdict(losses, tensors, tolerance)
+    difference = _verdict(result)
     if args.json:
         content = {
             "model": os.fspath(folder),
@@ -374,13 +483,16 @@ def _compare(args) -> int:
             "recipe": args.recipe,
             "ok": difference is None,
             "difference": difference,
-            "tolerance": _fields(tolerance),
-            "losses": [_fields(x) | {"ok": x.ok} for x in losses],
-            "tensors": [_fields(t) for t in tensors],
+            "tolerance": _fields(result.tolerance),
+            "logit_tolerance": _fields(result.logit_tolerance),
+            "logits": _fields(result.logits)
+            | {"figures": [_checked(x) for x in result.logits.figures]},
+            "losses": [_checked(x) for x in result.losses],
+            "tensors": [_fields(t) for t in result.tensors],
         }
         print(json.dumps(content, indent=1))
     else:
-        _print_table(args, losses, tensors, tolerance)
+        _print_table(args, result)
         print("\n" + (f"differs: {difference}" if difference else "the same within tolerance"))
     return FAILED if difference else OK
 

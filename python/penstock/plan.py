@@ -238,6 +238,7 @@ class Plan(Owner):
                            None: what the process held when it first asked for a Hardware or a Plan
     keep_grads             gradients are copied to the host wherever the update runs, for
                            Trainer.grad()
+    keep_logits            a step gives its logits to the Trainer's on_logits
     progress               progress(n_evaluated, best_step_s) is called while the search runs:
                            evaluations so far, and the predicted step of the fastest plan that fits
                            (0: none yet). What it raises is raised after the search
@@ -263,6 +264,7 @@ class Plan(Owner):
         threads: int = 0,
         trace_steps: int = 2,
         keep_grads: bool = True,
+        keep_logits: bool = False,
         one_document: bool = False,
         deterministic: bool = False,
         frozen_layers: int = 0,
@@ -304,6 +306,7 @@ class Plan(Owner):
             label_smoothing,
             val_tokens,
             lora,
+            keep_logits,
         )
         ramp = _set_ramp(self.config, batch_ramp)
         failures: list = []
@@ -348,6 +351,7 @@ class Plan(Owner):
         label_smoothing=0.0,
         val_tokens=0,
         lora=None,
+        keep_logits=False,
     ):
         recipe = recipe or ("fp32-master" if lora else "bf16")
         which, update = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
@@ -368,6 +372,7 @@ class Plan(Owner):
             n_threads=threads,
             trace_steps=trace_steps,
             keep_grads=int(keep_grads),
+            keep_logits=int(keep_logits),
             one_document=int(one_document),
             deterministic=int(deterministic),
             reserve_bytes=parse_bytes(reserve, "reserve"),
@@ -401,6 +406,7 @@ class Plan(Owner):
         threads: int = 0,
         trace_steps: int = 2,
         keep_grads: bool = True,
+        keep_logits: bool = False,
         one_document: bool = False,
         deterministic: bool = False,
         frozen_layers: int = 0,
@@ -439,6 +445,7 @@ class Plan(Owner):
             z_loss,
             label_smoothing,
             lora=lora,
+            keep_logits=keep_logits,
         )
         device, host = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))

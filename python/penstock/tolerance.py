@@ -15,6 +15,18 @@ that g would have if the terms were independent. Where they cancel, g is far sma
 spread, and rounding errors, which belong to the terms, are to be measured against the spread: g may
 be wrong by delta * max(|g|, spread). A loss is a mean over T tokens of terms whose errors are those
 of logits of unit size, delta each: it is wrong by 3 delta / sqrt(T) at most (3 sigma).
+
+LOGITS have passed the forward roundings alone: 8 a layer, and the head's norm and product. K is the
+longest sum of a forward pass.
+
+    delta = u * sqrt(8 L + 2) [* sqrt(K) in fp32]
+
+It bounds their relative error, over all tokens. A token's logits share the error of one vector, so
+the error's size differs from token to token, by up to 3 (3 sigma). The largest of N normal errors
+is sqrt(2 ln N) of them: an error is at most 3 sqrt(2 ln N) delta times the root mean square of the
+token's logits. Errors e that do not depend on the probabilities p change the distribution by
+KL = Var_p(e) / 2 at most: in the mean over tokens (delta |logits|)^2 / 2 nats, |logits| being their
+root mean square.
 """
 
 import functools
@@ -28,6 +40,11 @@ A_LAYER = 18
 POST_NORMS = 4
 # More a layer on a GPU: probabilities, their gradients, dK and dV pass bf16 inside attention.
 FUSED_ATTENTION = 4
+# The same of the forward pass alone; and the head's own.
+FORWARD_A_LAYER = 8
+FORWARD_POST_NORMS = 2
+FORWARD_FUSED_ATTENTION = 1
+FORWARD_HEAD = 2
 FAMILIES_WITH_POST_NORMS = ("olmo2", "gemma2", "gemma3_text")
 
 
@@ -37,6 +54,11 @@ def delta(recipe, n_layers, n_chunks, longest_sum, a_layer=A_LAYER):
         * math.sqrt(a_layer * n_layers + n_chunks)
         * (math.sqrt(longest_sum) if recipe == "fp32" else 1)
     )
+
+
+def largest_of(n):
+    """How many times their root mean square the largest of n logits' errors is."""
+    return 3 * math.sqrt(2 * math.log(max(n, 2)))
 
 
 def loss_noise(delta, n_valid):

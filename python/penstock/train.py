@@ -175,6 +175,21 @@ def _batch_callback(data, failures: list):
     )
 
 
+def _logits_callback(on_logits, failures: list):
+    """A ps_logits_fn for on_logits(step, token, logits). Its exceptions go to failures."""
+
+    def give(_user, step, token, logits, n):
+        on_logits(step, token, np.frombuffer(ffi.buffer(logits, 4 * n), np.float32))
+        return lib.PS_OK
+
+    return ffi.callback(
+        "ps_logits_fn",
+        give,
+        error=lib.PS_EINVAL,
+        onerror=lambda _type, exc, _traceback: failures.append(exc),
+    )
+
+
 def _progress_callback(progress, failures: list):
     """A ps_progress_fn for progress(what, done_bytes, total_bytes)."""
 
@@ -213,6 +228,10 @@ class Trainer(Owner):
     init_weights          draw the weights from seed; model_dir then needs config.json alone
     adapter               of a plan with lora: the directory of an adapter to go on training, in
                           PEFT's layout; None: a fresh one, drawn from seed
+    on_logits             of a plan with keep_logits: on_logits(step, token, logits) gets the logits
+                          of each token of a step, in any order, before the step's metrics. token
+                          counts the step's tokens; logits is a float32 array of the vocabulary's
+                          size, valid during the call
     progress              progress(what, done_bytes, total_bytes) is called while weights are loaded
 
     Threads: calls of several threads take turns. Any thread may call cancel(), where() and
@@ -253,6 +272,7 @@ class Trainer(Owner):
         init_weights: bool = False,
         val=None,
         adapter=None,
+        on_logits=None,
         progress=None,
     ):
         cfg = struct("ps_train_config")
@@ -285,7 +305,7 @@ class Trainer(Owner):
         _set(cfg, {name: value for name, value in settings.items() if value is not None})
         held = ffi.new("char[]", encode_path(adapter)) if adapter is not None else ffi.NULL
         cfg.adapter_dir = held
-        self._open(model_dir, plan, data, cfg, progress, val=val)
+        self._open(model_dir, plan, data, cfg, progress, val=val, on_logits=on_logits)
 
     @classmethod
     def resume(cls, checkpoint, model_dir, plan: Plan, data, *, val=None, progress=None, **changes):
@@ -315,7 +335,9 @@ class Trainer(Owner):
         model_dir, plan, data, settings = run_file.prepare(path, changes)
         return cls(model_dir, plan, data, progress=progress, **settings)
 
-    def _open(self, model_dir, plan, data, cfg, progress, checkpoint=None, val=None):
+    def _open(
+        self, model_dir, plan, data, cfg, progress, checkpoint=None, val=None, on_logits=None
+    ):
         cfg.trace_steps = plan.config.trace_steps
         self.total_steps = cfg.total_steps
         self.plan, self._failures, self._writing = plan, [], None
@@ -327,6 +349,9 @@ class Trainer(Owner):
             val = val if isinstance(val, Dataset) else Dataset(val, plan.model.vocab_size)
             cfg.val_dataset = val._handle.ptr
             uses, source = (*uses, val._handle), (source, val)
+        if on_logits is not None:
+            callback = cfg.logits_fn = _logits_callback(on_logits, self._failures)
+            source = (source, callback)
         report = _progress_callback(progress, self._failures) if progress else ffi.NULL
         out = ffi.new("ps_trainer **")
         plan._handle.wait_for_dropped()
