@@ -10,6 +10,7 @@ import sys
 import families
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, write_shard
 from penstock import Hardware, ModelConfig, Plan, compare
 from penstock.shards import IS_TARGET, write_mask
@@ -169,12 +170,17 @@ def test_a_gradient_that_is_wrong_differs_wherever_it_stands(error):
     """Also one that is NaN, which is neither larger nor smaller than another."""
     tensors = [compare.Tensor(name, True, 0.0, 0.01, True) for name in "abc"]
     loss = compare.Loss("all sequences", 1.0, 1.0, 0.1)
+
+    def verdict(tensors):
+        tolerance = compare.Tolerance(0.5, "")
+        logits = compare.Logits(1, 0.0, 1, [])
+        return compare._verdict(compare.Comparison(logits, [loss], tensors, tolerance, tolerance))
+
     for at in range(3):
         wrong = compare.Tensor("w", True, error, error, False)
         mixed = [*tensors[:at], wrong, *tensors[at:]]
-        said = compare._verdict([loss], mixed, compare.Tolerance(0.5, ""))
-        assert said.startswith("the gradient of w is wrong by")
-    assert compare._verdict([loss], tensors, compare.Tolerance(0.5, "")) is None
+        assert verdict(mixed).startswith("the gradient of w is wrong by")
+    assert verdict(tensors) is None
 
 
 def test_a_model_with_nan_is_no_traceback(llama, copy, capsys):

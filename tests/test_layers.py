@@ -30,6 +30,7 @@ ALLOWED = {
 ALLOWED["io"] = {"core"}
 # The step as a program is the same on every machine: it knows no rates and no backend.
 ALLOWED["step"] -= {"hardware", "backends"}
+ALLOWED["model"] |= {"io"}  # adapters on disk
 ALLOWED["train"] |= {"io"}
 ALLOWED["cli"] = set()  # the public headers are all it needs
 

@@ -486,7 +486,9 @@ def test_what_cannot_be_sampled_is_refused(sampled, run, tmp_path):
     refused(command("sample", again, "--prompt", "a", "--none"), "step-00000004: .*--none")
     refused(command("sample", again, "--prompt", "a", "--top-p", "7"), "step-00000004: .*top_p")
     (again / "checkpoints/step-00000004/adapter_config.json").write_text("{}")
-    refused(command("sample", again, "--prompt", "a"), "step-00000004: a LoRA adapter is no model")
+    refused(
+        command("sample", again, "--prompt", "a"), "step-00000004 has adapters of None, which is"
+    )
     (again / "samples.jsonl").write_text("{}\n")
     for name in ("sample", "watch", "report"):
         words = ["--prompt", "a"] if name == "sample" else ["--once"] if name == "watch" else []

@@ -10,8 +10,9 @@
  *   ps_generator_run(g, requests, n, on_token, user, &stats);
  *   ps_generator_destroy(g);
  *
- * On the CPU backend the tokens of a request are a function of the model, the dtype, the context of
- * a model with longrope, and the request. Caps, threads and the other requests do not change them.
+ * On the CPU backend the tokens of a request are a function of the model, its adapters, the dtype,
+ * the context of a model with longrope, and the request. Caps, threads and the other requests do
+ * not change them.
  *
  * Threads: one thread at a time calls the functions of a generator. */
 #ifndef PENSTOCK_GENERATE_H
@@ -40,6 +41,12 @@ typedef struct ps_generate_config {
   uint64_t prefill_tokens; /* of prompts that a step computes at once; 0: 128, on CUDA 1024 */
   uint32_t deterministic;  /* CUDA: 1 for the same bits in every run */
   uint32_t reserved;
+  /* The adapters of a LoRA: what ps_adapter_read() says of adapter_dir; rank 0: none. They are
+   * computed as in training, beside the weights. */
+  ps_lora lora;
+  /* Their directory, in PEFT's layout (penstock/adapter.h): given with lora, else NULL. Borrowed
+   * for ps_generator_create(), which reads it. */
+  const char *adapter_dir;
 } ps_generate_config;
 
 /* What a generator takes, in BYTES, and what it does with the blocks. */
@@ -67,8 +74,8 @@ PS_API ps_status ps_generate_plan(ps_generate_report *out, const ps_model_config
  * @out       on PS_OK a generator that the caller owns and ps_generator_destroy() releases.
  * @progress  as in ps_trainer_create(), or NULL.
  * Blocks: while memory is reserved and weights are read.
- * Errors: those of ps_generate_plan(); PS_EFORMAT, PS_EIO name a tensor or a file; PS_ENOMEM;
- *         PS_EDEVICE. */
+ * Errors: those of ps_generate_plan(); PS_EFORMAT, PS_EIO name a tensor or a file; PS_EINVAL: the
+ *         adapter is of another model; PS_ENOMEM; PS_EDEVICE. */
 PS_API ps_status ps_generator_create(ps_generator **out, const char *model_dir,
                                      const ps_generate_config *cfg, const ps_hardware *hw,
                                      ps_progress_fn progress, void *progress_user);

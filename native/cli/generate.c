@@ -16,7 +16,7 @@ typedef struct ids {
 } ids;
 
 typedef struct generation {
-  const char *model, *tokens, *prompts;
+  const char *model, *adapter, *tokens, *prompts;
   cli_texts stop;
   uint64_t max_new, top_k, seed, context, batch, prefill;
   double temperature, top_p;
@@ -115,6 +115,9 @@ static int prepare(generation *g) {
   ps_status st = ps_model_config_read(&g->config, g->model);
   if (st != PS_OK)
     return cli_fail_status(st, true);
+  ps_lora lora = {0};
+  if (g->adapter && (st = ps_adapter_read(&lora, g->adapter)) != PS_OK)
+    return cli_fail_status(st, true);
   int code = read_prompts(g);
   for (uint32_t i = 0; i < g->stop.n && code == CLI_OK; i++)
     code = parse_ids(g->stop.item[i], "--stop-tokens", &g->stops);
@@ -131,7 +134,9 @@ static int prepare(generation *g) {
                                 .n_sequences = g->n < g->batch ? g->n : g->batch,
                                 .context = g->context ? g->context : longest + g->max_new,
                                 .prefill_tokens = g->prefill,
-                                .deterministic = g->deterministic};
+                                .deterministic = g->deterministic,
+                                .lora = lora,
+                                .adapter_dir = g->adapter};
   return code == CLI_OK ? cli_hardware_get(&g->hw, &g->device, g->host_mem, g->quiet) : code;
 }
 
@@ -291,6 +296,11 @@ int cli_generate(int argc, char **argv) {
        .out = &g.model,
        .value = "DIR",
        .help = "model directory in Hugging Face layout"},
+      {.name = "adapter",
+       .kind = CLI_TEXT,
+       .out = &g.adapter,
+       .value = "DIR",
+       .help = "a LoRA adapter of the model, in PEFT's layout"},
       {.name = "tokens",
        .kind = CLI_TEXT,
        .out = &g.tokens,

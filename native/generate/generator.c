@@ -1,5 +1,6 @@
 /* generator.c - a generator: its engine, its weights, and calls that generate. */
 #include "generate/generate.h"
+#include "model/adapter.h"
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -189,11 +190,29 @@ static ps_status compile(ps_generator *g) {
   return PS_OK;
 }
 
+/* What is loaded: the model's tensors, and those of its adapters, or NULL. */
+typedef struct tensor_files {
+  ps_tensor_file *model, *adapters;
+} tensor_files;
+
+static ps_tensor_file *find_param(const ps_generator *g, const tensor_files *f,
+                                  const ps_param_info *p, uint64_t *idx) {
+  char name[PS__PEFT_NAME_BYTES];
+  const bool adapter = g->plan.model->unit[p->unit].adapter;
+  if (adapter)
+    ps__peft_name(name, p->name);
+  ps_tensor_file *of = adapter ? f->adapters : f->model;
+  *idx = ps_tensors_find(of, adapter ? name : p->name);
+  return of;
+}
+
 /* Elements of @p from @layer on, through @piece where the layer is on the device. */
-static ps_status load_param(ps_generator *g, ps_tensor_file *f, const ps_param_info *p,
+static ps_status load_param(ps_generator *g, const tensor_files *files, const ps_param_info *p,
                             uint32_t layer, char *piece) {
   const ps_dtype dt = g->plan.model->dt;
-  const uint64_t e = ps_dtype_bytes(dt), idx = ps_tensors_find(f, p->name);
+  uint64_t idx;
+  ps_tensor_file *f = find_param(g, files, p, &idx);
+  const uint64_t e = ps_dtype_bytes(dt);
   uint32_t space;
   const uint64_t at = ps__gen_layer_at(&g->plan, layer, &space) +
                       ps__gen_unit_offset(&g->plan, layer, p->unit) + p->offset * e;
@@ -207,7 +226,7 @@ static ps_status load_param(ps_generator *g, ps_tensor_file *f, const ps_param_i
   return PS_OK;
 }
 
-static ps_status load(ps_generator *g, ps_tensor_file *f, ps_progress_fn progress, void *user) {
+static ps_status load(ps_generator *g, const tensor_files *f, ps_progress_fn progress, void *user) {
   const ps_model *m = g->plan.model;
   const uint64_t e = ps_dtype_bytes(m->dt);
   char *piece = ps__malloc(PIECE * e);
@@ -262,19 +281,33 @@ static ps_status reserve(ps_generator *g) {
   return note_memory(g);
 }
 
+static ps_status open_files(const ps_generator *g, const char *dir, tensor_files *f) {
+  const ps_model *m = g->plan.model;
+  const char *adapter_dir = g->plan.cfg.adapter_dir;
+  double dropout;
+  if (!adapter_dir != !m->lora.rank)
+    return ps__fail(PS_EINVAL,
+                    "ps_generate_config: adapter_dir and lora belong together: ps_adapter_read() "
+                    "says what an adapter's lora is");
+  PS_TRY(ps_tensors_open(&f->model, dir));
+  PS_TRY(ps__model_check_tensors(m, f->model, dir, true));
+  return adapter_dir ? ps__adapter_open_for(m, adapter_dir, &f->adapters, &dropout) : PS_OK;
+}
+
 static ps_status create(ps_generator *g, const char *dir, const ps_generate_config *cfg,
                         const ps_hardware *hw, ps_progress_fn progress, void *user) {
   ps_model_config model;
-  ps_tensor_file *f = NULL;
+  tensor_files f = {0};
   PS_TRY(ps_model_config_read(&model, dir));
   PS_TRY(ps__gen_plan_init(&g->plan, &model, cfg, hw));
-  PS_TRY(ps_tensors_open(&f, dir));
-  ps_status st = ps__model_check_tensors(g->plan.model, f, dir, true);
+  ps_status st = open_files(g, dir, &f);
   if (st == PS_OK)
     st = reserve(g);
   if (st == PS_OK)
-    st = load(g, f, progress, user);
-  ps_tensors_close(f);
+    st = load(g, &f, progress, user);
+  ps_tensors_close(f.adapters);
+  ps_tensors_close(f.model);
+  g->plan.cfg.adapter_dir = NULL; /* the caller's */
   return st;
 }
 

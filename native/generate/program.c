@@ -98,17 +98,16 @@ static ps_access weights_of(const builder *b, const ps__span_def *span) {
  * streams. */
 static ps_access tensor_of(const builder *b, const ps__layer_def *d, ps__sym y, uint32_t rows) {
   const ps__gen_plan *p = b->p;
-  const bool block = ps__is_block(p->model, b->layer);
-  const uint64_t bytes = ps__gen_tensor_bytes(d, y.id, rows);
+  const bool host = b->layer == 0, block = ps__is_block(p->model, b->layer);
+  uint64_t at;
   if (block && y.id == d->input)
-    return (ps_access){p->at->device, y.mode, p->map.device.x[b->x], bytes};
-  if (block && y.id == d->output)
-    return (ps_access){p->at->device, y.mode, p->map.device.x[!b->x], bytes};
-  const bool host = b->layer == 0;
-  return (ps_access){host ? p->at->host : p->at->device, y.mode,
-                     (host ? p->map.host.tensors : p->map.device.tensors) +
-                         ps__gen_tensor_offset(p, d, y.id),
-                     bytes};
+    at = p->map.device.x[b->x];
+  else if (block && y.id == d->output)
+    at = p->map.device.x[!b->x];
+  else
+    at = (host ? p->map.host.tensors : p->map.device.tensors) + ps__gen_tensor_offset(p, d, y.id);
+  return (ps_access){host ? p->at->host : p->at->device, y.mode, at + y.skip,
+                     ps__gen_tensor_bytes(d, y.id, rows) - y.skip};
 }
 
 static ps_status batch_of(const builder *b, ps__sym y, uint32_t rows, ps_access *out) {

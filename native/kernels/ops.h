@@ -244,9 +244,9 @@ ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bo
                             uint32_t dt);
 /* PS_EINVAL names the field and its value (native/kernels/cpu/matmul.c). */
 ps_status ps__check_gemm(const ps__args_gemm *a);
-/* gemm_rows            gemm of trans_a 0, trans_b 1, accumulate 0, dt_a = dt_b, for generation. On
- *                      the CPU a row of C does not depend on the other rows, nor on their number.
- *                      On CUDA it is gemm.  ptr: as gemm. */
+/* gemm_rows            gemm of trans_a 0, trans_b 1, dt_a = dt_b, for generation. On the CPU a row
+ *                      of C does not depend on the other rows, nor on their number. On CUDA it is
+ *                      gemm.  ptr: as gemm. */
 static inline float ps__gemm_alpha(const ps__args_gemm *a) {
   return a->alpha == 0.0f ? 1.0f : a->alpha;
 }

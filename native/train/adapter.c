@@ -11,18 +11,6 @@ static bool is_adapter(const ps_trainer *t, const ps_param_info *p) {
 
 /* ---- loading --------------------------------------------------------------------------------- */
 
-ps_status ps__adapter_open_for(const ps_trainer *t, const char *dir, ps_tensor_file **out) {
-  ps_lora lora;
-  ps_tensor_file *f;
-  PS_TRY(ps__adapter_open(&lora, &f, dir));
-  const ps_status st = ps__adapter_check(t->plan->model, &lora, f, dir);
-  if (st == PS_OK)
-    *out = f;
-  else
-    ps_tensors_close(f);
-  return st;
-}
-
 ps_status ps__adapter_load(ps_trainer *t, ps_tensor_file *f) {
   const ps_model *m = t->plan->model;
   char name[PS__PEFT_NAME_BYTES];

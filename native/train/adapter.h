@@ -1,24 +1,12 @@
-/* adapter.h - LoRA adapters on disk and in a trainer. Internal. */
+/* adapter.h - a trainer's LoRA adapters. Internal. */
 #ifndef PS_TRAIN_ADAPTER_H
 #define PS_TRAIN_ADAPTER_H
 #include "io/io.h"
+#include "model/adapter.h"
 #include "train/trainer.h"
-#include <penstock/adapter.h>
 
-/* The name of a parameter in an adapter's file is this and the model's own name. */
-#define PS__PEFT_PREFIX "base_model.model."
-enum { PS__PEFT_NAME_BYTES = PS_PARAM_NAME_BYTES + sizeof PS__PEFT_PREFIX };
-void ps__peft_name(char out[PS__PEFT_NAME_BYTES], const char *name);
-
-/* Open an adapter's directory: what its config says, and its tensors, which the caller closes. */
-ps_status ps__adapter_open(ps_lora *lora, ps_tensor_file **out, const char *dir);
-/* Check that the file has the adapters of @m, and nothing else. PS_EINVAL. */
-ps_status ps__adapter_check(const ps_model *m, const ps_lora *lora, const ps_tensor_file *f,
-                            const char *dir);
 /* Whether the model has adapters. */
 static inline bool ps__has_adapters(const ps_trainer *t) { return t->plan->model->lora.rank > 0; }
-/* Open @dir, and check that it is of the plan's model, rank, alpha and targets. */
-ps_status ps__adapter_open_for(const ps_trainer *t, const char *dir, ps_tensor_file **out);
 /* Read the adapters into the host space. */
 ps_status ps__adapter_load(ps_trainer *t, ps_tensor_file *f);
 /* The stem of the files that weights are saved in. */

@@ -291,6 +291,7 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   PS_TRY(check_model(t));
   PS_TRY(make_segments(t));
   ps_tensor_file *weights = NULL, *adapters = NULL;
+  double dropout = 0;
   const char *adapter_dir = from && ps__has_adapters(t) ? from->dir : c->adapter_dir;
   if (from) {
     PS_TRY(ps__resume_check(t, from));
@@ -302,7 +303,10 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   }
   t->size = ps__step_size_at(t->plan, t->cfg.first_step);
   if (adapter_dir)
-    PS_TRY(ps__adapter_open_for(t, adapter_dir, &adapters));
+    PS_TRY(ps__adapter_open_for(t->plan->model, adapter_dir, &adapters, &dropout));
+  if (dropout > 0 && !t->plan->cfg.forward_only)
+    ps__log(PS_LOG_WARN, "%s: lora_dropout is %g, and training goes on without dropout",
+            adapter_dir, dropout);
   ps_status st = PS_OK;
   if (!c->init_weights)
     st = ps__trainer_open_weights(t, from && !ps__has_adapters(t) ? from->dir : t->model_dir,

@@ -143,6 +143,7 @@ def _parser() -> command.Parser:
         "--device-mem are streamed. The text of a prompt does not depend on the other prompts.",
     )
     p.add_argument("--model", required=True, metavar="DIR", help="model directory with a tokenizer")
+    p.add_argument("--adapter", metavar="DIR", help="a LoRA adapter of the model, in PEFT's layout")
     p.add_argument("--prompt", metavar="TEXT", help="a prompt; its text is printed as it comes")
     p.add_argument(
         "--prompts",
@@ -280,6 +281,7 @@ def _generate(args) -> int:
             host_mem=args.host_mem,
             dtype=args.dtype,
             prefill_tokens=args.prefill_tokens,
+            adapter=args.adapter,
             threads=args.threads,
             backend=args.backend,
         )

@@ -2,6 +2,7 @@
 
 from ._handle import ActiveHandle, Owner
 from ._lib import as_dict, check, encode_path, ffi, lib, struct
+from .lora import Lora
 from .plan import Hardware, parse_bytes
 from .train import DTYPES
 
@@ -18,6 +19,7 @@ class Generator(Owner):
     host_mem         device are streamed
     dtype            "fp32" or "bf16", of weights, activations and cache
     prefill_tokens   tokens of prompts that a step computes at once; 0: 128, on a GPU 1024
+    adapter          directory of a LoRA adapter of the model, in PEFT's layout; None: none
     progress         progress(what, done_bytes, total_bytes) is called while weights are loaded
 
     Raises FormatError, InputOutputError, OutOfMemoryError, InvalidError, and BudgetError, which
@@ -34,6 +36,7 @@ class Generator(Owner):
         host_mem=None,
         dtype: str = "bf16",
         prefill_tokens: int = 0,
+        adapter=None,
         deterministic: bool = False,
         threads: int = 0,
         backend: str = "auto",
@@ -53,8 +56,11 @@ class Generator(Owner):
             prefill_tokens=prefill_tokens,
             deterministic=int(deterministic),
         )
-        failures = []
-        report = ffi.NULL
+        held = None
+        if adapter is not None:
+            Lora.read(adapter).fill(cfg.lora)
+            held = cfg.adapter_dir = ffi.new("char[]", encode_path(adapter))
+        failures, report = [], ffi.NULL
         if progress:
             from .train import _progress_callback
 
@@ -63,6 +69,7 @@ class Generator(Owner):
         status = lib.ps_generator_create(
             out, encode_path(model_dir), cfg, self.hardware._ptr, report, ffi.NULL
         )
+        del held  # the library has read the adapter
         if failures:
             if status >= 0:
                 lib.ps_generator_destroy(out[0])

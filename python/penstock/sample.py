@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from . import command
+from .chat import read_config
 from .files import DataError
 from .generate import read_prompts
 from .runs import RUNNING, RunDirectory
@@ -31,8 +32,23 @@ def checkpoints(run: RunDirectory) -> dict[int, Path]:
     return {int(m[1]): path for m, path in named if m and (path / "manifest.json").exists()}
 
 
-def sample(folder: Path, prompts: list, options: list[str]) -> list[dict]:
+def model_words(folder: Path, base: str | None) -> list:
+    """The options of `penstock generate` that name the model of a checkpoint. One of LoRA has the
+    adapters alone: `base` is the directory of the model beside them; None: as it was trained."""
+    config = folder / "adapter_config.json"
+    if not config.exists():
+        if base is not None:
+            raise DataError(f"{folder} has all of its model's weights: leave --model out")
+        return ["--model", folder]
+    base = base or read_config(folder, "adapter_config.json").get("base_model_name_or_path")
+    if not isinstance(base, str) or not Path(base).is_dir():
+        raise DataError(f"{folder} has adapters of {base}, which is no directory: give --model DIR")
+    return ["--model", base, "--adapter", folder]
+
+
+def sample(folder: Path, base: str | None, prompts: list, options: list[str]) -> list[dict]:
     """What `penstock generate` makes of the prompts. DataError: it refused; OSError: it failed."""
+    model = model_words(folder, base)
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
         file.writelines(
             json.dumps({"messages": p} if isinstance(p, list) else p) + "\n" for p in prompts
@@ -40,7 +56,7 @@ def sample(folder: Path, prompts: list, options: list[str]) -> list[dict]:
         file.flush()
         program = [sys.executable, "-m", "penstock", "generate", "--quiet"]
         done = subprocess.run(
-            [*program, "--model", folder, "--prompts", file.name, *options],
+            [*program, *model, "--prompts", file.name, *options],
             capture_output=True,
             encoding="utf-8",
             env={**os.environ, "PYTHONIOENCODING": "utf-8"},
@@ -53,7 +69,9 @@ def sample(folder: Path, prompts: list, options: list[str]) -> list[dict]:
     return [json.loads(line) for line in done.stdout.split("\n")[:-1]]
 
 
-def follow(run: RunDirectory, prompts: list, options: list[str], every_s: float) -> int:
+def follow(
+    run: RunDirectory, base: str | None, prompts: list, options: list[str], every_s: float
+) -> int:
     """Sample each checkpoint that is not sampled yet until the run ends, the newest first. Returns
     how many."""
     n, going = 0, True
@@ -65,13 +83,8 @@ def follow(run: RunDirectory, prompts: list, options: list[str], every_s: float)
             time.sleep(every_s if going else 0)
             continue
         step, folder = max(waiting.items())
-        if (folder / "adapter_config.json").exists():
-            raise DataError(
-                f"{folder}: a LoRA adapter is no model: add it to the weights with penstock merge, "
-                "and generate with the merged model"
-            )
         try:
-            texts = sample(folder, prompts, options)
+            texts = sample(folder, base, prompts, options)
         except (DataError, OSError):
             if folder.exists():
                 raise
@@ -88,6 +101,11 @@ def main(argv: list[str]) -> int:
         "penstock generate.",
     )
     parser.add_argument("run", metavar="RUN", help="the run directory (--run-dir, or --out)")
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="of a run with LoRA: the model beside the adapters (default: as it was trained)",
+    )
     parser.add_argument("--prompt", metavar="TEXT", help="a prompt")
     parser.add_argument("--prompts", metavar="FILE", help="prompts, as for penstock generate")
     args, options = parser.parse_known_args(argv)
@@ -103,7 +121,7 @@ def main(argv: list[str]) -> int:
                 f"{run.path} has no checkpoint to sample: train with --checkpoint-every N"
             )
         try:
-            follow(run, prompts, options, 2.0)
+            follow(run, args.model, prompts, options, 2.0)
         except KeyboardInterrupt:  # what was sampled is written
             pass
         return command.OK

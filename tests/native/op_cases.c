@@ -492,8 +492,7 @@ static const uint32_t rows_test[][3] = {{1, 1, 1},   {1, 512, 128}, {2, 33, 5}, 
 static void gemm_rows(visit *v, uint32_t dt) {
   EACH(s, v, rows_test, rows_bench)
   for (uint32_t form = 0; form < (v->sizes == OP_BENCH ? 1 : N_FORMS); form++)
-    if (form != ACCUMULATE)
-      gemm_case(v, dt, s, s_i % 2 ? 8 : 0, 2, form, s_i % 2 ? 0.22f : 0.0f);
+    gemm_case(v, dt, s, s_i % 2 ? 8 : 0, 2, form, s_i % 2 ? 0.22f : 0.0f);
 }
 
 /* ---- attention against a cache --------------------------------------------------------------- */

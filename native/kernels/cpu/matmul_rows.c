@@ -80,6 +80,8 @@ static void rows_tile(const rows_product *p, uint32_t i0, uint32_t j0) {
       float v = ps__gemm_alpha(a) * sum[i][j];
       if (p->bias)
         v += ps__load1_f32(p->bias, a->dt_c, j0 + j);
+      if (a->accumulate)
+        v += ps__load1_f32(p->y, a->dt_c, at);
       if (p->residual)
         v += ps__load1_f32(p->residual, a->dt_c, at);
       ps__store1_f32(p->y, a->dt_c, at, v);
@@ -96,15 +98,15 @@ static void rows_task(void *arg, int64_t task, uint32_t worker) {
 }
 
 /* gemm_rows
- * math    gemm's, with op(A) = A and op(B) = B^T, without C as a term; a row of C is a function of
- *         the same row of A alone
+ * math    gemm's, with op(A) = A and op(B) = B^T; a row of C is a function of the same row of A,
+ *         and of C, alone
  * bytes   B once while m <= 4, else once for each 4 rows from the cache: a task's 16 rows of B
  * determinism  bitwise, and for any m.   reference  gemm's */
 static ps_status gemm_rows(const ps_launch *l) {
   const ps__args_gemm *a = l->args;
   PS_TRY(ps__check_gemm(a));
   if (!a->m || !a->n || !a->k || a->lda < a->k || a->ldb < a->k || a->ldc < a->n || a->trans_a ||
-      !a->trans_b || a->accumulate || a->dt_a != a->dt_b)
+      !a->trans_b || a->dt_a != a->dt_b)
     return ps__fail(PS_EINVAL,
                     "gemm_rows %ux%ux%u, leading dimensions %u, %u, %u: it computes A B^T alone, "
                     "of one dtype, with whole rows",

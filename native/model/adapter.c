@@ -1,7 +1,9 @@
-/* adapter_file.c - reads an adapter's directory as PEFT writes it, and refuses what would be
- * another math than y = x W^T + s (x A^T) B^T. */
+/* adapter.c - reads an adapter's directory as PEFT writes it, and refuses what would be another
+ * math than y = x W^T + s (x A^T) B^T. */
+#include "model/adapter.h"
+#include "core/core.h"
+#include "io/io.h"
 #include "model/lora.h"
-#include "train/adapter.h"
 #include <math.h>
 #include <string.h>
 
@@ -63,7 +65,7 @@ static ps_status check_supported(const ps__json *j, const char *path) {
   return PS_OK;
 }
 
-static ps_status read_config(ps_lora *out, const ps__json *j, const char *path) {
+static ps_status read_config(ps_lora *out, double *dropout, const ps__json *j, const char *path) {
   uint64_t rank = 0;
   const ps__json *r = ps__json_get(j, "r");
   if (ps__json_type(j) != PS_JSON_OBJECT)
@@ -78,10 +80,7 @@ static ps_status read_config(ps_lora *out, const ps__json *j, const char *path) 
   if (ps__lora_check(out) != PS_OK)
     return ps__fail(PS_EFORMAT, "%s: lora_alpha is %g: a number above 0 and up to %g is needed",
                     path, out->alpha, PS_MAX_LORA_ALPHA);
-  const double dropout = ps__json_number(ps__json_get(j, "lora_dropout"), 0);
-  if (dropout > 0)
-    ps__log(PS_LOG_WARN, "%s: lora_dropout is %g, and training goes on without dropout", path,
-            dropout);
+  *dropout = ps__json_number(ps__json_get(j, "lora_dropout"), 0);
   return PS_OK;
 }
 
@@ -112,7 +111,9 @@ static ps_status find_targets(ps_lora *lora, const ps_tensor_file *f, const char
   return lora->targets ? PS_OK : ps__fail(PS_EFORMAT, "%s: the adapter has no tensors", dir);
 }
 
-ps_status ps__adapter_open(ps_lora *lora, ps_tensor_file **out, const char *dir) {
+/* What the config says, and the tensors, which the caller closes. */
+static ps_status open_adapter(ps_lora *lora, double *dropout, ps_tensor_file **out,
+                              const char *dir) {
   char *path;
   ps__json *j = NULL;
   ps_lora read = {0};
@@ -120,7 +121,7 @@ ps_status ps__adapter_open(ps_lora *lora, ps_tensor_file **out, const char *dir)
   PS_TRY(ps__model_path(&path, dir, "adapter_config.json"));
   ps_status st = ps__json_read_file(&j, path, MAX_CONFIG_BYTES);
   if (st == PS_OK)
-    st = read_config(&read, j, path);
+    st = read_config(&read, dropout, j, path);
   ps__json_free(j);
   ps__free(path);
   if (st == PS_OK)
@@ -138,9 +139,10 @@ ps_status ps__adapter_open(ps_lora *lora, ps_tensor_file **out, const char *dir)
 
 ps_status ps_adapter_read(ps_lora *out, const char *dir) {
   ps_tensor_file *f;
+  double dropout;
   if (!out || !dir || !*dir)
     return ps__fail(PS_EINVAL, "ps_adapter_read: out and dir must be given");
-  PS_TRY(ps__adapter_open(out, &f, dir));
+  PS_TRY(open_adapter(out, &dropout, &f, dir));
   ps_tensors_close(f);
   return PS_OK;
 }
@@ -165,8 +167,8 @@ static ps_status check_tensor(const ps_tensor_file *f, const char *dir, const ps
                   (unsigned long long)p->shape[0], (unsigned long long)p->shape[1]);
 }
 
-ps_status ps__adapter_check(const ps_model *m, const ps_lora *lora, const ps_tensor_file *f,
-                            const char *dir) {
+static ps_status check_adapter(const ps_model *m, const ps_lora *lora, const ps_tensor_file *f,
+                               const char *dir) {
   const ps_lora *want = &m->lora;
   uint64_t n = 0;
   char has[160], needs[160];
@@ -195,4 +197,17 @@ ps_status ps__adapter_check(const ps_model *m, const ps_lora *lora, const ps_ten
                     "adapter is of another model",
                     dir, (unsigned long long)ps_tensors_count(f), (unsigned long long)n);
   return PS_OK;
+}
+
+ps_status ps__adapter_open_for(const ps_model *m, const char *dir, ps_tensor_file **out,
+                               double *dropout) {
+  ps_lora lora;
+  ps_tensor_file *f;
+  PS_TRY(open_adapter(&lora, dropout, &f, dir));
+  const ps_status st = check_adapter(m, &lora, f, dir);
+  if (st == PS_OK)
+    *out = f;
+  else
+    ps_tensors_close(f);
+  return st;
 }
