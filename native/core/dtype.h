@@ -8,25 +8,34 @@
 extern "C" {
 #endif
 
-/* Beside those that are held in memory (ps_dtype): dtypes of files, which are converted when they
- * are read. */
-typedef enum ps__file_dtype { PS__F16 = PS_N_DTYPES, PS__N_FILE_DTYPES } ps__file_dtype;
+/* Beside those of weights and activations (ps_dtype): dtypes of files, which are converted when they
+ * are read; and dtypes of quantized operands of products (kernels/ops.h, "FP8").
+ *   PS__E4M3  torch.float8_e4m3fn: 448 is the largest number, no infinity, one NaN
+ *   PS__E5M2  torch.float8_e5m2: 57344 is the largest number; infinities as IEEE has them */
+typedef enum ps__other_dtype {
+  PS__F16 = PS_N_DTYPES,
+  PS__N_FILE_DTYPES,
+  PS__E4M3 = PS__N_FILE_DTYPES,
+  PS__E5M2,
+  PS__N_DTYPES
+} ps__other_dtype;
 
 typedef struct ps__dtype {
   const char *name;       /* ours: "bf16" */
-  const char *file_name;  /* in safetensors: "BF16" */
+  const char *file_name;  /* in safetensors: "BF16"; NULL: files with it are refused */
   const char *torch_name; /* in config.json: "bfloat16" */
   uint32_t bytes;
   /* Sums of many terms lose too much in it: totals of gradients keep the next 8 bits beside them,
    * or are dithered (kernels/ops.h, "How a contribution is added"). */
   bool low_bytes;
-  /* n elements to fp32, exactly; and from fp32, rounded to nearest even, a NaN staying one. No
-   * overlap. Bandwidth-bound, single-threaded: callers split. from_f32 is NULL for dtypes of files
-   * alone. */
+  /* n elements to fp32, exactly; and from fp32, rounded to nearest even, a NaN staying one. What
+   * is larger than the largest number of E4M3 or E5M2 becomes that number, infinity too. No
+   * overlap. Bandwidth-bound, single-threaded: callers split.
+   * from_f32 is NULL for dtypes of files alone. */
   void (*to_f32)(float *dst, const void *src, size_t n);
   void (*from_f32)(void *dst, const float *src, size_t n);
 } ps__dtype;
-extern const ps__dtype ps__dtypes[PS__N_FILE_DTYPES];
+extern const ps__dtype ps__dtypes[PS__N_DTYPES];
 
 /* The dtype that safetensors calls @file_name; PS__N_FILE_DTYPES: none of the table's. */
 uint32_t ps__dtype_of_file(const char *file_name);

@@ -34,6 +34,9 @@ extern "C" {
   X(rmsnorm_bwd)                                                                                   \
   X(gemm)                                                                                          \
   X(gemm_rows)                                                                                     \
+  X(gemm_fp8)                                                                                      \
+  X(quantize)                                                                                      \
+  X(rmsnorm_quantize)                                                                              \
   X(qkv_split_fwd)                                                                                 \
   X(qkv_split_bwd)                                                                                 \
   X(attention_fwd)                                                                                 \
@@ -41,6 +44,8 @@ extern "C" {
   X(attention_cached)                                                                              \
   X(glu_fwd)                                                                                       \
   X(glu_bwd)                                                                                       \
+  X(glu_quantize)                                                                                  \
+  X(glu_bwd_quantize)                                                                              \
   X(colsum)                                                                                        \
   X(cross_entropy)                                                                                 \
   X(sumsq)                                                                                         \
@@ -59,6 +64,7 @@ PS__OPS(PS__DECLARE_OP)
 typedef enum ps__rate {
   PS__RATE_MEMORY = 0,    /* bytes through the memory of the unit that runs it */
   PS__RATE_GEMM,          /* FLOPs, by role and rows; arguments: ps__args_gemm */
+  PS__RATE_GEMM_FP8,      /* the same of fp8 operands; arguments: ps__args_gemm_fp8 */
   PS__RATE_ATTENTION_FWD, /* FLOPs, by rows, keys and documents; arguments: ps__args_attention */
   PS__RATE_ATTENTION_BWD,
   /* on host threads; on a GPU all of these are priced as PS__RATE_MEMORY */
@@ -250,6 +256,92 @@ ps_status ps__check_gemm(const ps__args_gemm *a);
 static inline float ps__gemm_alpha(const ps__args_gemm *a) {
   return a->alpha == 0.0f ? 1.0f : a->alpha;
 }
+
+/* ---- FP8 ----------------------------------------------------------------------------------------
+ * A quantized tensor is an array of PS__E4M3 or PS__E5M2 (core/dtype.h) and its scale: f32[2],
+ *   scale[0]  s, a power of two: ps__fp8_scale_bits() of amax
+ *   scale[1]  amax, the largest |x| of the whole tensor, by its bits (so NaN is above infinity)
+ * The tensor stands for s*q[i], with q[i] = x[i]/s rounded to nearest even and saturated. x is of
+ * bf16 or fp32 (dt). What an op computes is first rounded to dt, as where it is stored: so an op
+ * that computes and quantizes gives the bits of the op that stores, followed by `quantize`.
+ *   - amax is that of exactly what the launch quantizes: one chunk's tensor, one span of weights.
+ *     It is a maximum of bits, so it depends on no order.
+ *   - Nothing saturates: amax/s is at most the largest number.
+ *   - An x that is not finite makes s NaN, and with it every product that reads s. The step's loss
+ *     or norm is then NaN, which the trainer sees.
+ * FORMS. Products take both operands with their summed dimension contiguous (gemm_fp8). PS_FORM_ROWS
+ * is [rows,cols], as x is stored. PS_FORM_COLS is its transpose [cols,rows], of the same q and s.
+ * An op may write either or both. On CUDA rows and cols are multiples of 16. */
+enum { PS_FORM_ROWS = 1, PS_FORM_COLS = 2 };
+
+/* Bits of the scale of a tensor of dtype @dt (PS__E4M3, PS__E5M2), from those of its amax: the least
+ * power of two s from 2^-126 on with amax/s at most the dtype's largest number (1.75 * 2^8, 1.75 *
+ * 2^15); 1 where amax is 0; NaN where it is not finite. x/s and x*(1/s) are then exact but for
+ * underflow. */
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+static inline uint32_t ps__fp8_scale_bits(uint32_t amax_bits, uint32_t dt) {
+  if (amax_bits >= 0x7f800000u)
+    return 0x7fc00000u;
+  if (amax_bits == 0)
+    return 0x3f800000u;
+  const int32_t e = (int32_t)(amax_bits >> 23) - (dt == PS__E4M3 ? 8 : 15) +
+                    ((amax_bits & 0x7fffffu) > 0x600000u);
+  return (uint32_t)(e < 1 ? 1 : e) << 23;
+}
+
+/* quantize             ptr: R x[rows,cols] dt, W scale f32[2], then W q[rows,cols] if forms has
+ *                      ROWS, then W qt[cols,rows] if it has COLS (both u8, of dt_q).
+ *                      rows 0 in a definition: the chunk's tokens.
+ *                      bytes: x twice (amax, then values), each form once.
+ *                      deterministic: elementwise, and a maximum. */
+typedef struct ps__args_quantize {
+  uint32_t rows, cols, dt, dt_q, forms;
+} ps__args_quantize;
+ps_status ps__check_quantize(const ps__args_quantize *a, const char *op);
+/* rmsnorm_quantize     y of rmsnorm_fwd (without a residual), rounded to norm.dt, quantized to dt_q.
+ *                      ptr: R x[rows,cols], R w[cols], W scale f32[2], then W q[rows,cols] if
+ *                      forms has ROWS, then W qt[cols,rows] if it has COLS.
+ *                      bytes: x twice, each form once; y is stored nowhere. */
+typedef struct ps__args_rmsnorm_quantize {
+  ps__args_rmsnorm norm;
+  uint32_t dt_q, forms;
+} ps__args_rmsnorm_quantize;
+/* glu_quantize         s of glu_fwd, rounded to glu.dt, quantized to dt_q.
+ *                      ptr: R gu[T,2F], W scale f32[2], then W q[T,F] if forms has ROWS, then W
+ *                      qt[F,T] if it has COLS.  bytes: gu twice, each form once. */
+/* glu_bwd_quantize     What glu_bwd leaves, each rounded to glu.dt and quantized with a scale of its
+ *                      own: the gradient of gu to dt_q in both forms, s to PS__E4M3 in the form
+ *                      COLS (what dW of down reads). Neither ds nor gu changes. forms says nothing.
+ *                      ptr: R ds[T,F], R gu[T,2F], W scale_gu f32[2], W dgu[T,2F] u8, W
+ *                      dgut[2F,T] u8, W scale_s f32[2], W st[F,T] u8.
+ *                      bytes: ds and gu twice, each result once. */
+typedef struct ps__args_glu_quantize {
+  uint32_t n_tokens, ffn_dim, dt, activation, dt_q, forms; /* the first four as ps__args_glu */
+} ps__args_glu_quantize;
+
+/* gemm_fp8             C[M,N] = (C +) alpha sA sB A B^T (+ bias[N]) (+ residual[M,N]), added in this
+ *                      order in fp32, with one rounding. A[M,K] and B[N,K] are quantized tensors,
+ *                      row-major without gaps (cuBLASLt's TN, the one that compute capability 9.0
+ *                      has for fp8). C, residual [M,N] and bias [N] are of dt_c, without gaps.
+ *                      role, and what A and B are:
+ *                        FORWARD  Y = X W^T    X rows e4m3, W rows e4m3       rows bind M
+ *                        DGRAD    dX = dY W    dY rows e5m2, W cols e4m3      rows bind M
+ *                        WGRAD    dW = dY^T X  dY cols e5m2, X cols e4m3      rows bind K
+ *                      Products of two fp8 numbers are exact in fp32. On CUDA FORWARD may sum with
+ *                      fast accumulation; the others do not. M, N and K are multiples of 16 there.
+ *                      ptr: R A, R scale_a f32[2], R B, R scale_b f32[2], W|RW C (RW with
+ *                      accumulate), then R bias if has_bias, then R residual if has_residual.
+ *                      Only scale[0] is read. accumulate and has_residual exclude each other. */
+enum { PS_GEMM_FORWARD = 0, PS_GEMM_DGRAD = 1, PS_GEMM_WGRAD = 2 };
+typedef struct ps__args_gemm_fp8 {
+  uint32_t m, n, k;
+  uint8_t role, accumulate, has_bias, has_residual, dt_a, dt_b, dt_c, reserved;
+  float alpha; /* 0 stands for 1 */
+} ps__args_gemm_fp8;
+/* PS_EINVAL names the field and its value (native/kernels/cpu/gemm_fp8.c). */
+ps_status ps__check_gemm_fp8(const ps__args_gemm_fp8 *a);
 
 /* RoPE rotates the first rotary_dim elements of a head, in Hugging Face's layout: element i pairs
  * with i + rotary_dim/2, and its angle is position * inv_freq[i], the product and its range
