@@ -353,7 +353,7 @@ $(BUILD)/fuzz/fuzz_toml: $(BUILD)/obj/native/cli/toml.o # likewise
 $(BUILD)/tests/libops_shim.so: $(BUILD)/obj/tests/native/ops_shim.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter %.o,$^) $(ARCHIVE) $(PS_LDLIBS) $(LDLIBS)
-OPS_BASE_SRC := tests/native/ops_shim.c tests/native/op_cases.c native/core/dtype.c $(addprefix native/kernels/cpu/,cross_entropy.c embedding.c matmul.c matmul_rows.c attention_cached.c reduce.c rmsnorm.c glu.c)
+OPS_BASE_SRC := tests/native/ops_shim.c tests/native/op_cases.c native/core/dtype.c $(addprefix native/kernels/cpu/,cross_entropy.c embedding.c matmul.c matmul_rows.c attention_cached.c reduce.c rmsnorm.c glu.c quantize.c)
 $(BUILD)/tests/libops_shim_base.so: $(OPS_BASE_SRC) $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) -shared $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -DPS_BASELINE=1 $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)

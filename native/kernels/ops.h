@@ -340,7 +340,7 @@ typedef struct ps__args_gemm_fp8 {
   uint8_t role, accumulate, has_bias, has_residual, dt_a, dt_b, dt_c, reserved;
   float alpha; /* 0 stands for 1 */
 } ps__args_gemm_fp8;
-/* PS_EINVAL names the field and its value (native/kernels/cpu/gemm_fp8.c). */
+/* PS_EINVAL names the field and its value (native/kernels/cpu/matmul.c). */
 ps_status ps__check_gemm_fp8(const ps__args_gemm_fp8 *a);
 
 /* RoPE rotates the first rotary_dim elements of a head, in Hugging Face's layout: element i pairs

@@ -1,6 +1,6 @@
 /* glu.c - the gated activation of the feed-forward layer (Shazeer 2020, arXiv 2002.05202),
  * forward and backward. */
-#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/quantize.h"
 #include "core/vec.h"
 
 typedef struct glu_job {
@@ -121,6 +121,135 @@ static ps_status glu_bwd(const ps_launch *l) {
   ps__cpu_rows(l->exec, a->n_tokens, ps__block_rows(2 * (size_t)a->ffn_dim), glu_bwd_task, &job);
   return PS_OK;
 }
+
+/* ---- quantized ------------------------------------------------------------------------------- */
+
+typedef struct glu_quantize_job {
+  const ps__args_glu_quantize *a;
+  const ps__cpu_exec *exec;
+  const char *gu, *ds;
+  ps__quantizer s, grad; /* grad: of gu's gradient, backward alone */
+} glu_quantize_job;
+
+/* Rows [first, end) of s in the worker's scratch; backward those of gu's gradient come before. */
+static char *glu_block(const glu_quantize_job *j, int64_t first, int64_t end, uint32_t worker) {
+  const size_t bytes = j->a->ffn_dim * ps__dt_bytes(j->a->dt), n = (size_t)(end - first);
+  char *scratch = ps__scratch(j->exec, worker), *s = j->ds ? scratch + 2 * n * bytes : scratch;
+  glu_job part = {.ffn = j->a->ffn_dim, .dt = j->a->dt, .activation = j->a->activation, .s = s};
+  if (!j->ds) {
+    part.gu = (char *)j->gu + 2 * (size_t)first * bytes;
+    glu_fwd_run(&part, 0, end - first);
+    return s;
+  }
+  part.gu = scratch;
+  memcpy(scratch, j->gu + 2 * (size_t)first * bytes, 2 * n * bytes);
+  memcpy(s, j->ds + (size_t)first * bytes, n * bytes);
+  glu_bwd_run(&part, 0, end - first);
+  return s;
+}
+
+static void glu_see_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  glu_quantize_job *j = arg;
+  const size_t n = (size_t)(end - first) * j->a->ffn_dim;
+  const char *s = glu_block(j, first, end, worker);
+  ps__quantizer_see(&j->s, s, n);
+  if (j->ds)
+    ps__quantizer_see(&j->grad, ps__scratch(j->exec, worker), 2 * n);
+}
+static void glu_put_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const glu_quantize_job *j = arg;
+  const char *s = glu_block(j, first, end, worker);
+  ps__quantizer_put(&j->s, s, first, end - first);
+  if (j->ds)
+    ps__quantizer_put(&j->grad, ps__scratch(j->exec, worker), first, end - first);
+}
+
+static void glu_quantize_run(glu_quantize_job *job) {
+  ps__cpu_rows(job->exec, job->a->n_tokens, PS__QUANTIZE_ROWS, glu_see_task, job);
+  ps__quantizer_ready(&job->s);
+  if (job->ds)
+    ps__quantizer_ready(&job->grad);
+  ps__cpu_rows(job->exec, job->a->n_tokens, PS__QUANTIZE_ROWS, glu_put_task, job);
+}
+
+static ps_status check_glu_quantize(const ps__args_glu_quantize *a, uint32_t forms,
+                                    const char *op) {
+  const ps__args_glu glu = {a->n_tokens, a->ffn_dim, a->dt, a->activation};
+  PS_TRY(ps__check_glu(&glu, op));
+  return ps__check_forms(a->dt, a->dt_q, forms, op);
+}
+
+/* glu_quantize
+ * math    q, qt = quantize(glu_fwd(gu)), to their bits
+ * shapes  gu [T,2F], q [T,F], qt [F,T]; no aliasing
+ * bytes   4*T*F*sizeof(dt) + T*F a form; scratch: 16 rows a worker.   determinism  as glu_fwd's */
+static ps_status glu_quantize(const ps_launch *l) {
+  const ps__args_glu_quantize *a = l->args;
+  PS_TRY(check_glu_quantize(a, a->forms, "glu_quantize"));
+  uint32_t next = 1;
+  glu_quantize_job job = {.a = a, .exec = l->exec, .gu = l->ptr[0]};
+  job.s = ps__quantizer_of(l, &next, a->n_tokens, a->ffn_dim, a->dt, a->dt_q, a->forms);
+  glu_quantize_run(&job);
+  return PS_OK;
+}
+
+/* glu_bwd_quantize
+ * math    dgu, dgut = quantize(what glu_bwd leaves in gu); st = quantize(what it leaves in ds)
+ * shapes  ds [T,F], gu and dgu [T,2F], dgut [2F,T], st [F,T]; no aliasing
+ * bytes   6*T*F*sizeof(dt) + 5*T*F; scratch: 16 rows a worker.   determinism  as glu_bwd's */
+static ps_status glu_bwd_quantize(const ps_launch *l) {
+  const ps__args_glu_quantize *a = l->args;
+  PS_TRY(check_glu_quantize(a, PS_FORM_COLS, "glu_bwd_quantize"));
+  uint32_t next = 2;
+  glu_quantize_job job = {.a = a, .exec = l->exec, .ds = l->ptr[0], .gu = l->ptr[1]};
+  job.grad = ps__quantizer_of(l, &next, a->n_tokens, 2 * a->ffn_dim, a->dt, a->dt_q,
+                              PS_FORM_ROWS | PS_FORM_COLS);
+  job.s = ps__quantizer_of(l, &next, a->n_tokens, a->ffn_dim, a->dt, PS__E4M3, PS_FORM_COLS);
+  glu_quantize_run(&job);
+  return PS_OK;
+}
+
+static size_t scratch_glu_quantize(const void *args, const ps__scratch_target *target) {
+  const ps__args_glu_quantize *a = args;
+  return ps__round_up(PS__QUANTIZE_ROWS * (size_t)a->ffn_dim * ps__dt_bytes(a->dt), 64);
+}
+static size_t scratch_glu_bwd_quantize(const void *args, const ps__scratch_target *target) {
+  return 3 * scratch_glu_quantize(args, target);
+}
+static void bind_glu_quantize(void *args, const ps__chunk_shape *chunk) {
+  ((ps__args_glu_quantize *)args)->n_tokens = chunk->n_tokens;
+}
+static double glu_quantize_bytes(const ps__args_glu_quantize *a, double read, double written) {
+  return (double)a->n_tokens * a->ffn_dim * (2.0 * read * (double)ps__dt_bytes(a->dt) + written);
+}
+static ps_work work_glu_quantize(const void *args) {
+  const ps__args_glu_quantize *a = args;
+  return ps__bytes_work(glu_quantize_bytes(a, 2, ps__n_forms(a->forms)));
+}
+static ps_work work_glu_bwd_quantize(const void *args) {
+  return ps__bytes_work(glu_quantize_bytes(args, 3, 5));
+}
+
+const ps_kernel ps__k_glu_quantize = {
+    .name = "glu_quantize",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {glu_quantize, NULL},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .work = work_glu_quantize,
+                                 .bind = bind_glu_quantize,
+                                 .scratch = {scratch_glu_quantize, NULL}},
+};
+const ps_kernel ps__k_glu_bwd_quantize = {
+    .name = "glu_bwd_quantize",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {glu_bwd_quantize, NULL},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .work = work_glu_bwd_quantize,
+                                 .bind = bind_glu_quantize,
+                                 .scratch = {scratch_glu_bwd_quantize, NULL}},
+};
+
+/* ---- descriptions ---------------------------------------------------------------------------- */
 
 static void bind_glu(void *args, const ps__chunk_shape *chunk) {
   ((ps__args_glu *)args)->n_tokens = chunk->n_tokens;

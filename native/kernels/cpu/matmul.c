@@ -201,6 +201,7 @@ static size_t scratch_gemm(const void *args, const ps__scratch_target *target) {
 
 typedef struct gemm_job {
   const ps__args_gemm *a;
+  float alpha;
   const ps__cpu_exec *exec;
   tiling t;
   const void *pa, *pb, *bias, *residual;
@@ -264,8 +265,8 @@ static void gemm_tile(void *arg, int64_t task, uint32_t worker) {
                            : fetch(j->pa, a->dt_a, a->lda, i0, k0, m, k, sa);
     operand y = a->trans_b ? fetch(j->pb, a->dt_b, a->ldb, j0, k0, n, k, sb)
                            : fetch(j->pb, a->dt_b, a->ldb, k0, j0, k, n, sb);
-    ps__cpu_sgemm(a->trans_a, a->trans_b, (int)m, (int)n, (int)k, ps__gemm_alpha(a), x.p, x.ld, y.p,
-                  y.ld, k0 || a->accumulate ? 1.0f : 0.0f, c, (int)ldc);
+    ps__cpu_sgemm(a->trans_a, a->trans_b, (int)m, (int)n, (int)k, j->alpha, x.p, x.ld, y.p, y.ld,
+                  k0 || a->accumulate ? 1.0f : 0.0f, c, (int)ldc);
   }
   if (!narrow && !j->bias && !j->residual)
     return;
@@ -284,6 +285,36 @@ ps_status ps__check_gemm(const ps__args_gemm *a) {
   return PS_OK;
 }
 
+/* C = op(A) op(B) as gemm says, with this alpha.
+ * @c  C, then the bias and the residual where there are such */
+static ps_status multiply(const ps__cpu_exec *exec, const ps__args_gemm *a, float alpha,
+                          const void *x, const void *y, void *const *c) {
+  uint32_t cols_a = a->trans_a ? a->m : a->k, cols_b = a->trans_b ? a->k : a->n;
+  if (!a->m || !a->n || !a->k || a->lda < cols_a || a->ldb < cols_b || a->ldc < a->n)
+    return ps__fail(
+        PS_EINVAL,
+        "gemm %ux%ux%u with leading dimensions %u, %u, %u: sizes must be positive and rows fit",
+        a->m, a->n, a->k, a->lda, a->ldb, a->ldc);
+  PS_TRY(ps__cpu_blas_ready(ps__pool_size(exec->pool)));
+  gemm_job job = {.a = a,
+                  .alpha = alpha,
+                  .exec = exec,
+                  .t = tile_product(a),
+                  .pa = x,
+                  .pb = y,
+                  .pc = *c++};
+  if (a->has_bias)
+    job.bias = *c++;
+  if (a->has_residual)
+    job.residual = *c++;
+  int64_t n_tiles = (int64_t)job.t.parts_m * job.t.parts_n;
+  if (n_tiles == 1)
+    gemm_tile(&job, 0, 0);
+  else
+    ps__pool_run(job.exec->pool, n_tiles, gemm_tile, &job);
+  return PS_OK;
+}
+
 /* gemm
  * math    C = round(((accumulate ? C : 0) + alpha op(A) op(B)) + bias + residual), fp32 inside,
  *         added in this order
@@ -297,30 +328,7 @@ ps_status ps__check_gemm(const ps__args_gemm *a) {
 static ps_status gemm(const ps_launch *l) {
   const ps__args_gemm *a = l->args;
   PS_TRY(ps__check_gemm(a));
-  uint32_t cols_a = a->trans_a ? a->m : a->k, cols_b = a->trans_b ? a->k : a->n;
-  if (!a->m || !a->n || !a->k || a->lda < cols_a || a->ldb < cols_b || a->ldc < a->n)
-    return ps__fail(
-        PS_EINVAL,
-        "gemm %ux%ux%u with leading dimensions %u, %u, %u: sizes must be positive and rows fit",
-        a->m, a->n, a->k, a->lda, a->ldb, a->ldc);
-  PS_TRY(ps__cpu_blas_ready(ps__pool_size(((const ps__cpu_exec *)l->exec)->pool)));
-  gemm_job job = {.a = a,
-                  .exec = l->exec,
-                  .t = tile_product(a),
-                  .pa = l->ptr[0],
-                  .pb = l->ptr[1],
-                  .pc = l->ptr[2]};
-  uint32_t next = 3;
-  if (a->has_bias)
-    job.bias = l->ptr[next++];
-  if (a->has_residual)
-    job.residual = l->ptr[next++];
-  int64_t n_tiles = (int64_t)job.t.parts_m * job.t.parts_n;
-  if (n_tiles == 1)
-    gemm_tile(&job, 0, 0);
-  else
-    ps__pool_run(job.exec->pool, n_tiles, gemm_tile, &job);
-  return PS_OK;
+  return multiply(l->exec, a, ps__gemm_alpha(a), l->ptr[0], l->ptr[1], l->ptr + 2);
 }
 
 /* The rows of a weight gradient's operands are summed over. */
@@ -350,4 +358,78 @@ const ps_kernel ps__k_gemm = {
                                  .blas = true,
                                  .tuned = PS_CUDA_FN(gemm_tuned),
                                  .tune = PS_CUDA_FN(tune_gemm)},
+};
+
+/* ---- FP8 ------------------------------------------------------------------------------------- */
+
+ps_status ps__check_gemm_fp8(const ps__args_gemm_fp8 *a) {
+  if (!(a->alpha > -INFINITY && a->alpha < INFINITY))
+    return ps__fail(PS_EINVAL, "gemm_fp8: alpha is %g: it must be finite", (double)a->alpha);
+  if (a->role > PS_GEMM_WGRAD)
+    return ps__fail(PS_EINVAL, "gemm_fp8: role is %u: 0 (forward), 1 (dX) or 2 (dW)", a->role);
+  if ((a->dt_a != PS__E4M3 && a->dt_a != PS__E5M2) || a->dt_b != PS__E4M3 ||
+      a->dt_c >= PS_N_DTYPES)
+    return ps__fail(PS_EINVAL,
+                    "gemm_fp8: dtypes %u x %u -> %u are no product: e4m3 or e5m2 x e4m3 -> bf16 or "
+                    "fp32 is",
+                    a->dt_a, a->dt_b, a->dt_c);
+  if (a->accumulate && a->has_residual)
+    return ps__fail(PS_EINVAL, "gemm_fp8: accumulate and a residual at once: one addend a product");
+  return PS_OK;
+}
+
+static ps__args_gemm as_gemm(const ps__args_gemm_fp8 *a) {
+  ps__args_gemm g = ps__gemm_args(a->m, a->n, a->k, false, true, a->dt_a);
+  g.accumulate = a->accumulate;
+  g.has_bias = a->has_bias;
+  g.has_residual = a->has_residual;
+  g.dt_b = a->dt_b;
+  g.dt_c = a->dt_c;
+  return g;
+}
+
+static size_t scratch_gemm_fp8(const void *args, const ps__scratch_target *target) {
+  const ps__args_gemm g = as_gemm(args);
+  return scratch_gemm(&g, target);
+}
+
+/* gemm_fp8
+ * math    C = round(((accumulate ? C : 0) + alpha sA sB A B^T) + bias + residual): gemm of the
+ *         operands as fp32, which is exact, as their products are
+ * shapes  A [M,K] u8, B [N,K] u8, C and residual [M,N] and bias [N] of dt_c, no gaps, no aliasing
+ * bytes   A + B + C*dt_c.   determinism  as gemm's
+ * reference  tests/test_fp8.py: the same product in fp64 */
+static ps_status gemm_fp8(const ps_launch *l) {
+  const ps__args_gemm_fp8 *a = l->args;
+  PS_TRY(ps__check_gemm_fp8(a));
+  const ps__args_gemm g = as_gemm(a);
+  const float *scale_a = l->ptr[1], *scale_b = l->ptr[3];
+  return multiply(l->exec, &g, (a->alpha == 0.0f ? 1.0f : a->alpha) * scale_a[0] * scale_b[0],
+                  l->ptr[0], l->ptr[2], l->ptr + 4);
+}
+
+static void bind_gemm_fp8(void *args, const ps__chunk_shape *chunk) {
+  ps__args_gemm_fp8 *g = args;
+  const bool sums_rows = g->role == PS_GEMM_WGRAD;
+  *(sums_rows ? &g->k : &g->m) = chunk->n_tokens;
+  if (sums_rows)
+    g->accumulate = !chunk->first_grad;
+}
+static ps_work work_gemm_fp8(const void *args) {
+  const ps__args_gemm_fp8 *a = args;
+  const double flops = 2.0 * a->m * a->n * a->k;
+  const double bytes = (double)a->m * a->k + (double)a->n * a->k +
+                       (double)ps__dt_bytes(a->dt_c) * a->m * a->n;
+  return (ps_work){.flops = flops, .bytes = bytes, .model_flops = flops};
+}
+
+const ps_kernel ps__k_gemm_fp8 = {
+    .name = "gemm_fp8",
+    .op_class = PS_CLASS_GEMM,
+    .fn = {gemm_fp8, NULL},
+    .info = &(const ps__op_info){.rate = PS__RATE_GEMM_FP8,
+                                 .work = work_gemm_fp8,
+                                 .bind = bind_gemm_fp8,
+                                 .scratch = {scratch_gemm_fp8, NULL},
+                                 .blas = true},
 };

@@ -1,5 +1,5 @@
 /* rmsnorm.c - RMSNorm over rows, forward and backward (Zhang & Sennrich 2019, arXiv 1910.07467). */
-#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/quantize.h"
 #include "kernels/cuda/scratch.h"
 #include "core/vec.h"
 #include <math.h>
@@ -177,6 +177,57 @@ static ps_status rmsnorm_bwd(const ps_launch *l) {
   return PS_OK;
 }
 
+/* ---- forward, quantized ---------------------------------------------------------------------- */
+
+typedef struct norm_quantize_job {
+  norm_job norm;
+  ps__quantizer z;
+  const ps__cpu_exec *exec;
+} norm_quantize_job;
+
+/* Rows [first, end) of y, in the worker's scratch. */
+static const void *norm_block(const norm_quantize_job *j, int64_t first, int64_t end,
+                              uint32_t worker) {
+  norm_job part = j->norm;
+  part.x += (size_t)first * part.a->cols * ps__dt_bytes(part.a->dt);
+  part.y = ps__scratch(j->exec, worker);
+  norm_fwd_task(&part, 0, end - first, worker);
+  return part.y;
+}
+static void norm_see_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  norm_quantize_job *j = arg;
+  ps__quantizer_see(&j->z, norm_block(j, first, end, worker),
+                    (size_t)(end - first) * j->norm.a->cols);
+}
+static void norm_put_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const norm_quantize_job *j = arg;
+  ps__quantizer_put(&j->z, norm_block(j, first, end, worker), first, end - first);
+}
+
+static size_t scratch_rmsnorm_quantize(const void *args, const ps__scratch_target *target) {
+  const ps__args_rmsnorm_quantize *a = args;
+  return ps__round_up(PS__QUANTIZE_ROWS * (size_t)a->norm.cols * ps__dt_bytes(a->norm.dt), 64);
+}
+
+/* rmsnorm_quantize
+ * math    q, qt = quantize(rmsnorm_fwd(x, w)), to their bits
+ * shapes  x, q [rows,cols], qt [cols,rows], w [cols]; no aliasing
+ * bytes   2*rows*cols*sizeof(dt) + rows*cols a form; scratch: 16 rows a worker
+ * determinism  as rmsnorm_fwd's and quantize's */
+static ps_status rmsnorm_quantize(const ps_launch *l) {
+  const ps__args_rmsnorm_quantize *a = l->args;
+  PS_TRY(ps__check_rmsnorm(&a->norm, "rmsnorm_quantize"));
+  PS_TRY(ps__check_forms(a->norm.dt, a->dt_q, a->forms, "rmsnorm_quantize"));
+  uint32_t next = 2;
+  norm_quantize_job job = {.norm = {.a = &a->norm, .x = l->ptr[0], .w = l->ptr[1]},
+                           .exec = l->exec};
+  job.z = ps__quantizer_of(l, &next, a->norm.rows, a->norm.cols, a->norm.dt, a->dt_q, a->forms);
+  ps__cpu_rows(l->exec, a->norm.rows, PS__QUANTIZE_ROWS, norm_see_task, &job);
+  ps__quantizer_ready(&job.z);
+  ps__cpu_rows(l->exec, a->norm.rows, PS__QUANTIZE_ROWS, norm_put_task, &job);
+  return PS_OK;
+}
+
 static void bind_rmsnorm_fwd(void *args, const ps__chunk_shape *chunk) {
   ((ps__args_rmsnorm *)args)->rows = chunk->n_tokens;
 }
@@ -193,7 +244,24 @@ static ps_work work_rmsnorm_bwd(const void *args) {
   const ps__args_rmsnorm *a = args;
   return ps__bytes_work(4.0 * a->rows * a->cols * (double)ps__dt_bytes(a->dt));
 }
+static void bind_rmsnorm_quantize(void *args, const ps__chunk_shape *chunk) {
+  bind_rmsnorm_fwd(&((ps__args_rmsnorm_quantize *)args)->norm, chunk);
+}
+static ps_work work_rmsnorm_quantize(const void *args) {
+  const ps__args_rmsnorm_quantize *a = args;
+  return ps__bytes_work((double)a->norm.rows * a->norm.cols *
+                        (2.0 * (double)ps__dt_bytes(a->norm.dt) + ps__n_forms(a->forms)));
+}
 
+const ps_kernel ps__k_rmsnorm_quantize = {
+    .name = "rmsnorm_quantize",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {rmsnorm_quantize, NULL},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                                 .work = work_rmsnorm_quantize,
+                                 .bind = bind_rmsnorm_quantize,
+                                 .scratch = {scratch_rmsnorm_quantize, NULL}},
+};
 const ps_kernel ps__k_rmsnorm_fwd = {
     .name = "rmsnorm_fwd",
     .op_class = PS_CLASS_ELEMENTWISE,

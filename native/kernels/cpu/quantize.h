@@ -1,0 +1,34 @@
+/* quantize.h - what the CPU functions that quantize share (kernels/ops.h, "FP8"). A tensor is
+ * computed twice, block of rows by block of rows: first for its amax, then to be written. */
+#ifndef PS_KERNELS_CPU_QUANTIZE_H
+#define PS_KERNELS_CPU_QUANTIZE_H
+#include "kernels/cpu/cpu.h"
+#include <stdatomic.h>
+
+/* rows of a block: a run of the transpose is as long */
+enum { PS__QUANTIZE_ROWS = 16 };
+
+typedef struct ps__quantizer {
+  uint32_t rows, cols, dt, dt_q; /* dt: of the values before */
+  _Atomic uint32_t amax;         /* bits */
+  float inverse;                 /* 1 / scale */
+  float *scale;
+  uint8_t *q, *qt; /* NULL: that form is not wanted */
+} ps__quantizer;
+
+/* ps__quantizer_of() - with the pointers from l->ptr[*next] on: scale, then the forms; *@next goes
+ * past them. */
+ps__quantizer ps__quantizer_of(const ps_launch *l, uint32_t *next, uint32_t rows, uint32_t cols,
+                               uint32_t dt, uint32_t dt_q, uint32_t forms);
+/* First pass: @n values count. Any thread. */
+void ps__quantizer_see(ps__quantizer *z, const void *x, size_t n);
+/* Between the passes: the scale. */
+void ps__quantizer_ready(ps__quantizer *z);
+/* Second pass: rows [@first, @first + @n) are written, n at most PS__QUANTIZE_ROWS. */
+void ps__quantizer_put(const ps__quantizer *z, const void *x, int64_t first, int64_t n);
+
+/* PS_EINVAL names @op and what is no form or no dtype of quantized tensors. */
+ps_status ps__check_forms(uint32_t dt, uint32_t dt_q, uint32_t forms, const char *op);
+/* How many forms. */
+static inline double ps__n_forms(uint32_t forms) { return (forms & 1) + (forms >> 1 & 1); }
+#endif
