@@ -57,6 +57,16 @@ PS_API uint16_t ops_f32_to_bf16_1(float x) { return ps__f32_to_bf16(x); }
 PS_API void ops_bf16_to_f32(float *dst, const uint16_t *src, size_t n) {
   ps__convert(dst, PS_F32, src, PS_BF16, n);
 }
+/* Elements of e4m3 (0) or e5m2 (1). */
+PS_API void ops_f32_to_fp8(int which, uint8_t *dst, const float *src, size_t n) {
+  ps__dtypes[PS__E4M3 + which].from_f32(dst, src, n);
+}
+PS_API void ops_fp8_to_f32(int which, float *dst, const uint8_t *src, size_t n) {
+  ps__dtypes[PS__E4M3 + which].to_f32(dst, src, n);
+}
+PS_API uint32_t ops_fp8_scale_bits(int which, uint32_t amax) {
+  return ps__fp8_scale_bits(amax, (uint32_t)(PS__E4M3 + which));
+}
 PS_API int64_t ops_live(void) { return ps__live_allocations(); }
 
 PS_API int ops_blas_ready(int n_threads) { return ps__cpu_blas_ready((uint32_t)n_threads); }
