@@ -71,7 +71,8 @@ typedef enum ps_measured { PS_ESTIMATED = 0, PS_MEASURED = 1, PS_MEASURED_TIGHT 
  *   - bytes are those of one direction of a copy, and elsewhere those read plus those written;
  *   - a rate of 0 is unknown, and the planner refuses it.
  * Some rates are filled from others where they are 0: accumulate and sumsq from the optimizer's;
- * accumulate_sumsq from accumulate's; gather from the memory's; a CPU's peak from its products.
+ * accumulate_sumsq from accumulate's; gather from the memory's; a CPU's peak from its products;
+ * those of FP8 from bf16's.
  * On the CPU backend n_threads of the host compute, and a "device" copy is one in host memory. */
 typedef struct ps_hardware {
   uint32_t struct_bytes;       /* sizeof(ps_hardware) */
@@ -96,6 +97,11 @@ typedef struct ps_hardware {
   /* the same by shape */
   ps_gemm_rate gemm[PS_N_DTYPES][PS_MAX_GEMM_RATES];
   ps_attention_rate attention[PS_N_DTYPES][PS_MAX_ATTENTION_RATES];
+  /* Products of FP8 operands: a large one, and by shape. An empty table: the shapes' rates are those
+   * of bf16 in proportion. 0: on the CPU backend, which multiplies them in fp32, bf16's rate; on
+   * CUDA 1.75 times that, an estimate. */
+  double gemm_fp8_flops_per_s;
+  ps_gemm_rate gemm_fp8[PS_MAX_GEMM_RATES];
   double elementwise_bytes_per_s;          /* norms and the like, through device memory */
   double h2d_bytes_per_s, d2h_bytes_per_s; /* a copy to the device, to the host */
   double duplex_bytes_per_s;               /* each of the two while both run */

@@ -104,6 +104,10 @@ typedef struct ps_plan_config {
    *   label_smoothing  of the target's distribution this part is uniform over the vocabulary, as in
    *                    torch.nn.CrossEntropyLoss; below 1 */
   double z_loss, label_smoothing;
+  /* With a recipe of FP8, blocks and products that compute in bf16 all the same: so many first and
+   * last blocks, at least one block being left; 1: the down projections of all blocks. 0 with other
+   * recipes. FP8 needs shapes and a seq_len that are multiples of 16. */
+  uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, reserved3;
   /* Adapters. The model's own weights are frozen then, and n_frozen_layers must be 0. With
    * forward_only the adapters are frozen too, and count in the loss. */
   ps_lora lora;

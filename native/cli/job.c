@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const recipes[] = {"fp32", "fp32-master", "bf16", NULL};
+static const char *const recipes[] = {"fp32", "fp32-master", "bf16", "fp8", "fp8-master", NULL};
 static const char *const optimizers[] = {"adamw", "lion", "sgd", NULL};
 static const char *const non_finite[] = {"stop", "skip", NULL};
 static const char *const lr_schedules[] = {"constant", "cosine", "linear", "wsd", NULL};
@@ -18,6 +18,8 @@ void cli_job_init(cli_job *job) {
   ps_train_config_init(&defaults);
   *job = (cli_job){
       .recipe = PS_RECIPE_BF16,
+      .fp8_bf16_first = 1,
+      .fp8_bf16_last = 1,
       .save_dtype = PS_BF16,
       .lr = defaults.lr,
       .min_lr = defaults.min_lr,
@@ -100,8 +102,28 @@ static const job_option job_options[] = {
       .kind = CLI_CHOICE,
       .value = "NAME",
       .choices = recipes,
-      .help = "dtypes: fp32, fp32-master (16 bytes of host memory a parameter; default with LoRA) "
-              "or bf16 (8; default)"}},
+      .help = "dtypes: fp32, fp32-master (16 bytes of host memory a parameter; default with LoRA), "
+              "bf16 (8; default), or fp8 and fp8-master: as bf16 and fp32-master, with FP8 products"}},
+    {ALWAYS,
+     AT(fp8_bf16_first),
+     AT(fp8_first_given),
+     {.name = "fp8-bf16-first",
+      .table = "model",
+      .kind = CLI_COUNT,
+      .value = "N",
+      .most = PS_MAX_LAYERS,
+      .help = "with FP8: the first N blocks compute in bf16 (default 1)"}},
+    {ALWAYS,
+     AT(fp8_bf16_last),
+     AT(fp8_last_given),
+     {.name = "fp8-bf16-last",
+      .table = "model",
+      .kind = CLI_COUNT,
+      .value = "N",
+      .most = PS_MAX_LAYERS,
+      .help = "with FP8: the last N blocks compute in bf16 (default 1)"}},
+    OPTION(ALWAYS, fp8_bf16_down, .name = "fp8-bf16-down", .table = "model", .kind = CLI_FLAG,
+           .help = "with FP8: the down projections of all blocks compute in bf16"),
     OPTION(ALWAYS, optimizer, .name = "optimizer", .table = "optimizer", .kind = CLI_CHOICE,
            .value = "NAME", .choices = optimizers,
            .help = "adamw (default), lion or sgd; lion and sgd keep half of adamw's state"),
@@ -313,6 +335,7 @@ int cli_job_prepare(cli_job *j) {
     return code;
   if (j->other_machine && j->host_mem)
     j->hardware.host_memory_bytes = 0; /* not checked: the machine to plan for has what is given */
+  const bool fp8 = j->recipe == PS_RECIPE_FP8 || j->recipe == PS_RECIPE_FP8_MASTER;
   j->plan_config = (ps_plan_config){
       .struct_bytes = sizeof j->plan_config,
       .recipe = j->recipe,
@@ -332,6 +355,10 @@ int cli_job_prepare(cli_job *j) {
       .z_loss = j->forward_only ? 0 : j->z_loss,
       .label_smoothing = j->forward_only ? 0 : j->label_smoothing,
       .forward_only = j->forward_only,
+      /* without FP8 the plan refuses what was given */
+      .fp8_bf16_first = fp8 || j->fp8_first_given ? (uint32_t)j->fp8_bf16_first : 0,
+      .fp8_bf16_last = fp8 || j->fp8_last_given ? (uint32_t)j->fp8_bf16_last : 0,
+      .fp8_bf16_down = j->fp8_bf16_down,
       .lora = j->lora,
       .n_threads = (uint32_t)j->device.threads,
       .deterministic = j->deterministic,

@@ -269,6 +269,8 @@ static void resolve(cli_job *job) {
   job->first_round_chunks = plan->first_round_chunks;
   job->head_slice_tokens = plan->head_slice_tokens;
   job->recipe_given = job->save_dtype_given = true;
+  job->fp8_first_given = job->fp8_last_given =
+      job->recipe == PS_RECIPE_FP8 || job->recipe == PS_RECIPE_FP8_MASTER;
   if (job->lora.rank) {
     job->lora_rank = job->lora.rank;
     job->lora_alpha = job->lora.alpha;

@@ -308,7 +308,7 @@ static ps_status plan(ps__gen_plan *p, const ps_model_config *model) {
   PS_TRY(check_config(p));
   PS_TRY(ps_model_config_check(model, "model"));
   PS_TRY(ps__model_create(&p->model, model, (ps_dtype)c->dtype, c->context, model->n_layers + 2,
-                          NULL, &c->lora));
+                          NULL, NULL, &c->lora));
   const uint64_t prompts = c->n_sequences * c->context,
                  wanted = c->prefill_tokens                  ? c->prefill_tokens
                           : p->hw.backend == PS_BACKEND_CUDA ? 1024

@@ -2,6 +2,7 @@
 #include "model/decoder.h"
 #include "core/core.h"
 #include "model/lora.h"
+#include "model/product.h"
 #include "model/rope.h"
 #include <math.h>
 #include <stdio.h>
@@ -93,6 +94,10 @@ typedef struct block {
   uint8_t dn1;   /* [T,D] */
   uint16_t w_norm1, w_qkv, b_qkv, w_qnorm, w_knorm, w_o, w_post1, w_norm2, w_gu, w_down, w_post2;
   ps__adapter lora[PS_N_LORA_TARGETS]; /* by target */
+  bool fp8, down_fp8;
+  ps__product qkv_p, o_p, gu_p, down_p;
+  ps__operand qkv_x, o_x, gu_x, down_x;      /* what the products multiply */
+  ps__operand qkv_dy, o_dy, gu_dy, down_dy; /* their gradients */
 } block;
 
 /* A norm's weights; a fresh model's norm multiplies by 1. */
@@ -183,7 +188,7 @@ static uint8_t tokens_if(block *b, bool there, const char *name, uint64_t cols) 
 static void define_tensors(block *b) {
   ps__layer_def *d = b->d;
   b->x = tokens(b, "x", b->dim);
-  b->n1 = tokens_if(b, b->pre1, "norm1", b->dim);
+  b->n1 = tokens_if(b, b->pre1 && !b->fp8, "norm1", b->dim);
   b->qkv = tokens(b, "qkv", b->a + 2 * b->k);
   b->q = tokens(b, "q", b->a);
   b->kv = ps__def_tensor(d, "kv", PS__ROWS_GROUP, 2 * b->k, b->m->dt);
@@ -191,9 +196,9 @@ static void define_tensors(block *b) {
   b->lse = ps__def_tensor(d, "lse", PS__ROWS_TOKEN, b->m->cfg.n_heads, PS_F32);
   b->po = tokens_if(b, b->post1, "attn_proj", b->dim);
   b->h = tokens(b, "h", b->dim);
-  b->n2 = tokens_if(b, b->pre2, "norm2", b->dim);
+  b->n2 = tokens_if(b, b->pre2 && !b->fp8, "norm2", b->dim);
   b->gu = tokens(b, "gate_up", 2 * b->f);
-  b->s = tokens(b, "glu", b->f);
+  b->s = tokens_if(b, !b->down_fp8, "glu", b->f);
   b->py = tokens_if(b, b->post2, "mlp_out", b->dim);
   b->y = tokens(b, "y", b->dim);
   b->dy = tokens(b, "dy", b->dim);
@@ -208,6 +213,25 @@ static void define_tensors(block *b) {
   d->input = b->x;
   d->output = b->y;
   d->grad = b->dy;
+}
+
+/* A half's products begin at its norm, or at its input where there is none. */
+static void define_products(block *b) {
+  ps__layer_def *d = b->d;
+  const uint32_t qkv = b->a + 2 * b->k;
+  const uint8_t dproduct1 = b->post1 ? b->dpost : b->dy, dproduct2 = b->post2 ? b->dpost : b->dy;
+  b->qkv_p = ps__def_product(d, b->w_qkv, qkv, b->dim, b->fp8);
+  b->o_p = ps__def_product(d, b->w_o, b->dim, b->a, b->fp8);
+  b->gu_p = ps__def_product(d, b->w_gu, 2 * b->f, b->dim, b->fp8);
+  b->down_p = ps__def_product(d, b->w_down, b->dim, b->f, b->down_fp8);
+  b->qkv_x = ps__def_x(d, b->pre1 ? b->n1 : b->x, b->dim, b->fp8);
+  b->o_x = ps__def_x(d, b->o, b->a, b->fp8);
+  b->gu_x = ps__def_x(d, b->pre2 ? b->n2 : b->h, b->dim, b->fp8);
+  b->down_x = ps__def_x(d, b->s, b->f, b->down_fp8);
+  b->qkv_dy = ps__def_dy(d, b->dqkv, qkv, b->fp8);
+  b->o_dy = ps__def_dy(d, dproduct1, b->dim, b->fp8);
+  b->gu_dy = ps__def_dy(d, b->gu, 2 * b->f, b->fp8);
+  b->down_dy = ps__def_dy(d, dproduct2, b->dim, b->down_fp8);
 }
 
 /* Attention costs the most time a byte to recompute. What a post norm of the MLP norms comes next:
@@ -265,64 +289,84 @@ static void adapt_shared(block *b, uint8_t x, shared y) {
 }
 
 /* to = from + scale post(act W^T): the end of a half. */
-static void define_projection(block *b, uint8_t act, uint16_t w, uint32_t target, uint32_t n_in,
+static void define_projection(block *b, const ps__product *p, ps__operand act, uint32_t target,
                               bool post, uint8_t normed, uint16_t w_post, uint8_t from,
                               uint8_t to) {
-  ps__args_gemm g = forward_args(b->m, b->dim, n_in);
+  const float scale = b->m->cfg.residual_scale;
+  const uint8_t y = post ? normed : to;
   ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
-  g.alpha = b->m->cfg.residual_scale;
-  g.has_residual = !post;
   norm.has_residual = true;
-  if (!post) {
-    PS__FWD(b->d, ps__k_gemm, g, PS__R(act), PS__P(w), PS__W(to), PS__R(from));
-    ps__lora_forward(b->m, b->d, &b->lora[target], act, whole(b, to), g.alpha);
-    return;
-  }
-  PS__FWD(b->d, ps__k_gemm, g, PS__R(act), PS__P(w), PS__W(normed));
-  ps__lora_forward(b->m, b->d, &b->lora[target], act, whole(b, normed), g.alpha);
-  PS__FWD(b->d, ps__k_rmsnorm_fwd, norm, PS__R(normed), PS__P(w_post), PS__W(to), PS__R(from));
+  ps__product_forward(b->m, b->d, p, act, y, scale, PS__NONE, post ? PS__NONE : from);
+  ps__lora_forward(b->m, b->d, &b->lora[target], act.stored, whole(b, y), scale);
+  if (post)
+    PS__FWD(b->d, ps__k_rmsnorm_fwd, norm, PS__R(normed), PS__P(w_post), PS__W(to), PS__R(from));
+}
+
+/* The X of a half's first product in the form that a pass needs: the norm of @in, or @in itself. In
+ * bf16 the backward pass has the norm made again by the forward op. */
+static void define_normed(block *b, bool pre, uint8_t in, uint16_t w_norm, ps__operand x,
+                          bool backward) {
+  const ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
+  const ps__args_rmsnorm_quantize q = {
+      .norm = norm, .dt_q = PS__E4M3, .forms = backward ? PS_FORM_COLS : PS_FORM_ROWS};
+  if (b->fp8 && pre)
+    PS__DEF_OP(b->d, backward, false, ps__k_rmsnorm_quantize, q, PS__R(in), PS__P(w_norm),
+               PS__W(backward ? x.scale_t : x.scale), PS__W(backward ? x.qt : x.q));
+  else if (b->fp8)
+    ps__quantize_x(b->m, b->d, x, b->dim, backward);
+  else if (pre && !backward)
+    PS__FWD(b->d, ps__k_rmsnorm_fwd, norm, PS__R(in), PS__P(w_norm), PS__W(x.stored));
+}
+
+static void define_gate(block *b) {
+  const ps__args_glu glu = {.ffn_dim = b->f, .dt = b->m->dt, .activation = b->m->cfg.activation};
+  const ps__args_glu_quantize q = {.ffn_dim = glu.ffn_dim,
+                                   .dt = glu.dt,
+                                   .activation = glu.activation,
+                                   .dt_q = PS__E4M3,
+                                   .forms = PS_FORM_ROWS};
+  if (b->down_fp8)
+    PS__FWD(b->d, ps__k_glu_quantize, q, PS__R(b->gu), PS__W(b->down_x.scale), PS__W(b->down_x.q));
+  else
+    PS__FWD(b->d, ps__k_glu_fwd, glu, PS__R(b->gu), PS__W(b->s));
 }
 
 static ps_status define_forward(block *b, uint32_t flags) {
   const ps_model_config *c = &b->m->cfg;
   ps__layer_def *d = b->d;
-  const ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
   const ps__args_attention attention = attention_args(b->m, flags);
-  const ps__args_glu glu = {.ffn_dim = b->f, .dt = b->m->dt, .activation = c->activation};
-  const ps__args_gemm to_gu = forward_args(b->m, 2 * b->f, b->dim);
-  ps__args_gemm to_qkv = forward_args(b->m, b->a + 2 * b->k, b->dim);
   ps__args_qkv split;
-  to_qkv.has_bias = c->qkv_bias != 0;
   PS_TRY(qkv_args(&split, b->m, flags, b->names->norm_offset));
-  if (b->pre1)
-    PS__FWD(d, ps__k_rmsnorm_fwd, norm, PS__R(b->x), PS__P(b->w_norm1), PS__W(b->n1));
-  PS__FWD(d, ps__k_gemm, to_qkv, PS__R(b->pre1 ? b->n1 : b->x), PS__P(b->w_qkv), PS__W(b->qkv),
-          PS__SYM_IF(c->qkv_bias, PS__P(b->b_qkv)));
-  adapt_shared(b, b->pre1 ? b->n1 : b->x, qkv_parts(b, b->qkv));
+  define_normed(b, b->pre1, b->x, b->w_norm1, b->qkv_x, false);
+  ps__product_forward(b->m, d, &b->qkv_p, b->qkv_x, b->qkv, 0, c->qkv_bias ? b->b_qkv : PS__NONE,
+                      PS__NONE);
+  adapt_shared(b, b->qkv_x.stored, qkv_parts(b, b->qkv));
   PS__FWD(d, ps__k_qkv_split_fwd, split, PS__R(b->qkv), PS__B(PS__BATCH_POSITION), PS__W(b->q),
           PS__W(b->kv), PS__SYM_IF(c->qk_norm, PS__P(b->w_qnorm)),
           PS__SYM_IF(c->qk_norm, PS__P(b->w_knorm)));
   PS__FWD(d, ps__k_attention_fwd, attention, PS__R(b->q), PS__PRE_R(b->kv),
           PS__B(PS__BATCH_DOC_START), PS__W(b->o), PS__W(b->lse));
-  define_projection(b, b->o, b->w_o, O, b->a, b->post1, b->po, b->w_post1, b->x, b->h);
-  if (b->pre2)
-    PS__FWD(d, ps__k_rmsnorm_fwd, norm, PS__R(b->h), PS__P(b->w_norm2), PS__W(b->n2));
-  PS__FWD(d, ps__k_gemm, to_gu, PS__R(b->pre2 ? b->n2 : b->h), PS__P(b->w_gu), PS__W(b->gu));
-  adapt_shared(b, b->pre2 ? b->n2 : b->h, gate_up_parts(b, b->gu));
-  PS__FWD(d, ps__k_glu_fwd, glu, PS__R(b->gu), PS__W(b->s));
-  define_projection(b, b->s, b->w_down, DOWN, b->f, b->post2, b->py, b->w_post2, b->h, b->y);
+  if (b->fp8)
+    ps__quantize_x(b->m, d, b->o_x, b->a, false);
+  define_projection(b, &b->o_p, b->o_x, O, b->post1, b->po, b->w_post1, b->x, b->h);
+  define_normed(b, b->pre2, b->h, b->w_norm2, b->gu_x, false);
+  ps__product_forward(b->m, d, &b->gu_p, b->gu_x, b->gu, 0, PS__NONE, PS__NONE);
+  adapt_shared(b, b->gu_x.stored, gate_up_parts(b, b->gu));
+  define_gate(b);
+  define_projection(b, &b->down_p, b->down_x, DOWN, b->post2, b->py, b->w_post2, b->h, b->y);
   return PS_OK;
 }
 
 /* The gradient of a half's product, from that of the residual stream: through the post norm where
- * there is one. Returns the tensor that holds it. */
-static uint8_t define_post_backward(block *b, bool post, uint8_t normed, uint16_t w_post) {
+ * there is one. */
+static void define_post_backward(block *b, bool post, uint8_t normed, uint16_t w_post,
+                                 const ps__product *p, ps__operand dy) {
   const ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
-  if (!post)
-    return b->dy;
-  PS__BWD(b->d, ps__k_rmsnorm_bwd, norm, PS__R(normed), PS__P(w_post), PS__R(b->dy),
-          PS__W(b->dpost), PS__G(w_post));
-  return b->dpost;
+  if (post)
+    PS__BWD(b->d, ps__k_rmsnorm_bwd, norm, PS__R(normed), PS__P(w_post), PS__R(b->dy),
+            PS__W(b->dpost), PS__G(w_post));
+  if (p->fp8)
+    ps__quantize_dy(b->m, b->d, dy, p->n_out);
 }
 
 /* The gradients of adapters that share an output, and what they add to @dx. */
@@ -335,38 +379,49 @@ static void adapt_shared_backward(block *b, uint8_t x, shared dy, uint8_t dx) {
 }
 
 /* dY += the gradient of a half's input: grad W, through the norm where there is one. */
-static void define_pre_backward(block *b, bool pre, shared grad, uint16_t w, uint8_t dnorm,
-                                uint8_t normed, uint8_t in, uint16_t w_norm) {
-  ps__args_gemm g = input_grad_args(b->m, grad.cols, b->dim);
+static void define_pre_backward(block *b, bool pre, shared grad, const ps__product *p,
+                                ps__operand dy, uint8_t dnorm, uint8_t normed, uint8_t in,
+                                uint16_t w_norm) {
   ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
   norm.add_dx = true;
-  if (!pre) {
-    g.accumulate = true;
-    PS__BWD(b->d, ps__k_gemm, g, PS__R(grad.tensor), PS__P(w), PS__RW(b->dy));
-    adapt_shared_backward(b, in, grad, b->dy);
+  ps__product_dx(b->m, b->d, p, dy, pre ? dnorm : b->dy, 0, !pre);
+  adapt_shared_backward(b, pre ? normed : in, grad, pre ? dnorm : b->dy);
+  if (!pre)
     return;
-  }
-  PS__BWD(b->d, ps__k_gemm, g, PS__R(grad.tensor), PS__P(w), PS__W(dnorm));
-  adapt_shared_backward(b, normed, grad, dnorm);
   PS__BWD(b->d, ps__k_rmsnorm_bwd, norm, PS__R(in), PS__P(w_norm), PS__R(dnorm), PS__RW(b->dy),
           PS__G(w_norm));
 }
 
+/* From ds and gu to gu's gradient, and s anew: in place, or quantized. */
+static void define_gate_backward(block *b) {
+  const ps__args_glu glu = {.ffn_dim = b->f, .dt = b->m->dt, .activation = b->m->cfg.activation};
+  const ps__args_glu_quantize q = {
+      .ffn_dim = glu.ffn_dim, .dt = glu.dt, .activation = glu.activation, .dt_q = PS__E5M2};
+  if (b->down_fp8) {
+    PS__BWD(b->d, ps__k_glu_bwd_quantize, q, PS__R(b->ds), PS__R(b->gu), PS__W(b->gu_dy.scale),
+            PS__W(b->gu_dy.q), PS__W(b->gu_dy.qt), PS__W(b->down_x.scale_t), PS__W(b->down_x.qt));
+    return;
+  }
+  PS__BWD(b->d, ps__k_glu_bwd, glu, PS__RW(b->ds), PS__RW(b->gu)); /* leaves s in ds */
+  if (b->fp8)
+    ps__quantize_dy(b->m, b->d, b->gu_dy, 2 * b->f);
+}
+
 static void define_mlp_backward(block *b) {
   ps__layer_def *d = b->d;
-  const ps__args_glu glu = {.ffn_dim = b->f, .dt = b->m->dt, .activation = b->m->cfg.activation};
-  const ps__args_gemm dw_gu = weight_grad_args(b->m, 2 * b->f, b->dim);
-  ps__args_gemm ds = input_grad_args(b->m, b->dim, b->f),
-                dw_down = weight_grad_args(b->m, b->dim, b->f);
-  ds.alpha = dw_down.alpha = b->m->cfg.residual_scale;
-  const uint8_t dproduct = define_post_backward(b, b->post2, b->py, b->w_post2);
-  PS__BWD(d, ps__k_gemm, ds, PS__R(dproduct), PS__P(b->w_down), PS__W(b->ds));
-  ps__lora_input_grad(b->m, d, &b->lora[DOWN], whole(b, dproduct), ds.alpha, b->ds);
-  PS__BWD(d, ps__k_glu_bwd, glu, PS__RW(b->ds), PS__RW(b->gu)); /* leaves s in ds */
-  ps__lora_weight_grads_late(b->m, d, &b->lora[DOWN], whole(b, dproduct), ds.alpha, b->ds);
-  PS__BWD(d, ps__k_gemm, dw_down, PS__R(dproduct), PS__R(b->ds), PS__G(b->w_down));
-  PS__BWD(d, ps__k_gemm, dw_gu, PS__R(b->gu), PS__R(b->pre2 ? b->n2 : b->h), PS__G(b->w_gu));
-  define_pre_backward(b, b->pre2, gate_up_parts(b, b->gu), b->w_gu, b->dn2, b->n2, b->h,
+  const float scale = b->m->cfg.residual_scale;
+  const ps__columns dy = whole(b, b->down_dy.stored);
+  ps__operand s = b->down_x;
+  s.stored = b->ds;
+  define_post_backward(b, b->post2, b->py, b->w_post2, &b->down_p, b->down_dy);
+  ps__product_dx(b->m, d, &b->down_p, b->down_dy, b->ds, scale, false);
+  ps__lora_input_grad(b->m, d, &b->lora[DOWN], dy, scale, b->ds);
+  define_gate_backward(b);
+  ps__lora_weight_grads_late(b->m, d, &b->lora[DOWN], dy, scale, b->ds);
+  ps__product_dw(b->m, d, &b->down_p, b->down_dy, s, scale);
+  define_normed(b, b->pre2, b->h, b->w_norm2, b->gu_x, true);
+  ps__product_dw(b->m, d, &b->gu_p, b->gu_dy, b->gu_x, 0);
+  define_pre_backward(b, b->pre2, gate_up_parts(b, b->gu), &b->gu_p, b->gu_dy, b->dn2, b->n2, b->h,
                       b->w_norm2);
 }
 
@@ -376,17 +431,17 @@ static ps_status define_attention_backward(block *b, uint32_t flags) {
   ps__layer_def *d = b->d;
   const ps__args_attention attention = attention_args(b->m, flags);
   const ps__args_colsum bias = {.cols = qkv, .ld = qkv, .dt = b->m->dt};
-  const ps__args_gemm dw_qkv = weight_grad_args(b->m, qkv, b->dim);
-  ps__args_gemm dout = input_grad_args(b->m, b->dim, b->a),
-                dw_o = weight_grad_args(b->m, b->dim, b->a);
+  const float scale = c->residual_scale;
+  const ps__columns dy = whole(b, b->o_dy.stored);
   ps__args_qkv split;
-  dout.alpha = dw_o.alpha = c->residual_scale;
   PS_TRY(qkv_args(&split, b->m, flags, b->names->norm_offset));
-  const uint8_t dproduct = define_post_backward(b, b->post1, b->po, b->w_post1);
-  PS__BWD(d, ps__k_gemm, dw_o, PS__R(dproduct), PS__R(b->o), PS__G(b->w_o));
-  PS__BWD(d, ps__k_gemm, dout, PS__R(dproduct), PS__P(b->w_o), PS__W(b->dout));
-  ps__lora_input_grad(b->m, d, &b->lora[O], whole(b, dproduct), dout.alpha, b->dout);
-  ps__lora_weight_grads(b->m, d, &b->lora[O], whole(b, dproduct), dout.alpha, b->o);
+  define_post_backward(b, b->post1, b->po, b->w_post1, &b->o_p, b->o_dy);
+  if (b->fp8)
+    ps__quantize_x(b->m, d, b->o_x, b->a, true);
+  ps__product_dw(b->m, d, &b->o_p, b->o_dy, b->o_x, scale);
+  ps__product_dx(b->m, d, &b->o_p, b->o_dy, b->dout, scale, false);
+  ps__lora_input_grad(b->m, d, &b->lora[O], dy, scale, b->dout);
+  ps__lora_weight_grads(b->m, d, &b->lora[O], dy, scale, b->o);
   PS__BWD(d, ps__k_attention_bwd, attention, PS__R(b->q), PS__PRE_R(b->kv),
           PS__B(PS__BATCH_DOC_START), PS__R(b->o), PS__R(b->lse), PS__R(b->dout), PS__W(b->dq),
           PS__PRE_W(b->dkv));
@@ -399,14 +454,18 @@ static ps_status define_attention_backward(block *b, uint32_t flags) {
             PS__W(b->dqkv));
   if (c->qkv_bias)
     PS__BWD(d, ps__k_colsum, bias, PS__R(b->dqkv), PS__G(b->b_qkv));
-  PS__BWD(d, ps__k_gemm, dw_qkv, PS__R(b->dqkv), PS__R(b->pre1 ? b->n1 : b->x), PS__G(b->w_qkv));
-  define_pre_backward(b, b->pre1, qkv_parts(b, b->dqkv), b->w_qkv, b->dn1, b->n1, b->x, b->w_norm1);
+  if (b->fp8)
+    ps__quantize_dy(b->m, d, b->qkv_dy, qkv);
+  define_normed(b, b->pre1, b->x, b->w_norm1, b->qkv_x, true);
+  ps__product_dw(b->m, d, &b->qkv_p, b->qkv_dy, b->qkv_x, 0);
+  define_pre_backward(b, b->pre1, qkv_parts(b, b->dqkv), &b->qkv_p, b->qkv_dy, b->dn1, b->n1, b->x,
+                      b->w_norm1);
   return PS_OK;
 }
 
 /* Norms' outputs are read in the backward pass although they are never saved: the step builder puts
  * the forward op that makes a missing tensor in front of its first use. */
-static ps_status describe_block(ps_model *m, const ps__decoder *names, uint32_t flags,
+static ps_status describe_block(ps_model *m, const ps__decoder *names, uint32_t flags, bool fp8,
                                 ps__layer_def **out) {
   const ps_model_config *c = &m->cfg;
   block b = {.m = m,
@@ -415,6 +474,8 @@ static ps_status describe_block(ps_model *m, const ps__decoder *names, uint32_t 
              .a = c->n_heads * c->head_dim,
              .k = c->n_kv_heads * c->head_dim,
              .f = c->ffn_dim,
+             .fp8 = fp8,
+             .down_fp8 = fp8 && !m->fp8.bf16_down,
              .pre1 = names->attention_norm,
              .post1 = names->attention_post_norm,
              .pre2 = names->mlp_norm,
@@ -424,6 +485,7 @@ static ps_status describe_block(ps_model *m, const ps__decoder *names, uint32_t 
   define_params(&b);
   PS_TRY(define_adapters(&b));
   define_tensors(&b);
+  define_products(&b);
   define_saved(&b);
   PS_TRY(define_forward(&b, flags));
   define_mlp_backward(&b);
@@ -507,15 +569,16 @@ static ps_status describe_head(ps_model *m, const ps__decoder *names) {
 }
 
 ps_status ps__describe_decoder(ps_model *m, const ps__decoder *names) {
-  ps__layer_def *kind[2][PS_LAYER_FLAGS + 1] = {{NULL}}; /* frozen or not */
+  ps__layer_def *kind[2][2][PS_LAYER_FLAGS + 1] = {{{NULL}}}; /* frozen or not; FP8 or not */
   PS_TRY(describe_embedding(m, names));
   for (uint32_t l = 0; l < m->cfg.n_layers; l++) {
     const uint32_t flags = m->cfg.layer_flags[l];
-    ps__layer_def **def = &kind[ps__is_frozen(m)][flags];
+    const bool fp8 = ps__fp8_block(&m->fp8, l, m->cfg.n_layers);
+    ps__layer_def **def = &kind[ps__is_frozen(m)][fp8][flags];
     char prefix[32];
     snprintf(prefix, sizeof prefix, "model.layers.%u.", l);
     if (!*def)
-      PS_TRY(describe_block(m, names, flags, def));
+      PS_TRY(describe_block(m, names, flags, fp8, def));
     PS_TRY(ps__model_add_layer(m, *def, prefix));
   }
   return describe_head(m, names);

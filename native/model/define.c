@@ -25,7 +25,7 @@ static bool grow(ps__layer_def *d, void **list, size_t n, size_t *cap, size_t ea
 }
 
 uint8_t ps__def_tensor(ps__layer_def *d, const char *name, ps__row_kind rows, uint64_t cols,
-                       ps_dtype dt) {
+                       uint32_t dt) {
   if (d->n_tensors == PS__SET_BITS) {
     note(d, ps__fail(PS_EINTERNAL, "a layer has more than %d tensors", PS__SET_BITS));
     return 0;
@@ -33,7 +33,7 @@ uint8_t ps__def_tensor(ps__layer_def *d, const char *name, ps__row_kind rows, ui
   if (d->n_tensors == 0)
     d->input = d->output = d->grad = d->loss = d->logits = PS__NONE;
   d->tensor[d->n_tensors] = (ps__tensor_def){
-      .name = name, .row_bytes = cols * ps_dtype_bytes(dt), .rows = rows, .saved = PS__NONE};
+      .name = name, .row_bytes = cols * ps__dtypes[dt].bytes, .rows = rows, .saved = PS__NONE};
   return (uint8_t)d->n_tensors++;
 }
 
@@ -232,6 +232,9 @@ ps_status ps__def_finish(ps__layer_def *d) {
       d->group |= ps__only(t) & written;
       d->grad_group |= ps__only(t) & grads & ~written;
     }
+  for (uint32_t t = 0; t < d->n_tensors; t++)
+    if (d->tensor[t].rows == PS__ROWS_PASS)
+      d->of_pass |= ps__only(t);
   d->group_sources = d->group;
   for (uint32_t i = d->n_fwd; i-- > 0;)
     if (accessed(&d->fwd[i], PS_WRITE) & d->group_sources)
@@ -256,6 +259,10 @@ void ps__def_free(ps__layer_def *d) {
 void ps__op_args(const ps__op_def *op, const ps__chunk_shape *c, void *args) {
   memcpy(args, op->args, op->args_bytes);
   op->kernel->info->bind(args, c);
+}
+
+bool ps__op_of_pass(const ps__layer_def *d, const ps__op_def *op) {
+  return accessed(op, PS_WRITE) & d->of_pass;
 }
 
 ps__set ps__recompute(const ps__layer_def *d, ps__set need, ps__set have) {

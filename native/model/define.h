@@ -25,7 +25,9 @@ typedef enum ps__row_kind {
   PS__ROWS_TOKEN, /* a row for each of the chunk's tokens */
   PS__ROWS_GROUP, /* for each token of the chunk's attention group (docs/glossary.md) */
   PS__ROWS_SLICE, /* for each token of a head slice: only in ops that run slice by slice */
-  PS__ROWS_ONE    /* one, for any chunk */
+  PS__ROWS_ONE,   /* one, for any chunk */
+  PS__ROWS_PASS   /* one, for all chunks of a layer pass: what an op makes of parameters alone, such
+                   * as quantized weights. The op runs before its first reader of the layer pass */
 } ps__row_kind;
 
 enum { PS__NONE = -1 };
@@ -136,14 +138,15 @@ typedef struct ps__layer_def {
   ps__set group;         /* group tensors that forward ops write */
   ps__set group_sources; /* what these are made from, directly or not */
   ps__set grad_group;    /* group tensors that only backward ops write */
+  ps__set of_pass;       /* tensors of a layer pass */
   ps_status status;
 } ps__layer_def;
 
 /* ---- describing a layer ---------------------------------------------------------------------- */
-/* ps__def_tensor() - a tensor of @cols elements a row; returns its index. Names are borrowed and
- * must outlive the definition. */
+/* ps__def_tensor() - a tensor of @cols elements a row, of a ps_dtype or a ps__other_dtype; returns
+ * its index. Names are borrowed and must outlive the definition. */
 uint8_t ps__def_tensor(ps__layer_def *d, const char *name, ps__row_kind rows, uint64_t cols,
-                       ps_dtype dt);
+                       uint32_t dt);
 /* ps__def_saved() - @tensor may be saved, under @name: with other tensors of that name. */
 void ps__def_saved(ps__layer_def *d, uint8_t tensor, const char *name, uint32_t rank);
 /* ps__def_unit() - the parameters that follow are a unit of their own.
@@ -213,6 +216,9 @@ static inline bool ps__uses(const ps__op_def *op, int id, uint32_t mode) {
 /* ps__op_args() - the arguments of @op on a chunk or head slice, into @args, which has room for
  * PS__ARGS_BYTES. */
 void ps__op_args(const ps__op_def *op, const ps__chunk_shape *c, void *args);
+/* ps__op_of_pass() - whether the op runs once a layer pass: what it writes are tensors of a layer
+ * pass. */
+bool ps__op_of_pass(const ps__layer_def *d, const ps__op_def *op);
 /* ps__recompute() - the forward ops that must run again so that all tensors of @need exist where
  * those of @have do. Goes back from what is needed to the ops that make it. */
 ps__set ps__recompute(const ps__layer_def *d, ps__set need, ps__set have);

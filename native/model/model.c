@@ -175,7 +175,7 @@ ps_status ps__model_finish(ps_model **m) {
 
 ps_status ps__model_create(ps_model **out, const ps_model_config *cfg, ps_dtype dt,
                            uint64_t seq_len, uint32_t n_frozen, const ps__loss_terms *loss,
-                           const ps_lora *lora) {
+                           const ps__fp8 *fp8, const ps_lora *lora) {
   const ps__family *family = ps__family_at(cfg->family);
   ps_model *m = NULL;
   if (!family)
@@ -184,6 +184,8 @@ ps_status ps__model_create(ps_model **out, const ps_model_config *cfg, ps_dtype 
   m->n_frozen = n_frozen;
   if (loss)
     m->loss = *loss;
+  if (fp8)
+    m->fp8 = *fp8;
   ps_status st = lora ? ps__lora_check(lora) : PS_OK;
   if (st == PS_OK && lora)
     m->lora = *lora;
@@ -202,7 +204,7 @@ ps_status ps_model_create(ps_model **out, const ps_model_config *cfg) {
   if (!out)
     return ps__fail(PS_EINVAL, "ps_model_create: no place for the result was given");
   PS_TRY(ps_model_config_check(cfg, "model"));
-  return ps__model_create(out, cfg, PS_F32, 0, 0, NULL, NULL);
+  return ps__model_create(out, cfg, PS_F32, 0, 0, NULL, NULL, NULL);
 }
 
 void ps_model_destroy(ps_model *m) {

@@ -27,12 +27,24 @@ typedef struct ps__loss_terms {
   float z_loss, label_smoothing;
 } ps__loss_terms;
 
+/* Which products multiply FP8 operands: those of all blocks, but for the first @bf16_first and the
+ * last @bf16_last blocks and, with bf16_down, all down projections. */
+typedef struct ps__fp8 {
+  bool on;
+  uint32_t bf16_first, bf16_last;
+  bool bf16_down;
+} ps__fp8;
+static inline bool ps__fp8_block(const ps__fp8 *f, uint32_t block, uint32_t n_blocks) {
+  return f->on && block >= f->bf16_first && (uint64_t)block + f->bf16_last < n_blocks;
+}
+
 struct ps_model {
   ps_model_config cfg;
   ps_dtype dt;       /* of activations and of parameters on the device */
   uint64_t seq_len;  /* of a training sequence; 0: unknown */
   uint32_t n_frozen; /* layers from the embedding on whose units are frozen */
   ps__loss_terms loss;
+  ps__fp8 fp8;
   ps_lora lora; /* rank 0: no adapters. With adapters all other units are frozen */
   /* distinct definitions; owned */
   ps__layer_def **def;
@@ -51,13 +63,14 @@ struct ps_model {
 /* ps__model_create() - as ps_model_create(), with what the definitions of ops depend on. The units
  * of the first @n_frozen layers are frozen.
  * @loss  NULL: no terms beside the cross-entropy.
+ * @fp8   NULL: no FP8.
  * @lora  adapters for the blocks' projections; NULL or rank 0: none. The model keeps it with
  *        PS_LORA_ALL resolved. Errors: PS_EINVAL: what is wrong with it.
  * ps__model_begin(), ps__model_finish() - the same around a description: for models that no family
  * describes. ps__model_finish() frees the model on an error. */
 ps_status ps__model_create(ps_model **out, const ps_model_config *cfg, ps_dtype dt,
                            uint64_t seq_len, uint32_t n_frozen, const ps__loss_terms *loss,
-                           const ps_lora *lora);
+                           const ps__fp8 *fp8, const ps_lora *lora);
 ps_status ps__model_begin(ps_model **out, const ps_model_config *cfg, ps_dtype dt,
                           uint64_t seq_len);
 ps_status ps__model_finish(ps_model **m);

@@ -90,7 +90,7 @@ PS_API ps_status ps__hypers_resolve(ps_optimizer optimizer, double hyper[PS_N_HY
 /* What is the same for all elements of an update but the weight decay. */
 typedef struct ps__update {
   ps_optimizer optimizer;
-  ps_recipe recipe;
+  ps_recipe recipe; /* without FP8: ps__recipe.arrays */
   ps__update_part part;
   float lr, beta1, beta2, eps, momentum, grad_scale;
   bool nesterov;

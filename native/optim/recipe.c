@@ -9,8 +9,18 @@
                         .updated = updated_,                                                       \
                         .grad = grad_,                                                             \
                         .state = {state0, state1},                                                 \
-                        .rounding = rounding_},
-const ps__recipe ps__recipes[PS_N_RECIPES] = {PS__RECIPES(ROW)};
+                        .rounding = rounding_,                                                     \
+                        .arrays = PS_RECIPE_##NAME},
+#define FP8_ROW(NAME, name_, ARRAYS, weights_, updated_, grad_, state0, state1, rounding_)         \
+  [PS_RECIPE_##NAME] = {.name = name_,                                                             \
+                        .weights = weights_,                                                       \
+                        .updated = updated_,                                                       \
+                        .grad = grad_,                                                             \
+                        .state = {state0, state1},                                                 \
+                        .rounding = rounding_,                                                     \
+                        .arrays = PS_RECIPE_##ARRAYS,                                              \
+                        .fp8 = true},
+const ps__recipe ps__recipes[PS_N_RECIPES] = {PS__RECIPES(ROW) PS__FP8_RECIPES(FP8_ROW)};
 
 #define ONE_DTYPE(NAME, name, weights, updated, grad, state0, state1, rounding)                    \
   _Static_assert((weights) == (grad), name ": an op of a layer has one dtype");

@@ -23,6 +23,10 @@ typedef struct ps__recipe {
   ps_dtype grad;
   ps_dtype state[PS_MAX_STATES];
   ps__rounding rounding;
+  /* The recipe of the same arrays without FP8, whose code the optimizer runs; of others their
+   * own. */
+  ps_recipe arrays;
+  bool fp8; /* products of most blocks have FP8 operands (model/product.h) */
 } ps__recipe;
 
 /* X(NAME, "name", weights, updated, grad, state[0], state[1], rounding): PS_RECIPE_NAME, which
@@ -31,11 +35,16 @@ typedef struct ps__recipe {
   X(FP32, "fp32", PS_F32, PS_F32, PS_F32, PS_F32, PS_F32, PS__TO_NEAREST)                          \
   X(FP32_MASTER, "fp32-master", PS_BF16, PS_F32, PS_BF16, PS_F32, PS_F32, PS__TO_NEAREST)          \
   X(BF16, "bf16", PS_BF16, PS_BF16, PS_BF16, PS_BF16, PS_BF16, PS__STOCHASTIC)
-/* Their names in the same order, for macros with arguments of their own. */
+/* Those with FP8: X(NAME, "name", ARRAYS, then as above). To the optimizer they are ARRAYS. */
+#define PS__FP8_RECIPES(X)                                                                         \
+  X(FP8, "fp8", BF16, PS_BF16, PS_BF16, PS_BF16, PS_BF16, PS_BF16, PS__STOCHASTIC)                 \
+  X(FP8_MASTER, "fp8-master", FP32_MASTER, PS_BF16, PS_F32, PS_BF16, PS_F32, PS_F32,               \
+    PS__TO_NEAREST)
+/* The names of PS__RECIPES in the same order, for macros with arguments of their own. */
 #define PS__EACH_RECIPE(X, ...)                                                                    \
   X(FP32, __VA_ARGS__) X(FP32_MASTER, __VA_ARGS__) X(BF16, __VA_ARGS__)
 /* For messages. */
-#define PS__RECIPE_NAMES "fp32, fp32-master or bf16"
+#define PS__RECIPE_NAMES "fp32, fp32-master, bf16, fp8 or fp8-master"
 extern const ps__recipe ps__recipes[PS_N_RECIPES];
 
 static inline bool ps__has_master(ps_recipe recipe) {

@@ -182,8 +182,11 @@ static void fill_recompute(const ps__search_space *sp, const ps__layer_def *d, c
   for (uint32_t i = 0; i < d->n_fwd; i++) {
     _Alignas(16) char args[PS__ARGS_BYTES];
     ps__op_args(&d->fwd[i], &shape, args);
-    op_ns[i] = ps__cost_ns(&sp->cost, d->fwd[i].kernel, sp->plan->at->compute, args,
-                           d->fwd[i].kernel->info->work(args));
+    /* what runs once a layer pass is left out: the bound stays one */
+    op_ns[i] = ps__op_of_pass(d, &d->fwd[i])
+                   ? 0
+                   : ps__cost_ns(&sp->cost, d->fwd[i].kernel, sp->plan->at->compute, args,
+                                 d->fwd[i].kernel->info->work(args));
   }
   const uint32_t n_masks = 1u << d->n_sets;
   const ps__set x = ps__only((uint32_t)d->input),
@@ -510,7 +513,8 @@ static bool needlessly_small(const ps__search_space *sp, uint64_t chunk_tokens) 
   const ps__layer_def *block = ps__layer_of(sp->plan->model, 1);
   uint64_t row = 0, unit = 0;
   for (uint32_t t = 0; t < block->n_tensors; t++)
-    row += block->tensor[t].row_bytes;
+    if (!ps__in(block->of_pass, t))
+      row += block->tensor[t].row_bytes;
   for (uint32_t u = 0; u < sp->plan->model->n_units; u++)
     if (unit_bytes(sp, u) > unit)
       unit = unit_bytes(sp, u);

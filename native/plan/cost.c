@@ -36,14 +36,30 @@ static double rate_at(const node *n, uint32_t count, double x) {
   return below->rate + log(x / below->x) / log(above->x / below->x) * (above->rate - below->rate);
 }
 
-static double gemm_rate(const ps_hardware *hw, const ps__args_gemm *g) {
+/* Of a product of @role (PS_GEMM_*) and so many rows; @otherwise where the table is empty. */
+static double product_rate(const ps_gemm_rate *table, uint32_t role, double rows,
+                           double otherwise) {
   node n[PS_MAX_GEMM_RATES];
   uint32_t count = 0;
-  for (const ps_gemm_rate *r = hw->gemm[g->dt_a]; count < PS_MAX_GEMM_RATES && r->rows; r++)
-    n[count++] = (node){r->rows, g->trans_a   ? r->wgrad_flops_per_s
-                                 : g->trans_b ? r->forward_flops_per_s
-                                              : r->dgrad_flops_per_s};
-  return count ? rate_at(n, count, g->trans_a ? g->k : g->m) : hw->gemm_flops_per_s[g->dt_a];
+  for (const ps_gemm_rate *r = table; count < PS_MAX_GEMM_RATES && r->rows; r++)
+    n[count++] = (node){r->rows, role == PS_GEMM_WGRAD     ? r->wgrad_flops_per_s
+                                 : role == PS_GEMM_FORWARD ? r->forward_flops_per_s
+                                                           : r->dgrad_flops_per_s};
+  return count ? rate_at(n, count, rows) : otherwise;
+}
+
+static double gemm_rate(const ps_hardware *hw, const ps__args_gemm *g) {
+  const uint32_t role = g->trans_a ? PS_GEMM_WGRAD : g->trans_b ? PS_GEMM_FORWARD : PS_GEMM_DGRAD;
+  return product_rate(hw->gemm[g->dt_a], role, g->trans_a ? g->k : g->m,
+                      hw->gemm_flops_per_s[g->dt_a]);
+}
+
+static double gemm_fp8_rate(const ps_hardware *hw, const ps__args_gemm_fp8 *g) {
+  const double rows = g->role == PS_GEMM_WGRAD ? g->k : g->m, all = hw->gemm_fp8_flops_per_s,
+               bf16 = hw->gemm_flops_per_s[PS_BF16];
+  if (hw->gemm_fp8[0].rows)
+    return product_rate(hw->gemm_fp8, g->role, rows, all);
+  return product_rate(hw->gemm[PS_BF16], g->role, rows, bf16) * all / bf16;
 }
 
 static bool is_slice(const ps_attention_rate *r) { return r->kv_rows > r->rows; }
@@ -109,6 +125,7 @@ static double device_ns(const ps_hardware *hw, const ps_kernel *kernel, const vo
   const ps__rate rate = ps__op_rate(kernel);
   const double bytes_ns = rate_ns(work.bytes, hw->elementwise_bytes_per_s);
   switch (rate) {
+  case PS__RATE_GEMM_FP8: return larger(rate_ns(work.flops, gemm_fp8_rate(hw, args)), bytes_ns);
   case PS__RATE_GEMM: return larger(rate_ns(work.flops, gemm_rate(hw, args)), bytes_ns);
   case PS__RATE_ATTENTION_FWD:
   case PS__RATE_ATTENTION_BWD: {

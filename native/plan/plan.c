@@ -99,11 +99,62 @@ static ps_status check_ranges(const ps_plan_config *c) {
   return PS_OK;
 }
 
+/* What FP8 asks of the model, the batch and the GPU. */
+static ps_status check_fp8(const ps_plan *p) {
+  const ps_plan_config *c = &p->cfg;
+  const ps_model_config *m = &p->model->cfg;
+  const char *const recipe = ps__recipes[c->recipe].name;
+  const struct {
+    const char *name;
+    uint64_t value;
+  } sixteens[] = {{"hidden_size", m->dim},
+                  {"intermediate_size", m->ffn_dim},
+                  {"query heads times head_dim", (uint64_t)m->n_heads * m->head_dim},
+                  {"key heads times head_dim", (uint64_t)m->n_kv_heads * m->head_dim},
+                  {"--seq-len", c->seq_len},
+                  {"--chunk-tokens", c->chunk_tokens}};
+  if (!ps__recipes[c->recipe].fp8)
+    return c->fp8_bf16_first || c->fp8_bf16_last || c->fp8_bf16_down
+               ? ps__fail(PS_EINVAL,
+                          "--fp8-bf16-* names what stays in bf16, but the recipe %s has no FP8: give "
+                          "--recipe fp8 or fp8-master, or leave it out",
+                          recipe)
+               : PS_OK;
+  for (size_t i = 0; i < sizeof sixteens / sizeof *sixteens; i++)
+    if (sixteens[i].value % 16)
+      return ps__fail(PS_EINVAL,
+                      "%s is %llu, no multiple of 16, which products of FP8 operands need: give "
+                      "--recipe %s",
+                      sixteens[i].name, (unsigned long long)sixteens[i].value,
+                      ps__recipes[ps__recipes[c->recipe].arrays].name);
+  if ((uint64_t)c->fp8_bf16_first + c->fp8_bf16_last >= m->n_layers)
+    return ps__fail(PS_EINVAL,
+                    "the first %u and the last %u blocks stay in bf16, and the model has %u: none "
+                    "would compute in FP8; lower --fp8-bf16-first or --fp8-bf16-last",
+                    c->fp8_bf16_first, c->fp8_bf16_last, m->n_layers);
+  if (c->lora.rank)
+    return ps__fail(PS_EINVAL,
+                    "LoRA beside FP8 products is not there: adapters read the activations that "
+                    "FP8 does not store; give --recipe %s",
+                    ps__recipes[ps__recipes[c->recipe].arrays].name);
+  if (p->hw.backend == PS_BACKEND_CUDA && p->hw.compute_capability < 89)
+    return ps__fail(PS_EINVAL,
+                    "%s has compute capability %u.%u, and FP8 comes with 8.9 (RTX 40, H100): give "
+                    "--recipe %s",
+                    p->hw.device_name, p->hw.compute_capability / 10,
+                    p->hw.compute_capability % 10,
+                    ps__recipes[ps__recipes[c->recipe].arrays].name);
+  return PS_OK;
+}
+
 static ps_status check_config(ps_plan *p) {
   ps_plan_config *c = &p->cfg;
   PS_TRY(check_ranges(c));
   if (c->recipe >= PS_N_RECIPES)
     return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
+  if (c->fp8_bf16_down > 1)
+    return ps__fail(PS_EINVAL, "fp8_bf16_down is %u: 0 or 1 is needed", c->fp8_bf16_down);
+  PS_TRY(check_fp8(p));
   if (c->optimizer >= PS_N_OPTIMIZERS)
     return ps__fail(PS_EINVAL, "optimizer %u is unknown: use " PS__OPTIMIZER_NAMES, c->optimizer);
   if (!(c->z_loss >= 0 && c->z_loss <= PS_MAX_Z_LOSS))
@@ -210,8 +261,12 @@ ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_pla
   /* check_config() names a recipe that there is not */
   const ps_dtype dt = cfg->recipe < PS_N_RECIPES ? ps__recipes[cfg->recipe].weights : PS_F32;
   const ps__loss_terms loss = {(float)cfg->z_loss, (float)cfg->label_smoothing};
+  const ps__fp8 fp8 = {.on = cfg->recipe < PS_N_RECIPES && ps__recipes[cfg->recipe].fp8,
+                       .bf16_first = cfg->fp8_bf16_first,
+                       .bf16_last = cfg->fp8_bf16_last,
+                       .bf16_down = cfg->fp8_bf16_down != 0};
   PS_TRY(ps__model_create(&m, model, dt, cfg->seq_len,
-                          cfg->forward_only ? UINT32_MAX : cfg->n_frozen_layers, &loss,
+                          cfg->forward_only ? UINT32_MAX : cfg->n_frozen_layers, &loss, &fp8,
                           &cfg->lora));
   return plan_of(out, m, cfg, hw);
 }

@@ -86,6 +86,7 @@ typedef struct ps__builder {
   uint32_t *batch, *x, *dy;
   /* saved activations [n_layers][n_chunks][max_tensors]: on the device, on the host */
   uint32_t *kept, *away;
+  uint32_t of_pass[PS__SET_BITS]; /* tensors of the running layer pass; PS__NO_VT: not made yet */
 } ps__builder;
 
 /* ---- tensors --------------------------------------------------------------------------------- */
@@ -175,6 +176,8 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
 /* ps__fetch_saved() - issue the copies for the round's backward chunk pass number @pass_idx. */
 void ps__fetch_saved(ps__builder *b, uint32_t pass_idx);
 void ps__head_chunk(ps__builder *b, uint32_t c);
+/* ps__end_layer_pass() - free the layer pass's tensors (PS__ROWS_PASS). */
+void ps__end_layer_pass(ps__builder *b);
 /* ps__send_saved() - copy a saved activation to the host, where that is its policy. */
 void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor, uint32_t vt);
 /* ps__send_input() - the same of the chunk's input of @layer; nothing where that is the head. */

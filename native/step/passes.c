@@ -59,7 +59,8 @@ static uint64_t tensor_bytes(const ps__builder *b, const ps__layer_def *d, uint3
   const uint64_t row = d->tensor[tensor].row_bytes;
   switch (d->tensor[tensor].rows) {
   case PS__ROWS_GROUP: return row * group_of(b, c)->n_rows;
-  case PS__ROWS_ONE: return row;
+  case PS__ROWS_ONE:
+  case PS__ROWS_PASS: return row;
   default: return row * ps__chunk_of(b, c)->n_tokens;
   }
 }
@@ -242,8 +243,30 @@ static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
       .first_dkv = k - b->s->layout->chunk == g->first_chunk + g->n_chunks - 1,
       .document_rows = b->s->spec->one_document ? (uint32_t)b->s->layout->seq_len : 0};
   for (int t = 0; t < PS__SET_BITS; t++)
-    p.bound[t] = PS__NO_VT;
+    p.bound[t] = b->of_pass[t];
   return p;
+}
+
+/* Whether a chunk before has run the op for the whole layer pass. */
+static bool is_done(const chunk_pass *p, const ps__op_def *op) {
+  bool done = ps__op_of_pass(p->d, op);
+  for (uint32_t j = 0; done && j < op->n_syms; j++)
+    done = !(op->sym[j].mode & PS_WRITE) || p->bound[op->sym[j].id] != PS__NO_VT;
+  return done;
+}
+
+/* What the chunk's ops made for the whole layer pass. */
+static void keep_of_pass(ps__builder *b, const chunk_pass *p) {
+  for (uint32_t t = 0; t < p->d->n_tensors; t++)
+    if (ps__in(p->d->of_pass, t))
+      b->of_pass[t] = p->bound[t];
+}
+
+void ps__end_layer_pass(ps__builder *b) {
+  for (uint32_t t = 0; t < PS__SET_BITS; t++) {
+    ps__vt_free(b, b->of_pass[t]);
+    b->of_pass[t] = PS__NO_VT;
+  }
 }
 
 static bool last_of_group(const ps__builder *b, uint32_t c) {
@@ -275,11 +298,14 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (policy_of(b, layer, c, t) == PS_POLICY_DEVICE)
       saved |= ps__only(t);
-  p.keep = saved | d->group | ps__only(input) | ps__only(output);
+  p.keep = saved | d->group | d->of_pass | ps__only(input) | ps__only(output);
   listed list[PS__SET_BITS];
+  uint32_t n = 0;
   for (uint32_t i = 0; i < d->n_fwd; i++)
-    list[i] = (listed){&d->fwd[i], false};
-  emit_list(b, &p, list, d->n_fwd, PS__PHASE_FORWARD, true);
+    if (!is_done(&p, &d->fwd[i]))
+      list[n++] = (listed){&d->fwd[i], false};
+  emit_list(b, &p, list, n, PS__PHASE_FORWARD, true);
+  keep_of_pass(b, &p);
 
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (ps__in(saved & ~d->group, t) && t != input)
@@ -407,8 +433,9 @@ static void rebuild_group(ps__builder *b, uint32_t layer, uint32_t c) {
     for (uint32_t f = 0; f < d->n_fwd; f++)
       if (ps__in(recompute, f))
         list[m++] = (listed){&d->fwd[f], true};
-    p.keep = have;
+    p.keep = have | d->of_pass;
     emit_list(b, &p, list, m, PS__PHASE_RECOMPUTE, false);
+    keep_of_pass(b, &p);
   }
 }
 
@@ -422,7 +449,7 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   bind_kept(b, &p);
   p.bound[d->grad] = b->dy[c];
   bind_group(b, &p, d->grad_group);
-  p.keep = ps__only((uint32_t)d->grad);
+  p.keep = ps__only((uint32_t)d->grad) | d->of_pass;
   const bool group_over = ps__chunk_of(b, c)->row0 == 0;
   if (!group_over)
     p.keep |= shared;
@@ -432,10 +459,13 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__set recompute = ps__recompute(d, d->needs, have);
   listed list[2 * PS__SET_BITS];
   for (uint32_t i = 0; i < d->n_bwd; i++) {
+    if (is_done(&p, &d->bwd[i]))
+      continue;
     list_sources(d, &d->bwd[i], d->n_fwd, recompute, &done, &have, list, &n);
     list[n++] = (listed){&d->bwd[i], false};
   }
   emit_list(b, &p, list, n, PS__PHASE_BACKWARD, false);
+  keep_of_pass(b, &p);
   for (uint32_t t = 0; t < d->n_tensors; t++) {
     if (!is_group(d, t))
       *ps__saved_entry(b, b->kept, layer, c, t) = PS__NO_VT;

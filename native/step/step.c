@@ -181,6 +181,7 @@ static void run_pass(ps__builder *b, uint32_t idx) {
     }
     break;
   }
+  ps__end_layer_pass(b);
   ps__pass_done(b, idx);
 }
 
@@ -220,6 +221,8 @@ static bool builder_init(ps__builder *b) {
     return false;
   for (size_t i = 0; i < saved; i++)
     b->kept[i] = b->away[i] = PS__NO_VT;
+  for (size_t i = 0; i < PS__SET_BITS; i++)
+    b->of_pass[i] = PS__NO_VT;
   return true;
 }
 

@@ -12,6 +12,7 @@ from .lora import Lora
 
 _CUT = ("chunk_tokens", "chunks_per_round", "first_round_chunks", "head_slice_tokens")
 _TERMS = ("z_loss", "label_smoothing")
+_FP8 = ("fp8_bf16_first", "fp8_bf16_last", "fp8_bf16_down")
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Checkpoint(Owner):
         check(lib.ps_checkpoint_config(self._handle.ptr, cfg))
         return {
             name: getattr(self._info, name)
-            for name in ("seq_len", "tokens_per_step", *_CUT, *_TERMS)
+            for name in ("seq_len", "tokens_per_step", *_CUT, *_TERMS, *_FP8)
         } | {
             "recipe": text(lib.ps_recipe_name(self._info.recipe)),
             "optimizer": text(lib.ps_optimizer_name(self._info.optimizer)),

@@ -23,8 +23,9 @@ from .dataset import Dataset
 from .errors import InputOutputError
 from .files import DataError
 from .model import ModelConfig
-from .plan import RECIPES, Hardware, Plan
+from .plan import Hardware, Plan
 from .tolerance import (
+    UNIT,
     A_LAYER,
     FAMILIES_WITH_POST_NORMS,
     FORWARD_A_LAYER,
@@ -365,7 +366,7 @@ def _parser() -> Parser:
         metavar="DIR",
         help="compare with transformers, which loads this directory (default: the same)",
     )
-    p.add_argument("--recipe", choices=RECIPES, default="fp32", help="default: fp32")
+    p.add_argument("--recipe", choices=UNIT, default="fp32", help="default: fp32")
     p.add_argument("--backend", choices=("cpu", "cuda", "auto"), default="cpu", help="default: cpu")
     size = whole(1, 2**30)
     p.add_argument("--seq-len", type=size, default=64, metavar="N", help="default: 64")

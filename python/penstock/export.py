@@ -89,7 +89,8 @@ def _find(path: Path) -> tuple[Path, str, tuple[str, ...]]:
             "checkpoints"
         )
     recipe = text(lib.ps_recipe_name(checkpoint._info.recipe))
-    weights = {"fp32-master": "the fp32 master copy", "fp32": "the fp32 weights"}
+    weights = {name: "the fp32 master copy" for name in ("fp32-master", "fp8-master")}
+    weights["fp32"] = "the fp32 weights"
     what = f"{weights.get(recipe, 'the weights')} after step {checkpoint.step} (recipe {recipe})"
     return Path(checkpoint.path), what, ()
 

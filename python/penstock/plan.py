@@ -217,7 +217,11 @@ class Plan(Owner):
     device_mem, host_mem   caps, in bytes or as "20GiB"; None: no cap on the device, and what the
                            machine allows on the host
     tokens_per_step        0: 8 sequences
-    recipe                 "fp32", "fp32-master" or "bf16"; None: "bf16", with lora "fp32-master"
+    recipe                 "fp32", "fp32-master", "bf16", "fp8" or "fp8-master"; None: "bf16", with
+                           lora "fp32-master"
+    fp8_bf16_first, fp8_bf16_last
+                           with FP8: so many first and last blocks compute in bf16; None: 1
+    fp8_bf16_down          with FP8: all down projections compute in bf16
     optimizer              "adamw", "lion" or "sgd"; a Trainer of the plan uses it
     chunk_tokens, chunks_per_round, first_round_chunks, head_slice_tokens
                            0: the planner chooses
@@ -274,6 +278,9 @@ class Plan(Owner):
         label_smoothing: float = 0.0,
         val_tokens: int = 0,
         lora: Lora | None = None,
+        fp8_bf16_first: int | None = None,
+        fp8_bf16_last: int | None = None,
+        fp8_bf16_down: bool = False,
         reserve=None,
         hardware: Hardware | None = None,
         progress=None,
@@ -307,6 +314,7 @@ class Plan(Owner):
             val_tokens,
             lora,
             keep_logits,
+            (fp8_bf16_first, fp8_bf16_last, fp8_bf16_down),
         )
         ramp = _set_ramp(self.config, batch_ramp)
         failures: list = []
@@ -352,8 +360,12 @@ class Plan(Owner):
         val_tokens=0,
         lora=None,
         keep_logits=False,
+        fp8=(None, None, False),
     ):
         recipe = recipe or ("fp32-master" if lora else "bf16")
+        first, last, down = fp8
+        default = 1 if recipe.startswith("fp8") else 0
+        first, last = (default if n is None else n for n in (first, last))
         which, update = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
         check(lib.ps_recipe_parse(which, recipe.encode()))
         check(lib.ps_optimizer_parse(update, optimizer.encode()))
@@ -382,6 +394,9 @@ class Plan(Owner):
             z_loss=z_loss,
             label_smoothing=label_smoothing,
             val_tokens=val_tokens,
+            fp8_bf16_first=first,
+            fp8_bf16_last=last,
+            fp8_bf16_down=int(down),
         )
         if lora:
             lora.fill(config.lora)
@@ -414,6 +429,9 @@ class Plan(Owner):
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
         lora: Lora | None = None,
+        fp8_bf16_first: int | None = None,
+        fp8_bf16_last: int | None = None,
+        fp8_bf16_down: bool = False,
         reserve=None,
         hardware: Hardware | None = None,
     ) -> tuple[int, int]:
@@ -446,6 +464,7 @@ class Plan(Owner):
             label_smoothing,
             lora=lora,
             keep_logits=keep_logits,
+            fp8=(fp8_bf16_first, fp8_bf16_last, fp8_bf16_down),
         )
         device, host = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))

@@ -46,7 +46,7 @@ static ps_model *many_tensors(void) {
   static const char *const matrix[] = {"gate", "up", "down"};
   const ps_model_config cfg = config_8b();
   ps_model *m;
-  CHECK(ps__model_create(&m, &cfg, PS_BF16, SEQ_LEN, 0, NULL, NULL) == PS_OK);
+  CHECK(ps__model_create(&m, &cfg, PS_BF16, SEQ_LEN, 0, NULL, NULL, NULL) == PS_OK);
   ps__layer_def *block = m->def[1];
   ps__def_unit(block, true);
   for (int i = 0; i < 3 * EXPERTS; i++) {
@@ -143,7 +143,7 @@ int main(void) {
   test_names(m);
   test_opening(m);
   for (int i = 0; i < TIMES; i++) {
-    CHECK(ps__model_create(&plain, &cfg, PS_BF16, SEQ_LEN, 0, NULL, NULL) == PS_OK);
+    CHECK(ps__model_create(&plain, &cfg, PS_BF16, SEQ_LEN, 0, NULL, NULL, NULL) == PS_OK);
     few = fmin(few, plan_s(plain));
     many = fmin(many, plan_s(m));
     m = i + 1 < TIMES ? many_tensors() : NULL;

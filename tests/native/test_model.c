@@ -37,7 +37,7 @@ static ps_model *create(const char *family, ps_dtype dt, float embedding_scale, 
   ps_model *m;
   for (uint32_t l = 1; l < LAYERS; l += 2)
     c.layer_flags[l] = odd_flags;
-  CHECK(ps__model_create(&m, &c, dt, 64, 0, NULL, NULL) == PS_OK);
+  CHECK(ps__model_create(&m, &c, dt, 64, 0, NULL, NULL, NULL) == PS_OK);
   return m;
 }
 

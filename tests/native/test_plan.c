@@ -576,7 +576,7 @@ int main(void) {
   for (uint32_t i = 0; i < N_MODELS; i++)
     make_model(&models[i], root);
   for (uint32_t i = 0; i < N_MODELS; i++)
-    CHECK(ps__model_create(&models[i].made, &models[i].cfg, PS_F32, 0, 0, NULL, &models[i].lora) ==
+    CHECK(ps__model_create(&models[i].made, &models[i].cfg, PS_F32, 0, 0, NULL, NULL, &models[i].lora) ==
           PS_OK);
   test_state_is_counted();
   const int64_t before = ps__live_allocations();

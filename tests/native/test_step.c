@@ -31,7 +31,7 @@ typedef struct built {
 /* 24 rounds of bf16, all saved activations offloaded. Totals have 24 contributions and low bytes.
  * In the first round the offloaded activations are aliases of gradients. */
 static void build(built *b) {
-  CHECK(ps__model_create(&b->model, &model, PS_BF16, SEQ_LEN, 0, NULL, NULL) == PS_OK);
+  CHECK(ps__model_create(&b->model, &model, PS_BF16, SEQ_LEN, 0, NULL, NULL, NULL) == PS_OK);
   CHECK(ps__layout_init(&b->layout, SEQ_LEN, N_SEQUENCES, SEQ_LEN, 1, 0) == PS_OK);
   CHECK(ps__spec_init(&b->spec, b->model, &b->layout) == PS_OK);
   b->spec.recipe = PS_RECIPE_BF16;
