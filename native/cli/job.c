@@ -102,8 +102,9 @@ static const job_option job_options[] = {
       .kind = CLI_CHOICE,
       .value = "NAME",
       .choices = recipes,
-      .help = "dtypes: fp32, fp32-master (16 bytes of host memory a parameter; default with LoRA), "
-              "bf16 (8; default), or fp8 and fp8-master: as bf16 and fp32-master, with FP8 products"}},
+      .help =
+          "dtypes: fp32, fp32-master (16 bytes of host memory a parameter; default with LoRA), "
+          "bf16 (8; default), or fp8 and fp8-master: as bf16 and fp32-master, with FP8 products"}},
     {ALWAYS,
      AT(fp8_bf16_first),
      AT(fp8_first_given),

@@ -281,7 +281,7 @@ enum { PS_FORM_ROWS = 1, PS_FORM_COLS = 2 };
 #ifdef __CUDACC__
 __host__ __device__
 #endif
-static inline uint32_t ps__fp8_scale_bits(uint32_t amax_bits, uint32_t dt) {
+    static inline uint32_t ps__fp8_scale_bits(uint32_t amax_bits, uint32_t dt) {
   if (amax_bits >= 0x7f800000u)
     return 0x7fc00000u;
   if (amax_bits == 0)

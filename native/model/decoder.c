@@ -96,7 +96,7 @@ typedef struct block {
   ps__adapter lora[PS_N_LORA_TARGETS]; /* by target */
   bool fp8, down_fp8;
   ps__product qkv_p, o_p, gu_p, down_p;
-  ps__operand qkv_x, o_x, gu_x, down_x;      /* what the products multiply */
+  ps__operand qkv_x, o_x, gu_x, down_x;     /* what the products multiply */
   ps__operand qkv_dy, o_dy, gu_dy, down_dy; /* their gradients */
 } block;
 

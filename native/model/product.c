@@ -1,6 +1,14 @@
 /* product.c - a block's matrix products as ops of its definition. */
 #include "model/product.h"
 
+/* The op that was added last works on what its product's weights are for. */
+static void name_op(ps__layer_def *d, bool backward, const ps__product *p) {
+  ps__op_def *op = backward ? d->bwd : d->fwd;
+  const uint32_t n = backward ? d->n_bwd : d->n_fwd;
+  if (d->status == PS_OK && n)
+    op[n - 1].what = d->span[p->w].what;
+}
+
 /* {scale, amax} */
 static uint8_t scale_tensor(ps__layer_def *d, ps__row_kind rows) {
   return ps__def_tensor(d, "scale", rows, 2, PS_F32);
@@ -41,10 +49,8 @@ ps__operand ps__def_dy(ps__layer_def *d, uint8_t stored, uint32_t cols, bool fp8
 
 void ps__quantize_x(const ps_model *m, ps__layer_def *d, ps__operand x, uint32_t cols,
                     bool backward) {
-  const ps__args_quantize a = {.cols = cols,
-                               .dt = m->dt,
-                               .dt_q = PS__E4M3,
-                               .forms = backward ? PS_FORM_COLS : PS_FORM_ROWS};
+  const ps__args_quantize a = {
+      .cols = cols, .dt = m->dt, .dt_q = PS__E4M3, .forms = backward ? PS_FORM_COLS : PS_FORM_ROWS};
   PS__DEF_OP(d, backward, false, ps__k_quantize, a, PS__R(x.stored),
              PS__W(backward ? x.scale_t : x.scale), PS__W(backward ? x.qt : x.q));
 }
@@ -95,6 +101,7 @@ void ps__product_forward(const ps_model *m, ps__layer_def *d, const ps__product 
   quantize_w(m, d, p, false);
   PS__FWD(d, ps__k_gemm_fp8, g, PS__R(x.q), PS__R(x.scale), PS__R(p->w8), PS__R(p->w8_scale),
           PS__W(y), b, r);
+  name_op(d, false, p);
 }
 
 void ps__product_dx(const ps_model *m, ps__layer_def *d, const ps__product *p, ps__operand dy,
@@ -112,6 +119,7 @@ void ps__product_dx(const ps_model *m, ps__layer_def *d, const ps__product *p, p
   quantize_w(m, d, p, true);
   PS__BWD(d, ps__k_gemm_fp8, g, PS__R(dy.q), PS__R(dy.scale), PS__R(p->w8t), PS__R(p->w8t_scale),
           out);
+  name_op(d, true, p);
 }
 
 void ps__product_dw(const ps_model *m, ps__layer_def *d, const ps__product *p, ps__operand dy,

@@ -38,8 +38,7 @@ typedef struct ps__recipe {
 /* Those with FP8: X(NAME, "name", ARRAYS, then as above). To the optimizer they are ARRAYS. */
 #define PS__FP8_RECIPES(X)                                                                         \
   X(FP8, "fp8", BF16, PS_BF16, PS_BF16, PS_BF16, PS_BF16, PS_BF16, PS__STOCHASTIC)                 \
-  X(FP8_MASTER, "fp8-master", FP32_MASTER, PS_BF16, PS_F32, PS_BF16, PS_F32, PS_F32,               \
-    PS__TO_NEAREST)
+  X(FP8_MASTER, "fp8-master", FP32_MASTER, PS_BF16, PS_F32, PS_BF16, PS_F32, PS_F32, PS__TO_NEAREST)
 /* The names of PS__RECIPES in the same order, for macros with arguments of their own. */
 #define PS__EACH_RECIPE(X, ...)                                                                    \
   X(FP32, __VA_ARGS__) X(FP32_MASTER, __VA_ARGS__) X(BF16, __VA_ARGS__)

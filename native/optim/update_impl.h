@@ -55,8 +55,8 @@ PS__ANYWHERE static inline uint64_t ps__sr_mix(uint64_t z) {
 /* The same as ps__recipes[]. */
 #define PS__RECIPE_CASE(NAME, name, weights, updated, grad, state0, state1, rounding)              \
 case PS_RECIPE_##NAME: {                                                                           \
-  const ps__recipe r = {name, weights, updated, grad, {state0, state1}, rounding,                  \
-                        PS_RECIPE_##NAME, false};                                                  \
+  const ps__recipe r = {name,     weights,          updated, grad, {state0, state1},               \
+                        rounding, PS_RECIPE_##NAME, false};                                        \
   return r;                                                                                        \
 }
 PS__ANYWHERE static inline ps__recipe ps__recipe_of(ps_recipe recipe) {
@@ -64,8 +64,8 @@ PS__ANYWHERE static inline ps__recipe ps__recipe_of(ps_recipe recipe) {
     PS__RECIPES(PS__RECIPE_CASE)
   default: break;
   }
-  const ps__recipe none = {"",     PS_F32,           PS_F32,         PS_F32,
-                           {PS_F32, PS_F32}, PS__TO_NEAREST, PS_RECIPE_FP32, false};
+  const ps__recipe none = {
+      "", PS_F32, PS_F32, PS_F32, {PS_F32, PS_F32}, PS__TO_NEAREST, PS_RECIPE_FP32, false};
   return none;
 }
 

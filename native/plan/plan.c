@@ -110,15 +110,17 @@ static ps_status check_fp8(const ps_plan *p) {
   } sixteens[] = {{"hidden_size", m->dim},
                   {"intermediate_size", m->ffn_dim},
                   {"query heads times head_dim", (uint64_t)m->n_heads * m->head_dim},
-                  {"key heads times head_dim", (uint64_t)m->n_kv_heads * m->head_dim},
+                  {"query, key and value heads times head_dim",
+                   ((uint64_t)m->n_heads + 2 * (uint64_t)m->n_kv_heads) * m->head_dim},
                   {"--seq-len", c->seq_len},
                   {"--chunk-tokens", c->chunk_tokens}};
   if (!ps__recipes[c->recipe].fp8)
     return c->fp8_bf16_first || c->fp8_bf16_last || c->fp8_bf16_down
-               ? ps__fail(PS_EINVAL,
-                          "--fp8-bf16-* names what stays in bf16, but the recipe %s has no FP8: give "
-                          "--recipe fp8 or fp8-master, or leave it out",
-                          recipe)
+               ? ps__fail(
+                     PS_EINVAL,
+                     "--fp8-bf16-* names what stays in bf16, but the recipe %s has no FP8: give "
+                     "--recipe fp8 or fp8-master, or leave it out",
+                     recipe)
                : PS_OK;
   for (size_t i = 0; i < sizeof sixteens / sizeof *sixteens; i++)
     if (sixteens[i].value % 16)
@@ -141,8 +143,7 @@ static ps_status check_fp8(const ps_plan *p) {
     return ps__fail(PS_EINVAL,
                     "%s has compute capability %u.%u, and FP8 comes with 8.9 (RTX 40, H100): give "
                     "--recipe %s",
-                    p->hw.device_name, p->hw.compute_capability / 10,
-                    p->hw.compute_capability % 10,
+                    p->hw.device_name, p->hw.compute_capability / 10, p->hw.compute_capability % 10,
                     ps__recipes[ps__recipes[c->recipe].arrays].name);
   return PS_OK;
 }

@@ -130,6 +130,12 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   if (!c->logits_fn != !plan->cfg.keep_logits)
     return ps__fail(PS_EINVAL, "logits_fn is %s, but the plan was made %s keep_logits: plan anew",
                     c->logits_fn ? "given" : "missing", plan->cfg.keep_logits ? "with" : "without");
+  if (plan->model->fp8.on && !ps__k_gemm_fp8.fn[plan->hw.backend])
+    return ps__fail(
+        PS_EINVAL,
+        "FP8 products have no GPU functions in this build yet: train with --backend cpu, "
+        "or with --recipe %s",
+        ps__recipes[ps__recipes[plan->cfg.recipe].arrays].name);
   if (c->optimizer != plan->cfg.optimizer)
     return ps__fail(PS_EINVAL, "the optimizer is %s, but the plan was made for %s: plan anew",
                     ps_optimizer_name((ps_optimizer)c->optimizer),

@@ -25,7 +25,6 @@ from .files import DataError
 from .model import ModelConfig
 from .plan import Hardware, Plan
 from .tolerance import (
-    UNIT,
     A_LAYER,
     FAMILIES_WITH_POST_NORMS,
     FORWARD_A_LAYER,
@@ -34,6 +33,7 @@ from .tolerance import (
     FORWARD_POST_NORMS,
     FUSED_ATTENTION,
     POST_NORMS,
+    UNIT,
     delta,
     largest_of,
     loss_noise,

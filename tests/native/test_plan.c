@@ -35,40 +35,40 @@ typedef struct model {
 static model models[] = {
     {.name = "llama",
      .json = "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_"
+             "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":4,\"num_key_"
              "value_heads\":2,\"tie_word_embeddings\":false}"},
     {.name = "llama-tied-scaled",
      .json = "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_"
+             "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":4,\"num_key_"
              "value_heads\":4,\"tie_word_embeddings\":true,"
              "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0,\"low_freq_factor\":1.0,"
              "\"high_freq_factor\":4.0,"
              "\"original_max_position_embeddings\":64}}"},
     {.name = "qwen2-tied",
      .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_"
+             "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":4,\"num_key_"
              "value_heads\":1,\"tie_word_embeddings\":true,"
              "\"use_sliding_window\":false}"},
     {.name = "qwen2",
      .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_"
+             "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":4,\"num_key_"
              "value_heads\":2,\"tie_word_embeddings\":false,"
              "\"use_sliding_window\":false}"},
     {.name = "qwen3",
      .json =
          "{\"architectures\":[\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\"," COMMON
-         "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_value_"
+         "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":4,\"num_key_value_"
          "heads\":2,\"head_dim\":16,"
          "\"tie_word_embeddings\":false,\"attention_bias\":false,\"use_sliding_window\":false}"},
     {.name = "qwen3-tied",
      .json = "{\"architectures\":[\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":2,\"num_key_"
+             "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":2,\"num_key_"
              "value_heads\":2,\"head_dim\":16,"
              "\"tie_word_embeddings\":true,\"attention_bias\":false,\"use_sliding_window\":false}"},
     {.name = "qwen2-lora",
      .lora = {.rank = 3, .targets = PS_LORA_ALL, .alpha = 6},
      .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":40,\"num_attention_heads\":4,\"num_key_"
+             "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":4,\"num_key_"
              "value_heads\":2,\"tie_word_embeddings\":false,"
              "\"use_sliding_window\":false}"},
 };
@@ -261,7 +261,29 @@ static const shape shapes[] = {
     {32, 3, 96, 1, 0},  {8, 6, 8, 1, 2},   {4, 20, 4, 10, 0},  {36, 5, 4, 9, 0},
     {38, 3, 4, 10, 20}, {4, 18, 4, 1, 0},  {4, 40, 4, 10, 20}, {4, 170, 4, 10, 0},
 };
-enum { N_SHAPES = sizeof shapes / sizeof *shapes, N_CASES = N_MODELS * N_SHAPES * PS_N_RECIPES };
+/* FP8 needs multiples of 16. */
+static const shape fp8_shapes[] = {
+    {32, 4, 32, 4, 0},  {48, 5, 48, 2, 3}, {16, 7, 32, 2, 0},   {64, 3, 16, 4, 8},
+    {112, 3, 48, 3, 0}, {80, 2, 32, 6, 0}, {16, 20, 16, 10, 0}, {16, 40, 16, 10, 20},
+    {32, 18, 32, 1, 0}, {16, 5, 48, 1, 0}, {144, 2, 64, 10, 0},
+};
+enum {
+  N_SHAPES = sizeof shapes / sizeof *shapes,
+  N_FP8_SHAPES = sizeof fp8_shapes / sizeof *fp8_shapes,
+  N_PLAIN_CASES = N_MODELS * N_SHAPES * PS_RECIPE_FP8,
+  N_CASES = N_PLAIN_CASES + (N_MODELS - 1) * N_FP8_SHAPES
+};
+
+/* A case of FP8: models but the one with adapters, shapes; the recipes, and what stays in bf16, in
+ * turn. */
+static const model *fp8_case(uint32_t idx, const shape **sh, ps_plan_config *cfg) {
+  *sh = &fp8_shapes[idx / (N_MODELS - 1)];
+  cfg->recipe = PS_RECIPE_FP8 + idx % 2;
+  cfg->fp8_bf16_first = idx / 2 % 2;
+  cfg->fp8_bf16_last = idx / 4 % 2;
+  cfg->fp8_bf16_down = idx % 3 == 1;
+  return &models[idx % (N_MODELS - 1)];
+}
 
 static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *cfg,
                           const ps__layout *l) {
@@ -356,18 +378,20 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
   const shape *sh = &shapes[idx / N_MODELS % N_SHAPES];
   ps_hardware hw = {.struct_bytes = sizeof hw};
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
-  const ps_plan_config cfg = {.struct_bytes = sizeof cfg,
-                              .recipe = idx / (N_MODELS * N_SHAPES),
-                              .seq_len = sh->seq_len,
-                              .tokens_per_step = (uint64_t)sh->seq_len * sh->n_sequences,
-                              .chunk_tokens = sh->chunk_tokens,
-                              .chunks_per_round = sh->chunks_per_round,
-                              .head_slice_tokens = rnd_below(state, 4) ? 10 + rnd_below(state, 30)
-                                                                       : 1 + rnd_below(state, 3),
-                              .clip = rnd_below(state, 2),
-                              .n_threads = 2,
-                              .lora = m->lora,
-                              .optimizer = (idx + idx / N_MODELS) % PS_N_OPTIMIZERS};
+  ps_plan_config cfg = {.struct_bytes = sizeof cfg,
+                        .recipe = idx / (N_MODELS * N_SHAPES),
+                        .head_slice_tokens = rnd_below(state, 4) ? 10 + rnd_below(state, 30)
+                                                                 : 1 + rnd_below(state, 3),
+                        .clip = rnd_below(state, 2),
+                        .n_threads = 2,
+                        .optimizer = (idx + idx / N_MODELS) % PS_N_OPTIMIZERS};
+  if (idx >= N_PLAIN_CASES)
+    m = fp8_case(idx - N_PLAIN_CASES, &sh, &cfg);
+  cfg.seq_len = sh->seq_len;
+  cfg.tokens_per_step = (uint64_t)sh->seq_len * sh->n_sequences;
+  cfg.chunk_tokens = sh->chunk_tokens;
+  cfg.chunks_per_round = sh->chunks_per_round;
+  cfg.lora = m->lora;
   ps__layout layout;
   ps__spec spec;
   ps_plan *plan;
@@ -412,11 +436,11 @@ static counted count(const model *m, ps_optimizer optimizer, ps_recipe recipe, b
   const ps_plan_config cfg = {.struct_bytes = sizeof cfg,
                               .recipe = recipe,
                               .optimizer = optimizer,
-                              .seq_len = 24,
-                              .tokens_per_step = 96,
-                              .chunk_tokens = 24,
+                              .seq_len = 32,
+                              .tokens_per_step = 128,
+                              .chunk_tokens = 32,
                               .chunks_per_round = 4,
-                              .head_slice_tokens = 24,
+                              .head_slice_tokens = 32,
                               .clip = 1,
                               .n_threads = 2};
   ps_hardware hw = {.struct_bytes = sizeof hw};
@@ -425,7 +449,7 @@ static counted count(const model *m, ps_optimizer optimizer, ps_recipe recipe, b
   ps_plan *plan;
   counted c = {0};
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
-  CHECK(ps__layout_init(&layout, 24, 4, 24, 4, 0) == PS_OK);
+  CHECK(ps__layout_init(&layout, 32, 4, 32, 4, 0) == PS_OK);
   resident_spec(&spec, m, &cfg, &layout);
   memset(spec.update_resident, resident, spec.n_units);
   memset(spec.update_streamed, streamed, spec.n_units);
@@ -576,8 +600,8 @@ int main(void) {
   for (uint32_t i = 0; i < N_MODELS; i++)
     make_model(&models[i], root);
   for (uint32_t i = 0; i < N_MODELS; i++)
-    CHECK(ps__model_create(&models[i].made, &models[i].cfg, PS_F32, 0, 0, NULL, NULL, &models[i].lora) ==
-          PS_OK);
+    CHECK(ps__model_create(&models[i].made, &models[i].cfg, PS_F32, 0, 0, NULL, NULL,
+                           &models[i].lora) == PS_OK);
   test_state_is_counted();
   const int64_t before = ps__live_allocations();
   uint64_t state = 20261121;

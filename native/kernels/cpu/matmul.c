@@ -296,13 +296,8 @@ static ps_status multiply(const ps__cpu_exec *exec, const ps__args_gemm *a, floa
         "gemm %ux%ux%u with leading dimensions %u, %u, %u: sizes must be positive and rows fit",
         a->m, a->n, a->k, a->lda, a->ldb, a->ldc);
   PS_TRY(ps__cpu_blas_ready(ps__pool_size(exec->pool)));
-  gemm_job job = {.a = a,
-                  .alpha = alpha,
-                  .exec = exec,
-                  .t = tile_product(a),
-                  .pa = x,
-                  .pb = y,
-                  .pc = *c++};
+  gemm_job job = {
+      .a = a, .alpha = alpha, .exec = exec, .t = tile_product(a), .pa = x, .pb = y, .pc = *c++};
   if (a->has_bias)
     job.bias = *c++;
   if (a->has_residual)
@@ -367,8 +362,7 @@ ps_status ps__check_gemm_fp8(const ps__args_gemm_fp8 *a) {
     return ps__fail(PS_EINVAL, "gemm_fp8: alpha is %g: it must be finite", (double)a->alpha);
   if (a->role > PS_GEMM_WGRAD)
     return ps__fail(PS_EINVAL, "gemm_fp8: role is %u: 0 (forward), 1 (dX) or 2 (dW)", a->role);
-  if ((a->dt_a != PS__E4M3 && a->dt_a != PS__E5M2) || a->dt_b != PS__E4M3 ||
-      a->dt_c >= PS_N_DTYPES)
+  if ((a->dt_a != PS__E4M3 && a->dt_a != PS__E5M2) || a->dt_b != PS__E4M3 || a->dt_c >= PS_N_DTYPES)
     return ps__fail(PS_EINVAL,
                     "gemm_fp8: dtypes %u x %u -> %u are no product: e4m3 or e5m2 x e4m3 -> bf16 or "
                     "fp32 is",
@@ -418,8 +412,8 @@ static void bind_gemm_fp8(void *args, const ps__chunk_shape *chunk) {
 static ps_work work_gemm_fp8(const void *args) {
   const ps__args_gemm_fp8 *a = args;
   const double flops = 2.0 * a->m * a->n * a->k;
-  const double bytes = (double)a->m * a->k + (double)a->n * a->k +
-                       (double)ps__dt_bytes(a->dt_c) * a->m * a->n;
+  const double bytes =
+      (double)a->m * a->k + (double)a->n * a->k + (double)ps__dt_bytes(a->dt_c) * a->m * a->n;
   return (ps_work){.flops = flops, .bytes = bytes, .model_flops = flops};
 }
 

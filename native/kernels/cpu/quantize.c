@@ -130,7 +130,6 @@ const ps_kernel ps__k_quantize = {
     .name = "quantize",
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {quantize, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_quantize,
-                                 .bind = bind_quantize},
+    .info =
+        &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_quantize, .bind = bind_quantize},
 };
