@@ -262,7 +262,9 @@ ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_pla
   /* check_config() names a recipe that there is not */
   const ps_dtype dt = cfg->recipe < PS_N_RECIPES ? ps__recipes[cfg->recipe].weights : PS_F32;
   const ps__loss_terms loss = {(float)cfg->z_loss, (float)cfg->label_smoothing};
-  const ps__fp8 fp8 = {.on = cfg->recipe < PS_N_RECIPES && ps__recipes[cfg->recipe].fp8,
+  /* check_fp8() refuses adapters beside it */
+  const bool has_fp8 = cfg->recipe < PS_N_RECIPES && ps__recipes[cfg->recipe].fp8;
+  const ps__fp8 fp8 = {.on = has_fp8 && !cfg->lora.rank,
                        .bf16_first = cfg->fp8_bf16_first,
                        .bf16_last = cfg->fp8_bf16_last,
                        .bf16_down = cfg->fp8_bf16_down != 0};

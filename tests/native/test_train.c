@@ -24,7 +24,7 @@ static const char config_json[] =
     "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"vocab_size\":96,\"num_"
     "hidden_layers\":2,\"hidden_act\":\"silu\","
     "\"max_position_embeddings\":4096,\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,\"hidden_size\":"
-    "32,\"intermediate_size\":48,"
+    "32,\"intermediate_size\":64,"
     "\"num_attention_heads\":4,\"num_key_value_heads\":2,\"tie_word_embeddings\":false}";
 
 static char root[256], model_dir[300], shard[300], new_dir[300], old_dir[300];

@@ -1,0 +1,125 @@
+"""The oracle of test_fp8.py: a Llama's loss and gradients in plain PyTorch, with products of FP8
+operands as docs/design.md ("FP8") says. Casts are torch's, sums are in fp64. Nothing of Penstock is
+imported.
+
+A tensor that Penstock stores is rounded to bf16 where it is made, and so is its gradient: a value
+beside the boundary of two FP8 numbers then goes the same way here and there.
+"""
+
+import math
+
+import torch
+from reference import inverse_frequencies
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+def quantized(x, dtype, wrong=1.0):
+    """@x as numbers of @dtype times one power of two: the least with which nothing saturates. @wrong:
+    a factor of that scale, for a broken oracle."""
+    amax = x.abs().max().item()
+    if amax == 0:
+        return x
+    fraction, exponent = math.frexp(amax / LARGEST[dtype])
+    scale = wrong * 2.0 ** (exponent - (fraction == 0.5))
+    clamped = (x / scale).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return clamped.float().to(dtype).double() * scale
+
+
+class Stored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.bfloat16().double()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.bfloat16().double()
+
+
+stored = Stored.apply
+
+
+class Fp8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, wrong):
+        x, w = (quantized(t, torch.float8_e4m3fn, wrong) for t in (x, w))
+        ctx.save_for_backward(x, w)
+        ctx.wrong = wrong
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        g = quantized(g, torch.float8_e5m2, ctx.wrong)
+        return g @ w, g.T @ x, None
+
+
+class Fp8Llama:
+    """@fp8: the blocks whose products have FP8 operands; @down: their down projections too."""
+
+    def __init__(self, cfg, weights, fp8=(), down=True, wrong=1.0):
+        self.cfg, self.fp8, self.down, self.wrong = cfg, fp8, down, wrong
+        self.w = {k: v.detach().bfloat16().double().requires_grad_() for k, v in weights.items()}
+
+    def norm(self, x, name):
+        unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.cfg["rms_norm_eps"])
+        return stored(unit * self.w[name])
+
+    def product(self, x, names, fp8):
+        w = torch.cat([self.w[name] for name in names])
+        return Fp8Product.apply(x, w, self.wrong) if fp8 else x @ w.T
+
+    def attention(self, qkv, n, s, cos, sin):
+        heads, kv_heads = self.cfg["num_attention_heads"], self.cfg["num_key_value_heads"]
+        hd = self.cfg["head_dim"]
+        q, k, v = qkv.view(n, s, -1, hd).split([heads, kv_heads, kv_heads], 2)
+
+        def turn(a):
+            first, second = a.chunk(2, -1)
+            return stored(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
+
+        q, k = turn(q), turn(k)
+        k, v = (a.repeat_interleave(heads // kv_heads, 2) for a in (k, v))
+        scores = torch.einsum("nihd,njhd->nhij", q, k) / math.sqrt(hd)
+        mask = torch.ones(s, s, dtype=torch.bool).tril()
+        weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+        return stored(torch.einsum("nhij,njhd->nihd", weights, v).reshape(n * s, -1))
+
+    def block(self, x, i, n, s, cos, sin):
+        p, fp8 = f"model.layers.{i}.", i in self.fp8
+        y = self.norm(x, p + "input_layernorm.weight")
+        names = [f"{p}self_attn.{c}_proj.weight" for c in "qkv"]
+        o = self.attention(stored(self.product(y, names, fp8)), n, s, cos, sin)
+        h = stored(x + self.product(o, [p + "self_attn.o_proj.weight"], fp8))
+        y = self.norm(h, p + "post_attention_layernorm.weight")
+        names = [f"{p}mlp.{c}_proj.weight" for c in ("gate", "up")]
+        gate, up = stored(self.product(y, names, fp8)).chunk(2, -1)
+        y = stored(torch.nn.functional.silu(gate) * up)
+        return stored(h + self.product(y, [p + "mlp.down_proj.weight"], fp8 and self.down))
+
+    def chunk_loss(self, tokens, targets, n_valid):
+        """The chunk's part of the loss: its rows are quantized together."""
+        n, s = tokens.shape
+        angle = torch.arange(s).double()[:, None] * torch.tensor(inverse_frequencies(self.cfg))
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        x = stored(self.w["model.embed_tokens.weight"][tokens.flatten()])
+        for i in range(self.cfg["num_hidden_layers"]):
+            x = self.block(x, i, n, s, cos, sin)
+        logits = stored(self.norm(x, "model.norm.weight") @ self.w["lm_head.weight"].T)
+        return torch.nn.functional.cross_entropy(
+            logits, targets.flatten(), ignore_index=-1, reduction="sum"
+        ) / int(n_valid)
+
+    def gradients(self, tokens, targets, a_chunk):
+        """(loss, {name: gradient}) of a batch whose chunks are @a_chunk sequences."""
+        tokens, targets = (torch.as_tensor(t).long() for t in (tokens, targets))
+        loss = 0.0
+        for w in self.w.values():
+            w.grad = None
+        for i in range(0, len(tokens), a_chunk):
+            part = self.chunk_loss(
+                tokens[i : i + a_chunk], targets[i : i + a_chunk], (targets >= 0).sum()
+            )
+            part.backward()
+            loss += part.item()
+        return loss, {k: w.grad.clone() for k, w in self.w.items()}

@@ -1,0 +1,291 @@
+"""FP8 training on the CPU backend: a whole step against an oracle that shares no code
+(fp8_reference.py) and against bf16, what is refused, checkpoints and validation. The ops:
+test_fp8_ops.py; the same bits under every cap: tests/native/test_plan.c.
+"""
+
+import json
+import shutil
+
+import families
+import numpy as np
+import penstock as ps
+import pytest
+from conftest import ROOT
+from penstock import Checkpoint, Hardware, ModelConfig, Plan, Trainer
+from test_cli import job, penstock, refused, words  # noqa: F401 (job is a fixture)
+
+torch = pytest.importorskip("torch")
+import reference as ref  # noqa: E402
+from fp8_reference import Fp8Llama  # noqa: E402
+from penstock import tolerance  # noqa: E402
+
+SEQ, N_SEQ, A_CHUNK = 48, 4, 2
+CONFIG = json.loads((ROOT / "models/tiny-llama.json").read_text())
+WEIGHTS = ref.random_weights(CONFIG, seed=1)
+HARDWARE = Hardware.estimate(2, "cpu")
+# Errors of an FP8 step relative to a gradient, from those of its products: 8 forward in 2 blocks,
+# each 3.7% off (at most 4.5%), and 9 backward, 5.8% (6.5%), all independent.
+GATE = (8 * 0.045**2 + 9 * 0.065**2) ** 0.5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_torch_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return ref.write_directory(tmp_path_factory.mktemp("fp8") / "m", CONFIG, WEIGHTS)
+
+
+def batch(step=0):
+    t = np.random.default_rng([3, step]).integers(0, 512, (N_SEQ, SEQ + 1)).astype(np.int32)
+    targets = t[:, 1:].copy()
+    targets[:, ::7] = -1
+    return t[:, :-1].copy(), targets
+
+
+def make_plan(directory, recipe="fp8", **more):
+    options = {"chunk_tokens": A_CHUNK * SEQ, "chunks_per_round": 2, "clip": False} | more
+    return Plan(
+        ModelConfig.read(directory),
+        seq_len=SEQ,
+        tokens_per_step=SEQ * N_SEQ,
+        recipe=recipe,
+        threads=2,
+        hardware=HARDWARE,
+        **options,
+    )
+
+
+def first_step(directory, recipe, **more):
+    """(loss, {name: gradient})"""
+    plan = make_plan(directory, recipe, **more)
+    with Trainer(directory, plan, batch, lr=0.0, clip_norm=0) as trainer:
+        (m,) = trainer.steps(1)
+        return m.loss, {k: torch.as_tensor(trainer.grad(k)).double() for k in trainer.params}
+
+
+@pytest.fixture(scope="module")
+def exact():
+    rounded = {k: v.bfloat16() for k, v in WEIGHTS.items()}
+    loss, grads, _ = ref.Reference(CONFIG, rounded).gradients(*batch())
+    return loss, grads
+
+
+def errors(found, expected):
+    return {k: ((found[k] - g).norm() / g.norm()).item() for k, g in expected.items()}
+
+
+def passes(found, expected):
+    """The gate of a whole step: loss, direction and size of every gradient."""
+    (loss, grads), (want, true) = found, expected
+    cosine = {
+        k: torch.nn.functional.cosine_similarity(grads[k].flatten(), g.flatten(), 0).item()
+        for k, g in true.items()
+    }
+    ratio = {k: (grads[k].norm() / g.norm()).item() for k, g in true.items()}
+    n_valid = int((batch()[1] >= 0).sum())
+    return (
+        abs(loss - want) < tolerance.loss_noise(GATE, n_valid)
+        and max(errors(grads, true).values()) < GATE
+        and min(cosine.values()) > 1 - GATE**2 / 2
+        and all(abs(r - 1) < 0.05 for r in ratio.values())
+    )
+
+
+BLOCKS = {
+    "default": ({}, {"fp8": (1, 2)}),
+    "all blocks": ({"fp8_bf16_first": 0, "fp8_bf16_last": 0}, {"fp8": (0, 1, 2, 3)}),
+    "down in bf16": ({"fp8_bf16_down": True}, {"fp8": (1, 2), "down": False}),
+}
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-master"])
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_a_step_is_that_of_pytorch_with_fp8_operands(directory, blocks, recipe):
+    """Both round to bf16 at the same places, but fp32 and fp64 sums round to other bf16 neighbours
+    now and then, after which a value may go to another FP8 neighbour: every gradient is nearer to
+    the oracle than FP8 is to bf16. A loss is as near as that of a bf16 recipe."""
+    options, same = BLOCKS[blocks]
+    loss, grads = first_step(directory, recipe, **options)
+    want, true = Fp8Llama(CONFIG, WEIGHTS, **same).gradients(*batch(), A_CHUNK)
+    noise = tolerance.delta("bf16", n_layers=4, n_chunks=2, longest_sum=352)
+    assert abs(loss - want) < tolerance.loss_noise(noise, int((batch()[1] >= 0).sum()))
+    off = errors(grads, true)
+    assert max(off.values()) < GATE and np.mean(list(off.values())) < GATE / 2
+
+
+def test_it_is_not_that_of_other_blocks(directory):
+    _, grads = first_step(directory, "fp8")
+    for blocks in ("all blocks", "down in bf16"):
+        _, other = Fp8Llama(CONFIG, WEIGHTS, **BLOCKS[blocks][1]).gradients(*batch(), A_CHUNK)
+        _, same = Fp8Llama(CONFIG, WEIGHTS, **BLOCKS["default"][1]).gradients(*batch(), A_CHUNK)
+        far, near = (np.mean(list(errors(grads, g).values())) for g in (other, same))
+        assert near < 0.8 * far
+
+
+def test_a_step_is_within_the_gate_of_bf16(directory, exact):
+    found = first_step(directory, "fp8")
+    assert passes(found, exact)
+    # and it is no bf16 in disguise
+    assert min(errors(found[1], exact[1]).values()) > 0.02
+
+
+@pytest.mark.parametrize("wrong", [2.0**-3, 2.0**14], ids=["saturating", "flushing"])
+def test_a_broken_fp8_fails_the_gate(exact, wrong):
+    broken = Fp8Llama(CONFIG, WEIGHTS, fp8=(1, 2), wrong=wrong)
+    assert not passes(broken.gradients(*batch(), A_CHUNK), exact)
+
+
+@pytest.mark.parametrize("name", ["olmo2", "gemma2", "gemma3", "phi3", "granite", "qwen3-window"])
+def test_blocks_of_every_kind(tmp_path, name):
+    """With norms before, after, and both; biases, scales, caps: all blocks in FP8 against bf16, from
+    the same fresh weights. 3 blocks have 12 products forward and 13 backward."""
+    config = families.CONFIGS[name] | {"hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    grads = {}
+    for recipe, options in {"bf16": {}, "fp8": {"fp8_bf16_first": 0, "fp8_bf16_last": 0}}.items():
+        plan = make_plan(tmp_path, recipe, **options)
+        with Trainer(tmp_path, plan, batch, lr=0.0, clip_norm=0, init_weights=True) as trainer:
+            list(trainer.steps(1))
+            grads[recipe] = {k: torch.as_tensor(trainer.grad(k)).double() for k in trainer.params}
+    off = errors(grads["fp8"], grads["bf16"])
+    gate = (12 * 0.045**2 + 13 * 0.065**2) ** 0.5
+    assert np.mean(list(off.values())) < gate and 0.02 < max(off.values()) < 2 * gate
+
+
+def test_outliers_of_the_gated_product(directory, tmp_path):
+    """Rows of gate and up that are 300 times the others: what is left of the rest keeps the loss."""
+    weights = {k: v.clone() for k, v in WEIGHTS.items()}
+    for name in ("gate", "up"):
+        weights[f"model.layers.1.mlp.{name}_proj.weight"][5] *= 17.0
+    planted = ref.write_directory(tmp_path / "outliers", CONFIG, weights)
+    bf16, fp8 = (first_step(planted, r) for r in ("bf16", "fp8"))
+    oracle = Fp8Llama(CONFIG, weights, fp8=(1, 2)).gradients(*batch(), A_CHUNK)
+    assert abs(fp8[0] - oracle[0]) < 0.02 and abs(fp8[0] - bf16[0]) < 0.1
+
+
+# ---- around a step -------------------------------------------------------------------------------
+
+
+def test_caps_change_no_bit(directory):
+    least, _ = Plan.smallest(
+        ModelConfig.read(directory),
+        seq_len=SEQ,
+        tokens_per_step=SEQ * N_SEQ,
+        recipe="fp8",
+        chunk_tokens=A_CHUNK * SEQ,
+        chunks_per_round=2,
+        threads=2,
+        fp8_bf16_first=0,
+        hardware=HARDWARE,
+    )
+    seen = []
+    for cap in (None, least):
+        plan = make_plan(directory, device_mem=cap, fp8_bf16_first=0, clip=True)
+        with Trainer(directory, plan, batch, lr=1e-3) as trainer:
+            seen.append([(m.loss, m.grad_norm) for m in trainer.steps(3)])
+    assert seen[0] == seen[1]
+
+
+def test_a_resumed_run_has_the_same_bits(directory, tmp_path):
+    options = {"fp8_bf16_last": 0, "fp8_bf16_down": True}
+    kw = {"lr": 1e-3, "clip_norm": 0}
+    with Trainer(directory, make_plan(directory, **options), batch, **kw) as trainer:
+        list(trainer.steps(2))
+        path = trainer.checkpoint(tmp_path / "c")
+        want = [m.loss for m in trainer.steps(2)]
+    checkpoint = Checkpoint(path)
+    kept = checkpoint.plan_options
+    assert kept["recipe"] == "fp8" and kept["fp8_bf16_last"] == 0 and kept["fp8_bf16_down"] == 1
+    with Trainer.resume(checkpoint, directory, make_plan(directory, **options), batch) as trainer:
+        assert [m.loss for m in trainer.steps(2)] == want
+    other = make_plan(directory, fp8_bf16_last=0)
+    with pytest.raises(ps.InvalidError, match="fp8-bf16-down 1, and this run has 0"):
+        Trainer.resume(checkpoint, directory, other, batch)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(directory, tmp_path):
+    weights = WEIGHTS | {"model.norm.weight": torch.full((128,), 3e38)}
+    bad = ref.write_directory(tmp_path / "bad", CONFIG, weights)
+    with Trainer(bad, make_plan(bad), batch, lr=1e-3, clip_norm=0) as trainer:
+        with pytest.raises(ps.NumericError, match="step 0"):
+            list(trainer.steps(1))
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_it_trains_validates_and_says_so(job, tmp_path):  # noqa: F811
+    run = tmp_path / "run"
+    options = {"--recipe": "fp8", "--steps": 30, "--lr": "3e-3", "--run-dir": run}
+    options |= {"--val": job["--data"], "--val-every": 15, "--val-tokens": 128}
+    done = penstock("train", *words(job | options))
+    assert done.returncode == 0, done.stderr
+    assert "FP8" in done.stderr + done.stdout
+    lines = [json.loads(s) for s in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
+    assert "fp8-bf16-first = 1" in (run / "run.toml").read_text()
+    assert json.loads((run / "plan.json").read_text())["fp8_bf16_first"] == 1
+
+
+A100 = {"device_name": "NVIDIA A100-SXM4-80GB", "compute_capability": 80}
+
+
+@pytest.mark.parametrize(
+    "options,says",
+    [
+        ({"--seq-len": 40}, "--seq-len is 40, no multiple of 16"),
+        ({"--chunk-tokens": 40}, "--chunk-tokens is 40, no multiple of 16"),
+        (
+            {"--fp8-bf16-first": 3},
+            "first 3 and the last 1 blocks stay in bf16, and the model has 4",
+        ),
+        ({"--lora-rank": 4}, "LoRA beside FP8 products is not there"),
+        ({"--recipe": "bf16", "--fp8-bf16-last": 2}, "recipe bf16 has no FP8"),
+        ({"--recipe": "bf16", "--fp8-bf16-down": None}, "recipe bf16 has no FP8"),
+        ({"--hardware": A100}, "A100-SXM4-80GB has compute capability 8.0, and FP8 comes with 8.9"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_what_fp8_does_not_take_is_refused(tiny_model, tmp_path, options, says):
+    options = {"--model": tiny_model, "--seq-len": 64, "--recipe": "fp8"} | options
+    if "--hardware" in options:
+        rates = json.loads((ROOT / "docs/hardware-h200.json").read_text())
+        (tmp_path / "a100.json").write_text(json.dumps(rates | options["--hardware"]))
+        options["--hardware"] = tmp_path / "a100.json"
+    refused(penstock("plan", *words(options)), says)
+
+
+def test_a_size_that_is_no_multiple_of_16_is_refused(tiny_model, tmp_path):
+    other = tmp_path / "model"
+    shutil.copytree(tiny_model, other)
+    (other / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 350}))
+    done = penstock("plan", "--model", other, "--seq-len", 64, "--recipe", "fp8-master")
+    refused(done, "intermediate_size is 350, no multiple of 16.*give --recipe fp32-master")
+
+
+def test_rates_of_fp8_make_a_plan_for_a_gpu_faster(tiny_model, tmp_path):
+    """Where a file has no rates of FP8, plans take 1.75 times bf16's."""
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big/config.json").write_text((ROOT / "models/1b.json").read_text())
+    rates = json.loads((ROOT / "docs/hardware-h200.json").read_text())
+    bare = {k: v for k, v in rates.items() if not k.startswith("gemm_fp8")}
+    step = {}
+    for name, recipe, file in (
+        ("bf16", "bf16", rates),
+        ("fp8", "fp8", rates),
+        ("bare", "fp8", bare),
+    ):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(file))
+        args = ["--model", tmp_path / "big", "--seq-len", 8192, "--recipe", recipe]
+        args += ["--tokens-per-step", 8192, "--chunk-tokens", 8192, "--chunks-per-round", 1]
+        args += ["--hardware", path, "--device-mem", "60GiB", "--json"]
+        step[name] = json.loads(penstock("plan", *args).stdout)["predicted_step_s"]
+    assert 0.7 * step["bf16"] < step["fp8"] < 0.95 * step["bf16"]
+    assert abs(step["bare"] - step["fp8"]) < 0.05 * step["fp8"]
