@@ -55,8 +55,8 @@ static inline float float_of(uint32_t u) {
   return f;
 }
 
-/* Rounds to nearest even: a normal number by an addition to its bits, a subnormal by one to a number
- * whose last bit is the least subnormal. */
+/* Rounds to nearest even: a normal number by an addition to its bits, a subnormal by one to a
+ * number whose last bit is the least subnormal. */
 static inline uint8_t fp8_encode(const uint32_t m, const uint32_t bias, const uint32_t largest,
                                  float x) {
   const uint32_t u = bits_of(x), sign = u >> 24 & 0x80, size = u & 0x7fffffffu;

@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-/* Beside those of weights and activations (ps_dtype): dtypes of files, which are converted when they
- * are read; and dtypes of quantized operands of products (kernels/ops.h, "FP8").
+/* Beside those of weights and activations (ps_dtype): dtypes of files, which are converted when
+ * they are read; and dtypes of quantized operands of products (kernels/ops.h, "FP8").
  *   PS__E4M3  torch.float8_e4m3fn: 448 is the largest number, no infinity, one NaN
  *   PS__E5M2  torch.float8_e5m2: 57344 is the largest number; infinities as IEEE has them */
 typedef enum ps__other_dtype {

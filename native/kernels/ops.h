@@ -269,15 +269,15 @@ static inline float ps__gemm_alpha(const ps__args_gemm *a) {
  *   - Nothing saturates: amax/s is at most the largest number.
  *   - An x that is not finite makes s NaN, and with it every product that reads s. The step's loss
  *     or norm is then NaN, which the trainer sees.
- * FORMS. Products take both operands with their summed dimension contiguous (gemm_fp8). PS_FORM_ROWS
- * is [rows,cols], as x is stored. PS_FORM_COLS is its transpose [cols,rows], of the same q and s.
- * An op may write either or both. On CUDA rows and cols are multiples of 16. */
+ * FORMS. Products take both operands with their summed dimension contiguous (gemm_fp8).
+ * PS_FORM_ROWS is [rows,cols], as x is stored. PS_FORM_COLS is its transpose [cols,rows], of the
+ * same q and s. An op may write either or both. On CUDA rows and cols are multiples of 16. */
 enum { PS_FORM_ROWS = 1, PS_FORM_COLS = 2 };
 
-/* Bits of the scale of a tensor of dtype @dt (PS__E4M3, PS__E5M2), from those of its amax: the least
- * power of two s from 2^-126 on with amax/s at most the dtype's largest number (1.75 * 2^8, 1.75 *
- * 2^15); 1 where amax is 0; NaN where it is not finite. x/s and x*(1/s) are then exact but for
- * underflow. */
+/* Bits of the scale of a tensor of dtype @dt (PS__E4M3, PS__E5M2), from those of its amax: the
+ * least power of two s from 2^-126 on with amax/s at most the dtype's largest number (1.75 * 2^8,
+ * 1.75 * 2^15); 1 where amax is 0; NaN where it is not finite. x/s and x*(1/s) are then exact but
+ * for underflow. */
 #ifdef __CUDACC__
 __host__ __device__
 #endif
@@ -300,7 +300,8 @@ typedef struct ps__args_quantize {
   uint32_t rows, cols, dt, dt_q, forms;
 } ps__args_quantize;
 ps_status ps__check_quantize(const ps__args_quantize *a, const char *op);
-/* rmsnorm_quantize     y of rmsnorm_fwd (without a residual), rounded to norm.dt, quantized to dt_q.
+/* rmsnorm_quantize     y of rmsnorm_fwd (without a residual), rounded to norm.dt, quantized to
+ *                      dt_q.
  *                      ptr: R x[rows,cols], R w[cols], W scale f32[2], then W q[rows,cols] if
  *                      forms has ROWS, then W qt[cols,rows] if it has COLS.
  *                      bytes: x twice, each form once; y is stored nowhere. */
@@ -311,7 +312,7 @@ typedef struct ps__args_rmsnorm_quantize {
 /* glu_quantize         s of glu_fwd, rounded to glu.dt, quantized to dt_q.
  *                      ptr: R gu[T,2F], W scale f32[2], then W q[T,F] if forms has ROWS, then W
  *                      qt[F,T] if it has COLS.  bytes: gu twice, each form once. */
-/* glu_bwd_quantize     What glu_bwd leaves, each rounded to glu.dt and quantized with a scale of its
+/* glu_bwd_quantize     What glu_bwd leaves, each rounded to dt and quantized with a scale of its
  *                      own: the gradient of gu to dt_q in both forms, s to PS__E4M3 in the form
  *                      COLS (what dW of down reads). Neither ds nor gu changes. forms says nothing.
  *                      ptr: R ds[T,F], R gu[T,2F], W scale_gu f32[2], W dgu[T,2F] u8, W
@@ -321,10 +322,11 @@ typedef struct ps__args_glu_quantize {
   uint32_t n_tokens, ffn_dim, dt, activation, dt_q, forms; /* the first four as ps__args_glu */
 } ps__args_glu_quantize;
 
-/* gemm_fp8             C[M,N] = (C +) alpha sA sB A B^T (+ bias[N]) (+ residual[M,N]), added in this
- *                      order in fp32, with one rounding. A[M,K] and B[N,K] are quantized tensors,
- *                      row-major without gaps (cuBLASLt's TN, the one that compute capability 9.0
- *                      has for fp8). C, residual [M,N] and bias [N] are of dt_c, without gaps.
+/* gemm_fp8             C[M,N] = (C +) alpha sA sB A B^T (+ bias[N]) (+ residual[M,N]), added in
+ *                      this order in fp32, with one rounding. A[M,K] and B[N,K] are quantized
+ *                      tensors, row-major without gaps (cuBLASLt's TN, the one that compute
+ *                      capability 9.0 has for fp8). C, residual [M,N] and bias [N] are of dt_c,
+ *                      without gaps.
  *                      role, and what A and B are:
  *                        FORWARD  Y = X W^T    X rows e4m3, W rows e4m3       rows bind M
  *                        DGRAD    dX = dY W    dY rows e5m2, W cols e4m3      rows bind M
