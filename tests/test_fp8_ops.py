@@ -11,7 +11,19 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from test_ops import BASELINE, BF16, F32, LIB, PS_EINVAL, launch, run, same_bits, struct  # noqa: E402
+from test_ops import (  # noqa: E402
+    BASELINE,
+    BF16,
+    F32,
+    LIB,
+    PS_EINVAL,
+    GemmFp8,
+    Quantize,
+    launch,
+    run,
+    same_bits,
+    struct,
+)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CODE = {F32: 0, BF16: 1, E4M3: 3, E5M2: 4}  # ps_dtype, ps__other_dtype
@@ -21,7 +33,6 @@ FORWARD, DGRAD, WGRAD = 0, 1, 2
 FP8 = pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 STORED = pytest.mark.parametrize("dt", [F32, BF16], ids=["fp32", "bf16"])
 
-Quantize = struct("Quantize", [("I", "rows cols dt dt_q forms")])
 NormQuantize = struct(
     "NormQuantize",
     [
@@ -40,14 +51,6 @@ Norm = struct(
 )
 Glu = struct("Glu", [("I", "n_tokens ffn_dim dt activation")])
 GluQuantize = struct("GluQuantize", [("I", "n_tokens ffn_dim dt activation dt_q forms")])
-GemmFp8 = struct(
-    "GemmFp8",
-    [
-        ("I", "m n k"),
-        ("B", "role accumulate has_bias has_residual dt_a dt_b dt_c reserved"),
-        ("f", "alpha"),
-    ],
-)
 
 
 @pytest.fixture(autouse=True)

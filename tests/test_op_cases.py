@@ -7,6 +7,7 @@ threads, alignment, guards and instruction sets.
 
 import ctypes
 import functools
+import math
 
 import pytest
 
@@ -19,7 +20,9 @@ from test_ops import (  # noqa: E402
     Embed,
     Fill,
     Gemm,
+    GemmFp8,
     Glu,
+    Quantize,
     Rmsnorm,
     Sumsq,
     run,
@@ -46,8 +49,10 @@ class Attention(ctypes.Structure):
 
 READ, WRITE = 1, 2
 F32, BF16, I32, F64 = 0, 1, 10, 11
+E4M3, E5M2 = 3, 4
 TORCH = {F32: torch.float32, BF16: torch.bfloat16, I32: torch.int32, F64: torch.float64}
-SIGNIFICAND = {F32: 24, BF16: 8, F64: 53}
+TORCH |= {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+SIGNIFICAND = {F32: 24, BF16: 8, E4M3: 4, E5M2: 3, F64: 53}
 SMALL, SEED = 0, 11
 
 
@@ -185,6 +190,24 @@ def gemm(a, x, y, c, *added):
     return [torch.cat([out, c[:, n:]], 1)]
 
 
+def quantize(a, x, _, *forms):
+    largest, fp8 = {E4M3: (448, TORCH[E4M3]), E5M2: (57344, TORCH[E5M2])}[a.dt_q]
+    amax = x.abs().max().item()
+    fraction, exponent = math.frexp(amax / largest)
+    scale = 2.0 ** (exponent - (fraction == 0.5))
+    q = (x / scale).float().to(fp8).double().view(a.rows, a.cols)
+    out = [q.flatten()] if a.forms & 1 else []
+    out += [q.T.flatten()] if a.forms & 2 else []
+    return [torch.tensor([scale, amax], dtype=torch.float64), *out]
+
+
+def gemm_fp8(a, x, x_scale, w, w_scale, c, *added):
+    out = x.view(a.m, a.k) @ w.view(a.n, a.k).T * ((a.alpha or 1.0) * x_scale[0] * w_scale[0])
+    if a.accumulate:
+        out = out + c.view_as(out)
+    return [out + (added[0] if a.has_bias else added[0].view_as(out) if added else 0)]
+
+
 def attention_cached(a, q, kv, sequence, _o, _lse, pos, cache):
     cache = cache.clone().view(-1, a.sequence_rows, 2, a.n_kv_heads, a.head_dim)
     there = pos >= 0
@@ -220,6 +243,8 @@ FORWARD = {
     "cross_entropy": (CrossEntropy, cross_entropy),
     "gemm": (Gemm, gemm),
     "gemm_rows": (Gemm, gemm),
+    "quantize": (Quantize, quantize),
+    "gemm_fp8": (GemmFp8, gemm_fp8),
     "attention_cached": (Attention, attention_cached),
 }
 
@@ -306,8 +331,8 @@ def test_an_op_is_its_formula(entry, name, dt):
 def test_every_op_has_cases():
     """But attention (tests/test_attention.py), host sums (tests/test_ops.py, test_totals.py) and FP8
     (tests/test_fp8_ops.py)."""
-    without = {"attention_fwd", "attention_bwd", "accumulate_host", "sumsq_host", "quantize"}
-    without |= {"rmsnorm_quantize", "glu_quantize", "glu_bwd_quantize", "gemm_fp8"}
+    without = {"attention_fwd", "attention_bwd", "accumulate_host", "sumsq_host"}
+    without |= {"rmsnorm_quantize", "glu_quantize", "glu_bwd_quantize"}
     without |= {"round_sumsq_host", "embed_bwd_host"}
     ops, i = set(), 0
     while name := LIB.ops_name(i):

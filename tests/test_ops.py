@@ -83,6 +83,15 @@ Gemm = struct(
         ("f", "alpha"),
     ],
 )
+Quantize = struct("Quantize", [("I", "rows cols dt dt_q forms")])
+GemmFp8 = struct(
+    "GemmFp8",
+    [
+        ("I", "m n k"),
+        ("B", "role accumulate has_bias has_residual dt_a dt_b dt_c reserved"),
+        ("f", "alpha"),
+    ],
+)
 Glu = struct("Glu", [("I", "n_tokens ffn_dim dt activation")])
 Colsum = struct("Colsum", [("I", "rows cols ld dt accumulate")])
 CrossEntropy = struct(

@@ -27,13 +27,21 @@ float op_normal(void) {
 size_t op_dtype_bytes(uint32_t dt) {
   return dt == OP_F64 ? 8 : dt == OP_I32 ? 4 : ps__dtypes[dt].bytes;
 }
+static bool is_fp8(uint32_t dt) { return dt == PS__E4M3 || dt == PS__E5M2; }
+static double fp8_value(const uint8_t *p, uint32_t dt, uint64_t i) {
+  float x;
+  ps__dtypes[dt].to_f32(&x, p + i, 1);
+  return (double)x;
+}
 double op_value(const void *p, uint32_t dt, uint64_t i) {
-  return dt == OP_F64   ? ((const double *)p)[i]
+  return is_fp8(dt)     ? fp8_value(p, dt, i)
+         : dt == OP_F64 ? ((const double *)p)[i]
          : dt == OP_I32 ? ((const int32_t *)p)[i]
                         : ps__load1_f32(p, dt, i);
 }
 double op_ulp(double v, uint32_t dt) {
-  static const int significand[] = {[PS_F32] = 24, [PS_BF16] = 8, [OP_F64] = 53};
+  static const int significand[] = {
+      [PS_F32] = 24, [PS_BF16] = 8, [PS__E4M3] = 4, [PS__E5M2] = 3, [OP_F64] = 53};
   int e;
   frexp(v, &e);
   return ldexp(1.0, e - significand[dt]);
@@ -51,7 +59,10 @@ static op_operand drawn(uint32_t mode, uint32_t dt, uint64_t n, float scale, op_
   op_operand b = {mode, dt, n, malloc(n * op_dtype_bytes(dt) + 1), t};
   for (uint64_t i = 0; i < n; i++) {
     const float x = op_normal() * scale;
-    ps__store1_f32(b.init, dt, i, x);
+    if (is_fp8(dt))
+      ps__dtypes[dt].from_f32((uint8_t *)b.init + i, &x, 1);
+    else
+      ps__store1_f32(b.init, dt, i, x);
   }
   return b;
 }
@@ -495,6 +506,72 @@ static void gemm_rows(visit *v, uint32_t dt) {
     gemm_case(v, dt, s, s_i % 2 ? 8 : 0, 2, form, s_i % 2 ? 0.22f : 0.0f);
 }
 
+/* ---- FP8 ------------------------------------------------------------------------------------- */
+
+/* Multiples of 16, as on CUDA; weights' shapes and rows that end amid a tile. Sizes of a few, of
+ * 1e-6 and of 1e4; each form alone, and both. */
+static const uint32_t quantize_test[][2] = {{16, 16},   {48, 272},  {16, 4096}, {1040, 64},
+                                            {208, 528}, {64, 8192}, {4112, 48}},
+                      quantize_bench[][2] = {{8192, 4096}};
+static void quantize(visit *v, uint32_t dt) {
+  EACH(s, v, quantize_test, quantize_bench)
+  for (uint32_t forms = v->sizes == OP_BENCH ? 3 : 1; forms <= 3; forms++) {
+    static const float size[] = {3, 1e-6f, 1e4f};
+    const uint64_t n = (uint64_t)s[0] * s[1];
+    const ps__args_quantize a = {s[0], s[1], dt, (s_i + forms) % 2 ? PS__E4M3 : PS__E5M2, forms};
+    if (!wanted(v, n))
+      continue;
+    const op_operand o[] = {in(dt, n, size[s_i % 3]), out(PS_F32, 2, exact), out(a.dt_q, n, exact),
+                            out(a.dt_q, n, exact)};
+    CASE(v, &a, forms == 3 ? 4 : 3, o, "%ux%u forms %u to %s", s[0], s[1], forms,
+         ps__dtypes[a.dt_q].name);
+  }
+}
+
+static op_operand scale_of(float scale) {
+  op_operand b = {PS_READ, PS_F32, 2, malloc(8), exact};
+  memcpy(b.init, (const float[2]){scale, 448 * scale}, 8);
+  return b;
+}
+static const uint32_t fp8_test[][3] = {{16, 16, 16},
+                                       {48, 96, 32},
+                                       {256, 128, 528},
+                                       {32, 272, 1024},
+                                       {144, 64, 4096}},
+                      fp8_bench[][3] = {{2048, 1024, 1024}};
+/* Sums as those of gemm, which also has the tolerance; fast accumulation keeps 14 bits of a partial
+ * sum. */
+static void gemm_fp8(visit *v, uint32_t dt) {
+  EACH(s, v, fp8_test, fp8_bench)
+  for (uint32_t role = 0; role < (v->sizes == OP_BENCH ? 1 : 3); role++)
+    for (uint32_t form = 0; form < (v->sizes == OP_BENCH ? 1 : BOTH); form++) {
+      const uint32_t m = s[0], n = s[1], k = s[2];
+      const ps__args_gemm_fp8 a = {.m = m,
+                                   .n = n,
+                                   .k = k,
+                                   .role = (uint8_t)role,
+                                   .accumulate = form == ACCUMULATE,
+                                   .has_bias = form == BIAS,
+                                   .has_residual = form == RESIDUAL,
+                                   .dt_a = role == PS_GEMM_FORWARD ? PS__E4M3 : PS__E5M2,
+                                   .dt_b = PS__E4M3,
+                                   .dt_c = (uint8_t)dt,
+                                   .alpha = s_i % 2 ? 0.22f : 0.0f};
+      if (!wanted(v, (uint64_t)k * (m > n ? m : n)))
+        continue;
+      const bool twice = dt != PS_F32 && form != PLAIN, fast = role == PS_GEMM_FORWARD;
+      const op_tolerance t = {dt != PS_F32, 1e-6,
+                              1e-6 + (fast ? 0x1p-13 : 1e-6 * sqrt(k)) + (twice ? 0x1p-8 : 0)};
+      op_operand o[6] = {in(a.dt_a, (uint64_t)m * k, 100), scale_of(0x1p-6f),
+                         in(a.dt_b, (uint64_t)n * k, 100), scale_of(0x1p-7f),
+                         sum(a.accumulate, dt, (uint64_t)m * n, t)};
+      uint32_t n_operands = 5;
+      if (a.has_bias || a.has_residual)
+        o[n_operands++] = in(dt, a.has_bias ? n : (uint64_t)m * n, 1);
+      CASE(v, &a, n_operands, o, "%ux%ux%u role %u form %u", m, n, k, role, form);
+    }
+}
+
 /* ---- attention against a cache --------------------------------------------------------------- */
 
 /* rows, sequences, rows of the cache, heads, kv heads, head_dim, window. Rows are dealt out to the
@@ -564,6 +641,8 @@ const op_entry op_table[] = {
     {.kernel = &ps__k_cross_entropy, .cases = cross_entropy},
     {.kernel = &ps__k_gemm, .cases = gemm},
     {.kernel = &ps__k_gemm_rows, .cases = gemm_rows},
+    {.kernel = &ps__k_quantize, .cases = quantize, .same_bits = true},
+    {.kernel = &ps__k_gemm_fp8, .cases = gemm_fp8},
     {.kernel = &ps__k_attention_cached, .cases = attention_cached},
 };
 const uint32_t n_op_table = sizeof op_table / sizeof *op_table;
