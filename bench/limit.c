@@ -38,9 +38,11 @@ typedef enum content {
   POSITIVE, /* an optimizer's state: second moments */
   POSITIVE_F32,
   MASTER, /* fp32 weights */
-  SCALE,  /* one over some thousand tokens, fp32 */
-  BYTES,  /* of any bits */
-  IDS,    /* token ids; the small ones are frequent */
+  SCALE,  /* one over some thousand tokens, or of a quantized tensor; fp32 */
+  E4M3_VALUES,
+  E5M2_VALUES, /* quantized */
+  BYTES,       /* of any bits */
+  IDS,         /* token ids; the small ones are frequent */
   POSITIONS,
   DOC_START,
   N_CONTENTS
@@ -64,6 +66,11 @@ static const struct {
     {"attention_bwd", {VALUES, VALUES, DOC_START, VALUES, LSE, GRADIENTS, UNSET, GRADIENTS_F32}},
     {"glu_fwd", {VALUES, UNSET}},
     {"glu_bwd", {GRADIENTS, VALUES}},
+    {"quantize", {VALUES, UNSET, UNSET, UNSET}},
+    {"rmsnorm_quantize", {VALUES, VALUES, UNSET, UNSET, UNSET}},
+    {"glu_quantize", {VALUES, UNSET, UNSET, UNSET}},
+    {"glu_bwd_quantize", {GRADIENTS, VALUES, UNSET, UNSET, UNSET, UNSET, UNSET}},
+    {"gemm_fp8", {E4M3_VALUES, SCALE, E4M3_VALUES, SCALE, GRADIENTS, VALUES}},
     {"colsum", {GRADIENTS, GRADIENTS}},
     {"cross_entropy", {VALUES, IDS, SCALE, UNSET}},
     {"sumsq", {GRADIENTS, UNSET}},
@@ -145,6 +152,9 @@ static int choose_contents(call *c) {
                     : is_update(c) ? of_update(operands, i, l.job.plan->spec.recipe)
                     : listed       ? contents[k].operand[i]
                                    : of_product(c->op.args, i);
+  const ps__args_gemm_fp8 *product = c->op.args;
+  if (c->op.kernel == &ps__k_gemm_fp8 && product->dt_a == PS__E5M2)
+    c->operand[0] = E5M2_VALUES;
   return CLI_OK;
 }
 
@@ -174,6 +184,8 @@ static float draw(content what) {
   case POSITIVE:
   case POSITIVE_F32: return 1e-6f * z * z;
   case SCALE: return 1e-4f;
+  case E4M3_VALUES:
+  case E5M2_VALUES: return 100 * z;
   default: return z;
   }
 }
@@ -189,6 +201,8 @@ static int32_t draw_int(content what, uint64_t i) {
 }
 
 static uint32_t dtype_of(content what) {
+  if (what == E4M3_VALUES || what == E5M2_VALUES)
+    return what == E4M3_VALUES ? PS__E4M3 : PS__E5M2;
   return what == GRADIENTS_F32 || what == LSE || what == POSITIVE_F32 || what == MASTER ||
                  what == SCALE
              ? PS_F32
@@ -204,8 +218,11 @@ static void fill_pattern(char *to, content what, uint64_t bytes) {
     for (uint64_t i = 0; i < bytes / 4; i++)
       ((int32_t *)(void *)to)[i] = draw_int(what, i);
   else
-    for (uint64_t i = 0; i < bytes / ps_dtype_bytes(dtype_of(what)); i++)
-      ps__store1_f32(to, dtype_of(what), i, draw(what));
+    for (uint64_t i = 0; i < bytes / ps__dtypes[dtype_of(what)].bytes; i++) {
+      const ps__dtype *d = &ps__dtypes[dtype_of(what)];
+      const float x = draw(what);
+      d->from_f32(to + i * d->bytes, &x, 1);
+    }
 }
 
 static int write_patterns(void) {
@@ -237,7 +254,7 @@ static ps_status update_once(const ps_launch *launch, const call *c, uint32_t ba
   const ps__arrays arrays = ps__arrays_of(operands, n, ptr);
   const ps__update_gate open = {0};
   ps__update u = {.optimizer = s->optimizer,
-                  .recipe = s->recipe,
+                  .recipe = ps__recipes[s->recipe].arrays,
                   .lr = 1e-6f,
                   .beta1 = 0.9f,
                   .beta2 = 0.95f,
@@ -497,6 +514,10 @@ static void describe(char *text, size_t bytes, const call *c) {
     snprintf(text, bytes, "%ux%ux%u %c%c%s%s%s", a->m, a->n, a->k, a->trans_a ? 'T' : 'N',
              a->trans_b ? 'T' : 'N', a->accumulate ? " added" : "", a->has_bias ? " bias" : "",
              a->has_residual ? " residual" : "");
+  } else if (c->op.kernel == &ps__k_gemm_fp8) {
+    const ps__args_gemm_fp8 *a = c->op.args;
+    snprintf(text, bytes, "%ux%ux%u%s%s%s", a->m, a->n, a->k, a->accumulate ? " added" : "",
+             a->has_bias ? " bias" : "", a->has_residual ? " residual" : "");
   } else if (c->op.kernel->op_class == PS_CLASS_ATTENTION) {
     const ps__args_attention *a = c->op.args;
     snprintf(text, bytes, "%u rows after %u, %u/%u heads of %u", a->n_tokens, a->row0, a->n_heads,
@@ -545,6 +566,7 @@ static void print(void) {
   cli_json_number(&j, "predicted_compute_s", r->stream_busy_s[p->at->compute]);
   cli_json_close(&j, '}');
   cli_json_number(&j, "gemm_flops_per_s", l.job.hardware.gemm_flops_per_s[p->step.dt]);
+  cli_json_number(&j, "gemm_fp8_flops_per_s", p->hw.gemm_fp8_flops_per_s);
   cli_json_number(&j, "memory_bytes_per_s", l.job.hardware.elementwise_bytes_per_s);
   cli_hardware_json(&j, "hardware", &l.job.hardware);
   cli_json_number(&j, "sum_s", sum_of_step());

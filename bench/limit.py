@@ -37,6 +37,10 @@ FAMILIES = {
     ("gemm", "down"): "down product",
     ("gemm", "head"): "head product",
     ("gemm", "adapter"): "adapter products",
+    ("gemm_fp8", "qkv"): "qkv product, FP8",
+    ("gemm_fp8", "o"): "o product, FP8",
+    ("gemm_fp8", "gate_up"): "gate-up product, FP8",
+    ("gemm_fp8", "down"): "down product, FP8",
     "attention_fwd": "attention forward",
     "attention_bwd": "attention backward",
     "rmsnorm_fwd": "norms",
@@ -45,6 +49,10 @@ FAMILIES = {
     "qkv_split_bwd": "rope and split",
     "glu_fwd": "swiglu",
     "glu_bwd": "swiglu",
+    "quantize": "quantization",
+    "rmsnorm_quantize": "norms",
+    "glu_quantize": "swiglu",
+    "glu_bwd_quantize": "swiglu",
     "embed_fwd": "embedding",
     "embed_bwd": "embedding",
     "cross_entropy": "cross entropy",
@@ -82,8 +90,9 @@ def add_up(limit):
     least = {name: 0.0 for name in rows}  # seconds at the ceilings
     for call in limit["calls"]:
         computes = call["class"] in ("gemm", "attention")
+        products = "gemm_fp8_flops_per_s" if call["kernel"] == "gemm_fp8" else "gemm_flops_per_s"
         ceiling = (
-            call["flops"] / limit["gemm_flops_per_s"]
+            call["flops"] / limit[products]
             if computes
             else call["bytes"] / limit["memory_bytes_per_s"]
         )

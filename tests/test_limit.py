@@ -107,6 +107,19 @@ def test_recomputed_calls_are_told_apart(result):
     assert 0 < float(norms["recomputed_ms"]) < float(norms["ms"])
 
 
+def test_fp8_products_and_quantization_are_families(tiny_model, tmp_path):
+    """The first and the last of 4 blocks are in bf16."""
+    options = ("--recipe", "fp8", "--seconds", 0.1, "--csv", tmp_path / "limit.csv")
+    done = limit("--model", tiny_model, *options)
+    assert done.returncode == 0, done.stderr
+    rows = {r["family"]: r for r in csv.DictReader(open(tmp_path / "limit.csv"))}
+    flops = {name: float(r["flops"]) for name, r in rows.items()}
+    for name in ("gate-up product", "down product"):
+        n = 2 * FFN if name[0] == "g" else FFN
+        assert flops[name] == flops[name + ", FP8"] == 6 * TOKENS * DIM * n * 2
+    assert float(rows["quantization"]["bytes"]) > 0 == flops["quantization"]
+
+
 def event(step, start, dur, tid=0):
     return {"ph": "X", "tid": tid, "ts": start, "dur": dur, "args": {"step": step}}
 
