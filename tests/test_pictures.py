@@ -105,6 +105,87 @@ def test_a_timeline_starts_at_its_first_steps_border_and_shows_all(tmp_path, mon
     assert [text.get_text() for text in axes.texts] == ["step 8", "step 9"]
 
 
+@pytest.fixture(scope="module")
+def profiled(tiny_model, tiny_shard, tmp_path_factory):
+    """What bench/profile.sh makes of steps 2 and 3."""
+    out = tmp_path_factory.mktemp("profile")
+    env = {**os.environ, "BUILD": str(BUILD), "OUT": str(out), "PYTHON": sys.executable}
+    done = subprocess.run(
+        [str(w) for w in (ROOT / "bench/profile.sh", 1, 0.005, 64, tiny_model)]
+        + ["--data", str(tiny_shard), "--backend", "cpu", "--threads", "1", "--recipe", "bf16"],
+        capture_output=True,
+        text=True,
+        env={**env, "STEPS": "2:3"},
+    )
+    assert done.returncode == 0, done.stderr
+    return out, done
+
+
+def test_the_profile_script_makes_a_timeline_and_a_picture(profiled):
+    out, done = profiled
+    assert "no report of Nsight Systems" in done.stderr and not list(out.glob("*.nsys-rep"))
+    assert done.stdout.splitlines()[-2:] == [f"{out}/timeline.json", f"{out}/timeline.png"]
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_timeline_shows_the_profiled_steps_and_names_what_moves(profiled):
+    events = [
+        e
+        for e in json.loads((profiled[0] / "timeline.json").read_text())["traceEvents"]
+        if e["ph"] == "X"
+    ]
+    assert {e["args"]["step"] for e in events} == {1, 2}
+    what = {(e["name"], e["args"].get("what")) for e in events}
+    assert {("gemm", w) for w in ("qkv", "o", "gate_up", "down", "head")} <= what
+    assert {("copy", "weights"), ("copy", "gradients"), ("copy", "the batch")} <= what
+    assert ("copy", None) not in what and ("gemm", None) not in what
+
+
+def test_memory_in_use_stays_within_the_arenas(profiled):
+    plan = json.loads((profiled[0] / "plan.json").read_text())
+    memory = trace.load(profiled[0] / "timeline.json").memory
+    assert set(memory) == {"device arena", "host arena"}
+    for name, (at_s, used) in memory.items():
+        arena = plan[name.split()[0] + "_arena_bytes"]
+        assert (np.diff(at_s) >= 0).all() and 0.5 * arena < used.max() <= arena
+        assert 0 < used.min() < used.max()
+
+
+def test_memory_is_drawn_beneath_the_streams(tmp_path, monkeypatch):
+    import matplotlib.pyplot
+
+    figures = []
+    monkeypatch.setattr(matplotlib.pyplot, "close", figures.append)
+    memory = {
+        "device arena": (np.array([7.1, 7.6, 8.0]), np.array([2, 6, 2]) << 20),
+        "host arena": (np.array([7.1]), np.array([3 << 30])),
+    }
+    made = timeline(PERIODIC)
+    trace.plot(trace.Timeline(made.events, made.streams, memory), tmp_path / "t.png")
+    streams, device, host = figures[0].axes
+    assert [a.get_ylabel() for a in (device, host)] == ["device arena,\nMiB", "host arena,\nGiB"]
+    assert device.texts[0].get_text() == "at most 6 MiB in use"
+    assert device.get_xlim() == streams.get_xlim()
+    (area,) = device.collections
+    corners = area.get_paths()[0].vertices
+    assert corners[:, 1].max() == 6 and corners[:, 0].min() == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "steps, message",
+    [
+        ("4", "'4': give the first and the last step as A:B"),
+        ("3:2", "'3:2': give the first"),
+        ("0:2", "'0:2': give the first"),
+        ("2:9", "2:9: the training has 3 steps: give earlier ones, or raise --steps"),
+    ],
+)
+def test_profiled_steps_that_a_run_has_not_are_refused(job, tmp_path, steps, message):
+    done = penstock("train", *words(job), "--profile-steps", steps, "--run-dir", tmp_path / "run")
+    assert done.returncode == 2 and message in done.stderr and not (tmp_path / "run").exists()
+
+
 def test_a_grid_says_of_what_it_is(tiny_model, tmp_path):
     described = ROOT / "docs/hardware-rtx4090.json"
     done = penstock(

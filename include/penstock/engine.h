@@ -289,6 +289,9 @@ PS_API ps_status ps_engine_space_peak(const ps_engine *engine, uint32_t space, u
 typedef struct ps_run_config {
   uint32_t struct_bytes; /* sizeof(ps_run_config) */
   uint32_t trace_steps;  /* keep the trace of the last so many steps; 0 keeps none */
+  /* Steps [trace_from, trace_to) alone are traced; trace_to 0: all from trace_from on. On CUDA an
+   * op of a traced step has two timing events, which cost time. */
+  uint64_t trace_from, trace_to;
 } ps_run_config;
 
 /* ps_run_create() - bind @schedule to @engine: resolve addresses and reserve the trace.
@@ -356,12 +359,23 @@ typedef struct ps_trace_event {
 PS_API ps_status ps_run_trace(const ps_run *run, ps_trace_event *events, uint64_t room,
                               uint64_t *n);
 
+/* A gauge, such as the memory in use, has @bytes from @ns on. Gauges of one name are one track. */
+typedef struct ps_trace_gauge {
+  const char *name; /* static text */
+  uint64_t ns;      /* as the events' times */
+  uint64_t bytes;
+} ps_trace_gauge;
+
 /* ps_trace_write_json() - write events as a Chrome / Perfetto trace: one track a stream, names
- * from the kernels, tags and wait times as arguments. @stream_names has the schedule's n_streams
- * entries. Errors: PS_EIO names the file. */
+ * from the kernels, tags and wait times as arguments; and a track for each
+ * gauge.
+ * @stream_names  the schedule's n_streams entries.
+ * @gauges        n_gauges values; NULL: none.
+ * Errors: PS_EIO names the file. */
 PS_API ps_status ps_trace_write_json(const char *path, const ps_schedule *schedule,
                                      const ps_trace_event *events, uint64_t n,
-                                     const char *const *stream_names);
+                                     const char *const *stream_names, const ps_trace_gauge *gauges,
+                                     uint64_t n_gauges);
 
 /* ---- simulator ------------------------------------------------------------------------------- */
 

@@ -279,6 +279,16 @@ typedef struct ps_throughput {
 PS_API ps_status ps_plan_throughput(const ps_plan *plan, const ps_trace_event *events, uint64_t n,
                                     ps_throughput *out);
 
+/* ps_plan_memory() - BYTES of both arenas that were in use over time: gauges "device arena" and
+ * "host arena", each with its values in the order of their times. A tensor is in use from the start
+ * of the first op that touches it to the end of the last. What outlives steps is always in use.
+ * @events  as ps_plan_stalls() takes them.
+ * @gauges  room for @room entries; with too little room the first ones are written.
+ * @n_gauges  how many there are: at most two for each tensor of the traced steps, and two.
+ * Errors: PS_EINVAL names the event that is not the plan's; PS_ENOMEM. */
+PS_API ps_status ps_plan_memory(const ps_plan *plan, const ps_trace_event *events, uint64_t n,
+                                ps_trace_gauge *gauges, uint64_t room, uint64_t *n_gauges);
+
 #ifdef __cplusplus
 }
 #endif

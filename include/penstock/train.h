@@ -106,6 +106,9 @@ typedef struct ps_train_config {
   int32_t document_end_token;
   uint32_t shuffle;     /* 1: read the dataset's sequences in an order drawn from seed */
   uint32_t trace_steps; /* the trace keeps the last so many steps; at most the plan's */
+  /* Steps [trace_from, trace_to) of the training alone are traced, as first_step counts them;
+   * trace_to 0: all from trace_from on. */
+  uint64_t trace_from, trace_to;
   /* 1: draw the weights from seed. The model directory then needs config.json alone. */
   uint32_t init_weights;
   uint32_t no_decay; /* PS_NO_DECAY_*: which parameters get no weight decay */
@@ -293,6 +296,12 @@ PS_API ps_status ps_trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype)
  * Errors: PS_ESTATE: no step was submitted yet. */
 PS_API ps_status ps_trainer_trace(const ps_trainer *t, ps_trace_event *events, uint64_t room,
                                   uint64_t *n);
+
+/* ps_trainer_profile() - tell an attached profiler to record from here on (@on 1), or no more (0).
+ * Nsight Systems waits for it with --capture-range=cudaProfilerApi. On the CPU backend, and without
+ * a profiler, nothing happens.
+ * Errors: PS_ESTATE: steps are in flight. PS_EDEVICE: the driver refused. */
+PS_API ps_status ps_trainer_profile(ps_trainer *t, int on);
 
 #ifdef __cplusplus
 }

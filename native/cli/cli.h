@@ -196,9 +196,11 @@ struct cli_job {
   cli_device device;
   uint64_t warmup_steps, decay_steps, seed, trace_steps;
   cli_every checkpoint_every;
-  uint64_t keep;       /* how many checkpoints stay */
-  const char *resume;  /* a checkpoint's directory, "latest" or "auto"; NULL: none */
-  uint64_t first_step; /* of this run; set by cli_resume_open() */
+  uint64_t keep;             /* how many checkpoints stay */
+  const char *resume;        /* a checkpoint's directory, "latest" or "auto"; NULL: none */
+  uint64_t first_step;       /* of this run; set by cli_resume_open() */
+  const char *profile_steps; /* "A:B", or NULL */
+  uint64_t profile_first, profile_last; /* counted from 1; set by cli_profile_parse() */
   cli_checkpoints checkpoints;
   /* NAN: the optimizer's default */
   double lr, weight_decay, beta1, beta2, eps, momentum;
@@ -252,6 +254,18 @@ int cli_job_plan(cli_job *job);
 
 /* cli_ramp_parse() - the stages of --batch-ramp (ramp.c). Exit code. */
 int cli_ramp_parse(cli_job *job);
+
+/* ---- profiled steps (profiling.c) ------------------------------------------------------------ */
+/* cli_profile_parse() - set the job's profiled steps and trace_steps by --profile-steps; before the
+ * plan is made. cli_profile_check() - whether the run has these steps. Exit codes.
+ * cli_profile_next() - the next step after @step at which a recording begins or ends, when none may
+ * be in flight; UINT64_MAX: none.
+ * cli_profile_at() - @step steps are done, and none is in flight: begin or end what begins or ends
+ * here. */
+int cli_profile_parse(cli_job *job);
+int cli_profile_check(const cli_job *job);
+uint64_t cli_profile_next(const cli_job *job, uint64_t step);
+ps_status cli_profile_at(const cli_job *job, ps_trainer *t, uint64_t step);
 
 /* ---- a run's file (run_file.c) --------------------------------------------------------------- */
 /* cli_run_file_read() - set options by the TOML file of --config. Its keys are the options that a

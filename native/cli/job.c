@@ -275,6 +275,10 @@ static const job_option job_options[] = {
            .value = "WHAT",
            .help = "go on from a checkpoint: its directory, or latest, the newest whole one of the "
                    "run directory, or auto, the same where there is one"),
+    OPTION(TRAINING, profile_steps, .name = "profile-steps", .table = "log", .kind = CLI_TEXT,
+           .value = "A:B",
+           .help = "steps A to B, from 1, for an attached profiler (cudaProfilerApi) and "
+                   "timeline.json; the steps before and after do not overlap with them"),
     OPTION(TRAINING, run_dir, .name = "run-dir", .kind = CLI_TEXT, .value = "DIR",
            .help = "directory for metrics.jsonl, run.toml, plan.json, summary.json, timeline.json "
                    "and checkpoints/ (default: --out, else .)"),

@@ -135,6 +135,8 @@ ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset 
   cfg.document_end_token = job->document_end_token;
   cfg.shuffle = job->shuffle;
   cfg.trace_steps = (uint32_t)job->trace_steps;
+  cfg.trace_from = job->profile_steps ? job->profile_first - 1 : 0;
+  cfg.trace_to = job->profile_last;
   cfg.init_weights = job->init_weights && (!resumed || job->lora.rank);
   cfg.adapter_dir = resumed ? NULL : job->adapter;
   cfg.dataset = ds;
@@ -252,11 +254,13 @@ static ps_status submit_steps(cli_job *job, ps_trainer *t, cli_progress *p, uint
 }
 
 /* How many steps may be submitted in all, after @n_done: two are in flight, but none is where a
- * validation comes. */
+ * validation comes, or where a profiler begins or ends its recording. */
 static uint64_t submit_limit(const cli_job *job, uint64_t n_done) {
   const uint64_t n = job->steps - job->first_step, ahead = n - n_done < 2 ? n : n_done + 2,
-                 val = cli_val_next(job, job->first_step + n_done);
-  return val - job->first_step < ahead ? val - job->first_step : ahead;
+                 val = cli_val_next(job, job->first_step + n_done),
+                 profile = cli_profile_next(job, job->first_step + n_done),
+                 alone = (val < profile ? val : profile) - job->first_step;
+  return alone < ahead ? alone : ahead;
 }
 
 static int validate(ps_trainer *t, cli_progress *p, watchdog *dog, cli_run_result *r, uint64_t step,
@@ -283,9 +287,12 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
   const bool watched = watch_begin(&dog, t, job);
   for (;;) {
     r->interrupted = r->interrupted || atomic_load(&n_interrupts);
-    ps_status st =
-        submit_steps(job, t, p, &submitted, job->first_step + r->n_done,
-                     r->interrupted || code != CLI_OK ? 0 : submit_limit(job, r->n_done));
+    ps_status st = PS_OK;
+    if (r->n_done == submitted)
+      st = cli_profile_at(job, t, job->first_step + r->n_done);
+    if (st == PS_OK)
+      st = submit_steps(job, t, p, &submitted, job->first_step + r->n_done,
+                        r->interrupted || code != CLI_OK ? 0 : submit_limit(job, r->n_done));
     atomic_store(&dog.paused, ps_trainer_checkpoint_running(t) != 0);
     if (st == PS_OK && r->n_done == submitted)
       break;
@@ -330,14 +337,28 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
   return code;
 }
 
+/* Writes timeline.json: the events, and what of both arenas they used. */
+static ps_status write_timeline(const cli_job *job, const cli_run_result *r,
+                                const ps_trace_event *events, uint64_t n) {
+  const char *names[PS_MAX_STREAMS];
+  uint64_t n_gauges = 0;
+  for (uint32_t s = 0; s < r->n_streams; s++)
+    names[s] = ps_plan_stream_name(s);
+  ps_status st = ps_plan_memory(job->plan, events, n, NULL, 0, &n_gauges);
+  ps_trace_gauge *gauges = st == PS_OK ? malloc((n_gauges + 1) * sizeof *gauges) : NULL;
+  if (gauges)
+    st = ps_plan_memory(job->plan, events, n, gauges, n_gauges, &n_gauges);
+  if (st == PS_OK) /* without memory for them, without gauges */
+    st = ps_trace_write_json(r->timeline_path, ps_plan_schedule(job->plan), events, n, names,
+                             gauges, gauges ? n_gauges : 0);
+  free(gauges);
+  return st;
+}
+
 /* Writes timeline.json from the traced steps, and fills in the streams' fractions and stalls. */
 static int report_trace(const cli_job *job, ps_trainer *t, cli_run_result *r) {
   uint64_t n = 0;
-  const char *names[PS_MAX_STREAMS];
-  ps_schedule *schedule = ps_plan_schedule(job->plan);
-  r->n_streams = ps_schedule_n_streams(schedule);
-  for (uint32_t s = 0; s < r->n_streams; s++)
-    names[s] = ps_plan_stream_name(s);
+  r->n_streams = ps_schedule_n_streams(ps_plan_schedule(job->plan));
   ps_status st = ps_trainer_trace(t, NULL, 0, &n);
   ps_trace_event *events = st == PS_OK && n ? malloc(n * sizeof *events) : NULL;
   if (st == PS_OK && n && !events)
@@ -351,8 +372,7 @@ static int report_trace(const cli_job *job, ps_trainer *t, cli_run_result *r) {
       return CLI_FAILED;
     }
     r->timeline_path = cli_path_join(job->run_dir, "timeline.json");
-    st = r->timeline_path ? ps_trace_write_json(r->timeline_path, schedule, events, n, names)
-                          : PS_OK;
+    st = r->timeline_path ? write_timeline(job, r, events, n) : PS_OK;
   }
   free(events);
   return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
@@ -438,6 +458,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   ps_status st;
   int code = cli_job_check(job);
   if (code == CLI_OK)
+    code = cli_profile_parse(job);
+  if (code == CLI_OK)
     code = check_outputs(job);
   if (code == CLI_OK)
     code = cli_run_lock(job->run_dir, false, lock);
@@ -466,6 +488,11 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     (void)ps_plan_steps_of(job->plan, ps_dataset_n_sequences(ds, job->seq_len), &job->steps);
     job->steps += !job->steps;
     job->steps = job->steps < job->first_step ? job->first_step : job->steps;
+  }
+  if ((code = cli_profile_check(job)) != CLI_OK) {
+    ps_dataset_close(ds);
+    ps_dataset_close(val);
+    return code;
   }
   if (!job->quiet)
     cli_print_mix(stderr, ds, job->seq_len, ps_plan_sequences_before(job->plan, job->steps));

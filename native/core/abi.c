@@ -32,6 +32,7 @@ static const struct {
     ENTRY(ps_engine_config),
     ENTRY(ps_run_config),
     ENTRY(ps_trace_event),
+    ENTRY(ps_trace_gauge),
     ENTRY(ps_sim_cost),
     ENTRY(ps_tensor_info),
     ENTRY(ps_tensor_spec),

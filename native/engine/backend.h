@@ -76,6 +76,15 @@ typedef struct ps__backend {
   void (*settle)(ps__device *dev, ps_trace_event *events);
   /* PS_EDEVICE when the device failed: sticky, with the driver's words */
   ps_status (*health)(ps__device *dev);
+  /* Begin or end the recording of a profiler that was told to wait for it, while no op runs. NULL
+   * where no profiler can be told. */
+  ps_status (*profile)(ps__device *dev, bool on);
+  /* Ranges that an attached profiler shows on the calling thread. profiled(): whether one is
+   * attached. range_push() opens a range, range_pop() closes the last @n. All three are NULL where
+   * a backend has none. */
+  bool (*profiled)(void);
+  void (*range_push)(const char *name);
+  void (*range_pop)(uint32_t n);
   /* every wait checks its abort flag again; a signal handler may call */
   void (*wake)(ps__device *dev);
 } ps__backend;

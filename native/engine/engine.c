@@ -212,6 +212,10 @@ ps_status ps__engine_memory(ps_engine *e, uint64_t *out_bytes) {
   return e->backend->memory ? e->backend->memory(e->device, out_bytes) : PS_OK;
 }
 
+ps_status ps__engine_profile(ps_engine *e, bool on) {
+  return e->backend->profile ? e->backend->profile(e->device, on) : PS_OK;
+}
+
 static ps_status transfer(ps_engine *e, void *dst, const void *src, uint64_t bytes) {
   if (e->backend->transfer)
     return e->backend->transfer(e->device, dst, src, bytes);

@@ -56,7 +56,7 @@ struct ps_run {
   ps__progress progress[PS_MAX_STREAMS + 1]; /* of each driver, and of the caller */
   ps_engine *engine;
   ps_schedule *schedule;
-  uint64_t trace_steps, start_ns;
+  uint64_t trace_steps, trace_from, trace_to, start_ns;
   ps__resolved *steps; /* n_ops, driver after driver */
   void **ptrs;
   size_t driver_first[PS_MAX_STREAMS + 1];
@@ -73,6 +73,9 @@ bool ps__engine_drives(const ps_engine *engine);
 /* ps__engine_memory() - BYTES of device memory that the GPU has lost to this process; 0 where
  * a device has no memory of its own. Any time. */
 ps_status ps__engine_memory(ps_engine *engine, uint64_t *out_bytes);
+
+/* ps__engine_profile() - backend.h's profile(). PS_EDEVICE. */
+ps_status ps__engine_profile(ps_engine *engine, bool on);
 
 /* ps__engine_read(), ps__engine_write() - copy @bytes of a space from @offset on to @dst, or from
  * @src; blocks. Ops that run meanwhile touch other bytes. PS_EDEVICE. */

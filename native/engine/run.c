@@ -1,5 +1,6 @@
 /* run.c - replay a schedule step after step. */
 #include "engine/engine.h"
+#include "engine/ranges.h"
 #include <sched.h>
 #include <string.h>
 
@@ -138,6 +139,8 @@ ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
   r->engine = engine;
   r->schedule = schedule;
   r->trace_steps = cfg->trace_steps;
+  r->trace_from = cfg->trace_from;
+  r->trace_to = cfg->trace_to ? cfg->trace_to : UINT64_MAX;
   r->steps = ps__calloc(l->n_ops, sizeof *r->steps);
   r->ptrs = ps__calloc(l->n_access, sizeof *r->ptrs);
   if (cfg->trace_steps && l->n_ops <= SIZE_MAX / sizeof *r->events / cfg->trace_steps)
@@ -273,7 +276,7 @@ static bool wait_all(const ps_run *r, const ps__resolved *s, uint64_t since,
   return true;
 }
 
-static ps_status launch(const ps_run *r, const ps__resolved *s, uint64_t step) {
+static ps_status copy_or_call(const ps_run *r, const ps__resolved *s, uint64_t step) {
   const ps_engine *e = r->engine;
   if (!s->fn)
     return e->backend->copy(e->device, s->stream, s->ptr[1], s->ptr[0], s->bytes);
@@ -287,12 +290,21 @@ static ps_status launch(const ps_run *r, const ps__resolved *s, uint64_t step) {
   return s->fn(&l);
 }
 
+static ps_status launch(const ps_run *r, const ps__resolved *s, uint64_t step, ps__ranges *ranges) {
+  ps__ranges_enter(ranges, &r->schedule->list.ops[s->op], r->engine->cfg.stream[s->stream].name,
+                   step);
+  const ps_status st = copy_or_call(r, s, step);
+  ps__ranges_leave(ranges);
+  return st;
+}
+
 /* One op: false when the run stops. */
-static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomic uint32_t *leave) {
+static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomic uint32_t *leave,
+                   ps__ranges *ranges) {
   const ps_engine *e = r->engine;
   const uint64_t since = step - atomic_load_explicit(&r->first, memory_order_relaxed);
   ps_trace_event *ev = NULL;
-  if (r->trace_steps) {
+  if (r->trace_steps && step >= r->trace_from && step < r->trace_to) {
     ev = &r->events[step % r->trace_steps * r->schedule->list.n_ops + s->op];
     ev->end_ns = 0;
     ev->step = step;
@@ -310,7 +322,7 @@ static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomi
     return false;
   if (ev)
     e->backend->stamp(e->device, s->stream, PS__STAMP_START, ev);
-  ps_status st = launch(r, s, step);
+  ps_status st = launch(r, s, step, ranges);
   if (st < 0) {
     if (st == PS_EDEVICE && e->backend->health(e->device) != PS_OK)
       fail_device(r, st);
@@ -325,7 +337,7 @@ static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomi
   return true;
 }
 
-void ps__run_drive(ps_run *r, uint32_t driver) {
+static void drive(ps_run *r, uint32_t driver, ps__ranges *ranges) {
   const ps__resolved *first = r->steps + r->driver_first[driver],
                      *end = r->steps + r->driver_first[driver + 1];
   ps__progress *place = &r->progress[driver];
@@ -339,9 +351,16 @@ void ps__run_drive(ps_run *r, uint32_t driver) {
       return;
     for (const ps__resolved *s = first; s < end; s++)
       if (atomic_load_explicit(&place->leave, memory_order_acquire) ||
-          !run_op(r, s, step, &place->leave))
+          !run_op(r, s, step, &place->leave, ranges))
         return;
   }
+}
+
+void ps__run_drive(ps_run *r, uint32_t driver) {
+  ps__ranges ranges;
+  ps__ranges_begin(&ranges, r->engine->backend);
+  drive(r, driver, &ranges);
+  ps__ranges_end(&ranges);
 }
 
 /* ---- the caller's side ----------------------------------------------------------------------- */

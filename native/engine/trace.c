@@ -87,6 +87,14 @@ static void put_event(FILE *f, const ps_schedule *s, const ps_trace_event *e) {
   fputs("}}", f);
 }
 
+static void put_gauge(FILE *f, const ps_trace_gauge *c) {
+  fputs(",\n{\"name\":", f);
+  put_string(f, c->name);
+  fputs(",\"ph\":\"C\",\"pid\":0,\"ts\":", f);
+  put_us(f, c->ns);
+  fprintf(f, ",\"args\":{\"bytes\":%llu}}", (unsigned long long)c->bytes);
+}
+
 static ps_status check_events(const ps_schedule *s, const ps_trace_event *events, uint64_t n) {
   for (uint64_t i = 0; i < n; i++)
     if (events[i].op >= s->list.n_ops || events[i].stream >= s->list.n_streams ||
@@ -97,7 +105,8 @@ static ps_status check_events(const ps_schedule *s, const ps_trace_event *events
 }
 
 ps_status ps_trace_write_json(const char *path, const ps_schedule *s, const ps_trace_event *events,
-                              uint64_t n, const char *const *stream_names) {
+                              uint64_t n, const char *const *stream_names,
+                              const ps_trace_gauge *gauges, uint64_t n_gauges) {
   PS_TRY(check_events(s, events, n));
   char *temporary;
   int fd, why;
@@ -122,6 +131,8 @@ ps_status ps_trace_write_json(const char *path, const ps_schedule *s, const ps_t
     }
     for (uint64_t i = 0; i < n; i++)
       put_event(f, s, &events[i]);
+    for (uint64_t i = 0; i < n_gauges; i++)
+      put_gauge(f, &gauges[i]);
     fputs("\n]}\n", f);
     ok = !ferror(f);
     ok = fclose(f) == 0 && ok;

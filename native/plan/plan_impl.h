@@ -69,6 +69,10 @@ ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_pla
                        const ps_hardware *hw);
 ps_status ps__plan_predict(ps_plan *p);
 
+/* ps__plan_check_events() - whether @events are whole steps of the plan, in order, each step's in
+ * program order. Errors: PS_EINVAL names the event that is not (stalls.c). */
+ps_status ps__plan_check_events(const ps_plan *p, const ps_trace_event *events, uint64_t n);
+
 /* ---- validation.c: the validation beside a training ------------------------------------------ */
 /* ps__plan_validation() - plan the validation that p->cfg asks for, over the step of @p, which is
  * mapped; widen the arenas of @p where the validation needs more. Errors: PS_ENOMEM, PS_EINVAL. */

@@ -143,8 +143,11 @@ static int by_stream_and_time(const void *pa, const void *pb) {
 
 /* Each event is in its place, and of the step after the one before it: from here on the ops that
  * events name are used unchecked. */
-static ps_status check_events(const ps_plan *p, const ps_trace_event *events, uint64_t n) {
+ps_status ps__plan_check_events(const ps_plan *p, const ps_trace_event *events, uint64_t n) {
   const uint64_t n_ops = p->step.n_op;
+  if (n == 0 || n % n_ops)
+    return ps__fail(PS_EINVAL, "%llu events are no whole steps of %llu ops", (unsigned long long)n,
+                    (unsigned long long)n_ops);
   for (uint64_t i = 0; i < n; i++) {
     const ps_trace_event *e = &events[i];
     if (e->op != i % n_ops || e->step != events[0].step + i / n_ops ||
@@ -159,20 +162,13 @@ static ps_status check_events(const ps_plan *p, const ps_trace_event *events, ui
   return PS_OK;
 }
 
-static ps_status check_trace(const ps_plan *p, const ps_trace_event *events, uint64_t n) {
-  if (n == 0 || n % p->step.n_op)
-    return ps__fail(PS_EINVAL, "%llu events are no whole steps of %zu ops", (unsigned long long)n,
-                    p->step.n_op);
-  return check_events(p, events, n);
-}
-
 ps_status ps_plan_throughput(const ps_plan *plan, const ps_trace_event *events, uint64_t n,
                              ps_throughput *out) {
   enum { H2D, D2H, UPDATES, KINDS };
   double bytes[KINDS] = {0}, ns[KINDS] = {0};
   if (!plan || !events || !out)
     return ps__fail(PS_EINVAL, "ps_plan_throughput: plan, events and out must be given");
-  PS_TRY(check_trace(plan, events, n));
+  PS_TRY(ps__plan_check_events(plan, events, n));
   for (uint64_t i = 0; i < n; i++) {
     const ps__vop *op = &plan->step.op[events[i].op];
     const bool update = ps__is_host_update(&plan->step, op);
@@ -193,7 +189,7 @@ ps_status ps_plan_stalls(const ps_plan *plan, const ps_trace_event *events, uint
                          ps_stall *stalls, uint64_t room, uint64_t *n_stalls) {
   if (!plan || !events || !n_stalls || (!stalls && room))
     return ps__fail(PS_EINVAL, "ps_plan_stalls: plan, events, stalls and n_stalls must be given");
-  PS_TRY(check_trace(plan, events, n));
+  PS_TRY(ps__plan_check_events(plan, events, n));
   const uint64_t n_steps = n / plan->step.n_op;
   lists l;
   totals t = {.n = 0};

@@ -152,6 +152,9 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   if (c->trace_steps > plan->cfg.trace_steps)
     return ps__fail(PS_EINVAL, "trace_steps is %u: the plan counted memory for at most %u",
                     c->trace_steps, plan->cfg.trace_steps);
+  if (c->trace_to && c->trace_to <= c->trace_from)
+    return ps__fail(PS_EINVAL, "trace_to is %llu, but trace_from is %llu: give a later step, or 0",
+                    (unsigned long long)c->trace_to, (unsigned long long)c->trace_from);
   if (c->adapter_dir && !plan->model->lora.rank)
     return ps__fail(PS_EINVAL,
                     "an adapter is given, but the plan was made without LoRA: plan with its rank, "
@@ -325,9 +328,13 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
 }
 
 ps_run_config ps__trainer_run_config(const ps_trainer *t, const ps__step_size *size) {
-  const bool traced = size->schedule == t->plan->schedule;
+  const uint64_t begin = t->cfg.first_step + t->n_started, from = t->cfg.trace_from,
+                 to = t->cfg.trace_to ? t->cfg.trace_to : UINT64_MAX;
+  const bool traced = size->schedule == t->plan->schedule && to > begin;
   return (ps_run_config){.struct_bytes = sizeof(ps_run_config),
-                         .trace_steps = traced ? t->cfg.trace_steps : 0};
+                         .trace_steps = traced ? t->cfg.trace_steps : 0,
+                         .trace_from = from > begin ? from - begin : 0,
+                         .trace_to = traced && t->cfg.trace_to ? to - begin : 0};
 }
 
 /* Run the prologue, if the plan has one, and create the run of steps. This happens at the first
@@ -639,6 +646,13 @@ ps_status ps__trainer_idle(ps_trainer *t) {
     return ps__fail(PS_ESTATE, "%llu steps are in flight: wait for them first",
                     (unsigned long long)(t->n_submitted - t->n_reported));
   return PS_OK;
+}
+
+ps_status ps_trainer_profile(ps_trainer *t, int on) {
+  if (!t)
+    return ps__fail(PS_EINVAL, "ps_trainer_profile: trainer must be given");
+  PS_TRY(ps__trainer_idle(t));
+  return ps__engine_profile(t->engine, on != 0);
 }
 
 ps_status ps_trainer_trace(const ps_trainer *t, ps_trace_event *events, uint64_t room,

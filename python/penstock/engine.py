@@ -445,6 +445,8 @@ class Schedule(Owner):
                 ffi.from_buffer("ps_trace_event[]", events),
                 len(events),
                 ffi.new("char *[]", names),
+                ffi.NULL,
+                0,
             )
         )
 

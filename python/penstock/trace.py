@@ -6,7 +6,7 @@ python -m penstock.trace timeline.json [--png timeline.png]
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,10 +31,12 @@ EVENT_DTYPE = np.dtype(
 @dataclass(frozen=True)
 class Timeline:
     """Events (EVENT_DTYPE, in seconds since the run's start) and the streams' names. wait_s is the
-    time for which the stream waited before the op could start."""
+    time for which the stream waited before the op could start. memory: of each arena the times at
+    which the bytes in use change, in seconds, and the bytes from each time on."""
 
     events: np.ndarray
     streams: list[str]
+    memory: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,17 @@ def load(path) -> Timeline:
             for r in records
             if r["ph"] == "X"
         ]
+        gauges: dict[str, list] = {}
+        for r in records:
+            if r["ph"] == "C":
+                gauges.setdefault(r["name"], []).append((r["ts"] * 1e-6, r["args"]["bytes"]))
     except (KeyError, TypeError, json.JSONDecodeError) as exc:
         raise ValueError(f"{path}: not a trace written by penstock ({exc!r})") from exc
-    return Timeline(np.array(rows, EVENT_DTYPE), [names[i] for i in sorted(names)])
+    memory = {
+        name: (np.array([at for at, _ in values]), np.array([n for _, n in values], "i8"))
+        for name, values in gauges.items()
+    }
+    return Timeline(np.array(rows, EVENT_DTYPE), [names[i] for i in sorted(names)], memory)
 
 
 def step_boundaries(timeline: Timeline) -> np.ndarray:
@@ -160,10 +170,29 @@ def stream_table(timeline: Timeline):
     return table
 
 
+def _draw_memory(axes, name: str, at_s, used, last: float) -> None:
+    """The bytes in use over time, as steps, up to the end of the trace."""
+    unit, divisor = ("GiB", 2**30) if used.max() >= 2**30 else ("MiB", 2**20)
+    axes.fill_between(
+        np.append(at_s, last), np.append(used, used[-1]) / divisor, step="post", color="0.6"
+    )
+    axes.set_ylim(0, 1.3 * used.max() / divisor)
+    axes.set_ylabel(f"{name},\n{unit}")
+    axes.text(
+        *(0.995, 0.93),
+        f"at most {used.max() / divisor:.4g} {unit} in use",
+        ha="right",
+        va="top",
+        fontsize=9,
+        transform=axes.transAxes,
+    )
+    axes.grid(alpha=0.3)
+
+
 def plot(timeline: Timeline, path, title: str = "") -> None:
     """Draw the timeline: a row for each stream, coloured by the kind of op, from the start of the
-    first traced step on. Grey is time that a stream still spent on earlier steps. ValueError: the
-    trace has no op."""
+    first traced step on. Grey is time that a stream still spent on earlier steps. Beneath, where
+    the trace has it: the memory of each arena that ops used. ValueError: the trace has no op."""
     if not len(timeline.events):
         raise ValueError("the trace has no op: there is nothing to draw")
     import matplotlib
@@ -183,9 +212,16 @@ def plot(timeline: Timeline, path, title: str = "") -> None:
     events, at = timeline.events, step_boundaries(timeline)
     first = at[0] if len(at) else events["start_s"].min()
     last = events["end_s"].max() - first
-    figure, axes = plt.subplots(
-        figsize=(14, 1.6 + 0.6 * len(timeline.streams)), constrained_layout=True
+    streams_height = 1.6 + 0.6 * len(timeline.streams)
+    figure, all_axes = plt.subplots(
+        1 + len(timeline.memory),
+        figsize=(14, streams_height + 1.6 * len(timeline.memory)),
+        height_ratios=[streams_height] + [1.6] * len(timeline.memory),
+        sharex=True,
+        squeeze=False,
+        constrained_layout=True,
     )
+    axes = all_axes[0, 0]
     earlier = None
     for i in range(len(timeline.streams)):
         on_stream = events[events["stream"] == i]
@@ -222,7 +258,11 @@ def plot(timeline: Timeline, path, title: str = "") -> None:
     axes.set_ylim(-0.5, len(timeline.streams) - 0.5)
     axes.set_yticks(range(len(timeline.streams)), timeline.streams)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds")
+    for below, (name, (at_s, used)) in zip(all_axes[1:, 0], timeline.memory.items()):
+        _draw_memory(below, name, at_s - first, used, last)
+        for border in at - first:
+            below.axvline(border, color="black", linewidth=1, linestyle="--")
+    all_axes[-1, 0].set_xlabel("seconds")
     axes.set_title(title, loc="left", pad=18)
     figure.savefig(path, dpi=110)
     plt.close(figure)

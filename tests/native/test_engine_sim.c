@@ -304,7 +304,7 @@ static void test_json(void) {
   CHECK(mkdtemp(dir));
   snprintf(path, sizeof path, "%s/t.json", dir);
   const char *names[] = {"compute", "h2d"};
-  CHECK(ps_trace_write_json(path, s, ev, 2, names) == PS_OK);
+  CHECK(ps_trace_write_json(path, s, ev, 2, names, NULL, 0) == PS_OK);
   ps__json *j;
   CHECK(ps__json_read_file(&j, path, 1 << 20) == PS_OK);
   const ps__json *list = ps__json_get(j, "traceEvents"),
@@ -318,9 +318,9 @@ static void test_json(void) {
   ps__json_free(j);
   unlink(path);
   rmdir(dir);
-  CHECK_FAILS(ps_trace_write_json(path, s, ev, 2, names), PS_EIO, path);
+  CHECK_FAILS(ps_trace_write_json(path, s, ev, 2, names, NULL, 0), PS_EIO, path);
   ev[1].op = 2;
-  CHECK_FAILS(ps_trace_write_json(path, s, ev, 2, names), PS_EINVAL, "event 1");
+  CHECK_FAILS(ps_trace_write_json(path, s, ev, 2, names, NULL, 0), PS_EINVAL, "event 1");
   CHECK(ps_schedule_destroy(s) == PS_OK);
   printf("ok a trace is written as JSON\n");
 }

@@ -124,6 +124,7 @@ static ps_status open_device_stream(ps__device *dev, uint32_t idx) {
                             .deterministic = dev->cfg.deterministic != 0};
   PS__CUDA_TRY(dev->cu, StreamCreate(&s->stream, CU_STREAM_NON_BLOCKING));
   s->exec.stream = s->stream;
+  ps__cuda_name_stream(s->stream, cfg->name);
   size_t bytes = s->exec.scratch_bytes + (compute ? blas_bytes : 0);
   if (!bytes)
     return PS_OK;
@@ -411,5 +412,9 @@ const ps__backend ps__backend_cuda = {
     .stamp = ps__cuda_stamp,
     .settle = ps__cuda_settle,
     .health = cuda_health,
+    .profile = ps__cuda_profile,
+    .profiled = ps__cuda_profiled,
+    .range_push = ps__cuda_range_push,
+    .range_pop = ps__cuda_range_pop,
     .wake = cuda_wake,
 };

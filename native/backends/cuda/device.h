@@ -102,6 +102,12 @@ ps_status ps__cuda_trace_prepare(ps__device *dev, const ps_schedule *schedule);
 void ps__cuda_trace_finish(ps__device *dev);
 void ps__cuda_stamp(ps__device *dev, uint32_t stream, int what, ps_trace_event *ev);
 void ps__cuda_settle(ps__device *dev, ps_trace_event *events);
+/* ranges.c */
+ps_status ps__cuda_profile(ps__device *dev, bool on);
+bool ps__cuda_profiled(void);
+void ps__cuda_range_push(const char *name);
+void ps__cuda_range_pop(uint32_t n);
+void ps__cuda_name_stream(CUstream stream, const char *name);
 /* cuda.c */
 void ps__cuda_note_error(ps__device *dev, CUresult r, const char *call); /* health() will say so */
 /* for tests: engines opened from now on do without, as if the device could not */

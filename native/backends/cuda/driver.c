@@ -49,6 +49,8 @@ static void open_once(void) {
     missing = "cu" #name;
   PS__CUDA_CALLS(PS__FIND)
 #undef PS__FIND
+  *(void **)&driver.ProfilerStart = dlsym(lib, "cuProfilerStart");
+  *(void **)&driver.ProfilerStop = dlsym(lib, "cuProfilerStop");
   int version = 0;
   if (driver.DriverGetVersion)
     driver.DriverGetVersion(&version);

@@ -29,6 +29,8 @@ typedef struct ps__cuda_driver {
 #define PS__FIELD(name) __typeof__(&cu##name) name;
   PS__CUDA_CALLS(PS__FIELD)
 #undef PS__FIELD
+  /* what a profiler is told; NULL where the driver does not have it */
+  CUresult (*ProfilerStart)(void), (*ProfilerStop)(void);
 } ps__cuda_driver;
 
 /* The driver, opened and initialised once a process; any thread. PS_EDEVICE says what is missing
