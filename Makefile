@@ -191,7 +191,7 @@ DANGLING := $(shell find -L '$(BUILD)/lib' -maxdepth 1 -type l 2>/dev/null)
 
 all: $(LIB) $(BIN) $(CDEF) ## the library libpenstock and the binary penstock
 lib: $(LIB) $(CDEF) ## the library only, and its declarations for Python
-native-tests: $(TEST_BIN) $(BUILD)/tests/libops_shim.so $(BUILD)/tests/libops_shim_base.so $(BUILD)/tests/libdisk_shim.so $(AVX2_LIB) $(BUILD)/bench/limit ## build the native test programs
+native-tests: $(TEST_BIN) $(BUILD)/tests/libops_shim.so $(BUILD)/tests/libops_shim_base.so $(BUILD)/tests/libdisk_shim.so $(AVX2_LIB) $(BUILD)/bench/limit $(BUILD)/bench/gaps ## build the native test programs
 fuzz-programs: $(FUZZ_BIN) ## build the fuzz targets (tests/fuzz/driver.c says how to run them at length)
 bench-programs: $(BENCH_BIN) ## build the native benchmark programs
 venv: $(VENV)/.done-requirements-runtime.txt ## the Python environment the demo needs
@@ -344,6 +344,8 @@ $(TEST_BIN): $(BUILD)/tests/%: $(BUILD)/obj/tests/native/%.o $(ARCHIVE) $(STAMP_
 ifeq ($(CUDA),1)
 $(BUILD)/tests/test_cuda_engine: $(BUILD)/obj/tests/native/cuda_mix.o # its kernels
 -include $(BUILD)/obj/tests/native/cuda_mix.d
+$(BUILD)/bench/gaps: $(BUILD)/obj/bench/gaps_kernels.o # likewise
+-include $(BUILD)/obj/bench/gaps_kernels.d
 endif
 $(BUILD)/tests/test_cuda_ops $(BUILD)/tests/libops_shim.so $(BUILD)/bench/kernels: $(BUILD)/obj/tests/native/op_cases.o # the table of cases
 $(BUILD)/tests/test_grid: $(BUILD)/obj/native/cli/cells.o # the command line's, which the archive has not
