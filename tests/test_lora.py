@@ -509,6 +509,22 @@ def test_the_command_refuses_bad_adapters(adapter, tiny_model, tiny_shard, tmp_p
     assert done.stderr.count("penstock: ") == 1
 
 
+def test_all_linear_is_not_what_an_adapter_of_fewer_projections_has(
+    tiny_model, tiny_shard, tmp_path
+):
+    def train(name, *options):
+        options = ["--steps", 1, "--out", tmp_path / name, *options]
+        return command(tiny_model, tiny_shard, *options)
+
+    for name, targets, code in (("all", "all-linear", 0), ("few", "q_proj,v_proj", 2)):
+        assert train(name, "--lora-rank", 2, "--lora-targets", targets).returncode == 0
+        again = ["--adapter", tmp_path / name, "--lora-targets"]
+        assert train(f"{name}-again", *again, targets).returncode == 0
+        assert train(f"{name}-all", *again, "all-linear").returncode == code
+    done = train("no", "--adapter", tmp_path / "few", "--lora-targets", "all-linear")
+    assert "--lora-targets all-linear differs from the adapter" in done.stderr
+
+
 def test_an_adapter_of_another_model_is_refused(adapter, directory, tiny_shard, tmp_path):  # noqa: F811
     out = tmp_path / "out"
     done = command(directory("qwen3"), tiny_shard, "--steps", 1, "--adapter", adapter, "--out", out)
