@@ -18,8 +18,9 @@ ORDER = [
     ["model"],
     ["hardware"],
     ["step"],
+    ["generate"],
     ["plan"],
-    ["train", "generate"],
+    ["train"],
     ["cli"],
 ]
 ALLOWED = {

@@ -27,8 +27,6 @@ extern "C" {
 
 typedef struct ps_generator ps_generator;
 
-enum { PS_MAX_SEQUENCES = 1024 };
-
 typedef struct ps_generate_config {
   uint32_t struct_bytes; /* sizeof(ps_generate_config) */
   uint32_t dtype;        /* ps_dtype of weights, activations and KV cache */
@@ -118,6 +116,19 @@ typedef struct ps_generate_stats {
  *         PS_ECANCELLED the generator may be used again. */
 PS_API ps_status ps_generator_run(ps_generator *g, const ps_generate_request *requests, uint64_t n,
                                   ps_token_fn fn, void *user, ps_generate_stats *stats);
+
+/* ps_trainer_sample() - the same with the weights of a training as they are between two steps, in
+ * its memory: @n requests, ps_plan_config.sample_sequences of them at a time. Prompt and text together
+ * have at most sample_context tokens. A training gives the same bits with and without samples. On
+ * the CPU backend the tokens are those of a generator of the saved weights, of the recipe's dtype.
+ * Blocks: until the texts are complete.
+ * Errors that stop the trainer, as those of wait do: PS_ECANCELLED by ps_trainer_cancel(),
+ *         PS_EDEVICE, PS_ENOMEM. The weights are those of the last step.
+ * Errors that do not: PS_EINVAL: a request, or the plan is made without samples; PS_ENUMERIC:
+ *         logits are not finite; PS_ECANCELLED: @fn said so; PS_ESTATE: steps are in flight, or the
+ *         call is made inside the trainer's own batch function. */
+PS_API ps_status ps_trainer_sample(ps_trainer *t, const ps_generate_request *requests, uint64_t n,
+                                   ps_token_fn fn, void *user, ps_generate_stats *stats);
 
 #ifdef __cplusplus
 }

@@ -25,7 +25,8 @@ enum {
   PS_MAX_ROWS = 1073741824, /* tokens of a sequence, of a chunk, of a slice of the head */
   PS_MAX_CHUNKS = 1048576,  /* of a step, of a round */
   PS_MAX_TRACE_STEPS = 1000000,
-  PS_MAX_THREADS = 4096
+  PS_MAX_THREADS = 4096,
+  PS_MAX_SEQUENCES = 1024 /* whose text is generated at once */
 };
 #define PS_MAX_STEP_TOKENS (1ull << 40)
 #define PS_MAX_Z_LOSS      1e3
@@ -120,6 +121,11 @@ typedef struct ps_plan_config {
    * of equal size that are no larger than a step of training. It runs in the memory of training,
    * and the plan is the same without it. 0: none. */
   uint64_t val_tokens;
+  /* Text that is sampled beside training (ps_trainer_sample(), penstock/generate.h): prompts that
+   * are computed at once, and the tokens that a prompt and its text may have together. It runs in
+   * the memory of training, and the plan is the same without it. 0: none. */
+  uint64_t sample_sequences; /* at most PS_MAX_SEQUENCES */
+  uint64_t sample_context;
   ps_plan_progress_fn progress; /* or NULL */
   void *progress_user;
 } ps_plan_config;
@@ -228,7 +234,8 @@ PS_API ps_status ps_plan_steps_of(const ps_plan *plan, uint64_t n_sequences, uin
  * @device_mem_bytes under cfg->host_mem_bytes, @host_mem_bytes under cfg->device_mem_bytes.
  * 0 where no cap is enough. Exact (one byte less is refused) where all candidates can be
  * evaluated. For large models and steps, the least of those evaluated in some seconds.
- * Errors: as ps_plan_create(), without PS_EBUDGET; PS_EINVAL with val_tokens. */
+ * Errors: as ps_plan_create(), without PS_EBUDGET; PS_EINVAL with val_tokens or
+ * sample_sequences. */
 PS_API ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *cfg,
                                   const ps_hardware *hw, uint64_t *device_mem_bytes,
                                   uint64_t *host_mem_bytes);

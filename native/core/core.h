@@ -120,6 +120,11 @@ void ps__pool_run(ps__pool *p, int64_t n_tasks, ps__task_fn fn, void *arg);
 /* Run on @n_threads of the pool's threads, at least 1; 1 is the caller's. A thread that is late
  * from the run before may help. */
 void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__task_fn fn, void *arg);
+/* Threads of the io stream. It gathers the embedding's rows beside host ops on @n_threads, for some
+ * milliseconds a round; a step's first forward pass waits for them. */
+static inline uint32_t ps__io_threads(uint32_t n_threads) {
+  return n_threads < 8 ? 1 : n_threads / 2;
+}
 
 /* The pool and the scratch that a CPU kernel runs with. Scratch is 64-byte aligned and reserved
  * before the first step; worker w's begins at scratch + w * scratch_bytes. */

@@ -9,11 +9,16 @@
 #ifndef PS_GENERATE_H
 #define PS_GENERATE_H
 #include "engine/engine.h"
-#include "plan/plan_impl.h"
+#include "model/model.h"
+#include "step/room.h"
 #include <penstock/generate.h>
 #include <stdatomic.h>
 
 enum { PS__GEN_SLOTS = 2 }; /* streamed blocks on the device at once: one computes, one comes in */
+
+/* Programs. LOAD runs once before a call that generates beside a training: it copies the weights
+ * that stay on the device for that call. */
+enum { PS__GEN_PREFILL, PS__GEN_DECODE, PS__GEN_LOAD, PS__GEN_PROGRAMS };
 
 /* Offsets of a step's batch, BYTES from its start. What the device needs of it is one range. */
 typedef struct ps__gen_batch {
@@ -27,7 +32,9 @@ typedef struct ps__gen_batch {
 typedef struct ps__gen_map {
   ps__gen_batch batch;
   struct {
-    uint64_t batch, tensors, logits, state, embedding, streamed, bytes;
+    /* drawn: int32[n_sequences][context]; values: fp32[threads][vocab]; candidates: as many
+     * ps__gen_candidate */
+    uint64_t batch, tensors, logits, state, drawn, values, candidates, embedding, streamed, bytes;
   } host;
   struct {
     uint64_t batch, x[2], tensors, cache, head, resident, slot, bytes;
@@ -35,8 +42,34 @@ typedef struct ps__gen_map {
   uint64_t x_bytes; /* of a residual stream's rows */
 } ps__gen_map;
 
+/* Where weights are: a space, and BYTES from its start. */
+typedef struct ps__gen_at {
+  uint32_t space;
+  uint64_t offset;
+} ps__gen_at;
+
+/* A block streams its weights in each step, or they stay on the device for the call. index: among
+ * the streamed blocks, or among those whose weights were brought to stay. */
+typedef struct ps__gen_block {
+  bool streamed;
+  uint32_t index;
+} ps__gen_block;
+
+/* The memory of a training between two steps, by space. Generation has what lies past the first
+ * @used bytes; @arena: BYTES that there are. @weights: where the training keeps those of each unit;
+ * NULL: generation has memory of its own. */
+typedef struct ps__gen_beside {
+  ps__gen_at *weights; /* [n_units]; the plan owns it after ps__gen_plan_beside() */
+  uint32_t n_units;
+  uint64_t used[PS__MAX_PLACES], arena[PS__MAX_PLACES];
+} ps__gen_beside;
+
 typedef struct ps__gen_plan {
   ps_model *model; /* owned */
+  ps__gen_beside beside;
+  ps__gen_block *block; /* [n_blocks], owned */
+  uint32_t n_moved;     /* blocks with weights that are not on the device anyway */
+  uint32_t n_kept;      /* of them, those that are not streamed */
   ps_generate_config cfg;
   ps_hardware hw;
   const ps__places *at;
@@ -52,19 +85,26 @@ typedef struct ps__gen_plan {
 ps_status ps__gen_plan_init(ps__gen_plan *p, const ps_model_config *model,
                             const ps_generate_config *cfg, const ps_hardware *hw);
 void ps__gen_plan_free(ps__gen_plan *p);
-/* Blocks that are resident are spread evenly. @block: from 0. ps__gen_before() - how many of the
- * blocks before @block are. */
-static inline uint32_t ps__gen_before(const ps__gen_plan *p, uint32_t block) {
-  return (uint32_t)((uint64_t)block * p->report.n_resident / p->report.n_blocks);
+/* ps__gen_plan_beside() - the same in the memory of a training, under no cap: the caller compares
+ * map.host.bytes and map.device.bytes with what there is. Takes @beside->weights, after an error
+ * too. */
+ps_status ps__gen_plan_beside(ps__gen_plan *p, const ps_model_config *model,
+                              const ps_generate_config *cfg, const ps_hardware *hw,
+                              const ps__gen_beside *beside);
+/* Whether the embedding's rows are looked up on the device: a training's table is there. */
+static inline bool ps__gen_looks_up_there(const ps__gen_plan *p) {
+  return p->beside.weights && p->beside.weights[0].space == p->at->device;
 }
-static inline bool ps__gen_is_resident(const ps__gen_plan *p, uint32_t block) {
-  return ps__gen_before(p, block + 1) > ps__gen_before(p, block);
+/* Whether a unit's weights must be copied before compute reads them. */
+static inline bool ps__gen_is_moved(const ps__gen_plan *p, uint32_t unit) {
+  return !p->beside.weights || p->beside.weights[unit].space != p->at->device;
 }
-/* Where the weights of a layer's unit lie from the layer's first byte on. A tied head has the
- * embedding's unit after its own. */
-uint64_t ps__gen_unit_offset(const ps__gen_plan *p, uint32_t layer, uint32_t unit);
-/* Where a layer's weights lie: *space, and the offset. A streamed block's are on the host. */
-uint64_t ps__gen_layer_at(const ps__gen_plan *p, uint32_t layer, uint32_t *space);
+/* Where the weights of a layer's unit lie. A tied head reads the embedding's unit too.
+ *   ps__gen_weights()  where ops read them
+ *   ps__gen_source()   of a block's unit that is moved: where they are copied from in each step or,
+ *                      beside a training, once a call */
+ps__gen_at ps__gen_weights(const ps__gen_plan *p, uint32_t layer, uint32_t unit);
+ps__gen_at ps__gen_source(const ps__gen_plan *p, uint32_t layer, uint32_t unit);
 /* A forward op as generation runs it: its kernel, and its arguments for @rows in @args, which has
  * room for PS__ARGS_BYTES. */
 const ps_kernel *ps__gen_op(const ps__op_def *op, uint32_t rows, void *args);
@@ -84,9 +124,27 @@ typedef struct ps__gen_hooks {
   void *ctx;
   ps_status (*fn)(void *ctx, ps__gen_hook what, uint32_t program, const ps_launch *launch);
 } ps__gen_hooks;
-/* @program: 0 prefill, 1 decode. @hooks: borrowed as long as schedules made from it live. */
+/* @hooks: borrowed as long as schedules made from it live. Of LOAD, *out is NULL where there is
+ * nothing to copy. */
 ps_status ps__gen_program(ps_program **out, const ps__gen_plan *p, uint32_t program,
                           ps__gen_hooks *hooks);
+/* A plan with its compiled programs. The hooks are those of the generator that runs them. */
+typedef struct ps__gen_setup {
+  ps__gen_plan plan;
+  ps__gen_hooks hooks;
+  ps_schedule *schedule[PS__GEN_PROGRAMS]; /* LOAD: or NULL */
+} ps__gen_setup;
+/* ps__gen_compile() - fill in the schedules of @s, whose plan is made. Errors: PS_ENOMEM.
+ * ps__gen_setup_free() - schedules and plan; no generator runs them. */
+ps_status ps__gen_compile(ps__gen_setup *s);
+void ps__gen_setup_free(ps__gen_setup *s);
+
+/* ---- a generator beside a training (generator.c) --------------------------------------------- */
+/* ps__generator_beside() - a generator of @setup on the engine of a training. ps_generator_run()
+ * needs the training's run to be paused. Both are borrowed until destroy. Errors: PS_ENOMEM.
+ * ps__generator_cancel() - end all its steps for good. Threads: any, and signal handlers. */
+ps_status ps__generator_beside(ps_generator **out, ps__gen_setup *setup, ps_engine *engine);
+void ps__generator_cancel(ps_generator *g);
 
 /* ---- drawing tokens (sample.c) --------------------------------------------------------------- */
 typedef struct ps__gen_candidate {

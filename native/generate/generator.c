@@ -1,12 +1,13 @@
-/* generator.c - a generator: its engine, its weights, and calls that generate. */
+/* generator.c - a generator: its engine, its weights, and calls that generate. Beside a training,
+ * engine and weights are the training's, and its run is paused during a call. */
 #include "generate/generate.h"
 #include "model/adapter.h"
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-enum { PIECE = 1 << 21 };        /* elements of a tensor that are loaded at a time */
-enum { PREFILL, DECODE };        /* programs */
+enum { PIECE = 1 << 21 }; /* elements of a tensor that are loaded at a time */
+enum { PREFILL = PS__GEN_PREFILL, DECODE = PS__GEN_DECODE };
 enum { NOT_YET = -2, END = -1 }; /* in place of a token */
 enum { IN_FLIGHT = 2 };          /* decode steps: one computes, one is queued */
 
@@ -23,12 +24,18 @@ typedef struct sequence {
 } sequence;
 
 struct ps_generator {
-  ps__gen_plan plan;
-  ps__gen_hooks hooks;
-  ps_engine *engine;
+  ps__gen_setup *setup;     /* its own, or a training's */
+  const ps__gen_plan *plan; /* of the setup */
+  ps_engine *engine;        /* the same */
+  ps__gen_setup own;
   char *host; /* the host space */
-  ps_schedule *schedule[2];
-  sequence *sequence;     /* [n_sequences] */
+  /* The runs of the programs, made at first use; a cancel may come at any time until destroy.
+   * n_steps: that were given to each. */
+  _Atomic(ps_run *) run[PS__GEN_PROGRAMS];
+  uint64_t n_steps[PS__GEN_PROGRAMS];
+  _Atomic uint32_t cancelled;
+  sequence *sequence; /* [n_sequences] */
+  /* in host memory of the arena: */
   _Atomic int32_t *token; /* [n_sequences][context]: what each drew, END, or NOT_YET */
   float *logits;          /* [threads][vocab] */
   ps__gen_candidate *candidates;
@@ -40,7 +47,7 @@ struct ps_generator {
 };
 
 static _Atomic int32_t *token_at(const ps_generator *g, uint32_t i, uint64_t number) {
-  return &g->token[i * g->plan.cfg.context + number];
+  return &g->token[i * g->plan->cfg.context + number];
 }
 
 /* ---- a step's host ops ----------------------------------------------------------------------- */
@@ -57,7 +64,7 @@ static void set_row(const batch *b, uint32_t row, int32_t token, uint32_t sequen
 }
 
 static void fill_prefill(ps_generator *g, const batch *b) {
-  for (uint32_t row = 0; row < g->plan.rows[PREFILL] && g->at_sequence < g->n; row++) {
+  for (uint32_t row = 0; row < g->plan->rows[PREFILL] && g->at_sequence < g->n; row++) {
     sequence *s = &g->sequence[g->at_sequence];
     const uint64_t at = g->at_position++;
     set_row(b, row, s->request->tokens[at], g->at_sequence, at);
@@ -81,12 +88,12 @@ static void fill_decode(ps_generator *g, const batch *b) {
 }
 
 static ps_status fill(ps_generator *g, uint32_t program, char *memory) {
-  const ps__gen_batch *at = &g->plan.map.batch;
+  const ps__gen_batch *at = &g->plan->map.batch;
   const batch b = {
       (int32_t *)(void *)(memory + at->tokens), (int32_t *)(void *)(memory + at->sequence),
       (int32_t *)(void *)(memory + at->position), (int32_t *)(void *)(memory + at->out)};
   memset(memory, 0, at->bytes);
-  for (uint32_t row = 0; row < g->plan.rows[program]; row++)
+  for (uint32_t row = 0; row < g->plan->rows[program]; row++)
     b.position[row] = -1;
   for (uint32_t i = 0; i < g->n; i++)
     g->sequence[i].draws = false;
@@ -113,7 +120,7 @@ static void draw(void *arg, int64_t task, uint32_t worker) {
   const draw_job *j = arg;
   ps_generator *g = j->g;
   sequence *s = &g->sequence[task];
-  const ps_model *m = g->plan.model;
+  const ps_model *m = g->plan->model;
   const uint32_t v = m->cfg.vocab_size;
   float *z = g->logits + (size_t)worker * v;
   if (!s->draws)
@@ -123,6 +130,7 @@ static void draw(void *arg, int64_t task, uint32_t worker) {
   if (id < 0) {
     uint32_t none = 0;
     atomic_compare_exchange_strong(&g->broken, &none, (uint32_t)task + 1);
+    s->finished = true;
     return;
   }
   const bool ends = stops(s->request, id);
@@ -137,18 +145,13 @@ static ps_status hook(void *ctx, ps__gen_hook what, uint32_t program, const ps_l
     return fill(g, program, l->ptr[1]);
   draw_job job = {g, l->ptr[0]};
   ps__pool_run(((const ps__cpu_exec *)l->exec)->pool, g->n, draw, &job);
-  if (atomic_load(&g->broken))
-    return ps__fail(PS_ENUMERIC,
-                    "the logits of prompt %u of the batch are not finite: the model is damaged, or "
-                    "needs --dtype fp32",
-                    atomic_load(&g->broken));
   return PS_OK;
 }
 
 /* ---- creating -------------------------------------------------------------------------------- */
 
 static ps_status open_engine(ps_generator *g) {
-  const ps__gen_plan *p = &g->plan;
+  const ps__gen_plan *p = g->plan;
   const ps__places *at = p->at;
   ps_engine_config e = {.struct_bytes = sizeof e,
                         .n_places = at->n_places,
@@ -179,17 +182,6 @@ static ps_status open_engine(ps_generator *g) {
   return PS_OK;
 }
 
-static ps_status compile(ps_generator *g) {
-  for (uint32_t i = 0; i < 2; i++) {
-    ps_program *program = NULL;
-    PS_TRY(ps__gen_program(&program, &g->plan, i, &g->hooks));
-    const ps_status st = ps_schedule_compile(&g->schedule[i], program);
-    ps_program_destroy(program);
-    PS_TRY(st);
-  }
-  return PS_OK;
-}
-
 /* What is loaded: the model's tensors, and those of its adapters, or NULL. */
 typedef struct tensor_files {
   ps_tensor_file *model, *adapters;
@@ -198,7 +190,7 @@ typedef struct tensor_files {
 static ps_tensor_file *find_param(const ps_generator *g, const tensor_files *f,
                                   const ps_param_info *p, uint64_t *idx) {
   char name[PS__PEFT_NAME_BYTES];
-  const bool adapter = g->plan.model->unit[p->unit].adapter;
+  const bool adapter = g->plan->model->unit[p->unit].adapter;
   if (adapter)
     ps__peft_name(name, p->name);
   ps_tensor_file *of = adapter ? f->adapters : f->model;
@@ -209,25 +201,26 @@ static ps_tensor_file *find_param(const ps_generator *g, const tensor_files *f,
 /* Elements of @p from @layer on, through @piece where the layer is on the device. */
 static ps_status load_param(ps_generator *g, const tensor_files *files, const ps_param_info *p,
                             uint32_t layer, char *piece) {
-  const ps_dtype dt = g->plan.model->dt;
+  const ps_dtype dt = g->plan->model->dt;
   uint64_t idx;
   ps_tensor_file *f = find_param(g, files, p, &idx);
   const uint64_t e = ps_dtype_bytes(dt);
-  uint32_t space;
-  const uint64_t at = ps__gen_layer_at(&g->plan, layer, &space) +
-                      ps__gen_unit_offset(&g->plan, layer, p->unit) + p->offset * e;
-  const bool host = space == g->plan.at->host;
+  const bool streamed = ps__is_block(g->plan->model, layer) && g->plan->block[layer - 1].streamed;
+  const ps__gen_at unit =
+      streamed ? ps__gen_source(g->plan, layer, p->unit) : ps__gen_weights(g->plan, layer, p->unit);
+  const uint64_t at = unit.offset + p->offset * e;
+  const bool host = unit.space == g->plan->at->host;
   for (uint64_t first = 0; first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
     PS_TRY(ps_tensors_read(f, idx, first, n, dt, host ? g->host + at + first * e : piece));
     if (!host)
-      PS_TRY(ps__engine_write(g->engine, space, at + first * e, piece, n * e));
+      PS_TRY(ps__engine_write(g->engine, unit.space, at + first * e, piece, n * e));
   }
   return PS_OK;
 }
 
 static ps_status load(ps_generator *g, const tensor_files *f, ps_progress_fn progress, void *user) {
-  const ps_model *m = g->plan.model;
+  const ps_model *m = g->plan->model;
   const uint64_t e = ps_dtype_bytes(m->dt);
   char *piece = ps__malloc(PIECE * e);
   uint64_t done = 0;
@@ -252,7 +245,7 @@ static ps_status load(ps_generator *g, const tensor_files *f, ps_progress_fn pro
 static ps_status note_memory(const ps_generator *g) {
   char used[32], cap[32];
   uint64_t now;
-  const uint64_t given = g->plan.cfg.device_mem_bytes;
+  const uint64_t given = g->plan->cfg.device_mem_bytes;
   PS_TRY(ps__engine_memory(g->engine, &now));
   if (!given || now <= given)
     return PS_OK;
@@ -265,25 +258,32 @@ static ps_status note_memory(const ps_generator *g) {
   return PS_OK;
 }
 
-static ps_status reserve(ps_generator *g) {
-  const uint64_t n = g->plan.cfg.n_sequences, v = g->plan.model->cfg.vocab_size;
-  g->hooks = (ps__gen_hooks){g, hook};
-  g->sequence = ps__calloc(n, sizeof *g->sequence);
-  g->token = ps__calloc(n * g->plan.cfg.context, sizeof *g->token);
-  g->logits = ps__calloc(g->plan.hw.n_threads * v, sizeof *g->logits);
-  g->candidates = ps__calloc(g->plan.hw.n_threads * v, sizeof *g->candidates);
-  if (!g->sequence || !g->token || !g->logits || !g->candidates)
+/* What calls need, on an engine that is there. */
+static ps_status prepare(ps_generator *g) {
+  const ps__gen_map *m = &g->plan->map;
+  g->sequence = ps__calloc(g->plan->cfg.n_sequences, sizeof *g->sequence);
+  if (!g->sequence)
     return ps__fail(PS_ENOMEM, "out of memory for a generator");
-  PS_TRY(compile(g));
+  g->setup->hooks = (ps__gen_hooks){g, hook};
+  g->host = ps_engine_space(g->engine, g->plan->at->host);
+  g->token = (_Atomic int32_t *)(void *)(g->host + m->host.drawn);
+  g->logits = (float *)(void *)(g->host + m->host.values);
+  g->candidates = (ps__gen_candidate *)(void *)(g->host + m->host.candidates);
+  return PS_OK;
+}
+
+static ps_status reserve(ps_generator *g) {
+  PS_TRY(ps__gen_compile(g->setup));
   PS_TRY(open_engine(g));
-  PS_TRY(ps__engine_warm(g->engine, g->schedule[PREFILL]));
-  PS_TRY(ps__engine_warm(g->engine, g->schedule[DECODE]));
+  PS_TRY(prepare(g));
+  PS_TRY(ps__engine_warm(g->engine, g->setup->schedule[PREFILL]));
+  PS_TRY(ps__engine_warm(g->engine, g->setup->schedule[DECODE]));
   return note_memory(g);
 }
 
 static ps_status open_files(const ps_generator *g, const char *dir, tensor_files *f) {
-  const ps_model *m = g->plan.model;
-  const char *adapter_dir = g->plan.cfg.adapter_dir;
+  const ps_model *m = g->plan->model;
+  const char *adapter_dir = g->plan->cfg.adapter_dir;
   double dropout;
   if (!adapter_dir != !m->lora.rank)
     return ps__fail(PS_EINVAL,
@@ -299,7 +299,9 @@ static ps_status create(ps_generator *g, const char *dir, const ps_generate_conf
   ps_model_config model;
   tensor_files f = {0};
   PS_TRY(ps_model_config_read(&model, dir));
-  PS_TRY(ps__gen_plan_init(&g->plan, &model, cfg, hw));
+  PS_TRY(ps__gen_plan_init(&g->own.plan, &model, cfg, hw));
+  g->setup = &g->own;
+  g->plan = &g->own.plan;
   ps_status st = open_files(g, dir, &f);
   if (st == PS_OK)
     st = reserve(g);
@@ -307,7 +309,7 @@ static ps_status create(ps_generator *g, const char *dir, const ps_generate_conf
     st = load(g, &f, progress, user);
   ps_tensors_close(f.adapters);
   ps_tensors_close(f.model);
-  g->plan.cfg.adapter_dir = NULL; /* the caller's */
+  g->own.plan.cfg.adapter_dir = NULL; /* the caller's */
   return st;
 }
 
@@ -327,29 +329,53 @@ ps_status ps_generator_create(ps_generator **out, const char *model_dir,
   return st;
 }
 
+ps_status ps__generator_beside(ps_generator **out, ps__gen_setup *setup, ps_engine *engine) {
+  ps_generator *g = ps__calloc(1, sizeof *g);
+  if (!g)
+    return ps__fail(PS_ENOMEM, "out of memory for a generator");
+  g->setup = setup;
+  g->plan = &setup->plan;
+  g->engine = engine;
+  const ps_status st = prepare(g);
+  if (st != PS_OK)
+    ps_generator_destroy(g);
+  else
+    *out = g;
+  return st;
+}
+
+void ps__generator_cancel(ps_generator *g) {
+  atomic_store(&g->cancelled, 1);
+  for (uint32_t i = 0; i < PS__GEN_PROGRAMS; i++) {
+    ps_run *run = atomic_load(&g->run[i]);
+    if (run)
+      ps_run_cancel(run);
+  }
+}
+
 void ps_generator_destroy(ps_generator *g) {
   if (!g)
     return;
-  (void)ps_engine_close(g->engine);
-  for (uint32_t i = 0; i < 2; i++)
-    (void)ps_schedule_destroy(g->schedule[i]);
-  ps__gen_plan_free(&g->plan);
+  for (uint32_t i = 0; i < PS__GEN_PROGRAMS; i++)
+    (void)ps_run_destroy(g->run[i]);
+  if (g->setup == &g->own || !g->setup)
+    (void)ps_engine_close(g->engine);
+  else
+    g->setup->hooks = (ps__gen_hooks){0};
+  ps__gen_setup_free(&g->own);
   ps__free(g->sequence);
-  ps__free((void *)g->token);
-  ps__free(g->logits);
-  ps__free(g->candidates);
   ps__free(g);
 }
 
 const ps_generate_report *ps_generator_report(const ps_generator *g) {
-  return g ? &g->plan.report : NULL;
+  return g ? &g->plan->report : NULL;
 }
 
 /* ---- generating ------------------------------------------------------------------------------ */
 
 static ps_status check_ids(const ps_generator *g, uint64_t request, const char *what,
                            const int32_t *id, uint64_t n) {
-  const uint32_t v = g->plan.model->cfg.vocab_size;
+  const uint32_t v = g->plan->model->cfg.vocab_size;
   for (uint64_t i = 0; i < n; i++)
     if (id[i] < 0 || (uint32_t)id[i] >= v)
       return ps__fail(PS_EINVAL, "prompt %llu: %s %d is not in the vocabulary: 0 to %u are",
@@ -359,7 +385,7 @@ static ps_status check_ids(const ps_generator *g, uint64_t request, const char *
 
 static ps_status check_request(const ps_generator *g, uint64_t i, const ps_generate_request *r) {
   const unsigned long long number = i + 1;
-  const uint64_t context = g->plan.cfg.context;
+  const uint64_t context = g->plan->cfg.context;
   if (!r->n_tokens || !r->tokens)
     return ps__fail(PS_EINVAL, "prompt %llu has no token: give at least one", number);
   if (!r->max_new_tokens)
@@ -393,6 +419,11 @@ typedef struct call {
 static ps_status deliver(const call *c, uint32_t *open) {
   ps_generator *g = c->g;
   *open = 0;
+  if (atomic_load(&g->broken))
+    return ps__fail(PS_ENUMERIC,
+                    "the logits of prompt %llu are not finite: the model is damaged, or needs "
+                    "--dtype fp32",
+                    (unsigned long long)(c->first + atomic_load(&g->broken)));
   for (uint32_t i = 0; i < g->n; i++) {
     sequence *s = &g->sequence[i];
     while (s->open && s->n_given < s->request->max_new_tokens) {
@@ -416,30 +447,60 @@ static ps_status deliver(const call *c, uint32_t *open) {
   return PS_OK;
 }
 
+/* Gives the engine to a program's run. */
+static ps_status begin(ps_generator *g, uint32_t program) {
+  const ps_run_config cfg = {.struct_bytes = sizeof cfg};
+  ps_run *run = atomic_load(&g->run[program]);
+  if (run)
+    return ps__run_go_on(run);
+  PS_TRY(ps_run_create(&run, g->engine, g->setup->schedule[program], &cfg));
+  atomic_store(&g->run[program], run);
+  /* a cancel may have come before there was a run to stop */
+  if (atomic_load(&g->cancelled))
+    ps_run_cancel(run);
+  return PS_OK;
+}
+
+/* Takes the engine from it. @st: how its steps went so far. */
+static ps_status end(ps_generator *g, uint32_t program, ps_status st) {
+  char message[1024];
+  snprintf(message, sizeof message, "%s", st == PS_OK ? "" : ps_last_error());
+  const ps_status paused = ps__run_pause(g->run[program]);
+  return st == PS_OK ? paused : ps__fail(st, "%s", message);
+}
+
 /* Run a program for at most @n_steps steps, until no sequence goes on. */
 static ps_status run_program(const call *c, uint32_t program, uint64_t n_steps, uint32_t *open) {
-  const ps_run_config cfg = {.struct_bytes = sizeof cfg};
-  ps_run *run = NULL;
+  ps_generator *g = c->g;
   uint64_t submitted = 0, done = 0;
-  const uint64_t begin = ps__now_ns();
-  PS_TRY(ps_run_create(&run, c->g->engine, c->g->schedule[program], &cfg));
+  const uint64_t start = ps__now_ns();
+  PS_TRY(begin(g, program));
+  ps_run *run = g->run[program];
   ps_status st = PS_OK;
   while (st == PS_OK && *open && done < n_steps) {
     const uint64_t wanted = done + IN_FLIGHT < n_steps ? done + IN_FLIGHT : n_steps;
     st = ps_run_submit(run, wanted - submitted);
     submitted = wanted;
     if (st == PS_OK)
-      st = ps_run_wait(run, ++done);
+      st = ps_run_wait(run, g->n_steps[program] + ++done);
     if (st == PS_OK)
       st = deliver(c, open);
   }
-  const double seconds = (double)(ps__now_ns() - begin) * 1e-9;
+  const double seconds = (double)(ps__now_ns() - start) * 1e-9;
   *(program == PREFILL ? &c->stats->prefill_s : &c->stats->decode_s) += seconds;
   *(program == PREFILL ? &c->stats->prefill_steps : &c->stats->decode_steps) += done;
-  char message[1024];
-  snprintf(message, sizeof message, "%s", st == PS_OK ? "" : ps_last_error());
-  ps_run_destroy(run);
-  return st == PS_OK ? st : ps__fail(st, "%s", message);
+  g->n_steps[program] += submitted;
+  return end(g, program, st);
+}
+
+/* Beside a training: brings the weights that stay on the device for this call. */
+static ps_status bring_weights(ps_generator *g) {
+  const uint32_t load = PS__GEN_LOAD;
+  if (!g->setup->schedule[load])
+    return PS_OK;
+  PS_TRY(begin(g, load));
+  const ps_status st = ps_run_submit(g->run[load], 1);
+  return end(g, load, st);
 }
 
 static ps_status run_group(const call *c, const ps_generate_request *requests, uint32_t n) {
@@ -463,7 +524,7 @@ static ps_status run_group(const call *c, const ps_generate_request *requests, u
     most_new = requests[i].max_new_tokens > most_new ? requests[i].max_new_tokens : most_new;
   }
   c->stats->prompt_tokens += prompts;
-  const uint64_t rows = g->plan.rows[PREFILL];
+  const uint64_t rows = g->plan->rows[PREFILL];
   PS_TRY(run_program(c, PREFILL, (prompts + rows - 1) / rows, &open));
   return open ? run_program(c, DECODE, most_new - 1, &open) : PS_OK;
 }
@@ -477,8 +538,9 @@ ps_status ps_generator_run(ps_generator *g, const ps_generate_request *requests,
     PS_TRY(check_request(g, i, &requests[i]));
   call c = {g, 0, fn, user, stats ? stats : &own};
   *c.stats = (ps_generate_stats){0};
+  PS_TRY(bring_weights(g));
   for (; c.first < n; c.first += g->n) {
-    const uint64_t left = n - c.first, room = g->plan.cfg.n_sequences;
+    const uint64_t left = n - c.first, room = g->plan->cfg.n_sequences;
     PS_TRY(run_group(&c, requests + c.first, (uint32_t)(left < room ? left : room)));
   }
   return PS_OK;

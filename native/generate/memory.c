@@ -1,5 +1,6 @@
 /* memory.c - what generation takes of both memories, and where everything lies. */
 #include "generate/generate.h"
+#include "hardware/hardware_impl.h"
 #include <string.h>
 
 enum { ALIGN = 256 };
@@ -8,11 +9,14 @@ static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
 /* ---- weights --------------------------------------------------------------------------------- */
 
+/* BYTES that generation keeps of a unit: none where the unit is on the device anyway. */
 static uint64_t unit_bytes(const ps__gen_plan *p, uint32_t unit) {
-  return aligned(p->model->unit[unit].n * ps_dtype_bytes(p->model->dt));
+  return ps__gen_is_moved(p, unit) ? aligned(p->model->unit[unit].n * ps_dtype_bytes(p->model->dt))
+                                   : 0;
 }
 
-uint64_t ps__gen_unit_offset(const ps__gen_plan *p, uint32_t layer, uint32_t unit) {
+/* From the layer's first byte on. A tied head has the embedding's unit after its own. */
+static uint64_t unit_offset(const ps__gen_plan *p, uint32_t layer, uint32_t unit) {
   const ps__layer *l = &p->model->layer[layer];
   const uint32_t end = unit < l->first_unit ? l->first_unit + l->n_units : unit;
   uint64_t at = 0;
@@ -24,21 +28,31 @@ uint64_t ps__gen_unit_offset(const ps__gen_plan *p, uint32_t layer, uint32_t uni
 static uint64_t layer_bytes(const ps__gen_plan *p, uint32_t layer) {
   const ps__layer *l = &p->model->layer[layer];
   const bool tied = layer == ps__head_layer(p->model) && ps__tied(p->model);
-  return ps__gen_unit_offset(p, layer, l->first_unit + l->n_units) + (tied ? unit_bytes(p, 0) : 0);
+  return unit_offset(p, layer, l->first_unit + l->n_units) + (tied ? unit_bytes(p, 0) : 0);
 }
 
-uint64_t ps__gen_layer_at(const ps__gen_plan *p, uint32_t layer, uint32_t *space) {
-  const uint32_t head = ps__head_layer(p->model);
-  *space = layer ? p->at->device : p->at->host;
+ps__gen_at ps__gen_weights(const ps__gen_plan *p, uint32_t layer, uint32_t unit) {
+  if (!ps__gen_is_moved(p, unit) || (layer == 0 && p->beside.weights))
+    return p->beside.weights[unit];
   if (layer == 0)
-    return p->map.host.embedding;
-  if (layer == head)
-    return p->map.device.head;
-  const uint32_t block = layer - 1, before = ps__gen_before(p, block);
-  if (ps__gen_is_resident(p, block))
-    return p->map.device.resident + before * p->report.block_bytes;
-  *space = p->at->host;
-  return p->map.host.streamed + (block - before) * p->report.block_bytes;
+    return (ps__gen_at){p->at->host, p->map.host.embedding};
+  ps__gen_at at = {p->at->device, unit_offset(p, layer, unit)};
+  const ps__gen_block *b = &p->block[layer - 1];
+  if (layer == ps__head_layer(p->model))
+    at.offset += p->map.device.head;
+  else if (b->streamed)
+    at.offset += p->map.device.slot + b->index % PS__GEN_SLOTS * p->report.block_bytes;
+  else
+    at.offset += p->map.device.resident + b->index * p->report.block_bytes;
+  return at;
+}
+
+ps__gen_at ps__gen_source(const ps__gen_plan *p, uint32_t layer, uint32_t unit) {
+  if (p->beside.weights)
+    return p->beside.weights[unit];
+  return (ps__gen_at){p->at->host, p->map.host.streamed +
+                                       p->block[layer - 1].index * p->report.block_bytes +
+                                       unit_offset(p, layer, unit)};
 }
 
 /* ---- ops and tensors ------------------------------------------------------------------------- */
@@ -112,7 +126,7 @@ static void count_scratch(ps__gen_plan *p) {
         _Alignas(16) char args[PS__ARGS_BYTES];
         const ps_kernel *k =
             ps__gen_op(&d->fwd[i], d->logits != PS__NONE ? p->rows[1] : p->rows[program], args);
-        need_scratch(p, l ? p->at->compute : p->at->host_ops, k, args);
+        need_scratch(p, l || ps__gen_looks_up_there(p) ? p->at->compute : p->at->host_ops, k, args);
       }
     }
   }
@@ -130,7 +144,8 @@ static void place_batch(ps__gen_plan *p) {
   ps__gen_batch *b = &p->map.batch;
   const uint64_t rows = 4ull * most_rows(p);
   b->tokens = take(&b->bytes, rows);
-  b->for_device = b->sequence = take(&b->bytes, rows);
+  b->sequence = take(&b->bytes, rows);
+  b->for_device = ps__gen_looks_up_there(p) ? b->tokens : b->sequence;
   b->position = take(&b->bytes, rows);
   b->out = take(&b->bytes, 4ull * p->rows[1]);
 }
@@ -151,6 +166,7 @@ static void measure(ps__gen_plan *p) {
   for (uint32_t l = 1; l <= r->n_blocks; l++) {
     r->block_bytes = larger(r->block_bytes, layer_bytes(p, l));
     r->weights_bytes += layer_bytes(p, l);
+    p->n_moved += layer_bytes(p, l) > 0;
   }
   r->cache_bytes = r->n_blocks * cache_bytes(p);
   for (uint32_t l = 0; l < m->n_layers; l++) {
@@ -166,16 +182,19 @@ static void place(ps__gen_plan *p) {
   const ps_model *m = p->model;
   const ps__layer_def *head = ps__layer_of(m, ps__head_layer(m)), *first = ps__layer_of(m, 0);
   ps__gen_map *map = &p->map;
+  const uint64_t drawn = (uint64_t)p->hw.n_threads * m->cfg.vocab_size;
   uint64_t tensors = 0;
   place_batch(p);
-  for (uint32_t l = 1; l < m->n_layers; l++)
+  map->device.bytes = aligned(p->beside.used[p->at->device]);
+  map->host.bytes = aligned(p->beside.used[p->at->host]);
+  for (uint32_t l = ps__gen_looks_up_there(p) ? 0 : 1; l < m->n_layers; l++)
     tensors = larger(tensors,
                      ps__gen_tensor_offset(p, ps__layer_of(m, l), ps__layer_of(m, l)->n_tensors));
   map->device.batch = take(&map->device.bytes, map->batch.bytes);
   for (uint32_t i = 0; i < 2; i++)
     map->device.x[i] = take(&map->device.bytes, map->x_bytes);
   map->device.tensors = take(&map->device.bytes, tensors);
-  p->report.activation_bytes = map->device.bytes;
+  p->report.activation_bytes = map->device.bytes - aligned(p->beside.used[p->at->device]);
   map->device.cache = take(&map->device.bytes, p->report.cache_bytes);
   map->device.head = take(&map->device.bytes, p->report.head_bytes);
   map->host.batch = take(&map->host.bytes, map->batch.bytes);
@@ -183,20 +202,26 @@ static void place(ps__gen_plan *p) {
   map->host.logits =
       take(&map->host.bytes, ps__gen_tensor_bytes(head, (uint32_t)head->logits, p->rows[1]));
   map->host.state = take(&map->host.bytes, 64);
-  map->host.embedding = take(&map->host.bytes, layer_bytes(p, 0));
+  map->host.drawn = take(&map->host.bytes, 4 * p->cfg.n_sequences * p->cfg.context);
+  map->host.values = take(&map->host.bytes, drawn * sizeof(float));
+  map->host.candidates = take(&map->host.bytes, drawn * sizeof(ps__gen_candidate));
+  if (!p->beside.weights)
+    map->host.embedding = take(&map->host.bytes, layer_bytes(p, 0));
 }
 
-static uint64_t with_blocks(const ps__gen_plan *p, uint32_t resident) {
-  const uint32_t n = p->report.n_blocks, slots = resident == n ? 0 : (uint32_t)PS__GEN_SLOTS;
-  return ps__arena_round(p->map.device.bytes +
-                         (uint64_t)(resident + slots) * p->report.block_bytes);
+/* The device's arena with @kept of the blocks that are moved. */
+static uint64_t with_blocks(const ps__gen_plan *p, uint32_t kept) {
+  const uint32_t slots = kept == p->n_moved ? 0 : (uint32_t)PS__GEN_SLOTS;
+  return ps__arena_round(p->map.device.bytes + (uint64_t)(kept + slots) * p->report.block_bytes);
 }
 
-/* All that the device holds with so many blocks resident: the others are in the host's arena. */
-static uint64_t device_bytes(const ps__gen_plan *p, uint32_t resident) {
-  const uint64_t streamed = (p->report.n_blocks - resident) * p->report.block_bytes;
-  return with_blocks(p, resident) + p->report.overhead_bytes +
-         ps__page_table_bytes(&p->hw, p->map.host.bytes + streamed);
+/* All that the device holds with so many blocks kept: the others are in the host's arena. Beside a
+ * training it is the arena alone. */
+static uint64_t device_bytes(const ps__gen_plan *p, uint32_t kept) {
+  const uint64_t streamed = (p->n_moved - kept) * p->report.block_bytes, arena = with_blocks(p, kept);
+  return p->beside.weights ? arena
+                           : arena + p->report.overhead_bytes +
+                                 ps__page_table_bytes(&p->hw, p->map.host.bytes + streamed);
 }
 
 static ps_status refuse_device(const ps__gen_plan *p, uint64_t cap) {
@@ -214,29 +239,51 @@ static ps_status refuse_device(const ps__gen_plan *p, uint64_t cap) {
       ps__format_bytes(over, r->overhead_bytes));
 }
 
-/* As many blocks resident as fit; one or two blocks are never streamed, as they would take the room
- * of the slots. */
+/* Those that stay are spread evenly over the blocks that are moved. */
+static ps_status spread(ps__gen_plan *p) {
+  const uint32_t n = p->report.n_blocks;
+  uint32_t moved = 0, streamed = 0, kept = 0;
+  p->block = ps__calloc(n, sizeof *p->block);
+  if (!p->block)
+    return ps__fail(PS_ENOMEM, "out of memory for the blocks of a generation");
+  for (uint32_t b = 0; b < n; b++) {
+    if (layer_bytes(p, b + 1) == 0)
+      continue;
+    const uint64_t before = (uint64_t)moved * p->n_kept / p->n_moved,
+                   with = (uint64_t)++moved * p->n_kept / p->n_moved;
+    const bool stays = with > before;
+    p->block[b] = (ps__gen_block){!stays, stays ? kept++ : streamed++};
+    p->report.streamed_bytes += stays ? 0 : layer_bytes(p, b + 1);
+  }
+  p->report.n_resident = n - streamed;
+  return PS_OK;
+}
+
+/* As many blocks stay as fit; one or two blocks are never streamed, as they would take the room of
+ * the slots. Beside a training the arena is the limit, unless it is too small for the least. */
 static ps_status choose(ps__gen_plan *p) {
   ps_generate_report *r = &p->report;
-  uint64_t scratch;
-  const uint64_t cap = ps__device_cap(&p->hw, p->cfg.device_mem_bytes);
-  r->overhead_bytes = ps__device_overhead(&p->hw, p->at, p->scratch_bytes, &scratch);
-  r->least_device_bytes = device_bytes(p, r->n_blocks <= PS__GEN_SLOTS ? r->n_blocks : 0);
-  r->n_resident = r->n_blocks;
-  while (cap && r->n_resident && device_bytes(p, r->n_resident) > cap)
-    r->n_resident--;
-  if (cap && (device_bytes(p, r->n_resident) > cap || r->least_device_bytes > cap))
+  const bool beside = p->beside.weights != NULL;
+  uint64_t scratch, cap = ps__device_cap(&p->hw, p->cfg.device_mem_bytes);
+  r->overhead_bytes = beside ? 0 : ps__device_overhead(&p->hw, p->at, p->scratch_bytes, &scratch);
+  r->least_device_bytes = device_bytes(p, p->n_moved <= PS__GEN_SLOTS ? p->n_moved : 0);
+  if (beside)
+    cap = larger(ps__arena_round(p->beside.arena[p->at->device]), r->least_device_bytes);
+  p->n_kept = p->n_moved;
+  while (cap && p->n_kept && device_bytes(p, p->n_kept) > cap)
+    p->n_kept--;
+  if (cap && (device_bytes(p, p->n_kept) > cap || r->least_device_bytes > cap))
     return refuse_device(p, cap);
-  const uint32_t streamed = r->n_blocks - r->n_resident;
+  const uint32_t streamed = p->n_moved - p->n_kept;
   ps__gen_map *map = &p->map;
-  map->device.resident = take(&map->device.bytes, r->n_resident * r->block_bytes);
+  map->device.resident = take(&map->device.bytes, p->n_kept * r->block_bytes);
   map->device.slot = take(&map->device.bytes, streamed ? PS__GEN_SLOTS * r->block_bytes : 0);
-  map->host.streamed = take(&map->host.bytes, streamed * r->block_bytes);
-  for (uint32_t b = 0; b < r->n_blocks; b++)
-    r->streamed_bytes += ps__gen_is_resident(p, b) ? 0 : layer_bytes(p, b + 1);
-  r->overhead_bytes += ps__page_table_bytes(&p->hw, map->host.bytes);
+  if (!beside)
+    map->host.streamed = take(&map->host.bytes, streamed * r->block_bytes);
+  if (!beside)
+    r->overhead_bytes += ps__page_table_bytes(&p->hw, map->host.bytes);
   r->device_used_bytes = ps__arena_round(map->device.bytes) + r->overhead_bytes;
-  return PS_OK;
+  return spread(p);
 }
 
 /* On the CPU backend the device's memory is the host's, too. */
@@ -257,17 +304,15 @@ static ps_status check_machine(const ps__gen_plan *p) {
                   (unsigned long long)p->cfg.context, ps__format_bytes(cache, r->cache_bytes));
 }
 
-/* BYTES beside the arena: scratch, the candidates of draws, the requests' tokens, a piece of a
- * tensor while it is loaded, programs, and what the process has anyway. */
+/* BYTES beside the arena: scratch, a piece of a tensor while it is loaded, programs, and what the
+ * process has anyway. */
 static ps_status check_host(ps__gen_plan *p) {
-  const uint64_t V = p->model->cfg.vocab_size, cap = p->cfg.host_mem_bytes;
+  const uint64_t cap = p->cfg.host_mem_bytes;
   char need[32], given[32], streamed[32], embedding[32];
   ps_generate_report *r = &p->report;
   r->host_used_bytes = ps__arena_round(p->map.host.bytes) +
                        ps__host_scratch(&p->hw, p->at, p->scratch_bytes) +
-                       p->hw.n_threads * V * (sizeof(ps__gen_candidate) + sizeof(float)) +
-                       4 * p->cfg.n_sequences * p->cfg.context + 512ull * 64 * r->n_blocks +
-                       ps__host_reserve(&p->hw);
+                       512ull * 64 * r->n_blocks + ps__host_reserve(&p->hw);
   if (!cap || r->host_used_bytes <= cap)
     return check_machine(p);
   ps__format_bytes_apart(need, r->host_used_bytes, given, cap);
@@ -303,12 +348,21 @@ static ps_status check_config(ps__gen_plan *p) {
   return PS_OK;
 }
 
+/* The training's units are those of the model, in its order. */
+static ps_status check_units(const ps__gen_plan *p) {
+  return !p->beside.weights || p->beside.n_units == p->model->n_units
+             ? PS_OK
+             : ps__fail(PS_EINTERNAL, "generation has %u units, the training %u", p->model->n_units,
+                        p->beside.n_units);
+}
+
 static ps_status plan(ps__gen_plan *p, const ps_model_config *model) {
   const ps_generate_config *c = &p->cfg;
   PS_TRY(check_config(p));
   PS_TRY(ps_model_config_check(model, "model"));
   PS_TRY(ps__model_create(&p->model, model, (ps_dtype)c->dtype, c->context, model->n_layers + 2,
                           NULL, NULL, &c->lora));
+  PS_TRY(check_units(p));
   const uint64_t prompts = c->n_sequences * c->context,
                  wanted = c->prefill_tokens                  ? c->prefill_tokens
                           : p->hw.backend == PS_BACKEND_CUDA ? 1024
@@ -322,21 +376,31 @@ static ps_status plan(ps__gen_plan *p, const ps_model_config *model) {
   count_scratch(p);
   place(p);
   PS_TRY(choose(p));
-  return check_host(p);
+  return p->beside.weights ? PS_OK : check_host(p);
 }
 
-ps_status ps__gen_plan_init(ps__gen_plan *p, const ps_model_config *model,
-                            const ps_generate_config *cfg, const ps_hardware *hw) {
-  *p = (ps__gen_plan){.cfg = *cfg, .hw = *hw, .at = &ps__one_device};
+ps_status ps__gen_plan_beside(ps__gen_plan *p, const ps_model_config *model,
+                              const ps_generate_config *cfg, const ps_hardware *hw,
+                              const ps__gen_beside *beside) {
+  *p = (ps__gen_plan){.cfg = *cfg, .hw = *hw, .at = &ps__one_device, .beside = *beside};
   const ps_status st = plan(p, model);
   if (st != PS_OK)
     ps__gen_plan_free(p);
   return st;
 }
 
+ps_status ps__gen_plan_init(ps__gen_plan *p, const ps_model_config *model,
+                            const ps_generate_config *cfg, const ps_hardware *hw) {
+  return ps__gen_plan_beside(p, model, cfg, hw, &(const ps__gen_beside){0});
+}
+
 void ps__gen_plan_free(ps__gen_plan *p) {
   ps_model_destroy(p->model);
+  ps__free(p->beside.weights);
+  ps__free(p->block);
   p->model = NULL;
+  p->beside.weights = NULL;
+  p->block = NULL;
 }
 
 ps_status ps_generate_plan(ps_generate_report *out, const ps_model_config *model,

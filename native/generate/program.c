@@ -5,6 +5,7 @@
  *              as the block two before it has computed
  *   compute    the blocks, the rows that logits are made of, the head
  *   d2h, host  logits, the next tokens
+ * Beside a training whose embedding is on the device, compute looks the tokens up there.
  * The engine derives the waits. So the next step's first streamed blocks come in while this step
  * computes its last blocks, and while its tokens are drawn. */
 #include "generate/generate.h"
@@ -15,8 +16,9 @@ typedef struct builder {
   ps_program *out;
   ps__gen_hooks *hooks;
   uint32_t program, rows; /* of the step */
-  uint32_t streamed;      /* streamed blocks whose copies have been added */
-  uint32_t layer, x;      /* the layer whose ops are added; which residual stream has its input */
+  uint32_t n_ops;
+  uint32_t streamed; /* blocks, from the first, whose copies have been added where they need any */
+  uint32_t layer, x; /* the layer whose ops are added; which residual stream has its input */
 } builder;
 
 typedef struct hook_args {
@@ -43,6 +45,7 @@ static ps_status add(builder *b, const ps_kernel *k, uint32_t stream, const void
                     .n_access = n,
                     .work = k && k->info ? k->info->work(args) : (ps_work){0},
                     .tag = {.layer = (int32_t)b->layer, .round = -1, .chunk = -1, .phase = 0}};
+  b->n_ops++;
   return ps_program_add(b->out, &op, NULL);
 }
 
@@ -60,60 +63,64 @@ static ps_status add_hook(builder *b, ps__gen_hook what, const ps_access access[
 
 /* ---- weights --------------------------------------------------------------------------------- */
 
-static uint32_t n_streamed(const ps__gen_plan *p) {
-  return p->report.n_blocks - p->report.n_resident;
-}
-static uint64_t slot_at(const ps__gen_plan *p, uint32_t i) {
-  return p->map.device.slot + i % PS__GEN_SLOTS * p->report.block_bytes;
+/* The copy of a unit's weights to where ops read them; nothing where they are there. */
+static ps_status copy_unit(builder *b, uint32_t layer, uint32_t unit) {
+  const ps__gen_plan *p = b->p;
+  if (!ps__gen_is_moved(p, unit))
+    return PS_OK;
+  const ps__gen_at from = ps__gen_source(p, layer, unit), to = ps__gen_weights(p, layer, unit);
+  return add_copy(b, p->at->to_device, from.space, from.offset, to.space, to.offset,
+                  p->model->unit[unit].n * ps_dtype_bytes(p->model->dt));
 }
 
-/* The copy of the next streamed block, unless all have been added. */
+static ps_status copy_layer(builder *b, uint32_t layer) {
+  const ps__layer *l = &b->p->model->layer[layer];
+  for (uint32_t u = l->first_unit; u < l->first_unit + l->n_units; u++)
+    PS_TRY(copy_unit(b, layer, u));
+  return PS_OK;
+}
+
+/* The copies of the next streamed block, unless all have been added. */
 static ps_status stream_next(builder *b) {
   const ps__gen_plan *p = b->p;
-  if (b->streamed == n_streamed(p))
-    return PS_OK;
-  const uint32_t i = b->streamed++;
-  return add_copy(b, p->at->to_device, p->at->host,
-                  p->map.host.streamed + i * p->report.block_bytes, p->at->device, slot_at(p, i),
-                  p->report.block_bytes);
+  while (b->streamed < p->report.n_blocks && !p->block[b->streamed].streamed)
+    b->streamed++;
+  return b->streamed < p->report.n_blocks ? copy_layer(b, ++b->streamed) : PS_OK;
 }
 
 static ps_access weights_of(const builder *b, const ps__span_def *span) {
   const ps__gen_plan *p = b->p;
   const size_t e = ps_dtype_bytes(p->model->dt);
-  uint32_t space;
-  uint64_t at = ps__gen_layer_at(p, b->layer, &space);
-  if (b->layer && space == p->at->host) { /* a streamed block: in its slot */
-    at = slot_at(p, b->layer - 1 - ps__gen_before(p, b->layer - 1));
-    space = p->at->device;
-  }
   const uint32_t unit = ps__unit_of_span(p->model, b->layer, span);
-  return (ps_access){space, PS_READ, at + ps__gen_unit_offset(p, b->layer, unit) + span->offset * e,
-                     span->n * e};
+  const ps__gen_at at = ps__gen_weights(p, b->layer, unit);
+  return (ps_access){at.space, PS_READ, at.offset + span->offset * e, span->n * e};
 }
 
 /* ---- a layer's ops --------------------------------------------------------------------------- */
 
-/* Tensors of the embedding are on the host. A block's input and output are the two residual
- * streams. */
+/* Whether the running layer is on the host: the embedding, unless its table is on the device. */
+static bool on_host(const builder *b) { return b->layer == 0 && !ps__gen_looks_up_there(b->p); }
+
+/* A block's input and output are the two residual streams; the first one is what an embedding on
+ * the device makes. */
 static ps_access tensor_of(const builder *b, const ps__layer_def *d, ps__sym y, uint32_t rows) {
   const ps__gen_plan *p = b->p;
-  const bool host = b->layer == 0, block = ps__is_block(p->model, b->layer);
-  uint64_t at;
+  const bool block = ps__is_block(p->model, b->layer), host = on_host(b);
+  const uint64_t bytes = ps__gen_tensor_bytes(d, y.id, rows) - y.skip;
   if (block && y.id == d->input)
-    at = p->map.device.x[b->x];
-  else if (block && y.id == d->output)
-    at = p->map.device.x[!b->x];
-  else
-    at = (host ? p->map.host.tensors : p->map.device.tensors) + ps__gen_tensor_offset(p, d, y.id);
-  return (ps_access){host ? p->at->host : p->at->device, y.mode, at + y.skip,
-                     ps__gen_tensor_bytes(d, y.id, rows) - y.skip};
+    return (ps_access){p->at->device, y.mode, p->map.device.x[b->x] + y.skip, bytes};
+  if ((block || (b->layer == 0 && !host)) && y.id == d->output)
+    return (ps_access){p->at->device, y.mode, p->map.device.x[block && !b->x] + y.skip, bytes};
+  return (ps_access){host ? p->at->host : p->at->device, y.mode,
+                     (host ? p->map.host.tensors : p->map.device.tensors) +
+                         ps__gen_tensor_offset(p, d, y.id) + y.skip,
+                     bytes};
 }
 
 static ps_status batch_of(const builder *b, ps__sym y, uint32_t rows, ps_access *out) {
   const ps__gen_plan *p = b->p;
   const ps__gen_batch *batch = &p->map.batch;
-  const bool host = b->layer == 0;
+  const bool host = on_host(b);
   uint64_t at;
   switch (y.id) {
   case PS__BATCH_TOKENS: at = batch->tokens; break;
@@ -150,7 +157,7 @@ static ps_status add_op(builder *b, const ps__layer_def *d, const ps__op_def *op
     access[n++] = (ps_access){p->at->device, PS_READ_WRITE,
                               p->map.device.cache + (b->layer - 1) * bytes, bytes};
   }
-  return add(b, k, b->layer ? p->at->compute : p->at->host_ops, args, op->args_bytes, access, n);
+  return add(b, k, on_host(b) ? p->at->host_ops : p->at->compute, args, op->args_bytes, access, n);
 }
 
 static ps_status add_layer(builder *b, uint32_t rows) {
@@ -171,10 +178,13 @@ static ps_status add_input(builder *b) {
   for (uint32_t i = 0; i < PS__GEN_SLOTS; i++)
     PS_TRY(stream_next(b));
   PS_TRY(add_hook(b, PS__GEN_FILL, fill));
-  PS_TRY(add_layer(b, b->rows));
+  if (on_host(b))
+    PS_TRY(add_layer(b, b->rows));
   PS_TRY(add_copy(b, p->at->to_device, p->at->host, m->host.batch + m->batch.for_device,
                   p->at->device, m->device.batch + m->batch.for_device,
                   m->batch.bytes - m->batch.for_device));
+  if (!on_host(b))
+    return add_layer(b, b->rows);
   const uint32_t y = (uint32_t)d->output;
   return add_copy(b, p->at->to_device, p->at->host,
                   m->host.tensors + ps__gen_tensor_offset(p, d, y), p->at->device, m->device.x[0],
@@ -207,20 +217,55 @@ static ps_status build(builder *b) {
   for (b->layer = 1; b->layer <= p->report.n_blocks; b->layer++) {
     PS_TRY(add_layer(b, b->rows));
     b->x = !b->x;
-    if (!ps__gen_is_resident(p, b->layer - 1))
+    if (p->block[b->layer - 1].streamed)
       PS_TRY(stream_next(b));
   }
   return add_output(b);
 }
 
+/* The head's weights and the blocks' that stay; of a tied head also the embedding's table. */
+static ps_status build_load(builder *b) {
+  const ps__gen_plan *p = b->p;
+  const uint32_t head = ps__head_layer(p->model);
+  for (uint32_t l = 1; l <= head; l++)
+    if (l == head || !p->block[l - 1].streamed)
+      PS_TRY(copy_layer(b, l));
+  return ps__tied(p->model) ? copy_unit(b, head, 0) : PS_OK;
+}
+
 ps_status ps__gen_program(ps_program **out, const ps__gen_plan *p, uint32_t program,
                           ps__gen_hooks *hooks) {
-  builder b = {.p = p, .hooks = hooks, .program = program, .rows = p->rows[program]};
+  const bool load = program == PS__GEN_LOAD;
+  builder b = {.p = p, .hooks = hooks, .program = program, .rows = load ? 0 : p->rows[program]};
   PS_TRY(ps_program_create(&b.out, p->at->n_places, p->at->n_streams));
-  const ps_status st = build(&b);
-  if (st != PS_OK)
-    ps_program_destroy(b.out);
-  else
+  const ps_status st = load ? build_load(&b) : build(&b);
+  if (st == PS_OK && b.n_ops) {
     *out = b.out;
+    return PS_OK;
+  }
+  ps_program_destroy(b.out);
+  if (st == PS_OK)
+    *out = NULL;
   return st;
+}
+
+ps_status ps__gen_compile(ps__gen_setup *s) {
+  for (uint32_t i = 0; i < PS__GEN_PROGRAMS; i++) {
+    ps_program *program = NULL;
+    if (i == PS__GEN_LOAD && !s->plan.beside.weights)
+      continue;
+    PS_TRY(ps__gen_program(&program, &s->plan, i, &s->hooks));
+    const ps_status st = program ? ps_schedule_compile(&s->schedule[i], program) : PS_OK;
+    ps_program_destroy(program);
+    PS_TRY(st);
+  }
+  return PS_OK;
+}
+
+void ps__gen_setup_free(ps__gen_setup *s) {
+  for (uint32_t i = 0; i < PS__GEN_PROGRAMS; i++) {
+    (void)ps_schedule_destroy(s->schedule[i]);
+    s->schedule[i] = NULL;
+  }
+  ps__gen_plan_free(&s->plan);
 }

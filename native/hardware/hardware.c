@@ -182,3 +182,22 @@ ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32_t devi
   *out = hw;
   return PS_OK;
 }
+
+/* BYTES that the process holds besides arenas, scratch and tables:
+ *   what it held before: interpreter, libraries. Read once, so that no plan depends on the plans
+ *     before it; rounded up to 8 MiB, so that the next process gets the same answer
+ *   4 MiB a compute thread: OpenBLAS's packed panels, 2 of 1024 x 512 x 4. Tiles are at most 1024
+ *     by 1024, blocks at most 512 deep, fp32
+ *   256 KiB a thread: stack and allocator. Streams: compute and host with n threads, 3 more
+ *   8 MiB: loading. A piece of fp32 values (4 MiB), windows of token shards (1 MiB), code and
+ *     data of libraries that training touches first (3 MiB)
+ *   1 GiB on CUDA: host memory of the driver and its libraries, more of it once kernels are loaded
+ * Measured (tests/test_budget.py holds the sum to it): of the 17 to 45 MiB beyond what was held
+ * before, 5 to 16 MiB are used with 1 to 8 threads. */
+uint64_t ps__host_reserve(const ps_hardware *hw) {
+  const uint64_t panels = 2ull * 1024 * 512 * 4, thread = 256 << 10, fixed = 8 << 20,
+                 step = 8 << 20;
+  const uint64_t driver = hw->backend == PS_BACKEND_CUDA ? 1ull << 30 : 0;
+  return (ps__process_bytes() + step - 1) / step * step + driver + hw->n_threads * panels +
+         (2ull * hw->n_threads + 3) * thread + fixed;
+}

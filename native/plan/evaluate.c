@@ -1,46 +1,7 @@
 /* evaluate.c - a candidate's ops, memory and time; what a step takes besides its arenas. */
 #include "hardware/hardware_impl.h"
 #include "plan/evaluate.h"
-#include "kernels/cuda/scratch.h"
 #include <string.h>
-
-uint32_t ps__stream_threads(const ps_hardware *hw, const ps__places *at, uint32_t stream) {
-  if (stream == at->io)
-    return ps__io_threads(hw->n_threads);
-  return stream == at->host_ops || (stream == at->compute && hw->backend == PS_BACKEND_CPU)
-             ? hw->n_threads
-             : 1;
-}
-
-/* The scratch of a stream and the products' workspace are one allocation
- * (native/backends/cuda/cuda.c), in the driver's units of 2 MiB. */
-uint64_t ps__page_table_bytes(const ps_hardware *hw, uint64_t host_arena_bytes) {
-  return hw->backend == PS_BACKEND_CUDA ? ps__cuda_table_bytes(ps__arena_round(host_arena_bytes))
-                                        : 0;
-}
-
-uint64_t ps__device_overhead(const ps_hardware *hw, const ps__places *at,
-                             const size_t *scratch_bytes, uint64_t *scratch) {
-  *scratch = 0;
-  if (hw->backend != PS_BACKEND_CUDA)
-    return 0;
-  for (uint32_t i = 0; i < at->n_streams; i++) {
-    const uint64_t blas =
-        !ps__link_of(at, i) ? ps__cuda_workspace_bytes(hw->compute_capability) : 0;
-    if (!ps__stream_on_host(at, i))
-      *scratch += ps__arena_round(scratch_bytes[i] + blas);
-  }
-  return *scratch + hw->device_overhead_bytes;
-}
-
-uint64_t ps__host_scratch(const ps_hardware *hw, const ps__places *at,
-                          const size_t *scratch_bytes) {
-  uint64_t bytes = 0;
-  for (uint32_t i = 0; i < at->n_streams; i++)
-    if (hw->backend == PS_BACKEND_CPU || ps__stream_on_host(at, i))
-      bytes += (uint64_t)scratch_bytes[i] * ps__stream_threads(hw, at, i);
-  return bytes;
-}
 
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
                            uint64_t *trace) {
@@ -50,6 +11,7 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
            (plan->val ? plan->val->step.n_op * 512 : 0);
   for (uint32_t i = 0; i < plan->n_ramp; i++)
     *trace += plan->ramp[i].step.n_op * 512;
+  *trace += ps__plan_sampling_ops(plan) * 512;
   /* tokens and targets of a batch as the source fills them; and which rows of an embedding on the
    * host are updated */
   const uint64_t rows = s->spec->embed_on_host ? 4ull * plan->model->cfg.vocab_size : 0;

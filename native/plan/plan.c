@@ -59,25 +59,6 @@ uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens) {
   return rows;
 }
 
-/* BYTES that the process holds besides arenas, scratch and tables:
- *   what it held before: interpreter, libraries. Read once, so that no plan depends on the plans
- *     before it; rounded up to 8 MiB, so that the next process gets the same answer
- *   4 MiB a compute thread: OpenBLAS's packed panels, 2 of 1024 x 512 x 4. Tiles are at most 1024
- *     by 1024, blocks at most 512 deep, fp32
- *   256 KiB a thread: stack and allocator. Streams: compute and host with n threads, 3 more
- *   8 MiB: loading. A piece of fp32 values (4 MiB), windows of token shards (1 MiB), code and
- *     data of libraries that training touches first (3 MiB)
- *   1 GiB on CUDA: host memory of the driver and its libraries, more of it once kernels are loaded
- * Measured (tests/test_budget.py holds the sum to it): of the 17 to 45 MiB beyond what was held
- * before, 5 to 16 MiB are used with 1 to 8 threads. */
-uint64_t ps__host_reserve(const ps_hardware *hw) {
-  const uint64_t panels = 2ull * 1024 * 512 * 4, thread = 256 << 10, fixed = 8 << 20,
-                 step = 8 << 20;
-  const uint64_t driver = hw->backend == PS_BACKEND_CUDA ? 1ull << 30 : 0;
-  return (ps__process_bytes() + step - 1) / step * step + driver + hw->n_threads * panels +
-         (2ull * hw->n_threads + 3) * thread + fixed;
-}
-
 /* Within these ranges nothing that is kept in 32 bits can wrap. */
 static ps_status check_ranges(const ps_plan_config *c) {
   const struct {
@@ -90,6 +71,8 @@ static ps_status check_ranges(const ps_plan_config *c) {
                {"first_round_chunks", c->first_round_chunks, PS_MAX_CHUNKS},
                {"head_slice_tokens", c->head_slice_tokens, PS_MAX_ROWS},
                {"val_tokens", c->val_tokens, PS_MAX_STEP_TOKENS},
+               {"sample_sequences", c->sample_sequences, PS_MAX_SEQUENCES},
+               {"sample_context", c->sample_context, PS_MAX_ROWS},
                {"n_threads", c->n_threads, PS_MAX_THREADS},
                {"trace_steps", c->trace_steps, PS_MAX_TRACE_STEPS}};
   for (size_t i = 0; i < sizeof field / sizeof *field; i++)
@@ -445,8 +428,11 @@ static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
     st = ps__plan_ramp(p);
   if (st == PS_OK && p->cfg.val_tokens)
     st = ps__plan_validation(p);
+  if (st == PS_OK && p->cfg.sample_sequences)
+    st = ps__plan_sampling(p);
   PS_TRY(st);
   fill_report(p, r);
+  PS_TRY(ps__plan_sampling_check(p));
   PS_TRY(ps__plan_beside_check(p));
   return ps__plan_predict(p);
 }
@@ -583,6 +569,7 @@ ps_status ps_plan_destroy(ps_plan *p) {
   PS_TRY(ps_schedule_destroy(p->schedule));
   ps__plan_ramp_free(p);
   (void)ps_plan_destroy(p->val);
+  ps__plan_sampling_free(p);
   ps__step_free(&p->step);
   ps__spec_free(&p->spec);
   ps__layout_free(&p->layout);
@@ -609,6 +596,8 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   if (cfg && cfg->val_tokens)
     return ps__fail(PS_EINVAL,
                     "the smallest caps are those of training alone: leave --val-tokens out");
+  if (cfg && cfg->sample_sequences)
+    return ps__fail(PS_EINVAL, "the smallest caps are those of training alone: leave samples out");
   ps_plan *p = NULL;
   ps__search_result r;
   ps__memo *memo = NULL;

@@ -1,6 +1,7 @@
 /* plan_impl.h - a plan from the inside, for the planner and the trainer. */
 #ifndef PS_PLAN_IMPL_H
 #define PS_PLAN_IMPL_H
+#include "step/room.h"
 #include "step/step.h"
 #include <stdatomic.h>
 
@@ -21,6 +22,8 @@ struct ps_plan {
    * its steps are a validation. NULL: none. */
   ps_plan *val;
   uint64_t val_steps;
+  /* cfg.sample_sequences: generation beside the training, which the trainer runs. NULL: none. */
+  struct ps__gen_setup *sampling;
   struct ps__ramp *ramp; /* [n_ramp]; stages whose build failed are half filled */
   uint32_t n_ramp;
   char *text, *json;
@@ -82,12 +85,17 @@ ps_status ps__plan_validation(ps_plan *p);
 /* ps__plan_beside_check() - PS_EBUDGET where the report of @p, which counts both, is past a cap or
  * past what the GPU has. */
 ps_status ps__plan_beside_check(const ps_plan *p);
-/* BYTES: the device cap that holds, which is the lesser of the user's and the GPU's memory that is
- * free; 0: none. */
-static inline uint64_t ps__device_cap(const ps_hardware *hw, uint64_t given) {
-  const uint64_t there = hw->backend == PS_BACKEND_CUDA ? hw->device_memory_bytes : 0;
-  return there && (!given || there < given) ? there : given;
-}
+
+/* ---- sampling.c: text sampled beside a training ---------------------------------------------- */
+/* ps__plan_sampling() - plan the generation that p->cfg asks for, past the persistent tensors of
+ * the step of @p, which is mapped; widen the arenas of @p where it needs more. Errors: PS_ENOMEM,
+ * PS_EINVAL.
+ * ps__plan_sampling_ops() - ops of its programs.
+ * ps__plan_sampling_check() - PS_EBUDGET where the report of @p is past a cap. */
+ps_status ps__plan_sampling(ps_plan *p);
+uint64_t ps__plan_sampling_ops(const ps_plan *p);
+ps_status ps__plan_sampling_check(const ps_plan *p);
+void ps__plan_sampling_free(ps_plan *p);
 
 /* ps__plan_engine() - the engine that runs the plan: its places, links and streams. */
 void ps__plan_engine(const ps_plan *p, ps_engine_config *out);
@@ -167,20 +175,4 @@ double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__
 /* ps__host_overhead() - host BYTES that a step takes besides its arena, and two parts of them. */
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
                            uint64_t *trace);
-/* ps__device_overhead() - device BYTES that a program takes besides its arena: CUDA's scratch with
- * the products' workspace (@scratch), and its overhead. ps__host_scratch() - host BYTES of scratch.
- * @scratch_bytes: of each stream. */
-uint64_t ps__device_overhead(const ps_hardware *hw, const ps__places *at,
-                             const size_t *scratch_bytes, uint64_t *scratch);
-/* ps__page_table_bytes() - device BYTES of the GPU's page tables of the host arena, which is
- * pinned. */
-uint64_t ps__page_table_bytes(const ps_hardware *hw, uint64_t host_arena_bytes);
-uint64_t ps__host_scratch(const ps_hardware *hw, const ps__places *at, const size_t *scratch_bytes);
-/* ps__host_reserve() - BYTES that the process holds besides arenas, scratch and tables (plan.c). */
-uint64_t ps__host_reserve(const ps_hardware *hw);
-static inline uint64_t ps__arena_round(uint64_t bytes) {
-  return (bytes + (2u << 20) - 1) >> 21 << 21;
-}
-/* Threads that a stream's ops may use. */
-uint32_t ps__stream_threads(const ps_hardware *hw, const ps__places *at, uint32_t stream);
 #endif

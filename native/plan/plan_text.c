@@ -1,4 +1,5 @@
 /* plan_text.c - a plan for a person, and as JSON for scripts. */
+#include "generate/generate.h"
 #include "plan/plan_impl.h"
 #include <stdarg.h>
 #include <string.h>
@@ -66,6 +67,17 @@ static void say_validation(text *t, const ps_plan *p) {
         (unsigned long long)r->val_tokens, (unsigned long long)p->val_steps,
         p->val_steps == 1 ? "" : "s", p->val->layout.n_rounds,
         p->val->layout.n_rounds == 1 ? "" : "s", r->val_s);
+}
+
+static void say_sampling(text *t, const ps_plan *p) {
+  if (!p->sampling)
+    return;
+  const ps_generate_report *g = &p->sampling->plan.report;
+  char cache[32], streamed[32];
+  say(t,
+      "samples          %llu x %llu tokens, in the same memory: KV cache %s; a token streams %s\n",
+      (unsigned long long)p->cfg.sample_sequences, (unsigned long long)p->cfg.sample_context,
+      ps__format_bytes(cache, g->cache_bytes), ps__format_bytes(streamed, g->streamed_bytes));
 }
 
 static const char *where(uint64_t some, uint64_t all) {
@@ -146,6 +158,7 @@ static void write_text(text *t, const ps_plan *p) {
         (unsigned long long)p->ramp[i].n_steps, (unsigned long long)p->ramp[i].layout.n_tokens,
         p->ramp[i].layout.n_rounds, p->ramp[i].layout.n_rounds == 1 ? "" : "s", p->ramp[i].step_s);
   say_validation(t, p);
+  say_sampling(t, p);
   say(t, "work             %.3g model FLOPs a step, %.1f%% more recomputed\n", r->model_flops,
       r->model_flops > 0 ? 100 * r->recompute_flops / r->model_flops : 0);
   say(t,
@@ -242,6 +255,13 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_uint(w, "val_chunks_per_round", p->val->layout.chunks_per_round);
     ps__jsonw_uint(w, "val_h2d_bytes", p->val->step.copied_bytes[0]);
     ps__jsonw_number(w, "predicted_val_s", r->val_s);
+  }
+  if (p->sampling) {
+    const ps_generate_report *g = &p->sampling->plan.report;
+    ps__jsonw_uint(w, "sample_sequences", p->cfg.sample_sequences);
+    ps__jsonw_uint(w, "sample_context", p->cfg.sample_context);
+    ps__jsonw_uint(w, "sample_cache_bytes", g->cache_bytes);
+    ps__jsonw_uint(w, "sample_streamed_bytes", g->streamed_bytes);
   }
   if (p->n_ramp) {
     ps__jsonw_array(w, "batch_ramp");

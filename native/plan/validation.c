@@ -88,6 +88,7 @@ ps_status ps__plan_validation(ps_plan *p) {
   cut(p, &sequences);
   cfg.forward_only = 1;
   cfg.val_tokens = cfg.trace_steps = 0;
+  cfg.sample_sequences = cfg.sample_context = 0;
   cfg.n_ramp = 0;
   cfg.z_loss = cfg.label_smoothing = 0; /* the cross-entropy alone, as penstock eval */
   cfg.tokens_per_step = sequences * cfg.seq_len;

@@ -1,8 +1,7 @@
 /* over.c - a step in the memory of another one, while none of that step runs. */
 #include "step/step.h"
 
-/* BYTES of the space's persistent tensors, which come first in its map. */
-static uint64_t persistent_bytes(const ps__step *t, uint32_t space) {
+uint64_t ps__step_persistent_bytes(const ps__step *t, uint32_t space) {
   uint64_t end = 0;
   for (size_t i = 0; i < t->n_vt; i++)
     if (t->vt[i].persistent && !t->vt[i].alias_of && t->vt[i].space == space &&
@@ -41,7 +40,7 @@ ps_status ps__step_map_over(ps__step *s, const ps__step *t) {
   for (uint32_t space = 0; space < n; space++) {
     if (!ps__grow((void **)&s->vt, s->n_vt, &s->cap_vt, sizeof *s->vt))
       return ps__fail(PS_ENOMEM, "out of memory for the step's tables");
-    s->vt[s->n_vt++] = (ps__vt){.bytes = persistent_bytes(t, space),
+    s->vt[s->n_vt++] = (ps__vt){.bytes = ps__step_persistent_bytes(t, space),
                                 .last = UINT32_MAX,
                                 .space = (uint8_t)space,
                                 .persistent = true};

@@ -261,8 +261,11 @@ ps_status ps__step_map(ps__step *s);
  * and of a unit no persistent tensor that @t lacks. It is a forward-only step or has the spec of
  * @t. space_bytes counts the tensors of @t that persist.
  * Errors: PS_ENOMEM, PS_EINTERNAL.
+ * ps__step_persistent_bytes() - BYTES of the space's persistent tensors, which come first in its
+ * map: past them everything is free between two steps.
  * ps__step_widen() - let arenas and scratch of @s be large enough for @by too. */
 ps_status ps__step_map_over(ps__step *s, const ps__step *t);
+uint64_t ps__step_persistent_bytes(const ps__step *t, uint32_t space);
 void ps__step_widen(ps__step *s, const ps__step *by);
 /* ps__step_build() - emit and map. On an error nothing is left to free. */
 ps_status ps__step_build(ps__step *s, const ps_model *model, const ps__layout *layout,

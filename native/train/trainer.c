@@ -1,5 +1,6 @@
 /* trainer.c - creates, steps and destroys a trainer. */
 #include "train/trainer.h"
+#include "generate/generate.h"
 #include "io/io.h"
 #include "train/adapter.h"
 #include "train/resume.h"
@@ -253,6 +254,18 @@ static ps_status check_model(const ps_trainer *t) {
   return PS_OK;
 }
 
+static ps_status open_sampler(ps_trainer *t) {
+  ps__gen_setup *s = t->plan->sampling;
+  ps_generator *g = NULL;
+  for (uint32_t i = 0; s && i < PS__GEN_PROGRAMS; i++)
+    if (s->schedule[i])
+      PS_TRY(ps__engine_warm(t->engine, s->schedule[i]));
+  if (s)
+    PS_TRY(ps__generator_beside(&g, s, t->engine));
+  atomic_store(&t->sampler, g);
+  return PS_OK;
+}
+
 /* @weights and @adapters are NULL where they are drawn from the seed; @c where the state begins at
  * zero. */
 static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_tensor_file *adapters,
@@ -271,6 +284,7 @@ static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_ten
     PS_TRY(ps__engine_warm(t->engine, t->plan->val->schedule));
   for (uint32_t i = 0; i < t->plan->n_ramp; i++)
     PS_TRY(ps__engine_warm(t->engine, t->plan->ramp[i].schedule));
+  PS_TRY(open_sampler(t));
   PS_TRY(note_memory(t, true));
   PS_TRY(weights ? ps__trainer_load(t, weights, progress, progress_user)
                  : ps__trainer_init(t, false, progress, progress_user));
@@ -433,6 +447,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
     (void)ps_run_destroy(t->past_run[i]);
   ps__trainer_end_writing(t);
   (void)ps_run_destroy(t->val.run);
+  ps_generator_destroy(t->sampler);
   (void)ps_engine_close(t->engine);
   t->plan->hooks = (ps__step_hooks){0};
   if (t->plan->val)
@@ -621,6 +636,9 @@ void ps_trainer_cancel(ps_trainer *t) {
   for (int i = 0; i < 2; i++)
     if (run[i])
       ps_run_cancel(run[i]);
+  ps_generator *sampler = atomic_load(&t->sampler);
+  if (sampler)
+    ps__generator_cancel(sampler);
   ps__hold_stop(t->hold, true);
 }
 

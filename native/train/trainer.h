@@ -72,7 +72,8 @@ struct ps_trainer {
   uint64_t n_updates; /* that made the optimizer's state before this run; 0: it begins at zero */
   bool resumed;       /* the optimizer's state was loaded, on the device too */
   ps__validation val;
-  char base_hash[65]; /* ps__base_hash(); empty before its first call */
+  _Atomic(struct ps_generator *) sampler; /* of the plan's samples; NULL: none */
+  char base_hash[65];                     /* ps__base_hash(); empty before its first call */
   ps__skips skips;
   uint64_t n_submitted, last_end_ns;
   /* Of a batch ramp: what the steps of the run are made of, which step of the trainer is its first,

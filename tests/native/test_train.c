@@ -7,6 +7,7 @@
 #include "plan/plan_impl.h"
 #include "train/trainer.h"
 #include <math.h>
+#include <penstock/generate.h>
 #include <penstock/resume.h>
 #include <penstock/train.h>
 #include <signal.h>
@@ -179,6 +180,15 @@ static stage reached;
 static ps_plan *plan_made; /* what train_and_save() uses */
 static ps_dataset *data_opened;
 
+static const int32_t prompt_ids[] = {3, 1, 4, 1, 5};
+static const ps_generate_request prompt = {
+    .tokens = prompt_ids, .n_tokens = 5, .max_new_tokens = 3, .top_p = 1};
+static int take_token(void *user, uint64_t request, int32_t token) {
+  (void)user;
+  CHECK(request == 0 && token >= 0 && token < VOCAB);
+  return 0;
+}
+
 static ps_status train_and_save(void) {
   ps_trainer *t = NULL;
   ps_train_config c = train_config(data_opened, true);
@@ -193,6 +203,8 @@ static ps_status train_and_save(void) {
     st = ps_trainer_wait(t, &m);
   if (st == PS_OK)
     st = ps_trainer_validate(t, &v);
+  if (st == PS_OK)
+    st = ps_trainer_sample(t, &prompt, 1, take_token, NULL, NULL);
   if (st == PS_OK) {
     reached = SAVE_NEW;
     st = ps_trainer_save(t, new_dir, PS_F32);
@@ -209,10 +221,12 @@ static ps_status train_and_save(void) {
 
 static ps_status read_and_plan(void) {
   ps_model_config m = {.struct_bytes = sizeof m};
-  const ps_plan_config cfg = plan_config(PS_RECIPE_BF16, true);
+  ps_plan_config cfg = plan_config(PS_RECIPE_BF16, true);
   const char *paths[] = {shard};
   ps_dataset *ds = NULL;
   ps_plan *plan = NULL;
+  cfg.sample_sequences = 2;
+  cfg.sample_context = 8;
   reached = PLANNING;
   PS_TRY(ps_model_config_read(&m, model_dir));
   PS_TRY(ps_dataset_open(&ds, paths, 1, VOCAB));
@@ -277,6 +291,8 @@ static void test_fail_nth(void) {
   data_opened = open_shard();
   ps_plan_config cfg = plan_config(PS_RECIPE_BF16, true);
   cfg.val_tokens = VAL_TOKENS;
+  cfg.sample_sequences = 1;
+  cfg.sample_context = 8;
   plan_made = make_plan_of(cfg, RESIDENT);
   /* the planner's search does the same for each candidate: strides will do */
   for (int kind = 0; kind < PS_FAULT_KINDS; kind++) {
