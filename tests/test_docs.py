@@ -102,7 +102,6 @@ def test_every_option_that_a_page_names_is_in_a_help_text():
             "watch",
             "report",
             "recipe_table",
-            "sample",
             "log",
         )
     )

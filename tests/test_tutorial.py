@@ -130,8 +130,8 @@ def test_the_validation_loss_falls_and_the_report_is_written(walk):
 
 
 @long
-def test_the_model_and_each_kept_checkpoint_say_something(walk):
-    assert "decode 39 tokens" in walk.step(8) and '{"step": 200,' in walk.step(8)
+def test_the_model_and_a_checkpoint_say_something(walk):
+    assert "decode 39 tokens" in walk.step(8) and "decode 19 tokens" in walk.step(8)
 
 
 @long

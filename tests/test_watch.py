@@ -17,7 +17,6 @@ from io import StringIO
 import pytest
 from conftest import BUILD, ROOT
 from penstock import Lora, ModelConfig, Plan, RunLog, Trainer, runs, watch
-from penstock.data import train_tokenizer
 from penstock.files import DataError
 from rich.console import Console
 
@@ -426,73 +425,65 @@ def test_a_browser_shows_every_section_and_curve_without_an_error(report, tmp_pa
     assert all(name.startswith("data:") for name in seen["loaded"]), seen
 
 
-# ---- sample --------------------------------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------------------------
+
+SAMPLES = (
+    {"step": 2, "prompt": HOSTILE, "text": "first"},
+    {"step": 4, "prompt": HOSTILE, "text": f"second {HOSTILE}"},
+    {"step": 4, "prompt_tokens": [1, 2], "tokens": [3]},  # no tokenizer: the ids are shown
+)
 
 
-@pytest.fixture(scope="module")
-def sampled(trained, tiny_model, tmp_path_factory):
-    """A run directory with checkpoints of steps 2 and 4, whose model has a tokenizer."""
-    folder = tmp_path_factory.mktemp("sampled")
-    run = shutil.copytree(trained[0], folder / "run")
-    (folder / "text").write_text("the cat sat on the mat. " * 20)
-    for step in (2, 4):
-        checkpoint = run / f"checkpoints/step-{step:08}"
-        shutil.copytree(tiny_model, checkpoint)
-        train_tokenizer([folder / "text"], 300).save(str(checkpoint / "tokenizer.json"))
-        (checkpoint / "manifest.json").write_text("{}")
-    (run / "checkpoints/step-00000009").mkdir()  # a checkpoint that is not whole
+@pytest.fixture
+def sampled(run):
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SAMPLES))
     return run
 
 
-def test_every_checkpoint_is_sampled_once_and_shown(sampled):
-    words = sampled, "--prompt", HOSTILE, "--max-new-tokens", "5"
-    done = program("sample", *words)
-    assert done.returncode == 0 and done.stderr == "", done
-    rows = [json.loads(line) for line in (sampled / "samples.jsonl").read_text().splitlines()]
-    assert [json.loads(line) for line in done.stdout.splitlines()] == rows
-    assert [(r["step"], r["prompt"], r["new_tokens"]) for r in rows] == [
-        (4, HOSTILE, 5),
-        (2, HOSTILE, 5),
-    ]
-    assert rows[0]["text"] == rows[1]["text"] != ""  # the same weights
-    assert command("sample", *words).stdout == ""
-    assert "sampled after step 4" in command("watch", sampled, "--once").stdout
+def test_texts_are_shown(sampled):
+    shown = command("watch", sampled, "--once").stdout
+    assert "sampled after step 4" in shown and "1 2 3" in shown
     assert command("report", sampled).returncode == 0
     text = (sampled / "report.html").read_text()
     assert text.count(f"<td>{html.escape(HOSTILE)}</td>") == 2
-    assert f"<td>{html.escape(rows[0]['text'])}</td>" in text
+    assert f"<td>{html.escape(SAMPLES[1]['text'])}</td>" in text and "<td>1 2 </td>" in text
+    with open(sampled / "samples.jsonl", "a") as file:
+        file.write('{"step": 4, "prom')  # it is being written
+    assert "1 2 3" in command("watch", sampled, "--once").stdout
 
 
-def test_samples_are_read_whole_whatever_characters_they_have(run):
+def test_texts_are_read_whole_whatever_characters_they_have(run):
     """splitlines() divides at U+2028, and a line that is being written has no end yet."""
     directory, texts = runs.RunDirectory(run), ["a\u2028b\x85", "\x1b[2Jc"]
-    directory.add_samples([{"step": 2, "prompt": "p", "text": text} for text in texts])
-    with open(run / "samples.jsonl", "a") as file:
-        file.write('{"step": 4, "pro')
+    rows = [{"step": 2, "prompt": "p", "text": text} for text in texts]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    (run / "samples.jsonl").write_text("".join(lines) + '{"step": 4, "pro')
     assert [row["text"] for row in directory.samples()] == texts
     shown = command("watch", run, "--once").stdout
     assert "\ufffd[2Jc" in shown and "\x1b" not in shown
-    directory.add_samples([{"step": 4, "prompt": "p", "text": "d"}])  # removes the half
-    assert [row["text"] for row in directory.samples()] == [*texts, "d"]
     assert command("report", run).returncode == 0
 
 
-def test_what_cannot_be_sampled_is_refused(sampled, run, tmp_path):
-    refused(command("sample", run, "--prompt", "a"), "has no checkpoint to sample: train with")
-    refused(command("sample", run), "give either --prompt TEXT or --prompts FILE")
-    refused(command("sample", run, "--prompts", tmp_path / "none"), "cannot be read")
-    again = shutil.copytree(sampled, tmp_path / "again")
-    (again / "samples.jsonl").unlink(missing_ok=True)
-    refused(command("sample", again, "--prompt", "a", "--none"), "step-00000004: .*--none")
-    refused(command("sample", again, "--prompt", "a", "--top-p", "7"), "step-00000004: .*top_p")
-    (again / "checkpoints/step-00000004/adapter_config.json").write_text("{}")
-    refused(
-        command("sample", again, "--prompt", "a"), "step-00000004 has adapters of None, which is"
-    )
-    (again / "samples.jsonl").write_text("{}\n")
-    for name in ("sample", "watch", "report"):
-        words = ["--prompt", "a"] if name == "sample" else ["--once"] if name == "watch" else []
-        refused(command(name, again, *words), "samples.jsonl: line 1 is no sample")
+@pytest.mark.parametrize("line", ["{}", "1", '{"step": 1, "tokens": [1]}', '{"step": "x"}'])
+def test_texts_that_are_none_are_refused(run, line):
+    (run / "samples.jsonl").write_text(line + "\n")
+    refused(command("watch", run, "--once"), "samples.jsonl: line 1 is no sample")
+    refused(command("report", run), "samples.jsonl: line 1 is no sample")
+
+
+def test_tensorboard_has_the_texts(sampled):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert command("log", sampled, "--tensorboard").returncode == 0
+    seen = EventAccumulator(str(sampled / "tensorboard"))
+    seen.Reload()
+    texts = {
+        tag: [(e.step, e.tensor_proto.string_val[0].decode()) for e in seen.Tensors(tag)]
+        for tag in seen.PluginTagToContent("text")
+    }
+    assert [step for step, _ in texts["samples/0"]] == [2, 4] and len(texts["samples/1"]) == 1
+    assert texts["samples/1"] == [(4, "    1 2 3 \n")]
+    assert len(seen.Scalars("train/loss")) == len(rows_of(sampled))
 
 
 # ---- log -----------------------------------------------------------------------------------------
@@ -582,7 +573,7 @@ def test_wandb_itself_takes_what_log_writes(run):
     assert program("log", run, "--wandb").stdout.startswith("0 steps written")
 
 
-@pytest.mark.parametrize("name", ["watch", "report", "sample", "log"])
+@pytest.mark.parametrize("name", ["watch", "report", "log"])
 def test_the_package_has_the_command(name):
     done = program(name, "--none")
     refused(done, rf"^penstock {name}: the following arguments are required: RUN$")

@@ -9,6 +9,7 @@
 #ifndef PENSTOCK_CLI_H
 #define PENSTOCK_CLI_H
 #include <penstock/adapter.h>
+#include <penstock/generate.h>
 #include <penstock/resume.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -57,6 +58,16 @@ typedef struct cli_every {
  * number below CLI_LEAST_SIZE without a unit is refused too, because its unit was forgotten. */
 enum { CLI_LEAST_SIZE = 1 << 20 };
 int cli_parse_size(const char *label, const char *text, uint64_t *out);
+
+/* Token ids (ids.c). cli_ids_parse() - append those of @text, between commas, blanks or brackets:
+ * "1, 2, 3" and "[1, 2, 3]". @where begins the message. Exit code. cli_ids_add() - false: out of
+ * memory. */
+typedef struct cli_ids {
+  int32_t *id;
+  uint64_t n, room;
+} cli_ids;
+int cli_ids_parse(const char *text, const char *where, cli_ids *out);
+bool cli_ids_add(cli_ids *a, int32_t id);
 
 typedef struct cli_option {
   const char *name; /* without the dashes */
@@ -191,6 +202,11 @@ struct cli_job {
   cli_texts val;                   /* validation data; "none" */
   bool val_found;                  /* val is what the data tool split off, and owns its items */
   uint64_t val_every, val_tokens;  /* 0: by cli_val_open(); where there is no validation, 0 */
+  struct cli_samples *samples;     /* set by cli_samples_open(); NULL: no texts are sampled */
+  cli_texts sample_prompt, sample_ids;
+  const char *sample_prompts; /* a file, which the Python package reads */
+  uint64_t sample_every, sample_tokens, sample_top_k, sample_seed;
+  double sample_temperature, sample_top_p;
   uint64_t device_mem, host_mem, seq_len, tokens_per_step, steps, chunk_tokens, chunks_per_round,
       first_round_chunks, head_slice_tokens, frozen_layers;
   cli_device device;
@@ -361,6 +377,25 @@ int cli_validate(ps_trainer *t, cli_progress *p, cli_run_result *r, uint64_t ste
 void cli_val_metrics(cli_json *j, const ps_validation *v);
 void cli_val_summary_print(FILE *out, const cli_run_result *r);
 void cli_val_summary_json(cli_json *j, const cli_run_result *r);
+
+/* ---- samples (samples.c) --------------------------------------------------------------------- */
+/* cli_samples_open() - the prompts of --sample-ids, checked; job->samples stays NULL where no text
+ * is asked for. Exit code. cli_samples_free() - NULL is fine.
+ * cli_samples_begin() - keep the lines of samples.jsonl up to job->first_step steps. Exit code.
+ * cli_samples_next(), cli_samples_due() - as cli_val_next() and cli_val_due().
+ * cli_sample() - sample now, and write the texts. Exit code; logits that are not finite are only
+ * said.
+ * cli_samples_summary_*() - how many texts, and their seconds. */
+int cli_samples_open(cli_job *job);
+void cli_samples_free(cli_job *job);
+int cli_samples_begin(cli_job *job);
+void cli_samples_plan(const cli_job *job, ps_plan_config *cfg); /* what the plan keeps room for */
+void cli_samples_note(const cli_job *job, cli_progress *p);
+uint64_t cli_samples_next(const cli_job *job, uint64_t step);
+bool cli_samples_due(const cli_job *job, uint64_t step);
+int cli_sample(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t step);
+void cli_samples_summary_print(FILE *out, const cli_job *job, double wall_s);
+void cli_samples_summary_json(cli_json *j, const cli_job *job, double wall_s);
 
 /* ---- training (train.c, progress.c, summary.c) ----------------------------------------------- */
 /* cli_open_data() - the token shards of --data, checked. cli_train_config() - the job's options for

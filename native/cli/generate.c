@@ -2,18 +2,12 @@
  * reads the tokenizer, and calls the same library. */
 #include "cli/cli.h"
 #include <errno.h>
-#include <limits.h>
 #include <penstock/generate.h>
 #include <stdlib.h>
 #include <string.h>
 
 static const char *const dtypes[] = {"fp32", "bf16", NULL};
 static const uint32_t dtype_of[] = {PS_F32, PS_BF16};
-
-typedef struct ids {
-  int32_t *id;
-  uint64_t n, room;
-} ids;
 
 typedef struct generation {
   const char *model, *adapter, *tokens, *prompts;
@@ -27,53 +21,20 @@ typedef struct generation {
   ps_model_config config;
   ps_hardware hw;
   ps_generate_config cfg;
-  ids *prompt, *out, stops;
+  cli_ids *prompt, *out, stops;
   uint64_t n, printed; /* prompts; tokens so far */
   const ps_generate_report *report;
 } generation;
 
 /* ---- input ----------------------------------------------------------------------------------- */
 
-static bool append(ids *a, int32_t id) {
-  if (a->n == a->room) {
-    const uint64_t room = a->room ? 2 * a->room : 64;
-    int32_t *more = realloc(a->id, room * sizeof *more);
-    if (!more)
-      return false;
-    a->id = more;
-    a->room = room;
-  }
-  a->id[a->n++] = id;
-  return true;
-}
-
-/* Token ids between commas, blanks or brackets: "1, 2, 3" and "[1, 2, 3]". */
-static int parse_ids(const char *text, const char *where, ids *out) {
-  static const char between[] = " \t\r\n,[]";
-  for (const char *at = text + strspn(text, between); *at; at += strspn(at, between)) {
-    char *end;
-    errno = 0;
-    const long v = strtol(at, &end, 10);
-    const size_t n = strcspn(at, between);
-    if (end != at + n || errno || v < 0 || v > INT_MAX)
-      return cli_fail(CLI_REFUSED,
-                      "%s: '%.*s' is no token id: give ids such as 1,2,3; for text run python -m "
-                      "penstock generate",
-                      where, n < 20 ? (int)n : 20, at);
-    if (!append(out, (int32_t)v))
-      return cli_fail(CLI_FAILED, "out of memory for a prompt");
-    at = end;
-  }
-  return CLI_OK;
-}
-
 static int add_prompt(generation *g, const char *text, const char *where) {
-  ids *more = realloc(g->prompt, (g->n + 1) * sizeof *more);
+  cli_ids *more = realloc(g->prompt, (g->n + 1) * sizeof *more);
   if (!more)
     return cli_fail(CLI_FAILED, "out of memory for %llu prompts", (unsigned long long)g->n);
   g->prompt = more;
-  g->prompt[g->n] = (ids){0};
-  const int code = parse_ids(text, where, &g->prompt[g->n++]);
+  g->prompt[g->n] = (cli_ids){0};
+  const int code = cli_ids_parse(text, where, &g->prompt[g->n++]);
   if (code == CLI_OK && !g->prompt[g->n - 1].n)
     return cli_fail(CLI_REFUSED, "%s: there is no token id: give at least one", where);
   return code;
@@ -120,9 +81,9 @@ static int prepare(generation *g) {
     return cli_fail_status(st, true);
   int code = read_prompts(g);
   for (uint32_t i = 0; i < g->stop.n && code == CLI_OK; i++)
-    code = parse_ids(g->stop.item[i], "--stop-tokens", &g->stops);
+    code = cli_ids_parse(g->stop.item[i], "--stop-tokens", &g->stops);
   if (code == CLI_OK && !g->stop.n && g->config.eos_token_id >= 0 &&
-      !append(&g->stops, g->config.eos_token_id))
+      !cli_ids_add(&g->stops, g->config.eos_token_id))
     code = cli_fail(CLI_FAILED, "out of memory for a stop token");
   uint64_t longest = 0;
   for (uint64_t i = 0; i < g->n; i++)
@@ -234,7 +195,7 @@ static void show(const generation *g, const ps_generate_report *r, const ps_gene
 /* The tokens of a single prompt are printed as they come. */
 static int take_token(void *user, uint64_t request, int32_t token) {
   generation *g = user;
-  if (!append(&g->out[request], token))
+  if (!cli_ids_add(&g->out[request], token))
     return -1;
   if (!g->printed++ && !g->quiet && !g->json) /* by then no input is refused any more */
     show_plan(stderr, g, g->report);

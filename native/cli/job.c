@@ -40,6 +40,8 @@ void cli_job_init(cli_job *job) {
       .trace_steps = 2,
       .save_wait = 600,
       .keep = 2,
+      .sample_tokens = 64,
+      .sample_top_p = 1,
   };
 }
 
@@ -49,6 +51,9 @@ void cli_job_free(cli_job *job) {
   free(job->checkpoints.writing);
   free(job->data.item);
   free(job->batch_ramp.item);
+  cli_samples_free(job);
+  free(job->sample_prompt.item);
+  free(job->sample_ids.item);
   free(job->run_text);
   cli_val_free(job);
 }
@@ -203,6 +208,32 @@ static const job_option job_options[] = {
            .value = "T", .least = 1, .most = PS_MAX_STEP_TOKENS,
            .help = "tokens of a validation, the same ones each time (default: about 2% of the "
                    "run's time; plan: no validation)"),
+    OPTION(TRAINING, sample_every, .name = "sample-every", .table = "samples", .kind = CLI_COUNT,
+           .value = "N", .least = 1, .most = PS_MAX_STEPS,
+           .help = "write text after every N steps, and at the end, into samples.jsonl of the run "
+                   "directory (default: never)"),
+    OPTION(TRAINING, sample_prompt, .name = "sample-prompt", .table = "samples", .kind = CLI_TEXTS,
+           .value = "TEXT...",
+           .help = "prompts of these texts; the binary itself needs --sample-ids too"),
+    OPTION(TRAINING, sample_prompts, .name = "sample-prompts", .table = "samples", .kind = CLI_TEXT,
+           .value = "FILE",
+           .help = "a file of prompts, as for python -m penstock generate, for that command alone"),
+    OPTION(TRAINING, sample_ids, .name = "sample-ids", .table = "samples", .kind = CLI_TEXTS,
+           .value = "IDS...",
+           .help = "the prompts' token ids, such as 1,2,3; python -m penstock makes them"),
+    OPTION(TRAINING, sample_tokens, .name = "sample-tokens", .table = "samples", .kind = CLI_COUNT,
+           .value = "N", .least = 1, .most = PS_MAX_ROWS,
+           .help = "the most tokens that are generated for a prompt (default 64)"),
+    OPTION(TRAINING, sample_temperature, .name = "sample-temperature", .table = "samples",
+           .kind = CLI_NUMBER, .value = "T", .most = 1e6,
+           .help = "0: the most likely token (default 0)"),
+    OPTION(TRAINING, sample_top_k, .name = "sample-top-k", .table = "samples", .kind = CLI_COUNT,
+           .value = "N", .help = "draw from the N likeliest tokens; 0: from all (default 0)"),
+    OPTION(TRAINING, sample_top_p, .name = "sample-top-p", .table = "samples", .kind = CLI_NUMBER,
+           .value = "P", .least = 1e-9, .most = 1,
+           .help = "draw from the likeliest tokens whose probabilities add up to P (default 1)"),
+    OPTION(TRAINING, sample_seed, .name = "sample-seed", .table = "samples", .kind = CLI_COUNT,
+           .value = "N", .help = "seed of the draws (default 0)"),
     OPTION(ALWAYS, trace_steps, .name = "trace-steps", .table = "log", .kind = CLI_COUNT,
            .value = "N", .most = PS_MAX_TRACE_STEPS,
            .help = "how many of the last steps timeline.json shows; 0: no such file (default 2)"),
@@ -372,6 +403,7 @@ int cli_job_prepare(cli_job *j) {
       .trace_steps = (uint32_t)j->trace_steps,
       .val_tokens = j->val_tokens,
   };
+  cli_samples_plan(j, &j->plan_config);
   return CLI_OK;
 }
 

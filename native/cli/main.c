@@ -33,7 +33,6 @@ static const struct {
     {"merge", in_python, "add a LoRA adapter to a model's weights: python -m penstock merge"},
     {"watch", in_python, "follow a run in the terminal: python -m penstock watch"},
     {"report", in_python, "write a run as an HTML page: python -m penstock report"},
-    {"sample", in_python, "generate text from each checkpoint of a run: python -m penstock sample"},
     {"log", in_python, "write a run for TensorBoard, W&B: python -m penstock log"},
     {"version", cli_version, "print the version"},
 };

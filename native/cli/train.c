@@ -148,7 +148,7 @@ ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset 
 
 /* Makes and locks the run directory; writes plan.json, run.toml and a metrics.jsonl with the steps
  * before this run, of which a new run has none; removes an earlier run's summary. */
-static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics, int *lock) {
+static int open_outputs(cli_job *job, cli_run_result *r, FILE **metrics, int *lock) {
   int failed = cli_folder_make(job->run_dir);
   if (failed)
     return cli_fail(CLI_FAILED, "%s cannot be made: %s", job->run_dir, strerror(failed));
@@ -163,6 +163,8 @@ static int open_outputs(const cli_job *job, cli_run_result *r, FILE **metrics, i
   code = cli_file_replace(r->plan_path, ps_plan_json(job->plan), NULL);
   if (code == CLI_OK)
     code = cli_run_file_write(job);
+  if (code == CLI_OK)
+    code = cli_samples_begin(job);
   return code == CLI_OK ? cli_metrics_keep(r->metrics_path, job->first_step, metrics) : code;
 }
 
@@ -254,19 +256,25 @@ static ps_status submit_steps(cli_job *job, ps_trainer *t, cli_progress *p, uint
 }
 
 /* How many steps may be submitted in all, after @n_done: two are in flight, but none is where a
- * validation comes, or where a profiler begins or ends its recording. */
+ * validation or samples come, or where a profiler begins or ends its recording. */
 static uint64_t submit_limit(const cli_job *job, uint64_t n_done) {
-  const uint64_t n = job->steps - job->first_step, ahead = n - n_done < 2 ? n : n_done + 2,
-                 val = cli_val_next(job, job->first_step + n_done),
-                 profile = cli_profile_next(job, job->first_step + n_done),
-                 alone = (val < profile ? val : profile) - job->first_step;
-  return alone < ahead ? alone : ahead;
+  const uint64_t step = job->first_step + n_done, n = job->steps - job->first_step,
+                 ahead = n - n_done < 2 ? n : n_done + 2,
+                 stop[] = {cli_val_next(job, step), cli_samples_next(job, step),
+                           cli_profile_next(job, step)};
+  uint64_t most = job->first_step + ahead;
+  for (size_t i = 0; i < sizeof stop / sizeof *stop; i++)
+    most = stop[i] < most ? stop[i] : most;
+  return most - job->first_step;
 }
 
-static int validate(ps_trainer *t, cli_progress *p, watchdog *dog, cli_run_result *r, uint64_t step,
-                    ps_validation *out) {
+/* What comes after step @step, while no step is in flight. @v: NULL where no validation does. */
+static int between_steps(cli_job *job, ps_trainer *t, cli_progress *p, watchdog *dog,
+                         cli_run_result *r, uint64_t step, ps_validation *v) {
   atomic_store(&dog->paused, true);
-  const int code = cli_validate(t, p, r, step, out);
+  int code = v ? cli_validate(t, p, r, step, v) : CLI_OK;
+  if (code == CLI_OK && cli_samples_due(job, step))
+    code = cli_sample(job, t, p, step);
   atomic_store(&dog->paused, false);
   return code;
 }
@@ -316,11 +324,13 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
     ps_validation v;
     const uint64_t step = job->first_step + r->n_done;
     const bool due = code == CLI_OK && cli_val_due(job, step);
-    const int validated = due ? validate(t, p, &dog, r, step, &v) : CLI_OK;
+    const uint64_t before = r->n_validations;
+    const int between =
+        code == CLI_OK ? between_steps(job, t, p, &dog, r, step, due ? &v : NULL) : CLI_OK;
     if (code == CLI_OK)
       code = cli_metrics_write(job, metrics, r->metrics_path, &m, &s,
-                               due && validated == CLI_OK ? &v : NULL);
-    code = code == CLI_OK ? validated : code;
+                               r->n_validations > before ? &v : NULL);
+    code = code == CLI_OK ? between : code;
     cli_checkpoint_end(job, t, p, false);
   }
   if (watched)
@@ -438,6 +448,7 @@ static void show_plan(const cli_job *job, cli_progress *p) {
   if (!job->out || strcmp(job->out, job->run_dir) != 0)
     cli_folder_note(p, job->run_dir, "run-dir");
   cli_val_note(job, p);
+  cli_samples_note(job, p);
 }
 
 typedef struct opening {
@@ -473,6 +484,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   }
   if (code == CLI_OK)
     code = cli_val_open(job, ds, &val);
+  if (code == CLI_OK)
+    code = cli_samples_open(job);
   ps_train_config cfg = cli_train_config(job, ds, val, *from != NULL);
   /* checked before the search, which takes longer */
   if (code == CLI_OK && (st = ps_train_config_check(&cfg, &job->config)) != PS_OK)

@@ -8,13 +8,22 @@ from importlib import import_module
 from ._lib import program_path
 
 # each a module with main(argv), which returns the exit code
-IN_PYTHON = ("compare", "data", "export", "generate", "log", "merge", "report", "sample", "watch")
+IN_PYTHON = ("compare", "data", "export", "generate", "log", "merge", "report", "watch")
 OF_IDS = {"--tokens", "--plan"}  # options of the binary's own `generate`, which needs no tokenizer
 
 
 def _in_python(words: list[str]) -> bool:
     of_ids = any(word.partition("=")[0] in OF_IDS for word in words)
     return words[:1] != [] and words[0] in IN_PYTHON and not (words[0] == "generate" and of_ids)
+
+
+def _may_have_prompts(words) -> bool:
+    """Prompts as text need the tokenizer. A run without them starts without Python's packages."""
+    if "--help" in words or "-h" in words:
+        return False
+    return any(
+        w.split("=")[0] in ("--sample-prompt", "--sample-prompts", "--config") for w in words
+    )
 
 
 def main():
@@ -24,7 +33,17 @@ def main():
         program = program_path()
     except FileNotFoundError as missing:
         sys.exit(str(missing))
-    os.execv(program, ["penstock", *sys.argv[1:]])
+    words = sys.argv[1:]
+    if words[:1] == ["train"] and _may_have_prompts(words):
+        from . import command, prompts
+
+        def encoded() -> int:
+            words[1:] = prompts.encode_options(words[1:])
+            return command.OK
+
+        if code := command.run("penstock", encoded):
+            sys.exit(code)
+    os.execv(program, ["penstock", *words])
 
 
 if __name__ == "__main__":

@@ -107,6 +107,15 @@ def read_prompts(path: Path) -> list:
     return prompts
 
 
+def encode(prompt: str | list, tokenizer, template: ChatTemplate | None) -> list[int]:
+    """The token ids of a prompt; of messages, by the chat template. UnicodeEncodeError: a part of
+    it is no UTF-8."""
+    messages = isinstance(prompt, list)
+    text = template.render(prompt, prompt=True) if messages else prompt
+    text.encode("utf-8")
+    return tokenizer.encode(text, add_special_tokens=not messages).ids
+
+
 def encode_prompts(prompts: list, args, tokenizer, folder: Path) -> list[list[int]]:
     """Token ids. With --chat, or of messages, by the chat template."""
     template = None
@@ -119,14 +128,10 @@ def encode_prompts(prompts: list, args, tokenizer, folder: Path) -> list[list[in
             messages = [{"role": "system", "content": args.system}, *messages]
         if messages:
             template = template or ChatTemplate(folder)
-            text = template.render(messages, prompt=True)
-        else:
-            text = prompt
         try:
-            text.encode("utf-8")
+            ids = encode(messages or prompt, tokenizer, template)
         except UnicodeEncodeError as e:
             raise DataError(f"prompt {number} is no text: a part of it is no UTF-8") from e
-        ids = tokenizer.encode(text, add_special_tokens=not messages).ids
         if not ids:
             raise DataError(f"prompt {number} has no token: give some text")
         encoded.append(ids)

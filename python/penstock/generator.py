@@ -3,8 +3,42 @@
 from ._handle import ActiveHandle, Owner
 from ._lib import as_dict, check, encode_path, ffi, lib, struct
 from .lora import Lora
+from .model import DTYPES
 from .plan import Hardware, parse_bytes
-from .train import DTYPES
+
+
+def generate(
+    call, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, on_token
+) -> tuple[list[list[int]], dict]:
+    """The tokens that call(requests, n, fn, user, stats) gives, and ps_generate_stats. The other
+    arguments are those of Generator.run()."""
+    prompts = [[int(t) for t in p] for p in prompts]
+    seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)
+    if len(seeds) != len(prompts):
+        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one each")
+    out, failures = [[] for _ in prompts], []
+
+    def take(_user, request, token):
+        out[request].append(token)
+        return int(bool(on_token and on_token(request, token)))
+
+    callback = ffi.callback(
+        "ps_token_fn", take, error=-1, onerror=lambda _type, exc, _tb: failures.append(exc)
+    )
+    stop = ffi.new("int32_t[]", list(stop_tokens) or 1)
+    tokens = [ffi.new("int32_t[]", p or 1) for p in prompts]
+    requests = ffi.new("ps_generate_request[]", max(1, len(prompts)))
+    for i, prompt in enumerate(prompts):
+        r = requests[i]
+        r.tokens, r.n_tokens, r.max_new_tokens = tokens[i], len(prompt), max_new_tokens
+        r.temperature, r.top_p, r.top_k, r.seed = temperature, top_p, top_k, seeds[i]
+        r.stop_tokens, r.n_stop_tokens = stop, len(stop_tokens)
+    stats = ffi.new("ps_generate_stats *")
+    status = call(requests, len(prompts), callback, ffi.NULL, stats)
+    if failures:
+        raise failures[0]
+    check(status)
+    return out, as_dict(stats)
 
 
 class Generator(Owner):
@@ -62,7 +96,7 @@ class Generator(Owner):
             held = cfg.adapter_dir = ffi.new("char[]", encode_path(adapter))
         failures, report = [], ffi.NULL
         if progress:
-            from .train import _progress_callback
+            from .train import _progress_callback  # which imports this module
 
             report = _progress_callback(progress, failures)
         out = ffi.new("ps_generator **")
@@ -105,36 +139,18 @@ class Generator(Owner):
         of on_token ends the call and is raised.
 
         Afterwards `stats` has the fields of ps_generate_stats."""
-        prompts = [[int(t) for t in p] for p in prompts]
-        seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)
-        if len(seeds) != len(prompts):
-            raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one each")
-        out, failures = [[] for _ in prompts], []
-
-        def take(_user, request, token):
-            out[request].append(token)
-            return int(bool(on_token and on_token(request, token)))
-
-        callback = ffi.callback(
-            "ps_token_fn", take, error=-1, onerror=lambda _type, exc, _tb: failures.append(exc)
-        )
-        stop = ffi.new("int32_t[]", list(stop_tokens) or 1)
-        tokens = [ffi.new("int32_t[]", p or 1) for p in prompts]
-        requests = ffi.new("ps_generate_request[]", max(1, len(prompts)))
-        for i, prompt in enumerate(prompts):
-            r = requests[i]
-            r.tokens, r.n_tokens, r.max_new_tokens = tokens[i], len(prompt), max_new_tokens
-            r.temperature, r.top_p, r.top_k, r.seed = temperature, top_p, top_k, seeds[i]
-            r.stop_tokens, r.n_stop_tokens = stop, len(stop_tokens)
-        stats = ffi.new("ps_generate_stats *")
         with self._handle.turn():
-            status = lib.ps_generator_run(
-                self._handle.ptr, requests, len(prompts), callback, ffi.NULL, stats
+            out, self.stats = generate(
+                lambda *args: lib.ps_generator_run(self._handle.ptr, *args),
+                prompts,
+                max_new_tokens,
+                temperature,
+                top_k,
+                top_p,
+                seed,
+                stop_tokens,
+                on_token,
             )
-        if failures:
-            raise failures[0]
-        check(status)
-        self.stats = as_dict(stats)
         return out
 
     def close(self) -> None:

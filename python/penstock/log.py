@@ -49,6 +49,15 @@ def scalars(row: dict) -> dict[str, float]:
     return {name: float(row[key]) for key, name in NAMES.items() if key in row}
 
 
+def texts(samples: list[dict]) -> dict[int, dict[str, str]]:
+    """The sampled texts by step: a name for each prompt of a step, in their order."""
+    by_step = {}
+    for sample in samples:
+        of = by_step.setdefault(sample["step"], {})
+        of[f"samples/{len(of)}"] = sample["prompt"] + sample["text"]
+    return by_step
+
+
 def identity(row: dict) -> tuple[int, float]:
     """What tells a step from the same step trained again after a resume."""
     return row["step"] + 1, float(row["time_s"])
@@ -62,7 +71,7 @@ class TensorBoard:
     def __init__(self, folder: Path):
         try:
             from tensorboard.backend.event_processing import event_file_loader
-            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
             from tensorboard.summary.writer import event_file_writer
         except ImportError as exc:
             raise DataError(
@@ -70,6 +79,7 @@ class TensorBoard:
                 "python/requirements-log.txt"
             ) from exc
         self._event, self._summary = event_pb2, summary_pb2
+        self._tensor, self._string = tensor_pb2.TensorProto, types_pb2.DT_STRING
         self._folder, self._new_writer = folder, event_file_writer.EventFileWriter
         self._writer, self.written = None, []
         for path in sorted(folder.glob("events.out.tfevents.*")):
@@ -79,8 +89,8 @@ class TensorBoard:
                 elif event.HasField("summary"):
                     self.written.append((event.step, event.wall_time))
 
-    def update(self, rows: list[dict]) -> int:
-        """Write the steps that are not written yet. Returns how many."""
+    def update(self, rows: list[dict], samples: dict[int, dict[str, str]]) -> int:
+        """Write the steps that are not written yet, with texts(). Returns how many."""
         same = 0
         for written, row in zip(self.written, rows):
             if written != identity(row):
@@ -102,10 +112,20 @@ class TensorBoard:
                 for tag, value in scalars(row).items()
             ]
             step, wall = identity(row)
+            values += [self._text(tag, text) for tag, text in samples.get(step, {}).items()]
             self._add(wall_time=wall, step=step, summary=self._summary.Summary(value=values))
             self.written.append((step, wall))
         self._writer.flush()
         return len(rows) - same
+
+    def _text(self, tag: str, text: str):
+        """As Markdown shows it as it is: indented by four blanks."""
+        metadata = self._summary.SummaryMetadata(
+            plugin_data=self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        )
+        shown = "".join(f"    {line}\n" for line in text.splitlines())
+        tensor = self._tensor(dtype=self._string, string_val=[shown.encode()])
+        return self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
 
     def _add(self, **fields) -> None:
         self._writer.add_event(self._event.Event(**fields))
@@ -159,14 +179,15 @@ class Wandb:
             ),
         )
 
-    def update(self, rows: list[dict]) -> int:
-        """Write the steps after the last that was written. Returns how many."""
+    def update(self, rows: list[dict], samples: dict[int, dict[str, str]]) -> int:
+        """Write the steps after the last that was written, with texts(). Returns how many."""
         new = [row for row in rows if row["step"] + 1 > self._state["step"]]
         if new and self._run is None:
             self._start()
         for row in new:
             step, wall = identity(row)
-            self._run.log(scalars(row) | {"_timestamp": wall}, step=step, commit=True)
+            values = scalars(row) | samples.get(step, {}) | {"_timestamp": wall}
+            self._run.log(values, step=step, commit=True)
         if new:
             self._state["step"] = new[-1]["step"] + 1
             part = self._state_path.with_suffix(".part")
@@ -190,7 +211,8 @@ def follow(run: RunDirectory, sinks: list, every_s: float) -> list[int]:
         try:
             run.refresh()
             _check(run.metrics)
-            totals = [n + sink.update(run.metrics.rows) for n, sink in zip(totals, sinks)]
+            rows, samples = run.metrics.rows, texts(run.samples())
+            totals = [n + sink.update(rows, samples) for n, sink in zip(totals, sinks)]
             time.sleep(every_s if going else 0)
         except KeyboardInterrupt:
             break

@@ -237,6 +237,9 @@ class Plan(Owner):
     label_smoothing        this part of a target is spread over the vocabulary
     val_tokens             tokens of a validation beside training (Trainer.validate()); 0: none. The
                            plan is the same without
+    sample_sequences,      prompts that Trainer.sample() computes at once, and the tokens that a
+    sample_context         prompt and its text may have together; 0: none. The plan is the same
+                           without
     lora                   a Lora: adapters are trained, and the model's own weights are frozen
     reserve                host memory of the process beside the plan's, in bytes or as "1GiB";
                            None: what the process held when it first asked for a Hardware or a Plan
@@ -277,6 +280,8 @@ class Plan(Owner):
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
         val_tokens: int = 0,
+        sample_sequences: int = 0,
+        sample_context: int = 0,
         lora: Lora | None = None,
         fp8_bf16_first: int | None = None,
         fp8_bf16_last: int | None = None,
@@ -316,6 +321,8 @@ class Plan(Owner):
             keep_logits,
             (fp8_bf16_first, fp8_bf16_last, fp8_bf16_down),
         )
+        self.config.sample_sequences = sample_sequences
+        self.config.sample_context = sample_context
         ramp = _set_ramp(self.config, batch_ramp)
         failures: list = []
         watch = progress and ffi.callback(

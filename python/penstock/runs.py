@@ -8,6 +8,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -135,10 +136,6 @@ def live(rows: list[dict]) -> list[tuple[str, str, list[float]]]:
     return out
 
 
-def _prompt(row: dict) -> str:
-    return str(row["prompt"] if "prompt" in row else row["messages"][-1]["content"])
-
-
 def _same(a: dict, b: dict) -> bool:
     return (a["step"], a.get("time_s"), a["step_s"]) == (b["step"], b.get("time_s"), b["step_s"])
 
@@ -157,7 +154,7 @@ class RunDirectory:
             )
         self.metrics = Metrics(self.path / "metrics.jsonl")
         self._lock_path = self.path / ".penstock.lock"
-        self.plan = self._plan()
+        self.plan, self._tokenizer = self._plan(), None
 
     def _plan(self) -> dict:
         return self._object("plan.json", "predicted_step_s") or {}
@@ -190,7 +187,7 @@ class RunDirectory:
         return self._object("summary.json", "streams")
 
     def samples(self) -> list[dict]:
-        """What `penstock sample` wrote: objects with step, text, and prompt or messages."""
+        """The texts that the training has sampled: objects with step, prompt and text."""
         path, out = self.path / "samples.jsonl", []
         try:
             with open_input(path, "r", encoding="utf-8") as file:
@@ -201,20 +198,50 @@ class RunDirectory:
             raise DataError(f"{path} cannot be read: {exc}") from exc
         for number, line in enumerate(lines, 1):
             try:
-                row = json.loads(line)
-                out.append({"step": int(row["step"]), "prompt": _prompt(row), "text": row["text"]})
-            except (ValueError, KeyError, TypeError, IndexError) as exc:
+                out.append(self._sample(json.loads(line)))
+            except (ValueError, KeyError, TypeError, OverflowError) as exc:
                 raise DataError(f"{path}: line {number} is no sample: {exc!r}") from exc
         return sorted(out, key=lambda row: row["step"])
 
-    def add_samples(self, rows: list[dict]) -> list[str]:
-        """Append objects. Returns their lines. What a killed process left of a line is removed."""
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        with open(self.path / "samples.jsonl", "ab+") as file:
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
-            file.write("".join(lines).encode())
-        return lines
+    def _sample(self, row: dict) -> dict:
+        """A line with its texts. The training writes token ids: it knows no tokenizer."""
+        step = int(row["step"])
+        if "text" in row:
+            return {"step": step, "prompt": str(row["prompt"]), "text": str(row["text"])}
+        head = self._decode(row["prompt_tokens"])
+        whole = self._decode(row["prompt_tokens"] + row["tokens"])
+        # together, as some tokenizers put a blank between tokens
+        text = whole[len(head) :] if whole.startswith(head) else self._decode(row["tokens"])
+        return {"step": step, "prompt": str(row.get("prompt", head)), "text": text}
+
+    def _decode(self, ids: list[int]) -> str:
+        """Text; the ids themselves where no tokenizer is found."""
+        if self._tokenizer is None:
+            self._tokenizer = self._find_tokenizer()
+        if not self._tokenizer:
+            return "".join(f"{int(i)} " for i in ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _find_tokenizer(self):
+        """That of the model, of the saved one, or of a checkpoint. False: there is none."""
+        from .data import load_tokenizer
+
+        named = re.search(r'^model = "(.*)"$', self._text("run.toml"), re.M)
+        folders = [Path(named[1])] if named else []
+        for folder in (*folders, self.path, *sorted(self.path.glob("checkpoints/step-*"))):
+            if (folder / "tokenizer.json").exists():
+                try:
+                    return load_tokenizer(folder)
+                except (DataError, ImportError):
+                    pass
+        return False
+
+    def _text(self, name: str) -> str:
+        try:
+            with open_input(self.path / name, "r", encoding="utf-8") as file:
+                return file.read()
+        except (OSError, ValueError):
+            return ""
 
     def process(self) -> int | None:
         """The process id that the lock of the directory names; None: it is not locked."""
@@ -303,6 +330,7 @@ class RunLog:
         self._tokens = last.get("consumed_tokens", 0)
         os.replace(part, path)
         self._file = open(path, "a", encoding="utf-8")
+        self._keep_samples(trainer._first_step)
         (self.path / "plan.json").write_text(json.dumps(self._plan) + "\n", encoding="utf-8")
 
     def _locked(self):
@@ -335,8 +363,23 @@ class RunLog:
         with open(path, encoding="utf-8") as file:
             return file.readlines()[:n]
 
-    def write(self, metrics) -> None:
-        """Append the line of a step."""
+    def _keep_samples(self, first_step: int) -> None:
+        """Keep the texts of the steps before this run."""
+        path, part = self.path / "samples.jsonl", self.path / "samples.jsonl.part"
+        if not path.exists():
+            return
+        with open(path, encoding="utf-8") as file, open(part, "w", encoding="utf-8") as kept:
+            kept.writelines(line for line in file if 0 < json.loads(line)["step"] <= first_step)
+        os.replace(part, path)
+
+    def write(self, metrics, samples=()) -> None:
+        """Append the line of a step. samples: pairs of a prompt and its text, which go into
+        samples.jsonl."""
+        if samples:
+            with open(self.path / "samples.jsonl", "a", encoding="utf-8") as file:
+                for prompt, text in samples:
+                    row = {"step": metrics.step + 1, "prompt": prompt, "text": text}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
         row = {k: v for k, v in asdict(metrics).items() if isinstance(v, (int, float))}
         del row["skipped"]  # n_skipped says it
         row = {k: v for k, v in row.items() if v or not k.startswith("gpu_")}  # 0 is unknown

@@ -15,6 +15,7 @@ from .checkpoint import Checkpoint, CheckpointReport, Checkpoints
 from .dataset import Dataset
 from .engine import TRACE_DTYPE
 from .errors import StateError
+from .generator import generate
 from .model import DTYPES, Parameter
 from .plan import Plan
 
@@ -68,7 +69,9 @@ class StepMetrics:
     gpu_power_w: float
     gpu_temperature_c: float
     gpu_energy_j: float
-    validation: Validation | None = None  # after the step, where steps() was asked for it
+    # after the step, where steps() was asked for them
+    validation: Validation | None = None
+    samples: list[list[int]] | None = None  # the token ids that follow each prompt
 
 
 def _fields(cls, out) -> dict:
@@ -395,10 +398,14 @@ class Trainer(Owner):
         checkpoint_every=None,
         keep: int = 2,
         validate_every: int = 0,
+        sample_every: int = 0,
+        samples: dict | None = None,
     ):
         """Run n steps, and yield the StepMetrics of each. While a step is reported the next one
-        runs, but where a validation follows: after each validate_every-th step of the training, 0:
-        never.
+        runs, but where a validation or samples follow: after each validate_every-th and
+        sample_every-th step of the training, 0: never.
+
+        samples            the arguments of sample(), such as {"prompts": [[1, 2]], "seed": 1}
 
         checkpoints        folder for checkpoints, which are written beside the steps
         checkpoint_every   steps, counted from step 0, or a time: 200, "30m", "2h"
@@ -409,6 +416,8 @@ class Trainer(Owner):
 
         The loop may be left early, by break, an exception or Ctrl-C. The step in flight then
         finishes first. The weights are those after steps_done steps, and can be read and saved."""
+        if bool(sample_every) != bool(samples):
+            raise ValueError("sample_every and samples are given together")
         if (checkpoints is None) != (checkpoint_every is None):
             raise ValueError("checkpoints and checkpoint_every are given together")
         writes = checkpoints is not None
@@ -418,7 +427,10 @@ class Trainer(Owner):
         try:
             while done < n:
                 at = self._first_step + self.steps_done
-                stop = done + validate_every - at % validate_every if validate_every else n
+                stops = [
+                    done + every - at % every for every in (validate_every, sample_every) if every
+                ]
+                stop = min(stops, default=n)
                 while submitted < min(n, done + 2, stop):
                     if writes and checkpoints.waits(self._first_step + self.steps_done):
                         break
@@ -430,8 +442,10 @@ class Trainer(Owner):
                         checkpoints.submitted()
                 metrics = self._wait()
                 done += 1
-                if validate_every and done == stop:
+                if validate_every and (metrics.step + 1) % validate_every == 0:
                     metrics = replace(metrics, validation=self.validate())
+                if sample_every and (metrics.step + 1) % sample_every == 0:
+                    metrics = replace(metrics, samples=self.sample(**samples))
                 yield metrics
                 if writes:
                     checkpoints.end(wait=False)
@@ -455,6 +469,36 @@ class Trainer(Owner):
         with self._handle.turn():
             self._check(lib.ps_trainer_validate(self._handle.ptr, out))
         return Validation(**_fields(Validation, out))
+
+    def sample(
+        self,
+        prompts,
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed=0,
+        stop_tokens=(),
+        on_token=None,
+    ) -> list[list[int]]:
+        """The token ids that follow each of `prompts`, lists of token ids, with the weights as they
+        are: Generator.run() in the memory of training. A training gives the same bits with it. The
+        plan must have sample_sequences. StateError: steps are in flight. NumericError: the logits
+        are not finite; training may go on."""
+        with self._handle.turn():
+            out, _ = generate(
+                lambda *args: lib.ps_trainer_sample(self._handle.ptr, *args),
+                prompts,
+                max_new_tokens,
+                temperature,
+                top_k,
+                top_p,
+                seed,
+                stop_tokens,
+                on_token,
+            )
+        return out
 
     def finish(self) -> list[StepMetrics]:
         """Wait for the steps in flight. Returns the metrics of the steps that no loop reported."""

@@ -1,0 +1,87 @@
+"""The prompts of `penstock train --sample-prompt`: the program takes token ids, so the text becomes
+ids here, by the model's own tokenizer, before the program starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import run_file
+from .chat import ChatTemplate
+from .data import load_tokenizer
+from .files import DataError
+from .generate import encode, read_prompts
+
+TEXTS, FILE, IDS = "--sample-prompt", "--sample-prompts", "--sample-ids"
+MOST = 100_000  # characters of a word of a command line; Linux takes 131,071 bytes
+
+
+def _values(words: list[str], name: str) -> list[str]:
+    """What the option has, as the program reads it: --name A B, --name=A."""
+    found = []
+    for i, word in enumerate(words):
+        if word.startswith(f"{name}="):
+            found.append(word[len(name) + 1 :])
+        elif word == name:
+            for value in words[i + 1 :]:
+                if value.startswith("--"):
+                    break
+                found.append(value)
+    return found
+
+
+def _without(words: list[str], names: tuple[str, ...]) -> list[str]:
+    """The words without these options."""
+    kept, drops = [], False
+    for word in words:
+        if word.startswith("--"):
+            drops = word.split("=")[0] in names
+        if not drops:
+            kept.append(word)
+    return kept
+
+
+def _of_file(words: list[str]) -> dict:
+    """The options in the file of --config, where it may have prompts."""
+    path = _values(words, "--config")
+    try:
+        text = Path(path[-1]).read_bytes() if path else b""
+    except OSError:
+        text = b""  # the program refuses it
+    return run_file.read(path[-1]) if b"sample-prompt" in text else {}
+
+
+def encode_options(words: list[str]) -> list[str]:
+    """The words of `penstock train` with token ids for prompts that are text. DataError: a prompt
+    or the tokenizer cannot be used."""
+    texts, file, of_file = _values(words, TEXTS), _values(words, FILE), _of_file(words)
+    if not (texts or file or _values(words, IDS)):
+        texts, file = of_file.get("sample_prompt", []), of_file.get("sample_prompts")
+        file = [file] if file else []
+    if texts and file:
+        raise DataError("give either --sample-prompt TEXT or --sample-prompts FILE")
+    model = (_values(words, "--model") or [of_file.get("model")])[-1]
+    if not (texts or file) or not model:
+        return words  # the program refuses what is missing
+    folder = Path(model)
+    prompts = list(texts) if texts else read_prompts(Path(file[-1]))
+    tokenizer, template = load_tokenizer(folder), None
+    shown, ids = [], []
+    for number, prompt in enumerate(prompts, 1):
+        if isinstance(prompt, list) and template is None:
+            template = ChatTemplate(folder)
+        try:
+            tokens = encode(prompt, tokenizer, template)
+        except UnicodeEncodeError as e:
+            raise DataError(f"prompt {number} is no text: a part of it is no UTF-8") from e
+        if not tokens:
+            raise DataError(f"prompt {number} has no token: give some text")
+        shown.append(prompt[-1]["content"] if isinstance(prompt, list) else prompt)
+        ids.append(",".join(map(str, tokens)))
+        if max(len(ids[-1]), len(shown[-1].encode())) > MOST:
+            raise DataError(
+                f"prompt {number} has {len(tokens):,} tokens, too many for a command line: "
+                f"shorten it to {MOST:,} characters"
+            )
+    words = _without(words, (TEXTS, FILE, IDS))
+    options = [f"{TEXTS}={text}" for text in shown] + [f"{IDS}={line}" for line in ids]
+    return [*words, *options]
