@@ -405,7 +405,7 @@ def test_token_ids_go_to_the_binary_in_both_spellings(chat_model):
     for ids in (["--tokens", "1,2"], ["--tokens=1,2"]):
         done = command("--model", chat_model, *ids, "--max-new-tokens", 2, "--quiet")
         assert done.returncode == 0 and len(done.stdout.split()) <= 2, done
-    assert _in_python(["sample", "run", "--prompt", "a", "--plan"])
+    assert _in_python(["report", "run", "--plan"])
     assert not _in_python(["generate", "--plan"]) and not _in_python([])
 
 
