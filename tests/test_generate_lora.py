@@ -12,9 +12,7 @@ import torch
 from conftest import BUILD, ROOT
 from families import ALL
 from penstock import Generator, InvalidError, Lora, ModelConfig, Plan, Trainer, merge
-from penstock.files import DataError
 from penstock.generate import main
-from penstock.sample import model_words
 from test_families import model_of
 from test_lora import LORA, adapters, peft_model
 
@@ -179,18 +177,3 @@ def test_the_command_for_text_takes_an_adapter(saved, monkeypatch, capsys):
     assert [int(i) for i in capsys.readouterr().out.split()] == want
     assert main([*map(str, words), "--adapter", "nowhere"]) == 2
     assert "nowhere/adapter_config.json" in capsys.readouterr().err
-
-
-def test_a_checkpoint_of_adapters_is_sampled_beside_its_model(saved, tmp_path):
-    model, adapter, _ = saved("qwen2")
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    for base, wanted in ((str(model), None), ("elsewhere", str(model))):
-        (tmp_path / "adapter_config.json").write_text(
-            json.dumps(config | {"base_model_name_or_path": base})
-        )
-        assert model_words(tmp_path, wanted) == ["--model", str(model), "--adapter", tmp_path]
-    with pytest.raises(DataError, match="adapters of elsewhere, which is no directory: give --mod"):
-        model_words(tmp_path, None)
-    assert model_words(model, None) == ["--model", model]
-    with pytest.raises(DataError, match="leave --model out"):
-        model_words(model, "elsewhere")

@@ -118,7 +118,7 @@ PS_API ps_status ps_generator_run(ps_generator *g, const ps_generate_request *re
                                   ps_token_fn fn, void *user, ps_generate_stats *stats);
 
 /* ps_trainer_sample() - the same with the weights of a training as they are between two steps, in
- * its memory: @n requests, ps_plan_config.sample_sequences of them at a time. Prompt and text together
+ * its memory: @n requests, ps_plan_config.sample_sequences of them at a time. A prompt and its text
  * have at most sample_context tokens. A training gives the same bits with and without samples. On
  * the CPU backend the tokens are those of a generator of the saved weights, of the recipe's dtype.
  * Blocks: until the texts are complete.

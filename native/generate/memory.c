@@ -218,7 +218,8 @@ static uint64_t with_blocks(const ps__gen_plan *p, uint32_t kept) {
 /* All that the device holds with so many blocks kept: the others are in the host's arena. Beside a
  * training it is the arena alone. */
 static uint64_t device_bytes(const ps__gen_plan *p, uint32_t kept) {
-  const uint64_t streamed = (p->n_moved - kept) * p->report.block_bytes, arena = with_blocks(p, kept);
+  const uint64_t streamed = (p->n_moved - kept) * p->report.block_bytes,
+                 arena = with_blocks(p, kept);
   return p->beside.weights ? arena
                            : arena + p->report.overhead_bytes +
                                  ps__page_table_bytes(&p->hw, p->map.host.bytes + streamed);
