@@ -43,7 +43,8 @@ def metrics(folder):
 def test_a_skipped_step_is_told_and_counted(spoiled, tmp_path):
     words = ["--non-finite", "skip", "--clip-norm", 0, "--run-dir"]
     run = train(spoiled, *words, tmp_path / "all", "--steps", 5)
-    assert run.stderr.count("step 3 is skipped: its loss is not finite; 1 skipped so far") == 1
+    says = r"step 3 is skipped: the loss is not a number, first in chunk 0 \(sequence 1, position \d\); 1 "
+    assert len(re.findall(says + "skipped so far\n", run.stderr)) == 1
     assert "skipped         1 step," in run.stdout
     # the first step's line, and the last one's
     assert not re.search(r"^step 1/5 .* skipped ", run.stderr, re.M)
@@ -72,3 +73,93 @@ def test_what_is_refused(spoiled, tmp_path):
         run = train(spoiled, *more, "--run-dir", tmp_path / "r", code=2)
         assert says in run.stderr and run.stderr.count("\n") == 1
     assert not (tmp_path / "r").exists()
+
+
+# ---- which chunk ---------------------------------------------------------------------------------
+
+LAYER, DIM, NEURON = 2, 5, 3
+
+
+@pytest.fixture(scope="module")
+def planted(tiny_model, tmp_path_factory):
+    """A model whose loss is finite, but not its gradient where TOKEN comes. DIM of the residual
+    stream is 1 for TOKEN and 0 for all others, and opens the gate of one neuron of a layer to 1e15.
+    Its other factor is 0, so the forward pass does not see it. In the backward pass the gradient of
+    that factor is the gate times what comes through a down_proj of 1e30: past fp32."""
+    folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("planted") / "model")
+    (file,) = folder.glob("*.safetensors")
+    w = {name: np.array(x) for name, x in load_file(file).items()}
+    w["model.embed_tokens.weight"][:, DIM] = 0
+    w["model.embed_tokens.weight"][TOKEN, DIM] = 1
+    for layer in range(4):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            w[f"model.layers.{layer}.{name}.weight"][DIM] = 0
+    mlp = f"model.layers.{LAYER}.mlp."
+    w[f"{mlp}gate_proj.weight"][NEURON] = 0
+    w[f"{mlp}gate_proj.weight"][NEURON, DIM] = 1e15
+    w[f"{mlp}up_proj.weight"][NEURON] = 0
+    w[f"{mlp}down_proj.weight"][:, NEURON] = 1e30
+    w[f"{mlp}down_proj.weight"][DIM, NEURON] = 0
+    save_file(w, file)
+    return folder
+
+
+PACKED = ["--seq-len", 64, "--chunk-tokens", 128]
+SLICES = ["--seq-len", 256, "--chunk-tokens", 64]
+CHUNKS = {
+    "packed": (PACKED, 5 * 64 + 9, "chunk 2 (sequences 4 to 5)"),
+    "packed-uneven": (
+        [*PACKED, "--chunks-per-round", 2, "--tokens-per-step", 448],
+        6 * 64 + 9,
+        "chunk 3 (sequences 5 to 6)",
+    ),
+    "slices": (SLICES, 256 + 130, "chunk 6 (sequence 1, positions 128 to 191)"),
+    "frozen": ([*PACKED, "--frozen-layers", 2], 9, "chunk 0 (sequences 0 to 1)"),
+    "lora": ([*SLICES, "--lora-rank", 2], 256 + 130, "chunk 6 (sequence 1, positions 128 to 191)"),
+    "no-clip": ([*PACKED, "--clip-norm", 0], 7 * 64, "chunk 3 (sequences 6 to 7)"),
+}
+
+
+def plant(tmp_path, at, n=512):
+    """Data of three steps, of which the second has TOKEN."""
+    tokens = np.random.default_rng(1).integers(8, 512, 3 * n + 1)
+    tokens[n + at] = TOKEN
+    return write_shard(tmp_path / "data.bin", tokens)
+
+
+@pytest.mark.parametrize("cap", [None, "tight"])
+@pytest.mark.parametrize("case", CHUNKS)
+def test_a_gradient_that_is_not_finite_names_its_chunk(planted, tmp_path, case, cap):
+    words, at, chunk = CHUNKS[case]
+    n = words[-1] if "--tokens-per-step" in words else 512
+    words = ["--tokens-per-step", n, "--lr", 0, *words]
+    if cap:
+        plan = [*words, "--model", planted, "--recipe", "fp32", "--smallest", "--json"]
+        plan = [BUILD / "bin/penstock", "plan", *drop(list(map(str, plan)), "--lr")]
+        least = subprocess.run(plan, check=True, capture_output=True, text=True).stdout
+        words += ["--device-mem", json.loads(least)["smallest_device_bytes"]]
+    words += ["--run-dir", tmp_path / "r"]
+    run = train((planted, plant(tmp_path, at, n)), *words, "--steps", 3, code=1)
+    said = next(line for line in run.stderr.splitlines() if "step 2: the gradient" in line)
+    assert f"step 2: the gradient of layer {LAYER} is not finite, first in " in said, said
+    says = (
+        f"the first value that is not finite is of {chunk}, in the backward pass of layer {LAYER}"
+    )
+    assert says in said, said
+    assert len(metrics(tmp_path / "r")) == 1
+
+
+def drop(words, option):
+    at = words.index(option)
+    return words[:at] + words[at + 2 :]
+
+
+def test_a_skipped_step_names_its_chunk_and_training_goes_on(planted, tmp_path):
+    words = ["--tokens-per-step", 512, "--lr", 0, *PACKED, "--steps", 3]
+    data = plant(tmp_path, 5 * 64 + 9)
+    run = train((planted, data), *words, "--non-finite", "skip", "--run-dir", tmp_path / "r")
+    says = (
+        rf"step 2 is skipped: the gradient of layer {LAYER} is not finite, first in \S+; run again"
+    )
+    assert re.search(says + r" .* of chunk 2 \(sequences 4 to 5\).*; 1 skipped so far", run.stderr)
+    assert [m["n_skipped"] for m in metrics(tmp_path / "r")] == [0, 1, 1]

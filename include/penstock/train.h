@@ -41,7 +41,8 @@ typedef enum ps_lr_kind {
 } ps_lr_kind;
 
 /* ps_batch_fn() - the caller's function that fills the batch of one step.
- * @step      0-based, first_step included.
+ * @step      0-based, first_step included. Steps come in order. One whose gradient is not finite is
+ *            asked for once more, to find the chunk.
  * @tokens    [n_tokens], sequence after sequence of seq_len tokens; each a token id.
  * @targets   [n_tokens], the token to predict at each position. The loss does not count a target of
  *            -1 or -100.
@@ -74,7 +75,7 @@ typedef enum ps_non_finite {
   PS_NON_FINITE_STOP = 0, /* stops, before anything of the step is updated */
   /* Leaves weights and state as they are, and goes on with the next step's data. The plan must be
    * made with clip, because updates wait for the norm. A skipped step counts in the schedule and in
-   * AdamW's bias correction. */
+   * AdamW's bias correction; a warning is logged that says why it was skipped. */
   PS_NON_FINITE_SKIP = 1
 } ps_non_finite;
 

@@ -317,10 +317,6 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
     atomic_fetch_add(&dog.n_done, 1);
     cli_step_note(&s, job, &m, cli_now_s() - p->started_s, r->n_done);
     cli_progress_step(p, &m, &s);
-    if (m.skipped)
-      cli_progress_note(
-          p, "step %" PRIu64 " is skipped: its %s is not finite; %" PRIu64 " skipped so far",
-          m.step + 1, isfinite(m.loss) ? "gradient" : "loss", m.n_skipped);
     ps_validation v;
     const uint64_t step = job->first_step + r->n_done;
     const bool due = code == CLI_OK && cli_val_due(job, step);

@@ -36,7 +36,8 @@ typedef struct ps__tensor_def {
   const char *name;
   uint64_t row_bytes; /* BYTES of a row */
   uint32_t rows;      /* ps__row_kind */
-  int saved;          /* index in ps__layer_def.saved; PS__NONE: never saved */
+  ps_dtype dt;
+  int saved; /* index in ps__layer_def.saved; PS__NONE: never saved */
 } ps__tensor_def;
 
 /* A saved activation: tensors of the forward pass that the backward pass reads, with one policy.

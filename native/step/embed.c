@@ -61,7 +61,7 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
         ps__part(s->batch, PS_READ, s->batch_offset[i] + ps__batch_chunk_of(n).tokens, 4ull * n),
         ps__part(s->unit_host[0].weights, PS_READ, 0, table_bytes(b)),
         ps__whole(b, rows, PS_WRITE)};
-    if (round == 0 && !s->model->unit[0].frozen)
+    if (round == 0 && !s->model->unit[0].frozen && !s->spec->checked)
       gather_first(b, i, n, &access[0], rows, tag);
     else
       ps__emit(b, &ps__k_embed_fwd, b->s->at->io, &a, sizeof a, access, 3, tag);
@@ -176,7 +176,7 @@ void ps__embed_forward(ps__builder *b, uint32_t c) {
 
 void ps__embed_backward(ps__builder *b, uint32_t c) {
   const uint32_t lag = on_host(b) ? b->s->spec->grad_lag : 0;
-  if (on_host(b) && !b->s->model->unit[0].frozen)
+  if (on_host(b) && !b->s->model->unit[0].frozen && !b->s->spec->checked)
     send_rows(b, c);
   else if (!on_host(b))
     ps__add_rows(b, c);

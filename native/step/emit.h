@@ -61,6 +61,7 @@ typedef struct ps__builder {
   ps__pass *pass;
   uint32_t n_passes, next_fetch;
   uint32_t first_trained; /* ps__first_trained() */
+  uint32_t checks;        /* of a checked step: the sums of squares, a device tensor */
   uint32_t clock;         /* chunk passes emitted so far: the time of late frees */
   /* device copy of the batch header, for updates without clipping; PS__NO_VT before the first */
   uint32_t header;

@@ -170,6 +170,38 @@ static ps__vaccess tensor_access(const ps__builder *b, const chunk_pass *p, ps__
   return own_rows(b, p->d, p->c, y.id, vt, y.mode);
 }
 
+/* A sum of squares of what @op wrote: it is not finite where a value is not. */
+static void check_result(ps__builder *b, const chunk_pass *p, const ps__op_def *op, ps__sym y,
+                         const ps__vaccess *written, int phase) {
+  ps__step *s = b->s;
+  const bool tensor = ps__sym_is_tensor(y);
+  const ps_dtype dt = tensor ? p->d->tensor[y.id].dt : s->dt;
+  const ps__args_sumsq a = {.n = written->bytes / ps_dtype_bytes(dt), .dt = dt};
+  const ps_tag tag = chunk_tag(b, p->layer, p->c, phase);
+  if (!ps__grow((void **)&s->check, s->n_checks, &s->cap_checks, sizeof *s->check)) {
+    s->out_of_memory = true;
+    return;
+  }
+  const ps__vaccess access[2] = {ps__part(written->vt, PS_READ, written->offset, written->bytes),
+                                 ps__part(b->checks, PS_WRITE, 8 * s->n_checks, 8)};
+  s->check[s->n_checks++] = (ps__check){tag, op->kernel};
+  ps__emit(b, &ps__k_sumsq, s->at->compute, &a, sizeof a, access, 2, tag);
+}
+
+/* A frozen parameter's gradient that no op reads is not checked, and neither are FP8 values: they
+ * are finite where what they were made of is. */
+static void check_results(ps__builder *b, const chunk_pass *p, const ps__op_def *op,
+                          const ps__vaccess *access, int phase) {
+  for (uint32_t i = 0; i < op->n_syms; i++) {
+    const ps__sym y = op->sym[i];
+    const bool unread =
+        ps__sym_is_tensor(y) && op->has_unread && strcmp(p->d->tensor[y.id].name, "unread") == 0;
+    const bool wide = !ps__sym_is_tensor(y) || p->d->tensor[y.id].dt < PS_N_DTYPES;
+    if ((access[i].mode & PS_WRITE) && !unread && wide)
+      check_result(b, p, op, y, &access[i], phase);
+  }
+}
+
 static void emit_op(ps__builder *b, const chunk_pass *p, const ps__op_def *op, int phase) {
   ps__vaccess access[PS__OP_MAX_SYMS];
   _Alignas(16) char args[PS__ARGS_BYTES];
@@ -184,6 +216,8 @@ static void emit_op(ps__builder *b, const chunk_pass *p, const ps__op_def *op, i
   ps__op_args(op, &shape, args);
   ps__emit(b, op->kernel, b->s->at->compute, args, op->args_bytes, access, op->n_syms,
            ps__about(chunk_tag(b, p->layer, p->c, phase), op->what));
+  if (b->s->spec->checked)
+    check_results(b, p, op, access, phase);
 }
 
 /* The tensors that an op uses and nobody made are made. */

@@ -269,7 +269,8 @@ ps_status ps__step_emit(ps__step *s, const ps_model *model, const ps__layout *la
   PS_TRY(check_spec(model, spec));
   s->sums = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, false);
   s->of_step = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, true);
-  ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT, .rows_host = PS__NO_VT};
+  ps__builder b = {
+      .s = s, .hooks = hooks, .header = PS__NO_VT, .rows_host = PS__NO_VT, .checks = PS__NO_VT};
   ps_status st = PS_OK;
   if (!builder_init(&b))
     st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
@@ -277,6 +278,8 @@ ps_status ps__step_emit(ps__step *s, const ps_model *model, const ps__layout *la
     st = ps__units_init(&b);
   if (st == PS_OK) {
     make_batch(&b);
+    if (spec->checked)
+      b.checks = ps__vt_new(&b, s->at->device, 8);
     emit_rounds(&b);
     count_saved(s);
     if (s->out_of_memory)
@@ -319,6 +322,7 @@ void ps__step_free(ps__step *s) {
   ps__free(s->args);
   ps__free(s->unit_host);
   ps__free(s->batch_offset);
+  ps__free(s->check);
   memset(s, 0, sizeof *s);
 }
 

@@ -70,6 +70,9 @@ typedef struct ps__spec {
   bool keep_grads;
   /* logits are copied to the host for a LOGITS hook */
   bool keep_logits;
+  /* The step looks for values that are not finite (train/replay.c). What each op of a layer writes
+   * is checked, no gradient leaves the device, and nothing is updated. Needs clipping. */
+  bool checked;
   uint8_t *policy; /* [n_layers: blocks from 0][n_chunks][n_saved], PS_POLICY_* */
 } ps__spec;
 static inline uint8_t *ps__spec_policy(const ps__spec *s, uint32_t layer, uint32_t chunk,
@@ -121,7 +124,8 @@ void ps__spec_free(ps__spec *s);
  *           step's UPDATE of an embedding on the host runs at the same time: the trainer orders the
  *           two row by row (train/rows.c). That UPDATE ends before this step's next op on the table
  *           or its gradient, which comes after the chunk's backward pass.
- *   REPORT  R stats; where units are updated on the device, R what is copied to the host last */
+ *   REPORT  R stats; where units are updated on the device, R what is copied to the host last. Of a
+ *           checked step: R f64[n_checks], a sum of squares for each check */
 typedef enum ps__hook {
   PS__HOOK_LOAD,
   PS__HOOK_LOGITS,
@@ -218,6 +222,12 @@ typedef struct ps__unit_host {
   uint64_t n;
 } ps__unit_host;
 
+/* What is checked: what an op with this tag writes. */
+typedef struct ps__check {
+  ps_tag tag;
+  const ps_kernel *kernel;
+} ps__check;
+
 typedef struct ps__step {
   const ps_model *model;
   const ps__layout *layout;
@@ -239,6 +249,8 @@ typedef struct ps__step {
   ps__unit_host *unit_host; /* [n_units] */
   uint64_t *batch_offset;   /* [n_chunks] BYTES from the batch's start */
   uint32_t batch, row_loss, norms, stats;
+  ps__check *check; /* [n_checks] of a checked step, in its order */
+  size_t n_checks, cap_checks;
   /* results */
   uint64_t space_bytes[PS__MAX_PLACES]; /* the memory map's peaks */
   uint64_t saved_bytes[PS_N_POLICIES];  /* by policy, of the largest round */
@@ -258,8 +270,8 @@ ps_status ps__step_map(ps__step *s);
 /* ps__step_map_over() - map the emitted step @s so that it may run whenever no step of @t, which is
  * mapped, is in flight: weights, state, batch, losses and stats lie where those of @t do, and all
  * else lies past the persistent tensors of @t. @s must have no more tokens than @t, the same units,
- * and of a unit no persistent tensor that @t lacks. It is a forward-only step or has the spec of
- * @t. space_bytes counts the tensors of @t that persist.
+ * and of a unit no persistent tensor that @t lacks. It is a forward-only or a checked step, or
+ * has the spec of @t. space_bytes counts the tensors of @t that persist.
  * Errors: PS_ENOMEM, PS_EINTERNAL.
  * ps__step_persistent_bytes() - BYTES of the space's persistent tensors, which come first in its
  * map: past them everything is free between two steps.

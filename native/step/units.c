@@ -22,7 +22,7 @@ static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
 /* Whether anything of the unit's gradient is copied to the host. */
 static bool grad_goes_to_host(const ps__builder *b, uint32_t unit) {
   const ps__spec *spec = b->s->spec;
-  if (b->s->model->unit[unit].frozen)
+  if (b->s->model->unit[unit].frozen || spec->checked)
     return false;
   return !ps__updated_on_device(spec, unit) || spec->keep_grads ||
          (!spec->grad_resident[unit] && n_contributions(b, unit) > 1);
@@ -35,8 +35,9 @@ static void make_unit_host(ps__builder *b, uint32_t unit) {
   h->n = s->model->unit[unit].n;
   const uint64_t weights = unit_bytes(b, unit, s->recipe->weights),
                  updated = unit_bytes(b, unit, s->recipe->updated);
+  const bool updated_here = !frozen && !s->spec->checked;
   h->weights = ps__vt_persistent(b, b->s->at->host, weights);
-  h->master = ps__has_master(s->spec->recipe) && !frozen
+  h->master = ps__has_master(s->spec->recipe) && updated_here
                   ? ps__vt_persistent(b, b->s->at->host, updated)
                   : PS__NO_VT;
   h->grad = grad_goes_to_host(b, unit)
@@ -44,7 +45,7 @@ static void make_unit_host(ps__builder *b, uint32_t unit) {
                 : PS__NO_VT;
   const bool on_device = s->spec->update_resident[unit];
   for (uint32_t k = 0; k < PS_MAX_STATES; k++)
-    h->state[k] = k < ps__optimizers[s->spec->optimizer].n_states && !frozen
+    h->state[k] = k < ps__optimizers[s->spec->optimizer].n_states && updated_here
                       ? ps__vt_persistent(b, on_device ? b->s->at->device : b->s->at->host,
                                           unit_bytes(b, unit, s->recipe->state[k]))
                       : PS__NO_VT;
@@ -140,7 +141,7 @@ static bool ends_on_device(const ps__builder *b, uint32_t unit) {
 static void fetch_total(ps__builder *b, uint32_t unit) {
   ps__unit_progress *u = &b->unit[unit];
   const uint32_t low = u->low;
-  if (u->total != PS__NO_VT || !ends_on_device(b, unit))
+  if (u->total != PS__NO_VT || !ends_on_device(b, unit) || b->s->spec->checked)
     return;
   const ps_tag tag = ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients");
   u->total = ps__bring(b, b->s->unit_host[unit].grad, tag);
@@ -358,6 +359,12 @@ void ps__total_on_host(ps__builder *b, uint32_t unit) {
 void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
   ps__step *s = b->s;
   ps__unit_progress *u = &b->unit[unit];
+  if (s->spec->checked) {
+    ps__vt_free(b, u->grad);
+    u->grad = PS__NO_VT;
+    u->contribution++;
+    return;
+  }
   const bool resident = s->spec->grad_resident[unit],
              on_device = ps__updated_on_device(s->spec, unit), ends = ends_on_device(b, unit);
   const uint32_t n = n_contributions(b, unit), i = u->contribution++;

@@ -177,7 +177,29 @@ static void emit_split_state(ps__builder *b, uint32_t unit) {
   emit_update(b, unit, PS_UPDATE_STATE, &host, h->grad, PS__NO_VT);
 }
 
+/* The sums of squares go to the host, where the report looks at them. */
+static void emit_checks(ps__builder *b) {
+  const ps__step *s = b->s;
+  const ps_tag tag = {.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_UPDATE};
+  const uint64_t bytes = 8 * s->n_checks;
+  if (s->out_of_memory)
+    return;
+  b->s->vt[b->checks].bytes = bytes;
+  const uint32_t host = ps__vt_new(b, s->at->host, bytes);
+  ps__emit_copy(b, s->at->to_host, ps__whole(b, b->checks, PS_READ), ps__whole(b, host, PS_WRITE),
+                tag);
+  const ps__vaccess report = ps__whole(b, host, PS_READ);
+  ps__emit_hook(b, PS__HOOK_REPORT, 0, s->at->host_ops, &report, 1, (ps_work){0}, tag);
+  ps__vt_free(b, host);
+  ps__vt_free(b, b->checks);
+  ps__flush_late(b);
+}
+
 void ps__emit_updates(ps__builder *b) {
+  if (b->s->spec->checked) {
+    emit_checks(b);
+    return;
+  }
   ps__step *s = b->s;
   const uint32_t n_units = s->model->n_units;
   const ps_tag tag = {.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_UPDATE};

@@ -6,9 +6,8 @@
 
 /* ---- batch ----------------------------------------------------------------------------------- */
 
-static ps_status read_dataset(ps_trainer *t, uint64_t step) {
-  const uint64_t s = t->plan->cfg.seq_len, n = t->size.layout->n_sequences,
-                 first = ps_plan_sequences_before(t->plan, step);
+static ps_status read_dataset(ps_trainer *t, uint64_t step, uint64_t n) {
+  const uint64_t s = t->plan->cfg.seq_len, first = ps_plan_sequences_before(t->plan, step);
   for (uint64_t i = 0; i < n; i++) {
     const uint64_t window =
         ps_dataset_at(t->cfg.dataset, s, first + i, t->cfg.seed, (int)t->cfg.shuffle);
@@ -76,24 +75,47 @@ static void fill_block(const ps_trainer *t, const ps__chunk *k, float scale, cha
   }
 }
 
+void ps__batch_fill_part(const ps_trainer *t, const ps__step *s, uint64_t first, uint64_t valid,
+                         void *batch) {
+  const float scale = valid ? (float)(1.0 / (double)valid) : 0;
+  for (uint32_t i = 0; i < s->layout->n_chunks; i++) {
+    ps__chunk k = s->layout->chunk[i];
+    k.first_token += first;
+    fill_block(t, &k, scale, (char *)batch + s->batch_offset[i]);
+  }
+}
+
 ps_status ps__batch_fill(const ps_trainer *t, const char *what, const ps__step *s, void *batch,
                          uint64_t *valid) {
-  const ps__layout *layout = s->layout;
-  PS_TRY(check_batch(t, what, layout->n_tokens, valid));
-  const float scale = *valid ? (float)(1.0 / (double)*valid) : 0;
-  for (uint32_t i = 0; i < layout->n_chunks; i++)
-    fill_block(t, &layout->chunk[i], scale, (char *)batch + s->batch_offset[i]);
+  PS_TRY(check_batch(t, what, s->layout->n_tokens, valid));
+  ps__batch_fill_part(t, s, 0, *valid, batch);
   return PS_OK;
 }
 
+static void name_step(const ps_trainer *t, uint64_t run_step, char what[32]) {
+  snprintf(what, 32, "step %llu", /* as in the log */
+           (unsigned long long)(t->cfg.first_step + run_step + 1));
+}
+
+static ps_status read_batch(ps_trainer *t, uint64_t run_step, const ps__layout *l) {
+  const uint64_t step = t->cfg.first_step + run_step;
+  return t->cfg.batch_fn
+             ? t->cfg.batch_fn(t->cfg.batch_user, step, t->tokens, t->targets, l->n_tokens)
+             : read_dataset(t, step, l->n_sequences);
+}
+
+ps_status ps__batch_read(ps_trainer *t, uint64_t run_step, const ps__layout *l, uint64_t *valid) {
+  char what[32];
+  name_step(t, run_step, what);
+  PS_TRY(read_batch(t, run_step, l));
+  return check_batch(t, what, l->n_tokens, valid);
+}
+
 static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
-  const uint64_t step = t->cfg.first_step + l->step;
   uint64_t valid;
   char what[32];
-  snprintf(what, sizeof what, "step %llu", (unsigned long long)step + 1); /* as in the log */
-  PS_TRY(t->cfg.batch_fn ? t->cfg.batch_fn(t->cfg.batch_user, step, t->tokens, t->targets,
-                                           t->size.layout->n_tokens)
-                         : read_dataset(t, step));
+  name_step(t, l->step, what);
+  PS_TRY(read_batch(t, l->step, t->size.layout));
   PS_TRY(ps__batch_fill(t, what, t->size.step, l->ptr[0], &valid));
   if (valid == 0)
     return ps__fail(PS_ENUMERIC,

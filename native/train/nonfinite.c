@@ -6,9 +6,8 @@
 #include "train/trainer.h"
 #include <math.h>
 
-static const char *unit_name(const ps_trainer *t, uint32_t unit, char buf[32]) {
+const char *ps__layer_name(const ps_trainer *t, uint32_t layer, char buf[32]) {
   const ps_model *m = t->plan->model;
-  const uint32_t layer = m->unit[unit].layer;
   if (layer == 0)
     return "the embedding";
   if (layer == ps__head_layer(m))
@@ -49,23 +48,34 @@ static const char *after_skips(const ps_trainer *t, char buf[64]) {
   return buf;
 }
 
-static ps_status fail_loss(const ps_trainer *t, uint64_t run_step) {
+static void describe_loss(const ps_trainer *t, char text[PS__WHY_BYTES]) {
   const ps__skips *k = &t->skips;
   const uint64_t s = t->plan->cfg.seq_len;
-  char buf[64];
   uint32_t chunk = 0;
   while (chunk + 1 < t->plan->layout.n_chunks &&
          t->plan->layout.chunk[chunk + 1].first_token <= k->bad_row)
     chunk++;
+  snprintf(text, PS__WHY_BYTES, "the loss is %s, first in chunk %u (sequence %llu, position %llu)",
+           isnan(k->bad_loss) ? "not a number"
+           : k->bad_loss > 0  ? "infinite"
+                              : "minus infinity",
+           chunk, (unsigned long long)(k->bad_row / s), (unsigned long long)(k->bad_row % s));
+}
+
+static void describe_gradient(const ps_trainer *t, uint32_t unit, const double *sumsq,
+                              char text[PS__WHY_BYTES]) {
+  char buf[32];
+  snprintf(text, PS__WHY_BYTES, "the gradient of %s is not finite, first in %s",
+           ps__layer_name(t, t->plan->model->unit[unit].layer, buf), param_name(t, unit, sumsq));
+}
+
+static ps_status fail_loss(const ps_trainer *t, uint64_t run_step) {
+  char why[PS__WHY_BYTES], buf[64];
+  describe_loss(t, why);
   return ps__fail(PS_ENUMERIC,
-                  "step %llu: the loss is %s, first in chunk %u (sequence %llu, position %llu)%s; "
-                  "nothing was updated in this step: lower --lr, or look at the data",
-                  (unsigned long long)(t->cfg.first_step + run_step + 1),
-                  isnan(k->bad_loss) ? "not a number"
-                  : k->bad_loss > 0  ? "infinite"
-                                     : "minus infinity",
-                  chunk, (unsigned long long)(k->bad_row / s), (unsigned long long)(k->bad_row % s),
-                  after_skips(t, buf));
+                  "step %llu: %s%s; nothing was updated in this step: lower --lr, or look at the "
+                  "data",
+                  (unsigned long long)(t->cfg.first_step + run_step + 1), why, after_skips(t, buf));
 }
 
 ps_status ps__loss_is_bad(ps_trainer *t, uint64_t run_step, double loss, const float *row,
@@ -78,17 +88,15 @@ ps_status ps__loss_is_bad(ps_trainer *t, uint64_t run_step, double loss, const f
   return skips(t) ? PS_OK : fail_loss(t, run_step);
 }
 
-ps_status ps__unit_is_bad(const ps_trainer *t, uint64_t run_step, uint32_t unit,
-                          const double *sumsq) {
-  char buf[32], after[64];
-  return ps__fail(
-      PS_ENUMERIC,
-      "step %llu: the gradient of %s is not finite, first in %s%s; %s: lower --lr, or look at the "
-      "data",
-      (unsigned long long)(t->cfg.first_step + run_step + 1), unit_name(t, unit, buf),
-      param_name(t, unit, sumsq), after_skips(t, after),
-      t->plan->cfg.clip ? "nothing was updated in this step"
-                        : "the units above it are updated, the others not");
+ps_status ps__unit_is_bad(ps_trainer *t, uint64_t run_step, uint32_t unit, const double *sumsq) {
+  char why[PS__WHY_BYTES], after[64];
+  describe_gradient(t, unit, sumsq, why);
+  t->skips.stopped_at = run_step + 1;
+  return ps__fail(PS_ENUMERIC, "step %llu: %s%s; %s: lower --lr, or look at the data",
+                  (unsigned long long)(t->cfg.first_step + run_step + 1), why,
+                  after_skips(t, after),
+                  t->plan->cfg.clip ? "nothing was updated in this step"
+                                    : "the units above it are updated, the others not");
 }
 
 /* The unit whose gradient is not finite, from above, as gradients flow: where it began. */
@@ -114,12 +122,17 @@ bool ps__step_is_bad(ps_trainer *t, uint64_t run_step, const double *slots, doub
   if (!bad)
     return false;
   const uint32_t u = bad_unit(t, slots);
-  if (skips(t) && k->in_a_row <= t->cfg.max_skips)
+  const double *of_unit = slots + (size_t)u * ps__norm_slots(t->plan->model);
+  if (skips(t) && k->in_a_row <= t->cfg.max_skips) {
+    ps__step_record *r = &t->ring[run_step % PS__RING];
     atomic_fetch_add(&k->n, 1);
-  else
-    *st = k->loss_bad
-              ? fail_loss(t, run_step)
-              : ps__unit_is_bad(t, run_step, u, slots + (size_t)u * ps__norm_slots(t->plan->model));
+    r->gradient_bad = !k->loss_bad;
+    if (k->loss_bad)
+      describe_loss(t, r->why);
+    else
+      describe_gradient(t, u, of_unit, r->why);
+  } else
+    *st = k->loss_bad ? fail_loss(t, run_step) : ps__unit_is_bad(t, run_step, u, of_unit);
   return true;
 }
 

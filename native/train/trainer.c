@@ -447,6 +447,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
     (void)ps_run_destroy(t->past_run[i]);
   ps__trainer_end_writing(t);
   (void)ps_run_destroy(t->val.run);
+  ps__replay_destroy(t->replay);
   ps_generator_destroy(t->sampler);
   (void)ps_engine_close(t->engine);
   t->plan->hooks = (ps__step_hooks){0};
@@ -472,14 +473,15 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
 
 /* ---- stepping -------------------------------------------------------------------------------- */
 
+enum { ADDED_BYTES = 512 }; /* of a message: what is left for an addition */
+
 /* Keeps the error that stops the trainer, and adds what it means for the weights. */
 static void keep_error(ps_trainer *t, ps_status st) {
-  enum { ADDED = 160 }; /* bytes that are left for the addition */
   char *message = t->sticky_message;
   const size_t bytes = sizeof t->sticky_message;
   ps_param_info p;
   t->sticky = st;
-  snprintf(message, bytes - ADDED, "%s", ps_last_error());
+  snprintf(message, bytes - ADDED_BYTES, "%s", ps_last_error());
   if (t->val.run)
     ps__run_rest(t->val.run);
   if (t->run)
@@ -487,10 +489,18 @@ static void keep_error(ps_trainer *t, ps_status st) {
   ps__hold_stop(t->hold, false);
   if ((st == PS_EDEVICE || st == PS_ECANCELLED) &&
       atomic_load(&t->updating) > atomic_load(&t->ended))
-    snprintf(message + strlen(message), ADDED,
+    snprintf(message + strlen(message), ADDED_BYTES,
              "; this was during a step's updates: some weights, also in a model that is saved now, "
              "may be one step ahead of the others");
-  if (st == PS_ENUMERIC && ps__trainer_find_nonfinite(t, &p))
+  if (st != PS_ENUMERIC)
+    return;
+  if (!ps__trainer_find_nonfinite(t, &p)) {
+    if (t->skips.stopped_at) {
+      (void)ps__run_pause(t->run); /* it has failed: the engine is free for another one */
+      ps__replay_say(t, t->skips.stopped_at - 1, 0, message + strlen(message),
+                     bytes - strlen(message));
+    }
+  } else
     snprintf(message, bytes,
              t->n_reported ? "step %llu: %s has weights that are not finite since the step before: "
                              "lower --lr, or add --warmup-steps"
@@ -503,6 +513,21 @@ ps_status ps__trainer_stop(ps_trainer *t, ps_status st) {
   if (t->sticky == PS_OK)
     keep_error(t, st);
   return ps__fail(t->sticky, "%s", t->sticky_message);
+}
+
+/* Says why the step that is reported next was skipped. Steps in flight end first. */
+static ps_status say_skipped(ps_trainer *t) {
+  const uint64_t step = t->n_reported;
+  const ps__step_record *r = &t->ring[step % PS__RING];
+  char where[ADDED_BYTES] = "";
+  /* where a step in flight fails, the wait for it says so */
+  const bool paused = r->gradient_bad && ps__run_pause(t->run) == PS_OK;
+  if (paused)
+    ps__replay_say(t, step, t->n_started - step - 1, where, sizeof where);
+  ps__log(PS_LOG_WARN, "step %llu is skipped: %s%s; %llu skipped so far",
+          (unsigned long long)(t->cfg.first_step + step + 1), r->why, where,
+          (unsigned long long)r->n_skipped);
+  return paused ? ps__trainer_go_on(t) : PS_OK;
 }
 
 ps_status ps__trainer_outside_ops(const ps_trainer *t) {
@@ -622,6 +647,11 @@ ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
    * only moments, and copies that nobody reads any more. */
   if (st != PS_OK && atomic_load(&t->ended) <= t->n_reported)
     return ps__trainer_stop(t, st);
+  if (st == PS_OK && t->ring[t->n_reported % PS__RING].skipped) {
+    const ps_status said = say_skipped(t);
+    if (said != PS_OK)
+      return ps__trainer_stop(t, said);
+  }
   fill_metrics(t, out);
   t->last_end_ns = t->ring[t->n_reported % PS__RING].end_ns;
   t->n_reported++;
@@ -639,6 +669,7 @@ void ps_trainer_cancel(ps_trainer *t) {
   ps_generator *sampler = atomic_load(&t->sampler);
   if (sampler)
     ps__generator_cancel(sampler);
+  ps__replay_cancel(atomic_load(&t->replay));
   ps__hold_stop(t->hold, true);
 }
 

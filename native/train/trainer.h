@@ -9,9 +9,12 @@
 
 enum { PS__RING = 64 }; /* steps that may be submitted and not yet reported */
 
+enum { PS__WHY_BYTES = 256 };
 typedef struct ps__step_record {
   double loss, z_loss, objective, norm, lr;
   uint64_t valid_tokens, submit_ns, end_ns, skipped, n_skipped;
+  bool gradient_bad;       /* of a skipped step: the gradient is not finite, and the loss is */
+  char why[PS__WHY_BYTES]; /* it was skipped */
 } ps__step_record;
 
 /* Steps that were skipped. NORM writes it, on the host stream. A checkpoint marks a step before it
@@ -19,9 +22,10 @@ typedef struct ps__step_record {
 typedef struct ps__skips {
   _Atomic uint64_t n;
   uint64_t in_a_row;
-  double bad_loss;               /* the last loss that was not finite, */
-  uint64_t bad_row;              /* and the first token of the step whose loss was not */
-  bool loss_bad, now;            /* of the running step: its loss is not finite; it is skipped */
+  double bad_loss;     /* the last loss that was not finite, */
+  uint64_t bad_row;    /* and the first token of the step whose loss was not */
+  bool loss_bad, now;  /* of the running step: its loss is not finite; it is skipped */
+  uint64_t stopped_at; /* 1 + the run's step whose gradient stopped the run; 0: none did */
   _Atomic uint64_t mark, marked; /* marked: mark + 1 after NORM of the marked step has run */
   uint64_t n_before_mark;
 } ps__skips;
@@ -34,6 +38,7 @@ typedef struct ps__validation {
 } ps__validation;
 
 typedef struct ps__rows ps__rows;
+typedef struct ps__replay ps__replay;   /* replay.c */
 typedef struct ps__stage ps__stage;     /* io/io.h */
 typedef struct ps__writing ps__writing; /* checkpoint.c */
 
@@ -73,6 +78,7 @@ struct ps_trainer {
   bool resumed;       /* the optimizer's state was loaded, on the device too */
   ps__validation val;
   _Atomic(struct ps_generator *) sampler; /* of the plan's samples; NULL: none */
+  _Atomic(ps__replay *) replay;           /* NULL before the first one */
   char base_hash[65];                     /* ps__base_hash(); empty before its first call */
   ps__skips skips;
   uint64_t n_submitted, last_end_ns;
@@ -97,6 +103,13 @@ ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_lau
  * its header. @what names the batch in messages. @valid: targets that are counted (hooks.c). */
 ps_status ps__batch_fill(const ps_trainer *t, const char *what, const ps__step *s, void *batch,
                          uint64_t *valid);
+/* ps__batch_read() - read and check the batch of step @run_step of this trainer, of layout @l, into
+ * t->tokens, targets and begins. @valid: as above.
+ * ps__batch_fill_part() - fill in the batch of step @s from token @first of them on. @valid: of all
+ * tokens (hooks.c). */
+ps_status ps__batch_read(ps_trainer *t, uint64_t run_step, const ps__layout *l, uint64_t *valid);
+void ps__batch_fill_part(const ps_trainer *t, const ps__step *s, uint64_t first, uint64_t valid,
+                         void *batch);
 /* A loss or gradient that is not finite (nonfinite.c).
  * ps__loss_is_bad() - LOSS: PS_ENUMERIC, or PS_OK where the step may be skipped.
  * ps__step_is_bad() - NORM: whether the step's loss or gradient is not finite. *st gets
@@ -109,8 +122,16 @@ ps_status ps__loss_is_bad(ps_trainer *t, uint64_t run_step, double loss, const f
                           uint64_t n_columns);
 bool ps__step_is_bad(ps_trainer *t, uint64_t run_step, const double *slots, double sum,
                      ps_status *st);
-ps_status ps__unit_is_bad(const ps_trainer *t, uint64_t run_step, uint32_t unit,
-                          const double *sumsq);
+ps_status ps__unit_is_bad(ps_trainer *t, uint64_t run_step, uint32_t unit, const double *sumsq);
+/* "layer 3", "the head". */
+const char *ps__layer_name(const ps_trainer *t, uint32_t layer, char buf[32]);
+/* ps__replay_say() - run step @run_step of this trainer again. @text, which goes on a message, gets
+ * in which chunk a value first was not finite, or why that is not known. The trainer's
+ * run is paused, or has failed. @n_later: steps that have updated the weights since (replay.c).
+ * ps__replay_cancel() - Threads: any, and signal handlers. NULL is a no-op, here and below. */
+void ps__replay_say(ps_trainer *t, uint64_t run_step, uint64_t n_later, char *text, size_t room);
+void ps__replay_cancel(ps__replay *r);
+void ps__replay_destroy(ps__replay *r);
 double ps__unit_sumsq(const ps_trainer *t, const double *slots, uint32_t unit);
 void ps__skips_mark(ps_trainer *t, uint64_t step);
 uint64_t ps__skips_before(const ps_trainer *t);
