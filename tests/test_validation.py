@@ -18,7 +18,6 @@ from penstock import (
     StateError,
     Trainer,
 )
-from penstock._lib import check, ffi, lib
 from penstock.plot import plot
 from penstock.shards import BEGINS_DOCUMENT, IS_TARGET, write_mask
 from test_budget import LONG_ROUNDS, PACKED_ROUNDS, batch_of, model_dir  # noqa: F401
@@ -238,18 +237,11 @@ def test_plan_counts_the_validations_memory(tiny_model, hardware):
     model = ModelConfig.read(tiny_model)
     kw = {"seq_len": 64, "tokens_per_step": 512, "threads": 2, "hardware": hardware}
     kw |= {"chunk_tokens": 64, "chunks_per_round": 2, "reserve": 64 << 20, "trace_steps": 0}
-    _, host = Plan.smallest(model, **kw)
     without, plan = Plan(model, **kw), Plan(model, val_tokens=512, **kw)
     more = plan.report["host_used_bytes"] - without.report["host_used_bytes"]
     assert more > 0 and plan.report["val_s"] > 0 and without.report["val_tokens"] == 0
     assert "validation       512 tokens in 1 step of" in str(plan)
     assert plan.json()["val_tokens"] == 512 and "val_tokens" not in without.json()
-    Plan(model, host_mem=host, **kw)
-    with pytest.raises(BudgetError, match="with validation .* of host memory"):
-        Plan(model, host_mem=host, val_tokens=512, **kw)
-    with pytest.raises(InvalidError, match="leave --val-tokens out"):
-        out = ffi.new("uint64_t[2]")
-        check(lib.ps_plan_smallest(model._ptr, plan.config, hardware._ptr, out, out + 1))
     with pytest.raises(InvalidError, match="has no validation"):
         Plan(model, val_tokens=512, forward_only=True, **kw)
 
@@ -280,3 +272,36 @@ def test_validate_between_steps_alone_and_before_the_first(tiny_model, hardware,
         Trainer(tiny_model, plan, batch, val=val)
     with Trainer(tiny_model, plan, batch) as t, pytest.raises(InvalidError, match="no val_dataset"):
         t.validate()
+
+
+GUESTS = {
+    "validation": {"val_tokens": 512},
+    "ramp": {"batch_ramp": [(64, 2), (128, 2)]},
+    "both": {"val_tokens": 512, "batch_ramp": [(64, 2), (256, 2)]},
+}
+
+
+@pytest.mark.parametrize("guests", GUESTS)
+def test_a_plan_holds_ramp_and_validation(tiny_model, hardware, guests):
+    """Caps from the least for training alone to the least for all of it: one byte less is refused
+    with that figure, and the plan that is found is within its caps."""
+    model = ModelConfig.read(tiny_model)
+    kw = {"seq_len": 64, "tokens_per_step": 512, "threads": 2, "hardware": hardware}
+    kw |= {"chunk_tokens": 64, "chunks_per_round": 2, "reserve": 64 << 20, "trace_steps": 0}
+    alone, all_of_it = Plan.smallest(model, **kw), Plan.smallest(model, **kw, **GUESTS[guests])
+    free = Plan(model, **kw, **GUESTS[guests])
+    for at, (name, used) in enumerate((("device", "device_used"), ("host", "host_used"))):
+        assert alone[at] < all_of_it[at] or name == "device"
+        assert all_of_it[at] >= alone[at]
+        plan = Plan(model, **{f"{name}_mem": all_of_it[at]}, **kw, **GUESTS[guests])
+        assert plan.report[f"{used}_bytes"] == all_of_it[at]
+        Plan(model, **{f"{name}_mem": alone[at]}, **kw)
+        with pytest.raises(BudgetError) as refused:
+            Plan(model, **{f"{name}_mem": all_of_it[at] - 1}, **kw, **GUESTS[guests])
+        said = str(refused.value)
+        assert f"of {name} memory" in said and f"raise --{name}-mem" in said, said
+        if all_of_it[at] > alone[at]:
+            assert said.startswith("with "), said
+        for cap in np.linspace(all_of_it[at], free.report[f"{used}_bytes"], 3).astype(int):
+            plan = Plan(model, **{f"{name}_mem": int(cap)}, **kw, **GUESTS[guests])
+            assert plan.report[f"{used}_bytes"] <= cap

@@ -118,8 +118,8 @@ typedef struct ps_plan_config {
    * first asked for a hardware description or a plan. Later allocations change no plan. */
   uint64_t reserve_bytes;
   /* Tokens of a validation (ps_trainer_validate()), rounded down to whole sequences, and to steps
-   * of equal size that are no larger than a step of training. It runs in the memory of training,
-   * and the plan is the same without it. 0: none. */
+   * of equal size that are no larger than a step of training. It runs in the memory of training.
+   * The plan is the same without it, unless only another plan holds it. 0: none. */
   uint64_t val_tokens;
   /* Text that is sampled beside training (ps_trainer_sample(), penstock/generate.h): prompts that
    * are computed at once, and the tokens that a prompt and its text may have together. It runs in
@@ -234,8 +234,8 @@ PS_API ps_status ps_plan_steps_of(const ps_plan *plan, uint64_t n_sequences, uin
  * @device_mem_bytes under cfg->host_mem_bytes, @host_mem_bytes under cfg->device_mem_bytes.
  * 0 where no cap is enough. Exact (one byte less is refused) where all candidates can be
  * evaluated. For large models and steps, the least of those evaluated in some seconds.
- * Errors: as ps_plan_create(), without PS_EBUDGET; PS_EINVAL with val_tokens or
- * sample_sequences. */
+ * A batch ramp and a validation count.
+ * Errors: as ps_plan_create(), without PS_EBUDGET; PS_EINVAL with sample_sequences. */
 PS_API ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *cfg,
                                   const ps_hardware *hw, uint64_t *device_mem_bytes,
                                   uint64_t *host_mem_bytes);

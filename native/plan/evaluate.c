@@ -20,6 +20,16 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
   return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows + logits;
 }
 
+void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena[PS__MAX_PLACES],
+                    uint64_t out[PS__MAX_PLACES]) {
+  const uint32_t device = s->at->device, host = s->at->host;
+  uint64_t scratch, trace;
+  out[device] = ps__arena_round(arena[device]) +
+                ps__device_overhead(&plan->hw, s->at, s->scratch_bytes, &scratch) +
+                ps__page_table_bytes(&plan->hw, arena[host]);
+  out[host] = ps__arena_round(arena[host]) + ps__host_overhead(plan, s, &scratch, &trace);
+}
+
 double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]) {
   double stream[PS_MAX_STREAMS] = {0}, resource[PS_SIM_RESOURCES] = {0},
          most = end[PS__SIM_STEADY] - end[PS__SIM_STEADY - 1];
@@ -178,16 +188,11 @@ static void remember(ps__search *s, const ps__evaluation *e) {
   ps__memo_put(s->memo, &e->candidate, all_rounds(s, &e->candidate), &e->known);
 }
 
-/* @arena: BYTES of each arena; @out: with all that the caps count besides. */
+/* The same of a candidate. */
 static void add_overhead(const ps__search *s, const ps__evaluation *e,
                          const uint64_t arena[PS__MAX_PLACES], uint64_t out[PS__MAX_PLACES]) {
-  uint64_t scratch, trace;
-  out[s->plan->at->device] =
-      ps__arena_round(arena[s->plan->at->device]) +
-      ps__device_overhead(&s->plan->hw, e->step.at, e->step.scratch_bytes, &scratch) +
-      ps__page_table_bytes(&s->plan->hw, arena[s->plan->at->host]);
-  out[s->plan->at->host] = ps__arena_round(arena[s->plan->at->host]) +
-                           ps__host_overhead(s->plan, &e->step, &scratch, &trace) + e->missing;
+  ps__used_bytes(s->plan, &e->step, arena, out);
+  out[s->plan->at->host] += e->missing;
 }
 
 ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluation *e) {
@@ -222,8 +227,14 @@ static ps_status map_step(ps__search *s, ps__evaluation *e) {
 
 ps_status ps__evaluate_map(ps__search *s, ps__evaluation *e) {
   if (!e->known.mapped) {
+    uint64_t n_ops = 0;
     PS_TRY(map_step(s, e));
-    add_overhead(s, e, e->step.space_bytes, e->known.bytes);
+    if (s->plan->counts_guests)
+      PS_TRY(ps__plan_beside_bytes(s->plan, e->step.layout, &e->spec, &e->step, e->known.bytes,
+                                   &n_ops));
+    else
+      add_overhead(s, e, e->step.space_bytes, e->known.bytes);
+    s->n_ops += n_ops;
     e->known.mapped = true;
     remember(s, e);
   }

@@ -425,16 +425,79 @@ static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
     st = ps_schedule_compile(&p->schedule, program);
   ps_program_destroy(program);
   if (st == PS_OK)
-    st = ps__plan_ramp(p);
+    st = ps__plan_ramp(p, true);
   if (st == PS_OK && p->cfg.val_tokens)
-    st = ps__plan_validation(p);
+    st = ps__plan_validation(p, true);
   if (st == PS_OK && p->cfg.sample_sequences)
     st = ps__plan_sampling(p);
   PS_TRY(st);
   fill_report(p, r);
   PS_TRY(ps__plan_sampling_check(p));
-  PS_TRY(ps__plan_beside_check(p));
   return ps__plan_predict(p);
+}
+
+/* Back to a plan without decisions. */
+static ps_status undo(ps_plan *p) {
+  PS_TRY(ps_schedule_destroy(p->schedule));
+  p->schedule = NULL;
+  ps__plan_ramp_free(p);
+  p->ramp = NULL;
+  p->n_ramp = 0;
+  (void)ps_plan_destroy(p->val);
+  p->val = NULL;
+  ps__plan_sampling_free(p);
+  ps__step_free(&p->step);
+  ps__spec_free(&p->spec);
+  ps__layout_free(&p->layout);
+  p->report = (ps_plan_report){0};
+  return PS_OK;
+}
+
+/* Refuses a ramp or a validation: training alone would fit. */
+static ps_status refuse_guests(ps_plan *p, const ps__search_result *r) {
+  const uint32_t device = p->at->device, host = p->at->host;
+  const bool one = r->smallest[device] || r->smallest[host];
+  p->report.device_used_bytes = one ? r->smallest[device] : r->any[device];
+  p->report.host_used_bytes = r->smallest[device] ? 0 : one ? r->smallest[host] : r->any[host];
+  PS_TRY(ps__plan_beside_check(p));
+  return refuse(p, r); /* the machine's memory */
+}
+
+/* Searches where ramp and validation count. @alone: training alone would fit. */
+static ps_status plan_with_guests(ps_plan *p, bool alone) {
+  ps__search_result r = {0};
+  ps__memo *memo;
+  PS_TRY(ps__memo_create(&memo)); /* what the other searches know is without guests */
+  p->counts_guests = true;
+  ps_status st = alone ? ps__find_plan(p, memo, false, &r) : PS_OK;
+  if (st == PS_OK && r.n_feasible) {
+    st = compile_plan(p, &r);
+    if (st == PS_OK)
+      st = ps__plan_beside_check(p);
+  } else if (st == PS_OK) {
+    st = ps__find_plan(p, memo, true, &r);
+    if (st == PS_OK)
+      st = alone ? refuse_guests(p, &r) : refuse(p, &r);
+  }
+  ps__memo_destroy(memo);
+  return st;
+}
+
+/* The fastest plan that fits; with ramp or validation the same, where it holds them. */
+static ps_status make_plan(ps_plan *p, ps__memo *memo) {
+  ps__search_result r;
+  PS_TRY(ps__find_plan(p, memo, false, &r));
+  const bool alone = r.n_feasible > 0;
+  if (alone) {
+    PS_TRY(compile_plan(p, &r));
+    if (ps__plan_beside_check(p) == PS_OK)
+      return PS_OK;
+    PS_TRY(undo(p));
+  }
+  if (ps__plan_has_guests(p))
+    return plan_with_guests(p, alone);
+  PS_TRY(ps__find_plan(p, memo, true, &r));
+  return refuse(p, &r);
 }
 
 /* ---- evaluations that plans share ------------------------------------------------------------ */
@@ -490,17 +553,10 @@ static ps_status share(ps_evaluations *e, const ps_plan *p) {
 
 /* The rest of making a plan, which is destroyed on an error. */
 static ps_status finish_plan(ps_plan **out, ps_plan *p, ps_evaluations *shared) {
-  ps__search_result r;
   ps_status st = share(shared, p);
   if (st == PS_OK)
-    st = ps__find_plan(p, shared->memo, false, &r);
-  if (st == PS_OK && r.n_feasible == 0) {
-    st = ps__find_plan(p, shared->memo, true, &r);
-    if (st == PS_OK)
-      st = refuse(p, &r);
-  }
-  if (st == PS_OK)
-    st = compile_plan(p, &r);
+    st = make_plan(p, shared->memo);
+  p->cfg.ramp = NULL; /* the caller's */
   if (st != PS_OK)
     ps_plan_destroy(p);
   else
@@ -554,6 +610,7 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
     st = ps__spec_copy(&p->spec, spec);
   if (st == PS_OK)
     st = compile_plan(p, &r);
+  p->cfg.ramp = NULL; /* the caller's */
   if (st != PS_OK)
     ps_plan_destroy(p);
   else
@@ -593,15 +650,13 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   if (!device_mem_bytes || !host_mem_bytes)
     return ps__fail(PS_EINVAL,
                     "ps_plan_smallest: device_mem_bytes and host_mem_bytes must be given");
-  if (cfg && cfg->val_tokens)
-    return ps__fail(PS_EINVAL,
-                    "the smallest caps are those of training alone: leave --val-tokens out");
   if (cfg && cfg->sample_sequences)
     return ps__fail(PS_EINVAL, "the smallest caps are those of training alone: leave samples out");
   ps_plan *p = NULL;
   ps__search_result r;
   ps__memo *memo = NULL;
   PS_TRY(ps__plan_new(&p, model, cfg, hw));
+  p->counts_guests = ps__plan_has_guests(p);
   ps_status st = ps__memo_create(&memo);
   if (st == PS_OK)
     st = ps__find_plan(p, memo, true, &r);

@@ -26,6 +26,7 @@ struct ps_plan {
   struct ps__gen_setup *sampling;
   struct ps__ramp *ramp; /* [n_ramp]; stages whose build failed are half filled */
   uint32_t n_ramp;
+  bool counts_guests; /* the search counts the memory of ramp and validation (beside.c) */
   char *text, *json;
   _Atomic uint32_t in_use; /* 1: a trainer has it */
 };
@@ -50,8 +51,9 @@ typedef struct ps__step_size {
 } ps__step_size;
 ps__step_size ps__step_size_at(const ps_plan *p, uint64_t step);
 /* ps__plan_ramp() - check and plan the stages of p->cfg over the step of @p, which is mapped; widen
- * its arenas where a stage needs more. Errors: PS_EINVAL, PS_ENOMEM. */
-ps_status ps__plan_ramp(ps_plan *p);
+ * its arenas where a stage needs more. @run: make their schedules and predict their times; else
+ * they tell their memory alone. Errors: PS_EINVAL, PS_ENOMEM. */
+ps_status ps__plan_ramp(ps_plan *p, bool run);
 void ps__plan_ramp_free(ps_plan *p);
 
 /* ps__plan_from_spec() - a plan of given decisions, without a search and without caps. @spec is
@@ -78,13 +80,23 @@ ps_status ps__plan_check_events(const ps_plan *p, const ps_trace_event *events, 
 
 /* ---- validation.c: the validation beside a training ------------------------------------------ */
 /* ps__plan_validation() - plan the validation that p->cfg asks for, over the step of @p, which is
- * mapped; widen the arenas of @p where the validation needs more. Errors: PS_ENOMEM, PS_EINVAL. */
-ps_status ps__plan_validation(ps_plan *p);
+ * mapped; widen the arenas of @p where the validation needs more. @run: as of ps__plan_ramp().
+ * Errors: PS_ENOMEM, PS_EINVAL. */
+ps_status ps__plan_validation(ps_plan *p, bool run);
 
 /* ---- beside.c: the caps, with a batch ramp and a validation ---------------------------------- */
 /* ps__plan_beside_check() - PS_EBUDGET where the report of @p, which counts both, is past a cap or
  * past what the GPU has. */
 ps_status ps__plan_beside_check(const ps_plan *p);
+static inline bool ps__plan_has_guests(const ps_plan *p) {
+  return p->cfg.n_ramp || p->cfg.val_tokens;
+}
+/* ps__plan_beside_bytes() - BYTES by place, of all that the caps count, of a plan with these
+ * decisions, whose @step is mapped and has all its rounds. *n_ops: of ramp and validation. Any
+ * thread. Errors: PS_ENOMEM, PS_EINVAL. */
+ps_status ps__plan_beside_bytes(const ps_plan *p, const ps__layout *layout, const ps__spec *spec,
+                                const ps__step *step, uint64_t bytes[PS__MAX_PLACES],
+                                uint64_t *n_ops);
 
 /* ---- sampling.c: text sampled beside a training ---------------------------------------------- */
 /* ps__plan_sampling() - plan the generation that p->cfg asks for, past the persistent tensors of
@@ -175,4 +187,8 @@ double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__
 /* ps__host_overhead() - host BYTES that a step takes besides its arena, and two parts of them. */
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
                            uint64_t *trace);
+/* ps__used_bytes() - BYTES by place, of all that the caps count, of a step whose arenas take
+ * @arena. */
+void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena[PS__MAX_PLACES],
+                    uint64_t out[PS__MAX_PLACES]);
 #endif

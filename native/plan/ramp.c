@@ -32,7 +32,7 @@ static ps_status check(const ps_plan *p) {
   return PS_OK;
 }
 
-static ps_status build(ps_plan *p, ps__ramp *r) {
+static ps_status build(ps_plan *p, ps__ramp *r, bool run) {
   const ps__layout *l = &p->layout;
   ps_program *program = NULL;
   double end[PS__SIM_STEPS];
@@ -40,6 +40,10 @@ static ps_status build(ps_plan *p, ps__ramp *r) {
                          l->chunks_per_round, l->first_round_chunks));
   PS_TRY(ps__step_emit(&r->step, p->model, &r->layout, &p->spec, &p->hooks));
   PS_TRY(ps__step_map_over(&r->step, &p->step));
+  if (!run) {
+    ps__step_widen(&p->step, &r->step);
+    return PS_OK;
+  }
   ps_status st = ps__step_program(&r->step, &program);
   if (st == PS_OK)
     st = ps_schedule_compile(&r->schedule, program);
@@ -52,7 +56,7 @@ static ps_status build(ps_plan *p, ps__ramp *r) {
   return PS_OK;
 }
 
-ps_status ps__plan_ramp(ps_plan *p) {
+ps_status ps__plan_ramp(ps_plan *p, bool run) {
   uint64_t step = 0, sequence = 0;
   PS_TRY(check(p));
   if (!p->cfg.n_ramp)
@@ -68,9 +72,8 @@ ps_status ps__plan_ramp(ps_plan *p) {
     r->first_sequence = sequence;
     step += r->n_steps;
     sequence += r->n_steps * r->n_sequences;
-    PS_TRY(build(p, r));
+    PS_TRY(build(p, r, run));
   }
-  p->cfg.ramp = NULL; /* the caller's */
   return PS_OK;
 }
 

@@ -491,7 +491,7 @@ ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__sear
     qsort(s->space.candidate, s->space.n_candidates, sizeof *s->space.candidate, by_estimate);
     s->large = is_large(s);
   }
-  if (st == PS_OK && s->large)
+  if (st == PS_OK && s->large && !plan->counts_guests) /* guests need all rounds */
     st = ps__search_space_shorten(&s->space);
   if (st == PS_OK)
     st = sizes_only ? find_smallest(s) : find_on_ladder(s);

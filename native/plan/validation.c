@@ -1,9 +1,9 @@
 /* validation.c - the validation beside a training: a forward-only step in the memory of the plan's
  * step, which runs while no step of training is in flight.
  *
- * Nothing of the plan follows from it, so that a training gives the same bits with and without a
- * validation. What is chosen here changes no bits either: how many chunks a round has, and how far
- * ahead parameters are fetched. */
+ * Nothing of the plan follows from it where the plan holds it (beside.c), so that a training gives
+ * the same bits with and without a validation. What is chosen here changes no bits either: how many
+ * chunks a round has, and how far ahead parameters are fetched. */
 #include "plan/plan_impl.h"
 
 enum { MOST_LEAD = 2 };
@@ -82,7 +82,7 @@ static void cut(ps_plan *p, uint64_t *sequences) {
   *sequences = all / p->val_steps;
 }
 
-ps_status ps__plan_validation(ps_plan *p) {
+ps_status ps__plan_validation(ps_plan *p, bool run) {
   ps_plan_config cfg = p->cfg;
   uint64_t sequences;
   cut(p, &sequences);
@@ -95,6 +95,10 @@ ps_status ps__plan_validation(ps_plan *p) {
   PS_TRY(ps__plan_new(&p->val, &p->model->cfg, &cfg, &p->hw));
   ps_program *program = NULL;
   PS_TRY(find_step(p, p->val));
+  if (!run) {
+    ps__step_widen(&p->step, &p->val->step);
+    return PS_OK;
+  }
   ps_status st = ps__step_program(&p->val->step, &program);
   if (st == PS_OK)
     st = ps_schedule_compile(&p->val->schedule, program);

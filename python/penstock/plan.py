@@ -236,7 +236,7 @@ class Plan(Owner):
     z_loss                 adds z_loss * logsumexp(logits)^2 to the loss that is trained
     label_smoothing        this part of a target is spread over the vocabulary
     val_tokens             tokens of a validation beside training (Trainer.validate()); 0: none. The
-                           plan is the same without
+                           plan is the same without, unless only another plan holds it
     sample_sequences,      prompts that Trainer.sample() computes at once, and the tokens that a
     sample_context         prompt and its text may have together; 0: none. The plan is the same
                            without
@@ -435,6 +435,8 @@ class Plan(Owner):
         forward_only: bool = False,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
+        batch_ramp=(),
+        val_tokens: int = 0,
         lora: Lora | None = None,
         fp8_bf16_first: int | None = None,
         fp8_bf16_last: int | None = None,
@@ -469,12 +471,15 @@ class Plan(Owner):
             forward_only,
             z_loss,
             label_smoothing,
+            val_tokens,
             lora=lora,
             keep_logits=keep_logits,
             fp8=(fp8_bf16_first, fp8_bf16_last, fp8_bf16_down),
         )
+        ramp = _set_ramp(cfg, batch_ramp)
         device, host = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))
+        del ramp
         return device[0], host[0]
 
     def params(self) -> list[Parameter]:
