@@ -343,22 +343,16 @@ def test_every_op_has_cases():
 
 @pytest.mark.parametrize("dt", [F32, BF16], ids=["fp32", "bf16"])
 def test_a_row_of_gemm_rows_does_not_depend_on_the_others(dt):
-    """OpenBLAS's products do: test that the shapes tell the two apart, in fp32."""
+    """OpenBLAS's products do on some CPUs, so there the test fails with `gemm` in its place."""
     torch.manual_seed(0)
     x, w = (torch.randn(n, 2048).to(TORCH[dt]) for n in (64, 1000))
 
-    def product(name, rows):
+    def product(rows):
         a = Gemm(m=len(rows), n=1000, k=2048, lda=2048, ldb=2048, ldc=1000)
         a.trans_b, a.dt_a, a.dt_b, a.dt_c = 1, dt, dt, dt
         out = torch.zeros(len(rows), 1000, dtype=x.dtype)
-        return run(name, a, [("r", x[rows].contiguous()), ("r", w), ("w", out)])[0]
+        return run("gemm_rows", a, [("r", x[rows].contiguous()), ("r", w), ("w", out)])[0]
 
-    picks = [[5], [0, 5], [5, 1, 2], list(range(6)), list(range(5, 38))]
-    same = {
-        name: all(
-            torch.equal(product(name, rows)[rows.index(5)], product(name, list(range(64)))[5])
-            for rows in picks
-        )
-        for name in ("gemm_rows", "gemm")
-    }
-    assert same["gemm_rows"] and (dt == BF16 or not same["gemm"])
+    row = product(list(range(64)))[5]
+    for rows in [[5], [0, 5], [5, 1, 2], list(range(6)), list(range(5, 38))]:
+        assert torch.equal(product(rows)[rows.index(5)], row), rows
