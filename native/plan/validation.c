@@ -18,17 +18,7 @@ static void free_step(ps_plan *v) {
  * streamed. */
 static ps_status decide(ps_plan *v, const ps__spec *of, uint32_t lead) {
   ps__spec *s = &v->spec;
-  PS_TRY(ps__spec_init(s, v->model, &v->layout));
-  s->recipe = of->recipe;
-  s->optimizer = of->optimizer;
-  s->backend = of->backend;
-  s->cudnn_version = of->cudnn_version;
-  s->deterministic = of->deterministic;
-  s->one_document = of->one_document;
-  s->chunk_tokens = v->layout.chunk_tokens;
-  s->chunks_per_round = s->first_round_chunks = v->layout.chunks_per_round;
-  s->head_slice = of->head_slice;
-  s->embed_on_host = of->embed_on_host;
+  PS_TRY(ps__spec_init_beside(s, v->model, &v->layout, of));
   s->param_lead = lead;
   for (uint32_t u = 0; u < s->n_units; u++)
     s->param_resident[u] = ps__weights_stay(of, u);

@@ -50,6 +50,23 @@ ps_status ps__spec_init(ps__spec *s, const ps_model *m, const ps__layout *l) {
   return PS_OK;
 }
 
+ps_status ps__spec_init_beside(ps__spec *s, const ps_model *m, const ps__layout *l,
+                               const ps__spec *of) {
+  PS_TRY(ps__spec_init(s, m, l));
+  s->recipe = of->recipe;
+  s->optimizer = of->optimizer;
+  s->backend = of->backend;
+  s->cudnn_version = of->cudnn_version;
+  s->deterministic = of->deterministic;
+  s->one_document = of->one_document;
+  s->chunk_tokens = l->chunk_tokens;
+  s->chunks_per_round = l->chunks_per_round;
+  s->first_round_chunks = l->first_round_chunks;
+  s->head_slice = of->head_slice;
+  s->embed_on_host = of->embed_on_host;
+  return PS_OK;
+}
+
 ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src) {
   *dst = *src;
   PS_TRY(spec_alloc(dst));

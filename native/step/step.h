@@ -99,6 +99,10 @@ static inline ps__update_part ps__update_part_of(const ps__spec *s, uint32_t uni
 /* ps__spec_init() - everything recomputed but the blocks' inputs, nothing device-resident.
  * Errors: PS_ENOMEM. Freed by ps__spec_free(). */
 ps_status ps__spec_init(ps__spec *s, const ps_model *m, const ps__layout *l);
+/* ps__spec_init_beside() - the same, for a step that takes turns with that of @of: its recipe,
+ * optimizer, machine and slices of the head, and where its embedding is. Errors: PS_ENOMEM. */
+ps_status ps__spec_init_beside(ps__spec *s, const ps_model *m, const ps__layout *l,
+                               const ps__spec *of);
 /* ps__spec_copy() - a copy that owns its arrays. Errors: PS_ENOMEM. */
 ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src);
 void ps__spec_free(ps__spec *s);

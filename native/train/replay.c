@@ -92,17 +92,7 @@ static ps_status decide(ps__replay *r, saved where) {
   const ps_plan *p = r->t->plan;
   const ps__spec *of = &p->spec;
   ps__spec *s = &r->spec;
-  PS_TRY(ps__spec_init(s, p->model, &r->layout));
-  s->recipe = of->recipe;
-  s->optimizer = of->optimizer;
-  s->backend = of->backend;
-  s->cudnn_version = of->cudnn_version;
-  s->deterministic = of->deterministic;
-  s->one_document = of->one_document;
-  s->chunk_tokens = r->layout.chunk_tokens;
-  s->chunks_per_round = s->first_round_chunks = r->layout.chunks_per_round;
-  s->head_slice = of->head_slice;
-  s->embed_on_host = of->embed_on_host;
+  PS_TRY(ps__spec_init_beside(s, p->model, &r->layout, of));
   s->clip = s->checked = true;
   memcpy(s->param_resident, of->param_resident, s->n_units);
   memcpy(s->update_resident, of->update_resident, s->n_units);
