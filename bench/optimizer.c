@@ -147,7 +147,7 @@ static ps__update update_of(ps_optimizer o) {
 
 static void measure_optimizer(ps__pool *pool, state *st, ps_optimizer o, int reps) {
   st->u = update_of(o);
-  for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
+  for (int recipe = 0; recipe < PS__N_UPDATE_RECIPES; recipe++)
     for (int simd = 0; simd <= (int)ps__simd_best(); simd++) {
       st->u.recipe = (ps_recipe)recipe;
       st->simd = (ps__simd)simd;

@@ -26,6 +26,8 @@ const ps__recipe ps__recipes[PS_N_RECIPES] = {PS__RECIPES(ROW) PS__FP8_RECIPES(F
   _Static_assert((weights) == (grad), name ": an op of a layer has one dtype");
 PS__RECIPES(ONE_DTYPE)
 
+_Static_assert((int)PS_RECIPE_FP8 == PS__N_UPDATE_RECIPES, "FP8's recipes are the last");
+
 const char *ps_recipe_name(ps_recipe recipe) {
   return (unsigned)recipe < PS_N_RECIPES ? ps__recipes[recipe].name : "unknown";
 }

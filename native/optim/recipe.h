@@ -42,6 +42,9 @@ typedef struct ps__recipe {
 /* The names of PS__RECIPES in the same order, for macros with arguments of their own. */
 #define PS__EACH_RECIPE(X, ...)                                                                    \
   X(FP32, __VA_ARGS__) X(FP32_MASTER, __VA_ARGS__) X(BF16, __VA_ARGS__)
+/* How many those are. They come first: updates are of recipes below PS__N_UPDATE_RECIPES. */
+#define PS__ONE_MORE(...) +1
+enum { PS__N_UPDATE_RECIPES = PS__EACH_RECIPE(PS__ONE_MORE, ) };
 /* For messages. */
 #define PS__RECIPE_NAMES "fp32, fp32-master, bf16, fp8 or fp8-master"
 extern const ps__recipe ps__recipes[PS_N_RECIPES];

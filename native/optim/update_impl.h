@@ -81,7 +81,7 @@ PS__ANYWHERE static inline void ps__sr_words(uint64_t word[1 + PS_MAX_STATES], u
 /* One contiguous piece, by optimizer, recipe and part; NULL for parts that an optimizer is not
  * split into. */
 typedef void (*ps__update_fn)(uint64_t n, const ps__arrays *a, const ps__update_k *k);
-typedef ps__update_fn ps__update_table[PS_N_OPTIMIZERS][PS_N_RECIPES][PS_N_UPDATE_PARTS];
+typedef ps__update_fn ps__update_table[PS_N_OPTIMIZERS][PS__N_UPDATE_RECIPES][PS_N_UPDATE_PARTS];
 extern const ps__update_table ps__update_scalar;
 #if defined(__x86_64__)
 extern const ps__update_table ps__update_avx2;

@@ -206,7 +206,7 @@ static void test_same_bits(uint32_t stride) {
   gate.step = 41;
   for (int optimizer = 0; optimizer < PS_N_OPTIMIZERS; optimizer++) {
     uint32_t cases = 0;
-    for (int recipe = 0; recipe < PS_N_RECIPES; recipe++)
+    for (int recipe = 0; recipe < PS__N_UPDATE_RECIPES; recipe++)
       for (uint32_t i = 0; i < 5 * sizeof length / sizeof *length; i += stride, cases += 5)
         same_bits((ps_optimizer)optimizer, (ps_recipe)recipe, length[i / 5], i);
     printf("ok %s: the host's bits: %u cases of 3 steps, 3 recipes\n",
@@ -219,11 +219,11 @@ static void test_same_bits(uint32_t stride) {
 static void test_gate(void) {
   const ps__segment one = {0, 5003, 0.1f};
   static const double bad[] = {INFINITY, NAN, -INFINITY};
-  for (int i = 0; i < PS_N_OPTIMIZERS * PS_N_RECIPES; i++) {
+  for (int i = 0; i < PS_N_OPTIMIZERS * PS__N_UPDATE_RECIPES; i++) {
     update u = {.segments = &one,
                 .n_segments = 1,
-                .s = {.optimizer = (ps_optimizer)(i / PS_N_RECIPES),
-                      .recipe = (ps_recipe)(i % PS_N_RECIPES),
+                .s = {.optimizer = (ps_optimizer)(i / PS__N_UPDATE_RECIPES),
+                      .recipe = (ps_recipe)(i % PS__N_UPDATE_RECIPES),
                       .lr = 1e-2f,
                       .beta1 = 0.9f,
                       .beta2 = 0.95f,
@@ -265,7 +265,7 @@ static void test_refused(void) {
   ps__update_gate g = {.step = &device_gate->step};
   ps__arrays a = arrays_of(&u, device);
   const ps__update_unit_fn unit = ps__update_unit[PS_BACKEND_CUDA];
-  u.s.recipe = PS_N_RECIPES;
+  u.s.recipe = PS__N_UPDATE_RECIPES;
   CHECK_FAILS(unit(&exec, &u.s, &one, 1, &a, 0, &g), PS_EINVAL, "recipe 3");
   u.s.recipe = PS_RECIPE_FP32;
   u.s.part = PS_UPDATE_WEIGHTS;
@@ -359,8 +359,9 @@ static void speeds(void) {
   gate.step = 5;
   gate.scale = 0.5f;
   need(cudaMemcpy(device_gate, &gate, sizeof gate, cudaMemcpyHostToDevice), "gate");
-  for (int i = 0; i < PS_N_OPTIMIZERS * PS_N_RECIPES; i++)
-    time_case((ps_optimizer)(i / PS_N_RECIPES), (ps_recipe)(i % PS_N_RECIPES), copy, from, to);
+  for (int i = 0; i < PS_N_OPTIMIZERS * PS__N_UPDATE_RECIPES; i++)
+    time_case((ps_optimizer)(i / PS__N_UPDATE_RECIPES), (ps_recipe)(i % PS__N_UPDATE_RECIPES), copy,
+              from, to);
 }
 
 int main(int argc, char **argv) {

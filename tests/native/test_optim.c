@@ -58,12 +58,12 @@ static const ps__update base = {.lr = 1e-2f,
                                 .seed = 42,
                                 .step = 7};
 /* Every optimizer in every recipe; SGD with and without nesterov. */
-enum { N_CASES = (PS_N_OPTIMIZERS + 1) * PS_N_RECIPES };
+enum { N_CASES = (PS_N_OPTIMIZERS + 1) * PS__N_UPDATE_RECIPES };
 static ps__update case_of(int i) {
   ps__update u = base;
-  u.nesterov = i / PS_N_RECIPES == PS_N_OPTIMIZERS;
-  u.optimizer = u.nesterov ? PS_OPTIMIZER_SGD : (ps_optimizer)(i / PS_N_RECIPES);
-  u.recipe = (ps_recipe)(i % PS_N_RECIPES);
+  u.nesterov = i / PS__N_UPDATE_RECIPES == PS_N_OPTIMIZERS;
+  u.optimizer = u.nesterov ? PS_OPTIMIZER_SGD : (ps_optimizer)(i / PS__N_UPDATE_RECIPES);
+  u.recipe = (ps_recipe)(i % PS__N_UPDATE_RECIPES);
   return u;
 }
 #define EACH_CASE(u)                                                                               \

@@ -227,7 +227,7 @@ typedef cudaError_t (*launch_fn)(job *j, const ps__update *u, const ps__segment 
 #define LAUNCH(RECIPE, NAME) launch<PS_OPTIMIZER_##NAME, PS_RECIPE_##RECIPE>,
 /* By optimizer and recipe. */
 #define LAUNCHES(NAME, name, n_states, parts, state_op) {PS__EACH_RECIPE(LAUNCH, NAME)},
-static const launch_fn launches[PS_N_OPTIMIZERS][PS_N_RECIPES] = {PS__OPTIMIZERS(LAUNCHES)};
+static const launch_fn launches[PS_N_OPTIMIZERS][PS__N_UPDATE_RECIPES] = {PS__OPTIMIZERS(LAUNCHES)};
 
 /* update
  * math    optim.h; nothing at all where the gate is closed
@@ -242,7 +242,7 @@ extern "C" ps_status ps__cuda_update_unit(void *exec, const ps__update *u,
                                           const ps__segment *segments, uint32_t n_segments,
                                           const ps__arrays *a, uint64_t unit_element0,
                                           const ps__update_gate *gate) {
-  if ((uint32_t)u->optimizer >= PS_N_OPTIMIZERS || (uint32_t)u->recipe >= PS_N_RECIPES ||
+  if ((uint32_t)u->optimizer >= PS_N_OPTIMIZERS || (uint32_t)u->recipe >= PS__N_UPDATE_RECIPES ||
       u->part != PS_UPDATE_WHOLE)
     return ps__fail(PS_EINVAL, "update: optimizer %u, recipe %u, part %u is not there",
                     (unsigned)u->optimizer, (unsigned)u->recipe, (unsigned)u->part);
