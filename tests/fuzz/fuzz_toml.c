@@ -8,7 +8,8 @@ static int take(void *user, const cli_toml_item *item) {
   if (!strlen(item->table) || !strlen(item->key) || !item->line || (!item->array && item->n != 1))
     abort();
   for (uint32_t i = 0; i < item->n; i++) {
-    if (item->kind == CLI_TOML_STRING && !cli_toml_holds(item->value[i]))
+    const char *const end = item->value[i] + strlen(item->value[i]);
+    if (item->kind == CLI_TOML_STRING && cli_not_utf8(item->value[i], end) != end)
       abort();
     *sum += strlen(item->value[i]);
   }
