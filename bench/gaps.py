@@ -103,7 +103,9 @@ def marks_cost(metrics, timeline):
 
 def experiment(build, options):
     """Both parts; returns an exit code."""
-    done = subprocess.run([build / "bench/gaps"], stdout=subprocess.PIPE, text=True)
+    named = [word for i, word in enumerate(options) if options[i - 1 : i] == ["--backend"]]
+    backend = [name for name in named if name != "auto"]
+    done = subprocess.run([build / "bench/gaps", *backend], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         return done.returncode
     print(f"{'launch':10} {'beside':6} {'mean us':>8} {'p10':>7} {'p50':>7} {'p90':>7} {'p99':>7}")

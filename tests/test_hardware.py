@@ -207,6 +207,7 @@ def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
             "accumulate_sumsq_bytes_per_s",
             "sumsq_bytes_per_s",
             "gather_bytes_per_s",
+            "gemm_fp8_flops_per_s",
             "idle_gain",
             "idle_most",
             "driver_version",

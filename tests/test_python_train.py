@@ -59,7 +59,7 @@ def test_sizes_are_read_as_people_write_them():
         "20GiB": 20 << 30,
         "1.5 MiB": 3 << 19,
         "2e9": 2 * 10**9,
-        2e18: 2 * 10**18,
+        9e17: 9 * 10**17,
         "3MB": 3 * 10**6,
         "7B": 7,
     }

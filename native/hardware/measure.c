@@ -588,6 +588,7 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
     st = map_sets(&b, device, profile);
   if (st == PS_OK)
     st = measure(&b, &hw, profile);
+  ps__hardware_complete(&hw); /* as a file of it is, read again */
   if (st == PS_OK)
     *out = hw;
   if (scratch)
