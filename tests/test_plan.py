@@ -501,14 +501,15 @@ def test_the_smallest_caps_of_a_large_family_have_a_plan():
 
 
 def test_a_plan_for_less_memory_is_a_plan_for_more():
-    """Under 128 GiB of host memory a search under 16 GiB of the device alone finds a plan 0.4%
-    slower than one under 12."""
+    """Under 128 GiB of host memory a search under 12 GiB of the device alone finds a plan 0.35%
+    slower than one under 8, the next cap of the ladder."""
     model, ask = (
         ModelConfig.read(ROOT / "models/8b.json"),
         on_a_4090(32768, "128GiB", keep_grads=False) | {"reserve": 1157365760},
     )
-    small, large = (Plan(model, device_mem=f"{device}GiB", **ask).report for device in (12, 16))
-    assert large["step_s"] <= small["step_s"]
+    small, large = (Plan(model, device_mem=f"{device}GiB", **ask).report for device in (8, 12))
+    # two plans of one time: their simulated ns differ in the 15th digit
+    assert large["step_s"] <= small["step_s"] * (1 + 1e-12)
 
 
 @pytest.mark.long
