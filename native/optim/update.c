@@ -127,7 +127,7 @@ ps__arrays ps__arrays_from(const ps__arrays *a, ps_recipe recipe, uint64_t first
 
 void ps__update_elements(ps__simd simd, const ps__update *u, uint64_t n, const ps__arrays *a,
                          float decay, uint64_t element0) {
-  assert(u->recipe < PS__N_UPDATE_RECIPES);
+  assert((int)u->recipe < PS__N_UPDATE_RECIPES);
   const ps__update_fn update = (*table(simd))[u->optimizer][u->recipe][u->part];
   assert(update);
   const unsigned mode = enter_mode();
