@@ -265,7 +265,7 @@ static void test_refused(void) {
   ps__update_gate g = {.step = &device_gate->step};
   ps__arrays a = arrays_of(&u, device);
   const ps__update_unit_fn unit = ps__update_unit[PS_BACKEND_CUDA];
-  u.s.recipe = PS__N_UPDATE_RECIPES;
+  u.s.recipe = (ps_recipe)PS__N_UPDATE_RECIPES;
   CHECK_FAILS(unit(&exec, &u.s, &one, 1, &a, 0, &g), PS_EINVAL, "recipe 3");
   u.s.recipe = PS_RECIPE_FP32;
   u.s.part = PS_UPDATE_WEIGHTS;
