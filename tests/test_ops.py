@@ -83,7 +83,7 @@ Gemm = struct(
         ("f", "alpha"),
     ],
 )
-Quantize = struct("Quantize", [("I", "rows cols dt dt_q forms")])
+Quantize = struct("Quantize", [("I", "rows cols dt dt_q forms given count")])
 GemmFp8 = struct(
     "GemmFp8",
     [

@@ -35,6 +35,7 @@ extern "C" {
   X(gemm)                                                                                          \
   X(gemm_rows)                                                                                     \
   X(gemm_fp8)                                                                                      \
+  X(fp8_scale)                                                                                     \
   X(quantize)                                                                                      \
   X(rmsnorm_quantize)                                                                              \
   X(qkv_split_fwd)                                                                                 \
@@ -266,7 +267,12 @@ static inline float ps__gemm_alpha(const ps__args_gemm *a) {
  * that computes and quantizes gives the bits of the op that stores, followed by `quantize`.
  *   - amax is that of exactly what the launch quantizes: one chunk's tensor, one span of weights.
  *     It is a maximum of bits, so it depends on no order.
- *   - Nothing saturates: amax/s is at most the largest number.
+ *   - Nothing saturates: amax/s is at most the largest number. Only a quantize with a given scale
+ *     may saturate.
+ *   - Numbers below half of the least are flushed to zero, those of a tensor with an outlier. An op
+ *     with count k > 0 adds to flushed[k - 1], u64, the number of elements that are not 0 and whose
+ *     q is. Each element counts once, also where both forms are written. A sum of integers depends
+ *     on no order.
  *   - An x that is not finite makes s NaN, and with it every product that reads s. The step's loss
  *     or norm is then NaN, which the trainer sees.
  * FORMS. Products take both operands with their summed dimension contiguous (gemm_fp8).
@@ -291,35 +297,50 @@ __host__ __device__
   return (uint32_t)(e < 1 ? 1 : e) << 23;
 }
 
-/* quantize             ptr: R x[rows,cols] dt, W scale f32[2], then W q[rows,cols] if forms has
- *                      ROWS, then W qt[cols,rows] if it has COLS (both u8, of dt_q).
- *                      rows 0 in a definition: the chunk's tokens.
+/* fp8_scale            The scale alone, as quantize computes it first.  ptr: R x[rows,cols] dt, W
+ *                      scale f32[2]. scale[0] is that of headroom * amax, for values that are at
+ *                      most so many times larger than those of x; scale[1] is amax.
+ *                      rows 0 in a definition: the chunk's tokens.  bytes: x once. */
+typedef struct ps__args_fp8_scale {
+  uint32_t rows, cols, dt, dt_q;
+  float headroom; /* a power of two; 0 stands for 1 */
+} ps__args_fp8_scale;
+/* PS_EINVAL names the field and its value (native/kernels/cpu/quantize.c). */
+ps_status ps__check_fp8_scale(const ps__args_fp8_scale *a);
+/* quantize             ptr: R x[rows,cols] dt, W scale f32[2] (R with given), then W q[rows,cols]
+ *                      if forms has ROWS, then W qt[cols,rows] if it has COLS (both u8, of dt_q),
+ *                      then RW flushed u64[] if count.
+ *                      given: scale[0] is taken as it is, and x is read once.
+ *                      rows 0 in a definition: the chunk's tokens, or the head slice's.
  *                      bytes: x twice (amax, then values), each form once.
- *                      deterministic: elementwise, and a maximum. */
+ *                      deterministic: elementwise, a maximum, and sums of integers. */
 typedef struct ps__args_quantize {
-  uint32_t rows, cols, dt, dt_q, forms;
+  uint32_t rows, cols, dt, dt_q, forms, given, count;
 } ps__args_quantize;
 ps_status ps__check_quantize(const ps__args_quantize *a, const char *op);
 /* rmsnorm_quantize     y of rmsnorm_fwd (without a residual), rounded to norm.dt, quantized to
  *                      dt_q.
  *                      ptr: R x[rows,cols], R w[cols], W scale f32[2], then W q[rows,cols] if
- *                      forms has ROWS, then W qt[cols,rows] if it has COLS.
+ *                      forms has ROWS, then W qt[cols,rows] if it has COLS, then RW flushed u64[]
+ *                      if count.
  *                      bytes: x twice, each form once; y is stored nowhere. */
 typedef struct ps__args_rmsnorm_quantize {
   ps__args_rmsnorm norm;
-  uint32_t dt_q, forms;
+  uint32_t dt_q, forms, count;
 } ps__args_rmsnorm_quantize;
 /* glu_quantize         s of glu_fwd, rounded to glu.dt, quantized to dt_q.
  *                      ptr: R gu[T,2F], W scale f32[2], then W q[T,F] if forms has ROWS, then W
- *                      qt[F,T] if it has COLS.  bytes: gu twice, each form once. */
+ *                      qt[F,T] if it has COLS, then RW flushed u64[] if count.  bytes: gu twice,
+ *                      each form once. */
 /* glu_bwd_quantize     What glu_bwd leaves, each rounded to dt and quantized with a scale of its
  *                      own: the gradient of gu to dt_q in both forms, s to PS__E4M3 in the form
  *                      COLS (what dW of down reads). Neither ds nor gu changes. forms says nothing.
  *                      ptr: R ds[T,F], R gu[T,2F], W scale_gu f32[2], W dgu[T,2F] u8, W
- *                      dgut[2F,T] u8, W scale_s f32[2], W st[F,T] u8.
+ *                      dgut[2F,T] u8, W scale_s f32[2], W st[F,T] u8, then RW flushed u64[] if
+ *                      count: flushed[count - 1] counts the gradient, flushed[count] counts s.
  *                      bytes: ds and gu twice, each result once. */
 typedef struct ps__args_glu_quantize {
-  uint32_t n_tokens, ffn_dim, dt, activation, dt_q, forms; /* the first four as ps__args_glu */
+  uint32_t n_tokens, ffn_dim, dt, activation, dt_q, forms, count; /* four as ps__args_glu */
 } ps__args_glu_quantize;
 
 /* gemm_fp8             C[M,N] = (C +) alpha sA sB A B^T (+ bias[N]) (+ residual[M,N]), added in

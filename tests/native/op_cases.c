@@ -518,7 +518,8 @@ static void quantize(visit *v, uint32_t dt) {
   for (uint32_t forms = v->sizes == OP_BENCH ? 3 : 1; forms <= 3; forms++) {
     static const float size[] = {3, 1e-6f, 1e4f};
     const uint64_t n = (uint64_t)s[0] * s[1];
-    const ps__args_quantize a = {s[0], s[1], dt, (s_i + forms) % 2 ? PS__E4M3 : PS__E5M2, forms};
+    const ps__args_quantize a = {s[0],  s[1], dt, (s_i + forms) % 2 ? PS__E4M3 : PS__E5M2,
+                                 forms, 0,    0};
     if (!wanted(v, n))
       continue;
     const op_operand o[] = {in(dt, n, size[s_i % 3]), out(PS_F32, 2, exact), out(a.dt_q, n, exact),

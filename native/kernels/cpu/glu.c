@@ -166,9 +166,9 @@ static void glu_put_task(void *arg, int64_t first, int64_t end, uint32_t worker)
 
 static void glu_quantize_run(glu_quantize_job *job) {
   ps__cpu_rows(job->exec, job->a->n_tokens, PS__QUANTIZE_ROWS, glu_see_task, job);
-  ps__quantizer_ready(&job->s);
+  ps__quantizer_ready(&job->s, 1);
   if (job->ds)
-    ps__quantizer_ready(&job->grad);
+    ps__quantizer_ready(&job->grad, 1);
   ps__cpu_rows(job->exec, job->a->n_tokens, PS__QUANTIZE_ROWS, glu_put_task, job);
 }
 
@@ -189,6 +189,7 @@ static ps_status glu_quantize(const ps_launch *l) {
   uint32_t next = 1;
   glu_quantize_job job = {.a = a, .exec = l->exec, .gu = l->ptr[0]};
   job.s = ps__quantizer_of(l, &next, a->n_tokens, a->ffn_dim, a->dt, a->dt_q, a->forms);
+  job.s.flushed = ps__flushed_of(l, next, a->count);
   glu_quantize_run(&job);
   return PS_OK;
 }
@@ -205,6 +206,8 @@ static ps_status glu_bwd_quantize(const ps_launch *l) {
   job.grad = ps__quantizer_of(l, &next, a->n_tokens, 2 * a->ffn_dim, a->dt, a->dt_q,
                               PS_FORM_ROWS | PS_FORM_COLS);
   job.s = ps__quantizer_of(l, &next, a->n_tokens, a->ffn_dim, a->dt, PS__E4M3, PS_FORM_COLS);
+  job.grad.flushed = ps__flushed_of(l, next, a->count);
+  job.s.flushed = ps__flushed_of(l, next, a->count ? a->count + 1 : 0);
   glu_quantize_run(&job);
   return PS_OK;
 }

@@ -222,8 +222,9 @@ static ps_status rmsnorm_quantize(const ps_launch *l) {
   norm_quantize_job job = {.norm = {.a = &a->norm, .x = l->ptr[0], .w = l->ptr[1]},
                            .exec = l->exec};
   job.z = ps__quantizer_of(l, &next, a->norm.rows, a->norm.cols, a->norm.dt, a->dt_q, a->forms);
+  job.z.flushed = ps__flushed_of(l, next, a->count);
   ps__cpu_rows(l->exec, a->norm.rows, PS__QUANTIZE_ROWS, norm_see_task, &job);
-  ps__quantizer_ready(&job.z);
+  ps__quantizer_ready(&job.z, 1);
   ps__cpu_rows(l->exec, a->norm.rows, PS__QUANTIZE_ROWS, norm_put_task, &job);
   return PS_OK;
 }
