@@ -230,7 +230,7 @@ static int write_patterns(void) {
   ps_status st = ps__map(&memory, l.pattern_bytes, "patterns");
   for (uint32_t k = UNSET + 1; st == PS_OK && k < N_CONTENTS; k++) {
     fill_pattern(memory, (content)k, l.pattern_bytes);
-    st = ps__engine_write(l.engine, l.job.plan->at->device, (k - 1) * l.pattern_bytes, memory,
+    st = ps__engine_write(l.engine, l.job.plan->at->dev[0].place, (k - 1) * l.pattern_bytes, memory,
                           l.pattern_bytes);
   }
   if (st == PS_OK)
@@ -339,7 +339,7 @@ static int list_calls(void) {
     ps_status st = ps_schedule_op(p->schedule, i, &op);
     if (st != PS_OK)
       return failed(st);
-    if (op.stream != p->at->compute || !op.kernel)
+    if (op.stream != p->at->dev[0].compute || !op.kernel)
       continue;
     uint32_t k = 0;
     while (k < l.n_calls && !alike(&l.call[k].op, &op))
@@ -381,12 +381,12 @@ static void lay_out(void) {
 /* ---- the program ----------------------------------------------------------------------------- */
 
 static ps_status add_fill(ps_program *p, content what, uint64_t at, uint64_t bytes) {
-  const uint32_t space = l.job.plan->at->device;
+  const uint32_t space = l.job.plan->at->dev[0].place;
   for (uint64_t done = 0; done < bytes; done += l.pattern_bytes) {
     const uint64_t n = bytes - done < l.pattern_bytes ? bytes - done : l.pattern_bytes;
     const ps_access access[2] = {{space, PS_READ, (what - 1) * l.pattern_bytes, n},
                                  {space, PS_WRITE, l.first_work + at + done, n}};
-    const ps_op op = {.stream = l.job.plan->at->compute, .access = access, .n_access = 2};
+    const ps_op op = {.stream = l.job.plan->at->dev[0].compute, .access = access, .n_access = 2};
     PS_TRY(ps_program_add(p, &op, NULL));
   }
   return PS_OK;
@@ -402,11 +402,12 @@ static ps_status add_burst(ps_program *p, call *c) {
       at += aligned(c->op.access[i].bytes);
     }
   }
-  const ps_access all = {l.job.plan->at->device, PS_READ_WRITE, l.first_work, c->n_sets * c->bytes};
+  const ps_access all = {l.job.plan->at->dev[0].place, PS_READ_WRITE, l.first_work,
+                         c->n_sets * c->bytes};
   const ps_op op = {.kernel = &burst_kernel,
                     .args = &args,
                     .args_bytes = sizeof args,
-                    .stream = l.job.plan->at->compute,
+                    .stream = l.job.plan->at->dev[0].compute,
                     .access = &all,
                     .n_access = 1};
   return ps_program_add(p, &op, &c->burst);
@@ -431,7 +432,7 @@ static ps_status open_engine(void) {
   const ps_plan *p = l.job.plan;
   ps__plan_engine(p, &e);
   for (uint32_t i = 0; i < e.n_places; i++) {
-    e.space[i].bytes = i == p->at->device ? l.first_work + l.work_bytes : 0;
+    e.space[i].bytes = i == p->at->dev[0].place ? l.first_work + l.work_bytes : 0;
     e.place[i].cap_bytes = e.place[i].overhead_bytes = 0;
   }
   return ps_engine_create(&l.engine, &e);
@@ -563,7 +564,7 @@ static void print(void) {
   cli_json_number(&j, "model_flops", r->model_flops);
   cli_json_number(&j, "recompute_flops", r->recompute_flops);
   cli_json_number(&j, "predicted_step_s", r->step_s);
-  cli_json_number(&j, "predicted_compute_s", r->stream_busy_s[p->at->compute]);
+  cli_json_number(&j, "predicted_compute_s", r->stream_busy_s[p->at->dev[0].compute]);
   cli_json_close(&j, '}');
   cli_json_number(&j, "gemm_flops_per_s", l.job.hardware.gemm_flops_per_s[p->step.dt]);
   cli_json_number(&j, "gemm_fp8_flops_per_s", p->hw.gemm_fp8_flops_per_s);

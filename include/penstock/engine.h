@@ -39,10 +39,11 @@ extern "C" {
 #endif
 
 enum {
-  PS_MAX_PLACES = 8,
-  PS_MAX_LINKS = 16,
-  PS_MAX_SPACES = 8,
-  PS_MAX_STREAMS = 16,
+  PS_MAX_PLACES = 16,
+  PS_MAX_DEVICES = 8, /* of a plan */
+  PS_MAX_LINKS = 32,
+  PS_MAX_SPACES = 16,
+  PS_MAX_STREAMS = 32,
   PS_MAX_ACCESSES = 12,
   PS_NAME_BYTES = 32
 };
@@ -383,7 +384,7 @@ PS_API ps_status ps_trace_write_json(const char *path, const ps_schedule *schedu
  * of the whole; a demand of 0 ends the list. The caller numbers the resources: CPUs, a place's
  * memory, a link's bus. Where running ops together draw more than 1 of a resource, all ops that
  * draw on it slow down in proportion. */
-enum { PS_SIM_RESOURCES = 24, PS_SIM_DEMANDS = 4, PS_SIM_KINDS = 4 };
+enum { PS_SIM_RESOURCES = 40, PS_SIM_DEMANDS = 4, PS_SIM_KINDS = 4 };
 typedef struct ps_sim_cost {
   double ns;
   double demand[PS_SIM_DEMANDS];

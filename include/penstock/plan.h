@@ -98,7 +98,10 @@ typedef struct ps_plan_config {
    * that of all steps after the ramp. The plan is made for those: its decisions and its cut of
    * chunks and rounds hold in every stage. Borrowed for the call. */
   const ps_ramp_stage *ramp; /* [n_ramp] */
-  uint32_t n_ramp, reserved2;
+  uint32_t n_ramp;
+  /* Devices that train the model together, at most PS_MAX_DEVICES; 0 counts as 1. The bits do not
+   * depend on it, where chunks and rounds are the same. device_mem_bytes is the cap of each. */
+  uint32_t n_devices;
   /* Terms of the loss that is trained, beside the cross-entropy of each counted target. Both are 0
    * with forward_only.
    *   z_loss           z_loss * logsumexp(logits)^2 (PaLM, arXiv 2204.02311); at most PS_MAX_Z_LOSS
@@ -151,8 +154,10 @@ typedef struct ps_plan_report {
   uint32_t n_rounds, chunks_per_round, n_chunks; /* n_chunks: of a step */
   /* The first round may be larger: the last step's updates run beside its forward pass. */
   uint32_t first_round_chunks;
+  uint32_t n_devices, reserved;
   uint64_t chunk_tokens, tokens_per_step, n_sequences, head_slice_tokens;
-  /* arena + scratch + overhead + tables; at most device_mem_bytes */
+  /* Of several devices, device figures are those of the one that takes the most. Used: arena +
+   * scratch + overhead + tables; at most device_mem_bytes */
   uint64_t device_used_bytes;
   uint64_t device_arena_bytes, host_arena_bytes; /* exact: the memory map's peaks */
   /* CUDA: scratch and workspaces; context, kernels and libraries. CPU backend: 0. */
@@ -249,9 +254,10 @@ PS_API const char *ps_plan_json(ps_plan *plan);
 /* ps_plan_schedule() - the compiled step, to inspect, simulate and trace. Borrowed from the
  * plan. */
 PS_API ps_schedule *ps_plan_schedule(ps_plan *plan);
-/* ps_plan_stream_name() - of the schedule's streams: "compute", "h2d", "d2h", "host", "io". Static
- * storage; NULL past the last. */
-PS_API const char *ps_plan_stream_name(uint32_t stream);
+/* ps_plan_stream_name() - of the schedule's streams: "compute", "h2d", "d2h" of each device, with
+ * its number where there are several ("compute 1"); then "host", "io". Static storage; NULL past
+ * the last. */
+PS_API const char *ps_plan_stream_name(const ps_plan *plan, uint32_t stream);
 /* ps_plan_simulate() - the predicted trace of @n_steps steps; arguments as ps_sim_run(). */
 PS_API ps_status ps_plan_simulate(const ps_plan *plan, uint64_t n_steps, ps_trace_event *events,
                                   double *step_end_ns);

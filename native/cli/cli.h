@@ -435,7 +435,7 @@ void cli_progress_end(cli_progress *p);   /* ends an open line */
 void cli_progress_clear(cli_progress *p); /* removes an open line from the terminal */
 
 /* The times of the first CLI_WARMUP_STEPS steps do not count in the median. */
-enum { CLI_MAX_STALLS = 64, CLI_RECENT_LOSSES = 50, CLI_WARMUP_STEPS = 2 };
+enum { CLI_MAX_STALLS = 256, CLI_RECENT_LOSSES = 50, CLI_WARMUP_STEPS = 2 };
 /* The results of a run, for its summary. */
 struct cli_run_result {
   uint64_t n_done, n_wanted, tokens;

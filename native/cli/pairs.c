@@ -56,7 +56,7 @@ ps_status cli_plan_under(const cli_job *job, ps_evaluations *shared, uint64_t de
 
 /* The line of a pair; @plan NULL: none fits, as ps_last_error() says. */
 static int print_line(const cli_job *job, const pair *p, ps_plan *plan, const ps_plan_report *r) {
-  const double most = r->step_s * job->hardware.peak_flops_per_s;
+  const double most = r->step_s * r->n_devices * job->hardware.peak_flops_per_s;
   const char *text = plan ? ps_plan_json(plan) : "";
   cli_json j = {.out = stdout};
   if (!text)

@@ -79,14 +79,17 @@ static double planned_of(const cli_run_result *r, const ps_stall *s) {
   return seconds;
 }
 
+enum { STREAMS_OF_DEVICE = 3 }; /* the first of them computes: ps_plan_stream_name() */
+
 /* "compute waited 0.431 s a step: 0.201 s for parameters (planned 0.180), ...": the three longest
  * waits. */
-static void print_stalls(FILE *out, const cli_run_result *r, uint32_t stream) {
+static void print_stalls(FILE *out, const ps_plan *plan, const cli_run_result *r, uint32_t stream) {
   double sum = 0;
   uint32_t n = 0;
   for (uint64_t i = 0; i < r->n_stalls; i++)
     sum += r->stall[i].stream == stream ? r->stall[i].seconds : 0;
-  fprintf(out, "%s waited %.3f s a step%s", ps_plan_stream_name(stream), sum, sum > 0 ? ": " : "");
+  fprintf(out, "%s waited %.3f s a step%s", ps_plan_stream_name(plan, stream), sum,
+          sum > 0 ? ": " : "");
   for (uint64_t i = 0; i < r->n_stalls && n < 3; i++)
     if (r->stall[i].stream == stream)
       fprintf(out, "%s%.3f s for %s (planned %.3f)", n++ ? ", " : "", r->stall[i].seconds,
@@ -112,13 +115,13 @@ static void print_throughput(FILE *out, const ps_throughput *t) {
     fputc('\n', out);
 }
 
-static void stalls_json(cli_json *j, const cli_run_result *r) {
+static void stalls_json(cli_json *j, const ps_plan *plan, const cli_run_result *r) {
   cli_json_open(j, "stalls", '[');
   for (uint64_t i = 0; i < r->n_stalls; i++) {
     cli_json_open(j, NULL, '{');
-    cli_json_text(j, "stream", ps_plan_stream_name(r->stall[i].stream));
+    cli_json_text(j, "stream", ps_plan_stream_name(plan, r->stall[i].stream));
     cli_json_text(j, "for", r->stall[i].what);
-    cli_json_text(j, "from", ps_plan_stream_name(r->stall[i].awaited_stream));
+    cli_json_text(j, "from", ps_plan_stream_name(plan, r->stall[i].awaited_stream));
     cli_json_number(j, "seconds", r->stall[i].seconds);
     cli_json_number(j, "planned_seconds", planned_of(r, &r->stall[i]));
     cli_json_close(j, '}');
@@ -192,10 +195,11 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
   if (r->timeline_path) {
     fprintf(out, "stream        busy   waiting\n");
     for (uint32_t s = 0; s < r->n_streams; s++)
-      fprintf(out, "  %-10s %5.1f%%   %5.1f%%\n", ps_plan_stream_name(s), 100 * r->busy[s],
-              100 * r->wait[s]);
+      fprintf(out, "  %-10s %5.1f%%   %5.1f%%\n", ps_plan_stream_name(job->plan, s),
+              100 * r->busy[s], 100 * r->wait[s]);
     print_throughput(out, &r->throughput);
-    print_stalls(out, r, 0);
+    for (uint32_t d = 0; d < plan->n_devices; d++)
+      print_stalls(out, job->plan, r, STREAMS_OF_DEVICE * d);
   }
   fprintf(out, "metrics %s", ps_printable(path, sizeof path, r->metrics_path));
   fprintf(out, ", plan %s", ps_printable(path, sizeof path, r->plan_path));
@@ -239,13 +243,13 @@ static void summary_json(FILE *out, const cli_job *job, const cli_run_result *r)
   cli_json_open(&j, "streams", '[');
   for (uint32_t s = 0; s < r->n_streams; s++) {
     cli_json_open(&j, NULL, '{');
-    cli_json_text(&j, "name", ps_plan_stream_name(s));
+    cli_json_text(&j, "name", ps_plan_stream_name(job->plan, s));
     cli_json_number(&j, "busy", r->busy[s]);
     cli_json_number(&j, "wait", r->wait[s]);
     cli_json_close(&j, '}');
   }
   cli_json_close(&j, ']');
-  stalls_json(&j, r);
+  stalls_json(&j, job->plan, r);
   cli_json_open(&j, "while_busy", '{');
   cli_json_number(&j, "h2d_bytes_per_s", r->throughput.h2d_bytes_per_s);
   cli_json_number(&j, "d2h_bytes_per_s", r->throughput.d2h_bytes_per_s);

@@ -349,7 +349,7 @@ static ps_status write_timeline(const cli_job *job, const cli_run_result *r,
   const char *names[PS_MAX_STREAMS];
   uint64_t n_gauges = 0;
   for (uint32_t s = 0; s < r->n_streams; s++)
-    names[s] = ps_plan_stream_name(s);
+    names[s] = ps_plan_stream_name(job->plan, s);
   ps_status st = ps_plan_memory(job->plan, events, n, NULL, 0, &n_gauges);
   ps_trace_gauge *gauges = st == PS_OK ? malloc((n_gauges + 1) * sizeof *gauges) : NULL;
   if (gauges)

@@ -57,11 +57,12 @@ typedef struct ps__gen_block {
 
 /* The memory of a training between two steps, by space. Generation has what lies past the first
  * @used bytes; @arena: BYTES that there are. @weights: where the training keeps those of each unit;
- * NULL: generation has memory of its own. */
+ * NULL: generation has memory of its own. Of several devices generation uses the first. */
 typedef struct ps__gen_beside {
-  ps__gen_at *weights; /* [n_units]; the plan owns it after ps__gen_plan_beside() */
+  const ps__places *at; /* the training's; NULL: one device */
+  ps__gen_at *weights;  /* [n_units]; the plan owns it after ps__gen_plan_beside() */
   uint32_t n_units;
-  uint64_t used[PS__MAX_PLACES], arena[PS__MAX_PLACES];
+  uint64_t used[PS_MAX_PLACES], arena[PS_MAX_PLACES];
 } ps__gen_beside;
 
 typedef struct ps__gen_plan {
@@ -93,11 +94,11 @@ ps_status ps__gen_plan_beside(ps__gen_plan *p, const ps_model_config *model,
                               const ps__gen_beside *beside);
 /* Whether the embedding's rows are looked up on the device: a training's table is there. */
 static inline bool ps__gen_looks_up_there(const ps__gen_plan *p) {
-  return p->beside.weights && p->beside.weights[0].space == p->at->device;
+  return p->beside.weights && p->beside.weights[0].space == p->at->dev[0].place;
 }
 /* Whether a unit's weights must be copied before compute reads them. */
 static inline bool ps__gen_is_moved(const ps__gen_plan *p, uint32_t unit) {
-  return !p->beside.weights || p->beside.weights[unit].space != p->at->device;
+  return !p->beside.weights || p->beside.weights[unit].space != p->at->dev[0].place;
 }
 /* Where the weights of a layer's unit lie. A tied head reads the embedding's unit too.
  *   ps__gen_weights()  where ops read them

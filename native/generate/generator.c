@@ -161,7 +161,7 @@ static ps_status open_engine(ps_generator *g) {
                         .deterministic = p->cfg.deterministic};
   memcpy(e.link, at->link, sizeof e.link);
   for (uint32_t i = 0; i < at->n_places; i++) {
-    const bool device = i == at->device;
+    const bool device = i == at->dev[0].place;
     const uint64_t arena = ps__arena_round(device ? p->map.device.bytes : p->map.host.bytes),
                    used = device ? p->report.device_used_bytes : p->report.host_used_bytes;
     e.space[i] = (ps_space_config){.bytes = arena, .place = i};

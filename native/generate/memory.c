@@ -36,7 +36,7 @@ ps__gen_at ps__gen_weights(const ps__gen_plan *p, uint32_t layer, uint32_t unit)
     return p->beside.weights[unit];
   if (layer == 0)
     return (ps__gen_at){p->at->host, p->map.host.embedding};
-  ps__gen_at at = {p->at->device, unit_offset(p, layer, unit)};
+  ps__gen_at at = {p->at->dev[0].place, unit_offset(p, layer, unit)};
   const ps__gen_block *b = &p->block[layer - 1];
   if (layer == ps__head_layer(p->model))
     at.offset += p->map.device.head;
@@ -119,14 +119,15 @@ static void need_scratch(ps__gen_plan *p, uint32_t stream, const ps_kernel *k, c
 static void count_scratch(ps__gen_plan *p) {
   for (uint32_t program = 0; program < 2; program++) {
     const ps__args_embed pick = ps__gen_pick(p, p->rows[program]);
-    need_scratch(p, p->at->compute, &ps__k_embed_fwd, &pick);
+    need_scratch(p, p->at->dev[0].compute, &ps__k_embed_fwd, &pick);
     for (uint32_t l = 0; l < p->model->n_layers; l++) {
       const ps__layer_def *d = ps__layer_of(p->model, l);
       for (uint32_t i = 0, n = ps__gen_n_ops(d); i < n; i++) {
         _Alignas(16) char args[PS__ARGS_BYTES];
         const ps_kernel *k =
             ps__gen_op(&d->fwd[i], d->logits != PS__NONE ? p->rows[1] : p->rows[program], args);
-        need_scratch(p, l || ps__gen_looks_up_there(p) ? p->at->compute : p->at->host_ops, k, args);
+        need_scratch(p, l || ps__gen_looks_up_there(p) ? p->at->dev[0].compute : p->at->host_ops, k,
+                     args);
       }
     }
   }
@@ -185,7 +186,7 @@ static void place(ps__gen_plan *p) {
   const uint64_t drawn = (uint64_t)p->hw.n_threads * m->cfg.vocab_size;
   uint64_t tensors = 0;
   place_batch(p);
-  map->device.bytes = aligned(p->beside.used[p->at->device]);
+  map->device.bytes = aligned(p->beside.used[p->at->dev[0].place]);
   map->host.bytes = aligned(p->beside.used[p->at->host]);
   for (uint32_t l = ps__gen_looks_up_there(p) ? 0 : 1; l < m->n_layers; l++)
     tensors = larger(tensors,
@@ -194,7 +195,7 @@ static void place(ps__gen_plan *p) {
   for (uint32_t i = 0; i < 2; i++)
     map->device.x[i] = take(&map->device.bytes, map->x_bytes);
   map->device.tensors = take(&map->device.bytes, tensors);
-  p->report.activation_bytes = map->device.bytes - aligned(p->beside.used[p->at->device]);
+  p->report.activation_bytes = map->device.bytes - aligned(p->beside.used[p->at->dev[0].place]);
   map->device.cache = take(&map->device.bytes, p->report.cache_bytes);
   map->device.head = take(&map->device.bytes, p->report.head_bytes);
   map->host.batch = take(&map->host.bytes, map->batch.bytes);
@@ -269,7 +270,7 @@ static ps_status choose(ps__gen_plan *p) {
   r->overhead_bytes = beside ? 0 : ps__device_overhead(&p->hw, p->at, p->scratch_bytes, &scratch);
   r->least_device_bytes = device_bytes(p, p->n_moved <= PS__GEN_SLOTS ? p->n_moved : 0);
   if (beside)
-    cap = larger(ps__arena_round(p->beside.arena[p->at->device]), r->least_device_bytes);
+    cap = larger(ps__arena_round(p->beside.arena[p->at->dev[0].place]), r->least_device_bytes);
   p->n_kept = p->n_moved;
   while (cap && p->n_kept && device_bytes(p, p->n_kept) > cap)
     p->n_kept--;
@@ -383,7 +384,8 @@ static ps_status plan(ps__gen_plan *p, const ps_model_config *model) {
 ps_status ps__gen_plan_beside(ps__gen_plan *p, const ps_model_config *model,
                               const ps_generate_config *cfg, const ps_hardware *hw,
                               const ps__gen_beside *beside) {
-  *p = (ps__gen_plan){.cfg = *cfg, .hw = *hw, .at = &ps__one_device, .beside = *beside};
+  *p = (ps__gen_plan){
+      .cfg = *cfg, .hw = *hw, .at = beside->at ? beside->at : ps__places_of(1), .beside = *beside};
   const ps_status st = plan(p, model);
   if (st != PS_OK)
     ps__gen_plan_free(p);

@@ -69,7 +69,7 @@ static ps_status copy_unit(builder *b, uint32_t layer, uint32_t unit) {
   if (!ps__gen_is_moved(p, unit))
     return PS_OK;
   const ps__gen_at from = ps__gen_source(p, layer, unit), to = ps__gen_weights(p, layer, unit);
-  return add_copy(b, p->at->to_device, from.space, from.offset, to.space, to.offset,
+  return add_copy(b, p->at->dev[0].to_device, from.space, from.offset, to.space, to.offset,
                   p->model->unit[unit].n * ps_dtype_bytes(p->model->dt));
 }
 
@@ -108,10 +108,11 @@ static ps_access tensor_of(const builder *b, const ps__layer_def *d, ps__sym y, 
   const bool block = ps__is_block(p->model, b->layer), host = on_host(b);
   const uint64_t bytes = ps__gen_tensor_bytes(d, y.id, rows) - y.skip;
   if (block && y.id == d->input)
-    return (ps_access){p->at->device, y.mode, p->map.device.x[b->x] + y.skip, bytes};
+    return (ps_access){p->at->dev[0].place, y.mode, p->map.device.x[b->x] + y.skip, bytes};
   if ((block || (b->layer == 0 && !host)) && y.id == d->output)
-    return (ps_access){p->at->device, y.mode, p->map.device.x[block && !b->x] + y.skip, bytes};
-  return (ps_access){host ? p->at->host : p->at->device, y.mode,
+    return (ps_access){p->at->dev[0].place, y.mode, p->map.device.x[block && !b->x] + y.skip,
+                       bytes};
+  return (ps_access){host ? p->at->host : p->at->dev[0].place, y.mode,
                      (host ? p->map.host.tensors : p->map.device.tensors) +
                          ps__gen_tensor_offset(p, d, y.id) + y.skip,
                      bytes};
@@ -128,7 +129,7 @@ static ps_status batch_of(const builder *b, ps__sym y, uint32_t rows, ps_access 
   case PS__BATCH_POSITION: at = batch->position; break;
   default: return ps__fail(PS_EINTERNAL, "an op of generation asks for field %u of a batch", y.id);
   }
-  *out = (ps_access){host ? p->at->host : p->at->device, PS_READ,
+  *out = (ps_access){host ? p->at->host : p->at->dev[0].place, PS_READ,
                      (host ? p->map.host.batch : p->map.device.batch) + at, 4ull * rows};
   return PS_OK;
 }
@@ -154,10 +155,11 @@ static ps_status add_op(builder *b, const ps__layer_def *d, const ps__op_def *op
     const uint64_t bytes = p->report.cache_bytes / p->report.n_blocks;
     const ps__sym position = PS__B(PS__BATCH_POSITION);
     PS_TRY(batch_of(b, position, rows, &access[n++]));
-    access[n++] = (ps_access){p->at->device, PS_READ_WRITE,
+    access[n++] = (ps_access){p->at->dev[0].place, PS_READ_WRITE,
                               p->map.device.cache + (b->layer - 1) * bytes, bytes};
   }
-  return add(b, k, on_host(b) ? p->at->host_ops : p->at->compute, args, op->args_bytes, access, n);
+  return add(b, k, on_host(b) ? p->at->host_ops : p->at->dev[0].compute, args, op->args_bytes,
+             access, n);
 }
 
 static ps_status add_layer(builder *b, uint32_t rows) {
@@ -180,15 +182,15 @@ static ps_status add_input(builder *b) {
   PS_TRY(add_hook(b, PS__GEN_FILL, fill));
   if (on_host(b))
     PS_TRY(add_layer(b, b->rows));
-  PS_TRY(add_copy(b, p->at->to_device, p->at->host, m->host.batch + m->batch.for_device,
-                  p->at->device, m->device.batch + m->batch.for_device,
+  PS_TRY(add_copy(b, p->at->dev[0].to_device, p->at->host, m->host.batch + m->batch.for_device,
+                  p->at->dev[0].place, m->device.batch + m->batch.for_device,
                   m->batch.bytes - m->batch.for_device));
   if (!on_host(b))
     return add_layer(b, b->rows);
   const uint32_t y = (uint32_t)d->output;
-  return add_copy(b, p->at->to_device, p->at->host,
-                  m->host.tensors + ps__gen_tensor_offset(p, d, y), p->at->device, m->device.x[0],
-                  ps__gen_tensor_bytes(d, y, b->rows));
+  return add_copy(b, p->at->dev[0].to_device, p->at->host,
+                  m->host.tensors + ps__gen_tensor_offset(p, d, y), p->at->dev[0].place,
+                  m->device.x[0], ps__gen_tensor_bytes(d, y, b->rows));
 }
 
 static ps_status add_output(builder *b) {
@@ -200,12 +202,13 @@ static ps_status add_output(builder *b) {
                  at = m->device.tensors + ps__gen_tensor_offset(p, d, z);
   const ps__args_embed pick = ps__gen_pick(p, b->rows);
   const ps_access access[] = {
-      {p->at->device, PS_READ, m->device.batch + m->batch.out, 4ull * n},
-      {p->at->device, PS_READ, m->device.x[b->x], b->rows * row},
-      {p->at->device, PS_WRITE, m->device.tensors + ps__gen_tensor_offset(p, d, x), n * row}};
-  PS_TRY(add(b, &ps__k_embed_fwd, p->at->compute, &pick, sizeof pick, access, 3));
+      {p->at->dev[0].place, PS_READ, m->device.batch + m->batch.out, 4ull * n},
+      {p->at->dev[0].place, PS_READ, m->device.x[b->x], b->rows * row},
+      {p->at->dev[0].place, PS_WRITE, m->device.tensors + ps__gen_tensor_offset(p, d, x), n * row}};
+  PS_TRY(add(b, &ps__k_embed_fwd, p->at->dev[0].compute, &pick, sizeof pick, access, 3));
   PS_TRY(add_layer(b, n));
-  PS_TRY(add_copy(b, p->at->to_host, p->at->device, at, p->at->host, m->host.logits, logits));
+  PS_TRY(add_copy(b, p->at->dev[0].to_host, p->at->dev[0].place, at, p->at->host, m->host.logits,
+                  logits));
   const ps_access sample[] = {{p->at->host, PS_READ, m->host.logits, logits},
                               {p->at->host, PS_READ_WRITE, m->host.state, 64}};
   return add_hook(b, PS__GEN_SAMPLE, sample);

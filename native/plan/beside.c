@@ -50,8 +50,7 @@ ps_status ps__plan_beside_check(const ps_plan *p) {
 
 /* A copy of the plan whose decisions these are. It borrows all but ramp and validation. */
 ps_status ps__plan_beside_bytes(const ps_plan *p, const ps__layout *layout, const ps__spec *spec,
-                                const ps__step *step, uint64_t bytes[PS__MAX_PLACES],
-                                uint64_t *n_ops) {
+                                const ps__step *step, uint64_t bytes[PS__N_MEMS], uint64_t *n_ops) {
   ps_plan *t = ps__malloc(sizeof *t);
   if (!t)
     return ps__fail(PS_ENOMEM, "out of memory for the size of a plan");

@@ -93,7 +93,7 @@ static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, u
     return ps__fail(PS_ENOMEM, "out of memory for a plan's size");
   for (size_t i = 0; i < s->n_vt; i++) {
     const ps__vt *t = &s->vt[i];
-    if (t->space != s->at->device || t->persistent)
+    if (t->space != s->at->dev[0].place || t->persistent)
       continue;
     change[t->first] += (int64_t)t->bytes;
     change[t->last] -= (int64_t)t->bytes;
@@ -101,8 +101,8 @@ static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, u
   for (size_t i = 0; i < s->n_op; i++) {
     const ps__vop *op = &s->op[i];
     alive += (uint64_t)change[i];
-    if (op->tag.phase == PS__PHASE_HEAD && op->tag.round == 0 && op->stream == s->at->compute &&
-        alive > most)
+    if (op->tag.phase == PS__PHASE_HEAD && op->tag.round == 0 &&
+        op->stream == s->at->dev[0].compute && alive > most)
       most = alive;
   }
   ps__free(change);
@@ -127,15 +127,15 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
     for (size_t i = 0; i < s.n_op; i++) {
       const ps__vop *op = &s.op[i];
       const double ns = ps__cost_ns(&sp->cost, op->kernel, op->stream, s.args + op->args, op->work);
-      n_compute += op->stream == sp->plan->at->compute;
-      if (op->stream == sp->plan->at->compute)
+      n_compute += op->stream == sp->plan->at->dev[0].compute;
+      if (op->stream == sp->plan->at->dev[0].compute)
         base->compute_ns += ns;
-      if (op->stream == sp->plan->at->compute && op->tag.phase == PS__PHASE_FORWARD)
+      if (op->stream == sp->plan->at->dev[0].compute && op->tag.phase == PS__PHASE_FORWARD)
         base->forward_ns[0] += ns;
-      if (op->stream == sp->plan->at->compute && op->tag.phase == PS__PHASE_FORWARD &&
+      if (op->stream == sp->plan->at->dev[0].compute && op->tag.phase == PS__PHASE_FORWARD &&
           op->tag.round == 0)
         base->forward_ns[1] += ns;
-      if (op->stream == sp->plan->at->to_device && op->tag.chunk >= 0 && op->tag.layer < 0)
+      if (op->stream == sp->plan->at->dev[0].to_device && op->tag.chunk >= 0 && op->tag.layer < 0)
         base->batch_bytes += (uint64_t)op->work.bytes;
     }
     st = boundary_bytes(sp, &s, s.saved_bytes[PS_POLICY_DEVICE], &boundary);
@@ -185,7 +185,7 @@ static void fill_recompute(const ps__search_space *sp, const ps__layer_def *d, c
     /* what runs once a layer pass is left out: the bound stays one */
     op_ns[i] = ps__op_of_pass(d, &d->fwd[i])
                    ? 0
-                   : ps__cost_ns(&sp->cost, d->fwd[i].kernel, sp->plan->at->compute, args,
+                   : ps__cost_ns(&sp->cost, d->fwd[i].kernel, sp->plan->at->dev[0].compute, args,
                                  d->fwd[i].kernel->info->work(args));
   }
   const uint32_t n_masks = 1u << d->n_sets;
@@ -491,9 +491,9 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
         m.bound_ns = bound_of(sp, base[m.residency], &s, &now);
         m.estimate_ns = larger(m.bound_ns, estimate_of(sp, base[m.residency], &s, &now, m.ahead));
         const uint64_t arena = host[m.residency] - base[m.residency]->host_bytes + s.host_bytes;
-        m.bytes[sp->plan->at->device] =
+        m.bytes[PS__DEVICE_MEM] =
             device[m.residency] + s.device_bytes + ps__page_table_bytes(&sp->plan->hw, arena);
-        m.bytes[sp->plan->at->host] = host[m.residency] + s.host_bytes;
+        m.bytes[PS__HOST_MEM] = host[m.residency] + s.host_bytes;
         if (!ps__grow((void **)&sp->candidate, sp->n_candidates, &sp->cap_candidates,
                       sizeof *sp->candidate))
           st = ps__fail(PS_ENOMEM, "out of memory for the search space");

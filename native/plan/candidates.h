@@ -34,7 +34,7 @@ extern const ps__residency ps__residencies[PS__N_RESIDENCIES]; /* of the search 
 
 typedef struct ps__candidate {
   double bound_ns, estimate_ns;
-  uint64_t bytes[PS__MAX_PLACES]; /* bounds of all that the caps count */
+  uint64_t bytes[PS__N_MEMS]; /* bounds of all that the caps count */
   ps__residency keep;
   /* number of its configuration; parts that stay on the device; parts that are offloaded; number
    * of its prefetch distance */

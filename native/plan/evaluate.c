@@ -20,14 +20,22 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
   return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows + logits;
 }
 
-void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena[PS__MAX_PLACES],
-                    uint64_t out[PS__MAX_PLACES]) {
-  const uint32_t device = s->at->device, host = s->at->host;
+uint64_t ps__largest_device(const ps__places *at, const uint64_t space[PS_MAX_PLACES]) {
+  uint64_t most = 0;
+  for (uint32_t d = 0; d < at->n_devices; d++)
+    if (space[at->dev[d].place] > most)
+      most = space[at->dev[d].place];
+  return most;
+}
+
+void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena[PS_MAX_PLACES],
+                    uint64_t out[PS__N_MEMS]) {
+  const uint64_t host = arena[s->at->host];
   uint64_t scratch, trace;
-  out[device] = ps__arena_round(arena[device]) +
-                ps__device_overhead(&plan->hw, s->at, s->scratch_bytes, &scratch) +
-                ps__page_table_bytes(&plan->hw, arena[host]);
-  out[host] = ps__arena_round(arena[host]) + ps__host_overhead(plan, s, &scratch, &trace);
+  out[PS__DEVICE_MEM] = ps__arena_round(ps__largest_device(s->at, arena)) +
+                        ps__device_overhead(&plan->hw, s->at, s->scratch_bytes, &scratch) +
+                        ps__page_table_bytes(&plan->hw, host);
+  out[PS__HOST_MEM] = ps__arena_round(host) + ps__host_overhead(plan, s, &scratch, &trace);
 }
 
 double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]) {
@@ -53,10 +61,11 @@ double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__
   return most;
 }
 
-/* On the CPU backend the device's arena is host memory too. */
-uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES]) {
-  return bytes[s->plan->at->host] +
-         (s->plan->hw.backend == PS_BACKEND_CPU ? bytes[s->plan->at->device] : 0);
+/* On the CPU backend the devices' arenas are host memory too. */
+uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__N_MEMS]) {
+  return bytes[PS__HOST_MEM] + (s->plan->hw.backend == PS_BACKEND_CPU
+                                    ? s->plan->at->n_devices * bytes[PS__DEVICE_MEM]
+                                    : 0);
 }
 
 uint64_t ps__budget(const ps__search *s, uint64_t ops) {
@@ -66,15 +75,15 @@ uint64_t ps__budget(const ps__search *s, uint64_t ops) {
   return layers > 32 ? ops * layers / 32 : ops;
 }
 
-bool ps__fits_under(const ps__search *s, const uint64_t cap[PS__MAX_PLACES],
-                    const uint64_t bytes[PS__MAX_PLACES]) {
-  for (uint32_t i = 0; i < s->plan->at->n_places; i++)
+bool ps__fits_under(const ps__search *s, const uint64_t cap[PS__N_MEMS],
+                    const uint64_t bytes[PS__N_MEMS]) {
+  for (uint32_t i = 0; i < PS__N_MEMS; i++)
     if (bytes[i] > cap[i])
       return false;
   return ps__host_taken(s, bytes) <= s->machine;
 }
 
-bool ps__fits(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES]) {
+bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_MEMS]) {
   return ps__fits_under(s, s->cap, bytes);
 }
 
@@ -85,7 +94,7 @@ static double round_ns(const ps__step *step, const ps_trace_event *events) {
   double start[2] = {0};
   for (size_t i = step->n_op; i-- > 0;) {
     const int32_t k = step->op[i].tag.round - from;
-    if (step->op[i].stream == step->at->compute && (k == 0 || k == 1))
+    if (step->op[i].stream == step->at->dev[0].compute && (k == 0 || k == 1))
       start[k] = (double)events[PS__SIM_STEADY * step->n_op + i].start_ns;
   }
   return start[1] - start[0];
@@ -190,15 +199,15 @@ static void remember(ps__search *s, const ps__evaluation *e) {
 
 /* The same of a candidate. */
 static void add_overhead(const ps__search *s, const ps__evaluation *e,
-                         const uint64_t arena[PS__MAX_PLACES], uint64_t out[PS__MAX_PLACES]) {
+                         const uint64_t arena[PS_MAX_PLACES], uint64_t out[PS__N_MEMS]) {
   ps__used_bytes(s->plan, &e->step, arena, out);
-  out[s->plan->at->host] += e->missing;
+  out[PS__HOST_MEM] += e->missing;
 }
 
 ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluation *e) {
   *e = (ps__evaluation){.candidate = *m, .known = ps__memo_get(s->memo, m, all_rounds(s, m))};
   if (!e->known.n_op) {
-    uint64_t alive[PS__MAX_PLACES];
+    uint64_t alive[PS_MAX_PLACES];
     PS_TRY(emit(s, e));
     for (uint32_t i = 0; i < s->plan->at->n_places; i++) {
       alive[i] = ps__memmap_bound(e->step.vt, e->step.n_vt, (uint32_t)e->step.n_op, i);

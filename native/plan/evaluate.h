@@ -30,25 +30,25 @@ typedef struct ps__search {
   /* of each configuration two, far apart: the fastest that streams all blocks' parameters, and the
    * fastest that keeps some on the device */
   ps__fastest fastest[2 * PS__MAX_MICROBATCHES];
-  uint64_t cap[PS__MAX_PLACES], machine; /* BYTES by place; the machine's host memory */
-  uint64_t best_miss;                    /* BYTES by which the nearest candidate misses the caps */
-  uint64_t n_ops;                        /* emitted and simulated so far */
-  uint8_t *evaluated;                    /* [space.n_candidates] 1: evaluated */
+  uint64_t cap[PS__N_MEMS], machine; /* BYTES by place; the machine's host memory */
+  uint64_t best_miss;                /* BYTES by which the nearest candidate misses the caps */
+  uint64_t n_ops;                    /* emitted and simulated so far */
+  uint8_t *evaluated;                /* [space.n_candidates] 1: evaluated */
   /* evaluate steps with all their rounds, although shorter ones tell nearly the same */
   bool whole;
   bool large;                          /* not all candidates can be evaluated */
   bool prune;                          /* skip by the slack below, and what is evaluated */
   double factor[PS__MAX_MICROBATCHES]; /* simulated time over estimate, by configuration */
   /* the least that evaluated candidates took beyond their bounds, BYTES; 0: none evaluated */
-  uint64_t slack[PS__MAX_MICROBATCHES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__MAX_PLACES];
+  uint64_t slack[PS__MAX_MICROBATCHES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_MEMS];
 } ps__search;
 
 /* What evaluating a candidate gives, as far as it went. */
 typedef struct ps__known {
-  uint64_t n_op;                     /* of the step's ops; 0: nothing is known */
-  uint64_t at_least[PS__MAX_PLACES]; /* BYTES that no memory map goes below */
-  uint64_t bytes[PS__MAX_PLACES];    /* exact, where mapped */
-  double ns;                         /* a simulated step, where > 0 */
+  uint64_t n_op;                 /* of the step's ops; 0: nothing is known */
+  uint64_t at_least[PS__N_MEMS]; /* BYTES that no memory map goes below */
+  uint64_t bytes[PS__N_MEMS];    /* exact, where mapped */
+  double ns;                     /* a simulated step, where > 0 */
   bool mapped;
   uint8_t threads; /* ps__candidate.threads with which a step takes ns */
 } ps__known;
@@ -57,8 +57,8 @@ typedef struct ps__known {
 typedef struct ps__evaluation {
   ps__candidate candidate;
   ps__known known;
-  uint64_t bytes[PS__MAX_PLACES]; /* all that the caps count: at least; once mapped, exactly */
-  bool mapped;                    /* bytes are exact */
+  uint64_t bytes[PS__N_MEMS]; /* all that the caps count: at least; once mapped, exactly */
+  bool mapped;                /* bytes are exact */
   /* of the emitted step */
   ps__spec spec;
   ps__step step;
@@ -86,10 +86,10 @@ uint64_t ps__budget(const ps__search *s, uint64_t ops);
  * ps__fits_under() - the same under other caps.
  * ps__host_taken() - the part of them that is the machine's host memory. On the CPU backend that is
  * all of them: its device is an arena in host memory. */
-bool ps__fits(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES]);
-bool ps__fits_under(const ps__search *s, const uint64_t cap[PS__MAX_PLACES],
-                    const uint64_t bytes[PS__MAX_PLACES]);
-uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES]);
+bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_MEMS]);
+bool ps__fits_under(const ps__search *s, const uint64_t cap[PS__N_MEMS],
+                    const uint64_t bytes[PS__N_MEMS]);
+uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__N_MEMS]);
 /* ps__evaluate_begin() - in bytes what no map of the candidate goes below. ps__evaluate_map() - the
  * bytes exactly. Errors: PS_ENOMEM. ps__evaluation_end() - release it, and tell who watches. */
 ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluation *e);

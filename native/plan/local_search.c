@@ -68,7 +68,7 @@ static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
 static ps_status fill_device(ps__search *s, ps__candidate *m, uint64_t taken, double *out_ns,
                              uint64_t *out_taken) {
   const double part = ps__saved_part_bytes(&s->space, m);
-  const uint64_t cap = s->cap[s->plan->at->device];
+  const uint64_t cap = s->cap[PS__DEVICE_MEM];
   /* with tiny parts it is more than an int holds */
   const double room =
       cap == UINT64_MAX ? PS__SAVED_PARTS : trunc(((double)cap - (double)taken) / part);
@@ -85,13 +85,13 @@ static ps_status fill_device(ps__search *s, ps__candidate *m, uint64_t taken, do
     m->device = (uint8_t)parts;
     PS_TRY(ps__evaluate_begin(s, m, &e));
     const ps_status st = ps__evaluate_time(s, m, &e, out_ns);
-    *out_taken = e.bytes[s->plan->at->device];
-    const uint64_t host = e.bytes[s->plan->at->host];
+    *out_taken = e.bytes[PS__DEVICE_MEM];
+    const uint64_t host = e.bytes[PS__HOST_MEM];
     ps__evaluation_end(s, &e);
     if (st != PS_OK || *out_ns > 0)
       return st;
-    if (host > s->cap[s->plan->at->host]) {
-      const double over = (double)(host - s->cap[s->plan->at->host]) / part + 1;
+    if (host > s->cap[PS__HOST_MEM]) {
+      const double over = (double)(host - s->cap[PS__HOST_MEM]) / part + 1;
       if (over > m->host)
         return PS_OK;
       m->host -= (uint8_t)over;
@@ -177,7 +177,7 @@ static ps_status begin_at_start(ps__search *s, descent *d) {
   ps__candidate m = d->at.candidate;
   const ps__layout *l = &s->space.microbatch[m.microbatch].layout;
   d->begun = true;
-  PS_TRY(fill_device(s, &d->at.candidate, s->cap[s->plan->at->device], &d->at.ns, &d->taken));
+  PS_TRY(fill_device(s, &d->at.candidate, s->cap[PS__DEVICE_MEM], &d->at.ns, &d->taken));
   if (d->taken == 0 || s->whole || m.keep.state || s->plan->hw.backend != PS_BACKEND_CUDA)
     return PS_OK;
   m = d->at.candidate;

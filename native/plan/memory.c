@@ -64,7 +64,12 @@ static uint64_t persistent_bytes(const ps__step *s, uint32_t space) {
 }
 
 static const char *name_of(const ps_plan *p, uint32_t space) {
-  return space == p->at->device ? "device arena" : "host arena";
+  static const char *const device[PS_MAX_DEVICES] = {
+      "device 0 arena", "device 1 arena", "device 2 arena", "device 3 arena",
+      "device 4 arena", "device 5 arena", "device 6 arena", "device 7 arena"};
+  if (space == p->at->host)
+    return "host arena";
+  return p->at->n_devices == 1 ? "device arena" : device[space];
 }
 
 /* A gauge for each space: its value at every time at which it changes. */

@@ -4,8 +4,8 @@
 #include "hardware/hardware_impl.h"
 #include <string.h>
 
-const char *ps_plan_stream_name(uint32_t stream) {
-  return stream < ps__one_device.n_streams ? ps__one_device.stream[stream].name : NULL;
+const char *ps_plan_stream_name(const ps_plan *plan, uint32_t stream) {
+  return plan && stream < plan->at->n_streams ? plan->at->stream[stream].name : NULL;
 }
 
 void ps__plan_engine(const ps_plan *p, ps_engine_config *out) {
@@ -20,15 +20,16 @@ void ps__plan_engine(const ps_plan *p, ps_engine_config *out) {
   memcpy(out->link, at->link, sizeof out->link);
   for (uint32_t i = 0; i < at->n_places; i++) {
     const uint64_t arena = ps__arena_round(p->step.space_bytes[i]);
-    const bool device = i == at->device;
-    const uint64_t used = device ? r->device_used_bytes : r->host_used_bytes;
+    const bool device = i != at->host;
+    const uint64_t beside = device ? r->device_used_bytes - r->device_arena_bytes
+                                   : r->host_used_bytes - r->host_arena_bytes;
     out->space[i] = (ps_space_config){.bytes = arena, .place = i};
     out->place[i] =
         (ps_place){.kind = at->kind[i],
                    .backend = device ? p->hw.backend : PS_BACKEND_CPU,
-                   .device = device ? p->hw.device : 0,
+                   .device = device ? p->hw.device + i : 0,
                    .cap_bytes = device ? p->cfg.device_mem_bytes : p->cfg.host_mem_bytes,
-                   .overhead_bytes = used - arena};
+                   .overhead_bytes = beside};
   }
   for (uint32_t i = 0; i < at->n_streams; i++) {
     ps_stream_config *s = &out->stream[i];
@@ -74,7 +75,8 @@ static ps_status check_ranges(const ps_plan_config *c) {
                {"sample_sequences", c->sample_sequences, PS_MAX_SEQUENCES},
                {"sample_context", c->sample_context, PS_MAX_ROWS},
                {"n_threads", c->n_threads, PS_MAX_THREADS},
-               {"trace_steps", c->trace_steps, PS_MAX_TRACE_STEPS}};
+               {"trace_steps", c->trace_steps, PS_MAX_TRACE_STEPS},
+               {"n_devices", c->n_devices, PS_MAX_DEVICES}};
   for (size_t i = 0; i < sizeof field / sizeof *field; i++)
     if (field[i].value > field[i].most)
       return ps__fail(PS_EINVAL, "%s is %llu: at most %llu is possible", field[i].name,
@@ -134,6 +136,9 @@ static ps_status check_fp8(const ps_plan *p) {
 static ps_status check_config(ps_plan *p) {
   ps_plan_config *c = &p->cfg;
   PS_TRY(check_ranges(c));
+  if (c->n_devices == 0)
+    c->n_devices = 1;
+  p->at = ps__places_of(c->n_devices);
   if (c->recipe >= PS_N_RECIPES)
     return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
   if (c->fp8_bf16_down > 1)
@@ -219,7 +224,6 @@ static ps_status plan_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
   p->model = m;
   p->cfg = *cfg;
   p->hw = *hw;
-  p->at = &ps__one_device;
   ps__hardware_complete(&p->hw);
   const ps_status st = check_config(p);
   if (st != PS_OK) {
@@ -283,15 +287,16 @@ static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
   char dev[32], host[32], reserve[32], there[48] = "", has[32], lower[128];
   const uint64_t machine = p->hw.host_memory_bytes;
   const uint64_t taken =
-      r->any[p->at->host] + (p->hw.backend == PS_BACKEND_CPU ? r->any[p->at->device] : 0);
+      r->any[PS__HOST_MEM] +
+      (p->hw.backend == PS_BACKEND_CPU ? p->at->n_devices * r->any[PS__DEVICE_MEM] : 0);
   const bool too_small = machine && taken > machine;
   if (machine)
     snprintf(there, sizeof there, "; the machine has %s in all", ps__format_bytes(has, machine));
   return ps__fail(PS_EBUDGET,
                   "no plan fits: the nearest needs %s of device memory and %s of host memory, of "
                   "which %s is for the process itself%s: %s, or lower %s",
-                  ps__format_bytes(dev, r->any[p->at->device]),
-                  ps__format_bytes(host, r->any[p->at->host]),
+                  ps__format_bytes(dev, r->any[PS__DEVICE_MEM]),
+                  ps__format_bytes(host, r->any[PS__HOST_MEM]),
                   ps__format_bytes(reserve, p->cfg.reserve_bytes), there,
                   too_small ? "take a machine with more host memory"
                             : "raise --device-mem and --host-mem to that",
@@ -303,18 +308,18 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
   const ps_plan_config *c = &p->cfg;
   const uint64_t given = c->device_mem_bytes, device = ps__device_cap(&p->hw, given);
   const bool gpu = device != given;
-  what_to_lower(lower, p, r->smallest[p->at->device] != 0);
-  if (r->smallest[p->at->device])
-    ps__format_bytes_apart(need, r->smallest[p->at->device], cap, device);
-  else if (r->smallest[p->at->host])
-    ps__format_bytes_apart(need, r->smallest[p->at->host], cap, c->host_mem_bytes);
-  if (r->smallest[p->at->device] && gpu)
+  what_to_lower(lower, p, r->smallest[PS__DEVICE_MEM] != 0);
+  if (r->smallest[PS__DEVICE_MEM])
+    ps__format_bytes_apart(need, r->smallest[PS__DEVICE_MEM], cap, device);
+  else if (r->smallest[PS__HOST_MEM])
+    ps__format_bytes_apart(need, r->smallest[PS__HOST_MEM], cap, c->host_mem_bytes);
+  if (r->smallest[PS__DEVICE_MEM] && gpu)
     return ps__fail(PS_EBUDGET,
                     "needs %s of device memory, this GPU has %s that nothing else uses: end what "
                     "else uses it, or lower %s "
                     "(the smallest plan takes %llu bytes)",
-                    need, cap, lower, (unsigned long long)r->smallest[p->at->device]);
-  if (r->smallest[p->at->device] && p->hw.host_memory_bytes &&
+                    need, cap, lower, (unsigned long long)r->smallest[PS__DEVICE_MEM]);
+  if (r->smallest[PS__DEVICE_MEM] && p->hw.host_memory_bytes &&
       c->host_mem_bytes > p->hw.host_memory_bytes)
     return ps__fail(
         PS_EBUDGET,
@@ -322,18 +327,18 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
         "take a machine with more host memory, or raise "
         "--device-mem (the smallest plan takes %llu bytes)",
         ps__format_bytes(host, c->host_mem_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
-        ps__format_bytes(need, r->smallest[p->at->device]),
-        (unsigned long long)r->smallest[p->at->device]);
-  if (r->smallest[p->at->device])
+        ps__format_bytes(need, r->smallest[PS__DEVICE_MEM]),
+        (unsigned long long)r->smallest[PS__DEVICE_MEM]);
+  if (r->smallest[PS__DEVICE_MEM])
     return ps__fail(PS_EBUDGET,
                     "needs %s of device memory, %s given: raise --device-mem, or lower %s (the "
                     "smallest plan takes %llu bytes)",
-                    need, cap, lower, (unsigned long long)r->smallest[p->at->device]);
-  if (r->smallest[p->at->host])
+                    need, cap, lower, (unsigned long long)r->smallest[PS__DEVICE_MEM]);
+  if (r->smallest[PS__HOST_MEM])
     return ps__fail(PS_EBUDGET,
                     "needs %s of host memory, %s given: raise --host-mem, or lower %s (the "
                     "smallest plan takes %llu bytes)",
-                    need, cap, lower, (unsigned long long)r->smallest[p->at->host]);
+                    need, cap, lower, (unsigned long long)r->smallest[PS__HOST_MEM]);
   return refuse_both(p, r);
 }
 
@@ -342,6 +347,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   const ps__layout *l = &p->layout;
   ps_plan_report *o = &p->report;
   o->struct_bytes = sizeof *o;
+  o->n_devices = s->at->n_devices;
   o->n_rounds = l->n_rounds;
   o->chunks_per_round = l->chunks_per_round;
   o->first_round_chunks = l->first_round_chunks;
@@ -350,7 +356,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->tokens_per_step = l->n_tokens;
   o->n_sequences = l->n_sequences;
   o->head_slice_tokens = p->spec.head_slice;
-  o->device_arena_bytes = ps__arena_round(s->space_bytes[s->at->device]);
+  o->device_arena_bytes = ps__arena_round(ps__largest_device(s->at, s->space_bytes));
   const uint64_t overhead =
       ps__device_overhead(&p->hw, s->at, s->scratch_bytes, &o->device_scratch_bytes);
   o->host_arena_bytes = ps__arena_round(s->space_bytes[s->at->host]);
@@ -455,7 +461,7 @@ static ps_status undo(ps_plan *p) {
 
 /* Refuses a ramp or a validation: training alone would fit. */
 static ps_status refuse_guests(ps_plan *p, const ps__search_result *r) {
-  const uint32_t device = p->at->device, host = p->at->host;
+  const uint32_t device = PS__DEVICE_MEM, host = PS__HOST_MEM;
   const bool one = r->smallest[device] || r->smallest[host];
   p->report.device_used_bytes = one ? r->smallest[device] : r->any[device];
   p->report.host_used_bytes = r->smallest[device] ? 0 : one ? r->smallest[host] : r->any[host];
@@ -606,6 +612,8 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
   ps_status st =
       ps__layout_init(&p->layout, p->cfg.seq_len, p->cfg.tokens_per_step / p->cfg.seq_len,
                       spec->chunk_tokens, spec->chunks_per_round, spec->first_round_chunks);
+  p->cfg.n_devices = spec->n_devices;
+  p->at = ps__places_of(spec->n_devices);
   if (st == PS_OK)
     st = ps__spec_copy(&p->spec, spec);
   if (st == PS_OK)
@@ -664,8 +672,8 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   ps_plan_destroy(p);
   if (st != PS_OK)
     return st;
-  *device_mem_bytes = r.smallest[ps__one_device.device];
-  *host_mem_bytes = r.smallest[ps__one_device.host];
+  *device_mem_bytes = r.smallest[PS__DEVICE_MEM];
+  *host_mem_bytes = r.smallest[PS__HOST_MEM];
   return PS_OK;
 }
 

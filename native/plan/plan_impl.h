@@ -95,8 +95,7 @@ static inline bool ps__plan_has_guests(const ps_plan *p) {
  * decisions, whose @step is mapped and has all its rounds. *n_ops: of ramp and validation. Any
  * thread. Errors: PS_ENOMEM, PS_EINVAL. */
 ps_status ps__plan_beside_bytes(const ps_plan *p, const ps__layout *layout, const ps__spec *spec,
-                                const ps__step *step, uint64_t bytes[PS__MAX_PLACES],
-                                uint64_t *n_ops);
+                                const ps__step *step, uint64_t bytes[PS__N_MEMS], uint64_t *n_ops);
 
 /* ---- sampling.c: text sampled beside a training ---------------------------------------------- */
 /* ps__plan_sampling() - plan the generation that p->cfg asks for, past the persistent tensors of
@@ -158,8 +157,8 @@ enum { PS__SIM_STEPS = 3, PS__SIM_STEADY = 1 };
 typedef struct ps__search_result {
   /* BYTES by place: the smallest cap that a plan fits in under the other places' caps; 0: none is
    * enough */
-  uint64_t smallest[PS__MAX_PLACES];
-  uint64_t any[PS__MAX_PLACES]; /* BYTES by place of the plan that misses the caps least */
+  uint64_t smallest[PS__N_MEMS];
+  uint64_t any[PS__N_MEMS]; /* BYTES by place of the plan that misses the caps least */
   uint32_t n_candidates, n_feasible;
 } ps__search_result;
 /* ps__head_slice() - tokens of a slice of the head and loss for chunks of @chunk_tokens: as the
@@ -187,8 +186,10 @@ double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__
 /* ps__host_overhead() - host BYTES that a step takes besides its arena, and two parts of them. */
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
                            uint64_t *trace);
-/* ps__used_bytes() - BYTES by place, of all that the caps count, of a step whose arenas take
- * @arena. */
-void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena[PS__MAX_PLACES],
-                    uint64_t out[PS__MAX_PLACES]);
+/* ps__largest_device() - the most BYTES of a device's space.
+ * ps__used_bytes() - BYTES of both memories (PS__N_MEMS), of all that the caps count, of a step
+ * whose arenas take @arena. */
+uint64_t ps__largest_device(const ps__places *at, const uint64_t space[PS_MAX_PLACES]);
+void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena[PS_MAX_PLACES],
+                    uint64_t out[PS__N_MEMS]);
 #endif

@@ -165,11 +165,11 @@ static void write_text(text *t, const ps_plan *p) {
       "predicted        %.3f s a step, %.0f tokens/s; busiest stream: %s, %.0f%% of the step (%s "
       "rates)\n",
       r->step_s, r->step_s > 0 ? (double)r->tokens_per_step / r->step_s : 0,
-      ps_plan_stream_name(r->bottleneck_stream),
+      ps_plan_stream_name(p, r->bottleneck_stream),
       r->step_s > 0 ? 100 * r->stream_busy_s[r->bottleneck_stream] / r->step_s : 0,
       p->hw.measured ? "measured" : "estimated");
   for (uint32_t i = 0; i < p->at->n_streams; i++)
-    say(t, "  %-14s %8.3f s busy (%3.0f%%)\n", ps_plan_stream_name(i), r->stream_busy_s[i],
+    say(t, "  %-14s %8.3f s busy (%3.0f%%)\n", ps_plan_stream_name(p, i), r->stream_busy_s[i],
         r->step_s > 0 ? 100 * r->stream_busy_s[i] / r->step_s : 0);
   say(t, "%llu ops and %llu waits a step; %u candidates, %u of those evaluated fit\n",
       (unsigned long long)r->n_ops, (unsigned long long)r->n_waits, r->n_candidates, r->n_feasible);
@@ -275,10 +275,10 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     }
     ps__jsonw_end(w);
   }
-  ps__jsonw_string(w, "bottleneck_stream", ps_plan_stream_name(r->bottleneck_stream));
+  ps__jsonw_string(w, "bottleneck_stream", ps_plan_stream_name(p, r->bottleneck_stream));
   ps__jsonw_object(w, "stream_busy_s");
   for (uint32_t i = 0; i < p->at->n_streams; i++)
-    ps__jsonw_number(w, ps_plan_stream_name(i), r->stream_busy_s[i]);
+    ps__jsonw_number(w, ps_plan_stream_name(p, i), r->stream_busy_s[i]);
   ps__jsonw_end(w);
 }
 

@@ -12,13 +12,14 @@ static ps__gen_at at_of(const ps__step *s, uint32_t vt) {
 
 static ps_status find_weights(const ps_plan *p, ps__gen_beside *b) {
   const uint32_t n = p->model->n_units;
-  *b = (ps__gen_beside){.n_units = n};
+  *b = (ps__gen_beside){.at = p->at, .n_units = n};
   b->weights = ps__calloc(n, sizeof *b->weights);
   if (!b->weights)
     return ps__fail(PS_ENOMEM, "out of memory for the places of weights");
   for (uint32_t u = 0; u < n; u++) {
     const ps__unit_host *h = &p->step.unit_host[u];
-    b->weights[u] = at_of(&p->step, ps__weights_stay(&p->spec, u) ? h->device_weights : h->weights);
+    b->weights[u] =
+        at_of(&p->step, ps__weights_stay(&p->spec, u) ? h->device_weights[0] : h->weights);
   }
   for (uint32_t i = 0; i < p->at->n_places; i++) {
     b->used[i] = ps__step_persistent_bytes(&p->step, i);
@@ -59,7 +60,7 @@ ps_status ps__plan_sampling(ps_plan *p) {
   PS_TRY(ps__gen_plan_beside(g, &p->model->cfg, &cfg, &p->hw, &beside));
   PS_TRY(ps__gen_compile(p->sampling));
   ps__step by = {.at = p->at};
-  by.space_bytes[p->at->device] = g->map.device.bytes;
+  by.space_bytes[p->at->dev[0].place] = g->map.device.bytes;
   by.space_bytes[p->at->host] = g->map.host.bytes;
   for (uint32_t i = 0; i < p->at->n_streams; i++)
     by.scratch_bytes[i] = g->scratch_bytes[i];
@@ -93,7 +94,7 @@ static ps_status refuse_device(const ps_plan *p, uint64_t cap) {
       "%s for the head, %s for %llu blocks, %s for the KV cache of %llu x %llu tokens and %s for "
       "%u "
       "rows: raise --device-mem, lower --sample-tokens, or give fewer or shorter prompts",
-      need, given, ps__format_bytes(stays, g->beside.used[p->at->device]),
+      need, given, ps__format_bytes(stays, g->beside.used[p->at->dev[0].place]),
       ps__format_bytes(head, r->head_bytes), ps__format_bytes(blocks, n * r->block_bytes),
       (unsigned long long)n, ps__format_bytes(cache, r->cache_bytes),
       (unsigned long long)g->cfg.n_sequences, (unsigned long long)g->cfg.context,

@@ -62,14 +62,13 @@ static int by_rank(const void *pa, const void *pb) {
 
 /* Adds to a bound what evaluated candidates took beyond theirs. It is the same within a few percent
  * for candidates that differ in their parts on the device and host alone. */
-static void add_slack(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__MAX_PLACES]) {
-  for (uint32_t i = 0; s->prune && (s->large || s->n_ops > PRUNE_OPS) && i < s->plan->at->n_places;
-       i++)
+static void add_slack(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]) {
+  for (uint32_t i = 0; s->prune && (s->large || s->n_ops > PRUNE_OPS) && i < PS__N_MEMS; i++)
     bytes[i] += s->slack[m->microbatch][m->residency][m->ahead][i] / 20 * 19;
 }
 
 static bool cannot_fit(const ps__search *s, const ps__candidate *m) {
-  uint64_t bytes[PS__MAX_PLACES] = {m->bytes[0], m->bytes[1]};
+  uint64_t bytes[PS__N_MEMS] = {m->bytes[0], m->bytes[1]};
   if (!ps__fits(s, bytes))
     return true;
   add_slack(s, m, bytes);
@@ -78,7 +77,7 @@ static bool cannot_fit(const ps__search *s, const ps__candidate *m) {
 
 static void note_slack(ps__search *s, const ps__candidate *m, const ps__evaluation *e) {
   const uint64_t *bytes = m->bytes;
-  for (uint32_t i = 0; i < s->plan->at->n_places; i++) {
+  for (uint32_t i = 0; i < PS__N_MEMS; i++) {
     uint64_t *slack = &s->slack[m->microbatch][m->residency][m->ahead][i],
              now = e->bytes[i] > bytes[i] ? e->bytes[i] - bytes[i] : 0;
     if (*slack == 0 || now < *slack)
@@ -185,7 +184,7 @@ static ps_status find_any_that_fits(ps__search *s) {
   keyed *order = ps__malloc((n + 1) * sizeof *order);
   ps_status st = order ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the order of %zu plans", n);
   for (size_t i = 0; st == PS_OK && i < n; i++)
-    order[i] = (keyed){s->space.candidate[i].bytes[s->plan->at->device], (uint32_t)i};
+    order[i] = (keyed){s->space.candidate[i].bytes[PS__DEVICE_MEM], (uint32_t)i};
   if (st == PS_OK)
     qsort(order, n, sizeof *order, by_key);
   s->n_ops = 0;
@@ -228,8 +227,7 @@ static ps_status confirm_best(ps__search *s) {
 static ps_status spend_host(ps__search *s) {
   const double most_ns = s->best[0].ns;
   const int layers = s->plan->model->cfg.n_layers < 255 ? (int)s->plan->model->cfg.n_layers : 255;
-  for (int by = 16; by > 0 && s->best[0].ns > 0 && s->cap[s->plan->at->host] != UINT64_MAX;
-       by /= 2) {
+  for (int by = 16; by > 0 && s->best[0].ns > 0 && s->cap[PS__HOST_MEM] != UINT64_MAX; by /= 2) {
     const ps__fastest before = s->best[0];
     ps__candidate m = before.candidate;
     ps__evaluation e;
@@ -258,25 +256,25 @@ static ps_status keep_best(ps__search *s) {
 
 /* ---- the smallest ---------------------------------------------------------------------------- */
 
-static uint64_t beyond(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES]) {
+static uint64_t beyond(const ps__search *s, const uint64_t bytes[PS__N_MEMS]) {
   uint64_t sum = 0;
-  for (uint32_t i = 0; i < s->plan->at->n_places; i++)
+  for (uint32_t i = 0; i < PS__N_MEMS; i++)
     sum += bytes[i] > s->cap[i] ? bytes[i] - s->cap[i] : 0;
   return sum;
 }
 
 /* Whether @bytes are smaller at @place than any plan's before, within the other places' caps. */
-static bool is_smallest(const ps__search *s, const uint64_t bytes[PS__MAX_PLACES], uint32_t place) {
+static bool is_smallest(const ps__search *s, const uint64_t bytes[PS__N_MEMS], uint32_t place) {
   const uint64_t least = s->out->smallest[place];
-  for (uint32_t i = 0; i < s->plan->at->n_places; i++)
+  for (uint32_t i = 0; i < PS__N_MEMS; i++)
     if (i != place && bytes[i] > s->cap[i])
       return false;
   return ps__host_taken(s, bytes) <= s->machine && (least == 0 || bytes[place] < least);
 }
 
-static void note_smallest(ps__search *s, const uint64_t bytes[PS__MAX_PLACES]) {
+static void note_smallest(ps__search *s, const uint64_t bytes[PS__N_MEMS]) {
   ps__search_result *r = s->out;
-  for (uint32_t i = 0; i < s->plan->at->n_places; i++)
+  for (uint32_t i = 0; i < PS__N_MEMS; i++)
     if (is_smallest(s, bytes, i))
       r->smallest[i] = bytes[i];
   if (r->any[0] == 0 || beyond(s, bytes) < s->best_miss) {
@@ -286,18 +284,18 @@ static void note_smallest(ps__search *s, const uint64_t bytes[PS__MAX_PLACES]) {
 }
 
 /* In place of a place: the nearest to all caps, where no cap alone is enough. */
-enum { NEAREST = PS__MAX_PLACES };
+enum { NEAREST = PS__N_MEMS };
 
 /* Whether a candidate that takes at least @bytes could be the smallest at @place. */
 static bool could_be_smallest(const ps__search *s, uint32_t place,
-                              const uint64_t bytes[PS__MAX_PLACES]) {
+                              const uint64_t bytes[PS__N_MEMS]) {
   return place == NEAREST ? s->out->any[0] == 0 || beyond(s, bytes) < s->best_miss
                           : is_smallest(s, bytes, place);
 }
 
 static ps_status evaluate_bytes(ps__search *s, uint32_t place, const ps__candidate *m) {
   ps__evaluation e;
-  uint64_t bytes[PS__MAX_PLACES] = {m->bytes[0], m->bytes[1]};
+  uint64_t bytes[PS__N_MEMS] = {m->bytes[0], m->bytes[1]};
   add_slack(s, m, bytes);
   if (!could_be_smallest(s, place, bytes))
     return PS_OK;
@@ -327,15 +325,14 @@ static ps_status find_smallest_at(ps__search *s, uint32_t place, uint32_t space,
 /* The smallest at each place, each with a budget of its own: it is not spent on candidates that
  * another place's cap rules out. Where there is none, the nearest to all caps. */
 static ps_status find_smallest(ps__search *s) {
-  const uint32_t n_places = s->plan->at->n_places;
   keyed *order = ps__malloc((s->space.n_candidates + 1) * sizeof *order);
   ps_status st = order ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the smallest plan");
   bool found = false;
-  for (uint32_t place = 0; st == PS_OK && place < n_places; place++) {
+  for (uint32_t place = 0; st == PS_OK && place < PS__N_MEMS; place++) {
     st = find_smallest_at(s, place, place, order);
     found |= s->out->smallest[place] != 0;
   }
-  for (uint32_t space = 0; st == PS_OK && !found && space < n_places; space++)
+  for (uint32_t space = 0; st == PS_OK && !found && space < PS__N_MEMS; space++)
     st = find_smallest_at(s, NEAREST, space, order);
   ps__free(order);
   return st;
@@ -390,7 +387,7 @@ typedef struct ladder_search {
 } ladder_search;
 
 static ps_status ladder_search_init(ladder_search *r, const ps__search *s,
-                                    const uint64_t cap[PS__MAX_PLACES]) {
+                                    const uint64_t cap[PS__N_MEMS]) {
   *r = (ladder_search){.s = ps__malloc(sizeof *s)};
   if (!r->s)
     return ps__fail(PS_ENOMEM, "out of memory for the search");
@@ -410,7 +407,7 @@ static void ladder_search_task(void *arg, int64_t i, uint32_t worker) {
 }
 
 /* The estimate of the best candidate that fits under the caps; 0: none fits. */
-static double least_estimate(const ps__search *s, const uint64_t cap[PS__MAX_PLACES]) {
+static double least_estimate(const ps__search *s, const uint64_t cap[PS__N_MEMS]) {
   for (size_t i = 0; i < s->space.n_candidates; i++) /* sorted */
     if (ps__fits_under(s, cap, s->space.candidate[i].bytes))
       return s->space.candidate[i].estimate_ns;
@@ -418,7 +415,7 @@ static double least_estimate(const ps__search *s, const uint64_t cap[PS__MAX_PLA
 }
 
 enum {
-  MAX_LADDER_SEARCHES = 1 + PS__MAX_PLACES,
+  MAX_LADDER_SEARCHES = 1 + PS__N_MEMS,
   MOST_BUDGETS = 3 /* of a model of 32 layers, for all searches of a plan */
 };
 /* A cap of the ladder is searched where the estimates say that it costs at most so much time. */
@@ -427,7 +424,7 @@ static const double LADDER_WORTH = 1.02;
 /* Under the ladder's next cap below that of @place. */
 static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADDER_SEARCHES],
                                    uint32_t *n, uint32_t place) {
-  uint64_t cap[PS__MAX_PLACES];
+  uint64_t cap[PS__N_MEMS];
   memcpy(cap, s->cap, sizeof cap);
   cap[place] = ladder_cap_below(cap[place]);
   const double most = LADDER_WORTH * least_estimate(s, s->cap),
@@ -445,7 +442,7 @@ static ps_status find_on_ladder(ps__search *s) {
   ps__pool *pool;
   uint32_t n = 1;
   ps_status st = ladder_search_init(&r[0], s, s->cap);
-  for (uint32_t i = 0; i < s->plan->at->n_places && st == PS_OK && s->large; i++)
+  for (uint32_t i = 0; i < PS__N_MEMS && st == PS_OK && s->large; i++)
     st = add_ladder_search(s, r, &n, i);
   if (st == PS_OK)
     st = ps__pool_create(&pool, ps__search_space_workers(&s->space, n), "ladder");
@@ -479,7 +476,7 @@ ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__sear
   ps__search_watch watch = {.fn = plan->cfg.progress, .user = plan->cfg.progress_user};
   pthread_mutex_init(&watch.lock, NULL);
   s->watch = &watch;
-  uint64_t *device = &s->cap[s->plan->at->device], *host = &s->cap[s->plan->at->host];
+  uint64_t *device = &s->cap[PS__DEVICE_MEM], *host = &s->cap[PS__HOST_MEM];
   const uint64_t device_cap = ps__device_cap(hw, plan->cfg.device_mem_bytes);
   *device = device_cap ? device_cap : UINT64_MAX;
   *host = plan->cfg.host_mem_bytes ? plan->cfg.host_mem_bytes : UINT64_MAX;

@@ -9,25 +9,24 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LABELS = 24 };
-
 typedef struct totals {
-  ps_stall stall[PS_MAX_STREAMS * LABELS];
-  uint32_t n;
+  ps_stall *stall;
+  size_t n, cap;
 } totals;
 
-static void add(totals *t, uint32_t stream, uint32_t awaited, const char *what, double ns) {
-  uint32_t i = 0;
+static ps_status add(totals *t, uint32_t stream, uint32_t awaited, const char *what, double ns) {
+  size_t i = 0;
   while (i < t->n && (t->stall[i].stream != stream || t->stall[i].awaited_stream != awaited ||
                       strcmp(t->stall[i].what, what) != 0))
     i++;
-  if (i == sizeof t->stall / sizeof *t->stall)
-    return; /* there are fewer kinds than that */
   if (i == t->n) {
+    if (!ps__grow((void **)&t->stall, t->n, &t->cap, sizeof *t->stall))
+      return ps__fail(PS_ENOMEM, "out of memory for what %zu stalls are of", t->n);
     t->stall[t->n] = (ps_stall){.stream = stream, .awaited_stream = awaited};
     snprintf(t->stall[t->n++].what, sizeof t->stall->what, "%s", what);
   }
   t->stall[i].seconds += ns * 1e-9;
+  return PS_OK;
 }
 
 static const char *incoming(const ps_tag *t) {
@@ -58,10 +57,8 @@ static const char *on_host(const ps__vop *op) {
 }
 
 static const char *label(const ps__places *at, const ps__vop *op) {
-  if (op->stream == at->to_device)
-    return incoming(&op->tag);
-  if (op->stream == at->to_host)
-    return outgoing(&op->tag);
+  if (ps__link_of(at, op->stream))
+    return ps__copies_to_host(at, op->stream) ? outgoing(&op->tag) : incoming(&op->tag);
   if (op->stream == at->host_ops)
     return on_host(op);
   if (op->stream == at->io)
@@ -124,9 +121,9 @@ static ps_status stalls_of_stream(const ps_plan *p, const lists *l, const ps_tra
         const uint64_t until =
             blamed ? (awaited->end_ns < e->start_ns ? awaited->end_ns : e->start_ns) : before;
         if (blamed)
-          add(t, s, awaited->stream, label(p->at, &p->step.op[awaited->op]),
-              (double)(until - before));
-        add(t, s, s, "launch and signals", (double)(e->start_ns - until));
+          PS_TRY(add(t, s, awaited->stream, label(p->at, &p->step.op[awaited->op]),
+                     (double)(until - before)));
+        PS_TRY(add(t, s, s, "launch and signals", (double)(e->start_ns - until)));
       }
       if (e->end_ns > before)
         before = e->end_ns;
@@ -174,7 +171,7 @@ ps_status ps_plan_throughput(const ps_plan *plan, const ps_trace_event *events, 
     const bool update = ps__is_host_update(&plan->step, op);
     if (op->kernel && !update)
       continue;
-    const int kind = update ? UPDATES : op->stream == plan->at->to_host ? D2H : H2D;
+    const int kind = update ? UPDATES : ps__copies_to_host(plan->at, op->stream) ? D2H : H2D;
     bytes[kind] += op->work.bytes;
     ns[kind] += (double)(events[i].end_ns - events[i].start_ns);
   }
@@ -198,13 +195,14 @@ ps_status ps_plan_stalls(const ps_plan *plan, const ps_trace_event *events, uint
   for (uint32_t s = 0; st == PS_OK && s < plan->at->n_streams; s++)
     st = stalls_of_stream(plan, &l, events, n_steps, s, &t);
   ps__free(l.memory);
-  if (st != PS_OK)
-    return st;
-  qsort(t.stall, t.n, sizeof *t.stall, by_stream_and_time);
-  for (uint32_t i = 0; i < t.n; i++)
+  if (t.n)
+    qsort(t.stall, t.n, sizeof *t.stall, by_stream_and_time);
+  for (size_t i = 0; i < t.n; i++)
     t.stall[i].seconds /= (double)(n_steps > 1 ? n_steps - 1 : 1);
-  for (uint32_t i = 0; i < t.n && i < room; i++)
+  for (size_t i = 0; st == PS_OK && i < t.n && i < room; i++)
     stalls[i] = t.stall[i];
-  *n_stalls = t.n;
-  return PS_OK;
+  if (st == PS_OK)
+    *n_stalls = t.n;
+  ps__free(t.stall);
+  return st;
 }

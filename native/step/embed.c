@@ -25,19 +25,22 @@ static ps_tag embed_tag(uint32_t round, uint32_t chunk, int phase) {
 
 /* ---- on the host ----------------------------------------------------------------------------- */
 
-/* The first round's rows are gathered beside the update of a table that is trained. That takes as
+/* Each device's first rows are gathered beside the update of a table that is trained. That takes as
  * long as three blocks' updates and would hold the step back, so rows that are gathered are updated
- * first. Half of the tokens are taken to be of rows that no token before them had. */
+ * first. Half of the tokens are taken to be of rows that no token before them had.
+ *
+ * An update reads the gradient of the table. The first round's contribution overwrites it after the
+ * gathers of its own device. So those of the other devices say that they read it. */
 static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__vaccess *token,
                          uint32_t rows, ps_tag tag) {
   const ps__step *s = b->s;
   const double update = ps__update_bytes(s->spec->optimizer, s->spec->recipe, PS_UPDATE_WHOLE);
-  const ps__vaccess access[3] = {*token,
-                                 s->spec->clip
-                                     ? ps__part(s->stats, PS_READ, 64, 64)
-                                     : ps__part(s->norms, PS_READ, 0, ps__norm_slots(s->model) * 8),
-                                 ps__whole(b, rows, PS_WRITE)};
-  ps__emit_hook(b, PS__HOOK_GATHER, chunk, b->s->at->io, access, 3,
+  const ps__vaccess access[4] = {
+      *token,
+      s->spec->clip ? ps__part(s->stats, PS_READ, 64, 64)
+                    : ps__part(s->norms, PS_READ, 0, ps__norm_slots(s->model) * 8),
+      ps__whole(b, rows, PS_WRITE), ps__whole(b, s->unit_host[0].grad, PS_READ)};
+  ps__emit_hook(b, PS__HOOK_GATHER, chunk, b->s->at->io, access, b->on == b->dev ? 3 : 4,
                 ps__bytes_work(2.0 * (double)(n * row_bytes(b)) +
                                0.5 * update * n * ps__embed_args_of(s->model)->dim),
                 tag);
@@ -61,12 +64,12 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
         ps__part(s->batch, PS_READ, s->batch_offset[i] + ps__batch_chunk_of(n).tokens, 4ull * n),
         ps__part(s->unit_host[0].weights, PS_READ, 0, table_bytes(b)),
         ps__whole(b, rows, PS_WRITE)};
-    if (round == 0 && !s->model->unit[0].frozen && !s->spec->checked)
+    if (round < ps__n_devices(b) && !s->model->unit[0].frozen && !s->spec->checked)
       gather_first(b, i, n, &access[0], rows, tag);
     else
       ps__emit(b, &ps__k_embed_fwd, b->s->at->io, &a, sizeof a, access, 3, tag);
-    b->gathered[i].x = ps__vt_new(b, b->s->at->device, n * row_bytes(b));
-    ps__emit_copy(b, b->s->at->to_device, ps__whole(b, rows, PS_READ),
+    b->gathered[i].x = ps__vt_new(b, b->on->at.place, n * row_bytes(b));
+    ps__emit_copy(b, b->on->at.to_device, ps__whole(b, rows, PS_READ),
                   ps__whole(b, b->gathered[i].x, PS_WRITE), ps__about(tag, "embedding rows"));
     /* the rows stay where the first block's input is kept on the host anyway */
     const bool stays =
@@ -93,7 +96,8 @@ static contribution_rows rows_of(const ps__builder *b, uint32_t c) {
     from++;
   while (!ps__contribution_ends(b, to))
     to--;
-  const ps__chunk *last = ps__chunk_of(b, b->round->n_chunks - 1), *begins = ps__chunk_of(b, from);
+  const ps__chunk *last = ps__chunk_of(b, b->on->round->n_chunks - 1),
+                  *begins = ps__chunk_of(b, from);
   contribution_rows r = {.end_token = (uint32_t)(begins->first_token + begins->n_tokens - round)};
   r.n_tokens = r.end_token - (uint32_t)(ps__chunk_of(b, to)->first_token - round);
   r.skip_tokens = (uint32_t)(last->first_token + last->n_tokens - round) - r.end_token;
@@ -105,7 +109,7 @@ static contribution_rows rows_of(const ps__builder *b, uint32_t c) {
 static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
   ps__step *s = b->s;
   ps__unit_progress *u = &b->unit[0];
-  const ps__chunk *first = ps__chunk_of(b, 0), *last = ps__chunk_of(b, b->round->n_chunks - 1);
+  const ps__chunk *first = ps__chunk_of(b, 0), *last = ps__chunk_of(b, b->on->round->n_chunks - 1);
   const ps__attention_group *g = &s->layout->group[last->group];
   const uint32_t n = ps__unit_contributions(s->model, &s->sums, 0), i = u->contribution++;
   uint32_t mode = i ? ps__sum_mode_of(b, 0, i) : 0;
@@ -126,14 +130,14 @@ static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
       .mode = mode,
       .index = i};
   ps__vaccess access[4] = {
-      ps__part(b->rows_host, PS_READ, 0, 4ull * r->n_tokens),
-      ps__part(b->rows_host, PS_READ, r->ids_bytes, r->bytes - r->ids_bytes),
+      ps__part(b->on->rows_host, PS_READ, 0, 4ull * r->n_tokens),
+      ps__part(b->on->rows_host, PS_READ, r->ids_bytes, r->bytes - r->ids_bytes),
       ps__part(s->unit_host[0].grad, i ? PS_READ_WRITE : PS_WRITE, 0, table_bytes(b))};
   if (low)
     access[3] = ps__whole(b, u->low, mode & PS_LOW_READ ? PS_READ_WRITE : PS_WRITE);
   ps__emit(b, &ps__k_embed_bwd_host, b->s->at->host_ops, &a, sizeof a, access, low ? 4 : 3,
-           embed_tag(b->round_idx, b->round->first_chunk, PS__PHASE_UPDATE));
-  ps__vt_free_late(b, b->rows_host, s->spec->sum_lag);
+           embed_tag(b->on->round_idx, b->on->round->first_chunk, PS__PHASE_UPDATE));
+  ps__vt_free_late(b, b->on->rows_host, s->spec->sum_lag);
   if (i + 1 == n)
     ps__total_on_host(b, 0);
 }
@@ -143,20 +147,21 @@ static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
 static void send_rows(ps__builder *b, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
   const contribution_rows r = rows_of(b, c);
-  const ps_tag tag = embed_tag(b->round_idx, b->round->first_chunk + c, PS__PHASE_BACKWARD);
+  const ps_tag tag = embed_tag(b->on->round_idx, b->on->round->first_chunk + c, PS__PHASE_BACKWARD);
   /* later chunks come first */
   const uint64_t at =
       r.end_token - (k->first_token + k->n_tokens - ps__chunk_of(b, 0)->first_token);
   if (ps__contribution_begins(b, c))
-    b->rows_host = ps__vt_new(b, b->s->at->host, r.bytes);
-  ps__emit_copy(
-      b, b->s->at->to_host,
-      ps__part(b->batch[c], PS_READ, ps__batch_chunk_of(k->n_tokens).tokens, 4ull * k->n_tokens),
-      ps__part(b->rows_host, PS_WRITE, 4 * at, 4ull * k->n_tokens), ps__about(tag, "token ids"));
-  ps__emit_copy(
-      b, b->s->at->to_host, ps__whole(b, b->dy[c], PS_READ),
-      ps__part(b->rows_host, PS_WRITE, r.ids_bytes + at * row_bytes(b), k->n_tokens * row_bytes(b)),
-      ps__about(tag, "gradients of rows"));
+    b->on->rows_host = ps__vt_new(b, b->s->at->host, r.bytes);
+  ps__emit_copy(b, b->on->at.to_host,
+                ps__part(b->on->batch[c], PS_READ, ps__batch_chunk_of(k->n_tokens).tokens,
+                         4ull * k->n_tokens),
+                ps__part(b->on->rows_host, PS_WRITE, 4 * at, 4ull * k->n_tokens),
+                ps__about(tag, "token ids"));
+  ps__emit_copy(b, b->on->at.to_host, ps__whole(b, b->on->dy[c], PS_READ),
+                ps__part(b->on->rows_host, PS_WRITE, r.ids_bytes + at * row_bytes(b),
+                         k->n_tokens * row_bytes(b)),
+                ps__about(tag, "gradients of rows"));
   if (ps__contribution_ends(b, c))
     add_rows_on_host(b, &r);
 }
@@ -165,9 +170,9 @@ static void send_rows(ps__builder *b, uint32_t c) {
 
 void ps__embed_forward(ps__builder *b, uint32_t c) {
   if (on_host(b)) {
-    const ps__gathered *g = &b->gathered[b->round->first_chunk + c];
-    b->x[c] = g->x;
-    *ps__saved_entry(b, b->away, 1, c, (uint32_t)ps__layer_of(b->s->model, 1)->input) = g->host;
+    const ps__gathered *g = &b->gathered[b->on->round->first_chunk + c];
+    b->on->x[c] = g->x;
+    *ps__saved_entry(b, b->on->away, 1, c, (uint32_t)ps__layer_of(b->s->model, 1)->input) = g->host;
   } else {
     ps__look_up(b, c);
     ps__send_input(b, 1, c);
@@ -180,6 +185,6 @@ void ps__embed_backward(ps__builder *b, uint32_t c) {
     send_rows(b, c);
   else if (!on_host(b))
     ps__add_rows(b, c);
-  ps__vt_free_late(b, b->dy[c], lag);
-  ps__vt_free_late(b, b->batch[c], lag);
+  ps__vt_free_late(b, b->on->dy[c], lag);
+  ps__vt_free_late(b, b->on->batch[c], lag);
 }

@@ -49,29 +49,31 @@ void ps__vt_free_late(ps__builder *b, uint32_t vt, uint32_t steps) {
     ps__vt_free(b, vt);
     return;
   }
-  if (!ps__grow((void **)&b->late, b->n_late, &b->cap_late, sizeof *b->late)) {
+  if (!ps__grow((void **)&b->on->late, b->on->n_late, &b->on->cap_late, sizeof *b->on->late)) {
     b->s->out_of_memory = true;
     return;
   }
-  b->late[b->n_late++] = (ps__late_free){vt, b->clock + steps};
+  b->on->late[b->on->n_late++] = (ps__late_free){vt, b->on->clock + steps};
 }
 
 void ps__tick(ps__builder *b) {
   size_t kept = 0;
-  b->clock++;
-  for (size_t i = 0; i < b->n_late; i++) {
-    if (b->late[i].when <= b->clock)
-      ps__vt_free(b, b->late[i].vt);
+  b->on->clock++;
+  for (size_t i = 0; i < b->on->n_late; i++) {
+    if (b->on->late[i].when <= b->on->clock)
+      ps__vt_free(b, b->on->late[i].vt);
     else
-      b->late[kept++] = b->late[i];
+      b->on->late[kept++] = b->on->late[i];
   }
-  b->n_late = kept;
+  b->on->n_late = kept;
 }
 
 void ps__flush_late(ps__builder *b) {
-  for (size_t i = 0; i < b->n_late; i++)
-    ps__vt_free(b, b->late[i].vt);
-  b->n_late = 0;
+  for (uint32_t d = 0; d < ps__n_devices(b); d++) {
+    for (size_t i = 0; i < b->dev[d].n_late; i++)
+      ps__vt_free(b, b->dev[d].late[i].vt);
+    b->dev[d].n_late = 0;
+  }
 }
 
 ps__vaccess ps__whole(const ps__builder *b, uint32_t vt, uint32_t mode) {
@@ -156,7 +158,7 @@ void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const vo
 
 void ps__emit_copy(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vaccess to, ps_tag tag) {
   const ps__vaccess access[2] = {from, to};
-  b->s->copied_bytes[stream == b->s->at->to_host] += from.bytes;
+  b->s->copied_bytes[ps__copies_to_host(b->s->at, stream)] += from.bytes;
   emit(b, NULL, stream, NULL, 0, access, 2, (ps_work){.bytes = (double)from.bytes}, tag);
 }
 

@@ -21,11 +21,8 @@ typedef struct ps__update_tensors {
   uint32_t weights, master, state[PS_MAX_STATES];
 } ps__update_tensors;
 
+/* A unit's gradient and update, wherever they are. */
 typedef struct ps__unit_progress {
-  uint32_t weights; /* device tensor; PS__NO_VT while it is not fetched */
-  uint32_t pins;    /* layer passes that it was fetched for and that have not ended */
-  bool fetched;     /* device-resident: this step's copy was issued */
-  uint32_t grad;    /* device tensor of the running contribution */
   /* device tensor of the step's total, where gradients are device-resident or the update runs on
    * the device */
   uint32_t total;
@@ -33,10 +30,18 @@ typedef struct ps__unit_progress {
   /* device tensor of the total's sums of squares, until an update on the device without clipping */
   uint32_t sums;
   ps__update_tensors updated; /* on the device, for an update that runs there; else PS__NO_VT */
-  uint32_t contribution;      /* contributions that have ended */
+  uint32_t contribution;      /* contributions that were added */
   /* BYTES of its gradient on the host that aliases of the first round take */
   uint64_t alias_bytes;
 } ps__unit_progress;
+
+/* A unit on one device. */
+typedef struct ps__unit_copy {
+  uint32_t weights; /* PS__NO_VT while it is not fetched */
+  uint32_t pins;    /* layer passes that it was fetched for and that have not ended */
+  bool fetched;     /* device-resident: this step's copy was issued */
+  uint32_t grad;    /* of the running contribution */
+} ps__unit_copy;
 
 /* A chunk's embedding rows, gathered on the host. x: on the device. host: on the host, where they
  * stay as the first block's saved input; else PS__NO_VT. */
@@ -54,27 +59,25 @@ typedef struct ps__late_free {
   uint32_t vt, when;
 } ps__late_free;
 
-typedef struct ps__builder {
-  ps__step *s;
-  ps__step_hooks *hooks;
-  ps__unit_progress *unit; /* [n_units] */
-  ps__pass *pass;
+/* A contribution on the host that others are added before: its tensor there, and the lag with which
+ * that is freed. */
+typedef struct ps__waiting {
+  uint32_t vt, lag;
+} ps__waiting;
+
+/* What is under way on one device: the step's rounds that run there, layer pass by layer pass. */
+typedef struct ps__on_device {
+  ps__device_at at;
+  ps__unit_copy *unit; /* [n_units] */
+  ps__pass *pass;      /* of its rounds */
+  const ps__pass *now; /* the running layer pass */
   uint32_t n_passes, next_fetch;
-  uint32_t first_trained; /* ps__first_trained() */
-  uint32_t checks;        /* of a checked step: the sums of squares, a device tensor */
-  uint32_t clock;         /* chunk passes emitted so far: the time of late frees */
-  /* device copy of the batch header, for updates without clipping; PS__NO_VT before the first */
-  uint32_t header;
-  /* what the device-to-host stream wrote last of weights or state on the host */
-  uint32_t last_sent;
-  /* [n_units], without clipping: in the order in which totals were complete */
-  ps__coming *coming;
-  uint32_t n_coming, n_updated;
+  uint32_t clock; /* chunk passes emitted so far: the time of late frees */
   ps__late_free *late;
   size_t n_late, cap_late;
-  ps__gathered *gathered; /* [chunks of the step] */
-  uint32_t *step_batch;   /* [chunks of the step]: parts of the batch, device tensors */
-  uint64_t head_slices;   /* slices of the head in the running round so far */
+  ps__waiting *waiting; /* contributions of the running round to the table of a tied model */
+  size_t n_waiting, cap_waiting;
+  uint64_t head_slices; /* slices of the head in the running round so far */
   /* gradients of the head's ops that run once a chunk, the final norm's, are in the running
    * contribution of the head's unit */
   bool head_norm;
@@ -83,12 +86,33 @@ typedef struct ps__builder {
   /* of the running round, by chunk of the round: */
   const ps__round *round;
   uint32_t round_idx;
-  /* device tensors [n_chunks]; batch points into step_batch */
+  /* device tensors [n_chunks]; batch points into ps__builder.step_batch */
   uint32_t *batch, *x, *dy;
   /* saved activations [n_layers][n_chunks][max_tensors]: on the device, on the host */
   uint32_t *kept, *away;
   uint32_t of_pass[PS__SET_BITS]; /* tensors of the running layer pass; PS__NO_VT: not made yet */
+} ps__on_device;
+
+typedef struct ps__builder {
+  ps__step *s;
+  ps__step_hooks *hooks;
+  ps__on_device dev[PS_MAX_DEVICES]; /* [n_devices] */
+  ps__on_device *on;                 /* that of the ops that are emitted now */
+  ps__unit_progress *unit;           /* [n_units] */
+  uint32_t first_trained;            /* ps__first_trained() */
+  uint32_t checks;                   /* of a checked step: the sums of squares, a device tensor */
+  /* device copy of the batch header, for updates without clipping; PS__NO_VT before the first */
+  uint32_t header;
+  /* what the device-to-host stream wrote last of weights or state on the host */
+  uint32_t last_sent;
+  /* [n_units], without clipping: in the order in which totals were complete */
+  ps__coming *coming;
+  uint32_t n_coming, n_updated;
+  ps__gathered *gathered; /* [chunks of the step] */
+  uint32_t *step_batch;   /* [chunks of the step]: parts of the batch, device tensors */
 } ps__builder;
+
+static inline uint32_t ps__n_devices(const ps__builder *b) { return b->s->at->n_devices; }
 
 /* ---- tensors --------------------------------------------------------------------------------- */
 /* ps__vt_new() - a tensor that is alive from the next op on, until ps__vt_free().
@@ -101,7 +125,8 @@ uint32_t ps__vt_alias(ps__builder *b, uint32_t by, uint64_t offset, uint64_t byt
 void ps__vt_free(ps__builder *b, uint32_t vt);
 /* ps__vt_free_late() - the same after so many more chunk passes. */
 void ps__vt_free_late(ps__builder *b, uint32_t vt, uint32_t chunk_passes);
-/* ps__tick() - a chunk pass has ended. ps__flush_late() - all late frees are due now. */
+/* ps__tick() - a chunk pass has ended on the running device. ps__flush_late() - all late frees of
+ * all devices are due now. */
 void ps__tick(ps__builder *b);
 void ps__flush_late(ps__builder *b);
 
@@ -125,11 +150,12 @@ void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream
 /* ps__unit_tag() - the tag of an op that is about unit @unit: its layer; chunk -1 for the layer's
  * first unit, -2 for its second, and so on. */
 ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase);
-/* ps__units_init() - the units' host and device-resident tensors, the layer passes. Errors:
- * PS_ENOMEM. */
+/* ps__units_init() - the units' host and device-resident tensors, the layer passes of each device.
+ * Errors: PS_ENOMEM. */
 ps_status ps__units_init(ps__builder *b);
-/* ps__fetch_ahead() - issue the copies for this layer pass and for those within the prefetch
- * distance. ps__pass_done() - free the parameters that no later pass was fetched for. */
+/* ps__fetch_ahead() - issue the copies for this layer pass of the running device and for those
+ * within the prefetch distance. ps__pass_done() - free the parameters that no later pass was
+ * fetched for. */
 void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx);
 void ps__pass_done(ps__builder *b, uint32_t pass_idx);
 /* Backward, the chunks of a round pass from the last one down to chunk 0. Whether chunk @c is the
@@ -143,6 +169,9 @@ void ps__grad_begin(ps__builder *b, uint32_t unit);
 /* ps__grad_end() - the contribution is complete: it is added to the total, or copied to the host to
  * be added there. @more: another one of the same round follows at once and reuses its memory. */
 void ps__grad_end(ps__builder *b, uint32_t unit, bool more);
+/* ps__add_waiting() - add the contributions of the running round that waited for the embedding's of
+ * the round before. */
+void ps__add_waiting(ps__builder *b);
 /* The same for all units of a layer that have a gradient of their own layer's ops. */
 void ps__layer_grads_begin(ps__builder *b, uint32_t layer);
 void ps__layer_grads_end(ps__builder *b, uint32_t layer, bool more);

@@ -1,5 +1,6 @@
 /* over.c - a step in the memory of another one, while none of that step runs. */
 #include "step/step.h"
+#include <string.h>
 
 uint64_t ps__step_persistent_bytes(const ps__step *t, uint32_t space) {
   uint64_t end = 0;
@@ -22,21 +23,25 @@ static bool lie_over(ps__step *s, uint32_t vt, const ps__step *t, uint32_t there
 }
 
 static bool lie_over_unit(ps__step *s, uint32_t unit, const ps__step *t, uint32_t block) {
-  const ps__unit_host *h = &s->unit_host[unit], *there = &t->unit_host[unit];
-  const uint32_t own[] = {h->weights,  h->master,   h->grad,         h->device_weights,
-                          h->state[0], h->state[1], h->device_master},
-                 of_t[] = {there->weights,        there->master,   there->grad,
-                           there->device_weights, there->state[0], there->state[1],
-                           there->device_master};
-  bool fits = h->n == there->n;
-  for (size_t i = 0; fits && i < sizeof own / sizeof *own; i++)
-    fits = own[i] == PS__NO_VT || lie_over(s, own[i], t, of_t[i], block);
+  enum { ALONE = 4 + PS_MAX_STATES, MOST = ALONE + PS_MAX_DEVICES };
+  const ps__unit_host *of[2] = {&s->unit_host[unit], &t->unit_host[unit]};
+  const uint32_t n = ALONE + s->at->n_devices;
+  uint32_t vt[2][MOST];
+  for (int i = 0; i < 2; i++) {
+    const uint32_t one[4] = {of[i]->weights, of[i]->master, of[i]->grad, of[i]->device_master};
+    memcpy(vt[i], one, sizeof one);
+    memcpy(vt[i] + 4, of[i]->state, sizeof of[i]->state);
+    memcpy(vt[i] + ALONE, of[i]->device_weights, sizeof of[i]->device_weights);
+  }
+  bool fits = of[0]->n == of[1]->n;
+  for (uint32_t i = 0; fits && i < n; i++)
+    fits = vt[0][i] == PS__NO_VT || lie_over(s, vt[0][i], t, vt[1][i], block);
   return fits;
 }
 
 ps_status ps__step_map_over(ps__step *s, const ps__step *t) {
   const uint32_t n = s->at->n_places, block = (uint32_t)s->n_vt;
-  bool fits = s->spec->n_units == t->spec->n_units;
+  bool fits = s->spec->n_units == t->spec->n_units && s->at == t->at;
   for (uint32_t space = 0; space < n; space++) {
     if (!ps__grow((void **)&s->vt, s->n_vt, &s->cap_vt, sizeof *s->vt))
       return ps__fail(PS_ENOMEM, "out of memory for the step's tables");

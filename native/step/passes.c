@@ -4,7 +4,7 @@
 #include <string.h>
 
 const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c) {
-  return &b->s->layout->chunk[b->round->first_chunk + c];
+  return &b->s->layout->chunk[b->on->round->first_chunk + c];
 }
 
 uint32_t *ps__saved_entry(ps__builder *b, uint32_t *table, uint32_t layer, uint32_t c,
@@ -23,7 +23,7 @@ static const ps__attention_group *group_of(const ps__builder *b, uint32_t c) {
 
 /* The chunk of the round whose entries hold the group's shared tensors: the group's first. */
 static uint32_t group_first(const ps__builder *b, uint32_t c) {
-  return group_of(b, c)->first_chunk - b->round->first_chunk;
+  return group_of(b, c)->first_chunk - b->on->round->first_chunk;
 }
 
 static bool is_group(const ps__layer_def *d, uint32_t tensor) {
@@ -37,8 +37,8 @@ static uint32_t home_chunk(const ps__builder *b, const ps__layer_def *d, uint32_
 
 static ps_tag chunk_tag(const ps__builder *b, uint32_t unit, uint32_t c, int phase) {
   return (ps_tag){.layer = (int32_t)unit,
-                  .round = (int32_t)b->round_idx,
-                  .chunk = (int32_t)(b->round->first_chunk + c),
+                  .round = (int32_t)b->on->round_idx,
+                  .chunk = (int32_t)(b->on->round->first_chunk + c),
                   .phase = phase};
 }
 
@@ -50,7 +50,7 @@ static int policy_of(const ps__builder *b, uint32_t layer, uint32_t c, uint32_t 
   const int policy =
       *ps__spec_policy(b->s->spec, layer - 1, home_chunk(b, d, c, tensor), (uint32_t)saved);
   return policy != PS_POLICY_HOST_FIRST_ROUND ? policy
-         : b->round_idx == 0                  ? PS_POLICY_HOST
+         : b->on->round_idx == 0              ? PS_POLICY_HOST
                                               : PS_POLICY_RECOMPUTE;
 }
 
@@ -84,8 +84,8 @@ static ps__vaccess own_rows(const ps__builder *b, const ps__layer_def *d, uint32
 static uint32_t host_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
   const uint32_t unit = b->s->model->layer[from].first_unit, grad = b->s->unit_host[unit].grad;
   ps__unit_progress *u = &b->unit[unit];
-  const bool free = b->round_idx == 0 && b->round->n_chunks <= b->s->sums.additions && from > 0 &&
-                    grad != PS__NO_VT && !b->s->spec->update_split[unit];
+  const bool free = b->on->round_idx == 0 && b->on->round->n_chunks <= b->s->sums.additions &&
+                    from > 0 && grad != PS__NO_VT && !b->s->spec->update_split[unit];
   if (!free || u->alias_bytes + bytes > b->s->vt[grad].bytes)
     return ps__vt_new(b, b->s->at->host, bytes);
   const uint64_t at = u->alias_bytes;
@@ -97,19 +97,19 @@ void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor,
   const ps__layer_def *d = layer_of(b, layer);
   if (policy_of(b, layer, c, tensor) != PS_POLICY_HOST)
     return;
-  uint32_t *away = ps__saved_entry(b, b->away, layer, home_chunk(b, d, c, tensor), tensor);
+  uint32_t *away = ps__saved_entry(b, b->on->away, layer, home_chunk(b, d, c, tensor), tensor);
   if (*away == PS__NO_VT)
     *away = host_of_saved(b, (int)tensor == d->input ? layer - 1 : layer,
                           tensor_bytes(b, d, c, tensor));
   ps__emit_copy(
-      b, b->s->at->to_host, own_rows(b, d, c, tensor, vt, PS_READ),
+      b, b->on->at.to_host, own_rows(b, d, c, tensor, vt, PS_READ),
       own_rows(b, d, c, tensor, *away, PS_WRITE),
       ps__about(chunk_tag(b, layer, c, PS__PHASE_FORWARD), d->saved[d->tensor[tensor].saved].name));
 }
 
 void ps__send_input(ps__builder *b, uint32_t layer, uint32_t c) {
   if (layer <= b->s->spec->n_layers)
-    ps__send_saved(b, layer, c, (uint32_t)layer_of(b, layer)->input, b->x[c]);
+    ps__send_saved(b, layer, c, (uint32_t)layer_of(b, layer)->input, b->on->x[c]);
 }
 
 /* ---- binding and emitting a layer's ops ------------------------------------------------------ */
@@ -133,7 +133,7 @@ typedef struct listed {
 
 static ps__vaccess span_access(const ps__builder *b, const chunk_pass *p, ps__sym y) {
   const ps__span_def *span = &p->d->span[y.id];
-  const ps__unit_progress *u = &b->unit[ps__unit_of_span(b->s->model, p->layer, span)];
+  const ps__unit_copy *u = &b->on->unit[ps__unit_of_span(b->s->model, p->layer, span)];
   const uint64_t e = ps_dtype_bytes(b->s->dt);
   if (y.kind == PS__SYM_PARAM)
     return ps__part(u->weights, y.mode, span->offset * e, span->n * e);
@@ -149,8 +149,8 @@ static ps__vaccess batch_access(const ps__builder *b, const chunk_pass *p, ps__s
                          [PS__BATCH_POSITION] = f.position,
                          [PS__BATCH_SCALE] = f.scale};
   if (y.id == PS__BATCH_SCALE)
-    return ps__part(b->batch[p->c], PS_READ, f.scale, 4);
-  return ps__part(b->batch[p->c], PS_READ, at[y.id] + 4ull * p->slice_row,
+    return ps__part(b->on->batch[p->c], PS_READ, f.scale, 4);
+  return ps__part(b->on->batch[p->c], PS_READ, at[y.id] + 4ull * p->slice_row,
                   4ull * p->shape.n_tokens);
 }
 
@@ -185,7 +185,7 @@ static void check_result(ps__builder *b, const chunk_pass *p, const ps__op_def *
   const ps__vaccess access[2] = {ps__part(written->vt, PS_READ, written->offset, written->bytes),
                                  ps__part(b->checks, PS_WRITE, 8 * s->n_checks, 8)};
   s->check[s->n_checks++] = (ps__check){tag, op->kernel};
-  ps__emit(b, &ps__k_sumsq, s->at->compute, &a, sizeof a, access, 2, tag);
+  ps__emit(b, &ps__k_sumsq, b->on->at.compute, &a, sizeof a, access, 2, tag);
 }
 
 /* A frozen parameter's gradient that no op reads is not checked, and neither are FP8 values: they
@@ -214,7 +214,7 @@ static void emit_op(ps__builder *b, const chunk_pass *p, const ps__op_def *op, i
   ps__chunk_shape shape = p->shape;
   shape.first_grad |= op->has_unread;
   ps__op_args(op, &shape, args);
-  ps__emit(b, op->kernel, b->s->at->compute, args, op->args_bytes, access, op->n_syms,
+  ps__emit(b, op->kernel, b->on->at.compute, args, op->args_bytes, access, op->n_syms,
            ps__about(chunk_tag(b, p->layer, p->c, phase), op->what));
   if (b->s->spec->checked)
     check_results(b, p, op, access, phase);
@@ -229,7 +229,7 @@ static void make_tensors(ps__builder *b, chunk_pass *p, const ps__op_def *op) {
     const uint64_t bytes = p->d->tensor[id].rows == PS__ROWS_SLICE
                                ? p->d->tensor[id].row_bytes * p->shape.n_tokens
                                : tensor_bytes(b, p->d, p->c, id);
-    p->bound[id] = ps__vt_new(b, b->s->at->device, bytes);
+    p->bound[id] = ps__vt_new(b, b->on->at.place, bytes);
   }
 }
 
@@ -277,7 +277,7 @@ static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
       .first_dkv = k - b->s->layout->chunk == g->first_chunk + g->n_chunks - 1,
       .document_rows = b->s->spec->one_document ? (uint32_t)b->s->layout->seq_len : 0};
   for (int t = 0; t < PS__SET_BITS; t++)
-    p.bound[t] = b->of_pass[t];
+    p.bound[t] = b->on->of_pass[t];
   return p;
 }
 
@@ -293,19 +293,19 @@ static bool is_done(const chunk_pass *p, const ps__op_def *op) {
 static void keep_of_pass(ps__builder *b, const chunk_pass *p) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++)
     if (ps__in(p->d->of_pass, t))
-      b->of_pass[t] = p->bound[t];
+      b->on->of_pass[t] = p->bound[t];
 }
 
 void ps__end_layer_pass(ps__builder *b) {
   for (uint32_t t = 0; t < PS__SET_BITS; t++) {
-    ps__vt_free(b, b->of_pass[t]);
-    b->of_pass[t] = PS__NO_VT;
+    ps__vt_free(b, b->on->of_pass[t]);
+    b->on->of_pass[t] = PS__NO_VT;
   }
 }
 
 static bool last_of_group(const ps__builder *b, uint32_t c) {
   const ps__attention_group *g = group_of(b, c);
-  return b->round->first_chunk + c == g->first_chunk + g->n_chunks - 1;
+  return b->on->round->first_chunk + c == g->first_chunk + g->n_chunks - 1;
 }
 
 /* ---- forward --------------------------------------------------------------------------------- */
@@ -315,9 +315,9 @@ static void bind_group(ps__builder *b, chunk_pass *p, ps__set set) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++) {
     if (!ps__in(set, t))
       continue;
-    uint32_t *entry = ps__saved_entry(b, b->kept, p->layer, group_first(b, p->c), t);
+    uint32_t *entry = ps__saved_entry(b, b->on->kept, p->layer, group_first(b, p->c), t);
     if (*entry == PS__NO_VT)
-      *entry = ps__vt_new(b, b->s->at->device, tensor_bytes(b, p->d, p->c, t));
+      *entry = ps__vt_new(b, b->on->at.place, tensor_bytes(b, p->d, p->c, t));
     p->bound[t] = *entry;
   }
 }
@@ -327,7 +327,7 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__layer_def *d = p.d;
   const uint32_t input = (uint32_t)d->input, output = (uint32_t)d->output;
   bind_group(b, &p, d->group);
-  p.bound[input] = b->x[c];
+  p.bound[input] = b->on->x[c];
   ps__set saved = 0;
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (policy_of(b, layer, c, t) == PS_POLICY_DEVICE)
@@ -343,20 +343,20 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
 
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (ps__in(saved & ~d->group, t) && t != input)
-      *ps__saved_entry(b, b->kept, layer, c, t) = p.bound[t];
+      *ps__saved_entry(b, b->on->kept, layer, c, t) = p.bound[t];
   if (ps__in(saved, input))
-    *ps__saved_entry(b, b->kept, layer, c, input) = b->x[c];
+    *ps__saved_entry(b, b->on->kept, layer, c, input) = b->on->x[c];
   else
-    ps__vt_free_late(b, b->x[c], b->s->spec->saved_lag);
+    ps__vt_free_late(b, b->on->x[c], b->s->spec->saved_lag);
   for (uint32_t t = 0; t < d->n_tensors && last_of_group(b, c); t++) {
     if (!ps__in(d->group & ~saved, t))
       continue;
     const bool to_host = policy_of(b, layer, c, t) == PS_POLICY_HOST;
-    uint32_t *entry = ps__saved_entry(b, b->kept, layer, group_first(b, c), t);
+    uint32_t *entry = ps__saved_entry(b, b->on->kept, layer, group_first(b, c), t);
     ps__vt_free_late(b, *entry, to_host ? b->s->spec->saved_lag : 0);
     *entry = PS__NO_VT;
   }
-  b->x[c] = p.bound[output];
+  b->on->x[c] = p.bound[output];
   ps__send_input(b, layer + 1, c);
   ps__tick(b);
 }
@@ -364,13 +364,13 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
 /* ---- backward -------------------------------------------------------------------------------- */
 
 static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor) {
-  uint32_t *away = ps__saved_entry(b, b->away, layer, c, tensor);
-  uint32_t *kept = ps__saved_entry(b, b->kept, layer, c, tensor);
+  uint32_t *away = ps__saved_entry(b, b->on->away, layer, c, tensor);
+  uint32_t *kept = ps__saved_entry(b, b->on->kept, layer, c, tensor);
   if (*away == PS__NO_VT)
     return;
-  *kept = ps__vt_new(b, b->s->at->device, b->s->vt[*away].bytes);
+  *kept = ps__vt_new(b, b->on->at.place, b->s->vt[*away].bytes);
   const ps__layer_def *d = layer_of(b, layer);
-  ps__emit_copy(b, b->s->at->to_device, ps__whole(b, *away, PS_READ), ps__whole(b, *kept, PS_WRITE),
+  ps__emit_copy(b, b->on->at.to_device, ps__whole(b, *away, PS_READ), ps__whole(b, *kept, PS_WRITE),
                 ps__about(chunk_tag(b, layer, c, PS__PHASE_BACKWARD),
                           d->saved[d->tensor[tensor].saved].name));
   ps__vt_free(b, *away);
@@ -380,7 +380,7 @@ static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t te
 /* Backward chunk passes of a round are numbered in their order: the last layer first, in each layer
  * the last chunk first. */
 void ps__fetch_saved(ps__builder *b, uint32_t step_idx) {
-  const uint32_t n = b->round->n_chunks, layers = b->s->spec->n_layers;
+  const uint32_t n = b->on->round->n_chunks, layers = b->s->spec->n_layers;
   if (step_idx >= n * layers)
     return;
   const uint32_t layer = layers - step_idx / n, c = n - 1 - step_idx % n;
@@ -431,14 +431,14 @@ static ps__set tensors_at_hand(const chunk_pass *p) {
 static void bind_kept(ps__builder *b, chunk_pass *p) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++)
     if (p->d->tensor[t].saved != PS__NONE || is_group(p->d, t))
-      p->bound[t] = *ps__saved_entry(b, b->kept, p->layer, home_chunk(b, p->d, p->c, t), t);
+      p->bound[t] = *ps__saved_entry(b, b->on->kept, p->layer, home_chunk(b, p->d, p->c, t), t);
 }
 
 static ps__set missing_of_group(ps__builder *b, uint32_t layer, uint32_t first) {
   const ps__layer_def *d = layer_of(b, layer);
   ps__set missing = 0;
   for (uint32_t t = 0; t < d->n_tensors; t++)
-    if (ps__in(d->group, t) && *ps__saved_entry(b, b->kept, layer, first, t) == PS__NO_VT)
+    if (ps__in(d->group, t) && *ps__saved_entry(b, b->on->kept, layer, first, t) == PS__NO_VT)
       missing |= ps__only(t);
   return missing;
 }
@@ -481,7 +481,7 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
     rebuild_group(b, layer, c);
   chunk_pass p = begin_chunk_pass(b, layer, c);
   bind_kept(b, &p);
-  p.bound[d->grad] = b->dy[c];
+  p.bound[d->grad] = b->on->dy[c];
   bind_group(b, &p, d->grad_group);
   p.keep = ps__only((uint32_t)d->grad) | d->of_pass;
   const bool group_over = ps__chunk_of(b, c)->row0 == 0;
@@ -502,9 +502,9 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   keep_of_pass(b, &p);
   for (uint32_t t = 0; t < d->n_tensors; t++) {
     if (!is_group(d, t))
-      *ps__saved_entry(b, b->kept, layer, c, t) = PS__NO_VT;
+      *ps__saved_entry(b, b->on->kept, layer, c, t) = PS__NO_VT;
     else if (group_over)
-      *ps__saved_entry(b, b->kept, layer, first, t) = PS__NO_VT;
+      *ps__saved_entry(b, b->on->kept, layer, first, t) = PS__NO_VT;
   }
   ps__tick(b);
 }
@@ -516,14 +516,14 @@ void ps__look_up(ps__builder *b, uint32_t c) {
   p.shape.first_grad = true;
   make_tensors(b, &p, &p.d->fwd[0]);
   emit_op(b, &p, &p.d->fwd[0], PS__PHASE_FORWARD);
-  b->x[c] = p.bound[p.d->output];
+  b->on->x[c] = p.bound[p.d->output];
 }
 
 void ps__add_rows(ps__builder *b, uint32_t c) {
   chunk_pass p = begin_chunk_pass(b, 0, c);
   if (p.d->n_bwd == 0) /* frozen */
     return;
-  p.bound[p.d->grad] = b->dy[c];
+  p.bound[p.d->grad] = b->on->dy[c];
   emit_op(b, &p, &p.d->bwd[0], PS__PHASE_BACKWARD);
 }
 
@@ -541,8 +541,8 @@ static void zero_chunk_grads(ps__builder *b, const chunk_pass *p, uint32_t unit)
         continue;
       const ps__args_fill fill = {p->d->span[y.id].n * e};
       const ps__vaccess zero =
-          ps__part(b->unit[unit].grad, PS_WRITE, p->d->span[y.id].offset * e, fill.bytes);
-      ps__emit(b, &ps__k_fill_zero, b->s->at->compute, &fill, sizeof fill, &zero, 1,
+          ps__part(b->on->unit[unit].grad, PS_WRITE, p->d->span[y.id].offset * e, fill.bytes);
+      ps__emit(b, &ps__k_fill_zero, b->on->at.compute, &fill, sizeof fill, &zero, 1,
                ps__about(ps__unit_tag(b, unit, PS__PHASE_HEAD), "gradients"));
     }
 }
@@ -551,15 +551,15 @@ static void zero_chunk_grads(ps__builder *b, const chunk_pass *p, uint32_t unit)
  * before that chunk's own ops have written their gradients: these are then set to zero. */
 static void end_full_contribution(ps__builder *b, const chunk_pass *p, uint32_t unit) {
   const bool own = b->s->model->unit[unit].layer == p->layer;
-  if (!b->s->model->unit[unit].by_slice || b->head_slices == 0 ||
-      b->head_slices % b->s->sums.additions)
+  if (!b->s->model->unit[unit].by_slice || b->on->head_slices == 0 ||
+      b->on->head_slices % b->s->sums.additions)
     return;
-  if (own && !b->head_norm)
+  if (own && !b->on->head_norm)
     zero_chunk_grads(b, p, unit);
   ps__grad_end(b, unit, true);
   ps__grad_begin(b, unit);
   if (own)
-    b->head_norm = false;
+    b->on->head_norm = false;
 }
 
 static void free_slices(ps__builder *b, chunk_pass *p) {
@@ -577,7 +577,7 @@ static void give_logits(ps__builder *b, const chunk_pass *p) {
   const ps_tag tag = chunk_tag(b, p->layer, p->c, PS__PHASE_HEAD);
   const ps__vaccess device = ps__whole(b, from, PS_READ);
   const uint32_t host = ps__vt_new(b, b->s->at->host, device.bytes);
-  ps__emit_copy(b, b->s->at->to_host, device, ps__whole(b, host, PS_WRITE), tag);
+  ps__emit_copy(b, b->on->at.to_host, device, ps__whole(b, host, PS_WRITE), tag);
   const ps__vaccess read = ps__whole(b, host, PS_READ);
   ps__emit_hook(b, PS__HOOK_LOGITS, first, b->s->at->host_ops, &read, 1,
                 ps__bytes_work((double)read.bytes), tag);
@@ -596,12 +596,12 @@ static uint32_t emit_slices(ps__builder *b, chunk_pass *p, uint32_t i) {
       const ps__sym y = d->fwd[end].sym[j];
       if (ps__sym_is_tensor(y) && d->tensor[y.id].rows != PS__ROWS_SLICE &&
           p->bound[y.id] == PS__NO_VT)
-        p->bound[y.id] = ps__vt_new(b, b->s->at->device, tensor_bytes(b, d, p->c, y.id));
+        p->bound[y.id] = ps__vt_new(b, b->on->at.place, tensor_bytes(b, d, p->c, y.id));
     }
   for (p->slice_row = 0; p->slice_row < whole.n_tokens; p->slice_row += rows) {
     const uint32_t left = whole.n_tokens - p->slice_row;
     end_full_contribution(b, p, unit);
-    p->shape.first_grad = b->head_slices++ % b->s->sums.additions == 0;
+    p->shape.first_grad = b->on->head_slices++ % b->s->sums.additions == 0;
     p->shape.n_tokens = left < rows ? left : rows;
     for (uint32_t k = i; k < end; k++) {
       make_tensors(b, p, &d->fwd[k]);
@@ -623,29 +623,29 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
   const uint32_t head = ps__head_layer(s->model);
   chunk_pass p = begin_chunk_pass(b, head, c);
   const ps__layer_def *d = p.d;
-  p.bound[d->input] = b->x[c];
+  p.bound[d->input] = b->on->x[c];
   for (uint32_t i = 0; i < d->n_fwd;) {
     if (d->fwd[i].sliced) {
       i = emit_slices(b, &p, i);
       continue;
     }
-    p.shape.first_grad = !b->head_norm;
+    p.shape.first_grad = !b->on->head_norm;
     make_tensors(b, &p, &d->fwd[i]);
     emit_op(b, &p, &d->fwd[i++], PS__PHASE_HEAD);
   }
-  b->dy[c] = d->grad == PS__NONE ? PS__NO_VT : p.bound[d->grad];
+  b->on->dy[c] = d->grad == PS__NONE ? PS__NO_VT : p.bound[d->grad];
   const uint32_t row_loss = p.bound[d->loss];
   const uint64_t row_bytes = ps__loss_row_bytes(s->model);
   ps__emit_copy(
-      b, b->s->at->to_host, ps__whole(b, row_loss, PS_READ),
+      b, b->on->at.to_host, ps__whole(b, row_loss, PS_READ),
       ps__part(s->row_loss, PS_WRITE, row_bytes * k->first_token, row_bytes * k->n_tokens),
       ps__about(chunk_tag(b, head, c, PS__PHASE_HEAD), "losses"));
-  b->head_norm = true;
+  b->on->head_norm = true;
   /* where the slices' gradient is another layer's (tied embeddings), every chunk adds to these */
   if (s->model->unit[ps__sliced_unit(s->model)].layer != head && c && ps__contribution_ends(b, c)) {
     ps__layer_grads_end(b, head, true);
     ps__layer_grads_begin(b, head);
-    b->head_norm = false;
+    b->on->head_norm = false;
   }
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if ((int)t != d->grad && (int)t != d->loss)

@@ -5,23 +5,28 @@
 #include <penstock/engine.h>
 #include <stdbool.h>
 
-enum { PS__MAX_PLACES = 2 }; /* of a step, for arrays by place */
+/* One of a step's devices: its place, which is the number of its space too; its streams. */
+typedef struct ps__device_at {
+  uint32_t place, compute, to_device, to_host;
+} ps__device_at;
 
 typedef struct ps__places {
-  uint32_t n_places, n_links, n_streams;
+  uint32_t n_places, n_links, n_streams, n_devices;
   uint32_t kind[PS_MAX_PLACES]; /* ps_place_kind; the space of a place has its number */
   ps_link link[PS_MAX_LINKS];
   struct {
-    const char *name;
+    char name[PS_NAME_BYTES];
     uint32_t place;
   } stream[PS_MAX_STREAMS];
-  /* who does what in a step: places, and streams */
-  uint32_t device, host;
-  uint32_t compute, to_device, to_host, host_ops, io;
+  /* who does what in a step */
+  ps__device_at dev[PS_MAX_DEVICES];
+  uint32_t host, host_ops, io; /* the host's place, and its streams */
 } ps__places;
 
-/* The host, one device and the bus between them. */
-extern const ps__places ps__one_device;
+/* ps__places_of() - the host, @n_devices devices (1..PS_MAX_DEVICES) and a bus between each of them
+ * and the host. The devices come first, then the host; the streams likewise. One device has streams
+ * "compute", "h2d", "d2h"; of several their number follows: "compute 0". Threads: any. */
+const ps__places *ps__places_of(uint32_t n_devices);
 
 /* ps__link_of() - the first link whose copies run on @stream; NULL: the stream runs ops. */
 static inline const ps_link *ps__link_of(const ps__places *at, uint32_t stream) {
@@ -32,5 +37,14 @@ static inline const ps_link *ps__link_of(const ps__places *at, uint32_t stream) 
 }
 static inline bool ps__stream_on_host(const ps__places *at, uint32_t stream) {
   return at->kind[at->stream[stream].place] == PS_PLACE_HOST;
+}
+/* ps__copies_to_host() - whether @stream is a link to the host. */
+static inline bool ps__copies_to_host(const ps__places *at, uint32_t stream) {
+  const ps_link *l = ps__link_of(at, stream);
+  return l && l->to == at->host;
+}
+/* ps__is_compute() - whether @stream is the compute stream of a device. */
+static inline bool ps__is_compute(const ps__places *at, uint32_t stream) {
+  return !ps__stream_on_host(at, stream) && !ps__link_of(at, stream);
 }
 #endif

@@ -4,9 +4,13 @@
 #include "step/places.h"
 #include <penstock/hardware.h>
 
-/* ps__device_overhead() - device BYTES that a program takes besides its arena: CUDA's scratch with
- * the products' workspace (@scratch), and its overhead. ps__host_scratch() - host BYTES of scratch.
- * @scratch_bytes: of each stream. */
+/* The memories that caps limit. Devices are alike, and what is counted is that of the device that
+ * takes the most. */
+enum { PS__DEVICE_MEM, PS__HOST_MEM, PS__N_MEMS };
+
+/* ps__device_overhead() - BYTES that a program takes of a device besides its arena: CUDA's scratch
+ * with the products' workspace (@scratch), and its overhead.
+ * ps__host_scratch() - host BYTES of scratch. @scratch_bytes: of each stream. */
 uint64_t ps__device_overhead(const ps_hardware *hw, const ps__places *at,
                              const size_t *scratch_bytes, uint64_t *scratch);
 /* ps__page_table_bytes() - device BYTES of the GPU's page tables of the host arena, which is

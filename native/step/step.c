@@ -37,6 +37,7 @@ static ps_status spec_alloc(ps__spec *s) {
 ps_status ps__spec_init(ps__spec *s, const ps_model *m, const ps__layout *l) {
   memset(s, 0, sizeof *s);
   s->model = m;
+  s->n_devices = 1;
   s->n_units = m->n_units;
   s->n_layers = m->cfg.n_layers;
   s->n_saved = m->max_saved;
@@ -59,6 +60,7 @@ ps_status ps__spec_init_beside(ps__spec *s, const ps_model *m, const ps__layout 
   s->cudnn_version = of->cudnn_version;
   s->deterministic = of->deterministic;
   s->one_document = of->one_document;
+  s->n_devices = of->n_devices;
   s->chunk_tokens = l->chunk_tokens;
   s->chunks_per_round = l->chunks_per_round;
   s->first_round_chunks = l->first_round_chunks;
@@ -114,8 +116,8 @@ void ps__copy_batch(ps__builder *b, uint32_t round) {
   const ps__round *r = &b->s->layout->round[round];
   for (uint32_t i = r->first_chunk; i < r->first_chunk + r->n_chunks; i++) {
     const uint64_t bytes = ps__batch_chunk_of(b->s->layout->chunk[i].n_tokens).bytes;
-    b->step_batch[i] = ps__vt_new(b, b->s->at->device, bytes);
-    ps__emit_copy(b, b->s->at->to_device,
+    b->step_batch[i] = ps__vt_new(b, b->on->at.place, bytes);
+    ps__emit_copy(b, b->on->at.to_device,
                   ps__part(b->s->batch, PS_READ, b->s->batch_offset[i], bytes),
                   ps__whole(b, b->step_batch[i], PS_WRITE),
                   (ps_tag){.layer = -1,
@@ -138,7 +140,7 @@ static void emit_loss(ps__builder *b) {
 
 static void head_pass(ps__builder *b) {
   const ps__step *s = b->s;
-  const uint32_t n = b->round->n_chunks, head = ps__head_layer(s->model),
+  const uint32_t n = b->on->round->n_chunks, head = ps__head_layer(s->model),
                  sliced = ps__sliced_unit(s->model);
   const bool elsewhere = s->model->unit[sliced].by_slice && s->model->unit[sliced].layer != head;
   for (uint32_t j = 0; j < s->spec->saved_lead; j++)
@@ -146,11 +148,11 @@ static void head_pass(ps__builder *b) {
   ps__layer_grads_begin(b, head);
   if (elsewhere)
     ps__grad_begin(b, sliced);
-  b->head_slices = 0;
-  b->head_norm = false;
+  b->on->head_slices = 0;
+  b->on->head_norm = false;
   for (uint32_t c = n; c-- > 0;)
     ps__head_chunk(b, c);
-  if (b->round_idx + 1 == s->layout->n_rounds)
+  if (b->on->round_idx + 1 == s->layout->n_rounds)
     emit_loss(b);
   ps__layer_grads_end(b, head, false);
   if (elsewhere)
@@ -158,7 +160,7 @@ static void head_pass(ps__builder *b) {
 }
 
 static void backward_pass(ps__builder *b, uint32_t layer) {
-  const uint32_t n = b->round->n_chunks, layers = b->s->spec->n_layers;
+  const uint32_t n = b->on->round->n_chunks, layers = b->s->spec->n_layers;
   ps__layer_grads_begin(b, layer);
   for (uint32_t c = n; c-- > 0;) {
     const uint32_t j = (layers - layer) * n + (n - 1 - c);
@@ -173,9 +175,14 @@ static void backward_pass(ps__builder *b, uint32_t layer) {
   }
 }
 
+/* Layer pass @idx of the running device. */
 static void run_pass(ps__builder *b, uint32_t idx) {
-  const ps__pass *v = &b->pass[idx];
-  const uint32_t n = b->round->n_chunks;
+  const ps__pass *v = &b->on->pass[idx];
+  b->on->now = v;
+  b->on->round_idx = v->round;
+  b->on->round = &b->s->layout->round[v->round];
+  b->on->batch = b->step_batch + b->on->round->first_chunk;
+  const uint32_t n = b->on->round->n_chunks;
   ps__fetch_ahead(b, idx);
   switch (v->kind) {
   case PS__PASS_EMBED:
@@ -189,6 +196,7 @@ static void run_pass(ps__builder *b, uint32_t idx) {
   case PS__PASS_HEAD: head_pass(b); break;
   case PS__PASS_BLOCK_BACK: backward_pass(b, v->layer); break;
   case PS__PASS_EMBED_BACK:
+    ps__add_waiting(b);
     for (uint32_t c = n; c-- > 0;) {
       if (!b->s->spec->embed_on_host && ps__contribution_begins(b, c))
         ps__layer_grads_begin(b, 0);
@@ -202,13 +210,16 @@ static void run_pass(ps__builder *b, uint32_t idx) {
   ps__pass_done(b, idx);
 }
 
+/* The devices take turns, layer pass by layer pass: program order is that of the sums of gradients,
+ * in which round r comes before round r + 1. */
 static void emit_rounds(ps__builder *b) {
-  for (uint32_t i = 0; i < b->n_passes && !b->s->out_of_memory; i++) {
-    b->round_idx = b->pass[i].round;
-    b->round = &b->s->layout->round[b->round_idx];
-    b->batch = b->step_batch + b->round->first_chunk;
-    run_pass(b, i);
-  }
+  for (uint32_t i = 0; i < b->dev[0].n_passes; i++)
+    for (uint32_t d = 0; d < ps__n_devices(b) && !b->s->out_of_memory; d++) {
+      b->on = &b->dev[d];
+      if (i < b->on->n_passes)
+        run_pass(b, i);
+    }
+  b->on = b->dev;
   ps__flush_late(b);
   ps__emit_updates(b);
 }
@@ -223,36 +234,53 @@ static void count_saved(ps__step *s) {
   }
 }
 
-static bool builder_init(ps__builder *b) {
-  const ps__spec *spec = b->s->spec;
-  const size_t saved = (size_t)spec->n_layers * spec->n_chunks * b->s->model->max_tensors;
-  b->step_batch = ps__malloc(b->s->layout->n_chunks * sizeof *b->step_batch);
-  b->x = ps__malloc(spec->n_chunks * sizeof *b->x);
-  b->dy = ps__malloc(spec->n_chunks * sizeof *b->dy);
-  b->gathered = ps__calloc(b->s->layout->n_chunks, sizeof *b->gathered);
-  b->kept = ps__malloc(saved * sizeof *b->kept);
-  b->away = ps__malloc(saved * sizeof *b->away);
-  b->s->batch_offset = ps__calloc(b->s->layout->n_chunks, sizeof *b->s->batch_offset);
-  if (!b->step_batch || !b->x || !b->dy || !b->gathered || !b->kept || !b->away ||
-      !b->s->batch_offset)
+static bool device_init(ps__on_device *on, const ps__step *s) {
+  const ps__spec *spec = s->spec;
+  const size_t saved = (size_t)spec->n_layers * spec->n_chunks * s->model->max_tensors;
+  on->x = ps__malloc(spec->n_chunks * sizeof *on->x);
+  on->dy = ps__malloc(spec->n_chunks * sizeof *on->dy);
+  on->kept = ps__malloc(saved * sizeof *on->kept);
+  on->away = ps__malloc(saved * sizeof *on->away);
+  on->rows_host = PS__NO_VT;
+  if (!on->x || !on->dy || !on->kept || !on->away)
     return false;
   for (size_t i = 0; i < saved; i++)
-    b->kept[i] = b->away[i] = PS__NO_VT;
+    on->kept[i] = on->away[i] = PS__NO_VT;
   for (size_t i = 0; i < PS__SET_BITS; i++)
-    b->of_pass[i] = PS__NO_VT;
+    on->of_pass[i] = PS__NO_VT;
   return true;
 }
 
+static bool builder_init(ps__builder *b) {
+  ps__step *s = b->s;
+  const uint32_t n_chunks = s->layout->n_chunks;
+  b->on = b->dev;
+  b->step_batch = ps__malloc(n_chunks * sizeof *b->step_batch);
+  b->gathered = ps__calloc(n_chunks, sizeof *b->gathered);
+  s->batch_offset = ps__calloc(n_chunks, sizeof *s->batch_offset);
+  bool ok = b->step_batch && b->gathered && s->batch_offset;
+  for (uint32_t d = 0; d < s->at->n_devices; d++) {
+    b->dev[d].at = s->at->dev[d];
+    ok = ok && device_init(&b->dev[d], s);
+  }
+  return ok;
+}
+
 static void builder_free(ps__builder *b) {
+  for (uint32_t d = 0; d < PS_MAX_DEVICES; d++) {
+    ps__on_device *on = &b->dev[d];
+    ps__free(on->unit);
+    ps__free(on->pass);
+    ps__free(on->late);
+    ps__free(on->waiting);
+    ps__free(on->x);
+    ps__free(on->dy);
+    ps__free(on->kept);
+    ps__free(on->away);
+  }
   ps__free(b->step_batch);
-  ps__free(b->x);
-  ps__free(b->dy);
   ps__free(b->gathered);
-  ps__free(b->kept);
-  ps__free(b->away);
   ps__free(b->unit);
-  ps__free(b->pass);
-  ps__free(b->late);
   ps__free(b->coming);
 }
 
@@ -260,7 +288,13 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
   if (spec->embed_on_host && (ps__tied(model) || spec->param_resident[0] ||
                               spec->grad_resident[0] || ps__updated_on_device(spec, 0)))
     return ps__fail(PS_EINTERNAL, "the embedding cannot be on the host and on the device");
+  if (spec->n_devices == 0 || spec->n_devices > PS_MAX_DEVICES)
+    return ps__fail(PS_EINTERNAL, "a step has 1 to %d devices, not %u", PS_MAX_DEVICES,
+                    spec->n_devices);
   for (uint32_t u = 0; u < spec->n_units; u++) {
+    if (spec->n_devices > 1 && (spec->grad_resident[u] || ps__updated_on_device(spec, u)))
+      return ps__fail(PS_EINTERNAL,
+                      "unit %u: with several devices totals and updates are on the host", u);
     if (model->unit[u].frozen &&
         (spec->grad_resident[u] || ps__updated_on_device(spec, u) || spec->update_split[u]))
       return ps__fail(PS_EINTERNAL, "unit %u is frozen: it has no gradient and no update", u);
@@ -281,13 +315,12 @@ ps_status ps__step_emit(ps__step *s, const ps_model *model, const ps__layout *la
   s->layout = layout;
   s->spec = spec;
   s->recipe = &ps__recipes[spec->recipe];
-  s->at = &ps__one_device;
   s->dt = s->recipe->weights;
   PS_TRY(check_spec(model, spec));
+  s->at = ps__places_of(spec->n_devices);
   s->sums = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, false);
   s->of_step = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, true);
-  ps__builder b = {
-      .s = s, .hooks = hooks, .header = PS__NO_VT, .rows_host = PS__NO_VT, .checks = PS__NO_VT};
+  ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT, .checks = PS__NO_VT};
   ps_status st = PS_OK;
   if (!builder_init(&b))
     st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
@@ -296,7 +329,7 @@ ps_status ps__step_emit(ps__step *s, const ps_model *model, const ps__layout *la
   if (st == PS_OK) {
     make_batch(&b);
     if (spec->checked)
-      b.checks = ps__vt_new(&b, s->at->device, 8);
+      b.checks = ps__vt_new(&b, s->at->dev[0].place, 8);
     emit_rounds(&b);
     count_saved(s);
     if (s->out_of_memory)
@@ -372,9 +405,11 @@ ps_status ps__step_program(const ps__step *s, ps_program **out) {
   return PS_OK;
 }
 
+/* An op that fills device tensor @to: a copy of host tensor @from, or @kernel. */
 static ps_status add_prologue_op(const ps__step *s, ps_program **p, const ps_kernel *kernel,
                                  uint32_t from, uint32_t to) {
   const ps__vt *t = &s->vt[to];
+  const ps__device_at *dev = &s->at->dev[t->space];
   const ps__args_fill fill = {t->bytes};
   const ps_access write = {t->space, PS_WRITE, t->offset, t->bytes};
   const ps_access copy[2] = {
@@ -382,7 +417,7 @@ static ps_status add_prologue_op(const ps__step *s, ps_program **p, const ps_ker
   const ps_op op = {.kernel = kernel,
                     .args = kernel ? &fill : NULL,
                     .args_bytes = kernel ? sizeof fill : 0,
-                    .stream = kernel ? s->at->compute : s->at->to_device,
+                    .stream = kernel ? dev->compute : dev->to_device,
                     .access = kernel ? &write : copy,
                     .n_access = kernel ? 1 : 2,
                     .tag = {.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_UPDATE}};
@@ -398,7 +433,8 @@ ps_status ps__step_prologue(const ps__step *s, bool new_state, ps_program **out)
     const ps__unit_host *h = &s->unit_host[u];
     if (!ps__weights_stay(s->spec, u))
       continue;
-    st = add_prologue_op(s, &p, NULL, h->weights, h->device_weights);
+    for (uint32_t d = 0; st == PS_OK && d < s->at->n_devices; d++)
+      st = add_prologue_op(s, &p, NULL, h->weights, h->device_weights[d]);
     if (!s->spec->update_resident[u])
       continue;
     if (st == PS_OK && h->device_master != PS__NO_VT)

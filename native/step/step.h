@@ -47,6 +47,10 @@ typedef struct ps__spec {
   /* n_layers: blocks; n_chunks: chunks of the largest round; n_saved: the most that a layer may
    * save */
   uint32_t n_units, n_layers, n_chunks, n_saved;
+  /* Round r runs on device r mod n_devices, and n_devices rounds run at once. All fetch from the
+   * host, where their contributions are added in the order of the rounds. With several devices
+   * totals and state are on the host, and so are updates. */
+  uint32_t n_devices;
   uint8_t *param_resident, *grad_resident; /* [n_units] */
   /* [n_units]: optimizer state is device-resident and the update runs on the device. Needs
    * param_resident, and grad_resident where the total has several contributions. */
@@ -215,14 +219,15 @@ enum { PS__NO_VT = UINT32_MAX };
  *   grad             on the host; none where no gradient is copied there
  *   state            state[k] of the optimizer's states, PS__NO_VT past them: on the device where
  *                    update_resident[unit], else on the host
- *   device_weights   where parameters are device-resident
+ *   device_weights   [n_devices] where parameters are device-resident
  *   device_master    where optimizer state is device-resident and there is a master
  * After every step the host has the unit's state: the master copy where there is one, else the
  * weights; and the states that are on the host. The weights beside a master copy do not
  * follow it where the device's weights stay (ps__weights_stay()): readers take the master copy
  * (ps__master_at()). The prologue, which sends these weights, comes before the first update. */
 typedef struct ps__unit_host {
-  uint32_t weights, master, grad, state[PS_MAX_STATES], device_weights, device_master;
+  uint32_t weights, master, grad, state[PS_MAX_STATES];
+  uint32_t device_weights[PS_MAX_DEVICES], device_master;
   uint64_t n;
 } ps__unit_host;
 
@@ -256,10 +261,10 @@ typedef struct ps__step {
   ps__check *check; /* [n_checks] of a checked step, in its order */
   size_t n_checks, cap_checks;
   /* results */
-  uint64_t space_bytes[PS__MAX_PLACES]; /* the memory map's peaks */
-  uint64_t saved_bytes[PS_N_POLICIES];  /* by policy, of the largest round */
-  uint64_t copied_bytes[2];             /* of a step: to the device, to the host */
-  double update_bytes;                  /* of a step: what updates on the host read and write */
+  uint64_t space_bytes[PS_MAX_PLACES]; /* the memory map's peaks */
+  uint64_t saved_bytes[PS_N_POLICIES]; /* by policy, of the largest round */
+  uint64_t copied_bytes[2];            /* of a step: to devices, to the host */
+  double update_bytes;                 /* of a step: what updates on the host read and write */
   double model_flops, recompute_flops;
   size_t scratch_bytes[PS_MAX_STREAMS];
 } ps__step;
@@ -318,7 +323,8 @@ bool ps__memmap_valid(const ps__vt *vt, size_t n, uint32_t space, uint64_t bytes
  *   - no op reads a tensor that no earlier op wrote, persistent ones apart;
  *   - no op uses a tensor while an alias has its memory;
  *   - every tensor is freed, fetched parameters among them;
- *   - a copy moves as many bytes as it reads, between the two spaces;
+ *   - a copy moves as many bytes as it reads, along the link of its stream;
+ *   - the tensors of any other op are at its stream's place;
  *   - every total has all its contributions, added in their order.
  * For asserts and tests. Time: O(ops). Errors: none. */
 bool ps__step_valid(const ps__step *s);

@@ -10,7 +10,7 @@ ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase) {
   const ps_model *m = b->s->model;
   const uint32_t layer = m->unit[unit].layer, place = unit - m->layer[layer].first_unit;
   return (ps_tag){.layer = (int32_t)layer,
-                  .round = (int32_t)b->round_idx,
+                  .round = (int32_t)b->on->round_idx,
                   .chunk = -1 - (int32_t)place,
                   .phase = phase};
 }
@@ -46,20 +46,23 @@ static void make_unit_host(ps__builder *b, uint32_t unit) {
   const bool on_device = s->spec->update_resident[unit];
   for (uint32_t k = 0; k < PS_MAX_STATES; k++)
     h->state[k] = k < ps__optimizers[s->spec->optimizer].n_states && updated_here
-                      ? ps__vt_persistent(b, on_device ? b->s->at->device : b->s->at->host,
+                      ? ps__vt_persistent(b, on_device ? b->on->at.place : b->s->at->host,
                                           unit_bytes(b, unit, s->recipe->state[k]))
                       : PS__NO_VT;
-  h->device_weights =
-      s->spec->param_resident[unit] ? ps__vt_persistent(b, b->s->at->device, weights) : PS__NO_VT;
+  for (uint32_t d = 0; d < ps__n_devices(b); d++)
+    h->device_weights[d] = s->spec->param_resident[unit]
+                               ? ps__vt_persistent(b, b->dev[d].at.place, weights)
+                               : PS__NO_VT;
   h->device_master = on_device && h->master != PS__NO_VT
-                         ? ps__vt_persistent(b, b->s->at->device, updated)
+                         ? ps__vt_persistent(b, b->on->at.place, updated)
                          : PS__NO_VT;
 }
 
-static void make_passes(ps__builder *b) {
+/* The layer passes of the rounds that run on device @d. */
+static void make_passes(ps__builder *b, uint32_t d) {
   const uint32_t layers = b->s->spec->n_layers;
-  ps__pass *v = b->pass;
-  for (uint32_t r = 0; r < b->s->layout->n_rounds; r++) {
+  ps__pass *v = b->dev[d].pass;
+  for (uint32_t r = d; r < b->s->layout->n_rounds; r += ps__n_devices(b)) {
     *v++ = (ps__pass){PS__PASS_EMBED, r, 0};
     for (uint32_t l = 1; l <= layers; l++)
       *v++ = (ps__pass){PS__PASS_BLOCK, r, l};
@@ -68,7 +71,24 @@ static void make_passes(ps__builder *b) {
       *v++ = (ps__pass){PS__PASS_BLOCK_BACK, r, l};
     *v++ = (ps__pass){PS__PASS_EMBED_BACK, r, 0};
   }
-  b->n_passes = (uint32_t)(v - b->pass);
+  b->dev[d].n_passes = (uint32_t)(v - b->dev[d].pass);
+}
+
+static bool device_init(ps__builder *b, uint32_t d) {
+  const ps__step *s = b->s;
+  ps__on_device *on = &b->dev[d];
+  const uint32_t n_units = s->model->n_units;
+  const size_t n_rounds = s->layout->n_rounds / ps__n_devices(b) + 1;
+  on->unit = ps__calloc(n_units, sizeof *on->unit);
+  on->pass = ps__calloc(n_rounds * (2 * s->spec->n_layers + 3), sizeof *on->pass);
+  if (!on->unit || !on->pass)
+    return false;
+  for (uint32_t u = 0; u < n_units; u++)
+    on->unit[u] = (ps__unit_copy){.weights = s->unit_host[u].device_weights[d],
+                                  .grad = PS__NO_VT,
+                                  .fetched = ps__weights_stay(s->spec, u)};
+  make_passes(b, d);
+  return true;
 }
 
 ps_status ps__units_init(ps__builder *b) {
@@ -76,23 +96,19 @@ ps_status ps__units_init(ps__builder *b) {
   const uint32_t n_units = s->model->n_units;
   s->unit_host = ps__calloc(n_units, sizeof *s->unit_host);
   b->unit = ps__calloc(n_units, sizeof *b->unit);
-  b->pass = ps__calloc((size_t)s->layout->n_rounds * (2 * s->spec->n_layers + 3), sizeof *b->pass);
   b->coming = ps__calloc(n_units, sizeof *b->coming);
-  if (!s->unit_host || !b->unit || !b->pass || !b->coming)
-    return ps__fail(PS_ENOMEM, "out of memory for the step's units");
-  for (uint32_t u = 0; u < n_units; u++) {
+  bool ok = s->unit_host && b->unit && b->coming;
+  for (uint32_t u = 0; ok && u < n_units; u++) {
     make_unit_host(b, u);
-    b->unit[u] = (ps__unit_progress){.weights = s->unit_host[u].device_weights,
-                                     .grad = PS__NO_VT,
-                                     .total = PS__NO_VT,
+    b->unit[u] = (ps__unit_progress){.total = PS__NO_VT,
                                      .low = PS__NO_VT,
                                      .sums = PS__NO_VT,
-                                     .updated = {PS__NO_VT, PS__NO_VT, {PS__NO_VT, PS__NO_VT}},
-                                     .fetched = ps__weights_stay(s->spec, u)};
+                                     .updated = {PS__NO_VT, PS__NO_VT, {PS__NO_VT, PS__NO_VT}}};
   }
   b->first_trained = ps__first_trained(s->model);
-  make_passes(b);
-  return PS_OK;
+  for (uint32_t d = 0; ok && d < ps__n_devices(b); d++)
+    ok = device_init(b, d);
+  return ok ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the step's units");
 }
 
 /* Whether a layer pass reads the parameters of unit @unit. A pass reads those of its own layer; the
@@ -122,7 +138,7 @@ uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i) {
 }
 
 bool ps__contribution_begins(const ps__builder *b, uint32_t c) {
-  return (b->round->n_chunks - 1 - c) % b->s->sums.additions == 0;
+  return (b->on->round->n_chunks - 1 - c) % b->s->sums.additions == 0;
 }
 bool ps__contribution_ends(const ps__builder *b, uint32_t c) {
   return c == 0 || ps__contribution_begins(b, c - 1);
@@ -151,25 +167,26 @@ static void fetch_total(ps__builder *b, uint32_t unit) {
   ps__vt_free(b, low);
 }
 
-/* Whether the parameters that pass @v reads are kept for the next round's forward pass. */
+/* Whether the parameters that pass @v reads are kept for the forward pass of the device's next
+ * round. */
 static bool kept_across_rounds(const ps__builder *b, const ps__pass *v) {
-  return v->kind == PS__PASS_BLOCK_BACK && v->round + 1 < b->s->layout->n_rounds &&
+  return v->kind == PS__PASS_BLOCK_BACK && v->round + ps__n_devices(b) < b->s->layout->n_rounds &&
          v->layer <= b->s->spec->blocks_kept;
 }
 
 static void fetch_unit(ps__builder *b, const ps__pass *v, uint32_t unit) {
-  ps__unit_progress *u = &b->unit[unit];
+  ps__unit_copy *u = &b->on->unit[unit];
   const bool resident = b->s->spec->param_resident[unit];
   u->pins++;
   if (resident ? u->fetched : u->weights != PS__NO_VT)
     return;
   u->fetched = true;
   if (!resident) {
-    u->weights = ps__vt_new(b, b->s->at->device, unit_bytes(b, unit, b->s->recipe->weights));
+    u->weights = ps__vt_new(b, b->on->at.place, unit_bytes(b, unit, b->s->recipe->weights));
     if (u->weights != PS__NO_VT)
       b->s->vt[u->weights].high = kept_across_rounds(b, v);
   }
-  ps__emit_copy(b, b->s->at->to_device, ps__whole(b, b->s->unit_host[unit].weights, PS_READ),
+  ps__emit_copy(b, b->on->at.to_device, ps__whole(b, b->s->unit_host[unit].weights, PS_READ),
                 ps__whole(b, u->weights, PS_WRITE),
                 ps__about(ps__unit_tag(b, unit, PS__PHASE_FORWARD), "weights"));
 }
@@ -179,7 +196,7 @@ static void fetch_unit(ps__builder *b, const ps__pass *v, uint32_t unit) {
  * large embedding among them. */
 static uint32_t lead_of(const ps__builder *b, uint32_t now, uint32_t next) {
   const uint32_t lead = b->s->spec->param_lead;
-  return b->pass[next].round > b->pass[now].round ? 4 * lead : lead;
+  return b->on->pass[next].round > b->on->pass[now].round ? 4 * lead : lead;
 }
 
 static void fetch_pass(ps__builder *b, const ps__pass *v) {
@@ -193,16 +210,16 @@ static void fetch_pass(ps__builder *b, const ps__pass *v) {
 }
 
 void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx) {
-  while (b->next_fetch < b->n_passes &&
-         b->next_fetch <= pass_idx + lead_of(b, pass_idx, b->next_fetch)) {
-    const ps__pass *v = &b->pass[b->next_fetch++];
+  while (b->on->next_fetch < b->on->n_passes &&
+         b->on->next_fetch <= pass_idx + lead_of(b, pass_idx, b->on->next_fetch)) {
+    const ps__pass *v = &b->on->pass[b->on->next_fetch++];
     const bool gathers = v->kind == PS__PASS_EMBED && b->s->spec->embed_on_host;
     if (v->kind == PS__PASS_EMBED)
       ps__copy_batch(b, v->round);
     /* The first block's parameters come before the gathered rows: gathering takes longer, and
      * neither is of use alone. */
     if (gathers)
-      fetch_pass(b, &b->pass[b->next_fetch++]);
+      fetch_pass(b, &b->on->pass[b->on->next_fetch++]);
     else
       fetch_pass(b, v);
     if (gathers)
@@ -211,10 +228,10 @@ void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx) {
 }
 
 void ps__pass_done(ps__builder *b, uint32_t pass_idx) {
-  const ps__pass *v = &b->pass[pass_idx];
+  const ps__pass *v = &b->on->pass[pass_idx];
   for (uint32_t i = 0; i < n_pass_units(b, v); i++) {
     const uint32_t unit = pass_unit(b, v, i);
-    ps__unit_progress *u = &b->unit[unit];
+    ps__unit_copy *u = &b->on->unit[unit];
     if (!pass_reads(b, v, unit) || --u->pins > 0 || b->s->spec->param_resident[unit] ||
         kept_across_rounds(b, v))
       continue;
@@ -225,9 +242,10 @@ void ps__pass_done(ps__builder *b, uint32_t pass_idx) {
 
 void ps__grad_begin(ps__builder *b, uint32_t unit) {
   ps__unit_progress *u = &b->unit[unit];
-  u->grad = ps__vt_new(b, b->s->at->device, unit_bytes(b, unit, b->s->recipe->grad));
+  uint32_t *grad = &b->on->unit[unit].grad;
+  *grad = ps__vt_new(b, b->on->at.place, unit_bytes(b, unit, b->s->recipe->grad));
   if (b->s->spec->grad_resident[unit] && u->contribution == 0)
-    u->total = u->grad;
+    u->total = *grad;
   fetch_total(b, unit);
 }
 
@@ -237,16 +255,16 @@ static uint32_t emit_sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t gra
   ps__step *s = b->s;
   const ps__span_def *span = s->model->unit[unit].span;
   const uint32_t n = s->model->unit[unit].n_spans, slots = ps__norm_slots(s->model),
-                 out = ps__vt_new(b, b->s->at->device, slots * 8);
+                 out = ps__vt_new(b, b->on->at.place, slots * 8);
   const uint64_t e = ps_dtype_bytes(s->recipe->grad);
   const ps_tag tag = ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients");
   for (uint32_t i = 0; i < n; i++) {
     const ps__args_sumsq a = {.n = span[i].n, .dt = s->recipe->grad};
     const ps__vaccess access[2] = {ps__part(grad, PS_READ, span[i].offset * e, span[i].n * e),
                                    ps__part(out, PS_WRITE, i * 8, 8)};
-    ps__emit(b, &ps__k_sumsq, b->s->at->compute, &a, sizeof a, access, 2, tag);
+    ps__emit(b, &ps__k_sumsq, b->on->at.compute, &a, sizeof a, access, 2, tag);
   }
-  ps__emit_copy(b, b->s->at->to_host, ps__part(out, PS_READ, 0, n * 8),
+  ps__emit_copy(b, b->on->at.to_host, ps__part(out, PS_READ, 0, n * 8),
                 ps__part(s->norms, PS_WRITE, (uint64_t)unit * slots * 8, n * 8),
                 ps__about(ps__unit_tag(b, unit, PS__PHASE_BACKWARD), "sums of squares"));
   return out;
@@ -288,7 +306,7 @@ static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t sp
   if (low)
     access[2] = ps__whole(b, b->unit[unit].low, low_access(a.mode));
   ps__emit(b, on_host ? &ps__k_accumulate_host : &ps__k_accumulate,
-           on_host ? b->s->at->host_ops : b->s->at->compute, &a, sizeof a, access, low ? 3 : 2,
+           on_host ? b->s->at->host_ops : b->on->at.compute, &a, sizeof a, access, low ? 3 : 2,
            ps__about(tag, "gradients"));
   low_used(b, unit, a.mode);
 }
@@ -332,23 +350,65 @@ static void emit_sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32
   low_used(b, unit, 0);
 }
 
-/* Copies contribution i to the host. The first one becomes the total, the others are added to it.
- * With the last one (@total) come the sums of squares. */
-static void add_on_host(ps__builder *b, uint32_t unit, uint32_t device_grad, uint32_t i, bool total,
-                        uint32_t lag) {
-  const ps__unit_host *h = &b->s->unit_host[unit];
-  const uint32_t to =
-      i == 0 ? h->grad : ps__vt_new(b, b->s->at->host, unit_bytes(b, unit, b->s->recipe->grad));
-  ps__emit_copy(b, b->s->at->to_host, ps__whole(b, device_grad, PS_READ),
+/* Copies a contribution to host tensor @to; PS__NO_VT: to a new one, which is returned. */
+static uint32_t send_grad(ps__builder *b, uint32_t unit, uint32_t device_grad, uint32_t to) {
+  if (to == PS__NO_VT)
+    to = ps__vt_new(b, b->s->at->host, unit_bytes(b, unit, b->s->recipe->grad));
+  ps__emit_copy(b, b->on->at.to_host, ps__whole(b, device_grad, PS_READ),
                 ps__whole(b, to, PS_WRITE),
                 ps__about(ps__unit_tag(b, unit, PS__PHASE_BACKWARD), "gradients"));
-  if (i == 0)
-    return;
+  return to;
+}
+
+/* Adds contribution i > 0, host tensor @from, to the total. With the last one (@total) come the
+ * sums of squares. */
+static void add_arrived(ps__builder *b, uint32_t unit, uint32_t from, uint32_t i, bool total,
+                        uint32_t lag) {
   if (total)
-    emit_sumsq_on_host(b, unit, i, to);
+    emit_sumsq_on_host(b, unit, i, from);
   else
-    emit_addition(b, unit, i, b->s->at->host, to, h->grad, ps__unit_tag(b, unit, PS__PHASE_UPDATE));
-  ps__vt_free_late(b, to, lag);
+    emit_addition(b, unit, i, b->s->at->host, from, b->s->unit_host[unit].grad,
+                  ps__unit_tag(b, unit, PS__PHASE_UPDATE));
+  ps__vt_free_late(b, from, lag);
+}
+
+/* Copies contribution i to the host. The first becomes the total, the others are added to it. */
+static void add_on_host(ps__builder *b, uint32_t unit, uint32_t device_grad, uint32_t i, bool total,
+                        uint32_t lag) {
+  const uint32_t to =
+      send_grad(b, unit, device_grad, i == 0 ? b->s->unit_host[unit].grad : PS__NO_VT);
+  if (i > 0)
+    add_arrived(b, unit, to, i, total, lag);
+}
+
+/* The table of a tied model has the head's contributions of a round, then the embedding's, and then
+ * those of the next round. Where rounds run at once on several devices, the head's contributions of
+ * all but the first come before their turn. They wait on the host for the embedding's of the round
+ * before. */
+static bool before_its_turn(const ps__builder *b, uint32_t unit) {
+  const ps__unit *u = &b->s->model->unit[unit];
+  return b->on != b->dev && b->on->now->kind == PS__PASS_HEAD && u->by_slice && u->by_chunk &&
+         u->layer != ps__head_layer(b->s->model);
+}
+
+static void let_wait(ps__builder *b, uint32_t unit, bool more) {
+  ps__on_device *on = b->on;
+  ps__unit_copy *u = &on->unit[unit];
+  if (!ps__grow((void **)&on->waiting, on->n_waiting, &on->cap_waiting, sizeof *on->waiting)) {
+    b->s->out_of_memory = true;
+    return;
+  }
+  on->waiting[on->n_waiting++] =
+      (ps__waiting){send_grad(b, unit, u->grad, PS__NO_VT), more ? 0 : b->s->spec->sum_lag};
+  ps__vt_free_late(b, u->grad, b->s->spec->grad_lag);
+  u->grad = PS__NO_VT;
+}
+
+void ps__add_waiting(ps__builder *b) {
+  for (size_t i = 0; i < b->on->n_waiting; i++)
+    add_arrived(b, 0, b->on->waiting[i].vt, b->unit[0].contribution++, false,
+                b->on->waiting[i].lag);
+  b->on->n_waiting = 0;
 }
 
 void ps__total_on_host(ps__builder *b, uint32_t unit) {
@@ -359,10 +419,15 @@ void ps__total_on_host(ps__builder *b, uint32_t unit) {
 void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
   ps__step *s = b->s;
   ps__unit_progress *u = &b->unit[unit];
+  uint32_t *grad = &b->on->unit[unit].grad;
   if (s->spec->checked) {
-    ps__vt_free(b, u->grad);
-    u->grad = PS__NO_VT;
+    ps__vt_free(b, *grad);
+    *grad = PS__NO_VT;
     u->contribution++;
+    return;
+  }
+  if (before_its_turn(b, unit)) {
+    let_wait(b, unit, more);
     return;
   }
   const bool resident = s->spec->grad_resident[unit],
@@ -370,14 +435,14 @@ void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
   const uint32_t n = n_contributions(b, unit), i = u->contribution++;
   const bool last = i + 1 == n;
   if (ends || (resident && i > 0)) {
-    emit_addition(b, unit, i, b->s->at->device, u->grad, u->total,
+    emit_addition(b, unit, i, b->on->at.place, *grad, u->total,
                   ps__unit_tag(b, unit, PS__PHASE_BACKWARD));
-    ps__vt_free(b, u->grad);
+    ps__vt_free(b, *grad);
   }
   /* The total is on the device where gradients are device-resident, where it ends there, and where
    * this is the only contribution. */
   const bool total_here = resident || ends || n == 1;
-  const uint32_t leaving = resident || ends ? u->total : u->grad;
+  const uint32_t leaving = resident || ends ? u->total : *grad;
   const uint32_t sums = last && total_here ? emit_sumsq_on_device(b, unit, leaving) : PS__NO_VT;
   if (last ? !on_device || s->spec->keep_grads : !resident)
     add_on_host(b, unit, leaving, resident || ends ? 0 : i, last, more ? 0 : s->spec->sum_lag);
@@ -385,7 +450,7 @@ void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
     u->total = leaving; /* stays until the update */
   else if (!resident || last)
     ps__vt_free_late(b, leaving, s->spec->grad_lag);
-  u->grad = PS__NO_VT;
+  *grad = PS__NO_VT;
   if (on_device && !s->spec->clip)
     u->sums = sums; /* they stay too */
   else

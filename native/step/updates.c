@@ -11,13 +11,13 @@ static uint32_t n_states(const ps__builder *b) {
 
 uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag) {
   const ps__vaccess from = ps__whole(b, host, PS_READ);
-  const uint32_t vt = ps__vt_new(b, b->s->at->device, from.bytes);
-  ps__emit_copy(b, b->s->at->to_device, from, ps__whole(b, vt, PS_WRITE), tag);
+  const uint32_t vt = ps__vt_new(b, b->on->at.place, from.bytes);
+  ps__emit_copy(b, b->on->at.to_device, from, ps__whole(b, vt, PS_WRITE), tag);
   return vt;
 }
 
 static void send_to_host(ps__builder *b, uint32_t from, uint32_t host, ps_tag tag) {
-  ps__emit_copy(b, b->s->at->to_host, ps__whole(b, from, PS_READ), ps__whole(b, host, PS_WRITE),
+  ps__emit_copy(b, b->on->at.to_host, ps__whole(b, from, PS_READ), ps__whole(b, host, PS_WRITE),
                 tag);
   b->last_sent = host;
 }
@@ -29,8 +29,8 @@ static uint32_t send_header(ps__builder *b, ps_tag tag) {
   const uint64_t bytes = sizeof(ps__batch_header);
   if (b->header != PS__NO_VT)
     return b->header;
-  b->header = ps__vt_new(b, b->s->at->device, bytes);
-  ps__emit_copy(b, b->s->at->to_device, ps__part(b->s->batch, PS_READ, 0, bytes),
+  b->header = ps__vt_new(b, b->on->at.place, bytes);
+  ps__emit_copy(b, b->on->at.to_device, ps__part(b->s->batch, PS_READ, 0, bytes),
                 ps__whole(b, b->header, PS_WRITE), ps__about(tag, "the batch's header"));
   return b->header;
 }
@@ -39,13 +39,13 @@ static uint32_t send_header(ps__builder *b, ps_tag tag) {
  * layer pass fetched are there already and stay. */
 static void stream_in(ps__builder *b, uint32_t unit) {
   const ps__unit_host *h = &b->s->unit_host[unit];
-  ps__unit_progress *u = &b->unit[unit];
-  ps__update_tensors *at = &u->updated;
+  ps__update_tensors *at = &b->unit[unit].updated;
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
+  uint32_t *weights = &b->on->unit[unit].weights;
   at->weights =
-      u->weights != PS__NO_VT ? u->weights : ps__bring(b, h->weights, ps__about(tag, "weights"));
+      *weights != PS__NO_VT ? *weights : ps__bring(b, h->weights, ps__about(tag, "weights"));
   if (!b->s->spec->param_resident[unit])
-    u->weights = PS__NO_VT;
+    *weights = PS__NO_VT;
   if (h->master != PS__NO_VT)
     at->master = ps__bring(b, h->master, ps__about(tag, "master weights"));
   for (uint32_t k = 0; k < n_states(b); k++)
@@ -108,7 +108,7 @@ static void emit_update(ps__builder *b, uint32_t unit, ps__update_part part,
     }
   }
   ps__emit_hook(b, part == PS_UPDATE_STATE ? PS__HOOK_UPDATE_STATE : PS__HOOK_UPDATE, unit,
-                on_device ? b->s->at->compute : b->s->at->host_ops, access, n,
+                on_device ? b->on->at.compute : b->s->at->host_ops, access, n,
                 ps__bytes_work(ps__update_bytes(spec->optimizer, spec->recipe, part) *
                                (double)b->s->unit_host[unit].n),
                 tag);
@@ -136,7 +136,7 @@ static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
   }
   if (s->spec->update_resident[unit]) {
     u->updated = host; /* its states are the device's */
-    u->updated.weights = h->device_weights;
+    u->updated.weights = h->device_weights[0];
     u->updated.master = h->device_master;
   } else if (u->updated.weights == PS__NO_VT)
     stream_in(b, unit);
@@ -149,12 +149,12 @@ static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
   else if (h->master != PS__NO_VT)
     send_to_host(b, h->device_master, h->master, ps__about(tag, "master weights"));
   else
-    send_to_host(b, h->device_weights, h->weights, ps__about(tag, "weights"));
+    send_to_host(b, h->device_weights[0], h->weights, ps__about(tag, "weights"));
 }
 
 /* Without clipping: updates the streamed units whose state has had its time to arrive. */
 static void update_arrived(ps__builder *b, bool all) {
-  for (; b->n_updated < b->n_coming && (all || b->coming[b->n_updated].when <= b->clock);
+  for (; b->n_updated < b->n_coming && (all || b->coming[b->n_updated].when <= b->on->clock);
        b->n_updated++)
     update(b, b->coming[b->n_updated].unit, PS__NO_VT);
 }
@@ -165,7 +165,8 @@ void ps__total_ready(ps__builder *b, uint32_t unit) {
   if (streamed && spec->param_lead)
     stream_in(b, unit);
   if (streamed && !spec->clip)
-    b->coming[b->n_coming++] = (ps__coming){unit, b->clock + spec->param_lead * b->round->n_chunks};
+    b->coming[b->n_coming++] =
+        (ps__coming){unit, b->on->clock + spec->param_lead * b->on->round->n_chunks};
   else if (!spec->clip)
     update(b, unit, PS__NO_VT);
   update_arrived(b, false);
@@ -186,8 +187,8 @@ static void emit_checks(ps__builder *b) {
     return;
   b->s->vt[b->checks].bytes = bytes;
   const uint32_t host = ps__vt_new(b, s->at->host, bytes);
-  ps__emit_copy(b, s->at->to_host, ps__whole(b, b->checks, PS_READ), ps__whole(b, host, PS_WRITE),
-                tag);
+  ps__emit_copy(b, b->on->at.to_host, ps__whole(b, b->checks, PS_READ),
+                ps__whole(b, host, PS_WRITE), tag);
   const ps__vaccess report = ps__whole(b, host, PS_READ);
   ps__emit_hook(b, PS__HOOK_REPORT, 0, s->at->host_ops, &report, 1, (ps_work){0}, tag);
   ps__vt_free(b, host);
@@ -211,9 +212,9 @@ void ps__emit_updates(ps__builder *b) {
   update_arrived(b, true);
   ps__emit_hook(b, PS__HOOK_NORM, 0, b->s->at->host_ops, norm, 2, (ps_work){0}, tag);
   if (s->spec->clip) {
-    const uint32_t scale = any_on_device ? ps__vt_new(b, b->s->at->device, 64) : PS__NO_VT;
+    const uint32_t scale = any_on_device ? ps__vt_new(b, b->on->at.place, 64) : PS__NO_VT;
     if (any_on_device)
-      ps__emit_copy(b, b->s->at->to_device, ps__part(s->stats, PS_READ, 64, 64),
+      ps__emit_copy(b, b->on->at.to_device, ps__part(s->stats, PS_READ, 64, 64),
                     ps__whole(b, scale, PS_WRITE), ps__about(tag, "the norm"));
     /* In the order in which the forward pass needs them. Nothing waits for an embedding on the
      * host: ps__gather_round(). */

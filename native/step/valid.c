@@ -170,11 +170,16 @@ static bool op_valid(const ps__step *s, use *of, uint32_t idx) {
   for (uint32_t i = 0; i < op->n_access; i++)
     if (!access_valid(s, of, idx, &a[i]))
       return false;
-  if (op->kernel)
+  const ps_link *link = ps__link_of(s->at, op->stream);
+  if (op->kernel) {
+    for (uint32_t i = 0; i < op->n_access; i++)
+      if (link || s->vt[a[i].vt].space != s->at->stream[op->stream].place)
+        return false;
     return true;
-  const uint8_t from = op->stream == s->at->to_host ? s->at->device : s->at->host;
+  }
   return op->n_access == 2 && a[0].mode == PS_READ && a[1].mode == PS_WRITE &&
-         a[0].bytes == a[1].bytes && s->vt[a[0].vt].space == from && s->vt[a[1].vt].space != from;
+         a[0].bytes == a[1].bytes && link && s->vt[a[0].vt].space == link->from &&
+         s->vt[a[1].vt].space == link->to;
 }
 
 /* The place of a contribution among its unit's that @op adds to the total; -1 where it adds none.

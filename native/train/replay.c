@@ -125,7 +125,7 @@ static ps_status check_room(const ps__replay *r) {
       continue;
     ps__format_bytes_apart(need, bytes, there, arena);
     return ps__fail(PS_EBUDGET, "a chunk with its checks takes %s of %s memory, the plan has %s",
-                    need, i == p->at->device ? "device" : "host", there);
+                    need, i == p->at->host ? "host" : "device", there);
   }
   for (uint32_t i = 0; i < p->at->n_streams; i++)
     if (r->step.scratch_bytes[i] > p->step.scratch_bytes[i])

@@ -613,19 +613,27 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
                          .predicted_step_s = size.step_s};
   m->step_s = (double)(r->end_ns - begin) * 1e-9;
   m->tokens_per_s = (double)m->tokens / m->step_s;
-  if (p->hw.peak_flops_per_s > 0) {
-    m->mfu = part * p->report.model_flops / m->step_s / p->hw.peak_flops_per_s;
-    m->hfu = part * p->hfu_flops / m->step_s / p->hw.peak_flops_per_s;
+  const double peak_flops = p->at->n_devices * p->hw.peak_flops_per_s;
+  if (peak_flops > 0) {
+    m->mfu = part * p->report.model_flops / m->step_s / peak_flops;
+    m->hfu = part * p->hfu_flops / m->step_s / peak_flops;
   }
   m->h2d_bytes_per_s = (double)size.step->copied_bytes[0] / m->step_s;
   m->d2h_bytes_per_s = (double)size.step->copied_bytes[1] / m->step_s;
   m->update_bytes_per_s = size.step->update_bytes / m->step_s;
   note_gpu(t, m);
   (void)note_memory(t, false);
-  (void)ps_engine_space_peak(t->engine, p->at->device, &m->device_peak_bytes);
+  uint64_t arenas = 0;
+  for (uint32_t d = 0; d < p->at->n_devices; d++) {
+    uint64_t peak = 0;
+    (void)ps_engine_space_peak(t->engine, p->at->dev[d].place, &peak);
+    arenas += peak;
+    if (peak > m->device_peak_bytes)
+      m->device_peak_bytes = peak;
+  }
   (void)ps_engine_space_peak(t->engine, p->at->host, &m->host_arena_peak_bytes);
   const uint64_t peak = ps__resident_peak_bytes(),
-                 arena = p->hw.backend == PS_BACKEND_CPU ? m->device_peak_bytes : 0;
+                 arena = p->hw.backend == PS_BACKEND_CPU ? arenas : 0;
   m->host_peak_bytes = peak > arena ? peak - arena : 0;
   if (t->device_peak)
     m->device_peak_bytes = t->device_peak;

@@ -514,7 +514,10 @@ class Plan(Owner):
 
     @property
     def stream_names(self) -> list[str]:
-        return [text(lib.ps_plan_stream_name(i)) for i in range(self.schedule.n_streams)]
+        return [
+            text(lib.ps_plan_stream_name(self._handle.ptr, i))
+            for i in range(self.schedule.n_streams)
+        ]
 
     def stalls(self, trace: np.ndarray) -> list[dict]:
         """What each stream waited for, from a trace of whole steps (Trainer.trace(), simulate()):

@@ -128,7 +128,7 @@ static void print_args(const ps_op_view *op) {
 
 /* ---- ops ------------------------------------------------------------------------------------- */
 
-static void print_op(const ps_op_view *op) {
+static void print_op(const ps_plan *plan, const ps_op_view *op) {
   static const char *const phase[] = {[PS__PHASE_FORWARD] = "forward",
                                       [PS__PHASE_HEAD] = "head",
                                       [PS__PHASE_BACKWARD] = "backward",
@@ -138,26 +138,27 @@ static void print_op(const ps_op_view *op) {
   const ps_tag *tag = &op->tag;
   CHECK((size_t)tag->phase < sizeof phase / sizeof *phase);
   printf("%s\t%s\tlayer=%d round=%d chunk=%d phase=%s\t", op->kernel ? op->kernel->name : "copy",
-         ps_plan_stream_name(op->stream), tag->layer, tag->round, tag->chunk, phase[tag->phase]);
+         ps_plan_stream_name(plan, op->stream), tag->layer, tag->round, tag->chunk,
+         phase[tag->phase]);
   print_args(op);
   putchar('\t');
   for (uint32_t i = 0; i < op->n_access; i++)
     printf("%s:%s:%" PRIu64 "+%" PRIu64 " ", mode[op->access[i].mode],
-           op->access[i].space == ps__one_device.host ? "host" : "device", op->access[i].offset,
+           op->access[i].space == ps__places_of(1)->host ? "host" : "device", op->access[i].offset,
            op->access[i].bytes);
   printf("\tflops=%.17g bytes=%.17g model_flops=%.17g\t", op->work.flops, op->work.bytes,
          op->work.model_flops);
   for (uint32_t i = 0; i < op->n_wait; i++)
-    printf("%s:%" PRIu64 "-%u ", ps_plan_stream_name(op->wait[i].stream), op->wait[i].value,
+    printf("%s:%" PRIu64 "-%u ", ps_plan_stream_name(plan, op->wait[i].stream), op->wait[i].value,
            op->wait[i].steps_back);
   putchar('\n');
 }
 
-static void print_schedule(const ps_schedule *schedule) {
+static void print_schedule(const ps_plan *plan, const ps_schedule *schedule) {
   for (uint64_t i = 0; i < ps_schedule_n_ops(schedule); i++) {
     ps_op_view op;
     CHECK(ps_schedule_op(schedule, i, &op) == PS_OK);
-    print_op(&op);
+    print_op(plan, &op);
   }
 }
 
@@ -169,7 +170,7 @@ static void print_prologue(const ps_plan *plan) {
     return;
   CHECK(ps_schedule_compile(&schedule, program) == PS_OK);
   ps_program_destroy(program);
-  print_schedule(schedule);
+  print_schedule(plan, schedule);
   CHECK(ps_schedule_destroy(schedule) == PS_OK);
 }
 
@@ -236,7 +237,7 @@ int main(int argc, char **argv) {
     goto failed;
   puts(json);
   print_prologue(plan);
-  print_schedule(ps_plan_schedule(plan));
+  print_schedule(plan, ps_plan_schedule(plan));
   CHECK(ps_plan_destroy(plan) == PS_OK);
   return 0;
 failed:

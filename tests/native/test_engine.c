@@ -56,7 +56,7 @@ static const ps_kernel k_nothing = {.name = "nothing", .op_class = PS_CLASS_OTHE
 static void test_program_checks(void) {
   ps_program *p = (ps_program *)8;
   CHECK_FAILS(ps_program_create(&p, 0, 1), PS_EINVAL, "n_spaces");
-  CHECK_FAILS(ps_program_create(&p, 1, 17), PS_EINVAL, "n_streams");
+  CHECK_FAILS(ps_program_create(&p, 1, PS_MAX_STREAMS + 1), PS_EINVAL, "n_streams");
   CHECK(p == (ps_program *)8 && ps_program_create(&p, 2, 2) == PS_OK);
   ps_access a[3] = {at(0, PS_READ, 0), at(0, PS_WRITE, 8), at(1, PS_WRITE, 0)};
   ps_op op = {.kernel = &k_nothing, .access = a, .n_access = 3};

@@ -207,7 +207,7 @@ static void test_refusals(void) {
   double bad[] = {-1, NAN, INFINITY}, end = 7;
   for (int i = 0; i < 3; i++)
     CHECK_FAILS(ps_sim_run(s, bad_price, &bad[i], 1, NULL, &end), PS_EINVAL, "op 0");
-  CHECK_FAILS(ps_sim_run(s, nowhere_price, NULL, 1, NULL, &end), PS_EINVAL, "not below 24");
+  CHECK_FAILS(ps_sim_run(s, nowhere_price, NULL, 1, NULL, &end), PS_EINVAL, "not below 40");
   double aeon = 1e20, year = 3.2e16; /* ns; a trace's clock ends after 584 years */
   ps_trace_event event[300];
   CHECK_FAILS(ps_sim_run(s, bad_price, &aeon, 1, event, &end), PS_EINVAL, "op 0");

@@ -243,10 +243,10 @@ static void test_configurations(void) {
   ps_engine *e;
   ps_engine_config cfg = config();
   cfg.n_places = 0;
-  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "n_places 0 is not in 1..8");
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "n_places 0 is not in 1..16");
   cfg = config();
   cfg.n_links = PS_MAX_LINKS + 1;
-  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "n_links 17 is not in 0..16");
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "n_links 33 is not in 0..32");
   cfg = config();
   cfg.place[2].kind = 2;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "place 2: kind 2 is unknown");

@@ -110,14 +110,16 @@ static ps_status slow_hook(void *ctx, ps__hook what, uint32_t unit, const ps_lau
  * on the device the weights that each step fetches anew. */
 static void poison(ps_trainer *t, bool first) {
   const ps__step *s = &t->plan->step;
-  uint64_t state_end[PS__MAX_PLACES] = {0};
+  uint64_t state_end[PS_MAX_PLACES] = {0};
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
     const ps__unit_host *h = &s->unit_host[u];
     const bool stay = ps__weights_stay(&t->plan->spec, u);
-    const uint32_t state[4 + PS_MAX_STATES] = {
-        h->weights,       h->master,   stay ? h->device_weights : PS__NO_VT,
-        h->device_master, h->state[0], h->state[1]};
-    for (int i = 0; i < 4 + PS_MAX_STATES; i++)
+    enum { N_STATE = 3 + PS_MAX_STATES + PS_MAX_DEVICES };
+    uint32_t state[N_STATE] = {h->weights, h->master, h->device_master, h->state[0], h->state[1]};
+    for (uint32_t d = 0; d < PS_MAX_DEVICES; d++)
+      state[3 + PS_MAX_STATES + d] =
+          stay && d < t->plan->at->n_devices ? h->device_weights[d] : PS__NO_VT;
+    for (int i = 0; i < N_STATE; i++)
       if (state[i] != PS__NO_VT) {
         const ps__vt *v = &s->vt[state[i]];
         if (v->offset + v->bytes > state_end[v->space])
@@ -127,9 +129,9 @@ static void poison(ps_trainer *t, bool first) {
       memset(ps__host_at(t, h->grad), 0xff, s->vt[h->grad].bytes);
   }
   /* nothing is there yet: the prologue comes with the first step */
-  if (first)
-    state_end[ps__one_device.device] = 0;
-  for (uint32_t space = 0; space < ps__one_device.n_places; space++)
+  for (uint32_t d = 0; first && d < t->plan->at->n_devices; d++)
+    state_end[t->plan->at->dev[d].place] = 0;
+  for (uint32_t space = 0; space < t->plan->at->n_places; space++)
     memset((char *)ps_engine_space(t->engine, space) + state_end[space], 0xff,
            ps_engine_space_bytes(t->engine, space) - state_end[space]);
 }
@@ -149,8 +151,8 @@ static uint64_t hash_state(const ps_trainer *t) {
     /* with master weights only these are copied to the host from weights that stay on the device:
      * what travels is there */
     const bool stay = ps__weights_stay(&t->plan->spec, u) && at->master != PS__NO_VT;
-    const uint32_t kept[2 + PS_MAX_STATES] = {stay ? at->device_weights : at->weights, at->master,
-                                              at->state[0], at->state[1]};
+    const uint32_t kept[2 + PS_MAX_STATES] = {stay ? at->device_weights[0] : at->weights,
+                                              at->master, at->state[0], at->state[1]};
     for (int i = 0; i < 2 + PS_MAX_STATES; i++)
       if (kept[i] != PS__NO_VT) {
         const ps__vt *v = &s->vt[kept[i]];
@@ -195,11 +197,11 @@ static outcome train(const model *m, ps_plan *plan, bool one_by_one) {
 
 static void check_step(const ps__step *s) {
   CHECK(ps__step_valid(s));
-  uint64_t end[PS__MAX_PLACES] = {0};
+  uint64_t end[PS_MAX_PLACES] = {0};
   for (size_t i = 0; i < s->n_vt; i++)
     if (s->vt[i].offset + s->vt[i].bytes > end[s->vt[i].space])
       end[s->vt[i].space] = s->vt[i].offset + s->vt[i].bytes;
-  for (uint32_t space = 0; space < ps__one_device.n_places; space++) {
+  for (uint32_t space = 0; space < s->at->n_places; space++) {
     CHECK(ps__memmap_valid(s->vt, s->n_vt, space, s->space_bytes[space]));
     CHECK(s->space_bytes[space] < end[space] + 256);
   }
@@ -223,7 +225,7 @@ static void check_report(const ps__step *s) {
   const ps__vop *report = &s->op[end - 1];
   uint32_t last = PS__NO_VT;
   for (size_t i = 0; i < s->n_op; i++)
-    for (uint32_t u = 0; s->op[i].stream == ps__one_device.to_host && u < s->spec->n_units; u++) {
+    for (uint32_t u = 0; s->op[i].stream == s->at->dev[0].to_host && u < s->spec->n_units; u++) {
       const uint32_t to = s->access[s->op[i].access + 1].vt;
       const ps__unit_host *h = &s->unit_host[u];
       if (to == h->weights || to == h->master || to == h->state[0] || to == h->state[1])
@@ -331,6 +333,10 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
     spec->update_streamed[u] = !spec->update_resident[u] && rnd_below(state, 2);
     spec->update_split[u] = may_split && !ps__updated_on_device(spec, u) && rnd_below(state, 2);
   }
+  /* half of the specs have several devices, whose totals and updates are on the host */
+  spec->n_devices = rnd_below(state, 2) ? 1 : 2 + rnd_below(state, 3);
+  for (uint32_t u = 0; u < spec->n_units && spec->n_devices > 1; u++)
+    spec->grad_resident[u] = spec->update_resident[u] = spec->update_streamed[u] = 0;
   spec->embed_on_host = !m->cfg.tied_embeddings && rnd_below(state, 2);
   if (spec->embed_on_host)
     spec->param_resident[0] = spec->grad_resident[0] = spec->update_resident[0] =
@@ -348,13 +354,14 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
 }
 
 static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *s, int which) {
-  printf(
-      "case: %s %s recipe %u clip %u seq %llu x %llu, chunk %llu, round %llu, spec %d, leads %u %u "
-      "lags %u %u\n",
-      m->name, ps_optimizer_name(s->optimizer), cfg->recipe, cfg->clip,
-      (unsigned long long)cfg->seq_len, (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
-      (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which,
-      s->param_lead, s->saved_lead, s->saved_lag, s->grad_lag);
+  printf("case: %u devices, %s %s recipe %u clip %u seq %llu x %llu, chunk %llu, round %llu, spec "
+         "%d, leads %u %u "
+         "lags %u %u\n",
+         s->n_devices, m->name, ps_optimizer_name(s->optimizer), cfg->recipe, cfg->clip,
+         (unsigned long long)cfg->seq_len,
+         (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
+         (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which,
+         s->param_lead, s->saved_lead, s->saved_lag, s->grad_lag);
   printf("%u blocks kept across rounds%s\n", s->blocks_kept,
          s->embed_on_host ? ", embedding on the host" : "");
   for (uint32_t u = 0; u < s->n_units; u++) {
@@ -458,7 +465,7 @@ static counted count(const model *m, ps_optimizer optimizer, ps_recipe recipe, b
     for (int k = 0; k < PS_MAX_STATES; k++) {
       const uint32_t vt = plan->step.unit_host[u].state[k];
       if (vt != PS__NO_VT)
-        *(plan->step.vt[vt].space == ps__one_device.host ? &c.host : &c.device) +=
+        *(plan->step.vt[vt].space == plan->at->host ? &c.host : &c.device) +=
             plan->step.vt[vt].bytes;
     }
   c.in = plan->step.copied_bytes[0];

@@ -31,8 +31,9 @@ typedef struct sim {
   ps_trace_event *events;
   double *step_end_ns;
   double now;
-  double drawn[PS_SIM_RESOURCES];
-  uint32_t kinds; /* of the running ops */
+  double drawn[PS_SIM_RESOURCES]; /* [n_resources] */
+  uint32_t n_resources;           /* that ops draw on */
+  uint32_t kinds;                 /* of the running ops */
   sim_stream stream[PS_MAX_STREAMS];
 } sim;
 
@@ -62,11 +63,15 @@ static ps_status price(sim *m, ps_sim_cost_fn cost, void *user) {
     for (int k = 0; c->slower && k < 1 << PS_SIM_KINDS; k++)
       ok = ok && c->slower[k] >= 1 && isfinite(c->slower[k]);
     ok = ok && c->kind < 1 << PS_SIM_KINDS;
+    for (int d = 0; ok && d < PS_SIM_DEMANDS && c->demand[d] > 0; d++)
+      if (c->resource[d] >= m->n_resources)
+        m->n_resources = c->resource[d] + 1u;
     if (!ok)
       return ps__fail(PS_EINVAL,
                       "sim: the cost of op %llu (%s) is not finite and positive, a demand or gain "
-                      "not in 0..1, a resource not below 24 or a slowdown below 1",
-                      (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]));
+                      "not in 0..1, a resource not below %d or a slowdown below 1",
+                      (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]),
+                      PS_SIM_RESOURCES);
     longest += c->ns * worst_slowdown(m, c) * (double)m->n_steps;
     if (longest > 9e18) /* of 2^64 that a trace's clock has */
       return ps__fail(PS_EINVAL,
@@ -159,7 +164,7 @@ static void finish(sim *m, uint32_t i) {
 static bool advance(sim *m) {
   uint32_t n = m->schedule->list.n_streams;
   double slow[PS_MAX_STREAMS], dt = INFINITY;
-  memset(m->drawn, 0, sizeof m->drawn);
+  memset(m->drawn, 0, m->n_resources * sizeof *m->drawn);
   m->kinds = 0;
   for (uint32_t i = 0; i < n; i++) {
     const ps_sim_cost *c = m->stream[i].cost;
