@@ -3,19 +3,15 @@
  * In this order, as transformers has it: temperature, the top_k likeliest, of those the likeliest
  * that have top_p together. Of equal weights the lower id is the likelier. The random number is a
  * function of seed and index, so a draw depends on nothing else. */
+#include "core/mix64.h"
 #include "generate/generate.h"
 #include <math.h>
 #include <stdlib.h>
 
 /* In [0, 1): splitmix64 (Steele, Lea, Flood 2014) of the seed's stream. */
 static double uniform(uint64_t seed, uint64_t index) {
-  uint64_t z = seed * 0xd1342543de82ef95u + (index + 1) * 0x9e3779b97f4a7c15u;
-  for (int i = 0; i < 2; i++) {
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    z ^= z >> 31;
-  }
-  return (double)(z >> 11) * 0x1p-53;
+  const uint64_t x = seed * 0xd1342543de82ef95u + (index + 1) * PS__MIX_GAMMA;
+  return (double)(ps__mix64(ps__mix64(x)) >> 11) * 0x1p-53;
 }
 
 static int by_weight(const void *x, const void *y) {

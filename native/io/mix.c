@@ -1,6 +1,7 @@
 /* mix.c - datasets that are read in turn, by weight: what the user writes, and whose turn it is. */
 #include "io/mix.h"
 #include "core/core.h"
+#include "core/mix64.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -86,13 +87,6 @@ ps_status ps__mix_check(const ps__sources *s) {
 
 /* ---- turns ----------------------------------------------------------------------------------- */
 
-/* As order.c: every input bit changes every output bit. */
-static uint64_t scramble(uint64_t x) {
-  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ x >> 27) * 0x94D049BB133111EBu;
-  return x ^ x >> 31;
-}
-
 size_t ps__mix_at(const ps__sources *s, uint64_t pos, uint64_t seed, int shuffle, uint64_t *count) {
   size_t k = 0;
   double rest = 0;
@@ -102,7 +96,7 @@ size_t ps__mix_at(const ps__sources *s, uint64_t pos, uint64_t seed, int shuffle
     /* in units of 2^-32; rest may be too small by rounding */
     const double share = s->item[k].weight / rest;
     const uint64_t quota = share < 1 ? (uint64_t)(share * 0x1p32 + 0.5) : UINT64_C(1) << 32,
-                   phase = shuffle ? scramble(seed + 0x9E3779B97F4A7C15u * (k + 1)) >> 32 : 0,
+                   phase = shuffle ? ps__mix64(seed + PS__MIX_GAMMA * (k + 1)) >> 32 : 0,
                    before = (uint64_t)(((unsigned __int128)pos * quota + phase) >> 32),
                    after = (uint64_t)(((unsigned __int128)(pos + 1) * quota + phase) >> 32);
     if (after > before) {

@@ -2,7 +2,7 @@
  * Contract: optim.h.
  *
  * The generator of the stochastic rounding. With G the Weyl increment 0x9e3779b97f4a7c15 and mix
- * the finalizer of splitmix64 (update_impl.h), all modulo 2^64:
+ * the finalizer of splitmix64 (core/mix64.h), all modulo 2^64:
  *   key              = mix(mix(seed + G) + (step + 1) * G)
  *   word[group, a]   = mix(key + (2 * group + a + 1) * G),  group = element / 4,
  *                      a = 0 for w, 1 for state[0]
@@ -53,7 +53,7 @@ static const ps__update_table *table(ps__simd simd) {
 }
 
 static uint64_t sr_key(uint64_t seed, uint64_t step) {
-  return ps__sr_mix(ps__sr_mix(seed + PS__SR_GAMMA) + (step + 1) * PS__SR_GAMMA);
+  return ps__mix64(ps__mix64(seed + PS__MIX_GAMMA) + (step + 1) * PS__MIX_GAMMA);
 }
 
 uint64_t ps__sr_random(uint64_t seed, uint64_t step, uint64_t element) {

@@ -2,18 +2,10 @@
  * one update and the tables of functions. */
 #ifndef PS_UPDATE_IMPL_H
 #define PS_UPDATE_IMPL_H
+#include "core/mix64.h"
 #include "optim/optim.h"
 
-/* splitmix64: the Weyl increment and the finalizer's two multipliers (Steele, Lea & Flood 2014). */
-#define PS__SR_GAMMA  UINT64_C(0x9e3779b97f4a7c15)
-#define PS__SR_MUL1   UINT64_C(0xbf58476d1ce4e5b9)
-#define PS__SR_MUL2   UINT64_C(0x94d049bb133111eb)
 #define PS__QUIET_NAN 0x7fc00000u
-#ifdef __CUDACC__
-#  define PS__ANYWHERE __host__ __device__ constexpr /* CUDA: for the device too */
-#else
-#  define PS__ANYWHERE
-#endif
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -46,12 +38,6 @@ PS__ANYWHERE static inline uint32_t ps__n_states(ps_optimizer optimizer) {
   }
 }
 
-PS__ANYWHERE static inline uint64_t ps__sr_mix(uint64_t z) {
-  z = (z ^ (z >> 30)) * PS__SR_MUL1;
-  z = (z ^ (z >> 27)) * PS__SR_MUL2;
-  return z ^ (z >> 31);
-}
-
 /* The same as ps__recipes[]. */
 #define PS__RECIPE_CASE(NAME, name, weights, updated, grad, state0, state1, rounding)              \
 case PS_RECIPE_##NAME: {                                                                           \
@@ -74,7 +60,7 @@ PS__ANYWHERE static inline ps__recipe ps__recipe_of(ps_recipe recipe) {
 PS__ANYWHERE static inline void ps__sr_words(uint64_t word[1 + PS_MAX_STATES], uint64_t key,
                                              uint64_t element) {
   for (uint64_t a = 0; a < 2; a++)
-    word[a] = ps__sr_mix(key + (2 * (element / 4) + a + 1) * PS__SR_GAMMA);
+    word[a] = ps__mix64(key + (2 * (element / 4) + a + 1) * PS__MIX_GAMMA);
   word[2] = word[0] ^ word[1];
 }
 

@@ -56,8 +56,8 @@ TARGET static inline VECI nearest_even(VEC x) { /* what to add to round to neare
 }
 
 TARGET static inline VECI mix(VECI z) {
-  z = mul64(XOR(z, V(srli_epi64)(z, 30)), PS__SR_MUL1);
-  z = mul64(XOR(z, V(srli_epi64)(z, 27)), PS__SR_MUL2);
+  z = mul64(XOR(z, V(srli_epi64)(z, 30)), PS__MIX_MUL1);
+  z = mul64(XOR(z, V(srli_epi64)(z, 27)), PS__MIX_MUL2);
   return XOR(z, V(srli_epi64)(z, 31));
 }
 
@@ -128,9 +128,9 @@ TARGET PS__UPDATE_INLINE void update_pairs(ps_recipe recipe, uint64_t n, const p
   const uint64_t to_group = (0 - k->element) % 4, head = to_group < n ? to_group : n;
   const ps__arrays at = *a; /* registers, as above */
   const vector_k c = broadcast(k);
-  const VECI gamma = SET64(PS__SR_GAMMA), next = SET64(LANES * PS__SR_GAMMA);
-  VECI sr = V(add_epi64)(SET64(k->sr_key + (2 * ((k->element + head) / 4) + 1) * PS__SR_GAMMA),
-                         mul64(FIRST_WORDS, PS__SR_GAMMA));
+  const VECI gamma = SET64(PS__MIX_GAMMA), next = SET64(LANES * PS__MIX_GAMMA);
+  VECI sr = V(add_epi64)(SET64(k->sr_key + (2 * ((k->element + head) / 4) + 1) * PS__MIX_GAMMA),
+                         mul64(FIRST_WORDS, PS__MIX_GAMMA));
   if (head)
     ps__update_scalar[optimizer][recipe][part](head, a, k);
   uint64_t i = head;

@@ -3,6 +3,7 @@
  * models/init_model.py, with other bits. Element i of a model depends on the seed and on i alone:
  * splitmix64 makes a word for each pair of elements, and Box and Muller's transform makes the pair
  * of it, or its two halves are the pair (uniform). */
+#include "core/mix64.h"
 #include "train/trainer.h"
 #include <math.h>
 #include <string.h>
@@ -17,12 +18,8 @@ typedef struct init_job {
   ps_dtype dtype;
 } init_job;
 
-static uint64_t mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
+/* the first number of splitmix64 from @seed on */
+static uint64_t first_of(uint64_t seed) { return ps__mix64(seed + PS__MIX_GAMMA); }
 
 static void put(const init_job *j, uint64_t i, float x) {
   if (i < j->n)
@@ -35,7 +32,7 @@ static void init_piece(void *arg, int64_t task, uint32_t worker) {
   const float turn = 6.2831853071795864769f / 16777216.0f;
   const float width = 2 * sqrtf(3.0f) * j->std / 16777216.0f; /* of the uniform distribution */
   for (uint64_t i = first; i < end; i += 2) {
-    const uint64_t x = mix(mix(j->seed) ^ (j->element0 + i));
+    const uint64_t x = first_of(first_of(j->seed) ^ (j->element0 + i));
     if (j->uniform) {
       put(j, i, j->mean + width * ((float)(x >> 40) - 8388607.5f));
       put(j, i + 1, j->mean + width * ((float)(x & 0xffffff) - 8388607.5f));

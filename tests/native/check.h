@@ -2,6 +2,7 @@
 #ifndef PS_TESTS_CHECK_H
 #define PS_TESTS_CHECK_H
 #include "core/core.h"
+#include "core/mix64.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,12 +17,7 @@
 #define CHECK_FAILS(call, code, text) CHECK((call) == (code) && strstr(ps_last_error(), text))
 
 /* splitmix64 */
-static inline uint64_t mix64(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-  return x ^ x >> 31;
-}
+static inline uint64_t mix64(uint64_t x) { return ps__mix64(x + PS__MIX_GAMMA); }
 
 static inline uint64_t rnd(uint64_t *state) { return mix64((*state)++); }
 static inline uint32_t rnd_below(uint64_t *state, uint32_t n) { return (uint32_t)(rnd(state) % n); }

@@ -1,5 +1,6 @@
 /* cuda_mix.cu - kernels of test_cuda_engine: one that mixes bytes like rp_compute() in
  * random_program.h, one that works for a given time, one that writes where it must not. */
+#include "core/mix64.h"
 #include "kernels/cuda/cuda_exec.h"
 #include <cuda_runtime.h>
 #include <penstock/engine.h>
@@ -14,12 +15,7 @@ typedef struct mix_ptr {
   uint8_t *p[4];
 } mix_ptr;
 
-__device__ static uint64_t mix64(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-  return x ^ x >> 31;
-}
+__device__ static uint64_t mix64(uint64_t x) { return ps__mix64(x + PS__MIX_GAMMA); }
 
 __device__ static void spin(uint64_t cycles) {
   for (long long end = clock64() + (long long)cycles; clock64() < end;)
