@@ -105,6 +105,24 @@ def struct(name: str, **fields):
     return value
 
 
+def callback(kind: str, function, failures: list, error: int = 0):
+    """A C function of type `kind` that calls function(). What it raises goes into failures, and the
+    C function then returns `error`."""
+    returned = {"error": error} if error else {}  # a function without result takes none
+    return ffi.callback(
+        kind, function, onerror=lambda _type, exc, _traceback: failures.append(exc), **returned
+    )
+
+
+def progress_callback(progress, failures: list):
+    """A ps_progress_fn for progress(what, done_bytes, total_bytes); NULL where that is None."""
+
+    def report(_user, what, done, total):
+        progress(text(what), done, total)
+
+    return callback("ps_progress_fn", report, failures) if progress else ffi.NULL
+
+
 def _as_list(array) -> list:
     kind = ffi.typeof(array).item.kind
     item = as_dict if kind == "struct" else _as_list if kind == "array" else lambda v: v

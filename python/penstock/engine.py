@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from ._handle import ActiveHandle, Handle, Owner
-from ._lib import check, encode_path, error, ffi, lib, struct, text
+from ._lib import callback, check, encode_path, error, ffi, lib, struct, text
 
 PLACE_KINDS = {"host": 0, "device": 1}
 BACKENDS = {"cpu": 0, "cuda": 1}
@@ -29,6 +29,24 @@ TRACE_DTYPE = np.dtype(
     ]
 )
 assert TRACE_DTYPE.itemsize == ffi.sizeof("ps_trace_event")
+
+
+def read_trace(function, handle: ActiveHandle) -> np.ndarray:
+    """The events that function(ptr, events, room, n) copies, of a run or a trainer."""
+    n = ffi.new("uint64_t *")
+    with handle.turn():
+        check(function(handle.ptr, ffi.NULL, 0, n))
+        events = np.zeros(n[0], TRACE_DTYPE)
+        check(function(handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), n))
+    return events
+
+
+def read_where(function, handle: ActiveHandle) -> str:
+    """The text that function(ptr, text, room) writes, of a run or a trainer."""
+    room = ffi.new("char[]", 4096)
+    with handle.beside():
+        function(handle.ptr, room, len(room))
+    return ffi.string(room).decode()
 
 
 @dataclass(frozen=True)
@@ -409,7 +427,6 @@ class Schedule(Owner):
         Returns the trace, and the end of each step in ns."""
         failures = []
 
-        @ffi.callback("ps_sim_cost_fn", onerror=lambda _type, exc, _traceback: failures.append(exc))
         def cost(_user, view, out):
             name = text(view.kernel.name) if view.kernel else "copy"
             n_bytes = sum(view.access[i].bytes for i in range(view.n_access))
@@ -421,7 +438,7 @@ class Schedule(Owner):
         ends = np.zeros(n_steps)
         status = lib.ps_sim_run(
             self._handle.ptr,
-            cost,
+            callback("ps_sim_cost_fn", cost, failures),
             ffi.NULL,
             n_steps,
             ffi.from_buffer("ps_trace_event[]", events),
@@ -511,24 +528,12 @@ class Run(Owner):
     def where(self) -> str:
         """What each stream has done and what its next op waits for, a line a stream. It shows why
         nothing moves."""
-        room = ffi.new("char[]", 4096)
-        with self._handle.beside():
-            lib.ps_run_where(self._handle.ptr, room, len(room))
-        return ffi.string(room).decode()
+        return read_where(lib.ps_run_where, self._handle)
 
     def trace(self) -> np.ndarray:
         """The traced events, an array of TRACE_DTYPE with times in ns since the run's start.
         StateError: steps are in flight."""
-        n = ffi.new("uint64_t *")
-        with self._handle.turn():
-            check(lib.ps_run_trace(self._handle.ptr, ffi.NULL, 0, n))
-            events = np.zeros(n[0], TRACE_DTYPE)
-            check(
-                lib.ps_run_trace(
-                    self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), n
-                )
-            )
-        return events
+        return read_trace(lib.ps_run_trace, self._handle)
 
     def close(self) -> None:
         """Wait for the steps in flight, and release the run. Its engine can then be closed.

@@ -1,17 +1,26 @@
 """Generates tokens from a model directory, with a cache of keys and values."""
 
 from ._handle import ActiveHandle, Owner
-from ._lib import as_dict, check, encode_path, ffi, lib, struct
+from ._lib import as_dict, callback, check, encode_path, ffi, lib, progress_callback, struct
 from .lora import Lora
 from .model import DTYPES
 from .plan import Hardware, parse_bytes
 
 
 def generate(
-    call, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, on_token
+    call,
+    prompts,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed=0,
+    stop_tokens=(),
+    on_token=None,
 ) -> tuple[list[list[int]], dict]:
     """The tokens that call(requests, n, fn, user, stats) gives, and ps_generate_stats. The other
-    arguments are those of Generator.run()."""
+    arguments are those of Generator.run(), and of Trainer.sample()."""
     prompts = [[int(t) for t in p] for p in prompts]
     seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)
     if len(seeds) != len(prompts):
@@ -22,9 +31,7 @@ def generate(
         out[request].append(token)
         return int(bool(on_token and on_token(request, token)))
 
-    callback = ffi.callback(
-        "ps_token_fn", take, error=-1, onerror=lambda _type, exc, _tb: failures.append(exc)
-    )
+    fn = callback("ps_token_fn", take, failures, error=-1)
     stop = ffi.new("int32_t[]", list(stop_tokens) or 1)
     tokens = [ffi.new("int32_t[]", p or 1) for p in prompts]
     requests = ffi.new("ps_generate_request[]", max(1, len(prompts)))
@@ -34,7 +41,7 @@ def generate(
         r.temperature, r.top_p, r.top_k, r.seed = temperature, top_p, top_k, seeds[i]
         r.stop_tokens, r.n_stop_tokens = stop, len(stop_tokens)
     stats = ffi.new("ps_generate_stats *")
-    status = call(requests, len(prompts), callback, ffi.NULL, stats)
+    status = call(requests, len(prompts), fn, ffi.NULL, stats)
     if failures:
         raise failures[0]
     check(status)
@@ -54,6 +61,10 @@ class Generator(Owner):
     dtype            "fp32" or "bf16", of weights, activations and cache
     prefill_tokens   tokens of prompts that a step computes at once; 0: 128, on a GPU 1024
     adapter          directory of a LoRA adapter of the model, in PEFT's layout; None: none
+    deterministic    every run gives the same tokens, on a GPU too; some kernels are slower
+    threads          host threads; 0: all CPUs
+    backend, gpu     "auto", "cpu" or "cuda"; which of the visible GPUs
+    hardware         a Hardware, in place of threads, backend and gpu
     progress         progress(what, done_bytes, total_bytes) is called while weights are loaded
 
     Raises FormatError, InputOutputError, OutOfMemoryError, InvalidError, and BudgetError, which
@@ -74,12 +85,13 @@ class Generator(Owner):
         deterministic: bool = False,
         threads: int = 0,
         backend: str = "auto",
+        gpu: int = 0,
         hardware: Hardware | None = None,
         progress=None,
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r}: one of {', '.join(DTYPES)}")
-        self.hardware = hardware or Hardware.cached(threads, backend, host_mem=host_mem)
+        self.hardware = hardware or Hardware.cached(threads, backend, gpu, host_mem)
         cfg = struct(
             "ps_generate_config",
             dtype=DTYPES[dtype],
@@ -94,11 +106,8 @@ class Generator(Owner):
         if adapter is not None:
             Lora.read(adapter).fill(cfg.lora)
             held = cfg.adapter_dir = ffi.new("char[]", encode_path(adapter))
-        failures, report = [], ffi.NULL
-        if progress:
-            from .train import _progress_callback  # which imports this module
-
-            report = _progress_callback(progress, failures)
+        failures = []
+        report = progress_callback(progress, failures)
         out = ffi.new("ps_generator **")
         status = lib.ps_generator_create(
             out, encode_path(model_dir), cfg, self.hardware._ptr, report, ffi.NULL
@@ -118,38 +127,26 @@ class Generator(Owner):
         (include/penstock/generate.h)."""
         return as_dict(lib.ps_generator_report(self._handle.ptr))
 
-    def run(
-        self,
-        prompts,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed=0,
-        stop_tokens=(),
-        on_token=None,
-    ) -> list[list[int]]:
-        """The token ids that follow each of `prompts`, lists of token ids.
+    def run(self, prompts, *, max_new_tokens: int = 128, **options) -> list[list[int]]:
+        """The token ids that follow each of `prompts`, lists of token ids. The options:
 
-        temperature 0 takes the most likely token. seed: one for all prompts, or a list with one
-        each. A prompt's tokens depend on its own seed and not on the other prompts. Each of
-        stop_tokens ends its text and is left out. on_token(prompt, token) is called for each token
-        as it comes, prompt being its number in the list; True ends that prompt's text. An exception
-        of on_token ends the call and is raised.
+        temperature   0 (default) takes the most likely token
+        top_k         draw from the k likeliest tokens; 0 (default): from all
+        top_p         draw from the likeliest tokens whose probabilities add up to p (default 1)
+        seed          one for all prompts (default 0), or a list with one each. A prompt's tokens
+                      depend on its own seed and not on the other prompts
+        stop_tokens   each ends its text and is left out
+        on_token      on_token(prompt, token) is called for each token as it comes, prompt being its
+                      number in the list; True ends that prompt's text. An exception of on_token
+                      ends the call and is raised
 
         Afterwards `stats` has the fields of ps_generate_stats."""
         with self._handle.turn():
             out, self.stats = generate(
                 lambda *args: lib.ps_generator_run(self._handle.ptr, *args),
                 prompts,
-                max_new_tokens,
-                temperature,
-                top_k,
-                top_p,
-                seed,
-                stop_tokens,
-                on_token,
+                max_new_tokens=max_new_tokens,
+                **options,
             )
         return out
 

@@ -1,6 +1,7 @@
 """Plans of a training step under two memory caps, and the machine's rates that plans are made
 from."""
 
+import inspect
 import json
 import os
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ._handle import Handle, Owner
-from ._lib import as_dict, check, encode_path, ffi, lib, struct, text
+from ._lib import as_dict, callback, check, encode_path, ffi, lib, struct, text
 from .engine import TRACE_DTYPE, Schedule
 from .errors import BudgetError, FormatError, InputOutputError, StateError
 from .lora import Lora
@@ -193,12 +194,65 @@ class Hardware:
         return as_dict(self._ptr)
 
 
-def _set_ramp(config, batch_ramp):
-    """Sets config's batch ramp; returns the array that must live as long as the config needs it."""
-    stages = [{"tokens_per_step": tokens, "n_steps": steps} for tokens, steps in batch_ramp]
+# The arguments of Plan() that are fields of ps_plan_config under the same name.
+_NUMBERS = (
+    "seq_len",
+    "tokens_per_step",
+    "chunk_tokens",
+    "chunks_per_round",
+    "first_round_chunks",
+    "head_slice_tokens",
+    "trace_steps",
+    "z_loss",
+    "label_smoothing",
+    "val_tokens",
+    "sample_sequences",
+    "sample_context",
+)
+_FLAGS = (
+    "clip",
+    "keep_grads",
+    "keep_logits",
+    "one_document",
+    "deterministic",
+    "forward_only",
+    "fp8_bf16_down",
+)
+_SIZES = ("device_mem", "host_mem", "reserve")
+
+
+def _configure(given: dict) -> tuple:
+    """ps_plan_config and the Hardware of Plan's arguments, and the array of the batch ramp, which
+    must live as long as the library reads the config."""
+    lora, hardware = given["lora"], given["hardware"]
+    hardware = hardware or Hardware.cached(
+        given["threads"], host_mem=given["host_mem"] if given["reserve"] is None else None
+    )
+    recipe = given["recipe"] or ("fp32-master" if lora else "bf16")
+    which, optimizer = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
+    check(lib.ps_recipe_parse(which, recipe.encode()))
+    check(lib.ps_optimizer_parse(optimizer, given["optimizer"].encode()))
+    ends = {name: given[name] for name in ("fp8_bf16_first", "fp8_bf16_last")}
+    default = int(recipe.startswith("fp8"))
+    config = struct(
+        "ps_plan_config",
+        recipe=which[0],
+        optimizer=optimizer[0],
+        n_threads=given["threads"],
+        n_frozen_layers=given["frozen_layers"],
+        **{name: given[name] for name in _NUMBERS},
+        **{name: int(given[name]) for name in _FLAGS},
+        **{f"{name}_bytes": parse_bytes(given[name], name) for name in _SIZES},
+        **{name: default if n is None else n for name, n in ends.items()},
+    )
+    if lora:
+        lora.fill(config.lora)
+    stages = [
+        {"tokens_per_step": tokens, "n_steps": steps} for tokens, steps in given["batch_ramp"]
+    ]
     ramp = ffi.new("ps_ramp_stage[]", stages)
     config.ramp, config.n_ramp = ramp, len(stages)
-    return ramp
+    return config, hardware, ramp
 
 
 def _events(trace, what: str) -> np.ndarray:
@@ -290,45 +344,13 @@ class Plan(Owner):
         hardware: Hardware | None = None,
         progress=None,
     ):
+        self.config, self.hardware, ramp = _configure(locals())
         self.model = model
-        self.hardware = hardware or Hardware.cached(
-            threads, host_mem=host_mem if reserve is None else None
-        )
-        self.config = self._config(
-            seq_len,
-            device_mem,
-            host_mem,
-            tokens_per_step,
-            recipe,
-            optimizer,
-            chunk_tokens,
-            chunks_per_round,
-            head_slice_tokens,
-            clip,
-            threads,
-            trace_steps,
-            keep_grads,
-            one_document,
-            deterministic,
-            reserve,
-            first_round_chunks,
-            frozen_layers,
-            forward_only,
-            z_loss,
-            label_smoothing,
-            val_tokens,
-            lora,
-            keep_logits,
-            (fp8_bf16_first, fp8_bf16_last, fp8_bf16_down),
-        )
-        self.config.sample_sequences = sample_sequences
-        self.config.sample_context = sample_context
-        ramp = _set_ramp(self.config, batch_ramp)
         failures: list = []
-        watch = progress and ffi.callback(
+        watch = progress and callback(
             "ps_plan_progress_fn",
             lambda _user, n_evaluated, best_step_s: progress(n_evaluated, best_step_s),
-            onerror=lambda _type, exc, _traceback: failures.append(exc),
+            failures,
         )
         self.config.progress = watch or ffi.NULL
         out = ffi.new("ps_plan **")
@@ -341,144 +363,16 @@ class Plan(Owner):
         check(status)
         self._handle = Handle("plan", out[0], lib.ps_plan_destroy)
 
-    @staticmethod
-    def _config(
-        seq_len,
-        device_mem,
-        host_mem,
-        tokens_per_step,
-        recipe,
-        optimizer,
-        chunk_tokens,
-        chunks_per_round,
-        head_slice_tokens,
-        clip,
-        threads,
-        trace_steps,
-        keep_grads,
-        one_document=False,
-        deterministic=False,
-        reserve=None,
-        first_round_chunks=0,
-        frozen_layers=0,
-        forward_only=False,
-        z_loss=0.0,
-        label_smoothing=0.0,
-        val_tokens=0,
-        lora=None,
-        keep_logits=False,
-        fp8=(None, None, False),
-    ):
-        recipe = recipe or ("fp32-master" if lora else "bf16")
-        first, last, down = fp8
-        default = 1 if recipe.startswith("fp8") else 0
-        first, last = (default if n is None else n for n in (first, last))
-        which, update = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
-        check(lib.ps_recipe_parse(which, recipe.encode()))
-        check(lib.ps_optimizer_parse(update, optimizer.encode()))
-        config = struct(
-            "ps_plan_config",
-            recipe=which[0],
-            optimizer=update[0],
-            device_mem_bytes=parse_bytes(device_mem, "device_mem"),
-            host_mem_bytes=parse_bytes(host_mem, "host_mem"),
-            seq_len=seq_len,
-            tokens_per_step=tokens_per_step,
-            chunk_tokens=chunk_tokens,
-            chunks_per_round=chunks_per_round,
-            head_slice_tokens=head_slice_tokens,
-            clip=bool(clip),
-            n_threads=threads,
-            trace_steps=trace_steps,
-            keep_grads=int(keep_grads),
-            keep_logits=int(keep_logits),
-            one_document=int(one_document),
-            deterministic=int(deterministic),
-            reserve_bytes=parse_bytes(reserve, "reserve"),
-            first_round_chunks=first_round_chunks,
-            n_frozen_layers=frozen_layers,
-            forward_only=int(forward_only),
-            z_loss=z_loss,
-            label_smoothing=label_smoothing,
-            val_tokens=val_tokens,
-            fp8_bf16_first=first,
-            fp8_bf16_last=last,
-            fp8_bf16_down=int(down),
-        )
-        if lora:
-            lora.fill(config.lora)
-        return config
-
     @classmethod
-    def smallest(
-        cls,
-        model: ModelConfig,
-        *,
-        seq_len: int,
-        device_mem=None,
-        host_mem=None,
-        tokens_per_step: int = 0,
-        recipe: str | None = None,
-        optimizer: str = "adamw",
-        chunk_tokens: int = 0,
-        chunks_per_round: int = 0,
-        first_round_chunks: int = 0,
-        head_slice_tokens: int = 0,
-        clip: bool = True,
-        threads: int = 0,
-        trace_steps: int = 2,
-        keep_grads: bool = True,
-        keep_logits: bool = False,
-        one_document: bool = False,
-        deterministic: bool = False,
-        frozen_layers: int = 0,
-        forward_only: bool = False,
-        z_loss: float = 0.0,
-        label_smoothing: float = 0.0,
-        batch_ramp=(),
-        val_tokens: int = 0,
-        lora: Lora | None = None,
-        fp8_bf16_first: int | None = None,
-        fp8_bf16_last: int | None = None,
-        fp8_bf16_down: bool = False,
-        reserve=None,
-        hardware: Hardware | None = None,
-    ) -> tuple[int, int]:
+    def smallest(cls, model: ModelConfig, **options) -> tuple[int, int]:
         """The least device memory that a plan fits in under host_mem, and the least host memory
-        under device_mem, in bytes. One byte less is refused. 0: no plan fits."""
-        hardware = hardware or Hardware.cached(
-            threads, host_mem=host_mem if reserve is None else None
-        )
-        cfg = cls._config(
-            seq_len,
-            device_mem,
-            host_mem,
-            tokens_per_step,
-            recipe,
-            optimizer,
-            chunk_tokens,
-            chunks_per_round,
-            head_slice_tokens,
-            clip,
-            threads,
-            trace_steps,
-            keep_grads,
-            one_document,
-            deterministic,
-            reserve,
-            first_round_chunks,
-            frozen_layers,
-            forward_only,
-            z_loss,
-            label_smoothing,
-            val_tokens,
-            lora=lora,
-            keep_logits=keep_logits,
-            fp8=(fp8_bf16_first, fp8_bf16_last, fp8_bf16_down),
-        )
-        ramp = _set_ramp(cfg, batch_ramp)
+        under device_mem, in bytes. One byte less is refused. 0: no plan fits. Takes the arguments
+        of Plan()."""
+        given = inspect.signature(cls).bind(model, **options)
+        given.apply_defaults()
+        config, hardware, ramp = _configure(given.arguments)
         device, host = ffi.new("uint64_t *"), ffi.new("uint64_t *")
-        check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))
+        check(lib.ps_plan_smallest(model._ptr, config, hardware._ptr, device, host))
         del ramp
         return device[0], host[0]
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from . import run_file
 from ._handle import ActiveHandle, Owner
-from ._lib import check, encode_path, error, ffi, lib, struct, text
+from ._lib import callback, check, encode_path, error, ffi, lib, progress_callback, struct
 from .checkpoint import Checkpoint, CheckpointReport, Checkpoints
 from .dataset import Dataset
-from .engine import TRACE_DTYPE
+from .engine import read_trace, read_where
 from .errors import StateError
 from .generator import generate
 from .model import DTYPES, Parameter
@@ -170,12 +170,7 @@ def _batch_callback(data, failures: list):
             )
         return lib.PS_OK
 
-    return ffi.callback(
-        "ps_batch_fn",
-        fill,
-        error=lib.PS_EINVAL,
-        onerror=lambda _type, exc, _traceback: failures.append(exc),
-    )
+    return callback("ps_batch_fn", fill, failures, lib.PS_EINVAL)
 
 
 def _logits_callback(on_logits, failures: list):
@@ -185,23 +180,7 @@ def _logits_callback(on_logits, failures: list):
         on_logits(step, token, np.frombuffer(ffi.buffer(logits, 4 * n), np.float32))
         return lib.PS_OK
 
-    return ffi.callback(
-        "ps_logits_fn",
-        give,
-        error=lib.PS_EINVAL,
-        onerror=lambda _type, exc, _traceback: failures.append(exc),
-    )
-
-
-def _progress_callback(progress, failures: list):
-    """A ps_progress_fn for progress(what, done_bytes, total_bytes)."""
-
-    def report(_user, what, done, total):
-        progress(text(what), done, total)
-
-    return ffi.callback(
-        "ps_progress_fn", report, onerror=lambda _type, exc, _traceback: failures.append(exc)
-    )
+    return callback("ps_logits_fn", give, failures, lib.PS_EINVAL)
 
 
 class Trainer(Owner):
@@ -353,9 +332,9 @@ class Trainer(Owner):
             cfg.val_dataset = val._handle.ptr
             uses, source = (*uses, val._handle), (source, val)
         if on_logits is not None:
-            callback = cfg.logits_fn = _logits_callback(on_logits, self._failures)
-            source = (source, callback)
-        report = _progress_callback(progress, self._failures) if progress else ffi.NULL
+            cfg.logits_fn = on_logits = _logits_callback(on_logits, self._failures)
+            source = (source, on_logits)
+        report = progress_callback(progress, self._failures)
         out = ffi.new("ps_trainer **")
         plan._handle.wait_for_dropped()
         common = (out, encode_path(model_dir), plan._handle.ptr, cfg)
@@ -470,33 +449,17 @@ class Trainer(Owner):
             self._check(lib.ps_trainer_validate(self._handle.ptr, out))
         return Validation(**_fields(Validation, out))
 
-    def sample(
-        self,
-        prompts,
-        *,
-        max_new_tokens: int = 64,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed=0,
-        stop_tokens=(),
-        on_token=None,
-    ) -> list[list[int]]:
+    def sample(self, prompts, *, max_new_tokens: int = 64, **options) -> list[list[int]]:
         """The token ids that follow each of `prompts`, lists of token ids, with the weights as they
-        are: Generator.run() in the memory of training. A training gives the same bits with it. The
+        are. The options are those of Generator.run(). A training gives the same bits with it. The
         plan must have sample_sequences. StateError: steps are in flight. NumericError: the logits
         are not finite; training may go on."""
         with self._handle.turn():
             out, _ = generate(
                 lambda *args: lib.ps_trainer_sample(self._handle.ptr, *args),
                 prompts,
-                max_new_tokens,
-                temperature,
-                top_k,
-                top_p,
-                seed,
-                stop_tokens,
-                on_token,
+                max_new_tokens=max_new_tokens,
+                **options,
             )
         return out
 
@@ -524,10 +487,7 @@ class Trainer(Owner):
     def where(self) -> str:
         """What each stream has done and what it waits for, a line a stream; "" before the first
         step."""
-        room = ffi.new("char[]", 4096)
-        with self._handle.beside():
-            lib.ps_trainer_where(self._handle.ptr, room, len(room))
-        return ffi.string(room).decode()
+        return read_where(lib.ps_trainer_where, self._handle)
 
     def _param(self, name) -> Parameter:
         return name if isinstance(name, Parameter) else self.params[name]
@@ -632,16 +592,7 @@ class Trainer(Owner):
 
     def trace(self) -> np.ndarray:
         """The trace of the last plan.config.trace_steps steps (engine.TRACE_DTYPE)."""
-        n = ffi.new("uint64_t *")
-        with self._handle.turn():
-            check(lib.ps_trainer_trace(self._handle.ptr, ffi.NULL, 0, n))
-            events = np.zeros(n[0], TRACE_DTYPE)
-            check(
-                lib.ps_trainer_trace(
-                    self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events), n
-                )
-            )
-        return events
+        return read_trace(lib.ps_trainer_trace, self._handle)
 
     def write_trace(self, path) -> None:
         """Write the trace as Chrome / Perfetto JSON."""
