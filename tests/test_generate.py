@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT
-from penstock import BudgetError, Generator, InvalidError
+from penstock import BudgetError, Generator, Hardware, InvalidError
 from penstock.__main__ import _in_python
 from penstock.files import DataError
-from penstock.generate import Text, read_prompts, stop_tokens
+from penstock.generate import Text, main, read_prompts, stop_tokens
 
 BINARY = ROOT / os.environ.get("PENSTOCK_BUILD", "build") / "bin" / "penstock"
 
@@ -369,6 +369,11 @@ def test_text_is_the_tokens_decoded(chat_model, tmp_path):
         (["--prompt", "x", "--max-new-tokens", "few"], "--max-new-tokens: 'few' is given, and a"),
         (["--prompt", "x", "--top-p", "nan"], "top_p is nan"),
         (["--prompt", "x", "--backend", "rocm"], "--backend: invalid choice: 'rocm'"),
+        (
+            ["--prompt", "x", "--gpu", "-1"],
+            "--gpu: '-1' is given, and a whole number from 0 to 1023",
+        ),
+        (["--prompt", "x", "--gpu", "0", "--backend", "cpu"], "--gpu 0: --backend cpu uses none"),
         (["--prompt", b"\xff"], "prompt 1 is no text: a part of it is no UTF-8"),
     ],
 )
@@ -377,6 +382,27 @@ def test_the_command_refuses_bad_input_in_one_sentence(chat_model, words, messag
     assert done.returncode == 2 and done.stdout == "", done.stderr
     assert re.search(message, done.stderr) and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("penstock generate: ")
+
+
+def test_the_command_says_which_gpu_and_that_runs_are_deterministic(chat_model, monkeypatch):
+    asked, given = [], {}
+
+    def cached(*machine):
+        asked.append(machine)
+        return Hardware.estimate(1, "cpu")
+
+    class Recorder(Generator):
+        def __init__(self, *args, **options):
+            given.update(options)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr("penstock.generate.Hardware.cached", cached)
+    monkeypatch.setattr("penstock.generate.Generator", Recorder)
+    words = ["--model", str(chat_model), "--prompt", "x", "--max-new-tokens", "1"]
+    assert main([*words, "--threads", "1", "--gpu", "3"]) == 2  # the machine has no GPU
+    assert asked == [(1, "auto", 3, None)] and not given
+    assert main([*words, "--deterministic"]) == 0 and given["deterministic"]
+    assert main(words) == 0 and not given["deterministic"]
 
 
 def test_prompts_may_have_any_line_separator_of_unicode(tmp_path):

@@ -13,13 +13,6 @@ from .files import DataError
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one sentence, with exit code 2."""
-
-    def error(self, message: str):
-        self.exit(REFUSED, f"{self.prog}: {message}\n")
-
-
 def whole(least: int, most: int) -> Callable[[str], int]:
     """The type of an option: a whole number from least to most."""
 
@@ -35,6 +28,31 @@ def whole(least: int, most: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses in one sentence, with exit code 2."""
+
+    def error(self, message: str):
+        self.exit(REFUSED, f"{self.prog}: {message}\n")
+
+    def count(self, name: str, least: int, most: int, help: str, default: int | None = 0) -> None:
+        """An option that takes a whole number from least to most."""
+        self.add_argument(name, type=whole(least, most), default=default, metavar="N", help=help)
+
+    def caps(self) -> None:
+        """--device-mem and --host-mem."""
+        for place in ("device", "host"):
+            what = f"cap of {place} memory, such as 6GiB (default: none)"
+            self.add_argument(f"--{place}-mem", metavar="SIZE", help=what)
+
+    def backend(self, default: str) -> None:
+        self.add_argument(
+            "--backend",
+            choices=("auto", "cpu", "cuda"),
+            default=default,
+            help=f"cuda, cpu or auto, which is cuda where there is a GPU (default: {default})",
+        )
 
 
 def put(text: str, end: str = "\n") -> None:

@@ -8,10 +8,15 @@ import sys
 from pathlib import Path
 
 from . import command
+from ._lib import lib
 from .chat import ChatTemplate, read_config, read_messages
 from .data import load_tokenizer
 from .errors import DeviceError, InputOutputError, OutOfMemoryError
 from .files import DataError, open_input
+from .generator import Generator
+from .plan import Hardware
+
+MAX_GPU = 1023  # as the binary has it
 
 
 class Text:
@@ -107,40 +112,36 @@ def read_prompts(path: Path) -> list:
     return prompts
 
 
-def encode(prompt: str | list, tokenizer, template: ChatTemplate | None) -> list[int]:
-    """The token ids of a prompt; of messages, by the chat template. UnicodeEncodeError: a part of
-    it is no UTF-8."""
-    messages = isinstance(prompt, list)
-    text = template.render(prompt, prompt=True) if messages else prompt
-    text.encode("utf-8")
-    return tokenizer.encode(text, add_special_tokens=not messages).ids
-
-
-def encode_prompts(prompts: list, args, tokenizer, folder: Path) -> list[list[int]]:
-    """Token ids. With --chat, or of messages, by the chat template."""
+def encode_prompts(prompts: list, tokenizer, folder: Path) -> list[list[int]]:
+    """The token ids of each prompt; of messages, by the chat template of the folder."""
     template = None
     encoded = []
     for number, prompt in enumerate(prompts, 1):
-        messages = prompt if isinstance(prompt, list) else None
-        if args.chat and messages is None:
-            messages = [{"role": "user", "content": prompt}]
-        if messages and args.system is not None:
-            messages = [{"role": "system", "content": args.system}, *messages]
+        messages = isinstance(prompt, list)
         if messages:
             template = template or ChatTemplate(folder)
+        text = template.render(prompt, prompt=True) if messages else prompt
         try:
-            ids = encode(messages or prompt, tokenizer, template)
+            text.encode("utf-8")
         except UnicodeEncodeError as e:
             raise DataError(f"prompt {number} is no text: a part of it is no UTF-8") from e
+        ids = tokenizer.encode(text, add_special_tokens=not messages).ids
         if not ids:
             raise DataError(f"prompt {number} has no token: give some text")
         encoded.append(ids)
     return encoded
 
 
-def _parser() -> command.Parser:
-    from ._lib import lib
+def _conversation(prompt: str | list, args) -> str | list:
+    """The prompt with what --chat and --system make of it."""
+    if args.chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and args.system is not None:
+        prompt = [{"role": "system", "content": args.system}, *prompt]
+    return prompt
 
+
+def _parser() -> command.Parser:
     rows, large = lib.PS_MAX_ROWS, 2**53  # as the binary has them
     p = command.Parser(
         prog="penstock generate",
@@ -162,12 +163,8 @@ def _parser() -> command.Parser:
         help="the prompt is a user's message: apply the chat template",
     )
     p.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
-    p.add_argument(
-        "--max-new-tokens",
-        type=command.whole(1, rows),
-        default=128,
-        metavar="N",
-        help="the most tokens to generate for a prompt (default 128)",
+    p.count(
+        "--max-new-tokens", 1, rows, "the most tokens to generate for a prompt (default 128)", 128
     )
     p.add_argument(
         "--temperature",
@@ -176,13 +173,7 @@ def _parser() -> command.Parser:
         metavar="T",
         help="0: the most likely token (default)",
     )
-    p.add_argument(
-        "--top-k",
-        type=command.whole(0, large),
-        default=0,
-        metavar="N",
-        help="draw from the N likeliest tokens (default 0: from all)",
-    )
+    p.count("--top-k", 0, large, "draw from the N likeliest tokens (default 0: from all)")
     p.add_argument(
         "--top-p",
         type=float,
@@ -190,13 +181,7 @@ def _parser() -> command.Parser:
         metavar="P",
         help="draw from the likeliest tokens whose probabilities add up to P (default 1)",
     )
-    p.add_argument(
-        "--seed",
-        type=command.whole(0, large),
-        default=0,
-        metavar="N",
-        help="seed of the draws (default 0)",
-    )
+    p.count("--seed", 0, large, "seed of the draws (default 0)")
     p.add_argument(
         "--stop",
         action="append",
@@ -204,57 +189,49 @@ def _parser() -> command.Parser:
         metavar="TEXT",
         help="the text ends before TEXT; may be given several times",
     )
-    p.add_argument(
-        "--batch",
-        type=command.whole(1, lib.PS_MAX_SEQUENCES),
-        default=8,
-        metavar="N",
-        help="prompts that are computed at once (default 8)",
-    )
-    p.add_argument(
+    p.count("--batch", 1, lib.PS_MAX_SEQUENCES, "prompts that are computed at once (default 8)", 8)
+    p.count(
         "--context",
-        type=command.whole(1, rows),
-        default=0,
-        metavar="N",
-        help="the most tokens of a prompt and its text together (default: what the longest needs)",
+        1,
+        rows,
+        "the most tokens of a prompt and its text together (default: what the longest needs)",
     )
-    p.add_argument(
+    p.count(
         "--prefill-tokens",
-        type=command.whole(1, rows),
-        default=0,
-        metavar="N",
-        help="tokens of prompts that a step computes at once (default 128, on a GPU 1024)",
+        1,
+        rows,
+        "tokens of prompts that a step computes at once (default 128, on a GPU 1024)",
     )
-    p.add_argument(
-        "--device-mem", metavar="SIZE", help="cap of device memory, such as 6GiB (default: none)"
-    )
-    p.add_argument("--host-mem", metavar="SIZE", help="cap of host memory (default: none)")
+    p.caps()
     p.add_argument(
         "--dtype",
         choices=("fp32", "bf16"),
         default="bf16",
         help="dtype of weights, activations and KV cache (default bf16)",
     )
+    p.backend("auto")
+    p.count("--gpu", 0, MAX_GPU, "which of the visible GPUs (default 0)", None)
+    p.count("--threads", 1, lib.PS_MAX_THREADS, "host threads (default: all CPUs)")
     p.add_argument(
-        "--backend",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto (default): cuda where there is a GPU",
-    )
-    p.add_argument(
-        "--threads",
-        type=command.whole(1, lib.PS_MAX_THREADS),
-        default=0,
-        metavar="N",
-        help="host threads (default: all CPUs)",
+        "--deterministic",
+        action="store_true",
+        help="every run gives the same text, on a GPU too; some kernels are slower",
     )
     p.add_argument("--quiet", action="store_true", help="print text alone")
     return p
 
 
-def _generate(args) -> int:
-    from .generator import Generator
+def _hardware(args) -> Hardware:
+    hardware = Hardware.cached(args.threads, args.backend, args.gpu or 0, args.host_mem)
+    if args.gpu is not None and hardware.backend == lib.PS_BACKEND_CPU:
+        reason = "there is no GPU that can be used here"
+        if args.backend == "cpu":
+            reason = "--backend cpu uses none"
+        raise DataError(f"--gpu {args.gpu}: {reason}: leave --gpu out to run on the CPU")
+    return hardware
 
+
+def _generate(args) -> int:
     folder = Path(args.model)
     if (args.prompt is None) == (args.prompts is None):
         raise DataError("give either --prompt TEXT or --prompts FILE")
@@ -262,7 +239,7 @@ def _generate(args) -> int:
         raise DataError("--system belongs to a conversation: give --chat too")
     prompts = [args.prompt] if args.prompts is None else read_prompts(Path(args.prompts))
     tokenizer = load_tokenizer(folder)
-    ids = encode_prompts(prompts, args, tokenizer, folder)
+    ids = encode_prompts([_conversation(p, args) for p in prompts], tokenizer, folder)
     texts = [Text(tokenizer, args.stop) for _ in ids]
     alone, said = args.prompts is None, []
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
@@ -287,8 +264,8 @@ def _generate(args) -> int:
             dtype=args.dtype,
             prefill_tokens=args.prefill_tokens,
             adapter=args.adapter,
-            threads=args.threads,
-            backend=args.backend,
+            deterministic=args.deterministic,
+            hardware=_hardware(args),
         )
     except (DeviceError, InputOutputError, OutOfMemoryError, ValueError) as e:  # nothing is printed
         raise DataError(str(e)) from e

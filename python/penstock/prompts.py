@@ -6,10 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import run_file
-from .chat import ChatTemplate
 from .data import load_tokenizer
 from .files import DataError
-from .generate import encode, read_prompts
+from .generate import encode_prompts, read_prompts
 
 TEXTS, FILE, IDS = "--sample-prompt", "--sample-prompts", "--sample-ids"
 MOST = 100_000  # characters of a word of a command line; Linux takes 131,071 bytes
@@ -64,17 +63,9 @@ def encode_options(words: list[str]) -> list[str]:
         return words  # the program refuses what is missing
     folder = Path(model)
     prompts = list(texts) if texts else read_prompts(Path(file[-1]))
-    tokenizer, template = load_tokenizer(folder), None
     shown, ids = [], []
-    for number, prompt in enumerate(prompts, 1):
-        if isinstance(prompt, list) and template is None:
-            template = ChatTemplate(folder)
-        try:
-            tokens = encode(prompt, tokenizer, template)
-        except UnicodeEncodeError as e:
-            raise DataError(f"prompt {number} is no text: a part of it is no UTF-8") from e
-        if not tokens:
-            raise DataError(f"prompt {number} has no token: give some text")
+    encoded = encode_prompts(prompts, load_tokenizer(folder), folder)
+    for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True), 1):
         shown.append(prompt[-1]["content"] if isinstance(prompt, list) else prompt)
         ids.append(",".join(map(str, tokens)))
         if max(len(ids[-1]), len(shown[-1].encode())) > MOST:
