@@ -108,6 +108,8 @@ def test_a_run_log_holds_every_step_and_what_was_consumed(trained):
     assert [r["consumed_samples"] for r in rows] == [8 * (i + 1) for i in range(STEPS)]
     fields = (ROOT / "docs/watch.md").read_text().split("## The fields of")[1].split("## ")[0]
     assert all(set(r) <= set(re.findall(r"`(\w+)`", fields)) for r in rows)
+    for done, r in enumerate(rows, 1):  # the mean of the steps so far, as the binary has it
+        assert r["eta_s"] == pytest.approx(r["elapsed_s"] / done * (STEPS - done))
     last = rows[-1]
     assert last["total_steps"] == STEPS and last["eta_s"] == 0 and last["samples"] == 8
     assert last["tflops"] == pytest.approx(plan["model_flops"] / last["step_s"] * 1e-12)

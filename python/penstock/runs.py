@@ -320,7 +320,7 @@ class RunLog:
 
     def _open(self, trainer) -> None:
         self._plan, self._total = trainer.plan.json(), trainer.total_steps
-        self._started = time.monotonic()
+        self._started, self._first_step = time.monotonic(), trainer._first_step
         path, part = self.path / "metrics.jsonl", self.path / "metrics.jsonl.part"
         kept = self._before(path, trainer._first_step)
         with open(part, "w", encoding="utf-8") as file:
@@ -387,7 +387,8 @@ class RunLog:
         if validation is not None:
             row |= {f"val_{k}": v for k, v in asdict(validation).items()}
             row["val_s"] = row.pop("val_seconds")
-        elapsed, left = time.monotonic() - self._started, self._total - metrics.step - 1
+        elapsed = time.monotonic() - self._started
+        done, left = metrics.step + 1 - self._first_step, self._total - metrics.step - 1
         self._tokens += metrics.tokens
         self._samples += metrics.tokens // self._plan["seq_len"]
         # of a batch ramp's step, the part that it is of the plan's
@@ -398,7 +399,7 @@ class RunLog:
             "consumed_samples": self._samples,
             "consumed_tokens": self._tokens,
             "elapsed_s": elapsed,
-            "eta_s": max(0, left) * metrics.step_s,
+            "eta_s": elapsed / done * max(0, left),  # as cli_step_note() of the program
             "tflops": flops / metrics.step_s * 1e-12 if metrics.step_s else 0,
             "time_s": time.time(),
         }
