@@ -72,7 +72,6 @@ AFTER = {
     **dict.fromkeys(GEMMA, ("post_attention", "pre_feedforward", "post_feedforward")),
 }
 DTYPES = {"bf16": ("BF16", 2, "bfloat16"), "fp32": ("F32", 4, "float32")}
-TOKENIZER_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 # kind: "ones", "zeros", or the standard deviation
 Tensor = collections.namedtuple("Tensor", "name shape kind")
@@ -373,9 +372,9 @@ def load_tokenizer(path, cfg):
 def write_tokenizer(folder, path, config):
     shutil.copyfile(path, os.path.join(folder, "tokenizer.json"))
     write_json(os.path.join(folder, "tokenizer_config.json"), config)
-    for name in TOKENIZER_COMPANIONS:  # files beside the given tokenizer replace the derived ones
+    for name in TOKENIZER:  # files beside the given tokenizer replace the derived ones
         beside = os.path.join(os.path.dirname(os.path.abspath(path)), name)
-        if os.path.isfile(beside):
+        if name != "tokenizer.json" and os.path.isfile(beside):
             shutil.copyfile(beside, os.path.join(folder, name))
 
 

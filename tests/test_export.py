@@ -20,7 +20,7 @@ from conftest import ROOT
 from families import OFFSET, random_model
 from penstock import Hardware, ModelConfig, Plan, Trainer, data, export
 from penstock._lib import as_dict
-from penstock.chat import TEMPLATE_FILES
+from penstock.files import TOKENIZER_FILES
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -597,7 +597,7 @@ def test_the_command_runs(directory, tmp_path):
 
 
 def test_the_three_lists_of_tokenizer_files_agree():
-    """The library's, the export's, and that of init_model.py, which imports nothing of penstock."""
+    """The library's, the package's, and that of init_model.py, which imports nothing of penstock."""
     source = (ROOT / "native/io/model_files.c").read_text()
     listed = re.search(r"ps__tokenizer_files\[\] = \{(.*?)NULL\}", source, re.DOTALL)[1]
     names = tuple(re.findall(r'"([^"]+)"', listed))
@@ -610,6 +610,4 @@ def test_the_three_lists_of_tokenizer_files_agree():
         if isinstance(t, ast.Name)
     }
     assert "tokenizer.json" in names
-    assert names == export.TOKENIZER_FILES == ast.literal_eval(values["TOKENIZER"])
-    copied = ast.literal_eval(values["TOKENIZER_COMPANIONS"])
-    assert set(copied) | set(TEMPLATE_FILES) < set(names)
+    assert names == TOKENIZER_FILES == ast.literal_eval(values["TOKENIZER"])

@@ -18,7 +18,6 @@ from .files import DataError, open_input
 SPECIAL_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
-TEMPLATE_FILES = ("chat_template.jinja", "special_tokens_map.json")  # copied with a tokenizer
 TARGETS = ("answers", "last", "all")
 
 

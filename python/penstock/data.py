@@ -44,10 +44,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .chat import TARGETS, TEMPLATE_FILES, ChatTemplate, special_tokens
+from .chat import TARGETS, ChatTemplate, special_tokens
 from .command import OK, Parser, run
 from .documents import Piece, Reader, find_sources, first_record, has_conversations, record_kind
-from .files import DataError, open_input
+from .files import TOKENIZER_FILES, DataError, open_input
 from .packing import LONG, Packer
 from .shards import BEGINS_DOCUMENT, IS_TARGET, WRITABLE, ShardWriter, token_dtype
 
@@ -532,8 +532,8 @@ def _run(args: argparse.Namespace) -> dict:
             tokenizer, path = load_tokenizer(args.tokenizer), Path(args.tokenizer)
             folder = path if path.is_dir() else path.parent
             eos = args.eos or special_tokens(folder).get("eos_token")
-            for name in ("tokenizer_config.json", *TEMPLATE_FILES):
-                if (folder / name).is_file():
+            for name in TOKENIZER_FILES:
+                if name != "tokenizer.json" and (folder / name).is_file():
                     extra[name] = (folder / name).read_bytes()
             pad = special_tokens(folder).get("pad_token")
             sources = find_sources(args.files)

@@ -29,19 +29,9 @@ from .checkpoint import Checkpoint
 from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError, PenstockError
 from .export_gguf import KINDS, Tensor, describe, read_json
-from .files import DataError
+from .files import TOKENIZER_FILES, DataError
 from .model import ModelConfig, Parameter, TensorFile, write_tensors
 
-TOKENIZER_FILES = (  # those of ps__tokenizer_files
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 MAX_SHARD_BYTES = 5_000_000_000
 PIECE_ELEMENTS = 8 << 20  # that are converted at once
 OVERHEAD_BYTES = 64 << 20  # of a file beside its tensors, at most: tokenizer, headers

@@ -1,10 +1,21 @@
-"""Opening input files, and the error of what is in them."""
+"""Opening input files, the error of what is in them, and which files are a tokenizer's."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+
+TOKENIZER_FILES = (  # those of native/io/model_files.c
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
 
 class DataError(Exception):
