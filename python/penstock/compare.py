@@ -18,11 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
+from ._lib import lib
 from .command import FAILED, OK, Parser, run, whole
 from .dataset import Dataset
 from .errors import InputOutputError
 from .files import DataError
-from .model import ModelConfig
+from .model import ModelConfig, bf16_bits
 from .plan import Hardware, Plan
 from .tolerance import (
     A_LAYER,
@@ -314,8 +315,7 @@ def _rounded(weights: np.ndarray, recipe: str) -> np.ndarray:
     """As the device has them: a master copy is rounded to bf16, to nearest even."""
     if recipe != "fp32-master":
         return weights
-    bits = weights.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    return (bf16_bits(weights).astype(np.uint32) << 16).view(np.float32)
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
@@ -325,7 +325,7 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 def derive_tolerance(model: ModelConfig, plan: Plan, recipe: str, n_tokens: int) -> Tolerance:
     a_layer = A_LAYER + POST_NORMS * (model.architecture in FAMILIES_WITH_POST_NORMS)
-    a_layer += FUSED_ATTENTION * (plan.hardware.backend == "cuda")
+    a_layer += FUSED_ATTENTION * (plan.hardware.backend == lib.PS_BACKEND_CUDA)
     n_chunks = plan.report["n_chunks"]
     longest = max(model.vocab_size, model.ffn_dim, model.n_heads * model.head_dim, n_tokens)
     return _tolerance(recipe, model.n_layers, a_layer, n_chunks, "chunks", longest)
@@ -334,7 +334,7 @@ def derive_tolerance(model: ModelConfig, plan: Plan, recipe: str, n_tokens: int)
 def derive_logit_tolerance(model: ModelConfig, plan: Plan, recipe: str) -> Tolerance:
     a_layer = FORWARD_A_LAYER
     a_layer += FORWARD_POST_NORMS * (model.architecture in FAMILIES_WITH_POST_NORMS)
-    a_layer += FORWARD_FUSED_ATTENTION * (plan.hardware.backend == "cuda")
+    a_layer += FORWARD_FUSED_ATTENTION * (plan.hardware.backend == lib.PS_BACKEND_CUDA)
     longest = max(model.dim, model.ffn_dim, model.n_heads * model.head_dim, plan.config.seq_len)
     return _tolerance(recipe, model.n_layers, a_layer, FORWARD_HEAD, "of the head", longest)
 

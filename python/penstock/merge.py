@@ -21,15 +21,9 @@ from .errors import FormatError, InputOutputError
 from .export import Source, _check_out, open_source, write_hf
 from .files import DataError
 from .lora import Lora
-from .model import TensorFile
+from .model import TensorFile, bf16_bits
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-
-
-def _bf16(x: np.ndarray) -> np.ndarray:
-    """fp32 as the bits of bf16, rounded to nearest even."""
-    bits = x.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 class Merged:
@@ -50,7 +44,7 @@ class Merged:
         w = self.base.read_range(name, first, n, "fp32").reshape(-1, a.shape[1])
         row = first // a.shape[1]
         w = w + self.scale * (b[row : row + len(w)] @ a)
-        return _bf16(w) if dtype == "bf16" else w
+        return bf16_bits(w) if dtype == "bf16" else w
 
 
 def open_merged(model, adapter) -> Source:

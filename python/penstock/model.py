@@ -12,6 +12,12 @@ DTYPES = {"fp32": lib.PS_F32, "bf16": lib.PS_BF16}
 _ARRAYS = {"fp32": np.float32, "bf16": np.uint16}  # numpy has no bf16: its bits
 
 
+def bf16_bits(x: np.ndarray) -> np.ndarray:
+    """float32 as the bits of bf16, rounded to nearest even."""
+    bits = x.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A tensor under its Hugging Face name. role: "matrix", "norm" or "bias". unit: 0 is the
