@@ -254,3 +254,20 @@ def test_the_command_prints_a_table(llama):
     assert "u sqrt(18 * 3 layers" in done.stdout and "u sqrt(8 * 3 layers" in done.stdout
     assert "same likeliest token                   128 of 128" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_the_tolerance_of_a_gpu_counts_its_fused_attention(llama):
+    model, tolerances = ModelConfig.read(llama), []
+    for hardware in (
+        Hardware.estimate(backend="cpu"),
+        Hardware.read(ROOT / "docs/hardware-h200.json"),
+    ):
+        plan = Plan(model, seq_len=40, recipe="bf16", hardware=hardware)
+        tolerances.append(
+            (
+                compare.derive_tolerance(model, plan, "bf16", 40),
+                compare.derive_logit_tolerance(model, plan, "bf16"),
+            )
+        )
+    for cpu, gpu in zip(*tolerances, strict=True):
+        assert gpu.value > cpu.value, (cpu, gpu)
