@@ -102,6 +102,33 @@ PLANS = {
             recipe="bf16", seq_len=256, device_mem_bytes=48 * MIB, host_mem_bytes=380 * MIB, clip=1
         ),
     ),
+    "cpu-2-devices-tied-bf16": (
+        CPU,
+        "tiny-qwen2",
+        {},
+        dict(
+            recipe="bf16",
+            seq_len=128,
+            tokens_per_step=2048,
+            device_mem_bytes=4 * MIB,
+            clip=1,
+            n_devices=2,
+        ),
+    ),
+    "h200-1b-4-devices-bf16": (
+        H200,
+        "1b",
+        {},
+        dict(
+            recipe="bf16",
+            seq_len=8192,
+            tokens_per_step=262144,
+            device_mem_bytes=16 * GIB,
+            host_mem_bytes=64 * GIB,
+            clip=1,
+            n_devices=4,
+        ),
+    ),
     "h200-1b-uncapped-bf16": (
         H200,
         "1b",

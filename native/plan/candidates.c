@@ -23,9 +23,11 @@ ps_status ps__search_space_shorten(ps__search_space *sp) {
   for (uint32_t i = 0; i < sp->n_microbatches; i++) {
     ps__microbatch *mb = &sp->microbatch[i];
     const ps__layout *l = &mb->layout;
-    if (l->n_rounds <= PS__ROUNDS_EVALUATED)
+    const uint32_t n = sp->plan->at->n_devices;
+    if (l->n_rounds < (PS__ROUNDS_EVALUATED + 1) * n)
       continue;
-    const uint32_t left_out = l->n_rounds - PS__ROUNDS_EVALUATED;
+    /* the others keep their devices */
+    const uint32_t left_out = (l->n_rounds - PS__ROUNDS_EVALUATED * n) / n * n;
     uint64_t tokens = 0;
     for (uint32_t c = 0; c < l->round[1].n_chunks; c++)
       tokens += l->chunk[l->round[1].first_chunk + c].n_tokens;
@@ -247,6 +249,16 @@ static uint64_t aliasable_bytes(const ps__search_space *sp) {
   return bytes;
 }
 
+/* How many rounds run at once; rounds of device 0, which has the most. */
+static uint32_t rounds_at_once(const ps__search_space *sp, const ps__layout *l) {
+  const uint32_t n = sp->plan->at->n_devices;
+  return l->n_rounds < n ? l->n_rounds : n;
+}
+static uint32_t device_rounds(const ps__search_space *sp, const ps__layout *l) {
+  const uint32_t n = sp->plan->at->n_devices;
+  return (l->n_rounds + n - 1) / n;
+}
+
 /* The rounds after the first give their chunks the same policies by position, as ps__spec holds
  * them. */
 static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const ps__candidate *m,
@@ -278,7 +290,7 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
       first += offloaded;
       if (c < l->chunks_per_round)
         other += offloaded;
-      for (uint32_t r = 0; r < l->n_rounds; r++) {
+      for (uint32_t r = 0; r < l->n_rounds; r += sp->plan->at->n_devices) {
         if (c >= l->round[r].n_chunks)
           continue;
         const uint32_t i = l->round[r].first_chunk + c;
@@ -287,18 +299,21 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
       }
     }
   }
+  /* the first rounds of all devices, and the second rounds; the last round may be smaller */
   const uint64_t aliased = aliasable_bytes(sp);
+  const uint32_t at_once = rounds_at_once(sp, l), left = l->n_rounds - at_once;
+  first += (at_once - 1 - (at_once > 1 && !left)) * other;
   out->host_bytes = first > aliased ? first - aliased : 0;
-  if (l->n_rounds > 1 && other > out->host_bytes)
-    out->host_bytes = other;
+  if (left && (left < at_once ? left : at_once) * other > out->host_bytes)
+    out->host_bytes = (left < at_once ? left : at_once) * other;
 }
 
 /* ---- bounds ---------------------------------------------------------------------------------- */
 
 static double larger(double a, double b) { return a > b ? a : b; }
 
-/* BYTES of a step on the link, in host memory and in device memory, by where units are. Half of
- * what is fetched in each round is for its forward pass. */
+/* BYTES of a step on device 0's links, in host memory and in device memory, by where units are. Half
+ * of what is fetched in each round is for its forward pass. */
 typedef struct traffic {
   double to_device, to_host, host_ops, device_sums, device_updates, updates;
   double blocks; /* parameters of the streamed blocks, once */
@@ -310,7 +325,9 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
   const double update = ps__update_bytes((ps_optimizer)sp->plan->cfg.optimizer,
                                          (ps_recipe)sp->plan->cfg.recipe, PS_UPDATE_WHOLE),
                e = ps_dtype_bytes(sp->plan->model->dt);
-  const uint32_t n_units = m->n_units, first_trained = ps__first_trained(m);
+  const uint32_t n_units = m->n_units, first_trained = ps__first_trained(m),
+                 rounds = device_rounds(sp, l);
+  const double share = 1.0 / sp->plan->at->n_devices; /* of the step's tokens, at least */
   const bool table_on_host = ps__embed_on_host(sp, l, r);
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
                                                       sp->plan->model->dt, false);
@@ -318,8 +335,8 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
   /* Its rows' gradients are copied to the host. The first block's inputs are not, but they are
    * counted with the saved activations. */
   if (table_on_host) {
-    t.to_device = ps__lookup_bytes(sp, l);
-    t.to_host = 4.0 * (double)l->n_tokens;
+    t.to_device = share * ps__lookup_bytes(sp, l);
+    t.to_host = share * 4.0 * (double)l->n_tokens;
     t.host_ops = 3 * ps__lookup_bytes(sp, l) + ps__table_bytes(sp);
     t.updates = update * (double)unit_bytes(sp, 0) / e;
   }
@@ -335,14 +352,14 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     const double added =
         ps__sum_bytes(bytes / e, contributions, contributions, sp->plan->model->dt);
     if (!stays && (frozen || !r->state))
-      t.to_device += passes * bytes * l->n_rounds;
+      t.to_device += passes * bytes * rounds;
     else if (stays && !frozen && !r->state)
       t.to_device += bytes;
     if ((frozen || !r->state) && !stays && ps__is_block(m, layer))
       t.blocks += bytes;
     if (frozen)
       continue;
-    t.to_host += r->state ? bytes : grads ? bytes : contributions * bytes;
+    t.to_host += r->state ? bytes : grads ? bytes : share * contributions * bytes;
     if (grads)
       t.device_sums += added;
     else if (!r->state)
@@ -363,7 +380,7 @@ static traffic with_kept_parameters(const ps__search_space *sp, const traffic *o
                                     const ps__layout *l, const ps__saved_sums *s, uint32_t ahead) {
   traffic t = *of;
   const double kept = larger((double)s->device_bytes, (double)(ahead * layer_bytes(sp, 1)));
-  t.to_device -= (l->n_rounds - 1) * (kept < t.blocks ? kept : t.blocks);
+  t.to_device -= (device_rounds(sp, l) - 1) * (kept < t.blocks ? kept : t.blocks);
   return t;
 }
 
@@ -406,7 +423,7 @@ static double estimate_of(const ps__search_space *sp, const ps__microbatch_base 
                           const ps__saved_sums *s, const traffic *t, uint32_t ahead) {
   const ps_hardware *hw = sp->cost.hw;
   const double ns = 1e9, fetched = t->to_device / 2, offloaded = s->offloaded_bytes,
-               sums = t->host_ops - t->updates;
+               sums = t->host_ops - t->updates, n = sp->plan->at->n_devices;
   const double forward = base->forward_ns[0],
                backward = base->compute_ns - forward + s->recompute_ns;
   const double f_h2d = fetched / hw->h2d_bytes_per_s * ns,
@@ -415,12 +432,14 @@ static double estimate_of(const ps__search_space *sp, const ps__microbatch_base 
                b_d2h = t->to_host / hw->d2h_bytes_per_s * ns;
   const double f_both = (fetched + offloaded) / (2 * hw->duplex_bytes_per_s) * ns,
                b_both = (fetched + offloaded + t->to_host) / (2 * hw->duplex_bytes_per_s) * ns;
-  const double b_memory = (fetched + offloaded + t->to_host + sums) / hw->memory_bytes_per_s * ns,
+  const double b_memory =
+                   (n * (fetched + offloaded + t->to_host) + sums) / hw->memory_bytes_per_s * ns,
+               f_memory = n > 1 ? n * (fetched + offloaded) / hw->memory_bytes_per_s * ns : 0,
                b_sums = sums / hw->accumulate_bytes_per_s * ns;
   const double updates = t->updates / hw->optimizer_bytes_per_s * ns,
                first_round = forward > 0 ? base->forward_ns[1] / forward : 1;
   double passes =
-      larger(larger(forward, f_both), larger(f_h2d, f_d2h)) +
+      larger(larger(larger(forward, f_both), larger(f_h2d, f_d2h)), f_memory) +
       larger(larger(larger(backward, b_both), larger(b_h2d, b_d2h)), larger(b_memory, b_sums));
   if (ahead == 0)
     passes = forward + backward + f_h2d + f_d2h + b_h2d + b_d2h;
@@ -486,6 +505,8 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
       for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
         m.keep = ps__residencies[m.residency];
+        if (sp->plan->at->n_devices > 1 && (m.keep.grads || m.keep.state))
+          continue; /* totals and state are on the host */
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
         const traffic now = with_kept_parameters(sp, &t[m.residency], &mb->layout, &s, m.ahead);
         m.bound_ns = bound_of(sp, base[m.residency], &s, &now);
@@ -574,7 +595,7 @@ static uint32_t chunk_sizes(const ps__search_space *sp, uint64_t list[MAX_CHUNKS
   return n;
 }
 
-/* Chunks of a round, in whole groups: one group, some, all. */
+/* Chunks of a round, in whole groups: one group, some, all that a device has. */
 static uint32_t round_sizes(const ps__search_space *sp, uint64_t chunk_tokens,
                             uint64_t list[MAX_ROUNDS]) {
   static const uint64_t groups[] = {1, 2, 3, 4, 6, 8};
@@ -583,9 +604,11 @@ static uint32_t round_sizes(const ps__search_space *sp, uint64_t chunk_tokens,
     return add_number(list, 0, cfg->chunks_per_round);
   const uint64_t per_seq =
       chunk_tokens >= cfg->seq_len ? 1 : (cfg->seq_len + chunk_tokens - 1) / chunk_tokens;
-  const uint64_t all = chunk_tokens >= cfg->seq_len
-                           ? (cfg->tokens_per_step + chunk_tokens - 1) / chunk_tokens
-                           : cfg->tokens_per_step / cfg->seq_len * per_seq;
+  const uint64_t n_groups = chunk_tokens >= cfg->seq_len
+                                ? (cfg->tokens_per_step + chunk_tokens - 1) / chunk_tokens
+                                : cfg->tokens_per_step / cfg->seq_len;
+  const uint32_t n_devices = sp->plan->at->n_devices;
+  const uint64_t all = (n_groups + n_devices - 1) / n_devices * per_seq;
   uint32_t n = 0;
   for (uint32_t i = 0; i < sizeof groups / sizeof *groups; i++)
     if (groups[i] * per_seq < all &&
@@ -597,7 +620,8 @@ static uint32_t round_sizes(const ps__search_space *sp, uint64_t chunk_tokens,
 enum { MAX_FIRSTS = 3 };
 
 /* Chunks of the first round: as many as of the others, or two or three times as many where its
- * forward pass hides the last step's updates. On a CPU it does not. */
+ * forward pass hides the last step's updates. On a CPU it does not. With several devices the first
+ * rounds of all of them would have to be larger. */
 static uint32_t first_sizes(const ps__search_space *sp, uint64_t chunk_tokens, uint64_t a_round,
                             uint64_t list[MAX_FIRSTS]) {
   const ps_plan_config *cfg = &sp->plan->cfg;
@@ -607,7 +631,8 @@ static uint32_t first_sizes(const ps__search_space *sp, uint64_t chunk_tokens, u
     return add_number(list, 0, cfg->first_round_chunks);
   for (uint64_t times = 1; times <= MAX_FIRSTS; times++)
     if (times == 1 ||
-        (sp->plan->hw.backend == PS_BACKEND_CUDA && cfg->clip && times * a_round < all))
+        (sp->plan->hw.backend == PS_BACKEND_CUDA && cfg->clip && times * a_round < all &&
+         sp->plan->at->n_devices == 1))
       n = add_number(list, n, times * a_round);
   return n;
 }

@@ -107,9 +107,9 @@ void ps__search_space_free(ps__search_space *sp);
 /* ps__search_space_workers() - how many of @n steps are evaluated at once: one a CPU, fewer where
  * the memory of steps with many ops adds up. */
 uint32_t ps__search_space_workers(const ps__search_space *sp, uint32_t n);
-/* ps__search_space_shorten() - for each configuration with more than PS__ROUNDS_EVALUATED rounds, a
- * layout with so many: the first, the last and some between. The rounds left out take as long as
- * those between. Errors: PS_ENOMEM. */
+/* ps__search_space_shorten() - for each configuration with more than PS__ROUNDS_EVALUATED rounds a
+ * device, a layout with so many: the first, the last and some between. The rounds left out take as
+ * long as those between. Errors: PS_ENOMEM. */
 enum { PS__ROUNDS_EVALUATED = 5 };
 ps_status ps__search_space_shorten(ps__search_space *sp);
 static inline const ps__layout *ps__microbatch_layout(const ps__microbatch *mb) {

@@ -252,12 +252,15 @@ static void draw(ps_sim_cost *out, uint8_t resource, double demand) {
 }
 
 /* By the measured contention where there is some; else each draws in proportion to its rate
- * alone. */
+ * alone. The contention is that of one device: where there are several, each draws on the memory
+ * besides. */
 static void draw_on_memory(const ps__cost_model *m, int kind, double rate, ps_sim_cost *out) {
-  if (m->hw->contention[0].kinds) {
+  const bool measured = m->hw->contention[0].kinds;
+  if (measured) {
     out->kind = 1u << kind;
     out->slower = m->slower[kind];
-  } else
+  }
+  if (!measured || m->at->n_devices > 1)
     draw(out, ps__memory_of(m->host), fraction(rate, m->hw->memory_bytes_per_s));
 }
 

@@ -88,14 +88,15 @@ bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_MEMS]) {
 }
 
 /* ns of a round in the steady step: from its first op on the compute stream to the next round's, of
- * the last two rounds before the last. */
+ * the last two rounds of device 0 before its last. */
 static double round_ns(const ps__step *step, const ps_trace_event *events) {
-  const int32_t from = (int32_t)step->layout->n_rounds - 3;
+  const int32_t n = (int32_t)step->at->n_devices,
+                from = ((int32_t)step->layout->n_rounds - 1) / n * n - 2 * n;
   double start[2] = {0};
   for (size_t i = step->n_op; i-- > 0;) {
     const int32_t k = step->op[i].tag.round - from;
-    if (step->op[i].stream == step->at->dev[0].compute && (k == 0 || k == 1))
-      start[k] = (double)events[PS__SIM_STEADY * step->n_op + i].start_ns;
+    if (step->op[i].stream == step->at->dev[0].compute && (k == 0 || k == n))
+      start[k > 0] = (double)events[PS__SIM_STEADY * step->n_op + i].start_ns;
   }
   return start[1] - start[0];
 }
@@ -105,7 +106,9 @@ static ps_status simulate(const ps__step *step, const ps_schedule *schedule, uin
                           ps__cost_model *m, ps_trace_event *events, double *step_ns) {
   double end[PS__SIM_STEPS];
   PS_TRY(ps_sim_run(schedule, ps__cost, m, PS__SIM_STEPS, events, end));
-  *step_ns = ps__steady_ns(step, m, end) + (n_left_out ? n_left_out * round_ns(step, events) : 0);
+  *step_ns = ps__steady_ns(step, m, end);
+  if (n_left_out)
+    *step_ns += n_left_out / step->at->n_devices * round_ns(step, events);
   return PS_OK;
 }
 

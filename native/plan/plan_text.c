@@ -99,6 +99,9 @@ static void write_text(text *t, const ps_plan *p) {
   if (r->first_round_chunks > r->chunks_per_round)
     say(t, ", the first of %u", r->first_round_chunks);
   say(t, "; head and loss in slices of %llu\n", (unsigned long long)r->head_slice_tokens);
+  if (r->n_devices > 1)
+    say(t, "devices          %u, of which %u have rounds; the host adds their gradients\n",
+        r->n_devices, r->n_rounds < r->n_devices ? r->n_rounds : r->n_devices);
   say_memory(t, r);
   char kept[64] = "";
   if (r->units_kept)
@@ -203,6 +206,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
                {"first_round_chunks", r->first_round_chunks},
                {"n_chunks", r->n_chunks},
                {"chunk_tokens", r->chunk_tokens},
+               {"n_devices", r->n_devices},
                {"head_slice_tokens", r->head_slice_tokens},
                {"device_used_bytes", r->device_used_bytes},
                {"device_arena_bytes", r->device_arena_bytes},

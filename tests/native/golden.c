@@ -142,10 +142,13 @@ static void print_op(const ps_plan *plan, const ps_op_view *op) {
          phase[tag->phase]);
   print_args(op);
   putchar('\t');
-  for (uint32_t i = 0; i < op->n_access; i++)
-    printf("%s:%s:%" PRIu64 "+%" PRIu64 " ", mode[op->access[i].mode],
-           op->access[i].space == ps__places_of(1)->host ? "host" : "device", op->access[i].offset,
-           op->access[i].bytes);
+  for (uint32_t i = 0; i < op->n_access; i++) {
+    const bool host = op->access[i].space == plan->at->host;
+    printf("%s:%s", mode[op->access[i].mode], host ? "host" : "device");
+    if (!host && plan->at->n_devices > 1)
+      printf(" %u", op->access[i].space);
+    printf(":%" PRIu64 "+%" PRIu64 " ", op->access[i].offset, op->access[i].bytes);
+  }
   printf("\tflops=%.17g bytes=%.17g model_flops=%.17g\t", op->work.flops, op->work.bytes,
          op->work.model_flops);
   for (uint32_t i = 0; i < op->n_wait; i++)
@@ -196,7 +199,8 @@ static void set_field(ps_plan_config *c, char *word) {
                {"deterministic", NULL, &c->deterministic},
                {"one_document", NULL, &c->one_document},
                {"keep_grads", NULL, &c->keep_grads},
-               {"n_frozen_layers", NULL, &c->n_frozen_layers}};
+               {"n_frozen_layers", NULL, &c->n_frozen_layers},
+               {"n_devices", NULL, &c->n_devices}};
   char *value = strchr(word, '=');
   CHECK(value);
   *value++ = 0;

@@ -48,6 +48,7 @@ static ps_plan_config random_config(uint64_t *state) {
                       .clip = rnd_below(state, 2),
                       .one_document = rnd_below(state, 2),
                       .trace_steps = 2,
+                      .n_devices = ONE_OF(1, 1, 2, 3, 4, 8),
                       .reserve_bytes = 1 << 28};
   c.tokens_per_step = seq * ONE_OF(1, 3, 8, 33, 64, 512, 4097);
   if (c.tokens_per_step > MOST_TOKENS)
