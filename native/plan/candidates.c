@@ -630,9 +630,8 @@ static uint32_t first_sizes(const ps__search_space *sp, uint64_t chunk_tokens, u
   if (cfg->first_round_chunks || cfg->chunks_per_round)
     return add_number(list, 0, cfg->first_round_chunks);
   for (uint64_t times = 1; times <= MAX_FIRSTS; times++)
-    if (times == 1 ||
-        (sp->plan->hw.backend == PS_BACKEND_CUDA && cfg->clip && times * a_round < all &&
-         sp->plan->at->n_devices == 1))
+    if (times == 1 || (sp->plan->hw.backend == PS_BACKEND_CUDA && cfg->clip &&
+                       times * a_round < all && sp->plan->at->n_devices == 1))
       n = add_number(list, n, times * a_round);
   return n;
 }
