@@ -312,8 +312,8 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
 
 static double larger(double a, double b) { return a > b ? a : b; }
 
-/* BYTES of a step on device 0's links, in host memory and in device memory, by where units are. Half
- * of what is fetched in each round is for its forward pass. */
+/* BYTES of a step on device 0's links, in host memory and in device memory, by where units are.
+ * Half of what is fetched in each round is for its forward pass. */
 typedef struct traffic {
   double to_device, to_host, host_ops, device_sums, device_updates, updates;
   double blocks; /* parameters of the streamed blocks, once */
