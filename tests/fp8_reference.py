@@ -14,10 +14,10 @@ from reference import inverse_frequencies
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
-def quantized(x, dtype, wrong=1.0):
-    """@x as numbers of @dtype times one power of two: the least with which nothing saturates. @wrong:
-    a factor of that scale, for a broken oracle."""
-    amax = x.abs().max().item()
+def quantized(x, dtype, wrong=1.0, amax=None):
+    """@x as numbers of @dtype times one power of two: the least with which nothing up to @amax, or
+    the largest of @x, saturates. @wrong: a factor of that scale, for a broken oracle."""
+    amax = x.abs().max().item() if amax is None else amax
     if amax == 0:
         return x
     fraction, exponent = math.frexp(amax / LARGEST[dtype])
@@ -41,24 +41,25 @@ stored = Stored.apply
 
 class Fp8Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, wrong):
+    def forward(ctx, x, w, wrong, bound=None):
         x, w = (quantized(t, torch.float8_e4m3fn, wrong) for t in (x, w))
         ctx.save_for_backward(x, w)
-        ctx.wrong = wrong
+        ctx.wrong, ctx.bound = wrong, bound
         return x @ w.T
 
     @staticmethod
     def backward(ctx, g):
         x, w = ctx.saved_tensors
-        g = quantized(g, torch.float8_e5m2, ctx.wrong)
-        return g @ w, g.T @ x, None
+        g = quantized(g, torch.float8_e5m2, ctx.wrong, ctx.bound)
+        return g @ w, g.T @ x, None, None
 
 
 class Fp8Llama:
-    """@fp8: the blocks whose products have FP8 operands; @down: their down projections too."""
+    """@fp8: the blocks whose products have FP8 operands; @down: their down projections too; @head:
+    the head's."""
 
-    def __init__(self, cfg, weights, fp8=(), down=True, wrong=1.0):
-        self.cfg, self.fp8, self.down, self.wrong = cfg, fp8, down, wrong
+    def __init__(self, cfg, weights, fp8=(), down=True, head=False, wrong=1.0):
+        self.cfg, self.fp8, self.down, self.head, self.wrong = cfg, fp8, down, head, wrong
         self.w = {k: v.detach().bfloat16().double().requires_grad_() for k, v in weights.items()}
 
     def norm(self, x, name):
@@ -105,7 +106,10 @@ class Fp8Llama:
         x = stored(self.w["model.embed_tokens.weight"][tokens.flatten()])
         for i in range(self.cfg["num_hidden_layers"]):
             x = self.block(x, i, n, s, cos, sin)
-        logits = stored(self.norm(x, "model.norm.weight") @ self.w["lm_head.weight"].T)
+        x, w = self.norm(x, "model.norm.weight"), self.w["lm_head.weight"]
+        # no gradient of a logit is larger than that of a token whose probability is 0
+        bound = float(torch.tensor(1.0 / int(n_valid)).float())
+        logits = stored(Fp8Product.apply(x, w, self.wrong, bound) if self.head else x @ w.T)
         return torch.nn.functional.cross_entropy(
             logits, targets.flatten(), ignore_index=-1, reduction="sum"
         ) / int(n_valid)

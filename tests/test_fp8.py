@@ -101,6 +101,7 @@ BLOCKS = {
     "default": ({}, {"fp8": (1, 2)}),
     "all blocks": ({"fp8_bf16_first": 0, "fp8_bf16_last": 0}, {"fp8": (0, 1, 2, 3)}),
     "down in bf16": ({"fp8_bf16_down": True}, {"fp8": (1, 2), "down": False}),
+    "head": ({"fp8_head": True, "head_slice_tokens": 32}, {"fp8": (1, 2), "head": True}),
 }
 
 
@@ -121,7 +122,7 @@ def test_a_step_is_that_of_pytorch_with_fp8_operands(directory, blocks, recipe):
 
 def test_it_is_not_that_of_other_blocks(directory):
     _, grads = first_step(directory, "fp8")
-    for blocks in ("all blocks", "down in bf16"):
+    for blocks in ("all blocks", "down in bf16", "head"):
         _, other = Fp8Llama(CONFIG, WEIGHTS, **BLOCKS[blocks][1]).gradients(*batch(), A_CHUNK)
         _, same = Fp8Llama(CONFIG, WEIGHTS, **BLOCKS["default"][1]).gradients(*batch(), A_CHUNK)
         far, near = (np.mean(list(errors(grads, g).values())) for g in (other, same))
@@ -143,18 +144,20 @@ def test_a_broken_fp8_fails_the_gate(exact, wrong):
 
 @pytest.mark.parametrize("name", ["olmo2", "gemma2", "gemma3", "phi3", "granite", "qwen3-window"])
 def test_blocks_of_every_kind(tmp_path, name):
-    """With norms before, after, and both; biases, scales, caps: all blocks in FP8 against bf16, from
-    the same fresh weights. 3 blocks have 12 products forward and 13 backward."""
+    """With norms before, after, and both; biases, scales, caps, tied heads: all blocks and the head
+    in FP8 against bf16, from the same fresh weights, with a z-loss. 3 blocks and a head have 13
+    products forward and 14 backward."""
     config = families.CONFIGS[name] | {"hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     grads = {}
-    for recipe, options in {"bf16": {}, "fp8": {"fp8_bf16_first": 0, "fp8_bf16_last": 0}}.items():
-        plan = make_plan(tmp_path, recipe, **options)
+    all_fp8 = {"fp8_bf16_first": 0, "fp8_bf16_last": 0, "fp8_head": True}
+    for recipe, options in {"bf16": {}, "fp8": all_fp8}.items():
+        plan = make_plan(tmp_path, recipe, z_loss=1e-3, label_smoothing=0.1, **options)
         with Trainer(tmp_path, plan, batch, lr=0.0, clip_norm=0, init_weights=True) as trainer:
             list(trainer.steps(1))
             grads[recipe] = {k: torch.as_tensor(trainer.grad(k)).double() for k in trainer.params}
     off = errors(grads["fp8"], grads["bf16"])
-    gate = (12 * 0.045**2 + 13 * 0.065**2) ** 0.5
+    gate = (13 * 0.045**2 + 14 * 0.065**2) ** 0.5
     assert np.mean(list(off.values())) < gate and 0.02 < max(off.values()) < 2 * gate
 
 
@@ -182,18 +185,19 @@ def test_caps_change_no_bit(directory):
         chunks_per_round=2,
         threads=2,
         fp8_bf16_first=0,
+        fp8_head=True,
         hardware=HARDWARE,
     )
     seen = []
     for cap in (None, least):
-        plan = make_plan(directory, device_mem=cap, fp8_bf16_first=0, clip=True)
+        plan = make_plan(directory, device_mem=cap, fp8_bf16_first=0, fp8_head=True, clip=True)
         with Trainer(directory, plan, batch, lr=1e-3) as trainer:
             seen.append([(m.loss, m.grad_norm) for m in trainer.steps(3)])
     assert seen[0] == seen[1]
 
 
 def test_a_resumed_run_has_the_same_bits(directory, tmp_path):
-    options = {"fp8_bf16_last": 0, "fp8_bf16_down": True}
+    options = {"fp8_bf16_last": 0, "fp8_bf16_down": True, "fp8_head": True}
     kw = {"lr": 1e-3, "clip_norm": 0}
     with Trainer(directory, make_plan(directory, **options), batch, **kw) as trainer:
         list(trainer.steps(2))
@@ -201,12 +205,15 @@ def test_a_resumed_run_has_the_same_bits(directory, tmp_path):
         want = [m.loss for m in trainer.steps(2)]
     checkpoint = Checkpoint(path)
     kept = checkpoint.plan_options
-    assert kept["recipe"] == "fp8" and kept["fp8_bf16_last"] == 0 and kept["fp8_bf16_down"] == 1
+    assert kept["recipe"] == "fp8" and kept["fp8_bf16_last"] == 0
+    assert kept["fp8_bf16_down"] == kept["fp8_head"] == 1
     with Trainer.resume(checkpoint, directory, make_plan(directory, **options), batch) as trainer:
         assert [m.loss for m in trainer.steps(2)] == want
-    other = make_plan(directory, fp8_bf16_last=0)
-    with pytest.raises(ps.InvalidError, match="fp8-bf16-down 1, and this run has 0"):
-        Trainer.resume(checkpoint, directory, other, batch)
+    for changed in ("fp8_bf16_down", "fp8_head"):
+        other = make_plan(directory, **options | {changed: False})
+        name = changed.replace("_", "-")
+        with pytest.raises(ps.InvalidError, match=f"{name} 1, and this run has 0"):
+            Trainer.resume(checkpoint, directory, other, batch)
 
 
 def test_weights_that_are_not_finite_stop_the_run(directory, tmp_path):
@@ -227,6 +234,7 @@ def test_weights_that_are_not_finite_stop_the_run(directory, tmp_path):
 def test_it_trains_validates_and_says_so(job, tmp_path):  # noqa: F811
     run = tmp_path / "run"
     options = {"--recipe": "fp8", "--steps": 20, "--lr": "5e-3", "--run-dir": run}
+    options |= {"--fp8-head": None}
     options |= {"--val": job["--data"], "--val-every": 10, "--val-tokens": 128}
     done = penstock("train", *words(job | options))
     assert done.returncode == 0, done.stderr
@@ -234,7 +242,8 @@ def test_it_trains_validates_and_says_so(job, tmp_path):  # noqa: F811
     lines = [json.loads(s) for s in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
     assert "fp8-bf16-first = 1" in (run / "run.toml").read_text()
-    assert json.loads((run / "plan.json").read_text())["fp8_bf16_first"] == 1
+    plan = json.loads((run / "plan.json").read_text())
+    assert plan["fp8_bf16_first"] == 1 and plan["fp8_head"] is True
 
 
 A100 = {"device_name": "NVIDIA A100-SXM4-80GB", "compute_capability": 80}
@@ -252,6 +261,11 @@ A100 = {"device_name": "NVIDIA A100-SXM4-80GB", "compute_capability": 80}
         ({"--lora-rank": 4}, "LoRA beside FP8 products is not there"),
         ({"--recipe": "bf16", "--fp8-bf16-last": 2}, "recipe bf16 has no FP8"),
         ({"--recipe": "bf16", "--fp8-bf16-down": None}, "recipe bf16 has no FP8"),
+        ({"--recipe": "bf16", "--fp8-head": None}, "recipe bf16 has no FP8"),
+        (
+            {"--fp8-head": None, "--head-slice-tokens": 40},
+            "--head-slice-tokens is 40, no multiple of 16",
+        ),
         ({"--hardware": A100}, "A100-SXM4-80GB has compute capability 8.0, and FP8 comes with 8.9"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
@@ -271,6 +285,10 @@ def test_a_size_that_is_no_multiple_of_16_is_refused(tiny_model, tmp_path):
     (other / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 350}))
     done = penstock("plan", "--model", other, "--seq-len", 64, "--recipe", "fp8-master")
     refused(done, "intermediate_size is 350, no multiple of 16.*give --recipe fp32-master")
+    (other / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 514}))
+    plain = ["plan", "--model", other, "--seq-len", 64, "--recipe", "fp8-master"]
+    refused(penstock(*plain, "--fp8-head"), "vocab_size is 514, no multiple.*leave out --fp8-head")
+    assert penstock(*plain).returncode == 0
 
 
 def test_rates_of_fp8_make_a_plan_for_a_gpu_faster(tiny_model, tmp_path):
@@ -283,6 +301,7 @@ def test_rates_of_fp8_make_a_plan_for_a_gpu_faster(tiny_model, tmp_path):
     for name, recipe, file in (
         ("bf16", "bf16", rates),
         ("fp8", "fp8", rates),
+        ("head", "fp8", rates),
         ("bare", "fp8", bare),
     ):
         path = tmp_path / f"{name}.json"
@@ -290,6 +309,8 @@ def test_rates_of_fp8_make_a_plan_for_a_gpu_faster(tiny_model, tmp_path):
         args = ["--model", tmp_path / "big", "--seq-len", 8192, "--recipe", recipe]
         args += ["--tokens-per-step", 8192, "--chunk-tokens", 8192, "--chunks-per-round", 1]
         args += ["--hardware", path, "--device-mem", "60GiB", "--json"]
+        args += ["--fp8-head"] if name == "head" else []
         step[name] = json.loads(penstock("plan", *args).stdout)["predicted_step_s"]
     assert 0.7 * step["bf16"] < step["fp8"] < 0.95 * step["bf16"]
+    assert 0.8 * step["fp8"] < step["head"] < step["fp8"]
     assert abs(step["bare"] - step["fp8"]) < 0.05 * step["fp8"]

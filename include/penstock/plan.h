@@ -109,9 +109,10 @@ typedef struct ps_plan_config {
    *                    torch.nn.CrossEntropyLoss; below 1 */
   double z_loss, label_smoothing;
   /* With a recipe of FP8, blocks and products that compute in bf16 all the same: so many first and
-   * last blocks, at least one block being left; 1: the down projections of all blocks. 0 with other
-   * recipes. FP8 needs shapes and a seq_len that are multiples of 16. */
-  uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, reserved3;
+   * last blocks, at least one block being left; 1: the down projections of all blocks. fp8_head 1:
+   * the head's products have FP8 operands too. 0 with other recipes. FP8 needs shapes and a seq_len
+   * that are multiples of 16, fp8_head a vocabulary and slices of the head that are. */
+  uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head;
   /* Adapters. The model's own weights are frozen then, and n_frozen_layers must be 0. With
    * forward_only the adapters are frozen too, and count in the loss. */
   ps_lora lora;

@@ -40,7 +40,7 @@ typedef struct ps_checkpoint_info {
   double z_loss, label_smoothing;
   uint64_t data_mix; /* ps_dataset_mix() of the dataset */
   ps_lora lora;
-  uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, reserved;
+  uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head;
 } ps_checkpoint_info;
 
 /* What writing a checkpoint took. Seconds count from ps_trainer_checkpoint_begin(). */

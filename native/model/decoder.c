@@ -1,4 +1,4 @@
-/* decoder.c - the dense decoder as layer definitions: embedding, block and head. */
+/* decoder.c - the dense decoder as layer definitions: embedding and block. */
 #include "model/decoder.h"
 #include "core/core.h"
 #include "model/lora.h"
@@ -8,26 +8,6 @@
 #include <stdio.h>
 
 /* ---- arguments, but for what a chunk decides (ps__op_info.bind) ------------------------------ */
-
-static ps__args_rmsnorm norm_args(const ps_model *m, float offset) {
-  return (ps__args_rmsnorm){
-      .cols = m->cfg.dim, .dt = m->dt, .eps = m->cfg.norm_eps, .weight_offset = offset};
-}
-
-/* Y = X W^T, with W[n_out, n_in]. */
-static ps__args_gemm forward_args(const ps_model *m, uint32_t n_out, uint32_t n_in) {
-  return ps__gemm_args(0, n_out, n_in, false, true, m->dt);
-}
-
-/* dX = dY W. */
-static ps__args_gemm input_grad_args(const ps_model *m, uint32_t n_out, uint32_t n_in) {
-  return ps__gemm_args(0, n_in, n_out, false, false, m->dt);
-}
-
-/* dW (+)= dY^T X. */
-static ps__args_gemm weight_grad_args(const ps_model *m, uint32_t n_out, uint32_t n_in) {
-  return ps__gemm_args(n_out, n_in, 0, true, false, m->dt);
-}
 
 static ps__args_attention attention_args(const ps_model *m, uint32_t flags) {
   return (ps__args_attention){.n_heads = m->cfg.n_heads,
@@ -294,7 +274,7 @@ static void define_projection(block *b, const ps__product *p, ps__operand act, u
                               uint8_t to) {
   const float scale = b->m->cfg.residual_scale;
   const uint8_t y = post ? normed : to;
-  ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
+  ps__args_rmsnorm norm = ps__norm_args(b->m, b->names);
   norm.has_residual = true;
   ps__product_forward(b->m, b->d, p, act, y, scale, PS__NONE, post ? PS__NONE : from);
   ps__lora_forward(b->m, b->d, &b->lora[target], act.stored, whole(b, y), scale);
@@ -306,7 +286,7 @@ static void define_projection(block *b, const ps__product *p, ps__operand act, u
  * bf16 the backward pass has the norm made again by the forward op. */
 static void define_normed(block *b, bool pre, uint8_t in, uint16_t w_norm, ps__operand x,
                           bool backward) {
-  const ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
+  const ps__args_rmsnorm norm = ps__norm_args(b->m, b->names);
   const ps__args_rmsnorm_quantize q = {
       .norm = norm, .dt_q = PS__E4M3, .forms = backward ? PS_FORM_COLS : PS_FORM_ROWS};
   if (b->fp8 && pre)
@@ -361,7 +341,7 @@ static ps_status define_forward(block *b, uint32_t flags) {
  * there is one. */
 static void define_post_backward(block *b, bool post, uint8_t normed, uint16_t w_post,
                                  const ps__product *p, ps__operand dy) {
-  const ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
+  const ps__args_rmsnorm norm = ps__norm_args(b->m, b->names);
   if (post)
     PS__BWD(b->d, ps__k_rmsnorm_bwd, norm, PS__R(normed), PS__P(w_post), PS__R(b->dy),
             PS__W(b->dpost), PS__G(w_post));
@@ -382,7 +362,7 @@ static void adapt_shared_backward(block *b, uint8_t x, shared dy, uint8_t dx) {
 static void define_pre_backward(block *b, bool pre, shared grad, const ps__product *p,
                                 ps__operand dy, uint8_t dnorm, uint8_t normed, uint8_t in,
                                 uint16_t w_norm) {
-  ps__args_rmsnorm norm = norm_args(b->m, b->names->norm_offset);
+  ps__args_rmsnorm norm = ps__norm_args(b->m, b->names);
   norm.add_dx = true;
   ps__product_dx(b->m, b->d, p, dy, pre ? dnorm : b->dy, 0, !pre);
   adapt_shared_backward(b, pre ? normed : in, grad, pre ? dnorm : b->dy);
@@ -494,7 +474,7 @@ static ps_status describe_block(ps_model *m, const ps__decoder *names, uint32_t 
   return PS_OK;
 }
 
-/* ---- embedding and head ---------------------------------------------------------------------- */
+/* ---- embedding, model ------------------------------------------------------------------------ */
 
 static ps_status describe_embedding(ps_model *m, const ps__decoder *names) {
   const ps_model_config *c = &m->cfg;
@@ -518,56 +498,6 @@ static ps_status describe_embedding(ps_model *m, const ps__decoder *names) {
   return ps__model_add_layer(m, d, "model.");
 }
 
-/* Final norm, logits and loss, and their backward passes. The logits of all of a chunk's tokens
- * would take more memory than anything else, so they are made slice by slice. A slice's gradient
- * overwrites the normed rows, whose last use it is. */
-static ps_status describe_head(ps_model *m, const ps__decoder *names) {
-  const ps_model_config *c = &m->cfg;
-  const uint32_t v = c->vocab_size, dim = c->dim;
-  ps__layer_def *d;
-  const ps__args_rmsnorm norm = norm_args(m, names->norm_offset);
-  const ps__args_cross_entropy loss = {.vocab = v,
-                                       .dt = m->dt,
-                                       .softcap = c->logit_softcap,
-                                       .z_loss = m->loss.z_loss,
-                                       .label_smoothing = m->loss.label_smoothing};
-  ps__args_gemm logits = forward_args(m, v, dim), dw = weight_grad_args(m, v, dim),
-                dn = input_grad_args(m, v, dim);
-  logits.alpha = dw.alpha = dn.alpha = c->logit_scale;
-  PS_TRY(ps__model_add_def(m, &d));
-  ps__def_unit(d, ps__base_is_frozen(m));
-  const uint8_t x = ps__def_tensor(d, "x", PS__ROWS_TOKEN, dim, m->dt),
-                n1 = ps__def_tensor(d, "norm", PS__ROWS_TOKEN, dim, m->dt),
-                row_loss = ps__def_tensor(d, "row_loss", PS__ROWS_TOKEN,
-                                          ps__loss_columns(m->loss.z_loss, m->loss.label_smoothing),
-                                          PS_F32),
-                z = ps__def_tensor(d, "logits", PS__ROWS_SLICE, v, m->dt),
-                dx = ps__def_tensor(d, "dx", PS__ROWS_TOKEN, dim, m->dt);
-  const uint16_t w_norm = ps__def_param(d, "model.norm.weight", PS_PARAM_NORM, dim, 0);
-  ps__def_what(d, "final norm");
-  ps__def_init(d, 1.0 - (double)names->norm_offset, 0);
-  const uint16_t w = c->tied_embeddings
-                         ? ps__def_tied(d, (uint64_t)v * dim, m->unit[0].frozen)
-                         : ps__def_param(d, "lm_head.weight", PS_PARAM_MATRIX, v, dim);
-  ps__def_what(d, "head");
-  /* where no layer is trained nothing goes back: the loss is all that is asked for */
-  const bool forward_only = ps__is_frozen(m);
-  d->input = x;
-  d->grad = forward_only ? PS__NONE : dx;
-  d->loss = row_loss;
-  d->logits = z;
-  PS__FWD(d, ps__k_rmsnorm_fwd, norm, PS__R(x), PS__P(w_norm), PS__W(n1));
-  PS__SLICE(d, ps__k_gemm, logits, PS__R(n1), PS__P(w), PS__W(z));
-  PS__SLICE(d, ps__k_cross_entropy, loss, PS__RW(z), PS__B(PS__BATCH_TARGETS),
-            PS__B(PS__BATCH_SCALE), PS__W(row_loss));
-  PS__SLICE(d, ps__k_gemm, dw, PS__R(z), PS__R(n1), PS__G(w));
-  if (forward_only)
-    return ps__model_add_layer(m, d, "");
-  PS__SLICE(d, ps__k_gemm, dn, PS__R(z), PS__P(w), PS__W(n1));
-  PS__FWD(d, ps__k_rmsnorm_bwd, norm, PS__R(x), PS__P(w_norm), PS__R(n1), PS__W(dx), PS__G(w_norm));
-  return ps__model_add_layer(m, d, "");
-}
-
 ps_status ps__describe_decoder(ps_model *m, const ps__decoder *names) {
   ps__layer_def *kind[2][2][PS_LAYER_FLAGS + 1] = {{{NULL}}}; /* frozen or not; FP8 or not */
   PS_TRY(describe_embedding(m, names));
@@ -581,5 +511,5 @@ ps_status ps__describe_decoder(ps_model *m, const ps__decoder *names) {
       PS_TRY(describe_block(m, names, flags, fp8, def));
     PS_TRY(ps__model_add_layer(m, *def, prefix));
   }
-  return describe_head(m, names);
+  return ps__describe_head(m, names);
 }

@@ -37,4 +37,11 @@ typedef struct ps__decoder {
  * layer_flags ask for, the head. Biases and norms of q and k are there where the config has them.
  * Errors: PS_ENOMEM; PS_EINVAL names what ps__rope_table() refuses. */
 ps_status ps__describe_decoder(ps_model *m, const ps__decoder *names);
+/* ps__describe_head() - final norm, logits and loss, and their backward passes (head.c). */
+ps_status ps__describe_head(ps_model *m, const ps__decoder *names);
+/* ps__norm_args() - of a norm over the residual stream. */
+static inline ps__args_rmsnorm ps__norm_args(const ps_model *m, const ps__decoder *names) {
+  return (ps__args_rmsnorm){
+      .cols = m->cfg.dim, .dt = m->dt, .eps = m->cfg.norm_eps, .weight_offset = names->norm_offset};
+}
 #endif

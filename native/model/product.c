@@ -1,8 +1,7 @@
 /* product.c - a block's matrix products as ops of its definition. */
 #include "model/product.h"
 
-/* The op that was added last works on what its product's weights are for. */
-static void name_op(ps__layer_def *d, bool backward, const ps__product *p) {
+void ps__name_product(ps__layer_def *d, bool backward, const ps__product *p) {
   ps__op_def *op = backward ? d->bwd : d->fwd;
   const uint32_t n = backward ? d->n_bwd : d->n_fwd;
   if (d->status == PS_OK && n)
@@ -72,8 +71,8 @@ static void quantize_w(const ps_model *m, ps__layer_def *d, const ps__product *p
              PS__W(backward ? p->w8t_scale : p->w8_scale), PS__W(backward ? p->w8t : p->w8));
 }
 
-static ps__args_gemm_fp8 fp8_args(const ps_model *m, uint32_t role, uint32_t n, uint32_t k,
-                                  float alpha) {
+ps__args_gemm_fp8 ps__gemm_fp8_args(const ps_model *m, uint32_t role, uint32_t n, uint32_t k,
+                                    float alpha) {
   return (ps__args_gemm_fp8){.n = n,
                              .k = k,
                              .role = (uint8_t)role,
@@ -95,13 +94,13 @@ void ps__product_forward(const ps_model *m, ps__layer_def *d, const ps__product 
     PS__FWD(d, ps__k_gemm, g, PS__R(x.stored), PS__P(p->w), PS__W(y), b, r);
     return;
   }
-  ps__args_gemm_fp8 g = fp8_args(m, PS_GEMM_FORWARD, p->n_out, p->n_in, alpha);
+  ps__args_gemm_fp8 g = ps__gemm_fp8_args(m, PS_GEMM_FORWARD, p->n_out, p->n_in, alpha);
   g.has_bias = bias != PS__NONE;
   g.has_residual = residual != PS__NONE;
   quantize_w(m, d, p, false);
   PS__FWD(d, ps__k_gemm_fp8, g, PS__R(x.q), PS__R(x.scale), PS__R(p->w8), PS__R(p->w8_scale),
           PS__W(y), b, r);
-  name_op(d, false, p);
+  ps__name_product(d, false, p);
 }
 
 void ps__product_dx(const ps_model *m, ps__layer_def *d, const ps__product *p, ps__operand dy,
@@ -114,12 +113,12 @@ void ps__product_dx(const ps_model *m, ps__layer_def *d, const ps__product *p, p
     PS__BWD(d, ps__k_gemm, g, PS__R(dy.stored), PS__P(p->w), out);
     return;
   }
-  ps__args_gemm_fp8 g = fp8_args(m, PS_GEMM_DGRAD, p->n_in, p->n_out, alpha);
+  ps__args_gemm_fp8 g = ps__gemm_fp8_args(m, PS_GEMM_DGRAD, p->n_in, p->n_out, alpha);
   g.accumulate = accumulate;
   quantize_w(m, d, p, true);
   PS__BWD(d, ps__k_gemm_fp8, g, PS__R(dy.q), PS__R(dy.scale), PS__R(p->w8t), PS__R(p->w8t_scale),
           out);
-  name_op(d, true, p);
+  ps__name_product(d, true, p);
 }
 
 void ps__product_dw(const ps_model *m, ps__layer_def *d, const ps__product *p, ps__operand dy,
@@ -130,7 +129,7 @@ void ps__product_dw(const ps_model *m, ps__layer_def *d, const ps__product *p, p
     PS__BWD(d, ps__k_gemm, g, PS__R(dy.stored), PS__R(x.stored), PS__G(p->w));
     return;
   }
-  ps__args_gemm_fp8 g = fp8_args(m, PS_GEMM_WGRAD, p->n_in, 0, alpha);
+  ps__args_gemm_fp8 g = ps__gemm_fp8_args(m, PS_GEMM_WGRAD, p->n_in, 0, alpha);
   g.m = p->n_out;
   PS__BWD(d, ps__k_gemm_fp8, g, PS__R(dy.qt), PS__R(dy.scale_t), PS__R(x.qt), PS__R(x.scale_t),
           PS__G(p->w));

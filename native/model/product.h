@@ -45,4 +45,10 @@ void ps__product_dx(const ps_model *m, ps__layer_def *d, const ps__product *p, p
                     uint8_t dx, float alpha, bool accumulate);
 void ps__product_dw(const ps_model *m, ps__layer_def *d, const ps__product *p, ps__operand dy,
                     ps__operand x, float alpha);
+/* ps__gemm_fp8_args() - of a product of @role, PS_GEMM_FORWARD or PS_GEMM_DGRAD, with X or dY of
+ * the chunk's rows. WGRAD: m is to be set. */
+ps__args_gemm_fp8 ps__gemm_fp8_args(const ps_model *m, uint32_t role, uint32_t n, uint32_t k,
+                                    float alpha);
+/* ps__name_product() - the op that was added last works on what the product's weights are for. */
+void ps__name_product(ps__layer_def *d, bool backward, const ps__product *p);
 #endif

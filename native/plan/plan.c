@@ -100,13 +100,19 @@ static ps_status check_fp8(const ps_plan *p) {
                   {"--seq-len", c->seq_len},
                   {"--chunk-tokens", c->chunk_tokens}};
   if (!ps__recipes[c->recipe].fp8)
-    return c->fp8_bf16_first || c->fp8_bf16_last || c->fp8_bf16_down
-               ? ps__fail(
-                     PS_EINVAL,
-                     "--fp8-bf16-* names what stays in bf16, but the recipe %s has no FP8: give "
-                     "--recipe fp8 or fp8-master, or leave it out",
-                     recipe)
+    return c->fp8_bf16_first || c->fp8_bf16_last || c->fp8_bf16_down || c->fp8_head
+               ? ps__fail(PS_EINVAL,
+                          "--fp8-bf16-* and --fp8-head say what computes in FP8, but the recipe %s "
+                          "has no FP8: give --recipe fp8 or fp8-master, or leave them out",
+                          recipe)
                : PS_OK;
+  if (c->fp8_head && (m->vocab_size % 16 || c->head_slice_tokens % 16))
+    return ps__fail(PS_EINVAL,
+                    "%s is %llu, no multiple of 16, which the head's products of FP8 operands "
+                    "need: %s",
+                    m->vocab_size % 16 ? "vocab_size" : "--head-slice-tokens",
+                    (unsigned long long)(m->vocab_size % 16 ? m->vocab_size : c->head_slice_tokens),
+                    m->vocab_size % 16 ? "leave out --fp8-head" : "give another one");
   for (size_t i = 0; i < sizeof sixteens / sizeof *sixteens; i++)
     if (sixteens[i].value % 16)
       return ps__fail(PS_EINVAL,
@@ -143,6 +149,8 @@ static ps_status check_config(ps_plan *p) {
     return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
   if (c->fp8_bf16_down > 1)
     return ps__fail(PS_EINVAL, "fp8_bf16_down is %u: 0 or 1 is needed", c->fp8_bf16_down);
+  if (c->fp8_head > 1)
+    return ps__fail(PS_EINVAL, "fp8_head is %u: 0 or 1 is needed", c->fp8_head);
   PS_TRY(check_fp8(p));
   if (c->optimizer >= PS_N_OPTIMIZERS)
     return ps__fail(PS_EINVAL, "optimizer %u is unknown: use " PS__OPTIMIZER_NAMES, c->optimizer);
@@ -254,7 +262,8 @@ ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_pla
   const ps__fp8 fp8 = {.on = has_fp8 && !cfg->lora.rank,
                        .bf16_first = cfg->fp8_bf16_first,
                        .bf16_last = cfg->fp8_bf16_last,
-                       .bf16_down = cfg->fp8_bf16_down != 0};
+                       .bf16_down = cfg->fp8_bf16_down != 0,
+                       .head = cfg->fp8_head != 0};
   PS_TRY(ps__model_create(&m, model, dt, cfg->seq_len,
                           cfg->forward_only ? UINT32_MAX : cfg->n_frozen_layers, &loss, &fp8,
                           &cfg->lora));

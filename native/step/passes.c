@@ -630,9 +630,13 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
       continue;
     }
     p.shape.first_grad = !b->on->head_norm;
-    make_tensors(b, &p, &d->fwd[i]);
-    emit_op(b, &p, &d->fwd[i++], PS__PHASE_HEAD);
+    if (!is_done(&p, &d->fwd[i])) {
+      make_tensors(b, &p, &d->fwd[i]);
+      emit_op(b, &p, &d->fwd[i], PS__PHASE_HEAD);
+    }
+    i++;
   }
+  keep_of_pass(b, &p);
   b->on->dy[c] = d->grad == PS__NONE ? PS__NO_VT : p.bound[d->grad];
   const uint32_t row_loss = p.bound[d->loss];
   const uint64_t row_bytes = ps__loss_row_bytes(s->model);
@@ -648,7 +652,7 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
     b->on->head_norm = false;
   }
   for (uint32_t t = 0; t < d->n_tensors; t++)
-    if ((int)t != d->grad && (int)t != d->loss)
+    if ((int)t != d->grad && (int)t != d->loss && !ps__in(d->of_pass, t))
       ps__vt_free(b, p.bound[t]);
   ps__vt_free_late(b, row_loss, s->spec->saved_lag);
   ps__tick(b);

@@ -12,7 +12,7 @@ from .lora import Lora
 
 _CUT = ("chunk_tokens", "chunks_per_round", "first_round_chunks", "head_slice_tokens")
 _TERMS = ("z_loss", "label_smoothing")
-_FP8 = ("fp8_bf16_first", "fp8_bf16_last", "fp8_bf16_down")
+_FP8 = ("fp8_bf16_first", "fp8_bf16_last", "fp8_bf16_down", "fp8_head")
 
 
 @dataclass(frozen=True)

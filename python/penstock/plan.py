@@ -217,6 +217,7 @@ _FLAGS = (
     "deterministic",
     "forward_only",
     "fp8_bf16_down",
+    "fp8_head",
 )
 _SIZES = ("device_mem", "host_mem", "reserve")
 
@@ -276,6 +277,7 @@ class Plan(Owner):
     fp8_bf16_first, fp8_bf16_last
                            with FP8: so many first and last blocks compute in bf16; None: 1
     fp8_bf16_down          with FP8: all down projections compute in bf16
+    fp8_head               with FP8: the head's products have FP8 operands too
     optimizer              "adamw", "lion" or "sgd"; a Trainer of the plan uses it
     chunk_tokens, chunks_per_round, first_round_chunks, head_slice_tokens
                            0: the planner chooses
@@ -340,6 +342,7 @@ class Plan(Owner):
         fp8_bf16_first: int | None = None,
         fp8_bf16_last: int | None = None,
         fp8_bf16_down: bool = False,
+        fp8_head: bool = False,
         reserve=None,
         hardware: Hardware | None = None,
         progress=None,
