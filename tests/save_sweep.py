@@ -13,7 +13,6 @@ were."""
 
 import ctypes
 import errno
-import importlib.util
 import os
 import pathlib
 import shutil
@@ -42,9 +41,8 @@ USER = {
 WORK = pathlib.Path(sys.argv[1])
 shim = ctypes.CDLL(os.environ["LD_PRELOAD"])
 native = ctypes.CDLL(os.environ["PENSTOCK_BUILD"] + "/lib/libpenstock.so")
-spec = importlib.util.spec_from_file_location("init_model", ROOT / "models/init_model.py")
-init_model = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(init_model)
+sys.path.insert(0, str(ROOT / "models"))
+import init_model  # noqa: E402
 
 
 def make(folder, seed, positions, shard, tokenizer=None):

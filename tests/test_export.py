@@ -597,11 +597,11 @@ def test_the_command_runs(directory, tmp_path):
 
 
 def test_the_three_lists_of_tokenizer_files_agree():
-    """The library's, the package's, and that of init_model.py, which imports nothing of penstock."""
+    """The library's, the package's, and that of model_dir.py, which imports nothing of penstock."""
     source = (ROOT / "native/io/model_files.c").read_text()
     listed = re.search(r"ps__tokenizer_files\[\] = \{(.*?)NULL\}", source, re.DOTALL)[1]
     names = tuple(re.findall(r'"([^"]+)"', listed))
-    tree = ast.parse((ROOT / "models/init_model.py").read_text())
+    tree = ast.parse((ROOT / "models/model_dir.py").read_text())
     values = {
         t.id: node.value
         for node in tree.body

@@ -137,8 +137,9 @@ def test_memory_stays_far_below_the_models_size(tmp_path):
     )
     (tmp_path / "c.json").write_text(json.dumps(cfg))
     code = """
-import runpy, sys
+import os, runpy, sys
 sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))  # as `python SCRIPT` does
 try: runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as e: assert not e.code
 print([l.split()[1] for l in open("/proc/self/status") if l.startswith("VmHWM")][0])

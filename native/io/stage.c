@@ -23,7 +23,7 @@
  *                                  DIR.
  *   DIR/.penstock-new              see above. While it has a file .replacing, files of the old
  *                                  model may still be in DIR.
- * A save holds a lock (flock) on its directory. models/init_model.py, which stands alone, uses the
+ * A save holds a lock (flock) on its directory. models/model_dir.py, which stands alone, uses the
  * same names in the same way. */
 #include "io/stage.h"
 #include <errno.h>
