@@ -351,7 +351,7 @@ $(BUILD)/tests/test_cuda_ops $(BUILD)/tests/libops_shim.so $(BUILD)/bench/kernel
 $(BUILD)/tests/test_grid: $(BUILD)/obj/native/cli/cells.o # the command line's, which the archive has not
 $(BUILD)/bench/limit: $(filter-out %/main.o,$(CLI_OBJ)) # likewise, for its options
 $(BUILD)/fuzz/fuzz_toml: $(BUILD)/obj/native/cli/toml.o # likewise
-# What tests/test_ops.py loads: kernels by name; and the same with kernels for the baseline instruction set alone.
+# What tests/op_runs.py loads: kernels by name; and the same with kernels for the baseline instruction set alone.
 $(BUILD)/tests/libops_shim.so: $(BUILD)/obj/tests/native/ops_shim.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter %.o,$^) $(ARCHIVE) $(PS_LDLIBS) $(LDLIBS)

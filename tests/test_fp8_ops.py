@@ -1,6 +1,6 @@
 """FP8 on the CPU: the dtypes against PyTorch's, quantized tensors, products.
 
-run() of test_ops.py sees to threads, alignment, guards and instruction sets.
+run() of op_runs.py sees to threads, alignment, guards and instruction sets.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from test_ops import (  # noqa: E402
+from op_runs import (  # noqa: E402
     BASELINE,
     BF16,
     F32,

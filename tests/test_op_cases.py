@@ -1,7 +1,7 @@
 """Every op of the table of cases (tests/native/op_cases.c) on the CPU against PyTorch in fp64.
 
 The table gives arguments, operands and tolerances. Here is what it cannot say in C: the formula. FORWARD has it for each op that is no gradient; a gradient op's reference is
-autograd over the formula of the op that the table says it belongs to. run() of test_ops.py sees to
+autograd over the formula of the op that the table says it belongs to. run() of op_runs.py sees to
 threads, alignment, guards and instruction sets.
 """
 
@@ -12,7 +12,7 @@ import math
 import pytest
 
 torch = pytest.importorskip("torch")
-from test_ops import (  # noqa: E402
+from op_runs import (  # noqa: E402
     LIB,
     Accumulate,
     Colsum,

@@ -1,4 +1,4 @@
-/* ops_shim.c - a shared object for tests/test_ops.py and test_op_cases.py: runs one cpu kernel by
+/* ops_shim.c - a shared object for tests/op_runs.py: runs one cpu kernel by
  * name, outside any engine, and hands out the table of cases. */
 #include "kernels/cpu/cpu.h"
 #include "core/vec.h"

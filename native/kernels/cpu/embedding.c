@@ -269,7 +269,7 @@ static ps_status embed_bwd(const ps_launch *l) { return emb_add(l, l->args, NULL
  *         token, V*D*sizeof(dt); the second their low bytes, V*D. Rows with a token may have (1 to
  *         2)*T*D of low bytes.
  * determinism  bitwise: as embed_bwd
- * reference    embed_bwd and accumulate, the same bits (tests/test_ops.py)
+ * reference    embed_bwd and accumulate, the same bits (tests/test_ops_layers.py)
  * errors  PS_EFORMAT: an id out of range, with its token. Nothing is written then. */
 static ps_status embed_bwd_host(const ps_launch *l) {
   const ps__args_embed_host *host = l->args;

@@ -100,7 +100,7 @@ static glu_job job_of(const ps_launch *l, void *gu, void *s) {
  *         rounding at the store
  * shapes  gu [T,2F], s [T,F] of dt, no aliasing
  * bytes   3*T*F*sizeof(dt).   determinism  bitwise: elementwise
- * reference    tests/test_ops.py: torch's silu and gelu(approximate="tanh") in fp64 */
+ * reference    tests/test_ops_layers.py: torch's silu and gelu(approximate="tanh") in fp64 */
 static ps_status glu_fwd(const ps_launch *l) {
   const ps__args_glu *a = l->args;
   PS_TRY(ps__check_glu(a, "glu_fwd"));

@@ -275,8 +275,9 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-/* With a norm over all heads, a block a tile of tokens: twice over a token's dq and dk, the second time from cache; dw in the
- * partial sums themselves, each element of which only its thread touches. */
+/* With a norm over all heads, a block a tile of tokens: twice over a token's dq and dk, the second
+ * time from cache; dw in the partial sums themselves, each element of which only its thread
+ * touches. */
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     qkv_bwd_row_k(const qkv_job<T> j, const rope_table rope) {
