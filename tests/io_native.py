@@ -194,6 +194,19 @@ class Tensors:
         return out
 
 
+def read_or_refused(path):
+    """A config that is read is valid; one that is not is refused in one sentence that names the
+    file: None."""
+    try:
+        config = read_config(path)
+    except Failed as e:
+        assert e.code == EFORMAT
+        one_sentence(e.message, pathlib.Path(path) / "config.json")
+        return None
+    assert lib.ps_model_config_check(c.byref(config), b"x") == 0
+    return config
+
+
 def specs(tensors):
     """(name, dtype, shape) to an array of ps_tensor_spec."""
     array = (TensorSpec * max(len(tensors), 1))()

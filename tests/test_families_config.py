@@ -541,13 +541,9 @@ def test_mutated_configs_are_read_or_refused_in_one_sentence(tmp_path, name, dat
         scaling = cfg.get("rope_scaling")
         at = scaling if isinstance(scaling, dict) and scaling and data.draw(st.booleans()) else cfg
         at[data.draw(st.sampled_from(sorted(at)))] = data.draw(junk)
-    try:
-        c = ps.read_config(save(tmp_path, cfg))
-    except ps.Failed as e:
-        assert e.code == ps.EFORMAT
-        ps.one_sentence(e.message, tmp_path / "config.json")
+    c = ps.read_or_refused(save(tmp_path, cfg))
+    if c is None:
         return
-    assert ps.lib.ps_model_config_check(ctypes.byref(c), b"x") == 0
     try:
         ps.Model(c)
     except ps.Failed as e:

@@ -294,18 +294,17 @@ def test_a_plan_does_not_depend_on_what_the_process_did_since_the_first(tmp_path
     assert Plan(model, host_mem="16GiB", **ask).json() == first.json() and held.all()
 
 
+def over_a_slow_link(folder):
+    """A plan under the least device memory."""
+    batch = dict(seq_len=128, tokens_per_step=512)
+    least, _ = Plan.smallest(config(folder), hardware=rates(), **batch)
+    return Plan(config(folder), hardware=rates(copy=5e7), device_mem=least, **batch)
+
+
 def test_stalls_are_the_gaps_of_each_stream(tmp_path):
     """Over a slow link compute waits for what comes over it above all; what the stalls of a stream
     add up to is what lies between its ops."""
-    plan = Plan(
-        config(tmp_path),
-        hardware=rates(copy=5e7),
-        device_mem=Plan.smallest(
-            config(tmp_path), hardware=rates(), seq_len=128, tokens_per_step=512
-        )[0],
-        seq_len=128,
-        tokens_per_step=512,
-    )
+    plan = over_a_slow_link(tmp_path)
     events, _ = plan.simulate(3)
     stalls = plan.stalls(events)
     for stream in range(5):
@@ -348,15 +347,7 @@ def test_device_memory_counts_the_page_tables_of_pinned_host_memory(tmp_path):
 
 
 def test_throughput_is_the_plans_bytes_over_the_time_of_their_ops(tmp_path):
-    plan = Plan(
-        config(tmp_path),
-        hardware=rates(copy=5e7),
-        device_mem=Plan.smallest(
-            config(tmp_path), hardware=rates(), seq_len=128, tokens_per_step=512
-        )[0],
-        seq_len=128,
-        tokens_per_step=512,
-    )
+    plan = over_a_slow_link(tmp_path)
     events, _ = plan.simulate(3)
     took = (events["end_ns"] - events["start_ns"]).astype(float) * 1e-9
     seen, report = plan.throughput(events), plan.json()

@@ -3,15 +3,7 @@
 #include "core/core.h"
 #include <string.h>
 
-#define ROW(NAME, name_, weights_, updated_, grad_, state0, state1, rounding_)                     \
-  [PS_RECIPE_##NAME] = {.name = name_,                                                             \
-                        .weights = weights_,                                                       \
-                        .updated = updated_,                                                       \
-                        .grad = grad_,                                                             \
-                        .state = {state0, state1},                                                 \
-                        .rounding = rounding_,                                                     \
-                        .arrays = PS_RECIPE_##NAME},
-#define FP8_ROW(NAME, name_, ARRAYS, weights_, updated_, grad_, state0, state1, rounding_)         \
+#define ROW_OF(NAME, fp8_, name_, ARRAYS, weights_, updated_, grad_, state0, state1, rounding_)    \
   [PS_RECIPE_##NAME] = {.name = name_,                                                             \
                         .weights = weights_,                                                       \
                         .updated = updated_,                                                       \
@@ -19,7 +11,9 @@
                         .state = {state0, state1},                                                 \
                         .rounding = rounding_,                                                     \
                         .arrays = PS_RECIPE_##ARRAYS,                                              \
-                        .fp8 = true},
+                        .fp8 = fp8_},
+#define ROW(NAME, name_, ...) ROW_OF(NAME, false, name_, NAME, __VA_ARGS__)
+#define FP8_ROW(NAME, ...)    ROW_OF(NAME, true, __VA_ARGS__)
 const ps__recipe ps__recipes[PS_N_RECIPES] = {PS__RECIPES(ROW) PS__FP8_RECIPES(FP8_ROW)};
 
 #define ONE_DTYPE(NAME, name, weights, updated, grad, state0, state1, rounding)                    \

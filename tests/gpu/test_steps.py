@@ -110,18 +110,23 @@ def hardware(backend):
     return hw
 
 
-def make_plan(where, backend, recipe="bf16", layout=WHOLE, seq=SEQ, **more):
+def plan_options(backend, recipe, layout, **more):
     chunk, a_round = layout
-    return Plan(
-        ModelConfig.read(where),
-        seq_len=seq,
-        tokens_per_step=SEQ * N_SEQ,
-        recipe=recipe,
-        chunk_tokens=chunk,
-        chunks_per_round=a_round,
-        threads=hardware(backend).n_threads,
-        hardware=hardware(backend),
+    return {
+        "seq_len": SEQ,
+        "tokens_per_step": SEQ * N_SEQ,
+        "recipe": recipe,
+        "chunk_tokens": chunk,
+        "chunks_per_round": a_round,
+        "threads": hardware(backend).n_threads,
+        "hardware": hardware(backend),
         **more,
+    }
+
+
+def make_plan(where, backend, recipe="bf16", layout=WHOLE, seq=SEQ, **more):
+    return Plan(
+        ModelConfig.read(where), **plan_options(backend, recipe, layout, seq_len=seq, **more)
     )
 
 
@@ -309,18 +314,8 @@ def budgets(where, backend, recipe, clip, layout):
 
 
 def smallest(where, backend, recipe, layout, **more):
-    chunk, a_round = layout
-    return Plan.smallest(
-        ModelConfig.read(where),
-        seq_len=SEQ,
-        tokens_per_step=SEQ * N_SEQ,
-        recipe=recipe,
-        chunk_tokens=chunk,
-        chunks_per_round=a_round,
-        threads=hardware(backend).n_threads,
-        hardware=hardware(backend),
-        **more,
-    )[0]
+    options = plan_options(backend, recipe, layout, **more)
+    return Plan.smallest(ModelConfig.read(where), **options)[0]
 
 
 def decisions(plan):

@@ -1,8 +1,7 @@
 /* test_io.c - files under failure: the Nth allocation, read or write of every path fails, for
  * every N until the whole call succeeds. Each time: an error with a message, nothing leaked, no
  * file left under a final or a temporary name. */
-#include "check.h"
-#include <dirent.h>
+#include "folder.h"
 #include <fcntl.h>
 #include <penstock/checkpoint.h>
 #include <penstock/data.h>
@@ -33,17 +32,6 @@ static int count_files(const char *folder, bool hidden) {
 }
 
 static int n_files(const char *folder) { return count_files(folder, false); }
-
-static void remove_folder(const char *folder) {
-  DIR *d = opendir(folder);
-  if (!d)
-    return;
-  for (struct dirent *e; (e = readdir(d));)
-    if (strcmp(e->d_name, ".") && strcmp(e->d_name, ".."))
-      CHECK(unlinkat(dirfd(d), e->d_name, 0) == 0);
-  closedir(d);
-  CHECK(rmdir(folder) == 0);
-}
 
 static void put_file(const char *path, const void *data, size_t bytes) {
   FILE *f = fopen(path, "wb");

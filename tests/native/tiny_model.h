@@ -2,8 +2,7 @@
  * itself, for native tests. */
 #ifndef PS_TESTS_TINY_MODEL_H
 #define PS_TESTS_TINY_MODEL_H
-#include "check.h"
-#include <dirent.h>
+#include "folder.h"
 #include <penstock/checkpoint.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -57,18 +56,6 @@ static inline void tiny_shard_write(const char *path, uint32_t n, uint32_t vocab
     CHECK(fwrite(&token, sizeof token, 1, f) == 1);
   }
   CHECK(fclose(f) == 0);
-}
-
-/* Remove a folder of files; one that is not there is no error. */
-static inline void remove_folder(const char *folder) {
-  DIR *d = opendir(folder);
-  if (!d)
-    return;
-  for (struct dirent *e; (e = readdir(d));)
-    if (strcmp(e->d_name, ".") && strcmp(e->d_name, ".."))
-      CHECK(unlinkat(dirfd(d), e->d_name, 0) == 0);
-  closedir(d);
-  CHECK(rmdir(folder) == 0);
 }
 
 #endif

@@ -99,18 +99,23 @@ static uint32_t *emb_sort(const int32_t *id, uint32_t n, uint32_t vocab, uint32_
 /* rows and columns of dtable, a task: zeros in whole pages; columns that are summed at a time */
 enum { EMB_ROWS = 64, EMB_COLS = 2048, EMB_SUM = 256 };
 
+/* sum += the gradient of the token that is @i-th in order, n columns from c0 on. */
+PS_VEC void emb_sum_token(float *sum, const emb_job *j, uint32_t i, size_t c0, size_t n,
+                          uint32_t dt) {
+  const char *dx = ps__celem(j->in, dt, (size_t)j->order[i] * j->a->dim + c0);
+  for (size_t c = 0; c < n; c += PS_LANES)
+    ps__v_write(sum, PS_F32, c, n,
+                ps__v_read(sum, PS_F32, c, n, 0.0f) + ps__v_read(dx, dt, c, n, 0.0f));
+}
+
 PS_VEC void emb_add_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v, size_t c0, size_t n,
                         uint32_t dt) {
   float sum[EMB_SUM] = {0};
   const float scale = ps__embed_scale(j->a);
   size_t dim = j->a->dim;
   char *out = ps__elem(j->out, dt, v * dim + c0);
-  for (uint32_t i = lo; i < hi; i++) {
-    const char *dx = ps__celem(j->in, dt, (size_t)j->order[i] * dim + c0);
-    for (size_t c = 0; c < n; c += PS_LANES)
-      ps__v_write(sum, PS_F32, c, n,
-                  ps__v_read(sum, PS_F32, c, n, 0.0f) + ps__v_read(dx, dt, c, n, 0.0f));
-  }
+  for (uint32_t i = lo; i < hi; i++)
+    emb_sum_token(sum, j, i, c0, n, dt);
   for (size_t c = 0; c < n; c += PS_LANES) {
     ps__v s = ps__v_read(sum, PS_F32, c, n, 0.0f) * scale;
     if (j->a->accumulate)
@@ -138,17 +143,12 @@ PS_VEC void emb_contribution(const emb_job *j, uint32_t lo, uint32_t hi, size_t 
                              void *contribution, uint32_t dt) {
   float sum[EMB_SUM];
   const float scale = ps__embed_scale(j->a);
-  const size_t dim = j->a->dim;
   for (uint32_t i = lo; i < hi;) {
     const uint32_t end = emb_chunk_end(j->host, j->order[i]);
     const bool first = i == lo;
     memset(sum, 0, sizeof sum);
-    for (; i < hi && j->order[i] < end; i++) {
-      const char *dx = ps__celem(j->in, dt, (size_t)j->order[i] * dim + c0);
-      for (size_t c = 0; c < n; c += PS_LANES)
-        ps__v_write(sum, PS_F32, c, n,
-                    ps__v_read(sum, PS_F32, c, n, 0.0f) + ps__v_read(dx, dt, c, n, 0.0f));
-    }
+    for (; i < hi && j->order[i] < end; i++)
+      emb_sum_token(sum, j, i, c0, n, dt);
     for (size_t c = 0; c < n; c += PS_LANES) {
       ps__v s = ps__v_read(sum, PS_F32, c, n, 0.0f) * scale;
       if (!first)
