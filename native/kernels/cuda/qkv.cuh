@@ -104,7 +104,7 @@ struct row_pair {
   }
 };
 
-/* ---- launches ---------------------------------------------------------------------------------- */
+/* ---- launches -------------------------------------------------------------------------------- */
 
 static inline ps_status check_shape(const ps_launch *l, const char *op, uint32_t n_ptr,
                                     size_t scratch) {
