@@ -1,6 +1,7 @@
 """penstock.data on conversations, pairs and Parquet: the tokens of transformers' chat templates,
 masks on answers, every refusal."""
 
+import gzip
 import json
 import sys
 import types
@@ -203,6 +204,35 @@ def test_conversations_of_sharegpt_are_messages(folder, tmp_path):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
+def test_alpacas_records_are_conversations(folder, tmp_path):
+    """With input, system and history as LLaMA-Factory reads them; an array in a .json file, and a
+    record a line in one, are read as .jsonl is; and all of them compressed."""
+    configure(folder, CHATML)
+    records = [
+        {"instruction": "Add.", "input": "2+2", "output": "4"},
+        {"instruction": "Hello", "input": "", "output": "Hi!", "system": "Be brief."},
+        {"instruction": "And doubled?", "output": "8", "history": [["2+2?", "4"]]},
+    ]
+    messages = [
+        say("Add.\n2+2", "4"),
+        say("Hello", "Hi!", system="Be brief."),
+        say("2+2?", "4", "And doubled?", "8"),
+    ]
+    lines = "".join(json.dumps(r) + "\n" for r in records)
+    array = json.dumps(records, indent=1)
+    expected = jsonl(tmp_path / "expected.jsonl", [{"messages": m} for m in messages])
+    run("--out", tmp_path / "expected", "--tokenizer", folder, expected)
+    for name, content in (("a.jsonl", lines), ("b.json", lines), ("c.json", array)):
+        (tmp_path / name).write_text(content)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
+        for source in (tmp_path / name, tmp_path / f"{name}.gz"):
+            out = tmp_path / f"out-{source.name}"
+            run("--out", out, "--tokenizer", folder, source)
+            for file in ("train-00000.bin", "train-00000.mask"):
+                found = (out / file).read_bytes()
+                assert found == (tmp_path / "expected" / file).read_bytes(), (source, file)
+
+
 def test_text_beside_conversations_is_learned_whole(folder, tmp_path):
     configure(folder, CHATML)
     (tmp_path / "in").mkdir()
@@ -374,9 +404,11 @@ def test_a_process_that_is_killed_ends_the_command_in_one_sentence(
     "record, message",
     [
         ({"conversations": [{"from": [], "value": "x"}]}, "line 1: message 1 is no object with a"),
+        ({"instruction": 1, "output": "x"}, "line 1 has no text in 'instruction'"),
+        ({"instruction": "q", "output": "x", "history": ["q"]}, "'history' is no list of pairs"),
         ("[" * 100_000 + "]" * 100_000, "JSON that is nested too deeply"),
     ],
-    ids=["role", "depth"],
+    ids=["role", "instruction", "history", "depth"],
 )
 def test_odd_records_are_refused_in_one_sentence(folder, tmp_path, capsys, record, message):
     configure(folder, CHATML)

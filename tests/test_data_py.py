@@ -1,5 +1,6 @@
 """penstock.data: text to shards and back, every option, every refusal. Needs no native library."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -225,13 +226,14 @@ def test_patterns_folders_and_files_that_are_not_utf8(tmp_path, tokenizer):
         "a.txt": b"one",
         "sub/b.txt": b"two",
         "sub/bad.txt": b"caf\xe9",
+        "sub/c.txt.gz": gzip.compress(b"three"),
         "c.bin": b"no",
     }.items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_bytes(raw)
     s = data.write_shards([tmp_path / "in"], tmp_path / "o", tokenizer)
     assert (
-        documents(tokenizer, shards(s, tmp_path / "o")[0]) == ["one", "two"]
+        documents(tokenizer, shards(s, tmp_path / "o")[0]) == ["one", "two", "three"]
         and len(s["skipped"]) == 1
     )
     s = data.write_shards(
@@ -262,6 +264,11 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": 5}\n')
     (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
     (tmp_path / "notok.json").write_text("{}")
+    (tmp_path / "cut.json").write_text('[{"text": "a"}, {"te')
+    (tmp_path / "text.json").write_text('"text"')
+    whole = gzip.compress(b"some text " * 1000)
+    (tmp_path / "cut.txt.gz").write_bytes(whole[:-20])
+    (tmp_path / "no.jsonl.gz").write_text('{"text": "x"}')
     out, train = tmp_path / "out", ("--train-tokenizer", 300)
     for args, says in [
         ((*train, tmp_path / "empty.txt"), "no text"),
@@ -269,6 +276,10 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
         (("--train-tokenizer", 256, corpus), "need 257"),
         ((*train, tmp_path / "bad.jsonl"), "line 1"),
         ((*train, tmp_path / "half.jsonl"), "surrogate"),
+        ((*train, tmp_path / "cut.json"), "cut.json: is not JSON ("),
+        ((*train, tmp_path / "text.json"), "neither an array of records nor a record a line"),
+        ((*train, tmp_path / "cut.txt.gz"), "cut.txt.gz: cannot be read as gzip: Compressed file"),
+        ((*train, tmp_path / "no.jsonl.gz"), "no.jsonl.gz: cannot be read as gzip: Not a gzipped"),
         ((*train, "--field", "id", corpus), "field 'id'"),
         ((*train, "--val-fraction", 1, corpus), "fraction"),
         ((*train, "--shard-tokens", 1, corpus), "1 tokens a shard"),

@@ -199,6 +199,34 @@ def read_messages(record: dict, field: str, what: str) -> list[dict]:
     return list(messages)
 
 
+def read_conversation(record: dict, what: str) -> list[dict]:
+    """The messages of a record: in "messages", in "conversations", or of Alpaca's fields."""
+    if not is_alpaca(record):
+        old = "conversations" in record and "messages" not in record
+        return read_messages(record, "conversations" if old else "messages", what)
+    texts = {name: record.get(name) or "" for name in ("system", "instruction", "input", "output")}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise DataError(f"{what} has no text in {name!r}")
+    turns = [*(record.get("history") or ()), (texts["instruction"], texts["output"])]
+    if texts["input"]:
+        turns[-1] = (f"{texts['instruction']}\n{texts['input']}", texts["output"])
+    messages = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
+    for turn in turns:
+        if not (isinstance(turn, (list, tuple)) and [type(t) for t in turn] == [str, str]):
+            raise DataError(f"{what}: 'history' is no list of pairs of texts")
+        messages += (
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant"), turn, strict=True)
+        )
+    return messages
+
+
+def is_alpaca(record: dict) -> bool:
+    other = "messages" in record or "conversations" in record
+    return "instruction" in record and "output" in record and not other
+
+
 def _from_sharegpt(message):
     if not isinstance(message, dict) or "from" not in message:
         return message

@@ -2,9 +2,9 @@
 
 python -m penstock.data --out DIR (--tokenizer FILE | --train-tokenizer SIZE) FILE...
 
-Reads text, .jsonl and .parquet files, and encodes them with a Hugging Face tokenizer.json, or with a
-byte-level BPE tokenizer that it first trains on the same text. Writes what `penstock train --data
-DIR` reads:
+Reads files of text, and of records: .jsonl, .json and .parquet. Encodes them with a Hugging Face
+tokenizer.json, or with a byte-level BPE tokenizer that it first trains on the same text. Writes
+what `penstock train --data DIR` reads:
 
   DIR/train-00000.bin ...      training tokens
   DIR/val/val-00000.bin ...    validation tokens, with --val-fraction
@@ -12,8 +12,8 @@ DIR` reads:
   DIR/tokenizer.json           the tokenizer (and its other files, where there are)
   DIR/dataset.json             tokens, targets, padding, documents, vocabulary, SHA-256 of each shard
 
-- A text file is one document, and so is each record of a .jsonl or .parquet file. A text ends with
-  the end-of-text token.
+- A text file is one document, and so is each record of the other files. A text ends with the
+  end-of-text token.
 - A record is a text, a prompt with its completion, or a conversation. For the last two, shards get
   masks (docs/data.md).
 - With --pack best-fit, whole documents share rows of --seq-len tokens, and the rest of a row is
@@ -413,8 +413,8 @@ def _parser() -> Parser:
         "files",
         nargs="+",
         metavar="FILE",
-        help="text, .jsonl or .parquet file; folder, of which .txt, .md, .py, .jsonl and .parquet are "
-        "read; or pattern",
+        help="file of text, or of records (.jsonl, .json, .parquet), also .gz; folder, of which "
+        ".txt, .md, .py, .jsonl and .parquet are read; or pattern",
     )
     p.add_argument("--out", required=True, metavar="DIR", help="folder for the shards")
     which = p.add_mutually_exclusive_group(required=True)
@@ -437,7 +437,7 @@ def _parser() -> Parser:
     p.add_argument(
         "--field",
         default="text",
-        help="field of a .jsonl or .parquet record that has the text (default: text)",
+        help="field of a record that has the text (default: text)",
     )
     p.add_argument(
         "--targets",

@@ -1,22 +1,26 @@
-"""Documents from text, .jsonl and .parquet files, in the pieces that are encoded at once.
+"""Documents from text, .jsonl, .json and .parquet files, in the pieces that are encoded at once.
 
-A text file is one document, and so is each record of a .jsonl or .parquet file. A record is a text,
-a prompt with its completion, or a conversation. Text is read and divided in pieces of about 64 Ki
-characters, so that memory is bounded whatever the size of a file."""
+A text file is one document, and so is each record of the others. A record is a text, a prompt with
+its completion, or a conversation. All but .parquet may be compressed (.gz). Text is read and
+divided in pieces of about 64 Ki characters, so that memory is bounded whatever the size of a file.
+An array of records (.json) is read as a whole."""
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import glob
+import gzip
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from .chat import ChatTemplate
+from .chat import ChatTemplate, is_alpaca
 from .files import DataError, open_input
 from .rendering import render_all
 from .shards import READ_BYTES
@@ -41,9 +45,7 @@ def find_sources(files: Iterable[str | os.PathLike]) -> list[Source]:
         item = os.fspath(item)
         path = Path(item)
         if path.is_dir():
-            inside = [
-                p for p in path.rglob("*") if p.suffix.lower() in TEXT_SUFFIXES and p.is_file()
-            ]
+            inside = [p for p in path.rglob("*") if _suffix(p) in TEXT_SUFFIXES and p.is_file()]
             if not inside:
                 raise DataError(
                     f"{item}: the folder has no {', '.join(TEXT_SUFFIXES[:-1])} or "
@@ -91,10 +93,34 @@ def cut_pieces(chunks: Iterable[str]) -> Iterator[str]:
         yield text
 
 
+def _suffix(path: Path) -> str:
+    """Of the file that a .gz file holds."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+@contextlib.contextmanager
+def _open(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple]:
+    """The file, uncompressed, and a function to call now and then: it tells on_bytes() how many
+    bytes of the disk were read since."""
+    told = 0
+
+    def tell() -> None:
+        nonlocal told
+        at = raw.tell()
+        on_bytes(at - told)
+        told = at
+
+    with open_input(path) as raw:
+        try:
+            yield (gzip.open(raw) if path.suffix.lower() == ".gz" else raw), tell
+        except (gzip.BadGzipFile, EOFError, zlib.error) as e:
+            raise DataError(f"{path}: cannot be read as gzip: {e}") from e
+
+
 def _read_text(path: Path, on_bytes: Callable[[int], None]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     done = 0
-    with open_input(path) as f:
+    with _open(path, on_bytes) as (f, tell):
         while True:
             raw = f.read(READ_BYTES)
             try:
@@ -106,13 +132,13 @@ def _read_text(path: Path, on_bytes: Callable[[int], None]) -> Iterator[str]:
             if not raw:
                 return
             done += len(raw)
-            on_bytes(len(raw))
+            tell()
 
 
 def _read_jsonl(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple[str, object]]:
-    with open_input(path) as f:
+    with _open(path, on_bytes) as (f, tell):
         for number, line in enumerate(f, 1):
-            on_bytes(len(line))
+            tell()
             if not line.strip():
                 continue
             try:
@@ -120,6 +146,28 @@ def _read_jsonl(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple[s
             except ValueError as e:  # also text that is not UTF-8
                 raise DataError(f"{path}: line {number} is not JSON ({e})") from e
             yield f"{path}: line {number}", record
+
+
+def _read_json(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple[str, object]]:
+    """An array of records; or a record a line, as many .json files have."""
+    with _open(path, lambda n: None) as (f, _):
+        begin = f.read(4096).lstrip()
+    if begin and begin[:1] not in b"[{":
+        raise DataError(
+            f"{path}: is neither an array of records nor a record a line: rename it to .txt to "
+            "read it as text"
+        )
+    if begin[:1] != b"[":
+        yield from _read_jsonl(path, on_bytes)
+        return
+    with _open(path, on_bytes) as (f, tell):
+        try:
+            records = json.load(f)
+        except ValueError as e:
+            raise DataError(f"{path}: is not JSON ({e})") from e
+        tell()
+    for number, record in enumerate(records, 1):
+        yield f"{path}: record {number}", record
 
 
 def _read_parquet(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple[str, object]]:
@@ -144,13 +192,13 @@ def _read_parquet(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple
         raise DataError(f"{path}: cannot be read as Parquet: {text}") from e
 
 
-RECORD_READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+RECORD_READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
 def record_kind(record, field: str) -> str:
     """What a record has: "text" in `field`, a "chat" in messages, or a "pair"."""
     if isinstance(record, dict) and field not in record:
-        if "messages" in record or "conversations" in record:
+        if "messages" in record or "conversations" in record or is_alpaca(record):
             return "chat"
         if "prompt" in record and "completion" in record:
             return "pair"
@@ -158,8 +206,8 @@ def record_kind(record, field: str) -> str:
 
 
 def first_record(source: Source) -> object:
-    """The first record of a .jsonl or .parquet file; None: a file of text, or an empty one."""
-    read = RECORD_READERS.get(source.path.suffix.lower())
+    """The first record of a file of records; None: a file of text, or an empty one."""
+    read = RECORD_READERS.get(_suffix(source.path))
     try:
         for _, record in read(source.path, lambda n: None) if read else ():
             return record
@@ -229,7 +277,7 @@ class Reader:
                 raise DataError(f"{source.path}: {e.strerror}") from e
 
     def _documents(self, source: Source) -> Iterator[Iterable[Piece]]:
-        read = RECORD_READERS.get(source.path.suffix.lower())
+        read = RECORD_READERS.get(_suffix(source.path))
         if read:
             records = read(source.path, self.on_bytes)
             what, record = next(records, (None, None))

@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 
-from .chat import ChatTemplate, read_messages
+from .chat import ChatTemplate, read_conversation, read_messages
 from .errors import PenstockError
 from .files import DataError
 
@@ -28,10 +28,7 @@ def render_record(template: ChatTemplate, targets: str, kind: str, record, what:
         raise DataError(f"{what} is no object with 'messages', as the file's first one is")
     first = 0
     if kind == "chat":
-        field = "messages"
-        if field not in record and "conversations" in record:
-            field = "conversations"
-        messages = read_messages(record, field, what)
+        messages = read_conversation(record, what)
     else:
         messages = read_messages(record, "prompt", what)
         first = len(messages)
