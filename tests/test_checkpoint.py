@@ -542,6 +542,19 @@ def test_a_stopped_run_goes_on_from_any_checkpoint(whole, tiny_model, tiny_shard
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+def test_a_run_that_will_write_no_checkpoint_says_so(tiny_model, tiny_shard, tmp_path):
+    for n, (options, said) in enumerate(
+        (
+            (["--resume", "auto"], True),
+            (["--keep", 3], True),
+            (["--keep", 3, "--checkpoint-every", 9], False),
+            ([], False),
+        )
+    ):
+        text = train(tiny_model, tiny_shard, tmp_path / str(n), "--steps", 1, *options)
+        assert ("writes no checkpoint: --checkpoint-every N says" in text) == said, text
+
+
 def test_bad_input_is_refused_and_nothing_is_written(whole, tiny_model, tiny_shard, tmp_path):
     out, good = tmp_path / "out", whole / "checkpoints/step-00000012"
     damaged = tmp_path / "damaged"

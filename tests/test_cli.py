@@ -89,7 +89,7 @@ def refused(done, pattern, code=2):
         ({"--seq-len": "0"}, r"--seq-len 0: give a whole number from 1 to"),
         ({"--seq-len": "-3"}, "--seq-len -3"),
         ({"--seq-len": "12x"}, "--seq-len 12x"),
-        ({"--seq-len": "20000"}, r"the data has 20000 tokens in 1 shards, .* needs 20001"),
+        ({"--seq-len": "20000"}, r"the data has 20000 tokens in 1 shard, .* needs 20001"),
         ({"--device-mem": "64KiB"}, r"needs .* of device memory.*--device-mem"),
         ({"--host-mem": "1MiB"}, r"needs .* of host memory.*--host-mem"),
         ({"--device-mem": "20Gi"}, r"--device-mem 20Gi is no size: give one such as 20GiB"),

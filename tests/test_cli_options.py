@@ -213,7 +213,7 @@ def test_info_counts_tokens_without_a_model(tiny_shard):
     done = penstock("info", "--data", tiny_shard, "--seq-len", 64)
     assert (done.returncode, done.stdout) == (
         0,
-        "1 shards, 20000 tokens\n  312 sequences of 64 tokens\n",
+        "1 shard, 20000 tokens\n  312 sequences of 64 tokens\n",
     )
 
 

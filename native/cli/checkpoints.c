@@ -98,6 +98,11 @@ static void begin(cli_job *job, ps_trainer *t, uint64_t step, const char *folder
   not_written(job, step, why);
 }
 
+void cli_checkpoint_none(const cli_job *job, cli_progress *p) {
+  if (!wanted(job) && (job->resume || job->keep != CLI_KEEP))
+    cli_progress_note(p, "this run writes no checkpoint: --checkpoint-every N says how often to");
+}
+
 uint64_t cli_checkpoint_room(const cli_job *job, uint64_t step, uint64_t noted, uint64_t n) {
   const cli_checkpoints *c = &job->checkpoints;
   const uint64_t every = job->checkpoint_every.steps;

@@ -48,6 +48,8 @@ typedef struct cli_texts {
 } cli_texts;
 
 /* An interval: steps or seconds; the other one is 0. Both are 0 where none was given. */
+enum { CLI_KEEP = 2 };
+
 typedef struct cli_every {
   uint64_t steps;
   double seconds;
@@ -212,7 +214,7 @@ struct cli_job {
   cli_device device;
   uint64_t warmup_steps, decay_steps, seed, trace_steps;
   cli_every checkpoint_every;
-  uint64_t keep;             /* how many checkpoints stay */
+  uint64_t keep;             /* how many checkpoints stay; CLI_KEEP by default */
   const char *resume;        /* a checkpoint's directory, "latest" or "auto"; NULL: none */
   uint64_t first_step;       /* of this run; set by cli_resume_open() */
   const char *profile_steps; /* "A:B", or NULL */
@@ -329,11 +331,13 @@ void cli_cells_choose(cli_cell *cell, uint32_t n);
  * checkpoint. The begin of that one ends the one that is written, which then gets its name. So 0
  * where that would come before metrics.jsonl has the steps of the latter; @noted: the last step
  * that it has.
+ * cli_checkpoint_none() - say that the run writes no checkpoint, where its options are about some.
  * cli_checkpoint_due() - @step steps are submitted: begin a checkpoint where one is due, or where
  * @now. A failure is only printed, here and below.
  * cli_checkpoint_end() - end a checkpoint that is written, and remove the oldest. Where @wait is
  * false, one that is not complete yet goes on. */
 int cli_resume_open(cli_job *job, ps_checkpoint **out);
+void cli_checkpoint_none(const cli_job *job, cli_progress *p);
 uint64_t cli_checkpoint_room(const cli_job *job, uint64_t step, uint64_t noted, uint64_t n);
 void cli_checkpoint_due(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t step, bool now);
 void cli_checkpoint_end(cli_job *job, ps_trainer *t, cli_progress *p, bool wait);

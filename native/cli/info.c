@@ -81,7 +81,8 @@ static int show_data(cli_json *j, const cli_texts *paths, uint32_t vocab_size, u
       cli_json_count(j, "sequences", n_sequences);
     cli_json_close(j, '}');
   } else {
-    printf("%u shards, %llu tokens\n", ps_dataset_n_shards(ds), (unsigned long long)n_tokens);
+    const uint32_t n = ps_dataset_n_shards(ds);
+    printf("%u shard%s, %llu tokens\n", n, n == 1 ? "" : "s", (unsigned long long)n_tokens);
     if (seq_len)
       printf("  %llu sequences of %llu tokens\n", (unsigned long long)n_sequences,
              (unsigned long long)seq_len);

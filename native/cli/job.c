@@ -39,7 +39,7 @@ void cli_job_init(cli_job *job) {
       .document_end_token = -1,
       .trace_steps = 2,
       .save_wait = 600,
-      .keep = 2,
+      .keep = CLI_KEEP,
       .sample_tokens = 64,
       .sample_top_p = 1,
   };

@@ -520,6 +520,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     st = ps_trainer_create(&t, job->model, job->plan, &cfg, on_progress, &o);
   free(run);
   cli_progress_end(&p);
+  if (st == PS_OK)
+    cli_checkpoint_none(job, &p);
   cli_run_result r = {.n_wanted = job->steps - job->first_step};
   code = st == PS_OK ? run_and_save(job, t, &p, &r, lock) : cli_fail_status(st, true);
   ps_trainer_destroy(t);

@@ -526,9 +526,10 @@ ps_status ps_dataset_check(const ps_dataset *ds, uint64_t seq_len) {
     return PS_OK;
   return ps__fail(PS_EINVAL,
                   "the data has %" PRIu64 " tokens in %" PRIu32
-                  " shards, but a sequence of --seq-len %" PRIu64 " needs %" PRIu64
+                  " shard%s, but a sequence of --seq-len %" PRIu64 " needs %" PRIu64
                   " tokens in one shard: lower --seq-len, or give more data",
-                  ds->n_tokens, ps_dataset_n_shards(ds), seq_len, seq_len + 1);
+                  ds->n_tokens, ps_dataset_n_shards(ds), ps_dataset_n_shards(ds) == 1 ? "" : "s",
+                  seq_len, seq_len + 1);
 }
 
 static uint64_t windows(const token_shard *s, uint64_t seq_len) {
