@@ -1,5 +1,6 @@
 """Checkpoints: what is in them, k + k steps are the bits of 2k under other caps, and what damage, a
-full disk or a kill leave. tests/native/test_train.c has all recipes, optimizers and placements."""
+full disk or a kill leave. tests/native/test_train_beside.c has all recipes, optimizers and
+placements."""
 
 import ctypes
 import errno

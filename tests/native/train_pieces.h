@@ -1,0 +1,199 @@
+/* train_pieces.h - a tiny training on the CPU, in pieces that native tests of trainings share: its
+ * folder, options, plans of all placements, its weights as a hash. */
+#ifndef PS_TESTS_TRAIN_PIECES_H
+#define PS_TESTS_TRAIN_PIECES_H
+#include "tiny_model.h"
+#include "plan/plan_impl.h"
+#include "train/trainer.h"
+#include <math.h>
+#include <penstock/generate.h>
+#include <penstock/resume.h>
+#include <penstock/train.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+
+#ifdef PS_SANITIZED
+enum { STRIDE = 997, STEP = 13, N_CANCELS = 8, N_READS = 4, RECIPE_STEP = 4, CLIP_STEP = 2 };
+#else
+enum { STRIDE = 97, STEP = 1, N_CANCELS = 150, N_READS = 40, RECIPE_STEP = 1, CLIP_STEP = 1 };
+#endif
+enum { SEQ_LEN = 16, SEQUENCES = 4, VOCAB = 96, MAX_PARAMS = 64, VAL_TOKENS = 7 * SEQ_LEN };
+
+static const char config_json[] =
+    "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"vocab_size\":96,\"num_"
+    "hidden_layers\":2,\"hidden_act\":\"silu\","
+    "\"max_position_embeddings\":4096,\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,\"hidden_size\":"
+    "32,\"intermediate_size\":64,"
+    "\"num_attention_heads\":4,\"num_key_value_heads\":2,\"tie_word_embeddings\":false}";
+
+static char root[256], model_dir[300], shard[300], new_dir[300], old_dir[300];
+static ps_model_config model;
+static ps_model *params; /* of it */
+static ps_hardware hw;
+
+/* ---- pieces ---------------------------------------------------------------------------------- */
+
+static inline ps_plan_config plan_config(uint32_t recipe, bool clip) {
+  return (ps_plan_config){.struct_bytes = sizeof(ps_plan_config),
+                          .recipe = recipe,
+                          .seq_len = SEQ_LEN,
+                          .tokens_per_step = SEQ_LEN * SEQUENCES,
+                          .chunk_tokens = SEQ_LEN,
+                          .chunks_per_round = 2,
+                          .clip = clip,
+                          .n_threads = 2,
+                          .reserve_bytes = 1 << 20};
+}
+
+static inline ps_train_config train_config(ps_dataset *ds, bool clip) {
+  ps_train_config c = {0};
+  ps_train_config_init(&c);
+  c.lr = 1e-2;
+  c.clip_norm = clip ? 0.5 : 0;
+  c.dataset = ds;
+  return c;
+}
+
+/* The plan without a cap (everything is resident, updates included), the tightest (everything
+ * streams, updates on the host), one that streams everything and updates on the device all the
+ * same, or one that streams everything and updates on the host, with clipping in two parts.
+ * STATE_STREAMED, of some tests: streams the state alone, and updates on the device. */
+typedef enum placement {
+  RESIDENT,
+  TIGHT,
+  STREAMED,
+  IN_PARTS,
+  N_PLACEMENTS,
+  STATE_STREAMED = N_PLACEMENTS
+} placement;
+
+static inline ps_plan *make_streamed_plan(const ps_plan_config *cfg, placement where) {
+  const bool there = where != IN_PARTS;
+  ps_plan *plan;
+  ps__layout layout;
+  ps__spec spec;
+  CHECK(ps__layout_init(&layout, cfg->seq_len, SEQUENCES, cfg->chunk_tokens, cfg->chunks_per_round,
+                        0) == PS_OK);
+  CHECK(ps__spec_init(&spec, params, &layout) == PS_OK);
+  spec.recipe = (ps_recipe)cfg->recipe;
+  spec.optimizer = (ps_optimizer)cfg->optimizer;
+  spec.chunk_tokens = layout.chunk_tokens;
+  spec.chunks_per_round = layout.chunks_per_round;
+  spec.first_round_chunks = layout.first_round_chunks;
+  spec.head_slice = SEQ_LEN;
+  spec.clip = cfg->clip != 0;
+  spec.param_lead = spec.saved_lead = spec.saved_lag = spec.grad_lag = spec.sum_lag = 1;
+  memset(spec.param_resident, where == STATE_STREAMED, spec.n_units);
+  memset(spec.update_streamed, there, spec.n_units);
+  memset(spec.update_split, !there && spec.clip && ps__optimizers[spec.optimizer].splits,
+         spec.n_units);
+  CHECK(ps__plan_from_spec(&plan, &model, cfg, &hw, &spec) == PS_OK);
+  ps__spec_free(&spec);
+  ps__layout_free(&layout);
+  return plan;
+}
+
+static inline ps_plan *make_plan_of(ps_plan_config cfg, placement where) {
+  ps_plan *plan;
+  uint64_t host, val_tokens = cfg.val_tokens;
+  if (where >= STREAMED)
+    return make_streamed_plan(&cfg, where);
+  cfg.val_tokens = 0;
+  if (where == TIGHT)
+    CHECK(ps_plan_smallest(&model, &cfg, &hw, &cfg.device_mem_bytes, &host) == PS_OK &&
+          cfg.device_mem_bytes > 0);
+  cfg.val_tokens = val_tokens;
+  CHECK(ps_plan_create(&plan, &model, &cfg, &hw) == PS_OK);
+  return plan;
+}
+
+static inline ps_plan *make_plan(uint32_t recipe, bool clip, placement where) {
+  return make_plan_of(plan_config(recipe, clip), where);
+}
+
+static inline ps_dataset *open_shard(void) {
+  const char *paths[] = {shard};
+  ps_dataset *ds;
+  CHECK(ps_dataset_open(&ds, paths, 1, VOCAB) == PS_OK);
+  return ds;
+}
+
+static inline ps_trainer *make_trainer(ps_plan *plan, const ps_train_config *c) {
+  ps_trainer *t;
+  CHECK(ps_trainer_create(&t, model_dir, plan, c, NULL, NULL) == PS_OK);
+  return t;
+}
+
+/* Hash of all parameters on the host. */
+static inline uint64_t weights(ps_trainer *t) {
+  uint64_t h = 0;
+  for (uint32_t i = 0; i < ps_model_n_params(params); i++) {
+    ps_param_info p;
+    CHECK(ps_model_param(params, i, &p) == PS_OK);
+    float *x = malloc(p.n * sizeof *x);
+    CHECK(x && ps_trainer_read_param(t, i, x, p.n) == PS_OK);
+    for (uint64_t k = 0; k < p.n; k++) {
+      uint32_t bits;
+      memcpy(&bits, &x[k], sizeof bits);
+      h = mix64(h ^ bits);
+    }
+    free(x);
+  }
+  return h;
+}
+
+static inline void train_steps(ps_trainer *t, uint64_t n) {
+  ps_step_metrics m;
+  CHECK(ps_trainer_submit(t, n) == PS_OK);
+  for (uint64_t i = 0; i < n; i++)
+    CHECK(ps_trainer_wait(t, &m) == PS_OK && m.step == i && isfinite(m.loss));
+}
+
+static inline int open_files(void) {
+  DIR *d = opendir("/proc/self/fd");
+  int n = 0;
+  CHECK(d);
+  while (readdir(d))
+    n++;
+  closedir(d);
+  return n;
+}
+
+/* Entries of a folder whose name contains @part; -1: no such folder. */
+static inline int count_names(const char *folder, const char *part) {
+  DIR *d = opendir(folder);
+  int n = 0;
+  if (!d)
+    return -1;
+  for (struct dirent *e; (e = readdir(d));)
+    n += strstr(e->d_name, part) != NULL;
+  closedir(d);
+  return n;
+}
+
+/* Make the folder with model and data, run @tests, and see that nothing is left. */
+static inline int run_trainings(void (*tests)(void)) {
+  const char *tmp = getenv("TMPDIR");
+  snprintf(root, sizeof root, "%s/penstock-test-train-XXXXXX", tmp && *tmp ? tmp : "/tmp");
+  CHECK(mkdtemp(root));
+  snprintf(model_dir, sizeof model_dir, "%s/model", root);
+  snprintf(shard, sizeof shard, "%s/shard.bin", root);
+  snprintf(new_dir, sizeof new_dir, "%s/new", root);
+  snprintf(old_dir, sizeof old_dir, "%s/old", root);
+  tiny_model_write(model_dir, config_json, &model);
+  CHECK(ps_model_create(&params, &model) == PS_OK);
+  tiny_model_write(old_dir, config_json, &model);
+  tiny_shard_write(shard, 5000, VOCAB);
+  hw.struct_bytes = sizeof hw;
+  CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
+  const int64_t live = ps__live_allocations();
+  tests();
+  CHECK(ps__live_allocations() == live);
+  remove_folder(model_dir);
+  remove_folder(old_dir);
+  CHECK(unlink(shard) == 0 && rmdir(root) == 0);
+  return 0;
+}
+
+#endif
