@@ -41,6 +41,7 @@ METRICS = {
     "consumed_tokens",
     "elapsed_s",
     "eta_s",
+    "gpus",
     "tflops",
     "time_s",
 }

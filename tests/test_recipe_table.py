@@ -111,6 +111,23 @@ def test_energy_is_the_counters_or_trapezoids_of_the_readings(tmp_path):
     assert "energy counter" in text and "trapezoids" in text and "read.\n" in text + "\n"
 
 
+def test_several_gpus_are_named_and_the_energy_is_the_firsts(tmp_path):
+    power = {"gpu_power_w": [100.0] * 4, "gpu_energy_j": [50.0] * 4}
+    two = made(tmp_path / "two", [1.0] * 4, gpus=[2] * 4, **power)
+    rows, text = table(two, made(tmp_path / "one", [1.0] * 4, **power))
+    assert [r["gpus"] for r in rows] == [2, 1]
+    sources = ["energy counter of the first GPU", "energy counter"]
+    assert [r["energy_from"] for r in rows] == sources
+    for row in rows:  # as the steps have them: tflops of a GPU, tokens/s of all
+        assert (row["tflops_per_gpu_mean"], row["tokens_per_s_mean"]) == (40, 1000)
+    assert re.search(r"^two +2 x NVIDIA Made-up ", text, re.M)
+    assert "\nJ/token is of the first GPU alone: two.\n" in text
+    mixed = made(tmp_path / "mixed", [1.0] * 4, gpus=[2, 2, 1, 1])
+    says = "the steps of the window ran on 1 to 2 GPUs: give --window with steps of one number"
+    refused(command("report", "--recipe-table", mixed, "--window", "1:4"), says)
+    assert table(mixed, "--window", "1:2")[0][0]["gpus"] == 2
+
+
 def test_csv_has_a_header_and_a_line_a_run(run, tmp_path):
     other = made(tmp_path / 'other, with "commas"', [1.0] * 4)
     path = tmp_path / "table.csv"

@@ -161,7 +161,7 @@ char *cli_path_join(const char *folder, const char *name);
 
 /* ---- hardware (hardware.c, rates.c) ---------------------------------------------------------- */
 
-/* The device that --backend, --gpu, --threads and --peak-tflops choose. */
+/* What --backend, --gpu, --gpus, --threads and --peak-tflops choose. */
 enum { CLI_BACKEND_AUTO = 0, CLI_BACKEND_CPU = 1, CLI_BACKEND_CUDA = 2 };
 extern const char *const cli_backends[]; /* their names in this order; NULL ends the list */
 enum { CLI_MAX_GPU = 1023 };
@@ -169,6 +169,7 @@ typedef struct cli_device {
   uint32_t backend;
   bool gpu_given;
   uint64_t gpu, threads;
+  uint64_t n_gpus;    /* GPUs from gpu on; on the CPU backend arenas */
   double peak_tflops; /* 0: from the library's table */
 } cli_device;
 
@@ -177,11 +178,14 @@ typedef struct cli_device {
  * cli_hardware_measure() - measure the rates now and cache them. @full: by ps_hardware_profile().
  * @seconds 0: as long as the device needs. *cached_at: the cache's file, freed by the caller, or
  * NULL.
- * cli_bound_threads() - lower device->threads to @n_cpus, and say so. The two above call it. */
+ * cli_bound_threads() - lower device->threads to @n_cpus, and say so. The two above call it.
+ * cli_gpus_check() - whether a training or an evaluation runs on device->n_gpus: several are of the
+ * CPU backend. Exit code. */
 int cli_hardware_get(ps_hardware *out, cli_device *device, uint64_t host_bytes, bool quiet);
 int cli_hardware_measure(ps_hardware *out, cli_device *device, bool full, double seconds,
                          char **cached_at);
 void cli_bound_threads(cli_device *device, uint32_t n_cpus, bool quiet);
+int cli_gpus_check(const cli_device *device);
 void cli_hardware_print(FILE *out, const ps_hardware *hw); /* a few lines */
 /* every measured rate, and its fraction of the hardware's peak */
 void cli_hardware_table(FILE *out, const ps_hardware *hw);
@@ -304,6 +308,16 @@ int cli_run_file_write(const cli_job *job);
 /* cli_plan_grid() - print the predicted tokens per second of a prepared job under each pair of
  * caps, as a table or as JSON (grid.c). Exit code. */
 int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts);
+/* cli_gpus_parse() - the numbers of plan's --gpus, between commas or blanks, into @out, which has
+ * room for CLI_MAX_GPU_ROWS. cli_plan_gpus() - print a prepared job's plan for each number of GPUs,
+ * as a table or as JSON (gpus.c). Exit codes.
+ * cli_step_tokens() - the tokens of a step as ps_plan_config says.
+ * cli_subject_json() - the model and the machine of predicted figures (grid.c). */
+enum { CLI_MAX_GPU_ROWS = 16 };
+int cli_gpus_parse(const cli_texts *texts, uint32_t *out, uint32_t *n);
+int cli_plan_gpus(cli_job *job, const uint32_t *n_gpus, uint32_t n);
+uint64_t cli_step_tokens(const ps_plan_config *c);
+void cli_subject_json(cli_json *j, const cli_job *job);
 /* cli_plan_pairs() - print the plan of a prepared job under each of @pairs, "DEVICE:HOST", as a
  * JSON object a line (pairs.c). Exit code.
  * cli_plan_under() - search a plan under these caps, BYTES; 0: none. *out is the caller's, and
@@ -346,8 +360,8 @@ void cli_checkpoint_end(cli_job *job, ps_trainer *t, cli_progress *p, bool wait)
 /* What the log and metrics.jsonl say of a step beside its own figures. docs/watch.md
  * explains each field. */
 typedef struct cli_step {
-  uint64_t total_steps, samples, consumed_samples, consumed_tokens;
-  double elapsed_s, eta_s, tflops, time_s;
+  uint64_t total_steps, samples, consumed_samples, consumed_tokens, n_gpus;
+  double elapsed_s, eta_s, tflops, time_s; /* tflops: a GPU */
 } cli_step;
 /* cli_step_note() - fill in @s, which is zeros before the first of the run's @n_done steps. */
 void cli_step_note(cli_step *s, const cli_job *job, const ps_step_metrics *m, double elapsed_s,

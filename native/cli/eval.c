@@ -52,7 +52,9 @@ static int evaluate(cli_job *job) {
   ps_dataset *ds = NULL;
   ps_trainer *t = NULL;
   result r = {0};
-  int code = cli_job_check(job);
+  int code = cli_gpus_check(&job->device);
+  if (code == CLI_OK)
+    code = cli_job_check(job);
   if (code == CLI_OK)
     code = cli_open_data(job, &ds);
   job->forward_only = true;
@@ -92,6 +94,7 @@ static const char *const kept[] = {"config",
                                    "tokens-per-step",
                                    "chunk-tokens",
                                    "gpu",
+                                   "gpus",
                                    "threads",
                                    "json",
                                    "chunks-per-round",

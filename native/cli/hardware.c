@@ -88,6 +88,21 @@ void cli_bound_threads(cli_device *d, uint32_t n_cpus, bool quiet) {
   d->threads = n_cpus;
 }
 
+int cli_gpus_check(const cli_device *d) {
+  const unsigned long long n = d->n_gpus;
+  if (n < 2 || d->backend == CLI_BACKEND_CPU)
+    return CLI_OK;
+  if (backend_of(d, true) == PS_BACKEND_CUDA)
+    return cli_fail(CLI_REFUSED,
+                    "--gpus %llu: the CUDA backend drives one GPU so far: give --gpus 1, or "
+                    "--backend cpu",
+                    n);
+  return cli_fail(CLI_REFUSED,
+                  "--gpus %llu: there is no GPU that can be used here: give --gpus 1, or --backend "
+                  "cpu, which has an arena in place of each GPU",
+                  n);
+}
+
 /* The machine's description with estimated rates. The device's options are checked against it. */
 static int find_machine(ps_hardware *out, cli_device *d, bool quiet, uint32_t *backend) {
   out->struct_bytes = sizeof *out;

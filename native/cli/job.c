@@ -18,6 +18,7 @@ void cli_job_init(cli_job *job) {
   ps_train_config_init(&defaults);
   *job = (cli_job){
       .recipe = PS_RECIPE_BF16,
+      .device = {.n_gpus = 1},
       .fp8_bf16_first = 1,
       .fp8_bf16_last = 1,
       .save_dtype = PS_BF16,
@@ -190,7 +191,11 @@ static const job_option job_options[] = {
       .kind = CLI_COUNT,
       .value = "N",
       .most = CLI_MAX_GPU,
-      .help = "which of the visible GPUs (default 0)"}},
+      .help = "which of the visible GPUs (default 0); with --gpus the first of them"}},
+    OPTION(TRAINING, device.n_gpus, .name = "gpus", .kind = CLI_COUNT, .value = "N", .least = 1,
+           .most = PS_MAX_DEVICES,
+           .help = "train on N GPUs: --gpu I and those after it (default 1). So far --backend cpu "
+                   "alone takes several, with an arena in place of each"),
     OPTION(ALWAYS, device.threads, .name = "threads", .kind = CLI_COUNT, .value = "N", .least = 1,
            .most = PS_MAX_THREADS,
            .help =
@@ -400,6 +405,7 @@ int cli_job_prepare(cli_job *j) {
       .fp8_head = j->fp8_head,
       .lora = j->lora,
       .n_threads = (uint32_t)j->device.threads,
+      .n_devices = (uint32_t)j->device.n_gpus,
       .deterministic = j->deterministic,
       .one_document =
           j->document_token < 0 && j->document_end_token < 0 && !j->data_marks_documents,
@@ -421,17 +427,27 @@ static void on_evaluated(void *user, uint64_t n_evaluated, double best_step_s) {
                       best_step_s > 0 ? v->tokens_per_step / best_step_s : 0);
 }
 
-/* The tokens of a step as ps_plan_config says. */
-static double step_tokens(const ps_plan_config *c) {
+uint64_t cli_step_tokens(const ps_plan_config *c) {
   const uint64_t n = c->tokens_per_step ? c->tokens_per_step / c->seq_len : 8;
-  return (double)((n ? n : 1) * c->seq_len);
+  return (n ? n : 1) * c->seq_len;
+}
+
+/* Round r of a step runs on device r modulo their number. */
+static void note_idle(const cli_job *j, cli_progress *p) {
+  const ps_plan_report *r = &j->report;
+  if (r->n_rounds < r->n_devices)
+    cli_progress_note(
+        p,
+        "--gpus %u: %u would idle, as a step has %u round%s: raise --tokens-per-step, "
+        "or lower --chunk-tokens or --chunks-per-round",
+        r->n_devices, r->n_devices - r->n_rounds, r->n_rounds, r->n_rounds == 1 ? "" : "s");
 }
 
 int cli_job_plan(cli_job *j) {
   int code = cli_job_prepare(j);
   if (code != CLI_OK)
     return code;
-  search_view view = {.tokens_per_step = step_tokens(&j->plan_config)};
+  search_view view = {.tokens_per_step = (double)cli_step_tokens(&j->plan_config)};
   cli_progress_begin(&view.progress, j);
   ps_plan_config config = j->plan_config;
   config.progress = on_evaluated;
@@ -442,5 +458,6 @@ int cli_job_plan(cli_job *j) {
     return cli_fail_status(st, true);
   j->report.struct_bytes = sizeof j->report;
   st = ps_plan_get_report(j->plan, &j->report);
+  note_idle(j, &view.progress);
   return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }

@@ -21,7 +21,8 @@ void cli_step_note(cli_step *s, const cli_job *job, const ps_step_metrics *m, do
   s->eta_s = elapsed_s / (double)n_done * (double)(job->steps - job->first_step - n_done);
   const double flops =
       job->report.model_flops * ((double)m->tokens / (double)job->report.tokens_per_step);
-  s->tflops = m->step_s > 0 ? flops / m->step_s * 1e-12 : 0;
+  s->n_gpus = job->report.n_devices;
+  s->tflops = m->step_s > 0 ? flops / m->step_s * 1e-12 / (double)s->n_gpus : 0;
   s->time_s = (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
@@ -32,6 +33,7 @@ static void step_json(cli_json *j, const cli_step *s) {
   cli_json_count(j, "consumed_tokens", s->consumed_tokens);
   cli_json_number(j, "elapsed_s", s->elapsed_s);
   cli_json_number(j, "eta_s", s->eta_s);
+  cli_json_count(j, "gpus", s->n_gpus);
   cli_json_number(j, "tflops", s->tflops);
   cli_json_number(j, "time_s", s->time_s);
 }

@@ -243,7 +243,10 @@ void cli_progress_step(cli_progress *p, const ps_step_metrics *m, const cli_step
       short_count(b, s->consumed_tokens));
   say(&parts[BATCH], "batch %" PRIu64 "x%" PRIu64, s->samples, m->tokens / s->samples);
   say(&parts[SPEED], "%.0f tok/s", m->tokens_per_s);
-  say(&parts[FLOPS], "%.3g TFLOP/s", s->tflops);
+  if (s->n_gpus > 1)
+    say(&parts[FLOPS], "%" PRIu64 " x %.3g TFLOP/s", s->n_gpus, s->tflops);
+  else
+    say(&parts[FLOPS], "%.3g TFLOP/s", s->tflops);
   if (m->mfu > 0)
     say(&parts[MFU], "MFU %.1f%%", 100 * m->mfu);
   say(&parts[ELAPSED], "elapsed %s", cli_duration(time, s->elapsed_s));

@@ -172,9 +172,11 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
   uint64_t n;
   const ps_plan_report *plan = &job->report;
   const double loss = mean_loss(r, &n);
-  fprintf(out, "%" PRIu64 " of %" PRIu64 " steps, %" PRIu64 " tokens in %s: %.0f tok/s\n",
-          r->n_done, r->n_wanted, r->tokens, cli_duration(a, r->wall_s),
-          r->wall_s > 0 ? (double)r->tokens / r->wall_s : 0);
+  fprintf(out, "%" PRIu64 " of %" PRIu64 " steps, %" PRIu64 " tokens in %s", r->n_done, r->n_wanted,
+          r->tokens, cli_duration(a, r->wall_s));
+  if (plan->n_devices > 1)
+    fprintf(out, " on %u devices", plan->n_devices);
+  fprintf(out, ": %.0f tok/s\n", r->wall_s > 0 ? (double)r->tokens / r->wall_s : 0);
   fprintf(out, "loss            %.4f in the first step, %.4f in the last ", r->loss_first, loss);
   fprintf(out, n > 1 ? "%" PRIu64 " (mean)\n" : "step\n", n);
   cli_val_summary_print(out, r);
@@ -186,9 +188,10 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
           r->predicted_step_s, r->step_s_median,
           r->predicted_step_s > 0 ? r->step_s_median / r->predicted_step_s : 0);
   print_deviation(out, job, r);
-  fprintf(out, "device memory   plan %s  measured %s  cap %s\n",
+  fprintf(out, "device memory   plan %s  measured %s  cap %s%s\n",
           cli_bytes(a, plan->device_used_bytes), cli_bytes(b, r->device_peak_bytes),
-          plan->device_mem_bytes ? cli_bytes(c, plan->device_mem_bytes) : "none");
+          plan->device_mem_bytes ? cli_bytes(c, plan->device_mem_bytes) : "none",
+          plan->n_devices > 1 ? ", a device" : "");
   fprintf(out, "host memory     plan %s  measured %s  cap %s\n",
           cli_bytes(a, plan->host_used_bytes), cli_bytes(b, r->host_peak_bytes),
           plan->host_mem_bytes ? cli_bytes(c, plan->host_mem_bytes) : "none");
@@ -234,6 +237,7 @@ static void summary_json(FILE *out, const cli_job *job, const cli_run_result *r)
   cli_json_number(&j, "step_s_median", r->step_s_median);
   cli_json_number(&j, "predicted_step_s", r->predicted_step_s);
   cli_json_number(&j, "tokens_per_s", r->wall_s > 0 ? (double)r->tokens / r->wall_s : 0);
+  cli_json_count(&j, "gpus", job->report.n_devices);
   cli_json_count(&j, "device_peak_bytes", r->device_peak_bytes);
   cli_json_count(&j, "device_used_bytes", job->report.device_used_bytes);
   cli_json_count(&j, "device_mem_bytes", job->report.device_mem_bytes);

@@ -463,7 +463,9 @@ static void on_progress(void *user, const char *what, uint64_t done_bytes, uint6
 static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   ps_dataset *ds = NULL, *val = NULL;
   ps_status st;
-  int code = cli_job_check(job);
+  int code = cli_gpus_check(&job->device);
+  if (code == CLI_OK)
+    code = cli_job_check(job);
   if (code == CLI_OK)
     code = cli_profile_parse(job);
   if (code == CLI_OK)

@@ -31,6 +31,7 @@ NAMES = {
     "step_s": "perf/step_s",
     "predicted_step_s": "perf/predicted_step_s",
     "tokens_per_s": "perf/tokens_per_s",
+    "gpus": "perf/gpus",
     "tflops": "perf/tflops",
     "mfu": "perf/mfu",
     "h2d_bytes_per_s": "perf/h2d_bytes_per_s",

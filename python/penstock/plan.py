@@ -13,7 +13,7 @@ import numpy as np
 from ._handle import Handle, Owner
 from ._lib import as_dict, callback, check, encode_path, ffi, lib, struct, text
 from .engine import TRACE_DTYPE, Schedule
-from .errors import BudgetError, FormatError, InputOutputError, StateError
+from .errors import BudgetError, FormatError, InputOutputError, InvalidError, StateError
 from .lora import Lora
 from .model import ModelConfig, Parameter, params_of
 
@@ -225,7 +225,9 @@ _SIZES = ("device_mem", "host_mem", "reserve")
 def _configure(given: dict) -> tuple:
     """ps_plan_config and the Hardware of Plan's arguments, and the array of the batch ramp, which
     must live as long as the library reads the config."""
-    lora, hardware = given["lora"], given["hardware"]
+    lora, hardware, gpus = given["lora"], given["hardware"], given["gpus"]
+    if not 1 <= gpus <= lib.PS_MAX_DEVICES:
+        raise InvalidError(f"gpus is {gpus}: give 1 to {lib.PS_MAX_DEVICES}")
     hardware = hardware or Hardware.cached(
         given["threads"], host_mem=given["host_mem"] if given["reserve"] is None else None
     )
@@ -241,6 +243,7 @@ def _configure(given: dict) -> tuple:
         optimizer=optimizer[0],
         n_threads=given["threads"],
         n_frozen_layers=given["frozen_layers"],
+        n_devices=gpus,
         **{name: given[name] for name in _NUMBERS},
         **{name: int(given[name]) for name in _FLAGS},
         **{f"{name}_bytes": parse_bytes(given[name], name) for name in _SIZES},
@@ -297,6 +300,8 @@ class Plan(Owner):
     sample_context         prompt and its text may have together; 0: none. The plan is the same
                            without
     lora                   a Lora: adapters are trained, and the model's own weights are frozen
+    gpus                   GPUs that train together, 1 to 8; device_mem is the cap of each. Several
+                           are of a Hardware of the CPU backend so far, as arenas (docs/gpus.md)
     reserve                host memory of the process beside the plan's, in bytes or as "1GiB";
                            None: what the process held when it first asked for a Hardware or a Plan
     keep_grads             gradients are copied to the host wherever the update runs, for
@@ -345,6 +350,7 @@ class Plan(Owner):
         fp8_head: bool = False,
         reserve=None,
         hardware: Hardware | None = None,
+        gpus: int = 1,
         progress=None,
     ):
         self.config, self.hardware, ramp = _configure(locals())

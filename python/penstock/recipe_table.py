@@ -16,6 +16,7 @@ from .runs import RunDirectory
 WARM_UP = 2  # steps of each start of a training that the default window leaves out
 TRILLION = 1e12
 COUNTER, READINGS = "energy counter", "power readings"
+FIRST_GPU = " of the first GPU"  # of several, whose other sensors are not read
 # the steps' means and standard deviations: name of the columns, field of metrics.jsonl, factor
 _SPREAD = (
     ("step_s", "step_s", 1),
@@ -82,6 +83,12 @@ def choose(run: RunDirectory, window: tuple[int, int] | None, last: int | None) 
             )
     if not all("tokens" in row for row in chosen):
         raise DataError(f"{where} has lines without tokens: an older version wrote it")
+    counts = {row.get("gpus", 1) for row in chosen}
+    if len(counts) > 1:
+        raise DataError(
+            f"{where}: the steps of the window ran on {min(counts)} to {max(counts)} GPUs: give "
+            "--window with steps of one number"
+        )
     sizes = {row["tokens"] for row in chosen}
     if len(sizes) > 1:
         raise DataError(
@@ -120,6 +127,7 @@ def energy(rows: list[dict], before: dict | None) -> tuple[float, str] | tuple[N
 def row_of(run: RunDirectory, window: tuple[int, int] | None = None, last: int | None = None):
     """The figures of a run as a dict; None: unknown."""
     rows, plan = choose(run, window, last), run.plan
+    gpus = rows[0].get("gpus", 1)
     at = run.metrics.rows.index(rows[0])
     before = run.metrics.rows[at - 1] if at else None
     seconds, tokens = sum(r["step_s"] for r in rows), sum(r["tokens"] for r in rows)
@@ -128,7 +136,7 @@ def row_of(run: RunDirectory, window: tuple[int, int] | None = None, last: int |
     out = {
         "run": run.path.resolve().name,
         "device": plan.get("hardware", {}).get("device_name") or plan.get("hardware", {}).get("name"),
-        "gpus": 1,
+        "gpus": gpus,
         **{key: plan.get(key) for key in _PLANNED},
         "device_cap_bytes": plan.get("device_mem_bytes") or None,
         "host_cap_bytes": plan.get("host_mem_bytes") or None,
@@ -147,7 +155,7 @@ def row_of(run: RunDirectory, window: tuple[int, int] | None = None, last: int |
         "predicted_step_s": fmean(predicted) if predicted else None,
         "days_per_trillion_tokens": TRILLION / (tokens / seconds) / 86400,
         "joules_per_token": joules / tokens if joules else None,
-        "energy_from": source,
+        "energy_from": source + FIRST_GPU * (gpus > 1) if source else None,
     }
 
 
@@ -187,7 +195,7 @@ def text_of(rows: list[dict], default_window: bool) -> str:
     what = [
         (
             r["run"],
-            r["device"] or "-",
+            f"{r['gpus']} x {r['device'] or '-'}" if r["gpus"] > 1 else r["device"] or "-",
             *("-" if r[key] is None else f"{r[key]:,}" for key in ("seq_len", "tokens_per_step")),
             r["recipe"] or "-",
             r["optimizer"] or "-",
@@ -214,14 +222,19 @@ def text_of(rows: list[dict], default_window: bool) -> str:
             f"The first {WARM_UP} steps of each start are left out; --window and --last choose."
         )
     notes.append("days/T: days for 10^12 tokens at the window's tokens / seconds.")
-    sources = {r["energy_from"] for r in rows} - {None}
-    if COUNTER in sources:
+
+    def named(part: str) -> str:
+        return ", ".join(r["run"] for r in rows if part in (r["energy_from"] or ""))
+
+    if named(COUNTER):
         notes.append("J/token: the GPU's energy counter over the steps, without the host.")
-    if READINGS in sources:
+    if named(READINGS):
         notes.append(
             "J/token: power readings at the steps' ends, integrated by trapezoids, without the host:"
-            "\n" + ", ".join(r["run"] for r in rows if r["energy_from"] == READINGS) + "."
+            f"\n{named(READINGS)}."
         )
+    if named(FIRST_GPU):
+        notes.append(f"J/token is of the first GPU alone: {named(FIRST_GPU)}.")
     header = ("run", "steps", "step, s", "tokens/s", "TFLOP/s a GPU", "MFU, %", "days/T", "J/token")
     return "\n".join(
         _aligned(("run", "device", "seq", "tokens a step", "recipe", "optimizer", "caps"), what)

@@ -134,6 +134,13 @@ def _summary(run: RunDirectory) -> str:
         out.append(("consumed", consumed))
     if "elapsed_s" in last:
         out.append(("elapsed", f"{duration(last['elapsed_s'])} since the last start"))
+    if "tflops" in last:
+        usual = rows[2:] or rows
+        tflops = median(r.get("tflops", 0) for r in usual)
+        several = f"{last['gpus']} x " if last.get("gpus", 1) > 1 else ""
+        mfu = 100 * median(r.get("mfu", 0) for r in usual)
+        speed = f"{median(r['tokens_per_s'] for r in usual):,.0f} tokens/s, {several}{tflops:.4g}"
+        out.append(("speed", f"{speed} TFLOP/s" + (f", MFU {mfu:.1f}%" if mfu else "")))
     if "n_skipped" in last:
         out.append(
             ("skipped", f"{last['n_skipped']:,} steps, whose loss or gradient was not finite")

@@ -393,6 +393,7 @@ class RunLog:
         self._samples += metrics.tokens // self._plan["seq_len"]
         # of a batch ramp's step, the part that it is of the plan's
         flops = self._plan["model_flops"] * metrics.tokens / self._plan["tokens_per_step"]
+        gpus = self._plan["n_devices"]
         row |= {
             "total_steps": self._total,
             "samples": metrics.tokens // self._plan["seq_len"],
@@ -400,7 +401,8 @@ class RunLog:
             "consumed_tokens": self._tokens,
             "elapsed_s": elapsed,
             "eta_s": elapsed / done * max(0, left),  # as cli_step_note() of the program
-            "tflops": flops / metrics.step_s * 1e-12 if metrics.step_s else 0,
+            "gpus": gpus,
+            "tflops": flops / metrics.step_s * 1e-12 / gpus if metrics.step_s else 0,
             "time_s": time.time(),
         }
         finite = {k: v if abs(v) < float("inf") else None for k, v in row.items()}

@@ -146,7 +146,8 @@ def _numbers(run: RunDirectory, rows: list[dict]) -> Table:
         grid.add_row("skipped", f"{row['n_skipped']:,} steps, not finite")
     grid.add_row("tokens/s", f"{median(r['tokens_per_s'] for r in recent):,.0f}")
     if "tflops" in row:
-        grid.add_row("TFLOP/s", f"{median(r.get('tflops', 0) for r in recent):.4g}")
+        several = f"{row['gpus']} x " if row.get("gpus", 1) > 1 else ""
+        grid.add_row("TFLOP/s", f"{several}{median(r.get('tflops', 0) for r in recent):.4g}")
     if row.get("mfu"):
         grid.add_row("MFU", f"{100 * median(r.get('mfu', 0) for r in recent):.1f}%")
     measured, predicted = median(r["step_s"] for r in recent), run.plan.get("predicted_step_s")
@@ -187,8 +188,12 @@ def _streams(run: RunDirectory) -> tuple:
         grid.add_row(*(Text(t, "dim") for t in ("stream", "busy", "waiting")))
         for s in summary["streams"]:
             grid.add_row(Text(s["name"]), f"{100 * s['busy']:.0f}%", f"{100 * s['wait']:.0f}%")
-        stalls = [s for s in summary["stalls"] if s["stream"] == "compute"][:3]
-        waits = [Text(f"compute waits {s['seconds']:.3f} s a step for {s['for']}") for s in stalls]
+        stalls = [s for s in summary["stalls"] if s["stream"].startswith("compute")]
+        stalls.sort(key=lambda s: -s["seconds"])
+        waits = [
+            Text(f"{s['stream']} waits {s['seconds']:.3f} s a step for {s['for']}")
+            for s in stalls[:3]
+        ]
         return Group(grid, *waits), "streams: measured"
     step, busy = run.plan.get("predicted_step_s") or 1, run.plan.get("stream_busy_s", {})
     grid.add_row(*(Text(t, "dim") for t in ("stream", "busy")))
