@@ -45,7 +45,7 @@ static int search(const cli_job *job, ps_evaluations *shared, cli_cell *cell) {
 }
 
 /* The model and the machine of the figures. A picture drawn from them names both. */
-static void subject_json(cli_json *j, const cli_job *job) {
+void cli_subject_json(cli_json *j, const cli_job *job) {
   char model[256];
   snprintf(model, sizeof model, "%s", job->model);
   for (size_t n = strlen(model); n > 1 && model[n - 1] == '/'; n--)
@@ -71,7 +71,7 @@ static void found_under_json(cli_json *j, const cli_cell *cell) {
 static void print_json(const cli_job *job, const grid *g) {
   cli_json j = {.out = stdout};
   cli_json_open(&j, NULL, '{');
-  subject_json(&j, job);
+  cli_subject_json(&j, job);
   cli_json_open(&j, "device_mem_bytes", '[');
   for (uint32_t d = 0; d < g->n_device; d++)
     cli_json_count(&j, NULL, g->device[d]);

@@ -95,7 +95,16 @@ int cli_plan(int argc, char **argv) {
                                 .value = "DEVICE:HOST...",
                                 .help = "print the plan under each pair of caps, such as "
                                         "24GiB:84GiB, as a JSON object a line; none is no cap"};
-  options[n + 6] = (cli_option){.name = NULL};
+  cli_texts gpus = {0};
+  options[n + 6] = (cli_option){.name = "gpus",
+                                .table = "run",
+                                .kind = CLI_TEXTS,
+                                .out = &gpus,
+                                .value = "N...",
+                                .help = "plan for N GPUs (default 1); of several numbers, such as "
+                                        "1,2,4,8, print a table: tokens/s, what binds, memory, and "
+                                        "the tokens a step that N GPUs need"};
+  options[n + 7] = (cli_option){.name = NULL};
   const cli_command command = {
       .usage = "plan --model DIR --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
       .about = about,
@@ -106,14 +115,23 @@ int cli_plan(int argc, char **argv) {
   };
   int code = cli_parse(&command, argc, argv);
   double targets = 0;
+  uint32_t n_gpus[CLI_MAX_GPU_ROWS] = {1}, n_rows = 0;
+  const bool other_table = job.smallest || devices.n || hosts.n || pairs.n;
+  if (code == CLI_OK)
+    code = cli_gpus_parse(&gpus, n_gpus, &n_rows);
+  if (code == CLI_OK && n_rows > 1 && other_table)
+    code = cli_fail(CLI_REFUSED, "--gpus with several numbers prints a table of its own: give one "
+                                 "number, or leave out --smallest, --grid-* and --pairs");
+  job.device.n_gpus = n_gpus[0];
   if (code == CLI_OK)
     code = cli_job_check(&job);
   if (code == CLI_OK && job.data.n)
     code = read_data(&job, &targets);
   if (code == CLI_OK)
-    code = job.smallest || devices.n || hosts.n || pairs.n ? cli_job_prepare(&job)
-                                                           : cli_job_plan(&job);
-  if (code == CLI_OK && pairs.n) {
+    code = other_table || n_rows > 1 ? cli_job_prepare(&job) : cli_job_plan(&job);
+  if (code == CLI_OK && n_rows > 1) {
+    code = cli_plan_gpus(&job, n_gpus, n_rows);
+  } else if (code == CLI_OK && pairs.n) {
     code = cli_plan_pairs(&job, &pairs);
   } else if (code == CLI_OK && (devices.n || hosts.n)) {
     code = cli_plan_grid(&job, &devices, &hosts);
@@ -132,5 +150,6 @@ int cli_plan(int argc, char **argv) {
   free(devices.item);
   free(hosts.item);
   free(pairs.item);
+  free(gpus.item);
   return code < 0 ? CLI_OK : code;
 }
