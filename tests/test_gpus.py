@@ -1,0 +1,312 @@
+"""Several GPUs: --gpus N gives the bits of one GPU with the same chunks and rounds, here on the CPU
+backend, which has an arena in place of each; what is refused; the table of `penstock plan`."""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, words_of_training, write_shard
+from penstock import Hardware, InvalidError, Lora, ModelConfig, Plan, RunLog, Trainer
+from safetensors.numpy import load_file, save_file
+from test_cli import BINARY, penstock, refused
+from test_watch import command
+
+SEQ, STEPS = 64, 3
+ROUNDS = {"chunk_tokens": SEQ, "chunks_per_round": 1}  # 7: no multiple of 2, 3 or 4
+SLICES = {"chunk_tokens": SEQ // 4, "chunks_per_round": 4}
+FIRST = {"chunk_tokens": SEQ, "chunks_per_round": 2, "first_round_chunks": 3}
+VAL = {"val_tokens": 3 * SEQ, "sample_sequences": 1, "sample_context": 12}
+# what the plan has beside the batch, and the trainer
+CASES = {
+    "untied": (ROUNDS | {"recipe": "bf16"}, {}),
+    "tied-slices": (SLICES | {"recipe": "fp32-master"}, {}),
+    "tied": (ROUNDS | {"recipe": "bf16", "clip": False}, {"clip_norm": 0.0}),
+    "first-round": (FIRST | {"recipe": "fp32", "optimizer": "lion"}, {}),
+    "lora": (ROUNDS | {"lora": Lora(4, 8)}, {}),
+    "ramp": (ROUNDS | {"recipe": "bf16", "batch_ramp": [(SEQ, 1), (3 * SEQ, 1)]}, {}),
+    "beside": (ROUNDS | VAL | {"recipe": "bf16"}, {}),
+    "skip": (ROUNDS | {"recipe": "fp32"}, {"non_finite": "skip"}),
+}
+CUT = ("--tokens-per-step", 7 * SEQ, "--chunk-tokens", SEQ, "--chunks-per-round", 1)
+CPU = ("--backend", "cpu", "--threads", 2)
+
+
+@pytest.fixture(scope="module")
+def tied_model(tmp_path_factory):
+    out = tmp_path_factory.mktemp("tied") / "model"
+    words = [ROOT / "models/init_model.py", ROOT / "models/tiny-qwen2.json", out, "--seed", "1"]
+    subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def spoiled(tiny_model, tmp_path_factory):
+    """A model and data whose loss is infinite in the second step, in the sixth round."""
+    out = tmp_path_factory.mktemp("spoiled")
+    (file,) = tiny_model.glob("*.safetensors")
+    tensors = {name: np.array(x) for name, x in load_file(file).items()}
+    tensors["model.embed_tokens.weight"][300] = np.inf
+    save_file(tensors, out / file.name)
+    (out / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    tokens = np.arange(2000) % 200
+    tokens[12 * SEQ + 5] = 300
+    return out, write_shard(out / "data.bin", tokens)
+
+
+def figures(m):
+    return (m.step, m.tokens, str(m.loss), str(m.grad_norm), m.n_skipped, m.samples) + (
+        (m.validation.loss,) if m.validation else ()
+    )
+
+
+def run_case(name, gpus, model, shard, folder):
+    """Figures of each step, and the SHA-256 of the checkpoint's files: weights and state."""
+    planned, settings = CASES[name]
+    plan = Plan(
+        ModelConfig.read(model),
+        seq_len=SEQ,
+        tokens_per_step=7 * SEQ,
+        hardware=Hardware.estimate(2, "cpu"),
+        gpus=gpus,
+        **planned,
+    )
+    beside = {}
+    if name == "beside":
+        settings = settings | {"val": str(shard)}
+        prompts = {"prompts": [[1, 2, 3]], "max_new_tokens": 5}
+        beside = {"validate_every": 2, "sample_every": 2, "samples": prompts}
+    with Trainer(model, plan, str(shard), lr=1e-3, total_steps=STEPS, **settings) as trainer:
+        seen = [figures(m) for m in trainer.steps(STEPS, **beside)]
+        manifest = trainer.checkpoint(folder / f"{name}-{gpus}") + "/manifest.json"
+    with open(manifest) as file:
+        digests = re.findall(r"\b[0-9a-f]{64}\b", file.read())
+    assert plan.report["n_devices"] == gpus and len(digests) > 1
+    return seen, digests
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_do_not_depend_on_the_number_of_gpus(
+    name, tiny_model, tied_model, spoiled, tiny_shard, tmp_path
+):
+    tied, several = (tied_model, tiny_shard), (2, 3, 4) if name in ("untied", "tied") else (3,)
+    data = {"tied": tied, "tied-slices": tied, "skip": spoiled}.get(name, (tiny_model, tiny_shard))
+    one = run_case(name, 1, *data, tmp_path)
+    for gpus in several:
+        assert run_case(name, gpus, *data, tmp_path) == one, gpus
+    assert len({f[2] for f in one[0]}) == STEPS
+    if name == "skip":
+        assert [f[4] for f in one[0]] == [0, 1, 1] and one[0][1][2] == "nan"
+    if name == "beside":
+        assert [len(f) for f in one[0]] == [6, 7, 6] and one[0][1][5]
+
+
+# ---- the binary ----------------------------------------------------------------------------------
+
+
+def train(model, shard, *more):
+    done = subprocess.run(
+        [BINARY, *words_of_training(model, shard, *CUT, *CPU, *more)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def of_run(folder):
+    """Steps, losses and norms, and the SHA-256 of the saved weights."""
+    (weights,) = (folder / "out").glob("*.safetensors")
+    return [(m["step"], m["loss"], m["grad_norm"]) for m in metrics_of(folder)], hashlib.sha256(
+        weights.read_bytes()
+    ).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model, tiny_shard, tmp_path_factory):
+    """The run directory of a training of four steps on one GPU."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(tiny_model, tiny_shard, "--steps", 4, "--run-dir", folder, "--out", folder / "out")
+    return folder
+
+
+def test_a_run_resumes_on_another_number_of_gpus(alone, tiny_model, tiny_shard, tmp_path):
+    where = ("--run-dir", tmp_path, "--out", tmp_path / "out", "--force")
+    train(tiny_model, tiny_shard, *where, "--gpus", 2, "--steps", 2, "--checkpoint-every", 2)
+    assert "\ngpus = 2\n" in (tmp_path / "run.toml").read_text()
+    train(tiny_model, tiny_shard, *where, "--gpus", 3, "--steps", 4, "--resume", "latest")
+    assert "\ngpus = 3\n" in (tmp_path / "run.toml").read_text()
+    assert of_run(tmp_path) == of_run(alone)
+    assert [m["gpus"] for m in metrics_of(tmp_path)] == [2, 2, 3, 3]
+    done = command("report", "--recipe-table", tmp_path, "--window", "1:4")
+    assert done.returncode == 2 and "ran on 2 to 3 GPUs: give --window" in done.stderr
+
+
+def test_figures_are_a_gpu_everywhere(alone, tiny_model, tiny_shard, tmp_path):
+    """By a run's file; the resolved one has the number too."""
+    text = (alone / "run.toml").read_text().replace("\ngpus = 1\n", "\ngpus = 2\n")
+    text = re.sub(r'(run-dir|out) = "[^"]*"', rf'\1 = "{tmp_path}"', text)
+    (tmp_path / "my.toml").write_text(text)
+    done = penstock("train", "--config", tmp_path / "my.toml", "--quiet=false")
+    assert done.returncode == 0, done.stderr
+    row, summary = metrics_of(tmp_path)[-1], json.loads((tmp_path / "summary.json").read_text())
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert row["gpus"] == summary["gpus"] == 2
+    assert row["tflops"] * 2 * row["step_s"] * 1e12 == pytest.approx(plan["model_flops"])
+    peak = plan["model_flops"] / row["step_s"] / row["mfu"]
+    first = metrics_of(alone)[0]
+    assert peak == pytest.approx(2 * first["tflops"] * 1e12 / first["mfu"], rel=1e-6)
+    assert re.search(r"tok/s  2 x \S+ TFLOP/s  MFU", done.stderr)
+    assert " on 2 devices: " in done.stdout and "compute 1 waited" in done.stdout
+    assert [s["name"] for s in summary["streams"]][:6:3] == ["compute 0", "compute 1"]
+    done = command("report", "--recipe-table", tmp_path)
+    assert done.returncode == 0 and re.search(r"\s2 x ", done.stdout), done.stdout
+    assert re.search(r"TFLOP/s +2 x \d", command("watch", tmp_path, "--once").stdout)
+
+
+def test_eval_is_that_of_one_gpu(tiny_model, tiny_shard):
+    words = words_of_training(tiny_model, tiny_shard, *CUT, *CPU, "--steps", 2, "--json")
+    words[0] = "eval"
+    one, three = (
+        json.loads(penstock(*words, "--gpus", n).stdout) | {"tokens_per_s": 0} for n in (1, 3)
+    )
+    sizes = {"device_used_bytes": 0, "host_used_bytes": 0}
+    assert one | sizes == three | sizes
+
+
+def test_gpus_that_idle_are_told_in_a_line(tiny_model, tiny_shard, tmp_path):
+    words = words_of_training(tiny_model, tiny_shard, *CUT, *CPU, "--steps", 1)
+    words.remove("--quiet")
+    done = penstock(*words, "--gpus", 8, "--run-dir", tmp_path)
+    assert done.returncode == 0
+    says = (
+        "--gpus 8: 1 would idle, as a step has 7 rounds: raise --tokens-per-step, or lower --chunk"
+    )
+    assert done.stderr.count(says) == 1
+    done = penstock(*words, "--gpus", 7, "--run-dir", tmp_path)
+    assert done.returncode == 0 and "idle" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        (("--gpus", 0, *CPU), r"--gpus 0: give a whole number from 1 to 8$"),
+        (("--gpus", 9, *CPU), r"--gpus 9: give a whole number from 1 to 8$"),
+        (("--gpus", "two", *CPU), r"--gpus two: give a whole number from 1 to 8$"),
+        (("--gpus", "1,2", *CPU), r"--gpus 1,2: give a whole number"),
+        (("--gpus", 2, "--gpu", 1, *CPU), r"--gpu 1 and --backend cpu exclude each other"),
+        (("--gpus", 2), r"--gpus 2: there is no GPU that can be used here: give --gpus 1, or --ba"),
+        (
+            ("--gpus", 2, "--backend", "cuda", "--model", "nowhere"),
+            r"--gpus 2: the CUDA backend drives one GPU so far: give --gpus 1, or --backend cpu$",
+        ),
+    ],
+)
+@pytest.mark.parametrize("what", ["train", "eval"])
+def test_what_is_refused(what, more, says, tiny_model, tiny_shard, tmp_path):
+    words = words_of_training(tiny_model, tiny_shard, "--steps", 1)
+    words[0] = what
+    refused(penstock(*words, *more, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}), says)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- Python --------------------------------------------------------------------------------------
+
+
+def test_python_takes_the_same_number(alone, tiny_model, tmp_path):
+    kw = {"seq_len": SEQ, "hardware": Hardware.estimate(2, "cpu")}
+    for gpus in (0, 9):
+        with pytest.raises(InvalidError, match=f"gpus is {gpus}: give 1 to 8"):
+            Plan(ModelConfig.read(tiny_model), gpus=gpus, **kw)
+    with Trainer.from_file(alone / "run.toml", gpus=2) as trainer:
+        with RunLog(tmp_path, trainer) as log:
+            for m in trainer.steps(2):
+                log.write(m)
+        assert len(trainer.plan.stream_names) == 8
+    rows = metrics_of(tmp_path)
+    assert [(r["step"], r["loss"], r["grad_norm"]) for r in rows] == of_run(alone)[0][:2]
+    flops = trainer.plan.json()["model_flops"]
+    assert rows[0]["gpus"] == 2
+    assert rows[0]["tflops"] * 2 * rows[0]["step_s"] * 1e12 == pytest.approx(flops)
+
+
+# ---- penstock plan -------------------------------------------------------------------------------
+
+
+def plan(*more):
+    done = penstock("plan", "--seq-len", SEQ, "--chunk-tokens", SEQ, *more)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A model of one block, and a machine whose GPU multiplies so slowly that products bind."""
+    folder = tmp_path_factory.mktemp("slow")
+    model = json.loads((ROOT / "models/tiny-llama.json").read_text()) | {"num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(model))
+    machine = json.loads((ROOT / "docs/hardware-h200.json").read_text())
+    tables = ("gemm_bf16", "gemm_fp8", "attention_bf16")
+    machine = {k: v for k, v in machine.items() if k not in tables}
+    for name in machine:
+        if re.match("(gemm|attention)_.*flops_per_s", name):
+            machine[name] *= 1e-4
+    (folder / "slow.json").write_text(json.dumps(machine))
+    more = ("--chunks-per-round", 1, "--clip-norm", 0, "--quiet")
+    return ("--model", folder, "--hardware", folder / "slow.json", *more)
+
+
+def test_plan_prints_a_table_of_several_numbers(words):
+    """Of two GPUs each has a round of a step's two."""
+    text = plan(*words, "--gpus", 1, 2, "--tokens-per-step", 2 * SEQ)
+    head, _, one, two, *notes = text.splitlines()
+    assert head == "128 tokens a step, sequences of 64"
+    columns = r" +{} +(\d+) +{} +products \d+% +\d+\.\d% +\S+ MiB +\S+ GiB +{}$"
+    alone = re.match(columns.format(1, "1.00", "-"), one)
+    both = re.match(columns.format(2, r"(?:0\.9[5-9]|1\.00)", 2 * SEQ), two)
+    assert alone and both and 1.9 < int(both[1]) / int(alone[1]) < 2.01, text
+    assert max(map(len, text.splitlines())) <= 100
+    assert notes[-1].startswith("The CUDA backend drives one GPU so far: rows of several are a")
+    assert plan(*words, "--gpus", "1,2", "--tokens-per-step", 2 * SEQ) == text
+
+
+@pytest.mark.long
+def test_a_row_is_the_plan_of_its_number(words):
+    """Of three GPUs one has 6 of 16 rounds, and 11 of 32: 0.89 and 0.97 of three times one."""
+    table = json.loads(plan(*words, "--gpus", "1,3", "--tokens-per-step", 16 * SEQ, "--json"))
+    one, three = table["rows"]
+    for row in (one, three):
+        alone = plan(*words, "--gpus", row["gpus"], "--tokens-per-step", 16 * SEQ, "--json")
+        assert row["tokens_per_s"] == json.loads(alone)["predicted_tokens_per_s"]
+        assert (row["binds"], row["n_rounds"]) == ("products", 16) and 0.9 < row["busy"] <= 1.001
+        for size in ("device_used_bytes", "host_used_bytes"):
+            assert row[size] == json.loads(alone)[size]
+    assert three["share"] == three["tokens_per_s"] / (3 * one["tokens_per_s"]) < 0.95
+    assert [one["enough_tokens_per_step"], three["enough_tokens_per_step"]] == [0, 32 * SEQ]
+
+
+def test_a_number_of_gpus_that_does_not_fit_is_a_row_with_the_reason(tiny_model):
+    words = ("--model", tiny_model, *CPU, "--quiet", "--chunks-per-round", 1)
+    out = plan(*words, "--gpus", "1,2", "--device-mem", "64KiB")
+    assert len(re.findall(r"^   [12]  no plan: .*device memory", out, re.M)) == 2
+    out = json.loads(plan(*words, "--gpus", "1,2", "--device-mem", "64KiB", "--json"))
+    assert all("device memory" in r["refused"] for r in out["rows"])
+
+
+def test_what_plan_refuses(tiny_model):
+    words = ("plan", "--model", tiny_model, "--seq-len", SEQ, *CPU)
+    for more, says in (
+        (("--gpus", "1,0"), r"--gpus 0: give a whole number from 1 to 8$"),
+        (("--gpus", "1,"), r"--gpus : give a whole number from 1 to 8$"),
+        (("--gpus", ",".join("1" * 17)), r"--gpus: more than 16 numbers given$"),
+        (("--gpus", "1,2", "--smallest"), r"--gpus with several numbers prints a table of its own"),
+        (("--gpus", "1,2", "--pairs", "1GiB:1GiB"), r"--gpus with several numbers"),
+    ):
+        refused(penstock(*words, *more), says)
