@@ -1,6 +1,6 @@
-/* test_train_ends.c - trainings that are ended: a run is cancelled at any moment, and its weights are
- * those of the last complete step. And who may end what when: plans and data outlive their trainer,
- * a batch function does not wait for itself. */
+/* test_train_ends.c - trainings that are ended: a run is cancelled at any moment, and its weights
+ * are those of the last complete step. And who may end what when: plans and data outlive their
+ * trainer, a batch function does not wait for itself. */
 #include "train_pieces.h"
 
 /* ---- cancel ---------------------------------------------------------------------------------- */
