@@ -1,8 +1,8 @@
 """Measures what a checkpoint beside the steps costs: two runs of `penstock train`, one JSON object.
 
-    python3 bench/checkpoint.py --data SHARDS --folder /scratch/run --out bench/results/ckpt.jsonl
+    python3 bench/checkpoint.py --folder /scratch/run --out bench/results/ckpt.jsonl
     python3 bench/checkpoint.py --model tiny-llama --backend cpu --device-gib 0 --host-gib 0 \\
-        --seq-len 64 --tokens 256 --data SHARDS --folder /tmp/run --out /tmp/ckpt.jsonl
+        --seq-len 64 --tokens 256 --folder /tmp/run --out /tmp/ckpt.jsonl
 
 The first run has 2 N - 1 steps and one checkpoint, after N of them (--steps N). The median of steps
 2 to N, of which the first is left out, is the time of a step without a checkpoint. What the steps
@@ -13,8 +13,8 @@ The second run resumes from the checkpoint, under --resume-gib where that is giv
 steps. Seconds to resume are from its start to its first step: planning, checking all SHA-256s,
 reserving memory and reading.
 
---folder gets the run, with one checkpoint: 48 GB for 8B. It must not exist, and is removed. The
-program needs Python's standard library alone.
+--folder gets the run, with one checkpoint: 48 GB for 8B. It must not exist, and is removed. Without
+--data the tokens are random ones. The program needs Python's standard library alone.
 """
 
 import argparse
@@ -28,7 +28,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from rows import ROOT, machine, text_of
+sys.path.insert(0, str(Path(__file__).resolve().parent / "sweep"))
+
+from machine import ROOT, commit, machine, versions  # noqa: E402
+from measure import random_shard  # noqa: E402
 
 LINE = re.compile(r"checkpoint \S+: .* after ([\d.]+) s .*waited ([\d.]+) s")
 
@@ -110,13 +113,24 @@ def measure(args, model):
     }
 
 
+def sentence(row):
+    cap = f" of {row['host_cap_gib']:g}" if row["host_cap_gib"] else ""
+    return (
+        f"A checkpoint of {row['gb']:.3g} GB was durable after {row['durable_s']:.1f} s "
+        f"({row['gb_per_s']:.2f} GB/s). It cost {row['lost_s']:.2f} s beside steps of "
+        f"{row['step_s']:.2f} s: {100 * row['lost_at_20_steps']:.2f}% of the time at an interval "
+        f"of 20 steps, {100 * row['lost_at_30_min']:.2f}% at one of 30 minutes. To resume took "
+        f"{row['resume_s']:.1f} s. Host memory peaked at {row['host_peak_gib']:.2f}{cap} GiB."
+    )
+
+
 def main():
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--binary", type=Path, default=ROOT / "build/bin/penstock")
     p.add_argument("--model", default="8b", help="a file of models/ (default 8b)")
-    p.add_argument("--data", nargs="+", required=True, help="token shards")
+    p.add_argument("--data", nargs="+", help="token shards (default: random tokens)")
     p.add_argument("--folder", type=Path, required=True, help="for the run; is removed")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--backend", default="cuda")
@@ -126,29 +140,40 @@ def main():
     p.add_argument("--host-gib", type=float, default=80, help="0: no cap")
     p.add_argument("--seq-len", type=int, default=4096)
     p.add_argument("--tokens", type=int, default=65536, help="a step")
-    p.add_argument("--steps", type=int, default=7)
+    p.add_argument("--steps", type=int, default=7, help="before the checkpoint; at least 3")
+    p.add_argument("--commit", help="commit to record (default: git's)")
     args = p.parse_args()
     if args.folder.exists():
         p.error(f"{args.folder} exists: give a folder that does not")
+    if args.steps < 3:
+        p.error(f"--steps {args.steps}: at least 3, as two are compared after the checkpoint")
     with tempfile.TemporaryDirectory() as work:
         config = json.loads((ROOT / f"models/{args.model}.json").read_text())
         # only the shape matters here, not what the model was trained for
         config["max_position_embeddings"] = max(args.seq_len, config["max_position_embeddings"])
         (Path(work) / "config.json").write_text(json.dumps(config))
+        if not args.data:
+            args.data = [str(Path(work) / "random.bin")]
+            n_tokens = 2 * args.steps * args.tokens + args.seq_len + 1
+            random_shard(Path(args.data[0]), n_tokens, config["vocab_size"])
         try:
             row = measure(args, Path(work))
         finally:
             shutil.rmtree(args.folder, ignore_errors=True)
     row |= {
         "model": args.model,
+        "recipe": args.recipe,
+        "seq_len": args.seq_len,
         "tokens": args.tokens,
         "machine": machine(),
-        "commit": text_of(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]),
+        "versions": versions(args.binary),
+        "commit": args.commit or commit() or "unknown",
         "date": time.strftime("%Y-%m-%d"),
     }
     with open(args.out, "a") as f:
         f.write(json.dumps(row) + "\n")
     print(json.dumps(row, indent=1))
+    print(sentence(row))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ import measure  # noqa: E402
 from cases import Case, SweepError  # noqa: E402
 from machine import ROOT, commit, die_with_parent, machine, versions  # noqa: E402
 
+RECIPES = ("bf16", "fp32-master", "fp32")  # that both sides have
 TORCH_SIDE = Path(__file__).resolve().parent / "torch_side.py"
 SIDES = {
     "torch": {},
@@ -55,7 +56,7 @@ def arguments():
     p.add_argument("cases", nargs="+", metavar="CASE", help="MODEL:SEQ_LEN:TOKENS_PER_STEP")
     p.add_argument("--caps", nargs="+", default=["0:0"], metavar="DEVICE_GIB:HOST_GIB")
     p.add_argument("--out", type=Path, required=True, help="folder of the results")
-    p.add_argument("--recipe", default="bf16", choices=cases.RECIPES)
+    p.add_argument("--recipe", default="bf16", choices=RECIPES)
     p.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--eager", action="store_true", help="PyTorch without torch.compile")

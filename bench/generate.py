@@ -9,7 +9,8 @@ with random weights once, in --models. DEVICE_GIB 0 means no cap. A case prints 
     memory_limit          the weights' bytes at the device memory's peak, times the batch
     link_limit            the streamed weights' bytes at the link's measured rate, times the batch
 
-Decode is all tokens but each prompt's first. The limits leave out the cache, which is read too. The
+Decode is all tokens but each prompt's first. The limits leave out the cache, which is read too. A
+case is run --repeats times, and the run with the median of decode counts; decode_runs has all. The
 program needs Python's standard library alone.
 """
 
@@ -20,12 +21,15 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent / "sweep"))
+
+from machine import ROOT, commit, machine, versions  # noqa: E402
 
 
-def text_of(command):
+def said_by(command):
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"generate: {' '.join(map(str, command))}: {done.stderr.strip()}")
@@ -37,7 +41,7 @@ def model_of(name, folder):
     config = ROOT / "models" / f"{name}.json"
     out = folder / name
     if not (out / "config.json").exists():
-        text_of([sys.executable, ROOT / "models/init_model.py", config, out])
+        said_by([sys.executable, ROOT / "models/init_model.py", config, out])
     return out, json.loads(config.read_text())
 
 
@@ -62,7 +66,9 @@ def measure(case, args, binary, folder):
             args.backend,
             *(["--device-mem", f"{gib}GiB"] if float(gib) else []),
         ]
-        found = json.loads(text_of(command))
+        runs = [json.loads(said_by(command)) for _ in range(args.repeats)]
+    runs.sort(key=lambda r: r["decode_tokens_per_s"])
+    found = runs[len(runs) // 2]
     found.pop("tokens")
     limits = [found[k] * int(batch) for k in ("memory_steps_per_s", "link_steps_per_s") if found[k]]
     row = {
@@ -73,6 +79,7 @@ def measure(case, args, binary, folder):
         "link_limit": found["link_steps_per_s"] and found["link_steps_per_s"] * int(batch),
         "of_limit": found["decode_tokens_per_s"] / min(limits) if limits else None,
         **found,
+        "decode_runs": [r["decode_tokens_per_s"] for r in runs],
     }
     return row
 
@@ -87,12 +94,23 @@ def main():
     p.add_argument("--batch", type=int, default=1)
     p.add_argument("--prompt-tokens", type=int, default=512)
     p.add_argument("--new-tokens", type=int, default=64)
+    p.add_argument("--repeats", type=int, default=3, help="runs of a case")
+    p.add_argument("--commit", help="commit to record (default: git's)")
     args = p.parse_args()
+    if args.repeats < 1:
+        p.error(f"--repeats {args.repeats}: at least 1")
+    binary = Path(args.build) / "bin" / "penstock"
+    note = {
+        "machine": machine(),
+        "versions": versions(binary),
+        "commit": args.commit or commit() or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+    }
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(args.models or scratch)
         folder.mkdir(parents=True, exist_ok=True)
         for case in args.case:
-            line = json.dumps(measure(case, args, Path(args.build) / "bin" / "penstock", folder))
+            line = json.dumps({**measure(case, args, binary, folder), **note})
             print(line, flush=True)
             if args.out:
                 with open(args.out, "a", encoding="utf-8") as f:

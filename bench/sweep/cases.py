@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODES = ("predicted", "measured")
-RECIPES = ("bf16", "fp32-master", "fp32")
+RECIPES = ("bf16", "fp32-master", "fp32", "fp8", "fp8-master")
 STEPS, WARM_UP = 5, 2
 THIS = "this"  # in place of a hardware file: the machine that the sweep runs on
 # options that the sweep sets itself, with the key that says the same; None: there is none

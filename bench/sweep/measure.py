@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from cases import Case, vocabulary
@@ -32,6 +33,21 @@ def random_shard(path: Path, n_tokens: int, vocab: int) -> None:
             some[: n_tokens - done].tofile(file)
 
 
+def validation(metrics: list[dict], step_s: float) -> dict:
+    """The median seconds of a validation, its tokens a second, and the part of the time that
+    validations take at the run's interval. A run without validations has none of the three."""
+    runs = [m for m in metrics if m.get("val_s")]
+    if not runs:
+        return {}
+    val_s = statistics.median(m["val_s"] for m in runs)
+    interval = runs[0]["step"] + 1  # steps count from 0, and the first validation ends an interval
+    return {
+        "val_s": val_s,
+        "val_tokens_per_s": runs[0]["val_tokens"] / val_s,
+        "val_share": val_s / (val_s + interval * step_s),
+    }
+
+
 def command_of(case: Case, binary, data: list[str], model: Path, run_dir: Path) -> list[str]:
     words = [str(binary), "train", "--model", str(model), "--init-weights", "--data", *data]
     words += ["--seq-len", str(case.seq_len), "--tokens-per-step", str(case.tokens_per_step)]
@@ -42,6 +58,16 @@ def command_of(case: Case, binary, data: list[str], model: Path, run_dir: Path) 
     for name, value in {**DEFAULTS, **dict(case.options)}.items():
         words += [f"--{name}", value] if value else [f"--{name}"]
     return words
+
+
+def with_validation_data(case: Case, path: Path) -> Case:
+    """The case itself, or, where its options ask for validations and name no data, with a shard of
+    seeded tokens at @path."""
+    options = dict(case.options)
+    if "val-tokens" not in options or "val" in options:
+        return case
+    random_shard(path, int(options["val-tokens"]) + case.seq_len + 1, vocabulary(case.config))
+    return replace(case, options=(*case.options, ("val", str(path))))
 
 
 def _median(rows: list[dict], name: str):
@@ -67,6 +93,7 @@ def figures(metrics: list[dict], plan: dict, warm_up: int) -> dict:
         "steps_timed": len(timed),
         "device_peak_gib": last["device_peak_bytes"] / 2**30,
         "host_peak_gib": last["host_peak_bytes"] / 2**30,
+        **validation(metrics, step_s),
         "loss": [m["loss"] for m in metrics],
     }
 
@@ -92,6 +119,7 @@ def run(case: Case, binary, data: list[str], keep: Path | None) -> dict:
         if not data:
             n_tokens = case.tokens_per_step * case.steps + case.seq_len + 1
             random_shard(work / "random.bin", n_tokens, vocabulary(case.config))
+        case = with_validation_data(case, work / "val.bin")
         command = command_of(case, binary, shards, work / "model", run_dir)
         (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         began = time.monotonic()

@@ -18,7 +18,7 @@ COLUMNS = (
     "options steps warm_up status reason "
     "tokens_per_s step_s tflops mfu hfu steps_timed "
     "predicted_tokens_per_s predicted_step_s predicted_tflops predicted_mfu predicted_hfu "
-    "measured_over_predicted recompute_share "
+    "measured_over_predicted recompute_share val_s val_tokens_per_s val_share "
     "device_peak_gib planned_device_gib host_peak_gib planned_host_gib "
     "gpu_clock_mhz gpu_power_w gpu_temperature_c "
     "wall_s machine versions commit date message"
