@@ -1,35 +1,46 @@
-"""Compares the loss curve of Penstock with PyTorch's.
+"""Compares loss curves: recipes of Penstock with one another and with PyTorch.
 
-    python3 bench/curve.py --data SHARDS [--steps 200] [--config FILE] [--backend cuda] [--fp32]
-                           [--out bench/results/curve-NAME.json]
-    python3 bench/curve.py --plot bench/results/curve-NAME.json    draws the picture beside the JSON
+    python3 bench/curve.py --data SHARDS --out bench/results/curve-NAME [--steps 200]
+    python3 bench/curve.py --data SHARDS --out bench/results/rounding-NAME --steps 2000 \\
+        --curves fp32-master bf16 torch-nearest torch-masters --seeds 1 2 3
+    python3 bench/curve.py --draw bench/results/curve-NAME    makes CSV and picture of its JSON
 
-Both sides train the same Llama from the same weights on the same tokens in the same order.
-Clipping, betas, eps, weight decay (of matrices alone) and each step's learning rate are the same.
+All curves of a seed train the same Llama from the same weights on the same tokens in the same
+order. Clipping, betas, eps, weight decay (of matrices alone) and each step's learning rate are the
+same. A curve is a recipe of Penstock, or one of:
 
-Both keep fp32 master weights and fp32 moments, and compute in bf16 with weights rounded to bf16:
-Penstock    by its recipe fp32-master
-PyTorch     eager, with bf16 copies of fp32 parameters, a fused AdamW on these, and fp32 logits
+torch-masters  PyTorch eager: fused AdamW on fp32 parameters, bf16 copies of them in the products
+torch-nearest  PyTorch eager: fused AdamW on bf16 parameters and moments, rounded to nearest even
+torch-fp32     PyTorch eager: everything in fp32
 
---fp32 adds PyTorch with everything in fp32, which shows the effect of bf16 alone. The default model
-has 12 layers of 768: 90 to 130 million parameters, by the data's vocabulary. Without matplotlib
-only the JSON is written, and the picture can be drawn from it on another machine.
+So bf16 against fp32-master shows what stochastic rounding costs, and torch-nearest against
+torch-masters what rounding to nearest does. fp32-master against torch-masters is the control.
+
+The gap of two curves is the mean of their difference over the last fifth of the steps. It is stated
+as the mean over the seeds, with the standard deviation (n - 1) between them.
+
+NAME.json gets every finished training: however the program was stopped, the same command goes on.
+NAME.csv has a column of losses for each training. NAME.png is drawn where matplotlib is installed.
+The default model has 12 layers of 768: 90 to 130 million parameters, by the data's vocabulary.
 """
 
 import argparse
+import concurrent.futures
+import csv
 import json
 import os
-import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
+sys.path[:0] = [str(Path(__file__).resolve().parent / part) for part in ("", "sweep")]
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "bench")]
+import curve_sides  # noqa: E402
+from curve_sides import BETAS, CLIP, DECAY, EPS, TORCH  # noqa: E402
+from machine import commit, die_with_parent, machine  # noqa: E402
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -47,7 +58,6 @@ LLAMA = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }
-BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
 def parse():
@@ -55,6 +65,11 @@ def parse():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     ap.add_argument("--data", nargs="+", help="token shards of real text")
+    ap.add_argument("--out", type=Path, help="the results' path, to which .json etc. is appended")
+    ap.add_argument("--draw", type=Path, metavar="OUT", help="make CSV and picture, and stop")
+    ap.add_argument("--curves", nargs="+", default=["fp32-master", "torch-masters"])
+    ap.add_argument("--seeds", nargs="+", type=int, default=[1])
+    ap.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     ap.add_argument(
         "--config", help="config.json of another model; without vocab_size it takes the data's"
     )
@@ -70,22 +85,28 @@ def parse():
     )
     ap.add_argument("--micro", type=int, default=8, help="sequences that PyTorch takes at a time")
     ap.add_argument("--device-mem", help="Penstock's cap of device memory, such as 2GiB")
-    ap.add_argument("--seed", type=int, default=1)
-    ap.add_argument("--fp32", action="store_true", help="train PyTorch in fp32 too")
     ap.add_argument("--commit", help="commit to record (default: git's)")
-    ap.add_argument("--out", help="file of the result (default: bench/results/curve-DEVICE.json)")
-    ap.add_argument("--plot", metavar="FILE", help="draw this result and stop")
+    ap.add_argument("--one", help=argparse.SUPPRESS)  # a training: the process of its own
     a = ap.parse_args()
-    if not a.plot and not a.data:
-        ap.error("--data or --plot is needed")
+    if not a.draw and not (a.data and a.out):
+        ap.error("--data and --out are needed, or --draw")
+    if a.jobs < 1 or a.steps < 5:
+        ap.error("--jobs is at least 1, and --steps at least 5")
     return a
 
 
-# ---- the model and the data of both sides --------------------------------------------------------
+def check_curves(curves):
+    from penstock.plan import RECIPES
+
+    for name in curves:
+        if name not in RECIPES and name not in TORCH:
+            sys.exit(f"curve.py: --curves {name}: give {', '.join([*RECIPES, *TORCH])}")
 
 
-def make_model(a, folder):
-    """Write the model directory with seeded weights."""
+# ---- the trainings -------------------------------------------------------------------------------
+
+
+def config_of(a):
     from penstock import Dataset
 
     config = json.loads(Path(a.config).read_text()) if a.config else dict(LLAMA)
@@ -95,292 +116,236 @@ def make_model(a, folder):
             int(data.read(a.seq_len, i)[0].max()) for i in range(data.n_sequences(a.seq_len))
         )
         config["vocab_size"] = (largest + 256) // 256 * 256
-    (folder / "in.json").write_text(json.dumps(config))
-    subprocess.run(
-        [
-            sys.executable,
-            ROOT / "models/init_model.py",
-            folder / "in.json",
-            folder / "model",
-            "--seed",
-            str(a.seed),
-        ],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    return folder / "model", config
+    return config
 
 
-class Batches:
-    """batch(step) for both sides: each sequence of the data once, in a seeded order."""
-
-    def __init__(self, a, vocab_size):
-        from penstock import Dataset
-
-        self.data, self.seq_len, self.n = (
-            Dataset(a.data, vocab_size),
-            a.seq_len,
-            a.tokens // a.seq_len,
-        )
-        windows, wanted = self.data.n_sequences(a.seq_len), a.steps * self.n
-        if windows < wanted:
-            sys.exit(
-                f"the data has {windows} sequences of {a.seq_len} tokens, {a.steps} steps need "
-                f"{wanted}: fewer --steps or --tokens"
-            )
-        self.order = np.random.default_rng(a.seed).permutation(windows)
-
-    def __call__(self, step):
-        read = [
-            self.data.read(self.seq_len, int(i))
-            for i in self.order[step * self.n : (step + 1) * self.n]
-        ]
-        return np.stack([tokens for tokens, _ in read]), np.stack([targets for _, targets in read])
-
-
-# ---- the two sides -------------------------------------------------------------------------------
-
-
-def penstock_side(a, where, batches):
-    """Train with Penstock. Returns the metrics of every step, the first weights, the plan's report
-    and the model."""
-    from penstock import Hardware, ModelConfig, Plan, Trainer
+def settings_of(a):
+    """What all trainings of a result share, and where they run."""
+    from penstock import Dataset, Hardware
 
     hardware = Hardware.estimate(0, a.backend)
-    model = ModelConfig.read(where)
-    plan = Plan(
-        model,
-        seq_len=a.seq_len,
-        tokens_per_step=a.tokens,
-        recipe="fp32-master",
-        device_mem=a.device_mem,
-        hardware=hardware,
-        threads=hardware.n_threads,
-        one_document=True,
-        keep_grads=False,
-        trace_steps=0,
-    )
-    began = time.time()
-    with Trainer(
-        where,
-        plan,
-        batches,
-        lr=a.lr,
-        min_lr=a.lr / 10,
-        lr_schedule="cosine",
-        warmup_steps=a.steps // 10,
-        total_steps=a.steps,
-        beta1=BETAS[0],
-        beta2=BETAS[1],
-        eps=EPS,
-        weight_decay=DECAY,
-        clip_norm=CLIP,
-    ) as trainer:
-        weights = {n: trainer.read(n) for n in trainer.params}
-        metrics = list(trainer.steps(a.steps))
-    figures = {
-        "loss": [m.loss for m in metrics],
-        "grad_norm": [m.grad_norm for m in metrics],
-        "seconds": time.time() - began,
-        "device_peak_bytes": max(m.device_peak_bytes for m in metrics),
-    }
-    return figures, [m.lr for m in metrics], weights, plan
-
-
-def torch_side(a, model, weights, lrs, batches, device, dtype):
-    """Train the same steps with PyTorch eager: fp32 weights and moments, compute in `dtype`."""
-    import torch
-    import torch_llama
-
-    f = torch.nn.functional
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    master = {
-        n: torch.nn.Parameter(torch.from_numpy(w).to(device, copy=True)) for n, w in weights.items()
-    }
-    used = {n: w.detach().to(dtype, copy=True).requires_grad_() for n, w in master.items()}
-    net = torch_llama.Llama(model, used)
-    groups = [
-        {"params": [w for w in master.values() if w.dim() == d], "weight_decay": decay}
-        for d, decay in ((2, DECAY), (1, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=a.lr, betas=BETAS, eps=EPS, fused=True)
-    losses, norms, began = [], [], time.time()
-    for step, lr in enumerate(lrs):
-        tokens, targets = (torch.from_numpy(x).long().to(device) for x in batches(step))
-        n_valid = (targets >= 0).sum()
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for w in master.values():
-            w.grad = torch.zeros_like(w)
-        for i in range(0, len(tokens), a.micro):
-            logits = net(tokens[i : i + a.micro]).float()
-            loss = (
-                f.cross_entropy(
-                    logits.flatten(0, 1),
-                    targets[i : i + a.micro].flatten(),
-                    ignore_index=-1,
-                    reduction="sum",
-                )
-                / n_valid
-            )
-            loss.backward()
-            total += loss.detach()
-            for n, w in used.items():
-                master[n].grad += w.grad
-                w.grad = None
-        norms.append(torch.nn.utils.clip_grad_norm_(master.values(), CLIP))
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        with torch.no_grad():
-            for n, w in used.items():
-                w.copy_(master[n])
-        losses.append(total)
     return {
-        "loss": [x.item() for x in losses],
-        "grad_norm": [x.item() for x in norms],
-        "seconds": time.time() - began,
+        "model": config_of(a),
+        "device": hardware.device_name or hardware.name,
+        "backend": "cuda" if hardware.backend else "cpu",
+        "steps": a.steps,
+        "seq_len": a.seq_len,
+        "tokens_per_step": a.tokens,
+        "peak_lr": a.lr,
+        "betas": list(BETAS),
+        "eps": EPS,
+        "weight_decay": DECAY,
+        "clip_norm": CLIP,
+        "device_mem": a.device_mem,
+        "micro": a.micro,
+        "data": [Path(d).name for d in a.data],
+        "data_sequences": Dataset(a.data, 1 << 16).n_sequences(a.seq_len),
     }
+
+
+def one_training(a):
+    """The process of a training: prints its figures as JSON."""
+    ask = json.loads(a.one)
+    a.model_config, a.on_gpu = ask["model"], ask["backend"] == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(curve_sides.train(ask["curve"], ask["seed"], a, Path(folder))))
+
+
+def training(name, seed, settings):
+    ask = {"curve": name, "seed": seed, "model": settings["model"], "backend": settings["backend"]}
+    done = subprocess.run(
+        [sys.executable, __file__, *sys.argv[1:], "--one", json.dumps(ask)],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent(),
+    )
+    if done.returncode:
+        sys.exit(f"curve.py: {name}, seed {seed}: ended with exit code {done.returncode}")
+    figures = json.loads(done.stdout.splitlines()[-1])
+    for key in ("loss", "grad_norm"):
+        figures[key] = [round(x, 6) for x in figures[key]]
+    return {"curve": name, "seed": seed, **figures}
+
+
+def read_or_begin(path, settings, a):
+    """The result at @path, which must have the same settings, or a new one without trainings."""
+    if not path.exists():
+        return {
+            **settings,
+            "lr": curve_sides.schedule(a.lr, a.steps),
+            "cpus": os.cpu_count(),
+            "machine": machine(),
+            "commit": a.commit or commit() or "unknown",
+            "date": time.strftime("%Y-%m-%d"),
+            "command": " ".join(["bench/curve.py", *sys.argv[1:]]),
+            "runs": [],
+        }
+    result = json.loads(path.read_text())
+    for key, value in settings.items():
+        if result.get(key) != value:
+            sys.exit(
+                f"curve.py: {path} has trainings whose {key} is {result.get(key)}, not {value}: "
+                "give another --out"
+            )
+    return result
+
+
+def write(path, text):
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def run(a):
+    """Train what is missing, write the JSON after each training, and return the result."""
+    check_curves(a.curves)
+    settings, path = settings_of(a), Path(f"{a.out}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = read_or_begin(path, settings, a)
+    there = {(r["curve"], r["seed"]) for r in result["runs"]}
+    order = list(dict.fromkeys([*list_of(result), *a.curves]))
+    missing = [(c, s) for s in a.seeds for c in a.curves if (c, s) not in there]
+    with concurrent.futures.ThreadPoolExecutor(a.jobs) as pool:
+        asked = [pool.submit(training, c, s, settings) for c, s in missing]
+        try:
+            for future in concurrent.futures.as_completed(asked):
+                done = future.result()
+                runs = [*result["runs"], done]
+                result["runs"] = sorted(runs, key=lambda r: (order.index(r["curve"]), r["seed"]))
+                result["gaps"] = gaps_of(result)
+                write(path, json.dumps(result) + "\n")
+                print(
+                    f"{done['curve']}, seed {done['seed']}: loss {last_fifth(done):.4f} "
+                    f"({done['seconds']:.0f} s)",
+                    flush=True,
+                )
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return result
 
 
 # ---- the result ----------------------------------------------------------------------------------
 
 
-def gap(one, other):
-    """The largest and the mean distance of two curves, in nats."""
-    distance = np.abs(np.array(one["loss"]) - np.array(other["loss"]))
-    return {
-        "largest": float(distance.max()),
-        "at_step": int(distance.argmax()),
-        "mean": float(distance.mean()),
-        "mean_of_last_tenth": float(distance[-max(1, len(distance) // 10) :].mean()),
-    }
+def list_of(result):
+    return list(dict.fromkeys(r["curve"] for r in result["runs"]))
 
 
-def device_name(plan):
-    return plan.hardware.device_name or plan.hardware.name
+def last_fifth(r):
+    return statistics.fmean(r["loss"][-max(1, len(r["loss"]) // 5) :])
 
 
-def commit_of(a):
-    try:
-        git = subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip()
-    except OSError:
-        git = ""
-    return a.commit or git or None
+def gaps_of(result):
+    """Of each pair of curves, in nats: the gap, the one minus the other, over the seeds that both
+    have, and the largest and mean distance."""
+    of = {(r["curve"], r["seed"]): r for r in result["runs"]}
+    curves, gaps = list_of(result), {}
+    for i, other in enumerate(curves):
+        for one in curves[i + 1 :]:
+            seeds = [s for c, s in of if c == one and (other, s) in of]
+            if not seeds:
+                continue
+            by_seed = [last_fifth(of[one, s]) - last_fifth(of[other, s]) for s in seeds]
+            distances = [
+                (abs(x - y), step)
+                for s in seeds
+                for step, (x, y) in enumerate(zip(of[one, s]["loss"], of[other, s]["loss"]))
+            ]
+            largest, at_step = max(distances)
+            gaps[f"{one} - {other}"] = {
+                "gap": statistics.fmean(by_seed),
+                "spread": statistics.stdev(by_seed) if len(seeds) > 1 else None,
+                "seeds": seeds,
+                "by_seed": by_seed,
+                "largest": largest,
+                "at_step": at_step,
+                "mean": statistics.fmean(d for d, _ in distances),
+            }
+    return gaps
 
 
-def run(a):
-    import torch
-
-    with tempfile.TemporaryDirectory() as folder:
-        where, config = make_model(a, Path(folder))
-        batches = Batches(a, config["vocab_size"])
-        curves = {}
-        curves["Penstock, fp32-master"], lrs, weights, plan = penstock_side(a, where, batches)
-        model, report = plan.model, plan.report
-    device = "cuda" if plan.hardware.backend else "cpu"
-    curves["PyTorch, bf16 from fp32 masters"] = torch_side(
-        a, model, weights, lrs, batches, device, torch.bfloat16
-    )
-    gaps = {"Penstock - PyTorch": gap(*list(curves.values())[:2])}
-    if a.fp32:
-        curves["PyTorch, fp32"] = torch_side(a, model, weights, lrs, batches, device, torch.float32)
-        gaps["PyTorch bf16 - fp32"] = gap(*list(curves.values())[1:3])
-    return {
-        "device": device_name(plan),
-        "backend": device,
-        "model": config,
-        "n_parameters": model.n_elements,
-        "steps": a.steps,
-        "seq_len": a.seq_len,
-        "tokens_per_step": report["tokens_per_step"],
-        "lr": lrs,
-        "betas": BETAS,
-        "eps": EPS,
-        "weight_decay": DECAY,
-        "clip_norm": CLIP,
-        "seed": a.seed,
-        "device_mem": a.device_mem,
-        "planned_device_bytes": report["device_used_bytes"],
-        "resident_param_units": report["resident_param_units"],
-        "n_units": report["n_units"],
-        "curves": curves,
-        "gaps": gaps,
-        "torch": torch.__version__,
-        "cpus": os.cpu_count(),
-        "commit": commit_of(a),
-        "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["bench/curve.py", *sys.argv[1:]]),
-    }
-
-
-def sentence(result):
-    g = result["gaps"]["Penstock - PyTorch"]
-    text = f"largest gap {g['largest']:.4f} nats (step {g['at_step']}), mean {g['mean']:.4f}"
-    if "PyTorch bf16 - fp32" in result["gaps"]:
-        other = result["gaps"]["PyTorch bf16 - fp32"]
-        text += (
-            f"; PyTorch's bf16 against its fp32: {other['largest']:.4f}, mean {other['mean']:.4f}"
+def lines_of(result):
+    """The gaps in words."""
+    for pair, g in result["gaps"].items():
+        spread = f" ± {g['spread']:.4f}" if g["spread"] is not None else ""
+        seeds = f"{len(g['seeds'])} seeds" if len(g["seeds"]) > 1 else "1 seed"
+        yield (
+            f"{pair}: {g['gap']:+.4f}{spread} nats over the last fifth ({seeds}); largest distance "
+            f"{g['largest']:.4f} (step {g['at_step']}), mean {g['mean']:.4f}"
         )
-    return text
 
 
-def plot(path):
+def write_csv(path, result):
+    runs = result["runs"]
+    with open(path, "w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(["step", "lr", *(f"{r['curve']} seed {r['seed']}" for r in runs)])
+        columns = zip(result["lr"], *(r["loss"] for r in runs))
+        out.writerows([step, f"{lr:.6g}", *losses] for step, (lr, *losses) in enumerate(columns))
+
+
+def draw(path, result):
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from penstock.plot import smoothed
 
-    result = json.loads(path.read_text())
     figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 1), layout="constrained"
+        2, 1, figsize=(9, 8), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
-    for (name, curve), (width, style) in zip(
-        result["curves"].items(), ((3.5, "-"), (1.2, "-"), (1, ":"))
-    ):
-        top.plot(curve["loss"], style, linewidth=width, alpha=0.6 if width > 3 else 1, label=name)
-    names = list(result["curves"])
-    for one, other in zip(names[:-1], names[1:]):
-        bottom.plot(
-            np.subtract(result["curves"][one]["loss"], result["curves"][other]["loss"]),
-            linewidth=1,
-            label=f"{one} − {other}",
-        )
+    curves = list_of(result)
+    colours = {c: f"C{i}" for i, c in enumerate(curves)}
+    losses = {(r["curve"], r["seed"]): r["loss"] for r in result["runs"]}
+    for (curve, seed), loss in losses.items():
+        label = curve if seed == min(s for c, s in losses if c == curve) else None
+        top.plot(smoothed(loss), color=colours[curve], linewidth=1, alpha=0.8, label=label)
+        if curve == curves[0] or (curves[0], seed) not in losses:
+            continue
+        apart = [x - y for x, y in zip(loss, losses[curves[0], seed])]
+        label = label and f"{curve} − {curves[0]}"
+        bottom.plot(smoothed(apart), color=colours[curve], linewidth=1, alpha=0.8, label=label)
+    lowest = [sorted(x)[len(x) // 50] for x in losses.values()]
+    highest = [sorted(x)[-1 - len(x) // 20] for x in losses.values()]
+    top.set_ylim(min(lowest) - 0.05, max(highest) + 0.05)
     top.set_ylabel("loss, nats")
     top.set_title(
-        f"{result['n_parameters'] / 1e6:.0f} M parameters, {result['tokens_per_step']} tokens a "
-        f"step, {result['device']}\n{sentence(result)}",
-        fontsize=10,
+        f"{result['model']['hidden_size']} x {result['model']['num_hidden_layers']}, "
+        f"{result['tokens_per_step']} tokens a step, {result['device']}, {result['commit']}\n"
+        + "\n".join(line.split(" (")[0] for line in lines_of(result)),
+        fontsize=8,
     )
-    bottom.set_ylabel("difference")
+    bottom.axhline(0, color="black", linewidth=0.5)
+    bottom.set_ylabel("difference, nats")
     bottom.set_xlabel("step")
     for axes in (top, bottom):
-        axes.legend(fontsize=8)
+        if axes.lines[0].get_label():
+            axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
-    figure.savefig(path.with_suffix(".png"), dpi=120)
-    return path.with_suffix(".png")
+    figure.savefig(path, dpi=120)
 
 
 def main():
     a = parse()
-    if a.plot:
-        print(plot(Path(a.plot)))
-        return
-    result = run(a)
-    name = re.sub(r"[^a-z0-9]+", "-", result["device"].lower().replace("nvidia", "")).strip("-")
-    out = Path(a.out) if a.out else ROOT / f"bench/results/curve-{name}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    seconds = ", ".join(
-        f"{side} {curve['seconds']:.0f} s" for side, curve in result["curves"].items()
-    )
-    print(f"{result['n_parameters'] / 1e6:.1f} M parameters: {sentence(result)} ({seconds}); {out}")
+    if a.one:
+        return one_training(a)
+    out = a.draw or a.out
+    result = json.loads(Path(f"{out}.json").read_text()) if a.draw else run(a)
+    print("\n".join(lines_of(result)))
+    write_csv(f"{out}.csv", result)
+    print(f"{out}.json\n{out}.csv")
     try:
-        print(plot(out))
+        draw(f"{out}.png", result)
+        print(f"{out}.png")
     except ImportError as e:
-        print(f"no picture, as {e}: draw it on another machine with bench/curve.py --plot {out}")
+        print(f"no picture, as {e}: draw it on another machine with bench/curve.py --draw {out}")
 
 
 if __name__ == "__main__":
-    main()
+    from penstock.errors import PenstockError
+
+    try:
+        main()
+    except (PenstockError, OSError) as e:
+        sys.exit(f"curve.py: {e}")

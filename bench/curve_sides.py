@@ -1,0 +1,191 @@
+"""One training of bench/curve.py: a recipe of Penstock, or PyTorch, from given weights on given
+sequences. Both sides share clipping, betas, eps, weight decay (of matrices alone) and each step's
+learning rate."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "bench")]
+
+BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
+# What PyTorch's AdamW updates, and what it computes with. The first keeps fp32 parameters and
+# moments and computes with copies. The others have parameters and moments of one dtype, and what an
+# update stores is rounded to nearest even: what an optimizer in bf16 does when nobody cares.
+TORCH = {
+    "torch-masters": ("float32", "bfloat16"),
+    "torch-nearest": ("bfloat16", "bfloat16"),
+    "torch-fp32": ("float32", "float32"),
+}
+
+
+def schedule(peak, steps):
+    """The learning rate of each step: 10% of them are warmup, then a cosine falls to a tenth."""
+    warmup, least = steps // 10, peak / 10
+    return [
+        peak * (s + 1) / (warmup + 1)
+        if s < warmup
+        else least + (peak - least) * (1 + math.cos(math.pi * (s - warmup) / (steps - warmup))) / 2
+        for s in range(steps)
+    ]
+
+
+# ---- the model and the data ----------------------------------------------------------------------
+
+
+def make_model(config, folder, seed):
+    """Write the model directory with seeded weights."""
+    (folder / "in.json").write_text(json.dumps(config))
+    words = [sys.executable, ROOT / "models/init_model.py", folder / "in.json", folder / "model"]
+    subprocess.run([*words, "--seed", str(seed)], check=True, stdout=subprocess.DEVNULL)
+    return folder / "model"
+
+
+class Batches:
+    """batch(step) for both sides: each sequence of the data once, in a seeded order."""
+
+    def __init__(self, data, seq_len, tokens, steps, vocab_size, seed):
+        from penstock import Dataset
+
+        self.data, self.seq_len, self.n = Dataset(data, vocab_size), seq_len, tokens // seq_len
+        windows, wanted = self.data.n_sequences(seq_len), steps * self.n
+        if windows < wanted:
+            sys.exit(
+                f"curve.py: the data has {windows} sequences of {seq_len} tokens, {steps} steps "
+                f"need {wanted}: give more data, fewer --steps or fewer --tokens"
+            )
+        self.order = np.random.default_rng(seed).permutation(windows)
+
+    def __call__(self, step):
+        chosen = self.order[step * self.n : (step + 1) * self.n]
+        read = [self.data.read(self.seq_len, int(i)) for i in chosen]
+        return np.stack([tokens for tokens, _ in read]), np.stack([targets for _, targets in read])
+
+
+# ---- the two sides -------------------------------------------------------------------------------
+
+
+def penstock_side(recipe, a, where, batches, lrs, seed):
+    from penstock import Hardware, ModelConfig, Plan, Trainer
+
+    hardware = Hardware.estimate(0, a.backend)
+    plan = Plan(
+        ModelConfig.read(where),
+        seq_len=a.seq_len,
+        tokens_per_step=a.tokens,
+        recipe=recipe,
+        device_mem=a.device_mem,
+        hardware=hardware,
+        threads=hardware.n_threads,
+        one_document=True,
+        keep_grads=False,
+        trace_steps=0,
+    )
+    began = time.time()
+    with Trainer(
+        where,
+        plan,
+        batches,
+        lr=a.lr,
+        min_lr=a.lr / 10,
+        lr_schedule="cosine",
+        warmup_steps=a.steps // 10,
+        total_steps=a.steps,
+        beta1=BETAS[0],
+        beta2=BETAS[1],
+        eps=EPS,
+        weight_decay=DECAY,
+        clip_norm=CLIP,
+        seed=seed,
+    ) as trainer:
+        metrics = list(trainer.steps(a.steps))
+    if not np.allclose([m.lr for m in metrics], lrs, rtol=1e-9, atol=0):
+        sys.exit("curve.py: the trainer had other learning rates than schedule() says")
+    return {
+        "loss": [m.loss for m in metrics],
+        "grad_norm": [m.grad_norm for m in metrics],
+        "seconds": time.time() - began,
+        "device_peak_bytes": max(m.device_peak_bytes for m in metrics),
+        "planned_device_bytes": plan.report["device_used_bytes"],
+    }
+
+
+def torch_side(name, a, where, batches, lrs):
+    import torch
+    import torch_llama
+    from penstock import ModelConfig
+    from safetensors.torch import load_file
+
+    f = torch.nn.functional
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    device = "cuda" if a.on_gpu else "cpu"
+    stored, computed = (getattr(torch, dtype) for dtype in TORCH[name])
+    weights = {}
+    for file in sorted(Path(where).glob("*.safetensors")):
+        weights |= load_file(file)
+    master = {
+        n: torch.nn.Parameter(w.float().to(stored).to(device, copy=True))
+        for n, w in weights.items()
+    }
+    used = {n: w.detach().to(computed, copy=True).requires_grad_() for n, w in master.items()}
+    net = torch_llama.Llama(ModelConfig.read(where), used)
+    groups = [
+        {"params": [w for w in master.values() if w.dim() == d], "weight_decay": decay}
+        for d, decay in ((2, DECAY), (1, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=a.lr, betas=BETAS, eps=EPS, fused=True)
+    losses, norms, began = [], [], time.time()
+    for step, lr in enumerate(lrs):
+        tokens, targets = (torch.from_numpy(x).long().to(device) for x in batches(step))
+        n_valid = (targets >= 0).sum()
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for w in master.values():
+            w.grad = torch.zeros_like(w)
+        for i in range(0, len(tokens), a.micro):
+            logits = net(tokens[i : i + a.micro]).float()
+            loss = (
+                f.cross_entropy(
+                    logits.flatten(0, 1),
+                    targets[i : i + a.micro].flatten(),
+                    ignore_index=-1,
+                    reduction="sum",
+                )
+                / n_valid
+            )
+            loss.backward()
+            total += loss.detach()
+            for n, w in used.items():
+                master[n].grad += w.grad
+                w.grad = None
+        norms.append(torch.nn.utils.clip_grad_norm_(master.values(), CLIP))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        with torch.no_grad():
+            for n, w in used.items():
+                w.copy_(master[n])
+        losses.append(total)
+    return {
+        "loss": [x.item() for x in losses],
+        "grad_norm": [x.item() for x in norms],
+        "seconds": time.time() - began,
+        "device_peak_bytes": torch.cuda.max_memory_allocated() if a.on_gpu else 0,
+        "torch": torch.__version__,
+    }
+
+
+def train(name, seed, a, folder):
+    """The losses and norms of curve @name, whose weights, order and rounding follow @seed."""
+    where = make_model(a.model_config, folder, seed)
+    vocab = a.model_config["vocab_size"]
+    batches = Batches(a.data, a.seq_len, a.tokens, a.steps, vocab, seed)
+    lrs = schedule(a.lr, a.steps)
+    if name in TORCH:
+        return torch_side(name, a, where, batches, lrs)
+    return penstock_side(name, a, where, batches, lrs, seed)
