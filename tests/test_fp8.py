@@ -16,7 +16,7 @@ from test_cli import job, penstock, refused, words  # noqa: F401 (job is a fixtu
 
 torch = pytest.importorskip("torch")
 import reference as ref  # noqa: E402
-from fp8_reference import Fp8Llama  # noqa: E402
+from fp8_reference import Fp8Llama, Fp8Product  # noqa: E402
 from penstock import tolerance  # noqa: E402
 
 SEQ, N_SEQ, A_CHUNK = 48, 4, 2
@@ -162,7 +162,8 @@ def test_blocks_of_every_kind(tmp_path, name):
 
 
 def test_outliers_of_the_gated_product(directory, tmp_path):
-    """Rows of gate and up that are 300 times the others: what is left of the rest keeps the loss."""
+    """Rows of gate and up that are 300 times the others: what is left of the rest keeps the loss.
+    Most of it is lost: a warning says where, and the part is that of the oracle."""
     weights = {k: v.clone() for k, v in WEIGHTS.items()}
     for name in ("gate", "up"):
         weights[f"model.layers.1.mlp.{name}_proj.weight"][5] *= 17.0
@@ -170,6 +171,43 @@ def test_outliers_of_the_gated_product(directory, tmp_path):
     bf16, fp8 = (first_step(planted, r) for r in ("bf16", "fp8"))
     oracle = Fp8Llama(CONFIG, weights, fp8=(1, 2)).gradients(*batch(), A_CHUNK)
     assert abs(fp8[0] - oracle[0]) < 0.02 and abs(fp8[0] - bf16[0]) < 0.1
+
+
+PRODUCTS = 8  # of X in FP8 in a chunk: 2 blocks
+
+
+def test_what_is_flushed_is_counted_and_warned_of(job, directory, tmp_path):  # noqa: F811
+    """A row of gate and up that is 40000 times the others in the gated product."""
+    weights = {k: v.clone() for k, v in WEIGHTS.items()}
+    for name in ("gate", "up"):
+        weights[f"model.layers.1.mlp.{name}_proj.weight"][5] *= 200.0
+    planted = ref.write_directory(tmp_path / "outliers", CONFIG, weights)
+    Fp8Product.flushed.clear()
+    Fp8Llama(CONFIG, weights, fp8=(1, 2)).gradients(*batch(), A_CHUNK)
+    want = torch.tensor(Fp8Product.flushed).view(-1, PRODUCTS).mean(0).max().item()
+    seen = []
+    for cap in (None, 3 << 20):
+        plan = make_plan(planted, device_mem=cap)
+        with Trainer(planted, plan, batch, lr=0.0, clip_norm=0) as trainer:
+            (m,) = trainer.steps(1)
+            seen.append((m.fp8_flushed, m.fp8_flushed_most))
+    assert want > 0.01 and abs(seen[0][1] - want) < 0.05 * want
+    assert seen[0][0] < seen[0][1] and seen[0] == seen[1]
+
+    def run(model, *more):
+        run_dir = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        options = job | {"--model": model, "--recipe": "fp8", "--steps": 2, "--run-dir": run_dir}
+        done = penstock("train", *words(options), *more)
+        assert done.returncode == 0, done.stderr
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        return done.stderr, json.loads(lines[0]).get("fp8_flushed_most", 0)
+
+    said, most = run(planted)
+    assert said.count("of the gated product in block 1 became 0 in FP8") == 1 and most > 0.01
+    said, most = run(planted, "--fp8-bf16-down")
+    assert "the gated product" not in said
+    said, most = run(directory)
+    assert "became 0 in FP8" not in said and most < 1e-3
 
 
 # ---- around a step -------------------------------------------------------------------------------

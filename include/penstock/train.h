@@ -178,7 +178,12 @@ typedef struct ps_step_metrics {
   /* JOULES of the step, by the GPU's energy counter: the mean power since the step before was
    * waited for, times step_s. 0: the GPU has no counter. */
   double gpu_energy_j;
+  /* With FP8: the part of the values that became 0 when they were quantized, though they are not,
+   * and the largest such part of a tensor of a layer. Counted are activations and gradients that
+   * blocks multiply. Above PS_FLUSHED_WARNS a warning says which tensor it is. */
+  double fp8_flushed, fp8_flushed_most;
 } ps_step_metrics;
+#define PS_FLUSHED_WARNS 0.01
 
 /* ps_progress_fn() - the caller's function that ps_trainer_create() calls while it works.
  * @what  the stage, such as "loading weights"; a static string. The first call of a stage has

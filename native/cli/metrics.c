@@ -77,6 +77,10 @@ int cli_metrics_write(const cli_job *job, FILE *f, const char *path, const ps_st
   cli_json_number(&j, "h2d_bytes_per_s", m->h2d_bytes_per_s);
   cli_json_number(&j, "d2h_bytes_per_s", m->d2h_bytes_per_s);
   cli_json_number(&j, "update_bytes_per_s", m->update_bytes_per_s);
+  if (m->fp8_flushed > 0) {
+    cli_json_number(&j, "fp8_flushed", m->fp8_flushed);
+    cli_json_number(&j, "fp8_flushed_most", m->fp8_flushed_most);
+  }
   gpu_json(&j, m);
   step_json(&j, s);
   if (v)

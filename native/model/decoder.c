@@ -214,6 +214,25 @@ static void define_products(block *b) {
   b->down_dy = ps__def_dy(d, dproduct2, b->dim, b->down_fp8);
 }
 
+/* The op that makes two of them counts the second one after the first. */
+static void define_counted(block *b) {
+  const struct {
+    ps__operand *x;
+    bool fp8;
+    const char *what;
+  } counted[] = {{&b->qkv_x, b->fp8, "the input of q, k and v"},
+                 {&b->o_x, b->fp8, "the output of attention"},
+                 {&b->gu_x, b->fp8, "the input of gate and up"},
+                 {&b->gu_dy, b->fp8, "the gradient of gate and up"},
+                 {&b->down_x, b->down_fp8, "the gated product"},
+                 {&b->qkv_dy, b->fp8, "the gradient of q, k and v"},
+                 {&b->o_dy, b->fp8, "the gradient of o's output"},
+                 {&b->down_dy, b->down_fp8, "the gradient of down's output"}};
+  for (size_t i = 0; i < sizeof counted / sizeof *counted; i++)
+    if (counted[i].fp8)
+      counted[i].x->count = ps__def_counted(b->d, counted[i].x->qt, counted[i].what);
+}
+
 /* Attention costs the most time a byte to recompute. What a post norm of the MLP norms comes next:
  * 2F FLOPs an element. The products of the others cost about the same a byte: the early ones come
  * first. Without QK-norm q and kv come from one product, so that one without the other saves
@@ -287,11 +306,14 @@ static void define_projection(block *b, const ps__product *p, ps__operand act, u
 static void define_normed(block *b, bool pre, uint8_t in, uint16_t w_norm, ps__operand x,
                           bool backward) {
   const ps__args_rmsnorm norm = ps__norm_args(b->m, b->names);
-  const ps__args_rmsnorm_quantize q = {
-      .norm = norm, .dt_q = PS__E4M3, .forms = backward ? PS_FORM_COLS : PS_FORM_ROWS};
+  const ps__args_rmsnorm_quantize q = {.norm = norm,
+                                       .dt_q = PS__E4M3,
+                                       .forms = backward ? PS_FORM_COLS : PS_FORM_ROWS,
+                                       .count = backward ? x.count : 0};
   if (b->fp8 && pre)
     PS__DEF_OP(b->d, backward, false, ps__k_rmsnorm_quantize, q, PS__R(in), PS__P(w_norm),
-               PS__W(backward ? x.scale_t : x.scale), PS__W(backward ? x.qt : x.q));
+               PS__W(backward ? x.scale_t : x.scale), PS__W(backward ? x.qt : x.q),
+               PS__SYM_IF(q.count, PS__FLUSHED));
   else if (b->fp8)
     ps__quantize_x(b->m, b->d, x, b->dim, backward);
   else if (pre && !backward)
@@ -375,11 +397,15 @@ static void define_pre_backward(block *b, bool pre, shared grad, const ps__produ
 /* From ds and gu to gu's gradient, and s anew: in place, or quantized. */
 static void define_gate_backward(block *b) {
   const ps__args_glu glu = {.ffn_dim = b->f, .dt = b->m->dt, .activation = b->m->cfg.activation};
-  const ps__args_glu_quantize q = {
-      .ffn_dim = glu.ffn_dim, .dt = glu.dt, .activation = glu.activation, .dt_q = PS__E5M2};
+  const ps__args_glu_quantize q = {.ffn_dim = glu.ffn_dim,
+                                   .dt = glu.dt,
+                                   .activation = glu.activation,
+                                   .dt_q = PS__E5M2,
+                                   .count = b->gu_dy.count};
   if (b->down_fp8) {
     PS__BWD(b->d, ps__k_glu_bwd_quantize, q, PS__R(b->ds), PS__R(b->gu), PS__W(b->gu_dy.scale),
-            PS__W(b->gu_dy.q), PS__W(b->gu_dy.qt), PS__W(b->down_x.scale_t), PS__W(b->down_x.qt));
+            PS__W(b->gu_dy.q), PS__W(b->gu_dy.qt), PS__W(b->down_x.scale_t), PS__W(b->down_x.qt),
+            PS__SYM_IF(q.count, PS__FLUSHED));
     return;
   }
   PS__BWD(b->d, ps__k_glu_bwd, glu, PS__RW(b->ds), PS__RW(b->gu)); /* leaves s in ds */
@@ -466,6 +492,7 @@ static ps_status describe_block(ps_model *m, const ps__decoder *names, uint32_t 
   PS_TRY(define_adapters(&b));
   define_tensors(&b);
   define_products(&b);
+  define_counted(&b);
   define_saved(&b);
   PS_TRY(define_forward(&b, flags));
   define_mlp_backward(&b);

@@ -54,6 +54,16 @@ void ps__def_saved(ps__layer_def *d, uint8_t tensor, const char *name, uint32_t 
   d->tensor[tensor].saved = (int)i;
 }
 
+uint32_t ps__def_counted(ps__layer_def *d, uint8_t tensor, const char *what) {
+  if (d->n_counted == PS__MAX_COUNTED) {
+    note(d, ps__fail(PS_EINTERNAL, "a layer counts flushed values of more than %d tensors",
+                     PS__MAX_COUNTED));
+    return 0;
+  }
+  d->counted[d->n_counted] = (ps__counted){what, tensor};
+  return ++d->n_counted;
+}
+
 static void add_param(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
                       uint64_t cols, uint64_t offset) {
   if (!grow(d, (void **)&d->param, d->n_params, &d->cap_params, sizeof *d->param))

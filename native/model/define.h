@@ -86,7 +86,8 @@ typedef enum ps__sym_kind {
   PS__SYM_PREFIX, /* a group tensor's rows [0, row0 + n_tokens) */
   PS__SYM_PARAM,  /* a span of parameters */
   PS__SYM_GRAD,   /* its gradient: a contribution's first chunk writes it, later chunks add to it */
-  PS__SYM_BATCH   /* a field of the chunk's batch, ps__batch_field */
+  PS__SYM_BATCH,  /* a field of the chunk's batch, ps__batch_field */
+  PS__SYM_FLUSHED /* the layer's counters of flushed values: u64[PS__MAX_COUNTED] */
 } ps__sym_kind;
 typedef enum ps__batch_field {
   PS__BATCH_TOKENS,    /* int32[T] */
@@ -102,6 +103,14 @@ typedef struct ps__sym {
    * an operand that begins in the first row and has the leading dimension of the whole tensor. */
   uint32_t skip;
 } ps__sym;
+
+/* A tensor whose values that became zero when they were quantized are counted, over the step. The
+ * op that writes @tensor runs once a chunk. */
+enum { PS__MAX_COUNTED = 8 };
+typedef struct ps__counted {
+  const char *what; /* borrowed, as names are */
+  uint8_t tensor;   /* has a row a token and a byte an element */
+} ps__counted;
 
 enum { PS__OP_MAX_SYMS = 10, PS__ARGS_BYTES = 640 };
 typedef struct ps__op_def {
@@ -124,7 +133,8 @@ typedef struct ps__op_def {
 typedef struct ps__layer_def {
   ps__tensor_def tensor[PS__SET_BITS];
   ps__saved_def saved[PS__MAX_SAVED];
-  uint32_t n_tensors, n_saved, n_sets;
+  ps__counted counted[PS__MAX_COUNTED];
+  uint32_t n_tensors, n_saved, n_sets, n_counted;
   int input, output, grad, loss, logits;
   ps__param_def *param;
   ps__span_def *span;
@@ -150,6 +160,9 @@ uint8_t ps__def_tensor(ps__layer_def *d, const char *name, ps__row_kind rows, ui
                        uint32_t dt);
 /* ps__def_saved() - @tensor may be saved, under @name: with other tensors of that name. */
 void ps__def_saved(ps__layer_def *d, uint8_t tensor, const char *name, uint32_t rank);
+/* ps__def_counted() - flushed values of @tensor are counted. Returns the argument `count` of the op
+ * that writes it (kernels/ops.h); the op's last symbol is PS__FLUSHED. */
+uint32_t ps__def_counted(ps__layer_def *d, uint8_t tensor, const char *what);
 /* ps__def_unit() - the parameters that follow are a unit of their own.
  * ps__def_adapter_unit() - the same of adapters' parameters. */
 void ps__def_unit(ps__layer_def *d, bool frozen);
@@ -196,6 +209,7 @@ void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *k
 #define PS__P(span)                   ((ps__sym){PS__SYM_PARAM, PS_READ, span, 0})
 #define PS__G(span)                   ((ps__sym){PS__SYM_GRAD, PS_WRITE, span, 0})
 #define PS__B(field)                  ((ps__sym){PS__SYM_BATCH, PS_READ, field, 0})
+#define PS__FLUSHED                   ((ps__sym){PS__SYM_FLUSHED, PS_READ_WRITE, 0, 0})
 #define PS__SYM_IF(condition, symbol) ((condition) ? (symbol) : (ps__sym){PS__SYM_BATCH, 0, 0, 0})
 
 /* ps__def_finish() - derive what is derived. Errors: the first one noted; PS_EINTERNAL names what

@@ -19,9 +19,11 @@ typedef struct ps__product {
 
 /* X or dY.
  *   stored  in the dtype of activations; that alone without FP8
- *   q, qt   forms ROWS and COLS, with their scales; scale_t may be scale */
+ *   q, qt   forms ROWS and COLS, with their scales; scale_t may be scale
+ *   count   of ps__def_counted(), for the op of the backward pass that writes qt; 0: not counted */
 typedef struct ps__operand {
   uint8_t stored, q, scale, qt, scale_t;
+  uint32_t count;
 } ps__operand;
 
 /* ps__def_product() - the product of the span @w; makes the tensors of its weights. */

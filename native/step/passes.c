@@ -154,6 +154,45 @@ static ps__vaccess batch_access(const ps__builder *b, const chunk_pass *p, ps__s
                   4ull * p->shape.n_tokens);
 }
 
+static uint64_t flushed_bytes(const ps_model *m) { return 8ull * PS__MAX_COUNTED * m->n_layers; }
+
+static ps__vaccess flushed_access(const ps__builder *b, const chunk_pass *p) {
+  const uint64_t each = 8ull * PS__MAX_COUNTED;
+  return ps__part(b->on->flushed, PS_READ_WRITE, each * p->layer, each);
+}
+
+void ps__flushed_begin(ps__builder *b) {
+  const ps__args_fill fill = {flushed_bytes(b->s->model)};
+  for (uint32_t d = 0; ps__counts_flushed(b->s->model) && d < ps__n_devices(b); d++) {
+    b->on = &b->dev[d];
+    b->on->flushed = ps__vt_new(b, b->on->at.place, fill.bytes);
+    const ps__vaccess zero = ps__whole(b, b->on->flushed, PS_WRITE);
+    ps__emit(b, &ps__k_fill_zero, b->on->at.compute, &fill, sizeof fill, &zero, 1,
+             (ps_tag){.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_FORWARD});
+  }
+  b->on = b->dev;
+}
+
+uint32_t ps__flushed_end(ps__builder *b) {
+  const uint64_t bytes = flushed_bytes(b->s->model);
+  if (!ps__counts_flushed(b->s->model))
+    return PS__NO_VT;
+  const uint32_t host = ps__vt_new(b, b->s->at->host, bytes * ps__n_devices(b));
+  for (uint32_t d = 0; d < ps__n_devices(b); d++) {
+    b->on = &b->dev[d];
+    ps__emit_copy(b, b->on->at.to_host, ps__whole(b, b->on->flushed, PS_READ),
+                  ps__part(host, PS_WRITE, bytes * d, bytes),
+                  (ps_tag){.layer = -1,
+                           .round = -1,
+                           .chunk = -1,
+                           .phase = PS__PHASE_UPDATE,
+                           .what = "counts of flushed values"});
+    ps__vt_free(b, b->on->flushed);
+  }
+  b->on = b->dev;
+  return host;
+}
+
 static ps__vaccess tensor_access(const ps__builder *b, const chunk_pass *p, ps__sym y,
                                  bool sliced) {
   const ps__tensor_def *t = &p->d->tensor[y.id];
@@ -197,7 +236,7 @@ static void check_results(ps__builder *b, const chunk_pass *p, const ps__op_def 
     const bool unread =
         ps__sym_is_tensor(y) && op->has_unread && strcmp(p->d->tensor[y.id].name, "unread") == 0;
     const bool wide = !ps__sym_is_tensor(y) || p->d->tensor[y.id].dt < PS_N_DTYPES;
-    if ((access[i].mode & PS_WRITE) && !unread && wide)
+    if ((access[i].mode & PS_WRITE) && !unread && wide && y.kind != PS__SYM_FLUSHED)
       check_result(b, p, op, y, &access[i], phase);
   }
 }
@@ -207,9 +246,10 @@ static void emit_op(ps__builder *b, const chunk_pass *p, const ps__op_def *op, i
   _Alignas(16) char args[PS__ARGS_BYTES];
   for (uint32_t i = 0; i < op->n_syms; i++) {
     const ps__sym y = op->sym[i];
-    access[i] = y.kind == PS__SYM_BATCH ? batch_access(b, p, y)
-                : ps__sym_is_tensor(y)  ? tensor_access(b, p, y, op->sliced)
-                                        : span_access(b, p, y);
+    access[i] = y.kind == PS__SYM_BATCH     ? batch_access(b, p, y)
+                : y.kind == PS__SYM_FLUSHED ? flushed_access(b, p)
+                : ps__sym_is_tensor(y)      ? tensor_access(b, p, y, op->sliced)
+                                            : span_access(b, p, y);
   }
   ps__chunk_shape shape = p->shape;
   shape.first_grad |= op->has_unread;

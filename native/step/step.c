@@ -213,6 +213,7 @@ static void run_pass(ps__builder *b, uint32_t idx) {
 /* The devices take turns, layer pass by layer pass: program order is that of the sums of gradients,
  * in which round r comes before round r + 1. */
 static void emit_rounds(ps__builder *b) {
+  ps__flushed_begin(b);
   for (uint32_t i = 0; i < b->dev[0].n_passes; i++)
     for (uint32_t d = 0; d < ps__n_devices(b) && !b->s->out_of_memory; d++) {
       b->on = &b->dev[d];

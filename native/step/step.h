@@ -91,6 +91,11 @@ static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
 static inline bool ps__weights_stay(const ps__spec *s, uint32_t unit) {
   return s->param_resident[unit] && (ps__updated_on_device(s, unit) || s->model->unit[unit].frozen);
 }
+/* ps__counts_flushed() - whether a step of the model counts what FP8 flushes: it has a backward
+ * pass through its blocks. */
+static inline bool ps__counts_flushed(const ps_model *m) {
+  return m->fp8.on && m->n_frozen < m->n_layers;
+}
 /* ps__first_saving() - the first block, from 0, that saves activations. */
 static inline uint32_t ps__first_saving(const ps_model *m) {
   const uint32_t first = ps__first_trained(m);
@@ -132,8 +137,10 @@ void ps__spec_free(ps__spec *s);
  *           step's UPDATE of an embedding on the host runs at the same time: the trainer orders the
  *           two row by row (train/rows.c). That UPDATE ends before this step's next op on the table
  *           or its gradient, which comes after the chunk's backward pass.
- *   REPORT  R stats; where units are updated on the device, R what is copied to the host last. Of a
- *           checked step: R f64[n_checks], a sum of squares for each check */
+ *   REPORT  R stats; where FP8 counts what it flushes (ps__counts_flushed()), R the counters
+ *           u64[n_devices][n_layers][PS__MAX_COUNTED] of the model's layers; where units are
+ *           updated on the device, R what is copied to the host last. Of a checked step: R
+ *           f64[n_checks], a sum of squares for each check */
 typedef enum ps__hook {
   PS__HOOK_LOAD,
   PS__HOOK_LOGITS,

@@ -317,6 +317,32 @@ static ps_status update(ps_trainer *t, uint32_t unit, ps__update_part part, cons
   return PS_OK;
 }
 
+/* What FP8 flushed to zero: the part of all counted values, and the largest part of a tensor over
+ * the step. */
+static void report_flushed(const ps_trainer *t, const uint64_t *counter, ps__step_record *r) {
+  const ps_model *m = t->plan->model;
+  const uint32_t n_devices = t->plan->at->n_devices;
+  double flushed = 0, counted = 0;
+  r->flushed_most = 0;
+  for (uint32_t l = ps__first_trained(m); l < m->n_layers; l++)
+    for (uint32_t k = 0; k < ps__layer_of(m, l)->n_counted; k++) {
+      const ps__counted *c = &ps__layer_of(m, l)->counted[k];
+      const double n = (double)ps__layer_of(m, l)->tensor[c->tensor].row_bytes *
+                       (double)t->size.layout->n_tokens;
+      double here = 0;
+      for (uint32_t d = 0; d < n_devices; d++)
+        here += (double)counter[((size_t)d * m->n_layers + l) * PS__MAX_COUNTED + k];
+      flushed += here;
+      counted += n;
+      if (here / n > r->flushed_most) {
+        r->flushed_most = here / n;
+        r->flushed_in = c;
+        r->flushed_layer = l;
+      }
+    }
+  r->flushed = counted > 0 ? flushed / counted : 0;
+}
+
 static ps_status report(ps_trainer *t, const ps_launch *l) {
   const ps__step_stats *stats = l->ptr[0];
   ps__step_record *r = &t->ring[l->step % PS__RING];
@@ -328,6 +354,8 @@ static ps_status report(ps_trainer *t, const ps_launch *l) {
   r->valid_tokens = stats->valid_tokens;
   r->skipped = t->skips.now;
   r->n_skipped = atomic_load(&t->skips.n);
+  if (ps__counts_flushed(t->plan->model))
+    report_flushed(t, l->ptr[1], r);
   r->end_ns = ps__now_ns();
   atomic_store(&t->ended, l->step + 1);
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++)

@@ -530,6 +530,22 @@ static ps_status say_skipped(ps_trainer *t) {
   return paused ? ps__trainer_go_on(t) : PS_OK;
 }
 
+/* Warns of outliers, again when twice as much is flushed. */
+static void say_flushed(ps_trainer *t) {
+  const ps__step_record *r = &t->ring[t->n_reported % PS__RING];
+  if (r->flushed_most < PS_FLUSHED_WARNS || r->flushed_most < 2 * t->flushed_said)
+    return;
+  t->flushed_said = r->flushed_most;
+  ps__log(PS_LOG_WARN,
+          "step %llu: %.1f%% of %s in block %u became 0 in FP8, as others are more than 2^18 times "
+          "larger: %s",
+          (unsigned long long)(t->cfg.first_step + t->n_reported + 1), 100 * r->flushed_most,
+          r->flushed_in->what, r->flushed_layer - 1,
+          strcmp(r->flushed_in->what, "the gated product")
+              ? "lower --lr, or give a recipe without FP8"
+              : "--fp8-bf16-down keeps its product in bf16");
+}
+
 ps_status ps__trainer_outside_ops(const ps_trainer *t) {
   return ps__engine_drives(t->engine)
              ? ps__fail(PS_ESTATE, "a batch function cannot step its own trainer, which waits for "
@@ -609,6 +625,8 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
                          .grad_norm = r->norm,
                          .skipped = r->skipped,
                          .n_skipped = r->n_skipped,
+                         .fp8_flushed = r->flushed,
+                         .fp8_flushed_most = r->flushed_most,
                          .lr = r->lr,
                          .predicted_step_s = size.step_s};
   m->step_s = (double)(r->end_ns - begin) * 1e-9;
@@ -660,6 +678,7 @@ ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
     if (said != PS_OK)
       return ps__trainer_stop(t, said);
   }
+  say_flushed(t);
   fill_metrics(t, out);
   t->last_end_ns = t->ring[t->n_reported % PS__RING].end_ns;
   t->n_reported++;

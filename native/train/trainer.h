@@ -13,6 +13,9 @@ enum { PS__WHY_BYTES = 256 };
 typedef struct ps__step_record {
   double loss, z_loss, objective, norm, lr;
   uint64_t valid_tokens, submit_ns, end_ns, skipped, n_skipped;
+  double flushed, flushed_most;  /* as in ps_step_metrics */
+  const ps__counted *flushed_in; /* the tensor that flushed_most is of, and its layer */
+  uint32_t flushed_layer;
   bool gradient_bad;       /* of a skipped step: the gradient is not finite, and the loss is */
   char why[PS__WHY_BYTES]; /* it was skipped */
 } ps__step_record;
@@ -63,6 +66,7 @@ struct ps_trainer {
   /* the GPU's energy counter, when it was last read, and the mean power before that */
   double energy_j, mean_w;
   uint64_t energy_ns;
+  double flushed_said;       /* ps_step_metrics.fp8_flushed_most of the last warning */
   int32_t *tokens, *targets; /* a step's batch as the data source fills it */
   uint8_t *begins;           /* 1: the dataset's mask begins a document here; else 0 */
   float *logits;             /* of a token, for logits_fn; else NULL */

@@ -145,6 +145,9 @@ def _summary(run: RunDirectory) -> str:
         out.append(
             ("skipped", f"{last['n_skipped']:,} steps, whose loss or gradient was not finite")
         )
+    if "fp8_flushed_most" in last:
+        most, all_ = (f"{100 * last[k]:.3g}%" for k in ("fp8_flushed_most", "fp8_flushed"))
+        out.append(("FP8", f"{all_} of the values became 0, of one tensor {most}"))
     return _table(out)
 
 

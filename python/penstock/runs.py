@@ -382,7 +382,8 @@ class RunLog:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
         row = {k: v for k, v in asdict(metrics).items() if isinstance(v, (int, float))}
         del row["skipped"]  # n_skipped says it
-        row = {k: v for k, v in row.items() if v or not k.startswith("gpu_")}  # 0 is unknown
+        row = {k: v for k, v in row.items() if v or not k.startswith(("gpu_", "fp8_"))}
+        # 0: unknown, or nothing to say
         validation = getattr(metrics, "validation", None)
         if validation is not None:
             row |= {f"val_{k}": v for k, v in asdict(validation).items()}

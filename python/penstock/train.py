@@ -69,6 +69,8 @@ class StepMetrics:
     gpu_power_w: float
     gpu_temperature_c: float
     gpu_energy_j: float
+    fp8_flushed: float
+    fp8_flushed_most: float
     # after the step, where steps() was asked for them
     validation: Validation | None = None
     samples: list[list[int]] | None = None  # the token ids that follow each prompt

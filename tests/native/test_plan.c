@@ -231,9 +231,10 @@ static void check_report(const ps__step *s) {
       if (to == h->weights || to == h->master || to == h->state[0] || to == h->state[1])
         last = to;
     }
-  CHECK(strcmp(report->kernel->name, "report") == 0 &&
-        report->n_access == (last == PS__NO_VT ? 1 : 2));
-  CHECK(last == PS__NO_VT || s->access[report->access + 1].vt == last);
+  /* after stats, and the counters of FP8 */
+  const uint32_t n = ps__counts_flushed(s->model) ? 2 : 1;
+  CHECK(strcmp(report->kernel->name, "report") == 0 && report->n_access == n + (last != PS__NO_VT));
+  CHECK(last == PS__NO_VT || s->access[report->access + n].vt == last);
 }
 
 /* Freed at the op after the last use where nothing is issued ahead or freed late: no byte is
