@@ -354,13 +354,13 @@ def test_a_directory_is_complete(directory, tmp_path, monkeypatch):
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def run_directory(directory, tmp_path_factory):
+@pytest.fixture(scope="module", params=["fp32-master", "fp8-master"])
+def run_directory(directory, tmp_path_factory, request):
     """A run with an fp32 master copy and checkpoints of two steps; the weights of each."""
     where, weights = tmp_path_factory.mktemp("run"), {}
     model = ModelConfig.read(directory("llama"))
     plan = Plan(
-        model, seq_len=32, tokens_per_step=64, recipe="fp32-master", threads=1,
+        model, seq_len=32, tokens_per_step=64, recipe=request.param, threads=1,
         hardware=Hardware.estimate(1, "cpu"),
     )  # fmt: skip
     batch = np.arange(64) % 500
@@ -369,7 +369,7 @@ def run_directory(directory, tmp_path_factory):
             list(trainer.steps(1))
             trainer.checkpoint(where / "checkpoints")
             weights[step] = {n: trainer.read(n) for n in trainer.params}
-    return where, weights
+    return where, weights, request.param
 
 
 def weights_at(out):
@@ -383,10 +383,10 @@ def same(a, b):
 def test_the_newest_checkpoint_of_a_run_is_taken_with_its_master_copy(
     run_directory, tmp_path, capsys
 ):
-    where, weights = run_directory
+    where, weights, recipe = run_directory
     newest, first = tmp_path / "newest", tmp_path / "first"
     assert run("--model", where, "--to", "hf", "--out", newest) == 0
-    assert "the fp32 master copy after step 2 (recipe fp32-master)" in capsys.readouterr().out
+    assert f"the fp32 master copy after step 2 (recipe {recipe})" in capsys.readouterr().out
     assert same(weights_at(newest), weights[2])
     named = where / "checkpoints/step-00000001"
     assert run("--model", named, "--to", "hf", "--out", first, "--quiet") == 0
@@ -398,7 +398,7 @@ def test_the_newest_checkpoint_of_a_run_is_taken_with_its_master_copy(
 
 
 def test_a_damaged_checkpoint_is_passed_over_or_refused(run_directory, tmp_path, capsys):
-    where, weights = run_directory
+    where, weights, _ = run_directory
     shutil.copytree(where, tmp_path / "run")
     newest = tmp_path / "run/checkpoints/step-00000002"
     raw = bytearray((newest / "model.safetensors").read_bytes())

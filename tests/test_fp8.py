@@ -352,3 +352,28 @@ def test_rates_of_fp8_make_a_plan_for_a_gpu_faster(tiny_model, tmp_path):
     assert 0.7 * step["bf16"] < step["fp8"] < 0.95 * step["bf16"]
     assert 0.8 * step["fp8"] < step["head"] < step["fp8"]
     assert abs(step["bare"] - step["fp8"]) < 0.05 * step["fp8"]
+
+
+def test_validation_samples_and_export_of_a_training(job, tmp_path):  # noqa: F811
+    """A validation computes in FP8, as `eval` does with the recipe. Samples, `generate` and other
+    programs compute in bf16, with the weights that an export has."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    data = ["--data", job["--data"], "--seq-len", 64]
+    kept = ["--recipe", "fp8-master", "--fp8-head", "--fp8-bf16-first", 0]
+    done = penstock(
+        *("train", "--model", job["--model"], *data, *kept, "--steps", 2, "--lr", "1e-3"),
+        *("--run-dir", run, "--val", job["--data"], "--val-every", 2, "--val-tokens", 128),
+        *("--sample-every", 2, "--sample-ids", "5,6,7", "--sample-tokens", 6, "--out", out),
+    )
+    assert done.returncode == 0, done.stderr
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    model = ["--model", out]
+    losses = {}
+    for name, options in {"fp8": kept, "bf16": ["--recipe", "bf16"]}.items():
+        args = ["eval", *model, *data, "--steps", 1, "--tokens-per-step", 128, *options, "--json"]
+        losses[name] = json.loads(penstock(*args).stdout)["loss"]
+    assert losses["fp8"] == last["val_loss"] and 0 < abs(losses["bf16"] - losses["fp8"]) < 0.05
+    sample = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])
+    args = ["generate", *model, "--tokens", "5,6,7", "--max-new-tokens", 6, "--quiet"]
+    told = penstock(*args).stdout
+    assert [int(t) for t in told.replace(",", " ").split()][-6:] == sample["tokens"]
