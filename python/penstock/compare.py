@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from ._lib import lib
-from .command import FAILED, OK, Parser, run, whole
+from .command import FAILED, OK, Parser, run
 from .dataset import Dataset
 from .errors import InputOutputError
 from .files import DataError
@@ -367,22 +367,14 @@ def _parser() -> Parser:
         help="compare with transformers, which loads this directory (default: the same)",
     )
     p.add_argument("--recipe", choices=UNIT, default="fp32", help="default: fp32")
-    p.add_argument("--backend", choices=("cpu", "cuda", "auto"), default="cpu", help="default: cpu")
-    size = whole(1, 2**30)
-    p.add_argument("--seq-len", type=size, default=64, metavar="N", help="default: 64")
-    p.add_argument("--sequences", type=size, default=2, metavar="N", help="default: 2")
-    p.add_argument(
-        "--seed",
-        type=whole(0, 2**53),
-        default=0,
-        metavar="N",
-        help="of the random tokens (default: 0)",
-    )
+    p.backend("cpu")
+    p.count("--seq-len", 1, 2**30, "tokens a sequence (default: 64)", 64)
+    p.count("--sequences", 1, 2**30, "how many sequences (default: 2)", 2)
+    p.count("--seed", 0, 2**53, "of the random tokens (default: 0)")
     p.add_argument(
         "--data", metavar="DIR", help="token shards, whose first sequences are the tokens"
     )
-    p.add_argument("--device-mem", metavar="SIZE", help="cap, so that weights are streamed")
-    p.add_argument("--host-mem", metavar="SIZE", help="cap of the host memory")
+    p.caps()
     p.add_argument("--json", action="store_true", help="print one JSON object")
     return p
 
