@@ -277,6 +277,13 @@ def test_plan_prints_a_table_of_several_numbers(words):
     assert plan(*words, "--gpus", "1,2", "--tokens-per-step", 2 * SEQ) == text
 
 
+def test_plan_takes_the_number_of_a_runs_file(words, tmp_path):
+    (tmp_path / "my.toml").write_text("[run]\ngpus = 2\n")
+    more = (*words[:-1], "--config", tmp_path / "my.toml", "--tokens-per-step", 4 * SEQ)
+    assert "\ndevices          2, of which 2 have rounds" in plan(*more)
+    assert "\ndevices          4, of which 4 have rounds" in plan(*more, "--gpus", 4)
+
+
 @pytest.mark.long
 def test_a_row_is_the_plan_of_its_number(words):
     """Of three GPUs one has 6 of 16 rounds, and 11 of 32: 0.89 and 0.97 of three times one."""
