@@ -41,9 +41,9 @@ extern "C" {
 enum {
   PS_MAX_PLACES = 16,
   PS_MAX_DEVICES = 8, /* of a plan */
-  PS_MAX_LINKS = 32,
+  PS_MAX_LINKS = 80,
   PS_MAX_SPACES = 16,
-  PS_MAX_STREAMS = 32,
+  PS_MAX_STREAMS = 48,
   PS_MAX_ACCESSES = 12,
   PS_NAME_BYTES = 32
 };

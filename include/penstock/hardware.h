@@ -105,10 +105,13 @@ typedef struct ps_hardware {
   double elementwise_bytes_per_s;          /* norms and the like, through device memory */
   double h2d_bytes_per_s, d2h_bytes_per_s; /* a copy to the device, to the host */
   double duplex_bytes_per_s;               /* each of the two while both run */
-  double optimizer_bytes_per_s;            /* AdamW on the host, all threads */
-  double accumulate_bytes_per_s;           /* gradient sums on the host */
-  double accumulate_sumsq_bytes_per_s;     /* a sum and its squares in one pass: the last sum's */
-  double sumsq_bytes_per_s;                /* sums of squares on the host */
+  /* A copy from one device to another; what a device receives from all others. 0: it is not known,
+   * or devices cannot: then each of several devices fetches all from the host. */
+  double peer_bytes_per_s;
+  double optimizer_bytes_per_s;        /* AdamW on the host, all threads */
+  double accumulate_bytes_per_s;       /* gradient sums on the host */
+  double accumulate_sumsq_bytes_per_s; /* a sum and its squares in one pass: the last sum's */
+  double sumsq_bytes_per_s;            /* sums of squares on the host */
   /* BYTES per second at which the io stream gathers rows of the embedding and runs its other ops.
    * The stream has 1 thread where n_threads is below 8, else n_threads / 2. On CUDA it is measured
    * beside the optimizer. */

@@ -164,6 +164,8 @@ void ps__hardware_complete(ps_hardware *hw) {
   /* one thread moves a core's part, but no more than a core keeps in flight */
   if (!(hw->gather_bytes_per_s > 0))
     hw->gather_bytes_per_s = memory < 16e9 ? memory : 16e9;
+  if (hw->backend == PS_BACKEND_CPU && !(hw->peer_bytes_per_s > 0)) /* its devices are arenas */
+    hw->peer_bytes_per_s = hw->h2d_bytes_per_s;
 }
 
 ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32_t device,

@@ -319,6 +319,11 @@ typedef struct traffic {
   double blocks; /* parameters of the streamed blocks, once */
 } traffic;
 
+static bool in_pieces(const ps__search_space *sp, uint32_t unit) {
+  return sp->plan->at->n_devices > 1 && sp->plan->hw.peer_bytes_per_s > 0 &&
+         !(unit == 0 && ps__tied(sp->plan->model));
+}
+
 static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                             const ps__residency *r) {
   const ps_model *m = sp->plan->model;
@@ -351,17 +356,25 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                stays = ps__params_stay(sp, r, u);
     const double added =
         ps__sum_bytes(bytes / e, contributions, contributions, sp->plan->model->dt);
+    /* in pieces the other devices bring the rest, and add the contributions */
+    const bool pieces = in_pieces(sp, u);
+    const double part = pieces ? share : 1;
     if (!stays && (frozen || !r->state))
-      t.to_device += passes * bytes * rounds;
+      t.to_device += part * passes * bytes * rounds;
     else if (stays && !frozen && !r->state)
-      t.to_device += bytes;
+      t.to_device += part * bytes;
     if ((frozen || !r->state) && !stays && ps__is_block(m, layer))
       t.blocks += bytes;
     if (frozen)
       continue;
-    t.to_host += r->state ? bytes : grads ? bytes : share * contributions * bytes;
-    if (grads)
-      t.device_sums += added;
+    t.to_host += r->state ? bytes
+                 : grads  ? bytes
+                 : pieces ? share * bytes * rounds
+                          : share * contributions * bytes;
+    if (pieces)
+      t.to_device += share * bytes * (rounds - 1);
+    if (grads || pieces)
+      t.device_sums += part * added;
     else if (!r->state)
       t.host_ops += added;
     if (r->state)

@@ -2,7 +2,6 @@
  * it draws of CPUs, host memory and link. */
 #include "hardware/hardware_impl.h"
 #include "plan/plan_impl.h"
-#include <assert.h>
 #include <math.h>
 
 static double rate_ns(double work, double per_s) { return per_s > 0 ? work / per_s * 1e9 : 0; }
@@ -218,11 +217,11 @@ static double slowdown(const ps_hardware *hw, int kind, uint32_t kinds, uint32_t
                        rate_in(beside, kind));
 }
 
-/* Copies from a host read its memory, copies to one write it. No rate of copies between devices is
- * measured, and no step has them. */
+/* Copies from a host read its memory, copies to one write it. Those between devices do neither. */
 static ps__copy_rate copy_rate(const ps_hardware *hw, const ps__places *at, const ps_link *link) {
   const bool read = at->kind[link->from] == PS_PLACE_HOST;
-  assert(read != (at->kind[link->to] == PS_PLACE_HOST));
+  if (!read && at->kind[link->to] != PS_PLACE_HOST)
+    return (ps__copy_rate){.copies = true, .peers = true, .bytes_per_s = hw->peer_bytes_per_s};
   return (ps__copy_rate){.copies = true,
                          .kind = read ? H2D : D2H,
                          .bus = ps__bus_of(at, link->resource),
@@ -269,6 +268,13 @@ static void draw_on_memory(const ps__cost_model *m, int kind, double rate, ps_si
 static void draw_of_copy(const ps__cost_model *m, const ps__copy_rate *copy, ps_sim_cost *out) {
   const ps_hardware *hw = m->hw;
   const bool cpu = hw->backend == PS_BACKEND_CPU;
+  if (copy->peers) {
+    if (cpu) {
+      draw(out, ps__memory_of(m->host), fraction(2 * copy->bytes_per_s, hw->memory_bytes_per_s));
+      draw(out, ps__cpus_of(m->host), fraction(1, hw->n_cpus));
+    }
+    return;
+  }
   draw_on_memory(m, copy->kind, (cpu ? 2 : 1) * copy->bytes_per_s, out);
   if (cpu)
     draw(out, ps__cpus_of(m->host), fraction(1, hw->n_cpus));

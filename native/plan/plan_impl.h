@@ -123,6 +123,7 @@ static inline uint8_t ps__bus_of(const ps__places *at, uint32_t resource) {
  * ps_contention_rate.kinds they are, and what their link shares. */
 typedef struct ps__copy_rate {
   bool copies; /* false: the stream runs ops */
+  bool peers;  /* between devices */
   uint8_t kind, bus;
   double bytes_per_s;
 } ps__copy_rate;

@@ -163,6 +163,9 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
                table_on_host = u == 0 && embed_on_host, trained = !plan->model->unit[u].frozen;
     spec->param_resident[u] = ps__params_stay(sp, r, u) && !table_on_host;
     spec->grad_resident[u] = ps__among(sp, u, r->grads) && several && !table_on_host;
+    /* the embedding of a tied model has contributions of the head, too */
+    spec->in_pieces[u] = plan->cfg.n_devices > 1 && plan->hw.peer_bytes_per_s > 0 &&
+                         !table_on_host && !(u == 0 && ps__tied(plan->model));
     spec->update_resident[u] = r->state && trained;
     spec->update_streamed[u] = !r->state && layer > 0 && layer <= m->streamed && trained;
     const bool among = layer == ps__head_layer(plan->model)

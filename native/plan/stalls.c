@@ -58,7 +58,11 @@ static const char *on_host(const ps__vop *op) {
 
 static const char *label(const ps__places *at, const ps__vop *op) {
   if (ps__link_of(at, op->stream))
-    return ps__copies_to_host(at, op->stream) ? outgoing(&op->tag) : incoming(&op->tag);
+    switch (ps__direction(at, op->stream)) {
+    case PS__TO_DEVICE: return incoming(&op->tag);
+    case PS__TO_HOST: return outgoing(&op->tag);
+    default: return "other devices";
+    }
   if (op->stream == at->host_ops)
     return on_host(op);
   if (op->stream == at->io)
@@ -161,7 +165,7 @@ ps_status ps__plan_check_events(const ps_plan *p, const ps_trace_event *events, 
 
 ps_status ps_plan_throughput(const ps_plan *plan, const ps_trace_event *events, uint64_t n,
                              ps_throughput *out) {
-  enum { H2D, D2H, UPDATES, KINDS };
+  enum { UPDATES = PS__N_DIRECTIONS, KINDS };
   double bytes[KINDS] = {0}, ns[KINDS] = {0};
   if (!plan || !events || !out)
     return ps__fail(PS_EINVAL, "ps_plan_throughput: plan, events and out must be given");
@@ -171,13 +175,13 @@ ps_status ps_plan_throughput(const ps_plan *plan, const ps_trace_event *events, 
     const bool update = ps__is_host_update(&plan->step, op);
     if (op->kernel && !update)
       continue;
-    const int kind = update ? UPDATES : ps__copies_to_host(plan->at, op->stream) ? D2H : H2D;
+    const int kind = update ? UPDATES : (int)ps__direction(plan->at, op->stream);
     bytes[kind] += op->work.bytes;
     ns[kind] += (double)(events[i].end_ns - events[i].start_ns);
   }
   *out = (ps_throughput){.struct_bytes = sizeof *out};
-  out->h2d_bytes_per_s = ns[H2D] > 0 ? bytes[H2D] / ns[H2D] * 1e9 : 0;
-  out->d2h_bytes_per_s = ns[D2H] > 0 ? bytes[D2H] / ns[D2H] * 1e9 : 0;
+  out->h2d_bytes_per_s = ns[PS__TO_DEVICE] > 0 ? bytes[PS__TO_DEVICE] / ns[PS__TO_DEVICE] * 1e9 : 0;
+  out->d2h_bytes_per_s = ns[PS__TO_HOST] > 0 ? bytes[PS__TO_HOST] / ns[PS__TO_HOST] * 1e9 : 0;
   out->update_bytes_per_s = ns[UPDATES] > 0 ? bytes[UPDATES] / ns[UPDATES] * 1e9 : 0;
   return PS_OK;
 }

@@ -158,7 +158,7 @@ void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const vo
 
 void ps__emit_copy(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vaccess to, ps_tag tag) {
   const ps__vaccess access[2] = {from, to};
-  b->s->copied_bytes[ps__copies_to_host(b->s->at, stream)] += from.bytes;
+  b->s->copied_bytes[ps__direction(b->s->at, stream)] += from.bytes;
   emit(b, NULL, stream, NULL, 0, access, 2, (ps_work){.bytes = (double)from.bytes}, tag);
 }
 

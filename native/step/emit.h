@@ -33,6 +33,10 @@ typedef struct ps__unit_progress {
   uint32_t contribution;      /* contributions that were added */
   /* BYTES of its gradient on the host that aliases of the first round take */
   uint64_t alias_bytes;
+  /* Of a unit in pieces, while rounds run that add to it: each device's piece of the total and of
+   * its low bytes. Device 0's may be the gradient of the first contribution, of which it is the
+   * beginning. */
+  uint32_t piece[PS_MAX_DEVICES], low_piece[PS_MAX_DEVICES];
 } ps__unit_progress;
 
 /* A unit on one device. */
@@ -71,7 +75,7 @@ typedef struct ps__on_device {
   ps__unit_copy *unit; /* [n_units] */
   ps__pass *pass;      /* of its rounds */
   const ps__pass *now; /* the running layer pass */
-  uint32_t n_passes, next_fetch;
+  uint32_t n_passes;
   uint32_t clock; /* chunk passes emitted so far: the time of late frees */
   ps__late_free *late;
   size_t n_late, cap_late;
@@ -100,6 +104,7 @@ typedef struct ps__builder {
   ps__on_device dev[PS_MAX_DEVICES]; /* [n_devices] */
   ps__on_device *on;                 /* that of the ops that are emitted now */
   ps__unit_progress *unit;           /* [n_units] */
+  uint32_t next_fetch;               /* the first layer pass that nothing was fetched for */
   uint32_t first_trained;            /* ps__first_trained() */
   uint32_t checks;                   /* of a checked step: the sums of squares, a device tensor */
   /* device copy of the batch header, for updates without clipping; PS__NO_VT before the first */
@@ -114,6 +119,13 @@ typedef struct ps__builder {
 } ps__builder;
 
 static inline uint32_t ps__n_devices(const ps__builder *b) { return b->s->at->n_devices; }
+/* ps__n_running() - how many devices have layer pass @idx: the first ones. */
+static inline uint32_t ps__n_running(const ps__builder *b, uint32_t idx) {
+  uint32_t n = 0;
+  while (n < ps__n_devices(b) && idx < b->dev[n].n_passes)
+    n++;
+  return n;
+}
 
 /* ---- tensors --------------------------------------------------------------------------------- */
 /* ps__vt_new() - a tensor that is alive from the next op on, until ps__vt_free().
@@ -154,8 +166,8 @@ ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase);
 /* ps__units_init() - the units' host and device-resident tensors, the layer passes of each device.
  * Errors: PS_ENOMEM. */
 ps_status ps__units_init(ps__builder *b);
-/* ps__fetch_ahead() - issue the copies for this layer pass of the running device and for those
- * within the prefetch distance. ps__pass_done() - free the parameters that no later pass was
+/* ps__fetch_ahead() - issue the copies for this layer pass of all devices that have it, and for
+ * those within the prefetch distance. ps__pass_done() - free the parameters that no later pass was
  * fetched for. */
 void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx);
 void ps__pass_done(ps__builder *b, uint32_t pass_idx);
@@ -165,6 +177,10 @@ bool ps__contribution_begins(const ps__builder *b, uint32_t c);
 bool ps__contribution_ends(const ps__builder *b, uint32_t c);
 /* ps__sum_mode() of the unit's contribution @i > 0, counted from 0 */
 uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i);
+/* ps__low_access() - how an addition of this mode accesses the total's low bytes */
+static inline uint32_t ps__low_access(uint32_t mode) {
+  return (mode & PS_LOW_READ ? PS_READ : 0) | (mode & PS_LOW_WRITE ? PS_WRITE : 0);
+}
 /* ps__grad_begin() - a contribution begins: memory for it. */
 void ps__grad_begin(ps__builder *b, uint32_t unit);
 /* ps__grad_end() - the contribution is complete: it is added to the total, or copied to the host to
@@ -179,6 +195,17 @@ void ps__layer_grads_end(ps__builder *b, uint32_t layer, bool more);
 /* ps__total_on_host() - the unit's total is complete on the host: sums of squares and, without
  * clipping, the update. */
 void ps__total_on_host(ps__builder *b, uint32_t unit);
+
+/* ---- units in pieces (pieces.c) -------------------------------------------------------------- */
+/* ps__fetch_pieces() - fetch a unit to the first @n_running devices, whose tensors of it are made:
+ * from the host to each its piece, and from each to the others.
+ * ps__begin_pieces() - a contribution begins on the running device: the first of the rounds that
+ * run at once fetches the total's pieces, where there is a total.
+ * ps__add_pieces() - add the complete contribution of the running device to the total's pieces.
+ * @last: of the rounds that run at once; then the pieces go to the host. */
+void ps__fetch_pieces(ps__builder *b, uint32_t unit, uint32_t n_running);
+void ps__begin_pieces(ps__builder *b, uint32_t unit);
+void ps__add_pieces(ps__builder *b, uint32_t unit, bool last);
 
 /* ---- updates (updates.c) --------------------------------------------------------------------- */
 /* ps__bring() - a new device tensor, and the copy of host tensor @host to it. */

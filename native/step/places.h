@@ -5,9 +5,11 @@
 #include <penstock/engine.h>
 #include <stdbool.h>
 
-/* One of a step's devices: its place, which is the number of its space too; its streams. */
+/* One of a step's devices: its place, which is the number of its space too; its streams. A single
+ * device lacks two of them: to_peers copies to the other devices, and sums adds what they send. On
+ * a stream of its own a sum that waits for another device does not hold back the compute stream. */
 typedef struct ps__device_at {
-  uint32_t place, compute, to_device, to_host;
+  uint32_t place, compute, to_device, to_host, to_peers, sums;
 } ps__device_at;
 
 typedef struct ps__places {
@@ -23,9 +25,10 @@ typedef struct ps__places {
   uint32_t host, host_ops, io; /* the host's place, and its streams */
 } ps__places;
 
-/* ps__places_of() - the host, @n_devices devices (1..PS_MAX_DEVICES) and a bus between each of them
- * and the host. The devices come first, then the host; the streams likewise. One device has streams
- * "compute", "h2d", "d2h"; of several their number follows: "compute 0". Threads: any. */
+/* ps__places_of() - the host, @n_devices devices (1..PS_MAX_DEVICES), a bus between each of them
+ * and the host, and links from each device to each other one. The devices come first, then the
+ * host; the streams likewise. One device has streams "compute", "h2d", "d2h"; of several their
+ * number follows: "compute 0". "p2p 0" and so on come last, then "sums 0". Threads: any. */
 const ps__places *ps__places_of(uint32_t n_devices);
 
 /* ps__link_of() - the first link whose copies run on @stream; NULL: the stream runs ops. */
@@ -38,10 +41,11 @@ static inline const ps_link *ps__link_of(const ps__places *at, uint32_t stream) 
 static inline bool ps__stream_on_host(const ps__places *at, uint32_t stream) {
   return at->kind[at->stream[stream].place] == PS_PLACE_HOST;
 }
-/* ps__copies_to_host() - whether @stream is a link to the host. */
-static inline bool ps__copies_to_host(const ps__places *at, uint32_t stream) {
+/* ps__direction() - of the copies of a stream of links. */
+enum { PS__TO_DEVICE, PS__TO_HOST, PS__TO_PEERS, PS__N_DIRECTIONS };
+static inline uint32_t ps__direction(const ps__places *at, uint32_t stream) {
   const ps_link *l = ps__link_of(at, stream);
-  return l && l->to == at->host;
+  return l->to == at->host ? PS__TO_HOST : l->from == at->host ? PS__TO_DEVICE : PS__TO_PEERS;
 }
 /* ps__is_compute() - whether @stream is the compute stream of a device. */
 static inline bool ps__is_compute(const ps__places *at, uint32_t stream) {

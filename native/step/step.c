@@ -23,9 +23,10 @@ static ps_status spec_alloc(ps__spec *s) {
   s->update_resident = ps__calloc(s->n_units, 1);
   s->update_streamed = ps__calloc(s->n_units, 1);
   s->update_split = ps__calloc(s->n_units, 1);
+  s->in_pieces = ps__calloc(s->n_units, 1);
   s->policy = ps__calloc(policies, 1);
   if (s->param_resident && s->grad_resident && s->update_resident && s->update_streamed &&
-      s->update_split && s->policy) {
+      s->update_split && s->in_pieces && s->policy) {
     memset(s->policy, PS_POLICY_RECOMPUTE, policies);
     return PS_OK;
   }
@@ -77,6 +78,7 @@ ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src) {
   memcpy(dst->update_resident, src->update_resident, src->n_units);
   memcpy(dst->update_streamed, src->update_streamed, src->n_units);
   memcpy(dst->update_split, src->update_split, src->n_units);
+  memcpy(dst->in_pieces, src->in_pieces, src->n_units);
   memcpy(dst->policy, src->policy, (size_t)src->n_layers * src->n_chunks * src->n_saved);
   return PS_OK;
 }
@@ -87,9 +89,10 @@ void ps__spec_free(ps__spec *s) {
   ps__free(s->update_resident);
   ps__free(s->update_streamed);
   ps__free(s->update_split);
+  ps__free(s->in_pieces);
   ps__free(s->policy);
   s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->update_split =
-      s->policy = NULL;
+      s->in_pieces = s->policy = NULL;
 }
 
 /* ---- rounds ---------------------------------------------------------------------------------- */
@@ -175,15 +178,17 @@ static void backward_pass(ps__builder *b, uint32_t layer) {
   }
 }
 
-/* Layer pass @idx of the running device. */
+/* Layer pass @idx begins on a device. */
+static void begin_pass(const ps__builder *b, ps__on_device *on, uint32_t idx) {
+  on->now = &on->pass[idx];
+  on->round_idx = on->now->round;
+  on->round = &b->s->layout->round[on->round_idx];
+  on->batch = b->step_batch + on->round->first_chunk;
+}
+
 static void run_pass(ps__builder *b, uint32_t idx) {
-  const ps__pass *v = &b->on->pass[idx];
-  b->on->now = v;
-  b->on->round_idx = v->round;
-  b->on->round = &b->s->layout->round[v->round];
-  b->on->batch = b->step_batch + b->on->round->first_chunk;
+  const ps__pass *v = b->on->now;
   const uint32_t n = b->on->round->n_chunks;
-  ps__fetch_ahead(b, idx);
   switch (v->kind) {
   case PS__PASS_EMBED:
     for (uint32_t c = 0; c < n; c++)
@@ -214,12 +219,16 @@ static void run_pass(ps__builder *b, uint32_t idx) {
  * in which round r comes before round r + 1. */
 static void emit_rounds(ps__builder *b) {
   ps__flushed_begin(b);
-  for (uint32_t i = 0; i < b->dev[0].n_passes; i++)
-    for (uint32_t d = 0; d < ps__n_devices(b) && !b->s->out_of_memory; d++) {
+  for (uint32_t i = 0; i < b->dev[0].n_passes && !b->s->out_of_memory; i++) {
+    const uint32_t n = ps__n_running(b, i);
+    for (uint32_t d = 0; d < n; d++)
+      begin_pass(b, &b->dev[d], i);
+    ps__fetch_ahead(b, i);
+    for (uint32_t d = 0; d < n; d++) {
       b->on = &b->dev[d];
-      if (i < b->on->n_passes)
-        run_pass(b, i);
+      run_pass(b, i);
     }
+  }
   b->on = b->dev;
   ps__flush_late(b);
   ps__emit_updates(b);
@@ -296,6 +305,9 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
     if (spec->n_devices > 1 && (spec->grad_resident[u] || ps__updated_on_device(spec, u)))
       return ps__fail(PS_EINTERNAL,
                       "unit %u: with several devices totals and updates are on the host", u);
+    if (spec->in_pieces[u] &&
+        (spec->n_devices == 1 || (u == 0 && (ps__tied(model) || spec->embed_on_host))))
+      return ps__fail(PS_EINTERNAL, "unit %u cannot be cut into pieces", u);
     if (model->unit[u].frozen &&
         (spec->grad_resident[u] || ps__updated_on_device(spec, u) || spec->update_split[u]))
       return ps__fail(PS_EINTERNAL, "unit %u is frozen: it has no gradient and no update", u);

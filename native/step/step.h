@@ -51,6 +51,12 @@ typedef struct ps__spec {
    * host, where their contributions are added in the order of the rounds. With several devices
    * totals and state are on the host, and so are updates. */
   uint32_t n_devices;
+  /* [n_units], with several devices: each of them fetches a piece of the unit from the host and
+   * sends it to the others; and each adds the contributions to a piece of the unit's total, which
+   * crosses its link to the host and back once for all rounds that run at once. All sums are those
+   * of the host, in its order. Not the embedding of a tied model, nor one on the host
+   * (pieces.c). */
+  uint8_t *in_pieces;
   uint8_t *param_resident, *grad_resident; /* [n_units] */
   /* [n_units]: optimizer state is device-resident and the update runs on the device. Needs
    * param_resident, and grad_resident where the total has several contributions. */
@@ -268,10 +274,10 @@ typedef struct ps__step {
   ps__check *check; /* [n_checks] of a checked step, in its order */
   size_t n_checks, cap_checks;
   /* results */
-  uint64_t space_bytes[PS_MAX_PLACES]; /* the memory map's peaks */
-  uint64_t saved_bytes[PS_N_POLICIES]; /* by policy, of the largest round */
-  uint64_t copied_bytes[2];            /* of a step: to devices, to the host */
-  double update_bytes;                 /* of a step: what updates on the host read and write */
+  uint64_t space_bytes[PS_MAX_PLACES];     /* the memory map's peaks */
+  uint64_t saved_bytes[PS_N_POLICIES];     /* by policy, of the largest round */
+  uint64_t copied_bytes[PS__N_DIRECTIONS]; /* of a step */
+  double update_bytes;                     /* of a step: what updates on the host read and write */
   double model_flops, recompute_flops;
   size_t scratch_bytes[PS_MAX_STREAMS];
 } ps__step;

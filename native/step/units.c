@@ -104,6 +104,8 @@ ps_status ps__units_init(ps__builder *b) {
                                      .low = PS__NO_VT,
                                      .sums = PS__NO_VT,
                                      .updated = {PS__NO_VT, PS__NO_VT, {PS__NO_VT, PS__NO_VT}}};
+    for (uint32_t d = 0; d < PS_MAX_DEVICES; d++)
+      b->unit[u].piece[d] = b->unit[u].low_piece[d] = PS__NO_VT;
   }
   b->first_trained = ps__first_trained(s->model);
   for (uint32_t d = 0; ok && d < ps__n_devices(b); d++)
@@ -174,21 +176,38 @@ static bool kept_across_rounds(const ps__builder *b, const ps__pass *v) {
          v->layer <= b->s->spec->blocks_kept;
 }
 
-static void fetch_unit(ps__builder *b, const ps__pass *v, uint32_t unit) {
+/* Whether the running device lacks the unit's parameters for its layer pass @v. Memory for them is
+ * made. */
+static bool must_fetch(ps__builder *b, const ps__pass *v, uint32_t unit) {
   ps__unit_copy *u = &b->on->unit[unit];
   const bool resident = b->s->spec->param_resident[unit];
   u->pins++;
   if (resident ? u->fetched : u->weights != PS__NO_VT)
-    return;
+    return false;
   u->fetched = true;
   if (!resident) {
     u->weights = ps__vt_new(b, b->on->at.place, unit_bytes(b, unit, b->s->recipe->weights));
     if (u->weights != PS__NO_VT)
       b->s->vt[u->weights].high = kept_across_rounds(b, v);
   }
-  ps__emit_copy(b, b->on->at.to_device, ps__whole(b, b->s->unit_host[unit].weights, PS_READ),
-                ps__whole(b, u->weights, PS_WRITE),
-                ps__about(ps__unit_tag(b, unit, PS__PHASE_FORWARD), "weights"));
+  return true;
+}
+
+/* For layer pass @idx of the first @n devices, which lack the unit together or not at all. */
+static void fetch_unit(ps__builder *b, uint32_t idx, uint32_t n, uint32_t unit) {
+  const bool in_pieces = b->s->spec->in_pieces[unit] && n > 1;
+  bool missing = false;
+  for (uint32_t d = 0; d < n; d++) {
+    b->on = &b->dev[d];
+    missing = must_fetch(b, &b->on->pass[idx], unit);
+    if (missing && !in_pieces)
+      ps__emit_copy(b, b->on->at.to_device, ps__whole(b, b->s->unit_host[unit].weights, PS_READ),
+                    ps__whole(b, b->on->unit[unit].weights, PS_WRITE),
+                    ps__about(ps__unit_tag(b, unit, PS__PHASE_FORWARD), "weights"));
+  }
+  if (missing && in_pieces)
+    ps__fetch_pieces(b, unit, n);
+  b->on = b->dev;
 }
 
 /* How many layer passes ahead of pass @now the copies for pass @next may be issued. Towards the end
@@ -196,34 +215,41 @@ static void fetch_unit(ps__builder *b, const ps__pass *v, uint32_t unit) {
  * large embedding among them. */
 static uint32_t lead_of(const ps__builder *b, uint32_t now, uint32_t next) {
   const uint32_t lead = b->s->spec->param_lead;
-  return b->on->pass[next].round > b->on->pass[now].round ? 4 * lead : lead;
+  const ps__pass *pass = b->dev[0].pass;
+  return pass[next].round > pass[now].round ? 4 * lead : lead;
 }
 
-static void fetch_pass(ps__builder *b, const ps__pass *v) {
+/* For layer pass @idx of all devices that have it. */
+static void fetch_pass(ps__builder *b, uint32_t idx) {
+  const ps__pass *v = &b->dev[0].pass[idx];
   const ps__layer *l = &b->s->model->layer[v->layer];
   for (uint32_t i = 0; i < n_pass_units(b, v); i++)
     if (pass_reads(b, v, pass_unit(b, v, i)))
-      fetch_unit(b, v, pass_unit(b, v, i));
+      fetch_unit(b, idx, ps__n_running(b, idx), pass_unit(b, v, i));
   if (v->kind == PS__PASS_BLOCK_BACK && v->round + 1 == b->s->layout->n_rounds)
     for (uint32_t i = 0; i < l->n_units; i++)
       fetch_total(b, l->first_unit + i);
 }
 
 void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx) {
-  while (b->on->next_fetch < b->on->n_passes &&
-         b->on->next_fetch <= pass_idx + lead_of(b, pass_idx, b->on->next_fetch)) {
-    const ps__pass *v = &b->on->pass[b->on->next_fetch++];
-    const bool gathers = v->kind == PS__PASS_EMBED && b->s->spec->embed_on_host;
-    if (v->kind == PS__PASS_EMBED)
-      ps__copy_batch(b, v->round);
+  b->on = b->dev;
+  while (b->next_fetch < b->dev[0].n_passes &&
+         b->next_fetch <= pass_idx + lead_of(b, pass_idx, b->next_fetch)) {
+    const uint32_t idx = b->next_fetch++, n = ps__n_running(b, idx);
+    const bool embeds = b->dev[0].pass[idx].kind == PS__PASS_EMBED,
+               gathers = embeds && b->s->spec->embed_on_host;
+    for (uint32_t d = 0; embeds && d < n; d++) {
+      b->on = &b->dev[d];
+      ps__copy_batch(b, b->on->pass[idx].round);
+    }
     /* The first block's parameters come before the gathered rows: gathering takes longer, and
      * neither is of use alone. */
-    if (gathers)
-      fetch_pass(b, &b->on->pass[b->on->next_fetch++]);
-    else
-      fetch_pass(b, v);
-    if (gathers)
-      ps__gather_round(b, v->round);
+    fetch_pass(b, gathers ? b->next_fetch++ : idx);
+    for (uint32_t d = 0; gathers && d < n; d++) {
+      b->on = &b->dev[d];
+      ps__gather_round(b, b->on->pass[idx].round);
+    }
+    b->on = b->dev;
   }
 }
 
@@ -247,6 +273,8 @@ void ps__grad_begin(ps__builder *b, uint32_t unit) {
   if (b->s->spec->grad_resident[unit] && u->contribution == 0)
     u->total = *grad;
   fetch_total(b, unit);
+  if (b->s->spec->in_pieces[unit] && !b->s->spec->checked)
+    ps__begin_pieces(b, unit);
 }
 
 /* Sums of squares of the unit's spans, on the device. Returns the tensor that holds them; the
@@ -285,10 +313,6 @@ static ps__args_accumulate addition(ps__builder *b, uint32_t unit, uint32_t i, u
                                .index = i};
 }
 
-static uint32_t low_access(uint32_t mode) {
-  return (mode & PS_LOW_READ ? PS_READ : 0) | (mode & PS_LOW_WRITE ? PS_WRITE : 0);
-}
-
 static void low_used(ps__builder *b, uint32_t unit, uint32_t mode) {
   if (mode & PS_LOW_WRITE)
     return;
@@ -304,7 +328,7 @@ static void emit_addition(ps__builder *b, uint32_t unit, uint32_t i, uint32_t sp
   ps__vaccess access[3] = {ps__whole(b, grad, PS_READ), ps__whole(b, total, PS_READ_WRITE)};
   const bool low = b->unit[unit].low != PS__NO_VT;
   if (low)
-    access[2] = ps__whole(b, b->unit[unit].low, low_access(a.mode));
+    access[2] = ps__whole(b, b->unit[unit].low, ps__low_access(a.mode));
   ps__emit(b, on_host ? &ps__k_accumulate_host : &ps__k_accumulate,
            on_host ? b->s->at->host_ops : b->on->at.compute, &a, sizeof a, access, low ? 3 : 2,
            ps__about(tag, "gradients"));
@@ -428,6 +452,11 @@ void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
   }
   if (before_its_turn(b, unit)) {
     let_wait(b, unit, more);
+    return;
+  }
+  if (s->spec->in_pieces[unit]) {
+    const uint32_t idx = (uint32_t)(b->on->now - b->on->pass);
+    ps__add_pieces(b, unit, !more && b->on == &b->dev[ps__n_running(b, idx) - 1]);
     return;
   }
   const bool resident = s->spec->grad_resident[unit],

@@ -162,6 +162,13 @@ static bool access_valid(const ps__step *s, use *of, uint32_t op, const ps__vacc
   return true;
 }
 
+static bool is_linked(const ps__places *at, uint32_t stream, uint32_t from, uint32_t to) {
+  for (uint32_t i = 0; i < at->n_links; i++)
+    if (at->link[i].stream == stream && at->link[i].from == from && at->link[i].to == to)
+      return true;
+  return false;
+}
+
 static bool op_valid(const ps__step *s, use *of, uint32_t idx) {
   const ps__vop *op = &s->op[idx];
   const ps__vaccess *a = s->access + op->access;
@@ -170,16 +177,16 @@ static bool op_valid(const ps__step *s, use *of, uint32_t idx) {
   for (uint32_t i = 0; i < op->n_access; i++)
     if (!access_valid(s, of, idx, &a[i]))
       return false;
-  const ps_link *link = ps__link_of(s->at, op->stream);
   if (op->kernel) {
+    const bool link = ps__link_of(s->at, op->stream) != NULL;
     for (uint32_t i = 0; i < op->n_access; i++)
       if (link || s->vt[a[i].vt].space != s->at->stream[op->stream].place)
         return false;
     return true;
   }
   return op->n_access == 2 && a[0].mode == PS_READ && a[1].mode == PS_WRITE &&
-         a[0].bytes == a[1].bytes && link && s->vt[a[0].vt].space == link->from &&
-         s->vt[a[1].vt].space == link->to;
+         a[0].bytes == a[1].bytes &&
+         is_linked(s->at, op->stream, s->vt[a[0].vt].space, s->vt[a[1].vt].space);
 }
 
 /* The place of a contribution among its unit's that @op adds to the total; -1 where it adds none.

@@ -246,7 +246,7 @@ static void test_configurations(void) {
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "n_places 0 is not in 1..16");
   cfg = config();
   cfg.n_links = PS_MAX_LINKS + 1;
-  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "n_links 33 is not in 0..32");
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "n_links 81 is not in 0..80");
   cfg = config();
   cfg.place[2].kind = 2;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "place 2: kind 2 is unknown");

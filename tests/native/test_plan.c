@@ -342,6 +342,9 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
   for (uint32_t u = 0; u < spec->n_units && spec->n_devices > 1; u++)
     spec->grad_resident[u] = spec->update_resident[u] = spec->update_streamed[u] = 0;
   spec->embed_on_host = !m->cfg.tied_embeddings && rnd_below(state, 2);
+  for (uint32_t u = 0; u < spec->n_units; u++)
+    spec->in_pieces[u] = spec->n_devices > 1 && rnd_below(state, 3) &&
+                         !(u == 0 && (m->cfg.tied_embeddings || spec->embed_on_host));
   if (spec->embed_on_host)
     spec->param_resident[0] = spec->grad_resident[0] = spec->update_resident[0] =
         spec->update_streamed[0] = spec->update_split[0] = 0;
@@ -369,8 +372,9 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
   printf("%u blocks kept across rounds%s\n", s->blocks_kept,
          s->embed_on_host ? ", embedding on the host" : "");
   for (uint32_t u = 0; u < s->n_units; u++) {
-    printf("unit %u param %u grad %u update %u streamed %u split %u\n", u, s->param_resident[u],
-           s->grad_resident[u], s->update_resident[u], s->update_streamed[u], s->update_split[u]);
+    printf("unit %u param %u grad %u update %u streamed %u split %u in pieces %u\n", u,
+           s->param_resident[u], s->grad_resident[u], s->update_resident[u], s->update_streamed[u],
+           s->update_split[u], s->in_pieces[u]);
   }
   for (uint32_t layer = 0; layer < s->n_layers; layer++)
     for (uint32_t c = 0; c < s->n_chunks; c++) {
