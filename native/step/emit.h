@@ -114,6 +114,9 @@ typedef struct ps__builder {
   /* [n_units], without clipping: in the order in which totals were complete */
   ps__coming *coming;
   uint32_t n_coming, n_updated;
+  /* [n_units]: those whose pieces of the total are complete and go to the host next */
+  uint32_t *leaving;
+  uint32_t n_leaving;
   ps__gathered *gathered; /* [chunks of the step] */
   uint32_t *step_batch;   /* [chunks of the step]: parts of the batch, device tensors */
 } ps__builder;
@@ -202,10 +205,13 @@ void ps__total_on_host(ps__builder *b, uint32_t unit);
  * ps__begin_pieces() - a contribution begins on the running device: the first of the rounds that
  * run at once fetches the total's pieces, where there is a total.
  * ps__add_pieces() - add the complete contribution of the running device to the total's pieces.
- * @last: of the rounds that run at once; then the pieces go to the host. */
+ * @last: of the rounds that run at once; the pieces then wait for ps__send_pieces().
+ * ps__send_pieces() - the first @n units' complete pieces go to the host. It comes one layer pass after the sums, which
+ * wait for other devices: what leaves a device after them need not wait so long. */
 void ps__fetch_pieces(ps__builder *b, uint32_t unit, uint32_t n_running);
 void ps__begin_pieces(ps__builder *b, uint32_t unit);
 void ps__add_pieces(ps__builder *b, uint32_t unit, bool last);
+void ps__send_pieces(ps__builder *b, uint32_t n);
 
 /* ---- updates (updates.c) --------------------------------------------------------------------- */
 /* ps__bring() - a new device tensor, and the copy of host tensor @host to it. */

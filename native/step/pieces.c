@@ -11,6 +11,7 @@
  * and writes a contribution, for each round. The sums have the same bits, because an addition is a
  * function of total, contribution, element and the contribution's number. */
 #include "step/emit.h"
+#include <string.h>
 
 /* Elements [first, first + n) of a unit. */
 typedef struct piece {
@@ -54,8 +55,8 @@ void ps__fetch_pieces(ps__builder *b, uint32_t unit, uint32_t n_running) {
 static uint32_t bring_piece(ps__builder *b, uint32_t d, uint32_t host, piece p, uint64_t e,
                             ps_tag tag) {
   const uint32_t vt = ps__vt_new(b, b->dev[d].at.place, p.n * e);
-  ps__emit_copy(b, b->dev[d].at.to_device, part_of(host, PS_READ, p, e),
-                ps__whole(b, vt, PS_WRITE), tag);
+  ps__emit_copy(b, b->dev[d].at.to_device, part_of(host, PS_READ, p, e), ps__whole(b, vt, PS_WRITE),
+                tag);
   return vt;
 }
 
@@ -86,8 +87,7 @@ static ps__vaccess piece_there(ps__builder *b, uint32_t unit, uint32_t d, piece 
   if (b->on == &b->dev[d])
     return part_of(grad, PS_READ, p, e);
   *sent = ps__vt_new(b, b->dev[d].at.place, p.n * e);
-  ps__emit_copy(b, b->on->at.to_peers, part_of(grad, PS_READ, p, e),
-                ps__whole(b, *sent, PS_WRITE),
+  ps__emit_copy(b, b->on->at.to_peers, part_of(grad, PS_READ, p, e), ps__whole(b, *sent, PS_WRITE),
                 ps__about(ps__unit_tag(b, unit, PS__PHASE_BACKWARD), "gradients"));
   return ps__whole(b, *sent, PS_READ);
 }
@@ -99,16 +99,16 @@ static void add_piece(ps__builder *b, uint32_t unit, uint32_t d, piece p, uint32
   uint32_t sent, n = 2;
   const ps__args_accumulate a = {
       .n = p.n, .first = p.first, .dt = b->s->recipe->grad, .mode = mode, .index = i};
-  ps__vaccess access[3] = {piece_there(b, unit, d, p, &sent),
-                           ps__part(u->piece[d], PS_READ_WRITE, 0,
-                                    p.n * ps_dtype_bytes(b->s->recipe->grad))};
+  ps__vaccess access[3] = {
+      piece_there(b, unit, d, p, &sent),
+      ps__part(u->piece[d], PS_READ_WRITE, 0, p.n * ps_dtype_bytes(b->s->recipe->grad))};
   if ((mode & PS_LOW_WRITE) && u->low_piece[d] == PS__NO_VT)
     u->low_piece[d] = ps__vt_new(b, b->dev[d].at.place, p.n);
   if (u->low_piece[d] != PS__NO_VT)
     access[n++] = ps__whole(b, u->low_piece[d], ps__low_access(mode));
   ps__emit(b, &ps__k_accumulate, b->dev[d].at.sums, &a, sizeof a, access, n,
            ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients"));
-  ps__vt_free(b, sent);
+  ps__vt_free_late(b, sent, b->s->spec->grad_lag);
   if (u->low_piece[d] != PS__NO_VT && !(mode & PS_LOW_WRITE)) {
     ps__vt_free(b, u->low_piece[d]);
     u->low_piece[d] = PS__NO_VT;
@@ -129,7 +129,7 @@ static void first_pieces(ps__builder *b, uint32_t unit) {
   }
 }
 
-static void send_pieces(ps__builder *b, uint32_t unit) {
+static void send_unit(ps__builder *b, uint32_t unit) {
   ps__unit_progress *u = &b->unit[unit];
   const uint64_t e = ps_dtype_bytes(b->s->recipe->grad);
   const ps_tag tag = ps__about(ps__unit_tag(b, unit, PS__PHASE_BACKWARD), "gradients");
@@ -152,10 +152,22 @@ static void send_pieces(ps__builder *b, uint32_t unit) {
   }
 }
 
+void ps__send_pieces(ps__builder *b, uint32_t n) {
+  ps__on_device *on = b->on;
+  for (uint32_t i = 0; i < n; i++) {
+    const uint32_t unit = b->leaving[i];
+    send_unit(b, unit);
+    if (b->unit[unit].contribution == ps__unit_contributions(b->s->model, &b->s->sums, unit))
+      ps__total_on_host(b, unit);
+  }
+  b->n_leaving -= n;
+  memmove(b->leaving, b->leaving + n, b->n_leaving * sizeof *b->leaving);
+  b->on = on;
+}
+
 void ps__add_pieces(ps__builder *b, uint32_t unit, bool last) {
   ps__unit_progress *u = &b->unit[unit];
-  ps__on_device *on = b->on;
-  uint32_t *grad = &on->unit[unit].grad;
+  uint32_t *grad = &b->on->unit[unit].grad;
   const uint32_t i = u->contribution++;
   if (i == 0)
     first_pieces(b, unit);
@@ -168,8 +180,5 @@ void ps__add_pieces(ps__builder *b, uint32_t unit, bool last) {
     ps__vt_free_late(b, *grad, b->s->spec->grad_lag);
   *grad = PS__NO_VT;
   if (last)
-    send_pieces(b, unit);
-  b->on = on;
-  if (i + 1 == ps__unit_contributions(b->s->model, &b->s->sums, unit))
-    ps__total_on_host(b, unit);
+    b->leaving[b->n_leaving++] = unit;
 }

@@ -220,7 +220,7 @@ static void run_pass(ps__builder *b, uint32_t idx) {
 static void emit_rounds(ps__builder *b) {
   ps__flushed_begin(b);
   for (uint32_t i = 0; i < b->dev[0].n_passes && !b->s->out_of_memory; i++) {
-    const uint32_t n = ps__n_running(b, i);
+    const uint32_t n = ps__n_running(b, i), n_leaving = b->n_leaving;
     for (uint32_t d = 0; d < n; d++)
       begin_pass(b, &b->dev[d], i);
     ps__fetch_ahead(b, i);
@@ -228,8 +228,10 @@ static void emit_rounds(ps__builder *b) {
       b->on = &b->dev[d];
       run_pass(b, i);
     }
+    b->on = b->dev;
+    ps__send_pieces(b, n_leaving);
   }
-  b->on = b->dev;
+  ps__send_pieces(b, b->n_leaving);
   ps__flush_late(b);
   ps__emit_updates(b);
 }
@@ -292,6 +294,7 @@ static void builder_free(ps__builder *b) {
   ps__free(b->gathered);
   ps__free(b->unit);
   ps__free(b->coming);
+  ps__free(b->leaving);
 }
 
 static ps_status check_spec(const ps_model *model, const ps__spec *spec) {

@@ -97,7 +97,8 @@ ps_status ps__units_init(ps__builder *b) {
   s->unit_host = ps__calloc(n_units, sizeof *s->unit_host);
   b->unit = ps__calloc(n_units, sizeof *b->unit);
   b->coming = ps__calloc(n_units, sizeof *b->coming);
-  bool ok = s->unit_host && b->unit && b->coming;
+  b->leaving = ps__calloc(n_units, sizeof *b->leaving);
+  bool ok = s->unit_host && b->unit && b->coming && b->leaving;
   for (uint32_t u = 0; ok && u < n_units; u++) {
     make_unit_host(b, u);
     b->unit[u] = (ps__unit_progress){.total = PS__NO_VT,
