@@ -1,6 +1,7 @@
 /* dtype.c - the table of dtypes and their conversions. */
 #include "core/dtype.h"
 #include "core/core.h"
+#include "core/fp8.h"
 #include "core/vec.h"
 #include <string.h>
 
@@ -42,62 +43,35 @@ static void f16_to_f32(float *dst, const void *src, size_t n) {
 
 /* ---- FP8 ----------------------------------------------------------------------------------------
  * Both have a sign, an exponent and @m bits of fraction; subnormals below 2^(1 - bias). */
-enum { E4M3_LARGEST = 0x43e00000 /* 448 */, E5M2_LARGEST = 0x47600000 /* 57344 */ };
-
-static inline uint32_t bits_of(float f) {
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  return u;
-}
-static inline float float_of(uint32_t u) {
-  float f;
-  memcpy(&f, &u, 4);
-  return f;
-}
-
-/* Rounds to nearest even: a normal number by an addition to its bits, a subnormal by one to a
- * number whose last bit is the least subnormal. */
-static inline uint8_t fp8_encode(const uint32_t m, const uint32_t bias, const uint32_t largest,
-                                 float x) {
-  const uint32_t u = bits_of(x), sign = u >> 24 & 0x80, size = u & 0x7fffffffu;
-  const uint32_t shift = 23 - m, magic = (127 + 24 - bias - m) << 23;
-  const uint32_t normal = ((size + (1u << (shift - 1)) - 1 + (size >> shift & 1)) >> shift) -
-                          ((127 - bias) << m),
-                 subnormal = bits_of(float_of(size) + float_of(magic)) - magic,
-                 most = ((largest >> shift) - ((127 - bias) << m));
-  uint32_t code = size < (128 - bias) << 23 ? subnormal : normal;
-  code = size >= largest ? most : code;
-  code = size > 0x7f800000u ? 0x7f : code | sign;
-  return (uint8_t)code;
-}
 
 static inline float fp8_decode(const uint32_t m, const uint32_t bias, uint32_t code) {
   const uint32_t size = code & 0x7f, sign = (code & 0x80) << 24, fraction = size & ((1u << m) - 1);
   const uint32_t normal = (size << (23 - m)) + ((127 - bias) << 23),
-                 subnormal = bits_of((float)fraction * float_of((128 - bias - m) << 23));
-  return float_of((size >> m ? normal : subnormal) | sign);
+                 subnormal =
+                     ps__float_bits((float)fraction * ps__bits_float((128 - bias - m) << 23));
+  return ps__bits_float((size >> m ? normal : subnormal) | sign);
 }
 
 PS_CLONES static void dtype_e4m3_to_f32(float *dst, const void *src, size_t n) {
   const uint8_t *q = src;
   for (size_t i = 0; i < n; i++)
-    dst[i] = (q[i] & 0x7f) == 0x7f ? float_of(0x7fc00000u) : fp8_decode(3, 7, q[i]);
+    dst[i] = (q[i] & 0x7f) == 0x7f ? ps__bits_float(0x7fc00000u) : fp8_decode(3, 7, q[i]);
 }
 PS_CLONES static void dtype_f32_to_e4m3(void *dst, const float *src, size_t n) {
   for (size_t i = 0; i < n; i++)
-    ((uint8_t *)dst)[i] = fp8_encode(3, 7, E4M3_LARGEST, src[i]);
+    ((uint8_t *)dst)[i] = (uint8_t)ps__fp8_encode(src[i], PS__E4M3);
 }
 PS_CLONES static void dtype_e5m2_to_f32(float *dst, const void *src, size_t n) {
   const uint8_t *q = src;
   for (size_t i = 0; i < n; i++) {
     const uint32_t size = q[i] & 0x7f, sign = (uint32_t)(q[i] & 0x80) << 24;
-    const float special = float_of(sign | (size > 0x7c ? 0x7fc00000u : 0x7f800000u));
+    const float special = ps__bits_float(sign | (size > 0x7c ? 0x7fc00000u : 0x7f800000u));
     dst[i] = size >= 0x7c ? special : fp8_decode(2, 15, q[i]);
   }
 }
 PS_CLONES static void dtype_f32_to_e5m2(void *dst, const float *src, size_t n) {
   for (size_t i = 0; i < n; i++)
-    ((uint8_t *)dst)[i] = fp8_encode(2, 15, E5M2_LARGEST, src[i]);
+    ((uint8_t *)dst)[i] = (uint8_t)ps__fp8_encode(src[i], PS__E5M2);
 }
 
 /* Choosers of PS_CLONES have no constant address everywhere. */
