@@ -317,6 +317,9 @@ ps_status ps__check_fp8_scale(const ps__args_fp8_scale *a);
 typedef struct ps__args_quantize {
   uint32_t rows, cols, dt, dt_q, forms, given, count;
 } ps__args_quantize;
+/* PS_EINVAL names @op and what is no form, no dtype or no shape (native/kernels/cpu/quantize.c,
+ * rmsnorm.c, glu.c). @forms: those of the args, or PS_FORM_COLS for glu_bwd_quantize. */
+ps_status ps__check_forms(uint32_t dt, uint32_t dt_q, uint32_t forms, const char *op);
 ps_status ps__check_quantize(const ps__args_quantize *a, const char *op);
 /* rmsnorm_quantize     y of rmsnorm_fwd (without a residual), rounded to norm.dt, quantized to
  *                      dt_q.
@@ -328,6 +331,7 @@ typedef struct ps__args_rmsnorm_quantize {
   ps__args_rmsnorm norm;
   uint32_t dt_q, forms, count;
 } ps__args_rmsnorm_quantize;
+ps_status ps__check_rmsnorm_quantize(const ps__args_rmsnorm_quantize *a, const char *op);
 /* glu_quantize         s of glu_fwd, rounded to glu.dt, quantized to dt_q.
  *                      ptr: R gu[T,2F], W scale f32[2], then W q[T,F] if forms has ROWS, then W
  *                      qt[F,T] if it has COLS, then RW flushed u64[] if count.  bytes: gu twice,
@@ -342,6 +346,7 @@ typedef struct ps__args_rmsnorm_quantize {
 typedef struct ps__args_glu_quantize {
   uint32_t n_tokens, ffn_dim, dt, activation, dt_q, forms, count; /* four as ps__args_glu */
 } ps__args_glu_quantize;
+ps_status ps__check_glu_quantize(const ps__args_glu_quantize *a, uint32_t forms, const char *op);
 
 /* gemm_fp8             C[M,N] = (C +) alpha sA sB A B^T (+ bias[N]) (+ residual[M,N]), added in
  *                      this order in fp32, with one rounding. A[M,K] and B[N,K] are quantized
@@ -365,6 +370,8 @@ typedef struct ps__args_gemm_fp8 {
 } ps__args_gemm_fp8;
 /* PS_EINVAL names the field and its value (native/kernels/cpu/matmul.c). */
 ps_status ps__check_gemm_fp8(const ps__args_gemm_fp8 *a);
+/* The product of the same operands as gemm describes it, but for alpha. */
+ps__args_gemm ps__gemm_of_fp8(const ps__args_gemm_fp8 *a);
 
 /* RoPE rotates the first rotary_dim elements of a head, in Hugging Face's layout: element i pairs
  * with i + rotary_dim/2, and its angle is position * inv_freq[i], the product and its range

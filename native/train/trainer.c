@@ -124,6 +124,17 @@ ps_status ps_train_config_check(const ps_train_config *c, const ps_model_config 
   return resolve_config(&resolved, model);
 }
 
+/* The GPU's functions of FP8 are written, but no GPU has run them. To be deleted when
+ * tests/native/test_cuda_ops.c, which calls them without a trainer, has passed on one. */
+static ps_status check_fp8_is_proved_on_gpus(const ps_plan *plan) {
+  if (!plan->model->fp8.on || plan->hw.backend != PS_BACKEND_CUDA)
+    return PS_OK;
+  return ps__fail(PS_EINVAL,
+                  "FP8 products have not been tested on a GPU yet: train with --backend cpu, or "
+                  "with --recipe %s",
+                  ps__recipes[ps__recipes[plan->cfg.recipe].arrays].name);
+}
+
 static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   PS_TRY(ps_train_config_check(c, &plan->model->cfg));
   if (!c->dataset == !c->batch_fn)
@@ -131,12 +142,7 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   if (!c->logits_fn != !plan->cfg.keep_logits)
     return ps__fail(PS_EINVAL, "logits_fn is %s, but the plan was made %s keep_logits: plan anew",
                     c->logits_fn ? "given" : "missing", plan->cfg.keep_logits ? "with" : "without");
-  if (plan->model->fp8.on && !ps__k_gemm_fp8.fn[plan->hw.backend])
-    return ps__fail(
-        PS_EINVAL,
-        "FP8 products have no GPU functions in this build yet: train with --backend cpu, "
-        "or with --recipe %s",
-        ps__recipes[ps__recipes[plan->cfg.recipe].arrays].name);
+  PS_TRY(check_fp8_is_proved_on_gpus(plan));
   if (c->optimizer != plan->cfg.optimizer)
     return ps__fail(PS_EINVAL, "the optimizer is %s, but the plan was made for %s: plan anew",
                     ps_optimizer_name((ps_optimizer)c->optimizer),

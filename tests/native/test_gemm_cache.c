@@ -33,6 +33,7 @@ static ps__gemm_choice choice_of(uint64_t i) {
                                .dt_a = 1,
                                .dt_b = 1,
                                .dt_c = i >> 2 & 1};
+  c.key.fast_accumulation = i >> 3 & 1;
   for (int k = 0; k < 5; k++)
     c.key.align[k] = 1u << rnd_below(&state, 9);
   c.key.workspace_bytes = i % 3 ? 32u << 20 : 1ull << 40;
@@ -115,7 +116,7 @@ static void test_damage(void) {
     ps__gemm_cache_close(open_cache(folder, "NVIDIA H200", 130100));
   }
   static const char foreign[] =
-      "{\"format\":2,\"gpu\":\"NVIDIA H200\",\"cublaslt\":130099,\"algorithms\":[]}";
+      "{\"format\":3,\"gpu\":\"NVIDIA H200\",\"cublaslt\":130099,\"algorithms\":[]}";
   write_bytes(file, foreign, sizeof foreign - 1);
   n_logged = 0;
   CHECK(!all_there(folder) && n_logged == 1 &&

@@ -172,8 +172,7 @@ static void glu_quantize_run(glu_quantize_job *job) {
   ps__cpu_rows(job->exec, job->a->n_tokens, PS__QUANTIZE_ROWS, glu_put_task, job);
 }
 
-static ps_status check_glu_quantize(const ps__args_glu_quantize *a, uint32_t forms,
-                                    const char *op) {
+ps_status ps__check_glu_quantize(const ps__args_glu_quantize *a, uint32_t forms, const char *op) {
   const ps__args_glu glu = {a->n_tokens, a->ffn_dim, a->dt, a->activation};
   PS_TRY(ps__check_glu(&glu, op));
   return ps__check_forms(a->dt, a->dt_q, forms, op);
@@ -185,7 +184,7 @@ static ps_status check_glu_quantize(const ps__args_glu_quantize *a, uint32_t for
  * bytes   4*T*F*sizeof(dt) + T*F a form; scratch: 16 rows a worker.   determinism  as glu_fwd's */
 static ps_status glu_quantize(const ps_launch *l) {
   const ps__args_glu_quantize *a = l->args;
-  PS_TRY(check_glu_quantize(a, a->forms, "glu_quantize"));
+  PS_TRY(ps__check_glu_quantize(a, a->forms, "glu_quantize"));
   uint32_t next = 1;
   glu_quantize_job job = {.a = a, .exec = l->exec, .gu = l->ptr[0]};
   job.s = ps__quantizer_of(l, &next, a->n_tokens, a->ffn_dim, a->dt, a->dt_q, a->forms);
@@ -200,7 +199,7 @@ static ps_status glu_quantize(const ps_launch *l) {
  * bytes   6*T*F*sizeof(dt) + 5*T*F; scratch: 16 rows a worker.   determinism  as glu_bwd's */
 static ps_status glu_bwd_quantize(const ps_launch *l) {
   const ps__args_glu_quantize *a = l->args;
-  PS_TRY(check_glu_quantize(a, PS_FORM_COLS, "glu_bwd_quantize"));
+  PS_TRY(ps__check_glu_quantize(a, PS_FORM_COLS, "glu_bwd_quantize"));
   uint32_t next = 2;
   glu_quantize_job job = {.a = a, .exec = l->exec, .ds = l->ptr[0], .gu = l->ptr[1]};
   job.grad = ps__quantizer_of(l, &next, a->n_tokens, 2 * a->ffn_dim, a->dt, a->dt_q,
@@ -236,7 +235,7 @@ static ps_work work_glu_bwd_quantize(const void *args) {
 const ps_kernel ps__k_glu_quantize = {
     .name = "glu_quantize",
     .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {glu_quantize, NULL},
+    .fn = {glu_quantize, PS_CUDA_FN(glu_quantize)},
     .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
                                  .work = work_glu_quantize,
                                  .bind = bind_glu_quantize,
@@ -245,7 +244,7 @@ const ps_kernel ps__k_glu_quantize = {
 const ps_kernel ps__k_glu_bwd_quantize = {
     .name = "glu_bwd_quantize",
     .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {glu_bwd_quantize, NULL},
+    .fn = {glu_bwd_quantize, PS_CUDA_FN(glu_bwd_quantize)},
     .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
                                  .work = work_glu_bwd_quantize,
                                  .bind = bind_glu_quantize,

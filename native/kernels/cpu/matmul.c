@@ -372,7 +372,7 @@ ps_status ps__check_gemm_fp8(const ps__args_gemm_fp8 *a) {
   return PS_OK;
 }
 
-static ps__args_gemm as_gemm(const ps__args_gemm_fp8 *a) {
+ps__args_gemm ps__gemm_of_fp8(const ps__args_gemm_fp8 *a) {
   ps__args_gemm g = ps__gemm_args(a->m, a->n, a->k, false, true, a->dt_a);
   g.accumulate = a->accumulate;
   g.has_bias = a->has_bias;
@@ -383,7 +383,7 @@ static ps__args_gemm as_gemm(const ps__args_gemm_fp8 *a) {
 }
 
 static size_t scratch_gemm_fp8(const void *args, const ps__scratch_target *target) {
-  const ps__args_gemm g = as_gemm(args);
+  const ps__args_gemm g = ps__gemm_of_fp8(args);
   return scratch_gemm(&g, target);
 }
 
@@ -396,7 +396,7 @@ static size_t scratch_gemm_fp8(const void *args, const ps__scratch_target *targe
 static ps_status gemm_fp8(const ps_launch *l) {
   const ps__args_gemm_fp8 *a = l->args;
   PS_TRY(ps__check_gemm_fp8(a));
-  const ps__args_gemm g = as_gemm(a);
+  const ps__args_gemm g = ps__gemm_of_fp8(a);
   const float *scale_a = l->ptr[1], *scale_b = l->ptr[3];
   return multiply(l->exec, &g, (a->alpha == 0.0f ? 1.0f : a->alpha) * scale_a[0] * scale_b[0],
                   l->ptr[0], l->ptr[2], l->ptr + 4);
@@ -420,10 +420,12 @@ static ps_work work_gemm_fp8(const void *args) {
 const ps_kernel ps__k_gemm_fp8 = {
     .name = "gemm_fp8",
     .op_class = PS_CLASS_GEMM,
-    .fn = {gemm_fp8, NULL},
+    .fn = {gemm_fp8, PS_CUDA_FN(gemm_fp8)},
     .info = &(const ps__op_info){.rate = PS__RATE_GEMM_FP8,
                                  .work = work_gemm_fp8,
                                  .bind = bind_gemm_fp8,
                                  .scratch = {scratch_gemm_fp8, NULL},
-                                 .blas = true},
+                                 .blas = true,
+                                 .tuned = PS_CUDA_FN(gemm_fp8_tuned),
+                                 .tune = PS_CUDA_FN(tune_gemm_fp8)},
 };

@@ -159,7 +159,7 @@ static ps_work work_fp8_scale(const void *args) {
 const ps_kernel ps__k_fp8_scale = {
     .name = "fp8_scale",
     .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {fp8_scale, NULL},
+    .fn = {fp8_scale, PS_CUDA_FN(fp8_scale)},
     .info = &(
         const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_fp8_scale, .bind = bind_fp8_scale},
 };
@@ -201,7 +201,7 @@ static ps_work work_quantize(const void *args) {
 const ps_kernel ps__k_quantize = {
     .name = "quantize",
     .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {quantize, NULL},
+    .fn = {quantize, PS_CUDA_FN(quantize)},
     .info =
         &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_quantize, .bind = bind_quantize},
 };

@@ -209,6 +209,11 @@ static size_t scratch_rmsnorm_quantize(const void *args, const ps__scratch_targe
   return ps__round_up(PS__QUANTIZE_ROWS * (size_t)a->norm.cols * ps__dt_bytes(a->norm.dt), 64);
 }
 
+ps_status ps__check_rmsnorm_quantize(const ps__args_rmsnorm_quantize *a, const char *op) {
+  PS_TRY(ps__check_rmsnorm(&a->norm, op));
+  return ps__check_forms(a->norm.dt, a->dt_q, a->forms, op);
+}
+
 /* rmsnorm_quantize
  * math    q, qt = quantize(rmsnorm_fwd(x, w)), to their bits
  * shapes  x, q [rows,cols], qt [cols,rows], w [cols]; no aliasing
@@ -216,8 +221,7 @@ static size_t scratch_rmsnorm_quantize(const void *args, const ps__scratch_targe
  * determinism  as rmsnorm_fwd's and quantize's */
 static ps_status rmsnorm_quantize(const ps_launch *l) {
   const ps__args_rmsnorm_quantize *a = l->args;
-  PS_TRY(ps__check_rmsnorm(&a->norm, "rmsnorm_quantize"));
-  PS_TRY(ps__check_forms(a->norm.dt, a->dt_q, a->forms, "rmsnorm_quantize"));
+  PS_TRY(ps__check_rmsnorm_quantize(a, "rmsnorm_quantize"));
   uint32_t next = 2;
   norm_quantize_job job = {.norm = {.a = &a->norm, .x = l->ptr[0], .w = l->ptr[1]},
                            .exec = l->exec};
@@ -257,11 +261,12 @@ static ps_work work_rmsnorm_quantize(const void *args) {
 const ps_kernel ps__k_rmsnorm_quantize = {
     .name = "rmsnorm_quantize",
     .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {rmsnorm_quantize, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_rmsnorm_quantize,
-                                 .bind = bind_rmsnorm_quantize,
-                                 .scratch = {scratch_rmsnorm_quantize, NULL}},
+    .fn = {rmsnorm_quantize, PS_CUDA_FN(rmsnorm_quantize)},
+    .info =
+        &(const ps__op_info){.rate = PS__RATE_MEMORY,
+                             .work = work_rmsnorm_quantize,
+                             .bind = bind_rmsnorm_quantize,
+                             .scratch = {scratch_rmsnorm_quantize, ps_scratch_rmsnorm_quantize}},
 };
 const ps_kernel ps__k_rmsnorm_fwd = {
     .name = "rmsnorm_fwd",

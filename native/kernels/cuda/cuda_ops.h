@@ -47,10 +47,20 @@ bool ps__cuda_attention_only(const char *provider);
  * set. Errors: PS_EINVAL as the launch; PS_EDEVICE; PS_ENOMEM. */
 ps_status ps__cuda_tune_gemm(const ps_launch *l);
 
+/* The same of FP8 products, with one difference: where the shape is to be timed, it first fills the
+ * operands and their scales with ps__cuda_draw_fp8(), because values of bf16 are no FP8 codes. */
+ps_status ps__cuda_tune_gemm_fp8(const ps_launch *l);
+
+/* ps__cuda_draw_fp8() - @n codes of @dt (PS__E4M3, PS__E5M2) as a quantized tensor has them, about
+ * N(0, 1/16 of the largest number), into device memory at @q, in order on exec->stream. @n: a
+ * multiple of 4; @q: of 16. Errors: PS_EINTERNAL the arguments; PS_EDEVICE. */
+ps_status ps__cuda_draw_fp8(const ps__cuda_exec *exec, void *q, uint64_t n, uint32_t dt);
+
 /* The tuned() of products' descriptions: true where ps__cuda_tune_gemm() has nothing to time,
  * because the shape was tuned, or the cache has its algorithm, or exec->deterministic is set. The
  * operands are addresses only. */
 bool ps__cuda_gemm_tuned(const ps_launch *l);
+bool ps__cuda_gemm_fp8_tuned(const ps_launch *l);
 
 /* ps__cuda_blas_use_cache() - tuning on @blas uses the choices of earlier processes on this GPU
  * with this cuBLASLt, and records its own, in a file in @folder; NULL: in the user's cache folder

@@ -9,7 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { FORMAT = 2, MAX_PATH = 4096, MAX_FILE = 16 << 20, GPU_BYTES = 256 };
+enum { FORMAT = 3, MAX_PATH = 4096, MAX_FILE = 16 << 20, GPU_BYTES = 256 };
 
 struct ps__gemm_cache {
   char path[MAX_PATH]; /* "" where there is no folder */
@@ -80,6 +80,7 @@ static const char *const number_name[] = {"m",
                                           "align_c",
                                           "align_bias",
                                           "align_residual",
+                                          "fast_accumulation",
                                           "workspace_bytes"};
 enum { N_NUMBERS = sizeof number_name / sizeof *number_name, N_U32 = 6, N_FLAGS = 8 };
 
@@ -91,6 +92,7 @@ static void numbers_of(uint64_t x[N_NUMBERS], const ps__gemm_key *k) {
   memcpy(x, args, sizeof args);
   for (int i = 0; i < 5; i++)
     x[N_U32 + N_FLAGS + i] = k->align[i];
+  x[N_NUMBERS - 2] = k->fast_accumulation;
   x[N_NUMBERS - 1] = k->workspace_bytes;
 }
 
@@ -106,6 +108,7 @@ static void key_of(ps__gemm_key *k, const uint64_t x[N_NUMBERS]) {
     *flag[i] = (uint8_t)x[N_U32 + i];
   for (int i = 0; i < 5; i++)
     k->align[i] = (uint32_t)x[N_U32 + N_FLAGS + i];
+  k->fast_accumulation = (uint32_t)x[N_NUMBERS - 2];
   k->workspace_bytes = x[N_NUMBERS - 1];
 }
 

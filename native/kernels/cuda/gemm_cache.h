@@ -9,9 +9,10 @@ extern "C" {
 
 /* What an algorithm is chosen for. All bytes count, padding too: zero the whole, then fill. */
 typedef struct ps__gemm_key {
-  ps__args_gemm args;       /* flags 0 or 1 */
-  uint32_t align[5];        /* of A, B, C, bias, residual: BYTES, at most 256; 0 where absent */
-  uint64_t workspace_bytes; /* that it may use */
+  ps__args_gemm args;         /* flags 0 or 1 */
+  uint32_t align[5];          /* of A, B, C, bias, residual: BYTES, at most 256; 0 where absent */
+  uint32_t fast_accumulation; /* 0 or 1, of FP8 operands */
+  uint64_t workspace_bytes;   /* that it may use */
 } ps__gemm_key;
 /* cublasLtMatmulAlgo_t: may be stored for the same version of the library */
 enum { PS_GEMM_ALGO_WORDS = 8 };

@@ -59,6 +59,13 @@ static inline size_t ps_scratch_rmsnorm_bwd(const void *args, const ps__scratch_
   (void)target;
   return ps_round_up((size_t)ps_n_row_tiles(a->rows, PS_NORM_TILES) * a->cols * sizeof(float), 256);
 }
+/* rstd of each row */
+static inline size_t ps_scratch_rmsnorm_quantize(const void *args,
+                                                 const ps__scratch_target *target) {
+  const ps__args_rmsnorm_quantize *a = (const ps__args_rmsnorm_quantize *)args;
+  (void)target;
+  return ps_round_up((size_t)a->norm.rows * sizeof(float), 256);
+}
 /* Partial sums of dw that each norm weight gets, at most; with PS_QK_NORM_ROW one a tile. */
 static inline size_t ps_scratch_qkv_split_bwd(const void *args, const ps__scratch_target *target) {
   const ps__args_qkv *a = (const ps__args_qkv *)args;
