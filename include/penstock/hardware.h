@@ -97,9 +97,9 @@ typedef struct ps_hardware {
   /* the same by shape */
   ps_gemm_rate gemm[PS_N_DTYPES][PS_MAX_GEMM_RATES];
   ps_attention_rate attention[PS_N_DTYPES][PS_MAX_ATTENTION_RATES];
-  /* Products of FP8 operands: a large one, and by shape. An empty table: the rates by shape are
-   * those of bf16 in proportion. 0: on the CPU backend, which multiplies them in fp32, bf16's rate;
-   * on CUDA 1.75 times that, an estimate. */
+  /* Products of FP8 operands: a large one, and by shape; measured on GPUs of compute capability 8.9
+   * and later. An empty table: the rates by shape are those of bf16 in proportion. 0: on the CPU
+   * backend, which multiplies them in fp32, bf16's rate; on CUDA 1.75 times that, an estimate. */
   double gemm_fp8_flops_per_s;
   ps_gemm_rate gemm_fp8[PS_MAX_GEMM_RATES];
   double elementwise_bytes_per_s;          /* norms and the like, through device memory */

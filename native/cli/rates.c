@@ -56,15 +56,21 @@ static void line(FILE *out, const char *what, double rate, double unit, const ch
   fputc('\n', out);
 }
 
-static void products_lines(FILE *out, const ps_hardware *hw, double peak) {
+/* @list: PS_MAX_GEMM_RATES of them. */
+static void products_of(FILE *out, const char *products, const ps_gemm_rate *list, double peak) {
   char what[64];
-  for (uint32_t i = 0; i < PS_MAX_GEMM_RATES && hw->gemm[PS_BF16][i].rows; i++) {
-    const ps_gemm_rate *r = &hw->gemm[PS_BF16][i];
-    snprintf(what, sizeof what, "matrix products, %u rows, forward", r->rows);
+  for (const ps_gemm_rate *r = list; r < list + PS_MAX_GEMM_RATES && r->rows; r++) {
+    snprintf(what, sizeof what, "%s, %u rows, forward", products, r->rows);
     line(out, what, r->forward_flops_per_s, 1e9, "GFLOP/s", peak);
     line(out, "    gradient of inputs", r->dgrad_flops_per_s, 1e9, "GFLOP/s", peak);
     line(out, "    gradient of weights", r->wgrad_flops_per_s, 1e9, "GFLOP/s", peak);
   }
+}
+
+static void products_lines(FILE *out, const ps_hardware *hw, double peak) {
+  products_of(out, "matrix products", hw->gemm[PS_BF16], peak);
+  /* FP8's peak is twice bf16's */
+  products_of(out, "matrix products, FP8", hw->gemm_fp8, 2 * peak);
   line(out, "matrix products in fp32", hw->gemm_flops_per_s[PS_F32], 1e9, "GFLOP/s", 0);
 }
 
@@ -155,17 +161,22 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
 
 /* ---- as JSON --------------------------------------------------------------------------------- */
 
-static void tables_json(cli_json *j, const ps_hardware *hw) {
-  cli_json_open(j, "gemm_bf16", '[');
-  for (uint32_t i = 0; i < PS_MAX_GEMM_RATES && hw->gemm[PS_BF16][i].rows; i++) {
+static void products_json(cli_json *j, const char *name, const ps_gemm_rate *list) {
+  cli_json_open(j, name, '[');
+  for (const ps_gemm_rate *r = list; r < list + PS_MAX_GEMM_RATES && r->rows; r++) {
     cli_json_open(j, NULL, '{');
-    cli_json_count(j, "rows", hw->gemm[PS_BF16][i].rows);
-    cli_json_number(j, "forward_flops_per_s", hw->gemm[PS_BF16][i].forward_flops_per_s);
-    cli_json_number(j, "dgrad_flops_per_s", hw->gemm[PS_BF16][i].dgrad_flops_per_s);
-    cli_json_number(j, "wgrad_flops_per_s", hw->gemm[PS_BF16][i].wgrad_flops_per_s);
+    cli_json_count(j, "rows", r->rows);
+    cli_json_number(j, "forward_flops_per_s", r->forward_flops_per_s);
+    cli_json_number(j, "dgrad_flops_per_s", r->dgrad_flops_per_s);
+    cli_json_number(j, "wgrad_flops_per_s", r->wgrad_flops_per_s);
     cli_json_close(j, '}');
   }
   cli_json_close(j, ']');
+}
+
+static void tables_json(cli_json *j, const ps_hardware *hw) {
+  products_json(j, "gemm_bf16", hw->gemm[PS_BF16]);
+  products_json(j, "gemm_fp8", hw->gemm_fp8);
   cli_json_open(j, "attention_bf16", '[');
   for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[PS_BF16][i].rows; i++) {
     cli_json_open(j, NULL, '{');
@@ -231,6 +242,7 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_count(j, "flash4_version", hw->flash4_version);
   cli_json_number(j, "gemm_fp32_flops_per_s", hw->gemm_flops_per_s[PS_F32]);
   cli_json_number(j, "gemm_bf16_flops_per_s", hw->gemm_flops_per_s[PS_BF16]);
+  cli_json_number(j, "gemm_fp8_flops_per_s", hw->gemm_fp8_flops_per_s);
   cli_json_number(j, "attention_fp32_flops_per_s", hw->attention_flops_per_s[PS_F32]);
   cli_json_number(j, "attention_bf16_flops_per_s", hw->attention_flops_per_s[PS_BF16]);
   cli_json_number(j, "attention_bwd_fp32_flops_per_s", hw->attention_bwd_flops_per_s[PS_F32]);

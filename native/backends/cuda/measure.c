@@ -40,9 +40,12 @@ static const uint64_t MIB = 1u << 20, VALUES = 1664ull << 20, SUMS = 544ull << 2
                       COPY = PS__COPY_BYTES, MARGIN = 64ull << 20;
 /* operands before OUT, of up to 16384 rows; results; what copies bring */
 enum { X = 0, W = 448, Y = 560, OUT = 1008, COPIED = 1536 };
+/* FP8 operands meanwhile, of the places that attention of the usual shape does not read: e5m2 up to
+ * E5M2_END, of which dW of 16384 rows takes most, and e4m3 up to OUT */
+enum { E5M2 = 288, E5M2_END = 560, E4M3 = 624 };
 /* of up to 32768 rows and 65536 keys */
 enum { Q = 0, KV = 256, D_O = 560, O = 1008, DQ = 1264 };
-enum { DKV = 0, LSE = 512, DOC_START = 528 }; /* in SUMS */
+enum { DKV = 0, LSE = 512, DOC_START = 528, SCALE = 536 }; /* in SUMS */
 
 typedef struct bench {
   const ps__cuda_driver *cu;
@@ -236,6 +239,42 @@ static ps_status run_products(bench *b, const void *rows, uint32_t part) {
   return PS_OK;
 }
 
+/* The same of FP8 operands, as in a step: in each the summed dimension is contiguous. */
+static ps__args_gemm_fp8 product_args_fp8(bench *b, int i, uint32_t rows, uint32_t part,
+                                          void *ptr[6], uint32_t *n_ptr) {
+  const uint32_t out = products[i].out, in = products[i].in;
+  const bool forward = part == FORWARD, residual = forward && i % 2 == 1;
+  const ps__args_gemm_fp8 g = {.m = part == WGRAD ? out : rows,
+                               .n = forward ? out : in,
+                               .k = forward         ? in
+                                    : part == DGRAD ? out
+                                                    : rows,
+                               .role = (uint8_t)part,
+                               .has_residual = residual,
+                               .dt_a = forward ? PS__E4M3 : PS__E5M2,
+                               .dt_b = PS__E4M3,
+                               .dt_c = PS_BF16};
+  ptr[0] = next_place(b, forward ? E4M3 : E5M2, forward ? OUT : E5M2_END, (uint64_t)g.m * g.k);
+  ptr[1] = ptr[3] = sum(b, SCALE);
+  ptr[2] = next_place(b, E4M3, OUT, (uint64_t)g.n * g.k);
+  ptr[4] = next_place(b, OUT, COPIED, 2ull * g.m * g.n);
+  if (residual)
+    ptr[5] = next_place(b, X, E5M2, 2ull * g.m * g.n);
+  b->n_products++;
+  *n_ptr = 5 + residual;
+  return g;
+}
+
+static ps_status run_products_fp8(bench *b, const void *rows, uint32_t part) {
+  for (int i = 0; i < N_PRODUCTS; i++) {
+    void *ptr[6];
+    uint32_t n;
+    const ps__args_gemm_fp8 g = product_args_fp8(b, i, *(const uint32_t *)rows, part, ptr, &n);
+    PS_TRY(launch(b, &ps__k_gemm_fp8, &g, ptr, n));
+  }
+  return PS_OK;
+}
+
 static double product_flops(uint32_t rows) {
   double n = 0;
   for (int i = 0; i < N_PRODUCTS; i++)
@@ -243,18 +282,25 @@ static double product_flops(uint32_t rows) {
   return n * rows;
 }
 
+static ps_status tune_product(bench *b, int i, uint32_t rows, uint32_t part, bool fp8) {
+  void *ptr[6];
+  uint32_t n;
+  if (fp8) {
+    const ps__args_gemm_fp8 g = product_args_fp8(b, i, rows, part, ptr, &n);
+    return ps__cuda_tune_gemm_fp8(
+        &(ps_launch){.args = &g, .ptr = ptr, .n_ptr = n, .exec = &b->exec});
+  }
+  const ps__args_gemm g = product_args(b, i, rows, part, ptr, &n);
+  return ps__cuda_tune_gemm(&(ps_launch){.args = &g, .ptr = ptr, .n_ptr = n, .exec = &b->exec});
+}
+
 /* As a run does it before its first step: each shape's fastest algorithm, kept on disk. */
-static ps_status tune_products(bench *b) {
+static ps_status tune_products(bench *b, bool fp8) {
   PS_TRY(ps__cuda_blas_use_cache(b->exec.blas, NULL));
   for (int r = 0; r < N_GEMM; r++)
     for (uint32_t part = FORWARD; part < MAX_PARTS; part++)
-      for (int i = 0; i < N_PRODUCTS; i++) {
-        void *ptr[4];
-        uint32_t n;
-        const ps__args_gemm g = product_args(b, i, gemm_rows[r], part, ptr, &n);
-        PS_TRY(
-            ps__cuda_tune_gemm(&(ps_launch){.args = &g, .ptr = ptr, .n_ptr = n, .exec = &b->exec}));
-      }
+      for (int i = 0; i < N_PRODUCTS; i++)
+        PS_TRY(tune_product(b, i, gemm_rows[r], part, fp8));
   PS_TRY(settle(b));
   ps__cuda_blas_save_cache(b->exec.blas);
   return PS_OK;
@@ -366,14 +412,9 @@ static ps_status measure_attention(bench *b, int which, double seconds) {
 
 /* ---- products between attention -------------------------------------------------------------- */
 
-/* @full: seconds of the usual products, the three of them. */
-static ps_status measure_products(bench *b, double seconds, double *full) {
-  ps_hardware *hw = b->hw;
-  ps_gemm_rate *gemm = hw->gemm[PS_BF16];
+/* The rates of a table, by rows. */
+static ps_status measure_rows(bench *b, double seconds, timed t, ps_gemm_rate *gemm) {
   double s[MAX_PARTS];
-  timed t = {run_products, &gemm_rows[GEMM_USUAL], MAX_PARTS, usual_attention, ATTENTION_SHARE};
-  PS_TRY(tune_products(b));
-  PS_TRY(time_parts(b, &t, 2 * seconds, s)); /* not counted: the clock falls */
   for (int i = 0; i < N_GEMM; i++) {
     const double flops = product_flops(gemm_rows[i]);
     t.arg = &gemm_rows[i];
@@ -381,12 +422,62 @@ static ps_status measure_products(bench *b, double seconds, double *full) {
     gemm[i] =
         (ps_gemm_rate){gemm_rows[i], 0, flops / s[FORWARD], flops / s[DGRAD], flops / s[WGRAD]};
   }
+  return PS_OK;
+}
+
+/* @full: seconds of the usual products, the three of them. */
+static ps_status measure_products(bench *b, double seconds, double *full) {
+  ps_hardware *hw = b->hw;
+  ps_gemm_rate *gemm = hw->gemm[PS_BF16];
+  double s[MAX_PARTS];
+  const timed t = {run_products, &gemm_rows[GEMM_USUAL], MAX_PARTS, usual_attention,
+                   ATTENTION_SHARE};
+  PS_TRY(tune_products(b, false));
+  PS_TRY(time_parts(b, &t, 2 * seconds, s)); /* not counted: the clock falls */
+  PS_TRY(measure_rows(b, seconds, t, gemm));
   hw->gemm_flops_per_s[PS_BF16] = gemm[N_GEMM - 1].forward_flops_per_s;
   *full = product_flops(gemm_rows[GEMM_USUAL]) *
           (1 / gemm[GEMM_USUAL].forward_flops_per_s + 1 / gemm[GEMM_USUAL].dgrad_flops_per_s +
            1 / gemm[GEMM_USUAL].wgrad_flops_per_s);
   PS_TRY(time_parts(b, &(timed){.part = run_fp32, .n_parts = 1}, seconds / 2, s));
   hw->gemm_flops_per_s[PS_F32] = 2.0 * TOKENS * DIM * DIM / s[0];
+  return PS_OK;
+}
+
+static ps_status fill_values(bench *b);
+
+static ps_status time_products_fp8(bench *b, double seconds, ps_gemm_rate *gemm) {
+  static const float scale[2] = {1.0f / 64, 7.0f};
+  float *staged = (float *)(void *)(place(b, 0) + COPY);
+  const timed t = {run_products_fp8, &gemm_rows[GEMM_USUAL], MAX_PARTS, usual_attention,
+                   ATTENTION_SHARE};
+  memcpy(staged, scale, sizeof scale);
+  PS__CUDA_TRY(b->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)sum(b, SCALE),
+                                  (CUdeviceptr)(uintptr_t)staged, sizeof scale, b->exec.stream));
+  PS_TRY(ps__cuda_draw_fp8(&b->exec, value(b, E5M2), (E5M2_END - E5M2) * MIB, PS__E5M2));
+  PS_TRY(ps__cuda_draw_fp8(&b->exec, value(b, E4M3), (OUT - E4M3) * MIB, PS__E4M3));
+  PS_TRY(tune_products(b, true));
+  return measure_rows(b, seconds, t, gemm);
+}
+
+/* The same of FP8 operands, whose codes lie in the place of values meanwhile. A GPU whose cuBLASLt
+ * lacks one of the products is used without FP8: its rates stay estimates. */
+static ps_status measure_fp8(bench *b, double seconds) {
+  ps_hardware *hw = b->hw;
+  ps_gemm_rate gemm[N_GEMM] = {{0}};
+  if (hw->compute_capability < 89)
+    return PS_OK;
+  const ps_status st = time_products_fp8(b, seconds, gemm);
+  PS_TRY(fill_values(b));
+  if (st == PS_EDEVICE) {
+    ps__log(PS_LOG_WARN, "FP8 products are not measured, their rates are estimates: %s",
+            ps_last_error());
+    ps__clear_error();
+    return PS_OK;
+  }
+  PS_TRY(st);
+  memcpy(hw->gemm_fp8, gemm, sizeof gemm);
+  hw->gemm_fp8_flops_per_s = gemm[N_GEMM - 1].forward_flops_per_s;
   return PS_OK;
 }
 
@@ -677,8 +768,13 @@ static ps_status fill(bench *b) {
   }
   for (uint32_t i = 1; i < b->host->places.n; i++)
     memcpy(place(b, i), p, COPY);
+  return fill_values(b);
+}
+
+/* The device's, from the first place. */
+static ps_status fill_values(bench *b) {
   for (uint64_t at = 0; at < VALUES; at += COPY)
-    PS_TRY(copy(b, b->exec.stream, b->values + at, p));
+    PS_TRY(copy(b, b->exec.stream, b->values + at, place(b, 0)));
   return settle(b);
 }
 
@@ -695,6 +791,7 @@ static ps_status measure(bench *b, double seconds, bool profile, uint64_t bytes)
     return ps__fail(PS_EINTERNAL, "attention of %d rows takes more scratch than foreseen", TOKENS);
   PS_TRY(measure_products(b, seconds, &full));
   PS_TRY(measure_idle(b, seconds, full));
+  PS_TRY(measure_fp8(b, seconds));
   PS_TRY(measure_bandwidths(b, seconds));
   if (profile)
     PS_TRY(measure_loaded(b, seconds));

@@ -48,10 +48,10 @@ bool ps__cuda_driver_there(void);
  *           bandwidth (contention). memory_bytes_per_s is the whole bandwidth beside the first
  *           load.
  * Products are measured with attention between them and attention with products between, as in a
- * step. Takes 3.6 GiB of device memory meanwhile and pins @host's places; with @profile 1 GiB
- * more of host memory. CUDA has no fp32 attention: its rate is bf16's. Errors: PS_EDEVICE,
- * PS_ENOMEM. */
-enum { PS__CUDA_CASES = 24, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 2 };
+ * step; products of FP8 operands too, on GPUs of compute capability 8.9 and later. Takes 3.6 GiB of
+ * device memory meanwhile and pins @host's places; with @profile 1 GiB more of host memory. CUDA
+ * has no fp32 attention: its rate is bf16's. Errors: PS_EDEVICE, PS_ENOMEM. */
+enum { PS__CUDA_CASES = 28, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 2 };
 typedef struct ps__host_work {
   ps__host_places places;
   const ps__host_load *load;
