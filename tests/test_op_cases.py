@@ -27,6 +27,13 @@ from op_runs import (  # noqa: E402
     Sumsq,
     run,
 )
+from test_fp8_ops import (  # noqa: E402
+    COLS,
+    ROWS,
+    GluQuantize,
+    NormQuantize,
+)
+from test_fp8_ops import Scale as Fp8Scale  # noqa: E402
 
 
 class Qkv(ctypes.Structure):
@@ -190,15 +197,67 @@ def gemm(a, x, y, c, *added):
     return [torch.cat([out, c[:, n:]], 1)]
 
 
-def quantize(a, x, _, *forms):
-    largest, fp8 = {E4M3: (448, TORCH[E4M3]), E5M2: (57344, TORCH[E5M2])}[a.dt_q]
+FP8 = {E4M3: (448, TORCH[E4M3]), E5M2: (57344, TORCH[E5M2])}
+
+
+def scale_of(amax, dt_q):
+    """The least power of two by which amax fits."""
+    fraction, exponent = math.frexp(amax / FP8[dt_q][0])
+    return 2.0 ** (exponent - (fraction == 0.5))
+
+
+def codes(x, dt_q, forms, scale=None):
+    """[{scale, amax}, the forms], and how many values that are not 0 have a code of 0."""
     amax = x.abs().max().item()
-    fraction, exponent = math.frexp(amax / largest)
-    scale = 2.0 ** (exponent - (fraction == 0.5))
-    q = (x / scale).float().to(fp8).double().view(a.rows, a.cols)
-    out = [q.flatten()] if a.forms & 1 else []
-    out += [q.T.flatten()] if a.forms & 2 else []
-    return [torch.tensor([scale, amax], dtype=torch.float64), *out]
+    scales = torch.tensor([scale_of(amax, dt_q), amax], dtype=torch.float64)
+    largest, fp8 = FP8[dt_q]
+    q = (x / (scales if scale is None else scale)[0]).clamp(-largest, largest)
+    q = q.float().to(fp8).double()
+    out = ([q] if forms & ROWS else []) + ([q.T] if forms & COLS else [])
+    flushed = ((x != 0) & (q == 0)).sum().item()
+    return ([scales] if scale is None else []) + [o.flatten() for o in out], flushed
+
+
+def counted(counters, *flushed):
+    """u64 in the bits of fp64: each number added to one of the last counters."""
+    n = counters.view(torch.int64).clone()
+    n[-len(flushed) :] += torch.tensor(flushed)
+    return n.view(torch.float64)
+
+
+def stored(x, dt):
+    return x.to(TORCH[dt]).double()
+
+
+def quantize(a, x, scale, *rest):
+    out, flushed = codes(x.view(a.rows, a.cols), a.dt_q, a.forms, scale if a.given else None)
+    return [*out, counted(rest[-1], flushed)] if a.count else out
+
+
+def fp8_scale(a, x, _):
+    amax = x.abs().max().item()
+    scale = scale_of(amax * (a.headroom or 1.0), a.dt_q)
+    return [torch.tensor([scale, amax], dtype=torch.float64)]
+
+
+def rmsnorm_quantize(a, x, w, _, *rest):
+    out, flushed = codes(stored(rmsnorm(a, x, w, None)[0], a.dt), a.dt_q, a.forms)
+    return [*out, counted(rest[-1], flushed)] if a.count else out
+
+
+def glu_quantize(a, gu, _, *rest):
+    out, flushed = codes(stored(glu(a, gu)[0], a.dt), a.dt_q, a.forms)
+    if a.count:
+        out.append(torch.cat([counted(rest[-1][:1], flushed), rest[-1][1:]]))
+    return out
+
+
+def glu_bwd_quantize(a, ds, gu, *rest):
+    (dgu,) = derivative(glu, a, (gu,), [ds], (0,))
+    dgu = stored(dgu.view(a.n_tokens, -1), a.dt)
+    of_gu, n_gu = codes(dgu, a.dt_q, ROWS | COLS)
+    of_s, n_s = codes(stored(glu(a, gu)[0], a.dt), E4M3, COLS)
+    return [*of_gu, *of_s, *([counted(rest[-1], n_gu, n_s)] if a.count else [])]
 
 
 def gemm_fp8(a, x, x_scale, w, w_scale, c, *added):
@@ -244,6 +303,10 @@ FORWARD = {
     "gemm": (Gemm, gemm),
     "gemm_rows": (Gemm, gemm),
     "quantize": (Quantize, quantize),
+    "fp8_scale": (Fp8Scale, fp8_scale),
+    "rmsnorm_quantize": (NormQuantize, rmsnorm_quantize),
+    "glu_quantize": (GluQuantize, glu_quantize),
+    "glu_bwd_quantize": (GluQuantize, glu_bwd_quantize),
     "gemm_fp8": (GemmFp8, gemm_fp8),
     "attention_cached": (Attention, attention_cached),
 }
@@ -329,10 +392,8 @@ def test_an_op_is_its_formula(entry, name, dt):
 
 
 def test_every_op_has_cases():
-    """But attention (tests/test_attention.py), host sums (tests/test_ops.py, test_totals.py) and FP8
-    (tests/test_fp8_ops.py)."""
+    """But attention (tests/test_attention.py) and host sums (tests/test_ops.py, test_totals.py)."""
     without = {"attention_fwd", "attention_bwd", "accumulate_host", "sumsq_host"}
-    without |= {"rmsnorm_quantize", "glu_quantize", "glu_bwd_quantize", "fp8_scale"}
     without |= {"round_sumsq_host", "embed_bwd_host"}
     ops, i = set(), 0
     while name := LIB.ops_name(i):

@@ -31,6 +31,7 @@ static ps__cpu_exec g_cpu;
 static char *g_arena; /* device memory for the cases, taken from the front by each */
 static size_t g_arena_bytes;
 static int g_failed, g_passed;
+static int g_capability;
 static bool g_short;       /* without the largest cases and the products: for a sanitizer */
 static const char *g_part; /* in the names of what is timed, NULL: all */
 
@@ -173,8 +174,9 @@ static void test_table(uint64_t seed) {
     for (uint32_t i = 0; i < n_op_table; i++) {
       const int before = g_failed;
       const ps_kernel *k = op_table[i].kernel;
-      /* products need the tools that a sanitizer leaves out */
-      if (!k->fn[PS_BACKEND_CUDA] || (g_short && k == &ps__k_gemm))
+      /* products need the tools that a sanitizer leaves out; those of FP8 a GPU of 8.9 or later */
+      if (!k->fn[PS_BACKEND_CUDA] || (g_short && (k == &ps__k_gemm || k == &ps__k_gemm_fp8)) ||
+          (k == &ps__k_gemm_fp8 && g_capability < 89))
         continue;
       op_cases(i, dt, g_short ? OP_SMALL : OP_ALL, seed, check, (void *)ps__dtypes[dt].name);
       if (g_failed == before)
@@ -324,6 +326,61 @@ static void speeds_gemm(const char *name, ps__args_gemm a) {
   speed(line, ps__cuda_gemm, &a, AT(64, 1024, 2048), 0, flops);
 }
 
+/* The ops that quantize, on bf16 values; and products of FP8 operands. */
+static void speeds_fp8(void) {
+  enum { T = 8192, D = 4096, F = 14336 };
+  const double x = (double)T * D, s = (double)T * F;
+  ps__args_quantize a = {
+      .rows = T, .cols = D, .dt = PS_BF16, .dt_q = PS__E4M3, .forms = PS_FORM_ROWS};
+  speed("quantize, rows", ps__cuda_quantize, &a, AT(64, 8, 256), 5 * x, 0);
+  a.forms = PS_FORM_COLS;
+  speed("quantize, columns", ps__cuda_quantize, &a, AT(64, 8, 256), 5 * x, 0);
+  a.forms = PS_FORM_ROWS | PS_FORM_COLS;
+  speed("quantize, both", ps__cuda_quantize, &a, AT(64, 8, 256, 512), 6 * x, 0);
+  a.given = 1;
+  speed("quantize, both, scale given", ps__cuda_quantize, &a, AT(64, 8, 256, 512), 4 * x, 0);
+  const ps__args_fp8_scale scale = {.rows = T, .cols = D, .dt = PS_BF16, .dt_q = PS__E4M3};
+  speed("fp8_scale", ps__cuda_fp8_scale, &scale, AT(64, 8), 2 * x, 0);
+  ps__args_rmsnorm_quantize norm = {.norm = {.rows = T, .cols = D, .dt = PS_BF16, .eps = 1e-5f},
+                                    .dt_q = PS__E4M3,
+                                    .forms = PS_FORM_ROWS};
+  speed("rmsnorm_quantize, rows", ps__cuda_rmsnorm_quantize, &norm, AT(64, 1024, 8, 256), 5 * x, 0);
+  norm.forms = PS_FORM_COLS;
+  speed("rmsnorm_quantize, columns", ps__cuda_rmsnorm_quantize, &norm, AT(64, 1024, 8, 256), 5 * x,
+        0);
+  const ps__args_glu_quantize glu = {.n_tokens = T,
+                                     .ffn_dim = F,
+                                     .dt = PS_BF16,
+                                     .activation = PS_ACTIVATION_SILU,
+                                     .dt_q = PS__E4M3,
+                                     .forms = PS_FORM_ROWS};
+  speed("glu_quantize, rows", ps__cuda_glu_quantize, &glu, AT(64, 8, 1024), 9 * s, 0);
+  ps__args_glu_quantize back = glu;
+  back.dt_q = PS__E5M2;
+  speed("glu_bwd_quantize", ps__cuda_glu_bwd_quantize, &back, AT(64, 512, 8, 1280, 1792, 9, 2304),
+        17 * s, 0);
+  static const uint32_t shape[][3] = {{T, 2 * F, D}, {T, D, 2 * F}, {2 * F, D, T}};
+  for (uint32_t role = 0; role < 3 && g_capability >= 89; role++) {
+    static const char *const name[] = {"gate/up fwd, FP8", "gate/up dgrad, FP8",
+                                       "gate/up wgrad, FP8"};
+    const ps__args_gemm_fp8 g = {.m = shape[role][0],
+                                 .n = shape[role][1],
+                                 .k = shape[role][2],
+                                 .role = (uint8_t)role,
+                                 .dt_a = role ? PS__E5M2 : PS__E4M3,
+                                 .dt_b = PS__E4M3,
+                                 .dt_c = PS_BF16};
+    void *ptr[] = {at_mib(64), at_mib(8), at_mib(512), at_mib(9), at_mib(1024)};
+    if (g_part && !strstr(name[role], g_part))
+      continue;
+    if (ps__cuda_tune_gemm_fp8(&(ps_launch){.args = &g, .ptr = ptr, .n_ptr = 5, .exec = &g_exec}) !=
+        PS_OK)
+      printf("FAIL tune: %s\n", ps_last_error()), g_failed++;
+    speed(name[role], ps__cuda_gemm_fp8, &g, AT(64, 8, 512, 9, 1024), 0, 2.0 * g.m * g.n * g.k);
+  }
+  fill_arena();
+}
+
 static void speeds(void) {
   enum { T = 8192, D = 4096, F = 14336, V = 128256, LAYER = 218112000 };
   const double x = 2.0 * T * D;
@@ -360,6 +417,7 @@ static void speeds(void) {
         AT(64, 1024), 6.0 * T * F, 0);
   speed("glu_bwd", ps__cuda_glu_bwd, &(ps__args_glu){T, F, PS_BF16, PS_ACTIVATION_SILU},
         AT(1024, 64), 12.0 * T * F, 0);
+  speeds_fp8();
   ps__args_qkv q = {
       .n_tokens = T, .n_heads = 32, .n_kv_heads = 8, .head_dim = 128, .dt = PS_BF16, .eps = 1e-6f};
   g_failed += ps__rope_table(&q, &(ps_rope){.rotary_dim = 128, .theta = 5e5}, 0, 1) != PS_OK;
@@ -436,6 +494,10 @@ int main(int argc, char **argv) {
   g_arena_bytes = (size_t)4 << 30;
   void *workspace;
   cudaStream_t stream;
+  int minor;
+  need(cudaDeviceGetAttribute(&g_capability, cudaDevAttrComputeCapabilityMajor, 0), "capability");
+  need(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0), "capability");
+  g_capability = 10 * g_capability + minor;
   need(cudaMalloc((void **)&g_arena, g_arena_bytes), "4 GiB of device memory");
   need(cudaMalloc(&workspace, 32u << 20), "workspace");
   need(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
