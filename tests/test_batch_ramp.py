@@ -2,6 +2,7 @@
 would have; the data, the schedule and a resumed run go on as if nothing had changed."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +156,9 @@ def test_steps_that_are_submitted_at_once_cross_the_stages(ramps, tiny_model, ti
     plan = make_plan(tiny_model, batch_ramp=RAMP, **PLANS["rounds"])
     with Trainer(tiny_model, plan, str(tiny_shard), shuffle=True, **SETTINGS) as trainer:
         check(lib.ps_trainer_submit(trainer._handle.ptr, STEPS))
+        # steps of the second size begin in a call alone, so that a trainer can be destroyed
+        while not lib.ps_trainer_at_rest(trainer._handle.ptr):
+            time.sleep(0.001)
         assert figures(trainer.finish()) == found
 
 

@@ -9,6 +9,8 @@ import subprocess
 import numpy as np
 import pytest
 from conftest import BUILD, words_of_training, write_shard
+from penstock import Hardware, ModelConfig, Plan, Trainer
+from penstock._lib import ffi, lib
 from safetensors.numpy import load_file, save_file
 
 TOKEN, BAD_STEP = 7, 2  # its embedding is infinite; it comes in this step alone
@@ -163,3 +165,72 @@ def test_a_skipped_step_names_its_chunk_and_training_goes_on(planted, tmp_path):
     )
     assert re.search(says + r" .* of chunk 2 \(sequences 4 to 5\).*; 1 skipped so far", run.stderr)
     assert [m["n_skipped"] for m in metrics(tmp_path / "r")] == [0, 1, 1]
+
+
+# ---- in a batch ramp -----------------------------------------------------------------------------
+
+# two steps of one sequence, two of six, then eight sequences a step; chunks of two sequences
+RAMP = [*PACKED, "--tokens-per-step", 512, "--batch-ramp", "64:2", "384:2"]
+
+
+def planted_at(tmp_path, *at):
+    """Data for the ramp and two steps more, with TOKEN at these places."""
+    tokens = np.random.default_rng(1).integers(8, 512, (2 + 2 * 6 + 2 * 8) * 64 + 1)
+    tokens[list(at)] = TOKEN
+    return write_shard(tmp_path / "data.bin", tokens)
+
+
+def test_each_skipped_step_of_a_ramp_names_its_chunk(planted, tmp_path):
+    """The second step, then in the fourth sequence 3, which is the second of a chunk, and in the
+    sixth sequence 7. A step run again begins with the smallest of all steps."""
+    fourth, sixth = (2 + 6) * 64, (2 + 2 * 6 + 8) * 64
+    data = planted_at(tmp_path, 64 + 20, fourth + 3 * 64 + 5, sixth + 7 * 64 + 2)
+    words = ["--lr", 0, *RAMP, "--steps", 6, "--non-finite", "skip", "--run-dir", tmp_path / "r"]
+    run = train((planted, data), *words)
+    said = [line for line in run.stderr.splitlines() if " is skipped: " in line]
+    where = ("chunk 0 (sequence 0)", "chunk 1 (sequence 3)", "chunk 3 (sequence 7)")
+    assert len(said) == 3
+    for line, step, chunk in zip(said, (2, 4, 6), where):
+        assert f"step {step} is skipped: the gradient of layer {LAYER} " in line, line
+        assert f"the first value that is not finite is of {chunk}, in the backward" in line, line
+    assert [m["n_skipped"] for m in metrics(tmp_path / "r")] == [0, 1, 1, 2, 2, 3]
+
+
+def test_a_ramp_that_gets_smaller_names_chunks_too(planted, tmp_path):
+    """Two steps of six sequences and two of one: the first step run again is a larger one."""
+    data = planted_at(tmp_path, 3 * 64 + 5, 2 * 6 * 64 + 9)
+    words = ["--lr", 0, *PACKED, "--tokens-per-step", 512, "--batch-ramp", "384:2", "64:2"]
+    words += ["--steps", 5, "--non-finite", "skip", "--run-dir", tmp_path / "r"]
+    said = train((planted, data), *words).stderr
+    assert "step 1 is skipped" in said and "is of chunk 1 (sequence 3), in the" in said
+    assert "step 3 is skipped" in said and "is of chunk 0 (sequence 0), in the" in said
+
+
+def test_a_loss_in_a_smaller_step_names_its_place(spoiled, tmp_path):
+    """The data's TOKEN is in sequence 5: in the third step, of three sequences, the third one."""
+    words = ["--tokens-per-step", 256, "--chunk-tokens", 128, "--batch-ramp", "64:1", "128:1"]
+    words += ["192:1", "--steps", 4]
+    run = train(spoiled, *words, "--non-finite", "skip", "--run-dir", tmp_path / "r")
+    place = r"first in chunk 1 \(sequence 2, position \d\)"
+    assert re.search(rf"step 3 is skipped: the loss is not a number, {place}", run.stderr)
+
+
+def test_a_trainer_is_not_at_rest_while_a_step_runs_again(planted):
+    """Steps call the batch function, and the second step once more when it is run again."""
+    tokens = np.random.default_rng(1).integers(8, 512, (3, 4, 65)).astype(np.int32)
+    tokens[1, 2, 9] = TOKEN
+    calls = []
+
+    def batch(step):
+        text = ffi.new("char[4096]")
+        ptr = trainer._handle.ptr
+        lib.ps_trainer_where(ptr, text, len(text))
+        calls.append((step, lib.ps_trainer_at_rest(ptr), ffi.string(text) != b""))
+        return tokens[step, :, :-1], tokens[step, :, 1:]
+
+    plan = Plan(ModelConfig.read(planted), seq_len=64, tokens_per_step=256, recipe="fp32",
+                chunk_tokens=128, hardware=Hardware.estimate(2, "cpu"))  # fmt: skip
+    with Trainer(planted, plan, batch, lr=0.0, non_finite="skip") as trainer:
+        assert [m.skipped for m in trainer.steps(3)] == [False, True, False]
+        assert sorted(calls) == [(step, 0, True) for step in (0, 1, 1, 2)]
+        assert lib.ps_trainer_at_rest(trainer._handle.ptr)

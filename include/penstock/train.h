@@ -262,7 +262,8 @@ PS_API ps_status ps_trainer_validate(ps_trainer *t, ps_validation *out);
 PS_API void ps_trainer_cancel(ps_trainer *t);
 /* ps_trainer_steps_done() - how many steps wait has reported; first_step is not counted. */
 PS_API uint64_t ps_trainer_steps_done(const ps_trainer *t);
-/* ps_trainer_at_rest() - 1: no op runs or will run, and ps_trainer_destroy() waits for none. */
+/* ps_trainer_at_rest() - 1: no op of steps, validations, samples or a step run again runs, and
+ * none will before the next call: ps_trainer_destroy() waits for none. */
 PS_API int ps_trainer_at_rest(const ps_trainer *t);
 /* ps_trainer_where() - what each stream has done and what it waits for, a line a stream, for a
  * person who asks why nothing moves (see ps_run_where()). @text gets at most @bytes, the terminator

@@ -143,9 +143,12 @@ void ps__gen_setup_free(ps__gen_setup *s);
 /* ---- a generator beside a training (generator.c) --------------------------------------------- */
 /* ps__generator_beside() - a generator of @setup on the engine of a training. ps_generator_run()
  * needs the training's run to be paused. Both are borrowed until destroy. Errors: PS_ENOMEM.
- * ps__generator_cancel() - end all its steps for good. Threads: any, and signal handlers. */
+ * ps__generator_cancel() - end all its steps for good. Threads: any, and signal handlers.
+ * ps__generator_run() - the run of a program, paused while it has no steps; NULL before the first
+ * ones. Threads: any. */
 ps_status ps__generator_beside(ps_generator **out, ps__gen_setup *setup, ps_engine *engine);
 void ps__generator_cancel(ps_generator *g);
+ps_run *ps__generator_run(const ps_generator *g, uint32_t program);
 
 /* ---- drawing tokens (sample.c) --------------------------------------------------------------- */
 typedef struct ps__gen_candidate {

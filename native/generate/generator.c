@@ -353,6 +353,10 @@ void ps__generator_cancel(ps_generator *g) {
   }
 }
 
+ps_run *ps__generator_run(const ps_generator *g, uint32_t program) {
+  return atomic_load(&g->run[program]);
+}
+
 void ps_generator_destroy(ps_generator *g) {
   if (!g)
     return;

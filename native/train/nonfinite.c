@@ -50,10 +50,10 @@ static const char *after_skips(const ps_trainer *t, char buf[64]) {
 
 static void describe_loss(const ps_trainer *t, char text[PS__WHY_BYTES]) {
   const ps__skips *k = &t->skips;
-  const uint64_t s = t->plan->cfg.seq_len;
+  const ps__layout *l = t->size.layout;
+  const uint64_t s = l->seq_len;
   uint32_t chunk = 0;
-  while (chunk + 1 < t->plan->layout.n_chunks &&
-         t->plan->layout.chunk[chunk + 1].first_token <= k->bad_row)
+  while (chunk + 1 < l->n_chunks && l->chunk[chunk + 1].first_token <= k->bad_row)
     chunk++;
   snprintf(text, PS__WHY_BYTES, "the loss is %s, first in chunk %u (sequence %llu, position %llu)",
            isnan(k->bad_loss) ? "not a number"
@@ -83,7 +83,7 @@ ps_status ps__loss_is_bad(ps_trainer *t, uint64_t run_step, double loss, const f
   ps__skips *k = &t->skips;
   k->bad_loss = loss;
   k->bad_row = 0;
-  while (k->bad_row + 1 < t->plan->layout.n_tokens && isfinite(row[k->bad_row * n_columns]))
+  while (k->bad_row + 1 < t->size.layout->n_tokens && isfinite(row[k->bad_row * n_columns]))
     k->bad_row++;
   return skips(t) ? PS_OK : fail_loss(t, run_step);
 }

@@ -101,11 +101,24 @@ static ps_status decide(ps__replay *r, saved where) {
   return PS_OK;
 }
 
+/* Sequences of a group: those of a chunk, or a part of them that divides a chunk, so that no step
+ * of a batch ramp has fewer, and only the last group may have sequences of two chunks. */
+static uint64_t group_sequences(const ps_plan *p) {
+  const ps__layout *l = &p->layout;
+  const uint64_t a_chunk = l->chunk_tokens / l->seq_len ? l->chunk_tokens / l->seq_len : 1;
+  uint64_t n = a_chunk < l->n_sequences ? a_chunk : l->n_sequences;
+  for (uint32_t i = 0; i < p->n_ramp; i++)
+    if (p->ramp[i].n_sequences < n)
+      n = p->ramp[i].n_sequences;
+  while (a_chunk % n)
+    n--;
+  return n;
+}
+
 static ps_status emit(ps__replay *r, saved where) {
   const ps_plan *p = r->t->plan;
   const ps__layout *l = &p->layout;
-  const uint64_t a_chunk = l->chunk_tokens / l->seq_len ? l->chunk_tokens / l->seq_len : 1,
-                 n = a_chunk < r->whole->n_sequences ? a_chunk : r->whole->n_sequences;
+  const uint64_t n = group_sequences(p);
   PS_TRY(ps__layout_init(&r->layout, l->seq_len, n, l->chunk_tokens, l->chunks_per_round,
                          l->chunks_per_round));
   ps_status st = decide(r, where);
@@ -200,13 +213,16 @@ static void say_found(const ps__replay *r, char *text, size_t room) {
   const ps__layout *l = &r->layout;
   const uint64_t sequence = first_sequence(r, r->group);
   char where[96], layer[32];
-  uint64_t chunk = r->group;
+  /* of a group's sequences the last are those that no group before it had */
+  uint64_t chunk = (sequence + l->n_sequences - 1) * l->seq_len / l->chunk_tokens;
   if (l->n_chunks > 1) {
     const ps__chunk *k = &l->chunk[c->tag.chunk];
     chunk = r->group * l->n_chunks + (uint64_t)c->tag.chunk;
     snprintf(where, sizeof where, "sequence %llu, positions %u to %u", (unsigned long long)sequence,
              k->row0, k->row0 + k->n_tokens - 1);
-  } else
+  } else if (l->n_sequences == 1)
+    snprintf(where, sizeof where, "sequence %llu", (unsigned long long)sequence);
+  else
     snprintf(where, sizeof where, "sequences %llu to %llu", (unsigned long long)sequence,
              (unsigned long long)(sequence + l->n_sequences - 1));
   snprintf(text, room,
@@ -233,8 +249,6 @@ static ps_status replay(ps_trainer *t, uint64_t run_step) {
   r->run_step = run_step;
   r->whole = whole;
   r->found = false;
-  if (whole->n_sequences < r->layout.n_sequences)
-    return ps__fail(PS_EINTERNAL, "the step is smaller than those before it");
   return run_groups(r);
 }
 
@@ -263,6 +277,8 @@ void ps__replay_cancel(ps__replay *r) {
   if (run)
     ps_run_cancel(run);
 }
+
+ps_run *ps__replay_run(const ps__replay *r) { return r ? atomic_load(&r->run) : NULL; }
 
 void ps__replay_destroy(ps__replay *r) {
   if (!r)

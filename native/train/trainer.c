@@ -708,19 +708,37 @@ void ps_trainer_cancel(ps_trainer *t) {
 
 uint64_t ps_trainer_steps_done(const ps_trainer *t) { return t ? t->n_reported : 0; }
 
+/* Its runs that may have ops: at most one is not paused. Those before it in a ramp are. */
+enum { N_RUNS = 3 + PS__GEN_PROGRAMS };
+static void all_runs(const ps_trainer *t, ps_run *run[N_RUNS]) {
+  const ps_generator *sampler = t ? atomic_load(&t->sampler) : NULL;
+  memset(run, 0, N_RUNS * sizeof *run);
+  if (!t)
+    return;
+  run[0] = atomic_load(&t->run);
+  run[1] = atomic_load(&t->val.run);
+  run[2] = ps__replay_run(atomic_load(&t->replay));
+  for (uint32_t i = 0; sampler && i < PS__GEN_PROGRAMS; i++)
+    run[3 + i] = ps__generator_run(sampler, i);
+}
+
 int ps_trainer_at_rest(const ps_trainer *t) {
-  ps_run *run = t ? atomic_load(&t->run) : NULL, *val = t ? atomic_load(&t->val.run) : NULL;
-  return (!run || ps_run_at_rest(run)) && (!val || ps_run_at_rest(val));
+  ps_run *run[N_RUNS];
+  all_runs(t, run);
+  for (int i = 0; i < N_RUNS; i++)
+    if (run[i] && !ps_run_at_rest(run[i]))
+      return 0;
+  return 1;
 }
 
 void ps_trainer_where(const ps_trainer *t, char *text, uint64_t bytes) {
-  ps_run *run = t ? atomic_load(&t->run) : NULL, *val = t ? atomic_load(&t->val.run) : NULL;
+  ps_run *run[N_RUNS];
+  all_runs(t, run);
   if (bytes)
     text[0] = 0;
-  if (run)
-    ps_run_where(run, text, bytes);
-  if (val && bytes && !text[0]) /* of a paused run there is nothing to say */
-    ps_run_where(val, text, bytes);
+  for (int i = 0; i < N_RUNS && bytes && !text[0]; i++)
+    if (run[i]) /* of a paused run there is nothing to say */
+      ps_run_where(run[i], text, bytes);
 }
 
 ps_status ps__trainer_idle(ps_trainer *t) {

@@ -132,9 +132,11 @@ const char *ps__layer_name(const ps_trainer *t, uint32_t layer, char buf[32]);
 /* ps__replay_say() - run step @run_step of this trainer again. @text, which goes on a message, gets
  * in which chunk a value first was not finite, or why that is not known. The trainer's
  * run is paused, or has failed. @n_later: steps that have updated the weights since (replay.c).
- * ps__replay_cancel() - Threads: any, and signal handlers. NULL is a no-op, here and below. */
+ * ps__replay_cancel() - Threads: any, and signal handlers. NULL is a no-op, here and below.
+ * ps__replay_run() - its run, paused between two replays; NULL before the first one. */
 void ps__replay_say(ps_trainer *t, uint64_t run_step, uint64_t n_later, char *text, size_t room);
 void ps__replay_cancel(ps__replay *r);
+ps_run *ps__replay_run(const ps__replay *r);
 void ps__replay_destroy(ps__replay *r);
 double ps__unit_sumsq(const ps_trainer *t, const double *slots, uint32_t unit);
 void ps__skips_mark(ps_trainer *t, uint64_t step);

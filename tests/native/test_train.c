@@ -337,8 +337,8 @@ static void test_bad_gradient(ps_dataset *ds, int layer, placement where) {
   const uint64_t before = weights(t);
   CHECK(ps_trainer_submit(t, 3) == PS_OK);
   CHECK_FAILS(ps_trainer_wait(t, &m), PS_ENUMERIC, text);
-  snprintf(text, sizeof text,
-           "of chunk 0 (sequences 0 to 0), in the backward pass of layer %d (op ", layer);
+  snprintf(text, sizeof text, "of chunk 0 (sequence 0), in the backward pass of layer %d (op ",
+           layer);
   CHECK(strstr(ps_last_error(), text) && weights(t) == before && ps_trainer_steps_done(t) == 0);
   ps_trainer_destroy(t);
   ps_plan_destroy(plan);
